@@ -1,4 +1,4 @@
-"""The numerics that all methods share: each function checks its arguments, chooses a backend and calls it.
+"""The operations that all methods share: each checks its arguments, chooses a backend and calls it.
 
 Shapes: B rows, H query heads, K KV heads, L queries, N entries of a source, D key width,
 Dv value width, G groups of c tokens or spans of queries, Q mean queries kept from earlier calls.
@@ -162,7 +162,7 @@ def pool_groups(
 def decode_step(call: StepCall, own: OwnEntries, *, backend: str) -> Tensor:
     """Read one token per row into the state, in place, and attend; `condense.ops.step.call` defines the step.
 
-    own: how the method makes entries, which "torch" calls. backend: "triton" or "torch", as `step_backend` returns it.
+    own: the method's function that makes entries, called by "torch". backend: "triton" or "torch", from `step_backend`.
     Returns ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]``; no gradient flows through a step.
     Raises ValueError for another backend, for "triton" where it cannot run, and for "torch" with a store in host memory
     beside tensors on a GPU.
@@ -184,9 +184,9 @@ def decode_step(call: StepCall, own: OwnEntries, *, backend: str) -> Tensor:
 
 
 def prepare_step(call: StepCall) -> PreparedStep:
-    """`decode_step` of the Triton backend for one state, with all worked out that tokens laid out as this one share.
+    """Return `decode_step` of the Triton backend for one state and tokens of this one's layout, prepared for a loop.
 
-    It is no torch operation, so it cannot be compiled or traced. Arguments as of `decode_step`; the token is not read.
+    It is no torch operation, so it cannot be compiled or traced. Arguments as in `decode_step`; the token is not read.
     """
     from condense.ops.triton import step as triton_step
 

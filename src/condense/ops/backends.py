@@ -22,7 +22,7 @@ class Operations(NamedTuple):
 
     attend is ``attend(q, sources, spans, *, scale, softcap, dropout_p, return_lse) -> (out, lse)``, and attend_recall
     ``attend_recall(q, sources, choice, *, scale, softcap, pool, return_lse) -> (out, lse)``; lse is None unless
-    return_lse. pool: entries of groups that are not open are seen.
+    return_lse. pool: queries see the entries of closed groups that they do not open.
     pool_groups: None if `condense.ops.pool_groups` is to call this backend's group_scores and pool.
     """
 

@@ -24,9 +24,9 @@ def check_tensors(**tensors: Tensor) -> None:
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless q ``[B, H, L, D]``, k ``[B, Hkv, L, D]`` and v ``[B, Hkv, L, Dv]`` go together.
+    """Raise ValueError unless q ``[B, H, L, D]``, k ``[B, Hkv, L, D]`` and v ``[B, Hkv, L, Dv]`` fit together.
 
-    One dtype and device for all three, no dimension of 0, and Hkv divides H.
+    They fit if all have one dtype and device, no dimension is 0, and Hkv divides H.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype != q.dtype:
@@ -52,7 +52,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_scale(scale: object, q: Tensor) -> float:
-    """The softmax scale, ``D ** -0.5`` for None. Raises ValueError unless it is a finite number."""
+    """Return the softmax scale, ``D ** -0.5`` for None. Raises ValueError unless it is a finite number."""
     if scale is None:
         return float(q.shape[-1] ** -0.5)
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
@@ -61,7 +61,7 @@ def check_scale(scale: object, q: Tensor) -> float:
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> list[int]:
-    """Lengths of the packed documents that ``cu_seqlens`` marks in q. Raises ValueError for marks that do not fit."""
+    """Return the lengths of the packed documents that ``cu_seqlens`` marks in q. Raises ValueError for other marks."""
     usable = isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim == 1 and cu_seqlens.dtype in _INTEGERS
     marks = cu_seqlens.tolist() if usable else []
     lengths = [stop - start for start, stop in itertools.pairwise(marks)]
@@ -76,7 +76,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> list[int]:
 
 
 def check_padding(padding: Tensor, q: Tensor) -> Tensor:
-    """Left pads per row, int64 CPU ``[B]``. Raises ValueError for another shape or dtype, and for pads out of range."""
+    """Return left pads per row, int64 CPU ``[B]``. Raises ValueError for another shape or dtype, or out of range."""
     B, L = q.shape[0], q.shape[2]
     if not isinstance(padding, Tensor) or padding.shape != (B,) or padding.dtype not in _INTEGERS:
         raise ValueError(f"padding must be a tensor of integers of shape ({B},), got {padding!r}")

@@ -3,12 +3,12 @@
 A row of bytes holds one entry's key, or its value. The channels of a vector form blocks of 32, the last of which may
 have fewer. The row holds the codes (`condense.ops.tensors.codes`), then a step and a zero of each block in the dtype of
 the entries; these begin at a multiple of their size, and rows at multiples of 8 bytes, so that kernels load whole
-words. What lies between is 0. A row depends on its vector alone.
+words. Bytes between them are 0. A row depends on its vector alone.
 
 A number is ``zero + step * code``, computed in float32 or wider and rounded to the dtype of the entries. Steps have 8
 significant bits, so ``step * code`` has 16 and is exact: the sum is rounded once, whether or not multiplication and
-addition are fused, and all backends read the same number. One that half a step would take past the largest number of
-the dtype is read as that largest, so finite numbers stay finite in float16 too.
+addition are fused, and all backends read the same number. A sum above the dtype's largest number, which may happen by
+half a step, is read as that number, so finite numbers stay finite in float16 too.
 
 Shapes: D width of keys or values, n blocks, C bytes of a row.
 """
@@ -33,12 +33,15 @@ STEP_DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class EntryFormat:
-    """How entries are kept. bits: 16 keeps the dtype of the tokens, whichever it is."""
+    """The format of entries in a cache.
+
+    bits: per number; 16 stands for the dtype of the tokens, also if that is wider.
+    """
 
     bits: int
 
     def num_blocks(self, D: int) -> int:
-        """Blocks of channels n of a vector of width D; 0 for a width of 0."""
+        """Number of blocks n of a vector of width D; 0 for a width of 0."""
         return -(-D // BLOCK_WIDTH)
 
     def width(self, D: int, itemsize: int) -> int:
@@ -48,11 +51,11 @@ class EntryFormat:
         return _up(self.grid_start(D, itemsize) + 2 * self.num_blocks(D) * itemsize, ROW_UNIT)
 
     def code_bytes(self, D: int) -> int:
-        """Bytes of the codes of a row; of 4 bits and an odd width, the last half of a byte is 0."""
+        """Bytes of the codes of a row. With 4 bits and an odd width, the last half of a byte is 0."""
         return D if self.bits == 8 else -(-D // 2)
 
     def grid_start(self, D: int, itemsize: int) -> int:
-        """The byte of a row at which the first step and zero stand."""
+        """Offset in bytes of the first step and zero of a row."""
         return _up(self.code_bytes(D), 2 * itemsize)
 
     def dtype(self, tokens: torch.dtype) -> torch.dtype:
@@ -66,8 +69,8 @@ class EntryFormat:
     def pack(self, x: Tensor) -> Tensor:
         """Rows ``[..., C]`` of vectors x ``[..., D]``. In fewer than 16 bits no gradient flows.
 
-        A number's error is at most half of its step, which is (largest - smallest) / (2 ** bits - 1) of its block,
-        rounded up, and then the rounding to its dtype.
+        The error of a number is at most half a step of its block, (largest - smallest) / (2 ** bits - 1) rounded up,
+        plus the error of rounding to its dtype.
         """
         if self.bits == 16:
             return x
@@ -95,7 +98,7 @@ class EntryFormat:
         return dequantise(codes, step, zero)
 
     def rounded(self, x: Tensor, rows: Tensor) -> Tensor:
-        """The vectors that ``rows``, which `pack` made of x, stand for, with the gradient of x: as if not rounded."""
+        """Vectors of ``rows``, which `pack` made of x, with gradients as if x had not been rounded."""
         numbers = self.unpack(rows, x.shape[-1], x.dtype)
         # x - x is 0, so the numbers stay the same to the bit
         return numbers + (x - x.detach()) if self.bits < 16 and x.requires_grad else numbers

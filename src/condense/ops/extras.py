@@ -1,4 +1,4 @@
-"""Additions of some models to attention: soft-capped scores, and a logit without a value in every softmax (sinks).
+"""Additions of some models to attention: soft-capped scores, and sinks, which are logits without a value.
 
 Shapes: B rows, H query heads, L queries, Dv value width.
 """
@@ -15,8 +15,8 @@ class Extras(NamedTuple):
     """Additions of a model to attention; by default none.
 
     softcap: scaled scores s become ``softcap * tanh(s / softcap)`` before biases are added (Gemma 2), 0.0 for none.
-    sink_logits: float ``[H]``: each head's softmax has this logit too, which has no value, so that the weights of the
-    keys sum up to less than 1 (GPT-OSS); gets a gradient. None for none.
+    sink_logits: float ``[H]``: each head's softmax also has this logit, which has no value, so the weights of the keys
+    sum up to less than 1 (GPT-OSS); it gets a gradient. None for none.
     """
 
     softcap: float = 0.0
@@ -28,7 +28,7 @@ class Extras(NamedTuple):
         return self.sink_logits is not None
 
     def finish(self, out: Tensor, lse: Tensor | None) -> Tensor:
-        """The output ``[B, H, L, Dv]`` with sink logits, from that without them and its log-sum-exp ``[B, H, L]``.
+        """Add sink logits to an output ``[B, H, L, Dv]`` without them. lse: its log-sum-exp ``[B, H, L]``.
 
         The softmax over the scores s and a sink logit z gives every key ``exp(lse - logaddexp(lse, z))`` times the
         weight that it has without z.
@@ -41,7 +41,7 @@ class Extras(NamedTuple):
 
 
 def soft_cap(scores: Tensor, softcap: float) -> Tensor:
-    """``softcap * tanh(scores / softcap)``, or the scores themselves for 0.0."""
+    """``softcap * tanh(scores / softcap)``; for 0.0 the scores as they are."""
     return scores if softcap == 0.0 else torch.tanh(scores / softcap) * softcap
 
 

@@ -1,7 +1,7 @@
 """Sources of keys and values, and the span of each source that a query sees.
 
 Attention reads a list of sources under one softmax: entries that stand for groups of tokens, and the window of exact
-tokens, which comes last. Of each source, query t sees entries ``[lo, hi)``. Positions count a row's real tokens from 0;
+tokens, which comes last. Query t sees entries ``[lo, hi)`` of each source. Positions count a row's real tokens from 0;
 padding sees nothing. From one query to the next, lo and hi of a source never decrease.
 
 Shapes: B rows, K KV heads, L queries, N entries of a source, D and Dv widths. ``B|1`` is 1 if all rows are alike.
@@ -29,7 +29,7 @@ from condense.ops.tensors.per_row import (
 
 
 class Source(NamedTuple):
-    """Keys and values of which each query sees one span.
+    """Keys and values; each query sees one span of them.
 
     k ``[B, K, N, D]``, v ``[B, K, N, Dv]``; all sources have one dtype and device. bias is added to the scaled scores
     of its entries: a number for all of them, or float ``[B|1, K|1, N]``; None for none.
@@ -66,11 +66,14 @@ class Spans(Protocol):
         ...
 
     def is_hull(self, start: int, stop: int) -> bool:
-        """True if every query ``[start, stop)`` surely sees all of its block's hulls; False if that is not known."""
+        """True if every query ``[start, stop)`` sees the whole hulls of this block; False also if that is not known."""
         ...
 
     def is_causal(self, num_queries: int, num_tokens: int) -> bool:
-        """True if query i surely sees columns ``[0, num_tokens - L + i]`` of the window and nothing else."""
+        """True if query i sees columns ``[0, num_tokens - L + i]`` of the window and nothing else.
+
+        False also if that is not known.
+        """
         ...
 
 
@@ -87,10 +90,10 @@ class SpanRule(Protocol):
 
 @dataclass(frozen=True)
 class UniformRule:
-    """``n(t) = max(0, t + 1 - window) // chunk`` closed chunks; ``entries`` condensed entries stand for each.
+    """The rule of closed chunks: ``n(t) = max(0, t + 1 - window) // chunk``; ``entries`` entries stand for each.
 
-    ``window=None``: no chunk ever closes (dense attention). ``max_chunks``: only the first ones have entries
-    (StreamingLLM's sinks; 0 for a window alone).
+    ``window=None``: no chunk ever closes (dense attention). ``max_chunks``: only so many chunks, the first ones, have
+    entries (StreamingLLM's sinks; 0 for a window alone).
     """
 
     chunk: int
@@ -99,14 +102,14 @@ class UniformRule:
     max_chunks: int | None = None
 
     def closed(self, seen: IntT) -> IntT:
-        """Chunks no longer visible token by token once ``seen`` tokens (int, or int64 of any shape) have been read."""
+        """Closed chunks once ``seen`` tokens (int, or int64 of any shape) have been read."""
         if self.window is None:
             return seen * 0
         # divide first, then clamp: in the other order, inductor of torch 2.13 generates code that fails on a CPU
         return at_least((seen - self.window) // self.chunk, 0)
 
     def pooled(self, seen: IntT, summary_delay: int) -> IntT:
-        """Chunks whose entries exist once ``seen`` tokens have been read, ``summary_delay`` tokens after their last."""
+        """Chunks whose entries exist once ``seen`` tokens are read: ``summary_delay`` tokens must follow a chunk."""
         pooled = at_least((seen - summary_delay) // self.chunk, 0)
         return pooled if self.max_chunks is None else at_most(pooled, self.max_chunks)
 
@@ -123,7 +126,7 @@ class UniformRule:
 
 
 class RowStart(NamedTuple):
-    """One row's query_start, window_start, padding and first_entries of `RuleSpans`, as ints."""
+    """The fields query_start, window_start, padding and first_entries of `RuleSpans` for one row, as ints."""
 
     query: int
     window: int
@@ -135,9 +138,8 @@ class RowStart(NamedTuple):
 class RuleSpans:
     """Spans by a rule, for rows that start at different positions. All numbers are an int or int64 CPU ``[B]``.
 
-    query_start: query i is at position ``query_start + i``. If a row's first queries are padding, that is the position
-    that they would have if they were real.
-    window_start: position of the token in column 0 of the window, likewise.
+    query_start: query i is at position ``query_start + i``; negative if a row's first queries are padding.
+    window_start: position of column 0 of the window; negative if a row's first columns are padding.
     padding: number of queries before a row's first real one; None: those at negative positions.
     first_entries: entries that stand before the rule's own in the first source; all queries see them.
     Tensors whose rows agree become ints.
@@ -160,7 +162,7 @@ class RuleSpans:
         return self._at(torch.arange(start, stop, device=device)[None, None])
 
     def hulls(self, blocks: Sequence[tuple[int, int]]) -> list[list[Hull]]:
-        """Hulls per block, from its first and last real query alone, because lo and hi never decrease."""
+        """Hulls per block, from its first and last real query: lo and hi never decrease."""
         if (row := self.same_in_all_rows()) is not None:
             # ints, because a decode step comes here in every layer and one-element tensors are slow
             return [self._hulls_of(row, start, stop - 1) for start, stop in blocks]
@@ -190,7 +192,7 @@ class RuleSpans:
     def window_is_whole(self) -> bool:
         """True if the window holds every row from its first token on.
 
-        As many of its first columns as a row has padding hold no tokens, also where tokens read before follow them.
+        A row with padding has as many columns without tokens at the start of the window, also in later calls.
         """
         return max_row(self.window_start + self._padding) <= 0
 
@@ -266,10 +268,10 @@ class ArraySpans:
 
 
 def document_spans(rule: SpanRule, lengths: Tensor, device: torch.device) -> ArraySpans:
-    """Spans in a row of packed documents, where ``rule`` starts anew at each: no query sees another document.
+    """Spans in a row of packed documents: ``rule`` starts anew in each, and no query sees another document.
 
     lengths: int64 CPU ``[n]``, tokens per document. In the first source, each document's entries follow those of the
-    document before; it has the entries that its last query sees.
+    document before; a document has as many as its last query sees.
     """
     spans = rule.spans(lengths)
     assert len(spans) == 2, "entries and window"

@@ -21,9 +21,9 @@ POOLINGS: tuple[Pooling, ...] = ("weighted", "mean", "max", "select")
 class Chunks(NamedTuple):
     """G chunks of ``size`` tokens each in the window, window_k ``[B, K, N, D]`` and window_v ``[B, K, N, Dv]``.
 
-    columns: where in the window each chunk begins, >= 0. numbers: how many chunks come before it in its row or packed
-    document. Both are int64 ``[B|1, G]`` on the device of the window; or an int, the value of the first chunk, if the
-    chunks follow one another without gaps and alike in all rows.
+    columns: first column of each chunk in the window, >= 0. numbers: number of chunks before it in its row or packed
+    document. Both are int64 ``[B|1, G]`` on the device of the window; or an int, that of the first chunk, if the chunks
+    follow one another without gaps and are alike in all rows.
     """
 
     window_k: Tensor
@@ -46,8 +46,8 @@ Represent = Callable[..., tuple[Tensor, ...]]
 class SummarySpans(NamedTuple):
     """Queries whose means are summaries: span j holds positions ``[start + stride * j, start + stride * j + size)``.
 
-    start: where span 0 begins. Positions below 0 do not count. before, after: real tokens of the row before and after
-    the new queries were read. num: number of spans G >= 1.
+    start: first position of span 0. Positions below 0 do not count. before, after: real tokens of the row before and
+    after the new queries are read. num: number of spans G >= 1.
     """
 
     start: PerRow
@@ -86,7 +86,7 @@ class SummaryColumns(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """The sizes of a call that a backend may have limits for.
+    """The properties of a call for which backends have limits.
 
     widths: of keys and values. rows, heads: of q; rows is 0 if they are not known. kv_heads: of k. softcap: as in
     `condense.ops.Extras`.

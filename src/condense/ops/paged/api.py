@@ -1,4 +1,4 @@
-"""Reading new tokens of many requests into their pages, and their attention: the choice of a backend.
+"""Attention of new tokens of many requests over pages: checks, and the choice of a backend.
 
 Shapes: T new tokens of all requests, H query heads, K KV heads, D and Dv widths, g tokens per group.
 """
@@ -24,16 +24,16 @@ def read_paged(
     out: Tensor,
     backend: str = "auto",
 ) -> None:
-    """Reads the new tokens of all requests into ``state``, in place, and writes their attention to ``out``.
+    """Read the new tokens of all requests into ``state``, in place, and write their attention to ``out``.
 
-    qkv: q ``[T, H, D]``, k ``[T, K, D]``, v ``[T, K, Dv]``; out ``[T, H, Dv]``, one dtype; K divides H. settings: of
-    groups with ``summary_delay`` a multiple of g, at most g queries in a summary query, no focal tokens, entries of 16
-    bits. For every new token, its key and value go to the window and its mean query to the ring, groups that are due
+    qkv: q ``[T, H, D]``, k ``[T, K, D]``, v ``[T, K, Dv]``; out ``[T, H, Dv]``, one dtype; K divides H. settings:
+    groups whose ``summary_delay`` is a multiple of g, at most g queries in a summary query, no focal tokens, entries of
+    16 bits. The key and value of every new token go to the window and its mean query to the ring, groups that are due
     become entries, and its query attends to the entries of closed groups and the tokens behind them, as in
     `condense.ops.attend`. All keys and values are stored first, then all entries, then comes attention: a request may
-    read what another one writes in the same call.
-    backend: "reference"; or as of `condense.ops.attend` for requests with several new tokens, and "triton" or "torch"
-    for those with one, by "auto" the first on CUDA where it can run.
+    read pages that another one writes in the same call.
+    backend: "reference"; else as in `condense.ops.attend` for requests with several new tokens. Those with one are read
+    by "triton" or "torch"; "auto" is "triton" on CUDA where it can run.
     Raises ValueError for an unknown backend, for an explicit one that cannot run here and for entries in fewer bits.
     """
     if settings.entry_bits < 16:

@@ -1,4 +1,4 @@
-"""Reading new tokens request by request: pages into contiguous tensors, then the operations of `condense.ops`.
+"""Attention over pages request by request: pages are copied to contiguous tensors for `condense.ops`.
 
 Shapes: H query heads, K KV heads, L new tokens of a request, G groups, D and Dv widths, N slots of a page.
 """
@@ -42,7 +42,7 @@ def read_requests(
 
 
 class _Request:
-    """One request, of which tokens ``[before, seen)`` are read: q ``[1, H, L, D]``, k and v ``[1, K, L, width]``."""
+    """One request that reads tokens ``[before, seen)``: q ``[1, H, L, D]``, k and v ``[1, K, L, width]``."""
 
     def __init__(
         self,
@@ -61,11 +61,11 @@ class _Request:
         self.scale, self.backend, self.rule = scale, backend, settings.rule
 
     def store(self) -> None:
-        """Keys and values into the window's pages."""
+        """Write keys and values to the window's pages."""
         _store(self.state.window, self.row, self.before, torch.cat([self.k, self.v], dim=3))
 
     def pool(self) -> None:
-        """Entries of the groups that are due, and the newest mean queries into the ring."""
+        """Write the entries of groups that are due, and the newest mean queries to the ring."""
         settings, ring = self.settings, self.state.ring
         first, end = (self.rule.pooled(n, settings.summary_delay) for n in (self.before, self.seen))
         if end > first:
@@ -76,7 +76,7 @@ class _Request:
             _store_ring(ring, self.row, self.seen - kept, means)
 
     def attend(self) -> Tensor:
-        """``[1, H, L, Dv]``."""
+        """Attention of the new tokens, ``[1, H, L, Dv]``."""
         rule, D = self.rule, self.k.shape[3]
         window_start = rule.closed(self.before + 1) * rule.chunk
         window = _load(self.state.window, self.row, window_start, self.seen)
@@ -121,14 +121,14 @@ class _Request:
 
 
 def _load(pages: Pages, row: int, start: int, stop: int) -> Tensor:
-    """Slots ``[start, stop)`` of a request, ``[1, K, n, C]``: whole pages, then a view of what is wanted."""
+    """Slots ``[start, stop)`` of a request, ``[1, K, n, C]``: a view of copied whole pages."""
     first, N = start // pages.slots, pages.slots
     whole = pages.cache[pages.table[row, first : -(-stop // N)].long()].transpose(0, 1).flatten(1, 2)
     return whole[None, :, start - first * N : stop - first * N]
 
 
 def _store(pages: Pages, row: int, start: int, new: Tensor) -> None:
-    """Writes ``new`` ``[1, K, n, C]`` to slots from ``start`` on."""
+    """Write ``new`` ``[1, K, n, C]`` to slots from ``start`` on."""
     position = torch.arange(start, start + new.shape[2], device=new.device)
     page = pages.table[row, position // pages.slots].long()
     pages.cache[page, :, position % pages.slots] = new[0].transpose(0, 1)
@@ -141,7 +141,7 @@ def _load_ring(ring: Pages, row: int, start: int, stop: int, width: int) -> Tens
 
 
 def _store_ring(ring: Pages, row: int, start: int, means: Tensor) -> None:
-    """Writes mean queries ``[1, K, n, D]`` of positions from ``start`` on."""
+    """Write mean queries ``[1, K, n, D]`` of positions from ``start`` on."""
     slot = torch.arange(start, start + means.shape[2], device=means.device) % ring.slots
     page = ring.table[row, :1].long().expand_as(slot)
     ring.cache[page, :, slot, : means.shape[3]] = means[0].transpose(0, 1)

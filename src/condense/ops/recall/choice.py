@@ -1,4 +1,4 @@
-"""Which closed groups a query opens: scores by the index, then the best of them per KV head.
+"""The choice of the closed groups that a query opens: scores by the index, then the best of them per KV head.
 
 Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, G groups, D key width.
 """
@@ -22,7 +22,7 @@ _MAX_DENOMINATOR = 2**31 - 1
 
 
 class Quota(NamedTuple):
-    """How many of the closed groups a query opens: ``ceil(closed * part / of)``, and at most ``most``."""
+    """The number of closed groups that a query opens: ``ceil(closed * part / of)``, at most ``most``."""
 
     most: int = _UNLIMITED
     part: int = 1
@@ -30,16 +30,16 @@ class Quota(NamedTuple):
 
     @classmethod
     def of_share(cls, share: float) -> Quota:
-        """A share between 0 and 1 of the closed groups, in exact arithmetic: 0.55 of 100 is 55, not 56.
+        """The quota for a share between 0 and 1, in exact arithmetic: 0.55 of 100 is 55, not 56.
 
-        It is the nearest fraction whose denominator fits into 31 bits: 0.3333333333333333 is a third.
+        The share becomes the nearest fraction whose denominator fits into 31 bits: 0.3333333333333333 is a third.
         """
         nearest = Fraction(str(share)).limit_denominator(_MAX_DENOMINATOR)
         part, of = max(nearest, Fraction(1, _MAX_DENOMINATOR)).as_integer_ratio()
         return cls(part=part, of=of)
 
     def at(self, closed: IntT) -> IntT:
-        """The number for ``closed`` groups, an int or int64 of any shape."""
+        """Groups to open of ``closed`` groups, an int or int64 of any shape."""
         return at_most((closed * self.part + (self.of - 1)) // self.of, self.most)
 
 
@@ -53,8 +53,8 @@ class Choice(Protocol):
     def at(self, start: int, stop: int, closed: Tensor, num_groups: int) -> Tensor:
         """Groups that queries ``[start, stop)`` open, bool ``[B, K|1, stop - start, num_groups]``.
 
-        closed int64 ``[B|1, 1, stop - start]``: the groups that are closed for each query, at most ``num_groups``; no
-        other is ever open.
+        closed int64 ``[B|1, 1, stop - start]``: the number of groups that are closed for each query, at most
+        ``num_groups``; only these may be open.
         """
         ...
 

@@ -1,11 +1,11 @@
-"""The exact tokens of closed groups as a store keeps them: as they are, or in 8 or 4 bits per number.
+"""The format of the exact tokens of closed groups in a store: as they are, or in 8 or 4 bits per number.
 
 In fewer bits, keys have a step and a zero per channel of a group, because some channels are large in all tokens, and
 values one per token (after KIVI, arXiv:2402.02750). A number is ``zero + step * code``, rounded to the dtype of the
 tokens and at most the largest of that dtype, so that finite tokens stay finite in float16 too. A group is one piece of
-bytes, which depends on that group alone: in the dtype of the tokens the steps of its keys' D channels, their zeros, the
-steps of its g values and their zeros; then the codes of its keys, token by token, and those of its values
-(`condense.ops.tensors.codes`). The piece counts as g rows of C bytes.
+bytes, which depends on that group alone. First, in the dtype of the tokens, the steps of its keys' D channels, their
+zeros, the steps of its g values and their zeros; then the codes of its keys, token by token, and those of its values
+(`condense.ops.tensors.codes`). The piece is seen as g rows of C bytes.
 
 Shapes: B rows, K KV heads, G groups of g tokens, D and Dv widths, C columns of a row.
 """
@@ -24,7 +24,7 @@ from condense.ops.tensors.codes import dequantise, from_bytes, quantise, step_un
 
 @dataclass(frozen=True)
 class StoreFormat:
-    """How tokens of groups of ``group_size`` are stored. bits: 16 keeps the dtype of the tokens, whichever it is."""
+    """The format of stored tokens. bits: per number; 16 stands for the dtype of the tokens, also if that is wider."""
 
     bits: int
     group_size: int
@@ -55,8 +55,8 @@ class StoreFormat:
     def pack(self, k: Tensor, v: Tensor) -> Tensor:
         """Rows ``[B, K, G * g, C]`` of keys ``[B, K, G, g, D]`` and values ``[B, K, G, g, Dv]``.
 
-        With fewer than 16 bits no gradient flows, and a number's error is at most half of its step, which is
-        (largest - smallest) / (2 ** bits - 1) of its channel or token, rounded up, and then the rounding to its dtype.
+        With fewer than 16 bits no gradient flows, and the error of a number is at most half a step of its channel or
+        token, (largest - smallest) / (2 ** bits - 1) rounded up, plus the error of rounding to its dtype.
         """
         if self.bits == 16:
             return torch.cat([k, v], dim=4).flatten(2, 3)
@@ -87,7 +87,7 @@ class StoreFormat:
         return 2 * (D + (g if Dv else 0)) * itemsize, g * D * self.bits // 8, g * Dv * self.bits // 8
 
     def _quantise(self, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-        """Codes, and steps and zeros ``[B, K, G, 2, n]`` in the dtype of x, which are the same along ``dim``."""
+        """Codes, and steps and zeros ``[B, K, G, 2, n]`` in the dtype of x; numbers along ``dim`` share them."""
         if x.shape[4] == 0:
             return x.to(torch.uint8), x.new_zeros(*x.shape[:3], 2, 0)
         codes, step, zero = quantise(x, dim, self.bits, x.dtype)

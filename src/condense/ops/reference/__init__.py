@@ -1,1 +1,1 @@
-"""The definition: plain PyTorch, any device, made for float64 on the CPU."""
+"""The definition of every operation: plain PyTorch, any device, made for float64 on the CPU."""

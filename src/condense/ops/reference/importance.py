@@ -12,7 +12,7 @@ from condense.ops.tensors.sampling import Sample
 
 
 def importance(q: Tensor, k: Tensor, sample: Sample, *, scale: float) -> Tensor:
-    """See `condense.ops.importance`. One sampled query at a time, for all rows that have it."""
+    """See `condense.ops.importance`. One sampled query at a time, in all rows at once."""
     B, H, L, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     total, column = q.new_zeros(B, H, L, dtype=wide), torch.arange(L, device=q.device)

@@ -25,7 +25,7 @@ def attend_recall(
     pool: bool,
     return_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """See `condense.ops.attend_recall`; ``pool``: entries of groups that are not open are seen."""
+    """See `condense.ops.attend_recall`. pool: queries see the entries of closed groups that they do not open."""
     (entries, store, window, spans), L = sources, q.shape[2]
     K = window.k.shape[1]
     G, N = entries.k.shape[2], window.k.shape[2]

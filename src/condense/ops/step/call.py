@@ -1,20 +1,20 @@
 """The contract of one decode step: a token per row is read into a state, in place, and attends.
 
-A backend's ``step(call) -> out`` closes, chooses, attends and joins
-(that of the torch backend also takes `OwnEntries`, for methods whose settings do not say how entries are made):
+A backend's ``step(call) -> out`` closes, chooses, attends and joins (the torch backend's also takes `OwnEntries`, for
+methods whose settings do not say how entries are made):
 
 1. close: k, v and the head-mean of q (`condense.ops.tensors.right_aligned.head_mean`) go into the rings, at
    ``seen % size``; with ``n = seen + 1`` and d the settings' ``summary_delay``, chunk j is due if
    ``rule.pooled(n, d) = j + 1 > rule.pooled(seen, d)``; its entries, made of its tokens and the mean of the newest
    ``num_summary`` queries, go to ``[a + p * j, a + p * (j + 1))`` of the entries (and of their biases), after the
-   row's a first entries. With a choice also its index to column j of ``codes`` and ``grid``, and its
-   tokens to columns ``[j * c, (j + 1) * c)`` of the store;
+   row's a first entries. With a choice, its index also goes to column j of ``codes`` and ``grid``, and its tokens to
+   columns ``[j * c, (j + 1) * c)`` of the store;
 2. choose: with a choice, the query opens the best ``quota.at(closed)`` of the ``closed = rule.closed(n)`` closed
    groups, as `condense.ops.recall.choose_groups` does; `StepState` says from where their tokens are read;
 3. attend: to entries ``[0, a + rule.visible_entries(closed))`` but for those of open groups, to the tokens of open
    groups, and to the tokens from position ``closed * c`` on, as `condense.ops.attend` and
    `condense.ops.attend_recall` do;
-4. join: parts of the work that ran side by side become one output, and seen becomes n.
+4. join: parts of the work that ran in parallel become one output, and seen becomes n.
 
 A row that is not ``real`` changes nothing and gets 0; a query that sees nothing gets 0. Every decision that depends on
 data is a mask on the device: no host synchronisation and no branch, so that a step can be traced and captured.
@@ -39,9 +39,9 @@ from condense.ops.types import Represent
 class NewToken(NamedTuple):
     """A new token of every row: q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]`` in the dtype of the state.
 
-    For latents Dv is 0: their values are columns of their keys. real: rows whose token counts, bool or integer ``[B]``;
-    None: all. counter: int64 ``[]`` on the device, to which the step adds 1, whichever rows are real; None: nothing is
-    counted.
+    For latents Dv is 0: their values are columns of their keys. real: bool or integer ``[B]``, whether a row's token
+    counts; None: all do. counter: int64 ``[]`` on the device, to which the step adds 1, also if no row is real; None
+    for none.
     """
 
     q: Tensor
@@ -52,10 +52,10 @@ class NewToken(NamedTuple):
 
 
 class StepCall(NamedTuple):
-    """The arguments of a step. scale: of the scores.
+    """The arguments of a step. scale: factor of the scores.
 
-    latent: if > 0, values are the first ``latent`` columns of the keys, Dv of token and state is 0 and the output
-    ``latent`` wide (absorbed MLA: 512 of 576). extras: as of `condense.ops.attend`; groups are chosen without them.
+    latent: if > 0, values are the first ``latent`` columns of the keys, Dv of token and state is 0, and the output is
+    ``latent`` wide (absorbed MLA: 512 of 576). extras: as in `condense.ops.attend`; groups are chosen without them.
     """
 
     token: NewToken
@@ -67,10 +67,10 @@ class StepCall(NamedTuple):
 
 
 class OwnEntries(NamedTuple):
-    """How a method makes its entries, and whatever else it keeps of a chunk.
+    """A method's own function that makes entries and whatever else it keeps of a chunk.
 
-    represent: `condense.Method.represent`. bias: float ``[B|1, 1, M]``, used in place of the bias in the settings;
-    None: the settings' bias is used.
+    represent: `condense.Method.represent`. bias: float ``[B|1, 1, M]``, replaces the bias in the settings; None: the
+    settings' bias is used.
     """
 
     represent: Represent

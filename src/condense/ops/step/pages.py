@@ -1,4 +1,4 @@
-"""Pages: where the tokens, entries and mean queries of a request lie, and which tokens of it are new.
+"""Pages of the tokens, entries and mean queries of requests, and the new tokens of each.
 
 Shapes: R requests, T new tokens of all requests, K KV heads, P pages, N slots of a page, C columns of a slot, D and Dv
 widths, g tokens per group.
@@ -15,8 +15,8 @@ from torch import Tensor
 class Pages(NamedTuple):
     """Pages of one kind, and those of each request.
 
-    cache ``[P, K, N, C]``, any strides but for the last, 1. table int32 ``[R, n]``, on its device: the page of slots
-    ``[i * N, (i + 1) * N)`` of a request.
+    cache: ``[P, K, N, C]``, whose last stride is 1. table: int32 ``[R, n]`` on the same device; column i is the page
+    that holds slots ``[i * N, (i + 1) * N)`` of a request.
     """
 
     cache: Tensor
@@ -28,17 +28,17 @@ class Pages(NamedTuple):
         return self.cache.shape[2]
 
     def first(self, count: int) -> Pages:
-        """The same of the first requests."""
+        """The pages of the first ``count`` requests."""
         return Pages(self.cache, self.table[:count])
 
 
 class PagedState(NamedTuple):
-    """What one layer keeps of all requests; all tensors in the dtype of k, on one device.
+    """The state of all requests in one layer; all tensors in the dtype of k, on one device.
 
-    window: the token at position t of its request in slot t, ``[k | v]``, C = D + Dv. entries: the entry of group j in
-    slot ``j + summary_delay / g``, likewise. ring: the mean query of position t in the first D columns of slot
-    ``t % N`` of the request's only page; None for methods that need one query or none (`condense.serving.plan`).
-    Only slots that a request has filled, and still needs, are read: the others may hold anything.
+    window: slot t holds the token at position t, ``[k | v]``, C = D + Dv. entries: slot ``j + summary_delay / g`` holds
+    the entry of group j, ``[k | v]``. ring: slot ``t % N`` of a request's only page holds the mean query of position t
+    in its first D columns; None for methods that need one query or none (`condense.serving.plan`).
+    Slots that a request has not filled, or needs no more, are not read and may hold anything.
     """
 
     window: Pages
@@ -46,18 +46,18 @@ class PagedState(NamedTuple):
     ring: Pages | None
 
     def first(self, count: int) -> PagedState:
-        """The same of the first requests."""
+        """The state of the first ``count`` requests."""
         ring = None if self.ring is None else self.ring.first(count)
         return PagedState(self.window.first(count), self.entries.first(count), ring)
 
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Which new tokens belong to which request; they are packed, one request after another.
+    """The new tokens of all requests, packed one request after another.
 
     starts: R + 1 ints: request r has new tokens ``[starts[r], starts[r + 1])``. seen: R ints, tokens of each request,
-    the new ones included. seen_on_device: the same, int32 ``[R]``. num_steps: the first so many requests have one new
-    token each; those at the end of all requests, if all have one, may be places left empty, with 0 on the device.
+    the new ones included. seen_on_device: the same, int32 ``[R]``. num_steps: so many requests, the first ones, have
+    one new token each. If all have one, the last ones may be unused places, for which ``seen_on_device`` is 0.
     """
 
     starts: list[int]

@@ -1,4 +1,4 @@
-"""The settings of a decode step: one record for every method, ring or pages, with a choice among stored groups or none.
+"""The settings of a decode step: one record for every method, in rings and in pages, with or without stored groups.
 
 Shapes: g tokens per group.
 """
@@ -39,8 +39,10 @@ class Numbered:
 
 
 class StoreSettings(NamedTuple):
-    """The store of exact tokens. bits: of `condense.ops.recall.StoreFormat`. on_host: in host memory, pinned beside
-    tensors on a GPU. slots: groups that are kept on the device too, per row and KV head; 0 for a store on the device.
+    """The store of exact tokens.
+
+    bits: of `condense.ops.recall.StoreFormat`. on_host: in host memory, which is pinned if other tensors are on a GPU.
+    slots: groups that are also kept on the device, per row and KV head; 0 for a store on the device.
     """
 
     bits: int = 16
@@ -53,10 +55,10 @@ _ON_DEVICE = StoreSettings()
 
 @dataclass(frozen=True)
 class ChoiceSettings:
-    """The closed groups that a query opens, to see their exact tokens. An entry per group, none left out.
+    """The choice of the closed groups that a query opens, to see their exact tokens. Every group has one entry.
 
-    index: from which groups are scored. quota: how many are opened, by row. store: where their tokens are. pool:
-    entries of groups that are not open are seen.
+    index: by which groups are scored. quota: number of groups to open. store: of their tokens. pool: queries see the
+    entries of closed groups that they do not open.
     """
 
     index: IndexSettings
@@ -69,13 +71,13 @@ class ChoiceSettings:
 class StepSettings(Numbered):
     """The settings of a method that a decode step needs.
 
-    key_pooling, value_pooling: how a chunk's last entry is made; None if only ``represent`` can make it.
+    key_pooling, value_pooling: poolings that make a chunk's last entry; None if only ``represent`` can make it.
     bias: added to the scaled score of every pooled entry, 0.0 for none.
-    num_focal: how many tokens of a chunk become entries of their own: those with the highest scores, ties to the
+    num_focal: number of tokens of a chunk that become entries of their own: those with the highest scores, ties to the
     earlier; they come first, in order of position. The others are pooled. has_first: True if rows may have first
     entries, so that ``StepState.first`` is read.
     matched: each entry has a bias of its own (`condense.methods.base.matched_bias`) in place of ``bias``.
-    entry_bits: of `condense.ops.entries.EntryFormat`; of 8 or 4 bits, an entry is rounded when it is made.
+    entry_bits: of `condense.ops.entries.EntryFormat`; with 8 or 4 bits, an entry is rounded when it is made.
     choice: the groups whose exact tokens a query sees; None for a method that keeps no tokens of closed groups.
     """
 
@@ -93,12 +95,12 @@ class StepSettings(Numbered):
 
     @property
     def entry_format(self) -> EntryFormat:
-        """How entries are kept."""
+        """The format of entries."""
         return EntryFormat(self.entry_bits)
 
     @property
     def store_format(self) -> StoreFormat:
-        """How the tokens of closed groups are kept; only with a ``choice``."""
+        """The format of the tokens of closed groups; only with a ``choice``."""
         assert self.choice is not None
         return StoreFormat(self.choice.store.bits, self.rule.chunk)
 

@@ -1,1 +1,1 @@
-"""Tensors in the layouts that all backends share: a number per row, right-aligned columns, biases, codes, samples."""
+"""Functions on tensors that all backends share: a number per row, right-aligned columns, biases, codes, samples."""

@@ -1,4 +1,4 @@
-"""Attention under autocast: inputs are cast to autocast's dtype, then autocast is off, so softmax stays in float32."""
+"""Attention under autocast: inputs are cast to autocast's dtype, then autocast is off, so softmax is in float32."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def outside_autocast(*tensors: Tensor) -> AbstractContextManager[tuple[Tensor, .
     Left on, it would round scores and pooling weights. float64 is not cast, as in PyTorch's own operations.
     """
     device_type = tensors[0].device.type
-    # torch.compile cannot trace is_autocast_available (devices that it compiles for have autocast), and after a break
-    # in its graph it cannot go on inside a nullcontext that holds a value
+    # not called while compiling: torch.compile cannot trace is_autocast_available (every device that it compiles for
+    # has autocast), and after a graph break it cannot resume inside a nullcontext that holds a value
     if torch.compiler.is_compiling() or (
         torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
     ):

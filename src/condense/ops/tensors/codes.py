@@ -1,6 +1,6 @@
 """Numbers as codes of 8 or 4 bits on a grid of steps and zeros: a number is ``zero + step * code``.
 
-Of 4 bits two codes share a byte: byte c of a row holds column c in its low half and column c + half the width in its
+With 4 bits two codes share a byte: byte c of a row holds column c in its low half, and column ``c + width / 2`` in its
 high half.
 """
 
@@ -19,7 +19,7 @@ def step_unit(bits: int, dtype: torch.dtype) -> float:
 
 
 def quantise(x: Tensor, dim: int, bits: int, step_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes uint8 of x, and the steps and zeros, in the dtype of x, that numbers along ``dim`` share (of size 1 there).
+    """Codes uint8 of x, and steps and zeros in the dtype of x, of size 1 along ``dim``: numbers along it share them.
 
     A zero is the smallest of these numbers; a step is (largest - smallest) / (2 ** bits - 1), rounded up to step_dtype.
     Computed in float32 or wider.
@@ -33,13 +33,13 @@ def quantise(x: Tensor, dim: int, bits: int, step_dtype: torch.dtype) -> tuple[T
 
 
 def dequantise(codes: Tensor, step: Tensor, zero: Tensor) -> Tensor:
-    """``zero + step * code``, computed in float32 or wider, rounded to the dtype of ``zero``, at most its largest."""
+    """``zero + step * code``, computed in float32 or wider, rounded to the dtype of ``zero``, at most its maximum."""
     wide = torch.promote_types(zero.dtype, torch.float32)
     return (zero.to(wide) + step.to(wide) * codes.to(wide)).clamp(max=torch.finfo(zero.dtype).max).to(zero.dtype)
 
 
 def to_bytes(codes: Tensor, bits: int) -> Tensor:
-    """Rows of bytes ``[..., C]`` of codes ``[..., width]``; of 4 bits the width is even and C half of it."""
+    """Rows of bytes ``[..., C]`` of codes ``[..., width]``; with 4 bits the width is even, and C is half of it."""
     if bits == 8:
         return codes
     low, high = codes.chunk(2, dim=-1)

@@ -1,7 +1,7 @@
-"""A number for each row of a batch: one Python int where the rows agree, a tensor where they differ.
+"""A number for each row of a batch: one Python int if all rows agree, else a tensor.
 
-Without padding all rows agree, and then no tensor is made, moved or read: a decode step computes with ints, which are
-constants to ``torch.compile``. Plain ``+ - * // %`` and comparisons work on ints and tensors.
+Without padding all rows agree, so a decode step computes with ints, which ``torch.compile`` takes as constants, and no
+tensor is made, moved or read. Plain ``+ - * // %`` and comparisons work on ints and tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ IntT = TypeVar("IntT", int, Tensor, PerRow)
 
 
 def int_if_equal(x: PerRow) -> PerRow:
-    """The int that all rows of ``x`` (int64 CPU ``[B]``) agree on, else x as it is."""
+    """The int that all rows of x (int64 CPU ``[B]``) have, or x itself if they differ."""
     if isinstance(x, Tensor):
         least, most = (int(end) for end in x.aminmax())
         return least if least == most else x
@@ -51,15 +51,15 @@ def map_rows(function: Callable[[int], int], x: PerRow) -> PerRow:
 
 
 def comparable(x: PerRow) -> int | tuple[int, ...]:
-    """An int, or the numbers of all rows: what ``==`` compares as a whole."""
+    """x in a form that ``==`` compares as a whole: an int, or a tuple of all rows' numbers."""
     return tuple(x.tolist()) if isinstance(x, Tensor) else x
 
 
 def broadcast_rows(x: PerRow, ndim: int, device: torch.device | None = None) -> PerRow:
-    """An int, or ``[B, 1, ...]`` of ``ndim`` dimensions on the device, to go with tensors whose rows come first."""
+    """x as an int, or as ``[B, 1, ...]`` of ``ndim`` dimensions on the device, to broadcast against ``[B, ...]``."""
     if not isinstance(x, Tensor):
         return x
-    # pageable memory is staged before `to` returns, so the source may change and the host does not wait for the GPU
+    # `to` copies pageable memory before it returns: x may change afterwards, and the host does not wait for the GPU
     return x.reshape(-1, *(1,) * (ndim - 1)).to(device, non_blocking=True)
 
 

@@ -1,6 +1,6 @@
 """Tokens of right-aligned rows: append, cut into chunks, keep the newest; and queries averaged over heads.
 
-All of it is differentiable. Where all rows agree (`condense.ops.tensors.per_row`), slices replace gathers.
+All functions are differentiable. If all rows agree (`condense.ops.tensors.per_row`), slices replace gathers.
 
 Shapes: B rows, K KV heads, N columns, M entries, D width, G chunks of c tokens.
 """
@@ -17,7 +17,7 @@ from condense.ops.tensors.per_row import PerRow, broadcast_rows, int_if_equal, m
 def head_mean(q: Tensor, num_kv_heads: int) -> Tensor:
     """Mean over the query heads of each KV head, ``[B, K, L, D]`` in the dtype of q ``[B, H, L, D]``.
 
-    Heads are added one after another: a token's mean is the same to the bit among however many other tokens.
+    Heads are added one after another, so a token's mean is the same to the bit for any number of tokens.
     """
     if q.shape[1] == num_kv_heads:
         return q
@@ -30,13 +30,13 @@ def head_mean(q: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def append_window(old: Tensor, new: Tensor, pads: PerRow) -> Tensor:
-    """``[B, K, N, D]``: the old columns, then the new ones but for their first ``pads``, right-aligned per row."""
+    """``[B, K, N, D]``: the old columns, then the new ones without their first ``pads``, right-aligned per row."""
     if old.shape[2] == 0:
         return new
     joined = torch.cat([old, new], dim=2)
     if not isinstance(pads, Tensor) and pads == 0:
         return joined
-    # `joined` has the padding of the new columns in its middle: shift the old columns right, over it
+    # the padding of the new columns stands in the middle of `joined`: shift the old columns right, over it
     column, pads = torch.arange(joined.shape[2])[None], broadcast_rows(pads, 2)
     source = torch.where(column >= old.shape[2] + pads, column, (column - pads).clamp(min=0))
     return joined.gather(2, source.to(new.device, non_blocking=True)[:, None, :, None].expand_as(joined))
@@ -53,9 +53,9 @@ def append_entries(old: Tensor, new: Tensor, start: PerRow, stop: PerRow) -> Ten
 
 
 def chunks(window: Tensor, columns: int | Tensor, G: int, c: int) -> Tensor:
-    """``[B, K, G, c, D]``: G chunks of c window columns; columns: where they begin, see `condense.ops.types.Chunks`.
+    """``[B, K, G, c, D]``: G chunks of c columns. columns: their first columns, see `condense.ops.types.Chunks`.
 
-    Columns past the end of the window stand for its last one.
+    The last column is repeated past the end of the window.
     """
     if not isinstance(columns, Tensor):
         return window[:, :, columns : columns + G * c].unflatten(2, (G, c))
@@ -70,7 +70,7 @@ def newest(x: Tensor, count: int) -> Tensor:
 
 
 def detach_compact(x: Tensor) -> Tensor:
-    """Detach, and copy a view of a larger storage: the view would keep the whole storage alive."""
+    """Detach; copy if x is a view of a larger storage, which the view would keep alive."""
     if torch.compiler.is_compiling():
         return detach_copy(x)  # while compiling, storages have no sizes
     x = x.detach()

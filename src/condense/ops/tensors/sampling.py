@@ -1,4 +1,4 @@
-"""Random choices computed from a seed and a position alone, so that every call, row, head and device agrees.
+"""Random choices that depend on a seed and a position only, so they agree in every call, row, head and device.
 
 Shapes: B rows, L columns, S sampled queries.
 """
@@ -16,7 +16,7 @@ _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 
 def scramble(places: Tensor, seed: int) -> Tensor:
-    """A random-looking int64 >= 0 for each of ``places`` (int64, any shape): splitmix64's mixing function."""
+    """A pseudo-random int64 >= 0 for each of ``places`` (int64, any shape), by splitmix64's mixing function."""
     x = (places + 1) * _signed(_STEP) + _signed(_STEP * seed * seed + _MIX[0][1] * seed)
     for shift, factor in _MIX:
         x = (x ^ _shifted(x, shift)) * _signed(factor)

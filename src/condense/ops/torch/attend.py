@@ -1,6 +1,6 @@
 """The `torch` backend: blocks of queries over PyTorch's fused attention; any device, differentiable.
 
-Of every source a block of queries reads only its hull, so memory is linear in L, with gradients too.
+A block of queries reads only its hull of every source, so memory is linear in L, also with gradients.
 
 Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, N tokens of the window, S keys that a block sees.
 """
@@ -20,18 +20,17 @@ from condense.ops.extras import soft_cap
 from condense.ops.spans import Hull, Source, Spans
 from condense.ops.tensors.bias import joined_bias
 
-# Blocks keep their keys and masks for the backward pass as long as these are at most so many keys per query; entries,
-# whose number grows with L, make them more. Beyond that each block is computed again in the backward pass, and so it is
-# with a soft cap, whose scores would have to be kept too.
+# With more keys per query than this, or with a soft cap, blocks are computed again in the backward pass, because
+# keeping their keys, masks and scores would take too much memory: the number of entries grows with L.
 _MAX_KEPT = 4
 
 
 class BlockKeys(NamedTuple):
-    """What a block of queries reads: k ``[B, K, S, D]``, v ``[B, K, S, Dv]``, and who sees what.
+    """The keys of a block of queries: k ``[B, K, S, D]``, v ``[B, K, S, Dv]``, and masks.
 
     mask: bool ``[B|1, K|1, L, S]``, True where a query sees a key. empty: bool ``[B|1, K|1, L, 1]``, queries that see
-    nothing, whose rows of the mask are all True. Both None: every query sees every key. bias: ``[B|1, K|1, M]`` of the
-    first M keys, None for none.
+    nothing; their rows of the mask are all True. Both are None if every query sees every key. bias: ``[B|1, K|1, M]``
+    of the first M keys, None for none.
     """
 
     k: Tensor
@@ -96,7 +95,7 @@ def attend(
 
 
 def _bias(sources: Sequence[Source], hulls: list[Hull], device: torch.device) -> Tensor | None:
-    """Bias of the first keys of a block, up to the last source that has one, ``[B|1, K|1, n]``."""
+    """Biases of a block's keys up to the last source that has one, ``[B|1, K|1, n]``."""
     num_biased = 0
     for n, source in enumerate(sources):
         if source.bias is not None:
@@ -111,15 +110,15 @@ def _bias(sources: Sequence[Source], hulls: list[Hull], device: torch.device) ->
 def _block_size(device: torch.device, ratio: int) -> int:
     """Queries in one fused call, for ``ratio`` query heads per KV head.
 
-    Small on a CPU, because a block also reads about as many window tokens as it has queries, only to mask them. Large
-    elsewhere, because launching a small block takes longer than its work (6 to 9 times at 8K to 32K tokens on an H200).
+    Few on a CPU, because a block also reads about as many window tokens as it has queries, which are then masked. Many
+    on a GPU, where small blocks took 6 to 9 times as long (8K to 32K tokens, H200): launching takes longer than work.
     """
     rows, most = (1024, 512) if device.type == "cpu" else (8192, 2048)
     return max(1, min(most, rows // ratio))
 
 
 def _visible(spans: Spans, start: int, stop: int, hulls: list[Hull], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Mask bool ``[B|1, K|1, L, S]`` over the block's hulls, and the queries that see nothing, ``[B|1, K|1, L, 1]``.
+    """Mask bool ``[B|1, K|1, L, S]`` over the block's hulls, and whether a query sees nothing, ``[B|1, K|1, L, 1]``.
 
     A query that sees nothing sees all keys in the mask, so that its softmax has no NaN; its output is zeroed later.
     """
@@ -182,7 +181,10 @@ def _heads(rows: Tensor, L: int) -> Tensor:
 
 
 def _scores(rows: Tensor, k: Tensor, bias: Tensor | None, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
-    """Scores ``[B, K, R * L, S]`` float32 or wider, computed again, as the fused call does not return them."""
+    """Scores ``[B, K, R * L, S]``, float32 or wider.
+
+    The fused call does not return them, so they are computed again.
+    """
     wide = torch.promote_types(k.dtype, torch.float32)
     scores = soft_cap((rows.to(wide) @ k.to(wide).mT) * scale, softcap)
     if bias is not None:

@@ -1,6 +1,6 @@
 """Recall's attention in blocks of queries over PyTorch's fused attention; any device, differentiable.
 
-A block of queries reads the tokens of all closed groups under a mask, so it takes as long as dense attention; memory is
+A block of queries reads the tokens of all closed groups under a mask, so it takes as long as dense attention. Memory is
 linear in L. A single query reads only the tokens of the groups that it opens.
 
 Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, S keys of a block, D and Dv widths.
@@ -20,7 +20,7 @@ from condense.ops.spans import Hull, Source
 from condense.ops.tensors.bias import per_entry
 from condense.ops.torch.attend import BlockKeys, attend_block
 
-# queries per block: the mask of a block has as many rows, times the query heads
+# queries per block; the mask of a block has as many rows per query head
 _BLOCK = 128
 
 
@@ -34,7 +34,7 @@ def attend_recall(
     pool: bool,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `condense.ops.attend_recall`; ``pool``: entries of groups that are not open are seen."""
+    """See `condense.ops.attend_recall`. pool: queries see the entries of closed groups that they do not open."""
     (entries, store, window, spans), L, g = sources, q.shape[2], sources.group_size
     G = entries.k.shape[2]
     bias = per_entry(entries.bias, G, q.device)

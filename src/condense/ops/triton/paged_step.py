@@ -1,7 +1,7 @@
 """One decode step over pages in Triton: a kernel that stores, two that attend, and no wait for the host.
 
-On Hopper, and for few requests, each starts while the one before still runs, and waits for it where it reads what that
-one writes.
+On Hopper, for few requests, each kernel starts while the one before still runs, and waits for it before it reads that
+one's results.
 
 Shapes: R requests, H query heads, K KV heads, r = H / K, S splits, D and Dv widths, N slots of a page.
 """
@@ -24,8 +24,8 @@ from condense.ops.triton.launch import Launcher
 from condense.ops.triton.limits import step_obstacle
 from condense.ops.triton.paged_step_kernels import paged_attend_kernel, paged_join_kernel, paged_store_kernel
 
-# from so many pairs of request and KV head on, a kernel starts when the one before has ended: on an H200 with 8 KV
-# heads one request and two gain 3 % by an early start, 4 nothing, 6 and 8 lose 3 and 5 %
+# with so many pairs of request and KV head, or more, kernels do not start early: on an H200 with 8 KV heads, one and
+# two requests gain 3 % by an early start, 4 gain nothing, 6 and 8 lose 3 and 5 %
 EARLY_PAIRS = 32
 
 _store, _attend, _join = Launcher(paged_store_kernel), Launcher(paged_attend_kernel), Launcher(paged_join_kernel)
@@ -34,16 +34,16 @@ _store, _attend, _join = Launcher(paged_store_kernel), Launcher(paged_attend_ker
 def store(
     q: Tensor, k: Tensor, v: Tensor, state: PagedState, seen: Tensor, settings: StepSettings, *, scale: float
 ) -> None:
-    """Stores one token of each request, and the entry of a group that is due.
+    """Store one token of each request, and the entry of a group that is due.
 
     q ``[R, H, D]``, k ``[R, K, D]``, v ``[R, K, Dv]``: bfloat16, float16 or float32, one dtype with the pages. seen
-    int32 ``[R]`` on the device: tokens of each request, the new one included; 0: the place is empty and nothing is
-    stored. settings: as of `condense.ops.paged.read_paged`.
+    int32 ``[R]`` on the device: tokens of each request, the new one included; 0 for an unused place, where nothing is
+    stored. settings: as in `condense.ops.paged.read_paged`.
     Raises ValueError for a device without kernels, another dtype and a width above 256.
     """
     launch = _launch_of(q, state, settings, scale)
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
-    # without a ring the window stands in its place and is not read there
+    # without a ring the kernel gets the window in its place and does not read it
     ring = state.window if state.ring is None else state.ring
     with on_device_of(q):
         _store(
@@ -62,9 +62,9 @@ def store(
 
 
 def attend(q: Tensor, state: PagedState, seen: Tensor, settings: StepSettings, *, scale: float, out: Tensor) -> None:
-    """Attention of one token of each request, after `store`, to ``out`` ``[R, H, Dv]``; 0 for empty places.
+    """Write the attention of one token of each request, after `store`, to ``out`` ``[R, H, Dv]``; 0 for unused places.
 
-    Arguments as of `store`, raises ValueError as it does.
+    Arguments and errors as in `store`.
     """
     launch, (R, H, Dv) = _launch_of(q, state, settings, scale), out.shape
     q, columns = dense_rows(q), min(64, power_of_2(Dv))
@@ -137,7 +137,7 @@ class _Launch(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)  # the same for all layers, in every step of as many requests
 def _launch(number: int, scale: float, sizes: _Sizes, dtype: torch.dtype, device: torch.device) -> _Launch:
-    """The launch arguments of a step with these sizes; number: `condense.ops.types.Numbered.number` of its settings."""
+    """The launch arguments of a step with these sizes. number: `condense.ops.step.settings.Numbered.number`."""
     settings, (R, H, K, D, Dv, N, capacity) = numbered_settings(number), sizes
     check_programs(R * K)
     rule, heads = settings.rule, H // K
@@ -147,7 +147,7 @@ def _launch(number: int, scale: float, sizes: _Sizes, dtype: torch.dtype, device
     wanted = waves * gpu_of(device).multiprocessors // (row_tiles * R * K) if device.type == "cuda" else 3
     (D0, D1), (V0, V1) = split_width(D), split_width(Dv)
     early = device.type == "cuda" and gpu_of(device).capability >= (9, 0) and R * K < EARLY_PAIRS
-    # the last split reads what the step stores, so that the others need not wait
+    # one more split reads the tokens and entries that this step stores, so that the others need not wait
     splits = max(1, min(wanted, cdiv(capacity, keys))) + early
     starts_early = {"launch_pdl": True} if early else {}
     kind = Kind(
@@ -170,7 +170,7 @@ def _launch(number: int, scale: float, sizes: _Sizes, dtype: torch.dtype, device
 
 
 def _tiles(device: torch.device, dtype: torch.dtype, width: int) -> tuple[int, int, int, int]:
-    """Keys per tile, warps, stages, and programs wanted per multiprocessor, as of `condense.ops.triton.step`."""
+    """Keys per tile, warps, stages, and programs wanted per multiprocessor, as in `condense.ops.triton.step_plan`."""
     if device.type != "cuda":  # the interpreter
         return 16, 4, 1, 1
     if dtype == torch.float32:

@@ -1,4 +1,4 @@
-"""The kernels of a decode step that chooses among stored groups: five, and no atomics but a count of programs.
+"""The five kernels of a decode step that chooses among stored groups.
 
 Shapes as in `condense.ops.step.state`; R = H / K query heads per KV head, S splits of the work on one KV head.
 """
@@ -26,7 +26,7 @@ _attend, _join = Launcher(recall_attend_kernel), Launcher(step_join_kernel)
 
 
 class _Scratch(NamedTuple):
-    """Memory of one step, one piece in place of several, each of one dimension in the order of the shape given here.
+    """Scratch memory of one step; all tensors have one dimension and hold, in order, numbers of the shapes given here.
 
     float32: score ``[B, H, G as a power of two]``, top and total ``[B, H, S0]``, offset ``[B, K, G]``, part
     ``[B, H, S1, Dv]``, lse ``[B, H, S1]``; int32: key and candidate ``[B, K, N]``, groups and place ``[B, K, r]``,
@@ -51,7 +51,10 @@ _NUM_FLOATS = 6
 
 
 def _scratch_sizes(rows: tuple[int, int], G: int, r: int, splits: tuple[int, int], Dv: int) -> tuple[int, ...]:
-    """Numbers in each field of `_Scratch`, rounded up so that all begin at whole 128 bytes; rows: B * H and B * K."""
+    """Sizes of the fields of `_Scratch`, rounded up so that each begins at a multiple of 128 bytes.
+
+    rows: B * H, B * K.
+    """
     (queries, heads), (S0, S1), (_, C, tiles) = rows, splits, ranked(G, r)
     scores = power_of_2(max(G, 1))
     floats = queries * scores, queries * S0, queries * S0, heads * G, queries * S1 * Dv, queries * S1
@@ -60,7 +63,7 @@ def _scratch_sizes(rows: tuple[int, int], G: int, r: int, splits: tuple[int, int
 
 
 def _scratch(sizes: tuple[int, ...], device: torch.device) -> _Scratch:
-    """In two allocations, because a loop on the host waits for every one."""
+    """Allocate scratch memory in two pieces, because each allocation takes time on the host."""
     floats, integers = sizes[:_NUM_FLOATS], sizes[_NUM_FLOATS:]
     return _Scratch(
         *torch.empty(sum(floats), dtype=torch.float32, device=device).split_with_sizes(floats),
@@ -74,7 +77,7 @@ class RecallKernels(PreparedStep):
     __slots__ = ("_attend", "_choose", "_close", "_join", "_score", "_sizes", "_width", "_words")
 
     def __init__(self, call: StepCall) -> None:
-        """Arguments as of `condense.ops.triton.step.step`, which has checked them all."""
+        """call: checked by `condense.ops.triton.step.step`."""
         super().__init__(call)
         token, state, settings, scale, latent, extras = call
         choice = settings.choice
@@ -92,7 +95,7 @@ class RecallKernels(PreparedStep):
         self._score = _prepared(_score, plan.score, of_q)
         self._choose = _prepared(_choose, plan.choose, ())
         self._attend = _prepared(_attend, plan.attend, of_q)
-        # rows that count are read as contiguous
+        # strides 1: `seen` and the rows that count are contiguous
         self._join = _prepared(_join, plan.join, (1, 1))
 
     def __call__(self, token: NewToken, sink: Tensor | None) -> Tensor:

@@ -15,10 +15,10 @@ from condense.ops.triton.host import on_device_of
 from condense.ops.triton.launch import Launcher, Prepared
 from condense.ops.triton.prepared import PreparedStep
 from condense.ops.triton.step_kernels import step_join_kernel, step_kernel
-from condense.ops.triton.step_plan import Sizes, launch_of
+from condense.ops.triton.step_plan import StepSizes, launch_of
 
 _step_kernel, _join_kernel = Launcher(step_kernel), Launcher(step_join_kernel)
-# the buffers that the kernel takes: the first ones of a state, up to the biases; the first five with strides
+# the kernel takes the first nine buffers of a state, up to the biases, and the strides of the first five
 _NUM_BUFFERS, _NUM_STRIDED = 9, 5
 
 
@@ -28,12 +28,12 @@ class RingKernels(PreparedStep):
     __slots__ = ("_join", "_latent", "_num_splits", "_step")
 
     def __init__(self, call: StepCall, *, host_bound: bool = False) -> None:
-        """host_bound: as of `launch_of`. Others as of `condense.ops.triton.step.step`, which has checked them all."""
+        """call: checked by `condense.ops.triton.step.step`. host_bound: as in `launch_of`."""
         super().__init__(call)
         token, state, settings, scale, latent, extras = call
         q, k, v = self._dense(token)
         (B, H, _, D), self._latent = q.shape, latent
-        sizes = Sizes(B, H, k.shape[1], D, latent or v.shape[3], *_columns(state))
+        sizes = StepSizes(B, H, k.shape[1], D, latent or v.shape[3], *_columns(state))
         has_real = token.real is not None
         launch = launch_of(
             settings.number, (scale, extras.softcap), latent, sizes, q.dtype, q.device, has_real, host_bound

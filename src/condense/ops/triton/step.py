@@ -23,9 +23,9 @@ from condense.ops.triton.ring_step import RingKernels
 def step(call: StepCall) -> Tensor:
     """Read one token per row: attention output ``[B, H, 1, Dv]``; the state advances in place.
 
-    bfloat16, float16 or float32, one dtype; K divides H; any strides of the token; of a state without a choice the last
-    dimensions are contiguous, with one all buffers. Rows without a token are not touched and give 0. An entry's latent
-    is pooled by value_pooling, the rest by key_pooling; with a choice all of it by key_pooling.
+    bfloat16, float16 or float32, one dtype; K divides H; the token may have any strides. Without a choice the buffers'
+    last dimensions are contiguous; with a choice all buffers are. Rows without a token are not touched and give 0. An
+    entry's latent is pooled by value_pooling, the rest by key_pooling; with a choice all of it by key_pooling.
     Entries beyond the capacity are dropped and never seen, without an error: ``seen`` is on the device.
     Raises ValueError for what `condense.ops.triton.limits.step_obstacle` names and for a state that does not fit.
     """
@@ -39,10 +39,10 @@ def step(call: StepCall) -> Tensor:
 
 
 def prepare_step(call: StepCall) -> PreparedStep:
-    """The steps of a state in a loop on the host, for tokens that are laid out as this one, which is not read.
+    """Return a step of this state for a loop on the host, for tokens of this one's layout; the token is not read.
 
-    Autograd is not told that the state changes: nothing that it keeps may share memory with the state. Arguments and
-    errors as of `step`.
+    Autograd does not learn that the state changes, so tensors that it keeps must not share memory with the state.
+    Arguments and errors as in `step`.
     """
     _check(call)
     return RingKernels(call, host_bound=True) if call.settings.choice is None else RecallKernels(call)
@@ -90,7 +90,7 @@ def _step(
         entries_k, entries_v, ring_k, ring_v, ring_q, seen, first, arrived, biases, codes, grid, store, slots, held,
         order,
     )  # fmt: skip
-    if not torch.is_inference_mode_enabled():  # tells autograd of the change, as PyTorch's in-place operations do
+    if not torch.is_inference_mode_enabled():  # tell autograd of the change, as in-place operations do
         changed = [x for name, x in state._asdict().items() if name in _CHANGED]
         torch.autograd.graph.increment_version(changed if counter is None else [*changed, counter])
     token = NewToken(q, k, v, real, counter)
@@ -108,8 +108,8 @@ _CHANGED = tuple(name for name in StepState._fields if name != "first")
 
 
 def _register() -> torch.library.Library:
-    """Define the torch operation without `torch.library.custom_op`, whose calls of in-place operations parse the whole
-    schema for every argument: several times as long as the rest of the host's work in a step.
+    """Define the torch operation without `torch.library.custom_op`, which parses the whole schema for every argument of
+    an in-place operation: that takes several times as long as the rest of the host's work in a step.
     """
     library = torch.library.Library("condense", "FRAGMENT")
     schema = torch.library.infer_schema(_step, mutates_args=(*_CHANGED, "counter"), op_name="step")

@@ -1,4 +1,4 @@
-"""How a decode step is launched: tiles, splits of the keys, and the arguments that are no tensors.
+"""Launch arguments of a decode step that are no tensors: tiles, splits of the keys, numbers, constants.
 
 Shapes as in `condense.ops.triton.step`.
 """
@@ -19,15 +19,15 @@ from condense.ops.triton.step_kernels import Fixed
 
 # stands for "no limit": positions are int32
 _NEVER = 2**31 - 1
-# up to this many numbers, the parts of a KV head are joined by the last program to finish; beyond, by a second kernel,
-# as for few KV heads, where the last program of each would leave most multiprocessors without work
+# the last program to finish joins the parts of a KV head if they are at most so many numbers. A second kernel does so
+# if they are more, and for few KV heads, where the last program of each would leave most multiprocessors without work
 _MOST_JOINED = 2**16
 # numbers that a joining program holds in registers
 _JOINED_AT_ONCE = 2**13
 
 
-class _Tiles(NamedTuple):
-    """Most rows, and keys per tile; warps, stages; programs wanted per multiprocessor."""
+class _StepTiles(NamedTuple):
+    """rows: most per tile. keys: per tile. num_warps, num_stages: Triton's. waves: programs per multiprocessor."""
 
     rows: int
     keys: int
@@ -36,24 +36,22 @@ class _Tiles(NamedTuple):
     waves: int
 
 
-def _tiles(device: torch.device, dtype: torch.dtype, width: int, latent: int, few: bool) -> _Tiles:
-    """Tiles by dtype, the wider of keys and values, and whether there are few KV heads; length and capacity do not
-    matter.
-    """
+def _tiles(device: torch.device, dtype: torch.dtype, width: int, latent: int, few: bool) -> _StepTiles:
+    """Tiles by dtype, the wider of keys and values, and whether there are few KV heads, whatever the length."""
     if device.type != "cuda":  # the interpreter
-        return _Tiles(64, 16, 4, 1, 1)
+        return _StepTiles(64, 16, 4, 1, 1)
     if dtype == torch.float32:  # no tensor cores, and whole rows in registers: more warps, smaller tiles
-        return _Tiles(16, 32 if width <= 128 else 16, 8, 2, 1 if latent else 2)
+        return _StepTiles(16, 32 if width <= 128 else 16, 8, 2, 1 if latent else 2)
     if latent:  # a program's output is up to 512 columns wide, so few splits
-        return _Tiles(32 if latent > 256 else 64, 32, 4, 3, 1)
+        return _StepTiles(32 if latent > 256 else 64, 32, 4, 3, 1)
     if width > 128:
-        return _Tiles(64, 32, 4, 3, 2)
-    # many programs share the keys of few KV heads: in smaller tiles, more evenly
-    return _Tiles(64, 32 if few else 64, 4, 3, 2)
+        return _StepTiles(64, 32, 4, 3, 2)
+    # many programs share the keys of few KV heads: smaller tiles divide them more evenly
+    return _StepTiles(64, 32 if few else 64, 4, 3, 2)
 
 
-def _num_splits(device: torch.device, programs: int, capacity: int, tiles: _Tiles) -> int:
-    """Number of splits of the keys, by capacity, and one for the new token, rounded to whole waves over the device."""
+def _num_splits(device: torch.device, programs: int, capacity: int, tiles: _StepTiles) -> int:
+    """Number of splits: one for the new token, the others for keys, at most as many as fill the device."""
     wanted = tiles.waves * gpu_of(device).multiprocessors // programs if device.type == "cuda" else 3
     return max(2, min(wanted, 1 + cdiv(capacity, tiles.keys)))
 
@@ -72,8 +70,8 @@ class Launch(NamedTuple):
     join_options: Mapping[str, bool]
 
 
-class Sizes(NamedTuple):
-    """Sizes of a step's tensors; Dv is that of the output."""
+class StepSizes(NamedTuple):
+    """Sizes of a step's tensors; Dv is the width of the output."""
 
     B: int
     H: int
@@ -90,7 +88,7 @@ def launch_of(
     number: int,
     scores: tuple[float, float],
     latent: int,
-    sizes: Sizes,
+    sizes: StepSizes,
     dtype: torch.dtype,
     device: torch.device,
     has_real: bool,
@@ -99,7 +97,7 @@ def launch_of(
     """The launch arguments of a step with these sizes.
 
     number: `condense.ops.step.settings.Numbered.number` of the settings. scores: their scale and soft cap. host_bound:
-    the host takes longer than the GPU, so one kernel is taken also where two are faster.
+    the host takes longer than the GPU, so one kernel is launched even if two are faster on the GPU.
     """
     scale, softcap = scores
     check_programs(sizes.B * sizes.K)
@@ -111,7 +109,7 @@ def launch_of(
     row_tiles = cdiv(R, rows)
     S = _num_splits(device, row_tiles * B * K, M + W, tiles)
     joins = row_tiles == 1 and (host_bound or not few) and R * S * Dv <= _MOST_JOINED
-    # the join may start up while the last splits run; one kernel leaves no multiprocessor free for the next step's
+    # a second kernel may be launched while the last splits run; with one kernel no multiprocessor is free for the next
     early = gpu is not None and gpu.capability >= (9, 0) and not joins
     joined_rows, columns = power_of_2(R), power_of_2(Dv)
     (D0, D1), (V0, V1) = ((latent, D - latent), (latent, 0)) if latent else (split_width(D), split_width(Dv))
