@@ -1,11 +1,14 @@
 """Recall's prompts on latents by its kernels: each head's keys and values, one choice by latents for all heads."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from oracles import latent_oracle
 
 import condense
 from condense.bench.budget import judge
+from condense.ops.backends import BACKENDS
 from condense.ops.triton import recall_attend
 
 CUDA = torch.cuda.is_available()
@@ -40,8 +43,9 @@ def test_a_prompt_is_what_the_definition_says(name, widths, monkeypatch):
 
 
 def test_auto_takes_the_kernels_where_they_run(monkeypatch):
-    taken, attend = [], recall_attend.attend_recall
-    monkeypatch.setattr(recall_attend, "attend_recall", lambda *a, **kw: taken.append(a) or attend(*a, **kw))
+    taken, operations = [], BACKENDS["triton"].load()
+    counted = operations._replace(attend_recall=lambda *a, **kw: taken.append(a) or operations.attend_recall(*a, **kw))
+    monkeypatch.setitem(BACKENDS, "triton", replace(BACKENDS["triton"], imports=lambda: counted, _loaded=[]))
     inputs = [x.to(DEVICE) for x in latent_oracle.random(1, 2, 40, WIDTHS[0], torch.float32)]
     auto, _ = (condense.latent_attention(*inputs, method=METHOD, backend=name) for name in ("auto", "triton"))
     assert len(taken) == (2 if CUDA else 1)
