@@ -12,29 +12,39 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from condense.caches.request import ReadRequest, check_request
+from condense.caches.store import Store
 from condense.methods import Context, Method
+from condense.ops import StepState
 
 
 class CondensedCacheLayer(CacheLayerMixin):
     """Base of condensed cache layers: each holds the state of one attention layer under ``method``."""
 
     method: Method
+    store: Store
 
     @abstractmethod
     def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
         """Read new tokens, k ``[B, K, L, D]`` and v ``[B, K, L, Dv]``, and return the sources for their queries."""
 
+    @abstractmethod
     def fetch(self) -> bool:
         """Begin to copy stored tokens to the device for the next `read`; False for a layer without a store."""
-        return False
+
+    @abstractmethod
+    def _held(self) -> StepState | None:
+        """The buffers of the layer, None while it has none."""
 
     def after_attention(self) -> None:
         """Make later work wait for what `read` has begun to store while the layer attended."""
+        if (buffers := self._held()) is not None:
+            self.store.settle(buffers)
 
     @property
     def host_bytes(self) -> int:
         """Bytes of a store for host memory, which on a CPU is the same memory; 0 without one."""
-        return 0
+        buffers = self._held()
+        return buffers.store.nbytes if buffers is not None and self.store.on_host else 0
 
     @abstractmethod
     def check_crop(self, tokens_to_remove: int) -> int:

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from enum import Enum, auto
+from typing import NamedTuple, NoReturn
 
 from torch import Tensor
 
 from condense.caches.base import CondensedCacheLayer
+from condense.methods import FirstEntries
+from condense.ops.tensors.per_row import PerRow
+
+
+class Expected(Enum):
+    """The tokens that a static layer gets next."""
+
+    FIRST_ENTRIES = auto()  # tokens of which first entries are made: by `read`, even of a single one
+    PLAIN_PROMPT = auto()  # its first tokens, none of them padding: a compiled forward can read them as one graph
+    ANY = auto()
+
+
+class HostCounts(NamedTuple):
+    """Numbers of a static layer that the host knows without waiting for the device.
+
+    slots: slots seen. rows: ``seen`` and ``first`` of the state (`condense.state.LayerState`) after a `read`;
+    None after a step, which counts tokens on the device alone.
+    """
+
+    slots: int = 0
+    rows: tuple[PerRow, FirstEntries] | None = None
 
 
 class FixedCacheLayer(CondensedCacheLayer):

@@ -24,7 +24,7 @@ from condense.caches.ring import RingState
 from condense.caches.store import Store
 from condense.functional import extend
 from condense.methods import Context, Method, step_settings
-from condense.ops import NO_EXTRAS, Extras, step_backend
+from condense.ops import NO_EXTRAS, Extras, StepState, step_backend
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
 from condense.state import LayerState, first_needed, num_entries
 
@@ -119,15 +119,8 @@ class CondensedLayer(CondensedCacheLayer):
             self._ring.fetch()
         return self._keeps_buffers
 
-    def after_attention(self) -> None:
-        """Make later work wait for what `read` has begun to store while the layer attended."""
-        if self._ring is not None:
-            self.store.settle(self._ring.buffers)
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of a store for host memory, which on a CPU is the same memory; 0 without one."""
-        return self._ring.buffers.store.nbytes if self._ring is not None and self.store.on_host else 0
+    def _held(self) -> StepState | None:
+        return None if self._ring is None else self._ring.buffers
 
     def can_step(self, k: Tensor, v: Tensor, latent_width: int | None = None) -> bool:
         """True if `step` can read tokens like k ``[B, K, 1, D]`` and v: some were read before, and Triton can run.

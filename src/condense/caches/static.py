@@ -11,41 +11,21 @@ first, as before a CUDA graph is captured, they are sized for the most entries t
 
 from __future__ import annotations
 
-from enum import Enum, auto
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from condense.caches.buffers import new_buffers, read_state, static_bias, write_state
-from condense.caches.fixed import FixedCacheLayer
+from condense.caches.fixed import Expected, FixedCacheLayer, HostCounts
 from condense.caches.request import ReadRequest, refuse_other_dtype
 from condense.caches.store import PinnedCopies, Store
 from condense.functional import extend
 from condense.methods import NO_FIRST, Context, FirstEntries, Method, step_settings
 from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepCall, StepState, decode_step, step_backend
 from condense.ops.step import clear_state, entry_names
-from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row
+from condense.ops.tensors.per_row import int_if_equal, max_row
 from condense.state import LayerState, first_entries, most_entries, num_entries
-
-
-class Expected(Enum):
-    """The tokens that a static layer gets next."""
-
-    FIRST_ENTRIES = auto()  # tokens of which first entries are made: by `read`, even of a single one
-    PLAIN_PROMPT = auto()  # its first tokens, none of them padding: a compiled forward can read them as one graph
-    ANY = auto()
-
-
-class HostCounts(NamedTuple):
-    """Numbers of a static layer that the host knows without waiting for the device.
-
-    slots: slots seen. rows: ``seen`` and ``first`` of the state (`condense.state.LayerState`) after a `read`;
-    None after a step, which counts tokens on the device alone.
-    """
-
-    slots: int = 0
-    rows: tuple[PerRow, FirstEntries] | None = None
 
 
 class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
@@ -196,15 +176,8 @@ class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
             self.store.fetch(self.buffers.store, tokens, self.buffers.seen.device)
         return True
 
-    def after_attention(self) -> None:
-        """Make later work wait for what `read` has begun to store while the layer attended."""
-        if self.buffers is not None:
-            self.store.settle(self.buffers)
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of a store for host memory, which on a CPU is the same memory; 0 without one."""
-        return self.buffers.store.nbytes if self.buffers is not None and self.store.on_host else 0
+    def _held(self) -> StepState | None:
+        return self.buffers
 
     def skip_prompt(self) -> None:
         """Count the prompt as read though none was, so that `step` reads the next token."""
