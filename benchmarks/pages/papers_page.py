@@ -40,7 +40,7 @@ class Figures:
 
     @staticmethod
     def split(kind: str, rest: str) -> list[str]:
-        if kind in ("model", "ratio", "kernel"):
+        if kind in ("model", "ratio", "kernel", "hours"):
             return rest.split(" ", 3)
         return rest.split(" ", 2) if kind == "run" else rest.split()
 
@@ -56,6 +56,17 @@ class Figures:
         """How many times as fast as dense in the same run."""
         row = self.row(f"bench-model-{shape}-bfloat16-*", runner, int(length), figure)
         return f"{row['speedup'][figure]['dense']:.1f}x"
+
+    def hours(self, prompts: str, shape: str, length: str, runner: str) -> str:
+        """Hours until the first tokens after so many prompts, one after the other."""
+        ms = self.row(f"bench-model-{shape}-bfloat16-*", runner, int(length), None)["first"]["median_ms"]
+        return f"{int(prompts):,} x {milliseconds(ms)} = {int(prompts) * ms / 3.6e6:.1f} h"
+
+    def adapting(self, sequences: str = "") -> str:
+        """Tokens a second of Llama-3.1-8B's shape on four GPUs, or hours of 1,000 steps of 32,768-token sequences."""
+        rows = self.read("adaptation-shape-fsdp2-llama-3.1-8b-4-nvidia-h200-20261122T124300Z")["rows"]
+        speed = min(next(row for row in rows if row["name"] == "condensed")["tokens_per_second"][1:])
+        return f"{1000 * int(sequences) * 32768 / speed / 3600:.1f} h" if sequences else f"{speed:,}"
 
     def kernel(self, shape: str, op: str, length: str, runner: str) -> str:
         """A time of one layer, with its ratio to cuDNN."""

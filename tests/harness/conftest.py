@@ -58,12 +58,22 @@ def command(condense_line):
     return functools.partial(condense_line, "eval")
 
 
+# RULER's prompts have parts that must fit into 500 and into 4,096 tokens, so a tokenizer must know its words
+RULER = (
+    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. Memorize and track the "
+    "chain(s) of variable assignment hidden in the following text. Find all variables that are assigned the value"
+)
+
+
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
-    """A random stock model in a folder, with a tokenizer made from the bundled text."""
+    """A random stock model in a folder, with a tokenizer made on the spot."""
+    import wonderwords
+
     from condense.train import train_tokenizer
 
-    tokenizer = train_tokenizer([demo_text().text], vocab_size=1000, max_positions=8192)
+    words = " ".join(word for words in wonderwords.RandomWord()._categories.values() for word in words)
+    tokenizer = train_tokenizer([demo_text().text, words, *[RULER] * 20], vocab_size=4000, max_positions=8192)
     tokenizer.chat_template = "{% for each in messages %}{{ each['content'] }}\n{% endfor %}"
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import lm_eval
 import pytest
-from harness.conftest import write_lines
+from harness.conftest import copy_of_a_hub, write_lines
 from lm_eval.tasks._yaml_loader import load_yaml
 from transformers import AutoTokenizer
 
@@ -68,6 +68,14 @@ def test_without_a_length_documents_are_asked_as_given(questions, base):
     write_lines(questions / "nq-open-3docs.jsonl", rows)
     with pytest.raises(ValueError, match="wanted a document with isgold for 'where is number 0'"):
         documents(questions, base)
+
+
+def test_other_rows_under_the_same_card_are_read(tmp_path):
+    for answer in ("1", "2"):
+        rows = [{"question": "?", "answer": answer}]
+        copy_of_a_hub(tmp_path, "openai/gsm8k", {"main": {"train": rows, "test": rows}})
+        _, (task,) = load_tasks(["gsm8k"], {}, data=tmp_path, run_generated_code=False)
+        assert [doc["answer"] for doc in task.eval_docs] == [answer]
 
 
 def test_mbpp_is_the_harness_s_but_for_its_metric():
