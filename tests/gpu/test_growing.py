@@ -75,7 +75,7 @@ def test_a_layer_in_bfloat16_gives_what_a_static_one_does(method):
         now = [x[:, :, t : t + 1] for x in (q, k, v)]
         got, want = (layer.step(*now, scale=0.1).float() for layer in (growing, static))
         assert float((got - want).abs().max()) <= torch.finfo(torch.bfloat16).eps * float(v.abs().max())
-    for mine, theirs in zip(growing.state.entries, static.buffers.entries, strict=True):
+    for mine, theirs in zip(growing.state.entries, static.buffers.entries(static.settings), strict=True):
         assert torch.equal(mine, theirs[:, :, : mine.shape[2]])
 
 

@@ -6,8 +6,8 @@ the store has room for, S slots of the store, g tokens per group, D and Dv width
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -72,6 +72,9 @@ class StateSizes(NamedTuple):
             Per.SLOT: slots, Per.COPIED: slots * settings.rule.chunk,
         }  # fmt: skip
         return self.rows, self.heads, counts[field.per], *field.width
+
+
+_Layout = tuple[tuple[Field, tuple[int, ...]], ...]
 
 
 class StepState(NamedTuple):
@@ -147,7 +150,8 @@ def fields_of(settings: StepSettings, heads: int, widths: tuple[int, int], dtype
     Raises ValueError for widths that the index or the store cannot hold.
     """
     (D, Dv), form, choice = widths, settings.entry_format, settings.choice
-    of_entry, wide = form.dtype(dtype), torch.promote_types(dtype, torch.float32)
+    # not `torch.promote_types`, which is an operation, and buffers grow between steps that start kernels alone
+    of_entry, wide = form.dtype(dtype), torch.float64 if dtype == torch.float64 else torch.float32
     C, Cv = (form.width(x, dtype.itemsize) if settings.sees_entries else 0 for x in widths)
     of_all = (
         Field("entries_k", Per.ENTRY, (C,), of_entry),
@@ -180,8 +184,8 @@ def empty_state(k: Tensor, settings: StepSettings, sizes: StateSizes) -> StepSta
 
     Raises ValueError, no memory taken, as `fields_of`; RuntimeError where the host cannot pin what a store needs.
     """
-    fields = fields_of(settings, sizes.heads, sizes.widths, k.dtype)
-    return StepState._make(_new(field, sizes.shape(field, settings), k.device) for field in fields)
+    # unpacked, as PyTorch 2.11 cannot compile a named tuple that is made of a generator
+    return StepState(*[_new(field, shape, k.device) for field, shape in _layout(settings, sizes, k.dtype)])
 
 
 def _new(field: Field, shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -211,16 +215,27 @@ def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         ) from error
 
 
-def _filled(state: StepState, settings: StepSettings) -> Iterator[tuple[Field, Tensor, tuple[int, ...]]]:
-    """Each field with its buffer, and the shape that it is to have beside the others."""
+def _layout(settings: StepSettings, sizes: StateSizes, dtype: torch.dtype) -> _Layout:
+    """The buffers of a layer, each with its shape."""
+    fields = fields_of(settings, sizes.heads, sizes.widths, dtype)
+    return tuple((field, sizes.shape(field, settings)) for field in fields)
+
+
+# the same for all layers, in every step until their buffers grow
+_known_layout = functools.lru_cache(maxsize=4096)(_layout)
+
+
+def _layout_beside(state: StepState, settings: StepSettings) -> _Layout:
+    """The buffers of a state, each with the shape that it is to have beside the others."""
     (B, K, W, D), Dv = state.ring_k.shape, state.ring_v.shape[3]
     M, g = state.entries_k.shape[2], settings.rule.chunk
     queries, stored = max(settings.num_summary, state.ring_q.shape[2]), 0
     if settings.choice is not None:
         stored = max(M * g, state.store.shape[2])
     sizes = StateSizes(B, K, (D, Dv), M, W, queries, stored)
-    for field, x in zip(fields_of(settings, K, (D, Dv), state.ring_k.dtype), state, strict=True):
-        yield field, x, sizes.shape(field, settings)
+    # a trace would go through the cache to what it calls, with a warning
+    find = _layout if torch.compiler.is_compiling() else _known_layout
+    return find(settings, sizes, state.ring_k.dtype)
 
 
 def clear_state(state: StepState, settings: StepSettings) -> None:
@@ -228,7 +243,7 @@ def clear_state(state: StepState, settings: StepSettings) -> None:
 
     Pinned memory keeps its values, because clearing it takes seconds and no kernel reads groups that are not closed.
     """
-    for field, x, _ in _filled(state, settings):
+    for (field, _), x in zip(_layout_beside(state, settings), state, strict=True):
         if x.device == state.seen.device:
             _fill(x, field)
 
@@ -236,7 +251,7 @@ def clear_state(state: StepState, settings: StepSettings) -> None:
 def check_state(state: StepState, settings: StepSettings) -> None:
     """Raise ValueError for buffers that do not fit together, or that kernels cannot read for their strides."""
     device = state.seen.device
-    for field, x, shape in _filled(state, settings):
+    for (field, shape), x in zip(_layout_beside(state, settings), state, strict=True):
         is_pinned = field.on_host and x.device.type == "cpu" and (x.numel() == 0 or x.is_pinned())
         if x.shape != shape or x.dtype != field.dtype or not (x.device == device or is_pinned):
             raise ValueError(
