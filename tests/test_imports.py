@@ -1,9 +1,10 @@
-"""Who may import whom, read from the sources; and what no source file may hold: machine paths, long signatures."""
+"""Who may import whom, read from the sources; and what no source file may hold, such as machine paths and riddles."""
 
 import ast
 import functools
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -193,3 +194,23 @@ def too_long(path):
 
 def test_functions_take_few_parameters():
     assert not [found for path in FILES for found in too_long(path)]
+
+
+def definitions(path):
+    """A module and all its classes and functions."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [node for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb():
+    for path in FILES:
+        first_words = {(ast.get_docstring(node) or "").partition(" ")[0] for node in definitions(path)}
+        assert not first_words & {"Of", "What", "Where", "How"}, path
+
+
+def test_operations_have_one_class_of_a_name():
+    nodes = [node for path in (SOURCE / "ops").rglob("*.py") for node in definitions(path)]
+    names = [node.name for node in nodes if isinstance(node, ast.ClassDef)]
+    assert len(names) > 20
+    assert not [name for name, count in Counter(names).items() if count > 1]

@@ -75,7 +75,7 @@ def _read(
     scale: float,
     backend: str,
 ) -> tuple[Context, Callable[[], LayerState]]:
-    """As `extend`, but instead of the new state a function that makes it, for callers that may not need it."""
+    """As `extend`, but returns a function that makes the new state, because some callers need none."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         check_trainable(method)
     plan = ForwardPlan(k.shape[2]) if plan is None else plan
@@ -84,7 +84,7 @@ def _read(
         return _read_prompt(method, q, k, v, plan, scale=scale, backend=backend)
     reading = plan.reading(method, state, k.device)
     before = empty_state(k, v) if state is None else state
-    # the new tokens come behind those of the window; chunks that are due are pooled from both
+    # new tokens follow those of the window; a chunk that is due may have tokens of both
     padding = plan.padding
     window_k, window_v = append_window(before.window_k, k, padding), append_window(before.window_v, v, padding)
     entries, form = before.entries, method.layout.entry_format
@@ -191,7 +191,7 @@ def _newest_queries(num_summary: int, tail: Tensor, q: Tensor, padding: PerRow, 
     (B, _, Q, _), L = tail.shape, q.shape[2]
     count = min(Q + L, num_summary - 1 + SLACK)
     n = min(L, count)
-    # the means that are kept are made by `summarize` too, so that a prompt in chunks gets the same bits as a whole one
+    # kept means are made by `summarize` too, so that a prompt read in pieces gets the same bits as one read at once
     new = summarize(newest(q.detach(), n), tail[:, :, :0], SummarySpans(0, 0, n, n, 1, 1), backend=backend).to(q.dtype)
     # padding in these n columns: rows with fewer than n real tokens have some
     padding = at_least(padding - (L - n), 0)

@@ -26,7 +26,7 @@ from condense.plan import ForwardPlan
 
 
 class UpProjection(NamedTuple):
-    """The matrices that make heads' keys and values from latents: w_uk ``[H, d_c, d_n]``, w_uv ``[H, d_c, d_v]``."""
+    """The matrices that expand latents to heads' keys and values: w_uk ``[H, d_c, d_n]``, w_uv ``[H, d_c, d_v]``."""
 
     w_uk: Tensor
     w_uv: Tensor
@@ -73,8 +73,8 @@ def latent_attention(
     ``[c w_uk[h] ; k_rope]`` and values ``c w_uv[h]``. With a model's ``kv_b_proj.weight`` viewed as
     ``[H, d_n + d_v, d_c]``, that is ``weight[:, :d_n].mT`` and ``weight[:, d_n:].mT``. One dtype and device for all:
     float64, float32, bfloat16 or float16.
-    method: of `condense.LCA` and `condense.CCA`, value_pooling pools the latents and key_pooling the rope keys;
-    `condense.DGA` keeps and weighs whole entries ``[c ; k_rope]``, with ``selection="streaming"`` only.
+    method: `condense.LCA` and `condense.CCA` pool latents by value_pooling and rope keys by key_pooling; `condense.DGA`
+    keeps and weighs whole entries ``[c ; k_rope]``, with ``selection="streaming"`` only.
     scale: softmax scale, default ``(d_n + d_r) ** -0.5``; models with YaRN have their own.
     backend, cu_seqlens, padding and what is returned: as in `condense.attention`; out is ``[B, H, L, d_v]``.
     Differentiable in all six tensors. Raises ValueError for arguments that do not fit together.
@@ -110,7 +110,7 @@ def latent_attention(
 def mean_queries(
     method: Method, q: Tensor, up: UpProjection, over_ranks: Callable[[Tensor], tuple[Tensor, int]] | None = None
 ) -> Tensor:
-    """Queries on latents, of which summary queries are means: the mean over heads of ``[q_nope W_UK^T ; q_rope]``.
+    """Mean over heads of queries on latents ``[q_nope W_UK^T ; q_rope]``; summary queries are means of these.
 
     ``[B, 1, L, d_c + d_r]`` of q ``[B, H, L, d_n + d_r]``, in its dtype; of width 0 for a method that needs no
     summaries. Their product with ``[c ; k_rope]`` is the mean over heads of each head's score, without expanding a key.
@@ -134,8 +134,8 @@ def mean_queries(
 class LatentView(NamedTuple):
     """Queries and context for a method's `attend`: over latents, or over keys and values per head made from them.
 
-    q: absorbed queries for latents, else the heads' own. up: the projections that the output over latents still needs,
-    None for keys and values per head.
+    q: absorbed queries for latents, else the heads' own. up: the projections for the output over latents, None for keys
+    and values per head.
     """
 
     q: Tensor
@@ -188,7 +188,7 @@ def _expanded_window(window: Tensor, up: UpProjection, new: tuple[Tensor, Tensor
 
 
 def _absorbing_pays(L: int, S: int, up: UpProjection) -> bool:
-    """True if absorbing takes fewer multiplications for L queries over S keys, of which the last L are expanded anyway.
+    """True if absorbing takes fewer multiplications for L queries over S keys; the last L keys are expanded anyway.
 
     Absorbed, a query costs ``2 d_c`` per key instead of ``d_n + d_v`` (rope apart), and no key is expanded.
     """
@@ -197,7 +197,7 @@ def _absorbing_pays(L: int, S: int, up: UpProjection) -> bool:
 
 
 def _check_shapes(q_nope: Tensor, q_rope: Tensor, c: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> None:
-    """Shapes as in `latent_attention`, floating dtypes, nothing empty. Raises ValueError otherwise."""
+    """Raise ValueError unless shapes are as in `latent_attention`, dtypes floating, and nothing is empty."""
     check_tensors(q_nope=q_nope, q_rope=q_rope)
     for name, x in (("c", c), ("k_rope", k_rope), ("w_uk", w_uk), ("w_uv", w_uv)):
         if not isinstance(x, Tensor):

@@ -1,4 +1,4 @@
-"""The numbers that all layers of one forward share: computed by the first layer, handed to the others.
+"""The numbers that all layers of one forward share: the first layer computes them, the others reuse them.
 
 Shapes: B rows, L new tokens, n packed documents, G chunks of c tokens.
 """
@@ -19,11 +19,11 @@ from condense.state import LayerState
 
 
 class Reading(NamedTuple):
-    """Which chunks are pooled when new tokens are read, and what each query sees, for one method and one state.
+    """The chunks to pool when new tokens are read, and the spans of their queries, for one method and one state.
 
     seen: real tokens per row afterwards. first_chunk, last_chunk: chunks ``[first_chunk, last_chunk)`` of each row are
     pooled now; num_chunks: the most in any row. columns, numbers: of these chunks, as in `condense.ops.Chunks`.
-    summaries: the queries that weigh the chunks, None if no chunk needs any. spans: what each new query sees.
+    summaries: the queries that weigh the chunks, None if no chunk needs any. spans: of the new queries.
     """
 
     seen: PerRow
@@ -52,7 +52,7 @@ class ForwardPlan:
         lengths = [n for n in documents or () if n]
         self.documents = torch.tensor(lengths) if len(lengths) > 1 else None
         self.padding: PerRow = 0 if counts is None else int_if_equal(num_tokens - counts)
-        # each after what it was made for: the method, the device and the numbers of a layer's state
+        # each with its key: the method, the device and the numbers of a layer's state
         self._readings: list[tuple[tuple[object, ...], Reading]] = []
         self._samples: dict[tuple[object, ...], Sample] = {}
 
@@ -124,7 +124,7 @@ def _each_chunk(first: PerRow, step: int, num: int, device: torch.device) -> int
     """``first + step * i`` for chunk i of each row: a field of `condense.ops.Chunks`.
 
     If ``first`` is the same in all rows, that int; else int64 ``[B, num]`` on the device. A row with fewer than ``num``
-    chunks gets numbers for chunks that it does not have; those that would lie before its window become 0.
+    chunks gets numbers for missing chunks too, at least 0.
     """
     first = int_if_equal(first)
     if not isinstance(first, Tensor):
@@ -135,7 +135,7 @@ def _each_chunk(first: PerRow, step: int, num: int, device: torch.device) -> int
 def _read_documents(layout: Layout, lengths: Tensor, device: torch.device) -> Reading:
     """The `Reading` of packed documents of ``lengths`` tokens, int64 CPU ``[n]``.
 
-    Pooled are the chunks that close before their document ends; no query would see the others as entries.
+    Only chunks that close before their document ends are pooled; no query would see the entries of others.
     """
     rule, S = layout.rule, layout.num_summary
     num_tokens, starts = int(lengths.sum()), lengths.cumsum(0) - lengths

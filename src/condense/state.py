@@ -21,14 +21,14 @@ SLACK = 20
 
 
 class LayerState(NamedTuple):
-    """The tensors and numbers that one layer keeps between calls; the numbers are on the host, so no step waits.
+    """The tensors and numbers that one layer keeps between calls; numbers are on the host, so nothing waits for them.
 
-    entries: keys ``[B, K, M, D]`` and values ``[B, K, M, Dv]`` of the condensed entries, left-aligned, with fewer than
-    16 bits rows of bytes (`condense.ops.EntryFormat`), then the method's own tensors as `condense.Method.represent`
-    makes them. window_k ``[B, K, N, D]``, window_v ``[B, K, N, Dv]``: exact tokens, right-aligned. mean_q
-    ``[B, K, Q, D]``: the newest queries, each the mean over the heads of its KV head, right-aligned; a group's summary
-    query is a mean of these. first: entries that stand before those of chunk 0. seen: real tokens per row, but for
-    those that ``first`` stands for; an int where the rows agree, else int64 CPU ``[B]``.
+    entries: keys ``[B, K, M, D]`` and values ``[B, K, M, Dv]`` of the condensed entries, left-aligned, or rows of bytes
+    if they have fewer than 16 bits (`condense.ops.EntryFormat`); then the method's own tensors as
+    `condense.Method.represent` makes them. window_k ``[B, K, N, D]``, window_v ``[B, K, N, Dv]``: exact tokens,
+    right-aligned. mean_q ``[B, K, Q, D]``: the newest queries, each the mean over the heads of its KV head,
+    right-aligned; a group's summary query is a mean of these. first: entries that stand before those of chunk 0. seen:
+    real tokens per row without those that ``first`` stands for; an int if all rows agree, else int64 CPU ``[B]``.
     """
 
     entries: tuple[Tensor, ...]

@@ -113,7 +113,7 @@ def stretches(ids: Tensor, length: int, count: int) -> list[Tensor]:
 def observe(
     model: Any, observer: Callable[[nn.Module], ObserverT], parts: Sequence[Tensor], on_step: Callable[[], None]
 ) -> dict[int, ObserverT]:
-    """Cache layers that look on while a condensed model reads each part in one forward; one per condensed layer.
+    """Read each part in one forward of a condensed model; return the cache layers that observed it, one per layer.
 
     observer: makes such a layer for an attention module. on_step is called after every part.
     """

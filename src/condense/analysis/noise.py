@@ -1,4 +1,4 @@
-"""How far a model's predictions move when its keys are noisy (after DGA, Figure 3b).
+"""The change of a model's predictions when noise is added to its keys (after DGA, Figure 3b).
 
 The paper adds noise to attention's scores. A fused kernel gives no access to them, so Gaussian noise is added to the
 keys instead, before tokens are pooled.

@@ -1,4 +1,4 @@
-"""How sparse dense attention is: DGA's Figures 2, 6 and 7 on any model and text.
+"""The sparsity of dense attention: DGA's Figures 2, 6 and 7 on any model and text.
 
 The weights are those of the last query over all L tokens. They are rho-sparse if one of them is above 1 / (L * rho);
 P_sparse(L, rho) is the share of texts where they are. Only this frequency is measured, as in the paper's figures: its
@@ -63,7 +63,7 @@ def measure_sparsity(
     check_stock(model)
     weights: dict[int, list[list[np.ndarray]]] = {}
     for length in lengths:
-        # as many from each text; where that does not divide, the first texts give one more
+        # as many stretches from each text; if that does not divide, the first texts give one more
         counts = [len(range(i, sequences, len(texts))) for i in range(len(texts))]
         parts = [part for ids, n in zip(texts, counts, strict=True) for part in stretches(ids, length, n)]
         if not parts:
@@ -94,7 +94,7 @@ def last_query_weights(model: PreTrainedModel, ids: Tensor) -> list[np.ndarray]:
 
 
 def _layer(number: int, weights: dict[int, np.ndarray], rhos: Sequence[float]) -> LayerSparsity:
-    """One layer, of weights ``[stretches, H, L]`` by length."""
+    """`LayerSparsity` of one layer from its weights ``[stretches, H, L]`` by length."""
     sparse = {rho: {L: float((w.max(-1) > 1 / (w.shape[-1] * rho)).mean()) for L, w in weights.items()} for rho in rhos}
     longest = weights[max(weights)]
     counts = np.histogram(longest * longest.shape[-1], [*EDGES, np.inf])[0]

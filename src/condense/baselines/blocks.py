@@ -16,7 +16,7 @@ BLOCK = 128
 
 
 class SparseKeys(NamedTuple):
-    """What each block of queries sees, up to causality.
+    """The keys that each block of queries sees, apart from causality.
 
     blocks: bool ``[H, N, N]``, blocks of keys; the diagonal is True. columns: int64 ``[H, C]`` ascending, single tokens
     that all later queries see, L where a head has fewer.

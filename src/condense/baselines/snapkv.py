@@ -58,7 +58,7 @@ class SnapKV(Method):
 
 
 class VotedPrompt(NamedTuple):
-    """How `SnapKV` reads a prompt: a `condense.methods.base.PromptReader`."""
+    """The prompt reader of `SnapKV`, a `condense.methods.base.PromptReader`."""
 
     method: SnapKV
 

@@ -103,7 +103,7 @@ class SparsePrefill(Method):
 
 
 class SparsePrompt(NamedTuple):
-    """How a `SparsePrefill` reads a prompt: a `condense.methods.base.PromptReader`."""
+    """The prompt reader of a `SparsePrefill`, a `condense.methods.base.PromptReader`."""
 
     method: SparsePrefill
 

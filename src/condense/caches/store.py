@@ -24,9 +24,9 @@ from condense.ops.triton.limits import step_obstacle
 
 
 class Store:
-    """Where one layer keeps the exact tokens of closed groups, and the copies to and from there that are under way.
+    """The store of one layer's exact tokens of closed groups, with the copies to and from it that are under way.
 
-    A method without a choice among groups has an empty store, for which all of this does nothing.
+    A method without a choice among groups has an empty store, whose methods do nothing.
     """
 
     def __init__(self, settings: StepSettings) -> None:

@@ -69,7 +69,7 @@ def deviation_command(
     plot: PlotOption = None,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """How far keys and values lie from the entries that stand for them (LCA paper, Tables 9 and 10)."""
+    """Measure distances of keys and values from the entries that stand for them (LCA paper, Tables 9 and 10)."""
     from condense.analysis import measure_deviation
     from condense.methods import LCA, Method
     from condense.models import described

@@ -35,7 +35,7 @@ def sparsity_command(
     plot: PlotOption = None,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """How often a weight of the last query is above 1 / (tokens * rho), by length (DGA paper, Figures 2, 6 and 7)."""
+    """Count texts where a weight of the last query is above 1 / (tokens * rho) (DGA paper, Figures 2, 6 and 7)."""
     from condense.analysis import EDGES, measure_sparsity
     from condense.plots import plot_lines
 
@@ -72,7 +72,7 @@ def noise_command(
     plot: PlotOption = None,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """How far predictions move when Gaussian noise is put on the keys, method by method (DGA paper, Figure 3b)."""
+    """Measure the change of predictions by Gaussian noise on the keys, method by method (DGA paper, Figure 3b)."""
     from condense.analysis import VARIANCES, noise_effect, stretches
     from condense.methods import Method
     from condense.plots import method_labels, plot_lines

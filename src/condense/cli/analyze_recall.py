@@ -41,7 +41,7 @@ def recall_command(
     json: JsonOption = None,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """How much of dense attention's weights the window and the open groups hold, and how often groups stay open."""
+    """Measure dense attention's weights in the window and the open groups, and how often groups stay open."""
     from condense.analysis import measure_recall
     from condense.methods import Method, Recall
 

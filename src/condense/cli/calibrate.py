@@ -183,7 +183,7 @@ def _print(result: Calibration) -> None:
 def _layers(
     title: str, result: Calibration, names: dict[Method, str], read: Callable[[LayerLoss], Mean | None]
 ) -> Table:
-    """What ``read`` takes of every layer under every candidate. In a narrow terminal figures are folded, not cut."""
+    """A table of ``read`` for every layer and candidate. In a narrow terminal figures are folded, not cut."""
     losses = {(loss.layer, loss.method): str(read(loss)) for loss in result.layers}
     methods = dict.fromkeys(method for _, method in losses)
     table = plain_table(title)

@@ -150,7 +150,7 @@ def _print_room(fits: Sequence[CacheFit], memory: str, weights: int, host_memory
 
 
 def _lines_to_type(model: PreTrainedModel, folder: str, tokens: int) -> list[str]:
-    """What to type for the named settings, and what a model with fewer positions needs."""
+    """Commands for the named settings, and the settings that a model with fewer positions needs."""
     from condense.models.families import max_learned_positions
     from condense.serving.vllm.register import ARCHITECTURES
 

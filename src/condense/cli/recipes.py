@@ -46,7 +46,7 @@ def recipes_command(
 
 
 def _settings_of_adapt() -> Table:
-    """What a recipe file can set, with what it is for a method with groups of 16."""
+    """A table of the settings of a recipe file, with their values for a method with groups of 16."""
     from rich.table import Table
 
     from condense.train import PhaseConfig, TrainConfig

@@ -1,4 +1,4 @@
-"""How many hidden numbers a model finds again, method by method."""
+"""The share of hidden numbers that a model finds again, method by method."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -95,7 +95,7 @@ def text_loss(
 
 
 def _predictions(model: PreTrainedModel, sequence: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of every token but the first: its loss, and whether it was the most likely one, both ``[L - 1]`` float64."""
+    """Losses of all tokens but the first, and whether each was the most likely one, both ``[L - 1]`` float64."""
     ids = torch.from_numpy(sequence).to(model.device)
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
     losses, right = [], []

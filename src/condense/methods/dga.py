@@ -165,7 +165,7 @@ class DGA(Method):
 
 
 class FocalPrompt(NamedTuple):
-    """How `DGA` with ``selection="prompt"`` reads a prompt: a `condense.methods.base.PromptReader`."""
+    """The prompt reader of `DGA` with ``selection="prompt"``, a `condense.methods.base.PromptReader`."""
 
     method: DGA
 

@@ -89,7 +89,7 @@ class Layout:
 
     @property
     def entry_format(self) -> EntryFormat:
-        """How entries are rounded and kept."""
+        """The format in which entries are rounded and kept."""
         return EntryFormat(self.entry_bits)
 
 

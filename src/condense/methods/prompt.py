@@ -1,4 +1,4 @@
-"""What methods make of a prompt that they read at once: all tokens kept, chosen ones, or DGA's focal tokens and groups.
+"""Entries of a prompt that is read at once: all its tokens, chosen ones, or DGA's focal tokens and groups.
 
 Shapes: B rows, H query heads, K KV heads, L tokens, E entries, N tokens in groups, G groups of g tokens, D and Dv
 widths. Rows are right-aligned: row b's tokens are its last ``tokens[b]`` columns. focal: bool ``[B, K, L]``.
@@ -26,7 +26,7 @@ class FocalTokens(NamedTuple):
 
 
 class Grouping(NamedTuple):
-    """How the tokens that are not focal are grouped: ``size`` each, weighed by scores times ``scale``.
+    """The grouping of tokens that are not focal: ``size`` per group, weighed by scores times ``scale``.
 
     complementary: as in `condense.DGA`. bias: added to the scaled score of a group.
     """

@@ -170,12 +170,12 @@ class Recall(Method):
 
     @cached_property
     def quota(self) -> Quota:
-        """How many of the closed groups a query opens."""
+        """The number of closed groups that a query opens."""
         return Quota(self.num_recall) if isinstance(self.num_recall, int) else Quota.of_share(self.num_recall)
 
     @property
     def store_format(self) -> StoreFormat:
-        """How tokens of closed groups are stored."""
+        """The settings of the store of closed groups' tokens."""
         return StoreFormat(self.store_bits, self.group_size)
 
     @property

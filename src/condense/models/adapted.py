@@ -1,4 +1,4 @@
-"""Whether a model was adapted to pooling: what its configuration says, and the line for one that says nothing.
+"""The mark of a model that was adapted to pooling, and the warning for models without it.
 
 ``config.condense_adapted`` has the form of ``config.condense``: the methods that the weights learned. `condense train`
 writes it, and it stays when attention is restored.
@@ -23,8 +23,8 @@ ADAPTED = "condense_adapted"
 def warn_of_pooling(model: PreTrainedModel, choice: MethodChoice) -> None:
     """Log, once per process, that one method pools a model whose configuration does not say that it was adapted.
 
-    Nothing is said of a model in training mode, nor where methods are named layer by layer, by indices, as `condense
-    calibrate` does. Layers given as text, such as "2-31", get one method.
+    Nothing is logged for a model in training mode, nor if methods are named layer by layer, by indices, as `condense
+    calibrate` does. Layers given as text, such as "2-31", count as one method.
     """
     adapted = model.training or getattr(model.config.get_text_config(decoder=True), ADAPTED, None)
     by_layer = isinstance(choice, Mapping) and not all(isinstance(layers, str) for layers in choice)

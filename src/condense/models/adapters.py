@@ -1,6 +1,6 @@
 """Adapters (PEFT) trained on a condensed model: their folder names the methods, and loading them condenses the base.
 
-PEFT is not imported here, which takes long: its classes are wrapped when somebody imports them.
+Importing PEFT takes long, so its classes are wrapped only once somebody else imports it.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _wrap_load(stock: Any) -> Any:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds `peft.peft_model` once, by the ordinary finders, and wraps its classes after it is executed."""
+    """A finder that finds `peft.peft_model` once, by the ordinary finders, and wraps its classes when it has run."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -97,7 +97,7 @@ def _refuse_options(module: nn.Module, state: CacheProxy | StockAttention, optio
 
 
 class CacheProxy:
-    """Given to the stock forward in place of the cache: returns new keys and values unchanged and stores nothing."""
+    """The object in place of the cache in a stock forward: returns new keys and values unchanged and stores nothing."""
 
     def __init__(self, cache: Cache | None, layer_idx: int, *, is_latent: bool) -> None:
         self.cache = cache
@@ -131,7 +131,7 @@ class CacheProxy:
 
         - `_step`: one token per row, without gradients, which the layer of the cache can add in place.
         - `_read`: tokens without a cache, or a prompt without padding for a static cache. A compiled graph may hold it.
-        - `_read_eagerly`: all others. Their padding and their layer's counts are looked at on the host.
+        - `_read_eagerly`: all others. Their padding and their layer's counts are read on the host.
         """
         if self.is_latent and (call.extras.softcap or call.extras.sink_logits is not None):
             raise ValueError("attention over latents (MLA) has no soft cap and no sinks: call condense.restore(model)")
@@ -146,7 +146,7 @@ class CacheProxy:
         return self._read_eagerly(call)
 
     def _step(self, call: AttentionCall, method: Method) -> Tensor | None:
-        """Attention of one token per row, added to the layer of the cache in place; None if that cannot be done."""
+        """Add one token per row to the layer of the cache in place, and attend; None if that cannot be done."""
         module, q, k, v = call.module, call.q, call.k, call.v
         with_gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         if with_gradients or call.dropout != 0 or call.options.get("cu_seq_lens_q") is not None:
@@ -154,7 +154,8 @@ class CacheProxy:
         assert self.cache is not None
         layer = condensed_layer(self.cache, self.layer_idx, method)
         if layer.is_sliding and not layer.is_initialized:
-            return None  # the mask has the columns of a window only: transformers' own layer made it, before this one
+            # on the first forward the stock layer sized a sliding layer's mask: it covers the window only
+            return None
         latent_width: int | None = None
         if self.latents is not None:
             latent_width, k = module.kv_lora_rank, self.latents.to(q.dtype)  # type: ignore[assignment]
@@ -249,8 +250,8 @@ class CondensedAttention(nn.Module):
     condense_window: Method | None
     condense_previous: str
     condense_board: ForwardBoard
-    # MLA's stock classes set it. Declared here because `is_latent` asks every layer in every step, and looking for a
-    # missing attribute searches the module's parameters
+    # set by MLA's stock classes; declared here because `is_latent` reads it of every layer in every step, and a missing
+    # attribute is slow: nn.Module searches all parameters for it
     kv_lora_rank: int | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

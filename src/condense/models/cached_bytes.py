@@ -1,4 +1,4 @@
-"""Bytes that a cache keeps, and that a step reads of them, in one layer: counts times the table of its buffers."""
+"""Bytes that a cache keeps in one layer and that a step reads: counts of rows times the bytes of the buffers' rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 class CachedHeads(NamedTuple):
-    """Heads as they are cached: how many, and the widths of their keys and values; latents have none of their own."""
+    """Cached heads: their number, and widths of keys and values; for latents value_width is 0."""
 
     num: int
     width: int

@@ -1,7 +1,7 @@
-"""Which layer gets which method: one method, a mapping of layers, or text; resolved for a model whose layers are known.
+"""The choice of a method for each layer: one method, a mapping of layers, or text; resolved for a model's layers.
 
-Layers are named by an index, by several (a range, a tuple), by text (``"0-3,7"``) or by ``"rest"``, all that can be
-condensed and have no other name. Negative indices count from the last layer.
+Layers are named by an index, by several (a range, a tuple), by text (``"0-3,7"``) or by ``"rest"``: all layers that can
+be condensed and that no other key names. Negative indices count from the last layer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many entries, tokens and groups a method keeps or reads at a length: the counts of `condense inspect`."""
+"""Counts of the entries, tokens and groups that a method keeps or reads at a length, for `condense inspect`."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def sum_opened(rule: UniformRule, quota: Quota, length: int) -> int:
     if quota.part == quota.of:
         return sum_closed(rule, length, quota.most)
     full, rest = divmod(max(0, length - (rule.window or 0)), rule.chunk)
-    # of a share there is no most
+    # a share of the groups has no largest number
     shares = _floor_sum(full, quota.of, quota.part, quota.of - 1)
     return rule.chunk * shares + (rest + 1) * quota.at(full) if full else 0
 
 
 def _floor_sum(n: int, m: int, a: int, b: int) -> int:
-    """``sum((a * i + b) // m for i in range(n))`` in as many steps as Euclid's algorithm takes for a and m."""
+    """``sum((a * i + b) // m for i in range(n))``, in as many steps as Euclid's algorithm takes for a and m."""
     total = 0
     while n:
         total += n * (n - 1) // 2 * (a // m) + n * (b // m)

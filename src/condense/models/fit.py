@@ -1,4 +1,4 @@
-"""How many requests fit into a memory under each choice of methods, beside dense caches: arithmetic, nothing is run."""
+"""Number of requests that fit into a memory under each choice of methods and with dense caches, by arithmetic."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from torch import nn
 from condense.models.choice import MethodChoice
 from condense.models.inspect import inspect
 
-# of the device's memory, for weights and caches; the rest is for activations
+# share of the device's memory for weights and caches; the rest is for activations
 USED = 0.9
-# 4 bits, and a step and a zero of 16 bits for 64 numbers, as transformers' quantised caches have them
+# bits per number in transformers' quantised caches: 4, and a step and a zero of 16 bits for 64 numbers
 _FOUR_BITS = 4 + 2 * 16 / 64
 
 
 @dataclass(frozen=True)
 class CacheFit:
-    """The cache of one request: bytes on the device and in host memory; requests: how many fit, None if not asked."""
+    """The cache of one request: bytes on the device and in host memory.
+
+    requests: how many fit; None without a limit.
+    """
 
     name: str
     device_bytes: int

@@ -27,17 +27,17 @@ from condense.models.padding import Padding, check_mask, find_padding
 from condense.ops import NO_EXTRAS, Extras
 from condense.plan import ForwardPlan
 
-# forwards kept at a time: layers with and without a sliding window get different masks and so count as two, and threads
-# may run the same model
+# forwards kept at a time: layers with and without a sliding window get different masks and so make two, and several
+# threads may run the same model
 _MOST_FORWARDS = 4
 
 
 class AttentionCall(NamedTuple):
     """One call of the registered attention function: q ``[B, H, L, D]``, k ``[B, K, L, D]``, v ``[B, K, L, Dv]``.
 
-    mask: as `condense.models.masks.condense_mask` makes it: bool ``[B, 1, 1, n]``, True at tokens; int32
-    ``[B, 1, 1, L]``, the numbers of packed documents; or None. options: further keywords of the call. extras: what the
-    model adds to attention.
+    mask: from `condense.models.masks.condense_mask`: bool ``[B, 1, 1, n]``, True at tokens; int32 ``[B, 1, 1, L]``, the
+    numbers of packed documents; or None. options: further keywords of the call. extras: soft cap and sinks of the
+    model.
     """
 
     module: nn.Module
@@ -150,7 +150,7 @@ class Forward:
 
 
 class ForwardBoard:
-    """The newest forwards of a model, in which its layers find their own. Copies and pickles of a board are empty.
+    """The newest forwards of a model, by which its layers share plans. Copies and pickles of a board are empty.
 
     owner: the thread in whose `condense.use` block the model is, None outside of one.
     """
@@ -160,7 +160,7 @@ class ForwardBoard:
         self._forwards: list[Forward] = []
 
     def check_thread(self) -> None:
-        """Raise ValueError in another thread than the owner's, but for those of a backward pass."""
+        """Raise ValueError in another thread than the owner's, unless it runs a backward pass."""
         if self.owner in (None, threading.get_ident()) or torch._C._current_graph_task_id() != -1:
             return
         raise ValueError(
@@ -194,7 +194,7 @@ def _shared_by_layers(call: AttentionCall, cache: Cache | None) -> tuple[Any, ..
 
 
 class _Shared:
-    """A weak reference to an object that layers share, or to None; of a tensor also its version counter then."""
+    """A weak reference to an object that layers share, or to None; for a tensor also its version counter then."""
 
     def __init__(self, x: Any) -> None:
         self._is_none, self._version = x is None, _version(x)

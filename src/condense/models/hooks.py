@@ -1,7 +1,7 @@
 """Changes that `import condense` makes to transformers: two registered functions and eight wrapped methods.
 
 `post_init`: condenses a saved condensed model when it is loaded. `to_dict` and `from_dict` of configurations and
-`save_pretrained`: a saved model says what it is, see `condense.models.saving` and `condense.architectures`.
+`save_pretrained`: write and read the methods of a model, see `condense.models.saving` and `condense.architectures`.
 `_prepare_cache_for_generation`: puts condensed layers into the cache before generate decides whether to compile and
 whether the cache can be cropped; on CUDA it chooses a static cache where its steps can be replayed.
 `get_compiled_call`: replays these as a CUDA graph, unless the caller gave a ``compile_config``.

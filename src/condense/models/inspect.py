@@ -135,12 +135,12 @@ def _remark(heads: _Heads, method: Method, length: int, itemsize: int) -> str | 
 class _Heads:
     """A layer's heads and the cost of its attention.
 
-    entry_numbers: numbers in one entry, or one token, of all KV heads. scored: those of them that a summary query
-    scores. cached_widths: of a head's keys and values as they are cached; latents are one head, whose values are in its
+    entry_numbers: numbers in one entry, or one token, of all KV heads. scored: numbers of these that a summary query
+    scores. cached_widths: widths of a head's cached keys and values; latents are one head, whose values are part of its
     keys.
 
-    FLOPs beside attention: summary_flops per token, for its summary query; entry_flops per condensed entry, to make
-    keys and values of it; absorb_flops per token, to make a query on latents of its query.
+    FLOPs beside attention: summary_flops per token, for its summary query; entry_flops per condensed entry, to expand
+    it to keys and values; absorb_flops per token, to turn its query into a query on latents.
     """
 
     num_q: int
@@ -250,10 +250,10 @@ class _Heads:
         return visible * self._per_key + (selecting + pooled) * (groups > 0)
 
     def _recalled(self, method: Method, choice: ChoiceSettings, length: int) -> int:
-        """FLOPs of a prompt that Recall reads: every query asks the index of all closed groups, then attends. With
-        ``prompt="exact"`` it attends to all tokens and asks nothing.
+        """FLOPs of a prompt that Recall reads: every query scores the index of all closed groups, then attends.
 
-        Of latents, the index is asked by absorbed queries, and entries and stored tokens are expanded.
+        With ``prompt="exact"`` it attends to all tokens and scores nothing. With latents, absorbed queries score the
+        index, and entries and stored tokens are expanded.
         """
         rule, groups = method.layout.rule, int(num_entries(method, length))
         closed, opened = sum_closed(rule, length, None), sum_opened(rule, choice.quota, length)

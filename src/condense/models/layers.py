@@ -23,9 +23,9 @@ from condense.plan import ForwardPlan
 
 
 class Target(NamedTuple):
-    """The call with new tokens, and the layer of a cache that they go to, or None for no cache.
+    """A call with new tokens, and the layer of a cache that stores them; cache is None without one.
 
-    padding: by which the tokens were aligned. plan: of these tokens.
+    padding: the padding that was moved when the tokens were aligned. plan: the plan of these tokens.
     """
 
     call: AttentionCall
@@ -52,7 +52,7 @@ def read_tokens(
     trailing = q.shape[2] if target.padding is None else target.padding.trailing
     request = ReadRequest(q, scale, target.plan, trailing, latent_width)
     context = cache.update(k, v, target.layer_idx, request=request)[0]
-    # The copy runs while this layer attends. Not for a single token: most often the next layer reads it in a step.
+    # the copy runs while this layer attends; not for a single token, which the next layer most often reads in a step
     if q.shape[2] > 1:
         _fetch_next(cache, target.layer_idx)
     return context
@@ -66,7 +66,7 @@ def _fetch_next(cache: Cache, layer_idx: int) -> None:
 
 
 def num_seen(cache: Cache, layer_idx: int) -> int:
-    """Tokens that a layer of the cache has seen, padding included; no wait where the host keeps count."""
+    """Tokens that a layer of the cache has seen, padding included; waits for the device if only it has the count."""
     layers = getattr(cache, "layers", ())  # an encoder-decoder cache has none, and is refused later
     layer = layers[layer_idx] if layer_idx < len(layers) else None
     return layer.count_slots() if isinstance(layer, StaticCondensedLayer) else int(cache.get_seq_length(layer_idx))
@@ -81,7 +81,7 @@ def condensed_layer(cache: Cache, layer_idx: int, method: Method) -> CondensedLa
 
 
 def ensure_layers(cache: Cache, methods: dict[int, Method]) -> None:
-    """Make ``cache.layers[i]`` a condensed layer of ``methods[i]``, where it is not one already.
+    """Make ``cache.layers[i]`` a condensed layer of ``methods[i]``, unless it is one already.
 
     Raises ValueError, naming the way out, if the cache is of a kind that cannot be condensed or holds tokens
     that another attention put there; no layer is changed then.
@@ -143,7 +143,7 @@ def _holds(layer: CacheLayerMixin, method: Method) -> bool:
 
 
 def _is_ready(layer: CacheLayerMixin, method: Method) -> bool:
-    """True if the layer can stay, False if it is to be replaced. Raises ValueError if neither will do."""
+    """True if the layer can stay, False if it can be replaced. Raises ValueError if neither."""
     if _holds(layer, method):
         return True
     condensed = isinstance(layer, CondensedCacheLayer)

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import masking_utils
 from transformers.masking_utils import causal_mask_function
 
-# Transformers composes mask functions from closures, which are recognised by name. These two restrict a causal mask to
-# a sliding window and to the documents of a packed row, which the layers apply themselves; the third to chunks of the
-# text, which layers apply that the configuration names so.
+# Transformers composes mask functions from closures, which are recognised by name. The first two restrict a causal mask
+# to a sliding window and to the documents of a packed row; all layers apply these restrictions themselves. The third
+# restricts it to chunks of the text; only layers that the configuration calls chunked apply that.
 _PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
 _RESTRICTIONS = ("sliding_window_overlay.<locals>.inner_mask", _PACKED)
 _CHUNKS = "chunked_overlay.<locals>.inner_mask"
@@ -40,13 +40,16 @@ def condense_mask(
 ) -> Tensor | None:
     """The padding mask of all slots up to ``n = kv_offset + kv_length``, bool ``[B, 1, 1, n]``, True at tokens.
 
-    Transformers builds it once per forward and, for some caches, passes the result through here again, which keeps this
-    shape. If the caller gave no mask, all are real: returns the numbers of packed documents, int32 ``[B, 1, 1, L]``,
-    where positions mark several, else None. Some models give positions to no layer, and every layer gets this. For a
-    single token after others in a growing cache it looks at the mask here, and returns None if all are real. Unused
-    slots of a static cache count as padding. A mask that is too short is returned too short, and the attention function
-    raises; but for one token and a static cache on a GPU, checking would wait for the device, so the missing columns
-    count as padding.
+    Transformers calls this once per forward and, for some caches, passes the result through it again, which keeps this
+    shape.
+
+    - If the caller gave no mask, all tokens are real: returns the numbers of packed documents, int32 ``[B, 1, 1, L]``,
+      if positions mark several, else None. Every layer gets these numbers, while some models give positions to none.
+    - For a single token after others in a growing cache, returns None if all tokens are real.
+    - Unused slots of a static cache count as padding.
+    - A mask that is too short is returned too short, and the attention function raises. With one token and a static
+      cache on a GPU the missing columns count as padding, because a check would wait for the device.
+
     Raises ValueError for a mask function other than a causal, sliding, chunked or packed one.
     """
     has_chunks = "chunked_attention" in (getattr(config, "layer_types", None) or ())
@@ -104,7 +107,7 @@ def _is_causal(mask_function: Callable[..., Any], restrictions: tuple[str, ...])
 
 
 def _parts(mask_function: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
-    """What a mask function of `_COMPOSED` is composed of."""
+    """The mask functions of which one of `_COMPOSED` is composed."""
     parts = inspect.getclosurevars(mask_function).nonlocals[_COMPOSED[mask_function.__qualname__]]
     return parts if isinstance(parts, tuple) else (parts,)
 

@@ -25,7 +25,7 @@ def condensed_latents(target: Target, q: Tensor, k: Tensor, v: Tensor, entries: 
     """Condensed attention ``[B, H, L, d_v]`` of new right-aligned tokens, over these and what the cache holds.
 
     q and k ``[B, H, L, d_n + d_r]``, v ``[B, H, L, d_v]``: as the stock forward expanded the new tokens;
-    entries ``[B, 1, L, d_c + d_r]``: their latents and rope keys, which are all that is cached.
+    entries ``[B, 1, L, d_c + d_r]``: their latents and rope keys; only these are cached.
     """
     call = target.call
     module = call.module

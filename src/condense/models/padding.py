@@ -13,17 +13,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Keyword argument of a model's forward: all new tokens are real and, without cu_seq_lens_q, each row is one document.
-# The layers then need not read the mask on the host, which a forward compiled as one graph could not do.
+# Keyword argument of a model's forward, by which the caller promises that all new tokens are real and that, without
+# cu_seq_lens_q, each row is one document. Then no layer reads the mask on the host, which a compiled forward cannot.
 ALL_REAL = "condense_all_real"
 
 
 class Padding(NamedTuple):
-    """Where the padding of new slots is, and how to move it to the left.
+    """The padding of new slots, and the permutation that moves it to the left.
 
-    counts: real tokens per row, int64 CPU ``[B]``. trailing: number of last slots that are real in every row. pad: bool
-    ``[B, L]``. order: int64 ``[B, L]``, the slots in the order with padding first; inverse: the order that undoes it;
-    both None if the padding is on the left already.
+    counts: real tokens per row, int64 CPU ``[B]``. trailing: number of slots at the end that are real in every row.
+    pad: bool ``[B, L]``, True at padding. order: int64 ``[B, L]``, the slots with padding first. inverse: the
+    permutation that undoes it. Both are None if the padding is on the left already.
     """
 
     counts: Tensor
@@ -43,7 +43,10 @@ class Padding(NamedTuple):
 
 
 def find_padding(real: Tensor) -> Padding | None:
-    """The padding of slots that are tokens where ``real`` (bool ``[B, L]``); None if all are. Waits for the device."""
+    """The padding of slots, which are tokens where ``real`` (bool ``[B, L]``); None if all are.
+
+    Waits for the device.
+    """
     host = real.cpu()
     if bool(host.all()):
         return None

@@ -17,8 +17,8 @@ from transformers.masking_utils import create_chunked_causal_mask
 
 from condense.models.families import has_eager_experts, rope_that_changes
 
-# cache sizes are multiples of this: kernels are compiled anew for sizes that 16 does not divide, and a group is 16
-# tokens by default
+# cache sizes are multiples of this, because Triton compiles kernels anew for numbers of groups that 16 does not divide,
+# and a group has 16 tokens by default
 _BLOCK = 256
 _ONE_FORWARD_PER_TOKEN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
@@ -81,9 +81,9 @@ class ReplayedForward:
     """A model's forward whose steps of one token are one CUDA graph, for a single call of `generate`.
 
     The first step runs eagerly, which compiles kernels and takes workspaces; the second is captured. A step runs
-    eagerly too if the cache is not static, because its addresses may change, or if it has other arguments than the step
-    before. A row that has ended, of which `generate` keeps no further token, counts as padding from then on: condensed
-    layers neither store its tokens nor compute its attention.
+    eagerly too if the cache is not static, because its addresses may change, or if its arguments differ from those of
+    the step before. `generate` drops further tokens of a row that has ended; such a row counts as padding from then on:
+    condensed layers neither store its tokens nor compute its attention.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -120,7 +120,7 @@ class ReplayedForward:
         return self._output
 
     def _begin(self, cache: Cache, ids: Tensor | None) -> None:
-        """Prepare to watch for rows that end, unless the first call is a piece of the prompt, in which no row ends."""
+        """Prepare to notice rows that end, unless the first call reads a part of the prompt, in which no row ends."""
         self._has_begun = True
         if ids is None or not isinstance(cache, CacheOfOneCall) or not cache.ends or int(cache.get_seq_length()) == 0:
             return

@@ -1,4 +1,4 @@
-"""How a condensed model's configuration is written, so that no program silently loads it as a dense one."""
+"""Writing a condensed model's configuration so that no program silently loads it as a dense one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def written(config: PreTrainedConfig, output: dict[str, Any]) -> dict[str, Any]:
     settings = output.pop(KEY, None)
     if isinstance(settings, dict) and _is_condensed(config):
         output = as_written(output) | {KEY: settings | {"version": __version__}, "attn_implementation": IMPLEMENTATION}
-    # the implementation of a whole model is set in its parts, too: where only a part is condensed it is named
+    # loading sets the implementation of a whole model in all its parts, so a condensed part is named by itself
     parts = {key: IMPLEMENTATION for key in config.sub_configs if _is_condensed(getattr(config, key, None))}
     return as_written(output) | {"attn_implementation": parts} if parts else output
 

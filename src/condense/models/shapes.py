@@ -1,4 +1,4 @@
-"""Well-known shapes of models, from their public configurations: enough for times and bytes, without a hub."""
+"""Shapes of well-known models, from their public configurations: enough for times and bytes, without a hub."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-# The sizes that decide time and memory, and the positions; but for minicpm3-4b's initializer_range: with its own, 0.1,
-# no comparison of logits is meaningful.
+# The values that decide time and memory, and the positions. minicpm3-4b has another initializer_range than its own,
+# 0.1, with which no comparison of logits is meaningful.
 MODEL_SHAPES: dict[str, dict[str, Any]] = json.loads(
     resources.files("condense").joinpath("assets/model_shapes.json").read_text(encoding="utf-8")
 )

@@ -24,7 +24,7 @@ from condense.ops.torch.attend import BlockKeys, attend_block
 class LocalChunks(Method):
     """The exact tokens of a query's own chunk of ``size`` tokens.
 
-    It has no ``name``, because it stands for stock layers only and is never saved.
+    It has no ``name``, because it computes what stock layers compute and is never saved.
     """
 
     size: int
@@ -46,7 +46,7 @@ def local_method(module: nn.Module) -> LocalChunks | StreamingLLM | None:
 class StockAttention:
     """Causal attention, full, sliding or within chunks, of a layer that is not condensed, in a model where others are.
 
-    The mask of a condensed model holds padding only, not causality, so this class counts the tokens seen.
+    The mask of a condensed model does not express causality, only padding, so this class counts the tokens seen.
     """
 
     def __init__(self, local: Method | None, cache: Cache | None, layer_idx: int) -> None:
@@ -60,7 +60,7 @@ class StockAttention:
         self.seen: Tensor | int = seen.clone() if isinstance(seen, Tensor) else seen
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Attention ``[B, H, L, Dv]`` over the layer's keys; those of a static layer end with unused slots."""
+        """Attention ``[B, H, L, Dv]`` over the layer's keys. A static layer's last keys are unused slots."""
         if not self.is_static:
             return self._read(call)
         return self._step(call) if call.q.shape[2] == 1 else self._read_eagerly(call)

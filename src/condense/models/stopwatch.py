@@ -1,4 +1,4 @@
-"""The clock of comparisons and benchmarks: it notes when each token of a model is ready."""
+"""The clock of comparisons and benchmarks: the time at which each token of a model is ready."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, St
 
 
 class Stopwatch(StoppingCriteria):
-    """Notes when each token is ready; never stops anything."""
+    """A stopping criterion that notes the time of each token and never stops."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -24,7 +24,7 @@ class Stopwatch(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     def note(self) -> None:
-        """One more token is ready."""
+        """Note the time of one more token."""
         self.times.append(now(self.device))
 
     @property
@@ -39,9 +39,10 @@ class Stopwatch(StoppingCriteria):
 
 
 def timed_generate(model: PreTrainedModel, ids: Tensor, steps: int, **settings: Any) -> Stopwatch:
-    """The times of plain ``model.generate``, greedy, that reads ids ``[B, L]`` and makes ``steps`` tokens after the
-    first; settings: further ones of `generate`. The model's own ones (beams, penalties, tokens that end a text) do not
-    count.
+    """The times of plain greedy ``model.generate`` that reads ids ``[B, L]`` and makes ``steps`` tokens after the
+    first.
+
+    settings: further ones of `generate`. Those of the model (beams, penalties, tokens that end a text) are not used.
     """
     watch, own = Stopwatch(ids.device), model.generation_config
     model.generation_config = GenerationConfig()

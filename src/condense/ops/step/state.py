@@ -19,7 +19,7 @@ from condense.ops.step.settings import StepSettings
 
 
 class Per(Enum):
-    """What a row of a buffer stands for; of all but ``ROW`` there is a number for each KV head."""
+    """The thing that a row of a buffer stands for; every KV head has its own rows, except for ``ROW``."""
 
     ENTRY = auto()
     TOKEN = auto()  # of the window

@@ -1,4 +1,4 @@
-"""How a decode step of Recall is launched: tiles, splits of the work, and the arguments that are no tensors.
+"""Launch arguments of a decode step of Recall that are no tensors: tiles, splits of the work, numbers, constants.
 
 Shapes as in `condense.ops.triton.recall_step`.
 """
@@ -66,7 +66,7 @@ def _num_splits(device: torch.device, programs: int, tiles_of_keys: int, waves: 
 
 
 def _own_splits(splits: int, opened: int, others: int) -> int:
-    """How many of the splits read open groups alone: their share of the work, one at least; 0 if all read of both."""
+    """Number of splits that read open groups alone, by their share of the work; at least 1, or 0 for no such split."""
     return max(1, min(splits - 1, round(splits * opened / (opened + others)))) if opened > 0 and splits > 1 else 0
 
 
@@ -105,7 +105,7 @@ def _form(settings: StepSettings, dtype: torch.dtype, D: int, Dv: int, latent: i
 
 
 def _kind(settings: StepSettings, parts: tuple[int, int, int, int], latent: int, has_real: bool, early: bool) -> Kind:
-    """How the entry of a group is made: what `condense.ops.triton.device.entry` asks for."""
+    """The constants by which `condense.ops.triton.device.entry` makes the entry of a group."""
     assert settings.key_pooling is not None
     assert settings.value_pooling is not None
     # of latents, whole entries are pooled as keys

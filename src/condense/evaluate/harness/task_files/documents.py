@@ -1,4 +1,4 @@
-"""What the three tasks of this folder ask and how they score; the harness imports this file by the names in the YAML.
+"""Documents and scores of the three tasks of this folder; the harness imports this file by the names in the YAML.
 
 Each function that makes documents gets the run's metadata: ``data`` (folder of local files, or None), ``tokenizer``
 (name or path), ``max_seq_lengths`` (tokens) and ``trust_remote_code`` (whether the tokenizer's own code may run).
