@@ -2,20 +2,19 @@
 
 The table stands between ``<!-- figures -->`` and ``<!-- /figures -->``. Times are the fastest reading of several, of
 `benchmarks/generate.py` and `benchmarks/serving/speed.py`; the cache is counted as `condense inspect` counts it.
-Quality is that of models which were measured with these very settings: where a name stands for others, or a time was
-not taken, the cell says "not measured".
+Quality is that of models which were measured with these very settings, the worst first: where a name stands for others,
+or a time was not taken, the cell says "not measured".
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
-from readings import by_label
+import transfer_page
 from stored import Documents
 from transformers import AutoModelForCausalLM
 
@@ -28,20 +27,19 @@ NAMES = ("recall-host", "recall-device", "pooled")
 UNKNOWN = "not measured"
 # settings that change where tokens lie and how fast they come, and no result
 _PLACES = ("store", "slots")
-# rows of the study of models that were trained with dense attention only, and the settings that they had
-_MEASURED = {"recall drop, finer index, more open": "recall:window=256,num_recall=128,index_bits=4,unchosen=drop"}
-_NEAREST = 16384
+# arms of the study of what transfers, and the settings that they had
+_DROP = "recall:window=256,num_recall=128,index_bits=4,unchosen=drop"
+_MEASURED = {"drop 128": _DROP, "drop 128, store 4": f"{_DROP},store_bits=4"}
 # the arm of the study of adaptation, its settings and its length
 _ARM, _ADAPTED, _ADAPTED_LENGTH = "both", "lca:window=512,rep_bias=log_size", 8192
 _BLOCK = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 
 class Quality(NamedTuple):
-    """Per model: numbers found, as a share of those that dense attention finds; text loss above it, nats per token."""
+    """Cells: how many hidden numbers are found, of those that dense attention finds; loss above it, nats per token."""
 
-    length: int
-    found: Sequence[float]
-    loss: Sequence[float]
+    found: str
+    loss: str
 
 
 def fill(page: Path, documents: Documents) -> None:
@@ -69,8 +67,8 @@ def table(documents: Documents) -> str:
             for n in LENGTHS
             if n == LENGTHS[-1] or all(times[name, n][1] for name in NAMES)
         ),
-        ["hidden numbers found, of dense attention's", "all", "all", *(_found(quality[name]) for name in NAMES)],
-        ["text loss above dense attention's", "0", "0", *(_loss(quality[name]) for name in NAMES)],
+        ["hidden numbers found, worst task", "all", "all", *(_cell(quality[name], "found") for name in NAMES)],
+        ["loss on tokens that need far text", "0", "0", *(_cell(quality[name], "loss") for name in NAMES)],
     ]
     head = ["", "dense, `generate`", "dense, vLLM", *(f"`{name}`" for name in NAMES)]
     return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *rows))
@@ -81,13 +79,17 @@ def claims(documents: Documents) -> list[str]:
     recall = Method.parse("recall-host").to_dict()
     engine, shorter = _engine(documents), LENGTHS[-1] - _longest(documents)
     running = {name: _running(documents, name) for name in ("dense", "condensed")}
-    parameters = documents["demo-model-seed0"]["results"]["parameters"]
+    models = transfer_page.newest(documents)
+    sizes = sorted(model["parameters"] / 1e6 for model in models.values())
+    copied = max(transfer_page.row_of(model, "drop 128", transfer_page.LENGTH)["copy"][0] for model in models.values())
     return [
         f"lie in groups of {recall['group_size']},",
         f"fetches the {recall['num_recall']} groups that",
         "and sees no others" if recall["unchosen"] == "drop" else "and sees the others as one entry each",
         f"groups stay on the GPU, in {Method.parse('recall-device').to_dict()['store_bits']} bits",
-        f"models of {parameters / 1e6:.0f} million parameters",
+        f"models of {' and '.join(f'{size:.0f}' for size in sizes)} million parameters",
+        f"texts of {transfer_page.LENGTH:,} tokens",
+        f"loses {copied:.2f} nats a token on verbatim copies",
         f"up to {shorter:,} tokens shorter",
         f"ran {running['condensed']} requests of {LENGTHS[-1]:,} tokens at once instead of {running['dense']}",
         f"takes {_text(engine[LENGTHS[-1]][1], 'ms')} a token after {LENGTHS[-1]:,} tokens",
@@ -158,20 +160,20 @@ def _quality(documents: Documents, method: Method) -> Quality | None:
     """What models found under these settings; None if none were measured with them."""
     if _same(method, Method.parse(_ADAPTED)):
         return _adapted(documents)
-    labels = [label for label, settings in _MEASURED.items() if _same(method, Method.parse(settings))]
-    if not labels or getattr(method, "store_bits", 16) != 16:
+    arm = next((arm for arm, settings in _MEASURED.items() if _same(method, Method.parse(settings))), None)
+    if arm is None:
         return None
-    found, loss = [], []
-    for name, document in documents.items():
-        if not re.match("zero-shot-(llama|gqa4)-", name):
-            continue
-        for run in document["results"]["runs"]:
-            if run.get("part") == "nearest" and run.get("length") == _NEAREST:
-                rows = by_label([run])
-                (row,), (dense,) = rows[labels[0]], rows["dense"]
-                found.append(row.found / dense.found)
-                loss.append(row.above or 0.0)
-    return Quality(_NEAREST, found, loss)
+    models = transfer_page.newest(documents)
+    rows = {make: transfer_page.row_of(model, arm, transfer_page.LENGTH) for make, model in models.items()}
+    lost = {make: max(row[task][0] for task in transfer_page.TASKS if task in row) for make, row in rows.items()}
+    loss = {make: row["key"][0] for make, row in rows.items()}
+    forms = ((lost, lambda x: f"{1 - x:.1%}"), (loss, lambda x: f"{x:+.3f}"))
+    return Quality(*(_worst_first(values, form) for values, form in forms))
+
+
+def _worst_first(values: Mapping[str, float], form: Callable[[float], str]) -> str:
+    worst = sorted(values, key=lambda make: -values[make])
+    return "; ".join(f"{form(values[make])} ({transfer_page.TITLES[make]})" for make in worst)
 
 
 def _same(one: Method, other: Method) -> bool:
@@ -198,16 +200,12 @@ def _adapted(documents: Documents) -> Quality:
     ]
     found = [own / dense for own, dense in shares]
     loss = [of(own, "text", "own")["loss"] - of(dense, "text", "dense")["loss"] for own, dense in pairs]
-    return Quality(_ADAPTED_LENGTH, found, loss)
+    parameters = documents["demo-model-seed0"]["results"]["parameters"] / 1e6
+    return Quality(
+        f"{min(found):.1%} (worst of {len(found)} of {parameters:.0f}M, {_ADAPTED_LENGTH:,} tokens)",
+        f"{max(loss):+.3f} (the same, all tokens)",
+    )
 
 
-def _found(quality: Quality | None) -> str:
-    if quality is None:
-        return UNKNOWN
-    return f"{mean(quality.found):.1%}, least {min(quality.found):.1%} ({quality.length:,} tokens)"
-
-
-def _loss(quality: Quality | None) -> str:
-    if quality is None:
-        return UNKNOWN
-    return f"{mean(quality.loss):+.3f}, most {max(quality.loss):+.3f} ({len(quality.loss)} models)"
+def _cell(quality: Quality | None, what: str) -> str:
+    return UNKNOWN if quality is None else str(getattr(quality, what))

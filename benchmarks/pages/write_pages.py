@@ -22,6 +22,7 @@ import performance_page
 import readme_page
 import recall_page
 import serving_page
+import transfer_page
 import zero_shot_page
 from stored import ROOT, of, stored
 
@@ -30,7 +31,7 @@ _COSTS = ("bench-model-deepseek-v2-lite-bfloat16-nvidia-h200-20261121T120455Z",)
 _LAYERS = (f"{_KERNEL}-20261121T151300Z", f"{_KERNEL}-20261121T163413Z")
 # filled where they stand; the others are written from templates
 FILLED = ("README.md", "docs/performance.md", "docs/recall.md", "docs/serving.md")
-_STUDIES = ("adaptation", "experiments", "result-files", "results", "zero-shot")
+_STUDIES = ("adaptation", "experiments", "result-files", "results", "transfer", "zero-shot")
 PAGES = (*FILLED, *(f"docs/studies/{name}.md" for name in _STUDIES))
 
 
@@ -40,11 +41,13 @@ def write(docs: Path) -> None:
     readme_page.fill(docs.parent / "README.md", everything)
     performance_page.fill(docs / "performance.md", everything)
     recall_page.fill(docs / "recall.md", everything["zero-shot-h200-20261122T020720Z"])
+    transfer_page.fill(docs / "recall.md", of("transfer.json"))
     serving_page.fill(docs / "serving.md", everything, docs / "images" / "serving.png")
     costs, layers = ({name: everything[name] for name in names} for names in (_COSTS, _LAYERS))
     experiments_page.write_page(of("experiments.json"), costs, layers, studies / "experiments.md")
     runs = {name: document for name, document in of("adaptation.json").items() if isinstance(document, list)}
     adaptation_page.write_page(runs, of("adaptation.json", adaptation_page.SHAPES), studies / "adaptation.md")
+    transfer_page.write_page(of("transfer.json"), studies / "transfer.md")
     zero_shot_page.write_page(of("zero-shot.json"), studies / "zero-shot.md")
     (studies / "results.md").write_text(papers_page.page(everything), encoding="utf-8")
     (studies / "result-files.md").write_text(files_page.page(), encoding="utf-8")

@@ -3,10 +3,12 @@
     python benchmarks/transfer pack --data FOLDER --output CORPUS
     python benchmarks/transfer lease --corpus CORPUS --out OUT --plan 0:llama-77m:300:560 --plan 1:qwen3-83m:300:560
     python benchmarks/transfer table OUT/*.jsonl
+    python benchmarks/transfer reduce OUT --device "NVIDIA H200" --commit COMMIT --output RESULTS/transfer.json
 
 `pack` encodes text with the bundled tokenizer; `lease` trains and measures models, several per GPU one after another
 (GPU, make, seconds of training, and the second after the start by which measuring ends), and writes every result as
-soon as it is there. `run` and `warm` are what it starts.
+soon as it is there. `run` and `warm` are what it starts. `reduce` adds a run to the file of `benchmarks/results` that
+the study's page is written from.
 """
 
 from __future__ import annotations
@@ -43,6 +45,11 @@ def main() -> None:
     command = commands.add_parser("table")
     command.add_argument("results", type=Path, nargs="+")
     command.add_argument("--output", type=Path)
+    command = commands.add_parser("reduce")
+    command.add_argument("out", type=Path, help="folder that `lease` has written")
+    command.add_argument("--device", required=True)
+    command.add_argument("--commit", required=True)
+    command.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     if options.command == "pack":
         from pack import pack
@@ -55,6 +62,10 @@ def main() -> None:
 
         text = page(options.results)
         options.output.write_text(text) if options.output else print(text)
+    elif options.command == "reduce":
+        from reduced import add
+
+        add(options.output, options.out, device=options.device, commit=options.commit)
     else:
         import one_model
 

@@ -1,5 +1,6 @@
 """The study of what transfers: its texts, its attention, and that its evaluation sees what it must."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import exact
 import makes
 import one_model
 import reading
+import reduced
 import texts
 
 LENGTH = 256
@@ -170,6 +172,25 @@ def test_worst_cells_and_what_fails():
     assert worst["failed"] == [("number", "b", 16384)]
     # a task that dense attention does not master does not count
     assert "number" not in cells.cells(record(10, 2.0), record(50, 2.0))
+
+
+def test_a_model_that_did_not_learn_has_no_rows(tmp_path):
+    arms = {"dense": record(98, 2.0), "x": record(94, 2.05)}
+    for make, last in (("a", 2.0), ("b", 8.3)):
+        steps = [{"step": i, "tokens": 8 * i, "loss": loss, "time": 0} for i, loss in enumerate((8.3, last))]
+        lines = [{"parameters": 1, "torch": "2", "config": {"transformers_version": "5"}}, {"trained_seconds": 1.0}]
+        lines += [{"layers": [{"far": 0.5}]}, {"layers": [{"far": 0.7}]}]
+        lines += [{"length": 16384, "arm": arm, **of} for arm, of in arms.items()]
+        of_make = [{"make": make, "seed": 0, "time": 0} | line for line in lines]
+        for name, content in ((f"{make}.jsonl", of_make), (f"{make}-training.jsonl", steps)):
+            (tmp_path / name).write_text("\n".join(map(json.dumps, content)))
+    reduced.add(tmp_path / "results.json", tmp_path, device="cpu", commit="0")
+    (document,) = json.loads((tmp_path / "results.json").read_text()).values()
+    learned, other = document["results"]["models"]
+    assert "rows" not in other
+    assert learned["diagnosis"] == [{"far": 0.6}]
+    assert learned["rows"][1]["failed"] == ["key", "other", "copy", "number"]
+    assert learned["rows"][1]["key"][0] == pytest.approx(0.05)
 
 
 def test_settings_through_caches(held):

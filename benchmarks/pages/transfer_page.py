@@ -1,0 +1,115 @@
+"""`docs/studies/transfer.md`, from its template, and the table of the same study in `docs/recall.md`.
+
+In the template stand ``{{ARMS make length}}``, ``{{LENGTHS make}}`` and ``{{LAYERS}}``; in the page of Recall a table
+between ``<!-- transfer -->`` and ``<!-- /transfer -->``. Rows are those of the newest document.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+TITLES = {"llama-77m": "77M Llama", "mla-28m": "25M with latents"}
+LENGTH = 16384
+TOKENS = {"key": "far text needed", "copy": "copies", "identifier": "far identifiers", "other": "other tokens"}
+TASKS = {"number": "numbers", "shared": "names that share words", "several": "several at once"}
+_LENGTHS = (4096, 8192, 16384, 32768)
+_BY_LENGTH = ("drop 64", "drop 128", "drop 256", "drop 512", "log 128", "log 256", "cache of 4 bits", "window 25%")
+_SHORT = ("drop 128", "drop 128, store 4", "drop 256", "drop 512", "cache of 4 bits", "kvzip 10%", "window 25%")
+_BLOCK = re.compile(r"(<!-- transfer -->\n).*?(<!-- /transfer -->)", re.DOTALL)
+_PLACE = re.compile(r"\{\{(\w+)([^}]*)\}\}")
+
+
+def newest(documents: Mapping[str, Any]) -> dict[str, Any]:
+    """Models of the newest run that learned, by make."""
+    name = max(name for name in documents if name.startswith("transfer-"))
+    return {model["make"]: model for model in documents[name]["results"]["models"] if "rows" in model}
+
+
+def write_page(documents: Mapping[str, Any], page: Path) -> None:
+    """Write the study's page."""
+    models = newest(documents)
+    tables = {"ARMS": _arms, "LENGTHS": _lengths, "LAYERS": _layers}
+    template = Path(__file__).with_name("transfer.md").read_text(encoding="utf-8")
+    text = _PLACE.sub(lambda place: tables[place[1]](models, *place[2].split()), template)
+    page.write_text(text, encoding="utf-8")
+
+
+def fill(page: Path, documents: Mapping[str, Any]) -> None:
+    """Write the table of another page anew."""
+    models = newest(documents)
+    heads = ["", *(f"{TITLES[make]}: {what}" for make in models for what in ("far text, copies", "worst task lost"))]
+    rows = [heads, ["---"] * len(heads)]
+    for arm in _SHORT:
+        found = [row_of(model, arm, LENGTH) for model in models.values()]
+        rows.append([arm, *(cell for row in found for cell in (_nats(row), _worst(row)))])
+    text = page.read_text(encoding="utf-8")
+    page.write_text(_BLOCK.sub(lambda block: block[1] + _table(rows) + block[2], text), encoding="utf-8")
+
+
+def row_of(model: Mapping[str, Any], arm: str, length: int) -> Mapping[str, Any]:
+    """The row of an arm; empty if it was not measured."""
+    return next((row for row in model["rows"] if (row["arm"], row["length"]) == (arm, length)), {})
+
+
+def _arms(models: Mapping[str, Any], make: str, length: str) -> str:
+    """All arms at one length."""
+    of_length = [row for row in models[make]["rows"] if row["length"] == int(length)]
+    dense, *others = of_length
+    names = [name for name in (TOKENS | TASKS) if name in dense]
+    rows = [["", "device", "host store", "read", *(f"{(TOKENS | TASKS)[name]} ({dense[name][4]:,})" for name in names)]]
+    rows += [["---"] * len(rows[0])]
+    shown = (f"{dense[name][3]:.1%}" if name in TASKS else f"{dense[name][3]:.3f}" for name in names)
+    rows.append(["dense: found, loss", "", "", "", *shown])
+    for row in others:
+        sizes = [f"{row[size]:.0%}" if size in row else "" for size in ("device", "host_store", "read")]
+        rows.append([row["arm"], *sizes, *(_cell(row, name) for name in names)])
+    return _table(rows)
+
+
+def _cell(row: Mapping[str, Any], name: str) -> str:
+    if name not in row:
+        return ""
+    value, low, high = row[name][:3]
+    text = _percent(value) if name in TASKS else f"{value:+.3f}"
+    interval = f"{_percent(low)} to {_percent(high)}" if name in TASKS else f"{low:+.3f} to {high:+.3f}"
+    return f"{text} ({interval})" if name in row["failed"] else f"**{text}** ({interval})"
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1%}".replace("-0.0%", "0.0%")
+
+
+def _lengths(models: Mapping[str, Any], make: str) -> str:
+    """Far text needed, copies and the worst task by length."""
+    rows = [["", *(f"{length:,}" for length in _LENGTHS)], ["---"] * (1 + len(_LENGTHS))]
+    for arm in _BY_LENGTH:
+        found = [row_of(models[make], arm, length) for length in _LENGTHS]
+        if any(found):
+            rows.append([arm, *(f"{_nats(row)}; {_worst(row)}" if row else "" for row in found)])
+    return _table(rows)
+
+
+def _nats(row: Mapping[str, Any]) -> str:
+    return ", ".join(f"{row[name][0]:+.3f}" if name in row else "?" for name in ("key", "copy")) if row else ""
+
+
+def _worst(row: Mapping[str, Any]) -> str:
+    return _percent(max(row[name][0] for name in TASKS if name in row)) if row else ""
+
+
+def _layers(models: Mapping[str, Any]) -> str:
+    """What stays closed, by layer."""
+    rows = [["", "far", "closed, by bounds", "closed, best choice", "entries, ln g", "index says", "64 tokens"]]
+    rows += [["---"] * len(rows[0])]
+    columns = ("far", "closed", "best", "mass_log", "mass_middles", "strong_share")
+    for make, model in models.items():
+        for layer in model["diagnosis"]:
+            rows.append([f"{TITLES[make]}, {layer['layer']:.0f}", *(f"{layer[name]:.1%}" for name in columns)])
+    return _table(rows)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
