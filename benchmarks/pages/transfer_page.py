@@ -55,8 +55,8 @@ def row_of(model: Mapping[str, Any], arm: str, length: int) -> Mapping[str, Any]
 
 
 def _arms(models: Mapping[str, Any], make: str, length: str) -> str:
-    """All arms at one length."""
-    of_length = [row for row in models[make]["rows"] if row["length"] == int(length)]
+    """The arms at one length, but for entries without bias."""
+    of_length = [row for row in models[make]["rows"] if row["length"] == int(length) and "none" not in row["arm"]]
     dense, *others = of_length
     names = [name for name in (TOKENS | TASKS) if name in dense]
     rows = [["", "device", "host store", "read", *(f"{(TOKENS | TASKS)[name]} ({dense[name][4]:,})" for name in names)]]
