@@ -15,7 +15,7 @@ from typing import Any
 OWN_FOLDER = Path(__file__).parent / "task_files"
 OWN = tuple(sorted(path.stem for path in OWN_FOLDER.glob("[!_]*.yaml")))  # files with _ in front are groups
 # where a file of tasks names a task, group or tag
-_NAMES = re.compile(rb"^[ \t]*(?:- +)?[\"']?(?:(?:task|group|tag)[\"']?:)?[ \t]*[\"'\[]?([\w.:+-]*\w)(?!:)", re.MULTILINE)
+_NAMES = re.compile(rb"^[ \t]*(?:- +)?[\"']?(?:(?:task|group|tag)[\"']?:)?[ \t]*[\"'\[]?([\w.:+-]*\w)(?!:)", re.M)
 
 
 def check_names(names: Sequence[str]) -> None:
