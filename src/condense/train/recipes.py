@@ -1,15 +1,17 @@
-"""Recipes: functions that make a training configuration, with all numbers in one place."""
+"""Recipes: functions that make a training configuration; the numbers of those from scratch are in a file."""
 
 import dataclasses
+import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from condense.config import check_int
-from condense.methods import CCA, LCA, Method
+from condense.methods import Method
 from condense.train.config import PhaseConfig, TrainConfig
 
+_ASSETS = Path(__file__).parents[1] / "assets"
 _TEXT_FIELDS = ("pretrained", "method")
 _LIST_FIELDS = ("data", "data_weights", "group_sizes", "keys")
 _RUN_FIELDS = ("data_weights", "dtype", "train", "lora_rank", "lora_targets", "shard_size", "report_to")
@@ -18,42 +20,9 @@ ADAPT_FIELDS = (
     *_RUN_FIELDS,
 )
 # the settings of the papers, as recipe files
-PRESETS: Mapping[str, Path] = {
-    path.stem: path for path in sorted((Path(__file__).parents[1] / "assets" / "recipes").glob("*.toml"))
-}
+PRESETS: Mapping[str, Path] = {path.stem: path for path in sorted((_ASSETS / "recipes").glob("*.toml"))}
 
-DEMO_ARCHITECTURE: Mapping[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 4096,
-    "hidden_size": 320,
-    "intermediate_size": 896,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 5,
-    "num_key_value_heads": 5,
-    "head_dim": 64,
-    "max_position_embeddings": 8192,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-    "tie_word_embeddings": True,
-}
-# about the demo model's size, with MLA: 128 + 32 cached numbers per token and layer, where the demo model has 640
-TINY_MLA_ARCHITECTURE: Mapping[str, Any] = {
-    "model_type": "deepseek_v3",
-    "vocab_size": 4096,
-    "hidden_size": 320,
-    "intermediate_size": 896,
-    "num_hidden_layers": 8,
-    "first_k_dense_replace": 8,
-    "num_attention_heads": 5,
-    "num_key_value_heads": 5,
-    "q_lora_rank": None,
-    "kv_lora_rank": 128,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 64,
-    "max_position_embeddings": 8192,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-    "tie_word_embeddings": True,
-}
+_SCRATCH = json.loads((_ASSETS / "scratch.json").read_text(encoding="utf-8"))
 
 
 def demo_model(
@@ -70,47 +39,7 @@ def demo_model(
     early, so that questions are answered at every length.
     65,536 tokens a step. Meant for one large GPU.
     """
-    condensed = CCA(group_size=16, window=256, summary="streaming", key_pooling="select", rep_bias="log_size")
-    tasks: dict[str, Any] = {"varied_share": 0.5, "short_share": 0.5}
-    dense: dict[str, Any] = {**tasks, "task_share": 0.6, "first_share": 0.25}
-    mixed: dict[str, Any] = {
-        **tasks,
-        "task_share": 0.8,
-        "first_share": 0.5,
-        "sequence_length": 8192,
-        "batch_size": 8,
-        "mix": "alternate",
-        "method": condensed,
-        "learning_rate": 1.5e-3,
-        "warmup_steps": 100,
-    }
-    return TrainConfig(
-        recipe="demo_model",
-        seed=seed,
-        data=tuple(data),
-        output=output,
-        architecture=DEMO_ARCHITECTURE,
-        phases=(
-            PhaseConfig(
-                name="short", steps=1200, sequence_length=512, batch_size=128, learning_rate=2e-3, warmup_steps=100,
-                schedule="constant", keys=(2, 8), **dense,
-            ),
-            PhaseConfig(
-                name="longer", steps=250, sequence_length=2048, batch_size=32, learning_rate=1.5e-3, warmup_steps=20,
-                schedule="constant", keys=(4, 18), **dense,
-            ),
-            PhaseConfig(
-                name="long", steps=200, sequence_length=8192, batch_size=8, learning_rate=1.5e-3, warmup_steps=20,
-                keys=(8, 72), **dense,
-            ),
-            PhaseConfig(name="mixed", steps=1500, group_sizes=(4, 8), distill=0.5, keys=(8, 72), **mixed),
-            PhaseConfig(name="distilled", steps=4000, distill=1.0, keys=(8, 96), answer_weight=20.0, **mixed),
-        ),
-        dtype="bfloat16",
-        cache=cache,
-        workers=workers,
-        shard_size="12MB",
-    )  # fmt: skip
+    return _from_scratch("demo_model", data, output, seed=seed, cache=cache, workers=workers)
 
 
 def tiny_mla(
@@ -122,31 +51,7 @@ def tiny_mla(
     condensed retrieval appeared, between step 500 and 1,800 of the second phase; with the streaming summary, LCA's
     default, in two of three by its end, and with 1,500 steps, whose rate falls sooner, mostly not.
     """
-    return TrainConfig(
-        recipe="tiny_mla",
-        seed=seed,
-        data=tuple(data),
-        output=output,
-        architecture=TINY_MLA_ARCHITECTURE,
-        phases=(
-            PhaseConfig(name="dense", steps=1500, sequence_length=512, batch_size=128, task_share=0.6),
-            PhaseConfig(
-                name="condensed",
-                steps=2500,
-                sequence_length=2048,
-                batch_size=16,
-                mix="condensed",
-                method=LCA(window=128, summary="last", rep_bias="log_size"),
-                learning_rate=1.5e-3,
-                task_share=0.8,
-                keys=(4, 18),
-            ),
-        ),
-        dtype="bfloat16",
-        cache=cache,
-        workers=workers,
-        save_condensed=True,
-    )
+    return _from_scratch("tiny_mla", data, output, seed=seed, cache=cache, workers=workers)
 
 
 def adapt(
@@ -189,7 +94,7 @@ def adapt(
         "checkpoint_steps": max(1, steps // 4),
         **fields,
     }
-    values |= {name: tuple(values[name]) for name in _LIST_FIELDS if isinstance(values.get(name), list)}
+    values = _with_tuples(values)
     of_run = {name: values.pop(name) for name in _RUN_FIELDS if name in values}
     phase = PhaseConfig(name="adapt", method=method, **values)
     return TrainConfig(
@@ -237,37 +142,24 @@ def smoke(
     data: Sequence[Path], output: Path, *, seed: int = 0, cache: Path | None = None, workers: int = 0
 ) -> TrainConfig:
     """A tiny model and a few steps on a CPU: shows in seconds that a set-up works."""
-    shape = {
-        "sequence_length": 256,
-        "batch_size": 4,
-        "checkpoint_steps": 3,
-        "logging_steps": 2,
-        "warmup_steps": 1,
-    }
-    condensed = CCA(group_size=16, window=32, summary="streaming", key_pooling="select", rep_bias="log_size")
-    return TrainConfig(
-        recipe="smoke",
-        seed=seed,
-        data=tuple(data),
-        output=output,
-        architecture={
-            "model_type": "llama",
-            "vocab_size": 512,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "max_position_embeddings": 512,
-            "tie_word_embeddings": True,
-        },
-        phases=(
-            PhaseConfig(name="dense", steps=6, keys=(1, 2), **shape),  # type: ignore[arg-type]
-            PhaseConfig(name="mixed", steps=6, keys=(1, 2), mix="alternate", method=condensed, **shape),  # type: ignore[arg-type]
-        ),
-        cache=cache,
-        workers=workers,
-    )
+    return _from_scratch("smoke", data, output, seed=seed, cache=cache, workers=workers)
+
+
+def _from_scratch(recipe: str, data: Sequence[Path], output: Path, **options: Any) -> TrainConfig:
+    """A run from random weights, as ``scratch.json`` has it."""
+    fields = dict(_SCRATCH[recipe])
+    phases = tuple(PhaseConfig(**_with_tuples(phase)) for phase in fields.pop("phases"))
+    return TrainConfig(recipe=recipe, data=tuple(data), output=output, phases=phases, **fields, **options)
+
+
+def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields as JSON and TOML have them, as the configuration takes them: tuples for lists, and a method for its text.
+
+    Raises ValueError for a text that names no method.
+    """
+    parsed = {"method": Method.parse(fields["method"])} if "method" in fields else {}
+    lists = {name: tuple(value) for name, value in fields.items() if name in _LIST_FIELDS and isinstance(value, list)}
+    return {**fields, **lists, **parsed}
 
 
 RECIPES: dict[str, Callable[..., TrainConfig]] = {
