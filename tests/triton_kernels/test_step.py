@@ -501,7 +501,7 @@ def test_a_window_longer_than_any_text(window):
         state = empty_state(condense.CCA(group_size=8, window=20), 1, 1, 16, 16, 20, dtype=torch.float32)
         outs.append(decode(method, q, k, v, state))
     assert torch.equal(*outs)
-    sizes = step_plan.Sizes(B=1, H=2, K=1, D=16, Dv=16, M=0, W=20, Q=1)
+    sizes = step_plan.StepSizes(B=1, H=2, K=1, D=16, Dv=16, M=0, W=20, Q=1)
     settings = plan_of(condense.CCA(group_size=8, window=window))
     numbers = step_plan.launch_of(settings.number, (1.0, 0.0), 0, sizes, q.dtype, q.device, False).numbers
     assert max(numbers) < 2**31
