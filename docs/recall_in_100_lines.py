@@ -1,0 +1,94 @@
+"""Recall on one head, token by token: the whole method, without caches, padding, batches or kernels.
+
+`python docs/recall_in_100_lines.py` compares it with `condense.attention`; docs/methods.md defines the method.
+
+Shapes: L tokens, groups of g tokens in m blocks, N keys that a query sees, D and Dv widths of keys and values.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import condense
+
+
+class Settings(NamedTuple):
+    """The settings of `condense.Recall` that say who sees what, small enough for a text of a hundred tokens."""
+
+    group_size: int = 4  # tokens per group, g
+    window: int = 8  # newest tokens that stay exact
+    num_recall: int = 3  # groups that a query opens
+    index_size: int = 2  # tokens per block of the index
+
+
+class Group(NamedTuple):
+    """All that is kept of a closed group. A cache may move k and v, the largest part, to host memory."""
+
+    k: Tensor  # the exact tokens [g, D] and [g, Dv], read only when a query opens the group
+    v: Tensor
+    entry_k: Tensor  # one key [D] and one value [Dv] in place of the tokens while the group is not open
+    entry_v: Tensor
+    low: Tensor  # the index: smallest and largest key of each block, channel by channel, [m, D]
+    high: Tensor
+
+
+def close(k: Tensor, v: Tensor, settings: Settings) -> Group:
+    """Make a group of its tokens k ``[g, D]`` and v ``[g, Dv]``, once they have left the window."""
+    blocks = k.unflatten(0, (-1, settings.index_size))
+    return Group(k, v, k.mean(0), v.mean(0), blocks.amin(1), blocks.amax(1))
+
+
+def score(q: Tensor, group: Group, scale: float) -> Tensor:
+    """Bound from above the score of every token of a group for a query ``[D]``, from the group's index alone."""
+    # a key lies between low and high, so q_d * k_d is at most the larger of q_d * low_d and q_d * high_d
+    return (scale * torch.maximum(q * group.low, q * group.high).sum(-1)).max()
+
+
+def choose(q: Tensor, groups: list[Group], settings: Settings, scale: float) -> set[int]:
+    """Choose the groups to open: those with the highest scores, ties to the older."""
+    scores = [float(score(q, group, scale)) for group in groups]
+    return set(sorted(range(len(groups)), key=lambda j: (-scores[j], j))[: settings.num_recall])
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, biases: Tensor, scale: float) -> Tensor:
+    """Attention ``[Dv]`` of one query ``[D]``: one softmax over N keys, whatever they stand for."""
+    return (scale * keys @ q + biases).softmax(0) @ values
+
+
+def recall(q: Tensor, k: Tensor, v: Tensor, settings: Settings, scale: float) -> Tensor:
+    """Read tokens q and k ``[L, D]``, v ``[L, Dv]`` one after another and return their attention ``[L, Dv]``."""
+    g = settings.group_size
+    groups: list[Group] = []
+    outputs = []
+    for t in range(len(q)):
+        # close: a group closes when its last token is `window` tokens back; from then on nothing in it changes
+        if max(0, t + 1 - settings.window) // g > len(groups):
+            tokens = slice(len(groups) * g, (len(groups) + 1) * g)
+            groups.append(close(k[tokens], v[tokens], settings))
+        # choose: the index is read, no token of a group
+        opened = choose(q[t], groups, settings, scale)
+        # attend: every past token counts once, as itself or in its group's entry, which weighs as much as g tokens
+        first = len(groups) * g
+        keys, values, biases = list(k[first : t + 1]), list(v[first : t + 1]), [0.0] * (t + 1 - first)
+        for j, group in enumerate(groups):
+            if j in opened:
+                keys, values, biases = [*keys, *group.k], [*values, *group.v], [*biases, *[0.0] * g]
+            else:
+                keys, values, biases = [*keys, group.entry_k], [*values, group.entry_v], [*biases, math.log(g)]
+        outputs.append(attend(q[t], torch.stack(keys), torch.stack(values), q.new_tensor(biases), scale))
+    return torch.stack(outputs)
+
+
+def compare(settings: Settings, length: int = 100, width: int = 16) -> float:
+    """Largest difference from `condense.attention` on random tokens of one head."""
+    random, scale = torch.Generator().manual_seed(0), width**-0.5
+    q, k, v = torch.randn(3, length, width, dtype=torch.float64, generator=random).unbind()
+    method = condense.Recall(**settings._asdict(), index_bits=16)  # 8 bits, the default, round bounds outwards
+    library = condense.attention(q[None, None], k[None, None], v[None, None], method=method, scale=scale)[0, 0]
+    return float((recall(q, k, v, settings, scale) - library).abs().max())
+
+
+if __name__ == "__main__":
+    print(f"largest difference from condense.attention: {compare(Settings()):.1e}")
