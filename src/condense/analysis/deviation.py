@@ -183,7 +183,7 @@ class _Observer(CondensedLayer):
         self.keys_seen, self.values_seen = _Total(), _Total()
 
     def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
-        """As the base class, whose context holds the whole sequence: it is read in one forward."""
+        """Read as the base class and measure. The context holds the whole sequence, which is read in one forward."""
         context = super().read(k, v, request)
         closed, g = int(self.method.layout.rule.closed(k.shape[2])), self.method.layout.rule.chunk
         for start in range(0, closed, _GROUPS_AT_ONCE):

@@ -100,7 +100,7 @@ class _Observer(CondensedLayer):
         self._opened = 0
 
     def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
-        """As the base class; ``k`` is the whole text."""
+        """Read as the base class and measure; ``k`` is the whole text."""
         context = super().read(k, v, request)
         L = k.shape[2]
         q = request.q[:, :, L - self.steps :]

@@ -66,10 +66,11 @@ class RingState:
         rule, S = settings.rule, settings.num_summary
         self.num_window, self.num_queries = state.window_k.shape[2], state.mean_q.shape[2]
         self._most_window = sys.maxsize if rule.window is None else _blocks(rule.window + rule.chunk + SLACK)
-        # with num_summary = 1 the step's own query is the summary, and none need be kept
+        # with num_summary = 1 the step's own query is the summary, so no query is kept
         self._most_queries = 0 if S <= 1 else S - 1 + SLACK
         self.first = state.first
-        # `seen` is the sum. `_taken` counts steps that all rows took, so that an ordinary step changes no tensor
+        # `seen` is the sum of both; `_taken` counts steps that all rows took, so that an ordinary step changes no
+        # tensor
         self._before, self._taken = state.seen, 0
         M, W = self._entry_slots(state.entries[0].shape[2]), self._token_slots(max_row(state.seen))
         self.buffers = new_buffers(
@@ -79,11 +80,11 @@ class RingState:
         self._choose_backend()
         write_state(method, store, self.buffers, None, state)
         self._steps_left = self._count_steps()
-        # what the newest step worked out, for tokens laid out as its own and for the buffers that it wrote to
+        # launch arguments of the last step, reused while token layout and buffers stay the same
         self._prepared: PreparedStep | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, whose buffers are others: they prepare their own steps."""
+        """State of a copy or pickle, without launch arguments: they are for this object's buffers."""
         finish_writes(self.buffers)
         return self.__dict__ | {"_prepared": None}
 
@@ -102,7 +103,7 @@ class RingState:
         return state._replace(entries=tuple(x.clone() for x in state.entries))
 
     def view(self) -> LayerState:
-        """The state, whose entries share memory with the buffers: for use before the next step."""
+        """The state, whose entries share memory with the buffers; the next step changes it."""
         held = self.num_window, self.num_queries
         return read_state(self.method, self.store, self.buffers, self.seen, self.first, *held)
 
@@ -138,7 +139,7 @@ class RingState:
         return out
 
     def _decode(self, call: StepCall) -> Tensor:
-        # a trace, or a subclass of tensors, has to see the step as one operation, which a prepared step is not
+        # a prepared step is no torch operation, which a trace or a subclass of tensors needs
         if torch.compiler.is_compiling() or type(call.token.q) is not Tensor:
             return self._operation(call)
         prepared = self._prepared
@@ -151,7 +152,7 @@ class RingState:
         return decode_step(call, OwnEntries(self.method.represent), backend=self.backend)
 
     def _prepare(self, call: StepCall) -> PreparedStep | None:
-        """The steps for tokens laid out as this one, which is not read; None: there is the operation alone."""
+        """A prepared step for tokens of this one's layout, which is not read; None if the operation must be called."""
         return prepare_step(call) if self.backend == "triton" else None
 
     def crop(self, count: int) -> None:
@@ -173,7 +174,7 @@ class RingState:
         finish_writes(self.buffers)
         self.store.forget()
         self.buffers = with_pinned_store(StepState._make(map(change, self.buffers)))
-        self._prepared = None  # which would keep the old buffers alive
+        self._prepared = None  # it would keep the old buffers alive
         self._before, self.first = change_number(self._before), FirstEntries(*map(change_number, self.first))
 
     def fits(self, k: Tensor) -> bool:
@@ -196,7 +197,7 @@ class RingState:
             slots = self._token_slots(tokens)
             buffers = buffers._replace(ring_k=longer(buffers.ring_k, slots), ring_v=longer(buffers.ring_v, slots))
         if buffers is not self.buffers:
-            self._prepared = None  # which would keep the shorter ones in memory until the next step
+            self._prepared = None  # it would keep the shorter buffers in memory until the next step
             self.buffers = buffers
             self._choose_backend()
         self._steps_left = self._count_steps()
@@ -215,17 +216,17 @@ class RingState:
         return buffers._replace(**new, store=store)
 
     def _entry_slots(self, entries: int) -> int:
-        """Columns to take for ``entries`` entries: with spare room, but not more than the rule ever needs."""
+        """Columns to allocate for ``entries`` entries: with spare room, but at most what the rule ever needs."""
         limit, slots = self.settings.rule.max_chunks, room_for(entries)
         if limit is not None:
             return min(slots, limit * self.settings.rule.entries + max_row(self.first.num))
         if self.store.on_host:
-            # no spare room beyond the power of two that a store in host memory takes: one group more would double it
+            # pinned memory is taken in powers of two, so one group more than fits would double a store in host memory
             return min(slots, self.store.room_for(max(entries, room_for(0))))
         return slots
 
     def _token_slots(self, tokens: int) -> int:
-        """Slots of a ring to take for ``tokens`` tokens: with spare room, but not more than the window ever needs."""
+        """Slots of a ring to allocate for ``tokens`` tokens: with spare room, at most as many as the window needs."""
         return min(room_for(tokens), self._most_window)
 
     def _count_steps(self) -> int:

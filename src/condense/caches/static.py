@@ -51,7 +51,7 @@ class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
         self.bias: Tensor | None = None
         self.num_slots = torch.zeros((), dtype=torch.int64)
         self.expected = self._expected_first
-        # None: the host has no count, only ``num_slots`` is right
+        # None: only ``num_slots``, on the device, has the count
         self._counts: HostCounts | None = HostCounts()
         super().__init__()
 
@@ -62,7 +62,7 @@ class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
 
     @is_initialized.setter
     def is_initialized(self, value: bool) -> None:
-        """Transformers' base class initialises the attribute; the buffers say it already."""
+        """Ignore the value: transformers' base class sets it, but here buffers decide."""
 
     @property
     def _expected_first(self) -> Expected:
@@ -155,7 +155,7 @@ class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
         try:
             context, after = extend(self.latent_method, before, request.q, k, v, scale=request.scale, plan=plan)
         except ValueError:
-            # nothing was read: if this was the first call, give back the memory, so that rows and dtype are free again
+            # nothing was read: free memory that this call allocated, so that the next one may have other rows and dtype
             self.buffers, self.bias = held
             raise
         write_state(self.method, self.store, buffers, before, after)
@@ -240,7 +240,7 @@ class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
         if self._counts is not None and self._counts.rows is not None:
             seen, first = self._counts.rows
         else:
-            # copies also on a CPU: all layers share what is made of these numbers, and a step changes its own in place
+            # copy=True also on a CPU: the shared plan keeps this tensor, and the next step adds 1 to `seen` in place
             seen = int_if_equal(buffers.seen.to("cpu", copy=True))
             first = NO_FIRST
             if self.settings.has_first:
@@ -270,7 +270,7 @@ class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
             self.num_slots.zero_()
             self._set_bias(NO_FIRST)
         self.expected = self._expected_first
-        if self._counts is not None:  # a host without a count stays so: a replay may come before the next prompt
+        if self._counts is not None:  # a host without a count keeps none, because a replay may precede the next prompt
             self._counts = HostCounts()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -37,7 +37,7 @@ class Store:
         self._fetched: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, which fetch their own tokens."""
+        """State of a copy or pickle, without fetched tokens: each fetches its own."""
         return self.__dict__ | {"_fetched": None}
 
     def check(self, k: Tensor, v: Tensor, latent: int, groups: int = 0) -> None:
@@ -163,7 +163,7 @@ def with_pinned_store(buffers: StepState) -> StepState:
 
 
 class _Streams(NamedTuple):
-    """For copies from a device to stores in host memory, and from there to the device."""
+    """The stream for copies between a device and stores in host memory."""
 
     write: torch.cuda.Stream
     fetch: torch.cuda.Stream

@@ -244,7 +244,7 @@ class Recall(Method):
             return attend(q, sources, spans, scale=scale, backend=backend, return_lse=return_lse, extras=extras)
         codes, grid, _ = context.extra
         asked, tokens = self._asked_and_tokens(q, context)
-        # where no query sees entries, the first tokens of the groups stand in their place
+        # if no query sees entries, the first token of each group takes the place of its entry
         entries = context.entries
         if self.unchosen == "drop":
             entries = Source(*(x[:, :, :: self.group_size] for x in tokens[:2]))
@@ -273,7 +273,7 @@ class Recall(Method):
         """The tokens in a store ``[B, K, N, C]``, in the dtype and widths of those in the window."""
         (D, Dv), dtype, form = (window.k.shape[3], window.v.shape[3]), window.k.dtype, self.store_format
         if store.shape[3] == form.width(D, 0, dtype.itemsize):
-            # of latents, the values are the first columns of their keys
+            # values of latents are the first columns of their keys
             k, _ = form.unpack(store, D, 0, dtype)
             return Source(k, k[..., :Dv])
         return Source(*form.unpack(store, D, Dv, dtype))

@@ -220,7 +220,7 @@ def _version(x: Any) -> int | None:
 
 
 def assert_one_document(call: AttentionCall) -> None:
-    """For a compiled forward, which cannot look on the host: fail on the device if rows are not plain.
+    """Fail on the device if rows are not plain: a compiled forward cannot look at them on the host.
 
     Rows are plain if each is one document without padding on its left; padding on the right, as in training, is read
     like tokens, which no earlier token sees. Raises ValueError for documents marked by ``cu_seq_lens_q``.

@@ -92,7 +92,7 @@ def _places(state: PagedState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _strides(pages: Pages) -> tuple[int, ...]:
-    """From page to page, head to head, slot to slot; and from request to request in the table."""
+    """Strides from page to page, head to head and slot to slot, and from request to request in the table."""
     return *pages.cache.stride()[:3], pages.table.stride(0)
 
 

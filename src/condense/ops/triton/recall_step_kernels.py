@@ -145,8 +145,8 @@ def recall_attend_kernel(
         slot = oldest + row
         at = tl.where(is_entry, row, tl.where(slot >= W, slot - W, slot)).to(tl.int64)
         if tile == lo:
-            # the choosing kernel writes offsets and open groups; entries and ring are those that it found too. Waiting
-            # for it only here, the compiler's pipeline of the loop has the first keys and values loaded in the meantime
+            # the choosing kernel writes offsets and open groups, but neither entries nor ring. Waiting for it only here
+            # lets the compiler's pipeline of the loop load the first keys and values before
             after_the_last(EARLY)
             offset = tl.load(offset_ptr + lo * BN + lane, mask=lo * BN + lane < entries, other=0.0)
         # loaded one tile ahead; 0 for tokens

@@ -108,7 +108,7 @@ def _kind(settings: StepSettings, parts: tuple[int, int, int, int], latent: int,
     """The constants by which `condense.ops.triton.device.entry` makes the entry of a group."""
     assert settings.key_pooling is not None
     assert settings.value_pooling is not None
-    # of latents, whole entries are pooled as keys
+    # latents: whole entries are pooled as keys
     of_values = settings.key_pooling if latent else settings.value_pooling
     return Kind(
         *parts, latent > 0, settings.num_summary > 0, settings.key_pooling, of_values,
