@@ -13,6 +13,7 @@ import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -21,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import condense
 from condense.evaluate import Proportion, passkey_sequences, retrieval, text_loss, text_sequences
-from condense.plots import plot_demo_model, require_matplotlib
+from condense.plots import COLOURS, new_figure, require_matplotlib, save_figure
 from condense.results import refuse_existing, write_results
 from condense.tasks import FORMS, SequenceBuilder, encode_corpus, load_words, read_documents
 from condense.train import prepare, run_training
@@ -116,7 +117,31 @@ def plot(options: argparse.Namespace) -> None:
             "positions": [(part["start"] + part["stop"]) / 2 for part in losses[name]],
             "loss": [part["loss"] for part in losses[name]],
         }
-    plot_demo_model(runs, options.output)
+    draw(runs, options.output)
+
+
+def draw(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """The bundled model per method: share of questions answered exactly (95% interval) and text loss by position.
+
+    runs: label -> {"accuracy", "low", "high", "positions": [...], "loss": [...]}.
+    """
+    figure, (left, right) = new_figure(2, width=4.6)
+    for i, (label, run) in enumerate(runs.items()):
+        colour = COLOURS[i % len(COLOURS)]
+        error = [[run["accuracy"] - run["low"]], [run["high"] - run["accuracy"]]]
+        bar = left.bar(label, run["accuracy"], yerr=error, capsize=4, color=colour)
+        left.bar_label(bar, labels=[f"{run['accuracy']:.3f}"], fontsize=8, padding=2)
+        # the first line is wide, so that it shows where another lies on it
+        width = 1.5 if i else 5
+        right.plot(run["positions"], run["loss"], "o-", markersize=3, linewidth=width, color=colour, label=label)
+    left.set_ylim(0, 1.12)
+    left.set_title("hidden numbers recalled exactly", fontsize=10)
+    left.tick_params(labelsize=8)
+    right.set_title("text loss by position, nats per token", fontsize=10)
+    right.set_xlabel("position", fontsize=8)
+    right.tick_params(labelsize=8)
+    right.legend(fontsize=8)
+    save_figure(figure, path)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from condense.models import MethodChoice, methods_of
 from condense.named import NAMED_SETTINGS
 
 FORMATS = (".png", ".svg", ".pdf")
-_COLOURS = ("#9aa0a6", "#1a73e8", "#e37400", "#188038", "#a142f4", "#d93025")
+COLOURS = ("#9aa0a6", "#1a73e8", "#e37400", "#188038", "#a142f4", "#d93025")
 
 
 def require_matplotlib(path: Path) -> None:
@@ -45,61 +45,29 @@ def plot_comparison(outcomes: Sequence[Outcome], path: Path) -> None:
         "time to first token, s": [o.first_token_s for o in outcomes],
         "time per token, ms": [(o.token_s or 0.0) * 1e3 for o in outcomes],
     }
-    figure, axes = _figure(len(panels), width=3.4)
+    figure, axes = new_figure(len(panels), width=3.4)
     for axis, (title, values) in zip(axes, panels.items(), strict=True):
-        bars = axis.bar(labels, values, color=_COLOURS[: len(values)])
+        bars = axis.bar(labels, values, color=COLOURS[: len(values)])
         axis.bar_label(bars, fmt="%.3g", fontsize=8)
         axis.set_title(title, fontsize=10)
         axis.tick_params(labelsize=8)
     figure.suptitle(f"{outcomes[0].text_tokens} tokens of text", fontsize=10)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_deviation(results: Sequence[Deviation], path: Path) -> None:
-    """`condense analyze deviation`: mean distance of tokens from their entry by length and layer, one line per text."""
-    figure, (by_length, by_layer) = _figure(2, width=4.6)
-    for i, text in enumerate(dict.fromkeys(result.text for result in results)):
+    """`condense analyze deviation`: mean distance of tokens from their entry, by length and by layer at the longest."""
+    longest = max(result.length for result in results)
+    by_length: dict[str, Line] = {}
+    by_layer: dict[str, Line] = {}
+    for text in dict.fromkeys(result.text for result in results):
         of_text = sorted((result for result in results if result.text == text), key=lambda result: result.length)
-        for part, style in (("keys", "-"), ("values", "--")):
-            line: dict[str, Any] = {"color": _COLOURS[(i + 1) % len(_COLOURS)], "linestyle": style, "marker": "o"}
-            line |= {"markersize": 3, "label": f"{text}, {part}"}
-            relative = [100 * getattr(result, part).relative for result in of_text]
-            by_length.plot([result.length for result in of_text], relative, **line)
-            layers = of_text[-1].layers
-            by_layer.plot([x.layer for x in layers], [100 * getattr(x, part).relative for x in layers], **line)
-    figure.suptitle("distance of tokens from their entry, % of the norm", fontsize=10)
-    by_layer.set_title(f"at {max(result.length for result in results)} tokens", fontsize=10)
-    for axis, label in ((by_length, "tokens"), (by_layer, "layer")):
-        axis.set_xlabel(label, fontsize=8)
-        axis.margins(y=0.1)
-        axis.set_ylim(bottom=0)
-        axis.tick_params(labelsize=8)
-    by_length.legend(fontsize=8)
-    _save(figure, path)
-
-
-def plot_demo_model(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """The bundled model per method: share of questions answered exactly (95% interval) and text loss by position.
-
-    runs: label -> {"accuracy", "low", "high", "positions": [...], "loss": [...]}.
-    """
-    figure, (left, right) = _figure(2, width=4.6)
-    for i, (label, run) in enumerate(runs.items()):
-        colour = _COLOURS[i % len(_COLOURS)]
-        error = [[run["accuracy"] - run["low"]], [run["high"] - run["accuracy"]]]
-        bar = left.bar(label, run["accuracy"], yerr=error, capsize=4, color=colour)
-        left.bar_label(bar, labels=[f"{run['accuracy']:.3f}"], fontsize=8, padding=2)
-        # the first line is wide, so that it shows where another lies on it
-        width = 1.5 if i else 5
-        right.plot(run["positions"], run["loss"], "o-", markersize=3, linewidth=width, color=colour, label=label)
-    left.set_ylim(0, 1.12)
-    left.set_title("hidden numbers recalled exactly", fontsize=10)
-    left.tick_params(labelsize=8)
-    right.set_title("text loss by position, nats per token", fontsize=10)
-    right.set_xlabel("position", fontsize=8)
-    right.tick_params(labelsize=8)
-    right.legend(fontsize=8)
-    _save(figure, path)
+        for part in ("keys", "values"):
+            label, layers = f"{text}, {part}", of_text[-1].layers
+            by_length[label] = [x.length for x in of_text], [100 * getattr(x, part).relative for x in of_text]
+            by_layer[label] = [x.layer for x in layers], [100 * getattr(x, part).relative for x in layers]
+    panels = {"by tokens": by_length, f"by layer, at {longest} tokens": by_layer}
+    plot_lines(panels, path, x_label="", y_label="distance from the entry, % of the norm")
 
 
 Line = tuple[Sequence[float], Sequence[float]]
@@ -109,10 +77,10 @@ def plot_lines(
     panels: Mapping[str, Mapping[str, Line]], path: Path, *, x_label: str, y_label: str, log: bool = False
 ) -> None:
     """Lines in panels: title -> label -> x and y; log: both on log scales."""
-    figure, axes = _figure(len(panels), width=3.6)
+    figure, axes = new_figure(len(panels), width=3.6)
     for axis, (title, lines) in zip(axes if len(panels) > 1 else [axes], panels.items(), strict=True):
         for i, (label, (x, y)) in enumerate(lines.items()):
-            axis.plot(x, y, "o-", markersize=3, color=_COLOURS[i % len(_COLOURS)], label=label)
+            axis.plot(x, y, "o-", markersize=3, color=COLOURS[i % len(COLOURS)], label=label)
         if log:
             axis.set_xscale("log", base=2)
             axis.set_yscale("log")
@@ -122,10 +90,11 @@ def plot_lines(
         axis.tick_params(labelsize=8)
         if axis.has_data():
             axis.legend(fontsize=7)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
-def _figure(panels: int, width: float) -> tuple[Any, Any]:
+def new_figure(panels: int, width: float) -> tuple[Any, Any]:
+    """A figure of so many panels side by side, each ``width`` inches wide, and their axes."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -134,7 +103,8 @@ def _figure(panels: int, width: float) -> tuple[Any, Any]:
     return pyplot.subplots(1, panels, figsize=(width * panels, 3.2), layout="constrained")
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure in the format of the path's ending, whole or not at all, and close it."""
     from matplotlib import pyplot
 
     try:
