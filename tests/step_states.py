@@ -85,14 +85,4 @@ def check_slots(state, g):
                 assert torch.equal(slots[slot * g : (slot + 1) * g], store[group * g : (group + 1) * g])
 
 
-__all__ = [
-    "RECALLS",
-    "call_of",
-    "check_slots",
-    "empty",
-    "own_by",
-    "own_of",
-    "step_settings",
-    "token_at",
-    "with_store",
-]
+__all__ = ["RECALLS", "call_of", "check_slots", "empty", "own_by", "own_of", "step_settings", "token_at", "with_store"]

@@ -13,16 +13,7 @@ from condense.functional import extend
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 METHODS = cases.PLANS | cases.PROMPTS
 
-LENGTHS = {
-    "one token": 1,
-    "g-1": 3,
-    "g": 4,
-    "g+1": 5,
-    "w+g-1": 11,
-    "w+g": 12,
-    "odd": 63,
-    "prime": 97,
-}
+LENGTHS = {"one token": 1, "g-1": 3, "g": 4, "g+1": 5, "w+g-1": 11, "w+g": 12, "odd": 63, "prime": 97}
 
 # B, H, K, D, Dv
 HEADS = {

@@ -23,8 +23,7 @@ NAMED_SETTINGS = {
         "Any model as it is; far tokens in host memory, so little is kept on the device.",
     ),
     "recall-device": NamedSettings(
-        _RECALL | {"store_bits": 4},
-        "Any model as it is; all on the device, far tokens in 4 bits.",
+        _RECALL | {"store_bits": 4}, "Any model as it is; all on the device, far tokens in 4 bits."
     ),
     "pooled": NamedSettings(
         {"method": "lca", "window": 512, "rep_bias": "log_size"},

@@ -9,14 +9,7 @@ from models import tiny
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import condense
-from condense.analysis import (
-    conditioning,
-    counterexample,
-    keys_read,
-    measure_cost,
-    measure_sparsity,
-    noise_effect,
-)
+from condense.analysis import conditioning, counterexample, keys_read, measure_cost, measure_sparsity, noise_effect
 from condense.analysis.conditioning import condition_number, group_means
 from condense.analysis.sparsity import last_query_weights
 from condense.cli.main import main

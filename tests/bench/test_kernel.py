@@ -180,21 +180,12 @@ def test_an_error_stands_in_its_rows(monkeypatch):
 
     monkeypatch.setattr(tasks, "attention", broken)
     _, content = run(ops=("forward", "layer"), lengths=(64,), baselines=())
-    assert [row.get("error") for row in content["rows"]] == [
-        None,
-        None,
-        *["RuntimeError: out of luck"] * 2,
-    ]
+    assert [row.get("error") for row in content["rows"]] == [None, None, *["RuntimeError: out of luck"] * 2]
 
 
 @pytest.mark.parametrize(
     ("part", "ops"),
-    [
-        ("entries", {"layer"}),
-        ("index", {"layer"}),
-        ("store", {"layer"}),
-        ("choice", {"forward", "backward", "layer"}),
-    ],
+    [("entries", {"layer"}), ("index", {"layer"}), ("store", {"layer"}), ("choice", {"forward", "backward", "layer"})],
 )
 def test_a_recall_that_is_wrong_is_not_timed(part, ops, monkeypatch):
     represent, attend = condense.Recall.represent, condense.Recall.attend

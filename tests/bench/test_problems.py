@@ -5,23 +5,14 @@ import torch
 from oracles import cases, oracle, oracle_recall
 
 import condense
-from condense.bench.problems import (
-    HeadShape,
-    Setting,
-    attention_flops,
-    beside_keys,
-    pooled,
-    step_bytes,
-    visible_pairs,
-)
+from condense.bench.problems import HeadShape, Setting, attention_flops, beside_keys, pooled, step_bytes, visible_pairs
 
 CPU = torch.device("cpu")
 SETTING = Setting(HeadShape(4, 2, 8, 6), batch=1, dtype=torch.float32, device=CPU, seed=0)
 
 
 @pytest.mark.parametrize(
-    ("text", "shape"),
-    [("32/8/128/128", (32, 8, 128, 128)), ("64/4", (64, 4, 128, 128)), ("4/4/192", (4, 4, 192, 192))],
+    ("text", "shape"), [("32/8/128/128", (32, 8, 128, 128)), ("64/4", (64, 4, 128, 128)), ("4/4/192", (4, 4, 192, 192))]
 )
 def test_shapes_are_read(text, shape):
     assert HeadShape.parse(text) == HeadShape(*shape)

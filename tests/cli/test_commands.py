@@ -314,12 +314,7 @@ def test_a_group_without_a_command_shows_its_help(group: str) -> None:
     ids=["stems", "endings", "folders", "spellings"],
 )
 def test_analyze_deviation_tells_all_texts_apart(
-    files: tuple[str, ...],
-    names: list[str],
-    saved: Path,
-    story: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    files: tuple[str, ...], names: list[str], saved: Path, story: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for file in files:
@@ -380,13 +375,7 @@ def test_analyze_deviation_tells_all_texts_apart(
         (("compare", "--json", "/proc/out.json"), "json: wanted a path that can be written, got /proc/out.json"),
         (("compare", "--plot", "/proc/new/out.png"), "plot: wanted a path that can be written"),
         (("compare", "--max-new-tokens", "many"), "'--max-new-tokens'"),
-        (
-            (
-                "compare",
-                "--nonsense",
-            ),
-            "No such option",
-        ),
+        (("compare", "--nonsense"), "No such option"),
         (("nonsense",), "No such command"),
         (("train", "smoke", "--data", "a", "--output", "b", "--method", "cca"), "belong to adapt: --method"),
         (("train", "smoke", "--data", "a", "--output", "b", "--train", "qkv"), "belong to adapt: --train"),

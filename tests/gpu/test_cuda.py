@@ -61,9 +61,7 @@ def test_decode_equals_prefill_for_300_steps(method):
 
 
 @pytest.mark.parametrize(
-    "method",
-    [STREAMING, condense.DGA(rep_bias="log_size"), condense.DGA(selection="prompt", min_focal=64)],
-    ids=str,
+    "method", [STREAMING, condense.DGA(rep_bias="log_size"), condense.DGA(selection="prompt", min_focal=64)], ids=str
 )
 def test_generate_in_bfloat16_on_the_bundled_model(method):
     model, tokenizer = condense.demo_model(dtype=torch.bfloat16)

@@ -48,11 +48,7 @@ def weights(method, length, pads, backend, *, equal="queries"):
 )
 def test_each_past_token_counts_once(backend, group_size, window, length, pads, summary, value_pooling, equal):
     method = CCA(
-        group_size=group_size,
-        window=window,
-        summary=summary,
-        value_pooling=value_pooling,
-        rep_bias="log_size",
+        group_size=group_size, window=window, summary=summary, value_pooling=value_pooling, rep_bias="log_size"
     )
     got, lse = weights(method, length, pads, backend, equal=equal)
     count = torch.arange(1, length + 1, dtype=torch.float64)

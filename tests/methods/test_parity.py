@@ -42,14 +42,7 @@ def read_in_steps(method, data, steps, backend):
                 x[b, :, L - n :] = whole[0, :, position[b] : position[b] + n]
             position[b] += n
         sources, past = extend(
-            method,
-            past,
-            q,
-            k,
-            v,
-            scale=SCALE,
-            plan=ForwardPlan(L, torch.tensor(counts)),
-            backend=backend,
+            method, past, q, k, v, scale=SCALE, plan=ForwardPlan(L, torch.tensor(counts)), backend=backend
         )
         out, lse = method.attend(q, sources, scale=SCALE, backend=backend, return_lse=True)
         for b, n in enumerate(counts):

@@ -134,10 +134,7 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     # not to be condensed, or only in part
     "gemma2": (Gemma2Config, _SIZES),
     "mistral-sliding": (MistralConfig, _SIZES | {"sliding_window": 12}),
-    "qwen2-mixed": (
-        Qwen2Config,
-        _SIZES | {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
-    ),
+    "qwen2-mixed": (Qwen2Config, _SIZES | {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}),
 }
 LATENT = ("deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite", "youtu")
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "phi3", "gpt2", "opt", *LATENT)

@@ -74,8 +74,7 @@ def test_experts_are_not_counted():
 
 
 @pytest.mark.parametrize(
-    ("name", "peak"),
-    [("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("NVIDIA H100 PCIe", None)],
+    ("name", "peak"), [("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("NVIDIA H100 PCIe", None)]
 )
 def test_peaks_are_of_whole_known_gpus(monkeypatch, name, peak):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

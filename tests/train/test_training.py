@@ -260,12 +260,7 @@ def test_what_cannot_be_trained_leaves_nothing(text_file: Path, tmp_path: Path) 
     ],
 )
 def test_a_method_that_cannot_be_trained_is_refused_before_any_work(
-    name: str,
-    method: condense.Method,
-    message: str,
-    text_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, method: condense.Method, message: str, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "prepare", lambda *_: pytest.fail("began to work"))
     tiny.config(name).save_pretrained(tmp_path / "base")

@@ -18,11 +18,7 @@ PAIRS = {
     "llama-dga": ("llama", "dga-streaming-log"),
     "deepseek_v3-lca": ("deepseek_v3", "lca"),
 }
-MODES = {
-    "padded": {},
-    "beams": {"num_beams": 2},
-    "samples": {"do_sample": True},
-}
+MODES = {"padded": {}, "beams": {"num_beams": 2}, "samples": {"do_sample": True}}
 # the interpreter is slow: not all of them
 TRIED = [
     ("llama-streaming-6", "padded"),

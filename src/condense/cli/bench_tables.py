@@ -28,7 +28,7 @@ def print_results(console: Console, content: Mapping[str, Any]) -> None:
         )
         console.print(
             f"ceilings of this run: {ceilings['matmul_tflops']:,.1f} TFLOP/s, {ceilings['copy_tbs']:.3f} TB/s; "
-            f"backend {', '.join(content['backends'])}",
+            f"backend {', '.join(content['backends'])}"
         )
         for op in dict.fromkeys(row["op"] for row in rows):
             _print_times(console, op_title(op), [row for row in rows if row["op"] == op], "times")

@@ -45,12 +45,7 @@ class Forecast:
 
 
 def forecast(
-    model: nn.Module,
-    phase: PhaseConfig,
-    *,
-    processes: int = 1,
-    sharded: bool = False,
-    sharded_teacher: bool = False,
+    model: nn.Module, phase: PhaseConfig, *, processes: int = 1, sharded: bool = False, sharded_teacher: bool = False
 ) -> Forecast:
     """Sizes of a phase for a model whose trained weights are marked by ``requires_grad``.
 

@@ -159,12 +159,7 @@ def run_training(config: TrainConfig, *, resume: bool = False, until: str | None
 
 
 def _run_phase(
-    config: TrainConfig,
-    index: int,
-    phase: PhaseConfig,
-    prepared: Prepared,
-    start: Path | None,
-    folder: Path,
+    config: TrainConfig, index: int, phase: PhaseConfig, prepared: Prepared, start: Path | None, folder: Path
 ) -> None:
     """Train one phase from ``start`` (``None``: from the configuration's own start) into ``folder/model``."""
     seed, processes = config.seed, PartialState()

@@ -32,10 +32,7 @@ def set_trained(model: PreTrainedModel, config: TrainConfig) -> nn.Module:
         raise ValueError(f"train: wanted PEFT for 'lora', got none: pip install peft ({error})") from error
     targets = config.lora_targets if config.lora_targets == "all-linear" else projections(model, config.lora_targets)
     settings = LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=_LORA_SCALE * config.lora_rank,
-        target_modules=targets,
-        task_type="CAUSAL_LM",
+        r=config.lora_rank, lora_alpha=_LORA_SCALE * config.lora_rank, target_modules=targets, task_type="CAUSAL_LM"
     )
     # in the dtype of the weights, of which the optimizer keeps float32 copies: float32 adapters would copy every input
     adapted: nn.Module = get_peft_model(model, settings, autocast_adapter_dtype=False)

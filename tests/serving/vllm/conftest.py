@@ -31,11 +31,7 @@ if HAS_VLLM:
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
 DEVICE_SETTINGS = {"enforce_eager": True}
 if torch.cuda.is_available():
-    DEVICE_SETTINGS = {
-        "compilation_config": GRAPHS,
-        "kv_cache_memory_bytes": 1 << 28,
-        "gpu_memory_utilization": 0.01,
-    }
+    DEVICE_SETTINGS = {"compilation_config": GRAPHS, "kv_cache_memory_bytes": 1 << 28, "gpu_memory_utilization": 0.01}
 
 
 class Engine:

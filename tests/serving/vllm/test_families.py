@@ -7,15 +7,7 @@ import sys
 import pytest
 import torch
 from small_models import SIZES, prompts_of, random_llama
-from transformers import (
-    GemmaConfig,
-    GPT2Config,
-    MistralConfig,
-    OPTConfig,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import GemmaConfig, GPT2Config, MistralConfig, OPTConfig, Phi3Config, Qwen2Config, Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
 from vllm import ModelRegistry
 
