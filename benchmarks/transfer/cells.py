@@ -4,48 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-# nats on a class of tokens; net share of a task that may be lost, and its paired 95 % bound
-MOST_NATS, MOST_LOST, MOST_BOUND = 0.01, 0.01, 0.02
-LEAST_FOUND = 0.6  # of dense attention, for a cell to count
+from condense.evaluate.paired import LEAST_FOUND, Cell
+
 TOKENS = ("key", "other", "copy", "identifier")
 TASKS = ("number", "shared", "several", "chain")
-_RESAMPLES = 2000
 Record = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One figure of an arm beside dense attention: nats above it, or the share lost of what it finds; low and high:
-    paired 95 % interval over texts. dense: its loss, or the share that it finds. n: tokens or questions.
-    """
-
-    value: float
-    low: float
-    high: float
-    dense: float
-    n: int
-
-    def passes(self, task: bool) -> bool:
-        """Whether the arm meets the bar in this cell."""
-        if task:
-            return self.value <= MOST_LOST and self.high <= MOST_BOUND
-        return self.value <= MOST_NATS
-
-
-def _paired(arm: np.ndarray, dense: np.ndarray, weight: np.ndarray, relative: bool) -> tuple[float, float, float]:
-    """Difference of two means, or the share lost, of sums ``[texts]``, with its interval over resampled texts."""
-    draws = np.random.default_rng(0).integers(len(arm), size=(_RESAMPLES, len(arm)))
-    draws = np.concatenate([np.arange(len(arm))[None], draws])
-    a, d, w = (x[draws].sum(1) for x in (arm, dense, weight))
-    values = 1 - a / np.maximum(d, 1) if relative else (a - d) / np.maximum(w, 1)
-    low, high = np.percentile(values[1:], [2.5, 97.5])
-    return float(values[0]), float(low), float(high)
 
 
 def cells(arm: Record, dense: Record) -> dict[str, Cell]:
@@ -58,14 +26,12 @@ def cells(arm: Record, dense: Record) -> dict[str, Cell]:
         ]
         table = np.array([(a[0], d[0], d[2]) for a, d in pairs if d[2]], float).reshape(-1, 3)
         if len(table):
-            n = int(table[:, 2].sum())
-            result[name] = Cell(*_paired(*table.T, relative=False), table[:, 1].sum() / n, n)
+            result[name] = Cell.of_losses(*table.T)
     for name in TASKS:
         pairs = [(a[name], d[name]) for a, d in zip(arm["asked"], dense["asked"], strict=False) if name in d]
         table = np.array([(a.count("1"), d.count("1"), len(d)) for a, d in pairs], float).reshape(-1, 3)
-        n = int(table[:, 2].sum())
-        if n and (found := table[:, 1].sum() / n) >= LEAST_FOUND:
-            result[name] = Cell(*_paired(*table.T, relative=True), found, n)
+        if table[:, 2].sum() and (cell := Cell.of_answers(*table.T)).dense >= LEAST_FOUND:
+            result[name] = cell
     return result
 
 

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from condense.evaluate.far_text import token_losses
+
 _OBSERVING, _POOLED = 64, 7  # SnapKV: last queries of the prompt, and the tokens over which their scores are averaged
 _PIECE, _BLOCK = 2048, 256  # KVzip: tokens repeated at a time
 
@@ -107,7 +109,7 @@ def kept_tokens(model: PreTrainedModel, ids: Tensor, n: int, ways: list[Eviction
 @torch.no_grad()
 def evicting(model: PreTrainedModel, ways: dict[str, Eviction], held: HeldOut, texts: int) -> dict[str, dict[str, Any]]:
     """By way, the answers in texts with questions and the copies of prose, as `reading.forced` writes them."""
-    from reading import answered, losses_of
+    from reading import answered
 
     result: dict[str, dict[str, Any]] = {name: {"prose": [], "code": [], "asked": []} for name in ways}
 
@@ -125,7 +127,7 @@ def evicting(model: PreTrainedModel, ways: dict[str, Eviction], held: HeldOut, t
         for name, ids, under in each(text):
             with under:
                 logits = model(input_ids=ids[None], use_cache=False).logits[0]
-            part = losses_of(logits, ids)[start:stop]
+            part = token_losses(logits, ids)[start:stop]
             right = int((logits[start - 1 : stop - 1].argmax(-1) == ids[start:stop]).sum())
             result[name]["prose"].append({"copy": [round(float(part.sum()), 4), right, stop - start]})
     return result

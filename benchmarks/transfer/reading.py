@@ -22,10 +22,10 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from condense import Method, Recall, use
+from condense.evaluate.far_text import needs_far, token_losses
 
 _SLICE = 2048  # positions whose logits are held in float32 at a time
 _BINS = 8
-_NEEDS = 1.0  # nats that all the text must be worth more than the last `short` tokens, to count as far text needed
 
 
 @dataclass
@@ -51,36 +51,10 @@ def _logits(model: PreTrainedModel, ids: Tensor, kept: int = 0) -> Tensor:
     return model(input_ids=ids[None], use_cache=False, logits_to_keep=kept).logits[0]
 
 
-def losses_of(logits: Tensor, ids: Tensor) -> Tensor:
-    """Loss of each token but the first, float32 ``[L]`` with 0 in its place."""
-    parts = zip(logits[:-1].split(_SLICE), ids[1:].split(_SLICE), strict=True)
-    return F.pad(torch.cat([F.cross_entropy(x.float(), y, reduction="none") for x, y in parts]), (1, 0))
-
-
-@torch.no_grad()
-def needs_far(model: PreTrainedModel, ids: Tensor, losses: Tensor) -> Tensor:
-    """Tokens of the second half that a short context predicts worse by more than a nat, bool ``[L]``.
-
-    The context is of 2,048 to 2,560 tokens, or a quarter of shorter texts (LongPPL, arXiv:2410.23771).
-    """
-    L = len(ids)
-    short = min(2048, L // 4)
-    block, result = short // 4, torch.zeros(L, dtype=torch.bool, device=ids.device)
-    starts = list(range(L // 2, L, block))
-    for i in range(0, len(starts), 8):
-        rows = torch.stack([ids[start - short : start + block] for start in starts[i : i + 8]])
-        logits = model(input_ids=rows, use_cache=False, logits_to_keep=block + 1).logits[:, :-1]
-        targets = rows[:, -block:]
-        alone = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
-        at = torch.tensor(starts[i : i + 8], device=ids.device)[:, None] + torch.arange(block, device=ids.device)
-        result[at.flatten()] = alone - losses[at.flatten()] > _NEEDS
-    return result
-
-
 def _of_text(logits: Tensor, ids: Tensor, sequence: Drawn, dense: Tensor, needed: Tensor) -> dict[str, Any]:
     """Sums over tokens by what they need, and how many of each there are."""
     L, asked = len(ids), sequence.asked
-    losses, right = losses_of(logits, ids), F.pad(logits[:-1].argmax(-1) == ids[1:], (1, 0))
+    losses, right = token_losses(logits, ids), F.pad(logits[:-1].argmax(-1) == ids[1:], (1, 0))
     far = torch.arange(L, device=ids.device) >= L // 2
     far[asked:] = False
     classes = {"key": far & needed, "other": far & ~needed}
@@ -122,7 +96,7 @@ def forced(
             if len(reference.logits) == index:
                 assert arm is None
                 reference.logits.append(logits[len(ids) // 2 :].clone())
-                reference.needs_far.append(needs_far(model, ids, losses_of(logits, ids)))
+                reference.needs_far.append(needs_far(model, ids, token_losses(logits, ids)))
             row = _of_text(logits, ids, text, reference.logits[index], reference.needs_far[index])
             result[kind].append(row)
         for text in held.asked[: max(1, len(held.asked) // 2)] if fewer else held.asked:

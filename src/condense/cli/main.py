@@ -24,6 +24,7 @@ from condense.cli.recipes import recipes_command
 from condense.cli.run import SETTINGS, USAGE, run_command
 from condense.cli.serve import serve_command
 from condense.cli.train import train_command
+from condense.cli.verify import verify_command
 from condense.version import __version__
 
 INTERRUPTED = 130  # what shells expect after Ctrl-C
@@ -71,6 +72,7 @@ app.command(
     short_help="Serve a condensed model with vLLM.",
 )(serve_command)
 app.command("train", cls=Command, short_help="Train a model by a recipe, from scratch or further.")(train_command)
+app.command("verify", cls=Command, short_help="What settings lose of your model, on your text.")(verify_command)
 
 
 def main(load: Callable[[], None] = lambda: None) -> None:

@@ -1,0 +1,162 @@
+"""`condense verify`: what the named settings lose of one's own model, on one's own text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from condense.cli.options import (
+    CHOICES_HELP,
+    MODEL_HELP,
+    DeviceMapOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    OverwriteOption,
+    RemoteOption,
+    TextsOption,
+    check_targets,
+    load_model,
+    parse_tokens,
+    plain_console,
+    plain_table,
+    progress,
+    read_text,
+    saved_choice,
+    warn_of_length,
+)
+
+if TYPE_CHECKING:
+    from condense.models import MethodChoice
+
+LENGTHS, DEMO_LENGTHS = ("4K", "16K"), ("3K",)
+
+
+def verify_command(
+    model: Annotated[
+        list[str] | None, typer.Argument(help=MODEL_HELP + " Or result files (.json), to show in one table.")
+    ] = None,
+    text: TextsOption = None,
+    length: Annotated[
+        list[str] | None, typer.Option(help="Tokens of a text, as 16384 or 16K; repeatable. Default: 4K and 16K.")
+    ] = None,
+    method: Annotated[list[str] | None, typer.Option(help=CHOICES_HELP + " Default: every name for settings.")] = None,
+    texts: Annotated[int, typer.Option(help="Texts of each kind and length.")] = 4,
+    questions: Annotated[int, typer.Option(help="Hidden numbers per text and task, fewer where they do not fit.")] = 32,
+    greedy: Annotated[int, typer.Option(help="Steps for which to compare greedy tokens.")] = 512,
+    seed: Annotated[int, typer.Option(help="Decides which stretches of text and which numbers.")] = 0,
+    json: JsonOption = None,
+    page: Annotated[Path | None, typer.Option(help="Write all tables to this Markdown file.")] = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    device_map: DeviceMapOption = None,
+    trust_remote_code: RemoteOption = False,
+    overwrite: OverwriteOption = False,
+) -> None:
+    """Measure what the named settings lose of a model on a text, and say which is the cheapest that loses nothing.
+
+    Exit code 0: a setting passes, and the text shows it. 1: none passes, or nothing was shown. 2: bad input.
+    """
+    from condense.evaluate.verify_report import page as page_of
+    from condense.files import whole_file
+
+    check_targets(json=json, page=page, overwrite=overwrite)
+    sources = model or []
+    if sources and all(source.endswith(".json") for source in sources):
+        if json is not None:
+            raise ValueError("json: result files are read here, not written: leave out --json")
+        contents = [_read(Path(source)) for source in sources]
+    elif len(sources) > 1:
+        raise ValueError(f"model: wanted one model, or result files that end in .json, got {', '.join(sources)}")
+    else:
+        name = sources[0] if sources else None
+        chosen = _chosen(method)
+        loaded, tokenizer = load_model(name, dtype, device, device_map=device_map, trust_remote_code=trust_remote_code)
+        sizes = length or (DEMO_LENGTHS if name is None and not text else LENGTHS)
+        lengths = tuple(parse_tokens("length", size) for size in sizes)
+        numbers = {"texts": texts, "questions": questions, "greedy": greedy, "seed": seed}
+        contents = [_measured(loaded, tokenizer, name, text or [], chosen, lengths=lengths, **numbers)]
+        if json is not None:
+            from condense.results import write_results
+
+            write_results(json, contents[0], seed=seed, device=loaded.device, overwrite=overwrite)
+    _print(contents)
+    if page is not None:
+        with whole_file(page, overwrite=overwrite) as file:
+            file.write(page_of(contents).encode())
+    if any(content["verdict"]["cheapest"] is None for content in contents):
+        raise typer.Exit(1)
+
+
+def _chosen(method: list[str] | None) -> dict[str, MethodChoice]:
+    from condense.models import choice_from_text
+    from condense.named import NAMED_SETTINGS
+
+    return {each: choice_from_text(each) for each in method or NAMED_SETTINGS}
+
+
+def _measured(
+    loaded: Any, tokenizer: Any, name: str | None, text: list[str], chosen: dict[str, MethodChoice], **numbers: Any
+) -> dict[str, Any]:
+    """The content of a result file."""
+    from condense.demo import demo_text
+    from condense.evaluate.verify import VerifyConfig, verify
+    from condense.evaluate.verify_report import verdict
+    from condense.models import described, restore
+    from condense.results import plain
+
+    config = VerifyConfig(**numbers)
+    documents = list(dict.fromkeys(map(read_text, dict.fromkeys(text)))) or [demo_text().text]
+    if (saved := saved_choice(loaded)) is not None:
+        chosen = {f"as saved: {described(saved)}": saved} | chosen
+        restore(loaded)
+    warn_of_length(loaded, max(config.lengths))
+    with progress() as bar:
+        task = bar.add_task("verifying", total=None)
+        results = verify(
+            loaded, tokenizer, documents, chosen, config,
+            on_step=lambda total: bar.update(task, total=total, advance=1),
+        )  # fmt: skip
+    settings = [plain(result) for result in results]
+    for written, result in zip(settings, results, strict=True):
+        for entry, each in zip(written["lengths"], result.lengths, strict=True):
+            entry["failed"] = each.failed
+    about = {"model": name or "bundled", "text": ", ".join(text) or "bundled", "dtype": str(loaded.dtype)[6:]}
+    return about | {"config": plain(config), "settings": settings, "verdict": plain(verdict(results))}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The content of a result file of this command."""
+    from json import JSONDecodeError, loads
+
+    if not path.is_file():
+        raise ValueError(f"model: no such file: {path}")
+    try:
+        content = loads(path.read_text(encoding="utf-8"))["results"]
+        if not {"model", "settings", "verdict"} <= set(content):
+            raise KeyError
+    except (JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"model: wanted result files of condense verify --json, got {path}") from error
+    return dict(content)
+
+
+def _print(contents: list[dict[str, Any]]) -> None:
+    """One table of all models, then the verdicts."""
+    from condense.evaluate.verify_report import BARS, WORDS, cells_of
+
+    console, table = plain_console(), plain_table()
+    for heading in (*(["model"] if len(contents) > 1 else []), "setting", "device", "host", "tokens"):
+        table.add_column(heading, overflow="fold")
+    for heading in (*WORDS.values(), "greedy steps alike", "passes"):
+        table.add_column(heading, justify="right", overflow="fold")
+    for content in contents:
+        for result in content["settings"]:
+            for each in result["lengths"]:
+                table.add_row(*([content["model"]] if len(contents) > 1 else []), *cells_of(result, each))
+    console.print(table)
+    console.print(BARS, soft_wrap=True)
+    for content in contents:
+        said = content["verdict"]["text"]
+        console.print(f"{content['model']}: {said}" if len(contents) > 1 else said, soft_wrap=True)

@@ -1,0 +1,227 @@
+"""What settings lose of one's own model on one's own text, through the caches, stores and steps that they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from condense.config import check_int
+from condense.evaluate.compare import attention_of
+from condense.evaluate.intervals import Proportion
+from condense.evaluate.modes import in_eval_mode
+from condense.evaluate.paired import LEAST_FOUND, Cell
+from condense.evaluate.verify_texts import (
+    BINS,
+    DEPTHS,
+    TASKS,
+    DenseReading,
+    TextReading,
+    answers,
+    depth_of,
+    read_copying,
+    verify_texts,
+)
+from condense.methods import Dense, Recall, StreamingLLM
+from condense.models import MethodChoice, check_stock, described
+from condense.models.inspect import inspect
+from condense.tasks import encode_corpus
+
+DENSE, WINDOW, ALL_OPEN = "dense", "window of 25 %", "all groups open"
+KINDS = ("far", "other", "copy")
+
+
+@dataclass(frozen=True)
+class VerifyConfig:
+    """What is measured.
+
+    lengths: tokens of a text, one or more, each >= 256. texts: of each kind and length. questions: per text and task,
+    fewer where they do not fit. greedy: tokens that dense attention writes after each of the first ``continued`` texts.
+    Raises ValueError for a number out of range.
+    """
+
+    lengths: tuple[int, ...]
+    texts: int = 4
+    questions: int = 32
+    greedy: int = 512
+    continued: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.lengths:
+            raise ValueError("lengths must hold one length at least, got none")
+        for name, least in (("texts", 1), ("questions", 1), ("greedy", 0), ("continued", 0), ("seed", 0)):
+            check_int(name, getattr(self, name), least)
+        object.__setattr__(self, "lengths", tuple(sorted(set(self.lengths))))
+
+
+@dataclass(frozen=True)
+class AtLength:
+    """One setting at one length.
+
+    cells: by kind of token (``far``: those that need far text; ``other``; ``copy``) and by task, without tasks of which
+    dense attention finds less than 60 %. losses, divergence: means over stretches of the texts' second half, in nats
+    per token. found, by_depth: of each task, over all and in each fifth of the text, the first one first. greedy: steps
+    at which the setting takes the token that dense attention wrote, given those before it. alike: of each continued
+    text, the number of steps before another token: what both write alike.
+    """
+
+    length: int
+    cells: dict[str, Cell]
+    losses: list[float]
+    divergence: list[float]
+    found: dict[str, Proportion]
+    by_depth: dict[str, list[Proportion]]
+    greedy: Proportion
+    alike: list[int]
+
+    @property
+    def failed(self) -> list[str]:
+        """The cells in which the bar is not met."""
+        return [name for name, cell in self.cells.items() if not cell.passes(name in TASKS)]
+
+
+@dataclass(frozen=True)
+class Verified:
+    """One setting. device, host: bytes of its cache after the longest text, as shares of dense attention's.
+
+    For `WINDOW`, which has another size at each length, settings are those of the longest text.
+    """
+
+    name: str
+    settings: str
+    device: float
+    host: float
+    lengths: list[AtLength]
+
+    @property
+    def failed(self) -> list[tuple[int, str]]:
+        """Length and name of the cells in which the bar is not met."""
+        return [(each.length, name) for each in self.lengths for name in each.failed]
+
+
+def verify(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[str],
+    methods: Mapping[str, MethodChoice],
+    config: VerifyConfig,
+    *,
+    on_step: Callable[[int], None] = lambda total: None,
+) -> list[Verified]:
+    """Measure dense attention, the methods, a window of 25 % and Recall with all groups open, in this order.
+
+    A good setting keeps what dense attention does; the window must not, else the texts show nothing; all groups open
+    is dense attention computed by Recall, so that what it loses is the measurement's noise.
+
+    model: a causal LM with stock attention, which it has afterwards too. documents: text to cut and hide numbers in.
+    methods: by the name that their results get. on_step: called after each text and setting with their number.
+    Raises ValueError for a condensed model, a method it cannot take, a name of ours, and as `verify_texts`.
+    """
+    check_stock(model)
+    if taken := {DENSE, WINDOW, ALL_OPEN} & set(methods):
+        raise ValueError(f"methods: wanted names other than those of the controls, got {', '.join(taken)}")
+    corpus = encode_corpus(documents, tokenizer)
+    drawn = [
+        verify_texts(tokenizer, corpus, length, config.texts, questions=config.questions, seed=config.seed)
+        for length in config.lengths
+    ]
+    arms = {length: _arms(methods, length) for length in config.lengths}
+    for method in arms[config.lengths[-1]].values():  # fail now if the model cannot take one
+        with attention_of(model, method):
+            pass
+    total = len(config.lengths) * (len(methods) + 3) * config.texts * (1 + len(TASKS))
+    results: dict[str, list[AtLength]] = {}
+    with in_eval_mode(model):
+        for length, texts in zip(config.lengths, drawn, strict=True):
+            read: dict[str, list[TextReading]] = {name: [] for name in arms[length]}
+            right: dict[str, dict[str, list[list[bool]]]] = {
+                name: {task: [] for task in TASKS} for name in arms[length]
+            }
+            # text by text, so that dense attention's logits of one text are held at a time
+            for index, text in enumerate(texts.copying):
+                dense = DenseReading()
+                for name, method in arms[length].items():
+                    with attention_of(model, method):
+                        greedy = config.greedy if index < config.continued else 0
+                        read[name].append(read_copying(model, text, dense, greedy))
+                    on_step(total)
+            for name, method in arms[length].items():
+                for task, sequences in texts.asked.items():
+                    for sequence in sequences:
+                        with attention_of(model, method):
+                            right[name][task].append(answers(model, sequence))
+                        on_step(total)
+            depths = {task: [depth_of(sequence) for sequence in of] for task, of in texts.asked.items()}
+            for name in arms[length]:
+                cells = _cells(read[name], read[DENSE], right[name], right[DENSE])
+                results.setdefault(name, []).append(_at_length(length, cells, read[name], right[name], depths))
+    longest = arms[config.lengths[-1]]
+    return [
+        Verified(name, described(longest[name]), *_shares(model, longest[name], config.lengths[-1]), lengths)
+        for name, lengths in results.items()
+    ]
+
+
+def _arms(methods: Mapping[str, MethodChoice], length: int) -> dict[str, MethodChoice]:
+    """By name, dense attention first, because the others are measured against it."""
+    all_open = Recall(window=64, num_recall=length, index_bits=16, unchosen="drop")
+    window = StreamingLLM(sink=4, window=length // 4 - 4)
+    return {DENSE: Dense(), **methods, WINDOW: window, ALL_OPEN: all_open}
+
+
+def _cells(
+    read: Sequence[TextReading],
+    dense: Sequence[TextReading],
+    right: Mapping[str, list[list[bool]]],
+    dense_right: Mapping[str, list[list[bool]]],
+) -> dict[str, Cell]:
+    cells = {}
+    for kind in KINDS:
+        pairs = [(a.sums[kind], d.sums[kind]) for a, d in zip(read, dense, strict=True)]
+        table = np.array([(loss, of_dense, n) for (loss, n), (of_dense, _) in pairs if n], float).reshape(-1, 3)
+        if len(table):
+            cells[kind] = Cell.of_losses(*table.T)
+    for task in TASKS:
+        rows = [(sum(a), sum(d), len(d)) for a, d in zip(right[task], dense_right[task], strict=True)]
+        cell = Cell.of_answers(*np.array(rows, float).T)
+        if cell.dense >= LEAST_FOUND:
+            cells[task] = cell
+    return cells
+
+
+def _at_length(
+    length: int,
+    cells: dict[str, Cell],
+    read: Sequence[TextReading],
+    right: Mapping[str, list[list[bool]]],
+    depths: Mapping[str, list[list[int]]],
+) -> AtLength:
+    found, by_depth = {}, {}
+    for task in TASKS:
+        outcomes = [outcome for of_text in right[task] for outcome in of_text]
+        places = [place for of_text in depths[task] for place in of_text]
+        found[task] = Proportion.of(outcomes)
+        by_depth[task] = [
+            Proportion.of([outcome for outcome, place in zip(outcomes, places, strict=True) if place == fifth])
+            for fifth in range(DEPTHS)
+        ]
+    same = [reading.same for reading in read if reading.same]
+    losses, divergence = (
+        [float(np.mean([getattr(reading, name)[part] for reading in read])) for part in range(BINS)]
+        for name in ("losses", "divergence")
+    )
+    alike = [steps.index(False) if False in steps else len(steps) for steps in same]
+    greedy = Proportion.of([step for steps in same for step in steps])
+    return AtLength(length, cells, losses, divergence, found, by_depth, greedy, alike)
+
+
+def _shares(model: PreTrainedModel, method: MethodChoice, length: int) -> tuple[float, float]:
+    """Bytes on the device and in host memory, as shares of dense attention's, by arithmetic."""
+    if isinstance(method, Dense):
+        return 1.0, 0.0
+    rows = inspect(model, method, length, model.dtype.itemsize)
+    dense = sum(row.dense_bytes for row in rows)
+    return sum(row.bytes for row in rows) / dense, sum(row.host_bytes for row in rows) / dense

@@ -1,0 +1,162 @@
+"""A verdict in plain words, and one page of results of one model or of several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from condense.evaluate.paired import LEAST_FOUND, MOST_BOUND, MOST_LOST, MOST_NATS
+from condense.evaluate.verify import ALL_OPEN, DENSE, WINDOW, Verified
+from condense.evaluate.verify_texts import TASKS
+
+Content = Mapping[str, Any]
+WORDS = {"far": "tokens that need far text", "other": "other tokens", "copy": "copies"} | {task: task for task in TASKS}
+BARS = (
+    f"Bars: at most {MOST_NATS} nats above dense attention on each kind of token; net at most {MOST_LOST:.0%} of each "
+    f"task lost, with the paired 95 % bound at most {MOST_BOUND:.0%}."
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """cheapest: name of the passing setting with the smallest cache on the device, None if none passes or nothing was
+    shown. passing: names, cheapest first. text: all of it in words, one sentence per line.
+    """
+
+    cheapest: str | None
+    passing: list[str]
+    text: str
+
+
+def verdict(results: Sequence[Verified]) -> Verdict:
+    """What the results show, cell by cell: only where the window fails do they say that far text is kept."""
+    by_name = {result.name: result for result in results}
+    lost = [name for name in WORDS if name in {cell for _, cell in by_name[WINDOW].failed}]
+    if not lost:
+        text = (
+            "Your text and these tasks do not need far text: a window of 25 % passes too, so nothing was shown. "
+            "Give longer or other text."
+        )
+        return Verdict(None, [], text)
+    if by_name[ALL_OPEN].failed:
+        text = (
+            "All groups open is dense attention and fails all the same, so these measurements are too coarse and "
+            f"nothing was shown: {_failures(by_name[ALL_OPEN])}. Give --dtype float32 or more --texts."
+        )
+        return Verdict(None, [], text)
+    candidates = [result for result in results if result.name not in (DENSE, WINDOW, ALL_OPEN)]
+    good = sorted((result for result in candidates if not result.failed), key=lambda each: (each.device, each.host))
+    lines = [f"{result.name} fails: {_failures(result)}." for result in candidates if result.failed]
+    lengths = ", ".join(f"{each.length:,}" for each in results[0].lengths)
+    lines += [f"{result.name} passes at {lengths} tokens: {_size(result.device, result.host)}." for result in good]
+    lines.append(f"Cheapest that passes: {good[0].name}." if good else "No setting passes.")
+    if missing := [WORDS[name] for name in WORDS if name not in lost]:
+        reason = f"the window passes there, or dense attention finds less than {LEAST_FOUND:.0%}, or there are none"
+        lines.append(f"Nothing was shown about {', '.join(missing)}: {reason}.")
+    return Verdict(good[0].name if good else None, [result.name for result in good], "\n".join(lines))
+
+
+def _failures(result: Verified) -> str:
+    """Every cell that misses its bar, worst length last."""
+    said = []
+    for each in result.lengths:
+        for name in each.failed:
+            cell = each.cells[name]
+            near = " (too few questions to be sure)" if name in TASKS and cell.value <= MOST_LOST else ""
+            said.append(f"{WORDS[name]} at {each.length:,}: {_figure(vars(cell), name in TASKS)}{near}")
+    return "; ".join(said)
+
+
+def page(files: Sequence[Content]) -> str:
+    """Markdown from the contents of result files: one table over all models, then each model's verdict and figures."""
+    heads = [
+        "model", "setting", "device", "host", "tokens", *(WORDS[name] for name in WORDS), "greedy steps alike", "passes"
+    ]  # fmt: skip
+    lines = ["# What settings lose", "", BARS, "", _row(heads), "|---" * len(heads) + "|"]
+    lines += [
+        _row([content["model"], *cells_of(result, each)])
+        for content in files
+        for result in content["settings"]
+        for each in result["lengths"]
+    ]
+    for content in files:
+        config = content["config"]
+        about = (
+            f"{content['dtype']}, text: {content['text']}; {config['texts']} texts of each kind and length, "
+            f"seed {config['seed']}. Figures are nats above dense attention, or the share lost of what it finds, "
+            "with a paired 95 % interval and the number of tokens or questions; dense attention's row has its own loss "
+            f"and what it finds. *{WINDOW}* must fail, *{ALL_OPEN}* is the noise."
+        )
+        lines += ["", f"## {content['model']}", "", *content["verdict"]["text"].splitlines(), "", about, ""]
+        lines += [f"- `{result['name']}`: {result['settings']}" for result in content["settings"]]
+        lines += _places(content)
+    return "\n".join(lines) + "\n"
+
+
+def cells_of(result: Content, each: Content) -> list[str]:
+    """A row of the table: name, sizes, length, figures, agreement, and whether the bars are met."""
+    is_dense = result["name"] == DENSE
+    figures = []
+    for name in WORDS:
+        cell = each["cells"].get(name)
+        if cell is None:
+            figures.append("")
+        elif is_dense:
+            figures.append(f"{cell['dense']:.1%}" if name in TASKS else f"{cell['dense']:.3f}")
+        else:
+            figures.append(_figure(cell, name in TASKS))
+    greedy = each["greedy"]
+    alike = f"{greedy['share']:.1%} of {greedy['total']}" if greedy["total"] else ""
+    passes = "" if is_dense else "no" if each["failed"] else "yes"
+    return [result["name"], *_percents(result), f"{each['length']:,}", *figures, alike, passes]
+
+
+def _places(content: Content) -> list[str]:
+    """Tables by place in the text: losses and divergence by stretch of the second half, answers by fifth."""
+    lines = []
+    for name, title in (("losses", "loss"), ("divergence", "divergence from dense")):
+        lines += ["", f"{title.capitalize()} by stretch of the second half, nats per token:", ""]
+        rows = [
+            [result["name"], f"{each['length']:,}", *(f"{value:.4f}" for value in each[name])]
+            for result in content["settings"]
+            for each in result["lengths"]
+        ]
+        lines += _table(["setting", "tokens", *map(str, range(1, len(rows[0]) - 1))], rows)
+    for task in TASKS:
+        lines += [
+            "",
+            f"{task.capitalize()} found, by fifth of the text in which they stand (95 % Wilson interval):",
+            "",
+        ]
+        rows = []
+        for result in content["settings"]:
+            for each in result["lengths"]:
+                parts = [each["found"][task], *each["by_depth"][task]]
+                shown = [f"{p['right']}/{p['total']} [{p['low']:.0%}, {p['high']:.0%}]" for p in parts]
+                rows.append([result["name"], f"{each['length']:,}", *shown])
+        lines += _table(["setting", "tokens", "all", *map(str, range(1, len(rows[0]) - 2))], rows)
+    return lines
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [_row(heads), "|---" * len(heads) + "|", *map(_row, rows)]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _figure(cell: Content, task: bool) -> str:
+    form = ".1%" if task else "+.3f"
+    unit = " lost" if task else " nats"
+    return f"{cell['value']:{form}}{unit} [{cell['low']:{form}}, {cell['high']:{form}}], n {cell['n']:,}"
+
+
+def _percents(result: Content) -> tuple[str, str]:
+    return f"{result['device']:.1%}", f"{result['host']:.1%}" if result["host"] else ""
+
+
+def _size(device: float, host: float) -> str:
+    on_host = f", and {host:.1%} of it in host memory" if host else ""
+    return f"{device:.1%} of dense attention's cache on the device{on_host}"

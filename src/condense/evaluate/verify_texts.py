@@ -1,0 +1,189 @@
+"""Texts by which settings are verified, and how they are read: prompts, pieces, turns and steps over the real caches.
+
+Shapes: L tokens of a text, T tokens decoded, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+
+from condense.evaluate.far_text import needs_far
+from condense.evaluate.retrieval import passkey_sequences
+from condense.tasks import Corpus, PasskeySequence, SequenceBuilder, load_words
+
+COPIED = 128  # tokens of the copy that ends a text, an eighth of shorter texts
+BINS = 8  # stretches of the second half by which losses are given
+_SURE = 4  # the first quarter of a copy, which nothing announces, is not counted
+_PIECE = 512  # tokens read at a time, so that few logits are held
+DEPTHS = 5
+TASKS = ("numbers", "shared names")
+
+
+@dataclass(frozen=True)
+class Copying:
+    """A text ``ids`` [L] int64 whose end, from ``copy`` on, repeats what stands in its first half."""
+
+    ids: np.ndarray
+    copy: int
+
+
+@dataclass(frozen=True)
+class VerifyTexts:
+    """The texts of one length: with a copy at the end, and with hidden numbers by task."""
+
+    copying: list[Copying]
+    asked: dict[str, list[PasskeySequence]]
+
+
+def verify_texts(
+    tokenizer: PreTrainedTokenizerBase, corpus: Corpus, length: int, count: int, *, questions: int, seed: int
+) -> VerifyTexts:
+    """``count`` texts of each kind, the same for the same arguments.
+
+    The two tasks ask for numbers on lines of their own, and for numbers anywhere in the text whose names share words;
+    as many of the ``questions`` as fit.
+    Raises ValueError for a length below 256, and as `SequenceBuilder`.
+    """
+    if length < 256:
+        raise ValueError(f"length: wanted at least 256 tokens, got {length}")
+    builder = SequenceBuilder(tokenizer, corpus, load_words().held_out, length)
+    copied, copying = min(COPIED, length // 8), []
+    for index in range(count):
+        rng = np.random.default_rng([seed, index])
+        ids = builder.plain(rng)
+        start = int(rng.integers(1, length // 2 - copied))
+        ids[-copied:] = ids[start : start + copied]
+        copying.append(Copying(ids, length - copied))
+    numbers = passkey_sequences(builder, count, keys=questions, seed=seed)
+    shared = passkey_sequences(
+        builder, count, keys=questions, form="question", seed=seed + 1, shared=True, anywhere=True
+    )
+    return VerifyTexts(copying, dict(zip(TASKS, (numbers, shared), strict=True)))
+
+
+class TextReading(NamedTuple):
+    """One text under one setting: sums of losses and numbers of tokens by kind, and per stretch of the second half the
+    mean loss and divergence from dense. same: per greedy step, whether the setting takes dense attention's token.
+    """
+
+    sums: dict[str, tuple[float, int]]
+    losses: list[float]
+    divergence: list[float]
+    same: list[bool]
+
+
+@dataclass
+class DenseReading:
+    """Dense attention on one text: logits per piece of the second half, tokens that need far text, tokens written."""
+
+    logits: list[Tensor] = field(default_factory=list)
+    needs_far: Tensor | None = None
+    written: Tensor | None = None
+
+
+@torch.no_grad()
+def read_copying(model: PreTrainedModel, text: Copying, dense: DenseReading, greedy: int) -> TextReading:
+    """Read the second half in pieces over the cache of the first; decode the copy, and ``greedy`` tokens.
+
+    Decoding is `generate`'s own, made to write the copy, and what dense attention writes after the text before it.
+
+    dense: of this text; empty while the model has dense attention, which fills it.
+    """
+    ids = torch.from_numpy(text.ids).to(model.device)
+    half, is_dense = text.copy // 2, not dense.logits
+    cache = _new_cache(model)
+    model(ids[None, : half - 1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    losses, divergence = [], []
+    pieces = zip(ids[half - 1 : text.copy - 1].split(_PIECE), ids[half : text.copy].split(_PIECE), strict=True)
+    for index, (piece, targets) in enumerate(pieces):
+        logits = model(piece[None], past_key_values=cache, use_cache=True).logits[0]
+        if is_dense:
+            dense.logits.append(logits.cpu())
+        losses.append(F.cross_entropy(logits.float(), targets, reduction="none"))
+        divergence.append(_divergence(logits, dense.logits[index].to(logits.device)))
+    del cache
+    each, apart = torch.cat(losses), torch.cat(divergence)
+    if dense.needs_far is None:
+        dense.needs_far = needs_far(model, ids[: text.copy], F.pad(each, (half, 0)))[half:]
+    needed = dense.needs_far
+    sure = text.copy + (len(ids) - text.copy) // _SURE
+    copied = torch.stack(_decoded(model, ids[:sure], ids[sure:]).logits)
+    sums = {name: (float(each[of].sum()), int(of.sum())) for name, of in (("far", needed), ("other", ~needed))}
+    sums["copy"] = (float(F.cross_entropy(copied, ids[sure:].cpu(), reduction="sum")), len(copied))
+    same: list[bool] = []
+    if greedy:
+        steps = _decoded(model, ids[: text.copy], dense.written, greedy)
+        wrote = torch.stack(steps.logits).argmax(-1)
+        dense.written = wrote.to(ids.device) if dense.written is None else dense.written
+        same = (wrote == dense.written.cpu()).tolist()
+    by_place, apart_by_place = ([float(part.mean()) for part in x.tensor_split(BINS)] for x in (each, apart))
+    return TextReading(sums, by_place, apart_by_place, same)
+
+
+@torch.no_grad()
+def answers(model: PreTrainedModel, sequence: PasskeySequence) -> list[bool]:
+    """Ask every question as a turn over one cache, answers token by token; whether greedy decoding writes each."""
+    ids = torch.from_numpy(sequence.input_ids).to(model.device)
+    cache, at, outcomes = _new_cache(model), 0, []
+    for start, stop in sequence.answers:
+        right = True
+        # the turn up to the answer, then its tokens but the last one, which the next turn begins with
+        for begin, end in [(at, start), *((i, i + 1) for i in range(start, stop - 1))]:
+            out = model(ids[None, begin:end], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            right &= bool(out.logits[0, -1].argmax() == ids[end])
+        outcomes.append(right)
+        at = stop - 1
+    return outcomes
+
+
+def depth_of(sequence: PasskeySequence) -> list[int]:
+    """The fifth of the text in which the number of each question stands, 0 for the first."""
+    return [min(int(depth * DEPTHS), DEPTHS - 1) for depth in sequence.depths]
+
+
+class _Writer(LogitsProcessor):
+    """Keeps the logits ``[V]`` of each step, float32 on the CPU, and lets only the given tokens be written."""
+
+    def __init__(self, tokens: Sequence[int] | None) -> None:
+        self.logits: list[Tensor] = []
+        self._tokens = tokens
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """See the class; scores ``[1, V]``."""
+        self.logits.append(scores[0].float().cpu())
+        if self._tokens is None:
+            return scores
+        forced = torch.full_like(scores, float("-inf"))
+        forced[:, self._tokens[len(self.logits) - 1]] = 0
+        return forced
+
+
+def _decoded(model: PreTrainedModel, ids: Tensor, tokens: Tensor | None, count: int | None = None) -> _Writer:
+    """The logits by which `generate` would write each of the tokens after ``ids``; None: ``count`` of its own."""
+    writer = _Writer(None if tokens is None else tokens.tolist())
+    count = len(tokens) if tokens is not None else count
+    model.generate(
+        input_ids=ids[None], attention_mask=torch.ones_like(ids[None]), max_new_tokens=count, do_sample=False,
+        repetition_penalty=1.0, use_cache=True, logits_processor=LogitsProcessorList([writer]), pad_token_id=0,
+        # a token that is never written, so that none ends the text
+        eos_token_id=model.config.get_text_config(decoder=True).vocab_size,
+    )  # fmt: skip
+    return writer
+
+
+def _divergence(logits: Tensor, dense: Tensor) -> Tensor:
+    """Of dense attention's predictions from these, in nats per token, float32."""
+    p, of_dense = logits.float().log_softmax(-1), dense.float().log_softmax(-1)
+    return (of_dense.exp() * (of_dense - p)).sum(-1)
+
+
+def _new_cache(model: PreTrainedModel) -> DynamicCache:
+    return DynamicCache(config=model.config.get_text_config(decoder=True))

@@ -1,0 +1,171 @@
+"""`condense verify`: good settings pass, planted faults fail, and texts that show nothing say so."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+import typer
+
+from condense import Recall
+from condense.cli.main import app
+from condense.demo import demo_model, demo_text
+from condense.evaluate import verify as verify_module
+from condense.evaluate.far_text import NEEDS, needs_far
+from condense.evaluate.paired import MOST_NATS, Cell
+from condense.evaluate.verify import ALL_OPEN, DENSE, WINDOW, VerifyConfig, verify
+from condense.evaluate.verify_report import verdict
+from condense.evaluate.verify_texts import TASKS, verify_texts
+from condense.tasks import encode_corpus
+
+CONFIG = VerifyConfig((320,), texts=1, questions=2, greedy=3)
+# 14 of the 18 groups that are closed at the end, in a store in host memory
+GOOD = Recall(window=32, num_recall=14, index_bits=16, unchosen="drop", store="host", slots=8)
+
+
+class Broken(Recall):
+    """Recall that opens the groups that matter least."""
+
+    def represent(self, chunks, summary, *, scale, backend):
+        k, v, codes, *others = super().represent(chunks, summary, scale=scale, backend=backend)
+        return k, v, -codes, *others
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return demo_model()
+
+
+@pytest.fixture(scope="module")
+def results(demo):
+    broken = Broken(**{field.name: getattr(GOOD, field.name) for field in dataclasses.fields(GOOD)})
+    methods = {"few": GOOD.replace(num_recall=1), "good": GOOD, "broken": broken}
+    steps = []
+    found = verify(*demo, [demo_text().text], methods, CONFIG, on_step=steps.append)
+    assert steps == [len(steps)] * len(steps)
+    return {each.name: each for each in found}
+
+
+def command(*arguments):
+    """The exit code of `condense verify`; bad input raises ValueError."""
+    try:
+        return typer.main.get_command(app)(["verify", *map(str, arguments)], standalone_mode=False)
+    except typer.Exit as done:
+        return done.exit_code
+
+
+def test_a_good_setting_passes_and_planted_faults_fail(results):
+    assert list(results) == [DENSE, "few", "good", "broken", WINDOW, ALL_OPEN]
+    assert not results["good"].failed
+    failed = {name: {cell for _, cell in results[name].failed} for name in ("few", "broken", WINDOW)}
+    assert {"far", "copy", "numbers"} <= failed["few"]
+    assert {"copy", *TASKS} <= failed["broken"]
+    assert {"far", "copy", *TASKS} <= failed[WINDOW]
+    said = verdict(list(results.values()))
+    assert (said.cheapest, said.passing) == ("good", ["good"])
+    assert "few fails: tokens that need far text at 320: +" in said.text
+    assert 0.5 < results["good"].host < 1
+    assert results["few"].device < results["good"].device + results["good"].host
+
+
+def test_all_groups_open_is_dense_attention(results):
+    (each,), (dense,) = results[ALL_OPEN].lengths, results[DENSE].lengths
+    # a hundredth of the bar: rounding in float32 moves a loss by some 1e-6
+    assert all(abs(cell.value) < MOST_NATS / 100 for cell in each.cells.values())
+    assert max(map(abs, each.divergence)) < MOST_NATS / 100
+    assert each.found == dense.found
+    assert each.greedy.share == 1.0
+    assert each.alike == [3]
+    assert sum(part.total for part in each.by_depth["numbers"]) == each.found["numbers"].total == 2
+
+
+def test_texts_that_need_no_far_text_show_nothing(results):
+    near = dataclasses.replace(results[ALL_OPEN], name=WINDOW)
+    said = verdict([results[DENSE], results["good"], near, results[ALL_OPEN]])
+    assert said.cheapest is None
+    assert "nothing was shown" in said.text
+    coarse = dataclasses.replace(results["few"], name=ALL_OPEN)
+    said = verdict([results[DENSE], results["good"], results[WINDOW], coarse])
+    assert said.cheapest is None
+    assert "too coarse" in said.text
+    said = verdict([results[DENSE], results["few"], results[WINDOW], results[ALL_OPEN]])
+    assert said.cheapest is None
+    assert said.text.splitlines()[-1] == "No setting passes."
+
+
+def test_the_command_writes_a_file_and_a_page_that_are_read_again(results, monkeypatch, tmp_path, capsys):
+    given = {}
+
+    def measured(model, tokenizer, documents, methods, config, *, on_step):
+        given.update(methods=methods, config=config)
+        return list(results.values())
+
+    monkeypatch.setattr(verify_module, "verify", measured)
+    file, page = tmp_path / "a.json", tmp_path / "a.md"
+    assert command("--length", "320", "--greedy", "3", "--json", file, "--page", page) is None
+    assert set(given["methods"]) >= {"recall-host", "recall-device"}
+    assert given["config"].lengths == (320,)
+    assert "Cheapest that passes: good." in capsys.readouterr().out
+    assert "| bundled | good | " in page.read_text()
+    assert "fifth of the text" in page.read_text()
+    document = json.loads(file.read_text())
+    assert document["provenance"]["seed"] == 0
+    document["results"]["model"], document["results"]["verdict"]["cheapest"] = "another", None
+    other = tmp_path / "b.json"
+    other.write_text(json.dumps(document))
+    assert command(file) is None
+    assert command(file, other) == 1
+    assert "another: few fails" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["a", "b"], "wanted one model, or result files"),
+        (["none.json"], "no such file"),
+        (["--length", "64"], "at least 256 tokens, got 64"),
+        (["--length", "320", "--texts", "0"], "texts must be an integer >= 1"),
+    ],
+)
+def test_bad_input(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        command(*arguments)
+
+
+def test_copies_repeat_the_first_half(demo):
+    corpus = encode_corpus([demo_text().text], demo[1])
+    drawn = verify_texts(demo[1], corpus, 512, 2, questions=1, seed=3)
+    for text in drawn.copying:
+        copied = text.ids[text.copy :]
+        windows = np.lib.stride_tricks.sliding_window_view(text.ids[:256], len(copied))
+        assert len(copied) == 64
+        assert (windows == copied).all(1).any()
+    again = verify_texts(demo[1], corpus, 512, 2, questions=1, seed=3)
+    assert all((a.ids == b.ids).all() for a, b in zip(drawn.copying, again.copying, strict=True))
+
+
+def test_tokens_that_need_far_text(demo):
+    """For a length that no block divides: against one forward per token's block, from the definition."""
+    ids = torch.from_numpy(np.random.default_rng(0).integers(4, 400, 70))
+    losses = torch.zeros(70)
+    short, block = 17, 4
+    wanted = torch.zeros(70, dtype=torch.bool)
+    with torch.no_grad():
+        for start in [*range(35, 67, block), 66]:
+            logits = demo[0](input_ids=ids[None, start - short : start + block]).logits[0, short - 1 : -1]
+            alone = torch.nn.functional.cross_entropy(logits, ids[start : start + block], reduction="none")
+            wanted[start : start + block] = alone > NEEDS
+    assert (needs_far(demo[0], ids, losses) == wanted).all()
+    losses[wanted] = 100.0
+    assert not needs_far(demo[0], ids, losses).any()
+
+
+def test_bars_of_a_task_hold_for_its_bound_too():
+    texts = np.full(8, 40.0)
+    assert Cell.of_answers(texts, texts, texts).passes(task=True)
+    one_text = texts - np.eye(8)[0] * 3  # 0.9 % lost, all of it in one text
+    cell = Cell.of_answers(one_text, texts, texts)
+    assert cell.value == pytest.approx(3 / 320)
+    assert cell.high > 0.02
+    assert not cell.passes(task=True)
