@@ -1,4 +1,4 @@
-"""What settings lose of one's own model on one's own text, through the caches, stores and steps that they are for."""
+"""Measuring what settings lose of one's own model and text, through the caches, stores and steps that they are for."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KINDS = ("far", "other", "copy")
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """What is measured.
+    """The measurement's size.
 
     lengths: tokens of a text, one or more, each >= 256. texts: of each kind and length. questions: per text and task,
     fewer where they do not fit. greedy: tokens that dense attention writes after each of the first ``continued`` texts.

@@ -18,6 +18,9 @@ BARS = (
 )
 
 
+MORE = "No setting passes. More open groups lose less: --method recall-host:num_recall=512,slots=512."
+
+
 @dataclass(frozen=True)
 class Verdict:
     """cheapest: name of the passing setting with the smallest cache on the device, None if none passes or nothing was
@@ -50,7 +53,7 @@ def verdict(results: Sequence[Verified]) -> Verdict:
     lines = [f"{result.name} fails: {_failures(result)}." for result in candidates if result.failed]
     lengths = ", ".join(f"{each.length:,}" for each in results[0].lengths)
     lines += [f"{result.name} passes at {lengths} tokens: {_size(result.device, result.host)}." for result in good]
-    lines.append(f"Cheapest that passes: {good[0].name}." if good else "No setting passes.")
+    lines.append(f"Cheapest that passes: {good[0].name}." if good else MORE)
     if missing := [WORDS[name] for name in WORDS if name not in lost]:
         reason = f"the window passes there, or dense attention finds less than {LEAST_FOUND:.0%}, or there are none"
         lines.append(f"Nothing was shown about {', '.join(missing)}: {reason}.")
