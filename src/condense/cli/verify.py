@@ -1,4 +1,4 @@
-"""`condense verify`: what the named settings lose of one's own model, on one's own text."""
+"""`condense verify`: measuring what the named settings lose of one's own model, on one's own text."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Verdict:
 
 
 def verdict(results: Sequence[Verified]) -> Verdict:
-    """What the results show, cell by cell: only where the window fails do they say that far text is kept."""
+    """A reading of all cells: only where the window fails do they say that far text is kept."""
     by_name = {result.name: result for result in results}
     lost = [name for name in WORDS if name in {cell for _, cell in by_name[WINDOW].failed}]
     if not lost:
