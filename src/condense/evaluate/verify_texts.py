@@ -180,7 +180,7 @@ def _decoded(model: PreTrainedModel, ids: Tensor, tokens: Tensor | None, count: 
 
 
 def _divergence(logits: Tensor, dense: Tensor) -> Tensor:
-    """Of dense attention's predictions from these, in nats per token, float32."""
+    """Divergence of these predictions from dense attention's, in nats per token, float32."""
     p, of_dense = logits.float().log_softmax(-1), dense.float().log_softmax(-1)
     return (of_dense.exp() * (of_dense - p)).sum(-1)
 
