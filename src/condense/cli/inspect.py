@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -182,7 +183,9 @@ def _print_layers(reports: list[LayerReport], title: str) -> None:
     share = "of\ndense"
     for heading in ("layer", "method", "entries", share, "cache\nMiB", share, "GFLOP", share, "pays\nfrom"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for same in _runs(reports):
+    # neighbouring layers with the same figures together
+    for _, run in itertools.groupby(reports, key=lambda report: dataclasses.replace(report, layer=0)):
+        same = list(run)
         r = same[0]
         table.add_row(
             str(r.layer) if len(same) == 1 else f"{r.layer}-{same[-1].layer}",
@@ -208,14 +211,3 @@ def _print_layers(reports: list[LayerReport], title: str) -> None:
         console.print(f"in host memory: {host / 2**20:,.1f} MiB, pinned on CUDA")
     for remark in dict.fromkeys(report.remark for report in reports if report.remark is not None):
         console.print(remark)
-
-
-def _runs(reports: list[LayerReport]) -> list[list[LayerReport]]:
-    """Neighbouring layers with the same figures together."""
-    runs: list[list[LayerReport]] = []
-    for report in reports:
-        if runs and dataclasses.replace(report, layer=runs[-1][0].layer) == runs[-1][0]:
-            runs[-1].append(report)
-        else:
-            runs.append([report])
-    return runs

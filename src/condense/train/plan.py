@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -12,35 +11,35 @@ from condense.train.config import PhaseConfig
 _GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Forecast:
+class Forecast(NamedTuple):
     """Sizes of a phase, per process (GPU) where they are bytes; activations are not among them.
 
-    name: the phase's. parameters, trained: numbers of weights. steps, tokens: of the whole phase. processes: their
-    number. weights, gradients, optimizer, teacher: bytes. logits: bytes of one part's logits and their gradient, or of
-    the teacher's logits.
+    parameters, trained: numbers of weights. processes: their number. weights, gradients, optimizer, teacher: bytes.
+    logits: bytes of one part's logits and their gradient, or of the teacher's logits.
     """
 
-    name: str
+    phase: PhaseConfig
+    processes: int
     parameters: int
     trained: int
-    steps: int
-    tokens: int
-    processes: int
     weights: int
     gradients: int
     optimizer: int
     teacher: int
     logits: int
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole phase."""
+        return self.phase.steps * self.phase.batch_size * self.phase.sequence_length
+
     def __str__(self) -> str:
-        parts = ("weights", "gradients", "optimizer", "teacher", "logits")
-        sizes = ", ".join(f"{name} {getattr(self, name) / _GIB:.2f}" for name in parts)
-        total = sum(getattr(self, name) for name in parts) / _GIB
+        names, sizes = self._fields[4:], self[4:]
+        parts = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in zip(names, sizes, strict=True))
         return (
-            f"{self.name}: trains {_count(self.trained)} of {_count(self.parameters)} parameters, "
-            f"{self.steps} steps, {_count(self.tokens)} tokens, processes: {self.processes}\n"
-            f"{self.name}: {total:.2f} GiB each ({sizes}), before activations"
+            f"{self.phase.name}: trains {_count(self.trained)} of {_count(self.parameters)} parameters, "
+            f"{self.phase.steps} steps, {_count(self.tokens)} tokens, processes: {self.processes}\n"
+            f"{self.phase.name}: {sum(sizes) / _GIB:.2f} GiB each ({parts}), before activations"
         )
 
 
@@ -63,12 +62,10 @@ def forecast(
     causal_lm: Any = model
     vocabulary = causal_lm.get_input_embeddings().weight.shape[0]
     return Forecast(
-        name=phase.name,
-        parameters=total,
-        trained=trained,
-        steps=phase.steps,
-        tokens=phase.steps * phase.batch_size * phase.sequence_length,
-        processes=processes,
+        phase,
+        processes,
+        total,
+        trained,
         weights=((total - trained) * width + trained * stored) // shares,
         gradients=trained * stored // shares,
         optimizer=trained * (8 + copies) // shares,

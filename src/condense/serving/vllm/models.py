@@ -14,6 +14,7 @@ from vllm.model_executor.models.phi3 import Phi3ForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
+from condense.architectures import condensed_architecture
 from condense.serving.vllm.layer import condense_layers
 
 
@@ -25,33 +26,17 @@ class _Condensed:
         condense_layers(self, vllm_config)  # type: ignore[arg-type]
 
 
-class CondensedGPT2LMHeadModel(_Condensed, GPT2LMHeadModel):
-    """GPT-2, condensed."""
-
-
-class CondensedGemmaForCausalLM(_Condensed, GemmaForCausalLM):
-    """Gemma, condensed."""
-
-
-class CondensedLlamaForCausalLM(_Condensed, LlamaForCausalLM):
-    """Llama, condensed."""
-
-
-class CondensedMistralForCausalLM(_Condensed, MistralForCausalLM):
-    """Mistral without a sliding window, condensed."""
-
-
-class CondensedOPTForCausalLM(_Condensed, OPTForCausalLM):
-    """OPT, condensed."""
-
-
-class CondensedPhi3ForCausalLM(_Condensed, Phi3ForCausalLM):
-    """Phi-3, condensed."""
-
-
-class CondensedQwen2ForCausalLM(_Condensed, Qwen2ForCausalLM):
-    """Qwen2 and Qwen2.5, condensed."""
-
-
-class CondensedQwen3ForCausalLM(_Condensed, Qwen3ForCausalLM):
-    """Qwen3, condensed."""
+for _stock in (
+    GPT2LMHeadModel,
+    GemmaForCausalLM,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    OPTForCausalLM,
+    Phi3ForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+):
+    _name = condensed_architecture(_stock.__name__)
+    globals()[_name] = type(
+        _name, (_Condensed, _stock), {"__doc__": f"{_stock.__name__}, condensed.", "__module__": __name__}
+    )
