@@ -5,6 +5,8 @@ import random
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import condense
+
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -21,6 +23,20 @@ SIZES = {
 def random_llama(layers=2):
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **SIZES)).eval()
+
+
+def tiny_llama(**sizes):
+    """Two layers of two heads, 16 wide, with random weights, for the tokens of the bundled tokenizer."""
+    torch.manual_seed(0)
+    fixed = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**{"vocab_size": 4096, **fixed, **sizes})).eval()
+
+
+def saved_with_tokenizer(model, folder):
+    """The folder, in which the model lies with the bundled tokenizer."""
+    model.save_pretrained(folder)
+    condense.demo_model()[1].save_pretrained(folder)
+    return folder
 
 
 def prompts_of(lengths, seed=0):

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from cli.test_commands import run_here
+from cli.test_commands import ran, run_here
 from models import tiny
 
 import condense
@@ -74,8 +74,7 @@ def test_heads_of_latents_have_patterns_too():
 def test_the_command_writes_a_choice_of_methods(tmp_path):
     path = tmp_path / "patterns.json"
     settings = ("--length", "512", "--sink", "32", "--window", "96", "--output", str(path))
-    done = run_here("analyze", "patterns", *settings)
-    assert done.returncode == 0, done.stderr
+    done = ran("analyze", "patterns", *settings)
     assert f"--method @{path}" in done.stdout
     saved = json.loads(path.read_text())
     model, tokenizer = condense.demo_model()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cli.test_commands import run_here
+from cli.test_commands import ran
 from models import tiny
 
 import condense
@@ -87,10 +87,9 @@ def test_what_is_refused(name, method, length, said):
 
 
 def test_the_command(tmp_path):
-    shown = run_here(
+    shown = ran(
         "analyze", "recall", "--length", "300", "--steps", "8", "--method", "recall:window=64,num_recall=4",
         "--json", str(tmp_path / "out.json"),
     )  # fmt: skip
-    assert shown.returncode == 0, shown.stderr
     assert "lowest head" in " ".join(shown.stdout.split())
     assert (tmp_path / "out.json").exists()

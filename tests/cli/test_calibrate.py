@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli.test_commands import run_here
-from transformers import LlamaConfig, LlamaForCausalLM
+from cli.test_commands import ran, refused, run_here
+from small_models import saved_with_tokenizer, tiny_llama
+from transformers import LlamaForCausalLM
 
 import condense
 from condense.models import condensed_layers
@@ -15,14 +16,8 @@ from condense.models import condensed_layers
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model of three layers, saved condensed, with the bundled tokenizer."""
-    _, tokenizer = condense.demo_model()
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes))
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    condense.apply(model, condense.CCA(group_size=4, window=8)).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    model = condense.apply(tiny_llama(num_hidden_layers=3), condense.CCA(group_size=4, window=8))
+    return saved_with_tokenizer(model, tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -67,21 +62,18 @@ def test_commands_read_the_allocation(saved: Path, allocation: Path, tmp_path: P
     options = ("--model", str(saved), "--method", f"@{allocation}")
     methods = {i: part["method"] for part in json.loads(allocation.read_text())["methods"] for i in part["layers"]}
     results = tmp_path / "layers.json"
-    done = run_here("inspect", *options, "--length", "1000", "--json", str(results))
-    assert done.returncode == 0, done.stderr
+    ran("inspect", *options, "--length", "1000", "--json", str(results))
     layers = json.loads(results.read_text())["results"]["layers"]
     assert [layer["method"] for layer in layers] == [methods[i] for i in range(3)]
-    done = run_here("generate", "A walk", *options, "--max-new-tokens", "2")
-    assert done.returncode == 0, done.stderr
+    ran("generate", "A walk", *options, "--max-new-tokens", "2")
 
 
 def test_without_times(saved: Path, allocation: Path, tmp_path: Path) -> None:
-    done = run_here(
+    done = ran(
         "calibrate", "--model", str(saved), "--budget-nats", "1", "--length", "160", "--texts", "2", "--no-timed",
         "--candidate", "dense", "--candidate", "cca:window=16", "--output", str(tmp_path / "a.json"),
         "--plot", str(tmp_path / "a.png"),
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     assert "timed" not in done.stderr
     assert "quality against cache at 160 tokens" in done.stdout
     assert " ms " not in done.stdout
@@ -91,12 +83,11 @@ def test_without_times(saved: Path, allocation: Path, tmp_path: Path) -> None:
 
 
 def test_too_few_numbers_in_a_size_are_said(tmp_path: Path) -> None:
-    done = run_here(
+    done = ran(
         "calibrate", "--cache", "0.3", "--length", "160", "--texts", "2", "--hidden-numbers", "2",
         "--candidate", "dense", "--candidate", "streaming_llm:window=16", "--no-timed",
         "--output", str(tmp_path / "a.json"),
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     assert "fewer than 99% of the numbers that dense attention finds: 0 of" in done.stdout
 
 
@@ -104,8 +95,7 @@ def test_methods_by_layer(saved: Path, tmp_path: Path) -> None:
     results = tmp_path / "layers.json"
     common = ("--model", str(saved), "--length", "1000", "--json", str(results), "--overwrite")
     for given in (("recall@-1", "cca@rest"), ("recall@2+cca@0-1",)):
-        done = run_here("inspect", *common, *(f"--method={text}" for text in given))
-        assert done.returncode == 0, done.stderr
+        ran("inspect", *common, *(f"--method={text}" for text in given))
         layers = json.loads(results.read_text())["results"]["layers"]
         assert [layer["method"]["method"] for layer in layers] == ["cca", "cca", "recall"]
 
@@ -138,8 +128,5 @@ def test_a_copy_of_a_text_is_not_held_out(saved: Path, tmp_path: Path) -> None:
 )
 def test_bad_input_is_one_line(saved: Path, tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
     output = () if "--output" in arguments else ("--output", str(tmp_path / "a.json"))
-    done = run_here("calibrate", "--model", str(saved), *output, *arguments)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert done.stderr.count("\n") == 1
+    refused(said, "calibrate", "--model", str(saved), *output, *arguments)
     assert not list(tmp_path.iterdir())

@@ -21,7 +21,8 @@ import pytest
 import torch
 import transformers
 from fresh import finish, start
-from transformers import GPTJConfig, GPTJForCausalLM, LlamaConfig, LlamaForCausalLM
+from small_models import saved_with_tokenizer, tiny_llama
+from transformers import GPTJConfig, GPTJForCausalLM, LlamaForCausalLM
 
 import condense
 from condense.cli.main import main
@@ -47,6 +48,22 @@ def run_here(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[st
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
+def ran(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """`run_here` of a command that succeeds."""
+    done = run_here(*arguments, stdin=stdin)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def refused(message: str, *arguments: str) -> None:
+    """A command is refused in one line on stderr that holds the message."""
+    done = run_here(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert not done.stdout
+
+
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "story.txt"
@@ -59,21 +76,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A condensed model in a folder, with the bundled tokenizer."""
-    _, tokenizer = condense.demo_model()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    torch.manual_seed(0)
-    model = condense.apply(LlamaForCausalLM(config), condense.LCA(group_size=4, window=8), layers=[1])
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    model = condense.apply(tiny_llama(num_key_value_heads=1), condense.LCA(group_size=4, window=8), layers=[1])
+    return saved_with_tokenizer(model, tmp_path_factory.mktemp("model") / "tiny")
 
 
 def test_compare_finds_the_number_dense_and_condensed(story: Path, tmp_path: Path) -> None:
@@ -84,11 +88,10 @@ def test_compare_finds_the_number_dense_and_condensed(story: Path, tmp_path: Pat
         "cca:window=256,summary=streaming,key_pooling=select,rep_bias=log_size",
         "streaming_llm:window=40",
     )
-    done = run_here(
+    ran(
         "compare", "--text", str(story), "--question", question, *(f"--method={m}" for m in methods),
         "--json", str(results), "--plot", str(picture),
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     document = json.loads(results.read_text())
     dense, condensed, window = document["results"]["outcomes"]
     assert dense["answers"][0].startswith("4821")
@@ -101,8 +104,7 @@ def test_compare_finds_the_number_dense_and_condensed(story: Path, tmp_path: Pat
 
 
 def test_compare_reads_standard_input_and_a_saved_model(saved: Path, story: Path) -> None:
-    done = run_here("compare", "--model", str(saved), "--text", "-", "--max-new-tokens", "2", stdin=story.read_text())
-    assert done.returncode == 0, done.stderr
+    done = ran("compare", "--model", str(saved), "--text", "-", "--max-new-tokens", "2", stdin=story.read_text())
     assert "LCA(group_size=4, window=8)" in done.stdout
 
 
@@ -120,10 +122,7 @@ def test_default_settings_that_the_model_was_not_adapted_to_are_named(saved: Pat
 def test_compare_shows_questions_as_they_are(saved: Path, story: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     question = "Who said [/b] and [red]no[/red] :smile:"
-    done = run_here(
-        "compare", "--model", str(saved), "--text", str(story), "--question", question, "--max-new-tokens", "1"
-    )
-    assert done.returncode == 0, done.stderr
+    done = ran("compare", "--model", str(saved), "--text", str(story), "--question", question, "--max-new-tokens", "1")
     assert question in done.stdout
 
 
@@ -137,8 +136,7 @@ def test_compare_keeps_existing_files(story: Path, tmp_path: Path) -> None:
 
 
 def test_generate_prints_a_continuation(saved: Path) -> None:
-    done = run_here("generate", "A walk by the sea", "--model", str(saved), "--method", "cca:group_size=4,window=4")
-    assert done.returncode == 0, done.stderr
+    done = ran("generate", "A walk by the sea", "--model", str(saved), "--method", "cca:group_size=4,window=4")
     assert done.stdout.strip()
 
 
@@ -156,8 +154,7 @@ INSPECTED = {
 @pytest.mark.parametrize(("method", "settings"), INSPECTED.items(), ids=INSPECTED)
 def test_inspect_counts_what_a_cache_allocates(method: str, settings: condense.Method, tmp_path: Path) -> None:
     results = tmp_path / "layers.json"
-    done = run_here("inspect", "--method", method, "--length", "2048", "--dtype", "float32", "--json", str(results))
-    assert done.returncode == 0, done.stderr
+    ran("inspect", "--method", method, "--length", "2048", "--dtype", "float32", "--json", str(results))
     layers = json.loads(results.read_text())["results"]["layers"]
     model, _ = condense.demo_model()
     with condense.use(model, settings), torch.no_grad():
@@ -173,8 +170,7 @@ def test_inspect_says_when_all_tokens_are_focal(tmp_path: Path) -> None:
         ("dga:selection=prompt,gamma=1", "2000", "gamma=1 keeps all 2000 tokens exact"),
     ):
         results = tmp_path / f"{length}.json"
-        done = run_here("inspect", "--method", method, "--length", length, "--json", str(results))
-        assert done.returncode == 0, done.stderr
+        done = ran("inspect", "--method", method, "--length", length, "--json", str(results))
         assert " ".join(done.stdout.split()).count(f"{cause}: this is dense attention") == 1
         layers = json.loads(results.read_text())["results"]["layers"]
         assert all(cause in layer["remark"] for layer in layers)
@@ -193,8 +189,7 @@ HUGE = {
 
 @pytest.mark.parametrize("arguments", HUGE.values(), ids=HUGE)
 def test_inspect_answers_at_any_length_and_setting(arguments: tuple[str, ...]) -> None:
-    done = run_here("inspect", *arguments)
-    assert done.returncode == 0, done.stderr
+    done = ran("inspect", *arguments)
     assert "all layers: cache" in done.stdout
 
 
@@ -202,8 +197,7 @@ def test_inspect_says_what_fits_and_what_to_type(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("COLUMNS", "200")
     results = tmp_path / "fits.json"
     asked = ("--memory", "80GB", "--batch", "9", "--host-memory", "64GiB", "--method", "cca:window=64")
-    done = run_here("inspect", "--shape", "qwen3-8b", "--length", "64K", *asked, "--json", str(results))
-    assert done.returncode == 0, done.stderr
+    done = ran("inspect", "--shape", "qwen3-8b", "--length", "64K", *asked, "--json", str(results))
     content = json.loads(results.read_text())["results"]
     settings = {row["name"]: row for row in content["settings"]}
     assert [*settings] == ["dense", "dense, FP8", "dense, 4 bits", *NAMED_SETTINGS, "cca:window=64"]
@@ -226,8 +220,7 @@ def test_inspect_says_what_fits_and_what_to_type(tmp_path: Path, monkeypatch: py
     [("dga:group_size=128", "chunks of up to 128 tokens, got 141"), ("dga:focal=random", "makes its entries itself")],
 )
 def test_inspect_says_whose_steps_run_on_pytorch(method: str, cause: str, tmp_path: Path) -> None:
-    done = run_here("inspect", "--method", method, "--json", str(tmp_path / "layers.json"))
-    assert done.returncode == 0, done.stderr
+    done = ran("inspect", "--method", method, "--json", str(tmp_path / "layers.json"))
     assert " ".join(done.stdout.split()).count(cause) == 1
 
 
@@ -235,12 +228,11 @@ def test_analyze_deviation_of_two_texts(saved: Path, story: Path, tmp_path: Path
     other = tmp_path / "notes.txt"
     other.write_text(story.read_text()[2000:], encoding="utf-8")
     results, picture = tmp_path / "out.json", tmp_path / "out.png"
-    done = run_here(
+    done = ran(
         "analyze", "deviation", "--model", str(saved), "--text", str(story), "--text", str(other), "--length", "64",
         "--length", "200", "--sequences", "2", "--method", "lca:group_size=4,window=8",
         "--json", str(results), "--plot", str(picture),
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     assert "story" in done.stdout
     assert "…" not in done.stdout
     found = json.loads(results.read_text())["results"]["deviations"]
@@ -320,11 +312,10 @@ def test_analyze_deviation_tells_all_texts_apart(
     for file in files:
         Path(file).parent.mkdir(exist_ok=True)
         Path(file).write_text(story.read_text(), encoding="utf-8")
-    done = run_here(
+    done = ran(
         "analyze", "deviation", "--model", str(saved), *(f"--text={file}" for file in files), "--length", "64",
         "--sequences", "1", "--method", "lca:group_size=4,window=8", "--json", "out.json",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     assert [r["text"] for r in json.loads(Path("out.json").read_text())["results"]["deviations"]] == names
     assert "…" not in done.stdout
 
@@ -404,11 +395,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = run_here(*arguments)
-    assert done.returncode == 2, done.stderr
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert not done.stdout
+    refused(message, *arguments)
     assert not list(tmp_path.iterdir())
 
 
@@ -432,11 +419,7 @@ def test_files_of_others_are_refused_in_one_line(saved: Path, tmp_path: Path) ->
         (("inspect", "--model", str(tmp_path / "sliding")), "has sliding windows in all layers"),
         (("compare", "--text", str(tmp_path / "binary")), "is not UTF-8 text"),
     ):
-        done = run_here(*arguments)
-        assert done.returncode == 2, done.stderr
-        assert message in done.stderr
-        assert len(done.stderr.splitlines()) == 1, done.stderr
-        assert not done.stdout
+        refused(message, *arguments)
 
 
 def test_an_unknown_name_offline_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,10 +446,7 @@ def test_without_a_network_a_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_layers_of_a_saved_model_stay_as_they_are(saved: Path, story: Path, tmp_path: Path) -> None:
     results = tmp_path / "out.json"
-    done = run_here(
-        "compare", "--model", str(saved), "--text", str(story), "--max-new-tokens", "2", "--json", str(results)
-    )
-    assert done.returncode == 0, done.stderr
+    ran("compare", "--model", str(saved), "--text", str(story), "--max-new-tokens", "2", "--json", str(results))
     method = condense.LCA(group_size=4, window=8).to_dict()
     dense, condensed = json.loads(results.read_text())["results"]["outcomes"]
     assert dense["method"] == condense.Dense().to_dict()
@@ -474,8 +454,7 @@ def test_the_layers_of_a_saved_model_stay_as_they_are(saved: Path, story: Path, 
     # one of two layers is condensed
     assert dense["cache_bytes"] / 2 < condensed["cache_bytes"] < dense["cache_bytes"]
     layers = tmp_path / "layers.json"
-    done = run_here("inspect", "--model", str(saved), "--length", "1000", "--json", str(layers))
-    assert done.returncode == 0, done.stderr
+    ran("inspect", "--model", str(saved), "--length", "1000", "--json", str(layers))
     assert [layer["method"] for layer in json.loads(layers.read_text())["results"]["layers"]] == [None, method]
 
 
@@ -497,8 +476,7 @@ def test_generate_uses_the_layers_of_a_saved_model(saved: Path, monkeypatch: pyt
         (("--method", "lca:group_size=4,window=8", "--layers", "0"), {0: method}),
     ):
         used.clear()
-        done = run_here("generate", "A walk", "--model", str(saved), "--max-new-tokens", "2", *arguments)
-        assert done.returncode == 0, done.stderr
+        ran("generate", "A walk", "--model", str(saved), "--max-new-tokens", "2", *arguments)
         assert used == [expected] * 2
 
 
@@ -559,8 +537,7 @@ def test_an_interrupted_adaptation_is_resumed(saved: Path, story: Path, tmp_path
     assert code == (130 if how == signal.SIGINT else -signal.SIGKILL)
     assert [path.name for path in tmp_path.iterdir()] == ["adapted.work"]
     assert "unfinished run" in run_here(*arguments).stderr
-    done = run_here(*arguments, "--resume")
-    assert done.returncode == 0, done.stderr
+    done = ran(*arguments, "--resume")
     assert [path.name for path in tmp_path.iterdir()] == ["adapted"]
     report = json.loads((output / "training.json").read_text())["results"]
     assert report["train"] == "qkv"
@@ -570,8 +547,7 @@ def test_an_interrupted_adaptation_is_resumed(saved: Path, story: Path, tmp_path
 
 
 def test_the_try_out_needs_no_data(tmp_path: Path) -> None:
-    done = run_here("train", "smoke", "--output", str(tmp_path / "tiny"), "--steps", "1")
-    assert done.returncode == 0, done.stderr
+    ran("train", "smoke", "--output", str(tmp_path / "tiny"), "--steps", "1")
     assert (tmp_path / "tiny" / "model.safetensors").is_file()
 
 

@@ -4,7 +4,8 @@ import threading
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TextIteratorStreamer, pipeline
+from small_models import saved_with_tokenizer, tiny_llama
+from transformers import AutoModel, AutoModelForCausalLM, TextIteratorStreamer, pipeline
 
 import condense
 
@@ -14,15 +15,7 @@ METHOD = condense.CCA(group_size=4, window=8)
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A condensed model in a folder, with the bundled tokenizer."""
-    _, tokenizer = condense.demo_model()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
-    )
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    condense.apply(LlamaForCausalLM(config), METHOD).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    return saved_with_tokenizer(condense.apply(tiny_llama(), METHOD), tmp_path_factory.mktemp("model") / "tiny")
 
 
 def test_a_pipeline_streams_what_generate_writes(saved):

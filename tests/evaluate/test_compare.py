@@ -4,8 +4,8 @@ import re
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+from small_models import tiny_llama
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
 import condense
 from condense.cli.compare import _print
@@ -19,16 +19,7 @@ METHOD = condense.CCA(group_size=4, window=8)
 
 @pytest.fixture
 def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=400,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny_llama(vocab_size=400, eos_token_id=None)
 
 
 def test_layers_that_are_left_out_are_stock(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -8,7 +8,8 @@ import urllib.request
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from small_models import saved_with_tokenizer, tiny_llama
+from transformers import AutoModelForCausalLM
 
 import condense
 from condense.demo import demo_text
@@ -20,14 +21,7 @@ METHOD = condense.CCA(group_size=4, window=8)
 @pytest.fixture
 def saved(tmp_path):
     """A condensed model in a folder, with the bundled tokenizer."""
-    _, tokenizer = condense.demo_model()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
-    )
-    torch.manual_seed(0)
-    condense.apply(LlamaForCausalLM(config), METHOD).save_pretrained(tmp_path / "tiny")
-    tokenizer.save_pretrained(tmp_path / "tiny")
-    return tmp_path / "tiny"
+    return saved_with_tokenizer(condense.apply(tiny_llama(), METHOD), tmp_path / "tiny")
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from small_models import tiny_llama
 
 import condense
 
@@ -31,12 +31,7 @@ metric_list: [{metric: acc}]
 def folders(tmp_path_factory):
     """A random model in a folder, condensed and dense; and a task that the condensed one alone answers."""
     _, tokenizer = condense.demo_model()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        initializer_range=0.5,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model, root = LlamaForCausalLM(config).eval(), tmp_path_factory.mktemp("run")
+    model, root = tiny_llama(initializer_range=0.5), tmp_path_factory.mktemp("run")
     texts = [f"Number {n} stood at the gate, and the others walked on. They all went" for n in range(200)]
     answers = {}
     for name in ("dense", "condensed"):

@@ -6,14 +6,10 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, DistributedType, PartialState
+from train.interruption import interrupted_at
 
 import condense
 from condense.train import RECIPES, TrainConfig, run_training
-from condense.train.trainer import MixedTrainer
-
-
-class KilledError(Exception):
-    pass
 
 
 def take_gloo_for_fsdp() -> None:
@@ -73,17 +69,7 @@ def main(folder: Path, *runs: str) -> None:
 def adapt(folder: Path, name: str, train: str, how: str) -> None:
     config = recipe(folder, name, train)
     if how in ("begun", "killed"):
-        stock = MixedTrainer.training_step
-
-        def step(self, *args, **kwargs):
-            if self.state.global_step == 3:
-                raise KilledError
-            return stock(self, *args, **kwargs)
-
-        MixedTrainer.training_step = step
-        try:
+        with interrupted_at(3):
             run_training(config)
-        except KilledError:
-            MixedTrainer.training_step = stock
     if how != "begun":
         run_training(config, resume=how != "whole")

@@ -10,6 +10,8 @@ import pytest
 import torch
 from models import tiny
 from peft import PeftModel
+from small_models import saved_with_tokenizer, tiny_llama
+from train.interruption import interrupted_at
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import condense
@@ -33,12 +35,7 @@ FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POL
 @pytest.fixture
 def base(tmp_path, text):
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
-    _, tokenizer = condense.demo_model()
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=len(tokenizer), initializer_range=0.2, **sizes)
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
+    saved_with_tokenizer(tiny_llama(initializer_range=0.2), tmp_path / "base")
     return tmp_path
 
 
@@ -199,20 +196,11 @@ def test_only_the_projections_change(base):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_adapters_resume_load_condensed_and_merge(base, dtype, monkeypatch):
+def test_adapters_resume_load_condensed_and_merge(base, dtype):
     whole, broken = (config(base, name, train="lora", lora_rank=2, dtype=dtype) for name in ("whole", "broken"))
     run_training(whole)
-    stock = MixedTrainer.training_step
-
-    def killed(self, *args, **kwargs):
-        if self.state.global_step == 3:
-            raise KeyboardInterrupt
-        return stock(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(MixedTrainer, "training_step", killed)
-        with pytest.raises(KeyboardInterrupt):
-            run_training(broken)
+    with interrupted_at(3):
+        run_training(broken)
     run_training(broken, resume=True)
     assert [entry["loss"] for entry in history(broken)] == [entry["loss"] for entry in history(whole)]
     assert not (whole.output / "model.safetensors").exists()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
+from train.interruption import interrupted_at
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import condense
@@ -16,7 +17,6 @@ from condense.models.inspect import attention_flops, inspect
 from condense.train import RECIPES, PhaseConfig, run_training
 from condense.train import trainer as trainer_module
 from condense.train.flops import device_peak, step_flops
-from condense.train.trainer import MixedTrainer
 
 # transformers' own, of PEFT
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -82,10 +82,6 @@ def test_peaks_are_of_whole_known_gpus(monkeypatch, name, peak):
     assert device_peak() == peak
 
 
-class InterruptError(Exception):
-    pass
-
-
 def test_the_share_stands_in_the_log_also_of_a_resumed_run(tmp_path, text_file, monkeypatch, capsys):
     seconds = itertools.count()
     monkeypatch.setattr(trainer_module, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
@@ -93,17 +89,8 @@ def test_the_share_stands_in_the_log_also_of_a_resumed_run(tmp_path, text_file, 
     recipe = RECIPES["smoke"]([text_file], tmp_path / "model")
     (mixed,) = [phase for phase in recipe.phases if phase.mix == "alternate"]
     run = dataclasses.replace(recipe, phases=(mixed,))  # 6 steps, an entry every 2, a checkpoint every 3
-    stock = MixedTrainer.training_step
-
-    def interrupted(self, *args, **kwargs):
-        if self.state.global_step == 4:
-            raise InterruptError
-        return stock(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(MixedTrainer, "training_step", interrupted)
-        with pytest.raises(InterruptError):
-            run_training(run)
+    with interrupted_at(4):
+        run_training(run)
     run_training(run, resume=True)
     log = [json.loads(line) for line in (run.output / "log-mixed.jsonl").read_text().splitlines()]
     model = LlamaForCausalLM.from_pretrained(run.output)

@@ -7,12 +7,11 @@ import json
 import math
 
 import pytest
-import torch
 from fresh import run_ranks
+from small_models import saved_with_tokenizer, tiny_llama
 from train import processes
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
-import condense
 from condense.models import condensed_layers
 
 FSDP2 = {
@@ -29,18 +28,7 @@ def folder(tmp_path_factory, text):
     path = tmp_path_factory.mktemp("processes")
     lines = [json.dumps({"text": chapter}) for chapter in text.split("Chapter")[1:]]
     (path / "text.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    _, tokenizer = condense.demo_model()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).save_pretrained(path / "base")
-    tokenizer.save_pretrained(path / "base")
+    saved_with_tokenizer(tiny_llama(hidden_size=32, intermediate_size=64, initializer_range=0.2), path / "base")
     return path
 
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 from models import tiny
 from safetensors.torch import load_file
+from small_models import saved_with_tokenizer, tiny_llama
+from train.interruption import interrupted_at
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -45,32 +47,13 @@ def _one_phase(config: TrainConfig, output: Path, **changes: Any) -> TrainConfig
     return dataclasses.replace(config, output=output, phases=(phase,))
 
 
-class InterruptError(Exception):
-    pass
-
-
-def _interrupt_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    stock = MixedTrainer.training_step
-
-    def step(self: MixedTrainer, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self.state.global_step == steps:
-            raise InterruptError
-        return stock(self, *args, **kwargs)
-
-    monkeypatch.setattr(MixedTrainer, "training_step", step)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_resumed_run_equals_an_uninterrupted_one(
-    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(config: TrainConfig, tmp_path: Path, dtype: str) -> None:
     config = dataclasses.replace(config, dtype=dtype)
     whole = run_training(_one_phase(config, tmp_path / "whole"))
     broken = _one_phase(config, tmp_path / "broken")
-    with monkeypatch.context() as patch:
-        _interrupt_after(patch, 4)
-        with pytest.raises(InterruptError):
-            run_training(broken)
+    with interrupted_at(4):
+        run_training(broken)
     assert not broken.output.exists()
     with pytest.raises(ValueError, match="resume: wanted True"):
         run_training(broken)
@@ -148,13 +131,8 @@ def test_a_saved_model_is_adapted(config: TrainConfig, text_file: Path, tmp_path
 def test_dense_steps_are_dense_whatever_the_model_was_saved_with(
     config: TrainConfig, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, tokenizer = condense.demo_model()
-    small = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
-    )
-    saved = condense.apply(LlamaForCausalLM(small), condense.LCA(group_size=4, window=8), layers=[1])
-    saved.save_pretrained(tmp_path / "saved")
-    tokenizer.save_pretrained(tmp_path / "saved")
+    saved = condense.apply(tiny_llama(), condense.LCA(group_size=4, window=8), layers=[1])
+    saved_with_tokenizer(saved, tmp_path / "saved")
     used: list[dict[int, condense.Method]] = []
     compute = MixedTrainer.compute_loss
 
@@ -202,16 +180,9 @@ def test_another_run_is_not_resumed(config: TrainConfig, text: str, tmp_path: Pa
     run_training(dataclasses.replace(config, data=(same,)), resume=True)
 
 
-def test_a_run_from_other_weights_of_the_same_name_is_not_resumed(
-    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, tokenizer = condense.demo_model()
-    small = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
-    for place in ("one", "other"):
-        LlamaForCausalLM(small).save_pretrained(tmp_path / place / "base")
-        tokenizer.save_pretrained(tmp_path / place / "base")
+def test_a_run_from_other_weights_of_the_same_name_is_not_resumed(text_file: Path, tmp_path: Path) -> None:
+    for place, spread in (("one", 0.02), ("other", 0.03)):
+        saved_with_tokenizer(tiny_llama(num_hidden_layers=1, initializer_range=spread), tmp_path / place / "base")
 
     def adapted(place: str) -> TrainConfig:
         options = {"steps": 2, "sequence_length": 128, "batch_size": 2, "dtype": "float32", "workers": 0}
@@ -219,10 +190,8 @@ def test_a_run_from_other_weights_of_the_same_name_is_not_resumed(
         base = tmp_path / place / "base"
         return RECIPES["adapt"]([text_file], tmp_path / "adapted", pretrained=base, method=method, **options)
 
-    with monkeypatch.context() as patch:
-        _interrupt_after(patch, 1)
-        with pytest.raises(InterruptError):
-            run_training(adapted("one"))
+    with interrupted_at(1):
+        run_training(adapted("one"))
     with pytest.raises(ValueError, match="got another pretrained"):
         run_training(adapted("other"), resume=True)
     (tmp_path / "one").rename(tmp_path / "moved")
