@@ -23,7 +23,7 @@ from condense.models.inspect import inspect
 from condense.models.shapes import shape_config
 
 LENGTHS = (32768, 131072)
-NAMES = ("recall-host", "recall-device", "pooled")
+NAMES = ("recall-host", "pooled")
 UNKNOWN = "not measured"
 # settings that change where tokens lie and how fast they come, and no result
 _PLACES = ("store", "slots")
