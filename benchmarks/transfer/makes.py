@@ -21,7 +21,9 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 LONGEST = 32768
 _COMMON: dict[str, Any] = {
     "vocab_size": 4096, "max_position_embeddings": LONGEST, "tie_word_embeddings": True, "bos_token_id": None,
-    "eos_token_id": 0, "pad_token_id": 0,
+    # no padding: its embedding would be zero, and where it stands first it stays zero in all layers, so that each of
+    # Gemma's norms multiplies its gradient by a thousand until it overflows
+    "eos_token_id": 0, "pad_token_id": None,
 }  # fmt: skip
 
 
@@ -149,6 +151,15 @@ def rate_at(share: float, peak: float) -> float:
     return peak * (1.0 if share < 0.6 else max(0.05, 1 - 0.95 * (share - 0.6) / 0.4))
 
 
+def new_optimizer(model: PreTrainedModel, rate: float) -> torch.optim.Optimizer:
+    """AdamW; norms and biases do not decay."""
+    parts = [[p for p in model.parameters() if (p.dim() > 1) == decayed] for decayed in (True, False)]
+    return torch.optim.AdamW(
+        [{"params": part, "weight_decay": decay} for part, decay in zip(parts, (0.1, 0.0), strict=True)],
+        lr=rate, betas=(0.9, 0.95), fused=model.device.type == "cuda",
+    )  # fmt: skip
+
+
 def train(
     model: PreTrainedModel, texts: Callable[[], Texts], seconds: float, *, seed: int, workers: int,
     stages: Sequence[tuple[int, float, int]] = STAGES, log: Callable[[dict[str, Any]], None],
@@ -161,12 +172,7 @@ def train(
     device = model.device
     large = sum(p.numel() for p in model.parameters()) > 60e6
     peak = 1e-3 if large else 1.5e-3
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
-        lr=peak, betas=(0.9, 0.95), fused=device.type == "cuda",
-    )  # fmt: skip
+    optimizer = new_optimizer(model, peak)
     torch.set_float32_matmul_precision("high")
     model.train()
     began, steps, tokens = time.monotonic(), 0, 0
@@ -185,7 +191,7 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = rate_at(passed, peak) * min(1.0, (steps + 1) / 150)
             noted = count % _EVERY == 0
-            record = _step(model, optimizer, ids.to(device), weights.to(device), noted)
+            record = step(model, optimizer, ids.to(device), weights.to(device), noted)
             steps, tokens = steps + 1, tokens + ids.numel()
             if noted:
                 right = record["answers"]
@@ -194,9 +200,13 @@ def train(
     model.eval()
 
 
-def _step(
+def step(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids: Tensor, weights: Tensor, noted: bool
 ) -> dict[str, float]:
+    """One step on ids ``[B, L]`` with a weight per token; noted: with its loss and share of right answers.
+
+    Raises FloatingPointError, naming a parameter, where the gradient is not finite.
+    """
     with torch.autocast(ids.device.type, torch.bfloat16):
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     targets, weights = ids[:, 1:], weights[:, 1:]
@@ -204,8 +214,10 @@ def _step(
     loss = (losses * weights).sum() / weights.sum()
     loss.backward()
     # asking for the norm also waits for the device, so that stages end when they should
-    if torch.isfinite(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)):
-        optimizer.step()
+    if not torch.isfinite(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)):
+        bad = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+        raise FloatingPointError(f"gradient: wanted finite numbers, got others in {len(bad)} parameters, as {bad[:3]}")
+    optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     if not noted:
         return {}

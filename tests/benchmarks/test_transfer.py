@@ -144,6 +144,18 @@ def test_packed_tokens_come_back(tmp_path):
         texts.unpacked(tmp_path, "test-*.xz")
 
 
+@pytest.mark.parametrize("make", makes.MAKES)
+def test_each_make_learns_from_the_first_steps(make):
+    # as deep as it is, as gradients that overflow do so by depth; texts begin with the separator, as some drawn ones do
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2 if make.startswith("mla") else 1, "head_dim": 32}
+    changes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64} | heads
+    model = makes.new_model(make, 0, **changes).train()
+    optimizer, rows = makes.new_optimizer(model, 2e-3), torch.arange(4)[:, None]
+    ids = (3 * torch.arange(16) + rows) % 8 * torch.arange(16).bool()
+    losses = [makes.step(model, optimizer, ids, torch.ones(ids.shape), True)["loss"] for _ in range(30)]
+    assert losses[-1] < 0.7 * losses[0]
+
+
 def test_training_ends_in_time_and_learns(drawn):
     log = []
     model = makes.new_model("llama-77m", 0, **{k: v for k, v in TINY.items() if k != "sliding_window"})
