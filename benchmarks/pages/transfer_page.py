@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-TITLES = {"llama-77m": "77M Llama", "mla-28m": "25M with latents"}
+TITLES = {
+    "llama-77m": "77M Llama", "mla-28m": "25M with latents", "qwen3-83m": "83M Qwen3", "gemma3-44m": "44M Gemma 3",
+}  # fmt: skip
 LENGTH = 16384
 TOKENS = {"key": "far text needed", "copy": "copies", "identifier": "far identifiers", "other": "other tokens"}
 TASKS = {"number": "numbers", "shared": "names that share words", "several": "several at once"}

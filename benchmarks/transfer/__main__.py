@@ -1,14 +1,17 @@
-"""Whether Recall's settings transfer to models that nobody tuned them for.
+"""Whether Recall's settings transfer to models that nobody tuned them for, and which index chooses best.
 
     python benchmarks/transfer pack --data FOLDER --output CORPUS
-    python benchmarks/transfer lease --corpus CORPUS --out OUT --plan 0:llama-77m:300:560 --plan 1:qwen3-83m:300:560
+    python benchmarks/transfer lease --corpus CORPUS --out OUT \\
+        --plan 0:llama-77m:230:345:7 --plan 0:gemma3-44m:145:580 \\
+        --plan 1:qwen3-83m:230:345 --plan 1:mla-28m:140:580
     python benchmarks/transfer table OUT/*.jsonl
     python benchmarks/transfer reduce OUT --device "NVIDIA H200" --commit COMMIT --output RESULTS/transfer.json
 
 `pack` encodes text with the bundled tokenizer; `lease` trains and measures models, several per GPU one after another
-(GPU, make, seconds of training, and the second after the start by which measuring ends), and writes every result as
-soon as it is there. `run` and `warm` are what it starts. `reduce` adds a run to the file of `benchmarks/results` that
-the study's page is written from.
+(GPU, make, seconds of training, the second after the start by which measuring ends and, if the weights are to be kept
+beside the results, their bits), and writes every result as soon as it is there: above, ten minutes on two H200. With
+``--weights FOLDER`` models whose weights lie there are measured and not trained. `run` and `warm` are what it starts.
+`reduce` adds a run to the file of `benchmarks/results` that the study's page is written from.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ def main() -> None:
     command.add_argument("--part-tokens", type=int, default=24_000_000)
     command.add_argument("--parts", type=int, default=4)
     command = commands.add_parser("lease")
-    command.add_argument("--plan", action="append", required=True, help="GPU:MAKE:TRAIN_SECONDS:END_SECOND")
+    command.add_argument("--plan", action="append", required=True, help="GPU:MAKE:TRAIN_SECONDS:END_SECOND[:BITS]")
     _common(command)
     for name in ("run", "warm"):
         command = commands.add_parser(name)
@@ -41,6 +44,7 @@ def main() -> None:
         command.add_argument("--train-seconds", type=float, default=300)
         command.add_argument("--until", type=float, default=0, help="Unix time at which measuring ends")
         command.add_argument("--part", default="0/1")
+        command.add_argument("--save-bits", type=int, default=0)
         _common(command)
     command = commands.add_parser("table")
     command.add_argument("results", type=Path, nargs="+")
@@ -75,6 +79,7 @@ def main() -> None:
 def _common(command: argparse.ArgumentParser) -> None:
     command.add_argument("--corpus", type=Path, required=True, help="folder that `pack` has written")
     command.add_argument("--out", type=Path, required=True)
+    command.add_argument("--weights", type=Path, help="folder of weights that an earlier run has kept")
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--workers", type=int, default=_WORKERS)
     command.add_argument("--tiny", action="store_true", help="two layers and short texts, to try everything out")
@@ -85,17 +90,18 @@ def lease(options: argparse.Namespace) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     began, chains = time.time(), dict[str, list[list[str]]]()
     for entry in options.plan:
-        gpu, make, seconds, end = entry.split(":")
-        chains.setdefault(gpu, []).append([make, seconds, str(began + float(end))])
+        gpu, make, seconds, end, *bits = entry.split(":")
+        chains.setdefault(gpu, []).append([make, seconds, str(began + float(end)), *(bits or ["0"])])
     processes = []
     for gpu, chain in chains.items():
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "TOKENIZERS_PARALLELISM": "false"}
         script = Path(__file__).parent
         shared = ["--corpus", str(options.corpus), "--out", str(options.out), "--seed", str(options.seed)]
         shared += ["--workers", str(options.workers)] + ["--tiny"] * options.tiny
+        shared += ["--weights", str(options.weights)] if options.weights else []
         lines, warming = [], []
-        for make, seconds, until in chain:
-            given = ["--make", make, "--train-seconds", seconds, "--until", until, *shared]
+        for make, seconds, until, bits in chain:
+            given = ["--make", make, "--train-seconds", seconds, "--until", until, "--save-bits", bits, *shared]
             log = options.out / f"{make}.log"
             lines.append(_shell([sys.executable, str(script), "run", *given], log))
             warming.append(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import exact
+from choosers import Chooser, best_tokens, costs_of, indexes
 from transformers import PreTrainedModel
 
 from condense import Method, Recall, StreamingLLM
@@ -24,9 +25,11 @@ CHECKED = 4096  # where the kernels are compared with dense attention
 Arm = Method | exact.Attention | None
 
 
-def arms(make: str, length: int) -> tuple[dict[str, Arm], dict[str, Arm]]:
-    """The arms that decide, dense attention (None) first, and others for the time that is left. At lengths where all
-    groups of a setting are open it is dense attention and left out.
+def arms(make: str, length: int, central: bool) -> tuple[dict[str, Arm], dict[str, Arm]]:
+    """The arms that decide, dense attention (None) first, and others for the time that is left.
+
+    First the indexes, with an eighth of the groups open; at the ``central`` length all of them, and some also with a
+    quarter and a sixteenth. Where all groups of a setting would be open it is dense attention and left out.
     """
     groups = (length - WINDOW) // GROUP
     latents = make.startswith("mla")
@@ -37,43 +40,36 @@ def arms(make: str, length: int) -> tuple[dict[str, Arm], dict[str, Arm]]:
     def opened(method: Recall, num: int) -> Recall:
         return method.replace(num_recall=num)
 
+    eighth, shares = groups // 8, (groups // 4, groups // 16)
     first: dict[str, Arm] = {"dense": None}
-    for num in (128, 64, 256, 512) if latents else (128, 64, 256):
-        first |= {
-            f"drop {num}": opened(DROP, num),
-            f"none {num}": opened(NONE, num),
-            f"log {num}": opened(CLAIMED, num),
-        }
-    first |= {"window 25%": window(0.25), "drop 32": opened(DROP, 32), "none 32": opened(NONE, 32)}
+    if central:
+        first["drop 128"] = opened(DROP, 128)
+        for num in (eighth, *shares):
+            first |= dict(list(indexes(num).items())[:5])
+        first |= {f"true tokens: {eighth}": best_tokens(eighth), **indexes(eighth)}
+    else:
+        first |= dict(list(indexes(eighth).items())[:4])
+    for num in (128, 256, 512) if latents else (128, 256):
+        first |= {f"drop {num}": opened(DROP, num), f"log {num}": opened(CLAIMED, num)}
     if not latents:
-        first |= {f"cache of {bits} bits": exact.fewer_bits(bits) for bits in (4, 2)}
+        first["cache of 4 bits"] = exact.fewer_bits(4)
     first["drop 128, store 4"] = opened(DROP, 128).replace(store_bits=4)
-    first["drop 128, groups of 32, store 4"] = DROP.replace(num_recall=128, store_bits=4, **COARSE)
+    first["window 25%"] = window(0.25)
     quest = DROP.replace(index_size=GROUP, index_bits=16)
     second: dict[str, Arm] = {
-        "none 128, groups of 32, store 4": NONE.replace(num_recall=128, store_bits=4, **COARSE),
+        "none 128": opened(NONE, 128),
+        "drop 64": opened(DROP, 64),
+        "drop 128, groups of 32, store 4": DROP.replace(num_recall=128, store_bits=4, **COARSE),
         "quest 128": quest,
-        "window 9%": window(0.09),
-        "drop 64, groups of 32": DROP.replace(num_recall=64, **COARSE),
         "drop 256, groups of 32, store 4": DROP.replace(num_recall=256, store_bits=4, **COARSE),
-        "none 128, store 4": opened(NONE, 128).replace(store_bits=4),
-        **{f"oracle {num}": exact.oracle(num, shared=latents) for num in (128, 64) if num < groups},
-        "drop 128, index 8": opened(DROP, 128).replace(index_bits=8),
-        "none 128, entries 16": opened(NONE, 128).replace(entry_bits=16),
-        "log 128, entries 16": opened(CLAIMED, 128).replace(entry_bits=16),
-        "drop 128, whole groups": opened(DROP, 128).replace(index_size=GROUP),
         "drop 512": opened(DROP, 512),
-        "none 512": opened(NONE, 512),
-        "drop 64, window 1024": opened(DROP, 64).replace(window=1024),
-        "quest 64": opened(quest, 64),
+        "drop 128, index 8": opened(DROP, 128).replace(index_bits=8),
+        "drop 128, whole groups": opened(DROP, 128).replace(index_size=GROUP),
+        "log 128, entries 16": opened(CLAIMED, 128).replace(entry_bits=16),
         "quest 256": opened(quest, 256),
-        "drop 16": opened(DROP, 16),
-        "none 16": opened(NONE, 16),
-        **{f"oracle {num}": exact.oracle(num, shared=latents) for num in (32, 16) if num < groups},
-        "drop 64, quarters": opened(DROP, 64).replace(index_size=GROUP // 4),
-        "drop 128, groups of 8": DROP.replace(group_size=8, index_size=8),
-        "window 3%": window(0.03),
-        "cache of 8 bits": exact.fewer_bits(8),
+        "drop 32": opened(DROP, 32),
+        "window 9%": window(0.09),
+        "cache of 2 bits": exact.fewer_bits(2),
         "matched 128": opened(CLAIMED, 128).replace(rep_bias="matched", entry_bits=16),
     }
 
@@ -90,7 +86,7 @@ def arms(make: str, length: int) -> tuple[dict[str, Arm], dict[str, Arm]]:
 
 def _fits(arm: Arm, latents: bool) -> bool:
     """Whether an arm exists for the make: numbers of an expanded cache of latents mean nothing."""
-    return not latents or isinstance(arm, Method) or "oracle" in getattr(arm, "__qualname__", "")
+    return not latents or isinstance(arm, Method)
 
 
 def claims(length: int, latents: bool) -> dict[str, Recall | None]:
@@ -111,6 +107,8 @@ def costs(model: PreTrainedModel, name: str, arm: Arm, length: int) -> dict[str,
     """Bytes of all layers as shares of dense attention's: kept on the device, in host memory where the store is there
     (host_store: what the device then keeps), and read by one step.
     """
+    if isinstance(arm, Chooser):
+        return costs_of(model.config, arm, length)
     if not isinstance(arm, Method):
         bits = re.search(r"cache of (\d+) bits", name)
         width = getattr(model.config, "head_dim", 64) or 64

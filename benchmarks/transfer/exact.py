@@ -66,31 +66,6 @@ def _visible(open_groups: Tensor, closed: Tensor, group: int, t: Tensor, size: i
     return ~shut & (torch.arange(size, device=t.device) <= t[:, None])
 
 
-def oracle(num: int, group: int = 16, window: int = 256, *, shared: bool = False, block: int = 256) -> Attention:
-    """The ``num`` groups with most true attention mass are open, the others dropped. shared: all heads choose one."""
-
-    def attention(module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        scale = q.shape[3] ** -0.5 if scale is None else scale
-        K, L, parts = k.shape[1], q.shape[2], []
-        for start in range(0, L, block):
-            stop = min(L, start + block)
-            t = torch.arange(start, stop, device=q.device)
-            heads = q[0, :, start:stop].unflatten(0, (K, -1)).float()
-            scores = heads @ k[0, :, None, :stop].mT.float() * scale
-            scores.masked_fill_(torch.arange(stop, device=q.device) > t[:, None], -math.inf)
-            G = max(0, stop - window) // group
-            if num < G:
-                closed = torch.arange(G, device=q.device) < ((t + 1 - window) // group)[:, None]
-                mass = scores.softmax(-1)[..., : G * group].unflatten(-1, (G, group)).sum(-1)
-                ranked = mass.flatten(0, 1)[None] if shared else mass
-                seen = _visible(_choosing(ranked, closed, num), closed, group, t, stop)
-                scores.masked_fill_(~seen[:, None], -math.inf)
-            parts.append((scores.softmax(-1).to(v.dtype) @ v[0, :, None, :stop]).flatten(0, 1)[None])
-        return torch.cat(parts, 2)
-
-    return attention
-
-
 def diagnosis(
     num: int, record: list[dict[str, Any]], group: int = 16, window: int = 256, queries: int = 96
 ) -> Attention:

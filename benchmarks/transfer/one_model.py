@@ -12,6 +12,8 @@ from typing import Any
 
 import exact
 import torch
+import weights
+from choosers import Chooser, keep_latents
 from contenders import arms, claims, costs
 from evict import Eviction, evicting
 from makes import STAGES, new_model, replaced, train
@@ -29,7 +31,9 @@ _TINY: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 96, "intermediat
 
 
 def run(options: argparse.Namespace) -> None:
-    """Train, then measure: the arms that decide at all lengths, generation, then the other arms."""
+    """Train, or load what an earlier run has trained; then measure: the arms that decide at all lengths, evictions,
+    the other arms, generation.
+    """
     tokenizer = _tokenizer()
     path = options.out / f"{options.make}-s{options.seed}.jsonl"
     note = _noting(path, {"make": options.make, "seed": options.seed})
@@ -42,11 +46,19 @@ def run(options: argparse.Namespace) -> None:
 
     began, log = time.time(), _noting(options.out / f"{options.make}-s{options.seed}-training.jsonl", {})
     lengths, counts = ((1024, 512), {1024: (3, 1, 2), 512: (2, 1, 2)}) if options.tiny else (LENGTHS, COUNTS)
-    train(
-        model, texts, options.train_seconds, seed=options.seed, workers=options.workers, log=log,
-        stages=((256, 0.5, 512), (512, 0.5, 512)) if options.tiny else STAGES,
-    )  # fmt: skip
+    name = f"{options.make}-s{options.seed}.weights"
+    if options.weights is not None and (options.weights / name).exists():
+        weights.load(model, options.weights / name)
+        torch.set_float32_matmul_precision("high")
+    else:
+        train(
+            model, texts, options.train_seconds, seed=options.seed, workers=options.workers, log=log,
+            stages=((256, 0.5, 512), (512, 0.5, 512)) if options.tiny else STAGES,
+        )  # fmt: skip
+        if options.save_bits:
+            weights.save(model, options.out / name, options.save_bits)
     note({"trained_seconds": time.time() - began})
+    keep_latents(model)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     model = _in_bfloat16(model)
@@ -55,17 +67,16 @@ def run(options: argparse.Namespace) -> None:
     place = _Place(model, options.make, options.until, note)
     held = {length: held_out(prose, code, length, counts[length]) for length in lengths}
     references = {length: Reference() for length in lengths}
-    sizes = {length: arms(options.make, length) for length in lengths}
+    sizes = {length: arms(options.make, length, length == lengths[0]) for length in lengths}
     for number, length in enumerate(lengths):
         place.measure(length, sizes[length][0], held[length], references[length])
         if number == 0:
             place.diagnose(held[length])
-        if number == 1:
-            place.generate(held[lengths[0]], lengths[0], share=0.35)
     if time.time() < options.until:
         place.evict(lengths[0], held[lengths[0]])
     for length in lengths:
         place.measure(length, sizes[length][1], held[length], references[length])
+    place.generate(held[lengths[0]], lengths[0])
     note({"measured_seconds": time.time() - began})
 
 
@@ -82,7 +93,7 @@ class _Place:
                 return
             began, record = time.time(), {"length": length, "arm": name}
             try:
-                record |= forced(self.model, arm, held, reference, fewer=name.startswith("oracle"))
+                record |= forced(self.model, arm, held, reference, fewer=isinstance(arm, Chooser))
             except Exception:
                 record["error"] = traceback.format_exc()[-3000:]
             try:
@@ -113,22 +124,25 @@ class _Place:
         except Exception:
             self.note({"length": length, "arm": "evictions", "error": traceback.format_exc()[-3000:]})
 
-    def generate(self, held: HeldOut, length: int, share: float) -> None:
-        """The claimed settings through caches; none begins after ``share`` of the time that is left."""
-        until = time.time() + (self.until - time.time()) * share
+    def generate(self, held: HeldOut, length: int) -> None:
+        """The claimed settings through caches, for the time that is left."""
         chosen = claims(length, self.make.startswith("mla"))
-        generated(self.model, chosen, held, lambda record: self.note(record | {"length": length}), until)
+        generated(self.model, chosen, held, lambda record: self.note(record | {"length": length}), self.until)
 
 
 def warm(options: argparse.Namespace) -> None:
     """Run a part of the arms once with random weights, so that their kernels are compiled when they are needed."""
     index, of = map(int, options.part.split("/"))
     model = _in_bfloat16(_model(options, num_hidden_layers=2))
+    keep_latents(model)
     lengths = (512,) if options.tiny else LENGTHS
     tasks = [
-        (length, name, arm) for length in lengths for group in arms(options.make, length) for name, arm in group.items()
+        (length, name, arm)
+        for length in lengths
+        for group in arms(options.make, length, length == lengths[0])
+        for name, arm in group.items()
     ]
-    tasks = [task for task in tasks if isinstance(task[2], Method)][index::of]
+    tasks = [task for task in tasks if isinstance(task[2], Method | Chooser)][index::of]
     for length, name, arm in tasks:
         try:
             with under(model, arm), torch.no_grad():

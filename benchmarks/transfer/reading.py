@@ -83,14 +83,15 @@ def forced(
 ) -> dict[str, Any]:
     """All tasks under an arm, per text; dense attention (None) must come first, as it fills the reference.
 
-    fewer: a third of the texts, the first ones, for arms that are slow.
+    fewer: half of the texts, the first ones, for arms that are slow.
     """
     device, result = model.device, {"prose": [], "code": [], "asked": []}
     texts = [("prose", text) for text in held.prose] + [("code", text) for text in held.code]
     with under(model, arm):
         for index, (kind, text) in enumerate(texts):
             ids = torch.from_numpy(text.ids).to(device)
-            if fewer and (index if kind == "prose" else index - len(held.prose)) >= max(1, len(held.prose) // 3):
+            number, of = (index, len(held.prose)) if kind == "prose" else (index - len(held.prose), len(held.code))
+            if fewer and number >= max(1, of // 2):
                 continue
             logits = _logits(model, ids)
             if len(reference.logits) == index:
