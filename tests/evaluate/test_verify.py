@@ -85,6 +85,11 @@ def test_texts_that_need_no_far_text_show_nothing(results):
     said = verdict([results[DENSE], results["good"], near, results[ALL_OPEN]])
     assert said.cheapest is None
     assert "nothing was shown" in said.text
+    # tokens that need far text are those that a window loses, also in a model that reads nothing but noise from it
+    (only,) = results[WINDOW].lengths
+    only = dataclasses.replace(only, cells={"far": only.cells["far"]})
+    said = verdict([results["good"], dataclasses.replace(results[WINDOW], lengths=[only]), results[ALL_OPEN]])
+    assert said.cheapest is None
     coarse = dataclasses.replace(results["few"], name=ALL_OPEN)
     said = verdict([results[DENSE], results["good"], results[WINDOW], coarse])
     assert said.cheapest is None

@@ -59,12 +59,24 @@ def _answer(model, tokenizer, text):
     return int(likelihoods[1] > likelihoods[0])
 
 
-@pytest.mark.parametrize(("name", "accuracy"), [("condensed", 1.0), ("dense", 0.0)])
-def test_a_task_that_only_the_condensed_model_answers(folders, tmp_path, monkeypatch, name, accuracy):
+@pytest.mark.parametrize(
+    ("kind", "name", "more", "accuracy"),
+    [
+        ("hf", "condensed", {}, 1.0),
+        ("hf", "dense", {}, 0.0),
+        ("condense", "dense", {"condense": "streaming_llm:sink=0,window=4"}, 1.0),
+    ],
+)
+def test_a_task_that_only_the_condensed_model_answers(folders, tmp_path, monkeypatch, kind, name, more, accuracy):
     from condense.cli.main import main
 
-    words = ["condense", "run", "-m", "lm_eval", "--model", "hf", "--device", "cpu", "--batch_size", "1"]
-    words += ["--model_args", f"pretrained={folders / name},dtype=float32", "--tasks", "far"]
+    words = ["condense", "run", "-m", "lm_eval", "--model", kind, "--device", "cpu", "--batch_size", "1"]
+    words += [
+        "--model_args",
+        json.dumps({"pretrained": str(folders / name), "dtype": "float32"} | more),
+        "--tasks",
+        "far",
+    ]
     monkeypatch.setattr(sys, "argv", [*words, "--include_path", str(folders), "--output_path", str(tmp_path / "out")])
     monkeypatch.setattr(sys, "path", list(sys.path))
     with contextlib.redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as done:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import runpy
 import sys
@@ -30,7 +31,8 @@ def run_command(
 ) -> None:
     """Run a module, as python -m does, with condense imported.
 
-    Models that were saved condensed are so when it loads them. Processes that it starts are on their own.
+    Models that were saved condensed are so when it loads them. Processes that it starts are on their own. Of lm_eval,
+    --model condense --model_args pretrained=DIR,condense=recall-host condenses a stock model.
     """
     if module is None:
         if context.args not in ([], ["--help"]):
@@ -47,6 +49,11 @@ def run_command(
     package = module.partition(".")[0]
     if not package or importlib.util.find_spec(package) is None:
         raise ValueError(f"-m must name a module, as of python -m, got {module!r}: there is none of this name here")
+    if package == "lm_eval":
+        importlib.import_module("lm_eval.models")  # registers the harness's own models
+        from lm_eval.api.registry import model_registry
+
+        model_registry.register("condense", target="condense.evaluate.harness.model:CondensedLM")
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except Exception:

@@ -32,6 +32,13 @@ if TYPE_CHECKING:
     from condense.models import MethodChoice
 
 LENGTHS, DEMO_LENGTHS = ("4K", "16K"), ("3K",)
+HEADINGS = ("far", "other", "copy", "plain", "names")
+LEGEND = (
+    "cache: bytes on the device, of dense attention's. at: tokens of a text. far, other, copy: nats above dense attention "
+    "on tokens that need far text, on other tokens, on copies. plain, names: share lost of hidden numbers, and of those "
+    "whose names share words. steps: greedy ones with the same token. Dense attention's row: its loss, and the share it "
+    "finds. Intervals and numbers of tokens and questions: --page."
+)
 
 
 def verify_command(
@@ -144,19 +151,20 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _print(contents: list[dict[str, Any]]) -> None:
     """One table of all models, then the verdicts."""
-    from condense.evaluate.verify_report import BARS, WORDS, cells_of
+    from condense.evaluate.verify_report import BARS, cells_of
 
     console, table = plain_console(), plain_table()
-    for heading in (*(["model"] if len(contents) > 1 else []), "setting", "device", "host", "tokens"):
-        table.add_column(heading, overflow="fold")
-    for heading in (*WORDS.values(), "greedy steps alike", "passes"):
-        table.add_column(heading, justify="right", overflow="fold")
+    several = ["model"] if len(contents) > 1 else []
+    for heading in (*several, "setting", "cache", "at", *HEADINGS, "steps", "ok"):
+        is_name = heading in ("model", "setting")
+        table.add_column(heading, justify="left" if is_name else "right", no_wrap=is_name, overflow="fold")
     for content in contents:
         for result in content["settings"]:
             for each in result["lengths"]:
-                table.add_row(*([content["model"]] if len(contents) > 1 else []), *cells_of(result, each))
+                table.add_row(*([content["model"]] if several else []), *cells_of(result, each, short=True))
     console.print(table)
+    console.print(LEGEND, soft_wrap=True)
     console.print(BARS, soft_wrap=True)
     for content in contents:
         said = content["verdict"]["text"]
-        console.print(f"{content['model']}: {said}" if len(contents) > 1 else said, soft_wrap=True)
+        console.print(f"{content['model']}: {said}" if several else said, soft_wrap=True)

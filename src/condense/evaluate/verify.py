@@ -29,7 +29,7 @@ from condense.models import MethodChoice, check_stock, described
 from condense.models.inspect import inspect
 from condense.tasks import encode_corpus
 
-DENSE, WINDOW, ALL_OPEN = "dense", "window of 25 %", "all groups open"
+DENSE, WINDOW, ALL_OPEN = "dense", "window 25 %", "all open"
 KINDS = ("far", "other", "copy")
 
 

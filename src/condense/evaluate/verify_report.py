@@ -36,10 +36,10 @@ def verdict(results: Sequence[Verified]) -> Verdict:
     """A reading of all cells: only where the window fails do they say that far text is kept."""
     by_name = {result.name: result for result in results}
     lost = [name for name in WORDS if name in {cell for _, cell in by_name[WINDOW].failed}]
-    if not lost:
+    if not set(lost) - {"far"}:  # tokens that need far text are chosen as those that a window loses
         text = (
-            "Your text and these tasks do not need far text: a window of 25 % passes too, so nothing was shown. "
-            "Give longer or other text."
+            "Your text and these tasks do not need far text, or the model does not use it: a window of 25 % copies and "
+            "finds as much, so nothing was shown. Give longer or other text."
         )
         return Verdict(None, [], text)
     if by_name[ALL_OPEN].failed:
@@ -67,7 +67,7 @@ def _failures(result: Verified) -> str:
         for name in each.failed:
             cell = each.cells[name]
             near = " (too few questions to be sure)" if name in TASKS and cell.value <= MOST_LOST else ""
-            said.append(f"{WORDS[name]} at {each.length:,}: {_figure(vars(cell), name in TASKS)}{near}")
+            said.append(f"{WORDS[name]} at {each.length:,}: {_figure(vars(cell), name)}{near}")
     return "; ".join(said)
 
 
@@ -97,8 +97,11 @@ def page(files: Sequence[Content]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def cells_of(result: Content, each: Content) -> list[str]:
-    """A row of the table: name, sizes, length, figures, agreement, and whether the bars are met."""
+def cells_of(result: Content, each: Content, *, short: bool = False) -> list[str]:
+    """A row of the table: name, sizes, length, figures, agreement, and whether the bars are met.
+
+    short: without bytes in host memory, intervals, and numbers of tokens, questions and steps.
+    """
     is_dense = result["name"] == DENSE
     figures = []
     for name in WORDS:
@@ -106,13 +109,15 @@ def cells_of(result: Content, each: Content) -> list[str]:
         if cell is None:
             figures.append("")
         elif is_dense:
-            figures.append(f"{cell['dense']:.1%}" if name in TASKS else f"{cell['dense']:.3f}")
+            figures.append(_percent(cell["dense"]) if name in TASKS else f"{cell['dense']:.3f}")
         else:
-            figures.append(_figure(cell, name in TASKS))
+            figures.append(_value(cell["value"], name) if short else _figure(cell, name))
     greedy = each["greedy"]
-    alike = f"{greedy['share']:.1%} of {greedy['total']}" if greedy["total"] else ""
+    of_all = "" if short else f" of {greedy['total']}"
+    alike = _percent(greedy["share"]) + of_all if greedy["total"] else ""
     passes = "" if is_dense else "no" if each["failed"] else "yes"
-    return [result["name"], *_percents(result), f"{each['length']:,}", *figures, alike, passes]
+    sizes = [_percent(result["device"]), *([] if short else [_percent(result["host"]) if result["host"] else ""])]
+    return [result["name"], *sizes, f"{each['length']:,}", *figures, alike, passes]
 
 
 def _places(content: Content) -> list[str]:
@@ -150,14 +155,18 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _figure(cell: Content, task: bool) -> str:
-    form = ".1%" if task else "+.3f"
-    unit = " lost" if task else " nats"
-    return f"{cell['value']:{form}}{unit} [{cell['low']:{form}}, {cell['high']:{form}}], n {cell['n']:,}"
+def _percent(share: float) -> str:
+    """As short as 0.5%, 99.5% and 113%."""
+    return f"{share:.1%}" if abs(share) < 0.9995 else f"{share:.0%}"
 
 
-def _percents(result: Content) -> tuple[str, str]:
-    return f"{result['device']:.1%}", f"{result['host']:.1%}" if result["host"] else ""
+def _value(value: float, name: str) -> str:
+    return _percent(value) if name in TASKS else f"{value:+.3f}"
+
+
+def _figure(cell: Content, name: str) -> str:
+    value, low, high = (_value(cell[part], name) for part in ("value", "low", "high"))
+    return f"{value}{' lost' if name in TASKS else ' nats'} [{low}, {high}], n {cell['n']:,}"
 
 
 def _size(device: float, host: float) -> str:

@@ -89,11 +89,7 @@ def evaluate(
             f"chat: wanted a tokenizer with a chat template, got that of {tokenizer.name_or_path}: leave it out"
         )
     for label, choice in methods.items():
-        if batch_size > 1 and any(each.layout.lookahead is not None for each in methods_of(choice)):
-            raise ValueError(
-                f"batch size must be 1 for {label}, which reads whole prompts at once, padding behind them too, "
-                f"got {batch_size}"
-            )
+        check_batch(label, choice, batch_size)
         with attention_of(model, choice):  # fail now if the model cannot take a method, not after hours of others
             pass
     source = {"settings": plain(settings), "methods": {k: plain(v) for k, v in methods.items()}}
@@ -120,6 +116,15 @@ def evaluate(
         file.writelines(json.dumps(plain(line), ensure_ascii=False).encode() + b"\n" for line in lines)
     write_results(output / "metrics.json", {"run": source, "scores": scores}, device=model.device)
     return scores
+
+
+def check_batch(label: str, choice: MethodChoice, batch_size: int | str) -> None:
+    """Raise ValueError for batches under a method that reads a prompt at once. batch_size: as the harness takes it."""
+    if batch_size not in (1, "1") and any(each.layout.lookahead is not None for each in methods_of(choice)):
+        raise ValueError(
+            f"batch size must be 1 for {label}, which reads whole prompts at once, padding behind them too, "
+            f"got {batch_size}"
+        )
 
 
 def _open(output: Path, source: dict[str, Any], *, resume: bool) -> None:
