@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 LENGTHS, DEMO_LENGTHS = ("4K", "16K"), ("3K",)
 HEADINGS = ("far", "other", "copy", "plain", "names")
 LEGEND = (
-    "cache: bytes on the device, of dense attention's. at: tokens of a text. far, other, copy: nats above dense attention "
-    "on tokens that need far text, on other tokens, on copies. plain, names: share lost of hidden numbers, and of those "
-    "whose names share words. steps: greedy ones with the same token. Dense attention's row: its loss, and the share it "
-    "finds. Intervals and numbers of tokens and questions: --page."
+    "cache: bytes on the device, of dense attention's. at: tokens of a text. far, other, copy: nats above dense "
+    "attention on tokens that need far text, on other tokens, on copies. plain, names: share lost of hidden "
+    "numbers, and of those whose names share words. steps: greedy ones with the same token. Dense attention's "
+    "row: its loss, and the share it finds. Intervals and numbers of tokens and questions: --page."
 )
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 _SLICE = 2048  # positions whose logits are held in float32 at a time
-_ROWS = 8
+_ROWS = 4  # short contexts read at a time
 SHORT = 2048  # tokens of the short context, at most
 NEEDS = 1.0  # nats that all the text must be worth more than the short context
 
