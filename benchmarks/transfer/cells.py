@@ -102,4 +102,29 @@ def page(paths: Sequence[Path]) -> str:
             )
             kl = np.mean([text.get("kl", np.nan) for text in record["prose"]])
             lines.append(f"| {name} | {sizes} | {shown} | {kl:.4f} |")
+        lines += ["", *_frontier(by_arm)]
     return "\n".join(lines) + "\n"
+
+
+def _frontier(by_arm: Mapping[str, Record]) -> list[str]:
+    """Arms that no other beats at as many bytes or fewer, by bytes read and by bytes on the device."""
+    lines, losses = [], dict[str, tuple[float, ...]]()
+    for name, record in by_arm.items():
+        row = cells(record, by_arm["dense"])
+        if {"key", "copy"} <= set(row):
+            losses[name] = (
+                row["key"].value,
+                row["copy"].value,
+                max([row[x].value for x in TASKS if x in row] or [0.0]),
+            )
+    for size in ("read", "device"):
+        sized = {name: loss for name, loss in losses.items() if by_arm[name].get(size) is not None}
+        best: list[str] = []
+        for name in sorted(sized, key=lambda name: (by_arm[name][size], sized[name])):
+            if name != "dense" and not any(
+                all(a <= b for a, b in zip(sized[other], sized[name], strict=True)) for other in best
+            ):
+                best.append(name)
+        shown = (f"{by_arm[n][size]:.1%} {n} ({sized[n][0]:+.3f}, {sized[n][1]:+.3f}, {sized[n][2]:.1%})" for n in best)
+        lines += [f"By bytes {size} (far text needed, copies, worst task): {'; '.join(shown)}.", ""]
+    return lines

@@ -66,6 +66,7 @@ MAKES: Mapping[str, Mapping[str, Any]] = {
 STAGES = ((512, 0.45, 32_768), (4096, 0.22, 65_536), (16384, 0.23, 65_536), (LONGEST, 0.10, 65_536))
 _LEARNED = 0.8  # share of answers' tokens that are right, below which the first stage goes on, for at most a third more
 _EVERY = 25  # steps from one record to the next
+_MOST_SKIPPED = 5  # steps without a finite gradient, one after another, at which training fails
 
 # attention in place of the function below, of one module, its q, k and v and the scale; set by `replaced`
 _instead: list[Callable[..., Tensor]] = []
@@ -167,7 +168,8 @@ def train(
     """Train all weights for so many seconds of wall clock, shared out over the stages; ``log`` gets a record at times.
 
     texts: called as each stage begins, so that text which arrives later is read too. A stage ends when its time is
-    over, however few steps it had, so that what follows has the time that it needs.
+    over, however few steps it had, so that what follows has the time that it needs. A step without a finite gradient is
+    skipped and logged; FloatingPointError after several.
     """
     device = model.device
     large = sum(p.numel() for p in model.parameters()) > 60e6
@@ -175,7 +177,7 @@ def train(
     optimizer = new_optimizer(model, peak)
     torch.set_float32_matmul_precision("high")
     model.train()
-    began, steps, tokens = time.monotonic(), 0, 0
+    began, steps, tokens, failed, record = time.monotonic(), 0, 0, 0, dict[str, Any]()
     for index, (length, share, per_step) in enumerate(stages):
         data = DataLoader(
             _Batches(texts(), length, max(1, per_step // length), seed), batch_size=None, num_workers=workers,
@@ -191,10 +193,16 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = rate_at(passed, peak) * min(1.0, (steps + 1) / 150)
             noted = count % _EVERY == 0
-            record = step(model, optimizer, ids.to(device), weights.to(device), noted)
             steps, tokens = steps + 1, tokens + ids.numel()
-            if noted:
-                right = record["answers"]
+            try:
+                record, failed = step(model, optimizer, ids.to(device), weights.to(device), noted), 0
+            except FloatingPointError as error:
+                optimizer.zero_grad(set_to_none=True)
+                record, failed = {"skipped": str(error)}, failed + 1
+                if failed == _MOST_SKIPPED:
+                    raise
+            if record:
+                right = record.get("answers", right)
                 at = {"length": length, "step": steps, "tokens": tokens, "seconds": time.monotonic() - began}
                 log(at | record)
     model.eval()
@@ -202,7 +210,7 @@ def train(
 
 def step(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids: Tensor, weights: Tensor, noted: bool
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """One step on ids ``[B, L]`` with a weight per token; noted: with its loss and share of right answers.
 
     Raises FloatingPointError, naming a parameter, where the gradient is not finite.

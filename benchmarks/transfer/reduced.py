@@ -23,24 +23,23 @@ def reduced(folder: Path, provenance: Mapping[str, Any]) -> dict[str, Any]:
     A row has the bytes of an arm as shares of dense attention's, and per class of tokens and per task ``[value, low,
     high, dense, n]`` of `cells.Cell`; failed: those above the bar.
     """
-    models = [_model(path) for path in sorted(folder.glob("*-training.jsonl"))]
+    models = [_model(path) for path in sorted(folder.glob("*.jsonl")) if not path.stem.endswith("-training")]
     return {"provenance": dict(provenance), "results": {"models": models}}
 
 
-def _model(training: Path) -> dict[str, Any]:
-    path = training.with_name(training.name.replace("-training", ""))
-    steps, records = _lines(training), _lines(path)
+def _model(path: Path) -> dict[str, Any]:
+    records, training = _lines(path), path.with_name(f"{path.stem}-training.jsonl")
     about = next(record for record in records if "parameters" in record)
-    model: dict[str, Any] = {
-        "make": about["make"], "seed": about["seed"], "parameters": about["parameters"],
-        "trained": {
+    model: dict[str, Any] = {name: about[name] for name in ("make", "seed", "parameters")}
+    if training.exists():  # not where the weights of an earlier run were read
+        steps = [step for step in _lines(training) if "loss" in step]
+        model["trained"] = {
             "seconds": round(next(x["trained_seconds"] for x in records if "trained_seconds" in x), 1),
             "steps": steps[-1]["step"], "tokens": steps[-1]["tokens"],
             "loss": [round(steps[i]["loss"], 3) for i in (0, -1)],
-        },
-    }  # fmt: skip
-    if steps[-1]["loss"] > _LEARNED:
-        return model
+        }  # fmt: skip
+        if steps[-1]["loss"] > _LEARNED:
+            return model
     model["diagnosis"] = _by_layer([record["layers"] for record in records if "layers" in record])
     model["generated"] = [
         {"arm": x["generate"], "length": x["length"], "found": hits.count("1"), "of": len(hits)}

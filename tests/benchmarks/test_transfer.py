@@ -208,6 +208,36 @@ def test_a_model_that_did_not_learn_has_no_rows(tmp_path):
     assert learned["rows"][1]["key"][0] == pytest.approx(0.05)
 
 
+def test_training_skips_a_step_that_overflows_and_fails_after_several(drawn, monkeypatch):
+    model, log, real, calls = makes.new_model("mla-28m", 0, **_SMALL), [], makes.step, iter(range(10**9))
+    bad = {2}
+
+    def step(*arguments):
+        if next(calls) in bad:
+            raise FloatingPointError("gradient")
+        return real(*arguments)
+
+    monkeypatch.setattr(makes, "step", step)
+    given = {"seed": 0, "workers": 0, "stages": ((128, 1.0, 128),), "log": log.append}
+    makes.train(model, lambda: drawn, 1.0, **given)
+    assert [entry["step"] for entry in log if "skipped" in entry] == [3]
+    bad |= set(range(1000, 10**5))
+    calls = iter(range(1000, 10**9))
+    with pytest.raises(FloatingPointError, match="gradient"):
+        makes.train(model, lambda: drawn, 60.0, **given)
+
+
+def test_what_no_arm_beats_at_its_bytes(tmp_path):
+    arms = {"dense": record(98, 2.0), "a": record(90, 2.1), "b": record(80, 2.2), "c": record(97, 2.05)}
+    sizes = {"dense": 1.0, "a": 0.2, "b": 0.3, "c": 0.4}
+    lines = [
+        {"make": "x", "length": 16384, "arm": name, "read": sizes[name], "device": sizes[name]} | arms[name]
+        for name in arms
+    ]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert "worst task): 20.0% a (+0.100, +0.100, 8.2%); 40.0% c (" in cells.page([tmp_path / "x.jsonl"])
+
+
 def test_settings_through_caches(held):
     notes = []
     settings = {"dense": None, "open": ALL_OPEN.replace(store="host", unchosen="drop")}
