@@ -2,8 +2,8 @@
 
     python benchmarks/transfer pack --data FOLDER --output CORPUS
     python benchmarks/transfer lease --corpus CORPUS --out OUT \\
-        --plan 0:llama-77m:230:345:7 --plan 0:gemma3-44m:145:580 \\
-        --plan 1:qwen3-83m:230:345 --plan 1:mla-28m:140:580
+        --plan 0:llama-77m:230:345:7 --plan 0:gemma3-44m:135:560 \\
+        --plan 1:qwen3-83m:230:345 --plan 1:mla-28m:130:560
     python benchmarks/transfer table OUT/*.jsonl
     python benchmarks/transfer reduce OUT --device "NVIDIA H200" --commit COMMIT --output RESULTS/transfer.json
 
