@@ -104,14 +104,19 @@ def test_the_command_writes_a_file_and_a_page_that_are_read_again(results, monke
 
     def measured(model, tokenizer, documents, methods, config, *, on_step):
         given.update(methods=methods, config=config)
-        return list(results.values())
+        long = dataclasses.replace(results["broken"], name=f"recall:store=host,{'window=32,' * 9}slots=8")
+        return [long if name == "broken" else each for name, each in results.items()]
 
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(verify_module, "verify", measured)
     file, page = tmp_path / "a.json", tmp_path / "a.md"
     assert command("--length", "320", "--greedy", "3", "--json", file, "--page", page) is None
     assert set(given["methods"]) >= {"recall-host", "recall-device"}
     assert given["config"].lengths == (320,)
-    assert "Cheapest that passes: good." in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Cheapest that passes: good." in out
+    # in the table too, though the name takes many lines
+    assert f"{results['broken'].lengths[0].cells['copy'].value:+.3f}" in out.partition("cache: bytes")[0]
     assert "| bundled | good | " in page.read_text()
     assert "fifth of the text" in page.read_text()
     document = json.loads(file.read_text())

@@ -157,7 +157,7 @@ def _print(contents: list[dict[str, Any]]) -> None:
     several = ["model"] if len(contents) > 1 else []
     for heading in (*several, "setting", "cache", "at", *HEADINGS, "steps", "ok"):
         is_name = heading in ("model", "setting")
-        table.add_column(heading, justify="left" if is_name else "right", no_wrap=is_name, overflow="fold")
+        table.add_column(heading, justify="left" if is_name else "right", no_wrap=not is_name, overflow="fold")
     for content in contents:
         for result in content["settings"]:
             for each in result["lengths"]:
