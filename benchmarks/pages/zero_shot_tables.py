@@ -42,11 +42,7 @@ _GOALS = {
     "calibrated, device, 16.0%": "no host store, 16 %: calibrated",
     "calibrated, device, 25.0%": "no host store, 25 %: calibrated",
 }
-_NAMES = {
-    "llama": "one KV head per query head",
-    "gqa4": "four query heads per KV head",
-    "mla": "latents",
-}
+_NAMES = {"llama": "one KV head per query head", "gqa4": "four query heads per KV head", "mla": "latents"}
 
 
 def methods(rows: Mapping[str, Sequence[Row]]) -> str:

@@ -18,13 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from condense.ops import RuleSpans, Source, UniformRule, attend_recall
-from condense.ops.recall import (
-    ArrayChoice,
-    IndexSettings,
-    RecallSources,
-    build_index,
-    index_scores,
-)
+from condense.ops.recall import ArrayChoice, IndexSettings, RecallSources, build_index, index_scores
 
 Scores = Callable[[Tensor, int], Tensor]
 _BLOCK = 512  # queries whose scores are held at a time

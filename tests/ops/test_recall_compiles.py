@@ -6,13 +6,7 @@ from ops.test_hopper_compiles import SHARED_MEMORY, compiled  # noqa: F401
 from step_states import empty, step_settings, with_store
 
 import condense
-from condense.ops.recall import (
-    IndexChoice,
-    IndexSettings,
-    Quota,
-    RecallSources,
-    build_index,
-)
+from condense.ops.recall import IndexChoice, IndexSettings, Quota, RecallSources, build_index
 from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.step import NewToken, StepCall
 from condense.ops.triton import host, limits, recall_step_plan

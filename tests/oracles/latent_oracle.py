@@ -90,14 +90,7 @@ def _expand(c: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[Tens
 
 
 def _row(
-    method: Any,
-    q: Tensor,
-    c: Tensor,
-    k_rope: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    scale: float,
-    prompt: int | None,
+    method: Any, q: Tensor, c: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor, scale: float, prompt: int | None
 ) -> list[tuple[Tensor, Tensor]]:
     """Lists over the queries of out ``[H, d_v]`` and lse ``[H]``; q ``[H, L, d_n + d_r]``, c ``[L, d_c]``, k_rope
     ``[L, d_r]``.

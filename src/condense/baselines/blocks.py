@@ -141,11 +141,7 @@ def _over_columns(
         return (at <= query) & ~lower[h, query // BLOCK, torch.clamp(at, max=L - 1) // BLOCK]
 
     mask = BlockMask.from_kv_blocks(
-        *_listed(reached),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=outside,
-        seq_lengths=(L, padded.shape[1]),
-        compute_q_blocks=False,
+        *_listed(reached), BLOCK_SIZE=BLOCK, mask_mod=outside, seq_lengths=(L, padded.shape[1]), compute_q_blocks=False
     )
     return _attend(q, k_columns, v_columns, mask, scale)
 

@@ -10,12 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteriaList,
-)
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from condense.caches import CondensedCacheLayer, cache_nbytes
 from condense.config import check_int

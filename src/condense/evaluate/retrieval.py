@@ -110,10 +110,7 @@ def _generated(model: PreTrainedModel, sequence: PasskeySequence) -> list[bool]:
     for start, stop in sequence.answers:
         ids = torch.from_numpy(sequence.input_ids[:start]).to(model.device)[None]
         written = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=stop - start,
-            do_sample=False,
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=stop - start, do_sample=False
         )
         outcomes.append(written[0, start:].tolist() == sequence.input_ids[start:stop].tolist())
     return outcomes

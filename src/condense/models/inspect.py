@@ -13,13 +13,7 @@ from condense.methods import DGA, Method, step_settings
 from condense.models.apply import attention_layers, chosen_methods
 from condense.models.cached_bytes import CachedHeads
 from condense.models.choice import MethodChoice
-from condense.models.counts import (
-    chooses_from_prompt,
-    first_that,
-    kept_on_device,
-    sum_closed,
-    sum_opened,
-)
+from condense.models.counts import chooses_from_prompt, first_that, kept_on_device, sum_closed, sum_opened
 from condense.models.families import is_latent, sliding_window
 from condense.ops import ChoiceSettings
 from condense.ops.tensors.per_row import PerRow, at_most

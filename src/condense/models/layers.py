@@ -8,12 +8,7 @@ from torch import Tensor
 from transformers import Cache, EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticCache, StaticLayer, StaticSlidingWindowLayer
 
-from condense.caches import (
-    CondensedCacheLayer,
-    CondensedLayer,
-    ReadRequest,
-    StaticCondensedLayer,
-)
+from condense.caches import CondensedCacheLayer, CondensedLayer, ReadRequest, StaticCondensedLayer
 from condense.functional import read_whole
 from condense.methods import Context, Method, StreamingLLM
 from condense.models.forward import AttentionCall

@@ -16,16 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from condense.ops.tensors.per_row import (
-    IntT,
-    PerRow,
-    as_rows,
-    at_least,
-    at_most,
-    broadcast_rows,
-    int_if_equal,
-    max_row,
-)
+from condense.ops.tensors.per_row import IntT, PerRow, as_rows, at_least, at_most, broadcast_rows, int_if_equal, max_row
 
 
 class Source(NamedTuple):

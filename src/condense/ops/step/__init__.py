@@ -3,15 +3,7 @@
 from condense.ops.step.call import NewToken, OwnEntries, StepCall
 from condense.ops.step.pages import NewTokens, PagedState, Pages
 from condense.ops.step.settings import ChoiceSettings, StepSettings, StoreSettings
-from condense.ops.step.state import (
-    Per,
-    StateSizes,
-    StepState,
-    clear_state,
-    empty_state,
-    entry_names,
-    fields_of,
-)
+from condense.ops.step.state import Per, StateSizes, StepState, clear_state, empty_state, entry_names, fields_of
 
 __all__ = [
     "ChoiceSettings",

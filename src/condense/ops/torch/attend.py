@@ -132,13 +132,7 @@ def _visible(spans: Spans, start: int, stop: int, hulls: list[Hull], device: tor
 
 
 def attend_block(
-    q: Tensor,
-    keys: BlockKeys,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    return_lse: bool = False,
+    q: Tensor, keys: BlockKeys, *, scale: float, softcap: float = 0.0, dropout_p: float = 0.0, return_lse: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Output ``[B, H, L, Dv]`` of one block of queries ``[B, H, L, D]``.
 

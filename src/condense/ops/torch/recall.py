@@ -25,14 +25,7 @@ _BLOCK = 128
 
 
 def attend_recall(
-    q: Tensor,
-    sources: RecallSources,
-    choice: Choice,
-    *,
-    scale: float,
-    softcap: float,
-    pool: bool,
-    return_lse: bool,
+    q: Tensor, sources: RecallSources, choice: Choice, *, scale: float, softcap: float, pool: bool, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """See `condense.ops.attend_recall`. pool: queries see the entries of closed groups that they do not open."""
     (entries, store, window, spans), L, g = sources, q.shape[2], sources.group_size

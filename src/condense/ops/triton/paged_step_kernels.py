@@ -16,14 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from condense.ops.triton.device.entry import (
-    Chunk,
-    Queries,
-    RequestPages,
-    make_entries,
-    mean_query,
-    summary_query,
-)
+from condense.ops.triton.device.entry import Chunk, Queries, RequestPages, make_entries, mean_query, summary_query
 from condense.ops.triton.device.parts import load_row, load_rows, store_row
 from condense.ops.triton.device.softmax import add_keys, empty_softmax, join_parts, key_products, store_part
 

@@ -223,13 +223,7 @@ def summarize(q: Tensor, tail: Tensor, spans: SummarySpans | SummaryColumns) -> 
 
 
 def pool_groups(
-    groups: Chunks,
-    summary: Tensor | None,
-    *,
-    scale: float,
-    key_pooling: str,
-    value_pooling: str,
-    return_lse: bool,
+    groups: Chunks, summary: Tensor | None, *, scale: float, key_pooling: str, value_pooling: str, return_lse: bool
 ) -> tuple[Tensor, ...]:
     """See `condense.ops.pool_groups`."""
     start, columns = 0, None

@@ -20,14 +20,7 @@ from condense.ops.triton.device.codes import load_vectors, row_width
 from condense.ops.triton.device.entry import Buffer
 from condense.ops.triton.device.parts import add_weighted, load_rows, parts, tile_width
 from condense.ops.triton.device.scores import soft_cap
-from condense.ops.triton.device.softmax import (
-    Softmax,
-    add_weights,
-    empty_softmax,
-    key_products,
-    store_part,
-    whole,
-)
+from condense.ops.triton.device.softmax import Softmax, add_weights, empty_softmax, key_products, store_part, whole
 from condense.ops.triton.recall_choice_kernels import wanted_groups
 from condense.ops.triton.recall_close_kernels import after_the_last, row_of_step
 from condense.ops.triton.recall_store_kernels import load_group

@@ -110,10 +110,7 @@ def multidoc_scores(doc: dict[str, Any], results: Sequence[str]) -> dict[str, fl
     """best_subspan_em: the first line holds an answer (the published metric); exact_match: it is one."""
     said = _normalised(results[0].strip().split("\n")[0])
     answers = [_normalised(answer) for answer in doc["answers"]]
-    return {
-        "best_subspan_em": float(any(answer in said for answer in answers)),
-        "exact_match": float(said in answers),
-    }
+    return {"best_subspan_em": float(any(answer in said for answer in answers)), "exact_match": float(said in answers)}
 
 
 def multikey(
