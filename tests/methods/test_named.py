@@ -28,7 +28,7 @@ def test_a_name_is_a_method_with_all_settings(name):
     assert condense.Method.parse({"method": name}) == method
     assert condense.Method.parse(f"{name}:window=96") == method.replace(window=96)
     assert condense.Method.parse({"method": name, "window": 96}) == method.replace(window=96)
-    assert README.count(f"| `{name}` |") == 1
+    assert README.count(f"\n- **`{name}`**, for a model ") == 1
 
 
 @pytest.mark.parametrize("name", NAMED_SETTINGS)
