@@ -30,25 +30,32 @@ class Index:
 
     bits 16 and size 1: the keys as they are, so the choice is by true attention mass; fewer bits and size 1: rotated
     keys (a fixed Hadamard rotation with random signs), one step per token. Larger sizes: the library's index.
+    centred: fewer bits hold the difference of a key from its group's mean, which is kept in 8 bits.
     """
 
     size: int
     bits: int
+    centred: bool = False
 
     def nbytes(self, width: int, group: int) -> float:
         """Per KV head and group."""
         if self.size == 1:
-            return group * (width * self.bits / 8 + (0 if self.bits == 16 else 2))
+            mean = width + 2 if self.centred else 0
+            return group * (width * self.bits / 8 + (0 if self.bits == 16 else 2)) + mean
         return group // self.size * 2 * width * self.bits / 8 + (0 if self.bits == 16 else 8)
 
 
 TRUE, KEYS = Index(1, 16), Index(1, 4)
+OPENED: dict[Chooser, list[Tensor]] = {}  # per layer and text, the share of closed groups that was opened
 
 
 @dataclass(frozen=True)
 class Chooser:
     """Open ``num`` of the closed groups by an index; the others are dropped.
 
+    least: open only as many of them, up to ``num``, as leave at most this share of any head's attention closed, by the
+    index (with ``near``).
+    rest: the others are not dropped but seen as their mean value, with the weight that the index says.
     then: the store's own keys (`KEYS`), by which ``num`` of ``factor * num`` groups that the index finds are chosen.
     per_head: each query head opens groups of its own. together: how heads that share a choice join their shares, "max"
     or "sum".
@@ -63,6 +70,8 @@ class Chooser:
     per_head: bool = False
     together: str = "max"
     near: bool = False
+    least: float = 0.0
+    rest: bool = False
     group: int = 16
     window: int = 256
 
@@ -73,8 +82,19 @@ class Chooser:
         queries, keys = seen_by_index(module, q, k)
         if self.per_head:
             k, v, keys = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v, keys))
-        chosen = choose(self, queries[0], keys[0], scale, G) if G else q.new_zeros(k.shape[1], L, 0, dtype=torch.bool)
-        return attended(q, k, v, scale, chosen[None], self.group, self.window)
+        if not G:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        means = v[0, :, : G * self.group].unflatten(1, (G, self.group)).mean(2).float() if self.rest else None
+        chosen, rest = choose(self, queries[0], keys[0], scale, G, means)
+        late = torch.arange(L // 2, L, device=q.device)
+        closed = ((late + 1 - self.window) // self.group).clamp(0, G).sum()
+        OPENED.setdefault(self, []).append(chosen[:, L // 2 :].sum((1, 2)).float().mean() / closed)
+        out, lse = attended(q, k, v, scale, chosen[None], self.group, self.window)
+        if rest is None:
+            return out
+        total = torch.logaddexp(lse, rest[1][None])
+        mixed = out.float() * (lse - total).exp()[..., None] + rest[0][None] * (rest[1][None] - total).exp()[..., None]
+        return mixed.to(out.dtype)
 
     def costs(self, length: int, width: int, value_width: int, heads: int) -> dict[str, float]:
         """Shares of a dense cache of 16 bits: kept on the device with tokens in 4 bits there or in host memory (then
@@ -84,6 +104,7 @@ class Chooser:
         """
         G, g = (length - self.window) // self.group, self.group
         dense, exact = 2.0 * length * (width + value_width), 2.0 * self.window * (width + value_width)
+        num = float(sum(OPENED[self]) / len(OPENED[self])) * G if self.least else self.num
         stages = [stage for stage in (self.index, self.then) if stage is not None and stage != TRUE]
         # 4 bits: keys rotated if they are an index too, else with a step and a zero per channel of a group; values with
         # a step and a zero per token; each of 16 bits
@@ -91,8 +112,9 @@ class Chooser:
         token = width / 2 + steps + (value_width / 2 + 4 if value_width else 0)
         index = stages[0].nbytes(width, g) if stages else 0.0
         beside = 0.0 if stages[:1] == [KEYS] else index  # the store's own keys cost nothing more
-        again = min(G, self.factor * self.num) * KEYS.nbytes(width, g) if len(stages) > 1 else 0.0
-        opened = self.num * g * token * (heads if self.per_head else 1)
+        index += (value_width or width) / 2 + 2 if self.rest else 0  # mean values in 4 bits
+        again = min(G, self.factor * num) * KEYS.nbytes(width, g) if len(stages) > 1 else 0.0
+        opened = num * g * token * (heads if self.per_head else 1)
         return {
             "device": (G * (beside + g * token) + exact) / dense,
             "host_store": (G * index + opened + exact) / dense,
@@ -124,29 +146,52 @@ def keep_latents(model: torch.nn.Module) -> None:
             module.kv_a_layernorm.register_forward_hook(hook(module))  # type: ignore[union-attr]
 
 
-def choose(chooser: Chooser, q: Tensor, k: Tensor, scale: float, groups: int) -> Tensor:
-    """The open groups, bool ``[C, L, G]``; q ``[H, L, D]``, k ``[C, L, D]``."""
-    (C, L, _), device, parts = k.shape, q.device, []
+def choose(
+    chooser: Chooser, q: Tensor, k: Tensor, scale: float, groups: int, means: Tensor | None = None
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """The open groups, bool ``[C, L, G]``; q ``[H, L, D]``, k ``[C, L, D]``.
+
+    With means of values ``[K, G, Dv]`` also what the other closed groups give: output ``[H, L, Dv]`` and log-sum-exp
+    ``[H, L]``.
+    """
+    (C, L, _), device, parts, others = k.shape, q.device, [], []
     q, k = q.float(), k.float()
     stages = [_scores(index, k, scale, groups, chooser.group) for index in (chooser.index, chooser.then) if index]
     for start in range(0, L, _BLOCK):
         stop = min(L, start + _BLOCK)
         t = torch.arange(start, stop, device=device)
         num_closed = ((t + 1 - chooser.window) // chooser.group).clamp(min=0)[:, None]
-        chosen = (torch.arange(groups, device=device) < num_closed).expand(C, -1, -1)
+        closed = chosen = (torch.arange(groups, device=device) < num_closed).expand(C, -1, -1)
+        heads, shares = q[:, start:stop].unflatten(0, (C, -1)), None
         if int(num_closed[-1]) > chooser.num:
-            heads = q[:, start:stop].unflatten(0, (C, -1))
             near = _near(heads, k, scale, num_closed * chooser.group, start, stop) if chooser.near else None
             for stage, scores in enumerate(stages):
                 num = min(groups, chooser.num * (chooser.factor if stage < len(stages) - 1 else 1))
-                shares = scores(heads, stop).masked_fill(~chosen[:, None], -math.inf)
+                weights = scores(heads, stop)
+                shares = weights.masked_fill(~chosen[:, None], -math.inf)
                 total = shares.logsumexp(-1, keepdim=True)
                 shares = (shares - (total if near is None else torch.logaddexp(total, near))).nan_to_num(nan=-math.inf)
                 joined = shares.amax(1) if chooser.together == "max" else shares.logsumexp(1)
-                best = joined.topk(num, -1).indices
-                chosen = torch.zeros_like(joined, dtype=torch.bool).scatter_(-1, best, True) & chosen
+                best, places = joined.topk(num, -1)
+                # what is left closed if a group and those behind it stay closed
+                tail = joined.exp().sum(-1, keepdim=True) - best.exp().cumsum(-1) + best.exp()
+                needed = tail > (chooser.least or -math.inf)  # sums are rounded
+                chosen = torch.zeros_like(joined, dtype=torch.bool).scatter_(-1, places, needed) & chosen
+        if means is not None:
+            unopened = (closed & ~chosen)[:, None]
+            if shares is None:
+                others.append(
+                    (q.new_zeros(len(q), stop - start, means.shape[2]), q.new_full((len(q), stop - start), -math.inf))
+                )
+            else:
+                left = weights.masked_fill(~unopened, -math.inf)
+                lse = left.logsumexp(-1)
+                p = (left - lse[..., None]).nan_to_num(nan=-math.inf).exp()
+                p = p.flatten(0, 1).unflatten(0, (means.shape[0], -1))
+                others.append(((p @ means[:, None]).flatten(0, 1), lse.flatten(0, 1)))
         parts.append(chosen)
-    return torch.cat(parts, 1)
+    rest = None if means is None else (torch.cat([x for x, _ in others], 1), torch.cat([x for _, x in others], 1))
+    return torch.cat(parts, 1), rest
 
 
 def _near(heads: Tensor, k: Tensor, scale: float, first: Tensor, start: int, stop: int) -> Tensor:
@@ -170,12 +215,21 @@ def _scores(index: Index, k: Tensor, scale: float, groups: int, group: int) -> S
             return index_scores(heads.flatten(0, 1)[None], built, settings, scale)[0].unflatten(0, heads.shape[:2])
 
         return bounds
-    turned = far if index == TRUE else rounded(rotated(far), index.bits)
+    if index == TRUE:
+        known = far
+    elif index.centred:
+        blocks = far.unflatten(1, (groups, group))
+        means = blocks.mean(2, keepdim=True)
+        step = means.abs().amax(-1, keepdim=True) / 127
+        means = (means / step).round() * step
+        known = turned_back(rounded(rotated(blocks - means), index.bits)) + means
+        known = known.flatten(1, 2)
+    else:
+        known = turned_back(rounded(rotated(far), index.bits))
 
     def by_token(heads: Tensor, stop: int) -> Tensor:
         reach = min(groups, -(-stop // group))
-        turn = heads if index == TRUE else rotated(heads)
-        scores = (turn @ turned[:, None, : reach * group].mT) * scale
+        scores = (heads @ known[:, None, : reach * group].mT) * scale
         return F.pad(scores.unflatten(-1, (reach, group)).logsumexp(-1), (0, groups - reach), value=-math.inf)
 
     return by_token
@@ -197,6 +251,11 @@ def rotated(x: Tensor) -> Tensor:
     return x @ _rotation(x.shape[-1], x.device)
 
 
+def turned_back(x: Tensor) -> Tensor:
+    """What `rotated` has turned."""
+    return x @ _rotation(x.shape[-1], x.device).mT
+
+
 def rounded(x: Tensor, bits: int) -> Tensor:
     """x ``[..., D]`` in ``bits`` bits with one step per token: 2 ** bits even levels around 0.
 
@@ -208,13 +267,15 @@ def rounded(x: Tensor, bits: int) -> Tensor:
     return levels * (x.square().sum(-1, keepdim=True) / (x * levels).sum(-1, keepdim=True))
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, scale: float, chosen: Tensor, group: int, window: int) -> Tensor:
-    """Attention over the chosen groups, bool ``[1, K|1, L, G]``, and the window, by the library's backends."""
+def attended(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, chosen: Tensor, group: int, window: int
+) -> tuple[Tensor, Tensor]:
+    """Attention over the chosen groups, bool ``[1, K|1, L, G]``, and the window, by the library; its log-sum-exp."""
     G, rule = chosen.shape[-1], UniformRule(group, window)
     far_k, far_v = (x[:, :, : G * group].contiguous() for x in (k, v))
     entries = Source(k.new_zeros(*k.shape[:2], G, k.shape[3]), v.new_zeros(*v.shape[:2], G, v.shape[3]))
     sources = RecallSources(entries, Source(far_k, far_v), Source(k, v), RuleSpans(rule, 0, 0))
-    return attend_recall(q, sources, ArrayChoice(chosen), scale=scale, unchosen="drop")[0]
+    return attend_recall(q, sources, ArrayChoice(chosen), scale=scale, unchosen="drop", return_lse=True)
 
 
 def best_tokens(num: int, group: int = 16, window: int = 256, block: int = 256) -> Callable[..., Tensor]:
@@ -247,29 +308,41 @@ def indexes(num: int) -> dict[str, Chooser]:
     """The choosers of the question which index is best, by label, those that decide first."""
     true, halves = Chooser(num, TRUE, near=True), Chooser(num, Index(8, 4))
     keys = {bits: Chooser(num, Index(1, bits)) for bits in (1, 2, 4)}
+    centred = {bits: Chooser(num, Index(1, bits, centred=True)) for bits in (1, 2)}
     found = {
         "true mass": true,
         "halves 4 bits": halves,
         "keys 2 bits": keys[2],
-        "halves 4 bits, then keys 4": replace(halves, then=KEYS),
         "keys 1 bit": keys[1],
+        "keys 2 bits, rest": replace(keys[2], rest=True),
+        "keys 1 bit, centred": centred[1],
+        "keys 2 bits, centred": centred[2],
+        "keys 1 bit, centred, rest": replace(centred[1], rest=True),
+        "true mass, rest": replace(true, rest=True),
+        "halves 4 bits, then keys 4": replace(halves, then=KEYS),
+        "keys 1 bit, then keys 4": replace(keys[1], then=KEYS),
         "keys 2 bits, near": replace(keys[2], near=True),
         "keys 4 bits": keys[4],
-        "halves 8 bits": Chooser(num, Index(8, 8)),
-        "quarters 4 bits": Chooser(num, Index(4, 4)),
-        "keys 1 bit, then keys 4": replace(keys[1], then=KEYS),
         "true mass, per head": replace(true, per_head=True),
-        "keys 2 bits, per head": replace(keys[2], per_head=True),
-        "keys 2 bits, sum": replace(keys[2], together="sum"),
-        "true mass, sum": replace(true, together="sum"),
         "true mass, groups of 8": replace(true, num=2 * num, group=8),
+        "keys 2 bits, centred, rest": replace(centred[2], rest=True),
+        "keys 2 bits, sum": replace(keys[2], together="sum"),
         "keys 2 bits, groups of 8": replace(keys[2], num=2 * num, group=8),
-        "halves 4 bits, near": replace(halves, near=True),
-        "quarters 8 bits": Chooser(num, Index(4, 8)),
-        "halves 4 bits, per head": replace(halves, per_head=True),
-        "halves 4 bits, sum": replace(halves, together="sum"),
+        "keys 2 bits, per head": replace(keys[2], per_head=True),
+        "quarters 4 bits": Chooser(num, Index(4, 4)),
+        "halves 8 bits": Chooser(num, Index(8, 8)),
     }
     return {f"{label}: {num}": chooser for label, chooser in found.items()}
+
+
+def by_mass(groups: int) -> dict[str, Chooser]:
+    """Choosers that open as many groups as the attention left closed demands, at most half of them."""
+    keys = Chooser(groups // 2, Index(1, 2), near=True)
+    return {
+        f"keys 2 bits, {least:.0%} closed{', rest' if rest else ''}": replace(keys, least=least, rest=rest)
+        for least in (0.1, 0.05, 0.02, 0.2)
+        for rest in (False, True)
+    }
 
 
 def costs_of(config: Any, chooser: Chooser, length: int) -> dict[str, float]:

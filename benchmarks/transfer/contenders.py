@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import exact
-from choosers import Chooser, best_tokens, costs_of, indexes
+from choosers import Chooser, best_tokens, by_mass, costs_of, indexes
 from transformers import PreTrainedModel
 
 from condense import Method, Recall, StreamingLLM
@@ -42,17 +42,19 @@ def arms(make: str, length: int, central: bool) -> tuple[dict[str, Arm], dict[st
 
     eighth, shares = groups // 8, (groups // 4, groups // 16)
     first: dict[str, Arm] = {"dense": None}
+    if not latents:
+        first["cache of 4 bits"] = exact.fewer_bits(4)
     if central:
         first["drop 128"] = opened(DROP, 128)
         for num in (eighth, *shares):
-            first |= dict(list(indexes(num).items())[:5])
+            first |= dict(list(indexes(num).items())[:9])
+        first |= by_mass(groups)
         first |= {f"true tokens: {eighth}": best_tokens(eighth), **indexes(eighth)}
     else:
-        first |= dict(list(indexes(eighth).items())[:4])
+        first |= dict(list(indexes(eighth).items())[:9])
+        first |= dict(list(by_mass(groups).items())[:4])
     for num in (128, 256, 512) if latents else (128, 256):
         first |= {f"drop {num}": opened(DROP, num), f"log {num}": opened(CLAIMED, num)}
-    if not latents:
-        first["cache of 4 bits"] = exact.fewer_bits(4)
     first["drop 128, store 4"] = opened(DROP, 128).replace(store_bits=4)
     first["window 25%"] = window(0.25)
     quest = DROP.replace(index_size=GROUP, index_bits=16)

@@ -44,6 +44,29 @@ def test_a_choice_by_true_mass_opens_what_has_most():
     assert torch.allclose(tokens[1], dense, atol=1e-5)  # scores are float32
 
 
+def test_the_others_weigh_what_the_index_says():
+    q, k, v = (torch.randn(1, heads, 64, 16, dtype=torch.float64) for heads in (4, 2, 2))
+    module, small = torch.nn.Module(), {"group": 8, "window": 16, "near": True}
+    # tokens of a group are alike, so its mean with the weight of all is what they give
+    k, v = (x[:, :, ::8].repeat_interleave(8, 2) for x in (k, v))
+    dense = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    out = choosers.Chooser(1, choosers.TRUE, rest=True, **small)(module, q, k, v, None)
+    assert torch.allclose(out, dense, atol=1e-5)
+    assert not torch.allclose(choosers.Chooser(1, choosers.TRUE, **small)(module, q, k, v, None), dense, atol=1e-2)
+
+
+def test_a_mass_opens_as_few_groups_as_leave_less_closed():
+    q, k, v = (torch.randn(1, heads, 64, 16, dtype=torch.float64) for heads in (2, 2, 2))
+    module, small = torch.nn.Module(), {"group": 8, "window": 16, "near": True, "least": 0.3}
+    mass = (2 * q[0, :, -1:] @ k[0].mT * 16**-0.5).softmax(-1)[:, 0, :48].unflatten(1, (6, 8)).sum(2)
+    chosen, _ = choosers.choose(choosers.Chooser(5, choosers.TRUE, **small), 2 * q[0], k[0], 16**-0.5, 6)
+    for head in range(2):
+        left = mass[head].sort(descending=True).values
+        num = next(n for n in range(6) if left[n:].sum() <= 0.3)
+        assert int(chosen[head, -1].sum()) == num
+    assert choosers.Chooser(5, choosers.TRUE, **small)(module, q, k, v, None).shape == q.shape
+
+
 @pytest.mark.parametrize("make", ["llama-77m", "mla-28m"])
 def test_a_chooser_by_bounds_is_the_library(make):
     model = tiny(make)
@@ -86,7 +109,7 @@ def test_a_second_look_and_finer_keys_find_more():
     assert torch.allclose((choosers.rounded(turned, 2) * turned).sum(-1), turned.square().sum(-1))
 
     def mass(**settings):
-        chosen = choosers.choose(choosers.Chooser(4, window=32, **settings), q, k, 192**-0.5, 30)
+        chosen = choosers.choose(choosers.Chooser(4, window=32, **settings), q, k, 192**-0.5, 30)[0]
         shares = (q @ k.mT * 192**-0.5)[:, -16:, :480].softmax(-1).unflatten(-1, (30, 16)).sum(-1)
         return float((shares * chosen[:, -16:]).sum())
 
