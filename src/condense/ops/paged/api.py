@@ -5,13 +5,20 @@ Shapes: T new tokens of all requests, H query heads, K KV heads, D and Dv widths
 
 from __future__ import annotations
 
+import functools
+
+import torch
 from torch import Tensor
 
 from condense.ops.backends import check_backend, step_backend
+from condense.ops.paged.groups import represent
 from condense.ops.paged.requests import read_requests
 from condense.ops.reference import paged as reference
+from condense.ops.step.call import OwnEntries
 from condense.ops.step.pages import NewTokens, PagedState
+from condense.ops.step.records import RECORD_UNIT, record_format
 from condense.ops.step.settings import StepSettings
+from condense.ops.torch import paged_step as torch_step
 
 
 def read_paged(
@@ -26,23 +33,39 @@ def read_paged(
 ) -> None:
     """Read the new tokens of all requests into ``state``, in place, and write their attention to ``out``.
 
-    qkv: q ``[T, H, D]``, k ``[T, K, D]``, v ``[T, K, Dv]``; out ``[T, H, Dv]``, one dtype; K divides H. settings:
-    groups whose ``summary_delay`` is a multiple of g, at most g queries in a summary query, no focal tokens, entries of
-    16 bits. The key and value of every new token go to the window and its mean query to the ring, groups that are due
-    become entries, and its query attends to the entries of closed groups and the tokens behind them, as in
-    `condense.ops.attend`. All keys and values are stored first, then all entries, then comes attention: a request may
-    read pages that another one writes in the same call.
+    qkv: q ``[T, H, D]``, k ``[T, K, D]``, v ``[T, K, Dv]``; out ``[T, H, Dv]``, one dtype; K divides H. The key and
+    value of every new token go to the window, and its mean query to the ring; groups that are due become entries, or
+    with a choice records. Its query attends to the entries of closed groups and the tokens behind them, as in
+    `condense.ops.attend`, or as in `condense.ops.attend_recall`. All keys and values are stored first, then all entries
+    or records, then comes attention: a request may read pages that another one writes in the same call.
+
+    settings, without a choice: groups whose ``summary_delay`` is a multiple of g, at most g queries in a summary query,
+    no focal tokens, entries of 16 bits. With a choice: a store on the device, ``num_summary`` 0, and ``summary_delay``
+    0, so that a record depends on the tokens of its group alone and is made when the last of them is read. Delays do
+    not change what such a method computes: take `condense.methods.step_settings` and set it to 0.
     backend: "reference"; else as in `condense.ops.attend` for requests with several new tokens. Those with one are read
-    by "triton" or "torch"; "auto" is "triton" on CUDA where it can run.
-    Raises ValueError for an unknown backend, for an explicit one that cannot run here and for entries in fewer bits.
+    by "triton" or "torch"; "auto" is "triton" on CUDA where it can run. With a choice it is "torch".
+    Raises ValueError for an unknown backend, for an explicit one that cannot run here, for settings that pages cannot
+    hold and, with a choice, for pages that are not as `PagedState` says.
     """
-    if settings.entry_bits < 16:
-        raise ValueError(f"entries in pages have 16 bits, got entry_bits={settings.entry_bits}: use entry_bits=16")
     q, k, v = qkv
-    if check_backend(backend) == "reference":
+    _check_settings(settings)
+    has_kernels = _has_kernels(check_backend(backend), q, k, v, settings)
+    if settings.choice is not None:
+        _check_records(state, k, v, settings)
+        steps = new.num_steps if backend != "reference" else 0
+        first, seen = state.first(steps), new.seen_on_device[:steps]
+        own = OwnEntries(functools.partial(represent, settings=settings))
+        if steps:
+            torch_step.store(k[:steps], v[:steps], first, seen, settings, own, scale=scale)
+        read_requests(qkv, state, new, settings, out, first=steps, scale=scale, backend=backend)
+        if steps:
+            out[:steps] = torch_step.attend(q[:steps], first, seen, settings, own, scale=scale)
+        return
+    if backend == "reference":
         out.copy_(reference.read_paged(q, k, v, state, new, settings, scale=scale))
         return
-    steps = new.num_steps if _has_kernels(backend, q, k, v, settings) else 0
+    steps = new.num_steps if has_kernels else 0
     if steps == 0:
         read_requests(qkv, state, new, settings, out, first=0, scale=scale, backend=backend)
         return
@@ -59,3 +82,34 @@ def _has_kernels(backend: str, q: Tensor, k: Tensor, v: Tensor, settings: StepSe
     if backend == "auto":
         return step_backend(q.device, q.dtype, (k.shape[2], v.shape[2]), settings) == "triton"
     return backend in ("triton", "hopper")
+
+
+def _check_settings(settings: StepSettings) -> None:
+    """Raise ValueError for settings of a method that pages cannot hold."""
+    if settings.choice is None:
+        if settings.entry_bits < 16:
+            raise ValueError(f"entries in pages have 16 bits, got entry_bits={settings.entry_bits}: use entry_bits=16")
+        return
+    if settings.num_summary > 0:
+        raise ValueError(
+            "entries in records of groups must be means or maxima, which need no queries, with a bias of 'none' or "
+            f"'log_size', got {settings.key_pooling!r}, {settings.value_pooling!r} and {settings.num_summary} queries "
+            "in a summary"
+        )
+    if settings.summary_delay != 0:
+        raise ValueError(f"summary_delay of records must be 0, got {settings.summary_delay}")
+    if settings.choice.store.on_host:
+        raise ValueError("records hold a store on the device, got a store in host memory: use store='device'")
+
+
+def _check_records(state: PagedState, k: Tensor, v: Tensor, settings: StepSettings) -> None:
+    """Raise ValueError unless the pages of entries hold records of these tokens that kernels can read."""
+    x, (K, D), Dv = state.entries.cache, k.shape[1:], v.shape[2]
+    nbytes = record_format(settings, (D, Dv), k.dtype).nbytes
+    if x.dtype != torch.uint8 or x.dim() != 4 or x.shape[1] != K or x.shape[3] != nbytes:
+        raise ValueError(f"entries must be pages uint8 [P, {K}, N, {nbytes}], got {tuple(x.shape)} in {x.dtype}")
+    if x.stride(3) != 1 or any(n % RECORD_UNIT for n in (*x.stride()[:3], x.data_ptr())):
+        raise ValueError(
+            f"records must begin at multiples of {RECORD_UNIT} bytes and be contiguous, got pages with strides "
+            f"{x.stride()} at address {x.data_ptr()}"
+        )

@@ -8,11 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from condense.ops.api import attend, pool_groups, summarize
+from condense.ops.api import attend, attend_recall, summarize
+from condense.ops.paged.groups import represent
+from condense.ops.recall.choice import IndexChoice
+from condense.ops.recall.index import GroupIndex
+from condense.ops.recall.sources import RecallSources
 from condense.ops.spans import RuleSpans, Source
 from condense.ops.step.pages import NewTokens, PagedState, Pages
+from condense.ops.step.records import record_format
 from condense.ops.step.settings import StepSettings
+from condense.ops.step.state import entry_names
 from condense.ops.tensors.right_aligned import head_mean
+from condense.ops.torch.step import packed
 from condense.ops.types import Chunks, SummarySpans
 
 
@@ -65,7 +72,7 @@ class _Request:
         _store(self.state.window, self.row, self.before, torch.cat([self.k, self.v], dim=3))
 
     def pool(self) -> None:
-        """Write the entries of groups that are due, and the newest mean queries to the ring."""
+        """Write the entries or records of groups that are due, and the newest mean queries to the ring."""
         settings, ring = self.settings, self.state.ring
         first, end = (self.rule.pooled(n, settings.summary_delay) for n in (self.before, self.seen))
         if end > first:
@@ -79,14 +86,43 @@ class _Request:
         """Attention of the new tokens, ``[1, H, L, Dv]``."""
         rule, D = self.rule, self.k.shape[3]
         window_start = rule.closed(self.before + 1) * rule.chunk
-        window = _load(self.state.window, self.row, window_start, self.seen)
-        entries = _load(self.state.entries, self.row, self._shift, self._shift + rule.closed(self.seen))
-        sources = (
-            Source(entries[..., :D], entries[..., D:], self.settings.bias or None),
-            Source(window[..., :D], window[..., D:]),
-        )
-        spans = RuleSpans(rule, self.before, window_start)
-        return attend(self.q, sources, spans, scale=self.scale, backend=self.backend)[0]
+        tokens = _load(self.state.window, self.row, window_start, self.seen)
+        window, spans = Source(tokens[..., :D], tokens[..., D:]), RuleSpans(rule, self.before, window_start)
+        closed = rule.closed(self.seen)
+        rows = _load(self.state.entries, self.row, self._shift, self._shift + closed)
+        if self.settings.choice is not None and closed > 0:
+            return self._attend_records(rows, window, spans)
+        entries = Source(rows[..., :D], rows[..., D:], self.settings.bias or None)
+        if self.settings.choice is not None:
+            entries = Source(*(x[:, :, :0] for x in window[:2]))
+        return attend(self.q, (entries, window), spans, scale=self.scale, backend=self.backend)[0]
+
+    def _attend_records(self, records: Tensor, window: Source, spans: RuleSpans) -> Tensor:
+        """Attention to the window and to closed groups, of which each query opens some; records ``[1, K, G, C]``."""
+        settings, choice, g = self.settings, self.settings.choice, self.rule.chunk
+        assert choice is not None
+        (D, Dv), dtype = self._widths, self.k.dtype
+        parts = record_format(settings, (D, Dv), dtype).unpack(records)
+        store = Source(*settings.store_format.unpack(parts["store"], D, Dv, dtype))
+        # if no query sees entries, the first token of each group takes the place of its entry
+        entries = Source(store.k[:, :, ::g], store.v[:, :, ::g])
+        if choice.pool:
+            form = settings.entry_format
+            k, v = (form.unpack(parts[x], n, dtype) for x, n in (("entries_k", D), ("entries_v", Dv)))
+            entries = Source(k, v, settings.bias or None)
+        index = GroupIndex(parts["codes"], parts.get("grid", parts["codes"][..., :0]))
+        return attend_recall(
+            self.q,
+            RecallSources(entries, store, window, spans),
+            IndexChoice(self.q, index, choice.index, self.scale, choice.quota),
+            scale=self.scale,
+            unchosen="pool" if choice.pool else "drop",
+            backend=self.backend,
+        )[0]
+
+    @property
+    def _widths(self) -> tuple[int, int]:
+        return self.k.shape[3], self.v.shape[3]
 
     @property
     def _shift(self) -> int:
@@ -94,24 +130,19 @@ class _Request:
         return self.settings.summary_delay // self.rule.chunk
 
     def _entries(self, first: int, end: int) -> Tensor:
-        """Entries of groups ``[first, end)``, ``[1, K, G, D + Dv]``."""
+        """Entries of groups ``[first, end)``, ``[1, K, G, D + Dv]``; with a choice their records ``[1, K, G, C]``."""
         settings, num, (g, D) = self.settings, end - first, (self.rule.chunk, self.k.shape[3])
-        assert settings.key_pooling is not None
-        assert settings.value_pooling is not None
         tokens, summary = _load(self.state.window, self.row, first * g, end * g), None
         if settings.num_summary > 0:
             start = (first + 1) * g + settings.summary_delay - settings.num_summary
             spans = SummarySpans(start, self.before, self.seen, num, settings.num_summary, g)
             summary = summarize(self.q, self._past_queries(start), spans, backend=self.backend)
-        pooled = pool_groups(
-            Chunks(tokens[..., :D], tokens[..., D:], 0, num, g, first),
-            summary,
-            scale=self.scale,
-            key_pooling=settings.key_pooling,
-            value_pooling=settings.value_pooling,
-            backend=self.backend,
-        )
-        return torch.cat(pooled, dim=3)
+        chunks = Chunks(tokens[..., :D], tokens[..., D:], 0, num, g, first)
+        kept = represent(chunks, summary, settings, scale=self.scale, backend=self.backend)
+        if settings.choice is None:
+            return torch.cat(kept, dim=3)
+        named = dict(zip(entry_names(settings), packed(kept, settings), strict=True))
+        return record_format(settings, self._widths, self.k.dtype).pack(named)
 
     def _past_queries(self, start: int) -> Tensor:
         """Mean queries of positions from ``start`` on that were read before, ``[1, K, Q, D]``; Q may be 0."""

@@ -2,6 +2,7 @@
 
 from condense.ops.step.call import NewToken, OwnEntries, StepCall
 from condense.ops.step.pages import NewTokens, PagedState, Pages
+from condense.ops.step.records import Part, RecordFormat, record_format
 from condense.ops.step.settings import ChoiceSettings, StepSettings, StoreSettings
 from condense.ops.step.state import Per, StateSizes, StepState, clear_state, empty_state, entry_names, fields_of
 
@@ -12,7 +13,9 @@ __all__ = [
     "OwnEntries",
     "PagedState",
     "Pages",
+    "Part",
     "Per",
+    "RecordFormat",
     "StateSizes",
     "StepCall",
     "StepSettings",
@@ -22,4 +25,5 @@ __all__ = [
     "empty_state",
     "entry_names",
     "fields_of",
+    "record_format",
 ]

@@ -1,4 +1,4 @@
-"""Pages of the tokens, entries and mean queries of requests, and the new tokens of each.
+"""Pages of the tokens, entries or records, and mean queries of requests, and the new tokens of each.
 
 Shapes: R requests, T new tokens of all requests, K KV heads, P pages, N slots of a page, C columns of a slot, D and Dv
 widths, g tokens per group.
@@ -33,11 +33,16 @@ class Pages(NamedTuple):
 
 
 class PagedState(NamedTuple):
-    """The state of all requests in one layer; all tensors in the dtype of k, on one device.
+    """The state of all requests in one layer, on one device.
 
-    window: slot t holds the token at position t, ``[k | v]``, C = D + Dv. entries: slot ``j + summary_delay / g`` holds
-    the entry of group j, ``[k | v]``. ring: slot ``t % N`` of a request's only page holds the mean query of position t
-    in its first D columns; None for methods that need one query or none (`condense.serving.plan`).
+    window: in the dtype of k, slot t holds the token at position t, ``[k | v]``, C = D + Dv. A method with a choice
+    reads the newest ``window + g`` tokens.
+    entries: in the dtype of k, slot ``j + summary_delay / g`` holds the entry of group j, ``[k | v]``. With a choice
+    uint8, slot j holds the record of group j, C bytes as `condense.ops.step.record_format` lays them out; it is
+    written when the last token of the group is read, and depends on the group's tokens alone. Pages lie at multiples
+    of 16 bytes, at any distance.
+    ring: in the dtype of k, slot ``t % N`` of a request's only page holds the mean query of position t in its first D
+    columns; None for methods that need one query or none (`condense.serving.plan`).
     Slots that a request has not filled, or needs no more, are not read and may hold anything.
     """
 

@@ -32,7 +32,7 @@ def step(call: StepCall, own: OwnEntries) -> Tensor:
         write_columns(state.ring_q, t, head_mean(q, k.shape[1]), alive)
     if state.entries_k.shape[2] > 0:
         _close(call, t, seen, own)
-    out, lse = _attend(call, seen, alive, own)
+    out, lse = attend(call, seen, alive, own)
     state.seen.copy_(seen)
     if counter is not None:
         counter.add_(1)
@@ -66,11 +66,15 @@ def _close(call: StepCall, t: Tensor, seen: Tensor, own: OwnEntries) -> None:
     due = (rule.pooled(seen, delay) > chunk) & (first + rule.entries <= state.entries_k.shape[2])
     summary = None if settings.num_summary == 0 else newest_mean(state.ring_q, seen, settings.num_summary, c)
     k, v = (read_columns(ring, chunk * c, c) for ring in (state.ring_k, state.ring_v))
-    new = own.represent(Chunks(k, v, 0, 1, c, chunk[:, None]), summary, scale=call.scale, backend="torch")
-    kept = settings.entry_format.pack(new[0]), settings.entry_format.pack(new[1]), *new[2:]
-    for buffer, made in zip(state.entries(settings), kept, strict=True):
+    kept = own.represent(Chunks(k, v, 0, 1, c, chunk[:, None]), summary, scale=call.scale, backend="torch")
+    for buffer, made in zip(state.entries(settings), packed(kept, settings), strict=True):
         # a chunk's tokens have as many columns in the store as it has tokens, one entry each in the others
         write_columns(buffer, chunk * c if buffer is state.store else first, made, due)
+
+
+def packed(kept: tuple[Tensor, ...], settings: StepSettings) -> tuple[Tensor, ...]:
+    """The tensors that `condense.Method.represent` returned, entries in the format in which they are kept."""
+    return settings.entry_format.pack(kept[0]), settings.entry_format.pack(kept[1]), *kept[2:]
 
 
 def ring_positions(seen: Tensor, size: int) -> Tensor:
@@ -98,7 +102,7 @@ def newest_mean(ring_q: Tensor, seen: Tensor, S: int, chunk: int) -> Tensor:
     return total / inside.sum(2, keepdim=True).clamp(min=1)
 
 
-def _attend(call: StepCall, seen: Tensor, alive: Tensor, own: OwnEntries) -> tuple[Tensor, Tensor]:
+def attend(call: StepCall, seen: Tensor, alive: Tensor, own: OwnEntries) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of the step's queries. seen: tokens per row with this one; alive: rows whose token counts.
 
     Under one softmax: entries of closed chunks that are not open, tokens of open ones, and the window.

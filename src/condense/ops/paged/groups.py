@@ -1,0 +1,34 @@
+"""The parts of a record, made of a group's tokens by the settings alone.
+
+Shapes: K KV heads, G groups of g tokens, D and Dv widths.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from condense.ops.api import pool_groups
+from condense.ops.recall.index import build_index
+from condense.ops.step.settings import StepSettings
+from condense.ops.types import Chunks
+
+
+def represent(
+    chunks: Chunks, summary: Tensor | None, settings: StepSettings, *, scale: float, backend: str
+) -> tuple[Tensor, ...]:
+    """Entries ``[B, K, G, D]`` and ``[B, K, G, Dv]`` of chunks, of width 0 where no query sees them; then, with a
+    choice, the index and the packed tokens of the groups: as `condense.Recall.represent`.
+    """
+    assert settings.key_pooling is not None
+    assert settings.value_pooling is not None
+    kept: tuple[Tensor, ...] = ()
+    if settings.choice is not None:
+        tokens = chunks.tokens()
+        kept = *build_index(tokens[0], settings.choice.index), settings.store_format.pack(*tokens)
+        if not settings.choice.pool:
+            return tokens[0][:, :, :, 0, :0], tokens[1][:, :, :, 0, :0], *kept
+    entries = pool_groups(
+        chunks, summary, scale=scale, key_pooling=settings.key_pooling, value_pooling=settings.value_pooling,
+        backend=backend,
+    )  # fmt: skip
+    return *entries, *kept

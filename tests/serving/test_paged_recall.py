@@ -1,0 +1,218 @@
+"""Recall over pages of records: the outputs of whole sequences, the bits of the step in buffers, shared prefixes.
+
+Shapes: H query heads, K KV heads, L tokens, D and Dv widths.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from oracles import oracle
+from paged_pool import NULL, complete_a_prefix
+from record_pool import RecordPool, paged_settings
+from step_states import call_of, empty, own_by
+
+import condense
+from condense.methods import step_settings
+from condense.ops import NewToken
+from condense.ops.paged import NewTokens, read_paged
+from condense.ops.step import record_format
+from condense.ops.torch import step as torch_step
+
+H, K, D, DV = 4, 2, 6, 4
+SCALE = 0.6
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+_RECALL = condense.Recall(group_size=4, window=8, index_size=2, num_recall=3)
+METHODS = {
+    "default": _RECALL,
+    "window-5": _RECALL.replace(window=5, index_bits=4),
+    "window-0": _RECALL.replace(window=0, index_bits=16, rep_bias="none"),
+    "store-8": _RECALL.replace(store_bits=8, num_recall=0.3),
+    "store-4": _RECALL.replace(store_bits=4, index_bits=4, entry_bits=4),
+    "entry-8-max": _RECALL.replace(entry_bits=8, key_pooling="max"),
+    "drop": _RECALL.replace(unchosen="drop", store_bits=4),
+    "g-16": _RECALL.replace(group_size=16, window=20, index_size=8, num_recall=1),
+    "g-32": _RECALL.replace(group_size=32, window=16, index_size=8, num_recall=1, store_bits=8),
+    "none-open": _RECALL.replace(num_recall=0),
+    "all-open": _RECALL.replace(num_recall=99),
+}
+BACKENDS = ("reference", "torch")
+
+
+@pytest.fixture(params=METHODS.values(), ids=METHODS)
+def method(request):
+    return request.param
+
+
+def random_tokens(length, seed=0):
+    """q, k, v, packed: ``[L, heads, width]``."""
+    return [x[0].transpose(0, 1) for x in oracle.random_qkv(1, H, K, length, D, DV, seed=seed)]
+
+
+def whole(qkv, method):
+    """Attention of a whole sequence, ``[L, H, Dv]``."""
+    rows = (x.transpose(0, 1)[None] for x in qkv)
+    return condense.attention(*rows, method=method, scale=SCALE, backend="reference")[0].transpose(0, 1)
+
+
+def cut(qkv, start, stop):
+    return [x[start:stop] for x in qkv]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_equal_to_the_whole(method, chunk, backend):
+    length = 150 if chunk > 1 else 90
+    qkv, pool = random_tokens(length), RecordPool(method, (K, D, DV))
+    request = pool.add(length)
+    outs = [
+        pool.read([(request, cut(qkv, i, i + chunk))], scale=SCALE, backend=backend)[0] for i in range(0, length, chunk)
+    ]
+    torch.testing.assert_close(torch.cat(outs), whole(qkv, method), **EXACT)
+
+
+def test_many_requests_at_different_lengths(method):
+    """Requests come and go; each step reads single tokens of some and pieces of prompts of others."""
+    rng, pool = random.Random(1), RecordPool(method, (K, D, DV))
+    qkvs = [random_tokens(length, seed) for seed, length in enumerate((60, 9, 110, 1, 35))]
+    requests = [pool.add(x[0].shape[0]) for x in qkvs]
+    outs = [[] for _ in qkvs]
+    while any(r.seen < r.length for r in requests):
+        chunks = []
+        for i, r in enumerate(requests):
+            if r.seen < r.length and rng.random() < 0.8:
+                stop = min(r.seen + rng.choice((1, 1, 5, 23)), r.length)
+                chunks.append((i, (r, cut(qkvs[i], r.seen, stop))))
+        # single tokens come first
+        chunks.sort(key=lambda x: x[1][1][0].shape[0] > 1)
+        if chunks:
+            read = pool.read([x for _, x in chunks], scale=SCALE)
+            for (i, _), out in zip(chunks, read, strict=True):
+                outs[i].append(out)
+    for qkv, out in zip(qkvs, outs, strict=True):
+        torch.testing.assert_close(torch.cat(out), whole(qkv, method), **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_steps_have_the_bits_of_steps_in_buffers(method, dtype):
+    """Rows of several lengths, 0 among them, in as much room: outputs and records are those of a step in rings."""
+    lengths, steps, settings = (0, 43, 17), 40, step_settings(method)
+    pool = RecordPool(method, (K, D, DV), dtype=dtype)
+    room = pool.plan.tokens_per_page * -(-(max(lengths) + steps) // pool.plan.tokens_per_page)
+    # as many slots as in the rings that are gathered
+    state = empty(
+        settings, method.window + method.group_size, K, (D, DV), rows=3, dtype=dtype, entries=room // method.group_size
+    )
+    qkvs = [[x.to(dtype) for x in random_tokens(n + steps, seed)] for seed, n in enumerate(lengths)]
+    requests = [pool.add(n + steps) for n in lengths]
+    for i in range(max(lengths) + steps):
+        real = torch.tensor([i >= max(lengths) - n for n in lengths])
+        places = [max(0, i - max(lengths) + n) for n in lengths]
+        rows = [torch.stack([qkv[j][p] for qkv, p in zip(qkvs, places, strict=True)])[:, :, None] for j in range(3)]
+        want = torch_step.step(call_of(settings, state, NewToken(*rows, real), scale=SCALE), own_by(settings))
+        alive = [n for n in range(3) if real[n]]
+        chunks = [(requests[n], cut(qkvs[n], places[n], places[n] + 1)) for n in alive]
+        for r in requests:
+            r.reserve(room)
+        got = pool.read(chunks, scale=SCALE, backend="torch")
+        assert torch.equal(torch.cat(got), want[alive, :, 0])
+    for n, r in enumerate(requests):
+        groups = int(settings.rule.closed(torch.tensor(r.seen)))
+        pages = torch.tensor(r.entries)
+        records = pool.records[pages].transpose(0, 1).flatten(1, 2)[None, :, :groups]
+        for name, x in pool.form.unpack(records).items():
+            assert torch.equal(x[0], getattr(state, name)[n][:, : x.shape[2]]), name
+
+
+@pytest.mark.parametrize("new", [1, 9])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_prefix_that_a_single_token_completes_in_the_same_step(method, backend, new):
+    complete_a_prefix(RecordPool(method, (K, D, DV)), new, H, EXACT, scale=SCALE, backend=backend)
+
+
+def test_a_shared_prefix_is_exact_and_never_written(method):
+    """Another request takes up the pages of a prefix and goes on with tokens of its own."""
+    pool = RecordPool(method, (K, D, DV))
+    prefix = pool.plan.tokens_per_page * (1 + 64 // pool.plan.tokens_per_page)
+    first, other = random_tokens(prefix + 30, 0), random_tokens(prefix + 50, 1)
+    for mine, theirs in zip(other, first, strict=True):
+        mine[:prefix] = theirs[:prefix]
+    a = pool.add(prefix + 30)
+    # the prefix first, so that the window at its end is still held when the other request comes
+    pool.read([(a, cut(first, 0, prefix))], scale=SCALE)
+    b = pool.add(prefix + 50, a, prefix)
+    blocks = pool.bytes.view(-1, pool.block)
+    shared = [page for page in {*b.window, *b.entries} if page != NULL]
+    before = blocks[shared].clone()
+    outs = [pool.read([(b, cut(other, i, i + 5))], scale=SCALE)[0] for i in range(prefix, prefix + 50, 5)]
+    torch.testing.assert_close(torch.cat(outs), whole(other, method)[prefix:], **EXACT)
+    assert torch.equal(blocks[shared], before)
+    rest = pool.read([(a, cut(first, prefix, prefix + 30))], scale=SCALE)[0]
+    torch.testing.assert_close(rest, whole(first, method)[prefix:], **EXACT)
+
+
+def test_unused_places_write_nothing():
+    """Their tables may name pages of others, and their tokens are NaN."""
+    pool = RecordPool(METHODS["store-8"], (K, D, DV))
+    a, b = pool.add(40), pool.add(1)
+    tokens = random_tokens(40)
+    pool.read([(a, cut(tokens, 0, 39))], scale=SCALE)
+    a.prepare(1)
+    b.window, b.entries = a.window, a.entries
+    want = pool.bytes.clone()
+    q, k, v = (torch.cat([torch.full_like(x[:1], torch.nan), x[39:]]) for x in tokens)
+    out, seen = torch.full((2, H, DV), torch.nan, dtype=q.dtype), torch.tensor([0, 40], dtype=torch.int32)
+    state, settings = pool.state([b, a]), pool.plan.settings
+    read_paged((q, k, v), state, NewTokens([0, 1, 2], [0, 40], seen, 2), settings, scale=SCALE, out=out)
+    torch.testing.assert_close(out[1:], whole(tokens, pool.method)[39:], **EXACT)
+    assert bool((out[0] == 0).all())
+    # what one token and the record that it completes take
+    assert 0 < int((pool.bytes != want).sum()) <= K * ((D + DV) * 8 + pool.form.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (_RECALL.replace(key_pooling="weighted"), "must be means or maxima.*got 'weighted'"),
+        (_RECALL.replace(rep_bias="matched"), "must be means or maxima.*4 queries"),
+        (_RECALL.replace(store="host"), "use store='device'"),
+    ],
+    ids=str,
+)
+def test_settings_that_records_cannot_hold_are_refused(method, message):
+    pool = RecordPool(METHODS["default"], (K, D, DV))
+    pool.plan.settings = paged_settings(method)
+    with pytest.raises(ValueError, match=message):
+        pool.read([(pool.add(3), random_tokens(3))], scale=SCALE)
+
+
+def test_records_of_another_kind_are_refused():
+    pool = RecordPool(METHODS["default"], (K, D, DV))
+    pool.plan.settings = replace(pool.plan.settings, summary_delay=8)
+    with pytest.raises(ValueError, match="summary_delay of records must be 0, got 8"):
+        pool.read([(pool.add(3), random_tokens(3))], scale=SCALE)
+    pool.plan.settings, records = paged_settings(METHODS["store-8"]), pool.records
+    with pytest.raises(ValueError, match=r"entries must be pages uint8 \[P, 2, N, \d+\], got"):
+        pool.read([(pool.add(3), random_tokens(3))], scale=SCALE)
+    pool.plan.settings = paged_settings(METHODS["default"])
+    pool.records = records.as_strided(records.shape, (pool.block - 8, *records.stride()[1:]))
+    with pytest.raises(ValueError, match="must begin at multiples of 16 bytes"):
+        pool.read([(pool.add(3), random_tokens(3))], scale=SCALE)
+
+
+def test_the_bytes_of_a_record():
+    """Llama's shape: groups of 16, the index of 4 rows, two entries, a store of 8 bits."""
+    settings = paged_settings(condense.Recall(store_bits=8))
+    form = record_format(settings, (128, 128), torch.bfloat16)
+    starts = {part.name: (part.start, part.columns) for part in form.parts}
+    assert starts == {
+        "entries_k": (0, 128), "entries_v": (256, 128), "codes": (512, 512), "grid": (1024, 2), "store": (1040, 4672),
+    }  # fmt: skip
+    assert form.nbytes == 1040 + 16 * 292
+    k, v = (torch.randn(1, 2, 3, 16, 128).bfloat16() for _ in range(2))
+    kept = {"codes": torch.randint(0, 255, (1, 2, 3, 512)).byte(), "grid": torch.randn(1, 2, 3, 2)}
+    kept |= {"entries_k": k[..., 0, :], "entries_v": v[..., 0, :], "store": settings.store_format.pack(k, v)}
+    records = form.pack(kept)
+    assert records.shape == (1, 2, 3, form.nbytes)
+    assert all(torch.equal(x, kept[name]) for name, x in form.unpack(records).items())
