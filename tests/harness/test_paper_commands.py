@@ -22,7 +22,7 @@ COMMANDS = {int(n): shlex.split(line)[1:] for line, n in re.findall(r"^(condense
 MORE = {
     1: "--steps 1 --sequence-length 1056 --workers 0",
     2: "--limit 1 --max-length 1024",
-    7: "--length 64",
+    7: "--method lca:window=16",
     8: "--sink 16 --window 64",
 }
 SUBJECTS = {
@@ -199,7 +199,7 @@ def test_olympiadbench(run):
 def test_analyses(run, here):
     run(7)
     run(8)
-    assert (here / "sparsity.json").is_file()
+    assert (here / "deviation.json").is_file()
     assert (here / "patterns.json").is_file()
 
 

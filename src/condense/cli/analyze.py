@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from condense.cli.analyze_papers import conditioning_command, cost_command, noise_command, sparsity_command
 from condense.cli.analyze_patterns import patterns_command
 from condense.cli.analyze_recall import recall_command
 from condense.cli.analyze_report import Outputs, load, show, steps
@@ -41,10 +40,6 @@ def analyze() -> None:
 for name, command, short_help in (
     ("recall", recall_command, "How much of dense attention the open groups hold."),
     ("patterns", patterns_command, "Which of MInference's patterns suits each head."),
-    ("sparsity", sparsity_command, "How often a weight of the last query is a large one."),
-    ("noise", noise_command, "How far noise on the keys moves predictions."),
-    ("conditioning", conditioning_command, "Condition numbers before and after grouping."),
-    ("cost", cost_command, "Keys that a query reads, by length."),
 ):
     analyze_app.command(name, cls=Command, short_help=short_help)(command)
 
