@@ -9,11 +9,11 @@ The first gives the figures of the README. A cell is tokens, then x and rows if 
 chunk if the prompt is read in chunks, and after "=" the attention: "dense", or what `--method` of the commands takes.
 Greedy, random tokens.
 
-Before anything is timed, each method's logits, read at once, in pieces and by token, must agree (`condense bench
-model`'s gate): one that fails is not timed. Each cell is read by a model of one layer first, which compiles kernels,
-and the host memory that the whole model needs is pinned before it is read. Cells take turns for so many rounds, or
-until ``--seconds`` are over; every reading is a row of the file, which is written anew after each. Figures are null
-where memory did not suffice.
+Before anything is timed, each method's logits, read at once, in pieces and by token, must agree (the gate of
+`python benchmarks/speed model`): one that fails is not timed. Each cell is read by a model of one layer first, which
+compiles kernels, and the host memory that the whole model needs is pinned before it is read. Cells take turns for so
+many rounds, or until ``--seconds`` are over; every reading is a row of the file, which is written anew after each.
+Figures are null where memory did not suffice.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from speed.model_gate import ModelGate
+from speed.model_shapes import random_model
+from speed.runners import TimedRun, read_by_loop
 from transformers import PreTrainedModel
 
 import condense
-from condense.bench.model_gate import ModelGate
-from condense.bench.model_shapes import random_model
-from condense.bench.runners import TimedRun, read_by_loop
 from condense.results import refuse_existing, write_results
 
 SHAPE = "llama-3.1-8b"

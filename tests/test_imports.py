@@ -27,7 +27,7 @@ ARROWS["serving"] = {"methods", "architectures"} | ARROWS["methods"]
 ARROWS["latent"] = ARROWS["caches"] = {"functional"} | ARROWS["functional"]
 ARROWS["models"] = {"caches", "latent", "version", "architectures"} | ARROWS["caches"]
 # what one does with it: these never import each other
-USES = ("train", "evaluate", "bench", "analysis", "calibration")
+USES = ("train", "evaluate", "analysis", "calibration")
 for use in USES:
     ARROWS[use] = {"models", "tasks", "results"} | ARROWS["results"] | ARROWS["models"]
 ARROWS["analysis"] |= {"baselines"}
@@ -128,8 +128,7 @@ def test_imports_point_down_inside_ops(room):
 
 def test_triton_stays_in_its_folders():
     for path in FILES:
-        # and in the one that times by Triton's own clock
-        if path.relative_to(SOURCE).parts[:2] not in {("ops", "triton"), ("ops", "hopper"), ("bench", "timing.py")}:
+        if path.relative_to(SOURCE).parts[:2] not in {("ops", "triton"), ("ops", "hopper")}:
             assert not any(name.split(".")[0] == "triton" for name in imported(path)), path
 
 

@@ -32,7 +32,7 @@ class Cost:
 
 
 def setting_costs(runs: Runs, rows: Sequence[Mapping[str, Any]]) -> list[Cost]:
-    """Rows of `condense bench model` beside the losses of the models that were trained with g 16 and w 128."""
+    """Rows of `python benchmarks/speed model` beside the losses of the models that were trained with g 16 and w 128."""
     default, costs = LCA(), []
     trained = {"g": default.group_size, "w": WINDOW}
     for row in rows:
@@ -101,7 +101,7 @@ _DGA_COLUMNS = (("layer", 4096), ("layer", 32768), ("layer", 131072), ("decode",
 
 
 def dga_costs_table(runs: Runs, rows: Sequence[Mapping[str, Any]]) -> str:
-    """In Markdown: DGA's settings by text loss, and by what `condense bench kernel` measured of each."""
+    """In Markdown: DGA's settings by text loss, and by what `python benchmarks/speed kernel` measured of each."""
     heads = " | ".join(f"{'step' if op == 'decode' else op}, {length // 1024}K" for op, length in _DGA_COLUMNS)
     lines = [f"| | text loss, small model | {heads} |", "|---" * (2 + len(_DGA_COLUMNS)) + "|"]
     for label, prefix, changes in _DGA:

@@ -20,8 +20,8 @@ from condense.plots import plot_lines, require_matplotlib
 def write_page(documents: Documents, costs: Documents, layers: Documents, output: Path) -> None:
     """Markdown to ``output`` and pictures beside it.
 
-    documents: of runs and of the bundled model; later ones win. costs: what `condense bench model` wrote about LCA with
-    other group sizes and windows. layers: what `condense bench kernel` wrote about DGA with other settings.
+    documents: of runs and of the bundled model; later ones win. costs: what `benchmarks/speed model` wrote about LCA
+    with other group sizes and windows. layers: what `benchmarks/speed kernel` wrote about DGA with other settings.
     """
     picture, cost_picture = (output.with_name(f"{output.stem}-{name}.png") for name in ("from-scratch", "cost"))
     require_matplotlib(picture)

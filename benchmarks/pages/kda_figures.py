@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING
 
-from condense.bench import milliseconds
+from speed.rows import milliseconds
 
 if TYPE_CHECKING:
     from papers_page import Figures
@@ -22,7 +22,7 @@ def share(figures: Figures) -> str:
 
 
 def times(figures: Figures) -> str:
-    """A table of prompts and steps; CCA's and cuDNN's times are those of `condense bench kernel`."""
+    """A table of prompts and steps; CCA's and cuDNN's times are those of `python benchmarks/speed kernel`."""
     rows = {(x["op"], x["length"]): x for x in figures.newest("kda-times-h200-*")["rows"] if x["runner"] == "kda"}
     columns = sorted(rows, key=lambda column: (column[0] == "decode", column[1]))
 

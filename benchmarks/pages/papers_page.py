@@ -10,9 +10,8 @@ from typing import Any
 
 import kda_figures
 from small_runs import figures_of, of_seeds, spread
+from speed.rows import milliseconds
 from stored import Documents, described
-
-from condense.bench import milliseconds
 
 PREFILL = {
     "bundled": "Bundled model, its 8 layers' attention on a book",

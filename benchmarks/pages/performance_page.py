@@ -21,9 +21,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from speed.rows import milliseconds
 from stored import Documents
 
-from condense.bench import milliseconds
 from condense.plots import plot_lines
 
 Row = Mapping[str, Any]

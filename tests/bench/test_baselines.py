@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracles import oracle
+from speed import baselines
+from speed.problems import HeadShape, Setting, pooled
 from two_sources import attend_to
 
 import condense
-from condense.bench import baselines
-from condense.bench.problems import HeadShape, Setting, pooled
 
 SETTING = Setting(HeadShape(4, 2, 16, 16), 1, torch.float64, torch.device("cpu"), 0)
 METHODS = {

@@ -4,12 +4,12 @@ from functools import partial
 
 import pytest
 import torch
+from speed import gate
+from speed.budget import judge
+from speed.problems import HeadShape, Setting, pooled
 from two_sources import attend_to
 
 import condense
-from condense.bench import gate
-from condense.bench.budget import judge
-from condense.bench.problems import HeadShape, Setting, pooled
 from condense.methods import Context
 from condense.ops import Source
 

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from speed import gate, tasks
+from speed.kernel import KernelPlan, bench_kernel
+from speed.problems import HeadShape, Setting, pooled
 
 import condense
-from condense.bench import HeadShape, KernelPlan, Setting, bench_kernel, gate, tasks
-from condense.bench.problems import pooled
 from condense.caches import StaticCondensedLayer
 from condense.methods import Method
 

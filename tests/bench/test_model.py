@@ -4,11 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from speed import model_gate, runners
+from speed.model import ModelPlan, bench_model
+from speed.model_gate import ModelGate
+from speed.model_shapes import random_model, ready
 from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import condense
-from condense.bench import ModelPlan, bench_model, model_gate, random_model, ready, runners
-from condense.bench.model_gate import ModelGate
 
 METHODS = {
     "cca": condense.CCA(group_size=4, window=8),

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from oracles import cases, oracle, oracle_recall
+from speed.problems import HeadShape, Setting, attention_flops, beside_keys, pooled, step_bytes, visible_pairs
 
 import condense
-from condense.bench.problems import HeadShape, Setting, attention_flops, beside_keys, pooled, step_bytes, visible_pairs
 
 CPU = torch.device("cpu")
 SETTING = Setting(HeadShape(4, 2, 8, 6), batch=1, dtype=torch.float32, device=CPU, seed=0)

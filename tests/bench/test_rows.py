@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-
-from condense.bench.rows import crossover, result_path, speedups
+from speed.rows import crossover, result_path, speedups
 
 
 def row(runner, length, ms, *, op="forward", condensed=False, mask=None):

@@ -10,9 +10,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import generate
 from generate import Cell
+from speed.budget import Verdict
 
 import condense
-from condense.bench.budget import Verdict
 
 
 def test_a_cell_is_tokens_rows_chunk_and_attention():

@@ -2,18 +2,13 @@
 
 import pytest
 import torch
+from speed.baselines import GPU_BASELINES
+from speed.kernel import KernelPlan, bench_kernel
+from speed.model import ModelPlan, bench_model
+from speed.model_shapes import random_model
+from speed.problems import HeadShape, Setting
 
 import condense
-from condense.bench import (
-    GPU_BASELINES,
-    HeadShape,
-    KernelPlan,
-    ModelPlan,
-    Setting,
-    bench_kernel,
-    bench_model,
-    random_model,
-)
 
 METHODS = {
     "cca": condense.CCA(group_size=16, window=256),

@@ -6,10 +6,10 @@ from models import tiny
 from oracles import oracle
 from oracles.cases import DTYPES, METHODS, SHAPES, inputs_for
 from oracles.eager import eager_attention
+from speed.budget import errors, one_ulp
 from two_sources import attend_to
 
 import condense
-from condense.bench.budget import errors, one_ulp
 from condense.functional import extend
 
 STREAMING = condense.CCA(group_size=16, window=64, summary="streaming", key_pooling="select", rep_bias="log_size")

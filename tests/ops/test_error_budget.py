@@ -13,10 +13,10 @@ from grids import grid
 from oracles import oracle
 from oracles.cases import DTYPES, METHODS, SHAPES, inputs_for
 from oracles.eager import eager_attention
+from speed.budget import errors, one_ulp
 from two_sources import array_spans, two_sources
 
 import condense
-from condense.bench.budget import errors, one_ulp
 from condense.ops import attend
 from condense.ops.torch import attend as torch_attend
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from oracles import oracle
 from oracles.cases import METHODS
+from speed.budget import errors, one_ulp
 from two_sources import array_spans, as_arrays, two_sources
 
 import condense
-from condense.bench.budget import errors, one_ulp
 from condense.ops import ArraySpans, RuleSpans, Source, Span, UniformRule, attend
 from condense.ops.tensors.per_row import at_least
 from condense.ops.triton import attend as triton_attend

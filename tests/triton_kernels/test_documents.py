@@ -6,9 +6,9 @@ Held to the definition, document by document in float64, by twice the error of t
 import pytest
 import torch
 from oracles import oracle
+from speed.budget import errors, one_ulp
 
 import condense
-from condense.bench.budget import errors, one_ulp
 from condense.ops.hopper import limits as hopper_limits
 from condense.ops.triton import limits
 

@@ -9,10 +9,10 @@ import itertools
 import pytest
 import torch
 from oracles import oracle
+from speed.budget import errors, one_ulp
 from triton_kernels.test_step import DEVICE, DTYPES, WIDTHS, copy_of, empty_state, plan_of, same
 
 import condense
-from condense.bench.budget import errors, one_ulp
 from condense.ops.entries import BLOCK_WIDTH
 from condense.ops.step import NewToken, OwnEntries, StepCall, StepState
 from condense.ops.torch import step as torch_step

@@ -5,8 +5,8 @@ GPU.
 import pytest
 import torch
 from extras_cases import METHODS, SCALE, context_of, every_kind, qkv, steps
+from speed.budget import judge
 
-from condense.bench.budget import judge
 from condense.caches import static
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

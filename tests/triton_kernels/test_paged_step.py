@@ -6,9 +6,9 @@ import pytest
 import torch
 from oracles import oracle
 from paged_pool import NULL, Pool, complete_a_prefix
+from speed.budget import errors, one_ulp
 
 import condense
-from condense.bench.budget import errors, one_ulp
 from condense.ops.paged import NewTokens, read_paged
 from condense.ops.triton import paged_step, paged_step_kernels
 

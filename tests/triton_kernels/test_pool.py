@@ -7,9 +7,9 @@ import itertools
 
 import pytest
 import torch
+from speed.budget import errors, one_ulp
 
 import condense
-from condense.bench.budget import errors, one_ulp
 from condense.functional import extend
 from condense.ops import POOLINGS, Chunks, SummaryColumns, SummarySpans, pool_groups, summarize
 from condense.ops.triton import limits

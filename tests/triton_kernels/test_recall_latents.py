@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from oracles import latent_oracle
+from speed.budget import judge
 
 import condense
-from condense.bench.budget import judge
 from condense.ops.backends import BACKENDS
 from condense.ops.triton import recall_attend
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from speed.budget import judge
 
-from condense.bench.budget import judge
 from condense.ops import attend_recall
 from condense.ops.recall import (
     ArrayChoice,

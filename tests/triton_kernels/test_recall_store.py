@@ -7,12 +7,12 @@ import dataclasses
 
 import pytest
 import torch
+from speed.budget import judge
 from step_states import RECALLS, check_slots, empty, own_by, step_settings, with_store
 from step_states import token_at as new_token
 from triton_kernels.test_recall_step import DEVICE, SCALE, check_choice, compare, random_qkv, scratch  # noqa: F401
 
 from condense import Recall
-from condense.bench.budget import judge
 from condense.ops.recall import StoreFormat
 from condense.ops.step import StepCall
 from condense.ops.torch import step as torch_step

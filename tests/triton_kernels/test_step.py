@@ -7,11 +7,11 @@ import sys
 import pytest
 import torch
 from oracles import oracle
+from speed.budget import errors, one_ulp
 from step_states import empty
 from two_sources import attend_to
 
 import condense
-from condense.bench.budget import errors, one_ulp
 from condense.functional import extend
 from condense.methods import step_settings
 from condense.ops import UniformRule

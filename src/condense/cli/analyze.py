@@ -7,21 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from condense.cli import options
 from condense.cli.analyze_patterns import patterns_command
 from condense.cli.analyze_recall import recall_command
 from condense.cli.analyze_report import Outputs, load, show, steps
 from condense.cli.loading import Command
-from condense.cli.options import (
-    POOLING_HELP,
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    ModelOption,
-    OverwriteOption,
-    PlotOption,
-    TextsOption,
-    warn_of_length,
-)
 
 if TYPE_CHECKING:
     from condense.methods import Method
@@ -46,10 +36,10 @@ for name, command, short_help in (
 
 @analyze_app.command("deviation", cls=Command, short_help="How far tokens lie from the entries that stand for them.")
 def deviation_command(
-    model: ModelOption = None,
-    text: TextsOption = None,
+    model: options.Model = None,
+    text: options.Texts = None,
     method: Annotated[
-        str | None, typer.Option(help=POOLING_HELP + " Default: what the model was saved with, or lca.")
+        str | None, typer.Option(help=options.POOLING_HELP + " Default: what the model was saved with, or lca.")
     ] = None,
     length: Annotated[
         list[int] | None,
@@ -58,11 +48,11 @@ def deviation_command(
         ),
     ] = None,
     sequences: Annotated[int, typer.Option(help="Stretches cut from each text, where it is long enough.")] = 8,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
-    json: JsonOption = None,
-    plot: PlotOption = None,
-    overwrite: OverwriteOption = False,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    json: options.Json = None,
+    plot: options.Plot = None,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Measure distances of keys and values from the entries that stand for them (LCA paper, Tables 9 and 10)."""
     from condense.analysis import measure_deviation
@@ -81,7 +71,7 @@ def deviation_command(
     with steps(total) as on_step:
         layers = choice if isinstance(choice, Mapping) else None
         results = measure_deviation(loaded, chosen, ids, lengths, layers=layers, sequences=sequences, on_step=on_step)
-    warn_of_length(loaded, max(lengths))
+    options.warn_of_length(loaded, max(lengths))
     rows = []
     for r in results:
         parts = [(name, value) for part in (r.keys, r.values) for name, value in vars(part).items()]

@@ -8,16 +8,8 @@ from typing import Annotated
 
 import typer
 
+from condense.cli import options
 from condense.cli.analyze_report import load, show, steps
-from condense.cli.options import (
-    DeviceOption,
-    DtypeOption,
-    ModelOption,
-    OverwriteOption,
-    check_targets,
-    plain_console,
-    warn_of_length,
-)
 
 DEMO_BUDGET, DEMO_LENGTH = {"sink": 128, "window": 512}, 3584
 FAMILIES = {"a_shape": "A-shape", "vertical_slash": "vertical-slash", "block_sparse": "block-sparse"}
@@ -25,14 +17,14 @@ FAMILIES = {"a_shape": "A-shape", "vertical_slash": "vertical-slash", "block_spa
 
 def patterns_command(
     output: Annotated[Path, typer.Option(help="File for the patterns; --method @FILE reads it.")],
-    model: ModelOption = None,
+    model: options.Model = None,
     text: Annotated[str | None, typer.Option(help="Text file, or - for standard input. Default: bundled.")] = None,
     length: Annotated[int | None, typer.Option(help="First tokens of the text only.", min=1)] = None,
     sink: Annotated[int | None, typer.Option(help="First tokens that the A-shape sees. Default: 1024.")] = None,
     window: Annotated[int | None, typer.Option(help="Last tokens that it sees. Default: 4096.")] = None,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
-    overwrite: OverwriteOption = False,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Which of MInference's patterns suits each head: the one that keeps most of dense attention's weights.
 
@@ -41,7 +33,7 @@ def patterns_command(
     from condense.analysis import save_patterns, search_patterns
     from condense.baselines import AShape
 
-    check_targets(output=output, overwrite=overwrite)
+    options.check_targets(output=output, overwrite=overwrite)
     is_demo = model is None and text is None
     budget = AShape(**DEMO_BUDGET if is_demo else {})
     budget = AShape(sink=budget.sink if sink is None else sink, window=budget.window if window is None else window)
@@ -50,7 +42,7 @@ def patterns_command(
     ids = ids[: length or (DEMO_LENGTH if is_demo else len(ids))]
     with steps(None) as on_step:
         heads = search_patterns(loaded, ids, budget, on_head=on_step)
-    warn_of_length(loaded, len(ids))
+    options.warn_of_length(loaded, len(ids))
     rows = []
     for layer in dict.fromkeys(each.layer for each in heads):
         of_layer = [each for each in heads if each.layer == layer]
@@ -62,4 +54,4 @@ def patterns_command(
     title = f"heads by pattern, and the share of dense attention's weights that is kept; {len(ids):,} tokens"
     show(title, ("layer", *FAMILIES.values(), "kept", "lowest", "A-shape alone"), rows)
     save_patterns(heads, output, budget=budget, length=len(ids), device=loaded.device, overwrite=overwrite)
-    plain_console().print(f"written: {output}; use it with --method @{output}", soft_wrap=True)
+    options.plain_console().print(f"written: {output}; use it with --method @{output}", soft_wrap=True)

@@ -6,24 +6,15 @@ from typing import Annotated
 
 import typer
 
+from condense.cli import options
 from condense.cli.analyze_report import Outputs, load, show, steps
-from condense.cli.options import (
-    DEMO_RECALL,
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    ModelOption,
-    OverwriteOption,
-    TextsOption,
-    warn_of_length,
-)
 
 DEMO_LENGTH = 3584
 
 
 def recall_command(
-    model: ModelOption = None,
-    text: TextsOption = None,
+    model: options.Model = None,
+    text: options.Texts = None,
     method: Annotated[
         str | None, typer.Option(help="recall, also with settings, as in 'recall:num_recall=32'.")
     ] = None,
@@ -36,17 +27,17 @@ def recall_command(
         list[int] | None,
         typer.Option(help="Opened groups kept per KV head; repeatable. Default: 1, 2 and 4 times num_recall."),
     ] = None,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
-    json: JsonOption = None,
-    overwrite: OverwriteOption = False,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    json: options.Json = None,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Measure dense attention's weights in the window and the open groups, and how often groups stay open."""
     from condense.analysis import measure_recall
     from condense.methods import Method, Recall
 
     outputs = Outputs(model, json, None, overwrite).checked()
-    chosen = Method.parse(method or (DEMO_RECALL if model is None else "recall"))
+    chosen = Method.parse(method or (options.DEMO_RECALL if model is None else "recall"))
     if not isinstance(chosen, Recall):
         raise ValueError(f"--method must be recall, got {chosen}")
     loaded, _, texts = load(model, text, dtype, device)
@@ -57,7 +48,7 @@ def recall_command(
         layers = measure_recall(
             loaded, chosen, ids, tokens, sequences=sequences, steps=last, slots=slots, on_step=on_step
         )
-    warn_of_length(loaded, tokens)
+    options.warn_of_length(loaded, tokens)
     headings = ("layer", "window", "opened", "pooled", "best", "lowest head", *(f"hits {n}" for n in layers[0].hits))
     shares = {x.layer: (x.window, x.opened, x.pooled, x.best, min(x.heads), *x.hits.values()) for x in layers}
     show(

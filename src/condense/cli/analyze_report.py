@@ -7,15 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from condense.cli.options import (
-    check_targets,
-    load_model,
-    plain_console,
-    plain_table,
-    progress,
-    read_text,
-    saved_choice,
-)
+from condense.cli import options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,9 +31,9 @@ def load(model: str | None, texts: list[str] | None, dtype: str | None, device: 
     from condense.models import restore
 
     sources = list(dict.fromkeys(texts or ()))
-    contents = {name: read_text(source) for name, source in zip(_names(sources), sources, strict=True)}
-    loaded, tokenizer = load_model(model, dtype, device)
-    saved = saved_choice(loaded)
+    contents = {name: options.read_text(source) for name, source in zip(_names(sources), sources, strict=True)}
+    loaded, tokenizer = options.load_model(model, dtype, device)
+    saved = options.saved_choice(loaded)
     restore(loaded)
     contents = contents or {"bundled": demo_text().text}
     return Loaded(loaded, saved, {name: encode(tokenizer, text, loaded)[0] for name, text in contents.items()})
@@ -59,7 +51,7 @@ def _names(sources: list[str]) -> list[str]:
 @contextmanager
 def steps(total: int | None) -> Iterator[Callable[[], None]]:
     """A bar of ``total`` steps (None: not known); the function takes one."""
-    with progress() as bar:
+    with options.progress() as bar:
         task = bar.add_task("reading", total=total)
         yield lambda: bar.advance(task)
 
@@ -74,7 +66,7 @@ class Outputs(NamedTuple):
 
     def checked(self) -> Outputs:
         """The same. Raises ValueError, before any work, for files that cannot be written."""
-        check_targets(json=self.json, plot=self.plot, overwrite=self.overwrite)
+        options.check_targets(json=self.json, plot=self.plot, overwrite=self.overwrite)
         return self
 
     def write(self, content: dict[str, Any], loaded: PreTrainedModel | None = None) -> None:
@@ -89,11 +81,11 @@ class Outputs(NamedTuple):
 
 def show(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") -> None:
     """A table, and a note below it."""
-    table = plain_table(title)
+    table = options.plain_table(title)
     for i, heading in enumerate(headings):
         table.add_column(heading, justify="right", overflow="fold", no_wrap=i > 0)
     for row in rows:
         table.add_row(*row)
-    plain_console().print(table)
+    options.plain_console().print(table)
     if note:
-        plain_console().print(note)
+        options.plain_console().print(note)

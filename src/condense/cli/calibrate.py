@@ -9,23 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from condense.cli.options import (
-    METHOD_HELP,
-    DeviceMapOption,
-    DeviceOption,
-    DtypeOption,
-    ModelOption,
-    OverwriteOption,
-    RemoteOption,
-    TextsOption,
-    check_targets,
-    load_model,
-    plain_console,
-    plain_table,
-    progress,
-    read_text,
-    warn_of_length,
-)
+from condense.cli import options
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,8 +24,8 @@ DEMO_LENGTH, DEMO_TEXTS = 448, 4
 
 
 def calibrate_command(
-    model: ModelOption = None,
-    text: TextsOption = None,
+    model: options.Model = None,
+    text: options.Texts = None,
     budget_nats: Annotated[
         float | None, typer.Option(help="The most that may be lost, in nats per token. Default without --cache: 0.02.")
     ] = None,
@@ -54,7 +38,9 @@ def calibrate_command(
     timed: Annotated[bool, typer.Option(help="Time the first token and the further ones, too.")] = True,
     candidate: Annotated[
         list[str] | None,
-        typer.Option(help=METHOD_HELP + " Repeatable. Default: dense, recall, cca (lca on latents) and a window."),
+        typer.Option(
+            help=options.METHOD_HELP + " Repeatable. Default: dense, recall, cca (lca on latents) and a window."
+        ),
     ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens of each text. Default: 4096.")] = None,
     texts: Annotated[int | None, typer.Option(help="Texts to measure, and as many to verify. Default: 8.")] = None,
@@ -72,11 +58,11 @@ def calibrate_command(
     plot: Annotated[
         Path | None, typer.Option(help="Draw quality against cache and times into this .png or .svg.")
     ] = None,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
-    device_map: DeviceMapOption = None,
-    trust_remote_code: RemoteOption = False,
-    overwrite: OverwriteOption = False,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    device_map: options.DeviceMap = None,
+    trust_remote_code: options.Remote = False,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Find the cheapest method for every layer that keeps the model's quality on a text, and write it down."""
     from condense.calibration import CalibrationConfig, calibrate
@@ -84,11 +70,11 @@ def calibrate_command(
     from condense.methods import Method
     from condense.models import restore
 
-    check_targets(output=output, plot=plot, overwrite=overwrite)
+    options.check_targets(output=output, plot=plot, overwrite=overwrite)
     kept = measured or output.with_suffix(".measured.json")
     if kept.absolute() == output.absolute():
         raise ValueError(f"measured must be another file than output, got {kept} for both")
-    check_targets(measured=kept, overwrite=True)  # measurements that are there are used and added to
+    options.check_targets(measured=kept, overwrite=True)  # measurements that are there are used and added to
     is_demo = model is None and not text
     config = CalibrationConfig(
         budget_nats=0.02 if budget_nats is None and cache is None else budget_nats,
@@ -103,12 +89,12 @@ def calibrate_command(
         seed=seed,
     )
     # a text counts once, also if two files hold it: of copies, one could be measured and the other held out
-    contents = list(dict.fromkeys(map(read_text, dict.fromkeys(text or ())))) or [demo_text().text]
-    loaded, tokenizer = load_model(model, dtype, device, device_map=device_map, trust_remote_code=trust_remote_code)
+    contents = list(dict.fromkeys(map(options.read_text, dict.fromkeys(text or ())))) or [demo_text().text]
+    loaded, tokenizer = options.load_model(model, dtype, device, device_map, trust_remote_code)
     restore(loaded)
-    warn_of_length(loaded, config.length)
-    console = plain_console(stderr=True)
-    with progress() as bar:
+    options.warn_of_length(loaded, config.length)
+    console = options.plain_console(stderr=True)
+    with options.progress() as bar:
         task = bar.add_task("measuring", total=None)
 
         def on_estimate(estimate: Estimate) -> None:
@@ -134,7 +120,7 @@ def calibrate_command(
     _print(result)
     if plot is not None:
         _plot(result, plot)
-    plain_console().print(f"written: {output}; use it with --method @{output}", soft_wrap=True)
+    options.plain_console().print(f"written: {output}; use it with --method @{output}", soft_wrap=True)
 
 
 def _print(result: Calibration) -> None:
@@ -142,7 +128,7 @@ def _print(result: Calibration) -> None:
     from condense.models import described
     from condense.plots import method_labels
 
-    config, console = result.config, plain_console()
+    config, console = result.config, options.plain_console()
     names = dict(zip(config.candidates, method_labels(config.candidates), strict=True))
     numbers = config.hidden_numbers > 0
     console.print(_layers("each layer alone: divergence in nats per token", result, names, lambda loss: loss.kl))
@@ -154,7 +140,7 @@ def _print(result: Calibration) -> None:
             console.print(f"{name}: {method}", soft_wrap=True)
 
     what = "cache and time" if config.timed else "cache"
-    curve = plain_table(f"quality against {what} at {config.counted_length:,} tokens")
+    curve = options.plain_table(f"quality against {what} at {config.counted_length:,} tokens")
     times = ["first token", "per token"] if config.timed else []
     for heading in ("layers", "cache", "host", *times, "divergence", "loss", *(["found"] if numbers else [])):
         curve.add_column(heading, justify="left" if heading == "layers" else "right", overflow="fold")
@@ -173,8 +159,7 @@ def _print(result: Calibration) -> None:
         )
         console.print(
             f"fewer than {config.min_found:.0%} of the numbers that dense attention finds: {found} on measured and "
-            "held-out text. None of the allocations tried in this size finds enough: ask for more cache, or name "
-            "candidates with more open groups"
+            "held-out text. Ask for more cache, or name candidates with more open groups"
         )
     if result.steps_back > 0:
         console.print(f"others that failed the goals on held-out or on measured text: {result.steps_back}")
@@ -186,7 +171,7 @@ def _layers(
     """A table of ``read`` for every layer and candidate. In a narrow terminal figures are folded, not cut."""
     losses = {(loss.layer, loss.method): str(read(loss)) for loss in result.layers}
     methods = dict.fromkeys(method for _, method in losses)
-    table = plain_table(title)
+    table = options.plain_table(title)
     table.add_column("layer", justify="right")
     for method in methods:
         table.add_column(names[method], justify="right", overflow="fold")

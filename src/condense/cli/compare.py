@@ -7,30 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from condense.cli.options import (
-    CHAT_HELP,
-    CHOICES_HELP,
-    DEMO_METHOD,
-    DeviceMapOption,
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    LayersOption,
-    ModelOption,
-    OverwriteOption,
-    PlotOption,
-    RemoteOption,
-    check_targets,
-    choose,
-    load_model,
-    plain_console,
-    plain_table,
-    progress,
-    read_text,
-    saved_choice,
-    warn_of_defaults,
-    warn_of_length,
-)
+from condense.cli import options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,7 +15,7 @@ if TYPE_CHECKING:
     from condense.evaluate.compare import Outcome, Prompt
     from condense.models import MethodChoice
 
-DEMO_METHODS = ("dense", "recall-device", DEMO_METHOD, "streaming_llm:sink=4,window=492")
+DEMO_METHODS = ("dense", "recall-device", options.DEMO_METHOD, "streaming_llm:sink=4,window=492")
 METHODS = ("dense", "recall-device", "pooled", "streaming_llm")
 SLOW_ON_CPU = (
     "Recall is slow on a CPU: without a GPU's kernels a prompt reads all tokens under a mask, after its groups are "
@@ -47,20 +24,20 @@ SLOW_ON_CPU = (
 
 
 def compare_command(
-    model: ModelOption = None,
+    model: options.Model = None,
     text: Annotated[str | None, typer.Option(help="Text file, or - for standard input. Default: bundled.")] = None,
     question: Annotated[list[str] | None, typer.Option(help="Asked after the text; repeatable.")] = None,
-    method: Annotated[list[str] | None, typer.Option(help=CHOICES_HELP)] = None,
-    layers: LayersOption = None,
+    method: Annotated[list[str] | None, typer.Option(help=options.CHOICES_HELP)] = None,
+    layers: options.Layers = None,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens per answer.")] = 8,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
-    device_map: DeviceMapOption = None,
-    trust_remote_code: RemoteOption = False,
-    chat: Annotated[bool, typer.Option("--chat", help=CHAT_HELP)] = False,
-    json: JsonOption = None,
-    plot: PlotOption = None,
-    overwrite: OverwriteOption = False,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    device_map: options.DeviceMap = None,
+    trust_remote_code: options.Remote = False,
+    chat: Annotated[bool, typer.Option("--chat", help=options.CHAT_HELP)] = False,
+    json: options.Json = None,
+    plot: options.Plot = None,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Ask the same questions about a long text under dense attention, Recall and condensed attention, side by side."""
     from condense.demo import demo_prompt
@@ -70,33 +47,33 @@ def compare_command(
     from condense.plots import plot_comparison
     from condense.results import write_results
 
-    check_targets(json=json, plot=plot, overwrite=overwrite)
+    options.check_targets(json=json, plot=plot, overwrite=overwrite)
     if text is None and chat:
         raise ValueError("--chat needs a text of its own: add --text FILE")
     if text is None and question:
         raise ValueError("question needs a text of its own: add --text FILE")
-    prompt = demo_prompt() if text is None else Prompt(read_text(text), question or [], chat=chat)
-    given = [choose(choice_from_text(text), layers) for text in method or []]
-    loaded, tokenizer = load_model(model, dtype, device, device_map=device_map, trust_remote_code=trust_remote_code)
-    saved = saved_choice(loaded)
+    prompt = demo_prompt() if text is None else Prompt(options.read_text(text), question or [], chat=chat)
+    given = [options.choose(choice_from_text(text), layers) for text in method or []]
+    loaded, tokenizer = options.load_model(model, dtype, device, device_map, trust_remote_code)
+    saved = options.saved_choice(loaded)
     methods: list[MethodChoice]
     if saved is not None and not given and layers is None:
         methods = [Dense(), saved]
     else:
         methods = given or [
-            choose(choice_from_text(each), layers) for each in (DEMO_METHODS if model is None else METHODS)
+            options.choose(choice_from_text(each), layers) for each in (DEMO_METHODS if model is None else METHODS)
         ]
     restore(loaded)
     steps = len(methods) * (1 + max(1, len(prompt.questions)))
-    with progress() as bar:
+    with options.progress() as bar:
         task = bar.add_task("comparing", total=steps)
         outcomes = compare(
             loaded, tokenizer, methods, prompt, max_new_tokens=max_new_tokens, on_step=lambda: bar.advance(task)
         )
-    warn_of_defaults(loaded, methods, saved)
-    warn_of_length(loaded, outcomes[0].text_tokens)
+    options.warn_of_defaults(loaded, methods, saved)
+    options.warn_of_length(loaded, outcomes[0].text_tokens)
     dtype_name = str(loaded.dtype).removeprefix("torch.")
-    _print(plain_console(), prompt, outcomes, dtype_name, on_cpu=loaded.device.type == "cpu")
+    _print(options.plain_console(), prompt, outcomes, dtype_name, on_cpu=loaded.device.type == "cpu")
     content = {
         "model": model or "bundled",
         "dtype": dtype_name,
@@ -131,7 +108,9 @@ def _print(console: Console, prompt: Prompt, outcomes: Sequence[Outcome], dtype:
         answers.add_row(" ".join(question.split()), *expected, *(_first_line(o.answers[i]) for o in outcomes))
     console.print(answers)
     base = next((i for i, outcome in enumerate(outcomes) if isinstance(outcome.method, Dense)), 0)
-    table = plain_table(f"{outcomes[0].text_tokens} tokens of text, {len(prompt.questions)} questions, greedy, {dtype}")
+    table = options.plain_table(
+        f"{outcomes[0].text_tokens} tokens of text, {len(prompt.questions)} questions, greedy, {dtype}"
+    )
     headings = ("right", "first token", "per token", "cache on\nthe device", f"of\n{labels[base]}", "in host\nmemory")
     table.add_column("method", no_wrap=True)
     for heading in headings:

@@ -8,21 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from condense.cli.options import (
-    CHOICES_HELP,
-    DEMO_METHOD,
-    MODEL_HELP,
-    DeviceMapOption,
-    DeviceOption,
-    DtypeOption,
-    LayersOption,
-    RemoteOption,
-    choose,
-    load_model,
-    plain_console,
-    plain_table,
-    saved_choice,
-)
+from condense.cli import options
 
 if TYPE_CHECKING:
     from condense.evaluate.harness import Score
@@ -35,11 +21,11 @@ def eval_command(
         typer.Option(help="Task, group or tag of the harness, or one of our own, such as text_loss; repeatable."),
     ],
     output: Annotated[Path, typer.Option(help="Folder for the results; it must not exist yet.")],
-    model: Annotated[str | None, typer.Option(help=MODEL_HELP + " An adapter's folder too.")] = None,
+    model: Annotated[str | None, typer.Option(help=options.MODEL_HELP + " An adapter's folder too.")] = None,
     method: Annotated[
-        list[str] | None, typer.Option(help=CHOICES_HELP + " Default: what the model was saved with.")
+        list[str] | None, typer.Option(help=options.CHOICES_HELP + " Default: what the model was saved with.")
     ] = None,
-    layers: LayersOption = None,
+    layers: options.Layers = None,
     data: Annotated[
         Path | None, typer.Option(help="Folder of local data files; docs/guides/evaluate.md says which.")
     ] = None,
@@ -53,10 +39,10 @@ def eval_command(
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Prompts at a time.", min=1)] = 1,
     max_length: Annotated[int | None, typer.Option(help="Tokens the model may read. Default: its own.", min=2)] = None,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
-    device_map: DeviceMapOption = None,
-    trust_remote_code: RemoteOption = False,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    device_map: options.DeviceMap = None,
+    trust_remote_code: options.Remote = False,
     chat: Annotated[bool, typer.Option("--chat", help="Put prompts into the tokenizer's chat template.")] = False,
     run_generated_code: Annotated[
         bool, typer.Option("--run-generated-code", help="Allow tasks that run the programs the model writes.")
@@ -79,18 +65,18 @@ def eval_command(
         refuse_existing(output / "env.json", "output")
     if data is not None and not data.is_dir():
         raise ValueError(f"data: wanted a folder, got {data}")
-    methods: dict[str, MethodChoice] = {text: choose(choice_from_text(text), layers) for text in method or ()}
+    methods: dict[str, MethodChoice] = {text: options.choose(choice_from_text(text), layers) for text in method or ()}
     if run_generated_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
-    loaded, tokenizer = load_model(model, dtype, device, device_map=device_map, trust_remote_code=trust_remote_code)
-    saved = saved_choice(loaded)
+    loaded, tokenizer = options.load_model(model, dtype, device, device_map, trust_remote_code)
+    saved = options.saved_choice(loaded)
     if saved is not None:
         restore(loaded)
     if not methods:
         if layers is not None:
             raise ValueError("layers belong to a method: add --method")
         methods = {described(saved): saved} if saved is not None else {"dense": Dense()}
-        methods |= {DEMO_METHOD: Method.parse(DEMO_METHOD)} if model is None else {}
+        methods |= {options.DEMO_METHOD: Method.parse(options.DEMO_METHOD)} if model is None else {}
     settings = Settings(
         tasks=tuple(dict.fromkeys(task)),
         lengths=tuple(dict.fromkeys(length or ())),
@@ -102,7 +88,7 @@ def eval_command(
         run_generated_code=run_generated_code,
         trust_remote_code=trust_remote_code,
     )
-    err = plain_console(stderr=True)
+    err = options.plain_console(stderr=True)
     scores = evaluate(
         loaded,
         tokenizer,
@@ -114,12 +100,12 @@ def eval_command(
         on_method=lambda label: err.print(label, style="dim"),
     )
     _print(scores)
-    plain_console().print(str(output), soft_wrap=True)
+    options.plain_console().print(str(output), soft_wrap=True)
 
 
 def _print(scores: list[Score]) -> None:
     """A row per figure and a column per method, with standard errors."""
-    table = plain_table()
+    table = options.plain_table()
     for heading in ("task", "metric"):
         table.add_column(heading, overflow="fold")
     for heading in (*dict.fromkeys(score.method for score in scores), "n"):
@@ -131,4 +117,4 @@ def _print(scores: list[Score]) -> None:
     for (task, metric), row in rows.items():
         cells = [f"{s.value:.3f}" + ("" if s.stderr is None else f" ± {s.stderr:.3f}") for s in row]
         table.add_row(task, metric, *cells, str(row[0].n))
-    plain_console().print(table)
+    options.plain_console().print(table)

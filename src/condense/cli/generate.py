@@ -6,24 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from condense.cli.options import (
-    CHAT_HELP,
-    CHOICE_HELP,
-    DEMO_METHOD,
-    DeviceMapOption,
-    DeviceOption,
-    DtypeOption,
-    LayersOption,
-    ModelOption,
-    RemoteOption,
-    choose,
-    load_model,
-    progress,
-    read_text,
-    saved_choice,
-    warn_of_defaults,
-    warn_of_length,
-)
+from condense.cli import options
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -33,19 +16,19 @@ if TYPE_CHECKING:
 def generate_command(
     prompt: Annotated[str | None, typer.Argument(help="The prompt. Without it: --text.")] = None,
     text: Annotated[str | None, typer.Option(help="Read the prompt from this file, - for standard input.")] = None,
-    model: ModelOption = None,
+    model: options.Model = None,
     method: Annotated[
-        list[str] | None, typer.Option(help=CHOICE_HELP + " Default: what the model was saved with.")
+        list[str] | None, typer.Option(help=options.CHOICE_HELP + " Default: what the model was saved with.")
     ] = None,
-    layers: LayersOption = None,
+    layers: options.Layers = None,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens.", min=1)] = 64,
     temperature: Annotated[float, typer.Option(help="0: greedy.", min=0.0)] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
-    device_map: DeviceMapOption = None,
-    trust_remote_code: RemoteOption = False,
-    chat: Annotated[bool, typer.Option("--chat", help=CHAT_HELP)] = False,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    device_map: options.DeviceMap = None,
+    trust_remote_code: options.Remote = False,
+    chat: Annotated[bool, typer.Option("--chat", help=options.CHAT_HELP)] = False,
 ) -> None:
     """Continue a prompt, token by token as it comes."""
     import torch
@@ -56,16 +39,16 @@ def generate_command(
 
     if (prompt is None) == (text is None):
         raise ValueError("give the prompt either as an argument or with --text FILE")
-    content = read_text(text) if text is not None else prompt or ""
+    content = options.read_text(text) if text is not None else prompt or ""
     if not content.strip():
         raise ValueError("prompt must not be empty")
     if not method and layers is not None:
         raise ValueError("layers belong to a method: add --method")
     if not method and model is None:
-        method = [DEMO_METHOD]
-    chosen = choose(choice_from_text(*method), layers) if method else None
-    loaded, tokenizer = load_model(model, dtype, device, device_map=device_map, trust_remote_code=trust_remote_code)
-    saved = saved_choice(loaded)
+        method = [options.DEMO_METHOD]
+    chosen = options.choose(choice_from_text(*method), layers) if method else None
+    loaded, tokenizer = options.load_model(model, dtype, device, device_map, trust_remote_code)
+    saved = options.saved_choice(loaded)
     if chosen is None:
         chosen = saved or Dense()
     if saved is not None:
@@ -73,11 +56,11 @@ def generate_command(
     content = "".join(chat_message(tokenizer, content)) if chat else content
     ids = encode(tokenizer, content, loaded, special=not chat)
     check_positions(loaded, ids.shape[1] + max_new_tokens)
-    warn_of_length(loaded, ids.shape[1] + max_new_tokens)
+    options.warn_of_length(loaded, ids.shape[1] + max_new_tokens)
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-    with attention_of(loaded, chosen), progress() as bar:
-        warn_of_defaults(loaded, [chosen], saved)
+    with attention_of(loaded, chosen), options.progress() as bar:
+        options.warn_of_defaults(loaded, [chosen], saved)
         bar.add_task(f"reading {ids.shape[1]} tokens", total=None)
         loaded.generate(
             ids,

@@ -12,19 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from condense.cli.options import (
-    CHOICE_HELP,
-    LayersOption,
-    ModelOption,
-    OverwriteOption,
-    choose,
-    parse_dtype,
-    parse_tokens,
-    plain_console,
-    plain_table,
-    read_skeleton,
-    saved_choice,
-)
+from condense.cli import options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,14 +24,15 @@ DEFAULT = "recall-host"
 
 
 def inspect_command(
-    model: ModelOption = None,
+    model: options.Model = None,
     shape: Annotated[
         str | None, typer.Option(help="A well-known shape instead, such as qwen3-8b, read from no hub.")
     ] = None,
     method: Annotated[
-        list[str] | None, typer.Option(help=f"{CHOICE_HELP} Default: what the model was saved with, or {DEFAULT}.")
+        list[str] | None,
+        typer.Option(help=f"{options.CHOICE_HELP} Default: what the model was saved with, or {DEFAULT}."),
     ] = None,
-    layers: LayersOption = None,
+    layers: options.Layers = None,
     length: Annotated[str, typer.Option(help="Prompt length in tokens, such as 4096 or 128K.")] = "128K",
     memory: Annotated[str | None, typer.Option(help="Of all devices, such as 80GB: how many requests fit.")] = None,
     batch: Annotated[int | None, typer.Option(help="Whether so many requests fit.")] = None,
@@ -51,7 +40,7 @@ def inspect_command(
     dtype: Annotated[str, typer.Option(help="Of weights and cache: float32, bfloat16, ...")] = "bfloat16",
     device: Annotated[str, typer.Option(help="Where it is to run: cpu or cuda.")] = "cpu",
     to_json: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
-    overwrite: OverwriteOption = False,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Entries, bytes and FLOPs per layer, and the requests that fit under each named setting. Reads no weights."""
     import torch
@@ -71,15 +60,15 @@ def inspect_command(
     if memory is None and (batch, host_memory) != (None, None):
         raise ValueError("batch and host_memory need a memory to fit into: add --memory 80GB")
     check_int("batch", 1 if batch is None else batch, 1)
-    tokens, where = parse_tokens("length", length), torch.device(device)
+    tokens, where = options.parse_tokens("length", length), torch.device(device)
     texts = {"memory": memory, "host_memory": host_memory}
     room = {name: None if text is None else _parse_bytes(name, text) for name, text in texts.items()}
-    torch_dtype = parse_dtype(dtype, where)
+    torch_dtype = options.parse_dtype(dtype, where)
     if to_json is not None:
         refuse_existing(to_json, "json", overwrite=overwrite)
-    given = None if not method and layers is None else choose(choice_from_text(*(method or [DEFAULT])), layers)
-    skeleton = read_skeleton(model, shape)
-    chosen = given or saved_choice(skeleton) or choice_from_text(DEFAULT)
+    given = None if not method and layers is None else options.choose(choice_from_text(*(method or [DEFAULT])), layers)
+    skeleton = options.read_skeleton(model, shape)
+    chosen = given or options.saved_choice(skeleton) or choice_from_text(DEFAULT)
     reports = inspect(restore(skeleton), chosen, tokens, torch_dtype.itemsize)
     choices = {name: choice_from_text(name) for name in NAMED_SETTINGS}
     if chosen not in choices.values():
@@ -104,7 +93,7 @@ def inspect_command(
     if memory is not None:
         _print_room(fits, memory, weights, host_memory)
     for line in _lines_to_type(skeleton, model or "DIR", tokens):
-        plain_console().print(line, soft_wrap=True)
+        options.plain_console().print(line, soft_wrap=True)
     if to_json is not None:
         content = {"model": name, "length": tokens, "dtype": dtype, "backend": backend, "layers": reports}
         content |= {"weight_bytes": weights, **room, "batch": batch, "settings": fits}
@@ -120,7 +109,7 @@ def _parse_bytes(name: str, text: str) -> int:
 
 
 def _print_fits(fits: Sequence[CacheFit], title: str, batch: int | None) -> None:
-    table = plain_table(title)
+    table = options.plain_table(title)
     table.add_column("settings")
     counted = [] if fits[0].requests is None else ["requests\nthat fit", *([] if batch is None else [f"{batch} fit"])]
     for heading in ("device\nGiB", "of\ndense", "host\nGiB", *counted):
@@ -131,14 +120,14 @@ def _print_fits(fits: Sequence[CacheFit], title: str, batch: int | None) -> None
         if fit.requests is not None:
             cells += [f"{fit.requests:,}", *([] if batch is None else ["yes" if fit.requests >= batch else "no"])]
         table.add_row(fit.name, *cells)
-    plain_console().print(table)
+    options.plain_console().print(table)
 
 
 def _print_room(fits: Sequence[CacheFit], memory: str, weights: int, host_memory: str | None) -> None:
     """Say what the numbers of requests are made of."""
     from condense.models.fit import USED
 
-    console = plain_console()
+    console = options.plain_console()
     console.print(
         f"Requests that fit: {USED:.0%} of {memory}, less {weights / 2**30:,.1f} GiB of weights, by the cache of one. "
         "Arithmetic: nothing was run, and the rest of the memory is for activations.",
@@ -179,7 +168,7 @@ def _lines_to_type(model: PreTrainedModel, folder: str, tokens: int) -> list[str
 
 
 def _print_layers(reports: list[LayerReport], title: str) -> None:
-    table = plain_table(title)
+    table = options.plain_table(title)
     share = "of\ndense"
     for heading in ("layer", "method", "entries", share, "cache\nMiB", share, "GFLOP", share, "pays\nfrom"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -198,7 +187,7 @@ def _print_layers(reports: list[LayerReport], title: str) -> None:
             f"{r.flops / r.dense_flops:.1%}",
             "-" if r.pays_from is None else f"{r.pays_from:,}",
         )
-    console = plain_console()
+    console = options.plain_console()
     console.print(table)
     cache, dense = sum(r.bytes for r in reports), sum(r.dense_bytes for r in reports)
     flops, dense_flops = sum(r.flops for r in reports), sum(r.dense_flops for r in reports)

@@ -12,7 +12,6 @@ from typing import Annotated, NoReturn
 import typer
 
 from condense.cli.analyze import analyze_app
-from condense.cli.bench import bench_app
 from condense.cli.calibrate import calibrate_command
 from condense.cli.compare import compare_command
 from condense.cli.eval import eval_command
@@ -28,7 +27,7 @@ from condense.cli.verify import verify_command
 from condense.version import __version__
 
 INTERRUPTED = 130  # what shells expect after Ctrl-C
-GROUPS: tuple[list[str], ...] = ([], ["analyze"], ["bench"])  # of commands: without one, their help is shown
+GROUPS: tuple[list[str], ...] = ([], ["analyze"])  # of commands: without one, their help is shown
 
 app = typer.Typer(
     name="condense",
@@ -56,7 +55,6 @@ def _options(
 
 
 app.add_typer(analyze_app, name="analyze")
-app.add_typer(bench_app)
 app.command("calibrate", cls=Command, short_help="Find the cheapest good method for every layer.")(calibrate_command)
 app.command("compare", cls=Command, short_help="Ask the same questions under several methods.")(compare_command)
 app.command("eval", cls=Command, short_help="Score on lm-evaluation-harness's tasks, method by method.")(eval_command)
@@ -75,8 +73,11 @@ app.command("train", cls=Command, short_help="Train a model by a recipe, from sc
 app.command("verify", cls=Command, short_help="What settings lose of your model, on your text.")(verify_command)
 
 
-def main(load: Callable[[], None] = lambda: None) -> None:
-    """Entry point of ``condense``. load: called before the function of a command runs, not for help."""
+def main(load: Callable[[], None] = lambda: None, command: typer.Typer = app) -> None:
+    """Entry point of ``condense``. load: called before the function of a command runs, not for help.
+
+    command: a program with commands of its own, such as ``benchmarks/speed``, that fails in the same ways.
+    """
 
     def load_quietly() -> None:
         load()
@@ -88,7 +89,7 @@ def main(load: Callable[[], None] = lambda: None) -> None:
     arguments = sys.argv[1:]
     shown = [*arguments, "--help"] if arguments in GROUPS else arguments
     try:
-        code = app(args=shown, standalone_mode=False, obj=load_quietly)
+        code = command(args=shown, standalone_mode=False, obj=load_quietly)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except Exception as error:

@@ -35,18 +35,18 @@ LAYERS_HELP = "Condense these layers only, e.g. 2-31 or 0,4-7. Default: all."
 DEMO_METHOD = "cca:window=256,summary=streaming,key_pooling=select,rep_bias=log_size"
 DEMO_RECALL = "recall:window=256,num_recall=16"
 
-ModelOption = Annotated[str | None, typer.Option(help=MODEL_HELP)]
-TextsOption = Annotated[
+Model = Annotated[str | None, typer.Option(help=MODEL_HELP)]
+Texts = Annotated[
     list[str] | None, typer.Option(help="Text file, or - for standard input; repeatable. Default: bundled.")
 ]
-DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16, ...")]
-DeviceOption = Annotated[str | None, typer.Option(help=DEVICE_HELP)]
-DeviceMapOption = Annotated[str | None, typer.Option(help=DEVICE_MAP_HELP)]
-RemoteOption = Annotated[bool, typer.Option("--trust-remote-code", help=REMOTE_HELP)]
-LayersOption = Annotated[str | None, typer.Option(help=LAYERS_HELP)]
-JsonOption = Annotated[Path | None, typer.Option(help="Write the results to this file.")]
-PlotOption = Annotated[Path | None, typer.Option(help="Draw the results into this .png or .svg file.")]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace existing result files.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, ...")]
+Device = Annotated[str | None, typer.Option(help=DEVICE_HELP)]
+DeviceMap = Annotated[str | None, typer.Option(help=DEVICE_MAP_HELP)]
+Remote = Annotated[bool, typer.Option("--trust-remote-code", help=REMOTE_HELP)]
+Layers = Annotated[str | None, typer.Option(help=LAYERS_HELP)]
+Json = Annotated[Path | None, typer.Option(help="Write the results to this file.")]
+Plot = Annotated[Path | None, typer.Option(help="Draw the results into this .png or .svg file.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing result files.")]
 
 T = TypeVar("T")
 
@@ -82,7 +82,6 @@ def load_model(
     model: str | None,
     dtype: str | None,
     device: str | None,
-    *,
     device_map: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from condense.cli.options import POOLING_HELP, LayersOption, choose, read_skeleton
+from condense.cli import options
 
 
 def serve_command(
@@ -18,10 +18,11 @@ def serve_command(
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help=POOLING_HELP + " By layer, repeated: cca@2,3 and lca@rest. Default: what the model was saved with."
+            help=options.POOLING_HELP
+            + " By layer, repeated: cca@2,3 and lca@rest. Default: what the model was saved with."
         ),
     ] = None,
-    layers: LayersOption = None,
+    layers: options.Layers = None,
 ) -> None:
     """Serve a condensed model with vLLM; all other options are vLLM's: condense serve DIR --port 8000."""
     from condense.models import apply, choice_from_text, restore
@@ -34,14 +35,14 @@ def serve_command(
         raise ValueError("layers belong to a method: add --method")
     if importlib.util.find_spec("vllm") is None:
         raise ValueError("serve needs vLLM, which is not installed: pip install 'vllm>=0.29,<0.33'")
-    skeleton = read_skeleton(model)
+    skeleton = options.read_skeleton(model)
     config: Any = skeleton.config
     if getattr(config, "condense", None) is None and not method:
         raise ValueError(
             f"model must be saved condensed, got {model}, which is not: name a method with --method, such as pooled"
         )
     if method:
-        apply(restore(skeleton), choose(choice_from_text(*method), layers))
+        apply(restore(skeleton), options.choose(choice_from_text(*method), layers))
     for adapter in adapters_in(context.args):
         place = Path(adapter).expanduser()
         if place.is_dir() or not adapter.startswith(("/", ".", "~")):  # vLLM says which folders are missing

@@ -7,26 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from condense.cli.options import (
-    CHOICES_HELP,
-    MODEL_HELP,
-    DeviceMapOption,
-    DeviceOption,
-    DtypeOption,
-    JsonOption,
-    OverwriteOption,
-    RemoteOption,
-    TextsOption,
-    check_targets,
-    load_model,
-    parse_tokens,
-    plain_console,
-    plain_table,
-    progress,
-    read_text,
-    saved_choice,
-    warn_of_length,
-)
+from condense.cli import options
 
 if TYPE_CHECKING:
     from condense.models import MethodChoice
@@ -43,24 +24,26 @@ LEGEND = (
 
 def verify_command(
     model: Annotated[
-        list[str] | None, typer.Argument(help=MODEL_HELP + " Or result files (.json), to show in one table.")
+        list[str] | None, typer.Argument(help=options.MODEL_HELP + " Or result files (.json), to show in one table.")
     ] = None,
-    text: TextsOption = None,
+    text: options.Texts = None,
     length: Annotated[
         list[str] | None, typer.Option(help="Tokens of a text, as 16384 or 16K; repeatable. Default: 4K and 16K.")
     ] = None,
-    method: Annotated[list[str] | None, typer.Option(help=CHOICES_HELP + " Default: every name for settings.")] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help=options.CHOICES_HELP + " Default: every name for settings.")
+    ] = None,
     texts: Annotated[int, typer.Option(help="Texts of each kind and length.")] = 4,
     questions: Annotated[int, typer.Option(help="Hidden numbers per text and task, fewer where they do not fit.")] = 32,
     greedy: Annotated[int, typer.Option(help="Steps for which to compare greedy tokens.")] = 512,
     seed: Annotated[int, typer.Option(help="Decides which stretches of text and which numbers.")] = 0,
-    json: JsonOption = None,
+    json: options.Json = None,
     page: Annotated[Path | None, typer.Option(help="Write all tables to this Markdown file.")] = None,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
-    device_map: DeviceMapOption = None,
-    trust_remote_code: RemoteOption = False,
-    overwrite: OverwriteOption = False,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    device_map: options.DeviceMap = None,
+    trust_remote_code: options.Remote = False,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Measure what the named settings lose of a model on a text, and say which is the cheapest that loses nothing.
 
@@ -69,7 +52,7 @@ def verify_command(
     from condense.evaluate.verify_report import page as page_of
     from condense.files import whole_file
 
-    check_targets(json=json, page=page, overwrite=overwrite)
+    options.check_targets(json=json, page=page, overwrite=overwrite)
     sources = model or []
     if sources and all(source.endswith(".json") for source in sources):
         if json is not None:
@@ -80,9 +63,9 @@ def verify_command(
     else:
         name = sources[0] if sources else None
         chosen = _chosen(method)
-        loaded, tokenizer = load_model(name, dtype, device, device_map=device_map, trust_remote_code=trust_remote_code)
+        loaded, tokenizer = options.load_model(name, dtype, device, device_map, trust_remote_code)
         sizes = length or (DEMO_LENGTHS if name is None and not text else LENGTHS)
-        lengths = tuple(parse_tokens("length", size) for size in sizes)
+        lengths = tuple(options.parse_tokens("length", size) for size in sizes)
         numbers = {"texts": texts, "questions": questions, "greedy": greedy, "seed": seed}
         contents = [_measured(loaded, tokenizer, name, text or [], chosen, lengths=lengths, **numbers)]
         if json is not None:
@@ -115,12 +98,12 @@ def _measured(
     from condense.results import plain
 
     config = VerifyConfig(**numbers)
-    documents = list(dict.fromkeys(map(read_text, dict.fromkeys(text)))) or [demo_text().text]
-    if (saved := saved_choice(loaded)) is not None:
+    documents = list(dict.fromkeys(map(options.read_text, dict.fromkeys(text)))) or [demo_text().text]
+    if (saved := options.saved_choice(loaded)) is not None:
         chosen = {f"as saved: {described(saved)}": saved} | chosen
         restore(loaded)
-    warn_of_length(loaded, max(config.lengths))
-    with progress() as bar:
+    options.warn_of_length(loaded, max(config.lengths))
+    with options.progress() as bar:
         task = bar.add_task("verifying", total=None)
         results = verify(
             loaded, tokenizer, documents, chosen, config,
@@ -153,7 +136,7 @@ def _print(contents: list[dict[str, Any]]) -> None:
     """One table of all models, then the verdicts."""
     from condense.evaluate.verify_report import BARS, cells_of
 
-    console, table = plain_console(), plain_table()
+    console, table = options.plain_console(), options.plain_table()
     several = ["model"] if len(contents) > 1 else []
     for heading in (*several, "setting", "cache", "at", *HEADINGS, "steps", "ok"):
         is_name = heading in ("model", "setting")

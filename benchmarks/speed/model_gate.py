@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from condense.bench.budget import Verdict
 from condense.models import GraphDecoder, MethodChoice, methods_of, use
+from speed.budget import Verdict
 
 
 class ModelGate:

@@ -1,7 +1,7 @@
 """Checking results before they are timed: a row whose result is wrong gets no time.
 
 Attention is compared with plain operations in float64 over the keys that the spans, and Recall's index, let each query
-see; entries with those of the backend "reference" in float64. Both within the error budget of `condense.bench.budget`.
+see; entries with those of the backend "reference" in float64. Both within the error budget of `speed.budget`.
 
 Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, S checked queries, n keys of all sources side by side,
 G groups of g tokens, D and Dv widths.
@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from condense.bench.budget import Verdict, judge
-from condense.bench.problems import Inputs, pooled
 from condense.methods import Context, Method, step_settings
 from condense.ops import ChoiceSettings
 from condense.ops.recall import GroupIndex, choose_groups, index_scores
 from condense.ops.tensors.bias import joined_bias
+from speed.budget import Verdict, judge
+from speed.problems import Inputs, pooled
 
 # up to this length every query is checked
 WHOLE = 2048

@@ -1,4 +1,4 @@
-"""`condense bench kernel`: attention, the layer and decode against named baselines on the same shapes."""
+"""`python benchmarks/speed kernel`: attention, the layer and decode against named baselines on the same shapes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from condense import ops
-from condense.bench import gate
-from condense.bench.baselines import BASELINES, DENSE_BASELINES
-from condense.bench.budget import Verdict
-from condense.bench.problems import Setting, sees_by_position
-from condense.bench.rows import OPS, Row, first_line, op_kind, speedups
-from condense.bench.tasks import Task, Work, has_op
-from condense.bench.timing import Ceilings, Clock
 from condense.methods import Method, Recall
 from condense.results import plain
+from speed import gate
+from speed.baselines import BASELINES, DENSE_BASELINES
+from speed.budget import Verdict
+from speed.problems import Setting, sees_by_position
+from speed.rows import OPS, Row, first_line, op_kind, speedups
+from speed.tasks import Task, Work, has_op
+from speed.timing import Ceilings, Clock
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class KernelPlan:
             if type(method).attend not in (Method.attend, Recall.attend):
                 raise ValueError(
                     f"method: {label} attends in a way of its own, which this benchmark cannot check: "
-                    "use `condense bench model`"
+                    "use `python benchmarks/speed model`"
                 )
         if not any(self.tasks()):
             raise ValueError(f"ops: none of {', '.join(self.ops)} is there to time of {', '.join(self.methods)}")
@@ -78,7 +78,7 @@ class KernelPlan:
 def bench_kernel(plan: KernelPlan, *, on_row: Callable[[Row], None] = lambda row: None) -> dict[str, Any]:
     """All rows with the ceilings of this run, as a result file holds them.
 
-    A condensed row that is wrong by the budget of `condense.bench.gate`, or cannot run, is not timed and says why;
+    A condensed row that is wrong by the budget of `speed.gate`, or cannot run, is not timed and says why;
     so does a baseline that cannot run.
     """
     setting, heads, clock = plan.setting, plan.setting.shape, Clock(plan.setting.device, plan.budget_s)

@@ -1,4 +1,4 @@
-"""Tables of `condense bench` in a terminal."""
+"""Tables of results in a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from condense.bench import crossover, milliseconds, op_title
+from speed.rows import crossover, milliseconds, op_title
 
 NO_CLAIMS = "On a CPU this only tries the command out: its numbers are no claims about anything."
 

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from condense.bench import gate
-from condense.bench.baselines import dense_attention, dense_step, flex_attention, joined_keys
-from condense.bench.budget import Verdict
-from condense.bench.problems import Setting, attention_flops, beside_keys, pooled, step_bytes, visible_pairs
-from condense.bench.rows import op_kind
 from condense.caches import CondensedLayer, StaticCondensedLayer, read_request
 from condense.functional import attention
 from condense.methods import Context, Dense, Method
 from condense.ops import Source
+from speed import gate
+from speed.baselines import dense_attention, dense_step, flex_attention, joined_keys
+from speed.budget import Verdict
+from speed.problems import Setting, attention_flops, beside_keys, pooled, step_bytes, visible_pairs
+from speed.rows import op_kind
 
 MIN_CACHES = 8
 # room for one token per timed replay: more than the clock makes

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from condense.bench.problems import Inputs, pooled
 from condense.methods import Context, Dense
 from condense.ops.tensors.bias import per_entry
+from speed.problems import Inputs, pooled
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 FLEX_BLOCK = 128

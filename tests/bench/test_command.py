@@ -1,18 +1,23 @@
-"""`condense bench` as a user meets it, on the CPU."""
+"""`python benchmarks/speed` as a user meets it, on the CPU."""
 
+import functools
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from cli.test_commands import ran, refused, run_here
+from cli import test_commands
 from small_models import tiny_llama
+from speed import tasks
+from speed.command import main
 from transformers import LlamaForCausalLM
 
 import condense
-from condense.bench import tasks
 
-KERNEL = ("bench", "kernel", "--device", "cpu", "--shape", "4/2/16/16", "--budget", "0", "--method=cca:window=16")
+ran, refused, run_here = (
+    functools.partial(each, entry=main) for each in (test_commands.ran, test_commands.refused, test_commands.run_here)
+)
+KERNEL = ("kernel", "--device", "cpu", "--shape", "4/2/16/16", "--budget", "0", "--method=cca:window=16")
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +65,7 @@ def test_a_wrong_kernel_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_model_reads_a_saved_model(saved: Path, tmp_path: Path) -> None:
     done = ran(
-        "bench", "model", "--model", str(saved), "--device", "cpu", "--lengths", "48", "--steps", "2", "--repeats", "1",
+        "model", "--model", str(saved), "--device", "cpu", "--lengths", "48", "--steps", "2", "--repeats", "1",
         "--method", "cca:group_size=4,window=8", "--runners", "dense,condensed", "--prefill-chunk", "20",
         "--results", str(tmp_path),
     )  # fmt: skip
@@ -73,7 +78,7 @@ def test_model_reads_a_saved_model(saved: Path, tmp_path: Path) -> None:
 
 def test_model_runs_a_saved_model_as_it_was_saved(saved: Path, tmp_path: Path) -> None:
     command = (
-        "bench", "model", "--device", "cpu", "--lengths", "48", "--steps", "2", "--runners", "dense,condensed",
+        "model", "--device", "cpu", "--lengths", "48", "--steps", "2", "--runners", "dense,condensed",
     )  # fmt: skip
     ran(*command, "--model", str(saved), "--results", str(tmp_path / "layer"))
     (path,) = (tmp_path / "layer").iterdir()
@@ -131,5 +136,5 @@ def test_bad_input_is_one_line_and_exit_code_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("mine")
-    refused(message, "bench", *arguments)
+    refused(message, *arguments)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

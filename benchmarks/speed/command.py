@@ -1,32 +1,41 @@
-"""`condense bench`: kernels and whole models against named baselines."""
+"""Kernels and whole models, timed against named baselines on the same shapes.
+
+    python benchmarks/speed kernel --quick                               # attention, layer, decode
+    python benchmarks/speed kernel --method lca --backend triton,torch   # beside plain PyTorch operations
+    python benchmarks/speed kernel --method recall --ops layer,decode    # a prompt and a step of Recall, index included
+    python benchmarks/speed model --shape llama-3.1-8b                   # first token, per token, cache, peak memory
+
+Each writes a result file. Exit codes: 0; 1 if a condensed row is wrong or cannot run; 2 for bad input.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import torch
 import typer
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from condense.cli import options
 from condense.cli.loading import Command
-from condense.cli.options import (
-    CHOICES_HELP,
-    METHOD_HELP,
-    DeviceOption,
-    DtypeOption,
-    parse_device,
-    parse_dtype,
-    parse_tokens,
-    plain_console,
-    progress,
-    read_saved,
-    read_skeleton,
-    saved_choice,
-)
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel
+from condense.cli.main import main as run_command
+from condense.config import check_int
+from condense.methods import Method
+from condense.models import choice_from_text, described, restore
+from condense.models.shapes import MODEL_SHAPES, check_shape
+from condense.ops import Problem, resolve_backend
+from condense.results import write_results
+from speed.baselines import BASELINES, GPU_BASELINES
+from speed.kernel import KernelPlan, bench_kernel
+from speed.model import ModelPlan, bench_model
+from speed.model_shapes import random_model, ready
+from speed.problems import HeadShape, Setting
+from speed.rows import OPS, check_names, result_path
+from speed.runners import DEFAULT_RUNNERS, RUNNERS
+from speed.tables import print_results
 
 RESULTS = Path("benchmarks/results")
 LENGTHS = (4096, 8192, 32768, 131072)
@@ -38,19 +47,25 @@ MODEL_METHOD = "recall-device"
 FAILED = 1
 LOG_WIDTH = 160  # in a file or a pipe
 
-bench_app = typer.Typer(name="bench", help="Measure kernels and whole models against named baselines.")
+app = typer.Typer(
+    name="python benchmarks/speed",
+    help="Measure kernels and whole models against named baselines.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
 
 LengthsOption = Annotated[str | None, typer.Option(help="Tokens, such as 4096,32K,1M. Default: 4K to 128K.")]
 QuickOption = Annotated[bool, typer.Option("--quick", help="Two lengths, less time per figure.")]
 ResultsOption = Annotated[Path, typer.Option(help="Folder that the result file is written to.")]
 
 
-@bench_app.command("kernel", cls=Command, short_help="Attention, the layer and a decode step.")
+@app.command("kernel", cls=Command, short_help="Attention, the layer and a decode step.")
 def kernel_command(
     shape: Annotated[str, typer.Option(help="Heads and widths, H/Hkv/D/Dv.")] = "32/8/128/128",
     lengths: LengthsOption = None,
     method: Annotated[
-        list[str] | None, typer.Option(help=f"{METHOD_HELP} Repeatable. Default: {' and '.join(METHODS)}.")
+        list[str] | None, typer.Option(help=f"{options.METHOD_HELP} Repeatable. Default: {' and '.join(METHODS)}.")
     ] = None,
     ops: Annotated[str | None, typer.Option(help="Such as forward,backward,decode. Default: all.")] = None,
     baselines: Annotated[
@@ -60,8 +75,8 @@ def kernel_command(
     decode_batches: Annotated[
         str | None, typer.Option(help="Rows of further decode steps; or none. Default: 4,8,32 on a GPU.")
     ] = None,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
     backend: Annotated[str, typer.Option(help="Of condense: auto, torch, triton, hopper; or several.")] = "auto",
     budget: Annotated[float | None, typer.Option(help="Seconds of timing per figure. Default: 0.4.", min=0.0)] = None,
     quick: QuickOption = False,
@@ -69,24 +84,19 @@ def kernel_command(
     results: ResultsOption = RESULTS,
 ) -> None:
     """Attention forward and backward, the layer and a decode step, each held to float64 before it is timed."""
-    from condense import bench
-    from condense.config import check_int
-    from condense.methods import Method
-    from condense.ops import Problem, resolve_backend
-
-    heads = bench.HeadShape.parse(shape)
+    heads = HeadShape.parse(shape)
     check_int("batch", batch, 1)
     backends = tuple(dict.fromkeys(_names(backend)))
-    where = parse_device(device)
-    torch_dtype = parse_dtype(dtype, where)
+    where = options.parse_device(device)
+    torch_dtype = options.parse_dtype(dtype, where)
     if baselines is None:
-        baselines = ",".join(bench.GPU_BASELINES if where.type == "cuda" else bench.BASELINES)
-    plan = bench.KernelPlan(
-        bench.Setting(heads, batch, torch_dtype, where, seed),
+        baselines = ",".join(GPU_BASELINES if where.type == "cuda" else BASELINES)
+    plan = KernelPlan(
+        Setting(heads, batch, torch_dtype, where, seed),
         _lengths(lengths, where, quick),
         {text: Method.parse(text) for text in method or METHODS},
-        bench.check_names("baselines", [] if baselines == "none" else _names(baselines), bench.BASELINES),
-        tuple(bench.OPS) if ops is None else bench.check_names("ops", _names(ops), bench.OPS),
+        check_names("baselines", [] if baselines == "none" else _names(baselines), BASELINES),
+        tuple(OPS) if ops is None else check_names("ops", _names(ops), OPS),
         backends,
         _batches(decode_batches, where),
         (0.1 if quick else 0.4) if budget is None else budget,
@@ -94,18 +104,18 @@ def kernel_command(
     for name in backends:
         resolve_backend(name, Problem(where, torch_dtype, (heads.width, heads.value_width)))
     what = f"{heads.label}-b{batch}-{str(torch_dtype).removeprefix('torch.')}"
-    path = bench.result_path(results, "kernel", what, where)
-    with progress() as bar:
+    path = result_path(results, "kernel", what, where)
+    with options.progress() as bar:
         task = bar.add_task("measuring ceilings, checking", total=sum(1 for _ in plan.tasks()))
 
         def on_row(row: Mapping[str, Any]) -> None:
             bar.update(task, advance=1, description=f"{row['op']}, {row['length']:,} tokens")
 
-        content = bench.bench_kernel(plan, on_row=on_row)
+        content = bench_kernel(plan, on_row=on_row)
     _finish(path, content, where, seed)
 
 
-@bench_app.command("model", cls=Command, short_help="First token, time per token, cache and peak memory.")
+@app.command("model", cls=Command, short_help="First token, time per token, cache and peak memory.")
 def model_command(
     shape: Annotated[
         str | None, typer.Option(help="Random weights, in the shape of such a model. Default: llama-3.1-8b.")
@@ -115,7 +125,7 @@ def model_command(
     lengths: LengthsOption = None,
     method: Annotated[
         list[str] | None,
-        typer.Option(help=f"{CHOICES_HELP} Default: what the model was saved with, or {MODEL_METHOD}."),
+        typer.Option(help=f"{options.CHOICES_HELP} Default: what the model was saved with, or {MODEL_METHOD}."),
     ] = None,
     runners: Annotated[
         str | None, typer.Option(help="Such as dense,condensed_graph. Default: all that are not compiled.")
@@ -126,18 +136,13 @@ def model_command(
     compile_feed_forward: Annotated[
         bool, typer.Option("--compile-feed-forward", help="torch.compile the mlp of every layer, for all runners.")
     ] = False,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
     quick: QuickOption = False,
     seed: Annotated[int, typer.Option(help="Of weights and prompts.")] = 0,
     results: ResultsOption = RESULTS,
 ) -> None:
     """Time to first token, time per token, peak memory and cache bytes, on prompts of random tokens."""
-    from condense import bench
-    from condense.config import check_int
-    from condense.models import choice_from_text, described
-    from condense.models.shapes import MODEL_SHAPES, check_shape
-
     if shape is not None and model is not None:
         raise ValueError("shape and model exclude each other, got both")
     if layers is not None and model is not None:
@@ -146,15 +151,13 @@ def model_command(
         if value is not None:
             check_int(name, value, 1)
     chosen = check_shape(shape or next(iter(MODEL_SHAPES)))
-    chosen_runners = (
-        bench.DEFAULT_RUNNERS if runners is None else bench.check_names("runners", _names(runners), bench.RUNNERS)
-    )
-    where = parse_device(device)
-    torch_dtype = parse_dtype(dtype, where)
+    chosen_runners = DEFAULT_RUNNERS if runners is None else check_names("runners", _names(runners), RUNNERS)
+    where = options.parse_device(device)
+    torch_dtype = options.parse_dtype(dtype, where)
     prompts = _lengths(lengths, where, quick)
     methods = {text: choice_from_text(text) for text in method or (MODEL_METHOD,)}
-    saved = None if model is None else saved_choice(read_skeleton(model))
-    plan = bench.ModelPlan(
+    saved = None if model is None else options.saved_choice(options.read_skeleton(model))
+    plan = ModelPlan(
         prompts,
         methods if saved is None or method else {described(saved): saved},
         chosen_runners,
@@ -174,28 +177,25 @@ def model_command(
             str(torch_dtype).removeprefix("torch."),
         ]
     )
-    path = bench.result_path(results, "model", what, where)
-    with progress() as bar:
+    path = result_path(results, "model", what, where)
+    with options.progress() as bar:
         task = bar.add_task("making the model, checking", total=len(plan.lengths) * len(plan.cases()))
         if model is None:
-            loaded = bench.random_model(chosen, num_layers=layers, dtype=torch_dtype, device=where, seed=seed)
+            loaded = random_model(chosen, num_layers=layers, dtype=torch_dtype, device=where, seed=seed)
         else:
-            loaded = bench.ready(_load(model, torch_dtype).to(where))
+            loaded = ready(_load(model, torch_dtype).to(where))
 
         def on_row(row: Mapping[str, Any]) -> None:
             bar.update(task, advance=1, description=f"{row['runner']}, {row['length']:,} tokens")
 
-        content = {"kind": "model", "model": name, **bench.bench_model(loaded, plan, on_row=on_row)}
+        content = {"kind": "model", "model": name, **bench_model(loaded, plan, on_row=on_row)}
     _finish(path, content, where, seed)
 
 
 def _finish(path: Path, content: dict[str, Any], device: torch.device, seed: int) -> None:
     """Print, write, and fail if a condensed row did."""
-    from condense.cli.bench_tables import print_results
-    from condense.results import write_results
-
     content["software"] = _software()
-    console = plain_console()
+    console = options.plain_console()
     if not console.is_terminal:
         console.width = LOG_WIDTH
     print_results(console, content)
@@ -208,10 +208,6 @@ def _finish(path: Path, content: dict[str, Any], device: torch.device, seed: int
 
 def _software() -> dict[str, str | None]:
     """Versions beside those that every result file carries."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    import torch
-
     try:
         triton: str | None = version("triton")
     except PackageNotFoundError:
@@ -221,11 +217,7 @@ def _software() -> dict[str, str | None]:
 
 
 def _load(model: str, dtype: torch.dtype) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
-    from condense.models import restore
-
-    return restore(read_saved(model, lambda name: AutoModelForCausalLM.from_pretrained(name, dtype=dtype)))
+    return restore(options.read_saved(model, lambda name: AutoModelForCausalLM.from_pretrained(name, dtype=dtype)))
 
 
 def _names(text: str) -> list[str]:
@@ -235,7 +227,7 @@ def _names(text: str) -> list[str]:
 def _lengths(text: str | None, device: torch.device, quick: bool) -> tuple[int, ...]:
     if text is None:
         return CPU_LENGTHS if device.type == "cpu" else QUICK_LENGTHS if quick else LENGTHS
-    return tuple(sorted({parse_tokens("lengths", part) for part in _names(text)}))
+    return tuple(sorted({options.parse_tokens("lengths", part) for part in _names(text)}))
 
 
 def _batches(text: str | None, device: torch.device) -> tuple[int, ...]:
@@ -245,3 +237,8 @@ def _batches(text: str | None, device: torch.device) -> tuple[int, ...]:
     if 0 in numbers:
         raise ValueError(f"decode_batches must be numbers of rows >= 1, such as 4,8,32, or none; got {text!r}")
     return tuple(sorted(set(numbers)))
+
+
+def main() -> None:
+    """Run the command line; errors as of `condense`."""
+    run_command(command=app)

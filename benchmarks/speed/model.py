@@ -1,4 +1,4 @@
-"""`condense bench model`: time to first token, time per token, peak memory and cache bytes, per prompt length."""
+"""`python benchmarks/speed model`: time to first token, further tokens, peak memory, cache bytes, by prompt length."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from condense.bench.budget import Verdict
-from condense.bench.model_gate import ModelGate, random_tokens
-from condense.bench.rows import Row, first_line, speedups
-from condense.bench.runners import DEFAULT_RUNNERS, RUNNERS
-from condense.bench.timing import Quantiles
 from condense.models import MethodChoice, use
 from condense.results import plain
+from speed.budget import Verdict
+from speed.model_gate import ModelGate, random_tokens
+from speed.rows import Row, first_line, speedups
+from speed.runners import DEFAULT_RUNNERS, RUNNERS
+from speed.timing import Quantiles
 
 # the figures that are timed
 FIGURES = ("first", "step")
@@ -71,7 +71,7 @@ def bench_model(
 ) -> dict[str, Any]:
     """All rows, as a result file holds them. ``model`` has stock attention and keeps it; compiled modules stay so.
 
-    A condensed runner whose logits are wrong by `condense.bench.model_gate`, or that cannot run, is not timed and its
+    A condensed runner whose logits are wrong by `speed.model_gate`, or that cannot run, is not timed and its
     row has the error; so has that of a dense runner that cannot run.
     """
     if plan.compile_feed_forward:
