@@ -15,8 +15,8 @@ from transformers import GenerationConfig
 import condense
 from condense import CCA, CalibrationConfig, Dense, Recall, StreamingLLM
 from condense.calibration import default_candidates
-from condense.calibration.curve import Curve, choose, decide, verify
-from condense.calibration.measure import Measured, Meter
+from condense.calibration.curve import Curve, choose, verify
+from condense.calibration.measure import Meter
 from condense.calibration.report import LayerLoss, Mean
 from condense.calibration.samples import draw_samples
 from condense.calibration.times import Times, TimeTable
@@ -160,63 +160,6 @@ def test_with_a_size_one_further_on_may_be_within_the_budget():
     assert choose(curve, both) == 2
     with pytest.raises(ValueError, match=r"on the text that was measured: 50\.0% of the cache loses 1 nats there"):
         verify(curve, both, 2)
-
-
-class _Needle:
-    """Stands for texts in which numbers are found if layer 1 is dense, and on held-out ones only if layer 2 is too."""
-
-    measured, held_out = range(4), range(4, 8)
-
-    def __init__(self, held_out_too=False):
-        self.held_out_too = held_out_too
-
-    def read(self, sample, allocations):
-        needed = {1, 2} if self.held_out_too and sample in self.held_out else {1}
-        return [
-            Measured(0.01, 0.01, (not any(allocation.get(i) for i in needed),) * 2 if sample % 2 else ())
-            for allocation in allocations
-        ]
-
-
-@pytest.mark.parametrize("changes", [{}, {"budget_nats": 0.5}, {"budget_nats": 0.001}], ids=["size", "both", "neither"])
-def test_numbers_count_more_until_enough_are_found_in_a_size(model, changes):
-    """One of three layers may be dense: by divergence alone layer 0, for the numbers layer 1."""
-    methods = (Dense(), StreamingLLM(window=16))
-    kl = {0: 0.5, 1: 0.1, 2: 0.01}
-    losses = [LayerLoss(i, methods[1], Mean(kl[i], 0.0), Mean(0.0, 0.0), (2 * (i != 1), 2, 2)) for i in range(3)]
-    reports = [inspect(model, method, 128) for method in methods]
-    kept = sum(row.bytes for row in reports[1][:2]) + reports[0][0].bytes
-    share = kept / sum(row.dense_bytes for row in reports[0])
-    config = dataclasses.replace(
-        CONFIG, candidates=methods, hidden_numbers=2, **{"cache": share, "budget_nats": None, **changes}
-    )
-    curve = Curve(_Needle(), config, losses, reports)
-    assert [curve.cache(at) <= share for at in curve.sized] == [True] * 3
-    assert [methods[0] in curve.measured(at).methods.values() for at in curve.sized] == [True, True, False]
-    if changes.get("budget_nats") == 0.001:
-        with pytest.raises(ValueError, match="none of these candidates stays within"):
-            decide(curve, config)
-        return
-    at, tried = decide(curve, config)
-    assert curve.measured(at).methods == {0: methods[1], 1: methods[0], 2: methods[1]}
-    assert tried == 1
-    assert curve.measured(at) in curve.points()
-    unmet = Curve(_Needle(held_out_too=True), config, losses, reports)
-    if changes:
-        with pytest.raises(ValueError, match="budget_nats and cache cannot both be met"):
-            decide(unmet, config)
-    else:  # what finds most of the measured ones, though not of the others
-        at, tried = decide(unmet, config)
-        assert unmet.measured(at).methods == {0: methods[1], 1: methods[0], 2: methods[1]}
-        assert tried == 2
-        points = unmet.points()
-        assert [point.cache for point in points] == sorted((point.cache for point in points), reverse=True)
-        assert len({tuple(point.methods.values()) for point in points}) == len(points)
-    fewer = dataclasses.replace(config, min_found=0.0)
-    first = Curve(_Needle(), fewer, losses, reports)
-    at, tried = decide(first, fewer)
-    assert first.measured(at).methods == {0: methods[0], 1: methods[1], 2: methods[1]}
-    assert tried == 0
 
 
 def test_it_is_repeatable_and_touches_nothing(result, model, tokenizer, text):

@@ -12,10 +12,6 @@ from condense.models.inspect import LayerReport
 
 # points that are measured whatever the goals are
 NUM_POINTS = 9
-# Weights tried for hidden numbers: losing all of them counts as this many nats.
-_NUMBERS_AS_NATS = (0.1, 1.0, 10.0)
-# Two allocations count as equal if their shares of numbers found differ by no more than this.
-_SLACK = 0.01
 
 
 class Curve:
@@ -32,9 +28,7 @@ class Curve:
 
         Added to the greedy path are each candidate in all layers and, where a size of the cache is asked for, the
         allocation that loses least within it; but none that another on the path equals or beats, both in bytes and in
-        what its layers lose alone. Beside it stand, where numbers are hidden too, what is tried for that size: the
-        first of the path that fits, those that lose least if numbers count more and more, and each candidate in all
-        layers that fits (``sized``: their places, which follow those of the path).
+        what its layers lose alone.
         """
         self._meter, self._config, self._reports = meter, config, reports
         methods = config.candidates
@@ -49,40 +43,19 @@ class Curve:
         sizes = {row.layer: [report[k].bytes for report in reports] for k, row in enumerate(reports[0])}
         self._sizes = {i: sizes[i] for i in layers}
         self.path = greedy_path(self._lost, self._sizes)
-        uniform = [dict.fromkeys(layers, number) for number in range(len(methods))]
-        room = None
         if config.cache is not None:
             room = most_bytes(config.cache, sum(row.dense_bytes for row in reports[0]))
             room -= sum(row.bytes for row in reports[0] if row.layer not in layers)
             self._add(best_within(self._lost, self._sizes, room))
-        for allocation in uniform:
-            self._add(allocation)
-        self._beside: list[dict[int, int]] = []
-        if room is not None and config.hidden_numbers:
-            lost = figures(lambda loss: loss.share_lost)
-            counted = [
-                best_within(
-                    {i: [a + nats * b for a, b in zip(self._lost[i], lost[i], strict=True)] for i in layers},
-                    self._sizes,
-                    room,
-                )
-                for nats in _NUMBERS_AS_NATS
-            ]
-            fitting = [each for each in uniform if self._sum(self._sizes, each) <= room]
-            for allocation in (self.path[self.small_enough()], *counted, *fitting):
-                if allocation not in self._beside:
-                    self._beside.append(allocation)
-        self.sized = range(len(self.path), len(self.path) + len(self._beside))
+        for number in range(len(methods)):
+            self._add(dict.fromkeys(layers, number))
         last = len(self.path) - 1
         self.grid = sorted({round(i * last / (NUM_POINTS - 1)) for i in range(NUM_POINTS)})
         self._asked: set[int] = set()
 
-    def _allocation(self, at: int) -> dict[int, int]:
-        return self.path[at] if at < len(self.path) else self._beside[at - len(self.path)]
-
     def cache(self, at: int) -> float:
         """The share of the dense cache that the device keeps."""
-        return self._shares(self._allocation(at))[0]
+        return self._shares(self.path[at])[0]
 
     def small_enough(self) -> int:
         """The first place of the path that keeps no more than was asked for, which there is (`check_cache`)."""
@@ -102,26 +75,23 @@ class Curve:
         return sum(figures[layer][number] for layer, number in allocation.items())
 
     def measure_grid(self) -> None:
-        """Measure the points of the grid and those that are tried for a size, with one dense forward per text."""
-        places = [*self.grid, *self.sized]
+        """Measure the points of the grid, with one dense forward per text."""
         for i in self._meter.measured:
-            self._meter.read(i, [{}, *map(self._allocation, places)])
-        self._asked |= set(places)
+            self._meter.read(i, [{}, *(self.path[at] for at in self.grid)])
+        self._asked |= set(self.grid)
 
     def measured(self, at: int) -> CurvePoint:
         """The point of an allocation, on the measured texts."""
         self._asked.add(at)
-        return self.point(self._allocation(at), self._meter.measured)
+        return self.point(self.path[at], self._meter.measured)
 
     def verified(self, at: int) -> CurvePoint:
         """The same on held-out texts."""
-        return self.point(self._allocation(at), self._meter.held_out)
+        return self.point(self.path[at], self._meter.held_out)
 
     def points(self) -> tuple[CurvePoint, ...]:
         """All that were measured, from the largest to the smallest."""
-        asked = sorted(self._asked, key=lambda at: (-self.cache(at), at))
-        places = [at for k, at in enumerate(asked) if self._allocation(at) not in map(self._allocation, asked[:k])]
-        return tuple(map(self.measured, places))
+        return tuple(map(self.measured, sorted(self._asked)))
 
     def point(self, allocation: Allocation, samples: Sequence[int]) -> CurvePoint:
         """The point of any allocation on these texts."""
@@ -169,23 +139,8 @@ def check_cache(reports: Sequence[Sequence[LayerReport]], config: CalibrationCon
 
 def decide(curve: Curve, config: CalibrationConfig) -> tuple[int, int]:
     """The place of the allocation that meets the goals on measured and on held-out texts, and how many were tried
-    before it.
-
-    Where a size is asked for and numbers are hidden, the first of ``curve.sized`` that finds enough of them too. If
-    none does and there is no budget, the one that finds most of the measured ones; of those that find as many but for
-    1 %, the one that loses least. Otherwise by `choose` and `verify`, which raise ValueError if none meets the goals.
+    before it. Raises ValueError as `choose` and `verify`.
     """
-    curve.measure_grid()
-    for tried, at in enumerate(curve.sized):
-        # held-out texts are read only where the others are good enough
-        points = (read(at) for read in (curve.measured, curve.verified))
-        if all(point.within(config) and point.finds_enough(config) for point in points):
-            return at, tried
-    if curve.sized and config.budget_nats is None:
-        found = {at: (curve.measured(at).found or (0, 0))[:2] for at in curve.sized}
-        least = max(count for count, _ in found.values()) - _SLACK * max(dense for _, dense in found.values())
-        most = [at for at in curve.sized if found[at][0] >= least]
-        return min(most, key=lambda at: curve.measured(at).kl.mean), len(curve.sized) - 1
     chosen = choose(curve, config)
     kept = verify(curve, config, chosen)
     return kept, chosen - kept

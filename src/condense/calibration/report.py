@@ -55,13 +55,6 @@ class LayerLoss:
         """The loss by which methods are handed out: the sum of both divergences."""
         return self.kl.mean + (0.0 if self.answers_kl is None else self.answers_kl.mean)
 
-    @property
-    def share_lost(self) -> float:
-        """The share of the numbers found by the dense model by which fewer are found."""
-        if self.found is None or self.found[1] == 0:
-            return 0.0
-        return max(0.0, 1 - self.found[0] / self.found[1])
-
 
 @dataclass(frozen=True)
 class CurvePoint:

@@ -48,9 +48,8 @@ def calibrate(
     divergence of its predictions from the dense ones, and with hidden numbers that on their answers. From the most
     faithful candidate everywhere, layers then get smaller ones, at the least loss per byte saved; asked for a size of
     the cache, they get what loses least in it. Allocations on that path are measured whole, and the one that meets the
-    goals is verified on other texts; where it fails a budget there, the one before it is tried. In a size with hidden
-    numbers, allocations in which numbers count more and more are tried until one finds enough. Weights are not touched,
-    and the same arguments give the same allocation.
+    goals is verified on other texts; where it fails a budget there, the one before it is tried. Weights are not
+    touched, and the same arguments give the same allocation.
 
     model: a causal LM with stock attention, in evaluation mode, left as it was. texts: of documents like those that the
     model is to read. measured: a file that keeps what was measured, as it comes; if there is one, it is gone on with.
@@ -83,8 +82,6 @@ def calibrate(
     forwards = sum(meter.missing(i, [{}, *uniform, *alone]) for i in meter.measured)
     # forwards still to come per text: the curve's grid, a bisection, two verifications, each with the dense model
     later = 1 + NUM_POINTS + 2 * len(alone).bit_length() + 4
-    if config.cache is not None and config.hidden_numbers:
-        later += 8  # allocations of that size, found with a growing weight of hidden numbers
     on_estimate(Estimate(forwards + later * len(meter.measured), meter.seconds_each(uniform)))
     readings = [meter.read(i, [{}, *uniform, *alone]) for i in meter.measured]
     dense = [of_text[0] for of_text in readings]
