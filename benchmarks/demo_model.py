@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from retrieval import retrieval
 from rich.console import Console
 from rich.table import Table
+from text_loss import text_loss, text_sequences
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import condense
-from condense.evaluate import Proportion, passkey_sequences, retrieval, text_loss, text_sequences
+from condense.evaluate.intervals import Proportion
+from condense.evaluate.verify_texts import passkey_sequences
 from condense.plots import COLOURS, new_figure, require_matplotlib, save_figure
 from condense.results import refuse_existing, write_results
 from condense.tasks import FORMS, SequenceBuilder, encode_corpus, load_words, read_documents

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import Progress
@@ -14,7 +13,7 @@ from condense.config import check_choice, check_int
 from condense.evaluate.intervals import Proportion
 from condense.evaluate.modes import in_eval_mode
 from condense.models import MethodChoice, use
-from condense.tasks import PasskeySequence, SequenceBuilder
+from condense.tasks import PasskeySequence
 
 Decoding = Literal["forced", "generate"]
 
@@ -31,27 +30,6 @@ class RetrievalResult:
     method: MethodChoice
     exact: Proportion
     by_depth: tuple[Proportion, ...]
-
-
-def passkey_sequences(
-    builder: SequenceBuilder,
-    count: int,
-    *,
-    keys: int = 8,
-    form: str = "cloze",
-    seed: int = 0,
-    shared: bool = False,
-    anywhere: bool = False,
-) -> list[PasskeySequence]:
-    """``count`` sequences with ``keys`` hidden numbers each; the same for the same arguments.
-
-    form, shared, anywhere: as in `SequenceBuilder.passkeys`.
-    """
-    check_int("count", count, 1)
-    return [
-        builder.passkeys(np.random.default_rng([seed, index]), keys, form, shared=shared, anywhere=anywhere)
-        for index in range(count)
-    ]
 
 
 def retrieval(

@@ -7,10 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from retrieval import retrieval
+from text_loss import text_loss, text_sequences
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import condense
-from condense.evaluate import Proportion, passkey_sequences, retrieval, text_loss, text_sequences
+from condense.evaluate.intervals import Proportion
+from condense.evaluate.verify_texts import passkey_sequences
 from condense.tasks import PasskeySequence, SequenceBuilder, load_words
 
 METHODS = {

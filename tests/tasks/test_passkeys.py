@@ -12,7 +12,6 @@ from condense.tasks import (
     Corpus,
     Key,
     SequenceBuilder,
-    common_words,
     draw_keys,
     encode_corpus,
     hide,
@@ -98,12 +97,6 @@ def test_words_are_split_once_and_for_all() -> None:
     assert not set(words.trained) & set(words.held_out)
     assert all(re.fullmatch("[a-z]{3,10}", word) for word in (*words.trained, *words.held_out))
     assert load_words() == words
-
-
-def test_common_words() -> None:
-    assert common_words(["a cat, a cat and dog's dog; bird Bird"], 2, skip=1) == ["and", "dog"]
-    with pytest.raises(ValueError, match="count: wanted a positive number of words, got 0"):
-        common_words([], 0)
 
 
 def test_hiding_in_a_users_text() -> None:

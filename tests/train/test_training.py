@@ -1,9 +1,11 @@
 """Training runs: resumed, adapted and refused ones, what is drawn and when, the optimiser, phases and checkpoints."""
 
 import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ from condense.models import condensed_layers
 from condense.models.inspect import inspect
 from condense.tasks import SequenceBuilder, load_words
 from condense.train import RECIPES, PhaseConfig, TrainConfig, prepare, run, run_training
+from condense.train import trainer as trainer_module
 from condense.train.data import TrainingSequences, WeightedBuilder
 from condense.train.optimizer import MasterAdamW
 from condense.train.phase import newest_checkpoint
@@ -428,3 +431,21 @@ def test_bad_data(config: TrainConfig, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="until: wanted one of dense, mixed, got 'third'"):
         run_training(config, until="third")
     assert not config.output.exists()
+
+
+def test_the_rate_stands_in_the_log_also_of_a_resumed_run(tmp_path, text_file, monkeypatch, capsys):
+    seconds = itertools.count()
+    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    recipe = RECIPES["smoke"]([text_file], tmp_path / "model")
+    (mixed,) = [phase for phase in recipe.phases if phase.mix == "alternate"]
+    config = dataclasses.replace(recipe, phases=(mixed,))  # 6 steps, an entry every 2, a checkpoint every 3
+    with interrupted_at(4):
+        run_training(config)
+    run_training(config, resume=True)
+    log = [json.loads(line) for line in (config.output / "log-mixed.jsonl").read_text().splitlines()]
+    tokens = mixed.batch_size * mixed.sequence_length
+    assert [entry["step"] for entry in log] == [2, 4, 4, 6]
+    # the clock goes one second from entry to entry; the resumed run has one step, the fourth, before its first entry
+    for entry in (log[0], *log[2:]):
+        assert entry["tokens_per_second"] == tokens * (1 if entry["step"] == 4 else 2)
+    assert f"tokens_per_second {log[-1]['tokens_per_second']:.4g}" in capsys.readouterr().out

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
+from condense.config import check_int
 from condense.evaluate.far_text import needs_far
-from condense.evaluate.retrieval import passkey_sequences
 from condense.tasks import Corpus, PasskeySequence, SequenceBuilder, load_words
 
 COPIED = 128  # tokens of the copy that ends a text, an eighth of shorter texts
@@ -67,6 +67,27 @@ def verify_texts(
         builder, count, keys=questions, form="question", seed=seed + 1, shared=True, anywhere=True
     )
     return VerifyTexts(copying, dict(zip(TASKS, (numbers, shared), strict=True)))
+
+
+def passkey_sequences(
+    builder: SequenceBuilder,
+    count: int,
+    *,
+    keys: int = 8,
+    form: str = "cloze",
+    seed: int = 0,
+    shared: bool = False,
+    anywhere: bool = False,
+) -> list[PasskeySequence]:
+    """``count`` sequences with ``keys`` hidden numbers each; the same for the same arguments.
+
+    form, shared, anywhere: as in `SequenceBuilder.passkeys`.
+    """
+    check_int("count", count, 1)
+    return [
+        builder.passkeys(np.random.default_rng([seed, index]), keys, form, shared=shared, anywhere=anywhere)
+        for index in range(count)
+    ]
 
 
 class TextReading(NamedTuple):

@@ -4,7 +4,7 @@ from condense.tasks.corpus import Corpus, encode_corpus, load_corpus
 from condense.tasks.documents import read_documents, read_json_lines
 from condense.tasks.passkeys import FORMS, Key, draw_keys, hide, key_line, question_prompt
 from condense.tasks.sequences import PasskeySequence, SequenceBuilder
-from condense.tasks.words import Words, common_words, load_words
+from condense.tasks.words import Words, load_words
 
 __all__ = [
     "FORMS",
@@ -13,7 +13,6 @@ __all__ = [
     "PasskeySequence",
     "SequenceBuilder",
     "Words",
-    "common_words",
     "draw_keys",
     "encode_corpus",
     "hide",

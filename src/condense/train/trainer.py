@@ -16,7 +16,6 @@ from transformers import Trainer
 
 from condense.models import use
 from condense.train.config import PhaseConfig
-from condense.train.flops import device_peak, step_flops
 from condense.train.loss import TokenLoss, token_loss
 from condense.train.optimizer import MasterAdamW, parameter_groups
 from condense.train.teacher import Teacher
@@ -28,10 +27,9 @@ class MixedTrainer(Trainer):
     """Trains one phase; ``phase.attention_at`` decides the attention of a step.
 
     Beside the loss it logs, separately for dense and condensed steps since the last entry, the cross entropy, the KL to
-    the teacher and the share of answer tokens whose most likely prediction is right; tokens per second, their FLOPs
-    (see `step_flops`, which counts no packed documents) as a share of what the GPUs could do in that time
-    (``peak_share``, where `device_peak` knows them), and the most memory that was allocated. The loss is a mean over
-    all tokens of a step, in whatever parts and processes it is computed.
+    the teacher and the share of answer tokens whose most likely prediction is right; tokens per second, and the most
+    memory that was allocated. The loss is a mean over all tokens of a step, in whatever parts and processes it is
+    computed.
 
     phase: what is trained. arguments: Trainer's own.
     """
@@ -46,8 +44,6 @@ class MixedTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
         self._sums: dict[str, torch.Tensor] = {}
         self._since: tuple[float, int] | None = None
-        self._peak = device_peak()
-        self._flops = None if self._peak is None or phase.packed else step_flops(self.model, phase)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW with float32 copies of low-precision weights; FSDP and DeepSpeed keep float32 shards themselves."""
@@ -122,12 +118,8 @@ class MixedTrainer(Trainer):
                 logs[f"{kind}_answer_accuracy"] = round(right / answers, 4)
         now = time.monotonic()
         then, first = self._since or (now, self.state.global_step)
-        steps = range(first, self.state.global_step)
-        if steps:
-            seconds = (now - then) / len(steps)
-            if self._peak is not None and self._flops is not None:
-                done = sum(self._flops[self._phase.attention_at(step)] for step in steps)
-                logs["peak_share"] = round(done / (now - then) / (self._peak * self.accelerator.num_processes), 4)
+        if self.state.global_step > first:
+            seconds = (now - then) / (self.state.global_step - first)
             logs["tokens_per_second"] = round(self._phase.batch_size * self._phase.sequence_length / seconds)
             logs["seconds_left"] = round(seconds * (self.state.max_steps - self.state.global_step))
         if torch.cuda.is_available():
