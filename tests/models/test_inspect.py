@@ -70,16 +70,13 @@ COUNTED = [(method, flops) for method in METHODS.values()] + [(method, recall_fl
 
 
 @grid(16, name=["llama", "deepseek_v3"], counted=dict(zip([*METHODS, *RECALLS], COUNTED, strict=True)))
-def test_flops_and_the_length_from_which_it_pays(name, counted):
+def test_flops(name, counted):
     method, count = counted
-    model, lengths = tiny.model(name), range(1, 200)
-    counted = [count(name, method, length) for length in lengths]
-    dense = [flops(name, condense.Dense(), length) for length in lengths]
+    model = tiny.model(name)
     for length in (1, 2, 9, 40, 199):
         report = inspect(model, method, length)[0]
-        assert (report.flops, report.dense_flops) == (counted[length - 1], dense[length - 1])
-    last = max((length for length in lengths if counted[length - 1] >= dense[length - 1]), default=0)
-    assert report.pays_from == (None if last == lengths[-1] else last + 1)
+        dense = flops(name, condense.Dense(), length)
+        assert (report.flops, report.dense_flops) == (count(name, method, length), dense)
 
 
 def test_a_billion_tokens():

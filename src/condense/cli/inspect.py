@@ -170,7 +170,7 @@ def _lines_to_type(model: PreTrainedModel, folder: str, tokens: int) -> list[str
 def _print_layers(reports: list[LayerReport], title: str) -> None:
     table = options.plain_table(title)
     share = "of\ndense"
-    for heading in ("layer", "method", "entries", share, "cache\nMiB", share, "GFLOP", share, "pays\nfrom"):
+    for heading in ("layer", "method", "entries", share, "cache\nMiB", share, "GFLOP", share):
         table.add_column(heading, justify="right", no_wrap=True)
     # neighbouring layers with the same figures together
     for _, run in itertools.groupby(reports, key=lambda report: dataclasses.replace(report, layer=0)):
@@ -185,7 +185,6 @@ def _print_layers(reports: list[LayerReport], title: str) -> None:
             f"{r.bytes / r.dense_bytes:.1%}",
             f"{r.flops / 1e9:,.1f}",
             f"{r.flops / r.dense_flops:.1%}",
-            "-" if r.pays_from is None else f"{r.pays_from:,}",
         )
     console = options.plain_console()
     console.print(table)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TypeGuard
 
 from condense.methods import DGA, Method
@@ -15,17 +14,6 @@ from condense.state import SLACK, first_entries, first_needed, num_entries
 def chooses_from_prompt(method: Method) -> TypeGuard[DGA]:
     """True for DGA that chooses a whole prompt's focal tokens."""
     return isinstance(method, DGA) and method.selection == "prompt"
-
-
-def first_that(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The first number from ``low`` on that holds, with all after it; ``high`` if none below it does.
-
-    `bisect` cannot search lengths beyond 64 bits.
-    """
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return low
 
 
 def sum_closed(rule: UniformRule, length: int, most: int | None) -> int:

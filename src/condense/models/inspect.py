@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from condense.config import check_int
@@ -13,16 +12,11 @@ from condense.methods import DGA, Method, step_settings
 from condense.models.apply import attention_layers, chosen_methods
 from condense.models.cached_bytes import CachedHeads
 from condense.models.choice import MethodChoice
-from condense.models.counts import chooses_from_prompt, first_that, kept_on_device, sum_closed, sum_opened
+from condense.models.counts import chooses_from_prompt, kept_on_device, sum_closed, sum_opened
 from condense.models.families import is_latent, sliding_window
 from condense.ops import ChoiceSettings
-from condense.ops.tensors.per_row import PerRow, at_most
 from condense.ops.triton.limits import settings_obstacle
 from condense.state import num_entries
-
-_MOST_SEARCHED = 2**23
-# if Recall opens a share of the groups, the search for the length from which it pays assumes at most this many
-_MOST_OPENED = 128
 
 
 @dataclass(frozen=True)
@@ -36,9 +30,8 @@ class LayerReport:
     host_bytes: exact tokens in host memory (``Recall(store="host")``); PyTorch takes it in powers of two per layer.
 
     FLOPs count attention over visible keys, pooling and the scores of Recall's index, with the products that only
-    latents need for it, and no other projections. pays_from: the shortest length from which the condensed layer needs
-    fewer FLOPs than the dense one, None if it never does. method: None for a layer that stays stock; then both columns
-    are the stock figures. remark: what the figures do not say, or None.
+    latents need for it, and no other projections. method: None for a layer that stays stock; then both columns are the
+    stock figures. remark: what the figures do not say, or None.
     """
 
     layer: int
@@ -51,7 +44,6 @@ class LayerReport:
     bytes: int
     dense_flops: int
     flops: int
-    pays_from: int | None
     remark: str | None = None
     host_bytes: int = 0
 
@@ -68,16 +60,6 @@ def inspect(model: nn.Module, method: MethodChoice | str, length: int, itemsize:
     return [_report(i, module, chosen.get(i), length, itemsize) for i, module in sorted(attentions.items())]
 
 
-def attention_flops(model: nn.Module, method: MethodChoice | str | None, length: int) -> int:
-    """FLOPs of attention in one forward pass over ``length`` tokens, all layers, as `LayerReport` counts them.
-
-    method: None means stock attention in all layers. Raises ValueError as `inspect`.
-    """
-    chosen = {} if method is None else chosen_methods(model, method)
-    layers = [(_Heads.of(module), module, chosen.get(i)) for i, module in attention_layers(model).items()]
-    return sum(h.flops(m, length) if m else h.dense_flops(length, sliding_window(module)) for h, module, m in layers)
-
-
 def _report(index: int, module: nn.Module, method: Method | None, length: int, itemsize: int) -> LayerReport:
     heads, window = _Heads.of(module), sliding_window(module)
     dense_entries = length if window is None else min(length, window)
@@ -85,7 +67,7 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
     dense_flops = heads.dense_flops(length, window)
     if method is None:
         stock = (dense_entries, dense_entries, dense_bytes, dense_bytes, dense_flops, dense_flops)
-        return LayerReport(index, heads.width, heads.value_width, None, *stock, pays_from=None)
+        return LayerReport(index, heads.width, heads.value_width, None, *stock)
     on_device, on_host = heads.cached.cached_bytes(method, length, itemsize)
     return LayerReport(
         layer=index,
@@ -98,7 +80,6 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
         bytes=on_device,
         dense_flops=dense_flops,
         flops=heads.flops(method, length),
-        pays_from=heads.pays_from(method),
         remark=_remark(heads, method, length, itemsize),
         host_bytes=on_host,
     )
@@ -175,7 +156,7 @@ class _Heads:
     def flops(self, method: Method, length: int) -> int:
         """FLOPs of a prompt of ``length`` tokens."""
         if chooses_from_prompt(method):
-            return int(self._selected(method, length))
+            return self._selected(method, length)
         if (choice := method.layout.choice) is not None:
             return self._recalled(method, choice, length)
         rule = method.layout.rule
@@ -189,56 +170,18 @@ class _Heads:
             pooled += chunks * rule.chunk * 2 * self.scored + length * self.summary_flops
         return visible * self._per_key + pooled
 
-    def pays_from(self, method: Method) -> int | None:
-        """The shortest length from which the method needs fewer FLOPs than dense attention, None if it never does."""
-        if method.layout.rule.window is None:
-            return None
-        opened = 0
-        if (choice := method.layout.choice) is not None:
-            opened = choice.quota.most if choice.quota.part == choice.quota.of else _MOST_OPENED
-        # a method that pays at all pays from some length below this limit (DGA's prompts: 8 ``min_focal`` above it)
-        limit = 64 * (method.layout.rule.window + method.layout.rule.chunk * (1 + opened))
-        if chooses_from_prompt(method):
-            return self._selection_pays_from(method, limit + 8 * method.min_focal)
-
-        def pays(length: int) -> bool:
-            return self.flops(method, length) < self.dense_flops(length)
-
-        # Pooling a chunk costs FLOPs at once and saves some with every later token. So the saving, over lengths just
-        # after a pooling and over the lengths within one chunk, first falls and then rises: a bisection finds where it
-        # becomes positive, first among the chunks, then within one.
-        chunk, delay = method.layout.rule.chunk, method.layout.summary_delay
-        last = (limit - delay) // chunk
-        first = first_that(1, last + 1, lambda number: pays(delay + number * chunk))
-        if first > last:
-            return None
-        return first_that(delay + (first - 1) * chunk if first > 1 else 1, delay + first * chunk, pays)
-
-    def _selection_pays_from(self, method: DGA, limit: int) -> int | None:
-        if limit > _MOST_SEARCHED:
-            raise ValueError(
-                f"the length from which dga pays is looked for among at most {_MOST_SEARCHED} tokens, {method} needs "
-                f"{limit}: choose a smaller window, group_size or min_focal"
-            )
-        seen = torch.arange(1, limit + 1)
-        flops = self._selected(method, seen)
-        assert isinstance(flops, torch.Tensor)
-        dearer = (flops >= seen.cumsum(0) * self._per_key).nonzero()
-        last = int(dearer[-1]) if dearer.numel() else -1
-        return None if last == limit - 1 else last + 2
-
     @property
     def _per_key(self) -> int:
         """Score and weighted value of one query position over one key: 2 (D + Dv) per query head."""
         return self.num_q * 2 * (self.width + self.value_width)
 
-    def _selected(self, method: DGA, tokens: PerRow) -> PerRow:
-        """FLOPs for prompts of ``tokens`` tokens, if focal tokens are spread evenly over them."""
-        focal, g = method.prompt_focal(tokens), method.group_size
+    def _selected(self, method: DGA, tokens: int) -> int:
+        """FLOPs for a prompt of ``tokens`` tokens, if focal tokens are spread evenly over them."""
+        focal, g = int(method.prompt_focal(tokens)), method.group_size
         groups = (tokens - focal) // g
         # half of the entries on average, and of the members of the group in progress
         visible = ((tokens + 1) * (focal + groups) + tokens * (g - 1) * (groups > 0)) // 2
-        asked = 0 if method.focal == "random" else at_most(tokens, method.num_recent + method.num_random)
+        asked = 0 if method.focal == "random" else min(tokens, method.num_recent + method.num_random)
         selecting = asked * tokens * self.num_q * 2 * self.width
         pooled = groups * (2 * g * (self.scored + self.entry_numbers) + self.summary_flops)
         return visible * self._per_key + (selecting + pooled) * (groups > 0)
