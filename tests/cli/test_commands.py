@@ -354,9 +354,6 @@ def test_analyze_deviation_tells_all_texts_apart(
         (("inspect", "--method", "recall@2", "--method", "cca@2"), "layers 2 are named twice"),
         (("inspect", "--method", "@missing.json"), "no such file: missing.json"),
         (("generate", "a", "--method", "@a.json", "--method", "cca@rest"), "stands alone, got @a.json cca@rest"),
-        (
-            "choose a smaller window, group_size or min_focal",
-        ),
         (("generate", "a", "--layers", "1"), "layers belong to a method"),
         (("compare", "--json", "."), "json"),
         (("compare", "--json", "new/out.json"), "json: wanted a path in a folder that exists, got new/out.json"),
