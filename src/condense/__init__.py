@@ -14,7 +14,7 @@ from condense.calibration import Calibration, CalibrationConfig, calibrate
 from condense.demo import demo_model
 from condense.functional import attention
 from condense.latent import latent_attention
-from condense.methods import CCA, DGA, LCA, Dense, LMInfinite, Method, Recall, StreamingLLM
+from condense.methods import CCA, DGA, LCA, Dense, LMInfinite, Method, Recall, Reread, StreamingLLM
 from condense.models import GraphDecoder, apply, install, register, restore, use
 from condense.version import __version__
 
@@ -35,6 +35,7 @@ __all__ = [
     "MInference",
     "Method",
     "Recall",
+    "Reread",
     "SnapKV",
     "StreamingLLM",
     "VerticalSlash",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from condense.methods import NO_FIRST, FirstEntries, Method
+from condense.methods.prompt import kept_tokens
 from condense.ops.tensors.per_row import PerRow, at_least, max_row
 
 # Exact tokens and mean queries kept beyond those that the next token needs, so that as many tokens can be taken back
@@ -61,6 +62,15 @@ def empty_state(k: Tensor, v: Tensor) -> LayerState:
     """The state before the first token; k ``[B, K, L, D]`` and v ``[B, K, L, Dv]`` give shapes, dtype and device."""
     no_k, no_v = (x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (k, v))
     return LayerState((no_k, no_v), no_k, no_v, no_k, 0, NO_FIRST)
+
+
+def with_kept(prompt: LayerState, kept: Tensor, counts: Tensor) -> LayerState:
+    """The state after a prompt whose tokens are all entries, with those entries alone where kept ``[B, K, M]`` is True.
+
+    counts: of these per row and head, int64 CPU ``[B]``.
+    """
+    k, v = prompt.entries
+    return prompt._replace(entries=kept_tokens(k, v, kept, int(counts.max())), first=FirstEntries.of(counts, counts))
 
 
 def first_needed(method: Method, seen: PerRow) -> PerRow:

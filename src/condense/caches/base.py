@@ -15,17 +15,26 @@ from condense.caches.request import ReadRequest, check_request
 from condense.caches.store import Store
 from condense.methods import Context, Method
 from condense.ops import StepState
+from condense.state import LayerState
 
 
 class CondensedCacheLayer(CacheLayerMixin):
-    """Base of condensed cache layers: each holds the state of one attention layer under ``method``."""
+    """Base of condensed cache layers: each holds the state of one attention layer under ``method``.
+
+    prompt: the state of a prompt that waits for its second reading (`condense.Reread`), None otherwise.
+    """
 
     method: Method
     store: Store
+    prompt: LayerState | None = None
 
     @abstractmethod
     def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
         """Read new tokens, k ``[B, K, L, D]`` and v ``[B, K, L, Dv]``, and return the sources for their queries."""
+
+    @abstractmethod
+    def keep(self, kept: Tensor, counts: Tensor) -> None:
+        """Drop all tokens of ``prompt`` but those where kept, bool ``[B, K, L]``, is True; counts int64 CPU ``[B]``."""
 
     @abstractmethod
     def fetch(self) -> bool:

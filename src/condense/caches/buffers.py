@@ -6,13 +6,15 @@ Shapes: B rows, K KV heads, M entries, W ring slots, N columns, D width.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from condense.caches.store import Store
 from condense.methods import NO_FIRST, FirstEntries, Method, entry_bias
 from condense.ops import StepSettings, StepState
-from condense.ops.step import StateSizes, empty_state
+from condense.ops.step import StateSizes, empty_state, entry_names
 from condense.ops.tensors.bias import per_entry
 from condense.ops.tensors.per_row import PerRow, as_rows, max_row, min_row
 from condense.state import LayerState, num_entries
@@ -29,6 +31,23 @@ def new_buffers(
         k.shape[0], k.shape[1], (k.shape[3], v.shape[3]), entries, tokens, queries, stored * settings.rule.chunk
     )
     return empty_state(k, settings, sizes)
+
+
+class Room(NamedTuple):
+    """The numbers of entries, and of exact tokens in the ring, that there is room for."""
+
+    entries: int
+    tokens: int
+
+
+def with_room(buffers: StepState, settings: StepSettings, room: Room) -> StepState:
+    """The buffers, with longer and empty ones in place of those that are too short; all hold nothing yet."""
+    slots = dict.fromkeys(entry_names(settings), room.entries) | dict.fromkeys(("ring_k", "ring_v"), room.tokens)
+    short = {name: x for name in slots if (x := getattr(buffers, name)).shape[2] < slots[name]}
+    longer = {name: x.new_zeros(*x.shape[:2], slots[name], x.shape[3]) for name, x in short.items()}
+    for tensor in longer.values():
+        torch._dynamo.mark_static_address(tensor)
+    return buffers._replace(**longer)
 
 
 def read_state(

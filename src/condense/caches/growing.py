@@ -23,10 +23,10 @@ from condense.caches.request import ReadRequest, refuse_other_dtype
 from condense.caches.ring import RingState
 from condense.caches.store import Store
 from condense.functional import extend
-from condense.methods import Context, Method, step_settings
+from condense.methods import Context, Method, Reread, step_settings
 from condense.ops import NO_EXTRAS, Extras, StepState, step_backend
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
-from condense.state import LayerState, first_needed, num_entries
+from condense.state import LayerState, first_needed, num_entries, with_kept
 
 
 class CondensedLayer(CondensedCacheLayer):
@@ -91,8 +91,14 @@ class CondensedLayer(CondensedCacheLayer):
         self._keep(method, before, after, request.latent_width or 0)
         if before is None and method.layout.lookahead is not None:
             self._num_fixed_slots = k.shape[2]
+            self.prompt = after if isinstance(method, Reread) else None
         self._count(k.shape[2], request.trailing)
         return context
+
+    def keep(self, kept: Tensor, counts: Tensor) -> None:
+        """Drop all tokens of ``prompt`` but those where kept, bool ``[B, K, L]``, is True; counts int64 CPU ``[B]``."""
+        assert self.prompt is not None
+        self.state, self.prompt = with_kept(self.prompt, kept, counts), None
 
     def _before(self) -> LayerState | None:
         """The state that new tokens are added to."""
@@ -185,7 +191,7 @@ class CondensedLayer(CondensedCacheLayer):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.state = None
+        self.state = self.prompt = None
         self.store.forget()
         self.is_initialized = False
         self._num_slots = self._num_real_slots = self._num_fixed_slots = 0

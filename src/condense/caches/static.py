@@ -16,16 +16,16 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from condense.caches.buffers import new_buffers, read_state, static_bias, write_state
+from condense.caches.buffers import Room, new_buffers, read_state, static_bias, with_room, write_state
 from condense.caches.fixed import Expected, FixedCacheLayer, HostCounts
 from condense.caches.request import ReadRequest, refuse_other_dtype
 from condense.caches.store import PinnedCopies, Store
 from condense.functional import extend
-from condense.methods import NO_FIRST, Context, FirstEntries, Method, step_settings
+from condense.methods import NO_FIRST, Context, FirstEntries, Method, Reread, step_settings
 from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepCall, StepState, decode_step, step_backend
-from condense.ops.step import clear_state, entry_names
+from condense.ops.step import clear_state
 from condense.ops.tensors.per_row import int_if_equal, max_row
-from condense.state import LayerState, first_entries, most_entries, num_entries
+from condense.state import LayerState, first_entries, most_entries, num_entries, with_kept
 
 
 class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
@@ -69,16 +69,15 @@ class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
         return Expected.FIRST_ENTRIES if self.settings.has_first else Expected.ANY
 
     def lazy_initialization(
-        self, key_states: Tensor, value_states: Tensor, latent_width: int | None = None, capacity: int | None = None
+        self, key_states: Tensor, value_states: Tensor, latent_width: int | None = None, room: Room | None = None
     ) -> None:
         """Take the memory for rows, heads, widths, dtype and device of key_states ``[B, K, L, D]`` and value_states.
 
-        latent_width: as in `condense.Method.for_latents`, None for ordinary keys. capacity: entries to have room for,
-        None: all that ``max_cache_len`` tokens can need.
+        latent_width: as in `condense.Method.for_latents`, None for ordinary keys. room: for what a prompt left and what
+        can follow it, None: for all that ``max_cache_len`` tokens can need.
         """
-        B, rule, N = key_states.shape[0], self.method.layout.rule, self.max_cache_len
-        W = N if rule.window is None else min(N, rule.window + rule.chunk)
-        M = most_entries(self.method, N) if capacity is None else capacity
+        B = key_states.shape[0]
+        M, W = Room(most_entries(self.method, self.max_cache_len), self._ring_slots()) if room is None else room
         self.latent_width = latent_width or 0
         self.latent_method = self.method.for_latents(latent_width) if latent_width else self.method
         self.buffers = self._take_memory(key_states, value_states, M, W)
@@ -87,6 +86,11 @@ class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
         if not torch.compiler.is_compiling():
             for tensor in (*self.buffers, self.num_slots):
                 torch._dynamo.mark_static_address(tensor)
+
+    def _ring_slots(self, prompt: int = 0) -> int:
+        """Exact tokens that the ring must hold once a prompt of so many slots was read at once, at least 1."""
+        rule, later = self.method.layout.rule, max(1, self.max_cache_len - prompt)
+        return later if rule.window is None else min(later, rule.window + rule.chunk)
 
     def _take_memory(self, k: Tensor, v: Tensor, M: int, W: int) -> StepState:
         """Buffers for M entries and W exact tokens, and what else a step needs for tensors like k and v."""
@@ -147,9 +151,12 @@ class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
         fresh, L, plan = self.count_slots() == 0, k.shape[2], request.plan
         held = self.buffers, self.bias
         needed = None
+        if fresh and isinstance(self.method, Reread):
+            return self._read_whole(k, v, request)
         if fresh and self.settings.has_first:
             first = first_entries(self.method, plan.num_tokens - plan.padding)
-            needed = max_row(num_entries(self.method, max(0, self.max_cache_len - L), first))
+            entries = max_row(num_entries(self.method, max(0, self.max_cache_len - L), first))
+            needed = Room(entries, self._ring_slots(L))
         buffers = self._checked_buffers(k, v, request.latent_width, needed)
         before = None if fresh else self._state(buffers)
         try:
@@ -158,14 +165,34 @@ class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
             # nothing was read: free memory that this call allocated, so that the next one may have other rows and dtype
             self.buffers, self.bias = held
             raise
-        write_state(self.method, self.store, buffers, before, after)
-        if fresh:
-            self._set_bias(after.first)
-        self.num_slots.add_(L)
-        if self._counts is not None:
-            self._counts = HostCounts(self._counts.slots + L, (after.seen, after.first))
-        self.expected = Expected.ANY
+        self._write(buffers, before, after, L)
         return context
+
+    def _write(self, buffers: StepState, before: LayerState | None, after: LayerState, slots: int) -> None:
+        """Write the state ``after`` that ``slots`` new slots have made of ``before``, None if they are the first."""
+        write_state(self.method, self.store, buffers, before, after)
+        if before is None:
+            self._set_bias(after.first)
+        self.num_slots.add_(slots)
+        if self._counts is not None:
+            self._counts = HostCounts(self._counts.slots + slots, (after.seen, after.first))
+        self.expected = Expected.ANY
+
+    def _read_whole(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
+        """Read a prompt that is to be read again; its tokens stay outside of the buffers until `keep`."""
+        if k.shape[2] > self.max_cache_len:
+            self._refuse_length(0, k.shape[2])
+        context, self.prompt = extend(self.method, None, request.q, k, v, scale=request.scale, plan=request.plan)
+        self._prompt_slots, self.latent_width = k.shape[2], request.latent_width or 0
+        return context
+
+    def keep(self, kept: Tensor, counts: Tensor) -> None:
+        """As `condense.caches.CondensedLayer.keep`; the memory is taken now."""
+        assert self.prompt is not None
+        after, self.prompt = with_kept(self.prompt, kept, counts), None
+        needed = Room(after.entries[0].shape[2], self._ring_slots(self._prompt_slots))
+        buffers = self._checked_buffers(*after.entries, self.latent_width or None, needed)
+        self._write(buffers, None, after, self._prompt_slots)
 
     def fetch(self) -> bool:
         """As `condense.caches.CondensedLayer.fetch`, of as many tokens as rows without padding would have stored."""
@@ -197,10 +224,10 @@ class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
         """Set the host's count of slots. None: no count, because a replayed step may advance ``num_slots``."""
         self._counts = None if count is None else HostCounts(count)
 
-    def _checked_buffers(self, k: Tensor, v: Tensor, latent_width: int | None, needed: int | None = None) -> StepState:
+    def _checked_buffers(self, k: Tensor, v: Tensor, latent_width: int | None, needed: Room | None = None) -> StepState:
         """The buffers, made or enlarged if necessary. Raises ValueError if tokens like k and v do not fit in.
 
-        needed: first entries and those of all chunks that can follow, None if the tokens make no first ones.
+        needed: for first entries, the chunks and tokens that can follow; None if the tokens make no first entries.
         """
         B, L = k.shape[0], k.shape[2]
         if not self.is_initialized:
@@ -217,17 +244,11 @@ class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
             if not _is_recorded(self.device) and (num_slots := self.count_slots()) + L > self.max_cache_len:
                 self._refuse_length(num_slots, L)
         assert self.buffers is not None
-        if needed is not None and needed > self.buffers.entries_k.shape[2]:
-            self._enlarge(self.buffers, needed)
+        if needed is not None:
+            if needed.entries > self.buffers.entries_k.shape[2]:
+                self.bias = static_bias(self.method, B, needed.entries, self.device)
+            self.buffers = with_room(self.buffers, self.settings, needed)
         return self.buffers
-
-    def _enlarge(self, buffers: StepState, capacity: int) -> None:
-        """Replace the entries' buffers, which are still empty, by larger ones."""
-        larger = [x.new_zeros(*x.shape[:2], capacity, x.shape[3]) for x in buffers.entries(self.settings)]
-        self.buffers = buffers._replace(**dict(zip(entry_names(self.settings), larger, strict=True)))
-        self.bias = static_bias(self.method, self.batch_size, capacity, self.device)
-        for tensor in larger:
-            torch._dynamo.mark_static_address(tensor)
 
     def _refuse_length(self, num_slots: int, L: int) -> NoReturn:
         raise ValueError(
@@ -269,7 +290,7 @@ class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
             self.store.forget()
             self.num_slots.zero_()
             self._set_bias(NO_FIRST)
-        self.expected = self._expected_first
+        self.expected, self.prompt = self._expected_first, None
         if self._counts is not None:  # a host without a count keeps none, because a replay may precede the next prompt
             self._counts = HostCounts()
 

@@ -8,6 +8,7 @@ from condense.methods.layout import NO_FIRST, ChunkPooling, FirstEntries, Layout
 from condense.methods.lca import LCA
 from condense.methods.lm_infinite import LMInfinite
 from condense.methods.recall import Recall
+from condense.methods.reread import Reread
 from condense.methods.saved import check_names, methods_in, settings_of
 from condense.methods.streaming_llm import StreamingLLM
 from condense.ops import Chunks
@@ -28,6 +29,7 @@ __all__ = [
     "Method",
     "Prompt",
     "Recall",
+    "Reread",
     "StreamingLLM",
     "check_names",
     "check_trainable",

@@ -19,6 +19,7 @@ from condense.models.choice import MethodChoice, assign, chosen_layers, parse_ch
 from condense.models.families import FAMILIES, is_supported, obstacle, sliding_window, transformers_model
 from condense.models.forward import ForwardBoard
 from condense.models.mla import check_latents
+from condense.models.reread import watch
 from condense.models.saving import KEY
 from condense.models.stock import local_method
 
@@ -49,7 +50,7 @@ def apply(model: ModelT, method: MethodChoice | str, layers: Iterable[int] | str
     base, attentions = _attentions(model)
     chosen = _chosen(base, attentions, method, layers)
     check_names(chosen.values())
-    _assign(attentions, _methods(attentions) | chosen, _owner(attentions))
+    _assign(base, attentions, _methods(attentions) | chosen, _owner(attentions))
     warn_of_pooling(base, parse_choice(method))
     if layers is None:
         others = sorted(set(attentions) - set(chosen))
@@ -93,8 +94,8 @@ def restore(model: ModelT) -> ModelT:
 
     Raises ValueError as `apply` for the model, and for attention modules that ``fully_shard`` wrapped after `apply`.
     """
-    attentions = _attentions(model)[1]
-    _assign(attentions, {}, _owner(attentions))
+    base, attentions = _attentions(model)
+    _assign(base, attentions, {}, _owner(attentions))
     return model
 
 
@@ -112,12 +113,12 @@ def use(model: ModelT, method: MethodChoice | str, layers: Iterable[int] | str |
     with _ENTERING:
         owner, before = _owner(attentions), _methods(attentions)
         implementation = _config(attentions)._attn_implementation
-        _assign(attentions, before | _chosen(base, attentions, method, layers), threading.get_ident())
+        _assign(base, attentions, before | _chosen(base, attentions, method, layers), threading.get_ident())
     warn_of_pooling(base, parse_choice(method))
     try:
         yield model
     finally:
-        _assign(attentions, before, owner)
+        _assign(base, attentions, before, owner)
         _config(attentions)._attn_implementation_internal = implementation
 
 
@@ -167,7 +168,7 @@ def condense_from_config(model: PreTrainedModel) -> None:
     # a model loaded with fewer layers than it was saved with ignores the methods of the others
     assignment = {i: method for i, method in methods.items() if i in attentions}
     check_latents(assignment, attentions)
-    _set_methods(attentions, assignment, stock)
+    _set_methods(model, attentions, assignment, stock)
 
 
 def _owner(attentions: dict[int, nn.Module]) -> int | None:
@@ -177,7 +178,9 @@ def _owner(attentions: dict[int, nn.Module]) -> int | None:
     return board.owner
 
 
-def _assign(attentions: dict[int, nn.Module], assignment: dict[int, Method], owner: int | None) -> None:
+def _assign(
+    base: PreTrainedModel, attentions: dict[int, nn.Module], assignment: dict[int, Method], owner: int | None
+) -> None:
     """Condense the layers in ``assignment`` (empty: none, all stock) and write it to the model's configuration.
 
     owner: as in `ForwardBoard`.
@@ -196,6 +199,7 @@ def _assign(attentions: dict[int, nn.Module], assignment: dict[int, Method], own
                 f"attention modules got another class, {wrapped}, since they were condensed: call condense.restore "
                 "before fully_shard, or leave attention modules to the fully_shard of their decoder layers"
             )
+        watch(base, attentions, {})
         for module in condensed:
             previous = module.condense_previous
             module.__class__ = type(module).__mro__[2]  # the stock class: 0 is the condensed subclass, 1 its mixin
@@ -205,7 +209,7 @@ def _assign(attentions: dict[int, nn.Module], assignment: dict[int, Method], own
         if config._attn_implementation == IMPLEMENTATION:
             config._attn_implementation_internal = previous
         return
-    _set_methods(attentions, assignment, config._attn_implementation, owner)
+    _set_methods(base, attentions, assignment, config._attn_implementation, owner)
     config.condense = settings_of(assignment)
     config._attn_implementation_internal = IMPLEMENTATION
 
@@ -216,9 +220,14 @@ def _config(attentions: dict[int, nn.Module]) -> Any:
 
 
 def _set_methods(
-    attentions: dict[int, nn.Module], assignment: dict[int, Method], implementation: str, owner: int | None = None
+    model: nn.Module,
+    attentions: dict[int, nn.Module],
+    assignment: dict[int, Method],
+    implementation: str,
+    owner: int | None = None,
 ) -> None:
     """Condense the modules; each keeps the name of the attention implementation that `restore` returns to."""
+    watch(model, attentions, assignment)
     board = ForwardBoard(owner)
     for index, module in attentions.items():
         if implementation != IMPLEMENTATION:

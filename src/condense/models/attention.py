@@ -30,6 +30,7 @@ from condense.models.forward import (
 from condense.models.layers import Target, condensed_layer, num_seen, read_tokens
 from condense.models.mla import condensed_latents, step_on_latents
 from condense.models.padding import ALL_REAL, is_real
+from condense.models.reread import Piece
 from condense.models.sharding import head_group
 from condense.models.stock import StockAttention
 from condense.ops import Extras
@@ -127,7 +128,8 @@ class CacheProxy:
     def attend(self, call: AttentionCall) -> Tensor:
         """Condensed attention ``[B, H, L, Dv]`` of the new tokens, which are added to the real cache.
 
-        A call goes one of three ways:
+        A prompt that is read again is looked up, and nothing is added (`condense.models.reread.Piece`). Any other call
+        goes one of three ways:
 
         - `_step`: one token per row, without gradients, which the layer of the cache can add in place.
         - `_read`: tokens without a cache, or a prompt without padding for a static cache. A compiled graph may hold it.
@@ -137,6 +139,8 @@ class CacheProxy:
             raise ValueError("attention over latents (MLA) has no soft cap and no sinks: call condense.restore(model)")
         method = method_of(call.module)
         method.check_attention(scale=call.scale, dropout_p=call.dropout, extras=call.extras)
+        if isinstance(self.cache, Piece) and self.cache.holds(self.layer_idx):
+            return self.cache.attend(call, self.layer_idx)
         if self.cache is not None and call.q.shape[2] == 1:
             out = self._step(call, method)
             if out is not None:

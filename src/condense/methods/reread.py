@@ -1,0 +1,139 @@
+"""Reread: a prompt is read twice, and the tokens that the second reading looked at stay (KVzip, arXiv:2505.23416).
+
+Shapes: B rows, H query heads, K KV heads, L tokens of a prompt, c queries, S keys, N layers, D width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from condense.config import check_int, check_number
+from condense.methods.base import Method, Prompt, PromptPlan
+from condense.methods.layout import EACH_TOKEN, Layout, Lookahead
+from condense.methods.prompt import exact_prompt
+from condense.ops import UniformRule
+from condense.ops.extras import soft_cap
+from condense.ops.tensors.per_row import PerRow, map_rows
+
+_BLOCK = 256  # queries whose weights are held in float32 at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reread(Method):
+    """The ``share`` of a prompt's tokens that the model needs to repeat it, exact; what follows the prompt all stays.
+
+    The prompt is read with dense attention. Then the model reads it again, ``piece`` tokens at a time, as if each piece
+    were repeated behind the prompt: a repeated token sees the first ``sink`` tokens of the prompt, the piece where it
+    stands in the prompt, and the repeated tokens up to itself. A token scores by the largest weight that any of these
+    queries gives it, for each KV head. The first ``sink`` and the last ``window`` tokens stay, and those with the
+    largest scores: as many for each head of a layer, and more in one layer than in another, by one ranking over all.
+
+    For models as they are, and for inference alone: what is kept depends on the whole prompt, which must be read in one
+    forward, with a cache; without one nothing is dropped. Until it has been read again, all of it lies in the cache.
+    Raises ValueError for a field out of range.
+    """
+
+    name: ClassVar[str] = "reread"
+    share: float = 0.1
+    piece: int = 1024
+    sink: int = 4
+    window: int = 32
+
+    def __post_init__(self) -> None:
+        check_number("share", self.share, 0, 1)
+        check_int("piece", self.piece, 1)
+        check_int("sink", self.sink, 0)
+        check_int("window", self.window, 0)
+
+    @property
+    def layout(self) -> Layout:
+        """Tokens after the prompt stay as they are."""
+        rule = UniformRule(chunk=1, window=None, max_chunks=0)
+        return Layout(rule, pooling=EACH_TOKEN, lookahead=Lookahead(False, "recall"))
+
+    @property
+    def prompt_reader(self) -> WholePrompt:
+        """Reads the whole prompt and keeps it until it is read again."""
+        return WholePrompt(self)
+
+    def for_latents(self, latent_width: int) -> Reread:
+        """The method itself: latents are one KV head, which scores by all query heads."""
+        return self
+
+    def num_kept(self, tokens: int) -> int:
+        """Tokens that a layer keeps of a prompt of ``tokens``, on the mean over the layers."""
+        always = min(tokens, self.sink + self.window)
+        return max(always, math.ceil(Fraction(str(self.share)) * tokens))
+
+    def num_pairs(self, tokens: int) -> int:
+        """Keys that the queries of the second reading see, summed over them; 0 if all tokens stay."""
+        if self.num_kept(tokens) == tokens:
+            return 0
+        pieces = ((start, min(self.piece, tokens - start)) for start in range(0, tokens, self.piece))
+        return sum(c * (min(self.sink, start) + c) + c * (c + 1) // 2 for start, c in pieces)
+
+    def chosen(self, scores: Sequence[Tensor], tokens: Tensor) -> tuple[list[Tensor], Tensor]:
+        """The tokens that stay, bool ``[B, K, L]`` for each layer, and their number for each head, int64 ``[N, B]``.
+
+        scores: >= 0, ``[B, K, L]`` for each layer, of rows whose first ``tokens`` (int64 CPU ``[B]``) columns are real.
+        A place in a layer's ranking, the same in each of its heads, is worth the mean of the scores there; the best
+        ``N * num_kept`` places of all layers are filled. Ties go to the lower layer and the earlier token.
+        """
+        device, L = scores[0].device, scores[0].shape[2]
+        column, ends = torch.arange(L), tokens[:, None]
+        always = ((column < self.sink) | (column >= ends - self.window))[:, None]
+        padding = (column >= ends)[:, None]
+        ranked = [
+            x.masked_fill(always.to(x.device), math.inf)
+            .masked_fill(padding.to(x.device), -1)
+            .sort(dim=2, descending=True, stable=True)
+            for x in scores
+        ]
+        worth = torch.stack([values.mean(1).to(device) for values, _ in ranked], 1)
+        order = worth.flatten(1).argsort(descending=True, stable=True)
+        numbers = torch.tensor([len(scores) * self.num_kept(n) for n in tokens.tolist()], device=device)
+        best = (torch.arange(order.shape[1], device=device) < numbers[:, None]).expand_as(order)
+        counts = torch.zeros_like(best).scatter(1, order, best).view_as(worth).sum(2).T.cpu()
+        kept = [
+            torch.zeros_like(places, dtype=torch.bool).scatter_(
+                2, places, (column < count[:, None, None]).to(places.device).expand_as(places)
+            )
+            for (_, places), count in zip(ranked, counts, strict=True)
+        ]
+        return kept, counts
+
+
+class WholePrompt(NamedTuple):
+    """The prompt reader of `Reread`, a `condense.methods.base.PromptReader`: all tokens, until they are read again."""
+
+    method: Reread
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor, plan: PromptPlan, *, scale: float, backend: str) -> Prompt:
+        """Dense attention; all tokens are kept."""
+        return exact_prompt(k, v, plan.tokens(k.shape[0]))
+
+    def num_entries(self, tokens: PerRow) -> PerRow:
+        """Tokens that stay in the end, on the mean over the layers."""
+        return map_rows(self.method.num_kept, tokens)
+
+
+def largest_weights(q: Tensor, k: Tensor, lse: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:
+    """The largest weight that any query gives each key of a KV head, ``[B, K, S]`` in float32 or wider.
+
+    q ``[B, H, c, D]``, k ``[B, K, S, D]``; lse ``[B, H, c]``: of all that the query sees, infinite for a query that
+    does not count. softcap: as in `condense.ops.Extras`.
+    """
+    K, wide = k.shape[1], torch.promote_types(q.dtype, torch.float32)
+    keys = k.to(wide).mT
+    best = keys.new_full(k.shape[:3], -math.inf)
+    for part, of_part in zip(q.split(_BLOCK, 2), lse.split(_BLOCK, 2), strict=True):
+        queries, seen = ((x.unflatten(1, (K, -1)).flatten(2, 3)) for x in (part.to(wide) * scale, of_part))
+        best = torch.maximum(best, (soft_cap(queries @ keys, softcap) - seen[..., None]).amax(2))
+    return best.exp()

@@ -1,0 +1,158 @@
+"""Reading prompts again, for `condense.Reread`: a forward hook of the decoder, and the cache of a repeated piece.
+
+The first reading is an ordinary forward, after which each layer's cache holds the whole prompt. The hook then calls the
+decoder once for every piece of the prompt, over a cache of the piece's own: in it, layers under `Reread` look up what
+theirs hold and note the weights that it gets; layers with another attention begin anew with each piece.
+
+Shapes: B rows, L slots of the prompt, c tokens of a piece, S keys, N layers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from condense.caches import CondensedCacheLayer
+from condense.methods import Method, Reread
+from condense.methods.prompt import take
+from condense.methods.reread import largest_weights
+from condense.models.families import is_latent, max_learned_positions
+from condense.models.forward import AttentionCall
+from condense.models.mla import up_projection
+from condense.ops import RuleSpans, Source, UniformRule, attend
+
+_HOOK = "condense_rereading"
+_CAUSAL = UniformRule(chunk=1, window=None, max_chunks=0)
+
+
+def watch(model: nn.Module, attentions: Mapping[int, nn.Module], methods: Mapping[int, Method]) -> None:
+    """Make the decoder in ``model`` read prompts again if one of its layers' methods is `Reread`; else stop that.
+
+    Raises ValueError, nothing changed, for two settings of it.
+    """
+    chosen = {method for method in methods.values() if isinstance(method, Reread)}
+    if len(chosen) > 1:
+        raise ValueError(f"reread ranks the tokens of all its layers together: wanted one setting of it, got {chosen}")
+    for module in model.modules():
+        if (hook := vars(module).pop(_HOOK, None)) is not None:
+            hook.remove()
+    if chosen:
+        layers = set(attentions.values())
+        # the innermost model that holds all layers: it has no head, whose logits of the pieces nobody needs
+        holders = [m for m in model.modules() if isinstance(m, PreTrainedModel) and layers <= {*m.modules()}]
+        vars(holders[-1])[_HOOK] = holders[-1].register_forward_hook(_read_again, with_kwargs=True)
+
+
+class Piece(DynamicCache):
+    """The cache of tokens ``[start, stop)`` of each row's prompt while they are read again.
+
+    held: what the layers under ``method`` hold of the prompt, by layer, keys and values ``[B, K, L, D]``, left-aligned.
+    scores: of the tokens of these layers ``[B, K, L]``, raised to the weights that the piece's queries give. tokens:
+    real tokens per row, int64 CPU ``[B]``.
+    """
+
+    def __init__(
+        self, config: Any, method: Reread, held: Mapping[int, tuple[Tensor, ...]], scores: Mapping[int, Tensor],
+        tokens: Tensor, start: int, stop: int,
+    ) -> None:  # fmt: skip
+        super().__init__(config=config)
+        self._held, self._scores = held, scores
+        sink = min(method.sink, start)
+        self._columns = torch.tensor([*range(sink), *range(start, stop)])
+        real = (tokens - start).clamp(0, stop - start)
+        self._seen, self._padding = sink + real, torch.arange(stop - start) >= real[:, None]
+
+    def holds(self, layer_idx: int) -> bool:
+        """True for a layer whose tokens are scored."""
+        return layer_idx in self._held
+
+    def attend(self, call: AttentionCall, layer_idx: int) -> Tensor:
+        """Attention ``[B, H, c, Dv]`` over the piece where it stands in the prompt, the sinks and the piece so far.
+
+        Raises ValueError for heads that are spread over processes.
+        """
+        q, heads = call.q, call.module.config.num_attention_heads
+        if q.shape[1] != heads:
+            raise ValueError(
+                f"reread cannot be tensor parallel: its choice is for all heads, and {q.shape[1]} of {heads} are here"
+            )
+        columns = self._columns.to(q.device)
+        k, v = (x.index_select(2, columns) for x in self._held[layer_idx])
+        if is_latent(call.module):
+            k, v = up_projection(call.module, heads, q).expand(k)
+        spans = RuleSpans(_CAUSAL, 0, 0, 0, self._seen)
+        sources = (Source(k, v), Source(call.k, call.v))
+        out, lse = attend(q, sources, spans, scale=call.scale, return_lse=True, extras=call.extras)
+        assert lse is not None
+        if (logits := call.extras.sink_logits) is not None:
+            lse = torch.logaddexp(lse, logits.to(lse.dtype)[:, None])
+        lse = lse.masked_fill(self._padding.to(q.device)[:, None], torch.inf)
+        best = largest_weights(q, k, lse, scale=call.scale, softcap=call.extras.softcap)
+        scores = self._scores[layer_idx]
+        best = best.unflatten(1, (scores.shape[1], -1)).amax(2)  # latents are one KV head, expanded for each query head
+        scores.index_copy_(2, columns, torch.maximum(scores.index_select(2, columns), best))
+        return out
+
+
+def _read_again(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """The forward hook: if the forward has read a prompt into a cache that waits for it, read it again."""
+    cache = kwargs.get("past_key_values")
+    if cache is None:
+        results = output.values() if isinstance(output, Mapping) else output
+        cache = next((x for x in (*args, *results) if isinstance(x, Cache)), None)
+    waiting = [i for i, layer in enumerate(getattr(cache, "layers", ())) if getattr(layer, "prompt", None) is not None]
+    if waiting:
+        _evict(decoder, inspect.signature(decoder.forward).bind(*args, **kwargs).arguments, cache, waiting)
+
+
+@torch.compiler.disable(reason="the tokens of a prompt that stay are counted on the host")
+@torch.no_grad()
+def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiting: list[int]) -> None:
+    """Read the prompt again, and let the layers ``waiting`` of its cache keep what was looked at.
+
+    given: the arguments of the decoder's forward that read the prompt.
+    """
+    layers: dict[int, CondensedCacheLayer] = {i: cache.layers[i] for i in waiting}
+    method: Any = layers[waiting[0]].method
+    held = {i: layer.prompt.entries for i, layer in layers.items() if layer.prompt is not None}
+    name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
+    inputs: Tensor = given[name]
+    real = _real(given.get("attention_mask"), inputs)
+    tokens = real.sum(1).cpu()
+    length = int(tokens.max())
+    scores = {
+        i: k.new_zeros(*k.shape[:2], length, dtype=torch.promote_types(k.dtype, torch.float32))
+        for i, (k, _) in held.items()
+    }
+    if any(method.num_kept(n) < n for n in tokens.tolist()):
+        # a row's real slots, in order, then its padding
+        order = (~real).to(torch.int8).argsort(dim=1, stable=True)
+        config = decoder.config.get_text_config(decoder=True)
+        most = max_learned_positions(config)
+        behind = tokens if most is None else tokens.clamp(max=most - min(length, method.piece))
+        for start in range(0, length, method.piece):
+            stop = min(length, start + method.piece)
+            slots = order[:, start:stop]
+            repeated = inputs.gather(1, slots) if inputs.ndim == 2 else take(inputs, slots)
+            positions = (behind[:, None] + torch.arange(stop - start)).to(inputs.device)
+            piece = Piece(config, method, held, scores, tokens, start, stop)
+            decoder.forward(**{name: repeated}, position_ids=positions, past_key_values=piece, use_cache=True)
+    kept, counts = method.chosen([*scores.values()], tokens)
+    del held
+    for layer, of_layer, count in zip(layers.values(), kept, counts, strict=True):
+        layer.keep(of_layer, count)
+
+
+def _real(mask: Any, inputs: Tensor) -> Tensor:
+    """The slots of a prompt that hold tokens, bool ``[B, L]``; mask: a user's, or of `condense_mask`."""
+    B, L = inputs.shape[:2]
+    if isinstance(mask, Mapping):  # one for each kind of layer
+        mask = next((x for x in mask.values() if x is not None), None)
+    if mask is None:
+        return torch.ones(B, L, dtype=torch.bool, device=inputs.device)
+    return mask.reshape(B, -1)[:, :L].to(inputs.device, torch.bool)
