@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, StaticCache
 
 from condense.caches import StaticCondensedLayer
 from condense.config import check_int
+from condense.methods import Reread
 from condense.models.apply import condensed_layers, static_methods
 from condense.models.families import has_eager_experts, max_learned_positions, rope_that_changes, transformers_model
 from condense.models.layers import ensure_layers
@@ -41,6 +42,11 @@ class GraphDecoder:
         self.batch_size, self.max_length = batch_size, max_length
         self.methods = condensed_layers(self.model)
         self.cache = StaticCache(config=self.model.config.get_text_config(decoder=True), max_cache_len=max_length)
+        if any(isinstance(method, Reread) for method in self.methods.values()):
+            raise ValueError(
+                "reread decides how much a layer keeps once it has read the prompt, and a graph's buffers come before: "
+                "use model.generate, which replays its steps on CUDA"
+            )
         if self.methods:
             ensure_layers(self.cache, static_methods(self.model))
         elif any(self.cache.is_sliding):

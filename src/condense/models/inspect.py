@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from condense.config import check_int
-from condense.methods import DGA, Method, step_settings
+from condense.methods import DGA, Method, Reread, step_settings
 from condense.models.apply import attention_layers, chosen_methods
 from condense.models.cached_bytes import CachedHeads
 from condense.models.choice import MethodChoice
@@ -98,6 +98,11 @@ def _remark(heads: _Heads, method: Method, length: int, itemsize: int) -> str | 
     if chooses_from_prompt(method) and method.prompt_focal(length) == length:
         cause = f"min_focal={method.min_focal}" if method.min_focal >= length else f"gamma={method.gamma}"
         return f"dga: {cause} keeps all {length} tokens exact: this is dense attention"
+    if isinstance(method, Reread):
+        return (
+            "reread: the prompt is read twice, over a dense cache; entries and bytes are means over the layers, as each "
+            "keeps another number"
+        )
     if method.prompt_reader is not None and not chooses_from_prompt(method):
         return f"{method.name}: FLOPs are those of dense attention over the prompt; what it leaves out is its own"
     obstacle = settings_obstacle(step_settings(method))
@@ -162,6 +167,7 @@ class _Heads:
         rule = method.layout.rule
         visible = length * (length + 1) // 2 - sum_closed(rule, length, None) * rule.chunk
         visible += sum_closed(rule, length, rule.max_chunks) * rule.entries
+        visible += method.num_pairs(length) if isinstance(method, Reread) else 0
         entries = int(num_entries(method, length))
         chunks = entries // rule.entries
         pooled = chunks * (rule.chunk - rule.entries + 1) * 2 * self.entry_numbers + entries * self.entry_flops

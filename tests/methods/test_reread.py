@@ -1,0 +1,65 @@
+"""Reread's choice among scored tokens, and the weights that score them, against plain loops.
+
+Shapes: B rows, H query heads, K KV heads, L tokens, N layers.
+"""
+
+import itertools
+
+import pytest
+import torch
+from oracles import oracle_reread
+
+from condense import Reread
+from condense.methods.reread import largest_weights
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"share": 0.5, "window": 0}, {"sink": 0, "window": 0}, {"share": 0}, {"share": 1}]
+)
+def test_the_choice_is_that_of_the_definition(settings):
+    method = Reread(**({"share": 0.25, "sink": 2, "window": 3} | settings))
+    generator = torch.Generator().manual_seed(0)
+    tokens, L = torch.tensor([20, 13, 4, 0]), 20
+    # few values, so that many scores are equal; layers with different numbers of heads
+    scores = [torch.randint(4, (4, K, L), generator=generator) / 8 for K in (2, 1, 4)]
+    kept, counts = method.chosen(scores, tokens)
+    for row, n in enumerate(tokens.tolist()):
+        assert not any(x[row, :, n:].any() for x in kept)
+        assert int(counts[:, row].sum()) == len(scores) * method.num_kept(n)
+        if n == 0:
+            continue
+        expected = oracle_reread.kept(method, [x[row, :, :n] for x in scores])
+        assert [[h.nonzero()[:, 0].tolist() for h in layer[row]] for layer in kept] == expected
+        for layer, count in zip(kept, counts[:, row], strict=True):
+            assert layer[row].sum(1).tolist() == [count] * layer.shape[1]
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_largest_weights(softcap):
+    generator = torch.Generator().manual_seed(0)
+    B, H, K, c, S, D, scale = 2, 4, 2, 300, 7, 8, 0.3
+    q, k = (torch.randn(B, n, m, D, generator=generator, dtype=torch.float64) for n, m in ((H, c), (K, S)))
+    lse = torch.randn(B, H, c, generator=generator, dtype=torch.float64) + 5
+    lse[1, :, 100:] = torch.inf
+    got = largest_weights(q, k, lse, scale=scale, softcap=softcap)
+    for b, h, i in itertools.product(range(B), range(K), range(S)):
+        weights = []
+        for head, j in itertools.product((2 * h, 2 * h + 1), range(c)):
+            score = scale * q[b, head, j] @ k[b, h, i]
+            score = score if softcap == 0 else softcap * torch.tanh(score / softcap)
+            weights.append(float((score - lse[b, head, j]).exp()))
+        assert got[b, h, i] == pytest.approx(max(weights), rel=1e-12)
+
+
+def test_numbers_by_arithmetic():
+    method = Reread(share=0.55, sink=2, window=3, piece=4)
+    assert [method.num_kept(n) for n in (0, 1, 5, 6, 100)] == [0, 1, 5, 5, 55]
+    # pieces of 4, 4 and 2 tokens: sinks, the piece where it stands, and the piece so far
+    assert method.num_pairs(10) == (4 * 4 + 10) + (4 * 6 + 10) + (2 * 4 + 3)
+    assert method.replace(share=1).num_pairs(10) == 0
+
+
+@pytest.mark.parametrize("settings", [{"share": 1.5}, {"share": -0.1}, {"piece": 0}, {"sink": -1}, {"window": -1}])
+def test_it_refuses_settings_out_of_range(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        Reread(**settings)

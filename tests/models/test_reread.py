@@ -1,0 +1,188 @@
+"""Reread in models: its scores and what it keeps by definition, caches of all kinds, later turns, padding, refusals."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from models import tiny
+from oracles import oracle_reread
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+
+import condense
+from condense import Reread
+from condense.models.inspect import inspect
+
+METHOD = Reread(share=0.3, piece=16, sink=2, window=3)
+# GQA, learned positions, latents
+NAMES = {"llama": 2, "gpt2": 4, "deepseek_v3": 1}
+ROWS = [tiny.tokens(1, n, seed=n)[0] for n in (39, 26, 33, 3)]
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(params=NAMES)
+def name(request):
+    return request.param
+
+
+def caught(monkeypatch, model, ids, method=METHOD, **kwargs):
+    """The cache after a prompt, and the scores and choices of its layers."""
+    found = {}
+
+    def chosen(self, scores, tokens):
+        found["scores"] = scores
+        found["kept"], counts = original(self, scores, tokens)
+        return found["kept"], counts
+
+    original = Reread.chosen
+    monkeypatch.setattr(Reread, "chosen", chosen)
+    with condense.use(model, method):
+        cache = model(ids, use_cache=True, **kwargs).past_key_values
+    monkeypatch.undo()
+    return cache, found["scores"], found["kept"]
+
+
+def test_scores_and_choice_are_those_of_the_definition(name, monkeypatch):
+    model, ids = tiny.model(name), tiny.tokens(1, 43)
+    expected = oracle_reread.scores(model, ids[0], METHOD, NAMES[name])
+    cache, scores, kept = caught(monkeypatch, model, ids)
+    for got, want in zip(scores, expected, strict=True):
+        torch.testing.assert_close(got[0], want, **tiny.EXACT)
+    positions = oracle_reread.kept(METHOD, expected)
+    assert [[head.nonzero()[:, 0].tolist() for head in layer[0]] for layer in kept] == positions
+    whole = model(ids, use_cache=True).past_key_values
+    for i, layer in enumerate(cache.layers):
+        k = layer.state.entries[0][0]
+        assert k.shape[1] == len(positions[i][0])
+        if name != "deepseek_v3":  # whose stock cache holds expanded keys
+            for head, of_head in enumerate(positions[i]):
+                assert torch.equal(k[head], whole.layers[i].keys[0, head, of_head])
+
+
+def test_caches_grow_and_static_ones_agree_and_hold_what_arithmetic_says(name):
+    model, ids = tiny.model(name), tiny.tokens(1, 43)
+    dense = tiny.generate(model, ids)
+    with condense.use(model, METHOD):
+        growing = tiny.generate(model, ids)
+        static = StaticCache(model.config, max_cache_len=64)
+        assert torch.equal(tiny.generate(model, ids, past_key_values=static), growing)
+        cache = model(ids, use_cache=True).past_key_values
+        counts = [layer.state.first.num for layer in cache.layers]
+        assert len({*counts}) > 1
+        assert sum(counts) == tiny.NUM_LAYERS * METHOD.num_kept(43) == tiny.NUM_LAYERS * 13
+        reports = inspect(model, METHOD, 43, itemsize=8)
+    assert not torch.equal(growing, dense)
+    per_token = sum(report.dense_bytes for report in reports) // 43 // tiny.NUM_LAYERS
+    assert sum(r.bytes for r in reports) == condense.cache_nbytes(cache) == sum(counts) * per_token
+    # 64 - 43 later tokens have room in each layer; beside that a few numbers
+    held = [layer.buffers for layer in static.layers]
+    sizes = [(x.entries_k.shape[2], x.ring_k.shape[2]) for x in held]
+    assert sizes == [(count, 64 - 43) for count in counts]
+
+
+def test_later_turns_in_any_steps_see_what_was_kept_and_all_that_follows(name):
+    model, ids = tiny.model(name), tiny.tokens(1, 61)
+    with condense.use(model, METHOD):
+        cache = tiny.filled(model, ids[:, :40])
+        steps = tiny.in_chunks(model, ids[:, 40:], (1,) * 21, copy.deepcopy(cache))
+        for sizes in ((21,), (4, 9, 8)):
+            got = tiny.in_chunks(model, ids[:, 40:], sizes, copy.deepcopy(cache))
+            torch.testing.assert_close(got, steps, **tiny.EXACT)
+        static = StaticCache(model.config, max_cache_len=64)
+        tiny.in_chunks(model, ids[:, :40], (40,), static)
+        torch.testing.assert_close(tiny.in_chunks(model, ids[:, 40:], (4, 1, 8, 8), static), steps, **tiny.EXACT)
+        static.reset()
+        # a shorter prompt leaves more room for what follows
+        tiny.in_chunks(model, ids[:, :9], (9,), static)
+        shorter = tiny.in_chunks(model, ids[:, 9:], (1,) * 52, static)
+        cache = tiny.filled(model, ids[:, :9])
+        torch.testing.assert_close(tiny.in_chunks(model, ids[:, 9:], (52,), cache), shorter, **tiny.EXACT)
+
+
+def test_all_kept_is_dense_attention_and_the_prompt_always_is(name):
+    model, ids = tiny.model(name), tiny.tokens()
+    dense = tiny.in_chunks(model, ids, (40, 21))
+    with condense.use(model, METHOD.replace(share=1)):
+        torch.testing.assert_close(tiny.in_chunks(model, ids, (40, 21)), dense, **tiny.exact(model))
+    with condense.use(model, METHOD):
+        got = tiny.in_chunks(model, ids, (40, 21))
+    torch.testing.assert_close(got[:, :40], dense[:, :40], **tiny.exact(model))
+    assert not torch.allclose(got[:, 40:], dense[:, 40:])
+
+
+def test_padded_rows_are_those_alone(name):
+    model = tiny.model(name)
+    ids, mask = tiny.left_padded(ROWS)
+    with condense.use(model, METHOD):
+        batch = tiny.generate(model, ids, attention_mask=mask)
+        static = tiny.generate(model, ids, attention_mask=mask, cache_implementation="static")
+        assert torch.equal(batch, static)
+        for row, out in zip(ROWS, batch, strict=True):
+            assert torch.equal(out[ids.shape[1] :], tiny.generate(model, row[None])[0, len(row) :])
+
+
+def test_embeddings_in_place_of_ids_and_beams():
+    model, ids = tiny.model("llama"), tiny.tokens(2, 40)
+    with condense.use(model, METHOD):
+        expected = tiny.generate(model, ids)
+        embedded = tiny.generate(model, None, inputs_embeds=model.get_input_embeddings()(ids))
+        assert torch.equal(embedded, expected[:, 40:])
+        beams = tiny.generate(model, ids, num_beams=3)
+        alone = tiny.generate(model, ids[:1], num_beams=3)
+    assert torch.equal(beams[:1], alone)
+
+
+def test_beside_other_layers():
+    ids = tiny.tokens(1, 50)
+    model = tiny.model("gemma2")  # soft caps, and two layers with a sliding window
+    with condense.use(model, METHOD):
+        cache = tiny.filled(model, ids)
+        assert cache.layers[1].state.first.num == METHOD.num_kept(50) == 15
+    model = tiny.model("llama")
+    with condense.use(model, {0: tiny.CCA, 1: METHOD, 2: condense.Dense()}):
+        cache = tiny.filled(model, ids)
+    assert [layer.state.first.num for layer in cache.layers] == [0, 15, 0]
+    assert cache.layers[0].state.seen == cache.layers[2].state.seen == 50
+
+
+def test_applied_saved_copied_and_restored(tmp_path):
+    model, ids = tiny.model("llama"), tiny.tokens(1, 40)
+    stock = tiny.generate(model, ids)
+    condense.apply(model, METHOD)
+    expected = tiny.generate(model, ids)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(tiny.generate(other, ids), expected)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert torch.equal(tiny.generate(loaded, ids), expected)
+    with condense.use(model, tiny.CCA):
+        assert not any(module._forward_hooks for module in model.modules())
+    assert torch.equal(tiny.generate(model, ids), expected)
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(tiny.generate(model, ids), stock)
+    condense.restore(model)
+    assert torch.equal(tiny.generate(model, ids), stock)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_what_it_refuses():
+    model, ids = tiny.model("llama"), tiny.tokens(1, 40)
+    with pytest.raises(ValueError, match=r"one setting"):
+        condense.apply(model, {0: METHOD, 1: METHOD.replace(share=0.5)})
+    assert not any(module._forward_hooks for module in model.modules())
+    condense.apply(model, METHOD)
+    with pytest.raises(ValueError, match=r"use model\.generate"):
+        condense.GraphDecoder(model, batch_size=1, max_length=64)
+    with pytest.raises(ValueError, match=r"needs the whole prompt"):
+        tiny.generate(model, ids, prefill_chunk_size=16)
+    with pytest.raises(ValueError, match=r"inference"), torch.enable_grad():
+        model(ids)
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"reach into the prompt"):
+        cache.crop(-1)
