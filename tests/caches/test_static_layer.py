@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import condense
 from condense.caches import CondensedLayer, Expected, StaticCondensedLayer, read_request
+from condense.caches.buffers import Room
 from condense.ops.tensors.per_row import as_rows
 from condense.state import first_entries, most_entries, num_entries
 
@@ -143,7 +144,7 @@ def test_reset_is_in_place(method):
     assert not any(bool(x.any()) for x in layer.buffers)
     assert layer.can_step(*_qkv(1)[1:]) == (method.prompt_reader is None)
     fresh = StaticCondensedLayer(method, LENGTH)
-    fresh.lazy_initialization(*_qkv(0)[1:], capacity=layer.buffers.entries_k.shape[2])
+    fresh.lazy_initialization(*_qkv(0)[1:], room=Room(layer.buffers.entries_k.shape[2], layer.buffers.ring_k.shape[2]))
     for L in (21, 1, 1, 5):
         assert torch.equal(_read(layer, _qkv(L, L)), _read(fresh, _qkv(L, L)))
     assert [x.data_ptr() for x in (*layer.buffers, layer.num_slots)] == addresses

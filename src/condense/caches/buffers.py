@@ -39,6 +39,12 @@ class Room(NamedTuple):
     entries: int
     tokens: int
 
+    @classmethod
+    def of(cls, method: Method, entries: int, tokens: int) -> Room:
+        """For the entries, and for as many of the last ``tokens`` tokens as the method's window holds."""
+        rule = method.layout.rule
+        return cls(entries, max(1, tokens) if rule.window is None else min(max(1, tokens), rule.window + rule.chunk))
+
 
 def with_room(buffers: StepState, settings: StepSettings, room: Room) -> StepState:
     """The buffers, with longer and empty ones in place of those that are too short; all hold nothing yet."""

@@ -47,6 +47,12 @@ class FixedCacheLayer(CondensedCacheLayer):
         """``max_cache_len``."""
         return self.max_cache_len
 
+    def _refuse_length(self, num_slots: int, L: int) -> NoReturn:
+        raise ValueError(
+            f"static cache: wanted at most {self.max_cache_len} tokens (max_cache_len), got {num_slots} and {L} more; "
+            "make it longer, or use a cache that grows (cache_implementation unset)"
+        )
+
     def crop(self, tokens_to_remove: int) -> None:
         """As `check_crop`."""
         self.check_crop(tokens_to_remove)

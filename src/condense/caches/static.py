@@ -11,8 +11,6 @@ first, as before a CUDA graph is captured, they are sized for the most entries t
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import torch
 from torch import Tensor
 
@@ -76,8 +74,8 @@ class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
         latent_width: as in `condense.Method.for_latents`, None for ordinary keys. room: for what a prompt left and what
         can follow it, None: for all that ``max_cache_len`` tokens can need.
         """
-        B = key_states.shape[0]
-        M, W = Room(most_entries(self.method, self.max_cache_len), self._ring_slots()) if room is None else room
+        B, N = key_states.shape[0], self.max_cache_len
+        M, W = Room.of(self.method, most_entries(self.method, N), N) if room is None else room
         self.latent_width = latent_width or 0
         self.latent_method = self.method.for_latents(latent_width) if latent_width else self.method
         self.buffers = self._take_memory(key_states, value_states, M, W)
@@ -86,11 +84,6 @@ class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
         if not torch.compiler.is_compiling():
             for tensor in (*self.buffers, self.num_slots):
                 torch._dynamo.mark_static_address(tensor)
-
-    def _ring_slots(self, prompt: int = 0) -> int:
-        """Exact tokens that the ring must hold once a prompt of so many slots was read at once, at least 1."""
-        rule, later = self.method.layout.rule, max(1, self.max_cache_len - prompt)
-        return later if rule.window is None else min(later, rule.window + rule.chunk)
 
     def _take_memory(self, k: Tensor, v: Tensor, M: int, W: int) -> StepState:
         """Buffers for M entries and W exact tokens, and what else a step needs for tensors like k and v."""
@@ -156,7 +149,7 @@ class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
         if fresh and self.settings.has_first:
             first = first_entries(self.method, plan.num_tokens - plan.padding)
             entries = max_row(num_entries(self.method, max(0, self.max_cache_len - L), first))
-            needed = Room(entries, self._ring_slots(L))
+            needed = Room.of(self.method, entries, self.max_cache_len - L)
         buffers = self._checked_buffers(k, v, request.latent_width, needed)
         before = None if fresh else self._state(buffers)
         try:
@@ -190,9 +183,9 @@ class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
         """As `condense.caches.CondensedLayer.keep`; the memory is taken now."""
         assert self.prompt is not None
         after, self.prompt = with_kept(self.prompt, kept, counts), None
-        needed = Room(after.entries[0].shape[2], self._ring_slots(self._prompt_slots))
-        buffers = self._checked_buffers(*after.entries, self.latent_width or None, needed)
-        self._write(buffers, None, after, self._prompt_slots)
+        (k, v), L = after.entries, self._prompt_slots
+        needed = Room.of(self.method, k.shape[2], self.max_cache_len - L)
+        self._write(self._checked_buffers(k, v, self.latent_width or None, needed), None, after, L)
 
     def fetch(self) -> bool:
         """As `condense.caches.CondensedLayer.fetch`, of as many tokens as rows without padding would have stored."""
@@ -249,12 +242,6 @@ class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
                 self.bias = static_bias(self.method, B, needed.entries, self.device)
             self.buffers = with_room(self.buffers, self.settings, needed)
         return self.buffers
-
-    def _refuse_length(self, num_slots: int, L: int) -> NoReturn:
-        raise ValueError(
-            f"static cache: wanted at most {self.max_cache_len} tokens (max_cache_len), got {num_slots} and {L} more; "
-            "make it longer, or use a cache that grows (cache_implementation unset)"
-        )
 
     def _state(self, buffers: StepState) -> LayerState:
         """The state in the buffers."""

@@ -100,8 +100,8 @@ def _remark(heads: _Heads, method: Method, length: int, itemsize: int) -> str | 
         return f"dga: {cause} keeps all {length} tokens exact: this is dense attention"
     if isinstance(method, Reread):
         return (
-            "reread: the prompt is read twice, over a dense cache; entries and bytes are means over the layers, as each "
-            "keeps another number"
+            "reread: the prompt is read twice, over a dense cache; entries and bytes are means over the layers: "
+            "each keeps its own number"
         )
     if method.prompt_reader is not None and not chooses_from_prompt(method):
         return f"{method.name}: FLOPs are those of dense attention over the prompt; what it leaves out is its own"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +76,8 @@ class Piece(DynamicCache):
 
         Raises ValueError for heads that are spread over processes.
         """
-        q, heads = call.q, call.module.config.num_attention_heads
+        q, config = call.q, cast(Any, call.module.config)
+        heads: int = config.num_attention_heads
         if q.shape[1] != heads:
             raise ValueError(
                 f"reread cannot be tensor parallel: its choice is for all heads, and {q.shape[1]} of {heads} are here"
