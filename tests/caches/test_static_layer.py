@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import condense
 from condense.caches import CondensedLayer, Expected, StaticCondensedLayer, read_request
-from condense.caches.buffers import Room
+from condense.caches.buffers import Room, with_room
 from condense.ops.tensors.per_row import as_rows
 from condense.state import first_entries, most_entries, num_entries
 
@@ -284,8 +284,9 @@ def test_biases_of_entries_own_get_as_much_room_as_entries():
     """No method that reads prompts at once has them, but one of a user's may."""
     layer = StaticCondensedLayer(condense.CCA(group_size=4, window=8, rep_bias="matched"), 50)
     layer.lazy_initialization(*_qkv(1)[1:])
-    layer._enlarge(layer.buffers, 99)
-    assert [x.shape[2] for x in layer.buffers.entries(layer.settings)] == [99, 99, 99]
+    longer = with_room(layer.buffers, layer.settings, Room(99, 5))
+    assert [x.shape[2] for x in longer.entries(layer.settings)] == [99, 99, 99]
+    assert longer.ring_k is layer.buffers.ring_k
 
 
 def test_contract():
@@ -414,7 +415,7 @@ def test_entries_after_a_prompts_selection(prompt, length):
     wanted = focal + (prompt - focal) / 16 + 3 * (length - prompt) / 18 + 18 + 1
     layer = StaticCondensedLayer(method, length)
     needed = num_entries(method, length - prompt, first_entries(method, prompt))
-    layer.lazy_initialization(*[torch.zeros(1, 1, prompt, 1)] * 2, capacity=needed)
+    layer.lazy_initialization(*[torch.zeros(1, 1, prompt, 1)] * 2, room=Room.of(method, needed, length - prompt))
     assert sum(x.shape[2] for x in (layer.buffers.entries_k, layer.buffers.ring_k)) <= 1.02 * wanted
     streaming = num_entries(method.replace(selection="streaming"), length)
     assert needed <= most_entries(method, length) <= streaming + (1024 + 16) * (1 - 3 / 18) + 3
