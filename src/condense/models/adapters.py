@@ -5,7 +5,6 @@ Importing PEFT takes long, so its classes are wrapped only once somebody else im
 
 from __future__ import annotations
 
-import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -24,6 +23,7 @@ from transformers.utils import cached_file
 
 from condense.methods import Method, methods_in, settings_of
 from condense.models.apply import apply, condensed_layers
+from condense.models.wrapping import wrap
 from condense.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ _WHERE = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "
 
 def install() -> None:
     """Wrap what saves and loads adapters, PEFT's own classes once they are imported."""
-    PreTrainedModel.load_adapter = _wrap_load(PreTrainedModel.load_adapter)
+    wrap(PreTrainedModel, "load_adapter", _load)
     if _MODULE in sys.modules:
         _wrap(sys.modules[_MODULE])
     else:
@@ -88,29 +88,20 @@ def _said(methods: dict[int, Method]) -> str:
 
 
 def _wrap(module: ModuleType) -> None:
-    cls = module.PeftModel
-    cls.save_pretrained = _wrap_save(cls.save_pretrained)
-    cls.load_adapter = _wrap_load(cls.load_adapter)
+    wrap(module.PeftModel, "save_pretrained", _save)
+    wrap(module.PeftModel, "load_adapter", _load)
 
 
-def _wrap_save(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def save_pretrained(self: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        result = stock(self, save_directory, *args, **kwargs)
-        write_record(save_directory, self)
-        return result
-
-    return save_pretrained
+def _save(stock: Any, self: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    result = stock(self, save_directory, *args, **kwargs)
+    write_record(save_directory, self)
+    return result
 
 
-def _wrap_load(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def load_adapter(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        adapter = args[0] if args else kwargs.get("model_id", kwargs.get("peft_model_id"))
-        read_record(self, adapter, kwargs | (kwargs.get("adapter_kwargs") or {}))
-        return stock(self, *args, **kwargs)
-
-    return load_adapter
+def _load(stock: Any, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    adapter = args[0] if args else kwargs.get("model_id", kwargs.get("peft_model_id"))
+    read_record(self, adapter, kwargs | (kwargs.get("adapter_kwargs") or {}))
+    return stock(self, *args, **kwargs)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -38,6 +38,7 @@ from condense.models.layers import ensure_layers, expect_prompt
 from condense.models.masks import condense_mask
 from condense.models.replay import ReplayedForward, can_replay, is_compiled, replayable_cache
 from condense.models.saving import write_card, written
+from condense.models.wrapping import wrap
 
 _CACHES = (None, "dynamic", "offloaded", "static")
 
@@ -48,107 +49,80 @@ def install() -> None:
         return
     AttentionInterface.register(IMPLEMENTATION, condense_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, condense_mask)
-    PreTrainedConfig.to_dict = _wrap_to_dict(PreTrainedConfig.to_dict)
-    PreTrainedConfig.from_dict = _wrap_from_dict(PreTrainedConfig.from_dict)
-    PreTrainedModel.save_pretrained = _wrap_save_pretrained(PreTrainedModel.save_pretrained)
-    PreTrainedModel.post_init = _wrap_post_init(PreTrainedModel.post_init)
-    GenerationMixin._prepare_cache_for_generation = _wrap_prepare_cache(GenerationMixin._prepare_cache_for_generation)
-    PreTrainedModel.get_compiled_call = _wrap_compiled_call(PreTrainedModel.get_compiled_call)
-    GenerationMixin.init_continuous_batching = _wrap_continuous_batching(GenerationMixin.init_continuous_batching)
-    Cache.crop = _wrap_crop(Cache.crop)
+    wrap(PreTrainedConfig, "to_dict", lambda stock, self: written(self, stock(self)))
+    PreTrainedConfig.from_dict = classmethod(_read_config(PreTrainedConfig.from_dict.__func__))
+    wrap(PreTrainedModel, "save_pretrained", _save_pretrained)
+    wrap(PreTrainedModel, "post_init", _post_init)
+    PreTrainedModel.post_init._condense = True
+    wrap(GenerationMixin, "_prepare_cache_for_generation", _prepare_cache)
+    wrap(PreTrainedModel, "get_compiled_call", _compiled_call)
+    wrap(GenerationMixin, "init_continuous_batching", _continuous_batching)
+    wrap(Cache, "crop", _crop)
     adapters.install()
 
 
-def _wrap_crop(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def crop(self: Cache, tokens_to_remove: int) -> None:
-        for layer in self.layers:
-            if isinstance(layer, CondensedCacheLayer):
-                layer.check_crop(tokens_to_remove)
-        stock(self, tokens_to_remove)
-
-    return crop
+def _crop(stock: Any, self: Cache, tokens_to_remove: int) -> None:
+    for layer in self.layers:
+        if isinstance(layer, CondensedCacheLayer):
+            layer.check_crop(tokens_to_remove)
+    stock(self, tokens_to_remove)
 
 
-def _wrap_to_dict(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def to_dict(self: PreTrainedConfig) -> dict[str, Any]:
-        return written(self, stock(self))
-
-    return to_dict
-
-
-def _wrap_from_dict(stock: Any) -> Any:
+def _read_config(stock: Any) -> Any:
     @functools.wraps(stock)
     def from_dict(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        return stock.__func__(cls, as_read(config_dict), **kwargs)
+        return stock(cls, as_read(config_dict), **kwargs)
 
-    return classmethod(from_dict)
-
-
-def _wrap_save_pretrained(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def save_pretrained(self: PreTrainedModel, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        result = stock(self, save_directory, *args, **kwargs)
-        if _is_condensed(self):
-            write_card(save_directory, condensed_layers(self))
-            adapters.write_record(save_directory, self)
-        return result
-
-    return save_pretrained
+    return from_dict
 
 
-def _wrap_post_init(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def post_init(self: PreTrainedModel) -> None:
-        stock(self)
-        condense_from_config(self)
-
-    post_init._condense = True  # type: ignore[attr-defined]
-    return post_init
+def _save_pretrained(stock: Any, self: PreTrainedModel, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    result = stock(self, save_directory, *args, **kwargs)
+    if _is_condensed(self):
+        write_card(save_directory, condensed_layers(self))
+        adapters.write_record(save_directory, self)
+    return result
 
 
-def _wrap_prepare_cache(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def prepare(
-        self: Any,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        mode: GenerationMode,
-        batch_size: int,
-        max_cache_length: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        methods = condensed_layers(self) if _is_condensed(self) else {}
-        if methods:
-            _check_generation(self, generation_config, mode, methods)
-        given = model_kwargs.get("past_key_values")
-        result = stock(self, generation_config, model_kwargs, mode, batch_size, max_cache_length, *args, **kwargs)
-        cache = model_kwargs.get("past_key_values")
-        if methods and isinstance(cache, Cache):
-            if given is None and all(method.has_step for method in methods.values()):
-                cache = replayable_cache(self, cache, generation_config, mode, max_cache_length)
-                model_kwargs["past_key_values"] = cache
-            _check_room(cache, max_cache_length)
-            ensure_layers(cache, static_methods(self) if isinstance(cache, StaticCache) else methods)
-            if isinstance(cache, StaticCache):
-                mask = model_kwargs.get("attention_mask")
-                # looking at the mask waits for the device
-                expect_prompt(cache, plain=is_compiled(self) and (mask is None or bool(mask.all())))
-        return result
-
-    return prepare
+def _post_init(stock: Any, self: PreTrainedModel) -> None:
+    stock(self)
+    condense_from_config(self)
 
 
-def _wrap_compiled_call(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def get_compiled_call(self: Any, compile_config: Any) -> Any:
-        if compile_config is None and _is_condensed(self) and can_replay(self):
-            return ReplayedForward(self)
-        return stock(self, compile_config)
+def _prepare_cache(
+    stock: Any,
+    self: Any,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    mode: GenerationMode,
+    batch_size: int,
+    max_cache_length: int,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    methods = condensed_layers(self) if _is_condensed(self) else {}
+    if methods:
+        _check_generation(self, generation_config, mode, methods)
+    given = model_kwargs.get("past_key_values")
+    result = stock(self, generation_config, model_kwargs, mode, batch_size, max_cache_length, *args, **kwargs)
+    cache = model_kwargs.get("past_key_values")
+    if methods and isinstance(cache, Cache):
+        if given is None and all(method.has_step for method in methods.values()):
+            cache = replayable_cache(self, cache, generation_config, mode, max_cache_length)
+            model_kwargs["past_key_values"] = cache
+        _check_room(cache, max_cache_length)
+        ensure_layers(cache, static_methods(self) if isinstance(cache, StaticCache) else methods)
+        if isinstance(cache, StaticCache):
+            mask = model_kwargs.get("attention_mask")
+            # looking at the mask waits for the device
+            expect_prompt(cache, plain=is_compiled(self) and (mask is None or bool(mask.all())))
+    return result
 
-    return get_compiled_call
+
+def _compiled_call(stock: Any, self: Any, compile_config: Any) -> Any:
+    if compile_config is None and _is_condensed(self) and can_replay(self):
+        return ReplayedForward(self)
+    return stock(self, compile_config)
 
 
 def _is_condensed(model: Any) -> bool:
@@ -169,18 +143,14 @@ def _check_room(cache: Cache, max_cache_length: int) -> None:
         )
 
 
-def _wrap_continuous_batching(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def init(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # refused here, because with flash attention installed it would silently switch to that and be dense
-        if _is_condensed(self):
-            raise ValueError(
-                "continuous batching and paged caches cannot be condensed: use model.generate, or call "
-                "condense.restore(model) first"
-            )
-        return stock(self, *args, **kwargs)
-
-    return init
+def _continuous_batching(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    # refused here, because with flash attention installed it would silently switch to that and be dense
+    if _is_condensed(self):
+        raise ValueError(
+            "continuous batching and paged caches cannot be condensed: use model.generate, or call "
+            "condense.restore(model) first"
+        )
+    return stock(self, *args, **kwargs)
 
 
 def _check_generation(
