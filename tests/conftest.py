@@ -58,7 +58,6 @@ DEAR = {
     "triton_kernels/test_growing_model.py::test_padding_among_single_tokens": 1,
     "triton_kernels/test_growing_model.py::test_prompt_lookup_takes_candidates_back": 1,
     "triton_kernels/test_growing_model.py::test_tokens_are_those_of_extend": 1,
-    "triton_kernels/test_importance.py::test_importance": 3,
     "triton_kernels/test_step.py::test_real_rows_have_any_stride": 1,
     "triton_kernels/test_paged_step.py::test_steps_are_within_the_budget": 3,
     "triton_kernels/test_pool.py::test_chunks_give_what_one_call_gives": 3,

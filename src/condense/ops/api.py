@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from condense.ops.backends import (
-    BACKENDS,
-    check_backend,
-    resolve_backend,
-    resolve_importance,
-    resolve_pooling,
-    resolve_recall,
-)
+from condense.ops.backends import BACKENDS, Operations, check_backend, resolve_backend, resolve_pooling, resolve_recall
 from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.recall.choice import Choice
 from condense.ops.recall.sources import RecallSources, Unchosen
@@ -199,8 +192,7 @@ def group_scores(summary: Tensor, k: Tensor, *, scale: float, backend: str = "au
     summary ``[B, K, G, D]`` is one query per group, k ``[B, K, G, c, D]`` the groups' keys.
     Raises ValueError for an unknown backend.
     """
-    name = "reference" if check_backend(backend) == "reference" else "torch"
-    return BACKENDS[name].load().group_scores(summary, k, scale=scale)
+    return _plain(backend).group_scores(summary, k, scale=scale)
 
 
 def pool(x: Tensor, scores: Tensor, *, how: Pooling, backend: str = "auto") -> Tensor:
@@ -212,8 +204,7 @@ def pool(x: Tensor, scores: Tensor, *, how: Pooling, backend: str = "auto") -> T
     Gradients flow through the weights, not through the choice of the anchor.
     Raises ValueError for an unknown backend.
     """
-    name = "reference" if check_backend(backend) == "reference" else "torch"
-    return BACKENDS[name].load().pool(x, scores, how=how)
+    return _plain(backend).pool(x, scores, how=how)
 
 
 @torch.no_grad()
@@ -223,7 +214,11 @@ def importance(q: Tensor, k: Tensor, sample: Sample, *, scale: float, backend: s
     q ``[B, H, L, D]``, k ``[B, K, L, D]``: right-aligned rows; sample: the sampled queries. Returns
     ``sum_j softmax_i(scale * q_j . k_i) / #{sampled j >= i}``, summed over the query heads of each KV head,
     ``[B, K, L]`` float32 or wider; padding gets 0. No gradients.
-    Raises ValueError for an unknown backend and for an explicit one that cannot run here.
+    Raises ValueError for an unknown backend.
     """
-    operations = BACKENDS[resolve_importance(backend, q.device, q.dtype, q.shape[3], q.shape[2])].load()
-    return operations.importance(q, k, sample, scale=scale) / sample.num_later.clamp(min=1)[:, None]
+    return _plain(backend).importance(q, k, sample, scale=scale) / sample.num_later.clamp(min=1)[:, None]
+
+
+def _plain(backend: str) -> Operations:
+    """The definition's operations if they are asked for, else PyTorch's: for what has no kernels."""
+    return BACKENDS["reference" if check_backend(backend) == "reference" else "torch"].load()

@@ -43,18 +43,16 @@ def _nothing(*args: object, **kwargs: object) -> None:
 class Backend:
     """A backend's operations and limits.
 
-    imports: imports the modules of its operations and returns these. attend_obstacle, pool_obstacle,
-    importance_obstacle: all reasons why it cannot run for a `Problem`, as clauses that follow the backend's name,
-    joined by "; "; None if it can. recall_obstacle: the same for `condense.ops.attend_recall`, from its arguments.
-    instead: the backend that such an error recommends. is_fast: whether "auto" takes it for attention on a GPU, where
-    it can run.
+    imports: imports the modules of its operations and returns these. attend_obstacle, pool_obstacle: all reasons why it
+    cannot run for a `Problem`, as clauses that follow the backend's name, joined by "; "; None if it can.
+    recall_obstacle: the same for `condense.ops.attend_recall`, from its arguments. instead: the backend that such an
+    error recommends. is_fast: whether "auto" takes it for attention on a GPU, where it can run.
     """
 
     name: str
     imports: Callable[[], Operations]
     attend_obstacle: Callable[[Problem], str | None] = _nothing
     pool_obstacle: Callable[[Problem], str | None] = _nothing
-    importance_obstacle: Callable[[Problem], str | None] = _nothing
     recall_obstacle: Callable[..., str | None] = _nothing
     instead: str = "torch"
     is_fast: Callable[[Problem], bool] = lambda problem: True
@@ -85,14 +83,13 @@ def _torch() -> Operations:
 
 
 def _triton() -> Operations:
-    from condense.ops.triton import attend, importance, pool, recall_attend
+    from condense.ops.triton import attend, pool, recall_attend
 
     return _torch()._replace(
         attend=attend.attend,
         attend_recall=recall_attend.attend_recall,
         summarize=pool.summarize,
         pool_groups=pool.pool_groups,
-        importance=importance.importance,
     )
 
 
@@ -112,7 +109,6 @@ BACKENDS = {
             _triton,
             triton_limits.attend_obstacle,
             triton_limits.pool_obstacle,
-            triton_limits.attend_obstacle,
             triton_limits.recall_obstacle,
         ),
         Backend(
@@ -120,7 +116,6 @@ BACKENDS = {
             _hopper,
             hopper_limits.attend_obstacle,
             triton_limits.pool_obstacle,
-            triton_limits.attend_obstacle,
             hopper_limits.recall_obstacle,
             instead="triton",
             is_fast=hopper_limits.fills_gpu,
@@ -178,18 +173,6 @@ def resolve_pooling(backend: str, device: torch.device, dtype: torch.dtype, widt
     if device.type == "cuda" and BACKENDS["triton"].pool_obstacle(problem) is None:
         return "triton"
     return "torch"
-
-
-def resolve_importance(backend: str, device: torch.device, dtype: torch.dtype, width: int, num_queries: int) -> str:
-    """The backend of `condense.ops.importance`, chosen as in `resolve_backend`; "hopper" runs Triton's kernel.
-
-    Raises ValueError for an unknown backend, and for an explicit one that cannot run.
-    """
-    problem = Problem(device, dtype, (width,), num_queries)
-    if check_backend(backend) != "auto":
-        return _explicit(backend, BACKENDS[backend].importance_obstacle(problem))
-    on_gpu = device.type == "cuda" and num_queries > 1
-    return "triton" if on_gpu and BACKENDS["triton"].importance_obstacle(problem) is None else "torch"
 
 
 def step_backend(
