@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from condense.config import check_bool, check_choice, check_int, check_number, check_positive
 from condense.methods import Method
@@ -14,12 +14,9 @@ from condense.methods import Method
 Mix = Literal["dense", "condensed", "alternate"]
 Schedule = Literal["cosine", "constant"]
 Trained = Literal["all", "qkv", "qkvo", "lora"]
-_MIXES = ("dense", "condensed", "alternate")
-_SCHEDULES = ("cosine", "constant")
-_TRAINED = ("all", "qkv", "qkvo", "lora")
+DType = Literal["float32", "bfloat16"]
+Report = Literal["none", "tensorboard"]
 _LORA_TARGETS = ("qkv", "qkvo", "all-linear")
-_DTYPES = ("float32", "bfloat16")
-_REPORTS = ("none", "tensorboard")
 _SIZE = re.compile(r"\d+(\.\d+)?[KMGT]B")
 _GROWING = 2 / 3  # of the steps: by then the groups have their full size
 
@@ -93,17 +90,14 @@ class PhaseConfig:
                 "batch_size: wanted a multiple of gradient_accumulation_steps "
                 f"{self.gradient_accumulation_steps}, got {self.batch_size}"
             )
-        check_choice("mix", self.mix, _MIXES)
+        check_choice("mix", self.mix, get_args(Mix))
         if self.mix != "dense" and self.method is None:
             raise ValueError(f"method: wanted a method for mix {self.mix!r}, got None")
         if self.group_sizes:
             self._check_group_sizes()
-        check_choice("schedule", self.schedule, _SCHEDULES)
-        check_number("distill", self.distill, 0, 1)
-        check_number("task_share", self.task_share, 0, 1)
-        check_number("varied_share", self.varied_share, 0, 1)
-        check_number("first_share", self.first_share, 0, 1)
-        check_number("short_share", self.short_share, 0, 1)
+        check_choice("schedule", self.schedule, get_args(Schedule))
+        for field in ("distill", "task_share", "varied_share", "first_share", "short_share"):
+            check_number(field, getattr(self, field), 0, 1)
         for count in self.keys:
             check_int("keys", count, 1)
         if len(self.keys) != 2 or self.keys[0] > self.keys[1]:
@@ -178,13 +172,13 @@ class TrainConfig:
     architecture: Mapping[str, Any] | None = None
     pretrained: str | Path | None = None
     data_weights: tuple[float, ...] = ()
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: DType = "float32"
     train: Trained = "all"
     lora_rank: int = 16
     lora_targets: str = "all-linear"
     cache: Path | None = None
     workers: int = 0
-    report_to: Literal["none", "tensorboard"] = "none"
+    report_to: Report = "none"
     save_condensed: bool = False
     shard_size: str = "5GB"
 
@@ -203,9 +197,9 @@ class TrainConfig:
             raise ValueError(f"phases: wanted different names, got {[phase.name for phase in self.phases]}")
         if (self.architecture is None) == (self.pretrained is None):
             raise ValueError("pretrained: wanted either an architecture or a pretrained model, got both or neither")
-        check_choice("dtype", self.dtype, _DTYPES)
-        check_choice("train", self.train, _TRAINED)
-        check_choice("report_to", self.report_to, _REPORTS)
+        check_choice("dtype", self.dtype, get_args(DType))
+        check_choice("train", self.train, get_args(Trained))
+        check_choice("report_to", self.report_to, get_args(Report))
         check_choice("lora_targets", self.lora_targets, _LORA_TARGETS)
         check_int("lora_rank", self.lora_rank, 1)
         if not _SIZE.fullmatch(str(self.shard_size)):
