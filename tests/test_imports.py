@@ -27,12 +27,11 @@ ARROWS["serving"] = {"methods", "architectures"} | ARROWS["methods"]
 ARROWS["latent"] = ARROWS["caches"] = {"functional"} | ARROWS["functional"]
 ARROWS["models"] = {"caches", "latent", "version", "architectures"} | ARROWS["caches"]
 # what one does with it: these never import each other
-USES = ("train", "evaluate", "analysis", "calibration")
+USES = ("train", "evaluate", "calibration")
 for use in USES:
     ARROWS[use] = {"models", "tasks", "results"} | ARROWS["results"] | ARROWS["models"]
-ARROWS["analysis"] |= {"baselines"}
 ARROWS["demo"] = {"evaluate"} | ARROWS["evaluate"]
-ARROWS["plots"] = {"evaluate", "analysis"} | ARROWS["evaluate"]
+ARROWS["plots"] = {"evaluate"} | ARROWS["evaluate"]
 # the public face, which nothing but the command line looks at from inside
 ARROWS["condense"] = {"demo", "calibration", "baselines"} | ARROWS["demo"]
 ARROWS["__main__"] = set()  # the command's entry, which stands outside of the package

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from condense.analysis import Deviation
 from condense.evaluate.compare import Outcome
 from condense.files import whole_file
 from condense.methods import Method
@@ -53,21 +52,6 @@ def plot_comparison(outcomes: Sequence[Outcome], path: Path) -> None:
         axis.tick_params(labelsize=8)
     figure.suptitle(f"{outcomes[0].text_tokens} tokens of text", fontsize=10)
     save_figure(figure, path)
-
-
-def plot_deviation(results: Sequence[Deviation], path: Path) -> None:
-    """`condense analyze deviation`: mean distance of tokens from their entry, by length and by layer at the longest."""
-    longest = max(result.length for result in results)
-    by_length: dict[str, Line] = {}
-    by_layer: dict[str, Line] = {}
-    for text in dict.fromkeys(result.text for result in results):
-        of_text = sorted((result for result in results if result.text == text), key=lambda result: result.length)
-        for part in ("keys", "values"):
-            label, layers = f"{text}, {part}", of_text[-1].layers
-            by_length[label] = [x.length for x in of_text], [100 * getattr(x, part).relative for x in of_text]
-            by_layer[label] = [x.layer for x in layers], [100 * getattr(x, part).relative for x in layers]
-    panels = {"by tokens": by_length, f"by layer, at {longest} tokens": by_layer}
-    plot_lines(panels, path, x_label="", y_label="distance from the entry, % of the norm")
 
 
 Line = tuple[Sequence[float], Sequence[float]]

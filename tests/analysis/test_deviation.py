@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+from analyze.deviation import measure_deviation, stretches
 from models import tiny
 from oracles import latent_oracle, oracle
 
 import condense
-from condense.analysis import measure_deviation
-from condense.analysis.deviation import stretches
 from condense.models import attention as models_attention
 from condense.models import condensed_layers
 

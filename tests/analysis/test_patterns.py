@@ -5,13 +5,13 @@ import math
 
 import pytest
 import torch
-from cli.test_commands import ran, run_here
+from analysis.test_command import ran, run_here
+from analyze.patterns import patterns_by_layer, search_patterns, seen_pairs
 from models import tiny
 
 import condense
-from condense.analysis import patterns_by_layer, search_patterns
 from condense.baselines import AShape
-from condense.baselines.blocks import BLOCK, seen_pairs
+from condense.baselines.blocks import BLOCK
 from condense.baselines.minference import pattern_of
 from condense.models import attention as models_attention
 
@@ -74,7 +74,7 @@ def test_heads_of_latents_have_patterns_too():
 def test_the_command_writes_a_choice_of_methods(tmp_path):
     path = tmp_path / "patterns.json"
     settings = ("--length", "512", "--sink", "32", "--window", "96", "--output", str(path))
-    done = ran("analyze", "patterns", *settings)
+    done = ran("patterns", *settings)
     assert f"--method @{path}" in done.stdout
     saved = json.loads(path.read_text())
     model, tokenizer = condense.demo_model()
@@ -82,9 +82,9 @@ def test_the_command_writes_a_choice_of_methods(tmp_path):
     heads = saved["patterns"]["heads"]
     for layer, method in condense.models.condensed_layers(model).items():
         assert list(method.patterns) == [each["pattern"] for each in heads if each["layer"] == layer]
-    again = run_here("analyze", "patterns", *settings)
+    again = run_here("patterns", *settings)
     assert again.returncode == 2
     assert "wanted a path that does not exist yet" in again.stderr
-    short = run_here("analyze", "patterns", "--length", "200", "--output", str(tmp_path / "short.json"))
+    short = run_here("patterns", "--length", "200", "--output", str(tmp_path / "short.json"))
     assert short.returncode == 2
     assert "take a longer text or a smaller sink and window" in short.stderr

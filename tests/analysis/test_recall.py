@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from cli.test_commands import ran
+from analysis.test_command import ran
+from analyze.recall import measure_recall
 from models import tiny
 
 import condense
-from condense.analysis import measure_recall
 from condense.methods import Recall
 from condense.models import attention as models_attention
 
@@ -88,7 +88,7 @@ def test_what_is_refused(name, method, length, said):
 
 def test_the_command(tmp_path):
     shown = ran(
-        "analyze", "recall", "--length", "300", "--steps", "8", "--method", "recall:window=64,num_recall=4",
+        "recall", "--length", "300", "--steps", "8", "--method", "recall:window=64,num_recall=4",
         "--json", str(tmp_path / "out.json"),
     )  # fmt: skip
     assert "lowest head" in " ".join(shown.stdout.split())

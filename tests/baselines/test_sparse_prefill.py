@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from analyze.patterns import seen_pairs
 from models import tiny
 from torch.nn.attention.flex_attention import create_mask
 from transformers import StaticCache
@@ -17,7 +18,7 @@ from transformers import StaticCache
 import condense
 from condense import AShape, BlockSparse, FlexPrefill, MInference, VerticalSlash
 from condense.baselines import blocks
-from condense.baselines.blocks import BLOCK, seen_pairs, sparse_attention
+from condense.baselines.blocks import BLOCK, sparse_attention
 from condense.functional import extend
 from condense.models.inspect import inspect
 from condense.plan import ForwardPlan
@@ -166,8 +167,8 @@ def test_patterns_are_saved_and_checked():
     assert hash(again) == hash(method)
     assert condense.Method.parse("minference:patterns=a_shape") == MInference(patterns=("a_shape",))
     for patterns, message in (
-        ((), "condense analyze patterns"),
-        (3, "condense analyze patterns"),
+        ((), "benchmarks/analyze patterns"),
+        (3, "benchmarks/analyze patterns"),
         (("cca",), "a_shape, vertical_slash or block_sparse"),
         ((AShape(),), "a_shape, vertical_slash or block_sparse"),
         (("block_sparse:blocks=0",), "blocks"),

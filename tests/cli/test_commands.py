@@ -224,57 +224,13 @@ def test_inspect_says_whose_steps_run_on_pytorch(method: str, cause: str, tmp_pa
     assert " ".join(done.stdout.split()).count(cause) == 1
 
 
-def test_analyze_deviation_of_two_texts(saved: Path, story: Path, tmp_path: Path) -> None:
-    other = tmp_path / "notes.txt"
-    other.write_text(story.read_text()[2000:], encoding="utf-8")
-    results, picture = tmp_path / "out.json", tmp_path / "out.png"
-    done = ran(
-        "analyze", "deviation", "--model", str(saved), "--text", str(story), "--text", str(other), "--length", "64",
-        "--length", "200", "--sequences", "2", "--method", "lca:group_size=4,window=8",
-        "--json", str(results), "--plot", str(picture),
-    )  # fmt: skip
-    assert "story" in done.stdout
-    assert "…" not in done.stdout
-    found = json.loads(results.read_text())["results"]["deviations"]
-    assert [(r["text"], r["length"]) for r in found] == [(t, n) for t in ("story", "notes") for n in (64, 200)]
-    assert all(r["keys"]["relative"] > 0 and len(r["layers"]) == 2 for r in found)
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_analyze_deviation_reads_as_the_model_was_saved(saved: Path, story: Path, tmp_path: Path) -> None:
-    model, results = LlamaForCausalLM.from_pretrained(saved), tmp_path / "out.json"
-
-    def analyze(path: Path) -> subprocess.CompletedProcess[str]:
-        options = ("--text", str(story), "--length", "64", "--json", str(results), "--overwrite")
-        return run_here("analyze", "deviation", "--model", str(path), *options)
-
-    done = analyze(saved)
-    assert done.returncode == 0, done.stderr
-    assert "LCA(group_size=4, window=8) in layers 1:" in " ".join(done.stdout.split())
-    found = json.loads(results.read_text())["results"]
-    assert found["method"] == {"1": condense.LCA(group_size=4, window=8).to_dict()}
-    assert [layer["layer"] for layer in found["deviations"][0]["layers"]] == [1]
-    whole = shutil.copytree(saved, tmp_path / "whole")
-    condense.apply(model, condense.CCA(group_size=4, window=4)).save_pretrained(whole)
-    assert analyze(whole).returncode == 0
-    assert json.loads(results.read_text())["results"]["method"] == condense.CCA(group_size=4, window=4).to_dict()
-    condense.apply(model, condense.StreamingLLM(), layers=[0])
-    for kind in ("several", "one"):
-        model.save_pretrained(whole)
-        done = analyze(whole)
-        assert done.returncode == 2, kind
-        assert "the model was saved with StreamingLLM() in layers 0" in done.stderr
-        assert len(done.stderr.splitlines()) == 1
-        condense.apply(condense.restore(model), condense.StreamingLLM(), layers=[0])
-
-
 @pytest.mark.parametrize(
     ("command", "said", "unsaid"),
     [
         (
-            ("analyze", "deviation"),
-            ("One that pools groups, such as pooled", "Default: the shortest text"),
-            ("dga", "streaming_llm", "longest"),
+            ("serve",),
+            ("One that pools groups, such as pooled", "Default: what the model was saved with"),
+            ("dga", "streaming_llm"),
         ),
         (("train",), ("summary=prompt and selection=prompt need allow_future=true",), ()),
     ],
@@ -288,43 +244,15 @@ def test_help_offers_what_works(
     assert not any(part in shown for part in unsaid), shown
 
 
-def test_a_group_without_a_command_shows_its_help() -> None:
-    done = run_here("analyze")
+def test_help_is_shown_without_a_command() -> None:
+    done = run_here()
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == run_here("analyze", "--help").stdout
-
-
-@pytest.mark.parametrize(
-    ("files", "names"),
-    [
-        (("a/notes.txt", "b/story.txt"), ["notes", "story"]),
-        (("a/notes.txt", "a/notes.md"), ["notes.txt", "notes.md"]),
-        (("essays/chapter-one.txt", "b/chapter-one.txt"), ["essays/chapter-one.txt", "b/chapter-one.txt"]),
-        (("b/notes.txt", "b/../b/notes.txt"), ["b/notes.txt", "../b/notes.txt"]),
-    ],
-    ids=["stems", "endings", "folders", "spellings"],
-)
-def test_analyze_deviation_tells_all_texts_apart(
-    files: tuple[str, ...], names: list[str], saved: Path, story: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for file in files:
-        Path(file).parent.mkdir(exist_ok=True)
-        Path(file).write_text(story.read_text(), encoding="utf-8")
-    done = ran(
-        "analyze", "deviation", "--model", str(saved), *(f"--text={file}" for file in files), "--length", "64",
-        "--sequences", "1", "--method", "lca:group_size=4,window=8", "--json", "out.json",
-    )  # fmt: skip
-    assert [r["text"] for r in json.loads(Path("out.json").read_text())["results"]["deviations"]] == names
-    assert "…" not in done.stdout
+    assert done.stdout == run_here("--help").stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("analyze", "deviation", "--method", "dense"), "method must pool groups of tokens"),
-        (("analyze", "deviation", "--length", "20"), "length must be such that LCA"),
-        (("analyze", "deviation", "--length", "99999"), "length must be at most the"),
         (("compare", "--text", "missing.txt"), "text: no such file"),
         (("compare", "--question", "Who?"), "question needs a text"),
         (("compare", "--method", "cca:group_size=0"), "group_size must be an integer >= 1"),

@@ -41,12 +41,12 @@ def condense_line(monkeypatch):
     """`condense ARGUMENTS` in this process: its exit code, its output and its messages."""
     from condense.cli.main import main
 
-    def run(*arguments):
+    def run(*arguments, entry=main):
         out, err = io.StringIO(), io.StringIO()
         monkeypatch.setattr(sys, "argv", ["condense", *map(str, arguments)])
         monkeypatch.setattr(sys, "path", list(sys.path))
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as done:
-            main()
+            entry()
         return done.value.code or 0, out.getvalue(), err.getvalue()
 
     return run

@@ -9,6 +9,7 @@ import re
 import shlex
 from pathlib import Path
 
+import analyze.command
 import lm_eval
 import pytest
 from harness.conftest import copy_of_a_hub, scores, write_lines
@@ -17,7 +18,9 @@ from condense.demo import demo_text
 from condense.evaluate.harness.tasks import load_tasks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "studies" / "results.md").read_text(encoding="utf-8")
-COMMANDS = {int(n): shlex.split(line)[1:] for line, n in re.findall(r"^(condense .*)  # (\d)", PAGE, re.MULTILINE)}
+COMMANDS = {
+    int(n): shlex.split(line)[1:] for line, n in re.findall(r"^((?:condense|python) .*)  # (\d)", PAGE, re.MULTILINE)
+}
 # what a tiny model needs beside what the page says
 MORE = {
     1: "--steps 1 --sequence-length 1056 --workers 0",
@@ -143,8 +146,11 @@ def run(base, folder, here, condense_line, monkeypatch):
 
     def run(number):
         words = [names.get(word, word) for word in COMMANDS[number]]
-        more = MORE.get(number, "--limit 1" if words[0] == "eval" else "")
-        code, _, err = condense_line(*words, *more.split())
+        more = MORE.get(number, "--limit 1" if words[0] == "eval" else "").split()
+        if words[0] == "benchmarks/analyze":
+            code, _, err = condense_line(*words[1:], *more, entry=analyze.command.main)
+        else:
+            code, _, err = condense_line(*words, *more)
         assert code == 0, err
         if words[0] != "eval":
             return {}

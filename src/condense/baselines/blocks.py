@@ -53,20 +53,6 @@ def sparse_attention(
     return torch.cat(outs, dim=1).to(q.dtype)[None], torch.cat(lses, dim=1)[None]
 
 
-def seen_pairs(keys: SparseKeys, L: int) -> Tensor:
-    """Number of pairs of query and key that a kernel computes, per head, counting whole blocks: int64 ``[H]``."""
-    N = keys.blocks.shape[1]
-    sizes = torch.full((N,), BLOCK, device=keys.blocks.device)
-    sizes[-1] = L - (N - 1) * BLOCK
-    lower = keys.blocks.tril().long()
-    pairs = torch.einsum("hij,i,j->h", lower.double(), sizes.double(), sizes.double()).long()
-    position = keys.columns.clamp(max=L - 1)
-    outside = ~lower.bool().gather(2, (position // BLOCK)[:, None].expand(-1, N, -1))  # [H, N, C]
-    later = torch.arange(N, device=position.device)[:, None] >= position[:, None] // BLOCK
-    valid = (keys.columns < L)[:, None]
-    return pairs + ((outside & later & valid).sum(2) * sizes).sum(1)
-
-
 def _is_column(columns: Tensor, L: int) -> Tensor:
     """Bool ``[H, L]``: the tokens that are among the columns ``[H, C]``."""
     found = torch.zeros(columns.shape[0], L + 1, dtype=torch.bool, device=columns.device)

@@ -1,6 +1,6 @@
 """MInference (Jiang et al., 2024): three patterns of sparse prefill, and a pattern for each head, found beforehand.
 
-`condense.analysis.search_patterns` finds the patterns of a model's heads.
+`python benchmarks/analyze patterns` finds the patterns of a model's heads.
 
 Shapes: H query heads, K KV heads, L tokens in N blocks of `BLOCK`, D width. One row.
 """
@@ -112,7 +112,8 @@ class MInference(SparsePrefill):
     """MInference (Jiang et al., 2024): every query head has a pattern of its own, found by a search beforehand.
 
     patterns: one per query head, or one for all, as text: ``a_shape``, ``vertical_slash`` or ``block_sparse`` with
-    their settings, as in ``"vertical_slash:vertical=500,slash=1500"``. ``condense analyze patterns`` finds them.
+    their settings, as in ``"vertical_slash:vertical=500,slash=1500"``. ``python benchmarks/analyze patterns`` finds
+    them.
     Raises ValueError for anything else.
     """
 
@@ -126,7 +127,7 @@ class MInference(SparsePrefill):
         if not isinstance(given, list | tuple) or not given:
             raise ValueError(
                 "patterns must be a list of text, one per query head or one for all, got "
-                f"{given!r}; condense analyze patterns --output FILE finds them, for --method @FILE"
+                f"{given!r}; python benchmarks/analyze patterns --output FILE finds them, for --method @FILE"
             )
         object.__setattr__(self, "patterns", tuple(given))
         for text in dict.fromkeys(self.patterns):

@@ -11,7 +11,6 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from condense.cli.analyze import analyze_app
 from condense.cli.calibrate import calibrate_command
 from condense.cli.compare import compare_command
 from condense.cli.eval import eval_command
@@ -27,7 +26,6 @@ from condense.cli.verify import verify_command
 from condense.version import __version__
 
 INTERRUPTED = 130  # what shells expect after Ctrl-C
-GROUPS: tuple[list[str], ...] = ([], ["analyze"])  # of commands: without one, their help is shown
 
 app = typer.Typer(
     name="condense",
@@ -54,7 +52,6 @@ def _options(
     """Condensed attention for Hugging Face causal language models."""
 
 
-app.add_typer(analyze_app, name="analyze")
 app.command("calibrate", cls=Command, short_help="Find the cheapest good method for every layer.")(calibrate_command)
 app.command("compare", cls=Command, short_help="Ask the same questions under several methods.")(compare_command)
 app.command("eval", cls=Command, short_help="Score on lm-evaluation-harness's tasks, method by method.")(eval_command)
@@ -87,7 +84,7 @@ def main(load: Callable[[], None] = lambda: None, command: typer.Typer = app) ->
         logging.disable_progress_bar()
 
     arguments = sys.argv[1:]
-    shown = [*arguments, "--help"] if arguments in GROUPS else arguments
+    shown = arguments or ["--help"]
     try:
         code = command(args=shown, standalone_mode=False, obj=load_quietly)
     except (KeyboardInterrupt, typer.Abort):

@@ -31,9 +31,8 @@ DEVICE_MAP_HELP = "Spread the model over devices, as accelerate does: auto, bala
 REMOTE_HELP = "Run the code that comes with the model."
 CHAT_HELP = "Put the prompt into the tokenizer's chat template, as a user's message."
 LAYERS_HELP = "Condense these layers only, e.g. 2-31 or 0,4-7. Default: all."
-# what the bundled model learned, and Recall with as many groups open as suit the bundled text
+# what the bundled model learned
 DEMO_METHOD = "cca:window=256,summary=streaming,key_pooling=select,rep_bias=log_size"
-DEMO_RECALL = "recall:window=256,num_recall=16"
 
 Model = Annotated[str | None, typer.Option(help=MODEL_HELP)]
 Texts = Annotated[

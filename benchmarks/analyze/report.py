@@ -1,19 +1,20 @@
-"""Loading a model with its texts, a bar, tables and files: for all commands of `condense analyze`."""
+"""Loading a model with its texts, a bar, tables and files: for all commands."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from condense.cli import options
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
-    from condense.models import MethodChoice
+from condense.demo import demo_text
+from condense.evaluate.compare import encode
+from condense.models import MethodChoice, restore
+from condense.results import write_results
 
 
 class Loaded(NamedTuple):
@@ -26,10 +27,6 @@ class Loaded(NamedTuple):
 
 def load(model: str | None, texts: list[str] | None, dtype: str | None, device: str | None) -> Loaded:
     """The model and the texts that the options name, by default the bundled ones. Raises ValueError as these do."""
-    from condense.demo import demo_text
-    from condense.evaluate.compare import encode
-    from condense.models import restore
-
     sources = list(dict.fromkeys(texts or ()))
     contents = {name: options.read_text(source) for name, source in zip(_names(sources), sources, strict=True)}
     loaded, tokenizer = options.load_model(model, dtype, device)
@@ -71,7 +68,6 @@ class Outputs(NamedTuple):
 
     def write(self, content: dict[str, Any], loaded: PreTrainedModel | None = None) -> None:
         """Write ``content``, beside the model and where it was measured, if a file was asked for."""
-        from condense.results import write_results
 
         if self.json is not None:
             content = content if loaded is None else {"model": self.model or "bundled", **content}

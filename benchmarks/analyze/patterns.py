@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from condense.baselines import AShape, BlockSparse, MInference, SparsePrefill, VerticalSlash
-from condense.baselines.blocks import BLOCK, seen_pairs, sparse_attention
+from condense.baselines.blocks import BLOCK, SparseKeys, sparse_attention
 from condense.files import whole_file
 from condense.methods import Context, Dense, settings_of
 from condense.models import check_stock, condensed_layers, use
@@ -120,6 +120,20 @@ class _Watched(Dense):
         assert lse is not None
         self.on_read(self.layer, q, context.window.k, scale, lse)
         return out, lse
+
+
+def seen_pairs(keys: SparseKeys, L: int) -> Tensor:
+    """Number of pairs of query and key that a kernel computes, per head, counting whole blocks: int64 ``[H]``."""
+    N = keys.blocks.shape[1]
+    sizes = torch.full((N,), BLOCK, device=keys.blocks.device)
+    sizes[-1] = L - (N - 1) * BLOCK
+    lower = keys.blocks.tril().long()
+    pairs = torch.einsum("hij,i,j->h", lower.double(), sizes.double(), sizes.double()).long()
+    position = keys.columns.clamp(max=L - 1)
+    outside = ~lower.bool().gather(2, (position // BLOCK)[:, None].expand(-1, N, -1))  # [H, N, C]
+    later = torch.arange(N, device=position.device)[:, None] >= position[:, None] // BLOCK
+    valid = (keys.columns < L)[:, None]
+    return pairs + ((outside & later & valid).sum(2) * sizes).sum(1)
 
 
 def _best(layer: int, head: int, q: Tensor, k: Tensor, scale: float, dense: Tensor, budget: AShape) -> HeadPattern:

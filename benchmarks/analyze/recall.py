@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from condense.analysis.deviation import observe, stretches
+from analyze.deviation import observe, stretches
 from condense.caches import CondensedLayer, ReadRequest
 from condense.config import check_int
 from condense.methods import Context, Recall
