@@ -8,6 +8,7 @@ Shapes: K KV heads, R query heads for each, L tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from condense import Reread
 from condense.evaluate.far_text import token_losses
 
 _OBSERVING, _POOLED = 64, 7  # SnapKV: last queries of the prompt, and the tokens over which their scores are averaged
@@ -107,26 +109,34 @@ def kept_tokens(model: PreTrainedModel, ids: Tensor, n: int, ways: list[Eviction
 
 
 @torch.no_grad()
-def evicting(model: PreTrainedModel, ways: dict[str, Eviction], held: HeldOut, texts: int) -> dict[str, dict[str, Any]]:
-    """By way, the answers in texts with questions and the copies of prose, as `reading.forced` writes them."""
-    from reading import answered
+def evicting(
+    model: PreTrainedModel, ways: Mapping[str, Eviction | Reread], held: HeldOut, texts: int
+) -> dict[str, dict[str, Any]]:
+    """By way, the answers in texts with questions and the copies of prose, as `reading.forced` writes them.
+
+    A method reads through its own caches, an `Eviction` under a mask.
+    """
+    from reading import answered, over_cache, whole_logits
 
     result: dict[str, dict[str, Any]] = {name: {"prose": [], "code": [], "asked": []} for name in ways}
+    masked = {name: way for name, way in ways.items() if isinstance(way, Eviction)}
 
-    def each(text: Drawn) -> Any:
-        ids = torch.from_numpy(text.ids).to(model.device)
-        kept = kept_tokens(model, ids, text.asked - 1, list(ways.values()))
-        yield from ((name, ids, replaced(_seeing(one, text.asked - 1))) for name, one in zip(ways, kept, strict=True))
+    def each(text: Drawn) -> Iterator[tuple[str, Tensor, Callable[..., Tensor]]]:
+        ids, n = torch.from_numpy(text.ids).to(model.device), text.asked - 1
+        for name, way in ways.items():
+            if isinstance(way, Reread):
+                yield name, ids, over_cache(way, n)
+        for name, kept in zip(masked, kept_tokens(model, ids, n, list(masked.values())), strict=True):
+            with replaced(_seeing(kept, n)):
+                yield name, ids, whole_logits
 
     for text in held.asked[:texts]:
-        for name, _, under in each(text):
-            with under:
-                result[name]["asked"].append(answered(model, text))
+        for name, _, read in each(text):
+            result[name]["asked"].append(answered(model, text, read))
     for text in held.prose[: texts // 2]:
         _, start, stop = text.answers[0]
-        for name, ids, under in each(text):
-            with under:
-                logits = model(input_ids=ids[None], use_cache=False).logits[0]
+        for name, ids, read in each(text):
+            logits = read(model, ids)
             part = token_losses(logits, ids)[start:stop]
             right = int((logits[start - 1 : stop - 1].argmax(-1) == ids[start:stop]).sum())
             result[name]["prose"].append({"copy": [round(float(part.sum()), 4), right, stop - start]})

@@ -22,12 +22,12 @@ from texts import HeldOut, Texts, held_out, unpacked
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import condense
-from condense import Method
+from condense import Method, Reread
 
 LENGTHS = (16384, 32768, 4096, 8192)
 # texts of prose, of code and with questions, by length
 COUNTS = {4096: (16, 8, 24), 8192: (16, 8, 20), 16384: (12, 6, 20), 32768: (8, 4, 12)}
-_EVICTING = 30  # seconds that evictions may take
+_EVICTING = 40  # seconds that evictions may take
 _TINY: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 96, "intermediate_size": 128}
 
 
@@ -115,15 +115,18 @@ class _Place:
                 self.note({"diagnosis": index, "error": traceback.format_exc()[-3000:]})
 
     def evict(self, length: int, held: HeldOut) -> None:
-        """SnapKV and KVzip at two sizes, on half of the texts."""
-        began, kinds = time.time(), (("snapkv", False), ("kvzip", True))
-        ways = {f"{name} {share:.0%}": Eviction(share, again) for name, again in kinds for share in (0.1, 0.25)}
-        try:
-            for name, record in evicting(self.model, ways, held, max(2, len(held.asked) // 2)).items():
-                place = {"length": length, "arm": name, "device": ways[name].share, "read": ways[name].share}
-                self.note(place | record | {"seconds": round(time.time() - began, 2)})
-        except Exception:
-            self.note({"length": length, "arm": "evictions", "error": traceback.format_exc()[-3000:]})
+        """Reread, SnapKV and KVzip at two sizes, on half of the texts."""
+        kinds = (("snapkv", False), ("kvzip", True))
+        rereads = {f"reread {share:.0%}": Reread(share=share) for share in (0.1, 0.25)}
+        masks = {f"{name} {share:.0%}": Eviction(share, again) for name, again in kinds for share in (0.1, 0.25)}
+        for ways in (rereads, masks):  # apart, as masks cannot be made for every make
+            began = time.time()
+            try:
+                for name, record in evicting(self.model, ways, held, max(2, len(held.asked) // 2)).items():
+                    place = {"length": length, "arm": name, "device": ways[name].share, "read": ways[name].share}
+                    self.note(place | record | {"seconds": round(time.time() - began, 2)})
+            except Exception:
+                self.note({"length": length, "arm": ", ".join(ways), "error": traceback.format_exc()[-3000:]})
 
     def generate(self, held: HeldOut, length: int) -> None:
         """The claimed settings through caches, for the time that is left."""

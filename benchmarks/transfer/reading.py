@@ -46,7 +46,7 @@ def under(model: PreTrainedModel, arm: Arm) -> AbstractContextManager[Any]:
 
 
 @torch.no_grad()
-def _logits(model: PreTrainedModel, ids: Tensor, kept: int = 0) -> Tensor:
+def whole_logits(model: PreTrainedModel, ids: Tensor, kept: int = 0) -> Tensor:
     """Of a whole text, or of its last ``kept`` tokens, ``[L or kept, V]``."""
     return model(input_ids=ids[None], use_cache=False, logits_to_keep=kept).logits[0]
 
@@ -93,7 +93,7 @@ def forced(
             number, of = (index, len(held.prose)) if kind == "prose" else (index - len(held.prose), len(held.code))
             if fewer and number >= max(1, of // 2):
                 continue
-            logits = _logits(model, ids)
+            logits = whole_logits(model, ids)
             if len(reference.logits) == index:
                 assert arm is None
                 reference.logits.append(logits[len(ids) // 2 :].clone())
@@ -105,15 +105,28 @@ def forced(
     return result
 
 
-def answered(model: PreTrainedModel, text: Drawn) -> dict[str, str]:
-    """Per kind a 1 for every answer of which each token is the most likely one, else a 0."""
+def answered(model: PreTrainedModel, text: Drawn, read: Callable[..., Tensor] = whole_logits) -> dict[str, str]:
+    """Per kind a 1 for every answer of which each token is the most likely one, else a 0. read: as `whole_logits`."""
     ids = torch.from_numpy(text.ids).to(model.device)
     first = text.asked
-    right = (_logits(model, ids, len(ids) - first + 1)[:-1].argmax(-1) == ids[first:]).tolist()
+    right = (read(model, ids, len(ids) - first + 1)[:-1].argmax(-1) == ids[first:]).tolist()
     hits: dict[str, str] = {}
     for kind, start, stop in text.answers:
         hits[kind] = hits.get(kind, "") + str(int(all(right[start - first : stop - first])))
     return hits
+
+
+def over_cache(method: Method, prompt: int) -> Callable[..., Tensor]:
+    """Logits as of `whole_logits`, where the first ``prompt`` tokens are read into a cache, and the others over it."""
+
+    @torch.no_grad()
+    def read(model: PreTrainedModel, ids: Tensor, kept: int = 0) -> Tensor:
+        with _stock(model), use(model, method):
+            first = model(input_ids=ids[None, :prompt], use_cache=True)
+            rest = model(input_ids=ids[None, prompt:], past_key_values=first.past_key_values, use_cache=True)
+        return torch.cat([first.logits[0], rest.logits[0]])[-kept:]
+
+    return read
 
 
 @contextlib.contextmanager

@@ -280,3 +280,17 @@ def test_evictions_keep_what_is_read_again(held):
                 logits = model(input_ids=ids[None], use_cache=False).logits
             assert torch.allclose(logits[:, :n], dense[:, :n], atol=1e-4)
             assert torch.allclose(logits, dense, atol=1e-4) == same
+
+
+@pytest.mark.parametrize("make", ["llama-77m", "mla-28m"])
+def test_a_method_that_evicts_reads_through_its_cache(make, held):
+    model = tiny(make).float()
+    ways = {"all": condense.Reread(share=1), "tenth": condense.Reread(window=0)}
+    found = evict.evicting(model, ways, held, 2)
+    for index, text in enumerate(held.asked[:2]):
+        assert found["all"]["asked"][index] == reading.answered(model, text)
+    text = held.prose[0]
+    ids, (_, start, stop) = torch.from_numpy(text.ids), text.answers[0]
+    dense = evict.token_losses(reading.whole_logits(model, ids), ids)[start:stop].sum()
+    assert found["all"]["prose"][0]["copy"][0] == pytest.approx(float(dense), abs=1e-2)
+    assert found["tenth"]["prose"][0]["copy"][0] != pytest.approx(float(dense), abs=1e-2)
