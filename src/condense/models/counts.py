@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TypeGuard
 
+import torch
+
 from condense.methods import DGA, Method
 from condense.ops import UniformRule
 from condense.ops.recall import Quota
@@ -32,18 +34,7 @@ def sum_opened(rule: UniformRule, quota: Quota, length: int) -> int:
         return sum_closed(rule, length, quota.most)
     full, rest = divmod(max(0, length - (rule.window or 0)), rule.chunk)
     # a share of the groups has no largest number
-    shares = _floor_sum(full, quota.of, quota.part, quota.of - 1)
-    return rule.chunk * shares + (rest + 1) * quota.at(full) if full else 0
-
-
-def _floor_sum(n: int, m: int, a: int, b: int) -> int:
-    """``sum((a * i + b) // m for i in range(n))``, in as many steps as Euclid's algorithm takes for a and m."""
-    total = 0
-    while n:
-        total += n * (n - 1) // 2 * (a // m) + n * (b // m)
-        n, b = divmod(a % m * n + b % m, m)
-        m, a = a % m, m
-    return total
+    return rule.chunk * int(quota.at(torch.arange(full)).sum()) + (rest + 1) * quota.at(full) if full else 0
 
 
 def kept(method: Method, length: int) -> dict[Per, int]:

@@ -212,21 +212,29 @@ def _differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
     return dq, grads[:n], grads[n : 2 * n], grads[2 * n :], *[None] * 6
 
 
+def attend_by(
+    op: Callable[..., tuple[Tensor, Tensor]], forward: Callable[..., tuple[Tensor, Tensor]]
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """A backend's `condense.ops.attend`: ``forward`` of an `AttendCall`, as the operation ``op`` where needed."""
+
+    def attend(
+        q: Tensor,
+        sources: Sequence[Source],
+        spans: Spans,
+        *,
+        scale: float,
+        softcap: float,
+        dropout_p: float,
+        return_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `condense.ops.attend`."""
+        assert dropout_p == 0, "the backend's limits"
+        call = call_of(q, sources, spans, scale, softcap)
+        out, lse = (op if needs_operation(call.q, *call.k, *call.v, *call.biases) else forward)(*call)
+        return out, lse if return_lse else None
+
+    return attend
+
+
 _attend = operation("attend", _forward)
-
-
-def attend(
-    q: Tensor,
-    sources: Sequence[Source],
-    spans: Spans,
-    *,
-    scale: float,
-    softcap: float,
-    dropout_p: float,
-    return_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """See `condense.ops.attend`."""
-    assert dropout_p == 0, "the backend's limits"
-    call = call_of(q, sources, spans, scale, softcap)
-    out, lse = (_attend if needs_operation(call.q, *call.k, *call.v, *call.biases) else _forward)(*call)
-    return out, lse if return_lse else None
+attend = attend_by(_attend, _forward)
