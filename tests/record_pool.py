@@ -16,26 +16,41 @@ from condense.ops.step import record_format
 
 
 def paged_settings(method):
-    """The settings of a method of records: these are made when their groups are complete."""
-    return dataclasses.replace(step_settings(method), summary_delay=0)
+    """The settings of a method over records. With a choice these are made when their groups are complete."""
+    settings = step_settings(method)
+    return settings if settings.choice is None else dataclasses.replace(settings, summary_delay=0)
 
 
 class RecordPool(Pool):
     """Pages of one layer: N tokens of a window, or the records of F tokens, at some offset in each block."""
 
-    def __init__(self, method, heads, num_pages=400, dtype=torch.float64, device="cpu", seed=0, slots=8, per_page=4):
+    def __init__(
+        self, method, heads, num_pages=400, dtype=torch.float64, device="cpu", seed=0, *, slots=8, per_page=4,
+        block=None, fill=255,
+    ):  # fmt: skip
+        """block: bytes from page to page; fill: every byte that no request has written."""
         self.method, (K, D, Dv) = method, heads
         self.kv_heads, self.width, self.value_width = heads
         settings, g = paged_settings(method), method.group_size
         self.plan = SimpleNamespace(
-            settings=settings, slots=slots, tokens_per_page=per_page * g, kept_tokens=method.window + g, has_ring=False
+            settings=settings,
+            slots=slots,
+            tokens_per_page=per_page * g,
+            kept_tokens=method.window + g,
+            has_ring=settings.num_summary > 1,
         )
-        self.form = record_format(settings, (D, Dv), dtype)
+        self.form, self.fill = record_format(settings, (D, Dv), dtype), fill
         row, record = (D + Dv) * dtype.itemsize, self.form.nbytes
-        self.block = -(-max(K * slots * row, K * per_page * record) // 16) * 16 + 4096
-        self.bytes = torch.full((num_pages * self.block,), 255, dtype=torch.uint8, device=device)
-        self.cache = self._pages((K, slots, row), 1024).view(dtype)
-        self.records = self._pages((K, per_page, record), 2048)
+        self.block = block or -(-max(K * slots * row, K * per_page * record) // 16) * 16 + 4096
+        # far apart, memory between pages is never touched, and so not taken
+        self.bytes = torch.empty(num_pages * self.block, dtype=torch.uint8, device=device)
+        tokens = self._pages((K, slots, row), 1024)
+        self.cache, self.records = tokens.view(dtype), self._pages((K, per_page, record), 2048)
+        self.kinds = tokens, self.records
+        for pages in self.kinds:
+            pages.fill_(fill)
+        if block is None:
+            self.bytes.fill_(fill)
         self.free = list(range(1, num_pages))
         random.Random(seed).shuffle(self.free)
         self.requests = []
@@ -46,9 +61,17 @@ class RecordPool(Pool):
         return self.bytes.as_strided((pages, K, N, C), (self.block, N * C, C, 1), offset)
 
     def give_back(self, page):
-        self.bytes[page * self.block : (page + 1) * self.block] = 255
+        for pages in self.kinds:
+            pages[page] = self.fill
         self.free.append(page)
 
     def state(self, requests):
+        """The ring's pages, of mean queries, are those of tokens."""
         state = super().state(requests)
         return state._replace(entries=Pages(self.records, state.entries.table))
+
+    def kept(self, request):
+        """The parts of the records of a request's complete groups, by name: ``[1, K, G, columns]``."""
+        groups = request.seen // self.method.group_size
+        records = self.records[torch.tensor(request.entries, device=self.bytes.device)]
+        return self.form.unpack(records.transpose(0, 1).flatten(1, 2)[None, :, :groups])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from ops.test_hopper_compiles import SHARED_MEMORY, compiled  # noqa: F401
+from record_pool import RecordPool
 from step_states import empty, step_settings, with_store
 
 import condense
@@ -30,6 +31,25 @@ def test_the_index_is_multiplied_in_halves(bits, slots, compiled, monkeypatch): 
     score = compiled[1]
     assert "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16" in score.asm["ptx"]
     assert "sub.rn.f16x2" in score.asm["ptx"]
+    assert len(compiled) == 5
+    assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
+
+
+@pytest.mark.parametrize("method", [condense.Recall(), condense.Recall(store_bits=4, entry_bits=4, num_recall=0.3)])
+def test_the_step_over_pages_compiles(method, compiled, monkeypatch):  # noqa: F811
+    """The same kernels with rows found by tables, within shared memory; codes are multiplied in halves."""
+    table = recall_step_plan._table
+    monkeypatch.setattr(recall_step_plan, "_table", lambda device, *args: table(torch.device("cuda"), *args))
+    monkeypatch.setattr(recall_step_plan, "gpu_of", lambda device: host.Gpu((9, 0), 132))
+    monkeypatch.setattr(limits, "absence", lambda device: [])
+    pool = RecordPool(method, (2, 128, 128), num_pages=60, dtype=torch.bfloat16, slots=16, per_page=16)
+    request = pool.add(300)
+    request.reserve(300)
+    token = [torch.zeros(1, heads, 128, dtype=torch.bfloat16) for heads in (8, 2, 2)]
+    recall_step_plan.plan_of.cache_clear()
+    pool.read([(request, token)], scale=0.1, backend="triton")
+    recall_step_plan.plan_of.cache_clear()
+    assert "sub.rn.f16x2" in compiled[1].asm["ptx"]
     assert len(compiled) == 5
     assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from oracles import oracle
 from paged_pool import NULL, Pool, complete_a_prefix
+from record_pool import RecordPool
 
 import condense
 
@@ -154,6 +155,28 @@ def test_entries_in_fewer_bits_are_refused():
     pool.plan = replace(pool.plan, settings=replace(pool.plan.settings, entry_bits=4))
     with pytest.raises(ValueError, match="use entry_bits=16"):
         pool.read([(pool.add(3), random_tokens(3))], scale=SCALE)
+
+
+IN_RECORDS = {
+    "last-4": METHODS["last"].replace(entry_bits=4),
+    "odd-window-matched": METHODS["last-odd-window"].replace(rep_bias="matched"),
+    "streaming-matched-8": METHODS["streaming"].replace(rep_bias="matched", entry_bits=8),
+    "no-scores": METHODS["streaming-no-scores"],
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+@pytest.mark.parametrize("method", IN_RECORDS.values(), ids=IN_RECORDS)
+def test_entries_in_records(method, chunk, backend):
+    """Pages of bytes hold what pages of numbers cannot: entries in fewer bits, and biases of their own."""
+    length = 100
+    qkv, pool = random_tokens(length), RecordPool(method, (K, D, DV))
+    request = pool.add(length)
+    outs = [
+        pool.read([(request, cut(qkv, i, i + chunk))], scale=SCALE, backend=backend)[0] for i in range(0, length, chunk)
+    ]
+    torch.testing.assert_close(torch.cat(outs), whole(qkv, method), **EXACT)
 
 
 def test_nothing_new_writes_nothing():

@@ -28,7 +28,7 @@ EVERY = 1 if DEVICE == "cuda" else 5
 @pytest.fixture(autouse=True)
 def scratch(monkeypatch):
     """Poisoned, so that what no kernel wrote is not read; the last one is handed to the test."""
-    original, last = recall_step._scratch, []
+    original, last = recall_step.scratch_of, []
 
     def poisoned(*args):
         buffers = original(*args)
@@ -37,7 +37,7 @@ def scratch(monkeypatch):
         last[:] = [buffers]
         return buffers
 
-    monkeypatch.setattr(recall_step, "_scratch", poisoned)
+    monkeypatch.setattr(recall_step, "scratch_of", poisoned)
     return last
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from condense.config import MethodConfig, method_from_dict, method_from_text
 from condense.methods.layout import NO_FIRST, FirstEntries, Layout, check_layout
-from condense.ops import NO_EXTRAS, Chunks, Extras, Source, Spans, StepSettings, attend, group_scores
+from condense.ops import NO_EXTRAS, Chunks, Extras, Source, Spans, StepSettings, attend
 from condense.ops.tensors.per_row import PerRow, broadcast_rows
 from condense.ops.tensors.sampling import Sample
 
@@ -255,17 +255,6 @@ def split_bias(
     if method.layout.matched and extra:
         return extra[0][..., 0], tuple(extra[1:])
     return entry_bias(method, k.shape[2], k.device, first), tuple(extra)
-
-
-def matched_bias(summary: Tensor, k: Tensor, lse: Tensor, *, scale: float, backend: str) -> Tensor:
-    """Biases that make entries weigh for their summary query what their tokens weigh together, ``[B, K, G, 1]``.
-
-    ``ln sum_i exp(scale * summary . k_i) - scale * summary . k``: lse ``[B, K, G]`` is the first term and k
-    ``[B, K, G, D]`` the entries' keys in the dtype of the tokens, before they are rounded to fewer bits; summary
-    ``[B, K, G, D]``. For weighted keys this is the entropy of the weights: ln(g) for equal scores, 0 where one token
-    has all the weight. float32 or wider.
-    """
-    return (lse - group_scores(summary, k[..., None, :], scale=scale, backend=backend)[..., 0])[..., None]
 
 
 def step_settings(method: Method) -> StepSettings:

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from condense.config import Removed, check_bool, check_choice, check_int, check_number
-from condense.methods.base import Method, Prompt, PromptPlan, matched_bias
+from condense.methods.base import Method, Prompt, PromptPlan
 from condense.methods.grouped import REP_BIASES, RepBias
 from condense.methods.layout import ChunkPooling, Layout, Lookahead
 from condense.methods.prompt import FocalTokens, Grouping, exact_prompt, focal_prompt, highest, take
-from condense.ops import Chunks, UniformRule, group_scores, importance, pool
+from condense.ops import Chunks, UniformRule, group_scores, importance, matched_bias, pool
 from condense.ops.tensors.per_row import PerRow, map_rows
 from condense.ops.tensors.sampling import scramble
 

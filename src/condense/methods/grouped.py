@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from condense.config import check_bits, check_bool, check_choice, check_int
-from condense.methods.base import Method, matched_bias
+from condense.methods.base import Method
 from condense.methods.layout import ChunkPooling, Layout, Lookahead
-from condense.ops import POOLINGS, Chunks, Pooling, UniformRule, pool_groups
+from condense.ops import POOLINGS, Chunks, Pooling, UniformRule, matched_bias, pool_groups
 
 Summary = Literal["last", "streaming", "prompt"]
 RepBias = Literal["none", "log_size", "matched"]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from condense.config import Removed, check_bits, check_choice, check_int
-from condense.methods.base import Context, Method, matched_bias
+from condense.methods.base import Context, Method
 from condense.methods.grouped import REP_BIASES, RepBias
 from condense.methods.layout import ChunkPooling, Layout
 from condense.ops import (
@@ -34,6 +34,7 @@ from condense.ops import (
     UniformRule,
     attend,
     attend_recall,
+    matched_bias,
     pool_groups,
 )
 from condense.ops.recall import (

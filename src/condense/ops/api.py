@@ -195,6 +195,17 @@ def group_scores(summary: Tensor, k: Tensor, *, scale: float, backend: str = "au
     return _plain(backend).group_scores(summary, k, scale=scale)
 
 
+def matched_bias(summary: Tensor, k: Tensor, lse: Tensor, *, scale: float, backend: str) -> Tensor:
+    """Biases that make entries weigh for their summary query what their tokens weigh together, ``[B, K, G, 1]``.
+
+    ``ln sum_i exp(scale * summary . k_i) - scale * summary . k``: lse ``[B, K, G]`` is the first term and k
+    ``[B, K, G, D]`` the entries' keys in the dtype of the tokens, before they are rounded to fewer bits; summary
+    ``[B, K, G, D]``. For weighted keys this is the entropy of the weights: ln(g) for equal scores, 0 where one token
+    has all the weight. float32 or wider.
+    """
+    return (lse - group_scores(summary, k[..., None, :], scale=scale, backend=backend)[..., 0])[..., None]
+
+
 def pool(x: Tensor, scores: Tensor, *, how: Pooling, backend: str = "auto") -> Tensor:
     """Pool each group to one vector.
 

@@ -6,6 +6,7 @@ Shapes: T new tokens of all requests, H query heads, K KV heads, D and Dv widths
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -40,41 +41,50 @@ def read_paged(
     or records, then comes attention: a request may read pages that another one writes in the same call.
 
     settings, without a choice: groups whose ``summary_delay`` is a multiple of g, at most g queries in a summary query,
-    no focal tokens, entries of 16 bits. With a choice: a store on the device, ``num_summary`` 0, and ``summary_delay``
-    0, so that a record depends on the tokens of its group alone and is made when the last of them is read. Delays do
-    not change what such a method computes: take `condense.methods.step_settings` and set it to 0.
+    no focal tokens; entries of 16 bits without biases of their own, or pages of records. With a choice: a store on the
+    device, ``num_summary`` 0, and ``summary_delay`` 0, so that a record depends on the tokens of its group alone and is
+    made when the last of them is read. Delays do not change what such a method computes: take
+    `condense.methods.step_settings` and set it to 0.
     backend: "reference"; else as in `condense.ops.attend` for requests with several new tokens. Those with one are read
-    by "triton" or "torch"; "auto" is "triton" on CUDA where it can run. With a choice it is "torch".
+    by "triton" or "torch"; "auto" is "triton" on CUDA where it can run, which without a choice is not over records.
     Raises ValueError for an unknown backend, for an explicit one that cannot run here, for settings that pages cannot
-    hold and, with a choice, for pages that are not as `PagedState` says.
+    hold and for pages of records that are not as `PagedState` says.
     """
     q, k, v = qkv
-    _check_settings(settings)
+    _check_settings(settings, state)
     has_kernels = _has_kernels(check_backend(backend), q, k, v, settings)
-    if settings.choice is not None:
+    if state.holds_records:
         _check_records(state, k, v, settings)
-        steps = new.num_steps if backend != "reference" else 0
-        first, seen = state.first(steps), new.seen_on_device[:steps]
-        own = OwnEntries(functools.partial(represent, settings=settings))
-        if steps:
-            torch_step.store(k[:steps], v[:steps], first, seen, settings, own, scale=scale)
-        read_requests(qkv, state, new, settings, out, first=steps, scale=scale, backend=backend)
-        if steps:
-            out[:steps] = torch_step.attend(q[:steps], first, seen, settings, own, scale=scale)
-        return
-    if backend == "reference":
+        if has_kernels and settings.choice is None:
+            if backend != "auto":
+                raise ValueError(f"backend {backend!r} reads single entries in pages, not records; use backend='torch'")
+            has_kernels = False
+    elif backend == "reference":
         out.copy_(reference.read_paged(q, k, v, state, new, settings, scale=scale))
         return
-    steps = new.num_steps if has_kernels else 0
+    steps = new.num_steps if has_kernels or (settings.choice is not None and backend != "reference") else 0
     if steps == 0:
         read_requests(qkv, state, new, settings, out, first=0, scale=scale, backend=backend)
         return
-    from condense.ops.triton import paged_step
-
-    first, seen = state.first(steps), new.seen_on_device[:steps]
-    paged_step.store(q[:steps], k[:steps], v[:steps], first, seen, settings, scale=scale)
+    ones, first, seen = tuple(x[:steps] for x in qkv), state.first(steps), new.seen_on_device[:steps]
+    store, attend = _step_of(settings, new, has_kernels)
+    store(*ones, first, seen, settings, scale=scale)
     read_requests(qkv, state, new, settings, out, first=steps, scale=scale, backend=backend)
-    paged_step.attend(q[:steps], first, seen, settings, scale=scale, out=out[:steps])
+    attend(q[:steps], first, seen, settings, scale=scale, out=out[:steps])
+
+
+def _step_of(settings: StepSettings, new: NewTokens, has_kernels: bool) -> tuple[Callable[..., None], ...]:
+    """The two halves of a step, `store` and `attend` of `condense.ops.torch.paged_step` and of its like."""
+    if not has_kernels:
+        own = OwnEntries(functools.partial(represent, settings=settings))
+        return tuple(functools.partial(x, own=own) for x in (torch_step.store, torch_step.attend))
+    if settings.choice is None:
+        from condense.ops.triton import paged_step
+
+        return paged_step.store, paged_step.attend
+    from condense.ops.triton import paged_recall_step
+
+    return paged_recall_step.store, functools.partial(paged_recall_step.attend, before=new.before)
 
 
 def _has_kernels(backend: str, q: Tensor, k: Tensor, v: Tensor, settings: StepSettings) -> bool:
@@ -84,11 +94,14 @@ def _has_kernels(backend: str, q: Tensor, k: Tensor, v: Tensor, settings: StepSe
     return backend in ("triton", "hopper")
 
 
-def _check_settings(settings: StepSettings) -> None:
-    """Raise ValueError for settings of a method that pages cannot hold."""
+def _check_settings(settings: StepSettings, state: PagedState) -> None:
+    """Raise ValueError for settings of a method that these pages cannot hold."""
+    if not state.holds_records and (settings.entry_bits < 16 or settings.matched or settings.choice is not None):
+        raise ValueError(
+            "entries must be pages of records, uint8, with a choice, matched biases or fewer than 16 bits, got "
+            f"{state.entries.cache.dtype}: pages of the dtype of k hold CCA and LCA alone: use entry_bits=16"
+        )
     if settings.choice is None:
-        if settings.entry_bits < 16:
-            raise ValueError(f"entries in pages have 16 bits, got entry_bits={settings.entry_bits}: use entry_bits=16")
         return
     if settings.num_summary > 0:
         raise ValueError(

@@ -90,26 +90,32 @@ class _Request:
         window, spans = Source(tokens[..., :D], tokens[..., D:]), RuleSpans(rule, self.before, window_start)
         closed = rule.closed(self.seen)
         rows = _load(self.state.entries, self.row, self._shift, self._shift + closed)
-        if self.settings.choice is not None and closed > 0:
-            return self._attend_records(rows, window, spans)
-        entries = Source(rows[..., :D], rows[..., D:], self.settings.bias or None)
-        if self.settings.choice is not None:
+        if not self.state.holds_records:
+            entries = Source(rows[..., :D], rows[..., D:], self.settings.bias or None)
+        elif closed == 0:
             entries = Source(*(x[:, :, :0] for x in window[:2]))
+        else:
+            parts = record_format(self.settings, self._widths, self.k.dtype).unpack(rows)
+            if self.settings.choice is not None:
+                return self._attend_groups(parts, window, spans)
+            entries = self._unpacked(parts)
         return attend(self.q, (entries, window), spans, scale=self.scale, backend=self.backend)[0]
 
-    def _attend_records(self, records: Tensor, window: Source, spans: RuleSpans) -> Tensor:
-        """Attention to the window and to closed groups, of which each query opens some; records ``[1, K, G, C]``."""
+    def _unpacked(self, parts: dict[str, Tensor]) -> Source:
+        """The entries in records."""
+        settings, form, dtype = self.settings, self.settings.entry_format, self.k.dtype
+        names = zip(("entries_k", "entries_v"), self._widths, strict=True)
+        bias = parts["biases"][..., 0] if settings.matched else settings.bias or None
+        k, v = (form.unpack(parts[name], width, dtype) for name, width in names)
+        return Source(k, v, bias)
+
+    def _attend_groups(self, parts: dict[str, Tensor], window: Source, spans: RuleSpans) -> Tensor:
+        """Attention to the window and to closed groups, of which each query opens some, by the parts of records."""
         settings, choice, g = self.settings, self.settings.choice, self.rule.chunk
         assert choice is not None
-        (D, Dv), dtype = self._widths, self.k.dtype
-        parts = record_format(settings, (D, Dv), dtype).unpack(records)
-        store = Source(*settings.store_format.unpack(parts["store"], D, Dv, dtype))
+        store = Source(*settings.store_format.unpack(parts["store"], *self._widths, self.k.dtype))
         # if no query sees entries, the first token of each group takes the place of its entry
-        entries = Source(store.k[:, :, ::g], store.v[:, :, ::g])
-        if choice.pool:
-            form = settings.entry_format
-            k, v = (form.unpack(parts[x], n, dtype) for x, n in (("entries_k", D), ("entries_v", Dv)))
-            entries = Source(k, v, settings.bias or None)
+        entries = self._unpacked(parts) if choice.pool else Source(store.k[:, :, ::g], store.v[:, :, ::g])
         index = GroupIndex(parts["codes"], parts.get("grid", parts["codes"][..., :0]))
         return attend_recall(
             self.q,
@@ -130,7 +136,7 @@ class _Request:
         return self.settings.summary_delay // self.rule.chunk
 
     def _entries(self, first: int, end: int) -> Tensor:
-        """Entries of groups ``[first, end)``, ``[1, K, G, D + Dv]``; with a choice their records ``[1, K, G, C]``."""
+        """Entries of groups ``[first, end)``, ``[1, K, G, D + Dv]``, or their records ``[1, K, G, C]``."""
         settings, num, (g, D) = self.settings, end - first, (self.rule.chunk, self.k.shape[3])
         tokens, summary = _load(self.state.window, self.row, first * g, end * g), None
         if settings.num_summary > 0:
@@ -139,7 +145,7 @@ class _Request:
             summary = summarize(self.q, self._past_queries(start), spans, backend=self.backend)
         chunks = Chunks(tokens[..., :D], tokens[..., D:], 0, num, g, first)
         kept = represent(chunks, summary, settings, scale=self.scale, backend=self.backend)
-        if settings.choice is None:
+        if not self.state.holds_records:
             return torch.cat(kept, dim=3)
         named = dict(zip(entry_names(settings), packed(kept, settings), strict=True))
         return record_format(settings, self._widths, self.k.dtype).pack(named)

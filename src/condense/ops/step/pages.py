@@ -6,9 +6,11 @@ widths, g tokens per group.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -37,10 +39,10 @@ class PagedState(NamedTuple):
 
     window: in the dtype of k, slot t holds the token at position t, ``[k | v]``, C = D + Dv. A method with a choice
     reads the newest ``window + g`` tokens.
-    entries: in the dtype of k, slot ``j + summary_delay / g`` holds the entry of group j, ``[k | v]``. With a choice
-    uint8, slot j holds the record of group j, C bytes as `condense.ops.step.record_format` lays them out; it is
-    written when the last token of the group is read, and depends on the group's tokens alone. Pages lie at multiples
-    of 16 bytes, at any distance.
+    entries: slot ``j + summary_delay / g`` holds the entry of group j, ``[k | v]`` in the dtype of k. Or uint8, for any
+    settings, and always with a choice: it holds the record of group j, C bytes as `condense.ops.step.record_format`
+    lays them out. With a choice the delay is 0: a record is written when the last token of its group is read, and
+    depends on the group's tokens alone. Pages of records lie at multiples of 16 bytes, at any distance.
     ring: in the dtype of k, slot ``t % N`` of a request's only page holds the mean query of position t in its first D
     columns; None for methods that need one query or none (`condense.serving.plan`).
     Slots that a request has not filled, or needs no more, are not read and may hold anything.
@@ -49,6 +51,11 @@ class PagedState(NamedTuple):
     window: Pages
     entries: Pages
     ring: Pages | None
+
+    @property
+    def holds_records(self) -> bool:
+        """True if entries stand in records."""
+        return self.entries.cache.dtype == torch.uint8
 
     def first(self, count: int) -> PagedState:
         """The state of the first ``count`` requests."""
@@ -69,3 +76,11 @@ class NewTokens:
     seen: list[int]
     seen_on_device: Tensor
     num_steps: int = 0
+
+    @functools.cached_property
+    def before(self) -> Tensor:
+        """Tokens of the requests before each, int64 ``[R]`` on the device; all layers share what the first computes.
+
+        In a captured graph it is computed anew by every replay, if it was not asked for before the capture.
+        """
+        return self.seen_on_device.cumsum(0) - self.seen_on_device

@@ -76,7 +76,7 @@ class StepSettings(Numbered):
     num_focal: number of tokens of a chunk that become entries of their own: those with the highest scores, ties to the
     earlier; they come first, in order of position. The others are pooled. has_first: True if rows may have first
     entries, so that ``StepState.first`` is read.
-    matched: each entry has a bias of its own (`condense.methods.base.matched_bias`) in place of ``bias``.
+    matched: each entry has a bias of its own (`condense.ops.matched_bias`) in place of ``bias``.
     entry_bits: of `condense.ops.entries.EntryFormat`; with 8 or 4 bits, an entry is rounded when it is made.
     choice: the groups whose exact tokens a query sees; None for a method that keeps no tokens of closed groups.
     """

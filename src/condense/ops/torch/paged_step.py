@@ -21,12 +21,13 @@ from condense.ops.types import Chunks
 
 
 def store(
-    k: Tensor, v: Tensor, state: PagedState, seen: Tensor, settings: StepSettings, own: OwnEntries, *, scale: float
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, state: PagedState, seen: Tensor, settings: StepSettings, *, scale: float,
+    own: OwnEntries,
+) -> None:  # fmt: skip
     """Store one token of each request, and the record of a group that it completes.
 
-    k ``[R, K, D]``, v ``[R, K, Dv]``; seen int ``[R]`` on the device: tokens of each request, the new one included; 0
-    for an unused place, where nothing is stored. own: makes what a record holds.
+    q ``[R, H, D]``, which no record needs, k ``[R, K, D]``, v ``[R, K, Dv]``; seen int ``[R]`` on the device: tokens of
+    each request, the new one included; 0 for an unused place, where nothing is stored. own: makes what a record holds.
     """
     g, t = settings.rule.chunk, seen.long() - 1
     _write(state.window, t, torch.cat([k, v], dim=2), t >= 0)
@@ -42,14 +43,16 @@ def store(
 
 
 def attend(
-    q: Tensor, state: PagedState, seen: Tensor, settings: StepSettings, own: OwnEntries, *, scale: float
-) -> Tensor:
-    """Attention ``[R, H, Dv]`` of one token q ``[R, H, D]`` of each request, after `store`; 0 for unused places."""
+    q: Tensor, state: PagedState, seen: Tensor, settings: StepSettings, *, scale: float, out: Tensor, own: OwnEntries
+) -> None:
+    """Write the attention of one token q ``[R, H, D]`` of each request, after `store`, to ``out`` ``[R, H, Dv]``; 0 for
+    unused places.
+    """
     seen = seen.long()
     buffers = _gathered(state, q.shape[2], seen, settings)
     rows = q[:, :, None]
     call = StepCall(NewToken(rows, rows[:, :0], rows[:, :0]), buffers, settings, scale)
-    return step.attend(call, seen, seen > 0, own)[0][:, :, 0]
+    out.copy_(step.attend(call, seen, seen > 0, own)[0][:, :, 0])
 
 
 def _gathered(state: PagedState, D: int, seen: Tensor, settings: StepSettings) -> StepState:

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from condense.ops.triton.device.address import page_row
 from condense.ops.triton.device.entry import Chunk, Queries, RequestPages, make_entries, mean_query, summary_query
 from condense.ops.triton.device.parts import load_row, load_rows, store_row
 from condense.ops.triton.device.softmax import add_keys, empty_softmax, join_parts, key_products, store_part
@@ -53,8 +54,7 @@ def _pages(ptr, table_ptr, request, head, strides, KIND: tl.constexpr):
 @triton.jit
 def _slot(pages, position, KIND: tl.constexpr):
     """Offset of the row of one position."""
-    page = tl.load(pages.table + position // KIND.page).to(tl.int64)
-    return page * pages.s_page + (position % KIND.page) * pages.s_k
+    return page_row(pages.table, position, None, KIND.page, pages.s_page, pages.s_k)
 
 
 @triton.jit

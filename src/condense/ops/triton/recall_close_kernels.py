@@ -12,11 +12,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from condense.ops.recall import index
+from condense.ops.triton.device.address import Tokens, form_row, part_at, token_rows
 from condense.ops.triton.device.codes import row_width
 from condense.ops.triton.device.entry import (
     Buffer,
     Chunk,
     Queries,
+    RequestPages,
     make_entries,
     matched_bias,
     mean_query,
@@ -24,7 +26,7 @@ from condense.ops.triton.device.entry import (
     summary_query,
 )
 from condense.ops.triton.device.parts import load_row, store_row
-from condense.ops.triton.recall_store_kernels import put_keys, put_values, ring_tokens
+from condense.ops.triton.recall_store_kernels import chunk_tokens, put_keys, put_values
 
 
 class Index(NamedTuple):
@@ -43,12 +45,18 @@ class Index(NamedTuple):
     words_tile: int
 
 
-class _Ring(NamedTuple):
-    """A KV head's ring of keys. keys: pointer to it. new: pointer to the newest key. size: slots."""
+class StepRow(NamedTuple):
+    """The task of a step in one row.
 
-    keys: Any
-    new: Any
-    size: Any
+    t: position of the new token. live: whether there is one. all_closed: closed groups. closed: those that there is
+    room for. start: place of the row's first group in scratch memory that all rows share; 0 if each has its own.
+    """
+
+    t: Any
+    live: Any
+    all_closed: Any
+    closed: Any
+    start: Any
 
 
 _MARGIN = tl.constexpr(index.MARGIN)
@@ -65,22 +73,34 @@ def after_the_last(EARLY: tl.constexpr):
 
 
 @triton.jit
-def row_of_step(seen_ptr, real_ptr, b, window, G, g: tl.constexpr, HAS_REAL: tl.constexpr):
-    """Position of row b's new token, whether there is one, closed groups, and these limited to the buffers' G."""
+def row_of_step(
+    seen_ptr, real_ptr, before_ptr, b, window, G, g: tl.constexpr, HAS_REAL: tl.constexpr, PAGED: tl.constexpr
+):  # fmt: skip
+    """The `StepRow` of row b. G: groups that there is room for, of this row; with ``before`` of all rows together.
+
+    before: tokens of the rows before each; None where each row has room of its own. PAGED: ``seen`` counts the new
+    token, and is 0 for rows that have none.
+    """
     t = tl.load(seen_ptr + b).to(tl.int32)
+    if PAGED:
+        t -= 1
     live = t >= 0
     if HAS_REAL:
         live = live & (tl.load(real_ptr + b) != 0)
     closed = tl.where(live, tl.maximum(t + 1 - window, 0) // g, 0)
-    return t, live, closed, tl.minimum(closed, G)
+    if before_ptr is None:
+        return StepRow(t, live, closed, tl.minimum(closed, G), 0)
+    else:
+        start = (tl.load(before_ptr + b) // g).to(tl.int32)
+        return StepRow(t, live, closed, tl.where(start + closed <= G, closed, 0), start)
 
 
 @triton.jit
-def _block(ring, start, t, LO: tl.constexpr, D: tl.constexpr, INDEX: tl.constexpr):
+def _block(keys, start, t, LO: tl.constexpr, D: tl.constexpr, INDEX: tl.constexpr, NEAR: tl.constexpr):
     """Lowest and highest key of the block that begins at position ``start``; columns from LO on."""
     i = tl.arange(0, INDEX.tokens_tile)
     inside = i < INDEX.tokens
-    x = ring_tokens(ring.keys, ring.new, start + i, t, ring.size, inside, LO, D, INDEX.columns_tile)
+    x = chunk_tokens(keys, start + i, t, inside, LO, D, INDEX.columns_tile, NEAR)
     low = tl.min(tl.where(inside[:, None], x, float("inf")), 0)
     return low, tl.max(tl.where(inside[:, None], x, float("-inf")), 0)
 
@@ -94,7 +114,7 @@ def _codes(x, step, zero, LEVELS: tl.constexpr, UPWARDS: tl.constexpr):
 
 
 @triton.jit
-def _put_index(ring, codes_ptr, grid_ptr, first, t, D: tl.constexpr, INDEX: tl.constexpr):
+def _put_index(keys, codes_ptr, grid_ptr, first, t, D: tl.constexpr, INDEX: tl.constexpr, NEAR: tl.constexpr):
     """Write the index of the group that begins at position ``first``."""
     BITS: tl.constexpr = INDEX.bits
     PARTS: tl.constexpr = 2 if BITS == 4 else 1
@@ -106,7 +126,7 @@ def _put_index(ring, codes_ptr, grid_ptr, first, t, D: tl.constexpr, INDEX: tl.c
     if BITS < 16:
         for part in tl.static_range(PARTS):
             for block in range(INDEX.blocks):
-                low, high = _block(ring, first + block * INDEX.tokens, t, part * C, D, INDEX)
+                low, high = _block(keys, first + block * INDEX.tokens, t, part * C, D, INDEX, NEAR)
                 lowest = tl.minimum(lowest, tl.min(tl.where(c < C, low, float("inf")), 0))
                 largest = tl.maximum(largest, tl.max(tl.where(c < C, high, float("-inf")), 0))
         LEVELS: tl.constexpr = 2**BITS - 1
@@ -115,14 +135,14 @@ def _put_index(ring, codes_ptr, grid_ptr, first, t, D: tl.constexpr, INDEX: tl.c
         tl.store(grid_ptr, step)
         tl.store(grid_ptr + 1, zero)
     for block in range(INDEX.blocks):
-        low, high = _block(ring, first + block * INDEX.tokens, t, 0, D, INDEX)
+        low, high = _block(keys, first + block * INDEX.tokens, t, 0, D, INDEX, NEAR)
         if BITS == 16:
             codes_low, codes_high = low, high
         else:
             codes_low = _codes(low, step, zero, LEVELS, False)
             codes_high = _codes(high, step, zero, LEVELS, True)
         if BITS == 4:
-            low, high = _block(ring, first + block * INDEX.tokens, t, C, D, INDEX)
+            low, high = _block(keys, first + block * INDEX.tokens, t, C, D, INDEX, NEAR)
             codes_low += _codes(low, step, zero, LEVELS, False) * 16
             codes_high += _codes(high, step, zero, LEVELS, True) * 16
         element = codes_ptr.dtype.element_ty
@@ -131,23 +151,23 @@ def _put_index(ring, codes_ptr, grid_ptr, first, t, D: tl.constexpr, INDEX: tl.c
 
 
 @triton.jit
-def _put_token(new_ptr, ring_ptr, t, W, D: tl.constexpr, P: tl.constexpr):
-    """Write the new token to the ring."""
+def _put_token(tokens, t, D: tl.constexpr, P: tl.constexpr, NEAR: tl.constexpr):
+    """Write the new token to its row."""
     d = tl.arange(0, P)
-    new = tl.load(new_ptr + d, mask=d < D, other=0.0)
-    tl.store(ring_ptr + (t % W).to(tl.int64) * D + d, new, mask=d < D)
+    new = tl.load(tokens.new + d, mask=d < D, other=0.0)
+    tl.store(tokens.rows + token_rows(tokens.place, t, None, D, NEAR) + d, new, mask=d < D)
 
 
 @triton.jit
 def _put_group(
-    ring_ptr, new_ptr, store_ptr, first, t, W,
-    g: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr,
+    tokens, store_ptr, first, t, g: tl.constexpr, D: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr,
+    NEAR: tl.constexpr,
 ):  # fmt: skip
     """Write the tokens of the group that begins at position ``first`` to its place in the store, as they are."""
     d = tl.arange(0, P)
     for start in range(0, g, 16):
         i = start + tl.arange(0, 16)
-        x = ring_tokens(ring_ptr, new_ptr, first + i, t, W, i < g, 0, D, P)
+        x = chunk_tokens(tokens, first + i, t, i < g, 0, D, P, NEAR)
         at = i[:, None] * WIDTH + d[None, :]
         tl.store(store_ptr + at, x.to(store_ptr.dtype.element_ty), mask=(i < g)[:, None] & (d < D)[None, :])
 
@@ -176,52 +196,74 @@ def _put_entry(heads, past_queries, entries, ring, biases_ptr, group, chunk, clo
 @triton.jit
 def recall_close_kernel(
     q_ptr, k_ptr, v_ptr, entries_k_ptr, entries_v_ptr, codes_ptr, grid_ptr, store_ptr, ring_k_ptr, ring_v_ptr, seen_ptr,
-    ring_q_ptr, biases_ptr, real_ptr, arrived_ptr, s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, K, R, G, W, N, Q, window, scale,
+    ring_q_ptr, biases_ptr, real_ptr, arrived_ptr, near_ptr, far_ptr,
+    s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, K, R, G, W, N, Q, delay, scale,
     P: tl.constexpr, PV: tl.constexpr, PS: tl.constexpr,
-    INDEX: tl.constexpr, FORM: tl.constexpr, KIND: tl.constexpr,
+    INDEX: tl.constexpr, FORM: tl.constexpr, KIND: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Write the new token to rings, entries, index and store; grid (B * K, 4): keys, values, index, entry.
 
-    PS: columns of bytes of a stored key or value. arrived int32 ``[B, K]`` becomes 0, for the kernel that chooses.
+    A group is kept once ``delay`` tokens have followed it. PS: columns of bytes of a stored key or value. arrived int32
+    ``[B, K]`` becomes 0, for the kernel that chooses; None: it is not needed. near, far: tables of the pages of tokens
+    and of records; None for rings and arrays.
     """
     if KIND.early:
         gdc_launch_dependents()
     head, work = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if work == 0:
-        tl.store(arrived_ptr + head, 0)
+    if arrived_ptr is not None:  # noqa: SIM102 - known when the kernel is compiled
+        if work == 0:
+            tl.store(arrived_ptr + head, 0)
     b, kvh = head // K, head % K
     g: tl.constexpr = FORM.g
     D: tl.constexpr = FORM.D
     DV: tl.constexpr = FORM.DV
-    t, live, closed, _ = row_of_step(seen_ptr, real_ptr, b, window, G, g, KIND.has_real)
+    row = row_of_step(seen_ptr, real_ptr, None, b, delay, G, g, KIND.has_real, NEAR is not None)
+    t, live, closed = row.t, row.live, row.all_closed
     group = closed - 1
     first = group * g
-    closes = live & (t + 1 - window == closed * g) & (closed > 0) & (closed <= G)
+    closes = live & (t + 1 - delay == closed * g) & (closed > 0) & (closed <= G)
     k_ptr += b * s_kb + kvh * s_kh
     v_ptr += b * s_vb + kvh * s_vh
-    ring_k_ptr += head * W * D
-    ring_v_ptr += head * W * DV
-    store_ptr += (head * (N // g) + group) * FORM.piece
+    place = W
+    if NEAR is None:
+        ring_k_ptr += head * W * D
+        ring_v_ptr += head * W * DV
+    else:
+        place = near_ptr + b * NEAR.s_table
+        ring_k_ptr += kvh * NEAR.s_head
+        ring_v_ptr += kvh * NEAR.s_head
+        record = kvh * FAR.s_head + form_row(far_ptr + b * FAR.s_table, group, closes, FAR)
+    keys, values = Tokens(ring_k_ptr, k_ptr, place), Tokens(ring_v_ptr, v_ptr, place)
+    if FAR is None:
+        store_ptr += (head * (N // g) + group) * FORM.piece
+    else:
+        store_ptr += part_at(store_ptr, record)
     if live & (work == 0):
         if closes:
             if FORM.bits == 16:
-                _put_group(ring_k_ptr, k_ptr, store_ptr, first, t, W, g, D, P, D + DV)
+                _put_group(keys, store_ptr, first, t, g, D, P, D + DV, NEAR)
             else:
-                put_keys(ring_k_ptr, k_ptr, store_ptr, first, t, W, FORM, PS)
-        _put_token(k_ptr, ring_k_ptr, t, W, D, P)
+                put_keys(keys, store_ptr, first, t, FORM, PS, NEAR)
+        _put_token(keys, t, D, P, NEAR)
     if DV > 0:  # noqa: SIM102 - latents have no values of their own
         if live & (work == 1):
             if closes:
                 if FORM.bits == 16:
-                    _put_group(ring_v_ptr, v_ptr, store_ptr + D, first, t, W, g, DV, PV, D + DV)
+                    _put_group(values, store_ptr + D, first, t, g, DV, PV, D + DV, NEAR)
                 else:
-                    put_values(ring_v_ptr, v_ptr, store_ptr, first, t, W, FORM, PS)
-            _put_token(v_ptr, ring_v_ptr, t, W, DV, PV)
+                    put_values(values, store_ptr, first, t, FORM, PS, NEAR)
+            _put_token(values, t, DV, PV, NEAR)
     if closes & (work == 2):
         F: tl.constexpr = 2 * INDEX.blocks
         C: tl.constexpr = D // 2 if INDEX.bits == 4 else D
-        at = head * G + group
-        _put_index(_Ring(ring_k_ptr, k_ptr, W), codes_ptr + at * F * C, grid_ptr + at * 2, first, t, D, INDEX)
+        if FAR is None:
+            at = head * G + group
+            codes_ptr += at * F * C
+            grid_ptr += at * 2
+        else:
+            codes_ptr += part_at(codes_ptr, record)
+            grid_ptr += part_at(grid_ptr, record)
+        _put_index(keys, codes_ptr, grid_ptr, first, t, D, INDEX, NEAR)
     if live & (work == 3):
         k = load_row(k_ptr, KIND.D0, KIND.D1)
         v = (k[0],) if KIND.latent else load_row(v_ptr, KIND.V0, KIND.V1)
@@ -230,6 +272,12 @@ def recall_close_kernel(
         past_queries = Queries(ring_q_ptr + head * Q * D, D, Q)
         ROW: tl.constexpr = row_width(D, KIND.entry_bits, k_ptr.dtype.element_ty)
         ROW_V: tl.constexpr = row_width(DV, KIND.entry_bits, k_ptr.dtype.element_ty)
-        entries = Buffer(entries_k_ptr + head * G * ROW, entries_v_ptr + head * G * ROW_V, ROW, ROW_V, G)
-        ring = Buffer(ring_k_ptr, ring_v_ptr, D, DV, W)
-        _put_entry(heads, past_queries, entries, ring, biases_ptr + head * G, group, chunk, closes, scale, KIND)
+        if FAR is None:
+            entries = Buffer(entries_k_ptr + head * G * ROW, entries_v_ptr + head * G * ROW_V, ROW, ROW_V, G)
+            ring, slot = Buffer(ring_k_ptr, ring_v_ptr, D, DV, W), group
+        else:
+            at = part_at(entries_k_ptr, record)
+            entries = Buffer(entries_k_ptr + at, entries_v_ptr + at, ROW, ROW_V, G)
+            ring = RequestPages(ring_k_ptr, ring_v_ptr, NEAR.s_slot, NEAR.s_slot, place, NEAR.s_page)
+            slot = group * 0
+        _put_entry(heads, past_queries, entries, ring, biases_ptr + head * G, slot, chunk, closes, scale, KIND)

@@ -17,7 +17,7 @@ from condense.ops.triton.prepared import PreparedStep
 from condense.ops.triton.recall_close_kernels import recall_close_kernel
 from condense.ops.triton.recall_step_choice_kernels import recall_choose_kernel
 from condense.ops.triton.recall_step_kernels import recall_attend_kernel
-from condense.ops.triton.recall_step_plan import plan_of, ranked
+from condense.ops.triton.recall_step_plan import Room, plan_of, ranked
 from condense.ops.triton.recall_step_score_kernels import recall_score_kernel
 from condense.ops.triton.step_kernels import step_join_kernel
 
@@ -51,19 +51,20 @@ _NUM_FLOATS = 6
 
 
 def _scratch_sizes(rows: tuple[int, int], G: int, r: int, splits: tuple[int, int], Dv: int) -> tuple[int, ...]:
-    """Sizes of the fields of `_Scratch`, rounded up so that each begins at a multiple of 128 bytes.
-
-    rows: B * H, B * K.
-    """
+    """The `rounded` sizes of the fields of `_Scratch`. rows: B * H, B * K."""
     (queries, heads), (S0, S1), (_, C, tiles) = rows, splits, ranked(G, r)
     scores = power_of_2(max(G, 1))
     floats = queries * scores, queries * S0, queries * S0, heads * G, queries * S1 * Dv, queries * S1
-    integers = heads * tiles * C, heads * tiles * C, heads * r, heads * r, heads
-    return tuple(cdiv(n, 32) * 32 for n in (*floats, *integers))
+    return rounded((*floats, heads * tiles * C, heads * tiles * C, heads * r, heads * r, heads))
 
 
-def _scratch(sizes: tuple[int, ...], device: torch.device) -> _Scratch:
-    """Allocate scratch memory in two pieces, because each allocation takes time on the host."""
+def rounded(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes of the fields of `_Scratch`, rounded up so that each begins at a multiple of 128 bytes."""
+    return tuple(cdiv(n, 32) * 32 for n in sizes)
+
+
+def scratch_of(sizes: tuple[int, ...], device: torch.device) -> _Scratch:
+    """Allocate scratch memory in two pieces, because each allocation takes time on the host. sizes: `rounded`."""
     floats, integers = sizes[:_NUM_FLOATS], sizes[_NUM_FLOATS:]
     return _Scratch(
         *torch.empty(sum(floats), dtype=torch.float32, device=device).split_with_sizes(floats),
@@ -84,7 +85,7 @@ class RecallKernels(PreparedStep):
         assert choice is not None
         q, k, v = self._dense(token)
         (B, H, _, D), (_, K, _, Dv), G, S = q.shape, v.shape, state.entries_k.shape[2], state.held.shape[2]
-        sizes = (G, state.ring_k.shape[2], state.store.shape[2], S, state.ring_q.shape[2])
+        sizes = Room(G, state.ring_k.shape[2], state.store.shape[2], S, state.ring_q.shape[2])
         widths, scores, has_real = (D, Dv, latent), (scale, extras.softcap), token.real is not None
         plan = plan_of(q.device, q.dtype, (B, H, K), widths, sizes, settings.number, scores, has_real)
         self._width = latent or Dv
@@ -104,20 +105,20 @@ class RecallKernels(PreparedStep):
         entries_k, entries_v, ring_k, ring_v, ring_q, seen, _, _, biases, codes, grid, store, slots, held, order = (
             self.state
         )
-        scratch = _scratch(self._sizes, q.device)
+        scratch = scratch_of(self._sizes, q.device)
         score, top, total, offset, part, lse, key, candidate, groups, place, arrived = scratch
         out = torch.empty(*q.shape[:3], self._width, dtype=q.dtype, device=q.device)
         counts = seen if token.real is None else token.real.contiguous()
         changed = (entries_k, entries_v, codes, grid, store, ring_k, ring_v, seen, ring_q, biases)
         # kernels start on the current device, which may not be that of the tensors in a model spread over several
         with on_device_of(q):
-            self._close((q, k, v, *changed, counts, arrived))
+            self._close((q, k, v, *changed, counts, arrived, None, None))
             if entries_k.shape[2] > 0:
-                self._score((q, self._words, grid, seen, counts, score, top, total))
+                self._score((q, self._words, grid, seen, counts, score, top, total, None, None, None))
                 chosen = (key, candidate, groups, place, offset, held, order, arrived)
-                self._choose((score, top, total, biases, seen, counts, *chosen))
+                self._choose((score, top, total, biases, seen, counts, *chosen, None))
             keys = (entries_k, entries_v, store, ring_k, ring_v, slots)
-            self._attend((q, *keys, groups, place, offset, seen, counts, part, lse))
+            self._attend((q, *keys, groups, place, offset, seen, counts, part, lse, None, None, None))
             self._join((part, lse, out, seen, counts, sink, token.counter))
         return out
 

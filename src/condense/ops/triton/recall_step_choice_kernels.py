@@ -172,15 +172,27 @@ def _find_slots_in_turn(lists, num_open, RANKING: tl.constexpr):
 
 
 @triton.jit
-def _choose(lists, num_open, RANKING: tl.constexpr):
+def _place_of(tile, RANKING: tl.constexpr, IN_STRETCH: tl.constexpr):
+    """Place of a tile's first candidate. IN_STRETCH: a row has a place for each of its closed groups, and no more, so
+    that a tile's candidates, which may be fewer than it passes on, stand where its groups do.
+    """
+    return tile * (RANKING.tile if IN_STRETCH else RANKING.passed)
+
+
+@triton.jit
+def _choose(lists, num_open, closed, RANKING: tl.constexpr, IN_STRETCH: tl.constexpr):
     """Write the open groups of a KV head in rising order: the best ``num_open`` of its candidates. Their offsets become
-    -inf. With slots, also write where each is read, see `_find_slots`.
+    -inf. With slots, also write where each is read, see `_find_slots`. IN_STRETCH: as of `_place_of`.
     """
     n = tl.arange(0, RANKING.candidates_tile)
+    at, there = n, n < RANKING.candidates
+    if IN_STRETCH:
+        at = _place_of(n // RANKING.passed, RANKING, IN_STRETCH) + n % RANKING.passed
+        there = there & (at < closed)
     # other multiprocessors wrote the candidates: they are read past the L1 cache
-    key = tl.load(lists.key + n, mask=n < RANKING.candidates, other=_INT_MIN, cache_modifier=".cg")
+    key = tl.load(lists.key + at, mask=there, other=_INT_MIN, cache_modifier=".cg")
     valid = key > _INT_MIN
-    candidate = tl.load(lists.candidate + n, mask=valid, other=0, cache_modifier=".cg")
+    candidate = tl.load(lists.candidate + at, mask=valid, other=0, cache_modifier=".cg")
     is_open, place = _best(key, valid, num_open)
     tl.store(lists.groups + place, candidate, mask=is_open)
     tl.store(lists.offset + candidate, tl.full(n.shape, float("-inf"), tl.float32), mask=is_open)
@@ -196,8 +208,9 @@ def _choose(lists, num_open, RANKING: tl.constexpr):
 @triton.jit
 def recall_choose_kernel(
     score_ptr, top_ptr, total_ptr, biases_ptr, seen_ptr, real_ptr, key_ptr, candidate_ptr, groups_ptr, place_ptr,
-    offset_ptr, held_ptr, order_ptr, arrived_ptr, K, R, G, S, window, bias, most_opened, part, of,
+    offset_ptr, held_ptr, order_ptr, arrived_ptr, before_ptr, K, R, G, S, window, bias, most_opened, part, of,
     g: tl.constexpr, GROUPS: tl.constexpr, RANKING: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
+    PAGED: tl.constexpr,
 ):  # fmt: skip
     """Write the open groups in rising order, int32 ``[B, K, most_opened]``, as many as `wanted_groups` says; and offset
     float32 ``[B, K, G]``: -inf for open groups, else ``bias``, or the group's own if biases are matched. With slots,
@@ -206,11 +219,12 @@ def recall_choose_kernel(
     Grid (tiles, B * K). Every program finds the best groups of its tile and writes them in rising order: the group and
     its key, int32 ``[B, K, tiles, passed]``, by which groups of all tiles are compared. Behind the closed groups the
     key is the lowest int32. The last program of a KV head to finish chooses among these. arrived int32 ``[B, K]``:
-    finished programs.
+    finished programs. PAGED: lists, keys and offsets are ``[K, G]``, with the groups of a row from its ``start`` on.
     """
     after_the_last(EARLY)
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    _, _, _, closed = row_of_step(seen_ptr, real_ptr, head // K, window, G, g, HAS_REAL)
+    this = row_of_step(seen_ptr, real_ptr, before_ptr, head // K, window, G, g, HAS_REAL, PAGED)
+    closed = this.closed
     BG: tl.constexpr = RANKING.tile
     C: tl.constexpr = RANKING.passed
     group, s = tile * BG + tl.arange(0, BG), tl.arange(0, RANKING.splits_tile)
@@ -219,7 +233,11 @@ def recall_choose_kernel(
     for start in range(0, R, RANKING.heads_tile):
         r = start + tl.arange(0, RANKING.heads_tile)
         row, there = head * R + r, (r < R)[:, None]
-        score = tl.load(score_ptr + row[:, None] * GROUPS + group[None, :], mask=there, other=float("-inf"))
+        if PAGED:
+            at = (head % K * R + r)[:, None] * G + (this.start + group)[None, :]
+            score = tl.load(score_ptr + at, mask=there & valid[None, :], other=float("-inf"))
+        else:
+            score = tl.load(score_ptr + row[:, None] * GROUPS + group[None, :], mask=there, other=float("-inf"))
         split = row[:, None] * S + s[None, :]
         top = tl.load(top_ptr + split, mask=there & (s < S)[None, :], other=float("-inf"))
         total = tl.load(total_ptr + split, mask=there & (s < S)[None, :], other=0.0)
@@ -233,16 +251,24 @@ def recall_choose_kernel(
     key = tl.where(valid, bits ^ ((bits >> 31) & _INT_MAX), _INT_MIN)
     wanted = tl.maximum(tl.minimum(C, closed - tile * BG), 0)
     is_best, place = _best(key, valid, wanted)
-    lists = _Lists(
-        key_ptr + head * RANKING.candidates, candidate_ptr + head * RANKING.candidates,
-        groups_ptr + head * most_opened, place_ptr + head * most_opened, offset_ptr + head * G,
-        held_ptr + head * RANKING.slots, order_ptr + head * RANKING.slots,
-    )  # fmt: skip
-    at = tile * C
+    if PAGED:
+        stretch = head % K * G + this.start
+        lists = _Lists(
+            key_ptr + stretch, candidate_ptr + stretch, groups_ptr + stretch, place_ptr, offset_ptr + stretch,
+            held_ptr, order_ptr,
+        )  # fmt: skip
+    else:
+        lists = _Lists(
+            key_ptr + head * RANKING.candidates, candidate_ptr + head * RANKING.candidates,
+            groups_ptr + head * most_opened, place_ptr + head * most_opened, offset_ptr + head * G,
+            held_ptr + head * RANKING.slots, order_ptr + head * RANKING.slots,
+        )  # fmt: skip
+    at = _place_of(tile, RANKING, PAGED)
     tl.store(lists.key + at + place, key, mask=is_best)
     tl.store(lists.candidate + at + place, group, mask=is_best)
-    i = tl.arange(0, RANKING.passed_tile)
-    tl.store(lists.key + at + i, tl.full(i.shape, _INT_MIN, tl.int32), mask=(i >= wanted) & (i < C))
+    if not PAGED:
+        i = tl.arange(0, RANKING.passed_tile)
+        tl.store(lists.key + at + i, tl.full(i.shape, _INT_MIN, tl.int32), mask=(i >= wanted) & (i < C))
     offset = tl.zeros_like(share) + bias
     if RANKING.matched:
         offset = tl.load(biases_ptr + head * G + group, mask=valid, other=0.0) * _LOG2E
@@ -250,4 +276,4 @@ def recall_choose_kernel(
     # all threads of the program must have stored their candidates before it is counted
     tl.debug_barrier()
     if tl.atomic_add(arrived_ptr + head, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-        _choose(lists, wanted_groups(closed, most_opened, part, of), RANKING)
+        _choose(lists, wanted_groups(closed, most_opened, part, of), closed, RANKING, PAGED)

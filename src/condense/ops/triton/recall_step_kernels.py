@@ -12,18 +12,42 @@ are base 2.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from condense.ops.triton.device.address import form_row, head_rows, part_at
 from condense.ops.triton.device.codes import load_vectors, row_width
-from condense.ops.triton.device.entry import Buffer
 from condense.ops.triton.device.parts import add_weighted, load_rows, parts, tile_width
 from condense.ops.triton.device.scores import soft_cap
 from condense.ops.triton.device.softmax import Softmax, add_weights, empty_softmax, key_products, store_part, whole
 from condense.ops.triton.recall_choice_kernels import wanted_groups
 from condense.ops.triton.recall_close_kernels import after_the_last, row_of_step
 from condense.ops.triton.recall_store_kernels import load_group
+
+
+class _Entries(NamedTuple):
+    """Entries of one KV head. k, v: pointers to the first, or to its place in the first record of page 0. size: their
+    number. offset: pointer to what is added to their scores. table: pointer to the pages of records, if there are any.
+    """
+
+    k: Any
+    v: Any
+    size: Any
+    offset: Any
+    table: Any
+
+
+class _Near(NamedTuple):
+    """Tokens in pages. table: pointer to the pages' numbers. first: position of the first that is seen. count: of those
+    that are seen.
+    """
+
+    table: Any
+    first: Any
+    count: Any
 
 
 @triton.jit
@@ -49,38 +73,73 @@ def _add_keys(softmax, q, k, v, offset, scale, CAP: tl.constexpr, PRECISION: tl.
 
 @triton.jit
 def _add_entries(
-    softmax, q, entries, offset_ptr, lo, hi, scale, FORM: tl.constexpr, BITS: tl.constexpr, CAP: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    softmax, q, entries, lo, hi, scale, FORM: tl.constexpr, BITS: tl.constexpr, CAP: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Add tiles ``[lo, hi)`` of entries in fewer than 16 bits; each score gets its entry's offset; no tile is empty."""
     dtype: tl.constexpr = q[0].dtype
     BN: tl.constexpr = softmax.total.shape[1]
+    ROW: tl.constexpr = row_width(FORM.D, BITS, dtype)
+    ROW_V: tl.constexpr = row_width(FORM.DV, BITS, dtype)
+    offset_ptr = entries.offset
     offset = tl.zeros([BN], tl.float32)
+    if FAR is not None:
+        # found one tile ahead, so that keys need not wait for tables
+        record = _records(entries, lo * BN + tl.arange(0, BN), FAR)
     for tile in range(lo, hi):
         n = tile * BN + tl.arange(0, BN)
-        at = tl.minimum(n, entries.size - 1).to(tl.int64)
         # wait and load ahead as in `recall_attend_kernel`: the compiler would load this tile's own offsets too early
         if tile == lo:
             after_the_last(EARLY)
             offset = tl.load(offset_ptr + n, mask=n < entries.size, other=float("-inf"))
         next_offset = tl.load(offset_ptr + n + BN, mask=n + BN < entries.size, other=float("-inf"))
-        k = load_vectors(entries.k, at * entries.s_k, dtype, FORM.D0, FORM.D1, BITS)
+        if FAR is None:
+            at = tl.minimum(n, entries.size - 1).to(tl.int64)
+            at_k, at_v = at * ROW, at * ROW_V
+        else:
+            at_k, at_v = record, record
+        k = load_vectors(entries.k, at_k, dtype, FORM.D0, FORM.D1, BITS)
         v = (k[0],)
         if FORM.DV > 0:
-            v = load_vectors(entries.v, at * entries.s_v, dtype, FORM.V0, FORM.V1, BITS)
+            v = load_vectors(entries.v, at_v, dtype, FORM.V0, FORM.V1, BITS)
         softmax = _add_keys(softmax, q, k, v, offset, scale, CAP, PRECISION)
         offset = next_offset
+        if FAR is not None:
+            record = _records(entries, n + BN, FAR)
     return softmax
+
+
+@triton.jit
+def _records(entries, n, FAR: tl.constexpr):
+    """Offsets in bytes of the records of entries n; beyond the last entry that of the last."""
+    row = tl.minimum(n, entries.size - 1)
+    return form_row(entries.table, row, row >= 0, FAR)
+
+
+@triton.jit
+def _record_of_open(groups_ptr, far_ptr, n, inside, FAR: tl.constexpr):
+    """Offset in bytes of the record of open group n; of some record where not inside."""
+    return form_row(far_ptr, tl.load(groups_ptr + n, mask=inside, other=0), inside, FAR)
+
+
+@triton.jit
+def _rows_in_pages(near, entries, tile, entry_tiles, BN: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr):
+    """Offsets ``[BN]`` of the keys, and of the values, of a tile of entries or tokens; behind the last, its own."""
+    is_entry = tile < entry_tiles
+    n = (tile - tl.where(is_entry, 0, entry_tiles)) * BN + tl.arange(0, BN)
+    row = tl.minimum(n, tl.where(is_entry, entries.size, near.count) - 1)
+    far = part_at(entries.k, form_row(entries.table, row, is_entry & (row >= 0), FAR))
+    return tl.where(is_entry, far, form_row(near.table, near.first + row, (tile >= entry_tiles) & (row >= 0), NEAR))
 
 
 @triton.jit
 def recall_attend_kernel(
     q_ptr, entries_k_ptr, entries_v_ptr, store_ptr, ring_k_ptr, ring_v_ptr, slots_ptr, groups_ptr, place_ptr,
-    offset_ptr, seen_ptr, real_ptr, part_ptr, lse_ptr, s_qb, s_qh, K, R, G, W, N, window, most_opened, part, of,
-    scale,
+    offset_ptr, seen_ptr, real_ptr, part_ptr, lse_ptr, near_ptr, far_ptr, before_ptr,
+    s_qb, s_qh, K, R, G, W, N, window, most_opened, part, of, scale,
     SLOTS: tl.constexpr, FORM: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
     POOL: tl.constexpr, BITS: tl.constexpr, OWN: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr,
-    CAP: tl.constexpr, EARLY: tl.constexpr,
+    CAP: tl.constexpr, EARLY: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """part float32 ``[B, H, S, V]`` and base 2 log-sum-exp ``[B, H, S]`` of every split.
 
@@ -90,14 +149,16 @@ def recall_attend_kernel(
     is open), and of the ring's tokens of groups that are not closed, counted through; then the open groups, BT tokens
     at a time. OWN: splits that read open groups alone; 0 if all read of both lists. BITS: bits of entries, see
     `condense.ops.entries.EntryFormat`. most_opened: stride of ``groups`` and ``place``; with part and of the numbers of
-    `condense.ops.recall.choice.Quota`.
+    `condense.ops.recall.choice.Quota`. near, far: tables of the pages of tokens and of records, for which lists of
+    groups and offsets are as `recall_choose_kernel` says; rows whose groups have no room there get NaN.
     """
     split, S, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K
     g: tl.constexpr = FORM.g
     D: tl.constexpr = FORM.D
     DV: tl.constexpr = FORM.DV
-    t, live, all_closed, closed = row_of_step(seen_ptr, real_ptr, b, window, G, g, HAS_REAL)
+    this = row_of_step(seen_ptr, real_ptr, before_ptr, b, window, G, g, HAS_REAL, FAR is not None)
+    t, live, all_closed, closed = this.t, this.live, this.all_closed, this.closed
     first = all_closed * g
     entries = closed if POOL else 0
     # limited to the ring, because a replayed graph may run more steps than the cache has room for
@@ -110,33 +171,47 @@ def recall_attend_kernel(
         if G == 0:
             # there is nothing to choose from: the kernel before this one writes the new token to the ring
             gdc_wait()
-    offset_ptr += head * G
+    offset_ptr += head * G if FAR is None else kvh * G + this.start
     ROW: tl.constexpr = row_width(D, BITS, q_ptr.dtype.element_ty)
     ROW_V: tl.constexpr = row_width(DV, BITS, q_ptr.dtype.element_ty)
-    entries_k_ptr += head * G * ROW
-    entries_v_ptr += head * G * ROW_V
-    ring_k_ptr += head * W * D
-    ring_v_ptr += head * W * DV
+    entries_k_ptr += head_rows(entries_k_ptr, head, kvh, G, ROW, FAR)
+    entries_v_ptr += head_rows(entries_v_ptr, head, kvh, G, ROW_V, FAR)
+    if NEAR is None:
+        ring_k_ptr += head * W * D
+        ring_v_ptr += head * W * DV
+    else:
+        near_ptr += b * NEAR.s_table
+        far_ptr += b * FAR.s_table
+        ring_k_ptr += kvh * NEAR.s_head
+        ring_v_ptr += kvh * NEAR.s_head
     softmax = empty_softmax(BR, FORM.V0, FORM.V1, BN)
     share = tl.maximum(split - OWN, 0)
     lo, hi = tiles * share // (S - OWN), tiles * (share + 1) // (S - OWN)
     if OWN > 0:
         hi = tl.where(split < OWN, lo, hi)
+    keys = _Entries(entries_k_ptr, entries_v_ptr, entries, offset_ptr, offset_ptr if FAR is None else far_ptr)
     if BITS < 16:
         # entries are read by themselves, the tokens in the loop below
-        keys = Buffer(entries_k_ptr, entries_v_ptr, ROW, ROW_V, entries)
         last = tl.minimum(hi, entry_tiles)
-        softmax = _add_entries(softmax, q, keys, offset_ptr, lo, last, scale, FORM, BITS, CAP, PRECISION, EARLY)
+        softmax = _add_entries(softmax, q, keys, lo, last, scale, FORM, BITS, CAP, PRECISION, EARLY, FAR)
         lo = tl.maximum(lo, entry_tiles)
     lane, oldest = tl.arange(0, BN), first % W
     offset = tl.zeros([BN], tl.float32)
+    if NEAR is not None:
+        near = _Near(near_ptr, first, tokens)
+        # found one tile ahead, so that keys need not wait for tables
+        place = _rows_in_pages(near, keys, lo, entry_tiles, BN, NEAR, FAR)
     for tile in range(lo, hi):
         is_entry = tile < entry_tiles
         n, count = (tile - tl.where(is_entry, 0, entry_tiles)) * BN + lane, tl.where(is_entry, entries, tokens)
         # places beyond the last key read that key again
         row = tl.minimum(n, count - 1)
-        slot = oldest + row
-        at = tl.where(is_entry, row, tl.where(slot >= W, slot - W, slot)).to(tl.int64)
+        if NEAR is None:
+            slot = oldest + row
+            at = tl.where(is_entry, row, tl.where(slot >= W, slot - W, slot)).to(tl.int64)
+            at_k, at_v = at * D, at * DV
+        else:
+            at_k, at_v = place, place
         if tile == lo:
             # the choosing kernel writes offsets and open groups, but neither entries nor ring. Waiting for it only here
             # lets the compiler's pipeline of the loop load the first keys and values before
@@ -144,25 +219,27 @@ def recall_attend_kernel(
             offset = tl.load(offset_ptr + lo * BN + lane, mask=lo * BN + lane < entries, other=0.0)
         # loaded one tile ahead; 0 for tokens
         next_offset = tl.load(offset_ptr + (tile + 1) * BN + lane, mask=(tile + 1) * BN + lane < entries, other=0.0)
-        k_at = (tl.where(is_entry, entries_k_ptr, ring_k_ptr) if BITS == 16 else ring_k_ptr) + at * D
+        k_at = (tl.where(is_entry, entries_k_ptr, ring_k_ptr) if BITS == 16 else ring_k_ptr) + at_k
         k = parts(_load_part(k_at, 0, FORM.D0), None)
         if FORM.D1 > 0:
             k = parts(k[0], _load_part(k_at, FORM.D0, FORM.D1))
         v = (k[0],)
         if DV > 0:
-            v_at = (tl.where(is_entry, entries_v_ptr, ring_v_ptr) if BITS == 16 else ring_v_ptr) + at * DV
+            v_at = (tl.where(is_entry, entries_v_ptr, ring_v_ptr) if BITS == 16 else ring_v_ptr) + at_v
             v = parts(_load_part(v_at, 0, FORM.V0), None)
             if FORM.V1 > 0:
                 v = parts(v[0], _load_part(v_at, FORM.V0, FORM.V1))
         offset = tl.where(n < count, tl.where(is_entry, offset, 0.0), float("-inf"))
         softmax = _add_keys(softmax, q, k, v, offset, scale, CAP, PRECISION)
         offset = next_offset
+        if NEAR is not None:
+            place = _rows_in_pages(near, keys, tile + 1, entry_tiles, BN, NEAR, FAR)
     # splits without a tile have not waited yet
     after_the_last(EARLY)
     softmax = whole(softmax)
-    groups_ptr += head * most_opened
+    groups_ptr += head * most_opened if FAR is None else kvh * G + this.start
     place_ptr += head * most_opened
-    store_ptr += head * (N // g) * FORM.piece
+    store_ptr += head_rows(store_ptr, head, kvh, N // g, FORM.piece, FAR)
     slots_ptr += head * SLOTS * FORM.piece
     PARTS: tl.constexpr = (g + BT - 1) // BT
     tiles = wanted_groups(closed, most_opened, part, of) * PARTS
@@ -171,9 +248,15 @@ def recall_attend_kernel(
         lo, hi = tiles * share // OWN, tl.minimum(tiles * (share + 1) // OWN, tiles)
     else:
         lo, hi = tiles * split // S, tiles * (split + 1) // S
+    if FAR is not None:
+        record = _record_of_open(groups_ptr, far_ptr, lo // PARTS, lo < hi, FAR)
     for tile in range(lo, hi):
         n, i = tile // PARTS, tile % PARTS * BT + tl.arange(0, BT)
-        piece = store_ptr + tl.load(groups_ptr + n).to(tl.int64) * FORM.piece
+        if FAR is None:
+            piece = store_ptr + tl.load(groups_ptr + n).to(tl.int64) * FORM.piece
+        else:
+            piece = store_ptr + part_at(store_ptr, record)
+            record = _record_of_open(groups_ptr, far_ptr, (tile + 1) // PARTS, tile + 1 < hi, FAR)
         in_slot, moves = piece, False
         if SLOTS > 0:
             # `_find_slots` of `recall_step_choice_kernels` explains these numbers
@@ -183,6 +266,9 @@ def recall_attend_kernel(
             piece = tl.where((place >= 0) & (place % 2 == 0), in_slot, piece)
         k, v = load_group(piece, in_slot, i, moves, q_ptr.dtype.element_ty, FORM, SLOTS > 0)
         softmax = _add_keys(softmax, q, k, v, tl.where(i < g, 0.0, float("-inf")), scale, CAP, PRECISION)
+    if FAR is not None:
+        refused = tl.where(all_closed > closed, float("nan"), 0.0)
+        softmax = Softmax([x + refused for x in softmax.acc], softmax.m, softmax.total)
     at = (head * R + r) * S + split
     # splits without a key write zeros, because the join reads every part
     store_part(part_ptr, lse_ptr, softmax, at, r < R, FORM.V0, FORM.V1)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from condense.ops.step.settings import StepSettings, numbered_settings
+from condense.ops.triton.device.address import PageForm
 from condense.ops.triton.device.entry import Kind
 from condense.ops.triton.device.parts import split_width
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
@@ -104,7 +105,14 @@ def _form(settings: StepSettings, dtype: torch.dtype, D: int, Dv: int, latent: i
     return Form(form.bits, g, D, Dv, *_parts(D, Dv, latent), piece, unit, tiny)
 
 
-def _kind(settings: StepSettings, parts: tuple[int, int, int, int], latent: int, has_real: bool, early: bool) -> Kind:
+def _kind(
+    settings: StepSettings,
+    parts: tuple[int, int, int, int],
+    latent: int,
+    has_real: bool,
+    early: bool,
+    near: PageForm | None,
+) -> Kind:
     """The constants by which `condense.ops.triton.device.entry` makes the entry of a group."""
     assert settings.key_pooling is not None
     assert settings.value_pooling is not None
@@ -113,9 +121,26 @@ def _kind(settings: StepSettings, parts: tuple[int, int, int, int], latent: int,
     return Kind(
         *parts, latent > 0, settings.num_summary > 0, settings.key_pooling, of_values,
         focal=0, tile=1, period=0, has_first=False, has_real=has_real, rows=0, keys=0, precision="ieee", early=early,
-        joins=False, joined_rows=1, joined_parts=1, joined_columns=1, matched=settings.matched,
-        entry_bits=settings.entry_bits,
+        joins=False, joined_rows=1, joined_parts=1, joined_columns=1,
+        page=0 if near is None else near.slots, matched=settings.matched, entry_bits=settings.entry_bits,
     )  # fmt: skip
+
+
+class Room(NamedTuple):
+    """The room that a step's buffers have, of one row.
+
+    groups, tokens, stored, slots, queries: G, W, tokens that the store has room for, its slots, and Q. In pages: near,
+    far: of tokens and of records, and all: groups of all rows together that scratch memory has room for.
+    """
+
+    groups: int
+    tokens: int
+    stored: int = 0
+    slots: int = 0
+    queries: int = 0
+    near: PageForm | None = None
+    far: PageForm | None = None
+    all: int = 0
 
 
 @functools.lru_cache(maxsize=4096)  # the same for all layers, in every step
@@ -124,20 +149,22 @@ def plan_of(
     dtype: torch.dtype,
     heads: tuple[int, int, int],
     widths: tuple[int, int, int],
-    sizes: tuple[int, int, int, int, int],
+    sizes: Room,
     number: int,
     scores: tuple[float, float],
     has_real: bool,
 ) -> Plan:
     """The launch arguments of a step with these sizes.
 
-    heads: B, H, K; widths: D, Dv, latent; sizes: G, W, tokens that the store has room for, its slots, and Q; number:
-    `condense.ops.step.settings.Numbered.number` of the settings; scores: their scale and soft cap.
+    heads: B, H, K; widths: D, Dv, latent; number: `condense.ops.step.settings.Numbered.number` of the settings; scores:
+    their scale and soft cap.
     """
-    (B, H, K), (D, Dv, latent), (G, W, N, S, Q), (scale, softcap) = heads, widths, sizes, scores
+    (B, H, K), (D, Dv, latent), (G, W, N, S, Q, near, far, _), (scale, softcap) = heads, widths, sizes, scores
     settings: StepSettings = numbered_settings(number)
     check_programs(B * K)
     choice, g, window = settings.choice, settings.rule.chunk, settings.rule.window
+    # row stride of scratch memory by groups
+    row = G if far is None else sizes.all
     assert choice is not None
     index, quota = choice.index, choice.quota
     R = H // K
@@ -169,24 +196,24 @@ def plan_of(
         (S0, S1),
         (
             # the last program of a head makes entries
-            (B * K, 4 if choice.pool else 3, 1), (K, R, G, W, N, Q, window, scale),
-            (P, PV, PS, of_index, form, _kind(settings, parts, latent, has_real, early)), {},
+            (B * K, 4 if choice.pool else 3, 1), (K, R, G, W, N, Q, settings.summary_delay, scale),
+            (P, PV, PS, of_index, form, _kind(settings, parts, latent, has_real, early, near), near, far), {},
         ),
         (
             (S0, B * K, head_tiles),
-            (K, R, G, window, scale * LOG2E),
-            (g, D, of_index, BR, of_score.rows, GROUPS, has_real, precision, early),
+            (K, R, row, window, scale * LOG2E),
+            (g, D, of_index, BR, of_score.rows, GROUPS, has_real, precision, early, far),
             {"num_warps": of_score.num_warps, "num_stages": of_score.num_stages, **chained},
         ),
         (
-            (tiles, B * K, 1), (K, R, G, S0, window, settings.bias * LOG2E, r, part, of),
-            (g, GROUPS, ranking, has_real, early),
+            (tiles, B * K, 1), (K, R, row, S0, window, settings.bias * LOG2E, r, part, of),
+            (g, GROUPS, ranking, has_real, early, far is not None),
             {"num_warps": 4 if max(tiles * C, RP * S // 4) <= 2048 else 16, **chained},
         ),
         (
-            (S1, B * K, head_tiles), (K, R, G, W, N, window, r, part, of, scale * LOG2E),
+            (S1, B * K, head_tiles), (K, R, row, W, N, window, r, part, of, scale * LOG2E),
             (S, form, BR, of_attend.rows, BT, choice.pool, settings.entry_bits, own, has_real, precision,
-             softcap * LOG2E, early),
+             softcap * LOG2E, early, near, far),
             {"num_warps": of_attend.num_warps, "num_stages": of_attend.num_stages, **chained},
         ),
         ((B * H, cdiv(V, BC), 1), (H, S1), (V, BC, 64, has_real, early), chained),

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from condense.ops.triton.device.address import form_row, head_rows, part_at
 from condense.ops.triton.recall_close_kernels import row_of_step
 
 
@@ -54,17 +55,19 @@ def _codes_of(words, part: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr
 
 @triton.jit
 def _index_products(
-    codes_ptr, group, queries, row, F: tl.constexpr, C: tl.constexpr, PC: tl.constexpr, BITS: tl.constexpr,
-    PRECISION: tl.constexpr, ASM: tl.constexpr,
+    codes_ptr, at, queries, row, C: tl.constexpr, PC: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
-    """Products ``[BG, BR]`` of one row of each group's index with the queries; of these one tile per part."""
+    """Products ``[BG, BR]`` of one row of each group's index, which begins at ``at``, with the queries; of these one
+    tile per part.
+    """
     c = tl.arange(0, PC)
-    at = codes_ptr + (group.to(tl.int64) * F + row)[:, None] * C + c[None, :]
+    at = codes_ptr + (at + row * C)[:, None] + c[None, :]
     codes = tl.load(at) if C == PC else tl.load(at, mask=(c < C)[None, :], other=0)
     if BITS == 16:
         s = tl.dot(codes, tl.trans(queries[0]), input_precision=PRECISION)
     else:
-        s = tl.zeros([group.shape[0], queries[0].shape[0]], tl.float32)
+        s = tl.zeros([codes.shape[0], queries[0].shape[0]], tl.float32)
         for part in tl.static_range(16 // BITS):
             tile = _codes_of(codes, part, BITS, queries[0].dtype, ASM)
             s = tl.dot(tile, tl.trans(queries[part]), s, input_precision=PRECISION)
@@ -82,32 +85,47 @@ def _negative(queries):
 
 
 @triton.jit
-def _grid_of(grid_ptr, group, closed, BITS: tl.constexpr):
+def _grid_of(grid_ptr, at, closed, BITS: tl.constexpr):
     """Steps and zeros of groups, 0 if no group is closed; for an index of 16 bits two tensors that are not read."""
     if BITS < 16:
-        return tl.load(grid_ptr + group * 2, mask=closed > 0, other=0.0), tl.load(
-            grid_ptr + group * 2 + 1, mask=closed > 0, other=0.0
-        )
+        some = closed > 0
+        return tl.load(grid_ptr + at, mask=some, other=0.0), tl.load(grid_ptr + at + 1, mask=some, other=0.0)
     else:
-        return group, group
+        return at, at
+
+
+@triton.jit
+def _found(far_ptr, grid_ptr, group, closed, FAR: tl.constexpr):
+    """Find groups: numbers of rows, or offsets of records in bytes; and offsets of their grids.
+
+    Places beyond the closed groups read the last one again.
+    """
+    row = tl.minimum(group, closed - 1)
+    if FAR is None:
+        return row, row * 2
+    else:
+        record = form_row(far_ptr, row, closed > 0, FAR)
+        return record, part_at(grid_ptr, record)
 
 
 @triton.jit
 def recall_score_kernel(
-    q_ptr, codes_ptr, grid_ptr, seen_ptr, real_ptr, score_ptr, top_ptr, total_ptr,
+    q_ptr, codes_ptr, grid_ptr, seen_ptr, real_ptr, score_ptr, top_ptr, total_ptr, far_ptr, before_ptr, arrived_ptr,
     s_qb, s_qh, K, R, G, window, scale,
     g: tl.constexpr, D: tl.constexpr, INDEX: tl.constexpr, BR: tl.constexpr, BG: tl.constexpr, GROUPS: tl.constexpr,
-    HAS_REAL: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    HAS_REAL: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Write index scores of closed groups, float32 ``[B, H, GROUPS]``; and for every split the largest score, and the
     sum of ``2 ** (score - largest)``.
 
     Grid (S, B * K, tiles of BR query heads). If the index is quantised, ``q . (zero + step * code)`` is computed as
-    ``zero * sum(q) + step * (q . code)``.
+    ``zero * sum(q) + step * (q . code)``. far: table of the pages of records, for which scores are ``[H, G]``, with the
+    groups of a row from its ``start`` on; arrived then becomes 0, for the kernel that chooses. None for arrays.
     """
     split, S, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K
-    t, _, all_closed, closed = row_of_step(seen_ptr, real_ptr, b, window, G, g, HAS_REAL)
+    this = row_of_step(seen_ptr, real_ptr, before_ptr, b, window, G, g, HAS_REAL, FAR is not None)
+    t, all_closed, closed = this.t, this.all_closed, this.closed
     tiles = tl.cdiv(closed, BG)
     BITS: tl.constexpr = INDEX.bits
     PC: tl.constexpr = INDEX.words_tile
@@ -117,8 +135,12 @@ def recall_score_kernel(
     C: tl.constexpr = D // PARTS
     r = tl.program_id(2) * BR + tl.arange(0, BR)
     q_ptr += b * s_qb + kvh * R * s_qh
-    codes_ptr += head * G * F * C
-    grid_ptr += head * G * 2
+    codes_ptr += head_rows(codes_ptr, head, kvh, G, F * C, FAR)
+    grid_ptr += head_rows(grid_ptr, head, kvh, G, 2, FAR)
+    if FAR is not None:
+        far_ptr += b * FAR.s_table
+        if (split == 0) & (tl.program_id(2) == 0):
+            tl.store(arrived_ptr + head, 0)
     queries = ()
     for part in tl.static_range(PARTS):
         queries = queries + (_queries(q_ptr, s_qh, r, R, D, C, PC, part, BITS),)  # noqa: RUF005
@@ -138,30 +160,37 @@ def recall_score_kernel(
     up, down = _positive(queries), _negative(queries)
     if EARLY:
         gdc_launch_dependents()
-        if t + 1 - window == all_closed * g:
-            # the kernel before this one closes a group, and writes its index
+        # the kernel before this one closes a group, and writes its index; in pages, one that another row may read too
+        if (FAR is not None) | (t + 1 - window == all_closed * g):
             gdc_wait()
     lo, hi = tiles * split // S, tiles * (split + 1) // S
     i = tl.arange(0, BG)
-    # loaded one tile ahead; places beyond the closed groups read the last one again
-    step, zero = _grid_of(grid_ptr, tl.minimum(lo * BG + i, closed - 1), closed, BITS)
+    # found and loaded one tile ahead
+    record, grid_at = _found(far_ptr, grid_ptr, lo * BG + i, closed, FAR)
+    step, zero = _grid_of(grid_ptr, grid_at, closed, BITS)
     top = tl.full([BG, BR], float("-inf"), tl.float32)
     total = tl.zeros([BG, BR], tl.float32)
     for tile in range(lo, hi):
         group = tile * BG + i
-        inside, row = group < closed, tl.minimum(group, closed - 1)
-        next_step, next_zero = _grid_of(grid_ptr, tl.minimum(group + BG, closed - 1), closed, BITS)
+        inside = group < closed
+        place = tl.minimum(group, closed - 1) if FAR is None else record
+        record, grid_at = _found(far_ptr, grid_ptr, group + BG, closed, FAR)
+        next_step, next_zero = _grid_of(grid_ptr, grid_at, closed, BITS)
+        codes_at = place.to(tl.int64) * (F * C) if FAR is None else part_at(codes_ptr, place)
         best = tl.full([BG, BR], float("-inf"), tl.float32)
         for block in tl.static_range(m):
             # programmatic launches and this assembly are what a GPU has and the interpreter has not
-            s = _index_products(codes_ptr, row, down, block, F, C, PC, BITS, PRECISION, EARLY)
-            s += _index_products(codes_ptr, row, up, m + block, F, C, PC, BITS, PRECISION, EARLY)
+            s = _index_products(codes_ptr, codes_at, down, block, C, PC, BITS, PRECISION, EARLY)
+            s += _index_products(codes_ptr, codes_at, up, m + block, C, PC, BITS, PRECISION, EARLY)
             if BITS < 16:
                 s = s * (step[:, None] * (unit * scale)[None, :]) + zero[:, None] * (sum_q * scale)[None, :]
             else:
                 s *= scale
             best = tl.maximum(best, s)
-        at = (head * R + r)[None, :] * GROUPS + group[:, None]
+        if FAR is None:
+            at = (head * R + r)[None, :] * GROUPS + group[:, None]
+        else:
+            at = (kvh * R + r)[None, :] * G + (this.start + group)[:, None]
         tl.store(score_ptr + at, best, mask=inside[:, None] & (r < R)[None, :])
         # kept per place in a tile: to join them, warps would wait for each other
         best = tl.where(inside[:, None], best, float("-inf"))

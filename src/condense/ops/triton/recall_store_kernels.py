@@ -13,6 +13,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from condense.ops.triton.device.address import token_rows
 from condense.ops.triton.device.codes import codes_of, to_numbers, unpacked
 from condense.ops.triton.device.parts import parts, tile_width
 
@@ -45,13 +46,15 @@ def _tile(g):
 
 
 @triton.jit
-def ring_tokens(ring_ptr, new_ptr, position, t, W, inside, LO: tl.constexpr, D: tl.constexpr, P: tl.constexpr):
-    """Columns from LO on of the tokens at ``position``, ``[n, P]`` float32; the newest is read from ``new_ptr``."""
+def chunk_tokens(
+    tokens, position, t, inside, LO: tl.constexpr, D: tl.constexpr, P: tl.constexpr, NEAR: tl.constexpr
+):  # fmt: skip
+    """Columns from LO on of `Tokens` at ``position``, ``[n, P]`` float32; the newest, at t, is not in its row yet."""
     d = LO + tl.arange(0, P)
     there = inside[:, None] & (d < D)[None, :]
-    at = (position % W).to(tl.int64)[:, None] * D + d[None, :]
-    older = tl.load(ring_ptr + at, mask=there & (position < t)[:, None], other=0.0)
-    new = tl.load(new_ptr + d, mask=d < D, other=0.0)
+    at = token_rows(tokens.place, position, inside, D, NEAR)[:, None] + d[None, :]
+    older = tl.load(tokens.rows + at, mask=there & (position < t)[:, None], other=0.0)
+    new = tl.load(tokens.new + d, mask=d < D, other=0.0)
     return tl.where((position == t)[:, None], new[None, :], older).to(tl.float32)
 
 
@@ -62,12 +65,12 @@ def _step(zero, largest, dtype: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
-def put_keys(ring_ptr, new_ptr, piece_ptr, first, t, W, FORM: tl.constexpr, P: tl.constexpr):
+def put_keys(tokens, piece_ptr, first, t, FORM: tl.constexpr, P: tl.constexpr, NEAR: tl.constexpr):
     """Quantise and write the keys of the group that begins at position ``first``. P: columns of a tile of bytes."""
     PARTS: tl.constexpr = 8 // FORM.bits
     C: tl.constexpr = FORM.D // PARTS
     T: tl.constexpr = _tile(FORM.g)
-    dtype: tl.constexpr = ring_ptr.dtype.element_ty
+    dtype: tl.constexpr = tokens.rows.dtype.element_ty
     numbers, codes_ptr = piece_ptr.to(tl.pointer_type(dtype)), _codes_of_keys(piece_ptr, dtype, FORM)
     c, i = tl.arange(0, P), tl.arange(0, T)
     steps, zeros = (), ()
@@ -76,7 +79,7 @@ def put_keys(ring_ptr, new_ptr, piece_ptr, first, t, W, FORM: tl.constexpr, P: t
         largest = tl.full([P], float("-inf"), tl.float32)
         for start in range(0, FORM.g, T):
             inside = start + i < FORM.g
-            x = ring_tokens(ring_ptr, new_ptr, first + start + i, t, W, inside, part * C, FORM.D, P)
+            x = chunk_tokens(tokens, first + start + i, t, inside, part * C, FORM.D, P, NEAR)
             zero = tl.minimum(zero, tl.min(tl.where(inside[:, None], x, float("inf")), 0))
             largest = tl.maximum(largest, tl.max(tl.where(inside[:, None], x, float("-inf")), 0))
         step = _step(zero, largest, dtype, FORM)
@@ -87,19 +90,19 @@ def put_keys(ring_ptr, new_ptr, piece_ptr, first, t, W, FORM: tl.constexpr, P: t
         inside = start + i < FORM.g
         codes = tl.zeros([T, P], tl.int32)
         for part in tl.static_range(PARTS):
-            x = ring_tokens(ring_ptr, new_ptr, first + start + i, t, W, inside, part * C, FORM.D, P)
+            x = chunk_tokens(tokens, first + start + i, t, inside, part * C, FORM.D, P, NEAR)
             codes += codes_of(x, steps[part][None, :], zeros[part][None, :], FORM.bits) << (part * FORM.bits)
         at = (start + i)[:, None] * C + c[None, :]
         tl.store(codes_ptr + at, codes.to(tl.uint8), mask=inside[:, None] & (c < C)[None, :])
 
 
 @triton.jit
-def put_values(ring_ptr, new_ptr, piece_ptr, first, t, W, FORM: tl.constexpr, P: tl.constexpr):
+def put_values(tokens, piece_ptr, first, t, FORM: tl.constexpr, P: tl.constexpr, NEAR: tl.constexpr):
     """Quantise and write the values of the group that begins at position ``first``; P as in `put_keys`."""
     PARTS: tl.constexpr = 8 // FORM.bits
     C: tl.constexpr = FORM.DV // PARTS
     T: tl.constexpr = _tile(FORM.g)
-    dtype: tl.constexpr = ring_ptr.dtype.element_ty
+    dtype: tl.constexpr = tokens.rows.dtype.element_ty
     numbers, codes_ptr = piece_ptr.to(tl.pointer_type(dtype)) + 2 * FORM.D, _codes_of_values(piece_ptr, dtype, FORM)
     c = tl.arange(0, P)
     is_column = (c < C)[None, :]
@@ -109,7 +112,7 @@ def put_values(ring_ptr, new_ptr, piece_ptr, first, t, W, FORM: tl.constexpr, P:
         zero = tl.full([T], float("inf"), tl.float32)
         largest = tl.full([T], float("-inf"), tl.float32)
         for part in tl.static_range(PARTS):
-            x = ring_tokens(ring_ptr, new_ptr, first + i, t, W, inside, part * C, FORM.DV, P)
+            x = chunk_tokens(tokens, first + i, t, inside, part * C, FORM.DV, P, NEAR)
             zero = tl.minimum(zero, tl.min(tl.where(is_column, x, float("inf")), 1))
             largest = tl.maximum(largest, tl.max(tl.where(is_column, x, float("-inf")), 1))
         step = _step(zero, largest, dtype, FORM)
@@ -117,7 +120,7 @@ def put_values(ring_ptr, new_ptr, piece_ptr, first, t, W, FORM: tl.constexpr, P:
         tl.store(numbers + FORM.g + i, zero.to(dtype), mask=inside)
         codes = tl.zeros([T, P], tl.int32)
         for part in tl.static_range(PARTS):
-            x = ring_tokens(ring_ptr, new_ptr, first + i, t, W, inside, part * C, FORM.DV, P)
+            x = chunk_tokens(tokens, first + i, t, inside, part * C, FORM.DV, P, NEAR)
             codes += codes_of(x, step[:, None], zero[:, None], FORM.bits) << (part * FORM.bits)
         tl.store(codes_ptr + i[:, None] * C + c[None, :], codes.to(tl.uint8), mask=inside[:, None] & is_column)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from condense.ops.triton.device.address import page_row
 from condense.ops.triton.device.codes import put_vector
 from condense.ops.triton.device.parts import load_rows, store_rows, tile_width, zeros
 from condense.ops.types import Pooling
@@ -158,23 +159,11 @@ def summary_query(mean, ring, t, count, D0: tl.constexpr, D1: tl.constexpr):
 
 
 @triton.jit
-def page_numbers(pages, position, inside, KIND: tl.constexpr):
-    """Numbers of the pages that hold these positions; 0 where not inside."""
-    return tl.load(pages.table + position // KIND.page, mask=inside, other=0)
-
-
-@triton.jit
-def page_slots(pages, page, position, KIND: tl.constexpr):
-    """Offsets of the rows of these positions, which lie in pages ``page``, int64."""
-    return page.to(tl.int64) * pages.s_page + (position % KIND.page).to(tl.int64) * pages.s_k
-
-
-@triton.jit
 def _places(ring, stride, chunk, i, KIND: tl.constexpr):
     """Offsets of the rows of tokens i of the chunk."""
     position = chunk.first + i
     if KIND.page > 0:
-        return page_slots(ring, page_numbers(ring, position, i < chunk.size, KIND), position, KIND)
+        return page_row(ring.table, position, i < chunk.size, KIND.page, ring.s_page, stride)
     else:
         return (position % ring.size).to(tl.int64) * stride
 
@@ -357,7 +346,7 @@ def put_entry(entries, at, key, value, writes, KIND: tl.constexpr):
 
 @triton.jit
 def matched_bias(ring, chunk, summary, scores, entry, scale, KIND: tl.constexpr):
-    """Bias ``[1]`` of ``entry`` by `condense.methods.base.matched_bias`, over the tokens that are pooled into it.
+    """Bias ``[1]`` of ``entry`` by `condense.ops.matched_bias`, over the tokens that are pooled into it.
 
     summary, scores: as in `make_entries`.
     """

@@ -1,0 +1,86 @@
+"""Addresses of rows: a ring or an array whose rows lie side by side, or pages that a table finds.
+
+Kernels take a `PageForm`, or None where rows lie side by side; then the table is None too and the compiler sees nothing
+of pages. Offsets have 64 bits: pages may lie megabytes apart.
+
+Shapes: n rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from condense.ops.step.pages import Pages
+
+
+class PageForm(NamedTuple):
+    """The constants of pages.
+
+    slots: of a page. s_page, s_head, s_slot: strides of the cache. s_table: from one request's pages to the next one's.
+    """
+
+    slots: int
+    s_page: int
+    s_head: int
+    s_slot: int
+    s_table: int
+
+    @classmethod
+    def of(cls, pages: Pages) -> PageForm:
+        """Those of a cache and its table."""
+        return cls(pages.slots, *pages.cache.stride()[:3], pages.table.stride(0))
+
+
+class Tokens(NamedTuple):
+    """Keys, or values, of one KV head and the newest one of them.
+
+    rows: pointer to the ring, or to the first slot of page 0. new: pointer to the newest. place: slots of the ring, or
+    pointer to the numbers of the request's pages.
+    """
+
+    rows: Any
+    new: Any
+    place: Any
+
+
+@triton.jit
+def page_row(table_ptr, slot, inside, N: tl.constexpr, s_page, s_slot):
+    """Offset of a slot of a request whose pages have N, int64; that of a slot of page 0 where not inside.
+
+    inside: None if all are.
+    """
+    page = tl.load(table_ptr + slot // N) if inside is None else tl.load(table_ptr + slot // N, mask=inside, other=0)
+    return page.to(tl.int64) * s_page + (slot % N).to(tl.int64) * s_slot
+
+
+@triton.jit
+def form_row(table_ptr, slot, inside, FORM: tl.constexpr):
+    """`page_row` for a `PageForm`."""
+    return page_row(table_ptr, slot, inside, FORM.slots, FORM.s_page, FORM.s_slot)
+
+
+@triton.jit
+def token_rows(place, position, inside, D: tl.constexpr, NEAR: tl.constexpr):
+    """Offsets of tokens in `Tokens` ``[n]``; rows of a ring are D numbers wide. inside: as of `page_row`."""
+    if NEAR is None:
+        return (position % place).to(tl.int64) * D
+    else:
+        return form_row(place, position, inside, NEAR)
+
+
+@triton.jit
+def part_at(ptr, record):
+    """Offset of a part of records, in the part's numbers. ptr: to the part; record: offset of the record, in bytes."""
+    return record // (ptr.dtype.element_ty.primitive_bitwidth // 8)
+
+
+@triton.jit
+def head_rows(ptr, head, kvh, rows, WIDTH: tl.constexpr, FAR: tl.constexpr):
+    """Offset of what is kept for a KV head: ``rows`` rows of WIDTH numbers for each, or its records in page 0."""
+    if FAR is None:
+        return head * rows * WIDTH
+    else:
+        return part_at(ptr, kvh * FAR.s_head)

@@ -1,0 +1,126 @@
+"""One decode step of Recall over pages of records in Triton: the kernels of a step in buffers, rows found by tables.
+
+Scratch memory by groups is one stretch for all requests, in which each has as many places as it has groups: a few
+requests may be long, or many short. It is bounded by the pool of pages, not by requests times the longest text.
+
+Shapes: R requests, H query heads, K KV heads, D and Dv widths, P pages of N records, n columns of a table.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from condense.ops.step.pages import PagedState, Pages
+from condense.ops.step.records import record_format
+from condense.ops.step.settings import StepSettings
+from condense.ops.triton.device.address import PageForm
+from condense.ops.triton.host import cdiv, dense_rows, on_device_of, power_of_2
+from condense.ops.triton.launch import Launcher
+from condense.ops.triton.limits import step_obstacle
+from condense.ops.triton.paged_step_kernels import paged_join_kernel
+from condense.ops.triton.recall_close_kernels import recall_close_kernel
+from condense.ops.triton.recall_step import rounded, scratch_of
+from condense.ops.triton.recall_step_choice_kernels import recall_choose_kernel
+from condense.ops.triton.recall_step_kernels import recall_attend_kernel
+from condense.ops.triton.recall_step_plan import Plan, Room, plan_of
+from condense.ops.triton.recall_step_score_kernels import recall_score_kernel
+
+_close, _score, _choose = (Launcher(x) for x in (recall_close_kernel, recall_score_kernel, recall_choose_kernel))
+_attend, _join = Launcher(recall_attend_kernel), Launcher(paged_join_kernel)
+# requests share the pages of common prefixes, so all together may have more groups than there are pages for: up to so
+# many times as many
+_SHARED = 8
+
+
+def room_for(pages: Pages) -> int:
+    """Groups of all requests together that a step over these pages of records has room for."""
+    requests, columns = pages.table.shape
+    return pages.slots * min(requests * columns, _SHARED * pages.cache.shape[0])
+
+
+def store(
+    q: Tensor, k: Tensor, v: Tensor, state: PagedState, seen: Tensor, settings: StepSettings, *, scale: float
+) -> None:
+    """Store one token of each request, and the record of a group that it completes.
+
+    q ``[R, H, D]``, k ``[R, K, D]``, v ``[R, K, Dv]``: bfloat16, float16 or float32, one dtype with the window. seen
+    int32 ``[R]`` on the device: tokens of each request, the new one included; 0 for an unused place, where nothing is
+    stored. settings: as in `condense.ops.paged.read_paged`.
+    Raises ValueError for what `condense.ops.triton.limits.step_obstacle` names.
+    """
+    plan = _plan_of(q, state, settings, scale)
+    q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
+    near, far, parts = state.window, state.entries, _parts(state, q.shape[2], settings)
+    grid, numbers, constants, options = plan.close
+    buffers = parts["entries_k"], parts["entries_v"], parts["codes"], parts["grid"], parts["store"]
+    # no ring of queries, biases, rows to leave out and counters
+    others = near.cache, near.cache, seen, None
+    with on_device_of(q):
+        _close(
+            grid,
+            (q, k, v, *buffers, near.cache, near.cache[..., k.shape[2] :], seen, *others, near.table, far.table),
+            (*(n for x in (q, k, v) for n in x.stride()[:2]), *numbers),
+            constants,
+            options,
+        )
+
+
+def attend(
+    q: Tensor, state: PagedState, seen: Tensor, settings: StepSettings, *, scale: float, out: Tensor, before: Tensor
+) -> None:
+    """Write the attention of one token of each request, after `store`, to ``out`` ``[R, H, Dv]``; 0 for unused places.
+
+    before int64 ``[R]`` on the device: tokens of the requests before each. Requests that come behind more groups than
+    `room_for` says get NaN. Other arguments and errors as in `store`.
+    """
+    plan, (R, H, Dv), K = _plan_of(q, state, settings, scale), out.shape, state.window.cache.shape[1]
+    q, D, near, far = dense_rows(q), q.shape[2], state.window, state.entries
+    parts, room = _parts(state, D, settings), room_for(far)
+    (S0, S1), columns = plan.splits, min(64, power_of_2(Dv))
+    floats = H * room, R * H * S0, R * H * S0, K * room, R * H * S1 * Dv, R * H * S1
+    scratch = scratch_of(rounded((*floats, K * room, K * room, K * room, 1, R * K)), q.device)
+    score, top, total, offset, part, lse, key, candidate, groups, place, arrived = scratch
+    of_q, codes = q.stride()[:2], parts["codes"]
+    words = codes if codes.dtype == q.dtype else codes.view(torch.int16)
+    # kernels get the window in place of what they do not read: rings, biases, slots
+    other = near.cache
+    buffers = parts["entries_k"], parts["entries_v"], parts["store"], near.cache, near.cache[..., D:], other
+    lists = key, candidate, groups, place, offset, other, other, arrived
+    with on_device_of(q):
+        for kernel, (grid, numbers, constants, options), tensors, strides in (
+            (
+                _score, plan.score,
+                (q, words, parts["grid"], seen, seen, score, top, total, far.table, before, arrived), of_q,
+            ),
+            (_choose, plan.choose, (score, top, total, other, seen, seen, *lists, before), ()),
+            (
+                _attend, plan.attend,
+                (q, *buffers, groups, place, offset, seen, seen, part, lse, near.table, far.table, before), of_q,
+            ),
+        ):  # fmt: skip
+            kernel(grid, tensors, (*strides, *numbers), constants, options)
+        _join(
+            (R * H, cdiv(Dv, columns), 1), (part, lse, seen, out), (*out.stride()[:2], H, S1),
+            (Dv, columns, 64, plan.join[2][-1]), plan.join[3],
+        )  # fmt: skip
+
+
+def _plan_of(q: Tensor, state: PagedState, settings: StepSettings, scale: float) -> Plan:
+    """The launch arguments for these tensors. Raises ValueError as `store`."""
+    (R, H, D), (_, K, _, C), far = q.shape, state.window.cache.shape, state.entries
+    groups, widths = far.table.shape[1] * far.slots, (D, C - D)
+    obstacle = step_obstacle(q.device, q.dtype, widths, settings, entries=groups)
+    if obstacle is not None:
+        raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
+    assert settings.rule.window is not None
+    tokens, pages = settings.rule.window + settings.rule.chunk, (PageForm.of(state.window), PageForm.of(far))
+    room = Room(groups, tokens, 0, 0, 0, *pages, room_for(far))
+    return plan_of(q.device, q.dtype, (R, H, K), (*widths, 0), room, settings.number, (scale, 0.0), False)
+
+
+def _parts(state: PagedState, D: int, settings: StepSettings) -> dict[str, Tensor]:
+    """The parts of all records in pages ``[P, K, N, columns]``, views; the window in place of parts that are empty."""
+    near, records = state.window.cache, state.entries.cache
+    form = record_format(settings, (D, near.shape[3] - D), near.dtype)
+    return dict.fromkeys(("entries_k", "entries_v", "grid"), near) | {x.name: x.of(records) for x in form.parts}

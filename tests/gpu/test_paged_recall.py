@@ -1,0 +1,64 @@
+"""A captured step of Recall over pages: replays with other tokens, lengths and places are what PyTorch computes."""
+
+import pytest
+import torch
+from oracles import oracle
+from record_pool import RecordPool
+
+import condense
+from condense.ops.paged import NewTokens, read_paged
+
+H, K, D = 8, 2, 128
+_RECALL = condense.Recall(window=64, num_recall=8, store_bits=8)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [_RECALL, _RECALL.replace(num_recall=0.2, store_bits=4, index_bits=4, entry_bits=4), _RECALL.replace(window=0)],
+    ids=str,
+)
+def test_replays(method):
+    lengths, places, options = (700, 333, 0), 5, {"dtype": torch.bfloat16, "device": "cuda", "slots": 16}
+    steps, scale = 40, D**-0.5
+    qkvs = [
+        [x[0].transpose(0, 1).to("cuda", torch.bfloat16) for x in oracle.random_qkv(1, H, K, n + steps, D, D, seed=n)]
+        for n in lengths
+    ]
+    pools = [RecordPool(method, (K, D, D), per_page=16, **options) for _ in range(2)]
+    for pool in pools:
+        for n, qkv in zip((*lengths, 0, 0), (*qkvs, None, None), strict=True):
+            request = pool.add(n + steps)
+            request.reserve(n + steps)
+            if n:
+                pool.read([(request, [x[:n] for x in qkv])], scale=scale, backend="torch")
+    states = [pool.state(pool.requests) for pool in pools]
+    q = torch.zeros(places, H, D, dtype=torch.bfloat16, device="cuda")
+    k, v = (torch.zeros(places, K, D, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    out, want = (torch.zeros_like(q) for _ in range(2))
+    seen = torch.zeros(places, dtype=torch.int32, device="cuda")
+
+    def step(state, out, backend):
+        new = NewTokens(list(range(places + 1)), [1] * places, seen, places)
+        read_paged((q, k, v), state, new, pools[0].plan.settings, scale=scale, out=out, backend=backend)
+
+    # with no request in any place nothing is written
+    step(states[0], out, "triton")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(states[0], out, "triton")
+    near = []
+    for i in range(steps):
+        for row, (n, qkv) in enumerate(zip(lengths, qkvs, strict=True)):
+            # the second request pauses in every third step
+            alive = row != 1 or i % 3 != 2
+            t = n + i - (i // 3 if row == 1 else 0)
+            seen[row] = t + 1 if alive else 0
+            for x, y in zip((q, k, v), qkv, strict=True):
+                x[row] = y[t] if alive else torch.nan
+        graph.replay()
+        step(states[1], want, "torch")
+        assert not out[seen == 0].any()
+        near.append(((out - want).abs() <= 0.02 * (1 + want.abs())).all(-1))
+    assert float(torch.stack(near).double().mean()) >= 0.98
+    assert torch.equal(pools[0].bytes[: pools[0].block], pools[1].bytes[: pools[1].block])
