@@ -18,6 +18,9 @@ PAIRS = {
     "llama-dga": ("llama", "dga-streaming-log"),
     "deepseek_v3-lca": ("deepseek_v3", "lca"),
 }
+# rows and layers keep different numbers of tokens
+REREADS = {"llama-reread": ("llama", "reread"), "deepseek_v3-reread": ("deepseek_v3", "reread")}
+METHODS = tiny.METHODS | {"reread": condense.Reread(share=0.4, piece=8, sink=1, window=2)}
 MODES = {"padded": {}, "beams": {"num_beams": 2}, "samples": {"do_sample": True}}
 # the interpreter is slow: not all of them
 TRIED = [
@@ -26,6 +29,8 @@ TRIED = [
     ("deepseek_v3-lca", "padded"),
     ("llama-dga", "beams"),
     ("llama-streaming-6", "samples"),
+    ("llama-reread", "padded"),
+    ("deepseek_v3-reread", "padded"),
 ]
 ROWS = [tiny.tokens(1, n, seed=n)[0] for n in (27, 18)]
 
@@ -34,7 +39,7 @@ def _condensed(name, method):
     """Two layers, of one KV head: the interpreter is slow."""
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1} if name == "llama" else {}
     model = tiny.model(name, torch.float32, num_hidden_layers=2, **heads)
-    return condense.apply(model, tiny.METHODS[method]).to(DEVICE)
+    return condense.apply(model, METHODS[method]).to(DEVICE)
 
 
 @pytest.fixture(params=PAIRS.values(), ids=PAIRS)
@@ -70,7 +75,7 @@ def _stepped(out):
 
 @pytest.mark.parametrize(("pair", "mode"), TRIED, ids=map("-".join, TRIED))
 def test_tokens_are_those_of_extend(monkeypatch, pair, mode):
-    model, mode = _condensed(*PAIRS[pair]), MODES[mode]
+    model, mode = _condensed(*(PAIRS | REREADS)[pair]), MODES[mode]
     ids, mask = tiny.left_padded(ROWS)
     out = _generate(model, ids, attention_mask=mask, **mode)
     assert torch.equal(out.sequences, _by_extend(monkeypatch, model, ids, attention_mask=mask, **mode))

@@ -1,0 +1,104 @@
+"""What Reread, a window of its bytes, SnapKV and Recall lose of the bundled model: prompts in caches, then text over them.
+
+    python benchmarks/reread.py OUT.json TEXT [TEXT ...] [--length 4096] [--texts 4]
+
+Each text file is one document. A prompt is read under every method; over a copy of its cache, in one forward, the text
+that follows it, a copy of a stretch of its first half, or questions after hidden numbers whose names share words. The
+prompt does not know which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+import condense
+from condense.evaluate.compare import attention_of
+from condense.evaluate.paired import Cell
+from condense.models.inspect import inspect
+from condense.results import refuse_existing, write_results
+from condense.tasks import SequenceBuilder, encode_corpus, load_words
+
+FOLLOWING, COPIED, LEAD, KEYS = 512, 256, 32, 16
+KINDS = {"following": Cell.of_losses, "copy": Cell.of_losses, "found": Cell.of_answers}
+
+
+def arms(length: int) -> dict[str, condense.Method]:
+    """By label, dense attention first; windows and SnapKV keep as much as Reread."""
+    kept = {share: condense.Reread(share=share).num_kept(length) for share in (0.05, 0.1, 0.25)}
+    return {
+        "dense": condense.Dense(),
+        **{f"reread {share:.0%}": condense.Reread(share=share) for share in kept},
+        **{f"window {share:.0%}": condense.StreamingLLM(sink=4, window=kept[share] - 4) for share in (0.1, 0.25)},
+        "snapkv 10%": condense.SnapKV(budget=kept[0.1]),
+        "recall-device": condense.Recall.parse("recall-device"),
+    }
+
+
+@torch.no_grad()
+def over(model: PreTrainedModel, prompt: Tensor, parts: list[Tensor]) -> list[tuple[list[float], list[bool]]]:
+    """Of each part ``[n]`` after a prompt ``[L]``, the losses of its tokens but the first, and which were the best."""
+    cache = model(prompt[None], use_cache=True, logits_to_keep=1).past_key_values
+    results = []
+    for part in parts:
+        logits = model(part[None], past_key_values=copy.deepcopy(cache), use_cache=True).logits[0, :-1]
+        losses = F.cross_entropy(logits.float(), part[1:], reduction="none")
+        results.append((losses.tolist(), (logits.argmax(-1) == part[1:]).tolist()))
+    return results
+
+
+def measured(model: PreTrainedModel, builder: SequenceBuilder, seed: int) -> dict[str, Any]:
+    """One text of each kind under the attention that the model has: losses by kind, and answers found."""
+    rng = np.random.default_rng([seed, 0])
+    plain = torch.from_numpy(builder.plain(rng))
+    prompt, following = plain[:-FOLLOWING], plain[-FOLLOWING:]
+    start = int(rng.integers(1, len(prompt) // 2 - COPIED))
+    text, copied = over(model, prompt, [following, plain[start : start + COPIED]])
+    asked = builder.passkeys(np.random.default_rng([seed, 1]), KEYS, "question", shared=True, anywhere=True)
+    ids, begin = torch.from_numpy(asked.input_ids), asked.answers[0][0] - LEAD
+    ((_, right),) = over(model, ids[:begin], [ids[begin:]])
+    found = [all(right[a - begin - 1 : b - begin - 1]) for a, b in asked.answers]
+    losses = {"following": text[0], "copy": copied[0][LEAD:]}
+    return {name: [sum(x), len(x)] for name, x in losses.items()} | {"found": [sum(found), len(found)]}
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("text", type=Path, nargs="+")
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--texts", type=int, default=4)
+    options = parser.parse_args()
+    refuse_existing(options.out, "OUT.json", overwrite=False)
+    model, tokenizer = condense.demo_model()
+    corpus = encode_corpus([path.read_text(encoding="utf-8") for path in options.text], tokenizer)
+    builder = SequenceBuilder(tokenizer, corpus, load_words().held_out, options.length)
+    dense: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
+    for name, method in arms(options.length).items():
+        with attention_of(model, method):
+            texts = [measured(model, builder, seed) for seed in range(options.texts)]
+        dense = dense or texts
+        layers = inspect(model, method, options.length, 4)
+        share = sum(layer.bytes for layer in layers) / sum(layer.dense_bytes for layer in layers)
+        cells = {}
+        for kind, compared in KINDS.items():
+            of_text = [(a[kind][0], b[kind][0], a[kind][1]) for a, b in zip(texts, dense, strict=True)]
+            cells[kind] = compared(*np.array(of_text, float).T)
+        print(name, f"{share:.1%}", {kind: round(cell.value, 4) for kind, cell in cells.items()}, flush=True)
+        rows.append({"arm": name, "method": method, "device": share, "cells": cells})
+    about = {"length": options.length, "text": [path.name for path in options.text], "dtype": "float32"}
+    write_results(options.out, about | {"rows": rows}, seed=0, device=model.device, overwrite=False)
+
+
+if __name__ == "__main__":
+    main()
