@@ -1,4 +1,4 @@
-"""What Reread, a window of its bytes, SnapKV and Recall lose of the bundled model: prompts in caches, then text over them.
+"""What Reread, a window of its bytes, SnapKV and Recall lose of the bundled model: text over prompts in their caches.
 
     python benchmarks/reread.py OUT.json TEXT [TEXT ...] [--length 4096] [--texts 4]
 

@@ -21,6 +21,7 @@ import papers_page
 import performance_page
 import readme_page
 import recall_page
+import reread_page
 import serving_page
 import transfer_page
 import zero_shot_page
@@ -30,7 +31,7 @@ _KERNEL = "bench-kernel-h32-kv8-d128-v128-b1-bfloat16-nvidia-h200"
 _COSTS = ("bench-model-deepseek-v2-lite-bfloat16-nvidia-h200-20261121T120455Z",)
 _LAYERS = (f"{_KERNEL}-20261121T151300Z", f"{_KERNEL}-20261121T163413Z")
 # filled where they stand; the others are written from templates
-FILLED = ("README.md", "docs/performance.md", "docs/recall.md", "docs/serving.md")
+FILLED = ("README.md", "docs/performance.md", "docs/recall.md", "docs/serving.md", "docs/studies/reread.md")
 _STUDIES = ("adaptation", "experiments", "result-files", "results", "transfer", "zero-shot")
 PAGES = (*FILLED, *(f"docs/studies/{name}.md" for name in _STUDIES))
 
@@ -42,6 +43,7 @@ def write(docs: Path) -> None:
     performance_page.fill(docs / "performance.md", everything)
     recall_page.fill(docs / "recall.md", everything["zero-shot-h200-20261122T020720Z"])
     transfer_page.fill(docs / "recall.md", of("transfer.json"))
+    reread_page.fill(studies / "reread.md", everything["reread"])
     serving_page.fill(docs / "serving.md", everything, docs / "images" / "serving.png")
     costs, layers = ({name: everything[name] for name in names} for names in (_COSTS, _LAYERS))
     experiments_page.write_page(of("experiments.json"), costs, layers, studies / "experiments.md")

@@ -1,0 +1,28 @@
+"""The table of `docs/studies/reread.md`, between ``<!-- reread -->`` and ``<!-- /reread -->``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_BLOCK = re.compile(r"(<!-- reread -->\n).*?(<!-- /reread -->)", re.DOTALL)
+_HEAD = "| | cache | following text ({:,}) | copies ({:,}) | numbers lost ({:,}) |\n|---|---|---|---|---|\n"
+
+
+def fill(page: Path, document: Mapping[str, Any]) -> None:
+    """Write the table anew."""
+    dense, *others = document["results"]["rows"]
+    sizes, values = ([cell[key] for cell in dense["cells"].values()] for key in ("n", "dense"))
+    lines = [_HEAD.format(*sizes), "| dense: loss, found | 100% | {:.3f} | {:.3f} | {:.1%} |\n".format(*values)]
+    for row in others:
+        cells = " | ".join(_cell(kind == "found", cell) for kind, cell in row["cells"].items())
+        lines.append(f"| {row['arm']} | {row['device']:.0%} | {cells} |\n")
+    text = _BLOCK.sub(lambda block: block[1] + "".join(lines) + block[2], page.read_text(encoding="utf-8"))
+    page.write_text(text, encoding="utf-8")
+
+
+def _cell(is_task: bool, cell: Mapping[str, Any]) -> str:
+    form = "{:.1%} ({:.1%} to {:.1%})" if is_task else "{:+.3f} ({:+.3f} to {:+.3f})"
+    return form.format(cell["value"], cell["low"], cell["high"])
