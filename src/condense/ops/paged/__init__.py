@@ -1,6 +1,6 @@
 """Condensed attention over pages: many requests at once, whose tokens and entries lie in pages of one pool."""
 
 from condense.ops.paged.api import read_paged
-from condense.ops.step.pages import NewTokens, PagedState, Pages
+from condense.ops.step.pages import NewTokens, PagedState, Pages, room_for
 
-__all__ = ["NewTokens", "PagedState", "Pages", "read_paged"]
+__all__ = ["NewTokens", "PagedState", "Pages", "read_paged", "room_for"]

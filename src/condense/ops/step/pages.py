@@ -78,9 +78,25 @@ class NewTokens:
     num_steps: int = 0
 
     @functools.cached_property
+    def of_steps(self) -> int:
+        """Tokens of the requests that have one new token each."""
+        return sum(self.seen[: self.num_steps])
+
+    @functools.cached_property
     def before(self) -> Tensor:
         """Tokens of the requests before each, int64 ``[R]`` on the device; all layers share what the first computes.
 
         In a captured graph it is computed anew by every replay, if it was not asked for before the capture.
         """
         return self.seen_on_device.cumsum(0) - self.seen_on_device
+
+
+# requests share the pages of common prefixes, so all together may have more groups than there are pages for: up to so
+# many times as many
+_SHARED = 8
+
+
+def room_for(records: Pages) -> int:
+    """Groups of all requests together for which a step of kernels over these pages of records has scratch memory."""
+    requests, columns = records.table.shape
+    return records.slots * min(requests * columns, _SHARED * records.cache.shape[0])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from condense.ops.step.pages import PagedState, Pages
+from condense.ops.step.pages import PagedState, room_for
 from condense.ops.step.records import record_format
 from condense.ops.step.settings import StepSettings
 from condense.ops.triton.device.address import PageForm
@@ -28,15 +28,6 @@ from condense.ops.triton.recall_step_score_kernels import recall_score_kernel
 
 _close, _score, _choose = (Launcher(x) for x in (recall_close_kernel, recall_score_kernel, recall_choose_kernel))
 _attend, _join = Launcher(recall_attend_kernel), Launcher(paged_join_kernel)
-# requests share the pages of common prefixes, so all together may have more groups than there are pages for: up to so
-# many times as many
-_SHARED = 8
-
-
-def room_for(pages: Pages) -> int:
-    """Groups of all requests together that a step over these pages of records has room for."""
-    requests, columns = pages.table.shape
-    return pages.slots * min(requests * columns, _SHARED * pages.cache.shape[0])
 
 
 def store(
