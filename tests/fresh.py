@@ -7,14 +7,13 @@ import multiprocessing
 import os
 import signal
 import socket
-from multiprocessing.process import BaseProcess
 
 SECONDS = 240
 _fork = multiprocessing.get_context("forkserver")
 _fork.set_forkserver_preload(["torch", "transformers.models.auto.modeling_auto", "transformers.modeling_utils"])
 
 
-def start(function, *arguments, **environment) -> BaseProcess:
+def start(function, *arguments, **environment):
     """Call a module's function in a process of its own, with more in its environment."""
     process = _fork.Process(target=_call, args=(environment, function, arguments))
     process.start()
@@ -28,7 +27,7 @@ def _call(environment, function, arguments):
     function(*arguments)
 
 
-def finish(*processes: BaseProcess) -> list[int | None]:
+def finish(*processes):
     """The exit codes of processes, None for those that have not ended in time; pytest shows their errors."""
     try:
         for process in processes:

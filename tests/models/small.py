@@ -4,13 +4,10 @@ A configuration is made small by the names that configurations give their sizes;
 besides. Models have one layer of every kind that their type knows, and two at least.
 """
 
-from __future__ import annotations
-
 import inspect
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM
 from transformers.masking_utils import create_chunked_causal_mask
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -30,7 +27,7 @@ _HEADS = (
     "num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads",
 )  # fmt: skip
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-SIZES: dict[str, Any] = {
+SIZES = {
     **dict.fromkeys(_WIDTHS, 32),
     **dict.fromkeys(_INNER, 48),
     **dict.fromkeys(_HEADS, 4),
@@ -84,7 +81,7 @@ _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 # chunks of 6 tokens; the layer with full attention without rotation
 _CHUNKED = {"attention_chunk_size": 6, "no_rope_layers": [1, 0]}
 _OF_FULL_LAYERS = {"global_head_dim": 8, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0}
-CHANGES: dict[str, dict[str, Any]] = {
+CHANGES = {
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {"layer_types": _BOTH, "rope_parameters": dict.fromkeys(_BOTH, _ROPE)},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}},
@@ -113,12 +110,12 @@ _CHUNKED_MASK = inspect.signature(create_chunked_causal_mask)
 NO_STATIC_MASKS = () if "block_sequence_ids" in _CHUNKED_MASK.parameters else ("llama4", "llama4_text")
 
 
-def config(name: str, **changes: Any) -> PreTrainedConfig:
+def config(name, **changes):
     """A small configuration of a type."""
     return _small(CONFIG_MAPPING[name], CHANGES.get(name, {}) | changes)
 
 
-def model(name: str, **changes: Any) -> Any:
+def model(name, **changes):
     """A tiny model of a type, in float64 where its own code lets it be, its projections large."""
     settings = config(name, **changes)
     with torch.device("meta"):
@@ -139,13 +136,13 @@ def model(name: str, **changes: Any) -> Any:
     return stock.double().eval()
 
 
-def outline(name: str) -> Any:
+def outline(name):
     """A model of a type in its default size, without memory for its weights."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(CONFIG_MAPPING[name]())
 
 
-def _small(cls: type[PreTrainedConfig], changes: dict[str, Any]) -> PreTrainedConfig:
+def _small(cls, changes):
     stock = cls()
     settings = {key: value for key, value in SIZES.items() if _has(stock, key) and _is_settable(cls, key)}
     if _has(stock, "kv_lora_rank"):
@@ -155,7 +152,7 @@ def _small(cls: type[PreTrainedConfig], changes: dict[str, Any]) -> PreTrainedCo
         if (part := getattr(stock, key, None)) is not None:
             settings[key] = _small(type(part), changes.get(key, {}))
     changes = {key: value for key, value in changes.items() if key not in getattr(cls, "sub_configs", {})}
-    kinds: dict[str, list[str]] = {}
+    kinds = {}
     for key in ("layer_types", "mlp_layer_types", "layers_block_type"):
         if key not in cls.attribute_map and _is_settable(cls, key):
             kinds[key] = list(changes.get(key, ())) or list(dict.fromkeys(getattr(stock, key, None) or ()))
@@ -166,7 +163,7 @@ def _small(cls: type[PreTrainedConfig], changes: dict[str, Any]) -> PreTrainedCo
     return cls(**(settings | {key: value for key, value in changes.items() if key not in kinds}))
 
 
-def _has(stock: PreTrainedConfig, key: str) -> bool:
+def _has(stock, key):
     """True if a type has a setting, and uses it if it may be left out."""
     try:
         return hasattr(stock, key) and not (key in _OPTIONAL and getattr(stock, key) is None)
@@ -174,6 +171,6 @@ def _has(stock: PreTrainedConfig, key: str) -> bool:
         return True  # a setting of its own for every layer
 
 
-def _is_settable(cls: type[PreTrainedConfig], key: str) -> bool:
+def _is_settable(cls, key):
     declared = getattr(cls, cls.attribute_map.get(key, key), None)
     return not isinstance(declared, property) or declared.fset is not None

@@ -1,4 +1,4 @@
-"""Every way of generating gives the same tokens with the condensed cache as without any cache."""
+"""Generation beside the laws of `test_laws`: conversations, prefixes, assistants, room in caches of a fixed length."""
 
 import copy
 
@@ -6,228 +6,240 @@ import pytest
 import torch
 from grids import grid
 from models import tiny
-from transformers import DynamicCache
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import CompileConfig, DynamicCache, StaticCache
+from transformers.cache_utils import StaticLayer
 
 import condense
 from condense.caches import CondensedLayer
 
-PAIRS = {
-    **{f"llama-{name}": ("llama", name) for name in tiny.METHODS},
-    **{f"{name}-cca": (name, "cca") for name in tiny.OTHERS},
-    **{f"{name}-streaming-6": (name, "streaming-6") for name in tiny.OTHERS},
-    **{f"{name}-dga": (name, "dga") for name in tiny.OTHERS},
-}
-FEW = {
-    "llama-cca": ("llama", "cca"),
-    "llama-streaming": ("llama", "streaming-select-log"),
-    "opt": ("opt", "cca"),
-    "dga": ("llama", "dga"),
-    "deepseek_v3": ("deepseek_v3", "lca"),
-}
-MODES = {
-    "greedy": {},
-    "sampling": {"do_sample": True, "temperature": 0.9, "top_k": 20},
-    "three-beams": {"num_beams": 3, "num_return_sequences": 2},
-    "sampled-beams": {"num_beams": 3, "do_sample": True},
-    "three-samples": {"do_sample": True, "num_return_sequences": 3},
-}
-# chosen so that each prompt is past w + g - 1 and each row closes groups at its own time
-ROWS = [tiny.tokens(1, n, seed=n)[0] for n in (39, 26, 32)]
+NAMES = (
+    "llama-cca", "llama-streaming-select-log", "llama-dga", "llama-lca", "opt-streaming-6", "one-layer",
+    "one-layer-of-latents",
+)  # fmt: skip
+FEW = {name: tiny.CASES[name] for name in NAMES}
+LENGTHS = (39, 26, 32)
+ROWS = [tiny.tokens(1, n, seed=n)[0] for n in LENGTHS]
+IDS, MASK = tiny.left_padded(ROWS)
+ONE, SHORT = ROWS[0][None], torch.stack([row[:26] for row in ROWS])
 
 
-def _condensed(pair):
-    name, method = pair
-    return condense.apply(tiny.model(name), tiny.METHODS[method])
-
-
-@pytest.fixture(params=PAIRS.values(), ids=PAIRS.keys())
-def model(request):
-    return _condensed(request.param)
-
-
-@pytest.fixture(params=FEW.values(), ids=FEW.keys())
+@pytest.fixture(params=FEW.values(), ids=FEW)
 def few(request):
-    return _condensed(request.param)
+    name, choice = request.param
+    return condense.apply(tiny.model(name), choice)
 
 
-def _same_seed(model, *args, **kwargs):
-    torch.manual_seed(3)
-    return tiny.generate(model, *args, **kwargs)
+def new_cache(model, kind, length=90):
+    """A cache to give to generate or a forward, in either way that users make a growing one."""
+    made = {"static": lambda: StaticCache(model.config, max_cache_len=length), "bare": DynamicCache}
+    return made.get(kind, lambda: DynamicCache(config=model.config))()
 
 
-@grid(5, "model", model=PAIRS)
-def test_padded_batch_equals_single_rows_and_no_cache(model):
-    ids, mask = tiny.left_padded(ROWS)
-    batch = tiny.generate(model, ids, attention_mask=mask)
-    assert torch.equal(batch, tiny.generate(model, ids, attention_mask=mask, use_cache=False))
-    for row, out in zip(ROWS, batch, strict=True):
-        assert torch.equal(out[ids.shape[1] :], tiny.generate(model, row[None])[0, len(row) :])
+CACHES = pytest.mark.parametrize("kind", ["growing", "static"])
 
 
-def test_tokens_are_those_of_the_full_forward(few):
-    out = tiny.generate(few, ROWS[0][None])
+def test_tokens_are_those_of_the_full_forward_and_not_of_the_dense_model(few):
+    out = tiny.generate(few, ONE)
     best = tiny.logits(few, out[:, :-1]).argmax(-1)
     assert torch.equal(out[0, 39:], best[0, 38:])
+    one_layer = len(condense.models.condensed_layers(few)) == 1  # which may not be enough to say something else
+    assert one_layer or not torch.equal(out, tiny.generate(condense.restore(few), ONE))
 
 
-def test_condensing_changes_the_tokens(few):
-    condensed = tiny.generate(few, ROWS[0][None])
-    assert not torch.equal(condensed, tiny.generate(condense.restore(few), ROWS[0][None]))
-
-
-@grid(6, "few", few=FEW, mode=MODES)
-def test_modes_with_cache_equal_without(few, mode):
-    ids, mask = tiny.left_padded(ROWS)
-    cached = _same_seed(few, ids, attention_mask=mask, **mode)
-    assert torch.equal(cached, _same_seed(few, ids, attention_mask=mask, use_cache=False, **mode))
-
-
-@grid(4, name=tiny.OTHERS)
-def test_beams_with_cache_equal_without(name):
-    model = _condensed((name, "streaming-6"))
-    ids, mask = tiny.left_padded(ROWS)
-    mode = MODES["three-beams"]
-    cached = tiny.generate(model, ids, attention_mask=mask, **mode)
-    assert torch.equal(cached, tiny.generate(model, ids, attention_mask=mask, use_cache=False, **mode))
-
-
-def test_beams_of_a_batch_without_padding(few):
-    ids = torch.stack([row[:26] for row in ROWS])
-    cached = tiny.generate(few, ids, num_beams=4)
-    assert torch.equal(cached, tiny.generate(few, ids, num_beams=4, use_cache=False))
+@pytest.mark.parametrize("settings", [{"num_beams": 4}, {"cache_implementation": "static"}], ids=["beams", "static"])
+def test_a_batch_without_padding(few, settings):
+    free = {"num_beams": settings.get("num_beams", 1), "use_cache": False}
+    assert torch.equal(tiny.generate(few, SHORT, **settings), tiny.generate(few, SHORT, **free))
 
 
 def test_guidance_keeps_a_second_cache(few):
     settings = {"guidance_scale": 1.5, "negative_prompt_ids": ROWS[1][None]}
     settings["negative_prompt_attention_mask"] = torch.ones(1, 26, dtype=torch.long)
-    cached = tiny.generate(few, ROWS[0][None], **settings)
-    assert torch.equal(cached, tiny.generate(few, ROWS[0][None], use_cache=False, **settings))
+    assert torch.equal(tiny.generate(few, ONE, **settings), tiny.generate(few, ONE, use_cache=False, **settings))
 
 
-@grid(4, "few", few=FEW, size=[1, 4, 7, 64])
-def test_prefill_in_chunks(few, size):
-    # 13 pads: with size 4 a row is all padding for three chunks
-    ids, mask = tiny.left_padded(ROWS)
-    whole = tiny.generate(few, ids, attention_mask=mask)
-    assert torch.equal(tiny.generate(few, ids, attention_mask=mask, prefill_chunk_size=size), whole)
-    assert torch.equal(tiny.generate(few, ROWS[0][None], prefill_chunk_size=size), tiny.generate(few, ROWS[0][None]))
-
-
-@pytest.mark.parametrize(
-    "make", [lambda m: DynamicCache(config=m.config), lambda m: DynamicCache()], ids=["config", "bare"]
-)
-def test_a_cache_from_the_user(few, make):
-    cache = make(few)
-    assert torch.equal(tiny.generate(few, ROWS[0][None], past_key_values=cache), tiny.generate(few, ROWS[0][None]))
-    assert {type(layer) for layer in cache.layers} == {CondensedLayer}
+@pytest.mark.parametrize("kind", ["config", "bare"])
+def test_a_cache_from_the_user_is_condensed_and_starts_anew_when_reset(few, kind):
+    cache = new_cache(few, kind)
+    tiny.generate(few, SHORT, past_key_values=cache)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(tiny.generate(few, ONE, past_key_values=cache), tiny.generate(few, ONE))
+    condensed = condense.models.condensed_layers(few)
+    assert {i for i, layer in enumerate(cache.layers) if type(layer) is CondensedLayer} >= set(condensed)
     assert cache.get_seq_length() == 39 + tiny.NEW - 1
 
 
-def test_conversation_goes_on_with_the_returned_cache(few):
-    first = tiny.generate(few, ROWS[0][None], return_dict_in_generate=True)
+def test_a_conversation_goes_on_with_the_returned_cache(few):
+    first = tiny.generate(few, ONE, return_dict_in_generate=True)
     turn = torch.cat([first.sequences, tiny.tokens(1, 9, seed=7)], dim=1)
     expected = tiny.generate(few, turn)
-    cache = first.past_key_values
-    assert torch.equal(tiny.generate(few, turn, past_key_values=copy.deepcopy(cache)), expected)
-    chunked = tiny.generate(few, turn, past_key_values=cache, use_cache=True)
-    assert torch.equal(chunked, expected)
+    for cache in (copy.deepcopy(first.past_key_values), first.past_key_values):
+        assert torch.equal(tiny.generate(few, turn, past_key_values=cache), expected)
 
 
-def test_conversation_of_a_batch_with_ragged_second_turns(few):
-    ids, mask = tiny.left_padded(ROWS)
-    first = tiny.generate(few, ids, attention_mask=mask, return_dict_in_generate=True)
+@CACHES
+def test_a_conversation_of_a_batch_with_ragged_second_turns(few, kind):
+    """Padding stands inside the rows; a static cache is made long enough for both turns."""
+    cache = new_cache(few, kind)
+    first = tiny.generate(few, IDS, attention_mask=MASK, past_key_values=cache)
     seconds = [tiny.tokens(1, n, seed=n)[0] for n in (5, 11, 2)]
     more, more_mask = tiny.left_padded(seconds)
-    turn = torch.cat([first.sequences, more], dim=1)
-    # padding stands inside the rows now
-    turn_mask = torch.cat([mask, torch.ones(3, tiny.NEW, dtype=torch.long), more_mask], dim=1)
-    batch = tiny.generate(few, turn, attention_mask=turn_mask, past_key_values=first.past_key_values)
-    assert torch.equal(batch, tiny.generate(few, turn, attention_mask=turn_mask, use_cache=False))
-    for row, second, answer, out in zip(ROWS, seconds, first.sequences[:, 39:], batch, strict=True):
+    turn, mask = torch.cat([first, more], dim=1), torch.cat([MASK, torch.ones(3, tiny.NEW).long(), more_mask], dim=1)
+    batch = tiny.generate(few, turn, attention_mask=mask, past_key_values=cache)
+    assert torch.equal(batch, tiny.generate(few, turn, attention_mask=mask, use_cache=False))
+    for row, second, answer, out in zip(ROWS, seconds, first[:, 39:], batch, strict=True):
         single = torch.cat([row, answer, second])
         assert torch.equal(out[turn.shape[1] :], tiny.generate(few, single[None])[0, len(single) :])
+    cache.reset()
+    assert torch.equal(tiny.generate(few, IDS, attention_mask=MASK, past_key_values=cache), first)
 
 
 def test_only_the_new_ids_with_the_whole_mask(few):
-    cache = tiny.filled(few, ROWS[0][None, :30])
-    out = tiny.generate(few, ROWS[0][None, 30:], past_key_values=cache, attention_mask=torch.ones(1, 39).long())
-    assert torch.equal(out[:, 9:], tiny.generate(few, ROWS[0][None])[:, 39:])
+    cache = tiny.filled(few, ONE[:, :30])
+    out = tiny.generate(few, ONE[:, 30:], past_key_values=cache, attention_mask=torch.ones(1, 39).long())
+    assert torch.equal(out[:, 9:], tiny.generate(few, ONE)[:, 39:])
 
 
-def test_a_prefix_cache_is_reused_by_deep_copy(few):
-    prefix = tiny.filled(few, ROWS[0][None, :30])
+@CACHES
+def test_a_prefix_cache_is_reused_by_deep_copy(few, kind):
+    prefix = new_cache(few, kind)
+    tiny.in_chunks(few, ONE[:, :30], (30,), prefix)
     for seed in (1, 2):
-        ids = torch.cat([ROWS[0][:30], tiny.tokens(1, 8, seed=seed)[0]])[None]
-        out = tiny.generate(few, ids, past_key_values=copy.deepcopy(prefix))
-        assert torch.equal(out, tiny.generate(few, ids))
-    assert prefix.get_seq_length() == 30
+        ids = torch.cat([ONE[:, :30], tiny.tokens(1, 8, seed=seed)], dim=1)
+        assert torch.equal(tiny.generate(few, ids, past_key_values=copy.deepcopy(prefix)), tiny.generate(few, ids))
+    assert int(prefix.get_seq_length()) == 30
 
 
 def test_a_filled_cache_is_initialized_as_a_stock_model_s_is():
-    model, ids = tiny.model("llama"), ROWS[0][None]
-    assert tiny.filled(model, ids).is_initialized
-    assert tiny.filled(condense.apply(model, tiny.CCA), ids).is_initialized
-
-
-def test_a_reset_cache_starts_anew(few):
-    expected = tiny.generate(few, ROWS[1][None])
-    cache = tiny.filled(few, torch.stack([row[:26] for row in ROWS]))
-    cache.reset()
-    assert cache.get_seq_length() == 0
-    assert torch.equal(tiny.generate(few, ROWS[1][None], past_key_values=cache), expected)
+    model = tiny.model("llama")
+    assert tiny.filled(model, ONE).is_initialized
+    assert tiny.filled(condense.apply(model, tiny.CCA), ONE).is_initialized
 
 
 def test_inputs_embeds(few):
-    ids, mask = tiny.left_padded(ROWS)
-    embeds = few.get_input_embeddings()(ids)
-    expected = tiny.generate(few, ids, attention_mask=mask)[:, 39:]
-    settings = {"max_new_tokens": tiny.NEW, "do_sample": False, "pad_token_id": 1, "attention_mask": mask}
+    expected = tiny.generate(few, IDS, attention_mask=MASK)[:, 39:]
+    embeds = few.get_input_embeddings()(IDS)
+    settings = {"max_new_tokens": tiny.NEW, "do_sample": False, "pad_token_id": 1, "attention_mask": MASK}
     assert torch.equal(few.generate(inputs_embeds=embeds, **settings), expected)
 
 
-@grid(8, "few", few=FEW, num_tokens=[1, 3, 10, 20])
-def test_prompt_lookup_equals_greedy(few, num_tokens):
-    # a text that repeats itself, so that candidates are found, and refused after a while
-    ids = torch.cat([ROWS[0][:13]] * 3)[None]
-    greedy = tiny.generate(few, ids)
-    assert torch.equal(tiny.generate(few, ids, prompt_lookup_num_tokens=num_tokens), greedy)
-
-
-@grid(8, "few", few=FEW, assistant=["dense", "condensed", "itself"])
-def test_assistants_equal_greedy(few, assistant):
-    helper = copy.deepcopy(few)
+@grid(10, "model", model=FEW | tiny.RECALLS, assistant=["dense", "condensed", "itself"])
+def test_assistants_equal_greedy(model, assistant):
+    helper = copy.deepcopy(model)
     if assistant == "dense":
         condense.restore(helper)
     elif assistant == "condensed":
         condense.apply(helper, tiny.CCA.replace(group_size=2))
     helper.generation_config.num_assistant_tokens = 7
-    assert torch.equal(tiny.generate(few, ROWS[0][None], assistant_model=helper), tiny.generate(few, ROWS[0][None]))
+    assert torch.equal(tiny.generate(model, ONE, assistant_model=helper), tiny.generate(model, ONE))
 
 
 @pytest.mark.parametrize("method", [tiny.CCA, tiny.STREAMING_6], ids=["cca", "streaming-6"])
 def test_early_exit_equals_greedy(method):
     # llama alone: OPT and GPT-2 run all their layers over the shorter cache, which fails in the stock model too
     model = condense.apply(tiny.model("llama"), method)
-    expected = tiny.generate(model, ROWS[0][None])
-    assert torch.equal(tiny.generate(model, ROWS[0][None], assistant_early_exit=2), expected)
+    assert torch.equal(tiny.generate(model, ONE, assistant_early_exit=2), tiny.generate(model, ONE))
 
 
-def test_per_layer_methods_generate_as_without_cache():
-    model = condense.apply(tiny.model("qwen3"), tiny.CCA, layers=[1])
-    condense.apply(model, tiny.STREAMING_6, layers=[2])
-    ids, mask = tiny.left_padded(ROWS)
-    for mode in MODES.values():
-        cached = _same_seed(model, ids, attention_mask=mask, **mode)
-        assert torch.equal(cached, _same_seed(model, ids, attention_mask=mask, use_cache=False, **mode))
-    greedy = tiny.generate(model, ROWS[0][None])
-    assert torch.equal(tiny.generate(model, ROWS[0][None], prompt_lookup_num_tokens=3), greedy)
+def test_assistants_and_prompt_lookup_are_refused_with_a_static_cache(few):
+    ids = torch.cat([ROWS[0][:13]] * 3)[None]
+    with pytest.raises(ValueError, match=r"assisted generation|not supported|static"):
+        tiny.generate(few, ids, cache_implementation="static", prompt_lookup_num_tokens=3)
 
 
 def test_generation_in_inference_mode(few):
-    expected = tiny.generate(few, ROWS[0][None])
+    expected = tiny.generate(few, ONE)
     with torch.inference_mode():
-        assert torch.equal(tiny.generate(few, ROWS[0][None]), expected)
-        cached = tiny.generate(few, ROWS[0][None], return_dict_in_generate=True)
+        assert torch.equal(tiny.generate(few, ONE), expected)
+        cached = tiny.generate(few, ONE, return_dict_in_generate=True)
     # a cache made there can be read outside
     turn = torch.cat([cached.sequences, ROWS[1][None]], dim=1)
     assert torch.equal(tiny.generate(few, turn, past_key_values=cached.past_key_values), tiny.generate(few, turn))
+
+
+def test_gradients_of_a_last_token_reach_what_is_new_in_either_cache(few):
+    grads = []
+    for kind in ("growing", "static"):
+        cache = new_cache(few, kind)
+        with torch.no_grad():
+            few(IDS[:1, :20], past_key_values=cache, use_cache=True)
+        few.zero_grad()
+        few(IDS[:1, 20:21], past_key_values=cache).logits.sum().backward()
+        grads.append([p.grad.clone() for p in few.parameters() if p.grad is not None])
+    assert all(bool(layer.any()) for layer in grads[0][-8:])
+    for x, y in zip(*grads, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
+
+
+@grid(2, "model", model=FEW | {"select": tiny.WHOLE["select"]}, padded={"whole": False, "padded": True})
+def test_compiled_decode_is_one_graph(model, padded):
+    """25 steps across group boundaries, without a break."""
+    torch._dynamo.reset()
+    ids, mask = torch.cat([IDS, tiny.tokens(3, 25)], dim=1), torch.cat([MASK, torch.ones(3, 25).long()], dim=1)
+    mask = mask if padded else torch.ones_like(mask)
+    want = tiny.in_chunks(model, ids, (39, *[1] * 25), mask=mask)[:, 39:]
+    cache = new_cache(model, "static", 80)
+    tiny.in_chunks(model, ids[:, :39], (39,), cache, mask=mask[:, :39])
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=False)
+    settings = {"attention_mask": torch.nn.functional.pad(mask, (0, 16)) if padded else None, "use_cache": True}
+    positions, parts = (mask.cumsum(1) - 1).clamp(min=0), []
+    for i in range(39, 64):
+        at = {"position_ids": positions[:, i : i + 1], "past_key_values": cache}
+        parts.append(tiny.logits(compiled, ids[:, i : i + 1], **at, **settings))
+    torch.testing.assert_close(torch.cat(parts, dim=1), want, **tiny.EXACT)
+    assert counter.frame_count == 1
+
+
+@grid(1, "model", model=FEW)
+def test_generate_compiles_its_decode(model):
+    """Transformers does so on CUDA by itself; on a CPU it has to be told to."""
+    torch._dynamo.reset()
+    want, graphs = tiny.generate(model, IDS, attention_mask=MASK), []
+
+    def backend(graph, inputs):  # a function, as the settings are copied deeply
+        graphs.append(graph)
+        return graph.forward
+
+    settings = CompileConfig(fullgraph=True, dynamic=False, backend=backend, mode=None)
+    settings._compile_all_devices = True
+    out = tiny.generate(model, IDS, attention_mask=MASK, cache_implementation="static", compile_config=settings)
+    assert torch.equal(out, want)
+    assert len(graphs) == 1
+
+
+def test_generate_asks_for_room_before_it_starts(few):
+    cache = new_cache(few, "static", 45)
+    with pytest.raises(ValueError, match=r"has room for 45 tokens .* need 46: make it longer"):
+        tiny.generate(few, IDS, attention_mask=MASK, past_key_values=cache)
+    assert {type(layer) for layer in cache.layers} == {StaticLayer}
+    want = tiny.generate(few, IDS, attention_mask=MASK)
+    assert torch.equal(tiny.generate(few, IDS, attention_mask=MASK, past_key_values=new_cache(few, "static", 46)), want)
+
+
+NEW_TOKENS = torch.ones(1, 3, dtype=torch.long)
+# tokens that the cache has room for and holds; then new tokens and their mask
+CALLS = {
+    "full": (40, ONE, 40, ONE[:, :1], None, "wanted at most 40 tokens .* got 40 and 1 more; make it longer"),
+    "full of two": (40, ONE, 40, ONE[:, :2], None, "wanted at most 40 tokens .* got 40 and 2 more; make it longer"),
+    "another batch": (
+        60, IDS, 39, torch.cat([IDS, IDS])[:, :4], None,
+        "wanted 3 rows, for which it was made, got 6; make a new cache",
+    ),
+    "mask of one": (60, ONE, 30, ONE[:, :1], NEW_TOKENS[:, :1], "cover all tokens so far, the cached ones included"),
+    "mask of three": (60, ONE, 30, ONE[:, :3], NEW_TOKENS, "cover all tokens so far, the cached ones included"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("room", "ids", "seen", "new", "mask", "message"), CALLS.values(), ids=CALLS)
+def test_calls_that_a_static_cache_refuses(room, ids, seen, new, mask, message):
+    model = condense.apply(tiny.model("llama"), tiny.CCA)
+    cache, ids = new_cache(model, "static", room), torch.cat([ids, ids], dim=1)
+    tiny.in_chunks(model, ids[:, :seen], (seen - 1, 1), cache)
+    before = [x.clone() for layer in cache.layers for x in layer.buffers]
+    with pytest.raises(ValueError, match=message):
+        tiny.logits(model, new, past_key_values=cache, use_cache=True, attention_mask=mask)
+    assert all(torch.equal(x, y) for x, y in zip((x for la in cache.layers for x in la.buffers), before, strict=True))
+    assert int(cache.get_seq_length()) == seen

@@ -21,8 +21,8 @@ BUDGET = {"rtol": 0, "atol": 1e-11}
 
 
 def _trainable(name, method, **changes):
-    model = condense.apply(tiny.model(name, **changes), tiny.METHODS[method])
-    return model.train()
+    model = tiny.model(name, **NO_DROPOUT.get(name, {}) | changes)
+    return condense.apply(model, tiny.METHODS.get(method, method)).train()
 
 
 def _gradients(model, ids=IDS, **kwargs):
@@ -48,9 +48,12 @@ NO_DROPOUT = {
 }
 
 
-@pytest.mark.parametrize(("name", "method"), tiny.PAIRS.values(), ids=tiny.PAIRS)
+LEARN = tiny.PAIRS | {"sliding": ("qwen2-mixed", tiny.CCA)}
+
+
+@pytest.mark.parametrize(("name", "method"), LEARN.values(), ids=LEARN)
 def test_every_parameter_learns_with_and_without_cache(name, method):
-    model = _trainable(name, method, **NO_DROPOUT.get(name, {}))
+    model = _trainable(name, method)
     loss, gradients = _gradients(model)
     assert set(gradients) == {name for name, _ in model.named_parameters()}
     # a softmax does not notice a constant, so key biases alone may get nothing
@@ -62,7 +65,7 @@ def test_every_parameter_learns_with_and_without_cache(name, method):
 @grid(8, pair=FEW, reentrant={"reentrant": True, "non-reentrant": False})
 def test_gradient_checkpointing_changes_nothing(pair, reentrant):
     name, method = pair
-    model = _trainable(name, method, **NO_DROPOUT.get(name, {}))
+    model = _trainable(name, method)
     ids, mask = tiny.left_padded([tiny.tokens(1, 40)[0], tiny.tokens(1, 61)[0]])
     plain, padded = _gradients(model), _gradients(model, ids, attention_mask=mask)
     tiny.enable_checkpointing(model, reentrant)
@@ -107,17 +110,14 @@ def test_gradient_is_the_slope():
 @pytest.mark.parametrize("how", ["positions", "marks", "marks-with-cache"])
 @pytest.mark.parametrize(("name", "method"), [("llama", "streaming-6"), ("llama", "dga"), ("gpt2", "dga")])
 def test_packed_documents_train_as_separate_ones(name, method, how, checkpointing):
-    model, lengths = _trainable(name, method, **NO_DROPOUT.get(name, {})), (23, 1, 30, 7)
+    model, lengths = _trainable(name, method), (23, 1, 30, 7)
     ids = tiny.tokens(1)
     total = {name: 0 for name, _ in model.named_parameters()}
     for document in ids.split(lengths, dim=1):
         model.zero_grad()
         model(document, use_cache=False).logits.square().sum().backward()
         total = {name: total[name] + p.grad for name, p in model.named_parameters()}
-    kwargs = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
-    if how != "positions":
-        marks = torch.tensor([0, 23, 24, 54, 61], dtype=torch.int32)
-        kwargs |= {"cu_seq_lens_q": marks, "cu_seq_lens_k": marks, "max_length_q": 30, "max_length_k": 30}
+    kwargs = tiny.packed(lengths, how.removesuffix("-with-cache"))
     if checkpointing:
         tiny.enable_checkpointing(model, reentrant=False)
     model.zero_grad()
@@ -125,12 +125,8 @@ def test_packed_documents_train_as_separate_ones(name, method, how, checkpointin
     torch.testing.assert_close({name: p.grad for name, p in model.named_parameters()}, total, rtol=1e-9, atol=1e-9)
 
 
-DROPOUTS = {
-    "gpt2": NO_DROPOUT["gpt2"] | {"attn_pdrop": 0.5},
-    "opt": NO_DROPOUT["opt"] | {"attention_dropout": 0.5},
-    "llama": {"attention_dropout": 0.5},
-    "deepseek_v3": {"attention_dropout": 0.5},
-}
+DROPOUTS = {name: {"attention_dropout": 0.5} for name in ("opt", "llama", "deepseek_v3")}
+DROPOUTS["gpt2"] = {"attn_pdrop": 0.5}
 
 
 @pytest.mark.parametrize("method", ["cca", "streaming-6", "dense"])
@@ -150,7 +146,7 @@ def test_attention_dropout_is_seeded_and_for_training_only(name, changes, method
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "deepseek_v3"])
 def test_autocast_trains_and_generates(name):
-    model = _trainable(name, "streaming-6", dtype=torch.float32, **NO_DROPOUT.get(name, {}))
+    model = _trainable(name, "streaming-6", dtype=torch.float32)
 
     def error():
         """Root mean square of what autocast rounds away of the logits, over that of the logits in float32."""
@@ -174,33 +170,20 @@ def test_autocast_trains_and_generates(name):
     assert cache.layers[0].keys.dtype == torch.bfloat16
 
 
-def test_continuing_in_training_on_a_cache_gets_gradients_of_the_new_part():
-    model = _trainable("llama", "cca")
-    cache = tiny.filled(model, IDS[:, :40])
-    model(IDS[:, 40:], past_key_values=cache).logits.sum().backward()
-    assert bool(model.model.layers[0].self_attn.k_proj.weight.grad.any())
+ALONE = {"summary": ("llama", tiny.WHOLE["prompt-summary"][1])}
+ALONE |= {f"selection-{name}": (name, tiny.SELECT) for name in ("llama", "gpt2", "opt")}
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
-def test_a_prompts_selection_trains_with_consent_only(name, reentrant):
-    model = _trainable(name, "dga", **NO_DROPOUT.get(name, {}))
-    condense.apply(model, tiny.SELECT)
-    with pytest.raises(ValueError, match="train with selection='streaming' or pass allow_future=True"):
+@pytest.mark.parametrize(("name", "method"), ALONE.values(), ids=ALONE)
+def test_what_reads_prompts_whole_trains_with_consent_only(name, method, reentrant):
+    model = _trainable(name, method)
+    with pytest.raises(ValueError, match=r"train with (summary|selection)='streaming' or pass allow_future=True"):
         model(IDS)
-    condense.apply(model, tiny.SELECT.replace(allow_future=True))
+    tiny.logits(model, IDS)  # inference goes on
+    condense.apply(model, method.replace(allow_future=True))
     plain = _gradients(model)
     assert all(bool(gradient.any()) for gradient in plain[1].values())
     _assert_same(_gradients(model, use_cache=True), plain)
     tiny.enable_checkpointing(model, reentrant)
     _assert_same(_gradients(model), plain)
-
-
-def test_prompt_summary_trains_with_consent_only():
-    model = _trainable("llama", "cca")
-    condense.apply(model, tiny.CCA.replace(summary="prompt"))
-    with pytest.raises(ValueError, match="train with summary='streaming' or pass allow_future=True"):
-        model(IDS)
-    tiny.logits(model, IDS)  # inference goes on
-    condense.apply(model, tiny.CCA.replace(summary="prompt", allow_future=True))
-    assert bool(_gradients(model)[1]["model.layers.0.self_attn.k_proj.weight"].any())

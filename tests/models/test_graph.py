@@ -7,74 +7,52 @@ from models import tiny
 
 import condense
 
-METHODS = {
-    "llama-cca": ("llama", "cca", None),
-    "gpt2-streaming-6": ("gpt2", "streaming-6", None),
-    "opt-lca": ("opt", "lca", None),
-    "qwen2-one-layer": ("qwen2", "streaming-select-log", (1,)),
-    "llama-dga": ("llama", "dga-streaming-log", None),
-    "stock": ("llama", None, None),
-}
 ROWS = [tiny.tokens(1, n, seed=n)[0] for n in (39, 26, 32)]
 IDS, MASK = tiny.left_padded(ROWS)
 NEW = 20
 
 
-def _model(name, method, layers):
-    model = tiny.model(name)
-    return model if method is None else condense.apply(model, tiny.METHODS[method], layers=layers)
-
-
-@pytest.fixture(params=METHODS.values(), ids=METHODS)
-def model(request):
-    return _model(*request.param)
-
-
 @pytest.fixture
 def decoder():
-    return condense.GraphDecoder(_model("llama", "cca", None), batch_size=3, max_length=80)
+    return condense.GraphDecoder(condense.apply(tiny.model("llama"), tiny.CCA), batch_size=3, max_length=80)
 
 
 @pytest.fixture(scope="module")
 def wanted():
     """Tokens of the decoder's model, whose weights are always the same."""
-    return _wanted(_model("llama", "cca", None))
+    return _wanted(condense.apply(tiny.model("llama"), tiny.CCA))
 
 
 def _wanted(model, ids=IDS, mask=MASK, **kwargs):
     return tiny.generate(model, ids, attention_mask=mask, max_new_tokens=NEW, **kwargs)
 
 
-@grid(2, "model", model=METHODS)
-def test_tokens_of_generate_prompt_after_prompt(model):
+CASES = {name: case for name, case in tiny.CASES.items() if "sliding" not in name} | tiny.WHOLE
+
+
+@grid(6, "model", model=CASES)
+def test_tokens_of_generate_prompt_after_prompt(model, request):
+    """One cache at the same addresses for prompts of any length, a single token too, in one piece or several."""
+    decoder, addresses = condense.GraphDecoder(model, batch_size=3, max_length=80), set()
+    ones = torch.ones(3, 50, dtype=torch.long)
+    whole = request.node.callspec.params["model"] in tiny.WHOLE.values()
+    prompts = (IDS, MASK), (IDS[:, :1], None), (tiny.tokens(3, 50, seed=8), None), (IDS, MASK)
+    for chunk in (None,) if whole else (None, 7):
+        for ids, mask in prompts if chunk is None else prompts[:1]:
+            want = _wanted(model, ids, ones[:, : ids.shape[1]] if mask is None else mask)
+            assert torch.equal(decoder.generate(ids, mask, max_new_tokens=NEW, chunk=chunk), want)
+            states = (getattr(layer, "state", None) or (layer.keys,) for layer in decoder.cache.layers)
+            addresses.add(tuple(x.data_ptr() for state in states for x in state))
+    assert len(addresses) == 1
+
+
+def test_a_stock_model_decodes_too():
+    model = tiny.model("llama")
     decoder = condense.GraphDecoder(model, batch_size=3, max_length=80)
-    others = tiny.tokens(3, 44, seed=8)
-    addresses = None
-    for chunk in (None, 7):
-        assert torch.equal(decoder.generate(IDS, MASK, max_new_tokens=NEW, chunk=chunk), _wanted(model))
-        assert torch.equal(
-            decoder.generate(others, max_new_tokens=NEW, chunk=chunk), _wanted(model, others, torch.ones_like(others))
-        )
-        layers = decoder.cache.layers
-        states = [x.data_ptr() for layer in layers for x in (getattr(layer, "state", None) or (layer.keys,))]
-        assert addresses in (None, states)
-        addresses = states
+    assert torch.equal(decoder.generate(IDS, MASK, max_new_tokens=NEW), _wanted(model))
 
 
-@pytest.mark.parametrize("method", [tiny.SELECT, tiny.SELECT.replace(focal="random", min_focal=1024)], ids=str)
-def test_prompts_with_a_selection_follow_one_another(method):
-    """One cache for prompts of any length, a single token too."""
-    model = condense.apply(tiny.model("llama"), method)
-    decoder = condense.GraphDecoder(model, batch_size=3, max_length=80)
-    addresses = None
-    for ids, mask in ((IDS, MASK), (IDS[:, :1], None), (tiny.tokens(3, 50, seed=8), None), (IDS, MASK)):
-        want = _wanted(model, ids, torch.ones_like(ids) if mask is None else mask)
-        assert torch.equal(decoder.generate(ids, mask, max_new_tokens=NEW), want)
-        states = [x.data_ptr() for layer in decoder.cache.layers for x in layer.buffers]
-        assert addresses in (None, states)
-        addresses = states
-
-
+@grid(4, "model", model={name: CASES[name] for name in CASES if name not in tiny.WHOLE})
 def test_logits_of_prefill_and_steps(model):
     decoder = condense.GraphDecoder(model, batch_size=2, max_length=61)
     ids = tiny.tokens()
@@ -112,7 +90,6 @@ def test_no_gradients(decoder):
     assert not decoder.step(IDS[:, 0]).requires_grad
 
 
-ONES = torch.ones_like(IDS)
 CALLS = {
     "rows": (lambda d: d.prefill(IDS[:2]), r"input_ids must have shape \(3, tokens\), got \(2, 39\); make another"),
     "rank": (lambda d: d.prefill(IDS[0]), r"input_ids must have shape \(3, tokens\), got \(39,\)"),
@@ -171,4 +148,3 @@ def test_a_prompt_summary_reads_the_prompt_at_once():
     decoder = condense.GraphDecoder(model, batch_size=3, max_length=80)
     with pytest.raises(ValueError, match="needs the whole prompt in one forward: leave chunk out"):
         decoder.prefill(IDS, MASK, chunk=20)
-    assert torch.equal(decoder.generate(IDS, MASK, max_new_tokens=NEW), _wanted(model))

@@ -57,9 +57,7 @@ def test_generated_saved_and_loaded(model, tmp_path):
 
 PROMPT = tiny.CCA.replace(summary="prompt")
 REFUSED = {
-    "chunked-prefill": (PROMPT, {"prefill_chunk_size": 7}, "unset prefill_chunk_size"),
-    "no-cache": (PROMPT, {"use_cache": False}, "leave use_cache on"),
-    "prompt-lookup": (PROMPT, {"prompt_lookup_num_tokens": 3}, "generate without assistant or prompt lookup"),
+    "prompt in parts": (PROMPT, {"prefill_chunk_size": 7}, "unset prefill_chunk_size"),
     "sliding-cache": (tiny.CCA, {"cache_implementation": "sliding_window"}, "cache_implementation='sliding_window'"),
     "paged-cache": (tiny.CCA, {"cache_implementation": "paged"}, "continuous batching and paged caches"),
 }

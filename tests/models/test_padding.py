@@ -8,62 +8,14 @@ from grids import grid
 from models import tiny
 
 import condense
-from condense.models import forward
+from condense.models import attention, forward
 from condense.models.forward import AttentionCall, ForwardBoard
 from condense.models.masks import condense_mask
 
-PAIRS = {
-    "llama-cca": ("llama", tiny.CCA),
-    "llama-streaming-6": ("llama", tiny.STREAMING_6),
-    "llama-streaming-llm": ("llama", tiny.METHODS["streaming-llm"]),
-    "llama-dense": ("llama", condense.Dense()),
-    "qwen3-streaming": ("qwen3", tiny.STREAMING),
-    "gpt2-cca": ("gpt2", tiny.CCA),
-    "deepseek_v3-lca": ("deepseek_v3", tiny.METHODS["lca"]),
-    "deepseek_v2-streaming-6": ("deepseek_v2", tiny.STREAMING_6),
-    "minicpm3-cca": ("minicpm3", tiny.CCA),
-    "opt-streaming-6": ("opt", tiny.STREAMING_6),
-}
 L = tiny.LENGTH
 
 
-def _slots(*gaps):
-    """A mask row: 1 but for the gaps ``(start, stop)``."""
-    row = torch.ones(L, dtype=torch.long)
-    for start, stop in gaps:
-        row[start:stop] = 0
-    return row
-
-
-MASKS = {
-    "left": [_slots((0, 13)), _slots((0, 1)), _slots()],
-    "right": [_slots((48, L)), _slots((60, L)), _slots()],
-    "holes": [_slots((5, 9), (30, 31)), _slots((16, 29)), _slots((0, 2), (59, L))],
-    "everything": [_slots((0, 7), (20, 40), (55, L)), _slots(), _slots((0, 60))],
-    "one-row-all-padding": [_slots((0, L)), _slots(), _slots((0, 20))],
-}
-
-
-@pytest.fixture(params=PAIRS.values(), ids=PAIRS.keys())
-def model(request):
-    name, method = request.param
-    return condense.apply(tiny.model(name), method)
-
-
-@grid(16, "model", model=PAIRS, mask=MASKS)
-def test_rows_equal_their_compacted_sequences(model, mask):
-    mask, ids = torch.stack(mask), tiny.tokens(3)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    full = tiny.logits(model, ids, attention_mask=mask, position_ids=positions)
-    chunks = tiny.in_chunks(model, ids, tiny.CHUNKS, mask=mask)
-    assert bool(full.isfinite().all())
-    for row, real, whole, parts in zip(ids, mask.bool(), full, chunks, strict=True):
-        if bool(real.any()):
-            alone = tiny.logits(model, row[real][None])[0]
-            torch.testing.assert_close(whole[real], alone, **tiny.exact(model))
-            torch.testing.assert_close(parts[real], alone, **tiny.exact(model))
-
-
+@grid(12, "model", model=tiny.CASES)
 def test_right_padding_without_a_mask(model):
     # as evaluation harnesses do it: the real tokens cannot see what follows them
     ids = tiny.tokens(2)
@@ -72,6 +24,7 @@ def test_right_padding_without_a_mask(model):
     torch.testing.assert_close(tiny.logits(model, ids)[1:, :40], tiny.logits(model, short), **tiny.exact(model))
 
 
+@grid(12, "model", model=tiny.CASES)
 def test_an_all_ones_mask_changes_nothing(model):
     ids = tiny.tokens()
     ones = torch.ones_like(ids)
@@ -102,12 +55,7 @@ LENGTHS = (23, 1, 30, 7)
 def test_packed_documents_equal_the_documents_alone(name, how, layers):
     model = condense.apply(tiny.model(name), tiny.STREAMING_6, layers=layers)
     ids = tiny.tokens(1)
-    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-    kwargs = {"position_ids": positions}
-    if how == "marks":
-        marks = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0).to(torch.int32)
-        kwargs |= {"cu_seq_lens_q": marks, "cu_seq_lens_k": marks, "max_length_q": 30, "max_length_k": 30}
-    packed = tiny.logits(model, ids, **kwargs)
+    packed = tiny.logits(model, ids, **tiny.packed(LENGTHS, how))
     alone = torch.cat([tiny.logits(model, document) for document in ids.split(LENGTHS, dim=1)], dim=1)
     torch.testing.assert_close(packed, alone, **tiny.EXACT)
     assert (packed - tiny.logits(model, ids)).abs().max() > 1
@@ -202,3 +150,57 @@ def test_nothing_is_remembered_of_masks_that_are_gone():
     gc.collect()
     assert 0 < len(board._forwards) <= 4
     assert all(known.get() is None for one in board._forwards for known in one._shared)
+
+
+ROWS = tiny.tokens(1, 40)
+RESTARTING = torch.cat([torch.arange(25), torch.arange(15)])[None]
+LONG = condense.CCA(window=1000)  # longer than the text: nothing is condensed
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("how", ["positions", "marks"])
+@pytest.mark.parametrize(
+    ("method", "calls"),
+    [(condense.CCA(group_size=4, window=6), 1), (condense.Recall(group_size=4, window=6, num_recall=2), 4)],
+    ids=["cca", "recall"],
+)
+def test_calls_per_layer(name, how, method, calls, monkeypatch):
+    model, count = condense.apply(tiny.model(name), method), []
+    read = {"llama": "_condensed", "deepseek_v3": "condensed_latents"}[name]
+    run = getattr(attention, read)
+    monkeypatch.setattr(attention, read, lambda *args: count.append(1) or run(*args))
+    tiny.logits(model, tiny.tokens(1)[:, : sum(LENGTHS)], **tiny.packed(LENGTHS, how))
+    assert len(count) == calls * model.config.num_hidden_layers
+
+
+def test_layers_of_one_method_share_the_readings_of_documents(monkeypatch):
+    model, made = condense.apply(tiny.model("llama"), condense.CCA(group_size=4, window=6)), []
+    original = condense.plan._read_documents
+    monkeypatch.setattr(condense.plan, "_read_documents", lambda *args: made.append(1) or original(*args))
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    model(tiny.tokens(1)[:, : sum(LENGTHS)], position_ids=positions, use_cache=False)
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("layers", [None, [1]], ids=["all-layers", "one-layer"])
+def test_positions_beside_a_mask_mark_no_documents(layers):
+    """Transformers looks at positions only where there is no attention mask."""
+    model, mask = tiny.model("llama"), torch.ones_like(ROWS)
+    want = tiny.logits(model, ROWS, attention_mask=mask, position_ids=RESTARTING)
+    condense.apply(model, LONG, layers=layers)
+    got = tiny.logits(model, ROWS, attention_mask=mask, position_ids=RESTARTING)
+    torch.testing.assert_close(got, want, **tiny.EXACT)
+
+
+@pytest.mark.parametrize("change", ["numpy", "data"])
+def test_positions_that_change_past_pytorch(change):
+    """What is known of positions is what is in memory now."""
+    model, positions = condense.apply(tiny.model("llama"), tiny.CCA), RESTARTING.clone()
+    tiny.logits(model, ROWS, position_ids=positions)
+    other = torch.cat([torch.arange(10), torch.arange(30)])[None]
+    if change == "numpy":
+        positions.numpy()[:] = other.numpy()
+    else:
+        positions.data.copy_(other)
+    want = tiny.logits(model, ROWS, position_ids=other)
+    torch.testing.assert_close(tiny.logits(model, ROWS, position_ids=positions), want, **tiny.EXACT)

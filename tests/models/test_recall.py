@@ -1,46 +1,21 @@
-"""Recall in models, beside the laws of `test_laws`: rows, crops, stores in host memory."""
-
-import copy
+"""Recall in models, beside the laws of `test_laws`: exact prompts, crops, stores in host memory."""
 
 import pytest
 import torch
 from grids import grid
 from models import tiny
+from transformers import DynamicCache, StaticCache
 
 import condense
-from condense.caches import CondensedLayer
+from condense.caches import CondensedLayer, store
 
-METHOD = condense.Recall(group_size=4, window=8, num_recall=2)
-MODELS = ("llama", "gpt2", "deepseek_v2")
+METHOD = tiny.RECALL
 ROWS = [tiny.tokens(1, n, seed=n)[0] for n in (39, 26, 32)]
 IDS, MASK = tiny.left_padded(ROWS)
+RECALLS = pytest.mark.parametrize("model", tiny.RECALLS.values(), ids=tiny.RECALLS, indirect=True)
 
 
-@pytest.fixture(params=MODELS)
-def model(request):
-    return condense.apply(tiny.model(request.param), METHOD)
-
-
-def _generate(model, **kwargs):
-    torch.manual_seed(3)
-    return tiny.generate(model, IDS, attention_mask=MASK, **kwargs)
-
-
-def test_differs_from_dense_only_once_some_group_stays_closed(model):
-    ids = tiny.tokens()
-    condensed = tiny.logits(model, ids)
-    difference = (condensed - tiny.logits(condense.restore(model), ids)).abs().amax((0, 2))
-    first = METHOD.window + 3 * METHOD.group_size - 1
-    assert bool((difference[:first] < tiny.exact(model)["atol"]).all())
-    assert difference[first:].max() > 1
-
-
-def test_each_row_is_what_it_is_alone(model):
-    out = _generate(model)
-    for row, tokens in zip(ROWS, out, strict=True):
-        assert torch.equal(tokens[IDS.shape[1] :], tiny.generate(model, row[None])[0, len(row) :])
-
-
+@RECALLS
 def test_exact_prompts_read_the_same_stored_tokens_in_a_padded_batch(model):
     """As the rows alone, whose prompts are read with dense attention over the tokens as they are stored."""
     condense.apply(model, METHOD.replace(prompt="exact", store_bits=8))
@@ -49,36 +24,25 @@ def test_exact_prompts_read_the_same_stored_tokens_in_a_padded_batch(model):
         torch.testing.assert_close(out[-len(row) :], tiny.logits(model, row[None])[0], **tiny.exact(model))
 
 
-def test_tokens_that_are_taken_back(model):
-    """Prompt lookup and an assistant propose tokens that are refused after a while, also across closed groups."""
-    ids = torch.cat([ROWS[0][:13]] * 3)[None]
-    assert torch.equal(tiny.generate(model, ids, prompt_lookup_num_tokens=10), tiny.generate(model, ids))
-    helper = condense.restore(copy.deepcopy(model))
-    helper.generation_config.num_assistant_tokens = 7
-    assert torch.equal(tiny.generate(model, ROWS[0][None], assistant_model=helper), tiny.generate(model, ROWS[0][None]))
-
-
+@RECALLS
 def test_crop_goes_back_to_what_was(model):
     ids = tiny.tokens(2, 45)
     cache, full = tiny.filled(model, ids), tiny.logits(model, ids)
     assert {type(layer) for layer in cache.layers} == {CondensedLayer}
     cache.crop(-20)
-    torch.testing.assert_close(
-        tiny.in_chunks(model, ids[:, 25:], (3, *[1] * 17), cache), full[:, 25:], **tiny.exact(model)
-    )
+    got = tiny.in_chunks(model, ids[:, 25:], (3, *[1] * 17), cache)
+    torch.testing.assert_close(got, full[:, 25:], **tiny.exact(model))
 
 
-@grid(2, "model", model=MODELS)
+@grid(2, "model", model=tiny.RECALLS)
 def test_a_store_in_host_memory_gives_the_same_tokens(model):
-    """Growing, static, and by a decoder whose prompt comes in chunks; beams are refused."""
-    want = _generate(model)
+    """Growing, static, and by a decoder whose prompt comes in chunks."""
+    want = tiny.generate(model, IDS, attention_mask=MASK)
     condense.apply(model, METHOD.replace(store="host", slots=3))
-    assert torch.equal(_generate(model), want)
-    assert torch.equal(_generate(model, cache_implementation="static"), want)
+    for cache in ("dynamic", "static"):
+        assert torch.equal(tiny.generate(model, IDS, attention_mask=MASK, cache_implementation=cache), want)
     decoder = condense.GraphDecoder(model, batch_size=3, max_length=60)
     assert torch.equal(decoder.generate(IDS, MASK, max_new_tokens=tiny.NEW, chunk=7), want)
-    with pytest.raises(ValueError, match=r"beams.*store='device'"):
-        _generate(model, num_beams=3)
 
 
 @pytest.mark.parametrize("kind", ["growing", "static"])
@@ -101,3 +65,62 @@ def test_dropout_is_refused_before_a_token_is_stored():
     with torch.no_grad(), pytest.raises(ValueError, match="has no attention dropout"):
         model.train()(ids[:, :5], past_key_values=cache, use_cache=True)
     assert [layer.get_seq_length() for layer in cache.layers] == [40] * tiny.NUM_LAYERS
+
+
+HOST = METHOD.replace(store="host", slots=3)
+LAYERS, CHUNKS = 3, (20, 17, 1, 16)
+LONG, LONG_MASK = tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (54, 47)])
+
+
+@pytest.fixture
+def fetches(monkeypatch):
+    """Copies that were begun for the next layer while a layer attends, and for each store read if it was one of them.
+
+    On a CPU there is nothing to copy, so that the functions that copy are replaced by ones that only tell.
+    """
+    begun, used = [], []
+
+    def begin(tensor, count, device):
+        begun.append(tensor[:, :, :count].clone() if count else None)
+        return begun[-1]
+
+    def read(self, tensor, count, device):
+        fetched, self._fetched = self._fetched, None
+        used.append(fetched is not None and any(fetched is x for x in begun))
+        if fetched is not None:
+            assert fetched.shape[2] >= count
+            assert torch.equal(fetched[:, :, :count], tensor[:, :, :count])
+        return tensor[:, :, :count]
+
+    monkeypatch.setattr(store, "_begin_to_fetch", begin)
+    monkeypatch.setattr(store.Store, "read", read)
+    return begun, used
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["real", "padded"])
+@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v2"])
+def test_the_next_layers_tokens_are_fetched(fetches, name, static, padded):
+    begun, used = fetches
+    model = condense.apply(tiny.model(name, num_hidden_layers=LAYERS), HOST)
+    ids, mask = (LONG, LONG_MASK) if padded else (LONG[:1], None)
+    cache = StaticCache(model.config, max_cache_len=80) if static else DynamicCache(config=model.config)
+    want = tiny.in_chunks(model, ids, CHUNKS, cache, mask=mask)
+    # the second and the fourth piece, the third being a step; the first layer's tokens are copied when it reads
+    assert used == [False, True, True] * 2
+    assert sum(x is not None for x in begun) == 4
+    begun.clear()
+    used.clear()
+    device = condense.apply(model, HOST.replace(store="device"))
+    cache = StaticCache(model.config, max_cache_len=80) if static else DynamicCache(config=model.config)
+    assert torch.equal(tiny.in_chunks(device, ids, CHUNKS, cache, mask=mask), want)
+
+
+def test_tokens_are_fetched_once_for_a_layer_behind_layers_without_a_store(fetches):
+    begun, used = fetches
+    model = tiny.model("llama", num_hidden_layers=3)
+    condense.apply(model, {"0-1": condense.CCA(group_size=4, window=8), "2": HOST})
+    tiny.in_chunks(model, LONG[:1], CHUNKS, DynamicCache(config=model.config))
+    # the first piece has nothing to copy; the third is a single token, for which nothing is copied ahead
+    assert used == [True, True]
+    assert sum(x is not None for x in begun) == 2

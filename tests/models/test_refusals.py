@@ -11,7 +11,6 @@ from transformers import (
     BloomConfig,
     DynamicCache,
     EncoderDecoderCache,
-    GPT2Config,
     LlamaForCausalLM,
     StaticCache,
     T5Config,
@@ -132,32 +131,28 @@ def test_a_cache_is_refused_before_any_layer_is_changed():
     assert [type(layer) for layer in cache.layers] == [DynamicLayer, DynamicLayer, CondensedLayer]
 
 
+@pytest.mark.parametrize("where", ["call", "generation_config"])
 @pytest.mark.parametrize("kind", ["quantized", "offloaded_static", "sliding_window"])
-def test_cache_implementations(model, kind):
+def test_cache_implementations(model, kind, where):
+    if where == "generation_config":
+        model.generation_config.cache_implementation = kind
     with pytest.raises(ValueError, match=f"cache_implementation='{kind}' cannot be condensed: leave it unset"):
-        tiny.generate(model, IDS, cache_implementation=kind)
-
-
-def test_cache_implementation_in_the_generation_config(model):
-    model.generation_config.cache_implementation = "quantized"
-    with pytest.raises(ValueError, match="cache_implementation='quantized' cannot be condensed: leave it unset"):
-        tiny.generate(model, IDS)
+        tiny.generate(model, IDS, **({"cache_implementation": kind} if where == "call" else {}))
     model.generation_config.cache_implementation = None
 
 
 def test_paged_and_continuous_batching(model):
-    way_out = "continuous batching and paged caches cannot be condensed: use model.generate"
-    with pytest.raises(ValueError, match=way_out):
-        model.generate_batch(IDS.tolist(), max_new_tokens=3)
-    with pytest.raises(ValueError, match=way_out):
-        model.init_continuous_batching()
-    with pytest.raises(ValueError, match=way_out):
-        model.generate(IDS, cache_implementation="paged", max_new_tokens=3)
-    with pytest.raises(ValueError, match="paged caches and continuous batching cannot be condensed"):
-        tiny.logits(model, IDS, cache=object())
-    model.set_attn_implementation("sdpa")  # as continuous batching switches to flash attention
-    with pytest.raises(ValueError, match="paged caches and continuous batching cannot be condensed"):
-        tiny.logits(model, IDS, cache=object())
+    for call in (
+        lambda: model.generate_batch(IDS.tolist(), max_new_tokens=3),
+        model.init_continuous_batching,
+        lambda: model.generate(IDS, cache_implementation="paged", max_new_tokens=3),
+    ):
+        with pytest.raises(ValueError, match="batching and paged caches cannot be condensed: use model"):
+            call()
+    for implementation in ("condense", "sdpa"):  # continuous batching switches to flash attention
+        model.set_attn_implementation(implementation)
+        with pytest.raises(ValueError, match="paged caches and continuous batching cannot be condensed"):
+            tiny.logits(model, IDS, cache=object())
     model.set_attn_implementation("condense")
 
 
@@ -225,33 +220,28 @@ def _two_reasons():
     return model
 
 
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+def _t5():
+    return T5ForConditionalGeneration(T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, vocab_size=64))
+
+
+def _bloom():
+    return AutoModelForCausalLM.from_config(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=64))
+
+
+BIDIRECTIONAL = "GemmaForCausalLM has bidirectional attention"
 UNSUPPORTED = {
-    "bloom": (
-        lambda: AutoModelForCausalLM.from_config(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=64)),
-        "BloomForCausalLM cannot be condensed: its attention is written out in its own code",
-    ),
-    "t5": (
-        lambda: T5ForConditionalGeneration(
-            T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, vocab_size=64)
-        ),
-        "T5ForConditionalGeneration has cross-attention",
-    ),
+    "bloom": (_bloom, "BloomForCausalLM cannot be condensed: its attention is written out in its own code"),
+    "t5": (_t5, "T5ForConditionalGeneration has cross-attention"),
     "gpt2-cross-attention": (
-        lambda: AutoModelForCausalLM.from_config(
-            GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, add_cross_attention=True)
-        ),
+        lambda: tiny.model("gpt2", add_cross_attention=True),
         "GPT2LMHeadModel has cross-attention: only decoder-only models",
     ),
-    "gemma-bidirectional": (
-        lambda: tiny.model("gemma", use_bidirectional_attention=True),
-        "GemmaForCausalLM has bidirectional attention",
-    ),
+    "gemma-bidirectional": (lambda: tiny.model("gemma", use_bidirectional_attention=True), BIDIRECTIONAL),
     "two-reasons": (
-        lambda: _two_reasons(),
-        "cannot be condensed: later layers read the keys of earlier ones; GemmaForCausalLM has bidirectional attention",
+        _two_reasons,
+        f"cannot be condensed: later layers read the keys of earlier ones; {BIDIRECTIONAL}",
     ),
-    "two-stacks": (lambda: _two_stacks(), "must have one stack of decoder layers, got two attentions of layer 0: pass"),
+    "two-stacks": (_two_stacks, "must have one stack of decoder layers, got two attentions of layer 0: pass"),
     "linear": (lambda: torch.nn.Linear(3, 3), "model must be a transformers PreTrainedModel, got Linear"),
 }
 
@@ -261,10 +251,9 @@ UNSUPPORTED = {
 def test_models(make, message, call):
     model = make()
     classes = [type(module) for module in model.modules()]
+    calls = {"apply": condense.apply, "use": _enter, "restore": lambda model, _: condense.restore(model)}
     with pytest.raises(ValueError, match=message):
-        {"apply": condense.apply, "use": _enter, "restore": lambda model, _: condense.restore(model)}[call](
-            model, tiny.CCA
-        )
+        calls[call](model, tiny.CCA)
     assert [type(module) for module in model.modules()] == classes
     assert not hasattr(getattr(model, "config", None), "condense")
 
@@ -321,43 +310,6 @@ def _enter(model, method):
         pass
 
 
-LAYERS = {
-    "too-high": ([0, 3], "layers must be indices from 0 to 2, got 3"),
-    "negative": ([-4], "layers must be indices from 0 to 2, got -4"),
-    "bool": ([True], "layers must be indices from 0 to 2, got True"),
-    "float": ([1.0], r"layers must be indices from 0 to 2, got 1\.0"),
-    "text": ("first", "layers must look like 2-31 or 0,4-7, got 'first'"),
-    "range": ("1-3", "layers must be indices from 0 to 2, got 3"),
-    "backwards": ("-1-1", "layers: a range must go from its lower to its higher end, got '-1-1'"),
-    "empty": ([], "layers must name at least one layer, got none; leave it out to condense all"),
-    "number": (1, "layers must be a list of layer indices, got 1"),
-}
-
-
-@pytest.mark.parametrize(("layers", "message"), LAYERS.values(), ids=LAYERS.keys())
-def test_layers(model, layers, message):
-    with pytest.raises(ValueError, match=message):
-        condense.apply(model, tiny.STREAMING, layers=layers)
-    with pytest.raises(ValueError, match=message), condense.use(model, tiny.STREAMING, layers=layers):
-        pass
-
-
-METHODS = {
-    "text": ("cda", "method must be one of"),
-    "list": (["cca"], "method must be a condense method such as"),
-    "none": (None, "method must be a condense method such as"),
-    "class": (condense.CCA, "method must be a condense method such as"),
-    "unknown-name": ({"method": "mystery"}, "method must be one of"),
-    "unknown-field": ({"method": "cca", "groups": 3}, "cca: unknown settings"),
-}
-
-
-@pytest.mark.parametrize(("method", "message"), METHODS.values(), ids=METHODS.keys())
-def test_methods(model, method, message):
-    with pytest.raises(ValueError, match=message):
-        condense.apply(model, method)
-
-
 @pytest.mark.parametrize("name", ["gpt2", "opt"])
 def test_more_tokens_than_learned_positions(name):
     model = condense.apply(tiny.model(name), tiny.CCA)
@@ -367,21 +319,21 @@ def test_more_tokens_than_learned_positions(name):
     assert tiny.generate(model, ids[:, : 128 - tiny.NEW]).shape == (1, 128)
 
 
-PROMPTS = {
-    "chunked-prefill": ({"prefill_chunk_size": 7}, "unset prefill_chunk_size, or use summary='streaming'"),
-    "no-cache": ({"use_cache": False}, "leave use_cache on, or use summary='streaming'"),
-    "prompt-lookup": (
-        {"prompt_lookup_num_tokens": 3},
-        "without assistant or prompt lookup, or use summary='streaming'",
-    ),
+PARTS = {
+    "chunked-prefill": ({"prefill_chunk_size": 7}, "unset prefill_chunk_size"),
+    "no-cache": ({"use_cache": False}, "leave use_cache on"),
+    "prompt-lookup": ({"prompt_lookup_num_tokens": 3}, "generate without assistant or prompt lookup"),
 }
 
 
-@pytest.mark.parametrize(("settings", "message"), PROMPTS.values(), ids=PROMPTS.keys())
-def test_prompt_summary_in_parts(settings, message):
-    model = condense.apply(tiny.model("llama"), PROMPT)
+@pytest.mark.parametrize("method", [PROMPT, tiny.SELECT], ids=["summary", "selection"])
+@pytest.mark.parametrize(("settings", "way_out"), PARTS.values(), ids=PARTS)
+def test_a_prompt_in_parts_to_a_method_that_reads_it_whole(method, settings, way_out):
+    model, setting = condense.apply(tiny.model("llama"), method), "summary" if method is PROMPT else "selection"
     expected = tiny.generate(model, ONE)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(
+        ValueError, match=f"whole prompt, alone, in one forward: {way_out}, or use {setting}='streaming'"
+    ):
         tiny.generate(model, ONE, **settings)
     assert torch.equal(tiny.generate(model, ONE), expected)
 
@@ -393,22 +345,17 @@ def test_prompt_summary_with_gradients(model):
         assert tiny.logits(model, IDS).shape == (2, 40, tiny.VOCAB)
 
 
-@pytest.mark.parametrize("layers", [None, [2]], ids=["dense-layers-condensed", "dense-layers-stock"])
-def test_a_crop_that_one_layer_refuses_leaves_all_layers_as_they_were(layers):
-    """The last one, after dense ones, which could take back all tokens."""
-    model = tiny.model("llama")
-    condense.apply(model, tiny.CCA if layers else {2: tiny.CCA, "rest": condense.Dense()}, layers=layers)
-    cache = tiny.filled(model, IDS)
-    with pytest.raises(ValueError, match="crop: 36 tokens lie beyond"):
-        cache.crop(-36)
-    assert [layer.get_seq_length() for layer in cache.layers] == [40] * tiny.NUM_LAYERS
+# the last layer refuses, after dense ones that could take back all tokens
+CROPPED = {"all": tiny.CCA, "last": {2: tiny.CCA}, "last-of-dense": {2: tiny.CCA, "rest": condense.Dense()}}
 
 
-def test_too_many_candidates_for_crop(model):
+@pytest.mark.parametrize("choice", CROPPED.values(), ids=CROPPED)
+def test_a_crop_that_a_layer_refuses_leaves_all_layers_as_they_were(choice):
+    model = condense.apply(tiny.model("llama"), choice)
     cache = tiny.filled(model, IDS)
     with pytest.raises(ValueError, match=r"crop: 36 tokens lie beyond .* propose fewer tokens"):
         cache.crop(-36)
-    assert cache.get_seq_length() == 40
+    assert [layer.get_seq_length() for layer in cache.layers] == [40] * tiny.NUM_LAYERS
     more = tiny.tokens(2, 5, seed=3)
     full = tiny.logits(model, torch.cat([IDS, more], dim=1))[:, 40:]
     torch.testing.assert_close(tiny.in_chunks(model, more, (5,), cache), full, **tiny.EXACT)

@@ -117,15 +117,6 @@ def test_saved_and_loaded_again_and_again(folder, tmp_path):
     assert "condense" not in (tmp_path / "stock" / "config.json").read_text()
 
 
-def test_settings_of_another_version_name_it(folder, tmp_path):
-    written = json.loads((folder / "qwen3" / "config.json").read_text())
-    written["condense"]["version"] = "99.0"
-    written["condense"]["methods"][0]["method"]["mystery"] = 1
-    (tmp_path / "config.json").write_text(json.dumps(written))
-    with pytest.raises(ValueError, match=rf"written by condense 99.0, this is {condense.__version__}: .*mystery"):
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-
-
 def test_unknown_classes_are_not_silently_dense(folder, monkeypatch):
     monkeypatch.setattr(families, "FAMILIES", {k: v for k, v in families.FAMILIES.items() if v != "llama"})
     model = AutoModelForCausalLM.from_pretrained(folder / "llama", attn_implementation="sdpa")
@@ -149,22 +140,15 @@ def _stock_logits(folder, implementation):
     return tiny.logits(stock, IDS)
 
 
-@pytest.mark.parametrize(
-    "build", [AutoModelForCausalLM.from_config, LlamaForCausalLM], ids=["from_config", "constructor"]
-)
+@pytest.mark.parametrize("build", [AutoModelForCausalLM.from_config, LlamaForCausalLM], ids=["auto", "direct"])
 def test_built_from_a_configuration(models, folder, build):
     config = AutoModelForCausalLM.from_pretrained(folder / "llama").config
+    with torch.device("meta"):
+        assert condensed_layers(build(config)) == SAVED["llama"]
     built = build(config).eval()
     built.load_state_dict(models["llama"].state_dict())
     assert condensed_layers(built) == SAVED["llama"]
     _assert_equal(tiny.logits(built, IDS), tiny.logits(models["llama"], IDS))
-
-
-def test_built_on_the_meta_device(folder):
-    config = AutoModelForCausalLM.from_pretrained(folder / "llama").config
-    with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(config)
-    assert condensed_layers(built) == SAVED["llama"]
 
 
 def test_the_inner_model_alone(models, folder):
@@ -223,39 +207,32 @@ def test_loaded_with_fewer_layers(models, folder):
     assert condensed_layers(model) == {i: m for i, m in condensed_layers(models["llama"]).items() if i < 2}
 
 
-@pytest.mark.parametrize("settings", ['"cca"', '{"method": "cca"}', '{"methods": [{"method": {"method": "cca"}}]}'])
-def test_settings_of_another_form_are_refused(folder, tmp_path, settings):
+def _assigned_to(layers, method="cca", **changes):
+    return {"methods": [{"method": {"method": method} | changes, "layers": layers}]}
+
+
+FORM = r"config.condense must be .* as condense.apply writes it, got"
+BAD = {
+    "text": ("cca", FORM),
+    "a method": ({"method": "cca"}, FORM),
+    "no layers": ({"methods": [{"method": {"method": "cca"}}]}, FORM),
+    "nothing": ({}, FORM),
+    "no methods": ({"methods": []}, r"config.condense.* (name a layer, got none|as condense.apply writes it)"),
+    "an empty list": (_assigned_to([]), r"config.condense.* name a layer, got none"),  # dense without a word
+    "unknown": (_assigned_to([0], "mystery"), r"method must be one of .*, got 'mystery'"),
+    "of another version": (
+        _assigned_to([0], mystery=1) | {"version": "99.0"},
+        rf"written by condense 99.0, this is {condense.__version__}: .*mystery",
+    ),
+} | {  # some had been read as other layers, some as none
+    repr(layers): (_assigned_to(layers), r"config.condense.* layers must be a list of integers >= 0, got")
+    for layers in ("12", [0.9], [True], {"5": 0}, [-1], [float("inf")], None, [0, None])
+}
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD.values(), ids=BAD)
+def test_bad_settings_are_refused(folder, tmp_path, settings, message):
     config = json.loads((folder / "llama" / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"condense": json.loads(settings)}))
-    with pytest.raises(ValueError, match=r"config.condense must be .* as condense.apply writes it, got"):
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-
-
-LAYERS = ["12", [0.9], [True], {"5": 0}, [-1], [float("inf")], None, [0, None]]
-
-
-@pytest.mark.parametrize("layers", LAYERS, ids=repr)
-def test_layers_must_be_a_list_of_integers(folder, tmp_path, layers):
-    """Of an allocation's file too; some had been read as other layers, some as none."""
-    config = json.loads((folder / "llama" / "config.json").read_text())
-    settings = {"methods": [{"method": {"method": "cca"}, "layers": layers}]}
     (tmp_path / "config.json").write_text(json.dumps(config | {"condense": settings}))
-    with pytest.raises(ValueError, match=r"config.condense.* layers must be a list of integers >= 0, got"):
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-
-
-@pytest.mark.parametrize("settings", [{}, {"methods": []}, {"methods": [{"method": {"method": "cca"}, "layers": []}]}])
-def test_settings_that_name_no_layer_are_refused(folder, tmp_path, settings):
-    """The model would be dense without a word."""
-    config = json.loads((folder / "llama" / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"condense": settings}))
-    with pytest.raises(ValueError, match=r"config.condense.* (name a layer, got none|as condense.apply writes it)"):
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-
-
-def test_settings_that_are_unknown_are_refused_by_name(folder, tmp_path):
-    (tmp_path / "config.json").write_text(
-        (folder / "qwen3" / "config.json").read_text().replace('"method": "cca"', '"method": "mystery"')
-    )
-    with pytest.raises(ValueError, match=r"method must be one of .*, got 'mystery'"):
+    with pytest.raises(ValueError, match=message):
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))

@@ -3,34 +3,10 @@
 Shapes: B rows, L tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    Cache,
-    DeepseekV2Config,
-    DeepseekV3Config,
-    DynamicCache,
-    Gemma2Config,
-    GemmaConfig,
-    Glm4MoeLiteConfig,
-    GPT2Config,
-    LlamaConfig,
-    MiniCPM3Config,
-    MistralConfig,
-    OPTConfig,
-    Phi3Config,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-    YoutuConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import condense
 
@@ -53,7 +29,8 @@ DGA = condense.DGA(group_size=G, gamma=0.5)
 SELECT = DGA.replace(
     selection="prompt", gamma=0.2, min_focal=5, num_recent=4, num_random=8, window=2, rep_bias="log_size"
 )
-METHODS: dict[str, condense.Method] = {
+RECALL = condense.Recall(group_size=G, window=W, num_recall=2)
+METHODS = {
     "cca": CCA,
     "streaming-select-log": STREAMING,
     "streaming-6": STREAMING_6,
@@ -70,103 +47,114 @@ METHODS: dict[str, condense.Method] = {
 }
 
 _SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": NUM_LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-}
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
+}  # fmt: skip
 # multi-head latent attention; the experts of the DeepSeek models have a test of their own, as their router computes in
 # float32 and so limits what can be compared
-_MLA = _SIZES | {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 12,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-}
-del _MLA["head_dim"]
+_LATENTS = {"q_lora_rank": 24, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+_MLA = {key: size for key, size in _SIZES.items() if key != "head_dim"} | _LATENTS | {"num_key_value_heads": 4}
 _NO_EXPERTS = _MLA | {"first_k_dense_replace": NUM_LAYERS}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 0.707, "mscale_all_dim": 0.707, "rope_theta": 1e4}
 _YARN["original_max_position_embeddings"] = 64
 EXPERTS = {
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 16,
-    "n_group": 1,
-    "topk_group": 1,
+    "first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
     "experts_implementation": "eager",  # the default cannot run in float64
-}
+}  # fmt: skip
 _TOKENS = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 1}
 _GPT2 = {"vocab_size": VOCAB, "n_positions": 128, "n_embd": 32, "n_layer": NUM_LAYERS, "n_head": 4}
-CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
-    "llama": (LlamaConfig, _SIZES),
-    "qwen2": (Qwen2Config, _SIZES),
-    "qwen3": (Qwen3Config, _SIZES),
-    "mistral": (MistralConfig, _SIZES | {"sliding_window": None}),
-    "gemma": (GemmaConfig, _SIZES | {"num_key_value_heads": 1}),
-    "phi3": (Phi3Config, _SIZES | {"sliding_window": None}),
-    "gpt2": (GPT2Config, _GPT2),
-    "gpt2-layer-scale": (GPT2Config, _GPT2 | {"scale_attn_by_inverse_layer_idx": True}),
-    "opt": (
-        OPTConfig,
-        {
-            "vocab_size": VOCAB,
-            "hidden_size": 32,
-            "ffn_dim": 48,
-            "num_hidden_layers": NUM_LAYERS,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 128,
-            "word_embed_proj_dim": 32,
-        },
-    ),
-    "deepseek_v2": (DeepseekV2Config, _NO_EXPERTS | {"q_lora_rank": None, "rope_parameters": _YARN}),
-    "deepseek_v3": (DeepseekV3Config, _NO_EXPERTS),
-    "minicpm3": (MiniCPM3Config, _MLA),
-    "glm4_moe_lite": (Glm4MoeLiteConfig, _MLA | {"mlp_layer_types": ["dense"] * NUM_LAYERS}),
-    "youtu": (YoutuConfig, _MLA | {"rope_interleave": False}),
+_OPT = {
+    "vocab_size": VOCAB, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 4,
+    "max_position_embeddings": 128, "word_embed_proj_dim": 32,
+}  # fmt: skip
+# name -> type and settings
+CONFIGS = {
+    "llama": ("llama", _SIZES),
+    "qwen2": ("qwen2", _SIZES),
+    "qwen3": ("qwen3", _SIZES),
+    "mistral": ("mistral", _SIZES | {"sliding_window": None}),
+    "gemma": ("gemma", _SIZES | {"num_key_value_heads": 1}),
+    "phi3": ("phi3", _SIZES | {"sliding_window": None}),
+    "gpt2": ("gpt2", _GPT2),
+    "gpt2-layer-scale": ("gpt2", _GPT2 | {"scale_attn_by_inverse_layer_idx": True}),
+    "opt": ("opt", _OPT),
+    "deepseek_v2": ("deepseek_v2", _NO_EXPERTS | {"q_lora_rank": None, "rope_parameters": _YARN}),
+    "deepseek_v3": ("deepseek_v3", _NO_EXPERTS),
+    "minicpm3": ("minicpm3", _MLA),
+    "glm4_moe_lite": ("glm4_moe_lite", _MLA | {"mlp_layer_types": ["dense"] * NUM_LAYERS}),
+    "youtu": ("youtu", _MLA | {"rope_interleave": False}),
     # not to be condensed, or only in part
-    "gemma2": (Gemma2Config, _SIZES),
-    "mistral-sliding": (MistralConfig, _SIZES | {"sliding_window": 12}),
-    "qwen2-mixed": (Qwen2Config, _SIZES | {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}),
+    "gemma2": ("gemma2", _SIZES),
+    "mistral-sliding": ("mistral", _SIZES | {"sliding_window": 12}),
+    "qwen2-mixed": ("qwen2", _SIZES | {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}),
 }
 LATENT = ("deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite", "youtu")
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "phi3", "gpt2", "opt", *LATENT)
-OTHERS = ARCHITECTURES[1:]
+OTHERS = ("qwen2", "qwen3", "mistral", "gemma", "phi3", "gpt2", "opt", *LATENT)
 # every method in one architecture, and every architecture with some method
-PAIRS = {f"llama-{method}": ("llama", method) for method in METHODS} | {
-    f"{name}-{method}": (name, method)
+PAIRS = {f"llama-{name}": ("llama", method) for name, method in METHODS.items()} | {
+    f"{name}-{method}": (name, METHODS[method])
     for name, method in zip(
         (*OTHERS, "gpt2-layer-scale"),
         itertools.cycle(["cca", "streaming-6", "streaming-select-log", "dga", "streaming-llm"]),
         strict=False,
     )
 }
+RECALLS = {f"recall-{name}": (name, RECALL) for name in ("llama", "gpt2", "deepseek_v2")}
+# what `condense.apply` is given: windows and groups of several sizes beside each other, layers that stay stock, and
+# layers that are dense by a method; then bits of entries and stores, and matched biases
+CHOICES = {
+    "recall-cca-window": ("llama", {1: RECALL, "0": STREAMING_6, "rest": METHODS["streaming-llm"]}),
+    "dense-recall-dga": ("llama", {0: condense.Dense(), 2: DGA.replace(group_size=3, window=5), "rest": RECALL}),
+    "recall-host-stock": ("gpt2", {"0-1": RECALL.replace(store="host", slots=3, group_size=6)}),
+    "latents": ("deepseek_v3", {"-1": METHODS["lca"], 0: RECALL.replace(window=5), "rest": condense.Dense()}),
+    "one-layer": ("gpt2", {1: STREAMING}),
+    "one-layer-of-latents": ("minicpm3", {1: METHODS["lca"]}),
+    "two-layers": ("qwen2", {"0,2": METHODS["lca"]}),
+    "sliding": ("qwen2-mixed", {0: STREAMING_6}),
+}
+CASES = {
+    **PAIRS,
+    **RECALLS,
+    **CHOICES,
+    "sliding-cca": ("qwen2-mixed", CCA),
+    "recall-4-drop": ("gpt2", RECALL.replace(index_bits=4, num_recall=3, unchosen="drop")),
+    "recall-16-bits": ("deepseek_v2", RECALL.replace(index_bits=16, window=5)),
+    "recall-share-matched": ("llama", RECALL.replace(num_recall=0.3, key_pooling="weighted", rep_bias="matched")),
+    "recall-store-and-entries-4": ("deepseek_v2", RECALL.replace(store_bits=4, entry_bits=4)),
+    "recall-store-8-host": ("llama", RECALL.replace(store_bits=8, store="host", slots=3)),
+    "cca-matched": ("deepseek_v2", CCA.replace(rep_bias="matched")),
+    "lca-matched-entries-4": ("llama", METHODS["lca"].replace(window=6, rep_bias="matched", entry_bits=4)),
+    "dga-matched": ("llama", DGA.replace(gamma=0.3, window=5, rep_bias="matched")),
+}
+# methods that read a prompt whole, in one forward; latents are refused: test_latent.py
+WHOLE = {
+    "prompt-summary": ("llama", CCA.replace(summary="prompt")),
+    "select": ("llama", SELECT),
+    "select-random": ("llama", SELECT.replace(focal="random", window=0, rep_bias="none")),
+    "select-streaming": ("llama", SELECT.replace(summary="streaming", complementary=False)),
+    "select-all": ("llama", SELECT.replace(min_focal=1024)),
+    **{f"select-{name}": (name, SELECT) for name in OTHERS if name not in LATENT},
+}
 
 
-def config(name: str, **changes: Any) -> PreTrainedConfig:
-    cls, settings = CONFIGS[name]
-    return cls(**(settings | _TOKENS | changes))
+def config(name, **changes):
+    kind, settings = CONFIGS[name]
+    return AutoConfig.for_model(kind, **(settings | _TOKENS | changes))
 
 
-def model(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
+def model(name, dtype=torch.float64, **changes):
     """A model with weights so large that attention is sharp: what it sees or not shows in the logits."""
     stock = AutoModelForCausalLM.from_config(config(name, **changes))
     return sharpen(stock).to(dtype).eval()
 
 
-def exact(model: Any) -> dict[str, float]:
+def exact(model):
     """Tolerances of logits that are the same but for the order of sums."""
     return ROUNDED if model.config.model_type == "deepseek_v2" else EXACT
 
 
-def rounds_alike(got: Tensor, plain: Tensor, exact: Tensor) -> bool:
+def rounds_alike(got, plain, exact):
     """True if ``got`` is at most twice as far from float64 as ``plain`` of the same dtype, as root mean squares, and a
     unit in the last place.
     """
@@ -174,7 +162,7 @@ def rounds_alike(got: Tensor, plain: Tensor, exact: Tensor) -> bool:
     return bool(distance <= 2 * budget + torch.finfo(got.dtype).eps * size)
 
 
-def sharpen(stock: PreTrainedModel) -> PreTrainedModel:
+def sharpen(stock):
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in stock.parameters():
@@ -185,20 +173,18 @@ def sharpen(stock: PreTrainedModel) -> PreTrainedModel:
     return stock
 
 
-def tokens(B: int = 2, L: int = LENGTH, seed: int = 1) -> Tensor:
+def tokens(B=2, L=LENGTH, seed=1):
     """Token ids ``[B, L]``, none of them special."""
     return torch.randint(4, VOCAB, (B, L), generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()
-def logits(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
+def logits(model, ids, **kwargs):
     return model(ids, **({"use_cache": False} | kwargs)).logits
 
 
 @torch.no_grad()
-def in_chunks(
-    model: Any, ids: Tensor, sizes: tuple[int, ...], cache: Cache | None = None, mask: Tensor | None = None
-) -> Tensor:
+def in_chunks(model, ids, sizes, cache=None, mask=None):
     """Logits ``[B, L, V]`` from one forward per chunk over one cache (made by the model if None is given)."""
     parts, ends = [], list(itertools.accumulate(sizes))
     for start, end in zip([0, *ends], ends, strict=False):
@@ -213,12 +199,12 @@ def in_chunks(
 
 
 @torch.no_grad()
-def filled(model: Any, ids: Tensor) -> DynamicCache:
+def filled(model, ids):
     """A cache that has read ``ids``."""
     return model(ids, past_key_values=DynamicCache(config=model.config), use_cache=True).past_key_values
 
 
-def generate(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
+def generate(model, ids, **kwargs):
     """Token ids with `NEW` more; greedy unless told."""
     settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 1} | kwargs
     if "attention_mask" not in settings and "inputs_embeds" not in settings:
@@ -226,13 +212,23 @@ def generate(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
     return model.generate(ids, **settings)
 
 
-def enable_checkpointing(model: Any, reentrant: bool) -> None:
+def enable_checkpointing(model, reentrant):
     """Gradient checkpointing by the name it has in this version of transformers."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": reentrant})
 
 
-def left_padded(rows: list[Tensor], pad: int = 1) -> tuple[Tensor, Tensor]:
+def packed(lengths, how):
+    """Arguments of a forward that make one row several documents: by positions, or by ``marks`` beside them."""
+    settings = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
+    if how == "marks":
+        marks = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        longest = {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+        settings |= {"cu_seq_lens_q": marks, "cu_seq_lens_k": marks, **longest}
+    return settings
+
+
+def left_padded(rows, pad=1):
     """Rows ``[n]`` of different lengths as ids and mask ``[B, L]``, padding on the left."""
     L = max(len(row) for row in rows)
     ids = torch.stack([torch.cat([torch.full((L - len(row),), pad), row]) for row in rows])

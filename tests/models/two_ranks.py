@@ -3,8 +3,6 @@
 On the first two GPUs where there are so many, else on the CPU.
 """
 
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 from models import tiny
@@ -18,7 +16,7 @@ def whole(x):
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def main(folder: Path, *names: str) -> None:
+def main(folder, *names):
     results = {}
     for name in names:
         model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64, tp_plan="auto").eval()

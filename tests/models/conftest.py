@@ -1,0 +1,12 @@
+"""The condensed model of a case of `tiny.CASES` or `tiny.WHOLE`, for tests that are parametrized by it."""
+
+import pytest
+from models import tiny
+
+import condense
+
+
+@pytest.fixture
+def model(request):
+    name, choice = request.param
+    return condense.apply(tiny.model(name), choice)

@@ -1,0 +1,167 @@
+"""Naming methods and the layers they are for: every form says the same, and what is no choice changes nothing."""
+
+import json
+import logging
+import re
+
+import pytest
+import torch
+from models import tiny
+from peft import LoraConfig, PeftModel, get_peft_model
+
+import condense
+from condense.models import condensed_layers
+
+RECALL, WINDOW = tiny.RECALL, tiny.METHODS["streaming-llm"]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_an_adapter_brings_the_methods_of_its_base(tmp_path):
+    choice, ids = {1: RECALL, "0": tiny.STREAMING_6, "rest": WINDOW}, tiny.tokens()
+    settings = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    tuned = get_peft_model(condense.apply(tiny.model("llama"), choice), settings).double().eval()
+    torch.testing.assert_close(tiny.in_chunks(tuned, ids, tiny.CHUNKS), tiny.logits(tuned, ids), **tiny.EXACT)
+    tuned.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(tiny.model("llama"), tmp_path)
+    assert condensed_layers(loaded) == {0: tiny.STREAMING_6, 1: RECALL, 2: WINDOW}
+
+
+def test_use_is_undone_and_nests():
+    model, ids = condense.apply(tiny.model("llama"), tiny.CCA), tiny.tokens()
+    before = tiny.logits(model, ids)
+    with condense.use(model, {2: RECALL, "rest": WINDOW}):
+        assert condensed_layers(model) == {0: WINDOW, 1: WINDOW, 2: RECALL}
+        assert not torch.equal(tiny.logits(model, ids), before)
+        with condense.use(model, {"0": condense.Dense()}):
+            assert condensed_layers(model) == {0: condense.Dense(), 1: WINDOW, 2: RECALL}
+    assert torch.equal(tiny.logits(model, ids), before)
+
+
+NAMED = {
+    "indices": {0: RECALL, 1: tiny.CCA, 2: tiny.CCA},
+    "negative": {-3: RECALL, "-2--1": tiny.CCA},
+    "rest": {0: RECALL, "rest": tiny.CCA},
+    "rest-first": {"rest": tiny.CCA, 0: RECALL},
+    "text": {"0": RECALL, "1-2": tiny.CCA},
+    "open-range": {"1--1": tiny.CCA, "0": RECALL},
+    "list": {(0,): RECALL, range(1, 3): tiny.CCA},
+    "empty-rest": {0: RECALL, "1,2": tiny.CCA, "rest": condense.Dense()},
+    "dicts-and-text": {0: RECALL.to_dict(), "rest": "cca:group_size=4,window=8"},
+    "one-text": "recall:group_size=4,window=8,num_recall=2@-3+cca:group_size=4,window=8@rest",
+}
+
+
+@pytest.mark.parametrize("choice", NAMED.values(), ids=NAMED)
+def test_ways_to_name_the_same_layers(choice):
+    assert condensed_layers(condense.apply(tiny.model("llama"), choice)) == {0: RECALL, 1: tiny.CCA, 2: tiny.CCA}
+
+
+def test_methods_as_text_and_layers_from_the_last():
+    model = condense.apply(tiny.model("llama"), "cca:group_size=4,window=8", layers=[-1, 0])
+    assert condensed_layers(model) == dict.fromkeys((2, 0), tiny.CCA)
+
+
+def test_an_allocation_in_a_file(tmp_path):
+    model = condense.apply(tiny.model("llama"), NAMED["rest"])
+    path = tmp_path / "allocation.json"
+    path.write_text(json.dumps(model.config.condense))
+    again = condense.apply(tiny.model("llama"), f"@{path}")
+    assert condensed_layers(again) == condensed_layers(model)
+    assert again.config.condense == model.config.condense
+
+
+@pytest.mark.parametrize("choice", [tiny.CCA, {"rest": tiny.CCA}], ids=["all", "rest"])
+def test_layers_with_a_sliding_window_are_left_out_and_listed(choice, caplog):
+    model = tiny.model("qwen2-mixed")
+    with caplog.at_level(logging.WARNING, "condense"):
+        condense.apply(model, choice)
+    assert condensed_layers(model) == {0: tiny.CCA}
+    assert "layers [1, 2] have a sliding window and stay as they are" in caplog.text
+    caplog.clear()
+    with condense.use(model, tiny.STREAMING):  # every training step
+        assert condensed_layers(model) == {0: tiny.STREAMING}
+    assert not caplog.text
+
+
+def test_layers_that_are_not_named_are_logged(caplog):
+    with caplog.at_level(logging.WARNING, "condense"):
+        condense.apply(tiny.model("llama"), {1: RECALL})
+    assert "layers [0, 2] are not named and stay as they are" in caplog.text
+
+
+TWICE = "layer 1 is named twice, for Recall(group_size=4, window=8, num_recall=2) and CCA(group_size=4, window=8)"
+NO_METHOD = "method must be a condense method such as"
+BAD = {
+    "twice": ({1: RECALL, "0-2": tiny.CCA}, TWICE),
+    "twice-in-one": ({"1,0-2": RECALL}, "layer 1 is named twice"),
+    "too-high": ({3: RECALL}, "layers must be indices from 0 to 2, got 3"),
+    "too-high-range": ({"0-99999999999": RECALL}, "layers must be indices from 0 to 2, got 99999999999"),
+    "too-low": ({"-4": RECALL}, "layers must be indices from 0 to 2, got -4"),
+    "backwards": ({"2-1": RECALL}, "layers: a range must go from its lower to its higher end, got '2-1'"),
+    "backwards-from-the-last": ({"2--2": RECALL}, "from its lower to its higher end, got '2--2'"),
+    "words": ({"all": RECALL}, "layers must look like 2-31 or 0,4-7, got 'all'"),
+    "no-index": ({None: RECALL}, "layers must be named by an index, by several or as text, got None"),
+    "none": ({}, "method must name at least one layer, got an empty mapping"),
+    "no-method": ({0: None}, NO_METHOD),
+    "text-of-several": ("recall@0+cca", "each of several must name its layers, got 'cca'; write cca@rest"),
+    "text-twice": ("recall@0+cca@0", "layers 0 are named twice, for Recall() and cca@0"),
+    "no-file": ("@missing.json", "method: no such file: missing.json"),
+    "text": ("cda", "method must be one of"),
+    "list": (["cca"], NO_METHOD),
+    "nothing": (None, NO_METHOD),
+    "class": (condense.CCA, NO_METHOD),
+    "unknown-name": ({"method": "mystery"}, "method must be one of"),
+    "unknown-field": ({"method": "cca", "groups": 3}, "cca: unknown settings"),
+}
+LAYERS = {
+    "too-high": ([0, 3], "layers must be indices from 0 to 2, got 3"),
+    "negative": ([-4], "layers must be indices from 0 to 2, got -4"),
+    "bool": ([True], "layers must be indices from 0 to 2, got True"),
+    "float": ([1.0], "layers must be indices from 0 to 2, got 1.0"),
+    "text": ("first", "layers must look like 2-31 or 0,4-7, got 'first'"),
+    "range": ("1-3", "layers must be indices from 0 to 2, got 3"),
+    "backwards": ("-1-1", "layers: a range must go from its lower to its higher end, got '-1-1'"),
+    "empty": ([], "layers must name at least one layer, got none; leave it out to condense all"),
+    "number": (1, "layers must be a list of layer indices, got 1"),
+}
+REFUSED = {name: ("llama", choice, None, said) for name, (choice, said) in BAD.items()} | {
+    f"layers-{name}": ("llama", tiny.STREAMING, layers, said) for name, (layers, said) in LAYERS.items()
+}
+SLIDING = "has a sliding window and cannot be condensed; full are [0]"
+REFUSED |= {
+    "sliding": ("qwen2-mixed", {"0-1": RECALL}, None, f"layer 1 {SLIDING}"),
+    "sliding-layers": ("qwen2-mixed", tiny.STREAMING, [0, 2], f"layer 2 {SLIDING}"),
+    "latents": ("deepseek_v3", {0: RECALL, 1: tiny.SELECT}, None, "layer 1: DGA("),
+    "beside": ("llama", {0: RECALL}, [0], "layers must be left out where method names them"),
+}
+
+
+@pytest.mark.parametrize(("name", "choice", "layers", "said"), REFUSED.values(), ids=REFUSED)
+def test_bad_choices_change_nothing(name, choice, layers, said):
+    model = condense.apply(tiny.model(name), tiny.CCA, layers=[0])
+    before, config = tiny.logits(model, tiny.tokens()), json.dumps(model.config.to_dict())
+    with pytest.raises(ValueError, match=re.escape(said)) as error:
+        condense.apply(model, choice, layers=layers)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=re.escape(said)), condense.use(model, choice, layers=layers):
+        pass
+    assert condensed_layers(model) == {0: tiny.CCA}
+    assert json.dumps(model.config.to_dict()) == config
+    assert torch.equal(tiny.logits(model, tiny.tokens()), before)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("no JSON", "wanted JSON, got "),
+        ('{"layers": []}', 'must be {"methods": [{"method": {...}, "layers": [...]}, ...]}'),
+        ('{"methods": [{"method": "cca", "layers": [0]}, {"method": "lca", "layers": [0]}]}', "layer 0 is named twice"),
+        ('{"methods": [{"method": "mystery", "layers": [0]}]}', "method must be one of"),
+    ],
+    ids=["json", "form", "twice", "method"],
+)
+def test_bad_files(tmp_path, content, said):
+    path = tmp_path / "a.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        condense.apply(tiny.model("llama"), f"@{path}")
