@@ -11,7 +11,7 @@ import condense
 from condense.functional import extend
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
-METHODS = cases.PLANS | cases.PROMPTS
+METHODS = cases.PLANS | cases.PROMPTS | cases.SELECTIONS
 
 LENGTHS = {"one token": 1, "g-1": 3, "g": 4, "g+1": 5, "w+g-1": 11, "w+g": 12, "odd": 63, "prime": 97}
 
@@ -105,7 +105,7 @@ PACKED = {
 @grid(
     45,
     backend=CPU_BACKENDS,
-    name=["dense", "lm_infinite", "cca-window0", "lca-log_size", "lca-9-queries", "prompt"],
+    name=["dense", "lm_infinite", "cca-window0", "lca-log_size", "lca-9-queries", "prompt", *cases.SELECTIONS],
     cu_seqlens=PACKED,
 )
 def test_attention_packed(backend, name, cu_seqlens):
@@ -132,22 +132,14 @@ def test_attention_blocks_of_real_size(name):
         torch.testing.assert_close(x, y, **EXACT)
 
 
-def test_attention_method_as_settings():
+def test_attention_by_default():
+    """Settings for a method, "auto" for torch; the output alone."""
     q, k, v = oracle.random_qkv(1, 2, 1, 24, 4, 4)
     method = cases.PLANS["lca"]
-    assert torch.equal(condense.attention(q, k, v, method=method.to_dict()), condense.attention(q, k, v, method=method))
-
-
-def test_attention_auto_is_torch():
-    q, k, v = oracle.random_qkv(1, 2, 1, 24, 4, 4)
-    method = cases.PLANS["lca"]
-    auto, torch_ = (condense.attention(q, k, v, method=method, backend=name) for name in ("auto", "torch"))
-    assert torch.equal(auto, torch_)
-
-
-def test_attention_returns_output_alone_by_default():
-    q, k, v = oracle.random_qkv(1, 2, 1, 5, 4, 4)
-    assert isinstance(condense.attention(q, k, v, method=condense.Dense()), torch.Tensor)
+    want = condense.attention(q, k, v, method=method, backend="torch")
+    assert isinstance(want, torch.Tensor)
+    for options in ({"method": method.to_dict()}, {"method": method, "backend": "auto"}):
+        assert torch.equal(condense.attention(q, k, v, **options), want)
 
 
 def inputs(**changes):
@@ -217,22 +209,13 @@ def test_attention_bad_input_is_named(changes, message):
         condense.attention(**inputs(**changes))
 
 
-@pytest.mark.parametrize(
-    "marks",
-    [
-        [0, 24],
-        torch.tensor([0, 23]),
-        torch.tensor([1, 24]),
-        torch.tensor([0, 25]),
-        torch.tensor([0, 10, 9, 24]),
-        torch.tensor([24]),
-        torch.tensor([], dtype=torch.int64),
-        torch.tensor([[0, 24]]),
-        torch.tensor([0.0, 24.0]),
-        torch.tensor(24),
-    ],
-    ids=str,
-)
+MARKS = [
+    [0, 24], *map(torch.tensor, ([0, 23], [1, 24], [0, 25], [0, 10, 9, 24], [24], [[0, 24]], [0.0, 24.0], 24)),
+    torch.tensor([], dtype=torch.int64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("marks", MARKS, ids=str)
 def test_attention_bad_cu_seqlens(marks):
     q, k, v = oracle.random_qkv(1, 2, 1, 24, 4, 4)
     with pytest.raises(ValueError, match=r"^cu_seqlens must be a tensor of integers that rise from 0 to .* 24, got "):

@@ -34,6 +34,8 @@ METHODS = tiny.METHODS | {
     "recall-matched": condense.Recall(
         group_size=4, window=6, num_recall=3, value_pooling="weighted", rep_bias="matched"
     ),
+    "cca-matched": condense.CCA(group_size=4, window=5, rep_bias="matched"),
+    "dga-matched": condense.DGA(group_size=3, window=4, gamma=0.5, summary="streaming", rep_bias="matched"),
     "store-8": condense.Recall(group_size=4, window=6, num_recall=3, store_bits=8),
     "recall-entries-4": condense.Recall(group_size=4, window=6, num_recall=3, entry_bits=4),
     "a-fifth": condense.Recall(group_size=4, window=6, num_recall=0.2),

@@ -101,29 +101,13 @@ def test_the_oracle_sees_each_token_once():
             assert sorted(exact + [i for group in groups for i in group.members]) == list(range(t + 1))
 
 
-@grid(7, backend=CPU_BACKENDS, method=cases.SELECTIONS)
+@grid(4, backend=CPU_BACKENDS, method=cases.SELECTIONS)
 def test_prompts_of_every_length(backend, method):
     """Remainders of every size, and prompts that are all focal."""
     for length in range(1, 30):
         q, k, v = oracle.random_qkv(1, 4, 2, length, 3, 2, seed=length)
         got = condense.attention(q, k, v, method=method, backend=backend, return_lse=True)
-        want = oracle.attention(q, k, v, method=method)
-        torch.testing.assert_close(got, want, **EXACT)
-
-
-@grid(12, backend=CPU_BACKENDS, method=cases.SELECTIONS, pads=[(0, 0), (0, 11), (40, 1)])
-def test_padded_prompts(backend, method, pads):
-    q, k, v = oracle.random_qkv(2, 4, 2, 40, 3, 2)
-    got = condense.attention(q, k, v, method=method, backend=backend, padding=torch.tensor(pads), return_lse=True)
-    torch.testing.assert_close(got, oracle.attention(q, k, v, method=method, padding=list(pads)), **EXACT)
-
-
-@pytest.mark.parametrize("method", cases.SELECTIONS.values(), ids=cases.SELECTIONS)
-def test_packed_prompts(method):
-    q, k, v = oracle.random_qkv(1, 4, 2, 60, 3, 2)
-    marks = [0, 23, 24, 60]
-    got = condense.attention(q, k, v, method=method, cu_seqlens=torch.tensor(marks))
-    torch.testing.assert_close(got, oracle.attention(q, k, v, method=method, cu_seqlens=marks)[0], **EXACT)
+        torch.testing.assert_close(got, oracle.attention(q, k, v, method=method), **EXACT)
 
 
 @pytest.mark.parametrize("method", [DGA(selection="prompt"), SELECT.replace(min_focal=40), SELECT.replace(gamma=1)])

@@ -1,22 +1,17 @@
 """Methods to test properties on: one per kind of rule and state, with settings small enough for loops."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch
-from torch import Tensor
 
-from condense.methods import CCA, DGA, LCA, Dense, LMInfinite, Method, StreamingLLM
-from condense.methods.grouped import Summary
-from condense.ops.types import Pooling
+from condense.methods import CCA, DGA, LCA, Dense, LMInfinite, StreamingLLM
 from oracles.oracle import random_qkv
 
-SUMMARIES: tuple[Summary, ...] = ("last", "streaming", "prompt")
-POOLINGS: tuple[Pooling, ...] = ("weighted", "mean", "max", "select")
+SUMMARIES = ("last", "streaming", "prompt")
+POOLINGS = ("weighted", "mean", "max", "select")
 
 # one method per kind of rule and state; most properties are checked on these
-PLANS: dict[str, Method] = {
+PLANS = {
     "dense": Dense(),
     "streaming_llm": StreamingLLM(sink=3, window=7),
     "streaming_llm-no-sink": StreamingLLM(sink=0, window=5),
@@ -42,31 +37,30 @@ PLANS: dict[str, Method] = {
     "dga-streaming-log_size": DGA(group_size=4, window=5, gamma=0.3, summary="streaming", rep_bias="log_size"),
     "dga-streaming-window0": DGA(group_size=3, window=0, gamma=0.5, summary="streaming"),
     "dga-random": DGA(group_size=4, gamma=0.5, focal="random", seed=3),
+    "matched-cca": CCA(group_size=4, window=5, rep_bias="matched"),
+    "matched-mean": CCA(group_size=4, window=0, key_pooling="mean", value_pooling="mean", rep_bias="matched"),
+    "matched-g1": CCA(group_size=1, window=3, rep_bias="matched"),
+    "matched-lca": LCA(group_size=3, window=4, rep_bias="matched"),
+    "matched-lca-9-queries": LCA(group_size=4, window=3, num_summary_queries=9, rep_bias="matched"),
+    "matched-dga": DGA(group_size=4, gamma=0.3, rep_bias="matched"),
+    "matched-dga-streaming": DGA(group_size=3, window=4, gamma=0.5, summary="streaming", rep_bias="matched"),
+    "matched-dga-no-focal": DGA(group_size=5, window=2, gamma=0, rep_bias="matched"),
 }
 
-PROMPTS: dict[str, Method] = {
+PROMPTS = {
     "prompt": CCA(group_size=4, window=8, summary="prompt"),
     "prompt-select": LCA(group_size=4, window=5, summary="prompt", rep_bias="log_size"),
     "prompt-1-query": CCA(group_size=4, window=5, summary="prompt", num_summary_queries=1),
     "prompt-9-queries": CCA(group_size=4, window=0, summary="prompt", num_summary_queries=9),
+    "prompt-matched": CCA(group_size=4, window=6, summary="prompt", rep_bias="matched"),
     "prompt-1000-queries": CCA(group_size=4, window=3, summary="prompt", num_summary_queries=1000),
 }
 
+_SAMPLED = {"num_recent": 1, "num_random": 9, "seed": 5, "summary": "streaming", "rep_bias": "log_size"}
 # DGA that chooses focal tokens over the whole prompt
-SELECTIONS: dict[str, Method] = {
+SELECTIONS = {
     "select": DGA(group_size=4, gamma=0.2, min_focal=3, selection="prompt", num_recent=3, num_random=4),
-    "select-log_size": DGA(
-        group_size=3,
-        window=0,
-        gamma=0.3,
-        min_focal=0,
-        selection="prompt",
-        summary="streaming",
-        num_recent=1,
-        num_random=9,
-        seed=5,
-        rep_bias="log_size",
-    ),
+    "select-log_size": DGA(group_size=3, window=0, gamma=0.3, min_focal=0, selection="prompt", **_SAMPLED),
     "select-no-focal": DGA(group_size=2, gamma=0, min_focal=0, selection="prompt", num_random=0),
     "select-random": DGA(group_size=4, window=5, gamma=0.5, min_focal=1, selection="prompt", focal="random", seed=2),
     "select-not-complementary": DGA(
@@ -76,13 +70,13 @@ SELECTIONS: dict[str, Method] = {
     "select-gamma1": DGA(group_size=4, gamma=1, min_focal=0, selection="prompt"),
 }
 
-GRID: dict[str, Method] = {
+GRID = {
     f"{summary}-{key}-{value}": CCA(group_size=4, window=5, summary=summary, key_pooling=key, value_pooling=value)
     for summary, key, value in itertools.product(SUMMARIES, POOLINGS, POOLINGS)
 }
 
 # for error budgets: realistic sizes, and no choices that may differ between two precisions
-METHODS: dict[str, Method] = {
+METHODS = {
     "dense": Dense(),
     "streaming_llm": StreamingLLM(sink=4, window=33),
     "cca": CCA(group_size=8, window=32),
@@ -100,9 +94,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = {"ratio1": (1, 2, 2, 190, 64, 64), "ratio4": (1, 4, 1, 190, 32, 48)}
 
 
-def inputs_for(
-    name: str, shape: tuple[int, ...], dtype: torch.dtype, *, logits: float = 1.0
-) -> tuple[Tensor, Tensor, Tensor]:
+def inputs_for(name, shape, dtype, *, logits=1.0):
     """q, k, v of a shape of ``SHAPES`` for a method of ``METHODS``; logits: factor of all queries."""
     B, H, K, L, D, Dv = shape
     if name == "lca-log_size":

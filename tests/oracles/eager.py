@@ -3,21 +3,15 @@
 Shapes: B rows, H query heads, K KV heads, L tokens, S queries over n keys, M entries, D and Dv widths.
 """
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from oracles import oracle, oracle_dga
 
 
-def eager_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, method: Any, scale: float | None = None, fused: bool = False
-) -> Tensor:
+def eager_attention(q, k, v, *, method, scale=None, fused=False):
     """`oracle.attention` without padding, in the dtype of the inputs; out ``[B, H, L, Dv]``.
 
     Entries are pooled in float32 from summary queries in the inputs' dtype and rounded to that dtype once,
@@ -52,9 +46,7 @@ def eager_attention(
     return masked_attention(q, keys, values, mask, bias, scale=scale, fused=fused)
 
 
-def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor, *, scale: float, fused: bool = False
-) -> Tensor:
+def masked_attention(q, k, v, mask, bias, *, scale, fused=False):
     """Attention by plain operations in the dtype of q, or one call of PyTorch's fused attention; ``[B, H, S, Dv]``.
 
     q ``[B, H, S, D]``, k ``[B, H, n, D]``, v ``[B, H, n, Dv]``; mask (bool, True: seen) and bias (added to scaled

@@ -5,8 +5,6 @@ Nothing is absorbed here: scores of tokens are means over the heads of each head
 Shapes: B rows, H heads, L tokens, d_c latent width, d_n, d_r, d_v widths of the head's parts.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any, NamedTuple
@@ -28,14 +26,12 @@ class Latents(NamedTuple):
     w_uv: Tensor
 
 
-def random(
-    B: int, H: int, L: int, widths: tuple[int, int, int, int], dtype: torch.dtype = torch.float64, seed: int = 0
-) -> Latents:
+def random(B, H, L, widths, dtype=torch.float64, seed=0):
     """widths: d_n, d_r, d_c, d_v. Weights are scaled by ``d_c ** -0.5``, so keys and values are as large as latents."""
     d_n, d_r, d_c, d_v = widths
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(*shape: int) -> Tensor:
+    def normal(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     tensors = Latents(
@@ -49,15 +45,7 @@ def random(
     return Latents(*(x.to(dtype) for x in tensors))
 
 
-def attention(
-    x: Latents,
-    *,
-    method: Any,
-    scale: float | None = None,
-    padding: list[int] | None = None,
-    cu_seqlens: list[int] | None = None,
-    prompt: int | None = None,
-) -> tuple[Tensor, Tensor]:
+def attention(x, *, method, scale=None, padding=None, cu_seqlens=None, prompt=None):
     """`condense.latent_attention` in float64: out ``[B, H, L, d_v]`` and lse ``[B, H, L]``; as `oracle.attention`."""
     x = Latents(*(tensor.double() for tensor in x))
     B, H, L, d_n = x.q_nope.shape
@@ -79,27 +67,25 @@ def attention(
     return out, lse
 
 
-def _key(c: Tensor, k_rope: Tensor, w_uk: Tensor) -> Tensor:
+def _key(c, k_rope, w_uk):
     """``[H, d_n + d_r]`` of one latent and rope key."""
     return torch.stack([torch.cat([c @ w, k_rope]) for w in w_uk])
 
 
-def _expand(c: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[Tensor, Tensor]:
+def _expand(c, k_rope, w_uk, w_uv):
     """Key ``[H, d_n + d_r]`` and value ``[H, d_v]`` of every head."""
     return _key(c, k_rope, w_uk), torch.stack([c @ w for w in w_uv])
 
 
-def _row(
-    method: Any, q: Tensor, c: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor, scale: float, prompt: int | None
-) -> list[tuple[Tensor, Tensor]]:
+def _row(method, q, c, k_rope, w_uk, w_uv, scale, prompt):
     """Lists over the queries of out ``[H, d_v]`` and lse ``[H]``; q ``[H, L, d_n + d_r]``, c ``[L, d_c]``, k_rope
     ``[L, d_r]``.
     """
     H, L, _ = q.shape
     dga = _dga(method, q, c, k_rope, w_uk, scale) if method.name == "dga" else None
     own = [_expand(c[i], k_rope[i], w_uk, w_uv) for i in range(L)]
-    made: dict[Any, tuple[Tensor, Tensor]] = {}
-    biases: dict[Any, Tensor] = {}
+    made = {}
+    biases = {}
     groups: Any
     results = []
     for t in range(L):
@@ -130,7 +116,7 @@ def _row(
     return results
 
 
-def _bias(method: Any, j: int, entry: Tensor, summary: Tensor, keys: list[Tensor], scale: float) -> Tensor:
+def _bias(method, j, entry, summary, keys, scale):
     """The bias of group j's entry, with keys ``[H, width]`` of heads; summary ``[H, width]``: scores are their mean."""
     g = method.group_size
     if method.rep_bias != "matched":
@@ -139,9 +125,7 @@ def _bias(method: Any, j: int, entry: Tensor, summary: Tensor, keys: list[Tensor
     return oracle.match(summary.flatten() / len(summary), members, entry.flatten(), scale)
 
 
-def representative(
-    method: Any, j: int, summary: Tensor, c: Tensor, k_rope: Tensor, w_uk: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+def representative(method, j, summary, c, k_rope, w_uk, scale):
     """Latent ``[d_c]`` and rope key ``[d_r]`` of group j; summary ``[H, d_n + d_r]``: one query per head."""
     members = list(range(j * method.group_size, (j + 1) * method.group_size))
     per_head = torch.stack([scale * (summary * _key(c[i], k_rope[i], w_uk)).sum(-1) for i in members])
@@ -152,13 +136,13 @@ def representative(
     )
 
 
-def _rounded(method: Any, entry: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _rounded(method, entry):
     """Latent and rope key as queries see them: rounded as the one vector that a cache keeps."""
     whole = oracle.rounded(torch.cat(entry), getattr(method, "entry_bits", 16))
     return whole[: len(entry[0])], whole[len(entry[0]) :]
 
 
-def _dga(method: Any, q: Tensor, c: Tensor, k_rope: Tensor, w_uk: Tensor, scale: float) -> oracle_dga.Row:
+def _dga(method, q, c, k_rope, w_uk, scale):
     """Focal tokens and groups of streaming DGA, the same for all heads.
 
     The heads' queries and keys side by side, so that one product is the mean over heads of each head's own score.

@@ -6,15 +6,12 @@ and one softmax over them. Differentiable, so that gradients can be compared too
 Shapes: B rows, H query heads, K KV heads, R = H / K, L tokens, D and Dv widths, g tokens per group, w window.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from oracles import oracle_dga, oracle_recall
 
@@ -26,7 +23,7 @@ class Seen(NamedTuple):
     exact: list[int]
 
 
-def visible(method: Any, t: int) -> Seen:
+def visible(method, t):
     """The keys that the query at position t of its row sees."""
     if method.name == "dense":
         return Seen(range(0), list(range(t + 1)))
@@ -38,14 +35,14 @@ def visible(method: Any, t: int) -> Seen:
     return Seen(range(closed), list(range(closed * method.group_size, t + 1)))
 
 
-def num_visible(method: Any, q: Tensor, k: Tensor, scale: float) -> list[int]:
+def num_visible(method, q, k, scale):
     """Number of entries and tokens that each query of a row and KV head sees. q ``[R, L, D]``, k ``[L, D]``."""
     L = len(k)
-    sees: Any = oracle_dga.Row(method, q, k, scale, L).sees if method.name == "dga" else partial(visible, method)
+    sees = oracle_dga.Row(method, q, k, scale, L).sees if method.name == "dga" else partial(visible, method)
     return [sum(map(len, sees(t))) for t in range(L)]
 
 
-def summary_positions(method: Any, j: int, prompt: int) -> range:
+def summary_positions(method, j, prompt):
     """Positions of the queries whose mean weighs group j of a row that began with ``prompt`` tokens at once."""
     g, summary = method.group_size, getattr(method, "summary", "streaming")
     if summary == "last":
@@ -57,9 +54,7 @@ def summary_positions(method: Any, j: int, prompt: int) -> range:
     return range(max(0, end - count), end)
 
 
-def representative(
-    method: Any, j: int, qbar: Tensor, k: Tensor, v: Tensor, scale: float, prompt: int | None = None
-) -> tuple[Tensor, Tensor]:
+def representative(method, j, qbar, k, v, scale, prompt=None):
     """Key ``[D]`` and value ``[Dv]`` of group j; qbar and k ``[L, D]``, v ``[L, Dv]``."""
     g = method.group_size
     members = range(j * g, (j + 1) * g)
@@ -69,15 +64,13 @@ def representative(
     return pool(k[members], scores, method.key_pooling), pool(v[members], scores, method.value_pooling)
 
 
-def rounded_entry(method: Any, entry: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def rounded_entry(method, entry):
     """A key and value as queries see them, in the method's ``entry_bits``."""
     bits = getattr(method, "entry_bits", 16)
     return rounded(entry[0], bits), rounded(entry[1], bits)
 
 
-def entry_bias(
-    method: Any, j: int, entry: Tensor, qbar: Tensor, k: Tensor, scale: float, prompt: int | None = None
-) -> Tensor:
+def entry_bias(method, j, entry, qbar, k, scale, prompt=None):
     """The bias added to the scaled score of group j's entry, whose key is ``entry`` ``[D]``; others as above."""
     g = method.group_size
     if method.rep_bias != "matched":
@@ -87,7 +80,7 @@ def entry_bias(
     return match(summary, k[j * g : (j + 1) * g], entry, scale)
 
 
-def rounded(x: Tensor, bits: int) -> Tensor:
+def rounded(x, bits):
     """The vector x ``[width]`` as an entry of 8 or 4 bits holds it; gradients as if it were x."""
     if bits == 16:
         return x
@@ -100,12 +93,12 @@ def rounded(x: Tensor, bits: int) -> Tensor:
     return x + (torch.cat(parts) - x.detach())
 
 
-def match(summary: Tensor, keys: Tensor, entry: Tensor, scale: float) -> Tensor:
+def match(summary, keys, entry, scale):
     """The bias by which ``entry`` ``[D]`` weighs for ``summary`` ``[D]`` what the keys ``[g, D]`` weigh together."""
     return torch.stack([scale * ((key - entry) * summary).sum() for key in keys]).exp().sum().log()
 
 
-def pool(x: Tensor, scores: Tensor, how: str) -> Tensor:
+def pool(x, scores, how):
     """Rows of x ``[g, width]`` as one, ``[width]``, by a pooling's name; scores ``[g]``."""
     if how == "weighted":
         weights = (scores - scores.max()).exp()
@@ -118,17 +111,7 @@ def pool(x: Tensor, scores: Tensor, how: str) -> Tensor:
     return x[scores.tolist().index(best)]
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    method: Any,
-    scale: float | None = None,
-    padding: list[int] | None = None,
-    cu_seqlens: list[int] | None = None,
-    prompt: int | None = None,
-) -> tuple[Tensor, Tensor]:
+def attention(q, k, v, *, method, scale=None, padding=None, cu_seqlens=None, prompt=None):
     """`condense.attention` by definition, in float64: out ``[B, H, L, Dv]`` and lse ``[B, H, L]``.
 
     prompt: tokens that came at once, before the others (default: all); matters only for summary="prompt".
@@ -140,9 +123,9 @@ def attention(
     spans = [(b, 0 if padding is None else padding[b], L) for b in range(B)]
     if cu_seqlens is not None:
         spans = [(0, start, stop) for start, stop in itertools.pairwise(cu_seqlens)]
-    outs: list[Tensor] = []
-    lses: list[Tensor] = []
-    at: list[tuple[int, int, int]] = []
+    outs = []
+    lses = []
+    at = []
     for b, start, stop in spans:
         for head in range(k.shape[1]):
             queries = q[b, head * R : (head + 1) * R, start:stop]
@@ -160,13 +143,11 @@ def attention(
     return out.transpose(2, 3).flatten(1, 2), lse.transpose(2, 3).flatten(1, 2)
 
 
-def _row(
-    method: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, prompt: int | None
-) -> tuple[list[Tensor], list[Tensor]]:
+def _row(method, q, k, v, scale, prompt):
     """One row and KV head. q ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``; per query out ``[R, Dv]`` and lse ``[R]``."""
     qbar = q.sum(0) / len(q)
-    made: dict[int, tuple[Tensor, Tensor]] = {}
-    biases: dict[int, Tensor] = {}
+    made = {}
+    biases = {}
     outs, lses = [], []
     for t in range(len(k)):
         groups, exact = visible(method, t)
@@ -187,22 +168,18 @@ def _row(
     return outs, lses
 
 
-def _recall_row(
-    method: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, prompt: int | None
-) -> tuple[list[Tensor], list[Tensor]]:
+def _recall_row(method, q, k, v, scale, prompt):
     """As `_row`; what came at once makes no difference."""
     qbar = q.sum(0) / len(q)
 
-    def entry(j: int) -> tuple[Tensor, Tensor, Tensor]:
+    def entry(j):
         key, value = representative(method, j, qbar, k, v, scale)
         return *rounded_entry(method, (key, value)), entry_bias(method, j, key, qbar, k, scale)
 
     return oracle_recall.row(method, q, k, v, scale, entry)
 
 
-def pooled_groups(
-    method: Any, qbar: Tensor, k: Tensor, v: Tensor, scale: float, groups: range
-) -> list[list[list[tuple[Tensor, Tensor]]]]:
+def pooled_groups(method, qbar, k, v, scale, groups):
     """Per row, head and group key and value."""
     B, K = k.shape[:2]
     return [
@@ -214,22 +191,12 @@ def pooled_groups(
     ]
 
 
-def stacked(pooled: list[list[list[tuple[Tensor, Tensor]]]], part: int) -> Tensor:
+def stacked(pooled, part):
     """Keys (part 0) or values (part 1), ``[B, K, M, width]``."""
     return torch.stack([torch.stack([torch.stack([pair[part] for pair in head]) for head in row]) for row in pooled])
 
 
-def entries_and_window(
-    q: Tensor,
-    entries_k: Tensor,
-    entries_v: Tensor,
-    window_k: Tensor,
-    window_v: Tensor,
-    bounds: tuple[Tensor, Tensor, Tensor],
-    *,
-    scale: float,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def entries_and_window(q, entries_k, entries_v, window_k, window_v, bounds, *, scale, bias=None):
     """Attention over entries and window by definition.
 
     bounds ``[B, K, L]`` each: a query sees entries ``[0, bounds[0])`` and window tokens ``[bounds[1], bounds[2])``.
@@ -251,9 +218,7 @@ def entries_and_window(
     return out, lse
 
 
-def random_qkv(
-    B: int, H: int, K: int, L: int, D: int, Dv: int, *, dtype: torch.dtype = torch.float64, seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
+def random_qkv(B, H, K, L, D, Dv, *, dtype=torch.float64, seed=0):
     """Normal q, k, v, drawn in float64."""
     generator = torch.Generator().manual_seed(seed)
     shapes = ((B, H, L, D), (B, K, L, D), (B, K, L, Dv))

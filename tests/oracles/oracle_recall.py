@@ -5,12 +5,10 @@ They take one row and KV head and score the keys themselves, as an index of 16 b
 Shapes: R query heads of a KV head, L queries, groups of g tokens, D and Dv widths.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from decimal import Decimal
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,14 +23,14 @@ class Key(NamedTuple):
     tokens: list[int]
 
 
-def score(query: Tensor, keys: Tensor, size: int, scale: float) -> float:
+def score(query, keys, size, scale):
     """The index score of a group of keys ``[g, D]`` in blocks of ``size`` tokens for one query ``[D]``."""
     blocks = [keys[i : i + size] for i in range(0, len(keys), size)]
     bounds = [[(float(x), float(c.min()), float(c.max())) for x, c in zip(query, b.T, strict=True)] for b in blocks]
     return max(scale * sum(max(x * low, x * high) for x, low, high in block) for block in bounds)
 
 
-def opened(method: Any, queries: Tensor, k: Tensor, closed: int, scale: float) -> list[int]:
+def opened(method, queries, k, closed, scale):
     """Groups that the queries ``[R, D]`` of one KV head open together, of the first ``closed``; k ``[L, D]``."""
     if closed == 0:
         return []
@@ -46,7 +44,7 @@ def opened(method: Any, queries: Tensor, k: Tensor, closed: int, scale: float) -
     return sorted(sorted(range(closed), key=lambda j: (-best[j], j))[: num_opened(method, closed)])
 
 
-def num_opened(method: Any, closed: int) -> int:
+def num_opened(method, closed):
     """Number of groups that a query opens, of ``closed``."""
     r = method.num_recall
     return min(r, closed) if isinstance(r, int) else math.ceil(Decimal(str(r)) * closed)
@@ -56,7 +54,7 @@ def num_opened(method: Any, closed: int) -> int:
 Entry = Callable[[int], tuple[Tensor, Tensor, Tensor]]
 
 
-def seen(method: Any, q: Tensor, k: Tensor, v: Tensor, t: int, scale: float, entry: Entry) -> list[Key]:
+def seen(method, q, k, v, t, scale, entry):
     """The keys that the query at position t sees; q ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``."""
     g = method.group_size
     closed = max(0, t + 1 - method.window) // g
@@ -71,7 +69,7 @@ def seen(method: Any, q: Tensor, k: Tensor, v: Tensor, t: int, scale: float, ent
     return keys + [Key(k[i], v[i], 0.0, [i]) for i in range(closed * g, t + 1)]
 
 
-def row(method: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, entry: Entry) -> tuple[list[Tensor], list[Tensor]]:
+def row(method, q, k, v, scale, entry):
     """One row and KV head: per query out ``[R, Dv]`` and lse ``[R]``; q ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``."""
     outs, lses = [], []
     for t in range(len(k)):
