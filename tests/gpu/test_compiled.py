@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from gpu.test_graph import agree
+from gpu.running import agree
 from models import tiny
 
 import condense

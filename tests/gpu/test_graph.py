@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gpu.test_step import no_waiting
+from gpu.running import agree, condensed, generate, no_waiting, padded
 from models import tiny
 from transformers import CompileConfig
 
@@ -16,57 +16,41 @@ METHODS = {
     "dga": condense.DGA(rep_bias="log_size"),
 }
 SELECT = condense.DGA(selection="prompt", min_focal=40, rep_bias="log_size")
-# llama on its own layers, and beside dense ones in the same static cache
-CHOICES = {name: (method, None) for name, method in METHODS.items()} | {"one-layer": (METHODS["cca"], (1,))}
-STEPS = 300
+RECALL = condense.Recall(group_size=16, window=48, num_recall=2)
+# one method in all layers; a method per layer, and layers that stay stock in the same cache
+MIXED = {
+    "recall-host-cca-window": (
+        "llama",
+        {0: RECALL.replace(store="host"), 1: METHODS["streaming"], "rest": METHODS["streaming-llm"]},
+    ),
+    "dense-recall-dga": ("llama", {"1": condense.Dense(), "2": METHODS["dga"], "rest": RECALL}),
+    "recall-stock": ("llama", {-1: RECALL}),
+    "latents": ("deepseek_v3", {0: condense.LCA(window=64), -1: RECALL, "rest": condense.Dense()}),
+}
+CHOICES = {name: ("llama", method, 300) for name, method in METHODS.items()}
+CHOICES |= {"one-layer": ("llama", {1: METHODS["cca"]}, 300), "stock": ("llama", None, 100)}
+CHOICES |= {name: (*case, 100) for name, case in MIXED.items()}
 
 
-@pytest.fixture(params=CHOICES.values(), ids=CHOICES)
-def model(request):
-    """Float32 with greedy choices far apart: equal tokens for 300 steps mean equal attention."""
-    method, layers = request.param
-    model = tiny.model("llama", torch.float32, max_position_embeddings=1024).to("cuda")
-    return condense.apply(model, method, layers=layers)
-
-
-def _greedy(model, ids, mask, steps=STEPS):
-    settings = {"max_new_tokens": steps, "do_sample": False, "pad_token_id": 1, "cache_implementation": "dynamic"}
-    return model.generate(ids, attention_mask=mask, **settings)
-
-
-def agree(got, want, model, mask):
-    """Equal tokens; where they part, the growing cache must have seen a near tie there."""
-    parted = (got != want).any(0).nonzero()
-    if parted.numel() == 0:
-        return
-    at = int(parted[0])
-    with torch.no_grad():
-        whole = torch.cat([mask, mask.new_ones(mask.shape[0], at - mask.shape[1])], dim=1)
-        positions = (whole.cumsum(1) - 1).clamp(min=0)
-        logits = model(want[:, :at], attention_mask=whole, position_ids=positions, use_cache=False).logits[:, -1]
-    rows = got[:, at] != want[:, at]
-    gap = logits.gather(1, want[:, at, None]) - logits.gather(1, got[:, at, None])
-    assert float(gap[rows].abs().max()) < 1e-3 * float(logits.abs().max()), f"parted at {at - mask.shape[1]}"
-
-
-def test_graph_of_a_padded_batch_and_of_a_second_prompt(model):
-    ids, mask = (x.cuda() for x in tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (150, 101)]))
+@pytest.mark.parametrize(("name", "choice", "steps"), CHOICES.values(), ids=CHOICES)
+def test_graph_of_a_padded_batch_and_of_a_second_prompt(name, choice, steps):
+    model = condensed(choice, name)
     decoder = condense.GraphDecoder(model, batch_size=2, max_length=512)
-    for chunk, prompt, real in ((None, ids, mask), (64, tiny.tokens(2, 130, seed=9).cuda(), None)):
-        got = decoder.generate(prompt, real, max_new_tokens=STEPS, chunk=chunk)
+    for chunk, prompt, real in ((None, *padded()), (64, tiny.tokens(2, 130, seed=9).cuda(), None)):
+        got = decoder.generate(prompt, real, max_new_tokens=steps, chunk=chunk)
         real = torch.ones_like(prompt) if real is None else real
-        agree(got, _greedy(model, prompt, real), model, real)
+        agree(got, generate(model, prompt, real, steps, cache_implementation="dynamic"), model, real)
     assert decoder._graph is not None
 
 
 def test_graph_after_prompts_with_a_selection():
     """Captured before the first prompt, replayed after prompts of different lengths, a single token too."""
-    model = condense.apply(tiny.model("llama", torch.float32, max_position_embeddings=1024).to("cuda"), SELECT)
+    model = condensed(SELECT)
     decoder = condense.GraphDecoder(model, batch_size=2, max_length=512)
-    ids, mask = (x.cuda() for x in tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (150, 31)]))
+    ids, mask = padded(150, 31)
     for prompt, real in ((ids, mask), (ids[:, -1:], mask[:, -1:]), (ids, mask)):
-        got = decoder.generate(prompt, real, max_new_tokens=STEPS)
-        want = _greedy(model, prompt, real)
+        got = decoder.generate(prompt, real, max_new_tokens=300)
+        want = generate(model, prompt, real, 300, cache_implementation="dynamic")
         parted = (got != want).any(0)
         # what follows is read in steps, not as another prompt: a near tie cannot be looked up; the first 20 must agree
         assert not bool(parted[: prompt.shape[1] + 20].any())
@@ -76,7 +60,7 @@ def test_graph_after_prompts_with_a_selection():
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_a_prompt_is_read_without_a_wait(method):
     """Where all layers are condensed; a stock one asks the device how far its cache is."""
-    model = condense.apply(tiny.model("llama", torch.float32, max_position_embeddings=1024).to("cuda"), method)
+    model = condensed(method)
     decoder = condense.GraphDecoder(model, batch_size=1, max_length=512)
     ids = tiny.tokens(1, 130, seed=9).cuda()
     decoder.generate(ids, max_new_tokens=3)
@@ -86,23 +70,15 @@ def test_a_prompt_is_read_without_a_wait(method):
     assert torch.equal(got, want)
 
 
-def test_graph_of_the_stock_model():
-    model = tiny.model("llama", torch.float32, max_position_embeddings=1024).to("cuda")
-    ids = tiny.tokens(2, 130, seed=9).cuda()
-    got = condense.GraphDecoder(model, batch_size=2, max_length=512).generate(ids, max_new_tokens=100)
-    agree(got, _greedy(model, ids, torch.ones_like(ids), 100), model, torch.ones_like(ids))
-
-
 # advice of inductor, on TensorFloat32 for one
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("compiled", [False, True], ids=["captured", "compiled-and-captured"])
 def test_logits_in_bfloat16(compiled):
     """300 given tokens: a graph's logits are as far from float32's as the growing cache's are."""
-    exact = tiny.model("llama", torch.float32, max_position_embeddings=1024).to("cuda")
-    low = tiny.model("llama", torch.bfloat16, max_position_embeddings=1024).to("cuda")
-    ids = tiny.tokens(1, 430, seed=4).cuda()
     # last queries and weighted keys: no anchor, whose choice is a matter of rounding
-    want, eager = (tiny.logits(condense.apply(m, METHODS["cca"]), ids)[:, 130:] for m in (exact, low))
+    exact, low = (condensed(METHODS["cca"], dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    ids = tiny.tokens(1, 430, seed=4).cuda()
+    want, eager = (tiny.logits(model, ids)[:, 130:] for model in (exact, low))
     decoder = condense.GraphDecoder(low, batch_size=1, max_length=430, compile=compiled)
     decoder.prefill(ids[:, :130])
     got = torch.stack([decoder.step(ids[:, i]) for i in range(130, 430)], dim=1)
@@ -111,14 +87,14 @@ def test_logits_in_bfloat16(compiled):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_generate_with_a_static_cache_compiled_by_transformers(model):
-    ids, mask = (x.cuda() for x in tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (90, 61)]))
-    settings = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 1, "attention_mask": mask}
-    settings |= {"cache_implementation": "static", "compile_config": CompileConfig()}
-    out = model.generate(ids, return_dict_in_generate=True, **settings)
+@pytest.mark.parametrize("choice", [*METHODS.values(), {1: METHODS["cca"]}], ids=str)
+def test_generate_with_a_static_cache_compiled_by_transformers(choice):
+    model, (ids, mask) = condensed(choice), padded(90, 61)
+    settings = {"cache_implementation": "static", "compile_config": CompileConfig(), "return_dict_in_generate": True}
+    out = generate(model, ids, mask, 60, **settings)
     assert out.past_key_values.is_compileable
     assert hasattr(model, "_compiled_call")
-    agree(out.sequences, _greedy(model, ids, mask, 60), model, mask)
+    agree(out.sequences, generate(model, ids, mask, 60, cache_implementation="dynamic"), model, mask)
 
 
 def test_a_graph_leaves_the_state_where_the_prompt_left_it():
@@ -131,3 +107,17 @@ def test_a_graph_leaves_the_state_where_the_prompt_left_it():
     decoder.step(ids[:, 0])
     assert [layer.buffers.seen.tolist() for layer in decoder.cache.layers] == [[91]] * tiny.NUM_LAYERS
     assert int(decoder._positions) == 91
+
+
+@torch.no_grad()
+def test_pieces_are_the_whole_in_bfloat16():
+    """As far from float32's logits as one forward is, on the kernels of a width that they have."""
+    choice = {0: RECALL, 1: METHODS["cca"], "rest": METHODS["streaming-llm"]}
+    exact, low = (
+        condensed(choice, dtype=dtype, head_dim=64, hidden_size=64) for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert len(set(condense.models.condensed_layers(low).values())) == 3
+    ids = tiny.tokens(1, 430, seed=4).cuda()
+    want, eager = (tiny.logits(model, ids) for model in (exact, low))
+    got = tiny.in_chunks(low, ids, (130, 1, 99, *[1] * 200))
+    assert (got - want).abs().mean() <= 1.5 * (eager - want).abs().mean()

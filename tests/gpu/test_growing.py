@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from gpu.test_graph import agree
-from gpu.test_step import no_waiting
+from gpu.running import agree, condensed, generate, no_waiting, padded
 from models import tiny
 from oracles import oracle
 from transformers import DynamicCache
@@ -29,19 +28,9 @@ def method(request):
     return request.param
 
 
-def _model(method, name="llama"):
-    model = tiny.model(name, torch.float32, max_position_embeddings=1024).to("cuda")
-    return condense.apply(model, method)
-
-
-def _greedy(model, ids, mask, **kwargs):
-    settings = {"max_new_tokens": STEPS, "do_sample": False, "pad_token_id": 1, "disable_compile": True}
-    settings |= {"return_dict_in_generate": True, "output_logits": True} | kwargs
-    return model.generate(ids, attention_mask=mask, **settings)
-
-
-def _padded():
-    return (x.cuda() for x in tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (150, 101)]))
+def _greedy(model, ids, mask, steps=STEPS, **settings):
+    settings = {"disable_compile": True, "return_dict_in_generate": True, "output_logits": True} | settings
+    return generate(model, ids, mask, steps, **settings)
 
 
 def _agree(got, want, tolerance):
@@ -56,8 +45,8 @@ def _agree(got, want, tolerance):
 
 def test_tokens_are_those_of_the_static_cache(method):
     """One kernel does both; only the number of splits, and so the order of sums, is not the same."""
-    model = _model(method)
-    ids, mask = _padded()
+    model = condensed(method)
+    ids, mask = padded()
     growing = _greedy(model, ids, mask)
     static = _greedy(model, ids, mask, cache_implementation="static")
     assert all(layer._ring is not None for layer in growing.past_key_values.layers)
@@ -81,8 +70,8 @@ def test_a_layer_in_bfloat16_gives_what_a_static_one_does(method):
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "minicpm3"])
 def test_tokens_on_latents_are_those_of_the_static_cache(name):
-    model = _model(METHODS["cca"], name=name)
-    ids, mask = _padded()
+    model = condensed(METHODS["cca"], name)
+    ids, mask = padded()
     growing, static = (_greedy(model, ids, mask, **kind) for kind in ({}, {"cache_implementation": "static"}))
     assert all(layer._ring is not None for layer in growing.past_key_values.layers)
     _agree(growing, static, 1e-3)
@@ -90,7 +79,7 @@ def test_tokens_on_latents_are_those_of_the_static_cache(name):
 
 def test_a_step_neither_waits_nor_copies(method):
     """Over several growths of the buffers; their padding and memory for results are all that is made."""
-    model = _model(method)
+    model = condensed(method)
     ids = tiny.tokens(2, 102).cuda()
     cache = tiny.filled(model, ids[:, :100])
     tiny.in_chunks(model, ids[:, 100:], (1, 1), cache)
@@ -105,7 +94,7 @@ def test_a_step_neither_waits_nor_copies(method):
 @pytest.mark.parametrize("name", ["cca", "lca", "dga"])
 def test_tokens_taken_back(name):
     """After a crop the same tokens give the same logits, in buffers that held others."""
-    model = _model(METHODS[name])
+    model = condensed(METHODS[name])
     ids, other = tiny.tokens(1, 250).cuda(), tiny.tokens(1, 250, seed=9).cuda()
     cache, straight = (DynamicCache(config=model.config) for _ in range(2))
     want = tiny.in_chunks(model, ids, (150, *[1] * 60), straight)[:, 150:]
@@ -123,16 +112,14 @@ def test_tokens_taken_back(name):
 
 @pytest.mark.parametrize("name", ["cca", "lca", "dga"])
 def test_prompt_lookup_and_beams(name):
-    model = _model(METHODS[name])
+    model = condensed(METHODS[name])
     ids = torch.cat([tiny.tokens(1, 50)] * 3, dim=1).cuda()
     mask = torch.ones_like(ids)
-    greedy = _greedy(model, ids, mask, max_new_tokens=60).sequences
-    found = _greedy(model, ids, mask, max_new_tokens=60, prompt_lookup_num_tokens=5, output_logits=False).sequences
+    greedy = _greedy(model, ids, mask, 60).sequences
+    found = _greedy(model, ids, mask, 60, prompt_lookup_num_tokens=5, output_logits=False).sequences
     agree(found, greedy, model, mask)
     cached, free = (
-        _greedy(
-            model, ids, mask, max_new_tokens=20, num_beams=3, use_cache=use_cache, output_scores=True
-        ).sequences_scores
+        _greedy(model, ids, mask, 20, num_beams=3, use_cache=use_cache, output_scores=True).sequences_scores
         for use_cache in (True, False)
     )
     # sums of logarithms, which two beams that are as good as equal may reach by other tokens

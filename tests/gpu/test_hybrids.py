@@ -1,8 +1,8 @@
 """On a CUDA device (collected only there): graphs of models with sliding windows, linear attention and convolutions."""
 
 import pytest
-from gpu.test_graph import agree
-from models import small, tiny
+from gpu.running import agree, generate, padded
+from models import small
 
 import condense
 from condense.models.families import has_eager_experts
@@ -20,14 +20,12 @@ def test_replayed_steps_give_the_growing_caches_tokens(name, graphs):
         with pytest.raises(ValueError, match="batched_mm"):
             condense.GraphDecoder(model, batch_size=2, max_length=128)
         model.set_experts_implementation("batched_mm")
-    rows = [tiny.tokens(1, n, seed=n)[0] for n in (50, 37)]
-    ids, mask = (x.cuda() for x in tiny.left_padded(rows))
-    settings = {"attention_mask": mask, "max_new_tokens": STEPS, "do_sample": False, "pad_token_id": 1}
-    growing = model.generate(ids, cache_implementation="dynamic", **settings)
+    ids, mask = padded(50, 37)
+    growing = generate(model, ids, mask, STEPS, cache_implementation="dynamic")
     decoder = condense.GraphDecoder(model, batch_size=2, max_length=128)
     for _ in range(2):
         agree(decoder.generate(ids, mask, max_new_tokens=STEPS), growing, model, mask)
     assert decoder._graph is not None
     assert not graphs
-    agree(model.generate(ids, **settings), growing, model, mask)
+    agree(generate(model, ids, mask, STEPS), growing, model, mask)
     assert len(graphs) == (name not in small.NO_STATIC_MASKS)

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from gpu.test_graph import METHODS, SELECT, agree
+from gpu.running import agree, condensed, generate, padded
+from gpu.test_graph import METHODS, MIXED, SELECT
 from models import tiny
 
 import condense
@@ -12,26 +13,21 @@ STEPS = 100
 CHOICES = METHODS | {"selection": SELECT, "recall": condense.Recall(group_size=16, window=64, num_recall=2)}
 
 
-def _generate(model, ids, mask, **settings):
-    torch.manual_seed(5)
-    settings = {"max_new_tokens": STEPS, "do_sample": False, "pad_token_id": 1} | settings
-    return model.generate(ids, attention_mask=mask, **settings)
-
-
 # latents cannot be read as one prompt with a selection of its tokens
-CELLS = {f"llama-{name}": ("llama", method) for name, method in CHOICES.items()} | {
-    f"deepseek_v3-{name}": ("deepseek_v3", method) for name, method in CHOICES.items() if method is not SELECT
-}
+CELLS = (
+    MIXED
+    | {f"llama-{name}": ("llama", method) for name, method in CHOICES.items()}
+    | {f"deepseek_v3-{name}": ("deepseek_v3", method) for name, method in CHOICES.items() if method is not SELECT}
+)
 
 
 @pytest.mark.parametrize(("name", "method"), CELLS.values(), ids=CELLS)
 def test_tokens_are_those_of_the_growing_cache(graphs, name, method):
-    model = condense.apply(tiny.model(name, torch.float32, max_position_embeddings=1024).to("cuda"), method)
-    ids, mask = (x.cuda() for x in tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (150, 101)]))
-    want = _generate(model, ids, mask, cache_implementation="dynamic")
+    model, (ids, mask) = condensed(method, name), padded()
+    want = generate(model, ids, mask, STEPS, cache_implementation="dynamic")
     assert not graphs
     for times in (1, 2):
-        got = _generate(model, ids, mask)
+        got = generate(model, ids, mask, STEPS)
         if method is SELECT:  # steps cannot be read again as one prompt to look up a near tie
             assert torch.equal(got[:, : ids.shape[1] + 20], want[:, : ids.shape[1] + 20])
         else:
@@ -40,11 +36,11 @@ def test_tokens_are_those_of_the_growing_cache(graphs, name, method):
 
 
 def test_sampling_draws_the_same_tokens(graphs):
-    model = condense.apply(tiny.model("llama", torch.float32).to("cuda"), METHODS["cca"])
+    model = condensed(METHODS["cca"])
     ids = tiny.tokens(1, 90, seed=9).cuda()
-    settings = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 30, "num_return_sequences": 2}
-    want = _generate(model, ids, torch.ones_like(ids), cache_implementation="dynamic", **settings)
-    got = _generate(model, ids, torch.ones_like(ids), **settings)
+    settings = {"do_sample": True, "temperature": 0.7, "num_return_sequences": 2}
+    want = generate(model, ids, torch.ones_like(ids), 30, cache_implementation="dynamic", **settings)
+    got = generate(model, ids, torch.ones_like(ids), 30, **settings)
     assert len(graphs) == 1
     assert torch.equal(got[:, :100], want[:, :100])  # ten draws; probabilities agree to rounding
 
@@ -60,12 +56,11 @@ def test_rows_that_have_ended_are_passed_over(graphs, monkeypatch, name):
             caches.append(self)
 
     monkeypatch.setattr(replay, "CacheOfOneCall", Kept)
-    model = condense.apply(tiny.model("llama", torch.float32).to("cuda"), CHOICES[name])
-    ids, mask = (x.cuda() for x in tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (150, 101)]))
-    free = _generate(model, ids, mask, max_new_tokens=24, cache_implementation="dynamic")[:, ids.shape[1] :]
+    model, (ids, mask) = condensed(CHOICES[name]), padded()
+    free = generate(model, ids, mask, 24, cache_implementation="dynamic")[:, ids.shape[1] :]
     end = next(int(x) for x in free[0, 4:12] if x not in free[1])
-    want = _generate(model, ids, mask, max_new_tokens=24, cache_implementation="dynamic", eos_token_id=end)
-    got = _generate(model, ids, mask, max_new_tokens=24, eos_token_id=end)
+    want = generate(model, ids, mask, 24, cache_implementation="dynamic", eos_token_id=end)
+    got = generate(model, ids, mask, 24, eos_token_id=end)
     assert torch.equal(got, want)
     assert len(graphs) == len(caches) == 1
     read = 150 + int((free[0] == end).nonzero()[0]), 101 + 23

@@ -1,10 +1,8 @@
 """The decode step on a CUDA device: replayed by a graph without a wait, and on addresses beyond 32 bits."""
 
-import warnings
-from contextlib import contextmanager
-
 import pytest
 import torch
+from gpu.running import no_waiting
 from oracles import oracle
 from triton_kernels.test_step import (
     DTYPES,
@@ -21,19 +19,6 @@ from triton_kernels.test_step import (
 import condense
 from condense.ops.step import NewToken, StepCall, StepState
 from condense.ops.triton import step as triton_step
-
-
-@contextmanager
-def no_waiting():
-    """Raises if the host waits for the device. PyTorch warns that it does not notice every wait."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
 
 METHODS = {
     "lca": condense.LCA(group_size=16, window=64),
