@@ -17,14 +17,14 @@ from condense.train import PhaseConfig
 from condense.train.recipes import demo_model as recipe
 
 
-def test_assets_are_small_and_safetensors() -> None:
+def test_assets_are_small_and_safetensors():
     assets = [path for path in Path(str(files("condense") / "assets")).rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in assets) <= 24 * 2**20
     assert max(path.stat().st_size for path in assets) <= 16 * 2**20
     assert not [path for path in assets if path.suffix in {".bin", ".pt", ".pkl"}]
 
 
-def test_demo_model_is_stock() -> None:
+def test_demo_model_is_stock():
     model, tokenizer = condense.demo_model(dtype=torch.bfloat16)
     assert type(model.model.layers[0].self_attn).__name__ == "LlamaAttention"
     assert not hasattr(model.config, "condense")
@@ -33,7 +33,7 @@ def test_demo_model_is_stock() -> None:
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
 
 
-def test_the_recipe_is_the_one_that_made_the_model(tmp_path: Path) -> None:
+def test_the_recipe_is_the_one_that_made_the_model(tmp_path):
     report = Path(__file__).parents[1] / "benchmarks" / "results" / "demo-model-seed0-training.json"
     phases = json.loads(report.read_text(encoding="utf-8"))["results"]["phases"]
     config = recipe([tmp_path / "text.jsonl"], tmp_path / "model", seed=0)
@@ -46,7 +46,7 @@ def test_the_recipe_is_the_one_that_made_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # cli/test_commands.py asks the same model for one number
-def test_demo_model_answers_dense_recalling_and_condensed_and_a_window_does_not() -> None:
+def test_demo_model_answers_dense_recalling_and_condensed_and_a_window_does_not():
     model, tokenizer = condense.demo_model()
     prompt = demo_prompt()
     dense, recalled, condensed, dropped = compare(

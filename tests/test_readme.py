@@ -23,20 +23,20 @@ NAMES = (
 )
 
 
-def test_it_is_short() -> None:
+def test_it_is_short():
     assert len(README.splitlines()) <= 90
 
 
-def test_python_runs_as_it_stands() -> None:
-    names: dict[str, object] = {}
+def test_python_runs_as_it_stands():
+    names = {}
     (block,) = PYTHON
     exec(block, names)
     prompt = names["prompt"]
-    assert prompt.expected[0] in names["tokenizer"].decode(names["answer"])  # type: ignore[attr-defined]
+    assert prompt.expected[0] in names["tokenizer"].decode(names["answer"])
 
 
-def test_commands_are_accepted() -> None:
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+def test_commands_are_accepted():
+    commands = typer.main.get_command(app).commands
     lines = re.findall(r"`condense (\w[^`]*)`|^\.venv/bin/condense (.*?)(?:    #.*)?$", README, re.MULTILINE)
     assert len(lines) >= 3
     for name, *words in (shlex.split("".join(line)) for line in lines):
@@ -48,7 +48,7 @@ def test_commands_are_accepted() -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
 
 
-def test_links_and_files_lead_somewhere() -> None:
+def test_links_and_files_lead_somewhere():
     paths = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", README) + re.findall(
         r"`((?:benchmarks|docs|src)/[\w./-]+)`", README
     )
@@ -57,7 +57,7 @@ def test_links_and_files_lead_somewhere() -> None:
         assert (ROOT / path).exists(), path
 
 
-def test_every_number_is_of_a_result_or_a_setting() -> None:
+def test_every_number_is_of_a_result_or_a_setting():
     # the table is compared with the results in benchmarks/test_pages.py
     prose = re.sub(
         r"^```.*?^```|<!-- figures -->.*<!-- /figures -->|^\|.*?$", "", README, flags=re.MULTILINE | re.DOTALL
@@ -70,7 +70,7 @@ def test_every_number_is_of_a_result_or_a_setting() -> None:
     assert re.findall(r"(?<![a-z\d])\d[\d.,]*", re.sub(NAMES, "", prose)) == []
 
 
-def test_sentences_have_few_numbers_and_few_cells_are_open() -> None:
+def test_sentences_have_few_numbers_and_few_cells_are_open():
     prose = re.sub(r"^```.*?^```|^\|.*?$|\]\([^)]*\)", "", README, flags=re.MULTILINE | re.DOTALL)
     for sentence in re.split(r"[.:;] |\n\n|\n- ", prose):
         assert len(re.findall(r"(?<![a-z\d])\d[\d.,]*", re.sub(NAMES, "", sentence))) <= 3, sentence

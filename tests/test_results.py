@@ -5,7 +5,6 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ class Point:
     seconds: float
 
 
-def test_content_is_converted_and_stamped(tmp_path: Path) -> None:
+def test_content_is_converted_and_stamped(tmp_path):
     content = {
         "points": [Point(8, float("nan"))],
         "loss": torch.tensor(2.0),
@@ -41,7 +40,7 @@ def test_content_is_converted_and_stamped(tmp_path: Path) -> None:
     assert {"condense", "transformers", "python", "device", "commit", "date"} <= stamp.keys()
 
 
-def test_an_existing_file_is_kept_unless_told(tmp_path: Path) -> None:
+def test_an_existing_file_is_kept_unless_told(tmp_path):
     path = write_results(tmp_path / "r.json", {"a": 1})
     with pytest.raises(ValueError, match=r"path: wanted a path that does not exist yet, got .*r.json"):
         write_results(path, {"a": 2})
@@ -50,17 +49,17 @@ def test_an_existing_file_is_kept_unless_told(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["results"] == {"a": 2}
 
 
-def _no_links(*args: object) -> None:
+def _no_links(*args):
     raise OSError(1, "Operation not permitted")
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["hard-links", "none"])
-def test_a_file_that_appears_in_between_is_kept(links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_appears_in_between_is_kept(links, tmp_path, monkeypatch):
     path, dump = tmp_path / "r.json", json.dump
     if not links:
         monkeypatch.setattr(os, "link", _no_links)
 
-    def slow(*args: Any, **kwargs: Any) -> None:
+    def slow(*args, **kwargs):
         dump(*args, **kwargs)
         path.write_text("somebody else's")
 
@@ -73,13 +72,13 @@ def test_a_file_that_appears_in_between_is_kept(links: bool, tmp_path: Path, mon
     assert json.loads(path.read_text())["results"] == {"a": 1}
 
 
-def test_a_name_may_be_as_long_as_the_file_system_takes(tmp_path: Path) -> None:
+def test_a_name_may_be_as_long_as_the_file_system_takes(tmp_path):
     path = tmp_path / ("r" * 250 + ".json")
     assert json.loads(write_results(path, {"a": 1}).read_text())["results"] == {"a": 1}
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660), (0o077, 0o600)])
-def test_the_umask_says_who_may_read_a_file(umask: int, mode: int, tmp_path: Path) -> None:
+def test_the_umask_says_who_may_read_a_file(umask, mode, tmp_path):
     before = os.umask(umask)
     try:
         path = write_results(tmp_path / "r.json", {"a": 1})
@@ -88,9 +87,9 @@ def test_the_umask_says_who_may_read_a_file(umask: int, mode: int, tmp_path: Pat
     assert stat.S_IMODE(path.stat().st_mode) == mode
 
 
-def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*args: object, **kwargs: object) -> None:
-        args[1].write('{"half')  # type: ignore[attr-defined]
+def test_an_interrupt_leaves_nothing(tmp_path, monkeypatch):
+    def interrupt(*args, **kwargs):
+        args[1].write('{"half')
         raise KeyboardInterrupt
 
     monkeypatch.setattr(json, "dump", interrupt)
@@ -99,12 +98,10 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interrupt_while_a_file_gets_its_name_leaves_it_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_a_file_gets_its_name_leaves_it_whole(tmp_path, monkeypatch):
     """Under its hidden name; an empty file of the wanted name would be taken for a result."""
 
-    def interrupt(*args: object) -> None:
+    def interrupt(*args):
         raise KeyboardInterrupt
 
     for name in ("link", "replace"):
@@ -116,8 +113,8 @@ def test_an_interrupt_while_a_file_gets_its_name_leaves_it_whole(
     assert json.loads(left.read_text())["results"] == {"a": 1}
 
 
-def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object, **kwargs: object) -> None:
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(json, "dump", full)
@@ -126,7 +123,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_any_changed_weight_changes_the_fingerprint(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_changed_weight_changes_the_fingerprint(dtype, monkeypatch):
     monkeypatch.setattr("condense.results._AT_ONCE", 100)
     torch.manual_seed(0)
     model = torch.nn.Linear(25, 40).to(dtype)

@@ -3,7 +3,6 @@
 import functools
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ ran, refused, run_here = (
 )
 
 
-def test_deviation_of_two_texts(saved: Path, story: Path, tmp_path: Path) -> None:
+def test_deviation_of_two_texts(saved, story, tmp_path):
     other = tmp_path / "notes.txt"
     other.write_text(story.read_text()[2000:], encoding="utf-8")
     results, picture = tmp_path / "out.json", tmp_path / "out.png"
@@ -36,10 +35,10 @@ def test_deviation_of_two_texts(saved: Path, story: Path, tmp_path: Path) -> Non
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_deviation_reads_as_the_model_was_saved(saved: Path, story: Path, tmp_path: Path) -> None:
+def test_deviation_reads_as_the_model_was_saved(saved, story, tmp_path):
     model, results = LlamaForCausalLM.from_pretrained(saved), tmp_path / "out.json"
 
-    def analyze(path: Path) -> subprocess.CompletedProcess[str]:
+    def analyze(path):
         options = ("--text", str(story), "--length", "64", "--json", str(results), "--overwrite")
         return run_here("deviation", "--model", str(path), *options)
 
@@ -73,9 +72,7 @@ def test_deviation_reads_as_the_model_was_saved(saved: Path, story: Path, tmp_pa
     ],
     ids=["stems", "endings", "folders", "spellings"],
 )
-def test_deviation_tells_all_texts_apart(
-    files: tuple[str, ...], names: list[str], saved: Path, story: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deviation_tells_all_texts_apart(files, names, saved, story, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for file in files:
         Path(file).parent.mkdir(exist_ok=True)
@@ -96,5 +93,5 @@ def test_deviation_tells_all_texts_apart(
         (("--length", "99999"), "length must be at most the"),
     ],
 )
-def test_bad_input_is_refused(arguments: tuple[str, ...], message: str) -> None:
+def test_bad_input_is_refused(arguments, message):
     refused(message, "deviation", *arguments)

@@ -4,11 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from models import tiny
+from small_models import tiny_llama
 from speed import model_gate, runners
 from speed.model import ModelPlan, bench_model
 from speed.model_gate import ModelGate
 from speed.model_shapes import random_model, ready
-from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import condense
 
@@ -25,17 +26,9 @@ def run(model, lengths, methods, runners, steps=2, **options):
 
 @pytest.fixture(scope="module")
 def model():
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.4,  # so that attention has a say in the logits
-    )
-    torch.manual_seed(0)
-    return ready(LlamaForCausalLM(config))
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    # weights so large that attention has a say in the logits
+    return ready(tiny_llama(**sizes, initializer_range=0.4))
 
 
 @pytest.mark.parametrize("chunk", [None, 7])
@@ -94,31 +87,11 @@ def test_pieces_are_nothing_for_a_method_that_looks_ahead(model):
 
 
 def test_experts_are_named():
-    config = DeepseekV2Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        q_lora_rank=None,
-        kv_lora_rank=16,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=16,
-        n_routed_experts=4,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        first_k_dense_replace=1,
-        n_group=1,
-        topk_group=1,
-    )
-    torch.manual_seed(0)
-    model = ready(DeepseekV2ForCausalLM(config))
+    experts = {key: value for key, value in tiny.EXPERTS.items() if key != "experts_implementation"}
+    model = ready(tiny.model("deepseek_v2", torch.float32, **experts))
     content = run(model, (40,), {"lca": METHODS["lca"]}, ("dense", "condensed"), steps=2)
     assert [row.get("error") for row in content["rows"]] == [None, None]
-    assert content["experts"] == config._experts_implementation
+    assert content["experts"] == model.config._experts_implementation
 
 
 def test_cache_bytes_are_those_of_a_cache_that_read_as_much(model):
@@ -200,16 +173,9 @@ def test_an_error_stands_in_its_row(model, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    # as published with the models
-    [
-        ("llama-3.1-8b", 8.03),
-        ("llama-3.1-70b", 70.55),
-        ("llama-2-7b", 6.74),
-        ("qwen3-8b", 8.19),
-        ("qwen2.5-7b", 7.62),
-        ("gemma-3-12b", 11.77),
-        ("deepseek-v2-lite", 15.7),
-        ("minicpm3-4b", 4.07),
+    [  # as published with the models
+        *(("llama-3.1-8b", 8.03), ("llama-3.1-70b", 70.55), ("llama-2-7b", 6.74), ("qwen3-8b", 8.19)),
+        *(("qwen2.5-7b", 7.62), ("gemma-3-12b", 11.77), ("deepseek-v2-lite", 15.7), ("minicpm3-4b", 4.07)),
     ],
 )
 def test_shapes_have_the_published_number_of_parameters(name, billions):

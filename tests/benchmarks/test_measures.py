@@ -2,14 +2,13 @@
 
 import math
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from retrieval import retrieval
+from small_models import tiny_llama
 from text_loss import text_loss, text_sequences
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import condense
 from condense.evaluate.intervals import Proportion
@@ -24,30 +23,19 @@ METHODS = {
 
 
 @pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=400,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        bos_token_id=0,
-        eos_token_id=None,
-        pad_token_id=1,
-        initializer_range=0.3,
-    )
-    return LlamaForCausalLM(config).eval()
+def model():
+    sizes = {"vocab_size": 400, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    tokens = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 1}
+    return tiny_llama(**sizes, **heads, **tokens, initializer_range=0.3)
 
 
 @pytest.fixture(scope="module")
-def builder(tokenizer: Any, corpus: Any) -> SequenceBuilder:
+def builder(tokenizer, corpus):
     return SequenceBuilder(tokenizer, corpus, load_words().held_out, 512)
 
 
-def _answered_by_the_model(model: LlamaForCausalLM, sequence: PasskeySequence, every: int) -> PasskeySequence:
+def _answered_by_the_model(model, sequence, every):
     """The sequence with every so many answers replaced by what the model itself would write."""
     ids = torch.from_numpy(sequence.input_ids.copy())[None]
     for start, stop in sequence.answers[::every]:
@@ -56,7 +44,7 @@ def _answered_by_the_model(model: LlamaForCausalLM, sequence: PasskeySequence, e
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_one_forward_equals_greedy_generation(model: LlamaForCausalLM, builder: SequenceBuilder, name: str) -> None:
+def test_one_forward_equals_greedy_generation(model, builder, name):
     sequences = passkey_sequences(builder, 2, keys=4, form="cloze")
     with condense.use(model, METHODS[name]):
         # An untrained model answers nothing: let some answers be its own, so that both outcomes occur.
@@ -70,7 +58,7 @@ def test_one_forward_equals_greedy_generation(model: LlamaForCausalLM, builder: 
         assert 0 < forced.right < forced.total == 4
 
 
-def test_results_say_which_method_and_where(model: LlamaForCausalLM, builder: SequenceBuilder) -> None:
+def test_results_say_which_method_and_where(model, builder):
     sequences = passkey_sequences(builder, 3, keys=4, form="question", seed=2)
     results = retrieval(model, METHODS, sequences, depths=4)
     assert [result.name for result in results] == list(METHODS)
@@ -81,14 +69,14 @@ def test_results_say_which_method_and_where(model: LlamaForCausalLM, builder: Se
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_the_same_seed_asks_the_same(builder: SequenceBuilder) -> None:
+def test_the_same_seed_asks_the_same(builder):
     first, again, other = (passkey_sequences(builder, 2, keys=3, seed=seed) for seed in (0, 0, 1))
     assert [sequence.keys for sequence in first] == [sequence.keys for sequence in again]
     assert [sequence.keys for sequence in first] != [sequence.keys for sequence in other]
     assert {word for s in first for key in s.keys for word in (key.first, key.second)} <= set(load_words().held_out)
 
 
-def test_text_loss_is_the_models_own(model: LlamaForCausalLM, builder: SequenceBuilder) -> None:
+def test_text_loss_is_the_models_own(model, builder):
     sequences = text_sequences(builder, 3)
     dense, condensed, _ = text_loss(model, METHODS, sequences, edges=(0, 16, 40))
     ids = torch.from_numpy(np.stack(sequences))
@@ -105,9 +93,7 @@ def test_text_loss_is_the_models_own(model: LlamaForCausalLM, builder: SequenceB
 
 
 @pytest.mark.parametrize("judge", [retrieval, partial(text_loss, edges=(0,))], ids=["retrieval", "text_loss"])
-def test_training_goes_on_in_the_mode_it_was_in(
-    model: LlamaForCausalLM, builder: SequenceBuilder, judge: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_goes_on_in_the_mode_it_was_in(model, builder, judge, monkeypatch):
     sequences = passkey_sequences(builder, 1, keys=2) if judge is retrieval else text_sequences(builder, 1)
     frozen = model.model.layers[0]  # a part that its owner keeps without dropout
     model.train()
@@ -125,7 +111,7 @@ def test_training_goes_on_in_the_mode_it_was_in(
     model.eval()
 
 
-def test_wilson_interval() -> None:
+def test_wilson_interval():
     # Values of the closed formula, as printed in statistics tables.
     interval = Proportion.of([True] * 81 + [False] * 182)
     assert (round(interval.low, 4), round(interval.high, 4)) == (0.2553, 0.3662)
@@ -145,7 +131,7 @@ def test_wilson_interval() -> None:
         (lambda m, s: text_loss(m, METHODS, [np.zeros(8)], edges=(0, 8)), "edges: wanted ascending positions below 8"),
     ],
 )
-def test_bad_input(model: LlamaForCausalLM, builder: SequenceBuilder, call: Any, message: str) -> None:
+def test_bad_input(model, builder, call, message):
     sequences = passkey_sequences(builder, 1, keys=2)
     with pytest.raises(ValueError, match=message):
         call(model, sequences)

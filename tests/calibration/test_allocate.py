@@ -29,17 +29,22 @@ def test_equals_go_to_the_lowest_layer():
     assert greedy_path(costs, sizes)[1] == {0: 1, 1: 0, 2: 0}
 
 
+def total(of, allocation):
+    return sum(of[i][n] for i, n in allocation.items())
+
+
+EVERY = [dict(enumerate(numbers)) for numbers in itertools.product(range(4), repeat=4)]
+
+
 @pytest.mark.parametrize("seed", range(20))
-def test_no_allocation_is_smaller_and_loses_less(seed):
+def test_no_allocation_of_the_path_is_larger_than_one_that_loses_less(seed):
     rng = random.Random(seed)
     costs = {i: [0.0, *(float(rng.randrange(1, 50)) for _ in range(3))] for i in range(4)}
     sizes = {i: [100, *(rng.randrange(1, 100) for _ in range(3))] for i in range(4)}
-
-    def totals(allocation):
-        return tuple(sum(of[i][n] for i, n in allocation.items()) for of in (costs, sizes))
-
-    every = [totals(dict(enumerate(numbers))) for numbers in itertools.product(range(4), repeat=4)]
-    path = [totals(step) for step in greedy_path(costs, sizes)]
+    every, path = (
+        [(total(costs, each), total(sizes, each)) for each in allocations]
+        for allocations in (EVERY, greedy_path(costs, sizes))
+    )
     assert path[0] == (0.0, 400)
     assert path[-1][1] == min(size for _, size in every)
     for cost, size in path:
@@ -69,14 +74,9 @@ def test_nothing_that_fits_loses_less(seed):
     costs = {i: [float(rng.randrange(100)) for _ in range(4)] for i in range(4)}
     sizes = {i: [rng.randrange(1, 100) for _ in range(4)] for i in range(4)}
     room = rng.randrange(sum(map(min, sizes.values())), 400)
-
-    def total(of, allocation):
-        return sum(of[i][n] for i, n in allocation.items())
-
-    every = [dict(enumerate(numbers)) for numbers in itertools.product(range(4), repeat=4)]
     best = best_within(costs, sizes, room)
     assert total(sizes, best) <= room
-    assert total(costs, best) == min(total(costs, each) for each in every if total(sizes, each) <= room)
+    assert total(costs, best) == min(total(costs, each) for each in EVERY if total(sizes, each) <= room)
 
 
 def test_sizes_are_rounded_up_to_small_steps():

@@ -191,10 +191,8 @@ def test_an_interrupted_one_goes_on(result, model, tokenizer, text, tmp_path, mo
     assert kept - 2 <= len(whole) - len(rest) <= kept + 1
     # another budget needs no forward that was made already; another model is another matter
     rest.clear()
-    condense.calibrate(
-        model, tokenizer, [text], dataclasses.replace(CONFIG, budget_nats=0.1), measured=path,
-        on_forward=lambda: rest.append(1),
-    )  # fmt: skip
+    cheaper = dataclasses.replace(CONFIG, budget_nats=0.1)
+    condense.calibrate(model, tokenizer, [text], cheaper, measured=path, on_forward=lambda: rest.append(1))
     assert len(rest) < len(whole) / 4
     other = tiny.model("llama", vocab_size=len(tokenizer))
     with pytest.raises(ValueError, match="holds measurements of another model, text, length, seed or other candidates"):
@@ -322,13 +320,8 @@ def test_times_are_those_of_the_length_whatever_the_model_says(model, monkeypatc
 
     timed_generate = condense.models.stopwatch.timed_generate
     monkeypatch.setattr("condense.calibration.times.timed_generate", read)
-    own = GenerationConfig(
-        eos_token_id=list(range(model.config.vocab_size)),
-        do_sample=True,
-        num_beams=4,
-        stop_strings=["a"],
-        max_time=1e-6,
-    )
+    ends = {"eos_token_id": list(range(model.config.vocab_size)), "stop_strings": ["a"], "max_time": 1e-6}
+    own = GenerationConfig(**ends, do_sample=True, num_beams=4)
     monkeypatch.setattr(model, "generation_config", own)
     table = TimeTable(model, torch.arange(20), 90)
     uniform = [dict.fromkeys(range(3), method) for method in CANDIDATES]

@@ -1,7 +1,6 @@
 """`condense calibrate` as a user meets it, and methods by layer on the command line."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,14 +13,14 @@ from condense.models import condensed_layers
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory):
     """A small model of three layers, saved condensed, with the bundled tokenizer."""
     model = condense.apply(tiny_llama(num_hidden_layers=3), condense.CCA(group_size=4, window=8))
     return saved_with_tokenizer(model, tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")
-def allocation(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def allocation(saved, tmp_path_factory):
     """What the command writes of the model for the bundled text; its picture and its measurements beside it."""
     path = tmp_path_factory.mktemp("calibration") / "a.json"
     with pytest.MonkeyPatch.context() as patch:
@@ -48,7 +47,7 @@ def allocation(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_files_of_a_calibration(saved: Path, allocation: Path) -> None:
+def test_the_files_of_a_calibration(saved, allocation):
     content = json.loads(allocation.read_text())
     assert sorted(i for part in content["methods"] for i in part["layers"]) == [0, 1, 2]
     assert content["calibration"]["provenance"]["torch"] == torch.__version__
@@ -58,7 +57,7 @@ def test_the_files_of_a_calibration(saved: Path, allocation: Path) -> None:
     assert set(condensed_layers(model)) == {0, 1, 2}
 
 
-def test_commands_read_the_allocation(saved: Path, allocation: Path, tmp_path: Path) -> None:
+def test_commands_read_the_allocation(saved, allocation, tmp_path):
     options = ("--model", str(saved), "--method", f"@{allocation}")
     methods = {i: part["method"] for part in json.loads(allocation.read_text())["methods"] for i in part["layers"]}
     results = tmp_path / "layers.json"
@@ -68,7 +67,7 @@ def test_commands_read_the_allocation(saved: Path, allocation: Path, tmp_path: P
     ran("generate", "A walk", *options, "--max-new-tokens", "2")
 
 
-def test_without_times(saved: Path, allocation: Path, tmp_path: Path) -> None:
+def test_without_times(saved, allocation, tmp_path):
     done = ran(
         "calibrate", "--model", str(saved), "--budget-nats", "1", "--length", "160", "--texts", "2", "--no-timed",
         "--candidate", "dense", "--candidate", "cca:window=16", "--output", str(tmp_path / "a.json"),
@@ -82,7 +81,7 @@ def test_without_times(saved: Path, allocation: Path, tmp_path: Path) -> None:
     assert times["measured"] is True
 
 
-def test_too_few_numbers_in_a_size_are_said(tmp_path: Path) -> None:
+def test_too_few_numbers_in_a_size_are_said(tmp_path):
     done = ran(
         "calibrate", "--cache", "0.3", "--length", "160", "--texts", "2", "--hidden-numbers", "2",
         "--candidate", "dense", "--candidate", "streaming_llm:window=16", "--no-timed",
@@ -91,7 +90,7 @@ def test_too_few_numbers_in_a_size_are_said(tmp_path: Path) -> None:
     assert "fewer than 99% of the numbers that dense attention finds: 0 of" in done.stdout
 
 
-def test_methods_by_layer(saved: Path, tmp_path: Path) -> None:
+def test_methods_by_layer(saved, tmp_path):
     results = tmp_path / "layers.json"
     common = ("--model", str(saved), "--length", "1000", "--json", str(results), "--overwrite")
     for given in (("recall@-1", "cca@rest"), ("recall@2+cca@0-1",)):
@@ -100,7 +99,7 @@ def test_methods_by_layer(saved: Path, tmp_path: Path) -> None:
         assert [layer["method"]["method"] for layer in layers] == ["cca", "cca", "recall"]
 
 
-def test_a_copy_of_a_text_is_not_held_out(saved: Path, tmp_path: Path) -> None:
+def test_a_copy_of_a_text_is_not_held_out(saved, tmp_path):
     lines = condense.demo.demo_text().text.splitlines()[:40]
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -126,7 +125,7 @@ def test_a_copy_of_a_text_is_not_held_out(saved: Path, tmp_path: Path) -> None:
     ],
     ids=lambda value: "" if isinstance(value, str) else value[0],
 )
-def test_bad_input_is_one_line(saved: Path, tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+def test_bad_input_is_one_line(saved, tmp_path, arguments, said):
     output = () if "--output" in arguments else ("--output", str(tmp_path / "a.json"))
     refused(said, "calibrate", "--model", str(saved), *output, *arguments)
     assert not list(tmp_path.iterdir())

@@ -1,11 +1,10 @@
 """`compare` beyond the bundled model: choices by layer, tokenizers and configurations that lack things."""
 
 import re
-from typing import Any
 
 import pytest
 from small_models import tiny_llama
-from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import condense
 from condense.cli.compare import _print
@@ -18,11 +17,11 @@ METHOD = condense.CCA(group_size=4, window=8)
 
 
 @pytest.fixture
-def model() -> LlamaForCausalLM:
+def model():
     return tiny_llama(vocab_size=400, eos_token_id=None)
 
 
-def test_layers_that_are_left_out_are_stock(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_layers_that_are_left_out_are_stock(model, tokenizer):
     choices = [condense.Dense(), {1: METHOD}, {0: METHOD, 1: METHOD}, METHOD]
     outcomes = compare(model, tokenizer, choices, PROMPT, max_new_tokens=2)
     assert [outcome.method for outcome in outcomes] == choices
@@ -34,20 +33,18 @@ def test_layers_that_are_left_out_are_stock(model: Any, tokenizer: PreTrainedTok
         compare(model, tokenizer, [{2: METHOD}], PROMPT)
 
 
-def test_a_layer_with_a_sliding_window_counts_with_its_window(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_layer_with_a_sliding_window_counts_with_its_window(tokenizer):
     sizes = {"vocab_size": 400, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     sliding = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
-    model: Any = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, **sliding)).eval()
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, **sliding)).eval()
     (dense,) = compare(model, tokenizer, [condense.Dense()], PROMPT, max_new_tokens=1)
     of_a_token = 2 * 16 * 4  # keys and values in float32
     # the window's keys and the token read last; a layer's counter
     assert 0 <= dense.cache_bytes - of_a_token * (dense.text_tokens + 1) <= of_a_token * 9 + 8
 
 
-def test_what_is_for_host_memory_does_not_count_as_the_devices(
-    model: Any, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_for_host_memory_does_not_count_as_the_devices(model, tokenizer, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "120")
     prompt = Prompt("The harbour lay quiet under the moon.\n" * 40)
     here = condense.Recall(group_size=4, window=8, unchosen="drop")
@@ -73,13 +70,13 @@ def test_what_is_for_host_memory_does_not_count_as_the_devices(
     assert "slow" not in capsys.readouterr().out
 
 
-def test_a_condensed_model_is_refused(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_condensed_model_is_refused(model, tokenizer):
     condense.apply(model, METHOD)
     with pytest.raises(ValueError, match=r"call condense.restore\(model\) first"):
         compare(model, tokenizer, [condense.Dense()], PROMPT)
 
 
-def test_without_pad_and_eos_and_with_the_cache_switched_off(model: Any, text: str) -> None:
+def test_without_pad_and_eos_and_with_the_cache_switched_off(model, text):
     from condense.train import train_tokenizer
 
     tokenizer = train_tokenizer([text], vocab_size=400)
@@ -99,7 +96,7 @@ def test_without_pad_and_eos_and_with_the_cache_switched_off(model: Any, text: s
         ({"prompt": Prompt("A text", ["a", "b"], ["1"])}, "expected must hold one answer per question"),
     ],
 )
-def test_bad_input(model: Any, tokenizer: PreTrainedTokenizerBase, changes: dict[str, Any], message: str) -> None:
+def test_bad_input(model, tokenizer, changes, message):
     prompt = changes.pop("prompt", PROMPT)
     with pytest.raises(ValueError, match=message):
         compare(model, tokenizer, [METHOD], prompt, **changes)

@@ -2,14 +2,13 @@
 
 import io
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 import zstandard
 from pyarrow import Table, parquet
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from condense.tasks import corpus as corpus_module
 from condense.tasks import encode_corpus, load_corpus, read_documents, read_json_lines
@@ -18,7 +17,7 @@ from condense.tasks.documents import Skipped
 DOCUMENTS = ["One line.\nA second,\u2028not a third.\n", "Code:\n\tx = 1\n"]
 
 
-def _records(documents: list[str]) -> bytes:
+def _records(documents):
     kinds = ("book", "code")
     lines = [json.dumps({"text": text, "kind": kind}) for text, kind in zip(documents, kinds, strict=True)]
     # \u2028 unescaped: a line break of Unicode inside a record
@@ -26,7 +25,7 @@ def _records(documents: list[str]) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["corpus.jsonl", "corpus.jsonl.zst", "corpus.parquet"])
-def test_records_are_read_plain_and_compressed(tmp_path: Path, name: str) -> None:
+def test_records_are_read_plain_and_compressed(tmp_path, name):
     data = _records(DOCUMENTS)
     if name.endswith(".parquet"):
         stream = io.BytesIO()
@@ -40,7 +39,7 @@ def test_records_are_read_plain_and_compressed(tmp_path: Path, name: str) -> Non
     assert list(read_documents([path], kind="code")) == DOCUMENTS[1:]
 
 
-def test_bad_files_are_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_bad_files_are_refused(tmp_path, tokenizer):
     with pytest.raises(ValueError, match=r"data: wanted an existing text file, got .*missing.txt"):
         list(read_documents([tmp_path / "missing.txt"]))
     path = tmp_path / "bad.jsonl"
@@ -59,9 +58,7 @@ def test_bad_files_are_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBas
         encode_corpus([""], tokenizer)
 
 
-def test_bad_records_are_counted_and_named(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_records_are_counted_and_named(tmp_path, tokenizer, capsys):
     path, other = tmp_path / "some.jsonl", tmp_path / "other.parquet"
     path.write_bytes(b'{"text": "fine"}\nnone\n{"text": 3}\n\n{"text": "caf\xe9"}\n[1]\n{"text": "well"}\n')
     parquet.write_table(Table.from_pylist([{"text": None}, {"text": "good"}]), other)
@@ -82,20 +79,20 @@ def test_bad_records_are_counted_and_named(
             list(read_documents([tmp_path / name]))
 
 
-def test_lines_that_are_no_objects_are_named(tmp_path: Path) -> None:
+def test_lines_that_are_no_objects_are_named(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text('{"a": 1}\n\n[2]\n')
     with pytest.raises(ValueError, match="line 3"):
         list(read_json_lines(path))
 
 
-def test_compressed_text_is_one_document(tmp_path: Path) -> None:
+def test_compressed_text_is_one_document(tmp_path):
     path = tmp_path / "book.txt.zst"
     path.write_bytes(zstandard.ZstdCompressor().compress("A café.\n".encode()))
     assert list(read_documents([path])) == ["A café.\n"]
 
 
-def test_pieces_equal_the_whole(text: str, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_equal_the_whole(text, tokenizer, monkeypatch):
     monkeypatch.setattr(corpus_module, "_PIECE_CHARACTERS", 100)
     corpus = encode_corpus([text, "", DOCUMENTS[0]], tokenizer)
     whole = [tokenizer(document, add_special_tokens=False)["input_ids"] for document in (text, DOCUMENTS[0])]
@@ -108,9 +105,7 @@ def test_pieces_equal_the_whole(text: str, tokenizer: PreTrainedTokenizerBase, m
     assert corpus.tokens.dtype == np.uint16
 
 
-def test_encoding_is_kept_on_disk(
-    text_file: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_encoding_is_kept_on_disk(text_file, tokenizer, tmp_path, monkeypatch):
     first = load_corpus([text_file], tokenizer, tmp_path)
     (folder,) = tmp_path.iterdir()
     assert {path.stat().st_mode for path in folder.iterdir()} == {text_file.stat().st_mode}  # that of ordinary files
@@ -121,9 +116,7 @@ def test_encoding_is_kept_on_disk(
         np.testing.assert_array_equal(getattr(first, name), getattr(again, name))
 
 
-def test_another_tokenizer_of_the_same_vocabulary_encodes_anew(
-    text_file: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_another_tokenizer_of_the_same_vocabulary_encodes_anew(text_file, tokenizer, tmp_path):
     settings = json.loads(tokenizer.backend_tokenizer.to_str())
     settings["model"]["merges"].reverse()
     reversed_merges = PreTrainedTokenizerFast(
@@ -144,9 +137,7 @@ def test_another_tokenizer_of_the_same_vocabulary_encodes_anew(
         np.testing.assert_array_equal(load_corpus([text_file], other, tmp_path).tokens, want.tokens)
 
 
-def test_a_tokenizer_that_has_padded_and_cut_in_between_encodes_nothing_anew(
-    text_file: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_a_tokenizer_that_has_padded_and_cut_in_between_encodes_nothing_anew(text_file, tokenizer, tmp_path):
     padding = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend_tokenizer, eos_token=tokenizer.eos_token, pad_token=tokenizer.eos_token
     )
@@ -156,10 +147,8 @@ def test_a_tokenizer_that_has_padded_and_cut_in_between_encodes_nothing_anew(
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_failure_leaves_nothing_on_disk(
-    text_file: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(path: Path, array: np.ndarray) -> None:
+def test_a_failure_leaves_nothing_on_disk(text_file, tokenizer, tmp_path, monkeypatch):
+    def fail(path, array):
         path.write_bytes(b"half")
         raise KeyboardInterrupt
 
@@ -169,7 +158,7 @@ def test_a_failure_leaves_nothing_on_disk(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_huge_window_is_read(tmp_path: Path) -> None:
+def test_a_huge_window_is_read(tmp_path):
     parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=27)
     stream = io.BytesIO()
     with zstandard.ZstdCompressor(compression_params=parameters).stream_writer(stream, closefd=False) as writer:

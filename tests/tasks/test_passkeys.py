@@ -5,11 +5,10 @@ import re
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from condense.tasks import (
     FORMS,
-    Corpus,
     Key,
     SequenceBuilder,
     draw_keys,
@@ -25,14 +24,12 @@ QUESTION = re.compile(r"^Question: What is the number of the (\w+) (\w+)\?\nAnsw
 
 
 @pytest.fixture(scope="module")
-def builder(tokenizer: PreTrainedTokenizerBase, corpus: Corpus) -> SequenceBuilder:
+def builder(tokenizer, corpus):
     return SequenceBuilder(tokenizer, corpus, load_words().trained, 1024)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_sequence_is_the_text_it_says(
-    builder: SequenceBuilder, tokenizer: PreTrainedTokenizerBase, form: str
-) -> None:
+def test_a_sequence_is_the_text_it_says(builder, tokenizer, form):
     for seed in range(20):
         sequence = builder.passkeys(np.random.default_rng(seed), 6, form)
         assert sequence.input_ids.shape == (1024,)
@@ -56,11 +53,11 @@ def test_a_sequence_is_the_text_it_says(
             assert abs(share - depth) < 0.1
 
 
-def asked_line(key: Key, form: str) -> str:
+def asked_line(key, form):
     return question_prompt(key, form)
 
 
-def test_the_same_generator_gives_the_same_sequence(builder: SequenceBuilder) -> None:
+def test_the_same_generator_gives_the_same_sequence(builder):
     first, again = (builder.passkeys(np.random.default_rng(5), 4, "cloze") for _ in range(2))
     np.testing.assert_array_equal(first.input_ids, again.input_ids)
     assert (first.keys, first.answers, first.depths) == (again.keys, again.answers, again.depths)
@@ -68,7 +65,7 @@ def test_the_same_generator_gives_the_same_sequence(builder: SequenceBuilder) ->
     assert first.keys != other.keys
 
 
-def test_depth_is_uniform(builder: SequenceBuilder) -> None:
+def test_depth_is_uniform(builder):
     depths = [
         depth for seed in range(100) for depth in builder.passkeys(np.random.default_rng(seed), 8, "cloze").depths
     ]
@@ -76,21 +73,21 @@ def test_depth_is_uniform(builder: SequenceBuilder) -> None:
     assert counts.min() > 0.6 * counts.mean()
 
 
-def test_keys_that_do_not_fit_are_dropped(tokenizer: PreTrainedTokenizerBase, corpus: Corpus) -> None:
+def test_keys_that_do_not_fit_are_dropped(tokenizer, corpus):
     builder = SequenceBuilder(tokenizer, corpus, load_words().trained, 128)
     sequence = builder.passkeys(np.random.default_rng(0), 8, "question")
     assert 1 <= len(sequence.keys) < 8
     assert sequence.input_ids.shape == (128,)
 
 
-def test_plain_text_is_the_corpus(builder: SequenceBuilder, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+def test_plain_text_is_the_corpus(builder, tokenizer, text):
     ids = builder.plain(np.random.default_rng(1))
     assert ids.shape == (1024,)
     assert ids[0] == tokenizer.bos_token_id
     assert tokenizer.decode(ids[1:]) in text
 
 
-def test_words_are_split_once_and_for_all() -> None:
+def test_words_are_split_once_and_for_all():
     words = load_words()
     assert len(words.trained) == 2400
     assert len(words.held_out) == 600
@@ -99,7 +96,7 @@ def test_words_are_split_once_and_for_all() -> None:
     assert load_words() == words
 
 
-def test_hiding_in_a_users_text() -> None:
+def test_hiding_in_a_users_text():
     keys = [Key("quiet", "bridge", "4821"), Key("old", "gate", "1000"), Key("red", "hill", "2000")]
     text = "first\n" * 10 + "a\u2028b\n" + "last"
     hidden = hide(text, keys, [0.0, 0.5, 1.0])
@@ -121,12 +118,12 @@ def test_hiding_in_a_users_text() -> None:
         (lambda: draw_keys(np.random.default_rng(0), ["a", "b"], 2), "count: wanted 1 to 1 keys"),
     ],
 )
-def test_bad_input(call: object, message: str) -> None:
+def test_bad_input(call, message):
     with pytest.raises(ValueError, match=message):
-        call()  # type: ignore[operator]
+        call()
 
 
-def test_bad_builders(tokenizer: PreTrainedTokenizerBase, corpus: Corpus) -> None:
+def test_bad_builders(tokenizer, corpus):
     with pytest.raises(ValueError, match="length: wanted at least 128 tokens, got 0"):
         SequenceBuilder(tokenizer, corpus, ["a"], 0)
     with pytest.raises(
@@ -137,7 +134,7 @@ def test_bad_builders(tokenizer: PreTrainedTokenizerBase, corpus: Corpus) -> Non
         SequenceBuilder(tokenizer, corpus, ["a", "b"], 128).passkeys(np.random.default_rng(0), 1, "poem")
 
 
-def test_tokenizers_that_put_a_space_before_a_text(text: str) -> None:
+def test_tokenizers_that_put_a_space_before_a_text(text):
     inner = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     inner.decoder = decoders.Sequence(

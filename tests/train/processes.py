@@ -1,7 +1,6 @@
 """What `test_processes.py` starts, in one process or two: adaptations by name, each in its own way."""
 
 import os
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -9,10 +8,10 @@ from accelerate.state import AcceleratorState, DistributedType, PartialState
 from train.interruption import interrupted_at
 
 import condense
-from condense.train import RECIPES, TrainConfig, run_training
+from condense.train import RECIPES, run_training
 
 
-def take_gloo_for_fsdp() -> None:
+def take_gloo_for_fsdp():
     """Accelerate spreads weights over accelerators only; PyTorch does over processes on a CPU too."""
     stock = AcceleratorState.__init__
 
@@ -28,29 +27,16 @@ def take_gloo_for_fsdp() -> None:
     Accelerator.get_state_dict = lambda *args, **kwargs: {k: v + 0 for k, v in gathered(*args, **kwargs).items()}
 
 
-def recipe(folder: Path, name: str, train: str) -> TrainConfig:
-    return RECIPES["adapt"](
-        [folder / "text.jsonl"],
-        folder / name,
-        pretrained=folder / "base",
-        method=condense.CCA(group_size=8, window=16, summary="streaming"),
-        steps=4,
-        sequence_length=128,
-        batch_size=4,
-        keys=(1, 2),
-        learning_rate=1e-3,
-        checkpoint_steps=2,
-        logging_steps=1,
-        gradient_checkpointing=True,
-        distill=0.5,
-        packed=True,
-        dtype="float32",
-        train=train,
-        workers=0,
-    )
+def recipe(folder, name, train):
+    settings = {
+        "steps": 4, "sequence_length": 128, "batch_size": 4, "keys": (1, 2), "learning_rate": 1e-3, "logging_steps": 1,
+        "checkpoint_steps": 2, "gradient_checkpointing": True, "distill": 0.5, "packed": True, "dtype": "float32",
+        "method": condense.CCA(group_size=8, window=16, summary="streaming"), "train": train, "workers": 0,
+    }  # fmt: skip
+    return RECIPES["adapt"]([folder / "text.jsonl"], folder / name, pretrained=folder / "base", **settings)
 
 
-def main(folder: Path, *runs: str) -> None:
+def main(folder, *runs):
     """``NAME:TRAIN:HOW`` of each run in the folder of base and text; names in fsdp... by FSDP2.
 
     HOW: "whole"; "begun": killed in its fourth step, after the checkpoint of two; "resumed": one that was begun;
@@ -66,7 +52,7 @@ def main(folder: Path, *runs: str) -> None:
         torch.distributed.destroy_process_group()
 
 
-def adapt(folder: Path, name: str, train: str, how: str) -> None:
+def adapt(folder, name, train, how):
     config = recipe(folder, name, train)
     if how in ("begun", "killed"):
         with interrupted_at(3):

@@ -39,6 +39,12 @@ def base(tmp_path, text):
     return tmp_path
 
 
+@pytest.fixture
+def fsdp2(monkeypatch):
+    for name, value in FSDP2.items():
+        monkeypatch.setenv(name, value)
+
+
 def config(folder, name="adapted", **fields):
     settings = {
         "steps": 6, "sequence_length": 128, "batch_size": 2, "keys": (1, 2), "checkpoint_steps": 2, "logging_steps": 1,
@@ -258,38 +264,30 @@ def test_what_does_not_fit_is_refused_before_the_first_step(base):
     assert not (base / "adapted.work").exists()
 
 
+@pytest.mark.usefixtures("fsdp2")
 def test_bfloat16_adapters_under_fsdp_need_a_torch_that_keeps_two_dtypes_apart(base, monkeypatch):
-    for name, value in FSDP2.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setattr(phase_module, "is_torch_version", lambda *_: False)
     with pytest.raises(ValueError, match=r"train: wanted torch 2.13 or newer for bfloat16 adapters under FSDP2"):
         run_training(config(base, train="lora", dtype="bfloat16"))
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("FSDP_VERSION", "1", "FSDP_VERSION: wanted 2"),
-        ("FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT", "others gather weights and optimizer on one process .*, got FULL"),
-        ("FSDP_AUTO_WRAP_POLICY", "NO_WRAP", "FSDP_AUTO_WRAP_POLICY: wanted TRANSFORMER_BASED_WRAP"),
-    ],
-)
-def test_a_sharding_that_gathers_everything_is_refused(base, monkeypatch, name, value, message):
+GATHERING = {
+    ("FSDP_VERSION", "1"): "FSDP_VERSION: wanted 2",
+    ("FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT"): "others gather weights and optimizer on one process .*, got FULL",
+    ("FSDP_AUTO_WRAP_POLICY", "NO_WRAP"): "FSDP_AUTO_WRAP_POLICY: wanted TRANSFORMER_BASED_WRAP",
+    ("FSDP_CPU_RAM_EFFICIENT_LOADING", "true"): "FSDP_CPU_RAM_EFFICIENT_LOADING: wanted false",
+    ("FSDP_VERSION", "2"): "ACCELERATE_USE_FSDP: wanted processes on GPUs, got none",
+}
+
+
+@pytest.mark.usefixtures("fsdp2")
+@pytest.mark.parametrize(("setting", "message"), GATHERING.items(), ids=str)
+def test_a_sharding_that_gathers_everything_or_nothing_is_refused(base, monkeypatch, setting, message):
     monkeypatch.setattr(MixedTrainer, "training_step", lambda *_: pytest.fail("took a step"))
-    for variable, wanted in {**FSDP2, name: value}.items():
-        monkeypatch.setenv(variable, wanted)
-    with pytest.raises(ValueError, match=message):
-        run_training(config(base))
-
-
-def test_fsdp_without_processes_is_refused(base, monkeypatch):
-    for name, value in FSDP2.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=r"ACCELERATE_USE_FSDP: wanted processes on GPUs, got none"):
-        run_training(config(base))
-    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
-    with pytest.raises(ValueError, match=r"FSDP_CPU_RAM_EFFICIENT_LOADING: wanted false"):
-        run_training(config(base), resume=True)
+    monkeypatch.setenv(*setting)
+    for resume in (False, True):
+        with pytest.raises(ValueError, match=message):
+            run_training(config(base), resume=resume)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_next_checkpoint(base, monkeypatch):

@@ -9,7 +9,8 @@ import pytest
 import torch
 from models import small, tiny
 from models.test_families import EXACT, STATED
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from small_models import tiny_llama
+from transformers import AutoModelForCausalLM
 
 import condense
 from condense.models import use
@@ -88,9 +89,7 @@ def test_sequences_without_packing_stay_what_they_are(builder):
 
 @pytest.fixture(scope="module")
 def model(tokenizer):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), initializer_range=0.2, **sizes))
+    return tiny_llama(vocab_size=len(tokenizer), initializer_range=0.2)
 
 
 def alone(model, method, item):
@@ -170,18 +169,8 @@ def leaks(model, method):
 
 # among them llama4_text, some of whose layers get no positions, and opt, whose mask is made without positions
 SOME = (
-    "llama",
-    "gemma2",
-    "deepseek_v3",
-    "gpt2",
-    "lfm2",
-    "qwen3_next",
-    "bamba",
-    "minimax",
-    "gpt_oss",
-    "llama4_text",
-    "opt",
-)
+    "llama", "gemma2", "deepseek_v3", "gpt2", "lfm2", "qwen3_next", "bamba", "minimax", "gpt_oss", "llama4_text", "opt",
+)  # fmt: skip
 REST = [name for name in small.TYPES if STATED.get(name) == EXACT and name not in SOME]
 
 

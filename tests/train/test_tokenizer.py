@@ -1,9 +1,7 @@
 """The tokenizer that `condense train` makes: text round-trips, in pieces too; digits and newlines stand alone."""
 
-from pathlib import Path
-
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from condense.train import train_tokenizer
 
@@ -17,29 +15,29 @@ SAMPLES = [
 ]
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def _ids(tokenizer, text):
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
-def test_text_round_trips(tokenizer: PreTrainedTokenizerBase, sample: str) -> None:
+def test_text_round_trips(tokenizer, sample):
     assert tokenizer.decode(_ids(tokenizer, sample)) == sample
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
-def test_pieces_that_end_at_newlines_equal_the_whole(tokenizer: PreTrainedTokenizerBase, sample: str) -> None:
+def test_pieces_that_end_at_newlines_equal_the_whole(tokenizer, sample):
     pieces = sample.split("\n")
     pieces = [piece + "\n" for piece in pieces[:-1]] + pieces[-1:]
     assert sum((_ids(tokenizer, piece) for piece in pieces), []) == _ids(tokenizer, sample)  # noqa: RUF017
 
 
-def test_digits_and_newlines_stand_alone(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_digits_and_newlines_stand_alone(tokenizer):
     texts = [tokenizer.decode([index]) for index in range(2, len(tokenizer))]
     assert all(text in ("\n", "0") or len(text) == 1 for text in texts if "\n" in text or any(map(str.isdigit, text)))
     assert [tokenizer.decode([index]) for index in _ids(tokenizer, "is 4821.")][-6:] == [" ", *"4821."]
 
 
-def test_special_tokens_and_reload(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_special_tokens_and_reload(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert again.padding_side == "left"
@@ -49,6 +47,6 @@ def test_special_tokens_and_reload(tokenizer: PreTrainedTokenizerBase, tmp_path:
     assert again("one")["input_ids"][0] == again.bos_token_id
 
 
-def test_a_vocabulary_without_room_is_refused() -> None:
+def test_a_vocabulary_without_room_is_refused():
     with pytest.raises(ValueError, match=r"vocab_size: wanted at least 258 .*, got 257"):
         train_tokenizer(["text"], vocab_size=257)

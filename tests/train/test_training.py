@@ -4,9 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +29,7 @@ from condense.methods import methods_in
 from condense.models import condensed_layers
 from condense.models.inspect import inspect
 from condense.tasks import SequenceBuilder, load_words
-from condense.train import RECIPES, PhaseConfig, TrainConfig, prepare, run, run_training
+from condense.train import RECIPES, PhaseConfig, prepare, run, run_training
 from condense.train import trainer as trainer_module
 from condense.train.data import TrainingSequences, WeightedBuilder
 from condense.train.optimizer import MasterAdamW
@@ -40,18 +38,40 @@ from condense.train.trainer import COMPLETE, MixedTrainer
 
 
 @pytest.fixture
-def config(text_file: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+def config(text_file, tmp_path, tmp_path_factory):
     cache = tmp_path_factory.getbasetemp() / "cache"
     return RECIPES["smoke"]([text_file], tmp_path / "model", cache=cache)
 
 
-def _one_phase(config: TrainConfig, output: Path, **changes: Any) -> TrainConfig:
+def _one_phase(config, output, **changes):
     phase = dataclasses.replace(config.phases[1], **changes)
     return dataclasses.replace(config, output=output, phases=(phase,))
 
 
+def adapt(text_file, output, base, **changes):
+    """The settings of an adaptation of a few short steps."""
+    settings = {
+        "pretrained": base, "method": condense.CCA(group_size=8, window=16), "steps": 2, "sequence_length": 128,
+        "batch_size": 2, "dtype": "float32", "workers": 0,
+    }  # fmt: skip
+    return RECIPES["adapt"]([text_file], output, **settings | changes)
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """Attention and methods of the model whenever a loss is computed."""
+    used, compute = [], MixedTrainer.compute_loss
+
+    def record(self, model, *args, **kwargs):
+        used.append((model.config._attn_implementation, condensed_layers(model)))
+        return compute(self, model, *args, **kwargs)
+
+    monkeypatch.setattr(MixedTrainer, "compute_loss", record)
+    return used
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_resumed_run_equals_an_uninterrupted_one(config: TrainConfig, tmp_path: Path, dtype: str) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(config, tmp_path, dtype):
     config = dataclasses.replace(config, dtype=dtype)
     whole = run_training(_one_phase(config, tmp_path / "whole"))
     broken = _one_phase(config, tmp_path / "broken")
@@ -70,7 +90,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(config: TrainConfig, tmp_path
         assert torch.equal(weight, resumed[name]), name
 
 
-def test_the_tiny_mla_caches_latents(text_file: Path, tmp_path: Path) -> None:
+def test_the_tiny_mla_caches_latents(text_file, tmp_path):
     recipe = RECIPES["tiny_mla"]([text_file], tmp_path / "model")
     assert recipe.architecture is not None
     assert recipe.save_condensed
@@ -84,7 +104,7 @@ def test_the_tiny_mla_caches_latents(text_file: Path, tmp_path: Path) -> None:
     assert report.dense_bytes == 2048 * 160 * 2
 
 
-def test_the_recipe_leaves_one_finished_folder(config: TrainConfig) -> None:
+def test_the_recipe_leaves_one_finished_folder(config):
     middle = run_training(config, until="dense")
     assert middle != config.output
     assert not config.output.exists()
@@ -107,21 +127,9 @@ def test_the_recipe_leaves_one_finished_folder(config: TrainConfig) -> None:
         run_training(config, resume=True)
 
 
-def test_a_saved_model_is_adapted(config: TrainConfig, text_file: Path, tmp_path: Path) -> None:
+def test_a_saved_model_is_adapted(config, text_file, tmp_path):
     base = run_training(_one_phase(config, tmp_path / "base", steps=1, mix="dense"))
-    adapted = RECIPES["adapt"](
-        [text_file],
-        tmp_path / "adapted",
-        pretrained=base,
-        method=condense.CCA(group_size=8, window=16),
-        mix="condensed",
-        steps=2,
-        sequence_length=128,
-        batch_size=4,
-        gradient_accumulation_steps=2,
-        dtype="float32",
-        workers=0,
-    )
+    adapted = adapt(text_file, tmp_path / "adapted", base, mix="condensed", batch_size=4, gradient_accumulation_steps=2)
     output = run_training(adapted)
     before, after = load_file(base / "model.safetensors"), load_file(output / "model.safetensors")
     assert before.keys() == after.keys()
@@ -131,39 +139,16 @@ def test_a_saved_model_is_adapted(config: TrainConfig, text_file: Path, tmp_path
     assert condensed_layers(loaded) == methods_in(loaded.config.condense_adapted) == learned
 
 
-def test_dense_steps_are_dense_whatever_the_model_was_saved_with(
-    config: TrainConfig, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dense_steps_are_dense_whatever_the_model_was_saved_with(text_file, tmp_path, computed):
     saved = condense.apply(tiny_llama(), condense.LCA(group_size=4, window=8), layers=[1])
     saved_with_tokenizer(saved, tmp_path / "saved")
-    used: list[dict[int, condense.Method]] = []
-    compute = MixedTrainer.compute_loss
-
-    def record(self: MixedTrainer, model: Any, *args: Any, **kwargs: Any) -> Any:
-        used.append(condensed_layers(model))
-        return compute(self, model, *args, **kwargs)
-
-    monkeypatch.setattr(MixedTrainer, "compute_loss", record)
-    method = condense.CCA(group_size=8, window=16)
-    adapted = RECIPES["adapt"](
-        [text_file],
-        tmp_path / "adapted",
-        pretrained=tmp_path / "saved",
-        method=method,
-        mix="alternate",
-        steps=2,
-        group_sizes=(),
-        sequence_length=128,
-        batch_size=2,
-        gradient_checkpointing=True,
-        dtype="float32",
-        workers=0,
-    )
+    changes = {"mix": "alternate", "group_sizes": (), "gradient_checkpointing": True}
+    adapted = adapt(text_file, tmp_path / "adapted", tmp_path / "saved", **changes)
     run_training(adapted)
-    assert used == [{}, {0: method, 1: method}]
+    assert [methods for _, methods in computed] == [{}, dict.fromkeys(range(2), adapted.phases[0].method)]
 
 
-def test_another_run_is_not_resumed(config: TrainConfig, text: str, tmp_path: Path) -> None:
+def test_another_run_is_not_resumed(config, text, tmp_path):
     """Other phases, another seed, and other data in a file of the same name; the same data may lie elsewhere."""
     config = config.with_steps(2)
     run_training(config, until="dense")
@@ -183,15 +168,12 @@ def test_another_run_is_not_resumed(config: TrainConfig, text: str, tmp_path: Pa
     run_training(dataclasses.replace(config, data=(same,)), resume=True)
 
 
-def test_a_run_from_other_weights_of_the_same_name_is_not_resumed(text_file: Path, tmp_path: Path) -> None:
+def test_a_run_from_other_weights_of_the_same_name_is_not_resumed(text_file, tmp_path):
     for place, spread in (("one", 0.02), ("other", 0.03)):
         saved_with_tokenizer(tiny_llama(num_hidden_layers=1, initializer_range=spread), tmp_path / place / "base")
 
-    def adapted(place: str) -> TrainConfig:
-        options = {"steps": 2, "sequence_length": 128, "batch_size": 2, "dtype": "float32", "workers": 0}
-        method = condense.CCA(group_size=8, window=16)
-        base = tmp_path / place / "base"
-        return RECIPES["adapt"]([text_file], tmp_path / "adapted", pretrained=base, method=method, **options)
+    def adapted(place):
+        return adapt(text_file, tmp_path / "adapted", tmp_path / place / "base")
 
     with interrupted_at(1):
         run_training(adapted("one"))
@@ -201,26 +183,21 @@ def test_a_run_from_other_weights_of_the_same_name_is_not_resumed(text_file: Pat
     run_training(adapted("moved"), resume=True)
 
 
-def test_what_cannot_be_trained_leaves_nothing(text_file: Path, tmp_path: Path) -> None:
-    _, tokenizer = condense.demo_model()
-    sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    models = {
-        "gptj": GPTJForCausalLM(GPTJConfig(rotary_dim=4, **sizes)),
-        "gpt2": GPT2LMHeadModel(GPT2Config(n_positions=64, **sizes)),
-        "llama": LlamaForCausalLM(LlamaConfig(intermediate_size=32, **sizes)),
-    }
-    messages = {
-        "gptj": "cannot be condensed: its attention is written out",
-        "gpt2": "64 learned positions",
-        "llama": "wanted more tokens",
-    }
-    for name, model in models.items():
-        model.save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
-        options = {"pretrained": tmp_path / name, "method": condense.CCA(), "sequence_length": 65536}
-        with pytest.raises(ValueError, match=messages[name]):
-            run_training(RECIPES["adapt"]([text_file], tmp_path / "adapted", **options))
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(models)
+def test_what_cannot_be_trained_leaves_nothing(text_file, tmp_path):
+    sizes = {"vocab_size": 4096, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    for name, model, message in (
+        (
+            "gptj",
+            GPTJForCausalLM(GPTJConfig(rotary_dim=4, **sizes)),
+            "cannot be condensed: its attention is written out",
+        ),
+        ("gpt2", GPT2LMHeadModel(GPT2Config(n_positions=64, **sizes)), "64 learned positions"),
+        ("llama", LlamaForCausalLM(LlamaConfig(intermediate_size=32, **sizes)), "wanted more tokens"),
+    ):
+        options = {"pretrained": saved_with_tokenizer(model, tmp_path / name), "method": condense.CCA()}
+        with pytest.raises(ValueError, match=message):
+            run_training(RECIPES["adapt"]([text_file], tmp_path / "adapted", sequence_length=65536, **options))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt2", "gptj", "llama"]
 
 
 @pytest.mark.parametrize(
@@ -231,9 +208,9 @@ def test_what_cannot_be_trained_leaves_nothing(text_file: Path, tmp_path: Path) 
         ("mistral-sliding", condense.CCA(), "has sliding windows in all layers"),
     ],
 )
-def test_a_method_that_cannot_be_trained_is_refused_before_any_work(
-    name: str, method: condense.Method, message: str, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_method_that_cannot_be_trained_is_refused_before_work(
+    name, method, message, text_file, tmp_path, monkeypatch
+):
     monkeypatch.setattr(run, "prepare", lambda *_: pytest.fail("began to work"))
     tiny.config(name).save_pretrained(tmp_path / "base")
     adapted = RECIPES["adapt"]([text_file], tmp_path / "adapted", pretrained=tmp_path / "base", method=method)
@@ -242,22 +219,12 @@ def test_a_method_that_cannot_be_trained_is_refused_before_any_work(
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
-def test_alternate_steps_are_condensed_and_the_others_stock(
-    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    used: list[str] = []
-    compute = MixedTrainer.compute_loss
-
-    def record(self: MixedTrainer, model: Any, *args: Any, **kwargs: Any) -> Any:
-        used.append(model.config._attn_implementation)
-        return compute(self, model, *args, **kwargs)
-
-    monkeypatch.setattr(MixedTrainer, "compute_loss", record)
+def test_alternate_steps_are_condensed_and_the_others_stock(config, tmp_path, computed):
     run_training(_one_phase(config, tmp_path / "m", steps=4, gradient_accumulation_steps=2))
-    assert used == ["sdpa"] * 2 + ["condense"] * 2 + ["sdpa"] * 2 + ["condense"] * 2
+    assert [kind for kind, _ in computed] == ["sdpa"] * 2 + ["condense"] * 2 + ["sdpa"] * 2 + ["condense"] * 2
 
 
-def test_items_depend_on_seed_and_index_alone(tokenizer: Any, corpus: Any) -> None:
+def test_items_depend_on_seed_and_index_alone(tokenizer, corpus):
     builder = SequenceBuilder(tokenizer, corpus, load_words().trained, 256)
     phase = PhaseConfig(name="p", steps=5, sequence_length=256, batch_size=4, keys=(1, 3))
     first, again = (TrainingSequences(builder, phase, seed=(1, 0)) for _ in range(2))
@@ -276,7 +243,7 @@ def test_items_depend_on_seed_and_index_alone(tokenizer: Any, corpus: Any) -> No
     assert not all(torch.equal(first[index]["input_ids"], other[index]["input_ids"]) for index in range(20))
 
 
-def test_weights_decide_how_often_a_file_is_drawn_from(config: TrainConfig, text_file: Path, tmp_path: Path) -> None:
+def test_weights_decide_how_often_a_file_is_drawn_from(config, text_file, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("zzz zzz.\n" * 500)
     files = dataclasses.replace(config, data=(text_file, other), data_weights=(3.0, 1.0))
@@ -292,7 +259,7 @@ def test_weights_decide_how_often_a_file_is_drawn_from(config: TrainConfig, text
     assert len(prepare(dataclasses.replace(files, data_weights=())).corpora) == 1
 
 
-def test_a_share_of_the_tasks_ends_early_with_fewer_numbers(tokenizer: Any, corpus: Any) -> None:
+def test_a_share_of_the_tasks_ends_early_with_fewer_numbers(tokenizer, corpus):
     builder = SequenceBuilder(tokenizer, corpus, load_words().trained, 2048)
     phase = PhaseConfig(
         name="p", steps=25, sequence_length=2048, batch_size=8, keys=(16, 16), task_share=1.0, short_share=0.5
@@ -311,7 +278,7 @@ def test_a_share_of_the_tasks_ends_early_with_fewer_numbers(tokenizer: Any, corp
     assert max(n for n, size in zip(answers, ends, strict=True) if size < 400) <= max(answers) / 4
 
 
-def test_held_out_words_never_enter_training(tokenizer: Any, corpus: Any) -> None:
+def test_held_out_words_never_enter_training(tokenizer, corpus):
     words = load_words()
     builder = SequenceBuilder(tokenizer, corpus, words.trained, 512)
     phase = PhaseConfig(name="p", steps=10, sequence_length=512, batch_size=4, task_share=1.0)
@@ -322,7 +289,7 @@ def test_held_out_words_never_enter_training(tokenizer: Any, corpus: Any) -> Non
         assert not {word.strip("?") for pair in named for word in pair} & set(words.held_out)
 
 
-def test_master_copies_keep_small_steps() -> None:
+def test_master_copies_keep_small_steps():
     model = torch.nn.Linear(4, 4, bias=False).to(torch.bfloat16)
     with torch.no_grad():
         model.weight.fill_(1.0)
@@ -336,7 +303,7 @@ def test_master_copies_keep_small_steps() -> None:
     assert (model.weight < 1).all()
 
 
-def test_float32_is_plain_adamw() -> None:
+def test_float32_is_plain_adamw():
     torch.manual_seed(0)
     models = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
     models[1].load_state_dict(models[0].state_dict())
@@ -353,7 +320,7 @@ def test_float32_is_plain_adamw() -> None:
     assert torch.equal(models[0].bias, models[1].bias)
 
 
-def test_a_half_written_checkpoint_is_passed_over(tmp_path: Path) -> None:
+def test_a_half_written_checkpoint_is_passed_over(tmp_path):
     for step, state in ((2, '{"global_step": 2}'), (4, '{"global_st'), (6, None)):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
@@ -390,8 +357,8 @@ def test_a_half_written_checkpoint_is_passed_over(tmp_path: Path) -> None:
         ({"answer_weight": -1.0}, "answer_weight must be a finite number"),
     ],
 )
-def test_bad_phases(changes: dict[str, Any], message: str) -> None:
-    good: dict[str, Any] = {"name": "p", "steps": 1, "sequence_length": 128, "batch_size": 2}
+def test_bad_phases(changes, message):
+    good = {"name": "p", "steps": 1, "sequence_length": 128, "batch_size": 2}
     PhaseConfig(**good)
     with pytest.raises(ValueError, match=message):
         PhaseConfig(**good | changes)
@@ -411,12 +378,12 @@ def test_bad_phases(changes: dict[str, Any], message: str) -> None:
         ({"shard_size": 5}, "shard_size: wanted a size such as '12MB', got 5"),
     ],
 )
-def test_bad_runs(config: TrainConfig, changes: dict[str, Any], message: str) -> None:
+def test_bad_runs(config, changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(config, **changes)
 
 
-def test_bad_data(config: TrainConfig, tmp_path: Path) -> None:
+def test_bad_data(config, tmp_path):
     with pytest.raises(ValueError, match=r"data: wanted an existing text file, got .*none.txt"):
         run_training(dataclasses.replace(config, data=(tmp_path / "none.txt",)))
     empty = tmp_path / "empty.txt"
