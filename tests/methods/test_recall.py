@@ -41,16 +41,6 @@ def test_all_groups_open_is_dense_attention(backend, ratio):
         torch.testing.assert_close(x, y, **EXACT)
 
 
-def test_no_group_open_is_pooled_attention(backend):
-    q, k, v = oracle.random_qkv(2, 4, 2, 57, 4, 6)
-    fields = {"group_size": 4, "window": 6, "rep_bias": "log_size"}
-    mean = condense.CCA(key_pooling="mean", value_pooling="mean", **fields)
-    got, want = (
-        condense.attention(q, k, v, method=method, backend=backend) for method in (Recall(num_recall=0, **fields), mean)
-    )
-    torch.testing.assert_close(got, want, **EXACT)
-
-
 @pytest.mark.parametrize("steps", parity.RAGGED.values(), ids=parity.RAGGED)
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_any_chunks_and_padding_give_what_whole_rows_give(method, steps):

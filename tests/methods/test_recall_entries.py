@@ -34,12 +34,12 @@ def test_output_and_gradients_are_the_definition_s(name, backend):
         torch.testing.assert_close(got, want, **EXACT)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_no_group_open_is_pooled_attention(name):
-    method, inputs = METHODS[name].replace(num_recall=0), oracle.random_qkv(1, 4, 2, 34, 6, 5)
+@pytest.mark.parametrize("method", [*METHODS.values(), Recall(**SMALL)], ids=str)
+def test_no_group_open_is_pooled_attention(backend, method):
+    method, inputs = method.replace(num_recall=0), oracle.random_qkv(1, 4, 2, 34, 6, 5)
     fields = ("group_size", "window", "key_pooling", "value_pooling", "rep_bias", "entry_bits")
     pooled = condense.CCA(summary="streaming", **{field: getattr(method, field) for field in fields})
-    got, want = (condense.attention(*inputs, method=each) for each in (method, pooled))
+    got, want = (condense.attention(*inputs, method=each, backend=backend) for each in (method, pooled))
     torch.testing.assert_close(got, want, **EXACT)
 
 

@@ -142,35 +142,6 @@ def test_every_past_token_counts_once(backend, monkeypatch):
     torch.testing.assert_close(out, want.expand(1, 3, L, L), **EXACT)
 
 
-def dense(q, k, v):
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    scores = (q @ k.mT) * SCALE
-    return scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -math.inf).softmax(-1) @ v
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_all_groups_open_is_dense(backend):
-    q, k, v = tensors(6, 2, 41)
-    settings = IndexSettings(4, 2, 16)
-    for r in (9, 1000):
-        got = recall(q, k, v, g=4, w=5, r=r, settings=settings, backend=backend)
-        torch.testing.assert_close(got, dense(q, k, v), **EXACT)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_no_group_open_is_condensed(backend):
-    q, k, v = tensors(2, 2, 41)
-    g, w = 4, 5
-    got = recall(q, k, v, g=g, w=w, r=0, backend=backend)
-    for t in range(41):
-        n = max(0, t + 1 - w) // g
-        entries = [x[:, :, : n * g].unflatten(2, (n, g)).mean(3) for x in (k, v)]
-        keys, values = (torch.cat([e, x[:, :, n * g : t + 1]], dim=2) for e, x in zip(entries, (k, v), strict=True))
-        scores = (q[:, :, t : t + 1] @ keys.mT) * SCALE
-        scores[..., :n] += math.log(g)
-        torch.testing.assert_close(got[:, :, t : t + 1], scores.softmax(-1) @ values, **EXACT)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("bits", [16, 4])
 def test_the_future_changes_no_bit_of_the_past(backend, bits, monkeypatch):

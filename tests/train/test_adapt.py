@@ -23,6 +23,7 @@ from condense.train import run as run_module
 from condense.train.loss import token_loss
 from condense.train.phase import part_size
 from condense.train.plan import forecast
+from condense.train.record import summary
 from condense.train.trained import projections, set_trained
 from condense.train.trainer import MixedTrainer
 
@@ -123,28 +124,6 @@ def test_groups_grow_over_two_thirds_of_the_steps():
     assert dataclasses.replace(phase, mix="dense", method=None, group_sizes=()).attention_at(3) is None
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"group_sizes": (8, 4)}, "group_sizes: wanted ascending sizes below the method's 16"),
-        ({"group_sizes": (4, 16)}, "group_sizes: wanted ascending"),
-        ({"group_sizes": (0,)}, "group_sizes must be an integer >= 1"),
-        ({"group_sizes": (4,), "mix": "dense"}, "group_sizes: wanted a method with groups"),
-        ({"group_sizes": (4,), "method": condense.StreamingLLM()}, "group_sizes: wanted a method with groups"),
-        ({"distill": 1.5}, "distill must be a finite number from 0 to 1"),
-        ({"schedule": "linear"}, "schedule must be one of"),
-        ({"max_grad_norm": 0}, "max_grad_norm must be a finite number > 0"),
-        ({"method": condense.Recall(prompt="exact")}, "train with prompt='recall'"),
-        ({"method": condense.Recall(store_bits=4)}, "train with store_bits=16"),
-        ({"method": condense.CCA(window=128)}, "sequence_length: wanted at least 144 tokens, .* got 128"),
-    ],
-)
-def test_bad_phases(fields, message):
-    with pytest.raises(ValueError, match=message):
-        PhaseConfig(**{"name": "p", "steps": 1, "sequence_length": 128, "batch_size": 1, "mix": "condensed"} | {
-            "method": METHOD, **fields})  # fmt: skip
-
-
 def test_the_papers_settings(tmp_path):
     assert sorted(PRESETS) == ["cca-paper", "dga-paper", "lca-paper"]
     for name, rate, length in (("cca-paper", 2e-5, 32768), ("lca-paper", 5e-6, 32768), ("dga-paper", 2e-5, 8192)):
@@ -173,6 +152,46 @@ def test_a_recipe_file(tmp_path):
     for fields in ({"train": "half"}, {"lora_targets": "mlp"}, {"lora_rank": 0}):
         with pytest.raises(ValueError, match=next(iter(fields))):
             config(tmp_path, **fields)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('data = "a.txt"', r"data: wanted a list, got 'a.txt' in .*recipe.toml"),
+        ("method = 3", r"method: wanted a text, got 3 in .*recipe.toml"),
+        ("data_weights = 2", r"data_weights: wanted a list, got 2 in .*recipe.toml"),
+        ("data_weights = [1, 2]", "data_weights: wanted one for each of 1 data files, got 2"),
+        ("keys = 3", r"keys: wanted a list, got 3 in .*recipe.toml"),
+        ('steps = "40"', "steps must be an integer"),
+        ('gradient_checkpointing = "no"', "gradient_checkpointing must be True or False"),
+    ],
+)
+def test_wrong_types(tmp_path, line, message):
+    path = tmp_path / "recipe.toml"
+    path.write_text(line)
+    with pytest.raises(ValueError, match=message):
+        RECIPES["adapt"](
+            [tmp_path / "a"], tmp_path / "b", **{"pretrained": "base", "method": "cca"} | read_recipe(path)
+        )
+
+
+def test_the_record_tells_other_weights_of_the_data_apart(tmp_path):
+    files = [tmp_path / "a", tmp_path / "b"]
+    runs = [
+        RECIPES["adapt"](files, tmp_path / "c", pretrained="base", method="cca", data_weights=weights)
+        for weights in ([], [1, 1], [2, 1])
+    ]
+    records = [summary(run) for run in runs]
+    assert records[0] != records[1] != records[2]
+
+
+@pytest.mark.parametrize("change", [{"train": "all"}, {"lora_rank": 2}, {"lora_targets": "qkv"}])
+def test_the_record_tells_trained_weights_apart(tmp_path, change):
+    settings = {"pretrained": "base", "method": "cca", "train": "lora"}
+    one, other = (
+        RECIPES["adapt"]([tmp_path / "a"], tmp_path / "b", **fields) for fields in (settings, settings | change)
+    )
+    assert summary(one) != summary(other)
 
 
 @pytest.mark.parametrize(

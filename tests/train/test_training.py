@@ -335,6 +335,10 @@ def test_a_half_written_checkpoint_is_passed_over(tmp_path):
     assert newest_checkpoint(tmp_path / "nothing") is None
 
 
+METHOD = condense.CCA(group_size=16, window=16, summary="streaming")
+CONDENSED = {"mix": "condensed", "method": METHOD}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -355,6 +359,20 @@ def test_a_half_written_checkpoint_is_passed_over(tmp_path):
         ({"learning_rate": math.nan}, "learning_rate must be a finite number > 0, got nan"),
         ({"weight_decay": -1}, "weight_decay must be a finite number"),
         ({"answer_weight": -1.0}, "answer_weight must be a finite number"),
+        (CONDENSED | {"group_sizes": (8, 4)}, "group_sizes: wanted ascending sizes below the method's 16"),
+        (CONDENSED | {"group_sizes": (4, 16)}, "group_sizes: wanted ascending"),
+        (CONDENSED | {"group_sizes": (0,)}, "group_sizes must be an integer >= 1"),
+        (CONDENSED | {"group_sizes": (4,), "mix": "dense"}, "group_sizes: wanted a method with groups"),
+        (
+            CONDENSED | {"group_sizes": (4,), "method": condense.StreamingLLM()},
+            "group_sizes: wanted a method with groups",
+        ),
+        (CONDENSED | {"distill": 1.5}, "distill must be a finite number from 0 to 1"),
+        (CONDENSED | {"schedule": "linear"}, "schedule must be one of"),
+        (CONDENSED | {"max_grad_norm": 0}, "max_grad_norm must be a finite number > 0"),
+        (CONDENSED | {"method": condense.Recall(prompt="exact")}, "train with prompt='recall'"),
+        (CONDENSED | {"method": condense.Recall(store_bits=4)}, "train with store_bits=16"),
+        (CONDENSED | {"method": condense.CCA(window=128)}, "sequence_length: wanted at least 144 tokens, .* got 128"),
     ],
 )
 def test_bad_phases(changes, message):
