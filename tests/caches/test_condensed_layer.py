@@ -7,19 +7,18 @@ import copy
 
 import pytest
 import torch
+from layers import columns, draw, read
 from models import tiny
 from torch.testing import assert_close
-from two_sources import attend_to
 
 import condense
-from condense.caches import CondensedLayer, read_request
+from condense.caches import CondensedLayer
 from condense.state import SLACK
 
 METHODS = tiny.METHODS | {
     "wide-groups": condense.CCA(group_size=7, window=5, summary="streaming", num_summary_queries=9),
     "entries-8": condense.CCA(group_size=4, window=6, summary="streaming", entry_bits=8),
 }
-B, H, K, D = 2, 4, 2, 6
 SCALE = 0.7
 PROMPT = tiny.CCA.replace(summary="prompt")
 
@@ -27,22 +26,6 @@ PROMPT = tiny.CCA.replace(summary="prompt")
 @pytest.fixture(params=METHODS.values(), ids=METHODS.keys())
 def method(request):
     return request.param
-
-
-def _qkv(L, seed=0, B=B):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(B, heads, L, D, generator=generator, dtype=torch.float64) for heads in (H, K, K)]
-
-
-def _read(layer, qkv, counts=None, **kwargs):
-    """Outputs ``[B, H, L, D]`` of new tokens."""
-    q, k, v = qkv
-    request = read_request(q, scale=SCALE, counts=counts)._replace(**kwargs)
-    return attend_to(layer.read(k, v, request), q, scale=SCALE)[0]
-
-
-def _part(qkv, start, stop):
-    return [x[:, :, start:stop] for x in qkv]
 
 
 def _full(method, *parts):
@@ -53,47 +36,47 @@ def _full(method, *parts):
 
 def _filled(method, qkv):
     layer = CondensedLayer(method)
-    _read(layer, qkv)
+    read(layer, qkv)
     return layer
 
 
 def test_crop_is_exact_for_every_count_at_every_boundary(method):
-    other = _qkv(12, seed=9)
+    other = draw(12, seed=9)
     for length in range(35, 35 + method.layout.rule.chunk):
-        qkv = _qkv(length)
+        qkv = draw(length)
         filled = _filled(method, qkv)
         for count in range(1, SLACK + 1):
-            layer, kept = copy.deepcopy(filled), _part(qkv, 0, length - count)
+            layer, kept = copy.deepcopy(filled), columns(qkv, 0, length - count)
             layer.crop(-count)
             assert layer.get_seq_length() == length - count
-            assert_close(_read(layer, other), _full(method, kept, other)[:, :, -12:], rtol=0, atol=1e-12)
+            assert_close(read(layer, other), _full(method, kept, other)[:, :, -12:], rtol=0, atol=1e-12)
 
 
 def test_crop_of_everything_short(method):
     for length in (1, 5, SLACK):
-        layer, other = _filled(method, _qkv(length)), _qkv(40, seed=9)
+        layer, other = _filled(method, draw(length)), draw(40, seed=9)
         layer.crop(-length)
         assert layer.get_seq_length() == 0
-        assert_close(_read(layer, other), _full(method, other), rtol=0, atol=1e-12)
+        assert_close(read(layer, other), _full(method, other), rtol=0, atol=1e-12)
 
 
 def test_candidates_taken_back_again_and_again(method):
     generator = torch.Generator().manual_seed(4)
-    kept = _qkv(30)
+    kept = draw(30)
     layer = _filled(method, kept)
     for round_ in range(25):
         candidates = int(torch.randint(1, SLACK + 1, (), generator=generator))
         refused = int(torch.randint(0, candidates + 1, (), generator=generator))
-        new = _qkv(candidates, seed=100 + round_)
-        out = _read(layer, new)
+        new = draw(candidates, seed=100 + round_)
+        out = read(layer, new)
         assert_close(out, _full(method, kept, new)[:, :, -candidates:], rtol=0, atol=1e-12)
         layer.crop(-refused)
-        kept = [torch.cat(x, dim=2) for x in zip(kept, _part(new, 0, candidates - refused), strict=True)]
+        kept = [torch.cat(x, dim=2) for x in zip(kept, columns(new, 0, candidates - refused), strict=True)]
     assert layer.get_seq_length() == kept[0].shape[2]
 
 
 def test_crop_beyond_the_slack_changes_nothing():
-    qkv, other = _qkv(60), _qkv(5, seed=9)
+    qkv, other = draw(60), draw(5, seed=9)
     for method in (tiny.CCA, tiny.STREAMING_6, tiny.METHODS["streaming-llm"]):
         layer = _filled(method, qkv)
         past, length = layer.state, layer.get_seq_length()
@@ -105,25 +88,25 @@ def test_crop_beyond_the_slack_changes_nothing():
             layer.crop(3)
         assert layer.state is past
         assert layer.get_seq_length() == length
-        assert_close(_read(layer, other), _full(method, qkv, other)[:, :, -5:], rtol=0, atol=1e-12)
+        assert_close(read(layer, other), _full(method, qkv, other)[:, :, -5:], rtol=0, atol=1e-12)
 
 
 def test_crops_in_a_row_share_the_tokens_that_are_kept():
-    qkv, other = _qkv(60), _qkv(12, seed=9)
+    qkv, other = draw(60), draw(12, seed=9)
     for method in (tiny.CCA, tiny.STREAMING_6):
         layer = _filled(method, qkv)
         layer.crop(-12)
         layer.crop(12 - SLACK)
         with pytest.raises(ValueError, match="propose fewer tokens"):
             layer.crop(-method.layout.rule.chunk)
-        kept = _part(qkv, 0, 60 - SLACK)
-        assert_close(_read(layer, other), _full(method, kept, other)[:, :, -12:], rtol=0, atol=1e-12)
+        kept = columns(qkv, 0, 60 - SLACK)
+        assert_close(read(layer, other), _full(method, kept, other)[:, :, -12:], rtol=0, atol=1e-12)
 
 
 def test_crop_of_nothing():
     layer = CondensedLayer(tiny.CCA)
     layer.crop(-3)
-    _read(layer, _qkv(20))
+    read(layer, draw(20))
     past = layer.state
     layer.crop(0)
     assert layer.state is past
@@ -138,8 +121,8 @@ PADDED = {"left": ([2, 9], 2, 2), "left-all-real-before": ([9, 9], 9, 15), "righ
 
 @pytest.mark.parametrize(("counts", "trailing", "allowed"), PADDED.values(), ids=PADDED.keys())
 def test_crop_stops_at_padding(counts, trailing, allowed):
-    layer = _filled(tiny.CCA, _qkv(6))
-    _read(layer, _qkv(9, seed=1), torch.tensor(counts), trailing=trailing)
+    layer = _filled(tiny.CCA, draw(6))
+    read(layer, draw(9, seed=1), torch.tensor(counts), trailing=trailing)
     past = layer.state
     with pytest.raises(ValueError, match=r"include padding .* if the pad token was generated .* another pad_token_id"):
         layer.crop(-allowed - 1)
@@ -150,8 +133,8 @@ def test_crop_stops_at_padding(counts, trailing, allowed):
 
 def test_padding_of_a_row_that_is_gone_still_ends_what_crop_takes_back():
     """Rows share one count of the slots that are real in all of them."""
-    layer, qkv, other = CondensedLayer(tiny.CCA), _qkv(9), _qkv(30, seed=1, B=1)
-    _read(layer, qkv, counts=torch.tensor([9, 2]), trailing=2)
+    layer, qkv, other = CondensedLayer(tiny.CCA), draw(9), draw(30, seed=1, rows=1)
+    read(layer, qkv, counts=torch.tensor([9, 2]), trailing=2)
     layer.batch_select_indices(torch.tensor([0]))
     with pytest.raises(ValueError, match="crop: the last 3 tokens include padding"):
         layer.crop(-3)
@@ -159,31 +142,31 @@ def test_padding_of_a_row_that_is_gone_still_ends_what_crop_takes_back():
     assert layer.get_seq_length() == 7
     joined = [torch.cat([a[:1, :, :7], b], dim=2) for a, b in zip(qkv, other, strict=True)]
     want = condense.attention(*joined, method=tiny.CCA, scale=SCALE)[:, :, 7:]
-    assert_close(_read(layer, other), want, rtol=0, atol=1e-12)
+    assert_close(read(layer, other), want, rtol=0, atol=1e-12)
 
 
 def test_a_prompt_whose_end_made_its_entries_is_not_cropped():
     """With ``summary="prompt"`` the prompt's last queries are in every representative."""
     layer = CondensedLayer(PROMPT)
-    _read(layer, _qkv(30))
+    read(layer, draw(30))
     with pytest.raises(ValueError, match="crop: "):
         layer.crop(-1)
     assert layer.get_seq_length() == 30
-    more, other = _qkv(5, seed=1), _qkv(6, seed=2)
-    _read(layer, more)
+    more, other = draw(5, seed=1), draw(6, seed=2)
+    read(layer, more)
     with pytest.raises(ValueError, match="crop: "):
         layer.crop(-6)
     layer.crop(-5)
     again = CondensedLayer(PROMPT)
-    _read(again, _qkv(30))
-    assert_close(_read(layer, other), _read(again, other), rtol=0, atol=1e-12)
+    read(again, draw(30))
+    assert_close(read(layer, other), read(again, other), rtol=0, atol=1e-12)
 
 
 def _ragged(method):
     """A layer whose rows have read 20, 33 and 27 tokens, and what each row read."""
-    qkv, counts = _qkv(33, B=3), torch.tensor([20, 33, 27])
+    qkv, counts = draw(33, rows=3), torch.tensor([20, 33, 27])
     layer = CondensedLayer(method)
-    _read(layer, qkv, counts)
+    read(layer, qkv, counts)
     return layer, [[x[row : row + 1, :, 33 - int(n) :] for x in qkv] for row, n in enumerate(counts)]
 
 
@@ -201,8 +184,8 @@ CHANGES = {
 def test_rows_follow(method, change, rows):
     layer, read = _ragged(method)
     change(layer)
-    new = _qkv(14, seed=8, B=len(rows))  # past more group boundaries, in two steps
-    out = torch.cat([_read(layer, _part(new, 0, 7)), _read(layer, _part(new, 7, 14))], dim=2)
+    new = draw(14, seed=8, rows=len(rows))  # past more group boundaries, in two steps
+    out = torch.cat([read(layer, columns(new, 0, 7)), read(layer, columns(new, 7, 14))], dim=2)
     for i, row in enumerate(rows):
         mine = [x[i : i + 1] for x in new]
         assert_close(out[i : i + 1], _full(method, read[row], mine)[:, :, -14:], rtol=0, atol=1e-12)
@@ -218,34 +201,30 @@ def test_rows_of_an_empty_layer():
 
 
 def test_contract():
-    layer = _filled(tiny.CCA, _qkv(40))
+    layer = _filled(tiny.CCA, draw(40))
     assert layer.get_seq_length() == 40
     assert layer.get_mask_sizes(5) == (45, 0)
     assert layer.get_max_length() == -1
-    assert (layer.is_sliding, layer.is_compileable, layer.is_croppable, layer.is_initialized) == (
-        False,
-        False,
-        True,
-        True,
-    )
+    flags = layer.is_compileable, layer.is_croppable, layer.is_sliding, layer.is_initialized
+    assert flags == (False, True, False, True)
     assert layer.keys.shape == layer.values.shape
     layer.reset()
     assert layer.get_seq_length() == 0
     assert not layer.is_initialized
-    assert_close(_read(layer, _qkv(30)), _full(tiny.CCA, _qkv(30)), rtol=0, atol=1e-12)
+    assert_close(read(layer, draw(30)), _full(tiny.CCA, draw(30)), rtol=0, atol=1e-12)
 
 
 def test_update_by_a_stock_model_is_refused_and_changes_nothing():
-    layer = _filled(tiny.CCA, _qkv(20))
+    layer = _filled(tiny.CCA, draw(20))
     past = layer.state
     with pytest.raises(ValueError, match="fill: call condense"):
-        layer.update(*_qkv(3)[1:])
+        layer.update(*draw(3)[1:])
     assert layer.state is past
     assert layer.get_seq_length() == 20
 
 
 def test_a_layer_keeps_no_graph():
-    qkv = [x.requires_grad_() for x in _qkv(30)]
+    qkv = [x.requires_grad_() for x in draw(30)]
     layer = CondensedLayer(tiny.STREAMING_6)
-    assert _read(layer, qkv).requires_grad
+    assert read(layer, qkv).requires_grad
     assert not any(x.requires_grad for x in layer.state.tensors)

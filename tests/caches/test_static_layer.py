@@ -5,15 +5,17 @@ Shapes: B rows, H query heads, K KV heads, L tokens, D width, W ring slots.
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
+from layers import draw, read
 from models import tiny
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import condense
-from condense.caches import CondensedLayer, Expected, StaticCondensedLayer, read_request
+from condense.caches import CondensedLayer, Expected, StaticCondensedLayer
 from condense.caches.buffers import Room, with_room
 from condense.ops.tensors.per_row import as_rows
 from condense.state import first_entries, most_entries, num_entries
@@ -46,7 +48,7 @@ METHODS = tiny.METHODS | {
     "select-no-focal": tiny.SELECT.replace(gamma=0, min_focal=0, rep_bias="none"),
     "select-all": tiny.SELECT.replace(min_focal=1024),
 }
-B, H, K, D = 3, 4, 2, 6
+B, K, D = 3, 2, 6
 SCALE = 0.7
 EXACT = {"rtol": 0, "atol": 1e-12}
 LENGTH = 400
@@ -57,18 +59,7 @@ def method(request):
     return request.param
 
 
-def _qkv(L, seed=0, rows=B):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(rows, heads, L, D, generator=generator, dtype=torch.float64) for heads in (H, K, K)]
-
-
-def _read(layer, qkv, counts=None):
-    """Outputs of new tokens ``[B, H, L, D]``; rows with fewer than L get garbage or 0 before their first."""
-    q, k, v = qkv
-    if isinstance(layer, StaticCondensedLayer) and q.shape[2] == 1 and layer.can_step(k, v):
-        return layer.step(q, k, v, scale=SCALE, real=None if counts is None else counts > 0)
-    context = layer.read(k, v, read_request(q, scale=SCALE, counts=counts))
-    return layer.method.attend(q, context, scale=SCALE)[0]
+_qkv = partial(draw, rows=B)
 
 
 def _snapshot(layer):
@@ -97,7 +88,7 @@ def check_steps_and_chunks(method, ragged, sizes):
         counts = torch.randint(0, L + 1, (B,), generator=generator) if ragged else None
         qkv = _qkv(L, seed)
         addresses = None if static.buffers is None else [x.data_ptr() for x in static.buffers]
-        got, want = _read(static, qkv, counts), _read(growing, qkv, counts)
+        got, want = read(static, qkv, counts), read(growing, qkv, counts)
         for row in range(B):
             n = L if counts is None else int(counts[row])
             assert_close(got[row, :, L - n :], want[row, :, L - n :], **EXACT)
@@ -112,8 +103,8 @@ def test_entries_after_chunks_are_those_of_the_growing_layer(method):
     static, growing = StaticCondensedLayer(method, LENGTH), CondensedLayer(method)
     counts = torch.tensor([20, 33, 27])
     for qkv, n in ((_qkv(33), counts), (_qkv(1, 1), None), (_qkv(12, 2), torch.tensor([12, 0, 5])), (_qkv(1, 3), None)):
-        _read(static, qkv, n)
-        _read(growing, qkv, n)
+        read(static, qkv, n)
+        read(growing, qkv, n)
     for row, made in enumerate(as_rows(num_entries(method, growing.state.seen, growing.state.first.num), B).tolist()):
         for mine, theirs in zip(static.buffers.entries(static.settings), growing.state.entries, strict=True):
             assert mine.dtype == theirs.dtype
@@ -127,19 +118,19 @@ def test_reorder_is_in_place(method):
     counts = torch.tensor([20, 33, 27])
     for layer in (static, growing):
         layer.reorder_cache(torch.tensor([2, 1, 0]))  # an empty cache
-        _read(layer, _qkv(33), counts)
+        read(layer, _qkv(33), counts)
     addresses = [x.data_ptr() for x in static.buffers]
     for layer in (static, growing):
         layer.reorder_cache(torch.tensor([2, 0, 0]))
     assert [x.data_ptr() for x in static.buffers] == addresses
     for i in range(20):
-        assert_close(_read(static, _qkv(1, i)), _read(growing, _qkv(1, i)), **EXACT)
+        assert_close(read(static, _qkv(1, i)), read(growing, _qkv(1, i)), **EXACT)
 
 
 def test_reset_is_in_place(method):
     layer = StaticCondensedLayer(method, LENGTH)
     layer.reset()
-    _read(layer, _qkv(33))
+    read(layer, _qkv(33))
     addresses = [x.data_ptr() for x in (*layer.buffers, layer.num_slots)]
     layer.reset()
     assert int(layer.get_seq_length()) == 0
@@ -148,7 +139,7 @@ def test_reset_is_in_place(method):
     fresh = StaticCondensedLayer(method, LENGTH)
     fresh.lazy_initialization(*_qkv(0)[1:], room=Room(layer.buffers.entries_k.shape[2], layer.buffers.ring_k.shape[2]))
     for L in (21, 1, 1, 5):
-        assert torch.equal(_read(layer, _qkv(L, L)), _read(fresh, _qkv(L, L)))
+        assert torch.equal(read(layer, _qkv(L, L)), read(fresh, _qkv(L, L)))
     assert [x.data_ptr() for x in (*layer.buffers, layer.num_slots)] == addresses
 
 
@@ -172,7 +163,7 @@ def test_the_host_looks_at_nothing_for_a_prompt_and_eager_steps(method):
     for _ in range(2):
         with Reads() as reads:
             for L in (33, 1, 1):
-                _read(layer, _qkv(L, L))
+                read(layer, _qkv(L, L))
             layer.reset()
         assert reads.count == 0
 
@@ -182,12 +173,12 @@ def test_the_host_does_not_trust_its_count_once_steps_are_recorded(method):
     torch._dynamo.reset()
     step = torch.compile(static.step, backend="eager", fullgraph=True, dynamic=False)
     for layer in (static, growing):
-        _read(layer, _qkv(33))
+        read(layer, _qkv(33))
     for i in range(3):
         q, k, v = _qkv(1, i)
-        assert_close(step(q, k, v, scale=SCALE), _read(growing, (q, k, v)), **EXACT)
+        assert_close(step(q, k, v, scale=SCALE), read(growing, (q, k, v)), **EXACT)
     assert static.count_slots() == int(static.num_slots) == 36
-    assert_close(_read(static, _qkv(7)), _read(growing, _qkv(7)), **EXACT)
+    assert_close(read(static, _qkv(7)), read(growing, _qkv(7)), **EXACT)
     static.reset()
     static.num_slots.add_(2)  # as a replayed graph does, unseen by the host
     assert static.count_slots() == 2
@@ -200,11 +191,11 @@ def test_the_host_does_not_trust_its_count_once_steps_are_recorded(method):
 def test_the_first_tokens_may_come_one_by_one(method):
     layer = StaticCondensedLayer(method, 40)
     qkv = _qkv(40)
-    got = torch.cat([_read(layer, [x[:, :, i : i + 1] for x in qkv]) for i in range(40)], dim=2)
+    got = torch.cat([read(layer, [x[:, :, i : i + 1] for x in qkv]) for i in range(40)], dim=2)
     # token by token there is no prompt whose last queries could make summaries
     if method.prompt_reader is not None:  # the first token is a prompt, of which tokens are chosen
         growing = CondensedLayer(method)
-        want = torch.cat([_read(growing, [x[:, :, i : i + 1] for x in qkv]) for i in range(40)], dim=2)
+        want = torch.cat([read(growing, [x[:, :, i : i + 1] for x in qkv]) for i in range(40)], dim=2)
     else:
         streaming = method.replace(summary="streaming") if method.layout.lookahead else method
         want = condense.attention(*qkv, method=streaming, scale=SCALE)
@@ -219,14 +210,14 @@ def test_prompts_of_any_length_follow_one_another_at_the_same_addresses(method):
     """Memory taken by a step has room for whatever prompt comes, and a full cache after it."""
     layer = StaticCondensedLayer(method, 90)
     layer.skip_prompt()
-    _read(layer, _qkv(1))
+    read(layer, _qkv(1))
     addresses = [x.data_ptr() for x in (*layer.buffers, layer.num_slots)]
     for L, counts in ((90, None), (1, None), (3, (0, 3, 1)), (70, (70, 11, 5)), (25, (25, 24, 2))):
         layer.reset()
         growing = CondensedLayer(method)
         counts = None if counts is None else torch.tensor(counts)
         for qkv, n in [(_qkv(L, L), counts), *((_qkv(1, i), None) for i in range(90 - L))]:
-            got, want = _read(layer, qkv, n), _read(growing, qkv, n)
+            got, want = read(layer, qkv, n), read(growing, qkv, n)
         if L < 90:
             assert_close(got, want, **EXACT)
         assert [x.data_ptr() for x in (*layer.buffers, layer.num_slots)] == addresses
@@ -235,16 +226,16 @@ def test_prompts_of_any_length_follow_one_another_at_the_same_addresses(method):
 @pytest.mark.parametrize("method", SELECTIONS.values(), ids=SELECTIONS)
 def test_a_prompt_takes_what_it_and_later_tokens_need(method):
     layer = StaticCondensedLayer(method, 90)
-    _read(layer, _qkv(40), torch.tensor([40, 33, 27]))
+    read(layer, _qkv(40), torch.tensor([40, 33, 27]))
     rooms = {n: num_entries(method, 50, first_entries(method, n)) for n in (40, 33, 27)}
     assert layer.buffers.entries_k.shape[2] == max(rooms.values())
     for i in range(50):
-        _read(layer, _qkv(1, i))
+        read(layer, _qkv(1, i))
     before = layer.buffers
     layer.reset()
     growing = CondensedLayer(method)
     for qkv in (_qkv(80), *(_qkv(1, i) for i in range(10))):  # a prompt that leaves more: only its prefix moves
-        got, want = _read(layer, qkv), _read(growing, qkv)
+        got, want = read(layer, qkv), read(growing, qkv)
     assert_close(got, want, **EXACT)
     assert all(x is y for x, y in zip(before[2:], layer.buffers[2:], strict=True))
     assert layer.buffers.entries_k.shape[2] == max(num_entries(method, 10, first_entries(method, 80)), *rooms.values())
@@ -252,15 +243,15 @@ def test_a_prompt_takes_what_it_and_later_tokens_need(method):
 
 def test_a_longer_prompt_that_is_refused_leaves_the_room_as_it_was():
     layer = StaticCondensedLayer(tiny.SELECT, 90)
-    _read(layer, _qkv(10))
+    read(layer, _qkv(10))
     layer.reset()
     before = layer.buffers, layer.bias
     q, k, v = _qkv(80)
     with pytest.raises(ValueError, match="allow_future"):
-        _read(layer, [q.requires_grad_(), k, v])
+        read(layer, [q.requires_grad_(), k, v])
     assert layer.buffers is before[0]
     assert layer.bias is before[1]
-    assert torch.equal(_read(layer, _qkv(5)), _read(StaticCondensedLayer(tiny.SELECT, 90), _qkv(5)))
+    assert torch.equal(read(layer, _qkv(5)), read(StaticCondensedLayer(tiny.SELECT, 90), _qkv(5)))
 
 
 def test_tokens_that_are_expected(method):
@@ -273,7 +264,7 @@ def test_tokens_that_are_expected(method):
     layer.reset()  # the next prompt may have padding
     assert layer.expected is first
     layer.expect_prompt(plain=True)
-    _read(layer, _qkv(2))
+    read(layer, _qkv(2))
     assert layer.expected is Expected.ANY
     layer.expect_prompt(plain=True)  # ignored: the layer holds tokens already
     assert layer.expected is Expected.ANY
@@ -293,12 +284,8 @@ def test_biases_of_entries_own_get_as_much_room_as_entries():
 
 def test_contract():
     layer = StaticCondensedLayer(tiny.CCA, 50)
-    assert (layer.is_compileable, layer.is_croppable, layer.is_sliding, layer.is_initialized) == (
-        True,
-        False,
-        False,
-        False,
-    )
+    flags = layer.is_compileable, layer.is_croppable, layer.is_sliding, layer.is_initialized
+    assert flags == (True, False, False, False)
     assert layer.get_seq_length() == 0
     assert layer.keys is None
     assert layer.values is None
@@ -306,7 +293,7 @@ def test_contract():
     layer.lazy_initialization(*_qkv(0)[1:])  # as transformers' early_initialization does
     assert layer.is_initialized
     assert layer.batch_size == B
-    _read(layer, _qkv(20))
+    read(layer, _qkv(20))
     assert layer.get_seq_length() == 20
     assert layer.get_mask_sizes(1) == layer.get_mask_sizes(7) == (50, 0)
     assert layer.keys.shape == layer.values.shape == (B, K, tiny.G + tiny.W, D)
@@ -315,7 +302,7 @@ def test_contract():
 def test_gradients_reach_new_tokens_and_no_graph_is_kept():
     layer = StaticCondensedLayer(tiny.STREAMING_6, LENGTH)
     qkv = [x.requires_grad_() for x in _qkv(30)]
-    _read(layer, qkv).sum().backward()
+    read(layer, qkv).sum().backward()
     assert all(x.grad is not None for x in qkv)
     assert not any(x.requires_grad for x in layer.buffers)
 
@@ -325,9 +312,9 @@ def test_a_first_call_that_is_refused_leaves_rows_and_dtype_open():
     layer = StaticCondensedLayer(METHODS["prompt"], 64)
     q, k, v = (x.float() for x in _qkv(20))
     with pytest.raises(ValueError, match="allow_future"):
-        _read(layer, (q.requires_grad_(), k, v))
-    out = _read(layer, _qkv(20, rows=2))
-    assert_close(out, _read(CondensedLayer(METHODS["prompt"]), _qkv(20, rows=2)), **EXACT)
+        read(layer, (q.requires_grad_(), k, v))
+    out = read(layer, _qkv(20, rows=2))
+    assert_close(out, read(CondensedLayer(METHODS["prompt"]), _qkv(20, rows=2)), **EXACT)
 
 
 REFUSED = {
@@ -336,15 +323,15 @@ REFUSED = {
     "select": (lambda layer: layer.batch_select_indices(torch.tensor([0])), "keeps its number of rows"),
     "offload": (lambda layer: layer.offload(), "stays where it is"),
     "stock": (lambda layer: layer.update(*_qkv(3)[1:]), "fill: call condense.apply"),
-    "more-rows": (lambda layer: _read(layer, _qkv(2, rows=4)), "wanted 3 rows, for which it was made, got 4"),
-    "more-rows-step": (lambda layer: _read(layer, _qkv(1, rows=4)), "wanted 3 rows, for which it was made, got 4"),
-    "fewer-rows": (lambda layer: _read(layer, _qkv(2, rows=1)), "got 1; make a new cache for another batch"),
+    "more-rows": (lambda layer: read(layer, _qkv(2, rows=4)), "wanted 3 rows, for which it was made, got 4"),
+    "more-rows-step": (lambda layer: read(layer, _qkv(1, rows=4)), "wanted 3 rows, for which it was made, got 4"),
+    "fewer-rows": (lambda layer: read(layer, _qkv(2, rows=1)), "got 1; make a new cache for another batch"),
     "dtype": (
-        lambda layer: _read(layer, [x.float() for x in _qkv(1)]),
+        lambda layer: read(layer, [x.float() for x in _qkv(1)]),
         "wanted torch.float64, for which it was made, got torch.float32; .* autocast in all calls or in none",
     ),
     "too-many": (
-        lambda layer: _read(layer, _qkv(7)),
+        lambda layer: read(layer, _qkv(7)),
         r"wanted at most 40 tokens \(max_cache_len\), got 34 and 7 more; make it longer, or use a cache that grows",
     ),
 }
@@ -353,13 +340,13 @@ REFUSED = {
 @pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
 def test_refused_and_unchanged(call, message):
     layer = StaticCondensedLayer(tiny.STREAMING_6, 40)
-    _read(layer, _qkv(34))
+    read(layer, _qkv(34))
     before = _snapshot(layer)
     with pytest.raises(ValueError, match=message):
         call(layer)
     assert _unchanged(layer, before)
     want = condense.attention(*_joined(34, 6), method=tiny.STREAMING_6, scale=SCALE)[:, :, 34:]
-    assert_close(_read(layer, _qkv(6, 5)), want, **EXACT)
+    assert_close(read(layer, _qkv(6, 5)), want, **EXACT)
 
 
 def _joined(first, second):
@@ -369,17 +356,17 @@ def _joined(first, second):
 @pytest.mark.parametrize("L", [1, 3])
 def test_a_full_cache(L):
     layer = StaticCondensedLayer(tiny.CCA, 40)
-    _read(layer, _qkv(40))
+    read(layer, _qkv(40))
     before = _snapshot(layer)
     with pytest.raises(ValueError, match=f"got 40 and {L} more; make it longer"):
-        _read(layer, _qkv(L))
+        read(layer, _qkv(L))
     assert _unchanged(layer, before)
 
 
 def test_a_prompt_that_does_not_fit_takes_no_memory():
     layer = StaticCondensedLayer(tiny.CCA, 40)
     with pytest.raises(ValueError, match="got 0 and 41 more"):
-        _read(layer, _qkv(41))
+        read(layer, _qkv(41))
     assert not layer.is_initialized
 
 
@@ -390,7 +377,7 @@ class _Listed(condense.CCA):  # a method of somebody's own, which has no hash
 
 def test_a_method_with_a_list_among_its_settings():
     layer = StaticCondensedLayer(_Listed(), 40)
-    _read(layer, _qkv(30))
+    read(layer, _qkv(30))
 
 
 def _nbytes(method, length):

@@ -5,9 +5,11 @@ Interpreted in float32 on a CPU, compiled on a GPU. Shapes: B rows, H query head
 
 import copy
 import weakref
+from functools import partial
 
 import pytest
 import torch
+from layers import draw, read
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import DynamicCache
 from two_sources import attend_to
@@ -64,19 +66,8 @@ class Reading(CondensedLayer):
         return False
 
 
-def _qkv(L, seed=0, rows=B):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(rows, heads, L, D, generator=generator).to(DEVICE) for heads in (H, K, K)]
-
-
-def _read(layer, qkv, counts=None, trailing=None):
-    """Outputs ``[B, H, L, D]`` of new tokens, one by one in steps where the layer can."""
-    q, k, v = qkv
-    if q.shape[2] == 1 and layer.can_step(k, v):
-        return layer.step(q, k, v, scale=SCALE, real=counts)
-    trailing = {} if trailing is None else {"trailing": trailing}
-    request = read_request(q, scale=SCALE, counts=counts)._replace(**trailing)
-    return attend_to(layer.read(k, v, request), q, scale=SCALE, backend="torch")[0]
+_qkv = partial(draw, rows=B, heads=(H, K), widths=(D, D), dtype=torch.float32, device=DEVICE)
+_read = partial(read, scale=SCALE, backend="torch")
 
 
 def _pair(method):

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from triton_kernels.test_growing_layer import DEVICE, SCALE, Counting, started  # noqa: F401
+from triton_kernels.test_growing_layer import DEVICE, SCALE, B, Counting, D, H, _qkv, started  # noqa: F401
 
 import condense
 from condense.caches import CondensedLayer, read_request, ring
@@ -27,7 +27,6 @@ METHODS = {
     "host": RECALL.replace(store="host", slots=3),
     "exact-prompt": RECALL.replace(prompt="exact", store_bits=8),
 }
-B, H, K, D = 2, 2, 1, 16
 
 
 class Operating(CondensedLayer):
@@ -47,11 +46,6 @@ def stepping(monkeypatch):
 
 def _pair(method):
     return CondensedLayer(method), Operating(method)
-
-
-def _qkv(L, seed=0, rows=B):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(rows, heads, L, D, generator=generator).to(DEVICE) for heads in (H, K, K)]
 
 
 def _read(layer, qkv, counts=None, extras=None):

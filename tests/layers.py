@@ -1,0 +1,31 @@
+"""Tokens for cache layers, and outputs of reading them in whichever way a layer has.
+
+Shapes: B rows, H query heads, K KV heads, L tokens, D and Dv widths.
+"""
+
+import torch
+
+from condense.caches import read_request
+
+
+def draw(L, seed=0, rows=2, heads=(4, 2), widths=(6, 6), dtype=torch.float64, device="cpu"):
+    """q, k and v of L tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((heads[0], widths[0]), (heads[1], widths[0]), (heads[1], widths[1]))
+    drawn = (torch.randn(rows, n, L, width, generator=generator, dtype=dtype) for n, width in shapes)
+    return [x.to(device) for x in drawn]
+
+
+def columns(qkv, start, stop):
+    return [x[:, :, start:stop] for x in qkv]
+
+
+def read(layer, qkv, counts=None, *, scale=0.7, backend="auto", trailing=None):
+    """Outputs ``[B, H, L, Dv]`` of new tokens; rows with fewer than L get garbage or 0 before their first."""
+    q, k, v = qkv
+    if q.shape[2] == 1 and layer.can_step(k, v):
+        real = counts > 0 if counts is not None and layer.is_compileable else counts  # bool, or 0 and 1
+        return layer.step(q, k, v, scale=scale, real=real)
+    request = read_request(q, scale=scale, counts=counts)
+    request = request if trailing is None else request._replace(trailing=trailing)
+    return layer.method.attend(q, layer.read(k, v, request), scale=scale, backend=backend)[0]
