@@ -65,7 +65,7 @@ DEAR = {
     "triton_kernels/test_pool.py::test_every_ratio": 5,
     "triton_kernels/test_pool.py::test_every_width": 5,
     "triton_kernels/test_pool.py::test_every_window": 5,
-    "triton_kernels/test_recall_drop.py::test_a_prompt_is_what_it_is_with_any_entries": 1,
+    "triton_kernels/test_recall_latents.py::test_a_prompt_is_what_it_is_with_any_entries": 1,
     "triton_kernels/test_recall_prefill.py::test_choice_output_and_gradients": 4,
     "triton_kernels/test_recall_prefill.py::test_compiled_as_one_graph": 1,
     "triton_kernels/test_recall_step.py::test_every_step_against_the_definition": 4,

@@ -93,31 +93,27 @@ def test_an_unknown_class_is_named_with_those_like_it(name, parent):
         condense.apply(model, CONDENSED)
 
 
-def test_queries_scaled_by_position():
+# Llama 4 scales the queries of layers without rotation by the number of tokens in the cache
+BY_POSITION = {"ministral3": {"rope_parameters": SCALED}, "llama4_text": {"floor_scale": 4, "attn_scale": 0.5}}
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+@pytest.mark.parametrize("name", BY_POSITION)
+def test_queries_scaled_by_position(name, static):
     """Scaling makes other queries, of which nothing is cached: a model with it is condensed like any other."""
-    model = small.model("ministral3", rope_parameters=SCALED)
-    ids = tiny.tokens(1, LENGTH)
+    model, ids = small.model(name, **BY_POSITION[name]), tiny.tokens(1, LENGTH)
     stock = tiny.logits(model, ids)
-    assert (stock - tiny.logits(small.model("ministral3"), ids)).abs().max() > 1e-3
-    with condense.use(model, STOCK[1]):
-        torch.testing.assert_close(tiny.logits(model, ids), stock, **tiny.EXACT)
-    with condense.use(model, CONDENSED):
+    assert (stock - tiny.logits(small.model(name), ids)).abs().max() > 1e-3
+    exact = tiny.EXACT if name == "ministral3" else ROUNDED
+    for method in (STOCK[1], CONDENSED):
+        condense.apply(model, method)
         whole = tiny.logits(model, ids)
-        torch.testing.assert_close(tiny.in_chunks(model, ids, (PROMPT, *[1] * (LENGTH - PROMPT))), whole, **tiny.EXACT)
-
-
-@pytest.mark.parametrize("cache", [None, "static"])
-def test_a_temperature_by_position(cache):
-    """Llama 4 scales the queries of layers without rotation by the number of tokens in the cache."""
-    changes = {"floor_scale": 4, "attn_scale": 0.5}
-    model, ids = small.model("llama4_text", **changes), tiny.tokens(1, LENGTH)
-    stock = tiny.logits(model, ids)
-    assert (stock - tiny.logits(small.model("llama4_text"), ids)).abs().max() > 1e-3
-    condense.apply(model, STOCK[1])
-    torch.testing.assert_close(tiny.logits(model, ids), stock, **ROUNDED)
-    static = None if cache is None else StaticCache(model.config, max_cache_len=40)
-    steps = tiny.in_chunks(model, ids, (PROMPT, *[1] * (LENGTH - PROMPT)), static)
-    torch.testing.assert_close(steps, stock, **ROUNDED)
+        if method is not CONDENSED:
+            torch.testing.assert_close(whole, stock, **exact)
+        cache = StaticCache(model.config, max_cache_len=40) if static else None
+        torch.testing.assert_close(
+            tiny.in_chunks(model, ids, (PROMPT, *[1] * (LENGTH - PROMPT)), cache), whole, **exact
+        )
 
 
 def test_a_layer_that_turns_out_to_have_a_sliding_window():

@@ -48,15 +48,13 @@ def model():
     assert torch.equal(tiny.generate(model, IDS), tokens)
 
 
-def _quantized(model):
-    """A cache of an unsupported kind of layer; the quantised ones need packages that are not here."""
+class QuantizedLayer(DynamicLayer):
+    """An unsupported kind of layer; the quantised ones need packages that are not here."""
 
-    class QuantizedLayer(DynamicLayer):
-        pass
 
+def _of_layers(make):
     cache = DynamicCache()
-    cache.layers = [QuantizedLayer() for _ in range(3)]
-    cache.layer_class_to_replicate = None
+    cache.layers, cache.layer_class_to_replicate = [make() for _ in range(3)], None
     return cache
 
 
@@ -72,35 +70,28 @@ def _dense_static(model):
     return cache
 
 
-def _sliding(model):
-    cache = DynamicCache()
-    cache.layers = [DynamicSlidingWindowLayer(sliding_window=8) for _ in range(3)]
-    return cache
-
-
-def _dense(model):
-    return tiny.filled(tiny.model("llama"), IDS)
-
-
 def _other_method(model):
     with condense.use(model, tiny.STREAMING):
         return tiny.filled(model, IDS)
 
 
+SLIDING = partial(DynamicSlidingWindowLayer, sliding_window=8)
+NOT_CONDENSED = "cannot be condensed: use a plain DynamicCache"
+DENSE_ENTRIES = "already holds dense entries .* start CCA.* from an empty cache"
 CACHES = {
     "offloaded-static": (_offloaded, "offloaded static caches cannot be condensed: leave offloading out"),
     "static-sliding": (
         lambda m: StaticCache(tiny.config("mistral-sliding"), max_cache_len=128),
-        "a StaticSlidingWindowLayer cannot be condensed: use a plain DynamicCache",
+        f"a StaticSlidingWindowLayer {NOT_CONDENSED}",
     ),
-    "dense-static": (_dense_static, "already holds dense entries .* start CCA.* from an empty cache"),
-    "quantized": (_quantized, "a QuantizedLayer cannot be condensed: use a plain DynamicCache"),
-    "sliding": (_sliding, "a DynamicSlidingWindowLayer cannot be condensed: use a plain DynamicCache"),
+    "dense-static": (_dense_static, DENSE_ENTRIES),
+    "quantized": (lambda m: _of_layers(QuantizedLayer), f"a QuantizedLayer {NOT_CONDENSED}"),
+    "sliding": (lambda m: _of_layers(SLIDING), f"a DynamicSlidingWindowLayer {NOT_CONDENSED}"),
     "encoder-decoder": (
         lambda m: EncoderDecoderCache(DynamicCache(), DynamicCache()),
         "encoder-decoder caches cannot be condensed: call condense.restore",
     ),
-    "of-a-dense-model": (_dense, "already holds dense entries .* start CCA.* from an empty cache"),
+    "of-a-dense-model": (lambda m: tiny.filled(tiny.model("llama"), IDS), DENSE_ENTRIES),
     "of-another-method": (_other_method, "already holds tokens condensed by CCA.*summary='streaming'"),
 }
 

@@ -22,12 +22,14 @@ class LlamaAttention(modeling_llama.LlamaAttention):
         return out * torch.sigmoid(hidden_states.mean(-1, keepdim=True)), weights
 
 
+def _projected(attention, hidden_states):
+    projections = attention.q_proj, attention.k_proj, attention.v_proj
+    return (x(hidden_states).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for x in projections)
+
+
 class _OwnSoftmax(modeling_llama.LlamaAttention):
     def forward(self, hidden_states, position_embeddings, **kwargs):
-        q, k, v = (
-            x(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for x in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = _projected(self, hidden_states)
         q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
         if kwargs.get("past_key_values") is not None:
             k, v = kwargs["past_key_values"].update(k, v, self.layer_idx)
@@ -40,11 +42,7 @@ class _TurnsCachedKeys(modeling_llama.LlamaAttention):
 
     def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
         function = modeling_llama.ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
-
-        q, k, v = (
-            x(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for x in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = _projected(self, hidden_states)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         k = k / torch.arange(1, k.shape[2] + 1, dtype=k.dtype)[:, None]

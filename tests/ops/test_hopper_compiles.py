@@ -1,16 +1,23 @@
-"""The forward kernel for Hopper, compiled for that GPU on a machine without one."""
+"""Kernels compiled for Hopper on a machine without one: attention forward, and Recall's."""
 
 import pytest
 import torch
+from record_pool import RecordPool
+from step_states import empty, step_settings, with_store
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from condense.ops import RuleSpans, Source, UniformRule
-from condense.ops.hopper import limits
+import condense
+from condense.ops.hopper import limits as hopper_limits
+from condense.ops.recall import IndexChoice, IndexSettings, Quota, RecallSources, build_index
+from condense.ops.spans import RuleSpans, Source, UniformRule
+from condense.ops.step import NewToken, StepCall
+from condense.ops.triton import host, limits, recall_step_plan
+from condense.ops.triton import step as triton_step
 from condense.ops.triton.attend_call import call_of
 
-WIDTHS = [widths for widths in limits.WIDTHS if len(set(widths)) > 1]
+WIDTHS = [widths for widths in hopper_limits.WIDTHS if len(set(widths)) > 1]
 SHARED_MEMORY = 227 * 1024
 
 
@@ -44,3 +51,100 @@ def test_two_part_keys_fit_into_shared_memory(D, Dv, compiled):
     launch(call_of(q, [Source(k, v), Source(k, v)], RuleSpans(UniformRule(16, 64, max_chunks=8), 0, 0), 0.1), 132)
     assert compiled[0].metadata.shared <= SHARED_MEMORY
     assert "wgmma.mma_async" in compiled[0].asm["ptx"]
+
+
+@pytest.fixture
+def steps_on_hopper(monkeypatch):
+    """Steps of Recall are planned and compiled for that GPU."""
+    table = recall_step_plan._table
+    monkeypatch.setattr(recall_step_plan, "_table", lambda device, *args: table(torch.device("cuda"), *args))
+    monkeypatch.setattr(recall_step_plan, "gpu_of", lambda device: host.Gpu((9, 0), 132))
+    monkeypatch.setattr(limits, "absence", lambda device: [])
+    recall_step_plan.plan_of.cache_clear()
+    yield
+    recall_step_plan.plan_of.cache_clear()
+
+
+@pytest.mark.usefixtures("steps_on_hopper")
+@pytest.mark.parametrize(("bits", "slots"), [(8, 0), (4, 16)])
+def test_the_index_is_multiplied_in_halves(bits, slots, compiled):
+    """Codes become float16 two at a time, which the interpreter does not do, and tensor cores multiply them."""
+    method = condense.Recall(window=64, num_recall=8, index_bits=bits, rep_bias="none")
+    settings = with_store(step_settings(method), slots=slots)
+    state = empty(settings, 1024, 2, (128, 128), rows=1, dtype=torch.bfloat16)
+    token = NewToken(*(torch.zeros(1, heads, 1, 128, dtype=torch.bfloat16) for heads in (8, 2, 2)))
+    triton_step.step(StepCall(token, state, settings, scale=0.1))
+    score = compiled[1]
+    assert "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16" in score.asm["ptx"]
+    assert "sub.rn.f16x2" in score.asm["ptx"]
+    assert len(compiled) == 5
+    assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
+
+
+@pytest.mark.usefixtures("steps_on_hopper")
+@pytest.mark.parametrize("method", [condense.Recall(), condense.Recall(store_bits=4, entry_bits=4, num_recall=0.3)])
+def test_the_step_over_pages_compiles(method, compiled):
+    """The same kernels with rows found by tables, within shared memory; codes are multiplied in halves."""
+    pool = RecordPool(method, (2, 128, 128), num_pages=60, dtype=torch.bfloat16, slots=16, per_page=16)
+    request = pool.add(300)
+    request.reserve(300)
+    token = [torch.zeros(1, heads, 128, dtype=torch.bfloat16) for heads in (8, 2, 2)]
+    pool.read([(request, token)], scale=0.1, backend="triton")
+    assert "sub.rn.f16x2" in compiled[1].asm["ptx"]
+    assert len(compiled) == 5
+    assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
+
+
+@pytest.fixture
+def for_a_gpu(monkeypatch):
+    """Sizes of tiles as on a GPU."""
+    from condense.ops.triton import recall_attend, recall_backward, recall_choice, recall_opened, recall_score
+
+    for module, name, place in (
+        (recall_attend, "tiles_of", 2), (recall_backward, "tiles_of", 2), (recall_score, "_tiles", 1),
+        (recall_score, "_wide_tiles", 1), (recall_choice, "queries_per_program", 1),
+        (recall_opened, "queries_per_program", 1),
+    ):  # fmt: skip
+        original = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *a, original=original, place=place: original(*a[:place], True, *a[place + 1 :])
+        )
+
+
+INDEX = IndexSettings(16, 8, 8)
+
+
+def read_prompt(attend, q, k, v, asked, keys):
+    """A prompt whose queries ``asked`` choose by an index of ``keys``."""
+    of_k, of_v = (x.unflatten(2, (-1, 16)).mean(3) for x in (k, v))
+    attend(
+        q, RecallSources(Source(of_k, of_v), Source(k, v), Source(k, v), RuleSpans(UniformRule(16, 64), 0, 0)),
+        IndexChoice(asked, build_index(keys.unflatten(2, (-1, 16)), INDEX), INDEX, 0.1, Quota(8)), scale=0.1,
+        softcap=0.0, pool=True, return_lse=False,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [64, 128])
+def test_the_kernels_of_a_prompt(width, compiled, for_a_gpu, monkeypatch):
+    """Those for Hopper: they fit, and tensor cores multiply."""
+    from condense.ops.hopper import recall as hopper_recall
+
+    monkeypatch.setattr(hopper_recall, "gpu_of", lambda device: host.Gpu((9, 0), 132))
+    q, k = (torch.zeros(1, heads, 2048, width, dtype=torch.bfloat16) for heads in (8, 2))
+    read_prompt(hopper_recall.attend_recall_hopper, q, k, k, q, k)
+    assert len(compiled) == 6
+    assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
+    assert sum("wgmma.mma_async" in kernel.asm["ptx"] for kernel in compiled) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("widths", [(192, 128, 576), (96, 64, 288)], ids=str)
+def test_the_kernels_of_a_prompt_on_latents(widths, compiled, for_a_gpu):
+    from condense.ops.triton import recall_attend
+
+    q, v, latents = (torch.zeros(1, 4, 2048, width, dtype=torch.bfloat16) for width in widths)
+    read_prompt(recall_attend.attend_recall, q, q, v, latents, latents[:, :1])
+    assert len(compiled) == 6
+    assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
+    assert sum("wgmma.mma_async" in kernel.asm["ptx"] for kernel in compiled) == 2

@@ -17,6 +17,7 @@ from two_sources import attend_to
 import condense
 from condense.caches import CondensedLayer, cache_nbytes, growing, read_request, ring
 from condense.caches.ring import room_for
+from condense.caches.store import finish_writes
 from condense.ops import Source
 from condense.ops.tensors.per_row import as_rows
 from condense.ops.triton.launch import Prepared
@@ -42,6 +43,8 @@ METHODS = {
     "lm-infinite": condense.LMInfinite(n_global=20, window=5),
     "dense": condense.Dense(),
 }
+RECALL = condense.Recall(group_size=4, window=6, num_recall=2)
+EITHER = METHODS | {"recall": RECALL, "recall-host": RECALL.replace(store="host", slots=3)}
 B, H, K, D = 2, 2, 1, 16
 SCALE = 0.3
 
@@ -66,27 +69,56 @@ class Reading(CondensedLayer):
         return False
 
 
-_qkv = partial(draw, rows=B, heads=(H, K), widths=(D, D), dtype=torch.float32, device=DEVICE)
-_read = partial(read, scale=SCALE, backend="torch")
+class Operating(CondensedLayer):
+    """Every token is read by one operation, not by a step that was prepared."""
+
+    def _keep(self, *args):
+        super()._keep(*args)
+        self._ring._prepare = lambda *args: None
 
 
-def _pair(method):
-    return CondensedLayer(method), Reading(method)
+draw_tokens = partial(draw, rows=B, heads=(H, K), widths=(D, D), dtype=torch.float32, device=DEVICE)
 
 
-def _close(got, want):
+def read_by(layer, qkv, counts=None, extras=None):
+    """Outputs of new tokens, of single ones by steps where the layer can."""
+    q, k, v = qkv
+    if extras is not None:
+        return layer.step(q, k, v, scale=SCALE, real=counts, extras=extras)
+    out = read(layer, qkv, counts, scale=SCALE, backend="torch")
+    if DEVICE == "cuda" and layer.method.layout.choice is not None:
+        finish_writes(layer._ring.buffers)
+    return out
+
+
+def pair(method):
+    """The layer, and what it is held to: the same past without steps; of Recall, steps by one operation each."""
+    return CondensedLayer(method), (Reading if method.layout.choice is None else Operating)(method)
+
+
+def close(got, want):
     """Entries, weights and sums in float32: a few units in the last place."""
     assert float((got - want).abs().max()) <= 32 * torch.finfo(torch.float32).eps * float(want.abs().max())
 
 
-def _agree(layers, L, seed, counts=None, rows=B):
-    """Both read the same; rows that have fewer tokens are compared from their first."""
-    qkv = _qkv(L, seed, rows)
-    got, want = (_read(layer, qkv, counts) for layer in layers)
+def agree(layers, L, seed, counts=None, rows=B, qkv=None, extras=None):
+    """Both read the same; rows that have fewer tokens are compared from their first. Operations give the same bits of
+    outputs, and of all that is kept.
+    """
+    qkv = draw_tokens(L, seed, rows=rows) if qkv is None else qkv
+    got, want = (read_by(layer, qkv, counts, extras) for layer in layers)
+    if isinstance(layers[1], Operating):
+        one, other = (layer._ring for layer in layers)
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()  # kernels write to host memory too
+        assert torch.equal(got, want)
+        assert all(torch.equal(x, y) for x, y in zip(one.buffers, other.buffers, strict=True))
+        assert other._prepared is None
+        return
     for row in range(rows):
         n = L if counts is None else int(counts[row])
         if n > 0:
-            _close(got[row, :, L - n :], want[row, :, L - n :])
+            close(got[row, :, L - n :], want[row, :, L - n :])
 
 
 def _same_numbers(one, other, rows=B):
@@ -101,36 +133,38 @@ def _same_numbers(one, other, rows=B):
 @pytest.mark.parametrize("ragged", [False, True], ids=["alike", "ragged"])
 def test_steps_and_chunks_equal_extend(method, ragged):
     """Over many groups, more than the room at first, and from steps to chunks and back."""
-    layers, generator = _pair(method), torch.Generator().manual_seed(3)
+    layers, generator = pair(method), torch.Generator().manual_seed(3)
     for seed, L in enumerate((9, *[1] * 18, 7, 1, 2, *[1] * 7)):
         counts = torch.randint(0, L + 1, (B,), generator=generator) if ragged else None
-        _agree(layers, L, seed, counts)
+        agree(layers, L, seed, counts)
         _same_numbers(*layers)
     assert layers[0]._ring is not None
     assert layers[1]._ring is None
 
 
-@pytest.mark.parametrize("name", ["cca", "lca", "lca-9-queries", "dga-streaming", "dga-prompt", "streaming-llm"])
+@pytest.mark.parametrize(
+    "name", ["cca", "lca", "lca-9-queries", "dga-streaming", "dga-prompt", "streaming-llm", "recall"]
+)
 def test_tokens_are_taken_back_in_the_middle_of_steps(name):
     """Up to the slack, across group boundaries; others stood in their slots and entries. Then chunks and steps."""
-    layers = _pair(METHODS[name])
-    _agree(layers, 31, 0)
+    layers = pair(EITHER[name])
+    agree(layers, 31, 0)
     for count, L in ((1, 3), (SLACK, SLACK), (4, 9), (7, 7)):
         for i in range(L):
-            _agree(layers, 1, 100 + i)
+            agree(layers, 1, 100 + i)
         for layer in layers:
             layer.crop(-count)
         assert layers[0]._ring is not None
         _same_numbers(*layers)
     for seed, L in enumerate((1, 1, 1, 5, *[1] * 4)):
-        _agree(layers, L, 200 + seed)
+        agree(layers, L, 200 + seed)
     _same_numbers(*layers)
 
 
 def test_a_crop_beyond_the_slack_changes_nothing():
-    layers = _pair(METHODS["lca"])
+    layers = pair(METHODS["lca"])
     for L in (40, 1, 1):
-        _agree(layers, L, L)
+        agree(layers, L, L)
     state = [x.clone() for x in layers[0]._ring.buffers]
     for layer in layers:
         with pytest.raises(ValueError, match="propose fewer tokens"):
@@ -139,21 +173,21 @@ def test_a_crop_beyond_the_slack_changes_nothing():
             layer.crop(-43)
     assert all(torch.equal(x, y) for x, y in zip(state, layers[0]._ring.buffers, strict=True))
     for i in range(6):
-        _agree(layers, 1, i)
+        agree(layers, 1, i)
 
 
 def test_crop_stops_at_padding_among_steps():
-    layers = _pair(METHODS["cca"])
-    _agree(layers, 20, 0)
-    _agree(layers, 1, 1, torch.tensor([1, 0]))
+    layers = pair(METHODS["cca"])
+    agree(layers, 20, 0)
+    agree(layers, 1, 1, torch.tensor([1, 0]))
     for i in range(3):
-        _agree(layers, 1, i)
+        agree(layers, 1, i)
     for layer in layers:
         with pytest.raises(ValueError, match="include padding"):
             layer.crop(-4)
         layer.crop(-3)
     _same_numbers(*layers)
-    _agree(layers, 1, 9)
+    agree(layers, 1, 9)
 
 
 CHANGES = {
@@ -166,36 +200,37 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", ["lca", "dga-prompt"])
+@pytest.mark.parametrize("name", ["lca", "dga-prompt", "recall"])
 @pytest.mark.parametrize(("change", "rows"), CHANGES.values(), ids=CHANGES)
 def test_rows_follow_in_the_middle_of_steps(change, rows, name):
-    layers = _pair(METHODS[name])
-    _agree(layers, 23, 0, torch.tensor([23, 14]))
+    layers = pair(EITHER[name])
+    agree(layers, 23, 0, torch.tensor([23, 14]))
     for i in range(3):
-        _agree(layers, 1, i)
+        agree(layers, 1, i)
     for layer in layers:
         change(layer)
     assert layers[0]._ring is not None
     for seed, L in enumerate((*[1] * 5, 4, 1)):
-        _agree(layers, L, seed, rows=rows)
+        agree(layers, L, seed, rows=rows)
     _same_numbers(*layers, rows=rows)
 
 
-def test_rows_that_are_left_out_free_their_memory():
+@pytest.mark.parametrize("name", ["cca", "recall"])
+def test_rows_that_are_left_out_free_their_memory(name):
     """At once, before the next step: a prepared one does not keep the old buffers."""
-    layer = CondensedLayer(METHODS["cca"])
+    layer = CondensedLayer(EITHER[name])
     for L in (20, 1):
-        _read(layer, _qkv(L))
+        read_by(layer, draw_tokens(L))
     old = [weakref.ref(x) for x in layer._ring.buffers]
     layer.batch_select_indices(torch.tensor([1], device=DEVICE))
     assert [x() for x in old] == [None] * len(old)
 
 
-def test_latents_are_stepped_over_and_read():
+def test_latents_are_stepped_over_andread_by():
     """Values of width 0, absorbed queries; the past that comes back is that of the latents."""
     latent, D = 32, 48
     method = METHODS["lca"]
-    layers = _pair(method)
+    layers = pair(method)
     for seed, L in enumerate((17, *[1] * 8, 3, *[1] * 12)):
         generator = torch.Generator().manual_seed(seed)
         q, k = (torch.randn(B, heads, L, D, generator=generator).to(DEVICE) for heads in (4, 1))
@@ -207,7 +242,7 @@ def test_latents_are_stepped_over_and_read():
             context = layer.read(k, k[..., :0], read_request(q, scale=SCALE, latent_width=latent))
             latents = tuple(Source(k, k[..., :latent], bias) for k, _, bias in context.sources)
             outs.append(attend_to(context._replace(sources=latents), q, scale=SCALE, backend="torch")[0])
-        _close(*outs)
+        close(*outs)
         _same_numbers(*layers)
     assert layers[0]._ring is not None
 
@@ -241,14 +276,14 @@ def started(monkeypatch):
 def test_a_step_allocates_and_starts_kernels(method, started):
     """But for the steps that make room, which pad; nothing is put together, looked at or made anew."""
     layer = CondensedLayer(method)
-    _read(layer, _qkv(50))
-    _read(layer, _qkv(1))
+    read_by(layer, draw_tokens(50))
+    read_by(layer, draw_tokens(1))
     made_room = 0
     started.clear()
     for i in range(20 if DEVICE == "cuda" else 12):
-        new, before = _qkv(1, i), layer._ring.buffers
+        new, before = draw_tokens(1, i), layer._ring.buffers
         with Counting() as counting:
-            _read(layer, new)
+            read_by(layer, new)
         assert counting.names[-3:] == ["aten.empty.memory_format"] * 3
         if layer._ring.buffers is not before:
             made_room += 1
@@ -265,10 +300,10 @@ def test_a_step_allocates_and_starts_kernels(method, started):
 def test_room_to_spare_is_bounded(name):
     """The buffers against what a past of its own takes: at most 16 slots and one in 32 more, and the slack."""
     method = METHODS[name]
-    layer, plain = _pair(method)
+    layer, plain = pair(method)
     for i, L in enumerate((3, *[1] * (45 if DEVICE == "cuda" else 24))):
         for each in (layer, plain):
-            _read(each, _qkv(L, i))
+            read_by(each, draw_tokens(L, i))
         if i == 0:
             continue
         past, state = plain.state, layer._ring.buffers
@@ -297,84 +332,86 @@ def test_a_past_is_its_own():
     """Steps that overwrite entries after a crop do not change what was looked at before."""
     layer = CondensedLayer(METHODS["cca"])
     for L in (30, 1, 1):
-        _read(layer, _qkv(L, L))
+        read_by(layer, draw_tokens(L, L))
     before = layer.state
     kept = [x.clone() for x in before.tensors]
     layer.crop(-10)
     for i in range(10):
-        _read(layer, _qkv(1, 50 + i))
+        read_by(layer, draw_tokens(1, 50 + i))
     assert all(torch.equal(x, y) for x, y in zip(before.tensors, kept, strict=True))
 
 
 def test_reset_in_the_middle_of_steps():
-    layers = _pair(METHODS["dga-prompt"])
+    layers = pair(METHODS["dga-prompt"])
     for L in (20, 1, 1):
-        _agree(layers, L, L)
+        agree(layers, L, L)
     for layer in layers:
         layer.reset()
         assert layer.state is None
         assert layer.keys is None
     for L in (11, 1, 1, 1):
-        _agree(layers, L, L)
+        agree(layers, L, L)
     assert cache_nbytes(_cache_of(layers[0])) > 0
 
 
-def test_a_copy_goes_its_own_way():
-    layers = _pair(METHODS["lca"])
+@pytest.mark.parametrize("name", ["lca", "recall-host"])
+def test_a_copy_goes_its_own_way(name):
+    layers = pair(EITHER[name])
     for L in (20, 1):
-        _agree(layers, L, L)
+        agree(layers, L, L)
     twins = copy.deepcopy(layers)
-    for i in range(5):
-        _agree(twins, 1, i)
-    for i in range(5):
-        _agree(layers, 1, 50 + i)
+    assert twins[0]._ring._prepared is None
+    for i in range(3):
+        agree(twins, 1, i)
+    for i in range(3):
+        agree(layers, 1, 50 + i)
 
 
 def test_tokens_that_are_laid_out_in_turn_in_several_ways(started):
     """A step is prepared for one way; for another it is prepared anew."""
-    layers = _pair(METHODS["lca"])
-    _agree(layers, 20, 0)
+    layers = pair(METHODS["lca"])
+    agree(layers, 20, 0)
     for i in range(8):
-        q, k, v = _qkv(1, i)
+        q, k, v = draw_tokens(1, i)
         wide = [torch.cat([x, x], dim=3)[..., :D] for x in (q, k, v)]
         shifted = [torch.cat([x.flatten()[:1], x.flatten()])[1:].view_as(x) for x in (q, k, v)]
         counts = torch.tensor([1, 1 if i == 3 else 0])
         plain = ((q, k, v), wide, shifted, (shifted[0], k, v), (q, shifted[1], v))
         for new, real in (*((x, None) for x in plain), ((q, wide[1], v), counts)):
             # PyTorch's fused attention reads 16 bytes at once, wherever its tensors begin
-            outs = [_read(layers[0], new, real), _read(layers[1], [x.clone() for x in new], real)]
+            outs = [read_by(layers[0], new, real), read_by(layers[1], [x.clone() for x in new], real)]
             rows = slice(B if real is None else int(real.sum()))
-            _close(*(x[rows] for x in outs))
+            close(*(x[rows] for x in outs))
     _same_numbers(*layers)
     assert layers[0]._ring is not None
     assert started
 
 
 def test_a_past_made_in_inference_mode_goes_on_outside():
-    layers = _pair(METHODS["lca"])
+    layers = pair(METHODS["lca"])
     with torch.inference_mode():
         for L in (20, 1, 1):
-            _agree(layers, L, L)
+            agree(layers, L, L)
     for i in range(5):
-        _agree(layers, 1, i)
+        agree(layers, 1, i)
     assert layers[0]._ring is not None
     with torch.inference_mode():
-        _agree(layers, 1, 10)
+        agree(layers, 1, 10)
 
 
 def test_another_dtype_is_refused():
-    layers = _pair(METHODS["cca"])
+    layers = pair(METHODS["cca"])
     for L in (20, 1):
-        _agree(layers, L, L)
-    wide = [x.double() for x in _qkv(1)]
+        agree(layers, L, L)
+    wide = [x.double() for x in draw_tokens(1)]
     assert not layers[0].can_step(*wide[1:])
     with pytest.raises(ValueError, match=r"wanted torch.float32, .* got torch.float64; .* autocast"):
-        _read(layers[0], wide)
-    _agree(layers, 1, 2)
+        read_by(layers[0], wide)
+    agree(layers, 1, 2)
 
 
 def test_a_first_token_is_a_prompt(method):
-    layers = _pair(method)
-    assert not layers[0].can_step(*_qkv(1)[1:])
+    layers = pair(method)
+    assert not layers[0].can_step(*draw_tokens(1)[1:])
     for i in range(14):
-        _agree(layers, 1, i)
+        agree(layers, 1, i)

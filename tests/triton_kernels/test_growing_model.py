@@ -7,10 +7,10 @@ import pytest
 import torch
 from models import tiny
 from transformers import DynamicCache
-from triton_kernels.test_growing_layer import DEVICE, Reading
+from triton_kernels.test_growing_layer import DEVICE, Reading, stepping  # noqa: F401
 
 import condense
-from condense.caches import CondensedLayer, growing, ring
+from condense.caches import CondensedLayer
 from condense.models import layers
 
 PAIRS = {
@@ -45,13 +45,6 @@ def _condensed(name, method):
 @pytest.fixture(params=PAIRS.values(), ids=PAIRS)
 def model(request):
     return _condensed(*request.param)
-
-
-@pytest.fixture(autouse=True)
-def stepping(monkeypatch):
-    if DEVICE == "cpu":
-        for module in (growing, ring):
-            monkeypatch.setattr(module, "step_backend", lambda *args, **kwargs: "triton")
 
 
 def _generate(model, ids, **kwargs):

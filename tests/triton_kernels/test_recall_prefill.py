@@ -160,16 +160,8 @@ class Problem:
         entries, store, window = (Source(k, v) for k, v in zip(keys[::2], keys[1::2], strict=True))
         bias = biases[0] if biases else self.case.bias
         sources = RecallSources(entries._replace(bias=bias), store, window, self.spans)
-        out, lse = attend_recall(
-            q,
-            sources,
-            choice,
-            scale=self.scale,
-            unchosen=self.case.unchosen,
-            backend=backend,
-            return_lse=True,
-            **kwargs,
-        )
+        settings = {"scale": self.scale, "unchosen": self.case.unchosen, "backend": backend, "return_lse": True}
+        out, lse = attend_recall(q, sources, choice, **settings, **kwargs)
         return out, torch.where(lse == -math.inf, 0.0, lse)
 
     def leaves(self, dtype=None):
@@ -236,25 +228,20 @@ def test_widths(widths, chosen):
     compare(Case((2, 1), L=700 if CUDA else 21, widths=widths, dtype=dtype), chosen)
 
 
-def test_many_groups_are_chosen_from_the_best_cells(chosen):
-    """More cells of groups than groups to open, ties of whole cells included: their lower groups are opened."""
-    case = Case((2, 1), IndexSettings(1, 1, 16), L=9, start=140, window=2, r=4)
-    problem = Problem(case)
-    problem.inputs[3][:, :, 20:100] = problem.inputs[3][:, :, 20:21].clone()
+@pytest.mark.parametrize(
+    ("L", "start", "r", "equal"), [(9, 140, 4, (20, 100)), (5, 80, 5, (0, 83))], ids=["cells", "all"]
+)
+def test_of_equal_scores_the_lower_groups_are_opened(chosen, L, start, r, equal):
+    """Of ties of whole cells of groups, where there are more cells than groups to open, and where all are equal."""
+    case = Case((2, 1), IndexSettings(1, 1, 16), L=L, start=start, window=2, r=r)
+    problem, (first, last) = Problem(case), equal
+    problem.inputs[3][:, :, first:last] = problem.inputs[3][:, :, first : first + 1].clone()
     problem.index = build_index(problem.inputs[3].unflatten(2, (-1, 1)), case.index)
     with torch.no_grad():
         problem.attend(problem.inputs, problem.choice(), "triton")
-    problem.check_choice(problem.opened(chosen[0]))
-
-
-def test_equal_scores_open_the_lower_groups(chosen):
-    case = Case((1, 1), IndexSettings(1, 1, 16), L=5, start=80, window=2, r=5)
-    problem = Problem(case)
-    problem.inputs[3][:] = problem.inputs[3][:, :, :1].clone()
-    problem.index = build_index(problem.inputs[3].unflatten(2, (-1, 1)), case.index)
-    with torch.no_grad():
-        problem.attend(problem.inputs, problem.choice(), "triton")
-    assert bool(problem.opened(chosen[0])[..., :5].all())
+    opened = problem.opened(chosen[0])
+    problem.check_choice(opened)
+    assert last < start or bool(opened[..., :r].all())
 
 
 def test_blocks_of_queries_change_nothing(chosen, monkeypatch):
@@ -296,20 +283,14 @@ def test_copies_of_wide_queries_take_of_the_scratch_memory(monkeypatch):
     assert limit / 2 < max(sizes) <= limit
 
 
-@pytest.mark.parametrize("r", [0, 100])
-@pytest.mark.parametrize("unchosen", ["pool", "drop"])
-def test_no_group_and_every_group(r, unchosen):
-    problem = Problem(Case((2, 1), L=21, unchosen=unchosen))
+LIMITS = [(5, 0, "pool"), (5, 0, "drop"), (5, 100, "pool"), (5, 100, "drop"), (30, 3, "pool")]
+
+
+@pytest.mark.parametrize(("window", "r", "unchosen"), LIMITS)
+def test_no_group_every_group_and_a_prompt_in_which_nothing_closes(window, r, unchosen):
+    problem = Problem(Case((2, 1), L=21, window=window, unchosen=unchosen))
     with torch.no_grad():
         got, want = (problem.attend(problem.inputs, problem.choice(r), x) for x in ("triton", "reference"))
-    for x, y in zip(got, want, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
-
-
-def test_a_prompt_in_which_nothing_closes():
-    problem = Problem(Case((2, 1), L=21, window=30))
-    with torch.no_grad():
-        got, want = (problem.attend(problem.inputs, problem.choice(), x) for x in ("triton", "reference"))
     for x, y in zip(got, want, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
