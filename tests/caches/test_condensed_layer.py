@@ -182,13 +182,13 @@ CHANGES = {
 
 @pytest.mark.parametrize(("change", "rows"), CHANGES.values(), ids=CHANGES.keys())
 def test_rows_follow(method, change, rows):
-    layer, read = _ragged(method)
+    layer, past = _ragged(method)
     change(layer)
     new = draw(14, seed=8, rows=len(rows))  # past more group boundaries, in two steps
     out = torch.cat([read(layer, columns(new, 0, 7)), read(layer, columns(new, 7, 14))], dim=2)
     for i, row in enumerate(rows):
         mine = [x[i : i + 1] for x in new]
-        assert_close(out[i : i + 1], _full(method, read[row], mine)[:, :, -14:], rtol=0, atol=1e-12)
+        assert_close(out[i : i + 1], _full(method, past[row], mine)[:, :, -14:], rtol=0, atol=1e-12)
 
 
 def test_rows_of_an_empty_layer():
