@@ -201,6 +201,7 @@ def test_more_groups_than_kernels_choose_from_are_refused_before_memory_is_taken
 FEW = {
     "bounds": METHOD,
     "bounds-4": condense.Recall(group_size=6, window=9, num_recall=2, index_bits=4, index_size=2),
+    "g-1": condense.Recall(group_size=1, window=3, index_size=1, index_bits=16, num_recall=5),
     "no-window": condense.Recall(group_size=3, window=0, num_recall=2, index_size=1),
 }
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from layers import draw, read
 from models import tiny
+from oracles import cases
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,34 +21,25 @@ from condense.caches.buffers import Room, with_room
 from condense.ops.tensors.per_row import as_rows
 from condense.state import first_entries, most_entries, num_entries
 
-METHODS = tiny.METHODS | {
-    "wide-groups": condense.CCA(group_size=7, window=5, summary="streaming", num_summary_queries=9),
-    "g-1": condense.LCA(group_size=1, window=3),
-    "no-window-streaming": condense.LCA(group_size=5, window=0),
-    "entries-4": condense.CCA(group_size=4, window=5, rep_bias="log_size", entry_bits=4),
-    "prompt": condense.CCA(group_size=4, window=6, summary="prompt"),
-    "bounds": condense.Recall(group_size=4, window=6, num_recall=3),
-    "bounds-16-drop": condense.Recall(group_size=4, window=5, num_recall=3, index_bits=16, unchosen="drop"),
-    "bounds-4": condense.Recall(group_size=6, window=9, num_recall=2, index_bits=4, index_size=2),
-    "three-blocks": condense.Recall(group_size=6, window=3, num_recall=1, index_size=2, rep_bias="none"),
-    "recall-no-window": condense.Recall(group_size=3, window=0, num_recall=2, index_size=1),
-    "recall-g-1": condense.Recall(group_size=1, window=4, num_recall=5),
-    "none-open": condense.Recall(group_size=4, window=6, num_recall=0),
-    "recall-matched": condense.Recall(
-        group_size=4, window=6, num_recall=3, value_pooling="weighted", rep_bias="matched"
-    ),
-    "cca-matched": condense.CCA(group_size=4, window=5, rep_bias="matched"),
-    "dga-matched": condense.DGA(group_size=3, window=4, gamma=0.5, summary="streaming", rep_bias="matched"),
-    "store-8": condense.Recall(group_size=4, window=6, num_recall=3, store_bits=8),
-    "recall-entries-4": condense.Recall(group_size=4, window=6, num_recall=3, entry_bits=4),
-    "a-fifth": condense.Recall(group_size=4, window=6, num_recall=0.2),
-    "all-open": condense.Recall(group_size=4, window=6, num_recall=999),
-    "select": tiny.SELECT,
-    "select-random": tiny.SELECT.replace(focal="random", window=0),
-    "select-streaming": tiny.SELECT.replace(summary="streaming", complementary=False, gamma=0.5),
-    "select-no-focal": tiny.SELECT.replace(gamma=0, min_focal=0, rep_bias="none"),
-    "select-all": tiny.SELECT.replace(min_focal=1024),
-}
+METHODS = (
+    tiny.METHODS
+    | cases.RECALLS
+    | {
+        "wide-groups": condense.CCA(group_size=7, window=5, summary="streaming", num_summary_queries=9),
+        "g-1": condense.LCA(group_size=1, window=3),
+        "no-window-streaming": condense.LCA(group_size=5, window=0),
+        "entries-4": condense.CCA(group_size=4, window=5, rep_bias="log_size", entry_bits=4),
+        "prompt": condense.CCA(group_size=4, window=6, summary="prompt"),
+        "bounds-4": condense.Recall(group_size=6, window=9, num_recall=2, index_bits=4, index_size=2),
+        "cca-matched": condense.CCA(group_size=4, window=5, rep_bias="matched"),
+        "dga-matched": condense.DGA(group_size=3, window=4, gamma=0.5, summary="streaming", rep_bias="matched"),
+        "select": tiny.SELECT,
+        "select-random": tiny.SELECT.replace(focal="random", window=0),
+        "select-streaming": tiny.SELECT.replace(summary="streaming", complementary=False, gamma=0.5),
+        "select-no-focal": tiny.SELECT.replace(gamma=0, min_focal=0, rep_bias="none"),
+        "select-all": tiny.SELECT.replace(min_focal=1024),
+    }
+)
 B, K, D = 3, 2, 6
 SCALE = 0.7
 EXACT = {"rtol": 0, "atol": 1e-12}

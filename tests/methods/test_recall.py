@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from grids import grid
 from methods import test_parity as parity
-from oracles import latent_oracle, oracle
+from oracles import cases, latent_oracle, oracle
 from test_latent import read_in_steps
 
 import condense
@@ -11,20 +12,7 @@ from condense import Recall
 from condense.latent import UpProjection
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
-METHODS = {
-    "bounds": Recall(group_size=4, window=6, num_recall=2, index_bits=16),
-    "bounds-8": Recall(group_size=4, window=6, num_recall=2),
-    "drop": Recall(group_size=4, window=5, num_recall=3, unchosen="drop"),
-    "three-blocks": Recall(group_size=6, window=3, num_recall=1, index_size=2, rep_bias="none"),
-    "window0": Recall(group_size=3, window=0, num_recall=2, index_size=1),
-    "g1": Recall(group_size=1, window=4, num_recall=5),
-    "weighted": Recall(group_size=4, window=6, num_recall=2, key_pooling="weighted", value_pooling="weighted"),
-    "matched": Recall(group_size=4, window=5, num_recall=2, rep_bias="matched"),
-    "matched-select": Recall(group_size=3, window=0, num_recall=1, key_pooling="select", rep_bias="matched"),
-    "store-8": Recall(group_size=4, window=6, num_recall=2, store_bits=8),
-    "entries-4": Recall(group_size=4, window=6, num_recall=2, entry_bits=4),
-    "a-quarter": Recall(group_size=4, window=6, num_recall=0.25),
-}
+METHODS = cases.RECALLS
 # two numbers share a byte, so keys have an even width
 EVEN = METHODS | {"bounds-4": Recall(group_size=4, window=5, num_recall=3, index_bits=4, store_bits=4)}
 
@@ -41,8 +29,7 @@ def test_all_groups_open_is_dense_attention(backend, ratio):
         torch.testing.assert_close(x, y, **EXACT)
 
 
-@pytest.mark.parametrize("steps", parity.RAGGED.values(), ids=parity.RAGGED)
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@grid(60, method=METHODS, steps=parity.RAGGED)
 def test_any_chunks_and_padding_give_what_whole_rows_give(method, steps):
     lengths = [sum(counts) for counts in zip(*steps, strict=True)]
     data = parity.rows(lengths)
@@ -116,9 +103,7 @@ def test_stored_latents_in_fewer_bits_are_read_alike(bits):
     torch.testing.assert_close(absorbed, expanded, **EXACT)
 
 
-def test_settings_survive_and_bad_ones_are_refused():
-    method = EVEN["bounds-4"]
-    assert condense.Method.parse(method.to_dict()) == method
+def test_bad_settings_are_refused():
     for fields, message in (
         ({"num_recall": -1}, "num_recall must be an integer >= 0, got -1"),
         ({"num_recall": 2.5}, "num_recall must be an integer >= 0, or a share of the groups between 0 and 1, got 2.5"),

@@ -11,7 +11,7 @@ from oracles import cases
 from condense import CCA, DGA, LCA, Dense, LMInfinite, Method, Recall, StreamingLLM
 from condense.config import field_names, method_class, method_from_dict, method_names
 
-METHODS = cases.PLANS | cases.PROMPTS | cases.SELECTIONS | cases.GRID
+METHODS = cases.PLANS | cases.PROMPTS | cases.SELECTIONS | cases.GRID | cases.RECALLS
 
 
 @pytest.mark.parametrize(

@@ -143,20 +143,6 @@ def test_low_precision_keeps_the_rounding_of_the_growing_path(name, dtype):
         assert float((take(method, state, new) - want).abs().max()) <= limit
 
 
-def test_a_step_too_many_stays_inside():
-    """A compiled step cannot look how full the buffers are: what has no room is dropped, the rest stands."""
-    method = condense.CCA(group_size=2, window=3)
-    qkv = oracle.random_qkv(B, H, K, 60, D, DV)
-    state, larger = empty_state(method, 20), empty_state(method, 60)
-    for i in range(60):
-        out = take(method, state, columns(qkv, i, i + 1))
-        want = take(method, larger, columns(qkv, i, i + 1))
-        assert bool(out.isfinite().all())
-        if i < 20:
-            torch.testing.assert_close(out, want, **EXACT)
-    assert torch.equal(state.entries_k, larger.entries_k[:, :, : state.entries_k.shape[2]])
-
-
 def test_one_graph_for_all_steps(method):
     counter = CompileCounterWithBackend("eager")
     torch._dynamo.reset()
@@ -178,27 +164,21 @@ def test_one_graph_for_all_steps(method):
     assert counter.frame_count == 1
 
 
-def test_groups_beyond_the_capacity_are_never_seen():
-    method, qkv = RECALLS["bounds-16"], oracle.random_qkv(B, H, K, 60, D, DV)
-    state, before = empty_state(method, 60, entries=3), None
+FULL = {"tokens": (condense.CCA(group_size=2, window=3), 20, None), "groups": (RECALLS["bounds-16"], 60, 3)}
+
+
+@pytest.mark.parametrize(("method", "length", "entries"), FULL.values(), ids=FULL)
+def test_a_step_too_many_stays_inside(method, length, entries):
+    """A compiled step cannot look how full the buffers are: what has no room is dropped, the rest stands."""
+    qkv, settings = oracle.random_qkv(B, H, K, 60, D, DV), step_settings(method)
+    state, larger = empty_state(method, length, entries=entries), empty_state(method, 60)
     for t in range(60):
-        out = take(method, state, token_at(qkv, t))
-        if t == 20:
-            before = [x.clone() for x in state.entries(step_settings(method))]
-    assert all(torch.equal(x, y) for x, y in zip(before, state.entries(step_settings(method)), strict=True))
-    assert bool(out.isfinite().all())
-
-
-@pytest.mark.parametrize("name", ["bounds-8", "g-1-opened"])
-def test_latents(name):
-    """Values are the first columns of the keys, one KV head for all query heads."""
-    method, (q, k, _) = RECALLS[name], oracle.random_qkv(B, H, 1, 80, D, DV)
-    want = condense.attention(q, k, k[..., :4], method=method, scale=SCALE, backend="reference")
-    state, out = empty(step_settings(method), 80, 1, (D, 0)), []
-    for t in range(80):
-        call = call_of(step_settings(method), state, token_at((q, k, k[..., :0]), t), scale=SCALE, latent=4)
-        out.append(decode_step(call, own_of(method, B, state, 4), backend="torch"))
-    torch.testing.assert_close(torch.cat(out, dim=2), want, **EXACT)
+        out, want = (take(method, each, token_at(qkv, t)) for each in (state, larger))
+        assert bool(out.isfinite().all())
+        if t < 20:  # until then there is room for all
+            torch.testing.assert_close(out, want, **EXACT)
+    for x, y in zip(state.entries(settings), larger.entries(settings), strict=True):
+        assert torch.equal(x, y[:, :, : x.shape[2]])
 
 
 @pytest.mark.parametrize("name", ["bounds-8", "bounds-4", "g-1-opened", "none-open", "all-open"])
@@ -268,14 +248,6 @@ def test_pooling_says_what_represent_does(method, pooling):
     scores = condense.ops.group_scores(summary.double(), k, scale=0.5)
     want = (condense.ops.pool(x, scores, how=how) for x, how in zip((k, v), pooling, strict=True))
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
-
-
-def test_plan():
-    plan = step_settings(condense.LCA(group_size=8, window=5, rep_bias="log_size"))
-    assert plan.bias == pytest.approx(torch.tensor(8.0).double().log().item(), abs=1e-15)
-    assert (plan.summary_delay, plan.num_summary, plan.key_pooling, plan.value_pooling) == (5, 8, "select", "weighted")
-    assert plan.rule == condense.LCA(group_size=8, window=5).layout.rule
-    assert step_settings(condense.CCA()).bias == 0.0
 
 
 def test_plan_of_focal_chunks():

@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from condense.methods import CCA, DGA, LCA, Dense, LMInfinite, StreamingLLM
+from condense.methods import CCA, DGA, LCA, Dense, LMInfinite, Recall, StreamingLLM
 from oracles.oracle import random_qkv
 
 SUMMARIES = ("last", "streaming", "prompt")
@@ -68,6 +68,26 @@ SELECTIONS = {
     ),
     "select-all": DGA(group_size=4, selection="prompt", rep_bias="log_size"),
     "select-gamma1": DGA(group_size=4, gamma=1, min_focal=0, selection="prompt"),
+}
+
+RECALL = Recall(group_size=4, window=6, num_recall=2)
+RECALLS = {
+    "bounds": RECALL.replace(index_bits=16),
+    "bounds-8": RECALL,
+    "drop": RECALL.replace(window=5, num_recall=3, unchosen="drop"),
+    "drop-16": RECALL.replace(window=5, num_recall=3, index_bits=16, unchosen="drop"),
+    "three-blocks": Recall(group_size=6, window=3, num_recall=1, index_size=2, rep_bias="none"),
+    "window0": Recall(group_size=3, window=0, num_recall=2, index_size=1),
+    "g1": Recall(group_size=1, window=4, num_recall=5),
+    "weighted": RECALL.replace(key_pooling="weighted", value_pooling="weighted"),
+    "matched": RECALL.replace(window=5, rep_bias="matched"),
+    "matched-select": Recall(group_size=3, window=0, num_recall=1, key_pooling="select", rep_bias="matched"),
+    "matched-weighted-values": RECALL.replace(num_recall=3, value_pooling="weighted", rep_bias="matched"),
+    "store-8": RECALL.replace(store_bits=8),
+    "entries-4": RECALL.replace(entry_bits=4),
+    "a-quarter": RECALL.replace(num_recall=0.25),
+    "none-open": RECALL.replace(num_recall=0),
+    "all-open": RECALL.replace(num_recall=999),
 }
 
 GRID = {
