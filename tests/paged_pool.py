@@ -10,19 +10,31 @@ from oracles import oracle
 
 import condense
 from condense.ops.paged import NewTokens, PagedState, Pages, read_paged
+from condense.serving.blocks import ServedLayer, page_sizes
 from condense.serving.plan import serving_plan
 
 NULL = 0  # a page that belongs to no request
 
 
 class Pool:
-    """Pages of one layer. Every page is given to one request and one kind; a page that is given back becomes NaN."""
+    """Pages of one layer in blocks of bytes. Every block is given to one request and one kind; what no request has
+    written is 255 in every byte: NaN as a number.
+    """
 
-    def __init__(self, method, heads, num_pages=400, dtype=torch.float64, device="cpu", seed=0):
-        self.method, self.plan = method, serving_plan(method)
+    def __init__(self, method, heads, num_pages=400, dtype=torch.float64, device="cpu", seed=0, sizes=None):
+        self.method, self.plan, self.dtype = method, serving_plan(method), dtype
         self.kv_heads, self.width, self.value_width = heads
-        shape = (num_pages, self.kv_heads, self.plan.slots, self.width + self.value_width)
-        self.cache = torch.full(shape, float("nan"), dtype=dtype, device=device)
+        layer = ServedLayer(self.plan, self.kv_heads, heads[1:], dtype)
+        self.far, self.near = sizes or page_sizes([layer])
+        # slots of a page and bytes of a slot
+        self.kinds = {
+            "window": (self.near, layer.token_bytes),
+            "entries": (self.plan.entry_slots(self.far), layer.slot_bytes),
+            "ring": (self.plan.ring_slots, self.width * dtype.itemsize),
+        }
+        largest = max(slots * self.kv_heads * nbytes for slots, nbytes in self.kinds.values())
+        # some bytes more: pages need not be neighbours
+        self.cache = torch.full((num_pages, -(-largest // 16) * 16 + 64), 255, dtype=torch.uint8, device=device)
         self.free = list(range(1, num_pages))
         random.Random(seed).shuffle(self.free)
         self.requests = []
@@ -39,17 +51,27 @@ class Pool:
         return self.free.pop()
 
     def give_back(self, page):
-        self.cache[page] = float("nan")
+        self.cache[page] = 255
         self.free.append(page)
 
-    def state(self, requests):
-        def pages(tables):
-            width = max(map(len, tables))
-            rows = [table + [NULL] * (width - len(table)) for table in tables]
-            return Pages(self.cache, torch.tensor(rows, dtype=torch.int32, device=self.cache.device))
+    def pages(self, kind, tables):
+        """Pages of one kind in the blocks of these tables."""
+        slots, nbytes = self.kinds[kind]
+        strides = (self.cache.stride(0), slots * nbytes, nbytes, 1)
+        view = self.cache.as_strided((len(self.cache), self.kv_heads, slots, nbytes), strides)
+        return Pages(view, self.table(tables))
 
-        ring = pages([r.ring for r in requests]) if self.plan.has_ring else None
-        return PagedState(pages([r.window for r in requests]), pages([r.entries for r in requests]), ring)
+    def table(self, tables):
+        """The tables of requests as a tensor."""
+        width = max(map(len, tables))
+        rows = [table + [NULL] * (width - len(table)) for table in tables]
+        return torch.tensor(rows, dtype=torch.int32, device=self.cache.device)
+
+    def state(self, requests):
+        window, entries, ring = (self.pages(kind, [getattr(r, kind) for r in requests]) for kind in self.kinds)
+        if not self.plan.has_records:
+            entries = entries.view(self.dtype)
+        return PagedState(window.view(self.dtype), entries, ring.view(self.dtype) if self.plan.ring_slots else None)
 
     def read(self, chunks, **options):
         """Reads ``[(request, qkv of its new tokens [., heads, width])]`` in one step; outputs, one per request."""
@@ -78,25 +100,25 @@ class Request:
     def __init__(self, pool, length):
         self.pool, self.seen, self.length = pool, 0, length
         self.window, self.entries, self.shared = [], [], 0
-        self.ring = [pool.take()] if pool.plan.has_ring else []
+        self.ring = [pool.take()] if pool.plan.ring_slots else []
 
     def share(self, other, tokens):
-        assert tokens % self.pool.plan.tokens_per_page == 0
+        assert tokens % self.pool.far == 0
         self.seen, self.shared = tokens, tokens
-        self.entries = other.entries[: tokens // self.pool.plan.tokens_per_page]
-        self.window = other.window[: tokens // self.pool.plan.slots]
+        self.entries = other.entries[: tokens // self.pool.far]
+        self.window = other.window[: tokens // self.pool.near]
 
     def reserve(self, stop):
         """Takes pages for tokens up to ``stop``."""
-        while len(self.window) * self.pool.plan.slots < stop:
+        while len(self.window) * self.pool.near < stop:
             self.window.append(self.pool.take())
-        while len(self.entries) * self.pool.plan.tokens_per_page < stop:
+        while len(self.entries) * self.pool.far < stop:
             self.entries.append(self.pool.take())
 
     def prepare(self, num_new):
         """Gives back window pages that no later token needs, then takes pages for the new tokens."""
-        plan, stop = self.pool.plan, self.seen + num_new
-        for i in range(self.shared // plan.slots, max(0, self.seen - plan.kept_tokens + 1) // plan.slots):
+        near, stop = self.pool.near, self.seen + num_new
+        for i in range(self.shared // near, max(0, self.seen - self.pool.plan.kept_tokens + 1) // near):
             if self.window[i] != NULL:
                 self.pool.give_back(self.window[i])
                 self.window[i] = NULL
@@ -105,9 +127,9 @@ class Request:
 
 def complete_a_prefix(pool, num_new, heads, tolerance, *, scale, backend):
     """A request completes a prefix by a single token; in the same step another goes on with ``num_new`` tokens."""
-    prefix = pool.plan.tokens_per_page * (1 + 64 // pool.plan.tokens_per_page)
+    prefix = pool.far * (1 + 64 // pool.far)
     sizes = (heads, pool.kv_heads, prefix + num_new, pool.width, pool.value_width)
-    qkv = [x[0].transpose(0, 1).to(pool.cache) for x in oracle.random_qkv(1, *sizes)]
+    qkv = [x[0].transpose(0, 1).to(pool.cache.device, pool.dtype) for x in oracle.random_qkv(1, *sizes)]
     a = pool.add(prefix)
     pool.read([(a, [x[: prefix - 1] for x in qkv])], scale=scale, backend="torch")
     a.reserve(prefix)

@@ -11,7 +11,7 @@ import torch
 from paged_pool import Pool
 
 from condense.methods import step_settings
-from condense.ops.paged import Pages
+from condense.ops.paged import PagedState, Pages
 from condense.ops.step import record_format
 
 
@@ -32,13 +32,9 @@ class RecordPool(Pool):
         self.method, (K, D, Dv) = method, heads
         self.kv_heads, self.width, self.value_width = heads
         settings, g = paged_settings(method), method.group_size
-        self.plan = SimpleNamespace(
-            settings=settings,
-            slots=slots,
-            tokens_per_page=per_page * g,
-            kept_tokens=method.window + g,
-            has_ring=settings.num_summary > 1,
-        )
+        self.near, self.far, self.dtype = slots, per_page * g, dtype
+        ring_slots = slots if settings.num_summary > 1 else 0
+        self.plan = SimpleNamespace(settings=settings, kept_tokens=method.window + g, ring_slots=ring_slots)
         self.form, self.fill = record_format(settings, (D, Dv), dtype), fill
         row, record = (D + Dv) * dtype.itemsize, self.form.nbytes
         self.block = block or -(-max(K * slots * row, K * per_page * record) // 16) * 16 + 4096
@@ -67,8 +63,11 @@ class RecordPool(Pool):
 
     def state(self, requests):
         """The ring's pages, of mean queries, are those of tokens."""
-        state = super().state(requests)
-        return state._replace(entries=Pages(self.records, state.entries.table))
+        window, entries, ring = (
+            self.table([getattr(r, kind) for r in requests]) for kind in ("window", "entries", "ring")
+        )
+        means = Pages(self.cache, ring) if self.plan.ring_slots else None
+        return PagedState(Pages(self.cache, window), Pages(self.records, entries), means)
 
     def kept(self, request):
         """The parts of the records of a request's complete groups, by name: ``[1, K, G, columns]``."""

@@ -99,7 +99,7 @@ def test_steps_have_the_bits_of_steps_in_buffers(method, dtype):
     """Rows of several lengths, 0 among them, in as much room: outputs and records are those of a step in rings."""
     lengths, steps, settings = (0, 43, 17), 40, step_settings(method)
     pool = RecordPool(method, (K, D, DV), dtype=dtype)
-    room = pool.plan.tokens_per_page * -(-(max(lengths) + steps) // pool.plan.tokens_per_page)
+    room = pool.far * -(-(max(lengths) + steps) // pool.far)
     # as many slots as in the rings that are gathered
     state = empty(
         settings, method.window + method.group_size, K, (D, DV), rows=3, dtype=dtype, entries=room // method.group_size
@@ -124,6 +124,19 @@ def test_steps_have_the_bits_of_steps_in_buffers(method, dtype):
             assert torch.equal(x[0, :, :n_rows], getattr(state, name)[n][:, :n_rows]), name
 
 
+def test_records_do_not_depend_on_how_tokens_come(method):
+    made = []
+    for chunk in (1, 7, 100):
+        pool = RecordPool(method, (K, D, DV), dtype=torch.float32)
+        request, qkv = pool.add(100), [x.float() for x in random_tokens(100)]
+        for i in range(0, 100, chunk):
+            pool.read([(request, cut(qkv, i, i + chunk))], scale=SCALE)
+        made.append(pool.kept(request))
+    for name, x in made[0].items():
+        assert torch.equal(x, made[1][name])
+        assert torch.equal(x, made[2][name])
+
+
 @pytest.mark.parametrize("new", [1, 9])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_prefix_that_a_single_token_completes_in_the_same_step(method, backend, new):
@@ -131,9 +144,9 @@ def test_a_prefix_that_a_single_token_completes_in_the_same_step(method, backend
 
 
 def test_a_shared_prefix_is_exact_and_never_written(method):
-    """Another request takes up the pages of a prefix and goes on with tokens of its own."""
+    """Another request takes up the pages of a prefix and goes on with its own tokens, as if it had read all itself."""
     pool = RecordPool(method, (K, D, DV))
-    prefix = pool.plan.tokens_per_page * (1 + 64 // pool.plan.tokens_per_page)
+    prefix = pool.far * (1 + 64 // pool.far)
     first, other = random_tokens(prefix + 30, 0), random_tokens(prefix + 50, 1)
     for mine, theirs in zip(other, first, strict=True):
         mine[:prefix] = theirs[:prefix]
@@ -147,6 +160,12 @@ def test_a_shared_prefix_is_exact_and_never_written(method):
     outs = [pool.read([(b, cut(other, i, i + 5))], scale=SCALE)[0] for i in range(prefix, prefix + 50, 5)]
     torch.testing.assert_close(torch.cat(outs), whole(other, method)[prefix:], **EXACT)
     assert torch.equal(blocks[shared], before)
+    alone = RecordPool(method, (K, D, DV))
+    cold = alone.add(prefix + 50)
+    pieces = [(0, prefix), *((i, i + 5) for i in range(prefix, prefix + 50, 5))]
+    read = [alone.read([(cold, cut(other, *piece))], scale=SCALE)[0] for piece in pieces]
+    assert all(map(torch.equal, outs, read[1:]))
+    assert all(torch.equal(x, alone.kept(cold)[name]) for name, x in pool.kept(b).items())
     rest = pool.read([(a, cut(first, prefix, prefix + 30))], scale=SCALE)[0]
     torch.testing.assert_close(rest, whole(first, method)[prefix:], **EXACT)
 
@@ -163,7 +182,9 @@ def test_unused_places_write_nothing():
     q, k, v = (torch.cat([torch.full_like(x[:1], torch.nan), x[39:]]) for x in tokens)
     out, seen = torch.full((2, H, DV), torch.nan, dtype=q.dtype), torch.tensor([0, 40], dtype=torch.int32)
     state, settings = pool.state([b, a]), pool.plan.settings
-    read_paged((q, k, v), state, NewTokens([0, 1, 2], [0, 40], seen, 2), settings, scale=SCALE, out=out)
+    read_paged(
+        (q, k, v), state, NewTokens([0, 1, 2], [0, 40], seen, 2), settings, scale=SCALE, out=out, backend="torch"
+    )
     torch.testing.assert_close(out[1:], whole(tokens, pool.method)[39:], **EXACT)
     assert bool((out[0] == 0).all())
     # what one token and the record that it completes take

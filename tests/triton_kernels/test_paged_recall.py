@@ -153,7 +153,7 @@ def test_places_left_empty():
     assert bool((out[0] == 0).all())
     assert bool(out[1].isfinite().all())
     changed = (pool.bytes != before).view(-1, pool.block).any(1).nonzero().flatten().tolist()
-    assert set(changed) <= {a.window[39 // pool.plan.slots], a.entries[39 // pool.plan.tokens_per_page]}
+    assert set(changed) <= {a.window[39 // pool.near], a.entries[39 // pool.far]}
 
 
 @pytest.mark.parametrize("new", [1, 5])

@@ -64,7 +64,9 @@ def read_paged(
     elif backend == "reference":
         out.copy_(reference.read_paged(q, k, v, state, new, settings, scale=scale))
         return
-    steps = new.num_steps if has_kernels or (settings.choice is not None and backend != "reference") else 0
+    # PyTorch's step reads all that a table has room for: a graph needs that, a CPU has none
+    by_torch = settings.choice is not None and (backend == "torch" or (backend == "auto" and q.is_cuda))
+    steps = new.num_steps if has_kernels or by_torch else 0
     if steps < len(new.seen) and q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError("requests that PyTorch reads one by one cannot be captured in a CUDA graph: capture steps")
     if steps == 0:

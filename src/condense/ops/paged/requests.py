@@ -88,11 +88,11 @@ class _Request:
         window_start = rule.closed(self.before + 1) * rule.chunk
         tokens = _load(self.state.window, self.row, window_start, self.seen)
         window, spans = Source(tokens[..., :D], tokens[..., D:]), RuleSpans(rule, self.before, window_start)
-        closed = rule.closed(self.seen)
-        rows = _load(self.state.entries, self.row, self._shift, self._shift + closed)
+        visible = rule.visible_entries(rule.closed(self.seen))
+        rows = _load(self.state.entries, self.row, self._shift, self._shift + visible)
         if not self.state.holds_records:
             entries = Source(rows[..., :D], rows[..., D:], self.settings.bias or None)
-        elif closed == 0:
+        elif visible == 0:
             entries = Source(*(x[:, :, :0] for x in window[:2]))
         else:
             parts = record_format(self.settings, self._widths, self.k.dtype).unpack(rows)

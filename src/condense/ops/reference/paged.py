@@ -50,7 +50,7 @@ def _attend(q: Tensor, row: int, t: int, state: PagedState, settings: StepSettin
     """Attention ``[H, Dv]`` of the query ``[H, D]`` at position t."""
     rule, shift = settings.rule, settings.summary_delay // settings.rule.chunk
     closed = rule.closed(t + 1)
-    entries = [_slot(state.entries, row, j + shift) for j in range(closed)]
+    entries = [_slot(state.entries, row, j + shift) for j in range(rule.visible_entries(closed))]
     window = [_slot(state.window, row, p) for p in range(closed * rule.chunk, t + 1)]
     like, D = state.window.cache[0, :, 0], q.shape[1]
     bias = settings.bias or None

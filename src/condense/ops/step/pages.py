@@ -29,6 +29,10 @@ class Pages(NamedTuple):
         """Slots of a page, N."""
         return self.cache.shape[2]
 
+    def view(self, dtype: torch.dtype) -> Pages:
+        """The same pages, their bytes read as numbers of another dtype."""
+        return Pages(self.cache.view(dtype), self.table)
+
     def first(self, count: int) -> Pages:
         """The pages of the first ``count`` requests."""
         return Pages(self.cache, self.table[:count])

@@ -27,6 +27,7 @@ from condense.ops.triton.paged_step_kernels import paged_attend_kernel, paged_jo
 # with so many pairs of request and KV head, or more, kernels do not start early: on an H200 with 8 KV heads, one and
 # two requests gain 3 % by an early start, 4 gain nothing, 6 and 8 lose 3 and 5 %
 EARLY_PAIRS = 32
+_NO_LIMIT = 2**31 - 1
 
 _store, _attend, _join = Launcher(paged_store_kernel), Launcher(paged_attend_kernel), Launcher(paged_join_kernel)
 
@@ -56,7 +57,7 @@ def store(
                 *_strides(ring),
                 *launch.store_numbers,
             ),
-            (launch.kind, state.ring is not None),
+            (launch.kind, 0 if state.ring is None else state.ring.slots),
             launch.store_options,
         )
 
@@ -97,14 +98,14 @@ def _strides(pages: Pages) -> tuple[int, ...]:
 
 
 class _Sizes(NamedTuple):
-    """Sizes of a step. capacity: slots of entries and window that a request may have."""
+    """Sizes of a step. N: slots of a page, of the window and of entries. capacity: slots that a request may have."""
 
     R: int
     H: int
     K: int
     D: int
     Dv: int
-    N: int
+    N: tuple[int, int]
     capacity: int
 
 
@@ -118,7 +119,7 @@ def _launch_of(q: Tensor, state: PagedState, settings: StepSettings, scale: floa
     assert settings.rule.window is not None
     entries = state.entries.table.shape[1] * state.entries.slots
     capacity = entries + settings.rule.window + settings.rule.chunk
-    sizes = _Sizes(R, H, K, D, Dv, state.window.slots, capacity)
+    sizes = _Sizes(R, H, K, D, Dv, (state.window.slots, state.entries.slots), capacity)
     return _launch(settings.number, scale, sizes, q.dtype, q.device)
 
 
@@ -154,14 +155,15 @@ def _launch(number: int, scale: float, sizes: _Sizes, dtype: torch.dtype, device
         D0, D1, V0, V1, False, settings.num_summary > 0, settings.key_pooling, settings.value_pooling,
         focal=0, tile=1, period=0, has_first=False, has_real=False, rows=rows, keys=keys,
         precision="ieee" if dtype == torch.float32 else "tf32",
-        early=early, joins=False, joined_rows=1, joined_parts=1, joined_columns=1, page=N,
+        early=early, joins=False, joined_rows=1, joined_parts=1, joined_columns=1, page=N[0], far_page=N[1],
     )  # fmt: skip
     assert rule.window is not None
+    max_chunks = _NO_LIMIT if rule.max_chunks is None else rule.max_chunks
     return _Launch(
         splits,
         (splits, row_tiles, R * K),
-        (K, heads, settings.num_summary, rule.chunk, settings.summary_delay, scale),
-        (K, heads, rule.chunk, rule.window, settings.summary_delay, scale * LOG2E, settings.bias * LOG2E),
+        (K, heads, settings.num_summary, rule.chunk, settings.summary_delay, max_chunks, scale),
+        (K, heads, rule.chunk, rule.window, settings.summary_delay, max_chunks, scale * LOG2E, settings.bias * LOG2E),
         kind,
         {"num_warps": 4, **starts_early},
         {"num_warps": warps, "num_stages": stages, **starts_early},

@@ -52,19 +52,22 @@ def _pages(ptr, table_ptr, request, head, strides, KIND: tl.constexpr):
 
 
 @triton.jit
-def _slot(pages, position, KIND: tl.constexpr):
-    """Offset of the row of one position."""
-    return page_row(pages.table, position, None, KIND.page, pages.s_page, pages.s_k)
+def _slot(pages, position, PAGE: tl.constexpr):
+    """Offset of the row of one position in pages of so many slots."""
+    return page_row(pages.table, position, None, PAGE, pages.s_page, pages.s_k)
 
 
 @triton.jit
 def paged_store_kernel(
     q_ptr, k_ptr, v_ptr, seen_ptr, window_ptr, window_table_ptr, entries_ptr, entries_table_ptr, ring_ptr,
     ring_table_ptr, s_qt, s_qh, s_kt, s_kh, s_vt, s_vh, s_wp, s_wh, s_wn, s_wt, s_ep, s_eh, s_en, s_et, s_rp, s_rh,
-    s_rn, s_rt, K, R, num_summary, chunk_size, summary_delay, scale,
-    KIND: tl.constexpr, HAS_RING: tl.constexpr,
+    s_rn, s_rt, K, R, num_summary, chunk_size, summary_delay, max_chunks, scale,
+    KIND: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """Store keys, values and mean queries in pages, and the entry of a group that is due; grid (K, R requests, 1)."""
+    """Store keys, values and mean queries in pages, and the entry of a group that is due; grid (K, R requests, 1).
+
+    RING: slots of a ring, 0 without one.
+    """
     if KIND.early:
         gdc_wait()
         # only now: what the next kernel reads before it waits must have been written before this one
@@ -76,27 +79,27 @@ def paged_store_kernel(
         entries = _pages(entries_ptr, entries_table_ptr, request, kvh, (s_ep, s_eh, s_en, s_et), KIND)
         k = load_row(k_ptr + request * s_kt + kvh * s_kh, KIND.D0, KIND.D1)
         v = load_row(v_ptr + request * s_vt + kvh * s_vh, KIND.V0, KIND.V1)
-        at = _slot(window, t, KIND)
+        at = _slot(window, t, KIND.page)
         store_row(window.k + at, k, KIND.D0, KIND.D1)
         store_row(window.v + at, v, KIND.V0, KIND.V1)
         # without a ring the newest query is all that a summary needs, and `past` is not read
-        past, mean = Queries(q_ptr, s_qh, KIND.page), k
+        past, mean = Queries(q_ptr, s_qh, RING), k
         if KIND.scored:
             mean = mean_query(Queries(q_ptr + request * s_qt + kvh * R * s_qh, s_qh, R), KIND.D0, KIND.D1)
-        if HAS_RING:
+        if RING > 0:
             page = tl.load(ring_table_ptr + request * s_rt).to(tl.int64)
-            past = Queries(ring_ptr + page * s_rp + kvh * s_rh, s_rn, KIND.page)
-            store_row(past.q + (t % KIND.page) * s_rn, mean, KIND.D0, KIND.D1)
+            past = Queries(ring_ptr + page * s_rp + kvh * s_rh, s_rn, RING)
+            store_row(past.q + (t % RING) * s_rn, mean, KIND.D0, KIND.D1)
         complete = t + 1 - summary_delay
-        if (complete > 0) & (complete % chunk_size == 0):
+        if (complete > 0) & (complete % chunk_size == 0) & (complete // chunk_size <= max_chunks):
             summary = [x.to(tl.float32) for x in mean]
-            if HAS_RING:
+            if RING > 0:
                 summary = summary_query(mean, past, t, num_summary, KIND.D0, KIND.D1)
             chunk = Chunk(complete - chunk_size, chunk_size, t, k, v)
             entry_k, entry_v = make_entries(entries, window, chunk, summary, summary, 0, True, scale, KIND)
             # an entry stands in slot `t // chunk_size` of the token t that completes its summary:
             # `condense.serving.plan`
-            at = _slot(entries, t // chunk_size, KIND)
+            at = _slot(entries, t // chunk_size, KIND.far_page)
             store_row(entries.k + at, entry_k, KIND.D0, KIND.D1)
             store_row(entries.v + at, entry_v, KIND.V0, KIND.V1)
 
@@ -120,7 +123,8 @@ def _tile_pages(entries, window, order, place, hi, KIND: tl.constexpr):
     """Page of every row of a tile; page 0 from place ``hi`` on."""
     is_far, position, inside = _tile(order, place, KIND)
     table = tl.where(is_far, entries.table, window.table)
-    return tl.load(table + position // KIND.page, mask=inside & (place < hi), other=0)
+    column = tl.where(is_far, position // KIND.far_page, position // KIND.page)
+    return tl.load(table + column, mask=inside & (place < hi), other=0)
 
 
 @triton.jit
@@ -130,7 +134,8 @@ def _attend_pages(softmax, q, entries, window, order, page, lo, hi, scale, bias,
     for place in range(lo, hi):
         is_far, position, inside = _tile(order, place, KIND)
         s_page, s_slot = tl.where(is_far, entries.s_page, window.s_page), tl.where(is_far, entries.s_k, window.s_k)
-        at = page.to(tl.int64) * s_page + (position % KIND.page).to(tl.int64) * s_slot
+        slot = tl.where(is_far, position % KIND.far_page, position % KIND.page)
+        at = page.to(tl.int64) * s_page + slot.to(tl.int64) * s_slot
         k = load_rows(tl.where(is_far, entries.k, window.k), at, inside, KIND.D0, KIND.D1)
         s = key_products(q, k, PRECISION) * scale + tl.where(is_far, bias, 0.0)
         v = load_rows(tl.where(is_far, entries.v, window.v), at, inside, KIND.V0, KIND.V1)
@@ -144,7 +149,7 @@ def _attend_pages(softmax, q, entries, window, order, page, lo, hi, scale, bias,
 def paged_attend_kernel(
     q_ptr, seen_ptr, window_ptr, window_table_ptr, entries_ptr, entries_table_ptr, part_ptr, lse_ptr,
     s_qt, s_qh, s_wp, s_wh, s_wn, s_wt, s_ep, s_eh, s_en, s_et, K, R, chunk_size, window_size, summary_delay,
-    score_scale, bias, KIND: tl.constexpr,
+    max_chunks, score_scale, bias, KIND: tl.constexpr,
 ):  # fmt: skip
     """part float32 ``[R, H, S, V]`` and log-sum-exp ``[R, H, S]``; grid (S, row tiles, R requests * K)."""
     if KIND.early:
@@ -156,7 +161,7 @@ def paged_attend_kernel(
         window = _pages(window_ptr, window_table_ptr, request, kvh, (s_wp, s_wh, s_wn, s_wt), KIND)
         entries = _pages(entries_ptr, entries_table_ptr, request, kvh, (s_ep, s_eh, s_en, s_et), KIND)
         closed = tl.maximum(seen - window_size, 0) // chunk_size
-        far = _Stretch(summary_delay // chunk_size, closed)
+        far = _Stretch(summary_delay // chunk_size, tl.minimum(closed, max_chunks))
         near = _Stretch(closed * chunk_size, seen - closed * chunk_size)
         far_tiles, near_tiles = tl.cdiv(far.count, KIND.keys), tl.cdiv(near.count, KIND.keys)
         old_far, old_near, tiles = far_tiles, near_tiles, far_tiles + near_tiles

@@ -29,7 +29,7 @@ class Kind(NamedTuple):
     early: a kernel is launched while the one before still runs (programmatic dependent launch).
     joins: the last program of a KV head to finish joins the outputs of all splits; otherwise a second kernel does.
     joined_rows, joined_parts, joined_columns: query heads, splits and columns per tile of that join.
-    page: slots of a page if a chunk's tokens lie in `RequestPages`; 0 if they lie in a ring.
+    page: slots of a page if a chunk's tokens lie in `RequestPages`; 0 if they lie in a ring. far_page: of its entries.
     matched: each entry has a bias of its own. softcap: cap of attention's scores, base 2, 0.0 for none.
     entry_bits: bits per number of an entry, see `condense.ops.entries.EntryFormat`.
     """
@@ -56,6 +56,7 @@ class Kind(NamedTuple):
     joined_parts: int
     joined_columns: int
     page: int = 0
+    far_page: int = 0
     matched: bool = False
     softcap: float = 0.0
     entry_bits: int = 16
