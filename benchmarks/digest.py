@@ -32,7 +32,7 @@ from condense.methods import Method, check_trainable
 from condense.models.layers import ensure_layers
 from condense.ops import Extras
 from condense.ops.paged import NewTokens, PagedState, Pages, read_paged
-from condense.serving.plan import serving_plan
+from condense.serving.plan import SLOTS, serving_plan
 
 _RECALL = "recall:group_size=4,window=6,num_recall=3"
 METHODS = {
@@ -159,13 +159,14 @@ def paged(cells: Cells, name: str, method: Method, dtype: torch.dtype, backend: 
         plan = serving_plan(method)
     except ValueError as error:
         return put(cells, name, str(error))
-    pages = 3 * -(-(41 + n) // plan.slots)
 
-    def kind(seed: int) -> Pages:
+    def kind(slots: int, seed: int) -> Pages:
+        pages = 3 * -(-(41 + n) // slots)
         order = torch.randperm(pages, generator=torch.Generator().manual_seed(seed)).int()
-        return Pages(torch.zeros(pages, K, plan.slots, 2 * D, dtype=dtype), order.view(3, -1))
+        return Pages(torch.zeros(pages, K, slots, 2 * D, dtype=dtype), order.view(3, -1))
 
-    state, seen, outs = PagedState(kind(0), kind(1), kind(2) if plan.has_ring else None), [0, 0, 0], []
+    ring = kind(plan.ring_slots, 2) if plan.ring_slots else None
+    state, seen, outs = PagedState(kind(SLOTS, 0), kind(SLOTS, 1), ring), [0, 0, 0], []
     for step, lengths in enumerate([(1, 20, 41), *[(1, 1, 1)] * n]):
         seen = [before + new for before, new in zip(seen, lengths, strict=True)]
         q, k, v = (x[0].transpose(0, 1) for x in qkv(sum(lengths), dtype, step, rows=1))

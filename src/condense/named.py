@@ -10,10 +10,14 @@ from typing import Any, NamedTuple
 
 
 class NamedSettings(NamedTuple):
-    """Settings in `condense.Method.to_dict`'s form, and for which models and which resource they are."""
+    """Settings in `condense.Method.to_dict`'s form, for which models and which resource they are, and what they lose.
+
+    loses: as measured, in words; empty if that depends on how the model was adapted.
+    """
 
     settings: dict[str, Any]
     use: str
+    loses: str = ""
 
 
 _RECALL = {"method": "recall", "window": 256, "num_recall": 128, "index_bits": 4, "unchosen": "drop"}
@@ -23,7 +27,9 @@ NAMED_SETTINGS = {
         "Any model as it is; far tokens in host memory, so little is kept on the device.",
     ),
     "recall-device": NamedSettings(
-        _RECALL | {"store_bits": 4}, "Any model as it is; all on the device, far tokens in 4 bits."
+        _RECALL | {"store_bits": 4},
+        "Any model as it is; all on the device, far tokens in 4 bits.",
+        "0.15 nats on tokens that need far text, 0.76 on verbatim copies, 0.01 on others (77M Llama, 16,384 tokens)",
     ),
     "pooled": NamedSettings(
         {"method": "lca", "window": 512, "rep_bias": "log_size"},

@@ -7,13 +7,14 @@ import os
 import sys
 
 import pytest
-from transformers import GPTNeoXConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GPTNeoXConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config
 
 import condense
 from condense.cli.main import main
 from condense.methods import methods_in, settings_of, step_settings
 from condense.models import adapted
 from condense.serving.plan import serving_plans
+from condense.serving.vllm import command as command_module
 from condense.serving.vllm.command import server_command
 from condense.serving.vllm.register import ARCHITECTURES, condensed_name
 
@@ -105,9 +106,8 @@ def test_an_unadapted_model_is_warned_of(serve, stock, caplog):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "name a method with --method"),
         (["--layers", "0"], "add --method"),
-        (["--method", "dga"], "CCA or LCA"),
+        (["--method", "dga"], "one of Recall, CCA, LCA"),
         (["--method", "dense"], "got dense attention only"),
         (["--method", "cca:summary=prompt"], "summary='streaming'"),
         (["--method", "lca:window=1000"], "window=1008"),
@@ -118,6 +118,15 @@ def test_an_unadapted_model_is_warned_of(serve, stock, caplog):
         (["--method", "cca", "--hf-overrides={}", "--hf_overrides={}"], "once and in full"),
         (["--method", "cca", "--hf-overrides.rope_theta", "2"], "as a JSON object, got --hf-overrides.rope_theta"),
         (["--method", "cca", "--hf-over", "{}"], "got --hf-over:"),
+        (["--method", "recall-host"], "use store='device', as recall-device does"),
+        (["--method", "dense@0+dga@rest"], "layers 1-2: method must be one of Recall"),
+        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype must be auto"),
+        (
+            ["--kv_cache_dtype=fp8", "--speculative-config", "{}"],
+            "must be auto",
+        ),
+        (["--kv_cache_dtype=fp8", "--speculative-config", "{}"], "; --speculative-config is not served"),
+        (["--method", "dga", "-tp", "3"], "model.generate; --tensor-parallel-size must divide the model's 2 KV heads"),
     ],
     ids=" ".join,
 )
@@ -164,17 +173,52 @@ def test_without_vllm_it_says_how_to_install_it(serve, saved, monkeypatch):
     assert err == "condense: serve needs vLLM, which is not installed: pip install 'vllm>=0.29,<0.33'\n"
 
 
+def test_an_untouched_model_gets_the_named_setting(serve, stock):
+    """One line says what it does, what it was measured to lose and what measures it on this model."""
+    command, err = serve(stock)
+    assert methods_in(overrides(command)["condense"]) == dict.fromkeys(range(3), condense.Method.parse("recall-device"))
+    assert err.count("\n") == 1
+    assert "recall-device. Any model as it is" in err
+    assert "Measured to lose 0.15 nats" in err
+    assert f"condense verify {stock} --text FILE" in err
+
+
+def test_the_package_vllm_has_a_command(serve, saved, monkeypatch):
+    """And a version, which is checked; builds under another name have neither."""
+    monkeypatch.setattr(command_module, "_version", lambda: "0.32.0")
+    command, _ = serve(saved)
+    assert command[:5] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(saved)]
+    monkeypatch.setattr(command_module, "_version", lambda: "0.28.0")
+    assert "install 'vllm>=0.29,<0.33'" in serve(saved)[1]
+
+
+def test_flags_in_a_file(serve, stock, tmp_path):
+    """They count as flags, and are not overruled."""
+    file = tmp_path / "config.yaml"
+    file.write_text("max-num-batched-tokens: 512\n")
+    command, _ = serve(stock, "--config", file)
+    assert command[-2:] == ["--config", str(file)]
+    assert "--max-num-batched-tokens" not in command
+    file.write_text("kv_cache_dtype: fp8\nenable-dbo: true\n")
+    _, err = serve(stock, "--config", file)
+    assert "--kv-cache-dtype must be auto" in err
+    assert "--enable-dbo is not served" in err
+    file.write_text("hf-overrides:\n  rope_theta: 2\n")
+    assert "not in the file of --config" in serve(stock, "--config", file)[1]
+
+
 @pytest.mark.parametrize("name", ["--hf-overrides", "--hf_overrides"])
 def test_own_overrides_and_batch_are_kept(name):
     flags = [name + '={"rope_scaling": null}', "--max-num-batched-tokens=512"]
-    command = server_command("model", "Qwen2ForCausalLM", SAVED, flags)
+    config = Qwen2Config(architectures=["Qwen2ForCausalLM"], condense=SAVED)
+    command = server_command("model", config, flags)
     assert overrides(command) == {
         "rope_scaling": None,
         "architectures": ["CondensedQwen2ForCausalLM"],
         "condense": SAVED,
     }
     assert [flag for flag in command if "batched" in flag] == ["--max-num-batched-tokens=512"]
-    command = server_command("model", "Qwen2ForCausalLM", SAVED, [])
+    command = server_command("model", config, [])
     assert command[command.index("--max-num-batched-tokens") + 1] == "4096"
 
 

@@ -1,83 +1,131 @@
 """A method in pages: page arithmetic, blocks per request, and what is refused by name, without an engine."""
 
 import pytest
+import torch
 
 import condense
 from condense.methods import methods_in, settings_of
-from condense.serving.plan import EngineSettings, check_engine, serving_plan
+from condense.serving.blocks import ServedLayer, blocks_of_request, page_sizes
+from condense.serving.engine import EngineSettings, check_engine
+from condense.serving.plan import serving_plan, serving_plans
 
 STREAMING = condense.CCA(summary="streaming", key_pooling="select", rep_bias="log_size")
 
 
+# Llama-3.1-8B
+BF16, HEADS, WIDTHS, NUM_LAYERS = torch.bfloat16, 8, (128, 128), 32
+
+
+def layers_of(*methods):
+    """The layers of Llama-3.1-8B, with these methods in turn; None for dense attention."""
+    plans = [None if method is None else serving_plan(method) for method in methods]
+    return [ServedLayer(plans[i % len(plans)], HEADS, WIDTHS, BF16) for i in range(NUM_LAYERS)]
+
+
 def test_the_pages_of_the_paper_settings():
     plan = serving_plan(STREAMING)
-    assert (plan.slots, plan.group_size, plan.kept_tokens, plan.tokens_per_page) == (16, 16, 1040, 256)
-    assert plan.has_ring
-    # what one request of 128K tokens holds: 512 pages of entries, 65 or 66 of the window, a ring
-    assert plan.blocks(131072) == (66, 512, 1)
-    assert plan.blocks(131072).total == 579
+    assert (plan.group_size, plan.kept_tokens, plan.ring_slots, plan.entry_slots(256)) == (16, 1040, 16, 16)
+    assert page_sizes(layers_of(STREAMING)) == (256, 16)
+    # what one request of 128K tokens holds: 512 blocks of entries, 65 or 66 of the window, a ring; a page of 16 keys
+    # and values of all layers each
+    assert blocks_of_request(layers_of(STREAMING), 131072) == (579, NUM_LAYERS * 16 * HEADS * 512)
 
 
 def test_short_requests_hold_their_tokens():
-    plan = serving_plan(STREAMING)
-    assert plan.blocks(1) == (1, 1, 1)
-    assert plan.blocks(100) == (7, 1, 1)
+    assert blocks_of_request(layers_of(STREAMING), 1).blocks == 1 + 1 + 1
+    assert blocks_of_request(layers_of(STREAMING), 100).blocks == 7 + 1 + 1
 
 
 def test_a_chunk_in_flight_is_held_too():
-    plan = serving_plan(STREAMING)
-    assert plan.blocks(131072, num_new=2048).window == (1040 - 1 + 2048) // 16 + 2
-    assert plan.blocks(300, num_new=2048).window == 19
+    layers = layers_of(STREAMING)
+    assert blocks_of_request(layers, 131072, num_new=2048).blocks == (1040 - 1 + 2048) // 16 + 2 + 512 + 1
+    assert blocks_of_request(layers, 300, num_new=2048).blocks == 19 + 2 + 1
 
 
 @pytest.mark.parametrize("held", range(1, 70))
 def test_blocks_cover_every_position_of_the_window(held):
     """The most pages that any ``kept_tokens`` tokens in a row touch, counted."""
-    plan = serving_plan(condense.LCA(group_size=4, window=20))
-    starts = range(max(0, held - plan.kept_tokens), max(0, held - plan.kept_tokens) + 1)
-    for start in starts:
-        pages = {position // plan.slots for position in range(start, held)}
-        assert len(pages) <= plan.blocks(held).window
+    layers = layers_of(condense.LCA(group_size=4, window=20))
+    (far, near), plan = page_sizes(layers), layers[0].plan
+    pages = {position // near for position in range(max(0, held - plan.kept_tokens), held)}
+    assert len(pages) <= blocks_of_request(layers, held).blocks - -(-held // far) - 1
 
 
 @pytest.mark.parametrize(
-    ("method", "slots", "ring"),
+    ("methods", "sizes"),
     [
-        (condense.CCA(), 16, False),
-        (condense.CCA(window=1000, group_size=16), 16, False),
-        (condense.CCA(key_pooling="mean", value_pooling="mean", summary="streaming"), 16, False),
-        (condense.LCA(num_summary_queries=1), 16, False),
-        (condense.LCA(num_summary_queries=3), 16, True),
-        (condense.LCA(group_size=48, window=96), 48, True),
-        (condense.LCA(group_size=20, window=100), 32, True),
+        ((condense.CCA(),), (256, 16)),
+        ((condense.CCA(), condense.LCA(group_size=24, window=96)), (480, 48)),
+        # beside dense layers, blocks are large, and so may the pages of windows be
+        ((condense.CCA(), None), (256, 256)),
+        ((condense.CCA(), *[condense.StreamingLLM()] * 3), (256, 16)),
+        ((condense.StreamingLLM(),), (256, 16)),
     ],
     ids=str,
 )
-def test_the_ring_fits_a_page(method, slots, ring):
+def test_one_size_of_blocks_for_all_layers(methods, sizes):
+    layers = layers_of(*methods)
+    assert page_sizes(layers) == sizes
+    assert all(sizes[0] % layer.plan.entry_slots(sizes[0]) == 0 for layer in layers if layer.plan is not None)
+
+
+@pytest.mark.parametrize(
+    ("method", "slots"),
+    [
+        (condense.CCA(), 0),
+        (condense.CCA(key_pooling="mean", value_pooling="mean", summary="streaming"), 0),
+        (condense.LCA(num_summary_queries=1), 0),
+        (condense.LCA(num_summary_queries=3), 16),
+        (condense.LCA(group_size=48, window=96), 48),
+        (condense.LCA(group_size=20, window=100), 32),
+        (condense.StreamingLLM(), 0),
+    ],
+    ids=str,
+)
+def test_the_ring_holds_a_summary(method, slots):
     plan = serving_plan(method)
-    assert (plan.slots, plan.has_ring) == (slots, ring)
-    assert plan.slots >= plan.settings.num_summary
+    assert plan.ring_slots == slots
+    assert slots >= plan.settings.num_summary or plan.settings.num_summary == 1
+
+
+def test_what_needs_no_query_is_made_at_once():
+    """Then the window need be no multiple of the group."""
+    plan = serving_plan(condense.LCA(window=1000, key_pooling="mean", value_pooling="mean"))
+    assert plan.settings.summary_delay == 0
+
+
+def test_sinks_lie_in_the_first_page():
+    assert [serving_plan(condense.StreamingLLM(sink=n)).entry_slots(256) for n in (0, 1, 4, 5)] == [1, 1, 4, 8]
 
 
 @pytest.mark.parametrize(
     ("method", "words"),
     [
-        (condense.DGA(), "CCA or LCA"),
-        (condense.Recall(), "CCA or LCA"),
-        (condense.StreamingLLM(), "CCA or LCA"),
-        (condense.Dense(), "CCA or LCA"),
+        (condense.DGA(), "one of Recall, CCA, LCA, StreamingLLM and Dense"),
+        (condense.Dense(), "one of Recall, CCA, LCA"),
+        (condense.Recall(store="host"), "use store='device', as recall-device does"),
+        (condense.Recall(key_pooling="weighted"), "use key_pooling='mean'"),
+        (
+            condense.Recall(rep_bias="matched", prompt="exact"),
+            "rep_bias='log_size', or .*; prompt='exact' is not",
+        ),
         (condense.CCA(group_size=1), "at least 2"),
         (condense.CCA(summary="prompt"), "summary='streaming'"),
         (condense.LCA(window=1000, group_size=16), "window=1008 or summary='last'"),
         (condense.LCA(num_summary_queries=17), "at most group_size, 16"),
-        (STREAMING.replace(entry_bits=4), "pages hold entries of 16 bits, got .*: use entry_bits=16"),
-        (STREAMING.replace(entry_bits=4, window=1000), "use entry_bits=16; window must be .*: use window=1008 or"),
+        (STREAMING.replace(num_summary_queries=17, window=1000), "use window=1008 or .*; num_summary_queries must be"),
     ],
     ids=str,
 )
 def test_methods_that_are_refused(method, words):
     with pytest.raises(ValueError, match=words):
         serving_plan(method)
+
+
+def test_a_refusal_names_the_layers():
+    saved = settings_of({0: condense.DGA(), 1: STREAMING, 2: condense.DGA(), 3: condense.CCA(group_size=1)})
+    with pytest.raises(ValueError, match=r"^layers 0, 2: method must be .*; layers 3: group_size must be"):
+        serving_plans(saved)
 
 
 FITS = EngineSettings(version="0.32.0", kv_heads=8)

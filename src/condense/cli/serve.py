@@ -10,6 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from condense.cli import options
+from condense.named import NAMED_SETTINGS
+
+DEFAULT = "recall-device"
 
 
 def serve_command(
@@ -17,17 +20,14 @@ def serve_command(
     model: Annotated[str, typer.Argument(help="Folder or hub name of a causal LM, before any option of vLLM.")],
     method: Annotated[
         list[str] | None,
-        typer.Option(
-            help=options.POOLING_HELP
-            + " By layer, repeated: cca@2,3 and lca@rest. Default: what the model was saved with."
-        ),
+        typer.Option(help=f"{options.CHOICE_HELP} Default: what the model was saved with, or {DEFAULT}."),
     ] = None,
     layers: options.Layers = None,
 ) -> None:
     """Serve a condensed model with vLLM; all other options are vLLM's: condense serve DIR --port 8000."""
     from condense.models import apply, choice_from_text, restore
     from condense.models.adapters import read_record
-    from condense.serving.vllm.command import adapters_in, server_command
+    from condense.serving.vllm.command import adapters_in, file_flags, server_command
 
     if model.startswith("-"):
         raise ValueError(f"the model must come first, as in condense serve DIR --port 8000, got {model}")
@@ -37,16 +37,20 @@ def serve_command(
         raise ValueError("serve needs vLLM, which is not installed: pip install 'vllm>=0.29,<0.33'")
     skeleton = options.read_skeleton(model)
     config: Any = skeleton.config
-    if getattr(config, "condense", None) is None and not method:
-        raise ValueError(
-            f"model must be saved condensed, got {model}, which is not: name a method with --method, such as pooled"
-        )
-    if method:
-        apply(restore(skeleton), options.choose(choice_from_text(*method), layers))
-    for adapter in adapters_in(context.args):
+    is_default = getattr(config, "condense", None) is None and not method
+    if method or is_default:
+        apply(restore(skeleton), options.choose(choice_from_text(*(method or [DEFAULT])), layers))
+    for adapter in adapters_in([*file_flags(context.args), *context.args]):
         place = Path(adapter).expanduser()
         if place.is_dir() or not adapter.startswith(("/", ".", "~")):  # vLLM says which folders are missing
             read_record(skeleton, str(place), {})  # refuses one that was trained with other methods
     folder = str(Path(model).expanduser()) if model.startswith("~") else model
-    command = server_command(folder, config.architectures[0], config.condense, context.args)
+    command = server_command(folder, config, context.args)
+    if is_default:
+        named = NAMED_SETTINGS[DEFAULT]
+        options.plain_console(stderr=True).print(
+            f"condense: {model} is served with {DEFAULT}. {named.use} Measured to lose {named.loses}; what this model "
+            f"loses, condense verify {model} --text FILE says.",
+            soft_wrap=True,
+        )
     os.execv(command[0], command)

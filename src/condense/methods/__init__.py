@@ -9,7 +9,7 @@ from condense.methods.lca import LCA
 from condense.methods.lm_infinite import LMInfinite
 from condense.methods.recall import Recall
 from condense.methods.reread import Reread
-from condense.methods.saved import check_names, methods_in, settings_of
+from condense.methods.saved import check_names, layers_as_text, methods_in, settings_of
 from condense.methods.streaming_llm import StreamingLLM
 from condense.ops import Chunks
 
@@ -35,6 +35,7 @@ __all__ = [
     "check_trainable",
     "entry_bias",
     "first_tokens",
+    "layers_as_text",
     "methods_in",
     "settings_of",
     "split_bias",

@@ -66,3 +66,14 @@ def methods_in(settings: Any, where: str = "config.condense") -> dict[int, Metho
         if version == __version__:
             raise ValueError(f"{where}: {error}") from error
         raise ValueError(f"{where} was written by condense {version}, this is {__version__}: {error}") from error
+
+
+def layers_as_text(keys: Iterable[Any]) -> str:
+    """Layers as text, indices that follow one another as ranges: ``0, 2-5, rest``."""
+    runs: list[list[Any]] = []
+    for key in keys:
+        if runs and isinstance(key, int) and isinstance(runs[-1][-1], int) and key == runs[-1][-1] + 1:
+            runs[-1].append(key)
+        else:
+            runs.append([key])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

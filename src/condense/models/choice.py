@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from condense.methods import Method, methods_in
+from condense.methods import Method, layers_as_text, methods_in
 from condense.models.families import sliding_window
 
 # one method for all layers, or layers -> method; layers that are left out stay as they are
@@ -178,15 +178,4 @@ def described(choice: MethodChoice) -> str:
     if not isinstance(choice, Mapping):
         return str(choice)
     keys = {method: [key for key in choice if choice[key] == method] for method in methods_of(choice)}
-    return "; ".join(f"{method} in layers {_named(of)}" for method, of in keys.items())
-
-
-def _named(keys: list[Any]) -> str:
-    """Layers as text, indices that follow one another as ranges."""
-    runs: list[list[Any]] = []
-    for key in keys:
-        if runs and isinstance(key, int) and isinstance(runs[-1][-1], int) and key == runs[-1][-1] + 1:
-            runs[-1].append(key)
-        else:
-            runs.append([key])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return "; ".join(f"{method} in layers {layers_as_text(of)}" for method, of in keys.items())

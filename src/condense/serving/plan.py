@@ -1,52 +1,42 @@
-"""The pages that a serving engine keeps per request, and the methods and engines that cannot serve.
+"""The pages that a serving engine keeps per request, and the methods that cannot be served.
 
-An engine keeps the tokens of a request in pages of N slots, all of one size, from one pool. A condensed layer has up to
-three kinds (`condense.ops.paged`):
+An engine keeps the tokens of requests in pages of bytes. A condensed layer asks for up to three kinds of them
+(`condense.ops.paged`):
 
-- window: the exact tokens, N to a page; pages behind the last ``window + group_size`` tokens go back to the pool;
-- entries: one entry per group, so a page covers ``N * group_size`` tokens; kept as long as the request;
+- window: the exact tokens; pages behind the last ``window + group_size`` tokens go back to the pool;
+- entries: what is kept of closed groups, a slot for each; they stay as long as the request;
 - ring: the newest mean queries, one page per request, for methods whose groups are weighed by several queries.
 
 An engine's prefix cache shares a page of entries among requests that begin with the same tokens. So a slot of the
 entries, which covers tokens ``[s * g, (s + 1) * g)``, must not depend on later ones: it holds the entry that the last
-of these tokens completes, that of group ``j = s - summary_delay / g``.
+of these tokens completes, that of group ``j = s - summary_delay / g``. Groups that need no query are complete with
+their own last token, so the delay is 0; the numbers are those of caches, which make them when they leave the window.
 
-Shapes: g tokens per group, w tokens of window, N slots of a page.
+Shapes: g tokens per group, w tokens of window, D and Dv widths.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
-from condense.methods import Dense, Method, methods_in, step_settings
+import torch
+
+from condense.methods import Dense, Method, Recall, StreamingLLM, layers_as_text, methods_in, step_settings
 from condense.methods.grouped import GroupPooling
 from condense.ops import StepSettings
+from condense.ops.step import record_format
 
 # pages hold a multiple of so many slots: a tile of keys in a kernel is a few whole pages
-_SLOTS = 16
-
-
-class Blocks(NamedTuple):
-    """Pages of each kind, in every condensed layer."""
-
-    window: int
-    entries: int
-    ring: int
-
-    @property
-    def total(self) -> int:
-        """All pages."""
-        return sum(self)
+SLOTS = 16
+_SERVED = "Recall, CCA, LCA, StreamingLLM and Dense"
 
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """The pages of one method. settings: the method's, for kernels. slots: slots of a page, N."""
+    """The pages of one method. settings: the method's, for kernels."""
 
     settings: StepSettings
-    slots: int
 
     @property
     def group_size(self) -> int:
@@ -60,45 +50,70 @@ class ServingPlan:
         return self.settings.rule.window + self.group_size
 
     @property
-    def has_ring(self) -> bool:
-        """True if a group's summary is the mean of more queries than that of the token that completes it."""
-        return self.settings.num_summary > 1
+    def ring_slots(self) -> int:
+        """Slots of the ring; 0 without one: a summary is then the query that completes a group, or none is needed."""
+        num_summary = self.settings.num_summary
+        return -(-num_summary // SLOTS) * SLOTS if num_summary > 1 else 0
 
     @property
-    def tokens_per_page(self) -> int:
-        """Tokens that a page of entries covers. A common prefix is shared up to a multiple of it."""
-        return self.slots * self.group_size
+    def has_records(self) -> bool:
+        """True if slots of entries are records of bytes (`condense.ops.step.record_format`).
 
-    def blocks(self, num_tokens: int, num_new: int = 1) -> Blocks:
-        """The most pages that a request holds while ``num_new`` of its ``num_tokens`` tokens are read."""
-        window = min(num_tokens, self.kept_tokens - 1 + num_new)
-        # the window may begin anywhere in its first page
-        num_window = min(-(-window // self.slots) + 1, -(-num_tokens // self.slots))
-        return Blocks(num_window, -(-num_tokens // self.tokens_per_page), int(self.has_ring))
+        Entries of 16 bits without biases of their own need none: a key and a value stand side by side.
+        """
+        return self.settings.choice is not None or self.settings.entry_bits < 16 or self.settings.matched
+
+    @property
+    def has_step(self) -> bool:
+        """True if single tokens are read without a wait for the host, so that graphs may record them.
+
+        Pooled groups in records are read request by request.
+        """
+        return not self.has_records or self.settings.choice is not None
+
+    def entry_slots(self, tokens: int) -> int:
+        """Slots of a page of entries that covers so many tokens: a divisor of them.
+
+        If only the first groups have entries, so many as these are: all lie in a request's first page.
+        """
+        groups = tokens // self.group_size
+        most = self.settings.rule.max_chunks
+        return groups if most is None else next(n for n in range(max(most, 1), groups + 1) if groups % n == 0)
+
+    def entry_bytes(self, widths: tuple[int, int], dtype: torch.dtype) -> int:
+        """Bytes of one slot of entries of a KV head. widths: D and Dv; dtype: of the tokens."""
+        if self.has_records:
+            return record_format(self.settings, widths, dtype).nbytes
+        return sum(widths) * dtype.itemsize
 
 
 def serving_plan(method: Method) -> ServingPlan:
     """The pages of a method. Raises ValueError, with all reasons, for a method that cannot be served in pages."""
-    if not isinstance(method, GroupPooling):
-        raise ValueError(f"method must be CCA or LCA to be served, got {method}: others run with model.generate")
+    if not isinstance(method, GroupPooling | Recall | StreamingLLM):
+        raise ValueError(f"method must be one of {_SERVED} to be served, got {method}: others run with model.generate")
     settings = step_settings(method)
+    if settings.num_summary == 0:
+        settings = replace(settings, summary_delay=0)
     if wrong := _obstacles(method, settings):
         raise ValueError("; ".join(wrong))
-    return ServingPlan(settings, -(-max(settings.num_summary, 1) // _SLOTS) * _SLOTS)
+    return ServingPlan(settings)
 
 
-def _obstacles(method: GroupPooling, settings: StepSettings) -> list[str]:
+def _obstacles(method: Method, settings: StepSettings) -> list[str]:
     """All settings of a method that pages cannot hold, each with its way out."""
+    if isinstance(method, StreamingLLM):
+        return []
+    if isinstance(method, Recall):
+        return _recall_obstacles(method, settings)
     wrong = []
     g, delay, num_summary = settings.rule.chunk, settings.summary_delay, settings.num_summary
-    if method.summary == "prompt":
+    if method.layout.lookahead is not None:
         wrong.append(
-            f"{method} weighs groups by the end of the prompt, which an engine reads in pieces: use summary='streaming'"
+            f"{method} weighs groups by the end of the prompt, which an engine reads in pieces: use "
+            f"{method.layout.lookahead.causal_setting}"
         )
-    if method.rep_bias == "matched":
-        wrong.append(f"pages have no room for the biases of {method}: use rep_bias='log_size'")
-    if method.entry_bits < 16:
-        wrong.append(f"pages hold entries of 16 bits, got {method}: use entry_bits=16")
+    if settings.key_pooling is None:
+        wrong.append(f"{method} makes its entries itself, which pages do not: use CCA or LCA")
     if g < 2:
         wrong.append(f"group_size must be at least 2 to be served, got {g}: entries of one token save nothing")
     if delay % g:
@@ -114,83 +129,43 @@ def _obstacles(method: GroupPooling, settings: StepSettings) -> list[str]:
     return wrong
 
 
+def _recall_obstacles(method: Recall, settings: StepSettings) -> list[str]:
+    wrong = []
+    if settings.num_summary > 0:
+        wrong.append(
+            f"entries of Recall must need no query to be served, got {method}: use key_pooling='mean', "
+            "value_pooling='mean' and rep_bias='log_size', or unchosen='drop'"
+        )
+    if method.store == "host":
+        wrong.append(
+            f"tokens in host memory are not served by vLLM yet, got {method}: use store='device', as recall-device does"
+        )
+    if method.reads_exactly:
+        wrong.append(
+            f"prompt='exact' is not served, got {method}: a request that vLLM puts back would read its own answer with "
+            "dense attention; use prompt='recall'"
+        )
+    return wrong
+
+
 def serving_plans(saved: Any) -> dict[int, ServingPlan]:
     """The plan of each condensed layer, from ``config.condense``; layers with `Dense` stay the engine's own.
 
-    Raises ValueError for a method that cannot be served, and if no layer is left.
+    Raises ValueError, with all reasons and layers, for methods that cannot be served, and if no layer is left.
     """
-    plans = {i: serving_plan(method) for i, method in methods_in(saved).items() if not isinstance(method, Dense)}
-    if not plans:
+    named = methods_in(saved)
+    methods = {i: method for i, method in named.items() if not isinstance(method, Dense)}
+    if not methods:
         raise ValueError("a layer must be condensed to be served by condense, got dense attention only: use vllm serve")
-    return plans
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """The settings of an engine that decide whether it can serve a condensed model.
-
-    kv_heads: of the whole model. cache_dtype: "auto" is the model's. one_manager: all caches are managed alike, as
-    full attention. shared_context: ranks share the tokens of a request. microbatches: a batch is run in halves.
-    """
-
-    version: str
-    kv_heads: int
-    tensor_parallel: int = 1
-    cache_dtype: str = "auto"
-    model_dtype: str = "bfloat16"
-    kv_transfer: bool = False
-    offloading: bool = False
-    one_manager: bool = False
-    speculative: bool = False
-    shared_context: bool = False
-    microbatches: bool = False
-
-
-# releases of vLLM that this package was tested with: from the first, below the second
-TESTED = ("0.29", "0.33")
-
-
-def check_engine(engine: EngineSettings) -> None:
-    """Raise ValueError, in vLLM's own terms, with all that keeps an engine from serving condensed models."""
+    plans: dict[int, ServingPlan] = {}
     wrong = []
-    first, end = (_release(version) for version in TESTED)
-    if not first <= _release(engine.version) < end:
-        wrong.append(
-            f"vLLM must be at least {TESTED[0]} and below {TESTED[1]}, the releases that condensed models were tested "
-            f"with, got {engine.version}: install 'vllm>={TESTED[0]},<{TESTED[1]}'"
-        )
-    if engine.cache_dtype not in ("auto", engine.model_dtype):
-        wrong.append(
-            f"--kv-cache-dtype must be auto or the model's {engine.model_dtype} for condensed models, got "
-            f"{engine.cache_dtype}: entries are made of exact keys and values"
-        )
-    if engine.tensor_parallel < 1:
-        wrong.append(f"--tensor-parallel-size must be at least 1, got {engine.tensor_parallel}")
-    elif engine.kv_heads % engine.tensor_parallel:
-        wrong.append(
-            f"--tensor-parallel-size must divide the model's {engine.kv_heads} KV heads, got "
-            f"{engine.tensor_parallel}: a group is weighed by all query heads of its KV head"
-        )
-    # vLLM turns offloading into a KV transfer: the error names the flag that the user gave
-    transfer = engine.kv_transfer and not engine.offloading
-    for chosen, message in (
-        (engine.offloading, "--kv-offloading-size is not served with condensed models: leave it out"),
-        (transfer, "--kv-transfer-config is not served with condensed models: leave it out"),
-        (
-            engine.one_manager,
-            "--disable-hybrid-kv-cache-manager would keep every token of a condensed model: leave it out",
-        ),
-        (engine.speculative, "--speculative-config is not served with condensed models: leave it out"),
-        (engine.shared_context, "context parallelism is not served with condensed models: use tensor parallelism"),
-        (engine.microbatches, "--enable-dbo is not served with condensed models: leave it out"),
-    ):
-        if chosen:
-            wrong.append(message)
+    for method in dict.fromkeys(methods.values()):
+        layers = [i for i in methods if methods[i] == method]
+        try:
+            plans |= dict.fromkeys(layers, serving_plan(method))
+        except ValueError as error:
+            where = f"layers {layers_as_text(layers)}: " if len(layers) < len(named) else ""
+            wrong.append(f"{where}{error}")
     if wrong:
         raise ValueError("; ".join(wrong))
-
-
-def _release(version: str) -> tuple[int, int]:
-    """The first two numbers of a version, of "0.32rc1" too; (0, 0) without them, as in builds from source."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    return plans

@@ -54,6 +54,11 @@ class Engine:
         return [list(o.outputs[0].token_ids) for o in self.generate(prompts, max_tokens, **sampling)]
 
     @property
+    def page(self):
+        """Tokens of a page of what is kept as long as the request."""
+        return self.scheduler.cache_config.effective_attention_block_size
+
+    @property
     def free_pages(self):
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 

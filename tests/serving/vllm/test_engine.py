@@ -5,15 +5,21 @@ from small_models import condensed, prompts_of, random_llama
 
 import condense
 
-# 64 tokens to a page of entries, 16 to one of the window
 METHOD = condense.LCA(group_size=4, window=24, rep_bias="log_size")
+RECALL = condense.Recall(group_size=4, window=24, num_recall=6, store_bits=4)
+MEANS = condense.CCA(group_size=4, window=16, key_pooling="mean", value_pooling="mean", entry_bits=4)
+METHODS = {
+    "pooled": METHOD,
+    "recall": RECALL.replace(index_bits=4, unchosen="drop"),
+    "allocation": {0: RECALL, "rest": MEANS},
+}
 LENGTHS = (230, 31, 1, 150, 64, 17)
 NEW = 24
 
 
-@pytest.fixture(scope="module")
-def model():
-    return condense.apply(random_llama(), METHOD)
+@pytest.fixture(scope="module", params=METHODS.values(), ids=METHODS)
+def model(request):
+    return condense.apply(random_llama(), request.param)
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +46,9 @@ def test_prompts_in_pieces_among_single_tokens(chunked, wanted):
 
 def test_the_same_prompts_again_are_found(chunked, wanted):
     """All whole pages of entries before a prompt's last token are taken over, and the window behind them."""
-    outputs = chunked.generate(prompts_of(LENGTHS), NEW)
+    outputs, page = chunked.generate(prompts_of(LENGTHS), NEW), chunked.page
     assert [list(output.outputs[0].token_ids) for output in outputs] == wanted
-    assert [output.num_cached_tokens for output in outputs] == [(length - 1) // 64 * 64 for length in LENGTHS]
+    assert [output.num_cached_tokens for output in outputs] == [(length - 1) // page * page for length in LENGTHS]
 
 
 def test_a_shared_beginning(chunked, model, greedy):
@@ -53,7 +59,7 @@ def test_a_shared_beginning(chunked, model, greedy):
     assert chunked.tokens([first], NEW) == want[:1]
     outputs = chunked.generate([first, second], NEW)
     assert [list(output.outputs[0].token_ids) for output in outputs] == want
-    assert [output.num_cached_tokens for output in outputs] == [192, 192]
+    assert [output.num_cached_tokens for output in outputs] == [192 // chunked.page * chunked.page] * 2
 
 
 def test_several_answers_and_stops(chunked, wanted):
@@ -117,9 +123,24 @@ def test_a_pool_that_is_too_small_for_all(engine, model, folder, greedy, monkeyp
         (condense.LCA(group_size=20, window=40, num_summary_queries=3, key_pooling="mean"), None),
         ({0: condense.CCA(group_size=4, window=24), "rest": condense.LCA(group_size=8, window=16)}, None),
         ({0: condense.Dense(), "rest": condense.LCA(group_size=8, window=16)}, None),
+        (condense.LCA(group_size=4, window=24, rep_bias="matched", entry_bits=4), None),
+        (RECALL.replace(store_bits=16, index_bits=16, num_recall=0.3), None),
+        (RECALL.replace(store_bits=8, entry_bits=8, group_size=8), None),
+        (RECALL.replace(index_bits=4, unchosen="drop"), [0, 2]),
+        (
+            {
+                0: RECALL.replace(unchosen="drop", num_recall=0.5, group_size=8),
+                1: MEANS,
+                2: condense.StreamingLLM(sink=4, window=40),
+            },
+            None,
+        ),
     ],
-    ids=["last", "two-of-three-layers", "larger-groups-than-pages", "two-methods", "one-dense-layer"],
-)
+    ids=[
+        "last", "two-of-three-layers", "larger-groups-than-pages", "two-methods", "one-dense-layer", "4-bits-matched",
+        "recall-16", "recall-8", "recall-4-drop-beside-dense", "allocation",
+    ],
+)  # fmt: skip
 def test_other_methods_and_layers(engine, greedy, tmp_path, method, layers):
     model = condense.apply(random_llama(layers=3), method, layers)
     model.save_pretrained(tmp_path)
@@ -127,15 +148,3 @@ def test_other_methods_and_layers(engine, greedy, tmp_path, method, layers):
     started = engine(tmp_path, **condensed(model, max_num_batched_tokens=48))
     assert started.tokens(prompts_of(LENGTHS), NEW) == want
     assert started.tokens(prompts_of(LENGTHS), NEW) == want
-
-
-def test_stock_layers_have_pages_of_the_block_size(engine, greedy, tmp_path):
-    """Prefixes are shared in multiples of what a page of entries as large as theirs covers: 32 * 4 tokens."""
-    model = condense.apply(random_llama(layers=3), METHOD, [0, 2])
-    model.save_pretrained(tmp_path)
-    want = greedy(model, prompts_of(LENGTHS), NEW)
-    started = engine(tmp_path, **condensed(model, max_num_batched_tokens=48, block_size=32))
-    assert started.tokens(prompts_of(LENGTHS), NEW) == want
-    outputs = started.generate(prompts_of(LENGTHS), NEW)
-    assert [list(output.outputs[0].token_ids) for output in outputs] == want
-    assert [output.num_cached_tokens for output in outputs] == [(length - 1) // 128 * 128 for length in LENGTHS]

@@ -1,6 +1,6 @@
 """vLLM's own cache manager with the pages of condensed layers, without a model: groups, pages held, shared prefixes."""
 
-from types import SimpleNamespace
+import math
 
 import pytest
 import torch
@@ -10,26 +10,57 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
     get_kv_cache_config_from_groups,
     get_kv_cache_groups,
     get_request_block_hasher,
     init_none_hash,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec, iter_layer_specs
 from vllm.v1.request import Request
 
 import condense
 from condense.demo import demo_model
-from condense.serving.plan import EngineSettings, check_engine, serving_plan
-from condense.serving.vllm.layer import _engine_settings, _specs
+from condense.serving.blocks import ServedLayer, blocks_of_request, page_sizes
+from condense.serving.engine import EngineSettings, check_engine
+from condense.serving.plan import serving_plan
+from condense.serving.vllm.layer import _engine_settings, page_specs
 
-PLAN = serving_plan(condense.CCA(summary="streaming", key_pooling="select", rep_bias="log_size"))
+POOLED = condense.CCA(summary="streaming", key_pooling="select", rep_bias="log_size")
+RECALL = condense.Method.parse("recall-device")
+WIDE = RECALL.replace(group_size=32, num_recall=256)
+MEANS = condense.CCA(key_pooling="mean", value_pooling="mean", rep_bias="log_size", entry_bits=4)
 # Llama-3.1-8B in bfloat16
-LAYERS, SHAPE = 32, SimpleNamespace(num_kv_heads=8, head_size=128, kv_cache_torch_dtype=torch.bfloat16)
+LAYERS, WIDTHS = 32, (128, 128)
+SETTINGS = {
+    "pooled": [POOLED] * LAYERS,
+    "some layers": [None] * 2 + [POOLED] * (LAYERS - 2),
+    "one dense layer": [None] + [MEANS] * (LAYERS - 1),
+    "recall": [RECALL] * LAYERS,
+    "calibrated": [WIDE] * 16 + [condense.StreamingLLM(window=1024)] * 16,
+    "three kinds": [WIDE] * 14 + [MEANS] * 9 + [condense.StreamingLLM(window=1024)] * 9,
+}
+
+
+def served(methods):
+    plans = [None if method is None else serving_plan(method) for method in methods]
+    return [ServedLayer(plan, 8, WIDTHS, torch.bfloat16) for plan in plans]
+
+
+def specs_of(methods):
+    layers, specs = served(methods), {}
+    for i, layer in enumerate(layers):
+        if layer.plan is None:
+            page = {"num_kv_heads": 8, "head_size": WIDTHS[0], "dtype": torch.bfloat16}
+            specs[f"model.layers.{i}.self_attn"] = FullAttentionSpec(block_size=page_sizes(layers).far, **page)
+        else:
+            specs |= {f"model.layers.{i}.{kind}": s for kind, s in page_specs(layer, page_sizes(layers)).items()}
+    return specs
+
+
 DENSE = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
-CONDENSED = {f"model.layers.{i}.{kind}": spec for i in range(LAYERS) for kind, spec in _specs(SHAPE, PLAN).items()}
+CONDENSED = specs_of(SETTINGS["pooled"])
 LONG = 131072
-HASHED = 16
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +68,16 @@ def config():
     init_none_hash(sha256)
     folder = demo_model()[0].name_or_path
     made = EngineArgs(folder, max_model_len=LONG, hf_overrides={"max_position_embeddings": LONG}).create_engine_config()
-    made.cache_config.kv_cache_layout = "LBHNC"
+    made.cache_config.kv_cache_layout = "BLHNC"
     return made
 
 
 def manager_of(config, specs, gib=107, in_flight=2048, caching=True):
+    """vLLM's manager as its scheduler makes it, and the groups of pages."""
     groups = get_kv_cache_groups(config, dict(specs))
-    cache = get_kv_cache_config_from_groups(config, groups, gib << 30)
-    unit = max(group.kv_cache_spec.block_size for group in groups)
-    sizes = {"scheduler_block_size": unit, "hash_block_size": HASHED}
+    cache = generate_scheduler_kv_cache_config([get_kv_cache_config_from_groups(config, groups, gib << 30)])
+    tokens = [group.kv_cache_spec.block_size for group in groups]
+    sizes = {"scheduler_block_size": math.lcm(*tokens), "hash_block_size": math.gcd(*tokens)}
     made = KVCacheManager(cache, LONG, max_in_flight_tokens=in_flight, enable_caching=caching, **sizes)
     return made, groups
 
@@ -53,11 +85,13 @@ def manager_of(config, specs, gib=107, in_flight=2048, caching=True):
 class Reader:
     """Reads prompts in chunks, as the scheduler does, and takes up what the prefix cache has."""
 
-    def __init__(self, manager, chunk=2048):
+    def __init__(self, manager, groups, chunk=2048):
         self.manager, self.chunk = manager, chunk
+        self.tokens = [group.kv_cache_spec.block_size for group in groups]
+        self.is_ring = [isinstance(first_spec(group), CircularBufferSpec) for group in groups]
 
     def request(self, name, tokens):
-        hasher = get_request_block_hasher(HASHED, sha256)
+        hasher = get_request_block_hasher(math.gcd(*self.tokens), sha256)
         return Request(name, tokens, SamplingParams(max_tokens=512), None, block_hasher=hasher)
 
     def read(self, request):
@@ -69,8 +103,9 @@ class Reader:
             n = min(self.chunk, total - done)
             if self.manager.allocate_slots(request, n, **first) is None:
                 return None
-            for pages, tokens in zip(self.pages(request), (16, 256), strict=False):
-                written |= set(pages[done // tokens : -(-(done + n) // tokens)])
+            for pages, tokens, is_ring in zip(self.pages(request), self.tokens, self.is_ring, strict=True):
+                if not is_ring:
+                    written |= set(pages[done // tokens : -(-(done + n) // tokens)])
             first, done = {}, done + n
             request.num_computed_tokens = done
         # the next token: pages that only the prompt's last chunk needed go back
@@ -110,46 +145,61 @@ def test_flags_that_are_refused(flags, words):
         check_engine(_engine_settings(config))
 
 
-def test_groups(config):
-    _, groups = manager_of(config, CONDENSED)
-    assert [group.kv_cache_spec.block_size for group in groups] == [16, 256, 16]
-    assert [len(group.layer_names) for group in groups] == [LAYERS] * 3
-    assert len({group.kv_cache_spec.page_size_bytes for group in groups}) == 1
+@pytest.mark.parametrize("name", SETTINGS)
+def test_groups(config, name):
+    """One table of blocks for all that is kept, one or few for each window, one for rings; little is left empty."""
+    _, groups = manager_of(config, specs_of(SETTINGS[name]))
+    at_most = {"pooled": 3, "some layers": 3, "one dense layer": 3, "recall": 2, "calibrated": 3, "three kinds": 4}
+    assert len(groups) <= at_most[name]
+    assert len({group.kv_cache_spec.block_size for group in groups if is_kept(group)}) == 1
+
+
+def first_spec(group):
+    return next(iter(iter_layer_specs(group.kv_cache_spec)))
+
+
+def is_kept(group):
+    return isinstance(first_spec(group), FullAttentionSpec)
 
 
 @pytest.mark.parametrize("length", [1, 300, 1500, 20000])
-def test_pages_that_a_request_holds(config, length):
-    manager, _ = manager_of(config, CONDENSED, gib=4)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_blocks_that_a_request_holds(config, name, length):
+    """As many as `condense inspect` and the server's log say, but for a window that begins with a page."""
+    manager, groups = manager_of(config, specs_of(SETTINGS[name]), gib=8)
     free = manager.block_pool.get_num_free_blocks()
-    reader = Reader(manager)
+    reader = Reader(manager, groups)
     request = reader.request("a", ids(length))
     reader.read(request)
-    most = PLAN.blocks(length + 1)
-    window, entries, ring = reader.held(request)
-    assert most.window - 1 <= window <= most.window
-    assert (entries, ring) == (most.entries, most.ring)
+    most, held = blocks_of_request(served(SETTINGS[name]), length + 1), sum(reader.held(request))
+    windows = sum(not is_kept(group) for group in groups)
+    assert most.blocks - windows <= held <= most.blocks
+    assert most.block_bytes * (free + 1) <= 8 << 30 < most.block_bytes * (free + 2)
     manager.free(request)
     assert manager.block_pool.get_num_free_blocks() == free
 
 
 def count_requests(config, specs):
     """Requests of 128K tokens that are admitted and read, one after another, until one is refused."""
-    manager, _ = manager_of(config, specs, caching=False)
-    reader, count = Reader(manager), 0
+    reader, count = Reader(*manager_of(config, specs, caching=False)), 0
     while (request := reader.request(str(count), ids(LONG - 512, count))) and reader.read(request) is not None:
         count += 1
     return count
 
 
-def test_many_times_as_many_long_requests(config):
-    """What 107 GiB hold: figures for the shape of Llama-3.1-8B."""
+@pytest.mark.parametrize(("name", "least"), [("pooled", 90), ("recall", 17), ("calibrated", 38), ("three kinds", 41)])
+def test_many_times_as_many_long_requests(config, name, least):
+    """What 107 GiB hold: figures for the shape of Llama-3.1-8B, of whose dense requests they hold 6."""
+    assert count_requests(config, specs_of(SETTINGS[name])) >= least
+
+
+def test_dense_requests(config):
     assert count_requests(config, {f"model.layers.{i}.self_attn": DENSE for i in range(LAYERS)}) == 6
-    assert count_requests(config, CONDENSED) >= 90
 
 
 def test_shared_prefixes_are_found_and_never_written_again(config):
     """The second request shows where a prefix ends; from then on it is taken over. No page of another is written."""
-    reader = Reader(manager_of(config, CONDENSED, gib=8)[0])
+    reader = Reader(*manager_of(config, CONDENSED, gib=8))
     text = ids(6000)
     requests = [reader.request(name, [*text, *ids(700, start)]) for name, start in (("a", 7), ("b", 77), ("c", 777))]
     hits = []

@@ -44,8 +44,11 @@ class CondensedBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Layouts that keep a layer's pages together; first the one with the slots of a head side by side."""
-        return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC)
+        """Layouts with a page's bytes side by side; first the one whose blocks hold pages of different sizes.
+
+        The other is for stock layers on a CPU, which know no third: then pages are padded to one size.
+        """
+        return (KVCacheLayout.BLHNC, KVCacheLayout.LBHNC)
 
 
 class CondensedImpl(AttentionImpl[CondensedMetadata]):
@@ -69,10 +72,16 @@ class CondensedImpl(AttentionImpl[CondensedMetadata]):
     ) -> Tensor:
         """query ``[T, H, D]``, key and value ``[T, K, D]``, output likewise; rows of padding come last."""
         if attn_metadata is None:
-            return output.zero_()  # vLLM measures the memory of a forward before there are pages
-        tables = get_forward_context().attn_metadata
+            # vLLM measures the memory of a forward before there are pages: a long prompt's, gathered, is the most
+            torch.empty(layer.gathered_bytes, dtype=torch.uint8, device=query.device)
+            return output.zero_()
+        tables, dtype = get_forward_context().attn_metadata, layer.served.dtype
         pages = {kind: Pages(side.kv_cache, tables[side.layer_name].table) for kind, side in layer.sides.items()}
-        state = PagedState(Pages(kv_cache, attn_metadata.table), pages["entries"], pages.get("ring"))
+        entries, ring = pages["entries"], pages.get("ring")
+        if not layer.plan.has_records:
+            entries = entries.view(dtype)
+        window = Pages(kv_cache, attn_metadata.table).view(dtype)
+        state = PagedState(window, entries, None if ring is None else ring.view(dtype))
         qkv = query, key, value
         read_paged(qkv, state, attn_metadata.new, layer.plan.settings, scale=self.scale, out=output)
         return output

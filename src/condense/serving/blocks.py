@@ -1,0 +1,144 @@
+"""Blocks: the pages of all layers side by side, as vLLM packs them, and how many of them a request holds.
+
+All pages come from one pool of blocks of one size. What all layers keep as long as the request, entries and the tokens
+of dense layers, lies side by side in the same blocks, F tokens to each. The windows lie in other blocks, N tokens to
+each, layers with equal windows side by side, in as many parts as are needed to fit; and so do the rings. A block is as
+large as the largest of these, mostly the first.
+
+Shapes: F tokens of a block of what is kept, N tokens of a page of the window, K KV heads, D and Dv widths.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from condense.serving.plan import SLOTS, ServingPlan
+
+# pages of what is kept hold at least so many groups
+_LEAST_GROUPS = 8
+# and take so many pages of the widest window at most
+_MOST_PARTS = 16
+# vLLM's kernels for dense attention take pages of a multiple of so many tokens; on a CPU 32, elsewhere 16
+_DENSE = 32
+
+
+@dataclass(frozen=True)
+class ServedLayer:
+    """One layer as an engine runs it. plan: None for dense attention. heads: K; widths: D and Dv; dtype: of tokens."""
+
+    plan: ServingPlan | None
+    heads: int
+    widths: tuple[int, int]
+    dtype: torch.dtype
+
+    @property
+    def group_size(self) -> int:
+        """Tokens of which a page holds a multiple."""
+        if self.plan is None:
+            return _DENSE
+        return SLOTS if self.plan.settings.rule.max_chunks is not None else self.plan.group_size
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the key and the value of a token, of one KV head."""
+        return sum(self.widths) * self.dtype.itemsize
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot of entries, of one KV head."""
+        assert self.plan is not None
+        return self.plan.entry_bytes(self.widths, self.dtype)
+
+    def far_bytes(self, far: int) -> int:
+        """Bytes of what is kept of ``far`` tokens as long as the request."""
+        per_head = far * self.token_bytes if self.plan is None else self.plan.entry_slots(far) * self.slot_bytes
+        return self.heads * per_head
+
+    def gathered_bytes(self, length: int) -> int:
+        """Bytes of the keys, values and entries that a prompt of ``length`` tokens reads, gathered from pages."""
+        assert self.plan is not None
+        rule = self.plan.settings.rule
+        groups = rule.visible_entries(rule.closed(length))
+        tokens = 0 if self.plan.settings.choice is None else groups * rule.chunk * self.token_bytes
+        # records as they are gathered, and their parts
+        return self.heads * (tokens + 2 * groups * self.slot_bytes)
+
+
+class PageSizes(NamedTuple):
+    """Tokens of a page. far: F, of all that is kept as long as the request; near: N, of a window, a divisor of F."""
+
+    far: int
+    near: int
+
+
+def page_sizes(layers: Collection[ServedLayer]) -> PageSizes:
+    """The sizes for the layers of a model: one F, so that all that is kept has one table of blocks.
+
+    Windows use the same blocks. F = k N, where k makes N tokens of the widest window as many bytes as F tokens of what
+    is kept, or fewer; where very little is kept, k is smaller and vLLM gives the layers of a window several tables. F
+    is the smallest multiple of all group sizes for which kernels load whole tiles: larger ones cost short requests.
+    """
+    groups = [layer.group_size for layer in layers]
+    sample = SLOTS * math.lcm(*groups)
+    kept = sum(layer.far_bytes(sample) for layer in layers)
+    k = min(_MOST_PARTS, -(-_widest_window(layers, sample) // kept))
+    unit = math.lcm(SLOTS * k, *groups)
+    far = -(-_LEAST_GROUPS * max(groups) // unit) * unit
+    return PageSizes(far, far // k)
+
+
+def _widest_window(layers: Collection[ServedLayer], tokens: int) -> int:
+    """Bytes of so many tokens in the windows that most layers share."""
+    of_window: Counter[int] = Counter()
+    for layer in layers:
+        if layer.plan is not None:
+            of_window[layer.plan.kept_tokens] += layer.heads * layer.token_bytes * tokens
+    return max(of_window.values())
+
+
+class BlockCount(NamedTuple):
+    """Blocks of one request, and the bytes of a block."""
+
+    blocks: int
+    block_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.blocks * self.block_bytes
+
+    def share(self, layers: Collection[ServedLayer], length: int) -> float:
+        """Its bytes as a share of those of the tokens."""
+        return self.total_bytes / (length * sum(layer.heads * layer.token_bytes for layer in layers))
+
+
+def blocks_of_request(layers: Collection[ServedLayer], length: int, num_new: int = 1) -> BlockCount:
+    """The most blocks that a request of ``length`` tokens holds while its last ``num_new`` are read.
+
+    Counted as vLLM forms its groups; `tests/serving/vllm/test_manager.py` holds both together.
+    """
+    far, near = page_sizes(layers)
+    of_far = sum(layer.far_bytes(far) for layer in layers)
+    # pages by what they share a table with: the tokens that windows keep, 0 for rings
+    pages: dict[int, list[int]] = {}
+    for layer in layers:
+        if layer.plan is not None:
+            token = layer.heads * layer.token_bytes
+            pages.setdefault(layer.plan.kept_tokens, []).append(near * token)
+            if layer.plan.ring_slots:
+                ring = layer.heads * layer.widths[0] * layer.dtype.itemsize
+                pages.setdefault(0, []).append(layer.plan.ring_slots * ring)
+    block = max(of_far, *(max(each) for each in pages.values()))
+    count = -(-length // far)
+    for kept, each in pages.items():
+        tables = -(-len(each) // max(1, block // max(each)))
+        tokens = min(length, kept - 1 + num_new)
+        # a window may begin anywhere in its first page
+        count += tables * (min(-(-tokens // near) + 1, -(-length // near)) if kept else 1)
+    return BlockCount(count, block)

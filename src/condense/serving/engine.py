@@ -1,0 +1,78 @@
+"""The settings of vLLM that decide whether it can serve condensed models, and what keeps it from that."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """The settings of an engine that decide whether it can serve a condensed model.
+
+    version: None if it is not known. kv_heads: of the whole model. cache_dtype: "auto" is the model's. one_manager: all
+    caches are managed alike, as full attention. shared_context: ranks share the tokens of a request. microbatches: a
+    batch is run in halves.
+    """
+
+    version: str | None
+    kv_heads: int
+    tensor_parallel: int = 1
+    cache_dtype: str = "auto"
+    model_dtype: str = "bfloat16"
+    kv_transfer: bool = False
+    offloading: bool = False
+    one_manager: bool = False
+    speculative: bool = False
+    shared_context: bool = False
+    microbatches: bool = False
+
+
+# releases of vLLM that this package was tested with: from the first, below the second
+TESTED = ("0.29", "0.33")
+
+
+def check_engine(engine: EngineSettings) -> None:
+    """Raise ValueError, in vLLM's own terms, with all that keeps an engine from serving condensed models."""
+    wrong = []
+    first, end = (_release(version) for version in TESTED)
+    if engine.version is not None and not first <= _release(engine.version) < end:
+        wrong.append(
+            f"vLLM must be at least {TESTED[0]} and below {TESTED[1]}, the releases that condensed models were tested "
+            f"with, got {engine.version}: install 'vllm>={TESTED[0]},<{TESTED[1]}'"
+        )
+    if engine.cache_dtype not in ("auto", engine.model_dtype):
+        wrong.append(
+            f"--kv-cache-dtype must be auto or the model's {engine.model_dtype} for condensed models, got "
+            f"{engine.cache_dtype}: entries are made of exact keys and values"
+        )
+    if engine.tensor_parallel < 1:
+        wrong.append(f"--tensor-parallel-size must be at least 1, got {engine.tensor_parallel}")
+    elif engine.kv_heads % engine.tensor_parallel:
+        wrong.append(
+            f"--tensor-parallel-size must divide the model's {engine.kv_heads} KV heads, got "
+            f"{engine.tensor_parallel}: a group is weighed by all query heads of its KV head"
+        )
+    # vLLM turns offloading into a KV transfer: the error names the flag that the user gave
+    transfer = engine.kv_transfer and not engine.offloading
+    for chosen, message in (
+        (engine.offloading, "--kv-offloading-size is not served with condensed models: leave it out"),
+        (transfer, "--kv-transfer-config is not served with condensed models: leave it out"),
+        (
+            engine.one_manager,
+            "--disable-hybrid-kv-cache-manager would keep every token of a condensed model: leave it out",
+        ),
+        (engine.speculative, "--speculative-config is not served with condensed models: leave it out"),
+        (engine.shared_context, "context parallelism is not served with condensed models: use tensor parallelism"),
+        (engine.microbatches, "--enable-dbo is not served with condensed models: leave it out"),
+    ):
+        if chosen:
+            wrong.append(message)
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
+def _release(version: str) -> tuple[int, int]:
+    """The first two numbers of a version, of "0.32rc1" too; (0, 0) without them, as in builds from source."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
