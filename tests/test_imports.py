@@ -25,7 +25,7 @@ ARROWS["plan"] = {"state"} | ARROWS["state"]
 ARROWS["functional"] = {"plan"} | ARROWS["plan"]
 ARROWS["serving"] = {"methods", "architectures"} | ARROWS["methods"]
 ARROWS["latent"] = ARROWS["caches"] = {"functional"} | ARROWS["functional"]
-ARROWS["models"] = {"caches", "latent", "version", "architectures"} | ARROWS["caches"]
+ARROWS["models"] = {"caches", "latent", "serving", "version"} | ARROWS["caches"] | ARROWS["serving"]
 # what one does with it: these never import each other
 USES = ("train", "evaluate", "calibration")
 for use in USES:

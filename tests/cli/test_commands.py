@@ -194,14 +194,19 @@ def test_inspect_says_what_fits_and_what_to_type(tmp_path, monkeypatch):
     assert (content["length"], content["memory"], content["host_memory"]) == (65536, 80 * 10**9, 64 * 2**30)
     for name, row in settings.items():
         (line,) = (line for line in done.stdout.splitlines() if line.strip().startswith(f"{name}  "))
-        assert line.split()[-2:] == [f"{row['requests']:,}", "yes" if row["requests"] >= 9 else "no"]
+        served = [] if row["served"] is None else [f"{row['served']:,}"]
+        counts = [f"{row['requests']:,}", *served, "yes" if row["requests"] >= 9 else "no"]
+        assert line.split()[-len(counts) :] == counts
     pinned = 1 << (settings["recall-host"]["host_bytes"] // 36 - 1).bit_length()  # in each of 36 layers
     assert settings["recall-host"]["requests"] == 64 * 2**30 // (36 * pinned) < settings["pooled"]["requests"]
     yarn = '"factor": 2.0, "original_max_position_embeddings": 32768'
     assert "The model has 40,960 positions, fewer than 65,536 tokens need. YaRN" in done.stdout
     assert yarn in done.stdout
     assert yarn.replace('"', "'") in done.stdout
-    assert "condense serve DIR --method pooled --max-model-len 65536" in done.stdout
+    assert "condense serve DIR --max-model-len 65536 (recall-device) or, once adapted, --method pooled" in done.stdout
+    # vLLM holds about as many as the bytes say, and none with tokens in host memory
+    assert settings["recall-host"]["served"] is None
+    assert 0 <= settings["recall-device"]["requests"] - settings["recall-device"]["served"] <= 1
     assert "YaRN" not in run_here("inspect", "--shape", "qwen3-8b", "--length", "32K").stdout
 
 

@@ -111,14 +111,17 @@ def _parse_bytes(name: str, text: str) -> int:
 def _print_fits(fits: Sequence[CacheFit], title: str, batch: int | None) -> None:
     table = options.plain_table(title)
     table.add_column("settings")
-    counted = [] if fits[0].requests is None else ["requests\nthat fit", *([] if batch is None else [f"{batch} fit"])]
+    counted = ["requests\nthat fit", "in\nvLLM", *([] if batch is None else [f"{batch} fit"])]
+    if fits[0].requests is None:
+        counted = []
     for heading in ("device\nGiB", "of\ndense", "host\nGiB", *counted):
         table.add_column(heading, justify="right", no_wrap=True)
     for fit in fits:
         host = f"{fit.host_bytes / 2**30:,.2f}" if fit.host_bytes else ""
         cells = [f"{fit.device_bytes / 2**30:,.2f}", f"{fit.device_bytes / fits[0].device_bytes:.1%}", host]
         if fit.requests is not None:
-            cells += [f"{fit.requests:,}", *([] if batch is None else ["yes" if fit.requests >= batch else "no"])]
+            cells += [f"{fit.requests:,}", "" if fit.served is None else f"{fit.served:,}"]
+            cells += [] if batch is None else ["yes" if fit.requests >= batch else "no"]
         table.add_row(fit.name, *cells)
     options.plain_console().print(table)
 
@@ -147,7 +150,9 @@ def _lines_to_type(model: PreTrainedModel, folder: str, tokens: int) -> list[str
     lines = ['transformers: condense.apply(model, "recall-host"), "recall-device" or, once adapted, "pooled"']
     served = type(model).__name__ in ARCHITECTURES
     if served:
-        lines.append(f"vLLM, once adapted: condense serve {folder} --method pooled --max-model-len {tokens}")
+        lines.append(
+            f"vLLM: condense serve {folder} --max-model-len {tokens} (recall-device) or, once adapted, --method pooled"
+        )
     config: Any = model.config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None)
     if positions is None or tokens <= positions:

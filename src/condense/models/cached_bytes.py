@@ -11,7 +11,7 @@ from condense.models.counts import kept
 from condense.ops.step import Per, fields_of
 from condense.state import num_entries
 
-_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 class CachedHeads(NamedTuple):
@@ -26,9 +26,9 @@ class CachedHeads(NamedTuple):
 
         Raises ValueError for numbers of another size than 2, 4 and 8 bytes.
         """
-        if itemsize not in _DTYPES:
+        if itemsize not in DTYPES:
             raise ValueError(f"itemsize must be 2, 4 or 8, got {itemsize}")
-        fields = fields_of(step_settings(method), self.num, (self.width, self.value_width), _DTYPES[itemsize])
+        fields = fields_of(step_settings(method), self.num, (self.width, self.value_width), DTYPES[itemsize])
         return {(field.name, field.per): self.num * field.nbytes for field in fields}
 
     def cached_bytes(self, method: Method, length: int, itemsize: int) -> tuple[int, int]:

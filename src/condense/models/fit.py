@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from condense.models.choice import MethodChoice
-from condense.models.inspect import inspect
+from condense.models.inspect import inspect, served_layers
+from condense.serving.blocks import blocks_of_request
 
 # share of the device's memory for weights and caches; the rest is for activations
 USED = 0.9
@@ -20,13 +21,15 @@ _FOUR_BITS = 4 + 2 * 16 / 64
 class CacheFit:
     """The cache of one request: bytes on the device and in host memory.
 
-    requests: how many fit; None without a limit.
+    requests: how many fit; None without a limit. served: how many vLLM runs at once (`condense serve`), in its blocks;
+    None without a limit, and for what is not served.
     """
 
     name: str
     device_bytes: int
     host_bytes: int
     requests: int | None
+    served: int | None = None
 
 
 def weight_bytes(model: nn.Module, itemsize: int) -> int:
@@ -56,8 +59,22 @@ def cache_fits(
     fits = [_fit(name, int(dense * bits / (8 * itemsize)), [], room, None) for name, bits in dense_in.items()]
     for name, layers in reports.items():
         hosts = [layer.host_bytes for layer in layers]
-        fits.append(_fit(name, sum(layer.bytes for layer in layers), hosts, room, host_memory))
+        fit = _fit(name, sum(layer.bytes for layer in layers), hosts, room, host_memory)
+        fits.append(replace(fit, served=_served(model, choices[name], length, itemsize, room)))
     return fits
+
+
+def _served(model: nn.Module, choice: MethodChoice, length: int, itemsize: int, room: int | None) -> int | None:
+    """Requests of ``length`` tokens that vLLM holds in so many bytes; None for what it does not serve, or no limit."""
+    try:
+        layers = served_layers(model, choice, itemsize)
+    except ValueError:
+        return None
+    if room is None or not any(layer.plan for layer in layers):
+        return None
+    one = blocks_of_request(layers, length)
+    # one block belongs to no request
+    return max(0, room // one.block_bytes - 1) // one.blocks
 
 
 def _fit(name: str, device_bytes: int, hosts: list[int], room: int | None, host_room: int | None) -> CacheFit:

@@ -8,14 +8,16 @@ from typing import Any
 from torch import nn
 
 from condense.config import check_int
-from condense.methods import DGA, Method, Reread, step_settings
+from condense.methods import DGA, Dense, Method, Reread, step_settings
 from condense.models.apply import attention_layers, chosen_methods
-from condense.models.cached_bytes import CachedHeads
+from condense.models.cached_bytes import DTYPES, CachedHeads
 from condense.models.choice import MethodChoice
 from condense.models.counts import chooses_from_prompt, kept_on_device, sum_closed, sum_opened
 from condense.models.families import is_latent, sliding_window
 from condense.ops import ChoiceSettings
 from condense.ops.triton.limits import settings_obstacle
+from condense.serving.blocks import ServedLayer
+from condense.serving.plan import serving_plan
 from condense.state import num_entries
 
 
@@ -58,6 +60,18 @@ def inspect(model: nn.Module, method: MethodChoice | str, length: int, itemsize:
     check_int("length", length, 1)
     chosen, attentions = chosen_methods(model, method), attention_layers(model)
     return [_report(i, module, chosen.get(i), length, itemsize) for i, module in sorted(attentions.items())]
+
+
+def served_layers(model: nn.Module, method: MethodChoice, itemsize: int = 2) -> list[ServedLayer]:
+    """The layers as vLLM runs them. Raises ValueError as `inspect`, and for methods and layers that are not served."""
+    chosen, layers = chosen_methods(model, method), []
+    for i, module in attention_layers(model).items():
+        if is_latent(module) or sliding_window(module) is not None:
+            raise ValueError(f"layer {i} has latents or a window of its own, which is not served")
+        heads, own = _Heads.of(module).cached, chosen.get(i, Dense())
+        plan = None if isinstance(own, Dense) else serving_plan(own)
+        layers.append(ServedLayer(plan, heads.num, (heads.width, heads.value_width), DTYPES[itemsize]))
+    return layers
 
 
 def _report(index: int, module: nn.Module, method: Method | None, length: int, itemsize: int) -> LayerReport:
