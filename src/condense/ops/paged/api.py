@@ -16,7 +16,7 @@ from condense.ops.paged.groups import represent
 from condense.ops.paged.requests import read_requests
 from condense.ops.reference import paged as reference
 from condense.ops.step.call import OwnEntries
-from condense.ops.step.pages import NewTokens, PagedState, room_for
+from condense.ops.step.pages import NewTokens, PagedState
 from condense.ops.step.records import RECORD_UNIT, record_format
 from condense.ops.step.settings import StepSettings
 from condense.ops.torch import paged_step as torch_step
@@ -48,9 +48,9 @@ def read_paged(
     backend: "reference"; else as in `condense.ops.attend` for requests with several new tokens. Those with one are read
     by "triton" or "torch"; "auto" is "triton" on CUDA where it can run, which without a choice is not over records.
     Raises ValueError for an unknown backend, for an explicit one that cannot run here, for settings that pages cannot
-    hold, for pages of records that are not as `PagedState` says, for more groups than `room_for`, and while a graph is
-    captured for requests that the host reads one by one: those with several new tokens, and single tokens over records
-    without a choice. A graph that is replayed cannot raise: requests behind as many groups get NaN.
+    hold, for pages of records that are not as `PagedState` says, and while a graph is captured for requests that the
+    host reads one by one: those with several new tokens, and single tokens over records without a choice.
+    Single tokens behind more groups than `room_for` says get NaN: lengths are on the device, and a graph cannot raise.
     """
     q, k, v = qkv
     _check_settings(settings, state)
@@ -73,15 +73,13 @@ def read_paged(
         read_requests(qkv, state, new, settings, out, first=0, scale=scale, backend=backend)
         return
     ones, first, seen = tuple(x[:steps] for x in qkv), state.first(steps), new.seen_on_device[:steps]
-    store, attend = _step_of(settings, first, new, has_kernels)
+    store, attend = _step_of(settings, new, has_kernels)
     store(*ones, first, seen, settings, scale=scale)
     read_requests(qkv, state, new, settings, out, first=steps, scale=scale, backend=backend)
     attend(q[:steps], first, seen, settings, scale=scale, out=out[:steps])
 
 
-def _step_of(
-    settings: StepSettings, state: PagedState, new: NewTokens, has_kernels: bool
-) -> tuple[Callable[..., None], ...]:
+def _step_of(settings: StepSettings, new: NewTokens, has_kernels: bool) -> tuple[Callable[..., None], ...]:
     """The two halves of a step, `store` and `attend` of `condense.ops.torch.paged_step` and of its like."""
     if not has_kernels:
         own = OwnEntries(functools.partial(represent, settings=settings))
@@ -90,12 +88,6 @@ def _step_of(
         from condense.ops.triton import paged_step
 
         return paged_step.store, paged_step.attend
-    groups, room = new.of_steps // settings.rule.chunk, room_for(state.entries)
-    if groups > room:
-        raise ValueError(
-            f"requests must have at most {room:,} groups together, got {groups:,}: run fewer of those that share the "
-            "pages of a long prefix at once"
-        )
     from condense.ops.triton import paged_recall_step
 
     return paged_recall_step.store, functools.partial(paged_recall_step.attend, before=new.before)

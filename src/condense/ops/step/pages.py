@@ -82,11 +82,6 @@ class NewTokens:
     num_steps: int = 0
 
     @functools.cached_property
-    def of_steps(self) -> int:
-        """Tokens of the requests that have one new token each."""
-        return sum(self.seen[: self.num_steps])
-
-    @functools.cached_property
     def before(self) -> Tensor:
         """Tokens of the requests before each, int64 ``[R]`` on the device; all layers share what the first computes.
 
@@ -101,6 +96,9 @@ _SHARED = 8
 
 
 def room_for(records: Pages) -> int:
-    """Groups of all requests together for which a step of kernels over these pages of records has scratch memory."""
+    """Groups of all requests together for which a step of kernels over these pages of records has scratch memory.
+
+    An engine must not run requests that have more.
+    """
     requests, columns = records.table.shape
     return records.slots * min(requests * columns, _SHARED * records.cache.shape[0])
