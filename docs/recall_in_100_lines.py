@@ -2,7 +2,7 @@
 
 `python docs/recall_in_100_lines.py` compares it with `condense.attention`; docs/methods.md defines the method.
 
-Shapes: L tokens, groups of g tokens in m blocks, N keys that a query sees, D and Dv widths of keys and values.
+Shapes: L tokens, groups of g tokens, N keys that a query sees, D and Dv widths of keys and values.
 """
 
 import math
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import condense
+from condense.ops.recall import block_width, rotation
 
 
 class Settings(NamedTuple):
@@ -20,7 +21,6 @@ class Settings(NamedTuple):
     group_size: int = 4  # tokens per group, g
     window: int = 8  # newest tokens that stay exact
     num_recall: int = 3  # groups that a query opens
-    index_size: int = 2  # tokens per block of the index
 
 
 class Group(NamedTuple):
@@ -30,20 +30,23 @@ class Group(NamedTuple):
     v: Tensor
     entry_k: Tensor  # one key [D] and one value [Dv] in place of the tokens while the group is not open
     entry_v: Tensor
-    low: Tensor  # the index: smallest and largest key of each block, channel by channel, [m, D]
-    high: Tensor
+    signs: Tensor  # the index: of each key, turned, the signs [g, D] of 1 and -1, and one number [g] for all of them
+    steps: Tensor
 
 
-def close(k: Tensor, v: Tensor, settings: Settings) -> Group:
+def close(k: Tensor, v: Tensor) -> Group:
     """Make a group of its tokens k ``[g, D]`` and v ``[g, Dv]``, once they have left the window."""
-    blocks = k.unflatten(0, (-1, settings.index_size))
-    return Group(k, v, k.mean(0), v.mean(0), blocks.amin(1), blocks.amax(1))
+    # a rotation leaves products as they are and makes a key's numbers alike, so that their signs say most of it
+    turned = k @ rotation(k.shape[1], k.device).double()
+    steps = turned.square().sum(1) / turned.abs().sum(1) / block_width(k.shape[1])
+    return Group(k, v, k.mean(0), v.mean(0), turned.sign(), steps)
 
 
 def score(q: Tensor, group: Group, scale: float) -> Tensor:
-    """Bound from above the score of every token of a group for a query ``[D]``, from the group's index alone."""
-    # a key lies between low and high, so q_d * k_d is at most the larger of q_d * low_d and q_d * high_d
-    return (scale * torch.maximum(q * group.low, q * group.high).sum(-1)).max()
+    """Estimate the largest score of a group's tokens for a query ``[D]``, from the group's index alone."""
+    turned = q @ rotation(len(q), q.device).double()
+    unit = turned.abs().max() / 127  # the query is rounded to 8 bits
+    return scale * unit * (group.signs @ (turned / unit).round() * group.steps).max()
 
 
 def choose(q: Tensor, groups: list[Group], settings: Settings, scale: float) -> set[int]:
@@ -66,7 +69,7 @@ def recall(q: Tensor, k: Tensor, v: Tensor, settings: Settings, scale: float) ->
         # close: a group closes when its last token is `window` tokens back; from then on nothing in it changes
         if max(0, t + 1 - settings.window) // g > len(groups):
             tokens = slice(len(groups) * g, (len(groups) + 1) * g)
-            groups.append(close(k[tokens], v[tokens], settings))
+            groups.append(close(k[tokens], v[tokens]))
         # choose: the index is read, no token of a group
         opened = choose(q[t], groups, settings, scale)
         # attend: every past token counts once, as itself or in its group's entry, which weighs as much as g tokens
@@ -85,7 +88,7 @@ def compare(settings: Settings, length: int = 100, width: int = 16) -> float:
     """Largest difference from `condense.attention` on random tokens of one head."""
     random, scale = torch.Generator().manual_seed(0), width**-0.5
     q, k, v = torch.randn(3, length, width, dtype=torch.float64, generator=random).unbind()
-    method = condense.Recall(**settings._asdict(), index_bits=16)  # 8 bits, the default, round bounds outwards
+    method = condense.Recall(**settings._asdict(), unchosen="pool")
     library = condense.attention(q[None, None], k[None, None], v[None, None], method=method, scale=scale)[0, 0]
     return float((recall(q, k, v, settings, scale) - library).abs().max())
 

@@ -13,14 +13,13 @@ from condense.methods import step_settings
 from condense.ops import NewToken, OwnEntries
 from condense.ops.step import StateSizes, StepCall, empty_state
 
-_RECALL = condense.Recall(group_size=4, window=5, index_size=2, num_recall=2)
+_RECALL = condense.Recall(group_size=4, window=5, num_recall=2)
 RECALLS = {
-    "bounds-16": _RECALL.replace(index_bits=16),
-    "bounds-8": _RECALL.replace(window=9, num_recall=3),
-    "bounds-4": _RECALL.replace(window=3, index_size=4, index_bits=4),
-    "three-blocks": _RECALL.replace(group_size=6),
+    "two-open": _RECALL,
+    "three-open": _RECALL.replace(window=9, num_recall=3),
+    "g-6": _RECALL.replace(group_size=6),
     "window-0-opened": _RECALL.replace(window=0),
-    "g-1-opened": _RECALL.replace(group_size=1, window=3, index_size=1, index_bits=16, num_recall=5),
+    "g-1-opened": _RECALL.replace(group_size=1, window=3, num_recall=5),
     "none-open": _RECALL.replace(num_recall=0),
     "all-open": _RECALL.replace(num_recall=99),
     "a-third": _RECALL.replace(num_recall=1 / 3),
@@ -60,9 +59,9 @@ def own_by(settings):
     choice = settings.choice
     method = condense.Recall(
         group_size=settings.rule.chunk, window=settings.rule.window,
-        index_size=choice.index.size, index_bits=choice.index.bits, key_pooling=settings.key_pooling,
-        value_pooling=settings.value_pooling, rep_bias="matched" if settings.matched else "none",
-        unchosen="pool" if choice.pool else "drop", store_bits=choice.store.bits,
+        key_pooling=settings.key_pooling, value_pooling=settings.value_pooling,
+        rep_bias="matched" if settings.matched else "none", unchosen="pool" if choice.pool else "drop",
+        store_bits=choice.store.bits,
     )  # fmt: skip
     return OwnEntries(method.represent)
 

@@ -105,9 +105,9 @@ class _Observer(CondensedLayer):
         L = k.shape[2]
         q = request.q[:, :, L - self.steps :]
         closed = context.spans.at(L - self.steps, L, k.device)[0].hi
-        codes, grid = context.extra[:2]
-        choice = IndexChoice(q, GroupIndex(codes, grid), self.recall.index_settings, request.scale, self.recall.quota)
-        opened = choice.at(0, self.steps, closed, codes.shape[2])
+        index = GroupIndex(*context.extra[:2])
+        choice = IndexChoice(q, index, request.scale, self.recall.quota)
+        opened = choice.at(0, self.steps, closed, index.num_groups)
         self._shares.append(_shares(q, k, opened, closed[0, 0], self.recall.group_size, request.scale))
         for head in opened[0].cpu():
             self._count_hits([row.nonzero()[:, 0].tolist() for row in head])

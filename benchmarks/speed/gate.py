@@ -19,7 +19,8 @@ from torch import Tensor
 
 from condense.methods import Context, Method, step_settings
 from condense.ops import ChoiceSettings
-from condense.ops.recall import GroupIndex, choose_groups, index_scores
+from condense.ops.recall import GroupIndex, choose_groups, index_scores, rotation, turned_queries
+from condense.ops.recall.index import QUERY_LEVELS
 from condense.ops.tensors.bias import joined_bias
 from speed.budget import Verdict, judge
 from speed.problems import Inputs, pooled
@@ -99,12 +100,12 @@ def seen(q: Tensor, context: Context, *, scale: float, method: Method) -> Seen:
     clear = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device)
     choice = method.layout.choice
     if choice is not None and context.extra:
-        codes, grid, store = context.extra
+        signs, steps, store = context.extra
         closed = spans[0][1][..., 0]
-        opened, is_clear = _opened(choice, q[:, :, at], GroupIndex(codes, grid), closed, scale)
+        opened, is_clear = _opened(choice, q[:, :, at], GroupIndex(signs, steps), closed, scale)
         if method.reads_exactly and L > 1:
             opened, is_clear = masks[0].expand_as(opened), torch.ones_like(is_clear)
-        clear = is_clear.repeat_interleave(q.shape[1] // codes.shape[1], 1)[..., None]
+        clear = is_clear.repeat_interleave(q.shape[1] // signs.shape[1], 1)[..., None]
         masks[0] = masks[0] & ~opened & choice.pool
         masks.insert(1, opened.repeat_interleave(method.layout.rule.chunk, -1))
         form = step_settings(method).store_format
@@ -122,19 +123,24 @@ def _opened(
     """The groups that queries open, bool ``[B, K, S, G]``, and whose choice is clear, bool ``[B, K, S]``.
 
     q ``[B, H, S, D]``; closed int64 ``[B|1, 1, S]``: groups that each query may open. A choice is clear if the scores
-    on both sides of it differ by more than the error of scores computed in float32, sums of D products.
+    on both sides of it differ by more than the error of scores computed in float32: of sums of D products, and of the
+    numbers of a query so near to a half that float32 may round them to the other side.
     """
-    K, G = index.codes.shape[1:3]
-    codes = index.codes.double() if index.codes.is_floating_point() else index.codes
-    scores = index_scores(q.double(), GroupIndex(codes, index.grid.double()), choice.index, scale)
+    (D, K, G), wide = (q.shape[3], *index.signs.shape[1:3]), q.double()
+    scores = index_scores(wide, index, scale)
     opened = choose_groups(scores, closed, choice.quota, K)
     is_closed = torch.arange(G, device=q.device) < closed[..., None]
-    error = 64 * torch.finfo(torch.float32).eps * float(scores.masked_fill(~is_closed, 0.0).abs().max())
+    eps = torch.finfo(torch.float32).eps
+    error = 64 * eps * float(scores.masked_fill(~is_closed, 0.0).abs().max())
+    unit = turned_queries(wide)[1]
+    numbers = wide @ rotation(D, q.device).double() / unit
+    near_half = ((numbers - numbers.floor() - 0.5).abs() < QUERY_LEVELS * D * eps).sum(-1, keepdim=True)
+    of_rounding = (near_half * unit).unflatten(1, (K, -1)).amax((2, 4)) * scale * float(index.steps.max())
     scores = scores.masked_fill(~is_closed, -math.inf)
     best = (scores - scores.logsumexp(-1, keepdim=True)).unflatten(1, (K, -1)).amax(2)
     lowest = best.masked_fill(~opened, math.inf).amin(-1)
     highest = best.masked_fill(opened | ~is_closed, -math.inf).amax(-1)
-    return opened, lowest - highest > error
+    return opened, lowest - highest > error + 2 * of_rounding
 
 
 def check_output(out: Tensor, q: Tensor, context: Context, *, scale: float, method: Method) -> Verdict:

@@ -121,7 +121,7 @@ def beside_keys(method: Method, setting: Setting, entries: int) -> int:
     if choice is not None:
         pooled_entries = entries - choice.quota.at(entries) if choice.pool else 0
     saved = sum(widths) * setting.dtype.itemsize - nbytes["entries_k"] - nbytes["entries_v"]
-    return entries * (nbytes["codes"] + nbytes["grid"]) - pooled_entries * saved
+    return entries * (nbytes["signs"] + nbytes["steps"]) - pooled_entries * saved
 
 
 def step_bytes(setting: Setting, keys: int, more: int = 0) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from condense.ops import RuleSpans, Source, UniformRule, attend_recall
-from condense.ops.recall import ArrayChoice, IndexSettings, RecallSources, build_index, index_scores
+from condense.ops.recall import ArrayChoice, RecallSources
 
 Scores = Callable[[Tensor, int], Tensor]
 _BLOCK = 512  # queries whose scores are held at a time
@@ -29,7 +29,8 @@ class Index:
     """What a chooser knows of keys: of blocks of ``size`` tokens the bounds in ``bits`` (size 1: the keys themselves).
 
     bits 16 and size 1: the keys as they are, so the choice is by true attention mass; fewer bits and size 1: rotated
-    keys (a fixed Hadamard rotation with random signs), one step per token. Larger sizes: the library's index.
+    keys (a fixed Hadamard rotation with random signs), one step per token. Larger sizes: per channel the smallest and
+    the largest key of a block, as Quest has them, in fewer bits on a grid per group.
     centred: fewer bits hold the difference of a key from its group's mean, which is kept in 8 bits.
     """
 
@@ -208,11 +209,11 @@ def _scores(index: Index, k: Tensor, scale: float, groups: int, group: int) -> S
     """
     far = k[:, : groups * group]
     if index.size > 1:
-        settings = IndexSettings(group, index.size, index.bits)
-        built = build_index(far.unflatten(1, (groups, group))[None], settings)
+        low, high = _bounds(far.unflatten(1, (groups, group // index.size, index.size)), index.bits)
 
         def bounds(heads: Tensor, stop: int) -> Tensor:
-            return index_scores(heads.flatten(0, 1)[None], built, settings, scale)[0].unflatten(0, heads.shape[:2])
+            scores = heads.clamp(min=0) @ high[:, None].mT + heads.clamp(max=0) @ low[:, None].mT
+            return scores.unflatten(-1, (groups, -1)).amax(-1) * scale
 
         return bounds
     if index == TRUE:
@@ -233,6 +234,16 @@ def _scores(index: Index, k: Tensor, scale: float, groups: int, group: int) -> S
         return F.pad(scores.unflatten(-1, (reach, group)).logsumexp(-1), (0, groups - reach), value=-math.inf)
 
     return by_token
+
+
+def _bounds(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Smallest and largest keys of blocks ``[C, G, m, u, D]``, rounded outwards, each ``[C, G * m, D]``."""
+    low, high = blocks.amin(3), blocks.amax(3)
+    if bits < 16:
+        zero = low.amin((2, 3), keepdim=True)
+        step = ((high.amax((2, 3), keepdim=True) - zero) / (2**bits - 1)).clamp(min=1e-30)
+        low, high = zero + ((low - zero) / step).floor() * step, zero + ((high - zero) / step).ceil() * step
+    return low.flatten(1, 2), high.flatten(1, 2)
 
 
 @cache

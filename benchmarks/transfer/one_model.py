@@ -130,8 +130,7 @@ class _Place:
 
     def generate(self, held: HeldOut, length: int) -> None:
         """The claimed settings through caches, for the time that is left."""
-        chosen = claims(length, self.make.startswith("mla"))
-        generated(self.model, chosen, held, lambda record: self.note(record | {"length": length}), self.until)
+        generated(self.model, claims(), held, lambda record: self.note(record | {"length": length}), self.until)
 
 
 def warm(options: argparse.Namespace) -> None:
@@ -154,7 +153,7 @@ def warm(options: argparse.Namespace) -> None:
         except Exception as error:
             print(f"{name} at {length}: {error}", flush=True)
     # the decode steps of the claimed settings, with other numbers than those that are measured
-    for _, method in list(claims(lengths[0], options.make.startswith("mla")).items())[1:][index::of]:
+    for _, method in list(claims().items())[1:][index::of]:
         with under(model, method), torch.no_grad():
             ids = torch.randint(4096, (1, lengths[0]), device=model.device)
             model.generate(input_ids=ids, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from condense import Method, Recall, use
+from condense import Method, use
 from condense.evaluate.far_text import needs_far, token_losses
 
 _SLICE = 2048  # positions whose logits are held in float32 at a time
@@ -141,7 +141,7 @@ def _stock(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def generated(
-    model: PreTrainedModel, settings: Mapping[str, Recall | None], held: HeldOut,
+    model: PreTrainedModel, settings: Mapping[str, Method | None], held: HeldOut,
     note: Callable[[dict[str, Any]], None], until: float, *, turns: int = 16, texts: int = 4, tokens: int = 64,
 ) -> None:  # fmt: skip
     """Several turns over one cache, each a question; and a text that goes on. Greedy, through ``model.generate``.

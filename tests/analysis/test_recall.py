@@ -12,7 +12,7 @@ from condense.models import attention as models_attention
 
 IDS = tiny.tokens(1, 90)[0]
 STEPS = 12
-METHOD = condense.Recall(group_size=4, window=8, num_recall=3, index_bits=16)
+METHOD = condense.Recall(group_size=4, window=8, num_recall=3)
 
 
 def _watched(monkeypatch, model, method):
@@ -25,11 +25,10 @@ def _watched(monkeypatch, model, method):
         return stock(target, q, k, v)
 
     def spy(self, q, context, *, scale, **kwargs):
-        codes = context.extra[0]
         closed = context.spans.at(0, q.shape[2], q.device)[0].hi
         index = condense.ops.recall.GroupIndex(*context.extra[:2])
-        choice = condense.ops.recall.IndexChoice(q, index, self.index_settings, scale, self.quota)
-        opened[len(opened)] = choice.at(0, q.shape[2], closed, codes.shape[2])[0]
+        choice = condense.ops.recall.IndexChoice(q, index, scale, self.quota)
+        opened[len(opened)] = choice.at(0, q.shape[2], closed, index.num_groups)[0]
         return attend(self, q, context, scale=scale, **kwargs)
 
     monkeypatch.setattr(models_attention, "_condensed", condensed)

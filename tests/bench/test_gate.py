@@ -103,9 +103,10 @@ def test_near_ties_are_counted():
     context = pooled(method, inputs)
     out = method.attend(inputs.q, context, scale=inputs.scale)[0]
     check = partial(gate.check_output, q=inputs.q, scale=inputs.scale, method=method)
-    assert "near_ties" not in check(out, context=context).to_dict()
-    codes, grid, *store = context.extra
-    codes[:, :, 1:], grid[:, :, 1:] = codes[:, :, :1], grid[:, :, :1]
-    tied = context._replace(extra=(codes, grid, *store))
     # of each head and row, the queries that choose from more than 5 groups
-    assert check(out, context=tied).to_dict()["near_ties"] == 2 * 4 * (150 - 20 - 6 * 4 + 1)
+    choosing = 2 * 4 * (150 - 20 - 6 * 4 + 1)
+    assert check(out, context=context).to_dict().get("near_ties", 0) < choosing / 50
+    signs, steps, *store = context.extra
+    signs[:, :, 1:], steps[:, :, 1:] = signs[:, :, :1], steps[:, :, :1]
+    tied = context._replace(extra=(signs, steps, *store))
+    assert check(out, context=tied).to_dict()["near_ties"] == choosing

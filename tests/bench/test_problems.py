@@ -44,9 +44,9 @@ def test_flops_of_one_pair():
 
 
 RECALL = {
-    "bounds-8": condense.Recall(group_size=4, window=5, num_recall=2),
-    "bounds-16": condense.Recall(group_size=4, window=5, num_recall=3, index_bits=16),
-    "drop-4": condense.Recall(group_size=4, window=5, num_recall=2, index_bits=4, unchosen="drop"),
+    "two-open": condense.Recall(group_size=4, window=5, num_recall=2),
+    "three-open": condense.Recall(group_size=4, window=5, num_recall=3),
+    "drop-4": condense.Recall(group_size=4, window=5, num_recall=2, unchosen="drop"),
 }
 
 
@@ -62,7 +62,7 @@ def test_recall_counts_open_groups_as_tokens_and_reads_the_index(method):
 
 
 def test_entries_in_fewer_bits_are_read_as_such():
-    cca, recall = condense.CCA(group_size=4, window=8, entry_bits=8), RECALL["bounds-8"]
+    cca, recall = condense.CCA(group_size=4, window=8, entry_bits=8), RECALL["two-open"]
     form = cca.layout.entry_format
     saved = 4 * (8 + 6) - sum(form.pack(torch.randn(1, 1, 1, width)).nbytes for width in (8, 6))
     assert beside_keys(cca, SETTING, 5) == -5 * saved

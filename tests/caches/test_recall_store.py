@@ -156,8 +156,8 @@ def test_what_a_store_in_host_memory_refuses(layer):
 
 
 def test_an_odd_width_with_4_bits_is_refused_before_anything_is_kept():
-    layer = CondensedLayer(METHOD.replace(index_bits=4))
-    with pytest.raises(ValueError, match="index_bits=4 needs an even key width, got 5"):
+    layer = CondensedLayer(METHOD.replace(store_bits=4))
+    with pytest.raises(ValueError, match="store_bits=4 needs keys and values of even widths, got 5"):
         read(layer, [x[..., :5] for x in _qkv(3)])
     assert not layer.is_initialized
     assert layer.get_seq_length() == 0
@@ -199,10 +199,10 @@ def test_more_groups_than_kernels_choose_from_are_refused_before_memory_is_taken
 
 
 FEW = {
-    "bounds": METHOD,
-    "bounds-4": condense.Recall(group_size=6, window=9, num_recall=2, index_bits=4, index_size=2),
-    "g-1": condense.Recall(group_size=1, window=3, index_size=1, index_bits=16, num_recall=5),
-    "no-window": condense.Recall(group_size=3, window=0, num_recall=2, index_size=1),
+    "three-open": METHOD,
+    "two-open": condense.Recall(group_size=6, window=9, num_recall=2),
+    "g-1": condense.Recall(group_size=1, window=3, num_recall=5),
+    "no-window": condense.Recall(group_size=3, window=0, num_recall=2),
 }
 
 
@@ -224,36 +224,35 @@ def test_latents(few):
 
 
 FIRST = {
-    "too-long": (METHOD, _qkv(41), "got 0 and 41 more; make it longer"),
-    "odd-width": (FEW["bounds-4"], [x[..., :5] for x in _qkv(3)], "index_bits=4 needs an even key width, got 5"),
-    "odd-width-step": (FEW["bounds-4"], [x[..., :5] for x in _qkv(1)], "needs an even key width, got 5"),
+    "too-long": (METHOD, _qkv(41), 6, "got 0 and 41 more; make it longer"),
+    "odd-width": (METHOD.replace(store_bits=4), _qkv(3), 4, "keys and values of even widths, got 6 and 5"),
+    "odd-width-step": (METHOD.replace(store_bits=4), _qkv(1), 4, "keys and values of even widths, got 6 and 5"),
 }
 
 
-@pytest.mark.parametrize(("method", "qkv", "message"), FIRST.values(), ids=FIRST)
-def test_a_first_call_that_is_refused_leaves_no_memory(method, qkv, message):
+@pytest.mark.parametrize(("method", "qkv", "width", "message"), FIRST.values(), ids=FIRST)
+def test_a_first_call_that_is_refused_leaves_no_memory(method, qkv, width, message):
+    """After it, tokens of a ``width`` that fits are read."""
     layer = StaticCondensedLayer(method, 40)
     with pytest.raises(ValueError, match=message):
         read(layer, qkv)
     assert layer.buffers is None
     assert not layer.is_initialized
     assert layer.get_seq_length() == layer.count_slots() == 0
-    out = read(layer, _qkv(40))
-    want = condense.attention(*_qkv(40), method=method, scale=SCALE, backend="reference")
-    assert_close(out, want, **EXACT)
+    fits = [x[..., :width] for x in _qkv(40)]
+    want = condense.attention(*fits, method=method, scale=SCALE, backend="reference")
+    assert_close(read(layer, fits), want, **EXACT)
 
 
-@pytest.mark.parametrize(
-    ("length", "dtype", "wide"), [(100, torch.float32, 4), (100, torch.bfloat16, 4), (5, torch.float64, 8)]
-)
-def test_bytes(length, dtype, wide):
+@pytest.mark.parametrize(("length", "dtype"), [(100, torch.float32), (100, torch.bfloat16), (5, torch.float64)])
+def test_bytes(length, dtype):
     """All closed groups of ``length`` tokens with entries, index and tokens, window and one group, and two counters."""
-    method = condense.Recall(group_size=4, window=6, num_recall=2, index_bits=8)
+    method = condense.Recall(group_size=4, window=6, num_recall=2)
     layer = StaticCondensedLayer(method, length)
     layer.lazy_initialization(*[x.to(dtype) for x in _qkv(0)[1:]])
     groups, ring = max(0, length - 6) // 4, min(length, 10)
     numbers = (groups * (1 + 4) + ring) * (D + DV) * dtype.itemsize
-    index = groups * (2 * 2 * D + 2 * wide)
+    index = groups * 4 * (-(-D // 8) + dtype.itemsize)
     assert (
         sum(x.untyped_storage().nbytes() for x in (*layer.buffers, layer.num_slots))
         == B * (K * (numbers + index) + 8) + 8

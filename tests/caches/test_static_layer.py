@@ -30,7 +30,7 @@ METHODS = (
         "no-window-streaming": condense.LCA(group_size=5, window=0),
         "entries-4": condense.CCA(group_size=4, window=5, rep_bias="log_size", entry_bits=4),
         "prompt": condense.CCA(group_size=4, window=6, summary="prompt"),
-        "bounds-4": condense.Recall(group_size=6, window=9, num_recall=2, index_bits=4, index_size=2),
+        "recall-g-6": condense.Recall(group_size=6, window=9, num_recall=2),
         "cca-matched": condense.CCA(group_size=4, window=5, rep_bias="matched"),
         "dga-matched": condense.DGA(group_size=3, window=4, gamma=0.5, summary="streaming", rep_bias="matched"),
         "select": tiny.SELECT,

@@ -96,7 +96,7 @@ TOLERANCE = 2 * (16 + 100) * 5 * torch.finfo(torch.float64).eps
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"num_recall": 0}, {"num_recall": 100}, {"group_size": 6, "window": 0, "index_size": 3}],
+    [{}, {"num_recall": 0}, {"num_recall": 100}, {"group_size": 6, "window": 0}],
     ids=["some open", "none open", "all open", "no window"],
 )
 def test_it_is_the_librarys_function(changes):

@@ -21,15 +21,15 @@ from condense.tasks import encode_corpus
 
 CONFIG = VerifyConfig((320,), texts=1, questions=2, greedy=3)
 # 14 of the 18 groups that are closed at the end, in a store in host memory
-GOOD = Recall(window=32, num_recall=14, index_bits=16, unchosen="drop", store="host", slots=8)
+GOOD = Recall(window=32, num_recall=14, unchosen="drop", store="host", slots=8)
 
 
 class Broken(Recall):
     """Recall that opens the groups that matter least."""
 
     def represent(self, chunks, summary, *, scale, backend):
-        k, v, codes, *others = super().represent(chunks, summary, scale=scale, backend=backend)
-        return k, v, -codes, *others
+        k, v, signs, *others = super().represent(chunks, summary, scale=scale, backend=backend)
+        return k, v, ~signs, *others
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def demo():
 @pytest.fixture(scope="module")
 def results(demo):
     broken = Broken(**{field.name: getattr(GOOD, field.name) for field in dataclasses.fields(GOOD)})
-    methods = {"few": GOOD.replace(num_recall=1), "good": GOOD, "broken": broken}
+    methods = {"few": GOOD.replace(num_recall=0), "good": GOOD, "broken": broken}
     steps = []
     found = verify(*demo, [demo_text().text], methods, CONFIG, on_step=steps.append)
     assert steps == [len(steps)] * len(steps)

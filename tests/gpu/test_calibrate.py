@@ -7,7 +7,7 @@ from models import tiny
 import condense
 from condense import CCA, LCA, CalibrationConfig, Dense, Recall, StreamingLLM
 
-RECALL = Recall(group_size=16, window=64, num_recall=4, index_bits=4)
+RECALL = Recall(group_size=16, window=64, num_recall=4)
 STORES = {
     "host": RECALL.replace(store="host", slots=2, entry_bits=4),
     "host, drop": RECALL.replace(store="host", slots=2, unchosen="drop"),

@@ -4,21 +4,16 @@ import pytest
 import torch
 from triton_kernels.test_recall_prefill import Case, Problem, chosen, compare, compare_as_one_graph, poisoned  # noqa: F401
 
-from condense.ops.recall import IndexSettings
-
 HALF = {"widths": (128, 128), "dtype": torch.bfloat16}
 CASES = {
-    f"{heads} {width} {index}": Case(
-        heads, IndexSettings(16, *index), 1500, 0, 100, 20, (0, 301), widths=(width, width), dtype=dtype
-    )
+    f"{heads} {width}": Case(heads, 16, 1500, 0, 100, 20, (0, 301), widths=(width, width), dtype=dtype)
     for heads, width, dtype in (
         ((8, 2), 128, torch.bfloat16), ((7, 1), 128, torch.float16), ((4, 2), 64, torch.bfloat16),
     )
-    for index in ((8, 8), (2, 4), (16, 16))
 }  # fmt: skip
-CASES |= {f"groups of {g}": Case((4, 1), IndexSettings(g, g, 8), 333, 2048, g, 9, **HALF) for g in (8, 32, 64)}
-CASES["one index for all heads"] = Case((8, 2), IndexSettings(16, 8, 8), 901, 0, 100, 9, (0, 77), latent=128, **HALF)
-CASES["entries left out"] = Case((4, 1), IndexSettings(16, 8, 8), 901, 0, 0, 9, unchosen="drop", **HALF)
+CASES |= {f"groups of {g}": Case((4, 1), g, 333, 2048, g, 9, **HALF) for g in (8, 32, 64)}
+CASES["one index for all heads"] = Case((8, 2), 16, 901, 0, 100, 9, (0, 77), latent=128, **HALF)
+CASES["entries left out"] = Case((4, 1), 16, 901, 0, 0, 9, unchosen="drop", **HALF)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -28,8 +23,7 @@ def test_choice_output_and_gradients(case, chosen):  # noqa: F811
 
 def test_long_prompts_agree_with_the_plain_kernels_and_are_read_by_auto(chosen):  # noqa: F811
     """Several tiles per program, so that the rings of keys go on from one to the next."""
-    settings = IndexSettings(16, 8, 8)
-    problem = Problem(Case((32, 8), settings, 5000, 0, 1024, 32, (0,), **HALF))
+    problem = Problem(Case((32, 8), 16, 5000, 0, 1024, 32, (0,), **HALF))
     with torch.no_grad():
         auto, got, want = (problem.attend(problem.inputs, problem.choice(), x) for x in ("auto", "hopper", "triton"))
     assert all(torch.equal(x, y) for x, y in zip(auto, got, strict=True))
@@ -42,6 +36,5 @@ def test_long_prompts_agree_with_the_plain_kernels_and_are_read_by_auto(chosen):
 # Dynamo traces into the cached function that reads the device's properties, and says so
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache:UserWarning")
 def test_compiled_as_one_graph():
-    settings = IndexSettings(16, 8, 8)
-    case = Case((4, 1), settings, 901, 0, 100, 9, **HALF)
+    case = Case((4, 1), 16, 901, 0, 100, 9, **HALF)
     compare_as_one_graph(case, "hopper")

@@ -17,7 +17,7 @@ KEPT = {
     "defaults": {},
     "8-bits": {"store_bits": 8},
     "4-bits-matched": {"store_bits": 4, "key_pooling": "weighted", "rep_bias": "matched"},
-    "entries-4": {"entry_bits": 4, "index_bits": 4},
+    "entries-4": {"entry_bits": 4},
     "entries-8-matched": {"entry_bits": 8, "store_bits": 4, "rep_bias": "matched"},
 }
 IDS = tiny.tokens(2, 90, seed=4)

@@ -10,7 +10,7 @@ from condense.caches import StaticCondensedLayer, read_request
 from condense.functional import read_whole
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
-SMALL = {"group_size": 4, "window": 5, "num_recall": 2, "index_bits": 16}
+SMALL = {"group_size": 4, "window": 5, "num_recall": 2}
 METHODS = {
     "weighted": Recall(**SMALL, key_pooling="weighted", value_pooling="weighted"),
     "select-max": Recall(**SMALL, key_pooling="select", value_pooling="max", rep_bias="none"),

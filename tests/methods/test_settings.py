@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from oracles import cases
 
-from condense import CCA, DGA, LCA, Dense, LMInfinite, Method, Recall, StreamingLLM
+from condense import CCA, DGA, LCA, Dense, LMInfinite, Method, StreamingLLM
 from condense.config import field_names, method_class, method_from_dict, method_names
 
 METHODS = cases.PLANS | cases.PROMPTS | cases.SELECTIONS | cases.GRID | cases.RECALLS
@@ -116,7 +116,8 @@ def test_unknown_settings_are_refused():
 
 def test_a_removed_setting_is_read_where_it_says_what_holds_now():
     assert method_from_dict({"method": "dga", "window": 3, "weight_scale": None}) == DGA(window=3)
-    assert method_from_dict({"method": "recall", "index": "bounds"}) == Recall()
+    with pytest.raises(ValueError, match=r"no setting index_bits any more: .* by the signs of their keys"):
+        method_from_dict({"method": "recall", "index_bits": 8})
     with pytest.raises(ValueError, match=r"recall: there is no setting index any more: .*, got index='sub_means'"):
         method_from_dict({"method": "recall", "index": "sub_means"})
     with pytest.raises(ValueError, match=r"dga: .* attention's scale, got weight_scale=1\.0"):

@@ -38,12 +38,12 @@ def flops(name, method, length):
 
 
 RECALLS = {
-    "bounds": condense.Recall(group_size=4, window=8, num_recall=2),
-    "one-block": condense.Recall(group_size=8, window=3, num_recall=1, index_size=8, index_bits=16),
+    "two-open": condense.Recall(group_size=4, window=8, num_recall=2),
+    "wide-groups": condense.Recall(group_size=8, window=3, num_recall=1),
     "whole-drop": condense.Recall(group_size=6, window=0, num_recall=3, unchosen="drop"),
-    "none-open": condense.Recall(group_size=4, window=5, num_recall=0, index_bits=4),
-    "a-third-open": condense.Recall(group_size=4, window=5, num_recall=1 / 3, index_size=2),
-    "three-open": condense.Recall(group_size=8, window=5, num_recall=3, index_size=8),
+    "none-open": condense.Recall(group_size=4, window=5, num_recall=0),
+    "a-third-open": condense.Recall(group_size=4, window=5, num_recall=1 / 3),
+    "three-open": condense.Recall(group_size=8, window=5, num_recall=3),
 }
 
 
@@ -53,13 +53,13 @@ def recall_flops(name, method, length):
     if name == "deepseek_v3":
         D, Dv, numbers, asked, absorb, expand = 12, 6, 16, 16, 2 * 4 * 12 * 8, 2 * 4 * 12 * (8 + 6)
     g, total = method.group_size, 0
-    blocks, pool = g // method.index_settings.size, method.unchosen == "pool"
+    pool = method.unchosen == "pool"
     for t in range(length):
         closed = max(0, t + 1 - method.window) // g
         opened = method.quota.at(closed)
         entries = closed - opened if pool else 0
         total += (entries + opened * g + t + 1 - closed * g) * H * 2 * (D + Dv)
-        total += closed * blocks * H * 2 * asked * 2
+        total += closed * g * H * 2 * asked
     total += length * absorb if closed > 0 else 0
     return total + closed * (g * 2 * numbers * pool + (g + pool) * expand)
 
@@ -107,8 +107,8 @@ def test_recalls_bytes_are_those_of_its_cache(name, method, dtype):
 
 def test_what_a_step_of_recall_reads():
     """Of 100 tokens 92 are behind the window, in 23 groups, two of them open."""
-    report = inspect(tiny.model("llama"), RECALLS["bounds"], 100)[0]
-    keys, index = 21 + 2 * 4 + 8, 2 * (2 * 2 * 8 + 2 * 4)
+    report = inspect(tiny.model("llama"), RECALLS["two-open"], 100)[0]
+    keys, index = 21 + 2 * 4 + 8, 2 * 4 * (1 + 2)  # a byte of signs and a step of 2 bytes per token
     assert f"a step after them reads {keys * 32 * 2 + 23 * index:,} bytes of it" in report.remark
     assert "all 100 tokens stay on the device, so the cache is larger than a dense one" in report.remark
     assert report.bytes > report.dense_bytes
@@ -119,8 +119,8 @@ def test_what_a_step_of_recall_reads():
 
 def test_a_store_in_host_memory_is_counted_apart():
     """92 tokens in 23 groups; on the device entries, window, index, and slots, each with two numbers of 4 bytes."""
-    method = RECALLS["bounds"].replace(store="host", slots=5)
-    report, stored = (inspect(tiny.model("llama"), m, 100)[0] for m in (method, RECALLS["bounds"]))
+    method = RECALLS["two-open"].replace(store="host", slots=5)
+    report, stored = (inspect(tiny.model("llama"), m, 100)[0] for m in (method, RECALLS["two-open"]))
     assert report.host_bytes == 92 * 32 * 2
     assert report.bytes == stored.bytes - 92 * 32 * 2 + 5 * (4 * 32 * 2 + 2 * 8)
     assert report.entries == stored.entries - 92 + 20

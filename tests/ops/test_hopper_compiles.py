@@ -10,7 +10,7 @@ from triton.runtime.jit import JITFunction
 
 import condense
 from condense.ops.hopper import limits as hopper_limits
-from condense.ops.recall import IndexChoice, IndexSettings, Quota, RecallSources, build_index
+from condense.ops.recall import IndexChoice, Quota, RecallSources, build_index
 from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.step import NewToken, StepCall
 from condense.ops.triton import host, limits, recall_step_plan
@@ -66,17 +66,18 @@ def steps_on_hopper(monkeypatch):
 
 
 @pytest.mark.usefixtures("steps_on_hopper")
-@pytest.mark.parametrize(("bits", "slots"), [(8, 0), (4, 16)])
-def test_the_index_is_multiplied_in_halves(bits, slots, compiled):
-    """Codes become float16 two at a time, which the interpreter does not do, and tensor cores multiply them."""
-    method = condense.Recall(window=64, num_recall=8, index_bits=bits, rep_bias="none")
+@pytest.mark.parametrize(("D", "slots"), [(128, 0), (96, 16)])
+def test_the_index_is_multiplied_in_halves(D, slots, compiled):
+    """Bits become float16 two at a time, which the interpreter does not do, and tensor cores multiply them."""
+    method = condense.Recall(window=64, num_recall=8, rep_bias="none")
     settings = with_store(step_settings(method), slots=slots)
-    state = empty(settings, 1024, 2, (128, 128), rows=1, dtype=torch.bfloat16)
-    token = NewToken(*(torch.zeros(1, heads, 1, 128, dtype=torch.bfloat16) for heads in (8, 2, 2)))
+    state = empty(settings, 1024, 2, (D, 128), rows=1, dtype=torch.bfloat16)
+    heads = ((8, D), (2, D), (2, 128))
+    token = NewToken(*(torch.zeros(1, n, 1, width, dtype=torch.bfloat16) for n, width in heads))
     triton_step.step(StepCall(token, state, settings, scale=0.1))
     score = compiled[1]
-    assert "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16" in score.asm["ptx"]
-    assert "sub.rn.f16x2" in score.asm["ptx"]
+    assert "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" in score.asm["ptx"]
+    assert all(f", {0x00010001 << bit};" in score.asm["ptx"] for bit in range(8))
     assert len(compiled) == 5
     assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
 
@@ -84,13 +85,13 @@ def test_the_index_is_multiplied_in_halves(bits, slots, compiled):
 @pytest.mark.usefixtures("steps_on_hopper")
 @pytest.mark.parametrize("method", [condense.Recall(), condense.Recall(store_bits=4, entry_bits=4, num_recall=0.3)])
 def test_the_step_over_pages_compiles(method, compiled):
-    """The same kernels with rows found by tables, within shared memory; codes are multiplied in halves."""
+    """The same kernels with rows found by tables, within shared memory; bits are multiplied in halves."""
     pool = RecordPool(method, (2, 128, 128), num_pages=60, dtype=torch.bfloat16, slots=16, per_page=16)
     request = pool.add(300)
     request.reserve(300)
     token = [torch.zeros(1, heads, 128, dtype=torch.bfloat16) for heads in (8, 2, 2)]
     pool.read([(request, token)], scale=0.1, backend="triton")
-    assert "sub.rn.f16x2" in compiled[1].asm["ptx"]
+    assert all(f", {0x00010001 << bit};" in compiled[1].asm["ptx"] for bit in range(8))
     assert len(compiled) == 5
     assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
 
@@ -102,8 +103,7 @@ def for_a_gpu(monkeypatch):
 
     for module, name, place in (
         (recall_attend, "tiles_of", 2), (recall_backward, "tiles_of", 2), (recall_score, "_tiles", 1),
-        (recall_score, "_wide_tiles", 1), (recall_choice, "queries_per_program", 1),
-        (recall_opened, "queries_per_program", 1),
+        (recall_choice, "queries_per_program", 1), (recall_opened, "queries_per_program", 1),
     ):  # fmt: skip
         original = getattr(module, name)
         monkeypatch.setattr(
@@ -111,15 +111,12 @@ def for_a_gpu(monkeypatch):
         )
 
 
-INDEX = IndexSettings(16, 8, 8)
-
-
 def read_prompt(attend, q, k, v, asked, keys):
     """A prompt whose queries ``asked`` choose by an index of ``keys``."""
     of_k, of_v = (x.unflatten(2, (-1, 16)).mean(3) for x in (k, v))
     attend(
         q, RecallSources(Source(of_k, of_v), Source(k, v), Source(k, v), RuleSpans(UniformRule(16, 64), 0, 0)),
-        IndexChoice(asked, build_index(keys.unflatten(2, (-1, 16)), INDEX), INDEX, 0.1, Quota(8)), scale=0.1,
+        IndexChoice(asked, build_index(keys.unflatten(2, (-1, 16))), 0.1, Quota(8)), scale=0.1,
         softcap=0.0, pool=True, return_lse=False,
     )  # fmt: skip
 

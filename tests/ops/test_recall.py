@@ -15,7 +15,6 @@ from condense.ops import attend_recall
 from condense.ops.recall import (
     ArrayChoice,
     IndexChoice,
-    IndexSettings,
     Quota,
     RecallSources,
     build_index,
@@ -51,11 +50,10 @@ def quota_of(r):
     return r if isinstance(r, Quota) else Quota(r)
 
 
-def recall(q, k, v, *, g, w, r, pads=None, settings=None, unchosen="pool", backend="torch", choice=None, lse=False):
+def recall(q, k, v, *, g, w, r, pads=None, unchosen="pool", backend="torch", choice=None, lse=False):
     """Attention over a whole prompt of right-aligned rows."""
     rows, L = q.shape[0], q.shape[2]
     pads = [0] * rows if pads is None else pads
-    settings = IndexSettings(g, g, 16) if settings is None else settings
     G = L // g
     groups_k, groups_v = (left_aligned(x, pads, G, g) for x in (k, v))
     entries = Source(groups_k.mean(3), groups_v.mean(3), math.log(g))
@@ -63,7 +61,7 @@ def recall(q, k, v, *, g, w, r, pads=None, settings=None, unchosen="pool", backe
     start = -torch.tensor(pads)
     spans = RuleSpans(UniformRule(g, w), start, start)
     if choice is None:
-        choice = IndexChoice(q.detach(), build_index(groups_k, settings), settings, SCALE, quota_of(r))
+        choice = IndexChoice(q.detach(), build_index(groups_k), SCALE, quota_of(r))
     out = attend_recall(
         q,
         RecallSources(entries, store, Source(k, v), spans),
@@ -76,9 +74,9 @@ def recall(q, k, v, *, g, w, r, pads=None, settings=None, unchosen="pool", backe
     return out if lse else out[0]
 
 
-def definition(q, k, v, *, g, w, r, settings, unchosen="pool"):
+def definition(q, k, v, *, g, w, r, unchosen="pool"):
     """The same by plain loops."""
-    method = Recall(group_size=g, window=w, num_recall=r, index_size=settings.size, unchosen=unchosen)
+    method = Recall(group_size=g, window=w, num_recall=r, unchosen=unchosen)
     return oracle.attention(q, k, v, method=method, scale=SCALE)
 
 
@@ -86,9 +84,8 @@ def definition(q, k, v, *, g, w, r, settings, unchosen="pool"):
 def test_against_plain_loops(heads, unchosen, backend):
     H, K = heads
     q, k, v = tensors(H, K, 23)
-    settings = IndexSettings(4, 2, 16)
-    want = definition(q, k, v, g=4, w=5, r=2, settings=settings, unchosen=unchosen)
-    got = recall(q, k, v, g=4, w=5, r=2, settings=settings, unchosen=unchosen, backend=backend, lse=True)
+    want = definition(q, k, v, g=4, w=5, r=2, unchosen=unchosen)
+    got = recall(q, k, v, g=4, w=5, r=2, unchosen=unchosen, backend=backend, lse=True)
     torch.testing.assert_close(got, want, **EXACT)
 
 
@@ -100,15 +97,14 @@ def test_the_definition_counts_each_past_token_once():
         assert sorted(i for key in keys for i in key.tokens) == list(range(t + 1))
 
 
-@pytest.mark.parametrize(("g", "w", "size"), [(1, 0, 1), (1, 3, 1), (3, 0, 1), (4, 9, 4), (6, 2, 3)])
-def test_other_groups_and_windows(g, w, size, monkeypatch):
+@pytest.mark.parametrize(("g", "w"), [(1, 0), (1, 3), (3, 0), (4, 9), (6, 2)])
+def test_other_groups_and_windows(g, w, monkeypatch):
     """In blocks of seven queries, the last of one query alone: it gathers its groups."""
     monkeypatch.setattr(torch_recall, "_BLOCK", 7)
     q, k, v = tensors(2, 1, 29)
-    settings = IndexSettings(g, size, 16)
-    want = definition(q, k, v, g=g, w=w, r=3, settings=settings)
+    want = definition(q, k, v, g=g, w=w, r=3)
     for backend in BACKENDS:
-        got = recall(q, k, v, g=g, w=w, r=3, settings=settings, backend=backend, lse=True)
+        got = recall(q, k, v, g=g, w=w, r=3, backend=backend, lse=True)
         torch.testing.assert_close(got, want, **EXACT)
 
 
@@ -119,13 +115,12 @@ def test_rows_that_start_apart(backend, monkeypatch):
     q, k, v = tensors(4, 2, 31, rows=3)
     pads = [0, 13, 31]
     q[1, :, :13] = torch.nan
-    settings = IndexSettings(4, 2, 16)
-    out, lse = recall(q, k, v, g=4, w=5, r=2, pads=pads, settings=settings, backend=backend, lse=True)
+    out, lse = recall(q, k, v, g=4, w=5, r=2, pads=pads, backend=backend, lse=True)
     for row, pad in enumerate(pads):
         assert bool((out[row, :, :pad] == 0).all())
         assert bool((lse[row, :, :pad] == -math.inf).all())
         mine = [x[row : row + 1, :, pad:] for x in (q, k, v)]
-        want = definition(*mine, g=4, w=5, r=2, settings=settings)
+        want = definition(*mine, g=4, w=5, r=2)
         torch.testing.assert_close((out[row : row + 1, :, pad:], lse[row : row + 1, :, pad:]), want, **EXACT)
 
 
@@ -143,17 +138,15 @@ def test_every_past_token_counts_once(backend, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("bits", [16, 4])
-def test_the_future_changes_no_bit_of_the_past(backend, bits, monkeypatch):
+def test_the_future_changes_no_bit_of_the_past(backend, monkeypatch):
     monkeypatch.setattr(torch_recall, "_BLOCK", 16)
     qkv = tensors(4, 2, 60, dtype=torch.float32)
-    settings = IndexSettings(4, 2, bits)
-    before = recall(*qkv, g=4, w=5, r=2, settings=settings, backend=backend)
+    before = recall(*qkv, g=4, w=5, r=2, backend=backend)
     for t in (0, 7, 30, 59):
         changed = [x.clone() for x in qkv]
         for x in changed:
             x[:, :, t] *= -3.0
-        after = recall(*changed, g=4, w=5, r=2, settings=settings, backend=backend)
+        after = recall(*changed, g=4, w=5, r=2, backend=backend)
         assert torch.equal(before[:, :, :t], after[:, :, :t])
 
 
@@ -161,17 +154,17 @@ def test_the_future_changes_no_bit_of_the_past(backend, bits, monkeypatch):
 def test_queries_in_pieces_equal_the_whole(backend):
     """A prompt's queries in chunks and one by one, over the same buffers."""
     q, k, v = tensors(4, 2, 45)
-    settings, g, w, G = IndexSettings(4, 1, 16), 4, 5, 11
-    whole = recall(q, k, v, g=g, w=w, r=2, settings=settings, backend=backend)
+    g, w, G = 4, 5, 11
+    whole = recall(q, k, v, g=g, w=w, r=2, backend=backend)
     groups_k, groups_v = (left_aligned(x, [0, 0], G, g) for x in (k, v))
     entries = Source(groups_k.mean(3), groups_v.mean(3), math.log(g))
-    store, index = Source(groups_k.flatten(2, 3), groups_v.flatten(2, 3)), build_index(groups_k, settings)
+    store, index = Source(groups_k.flatten(2, 3), groups_v.flatten(2, 3)), build_index(groups_k)
     for start, stop in ((0, 20), (20, 21), (21, 44), (44, 45)):
         part = q[:, :, start:stop]
         first = max(0, start + 1 - w) // g * g
         window = Source(*(x[:, :, first:stop] for x in (k, v)))
         spans = RuleSpans(UniformRule(g, w), start, first)
-        choice = IndexChoice(part, index, settings, SCALE, Quota(2))
+        choice = IndexChoice(part, index, SCALE, Quota(2))
         out, _ = attend_recall(part, RecallSources(entries, store, window, spans), choice, scale=SCALE, backend=backend)
         torch.testing.assert_close(out, whole[:, :, start:stop], **EXACT)
 
@@ -181,10 +174,9 @@ def test_gradients(block, pads, monkeypatch):
     """Through queries, entries, store and window; none through the choice, which stands still here."""
     monkeypatch.setattr(torch_recall, "_BLOCK", block)
     q, k, v = (x[..., :2].clone().requires_grad_() for x in tensors(2, 1, 9))
-    settings = IndexSettings(2, 1, 16)
 
     def function(*qkv):
-        out, lse = recall(*qkv, g=2, w=3, r=1, pads=pads, settings=settings, lse=True)
+        out, lse = recall(*qkv, g=2, w=3, r=1, pads=pads, lse=True)
         return out, lse.exp()  # queries of padding: 0, not minus infinity, which has no slope
 
     assert torch.autograd.gradcheck(function, (q, k, v))
@@ -192,86 +184,77 @@ def test_gradients(block, pads, monkeypatch):
 
 def test_the_choice_carries_no_gradient():
     q, k, v = tensors(2, 1, 11)
-    settings = IndexSettings(2, 1, 16)
-    index = build_index(left_aligned(k.requires_grad_(), [0, 0], 5, 2), settings)
-    assert not index.codes.requires_grad
-    assert not index_scores(q.requires_grad_(), index, settings, SCALE).requires_grad
+    index = build_index(left_aligned(k.requires_grad_(), [0, 0], 5, 2))
+    assert not any(x.requires_grad for x in index)
+    assert not index_scores(q.requires_grad_(), index, SCALE).requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("bits", [16, 8, 4])
-@pytest.mark.parametrize("spread", [1e-4, 1.0, 300.0])
-def test_bounds_bound(bits, dtype, spread):
-    """In exact arithmetic, as far as float64 has it, also where the keys are far from zero or all the same."""
-    generator = torch.Generator().manual_seed(bits)
-    k = torch.randn(2, 3, 7, 8, 16, generator=generator, dtype=torch.float64) * spread
-    k[:, 1] += 40.0
-    k[0, 2, 3], k[1, 2, 4] = 0.5, 0.0
-    k = k.to(dtype)
-    settings = IndexSettings(8, 4, bits)
-    index = build_index(k, settings)
-    lo, hi = decoded(index, settings, 16)
-    blocks = k.double().unflatten(3, (2, 4))
-    below, above = blocks.amin(4) - lo, hi - blocks.amax(4)
-    assert bool((below >= 0).all())
-    assert bool((above >= 0).all())
-    if bits == 16:
-        assert not below.any()
-        assert not above.any()
-        return
-    # rounded outwards by at most one step of the grid, which reaches a little further than the keys
-    width = (k.double().amax((3, 4)) - k.double().amin((3, 4)))[..., None, None]
-    step = width / (2**bits - 1) * (1 + 2**-10) + 1e-30
-    assert bool((below <= step).all())
-    assert bool((above <= step).all())
+@pytest.mark.parametrize("width", [5, 12, 64, 96])
+def test_an_index_holds_signs_and_steps(width, dtype):
+    """Bit by bit against plain loops; signs of numbers too near to zero to be sure of are left out."""
+    k = torch.randn(1, 2, 3, 4, width, generator=torch.Generator().manual_seed(width), dtype=torch.float64).to(dtype)
+    index, W = build_index(k), -(-width // 8)
+    assert index.signs.shape == (1, 2, 3, 4 * W)
+    assert (index.signs.dtype, index.steps.dtype) == (torch.uint8, dtype)
+    turned = k.double() @ oracle_recall.rotation(width)
+    want = turned.square().sum(-1) / turned.abs().sum(-1) / oracle_recall.block(width)
+    # sums of as many numbers as a key has, then rounded to the dtype of the keys
+    error = 2 * width * torch.finfo(torch.promote_types(dtype, torch.float32)).eps + torch.finfo(dtype).eps
+    torch.testing.assert_close(index.steps.double(), want, rtol=error, atol=0.0)
+    bytes = index.signs.unflatten(3, (4, W)).int()
+    for column in range(width):
+        bit = bytes[..., column % W] >> (column // W) & 1
+        sure = turned[..., column].abs() > 1e-5
+        assert torch.equal(bit[sure] == 1, turned[..., column][sure] > 0)
+    signs = index.turned(width, torch.float64)
+    assert torch.equal(signs[turned.abs() > 1e-5], turned.sign()[turned.abs() > 1e-5])
+    # a key's product with itself is kept
+    torch.testing.assert_close((signs * turned).sum(-1) * want, k.double().square().sum(-1))
 
 
-def decoded(index, settings, width):
-    """Lowest and highest keys in float64, decoded anew."""
-    F = settings.num_rows
-    if settings.bits == 16:
-        rows = index.codes.double().unflatten(3, (F, width))
-    else:
-        codes = index.codes.unflatten(3, (F, -1))
-        if settings.bits == 4:
-            codes = torch.stack([codes % 16, codes // 16], dim=4).flatten(4)
-        rows = (
-            index.grid[..., 1].double()[..., None, None] + index.grid[..., 0].double()[..., None, None] * codes.double()
-        )
-    torch.testing.assert_close(rows, index.rows(settings).double(), rtol=1e-6, atol=1e-6 * float(rows.abs().max()))
-    return rows.chunk(2, dim=3)
+def test_scores_estimate_those_of_tokens():
+    """Without bias over many keys, with the error of a sign per number: about 0.75 / sqrt(D) of both norms."""
+    generator, D = torch.Generator().manual_seed(0), 64
+    q, k = (torch.randn(1, n, 1, D, generator=generator).double() for n in (64, 2000))
+    index = build_index(k.transpose(1, 2)[:, :, :, None])
+    got = index_scores(q, index, SCALE)[0, :, 0]
+    exact = SCALE * q[0, :, 0] @ k[0, :, 0].T
+    error = (got - exact) / (SCALE * q[0].norm(dim=-1) * k[0, :, 0].norm(dim=-1))
+    assert abs(float(error.mean())) < 1e-3
+    assert 0.65 < float(error.std()) * D**0.5 < 0.85
+    along = exact > exact.std() * 2
+    assert abs(float((got / exact)[along].mean()) - 1) < 0.02
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_quantised_index_chooses_by_what_it_holds(bits):
-    """Scores are above those of every token, and by at most a step of the grid above the exact ones."""
-    q, k, _ = tensors(4, 2, 24)
-    settings = IndexSettings(4, 2, bits)
-    groups = left_aligned(k, [0, 0], 6, 4)
-    index = build_index(groups, settings)
-    got = index_scores(q, index, settings, SCALE)
-    assert index.codes.dtype == torch.uint8
-    assert index.codes.shape == (B, 2, 6, settings.num_rows * D * bits // 8)
-    scores = torch.einsum("bkrld,bkgud->bkrlgu", q.unflatten(1, (2, 2)), groups).flatten(1, 2) * SCALE
-    assert bool((got >= scores.amax(-1)).all())
-    exact = index_scores(q, build_index(groups, IndexSettings(4, 2, 16)), IndexSettings(4, 2, 16), SCALE)
-    step = index.grid[..., 0].repeat_interleave(2, 1)[:, :, None]
-    reach = step * q.abs().sum(-1)[..., None] * SCALE * 1.001
-    assert bool(((got - exact).abs() <= reach).all())
+def test_scores_are_the_same_to_the_bit_in_any_order():
+    """Products of whole numbers are exact: columns and dtypes in which they are summed make no difference."""
+    q, k, _ = tensors(4, 2, 24, dtype=torch.float32)
+    index = build_index(left_aligned(k, [0, 0], 6, 4))
+    whole = index_scores(q, index, SCALE)
+    for j in range(6):
+        assert torch.equal(whole[..., j : j + 1], index_scores(q, index.narrow(j, j + 1), SCALE))
+    for t in range(24):
+        assert torch.equal(whole[:, :, t : t + 1], index_scores(q[:, :, t : t + 1], index, SCALE))
+
+
+def test_keys_and_queries_of_zeros():
+    index = build_index(torch.zeros(1, 1, 2, 4, 16))
+    assert bool((index.steps == 0).all())
+    for q in (torch.zeros(1, 1, 1, 16), torch.ones(1, 1, 1, 16)):
+        assert bool((index_scores(q, index, SCALE) == 0).all())
 
 
 def test_an_index_grows_group_by_group():
     """Every group's index depends on that group alone."""
     _, k, _ = tensors(2, 2, 24, dtype=torch.bfloat16)
     groups = left_aligned(k, [0, 0], 6, 4)
-    for bits in (16, 8, 4):
-        settings = IndexSettings(4, 2, bits)
-        whole = build_index(groups, settings)
-        assert whole.num_groups == 6
-        parts = [build_index(groups[:, :, j : j + 1], settings) for j in range(6)]
-        assert all(torch.equal(x, torch.cat(y, dim=2)) for x, *y in zip(whole, *parts, strict=True))
-        part = whole.narrow(2, 5)
-        assert all(torch.equal(x[:, :, 2:5], y) for x, y in zip(whole, part, strict=True))
+    whole = build_index(groups)
+    assert whole.num_groups == 6
+    parts = [build_index(groups[:, :, j : j + 1]) for j in range(6)]
+    assert all(torch.equal(x, torch.cat(y, dim=2)) for x, *y in zip(whole, *parts, strict=True))
+    part = whole.narrow(2, 5)
+    assert all(torch.equal(x[:, :, 2:5], y) for x, y in zip(whole, part, strict=True))
 
 
 def test_ties_go_to_the_lower_group():
@@ -326,20 +309,8 @@ def test_memory_is_linear(monkeypatch):
     assert largest[1] <= 2.2 * largest[0]
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [({"bits": 5}, "index_bits must"), ({"size": 3}, "index_size must divide"),
-     ({"size": 0}, "index_size must divide")],
-)  # fmt: skip
-def test_settings_are_checked(changed, words):
-    with pytest.raises(ValueError, match=words):
-        IndexSettings(**{"group_size": 16, "size": 8, "bits": 8} | changed)
-
-
 def test_bad_input():
     q, k, v = tensors(2, 1, 8)
-    with pytest.raises(ValueError, match="even key width"):
-        build_index(left_aligned(k[..., :5], [0, 0], 2, 4), IndexSettings(4, 4, 4))
     with pytest.raises(ValueError, match="unchosen must"):
         recall(q, k, v, g=4, w=1, r=1, unchosen="keep")
     with pytest.raises(ValueError, match="backend must"):

@@ -32,7 +32,7 @@ GRID = {
     "no-scores": condense.CCA(group_size=4, window=8, key_pooling="max", value_pooling="mean"),
     "no-sinks": condense.StreamingLLM(sink=0, window=9),
 }
-METHODS = cases.PLANS | GRID | RECALLS | {"bounds-8-dropped": RECALLS["bounds-8"].replace(unchosen="drop")}
+METHODS = cases.PLANS | GRID | RECALLS | {"dropped": RECALLS["three-open"].replace(unchosen="drop")}
 B, H, K, D, DV = 2, 4, 2, 6, 5
 SCALE = 0.6
 
@@ -164,7 +164,7 @@ def test_one_graph_for_all_steps(method):
     assert counter.frame_count == 1
 
 
-FULL = {"tokens": (condense.CCA(group_size=2, window=3), 20, None), "groups": (RECALLS["bounds-16"], 60, 3)}
+FULL = {"tokens": (condense.CCA(group_size=2, window=3), 20, None), "groups": (RECALLS["two-open"], 60, 3)}
 
 
 @pytest.mark.parametrize(("method", "length", "entries"), FULL.values(), ids=FULL)
@@ -181,7 +181,7 @@ def test_a_step_too_many_stays_inside(method, length, entries):
         assert torch.equal(x, y[:, :, : x.shape[2]])
 
 
-@pytest.mark.parametrize("name", ["bounds-8", "bounds-4", "g-1-opened", "none-open", "all-open"])
+@pytest.mark.parametrize("name", ["two-open", "three-open", "g-1-opened", "none-open", "all-open"])
 def test_slots_change_no_bit(name):
     """None, fewer than groups that open, some more, more than there are groups; a row pauses."""
     method, qkv = RECALLS[name], oracle.random_qkv(B, H, K, 60, D, DV)
@@ -205,7 +205,7 @@ def test_the_group_that_was_open_the_longest_ago_loses_its_slot():
     held = [[(slot, -1) for slot in range(7)] for _ in range(B)]
     for t in range(60):
         decode_step(call_of(settings, state, token_at(qkv, t), scale=SCALE), own_of(method, B, state), backend="torch")
-        scores = index_scores(qkv[0][:, :, t : t + 1], state.group_index, settings.choice.index, SCALE)
+        scores = index_scores(qkv[0][:, :, t : t + 1], state.group_index, SCALE)
         closed = settings.rule.closed(state.seen)
         chosen = choose_groups(scores, closed[:, None, None], settings.choice.quota, 1)[:, 0, 0]
         for row in range(B):
@@ -220,7 +220,7 @@ def test_the_group_that_was_open_the_longest_ago_loses_its_slot():
 
 
 def test_which_backends_take_a_step():
-    method, token = RECALLS["bounds-8"], token_at(oracle.random_qkv(B, H, K, 1, D, DV), 0)
+    method, token = RECALLS["three-open"], token_at(oracle.random_qkv(B, H, K, 1, D, DV), 0)
     state = empty_state(method, 40)
     call = call_of(step_settings(method), state, token, scale=SCALE)
     with pytest.raises(ValueError, match="backend of a step must be"):

@@ -72,12 +72,10 @@ SELECTIONS = {
 
 RECALL = Recall(group_size=4, window=6, num_recall=2)
 RECALLS = {
-    "bounds": RECALL.replace(index_bits=16),
-    "bounds-8": RECALL,
+    "two-open": RECALL,
     "drop": RECALL.replace(window=5, num_recall=3, unchosen="drop"),
-    "drop-16": RECALL.replace(window=5, num_recall=3, index_bits=16, unchosen="drop"),
-    "three-blocks": Recall(group_size=6, window=3, num_recall=1, index_size=2, rep_bias="none"),
-    "window0": Recall(group_size=3, window=0, num_recall=2, index_size=1),
+    "no-bias": Recall(group_size=6, window=3, num_recall=1, rep_bias="none"),
+    "window0": Recall(group_size=3, window=0, num_recall=2),
     "g1": Recall(group_size=1, window=4, num_recall=5),
     "weighted": RECALL.replace(key_pooling="weighted", value_pooling="weighted"),
     "matched": RECALL.replace(window=5, rep_bias="matched"),

@@ -1,11 +1,13 @@
 """Recall by definition: loops over queries, groups and numbers.
 
-They take one row and KV head and score the keys themselves, as an index of 16 bits of float64 keys does.
+They take one row and KV head, and keys in float64, in which a token's step in the index is not rounded.
 
 Shapes: R query heads of a KV head, L queries, groups of g tokens, D and Dv widths.
 """
 
+import functools
 import math
+import random
 from collections.abc import Callable
 from decimal import Decimal
 from typing import NamedTuple
@@ -23,21 +25,45 @@ class Key(NamedTuple):
     tokens: list[int]
 
 
-def score(query, keys, size, scale):
-    """The index score of a group of keys ``[g, D]`` in blocks of ``size`` tokens for one query ``[D]``."""
-    blocks = [keys[i : i + size] for i in range(0, len(keys), size)]
-    bounds = [[(float(x), float(c.min()), float(c.max())) for x, c in zip(query, b.T, strict=True)] for b in blocks]
-    return max(scale * sum(max(x * low, x * high) for x, low, high in block) for block in bounds)
+@functools.cache
+def block(width):
+    """Columns that the rotation mixes: as many as the largest power of two, up to 128, that divides the width."""
+    return max(n for n in (1, 2, 4, 8, 16, 32, 64, 128) if width % n == 0)
+
+
+@functools.cache
+def rotation(width):
+    """The rotation, number by number: a sign per row, times 1 or -1 by the bits that row and column share."""
+    drawn, size = random.Random(0), block(width)
+    signs = [1 if drawn.random() < 0.5 else -1 for _ in range(width)]
+
+    def number(i, j):
+        shared = (i % size & j % size).bit_count()
+        return signs[i] * (-1) ** shared if i // size == j // size else 0
+
+    return torch.tensor([[number(i, j) for j in range(width)] for i in range(width)], dtype=torch.float64)
+
+
+def score(query, keys, scale):
+    """The index score of a group of keys ``[g, D]`` for one query ``[D]``: the largest estimate of a token's score."""
+    turn, size = rotation(len(query)), block(len(query))
+    turned = (query.double() @ turn).tolist()
+    unit = max(map(abs, turned)) / 127
+    whole = [round(x / unit) for x in turned]
+    estimates = []
+    for key in (keys.double() @ turn).tolist():
+        step = sum(x * x for x in key) / sum(map(abs, key)) / size
+        estimates.append(step * sum(n if x >= 0 else -n for n, x in zip(whole, key, strict=True)))
+    return scale * unit * max(estimates)
 
 
 def opened(method, queries, k, closed, scale):
     """Groups that the queries ``[R, D]`` of one KV head open together, of the first ``closed``; k ``[L, D]``."""
     if closed == 0:
         return []
-    settings, shares = method.index_settings, []
-    groups = k[: closed * settings.group_size].unflatten(0, (closed, -1))
+    groups, shares = k[: closed * method.group_size].unflatten(0, (closed, -1)), []
     for query in queries:
-        scores = [score(query, keys, settings.size, scale) for keys in groups]
+        scores = [score(query, keys, scale) for keys in groups]
         total = math.log(sum(math.exp(s) for s in scores))
         shares.append([s - total for s in scores])
     best = [max(of_heads) for of_heads in zip(*shares, strict=True)]

@@ -23,17 +23,17 @@ from condense.ops.torch import step as torch_step
 H, K, D, DV = 4, 2, 6, 4
 SCALE = 0.6
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
-_RECALL = condense.Recall(group_size=4, window=8, index_size=2, num_recall=3)
+_RECALL = condense.Recall(group_size=4, window=8, num_recall=3)
 METHODS = {
     "default": _RECALL,
-    "window-5": _RECALL.replace(window=5, index_bits=4),
-    "window-0": _RECALL.replace(window=0, index_bits=16, rep_bias="none"),
+    "window-5": _RECALL.replace(window=5),
+    "window-0": _RECALL.replace(window=0, rep_bias="none"),
     "store-8": _RECALL.replace(store_bits=8, num_recall=0.3),
-    "store-4": _RECALL.replace(store_bits=4, index_bits=4, entry_bits=4),
+    "store-4": _RECALL.replace(store_bits=4, entry_bits=4),
     "entry-8-max": _RECALL.replace(entry_bits=8, key_pooling="max"),
     "drop": _RECALL.replace(unchosen="drop", store_bits=4),
-    "g-16": _RECALL.replace(group_size=16, window=20, index_size=8, num_recall=1),
-    "g-32": _RECALL.replace(group_size=32, window=16, index_size=8, num_recall=1, store_bits=8),
+    "g-16": _RECALL.replace(group_size=16, window=20, num_recall=1),
+    "g-32": _RECALL.replace(group_size=32, window=16, num_recall=1, store_bits=8),
     "none-open": _RECALL.replace(num_recall=0),
     "all-open": _RECALL.replace(num_recall=99),
 }
@@ -222,16 +222,16 @@ def test_records_of_another_kind_are_refused():
 
 
 def test_the_bytes_of_a_record():
-    """Llama's shape: groups of 16, the index of 4 rows, two entries, a store of 8 bits."""
+    """Llama's shape: groups of 16, two entries, the index, a store of 8 bits."""
     settings = paged_settings(condense.Recall(store_bits=8))
     form = record_format(settings, (128, 128), torch.bfloat16)
     starts = {part.name: (part.start, part.columns) for part in form.parts}
     assert starts == {
-        "entries_k": (0, 128), "entries_v": (256, 128), "codes": (512, 512), "grid": (1024, 2), "store": (1040, 4672),
+        "entries_k": (0, 128), "entries_v": (256, 128), "signs": (512, 256), "steps": (768, 16), "store": (800, 4672),
     }  # fmt: skip
-    assert form.nbytes == 1040 + 16 * 292
+    assert form.nbytes == 800 + 16 * 292
     k, v = (torch.randn(1, 2, 3, 16, 128).bfloat16() for _ in range(2))
-    kept = {"codes": torch.randint(0, 255, (1, 2, 3, 512)).byte(), "grid": torch.randn(1, 2, 3, 2)}
+    kept = {"signs": torch.randint(0, 255, (1, 2, 3, 256)).byte(), "steps": torch.randn(1, 2, 3, 16).bfloat16()}
     kept |= {"entries_k": k[..., 0, :], "entries_v": v[..., 0, :], "store": settings.store_format.pack(k, v)}
     records = form.pack(kept)
     assert records.shape == (1, 2, 3, form.nbytes)

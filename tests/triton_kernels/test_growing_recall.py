@@ -29,8 +29,8 @@ from condense.ops import Extras
 
 METHODS = {
     "recall": RECALL,
-    "drop": RECALL.replace(unchosen="drop", index_bits=16),
-    "a-share": RECALL.replace(num_recall=0.4, index_bits=4),
+    "drop": RECALL.replace(unchosen="drop"),
+    "a-share": RECALL.replace(num_recall=0.4),
     "entries-8-weighted": RECALL.replace(entry_bits=8, key_pooling="weighted", value_pooling="weighted"),
     "entries-4-matched": RECALL.replace(entry_bits=4, store_bits=4, rep_bias="matched"),
     "host": RECALL.replace(store="host", slots=3),

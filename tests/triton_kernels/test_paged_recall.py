@@ -21,17 +21,17 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]
 # H, K, D, Dv
 SHAPES = {"gqa": (8, 2, 64, 64), "one-head": (1, 1, 96, 80), "seven": (7, 1, 64, 32)}
-_RECALL = condense.Recall(group_size=4, window=8, index_size=2, num_recall=3)
+_RECALL = condense.Recall(group_size=4, window=8, num_recall=3)
 METHODS = {
     "default": _RECALL,
-    "window-5": _RECALL.replace(window=5, index_bits=4),
-    "window-0": _RECALL.replace(window=0, index_bits=16, rep_bias="none"),
+    "window-5": _RECALL.replace(window=5),
+    "window-0": _RECALL.replace(window=0, rep_bias="none"),
     "store-8": _RECALL.replace(store_bits=8, num_recall=0.3),
-    "store-4": _RECALL.replace(store_bits=4, index_bits=4, entry_bits=4),
+    "store-4": _RECALL.replace(store_bits=4, entry_bits=4),
     "entry-8-max": _RECALL.replace(entry_bits=8, key_pooling="max"),
     "drop": _RECALL.replace(unchosen="drop", store_bits=4),
-    "g-16": _RECALL.replace(group_size=16, window=20, index_size=8, num_recall=1),
-    "g-32": _RECALL.replace(group_size=32, window=16, index_size=8, num_recall=1, store_bits=8),
+    "g-16": _RECALL.replace(group_size=16, window=20, num_recall=1),
+    "g-32": _RECALL.replace(group_size=32, window=16, num_recall=1, store_bits=8),
     "none-open": _RECALL.replace(num_recall=0),
     "all-open": _RECALL.replace(num_recall=99),
 }

@@ -23,7 +23,7 @@ METHOD = condense.Recall(group_size=4, window=6, num_recall=3)
 METHODS = {
     "recall": METHOD,
     "scored": METHOD.replace(key_pooling="select", value_pooling="weighted", rep_bias="matched"),
-    "drop": METHOD.replace(unchosen="drop", index_bits=16, window=0),
+    "drop": METHOD.replace(unchosen="drop", window=0),
 }
 
 

@@ -22,13 +22,13 @@ from condense.ops.triton.limits import DTYPES
 CUDA = DEVICE == "cuda"
 # name of the case, bits of the store, widths
 STORES = [
-    ("bounds-8", 8, (16, 24)),
-    ("three-blocks", 4, (24, 16)),
+    ("three-open", 8, (16, 24)),
+    ("g-6", 4, (24, 16)),
     ("g-1-opened", 4, (16, 16)),
     ("a-third", 8, (40, 16)),
 ]
 if CUDA:
-    STORES += [("bounds-8", bits, widths) for bits in (8, 4) for widths in ((128, 128), (80, 80), (192, 128))]
+    STORES += [("three-open", bits, widths) for bits in (8, 4) for widths in ((128, 128), (80, 80), (192, 128))]
 ENTRIES = {
     "matched-means": {"matched": True, "bias": 0.0},
     "matched-weighted": {"key_pooling": "weighted", "value_pooling": "weighted", "matched": True, "bias": 0.0},
@@ -53,7 +53,7 @@ def test_stores_in_fewer_bits(name, bits, widths, scratch):  # noqa: F811
 
 @pytest.mark.parametrize("entries", ENTRIES.values(), ids=ENTRIES)
 def test_entries_that_a_summary_weighs(entries, scratch):  # noqa: F811
-    compare(*random_qkv(1, 4, 2, 33, 16, 24), with_fields("bounds-8", num_summary=4, **entries), scratch)
+    compare(*random_qkv(1, 4, 2, 33, 16, 24), with_fields("three-open", num_summary=4, **entries), scratch)
 
 
 @pytest.mark.parametrize(("latent", "D"), [(32, 48), (512, 576), (256, 288)] if CUDA else [(32, 48)], ids=str)
@@ -63,14 +63,14 @@ def test_latents(latent, D, bits, pooling, scratch):  # noqa: F811
     tiles.
     """
     entries = {"key_pooling": pooling, "num_summary": 4, "matched": True, "bias": 0.0, "entry_bits": bits}
-    settings = with_fields("bounds-8", store_bits=bits, **entries)
+    settings = with_fields("three-open", store_bits=bits, **entries)
     compare(*random_qkv(1, 20, 1, 30, D, 0), settings, scratch, latent=latent)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_slots_hold_pieces(bits, scratch):  # noqa: F811
     """The same bits as without slots, and the slots of the definition; a row pauses."""
-    settings, (q, k, v) = with_fields("bounds-16", store_bits=bits), random_qkv(1, 2, 1, 30, 16, 24)
+    settings, (q, k, v) = with_fields("two-open", store_bits=bits), random_qkv(1, 2, 1, 30, 16, 24)
     kinds = [with_store(settings, slots=n) for n in (0, 3)]
     made = {"rows": 1, "dtype": torch.float32, "device": DEVICE}
     *states, theirs = (empty(kind, 30, 1, (16, 24), **made) for kind in (*kinds, kinds[1]))

@@ -85,13 +85,11 @@ def default_candidates(length: int, *, latents: bool) -> tuple[Method, ...]:
     base = StreamingLLM(sink=4, window=window)
     if latents:
         num_recall = min(512, math.ceil(length / 32 / 2))
-        recall = Recall(
-            window=window, group_size=32, num_recall=num_recall, unchosen="drop", index_bits=4, store_bits=4
-        )
+        recall = Recall(window=window, group_size=32, num_recall=num_recall, unchosen="drop", store_bits=4)
         return Dense(), recall, LCA(window=window, rep_bias="log_size", entry_bits=4), base
     pooled = CCA(window=window, key_pooling="mean", value_pooling="mean", rep_bias="log_size", entry_bits=4)
     num_recall = min(128, math.ceil(length / 16 / 8))
     slots = min(64, math.ceil(length / 16 / 64))
-    recall = Recall(window=window, num_recall=num_recall, store="host", slots=slots, index_bits=4, entry_bits=4)
+    recall = Recall(window=window, num_recall=num_recall, store="host", slots=slots, entry_bits=4)
     dropping = recall.replace(unchosen="drop", entry_bits=16)
     return Dense(), recall, dropping, pooled, base

@@ -167,7 +167,7 @@ def verify(
 
 def _arms(methods: Mapping[str, MethodChoice], length: int) -> dict[str, MethodChoice]:
     """By name, dense attention first, because the others are measured against it."""
-    all_open = Recall(window=64, num_recall=length, index_bits=16, unchosen="drop")
+    all_open = Recall(window=64, num_recall=length, unchosen="drop")
     window = StreamingLLM(sink=4, window=length // 4 - 4)
     return {DENSE: Dense(), **methods, WINDOW: window, ALL_OPEN: all_open}
 

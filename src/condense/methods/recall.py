@@ -40,7 +40,6 @@ from condense.ops import (
 from condense.ops.recall import (
     GroupIndex,
     IndexChoice,
-    IndexSettings,
     Quota,
     RecallSources,
     StoreFormat,
@@ -60,10 +59,8 @@ class Recall(Method):
     opens: a number >= 0, or a share of the closed groups, above 0 and below 1, rounded up, which grows with the text.
     Query heads that share a KV head open the same groups.
 
-    A query's score of a group is estimated by an index, per channel the smallest and the largest key of each block of
-    ``index_size`` tokens, and so never below the best token's score. index_size: tokens per block, a divisor of
-    ``group_size``; None stands for half a group. index_bits: bits per number of the index: 16 (the dtype of the keys),
-    8 or 4.
+    A query's score of a group is the largest that an index estimates of its tokens' scores. The index holds one bit per
+    number of each key, the signs of the key after a fixed rotation, and a step per token (`condense.ops.recall.index`).
 
     key_pooling, value_pooling: how a group's entry is made: "mean", "max" per channel, "weighted" by the softmax of the
     tokens' scores, or "select" the token with the highest. Scores are for the group's summary query, the mean of the
@@ -91,12 +88,13 @@ class Recall(Method):
     """
 
     name: ClassVar[str] = "recall"
-    removed: ClassVar = {"index": Removed("bounds", "groups are found by the bounds of their keys")}
+    removed: ClassVar = {
+        name: Removed("signs", "groups are found by the signs of their keys")
+        for name in ("index", "index_size", "index_bits")
+    }
     group_size: int = 16
     window: int = 1024
-    num_recall: int | float = 64
-    index_size: int | None = None
-    index_bits: int = 8
+    num_recall: int | float = 0.25
     key_pooling: Pooling = "mean"
     value_pooling: Pooling = "mean"
     rep_bias: RepBias = "log_size"
@@ -116,14 +114,6 @@ class Recall(Method):
             raise ValueError(
                 f"num_recall must be an integer >= 0, or a share of the groups between 0 and 1, got {self.num_recall!r}"
             )
-        if self.index_size is not None:
-            check_int("index_size", self.index_size, 1)
-        elif self.group_size % max(1, self.group_size // 2):
-            raise ValueError(
-                "index_size must be given for a group_size that has no half, as a divisor of it such as "
-                f"{self.group_size}, got group_size={self.group_size}"
-            )
-        check_bits("index_bits", self.index_bits)
         check_choice("key_pooling", self.key_pooling, POOLINGS)
         check_choice("value_pooling", self.value_pooling, POOLINGS)
         check_choice("rep_bias", self.rep_bias, REP_BIASES)
@@ -133,9 +123,7 @@ class Recall(Method):
         check_choice("store", self.store, ("device", "host"))
         check_int("slots", self.slots, 0)
         check_bits("store_bits", self.store_bits)
-        _ = (
-            self._choice
-        )  # raises ValueError for an index_size that does not divide group_size; cached for torch.compile
+        _ = self._choice  # cached for torch.compile
 
     @property
     def layout(self) -> Layout:
@@ -161,13 +149,7 @@ class Recall(Method):
     @cached_property
     def _choice(self) -> ChoiceSettings:
         store = StoreSettings(self.store_bits, self.store == "host", self.slots if self.store == "host" else 0)
-        return ChoiceSettings(self.index_settings, self.quota, store, self.unchosen == "pool")
-
-    @property
-    def index_settings(self) -> IndexSettings:
-        """The settings of the groups' index."""
-        size = max(1, self.group_size // 2) if self.index_size is None else self.index_size
-        return IndexSettings(self.group_size, size, self.index_bits)
+        return ChoiceSettings(self.quota, store, self.unchosen == "pool")
 
     @cached_property
     def quota(self) -> Quota:
@@ -191,10 +173,10 @@ class Recall(Method):
 
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
         """Entries of G groups: keys and values (of width 0 with ``unchosen="drop"``) and their biases, if matched; then
-        the groups' index, ``codes`` and ``grid``, and their tokens, packed by `StoreFormat`.
+        the groups' index, ``signs`` and ``steps``, and their tokens, packed by `StoreFormat`.
         """
         tokens_k, tokens_v = chunks.tokens()
-        kept = *build_index(tokens_k, self.index_settings), self.store_format.pack(tokens_k, tokens_v)
+        kept = *build_index(tokens_k), self.store_format.pack(tokens_k, tokens_v)
         if self.unchosen == "drop":
             return tokens_k[:, :, :, 0, :0], tokens_v[:, :, :, 0, :0], *kept
         k, v, *lse = pool_groups(
@@ -243,7 +225,7 @@ class Recall(Method):
         if all_exact:
             sources, spans = self._all_tokens(q, context)
             return attend(q, sources, spans, scale=scale, backend=backend, return_lse=return_lse, extras=extras)
-        codes, grid, _ = context.extra
+        signs, steps, _ = context.extra
         asked, tokens = self._asked_and_tokens(q, context)
         # if no query sees entries, the first token of each group takes the place of its entry
         entries = context.entries
@@ -252,7 +234,7 @@ class Recall(Method):
         return attend_recall(
             q,
             RecallSources(entries, tokens, context.window, context.spans),
-            IndexChoice(asked, GroupIndex(codes, grid), self.index_settings, scale, self.quota),
+            IndexChoice(asked, GroupIndex(signs, steps), scale, self.quota),
             scale=scale,
             unchosen=self.unchosen,
             backend=backend,

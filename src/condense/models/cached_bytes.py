@@ -44,7 +44,7 @@ class CachedHeads(NamedTuple):
         """Bytes that a step after ``length`` tokens reads: index, entries and their biases, open groups, the window."""
         choice, groups, g = method.layout.choice, int(num_entries(method, length)), method.layout.rule.chunk
         opened = 0 if choice is None else choice.quota.at(groups)
-        counts = dict.fromkeys(("codes", "grid", "biases"), groups) | {"store": opened * g}
+        counts = dict.fromkeys(("signs", "steps", "biases"), groups) | {"store": opened * g}
         counts |= dict.fromkeys(("entries_k", "entries_v"), groups - opened)
         counts |= dict.fromkeys(("ring_k", "ring_v"), length - groups * g)
         return sum(counts.get(name, 0) * nbytes for (name, _), nbytes in self.row_bytes(method, itemsize).items())

@@ -218,7 +218,7 @@ class _Heads:
             closed = opened = 0
         visible = length * (length + 1) // 2 - (closed - opened) * rule.chunk
         visible += closed - opened if choice.pool else 0
-        asked = self.num_q * 2 * closed * choice.index.num_rows * self.cached_widths[0]
+        asked = self.num_q * 2 * closed * rule.chunk * self.cached_widths[0]
         asked += length * self.absorb_flops if closed else 0
         made = groups if choice.pool else 0
         pooled = made * rule.chunk * 2 * self.entry_numbers

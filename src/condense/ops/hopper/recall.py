@@ -1,6 +1,6 @@
-"""The `hopper` backend of Recall's attention over a prompt: scores and forward by kernels for Hopper.
+"""The `hopper` backend of Recall's attention over a prompt: forward by a kernel for Hopper.
 
-Triton's kernels score an index that Hopper's do not take, choose the groups, and compute gradients.
+Triton's kernels choose the groups, and compute gradients.
 
 Shapes as in `condense.ops.triton.recall_attend`.
 """
@@ -16,41 +16,19 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from condense.ops.hopper.attend import attend as attend_sources
 from condense.ops.hopper.attend_forward import ROWS, shared_layout
 from condense.ops.hopper.recall_attend import PART, RecallForm, recall_fwd_hopper_kernel
-from condense.ops.hopper.recall_score import GROUPS, HopperScoreForm, recall_score_hopper_kernel
 from condense.ops.triton.attend_call import not_empty, results
 from condense.ops.triton.descriptors import descriptor
-from condense.ops.triton.host import LOG2E, cdiv, gpu_of, on_device_of, power_of_2, whole_rows
+from condense.ops.triton.host import LOG2E, cdiv, gpu_of, on_device_of, whole_rows
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.recall_attend import Kernels, attend_recall, operation
 from condense.ops.triton.recall_attend_call import RecallCall
-from condense.ops.triton.recall_choice import choice_operation
-from condense.ops.triton.recall_score import CELL, Scoring, score
 
-_SCORE, _FORWARD = Launcher(recall_score_hopper_kernel), Launcher(recall_fwd_hopper_kernel)
+_FORWARD = Launcher(recall_fwd_hopper_kernel)
 _TILE = 2 * ROWS.value
-# rows of the index per block, and blocks of it loaded ahead; keys per block, and blocks of these loaded ahead
-_INDEX_ROWS, _INDEX_STAGES, _KEYS, _STAGES = 128, 2, 64, 6
-# 16 warps of scores start with 128 registers each, 12 of attention with 168; the loading warps then give most of theirs
-# to the others
-_SCORE_OPTIONS, _OPTIONS = ({"num_warps": 4, "maxnreg": registers} for registers in (128, 168))
-
-
-def _score(call: Scoring) -> None:
-    """Score bounds of keys 64 or 128 wide, up to 8 blocks per group; Triton's kernel scores any other index."""
-    q, (heads, R), D = call.q, call.heads, call.q.shape[3]
-    blocks = power_of_2(call.settings.num_blocks)
-    if blocks > 8 or D not in (64, 128):
-        score(call)
-        return
-    tiles = cdiv(call.stop - call.first, GROUPS.value * ROWS.value // R)
-    rows = descriptor(TensorDescriptor, call.rows, [1, 1, _INDEX_ROWS, D], layout=shared_layout(D))
-    _SCORE(
-        (min(tiles * heads, gpu_of(q.device).multiprocessors), 1, 1),
-        (q, rows, call.grid_ptr, q if call.positions.starts is None else call.positions.starts, *call.scratch[:3]),
-        (q.stride()[:3], *call.sizes, call.scale, tiles, tiles * heads),
-        (R, HopperScoreForm(D, _INDEX_ROWS, blocks, CELL, _INDEX_STAGES, call.grid is not None, call.positions.kind)),
-        _SCORE_OPTIONS,
-    )  # fmt: skip
+# keys per block, and blocks of these loaded ahead
+_KEYS, _STAGES = 64, 6
+# 12 warps start with 168 registers each; the loading warps then give most of theirs to the others
+_OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -87,8 +65,5 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-_KERNELS = Kernels(
-    _score, choice_operation("choose_recall_hopper", _score), _forward, operation("attend_recall_hopper", _forward),
-    attend_sources,
-)  # fmt: skip
+_KERNELS = Kernels(_forward, operation("attend_recall_hopper", _forward), attend_sources)
 attend_recall_hopper = partial(attend_recall, kernels=_KERNELS)

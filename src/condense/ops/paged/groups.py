@@ -25,7 +25,7 @@ def represent(
     kept: tuple[Tensor, ...] = ()
     if settings.choice is not None:
         tokens = chunks.tokens()
-        kept = *build_index(tokens[0], settings.choice.index), settings.store_format.pack(*tokens)
+        kept = *build_index(tokens[0]), settings.store_format.pack(*tokens)
         if not settings.choice.pool:
             return tokens[0][:, :, :, 0, :0], tokens[1][:, :, :, 0, :0], *kept
     k, v, *lse = pool_groups(

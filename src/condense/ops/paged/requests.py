@@ -116,11 +116,11 @@ class _Request:
         store = Source(*settings.store_format.unpack(parts["store"], *self._widths, self.k.dtype))
         # if no query sees entries, the first token of each group takes the place of its entry
         entries = self._unpacked(parts) if choice.pool else Source(store.k[:, :, ::g], store.v[:, :, ::g])
-        index = GroupIndex(parts["codes"], parts.get("grid", parts["codes"][..., :0]))
+        index = GroupIndex(parts["signs"], parts["steps"])
         return attend_recall(
             self.q,
             RecallSources(entries, store, window, spans),
-            IndexChoice(self.q, index, choice.index, self.scale, choice.quota),
+            IndexChoice(self.q, index, self.scale, choice.quota),
             scale=self.scale,
             unchosen="pool" if choice.pool else "drop",
             backend=self.backend,

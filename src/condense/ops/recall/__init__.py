@@ -9,7 +9,7 @@ from condense.ops.recall.choice import (
     chosen_groups,
     index_scores,
 )
-from condense.ops.recall.index import GroupIndex, IndexSettings, build_index
+from condense.ops.recall.index import GroupIndex, block_width, build_index, rotation, turned_queries
 from condense.ops.recall.sources import RecallSources, Unchosen
 from condense.ops.recall.store import StoreFormat
 
@@ -18,13 +18,15 @@ __all__ = [
     "Choice",
     "GroupIndex",
     "IndexChoice",
-    "IndexSettings",
     "Quota",
     "RecallSources",
     "StoreFormat",
     "Unchosen",
+    "block_width",
     "build_index",
     "choose_groups",
     "chosen_groups",
     "index_scores",
+    "rotation",
+    "turned_queries",
 ]

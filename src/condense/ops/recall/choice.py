@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from condense.ops.recall.index import GroupIndex, IndexSettings
+from condense.ops.recall.index import GroupIndex, turned_queries
 from condense.ops.tensors.per_row import IntT, at_most
 
 # more groups than any row has
@@ -85,7 +85,6 @@ class IndexChoice:
 
     q: Tensor
     index: GroupIndex
-    settings: IndexSettings
     scale: float
     quota: Quota
 
@@ -96,27 +95,23 @@ class IndexChoice:
     def at(self, start: int, stop: int, closed: Tensor, num_groups: int) -> Tensor:
         """See `Choice`."""
         index = self.index.narrow(0, num_groups)
-        scores = index_scores(self.q[:, :, start:stop], index, self.settings, self.scale)
-        return choose_groups(scores, closed, self.quota, self.index.codes.shape[1])
+        scores = index_scores(self.q[:, :, start:stop], index, self.scale)
+        return choose_groups(scores, closed, self.quota, self.index.signs.shape[1])
 
 
 @torch.no_grad()
-def index_scores(q: Tensor, index: GroupIndex, settings: IndexSettings, scale: float) -> Tensor:
+def index_scores(q: Tensor, index: GroupIndex, scale: float) -> Tensor:
     """Score of each group for each query, estimated from the index, ``[B, H, L, G]`` float32 or wider, no gradient.
 
-    q ``[B, H, L, D]``, scale > 0. ``scale * sum_d max(q_d lo_d, q_d hi_d)``, the largest over the group's blocks: an
-    upper bound of the scaled score of each of its tokens, computed as two products, of the positive part of q with the
-    largest keys and of its negative part with the smallest. Scores of groups with equal rows may differ in their last
-    digit: the order of a product's sums depends on the number of columns and on the column.
+    q ``[B, H, L, D]``, scale > 0. The largest of the estimates of its tokens' scaled scores.
     """
     B, H, L, D = q.shape
-    rows = index.rows(settings)
-    K, G, m = rows.shape[1], rows.shape[2], settings.num_blocks
-    queries = q.to(torch.promote_types(q.dtype, rows.dtype)).reshape(B, K, H // K * L, D)
-    rows = rows.to(queries.dtype)
-    lo, hi = (x.flatten(2, 3).mT for x in (rows[..., :m, :], rows[..., m:, :]))
-    products = queries.clamp(min=0.0) @ hi + queries.clamp(max=0.0) @ lo
-    return (products * scale).reshape(B, H, L, G, m).amax(-1)
+    (_, K, G, g), (numbers, unit) = index.steps.shape, turned_queries(q)
+    signs = index.turned(D, numbers.dtype).flatten(2, 3)
+    # whole numbers below 2 ** 24, so that no order of the sum rounds them
+    products = numbers.reshape(B, K, H // K * L, D) @ signs.mT
+    of_tokens = products.unflatten(3, (G, g)) * index.steps.to(products.dtype)[:, :, None]
+    return of_tokens.amax(-1).reshape(B, H, L, G) * (unit * scale)
 
 
 @torch.no_grad()

@@ -1,124 +1,109 @@
-"""The index of Recall: a few rows per closed group, from which a query's score of the group is estimated.
+"""The index of Recall: a sign per number of each stored key, from which a query's score of a token is estimated.
 
-A group of g tokens is cut into m blocks of u tokens. The index (after Quest, arXiv:2406.10774) keeps, channel by
-channel, the smallest and the largest key of each block. A group's rows depend on its own keys alone, also when
-quantised, so that the index of new groups can be appended.
+Keys are turned by a fixed rotation, which keeps products and spreads what a key says evenly over its numbers, and of a
+turned key the signs are kept and one step: the number that stands for all of them (after RaBitQ, arXiv:2405.12497).
+Queries are turned too and rounded to 8 bits, so that a product with signs is a whole number, the same to the bit in all
+backends. What is kept of a token depends on its key alone, so that the index of new groups can be appended.
 
-Shapes: B rows, K KV heads, G groups of g tokens, m = g / u blocks per group, F = 2 m index rows per group, first the
-lowest, then the highest, D key width.
+Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, D key width, W = ceil(D / 8) bytes of signs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import random
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from condense.config import check_bits
-
-# Grid positions (at most 255) are computed in float32 with an error below 2 ** -14. Before they are rounded, bounds are
-# moved outwards by the larger MARGIN, so that they stay bounds. The grid is longer than the spread of the keys by the
-# factor REACH, so that its highest code is not below the largest key.
-MARGIN = 2.0**-13
-REACH = 1.0 + 2.0**-20
-
-
-@dataclass(frozen=True)
-class IndexSettings:
-    """The settings of an index.
-
-    group_size: tokens per group, g. size: tokens per block, u, which divides g. bits: 16 keeps the dtype of the keys;
-    8 and 4 store unsigned integers on a grid of one step and one zero per group and KV head.
-    Raises ValueError for another size or number of bits.
-    """
-
-    group_size: int
-    size: int
-    bits: int
-
-    def __post_init__(self) -> None:
-        check_bits("index_bits", self.bits)
-        if self.size < 1 or self.group_size % self.size:
-            raise ValueError(f"index_size must divide the group size, {self.group_size}, got {self.size}")
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks per group, m."""
-        return self.group_size // self.size
-
-    @property
-    def num_rows(self) -> int:
-        """Index rows per group, F."""
-        return 2 * self.num_blocks
-
-    def widths(self, D: int) -> tuple[int, int]:
-        """Columns of ``codes`` and of ``grid`` per group for keys of width D.
-
-        Raises ValueError for 4 bits and an odd D: two numbers share a byte.
-        """
-        if self.bits == 16:
-            return self.num_rows * D, 0
-        if self.bits == 4 and D % 2:
-            raise ValueError(f"index_bits=4 needs an even key width, got {D}; use index_bits=8")
-        return self.num_rows * D * self.bits // 8, 2
+# whole numbers up to this stand for the numbers of a query: bfloat16 holds them too
+QUERY_LEVELS = 127
 
 
 class GroupIndex(NamedTuple):
-    """The index of G groups; dimension 2 of every tensor counts groups, as in the entries.
+    """The index of G groups; dimension 2 of both tensors counts groups, as in the entries.
 
-    codes ``[B, K, G, F * D]`` in the dtype of the keys (16 bits), or uint8 ``[B, K, G, F * D * bits / 8]``: row by row;
-    of 4 bits, byte c of a row holds column c in its low half and column D / 2 + c in its high half.
-    grid ``[B, K, G, 2]`` float32 (float64 for float64 keys): step and zero, a number is ``zero + step * code``;
-    ``[B, K, G, 0]`` for 16 bits.
+    signs uint8 ``[B, K, G, g * W]``, token by token: bit i of a token's byte c is set if column ``i * W + c`` of its
+    turned key is not negative. steps ``[B, K, G, g]`` in the dtype of the keys.
     """
 
-    codes: Tensor
-    grid: Tensor
+    signs: Tensor
+    steps: Tensor
 
     @property
     def num_groups(self) -> int:
         """Groups that the index has room for, G."""
-        return self.codes.shape[2]
+        return self.signs.shape[2]
 
     def narrow(self, start: int, stop: int) -> GroupIndex:
         """Groups ``[start, stop)``, a view."""
         return GroupIndex(*(x[:, :, start:stop] for x in self))
 
-    def rows(self, settings: IndexSettings) -> Tensor:
-        """The index rows of all groups, decoded: ``[B, K, G, F, D]`` in float32 or wider."""
-        codes = self.codes.unflatten(3, (settings.num_rows, -1))
-        if settings.bits == 16:
-            return codes.to(torch.promote_types(codes.dtype, torch.float32))
-        if settings.bits == 4:
-            codes = torch.cat([codes & 15, codes >> 4], dim=-1)
-        step, zero = self.grid[..., None, None].unbind(3)
-        return zero + step * codes.to(self.grid.dtype)
+    def turned(self, D: int, dtype: torch.dtype) -> Tensor:
+        """The signs of all tokens as 1 and -1, ``[B, K, G, g, D]`` in ``dtype``."""
+        bytes = self.signs.unflatten(3, (self.steps.shape[3], 1, -1))
+        bit = torch.arange(8, device=bytes.device, dtype=torch.uint8)[:, None]
+        return ((bytes >> bit) & 1).flatten(4)[..., :D].to(dtype) * 2 - 1
+
+
+def sign_bytes(D: int) -> int:
+    """Bytes of the signs of a key of width D, W."""
+    return -(-D // 8)
+
+
+def block_width(D: int) -> int:
+    """Columns that `rotation` mixes with each other: the largest power of two that divides D, at most 128."""
+    return min(D & -D, 128)
+
+
+@torch.compiler.assume_constant_result  # a trace takes the matrix as it is
+def rotation(D: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The rotation times the square root of its blocks' width, ``[D, D]``: a vector x is turned by ``x @ it``.
+
+    Hadamard matrices of `block_width` columns along the diagonal, of 1 and -1, so that products with whole numbers are
+    whole; rows have fixed random signs, so that keys of a plain form, such as all ones, are spread too.
+    """
+    return _rotation(D, device, dtype)
+
+
+@functools.cache
+def _rotation(D: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    P = block_width(D)
+    block = torch.ones(1, 1)
+    while len(block) < P:
+        block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
+    drawn = random.Random(0)  # the same numbers in all versions of Python
+    signs = torch.tensor([1.0 if drawn.random() < 0.5 else -1.0 for _ in range(D)])
+    return (signs[:, None] * torch.block_diag(*[block] * (D // P))).to(device, dtype)
 
 
 @torch.no_grad()
-def build_index(k_groups: Tensor, settings: IndexSettings) -> GroupIndex:
-    """The index of groups of keys ``[B, K, G, g, D]``, of any floating dtype.
+def build_index(k_groups: Tensor) -> GroupIndex:
+    """The index of groups of keys ``[B, K, G, g, D]``, of any floating dtype. No gradient.
 
-    Bounds stay bounds at any number of bits: the smallest are rounded down, the largest up. No gradient.
+    A token's step keeps its key's product with itself: it is ``sum(x ** 2) / sum(abs(x))`` of the turned key x.
     """
-    m, D = settings.num_blocks, k_groups.shape[4]
-    blocks = k_groups.unflatten(3, (m, settings.size))
-    wide = torch.promote_types(k_groups.dtype, torch.float32)
-    rows = torch.cat([blocks.amin(4), blocks.amax(4)], dim=3)
-    num_codes, num_grid = settings.widths(D)
-    if settings.bits == 16:
-        codes = rows.to(k_groups.dtype).flatten(3)
-        return GroupIndex(codes, codes.new_empty(*codes.shape[:3], num_grid, dtype=wide))
-    levels = 2**settings.bits - 1
-    rows = rows.to(wide)
-    zero, largest = rows.amin((3, 4)), rows.amax((3, 4))
-    step = ((largest - zero) / levels * REACH).clamp(min=torch.finfo(wide).tiny)
-    position = (rows - zero[..., None, None]) / step[..., None, None]
-    position = torch.cat([(position[..., :m, :] - MARGIN).floor(), (position[..., m:, :] + MARGIN).ceil()], dim=3)
-    codes = position.clamp(0, levels).to(torch.uint8)
-    if settings.bits == 4:
-        low, high = codes.chunk(2, dim=-1)
-        codes = low | (high << 4)
-    return GroupIndex(codes.flatten(3), torch.stack([step, zero], dim=-1))
+    D = k_groups.shape[4]
+    W = sign_bytes(D)
+    wide = k_groups.to(torch.promote_types(k_groups.dtype, torch.float32))
+    x = wide @ rotation(D, wide.device, wide.dtype)
+    # divided by the block's width, as products of two turned vectors are that many times too large
+    total = x.abs().sum(4).clamp(min=torch.finfo(x.dtype).tiny) * block_width(D)
+    bits = F.pad((x >= 0).to(torch.uint8), (0, 8 * W - D)).unflatten(4, (8, W))
+    place = torch.arange(8, device=x.device, dtype=torch.uint8)[:, None]
+    signs = (bits << place).sum(4, dtype=torch.uint8)
+    return GroupIndex(signs.flatten(3), (x.square().sum(4) / total).to(k_groups.dtype))
+
+
+@torch.no_grad()
+def turned_queries(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries ``[..., D]`` as an index is scored with: whole numbers up to `QUERY_LEVELS` and what one of them stands
+    for, ``[..., D]`` and ``[..., 1]`` in float32 or wider. No gradient.
+    """
+    wide = q.to(torch.promote_types(q.dtype, torch.float32))
+    x = wide @ rotation(q.shape[-1], q.device, wide.dtype)
+    # a product, as a division by a number is one on GPUs but not on CPUs
+    unit = x.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny * QUERY_LEVELS) * (1 / QUERY_LEVELS)
+    return (x / unit).round(), unit

@@ -7,7 +7,7 @@ methods whose settings do not say how entries are made):
    ``seen % size``; with ``n = seen + 1`` and d the settings' ``summary_delay``, chunk j is due if
    ``rule.pooled(n, d) = j + 1 > rule.pooled(seen, d)``; its entries, made of its tokens and the mean of the newest
    ``num_summary`` queries, go to ``[a + p * j, a + p * (j + 1))`` of the entries (and of their biases), after the
-   row's a first entries. With a choice, its index also goes to column j of ``codes`` and ``grid``, and its tokens to
+   row's a first entries. With a choice, its index also goes to column j of ``signs`` and ``steps``, and its tokens to
    columns ``[j * c, (j + 1) * c)`` of the store;
 2. choose: with a choice, the query opens the best ``quota.at(closed)`` of the ``closed = rule.closed(n)`` closed
    groups, as `condense.ops.recall.choose_groups` does; `StepState` says from where their tokens are read;

@@ -86,7 +86,7 @@ def _rows(x: Tensor, part: Part) -> Tensor:
 def record_format(settings: StepSettings, widths: tuple[int, int], dtype: torch.dtype) -> RecordFormat:
     """The layout of the records of a method's groups. widths: D and Dv; dtype: of the tokens.
 
-    Raises ValueError for widths that the index or the store cannot hold.
+    Raises ValueError for widths that the store cannot hold.
     """
     parts, end = [], 0
     for field in fields_of(settings, 1, widths, dtype):

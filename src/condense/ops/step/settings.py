@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Self
 
 from condense.ops.entries import EntryFormat
 from condense.ops.recall.choice import Quota
-from condense.ops.recall.index import IndexSettings
 from condense.ops.recall.store import StoreFormat
 from condense.ops.spans import UniformRule
 from condense.ops.types import Pooling
@@ -57,11 +56,10 @@ _ON_DEVICE = StoreSettings()
 class ChoiceSettings:
     """The choice of the closed groups that a query opens, to see their exact tokens. Every group has one entry.
 
-    index: by which groups are scored. quota: number of groups to open. store: of their tokens. pool: queries see the
-    entries of closed groups that they do not open.
+    quota: number of groups to open. store: of their tokens. pool: queries see the entries of closed groups that they do
+    not open.
     """
 
-    index: IndexSettings
     quota: Quota
     store: StoreSettings = _ON_DEVICE
     pool: bool = True

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from condense.ops.recall.index import GroupIndex
+from condense.ops.recall.index import GroupIndex, sign_bytes
 from condense.ops.step.settings import StepSettings
 
 
@@ -96,7 +96,7 @@ class StepState(NamedTuple):
 
     With a `ChoiceSettings` also the following, and neither ``first`` nor ``arrived``:
 
-    codes, grid: the groups' index, `condense.ops.recall.GroupIndex` with room for M.
+    signs, steps: the groups' index, `condense.ops.recall.GroupIndex` with room for M.
     store ``[B, K, N, C]``, N >= M * g: the exact tokens of closed groups, left-aligned, as `StoreFormat` packs them: of
     16 bits a key and its value side by side, C = D + Dv. On the device of the other buffers or in pinned host memory.
     slots ``[B, K, S * g, C]``: copies of groups that were open lately, for a store in host memory; S may be 0.
@@ -116,8 +116,8 @@ class StepState(NamedTuple):
     first: Tensor
     arrived: Tensor
     biases: Tensor
-    codes: Tensor
-    grid: Tensor
+    signs: Tensor
+    steps: Tensor
     store: Tensor
     slots: Tensor
     held: Tensor
@@ -130,7 +130,7 @@ class StepState(NamedTuple):
     @property
     def group_index(self) -> GroupIndex:
         """The index of all groups."""
-        return GroupIndex(self.codes, self.grid)
+        return GroupIndex(self.signs, self.steps)
 
     @property
     def is_apart(self) -> bool:
@@ -140,14 +140,14 @@ class StepState(NamedTuple):
 
 def entry_names(settings: StepSettings) -> tuple[str, ...]:
     """Names of the buffers that hold what `condense.Method.represent` makes, in its order; the store is the last."""
-    of_groups = () if settings.choice is None else ("codes", "grid", "store")
+    of_groups = () if settings.choice is None else ("signs", "steps", "store")
     return "entries_k", "entries_v", *(("biases",) if settings.matched else ()), *of_groups
 
 
 def fields_of(settings: StepSettings, heads: int, widths: tuple[int, int], dtype: torch.dtype) -> tuple[Field, ...]:
     """The buffers of a layer, in the order of `StepState`. heads: K; widths: D and Dv; dtype: of the tokens.
 
-    Raises ValueError for widths that the index or the store cannot hold.
+    Raises ValueError for widths that the store cannot hold.
     """
     (D, Dv), form, choice = widths, settings.entry_format, settings.choice
     # not `torch.promote_types`, which is an operation, and buffers grow between steps that start kernels alone
@@ -166,12 +166,12 @@ def fields_of(settings: StepSettings, heads: int, widths: tuple[int, int], dtype
     )
     if choice is None:
         return (*of_all, *(Field(name, Per.ROW, (0,), dtype) for name in StepState._fields[len(of_all) :]))
-    (codes, grid), store = choice.index.widths(D), settings.store_format
+    store = settings.store_format
     stored, of_store = store.width(D, Dv, dtype.itemsize), store.dtype(dtype)
     return (
         *of_all,
-        Field("codes", Per.ENTRY, (codes,), dtype if choice.index.bits == 16 else torch.uint8),
-        Field("grid", Per.ENTRY, (grid,), wide),
+        Field("signs", Per.ENTRY, (settings.rule.chunk * sign_bytes(D),), torch.uint8),
+        Field("steps", Per.ENTRY, (settings.rule.chunk,), dtype),
         Field("store", Per.STORED, (stored,), of_store, on_host=choice.store.on_host),
         Field("slots", Per.COPIED, (stored,), of_store),
         Field("held", Per.SLOT, (), torch.int32, fill=-1),

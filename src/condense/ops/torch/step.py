@@ -170,7 +170,7 @@ def _choose(call: StepCall, closed: Tensor) -> tuple[Tensor, Tensor]:
     (q, *_), state, choice = call.token, call.state, call.settings.choice
     assert choice is not None
     M, K = state.entries_k.shape[2], state.ring_k.shape[1]
-    scores = index_scores(q, state.group_index, choice.index, call.scale)
+    scores = index_scores(q, state.group_index, call.scale)
     chosen = choose_groups(scores, closed.clamp(max=M)[:, None, None], choice.quota, K)
     return chosen_groups(chosen, choice.quota.at(M))[:, :, 0], chosen[:, :, 0]
 

@@ -29,8 +29,8 @@ MAX_FOCAL_CHUNK = 128
 MAX_GROUPS = 2**15
 # one program looks through all slots of a KV head
 MAX_SLOTS = 2**16
-# the query heads of a KV head are one tile, which has 32 rows in float32; the loop over a group's blocks is unrolled
-MAX_HEADS, MAX_HEADS_FLOAT32, MAX_BLOCKS, MAX_GROUP_SIZE = 64, 32, 16, 128
+# the query heads of a KV head are one tile, which has 32 rows in float32; a tile of scores holds whole groups
+MAX_HEADS, MAX_HEADS_FLOAT32, MAX_GROUP_SIZE = 64, 32, 128
 # keys of latents, by which all heads choose together
 LATENT_WIDTHS = (288, 576)
 # looked up once, because every step asks
@@ -106,17 +106,19 @@ def recall_call_obstacles(q: Tensor, sources: RecallSources, choice: Choice) -> 
 
 def _index_obstacles(choice: IndexChoice, K: int) -> list[str]:
     """The obstacles to choosing for K KV heads."""
-    (_, H, _, D), dtype, choosers, found = choice.q.shape, choice.q.dtype, choice.index.codes.shape[1], []
+    (_, H, _, D), (_, choosers, _, g), found = choice.q.shape, choice.index.steps.shape, []
     if choosers not in (1, K):
         found.append(f"takes an index for each of {K} KV heads or one for all, got {choosers}")
     if choice.q.device.type == "cuda" and D not in WIDTHS + LATENT_WIDTHS:
         found.append(f"scores an index of keys of widths {', '.join(map(str, WIDTHS + LATENT_WIDTHS))}, got {D}")
-    most = MAX_HEADS_FLOAT32 if dtype == torch.float32 and max(WIDTHS) >= D else MAX_HEADS
-    if H // choosers > most:
-        found.append(f"chooses for up to {most} query heads of width {D} at once in {dtype}, got {H // choosers}")
-    if choice.settings.num_blocks > MAX_BLOCKS:
-        found.append(f"takes an index of up to {MAX_BLOCKS} blocks per group, got {choice.settings.num_blocks}")
-    return found
+    if H // choosers > MAX_HEADS:
+        found.append(f"chooses for up to {MAX_HEADS} query heads at once, got {H // choosers}")
+    return found + _group_obstacles(g)
+
+
+def _group_obstacles(g: int) -> list[str]:
+    """The obstacle that groups are too large to be scored, if so."""
+    return [] if g <= MAX_GROUP_SIZE else [f"takes groups of up to {MAX_GROUP_SIZE} tokens, got {g}"]
 
 
 def pool_obstacle(problem: Problem) -> str | None:
@@ -157,21 +159,14 @@ def step_obstacle(
             f"rounds entries in blocks of {BLOCK_WIDTH} channels, whole ones of latents, got latents of {latent} "
             f"columns and entry_bits={settings.entry_bits}"
         )
-    return clauses(found + _choice_obstacles(D, settings, entries))
+    return clauses(found + _choice_obstacles(settings, entries))
 
 
-def _choice_obstacles(D: int, settings: StepSettings, entries: int) -> list[str]:
+def _choice_obstacles(settings: StepSettings, entries: int) -> list[str]:
     """The obstacles to choosing among groups by an index of keys of width D in a decode step."""
     if settings.choice is None:
         return []
-    index, slots, found = settings.choice.index, settings.choice.store.slots, []
-    if D * index.bits % 16:
-        found.append(f"reads an index of {index.bits} bits in words of 16, got keys of width {D}")
-    if index.group_size > MAX_GROUP_SIZE or index.num_blocks > MAX_BLOCKS:
-        found.append(
-            f"takes groups of up to {MAX_GROUP_SIZE} tokens in up to {MAX_BLOCKS} blocks, got {index.group_size} "
-            f"tokens in {index.num_blocks}"
-        )
+    slots, found = settings.choice.store.slots, _group_obstacles(settings.rule.chunk)
     if entries > MAX_GROUPS:
         found.append(
             f"chooses from up to {MAX_GROUPS:,} groups, got room for {entries:,} (a larger group_size or a shorter "

@@ -8,9 +8,9 @@ Shapes: R requests, H query heads, K KV heads, D and Dv widths, P pages of N rec
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from condense.ops.recall.index import rotation
 from condense.ops.step.pages import PagedState, room_for
 from condense.ops.step.records import record_format
 from condense.ops.step.settings import StepSettings
@@ -44,13 +44,25 @@ def store(
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
     near, far, parts = state.window, state.entries, _parts(state, q.shape[2], settings)
     grid, numbers, constants, options = plan.close
-    buffers = parts["entries_k"], parts["entries_v"], parts["codes"], parts["grid"], parts["store"]
+    buffers = parts["entries_k"], parts["entries_v"], parts["signs"], parts["steps"], parts["store"]
     # no ring of queries, biases, rows to leave out and counters
     others = near.cache, near.cache, seen, None
     with on_device_of(q):
         _close(
             grid,
-            (q, k, v, *buffers, near.cache, near.cache[..., k.shape[2] :], seen, *others, near.table, far.table),
+            (
+                q,
+                k,
+                v,
+                *buffers,
+                near.cache,
+                near.cache[..., k.shape[2] :],
+                seen,
+                *others,
+                near.table,
+                far.table,
+                rotation(k.shape[2], k.device, k.dtype),
+            ),
             (*(n for x in (q, k, v) for n in x.stride()[:2]), *numbers),
             constants,
             options,
@@ -72,8 +84,7 @@ def attend(
     floats = H * room, R * H * S0, R * H * S0, K * room, R * H * S1 * Dv, R * H * S1
     scratch = scratch_of(rounded((*floats, K * room, K * room, K * room, 1, R * K)), q.device)
     score, top, total, offset, part, lse, key, candidate, groups, place, arrived = scratch
-    of_q, codes = q.stride()[:2], parts["codes"]
-    words = codes if codes.dtype == q.dtype else codes.view(torch.int16)
+    of_q, turn = q.stride()[:2], rotation(D, q.device, q.dtype)
     # kernels get the window in place of what they do not read: rings, biases, slots
     other = near.cache
     buffers = parts["entries_k"], parts["entries_v"], parts["store"], near.cache, near.cache[..., D:], other
@@ -82,7 +93,9 @@ def attend(
         for kernel, (grid, numbers, constants, options), tensors, strides in (
             (
                 _score, plan.score,
-                (q, words, parts["grid"], seen, seen, score, top, total, far.table, before, arrived), of_q,
+                (
+                    q, parts["signs"], parts["steps"], seen, seen, score, top, total, turn, far.table, before, arrived,
+                ), of_q,
             ),
             (_choose, plan.choose, (score, top, total, other, seen, seen, *lists, before), ()),
             (
@@ -114,4 +127,4 @@ def _parts(state: PagedState, D: int, settings: StepSettings) -> dict[str, Tenso
     """The parts of all records in pages ``[P, K, N, columns]``, views; the window in place of parts that are empty."""
     near, records = state.window.cache, state.entries.cache
     form = record_format(settings, (D, near.shape[3] - D), near.dtype)
-    return dict.fromkeys(("entries_k", "entries_v", "grid"), near) | {x.name: x.of(records) for x in form.parts}
+    return dict.fromkeys(("entries_k", "entries_v"), near) | {x.name: x.of(records) for x in form.parts}

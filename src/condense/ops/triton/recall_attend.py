@@ -24,7 +24,7 @@ from condense.ops.triton.recall_attend_call import RecallCall, RecallShared, til
 from condense.ops.triton.recall_attend_kernels import recall_fwd_kernel
 from condense.ops.triton.recall_backward import backward
 from condense.ops.triton.recall_choice import choice_arguments, choice_operation, choose
-from condense.ops.triton.recall_score import Positions, Scoring, score
+from condense.ops.triton.recall_score import Positions
 
 _FORWARD = Launcher(recall_fwd_kernel)
 
@@ -104,18 +104,16 @@ def _differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
 class Kernels(NamedTuple):
     """The functions of a backend.
 
-    score: scores a block of queries. choice: chooses groups by these scores, an operation. forward: attention of a
-    `RecallCall`. operation: the same with gradients. attend: attention over two sources, as `condense.ops.attend`.
+    forward: attention of a `RecallCall`. operation: the same with gradients. attend: attention over two sources, as
+    `condense.ops.attend`.
     """
 
-    score: Callable[[Scoring], None]
-    choice: Callable[..., Tensor]
     forward: Callable[..., tuple[Tensor, Tensor]]
     operation: Callable[..., tuple[Tensor, Tensor]]
     attend: Callable[..., tuple[Tensor, Tensor | None]]
 
 
-_KERNELS = Kernels(score, choice_operation("choose_recall"), _forward, operation("attend_recall", _forward), attend)
+_KERNELS = Kernels(_forward, operation("attend_recall", _forward), attend)
 
 
 def attend_recall(
@@ -154,12 +152,12 @@ def attend_recall(
     starts, numbers = describe(spans, 2, L, q.device)
     positions = Positions(starts, tuple(numbers))
     if isinstance(choice, IndexChoice):
-        index = (choice.q, choice.index, choice.settings, positions)
+        index = (choice.q, choice.index, positions)
         ranked: dict[str, Any] = {"scale": choice.scale, "quota": choice.quota, "closed": closed}
         if needs_operation(choice.q):
-            groups = kernels.choice(*choice_arguments(*index, **ranked))
+            groups = choice_operation(*choice_arguments(*index, **ranked))
         else:
-            groups = choose(*index, **ranked, score=kernels.score)
+            groups = choose(*index, **ranked)
     else:
         chosen = choice.at(0, L, spans.at(0, L, q.device)[0].hi, G)
         groups = chosen_groups(chosen, r).to(torch.int32)

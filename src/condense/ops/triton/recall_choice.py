@@ -3,31 +3,29 @@
 The scores of a block of queries stand in scratch memory of limited size; only a list of groups per query is kept.
 Nothing waits for the host.
 
-Shapes: B rows, H query heads, K KV heads, L queries, G groups, r groups that a query opens, D key width.
+Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, r groups that a query opens, D key width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from condense.ops.recall.choice import Quota
-from condense.ops.recall.index import GroupIndex, IndexSettings
-from condense.ops.triton.host import LOG2E, cdiv, check_programs, on_device_of, power_of_2, whole_rows
+from condense.ops.recall.index import GroupIndex
+from condense.ops.triton.host import LOG2E, cdiv, check_programs, on_device_of, power_of_2
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.recall_choice_kernels import recall_cells_kernel, recall_groups_kernel
 from condense.ops.triton.recall_score import (
-    CELL,
     MOST_GROUPS,
     Positions,
-    Scoring,
     Scratch,
     bytes_per_query,
-    index_grid,
-    index_rows,
+    groups_per_cell,
+    in_cells,
     score,
 )
 from condense.ops.triton.recall_score_kernels import CELLS_PER_LINE
@@ -56,85 +54,72 @@ def warps(columns: int) -> int:
     return 1 if columns <= 1024 else 4
 
 
-def _scratch(device: torch.device, heads: int, n: int, R: int, cells: int, picked: int) -> Scratch:
+def _scratch(device: torch.device, heads: int, n: int, R: int, cells: int, C: int, picked: int) -> Scratch:
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
     return Scratch(
-        empty(heads, cells, n * R, CELL), empty(heads, cells // CELLS_PER_LINE.value, n * R, CELLS_PER_LINE.value),
+        empty(heads, cells, n * R, C), empty(heads, cells // CELLS_PER_LINE.value, n * R, CELLS_PER_LINE.value),
         empty(heads, n * R), empty(heads, n, picked, dtype=torch.int32), empty(heads, n, dtype=torch.int32),
     )  # fmt: skip
 
 
-def choose(
-    q: Tensor, index: GroupIndex, settings: IndexSettings, positions: Positions, *, scale: float, quota: Quota,
-    closed: int, score: Callable[[Scoring], None] = score,
-) -> Tensor:  # fmt: skip
+def choose(q: Tensor, index: GroupIndex, positions: Positions, *, scale: float, quota: Quota, closed: int) -> Tensor:
     """Return the groups that each query opens, in rising order, int32 ``[B, K, L, r]`` with r = ``quota.at(closed)``.
 
     A query that opens fewer has G in the places that are left. q: ``[B, H, L, D]``. closed: the most closed groups that
-    a query sees. score: scores a block of queries. r >= 1 and scale > 0.
+    a query sees. r >= 1 and scale > 0.
     """
-    q = whole_rows(q)
-    (B, H, L, _), (_, K, G, _) = q.shape, index.codes.shape
-    R, r, heads = H // K, quota.at(closed), B * K
+    (B, H, L, D), (_, K, G, g) = q.shape, index.steps.shape
+    R, r, heads, C = H // K, quota.at(closed), B * K, groups_per_cell(g)
     check_programs(heads)
     groups = torch.empty(B, K, L, r, dtype=torch.int32, device=q.device)
-    cells = cdiv(max(closed, 1), MOST_GROUPS) * MOST_GROUPS // CELL
-    index, ranked = index.narrow(0, closed), power_of_2(cells)
-    rows = index_rows(index, settings, cells, q.dtype)
-    grid = index_grid(index, cells, scale * LOG2E) if settings.bits < 16 else None
+    cells = cdiv(max(closed, 1), MOST_GROUPS) * MOST_GROUPS // C
+    tokens, ranked = in_cells(index.narrow(0, closed), cells, D), power_of_2(cells)
     picked = power_of_2(min(r, ranked))
-    looked = picked * CELL
+    looked = picked * C
     of_quota = (r, quota.part, quota.of)
-    n = min(L, max(1, _SCRATCH // bytes_per_query(q, settings, cells) // _BLOCK) * _BLOCK)
-    scratch = _scratch(q.device, heads, n, R, cells, picked)
+    n = min(L, max(1, _SCRATCH // bytes_per_query(q, cells, C) // _BLOCK) * _BLOCK)
+    scratch = _scratch(q.device, heads, n, R, cells, C, picked)
     with on_device_of(q):
         for first in range(0, L, n):
             stop = min(first + n, L)
             sizes = (K, L, G, first, stop, cells, *positions.rule)
-            score(Scoring(q, rows, grid, settings, positions, scratch, first, stop, sizes, scale * LOG2E))
+            score(q[:, :, first:stop], tokens, positions, scratch, sizes, scale=scale * LOG2E)
             _CELLS(
                 (cdiv(stop - first, queries_per_program(ranked, q.is_cuda)), heads, 1),
                 (scratch.cell, scratch.lse, positions.starts, scratch.picked, scratch.floor), (*sizes, *of_quota),
-                (R, positions.kind, CELL, ranked, picked, queries_per_program(ranked, q.is_cuda)),
+                (R, positions.kind, C, ranked, picked, queries_per_program(ranked, q.is_cuda)),
                 {"num_warps": warps(ranked)},
             )  # fmt: skip
             _GROUPS(
                 (cdiv(stop - first, _ranking_queries(looked, q.is_cuda)), heads, 1),
                 (scratch.score, scratch.lse, scratch.picked, scratch.floor, positions.starts, groups),
                 (*sizes, *of_quota),
-                (R, positions.kind, CELL, picked, power_of_2(r), _ranking_queries(looked, q.is_cuda)),
+                (R, positions.kind, C, picked, power_of_2(r), _ranking_queries(looked, q.is_cuda)),
                 {"num_warps": warps(looked)},
             )  # fmt: skip
     return groups
 
 
-def choice_operation(name: str, score: Callable[[Scoring], None] = score) -> Callable[..., Tensor]:
-    """`choose` with ``score`` as a torch operation of `choice_arguments`, which torch.compile keeps whole."""
+@torch.library.custom_op("condense::choose_recall", mutates_args=())
+def choice_operation(
+    q: Tensor, signs: Tensor, steps: Tensor, starts: Tensor | None, rule: Sequence[int], scale: float,
+    quota: Sequence[int], closed: int,
+) -> Tensor:  # fmt: skip
+    """`choose` as a torch operation of `choice_arguments`, which torch.compile keeps whole."""
+    positions = Positions(starts, tuple(rule))
+    return choose(q, GroupIndex(signs, steps), positions, scale=scale, quota=Quota(*quota), closed=closed)
 
-    @torch.library.custom_op(f"condense::{name}", mutates_args=())
-    def op(
-        q: Tensor, codes: Tensor, grid: Tensor, sizes: Sequence[int], starts: Tensor | None, rule: Sequence[int],
-        scale: float, quota: Sequence[int], closed: int,
-    ) -> Tensor:  # fmt: skip
-        return choose(
-            q, GroupIndex(codes, grid), IndexSettings(*sizes), Positions(starts, tuple(rule)), scale=scale,
-            quota=Quota(*quota), closed=closed, score=score,
-        )  # fmt: skip
 
-    @op.register_fake
-    def _(q: Tensor, codes: Tensor, *others: Any) -> Tensor:
-        *_, quota, closed = others
-        return q.new_empty(q.shape[0], codes.shape[1], q.shape[2], Quota(*quota).at(closed), dtype=torch.int32)
-
-    return op
+@choice_operation.register_fake
+def _(q: Tensor, signs: Tensor, *others: Any) -> Tensor:
+    *_, quota, closed = others
+    return q.new_empty(q.shape[0], signs.shape[1], q.shape[2], Quota(*quota).at(closed), dtype=torch.int32)
 
 
 def choice_arguments(
-    q: Tensor, index: GroupIndex, settings: IndexSettings, positions: Positions, *, scale: float, quota: Quota,
-    closed: int,
-) -> tuple[Any, ...]:  # fmt: skip
+    q: Tensor, index: GroupIndex, positions: Positions, *, scale: float, quota: Quota, closed: int
+) -> tuple[Any, ...]:
     """The arguments of `choose` as types that an operation takes."""
-    sizes = [settings.group_size, settings.size, settings.bits]
-    return q, *index, sizes, positions.starts, positions.rule, scale, list(quota), closed
+    return q, *index, positions.starts, positions.rule, scale, list(quota), closed

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from condense.ops.recall import index
 from condense.ops.triton.device.address import Tokens, form_row, part_at, token_rows
 from condense.ops.triton.device.codes import row_width
 from condense.ops.triton.device.entry import (
@@ -25,24 +24,9 @@ from condense.ops.triton.device.entry import (
     put_entry,
     summary_query,
 )
-from condense.ops.triton.device.parts import load_row, store_row
+from condense.ops.triton.device.parts import load_row, store_row, tile_width
+from condense.ops.triton.device.signs import add_signs, key_steps, sign_bytes, turned_columns, turned_keys
 from condense.ops.triton.recall_store_kernels import chunk_tokens, put_keys, put_values
-
-
-class Index(NamedTuple):
-    """The constants of an index.
-
-    blocks: per group. tokens: per block. bits: per number. As powers of two: tokens_tile, tokens per block;
-    columns_tile, columns of a row where it is written (bytes, if quantised); words_tile, where it is read (words of 16
-    bits).
-    """
-
-    blocks: int
-    tokens: int
-    bits: int
-    tokens_tile: int
-    columns_tile: int
-    words_tile: int
 
 
 class StepRow(NamedTuple):
@@ -57,11 +41,6 @@ class StepRow(NamedTuple):
     all_closed: Any
     closed: Any
     start: Any
-
-
-_MARGIN = tl.constexpr(index.MARGIN)
-_REACH = tl.constexpr(index.REACH)
-_TINY = tl.constexpr(2.0**-126)
 
 
 @triton.jit
@@ -96,58 +75,27 @@ def row_of_step(
 
 
 @triton.jit
-def _block(keys, start, t, LO: tl.constexpr, D: tl.constexpr, INDEX: tl.constexpr, NEAR: tl.constexpr):
-    """Lowest and highest key of the block that begins at position ``start``; columns from LO on."""
-    i = tl.arange(0, INDEX.tokens_tile)
-    inside = i < INDEX.tokens
-    x = chunk_tokens(keys, start + i, t, inside, LO, D, INDEX.columns_tile, NEAR)
-    low = tl.min(tl.where(inside[:, None], x, float("inf")), 0)
-    return low, tl.max(tl.where(inside[:, None], x, float("-inf")), 0)
-
-
-@triton.jit
-def _codes(x, step, zero, LEVELS: tl.constexpr, UPWARDS: tl.constexpr):
-    """Codes of x, rounded up or down as in `condense.ops.recall.build_index`."""
-    position = tl.div_rn(x - zero, tl.zeros_like(x) + step)
-    position = tl.ceil(position + _MARGIN) if UPWARDS else tl.floor(position - _MARGIN)
-    return tl.minimum(tl.maximum(position, 0.0), LEVELS).to(tl.int32)
-
-
-@triton.jit
-def _put_index(keys, codes_ptr, grid_ptr, first, t, D: tl.constexpr, INDEX: tl.constexpr, NEAR: tl.constexpr):
-    """Write the index of the group that begins at position ``first``."""
-    BITS: tl.constexpr = INDEX.bits
-    PARTS: tl.constexpr = 2 if BITS == 4 else 1
-    C: tl.constexpr = D // PARTS
-    c = tl.arange(0, INDEX.columns_tile)
-    lowest = tl.full([], float("inf"), tl.float32)
-    largest = tl.full([], float("-inf"), tl.float32)
-    step, zero = 1.0, 0.0
-    if BITS < 16:
-        for part in tl.static_range(PARTS):
-            for block in range(INDEX.blocks):
-                low, high = _block(keys, first + block * INDEX.tokens, t, part * C, D, INDEX, NEAR)
-                lowest = tl.minimum(lowest, tl.min(tl.where(c < C, low, float("inf")), 0))
-                largest = tl.maximum(largest, tl.max(tl.where(c < C, high, float("-inf")), 0))
-        LEVELS: tl.constexpr = 2**BITS - 1
-        zero = lowest
-        step = tl.maximum(tl.div_rn(largest - zero, LEVELS * 1.0) * _REACH, _TINY)
-        tl.store(grid_ptr, step)
-        tl.store(grid_ptr + 1, zero)
-    for block in range(INDEX.blocks):
-        low, high = _block(keys, first + block * INDEX.tokens, t, 0, D, INDEX, NEAR)
-        if BITS == 16:
-            codes_low, codes_high = low, high
-        else:
-            codes_low = _codes(low, step, zero, LEVELS, False)
-            codes_high = _codes(high, step, zero, LEVELS, True)
-        if BITS == 4:
-            low, high = _block(keys, first + block * INDEX.tokens, t, C, D, INDEX, NEAR)
-            codes_low += _codes(low, step, zero, LEVELS, False) * 16
-            codes_high += _codes(high, step, zero, LEVELS, True) * 16
-        element = codes_ptr.dtype.element_ty
-        tl.store(codes_ptr + block * C + c, codes_low.to(element), mask=c < C)
-        tl.store(codes_ptr + (INDEX.blocks + block) * C + c, codes_high.to(element), mask=c < C)
+def _put_index(
+    keys, rotation_ptr, signs_ptr, steps_ptr, first, t, g: tl.constexpr, D: tl.constexpr, NEAR: tl.constexpr
+):  # fmt: skip
+    """Write the index of the group that begins at position ``first``, as `condense.ops.recall.build_index` makes it."""
+    W: tl.constexpr = sign_bytes(D)
+    N: tl.constexpr = turned_columns(D)
+    dtype: tl.constexpr = keys.rows.dtype.element_ty
+    c = tl.arange(0, tile_width(W))
+    # not loaded ahead, for which every program of the kernel would hold memory
+    for start in tl.range(0, g, 16, num_stages=1):
+        i = start + tl.arange(0, 16)
+        squares, sizes = tl.zeros([16], tl.float32), tl.zeros([16], tl.float32)
+        bytes = tl.zeros([16, tile_width(W)], tl.float32)
+        for LO in tl.static_range(0, D, N):
+            x = chunk_tokens(keys, first + i, t, i < g, LO, D, N, NEAR)
+            x = turned_keys(x.to(dtype), rotation_ptr, LO, D)
+            squares, sizes = squares + tl.sum(x * x, 1), sizes + tl.sum(tl.abs(x), 1)
+            bytes = add_signs(bytes, x, LO, D)
+        tl.store(steps_ptr + i, key_steps(squares, sizes, D).to(dtype), mask=i < g)
+        at = i[:, None] * W + c[None, :]
+        tl.store(signs_ptr + at, bytes.to(tl.int32).to(tl.uint8), mask=(i < g)[:, None] & (c < W)[None, :])
 
 
 @triton.jit
@@ -195,17 +143,17 @@ def _put_entry(heads, past_queries, entries, ring, biases_ptr, group, chunk, clo
 
 @triton.jit
 def recall_close_kernel(
-    q_ptr, k_ptr, v_ptr, entries_k_ptr, entries_v_ptr, codes_ptr, grid_ptr, store_ptr, ring_k_ptr, ring_v_ptr, seen_ptr,
-    ring_q_ptr, biases_ptr, real_ptr, arrived_ptr, near_ptr, far_ptr,
+    q_ptr, k_ptr, v_ptr, entries_k_ptr, entries_v_ptr, signs_ptr, steps_ptr, store_ptr, ring_k_ptr, ring_v_ptr,
+    seen_ptr, ring_q_ptr, biases_ptr, real_ptr, arrived_ptr, near_ptr, far_ptr, rotation_ptr,
     s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, K, R, G, W, N, Q, delay, scale,
     P: tl.constexpr, PV: tl.constexpr, PS: tl.constexpr,
-    INDEX: tl.constexpr, FORM: tl.constexpr, KIND: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
+    FORM: tl.constexpr, KIND: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Write the new token to rings, entries, index and store; grid (B * K, 4): keys, values, index, entry.
 
     A group is kept once ``delay`` tokens have followed it. PS: columns of bytes of a stored key or value. arrived int32
     ``[B, K]`` becomes 0, for the kernel that chooses; None: it is not needed. near, far: tables of the pages of tokens
-    and of records; None for rings and arrays.
+    and of records; None for rings and arrays. rotation: `condense.ops.recall.index.rotation` in the dtype of the keys.
     """
     if KIND.early:
         gdc_launch_dependents()
@@ -254,16 +202,13 @@ def recall_close_kernel(
                     put_values(values, store_ptr, first, t, FORM, PS, NEAR)
             _put_token(values, t, DV, PV, NEAR)
     if closes & (work == 2):
-        F: tl.constexpr = 2 * INDEX.blocks
-        C: tl.constexpr = D // 2 if INDEX.bits == 4 else D
         if FAR is None:
             at = head * G + group
-            codes_ptr += at * F * C
-            grid_ptr += at * 2
+            signs_ptr, steps_ptr = signs_ptr + at * g * sign_bytes(D), steps_ptr + at * g
         else:
-            codes_ptr += part_at(codes_ptr, record)
-            grid_ptr += part_at(grid_ptr, record)
-        _put_index(keys, codes_ptr, grid_ptr, first, t, D, INDEX, NEAR)
+            signs_ptr += part_at(signs_ptr, record)
+            steps_ptr += part_at(steps_ptr, record)
+        _put_index(keys, rotation_ptr, signs_ptr, steps_ptr, first, t, g, D, NEAR)
     if live & (work == 3):
         k = load_row(k_ptr, KIND.D0, KIND.D1)
         v = (k[0],) if KIND.latent else load_row(v_ptr, KIND.V0, KIND.V1)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from condense.ops.recall.index import rotation
 from condense.ops.step.call import NewToken, StepCall
 from condense.ops.triton.host import cdiv, on_device_of, power_of_2
 from condense.ops.triton.launch import Launcher, Prepared
@@ -75,7 +76,7 @@ def scratch_of(sizes: tuple[int, ...], device: torch.device) -> _Scratch:
 class RecallKernels(PreparedStep):
     """The kernels of steps with a choice."""
 
-    __slots__ = ("_attend", "_choose", "_close", "_join", "_score", "_sizes", "_width", "_words")
+    __slots__ = ("_attend", "_choose", "_close", "_join", "_rotation", "_score", "_sizes", "_width")
 
     def __init__(self, call: StepCall) -> None:
         """call: checked by `condense.ops.triton.step.step`."""
@@ -90,7 +91,7 @@ class RecallKernels(PreparedStep):
         plan = plan_of(q.device, q.dtype, (B, H, K), widths, sizes, settings.number, scores, has_real)
         self._width = latent or Dv
         self._sizes = _scratch_sizes((B * H, B * K), G, choice.quota.at(G), plan.splits, self._width)
-        self._words = state.codes if choice.index.bits == 16 else state.codes.view(torch.int16)
+        self._rotation = rotation(D, q.device, q.dtype)
         of_q = q.stride()[:2]
         self._close = _prepared(_close, plan.close, (*of_q, *k.stride()[:2], *v.stride()[:2]))
         self._score = _prepared(_score, plan.score, of_q)
@@ -102,19 +103,19 @@ class RecallKernels(PreparedStep):
     def __call__(self, token: NewToken, sink: Tensor | None) -> Tensor:
         """Attention ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]``."""
         q, k, v = self._dense(token)
-        entries_k, entries_v, ring_k, ring_v, ring_q, seen, _, _, biases, codes, grid, store, slots, held, order = (
+        entries_k, entries_v, ring_k, ring_v, ring_q, seen, _, _, biases, signs, steps, store, slots, held, order = (
             self.state
         )
         scratch = scratch_of(self._sizes, q.device)
         score, top, total, offset, part, lse, key, candidate, groups, place, arrived = scratch
         out = torch.empty(*q.shape[:3], self._width, dtype=q.dtype, device=q.device)
         counts = seen if token.real is None else token.real.contiguous()
-        changed = (entries_k, entries_v, codes, grid, store, ring_k, ring_v, seen, ring_q, biases)
+        changed = (entries_k, entries_v, signs, steps, store, ring_k, ring_v, seen, ring_q, biases)
         # kernels start on the current device, which may not be that of the tensors in a model spread over several
         with on_device_of(q):
-            self._close((q, k, v, *changed, counts, arrived, None, None))
+            self._close((q, k, v, *changed, counts, arrived, None, None, self._rotation))
             if entries_k.shape[2] > 0:
-                self._score((q, self._words, grid, seen, counts, score, top, total, None, None, None))
+                self._score((q, signs, steps, seen, counts, score, top, total, self._rotation, None, None, None))
                 chosen = (key, candidate, groups, place, offset, held, order, arrived)
                 self._choose((score, top, total, biases, seen, counts, *chosen, None))
             keys = (entries_k, entries_v, store, ring_k, ring_v, slots)

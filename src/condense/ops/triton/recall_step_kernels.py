@@ -4,10 +4,9 @@ A step is five kernels: close a group (`condense.ops.triton.recall_close_kernels
 (`recall_step_score_kernels`), choose the groups to open (`recall_step_choice_kernels`), attend, and join the splits
 (`step_join_kernel`). Each waits for the one before it and reads its results. The only atomic operation counts programs.
 
-Shapes: B rows, K KV heads, R query heads per KV head, G groups of capacity, g tokens per group, m blocks of u tokens, W
-slots of the rings, S splits, D and Dv widths, P and PV the same as powers of two for tiles, V columns of the output. BR
-rows (query heads) per tile. "head" is a KV head of a row, b * K + kvh. All buffers of the state are contiguous. Scores
-are base 2.
+Shapes: B rows, K KV heads, R query heads per KV head, G groups of capacity, g tokens per group, W slots of the rings, S
+splits, D and Dv widths, P and PV the same as powers of two for tiles, V columns of the output. BR rows (query heads)
+per tile. "head" is a KV head of a row, b * K + kvh. All buffers of the state are contiguous. Scores are base 2.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from condense.ops.triton.device.address import PageForm
 from condense.ops.triton.device.entry import Kind
 from condense.ops.triton.device.parts import split_width
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
-from condense.ops.triton.recall_close_kernels import Index
 from condense.ops.triton.recall_step_choice_kernels import Ranking
 from condense.ops.triton.recall_store_kernels import Form
 
@@ -25,7 +24,7 @@ _MOST_RANKED = 512
 
 
 class _GroupTiles(NamedTuple):
-    """Groups or keys per tile; warps, stages; programs wanted per multiprocessor."""
+    """Tokens or entries per tile; warps, stages; programs wanted per multiprocessor."""
 
     rows: int
     num_warps: int
@@ -54,10 +53,10 @@ def _table(device: torch.device, dtype: torch.dtype, width: int) -> _Table:
     early = gpu_of(device).capability >= (9, 0)
     if width > 256:  # latents
         rows = 16 if dtype == torch.float32 else 32
-        return _Table(_GroupTiles(rows, 8, 1, 1), _GroupTiles(rows, 8 if rows == 16 else 4, 2, 1), 16, early, 0)
+        return _Table(_GroupTiles(128, 8, 2, 1), _GroupTiles(rows, 8 if rows == 16 else 4, 2, 1), 16, early, 0)
     if dtype == torch.float32 or width > 128:
-        return _Table(_GroupTiles(32, 4, 2, 2), _GroupTiles(32, 4, 2, 2), 64, early, 0)
-    return _Table(_GroupTiles(64, 4, 3, 2), _GroupTiles(64, 4, 3, 3), 64, early, 5)
+        return _Table(_GroupTiles(256, 4, 3, 2), _GroupTiles(32, 4, 2, 2), 64, early, 0)
+    return _Table(_GroupTiles(256, 4, 4, 3), _GroupTiles(64, 4, 3, 3), 64, early, 5)
 
 
 def _num_splits(device: torch.device, programs: int, tiles_of_keys: int, waves: int) -> int:
@@ -166,23 +165,20 @@ def plan_of(
     # row stride of scratch memory by groups
     row = G if far is None else sizes.all
     assert choice is not None
-    index, quota = choice.index, choice.quota
-    R = H // K
+    quota, R = choice.quota, H // K
     of_score, of_attend, most, early, weight = _table(device, dtype, max(D, Dv))
     V, parts = latent or Dv, _parts(D, Dv, latent)
     BR, P, PV = min(most, max(16, power_of_2(R))), _padded(D), _padded(Dv)
     head_tiles = cdiv(R, BR)
-    of_index = Index(
-        index.num_blocks, index.size, index.bits, power_of_2(index.size),
-        _padded(D // 2 if index.bits == 4 else D), _padded(D * index.bits // 16),
-    )  # fmt: skip
     # tile columns for the bytes of a stored token
     PS = _padded(max(D, Dv) * min(choice.store.bits, 8) // 8)
     (_, part, of), r, GROUPS = quota, quota.at(G), power_of_2(max(G, 1))
     BG, C, tiles = ranked(G, r)
+    # query heads and groups of a tile of scores
+    HS, GS = min(most, max(8, power_of_2(R))), max(1, of_score.rows // power_of_2(g))
     RP, BT = power_of_2(max(r, 1)), min(of_attend.rows, max(16, power_of_2(g)))
     precision = "ieee" if dtype == torch.float32 else "tf32"
-    S0 = _num_splits(device, B * K * head_tiles, cdiv(G, of_score.rows), of_score.waves)
+    S0 = _num_splits(device, B * K * head_tiles, cdiv(G, GS), of_score.waves)
     S1 = _num_splits(device, B * K * head_tiles, sum(cdiv(n, of_attend.rows) for n in (G, r * g, W)), of_attend.waves)
     BC = min(64, power_of_2(V))
     own = _own_splits(S1, weight * r * g, (G if choice.pool else 0) + W)
@@ -197,12 +193,12 @@ def plan_of(
         (
             # the last program of a head makes entries
             (B * K, 4 if choice.pool else 3, 1), (K, R, G, W, N, Q, settings.summary_delay, scale),
-            (P, PV, PS, of_index, form, _kind(settings, parts, latent, has_real, early, near), near, far), {},
+            (P, PV, PS, form, _kind(settings, parts, latent, has_real, early, near), near, far), {},
         ),
         (
             (S0, B * K, head_tiles),
             (K, R, row, window, scale * LOG2E),
-            (g, D, of_index, BR, of_score.rows, GROUPS, has_real, precision, early, far),
+            (g, D, HS, GS, GROUPS, has_real, early, far),
             {"num_warps": of_score.num_warps, "num_stages": of_score.num_stages, **chained},
         ),
         (

@@ -72,8 +72,8 @@ def _step(
     first: Tensor,
     arrived: Tensor,
     biases: Tensor,
-    codes: Tensor,
-    grid: Tensor,
+    signs: Tensor,
+    steps: Tensor,
     store: Tensor,
     slots: Tensor,
     held: Tensor,
@@ -87,7 +87,7 @@ def _step(
     softcap: float,
 ) -> Tensor:
     state = StepState(
-        entries_k, entries_v, ring_k, ring_v, ring_q, seen, first, arrived, biases, codes, grid, store, slots, held,
+        entries_k, entries_v, ring_k, ring_v, ring_q, seen, first, arrived, biases, signs, steps, store, slots, held,
         order,
     )  # fmt: skip
     if not torch.is_inference_mode_enabled():  # tell autograd of the change, as in-place operations do

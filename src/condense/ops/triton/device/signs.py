@@ -1,0 +1,150 @@
+"""The index of Recall in kernels: the signs of turned keys and a step per token, see `condense.ops.recall.index`.
+
+The rotation is a matrix ``[D, D]`` in the dtype of keys and queries, which hold 1 and -1 exactly. Only its blocks along
+the diagonal are read.
+
+Shapes: n tokens, D key width, W bytes of a token's signs, BR query heads.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from condense.ops.recall import index
+from condense.ops.triton.device.parts import tile_width
+
+sign_bytes = triton.constexpr_function(index.sign_bytes)
+block_width = triton.constexpr_function(index.block_width)
+_LEVELS = tl.constexpr(float(index.QUERY_LEVELS))
+_UNIT = tl.constexpr(1 / index.QUERY_LEVELS)
+_TINY = tl.constexpr(2.0**-126)
+# the sum of this and a number below 2 ** 22 has no digits behind the point, and is rounded half to even
+_ROUNDING = tl.constexpr(1.5 * 2**23)
+# what a set bit times a whole number 1 of a query is, see `_bits`
+_BIT = tl.constexpr(2.0**-17)
+
+
+@triton.constexpr_function
+def turned_columns(D):
+    """Columns of keys that are turned at a time: whole blocks of the rotation."""
+    return max(64, block_width(D))
+
+
+@triton.jit
+def _turned(x, rotation_ptr, row, column, there, D: tl.constexpr):
+    """Columns of turned vectors, float32 ``[n, columns]``, 0 where not there.
+
+    x ``[n, rows]``: the numbers of the vectors by which rows of the rotation are multiplied.
+    """
+    mask = (row < D)[:, None] & there[None, :]
+    matrix = tl.load(rotation_ptr + row[:, None] * D + column[None, :], mask=mask, other=0.0)
+    return tl.dot(x, matrix, input_precision="ieee")
+
+
+@triton.jit
+def turned_keys(x, rotation_ptr, LO: tl.constexpr, D: tl.constexpr):
+    """Columns from LO on of keys, `turned_columns` of them, turned, in float32; zeros past the last column.
+
+    x ``[n, columns]``: the same columns of the keys, zeros past the last.
+    """
+    d = LO + tl.arange(0, turned_columns(D))
+    return _turned(x, rotation_ptr, d, d, d < D, D)
+
+
+@triton.jit
+def add_signs(bytes, x, LO: tl.constexpr, D: tl.constexpr):
+    """Add to the bytes of signs, float32 ``[n, bytes]``, those of columns from LO on of turned keys x.
+
+    A product puts the sign of column ``i * W + c`` into bit i of byte c: sums of different powers of two, at most 255.
+    """
+    W: tl.constexpr = sign_bytes(D)
+    d, c = LO + tl.arange(0, turned_columns(D)), tl.arange(0, tile_width(W))
+    is_place = ((d % W)[:, None] == c[None, :]) & (d < D)[:, None]
+    places = tl.where(is_place, (1 << (d // W))[:, None], 0)
+    return tl.dot((x >= 0).to(tl.float16), places.to(tl.float16), bytes)
+
+
+@triton.jit
+def key_steps(squares, sizes, D: tl.constexpr):
+    """Steps of tokens, float32, from the sums of their turned keys' squares and of their absolute values."""
+    return tl.div_rn(squares, tl.maximum(sizes, _TINY) * block_width(D))
+
+
+@triton.constexpr_function
+def _first_row(part, D):
+    """First row of the rotation that has numbers in the columns of this part of a key, `_num_rows` of them at most."""
+    P = block_width(D)
+    return part * sign_bytes(D) // P * P
+
+
+@triton.constexpr_function
+def _num_rows(D):
+    W, P = sign_bytes(D), block_width(D)
+    return tile_width(max(-(-(part * W % P + W) // P) * P for part in range(8)))
+
+
+@triton.jit
+def _turned_part(q_ptr, s_qh, r, R, rotation_ptr, part: tl.constexpr, D: tl.constexpr):
+    """The columns of turned query heads r whose signs are in bit ``part`` of the bytes, float32 ``[BR, bytes]``."""
+    W: tl.constexpr = sign_bytes(D)
+    c = tl.arange(0, tile_width(W))
+    row = _first_row(part, D) + tl.arange(0, _num_rows(D))
+    there = (r < R)[:, None] & (row < D)[None, :]
+    q = tl.load(q_ptr + r.to(tl.int64)[:, None] * s_qh + row[None, :], mask=there, other=0.0)
+    return _turned(q, rotation_ptr, row, part * W + c, (c < W) & (part * W + c < D), D)
+
+
+@triton.jit
+def turned_queries(q_ptr, s_qh, r, R, rotation_ptr, D: tl.constexpr):
+    """Query heads r of one KV head, rounded as by `condense.ops.recall.turned_queries`.
+
+    Returns their whole numbers as `sign_products` takes them, the sums of these, and what one of them stands for, both
+    float32 ``[BR]``.
+    """
+    W: tl.constexpr = sign_bytes(D)
+    parts, largest = (), tl.zeros([r.shape[0], tile_width(W)], tl.float32)
+    for part in tl.static_range(8):
+        x = _turned_part(q_ptr, s_qh, r, R, rotation_ptr, part, D)
+        parts, largest = parts + (x,), tl.maximum(largest, tl.abs(x))  # noqa: RUF005
+    unit = tl.maximum(tl.max(largest, 1), _TINY * _LEVELS) * _UNIT
+    queries, total = (), tl.zeros_like(largest)
+    for part in tl.static_range(8):
+        x = tl.div_rn(parts[part], tl.zeros_like(largest) + unit[:, None])
+        x = (x + _ROUNDING) - _ROUNDING
+        total += x
+        queries = queries + ((x * 2 ** (7 - part)).to(tl.float16),)  # noqa: RUF005
+    return queries, tl.sum(total, 1), unit
+
+
+@triton.constexpr_function
+def _mask_asm(part):
+    """Assembly that keeps one bit of two words, which the compiler would take one by one."""
+    return f"and.b32 $0, $1, {0x00010001 << part};"
+
+
+@triton.jit
+def _bits(words, part: tl.constexpr, ASM: tl.constexpr):
+    """Bit ``part`` of int16 words as float16, ``2 ** (part - 24)`` where it is set.
+
+    That is the number that float16 reads in a word whose only bit is this one, so that a bit is not moved before it is
+    multiplied. Queries make up for it: those of bit i are multiplied by ``2 ** (7 - i)``.
+    """
+    if ASM:
+        return tl.inline_asm_elementwise(_mask_asm(part), "=r,r", [words], tl.float16, True, 2)
+    else:
+        return (words & (1 << part)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def sign_products(signs, queries, total, steps, ASM: tl.constexpr):
+    """Products ``[n, BR]`` of queries with what signs and steps stand for: exact whole numbers, times the steps.
+
+    signs uint8 ``[n, bytes]``; queries, total: whole numbers and their sums, as `turned_queries` returns them. A
+    product with 1 and -1 is twice the sum of the numbers whose bit is set, less the sum of all.
+    """
+    words = signs.to(tl.int16)
+    s = tl.zeros([signs.shape[0], total.shape[0]], tl.float32) - (total * (_BIT / 2))[None, :]
+    for part in tl.static_range(8):
+        s = tl.dot(_bits(words, part, ASM), tl.trans(queries[part]), s)
+    return s * (steps * (2 / _BIT))[:, None]
