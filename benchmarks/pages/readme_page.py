@@ -23,13 +23,13 @@ from condense.models.inspect import inspect
 from condense.models.shapes import shape_config
 
 LENGTHS = (32768, 131072)
-NAMES = ("recall-host", "pooled")
+NAMES = ("recall-host", "recall-device", "pooled")
 UNKNOWN = "not measured"
 # settings that change where tokens lie and how fast they come, and no result
 _PLACES = ("store", "slots")
 # arms of the study of what transfers, and the settings that they had
-_DROP = "recall:window=256,num_recall=128,index_bits=4,unchosen=drop"
-_MEASURED = {"drop 128": _DROP, "drop 128, store 4": f"{_DROP},store_bits=4"}
+_DROP = "recall:window=256,unchosen=drop,store_bits=4"
+_MEASURED = {"drop 256, store 4": f"{_DROP},num_recall=256", "drop 1/4, store 4": f"{_DROP},num_recall=0.25"}
 # the arm of the study of adaptation, its settings and its length
 _ARM, _ADAPTED, _ADAPTED_LENGTH = "both", "lca:window=512,rep_bias=log_size", 8192
 _BLOCK = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
@@ -81,15 +81,18 @@ def claims(documents: Documents) -> list[str]:
     running = {name: _running(documents, name) for name in ("dense", "condensed")}
     models = transfer_page.newest(documents)
     sizes = sorted(model["parameters"] / 1e6 for model in models.values())
-    copied = max(transfer_page.row_of(model, "drop 128", transfer_page.LENGTH)["copy"][0] for model in models.values())
+    rows = [transfer_page.row_of(model, "drop 1/4, store 4", transfer_page.LENGTH) for model in models.values()]
+    lost = max(row["key"][0] for row in rows)
+    missed = max(row[task][0] for row in rows for task in transfer_page.TASKS)
     return [
         f"lie in groups of {recall['group_size']},",
         f"fetches the {recall['num_recall']} groups that",
-        "and sees no others" if recall["unchosen"] == "drop" else "and sees the others as one entry each",
+        "sees no others" if recall["unchosen"] == "drop" else "sees the others as one entry each",
         f"groups stay on the GPU, in {Method.parse('recall-device').to_dict()['store_bits']} bits",
         f"models of {' and '.join(f'{size:.0f}' for size in sizes)} million parameters",
         f"texts of {transfer_page.LENGTH:,} tokens",
-        f"loses {copied:.2f} nats a token on verbatim copies",
+        f"`recall-device` loses at most {lost:.3f} nats",
+        f"{missed:.1%} of a task",
         f"up to {shorter:,} tokens shorter",
         f"ran {running['condensed']} requests of {LENGTHS[-1]:,} tokens at once instead of {running['dense']}",
         f"takes {_text(engine[LENGTHS[-1]][1], 'ms')} a token after {LENGTHS[-1]:,} tokens",

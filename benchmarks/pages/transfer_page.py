@@ -1,7 +1,7 @@
 """`docs/studies/transfer.md`, from its template, and the table of the same study in `docs/recall.md`.
 
-In the template stand ``{{ARMS make length}}``, ``{{LENGTHS make}}`` and ``{{LAYERS}}``; in the page of Recall a table
-between ``<!-- transfer -->`` and ``<!-- /transfer -->``. Rows are those of the newest document.
+In the template stand ``{{ARMS run make length}}``, ``{{LENGTHS run make}}`` and ``{{LAYERS run}}``, runs counted from the
+oldest, 0; in the page of Recall a table between ``<!-- transfer -->`` and ``<!-- /transfer -->``, of the newest run.
 """
 
 from __future__ import annotations
@@ -18,25 +18,39 @@ LENGTH = 16384
 TOKENS = {"key": "far text needed", "copy": "copies", "identifier": "far identifiers", "other": "other tokens"}
 TASKS = {"number": "numbers", "shared": "names that share words", "several": "several at once"}
 _LENGTHS = (4096, 8192, 16384, 32768)
-_BY_LENGTH = ("drop 64", "drop 128", "drop 256", "drop 512", "log 128", "log 256", "cache of 4 bits", "window 25%")
-_SHORT = ("drop 128", "drop 128, store 4", "drop 256", "drop 512", "cache of 4 bits", "kvzip 10%", "window 25%")
+_BY_LENGTH = (
+    "drop 1/16", "drop 1/8", "drop 1/4", "drop 1/2", "log 1/8", "log 1/4", "drop 1/4, store 4", "drop 256, store 4",
+    "drop 64", "drop 128", "drop 256", "drop 512", "log 128", "log 256", "cache of 4 bits", "window 25%",
+)  # fmt: skip
+_SHORT = (
+    "log 1/4", "drop 1/4", "drop 1/4, store 4", "drop 256, store 4", "log 1/8", "drop 1/8", "drop 128",
+    "cache of 4 bits", "window 25%",
+)  # fmt: skip
 _BLOCK = re.compile(r"(<!-- transfer -->\n).*?(<!-- /transfer -->)", re.DOTALL)
 _PLACE = re.compile(r"\{\{(\w+)([^}]*)\}\}")
 
 
+def run_of(documents: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Models of a run that learned, by make; the oldest run is 0, the newest -1."""
+    name = sorted(name for name in documents if name.startswith("transfer-"))[number]
+    return {model["make"]: model for model in documents[name]["results"]["models"] if "rows" in model}
+
+
 def newest(documents: Mapping[str, Any]) -> dict[str, Any]:
     """Models of the newest run that learned, by make."""
-    name = max(name for name in documents if name.startswith("transfer-"))
-    return {model["make"]: model for model in documents[name]["results"]["models"] if "rows" in model}
+    return run_of(documents, -1)
 
 
 def write_page(documents: Mapping[str, Any], page: Path) -> None:
     """Write the study's page."""
-    models = newest(documents)
     tables = {"ARMS": _arms, "LENGTHS": _lengths, "LAYERS": _layers}
+
+    def table(place: re.Match[str]) -> str:
+        run, *others = place[2].split()
+        return tables[place[1]](run_of(documents, int(run)), *others)
+
     template = Path(__file__).with_name("transfer.md").read_text(encoding="utf-8")
-    text = _PLACE.sub(lambda place: tables[place[1]](models, *place[2].split()), template)
-    page.write_text(text, encoding="utf-8")
+    page.write_text(_PLACE.sub(table, template), encoding="utf-8")
 
 
 def fill(page: Path, documents: Mapping[str, Any]) -> None:
