@@ -91,7 +91,7 @@ def claims(documents: Documents) -> list[str]:
         f"groups stay on the GPU, in {Method.parse('recall-device').to_dict()['store_bits']} bits",
         f"models of {' and '.join(f'{size:.0f}' for size in sizes)} million parameters",
         f"texts of {transfer_page.LENGTH:,} tokens",
-        f"`recall-device` loses at most {lost:.3f} nats",
+        f"loses at most {lost:.3f} nats",
         f"{missed:.1%} of a task",
         f"up to {shorter:,} tokens shorter",
         f"ran {running['condensed']} requests of {LENGTHS[-1]:,} tokens at once instead of {running['dense']}",

@@ -183,8 +183,8 @@ def test_a_recall_that_is_wrong_is_not_timed(part, ops, monkeypatch):
 
     def other_groups(self, q, context, **options):
         if part == "choice" and context.extra:
-            codes, *others = context.extra
-            context = context._replace(extra=(codes.roll(1, 2), *others))
+            signs, *others = context.extra
+            context = context._replace(extra=(signs.roll(1, 2), *others))
         return attend(self, q, context, **options)
 
     monkeypatch.setattr(condense.Recall, "represent", wrong)

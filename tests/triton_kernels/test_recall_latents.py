@@ -67,10 +67,10 @@ def test_a_prompt_is_what_it_is_with_any_entries(num_recall):
     q, k, v = (torch.randn(2, n, 45, D, generator=generator).to(DEVICE) for n in (4, 2, 2))
     context, _ = extend(method, None, q, k, v, scale=SCALE)
     assert context.entries.k.shape == (2, 2, 10, 0)
-    codes, grid, store = context.extra
+    signs, steps, store = context.extra
     tokens = Source(*store.split(D, dim=3))
     entries = Source(*(torch.randn(2, 2, 10, D, generator=generator).to(DEVICE) for _ in "kv"))
-    choice = IndexChoice(q, GroupIndex(codes, grid), method.index_settings, SCALE, method.quota)
+    choice = IndexChoice(q, GroupIndex(signs, steps), SCALE, method.quota)
     sources = RecallSources(entries, tokens, context.window, context.spans)
     want, _ = attend_recall(q, sources, choice, scale=SCALE, unchosen="drop", backend="triton")
     assert torch.equal(method.attend(q, context, scale=SCALE, backend="triton")[0], want)
