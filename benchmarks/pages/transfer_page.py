@@ -1,7 +1,7 @@
 """`docs/studies/transfer.md`, from its template, and the table of the same study in `docs/recall.md`.
 
-In the template stand ``{{ARMS run make length}}``, ``{{LENGTHS run make}}`` and ``{{LAYERS run}}``, runs counted from the
-oldest, 0; in the page of Recall a table between ``<!-- transfer -->`` and ``<!-- /transfer -->``, of the newest run.
+In the template stand ``{{ARMS run make length}}``, ``{{LENGTHS run make}}`` and ``{{LAYERS run}}``, runs counted from
+the oldest, 0; in the page of Recall a table between ``<!-- transfer -->`` and ``<!-- /transfer -->``, of the newest
 """
 
 from __future__ import annotations

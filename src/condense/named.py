@@ -29,7 +29,7 @@ NAMED_SETTINGS = {
     "recall-device": NamedSettings(
         _RECALL,
         "Any model as it is; all on the device, far tokens in 4 bits.",
-        "0.004 nats on tokens that need far text, 1.3% of a task (the worse of two models of 25 and 44M, 16,384 tokens)",
+        "0.004 nats on tokens that need far text, 1.3% of a task (the worse of models of 25 and 44M, 16,384 tokens)",
     ),
     "pooled": NamedSettings(
         {"method": "lca", "window": 512, "rep_bias": "log_size"},

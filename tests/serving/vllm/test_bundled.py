@@ -10,7 +10,7 @@ from condense.demo import demo_model, demo_prompt
 
 METHODS = {
     "pooled": condense.CCA(window=256, summary="streaming", key_pooling="select", rep_bias="log_size"),
-    "recall": condense.Recall(window=256, num_recall=32, store_bits=4, index_bits=4, unchosen="drop"),
+    "recall": condense.Recall(window=256, num_recall=32, store_bits=4, unchosen="drop"),
 }
 
 

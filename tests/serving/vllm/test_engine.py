@@ -10,7 +10,7 @@ RECALL = condense.Recall(group_size=4, window=24, num_recall=6, store_bits=4)
 MEANS = condense.CCA(group_size=4, window=16, key_pooling="mean", value_pooling="mean", entry_bits=4)
 METHODS = {
     "pooled": METHOD,
-    "recall": RECALL.replace(index_bits=4, unchosen="drop"),
+    "recall": RECALL.replace(unchosen="drop"),
     "allocation": {0: RECALL, "rest": MEANS},
 }
 LENGTHS = (230, 31, 1, 150, 64, 17)
@@ -124,9 +124,9 @@ def test_a_pool_that_is_too_small_for_all(engine, model, folder, greedy, monkeyp
         ({0: condense.CCA(group_size=4, window=24), "rest": condense.LCA(group_size=8, window=16)}, None),
         ({0: condense.Dense(), "rest": condense.LCA(group_size=8, window=16)}, None),
         (condense.LCA(group_size=4, window=24, rep_bias="matched", entry_bits=4), None),
-        (RECALL.replace(store_bits=16, index_bits=16, num_recall=0.3), None),
+        (RECALL.replace(store_bits=16, num_recall=0.3), None),
         (RECALL.replace(store_bits=8, entry_bits=8, group_size=8), None),
-        (RECALL.replace(index_bits=4, unchosen="drop"), [0, 2]),
+        (RECALL.replace(unchosen="drop"), [0, 2]),
         (
             {
                 0: RECALL.replace(unchosen="drop", num_recall=0.5, group_size=8),
