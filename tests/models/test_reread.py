@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from models import tiny
+from models import small, tiny
 from oracles import oracle_reread
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
@@ -135,6 +135,18 @@ def test_embeddings_in_place_of_ids_and_beams():
         beams = tiny.generate(model, ids, num_beams=3)
         alone = tiny.generate(model, ids[:1], num_beams=3)
     assert torch.equal(beams[:1], alone)
+
+
+@pytest.mark.skipif("gemma4" not in small.TYPES, reason="this version of transformers does not have it")
+def test_inputs_of_each_layer_are_repeated_too():
+    model, ids = small.model("gemma4"), tiny.tokens(2, 18)
+    padded, mask = tiny.left_padded([ids[0], ids[1, 5:]])
+    sizes = (13, *[1] * 5)
+    with condense.use(model, METHOD.replace(piece=5)):
+        batch = tiny.in_chunks(model, padded, sizes, mask=mask)
+        torch.testing.assert_close(batch[:1], tiny.in_chunks(model, ids[:1], sizes), **tiny.EXACT)
+        alone = tiny.in_chunks(model, ids[1:, 5:], (8, *[1] * 5))
+    torch.testing.assert_close(batch[1:, 5:], alone, **tiny.EXACT)
 
 
 def test_beside_other_layers():

@@ -19,7 +19,6 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from condense.caches import CondensedCacheLayer
 from condense.methods import Method, Reread
-from condense.methods.prompt import take
 from condense.methods.reread import largest_weights
 from condense.models.families import is_latent, max_learned_positions
 from condense.models.forward import AttentionCall
@@ -27,6 +26,8 @@ from condense.models.mla import up_projection
 from condense.ops import RuleSpans, Source, UniformRule, attend
 
 _HOOK = "condense_rereading"
+# arguments of a decoder's forward that hold something for each token, ``[B, L, ...]``
+_INPUTS = ("input_ids", "inputs_embeds", "per_layer_inputs")
 _CAUSAL = UniformRule(chunk=1, window=None, max_chunks=0)
 
 
@@ -121,9 +122,9 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
     layers: dict[int, CondensedCacheLayer] = {i: cache.layers[i] for i in waiting}
     method: Any = layers[waiting[0]].method
     held = {i: layer.prompt.entries for i, layer in layers.items() if layer.prompt is not None}
-    name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
-    inputs: Tensor = given[name]
-    real = _real(given.get("attention_mask"), inputs)
+    inputs: dict[str, Tensor] = {name: given[name] for name in _INPUTS if given.get(name) is not None}
+    first = next(iter(inputs.values()))
+    real = _real(given.get("attention_mask"), first)
     tokens = real.sum(1).cpu()
     length = int(tokens.max())
     scores = {
@@ -138,11 +139,11 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
         behind = tokens if most is None else tokens.clamp(max=most - min(length, method.piece))
         for start in range(0, length, method.piece):
             stop = min(length, start + method.piece)
-            slots = order[:, start:stop]
-            repeated = inputs.gather(1, slots) if inputs.ndim == 2 else take(inputs, slots)
-            positions = (behind[:, None] + torch.arange(stop - start)).to(inputs.device)
+            rows, slots = torch.arange(len(order), device=order.device)[:, None], order[:, start:stop]
+            repeated = {name: x[rows, slots] for name, x in inputs.items()}
+            positions = (behind[:, None] + torch.arange(stop - start)).to(order.device)
             piece = Piece(config, method, held, scores, tokens, start, stop)
-            decoder.forward(**{name: repeated}, position_ids=positions, past_key_values=piece, use_cache=True)
+            decoder.forward(**repeated, position_ids=positions, past_key_values=piece, use_cache=True)
     kept, counts = method.chosen([*scores.values()], tokens)
     del held
     for layer, of_layer, count in zip(layers.values(), kept, counts, strict=True):
