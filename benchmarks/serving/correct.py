@@ -94,10 +94,10 @@ def load(folder, adapter):
 def reference(args):
     """Tokens that transformers generates, and the log-probabilities of a text; of the model, and with an adapter."""
     model, prompts, text = MODELS[args.model]()
-    condense.apply(model, METHOD)
+    condense.apply(model, args.method or METHOD)
     folder = tempfile.mkdtemp()
     model.save_pretrained(folder)
-    content = {"folder": folder, "prompts": prompts, "text": text, "variants": []}
+    content = {"folder": folder, "method": args.method or str(METHOD), "prompts": prompts, "text": text, "variants": []}
     for adapter in [None, make_adapter(model)] if args.adapter else [None]:
         model = load(folder, adapter)
         variant = {"adapter": adapter, "tokens": [generated(model, ids) for ids in prompts]}
@@ -157,7 +157,7 @@ def engine(args):
     results = [compare(ref, variant, [answer[i] for answer in answers], texts[i]) for i, variant in enumerate(variants)]
     total, free = started.pages
     content = {
-        "vllm": vllm.__version__, "model": args.model, "method": str(METHOD), "mode": args.mode, "dtype": args.dtype,
+        "vllm": vllm.__version__, "model": args.model, "method": ref["method"], "mode": args.mode, "dtype": args.dtype,
         "batched_tokens": args.batched_tokens, "prefix_caching": args.prefix_caching, "ranks": args.ranks,
         "stages": args.stages, **results[0], "pages": total, "free_pages": free,
     }  # fmt: skip
@@ -206,6 +206,7 @@ def main():
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--model", choices=MODELS, default="bundled")
     parser.add_argument("--adapter", action="store_true", help="the model with a random LoRA adapter too")
+    parser.add_argument("--method", help="of the reference, as of condense serve. Default: pooling")
     parser.add_argument("--mode", choices=["default", "graph", "eager"], default="default")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--batched-tokens", type=int, default=8192)

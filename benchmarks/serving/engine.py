@@ -18,6 +18,7 @@ from vllm.sampling_params import RequestOutputKind
 
 import condense
 from condense.methods import settings_of
+from condense.models import choice_from_text, parse_layers
 
 METHOD = condense.CCA(summary="streaming", key_pooling="select", rep_bias="log_size")
 VLLM = vllm.__version__
@@ -166,7 +167,11 @@ class Engine:
         for cache in self.runner.kv_caches:
             if cache.data_ptr() not in done:
                 done.add(cache.data_ptr())
-                cache.normal_(std=0.5)
+                if cache.dtype == torch.uint8:
+                    # whatever numbers they are read as, these bytes make finite ones
+                    cache.random_(0, 64)
+                else:
+                    cache.normal_(std=0.5)
 
     def close(self):
         from vllm.distributed import cleanup_dist_env_and_memory
@@ -176,13 +181,26 @@ class Engine:
         cleanup_dist_env_and_memory()
 
 
-def llama_engine(attention, mode, length=131072, **settings):
-    """Llama-3.1-8B's shape with random weights, with "dense" or "condensed" attention."""
+def methods_of(text):
+    """The method of each layer, of text as after `condense serve --method`: one method, or ``a@0-15+b@16-31``."""
+    choice = choice_from_text(text)
+    if not isinstance(choice, dict):
+        return dict.fromkeys(range(LAYERS), choice)
+    return {
+        i: method
+        for layers, method in choice.items()
+        for first, last in parse_layers(layers)
+        for i in range(first, last + 1)
+    }
+
+
+def llama_engine(attention, mode, length=131072, method=None, **settings):
+    """Llama-3.1-8B's shape with random weights, with "dense" or "condensed" attention. method: text, None: pooling."""
     fixed = {
         "load_format": "dummy", "max_model_len": length, "kv_cache_memory_bytes": PAGES_GIB << 30, "max_num_seqs": 256,
         "max_num_batched_tokens": BATCHED_TOKENS[attention], "enable_prefix_caching": True,
     }  # fmt: skip
     if attention == "condensed":
-        methods = settings_of(dict.fromkeys(range(LAYERS), METHOD))
+        methods = settings_of(dict.fromkeys(range(LAYERS), METHOD) if method is None else methods_of(method))
         fixed["hf_overrides"] = {"architectures": ["CondensedLlamaForCausalLM"], "condense": methods}
     return Engine(llama_folder(), **fixed, **mode_settings(mode), **settings)

@@ -47,12 +47,14 @@ DECODES = {f"decode-{length}": length for length in ROWS}
 STEPS, SKIPPED = 40, 5
 
 
-def checked(mode):
+def checked(mode, method):
     """Rounds of answers that a small model gave in vLLM, all of them `generate`'s; ends the program if one is not."""
     program = [sys.executable, str(Path(__file__).with_name("correct.py"))]
     with tempfile.TemporaryDirectory() as folder:
         reference, out = f"{folder}/reference.pt", f"{folder}/out.json"
-        subprocess.run([*program, "reference", reference, "--model", "wide"], check=True)
+        # of an allocation the first method
+        chosen = [] if method is None else ["--method", method.partition("+")[0].partition("@")[0]]
+        subprocess.run([*program, "reference", reference, "--model", "wide", *chosen], check=True)
         subprocess.run([*program, "engine", reference, out, "--model", "wide", "--mode", mode], check=True)
         rounds = json.loads(Path(out).read_text(encoding="utf-8"))["results"]["rounds"]
     if any(answers["same_tokens"] < answers["of"] for answers in rounds):
@@ -146,14 +148,15 @@ def main():
     parser.add_argument("--measure", default=",".join(["capacity", *DECODES, "first", "documents", "short", "long"]))
     parser.add_argument("--short", type=int, default=48, help="requests of short")
     parser.add_argument("--long", type=int, default=2, help="requests of long")
+    parser.add_argument("--method", help="as of condense serve; by layers, as a@0-15+b@16-31. Default: pooling")
     args = parser.parse_args()
-    rounds = checked(args.mode) if args.attention == "condensed" else None
-    engine = llama_engine(args.attention, args.mode)
+    rounds = checked(args.mode, args.method) if args.attention == "condensed" else None
+    engine = llama_engine(args.attention, args.mode, method=args.method)
     engine.condensed = args.attention == "condensed"
     content = {
         "vllm": VLLM, "attention": args.attention, "mode": args.mode, "shape": "llama-3.1-8b",
-        "method": str(METHOD) if engine.condensed else None, "batched_tokens": BATCHED_TOKENS[args.attention],
-        "checked": rounds,
+        "method": (args.method or str(METHOD)) if engine.condensed else None,
+        "batched_tokens": BATCHED_TOKENS[args.attention], "checked": rounds,
     }  # fmt: skip
     print(content, flush=True)
     engine.fill_pages()
