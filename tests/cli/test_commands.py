@@ -221,8 +221,8 @@ def test_inspect_says_whose_steps_run_on_pytorch(method, cause, tmp_path):
 
 HELP = {
     ("serve",): (
-        ("One that pools groups, such as pooled", "Default: what the model was saved with"),
-        ("dga", "streaming_llm"),
+        ("Such as recall-device, pooled", "Default: what the model was saved with, or recall-device"),
+        ("dga", "recall-host"),
     ),
     ("train",): (("summary=prompt and selection=prompt need allow_future=true",), ()),
 }

@@ -20,7 +20,10 @@ def serve_command(
     model: Annotated[str, typer.Argument(help="Folder or hub name of a causal LM, before any option of vLLM.")],
     method: Annotated[
         list[str] | None,
-        typer.Option(help=f"{options.CHOICE_HELP} Default: what the model was saved with, or {DEFAULT}."),
+        typer.Option(
+            help="Such as recall-device, pooled or, with settings, 'cca:window=512'. By layer, repeated: recall@2,3 and "
+            f"cca@rest; or @FILE from condense calibrate. Default: what the model was saved with, or {DEFAULT}."
+        ),
     ] = None,
     layers: options.Layers = None,
 ) -> None:
