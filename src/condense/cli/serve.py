@@ -21,8 +21,8 @@ def serve_command(
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help="Such as recall-device, pooled or, with settings, 'cca:window=512'. By layer, repeated: recall@2,3 and "
-            f"cca@rest; or @FILE from condense calibrate. Default: what the model was saved with, or {DEFAULT}."
+            help="Such as recall-device, pooled or, with settings, 'cca:window=512'. By layer, repeated: recall@2,3 "
+            f"and cca@rest; or @FILE from condense calibrate. Default: what the model was saved with, or {DEFAULT}."
         ),
     ] = None,
     layers: options.Layers = None,
