@@ -58,7 +58,7 @@ def closed_groups(i, row, spans, G, KIND: tl.constexpr):
     return tl.minimum(visible(0, i, row, spans, KIND)[1], G).to(tl.int32)
 
 
-class _Tile(NamedTuple):
+class _TileRows(NamedTuple):
     """A tile of queries, and the index that it is multiplied with.
 
     q: the queries, or their descriptor if they are read in parts. signs: descriptor. head: index of a KV head in both.
@@ -166,7 +166,7 @@ def recall_score_kernel(
     head = tl.program_id(1).to(tl.int64)
     of_head = head * size
     held = q if FORM.parts > 1 else q.load([tl.program_id(1), tile * BM, 0]).reshape(BM, FORM.P)
-    queries = _Tile(
+    queries = _TileRows(
         held, signs, tl.program_id(1), tile * BM, steps_ptr + head * cells * (FORM.GP * C),
         tl.load(unit_ptr + of_head + line), closed, real, score_ptr + (of_head * cells + line) * C,
         cell_ptr + of_head * cells + line * CELLS_PER_LINE, size,
