@@ -68,7 +68,7 @@ def unrounded(text):
     What is rounded to 8 or 4 bits makes of float32's own noise other numbers, and then other tokens.
     """
     method = condense.Method.parse(text.partition("+")[0].partition("@")[0])
-    bits = {name: 16 for name in ("store_bits", "index_bits", "entry_bits") if hasattr(method, name)}
+    bits = {name: 16 for name in ("store_bits", "entry_bits") if hasattr(method, name)}
     settings = method.replace(**bits).to_dict()
     name = settings.pop("method")
     return f"{name}:" + ",".join(f"{key}={value}" for key, value in settings.items() if value is not None)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TypeGuard
 
-import torch
-
 from condense.methods import DGA, Method
 from condense.ops import UniformRule
 from condense.ops.recall import Quota
@@ -34,7 +32,19 @@ def sum_opened(rule: UniformRule, quota: Quota, length: int) -> int:
         return sum_closed(rule, length, quota.most)
     full, rest = divmod(max(0, length - (rule.window or 0)), rule.chunk)
     # a share of the groups has no largest number
-    return rule.chunk * int(quota.at(torch.arange(full)).sum()) + (rest + 1) * quota.at(full) if full else 0
+    opened = _floor_sum(full, quota.part, quota.of - 1, quota.of)
+    return rule.chunk * opened + (rest + 1) * quota.at(full) if full else 0
+
+
+def _floor_sum(count: int, step: int, start: int, of: int) -> int:
+    """``(start + i * step) // of`` summed over i below ``count``, by Euclid's algorithm: for counts of any size."""
+    total = 0
+    while count:
+        total += count * (count - 1) // 2 * (step // of) + count * (start // of)
+        step, start = step % of, start % of
+        last = step * count + start
+        count, start, step, of = last // of, last % of, of, step
+    return total
 
 
 def kept(method: Method, length: int) -> dict[Per, int]:

@@ -129,7 +129,8 @@ def test_a_pool_that_is_too_small_for_all(engine, model, folder, greedy, monkeyp
         (RECALL.replace(unchosen="drop"), [0, 2]),
         (
             {
-                0: RECALL.replace(unchosen="drop", num_recall=0.5, group_size=8),
+                # in 16 bits: rounding makes of float32's noise other numbers, and in some texts other tokens
+                0: RECALL.replace(unchosen="drop", num_recall=0.5, group_size=8, store_bits=16),
                 1: MEANS,
                 2: condense.StreamingLLM(sink=4, window=40),
             },
