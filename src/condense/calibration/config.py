@@ -77,7 +77,7 @@ def default_candidates(length: int, *, latents: bool) -> tuple[Method, ...]:
     of ``length`` tokens; of 4,096 tokens the last four keep 11, 9, 6 and 4 % of the dense cache, of more tokens less.
 
     Windows are a thirty-second of the text, 64 to 1,024 tokens. Recall opens an eighth of the groups, at most 128, and
-    keeps slots for a sixty-fourth, at most 64. Index and entries are of 4 bits.
+    keeps slots for a sixty-fourth, at most 64. Entries are of 4 bits.
     latents: for models with latents (MLA), which Recall stores on the device: in 4 bits and without entries, in groups
     of 32, half of them open, at most 512, as all query heads open the same.
     """
