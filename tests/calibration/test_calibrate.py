@@ -366,7 +366,8 @@ def test_bad_settings(changes, said):
 
 @pytest.mark.parametrize("length", [4096, 16384, 131072])
 def test_by_default_a_tenth_of_the_cache_is_enough_to_recall_in_all_layers(length):
-    model = tiny.model("llama", torch.bfloat16, head_dim=64)
+    # of half that width the step of each key, which is as long for every width, takes half a percent more
+    model = tiny.model("llama", torch.bfloat16, head_dim=128)
     kept = []
     for method in default_candidates(length, latents=False):
         rows = inspect(model, method, length)
