@@ -10,9 +10,26 @@ from types import SimpleNamespace
 import torch
 from paged_pool import Pool
 
+import condense
 from condense.methods import step_settings
 from condense.ops.paged import PagedState, Pages
 from condense.ops.step import record_format
+
+# methods over records
+RECALL = condense.Recall(group_size=4, window=8, num_recall=3)
+RECORDS = {
+    "default": RECALL,
+    "window-5": RECALL.replace(window=5),
+    "window-0": RECALL.replace(window=0, rep_bias="none"),
+    "store-8": RECALL.replace(store_bits=8, num_recall=0.3),
+    "store-4": RECALL.replace(store_bits=4, entry_bits=4),
+    "entry-8-max": RECALL.replace(entry_bits=8, key_pooling="max"),
+    "drop": RECALL.replace(unchosen="drop", store_bits=4),
+    "g-16": RECALL.replace(group_size=16, window=20, num_recall=1),
+    "g-32": RECALL.replace(group_size=32, window=16, num_recall=1, store_bits=8),
+    "none-open": RECALL.replace(num_recall=0),
+    "all-open": RECALL.replace(num_recall=99),
+}
 
 
 def paged_settings(method):

@@ -7,8 +7,8 @@ import random
 
 import pytest
 import torch
-from oracles import oracle
 from paged_pool import NULL, Pool, complete_a_prefix
+from paged_sequences import cut, random_tokens, read_in_pieces, whole
 from record_pool import RecordPool
 
 import condense
@@ -43,38 +43,23 @@ def method(request):
     return request.param
 
 
-def random_tokens(length, seed=0):
-    """q, k, v, packed: ``[L, heads, width]``."""
-    return [x[0].transpose(0, 1) for x in oracle.random_qkv(1, H, K, length, D, DV, seed=seed)]
-
-
-def whole(qkv, method):
-    """Attention of a whole sequence, ``[L, H, Dv]``."""
-    rows = (x.transpose(0, 1)[None] for x in qkv)
-    return condense.attention(*rows, method=method, scale=SCALE, backend="reference")[0].transpose(0, 1)
-
-
-def cut(qkv, start, stop):
-    return [x[start:stop] for x in qkv]
+def tokens_of(length, seed=0):
+    return random_tokens((H, K, D, DV), length, seed=seed)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_equal_to_the_whole(method, chunk, backend):
-    length = 150 if chunk > 1 else 90
-    qkv, pool = random_tokens(length), Pool(method, (K, D, DV))
-    request = pool.add(length)
-    outs = [
-        pool.read([(request, cut(qkv, i, i + chunk))], scale=SCALE, backend=backend)[0] for i in range(0, length, chunk)
-    ]
-    torch.testing.assert_close(torch.cat(outs), whole(qkv, method), **EXACT)
+    qkv = tokens_of(150 if chunk > 1 else 90)
+    out = read_in_pieces(Pool(method, (K, D, DV)), qkv, chunk, scale=SCALE, backend=backend)
+    torch.testing.assert_close(out, whole(qkv, method, SCALE), **EXACT)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_many_requests_at_different_lengths(method, backend):
     """Requests come and go; each step reads single tokens of some and pieces of prompts of others."""
     rng, pool = random.Random(1), Pool(method, (K, D, DV))
-    qkvs = [random_tokens(length, seed) for seed, length in enumerate((60, 9, 110, 1, 35))]
+    qkvs = [tokens_of(length, seed) for seed, length in enumerate((60, 9, 110, 1, 35))]
     requests = [pool.add(x[0].shape[0]) for x in qkvs]
     outs = [[] for _ in qkvs]
     while any(r.seen < r.length for r in requests):
@@ -88,7 +73,7 @@ def test_many_requests_at_different_lengths(method, backend):
             for i, out in zip(order, pool.read(chunks, scale=SCALE, backend=backend), strict=True):
                 outs[i].append(out)
     for qkv, out in zip(qkvs, outs, strict=True):
-        torch.testing.assert_close(torch.cat(out), whole(qkv, method), **EXACT)
+        torch.testing.assert_close(torch.cat(out), whole(qkv, method, SCALE), **EXACT)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -96,7 +81,7 @@ def test_a_shared_prefix_is_exact_and_never_written(method, backend):
     """Another request takes up the pages of a prefix, with an empty ring, and goes on with tokens of its own."""
     pool = Pool(method, (K, D, DV))
     prefix = pool.far * (1 + 64 // pool.far)
-    first, other = random_tokens(prefix + 30, 0), random_tokens(prefix + 50, 1)
+    first, other = tokens_of(prefix + 30, 0), tokens_of(prefix + 50, 1)
     for mine, theirs in zip(other, first, strict=True):
         mine[:prefix] = theirs[:prefix]
     a = pool.add(prefix + 30)
@@ -108,10 +93,10 @@ def test_a_shared_prefix_is_exact_and_never_written(method, backend):
     outs = [
         pool.read([(b, cut(other, i, i + 5))], scale=SCALE, backend=backend)[0] for i in range(prefix, prefix + 50, 5)
     ]
-    torch.testing.assert_close(torch.cat(outs), whole(other, method)[prefix:], **EXACT)
+    torch.testing.assert_close(torch.cat(outs), whole(other, method, SCALE)[prefix:], **EXACT)
     assert torch.equal(pool.cache[shared], before)
     rest = pool.read([(a, cut(first, prefix, prefix + 30))], scale=SCALE, backend=backend)[0]
-    torch.testing.assert_close(rest, whole(first, method)[prefix:], **EXACT)
+    torch.testing.assert_close(rest, whole(first, method, SCALE)[prefix:], **EXACT)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -119,7 +104,7 @@ def test_a_prefix_that_is_written_in_the_same_step(method, backend):
     """An engine hands out the pages of a prompt as soon as it is to be read, and may put who takes them first."""
     pool = Pool(method, (K, D, DV))
     prefix = pool.far * (1 + 64 // pool.far)
-    first, other = random_tokens(prefix + 30, 0), random_tokens(prefix + 9, 1)
+    first, other = tokens_of(prefix + 30, 0), tokens_of(prefix + 9, 1)
     for mine, theirs in zip(other, first, strict=True):
         mine[:prefix] = theirs[:prefix]
     a = pool.add(prefix + 30)
@@ -127,8 +112,8 @@ def test_a_prefix_that_is_written_in_the_same_step(method, backend):
     b = pool.add(prefix + 9, a, prefix)
     chunks = [(b, cut(other, prefix, prefix + 9)), (a, first)]
     rest, out = pool.read(chunks, scale=SCALE, backend=backend)
-    torch.testing.assert_close(out, whole(first, method), **EXACT)
-    torch.testing.assert_close(rest, whole(other, method)[prefix:], **EXACT)
+    torch.testing.assert_close(out, whole(first, method, SCALE), **EXACT)
+    torch.testing.assert_close(rest, whole(other, method, SCALE)[prefix:], **EXACT)
 
 
 @pytest.mark.parametrize("new", [1, 9])
@@ -140,20 +125,20 @@ def test_a_prefix_that_a_single_token_completes_in_the_same_step(method, backend
 def test_bfloat16_is_within_the_budget_of_the_whole():
     """Entries are rounded as in a contiguous cache: the same bits, so the same outputs."""
     method = condense.LCA(group_size=4, window=8, rep_bias="log_size")
-    qkv = [x.bfloat16() for x in random_tokens(120)]
+    qkv = [x.bfloat16() for x in tokens_of(120)]
     pool = Pool(method, (K, D, DV), dtype=torch.bfloat16)
     request = pool.add(120)
     got = torch.cat([pool.read([(request, cut(qkv, i, i + 40))], scale=SCALE)[0] for i in range(0, 120, 40)])
     rows = [x.transpose(0, 1)[None] for x in qkv]
     want = condense.attention(*rows, method=method, scale=SCALE, backend="torch")[0].transpose(0, 1)
-    exact = whole([x.double() for x in qkv], method)
+    exact = whole([x.double() for x in qkv], method, SCALE)
     assert (got.double() - exact).abs().max() <= 2 * (want.double() - exact).abs().max()
 
 
 def test_an_unknown_backend_is_refused():
     pool = Pool(METHODS["last"], (K, D, DV))
     with pytest.raises(ValueError, match="backend must be"):
-        pool.read([(pool.add(3), random_tokens(3))], scale=SCALE, backend="paged")
+        pool.read([(pool.add(3), tokens_of(3))], scale=SCALE, backend="paged")
 
 
 IN_RECORDS = {
@@ -170,18 +155,18 @@ IN_RECORDS = {
 def test_entries_in_records(method, chunk, backend):
     """Pages of bytes hold what pages of numbers cannot: entries in fewer bits, and biases of their own."""
     length = 100
-    qkv, pool = random_tokens(length), RecordPool(method, (K, D, DV))
+    qkv, pool = tokens_of(length), RecordPool(method, (K, D, DV))
     request = pool.add(length)
     outs = [
         pool.read([(request, cut(qkv, i, i + chunk))], scale=SCALE, backend=backend)[0] for i in range(0, length, chunk)
     ]
-    torch.testing.assert_close(torch.cat(outs), whole(qkv, method), **EXACT)
+    torch.testing.assert_close(torch.cat(outs), whole(qkv, method, SCALE), **EXACT)
 
 
 def test_nothing_new_writes_nothing():
     pool = Pool(METHODS["streaming"], (K, D, DV))
     empty, other = pool.add(3), pool.add(3)
-    outs = pool.read([(empty, random_tokens(0)), (other, random_tokens(3))], scale=SCALE)
+    outs = pool.read([(empty, tokens_of(0)), (other, tokens_of(3))], scale=SCALE)
     assert outs[0].shape == (0, H, DV)
     assert outs[1].isfinite().all()
     assert empty.window == []

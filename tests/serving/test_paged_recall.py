@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracles import oracle
 from paged_pool import NULL, complete_a_prefix
-from record_pool import RecordPool, paged_settings
+from paged_sequences import cut, random_tokens, read_in_pieces, whole
+from record_pool import RECALL, RECORDS, RecordPool, paged_settings
 from step_states import call_of, empty, own_by
 
 import condense
@@ -23,59 +23,30 @@ from condense.ops.torch import step as torch_step
 H, K, D, DV = 4, 2, 6, 4
 SCALE = 0.6
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
-_RECALL = condense.Recall(group_size=4, window=8, num_recall=3)
-METHODS = {
-    "default": _RECALL,
-    "window-5": _RECALL.replace(window=5),
-    "window-0": _RECALL.replace(window=0, rep_bias="none"),
-    "store-8": _RECALL.replace(store_bits=8, num_recall=0.3),
-    "store-4": _RECALL.replace(store_bits=4, entry_bits=4),
-    "entry-8-max": _RECALL.replace(entry_bits=8, key_pooling="max"),
-    "drop": _RECALL.replace(unchosen="drop", store_bits=4),
-    "g-16": _RECALL.replace(group_size=16, window=20, num_recall=1),
-    "g-32": _RECALL.replace(group_size=32, window=16, num_recall=1, store_bits=8),
-    "none-open": _RECALL.replace(num_recall=0),
-    "all-open": _RECALL.replace(num_recall=99),
-}
 BACKENDS = ("reference", "torch")
 
 
-@pytest.fixture(params=METHODS.values(), ids=METHODS)
+@pytest.fixture(params=RECORDS.values(), ids=RECORDS)
 def method(request):
     return request.param
 
 
-def random_tokens(length, seed=0):
-    """q, k, v, packed: ``[L, heads, width]``."""
-    return [x[0].transpose(0, 1) for x in oracle.random_qkv(1, H, K, length, D, DV, seed=seed)]
-
-
-def whole(qkv, method):
-    """Attention of a whole sequence, ``[L, H, Dv]``."""
-    rows = (x.transpose(0, 1)[None] for x in qkv)
-    return condense.attention(*rows, method=method, scale=SCALE, backend="reference")[0].transpose(0, 1)
-
-
-def cut(qkv, start, stop):
-    return [x[start:stop] for x in qkv]
+def tokens_of(length, seed=0):
+    return random_tokens((H, K, D, DV), length, seed=seed)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_equal_to_the_whole(method, chunk, backend):
-    length = 150 if chunk > 1 else 90
-    qkv, pool = random_tokens(length), RecordPool(method, (K, D, DV))
-    request = pool.add(length)
-    outs = [
-        pool.read([(request, cut(qkv, i, i + chunk))], scale=SCALE, backend=backend)[0] for i in range(0, length, chunk)
-    ]
-    torch.testing.assert_close(torch.cat(outs), whole(qkv, method), **EXACT)
+    qkv = tokens_of(150 if chunk > 1 else 90)
+    out = read_in_pieces(RecordPool(method, (K, D, DV)), qkv, chunk, scale=SCALE, backend=backend)
+    torch.testing.assert_close(out, whole(qkv, method, SCALE), **EXACT)
 
 
 def test_many_requests_at_different_lengths(method):
     """Requests come and go; each step reads single tokens of some and pieces of prompts of others."""
     rng, pool = random.Random(1), RecordPool(method, (K, D, DV))
-    qkvs = [random_tokens(length, seed) for seed, length in enumerate((60, 9, 110, 1, 35))]
+    qkvs = [tokens_of(length, seed) for seed, length in enumerate((60, 9, 110, 1, 35))]
     requests = [pool.add(x[0].shape[0]) for x in qkvs]
     outs = [[] for _ in qkvs]
     while any(r.seen < r.length for r in requests):
@@ -91,7 +62,7 @@ def test_many_requests_at_different_lengths(method):
             for (i, _), out in zip(chunks, read, strict=True):
                 outs[i].append(out)
     for qkv, out in zip(qkvs, outs, strict=True):
-        torch.testing.assert_close(torch.cat(out), whole(qkv, method), **EXACT)
+        torch.testing.assert_close(torch.cat(out), whole(qkv, method, SCALE), **EXACT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
@@ -104,7 +75,7 @@ def test_steps_have_the_bits_of_steps_in_buffers(method, dtype):
     state = empty(
         settings, method.window + method.group_size, K, (D, DV), rows=3, dtype=dtype, entries=room // method.group_size
     )
-    qkvs = [[x.to(dtype) for x in random_tokens(n + steps, seed)] for seed, n in enumerate(lengths)]
+    qkvs = [[x.to(dtype) for x in tokens_of(n + steps, seed)] for seed, n in enumerate(lengths)]
     requests = [pool.add(n + steps) for n in lengths]
     for i in range(max(lengths) + steps):
         real = torch.tensor([i >= max(lengths) - n for n in lengths])
@@ -128,7 +99,7 @@ def test_records_do_not_depend_on_how_tokens_come(method):
     made = []
     for chunk in (1, 7, 100):
         pool = RecordPool(method, (K, D, DV), dtype=torch.float32)
-        request, qkv = pool.add(100), [x.float() for x in random_tokens(100)]
+        request, qkv = pool.add(100), [x.float() for x in tokens_of(100)]
         for i in range(0, 100, chunk):
             pool.read([(request, cut(qkv, i, i + chunk))], scale=SCALE)
         made.append(pool.kept(request))
@@ -147,7 +118,7 @@ def test_a_shared_prefix_is_exact_and_never_written(method):
     """Another request takes up the pages of a prefix and goes on with its own tokens, as if it had read all itself."""
     pool = RecordPool(method, (K, D, DV))
     prefix = pool.far * (1 + 64 // pool.far)
-    first, other = random_tokens(prefix + 30, 0), random_tokens(prefix + 50, 1)
+    first, other = tokens_of(prefix + 30, 0), tokens_of(prefix + 50, 1)
     for mine, theirs in zip(other, first, strict=True):
         mine[:prefix] = theirs[:prefix]
     a = pool.add(prefix + 30)
@@ -158,7 +129,7 @@ def test_a_shared_prefix_is_exact_and_never_written(method):
     shared = [page for page in {*b.window, *b.entries} if page != NULL]
     before = blocks[shared].clone()
     outs = [pool.read([(b, cut(other, i, i + 5))], scale=SCALE)[0] for i in range(prefix, prefix + 50, 5)]
-    torch.testing.assert_close(torch.cat(outs), whole(other, method)[prefix:], **EXACT)
+    torch.testing.assert_close(torch.cat(outs), whole(other, method, SCALE)[prefix:], **EXACT)
     assert torch.equal(blocks[shared], before)
     alone = RecordPool(method, (K, D, DV))
     cold = alone.add(prefix + 50)
@@ -167,14 +138,14 @@ def test_a_shared_prefix_is_exact_and_never_written(method):
     assert all(map(torch.equal, outs, read[1:]))
     assert all(torch.equal(x, alone.kept(cold)[name]) for name, x in pool.kept(b).items())
     rest = pool.read([(a, cut(first, prefix, prefix + 30))], scale=SCALE)[0]
-    torch.testing.assert_close(rest, whole(first, method)[prefix:], **EXACT)
+    torch.testing.assert_close(rest, whole(first, method, SCALE)[prefix:], **EXACT)
 
 
 def test_unused_places_write_nothing():
     """Their tables may name pages of others, and their tokens are NaN."""
-    pool = RecordPool(METHODS["store-8"], (K, D, DV))
+    pool = RecordPool(RECORDS["store-8"], (K, D, DV))
     a, b = pool.add(40), pool.add(1)
-    tokens = random_tokens(40)
+    tokens = tokens_of(40)
     pool.read([(a, cut(tokens, 0, 39))], scale=SCALE)
     a.prepare(1)
     b.window, b.entries = a.window, a.entries
@@ -185,7 +156,7 @@ def test_unused_places_write_nothing():
     read_paged(
         (q, k, v), state, NewTokens([0, 1, 2], [0, 40], seen, 2), settings, scale=SCALE, out=out, backend="torch"
     )
-    torch.testing.assert_close(out[1:], whole(tokens, pool.method)[39:], **EXACT)
+    torch.testing.assert_close(out[1:], whole(tokens, pool.method, SCALE)[39:], **EXACT)
     assert bool((out[0] == 0).all())
     # what one token and the record that it completes take
     assert 0 < int((pool.bytes != want).sum()) <= K * ((D + DV) * 8 + pool.form.nbytes)
@@ -194,31 +165,31 @@ def test_unused_places_write_nothing():
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        (_RECALL.replace(key_pooling="weighted"), "must be means or maxima.*got 'weighted'"),
-        (_RECALL.replace(rep_bias="matched"), "must be means or maxima.*4 queries"),
-        (_RECALL.replace(store="host"), "use store='device'"),
+        (RECALL.replace(key_pooling="weighted"), "must be means or maxima.*got 'weighted'"),
+        (RECALL.replace(rep_bias="matched"), "must be means or maxima.*4 queries"),
+        (RECALL.replace(store="host"), "use store='device'"),
     ],
     ids=str,
 )
 def test_settings_that_records_cannot_hold_are_refused(method, message):
-    pool = RecordPool(METHODS["default"], (K, D, DV))
+    pool = RecordPool(RECORDS["default"], (K, D, DV))
     pool.plan.settings = paged_settings(method)
     with pytest.raises(ValueError, match=message):
-        pool.read([(pool.add(3), random_tokens(3))], scale=SCALE)
+        pool.read([(pool.add(3), tokens_of(3))], scale=SCALE)
 
 
 def test_records_of_another_kind_are_refused():
-    pool = RecordPool(METHODS["default"], (K, D, DV))
+    pool = RecordPool(RECORDS["default"], (K, D, DV))
     pool.plan.settings = replace(pool.plan.settings, summary_delay=8)
     with pytest.raises(ValueError, match="summary_delay of records must be 0, got 8"):
-        pool.read([(pool.add(3), random_tokens(3))], scale=SCALE)
-    pool.plan.settings, records = paged_settings(METHODS["store-8"]), pool.records
+        pool.read([(pool.add(3), tokens_of(3))], scale=SCALE)
+    pool.plan.settings, records = paged_settings(RECORDS["store-8"]), pool.records
     with pytest.raises(ValueError, match=r"entries must be pages uint8 \[P, 2, N, \d+\], got"):
-        pool.read([(pool.add(3), random_tokens(3))], scale=SCALE)
-    pool.plan.settings = paged_settings(METHODS["default"])
+        pool.read([(pool.add(3), tokens_of(3))], scale=SCALE)
+    pool.plan.settings = paged_settings(RECORDS["default"])
     pool.records = records.as_strided(records.shape, (pool.block - 8, *records.stride()[1:]))
     with pytest.raises(ValueError, match="must begin at multiples of 16 bytes"):
-        pool.read([(pool.add(3), random_tokens(3))], scale=SCALE)
+        pool.read([(pool.add(3), tokens_of(3))], scale=SCALE)
 
 
 def test_the_bytes_of_a_record():

@@ -8,12 +8,11 @@ import math
 
 import pytest
 import torch
-from oracles import oracle
 from paged_pool import complete_a_prefix
-from record_pool import RecordPool
+from paged_sequences import exact, random_tokens, run
+from record_pool import RECORDS, RecordPool
 from speed.budget import errors, one_ulp
 
-import condense
 from condense.ops.paged import NewTokens, read_paged
 from condense.ops.triton import paged_recall_step
 
@@ -21,20 +20,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]
 # H, K, D, Dv
 SHAPES = {"gqa": (8, 2, 64, 64), "one-head": (1, 1, 96, 80), "seven": (7, 1, 64, 32)}
-_RECALL = condense.Recall(group_size=4, window=8, num_recall=3)
-METHODS = {
-    "default": _RECALL,
-    "window-5": _RECALL.replace(window=5),
-    "window-0": _RECALL.replace(window=0, rep_bias="none"),
-    "store-8": _RECALL.replace(store_bits=8, num_recall=0.3),
-    "store-4": _RECALL.replace(store_bits=4, entry_bits=4),
-    "entry-8-max": _RECALL.replace(entry_bits=8, key_pooling="max"),
-    "drop": _RECALL.replace(unchosen="drop", store_bits=4),
-    "g-16": _RECALL.replace(group_size=16, window=20, num_recall=1),
-    "g-32": _RECALL.replace(group_size=32, window=16, num_recall=1, store_bits=8),
-    "none-open": _RECALL.replace(num_recall=0),
-    "all-open": _RECALL.replace(num_recall=99),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -51,39 +36,18 @@ def poisoned_scratch(monkeypatch):
     monkeypatch.setattr(paged_recall_step, "scratch_of", poisoned)
 
 
-def random_tokens(shape, length, dtype, seed):
-    H, K, D, Dv = shape
-    return [x[0].transpose(0, 1).to(DEVICE, dtype) for x in oracle.random_qkv(1, H, K, length, D, Dv, seed=seed)]
+def tokens_of(shape, length, seed=0):
+    return random_tokens(shape, length, seed=seed, dtype=torch.float32, device=DEVICE)
 
 
-def run(shape, method, dtype, lengths, steps, backend):
-    """Prompts of different lengths, then single tokens of all requests: outputs ``[steps, R, H, Dv]``, and the pool."""
+def steps_of(shape, method, dtype, lengths, num, backend):
+    """`run` over a pool of its own, and the pool."""
     pool = RecordPool(method, shape[1:], num_pages=200, dtype=dtype, device=DEVICE)
-    qkvs = [random_tokens(shape, length + steps, dtype, seed) for seed, length in enumerate(lengths)]
-    requests = [pool.add(length + steps) for length in lengths]
-    scale = shape[2] ** -0.5
-    for request, qkv, length in zip(requests, qkvs, lengths, strict=True):
-        if length:
-            pool.read([(request, [x[:length] for x in qkv])], scale=scale, backend="torch")
-    outs = []
-    for _ in range(steps):
-        chunks = [(r, [x[r.seen : r.seen + 1] for x in qkv]) for r, qkv in zip(requests, qkvs, strict=True)]
-        outs.append(torch.cat(pool.read(chunks, scale=scale, backend=backend)))
-    return torch.stack(outs), pool
-
-
-def exact(shape, method, dtype, lengths, steps):
-    """The same in float64, by the definition of attention over whole sequences."""
-    rows = []
-    for seed, length in enumerate(lengths):
-        qkv = [x.double().transpose(0, 1)[None].cpu() for x in random_tokens(shape, length + steps, dtype, seed)]
-        out = condense.attention(*qkv, method=method, scale=shape[2] ** -0.5, backend="reference")
-        rows.append(out[0, :, length:].transpose(0, 1))
-    return torch.stack(rows, dim=1)
+    return run(pool, shape, lengths, num, backend), pool
 
 
 # every shape of pages compiles kernels of its own, so most dtypes and head shapes are seen with some methods alone
-CELLS = [(method, "gqa", dtype) for method in METHODS for dtype in DTYPES if dtype != torch.float16 or "4" in method]
+CELLS = [(method, "gqa", dtype) for method in RECORDS for dtype in DTYPES if dtype != torch.float16 or "4" in method]
 CELLS += [("store-8", "one-head", DTYPES[-1]), ("store-4", "seven", DTYPES[0])]
 
 
@@ -113,23 +77,23 @@ def check_records(pools):
 
 @pytest.mark.parametrize(("method", "shape", "dtype"), CELLS, ids=str)
 def test_steps_are_those_of_pytorch(method, shape, dtype):
-    method, shape = METHODS[method], SHAPES[shape]
+    method, shape = RECORDS[method], SHAPES[shape]
     lengths, steps = (0, 61, 18, 41), 4 if DEVICE == "cpu" else 40
-    (got, mine), (want, theirs) = (run(shape, method, dtype, lengths, steps, x) for x in ("triton", "torch"))
+    (got, mine), (want, theirs) = (steps_of(shape, method, dtype, lengths, steps, x) for x in ("triton", "torch"))
     check_records((mine, theirs))
     check_same(got, want)
 
 
-EXACT_METHODS = ("default", "window-0", "g-16", "all-open")
+EXACT_RECORDS = ("default", "window-0", "g-16", "all-open")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("method", EXACT_METHODS)
+@pytest.mark.parametrize("method", EXACT_RECORDS)
 def test_steps_are_within_the_budget(method, dtype):
     """At most twice as far from the definition in float64 as PyTorch is; of tokens that the store keeps exactly."""
-    method, shape = METHODS[method], SHAPES["gqa"]
+    method, shape = RECORDS[method], SHAPES["gqa"]
     lengths, steps = (0, 45), 3 if DEVICE == "cpu" else 30
-    got, plain = (run(shape, method, dtype, lengths, steps, backend)[0] for backend in ("triton", "torch"))
+    got, plain = (steps_of(shape, method, dtype, lengths, steps, backend)[0] for backend in ("triton", "torch"))
     want = exact(shape, method, dtype, lengths, steps).to(DEVICE)
     assert bool((errors(got, want) <= 2 * errors(plain, want) + one_ulp(want, dtype)).all())
 
@@ -137,9 +101,9 @@ def test_steps_are_within_the_budget(method, dtype):
 def test_places_left_empty():
     """As a recorded graph has them: nothing is written, though their tables name pages of others; the output is 0."""
     shape = SHAPES["gqa"]
-    pool = RecordPool(METHODS["store-8"], shape[1:], num_pages=60, dtype=torch.float32, device=DEVICE)
+    pool = RecordPool(RECORDS["store-8"], shape[1:], num_pages=60, dtype=torch.float32, device=DEVICE)
     a, b = pool.add(40), pool.add(1)
-    tokens = random_tokens(shape, 40, torch.float32, 0)
+    tokens = tokens_of(shape, 40, 0)
     pool.read([(a, [x[:39] for x in tokens])], scale=0.1, backend="torch")
     a.prepare(1)
     b.window, b.entries = a.window, a.entries
@@ -159,19 +123,19 @@ def test_places_left_empty():
 @pytest.mark.parametrize("method", ["window-0", "store-4"])
 def test_a_prefix_that_a_single_token_completes_in_the_same_step(method, new):
     shape = SHAPES["gqa"]
-    pool = RecordPool(METHODS[method], shape[1:], dtype=torch.float32, device=DEVICE)
+    pool = RecordPool(RECORDS[method], shape[1:], dtype=torch.float32, device=DEVICE)
     tolerance = 1e-4 if pool.method.store_bits == 16 else 0.02  # a code near the middle may round otherwise
     complete_a_prefix(pool, new, shape[0], {"rtol": tolerance, "atol": tolerance}, scale=0.1, backend="triton")
 
 
 def test_pages_that_lie_far_apart():
     """Offsets pass 2 ** 31, in bytes and in numbers."""
-    shape, method = SHAPES["one-head"], METHODS["default"]
+    shape, method = SHAPES["one-head"], RECORDS["default"]
     pools = [
         RecordPool(method, shape[1:], num_pages=130, dtype=torch.float32, device=DEVICE, block=block)
         for block in (None, 80 << 20)
     ]
-    tokens, outs = random_tokens(shape, 44, torch.float32, 0), []
+    tokens, outs = tokens_of(shape, 44, 0), []
     for pool in pools:
         request = pool.add(44)
         pool.read([(request, [x[:42] for x in tokens])], scale=0.1, backend="torch")
@@ -185,7 +149,7 @@ def test_pages_that_lie_far_apart():
 def test_more_groups_than_there_is_room_for(monkeypatch):
     """Many requests on one long prefix: whoever has no room gets NaN, not less."""
     monkeypatch.setattr(paged_recall_step, "room_for", lambda records: 20)
-    outs, _ = run(SHAPES["gqa"], METHODS["default"], torch.float32, (0, 50, 80, 3), 1, "triton")
+    outs, _ = steps_of(SHAPES["gqa"], RECORDS["default"], torch.float32, (0, 50, 80, 3), 1, "triton")
     assert bool(outs[0, :2].isfinite().all())
     assert bool(outs[0, 2].isnan().all())
     # no group of it is closed, so it needs no room
@@ -196,8 +160,8 @@ def test_no_token_is_read_before_it_is_there():
     """The same bits whatever stands where later tokens will be."""
     shape, outs = SHAPES["gqa"], []
     for fill in (0, 255):
-        pool = RecordPool(METHODS["store-8"], shape[1:], num_pages=60, dtype=torch.float32, device=DEVICE, fill=fill)
-        request, tokens = pool.add(60), random_tokens(shape, 60, torch.float32, 0)
+        pool = RecordPool(RECORDS["store-8"], shape[1:], num_pages=60, dtype=torch.float32, device=DEVICE, fill=fill)
+        request, tokens = pool.add(60), tokens_of(shape, 60, 0)
         request.reserve(60)
         pool.read([(request, [x[:41] for x in tokens])], scale=0.1, backend="torch")
         outs += pool.read([(request, [x[41:42] for x in tokens])], scale=0.1, backend="triton")

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from oracles import oracle
 from paged_pool import NULL, Pool, complete_a_prefix
+from paged_sequences import exact, random_tokens, run
 from speed.budget import errors, one_ulp
 
 import condense
@@ -33,35 +33,14 @@ def poisoned_scratch(monkeypatch):
     monkeypatch.setattr(paged_step.torch, "empty", lambda *size, **options: empty(*size, **options).fill_(math.nan))
 
 
-def random_tokens(shape, length, dtype, seed):
-    H, K, D, Dv = shape
-    return [x[0].transpose(0, 1).to(DEVICE, dtype) for x in oracle.random_qkv(1, H, K, length, D, Dv, seed=seed)]
+def tokens_of(shape, length, seed=0):
+    return random_tokens(shape, length, seed=seed, dtype=torch.float32, device=DEVICE)
 
 
-def run(shape, method, dtype, lengths, steps, backend):
-    """Prompts of different lengths, then single tokens of all requests; outputs of the single tokens, per request."""
+def steps_of(shape, method, dtype, lengths, num, backend):
+    """`run` over a pool of its own, and the pool."""
     pool = Pool(method, shape[1:], dtype=dtype, device=DEVICE)
-    qkvs = [random_tokens(shape, length + steps, dtype, seed) for seed, length in enumerate(lengths)]
-    requests = [pool.add(length + steps) for length in lengths]
-    scale = shape[2] ** -0.5
-    for request, qkv, length in zip(requests, qkvs, lengths, strict=True):
-        if length:
-            pool.read([(request, [x[:length] for x in qkv])], scale=scale, backend="torch")
-    outs = []
-    for _ in range(steps):
-        chunks = [(r, [x[r.seen : r.seen + 1] for x in qkv]) for r, qkv in zip(requests, qkvs, strict=True)]
-        outs.append(torch.cat(pool.read(chunks, scale=scale, backend=backend)))
-    return torch.stack(outs), pool
-
-
-def exact(shape, method, dtype, lengths, steps):
-    """The same in float64, by the definition of attention over whole sequences."""
-    rows = []
-    for seed, length in enumerate(lengths):
-        qkv = [x.double().transpose(0, 1)[None].cpu() for x in random_tokens(shape, length + steps, dtype, seed)]
-        out = condense.attention(*qkv, method=method, scale=shape[2] ** -0.5, backend="reference")
-        rows.append(out[0, :, length:].transpose(0, 1))
-    return torch.stack(rows, dim=1)
+    return run(pool, shape, lengths, num, backend), pool
 
 
 # interpreted, one shape does for all methods but one
@@ -74,8 +53,8 @@ CELLS += [] if DEVICE == "cuda" else [("streaming", "one-head")]
 def test_steps_are_within_the_budget(method, shape, dtype):
     method, shape = METHODS[method], SHAPES[shape]
     lengths, steps = (37, 0, 18), 4 if DEVICE == "cpu" else 30
-    got, _ = run(shape, method, dtype, lengths, steps, "triton")
-    plain, _ = run(shape, method, dtype, lengths, steps, "torch")
+    got, _ = steps_of(shape, method, dtype, lengths, steps, "triton")
+    plain, _ = steps_of(shape, method, dtype, lengths, steps, "torch")
     want = exact(shape, method, dtype, lengths, steps).to(DEVICE)
     assert bool((errors(got, want) <= 2 * errors(plain, want) + one_ulp(want, dtype)).all())
 
@@ -88,7 +67,7 @@ def test_places_left_empty():
     request.prepare(1)
     nobody = pool.add(1)
     nobody.window, nobody.entries, nobody.ring = [NULL], [NULL], [NULL]
-    q, k, v = (torch.cat([x, torch.full_like(x, math.nan)]) for x in random_tokens(shape, 1, torch.float32, 0))
+    q, k, v = (torch.cat([x, torch.full_like(x, math.nan)]) for x in tokens_of(shape, 1, 0))
     out, seen = torch.full_like(q, math.nan), torch.tensor([1, 0], dtype=torch.int32, device=DEVICE)
     new = NewTokens([0, 1, 2], [1, 0], seen, 2)
     settings = pool.plan.settings
@@ -101,7 +80,7 @@ def test_places_left_empty():
 def test_single_tokens_and_prompts_in_one_call():
     shape, method = SHAPES["gqa"], METHODS["streaming"]
     pool = Pool(method, shape[1:], dtype=torch.float32, device=DEVICE)
-    a, b = random_tokens(shape, 41, torch.float32, 0), random_tokens(shape, 30, torch.float32, 1)
+    a, b = tokens_of(shape, 41, 0), tokens_of(shape, 30, 1)
     first, second = pool.add(41), pool.add(30)
     pool.read([(first, [x[:40] for x in a])], scale=0.1, backend="torch")
     outs = pool.read([(first, [x[40:] for x in a]), (second, b)], scale=0.1, backend="triton")
@@ -160,4 +139,4 @@ def test_what_is_stored_in_a_step_is_read_after_the_wait(early, method):
 def test_other_dtypes_are_refused():
     shape, method = SHAPES["gqa"], METHODS["streaming"]
     with pytest.raises(ValueError, match=r"float64.*use backend='torch'"):
-        run(shape, method, torch.float64, (0,), 1, "triton")
+        steps_of(shape, method, torch.float64, (0,), 1, "triton")

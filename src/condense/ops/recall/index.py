@@ -104,6 +104,6 @@ def turned_queries(q: Tensor) -> tuple[Tensor, Tensor]:
     """
     wide = q.to(torch.promote_types(q.dtype, torch.float32))
     x = wide @ rotation(q.shape[-1], q.device, wide.dtype)
-    # a product, as a division by a number is one on GPUs but not on CPUs
+    # CUDA divides by a constant as it multiplies by its inverse: written out, so that CPUs round alike
     unit = x.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny * QUERY_LEVELS) * (1 / QUERY_LEVELS)
     return (x / unit).round(), unit
