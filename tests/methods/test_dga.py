@@ -10,7 +10,7 @@ import torch
 from grids import CPU_BACKENDS, grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from methods.test_counting import dense, weights
+from methods.test_laws import dense, once
 from oracles import cases, oracle, oracle_dga
 from two_sources import attend_to
 
@@ -26,30 +26,6 @@ from condense.plan import ForwardPlan
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=40)
 SELECT = DGA(group_size=4, gamma=0.2, min_focal=3, selection="prompt", num_recent=3, num_random=4)
-
-
-def once(length):
-    """Each token up to the query's own has the same weight."""
-    return torch.ones(length, length, dtype=torch.float64).tril() / torch.arange(1, length + 1)[:, None]
-
-
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-@PROPERTY
-@given(
-    group_size=st.integers(1, 7),
-    window=st.sampled_from([0, 1, 5]),
-    gamma=st.sampled_from([0, 0.1, 0.37, 0.9, 1]),
-    min_focal=st.integers(0, 20),
-    selection=st.sampled_from(["streaming", "prompt"]),
-    focal=st.sampled_from(["random", "top"]),
-    seed=st.integers(0, 10**6),
-    length=st.integers(1, 60),
-    pads=st.integers(0, 9),
-)
-def test_each_past_token_counts_once(backend, length, pads, **fields):
-    got, lse = weights(DGA(rep_bias="log_size", **fields), length, pads, backend)
-    torch.testing.assert_close(got, once(length), **EXACT)
-    torch.testing.assert_close(lse, torch.arange(1, length + 1).double().log(), **EXACT)
 
 
 def test_a_chunk_is_ranked_by_the_scale_that_weighs_its_group(backend):
@@ -119,16 +95,6 @@ def test_all_focal_is_dense(backend, method):
     assert past.entries[0].shape[2] == 41
     assert torch.equal(past.entries[0], k)
     assert past.entries[0].data_ptr() != k.data_ptr()
-
-
-@pytest.mark.parametrize(("gamma", "window"), [(0, 0), (0.3, 1), (1, 5)])
-def test_before_the_first_chunk_closes_it_is_dense(backend, gamma, window):
-    method = DGA(group_size=4, gamma=gamma, window=window)
-    q, k, v = oracle.random_qkv(2, 4, 2, 41, 4, 4)
-    first = method.layout.rule.chunk + window - 1
-    got = condense.attention(q, k, v, method=method, backend=backend)
-    torch.testing.assert_close(got[:, :, :first], dense(q, k, v)[:, :, :first], **EXACT)
-    assert not torch.allclose(got[:, :, first], dense(q, k, v)[:, :, first])
 
 
 def test_no_focal_tokens_is_cca_with_the_same_window(backend):

@@ -1,32 +1,24 @@
-"""Recall as a method: its limits, and the same function whole, in chunks, step by step, padded, on latents."""
+"""Recall as a method: the same function whole, in chunks, on latents; entries of any pooling; and exact prompts."""
+
+from functools import partial
 
 import pytest
 import torch
 from grids import grid
 from methods import test_parity as parity
+from models import tiny
 from oracles import cases, latent_oracle, oracle
 from test_latent import read_in_steps
 
 import condense
 from condense import Recall
+from condense.caches import CondensedLayer, StaticCondensedLayer, read_request
+from condense.functional import read_whole
 from condense.latent import UpProjection
+from condense.models.inspect import inspect
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 METHODS = cases.RECALLS
-# two numbers share a byte, so keys have an even width
-EVEN = METHODS | {"store-4": Recall(group_size=4, window=5, num_recall=3, store_bits=4)}
-
-
-@pytest.mark.parametrize("ratio", [1, 3])
-def test_all_groups_open_is_dense_attention(backend, ratio):
-    q, k, v = oracle.random_qkv(2, 2 * ratio, 2, 57, 4, 6)
-    pads = torch.tensor([0, 11])
-    got, want = (
-        condense.attention(q, k, v, method=method, backend=backend, padding=pads, return_lse=True)
-        for method in (Recall(group_size=4, window=6, num_recall=99), condense.Dense())
-    )
-    for x, y in zip(got, want, strict=True):
-        torch.testing.assert_close(x, y, **EXACT)
 
 
 @grid(60, method=METHODS, steps=parity.RAGGED)
@@ -38,39 +30,6 @@ def test_any_chunks_and_padding_give_what_whole_rows_give(method, steps):
         if n:
             want = condense.attention(q, k, v, method=method, scale=parity.SCALE, backend="reference")[0]
             torch.testing.assert_close(out, want, **EXACT)
-
-
-@pytest.mark.parametrize("method", EVEN.values(), ids=EVEN)
-def test_later_tokens_change_nothing_before_them(method):
-    q, k, v = oracle.random_qkv(1, 4, 2, 61, 4, 4)
-    before = condense.attention(q, k, v, method=method)
-    for t in (1, 13, 40, 59):
-        changed = [x.clone() for x in (q, k, v)]
-        for x in changed:
-            x[:, :, t:] += 3
-        assert torch.equal(before[:, :, :t], condense.attention(*changed, method=method)[:, :, :t])
-
-
-@pytest.mark.parametrize("method", EVEN.values(), ids=EVEN)
-def test_each_past_token_counts_once(method):
-    """Equal keys and no queries: with the log of its size a group counts as its tokens, open or not."""
-    method = method.replace(entry_bits=16)
-    if method.unchosen == "drop" or method.rep_bias == "none":
-        method = method.replace(unchosen="pool", rep_bias="log_size")
-    L = 50
-    q, k, _ = oracle.random_qkv(1, 2, 1, L, 4, 4)
-    v = torch.eye(L, dtype=torch.float64)[None, None]
-    out = condense.attention(q * 0, torch.ones_like(k), v, method=method)
-    want = torch.ones(L, L, dtype=torch.float64).tril() / torch.arange(1, L + 1)[:, None]
-    torch.testing.assert_close(out, want.expand_as(out), **EXACT)
-
-
-def test_gradcheck():
-    inputs = tuple(x.requires_grad_() for x in oracle.random_qkv(1, 2, 1, 17, 2, 2))
-    method = Recall(group_size=3, window=2, num_recall=2)
-    assert torch.autograd.gradcheck(
-        lambda *x: condense.attention(*x, method=method, return_lse=True), inputs, fast_mode=True
-    )
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
@@ -98,19 +57,10 @@ def test_latents_are_one_kv_head_however_they_are_read(name, absorb, steps):
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_stored_latents_in_fewer_bits_are_read_alike(bits):
-    method, x = EVEN["store-4"].replace(store_bits=bits), latent_oracle.random(2, 3, 41, (5, 4, 6, 3))
+    method = Recall(group_size=4, window=5, num_recall=3, store_bits=bits)
+    x = latent_oracle.random(2, 3, 41, (5, 4, 6, 3))
     absorbed, expanded = (read_in_steps(method, x, (41,), absorb=absorb)[0] for absorb in (True, False))
     torch.testing.assert_close(absorbed, expanded, **EXACT)
-
-
-def test_bad_settings_are_refused():
-    for fields, message in (
-        ({"num_recall": -1}, "num_recall must be an integer >= 0, got -1"),
-        ({"num_recall": 2.5}, "num_recall must be an integer >= 0, or a share of the groups between 0 and 1, got 2.5"),
-        ({"unchosen": "keep"}, "unchosen must be one of 'pool', 'drop', got 'keep'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Recall(**fields)
 
 
 def test_what_it_cannot_do_is_refused():
@@ -120,3 +70,170 @@ def test_what_it_cannot_do_is_refused():
         condense.attention(q, k, v, method=method, backend="triton")
     with pytest.raises(ValueError, match=r"scale must be > 0 for Recall, .*, got -0\.5"):
         condense.attention(q, k, v, method=method, scale=-0.5)
+
+
+ROUNDED = {"rtol": 1e-10, "atol": 1e-10}
+SMALL = {"group_size": 4, "window": 5, "num_recall": 2}
+ENTRIES = {
+    "means": Recall(**SMALL),
+    "weighted": Recall(**SMALL, key_pooling="weighted", value_pooling="weighted"),
+    "select-max": Recall(**SMALL, key_pooling="select", value_pooling="max", rep_bias="none"),
+    "matched": Recall(**SMALL, rep_bias="matched"),
+    "matched-weighted": Recall(**SMALL, key_pooling="weighted", value_pooling="weighted", rep_bias="matched"),
+    "matched-8-bits": Recall(**SMALL, rep_bias="matched", entry_bits=8),
+}
+
+
+@pytest.mark.parametrize("method", ENTRIES.values(), ids=ENTRIES)
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_output_and_gradients_are_the_definition_s(method, backend):
+    inputs = oracle.random_qkv(1, 4, 2, 34, 6, 5)
+    results = []
+    for function in (condense.attention, oracle.attention):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        options = {"backend": backend, "return_lse": True} if function is condense.attention else {}
+        out, lse = function(*leaves, method=method, scale=0.7, **options)
+        results.append((out, lse, *torch.autograd.grad(out.square().sum() + lse.square().sum(), leaves)))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, **ROUNDED)
+
+
+@pytest.mark.parametrize("method", ENTRIES.values(), ids=ENTRIES)
+def test_no_group_open_is_pooled_attention(backend, method):
+    method, inputs = method.replace(num_recall=0), oracle.random_qkv(1, 4, 2, 34, 6, 5)
+    fields = ("group_size", "window", "key_pooling", "value_pooling", "rep_bias", "entry_bits")
+    pooled = condense.CCA(summary="streaming", **{field: getattr(method, field) for field in fields})
+    got, want = (condense.attention(*inputs, method=each, backend=backend) for each in (method, pooled))
+    torch.testing.assert_close(got, want, **ROUNDED)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_stored_bits_are_those_of_the_open_groups(bits, backend):
+    """What is read of an open group are the stored tokens; entries and window are those of the exact ones."""
+    q, k, v = oracle.random_qkv(1, 4, 2, 34, 6, 4)
+    method, exact = (Recall(**SMALL, store_bits=n) for n in (bits, 16))
+    context = read_whole(method, q, k, v, scale=0.7)
+    *index, store = context.extra
+    tokens = torch.cat(method.store_format.unpack(store, 6, 4, k.dtype), dim=3)
+    out = condense.attention(q, k, v, method=method, scale=0.7, backend=backend)
+    want = exact.attend(q, context._replace(extra=(*index, tokens)), scale=0.7, backend=backend)[0]
+    torch.testing.assert_close(out, want, **ROUNDED)
+    assert not torch.equal(out, condense.attention(q, k, v, method=exact, scale=0.7, backend=backend))
+
+
+def test_stored_bits_have_no_gradient():
+    inputs = [x.requires_grad_() for x in oracle.random_qkv(1, 4, 2, 34, 6, 4)]
+    with pytest.raises(ValueError, match="keeps no gradients of stored tokens: train with store_bits=16"):
+        condense.attention(*inputs, method=Recall(**SMALL, store_bits=8))
+
+
+def test_a_static_cache_without_room_for_a_group_is_read_in_pieces():
+    method, (q, k, v) = ENTRIES["matched"], oracle.random_qkv(1, 4, 2, 8, 6, 5)
+    layer, outs = StaticCondensedLayer(method, 8), []
+    for now in zip(*(x.split([3, 5], dim=2) for x in (q, k, v)), strict=True):
+        context = layer.read(*now[1:], read_request(now[0], scale=0.7))
+        outs.append(method.attend(now[0], context, scale=0.7)[0])
+    want = condense.attention(q, k, v, method=condense.Dense(), scale=0.7)
+    torch.testing.assert_close(torch.cat(outs, dim=2), want, **ROUNDED)
+
+
+RECALLING = condense.Recall(group_size=4, window=8, num_recall=2)
+DENSE_FIRST = RECALLING.replace(prompt="exact")
+DENSE = condense.Dense()
+CLOSE = {"rtol": 0, "atol": 1e-12}
+
+
+@pytest.mark.parametrize("padding", [None, torch.tensor([0, 7])], ids=["whole", "padded"])
+@pytest.mark.parametrize("L", [2, 8, 12, 61])
+def test_a_prompt_is_dense_attention(L, padding):
+    padding = None if padding is None else padding.clamp(max=L - 1)
+    q, k, v = oracle.random_qkv(2, 6, 2, L, 8, 6)
+    for backend in ("reference", "torch"):
+        got, got_lse = condense.attention(
+            q, k, v, method=DENSE_FIRST, padding=padding, backend=backend, return_lse=True
+        )
+        want, lse = condense.attention(q, k, v, method=DENSE, padding=padding, return_lse=True)
+        torch.testing.assert_close(got, want, **CLOSE)
+        torch.testing.assert_close(got_lse, lse, **CLOSE)
+
+
+def test_a_prompt_on_latents_expands_each_token_once(monkeypatch):
+    """The window holds all of them; the store has those of closed groups a second time."""
+    columns, expand = [], UpProjection.expand
+    monkeypatch.setattr(UpProjection, "expand", lambda up, c: columns.append(c.shape[2]) or expand(up, c))
+    inputs = latent_oracle.random(1, 2, 61, (8, 4, 16, 8), torch.float64)
+    dense = condense.latent_attention(*inputs, method=DENSE)
+    columns.clear()
+    torch.testing.assert_close(condense.latent_attention(*inputs, method=DENSE_FIRST), dense, **CLOSE)
+    # entries of groups, tokens
+    assert columns == [(61 - DENSE_FIRST.window) // DENSE_FIRST.group_size, 61]
+
+
+def _attend(layer, method, q, k, v, start, stop):
+    q, k, v = (x[:, :, start:stop] for x in (q, k, v))
+    context = layer.read(k, v, read_request(q, scale=0.3))
+    return method.attend(q, context, scale=0.3)[0]
+
+
+def test_chunks_are_dense_and_steps_recall():
+    """The state is Recall's, whatever read the prompt, so the steps after it are its own."""
+    q, k, v = oracle.random_qkv(1, 4, 2, 70, 8, 8)
+    dense, whole = (condense.attention(q, k, v, method=method, scale=0.3) for method in (DENSE, RECALLING))
+    layer = CondensedLayer(DENSE_FIRST)
+    for start, stop in ((0, 17), (17, 20), (20, 53)):
+        torch.testing.assert_close(_attend(layer, DENSE_FIRST, q, k, v, start, stop), dense[:, :, start:stop], **CLOSE)
+    for t in range(53, 70):
+        torch.testing.assert_close(_attend(layer, DENSE_FIRST, q, k, v, t, t + 1), whole[:, :, t : t + 1], **CLOSE)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("layer", [CondensedLayer, partial(StaticCondensedLayer, max_cache_len=70)])
+def test_chunks_read_the_stored_tokens_that_a_whole_prompt_reads(layer, bits):
+    """Also in the first chunk, all of whose tokens the window still holds unquantised."""
+    method = DENSE_FIRST.replace(store_bits=bits)
+    q, k, v = oracle.random_qkv(1, 4, 2, 70, 8, 8)
+    whole, layer = condense.attention(q, k, v, method=method, scale=0.3), layer(method)
+    for start, stop in ((0, 17), (17, 45), (45, 70)):
+        torch.testing.assert_close(_attend(layer, method, q, k, v, start, stop), whole[:, :, start:stop], **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "layer", [CondensedLayer(DENSE_FIRST), StaticCondensedLayer(DENSE_FIRST, 99)], ids=["growing", "static"]
+)
+def test_a_turn_with_more_padding_than_tokens_is_dense(layer):
+    """The window then has as many columns as rows have tokens, some of which hold nothing."""
+    q, k, v = oracle.random_qkv(2, 4, 2, 45, 8, 8)
+    want = condense.attention(q, k, v, method=DENSE, scale=0.3)
+    _attend(layer, DENSE_FIRST, q, k, v, 0, 40)
+    new = [torch.nn.functional.pad(x[:, :, 40:], (0, 0, 40, 0)) for x in (q, k, v)]
+    request = read_request(new[0], scale=0.3, counts=torch.tensor([5, 5]))
+    out = DENSE_FIRST.attend(new[0], layer.read(new[1], new[2], request), scale=0.3)[0]
+    torch.testing.assert_close(out[:, :, 40:], want[:, :, 40:], **CLOSE)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_generate_reads_its_prompt_as_a_dense_model(name, cache):
+    model, ids = tiny.model(name), tiny.tokens(1, 61)
+    settings = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    want = model.generate(ids, **settings).logits
+    with condense.use(model, DENSE_FIRST):
+        exact = model.generate(ids, cache_implementation=cache, **settings).logits
+    with condense.use(model, RECALLING):
+        recalled = model.generate(ids, cache_implementation=cache, **settings).logits
+    torch.testing.assert_close(exact[0], want[0], rtol=0, atol=1e-9)
+    assert not torch.allclose(recalled[0], want[0], rtol=0, atol=1e-6)
+
+
+def test_it_is_not_for_training():
+    q, k, v = (x.requires_grad_() for x in oracle.random_qkv(1, 2, 2, 40, 8, 8))
+    with pytest.raises(ValueError, match="train with prompt='recall'"):
+        condense.attention(q, k, v, method=DENSE_FIRST)
+
+
+def test_inspect_says_so():
+    model = tiny.model("llama")
+    exact, dense, recall = (inspect(model, method, 4096, 2)[0] for method in (DENSE_FIRST, DENSE, RECALLING))
+    assert "dense attention" in exact.remark
+    assert exact.flops > dense.flops > recall.flops  # beside attention, entries are made

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from oracles import cases
 
-from condense import CCA, DGA, LCA, Dense, LMInfinite, Method, StreamingLLM
+from condense import CCA, DGA, LCA, Dense, LMInfinite, Method, Recall, Reread, StreamingLLM
 from condense.config import field_names, method_class, method_from_dict, method_names
 
 METHODS = cases.PLANS | cases.PROMPTS | cases.SELECTIONS | cases.GRID | cases.RECALLS
@@ -70,6 +70,13 @@ BAD = [
     (DGA, "allow_future", (None, 1)),
     (StreamingLLM, "sink", (-1, 0.5, True, None)),
     (StreamingLLM, "window", (0, -1, "all", True)),
+    (Recall, "num_recall", (-1, 2.5)),
+    (Recall, "unchosen", ("keep",)),
+    (Recall, "entry_bits", (True, 0, 5, 32, 8.0, "4", None)),
+    (Reread, "share", (1.5, -0.1)),
+    (Reread, "piece", (0,)),
+    (Reread, "sink", (-1,)),
+    (Reread, "window", (-1,)),
     (LMInfinite, "n_global", (-1, 0.5, True, None)),
     (LMInfinite, "window", (0, -1, None, True)),
 ]
@@ -92,36 +99,35 @@ def test_a_bad_setting_is_named(cls, field, value):
 
 @pytest.mark.parametrize("name", ["nothing", "CCA", "", None, 3, ["cca"]], ids=repr)
 def test_an_unknown_method_is_refused(name):
-    with pytest.raises(ValueError, match=r"^method must be one of \[.*'cca'.*'lca'.*\], got "):
-        method_from_dict({"method": name})
-    with pytest.raises(ValueError, match=r"^method must be one of "):
-        method_class(name)
+    for call in (method_class, lambda name: method_from_dict({"method": name})):
+        with pytest.raises(ValueError, match=r"^method must be one of \[.*'cca'.*'lca'.*\], got "):
+            call(name)
 
 
-def test_the_closest_names_of_an_unknown_method_are_offered():
-    with pytest.raises(ValueError, match=r", got 'CCCA'; close: cca$"):
-        method_class("CCCA")
-    with pytest.raises(ValueError, match=r", got 'nothing'$"):
-        method_class("nothing")
+REFUSED = {
+    r", got 'CCCA'; close: cca$": {"method": "CCCA"},
+    r", got 'nothing'$": {"method": "nothing"},
+    r"cca: unknown settings \['groups'\]; known are \['group_size', ": {"method": "cca", "groups": 3},
+    r"dga: unknown settings \['entry_bits'\]": {"method": "dga", "entry_bits": 4},
+    "method must be one of": {},
+    "must be a dict, got 'cca'": "cca",
+    r"no setting index_bits any more: .* by the signs of their keys": {"method": "recall", "index_bits": 8},
+    r"recall: there is no setting index any more: .*, got index='sub_means'": {
+        "method": "recall",
+        "index": "sub_means",
+    },
+    r"dga: .* attention's scale, got weight_scale=1\.0": {"method": "dga", "weight_scale": 1.0},
+}
 
 
-def test_unknown_settings_are_refused():
-    with pytest.raises(ValueError, match=r"cca: unknown settings \['groups'\]; known are \['group_size', "):
-        method_from_dict({"method": "cca", "groups": 3})
-    with pytest.raises(ValueError, match="method must be one of"):
-        method_from_dict({})
-    with pytest.raises(ValueError, match="must be a dict, got 'cca'"):
-        method_from_dict("cca")
+@pytest.mark.parametrize(("message", "settings"), REFUSED.items(), ids=str)
+def test_what_is_no_settings_says_what_there_is(message, settings):
+    with pytest.raises(ValueError, match=message):
+        method_from_dict(settings)
 
 
 def test_a_removed_setting_is_read_where_it_says_what_holds_now():
     assert method_from_dict({"method": "dga", "window": 3, "weight_scale": None}) == DGA(window=3)
-    with pytest.raises(ValueError, match=r"no setting index_bits any more: .* by the signs of their keys"):
-        method_from_dict({"method": "recall", "index_bits": 8})
-    with pytest.raises(ValueError, match=r"recall: there is no setting index any more: .*, got index='sub_means'"):
-        method_from_dict({"method": "recall", "index": "sub_means"})
-    with pytest.raises(ValueError, match=r"dga: .* attention's scale, got weight_scale=1\.0"):
-        method_from_dict({"method": "dga", "weight_scale": 1.0})
 
 
 @pytest.mark.parametrize("thing", [None, ["cca"], CCA, 3, object()], ids=lambda x: type(x).__name__)

@@ -1,0 +1,232 @@
+"""Laws of attention over a prompt: nothing depends on a later token, every past token counts exactly once (in window
+baselines, those that are kept), and in its limits a method is dense attention.
+
+With equal scores and the value of token i a one at place i, an output *is* the weight of every token.
+"""
+
+import math
+
+import pytest
+import torch
+from grids import CPU_BACKENDS, grid
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import cases, oracle
+
+import condense
+from condense import CCA, DGA, LCA, Dense, LMInfinite, Recall, StreamingLLM
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+PROPERTY = settings(derandomize=True, deadline=None, max_examples=40)
+LENGTH = 45
+PADDING = torch.tensor([0, 6])
+# two numbers share a byte, so keys and values have an even width
+RECALLS = cases.RECALLS | {"store-4": Recall(group_size=4, window=5, num_recall=3, store_bits=4)}
+
+
+def run(method, backend, q, k, v):
+    return condense.attention(q, k, v, method=method, backend=backend, padding=PADDING, return_lse=True)
+
+
+def check_earlier_outputs(backend, method, dtype):
+    inputs = oracle.random_qkv(2, 4, 2, LENGTH, 4, 4, dtype=dtype)
+    before = run(method, backend, *inputs)
+    for t in (1, 7, 8, 12, 13, 19, 20, 31, 32, 44):
+        changed = [x.clone() for x in inputs]
+        for x in changed:
+            x[:, :, t] = 100 * x[:, :, t].flip(-1) + 1
+        after = run(method, backend, *changed)
+        for x, y in zip(before, after, strict=True):
+            assert torch.equal(x[:, :, :t], y[:, :, :t])
+        assert not torch.equal(before[0][:, :, t], after[0][:, :, t])
+
+
+@grid(36, backend=CPU_BACKENDS, method=cases.PLANS, dtype={"float64": torch.float64, "bfloat16": torch.bfloat16})
+def test_a_changed_token_leaves_earlier_outputs_bit_equal(backend, method, dtype):
+    check_earlier_outputs(backend, method, dtype)
+
+
+@pytest.mark.parametrize("method", RECALLS.values(), ids=RECALLS)
+def test_a_changed_token_leaves_earlier_outputs_of_recall_bit_equal(method):
+    check_earlier_outputs("auto", method, torch.float64)
+
+
+@pytest.mark.parametrize("name", ["dense", "streaming_llm", "cca-log_size", "lca-3-queries"])
+def test_a_changed_token_leaves_earlier_outputs_bit_equal_without_lse(backend, name):
+    q, k, v = oracle.random_qkv(2, 4, 2, LENGTH, 4, 4, dtype=torch.float32)
+    before = condense.attention(q, k, v, method=cases.PLANS[name], backend=backend)
+    for t in (1, 19, 32):
+        changed = [torch.cat([x[:, :, :t], 100 * x[:, :, t:] + 1], dim=2) for x in (q, k, v)]
+        after = condense.attention(*changed, method=cases.PLANS[name], backend=backend)
+        assert torch.equal(before[:, :, :t], after[:, :, :t])
+
+
+@grid(24, backend=CPU_BACKENDS, method=cases.PLANS)
+def test_gradients_of_later_tokens_are_exactly_zero(backend, method):
+    inputs = [x.requires_grad_() for x in oracle.random_qkv(2, 4, 2, LENGTH, 4, 4)]
+    out, lse = run(method, backend, *inputs)
+    for i in (7, 11, 12, 20, 32):
+        loss = out[:, :, i].square().sum() + lse[:, :, i].sum()
+        for x in torch.autograd.grad(loss, inputs, retain_graph=True):
+            assert bool((x[:, :, i + 1 :] == 0).all())
+            assert bool((x[:, :, i] != 0).any())
+
+
+AHEAD = cases.PROMPTS | {name: cases.SELECTIONS[name] for name in ("select", "select-log_size")}
+
+
+@pytest.mark.parametrize("method", AHEAD.values(), ids=AHEAD)
+def test_what_uses_the_whole_prompt_does_look_ahead(backend, method):
+    q, k, v = oracle.random_qkv(1, 2, 1, LENGTH, 4, 4)
+    before = condense.attention(q, k, v, method=method, backend=backend)
+    q[:, :, -1] *= -5
+    after = condense.attention(q, k, v, method=method, backend=backend)
+    assert not torch.equal(before[:, :, 20:-1], after[:, :, 20:-1])
+    assert method.layout.lookahead
+
+
+def weights(method, length, pads, backend, *, equal="queries"):
+    """The weight of each token ``[L, L]`` and the lse ``[L]``, positions counted from the first real token."""
+    q, k, _ = oracle.random_qkv(1, 2, 1, length + pads, 4, 1)
+    if equal == "queries":
+        q = torch.zeros_like(q)
+    else:
+        k, q = torch.ones_like(k) * k[:, :, :1], q * 0.1
+    v = torch.zeros(1, 1, length + pads, length, dtype=torch.float64)
+    v[0, 0, pads:] = torch.eye(length, dtype=torch.float64)
+    out, lse = condense.attention(
+        q, k, v, method=method, backend=backend, padding=torch.tensor([pads]), return_lse=True
+    )
+    offset = 0 if equal == "queries" else (q @ k[:, :, -1:].mT)[..., 0] * 4**-0.5
+    return out[0, 0, pads:], (lse - offset)[0, 0, pads:]
+
+
+def once(length):
+    """Each token up to the query's own has the same weight."""
+    return torch.ones(length, length, dtype=torch.float64).tril() / torch.arange(1, length + 1)[:, None]
+
+
+def check_each_counts_once(got, lse):
+    torch.testing.assert_close(got, once(len(got)), **EXACT)
+    torch.testing.assert_close(lse, torch.arange(1, len(got) + 1).double().log(), **EXACT)
+
+
+COUNTED = {
+    "cca": st.builds(
+        CCA,
+        group_size=st.integers(1, 9),
+        window=st.integers(0, 20),
+        summary=st.sampled_from(["last", "streaming", "prompt"]),
+        value_pooling=st.sampled_from(["mean", "weighted"]),
+        rep_bias=st.just("log_size"),
+    ),
+    "dga": st.builds(
+        DGA,
+        group_size=st.integers(1, 7),
+        window=st.sampled_from([0, 1, 5]),
+        gamma=st.sampled_from([0, 0.1, 0.37, 0.9, 1]),
+        min_focal=st.integers(0, 20),
+        selection=st.sampled_from(["streaming", "prompt"]),
+        focal=st.sampled_from(["random", "top"]),
+        seed=st.integers(0, 10**6),
+        rep_bias=st.just("log_size"),
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("methods", COUNTED.values(), ids=COUNTED)
+@PROPERTY
+@given(data=st.data(), length=st.integers(1, 70), pads=st.integers(0, 9), equal=st.sampled_from(["queries", "keys"]))
+def test_each_past_token_counts_once(backend, methods, data, length, pads, equal):
+    check_each_counts_once(*weights(data.draw(methods), length, pads, backend, equal=equal))
+
+
+@pytest.mark.parametrize("method", RECALLS.values(), ids=RECALLS)
+def test_each_past_token_counts_once_in_a_group_open_or_not(method):
+    method = method.replace(entry_bits=16)
+    if method.unchosen == "drop" or method.rep_bias == "none":
+        method = method.replace(unchosen="pool", rep_bias="log_size")
+    check_each_counts_once(*weights(method, 50, 0, "auto", equal="keys"))
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@PROPERTY
+@given(group_size=st.integers(1, 9), window=st.integers(0, 20), length=st.integers(1, 70))
+def test_without_bias_a_representative_counts_as_one_token(backend, group_size, window, length):
+    got, lse = weights(LCA(group_size=group_size, window=window, key_pooling="weighted"), length, 0, backend)
+    for t in range(length):
+        closed = max(0, t + 1 - window) // group_size
+        entries = closed + t + 1 - closed * group_size
+        assert math.isclose(lse[t], math.log(entries), rel_tol=1e-12, abs_tol=1e-12)
+        want = torch.zeros(length, dtype=torch.float64)
+        want[: closed * group_size] = 1 / group_size / entries
+        want[closed * group_size : t + 1] = 1 / entries
+        torch.testing.assert_close(got[t], want, **EXACT)
+
+
+BASELINES = {"streaming_llm": (StreamingLLM, "sink"), "lm_infinite": (LMInfinite, "n_global")}
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize(("method", "first"), BASELINES.values(), ids=BASELINES)
+@PROPERTY
+@given(kept=st.integers(0, 9), window=st.integers(1, 20), length=st.integers(1, 60), pads=st.integers(0, 9))
+def test_window_baselines_see_exactly_the_kept_tokens(backend, method, first, kept, window, length, pads):
+    got, lse = weights(method(window=window, **{first: kept}), length, pads, backend)
+    for t in range(length):
+        seen = sorted(set(range(min(kept, t + 1))) | set(range(max(0, t + 1 - window), t + 1)))
+        want = torch.zeros(length, dtype=torch.float64)
+        want[seen] = 1 / len(seen)
+        torch.testing.assert_close(got[t], want, **EXACT)
+        assert math.isclose(lse[t], math.log(len(seen)), rel_tol=1e-12, abs_tol=1e-12)
+
+
+def dense(q, k, v):
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~torch.ones(q.shape[2], q.shape[2]).tril().bool(), -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+LIMITS = [
+    Dense(),
+    CCA(group_size=4, window=64),
+    LCA(group_size=7, window=1000),
+    StreamingLLM(sink=2, window=64),
+    StreamingLLM(sink=64, window=1),
+    LMInfinite(n_global=0, window=100),
+    Recall(group_size=4, window=6, num_recall=99),
+]
+
+
+@pytest.mark.parametrize("method", LIMITS, ids=str)
+def test_limits_are_ordinary_causal_attention(backend, method):
+    """A window over all, all tokens kept, all groups open."""
+    for heads, length in ((6, 1), (2, 2), (4, 31), (6, 64)):
+        q, k, v = oracle.random_qkv(2, heads, 2, length, 8, 6)
+        got = condense.attention(q, k, v, method=method, backend=backend)
+        torch.testing.assert_close(got, dense(q, k, v), **EXACT)
+
+
+@grid(36, backend=CPU_BACKENDS, window=[0, 3, 100], summary=["last", "streaming", "prompt"], pooling=cases.POOLINGS)
+def test_groups_of_one_are_dense(backend, window, summary, pooling):
+    q, k, v = oracle.random_qkv(2, 4, 2, 41, 4, 4)
+    method = CCA(
+        group_size=1, window=window, summary=summary, key_pooling=pooling, value_pooling=pooling, rep_bias="log_size"
+    )
+    torch.testing.assert_close(condense.attention(q, k, v, method=method, backend=backend), dense(q, k, v), **EXACT)
+
+
+NAMES = ("cca", "cca-log_size", "cca-window0", "lca", "lca-9-queries", "cca-streaming")
+CLOSING = {name: cases.PLANS[name] for name in NAMES} | {
+    f"dga-{gamma}": DGA(group_size=4, gamma=gamma, window=window) for gamma, window in ((0, 0), (0.3, 1), (1, 5))
+}
+
+
+@pytest.mark.parametrize("method", CLOSING.values(), ids=CLOSING)
+def test_before_the_first_chunk_closes_it_is_dense(backend, method):
+    q, k, v = oracle.random_qkv(2, 4, 2, 41, 4, 4)
+    first = method.layout.rule.chunk + method.window - 1
+    got = condense.attention(q, k, v, method=method, backend=backend)
+    torch.testing.assert_close(got[:, :, :first], dense(q, k, v)[:, :, :first], **EXACT)
+    assert not torch.allclose(got[:, :, first], dense(q, k, v)[:, :, first])
