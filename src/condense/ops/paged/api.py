@@ -14,7 +14,6 @@ from torch import Tensor
 from condense.ops.backends import check_backend, step_backend
 from condense.ops.paged.groups import represent
 from condense.ops.paged.requests import read_requests
-from condense.ops.reference import paged as reference
 from condense.ops.step.call import OwnEntries
 from condense.ops.step.pages import NewTokens, PagedState
 from condense.ops.step.records import RECORD_UNIT, record_format
@@ -61,9 +60,6 @@ def read_paged(
             if backend != "auto":
                 raise ValueError(f"backend {backend!r} reads single entries in pages, not records; use backend='torch'")
             has_kernels = False
-    elif backend == "reference":
-        out.copy_(reference.read_paged(q, k, v, state, new, settings, scale=scale))
-        return
     # PyTorch's step reads all that a table has room for: a graph needs that, a CPU has none
     by_torch = settings.choice is not None and (backend == "torch" or (backend == "auto" and q.is_cuda))
     steps = new.num_steps if has_kernels or by_torch else 0
