@@ -36,7 +36,6 @@ def test_records_are_read_plain_and_compressed(tmp_path, name):
     path = tmp_path / name
     path.write_bytes(data)
     assert list(read_documents([path])) == DOCUMENTS
-    assert list(read_documents([path], kind="code")) == DOCUMENTS[1:]
 
 
 def test_bad_files_are_refused(tmp_path, tokenizer):

@@ -13,8 +13,7 @@ from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
 from condense.files import whole_folder
-from condense.tasks.documents import Skipped, read_documents
-from condense.tasks.hub import is_dataset
+from condense.tasks.documents import Skipped, is_dataset, read_documents
 
 _PIECE_CHARACTERS = 20_000
 _PIECES_PER_BATCH = 512

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from condense.tasks.hub import is_dataset, read_dataset
-
 _ZSTD_WINDOW = 2**27  # what `zstd --ultra --long=27` needs at most
 _NAMED = 3  # how many of the records left out are named in the report
+_PREFIX = "hf:"
+_ROWS = 1000  # of a dataset, read at a time
 
 
 @dataclass
@@ -34,30 +34,27 @@ class Skipped:
         return f"condense: records without usable text, left out: {self.count}: {'; '.join(self.first)}{more}"
 
 
-def read_documents(
-    paths: Sequence[str | Path], kind: str | None = None, *, skipped: Skipped | None = None
-) -> Iterator[str]:
+def read_documents(paths: Sequence[str | Path], *, skipped: Skipped | None = None) -> Iterator[str]:
     """The documents of text files and datasets, in order.
 
     ``.jsonl`` files have one JSON object per line with a ``text`` field, ``.parquet`` files a column ``text``; any
     other file is one document of UTF-8 text. Text and JSON lines may be compressed (``.zst``). A dataset is named as
-    ``hf:OWNER/NAME/CONFIG:SPLIT`` (see ``read_dataset``) and has a column ``text``.
+    ``hf:OWNER/NAME`` or ``hf:OWNER/NAME/CONFIG``, either also with ``:SPLIT``: any split that `datasets.load_dataset`
+    takes, such as ``train[:1%]``, by default ``train``; it has a column ``text``. The package datasets downloads it
+    into its own cache, or finds it there, and maps it into memory.
 
-    paths: files to read, and names of datasets. kind: of records, read only those whose ``kind`` has this value.
-    skipped: counts the records without text, which are left out; None: such a record raises.
-    Raises ValueError if a file is missing or is not what its name says, or needs a package that is not installed; for a
-    dataset as ``read_dataset``.
+    paths: files to read, and names of datasets. skipped: counts the records without text, which are left out; None:
+    such a record raises.
+    Raises ValueError for a missing file or one that is not what its name says, for a dataset that is named otherwise,
+    cannot be loaded or has no column ``text``, and where one needs a package that is not installed.
     """
     for path in map(Path, paths):
-        records = _records(path, kind is not None)
+        records = _records(path)
         if records is None:
             yield _text(path)
             continue
         for number, record in records:
-            is_record = isinstance(record, dict)
-            if is_record and kind is not None and record.get("kind") != kind:
-                continue
-            if is_record and isinstance(record.get("text"), str):
+            if isinstance(record, dict) and isinstance(record.get("text"), str):
                 yield record["text"]
             elif skipped is None:
                 raise ValueError(f"data: wanted records with a text field, got another line {number} in {path}")
@@ -74,15 +71,20 @@ def _text(path: Path) -> str:
             raise ValueError(f"data: wanted UTF-8 text, got {path}: {error}") from error
 
 
-def _records(path: Path, with_kind: bool) -> Iterator[tuple[int, Any]] | None:
+def is_dataset(source: str | Path) -> bool:
+    """True if a source of documents is the name of a dataset, False if it is a local file."""
+    return str(source).startswith(_PREFIX)
+
+
+def _records(path: Path) -> Iterator[tuple[int, Any]] | None:
     """The records of a file or dataset with their numbers from 1; None for a file that is one document."""
     if is_dataset(path):
-        return read_dataset(path, with_kind)
+        return _dataset(path)
     if not path.is_file():
         raise ValueError(f"data: wanted an existing text file, got {path}")
     suffixes = [suffix for suffix in path.suffixes if suffix != ".zst"]
     if suffixes and suffixes[-1] == ".parquet":
-        return _parquet(path, with_kind)
+        return _parquet(path)
     return _json_lines(path) if suffixes and suffixes[-1] == ".jsonl" else None
 
 
@@ -109,21 +111,43 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
                     yield number, None
 
 
-def _parquet(path: Path, with_kind: bool) -> Iterator[tuple[int, Any]]:
-    """The rows of a Parquet file with their numbers from 1: their text, and with_kind their kind."""
+def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    """The rows of a Parquet file with their numbers from 1: their text alone."""
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise ValueError(f"data: {path} needs pyarrow: pip install pyarrow") from error
     try:
         file = parquet.ParquetFile(path)
-        columns = ["text", "kind"] if with_kind else ["text"]
         if "text" not in file.schema_arrow.names:
             raise OSError(f"its columns are {', '.join(file.schema_arrow.names)}")
-        rows = (row for batch in file.iter_batches(columns=columns) for row in batch.to_pylist())
+        rows = (row for batch in file.iter_batches(columns=["text"]) for row in batch.to_pylist())
         yield from enumerate(rows, start=1)
     except (ArrowException, OSError) as error:
         raise ValueError(f"data: wanted a Parquet file with a column text, got {path}: {error}") from error
+
+
+def _dataset(source: Path) -> Iterator[tuple[int, Any]]:
+    """The rows of a dataset with their numbers from 1: their text alone."""
+    name, _, split = str(source).removeprefix(_PREFIX).partition(":")
+    owner, *rest = name.split("/")
+    if not 1 <= len(rest) <= 2 or not all((owner, *rest)):
+        raise ValueError(f"data: wanted a dataset as hf:OWNER/NAME or hf:OWNER/NAME/CONFIG[:SPLIT], got {source}")
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ValueError(f"data: {source} needs datasets: pip install datasets") from error
+    try:
+        rows = load_dataset(f"{owner}/{rest[0]}", *rest[1:], split=split or "train")
+    except Exception as error:  # of the many classes that the package and its clients raise
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"data: wanted a dataset that can be loaded, got {source}: {reason}") from error
+    if "text" not in rows.column_names:
+        raise ValueError(
+            f"data: wanted a dataset with a column text, got {source}: its columns are {', '.join(rows.column_names)}"
+        )
+    batches = rows.select_columns(["text"]).iter(batch_size=_ROWS)
+    yield from enumerate(({"text": text} for batch in batches for text in batch["text"]), start=1)
 
 
 @contextlib.contextmanager

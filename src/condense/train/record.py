@@ -6,7 +6,7 @@ from typing import Any
 
 from condense.results import plain, write_results
 from condense.tasks.corpus import sha256
-from condense.tasks.hub import is_dataset
+from condense.tasks.documents import is_dataset
 from condense.train.config import TrainConfig
 
 _RUN = "run.json"
