@@ -47,7 +47,7 @@ DEAR = {
     "triton_kernels/test_attend.py::test_entries_ahead_of_the_rules_own": 1,
     "triton_kernels/test_attend.py::test_is_one_well_formed_operation": 1,
     "triton_kernels/test_attend.py::test_output_lse_and_gradients_within_budget": 6,
-    "triton_kernels/test_documents.py::test_documents_within_budget": 4,
+    "triton_kernels/test_extras.py::test_documents_within_budget": 4,
     "triton_kernels/test_entry_bits.py::test_steps": 5,
     "triton_kernels/test_extras.py::test_steps_and_prompts": 3,
     "triton_kernels/test_growing_layer.py::test_a_first_token_is_a_prompt": 2,

@@ -7,7 +7,7 @@ import tomllib
 
 import pytest
 import typer
-from cli.test_commands import refused, run_here
+from cli.test_commands import run_here
 from transformers import AutoTokenizer
 
 import condense
@@ -62,12 +62,6 @@ def test_help_is_whole_at_80_columns(command, monkeypatch):
     assert [line for line in cut_off if not line.endswith(("]...", ", ..."))] == []
 
 
-def test_methods_from_text():
-    assert condense.Method.parse("cca:window=512,rep_bias=log_size") == condense.CCA(window=512, rep_bias="log_size")
-    with pytest.raises(ValueError, match=r"name=value, got '512' in 'cca:512'"):
-        condense.Method.parse("cca:512")
-
-
 def test_a_chat_message_in_two_parts(demo):
     _, tokenizer = demo
     assert chat_message(tokenizer, " a text\n", "Why?") == ("<s>[user] a text", "\n\nWhy? [end][assistant]")
@@ -88,19 +82,6 @@ def test_chat_needs_a_template():
     tokenizer = AutoTokenizer.from_pretrained(condense.demo_model()[0].name_or_path)
     with pytest.raises(ValueError, match="no chat template"):
         chat_message(tokenizer, "hello")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("compare", "--chat"), "--chat needs a text"),
-        (("generate", "hi", "--chat"), "no chat template"),
-        (("generate", "hi", "--device", "cpu", "--device-map", "auto"), "not both"),
-    ],
-    ids=["no-text", "no-template", "two-devices"],
-)
-def test_bad_input_is_one_line(arguments, said):
-    refused(said, *arguments)
 
 
 def test_eval_without_the_harness_says_what_to_install(monkeypatch, tmp_path):

@@ -79,13 +79,10 @@ def test_rows_end(decoder):
     assert torch.equal(one.generate(IDS[:1], max_new_tokens=NEW, eos_token_id=ends[0]), free[:, : 40 + first])
 
 
-def test_under_inference_mode(decoder):
+def test_under_inference_mode_and_without_gradients(decoder):
     with torch.inference_mode():
         first = decoder.generate(IDS, MASK, max_new_tokens=4)
     assert torch.equal(decoder.generate(IDS, MASK, max_new_tokens=4), first)
-
-
-def test_no_gradients(decoder):
     assert not decoder.prefill(IDS, MASK).requires_grad
     assert not decoder.step(IDS[:, 0]).requires_grad
 

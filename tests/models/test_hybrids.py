@@ -1,15 +1,19 @@
-"""Models with layers of other kinds (sliding window, linear attention, convolution) in static caches and graphs."""
+"""Models with layers of other kinds beside full attention (sliding window, linear attention, convolution), and models
+that add to attention: a logit per head in their softmax (GPT-OSS), a cap on their scores (Gemma 2).
+"""
 
 import pytest
 import torch
+from grids import grid
 from models import small, tiny
-from transformers import StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.cache_utils import StaticSlidingWindowLayer
 
 import condense
 from condense.caches import StaticCondensedLayer
 from condense.methods import StreamingLLM
 from condense.models import GraphDecoder, condensed_layers
+from condense.models.inspect import inspect
 
 CCA, LCA = condense.CCA(group_size=2, window=4), condense.LCA(group_size=4, window=8)
 # a sliding window of 6, with soft-capped scores and sink logits, too; chunks of 6; linear attention; a convolution;
@@ -22,35 +26,35 @@ PROMPT, NEW = 17, 9
 
 
 @pytest.fixture(params=MODELS)
-def model(request):
+def hybrid(request):
     return condense.apply(small.model(request.param), MODELS[request.param])
 
 
 @pytest.mark.parametrize("sizes", [(PROMPT, *[1] * NEW), (3, 9, 1, 13), (1,) * 26], ids=["prompt", "chunks", "steps"])
-def test_a_static_cache_equals_the_whole(model, sizes):
+def test_a_static_cache_equals_the_whole(hybrid, sizes):
     ids = tiny.tokens(2, sum(sizes))
-    cache = StaticCache(model.config.get_text_config(), max_cache_len=40)
-    out = tiny.in_chunks(model, ids, sizes, cache, torch.ones_like(ids))
-    torch.testing.assert_close(out, tiny.logits(model, ids), **ROUNDED)
-    assert all(isinstance(cache.layers[i], StaticCondensedLayer) for i in condensed_layers(model))
+    cache = StaticCache(hybrid.config.get_text_config(), max_cache_len=40)
+    out = tiny.in_chunks(hybrid, ids, sizes, cache, torch.ones_like(ids))
+    torch.testing.assert_close(out, tiny.logits(hybrid, ids), **ROUNDED)
+    assert all(isinstance(cache.layers[i], StaticCondensedLayer) for i in condensed_layers(hybrid))
     assert not any(isinstance(layer, StaticSlidingWindowLayer) for layer in cache.layers)
 
 
-@pytest.mark.parametrize("model", sorted(set(MODELS) - set(small.NO_STATIC_MASKS)), indirect=True)
-def test_padded_rows_and_beams_as_in_a_growing_cache(model):
+@pytest.mark.parametrize("hybrid", sorted(set(MODELS) - set(small.NO_STATIC_MASKS)), indirect=True)
+def test_padded_rows_and_beams_as_in_a_growing_cache(hybrid):
     ids, mask = tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (PROMPT, PROMPT - 4)])
     for beams in (1, 3):
         settings = {"attention_mask": mask, "num_beams": beams, "disable_compile": True}
-        static = tiny.generate(model, ids, cache_implementation="static", **settings)
-        assert torch.equal(static, tiny.generate(model, ids, **settings))
+        static = tiny.generate(hybrid, ids, cache_implementation="static", **settings)
+        assert torch.equal(static, tiny.generate(hybrid, ids, **settings))
 
 
-def test_a_graph_decodes_prompt_after_prompt(model):
-    decoder = GraphDecoder(model, batch_size=2, max_length=40)
+def test_a_graph_decodes_prompt_after_prompt(hybrid):
+    decoder = GraphDecoder(hybrid, batch_size=2, max_length=40)
     for seed in (1, 2):
         rows = [tiny.tokens(1, n, seed=n + seed)[0] for n in (PROMPT, PROMPT - 4)]
         ids, mask = tiny.left_padded(rows)
-        expected = tiny.generate(model, ids, attention_mask=mask)
+        expected = tiny.generate(hybrid, ids, attention_mask=mask)
         assert torch.equal(decoder.generate(ids, mask, max_new_tokens=tiny.NEW), expected)
 
 
@@ -66,3 +70,126 @@ def test_a_window_longer_than_the_cache():
 def test_a_stock_model_with_a_sliding_window_has_no_graph():
     with pytest.raises(ValueError, match="stock model's layers with a sliding window cannot be decoded by a graph"):
         GraphDecoder(small.model("gemma3_text"), batch_size=1, max_length=40)
+
+
+def test_with_a_dense_method_the_whole_model_is_stock():
+    model, ids = tiny.model("qwen2-mixed"), tiny.tokens()
+    padded, mask = tiny.left_padded([tiny.tokens(1, 40)[0], tiny.tokens(1, 61)[0]])
+    real, steps = mask.bool(), (1,) * tiny.LENGTH
+
+    def outputs():
+        return [
+            tiny.logits(model, ids),
+            *(tiny.in_chunks(model, ids, sizes) for sizes in (tiny.CHUNKS, steps)),
+            tiny.in_chunks(model, ids, tiny.CHUNKS, DynamicCache()),
+            tiny.logits(model, padded, attention_mask=mask)[real],
+            *(tiny.in_chunks(model, padded, sizes, mask=mask)[real] for sizes in (tiny.CHUNKS, steps)),
+        ]
+
+    stock, stock_tokens = outputs(), tiny.generate(model, padded, attention_mask=mask)
+    condense.apply(model, condense.Dense())
+    for a, b in zip(outputs(), stock, strict=True):
+        torch.testing.assert_close(a, b, **tiny.EXACT)
+    assert torch.equal(tiny.generate(model, padded, attention_mask=mask), stock_tokens)
+
+
+CASES = {name: ("qwen2-mixed", tiny.METHODS[name]) for name in ("cca", "streaming-6", "streaming-llm")}
+
+
+@grid(4, "model", model=CASES, sizes={"whole": (61,), "chunks": tiny.CHUNKS, "steps": (1,) * 61})
+def test_padded_rows_equal_single_ones(model, sizes):
+    rows = [tiny.tokens(1, n, seed=n)[0] for n in (40, 61, 44)]
+    ids, mask = tiny.left_padded(rows)
+    for row, out in zip(rows, tiny.in_chunks(model, ids, sizes, mask=mask), strict=True):
+        torch.testing.assert_close(out[-len(row) :], tiny.logits(model, row[None])[0], **tiny.EXACT)
+
+
+@pytest.mark.parametrize("choice", [tiny.CCA, {1: tiny.CCA}], ids=["all", "one"])
+def test_nothing_left_to_condense(choice):
+    model, ids = tiny.model("mistral-sliding"), tiny.tokens()
+    stock, message = tiny.logits(model, ids), "model has sliding windows in all layers"
+    message = "layer 1 has a sliding window and cannot be condensed" if isinstance(choice, dict) else message
+    for call in (condense.apply, lambda *args: inspect(*args, 100)):
+        with pytest.raises(ValueError, match=message):
+            call(model, choice)
+    assert torch.equal(tiny.logits(model, ids), stock)
+    assert not hasattr(model.config, "condense")
+
+
+LONG, READ = 22, 13
+SIZES = (READ, *[1] * (LONG - READ))
+FULL = {"layer_types": ["full_attention"] * 2}
+SAME = condense.CCA(group_size=1, window=0)
+ALL_OPEN = condense.Recall(group_size=2, window=4, num_recall=20)
+
+
+def capped(**changes):
+    """A stock model; "sdpa" of the oldest transformers would leave the cap out."""
+    made = small.model("gemma2", **FULL, **{"attn_logit_softcapping": 0.5} | changes)
+    made.set_attn_implementation("eager")
+    return made
+
+
+ADDING = {"sinks": lambda: small.model("gpt_oss", **FULL), "soft caps": capped}
+
+
+def test_the_cap_matters_here():
+    ids = tiny.tokens(1, LONG)
+    uncapped = capped(attn_logit_softcapping=None)
+    assert (tiny.logits(capped(), ids) - tiny.logits(uncapped, ids)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
+@pytest.mark.parametrize("method", [SAME, ALL_OPEN], ids=["groups of one", "all groups open"])
+@pytest.mark.parametrize("make", ADDING.values(), ids=ADDING)
+def test_is_the_stock_model(make, method, static):
+    model, ids = make(), tiny.tokens(2, LONG)
+    expected = tiny.logits(model, ids)
+    condense.apply(model, method)
+    torch.testing.assert_close(tiny.logits(model, ids), expected, rtol=0, atol=1e-6)
+    cache = StaticCache(model.config, max_cache_len=40) if static else None
+    torch.testing.assert_close(tiny.in_chunks(model, ids, SIZES, cache), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "rtol", "atol"),
+    [(ADDING["sinks"], "sinks", 1e-6, 1e-9), (capped, "q_proj.weight", 1e-5, 1e-8)],
+    ids=ADDING,
+)
+def test_gradients_are_those_of_the_stock_model(make, name, rtol, atol):
+    model, ids, grads = make(), tiny.tokens(2, LONG), []
+    for method in (None, SAME):
+        model.zero_grad()
+        if method is not None:
+            condense.apply(model, method)
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        grads.append([layer.self_attn.get_parameter(name).grad.clone() for layer in model.model.layers])
+    for stock, condensed in zip(*grads, strict=True):
+        assert stock.abs().max() > 0
+        torch.testing.assert_close(condensed, stock, rtol=rtol, atol=atol)
+
+
+def test_a_sparse_prompt_has_no_cap():
+    model = condense.apply(capped(), "vertical_slash")
+    with pytest.raises(ValueError, match=r"VerticalSlash\(\) has no soft-capped scores, got a cap of 0.5: use another"):
+        tiny.logits(model, tiny.tokens(1, LONG))
+
+
+@pytest.mark.parametrize("layers", [[0], None], ids=["one stays stock", "all condensed"])
+@pytest.mark.parametrize("method", [CCA, condense.Recall(group_size=2, window=4, num_recall=2)], ids=["cca", "recall"])
+def test_static_caches(method, layers):
+    model = condense.apply(ADDING["sinks"](), method, layers)
+    ids, mask = tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (LONG, LONG - 5)])
+    out = tiny.in_chunks(model, ids, SIZES, StaticCache(model.config, max_cache_len=40), mask)
+    growing = tiny.in_chunks(model, ids, SIZES, mask=mask)
+    torch.testing.assert_close(out[mask.bool()], growing[mask.bool()], rtol=0, atol=1e-6)
+    alone = tiny.logits(model, ids[:1])
+    torch.testing.assert_close(out[:1], alone, rtol=0, atol=1e-6)
+
+
+def test_saved_and_loaded(tmp_path):
+    model, ids = condense.apply(small.model("gpt_oss"), CCA), tiny.tokens(1, LONG)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, experts_implementation="eager").eval()
+    torch.testing.assert_close(tiny.logits(loaded, ids), tiny.logits(model, ids), rtol=0, atol=1e-6)
+    assert torch.equal(tiny.generate(loaded, ids), tiny.generate(model, ids))

@@ -1,9 +1,11 @@
-"""`condense.ops.pool` and `group_scores`: both backends equal the formulas; ties, gradients, rounding."""
+"""`condense.ops.pool`, `group_scores`, `summarize` and `pool_groups`: every backend of a CPU equals the formulas."""
 
 import pytest
 import torch
 
-from condense.ops import POOLINGS, group_scores, pool
+import condense
+from condense.functional import extend
+from condense.ops import POOLINGS, Chunks, SummarySpans, group_scores, pool, pool_groups, summarize
 
 BACKENDS = ["reference", "torch"]
 EXACT = {"rtol": 1e-13, "atol": 1e-13}
@@ -84,3 +86,160 @@ def test_pool_no_groups(backend, how):
     x, scores = groups(shape=(2, 3, 0, 5, 6))
     assert pool(x, scores, how=how, backend=backend).shape == (2, 3, 0, 6)
     assert group_scores(x[:, :, :, 0], x, scale=1.0, backend=backend).shape == (2, 3, 0, 5)
+
+
+B, H, K, L, D, Q = 2, 6, 2, 23, 5, 7
+
+
+def numbers(*values):
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def draw(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def by_definition(q, tail, windows):
+    """Every position of every window, one after another."""
+    out = torch.zeros(B, K, windows.num, D, dtype=q.dtype)
+    for b in range(B):
+        start, before, after = (int(x[b]) for x in windows[:3])
+        for j in range(windows.num):
+            positions = [
+                p for p in range(start + j * windows.stride, start + j * windows.stride + windows.size) if p >= 0
+            ]
+            for head in range(K):
+                queries = []
+                for p in positions:
+                    if p < before:
+                        queries.append(tail[b, head, Q - (before - p)])
+                    elif p < after:
+                        column = L - (after - p)
+                        queries.append(sum(q[b, head * 3 + r, column] for r in range(3)) / 3)
+                out[b, head, j] = sum(queries, torch.zeros(D, dtype=q.dtype)) / max(1, len(positions))
+    return out
+
+
+WINDOWS = {
+    "tiles": SummarySpans(numbers(3, 3), numbers(0, 0), numbers(23, 23), 5, 4, 4),
+    "last queries": SummarySpans(numbers(3, 3), numbers(0, 0), numbers(23, 23), 5, 1, 4),
+    "gaps": SummarySpans(numbers(2, 2), numbers(0, 0), numbers(23, 23), 4, 3, 5),
+    "overlap": SummarySpans(numbers(0, 0), numbers(0, 0), numbers(23, 23), 3, 9, 4),
+    "one at the end": SummarySpans(numbers(10, 10), numbers(0, 0), numbers(23, 23), 1, 13, 4),
+    "from the tail": SummarySpans(numbers(15, 15), numbers(20, 20), numbers(43, 43), 5, 6, 4),
+    "only the tail": SummarySpans(numbers(14, 14), numbers(20, 20), numbers(43, 43), 6, 1, 1),
+    "past the end": SummarySpans(numbers(38, 38), numbers(20, 20), numbers(43, 43), 3, 4, 4),
+    "rows apart": SummarySpans(numbers(15, 3), numbers(20, 8), numbers(43, 23), 4, 4, 4),
+    "before the rows' start": SummarySpans(numbers(-3, -12), numbers(0, 0), numbers(23, 17), 3, 10, 4),
+    "rows alike before their start": SummarySpans(numbers(-3, -3), numbers(0, 0), numbers(23, 23), 3, 10, 4),
+    "nothing new in a row": SummarySpans(numbers(15, 14), numbers(20, 20), numbers(43, 20), 6, 1, 1),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("windows", WINDOWS.values(), ids=WINDOWS)
+def test_summarize(windows, backend):
+    q, tail = draw(B, H, L, D), draw(B, K, Q if windows.before.max() else 0, D, seed=1)
+    torch.testing.assert_close(summarize(q, tail, windows, backend=backend), by_definition(q, tail, windows), **EXACT)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", [name for name in WINDOWS if name != "only the tail"])
+def test_summarize_gradients(name, backend):
+    windows = WINDOWS[name]
+    q, tail = draw(B, H, L, D).requires_grad_(), draw(B, K, Q if windows.before.max() else 0, D, seed=1)
+    weight = draw(B, K, windows.num, D, seed=2)
+    got, want = (
+        torch.autograd.grad((out * weight).sum(), q)
+        for out in (summarize(q, tail, windows, backend=backend), by_definition(q, tail, windows))
+    )
+    torch.testing.assert_close(got, want, **EXACT)
+
+
+@pytest.mark.parametrize("name", ["tiles", "last queries", "gaps", "overlap", "one at the end", "rows apart"])
+def test_queries_outside_the_windows_do_not_matter(name):
+    windows = WINDOWS[name]
+    q, tail = draw(B, H, L, D), draw(B, K, Q if windows.before.max() else 0, D, seed=1)
+    want = summarize(q, tail, windows, backend="torch")
+    weight = draw(B, K, windows.num, D, seed=2)
+    for b in range(B):
+        start, _, after = (int(x[b]) for x in windows[:3])
+        for p in range(after - L, after):
+            begins = [start + j * windows.stride for j in range(windows.num)]
+            if not any(begin <= p < begin + windows.size for begin in begins):
+                q[b, :, L - (after - p)] = torch.nan
+    assert bool(q.isnan().any())
+    q.requires_grad_()
+    out = summarize(q, tail, windows, backend="torch")
+    assert torch.equal(out, want)
+    (grad,) = torch.autograd.grad((out * weight).sum(), q)
+    assert bool((grad[q.isnan()] == 0).all())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_mean_query_is_rounded_before_the_window_is_averaged(dtype, backend):
+    """So that a cache may keep mean queries: the same, to the bit, whether they come from the tail or are new."""
+    q = draw(B, H, L, D, dtype=dtype)
+    none = q.new_empty(B, K, 0, D)
+    each = summarize(q, none, SummarySpans(numbers(0, 0), numbers(0, 0), numbers(L, L), L, 1, 1), backend=backend)
+    means = each.to(dtype)
+    assert each.dtype == torch.float32
+    assert torch.equal(means.float(), each)
+    assert bool(((each - q.float().unflatten(1, (K, 3)).mean(2)).abs() > 0).any())
+    windows = SummarySpans(numbers(1, 1), numbers(0, 0), numbers(L, L), 5, 4, 4)
+    whole = summarize(q, none, windows, backend=backend)
+    later = windows._replace(before=numbers(7, 7))
+    assert torch.equal(summarize(q[:, :, 7:], means[:, :, :7], later, backend=backend), whole)
+    torch.testing.assert_close(whole, means[:, :, 1:21].float().unflatten(2, (5, 4)).mean(3), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("how", POOLINGS)
+@pytest.mark.parametrize("start", [(2, 2), (0, 5)], ids=["rows alike", "rows apart"])
+def test_pool_groups_is_scores_and_pooling_of_each_row(start, how, backend):
+    k, v, summary = draw(2, 3, 20, 4), draw(2, 3, 20, 6, seed=1), draw(2, 3, 5, 4, seed=2)
+    columns = torch.tensor(start)[:, None] + 3 * torch.arange(5)
+    key, value = pool_groups(
+        Chunks(k, v, columns, 5, 3, 0), summary, scale=0.3, key_pooling=how, value_pooling="weighted", backend=backend
+    )
+    for b, first in enumerate(start):
+        groups_k, groups_v = (x[b : b + 1, :, first : first + 15].unflatten(2, (5, 3)) for x in (k, v))
+        scores = group_scores(summary[b : b + 1], groups_k, scale=0.3)
+        torch.testing.assert_close(key[b : b + 1], pool(groups_k, scores, how=how), **EXACT)
+        torch.testing.assert_close(value[b : b + 1], pool(groups_v, scores, how="weighted"), **EXACT)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pool_groups_past_the_end_are_finite_and_values_may_be_missing(backend):
+    both = draw(1, 2, 10, 4).expand(2, -1, -1, -1)
+    for how in POOLINGS:
+        key, value = pool_groups(
+            Chunks(both, both[..., :0], torch.tensor([[0, 3, 6, 9], [3, 6, 9, 12]]), 4, 3, 0),
+            draw(2, 2, 4, 4), scale=1.0, key_pooling=how, value_pooling=how, backend=backend,
+        )  # fmt: skip
+        assert bool(key.isfinite().all())
+        assert value.shape == (2, 2, 4, 0)
+
+
+@pytest.mark.parametrize("group", [1, 4, 7])
+def test_chunks_are_represented_alike_wherever_they_stand_in_the_window(group):
+    method = condense.LCA(group_size=group)
+    k, v, summary = draw(2, 2, 3 * group, 4), draw(2, 2, 3 * group, 5, seed=1), draw(2, 2, 3, 4, seed=2)
+    wide_k, wide_v = (torch.nn.functional.pad(x, (0, 0, 5, 2)) for x in (k, v))
+    alone, inside = (
+        method.represent(Chunks(*window, start, 3, group, 0), summary, scale=0.4, backend="torch")
+        for window, start in (((k, v), 0), ((wide_k, wide_v), torch.tensor([[5, 5 + group, 5 + 2 * group]])))
+    )
+    assert all(torch.equal(x, y) for x, y in zip(alone, inside, strict=True))
+
+
+def test_extend_with_the_groups_own_last_queries_looks_at_no_other():
+    method = condense.CCA(group_size=4, window=3)
+    q, k, v = draw(1, 4, 21, 4), draw(1, 2, 21, 4, seed=1), draw(1, 2, 21, 4, seed=2)
+    want, _ = extend(method, None, q, k, v, scale=0.5)
+    q[:, :, [i for i in range(21) if i % 4 != 3]] = torch.nan
+    got, past = extend(method, None, q, k, v, scale=0.5)
+    assert torch.equal(got.entries.k, want.entries.k)
+    assert torch.equal(got.entries.v, want.entries.v)
+    assert past.mean_q.shape == (1, 2, 0, 4)

@@ -121,10 +121,7 @@ def test_an_unadapted_model_is_warned_of(serve, stock, caplog):
         (["--method", "recall-host"], "use store='device', as recall-device does"),
         (["--method", "dense@0+dga@rest"], "layers 1-2: method must be one of Recall"),
         (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype must be auto"),
-        (
-            ["--kv_cache_dtype=fp8", "--speculative-config", "{}"],
-            "must be auto",
-        ),
+        (["--kv_cache_dtype=fp8", "--speculative-config", "{}"], "must be auto"),
         (["--kv_cache_dtype=fp8", "--speculative-config", "{}"], "; --speculative-config is not served"),
         (["--method", "dga", "-tp", "3"], "model.generate; --tensor-parallel-size must divide the model's 2 KV heads"),
     ],

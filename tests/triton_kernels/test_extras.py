@@ -1,13 +1,19 @@
-"""What models add to attention (soft caps, sink logits) in the kernels: interpreted in float32 on a CPU, compiled on a
-GPU.
+"""What models add to attention (soft caps, sink logits), and packed documents, in the kernels: interpreted in float32
+on a CPU, on a GPU in every dtype and for Hopper too.
+
+Held to the definition in float64, documents one by one, by twice the error of the torch backend in the same dtype.
 """
 
 import pytest
 import torch
 from extras_cases import METHODS, SCALE, context_of, every_kind, qkv, steps
+from oracles import oracle
 from speed.budget import judge
 
+import condense
 from condense.caches import static
+from condense.ops.hopper import limits as hopper_limits
+from condense.ops.triton import limits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [("cca", torch.float32), ("recall", torch.float32)]
@@ -51,3 +57,66 @@ def test_gradients(name, kind):
     want = gradients("torch", torch.float64, "cpu")
     plain, got = (gradients(backend, torch.float32, DEVICE) for backend in ("torch", "triton"))
     assert judge([x.cpu() for x in got], want, [x.cpu() for x in plain]).passed
+
+
+CUDA = DEVICE == "cuda"
+DTYPES = limits.DTYPES if CUDA else [torch.float32]
+BACKENDS = ["triton", "hopper"] if CUDA and torch.cuda.get_device_capability() == (9, 0) else ["triton"]
+# on a GPU tiles are four times as wide, and so are documents there
+SIZE, WIDTH = (8, 128) if CUDA else (1, 16)
+PACKED = {
+    "last": condense.CCA(group_size=4, window=6 * SIZE),
+    "streaming": condense.CCA(group_size=4, window=5 * SIZE, summary="streaming", rep_bias="matched"),
+    "more queries than groups apart": condense.CCA(
+        group_size=3, window=2, summary="streaming", num_summary_queries=11, rep_bias="log_size"
+    ),
+    "sinks": condense.StreamingLLM(sink=3, window=5),
+    "dga": condense.DGA(group_size=4, gamma=0.3, window=2, focal="random", rep_bias="log_size"),
+}
+# one token, whole groups, shorter than the window, across several tiles, an odd rest
+LENGTHS = [1, 8 * SIZE, 0, 3, 29 * SIZE, 11 * SIZE + 3]
+MARKS = torch.tensor([0, *LENGTHS]).cumsum(0)
+
+
+def results(method, inputs, weight, backend):
+    """Output, log-sum-exp and gradients."""
+    out, lse = condense.attention(*inputs, method=method, cu_seqlens=MARKS, backend=backend, return_lse=True)
+    grads = torch.autograd.grad((out * weight.to(out)).sum() + lse.sum(), inputs)
+    return [x.detach().cpu() for x in (out, lse, *grads)]
+
+
+def check(method, dtype, backend):
+    low = oracle.random_qkv(1, 4, 2, int(MARKS[-1]), WIDTH, WIDTH, dtype=dtype)
+    weight = oracle.random_qkv(1, 4, 1, int(MARKS[-1]), WIDTH, 1, seed=3)[0].to(dtype)
+    lanes = {"reference": {"dtype": torch.float64}, "torch": {"device": DEVICE}, backend: {"device": DEVICE}}
+    want, yardstick, got = (
+        results(method, [x.to(**target).requires_grad_() for x in low], weight, name) for name, target in lanes.items()
+    )
+    assert judge(got, want, yardstick).passed
+
+
+# every method in one dtype, one method in every dtype
+PACKED_CASES = [
+    (name, dtype, backend)
+    for name in PACKED
+    for dtype in DTYPES
+    for backend in BACKENDS
+    if (name == "streaming" or dtype == DTYPES[0]) and (backend == "triton" or dtype in hopper_limits.DTYPES)
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "backend"), PACKED_CASES, ids=str)
+def test_documents_within_budget(name, dtype, backend):
+    check(PACKED[name], dtype, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
+def test_no_tile_reads_keys_of_an_earlier_document(backend):
+    """NaN there would reach every query of a tile that reads it, masked or not."""
+    dtype, length = torch.bfloat16 if CUDA else torch.float32, 32 * SIZE
+    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(1, 4, 2, 3 * length, WIDTH, WIDTH, dtype=dtype))
+    marks = torch.tensor([0, length, 2 * length, 3 * length])
+    k[:, :, :length], v[:, :, :length] = torch.nan, torch.nan
+    out = condense.attention(q, k, v, method=PACKED["sinks"], cu_seqlens=marks, backend=backend)
+    assert bool(out[:, :, length:].isfinite().all())
