@@ -3,8 +3,6 @@
 Parity, causality, gradients and settings are those of every method; see `cases.PLANS` and `cases.SELECTIONS`.
 """
 
-import math
-
 import pytest
 import torch
 from grids import CPU_BACKENDS, grid
@@ -17,7 +15,7 @@ from two_sources import attend_to
 import condense
 from condense import DGA
 from condense.functional import extend
-from condense.methods.prompt import FocalTokens, Grouping, focal_prompt
+from condense.methods.dga import FocalPrompt
 from condense.ops import Chunks, importance
 from condense.ops.tensors.sampling import sampled_queries
 from condense.ops.torch import importance as torch_importance
@@ -55,8 +53,8 @@ def test_each_past_token_counts_once_whatever_is_focal(data, g, groups):
         focal[b, h, order[: int(num_focal[b])]] = True
     q, k, _ = oracle.random_qkv(2, 4, K, L, 3, 1)
     v = torch.eye(L, dtype=torch.float64).expand(2, K, L, L)
-    grouping = Grouping(size=g, scale=0.3, complementary=True, bias=math.log(g))
-    prompt = focal_prompt(q * 0, k, v, FocalTokens(focal, num_focal, tokens), grouping, backend="torch")
+    reader = FocalPrompt(condense.DGA(group_size=g, selection="prompt", rep_bias="log_size"))
+    prompt = reader.with_focal(q * 0, k, v, focal, num_focal, tokens, scale=0.3, backend="torch")
     for x in (y for span in prompt.context.spans.spans for y in span):
         assert bool((x.diff(dim=-1) >= 0).all())
     out, _ = attend_to(prompt.context, q * 0, scale=1.0)

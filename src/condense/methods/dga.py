@@ -16,12 +16,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from condense.config import Removed, check_bool, check_choice, check_int, check_number
-from condense.methods.base import Method, Prompt, PromptPlan
+from condense.methods.base import Context, Method, Prompt, PromptPlan
 from condense.methods.grouped import REP_BIASES, RepBias
-from condense.methods.layout import ChunkPooling, Layout, Lookahead
-from condense.methods.prompt import FocalTokens, Grouping, exact_prompt, focal_prompt, highest, take
-from condense.ops import Chunks, UniformRule, group_scores, importance, matched_bias, pool
-from condense.ops.tensors.per_row import PerRow, map_rows
+from condense.methods.layout import ChunkPooling, FirstEntries, Layout, Lookahead
+from condense.methods.prompt import chosen_columns, exact_prompt, highest, real_columns, take
+from condense.ops import (
+    ArraySpans,
+    Chunks,
+    Source,
+    Span,
+    UniformRule,
+    group_scores,
+    importance,
+    matched_bias,
+    pool,
+)
+from condense.ops.tensors.per_row import PerRow, broadcast_rows, map_rows
 from condense.ops.tensors.sampling import scramble
 
 
@@ -184,11 +194,72 @@ class FocalPrompt(NamedTuple):
             sample = plan.sample(B, method.num_recent, method.num_random, method.seed, q.device)
             scores = importance(q, k, sample, scale=scale, backend=backend)
         focal = highest(scores, num_focal, tokens).expand(-1, K, -1)
-        bias = math.log(method.group_size) if method.rep_bias == "log_size" else 0.0
-        grouping = Grouping(method.group_size, scale, method.complementary, bias)
-        return focal_prompt(q, k, v, FocalTokens(focal, num_focal, tokens), grouping, backend=backend)
+        return self.with_focal(q, k, v, focal, num_focal, tokens, scale=scale, backend=backend)
+
+    def with_focal(
+        self, q: Tensor, k: Tensor, v: Tensor, focal: Tensor, num_focal: Tensor, tokens: Tensor, *, scale: float,
+        backend: str,
+    ) -> Prompt:  # fmt: skip
+        """The prompt of chosen focal tokens and groups of the others (Algorithms 1 and 2).
+
+        focal: bool ``[B, K, L]``. num_focal, tokens: focal and real tokens of each row, int64 CPU ``[B]``.
+
+        Entries: both, in order of their last token. Window: the grouped tokens. Query t sees the entries whose last
+        token is at or before t, and those tokens of the window that are at or before t and in a group that is not
+        complete at t. So it sees each token up to t once. If not ``complementary``, it sees at most its own token of
+        the window.
+        """
+        method, g, L = self.method, self.method.group_size, k.shape[2]
+        grouped = real_columns(tokens, L, k.device) & ~focal
+        focal_seen, grouped_seen = focal.cumsum(2), grouped.cumsum(2)
+        complete = grouped_seen // g
+        closing = grouped & (grouped_seen % g == 0)
+        first = complete * g if method.complementary else grouped_seen - (grouped & ~closing).long()
+        last_entry = focal_seen + complete
+        spans = ArraySpans((Span(torch.zeros_like(last_entry), last_entry), Span(first, grouped_seen)))
+
+        members = chosen_columns(grouped, int((tokens - num_focal).max()))
+        window_k, window_v = take(k, members), take(v, members)
+        num_groups = (tokens - num_focal) // g
+        summary = _mean_queries(q, members[:, :, g - 1 :: g], num_groups)
+        members_k, members_v = (x.unflatten(2, (-1, g)) for x in (window_k, window_v))
+        scores = group_scores(summary, members_k, scale=scale, backend=backend)
+        groups_k, groups_v = (pool(x, scores, how="weighted", backend=backend) for x in (members_k, members_v))
+
+        num_entries = num_focal + num_groups
+        ends = chosen_columns(focal | closing, int(num_entries.max()))
+        is_group = closing.gather(2, ends)
+        number = (complete.gather(2, ends) - 1).clamp(min=0)
+        entries_k, entries_v = (
+            torch.where(is_group[..., None], take(groups, number), take(exact, ends))
+            for groups, exact in ((groups_k, k), (groups_v, v))
+        )
+        bias = is_group.double() * math.log(g) if method.rep_bias == "log_size" else None
+
+        def kept() -> tuple[Tensor, Tensor]:
+            # Later queries see all of these entries, so their order is free: focal tokens first, so that a number is
+            # enough to tell them from groups (`condense.methods.FirstEntries`).
+            past_end = torch.arange(is_group.shape[2], device=k.device) >= broadcast_rows(num_entries, 3, k.device)
+            order = is_group.to(torch.int8).masked_fill(past_end, 2).argsort(stable=True)
+            return take(entries_k.detach(), order), take(entries_v.detach(), order)
+
+        context = Context((Source(entries_k, entries_v, bias), Source(window_k, window_v)), spans)
+        return Prompt(context, FirstEntries.of(num_entries, num_focal), kept)
 
     def num_entries(self, tokens: PerRow) -> PerRow:
         """Number of focal tokens and groups in prompts of ``tokens`` tokens."""
         focal = self.method.prompt_focal(tokens)
         return focal + (tokens - focal) // self.method.group_size
+
+
+def _mean_queries(q: Tensor, columns: Tensor, num_groups: Tensor) -> Tensor:
+    """Summary queries ``[B, K, G, D]`` in the dtype of q: the query in ``columns`` ``[B, K, G]``, averaged over heads.
+
+    num_groups: groups of each row, int64 CPU ``[B]``. In rows with fewer than G the others get 0: their column may be
+    padding, which may hold NaN.
+    """
+    K, G = columns.shape[1:]
+    queries = take(q.unflatten(1, (K, -1)), columns[:, :, None].expand(-1, -1, q.shape[1] // K, -1))
+    mean = queries.mean(2, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    absent = torch.arange(G, device=q.device) >= broadcast_rows(num_groups, 3, q.device)
+    return mean.masked_fill(absent[..., None], 0)
