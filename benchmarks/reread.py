@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 import condense
 from condense.evaluate.compare import attention_of
-from condense.evaluate.paired import Cell
+from condense.evaluate.intervals import Cell
 from condense.models.inspect import inspect
 from condense.results import refuse_existing, write_results
 from condense.tasks import SequenceBuilder, encode_corpus, load_words

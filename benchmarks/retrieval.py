@@ -10,8 +10,8 @@ from rich.progress import Progress
 from transformers import PreTrainedModel
 
 from condense.config import check_choice, check_int
+from condense.evaluate.compare import in_eval_mode
 from condense.evaluate.intervals import Proportion
-from condense.evaluate.modes import in_eval_mode
 from condense.models import MethodChoice, use
 from condense.tasks import PasskeySequence
 

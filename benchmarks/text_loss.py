@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from condense.config import check_int
-from condense.evaluate.modes import in_eval_mode
+from condense.evaluate.compare import in_eval_mode
 from condense.models import MethodChoice, use
 from condense.tasks import SequenceBuilder
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from condense.evaluate.paired import LEAST_FOUND, Cell
+from condense.evaluate.intervals import LEAST_FOUND, Cell
 
 TOKENS = ("key", "other", "copy", "identifier")
 TASKS = ("number", "shared", "several", "chain")

@@ -7,8 +7,7 @@ import random
 
 import pytest
 
-from condense.calibration.allocate import best_within, greedy_path
-from condense.calibration.curve import most_bytes
+from condense.calibration.curve import best_within, greedy_path, most_bytes
 
 
 def test_an_example_by_hand():

@@ -13,7 +13,7 @@ from condense.cli.main import app
 from condense.demo import demo_model, demo_text
 from condense.evaluate import verify as verify_module
 from condense.evaluate.far_text import NEEDS, needs_far
-from condense.evaluate.paired import MOST_NATS, Cell
+from condense.evaluate.intervals import MOST_NATS, Cell
 from condense.evaluate.verify import ALL_OPEN, DENSE, WINDOW, VerifyConfig, verify
 from condense.evaluate.verify_report import verdict
 from condense.evaluate.verify_texts import TASKS, verify_texts

@@ -18,7 +18,7 @@ from condense.functional import extend
 from condense.methods.dga import FocalPrompt
 from condense.ops import Chunks, importance
 from condense.ops.tensors.sampling import sampled_queries
-from condense.ops.torch import importance as torch_importance
+from condense.ops.torch import pool as torch_pool
 from condense.plan import ForwardPlan
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -184,7 +184,7 @@ def test_importance_finds_what_the_queries_look_at():
 @grid(5, backend=CPU_BACKENDS, block=[1, 1000, 1 << 24], sampled=[(1, 0), (3, 4), (64, 64)])
 def test_importance_is_the_papers(backend, monkeypatch, block, sampled):
     recent, random = sampled
-    monkeypatch.setattr(torch_importance, "_BLOCK", block)
+    monkeypatch.setattr(torch_pool, "_BLOCK", block)
     L, pads = 30, (0, 11, 30)
     q, k, _ = oracle.random_qkv(3, 4, 2, L, 3, 1)
     method = DGA(selection="prompt", num_recent=recent, num_random=random, seed=9)

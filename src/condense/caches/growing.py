@@ -18,8 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from condense.caches.base import CondensedCacheLayer
-from condense.caches.request import ReadRequest, refuse_other_dtype
+from condense.caches.base import CondensedCacheLayer, ReadRequest, refuse_other_dtype
 from condense.caches.ring import RingState
 from condense.caches.store import Store
 from condense.functional import extend

@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from condense.caches.base import ReadRequest, refuse_other_dtype
 from condense.caches.buffers import Room, new_buffers, read_state, static_bias, with_room, write_state
 from condense.caches.fixed import Expected, FixedCacheLayer, HostCounts
-from condense.caches.request import ReadRequest, refuse_other_dtype
 from condense.caches.store import PinnedCopies, Store
 from condense.functional import extend
 from condense.methods import NO_FIRST, Context, FirstEntries, Method, Reread, step_settings

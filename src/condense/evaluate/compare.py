@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from condense.caches import CondensedCacheLayer, cache_nbytes
@@ -141,6 +141,18 @@ def attention_of(model: PreTrainedModel, choice: MethodChoice) -> Iterator[None]
         choice = {i: method for i, method in chosen_methods(model, choice).items() if not isinstance(method, Dense)}
     with nullcontext() if isinstance(choice, Dense) or not choice else use(model, choice):
         yield
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """``model.eval()`` for the length of a ``with`` block; afterwards each module is in the mode it was in before."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 @torch.no_grad()

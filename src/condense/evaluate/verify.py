@@ -9,10 +9,8 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from condense.config import check_int
-from condense.evaluate.compare import attention_of
-from condense.evaluate.intervals import Proportion
-from condense.evaluate.modes import in_eval_mode
-from condense.evaluate.paired import LEAST_FOUND, Cell
+from condense.evaluate.compare import attention_of, in_eval_mode
+from condense.evaluate.intervals import LEAST_FOUND, Cell, Proportion
 from condense.evaluate.verify_texts import (
     BINS,
     DEPTHS,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from condense.evaluate.paired import LEAST_FOUND, MOST_BOUND, MOST_LOST, MOST_NATS
+from condense.evaluate.intervals import LEAST_FOUND, MOST_BOUND, MOST_LOST, MOST_NATS
 from condense.evaluate.verify import ALL_OPEN, DENSE, WINDOW, Verified
 from condense.evaluate.verify_texts import TASKS
 

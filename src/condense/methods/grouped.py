@@ -1,4 +1,4 @@
-"""Groups of g tokens, one entry each: the common base of CCA and LCA, which differ in defaults only.
+"""Groups of g tokens, one entry each: CCA (Chen et al., ICML 2025) and LCA, which differ in defaults only.
 
 Shapes: B rows, K KV heads, N tokens of the window, G groups, D and Dv widths, d_c latent width.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -161,3 +161,29 @@ class LatentGroups(Method):
 
     def __str__(self) -> str:
         return str(self.groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CCA(GroupPooling):
+    """Core Context Aware attention: a group becomes one core token by the weights of its last query.
+
+    The defaults are the paper's (group 16, window 1024, keys and values weighted); see `GroupPooling` for
+    the settings. Entries are made per KV head, of keys that the model has rotated already.
+    """
+
+    name: ClassVar[str] = "cca"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LCA(GroupPooling):
+    """Latent-Condensed attention: keys (positional) anchored at one token, values (semantic) weighted.
+
+    On the latents of MLA, the positional part is the rope key and the semantic part the latent; one set of weights
+    and one anchor serve all heads.
+    Weights come from the mean of the newest g queries at the moment a group leaves the window, which is the
+    paper's decode rule, used everywhere. See `GroupPooling` for the settings.
+    """
+
+    name: ClassVar[str] = "lca"
+    summary: Summary = "streaming"
+    key_pooling: Pooling = "select"

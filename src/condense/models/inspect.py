@@ -10,9 +10,8 @@ from torch import nn
 from condense.config import check_int
 from condense.methods import DGA, Dense, Method, Reread, step_settings
 from condense.models.apply import attention_layers, chosen_methods
-from condense.models.cached_bytes import DTYPES, CachedHeads
 from condense.models.choice import MethodChoice
-from condense.models.counts import chooses_from_prompt, kept_on_device, sum_closed, sum_opened
+from condense.models.counts import DTYPES, CachedHeads, chooses_from_prompt, kept_on_device, sum_closed, sum_opened
 from condense.models.families import is_latent, sliding_window
 from condense.ops import ChoiceSettings
 from condense.ops.triton.limits import settings_obstacle

@@ -67,18 +67,18 @@ class Backend:
 
 
 def _reference() -> Operations:
-    from condense.ops.reference import attend, importance, pool, recall
+    from condense.ops.reference import attend, pool, recall
 
     return Operations(
-        attend.attend, recall.attend_recall, pool.summarize, pool.group_scores, pool.pool, None, importance.importance
+        attend.attend, recall.attend_recall, pool.summarize, pool.group_scores, pool.pool, None, pool.importance
     )
 
 
 def _torch() -> Operations:
-    from condense.ops.torch import attend, importance, pool, recall
+    from condense.ops.torch import attend, pool, recall
 
     return Operations(
-        attend.attend, recall.attend_recall, pool.summarize, pool.group_scores, pool.pool, None, importance.importance
+        attend.attend, recall.attend_recall, pool.summarize, pool.group_scores, pool.pool, None, pool.importance
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import shutil
 import time
@@ -11,16 +12,52 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from transformers import Trainer
 
 from condense.models import use
 from condense.train.config import PhaseConfig
 from condense.train.loss import TokenLoss, token_loss
 from condense.train.optimizer import MasterAdamW, parameter_groups
-from condense.train.teacher import Teacher
 
 COMPLETE = "complete"  # the file in a checkpoint that all processes have finished
+
+
+class Teacher:
+    """Gives the dense self's logits.
+
+    With adapters (LoRA) it is the model itself with its adapters off and takes no memory. Otherwise it is a frozen copy
+    of all weights, in the dtype they are loaded in, on every GPU; or spread over them (``sharded``), as FSDP2 spreads
+    the model. Either way a step has one more forward pass.
+
+    model: as training begins, with stock attention. device: where the copy goes. sharded: spread it over the processes.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, *, sharded: bool = False) -> None:
+        self._model: Any = None
+        if hasattr(model, "disable_adapter"):
+            return
+        self._model = copy.deepcopy(model).requires_grad_(False).eval()
+        if sharded:
+            layers = [part for part in self._model.modules() if isinstance(part, nn.ModuleList)]
+            for layer in max(layers, key=len):
+                fully_shard(layer)
+            fully_shard(self._model)
+        else:
+            self._model.to(device)
+
+    @torch.no_grad()
+    def logits(self, student: Any, **inputs: Tensor) -> Tensor:
+        """``[B, L, V]``, by stock attention; ``student``: the model in training; inputs: the model's, ``[B, L]``."""
+        if self._model is not None:
+            return self._model(**inputs, use_cache=False).logits
+        training = student.training
+        student.eval()
+        with student.disable_adapter():
+            logits: Tensor = student(**inputs, use_cache=False).logits
+        student.train(training)
+        return logits
 
 
 class MixedTrainer(Trainer):

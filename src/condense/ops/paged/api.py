@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from condense.ops.backends import check_backend, step_backend
-from condense.ops.paged.groups import represent
-from condense.ops.paged.requests import read_requests
+from condense.ops.paged.requests import read_requests, represent
 from condense.ops.step.call import OwnEntries
 from condense.ops.step.pages import NewTokens, PagedState
 from condense.ops.step.records import RECORD_UNIT, record_format

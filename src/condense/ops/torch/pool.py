@@ -1,4 +1,4 @@
-"""The `torch` backend of summaries and pooling; any device, differentiable.
+"""The `torch` backend of summaries, pooling and importance; any device, all but importance differentiable.
 
 Shapes: B rows, H query heads, K KV heads, L new queries, Q mean queries kept from earlier calls, D width,
 G spans of S queries or groups of c tokens.
@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from condense.ops.tensors.right_aligned import head_mean
+from condense.ops.tensors.sampling import Sample
 from condense.ops.types import SummaryColumns, SummarySpans
+
+# scores that are computed at a time, over all rows, heads and keys
+_BLOCK = 1 << 24
 
 
 def summarize(q: Tensor, tail: Tensor, spans: SummarySpans | SummaryColumns) -> Tensor:
@@ -102,3 +106,21 @@ def pool(x: Tensor, scores: Tensor, *, how: str) -> Tensor:
         return x.amax(3)
     anchor = scores.argmax(-1)[..., None, None].expand(*x.shape[:3], 1, x.shape[4])
     return x.gather(3, anchor)[..., 0, :]
+
+
+def importance(q: Tensor, k: Tensor, sample: Sample, *, scale: float) -> Tensor:
+    """See `condense.ops.importance`. Blocks of sampled queries against all keys, so memory is linear in L."""
+    (B, H, L, D), K = q.shape, k.shape[1]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    keys = k.to(wide).mT
+    column = torch.arange(L, device=q.device)
+    total = keys.new_zeros(B, K, L)
+    size = max(1, _BLOCK // (B * H * L))
+    for at in sample.columns.split(size, 1):
+        queries = q.gather(2, at.clamp(min=0)[:, None, :, None].expand(B, H, -1, D)).unflatten(1, (K, -1)).to(wide)
+        scores = queries.flatten(2, 3) @ keys * scale
+        visible = (column <= at[..., None]) & (column >= sample.start[..., None])
+        hidden = ~visible[:, None, None].expand(-1, -1, H // K, -1, -1).flatten(2, 3)
+        # rows without a query (-1) see no key: their softmax is NaN and is set to 0
+        total += scores.masked_fill_(hidden, float("-inf")).softmax(-1).masked_fill_(hidden, 0.0).sum(2)
+    return total
