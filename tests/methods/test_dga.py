@@ -15,7 +15,6 @@ from two_sources import attend_to
 import condense
 from condense import DGA
 from condense.functional import extend
-from condense.methods.dga import FocalPrompt
 from condense.ops import Chunks, importance
 from condense.ops.tensors.sampling import sampled_queries
 from condense.ops.torch import pool as torch_pool
@@ -53,8 +52,8 @@ def test_each_past_token_counts_once_whatever_is_focal(data, g, groups):
         focal[b, h, order[: int(num_focal[b])]] = True
     q, k, _ = oracle.random_qkv(2, 4, K, L, 3, 1)
     v = torch.eye(L, dtype=torch.float64).expand(2, K, L, L)
-    reader = FocalPrompt(condense.DGA(group_size=g, selection="prompt", rep_bias="log_size"))
-    prompt = reader.with_focal(q * 0, k, v, focal, num_focal, tokens, scale=0.3, backend="torch")
+    method = condense.DGA(group_size=g, selection="prompt", rep_bias="log_size")
+    prompt = method.with_focal(q * 0, k, v, focal, num_focal, tokens, scale=0.3, backend="torch")
     for x in (y for span in prompt.context.spans.spans for y in span):
         assert bool((x.diff(dim=-1) >= 0).all())
     out, _ = attend_to(prompt.context, q * 0, scale=1.0)

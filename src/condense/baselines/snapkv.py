@@ -7,7 +7,7 @@ Shapes: B rows, K KV heads, L tokens, D width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from condense.config import check_int
 from condense.methods.base import Method, Prompt, PromptPlan
-from condense.methods.layout import EACH_TOKEN, FirstEntries, Layout, Lookahead
+from condense.methods.layout import FirstEntries, Layout, Lookahead, first_tokens
 from condense.methods.prompt import exact_prompt, highest, kept_tokens
-from condense.ops import UniformRule, importance
+from condense.ops import importance
 from condense.ops.tensors.per_row import PerRow, map_rows
 
 
@@ -48,28 +48,21 @@ class SnapKV(Method):
     @property
     def layout(self) -> Layout:
         """Tokens after the prompt stay as they are."""
-        rule = UniformRule(chunk=1, window=None, max_chunks=0)
-        return Layout(rule, pooling=EACH_TOKEN, lookahead=Lookahead(False, "streaming_llm or recall"))
+        return first_tokens(window=None, kept=0, lookahead=Lookahead(False, "streaming_llm or recall"))
 
     @property
-    def prompt_reader(self) -> VotedPrompt:
+    def prompt_reader(self) -> SnapKV:
         """Reads the whole prompt, then evicts tokens."""
-        return VotedPrompt(self)
-
-
-class VotedPrompt(NamedTuple):
-    """The prompt reader of `SnapKV`, a `condense.methods.base.PromptReader`."""
-
-    method: SnapKV
+        return self
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, plan: PromptPlan, *, scale: float, backend: str) -> Prompt:
         """Dense attention; kept are the tokens with the most votes."""
         B = k.shape[0]
         tokens = plan.tokens(B)
         prompt = exact_prompt(k, v, tokens)
-        if int(tokens.max()) <= self.method.budget:
+        if int(tokens.max()) <= self.budget:
             return prompt
-        sample = plan.sample(B, self.method.window, 0, 0, q.device)
+        sample = plan.sample(B, self.window, 0, 0, q.device)
         with torch.no_grad():
             votes = self.votes(importance(q, k, sample, scale=scale, backend=backend))
             counts = self.num_entries(tokens)
@@ -80,11 +73,11 @@ class VotedPrompt(NamedTuple):
 
     def votes(self, scores: Tensor) -> Tensor:
         """Numbers that rank the tokens, ``[B, K, L]``, from the sampled queries' weights; infinite in the window."""
-        before = scores[..., : -self.method.window]
-        size = self.method.kernel_size
+        before = scores[..., : -self.window]
+        size = self.kernel_size
         pooled = F.max_pool1d(before, size, stride=1, padding=size // 2)
-        return F.pad(pooled, (0, self.method.window), value=float("inf"))
+        return F.pad(pooled, (0, self.window), value=float("inf"))
 
     def num_entries(self, tokens: PerRow) -> PerRow:
         """Tokens of the prompt that stay."""
-        return map_rows(lambda n: min(n, self.method.budget), tokens)
+        return map_rows(lambda n: min(n, self.budget), tokens)

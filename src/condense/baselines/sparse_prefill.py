@@ -7,7 +7,6 @@ Shapes: B rows, H query heads, K KV heads, L tokens in N blocks of `BLOCK`, D an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +14,9 @@ from torch.nn import functional as F
 
 from condense.baselines.blocks import BLOCK, SparseKeys, sparse_attention
 from condense.methods.base import Context, Method, Prompt, PromptPlan
-from condense.methods.layout import EACH_TOKEN, Layout, Lookahead
+from condense.methods.layout import Layout, Lookahead, first_tokens
 from condense.methods.prompt import exact_prompt
-from condense.ops import NO_EXTRAS, Extras, RuleSpans, UniformRule
+from condense.ops import NO_EXTRAS, Extras, RuleSpans
 from condense.ops.tensors.per_row import PerRow, as_rows
 
 
@@ -28,13 +27,12 @@ class SparsePrefill(Method):
     @property
     def layout(self) -> Layout:
         """All tokens stay."""
-        rule = UniformRule(chunk=1, window=None, max_chunks=0)
-        return Layout(rule, pooling=EACH_TOKEN, lookahead=Lookahead(False, "cca or recall"))
+        return first_tokens(window=None, kept=0, lookahead=Lookahead(False, "cca or recall"))
 
     @property
-    def prompt_reader(self) -> SparsePrompt:
+    def prompt_reader(self) -> SparsePrefill:
         """Reads the whole prompt in one forward, because its last queries choose keys for all queries."""
-        return SparsePrompt(self)
+        return self
 
     def choose(self, q: Tensor, k: Tensor, *, scale: float) -> SparseKeys:
         """The keys for a prompt of one row, q ``[1, H, L, D]`` and k ``[1, K, L, D]``."""
@@ -101,12 +99,6 @@ class SparsePrefill(Method):
         if dropout_p > 0:
             raise ValueError(f"{self} has no dropout: set the model's attention_dropout to 0, got {dropout_p}")
 
-
-class SparsePrompt(NamedTuple):
-    """The prompt reader of a `SparsePrefill`, a `condense.methods.base.PromptReader`."""
-
-    method: SparsePrefill
-
     def read(self, q: Tensor, k: Tensor, v: Tensor, plan: PromptPlan, *, scale: float, backend: str) -> Prompt:
         """Keep all tokens and choose keys; the context's ``extra`` holds the chosen blocks and columns, row by row.
 
@@ -117,7 +109,7 @@ class SparsePrompt(NamedTuple):
         prompt = exact_prompt(k, v, tokens)
         if v.shape[3] == 0:
             return prompt
-        chosen = self.method.choose_rows(q, k, tokens, scale=scale)
+        chosen = self.choose_rows(q, k, tokens, scale=scale)
         return prompt._replace(context=prompt.context._replace(extra=tuple(x for keys in chosen for x in keys)))
 
     def num_entries(self, tokens: PerRow) -> PerRow:

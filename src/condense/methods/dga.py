@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -125,9 +125,9 @@ class DGA(Method):
         )
 
     @property
-    def prompt_reader(self) -> FocalPrompt | None:
-        """The reader of the paper's prefill with ``selection="prompt"``, else None."""
-        return FocalPrompt(self) if self.selection == "prompt" else None
+    def prompt_reader(self) -> DGA | None:
+        """Reads the whole prompt, as in the paper's prefill, with ``selection="prompt"``."""
+        return self if self.selection == "prompt" else None
 
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
         """The paper's decode rule: the tokens with the highest scores stay, the others become one weighted mean."""
@@ -173,25 +173,19 @@ class DGA(Method):
             numbers = numbers + torch.arange(chunks.num, device=device)[None]
         return scramble(numbers[..., None] * c + torch.arange(c, device=device), self.seed)[:, None]
 
-
-class FocalPrompt(NamedTuple):
-    """The prompt reader of `DGA` with ``selection="prompt"``, a `condense.methods.base.PromptReader`."""
-
-    method: DGA
-
     def read(self, q: Tensor, k: Tensor, v: Tensor, plan: PromptPlan, *, scale: float, backend: str) -> Prompt:
         """The paper's prefill (Algorithm 1): rank all tokens, keep the highest, group the others."""
-        method, (B, K, L, _) = self.method, k.shape
+        B, K, L, _ = k.shape
         tokens = plan.tokens(B)
-        num_focal = method.prompt_focal(tokens)
+        num_focal = self.prompt_focal(tokens)
         assert isinstance(num_focal, Tensor)
         if torch.equal(num_focal, tokens):
             return exact_prompt(k, v, tokens)
-        if method.focal == "random":  # by position and seed alone
+        if self.focal == "random":  # by position and seed alone
             starts = (tokens - L).to(k.device, non_blocking=True)
-            scores = scramble(torch.arange(L, device=k.device) + starts[:, None], method.seed)[:, None]
+            scores = scramble(torch.arange(L, device=k.device) + starts[:, None], self.seed)[:, None]
         else:
-            sample = plan.sample(B, method.num_recent, method.num_random, method.seed, q.device)
+            sample = plan.sample(B, self.num_recent, self.num_random, self.seed, q.device)
             scores = importance(q, k, sample, scale=scale, backend=backend)
         focal = highest(scores, num_focal, tokens).expand(-1, K, -1)
         return self.with_focal(q, k, v, focal, num_focal, tokens, scale=scale, backend=backend)
@@ -209,12 +203,12 @@ class FocalPrompt(NamedTuple):
         complete at t. So it sees each token up to t once. If not ``complementary``, it sees at most its own token of
         the window.
         """
-        method, g, L = self.method, self.method.group_size, k.shape[2]
+        g, L = self.group_size, k.shape[2]
         grouped = real_columns(tokens, L, k.device) & ~focal
         focal_seen, grouped_seen = focal.cumsum(2), grouped.cumsum(2)
         complete = grouped_seen // g
         closing = grouped & (grouped_seen % g == 0)
-        first = complete * g if method.complementary else grouped_seen - (grouped & ~closing).long()
+        first = complete * g if self.complementary else grouped_seen - (grouped & ~closing).long()
         last_entry = focal_seen + complete
         spans = ArraySpans((Span(torch.zeros_like(last_entry), last_entry), Span(first, grouped_seen)))
 
@@ -234,7 +228,7 @@ class FocalPrompt(NamedTuple):
             torch.where(is_group[..., None], take(groups, number), take(exact, ends))
             for groups, exact in ((groups_k, k), (groups_v, v))
         )
-        bias = is_group.double() * math.log(g) if method.rep_bias == "log_size" else None
+        bias = is_group.double() * math.log(g) if self.rep_bias == "log_size" else None
 
         def kept() -> tuple[Tensor, Tensor]:
             # Later queries see all of these entries, so their order is free: focal tokens first, so that a number is
@@ -248,8 +242,8 @@ class FocalPrompt(NamedTuple):
 
     def num_entries(self, tokens: PerRow) -> PerRow:
         """Number of focal tokens and groups in prompts of ``tokens`` tokens."""
-        focal = self.method.prompt_focal(tokens)
-        return focal + (tokens - focal) // self.method.group_size
+        focal = self.prompt_focal(tokens)
+        return focal + (tokens - focal) // self.group_size
 
 
 def _mean_queries(q: Tensor, columns: Tensor, num_groups: Tensor) -> Tensor:

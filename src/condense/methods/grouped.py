@@ -15,7 +15,7 @@ from torch import Tensor
 from condense.config import check_bits, check_bool, check_choice, check_int
 from condense.methods.base import Method
 from condense.methods.layout import ChunkPooling, Layout, Lookahead
-from condense.ops import POOLINGS, Chunks, Pooling, UniformRule, matched_bias, pool_groups
+from condense.ops import POOLINGS, Chunks, Pooling, UniformRule, make_entries, matched_bias, pool_groups
 
 Summary = Literal["last", "streaming", "prompt"]
 RepBias = Literal["none", "log_size", "matched"]
@@ -94,31 +94,10 @@ class GroupPooling(Method):
 
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
         """One entry per group (CCA Eq. 2 and 3, LCA Eq. 6 to 8): scores, key and value in one pass over the window."""
-        k, v, *lse = self.pool(chunks, summary, scale=scale, backend=backend)
-        return k, v, *self.biases(summary, k, lse, scale=scale, backend=backend)
-
-    def biases(
-        self, summary: Tensor | None, k: Tensor, lse: list[Tensor], *, scale: float, backend: str
-    ) -> tuple[Tensor, ...]:
-        """The `matched_bias` of entries with keys k, alone in a tuple; an empty one if their biases are not matched."""
-        if summary is None or not lse:
-            return ()
-        return (matched_bias(summary, k, lse[0], scale=scale, backend=backend),)
-
-    def pool(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
-        """Pooled keys ``[B, K, G, D]`` and values ``[B, K, G, Dv]``, in the widths that the chunks have.
-
-        After them, if biases are matched, the log-sum-exp of every group's scores ``[B, K, G]``.
-        """
-        return pool_groups(
-            chunks,
-            summary,
-            scale=scale,
-            key_pooling=self.key_pooling,
-            value_pooling=self.value_pooling,
-            return_lse=self.rep_bias == "matched",
-            backend=backend,
-        )
+        return make_entries(
+            chunks, summary, scale=scale, key_pooling=self.key_pooling, value_pooling=self.value_pooling,
+            matched=self.rep_bias == "matched", backend=backend,
+        )  # fmt: skip
 
     def for_latents(self, latent_width: int) -> Method:
         """The method that pools rope keys by ``key_pooling`` and latents by ``value_pooling``.
@@ -153,11 +132,15 @@ class LatentGroups(Method):
         of the absorbed queries. Returns ``[B, 1, G, D]``, ``[B, 1, G, 0]`` and matched biases, if any.
         """
         # one call pools both parts: whole entries as keys, of which the rope part is kept, and latents as their values
-        d_c = self.latent_width
+        d_c, groups = self.latent_width, self.groups
         latents = chunks._replace(window_v=chunks.window_k[..., :d_c])
-        positional, semantic, *lse = self.groups.pool(latents, summary, scale=scale, backend=backend)
+        positional, semantic, *lse = pool_groups(
+            latents, summary, scale=scale, key_pooling=groups.key_pooling, value_pooling=groups.value_pooling,
+            return_lse=groups.rep_bias == "matched", backend=backend,
+        )  # fmt: skip
         entries = torch.cat([semantic, positional[..., d_c:]], dim=-1)
-        return entries, entries[..., :0], *self.groups.biases(summary, entries, lse, scale=scale, backend=backend)
+        biases = [matched_bias(summary, entries, x, scale=scale, backend=backend) for x in lse if summary is not None]
+        return entries, entries[..., :0], *biases
 
     def __str__(self) -> str:
         return str(self.groups)

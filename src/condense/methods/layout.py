@@ -119,6 +119,6 @@ def check_layout(layout: Layout) -> None:
 EACH_TOKEN = ChunkPooling("mean", "mean")
 
 
-def first_tokens(window: int | None, kept: int) -> Layout:
+def first_tokens(window: int | None, kept: int, lookahead: Lookahead | None = None) -> Layout:
     """A layout without pooling: the first ``kept`` tokens, as entries, and the last ``window``, None for all tokens."""
-    return Layout(UniformRule(chunk=1, window=window, max_chunks=kept), pooling=EACH_TOKEN)
+    return Layout(UniformRule(chunk=1, window=window, max_chunks=kept), pooling=EACH_TOKEN, lookahead=lookahead)

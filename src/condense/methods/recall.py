@@ -34,8 +34,7 @@ from condense.ops import (
     UniformRule,
     attend,
     attend_recall,
-    matched_bias,
-    pool_groups,
+    make_entries,
 )
 from condense.ops.recall import (
     GroupIndex,
@@ -179,12 +178,11 @@ class Recall(Method):
         kept = *build_index(tokens_k), self.store_format.pack(tokens_k, tokens_v)
         if self.unchosen == "drop":
             return tokens_k[:, :, :, 0, :0], tokens_v[:, :, :, 0, :0], *kept
-        k, v, *lse = pool_groups(
+        entries = make_entries(
             chunks, summary, scale=scale, key_pooling=self.key_pooling, value_pooling=self.value_pooling,
-            return_lse=self.rep_bias == "matched", backend=backend,
+            matched=self.rep_bias == "matched", backend=backend,
         )  # fmt: skip
-        biases = [matched_bias(summary, k, x, scale=scale, backend=backend) for x in lse if summary is not None]
-        return k, v, *biases, *kept
+        return *entries, *kept
 
     def check_attention(self, *, scale: float, dropout_p: float, extras: Extras = NO_EXTRAS) -> None:
         """Raise ValueError for attention dropout and for a scale that is not positive."""

@@ -9,16 +9,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from condense.config import check_int, check_number
 from condense.methods.base import Method, Prompt, PromptPlan
-from condense.methods.layout import EACH_TOKEN, Layout, Lookahead
+from condense.methods.layout import Layout, Lookahead, first_tokens
 from condense.methods.prompt import exact_prompt
-from condense.ops import UniformRule
 from condense.ops.extras import soft_cap
 from condense.ops.tensors.per_row import PerRow, map_rows
 
@@ -55,13 +54,12 @@ class Reread(Method):
     @property
     def layout(self) -> Layout:
         """Tokens after the prompt stay as they are."""
-        rule = UniformRule(chunk=1, window=None, max_chunks=0)
-        return Layout(rule, pooling=EACH_TOKEN, lookahead=Lookahead(False, "recall"))
+        return first_tokens(window=None, kept=0, lookahead=Lookahead(False, "recall"))
 
     @property
-    def prompt_reader(self) -> WholePrompt:
+    def prompt_reader(self) -> Reread:
         """Reads the whole prompt and keeps it until it is read again."""
-        return WholePrompt(self)
+        return self
 
     def for_latents(self, latent_width: int) -> Reread:
         """The method itself: latents are one KV head, which scores by all query heads."""
@@ -109,19 +107,13 @@ class Reread(Method):
         ]
         return kept, counts
 
-
-class WholePrompt(NamedTuple):
-    """The prompt reader of `Reread`, a `condense.methods.base.PromptReader`: all tokens, until they are read again."""
-
-    method: Reread
-
     def read(self, q: Tensor, k: Tensor, v: Tensor, plan: PromptPlan, *, scale: float, backend: str) -> Prompt:
         """Dense attention; all tokens are kept."""
         return exact_prompt(k, v, plan.tokens(k.shape[0]))
 
     def num_entries(self, tokens: PerRow) -> PerRow:
         """Tokens that stay in the end, on the mean over the layers."""
-        return map_rows(self.method.num_kept, tokens)
+        return map_rows(self.num_kept, tokens)
 
 
 def largest_weights(q: Tensor, k: Tensor, lse: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:

@@ -152,6 +152,27 @@ def pool_groups(
     return (*pooled, scores.logsumexp(-1)) if return_lse else pooled
 
 
+def make_entries(
+    groups: Chunks,
+    summary: Tensor | None,
+    *,
+    scale: float,
+    key_pooling: Pooling,
+    value_pooling: Pooling,
+    matched: bool,
+    backend: str,
+) -> tuple[Tensor, ...]:
+    """`pool_groups`, and after keys and values the entries' `matched_bias`, if ``matched``."""
+    k, v, *lse = pool_groups(
+        groups, summary, scale=scale, key_pooling=key_pooling, value_pooling=value_pooling, return_lse=matched,
+        backend=backend,
+    )  # fmt: skip
+    if not matched:
+        return k, v
+    assert summary is not None
+    return k, v, matched_bias(summary, k, lse[0], scale=scale, backend=backend)
+
+
 def decode_step(call: StepCall, own: OwnEntries, *, backend: str) -> Tensor:
     """Read one token per row into the state, in place, and attend; `condense.ops.step.call` defines the step.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -122,6 +122,8 @@ BACKENDS = {
         ),
     )
 }
+# those with kernels, in the order in which "auto" tries them
+_KERNELS = ("hopper", "triton")
 
 
 def check_backend(backend: str) -> str:
@@ -139,39 +141,42 @@ def resolve_backend(backend: str, problem: Problem) -> str:
     takes "torch" where nothing is condensed).
     Raises ValueError for an unknown backend, and for an explicit one that cannot run.
     """
-    if check_backend(backend) != "auto":
-        return _explicit(backend, BACKENDS[backend].attend_obstacle(problem))
-    if problem.device.type == "cuda" and problem.num_queries > 1:
-        for name in ("hopper", "triton"):
-            if BACKENDS[name].attend_obstacle(problem) is None and BACKENDS[name].is_fast(problem):
-                return name
-    return "torch"
+    names = _KERNELS if problem.num_queries > 1 else ()
+    return _resolve(
+        backend, problem.device, names, lambda each: each.attend_obstacle(problem), lambda each: each.is_fast(problem)
+    )
 
 
 def resolve_recall(backend: str, q: Tensor, sources: RecallSources, choice: Choice, *, softcap: float) -> str:
-    """The backend of `condense.ops.attend_recall`, chosen as in `resolve_backend`, but "auto" always tries "hopper".
-
-    Raises ValueError for an unknown backend, and for an explicit one that cannot run.
-    """
-    if check_backend(backend) != "auto":
-        return _explicit(backend, BACKENDS[backend].recall_obstacle(q, sources, choice, softcap=softcap))
-    if q.device.type == "cuda" and q.shape[2] > 1:
-        for name in ("hopper", "triton"):
-            if BACKENDS[name].recall_obstacle(q, sources, choice, softcap=softcap) is None:
-                return name
-    return "torch"
+    """The backend of `condense.ops.attend_recall`, chosen as in `resolve_backend`, but "auto" always tries "hopper"."""
+    names = _KERNELS if q.shape[2] > 1 else ()
+    return _resolve(backend, q.device, names, lambda each: each.recall_obstacle(q, sources, choice, softcap=softcap))
 
 
 def resolve_pooling(backend: str, device: torch.device, dtype: torch.dtype, widths: tuple[int, ...]) -> str:
-    """The backend that makes summary queries and entries: as `resolve_backend`, but by the limits of pooling.
-
-    Raises ValueError for an unknown backend, and for an explicit one that cannot run.
-    """
+    """The backend that makes summary queries and entries: as `resolve_backend`, but by the limits of pooling."""
     problem = Problem(device, dtype, widths)
+    return _resolve(backend, device, ("triton",), lambda each: each.pool_obstacle(problem))
+
+
+def _resolve(
+    backend: str,
+    device: torch.device,
+    names: Sequence[str],
+    obstacle_of: Callable[[Backend], str | None],
+    is_fast: Callable[[Backend], bool] = lambda each: True,
+) -> str:
+    """The backend asked for; "auto" is on CUDA the first fast one of ``names`` without an obstacle, else "torch".
+
+    Raises ValueError for an unknown backend, and for one that was asked for and cannot run.
+    """
     if check_backend(backend) != "auto":
-        return _explicit(backend, BACKENDS[backend].pool_obstacle(problem))
-    if device.type == "cuda" and BACKENDS["triton"].pool_obstacle(problem) is None:
-        return "triton"
+        if (obstacle := obstacle_of(BACKENDS[backend])) is not None:
+            raise ValueError(f"backend {backend!r} {obstacle}; use backend={BACKENDS[backend].instead!r}")
+        return backend
+    for name in names if device.type == "cuda" else ():
+        if obstacle_of(BACKENDS[name]) is None and is_fast(BACKENDS[name]):
+            return name
     return "torch"
 
 
@@ -192,10 +197,3 @@ def step_backend(
         return "torch"
     obstacle = triton_limits.step_obstacle(device, dtype, widths, settings, latent=latent, entries=entries)
     return "torch" if obstacle else "triton"
-
-
-def _explicit(backend: str, obstacle: str | None) -> str:
-    """The backend that the caller named. Raises ValueError if something keeps it from running."""
-    if obstacle is not None:
-        raise ValueError(f"backend {backend!r} {obstacle}; use backend={BACKENDS[backend].instead!r}")
-    return backend

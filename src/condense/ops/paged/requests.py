@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from condense.ops.api import attend, attend_recall, matched_bias, pool_groups, summarize
+from condense.ops.api import attend, attend_recall, make_entries, summarize
 from condense.ops.recall.choice import IndexChoice
 from condense.ops.recall.index import GroupIndex, build_index
 from condense.ops.recall.sources import RecallSources
@@ -171,12 +171,11 @@ def represent(
         kept = *build_index(tokens[0]), settings.store_format.pack(*tokens)
         if not settings.choice.pool:
             return tokens[0][:, :, :, 0, :0], tokens[1][:, :, :, 0, :0], *kept
-    k, v, *lse = pool_groups(
+    entries = make_entries(
         chunks, summary, scale=scale, key_pooling=settings.key_pooling, value_pooling=settings.value_pooling,
-        return_lse=settings.matched, backend=backend,
+        matched=settings.matched, backend=backend,
     )  # fmt: skip
-    biases = [matched_bias(summary, k, x, scale=scale, backend=backend) for x in lse if summary is not None]
-    return k, v, *biases, *kept
+    return *entries, *kept
 
 
 def _load(pages: Pages, row: int, start: int, stop: int) -> Tensor:
