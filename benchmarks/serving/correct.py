@@ -134,7 +134,7 @@ def engine(args):
     settings = {
         "dtype": args.dtype, "max_model_len": 4096, "max_num_seqs": 8,
         "max_num_batched_tokens": args.batched_tokens, "enable_prefix_caching": args.prefix_caching,
-        "kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.05, "tensor_parallel_size": args.ranks,
+        "kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.02, "tensor_parallel_size": args.ranks,
         "pipeline_parallel_size": args.stages, "disable_custom_all_reduce": True,
     }  # fmt: skip
     if len(variants) > 1:

@@ -19,6 +19,7 @@ from vllm.sampling_params import RequestOutputKind
 import condense
 from condense.methods import settings_of
 from condense.models import choice_from_text, parse_layers
+from condense.serving.blocks import blocks_of_request
 
 METHOD = condense.CCA(summary="streaming", key_pooling="select", rep_bias="log_size")
 VLLM = vllm.__version__
@@ -34,9 +35,11 @@ LLAMA = {
 }  # fmt: skip
 # tokens in one step, as `condense serve` and vLLM's server set them
 BATCHED_TOKENS = {"dense": 8192, "condensed": 4096}
+# tokens of a page of dense attention
+DENSE_PAGE = 16
 # what the model leaves of 0.92 of an H200's memory
 PAGES_GIB = 112
-SIZES = (1, 2, 4, 6, 8, 16, 24, 32, 64, 76, 80, 90, 128, 192, 256)
+SIZES = (1, 2, 4, 6, 8, 16, 20, 24, 32, 64, 80, 90, 128, 192, 256)
 
 
 def mode_settings(mode):
@@ -101,6 +104,13 @@ class Engine:
         """Pages of the pool, and how many of them are free."""
         pool = self.scheduler.kv_cache_manager.block_pool
         return pool.num_gpu_blocks - 1, pool.get_num_free_blocks()
+
+    def fits(self, length):
+        """Requests of ``length`` tokens whose pages lie in the pool at once, once their prompts are read."""
+        layers = self.engine.vllm_config.compilation_config.static_forward_context.values()
+        served = next((layer.model for layer in layers if hasattr(layer, "served")), None)
+        one = -(-length // DENSE_PAGE) if served is None else blocks_of_request(served, length).blocks
+        return self.pages[0] // one
 
     def add(self, prompts, max_tokens):
         """Requests that wait from now on; their names."""

@@ -15,7 +15,7 @@ What is measured, in this order; a name that comes again is measured again:
 Prompts that count as cached were never read: their pages are handed out and hold random numbers.
 
 Before anything is timed, a small random model must give `generate`'s tokens in float32 in the same mode of vLLM, read
-and from the prefix cache (`correct.py`, in processes of its own); otherwise nothing is.
+and from the prefix cache (`correct.py`, in processes of its own, while the engine starts); otherwise nothing is.
 """
 
 import argparse
@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -41,7 +42,7 @@ LONG, ANSWER = 131072 - 512, 511
 ROWS = {
     4096 + 1: (1, 2, 4, 8, 16, 32, 64, 128, 192, 256),
     32768 + 1: (1, 2, 4, 8, 16, 24, 64, 128, 192, 256),
-    LONG + 1: (1, 2, 4, 6, 16, 32, 64, 76, 80, 90),
+    LONG + 1: (1, 2, 4, 6, 16, 20, 32, 64, 80, 90),
 }
 DECODES = {f"decode-{length}": length for length in ROWS}
 # few enough that the first requests still have tokens to answer with when up to ten numbers of rows were timed
@@ -49,17 +50,34 @@ STEPS, SKIPPED = 40, 5
 
 
 def checked(mode, method):
-    """Rounds of answers that a small model gave in vLLM, all of them `generate`'s; ends the program if one is not."""
+    """Answers of a small model in vLLM; ends the program if some in float32 and 16 bits are not `generate`'s.
+
+    Of the method as it is, in bfloat16, errors are noted beside those of transformers.
+    """
+    with ThreadPoolExecutor(2) as beside:
+        exact = beside.submit(compared, mode, method and unrounded(method), "float32")
+        rounded = beside.submit(compared, mode, method and first_method(method), "bfloat16")
+    rounds, found = exact.result()["rounds"], rounded.result()
+    if any(answers["same_tokens"] < answers["of"] for answers in rounds):
+        sys.exit(f"speed: vLLM's answers are not those of generate, so nothing is timed: {rounds}")
+    return {"float32": rounds, "bfloat16": {key: found[key] for key in ("method", "rounds", "text_error")}}
+
+
+def compared(mode, method, dtype):
+    """Results of `correct.py` with a small model."""
     program = [sys.executable, str(Path(__file__).with_name("correct.py"))]
     with tempfile.TemporaryDirectory() as folder:
         reference, out = f"{folder}/reference.pt", f"{folder}/out.json"
-        chosen = [] if method is None else ["--method", unrounded(method)]
+        chosen = [] if method is None else ["--method", method]
+        engine = ["--mode", mode, "--dtype", dtype]
         subprocess.run([*program, "reference", reference, "--model", "wide", *chosen], check=True)
-        subprocess.run([*program, "engine", reference, out, "--model", "wide", "--mode", mode], check=True)
-        rounds = json.loads(Path(out).read_text(encoding="utf-8"))["results"]["rounds"]
-    if any(answers["same_tokens"] < answers["of"] for answers in rounds):
-        sys.exit(f"speed: vLLM's answers are not those of generate, so nothing is timed: {rounds}")
-    return rounds
+        subprocess.run([*program, "engine", reference, out, "--model", "wide", *engine], check=True)
+        return json.loads(Path(out).read_text(encoding="utf-8"))["results"]
+
+
+def first_method(text):
+    """The first method of a choice in text."""
+    return text.partition("+")[0].partition("@")[0]
 
 
 def unrounded(text):
@@ -67,7 +85,7 @@ def unrounded(text):
 
     What is rounded to 8 or 4 bits makes of float32's own noise other numbers, and then other tokens.
     """
-    method = condense.Method.parse(text.partition("+")[0].partition("@")[0])
+    method = condense.Method.parse(first_method(text))
     bits = {name: 16 for name in ("store_bits", "entry_bits") if hasattr(method, name)}
     settings = method.replace(**bits).to_dict()
     name = settings.pop("method")
@@ -81,22 +99,27 @@ def spread(values):
 
 def capacity(engine, seed):
     """Requests of the longest prompts that run at once, most of them cached; each prompt is its own."""
-    wanted, cached = (100, 80) if engine.condensed else (8, 4)
-    prompts = prompts_of(wanted, LONG, seed)
-    engine.fill(prompts[:cached])
+    fits = engine.fits(LONG + ANSWER)
+    prompts = prompts_of(fits + 4, LONG, seed)
+    engine.fill(prompts[: fits * 7 // 8])
     before = engine.preempted
+
+    def is_full(steps):
+        """True once nobody has joined for longer than a prompt takes, or the first answers end."""
+        return len(steps) > 450 or (len(steps) > 80 and steps[-1].running == steps[-80].running)
+
     with engine.without_model():
-        steps, _ = engine.run(prompts, 500, until=lambda steps: len(steps) > 450)
+        steps, _ = engine.run(prompts, 500, until=is_full)
     return {
-        "pages": engine.pages[0], "prompts": wanted, "running": max(step.running for step in steps),
+        "pages": engine.pages[0], "prompts": len(prompts), "running": max(step.running for step in steps),
         "answered_in_one_step": max(step.tokens for step in steps), "preempted": engine.preempted - before,
     }  # fmt: skip
 
 
 def decode(engine, length):
     """Time between tokens by rows: requests join those that run; ends at the first rows that do not all run at once."""
-    # dense: numbers of rows that fit into the cache; condensed: all, as what fits is found by trying
-    wanted = [rows for rows in ROWS[length] if engine.condensed or rows * (length + ANSWER) <= engine.pages[0] * 16]
+    # of more, the pages of the first would be gone by the time that they are asked about
+    wanted = [rows for rows in ROWS[length] if rows <= engine.fits(length + ANSWER)]
     prompts, before = prompts_of(max(wanted), length, seed=length), engine.preempted
     engine.fill(prompts)
     rows_of, names, answers = [], [], {}
@@ -162,13 +185,17 @@ def main():
     parser.add_argument("--long", type=int, default=2, help="requests of long")
     parser.add_argument("--method", help="as of condense serve; by layers, as a@0-15+b@16-31. Default: pooling")
     args = parser.parse_args()
-    rounds = checked(args.mode, args.method) if args.attention == "condensed" else None
-    engine = llama_engine(args.attention, args.mode, method=args.method)
-    engine.condensed = args.attention == "condensed"
+    is_condensed = args.attention == "condensed"
+    with ThreadPoolExecutor(1) as beside:
+        # the engine starts meanwhile, and waits
+        check = beside.submit(checked, args.mode, args.method) if is_condensed else None
+        engine = llama_engine(args.attention, args.mode, method=args.method)
+        found = check and check.result()
+    engine.condensed = is_condensed
     content = {
         "vllm": VLLM, "attention": args.attention, "mode": args.mode, "shape": "llama-3.1-8b",
         "method": (args.method or str(METHOD)) if engine.condensed else None,
-        "batched_tokens": BATCHED_TOKENS[args.attention], "checked": rounds,
+        "batched_tokens": BATCHED_TOKENS[args.attention], "checked": found,
     }  # fmt: skip
     print(content, flush=True)
     engine.fill_pages()
