@@ -47,6 +47,11 @@ class Pool:
         self.requests.append(request)
         return request
 
+    @property
+    def blocks(self):
+        """Bytes of the blocks, by page."""
+        return self.cache
+
     def take(self):
         return self.free.pop()
 

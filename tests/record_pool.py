@@ -68,6 +68,10 @@ class RecordPool(Pool):
         random.Random(seed).shuffle(self.free)
         self.requests = []
 
+    @property
+    def blocks(self):
+        return self.bytes.view(-1, self.block)
+
     def _pages(self, shape, offset):
         K, N, C = shape
         pages = len(self.bytes) // self.block

@@ -1,15 +1,17 @@
-"""Attention over pages: the outputs of whole sequences, however tokens come, and exactly shared prefixes.
+"""Attention over pages of numbers and of records: the outputs of whole sequences, however tokens come, and exactly
+shared prefixes.
 
 Shapes: H query heads, K KV heads, L tokens, D and Dv widths.
 """
 
 import random
+from functools import partial
 
 import pytest
 import torch
 from paged_pool import NULL, Pool, complete_a_prefix
 from paged_sequences import cut, random_tokens, read_in_pieces, whole
-from record_pool import RecordPool
+from record_pool import RECORDS, RecordPool
 
 import condense
 
@@ -35,100 +37,115 @@ METHODS = {
     "sinks": condense.StreamingLLM(sink=5, window=20),
     "window": condense.StreamingLLM(sink=0, window=9),
 }
-BACKENDS = ("reference", "torch")
+# pages of bytes hold what pages of numbers cannot: tokens in groups, entries in fewer bits, and biases of their own
+IN_RECORDS = RECORDS | {
+    "last-4": METHODS["last"].replace(entry_bits=4),
+    "odd-window-matched": METHODS["last-odd-window"].replace(rep_bias="matched"),
+    "streaming-matched-8": METHODS["streaming"].replace(rep_bias="matched", entry_bits=8),
+    "no-scores": METHODS["streaming-no-scores"],
+}
+# two codes of 4 bits share a byte, so values in records have an even width
+POOLS = {name: partial(Pool, method, (K, D, DV)) for name, method in METHODS.items()} | {
+    f"records-{name}": partial(RecordPool, method, (K, D, 4)) for name, method in IN_RECORDS.items()
+}
+BACKENDS = pytest.mark.parametrize("backend", ["reference", "torch"])
 
 
-@pytest.fixture(params=METHODS.values(), ids=METHODS)
-def method(request):
-    return request.param
+@pytest.fixture(params=POOLS.values(), ids=POOLS)
+def pool(request):
+    return request.param()
 
 
-def tokens_of(length, seed=0):
-    return random_tokens((H, K, D, DV), length, seed=seed)
+def tokens_of(pool, length, seed=0):
+    return random_tokens((H, K, D, pool.value_width), length, seed=seed)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+def two_with_a_prefix(pool, more):
+    """The length of a prefix in whole pages, and two sequences that share it, with 30 and ``more`` tokens behind it."""
+    prefix = pool.far * (1 + 64 // pool.far)
+    first, other = tokens_of(pool, prefix + 30, 0), tokens_of(pool, prefix + more, 1)
+    for mine, theirs in zip(other, first, strict=True):
+        mine[:prefix] = theirs[:prefix]
+    return prefix, first, other
+
+
+@BACKENDS
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
-def test_equal_to_the_whole(method, chunk, backend):
-    qkv = tokens_of(150 if chunk > 1 else 90)
-    out = read_in_pieces(Pool(method, (K, D, DV)), qkv, chunk, scale=SCALE, backend=backend)
-    torch.testing.assert_close(out, whole(qkv, method, SCALE), **EXACT)
+def test_equal_to_the_whole(pool, chunk, backend):
+    qkv = tokens_of(pool, 150 if chunk > 1 else 90)
+    out = read_in_pieces(pool, qkv, chunk, scale=SCALE, backend=backend)
+    torch.testing.assert_close(out, whole(qkv, pool.method, SCALE), **EXACT)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_many_requests_at_different_lengths(method, backend):
+@BACKENDS
+def test_many_requests_at_different_lengths(pool, backend):
     """Requests come and go; each step reads single tokens of some and pieces of prompts of others."""
-    rng, pool = random.Random(1), Pool(method, (K, D, DV))
-    qkvs = [tokens_of(length, seed) for seed, length in enumerate((60, 9, 110, 1, 35))]
+    rng = random.Random(1)
+    qkvs = [tokens_of(pool, length, seed) for seed, length in enumerate((60, 9, 110, 1, 35))]
     requests = [pool.add(x[0].shape[0]) for x in qkvs]
     outs = [[] for _ in qkvs]
     while any(r.seen < r.length for r in requests):
-        chunks, order = [], []
+        chunks = []
         for i, r in enumerate(requests):
             if r.seen < r.length and rng.random() < 0.8:
-                size = rng.choice((1, 1, 5, 23))
-                chunks.append((r, cut(qkvs[i], r.seen, min(r.seen + size, r.length))))
-                order.append(i)
+                stop = min(r.seen + rng.choice((1, 1, 5, 23)), r.length)
+                chunks.append((i, (r, cut(qkvs[i], r.seen, stop))))
+        if isinstance(pool, RecordPool):  # single tokens come first
+            chunks.sort(key=lambda x: x[1][1][0].shape[0] > 1)
         if chunks:
-            for i, out in zip(order, pool.read(chunks, scale=SCALE, backend=backend), strict=True):
+            read = pool.read([x for _, x in chunks], scale=SCALE, backend=backend)
+            for (i, _), out in zip(chunks, read, strict=True):
                 outs[i].append(out)
     for qkv, out in zip(qkvs, outs, strict=True):
-        torch.testing.assert_close(torch.cat(out), whole(qkv, method, SCALE), **EXACT)
+        torch.testing.assert_close(torch.cat(out), whole(qkv, pool.method, SCALE), **EXACT)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_shared_prefix_is_exact_and_never_written(method, backend):
+@BACKENDS
+def test_a_shared_prefix_is_exact_and_never_written(pool, backend):
     """Another request takes up the pages of a prefix, with an empty ring, and goes on with tokens of its own."""
-    pool = Pool(method, (K, D, DV))
-    prefix = pool.far * (1 + 64 // pool.far)
-    first, other = tokens_of(prefix + 30, 0), tokens_of(prefix + 50, 1)
-    for mine, theirs in zip(other, first, strict=True):
-        mine[:prefix] = theirs[:prefix]
+    prefix, first, other = two_with_a_prefix(pool, 50)
     a = pool.add(prefix + 30)
     # the prefix first, so that the window at its end is still held when the other request comes
     pool.read([(a, cut(first, 0, prefix))], scale=SCALE, backend=backend)
     b = pool.add(prefix + 50, a, prefix)
     shared = [page for page in {*b.window, *b.entries} if page != NULL]
-    before = pool.cache[shared].clone()
+    before = pool.blocks[shared].clone()
     outs = [
         pool.read([(b, cut(other, i, i + 5))], scale=SCALE, backend=backend)[0] for i in range(prefix, prefix + 50, 5)
     ]
-    torch.testing.assert_close(torch.cat(outs), whole(other, method, SCALE)[prefix:], **EXACT)
-    assert torch.equal(pool.cache[shared], before)
+    torch.testing.assert_close(torch.cat(outs), whole(other, pool.method, SCALE)[prefix:], **EXACT)
+    assert torch.equal(pool.blocks[shared], before)
     rest = pool.read([(a, cut(first, prefix, prefix + 30))], scale=SCALE, backend=backend)[0]
-    torch.testing.assert_close(rest, whole(first, method, SCALE)[prefix:], **EXACT)
+    torch.testing.assert_close(rest, whole(first, pool.method, SCALE)[prefix:], **EXACT)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_prefix_that_is_written_in_the_same_step(method, backend):
+@pytest.mark.parametrize("name", METHODS)
+@BACKENDS
+def test_a_prefix_that_is_written_in_the_same_step(name, backend):
     """An engine hands out the pages of a prompt as soon as it is to be read, and may put who takes them first."""
-    pool = Pool(method, (K, D, DV))
-    prefix = pool.far * (1 + 64 // pool.far)
-    first, other = tokens_of(prefix + 30, 0), tokens_of(prefix + 9, 1)
-    for mine, theirs in zip(other, first, strict=True):
-        mine[:prefix] = theirs[:prefix]
+    pool = POOLS[name]()
+    prefix, first, other = two_with_a_prefix(pool, 9)
     a = pool.add(prefix + 30)
     a.reserve(prefix + 30)
     b = pool.add(prefix + 9, a, prefix)
     chunks = [(b, cut(other, prefix, prefix + 9)), (a, first)]
     rest, out = pool.read(chunks, scale=SCALE, backend=backend)
-    torch.testing.assert_close(out, whole(first, method, SCALE), **EXACT)
-    torch.testing.assert_close(rest, whole(other, method, SCALE)[prefix:], **EXACT)
+    torch.testing.assert_close(out, whole(first, pool.method, SCALE), **EXACT)
+    torch.testing.assert_close(rest, whole(other, pool.method, SCALE)[prefix:], **EXACT)
 
 
 @pytest.mark.parametrize("new", [1, 9])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_prefix_that_a_single_token_completes_in_the_same_step(method, backend, new):
-    complete_a_prefix(Pool(method, (K, D, DV)), new, H, EXACT, scale=SCALE, backend=backend)
+@BACKENDS
+def test_a_prefix_that_a_single_token_completes_in_the_same_step(pool, backend, new):
+    complete_a_prefix(pool, new, H, EXACT, scale=SCALE, backend=backend)
 
 
 def test_bfloat16_is_within_the_budget_of_the_whole():
     """Entries are rounded as in a contiguous cache: the same bits, so the same outputs."""
     method = condense.LCA(group_size=4, window=8, rep_bias="log_size")
-    qkv = [x.bfloat16() for x in tokens_of(120)]
     pool = Pool(method, (K, D, DV), dtype=torch.bfloat16)
-    request = pool.add(120)
-    got = torch.cat([pool.read([(request, cut(qkv, i, i + 40))], scale=SCALE)[0] for i in range(0, 120, 40)])
+    qkv = [x.bfloat16() for x in tokens_of(pool, 120)]
+    got = read_in_pieces(pool, qkv, 40, scale=SCALE, backend="auto")
     rows = [x.transpose(0, 1)[None] for x in qkv]
     want = condense.attention(*rows, method=method, scale=SCALE, backend="torch")[0].transpose(0, 1)
     exact = whole([x.double() for x in qkv], method, SCALE)
@@ -136,37 +153,15 @@ def test_bfloat16_is_within_the_budget_of_the_whole():
 
 
 def test_an_unknown_backend_is_refused():
-    pool = Pool(METHODS["last"], (K, D, DV))
+    pool = POOLS["last"]()
     with pytest.raises(ValueError, match="backend must be"):
-        pool.read([(pool.add(3), tokens_of(3))], scale=SCALE, backend="paged")
-
-
-IN_RECORDS = {
-    "last-4": METHODS["last"].replace(entry_bits=4),
-    "odd-window-matched": METHODS["last-odd-window"].replace(rep_bias="matched"),
-    "streaming-matched-8": METHODS["streaming"].replace(rep_bias="matched", entry_bits=8),
-    "no-scores": METHODS["streaming-no-scores"],
-}
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("chunk", [1, 7, 1000])
-@pytest.mark.parametrize("method", IN_RECORDS.values(), ids=IN_RECORDS)
-def test_entries_in_records(method, chunk, backend):
-    """Pages of bytes hold what pages of numbers cannot: entries in fewer bits, and biases of their own."""
-    length = 100
-    qkv, pool = tokens_of(length), RecordPool(method, (K, D, DV))
-    request = pool.add(length)
-    outs = [
-        pool.read([(request, cut(qkv, i, i + chunk))], scale=SCALE, backend=backend)[0] for i in range(0, length, chunk)
-    ]
-    torch.testing.assert_close(torch.cat(outs), whole(qkv, method, SCALE), **EXACT)
+        pool.read([(pool.add(3), tokens_of(pool, 3))], scale=SCALE, backend="paged")
 
 
 def test_nothing_new_writes_nothing():
-    pool = Pool(METHODS["streaming"], (K, D, DV))
+    pool = POOLS["streaming"]()
     empty, other = pool.add(3), pool.add(3)
-    outs = pool.read([(empty, tokens_of(0)), (other, tokens_of(3))], scale=SCALE)
+    outs = pool.read([(empty, tokens_of(pool, 0)), (other, tokens_of(pool, 3))], scale=SCALE)
     assert outs[0].shape == (0, H, DV)
     assert outs[1].isfinite().all()
     assert empty.window == []

@@ -1,15 +1,13 @@
-"""Recall over pages of records: the outputs of whole sequences, the bits of the step in buffers, shared prefixes.
+"""Recall over pages of records, beside the laws of `test_paged`: the bits of the step in buffers, what records hold.
 
 Shapes: H query heads, K KV heads, L tokens, D and Dv widths.
 """
 
-import random
 from dataclasses import replace
 
 import pytest
 import torch
-from paged_pool import NULL, complete_a_prefix
-from paged_sequences import cut, random_tokens, read_in_pieces, whole
+from paged_sequences import cut, random_tokens, whole
 from record_pool import RECALL, RECORDS, RecordPool, paged_settings
 from step_states import call_of, empty, own_by
 
@@ -33,36 +31,6 @@ def method(request):
 
 def tokens_of(length, seed=0):
     return random_tokens((H, K, D, DV), length, seed=seed)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("chunk", [1, 7, 1000])
-def test_equal_to_the_whole(method, chunk, backend):
-    qkv = tokens_of(150 if chunk > 1 else 90)
-    out = read_in_pieces(RecordPool(method, (K, D, DV)), qkv, chunk, scale=SCALE, backend=backend)
-    torch.testing.assert_close(out, whole(qkv, method, SCALE), **EXACT)
-
-
-def test_many_requests_at_different_lengths(method):
-    """Requests come and go; each step reads single tokens of some and pieces of prompts of others."""
-    rng, pool = random.Random(1), RecordPool(method, (K, D, DV))
-    qkvs = [tokens_of(length, seed) for seed, length in enumerate((60, 9, 110, 1, 35))]
-    requests = [pool.add(x[0].shape[0]) for x in qkvs]
-    outs = [[] for _ in qkvs]
-    while any(r.seen < r.length for r in requests):
-        chunks = []
-        for i, r in enumerate(requests):
-            if r.seen < r.length and rng.random() < 0.8:
-                stop = min(r.seen + rng.choice((1, 1, 5, 23)), r.length)
-                chunks.append((i, (r, cut(qkvs[i], r.seen, stop))))
-        # single tokens come first
-        chunks.sort(key=lambda x: x[1][1][0].shape[0] > 1)
-        if chunks:
-            read = pool.read([x for _, x in chunks], scale=SCALE)
-            for (i, _), out in zip(chunks, read, strict=True):
-                outs[i].append(out)
-    for qkv, out in zip(qkvs, outs, strict=True):
-        torch.testing.assert_close(torch.cat(out), whole(qkv, method, SCALE), **EXACT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
@@ -108,37 +76,18 @@ def test_records_do_not_depend_on_how_tokens_come(method):
         assert torch.equal(x, made[2][name])
 
 
-@pytest.mark.parametrize("new", [1, 9])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_prefix_that_a_single_token_completes_in_the_same_step(method, backend, new):
-    complete_a_prefix(RecordPool(method, (K, D, DV)), new, H, EXACT, scale=SCALE, backend=backend)
-
-
-def test_a_shared_prefix_is_exact_and_never_written(method):
-    """Another request takes up the pages of a prefix and goes on with its own tokens, as if it had read all itself."""
-    pool = RecordPool(method, (K, D, DV))
+def test_a_request_that_takes_up_a_prefix_has_the_bits_of_one_that_read_all_itself(method):
+    pool, alone = (RecordPool(method, (K, D, DV)) for _ in range(2))
     prefix = pool.far * (1 + 64 // pool.far)
-    first, other = tokens_of(prefix + 30, 0), tokens_of(prefix + 50, 1)
-    for mine, theirs in zip(other, first, strict=True):
-        mine[:prefix] = theirs[:prefix]
-    a = pool.add(prefix + 30)
-    # the prefix first, so that the window at its end is still held when the other request comes
-    pool.read([(a, cut(first, 0, prefix))], scale=SCALE)
-    b = pool.add(prefix + 50, a, prefix)
-    blocks = pool.bytes.view(-1, pool.block)
-    shared = [page for page in {*b.window, *b.entries} if page != NULL]
-    before = blocks[shared].clone()
-    outs = [pool.read([(b, cut(other, i, i + 5))], scale=SCALE)[0] for i in range(prefix, prefix + 50, 5)]
-    torch.testing.assert_close(torch.cat(outs), whole(other, method, SCALE)[prefix:], **EXACT)
-    assert torch.equal(blocks[shared], before)
-    alone = RecordPool(method, (K, D, DV))
-    cold = alone.add(prefix + 50)
-    pieces = [(0, prefix), *((i, i + 5) for i in range(prefix, prefix + 50, 5))]
-    read = [alone.read([(cold, cut(other, *piece))], scale=SCALE)[0] for piece in pieces]
-    assert all(map(torch.equal, outs, read[1:]))
+    tokens = tokens_of(prefix + 50)
+    a = pool.add(prefix)
+    pool.read([(a, cut(tokens, 0, prefix))], scale=SCALE)
+    b, cold = pool.add(prefix + 50, a, prefix), alone.add(prefix + 50)
+    alone.read([(cold, cut(tokens, 0, prefix))], scale=SCALE)
+    for i in range(prefix, prefix + 50, 5):
+        outs = [each.read([(r, cut(tokens, i, i + 5))], scale=SCALE)[0] for each, r in ((pool, b), (alone, cold))]
+        assert torch.equal(*outs)
     assert all(torch.equal(x, alone.kept(cold)[name]) for name, x in pool.kept(b).items())
-    rest = pool.read([(a, cut(first, prefix, prefix + 30))], scale=SCALE)[0]
-    torch.testing.assert_close(rest, whole(first, method, SCALE)[prefix:], **EXACT)
 
 
 def test_unused_places_write_nothing():
