@@ -155,20 +155,12 @@ BAD = {
     "q not a tensor": ({"q": [[1.0]]}, "^q must be a torch.Tensor, got list"),
     "k not a tensor": ({"k": None}, "^k must be a torch.Tensor, got NoneType"),
     "q rank": ({"q": zeros(4, 24, 4)}, r"^q must have 4 dimensions .* got shape \(4, 24, 4\)"),
-    "k rank": ({"k": zeros(2, 24, 4)}, "^k must have 4 dimensions"),
-    "v rank": ({"v": zeros(2, 2, 24, 4, 1)}, "^v must have 4 dimensions"),
     "q dtype": ({"q": torch.zeros(2, 4, 24, 4, dtype=torch.int64)}, "^q must be one of .*float64.* got torch.int64"),
     "complex": ({"v": zeros(2, 2, 24, 4).to(torch.complex64)}, "^v must be one of .*, got torch.complex64"),
     "k dtype": ({"k": zeros(2, 2, 24, 4).float()}, "^k must have the dtype of q, torch.float64, got torch.float32"),
     "v dtype": ({"v": zeros(2, 2, 24, 4).half()}, "^v must have the dtype of q"),
     "k device": ({"k": zeros(2, 2, 24, 4, device="meta")}, "^k must be on the device of q, cpu, got meta"),
-    "v device": ({"v": zeros(2, 2, 24, 4, device="meta")}, "^v must be on the device of q"),
     "no tokens": ({name: zeros(2, 2, 0, 4) for name in "qkv"}, r"^q must have at least 1 .* got shape \(2, 2, 0, 4\)"),
-    "no rows": ({name: zeros(0, 2, 5, 4) for name in "qkv"}, "^q must have at least 1"),
-    "no heads": ({"q": zeros(2, 0, 24, 4)}, "^q must have at least 1"),
-    "no KV heads": ({"k": zeros(2, 0, 24, 4), "v": zeros(2, 0, 24, 4)}, "^k must have at least 1"),
-    "no width": ({"q": zeros(2, 4, 24, 0), "k": zeros(2, 2, 24, 0)}, "^q must have at least 1"),
-    "no value width": ({"v": zeros(2, 2, 24, 0)}, "^v must have at least 1"),
     "tokens": ({"k": zeros(2, 2, 23, 4)}, "^q and k must have the same number of tokens, got 24 and 23"),
     "value tokens": ({"v": zeros(2, 2, 23, 4)}, "^k and v must agree in batch, heads and tokens"),
     "value heads": ({"v": zeros(2, 1, 24, 4)}, "^k and v must agree"),
@@ -201,6 +193,15 @@ BAD = {
     "padding too long": ({"padding": torch.tensor([25, 0])}, r"^padding must be between 0 and .*, got \[25, 0\]"),
     "cu_seqlens batch": ({"cu_seqlens": torch.tensor([0, 24])}, "^cu_seqlens needs a batch of 1, got 2"),
 }
+EMPTY = {
+    "rows": {name: zeros(0, 2, 5, 4) for name in "qkv"},
+    "heads": {"q": zeros(2, 0, 24, 4)},
+    "KV heads": {"k": zeros(2, 0, 24, 4), "v": zeros(2, 0, 24, 4)},
+    "width": {"q": zeros(2, 4, 24, 0), "k": zeros(2, 2, 24, 0)},
+    "value width": {"v": zeros(2, 2, 24, 0)},
+}
+BAD |= {f"no {what}": (changes, f"^{next(iter(changes))} must have at least 1") for what, changes in EMPTY.items()}
+BAD |= {f"{name} rank": ({name: zeros(2, 24, 4)}, f"^{name} must have 4 dimensions") for name in "kv"}
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD.values(), ids=BAD)
@@ -222,11 +223,14 @@ def test_attention_bad_cu_seqlens(marks):
         condense.attention(q, k, v, method=condense.Dense(), cu_seqlens=marks)
 
 
-@grid(15, backend=CPU_BACKENDS, method=cases.PROMPTS, needs=["q", "k", "v"])
-def test_attention_gradients_through_a_prompt_summary_need_consent(backend, method, needs):
+AHEAD = cases.PROMPTS | {"select": cases.SELECTIONS["select"]}
+
+
+@grid(18, backend=CPU_BACKENDS, method=AHEAD, needs=["q", "k", "v"])
+def test_attention_gradients_through_what_looks_ahead_need_consent(backend, method, needs):
     arguments = inputs(method=method, backend=backend)
     arguments[needs].requires_grad_()
-    with pytest.raises(ValueError, match=r"summary='streaming' or pass allow_future=True"):
+    with pytest.raises(ValueError, match=r"train with (summary|selection)='streaming' or pass allow_future=True"):
         condense.attention(**arguments)
     with torch.no_grad():
         want = condense.attention(**arguments)
@@ -249,10 +253,11 @@ def test_attention_prompt_summary_without_scores_looks_at_nothing():
 
 def test_attention_on_the_meta_device():
     q, k, v = (x.to("meta") for x in oracle.random_qkv(2, 4, 2, 700, 4, 6))
-    out, lse = condense.attention(q, k, v, method=condense.LCA(group_size=4, window=8), return_lse=True)
-    assert out.device.type == "meta"
-    assert out.shape == (2, 4, 700, 6)
-    assert lse.shape == (2, 4, 700)
+    random = condense.DGA(focal="random", rep_bias="log_size")
+    for method in (condense.LCA(group_size=4, window=8), condense.DGA(), random):
+        out, lse = condense.attention(q, k, v, method=method, return_lse=True)
+        assert out.device.type == "meta"
+        assert (out.shape, lse.shape) == ((2, 4, 700, 6), (2, 4, 700))
 
 
 @pytest.mark.parametrize("R", [1, 2, 3, 7])

@@ -1,8 +1,12 @@
-"""Ratios and crossovers of rows as result files hold them, and the names of these files."""
+"""Shapes, the work that rows are held against, and ratios and crossovers of rows as result files hold them."""
 
 import pytest
 import torch
+from oracles import cases, oracle, oracle_recall
+from speed.problems import HeadShape, Setting, attention_flops, beside_keys, pooled, step_bytes, visible_pairs
 from speed.rows import crossover, result_path, speedups
+
+import condense
 
 
 def row(runner, length, ms, *, op="forward", condensed=False, mask=None):
@@ -45,3 +49,80 @@ def test_a_result_file_says_what_was_measured_where(tmp_path):
     path = result_path(tmp_path / "new", "kernel", "h4-kv2", torch.device("cpu"))
     assert path.parent.is_dir()
     assert path.match("bench-kernel-h4-kv2-cpu-*-20*Z.json")
+
+
+CPU = torch.device("cpu")
+SETTING = Setting(HeadShape(4, 2, 8, 6), batch=1, dtype=torch.float32, device=CPU, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"), [("32/8/128/128", (32, 8, 128, 128)), ("64/4", (64, 4, 128, 128)), ("4/4/192", (4, 4, 192, 192))]
+)
+def test_shapes_are_read(text, shape):
+    assert HeadShape.parse(text) == HeadShape(*shape)
+
+
+@pytest.mark.parametrize("text", ["", "8", "8/3", "8/0", "8/8/8/8/8", "a/b", "8/-8", "8//8"])
+def test_other_shapes_are_refused(text):
+    with pytest.raises(ValueError, match="shape must be H/Hkv/D/Dv"):
+        HeadShape.parse(text)
+
+
+COUNTED = cases.PLANS | cases.SELECTIONS
+
+
+@pytest.mark.parametrize("method", COUNTED.values(), ids=COUNTED)
+def test_visible_pairs_are_counted_as_the_definition_does(method):
+    inputs = SETTING.inputs(37)
+    sources = pooled(method, inputs)
+    q, k = inputs.q.double().unflatten(1, (2, 2)), inputs.k.double()
+    want = sum(sum(oracle.num_visible(method, q[0, head], k[0, head], inputs.scale)) for head in range(2))
+    assert visible_pairs(method, sources, 37) == round(want / 2)
+
+
+def test_flops_of_one_pair():
+    shape = HeadShape(4, 2, 8, 6)
+    # scores and weighted values; then scores again, dV, dP, dQ, dK
+    assert attention_flops(shape, 3, 1, backward=False) == 3 * 4 * 2 * (8 + 6)
+    assert attention_flops(shape, 3, 1, backward=True) == 3 * 4 * 2 * ((8 + 6) + 8 + 6 + 6 + 8 + 8)
+
+
+RECALL = {
+    "two-open": condense.Recall(group_size=4, window=5, num_recall=2),
+    "three-open": condense.Recall(group_size=4, window=5, num_recall=3),
+    "drop-4": condense.Recall(group_size=4, window=5, num_recall=2, unchosen="drop"),
+}
+
+
+@pytest.mark.parametrize("method", RECALL.values(), ids=RECALL)
+def test_recall_counts_open_groups_as_tokens_and_reads_the_index(method):
+    inputs = SETTING.inputs(37)
+    sources = pooled(method, inputs)
+    q, k, v = inputs.q[0, :2], inputs.k[0, 0], inputs.v[0, 0]
+    seen = [len(oracle_recall.seen(method, q, k, v, t, 1.0, lambda j: (k[j], v[j], 0.0))) for t in range(37)]
+    assert visible_pairs(method, sources, 37) == sum(seen)
+    kept = sum(x[0, 0].nbytes for x in sources.extra[:2])
+    assert kept == beside_keys(method, SETTING, sources.entries.k.shape[2]) > 0
+
+
+def test_entries_in_fewer_bits_are_read_as_such():
+    cca, recall = condense.CCA(group_size=4, window=8, entry_bits=8), RECALL["two-open"]
+    form = cca.layout.entry_format
+    saved = 4 * (8 + 6) - sum(form.pack(torch.randn(1, 1, 1, width)).nbytes for width in (8, 6))
+    assert beside_keys(cca, SETTING, 5) == -5 * saved
+    # all but the open groups
+    index = beside_keys(recall, SETTING, 5)
+    assert beside_keys(recall.replace(entry_bits=8), SETTING, 5) == index - (5 - 2) * saved
+
+
+@pytest.mark.parametrize("method", cases.PLANS.values(), ids=cases.PLANS)
+def test_a_step_reads_what_its_query_sees(method):
+    inputs = SETTING.inputs(38)
+    q, k, v = (x[:, :, :-1] for x in inputs)
+    cache = condense.caches.CondensedLayer(method)
+    cache.read(k, v, condense.caches.read_request(q, scale=1.0))
+    q, k, v = (x[:, :, -1:] for x in inputs)
+    real = cache.read(k, v, condense.caches.read_request(q, scale=1.0))
+    keys = oracle.num_visible(method, inputs.k[0, :1], inputs.k[0, 0], 1.0)[-1]
+    assert visible_pairs(method, real, 1) == keys
+    assert step_bytes(SETTING, keys, 5) == 4 * (keys * 2 * (8 + 6) + 4 * (8 + 6)) + 2 * 5

@@ -230,21 +230,3 @@ def test_at_its_groups_end_a_query_sees_itself_through_the_group_only():
     members = torch.softmax(q[0, 0, 3] @ k[0, 0, :4].T * 3**-0.5, 0)
     torch.testing.assert_close(out[0, 0, 3, :4], members, **EXACT)
     torch.testing.assert_close(lse[0, 0, 3], q[0, 0, 3] @ (members @ k[0, 0, :4]) * 3**-0.5, **EXACT)
-
-
-def test_gradients_through_a_prompts_selection_need_consent():
-    q, k, v = (x.requires_grad_() for x in oracle.random_qkv(1, 2, 1, 30, 4, 4))
-    with pytest.raises(ValueError, match=r"lets tokens depend on later ones.*train with selection='streaming' or pass"):
-        condense.attention(q, k, v, method=SELECT)
-    with torch.no_grad():
-        want = condense.attention(q, k, v, method=SELECT)
-    allowed = condense.attention(q, k, v, method=SELECT.replace(allow_future=True))
-    assert torch.equal(allowed, want)
-    assert all(bool(grad.any()) for grad in torch.autograd.grad(allowed.square().sum(), (q, k, v)))
-
-
-def test_on_the_meta_device():
-    q, k, v = (x.to("meta") for x in oracle.random_qkv(2, 4, 2, 700, 4, 6))
-    for method in (DGA(), DGA(focal="random", rep_bias="log_size")):
-        out, lse = condense.attention(q, k, v, method=method, return_lse=True)
-        assert (out.shape, lse.shape) == ((2, 4, 700, 6), (2, 4, 700))

@@ -329,13 +329,6 @@ def test_a_prompt_in_parts_to_a_method_that_reads_it_whole(method, settings, way
     assert torch.equal(tiny.generate(model, ONE), expected)
 
 
-def test_prompt_summary_with_gradients(model):
-    with condense.use(model, PROMPT):
-        with pytest.raises(ValueError, match=r"for inference under torch.no_grad"):
-            model(IDS)
-        assert tiny.logits(model, IDS).shape == (2, 40, tiny.VOCAB)
-
-
 # the last layer refuses, after dense ones that could take back all tokens
 CROPPED = {"all": tiny.CCA, "last": {2: tiny.CCA}, "last-of-dense": {2: tiny.CCA, "rest": condense.Dense()}}
 
