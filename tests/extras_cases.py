@@ -41,7 +41,6 @@ def qkv(dtype=torch.float64, device="cpu", length=L):
 
 
 def context_of(method, q, k, v, backend="auto"):
-    """All tokens, read at once."""
     return read_whole(method, q, k, v, scale=SCALE, backend=backend)
 
 

@@ -9,7 +9,6 @@ from condense.caches import read_request
 
 
 def draw(L, seed=0, rows=2, heads=(4, 2), widths=(6, 6), dtype=torch.float64, device="cpu"):
-    """q, k and v of L tokens."""
     generator = torch.Generator().manual_seed(seed)
     shapes = ((heads[0], widths[0]), (heads[1], widths[0]), (heads[1], widths[1]))
     drawn = (torch.randn(rows, n, L, width, generator=generator, dtype=dtype) for n, width in shapes)

@@ -67,7 +67,6 @@ def _imported(path):
 
 
 def own(path):
-    """Units of the package that a file imports."""
     for name in imported(path):
         top, *rest = name.split(".")
         if top == "condense":
@@ -195,7 +194,6 @@ def test_functions_take_few_parameters():
 
 
 def definitions(path):
-    """A module and all its classes and functions."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     return [node for node in ast.walk(tree) if isinstance(node, kinds)]

@@ -177,15 +177,7 @@ def test_after_a_prompt_the_streaming_rule_holds(method):
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(st.data())
 def test_any_method_any_chunks(data):
-    method = CCA(
-        group_size=data.draw(st.integers(1, 7), label="g"),
-        window=data.draw(st.integers(0, 12), label="w"),
-        summary=data.draw(st.sampled_from(["last", "streaming"])),
-        num_summary_queries=data.draw(st.sampled_from([None, 1, 3, 15, 40])),
-        key_pooling=data.draw(st.sampled_from(cases.POOLINGS)),
-        value_pooling=data.draw(st.sampled_from(cases.POOLINGS)),
-        rep_bias=data.draw(st.sampled_from(["none", "log_size"])),
-    )
+    method = data.draw(cases.ANY_CCA)
     steps = data.draw(st.lists(st.integers(1, 14), min_size=1, max_size=5), label="steps")
     absorb = data.draw(st.sampled_from([True, False, None]))
     x = latent_oracle.random(1, 2, sum(steps), WIDTHS)

@@ -6,7 +6,6 @@ from condense.ops import ArraySpans, Source, Span, attend
 
 
 def two_sources(entries_k, entries_v, window_k, window_v, bias=None):
-    """The two sources of a method, in order."""
     return Source(entries_k, entries_v, bias), Source(window_k, window_v)
 
 
@@ -16,7 +15,6 @@ def array_spans(last_entry, first, last):
 
 
 def as_arrays(spans, length, device=None):
-    """The same spans, query by query."""
     return ArraySpans(tuple(spans.at(0, length, device or torch.device("cpu"))))
 
 

@@ -34,6 +34,11 @@ def inputs_of(length, dtype):
     return Setting(HeadShape(4, 2, 32, 32), 2, dtype, torch.device("cpu"), 0).inputs(length)
 
 
+@pytest.fixture(params=DTYPES, ids=str)
+def inputs(request, length):
+    return inputs_of(length, request.param)
+
+
 def wronged(x):
     """The same with one number off by the mean size."""
     x = x.clone()
@@ -41,10 +46,8 @@ def wronged(x):
     return x
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_output(method, dtype, length):
-    inputs = inputs_of(length, dtype)
+def test_output(method, inputs):
     sources = pooled(method, inputs)
     out = attend_to(sources, inputs.q, scale=inputs.scale)[0]
     assert gate.check_output(out, inputs.q, sources, scale=inputs.scale, method=method).passed
@@ -55,10 +58,8 @@ def test_output(method, dtype, length):
     assert not gate.check_output(wrong, inputs.q, sources, scale=inputs.scale, method=method).passed
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_gradients(method, dtype, length):
-    inputs = inputs_of(length, dtype)
+def test_gradients(method, inputs):
     sources = pooled(method, inputs)
 
     def gradients(upstream, wrong=None):
@@ -76,10 +77,8 @@ def test_gradients(method, dtype, length):
         assert not verdict.passed
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_entries(method, dtype, length):
-    inputs = inputs_of(length, dtype)
+def test_entries(method, inputs):
     sources = pooled(method, inputs)
     assert gate.check_entries(method, inputs, sources).passed
     for name in ("k", "v"):

@@ -14,7 +14,6 @@ from condense.models import condensed_layers
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A small model of three layers, saved condensed, with the bundled tokenizer."""
     model = condense.apply(tiny_llama(num_hidden_layers=3), condense.CCA(group_size=4, window=8))
     return saved_with_tokenizer(model, tmp_path_factory.mktemp("model") / "tiny")
 

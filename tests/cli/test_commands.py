@@ -46,7 +46,6 @@ def run_here(*arguments, stdin="", entry=main):
 
 
 def ran(*arguments, **options):
-    """`run_here` of a command that succeeds."""
     done = run_here(*arguments, **options)
     assert done.returncode == 0, done.stderr
     return done
@@ -72,7 +71,6 @@ def story(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A condensed model in a folder, with the bundled tokenizer."""
     model = condense.apply(tiny_llama(num_key_value_heads=1), condense.LCA(group_size=4, window=8), layers=[1])
     return saved_with_tokenizer(model, tmp_path_factory.mktemp("model") / "tiny")
 
@@ -420,7 +418,6 @@ def interrupt(*arguments, after, how):
 
 
 def command(*arguments):
-    """`python -m condense` with these arguments."""
     sys.argv[1:] = arguments
     runpy.run_module("condense", run_name="__main__")
 

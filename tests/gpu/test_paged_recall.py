@@ -13,9 +13,7 @@ _RECALL = condense.Recall(window=64, num_recall=8, store_bits=8)
 
 
 @pytest.mark.parametrize(
-    "method",
-    [_RECALL, _RECALL.replace(num_recall=0.2, store_bits=4, entry_bits=4), _RECALL.replace(window=0)],
-    ids=str,
+    "method", [_RECALL, _RECALL.replace(num_recall=0.2, store_bits=4, entry_bits=4), _RECALL.replace(window=0)], ids=str
 )
 def test_replays(method):
     lengths, places, options = (700, 333, 0), 5, {"dtype": torch.bfloat16, "device": "cuda", "slots": 16}

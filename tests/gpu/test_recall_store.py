@@ -29,7 +29,6 @@ def model():
 
 
 def _logits(model, method, cache_of, sizes):
-    """Logits of IDS, read in pieces."""
     with condense.use(model, method), torch.no_grad():
         cache, ids = cache_of(model.config), IDS.cuda()
         parts = [model(part, past_key_values=cache, use_cache=True).logits for part in ids.split(sizes, dim=1)]

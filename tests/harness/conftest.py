@@ -54,7 +54,6 @@ def condense_line(monkeypatch):
 
 @pytest.fixture
 def command(condense_line):
-    """`condense eval ARGUMENTS`."""
     return functools.partial(condense_line, "eval")
 
 

@@ -20,7 +20,6 @@ METHOD = condense.CCA(group_size=4, window=8)
 
 @pytest.fixture
 def saved(tmp_path):
-    """A condensed model in a folder, with the bundled tokenizer."""
     return saved_with_tokenizer(condense.apply(tiny_llama(), METHOD), tmp_path / "tiny")
 
 

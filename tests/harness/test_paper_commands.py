@@ -120,7 +120,6 @@ def olympiadbench(root):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The data."""
     root = tmp_path_factory.mktemp("data")
     for write in (longbench, multidoc, ruler, short_tasks, olympiadbench):
         write(root)

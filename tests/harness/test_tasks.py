@@ -17,7 +17,6 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def documents(data, base, *lengths):
-    """The documents of multidoc_em."""
     metadata = {"tokenizer": str(base), "data": str(data)} | ({"max_seq_lengths": list(lengths)} if lengths else {})
     _, (task,) = load_tasks(["multidoc_em"], metadata, data=data, run_generated_code=False)
     return list(task.eval_docs)

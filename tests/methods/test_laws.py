@@ -15,6 +15,7 @@ from oracles import cases, oracle
 
 import condense
 from condense import CCA, DGA, LCA, Dense, LMInfinite, Recall, StreamingLLM
+from condense.ops.torch import recall as torch_recall
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=40)
@@ -46,9 +47,12 @@ def test_a_changed_token_leaves_earlier_outputs_bit_equal(backend, method, dtype
     check_earlier_outputs(backend, method, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("method", RECALLS.values(), ids=RECALLS)
-def test_a_changed_token_leaves_earlier_outputs_of_recall_bit_equal(method):
-    check_earlier_outputs("auto", method, torch.float64)
+def test_a_changed_token_leaves_earlier_outputs_of_recall_bit_equal(method, backend, dtype, monkeypatch):
+    monkeypatch.setattr(torch_recall, "_BLOCK", 16)
+    check_earlier_outputs(backend, method, dtype)
 
 
 @pytest.mark.parametrize("name", ["dense", "streaming_llm", "cca-log_size", "lca-3-queries"])

@@ -111,11 +111,6 @@ CHUNKINGS = {
 }
 
 
-@grid(36, backend=CPU_BACKENDS, method=cases.PLANS, sizes=CHUNKINGS)
-def test_extend_any_chunks_equal_one_call(backend, method, sizes):
-    check_rows(method, cut(43, sizes), backend)
-
-
 @grid(12, method=cases.PLANS)
 def test_extend_prefill_of_every_length_then_tokens(method):
     for first in range(1, 18):
@@ -132,8 +127,8 @@ RAGGED = {
 }
 
 
-@grid(36, backend=CPU_BACKENDS, method=cases.PLANS, steps=RAGGED)
-def test_extend_ragged_rows(backend, method, steps):
+@grid(72, backend=CPU_BACKENDS, method=cases.PLANS, steps=RAGGED | {name: cut(43, x) for name, x in CHUNKINGS.items()})
+def test_extend_any_chunks_equal_one_call(backend, method, steps):
     check_rows(method, steps, backend)
 
 
@@ -154,15 +149,7 @@ def test_extend_after_a_prompt_follows_the_streaming_rule(backend, method, steps
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(st.data())
 def test_extend_any_method_any_chunks(data):
-    method = condense.CCA(
-        group_size=data.draw(st.integers(1, 7), label="g"),
-        window=data.draw(st.integers(0, 12), label="w"),
-        summary=data.draw(st.sampled_from(["last", "streaming"])),
-        num_summary_queries=data.draw(st.sampled_from([None, 1, 3, 15, 40])),
-        key_pooling=data.draw(st.sampled_from(cases.POOLINGS)),
-        value_pooling=data.draw(st.sampled_from(cases.POOLINGS)),
-        rep_bias=data.draw(st.sampled_from(["none", "log_size"])),
-    )
+    method = data.draw(cases.ANY_CCA)
     B = data.draw(st.integers(1, 3), label="B")
     counts = st.tuples(*[st.integers(0, 14) for _ in range(B)])
     steps = data.draw(st.lists(counts, min_size=1, max_size=6), label="steps")

@@ -111,7 +111,6 @@ NO_STATIC_MASKS = () if "block_sequence_ids" in _CHUNKED_MASK.parameters else ("
 
 
 def config(name, **changes):
-    """A small configuration of a type."""
     return _small(CONFIG_MAPPING[name], CHANGES.get(name, {}) | changes)
 
 

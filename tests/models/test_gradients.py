@@ -84,13 +84,6 @@ def test_a_block_that_holds_the_backward_pass_has_the_gradients_of_a_condensed_m
         _assert_same(_gradients(model), want)
 
 
-def test_gradients_differ_from_dense():
-    model = _trainable("llama", "streaming-6")
-    condensed = _gradients(model)[1]["model.layers.0.self_attn.k_proj.weight"]
-    dense = _gradients(condense.restore(model))[1]["model.layers.0.self_attn.k_proj.weight"]
-    assert (condensed - dense).abs().max() > 1e-3 * dense.abs().max()
-
-
 def test_gradient_is_the_slope():
     # all in float64: gpt2, since llama's norms round to float32, and logits, since the loss of transformers does
     model = _trainable("gpt2", "streaming-6").eval()

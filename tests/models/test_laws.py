@@ -95,16 +95,6 @@ def test_whole_prompts_with_and_without_a_cache_are_followed_by_steps_of_any_siz
         torch.testing.assert_close(got, steps, **tiny.EXACT)
 
 
-@grid(36, "model", model=tiny.CASES, t=[1, 11, 12, 40, 60])
-def test_a_later_token_leaves_earlier_logits_bit_equal(model, t):
-    ids = tiny.tokens()
-    changed = ids.clone()
-    changed[:, t:] = torch.where(changed[:, t:] == 5, 6, 5)
-    before, after = (tiny.logits(model, x) for x in (ids, changed))
-    assert torch.equal(before[:, :t], after[:, :t])
-    assert not torch.equal(before[:, t], after[:, t])
-
-
 def _first_condensed(method):
     """The first position whose query sees fewer keys than in a dense model."""
     if isinstance(method, condense.Dense):

@@ -7,14 +7,7 @@ import torch
 from fresh import run
 from grids import grid
 from models import loading, tiny
-from peft import (
-    AutoPeftModelForCausalLM,
-    LoraConfig,
-    PeftModel,
-    PrefixTuningConfig,
-    PromptTuningConfig,
-    get_peft_model,
-)
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import condense

@@ -7,7 +7,7 @@ from models import tiny
 from transformers import DynamicCache, StaticCache
 
 import condense
-from condense.caches import CondensedLayer, store
+from condense.caches import store
 
 METHOD = tiny.RECALL
 ROWS = [tiny.tokens(1, n, seed=n)[0] for n in (39, 26, 32)]
@@ -22,16 +22,6 @@ def test_exact_prompts_read_the_same_stored_tokens_in_a_padded_batch(model):
     got = tiny.logits(model, IDS, attention_mask=MASK, position_ids=(MASK.cumsum(1) - 1).clamp(min=0))
     for row, out in zip(ROWS, got, strict=True):
         torch.testing.assert_close(out[-len(row) :], tiny.logits(model, row[None])[0], **tiny.exact(model))
-
-
-@RECALLS
-def test_crop_goes_back_to_what_was(model):
-    ids = tiny.tokens(2, 45)
-    cache, full = tiny.filled(model, ids), tiny.logits(model, ids)
-    assert {type(layer) for layer in cache.layers} == {CondensedLayer}
-    cache.crop(-20)
-    got = tiny.in_chunks(model, ids[:, 25:], (3, *[1] * 17), cache)
-    torch.testing.assert_close(got, full[:, 25:], **tiny.exact(model))
 
 
 @grid(2, "model", model=tiny.RECALLS)

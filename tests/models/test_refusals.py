@@ -228,10 +228,7 @@ UNSUPPORTED = {
         "GPT2LMHeadModel has cross-attention: only decoder-only models",
     ),
     "gemma-bidirectional": (lambda: tiny.model("gemma", use_bidirectional_attention=True), BIDIRECTIONAL),
-    "two-reasons": (
-        _two_reasons,
-        f"cannot be condensed: later layers read the keys of earlier ones; {BIDIRECTIONAL}",
-    ),
+    "two-reasons": (_two_reasons, f"cannot be condensed: later layers read the keys of earlier ones; {BIDIRECTIONAL}"),
     "two-stacks": (_two_stacks, "must have one stack of decoder layers, got two attentions of layer 0: pass"),
     "linear": (lambda: torch.nn.Linear(3, 3), "model must be a transformers PreTrainedModel, got Linear"),
 }

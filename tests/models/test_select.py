@@ -17,15 +17,6 @@ def llama():
     return condense.apply(tiny.model("llama"), tiny.SELECT)
 
 
-def test_a_prompt_that_is_all_focal_is_dense_in_its_prefill():
-    model = tiny.model("llama")
-    ids = tiny.tokens()
-    dense = tiny.logits(model, ids)
-    condense.apply(model, tiny.WHOLE["select-all"][1])
-    torch.testing.assert_close(tiny.logits(model, ids), dense, **tiny.EXACT)
-    assert (tiny.logits(condense.apply(model, tiny.SELECT), ids) - dense).abs().max() > 1
-
-
 def test_padding_anywhere(llama):
     ids, mask = tiny.tokens(2), torch.ones(2, tiny.LENGTH, dtype=torch.long)
     mask[0, 10:17] = mask[1, 50:] = 0
@@ -68,9 +59,3 @@ def test_rows_follow_with_prompts_of_different_lengths(llama):
     assert [x.tolist() for x in layer.state.first] == _first(3, 32)
     layer.reset()
     assert layer.state is None
-
-
-def test_a_prompt_of_one_token_in_a_static_cache(llama):
-    ids, settings = ROWS[3][None, :1], {"max_new_tokens": 40}
-    want = tiny.generate(llama, ids, **settings)
-    assert torch.equal(tiny.generate(llama, ids, cache_implementation="static", **settings), want)

@@ -79,7 +79,6 @@ def test_finite_numbers_of_float16_stay_finite(bits):
 
 
 def test_vectors_without_channels_have_empty_rows():
-    """The values of latents."""
     for bits in (16, 8, 4):
         form, x = EntryFormat(bits), torch.zeros(2, 3, 0, dtype=torch.bfloat16)
         assert form.pack(x).shape == (2, 3, 0)

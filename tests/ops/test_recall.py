@@ -75,7 +75,6 @@ def recall(q, k, v, *, g, w, r, pads=None, unchosen="pool", backend="torch", cho
 
 
 def definition(q, k, v, *, g, w, r, unchosen="pool"):
-    """The same by plain loops."""
     method = Recall(group_size=g, window=w, num_recall=r, unchosen=unchosen)
     return oracle.attention(q, k, v, method=method, scale=SCALE)
 
@@ -135,38 +134,6 @@ def test_every_past_token_counts_once(backend, monkeypatch):
     out = recall(q, k, v, g=g, w=w, r=None, choice=ArrayChoice(mask), backend=backend)
     want = torch.ones(L, L).tril().double() / torch.arange(1, L + 1)[:, None]
     torch.testing.assert_close(out, want.expand(1, 3, L, L), **EXACT)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_future_changes_no_bit_of_the_past(backend, monkeypatch):
-    monkeypatch.setattr(torch_recall, "_BLOCK", 16)
-    qkv = tensors(4, 2, 60, dtype=torch.float32)
-    before = recall(*qkv, g=4, w=5, r=2, backend=backend)
-    for t in (0, 7, 30, 59):
-        changed = [x.clone() for x in qkv]
-        for x in changed:
-            x[:, :, t] *= -3.0
-        after = recall(*changed, g=4, w=5, r=2, backend=backend)
-        assert torch.equal(before[:, :, :t], after[:, :, :t])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_queries_in_pieces_equal_the_whole(backend):
-    """A prompt's queries in chunks and one by one, over the same buffers."""
-    q, k, v = tensors(4, 2, 45)
-    g, w, G = 4, 5, 11
-    whole = recall(q, k, v, g=g, w=w, r=2, backend=backend)
-    groups_k, groups_v = (left_aligned(x, [0, 0], G, g) for x in (k, v))
-    entries = Source(groups_k.mean(3), groups_v.mean(3), math.log(g))
-    store, index = Source(groups_k.flatten(2, 3), groups_v.flatten(2, 3)), build_index(groups_k)
-    for start, stop in ((0, 20), (20, 21), (21, 44), (44, 45)):
-        part = q[:, :, start:stop]
-        first = max(0, start + 1 - w) // g * g
-        window = Source(*(x[:, :, first:stop] for x in (k, v)))
-        spans = RuleSpans(UniformRule(g, w), start, first)
-        choice = IndexChoice(part, index, SCALE, Quota(2))
-        out, _ = attend_recall(part, RecallSources(entries, store, window, spans), choice, scale=SCALE, backend=backend)
-        torch.testing.assert_close(out, whole[:, :, start:stop], **EXACT)
 
 
 @grid(1, block=[4, 128], pads=[[0, 0], [0, 4]])

@@ -105,10 +105,7 @@ def test_sinks_lie_in_the_first_page():
         (condense.Dense(), "one of Recall, CCA, LCA"),
         (condense.Recall(store="host"), "use store='device', as recall-device does"),
         (condense.Recall(key_pooling="weighted"), "use key_pooling='mean'"),
-        (
-            condense.Recall(rep_bias="matched", prompt="exact"),
-            "rep_bias='log_size', or .*; prompt='exact' is not",
-        ),
+        (condense.Recall(rep_bias="matched", prompt="exact"), "rep_bias='log_size', or .*; prompt='exact' is not"),
         (condense.CCA(group_size=1), "at least 2"),
         (condense.CCA(summary="prompt"), "summary='streaming'"),
         (condense.LCA(window=1000, group_size=16), "window=1008 or summary='last'"),

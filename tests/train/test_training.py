@@ -49,7 +49,6 @@ def _one_phase(config, output, **changes):
 
 
 def adapt(text_file, output, base, **changes):
-    """The settings of an adaptation of a few short steps."""
     settings = {
         "pretrained": base, "method": condense.CCA(group_size=8, window=16), "steps": 2, "sequence_length": 128,
         "batch_size": 2, "dtype": "float32", "workers": 0,

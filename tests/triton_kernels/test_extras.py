@@ -79,7 +79,6 @@ MARKS = torch.tensor([0, *LENGTHS]).cumsum(0)
 
 
 def results(method, inputs, weight, backend):
-    """Output, log-sum-exp and gradients."""
     out, lse = condense.attention(*inputs, method=method, cu_seqlens=MARKS, backend=backend, return_lse=True)
     grads = torch.autograd.grad((out * weight.to(out)).sum() + lse.sum(), inputs)
     return [x.detach().cpu() for x in (out, lse, *grads)]

@@ -248,8 +248,6 @@ def test_latents_are_stepped_over_andread_by():
 
 
 class Counting(TorchDispatchMode):
-    """Operations by name."""
-
     def __init__(self):
         super().__init__()
         self.names = []

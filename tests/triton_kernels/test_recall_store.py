@@ -21,12 +21,7 @@ from condense.ops.triton.limits import DTYPES
 
 CUDA = DEVICE == "cuda"
 # name of the case, bits of the store, widths
-STORES = [
-    ("three-open", 8, (16, 24)),
-    ("g-6", 4, (24, 16)),
-    ("g-1-opened", 4, (16, 16)),
-    ("a-third", 8, (40, 16)),
-]
+STORES = [("three-open", 8, (16, 24)), ("g-6", 4, (24, 16)), ("g-1-opened", 4, (16, 16)), ("a-third", 8, (40, 16))]
 if CUDA:
     STORES += [("three-open", bits, widths) for bits in (8, 4) for widths in ((128, 128), (80, 80), (192, 128))]
 ENTRIES = {
