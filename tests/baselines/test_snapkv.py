@@ -1,12 +1,12 @@
 """SnapKV against plain loops, and in a model.
 
-Shapes: B rows, H query heads, K KV heads, L tokens, D width.
+Shapes: B rows, H query heads, K KV heads, L tokens.
 """
 
 import pytest
 import torch
+from baselines.test_sparse_prefill import SCALE, H, K, qkv
 from models import tiny
-from transformers import StaticCache
 
 import condense
 from condense import SnapKV
@@ -14,15 +14,7 @@ from condense.functional import extend
 from condense.models.inspect import inspect
 from condense.plan import ForwardPlan
 
-H, K, D = 4, 2, 8
-SCALE = D**-0.5
 SNAP = SnapKV(budget=12, window=4, kernel_size=3)
-
-
-def qkv(L, seed=0, B=1):
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(B, n, L, D, generator=generator, dtype=torch.float64) for n in (H, K, K))
-    return 3 * q, k, v
 
 
 def test_it_keeps_the_tokens_with_the_most_votes():
@@ -75,12 +67,9 @@ def test_padded_rows_equal_single_rows():
 @torch.no_grad()
 def test_a_model_decodes_over_what_was_kept_in_growing_and_static_caches():
     model, ids = tiny.model("llama"), tiny.tokens(1, 40)
-    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    settings["attention_mask"] = torch.ones_like(ids)
-    dense = model.generate(ids, **settings)
+    dense = tiny.generate(model, ids)
     with condense.use(model, SNAP):
-        growing = model.generate(ids, **settings)
-        static = model.generate(ids, past_key_values=StaticCache(model.config, max_cache_len=64), **settings)
+        growing, static = (tiny.generate(model, ids, cache_implementation=kind) for kind in ("dynamic", "static"))
         cache = model(ids, use_cache=True).past_key_values
     assert torch.equal(growing, static)
     assert not torch.equal(growing, dense)

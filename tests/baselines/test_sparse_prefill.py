@@ -13,7 +13,6 @@ import torch
 from analyze.patterns import seen_pairs
 from models import tiny
 from torch.nn.attention.flex_attention import create_mask
-from transformers import StaticCache
 
 import condense
 from condense import AShape, BlockSparse, FlexPrefill, MInference, VerticalSlash
@@ -241,13 +240,10 @@ def test_padded_rows_equal_single_rows(method):
 @torch.no_grad()
 def test_a_model_decodes_over_all_tokens_in_growing_and_static_caches():
     model, ids = tiny.model("llama"), tiny.tokens(1, 40)
-    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    settings["attention_mask"] = torch.ones_like(ids)
-    dense = model.generate(ids, **settings)
+    dense = tiny.generate(model, ids)
     for method in ALL.values():
         with condense.use(model, method):
-            growing = model.generate(ids, **settings)
-            static = model.generate(ids, past_key_values=StaticCache(model.config, max_cache_len=64), **settings)
+            growing, static = (tiny.generate(model, ids, cache_implementation=kind) for kind in ("dynamic", "static"))
         assert torch.equal(growing, static)
         assert torch.equal(growing, dense), "a prompt of one block is read densely"
     with condense.use(model, LINES):
@@ -286,12 +282,11 @@ def test_latents_are_read_by_the_keys_that_they_expand_to(method):
 @torch.no_grad()
 def test_an_mla_model_reads_its_prompt_sparsely_and_decodes_densely():
     model, ids = tiny.model("deepseek_v3"), tiny.tokens(2, 5 * BLOCK + 30)
-    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     mask = torch.ones_like(ids)
     mask[1, :140] = 0
-    stock = model.generate(ids, attention_mask=mask, **settings)
+    stock = tiny.generate(model, ids, attention_mask=mask)
     with condense.use(model, FlexPrefill(gamma=1.0)):
-        assert torch.equal(model.generate(ids, attention_mask=mask, **settings), stock), "it sees everything"
+        assert torch.equal(tiny.generate(model, ids, attention_mask=mask), stock), "it sees everything"
     dense = model(ids).logits
     with condense.use(model, FlexPrefill(gamma=0.1, tau=0.0, min_budget=1)):
         output = model(ids, use_cache=True)

@@ -16,6 +16,7 @@ METHODS = {
     "dga": condense.DGA(),
     "dga_prompt": condense.DGA(min_focal=256, selection="prompt"),
 }
+SETTING = Setting(HeadShape(8, 2, 128, 128), 1, torch.bfloat16, torch.device("cuda"), 0)
 RECALL = {"recall": condense.Recall(group_size=16, window=256, num_recall=16)}
 
 
@@ -23,9 +24,8 @@ RECALL = {"recall": condense.Recall(group_size=16, window=256, num_recall=16)}
     ("name", "baselines"), [("cca", GPU_BASELINES), *((x, ("cudnn",)) for x in METHODS if x != "cca")]
 )
 def test_kernel_rows_are_right_and_every_baseline_runs(name, baselines):
-    setting = Setting(HeadShape(8, 2, 128, 128), 1, torch.bfloat16, torch.device("cuda"), 0)
     methods = {name: METHODS[name]}
-    plan = KernelPlan(setting, (1024, 4096), methods, baselines, backends=("triton", "torch"), budget_s=0.02)
+    plan = KernelPlan(SETTING, (1024, 4096), methods, baselines, backends=("triton", "torch"), budget_s=0.02)
     content = bench_kernel(plan)
     assert [row for row in content["rows"] if "error" in row] == []
     assert content["claims"] is True
@@ -33,8 +33,7 @@ def test_kernel_rows_are_right_and_every_baseline_runs(name, baselines):
 
 
 def test_recalls_rows_are_right():
-    setting = Setting(HeadShape(8, 2, 128, 128), 1, torch.bfloat16, torch.device("cuda"), 0)
-    content = bench_kernel(KernelPlan(setting, (1024, 4096), RECALL, ("cudnn",), batches=(4,), budget_s=0.02))
+    content = bench_kernel(KernelPlan(SETTING, (1024, 4096), RECALL, ("cudnn",), batches=(4,), budget_s=0.02))
     rows = [row for row in content["rows"] if row["condensed"]]
     assert {row["op"] for row in rows} == {"forward", "backward", "layer", "decode", "decode_b4"}
     assert [row for row in rows if "error" in row] == []
@@ -49,8 +48,5 @@ def test_model_rows_are_right():
     dense, *condensed = rows
     # Recall keeps every token
     assert all(row["cache_bytes"] < dense["cache_bytes"] / 2 for row in condensed if "recall" not in row["runner"])
-    assert all(row["peak_bytes"] > weight_bytes(model) for row in rows)
-
-
-def weight_bytes(model):
-    return sum(parameter.nbytes for parameter in model.parameters())
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert all(row["peak_bytes"] > weights for row in rows)

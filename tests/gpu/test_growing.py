@@ -43,12 +43,16 @@ def _agree(got, want, tolerance):
                 break
 
 
-def test_tokens_are_those_of_the_static_cache(method):
+MODELS = {name: ("llama", method) for name, method in METHODS.items()}
+MODELS |= {name: (name, METHODS["cca"]) for name in ("deepseek_v3", "minicpm3")}
+
+
+@pytest.mark.parametrize(("name", "method"), MODELS.values(), ids=MODELS)
+def test_tokens_are_those_of_the_static_cache(name, method):
     """One kernel does both; only the number of splits, and so the order of sums, is not the same."""
-    model = condensed(method)
+    model = condensed(method, name)
     ids, mask = padded()
-    growing = _greedy(model, ids, mask)
-    static = _greedy(model, ids, mask, cache_implementation="static")
+    growing, static = (_greedy(model, ids, mask, **kind) for kind in ({}, {"cache_implementation": "static"}))
     assert all(layer._ring is not None for layer in growing.past_key_values.layers)
     assert {layer.backend for layer in static.past_key_values.layers} == {"triton"}
     _agree(growing, static, 1e-3)
@@ -66,15 +70,6 @@ def test_a_layer_in_bfloat16_gives_what_a_static_one_does(method):
         assert float((got - want).abs().max()) <= torch.finfo(torch.bfloat16).eps * float(v.abs().max())
     for mine, theirs in zip(growing.state.entries, static.buffers.entries(static.settings), strict=True):
         assert torch.equal(mine, theirs[:, :, : mine.shape[2]])
-
-
-@pytest.mark.parametrize("name", ["deepseek_v3", "minicpm3"])
-def test_tokens_on_latents_are_those_of_the_static_cache(name):
-    model = condensed(METHODS["cca"], name)
-    ids, mask = padded()
-    growing, static = (_greedy(model, ids, mask, **kind) for kind in ({}, {"cache_implementation": "static"}))
-    assert all(layer._ring is not None for layer in growing.past_key_values.layers)
-    _agree(growing, static, 1e-3)
 
 
 def test_a_step_neither_waits_nor_copies(method):

@@ -23,9 +23,13 @@ KEPT = {
 IDS = tiny.tokens(2, 90, seed=4)
 
 
+def model_of(name):
+    return tiny.model(name, torch.float32, max_position_embeddings=1024).to("cuda")
+
+
 @pytest.fixture(scope="module")
 def model():
-    return tiny.model("llama", torch.float32, max_position_embeddings=1024).to("cuda")
+    return model_of("llama")
 
 
 def _logits(model, method, cache_of, sizes):
@@ -44,8 +48,9 @@ def _growing(config):
 
 
 @pytest.mark.parametrize("cache_of", [_static, _growing])
-@pytest.mark.parametrize("slots", SLOTS)
-def test_chunks_and_steps(model, cache_of, slots):
+@pytest.mark.parametrize(("name", "slots"), [*(("llama", n) for n in SLOTS), ("deepseek_v2", 2)])
+def test_chunks_and_steps(name, cache_of, slots):
+    model = model_of(name)
     sizes = [30, 1, 1, 17, *[1] * 41]
     want, _ = _logits(model, DEVICE_STORE, cache_of, sizes)
     got, cache = _logits(model, DEVICE_STORE.replace(store="host", slots=slots), cache_of, sizes)
@@ -87,15 +92,3 @@ def test_a_copied_cache_goes_on_as_its_original(model):
 def test_memory_that_the_host_cannot_pin():
     with pytest.raises(RuntimeError, match=r"bytes of pinned host memory.*store='device'"):
         pinned_zeros((1, 8, 2**35, 256), torch.float32)
-
-
-def test_latents():
-    """The bits of a store on the device."""
-    latents = tiny.model("deepseek_v2", torch.float32, max_position_embeddings=1024).to("cuda")
-    sizes = [30, 1, 1, 17, *[1] * 41]
-    for cache_of in (_static, _growing):
-        want, _ = _logits(latents, DEVICE_STORE, cache_of, sizes)
-        got, cache = _logits(latents, DEVICE_STORE.replace(store="host", slots=2), cache_of, sizes)
-        assert torch.equal(got, want)
-        buffers = cache.layers[-1].buffers if cache_of is _static else cache.layers[-1]._ring.buffers
-        assert buffers.store.is_pinned()

@@ -51,14 +51,10 @@ def test_a_sequence_is_the_text_it_says(builder, tokenizer, form):
         assert asked == named
         for key, (start, stop) in zip(sequence.keys, sequence.answers, strict=True):
             assert tokenizer.decode(sequence.input_ids[start:stop]) == f" {key.number}"
-        end = text.index(asked_line(sequence.keys[0], form), text.index(key_line(sequence.keys[0])) + 1)
+        end = text.index(question_prompt(sequence.keys[0], form), text.index(key_line(sequence.keys[0])) + 1)
         for key, depth in zip(sequence.keys, sequence.depths, strict=True):
             share = text.index(key_line(key)) / end
             assert abs(share - depth) < 0.1
-
-
-def asked_line(key, form):
-    return question_prompt(key, form)
 
 
 def test_the_same_generator_gives_the_same_sequence(builder):
@@ -216,10 +212,3 @@ def test_a_task_ends_early_and_other_text_follows(varied_builder, size):
     assert tokenizer.decode(task.input_ids[end:size]) == ".\n"
     rest = tokenizer.decode(task.input_ids[size:])
     assert not [key for key in task.keys if f"{key.first} {key.second}" in rest]
-
-
-def test_other_tasks_are_the_same_as_without_it(varied_builder):
-    sequences, _ = varied_builder
-    first, second = (sequences.passkeys(np.random.default_rng(3), 4, "cloze", **more) for more in ({}, {"shared": 0}))
-    assert first.keys == second.keys
-    assert np.array_equal(first.input_ids, second.input_ids)

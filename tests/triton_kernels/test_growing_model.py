@@ -107,26 +107,29 @@ def test_tensor_parallel_latents_are_read(monkeypatch):
     assert all(layer._ring is None for layer in out.past_key_values.layers)
 
 
-def test_gradients_and_dropout_go_by_extend():
-    model = _condensed("llama", "cca")
-    ids = ROWS[0][None].to(DEVICE)
+@pytest.fixture
+def stepped():
+    """A model, ids of 27 tokens, and a cache that has read 20 of them and one by a step."""
+    model, ids = _condensed("llama", "cca"), ROWS[0][None].to(DEVICE)
     cache = tiny.filled(model, ids[:, :20])
     with torch.no_grad():
         model(ids[:, 20:21], past_key_values=cache)
+    return model, ids, cache
+
+
+def test_gradients_go_by_extend(stepped):
+    model, ids, cache = stepped
     assert cache.layers[0]._ring is not None
     model(ids[:, 21:22], past_key_values=cache).logits.sum().backward()
     assert cache.layers[0]._ring is None
     assert all(x.grad is not None for x in model.parameters() if x.requires_grad)
 
 
-def test_documents_and_short_masks_are_refused_at_a_step():
-    model = _condensed("llama", "cca")
-    ids = ROWS[0][None].to(DEVICE)
-    cache = tiny.filled(model, ids[:, :20])
-    with torch.no_grad():
-        model(ids[:, 20:21], past_key_values=cache)
-        with pytest.raises(ValueError, match="cannot be cached"):
-            model(ids[:, 21:22], past_key_values=cache, cu_seq_lens_q=torch.tensor([0, 1], device=DEVICE))
-        with pytest.raises(ValueError, match="cover all tokens so far"):
-            model(ids[:, 21:22], past_key_values=cache, attention_mask=torch.ones(1, 1, device=DEVICE).long())
+@torch.no_grad()
+def test_documents_and_short_masks_are_refused_at_a_step(stepped):
+    model, ids, cache = stepped
+    with pytest.raises(ValueError, match="cannot be cached"):
+        model(ids[:, 21:22], past_key_values=cache, cu_seq_lens_q=torch.tensor([0, 1], device=DEVICE))
+    with pytest.raises(ValueError, match="cover all tokens so far"):
+        model(ids[:, 21:22], past_key_values=cache, attention_mask=torch.ones(1, 1, device=DEVICE).long())
     assert cache.get_seq_length() == 21
