@@ -4,8 +4,6 @@ Trainers look up a model's class in transformers by its architecture, so a saved
 engine with the plugin reads the saved name, because it serves condensed models under that one.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 _PREFIX = "Condensed"

@@ -1,7 +1,5 @@
 """The bundled model, and the bundled long text with numbers hidden in it."""
 
-from __future__ import annotations
-
 import importlib.resources
 import json
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ G chunks of c tokens. Positions count a row's real tokens from 0.
 Rows are right-aligned: new tokens end at column L - 1, padding stands to their left.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -4,8 +4,6 @@ A name is accepted wherever a method's is, also with settings changed: ``"recall
 for may change between versions, so a model is saved with the settings and never with a name.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 

@@ -3,8 +3,6 @@
 Shapes: B rows, L new tokens, n packed documents, G chunks of c tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Pictures of measured data. matplotlib is an extra, imported only when a picture is drawn."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 Shapes: H query heads, K KV heads, L tokens in N blocks of `BLOCK`, C columns, D and Dv widths. One row.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

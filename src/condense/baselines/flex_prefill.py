@@ -3,8 +3,6 @@
 Shapes: H query heads, K KV heads, L tokens in N blocks of `BLOCK`, D width. One row.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -3,8 +3,6 @@
 Shapes: B rows, K KV heads, L new tokens, N exact tokens, D and Dv widths.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The part of transformers' cache contract that follows from buffers of fixed size at fixed addresses."""
 
-from __future__ import annotations
-
 from enum import Enum, auto
 from typing import NamedTuple, NoReturn
 

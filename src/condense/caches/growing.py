@@ -11,8 +11,6 @@ store (`condense.Recall`) that would be too much to copy: there are buffers from
 and steps write. Shapes as in `condense.state`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

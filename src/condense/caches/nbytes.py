@@ -1,7 +1,5 @@
 """Measuring the memory that a cache holds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

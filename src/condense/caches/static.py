@@ -9,8 +9,6 @@ first, as before a CUDA graph is captured, they are sized for the most entries t
 ``min_focal * (1 - p / c)`` entries more than chunks need. Shapes as in `condense.state` and `condense.ops.step.state`.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -8,8 +8,6 @@ while the layer before runs. Beside tensors on the CPU, host memory is ordinary 
 Shapes: B rows, K KV heads, N tokens, D and Dv widths of keys and values; a stored token has a width of its own.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Goals, candidates and texts of a calibration."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

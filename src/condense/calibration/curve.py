@@ -2,8 +2,6 @@
 for, and the choice among them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np

@@ -3,8 +3,6 @@
 Shapes: n tokens whose predictions are compared, V vocabulary.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Measuring every layer under every candidate, handing out methods, and verifying what was chosen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 Shapes: L tokens of a text, n of them whose predictions are compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

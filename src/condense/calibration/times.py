@@ -1,7 +1,5 @@
 """Times of a model under an allocation: to its first token after a prompt, and for each further one."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """When the command line loads the library: once a command's arguments are read, so that help needs no torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import typer

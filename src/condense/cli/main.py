@@ -3,8 +3,6 @@
 The modules of commands import torch, transformers and the library inside their functions, so that help needs none.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Annotated, NoReturn

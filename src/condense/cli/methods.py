@@ -1,7 +1,5 @@
 """`condense methods`: the methods, names for settings, and the settings of one."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints

@@ -1,7 +1,5 @@
 """`condense run`: somebody else's program, which then loads condensed models as such."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import runpy

@@ -1,7 +1,5 @@
 """`condense serve`: a condensed model behind vLLM's OpenAI server."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from pathlib import Path

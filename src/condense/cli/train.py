@@ -1,7 +1,5 @@
 """`condense train`: run a recipe."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated, Any

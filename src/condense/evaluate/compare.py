@@ -1,7 +1,5 @@
 """The same prompt under several attention methods: answers, time to first token, time per token, cache bytes."""
 
-from __future__ import annotations
-
 import copy
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence

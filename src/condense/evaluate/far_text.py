@@ -3,8 +3,6 @@
 Shapes: L tokens of a text, V vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

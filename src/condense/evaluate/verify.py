@@ -1,7 +1,5 @@
 """Measuring what settings lose of one's own model and text, through the caches, stores and steps that they are for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A verdict in plain words, and one page of results of one model or of several."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

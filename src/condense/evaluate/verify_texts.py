@@ -3,8 +3,6 @@
 Shapes: L tokens of a text, T tokens decoded, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 Shapes: B rows, K KV heads, N tokens of the window, G groups, D and Dv widths, d_c latent width.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -4,8 +4,6 @@ Shapes: B rows, K KV heads, L tokens, D and Dv widths. Rows are right-aligned: r
 columns.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ After Quest, ArkVale, InfLLM and NSA; no training needed. Defined in `docs/metho
 Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, D and Dv widths.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass

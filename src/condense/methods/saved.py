@@ -4,8 +4,6 @@
 also names the version that wrote it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

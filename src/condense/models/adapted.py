@@ -4,8 +4,6 @@
 writes it, and it stays when attention is restored.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Mapping

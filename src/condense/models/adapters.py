@@ -3,8 +3,6 @@
 Importing PEFT takes long, so its classes are wrapped only once somebody else imports it.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import importlib.util

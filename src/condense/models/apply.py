@@ -1,7 +1,5 @@
 """Condense a model in place, undo it, or condense it in a ``with`` block; the choice is kept in its configuration."""
 
-from __future__ import annotations
-
 import difflib
 import logging
 import threading

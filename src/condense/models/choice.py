@@ -4,8 +4,6 @@ Layers are named by an index, by several (a range, a tuple), by text (``"0-3,7"`
 be condensed and that no other key names. Negative indices count from the last layer.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping

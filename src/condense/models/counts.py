@@ -1,7 +1,5 @@
 """The entries, tokens and groups that a method keeps or reads at a length, counted and in bytes."""
 
-from __future__ import annotations
-
 from typing import NamedTuple, TypeGuard
 
 import torch

@@ -1,7 +1,5 @@
 """The attention classes of transformers that can be condensed, and properties of the model families."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Number of requests that fit into a memory under each choice of methods and with dense caches, by arithmetic."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

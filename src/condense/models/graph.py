@@ -3,8 +3,6 @@
 Shapes: B rows, L prompt tokens, n new tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 

@@ -10,8 +10,6 @@ whether the cache can be cropped; on CUDA it chooses a static cache where its st
 are saved and loaded with their base's methods, see `condense.models.adapters`.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Putting condensed layers into transformers' caches, and refusing what cannot work."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from torch import Tensor

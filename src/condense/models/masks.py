@@ -1,7 +1,5 @@
 """The mask function registered with transformers under the name `condense`."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

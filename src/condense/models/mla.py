@@ -3,8 +3,6 @@
 Shapes: B rows, H query heads, L new tokens, d_c latent width, d_n, d_r, d_v widths of the head's parts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

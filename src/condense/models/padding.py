@@ -6,8 +6,6 @@ Attention needs every row right-aligned, which rows padded on the left, as in ge
 Shapes: B rows, H heads, L new slots, D width.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

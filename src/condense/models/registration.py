@@ -3,8 +3,6 @@
 Shapes: B rows, L tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -3,8 +3,6 @@
 Shapes: B rows, V vocabulary.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

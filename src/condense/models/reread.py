@@ -7,8 +7,6 @@ theirs hold and note the weights that it gets; layers with another attention beg
 Shapes: B rows, L slots of the prompt, c tokens of a piece, S keys, N layers.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Writing a condensed model's configuration so that no program silently loads it as a dense one."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Shapes of well-known models, from their public configurations: enough for times and bytes, without a hub."""
 
-from __future__ import annotations
-
 import json
 from importlib import resources
 from typing import Any

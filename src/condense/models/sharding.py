@@ -3,8 +3,6 @@
 Every rank has all latents, which the heads share, but only some of the heads.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

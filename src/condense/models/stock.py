@@ -3,8 +3,6 @@
 Shapes: B rows, H query heads, K KV heads, L new tokens, S keys in the cache, D and Dv widths.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

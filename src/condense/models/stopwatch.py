@@ -1,7 +1,5 @@
 """The clock of comparisons and benchmarks: the time at which each token of a model is ready."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from typing import Any

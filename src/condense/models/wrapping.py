@@ -1,7 +1,5 @@
 """Replacing a method of another library by one that calls it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

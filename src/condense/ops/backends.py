@@ -1,7 +1,5 @@
 """The backends by name: the operations that each offers, its limits, and when "auto" chooses it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Argument checks of the public operations: `ValueError` with argument, wanted, got."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

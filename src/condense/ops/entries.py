@@ -13,8 +13,6 @@ half a step, is read as that number, so finite numbers stay finite in float16 to
 Shapes: D width of keys or values, n blocks, C bytes of a row.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

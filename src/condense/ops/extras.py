@@ -3,8 +3,6 @@
 Shapes: B rows, H query heads, L queries, Dv value width.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

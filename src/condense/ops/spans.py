@@ -7,8 +7,6 @@ padding sees nothing. From one query to the next, lo and hi of a source never de
 Shapes: B rows, K KV heads, L queries, N entries of a source, D and Dv widths. ``B|1`` is 1 if all rows are alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol

@@ -3,8 +3,6 @@
 Shapes: B rows, K KV heads, N tokens of the window, G chunks of c tokens, D and Dv widths.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 

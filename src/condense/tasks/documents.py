@@ -1,7 +1,5 @@
 """Documents in local files (text, JSON lines, Parquet) and in Hugging Face datasets."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -3,8 +3,6 @@
 N: tokens of a batch; V: vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

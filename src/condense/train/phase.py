@@ -1,7 +1,5 @@
 """One phase of training: Hugging Face's Trainer set up for it, and the checkpoints it resumes from."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

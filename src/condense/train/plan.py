@@ -1,7 +1,5 @@
 """Memory, work and disk space that a phase will take, said before its first step."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from torch import nn

@@ -1,7 +1,5 @@
 """Marking the weights that are trained: all, the attention's projections, or adapters (LoRA) beside frozen ones."""
 
-from __future__ import annotations
-
 from torch import nn
 from transformers import PreTrainedModel
 

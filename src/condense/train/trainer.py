@@ -1,7 +1,5 @@
 """Hugging Face's Trainer with the loss, the attention and the teacher of each step, and checkpoints that are whole."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math

@@ -1,7 +1,5 @@
 """A phase seen while it runs: one line per log entry on standard output, and all of it as JSON lines."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A model of lm-evaluation-harness for its own command line: Hugging Face's, condensed by a method."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lm_eval.models.huggingface import HFLM

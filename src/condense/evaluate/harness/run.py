@@ -4,8 +4,6 @@ The folder of a run holds ``env.json`` (what was run, on what), ``responses/`` (
 answers, by which an interrupted run goes on), and at the end ``predictions.jsonl`` and ``metrics.json``.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping

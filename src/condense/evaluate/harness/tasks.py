@@ -1,7 +1,5 @@
 """Tasks by the harness's names and our own: found, loaded from hub or folder, or refused with the way out."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import hashlib

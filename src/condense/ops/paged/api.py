@@ -3,8 +3,6 @@
 Shapes: T new tokens of all requests, H query heads, K KV heads, D and Dv widths, g tokens per group.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

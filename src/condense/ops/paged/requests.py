@@ -3,8 +3,6 @@
 Shapes: H query heads, K KV heads, L new tokens of a request, G groups, D and Dv widths, N slots of a page.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 Shapes: B rows, K KV heads, G groups of g tokens, N window tokens, D and Dv widths.
 """
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 from condense.ops.spans import Source, Spans

@@ -10,8 +10,6 @@ zeros, the steps of its g values and their zeros; then the codes of its keys, to
 Shapes: B rows, K KV heads, G groups of g tokens, D and Dv widths, C columns of a row.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

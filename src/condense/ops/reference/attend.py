@@ -3,8 +3,6 @@
 Shapes: B rows, H query heads, K KV heads, L queries, N entries of one source, S of all sources, D and Dv widths.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -3,8 +3,6 @@
 Shapes: B rows, H query heads, K KV heads, L new queries, Q mean queries kept, D width, G groups of c tokens.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

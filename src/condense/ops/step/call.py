@@ -24,8 +24,6 @@ Shapes: B rows, H query heads, K KV heads, M entries of capacity, c tokens per c
 widths.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

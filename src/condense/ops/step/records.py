@@ -7,8 +7,6 @@ part is another line of that table. Each part begins at a multiple of 16 bytes, 
 Shapes: K KV heads, G groups of g tokens, C bytes of a record, D and Dv widths.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 Shapes: g tokens per group.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from dataclasses import dataclass, fields

@@ -4,8 +4,6 @@ Shapes: B rows, K KV heads, M entries of capacity, W and Q slots of the rings of
 the store has room for, S slots of the store, g tokens per group, D and Dv widths.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from enum import Enum, auto

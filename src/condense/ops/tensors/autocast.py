@@ -1,7 +1,5 @@
 """Attention under autocast: inputs are cast to autocast's dtype, then autocast is off, so softmax is in float32."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 

@@ -3,8 +3,6 @@
 Shapes: B rows, K KV heads, N entries of a source, S of all sources.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ With 4 bits two codes share a byte: byte c of a row holds column c in its low ha
 high half.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

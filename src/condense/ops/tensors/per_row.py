@@ -4,8 +4,6 @@ Without padding all rows agree, so a decode step computes with ints, which ``tor
 tensor is made, moved or read. Plain ``+ - * // %`` and comparisons work on ints and tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

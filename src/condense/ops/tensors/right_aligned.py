@@ -5,8 +5,6 @@ All functions are differentiable. If all rows agree (`condense.ops.tensors.per_r
 Shapes: B rows, K KV heads, N columns, M entries, D width, G chunks of c tokens.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

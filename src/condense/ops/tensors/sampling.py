@@ -3,8 +3,6 @@
 Shapes: B rows, L columns, S sampled queries.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

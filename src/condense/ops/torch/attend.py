@@ -5,8 +5,6 @@ A block of queries reads only its hull of every source, so memory is linear in L
 Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, N tokens of the window, S keys that a block sees.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple

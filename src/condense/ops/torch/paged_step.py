@@ -6,8 +6,6 @@ all slots that the tables have columns for.
 Shapes: R requests, H query heads, K KV heads, G groups that a table has room for, g tokens per group, D and Dv widths.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

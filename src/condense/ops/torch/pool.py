@@ -4,8 +4,6 @@ Shapes: B rows, H query heads, K KV heads, L new queries, Q mean queries kept fr
 G spans of S queries or groups of c tokens.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ linear in L. A single query reads only the tokens of the groups that it opens.
 Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, S keys of a block, D and Dv widths.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

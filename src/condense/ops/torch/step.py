@@ -6,8 +6,6 @@ only if a chunk is due, it scores all groups that there is room for, and it read
 Shapes as in `condense.ops.step.call` and `condense.ops.step.state`.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -4,8 +4,6 @@ Each function that makes documents gets the run's metadata: ``data`` (folder of 
 (name or path), ``max_seq_lengths`` (tokens) and ``trust_remote_code`` (whether the tokenizer's own code may run).
 """
 
-from __future__ import annotations
-
 import importlib.resources
 import json
 import re

@@ -3,8 +3,6 @@
 The harness imports this file by the names in the YAML.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 The harness imports this file by the names in the YAML.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import subprocess
