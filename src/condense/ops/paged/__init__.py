@@ -2,5 +2,3 @@
 
 from condense.ops.paged.api import read_paged
 from condense.ops.step.pages import NewTokens, PagedState, Pages, room_for
-
-__all__ = ["NewTokens", "PagedState", "Pages", "read_paged", "room_for"]

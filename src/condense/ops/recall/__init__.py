@@ -12,21 +12,3 @@ from condense.ops.recall.choice import (
 from condense.ops.recall.index import GroupIndex, block_width, build_index, rotation, turned_queries
 from condense.ops.recall.sources import RecallSources, Unchosen
 from condense.ops.recall.store import StoreFormat
-
-__all__ = [
-    "ArrayChoice",
-    "Choice",
-    "GroupIndex",
-    "IndexChoice",
-    "Quota",
-    "RecallSources",
-    "StoreFormat",
-    "Unchosen",
-    "block_width",
-    "build_index",
-    "choose_groups",
-    "chosen_groups",
-    "index_scores",
-    "rotation",
-    "turned_queries",
-]

@@ -5,25 +5,3 @@ from condense.ops.step.pages import NewTokens, PagedState, Pages
 from condense.ops.step.records import Part, RecordFormat, record_format
 from condense.ops.step.settings import ChoiceSettings, StepSettings, StoreSettings
 from condense.ops.step.state import Per, StateSizes, StepState, clear_state, empty_state, entry_names, fields_of
-
-__all__ = [
-    "ChoiceSettings",
-    "NewToken",
-    "NewTokens",
-    "OwnEntries",
-    "PagedState",
-    "Pages",
-    "Part",
-    "Per",
-    "RecordFormat",
-    "StateSizes",
-    "StepCall",
-    "StepSettings",
-    "StepState",
-    "StoreSettings",
-    "clear_state",
-    "empty_state",
-    "entry_names",
-    "fields_of",
-    "record_format",
-]
