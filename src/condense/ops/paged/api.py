@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from condense.ops.backends import check_backend, step_backend
-from condense.ops.paged.requests import read_requests, represent
-from condense.ops.step.call import OwnEntries
+from condense.ops.paged.requests import read_requests
 from condense.ops.step.pages import NewTokens, PagedState
 from condense.ops.step.records import RECORD_UNIT, record_format
 from condense.ops.step.settings import StepSettings
-from condense.ops.torch import paged_step as torch_step
 
 
 def read_paged(
@@ -41,11 +39,11 @@ def read_paged(
     device, ``num_summary`` 0, and ``summary_delay`` 0, so that a record depends on the tokens of its group alone and is
     made when the last of them is read. Delays do not change what such a method computes: take
     `condense.methods.step_settings` and set it to 0.
-    backend: "reference"; else as in `condense.ops.attend` for requests with several new tokens. Those with one are read
-    by "triton" or "torch"; "auto" is "triton" on CUDA where it can run, which without a choice is not over records.
+    backend: as in `condense.ops.attend` for requests that are read one by one. Those with one new token are read
+    together by "triton"; "auto" does so on CUDA where it can run, which without a choice is not over records.
     Raises ValueError for an unknown backend, for an explicit one that cannot run here, for settings that pages cannot
-    hold, for pages of records that are not as `PagedState` says, and while a graph is captured for requests that the
-    host reads one by one: those with several new tokens, and single tokens over records without a choice.
+    hold, for pages of records that are not as `PagedState` says, and while a graph is captured for requests that are
+    read one by one.
     Single tokens behind more groups than `room_for` says get NaN: lengths are on the device, and a graph cannot raise.
     """
     q, k, v = qkv
@@ -57,26 +55,24 @@ def read_paged(
             if backend != "auto":
                 raise ValueError(f"backend {backend!r} reads single entries in pages, not records; use backend='torch'")
             has_kernels = False
-    # PyTorch's step reads all that a table has room for: a graph needs that, a CPU has none
-    by_torch = settings.choice is not None and (backend == "torch" or (backend == "auto" and q.is_cuda))
-    steps = new.num_steps if has_kernels or by_torch else 0
+    steps = new.num_steps if has_kernels else 0
     if steps < len(new.seen) and q.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise ValueError("requests that PyTorch reads one by one cannot be captured in a CUDA graph: capture steps")
+        raise ValueError(
+            "requests that are read one by one cannot be captured in a CUDA graph: capture single tokens that kernels "
+            "read, or run eagerly"
+        )
     if steps == 0:
         read_requests(qkv, state, new, settings, out, first=0, scale=scale, backend=backend)
         return
     ones, first, seen = tuple(x[:steps] for x in qkv), state.first(steps), new.seen_on_device[:steps]
-    store, attend = _step_of(settings, new, has_kernels)
+    store, attend = _kernels(settings, new)
     store(*ones, first, seen, settings, scale=scale)
     read_requests(qkv, state, new, settings, out, first=steps, scale=scale, backend=backend)
     attend(q[:steps], first, seen, settings, scale=scale, out=out[:steps])
 
 
-def _step_of(settings: StepSettings, new: NewTokens, has_kernels: bool) -> tuple[Callable[..., None], ...]:
-    """The two halves of a step, `store` and `attend` of `condense.ops.torch.paged_step` and of its like."""
-    if not has_kernels:
-        own = OwnEntries(functools.partial(represent, settings=settings))
-        return tuple(functools.partial(x, own=own) for x in (torch_step.store, torch_step.attend))
+def _kernels(settings: StepSettings, new: NewTokens) -> tuple[Callable[..., None], ...]:
+    """The two halves of a step of kernels: one stores tokens, entries and records, the other attends."""
     if settings.choice is None:
         from condense.ops.triton import paged_step
 

@@ -141,7 +141,7 @@ class _Request:
             spans = SummarySpans(start, self.before, self.seen, num, settings.num_summary, g)
             summary = summarize(self.q, self._past_queries(start), spans, backend=self.backend)
         chunks = Chunks(tokens[..., :D], tokens[..., D:], 0, num, g, first)
-        kept = represent(chunks, summary, settings, scale=self.scale, backend=self.backend)
+        kept = _represent(chunks, summary, settings, scale=self.scale, backend=self.backend)
         if not self.state.holds_records:
             return torch.cat(kept, dim=3)
         named = dict(zip(entry_names(settings), packed(kept, settings), strict=True))
@@ -154,7 +154,7 @@ class _Request:
         return _load_ring(self.state.ring, self.row, start, self.before, self.k.shape[3])
 
 
-def represent(
+def _represent(
     chunks: Chunks, summary: Tensor | None, settings: StepSettings, *, scale: float, backend: str
 ) -> tuple[Tensor, ...]:
     """Entries ``[B, K, G, D]`` and ``[B, K, G, Dv]`` of chunks, of width 0 where no query sees them; their biases
