@@ -22,10 +22,10 @@ from condense.ops.triton.launch import Launcher
 from condense.ops.triton.recall_score_kernels import ScoreForm, recall_score_kernel
 
 _SCORE = Launcher(recall_score_kernel)
-# holds the whole numbers of queries exactly, whatever their dtype, and tensor cores multiply it
-_NUMBERS = torch.float16
+# holds the whole numbers of queries exactly, and tensor cores multiply it fastest
+_NUMBERS = torch.int8
 # a tile of scores has at most so many tokens, and groups; a cell has at most so many groups
-_TOKENS, MOST_GROUPS, _CELL = 256, 128, 16
+_TOKENS, MOST_GROUPS, _CELL = 128, 128, 16
 # a program holds queries up to this width; it reads wider ones again for every tile of scores, part by part
 _WIDE = 128
 
@@ -42,7 +42,7 @@ class ScoreTiles(NamedTuple):
 def _tiles(D: int, is_cuda: bool) -> ScoreTiles:
     rows = 128 if is_cuda else 16  # the interpreter
     if D <= _WIDE:
-        return ScoreTiles(rows, tile_width(D), {"num_warps": 8, "num_stages": 2})
+        return ScoreTiles(rows, max(32, tile_width(D)), {"num_warps": 4, "num_stages": 3})
     return ScoreTiles(rows, 64, {"num_warps": 8, "num_stages": 3})
 
 
@@ -62,7 +62,7 @@ class Scratch(NamedTuple):
     """Scratch memory for a block of n queries. A last block with fewer queries fills the beginning of each tensor.
 
     score: float32 ``[B * K, cells, n * R, C]``, of every group. cell: float32 ``[B * K, cells / 4, n * R, 4]``, the
-    best score of every cell. lse: float32 ``[B * K, n * R]``, log-sum-exps. picked: int32 ``[B * K, n, picked]``, the
+    best score of every cell, or with no cells if nobody asks for it. lse: float32 ``[B * K, n * R]``, log-sum-exps. picked: int32 ``[B * K, n, picked]``, the
     cells whose groups are ranked. floor: int32 ``[B * K, n]``, a key that every chosen group reaches.
     """
 
@@ -116,7 +116,7 @@ def bytes_per_query(q: Tensor, cells: int, C: int) -> int:
 def score(
     q: Tensor, index: CellIndex, positions: Positions, scratch: Scratch, sizes: tuple[int, ...], *, scale: float
 ) -> None:
-    """Fill the scratch tensors score, cell and lse for a block of queries ``[B, H, n, D]``.
+    """Fill the scratch tensors score, lse and, if it has any cells, cell for a block of queries ``[B, H, n, D]``.
 
     sizes: the kernel's numbers. scale: of base-2 scores.
     """
@@ -126,7 +126,7 @@ def score(
     # the heads of a KV head side by side: the rows of a tile
     numbers, unit = turned_queries(q.unflatten(1, (K, R)).transpose(2, 3).reshape(B * K, n * R, D))
     groups, parts = min(MOST_GROUPS, _TOKENS // group), cdiv(D, tiles.width)
-    form = ScoreForm(group, groups, groups_per_cell(group), tiles.rows, tiles.width, parts)
+    form = ScoreForm(group, groups, groups_per_cell(group), tiles.rows, tiles.width, parts, scratch.cell.numel() > 0)
     _SCORE(
         (cdiv(n * R, tiles.rows), B * K, 1),
         (

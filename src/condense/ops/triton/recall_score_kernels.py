@@ -28,7 +28,8 @@ class ScoreForm(NamedTuple):
     """The constants of an index and of its tiles.
 
     GP: tokens per group, g, rounded up to a power of two. BG: groups per tile. C: groups per cell. BM: rows per tile.
-    P: columns read at a time. parts: reads that a row takes; if it is one, a program reads its queries once.
+    P: columns read at a time. parts: reads that a row takes; if it is one, a program reads its queries once. best:
+    whether the best score of every cell is asked for.
     """
 
     GP: int
@@ -37,6 +38,7 @@ class ScoreForm(NamedTuple):
     BM: int
     P: int
     parts: int
+    best: bool
 
 
 @triton.jit
@@ -89,10 +91,10 @@ def _products(tile, token, FORM: tl.constexpr):
     if FORM.parts == 1:
         return tl.dot(tile.q, tl.trans(tile.signs.load([tile.head, token, 0]).reshape(BN, P)))
     else:
-        s = tl.zeros([BM, BN], tl.float32)
+        s = tl.zeros([BM, BN], tl.int32)
         for part in range(FORM.parts):
             q = tile.q.load([tile.head, tile.line, part * P]).reshape(BM, P)
-            s = tl.dot(q, tl.trans(tile.signs.load([tile.head, token, part * P]).reshape(BN, P)), s)
+            s = tl.dot(q, tl.trans(tile.signs.load([tile.head, token, part * P]).reshape(BN, P)), s, out_dtype=tl.int32)
         return s
 
 
@@ -109,17 +111,22 @@ def _score_groups(tile, lse, stretch, FORM: tl.constexpr, MASKED: tl.constexpr):
     BG: tl.constexpr = FORM.BG
     C: tl.constexpr = FORM.C
     BC: tl.constexpr = BG // C
+    steps_at = tile.steps + tl.arange(0, BG * GP)
+    next_steps = tl.load(steps_at + lo * GP)
     for group in range(lo, hi, BG):
         cell, c = group // C + tl.arange(0, BC), tl.arange(0, C)
-        steps = tl.load(tile.steps + group * GP + tl.arange(0, BG * GP))
+        steps = next_steps
+        # one tile ahead, because a load takes long; after the last tile it is read once more
+        next_steps = tl.load(steps_at + tl.minimum(group + BG, hi - 1) // BG * BG * GP)
         # in the order of `condense.ops.recall.choice.index_scores`: the unit is above 0 and comes last
-        s = _products(tile, group * GP, FORM) * steps[None, :]
+        s = _products(tile, group * GP, FORM).to(tl.float32) * steps[None, :]
         s = tl.max(tl.reshape(s, [FORM.BM, BC, GP, C]), 2) * tile.unit[:, None, None]
         if MASKED:
             n = cell[:, None] * C + c[None, :]
             s = tl.where(n[None] < tile.closed[:, None, None], s, float("-inf"))
         of_cells = tl.max(s, 2)
-        tl.store(tile.cell[:, None] + place_of_cell(cell, tile.lines)[None, :], of_cells, mask=tile.real[:, None])
+        if FORM.best:
+            tl.store(tile.cell[:, None] + place_of_cell(cell, tile.lines)[None, :], of_cells, mask=tile.real[:, None])
         at = (cell * tile.lines)[:, None] * C + c[None, :]
         tl.store(tile.score[:, None, None] + at[None], s, mask=tile.real[:, None, None])
         larger = tl.maximum(top, tl.max(of_cells, 1))
@@ -144,7 +151,8 @@ def recall_score_kernel(
     R: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Write, for queries ``[first, stop)``, all float32: the scores of closed groups ``[B * K, cells, n * R, C]``, base
-    2; the best score of every cell ``[B * K, cells / 4, n * R, 4]``; the log-sum-exp ``[B * K, n * R]``.
+    2; the best score of every cell ``[B * K, cells / 4, n * R, 4]``, if it is asked for; the log-sum-exp ``[B * K, n *
+    R]``.
 
     Grid (tiles of BM rows, B * K). Tiles of groups behind the last closed group of a tile of queries are not written.
 
