@@ -59,7 +59,8 @@ def _scratch(device: torch.device, heads: int, n: int, R: int, cells: int, C: in
         return torch.empty(shape, dtype=dtype, device=device)
 
     return Scratch(
-        empty(heads, cells, n * R, C), empty(heads, cells // CELLS_PER_LINE.value, n * R, CELLS_PER_LINE.value),
+        empty(heads, cells, n * R, C),
+        empty(heads, cells // CELLS_PER_LINE.value if picked else 0, n * R, CELLS_PER_LINE.value),
         empty(heads, n * R), empty(heads, n, picked, dtype=torch.int32), empty(heads, n, dtype=torch.int32),
     )  # fmt: skip
 
@@ -77,24 +78,29 @@ def choose(q: Tensor, index: GroupIndex, positions: Positions, *, scale: float, 
     cells = cdiv(max(closed, 1), MOST_GROUPS) * MOST_GROUPS // C
     tokens, ranked = in_cells(index.narrow(0, closed), cells, D), power_of_2(cells)
     picked = power_of_2(min(r, ranked))
-    looked = picked * C
+    # if as many groups are opened as there are cells, none can be left out
+    looked, some = picked * C, picked < ranked
     of_quota = (r, quota.part, quota.of)
     n = min(L, max(1, _SCRATCH // bytes_per_query(q, cells, C) // _BLOCK) * _BLOCK)
-    scratch = _scratch(q.device, heads, n, R, cells, C, picked)
+    scratch = _scratch(q.device, heads, n, R, cells, C, picked if some else 0)
     with on_device_of(q):
         for first in range(0, L, n):
             stop = min(first + n, L)
             sizes = (K, L, G, first, stop, cells, *positions.rule)
             score(q[:, :, first:stop], tokens, positions, scratch, sizes, scale=scale * LOG2E)
-            _CELLS(
-                (cdiv(stop - first, queries_per_program(ranked, q.is_cuda)), heads, 1),
-                (scratch.cell, scratch.lse, positions.starts, scratch.picked, scratch.floor), (*sizes, *of_quota),
-                (R, positions.kind, C, ranked, picked, queries_per_program(ranked, q.is_cuda)),
-                {"num_warps": warps(ranked)},
-            )  # fmt: skip
+            if some:
+                _CELLS(
+                    (cdiv(stop - first, queries_per_program(ranked, q.is_cuda)), heads, 1),
+                    (scratch.cell, scratch.lse, positions.starts, scratch.picked, scratch.floor), (*sizes, *of_quota),
+                    (R, positions.kind, C, ranked, picked, queries_per_program(ranked, q.is_cuda)),
+                    {"num_warps": warps(ranked)},
+                )  # fmt: skip
             _GROUPS(
                 (cdiv(stop - first, _ranking_queries(looked, q.is_cuda)), heads, 1),
-                (scratch.score, scratch.lse, scratch.picked, scratch.floor, positions.starts, groups),
+                (
+                    scratch.score, scratch.lse, *((scratch.picked, scratch.floor) if some else (None, None)),
+                    positions.starts, groups,
+                ),
                 (*sizes, *of_quota),
                 (R, positions.kind, C, picked, power_of_2(r), _ranking_queries(looked, q.is_cuda)),
                 {"num_warps": warps(looked)},

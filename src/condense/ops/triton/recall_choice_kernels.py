@@ -12,6 +12,8 @@ tokens, cells of C groups, r groups that a query opens. T tiles of Q queries.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -56,6 +58,28 @@ def wanted_groups(closed, most, part, of):
 
 
 @triton.jit
+def _reached(key, lo, hi, wanted):
+    """The number in ``[lo, hi)`` that at least ``wanted`` keys of each row reach (>=), and at most ``wanted`` exceed.
+
+    At least ``wanted`` keys are >= lo, fewer are >= hi; hi may be lo, if it is lo that is to be found. Each turn keeps
+    a third of the interval: one sum counts the keys that reach each of two numbers.
+    """
+    BITS: tl.constexpr = 16 if key.shape[1] <= 2**15 else 32
+    COUNTS: tl.constexpr = tl.int32 if key.shape[1] <= 2**15 else tl.int64
+    while tl.max(hi - lo, 0) > 1:
+        third = (hi - lo + 2) // 3
+        a, b = lo + third, lo + 2 * third
+        both = (key >= a.to(tl.int32)[:, None]).to(COUNTS) + ((key >= b.to(tl.int32)[:, None]).to(COUNTS) << BITS)
+        both = tl.sum(both, 1)
+        reach_a, reach_b = both & ((1 << BITS) - 1), both >> BITS
+        hi = tl.where(reach_a < wanted, a, tl.where(reach_b < wanted, b, hi))
+        lo = tl.where(reach_b >= wanted, b, tl.where(reach_a >= wanted, a, lo))
+        # if exactly ``wanted`` keys reach one of the two, the search ends
+        hi = tl.where((reach_a == wanted) | (reach_b == wanted), lo + 1, hi)
+    return lo.to(tl.int32)
+
+
+@triton.jit
 def _best(share, valid, wanted, floor):
     """Select the best ``wanted`` ``[BQ]`` valid shares of each row of ``[BQ, N]``, or all valid ones if there are
     fewer.
@@ -69,18 +93,11 @@ def _best(share, valid, wanted, floor):
     lo = tl.maximum(tl.min(tl.where(valid, key, _INT_MAX), 1), floor).to(tl.int64)
     # rows with fewer, which keep all, need no search
     hi = tl.where(tl.sum(valid.to(tl.int32), 1) > wanted, tl.max(key, 1).to(tl.int64) + 1, lo)
-    # invariant: at least ``wanted`` keys are >= lo, fewer are >= hi
-    while tl.max(hi - lo, 0) > 1:
-        middle = lo + (hi - lo) // 2
-        reach = tl.sum((key >= middle.to(tl.int32)[:, None]).to(tl.int32), 1)
-        lo = tl.where(reach >= wanted, middle, lo)
-        # if exactly ``wanted`` keys are >= middle, the search ends
-        hi = tl.where(reach > wanted, hi, tl.where(reach == wanted, middle + 1, middle))
-    worst = lo.to(tl.int32)
-    best = (valid & (key >= worst[:, None])).to(tl.int32)
+    worst = _reached(key, lo, hi, wanted)
+    best = (key >= worst[:, None]).to(tl.int32)
     excess = tl.maximum(tl.sum(best, 1) - wanted, 0)
     if tl.max(excess, 0) > 0:  # only the first of those that tie with the worst are kept
-        tied = (valid & (key == worst[:, None])).to(tl.int32)
+        tied = (key == worst[:, None]).to(tl.int32)
         kept = tl.sum(tied, 1) - excess
         best = tl.where(tl.cumsum(tied, 1) * tied > kept[:, None], 0, best)
     return best != 0, tl.cumsum(best, 1) - best, worst
@@ -124,6 +141,39 @@ def recall_cells_kernel(
     tl.store(picked_ptr + query[:, None] * PICKED + slot, tl.full([BQ, PICKED], CELLS, tl.int32), mask=unused)
 
 
+class _Scores(NamedTuple):
+    """Scores of a KV head's queries: pointers to those of groups and to log-sum-exps; indices of the queries in the
+    block; rows of the block; closed groups of each query.
+    """
+
+    score: Any
+    lse: Any
+    query: Any
+    lines: Any
+    closed: Any
+
+
+@triton.jit
+def _all_cells(BQ: tl.constexpr, CELLS: tl.constexpr):
+    return tl.zeros([BQ, 1], tl.int32) + tl.arange(0, CELLS)[None, :]
+
+
+@triton.jit
+def _open(scores, cell, wanted, floor, groups_at, R: tl.constexpr, C: tl.constexpr):
+    """Write the best ``wanted`` groups of cells ``[BQ, n]`` at ``groups_at``. floor: as in `_best`."""
+    c, closed = tl.arange(0, C)[None, None, :], scores.closed
+    N: tl.constexpr = cell.shape[1] * C
+    group = cell[:, :, None] * C + c
+    valid = group < closed[:, None, None]
+    # the mask is per cell, so that several scores are loaded at once
+    there = (cell * C < closed[:, None])[:, :, None]
+    at = (cell * scores.lines + scores.query[:, None] * R)[:, :, None] * C + c
+    share = _best_share(scores.score, at, C, scores.lse, scores.query, there, valid, R)
+    group, valid = tl.reshape(group, [cell.shape[0], N]), tl.reshape(valid, [cell.shape[0], N])
+    is_open, place, _ = _best(tl.reshape(share, [cell.shape[0], N]), valid, wanted, floor)
+    tl.store(groups_at + place, group, mask=is_open)
+
+
 @triton.jit(do_not_specialize=(*VARYING, *BLOCK))
 def recall_groups_kernel(
     score_ptr, lse_ptr, picked_ptr, floor_ptr, starts_ptr, groups_ptr,
@@ -133,7 +183,8 @@ def recall_groups_kernel(
 ):  # fmt: skip
     """Write the groups that queries ``[first, stop)`` open in rising order, int32 ``[B * K, L, r]``; G where fewer.
 
-    PLACES: r as a power of two. A program has BQ queries of one KV head.
+    picked, floor: what `recall_cells_kernel` wrote; None to rank all PICKED cells. PLACES: r as a power of two. A
+    program has BQ queries of one KV head.
     """
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
     row, spans = row_of_program(rule, start, starts_ptr, K, KIND)
@@ -142,21 +193,24 @@ def recall_groups_kernel(
     lines, head = (stop - first) * R, tl.program_id(1).to(tl.int64)
     query = tl.minimum(i, stop - 1) - first
     line = head * (stop - first) + query
-    c, place = tl.arange(0, C)[None, None, :], tl.arange(0, PLACES)[None, :]
-    cell = tl.load(picked_ptr + line[:, None] * PICKED + tl.arange(0, PICKED)[None, :])
-    group = cell[:, :, None] * C + c
-    valid = group < closed[:, None, None]
-    # the mask is per cell, so that several scores are loaded at once
-    there = (cell * C < closed[:, None])[:, :, None]
-    at = (cell * lines + query[:, None] * R)[:, :, None] * C + c
-    share = _best_share(score_ptr + head * cells * lines * C, at, C, lse_ptr + head * lines, query, there, valid, R)
-    group, valid = tl.reshape(group, [BQ, PICKED * C]), tl.reshape(valid, [BQ, PICKED * C])
+    place = tl.arange(0, PLACES)[None, :]
     wanted = wanted_groups(closed, r, part, of)
-    is_open, at, _ = _best(tl.reshape(share, [BQ, PICKED * C]), valid, wanted, tl.load(floor_ptr + line))
     groups_at = groups_ptr + ((tl.program_id(1).to(tl.int64) * L + i) * r)[:, None]
-    tl.store(groups_at + at, group, mask=is_open)
     unused = (place >= wanted[:, None]) & (place < r) & (i < stop)[:, None]
     tl.store(groups_at + place, tl.zeros([BQ, PLACES], tl.int32) + G, mask=unused)
+    scores = _Scores(score_ptr + head * cells * lines * C, lse_ptr + head * lines, query, lines, closed)
+    if picked_ptr is not None:
+        cell = tl.load(picked_ptr + line[:, None] * PICKED + tl.arange(0, PICKED)[None, :])
+        _open(scores, cell, wanted, tl.load(floor_ptr + line), groups_at, R, C)
+    else:
+        # the first queries see few of the groups
+        most = tl.cdiv(tl.max(closed, 0), C)
+        if most <= PICKED // 4:
+            _open(scores, _all_cells(BQ, PICKED // 4), wanted, _INT_MIN, groups_at, R, C)
+        elif most <= PICKED // 2:
+            _open(scores, _all_cells(BQ, PICKED // 2), wanted, _INT_MIN, groups_at, R, C)
+        else:
+            _open(scores, _all_cells(BQ, PICKED), wanted, _INT_MIN, groups_at, R, C)
 
 
 @triton.jit(do_not_specialize=("L", "G", "first", "stop", "words"))

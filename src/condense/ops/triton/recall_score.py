@@ -24,16 +24,17 @@ from condense.ops.triton.recall_score_kernels import ScoreForm, recall_score_ker
 _SCORE = Launcher(recall_score_kernel)
 # holds the whole numbers of queries exactly, and tensor cores multiply it fastest
 _NUMBERS = torch.int8
-# a tile of scores has at most so many tokens, and groups; a cell has at most so many groups
-_TOKENS, MOST_GROUPS, _CELL = 128, 128, 16
+# a tile of scores has at most so many groups; a cell has at most so many tokens, and groups
+MOST_GROUPS, _CELL_TOKENS, _CELL = 128, 128, 16
 # a program holds queries up to this width; it reads wider ones again for every tile of scores, part by part
 _WIDE = 128
 
 
 class ScoreTiles(NamedTuple):
-    """rows: of a tile of scores. width: columns of keys that are read at a time. options: Triton's."""
+    """rows, tokens: of a tile of scores. width: columns of keys that are read at a time. options: Triton's."""
 
     rows: int
+    tokens: int
     width: int
     options: dict[str, int]
 
@@ -42,8 +43,10 @@ class ScoreTiles(NamedTuple):
 def _tiles(D: int, is_cuda: bool) -> ScoreTiles:
     rows = 128 if is_cuda else 16  # the interpreter
     if D <= _WIDE:
-        return ScoreTiles(rows, max(32, tile_width(D)), {"num_warps": 4, "num_stages": 3})
-    return ScoreTiles(rows, 64, {"num_warps": 8, "num_stages": 3})
+        # as few registers as let a multiprocessor hold three programs: while one multiplies, others find largest scores
+        options = {"num_warps": 4, "num_stages": 3, "maxnreg": 168} if is_cuda else {}
+        return ScoreTiles(rows, 128, max(32, tile_width(D)), options)
+    return ScoreTiles(rows, 256, 64, {"num_warps": 8, "num_stages": 3})
 
 
 class Positions(NamedTuple):
@@ -62,8 +65,9 @@ class Scratch(NamedTuple):
     """Scratch memory for a block of n queries. A last block with fewer queries fills the beginning of each tensor.
 
     score: float32 ``[B * K, cells, n * R, C]``, of every group. cell: float32 ``[B * K, cells / 4, n * R, 4]``, the
-    best score of every cell, or with no cells if nobody asks for it. lse: float32 ``[B * K, n * R]``, log-sum-exps. picked: int32 ``[B * K, n, picked]``, the
-    cells whose groups are ranked. floor: int32 ``[B * K, n]``, a key that every chosen group reaches.
+    best score of every cell; no cells if nobody asks for it. lse: float32 ``[B * K, n * R]``, log-sum-exps. picked:
+    int32 ``[B * K, n, picked]``, the cells whose groups are ranked. floor: int32 ``[B * K, n]``, a key that every
+    chosen group reaches.
     """
 
     score: Tensor
@@ -75,7 +79,7 @@ class Scratch(NamedTuple):
 
 def groups_per_cell(g: int) -> int:
     """Groups of a cell, C, the best of whose scores is kept: no more than a tile of scores has."""
-    return min(_CELL, _TOKENS // power_of_2(g))
+    return min(_CELL, _CELL_TOKENS // power_of_2(g))
 
 
 class CellIndex(NamedTuple):
@@ -125,7 +129,7 @@ def score(
     R, tiles = H // K, _tiles(D, q.is_cuda)
     # the heads of a KV head side by side: the rows of a tile
     numbers, unit = turned_queries(q.unflatten(1, (K, R)).transpose(2, 3).reshape(B * K, n * R, D))
-    groups, parts = min(MOST_GROUPS, _TOKENS // group), cdiv(D, tiles.width)
+    groups, parts = min(MOST_GROUPS, tiles.tokens // group), cdiv(D, tiles.width)
     form = ScoreForm(group, groups, groups_per_cell(group), tiles.rows, tiles.width, parts, scratch.cell.numel() > 0)
     _SCORE(
         (cdiv(n * R, tiles.rows), B * K, 1),

@@ -102,8 +102,8 @@ def _products(tile, token, FORM: tl.constexpr):
 def _score_groups(tile, lse, stretch, FORM: tl.constexpr, MASKED: tl.constexpr):
     """Score the groups ``[lo, hi)`` of a stretch, write the scores, and add them to lse.
 
-    lse: the largest score of each row, and the sum of ``2 ** (score - largest)``. MASKED: the closed groups of some row
-    may end among them.
+    lse: for each row and place in a tile the largest score, and the sum of ``2 ** (score - largest)``. MASKED: the
+    closed groups of some row may end among them.
     """
     top, total = lse
     lo, hi = stretch
@@ -124,23 +124,28 @@ def _score_groups(tile, lse, stretch, FORM: tl.constexpr, MASKED: tl.constexpr):
         if MASKED:
             n = cell[:, None] * C + c[None, :]
             s = tl.where(n[None] < tile.closed[:, None, None], s, float("-inf"))
-        of_cells = tl.max(s, 2)
         if FORM.best:
+            of_cells = tl.max(s, 2)
             tl.store(tile.cell[:, None] + place_of_cell(cell, tile.lines)[None, :], of_cells, mask=tile.real[:, None])
         at = (cell * tile.lines)[:, None] * C + c[None, :]
         tl.store(tile.score[:, None, None] + at[None], s, mask=tile.real[:, None, None])
-        larger = tl.maximum(top, tl.max(of_cells, 1))
+        # kept per place in a tile: to join them, threads would wait for each other
+        s = tl.reshape(s, [FORM.BM, top.shape[1], BG // top.shape[1]])
+        larger = tl.maximum(top, tl.max(s, 2))
         safe = tl.where(larger == float("-inf"), 0.0, larger) if MASKED else larger
-        total = total * tl.exp2(top - safe) + tl.sum(tl.sum(tl.exp2(s - safe[:, None, None]), 2), 1)
+        total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(s - safe[:, :, None]), 2)
         top = larger
     return top, total
 
 
 @triton.jit
 def _log_of_sum(lse):
-    """Log-sum-exp, base 2, from the largest score and the sum relative to it; 0 if no group is closed."""
-    some = lse[1] > 0
-    return tl.where(some, lse[0], 0.0) + tl.log2(tl.where(some, lse[1], 1.0))
+    """Log-sum-exp of each row, base 2, from what `_score_groups` returns; 0 if no group is closed."""
+    top, total = lse
+    largest = tl.max(top, 1)
+    largest = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.sum(total * tl.exp2(top - largest[:, None]), 1)
+    return largest + tl.log2(tl.where(total > 0, total, 1.0))
 
 
 @triton.jit(do_not_specialize=(*VARYING, *BLOCK))
@@ -179,7 +184,9 @@ def recall_score_kernel(
         tl.load(unit_ptr + of_head + line), closed, real, score_ptr + (of_head * cells + line) * C,
         cell_ptr + of_head * cells + line * CELLS_PER_LINE, size,
     )  # fmt: skip
-    lse = (tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32))
+    # a thread has two neighbouring groups
+    PLACES: tl.constexpr = max(1, FORM.BG // 2)
+    lse = (tl.full([BM, PLACES], float("-inf"), tl.float32), tl.zeros([BM, PLACES], tl.float32))
     whole = tl.min(closed) // FORM.BG * FORM.BG
     lse = _score_groups(queries, lse, (0, whole), FORM, False)
     lse = _score_groups(queries, lse, (whole, tl.max(closed)), FORM, True)
