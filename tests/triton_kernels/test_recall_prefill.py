@@ -22,6 +22,7 @@ from condense.ops.recall import (
     build_index,
     choose_groups,
     index_scores,
+    rotation,
     turned_queries,
 )
 from condense.ops.spans import RuleSpans, Source, UniformRule
@@ -325,28 +326,43 @@ class Living(TorchDispatchMode):
         return out
 
 
-def test_copies_of_queries_take_of_the_scratch_memory(monkeypatch):
-    """Few groups have few scores, and a block of queries then is as long as the copies of its queries let it be."""
-    problem, sizes, limit = Problem(Case((2, 2), L=300, window=270, latent=288)), [], 2**21
-    turned, score = recall_score.turned_queries, recall_choice.score
+def test_turned_queries_take_of_the_scratch_memory(monkeypatch):
+    """Few groups have few scores, and a block of queries then is as long as its turned queries let it be."""
+    problem, sizes, limit = Problem(Case((2, 2), L=300, window=270, latent=288)), [], 2**18
+    turned, score = recall_score.turned, recall_choice.score
 
-    def measured(q):
+    def measured(*args):
         with Living() as living:
-            results = turned(q)
-        sizes[-1] += q.nbytes + living.most
+            results = turned(*args)
+        sizes[-1] += living.most
         return results
 
     def counted(q, index, positions, scratch, *args, **kwargs):
         sizes.append(scratch.score.nbytes)
         score(q, index, positions, scratch, *args, **kwargs)
 
-    monkeypatch.setattr(recall_score, "turned_queries", measured)
+    rotation(288, torch.device(DEVICE))
+    monkeypatch.setattr(recall_score, "_TURN", lambda *_: None)  # the interpreter makes tensors of its own
+    monkeypatch.setattr(recall_score, "turned", measured)
     monkeypatch.setattr(recall_choice, "score", counted)
     monkeypatch.setattr(recall_choice, "_SCRATCH", limit)
     arguments, options = problem.arguments()
     recall_choice.choose(*arguments, **options)
     assert len(sizes) > 1
     assert limit / 2 < max(sizes) <= limit
+
+
+@pytest.mark.parametrize(("D", "dtype"), [(40, torch.float16), (96, torch.bfloat16), (192, torch.float32)], ids=str)
+def test_turned_queries_are_the_definitions_to_the_bit(D, dtype):
+    """For queries of whole numbers, whose sums are exact in any order; heads of a KV head lie side by side."""
+    q = (torch.randn(2, 6, 21, D, generator=torch.Generator().manual_seed(0)) * 9).round().to(DEVICE, dtype)
+    q[0, 1, 2] = 0
+    numbers, unit = recall_score.turned(q[:, :, 2:], 2, 0.3)
+    want, want_unit = (
+        x.unflatten(1, (2, 3)).transpose(2, 3).flatten(2, 3).flatten(0, 1) for x in turned_queries(q[:, :, 2:])
+    )
+    assert torch.equal(numbers.float(), want)
+    assert torch.equal(unit[..., None], want_unit * 0.3)
 
 
 LIMITS = [(5, 0, "pool"), (5, 0, "drop"), (5, 100, "pool"), (5, 100, "drop"), (30, 3, "pool")]

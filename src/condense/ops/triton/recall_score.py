@@ -14,16 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from condense.ops.recall.index import GroupIndex, turned_queries
+from condense.ops.recall.index import GroupIndex, rotation
 from condense.ops.triton.descriptors import descriptor
 from condense.ops.triton.device.parts import tile_width
-from condense.ops.triton.host import cdiv, power_of_2, whole_rows
+from condense.ops.triton.host import cdiv, dense_rows, power_of_2, whole_rows
 from condense.ops.triton.launch import Launcher
-from condense.ops.triton.recall_score_kernels import ScoreForm, recall_score_kernel
+from condense.ops.triton.recall_score_kernels import ScoreForm, recall_score_kernel, recall_turn_kernel
 
-_SCORE = Launcher(recall_score_kernel)
-# holds the whole numbers of queries exactly, and tensor cores multiply it fastest
-_NUMBERS = torch.int8
+_SCORE, _TURN = Launcher(recall_score_kernel), Launcher(recall_turn_kernel)
 # a tile of scores has at most so many groups; a cell has at most so many tokens, and groups
 MOST_GROUPS, _CELL_TOKENS, _CELL = 128, 128, 16
 # a program holds queries up to this width; it reads wider ones again for every tile of scores, part by part
@@ -105,16 +103,35 @@ def in_cells(index: GroupIndex, cells: int, D: int) -> CellIndex:
         return x.unflatten(2, (cells, C)).transpose(3, 4).flatten(3)
 
     of_cells = GroupIndex(arranged(index.signs.unflatten(3, (g, -1))), arranged(index.steps[..., None]))
-    signs, steps = of_cells.turned(D, _NUMBERS).flatten(2, 3), of_cells.steps.float().flatten(2)
+    signs, steps = of_cells.turned(D, torch.int8).flatten(2, 3), of_cells.steps.float().flatten(2)
     return CellIndex(whole_rows(signs.flatten(0, 1)), steps.flatten(0, 1), group)
 
 
 def bytes_per_query(q: Tensor, cells: int, C: int) -> int:
-    """Bytes of scratch memory per query in all rows and heads: its scores of ``cells`` cells, and itself with the four
-    copies in float32 that turning and rounding take.
-    """
+    """Bytes of scratch memory per query in all rows and heads: its scores of ``cells`` cells; it turned and rounded."""
     B, H, _, D = q.shape
-    return B * H * (cells * C * 4 + D * (q.element_size() + 4 * 4))
+    return B * H * (cells * C * 4 + _stride(D) + 4)
+
+
+def _stride(D: int) -> int:
+    """Bytes of a row of whole numbers: as tensor descriptors need it."""
+    return cdiv(D, 16) * 16
+
+
+def turned(q: Tensor, K: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Queries ``[B, H, n, D]`` as `recall_score_kernel` reads them, int8 ``[B * K, n * R, D]``, the heads of a KV head
+    side by side; and what one of their whole numbers stands for, times the scale, float32 ``[B * K, n * R]``.
+    """
+    (B, H, n, D), q = q.shape, dense_rows(q)
+    heads, rows, R, width = B * K, n * H // K, H // K, _stride(D)
+    numbers = torch.empty(heads, rows, width, dtype=torch.int8, device=q.device)
+    unit = torch.empty(heads, rows, dtype=torch.float32, device=q.device)
+    tile = 64 if q.is_cuda else 16
+    _TURN(
+        (cdiv(rows, tile), heads, 1), (q, rotation(D, q.device), numbers, unit),
+        (q.stride()[:3], K, n, width, scale), (R, D, tile), {},
+    )  # fmt: skip
+    return numbers[..., :D], unit
 
 
 def score(
@@ -127,15 +144,14 @@ def score(
     (B, H, n, D), (signs, steps, group) = q.shape, index
     K = signs.shape[0] // B
     R, tiles = H // K, _tiles(D, q.is_cuda)
-    # the heads of a KV head side by side: the rows of a tile
-    numbers, unit = turned_queries(q.unflatten(1, (K, R)).transpose(2, 3).reshape(B * K, n * R, D))
+    numbers, unit = turned(q, K, scale)
     groups, parts = min(MOST_GROUPS, tiles.tokens // group), cdiv(D, tiles.width)
     form = ScoreForm(group, groups, groups_per_cell(group), tiles.rows, tiles.width, parts, scratch.cell.numel() > 0)
     _SCORE(
         (cdiv(n * R, tiles.rows), B * K, 1),
         (
-            unit * scale,
-            descriptor(TensorDescriptor, whole_rows(numbers.to(_NUMBERS)), [1, tiles.rows, tiles.width]),
+            unit,
+            descriptor(TensorDescriptor, numbers, [1, tiles.rows, tiles.width]),
             descriptor(TensorDescriptor, signs, [1, groups * group, tiles.width]), steps,
             positions.starts, *scratch[:3],
         ),

@@ -1,7 +1,8 @@
-"""The kernel that scores the index for a block of queries of a prompt.
+"""Kernels that score the index for a block of queries of a prompt.
 
-It computes scores by matrix products of whole numbers, which are exact; the best score of every *cell* (C adjacent
-groups); and the log-sum-exp of all scores. `condense.ops.triton.recall_choice_kernels` chooses groups by these.
+`recall_turn_kernel` turns and rounds the queries. `recall_score_kernel` computes scores by matrix products of whole
+numbers, which are exact; the best score of every *cell* (C adjacent groups); and the log-sum-exp of all scores.
+`condense.ops.triton.recall_choice_kernels` chooses groups by these.
 
 Shapes: B rows of the batch, K KV heads, R query heads per KV head, n queries of a block, G groups of g tokens, D width.
 """
@@ -16,6 +17,7 @@ import triton.language as tl
 from condense.ops.triton.attend_forward import VARYING
 from condense.ops.triton.device.records import Row, RowSpans, Rule, Start
 from condense.ops.triton.device.rule import start_of_row, visible
+from condense.ops.triton.device.signs import turned_columns, unit_of, whole_numbers
 
 # not specialised: these numbers differ between blocks of queries, and a new value must not compile a new kernel
 BLOCK = ("G", "first", "stop", "cells")
@@ -58,6 +60,49 @@ def row_of_program(rule, start, starts_ptr, K, KIND: tl.constexpr):
 def closed_groups(i, row, spans, G, KIND: tl.constexpr):
     """Number of groups that are closed for queries i, at most the G of the index."""
     return tl.minimum(visible(0, i, row, spans, KIND)[1], G).to(tl.int32)
+
+
+@triton.jit
+def _turned(q_ptr, at, real, rotation_ptr, LO: tl.constexpr, D: tl.constexpr):
+    """Columns from LO on of the queries at ``q_ptr + at``, turned, `turned_columns` of them; 0 past the last.
+
+    tf32 holds halves exactly, and so are the products.
+    """
+    d = LO + tl.arange(0, turned_columns(D))
+    there = d < D
+    x = tl.load(q_ptr + at[:, None] + d[None, :], mask=real[:, None] & there[None, :], other=0.0)
+    matrix = tl.load(rotation_ptr + d[:, None] * D + d[None, :], mask=there[:, None] & there[None, :], other=0.0)
+    PRECISION: tl.constexpr = "ieee" if x.dtype == tl.float32 else "tf32"
+    return tl.dot(x.to(tl.float32), matrix, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=("n",))
+def recall_turn_kernel(
+    q_ptr, rotation_ptr, number_ptr, unit_ptr, s_q, K, n, width, scale,
+    R: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Write queries as `condense.ops.recall.turned_queries` returns them: int8 ``[B * K, n * R, width]``, of which D
+    columns are written, and what one of these stands for, times the scale, float32 ``[B * K, n * R]``.
+
+    Grid (tiles of BM rows, B * K). Rows of a query's R heads lie side by side. rotation: in float32.
+    """
+    head, line = tl.program_id(1).to(tl.int64), tl.program_id(0) * BM + tl.arange(0, BM)
+    real = line < n * R
+    s_b, s_h, s_l = s_q
+    q_ptr += head // K * s_b
+    at = (head % K * R + line % R) * s_h + (line // R).to(tl.int64) * s_l
+    N: tl.constexpr = turned_columns(D)
+    largest = tl.zeros([BM], tl.float32)
+    for lo in tl.static_range(0, D, N):
+        largest = tl.maximum(largest, tl.max(tl.abs(_turned(q_ptr, at, real, rotation_ptr, lo, D)), 1))
+    unit = unit_of(largest)
+    line = head * (n * R) + line
+    tl.store(unit_ptr + line, unit * scale, mask=real)
+    for lo in tl.static_range(0, D, N):
+        d = lo + tl.arange(0, N)
+        numbers = whole_numbers(_turned(q_ptr, at, real, rotation_ptr, lo, D), unit[:, None])
+        at_numbers = number_ptr + line[:, None] * width + d[None, :]
+        tl.store(at_numbers, numbers.to(tl.int8), mask=real[:, None] & (d < D)[None, :])
 
 
 class _TileRows(NamedTuple):

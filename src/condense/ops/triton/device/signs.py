@@ -96,6 +96,18 @@ def _turned_part(q_ptr, s_qh, r, R, rotation_ptr, part: tl.constexpr, D: tl.cons
 
 
 @triton.jit
+def unit_of(largest):
+    """The number that a whole number 1 of a query stands for, from the largest of its turned numbers."""
+    return tl.maximum(largest, _TINY * _LEVELS) * _UNIT
+
+
+@triton.jit
+def whole_numbers(x, unit):
+    """Turned queries in units, rounded half to even."""
+    return (tl.div_rn(x, tl.zeros_like(x) + unit) + _ROUNDING) - _ROUNDING
+
+
+@triton.jit
 def turned_queries(q_ptr, s_qh, r, R, rotation_ptr, D: tl.constexpr):
     """Query heads r of one KV head, rounded as by `condense.ops.recall.turned_queries`.
 
@@ -107,11 +119,10 @@ def turned_queries(q_ptr, s_qh, r, R, rotation_ptr, D: tl.constexpr):
     for part in tl.static_range(8):
         x = _turned_part(q_ptr, s_qh, r, R, rotation_ptr, part, D)
         parts, largest = parts + (x,), tl.maximum(largest, tl.abs(x))  # noqa: RUF005
-    unit = tl.maximum(tl.max(largest, 1), _TINY * _LEVELS) * _UNIT
+    unit = unit_of(tl.max(largest, 1))
     queries, total = (), tl.zeros_like(largest)
     for part in tl.static_range(8):
-        x = tl.div_rn(parts[part], tl.zeros_like(largest) + unit[:, None])
-        x = (x + _ROUNDING) - _ROUNDING
+        x = whole_numbers(parts[part], unit[:, None])
         total += x
         queries = queries + ((x * 2 ** (7 - part)).to(tl.float16),)  # noqa: RUF005
     return queries, tl.sum(total, 1), unit
