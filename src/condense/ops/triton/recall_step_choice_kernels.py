@@ -250,7 +250,11 @@ def recall_choose_kernel(
     bits = share.to(tl.int32, bitcast=True)
     key = tl.where(valid, bits ^ ((bits >> 31) & _INT_MAX), _INT_MIN)
     wanted = tl.maximum(tl.minimum(C, closed - tile * BG), 0)
-    is_best, place = _best(key, valid, wanted)
+    if C == BG:
+        # every group is passed on
+        is_best, place = valid, tl.arange(0, BG)
+    else:
+        is_best, place = _best(key, valid, wanted)
     if PAGED:
         stretch = head % K * G + this.start
         lists = _Lists(

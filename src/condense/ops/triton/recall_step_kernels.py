@@ -24,7 +24,7 @@ from condense.ops.triton.device.scores import soft_cap
 from condense.ops.triton.device.softmax import Softmax, add_weights, empty_softmax, key_products, store_part, whole
 from condense.ops.triton.recall_choice_kernels import wanted_groups
 from condense.ops.triton.recall_close_kernels import after_the_last, row_of_step
-from condense.ops.triton.recall_store_kernels import load_group
+from condense.ops.triton.recall_store_kernels import Pieces, load_groups, tokens_of_tile
 
 
 class _Entries(NamedTuple):
@@ -116,9 +116,13 @@ def _records(entries, n, FAR: tl.constexpr):
 
 
 @triton.jit
-def _record_of_open(groups_ptr, far_ptr, n, inside, FAR: tl.constexpr):
-    """Offset in bytes of the record of open group n; of some record where not inside."""
-    return form_row(far_ptr, tl.load(groups_ptr + n, mask=inside, other=0), inside, FAR)
+def _open_pieces(groups_ptr, far_ptr, n, count, store_ptr, PIECE: tl.constexpr, FAR: tl.constexpr):
+    """Offsets of the pieces of open groups n in the store; beyond the last of ``count`` groups that of the last."""
+    group = tl.load(groups_ptr + tl.minimum(n, count - 1), mask=count > 0, other=0)
+    if FAR is None:
+        return group.to(tl.int64) * PIECE
+    else:
+        return part_at(store_ptr, form_row(far_ptr, group, count > 0, FAR))
 
 
 @triton.jit
@@ -136,7 +140,7 @@ def recall_attend_kernel(
     q_ptr, entries_k_ptr, entries_v_ptr, store_ptr, ring_k_ptr, ring_v_ptr, slots_ptr, groups_ptr, place_ptr,
     offset_ptr, seen_ptr, real_ptr, part_ptr, lse_ptr, near_ptr, far_ptr, before_ptr,
     s_qb, s_qh, K, R, G, W, N, window, most_opened, part, of, scale,
-    SLOTS: tl.constexpr, FORM: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr,
+    SLOTS: tl.constexpr, FORM: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
     POOL: tl.constexpr, BITS: tl.constexpr, OWN: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr,
     CAP: tl.constexpr, EARLY: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
@@ -145,8 +149,8 @@ def recall_attend_kernel(
     Grid (S, B * K, tiles of BR query heads).
 
     A split reads its share of two lists. First the tiles of entries, whose scores get an offset each (-inf if the group
-    is open), and of the ring's tokens of groups that are not closed, counted through; then the open groups, BT tokens
-    at a time. OWN: splits that read open groups alone; 0 if all read of both lists. BITS: bits of entries, see
+    is open), and of the ring's tokens of groups that are not closed, counted through; then the open groups, BN tokens
+    at a time, of one group or of several. OWN: splits that read open groups alone; 0 if all read of both lists. BITS: bits of entries, see
     `condense.ops.entries.EntryFormat`. most_opened: stride of ``groups`` and ``place``; with part and of the numbers of
     `condense.ops.recall.choice.Quota`. near, far: tables of the pages of tokens and of records, for which lists of
     groups and offsets are as `recall_choose_kernel` says; rows whose groups have no room there get NaN.
@@ -240,31 +244,34 @@ def recall_attend_kernel(
     place_ptr += head * most_opened
     store_ptr += head_rows(store_ptr, head, kvh, N // g, FORM.piece, FAR)
     slots_ptr += head * SLOTS * FORM.piece
-    PARTS: tl.constexpr = (g + BT - 1) // BT
-    tiles = wanted_groups(closed, most_opened, part, of) * PARTS
+    # a tile has T tokens of each of BG groups
+    T: tl.constexpr = tokens_of_tile(g, BN)
+    BG: tl.constexpr = BN // T
+    PARTS: tl.constexpr = (g + T - 1) // T
+    count = wanted_groups(closed, most_opened, part, of)
+    tiles = tl.cdiv(count, BG) * PARTS
     if OWN > 0:
         share = tl.minimum(split, OWN)
         lo, hi = tiles * share // OWN, tl.minimum(tiles * (share + 1) // OWN, tiles)
     else:
         lo, hi = tiles * split // S, tiles * (split + 1) // S
-    if FAR is not None:
-        record = _record_of_open(groups_ptr, far_ptr, lo // PARTS, lo < hi, FAR)
+    n, token = tl.arange(0, BG), tl.arange(0, T)
+    # found one tile ahead, so that tokens need not wait for lists
+    found = _open_pieces(groups_ptr, far_ptr, lo // PARTS * BG + n, count, store_ptr, FORM.piece, FAR)
     for tile in range(lo, hi):
-        n, i = tile // PARTS, tile % PARTS * BT + tl.arange(0, BT)
-        if FAR is None:
-            piece = store_ptr + tl.load(groups_ptr + n).to(tl.int64) * FORM.piece
-        else:
-            piece = store_ptr + part_at(store_ptr, record)
-            record = _record_of_open(groups_ptr, far_ptr, (tile + 1) // PARTS, tile + 1 < hi, FAR)
-        in_slot, moves = piece, False
+        at, i = tile // PARTS * BG + n, tile % PARTS * T + token
+        pieces = Pieces(store_ptr + found, store_ptr + found, n < 0)
+        found = _open_pieces(groups_ptr, far_ptr, (tile + 1) // PARTS * BG + n, count, store_ptr, FORM.piece, FAR)
         if SLOTS > 0:
             # `_find_slots` of `recall_step_choice_kernels` explains these numbers
-            place = tl.load(place_ptr + n)
-            in_slot = slots_ptr + (place >> 1).to(tl.int64) * FORM.piece
-            moves = (place >= 0) & (place % 2 == 1)
-            piece = tl.where((place >= 0) & (place % 2 == 0), in_slot, piece)
-        k, v = load_group(piece, in_slot, i, moves, q_ptr.dtype.element_ty, FORM, SLOTS > 0)
-        softmax = _add_keys(softmax, q, k, v, tl.where(i < g, 0.0, float("-inf")), scale, CAP, PRECISION)
+            place = tl.load(place_ptr + at, mask=at < count, other=-1)
+            slot = slots_ptr + (place >> 1).to(tl.int64) * FORM.piece
+            held = (place >= 0) & (place % 2 == 0)
+            pieces = Pieces(tl.where(held, slot, pieces.ptr), slot, (place >= 0) & (place % 2 == 1))
+        k, v = load_groups(pieces, i, q_ptr.dtype.element_ty, FORM, SLOTS > 0, EARLY)
+        seen = (at < count)[:, None] & (i < g)[None, :]
+        offset = tl.reshape(tl.where(seen, 0.0, float("-inf")), (BN,))
+        softmax = _add_keys(softmax, q, k, v, offset, scale, CAP, PRECISION)
     if FAR is not None:
         refused = tl.where(all_closed > closed, float("nan"), 0.0)
         softmax = Softmax([x + refused for x in softmax.acc], softmax.m, softmax.total)

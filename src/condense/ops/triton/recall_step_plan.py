@@ -176,7 +176,7 @@ def plan_of(
     BG, C, tiles = ranked(G, r)
     # query heads and groups of a tile of scores
     HS, GS = min(most, max(8, power_of_2(R))), max(1, of_score.rows // power_of_2(g))
-    RP, BT = power_of_2(max(r, 1)), min(of_attend.rows, max(16, power_of_2(g)))
+    RP = power_of_2(max(r, 1))
     precision = "ieee" if dtype == torch.float32 else "tf32"
     S0 = _num_splits(device, B * K * head_tiles, cdiv(G, GS), of_score.waves)
     S1 = _num_splits(device, B * K * head_tiles, sum(cdiv(n, of_attend.rows) for n in (G, r * g, W)), of_attend.waves)
@@ -208,7 +208,7 @@ def plan_of(
         ),
         (
             (S1, B * K, head_tiles), (K, R, row, W, N, window, r, part, of, scale * LOG2E),
-            (S, form, BR, of_attend.rows, BT, choice.pool, settings.entry_bits, own, has_real, precision,
+            (S, form, BR, of_attend.rows, choice.pool, settings.entry_bits, own, has_real, precision,
              softcap * LOG2E, early, near, far),
             {"num_warps": of_attend.num_warps, "num_stages": of_attend.num_stages, **chained},
         ),

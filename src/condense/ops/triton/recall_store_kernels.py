@@ -3,12 +3,12 @@ numbers by attention.
 
 `condense.ops.recall.StoreFormat` says what a group's piece of bytes holds, and defines every number here.
 
-Shapes: T tokens of a tile, P columns of a tile.
+Shapes: n groups of a tile, T tokens of each, P columns of a tile.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -37,6 +37,16 @@ class Form(NamedTuple):
     piece: int
     unit: float
     tiny: float
+
+
+class Pieces(NamedTuple):
+    """The pieces of n groups. ptr: pointers to them. slot: pointers to their places in slots. moves: whether what is
+    read of a piece is stored there, too.
+    """
+
+    ptr: Any
+    slot: Any
+    moves: Any
 
 
 @triton.constexpr_function
@@ -71,7 +81,7 @@ def put_keys(tokens, piece_ptr, first, t, FORM: tl.constexpr, P: tl.constexpr, N
     C: tl.constexpr = FORM.D // PARTS
     T: tl.constexpr = _tile(FORM.g)
     dtype: tl.constexpr = tokens.rows.dtype.element_ty
-    numbers, codes_ptr = piece_ptr.to(tl.pointer_type(dtype)), _codes_of_keys(piece_ptr, dtype, FORM)
+    numbers, codes_ptr = piece_ptr.to(tl.pointer_type(dtype)), piece_ptr + _codes_of_keys(dtype, FORM)
     c, i = tl.arange(0, P), tl.arange(0, T)
     steps, zeros = (), ()
     for part in tl.static_range(PARTS):
@@ -103,7 +113,7 @@ def put_values(tokens, piece_ptr, first, t, FORM: tl.constexpr, P: tl.constexpr,
     C: tl.constexpr = FORM.DV // PARTS
     T: tl.constexpr = _tile(FORM.g)
     dtype: tl.constexpr = tokens.rows.dtype.element_ty
-    numbers, codes_ptr = piece_ptr.to(tl.pointer_type(dtype)) + 2 * FORM.D, _codes_of_values(piece_ptr, dtype, FORM)
+    numbers, codes_ptr = piece_ptr.to(tl.pointer_type(dtype)) + 2 * FORM.D, piece_ptr + _codes_of_values(dtype, FORM)
     c = tl.arange(0, P)
     is_column = (c < C)[None, :]
     for start in range(0, FORM.g, T):
@@ -125,97 +135,177 @@ def put_values(tokens, piece_ptr, first, t, FORM: tl.constexpr, P: tl.constexpr,
         tl.store(codes_ptr + i[:, None] * C + c[None, :], codes.to(tl.uint8), mask=inside[:, None] & is_column)
 
 
-@triton.jit
-def _codes_of_keys(piece_ptr, dtype: tl.constexpr, FORM: tl.constexpr):
-    of_values: tl.constexpr = FORM.g if FORM.DV > 0 else 0
-    return piece_ptr + 2 * (FORM.D + of_values) * (dtype.primitive_bitwidth // 8)
+@triton.constexpr_function
+def _codes_of_keys(dtype, FORM):
+    """Bytes of a piece before the codes of its keys."""
+    return 2 * (FORM.D + (FORM.g if FORM.DV > 0 else 0)) * (dtype.primitive_bitwidth // 8)
+
+
+@triton.constexpr_function
+def _codes_of_values(dtype, FORM):
+    """Bytes of a piece before the codes of its values."""
+    return _codes_of_keys(dtype, FORM) + FORM.g * FORM.D * FORM.bits // 8
+
+
+@triton.constexpr_function
+def tokens_of_tile(g, N):
+    """Tokens of a group that a tile of N tokens has; it has those of as many groups as it has room for."""
+    return min(N, triton.next_power_of_2(g))
+
+
+@triton.constexpr_function
+def _in_halves(LO, N, WIDTH, BITS):
+    """Whether these columns are all of a vector, and each byte holds one of its first half and one of its second."""
+    return BITS == 4 and LO == 0 and N == WIDTH == tile_width(WIDTH) and WIDTH >= 32
 
 
 @triton.jit
-def _codes_of_values(piece_ptr, dtype: tl.constexpr, FORM: tl.constexpr):
-    return _codes_of_keys(piece_ptr, dtype, FORM) + FORM.g * FORM.D * FORM.bits // 8
+def _load(pieces, at, there, COPY: tl.constexpr):
+    """Load what is ``at`` ``[T, m]`` in the pieces, ``[n, T, m]``. COPY: also store it in slots, where it moves there.
 
-
-@triton.jit
-def _copied(ptr, copy_ptr, there, copies, COPY: tl.constexpr):
-    """Load from ``ptr``. COPY: also store it at ``copy_ptr``, if ``copies``."""
-    x = tl.load(ptr, mask=there, other=0)
+    there: what may be read ``[T, m]``.
+    """
+    x = tl.load(pieces.ptr[:, None, None] + at[None], mask=there[None], other=0)
     if COPY:
-        tl.store(copy_ptr, x, mask=there & copies)
+        tl.store(pieces.slot[:, None, None] + at[None], x, mask=there[None] & pieces.moves[:, None, None])
     return x
 
 
 @triton.jit
-def _load_codes(ptr, copy_ptr, i, there, copies, d, WIDTH: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr):
-    """Codes of columns d of tokens i, float32, of vectors WIDTH wide; COPY as in `_copied`."""
+def _as(pieces, dtype: tl.constexpr):
+    """Pieces of bytes as numbers of ``dtype``."""
+    of: tl.constexpr = tl.pointer_type(dtype)
+    return Pieces(pieces.ptr.to(of), pieces.slot.to(of), pieces.moves)
+
+
+@triton.jit
+def _load_codes(pieces, at, d, there, WIDTH: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr):
+    """Codes of columns d, float32 ``[n, T, P]``, of tokens whose vectors, WIDTH wide, begin ``at`` ``[T]``."""
     C: tl.constexpr = WIDTH * FORM.bits // 8
-    at = i[:, None] * C + (d % C)[None, :]
-    codes = tl.load(ptr + at, mask=there, other=0)
+    at = at[:, None] + (d % C)[None, :]
+    codes = tl.load(pieces.ptr[:, None, None] + at[None], mask=there[None], other=0)
     if COPY:
-        tl.store(copy_ptr + at, codes, mask=there & (d < C)[None, :] & copies)
+        first = (there & (d < C)[None, :])[None] & pieces.moves[:, None, None]
+        tl.store(pieces.slot[:, None, None] + at[None], codes, mask=first)
     return unpacked(codes, d, C, FORM.bits)
+
+
+@triton.constexpr_function
+def _number_asm(AT):
+    """Assembly for two numbers of codes in bits ``[AT, AT + 4)`` of words: 128 plus a code, less 128, times a step,
+    plus a zero. That is rounded once, to bfloat16, and so alike: a sum of these has fewer digits than float32.
+    """
+    return f"""{{ .reg .b32 c, one, least;
+        mov.b32 one, 0x3F803F80;
+        mov.b32 least, 0xC300C300;
+        shr.b32 c, $1, {AT};
+        lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 c, c, one, least;
+        fma.rn.bf16x2 $0, c, $2, $3; }}"""
+
+
+@triton.jit
+def _half(words, step, zero, AT: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
+    """Numbers ``[n, T, P]`` of the codes in bits ``[AT, AT + 4)`` of int16 words, as `to_numbers` rounds them."""
+    if ASM and dtype.is_bf16():
+        words, step = tl.broadcast(words, step)
+        zero = tl.broadcast_to(zero, words.shape)
+        return tl.inline_asm_elementwise(_number_asm(AT), "=r,r,r,r", [words, step, zero], tl.bfloat16, True, 2)
+    else:
+        codes = ((words >> AT) & 15).to(tl.float32)
+        return to_numbers(zero.to(tl.float32) + step.to(tl.float32) * codes, dtype)
+
+
+@triton.jit
+def _side_by_side(first, second):
+    """Tiles ``[n, T, P]`` as one, ``[n * T, 2 P]``."""
+    x = tl.permute(tl.join(first, second), (0, 1, 3, 2))
+    return tl.reshape(x, (first.shape[0] * first.shape[1], 2 * first.shape[2]))
+
+
+@triton.jit
+def _flat(x):
+    """Tokens of all groups in one tile: ``[n, T, P]`` as ``[n * T, P]``."""
+    return tl.reshape(x, (x.shape[0] * x.shape[1], x.shape[2]))
 
 
 @triton.jit
 def _load_keys(
-    piece_ptr, copy_ptr, i, copies, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr,
+    pieces, i, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr, ASM: tl.constexpr,
     LO: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Load columns ``[LO, LO + N)`` of the keys of tokens i; 0 past the last column, finite past the last token."""
-    d = LO + tl.arange(0, tile_width(N))
-    is_column = d < LO + N
-    there = (i < FORM.g)[:, None] & is_column[None, :]
+    """Load columns ``[LO, LO + N)`` of the keys of tokens i, ``[n * T, P]``; 0 past the last column, finite past the
+    last token.
+    """
+    D: tl.constexpr = FORM.D
+    d, inside = LO + tl.arange(0, tile_width(N)), (i < FORM.g)[:, None]
     if FORM.bits == 16:
-        at = i[:, None] * (FORM.D + FORM.DV) + d[None, :]
-        return _copied(piece_ptr + at, copy_ptr + at, there, copies, COPY)
+        return _flat(_load(pieces, i[:, None] * (D + FORM.DV) + d[None, :], inside & (d < LO + N)[None, :], COPY))
     else:
-        numbers, copied = piece_ptr.to(tl.pointer_type(dtype)) + d, copy_ptr.to(tl.pointer_type(dtype)) + d
-        step = _copied(numbers, copied, is_column, copies, COPY).to(tl.float32)
-        zero = _copied(numbers + FORM.D, copied + FORM.D, is_column, copies, COPY).to(tl.float32)
-        codes_ptr, codes_copy = _codes_of_keys(piece_ptr, dtype, FORM), _codes_of_keys(copy_ptr, dtype, FORM)
-        codes = _load_codes(codes_ptr, codes_copy, i, there, copies, d, FORM.D, FORM, COPY)
-        return to_numbers(zero[None, :] + step[None, :] * codes, dtype)
+        START: tl.constexpr = _codes_of_keys(dtype, FORM)
+        grid = _as(pieces, dtype)
+        if _in_halves(LO, N, D, FORM.bits):
+            C: tl.constexpr = D // 2
+            c = tl.arange(0, C)[None, :]
+            words, x = _load(pieces, START + i[:, None] * C + c, inside & (c < C), COPY).to(tl.int16), ()
+            for half in tl.static_range(2):
+                step = _load(grid, half * C + c, c < C, COPY)
+                zero = _load(grid, D + half * C + c, c < C, COPY)
+                x = x + (_half(words, step, zero, 4 * half, dtype, ASM),)  # noqa: RUF005
+            return _side_by_side(x[0], x[1])
+        else:
+            is_column = (d < LO + N)[None, :]
+            step = _load(grid, d[None, :], is_column, COPY).to(tl.float32)
+            zero = _load(grid, D + d[None, :], is_column, COPY).to(tl.float32)
+            codes = _load_codes(pieces, START + i * (D * FORM.bits // 8), d, inside & is_column, D, FORM, COPY)
+            return _flat(to_numbers(zero + step * codes, dtype))
 
 
 @triton.jit
 def _load_values(
-    piece_ptr, copy_ptr, i, copies, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr,
+    pieces, i, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr, ASM: tl.constexpr,
     LO: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """As `_load_keys`, for values."""
-    d, inside = LO + tl.arange(0, tile_width(N)), i < FORM.g
-    there = inside[:, None] & (d < LO + N)[None, :]
+    d, inside = LO + tl.arange(0, tile_width(N)), (i < FORM.g)[:, None]
+    there = inside & (d < LO + N)[None, :]
     if FORM.bits == 16:
-        at = i[:, None] * (FORM.D + FORM.DV) + FORM.D + d[None, :]
-        return _copied(piece_ptr + at, copy_ptr + at, there, copies, COPY)
+        return _flat(_load(pieces, i[:, None] * (FORM.D + FORM.DV) + FORM.D + d[None, :], there, COPY))
     else:
-        at = 2 * FORM.D + i
-        numbers, copied = piece_ptr.to(tl.pointer_type(dtype)) + at, copy_ptr.to(tl.pointer_type(dtype)) + at
-        step = _copied(numbers, copied, inside, copies, COPY).to(tl.float32)
-        zero = _copied(numbers + FORM.g, copied + FORM.g, inside, copies, COPY).to(tl.float32)
-        codes_ptr, codes_copy = _codes_of_values(piece_ptr, dtype, FORM), _codes_of_values(copy_ptr, dtype, FORM)
-        codes = _load_codes(codes_ptr, codes_copy, i, there, copies, d, FORM.DV, FORM, COPY)
-        return to_numbers(zero[:, None] + step[:, None] * codes, dtype)
+        START: tl.constexpr = _codes_of_values(dtype, FORM)
+        C: tl.constexpr = FORM.DV * FORM.bits // 8
+        grid = _as(pieces, dtype)
+        step = _load(grid, 2 * FORM.D + i[:, None], inside, COPY)
+        zero = _load(grid, 2 * FORM.D + FORM.g + i[:, None], inside, COPY)
+        if _in_halves(LO, N, FORM.DV, FORM.bits):
+            c = tl.arange(0, C)[None, :]
+            words = _load(pieces, START + i[:, None] * C + c, inside & (c < C), COPY).to(tl.int16)
+            return _side_by_side(_half(words, step, zero, 0, dtype, ASM), _half(words, step, zero, 4, dtype, ASM))
+        else:
+            step, zero = step.to(tl.float32), zero.to(tl.float32)
+            codes = _load_codes(pieces, START + i * C, d, there, FORM.DV, FORM, COPY)
+            return _flat(to_numbers(zero + step * codes, dtype))
 
 
 @triton.jit
-def load_group(piece_ptr, copy_ptr, i, copies, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr):
-    """Load keys and values of tokens i of a group, in parts, as `StoreFormat` rounds them; finite past the group's end.
+def load_groups(pieces, i, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr, ASM: tl.constexpr):
+    """Load keys and values of tokens i ``[T]`` of each of n groups, in parts ``[n * T, P]``, as `StoreFormat` rounds
+    them; finite past a group's end.
 
-    Values of latents are the first part of their keys. COPY: also store what is read in the piece at ``copy_ptr``, if
-    ``copies``.
+    Values of latents are the first part of their keys. COPY: also store what is read of `Pieces` that move. ASM: whether
+    there is a GPU that runs `_number_asm`.
     """
-    k = _load_keys(piece_ptr, copy_ptr, i, copies, dtype, FORM, COPY, 0, FORM.D0)
+    k = _load_keys(pieces, i, dtype, FORM, COPY, ASM, 0, FORM.D0)
     if FORM.D1 > 0:
-        k = parts(k, _load_keys(piece_ptr, copy_ptr, i, copies, dtype, FORM, COPY, FORM.D0, FORM.D1))
+        k = parts(k, _load_keys(pieces, i, dtype, FORM, COPY, ASM, FORM.D0, FORM.D1))
     else:
         k = parts(k, None)
     if FORM.DV == 0:
         return k, (k[0],)
     else:
-        v = _load_values(piece_ptr, copy_ptr, i, copies, dtype, FORM, COPY, 0, FORM.V0)
+        v = _load_values(pieces, i, dtype, FORM, COPY, ASM, 0, FORM.V0)
         if FORM.V1 > 0:
-            v = parts(v, _load_values(piece_ptr, copy_ptr, i, copies, dtype, FORM, COPY, FORM.V0, FORM.V1))
+            v = parts(v, _load_values(pieces, i, dtype, FORM, COPY, ASM, FORM.V0, FORM.V1))
         else:
             v = parts(v, None)
         return k, v
