@@ -42,6 +42,11 @@ class StoreFormat:
         unit = itemsize // math.gcd(itemsize, g)
         return -(-needed // (g * unit)) * unit
 
+    def codes_at(self, D: int, Dv: int, itemsize: int) -> tuple[int, int]:
+        """Bytes of a piece before the codes of its keys, and of its values; itemsize as in `width`."""
+        grid, of_keys, _ = self._sizes(D, Dv, itemsize)
+        return grid, grid + of_keys
+
     def dtype(self, tokens: torch.dtype) -> torch.dtype:
         """The dtype of the rows for tokens of a dtype."""
         return tokens if self.bits == 16 else torch.uint8

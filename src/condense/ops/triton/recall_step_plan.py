@@ -101,7 +101,8 @@ def _parts(D: int, Dv: int, latent: int) -> tuple[int, int, int, int]:
 def _form(settings: StepSettings, dtype: torch.dtype, D: int, Dv: int, latent: int) -> Form:
     form, g = settings.store_format, settings.rule.chunk
     piece, unit, tiny = g * form.width(D, Dv, dtype.itemsize), form.step_unit(dtype), torch.finfo(dtype).tiny
-    return Form(form.bits, g, D, Dv, *_parts(D, Dv, latent), piece, unit, tiny)
+    codes_at = form.codes_at(D, Dv, dtype.itemsize)
+    return Form(form.bits, g, D, Dv, *_parts(D, Dv, latent), piece, *codes_at, unit, tiny)
 
 
 def _kind(

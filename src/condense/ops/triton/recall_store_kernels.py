@@ -23,7 +23,8 @@ class Form(NamedTuple):
 
     bits: per number. g: tokens per group. D, DV: widths of keys and of values; DV is 0 for latents. D0, D1, V0, V1:
     widths of their parts (`condense.ops.triton.device.parts`); V0 is D0 for latents. piece: elements of a group's
-    piece, numbers for 16 bits and bytes for fewer. unit: `StoreFormat.step_unit`. tiny: the smallest step.
+    piece, numbers for 16 bits and bytes for fewer. keys_at, values_at: bytes before the codes of keys, and of values.
+    unit: `StoreFormat.step_unit`. tiny: the smallest step.
     """
 
     bits: int
@@ -35,6 +36,8 @@ class Form(NamedTuple):
     V0: int
     V1: int
     piece: int
+    keys_at: int
+    values_at: int
     unit: float
     tiny: float
 
@@ -81,7 +84,7 @@ def put_keys(tokens, piece_ptr, first, t, FORM: tl.constexpr, P: tl.constexpr, N
     C: tl.constexpr = FORM.D // PARTS
     T: tl.constexpr = _tile(FORM.g)
     dtype: tl.constexpr = tokens.rows.dtype.element_ty
-    numbers, codes_ptr = piece_ptr.to(tl.pointer_type(dtype)), piece_ptr + _codes_of_keys(dtype, FORM)
+    numbers, codes_ptr = piece_ptr.to(tl.pointer_type(dtype)), piece_ptr + FORM.keys_at
     c, i = tl.arange(0, P), tl.arange(0, T)
     steps, zeros = (), ()
     for part in tl.static_range(PARTS):
@@ -113,7 +116,7 @@ def put_values(tokens, piece_ptr, first, t, FORM: tl.constexpr, P: tl.constexpr,
     C: tl.constexpr = FORM.DV // PARTS
     T: tl.constexpr = _tile(FORM.g)
     dtype: tl.constexpr = tokens.rows.dtype.element_ty
-    numbers, codes_ptr = piece_ptr.to(tl.pointer_type(dtype)) + 2 * FORM.D, piece_ptr + _codes_of_values(dtype, FORM)
+    numbers, codes_ptr = piece_ptr.to(tl.pointer_type(dtype)) + 2 * FORM.D, piece_ptr + FORM.values_at
     c = tl.arange(0, P)
     is_column = (c < C)[None, :]
     for start in range(0, FORM.g, T):
@@ -133,18 +136,6 @@ def put_values(tokens, piece_ptr, first, t, FORM: tl.constexpr, P: tl.constexpr,
             x = chunk_tokens(tokens, first + i, t, inside, part * C, FORM.DV, P, NEAR)
             codes += codes_of(x, step[:, None], zero[:, None], FORM.bits) << (part * FORM.bits)
         tl.store(codes_ptr + i[:, None] * C + c[None, :], codes.to(tl.uint8), mask=inside[:, None] & is_column)
-
-
-@triton.constexpr_function
-def _codes_of_keys(dtype, FORM):
-    """Bytes of a piece before the codes of its keys."""
-    return 2 * (FORM.D + (FORM.g if FORM.DV > 0 else 0)) * (dtype.primitive_bitwidth // 8)
-
-
-@triton.constexpr_function
-def _codes_of_values(dtype, FORM):
-    """Bytes of a piece before the codes of its values."""
-    return _codes_of_keys(dtype, FORM) + FORM.g * FORM.D * FORM.bits // 8
 
 
 @triton.constexpr_function
@@ -242,7 +233,7 @@ def _load_keys(
     if FORM.bits == 16:
         return _flat(_load(pieces, i[:, None] * (D + FORM.DV) + d[None, :], inside & (d < LO + N)[None, :], COPY))
     else:
-        START: tl.constexpr = _codes_of_keys(dtype, FORM)
+        START: tl.constexpr = FORM.keys_at
         grid = _as(pieces, dtype)
         if _in_halves(LO, N, D, FORM.bits):
             C: tl.constexpr = D // 2
@@ -272,7 +263,7 @@ def _load_values(
     if FORM.bits == 16:
         return _flat(_load(pieces, i[:, None] * (FORM.D + FORM.DV) + FORM.D + d[None, :], there, COPY))
     else:
-        START: tl.constexpr = _codes_of_values(dtype, FORM)
+        START: tl.constexpr = FORM.values_at
         C: tl.constexpr = FORM.DV * FORM.bits // 8
         grid = _as(pieces, dtype)
         step = _load(grid, 2 * FORM.D + i[:, None], inside, COPY)
