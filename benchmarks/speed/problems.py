@@ -112,16 +112,19 @@ def attention_flops(shape: HeadShape, batch: int, pairs: int, *, backward: bool)
 
 def beside_keys(method: Method, setting: Setting, entries: int) -> int:
     """Bytes that a step reads per row and KV head beside whole keys and values: those of Recall's index, less what
-    entries in fewer than 16 bits save.
+    entries and stored tokens in fewer than 16 bits save.
     """
     heads, choice, pooled_entries = setting.shape, method.layout.choice, entries
     widths = (heads.width, heads.value_width)
     fields = fields_of(step_settings(method), heads.num_kv, widths, setting.dtype)
     nbytes = {field.name: field.nbytes for field in fields}
+    whole, opened, of_tokens = sum(widths) * setting.dtype.itemsize, 0, 0
     if choice is not None:
+        opened = choice.quota.at(entries) * method.layout.rule.chunk
         pooled_entries = entries - choice.quota.at(entries) if choice.pool else 0
-    saved = sum(widths) * setting.dtype.itemsize - nbytes["entries_k"] - nbytes["entries_v"]
-    return entries * (nbytes["signs"] + nbytes["steps"]) - pooled_entries * saved
+        of_tokens = whole - nbytes["store"]
+    saved = pooled_entries * (whole - nbytes["entries_k"] - nbytes["entries_v"]) + opened * of_tokens
+    return entries * (nbytes["signs"] + nbytes["steps"]) - saved
 
 
 def step_bytes(setting: Setting, keys: int, more: int = 0) -> int:

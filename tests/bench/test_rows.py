@@ -7,6 +7,7 @@ from speed.problems import HeadShape, Setting, attention_flops, beside_keys, poo
 from speed.rows import crossover, result_path, speedups
 
 import condense
+from condense.ops.recall import StoreFormat
 
 
 def row(runner, length, ms, *, op="forward", condensed=False, mask=None):
@@ -113,6 +114,9 @@ def test_entries_in_fewer_bits_are_read_as_such():
     # all but the open groups
     index = beside_keys(recall, SETTING, 5)
     assert beside_keys(recall.replace(entry_bits=8), SETTING, 5) == index - (5 - 2) * saved
+    # the tokens of open groups: rows of bytes that hold codes, and steps and zeros of the group
+    g, row = recall.group_size, StoreFormat(8, recall.group_size).width(8, 6, 4)
+    assert beside_keys(recall.replace(store_bits=8), SETTING, 5) == index - 2 * g * (4 * (8 + 6) - row)
 
 
 @pytest.mark.parametrize("method", cases.PLANS.values(), ids=cases.PLANS)

@@ -82,13 +82,13 @@ def attend(
     parts, room = _parts(state, D, settings), room_for(far)
     (S0, S1), columns = plan.splits, min(64, power_of_2(Dv))
     floats = H * room, R * H * S0, R * H * S0, K * room, R * H * S1 * Dv, R * H * S1
-    scratch = scratch_of(rounded((*floats, K * room, K * room, K * room, 1, R * K)), q.device)
-    score, top, total, offset, part, lse, key, candidate, groups, place, arrived = scratch
+    scratch = scratch_of(rounded((*floats, K * room, K * room, K * room, 1, 1, 1, 1, R * K)), q.device)
+    score, top, total, offset, part, lse, key, candidate, groups, place, *_, arrived = scratch
     of_q, turn = q.stride()[:2], rotation(D, q.device, q.dtype)
     # kernels get the window in place of what they do not read: rings, biases, slots
     other = near.cache
     buffers = parts["entries_k"], parts["entries_v"], parts["store"], near.cache, near.cache[..., D:], other
-    lists = key, candidate, groups, place, offset, other, other, arrived
+    lists = key, candidate, groups, place, offset, other, other, place, place, place, arrived
     with on_device_of(q):
         for kernel, (grid, numbers, constants, options), tensors, strides in (
             (

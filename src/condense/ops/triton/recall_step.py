@@ -31,7 +31,7 @@ class _Scratch(NamedTuple):
 
     float32: score ``[B, H, G as a power of two]``, top and total ``[B, H, S0]``, offset ``[B, K, G]``, part
     ``[B, H, S1, Dv]``, lse ``[B, H, S1]``; int32: key and candidate ``[B, K, N]``, groups and place ``[B, K, r]``,
-    arrived ``[B, K]``.
+    slot_of ``[B, K, G]``, used and free ``[B, K, S]`` of S slots, arrived ``[B, K]``.
     """
 
     score: Tensor
@@ -44,6 +44,9 @@ class _Scratch(NamedTuple):
     candidate: Tensor
     groups: Tensor
     place: Tensor
+    slot_of: Tensor
+    used: Tensor
+    free: Tensor
     arrived: Tensor
 
 
@@ -51,12 +54,15 @@ class _Scratch(NamedTuple):
 _NUM_FLOATS = 6
 
 
-def _scratch_sizes(rows: tuple[int, int], G: int, r: int, splits: tuple[int, int], Dv: int) -> tuple[int, ...]:
+def _scratch_sizes(
+    rows: tuple[int, int], G: int, r: int, slots: int, splits: tuple[int, int], Dv: int
+) -> tuple[int, ...]:
     """The `rounded` sizes of the fields of `_Scratch`. rows: B * H, B * K."""
     (queries, heads), (S0, S1), (_, C, tiles) = rows, splits, ranked(G, r)
     scores = power_of_2(max(G, 1))
     floats = queries * scores, queries * S0, queries * S0, heads * G, queries * S1 * Dv, queries * S1
-    return rounded((*floats, heads * tiles * C, heads * tiles * C, heads * r, heads * r, heads))
+    lists = heads * tiles * C, heads * tiles * C, heads * r, heads * r
+    return rounded((*floats, *lists, heads * G if slots else 0, heads * slots, heads * slots, heads))
 
 
 def rounded(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -90,7 +96,7 @@ class RecallKernels(PreparedStep):
         widths, scores, has_real = (D, Dv, latent), (scale, extras.softcap), token.real is not None
         plan = plan_of(q.device, q.dtype, (B, H, K), widths, sizes, settings.number, scores, has_real)
         self._width = latent or Dv
-        self._sizes = _scratch_sizes((B * H, B * K), G, choice.quota.at(G), plan.splits, self._width)
+        self._sizes = _scratch_sizes((B * H, B * K), G, choice.quota.at(G), S, plan.splits, self._width)
         self._rotation = rotation(D, q.device, q.dtype)
         of_q = q.stride()[:2]
         self._close = _prepared(_close, plan.close, (*of_q, *k.stride()[:2], *v.stride()[:2]))
@@ -107,7 +113,7 @@ class RecallKernels(PreparedStep):
             self.state
         )
         scratch = scratch_of(self._sizes, q.device)
-        score, top, total, offset, part, lse, key, candidate, groups, place, arrived = scratch
+        score, top, total, offset, part, lse, key, candidate, groups, place, *found, arrived = scratch
         out = torch.empty(*q.shape[:3], self._width, dtype=q.dtype, device=q.device)
         counts = seen if token.real is None else token.real.contiguous()
         changed = (entries_k, entries_v, signs, steps, store, ring_k, ring_v, seen, ring_q, biases)
@@ -116,7 +122,7 @@ class RecallKernels(PreparedStep):
             self._close((q, k, v, *changed, counts, arrived, None, None, self._rotation))
             if entries_k.shape[2] > 0:
                 self._score((q, signs, steps, seen, counts, score, top, total, self._rotation, None, None, None))
-                chosen = (key, candidate, groups, place, offset, held, order, arrived)
+                chosen = (key, candidate, groups, place, offset, held, order, *found, arrived)
                 self._choose((score, top, total, biases, seen, counts, *chosen, None))
             keys = (entries_k, entries_v, store, ring_k, ring_v, slots)
             self._attend((q, *keys, groups, place, offset, seen, counts, part, lse, None, None, None))

@@ -15,8 +15,6 @@ from condense.ops.triton.recall_close_kernels import after_the_last, row_of_step
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _INT_MIN, _INT_MAX = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
-# pairs of an open group and a slot that a program compares at once; if there are more, so many at a time
-_MOST_PAIRS, _PAIRS_IN_TURN = tl.constexpr(2**17), tl.constexpr(2**14)
 
 
 class Ranking(NamedTuple):
@@ -25,7 +23,7 @@ class Ranking(NamedTuple):
     tile: groups that one program ranks. passed: groups that it passes on. candidates: groups that all programs pass on.
     slots: of the store. passed_tile, candidates_tile, slots_tile: these numbers as powers of two. open_tile: open
     groups, splits_tile: splits of the scores, both as powers of two. heads_tile: query heads that are read at a time.
-    matched: each entry has a bias of its own.
+    pool: whether entries are read, too. matched: each entry has a bias of its own.
     """
 
     tile: int
@@ -38,6 +36,7 @@ class Ranking(NamedTuple):
     open_tile: int
     splits_tile: int
     heads_tile: int
+    pool: bool
     matched: bool
 
 
@@ -46,6 +45,7 @@ class _Lists(NamedTuple):
 
     key, candidate: keys and groups of the candidates. groups: the open groups. place: where each of these is read, see
     `_find_slots`. offset: offsets of all groups' scores. held: group in each slot. order: slots, longest unused first.
+    slot_of: scratch memory, a number per group; used, free: one per slot.
     """
 
     key: Any
@@ -55,6 +55,9 @@ class _Lists(NamedTuple):
     offset: Any
     held: Any
     order: Any
+    slot_of: Any
+    used: Any
+    free: Any
 
 
 @triton.jit
@@ -98,77 +101,39 @@ def _best(key, valid, wanted):
 def _find_slots(lists, num_open, RANKING: tl.constexpr):
     """Write where each open group is read, int32: -1 in the store; ``2 * slot`` in a slot; ``2 * slot + 1`` in the
     store, and then copied into that slot. Update ``held`` and ``order`` as `condense.ops.step.StepState` says.
+
+    Threads of the program tell each other what they found through scratch memory.
     """
     s, i = tl.arange(0, RANKING.slots_tile), tl.arange(0, RANKING.open_tile)
     is_slot, is_open = s < RANKING.slots, i < num_open
     slot = tl.load(lists.order + s, mask=is_slot, other=0)
     held = tl.load(lists.held + slot, mask=is_slot, other=-1)
-    group = tl.load(lists.groups + i, mask=is_open, other=-2)
-    found = group[:, None] == held[None, :]
-    is_used, has_slot = tl.max(found.to(tl.int32), 0), tl.max(found.to(tl.int32), 1)
-    is_free = tl.where(is_slot, 1 - is_used, 0)
-    is_missing = tl.where(is_open, 1 - has_slot, 0)
-    num_free, num_missing = tl.sum(is_free, 0), tl.sum(is_missing, 0)
-    num_taken = tl.minimum(num_free, num_missing)
-    # the n-th missing group takes the n-th free slot
-    free_rank = tl.cumsum(is_free, 0) - is_free
-    missing_rank = tl.where(is_missing > 0, tl.cumsum(is_missing, 0) - is_missing, num_taken)
-    is_taken = (is_free > 0) & (free_rank < num_taken)
-    takes = (missing_rank[:, None] == free_rank[None, :]) & is_taken[None, :]
-    where = tl.where(found, 2 * slot[None, :], tl.where(takes, 2 * slot[None, :] + 1, -1))
-    now = tl.max(tl.where(takes, group[:, None], -1), 0)
-    used_rank, num_left = tl.cumsum(is_used, 0) - is_used, num_free - num_taken
-    behind = tl.where(is_used > 0, num_left + used_rank, free_rank - num_taken)
-    behind = tl.where(is_taken, num_left + tl.sum(is_used, 0) + free_rank, behind)
-    # all threads have read `order` and `held` before any writes them
+    group = tl.load(lists.groups + i, mask=is_open, other=0)
+    tl.store(lists.slot_of + group, tl.full(i.shape, -1, tl.int32), mask=is_open)
+    tl.store(lists.used + s, tl.zeros_like(s), mask=is_slot)
     tl.debug_barrier()
-    tl.store(lists.place + i, tl.max(where, 1), mask=is_open)
-    tl.store(lists.held + slot, now, mask=is_taken)
-    tl.store(lists.order + behind, slot, mask=is_slot)
-
-
-@triton.jit
-def _find_slots_in_turn(lists, num_open, RANKING: tl.constexpr):
-    """As `_find_slots`, for more pairs than a program holds: the open groups in tiles, once to see which slots are used
-    and how many groups are missing, and once to say where each is read.
-    """
-    SLOTS: tl.constexpr = RANKING.slots_tile
-    N: tl.constexpr = _PAIRS_IN_TURN // SLOTS if _PAIRS_IN_TURN > SLOTS else 1
-    s = tl.arange(0, SLOTS)
-    is_slot = s < RANKING.slots
-    slot = tl.load(lists.order + s, mask=is_slot, other=0)
-    held = tl.load(lists.held + slot, mask=is_slot, other=-1)
-    is_used, num_missing = tl.zeros([SLOTS], tl.int32), tl.full([], 0, tl.int32)
-    for start in range(0, num_open, N):
-        i = start + tl.arange(0, N)
-        group = tl.load(lists.groups + i, mask=i < num_open, other=-2)
-        found = (group[:, None] == held[None, :]).to(tl.int32)
-        is_used = tl.maximum(is_used, tl.max(found, 0))
-        num_missing += tl.sum(tl.where(i < num_open, 1 - tl.max(found, 1), 0), 0)
-    is_free = tl.where(is_slot, 1 - is_used, 0)
+    tl.store(lists.slot_of + held, slot, mask=held >= 0)
+    tl.debug_barrier()
+    found = tl.load(lists.slot_of + group, mask=is_open, other=-1)
+    tl.store(lists.used + found, tl.full(i.shape, 1, tl.int32), mask=found >= 0)
+    tl.debug_barrier()
+    is_used = tl.load(lists.used + slot, mask=is_slot, other=0)
+    is_free, is_missing = tl.where(is_slot, 1 - is_used, 0), (is_open & (found < 0)).to(tl.int32)
     num_free = tl.sum(is_free, 0)
-    num_taken = tl.minimum(num_free, num_missing)
-    free_rank = tl.cumsum(is_free, 0) - is_free
+    num_taken = tl.minimum(num_free, tl.sum(is_missing, 0))
+    # the n-th missing group takes the n-th free slot
+    free_rank, missing_rank = tl.cumsum(is_free, 0) - is_free, tl.cumsum(is_missing, 0) - is_missing
     is_taken = (is_free > 0) & (free_rank < num_taken)
-    now, before = tl.full([SLOTS], -1, tl.int32), tl.full([], 0, tl.int32)
-    for start in range(0, num_open, N):
-        i = start + tl.arange(0, N)
-        group = tl.load(lists.groups + i, mask=i < num_open, other=-2)
-        found = group[:, None] == held[None, :]
-        is_missing = tl.where(i < num_open, 1 - tl.max(found.to(tl.int32), 1), 0)
-        missing_rank = tl.where(is_missing > 0, before + tl.cumsum(is_missing, 0) - is_missing, num_taken)
-        takes = (missing_rank[:, None] == free_rank[None, :]) & is_taken[None, :]
-        where = tl.where(found, 2 * slot[None, :], tl.where(takes, 2 * slot[None, :] + 1, -1))
-        now = tl.maximum(now, tl.max(tl.where(takes, group[:, None], -1), 0))
-        before += tl.sum(is_missing, 0)
-        tl.store(lists.place + i, tl.max(where, 1), mask=i < num_open)
-    used_rank, num_left = tl.cumsum(is_used, 0) - is_used, num_free - num_taken
-    behind = tl.where(is_used > 0, num_left + used_rank, free_rank - num_taken)
-    behind = tl.where(is_taken, num_left + tl.sum(is_used, 0) + free_rank, behind)
-    # all threads have read `order` and `held` before any writes them
-    tl.debug_barrier()
-    tl.store(lists.held + slot, now, mask=is_taken)
+    tl.store(lists.free + free_rank, slot, mask=is_taken)
+    used_rank = tl.cumsum(is_used, 0) - is_used
+    behind = tl.where(is_used > 0, num_free - num_taken + used_rank, free_rank - num_taken)
+    behind = tl.where(is_taken, num_free - num_taken + tl.sum(is_used, 0) + free_rank, behind)
     tl.store(lists.order + behind, slot, mask=is_slot)
+    tl.debug_barrier()
+    takes = (is_missing > 0) & (missing_rank < num_taken)
+    taken = tl.load(lists.free + missing_rank, mask=takes, other=0)
+    tl.store(lists.held + taken, group, mask=takes)
+    tl.store(lists.place + i, tl.where(takes, 2 * taken + 1, tl.where(found >= 0, 2 * found, -1)), mask=is_open)
 
 
 @triton.jit
@@ -182,7 +147,8 @@ def _place_of(tile, RANKING: tl.constexpr, IN_STRETCH: tl.constexpr):
 @triton.jit
 def _choose(lists, num_open, closed, RANKING: tl.constexpr, IN_STRETCH: tl.constexpr):
     """Write the open groups of a KV head in rising order: the best ``num_open`` of its candidates. Their offsets become
-    -inf. With slots, also write where each is read, see `_find_slots`. IN_STRETCH: as of `_place_of`.
+    -inf if entries are read. With slots, also write where each is read, see `_find_slots`. IN_STRETCH: as of
+    `_place_of`.
     """
     n = tl.arange(0, RANKING.candidates_tile)
     at, there = n, n < RANKING.candidates
@@ -192,29 +158,30 @@ def _choose(lists, num_open, closed, RANKING: tl.constexpr, IN_STRETCH: tl.const
     # other multiprocessors wrote the candidates: they are read past the L1 cache
     key = tl.load(lists.key + at, mask=there, other=_INT_MIN, cache_modifier=".cg")
     valid = key > _INT_MIN
-    candidate = tl.load(lists.candidate + at, mask=valid, other=0, cache_modifier=".cg")
+    candidate = at
+    if RANKING.passed < RANKING.tile:
+        candidate = tl.load(lists.candidate + at, mask=valid, other=0, cache_modifier=".cg")
     is_open, place = _best(key, valid, num_open)
     tl.store(lists.groups + place, candidate, mask=is_open)
-    tl.store(lists.offset + candidate, tl.full(n.shape, float("-inf"), tl.float32), mask=is_open)
+    if RANKING.pool:
+        tl.store(lists.offset + candidate, tl.full(n.shape, float("-inf"), tl.float32), mask=is_open)
     if RANKING.slots > 0:
         # all threads of the program read what the others stored
         tl.debug_barrier()
-        if RANKING.open_tile * RANKING.slots_tile <= _MOST_PAIRS:
-            _find_slots(lists, num_open, RANKING)
-        else:
-            _find_slots_in_turn(lists, num_open, RANKING)
+        _find_slots(lists, num_open, RANKING)
 
 
 @triton.jit
 def recall_choose_kernel(
     score_ptr, top_ptr, total_ptr, biases_ptr, seen_ptr, real_ptr, key_ptr, candidate_ptr, groups_ptr, place_ptr,
-    offset_ptr, held_ptr, order_ptr, arrived_ptr, before_ptr, K, R, G, S, window, bias, most_opened, part, of,
+    offset_ptr, held_ptr, order_ptr, slot_of_ptr, used_ptr, free_ptr, arrived_ptr, before_ptr,
+    K, R, G, S, window, bias, most_opened, part, of,
     g: tl.constexpr, GROUPS: tl.constexpr, RANKING: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
     PAGED: tl.constexpr,
 ):  # fmt: skip
     """Write the open groups in rising order, int32 ``[B, K, most_opened]``, as many as `wanted_groups` says; and offset
-    float32 ``[B, K, G]``: -inf for open groups, else ``bias``, or the group's own if biases are matched. With slots,
-    also write where each open group is read.
+    float32 ``[B, K, G]``, if entries are read: -inf for open groups, else ``bias``, or the group's own if biases are
+    matched. With slots, also write where each open group is read.
 
     Grid (tiles, B * K). Every program finds the best groups of its tile and writes them in rising order: the group and
     its key, int32 ``[B, K, tiles, passed]``, by which groups of all tiles are compared. Behind the closed groups the
@@ -259,24 +226,27 @@ def recall_choose_kernel(
         stretch = head % K * G + this.start
         lists = _Lists(
             key_ptr + stretch, candidate_ptr + stretch, groups_ptr + stretch, place_ptr, offset_ptr + stretch,
-            held_ptr, order_ptr,
+            held_ptr, order_ptr, slot_of_ptr, used_ptr, free_ptr,
         )  # fmt: skip
     else:
         lists = _Lists(
             key_ptr + head * RANKING.candidates, candidate_ptr + head * RANKING.candidates,
             groups_ptr + head * most_opened, place_ptr + head * most_opened, offset_ptr + head * G,
-            held_ptr + head * RANKING.slots, order_ptr + head * RANKING.slots,
+            held_ptr + head * RANKING.slots, order_ptr + head * RANKING.slots, slot_of_ptr + head * G,
+            used_ptr + head * RANKING.slots, free_ptr + head * RANKING.slots,
         )  # fmt: skip
     at = _place_of(tile, RANKING, PAGED)
     tl.store(lists.key + at + place, key, mask=is_best)
-    tl.store(lists.candidate + at + place, group, mask=is_best)
+    if C < BG:
+        tl.store(lists.candidate + at + place, group, mask=is_best)
     if not PAGED:
         i = tl.arange(0, RANKING.passed_tile)
         tl.store(lists.key + at + i, tl.full(i.shape, _INT_MIN, tl.int32), mask=(i >= wanted) & (i < C))
-    offset = tl.zeros_like(share) + bias
-    if RANKING.matched:
-        offset = tl.load(biases_ptr + head * G + group, mask=valid, other=0.0) * _LOG2E
-    tl.store(lists.offset + group, offset, mask=valid)
+    if RANKING.pool:
+        offset = tl.zeros_like(share) + bias
+        if RANKING.matched:
+            offset = tl.load(biases_ptr + head * G + group, mask=valid, other=0.0) * _LOG2E
+        tl.store(lists.offset + group, offset, mask=valid)
     # all threads of the program must have stored their candidates before it is counted
     tl.debug_barrier()
     if tl.atomic_add(arrived_ptr + head, 1, sem="acq_rel") == tl.num_programs(0) - 1:

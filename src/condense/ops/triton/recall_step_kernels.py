@@ -150,10 +150,11 @@ def recall_attend_kernel(
 
     A split reads its share of two lists. First the tiles of entries, whose scores get an offset each (-inf if the group
     is open), and of the ring's tokens of groups that are not closed, counted through; then the open groups, BN tokens
-    at a time, of one group or of several. OWN: splits that read open groups alone; 0 if all read of both lists. BITS: bits of entries, see
-    `condense.ops.entries.EntryFormat`. most_opened: stride of ``groups`` and ``place``; with part and of the numbers of
-    `condense.ops.recall.choice.Quota`. near, far: tables of the pages of tokens and of records, for which lists of
-    groups and offsets are as `recall_choose_kernel` says; rows whose groups have no room there get NaN.
+    at a time, of one group or of several. OWN: splits that read open groups alone; 0 if all read of both lists. BITS:
+    bits of entries, see `condense.ops.entries.EntryFormat`. most_opened: stride of ``groups`` and ``place``; with part
+    and of the numbers of `condense.ops.recall.choice.Quota`. near, far: tables of the pages of tokens and of records,
+    for which lists of groups and offsets are as `recall_choose_kernel` says; rows whose groups have no room there get
+    NaN.
     """
     split, S, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K

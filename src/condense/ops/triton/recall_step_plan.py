@@ -175,6 +175,8 @@ def plan_of(
     PS = _padded(max(D, Dv) * min(choice.store.bits, 8) // 8)
     (_, part, of), r, GROUPS = quota, quota.at(G), power_of_2(max(G, 1))
     BG, C, tiles = ranked(G, r)
+    # numbers that a program ranks at once
+    ranks = max(tiles * C, S)
     # query heads and groups of a tile of scores
     HS, GS = min(most, max(8, power_of_2(R))), max(1, of_score.rows // power_of_2(g))
     RP = power_of_2(max(r, 1))
@@ -186,7 +188,7 @@ def plan_of(
     form, matched = _form(settings, dtype, D, Dv, latent), settings.matched
     ranking = Ranking(
         BG, C, tiles * C, S, power_of_2(C), power_of_2(tiles * C), power_of_2(max(S, 1)), RP, power_of_2(S0),
-        min(4, power_of_2(R)), matched,
+        min(4, power_of_2(R)), choice.pool, matched,
     )  # fmt: skip
     chained = {"launch_pdl": True} if early else {}
     return Plan(
@@ -205,7 +207,7 @@ def plan_of(
         (
             (tiles, B * K, 1), (K, R, row, S0, window, settings.bias * LOG2E, r, part, of),
             (g, GROUPS, ranking, has_real, early, far is not None),
-            {"num_warps": 4 if max(tiles * C, RP * S // 4) <= 2048 else 16, **chained},
+            {"num_warps": 4 if ranks <= 1024 else 8 if ranks <= 8192 else 16, **chained},
         ),
         (
             (S1, B * K, head_tiles), (K, R, row, W, N, window, r, part, of, scale * LOG2E),

@@ -283,20 +283,13 @@ def load_groups(pieces, i, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.con
     """Load keys and values of tokens i ``[T]`` of each of n groups, in parts ``[n * T, P]``, as `StoreFormat` rounds
     them; finite past a group's end.
 
-    Values of latents are the first part of their keys. COPY: also store what is read of `Pieces` that move. ASM: whether
-    there is a GPU that runs `_number_asm`.
+    Values of latents are the first part of their keys. COPY: also store what is read of `Pieces` that move. ASM: there
+    is a GPU that runs `_number_asm`.
     """
     k = _load_keys(pieces, i, dtype, FORM, COPY, ASM, 0, FORM.D0)
-    if FORM.D1 > 0:
-        k = parts(k, _load_keys(pieces, i, dtype, FORM, COPY, ASM, FORM.D0, FORM.D1))
-    else:
-        k = parts(k, None)
+    k = parts(k, _load_keys(pieces, i, dtype, FORM, COPY, ASM, FORM.D0, FORM.D1) if FORM.D1 > 0 else None)
     if FORM.DV == 0:
         return k, (k[0],)
     else:
         v = _load_values(pieces, i, dtype, FORM, COPY, ASM, 0, FORM.V0)
-        if FORM.V1 > 0:
-            v = parts(v, _load_values(pieces, i, dtype, FORM, COPY, ASM, FORM.V0, FORM.V1))
-        else:
-            v = parts(v, None)
-        return k, v
+        return k, parts(v, _load_values(pieces, i, dtype, FORM, COPY, ASM, FORM.V0, FORM.V1) if FORM.V1 > 0 else None)
