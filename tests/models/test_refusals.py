@@ -157,22 +157,38 @@ def test_a_condensed_cache_in_a_stock_model(model):
 
 
 CAUSAL = torch.ones(40, 40, dtype=torch.bool).tril().expand(2, 1, 40, 40)
+NO_PADDING = "attention_mask must be a padding mask"
 MASKS = {
-    "causal-bool": (CAUSAL, "attention_mask must be a padding mask"),
-    "causal-float": (torch.zeros(2, 1, 40, 40, dtype=torch.float64), "attention_mask must be a padding mask"),
-    "float-row": (torch.zeros(2, 1, 1, 40, dtype=torch.float64), "attention_mask must be a padding mask"),
+    "causal-bool": (CAUSAL, NO_PADDING),
+    "causal-float": (torch.zeros(2, 1, 40, 40, dtype=torch.float64), NO_PADDING),
+    "float-row": (torch.zeros(2, 1, 1, 40, dtype=torch.float64), NO_PADDING),
     "too-short": (torch.ones(2, 39, dtype=torch.long), "must .* cover all tokens so far.* 1 tokens too few"),
     "wrong-rows": (torch.ones(3, 40, dtype=torch.long), "must have a row per sequence.* wanted 2 rows, got 3"),
+}
+MARKS = {
+    "too-few": ([0, 10, 30], r"must rise from 0 to the 40 tokens .*, got \[0, 10, 30\]"),
+    "late": ([2, 42], r"got \[2, 42\]"),
+    "falling": ([0, 30, 20, 40], r"got \[0, 30, 20, 40\]"),
+}
+TWO = torch.tensor([0, 10, 40])
+RESTARTING = torch.cat([torch.arange(10), torch.arange(30)]).expand(2, 40)
+ARGUMENTS = {name: (2, {"attention_mask": mask}, said) for name, (mask, said) in MASKS.items()}
+ARGUMENTS |= {f"marks-{name}": (1, {"cu_seq_lens_q": torch.tensor(x)}, said) for name, (x, said) in MARKS.items()}
+ARGUMENTS |= {
+    "marks-cached": (1, {"cu_seq_lens_q": TWO, "use_cache": True}, "cannot be cached: pass use_cache=False"),
+    "marks-rows": (2, {"cu_seq_lens_q": TWO}, r"the 40 tokens of one row .* and 2 rows"),
+    "positions-rows": (2, {"position_ids": RESTARTING}, r"packed documents .* must be one row, got 2 rows"),
+    "bidirectional": (2, {"is_causal": False}, "condensed attention is causal"),
 }
 
 
 @pytest.mark.parametrize("layers", [None, [1]], ids=["all-layers", "one-layer"])
-@pytest.mark.parametrize(("mask", "message"), MASKS.values(), ids=MASKS.keys())
-def test_masks(mask, message, layers):
+@pytest.mark.parametrize(("B", "arguments", "message"), ARGUMENTS.values(), ids=ARGUMENTS)
+def test_arguments_of_a_forward(B, arguments, message, layers):
     model = condense.apply(tiny.model("llama"), tiny.CCA, layers=layers)
     expected = tiny.logits(model, IDS)
     with pytest.raises(ValueError, match=message):
-        tiny.logits(model, IDS, attention_mask=mask)
+        tiny.logits(model, IDS[:B], **arguments)
     assert torch.equal(tiny.logits(model, IDS), expected)
 
 
@@ -275,10 +291,9 @@ def test_one_of_two_stacks():
 
 def test_attention_weights_in_the_configuration():
     model = tiny.model("llama", attn_implementation="eager", output_attentions=True)
-    with pytest.raises(ValueError, match=r"config.output_attentions must be False, got True"):
-        condense.apply(model, tiny.CCA)
-    with pytest.raises(ValueError, match=r"config.output_attentions must be False, got True"):
-        inspect(model, tiny.CCA, 100)
+    for call in (condense.apply, partial(inspect, length=100)):
+        with pytest.raises(ValueError, match=r"config.output_attentions must be False, got True"):
+            call(model, tiny.CCA)
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
@@ -340,34 +355,6 @@ def test_a_crop_that_a_layer_refuses_leaves_all_layers_as_they_were(choice):
     more = tiny.tokens(2, 5, seed=3)
     full = tiny.logits(model, torch.cat([IDS, more], dim=1))[:, 40:]
     torch.testing.assert_close(tiny.in_chunks(model, more, (5,), cache), full, **tiny.EXACT)
-
-
-PACKED = {
-    "cached": ({"use_cache": True}, 1, torch.tensor([0, 10, 40]), "cannot be cached: pass use_cache=False"),
-    "rows": ({}, 2, torch.tensor([0, 10, 40]), r"the 40 tokens of one row .* and 2 rows"),
-    "too-few": ({}, 1, torch.tensor([0, 10, 30]), r"must rise from 0 to the 40 tokens .*, got \[0, 10, 30\]"),
-    "late": ({}, 1, torch.tensor([2, 42]), r"got \[2, 42\]"),
-    "falling": ({}, 1, torch.tensor([0, 30, 20, 40]), r"got \[0, 30, 20, 40\]"),
-}
-
-
-@pytest.mark.parametrize("layers", [None, [1]], ids=["all-layers", "one-layer"])
-@pytest.mark.parametrize(("settings", "B", "marks", "message"), PACKED.values(), ids=PACKED.keys())
-def test_packed_marks(settings, B, marks, message, layers):
-    model = condense.apply(tiny.model("llama"), tiny.CCA, layers=layers)
-    with pytest.raises(ValueError, match=message):
-        tiny.logits(model, IDS[:B], cu_seq_lens_q=marks, **settings)
-
-
-def test_packed_positions_in_several_rows(model):
-    positions = torch.cat([torch.arange(10), torch.arange(30)]).expand(2, 40)
-    with pytest.raises(ValueError, match=r"packed documents .* must be one row, got 2 rows"):
-        tiny.logits(model, IDS, position_ids=positions)
-
-
-def test_bidirectional_calls(model):
-    with pytest.raises(ValueError, match="condensed attention is causal"):
-        tiny.logits(model, IDS, is_causal=False)
 
 
 def _other_than_its_neighbour(batch_idx, head_idx, q_idx, kv_idx):
