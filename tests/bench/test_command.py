@@ -31,10 +31,9 @@ def rows_of(path):
 
 
 def test_kernel_prints_and_writes_what_it_measured(tmp_path):
-    method = "recall:group_size=4,window=8,num_recall=2"
     done = ran(
-        *KERNEL, "--method", method, "--lengths", "64,128", "--ops", "layer,decode", "--decode-batches", "1,2",
-        "--backend", "torch,reference", "--results", str(tmp_path / "results"),
+        *KERNEL, "--method=recall:group_size=4,window=8,num_recall=2", "--lengths", "64,128", "--ops", "layer,decode",
+        "--decode-batches", "1,2", "--backend", "torch,reference", "--results", str(tmp_path / "results"),
     )  # fmt: skip
     assert "no claims" in done.stdout
     assert "backend torch, reference" in done.stdout
@@ -43,10 +42,6 @@ def test_kernel_prints_and_writes_what_it_measured(tmp_path):
     (path,) = (tmp_path / "results").iterdir()
     rows = [row for row in rows_of(path) if row["condensed"]]
     assert all(row["gate"]["passed"] for row in rows)
-    runners = {str(row["runner"]) for row in rows if row["op"] == "layer"}
-    assert runners == {
-        f"{name} ({backend})" for name in ("cca:window=16", method) for backend in ("torch", "reference")
-    }
 
 
 def test_a_wrong_kernel_is_exit_code_1(tmp_path, monkeypatch):

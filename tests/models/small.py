@@ -20,59 +20,32 @@ _MOST_PARAMETERS = 10_000_000
 # the better the smaller their weights are
 _RECURRENT = ("Conv", "Delta", "Lightning", "Mamba", "Mixer")
 
-_WIDTHS = ("hidden_size", "d_model", "n_embd")
-_INNER = ("intermediate_size", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers")
-_HEADS = (
-    "num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads",
-)  # fmt: skip
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-SIZES = {
-    **dict.fromkeys(_WIDTHS, 32),
-    **dict.fromkeys(_INNER, 48),
-    **dict.fromkeys(_HEADS, 4),
-    **dict.fromkeys(_EXPERTS, 4),
-    "vocab_size": VOCAB,
-    "vocab_size_per_layer_input": VOCAB,
-    "hidden_size_per_layer_input": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "n_positions": 256,
-    "sliding_window": 6,
-    # experts
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    # latents
-    "q_lora_rank": 24,
-    "kv_lora_rank": 12,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    # linear attention
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 16,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "ssm_state_size": 8,
-    "mamba_d_state": 8,
-    "mamba_n_groups": 1,
-    "n_groups": 1,
-    # pictures
-    "image_size": 16,
-    "patch_size": 8,
-    "bos_token_id": 0,
-    "eos_token_id": None,
-    "pad_token_id": 1,
-}
+# widths and heads, experts, latents, linear attention, pictures and tokens, by size
+_NAMES = {
+    32: ("hidden_size", "d_model", "n_embd"),
+    48: ("intermediate_size", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner"),
+    4: (
+        "num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads",
+        "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "qk_rope_head_dim",
+        "linear_num_value_heads", "mamba_num_heads",
+    ),
+    VOCAB: ("vocab_size", "vocab_size_per_layer_input"),
+    8: (
+        "hidden_size_per_layer_input", "head_dim", "qk_nope_head_dim", "linear_key_head_dim", "linear_value_head_dim",
+        "mamba_n_heads", "mamba_d_head", "ssm_state_size", "mamba_d_state", "patch_size",
+    ),
+    2: ("num_key_value_heads", "num_experts_per_tok", "linear_num_key_heads"),
+    256: ("max_position_embeddings", "n_positions"),
+    6: ("sliding_window", "v_head_dim"),
+    16: ("moe_intermediate_size", "shared_expert_intermediate_size", "mamba_head_dim", "image_size"),
+    1: ("n_shared_experts", "n_group", "topk_group", "mamba_n_groups", "n_groups", "pad_token_id"),
+    24: ("q_lora_rank",),
+    12: ("kv_lora_rank",),
+    0: ("bos_token_id",),
+    None: ("eos_token_id",),
+}  # fmt: skip
+SIZES = {name: size for size, names in _NAMES.items() for name in names}
 # settings whose default None means something: a type that leaves them out keeps it so
 _OPTIONAL = ("q_lora_rank", "sliding_window", "num_experts", "n_inner")
 

@@ -8,7 +8,6 @@ Shapes: R query heads of a KV head, L queries, groups of g tokens, D and Dv widt
 import functools
 import math
 import random
-from collections.abc import Callable
 from decimal import Decimal
 from typing import NamedTuple
 
@@ -74,10 +73,6 @@ def num_opened(method, closed):
     """Number of groups that a query opens, of ``closed``."""
     r = method.num_recall
     return min(r, closed) if isinstance(r, int) else math.ceil(Decimal(str(r)) * closed)
-
-
-# key, value and bias of a group's entry
-Entry = Callable[[int], tuple[Tensor, Tensor, Tensor]]
 
 
 def seen(method, q, k, v, t, scale, entry):
