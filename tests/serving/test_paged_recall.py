@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paged_sequences import cut, random_tokens
+from paged_sequences import cut, random_tokens, read_in_pieces, whole
 from record_pool import RECALL, RECORDS, RecordPool, paged_settings
 from step_states import call_of, empty, own_by
 
@@ -29,6 +29,15 @@ def method(request):
 
 def tokens_of(length, seed=0):
     return random_tokens((H, K, D, DV), length, seed=seed)
+
+
+def test_records_are_unpacked_in_pieces(method, monkeypatch):
+    """Pieces of one group, and of three, the last of them shorter."""
+    qkv, g = tokens_of(110), method.group_size
+    for groups in (1, 3):
+        monkeypatch.setattr("condense.ops.paged.requests._NUMBERS", groups * K * g * (D + DV))
+        got = read_in_pieces(RecordPool(method, (K, D, DV)), qkv, 55, scale=SCALE, backend="torch")
+        torch.testing.assert_close(got, whole(qkv, method, SCALE), **EXACT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

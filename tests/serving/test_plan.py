@@ -8,6 +8,7 @@ from condense.methods import methods_in, settings_of
 from condense.serving.blocks import ServedLayer, blocks_of_request, page_sizes
 from condense.serving.engine import EngineSettings, check_engine
 from condense.serving.plan import serving_plan, serving_plans
+from condense.serving.trial import read_end
 
 STREAMING = condense.CCA(summary="streaming", key_pooling="select", rep_bias="log_size")
 
@@ -181,3 +182,23 @@ def test_the_settings_of_is_read_back():
     assert methods_in(saved) == choice
     with pytest.raises(ValueError, match=r"config\.condense must be"):
         methods_in({"method": "cca"})
+
+
+@pytest.mark.parametrize("length", [7, 300])
+@pytest.mark.parametrize(
+    "method",
+    [
+        STREAMING,
+        condense.CCA(entry_bits=4),
+        condense.Recall(store_bits=4, window=32),
+        condense.StreamingLLM(sink=4, window=20),
+    ],
+    ids=lambda method: type(method).__name__ + str(getattr(method, "entry_bits", "")),
+)
+def test_a_trial_reads_the_end_of_the_longest_prompt(method, length):
+    """Of 20 tokens those that fit, each of which attends to something."""
+    layer = ServedLayer(serving_plan(method), 2, (16, 16), torch.float32)
+    qkv = tuple(torch.randn(20, heads, 16) for heads in (4, 2, 2))
+    out = torch.full((20, 4, 16), float("nan"))
+    read_end(qkv, layer, page_sizes([layer]), length, scale=0.25, out=out)
+    assert torch.equal(out.isfinite().all(2).all(1), torch.arange(20) < length)

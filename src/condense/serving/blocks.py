@@ -60,15 +60,6 @@ class ServedLayer:
         per_head = far * self.token_bytes if self.plan is None else self.plan.entry_slots(far) * self.slot_bytes
         return self.heads * per_head
 
-    def gathered_bytes(self, length: int) -> int:
-        """Bytes of the keys, values and entries that a prompt of ``length`` tokens reads, gathered from pages."""
-        assert self.plan is not None
-        rule = self.plan.settings.rule
-        groups = rule.visible_entries(rule.closed(length))
-        tokens = 0 if self.plan.settings.choice is None else groups * rule.chunk * self.token_bytes
-        # records as they are gathered, and their parts
-        return self.heads * (tokens + 2 * groups * self.slot_bytes)
-
 
 class PageSizes(NamedTuple):
     """Tokens of a page. far: F, of all that is kept as long as the request; near: N, of a window, a divisor of F."""

@@ -19,6 +19,9 @@ from condense.ops.tensors.right_aligned import head_mean
 from condense.ops.torch.step import packed
 from condense.ops.types import Chunks, SummarySpans
 
+# records are unpacked so many numbers at a time
+_NUMBERS = 2**25
+
 
 def read_requests(
     qkv: tuple[Tensor, Tensor, Tensor],
@@ -86,33 +89,59 @@ class _Request:
         tokens = _load(self.state.window, self.row, window_start, self.seen)
         window, spans = Source(tokens[..., :D], tokens[..., D:]), RuleSpans(rule, self.before, window_start)
         visible = rule.visible_entries(rule.closed(self.seen))
-        rows = _load(self.state.entries, self.row, self._shift, self._shift + visible)
         if not self.state.holds_records:
+            rows = _load(self.state.entries, self.row, self._shift, self._shift + visible)
             entries = Source(rows[..., :D], rows[..., D:], self.settings.bias or None)
         elif visible == 0:
             entries = Source(*(x[:, :, :0] for x in window[:2]))
         else:
-            parts = record_format(self.settings, self._widths, self.k.dtype).unpack(rows)
+            parts = self._unpacked(visible)
             if self.settings.choice is not None:
                 return self._attend_groups(parts, window, spans)
-            entries = self._unpacked(parts)
+            entries = self._entries_in(parts)
         return attend(self.q, (entries, window), spans, scale=self.scale, backend=self.backend)[0]
 
-    def _unpacked(self, parts: dict[str, Tensor]) -> Source:
-        """The entries in records."""
-        settings, form, dtype = self.settings, self.settings.entry_format, self.k.dtype
-        names = zip(("entries_k", "entries_v"), self._widths, strict=True)
-        bias = parts["biases"][..., 0] if settings.matched else settings.bias or None
-        k, v = (form.unpack(parts[name], width, dtype) for name, width in names)
-        return Source(k, v, bias)
+    def _unpacked(self, count: int) -> dict[str, Tensor]:
+        """The parts of the first ``count`` records by name, their keys and values as numbers.
+
+        Some records at a time: in float32, while they are unpacked, their numbers take several times as many bytes.
+        """
+        step = max(1, _NUMBERS // (self.k.shape[1] * self.rule.chunk * sum(self._widths)))
+        kept: dict[str, Tensor] = {}
+        for start in range(0, count, step):
+            num = min(step, count - start)
+            piece = self._unpack(_load(self.state.entries, self.row, self._shift + start, self._shift + start + num))
+            if num == count:
+                return piece
+            for name, x in piece.items():
+                per = x.shape[2] // num
+                if start == 0:
+                    kept[name] = x.new_empty(*x.shape[:2], per * count, x.shape[3])
+                kept[name][:, :, per * start : per * (start + num)] = x
+        return kept
+
+    def _unpack(self, records: Tensor) -> dict[str, Tensor]:
+        """The parts of records ``[1, K, n, C]``, as `_unpacked` returns them."""
+        settings, dtype = self.settings, self.k.dtype
+        parts = record_format(settings, self._widths, dtype).unpack(records)
+        if settings.sees_entries:
+            for name, width in zip(("entries_k", "entries_v"), self._widths, strict=True):
+                parts[name] = settings.entry_format.unpack(parts[name], width, dtype)
+        if settings.choice is not None:
+            parts["store_k"], parts["store_v"] = settings.store_format.unpack(parts.pop("store"), *self._widths, dtype)
+        return parts
+
+    def _entries_in(self, parts: dict[str, Tensor]) -> Source:
+        """The entries among the parts of records."""
+        bias = parts["biases"][..., 0] if self.settings.matched else self.settings.bias or None
+        return Source(parts["entries_k"], parts["entries_v"], bias)
 
     def _attend_groups(self, parts: dict[str, Tensor], window: Source, spans: RuleSpans) -> Tensor:
         """Attention to the window and to closed groups, of which each query opens some, by the parts of records."""
-        settings, choice, g = self.settings, self.settings.choice, self.rule.chunk
+        choice, g, store = self.settings.choice, self.rule.chunk, Source(parts["store_k"], parts["store_v"])
         assert choice is not None
-        store = Source(*settings.store_format.unpack(parts["store"], *self._widths, self.k.dtype))
         # if no query sees entries, the first token of each group takes the place of its entry
-        entries = self._unpacked(parts) if choice.pool else Source(store.k[:, :, ::g], store.v[:, :, ::g])
+        entries = self._entries_in(parts) if choice.pool else Source(store.k[:, :, ::g], store.v[:, :, ::g])
         index = GroupIndex(parts["signs"], parts["steps"])
         return attend_recall(
             self.q,

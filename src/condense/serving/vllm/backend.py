@@ -11,6 +11,8 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionImpl
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from condense.ops.paged import PagedState, Pages, read_paged
+from condense.serving.blocks import page_sizes
+from condense.serving.trial import read_end
 from condense.serving.vllm.metadata import CondensedMetadata, CondensedMetadataBuilder
 
 if TYPE_CHECKING:
@@ -72,9 +74,12 @@ class CondensedImpl(AttentionImpl[CondensedMetadata]):
     ) -> Tensor:
         """query ``[T, H, D]``, key and value ``[T, K, D]``, output likewise; rows of padding come last."""
         if attn_metadata is None:
-            # vLLM measures the memory of a forward before there are pages: a long prompt's, gathered, is the most
-            torch.empty(layer.gathered_bytes, dtype=torch.uint8, device=query.device)
-            return output.zero_()
+            output.zero_()
+            # vLLM measures the memory of a forward before there are pages: the end of the longest prompt takes the most
+            if query.is_cuda and kv_cache.numel() == 0:
+                sizes, longest = page_sizes(layer.model), layer.longest
+                read_end((query, key, value), layer.served, sizes, longest, scale=self.scale, out=output)
+            return output
         tables, dtype = get_forward_context().attn_metadata, layer.served.dtype
         pages = {kind: Pages(side.kv_cache, tables[side.layer_name].table) for kind, side in layer.sides.items()}
         entries, ring = pages["entries"], pages.get("ring")

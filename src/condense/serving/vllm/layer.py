@@ -42,7 +42,7 @@ class CondensedAttention(Attention):
         )
         assert served.plan is not None
         self.plan, self.served, self.model = served.plan, served, model
-        self.gathered_bytes = served.gathered_bytes(vllm_config.model_config.max_model_len)
+        self.longest = vllm_config.model_config.max_model_len
         specs = page_specs(served, page_sizes(model))
         self.window_spec = specs.pop("window")
         self.sides = {kind: SideCache(f"{stock.layer_name}.{kind}", spec) for kind, spec in specs.items()}
