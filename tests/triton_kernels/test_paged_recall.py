@@ -13,6 +13,7 @@ from paged_sequences import exact, random_tokens, run
 from record_pool import RECORDS, RecordPool
 from speed.budget import errors, one_ulp
 
+from condense.ops.entries import EntryFormat
 from condense.ops.paged import NewTokens, read_paged
 from condense.ops.triton import paged_recall_step
 
@@ -58,6 +59,16 @@ def check_same(got, want):
     assert float(near.double().mean()) >= (1 if DEVICE == "cpu" else 0.98)
 
 
+def check_entries(pool, got, want, name):
+    """Rows of bytes of entries: sums in another order change a grid's last digits, and may round to the next code."""
+    form, width = EntryFormat(pool.method.entry_bits), pool.width if name == "entries_k" else pool.value_width
+    got, want = (form.unpack(x, width, pool.dtype).double() for x in (got, want))
+    spread = want.amax(-1, keepdim=True) - want.amin(-1, keepdim=True)
+    apart, eps = (got - want).abs(), torch.finfo(pool.dtype).eps
+    assert bool((apart <= 1.1 * spread / (2**form.bits - 1) + 4 * eps * (1 + want.abs())).all())
+    assert int((apart > 16 * eps * (1 + want.abs())).sum()) <= want.numel() / 100
+
+
 def check_records(pools):
     """Window and records of both pools are the same; entries but for a rounding."""
     mine, theirs = pools
@@ -68,8 +79,8 @@ def check_records(pools):
         for name, x in theirs.kept(b).items():
             if x.dtype != torch.uint8:
                 torch.testing.assert_close(kept[name], x, rtol=max(1e-6, eps), atol=1e-6, msg=name)
-            elif name.startswith("entries"):  # sums in another order, which may round to the next code
-                assert int((kept[name] != x).sum()) <= x.numel() / 500
+            elif name.startswith("entries"):
+                check_entries(mine, kept[name], x, name)
             else:
                 assert torch.equal(kept[name], x), name
     assert bool((mine.bytes[: mine.block] == mine.fill).all())
