@@ -50,14 +50,6 @@ def test_no_allocation_of_the_path_is_larger_than_one_that_loses_less(seed):
         assert not any((c < cost and s <= size) or (c <= cost and s < size) for c, s in every)
 
 
-def test_what_is_left_over_goes_to_the_layers():
-    costs, sizes = {0: [0.0, 0.1, 0.4], 5: [0.0, 2.0, 2.1]}, {0: [100, 50, 40], 5: [100, 50, 40]}
-    # the path's first allocation in 99 bytes is {0: 2, 5: 2}: after 140 bytes it takes layer 5 down to 40
-    assert best_within(costs, sizes, 99) == {0: 1, 5: 2}
-    assert best_within(costs, sizes, 149) == {0: 2, 5: 0}
-    assert best_within(costs, sizes, 10**9) == {0: 0, 5: 0}
-
-
 def test_the_smallest_candidates_fit_exactly():
     costs, sizes = {0: [0.0, 0.1], 1: [0.0, 0.2]}, {0: [10**9, 7], 1: [10**9, 11]}
     assert best_within(costs, sizes, 18) == {0: 1, 1: 1}

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -99,13 +100,10 @@ BAD = [
     ids=lambda x: x.__name__ if isinstance(x, type) else repr(x),
 )
 def test_a_bad_setting_is_named(cls, field, value):
-    with pytest.raises(ValueError, match=rf"^{field} must be ") as error:
-        cls(**{field: value})
-    assert f"got {value!r}" in str(error.value)
-    with pytest.raises(ValueError, match=rf"^{field} must be "):
-        cls().replace(**{field: value})
-    with pytest.raises(ValueError, match=rf"^{field} must be "):
-        method_from_dict({"method": cls.name, field: value})
+    settings = {field: value}
+    for call in (cls, cls().replace, lambda **given: method_from_dict({"method": cls.name} | given)):
+        with pytest.raises(ValueError, match=rf"^{field} must be .*got {re.escape(repr(value))}"):
+            call(**settings)
 
 
 @pytest.mark.parametrize("name", ["nothing", "CCA", "", None, 3, ["cca"]], ids=repr)

@@ -16,7 +16,6 @@ from condense.methods import step_settings
 from condense.ops import Chunks, NewToken, StepCall, StepState, decode_step, step_backend
 from condense.ops.recall import choose_groups, index_scores
 from condense.ops.triton import limits
-from condense.ops.triton.limits import step_obstacle
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 GRID = {
@@ -250,17 +249,6 @@ def test_plan_of_focal_chunks():
     prompt = step_settings(condense.DGA(gamma=0, selection="prompt", rep_bias="log_size"))
     assert (prompt.num_focal, prompt.has_first, prompt.bias_differs) == (0, True, True)
     assert step_settings(condense.DGA(focal="random")).key_pooling is None
-
-
-def test_which_chunks_the_kernels_rank(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    args = (torch.device("cpu"), torch.bfloat16, (128, 128))
-    assert step_obstacle(*args, step_settings(condense.DGA(group_size=64, gamma=1))) is None
-    for method, message in (
-        (condense.DGA(group_size=65, gamma=1), "up to 128 tokens, got 130"),
-        (condense.DGA(focal="random"), "makes its entries itself"),
-    ):
-        assert message in step_obstacle(*args, step_settings(method))
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
