@@ -82,21 +82,20 @@ def test_all_groups_open_is_dense_attention(results):
 
 def test_texts_that_need_no_far_text_show_nothing(results):
     near = dataclasses.replace(results[ALL_OPEN], name=WINDOW)
-    said = verdict([results[DENSE], results["good"], near, results[ALL_OPEN]])
-    assert said.cheapest is None
-    assert "nothing was shown" in said.text
     # tokens that need far text are those that a window loses, also in a model that reads nothing but noise from it
     (only,) = results[WINDOW].lengths
-    only = dataclasses.replace(only, cells={"far": only.cells["far"]})
-    said = verdict([results["good"], dataclasses.replace(results[WINDOW], lengths=[only]), results[ALL_OPEN]])
-    assert said.cheapest is None
+    noise = dataclasses.replace(results[WINDOW], lengths=[dataclasses.replace(only, cells={"far": only.cells["far"]})])
     coarse = dataclasses.replace(results["few"], name=ALL_OPEN)
-    said = verdict([results[DENSE], results["good"], results[WINDOW], coarse])
-    assert said.cheapest is None
-    assert "too coarse" in said.text
-    said = verdict([results[DENSE], results["few"], results[WINDOW], results[ALL_OPEN]])
-    assert said.cheapest is None
-    assert said.text.splitlines()[-1].startswith("No setting passes.")
+    dense, few, good, window, whole = (results[name] for name in (DENSE, "few", "good", WINDOW, ALL_OPEN))
+    for among, words in (
+        ([dense, good, near, whole], "nothing was shown"),
+        ([good, noise, whole], ""),
+        ([dense, good, window, coarse], "too coarse"),
+        ([dense, few, window, whole], "\nNo setting passes."),
+    ):
+        said = verdict(among)
+        assert said.cheapest is None
+        assert words in said.text
 
 
 def test_the_command_writes_a_file_and_a_page_that_are_read_again(results, monkeypatch, tmp_path, capsys):
