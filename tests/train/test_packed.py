@@ -16,7 +16,7 @@ import condense
 from condense.models import use
 from condense.tasks import SequenceBuilder, encode_corpus, load_words
 from condense.train import RECIPES, PhaseConfig, run_training, train_tokenizer
-from condense.train.data import TrainingSequences, WeightedBuilder, keeps_documents_apart
+from condense.train.data import TrainingSequences, keeps_documents_apart
 from condense.train.loss import token_loss
 from condense.train.phase import train_phase
 
@@ -50,7 +50,7 @@ def whole(tokenizer, pieces):
 
 
 def test_plain_sequences_are_whole_documents_between_parts_of_two(tokenizer, builder):
-    dataset = TrainingSequences(builder, phase(task_share=0.0), seed=(0,))
+    dataset = TrainingSequences([builder], phase(task_share=0.0), seed=(0,))
     for index in range(len(dataset)):
         item = dataset[index]
         begun = starts(item)
@@ -62,13 +62,12 @@ def test_plain_sequences_are_whole_documents_between_parts_of_two(tokenizer, bui
         positions = torch.cat([torch.arange(len(ids)) for ids in pieces])
         assert torch.equal(item["position_ids"], positions)
         assert torch.equal(item["loss_weights"], (positions > 0).float())
-    again = TrainingSequences(builder, phase(task_share=0.0), seed=(0,))[3]
+    again = TrainingSequences([builder], phase(task_share=0.0), seed=(0,))[3]
     assert all(torch.equal(x, again[name]) for name, x in dataset[3].items())
 
 
 def test_hidden_numbers_and_questions_are_one_document(tokenizer, builder):
-    weighted = WeightedBuilder([builder, builder], [1.0, 2.0])
-    dataset = TrainingSequences(weighted, phase(task_share=1.0, steps=10), seed=(0,))
+    dataset = TrainingSequences([builder, builder], phase(task_share=1.0, steps=10), (0,), [1.0, 2.0])
     early = 0
     for index in range(len(dataset)):
         item = dataset[index]
@@ -83,7 +82,7 @@ def test_hidden_numbers_and_questions_are_one_document(tokenizer, builder):
 
 
 def test_sequences_without_packing_stay_what_they_are(builder):
-    item = TrainingSequences(builder, phase(packed=False), seed=(0,))[0]
+    item = TrainingSequences([builder], phase(packed=False), seed=(0,))[0]
     assert item.keys() == {"input_ids", "loss_weights"}
 
 
@@ -106,7 +105,7 @@ def alone(model, method, item):
 @pytest.mark.parametrize("method", [METHOD, condense.Recall(group_size=4, window=8, num_recall=2), None])
 def test_the_loss_is_the_mean_over_documents_each_alone(model, builder, tmp_path, method):
     made = phase(method=method, mix="condensed" if method else "dense", task_share=0.5, learning_rate=1e-9)
-    dataset = TrainingSequences(builder, made, seed=(0,))
+    dataset = TrainingSequences([builder], made, seed=(0,))
     trainer = train_phase(copy.deepcopy(model), dataset, made, tmp_path, seed=0)
     items = [dataset[0], dataset[1]]
     assert min(len(starts(item)) for item in items) > 1

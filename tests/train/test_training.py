@@ -31,7 +31,7 @@ from condense.models.inspect import inspect
 from condense.tasks import SequenceBuilder, load_words
 from condense.train import RECIPES, PhaseConfig, prepare, run, run_training
 from condense.train import trainer as trainer_module
-from condense.train.data import TrainingSequences, WeightedBuilder
+from condense.train.data import TrainingSequences
 from condense.train.optimizer import MasterAdamW
 from condense.train.phase import newest_checkpoint
 from condense.train.trainer import COMPLETE, MixedTrainer
@@ -226,8 +226,8 @@ def test_alternate_steps_are_condensed_and_the_others_stock(config, tmp_path, co
 def test_items_depend_on_seed_and_index_alone(tokenizer, corpus):
     builder = SequenceBuilder(tokenizer, corpus, load_words().trained, 256)
     phase = PhaseConfig(name="p", steps=5, sequence_length=256, batch_size=4, keys=(1, 3))
-    first, again = (TrainingSequences(builder, phase, seed=(1, 0)) for _ in range(2))
-    other = TrainingSequences(builder, phase, seed=(1, 1))
+    first, again = (TrainingSequences([builder], phase, seed=(1, 0)) for _ in range(2))
+    other = TrainingSequences([builder], phase, seed=(1, 1))
     assert len(first) == 20
     _ = again[7]
     weighted = 0
@@ -251,7 +251,7 @@ def test_weights_decide_how_often_a_file_is_drawn_from(config, text_file, tmp_pa
     names = load_words().trained
     builders = [SequenceBuilder(prepared.tokenizer, corpus, names, 256) for corpus in prepared.corpora]
     phase = PhaseConfig(name="p", steps=50, sequence_length=256, batch_size=8, keys=(1, 3))
-    sequences = TrainingSequences(WeightedBuilder(builders, files.data_weights), phase, seed=(0,))
+    sequences = TrainingSequences(builders, phase, (0,), files.data_weights)
     texts = [prepared.tokenizer.decode(sequences[index]["input_ids"]) for index in range(400)]
     # the standard deviation of the share is 0.02
     assert sum("zzz" in text for text in texts) / 400 == pytest.approx(0.25, abs=0.08)
@@ -263,7 +263,7 @@ def test_a_share_of_the_tasks_ends_early_with_fewer_numbers(tokenizer, corpus):
     phase = PhaseConfig(
         name="p", steps=25, sequence_length=2048, batch_size=8, keys=(16, 16), task_share=1.0, short_share=0.5
     )
-    dataset = TrainingSequences(builder, phase, seed=(0,))
+    dataset = TrainingSequences([builder], phase, seed=(0,))
     ends, answers = [], []
     for index in range(len(dataset)):
         weighted = (dataset[index]["loss_weights"] == phase.answer_weight).nonzero().flatten()
@@ -281,7 +281,7 @@ def test_held_out_words_never_enter_training(tokenizer, corpus):
     words = load_words()
     builder = SequenceBuilder(tokenizer, corpus, words.trained, 512)
     phase = PhaseConfig(name="p", steps=10, sequence_length=512, batch_size=4, task_share=1.0)
-    dataset = TrainingSequences(builder, phase, seed=(0,))
+    dataset = TrainingSequences([builder], phase, seed=(0,))
     for index in range(len(dataset)):
         text = tokenizer.decode(dataset[index]["input_ids"])
         named = [line.split()[4:6] for line in text.split("\n") if line.startswith("The number of the ")]

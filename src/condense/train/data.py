@@ -1,7 +1,6 @@
 """Training sequences as a dataset: item i depends on the seed and on i alone, so that resuming is exact."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -9,7 +8,7 @@ from torch.utils.data import Dataset
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from condense.tasks import FORMS, PasskeySequence, SequenceBuilder
+from condense.tasks import FORMS, SequenceBuilder
 from condense.train.config import PhaseConfig
 
 # types in which transformers makes the mask without positions, so that dense attention reads across documents
@@ -27,33 +26,6 @@ def keeps_documents_apart(config: PreTrainedConfig) -> bool:
     return not any(carried) and text.model_type not in _ACROSS
 
 
-class WeightedBuilder:
-    """Builds each sequence from one of several corpora, drawn by weight; otherwise as a `SequenceBuilder`.
-
-    builders: of one length, for one corpus each. weights: positive, of any sum.
-    """
-
-    def __init__(self, builders: Sequence[SequenceBuilder], weights: Sequence[float]) -> None:
-        self.length = builders[0].length
-        self._builders = builders
-        self._shares = np.array(weights) / sum(weights)
-
-    def plain(self, rng: np.random.Generator) -> np.ndarray:
-        """See `SequenceBuilder.plain`."""
-        return self._drawn(rng).plain(rng)
-
-    def passkeys(self, rng: np.random.Generator, count: int, form: str, **options: Any) -> PasskeySequence:
-        """See `SequenceBuilder.passkeys`."""
-        return self._drawn(rng).passkeys(rng, count, form, **options)
-
-    def documents(self, rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """See `SequenceBuilder.documents`."""
-        return self._drawn(rng).documents(rng, size)
-
-    def _drawn(self, rng: np.random.Generator) -> SequenceBuilder:
-        return self._builders[rng.choice(len(self._builders), p=self._shares)]
-
-
 class TrainingSequences(Dataset[dict[str, torch.Tensor]]):
     """The sequences of one phase, in the order in which they are trained on.
 
@@ -62,20 +34,30 @@ class TrainingSequences(Dataset[dict[str, torch.Tensor]]):
     documents are packed it has ``position_ids`` too (int64 ``[L]``), which begin anew at each, and the first token of
     each has weight 0.
 
-    builder: makes sequences of the phase's length. phase: how many, with which tasks. seed: of this phase.
+    builders: of the phase's length, one for each corpus. weights: how often a sequence is drawn from each, positive, of
+    any sum; empty for a single corpus. phase: how many, with which tasks. seed: of this phase.
     """
 
-    def __init__(self, builder: SequenceBuilder | WeightedBuilder, phase: PhaseConfig, seed: tuple[int, ...]) -> None:
-        self._builder = builder
+    def __init__(
+        self, builders: Sequence[SequenceBuilder], phase: PhaseConfig, seed: tuple[int, ...],
+        weights: Sequence[float] = (),
+    ) -> None:  # fmt: skip
+        self._builders = builders
+        self._shares = np.array(weights) / sum(weights) if weights else None
         self._phase = phase
         self._seed = seed
 
     def __len__(self) -> int:
         return self._phase.steps * self._phase.batch_size
 
+    def _drawn(self, rng: np.random.Generator) -> SequenceBuilder:
+        """The builder of one corpus, drawn by weight."""
+        return self._builders[0 if self._shares is None else rng.choice(len(self._builders), p=self._shares)]
+
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         rng = np.random.default_rng([*self._seed, index])
-        weights = torch.ones(self._builder.length)
+        length = self._builders[0].length
+        weights = torch.ones(length)
         starts = np.zeros(1, np.int64)
         if rng.random() < self._phase.task_share:
             fewest, most = self._phase.keys
@@ -83,25 +65,25 @@ class TrainingSequences(Dataset[dict[str, torch.Tensor]]):
             form = FORMS[int(rng.integers(len(FORMS)))]
             varied = self._phase.varied_share > 0 and rng.random() < self._phase.varied_share
             opening = self._phase.first_share > 0 and rng.random() < self._phase.first_share
-            size = length = self._builder.length
+            size = length
             if length > _SHORTEST and self._phase.short_share > 0 and rng.random() < self._phase.short_share:
                 # as many between 256 and 512 tokens as between 4,096 and 8,192
                 size = round(_SHORTEST * (length / _SHORTEST) ** rng.random())
                 count = max(1, round(count * size / length))
-            sequence = self._builder.passkeys(
+            sequence = self._drawn(rng).passkeys(
                 rng, count, form, shared=varied, anywhere=varied, opening=opening, size=size
             )
             for start, stop in sequence.answers:
                 weights[start:stop] = self._phase.answer_weight
             ids = sequence.input_ids
             if self._phase.packed and size < length:
-                others, their_starts = self._builder.documents(rng, length - size)
+                others, their_starts = self._drawn(rng).documents(rng, length - size)
                 ids = np.concatenate([ids[:size], others])
                 starts = np.concatenate([starts, size + their_starts])
         elif self._phase.packed:
-            ids, starts = self._builder.documents(rng, self._builder.length)
+            ids, starts = self._drawn(rng).documents(rng, length)
         else:
-            ids = self._builder.plain(rng)
+            ids = self._drawn(rng).plain(rng)
         weights[starts] = 0
         item = {"input_ids": torch.from_numpy(ids), "loss_weights": weights}
         if self._phase.packed:

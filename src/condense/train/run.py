@@ -28,17 +28,16 @@ from condense.files import whole_folder
 from condense.methods import check_trainable, settings_of
 from condense.models import attention_layers, chosen_methods, condensed_layers, restore, use
 from condense.models.adapted import ADAPTED
-from condense.models.families import max_learned_positions
+from condense.models.families import check_learned_positions
 from condense.results import refuse_existing, write_results
 from condense.tasks import Corpus, SequenceBuilder, load_corpus, load_words, read_documents
 from condense.tasks.documents import Skipped
 from condense.train.config import PhaseConfig, TrainConfig
-from condense.train.data import TrainingSequences, WeightedBuilder, keeps_documents_apart
-from condense.train.phase import newest_checkpoint, part_size, train_phase
+from condense.train.data import TrainingSequences, keeps_documents_apart
+from condense.train.phase import LOG, newest_checkpoint, part_size, train_phase
 from condense.train.record import check_same_run, summary
 from condense.train.tokenizer import train_tokenizer
 from condense.train.trained import set_trained
-from condense.train.watch import LOG
 
 REPORT = "training.json"
 _RUNS = "runs"  # TensorBoard's files, by the name that transformers gives their folder
@@ -135,7 +134,7 @@ def run_training(config: TrainConfig, *, resume: bool = False, until: str | None
             prepared = prepare(config)
         for phase in config.phases:
             part_size(phase, processes.num_processes)
-            _builder(config, prepared, phase)
+            _builders(prepared, phase)
     except BaseException:
         # no step was taken yet: leave no work folder, which would have to be resumed or deleted
         if not begun and processes.is_main_process:
@@ -166,7 +165,7 @@ def _run_phase(
     set_seed(seed)
     stock = _load(start, config.dtype) if start is not None else _first_model(config, prepared.tokenizer)
     model = set_trained(stock, config)
-    dataset = TrainingSequences(_builder(config, prepared, phase), phase, seed=(seed, index))
+    dataset = TrainingSequences(_builders(prepared, phase), phase, (seed, index), config.data_weights)
     with processes.main_process_first():  # which removes half-written ones
         checkpoint = newest_checkpoint(folder)
     began = time.monotonic()
@@ -215,15 +214,13 @@ def _write_phase(
         shutil.rmtree(leftover)
 
 
-def _builder(config: TrainConfig, prepared: Prepared, phase: PhaseConfig) -> SequenceBuilder | WeightedBuilder:
-    """Builds a phase's sequences. Raises ValueError for too short a corpus and for too few names for hidden numbers."""
+def _builders(prepared: Prepared, phase: PhaseConfig) -> list[SequenceBuilder]:
+    """One for each corpus. Raises ValueError for too short a corpus and for too few names for hidden numbers."""
     words = load_words().trained
     most = len(words) // 2
     if phase.task_share and phase.keys[1] > most:
         raise ValueError(f"keys: wanted at most {most}, as names are pairs of {len(words)} words, got {phase.keys}")
-    length = phase.sequence_length
-    builders = [SequenceBuilder(prepared.tokenizer, corpus, words, length) for corpus in prepared.corpora]
-    return WeightedBuilder(builders, config.data_weights) if config.data_weights else builders[0]
+    return [SequenceBuilder(prepared.tokenizer, corpus, words, phase.sequence_length) for corpus in prepared.corpora]
 
 
 def _check_model(config: TrainConfig) -> None:
@@ -246,12 +243,7 @@ def _check_model(config: TrainConfig) -> None:
                 "packed: wanted a model whose layers all are attention, got "
                 f"{settings.model_type}, in which others carry a state from one document to the next; leave packed out"
             )
-        positions = max_learned_positions(settings.get_text_config(decoder=True))
-        if positions is not None and phase.sequence_length > positions:
-            raise ValueError(
-                f"sequence_length: wanted at most the model's {positions} learned positions, got "
-                f"{phase.sequence_length}"
-            )
+        check_learned_positions(settings, "sequence_length", phase.sequence_length)
 
 
 def _first_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
