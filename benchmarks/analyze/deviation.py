@@ -21,7 +21,7 @@ from condense.config import check_int
 from condense.methods import Context, Method
 from condense.methods.grouped import GroupPooling
 from condense.models import attention_layers, check_stock, condensed_layers, use
-from condense.models.families import is_latent, max_learned_positions
+from condense.models.families import check_learned_positions, is_latent
 from condense.models.mla import up_projection
 
 _GROUPS_AT_ONCE = 256
@@ -130,13 +130,11 @@ def observe(
 
 
 def _check_lengths(model: Any, method: Method, texts: Mapping[str, Tensor], lengths: Sequence[int]) -> None:
-    positions = max_learned_positions(model.config.get_text_config(decoder=True))
     for length in lengths:
         check_int("length", length, 1)
         if method.layout.rule.closed(length) == 0:
             raise ValueError(f"length must be such that {method} condenses something, got {length}")
-        if positions is not None and length > positions:
-            raise ValueError(f"length must fit the model's {positions} learned positions, got {length}")
+        check_learned_positions(model.config, "length", length)
         for name, ids in texts.items():
             if len(ids) < length:
                 raise ValueError(f"length must be at most the {len(ids)} tokens of {name}, got {length}")

@@ -1,4 +1,7 @@
-"""The bundled model, and the bundled long text with numbers hidden in it."""
+"""The bundled model, and the bundled long text with numbers hidden in it.
+
+All functions raise ValueError if the installation lacks a file.
+"""
 
 import importlib.resources
 import json
@@ -49,35 +52,23 @@ def demo_model(dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, Pre
 
 
 def demo_config() -> PreTrainedConfig:
-    """The bundled model's configuration, without its weights.
-
-    Raises ValueError if the installation lacks the file.
-    """
+    """The bundled model's configuration, without its weights."""
     return AutoConfig.from_pretrained(_asset("config.json").parent, local_files_only=True)
 
 
 def demo_text() -> DemoText:
-    """The bundled text: the opening of a public-domain novel that the model was not trained on.
-
-    Raises ValueError if the installation lacks the file.
-    """
+    """The bundled text: the opening of a public-domain novel that the model was not trained on."""
     content = json.loads(demo_text_file().read_text(encoding="utf-8"))
     return DemoText(content["text"], tuple(Key(*key) for key in content["keys"]))
 
 
 def demo_text_file() -> Path:
-    """The file of `demo_text`, with one document and its numbers, as training data for a try-out.
-
-    Raises ValueError if the installation lacks the file.
-    """
+    """The file of `demo_text`, with one document and its numbers, as training data for a try-out."""
     return _asset(_TEXT)
 
 
 def demo_prompt() -> Prompt:
-    """`demo_text` with its questions and right answers, ready for `condense.evaluate.compare`.
-
-    Raises ValueError if the installation lacks the file.
-    """
+    """`demo_text` with its questions and right answers, ready for `condense.evaluate.compare`."""
     demo = demo_text()
     questions = tuple(question_prompt(key, "question") for key in demo.keys)
     return Prompt(demo.text, questions, tuple(key.number for key in demo.keys))

@@ -20,7 +20,7 @@ from torch import Tensor
 from condense.functional import read_whole, run_planned
 from condense.methods import Context, Method
 from condense.ops import Source
-from condense.ops.checks import DTYPES, check_scale, check_tensors
+from condense.ops.checks import check_alike, check_scale, check_tensors
 from condense.ops.tensors.autocast import outside_autocast
 from condense.plan import ForwardPlan
 
@@ -83,7 +83,7 @@ def latent_attention(
     _check_shapes(**tensors)
     method = Method.parse(method)
     with outside_autocast(*tensors.values()) as (q_nope, q_rope, c, k_rope, w_uk, w_uv):
-        _check_alike(q_nope, q_rope=q_rope, c=c, k_rope=k_rope, w_uk=w_uk, w_uv=w_uv)
+        check_alike(q_nope=q_nope, q_rope=q_rope, c=c, k_rope=k_rope, w_uk=w_uk, w_uv=w_uv)
         q, up = torch.cat([q_nope, q_rope], dim=-1), UpProjection(w_uk, w_uv)
         scale = check_scale(scale, q)
         latent_method = method.for_latents(c.shape[-1])
@@ -199,13 +199,8 @@ def _absorbing_pays(L: int, S: int, up: UpProjection) -> bool:
 def _check_shapes(q_nope: Tensor, q_rope: Tensor, c: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> None:
     """Raise ValueError unless shapes are as in `latent_attention`, dtypes floating, and nothing is empty."""
     check_tensors(q_nope=q_nope, q_rope=q_rope)
-    for name, x in (("c", c), ("k_rope", k_rope), ("w_uk", w_uk), ("w_uv", w_uv)):
-        if not isinstance(x, Tensor):
-            raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.ndim != 3:
-            raise ValueError(f"{name} must have 3 dimensions, got shape {tuple(x.shape)}")
-        if x.dtype not in DTYPES:
-            raise ValueError(f"{name} must be one of {', '.join(str(d) for d in DTYPES)}, got {x.dtype}")
+    check_tensors("[batch, tokens, width]", c=c, k_rope=k_rope)
+    check_tensors("[heads, latent, width]", w_uk=w_uk, w_uv=w_uv)
     B, H, L, d_n = q_nope.shape
     d_c, d_r, d_v = c.shape[2], q_rope.shape[3], w_uv.shape[2]
     for name, x, shape in (
@@ -222,11 +217,3 @@ def _check_shapes(q_nope: Tensor, q_rope: Tensor, c: Tensor, k_rope: Tensor, w_u
             "q_nope, q_rope, c and w_uv must have at least 1 in every dimension, got "
             f"{', '.join(str(tuple(x.shape)) for x in (q_nope, q_rope, c, w_uv))}"
         )
-
-
-def _check_alike(q_nope: Tensor, **others: Tensor) -> None:
-    for name, x in others.items():
-        if x.dtype != q_nope.dtype:
-            raise ValueError(f"{name} must have the dtype of q_nope, {q_nope.dtype}, got {x.dtype}")
-        if x.device != q_nope.device:
-            raise ValueError(f"{name} must be on the device of q_nope, {q_nope.device}, got {x.device}")

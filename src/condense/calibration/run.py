@@ -16,7 +16,7 @@ from condense.calibration.samples import draw_samples
 from condense.calibration.times import TimeTable
 from condense.methods import Dense, Method
 from condense.models import attention_layers, check_stock, chosen_methods, use
-from condense.models.families import is_latent, max_learned_positions
+from condense.models.families import check_learned_positions, is_latent
 from condense.models.inspect import inspect
 
 
@@ -58,10 +58,8 @@ def calibrate(
     check_stock(model)
     if model.training:
         raise ValueError("model must be in eval mode: call model.eval()")
-    positions = max_learned_positions(model.config.get_text_config(decoder=True))
-    for name, length in (("length", config.length), ("cache_length", config.counted_length)):
-        if positions is not None and length > positions:
-            raise ValueError(f"{name} must fit the model's {positions} learned positions, got {length}")
+    check_learned_positions(model.config, "length", config.length)
+    check_learned_positions(model.config, "cache_length", config.counted_length)
     if not config.candidates:
         latents = any(map(is_latent, attention_layers(model).values()))
         config = replace(config, candidates=default_candidates(config.length, latents=latents))

@@ -33,9 +33,10 @@ def generate_command(
     """Continue a prompt, token by token as it comes."""
     import torch
 
-    from condense.evaluate.compare import attention_of, chat_message, check_positions, encode, pad_token
+    from condense.evaluate.compare import attention_of, chat_message, encode, pad_token
     from condense.methods import Dense
     from condense.models import choice_from_text, restore
+    from condense.models.families import check_learned_positions
 
     if (prompt is None) == (text is None):
         raise ValueError("give the prompt either as an argument or with --text FILE")
@@ -55,7 +56,7 @@ def generate_command(
         restore(loaded)
     content = "".join(chat_message(tokenizer, content)) if chat else content
     ids = encode(tokenizer, content, loaded, special=not chat)
-    check_positions(loaded, ids.shape[1] + max_new_tokens)
+    check_learned_positions(loaded.config, "prompt and new tokens", ids.shape[1] + max_new_tokens)
     options.warn_of_length(loaded, ids.shape[1] + max_new_tokens)
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}

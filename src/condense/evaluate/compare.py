@@ -14,7 +14,7 @@ from condense.caches import CondensedCacheLayer, cache_nbytes
 from condense.config import check_int
 from condense.methods import Dense
 from condense.models import MethodChoice, attention_layers, check_stock, chosen_methods, use
-from condense.models.families import max_learned_positions
+from condense.models.families import check_learned_positions
 from condense.models.stopwatch import Stopwatch, now
 
 
@@ -88,7 +88,7 @@ def compare(
     text = encode(tokenizer, text_part, model, special=not prompt.chat)
     questions = [encode(tokenizer, question, model, special=False) for question in question_parts]
     longest = text.shape[1] + max((q.shape[1] for q in questions), default=0) + max_new_tokens
-    check_positions(model, longest)
+    check_learned_positions(model.config, "prompt and new tokens", longest)
     for method in methods:
         _warm_up(model, method, text)
     return [
@@ -118,13 +118,6 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, model: PreTrainedModel
     if ids.numel() == 0:
         raise ValueError("text must hold at least one token, got an empty text")
     return ids.to(device=model.device, dtype=torch.int64)
-
-
-def check_positions(model: PreTrainedModel, length: int) -> None:
-    """Raise ValueError if ``length`` tokens do not fit a model with learned positions."""
-    positions = max_learned_positions(model.config.get_text_config(decoder=True))
-    if positions is not None and length > positions:
-        raise ValueError(f"prompt and new tokens must fit the model's {positions} learned positions, got {length}")
 
 
 def pad_token(tokenizer: PreTrainedTokenizerBase) -> int | None:

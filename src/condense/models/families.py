@@ -154,6 +154,13 @@ def max_learned_positions(config: Any) -> int | None:
     return config.max_position_embeddings if config.model_type in _LEARNED_POSITIONS else None
 
 
+def check_learned_positions(config: Any, what: str, length: int) -> None:
+    """Raise ValueError if a model with learned position embeddings has fewer than ``length``; what: of which length."""
+    positions = max_learned_positions(config.get_text_config(decoder=True))
+    if positions is not None and length > positions:
+        raise ValueError(f"{what} must fit the model's {positions} learned positions, got {length}")
+
+
 def has_eager_experts(model: nn.Module) -> bool:
     """True if a mixture's experts run one by one, which waits for the device to learn which of them have tokens."""
     config: Any = model.config

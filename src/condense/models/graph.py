@@ -14,7 +14,7 @@ from condense.caches import StaticCondensedLayer
 from condense.config import check_int
 from condense.methods import Reread
 from condense.models.apply import condensed_layers, static_methods
-from condense.models.families import has_eager_experts, max_learned_positions, rope_that_changes, transformers_model
+from condense.models.families import check_learned_positions, has_eager_experts, rope_that_changes, transformers_model
 from condense.models.layers import ensure_layers
 from condense.models.padding import ALL_REAL
 
@@ -258,9 +258,7 @@ def _causal_lm(model: nn.Module) -> PreTrainedModel:
 def _check_decodable(model: PreTrainedModel, max_length: int) -> None:
     """Raise ValueError if a graph cannot decode the model, or not up to ``max_length`` tokens."""
     config = model.config.get_text_config(decoder=True)
-    positions = max_learned_positions(config)
-    if positions is not None and max_length > positions:
-        raise ValueError(f"max_length must fit the model's {positions} learned positions, got {max_length}")
+    check_learned_positions(config, "max_length", max_length)
     rope = rope_that_changes(config)
     if rope is not None:
         raise ValueError(

@@ -31,7 +31,7 @@ from condense.methods import Method
 from condense.models import adapters
 from condense.models.apply import condense_from_config, condensed_layers, static_methods
 from condense.models.attention import IMPLEMENTATION, condense_attention
-from condense.models.families import max_learned_positions
+from condense.models.families import check_learned_positions
 from condense.models.layers import ensure_layers, expect_prompt
 from condense.models.masks import condense_mask
 from condense.models.replay import ReplayedForward, can_replay, is_compiled, replayable_cache
@@ -163,12 +163,7 @@ def _check_generation(
     ahead = next((method for method in methods.values() if method.layout.lookahead), None)
     if ahead is not None:
         _check_whole_prompt(ahead, generation_config, mode)
-    positions = max_learned_positions(model.config.get_text_config(decoder=True))
-    if positions is not None and generation_config.max_length is not None and generation_config.max_length > positions:
-        raise ValueError(
-            f"prompt and new tokens must fit the model's {positions} learned positions, got "
-            f"{generation_config.max_length}"
-        )
+    check_learned_positions(model.config, "prompt and new tokens", generation_config.max_length or 0)
 
 
 def _check_whole_prompt(method: Method, generation_config: GenerationConfig, mode: GenerationMode) -> None:

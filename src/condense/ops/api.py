@@ -1,5 +1,7 @@
 """The operations that all methods share: each checks its arguments, chooses a backend and calls it.
 
+All raise ValueError for an unknown backend, and for an explicit one that cannot run here.
+
 Shapes: B rows, H query heads, K KV heads, L queries, N entries of a source, D key width,
 Dv value width, G groups of c tokens or spans of queries, Q mean queries kept from earlier calls.
 """
@@ -111,7 +113,6 @@ def summarize(q: Tensor, tail: Tensor, spans: SummarySpans | SummaryColumns, *, 
     A query is averaged over the H / K heads that share a KV head in float32 or wider and rounded to the dtype of q,
     then over its span. Positions of a span that neither q nor tail holds count as zero. With `SummaryColumns` B is 1
     and Q is 0.
-    Raises ValueError for an unknown backend and for an explicit one that cannot run here.
     """
     chosen = resolve_pooling(backend, q.device, q.dtype, (q.shape[3],))
     return BACKENDS[chosen].load().summarize(q, tail, spans)
@@ -135,7 +136,6 @@ def pool_groups(
     or wider: the query that scores the tokens of each group, as in `group_scores`; None if neither pooling uses scores
     ("mean" and "max" do not, see `pool`) and no log-sum-exp is wanted. The entry of a group that reaches past the
     window is finite but undefined.
-    Raises ValueError for an unknown backend and for an explicit one that cannot run here.
     """
     k, v = groups.window_k, groups.window_v
     operations = BACKENDS[resolve_pooling(backend, k.device, k.dtype, (k.shape[3], v.shape[3]))].load()
@@ -211,7 +211,6 @@ def group_scores(summary: Tensor, k: Tensor, *, scale: float, backend: str = "au
     """Scores ``scale * summary . k`` of every group's tokens, float32 or wider ``[B, K, G, c]``.
 
     summary ``[B, K, G, D]`` is one query per group, k ``[B, K, G, c, D]`` the groups' keys.
-    Raises ValueError for an unknown backend.
     """
     return _plain(backend).group_scores(summary, k, scale=scale)
 
@@ -234,7 +233,6 @@ def pool(x: Tensor, scores: Tensor, *, how: Pooling, backend: str = "auto") -> T
     scores, "mean", "max" per channel, or "select" the vector with the highest score (ties to the lowest
     position). Computed in the dtype of the scores, returned ``[B, K, G, D]`` in the dtype of x.
     Gradients flow through the weights, not through the choice of the anchor.
-    Raises ValueError for an unknown backend.
     """
     return _plain(backend).pool(x, scores, how=how)
 
@@ -246,7 +244,6 @@ def importance(q: Tensor, k: Tensor, sample: Sample, *, scale: float, backend: s
     q ``[B, H, L, D]``, k ``[B, K, L, D]``: right-aligned rows; sample: the sampled queries. Returns
     ``sum_j softmax_i(scale * q_j . k_i) / #{sampled j >= i}``, summed over the query heads of each KV head,
     ``[B, K, L]`` float32 or wider; padding gets 0. No gradients.
-    Raises ValueError for an unknown backend.
     """
     return _plain(backend).importance(q, k, sample, scale=scale) / sample.num_later.clamp(min=1)[:, None]
 

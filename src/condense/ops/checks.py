@@ -10,13 +10,14 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def check_tensors(**tensors: Tensor) -> None:
-    """Raise ValueError unless each is a tensor ``[batch, heads, tokens, width]`` in one of `DTYPES`."""
+def check_tensors(dims: str = "[batch, heads, tokens, width]", **tensors: Tensor) -> None:
+    """Raise ValueError unless each is a tensor with these dimensions in one of `DTYPES`."""
+    ndim = dims.count(",") + 1
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.ndim != 4:
-            raise ValueError(f"{name} must have 4 dimensions [batch, heads, tokens, width], got shape {tuple(x.shape)}")
+        if x.ndim != ndim:
+            raise ValueError(f"{name} must have {ndim} dimensions {dims}, got shape {tuple(x.shape)}")
         if x.dtype not in DTYPES:
             raise ValueError(f"{name} must be one of {', '.join(str(d) for d in DTYPES)}, got {x.dtype}")
 
@@ -26,11 +27,8 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
 
     They fit if all have one dtype and device, no dimension is 0, and Hkv divides H.
     """
+    check_alike(q=q, k=k, v=v)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise ValueError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
-        if x.device != q.device:
-            raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
         if x.numel() == 0:
             raise ValueError(f"{name} must have at least 1 in every dimension, got shape {tuple(x.shape)}")
     if q.shape[2] != k.shape[2]:
@@ -47,6 +45,16 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"k and v must have a number of heads that divides the heads of q, {q.shape[1]}, got {k.shape[1]}"
         )
+
+
+def check_alike(**tensors: Tensor) -> None:
+    """Raise ValueError unless all have the dtype and device of the first."""
+    first, like = next(iter(tensors.items()))
+    for name, x in tensors.items():
+        if x.dtype != like.dtype:
+            raise ValueError(f"{name} must have the dtype of {first}, {like.dtype}, got {x.dtype}")
+        if x.device != like.device:
+            raise ValueError(f"{name} must be on the device of {first}, {like.device}, got {x.device}")
 
 
 def check_scale(scale: object, q: Tensor) -> float:
