@@ -74,13 +74,13 @@ def page(files: Sequence[Content]) -> str:
     heads = [
         "model", "setting", "device", "host", "tokens", *(WORDS[name] for name in WORDS), "greedy steps alike", "passes"
     ]  # fmt: skip
-    lines = ["# What settings lose", "", BARS, "", _row(heads), "|---" * len(heads) + "|"]
-    lines += [
-        _row([content["model"], *cells_of(result, each)])
+    rows = [
+        [content["model"], *cells_of(result, each)]
         for content in files
         for result in content["settings"]
         for each in result["lengths"]
     ]
+    lines = ["# What settings lose", "", BARS, "", *_table(heads, rows)]
     for content in files:
         config = content["config"]
         about = (
@@ -130,11 +130,8 @@ def _places(content: Content) -> list[str]:
         ]
         lines += _table(["setting", "tokens", *map(str, range(1, len(rows[0]) - 1))], rows)
     for task in TASKS:
-        lines += [
-            "",
-            f"{task.capitalize()} found, by fifth of the text in which they stand (95 % Wilson interval):",
-            "",
-        ]
+        title = f"{task.capitalize()} found, by fifth of the text in which they stand (95 % Wilson interval):"
+        lines += ["", title, ""]
         rows = []
         for result in content["settings"]:
             for each in result["lengths"]:
@@ -146,11 +143,8 @@ def _places(content: Content) -> list[str]:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [_row(heads), "|---" * len(heads) + "|", *map(_row, rows)]
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    head, *others = (f"| {' | '.join(cells)} |" for cells in (heads, *rows))
+    return [head, "|---" * len(heads) + "|", *others]
 
 
 def _percent(share: float) -> str:

@@ -5,21 +5,3 @@ from condense.models.choice import MethodChoice, choice_from_text, described, me
 from condense.models.graph import GraphDecoder
 from condense.models.hooks import install
 from condense.models.registration import register
-
-__all__ = [
-    "GraphDecoder",
-    "MethodChoice",
-    "apply",
-    "attention_layers",
-    "check_stock",
-    "choice_from_text",
-    "chosen_methods",
-    "condensed_layers",
-    "described",
-    "install",
-    "methods_of",
-    "parse_layers",
-    "register",
-    "restore",
-    "use",
-]

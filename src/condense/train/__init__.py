@@ -4,16 +4,3 @@ from condense.train.config import PhaseConfig, TrainConfig
 from condense.train.recipes import PRESETS, RECIPES, read_recipe
 from condense.train.run import Prepared, new_model, prepare, run_training
 from condense.train.tokenizer import train_tokenizer
-
-__all__ = [
-    "PRESETS",
-    "RECIPES",
-    "PhaseConfig",
-    "Prepared",
-    "TrainConfig",
-    "new_model",
-    "prepare",
-    "read_recipe",
-    "run_training",
-    "train_tokenizer",
-]
