@@ -54,18 +54,13 @@ class ForwardPlan:
         self._readings: list[tuple[tuple[object, ...], Reading]] = []
         self._samples: dict[tuple[object, ...], Sample] = {}
 
-    @property
-    def has_padding(self) -> bool:
-        """True if any row has padding."""
-        return isinstance(self.padding, Tensor) or self.padding > 0
-
     def tokens(self, num_rows: int) -> Tensor:
         """Real tokens per row, int64 CPU ``[B]``."""
         return as_rows(self.num_tokens - self.padding, num_rows)
 
     def without_padding(self, x: Tensor) -> Tensor:
         """x ``[B, K, L, D]`` with zeros in the padding."""
-        if not self.has_padding:
+        if not isinstance(self.padding, Tensor) and self.padding == 0:
             return x
         column = torch.arange(self.num_tokens)
         pad = (column < as_rows(self.padding, x.shape[0])[:, None]).to(x.device)

@@ -37,7 +37,8 @@ def sparse_attention(
         return _by_flex(q, k, v, keys, scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     L = q.shape[2]
-    is_column = _is_column(keys.columns, L)
+    is_column = torch.zeros(q.shape[1], L + 1, dtype=torch.bool, device=q.device)
+    is_column = is_column.scatter_(1, keys.columns, True)[:, :L]
     outs, lses = [], []
     for start in range(0, L, BLOCK):
         stop = min(start + BLOCK, L)
@@ -49,12 +50,6 @@ def sparse_attention(
         outs.append(scores.softmax(-1) @ v[0, :, :stop].to(wide))
         lses.append(scores.logsumexp(-1))
     return torch.cat(outs, dim=1).to(q.dtype)[None], torch.cat(lses, dim=1)[None]
-
-
-def _is_column(columns: Tensor, L: int) -> Tensor:
-    """Bool ``[H, L]``: the tokens that are among the columns ``[H, C]``."""
-    found = torch.zeros(columns.shape[0], L + 1, dtype=torch.bool, device=columns.device)
-    return found.scatter_(1, columns, True)[:, :L]
 
 
 def _by_flex(q: Tensor, k: Tensor, v: Tensor, keys: SparseKeys, scale: float) -> tuple[Tensor, Tensor]:

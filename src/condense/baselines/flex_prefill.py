@@ -49,7 +49,7 @@ class FlexPrefill(SparsePrefill):
         N, last = -(-L // BLOCK), min(BLOCK, L)
         min_blocks = min(N, -(-self.min_budget // BLOCK))
         # the last queries' weights per block, [H, last, N], their mean, and the estimate of it
-        weights = _per_block(last_weights(q, k, last, scale))
+        weights = F.pad(last_weights(q, k, last, scale), (0, -L % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(-1)
         mean_weights = weights.mean(1)
         mean_k = block_means(k[0]).repeat_interleave(H // k.shape[1], dim=0)
         mean_q = q[0, :, L - last :].to(mean_k.dtype).mean(1, keepdim=True)
@@ -77,11 +77,6 @@ class FlexPrefill(SparsePrefill):
         N = weights.shape[1]
         chosen = _cover(weights.flatten(1) / N, self.gamma, 0).unflatten(1, (N, N))
         return chosen.scatter_(2, weights.topk(min_blocks).indices, True)
-
-
-def _per_block(x: Tensor) -> Tensor:
-    """Sums of blocks of x ``[..., L]``, ``[..., N]``."""
-    return F.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK)).sum(-1)
 
 
 def _cover(shares: Tensor, gamma: float, minimum: int) -> Tensor:

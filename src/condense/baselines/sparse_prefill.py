@@ -72,7 +72,9 @@ class SparsePrefill(Method):
             raise ValueError(f"backend {backend!r} has no kernels for prompts of {self}; use backend='auto'")
         assert isinstance(context.spans, RuleSpans)
         window, tokens = context.window, as_rows(L + context.spans.query_start, q.shape[0])
-        chosen = chosen_keys(context) or self.choose_rows(q, window.k, tokens, scale=scale)
+        # keys that were chosen when the prompt was read, row by row
+        pairs = zip(context.extra[::2], context.extra[1::2], strict=True)
+        chosen = [SparseKeys(*pair) for pair in pairs] or self.choose_rows(q, window.k, tokens, scale=scale)
         out = q.new_zeros(*q.shape[:3], window.v.shape[3])
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32))
         for row, (n, keys) in enumerate(zip(tokens.tolist(), chosen, strict=True)):
@@ -85,10 +87,10 @@ class SparsePrefill(Method):
 
     def choose_rows(self, q: Tensor, k: Tensor, tokens: Tensor, *, scale: float) -> list[SparseKeys]:
         """`choose` for each row of q ``[B, H, L, D]`` and k ``[B, K, L, D]``, whose last ``tokens[b]`` are real."""
-        L = q.shape[2]
+        L, none = q.shape[2], SparseKeys(q.new_empty(q.shape[1], 0, 0, dtype=torch.bool), no_columns(q))
         with torch.no_grad():
             return [
-                self.choose(*(x[row : row + 1, :, L - n :] for x in (q, k)), scale=scale) if n > 0 else _no_keys(q)
+                self.choose(*(x[row : row + 1, :, L - n :] for x in (q, k)), scale=scale) if n > 0 else none
                 for row, n in enumerate(tokens.tolist())
             ]
 
@@ -117,20 +119,9 @@ class SparsePrefill(Method):
         return tokens
 
 
-def _no_keys(q: Tensor) -> SparseKeys:
-    """The keys of a row without tokens, for as many heads as q ``[B, H, L, D]`` has."""
-    H = q.shape[1]
-    return SparseKeys(q.new_empty(H, 0, 0, dtype=torch.bool), no_columns(q))
-
-
 def no_columns(q: Tensor) -> Tensor:
     """`SparseKeys.columns` without any, for as many heads as q ``[B, H, L, D]`` has."""
     return torch.empty(q.shape[1], 0, dtype=torch.int64, device=q.device)
-
-
-def chosen_keys(context: Context) -> list[SparseKeys]:
-    """The keys that were chosen for each row of a prompt when it was read."""
-    return [SparseKeys(*pair) for pair in zip(context.extra[::2], context.extra[1::2], strict=True)]
 
 
 def last_weights(q: Tensor, k: Tensor, count: int, scale: float) -> Tensor:

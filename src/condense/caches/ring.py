@@ -191,7 +191,9 @@ class RingState:
         buffers, tokens = self.buffers, max_row(seen)
         entries = max_row(num_entries(self.method, seen, self.first.num))
         if entries > buffers.entries_k.shape[2]:
-            buffers = self._longer_entries(buffers, self._entry_slots(entries))
+            M, names = self._entry_slots(entries), [name for name in entry_names(self.settings) if name != "store"]
+            store = self.store.longer(buffers.store, M, buffers.seen.device)
+            buffers = buffers._replace(store=store, **{name: longer(getattr(buffers, name), M) for name in names})
         # a ring below its final size has never wrapped around: slot t holds position t, so padding the end is enough
         if buffers.ring_k.shape[2] < min(tokens, self._most_window):
             slots = self._token_slots(tokens)
@@ -209,11 +211,6 @@ class RingState:
             k.device, k.dtype, (k.shape[3], v.shape[3]), self.settings, latent=self.latent,
             entries=self.buffers.entries_k.shape[2],
         )  # fmt: skip
-
-    def _longer_entries(self, buffers: StepState, slots: int) -> StepState:
-        new = {name: longer(getattr(buffers, name), slots) for name in entry_names(self.settings) if name != "store"}
-        store = self.store.longer(buffers.store, slots, buffers.seen.device)
-        return buffers._replace(**new, store=store)
 
     def _entry_slots(self, entries: int) -> int:
         """Columns to allocate for ``entries`` entries: with spare room, but at most what the rule ever needs."""

@@ -139,15 +139,6 @@ def check_cache(reports: Sequence[Sequence[LayerReport]], config: CalibrationCon
         )
 
 
-def decide(curve: Curve, config: CalibrationConfig) -> tuple[int, int]:
-    """The place of the allocation that meets the goals on measured and on held-out texts, and how many were tried
-    before it. Raises ValueError as `choose` and `verify`.
-    """
-    chosen = choose(curve, config)
-    kept = verify(curve, config, chosen)
-    return kept, chosen - kept
-
-
 def choose(curve: Curve, config: CalibrationConfig) -> int:
     """The place on the path that meets the goals on the measured texts: the smallest cache within the budget, or the
     first one that is small enough.

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from condense.calibration.config import CalibrationConfig, default_candidates
-from condense.calibration.curve import NUM_POINTS, Curve, check_cache, decide
+from condense.calibration.curve import NUM_POINTS, Curve, check_cache, choose, verify
 from condense.calibration.measure import Measured, Meter
 from condense.calibration.report import Calibration, CurvePoint, LayerLoss, Mean, found_of
 from condense.calibration.samples import draw_samples
@@ -86,7 +86,8 @@ def calibrate(
         for k, ((layer, number),) in enumerate((allocation.items() for allocation in alone), 1 + len(uniform))
     ]
     curve = Curve(meter, config, losses, reports)
-    kept, steps_back = decide(curve, config)
+    chosen = choose(curve, config)
+    kept = verify(curve, config, chosen)
     points = [curve.point(allocation, meter.measured) for allocation in uniform]
     table = TimeTable(model, samples.measured[0].ids, config.counted_length)
     if config.timed:
@@ -103,7 +104,7 @@ def calibrate(
         timed(curve.measured(kept)),
         timed(curve.verified(kept)),
         tuple(map(timed, curve.points())),
-        steps_back,
+        chosen - kept,
     )
 
 

@@ -105,7 +105,9 @@ def _print(console: Console, prompt: Prompt, outcomes: Sequence[Outcome], dtype:
         answers.add_column(label, overflow="fold")
     for i, question in enumerate(prompt.questions or ["(the text goes on)"]):
         expected = [prompt.expected[i]] if prompt.expected else []
-        answers.add_row(" ".join(question.split()), *expected, *(_first_line(o.answers[i]) for o in outcomes))
+        answers.add_row(
+            " ".join(question.split()), *expected, *((o.answers[i].splitlines() or [""])[0] for o in outcomes)
+        )
     console.print(answers)
     base = next((i for i, outcome in enumerate(outcomes) if isinstance(outcome.method, Dense)), 0)
     table = options.plain_table(
@@ -132,7 +134,3 @@ def _print(console: Console, prompt: Prompt, outcomes: Sequence[Outcome], dtype:
         method.layout.choice is not None for outcome in outcomes for method in methods_of(outcome.method)
     ):
         console.print(SLOW_ON_CPU)
-
-
-def _first_line(answer: str) -> str:
-    return answer.splitlines()[0] if answer else ""

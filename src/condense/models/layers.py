@@ -91,7 +91,8 @@ def ensure_layers(cache: Cache, methods: dict[int, Method]) -> None:
     # a model that leaves early (assistant_early_exit) has a cache for its first layers only
     held = ((i, method) for i, method in methods.items() if i < len(cache.layers))
     new = {i: method for i, method in held if not _is_ready(cache.layers[i], method)}
-    room = _room(cache)
+    static = (layer for layer in cache.layers if isinstance(layer, StaticLayer | StaticCondensedLayer))
+    room = max((layer.max_cache_len for layer in static), default=0)  # in tokens; 0 for a cache that grows
     for index, method in new.items():
         cache.layers[index] = _new_layer(cache.layers[index], method, room)
 
@@ -101,12 +102,6 @@ def expect_prompt(cache: StaticCache, *, plain: bool) -> None:
     for layer in cache.layers:
         if isinstance(layer, StaticCondensedLayer):
             layer.expect_prompt(plain=plain)
-
-
-def _room(cache: Cache) -> int:
-    """Tokens that a static cache has room for; 0 for others."""
-    static = (layer for layer in cache.layers if isinstance(layer, StaticLayer | StaticCondensedLayer))
-    return max((layer.max_cache_len for layer in static), default=0)
 
 
 def _new_layer(layer: CacheLayerMixin, method: Method, room: int) -> CondensedLayer | StaticCondensedLayer:

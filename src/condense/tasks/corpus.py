@@ -51,7 +51,9 @@ def encode_corpus(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) 
     pieces = chain.from_iterable(_pieces(document) for document in documents)
     while batch := list(islice(pieces, _PIECES_PER_BATCH)):
         texts = [text for text, _ in batch]
-        for ids, (_, first) in zip(_encode(tokenizer, texts), batch, strict=True):
+        # verbose=False: no warning for texts longer than the model's positions, because most are
+        encoding = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        for ids, (_, first) in zip(encoding["input_ids"], batch, strict=True):
             if first:
                 if document_starts:
                     chunks.append(np.array([separator], dtype))
@@ -125,12 +127,6 @@ def _pieces(document: str) -> Iterator[tuple[str, bool]]:
         end = document.find("\n", start + _PIECE_CHARACTERS) + 1 or len(document)
         yield document[start:end], start == 0
         start = end
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    # verbose=False: no warning for texts longer than the model's positions, because most are
-    encoding = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-    return list(encoding["input_ids"])
 
 
 def _fingerprint(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase) -> str:

@@ -163,7 +163,12 @@ def _run_phase(
     """Train one phase from ``start`` (``None``: from the configuration's own start) into ``folder/model``."""
     seed, processes = config.seed, PartialState()
     set_seed(seed)
-    stock = _load(start, config.dtype) if start is not None else _first_model(config, prepared.tokenizer)
+    saved = start or config.pretrained
+    if saved is not None:
+        stock = _load(saved, config.dtype)
+    else:
+        assert config.architecture is not None
+        stock = new_model(config.architecture, prepared.tokenizer, config.dtype)
     model = set_trained(stock, config)
     dataset = TrainingSequences(_builders(prepared, phase), phase, (seed, index), config.data_weights)
     with processes.main_process_first():  # which removes half-written ones
@@ -244,13 +249,6 @@ def _check_model(config: TrainConfig) -> None:
                 f"{settings.model_type}, in which others carry a state from one document to the next; leave packed out"
             )
         check_learned_positions(settings, "sequence_length", phase.sequence_length)
-
-
-def _first_model(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    if config.pretrained is not None:
-        return _load(config.pretrained, config.dtype)
-    assert config.architecture is not None
-    return new_model(config.architecture, tokenizer, config.dtype)
 
 
 def _load(path: str | Path, dtype: str) -> PreTrainedModel:

@@ -56,8 +56,9 @@ class RecordFormat(NamedTuple):
 
     def pack(self, kept: dict[str, Tensor]) -> Tensor:
         """Records uint8 ``[B, K, G, C]`` of the parts ``[B, K, G, columns]`` by name, or ``[B, K, G * g, columns]``."""
-        like = kept[self.parts[0].name]
-        records = like.new_zeros(*like.shape[:2], self._groups(kept), self.nbytes, dtype=torch.uint8)
+        first, like = self.parts[0], kept[self.parts[0].name]
+        num_groups = like.shape[2] // math.prod(first.shape[:-1])
+        records = like.new_zeros(*like.shape[:2], num_groups, self.nbytes, dtype=torch.uint8)
         for part in self.parts:
             records[..., part.start : part.stop] = _rows(kept[part.name], part).view(torch.uint8)
         return records
@@ -69,10 +70,6 @@ class RecordFormat(NamedTuple):
             rows = records[..., part.start : part.stop].contiguous().view(part.dtype)
             found[part.name] = rows.unflatten(3, part.shape).flatten(2, -2) if len(part.shape) > 1 else rows
         return found
-
-    def _groups(self, kept: dict[str, Tensor]) -> int:
-        part = self.parts[0]
-        return kept[part.name].shape[2] // math.prod(part.shape[:-1])
 
 
 def _rows(x: Tensor, part: Part) -> Tensor:

@@ -125,7 +125,7 @@ def multikey(
     repeated where it is too short.
     """
     encoder = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trust_remote_code)
-    lines = _haystack(data)
+    lines = [line for text in _documents(data) for line in text.split("\n")]
     return _dataset(
         _multikey_question(encoder, lines, length, depth, index)
         for length in max_seq_lengths
@@ -216,10 +216,6 @@ def _documents(data: str | None) -> Iterator[str]:
         yield from read_documents(files)
     else:
         yield "\n".join(_bundled_lines())
-
-
-def _haystack(data: str | None) -> list[str]:
-    return [line for text in _documents(data) for line in text.split("\n")] if data else _bundled_lines()
 
 
 def _bundled_lines() -> list[str]:
