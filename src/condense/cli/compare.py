@@ -105,9 +105,8 @@ def _print(console: Console, prompt: Prompt, outcomes: Sequence[Outcome], dtype:
         answers.add_column(label, overflow="fold")
     for i, question in enumerate(prompt.questions or ["(the text goes on)"]):
         expected = [prompt.expected[i]] if prompt.expected else []
-        answers.add_row(
-            " ".join(question.split()), *expected, *((o.answers[i].splitlines() or [""])[0] for o in outcomes)
-        )
+        first_lines = [(o.answers[i].splitlines() or [""])[0] for o in outcomes]
+        answers.add_row(" ".join(question.split()), *expected, *first_lines)
     console.print(answers)
     base = next((i for i, outcome in enumerate(outcomes) if isinstance(outcome.method, Dense)), 0)
     table = options.plain_table(

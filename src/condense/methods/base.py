@@ -28,11 +28,9 @@ class Projection(Protocol):
 
     def expand(self, entries: Tensor) -> tuple[Tensor, Tensor]:
         """Keys ``[B, H, S, D]`` and values ``[B, H, S, Dv]`` of each head, of latents ``[B, 1, S, d_c + d_r]``."""
-        ...
 
     def absorb(self, q: Tensor) -> Tensor:
         """Queries on latents ``[B, H, L, d_c + d_r]`` from those of the heads ``[B, H, L, D]``."""
-        ...
 
 
 class Context(NamedTuple):
@@ -81,11 +79,9 @@ class PromptReader(Protocol):
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, plan: PromptPlan, *, scale: float, backend: str) -> Prompt:
         """Read q ``[B, H, L, D]``, k ``[B, K, L, D]``, v ``[B, K, L, Dv]``, right-aligned, k and v 0 in padding."""
-        ...
 
     def num_entries(self, tokens: PerRow) -> PerRow:
         """Number of entries that will be kept of prompts of ``tokens`` tokens, both an int or int64 CPU ``[B]``."""
-        ...
 
 
 class PromptPlan(Protocol):
@@ -93,11 +89,9 @@ class PromptPlan(Protocol):
 
     def tokens(self, num_rows: int) -> Tensor:
         """Real tokens per row, int64 CPU ``[B]``."""
-        ...
 
     def sample(self, num_rows: int, num_recent: int, num_random: int, seed: int, device: torch.device) -> Sample:
         """See `condense.ops.tensors.sampling.sampled_queries`."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

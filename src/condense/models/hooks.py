@@ -108,9 +108,11 @@ def _prepare_cache(
         if given is None and all(method.has_step for method in methods.values()):
             cache = replayable_cache(self, cache, generation_config, mode, max_cache_length)
             model_kwargs["past_key_values"] = cache
-        _check_room(cache, max_cache_length)
-        ensure_layers(cache, static_methods(self) if isinstance(cache, StaticCache) else methods)
-        if isinstance(cache, StaticCache):
+        if not isinstance(cache, StaticCache):
+            ensure_layers(cache, methods)
+        else:
+            _check_room(cache, max_cache_length)
+            ensure_layers(cache, static_methods(self))
             mask = model_kwargs.get("attention_mask")
             # looking at the mask waits for the device
             expect_prompt(cache, plain=is_compiled(self) and (mask is None or bool(mask.all())))
@@ -128,10 +130,8 @@ def _is_condensed(model: Any) -> bool:
     return bool(model.config.get_text_config(decoder=True)._attn_implementation == IMPLEMENTATION)
 
 
-def _check_room(cache: Cache, max_cache_length: int) -> None:
+def _check_room(cache: StaticCache, max_cache_length: int) -> None:
     """Raise ValueError if a static cache is too short: compiled steps cannot check how full it is."""
-    if not isinstance(cache, StaticCache):
-        return
     full = (layer for layer in cache.layers if isinstance(layer, StaticLayer | StaticCondensedLayer))
     room = min((layer.get_max_length() for layer in full if not layer.is_sliding), default=max_cache_length)
     if max_cache_length > room:

@@ -48,22 +48,18 @@ class Spans(Protocol):
 
     def at(self, start: int, stop: int, device: torch.device) -> list[Span]:
         """Spans of queries ``[start, stop)``, one per source."""
-        ...
 
     def hulls(self, blocks: Sequence[tuple[int, int]]) -> list[list[Hull]]:
         """For each block ``(start, stop)`` of queries the hull of every source, as ints on the host."""
-        ...
 
     def is_hull(self, start: int, stop: int) -> bool:
         """True if every query ``[start, stop)`` sees the whole hulls of this block; False also if that is not known."""
-        ...
 
     def is_causal(self, num_queries: int, num_tokens: int) -> bool:
         """True if query i sees columns ``[0, num_tokens - L + i]`` of the window and nothing else.
 
         False also if that is not known.
         """
-        ...
 
 
 class SpanRule(Protocol):
@@ -74,7 +70,6 @@ class SpanRule(Protocol):
 
         The last pair, of the window, holds positions of tokens; the others number entries.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,6 @@ class Choice(Protocol):
 
     def most(self, closed: int) -> int:
         """The most groups that any query can open, if at most ``closed`` groups are closed for each."""
-        ...
 
     def at(self, start: int, stop: int, closed: Tensor, num_groups: int) -> Tensor:
         """Groups that queries ``[start, stop)`` open, bool ``[B, K|1, stop - start, num_groups]``.
@@ -56,7 +55,6 @@ class Choice(Protocol):
         closed int64 ``[B|1, 1, stop - start]``: the number of groups that are closed for each query, at most
         ``num_groups``; only these may be open.
         """
-        ...
 
 
 @dataclass(frozen=True)
