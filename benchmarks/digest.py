@@ -30,7 +30,7 @@ import condense
 from condense.caches import CondensedCacheLayer, cache_nbytes, read_request
 from condense.methods import Method, check_trainable
 from condense.models.layers import ensure_layers
-from condense.ops import Extras
+from condense.ops import Extras, NewToken
 from condense.ops.paged import NewTokens, PagedState, Pages, read_paged
 from condense.serving.plan import SLOTS, serving_plan
 
@@ -136,7 +136,7 @@ def outputs(
         counts = torch.tensor([L, last]) if padded else None
         if L == 1 and layer.can_step(k, v, latent):
             extras = Extras() if latent or i % 3 else Extras(2.0, torch.linspace(-1, 1, H) if i % 2 else None)
-            yield layer.step(q, k, v, scale=SCALE, real=counts, latent_width=latent, extras=extras)
+            yield layer.step(NewToken(q, k, v, counts), scale=SCALE, latent_width=latent, extras=extras)
             continue
         context = layer.read(k, v, read_request(q, scale=SCALE, counts=counts, latent_width=latent))
         yield from context.tensors if latent else method.attend(q, context, scale=SCALE, return_lse=L > 1)

@@ -7,7 +7,7 @@ import torch
 import condense
 from condense.caches import StaticCondensedLayer, read_request
 from condense.functional import read_whole
-from condense.ops import Extras
+from condense.ops import Extras, NewToken
 from condense.ops.reference.attend import visible
 
 B, H, K, L, PROMPT = 2, 6, 2, 28, 22
@@ -70,4 +70,4 @@ def steps(method, q, k, v, extras):
     context = layer.read(*prompt[1:], read_request(prompt[0], scale=SCALE))
     outs = [method.attend(prompt[0], context, scale=SCALE, extras=extras)[0]]
     later = zip(*(x[:, :, PROMPT:].split(1, dim=2) for x in (q, k, v)), strict=True)
-    return torch.cat([*outs, *(layer.step(*new, scale=SCALE, extras=extras) for new in later)], dim=2)
+    return torch.cat([*outs, *(layer.step(NewToken(*new), scale=SCALE, extras=extras) for new in later)], dim=2)

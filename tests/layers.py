@@ -6,6 +6,7 @@ Shapes: B rows, H query heads, K KV heads, L tokens, D and Dv widths.
 import torch
 
 from condense.caches import read_request
+from condense.ops import NewToken
 
 
 def draw(L, seed=0, rows=2, heads=(4, 2), widths=(6, 6), dtype=torch.float64, device="cpu"):
@@ -24,7 +25,7 @@ def read(layer, qkv, counts=None, *, scale=0.7, backend="auto", trailing=None):
     q, k, v = qkv
     if q.shape[2] == 1 and layer.can_step(k, v):
         real = counts > 0 if counts is not None and layer.is_compileable else counts  # bool, or 0 and 1
-        return layer.step(q, k, v, scale=scale, real=real)
+        return layer.step(NewToken(q, k, v, real), scale=scale)
     request = read_request(q, scale=scale, counts=counts)
     request = request if trailing is None else request._replace(trailing=trailing)
     return layer.method.attend(q, layer.read(k, v, request), scale=scale, backend=backend)[0]

@@ -19,7 +19,7 @@ from torch import Tensor
 from condense.caches import CondensedLayer, StaticCondensedLayer, read_request
 from condense.functional import attention
 from condense.methods import Context, Dense, Method
-from condense.ops import Source
+from condense.ops import NewToken, Source
 from speed import gate
 from speed.baselines import dense_attention, dense_step, flex_attention, joined_keys
 from speed.budget import Verdict
@@ -159,7 +159,7 @@ class Task:
         more = beside_keys(method, self.setting, context.entries.k.shape[2])
         nbytes = step_bytes(self.setting, visible_pairs(method, context, 1), more)
         layers = [layer, *(copy.deepcopy(layer) for _ in range(1, _num_caches(self.setting.device, nbytes)))]
-        calls = [partial(other.step, q, k, v, scale=scale) for other in layers]
+        calls = [partial(other.step, NewToken(q, k, v), scale=scale) for other in layers]
         return Work(calls, partial(_check, calls[0], q, context, scale=scale, method=method), nbytes=nbytes)
 
 

@@ -16,6 +16,7 @@ from torch.testing import assert_close
 
 import condense
 from condense.caches import CondensedLayer, StaticCondensedLayer, read_request, static
+from condense.ops import NewToken
 from condense.ops.step.state import pinned_zeros
 from condense.ops.triton import limits
 
@@ -215,7 +216,8 @@ def test_latents(few):
     request = read_request(q[:, :, :40], scale=SCALE, latent_width=width)
     static.read(k[:, :, :40], no_v[:, :, :40], request)
     steps = [
-        static.step(*(x[:, :, i : i + 1] for x in (q, k, no_v)), scale=SCALE, latent_width=width) for i in range(40, 90)
+        static.step(NewToken(*(x[:, :, i : i + 1] for x in (q, k, no_v))), scale=SCALE, latent_width=width)
+        for i in range(40, 90)
     ]
     want = condense.attention(q, k, k[..., :width], method=few, scale=SCALE, backend="reference")
     assert_close(torch.cat(steps, dim=2), want[:, :, 40:], **EXACT)

@@ -10,6 +10,7 @@ from triton_kernels.test_growing_layer import Counting
 
 import condense
 from condense.caches import CondensedLayer, StaticCondensedLayer, read_request
+from condense.ops import NewToken
 from condense.state import SLACK
 
 METHODS = {
@@ -66,7 +67,7 @@ def test_a_layer_in_bfloat16_gives_what_a_static_one_does(method):
         layer.read(k[:, :, :100], v[:, :, :100], read_request(q[:, :, :100], scale=0.1))
     for t in range(100, 300):
         now = [x[:, :, t : t + 1] for x in (q, k, v)]
-        got, want = (layer.step(*now, scale=0.1).float() for layer in (growing, static))
+        got, want = (layer.step(NewToken(*now), scale=0.1).float() for layer in (growing, static))
         assert float((got - want).abs().max()) <= torch.finfo(torch.bfloat16).eps * float(v.abs().max())
     for mine, theirs in zip(growing.state.entries, static.buffers.entries(static.settings), strict=True):
         assert torch.equal(mine, theirs[:, :, : mine.shape[2]])
@@ -81,7 +82,7 @@ def test_a_step_neither_waits_nor_copies(method):
     q, k, v = (torch.randn(2, heads, 1, 8, device="cuda") for heads in (4, 2, 2))
     with no_waiting(), Counting() as counting:
         for _ in range(100):
-            cache.layers[0].step(q, k, v, scale=0.3)
+            cache.layers[0].step(NewToken(q, k, v), scale=0.3)
     assert set(counting.names) <= {"aten.empty.memory_format", "aten.constant_pad_nd.default"}
     assert counting.names.count("aten.empty.memory_format") == 3 * 100
 

@@ -14,7 +14,7 @@ import condense
 from condense import config
 from condense.caches import StaticCondensedLayer, read_request
 from condense.methods import ChunkPooling, Layout
-from condense.ops import UniformRule
+from condense.ops import NewToken, UniformRule
 
 SIZE, WINDOW, DELAY = 5, 7, 3
 
@@ -101,7 +101,7 @@ def test_static_cache(method):
     for start, stop in [(0, 17), *((i, i + 1) for i in range(17, 60))]:
         q, k, v = (x[:, :, start:stop] for x in qkv)
         if stop - start == 1:
-            parts.append(layer.step(q, k, v, scale=0.4))
+            parts.append(layer.step(NewToken(q, k, v), scale=0.4))
         else:
             context = layer.read(k, v, read_request(q, scale=0.4))
             parts.append(method.attend(q, context, scale=0.4)[0])

@@ -18,7 +18,7 @@ import condense
 from condense.caches import CondensedLayer, cache_nbytes, growing, read_request, ring
 from condense.caches.ring import room_for
 from condense.caches.store import finish_writes
-from condense.ops import Source
+from condense.ops import NewToken, Source
 from condense.ops.tensors.per_row import as_rows
 from condense.ops.triton.launch import Prepared
 from condense.state import SLACK
@@ -84,7 +84,7 @@ def read_by(layer, qkv, counts=None, extras=None):
     """Outputs of new tokens, of single ones by steps where the layer can."""
     q, k, v = qkv
     if extras is not None:
-        return layer.step(q, k, v, scale=SCALE, real=counts, extras=extras)
+        return layer.step(NewToken(q, k, v, counts), scale=SCALE, extras=extras)
     out = read(layer, qkv, counts, scale=SCALE, backend="torch")
     if DEVICE == "cuda" and layer.method.layout.choice is not None:
         finish_writes(layer._ring.buffers)
@@ -237,7 +237,7 @@ def test_latents_are_stepped_over_andread_by():
         outs = []
         for layer in layers:
             if L == 1 and layer.can_step(k, k[..., :0], latent):
-                outs.append(layer.step(q, k, k[..., :0], scale=SCALE, latent_width=latent))
+                outs.append(layer.step(NewToken(q, k, k[..., :0]), scale=SCALE, latent_width=latent))
                 continue
             context = layer.read(k, k[..., :0], read_request(q, scale=SCALE, latent_width=latent))
             latents = tuple(Source(k, k[..., :latent], bias) for k, _, bias in context.sources)

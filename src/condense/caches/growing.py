@@ -21,7 +21,7 @@ from condense.caches.ring import RingState
 from condense.caches.store import Store
 from condense.functional import extend
 from condense.methods import Context, Method, Reread, step_settings
-from condense.ops import NO_EXTRAS, Extras, StepState, step_backend
+from condense.ops import NO_EXTRAS, Extras, NewToken, StepState, step_backend
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
 from condense.state import LayerState, first_needed, num_entries, with_kept
 
@@ -140,28 +140,20 @@ class CondensedLayer(CondensedCacheLayer):
         return step_backend(k.device, k.dtype, widths, self.store.settings, latent=latent) == "triton"
 
     def step(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        real: Tensor | None = None,
-        latent_width: int | None = None,
-        extras: Extras = NO_EXTRAS,
+        self, token: NewToken, *, scale: float, latent_width: int | None = None, extras: Extras = NO_EXTRAS
     ) -> Tensor:
         """Read one token per row and return its attention ``[B, H, 1, Dv]``, without gradients; only if `can_step`.
 
-        q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``; real bool or integer CPU ``[B]``: rows whose token
-        counts. latent_width, extras as in `condense.caches.StaticCondensedLayer.step`. Does not wait for the device.
+        token: its ``real`` on the CPU. latent_width, extras as in `condense.caches.StaticCondensedLayer.step`. Does not
+        wait for the device.
         """
         if self._ring is None:
             assert self._state is not None
             method = self.method if latent_width is None else self.method.for_latents(latent_width)
             self._ring = RingState(method, self.store, self._state, latent_width or 0)
             self._state = None
-        out = self._ring.step(q, k, v, scale=scale, real=real, extras=extras)
-        self._count(1, 1 if real is None else int(real.min()))
+        out = self._ring.step(token, scale=scale, extras=extras)
+        self._count(1, 1 if token.real is None else int(token.real.min()))
         return out
 
     def _count(self, L: int, trailing: int) -> None:

@@ -120,14 +120,13 @@ class RingState:
         tokens = max_row(num_entries(self.method, self.seen)) * self.settings.rule.chunk
         self.store.fetch(self.buffers.store, tokens, self.buffers.seen.device)
 
-    def step(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, real: Tensor | None, extras: Extras = NO_EXTRAS
-    ) -> Tensor:
-        """`condense.ops.decode_step`; real: rows whose token counts, int64 CPU ``[B]``, None for all."""
+    def step(self, token: NewToken, *, scale: float, extras: Extras = NO_EXTRAS) -> Tensor:
+        """`condense.ops.decode_step`; the token's ``real``: whether it counts, int64 CPU ``[B]``, None for all rows."""
         if self._steps_left <= 0:
             self._make_room(self.seen + 1)
-        on_device = None if real is None else real.to(q.device, non_blocking=True)
-        token = NewToken(q, k, v, on_device)
+        real = token.real
+        if real is not None:
+            token = token._replace(real=real.to(token.q.device, non_blocking=True))
         out = self._decode(StepCall(token, self.buffers, self.settings, scale, self.latent, extras))
         self._steps_left -= 1
         self.num_window = min(self.num_window + 1, self.buffers.ring_k.shape[2])

@@ -98,39 +98,26 @@ class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
         return self.expected is not Expected.FIRST_ENTRIES
 
     def step(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        real: Tensor | None = None,
-        latent_width: int | None = None,
-        extras: Extras = NO_EXTRAS,
+        self, token: NewToken, *, scale: float, latent_width: int | None = None, extras: Extras = NO_EXTRAS
     ) -> Tensor:
         """Read one token per row and return its attention ``[B, H, 1, Dv]``: no gradients, one graph, no waiting.
 
-        q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]``; real bool ``[B]``: rows whose token counts.
-        latent_width: for latents: k holds latents, q absorbed queries, v has width 0, and values are the first
-        ``latent_width`` columns of k, which is also the width of the output. extras: as in `condense.ops.Extras`.
+        token: its ``real`` on the device. latent_width: for latents: the token's k holds latents, q absorbed queries, v
+        has width 0, and values are the first ``latent_width`` columns of k, which is also the width of the output.
+        extras: as in `condense.ops.Extras`.
         Raises ValueError, state unchanged, for another number of rows, another dtype and a full cache. While it is
         compiled or captured it cannot check for a full cache: one step too many writes inside the buffers all the same.
         """
-        out = self._decode(q, k, v, self._checked_buffers(k, v, latent_width), scale, real, extras)
+        buffers = self._checked_buffers(token.k, token.v, latent_width)
+        token = token._replace(counter=self.num_slots)  # to which the step adds 1
+        call = StepCall(token, buffers, self.settings, scale, self.latent_width, extras)
+        out = decode_step(call, OwnEntries(self.latent_method.represent, self.bias), backend=self.backend)
         self.expected = Expected.ANY
         if _is_recorded(self.device):
             self._counts = None
         elif self._counts is not None:
             self._counts = HostCounts(self._counts.slots + 1)
         return out
-
-    def _decode(
-        self, q: Tensor, k: Tensor, v: Tensor, buffers: StepState, scale: float, real: Tensor | None, extras: Extras
-    ) -> Tensor:
-        """The step itself, which changes the buffers and adds 1 to ``num_slots``; arguments as of `step`."""
-        token = NewToken(q, k, v, real, self.num_slots)
-        call = StepCall(token, buffers, self.settings, scale, self.latent_width, extras)
-        return decode_step(call, OwnEntries(self.latent_method.represent, self.bias), backend=self.backend)
 
     def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
         """Read new tokens and return the sources that their queries attend to; as `condense.caches.CondensedLayer`.

@@ -33,7 +33,7 @@ from condense.models.padding import ALL_REAL, is_real
 from condense.models.reread import Piece
 from condense.models.sharding import head_group
 from condense.models.stock import StockAttention
-from condense.ops import Extras
+from condense.ops import Extras, NewToken
 from condense.ops.tensors.autocast import outside_autocast
 
 IMPLEMENTATION = "condense"
@@ -169,7 +169,7 @@ class CacheProxy:
             return None
         real = None if call.mask is None or ALL_REAL in call.options else self._real_rows(call, call.mask, layer)
         if latent_width is None:
-            return layer.step(q, k, v, scale=call.scale, real=real, extras=call.extras)
+            return layer.step(NewToken(q, k, v, real), scale=call.scale, extras=call.extras)
         if isinstance(layer, CondensedLayer) and head_group(module, q.shape[1]) is not None:
             return None
         return step_on_latents(module, layer, q, k, scale=call.scale, real=real)

@@ -17,6 +17,7 @@ from condense.methods import Method
 from condense.models.families import is_latent
 from condense.models.layers import Target, read_tokens
 from condense.models.sharding import head_group, sum_gradients, sum_over
+from condense.ops import NewToken
 
 
 def condensed_latents(target: Target, q: Tensor, k: Tensor, v: Tensor, entries: Tensor) -> Tensor:
@@ -65,7 +66,8 @@ def step_on_latents(
     if head_group(module, q.shape[1]) is not None:
         raise ValueError("static caches of latents cannot be tensor parallel: leave cache_implementation unset")
     up = up_projection(module, q.shape[1], q)
-    out = layer.step(up.absorb(q), entries, entries[..., :0], scale=scale, real=real, latent_width=up.w_uk.shape[1])
+    token = NewToken(up.absorb(q), entries, entries[..., :0], real)
+    out = layer.step(token, scale=scale, latent_width=up.w_uk.shape[1])
     return up.project_out(out)
 
 
