@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
 
     from condense.calibration import Calibration, CurvePoint, Estimate, LayerLoss
     from condense.calibration.report import Mean
-    from condense.calibration.times import Times
     from condense.methods import Method
 
 # what the bundled text is long enough for
@@ -204,27 +202,22 @@ def _plot(result: Calibration, path: Path) -> None:
     from condense.plots import method_labels, plot_lines
 
     names = method_labels(result.config.candidates)
-
     kinds = {"by layer": result.curve} | {
-        f"{name} in all layers": [point] for name, point in zip(names, result.uniform, strict=True)
+        f"{name} in all layers": (point,) for name, point in zip(names, result.uniform, strict=True)
     }
 
-    def lines(read: Callable[[CurvePoint], float]) -> dict[str, tuple[list[float], list[float]]]:
-        return {
-            name: ([read(point) for point in points], [point.kl.mean for point in points])
-            for name, points in kinds.items()
-        }
+    def panel(read: Callable[[CurvePoint], float | None]) -> dict[str, tuple[list[float], list[float]]]:
+        """The points that have this figure, with their divergences."""
+        pairs = {name: [(read(point), point.kl.mean) for point in points] for name, points in kinds.items()}
+        known = {name: [(x, y) for x, y in of if x is not None] for name, of in pairs.items()}
+        return {name: ([x for x, _ in of], [y for _, y in of]) for name, of in known.items()}
 
-    def dots(read: Callable[[Times], float]) -> dict[str, tuple[list[float], list[float]]]:
-        """Points that no line joins, as their order is that of the cache; without those that have no times."""
-        timed = {name: [(point.times, point.kl.mean) for point in points] for name, points in kinds.items()}
-        pairs = {name: [(read(t), kl) for t, kl in of if t is not None] for name, of in timed.items()}
-        gap = (math.nan, math.nan)
-        split = {name: [x for pair in of for x in (pair, gap)] for name, of in pairs.items()}
-        return {name: ([x for x, _ in of], [y for _, y in of]) for name, of in split.items()}
-
-    panels = {"cache on the device, % of dense": lines(lambda point: 100 * point.cache)}
+    panels = {"cache on the device, % of dense": panel(lambda point: 100 * point.cache)}
+    times = {}
     if result.config.timed:
-        panels["first token, s"] = dots(lambda times: times.first_s)
-        panels["further tokens, ms each"] = dots(lambda times: 1e3 * times.step_s)
-    plot_lines(panels, path, x_label="", y_label="divergence, nats per token")
+        times["first token, s"] = panel(lambda point: None if point.times is None else point.times.first_s)
+        times["further tokens, ms each"] = panel(
+            lambda point: None if point.times is None else 1e3 * point.times.step_s
+        )
+    # no line joins times, as their order is that of the cache
+    plot_lines(panels | times, path, x_label="", y_label="divergence, nats per token", dots=times)

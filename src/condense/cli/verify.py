@@ -51,6 +51,8 @@ def verify_command(
     """
     from condense.evaluate.verify_report import page as page_of
     from condense.files import whole_file
+    from condense.models import choice_from_text
+    from condense.named import NAMED_SETTINGS
 
     options.check_targets(json=json, page=page, overwrite=overwrite)
     sources = model or []
@@ -62,7 +64,7 @@ def verify_command(
         raise ValueError(f"model: wanted one model, or result files that end in .json, got {', '.join(sources)}")
     else:
         name = sources[0] if sources else None
-        chosen = _chosen(method)
+        chosen = {each: choice_from_text(each) for each in method or NAMED_SETTINGS}
         loaded, tokenizer = options.load_model(name, dtype, device, device_map, trust_remote_code)
         sizes = length or (DEMO_LENGTHS if name is None and not text else LENGTHS)
         lengths = tuple(options.parse_tokens("length", size) for size in sizes)
@@ -78,13 +80,6 @@ def verify_command(
             file.write(page_of(contents).encode())
     if any(content["verdict"]["cheapest"] is None for content in contents):
         raise typer.Exit(1)
-
-
-def _chosen(method: list[str] | None) -> dict[str, MethodChoice]:
-    from condense.models import choice_from_text
-    from condense.named import NAMED_SETTINGS
-
-    return {each: choice_from_text(each) for each in method or NAMED_SETTINGS}
 
 
 def _measured(
