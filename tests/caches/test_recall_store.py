@@ -189,7 +189,7 @@ def test_gradients_flow_past_a_cache_that_goes_on():
 def test_more_groups_than_kernels_choose_from_are_refused_before_memory_is_taken(monkeypatch):
     """As above: a long prompt would otherwise be read whole before its first step says so."""
     monkeypatch.setattr(limits, "absence", lambda device: [])
-    monkeypatch.setattr(static, "new_buffers", lambda *args, **kwargs: None)
+    monkeypatch.setattr(static, "empty_state", lambda *args, **kwargs: None)
     with FakeTensorMode():
         k = torch.empty(1, 1, 3, 16, device="cuda")
     layer = StaticCondensedLayer(METHOD.replace(store="host"), LENGTH)

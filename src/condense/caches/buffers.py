@@ -1,4 +1,4 @@
-"""The buffers of decode steps: making them, and copying a `LayerState` into and out of them.
+"""The buffers of decode steps: copying a `LayerState` into and out of them.
 
 A ring stores the token at position t of its row in slot ``t % W``.
 Shapes: B rows, K KV heads, M entries, W ring slots, N columns, D width.
@@ -14,23 +14,10 @@ from torch import Tensor
 from condense.caches.store import Store
 from condense.methods import NO_FIRST, FirstEntries, Method, entry_bias
 from condense.ops import StepSettings, StepState
-from condense.ops.step import StateSizes, empty_state, entry_names
+from condense.ops.step import entry_names
 from condense.ops.tensors.bias import per_entry
 from condense.ops.tensors.per_row import PerRow, as_rows, max_row, min_row
 from condense.state import LayerState, num_entries
-
-
-def new_buffers(
-    k: Tensor, v: Tensor, settings: StepSettings, *, entries: int, tokens: int, queries: int, stored: int = 0
-) -> StepState:
-    """Buffers with rows, heads, widths, dtype and device of k ``[B, K, L, D]`` and v; stored: groups in the store.
-
-    Raises ValueError and RuntimeError, no memory taken, as `condense.ops.step.empty_state`.
-    """
-    sizes = StateSizes(
-        k.shape[0], k.shape[1], (k.shape[3], v.shape[3]), entries, tokens, queries, stored * settings.rule.chunk
-    )
-    return empty_state(k, settings, sizes)
 
 
 class Room(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from condense.caches.buffers import new_buffers, read_state, write_state
+from condense.caches.buffers import read_state, write_state
 from condense.caches.store import Store, finish_writes, with_pinned_store
 from condense.methods import FirstEntries, Method
 from condense.ops import (
@@ -29,7 +29,7 @@ from condense.ops import (
     prepare_step,
     step_backend,
 )
-from condense.ops.step import entry_names
+from condense.ops.step import StateSizes, empty_state, entry_names
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
 from condense.state import SLACK, LayerState, num_entries
 
@@ -73,10 +73,9 @@ class RingState:
         # tensor
         self._before, self._taken = state.seen, 0
         M, W = self._entry_slots(state.entries[0].shape[2]), self._token_slots(max_row(state.seen))
-        self.buffers = new_buffers(
-            state.window_k, state.window_v, settings, entries=M, tokens=W, queries=max(S, self._most_queries),
-            stored=store.room_for(M),
-        )  # fmt: skip
+        k, widths = state.window_k, (state.window_k.shape[3], state.window_v.shape[3])
+        queries, stored = max(S, self._most_queries), store.room_for(M) * rule.chunk
+        self.buffers = empty_state(k, settings, StateSizes(k.shape[0], k.shape[1], widths, M, W, queries, stored))
         self._choose_backend()
         write_state(method, store, self.buffers, None, state)
         self._steps_left = self._count_steps()

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from condense.caches.base import ReadRequest, refuse_other_dtype
-from condense.caches.buffers import Room, new_buffers, read_state, static_bias, with_room, write_state
+from condense.caches.buffers import Room, read_state, static_bias, with_room, write_state
 from condense.caches.fixed import Expected, FixedCacheLayer, HostCounts
 from condense.caches.store import PinnedCopies, Store
 from condense.functional import extend
 from condense.methods import NO_FIRST, Context, FirstEntries, Method, Reread, step_settings
 from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepCall, StepState, decode_step, step_backend
-from condense.ops.step import clear_state
+from condense.ops.step import StateSizes, clear_state, empty_state
 from condense.ops.tensors.per_row import int_if_equal, max_row
 from condense.state import LayerState, first_entries, most_entries, num_entries, with_kept
 
@@ -89,9 +89,9 @@ class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
         widths = (k.shape[3], v.shape[3])
         self.backend = step_backend(k.device, k.dtype, widths, self.settings, latent=self.latent_width, entries=M)
         self.bias = static_bias(self.method, k.shape[0], M, k.device)
-        stored = 0 if self.settings.choice is None else M
-        queries = self.settings.num_summary
-        return new_buffers(k, v, self.settings, entries=M, tokens=W, queries=queries, stored=stored)
+        stored = 0 if self.settings.choice is None else M * self.settings.rule.chunk
+        sizes = StateSizes(k.shape[0], k.shape[1], widths, M, W, self.settings.num_summary, stored)
+        return empty_state(k, self.settings, sizes)
 
     def can_step(self, k: Tensor, v: Tensor, latent_width: int | None = None) -> bool:
         """True unless first entries are made of the next tokens; see `condense.caches.CondensedLayer`."""

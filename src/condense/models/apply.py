@@ -60,11 +60,9 @@ def apply(model: ModelT, method: MethodChoice | str, layers: Iterable[int] | str
     return model
 
 
-def chosen_methods(
-    model: nn.Module, method: MethodChoice | str, layers: Iterable[int] | str | None = None
-) -> dict[int, Method]:
+def chosen_methods(model: nn.Module, method: MethodChoice | str) -> dict[int, Method]:
     """Layer index to method for the layers that `apply` would change; raises ValueError as `apply`."""
-    return _chosen(*_attentions(model), method, layers)
+    return _chosen(*_attentions(model), method, None)
 
 
 def _chosen(
