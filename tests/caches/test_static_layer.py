@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import condense
 from condense.caches import CondensedLayer, Expected, StaticCondensedLayer
 from condense.caches.buffers import Room, with_room
+from condense.ops import NewToken
 from condense.ops.tensors.per_row import as_rows
 from condense.state import first_entries, most_entries, num_entries
 
@@ -158,7 +159,7 @@ def test_the_host_does_not_trust_its_count_once_steps_are_recorded(method):
         read(layer, _qkv(33))
     for i in range(3):
         q, k, v = _qkv(1, i)
-        assert_close(step(q, k, v, scale=SCALE), read(growing, (q, k, v)), **EXACT)
+        assert_close(step(NewToken(q, k, v), scale=SCALE), read(growing, (q, k, v)), **EXACT)
     assert static.count_slots() == int(static.num_slots) == 36
     assert_close(read(static, _qkv(7)), read(growing, _qkv(7)), **EXACT)
     static.reset()

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from condense.caches.buffers import read_state, write_state
-from condense.caches.store import Store, finish_writes, with_pinned_store
+from condense.caches.store import PinnedCopies, Store, finish_writes, with_pinned_store
 from condense.methods import FirstEntries, Method
 from condense.ops import (
     NO_EXTRAS,
@@ -49,7 +49,7 @@ def _blocks(slots: int) -> int:
     return (slots + _BLOCK - 1) // _BLOCK * _BLOCK
 
 
-class RingState:
+class RingState(PinnedCopies):
     """The buffers of one layer, and numbers on the host: of `condense.Recall` always, of others while they decode.
 
     A store in host memory has room for a power of two groups, since PyTorch takes pinned memory in powers of two, and
@@ -84,12 +84,7 @@ class RingState:
 
     def __getstate__(self) -> dict[str, Any]:
         """State of a copy or pickle, without launch arguments: they are for this object's buffers."""
-        finish_writes(self.buffers)
-        return self.__dict__ | {"_prepared": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.buffers = with_pinned_store(self.buffers)
+        return super().__getstate__() | {"_prepared": None}
 
     @property
     def seen(self) -> PerRow:

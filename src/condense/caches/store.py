@@ -137,9 +137,7 @@ class PinnedCopies:
 
     def __getstate__(self) -> dict[str, Any]:
         finish_writes(self.buffers)
-        state = super().__getstate__()
-        assert isinstance(state, dict)
-        return state
+        return self.__dict__.copy()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -181,9 +181,6 @@ class ForwardBoard:
         self._forwards = [forward, *self._forwards[: _MOST_FORWARDS - 1]]
         return forward
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardBoard:
-        return memo.setdefault(id(self), ForwardBoard())
-
     def __reduce__(self) -> tuple[type[ForwardBoard], tuple[()]]:
         return ForwardBoard, ()
 
