@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from exact import Attention
 from makes import replaced
+from reading import token_losses
 from texts import Drawn, HeldOut
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from condense import Reread
-from condense.evaluate.far_text import token_losses
 
 _OBSERVING, _POOLED = 64, 7  # SnapKV: last queries of the prompt, and the tokens over which their scores are averaged
 _PIECE, _BLOCK = 2048, 256  # KVzip: tokens repeated at a time

@@ -22,10 +22,16 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from condense import Method, use
-from condense.evaluate.far_text import needs_far, token_losses
+from condense.evaluate.verify_texts import needs_far
 
 _SLICE = 2048  # positions whose logits are held in float32 at a time
 _BINS = 8
+
+
+def token_losses(logits: Tensor, ids: Tensor) -> Tensor:
+    """Loss of each token but the first, float32 ``[L]`` with 0 in its place. logits ``[L, V]``, ids ``[L]``."""
+    parts = zip(logits[:-1].split(_SLICE), ids[1:].split(_SLICE), strict=True)
+    return F.pad(torch.cat([F.cross_entropy(x.float(), y, reduction="none") for x, y in parts]), (1, 0))
 
 
 @dataclass

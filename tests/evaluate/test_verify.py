@@ -12,11 +12,10 @@ from condense import Recall
 from condense.cli.main import app
 from condense.demo import demo_model, demo_text
 from condense.evaluate import verify as verify_module
-from condense.evaluate.far_text import NEEDS, needs_far
 from condense.evaluate.intervals import MOST_NATS, Cell
 from condense.evaluate.verify import ALL_OPEN, DENSE, WINDOW, VerifyConfig, verify
 from condense.evaluate.verify_report import verdict
-from condense.evaluate.verify_texts import TASKS, verify_texts
+from condense.evaluate.verify_texts import NEEDS, TASKS, needs_far, verify_texts
 from condense.tasks import encode_corpus
 
 CONFIG = VerifyConfig((320,), texts=1, questions=2, greedy=3)

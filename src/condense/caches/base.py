@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from condense.caches.store import Store
+from condense.caches.store import Store, join_writes
 from condense.methods import Context, Method
 from condense.ops import StepState
 from condense.plan import ForwardPlan
@@ -87,8 +87,8 @@ class CondensedCacheLayer(CacheLayerMixin):
 
     def after_attention(self) -> None:
         """Make later work wait for what `read` has begun to store while the layer attended."""
-        if (buffers := self._held()) is not None:
-            self.store.settle(buffers)
+        if (buffers := self._held()) is not None and buffers.is_apart:
+            join_writes(buffers.seen.device)
 
     @property
     def host_bytes(self) -> int:

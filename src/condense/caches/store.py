@@ -1,7 +1,7 @@
 """The store of exact tokens of closed groups: on the device of the other buffers, or in host memory.
 
 Beside tensors on a CUDA device, host memory is pinned: kernels read and write it in place. The tokens of a prompt are
-copied to it on a stream for writing, while attention of the same layer runs; `Store.settle` makes later work wait for
+copied to it on a stream for writing, while attention of the same layer runs; `join_writes` makes later work wait for
 that. A later piece of a prompt needs the stored tokens on the device: they are copied there on a stream for fetching,
 while the layer before runs. Beside tensors on the CPU, host memory is ordinary memory.
 
@@ -87,7 +87,7 @@ class Store:
     def write(self, store: Tensor, start: int, tokens: Tensor) -> None:
         """Write ``tokens`` ``[B, K, n, width]`` to columns ``[start, start + n)`` of a store.
 
-        One in host memory is written while other work goes on, until `settle`.
+        One in host memory is written while other work goes on, until `join_writes`.
         """
         self.forget()
         n = tokens.shape[2]
@@ -119,11 +119,6 @@ class Store:
             return store[:, :, :count].to(device)
         torch.cuda.current_stream(device).wait_stream(_streams(device).fetch)
         return fetched[:, :, :count]
-
-    def settle(self, buffers: StepState) -> None:
-        """Make what is given to the device's current stream from now on wait for all that `write` has begun."""
-        if buffers.is_apart:
-            _join_writes(buffers.seen.device)
 
     def forget(self) -> None:
         """Drop what was fetched: rows or tokens of the store are others now."""
@@ -187,10 +182,11 @@ def _begin_to_fetch(store: Tensor, count: int, device: torch.device) -> Tensor |
     return tokens
 
 
-def _join_writes(device: torch.device) -> None:
+def join_writes(device: torch.device) -> None:
+    """Make what is given to the device's current stream from now on wait for all that `Store.write` has begun."""
     torch.cuda.current_stream(device).wait_stream(_streams(device).write)
 
 
 def _finish_writes(device: torch.device) -> None:
-    _join_writes(device)
+    join_writes(device)
     torch.cuda.current_stream(device).synchronize()

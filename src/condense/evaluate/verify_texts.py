@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from condense.config import check_int
-from condense.evaluate.far_text import needs_far
 from condense.tasks import Corpus, PasskeySequence, SequenceBuilder, load_words
 
 COPIED = 128  # tokens of the copy that ends a text, an eighth of shorter texts
@@ -23,6 +22,10 @@ _SURE = 4  # the first quarter of a copy, which nothing announces, is not counte
 _PIECE = 512  # tokens read at a time, so that few logits are held
 DEPTHS = 5
 TASKS = ("numbers", "shared names")
+# tokens that need far text are those that a short context predicts worse (LongPPL, arXiv:2410.23771)
+_ROWS = 4  # short contexts read at a time
+SHORT = 2048  # tokens of the short context, at most
+NEEDS = 1.0  # nats that all the text must be worth more than the short context
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,31 @@ def read_copying(model: PreTrainedModel, text: Copying, dense: DenseReading, gre
         same = (wrote == dense.written.cpu()).tolist()
     by_place, apart_by_place = ([float(part.mean()) for part in x.tensor_split(BINS)] for x in (each, apart))
     return TextReading(sums, by_place, apart_by_place, same)
+
+
+@torch.no_grad()
+def needs_far(model: PreTrainedModel, ids: Tensor, losses: Tensor) -> Tensor:
+    """Tokens of the second half that a short context predicts worse by more than a nat, bool ``[L]``.
+
+    The context is of 2,048 to 2,560 tokens, or a quarter of shorter texts.
+
+    model: with dense attention. ids ``[L]`` int64, L >= 16. losses ``[L]``: with all context; those of the first half
+    are not read.
+    """
+    L = len(ids)
+    short = min(SHORT, L // 4)
+    block, result = short // 4, torch.zeros(L, dtype=torch.bool, device=ids.device)
+    # the last block ends with the text and may begin inside the one before it
+    starts = [min(start, L - block) for start in range(L // 2, L, block)]
+    for i in range(0, len(starts), _ROWS):
+        some = starts[i : i + _ROWS]
+        rows = torch.stack([ids[start - short : start + block] for start in some])
+        logits = model(input_ids=rows, use_cache=False, logits_to_keep=block + 1).logits[:, :-1]
+        targets = rows[:, -block:]
+        alone = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+        at = torch.tensor(some, device=ids.device)[:, None] + torch.arange(block, device=ids.device)
+        result[at.flatten()] = alone - losses[at.flatten()] > NEEDS
+    return result
 
 
 @torch.no_grad()
