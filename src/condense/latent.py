@@ -9,10 +9,8 @@ Shapes: B rows, H heads, L new tokens, S entries and tokens, d_c latent width, d
 key and query without position, key and query with position, value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -151,7 +149,7 @@ class LatentView(NamedTuple):
         *,
         new: tuple[Tensor, Tensor] | None = None,
         absorb: bool | None = None,
-    ) -> LatentView:
+    ) -> Self:
         """The view of a context of latents, as `condense.functional.extend` returns it, for q ``[B, H, L, d_n + d_r]``.
 
         new: keys and values per head of the window's last L tokens, if the caller has expanded them already.

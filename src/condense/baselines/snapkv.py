@@ -4,10 +4,8 @@ tokens, and reads the prompt itself with dense attention.
 Shapes: B rows, K KV heads, L tokens, D width.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -51,7 +49,7 @@ class SnapKV(Method):
         return first_tokens(window=None, kept=0, lookahead=Lookahead(False, "streaming_llm or recall"))
 
     @property
-    def prompt_reader(self) -> SnapKV:
+    def prompt_reader(self) -> Self:
         """Reads the whole prompt, then evicts tokens."""
         return self
 

@@ -4,9 +4,8 @@ tokens see all of them, so decode is dense. FlexPrefill and the patterns of MInf
 Shapes: B rows, H query heads, K KV heads, L tokens in N blocks of `BLOCK`, D and Dv widths. Rows choose separately.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ class SparsePrefill(Method):
         return first_tokens(window=None, kept=0, lookahead=Lookahead(False, "cca or recall"))
 
     @property
-    def prompt_reader(self) -> SparsePrefill:
+    def prompt_reader(self) -> Self:
         """Reads the whole prompt in one forward, because its last queries choose keys for all queries."""
         return self
 
@@ -38,7 +37,7 @@ class SparsePrefill(Method):
         """The keys for a prompt of one row, q ``[1, H, L, D]`` and k ``[1, K, L, D]``."""
         raise TypeError(f"{type(self).__name__} must define `choose`")
 
-    def for_latents(self, latent_width: int) -> SparsePrefill:
+    def for_latents(self, latent_width: int) -> Self:
         """The method itself: the cache keeps latents, and the keys expanded from them are those to choose from."""
         return self
 

@@ -4,9 +4,7 @@ A ring stores the token at position t of its row in slot ``t % W``.
 Shapes: B rows, K KV heads, M entries, W ring slots, N columns, D width.
 """
 
-from __future__ import annotations
-
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -27,7 +25,7 @@ class Room(NamedTuple):
     tokens: int
 
     @classmethod
-    def of(cls, method: Method, entries: int, tokens: int) -> Room:
+    def of(cls, method: Method, entries: int, tokens: int) -> Self:
         """For the entries, and for as many of the last ``tokens`` tokens as the method's window holds."""
         rule = method.layout.rule
         return cls(entries, max(1, tokens) if rule.window is None else min(max(1, tokens), rule.window + rule.chunk))

@@ -1,13 +1,11 @@
 """Results of a calibration: the loss of each layer, the curve of quality against cache, and the allocation."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -28,7 +26,7 @@ class Mean(NamedTuple):
     error: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Mean:
+    def of(cls, values: Sequence[float]) -> Self:
         """From one value per text, two at least."""
         return cls(float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(len(values)))
 

@@ -1,10 +1,9 @@
 """Figures with 95 % intervals: shares of right answers, and a setting beside dense attention, with the bars for it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -26,7 +25,7 @@ class Proportion:
     high: float
 
     @classmethod
-    def of(cls, outcomes: Sequence[bool]) -> Proportion:
+    def of(cls, outcomes: Sequence[bool]) -> Self:
         """From single outcomes. Without any, the share is NaN and the interval 0 to 1."""
         right, total = sum(outcomes), len(outcomes)
         if total == 0:
@@ -52,13 +51,13 @@ class Cell:
     n: int
 
     @classmethod
-    def of_losses(cls, arm: np.ndarray, dense: np.ndarray, tokens: np.ndarray) -> Cell:
+    def of_losses(cls, arm: np.ndarray, dense: np.ndarray, tokens: np.ndarray) -> Self:
         """From sums of losses and numbers of tokens per text, each ``[texts]``, with tokens in every text."""
         n = int(tokens.sum())
         return cls(*_paired(arm, dense, tokens, relative=False), float(dense.sum() / n), n)
 
     @classmethod
-    def of_answers(cls, arm: np.ndarray, dense: np.ndarray, questions: np.ndarray) -> Cell:
+    def of_answers(cls, arm: np.ndarray, dense: np.ndarray, questions: np.ndarray) -> Self:
         """From right answers and questions per text, each ``[texts]``."""
         n = int(questions.sum())
         return cls(*_paired(arm, dense, questions, relative=True), float(dense.sum() / n), n)

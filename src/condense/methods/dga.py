@@ -3,13 +3,11 @@
 Shapes: B rows, H query heads, K KV heads, L tokens, G chunks of c = m' tokens, p entries per chunk, D and Dv widths.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -125,7 +123,7 @@ class DGA(Method):
         )
 
     @property
-    def prompt_reader(self) -> DGA | None:
+    def prompt_reader(self) -> Self | None:
         """Reads the whole prompt, as in the paper's prefill, with ``selection="prompt"``."""
         return self if self.selection == "prompt" else None
 

@@ -3,11 +3,9 @@
 Shapes: c tokens per chunk, p entries per chunk. A chunk is the tokens that a method handles together.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
@@ -51,7 +49,7 @@ class FirstEntries(NamedTuple):
     single: PerRow = 0
 
     @classmethod
-    def of(cls, num: Tensor, single: Tensor) -> FirstEntries:
+    def of(cls, num: Tensor, single: Tensor) -> Self:
         """As many as the int64 CPU ``[B]`` say for each row."""
         return cls(int_if_equal(num), int_if_equal(single))
 

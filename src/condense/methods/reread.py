@@ -3,13 +3,11 @@
 Shapes: B rows, H query heads, K KV heads, L tokens of a prompt, c queries, S keys, N layers, D width.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -57,11 +55,11 @@ class Reread(Method):
         return first_tokens(window=None, kept=0, lookahead=Lookahead(False, "recall"))
 
     @property
-    def prompt_reader(self) -> Reread:
+    def prompt_reader(self) -> Self:
         """Reads the whole prompt and keeps it until it is read again."""
         return self
 
-    def for_latents(self, latent_width: int) -> Reread:
+    def for_latents(self, latent_width: int) -> Self:
         """The method itself: latents are one KV head, which scores by all query heads."""
         return self
 

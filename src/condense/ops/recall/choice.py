@@ -3,11 +3,9 @@
 Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, G groups, D key width.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -29,7 +27,7 @@ class Quota(NamedTuple):
     of: int = 1
 
     @classmethod
-    def of_share(cls, share: float) -> Quota:
+    def of_share(cls, share: float) -> Self:
         """The quota for a share between 0 and 1, in exact arithmetic: 0.55 of 100 is 55, not 56.
 
         The share becomes the nearest fraction whose denominator fits into 31 bits: 0.3333333333333333 is a third.

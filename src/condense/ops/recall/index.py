@@ -8,11 +8,9 @@ backends. What is kept of a token depends on its key alone, so that the index of
 Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, D key width, W = ceil(D / 8) bytes of signs.
 """
 
-from __future__ import annotations
-
 import functools
 import random
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -37,9 +35,9 @@ class GroupIndex(NamedTuple):
         """Groups that the index has room for, G."""
         return self.signs.shape[2]
 
-    def narrow(self, start: int, stop: int) -> GroupIndex:
+    def narrow(self, start: int, stop: int) -> Self:
         """Groups ``[start, stop)``, a view."""
-        return GroupIndex(*(x[:, :, start:stop] for x in self))
+        return type(self)(*(x[:, :, start:stop] for x in self))
 
     def turned(self, D: int, dtype: torch.dtype) -> Tensor:
         """The signs of all tokens as 1 and -1, ``[B, K, G, g, D]`` in ``dtype``."""

@@ -4,11 +4,9 @@ Shapes: R requests, T new tokens of all requests, K KV heads, P pages, N slots o
 widths, g tokens per group.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -29,13 +27,13 @@ class Pages(NamedTuple):
         """Slots of a page, N."""
         return self.cache.shape[2]
 
-    def view(self, dtype: torch.dtype) -> Pages:
+    def view(self, dtype: torch.dtype) -> Self:
         """The same pages, their bytes read as numbers of another dtype."""
-        return Pages(self.cache.view(dtype), self.table)
+        return self._replace(cache=self.cache.view(dtype))
 
-    def first(self, count: int) -> Pages:
+    def first(self, count: int) -> Self:
         """The pages of the first ``count`` requests."""
-        return Pages(self.cache, self.table[:count])
+        return self._replace(table=self.table[:count])
 
 
 class PagedState(NamedTuple):
@@ -61,10 +59,10 @@ class PagedState(NamedTuple):
         """True if entries stand in records."""
         return self.entries.cache.dtype == torch.uint8
 
-    def first(self, count: int) -> PagedState:
+    def first(self, count: int) -> Self:
         """The state of the first ``count`` requests."""
         ring = None if self.ring is None else self.ring.first(count)
-        return PagedState(self.window.first(count), self.entries.first(count), ring)
+        return type(self)(self.window.first(count), self.entries.first(count), ring)
 
 
 @dataclass(frozen=True)
