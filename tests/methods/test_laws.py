@@ -47,7 +47,7 @@ def test_a_changed_token_leaves_earlier_outputs_bit_equal(backend, method, dtype
     check_earlier_outputs(backend, method, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("method", RECALLS.values(), ids=RECALLS)
 def test_a_changed_token_leaves_earlier_outputs_of_recall_bit_equal(method, backend, dtype, monkeypatch):

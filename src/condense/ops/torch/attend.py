@@ -18,7 +18,7 @@ from condense.ops.extras import soft_cap
 from condense.ops.spans import Hull, Source, Spans
 from condense.ops.tensors.bias import joined_bias
 
-# With more keys per query than this, or with a soft cap, blocks are computed again in the backward pass, because
+# With more keys per query than this, with a soft cap, or with biases of keys' own, blocks are computed again in the backward pass, because
 # keeping their keys, masks and scores would take too much memory: the number of entries grows with L.
 _MAX_KEPT = 4
 
@@ -28,7 +28,7 @@ class BlockKeys(NamedTuple):
 
     mask: bool ``[B|1, K|1, L, S]``, True where a query sees a key. empty: bool ``[B|1, K|1, L, 1]``, queries that see
     nothing; their rows of the mask are all True. Both are None if every query sees every key. bias: ``[B|1, K|1, M]``
-    of the first M keys, None for none.
+    of the first M keys, None for none. own: each of these keys has a bias of its own, which depends on its tokens.
     """
 
     k: Tensor
@@ -36,6 +36,7 @@ class BlockKeys(NamedTuple):
     mask: Tensor | None
     empty: Tensor | None
     bias: Tensor | None
+    own: bool = False
 
 
 def attend(
@@ -59,6 +60,7 @@ def attend(
             q, window.k, window.v, dropout_p=dropout_p, scale=scale, enable_gqa=H != K, **causal
         )
         return out, None
+    own = any(isinstance(source.bias, Tensor) for source in sources)
     size = _block_size(q.device, H // K)
     blocks = [(start, min(start + size, L)) for start in range(0, L, size)]
     hulls = spans.hulls(blocks)
@@ -68,14 +70,14 @@ def attend(
         v = torch.cat([source.v[:, :, lo:hi] for source, (lo, hi) in zip(sources, hulls, strict=True)], dim=2)
         stop = start + q.shape[2]
         mask, empty = (None, None) if spans.is_hull(start, stop) else _visible(spans, start, stop, hulls, q.device)
-        keys = BlockKeys(k, v, mask, empty, _bias(sources, hulls, q.device))
+        keys = BlockKeys(k, v, mask, empty, _bias(sources, hulls, q.device), own)
         return attend_block(q, keys, scale=scale, softcap=softcap, dropout_p=dropout_p, return_lse=return_lse)
 
     work = zip(q.split(size, dim=2), blocks, hulls, strict=True)
     tensors = [q, *(x for source in sources for x in (source.k, source.v))]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         num_keys = sum(hi - lo for hulls_of_block in hulls for lo, hi in hulls_of_block)
-        if num_keys > _MAX_KEPT * L or softcap:
+        if num_keys > _MAX_KEPT * L or softcap or own:
             block = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=dropout_p > 0)
         parts = [block(q_block, start, hulls_of_block) for q_block, (start, _), hulls_of_block in work]
         out = torch.cat([part[0] for part in parts], dim=2)
@@ -136,7 +138,7 @@ def attend_block(
 
     Then log-sum-exp ``[B, H, L]`` if asked for, else an empty tensor.
     """
-    k, v, mask, empty, bias = keys
+    k, v, mask, empty, bias, own = keys
     B, H, L, _ = q.shape
     K, S = k.shape[1], k.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -146,18 +148,22 @@ def attend_block(
         return nothing.expand(B, H, L, v.shape[-1]), torch.full((B, H, L), float("-inf"), dtype=wide, device=q.device)
     # heads that share a KV head become rows of one call, so that each key is read once for all of them
     rows = q.unflatten(1, (K, H // K)).flatten(2, 3)
-    attn_mask = None if bias is None or bias.shape[-1] == 0 else _key_offsets(bias.to(wide), S, q.dtype)[:, :, None]
+    # PyTorch's fused attention has no soft cap, and takes biases in q's dtype only: rounded to 16 bits, those that depend
+    # on tokens would need a constant from all of them, later ones too
+    apart = softcap > 0 or (own and q.dtype.itemsize < 4)
+    attn_mask = None
+    if not apart and bias is not None and bias.shape[-1] > 0:
+        attn_mask = _key_offsets(bias.to(wide), S, q.dtype)[:, :, None]
     if mask is not None and empty is not None:
         mask, empty = (x[:, :, None].expand(-1, -1, H // K, -1, -1).flatten(2, 3) for x in (mask, empty))
         # a query that sees nothing may hold NaN: zeroed here, and its output below, so that no gradient is NaN
         rows = rows.masked_fill(empty, 0.0)
         attn_mask = mask if attn_mask is None else attn_mask.masked_fill(~mask, float("-inf"))
     lse = q.new_empty(0)
-    if softcap or return_lse:
+    if apart or return_lse:
         scores = _scores(rows, k, bias, mask, scale, softcap)
         lse = scores.logsumexp(-1) if return_lse else lse
-    if softcap:
-        # PyTorch's fused attention has no soft cap
+    if apart:
         out = (F.dropout(scores.softmax(-1), dropout_p) @ v.to(wide)).to(q.dtype)
     else:
         out = F.scaled_dot_product_attention(rows, k, v, attn_mask=attn_mask, dropout_p=dropout_p, scale=scale)
@@ -190,7 +196,7 @@ def _key_offsets(bias: Tensor, S: int, dtype: torch.dtype) -> Tensor:
     Fused attention takes the mask in the dtype of q, and rounding ln(16) to bfloat16 changes a weight by 0.7 percent.
     A constant added to all scores does not change a softmax, so the largest bias, rounded to ``dtype``, is subtracted
     from every key: biases near the largest become small numbers, which round with a small error, and keys without a
-    bias get the negated constant, which is exact.
+    bias get the negated constant, which is exact. In 16 bits biases must not depend on tokens.
     """
     offsets = F.pad(bias, (0, S - bias.shape[-1]))
     if dtype.itemsize < 4:

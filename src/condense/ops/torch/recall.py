@@ -51,7 +51,8 @@ def attend_recall(
         mask = torch.cat(masks, dim=-1)
         empty = ~mask.any(-1, keepdim=True)
         k, v = torch.cat([source.k for source in seen], dim=2), torch.cat([source.v for source in seen], dim=2)
-        keys = BlockKeys(k, v, mask | empty, empty, bias[..., :n] if pool and bias is not None else None)
+        of_entries = bias[..., :n] if pool and bias is not None else None
+        keys = BlockKeys(k, v, mask | empty, empty, of_entries, isinstance(entries.bias, Tensor))
         return attend_block(q, keys, scale=scale, softcap=softcap, return_lse=return_lse)
 
     tensors = (q, entries.k, entries.v, store.k, store.v, window.k, window.v)

@@ -129,7 +129,8 @@ def attend(call: StepCall, seen: Tensor, alive: Tensor, own: OwnEntries) -> tupl
     keys, sees = torch.cat(k, dim=2), torch.cat([x.expand(-1, heads, -1) for x in masks], dim=2)[:, :, None]
     values = keys[..., :latent] if latent else torch.cat(v, dim=2)
     empty = ~(alive[:, None, None, None] & sees.any(-1, keepdim=True))
-    block = BlockKeys(keys, values, sees | empty, empty, _bias(state, settings, own))
+    differ = settings.matched or own.bias is not None
+    block = BlockKeys(keys, values, sees | empty, empty, _bias(state, settings, own), differ)
     return attend_block(q, block, scale=call.scale, softcap=call.extras.softcap, return_lse=call.extras.needs_lse)
 
 
