@@ -1,7 +1,7 @@
 """The tables of `docs/serving.md` and its picture: what `benchmarks/serving` measured.
 
 The page names its results; a table stands between ``<!-- NAME -->`` and ``<!-- /NAME -->`` and is written anew:
-``decode LENGTH``, ``first and traffic`` and ``paged``. Every process of `speed.py` is a round; a cell is the median of
+``decode LENGTH``, ``first and traffic``, ``paged`` and ``recall``. Every process of `speed.py` is a round; a cell is the median of
 rounds, with the least and the most in brackets.
 """
 
@@ -13,7 +13,7 @@ from condense.plots import plot_lines
 
 LENGTHS = (4097, 32769, 130561)
 NAMES = ("dense", "condensed")
-_BLOCK = re.compile(r"(<!-- ((?:decode|first|paged).*?) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- ((?:decode|first|paged|recall).*?) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 
 
 def fill(page, documents, picture=None):
@@ -25,6 +25,8 @@ def fill(page, documents, picture=None):
     rounds = {name: [content for content in speed if content["attention"] == name] for name in NAMES}
     makers = {f"decode {length}": lambda length=length: _decode_table(rounds, length) for length in LENGTHS}
     makers |= {"first and traffic": lambda: _traffic_table(rounds), "paged": lambda: _paged_table(paged)}
+    recall = {content["attention"]: [content] for content in _named(text, documents, "recall-speed")}
+    makers["recall"] = lambda: _decode_table(recall, LENGTHS[-1])
     page.write_text(_BLOCK.sub(lambda block: block[1] + makers[block[2]]() + block[3], text), encoding="utf-8")
     if picture is not None:
         _draw(rounds, picture)

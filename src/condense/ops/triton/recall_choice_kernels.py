@@ -141,7 +141,7 @@ def recall_cells_kernel(
     tl.store(picked_ptr + query[:, None] * PICKED + slot, tl.full([BQ, PICKED], CELLS, tl.int32), mask=unused)
 
 
-class _Scores(NamedTuple):
+class _RowScores(NamedTuple):
     """Scores of a KV head's queries: pointers to those of groups and to log-sum-exps; indices of the queries in the
     block; rows of the block; closed groups of each query.
     """
@@ -198,7 +198,7 @@ def recall_groups_kernel(
     groups_at = groups_ptr + ((tl.program_id(1).to(tl.int64) * L + i) * r)[:, None]
     unused = (place >= wanted[:, None]) & (place < r) & (i < stop)[:, None]
     tl.store(groups_at + place, tl.zeros([BQ, PLACES], tl.int32) + G, mask=unused)
-    scores = _Scores(score_ptr + head * cells * lines * C, lse_ptr + head * lines, query, lines, closed)
+    scores = _RowScores(score_ptr + head * cells * lines * C, lse_ptr + head * lines, query, lines, closed)
     if picked_ptr is not None:
         cell = tl.load(picked_ptr + line[:, None] * PICKED + tl.arange(0, PICKED)[None, :])
         _open(scores, cell, wanted, tl.load(floor_ptr + line), groups_at, R, C)
