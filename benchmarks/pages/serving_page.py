@@ -1,8 +1,8 @@
 """The tables of `docs/serving.md` and its picture: what `benchmarks/serving` measured.
 
 The page names its results; a table stands between ``<!-- NAME -->`` and ``<!-- /NAME -->`` and is written anew:
-``decode LENGTH``, ``first and traffic``, ``paged`` and ``recall``. Every process of `speed.py` is a round; a cell is the median of
-rounds, with the least and the most in brackets.
+``decode LENGTH``, ``first and traffic``, ``paged`` and ``recall``. Every process of `speed.py` is a round; a cell is
+the median of rounds, with the least and the most in brackets.
 """
 
 import re

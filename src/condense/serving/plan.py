@@ -26,6 +26,7 @@ from condense.methods import Dense, Method, Recall, StreamingLLM, layers_as_text
 from condense.methods.grouped import GroupPooling
 from condense.ops import StepSettings
 from condense.ops.step import record_format
+from condense.ops.triton.limits import MAX_GROUP_SIZE
 
 # pages hold a multiple of so many slots: a tile of keys in a kernel is a few whole pages
 SLOTS = 16
@@ -67,9 +68,10 @@ class ServingPlan:
     def has_step(self) -> bool:
         """True if single tokens are read without a wait for the host, so that graphs may record them.
 
-        Pooled groups in records are read request by request.
+        Pooled groups in records are read request by request, as are groups that are too large for the kernels that
+        choose.
         """
-        return not self.has_records or self.settings.choice is not None
+        return not self.has_records or (self.settings.choice is not None and self.group_size <= MAX_GROUP_SIZE)
 
     def entry_slots(self, tokens: int) -> int:
         """Slots of a page of entries that covers so many tokens: a divisor of them.

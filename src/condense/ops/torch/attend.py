@@ -18,8 +18,9 @@ from condense.ops.extras import soft_cap
 from condense.ops.spans import Hull, Source, Spans
 from condense.ops.tensors.bias import joined_bias
 
-# With more keys per query than this, with a soft cap, or with biases of keys' own, blocks are computed again in the backward pass, because
-# keeping their keys, masks and scores would take too much memory: the number of entries grows with L.
+# With more keys per query than this, with a soft cap, or with biases of keys' own, blocks are computed again in the
+# backward pass, because keeping their keys, masks and scores would take too much memory: the number of entries grows
+# with L.
 _MAX_KEPT = 4
 
 
@@ -148,8 +149,8 @@ def attend_block(
         return nothing.expand(B, H, L, v.shape[-1]), torch.full((B, H, L), float("-inf"), dtype=wide, device=q.device)
     # heads that share a KV head become rows of one call, so that each key is read once for all of them
     rows = q.unflatten(1, (K, H // K)).flatten(2, 3)
-    # PyTorch's fused attention has no soft cap, and takes biases in q's dtype only: rounded to 16 bits, those that depend
-    # on tokens would need a constant from all of them, later ones too
+    # PyTorch's fused attention has no soft cap, and takes biases in q's dtype only: to round them well in 16 bits takes
+    # a constant from all of them, which those of later tokens must not move
     apart = softcap > 0 or (own and q.dtype.itemsize < 4)
     attn_mask = None
     if not apart and bias is not None and bias.shape[-1] > 0:
