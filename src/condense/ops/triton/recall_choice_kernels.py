@@ -155,6 +155,7 @@ class _RowScores(NamedTuple):
 
 @triton.jit
 def _all_cells(BQ: tl.constexpr, CELLS: tl.constexpr):
+    """The first CELLS cells for each of BQ queries, int32 ``[BQ, CELLS]``."""
     return tl.zeros([BQ, 1], tl.int32) + tl.arange(0, CELLS)[None, :]
 
 

@@ -183,8 +183,10 @@ def _load_codes(pieces, at, d, there, WIDTH: tl.constexpr, FORM: tl.constexpr, C
 
 @triton.constexpr_function
 def _number_asm(AT):
-    """Assembly for two numbers of codes in bits ``[AT, AT + 4)`` of words: 128 plus a code, less 128, times a step,
-    plus a zero. That is rounded once, to bfloat16, and so alike: a sum of these has fewer digits than float32.
+    """Assembly for two bfloat16 numbers ``zero + step * code`` of the codes in bits ``[AT, AT + 4)`` of int16 words.
+
+    A code in the last bits of 128.0 makes 128 plus the code, from which 128 is taken exactly. The product and the sum
+    are rounded once, to bfloat16; in float32 neither needs rounding, so `to_numbers` gives the same bits.
     """
     return f"""{{ .reg .b32 c, one, least;
         mov.b32 one, 0x3F803F80;
