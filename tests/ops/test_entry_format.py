@@ -5,6 +5,7 @@ import torch
 
 from condense.ops.entries import BLOCK_WIDTH, EntryFormat
 from condense.ops.recall import StoreFormat
+from condense.ops.tensors.codes import quantise
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 WIDTHS = [1, 2, 11, 32, 80, 192]
@@ -174,3 +175,12 @@ def test_bytes_of_a_token():
     assert StoreFormat(4, 16).width(128, 128, 2) == 128 + 4 + 32
     with pytest.raises(ValueError, match="store_bits=4 needs keys and values of even widths, got 5 and 4: use"):
         StoreFormat(4, 16).width(5, 4, 2)
+
+
+@pytest.mark.parametrize("offset", [0.001, 1.0, 50.0, 10000.0])
+def test_float32_holds_bfloat16_numbers_of_four_bits_exactly(offset):
+    """So a sum that is rounded once, to bfloat16, as in the step's kernel, has the bits of one in float32."""
+    generator = torch.Generator().manual_seed(0)
+    x, middle = (torch.randn(4, n, 64, generator=generator) for n in (16, 1))
+    codes, step, zero = (y.double() for y in quantise((x + offset * middle).bfloat16(), 1, 4, torch.bfloat16))
+    assert torch.equal((zero.float() + step.float() * codes.float()).double(), zero + step * codes)
