@@ -173,7 +173,10 @@ def paged(cells: Cells, name: str, method: Method, dtype: torch.dtype, backend: 
         starts = [0, *itertools.accumulate(lengths)]
         new = NewTokens(starts, seen, torch.tensor(seen, dtype=torch.int32), 3 if step else 1)
         outs.append(torch.zeros_like(q))
-        read_paged((q, k, v), state, new, plan.settings, scale=SCALE, out=outs[-1], backend=backend)
+        try:
+            read_paged((q, k, v), state, new, plan.settings, scale=SCALE, out=outs[-1], backend=backend)
+        except ValueError as error:
+            return put(cells, name, str(error))
     return put(cells, name, *outs, *(x.cache for x in state if x is not None))
 
 
