@@ -128,9 +128,7 @@ def _remark(heads: _Heads, method: Method, length: int, itemsize: int) -> str | 
 class _Heads:
     """A layer's heads and the cost of its attention.
 
-    entry_numbers: numbers in one entry, or one token, of all KV heads. scored: numbers of these that a summary query
-    scores. cached_widths: widths of a head's cached keys and values; latents are one head, whose values are part of its
-    keys.
+    cached: the heads that are cached: KV heads, one for latents, whose values are part of its keys.
 
     FLOPs beside attention: summary_flops per token, for its summary query; entry_flops per condensed entry, to expand
     it to keys and values; absorb_flops per token, to turn its query into a query on latents.
@@ -139,11 +137,9 @@ class _Heads:
     num_q: int
     width: int
     value_width: int
-    entry_numbers: int
-    scored: int
-    cached_widths: tuple[int, int]
+    cached: CachedHeads
     summary_flops: int
-    entry_flops: int
+    entry_flops: int = 0
     absorb_flops: int = 0
 
     @classmethod
@@ -152,20 +148,22 @@ class _Heads:
         num_q = config.num_attention_heads
         if is_latent(module):
             d_n, d_r, d_v = module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim
-            numbers = module.kv_lora_rank + d_r
             absorbed, expanded = (2 * num_q * module.kv_lora_rank * d for d in (d_n, d_n + d_v))
-            widths = (numbers, module.kv_lora_rank)
-            return cls(num_q, d_n + d_r, d_v, numbers, numbers, widths, absorbed + num_q * d_r, expanded, absorbed)
+            latents = CachedHeads(1, module.kv_lora_rank + d_r, 0)
+            return cls(num_q, d_n + d_r, d_v, latents, absorbed + num_q * d_r, expanded, absorbed)
         num_kv = getattr(config, "num_key_value_heads", None) or num_q
         width = getattr(config, "head_dim", None) or config.hidden_size // num_q
-        return cls(num_q, width, width, num_kv * 2 * width, num_kv * width, (width, width), num_q * width, 0)
+        return cls(num_q, width, width, CachedHeads(num_kv, width, width), num_q * width)
 
     @property
-    def cached(self) -> CachedHeads:
-        """The heads that are cached: KV heads, one for latents."""
-        D = self.cached_widths[0]
-        num = self.scored // D
-        return CachedHeads(num, D, self.entry_numbers // num - D)
+    def scored(self) -> int:
+        """Numbers of one entry, or one token, of all KV heads that a summary query scores."""
+        return self.cached.num * self.cached.width
+
+    @property
+    def entry_numbers(self) -> int:
+        """Numbers in one entry, or one token, of all KV heads."""
+        return self.scored + self.cached.num * self.cached.value_width
 
     def dense_flops(self, length: int, window: int | None = None) -> int:
         least = length if window is None else min(length, window)
@@ -217,7 +215,7 @@ class _Heads:
             closed = opened = 0
         visible = length * (length + 1) // 2 - (closed - opened) * rule.chunk
         visible += closed - opened if choice.pool else 0
-        asked = self.num_q * 2 * closed * rule.chunk * self.cached_widths[0]
+        asked = self.num_q * 2 * closed * rule.chunk * self.cached.width
         asked += length * self.absorb_flops if closed else 0
         made = groups if choice.pool else 0
         pooled = made * rule.chunk * 2 * self.entry_numbers
