@@ -34,22 +34,38 @@ def attend(
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """See `condense.ops.attend`. Materialises ``[B, H, L, S]`` scores."""
-    H, L = q.shape[1], q.shape[2]
-    K, sizes = sources[0].k.shape[1], [source.k.shape[2] for source in sources]
-    wide = torch.promote_types(q.dtype, torch.float32)
-    k = torch.cat([source.k for source in sources], dim=2).to(wide)
-    v = torch.cat([source.v for source in sources], dim=2).to(wide)
-    mask = visible(spans, 0, L, sizes, q.device)[:, :, None]
+    sizes = [source.k.shape[2] for source in sources]
+    k, v = torch.cat([source.k for source in sources], dim=2), torch.cat([source.v for source in sources], dim=2)
+    mask = visible(spans, 0, q.shape[2], sizes, q.device)[:, :, None]
+    bias = joined_bias([source.bias for source in sources], sizes, q.device)
+    out, lse = attend_masked(q, k, v, mask, bias, scale=scale, softcap=softcap, dropout_p=dropout_p)
+    return out, lse if return_lse else None
+
+
+def attend_masked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    bias: Tensor | None,
+    *,
+    scale: float,
+    softcap: float,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of queries over keys k and values v of all sources, where mask ``[B|1, K|1, 1, L, S]``.
+
+    bias: ``[B|1, K|1, S]``, None for none. A query that sees nothing gives 0 and -inf.
+    """
+    K, wide = k.shape[1], torch.promote_types(q.dtype, torch.float32)
     empty = ~mask.any(-1, keepdim=True)
     # a query that sees nothing, which may hold NaN, is set to 0 and sees all keys here; its output is zeroed below
-    q_BKRLD = q.to(wide).unflatten(1, (K, H // K)).masked_fill(empty, 0.0)
-    scores = soft_cap(torch.einsum("bkrld,bksd->bkrls", q_BKRLD, k) * scale, softcap)
-    bias = joined_bias([source.bias for source in sources], sizes, q.device)
+    q_BKRLD = q.to(wide).unflatten(1, (K, -1)).masked_fill(empty, 0.0)
+    scores = soft_cap(torch.einsum("bkrld,bksd->bkrls", q_BKRLD, k.to(wide)) * scale, softcap)
     if bias is not None:
         scores = scores + bias.to(wide)[:, :, None, None, :]
     scores = scores.masked_fill(~(mask | empty), float("-inf"))
-    lse = scores.logsumexp(-1)
     weights = torch.nn.functional.dropout(scores.softmax(-1), dropout_p)
-    out = torch.einsum("bkrls,bksd->bkrld", weights, v).masked_fill(empty, 0.0)
-    lse = lse.masked_fill(empty[..., 0], float("-inf"))
-    return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2) if return_lse else None
+    out = torch.einsum("bkrls,bksd->bkrld", weights, v.to(wide)).masked_fill(empty, 0.0)
+    lse = scores.logsumexp(-1).masked_fill(empty[..., 0], float("-inf"))
+    return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
