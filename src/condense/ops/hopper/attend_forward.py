@@ -89,8 +89,8 @@ class Scores(NamedTuple):
     sizes: Any
 
 
-class AttendMemory(NamedTuple):
-    """Shared memory. k, v: rings of keys (in parts) and of values.
+class Memory(NamedTuple):
+    """Shared memory. k, v: rings of keys and of values, both in parts.
 
     k_full, k_empty, v_full, v_empty: barriers that mark a slot of a ring as full or empty. turns: barriers by which the
     two groups take turns.
@@ -130,6 +130,25 @@ class Online(NamedTuple):
     p: Any
     m: Any
     total: Any
+
+
+@gluon.jit
+def memory_of(k_rings, v_rings, STAGES: gl.constexpr):
+    """The `Memory` of these rings, with barriers that nobody has passed yet."""
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=2)
+        mbarrier.init(v_empty.index(stage), count=2)
+    for group in gl.static_range(2):
+        mbarrier.init(turns.index(group), count=1)
+    hopper.fence_async_shared()
+    return Memory(k_rings, v_rings, k_full, k_empty, v_full, v_empty, turns)
 
 
 @gluon.jit
@@ -243,7 +262,7 @@ def _produce(k, k_rest, v, problem, memory, BN: gl.constexpr, STAGES: gl.constex
                 if source == n:
                     k_parts = (k[n], k_rest[n]) if len(k_rest) > 0 else (k[n],)
                     _load(k_parts, row, at, memory.k, memory.k_full, memory.k_empty, count, STAGES)
-                    _load((v[n],), row, at, (memory.v,), memory.v_full, memory.v_empty, count, STAGES)
+                    _load((v[n],), row, at, memory.v, memory.v_full, memory.v_empty, count, STAGES)
             count += 1
 
 
@@ -264,8 +283,8 @@ def _scores(q, memory, count, BN: gl.constexpr, STAGES: gl.constexpr):
 def _add_values(p, acc, memory, count, BN: gl.constexpr, STAGES: gl.constexpr):
     """Start adding one block's weighted values, which have arrived, to the accumulator."""
     operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    p = gl.convert_layout(p.to(memory.v.dtype), operand)
-    v = memory.v.index(count % STAGES).reshape([BN, acc.type.shape[1]])
+    p = gl.convert_layout(p.to(memory.v[0].dtype), operand)
+    v = memory.v[0].index(count % STAGES).reshape([BN, acc.type.shape[1]])
     return hopper.warpgroup_mma(p, v, acc, is_async=True)
 
 
@@ -444,22 +463,8 @@ def attend_fwd_hopper_kernel(
         q1 = gl.allocate_shared_memory(dtype, [2, ROWS, D1], gl.NVMMASharedLayout.get_default_for([ROWS, D1], dtype))
         queries, k_rings = (q0, q1), (k0_ring, gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D1], k0_rest.layout))
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D0], v0.layout)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=2)
-        mbarrier.init(v_empty.index(stage), count=2)
-    for group in gl.static_range(2):
-        mbarrier.init(turns.index(group), count=1)
-    hopper.fence_async_shared()
-
     tensors = (q_ptr, s_q, out_ptr, lse_ptr)
-    memory = AttendMemory(k_rings, v_ring, k_full, k_empty, v_full, v_empty, turns)
+    memory = memory_of(k_rings, (v_ring,), STAGES)
     gl.warp_specialize([
         (_consume, (
             tensors, queries, problem, scores, memory, D0, D1, BN, STAGES, KIND, BIASED, 0,

@@ -22,10 +22,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from condense.ops.hopper.attend_forward import ROWS, Online, _fetch_queries, _packed, _rows, _tile
+from condense.ops.hopper.attend_forward import (
+    ROWS,
+    Online,
+    _fetch_queries,
+    _packed,
+    _rows,
+    _scores,
+    _spans_of_row,
+    _tile,
+    memory_of,
+)
 from condense.ops.triton.attend_forward import VARYING
 from condense.ops.triton.device.records import RowSpans, Rule, Start
-from condense.ops.triton.device.rule import start_of_row, visible
+from condense.ops.triton.device.rule import visible
 from condense.ops.triton.recall_attend_kernels import BLOCK
 from condense.ops.triton.recall_choice_kernels import row_of_words
 
@@ -63,22 +73,6 @@ class RecallWork(NamedTuple):
     words: Any
     room: Any
     spans: Any
-
-
-class RecallMemory(NamedTuple):
-    """Shared memory. k, v: rings of keys and of values, in parts.
-
-    k_full, k_empty, v_full, v_empty: barriers that mark a slot of a ring as full or empty. turns: barriers by which the
-    two groups take turns.
-    """
-
-    k: Any
-    v: Any
-    k_full: Any
-    k_empty: Any
-    v_full: Any
-    v_empty: Any
-    turns: Any
 
 
 class Lists(NamedTuple):
@@ -148,14 +142,6 @@ def _of_tokens(BN, g):
 
 
 @gluon.jit
-def _spans_of(row, problem, FORM: gl.constexpr):
-    KIND: gl.constexpr = FORM.kind
-    spans = problem.spans
-    start = start_of_row(row.b.to(gl.int64), spans.start, spans.arrays, KIND)
-    return RowSpans(spans.rule, start, 0, 0)
-
-
-@gluon.jit
 def _stream(first, row, count, problem, FORM: gl.constexpr):
     """The `RecallStream` of a tile whose first query is ``first`` and which opens ``count`` groups.
 
@@ -164,7 +150,7 @@ def _stream(first, row, count, problem, FORM: gl.constexpr):
     BN: gl.constexpr = FORM.BN
     KIND: gl.constexpr = FORM.kind
     last = gl.minimum(first + 2 * ROWS // problem.R, problem.L) - 1
-    spans = _spans_of(row, problem, FORM)
+    spans = _spans_of_row(problem.spans, row, KIND)
     lo, _ = visible(1, first, row, spans, KIND)
     _, hi = visible(1, last, row, spans, KIND)
     # a tile that sees nothing reads one block, all masked
@@ -236,20 +222,6 @@ def _produce(sources, lists, problem, memory, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _scores(q, memory, at, FORM: gl.constexpr):
-    """Start the product of queries and one block of keys."""
-    BN: gl.constexpr = FORM.BN
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    stage = at % FORM.stages
-    mbarrier.wait(memory.k_full.index(stage), at // FORM.stages & 1)
-    s = gl.zeros([ROWS, BN], gl.float32, layout)
-    for part in gl.static_range(len(q)):
-        k = memory.k[part].index(stage).reshape([BN, PART])
-        s = hopper.warpgroup_mma(q[part], k.permute([1, 0]), s, use_acc=part > 0, is_async=True)
-    return s
-
-
-@gluon.jit
 def _add_values(p, acc, memory, at, FORM: gl.constexpr):
     """Start adding one block's weighted values, which have arrived, to the accumulators."""
     operand: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
@@ -279,7 +251,7 @@ def _softmax(s, m, total, level, scale):
 def _first(view, stream, memory, at, rows, FORM: gl.constexpr):
     """Read the first block of a tile, which is one of the window's; its values are not added yet."""
     STAGES: gl.constexpr = FORM.stages
-    s = _scores(view.q, memory, at, FORM)
+    s = _scores(view.q, memory, at, FORM.BN, STAGES)
     s = hopper.warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(memory.k_empty.index(at % STAGES))
     n = stream.window + gl.arange(0, FORM.BN, layout=gl.SliceLayout(0, s.type.layout))
@@ -325,7 +297,7 @@ def _step(
     for t in range(count):
         at = now + t
         mbarrier.wait(memory.turns.index(GROUP), ((at - 1 - view.piece) & 1) ^ (1 - GROUP))
-        s = _scores(view.q, memory, at, FORM)
+        s = _scores(view.q, memory, at, BN, STAGES)
         added = _add_values(p, acc, memory, at - 1, FORM)
         mbarrier.arrive(memory.turns.index(1 - GROUP))
         n = start + t * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
@@ -396,7 +368,7 @@ def _consume(
             _fetch_queries(q[part], q_ptr, s_q, first, row, R, L, part * PART, PART, GROUP)
         hopper.fence_async_shared()
         stream = _stream(first, row, count, problem, FORM)
-        spans = _spans_of(row, problem, FORM)
+        spans = _spans_of_row(problem.spans, row, KIND)
         i, r, real = _rows(first, j, L, R)
         lo, hi = visible(1, i, row, spans, KIND)
         _, closed = visible(0, i, row, spans, KIND)
@@ -467,22 +439,9 @@ def recall_fwd_hopper_kernel(
         queries += (gl.allocate_shared_memory(dtype, [2, ROWS, PART], of_queries),)
         k_rings += (gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, PART], window_k.layout),)
         v_rings += (gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, PART], window_v.layout),)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=2)
-        mbarrier.init(v_empty.index(stage), count=2)
-    for group in gl.static_range(2):
-        mbarrier.init(turns.index(group), count=1)
-    hopper.fence_async_shared()
     sources = (entries_k, entries_v, store_k, store_v, window_k, window_v)
     tensors, lists = (q_ptr, s_q, out_ptr, lse_ptr, L), Lists(words_ptr, group_ptr, word_ptr, count_ptr)
-    memory = RecallMemory(k_rings, v_rings, k_full, k_empty, v_full, v_empty, turns)
+    memory = memory_of(k_rings, v_rings, STAGES)
     gl.warp_specialize([
         (_consume, (tensors, queries, lists, problem, level, scale, memory, FORM, 0)),
         (_consume, (tensors, queries, lists, problem, level, scale, memory, FORM, 1)),
