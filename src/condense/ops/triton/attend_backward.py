@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from condense.ops.triton.attend_forward import VARYING
+from condense.ops.triton.attend_forward import VARYING, over_source
 from condense.ops.triton.device.parts import add_weighted, load_block, load_rows, parts, products, store_rows, zeros
 from condense.ops.triton.device.records import (
     BackwardQueries,
@@ -25,7 +25,7 @@ from condense.ops.triton.device.records import (
     Sources,
     Start,
 )
-from condense.ops.triton.device.rule import begins_at_0, cut, seen_by, split, start_of_row, tile_rows, visible
+from condense.ops.triton.device.rule import begins_at_0, seen_by, split, start_of_row, tile_rows, visible
 from condense.ops.triton.device.scores import soft_cap
 
 
@@ -54,6 +54,23 @@ def dq_keys(
     return dq
 
 
+@triton.jit
+def backward_queries(
+    q, d_out, out_ptr, lse_ptr, d_lse_ptr, row_lse_ptr, delta_ptr, at, real, V0: tl.constexpr, V1: tl.constexpr
+):  # fmt: skip
+    """The queries of a tile for dq. Stores the two numbers of each that the kernels of dk and dv read. at: its rows."""
+    out = load_rows(out_ptr, at * (V0 + V1), real, V0, V1)
+    delta = tl.sum(out[0].to(tl.float32) * d_out[0].to(tl.float32), 1)
+    if V1 > 0:
+        delta += tl.sum(out[1].to(tl.float32) * d_out[1].to(tl.float32), 1)
+    delta -= tl.load(d_lse_ptr + at, mask=real, other=0.0)
+    lse = tl.load(lse_ptr + at, mask=real, other=float("-inf")) * 1.4426950408889634
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    tl.store(row_lse_ptr + at, lse, mask=real)
+    tl.store(delta_ptr + at, delta, mask=real)
+    return BackwardQueries(q, d_out, lse, delta)
+
+
 @triton.jit(do_not_specialize=VARYING)
 def attend_dq_kernel(
     q_ptr,
@@ -80,28 +97,15 @@ def attend_dq_kernel(
     at = (b * K * R + head) * L + i
     q = load_rows(q_ptr, b * s_q[0] + head * s_q[1] + i.to(tl.int64) * s_q[2], real, D0, D1)
     d_out = load_rows(d_out_ptr, b * s_out[0] + head * s_out[1] + i.to(tl.int64) * s_out[2], real, V0, V1)
-    out = load_rows(out_ptr, at * (V0 + V1), real, V0, V1)
-    delta = tl.sum(out[0].to(tl.float32) * d_out[0].to(tl.float32), 1)
-    if V1 > 0:
-        delta += tl.sum(out[1].to(tl.float32) * d_out[1].to(tl.float32), 1)
-    delta -= tl.load(d_lse_ptr + at, mask=real, other=0.0)
-    lse = tl.load(lse_ptr + at, mask=real, other=float("-inf")) * 1.4426950408889634
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    tl.store(row_lse_ptr + at, lse, mask=real)
-    tl.store(delta_ptr + at, delta, mask=real)
-    queries = BackwardQueries(q, d_out, lse, delta)
+    queries = backward_queries(q, d_out, out_ptr, lse_ptr, d_lse_ptr, row_lse_ptr, delta_ptr, at, real, V0, V1)
     dq = zeros(BM, D0, D1)
     for n in tl.static_range(N):
         bias_at = b * s_bias[n][0] + kvh * s_bias[n][1]
         k_parts = parts(k[n], k_rest[n] if D1 > 0 else None)
         v_parts = parts(v[n], v_rest[n] if V1 > 0 else None)
         source = RowSource(k_parts, v_parts, row.b, row.head, levels[n], bias_at)
-        first, last = visible(n, i, row, spans, KIND)
-        lo, left, right, hi = cut(first, last, begins_at_0(n, KIND), BN)
-        if not begins_at_0(n, KIND):
-            dq = dq_keys(dq, queries, source, biases[n], lo, left, first, last, scale, True, CAP, PRECISION)
-        dq = dq_keys(dq, queries, source, biases[n], left, right, first, last, scale, False, CAP, PRECISION)
-        dq = dq_keys(dq, queries, source, biases[n], right, hi, first, last, scale, True, CAP, PRECISION)
+        seen = visible(n, i, row, spans, KIND)
+        dq = over_source(dq_keys, dq, queries, source, biases[n], seen, scale, begins_at_0(n, KIND), CAP, PRECISION)
     store_rows(dq_ptr, at * (D0 + D1), [x * softmax_scale for x in dq], real, D0, D1)
 
 

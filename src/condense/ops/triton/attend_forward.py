@@ -69,6 +69,31 @@ def forward_keys(
     return Softmax(acc, m, total)
 
 
+@triton.jit
+def over_source(
+    KEYS: tl.constexpr, state, queries, source, bias, seen, scale,
+    FROM_0: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state with all keys of a source that queries see. KEYS: adds a stretch of keys to it, `forward_keys` or
+    `condense.ops.triton.attend_backward.dq_keys`. seen: the span ``[first, last)`` of each row. FROM_0: as of `cut`.
+    """
+    first, last = seen
+    lo, left, right, hi = cut(first, last, FROM_0, source.k[0].block_shape[2])
+    if not FROM_0:
+        state = KEYS(state, queries, source, bias, lo, left, first, last, scale, True, CAP, PRECISION)
+    state = KEYS(state, queries, source, bias, left, right, first, last, scale, False, CAP, PRECISION)
+    return KEYS(state, queries, source, bias, right, hi, first, last, scale, True, CAP, PRECISION)
+
+
+@triton.jit
+def store_output(out_ptr, lse_ptr, softmax, at, real, V0: tl.constexpr, V1: tl.constexpr):
+    """Store outputs and natural log-sum-exps of rows ``at``; 0 and -inf for those that saw no key."""
+    safe = tl.where(softmax.total > 0, softmax.total, 1.0)
+    store_rows(out_ptr, at * (V0 + V1), [x / safe[:, None] for x in softmax.acc], real, V0, V1)
+    lse = tl.where(softmax.total > 0, (softmax.m + tl.log2(safe)) * 0.6931471805599453, float("-inf"))
+    tl.store(lse_ptr + at, lse, mask=real)
+
+
 @triton.jit(do_not_specialize=VARYING)
 def attend_fwd_kernel(
     q_ptr,
@@ -97,14 +122,8 @@ def attend_fwd_kernel(
         k_parts = parts(k[n], k_rest[n] if D1 > 0 else None)
         v_parts = parts(v[n], v_rest[n] if V1 > 0 else None)
         source = RowSource(k_parts, v_parts, row.b, row.head, levels[n], bias_at)
-        first, last = visible(n, i, row, spans, KIND)
-        lo, left, right, hi = cut(first, last, begins_at_0(n, KIND), BN)
-        if not begins_at_0(n, KIND):
-            softmax = forward_keys(softmax, q, source, biases[n], lo, left, first, last, scale, True, CAP, PRECISION)
-        softmax = forward_keys(softmax, q, source, biases[n], left, right, first, last, scale, False, CAP, PRECISION)
-        softmax = forward_keys(softmax, q, source, biases[n], right, hi, first, last, scale, True, CAP, PRECISION)
-    at = (b * K * R + head) * L + i
-    safe = tl.where(softmax.total > 0, softmax.total, 1.0)
-    store_rows(out_ptr, at * (V0 + V1), [x / safe[:, None] for x in softmax.acc], real, V0, V1)
-    lse = tl.where(softmax.total > 0, (softmax.m + tl.log2(safe)) * 0.6931471805599453, float("-inf"))
-    tl.store(lse_ptr + at, lse, mask=real)
+        seen = visible(n, i, row, spans, KIND)
+        softmax = over_source(
+            forward_keys, softmax, q, source, biases[n], seen, scale, begins_at_0(n, KIND), CAP, PRECISION
+        )
+    store_output(out_ptr, lse_ptr, softmax, (b * K * R + head) * L + i, real, V0, V1)

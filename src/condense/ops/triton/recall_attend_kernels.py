@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from condense.ops.triton.attend_backward import dq_keys
-from condense.ops.triton.attend_forward import VARYING, forward_keys
+from condense.ops.triton.attend_backward import backward_queries, dq_keys
+from condense.ops.triton.attend_forward import VARYING, forward_keys, over_source, store_output
 from condense.ops.triton.device.parts import add_weighted, load_block, load_rows, parts, products, store_rows, zeros
-from condense.ops.triton.device.records import BackwardQueries, Row, RowSource, RowSpans, Rule, Start
-from condense.ops.triton.device.rule import cut, start_of_row, tile_rows, visible
+from condense.ops.triton.device.records import Row, RowSource, RowSpans, Rule, Start
+from condense.ops.triton.device.rule import start_of_row, tile_rows, visible
 from condense.ops.triton.device.scores import soft_cap
 from condense.ops.triton.device.softmax import Softmax
 from condense.ops.triton.recall_choice_kernels import row_of_words
@@ -107,33 +107,40 @@ def _load_entries(source, opened, start, closed, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _forward_entries(
-    softmax,
-    q,
-    source,
-    biases,
-    opened,
-    lo,
-    hi,
-    closed,
-    scale,
-    MASKED: tl.constexpr,
-    CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Online softmax over entries ``[lo, hi)``; a row sees those of groups that it does not open.
+def _entries_between(
+    ADD: tl.constexpr, state, queries, source, biases, opened, stretch, closed, scale,
+    MASKED: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state with a stretch ``[lo, hi)`` of entries; arguments as of `_over_entries`.
 
     MASKED: the closed groups of some row may end among them.
-
-    biases: pointer to the biases of all rows, base 2, None for none.
     """
-    for start in range(lo, hi, source.k[0].block_shape[2]):
+    for start in range(stretch[0], stretch[1], source.k[0].block_shape[2]):
         k, v, seen = _load_entries(source, opened, start, closed, MASKED)
-        softmax = _add_keys(
-            softmax, q, k, v, seen, source.level, _load_biases(biases, source, start) if biases is not None else None,
-            scale, CAP, PRECISION,
+        state = ADD(
+            state, queries, k, v, seen, source.level,
+            _load_biases(biases, source, start) if biases is not None else None, scale, CAP, PRECISION,
         )  # fmt: skip
-    return softmax
+    return state
+
+
+@triton.jit
+def _over_entries(
+    ADD: tl.constexpr, state, queries, source, biases, opened, closed, scale, CAP: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """The state with the entries of closed groups; a row sees those of groups that it does not open.
+
+    ADD: adds keys to a state, `_add_keys` or `_dq_add`. biases: pointer to the biases of all rows, base 2, None for
+    none. closed: closed groups of each row.
+    """
+    BN: tl.constexpr = source.k[0].block_shape[2]
+    whole = tl.min(closed) // BN * BN
+    state = _entries_between(
+        ADD, state, queries, source, biases, opened, (0, whole), closed, scale, False, CAP, PRECISION
+    )
+    return _entries_between(
+        ADD, state, queries, source, biases, opened, (whole, tl.max(closed)), closed, scale, True, CAP, PRECISION
+    )
 
 
 @triton.jit
@@ -150,23 +157,18 @@ def _load_opened(store, opened, start, g: tl.constexpr, WIDTHS: tl.constexpr, BN
 
 
 @triton.jit
-def _forward_opened(
-    softmax,
-    q,
-    store,
-    opened,
-    scale,
-    g: tl.constexpr,
-    WIDTHS: tl.constexpr,
-    BN: tl.constexpr,
-    CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Online softmax over the tokens of all groups that a query of the tile opens; a row sees those of its query."""
+def _over_opened(
+    ADD: tl.constexpr, state, queries, store, opened, scale, g: tl.constexpr, WIDTHS: tl.constexpr, BN: tl.constexpr,
+    CAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state with the tokens of all groups that a query of the tile opens; a row sees those of its query.
+
+    ADD: as of `_over_entries`.
+    """
     for start in range(0, opened.count * g, BN):
         k, v, seen = _load_opened(store, opened, start, g, WIDTHS, BN)
-        softmax = _add_keys(softmax, q, k, v, seen, 0.0, None, scale, CAP, PRECISION)
-    return softmax
+        state = ADD(state, queries, k, v, seen, 0.0, None, scale, CAP, PRECISION)
+    return state
 
 
 @triton.jit
@@ -180,51 +182,6 @@ def _dq_add(dq, queries, k, v, seen, level, bias, scale, CAP: tl.constexpr, PREC
         shift = shift - bias
     p = tl.where(seen, tl.exp2(s - shift), 0.0)
     return add_weighted(dq, p * (dp - queries.delta[:, None]) * slope, k, PRECISION)
-
-
-@triton.jit
-def _dq_entries(
-    dq,
-    queries,
-    source,
-    biases,
-    opened,
-    lo,
-    hi,
-    closed,
-    scale,
-    MASKED: tl.constexpr,
-    CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Add the entries that `_forward_entries` reads to dq; arguments as there."""
-    for start in range(lo, hi, source.k[0].block_shape[2]):
-        k, v, seen = _load_entries(source, opened, start, closed, MASKED)
-        dq = _dq_add(
-            dq, queries, k, v, seen, source.level, _load_biases(biases, source, start) if biases is not None else None,
-            scale, CAP, PRECISION,
-        )  # fmt: skip
-    return dq
-
-
-@triton.jit
-def _dq_opened(
-    dq,
-    queries,
-    store,
-    opened,
-    scale,
-    g: tl.constexpr,
-    WIDTHS: tl.constexpr,
-    BN: tl.constexpr,
-    CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Add the tokens that `_forward_opened` reads to dq; arguments as there."""
-    for start in range(0, opened.count * g, BN):
-        k, v, seen = _load_opened(store, opened, start, g, WIDTHS, BN)
-        dq = _dq_add(dq, queries, k, v, seen, 0.0, None, scale, CAP, PRECISION)
-    return dq
 
 
 @triton.jit
@@ -280,29 +237,18 @@ def recall_fwd_kernel(
         v = parts(entries_v, entries_v_rest if V1 > 0 else None)
         closed = tl.minimum(visible(0, i, row, spans, KIND)[1], words)
         source = RowSource(k, v, row.b, row.head, level, b * s_bias[0] + kvh * s_bias[1])
-        whole = tl.min(closed) // BN * BN
-        softmax = _forward_entries(softmax, q, source, biases, opened, 0, whole, closed, scale, False, CAP, PRECISION)
-        softmax = _forward_entries(
-            softmax, q, source, biases, opened, whole, tl.max(closed), closed, scale, True, CAP, PRECISION
-        )
+        softmax = _over_entries(_add_keys, softmax, q, source, biases, opened, closed, scale, CAP, PRECISION)
     store = Store(
         store_k_ptr + b * s_store[0] + kvh * s_store[1], store_v_ptr + b * s_store[3] + kvh * s_store[4],
         s_store[2], s_store[5],
     )  # fmt: skip
     widths: tl.constexpr = (D0, D1, V0, V1)
-    softmax = _forward_opened(softmax, q, store, opened, scale, g, widths, BN, CAP, PRECISION)
+    softmax = _over_opened(_add_keys, softmax, q, store, opened, scale, g, widths, BN, CAP, PRECISION)
     k, v = parts(window_k, window_k_rest if D1 > 0 else None), parts(window_v, window_v_rest if V1 > 0 else None)
     near = RowSource(k, v, row.b, row.head, 0.0, 0)
-    seen_from, seen_to = visible(1, i, row, spans, KIND)
-    lo, left, right, hi = cut(seen_from, seen_to, False, BN)
-    softmax = forward_keys(softmax, q, near, None, lo, left, seen_from, seen_to, scale, True, CAP, PRECISION)
-    softmax = forward_keys(softmax, q, near, None, left, right, seen_from, seen_to, scale, False, CAP, PRECISION)
-    softmax = forward_keys(softmax, q, near, None, right, hi, seen_from, seen_to, scale, True, CAP, PRECISION)
-    at = (b * K * R + head) * L + i
-    safe = tl.where(softmax.total > 0, softmax.total, 1.0)
-    store_rows(out_ptr, at * (V0 + V1), [x / safe[:, None] for x in softmax.acc], real, V0, V1)
-    lse = tl.where(softmax.total > 0, (softmax.m + tl.log2(safe)) * 0.6931471805599453, float("-inf"))
-    tl.store(lse_ptr + at, lse, mask=real)
+    seen = visible(1, i, row, spans, KIND)
+    softmax = over_source(forward_keys, softmax, q, near, None, seen, scale, False, CAP, PRECISION)
+    store_output(out_ptr, lse_ptr, softmax, (b * K * R + head) * L + i, real, V0, V1)
 
 
 @triton.jit(do_not_specialize=(*VARYING, *BLOCK))
@@ -330,16 +276,7 @@ def recall_dq_kernel(
     at = (b * K * R + head) * L + i
     q = load_rows(q_ptr, b * s_q[0] + head * s_q[1] + i.to(tl.int64) * s_q[2], real, D0, D1)
     d_out = load_rows(d_out_ptr, b * s_out[0] + head * s_out[1] + i.to(tl.int64) * s_out[2], real, V0, V1)
-    out = load_rows(out_ptr, at * (V0 + V1), real, V0, V1)
-    delta = tl.sum(out[0].to(tl.float32) * d_out[0].to(tl.float32), 1)
-    if V1 > 0:
-        delta += tl.sum(out[1].to(tl.float32) * d_out[1].to(tl.float32), 1)
-    delta -= tl.load(d_lse_ptr + at, mask=real, other=0.0)
-    lse = tl.load(lse_ptr + at, mask=real, other=float("-inf")) * 1.4426950408889634
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    tl.store(row_lse_ptr + at, lse, mask=real)
-    tl.store(delta_ptr + at, delta, mask=real)
-    queries = BackwardQueries(q, d_out, lse, delta)
+    queries = backward_queries(q, d_out, out_ptr, lse_ptr, d_lse_ptr, row_lse_ptr, delta_ptr, at, real, V0, V1)
     opened = _opened_of(words_ptr, group_ptr, word_ptr, count_ptr, words, room, row, choosers, i, Q)
     dq = zeros(BM, D0, D1)
     if POOL:
@@ -347,22 +284,15 @@ def recall_dq_kernel(
         v = parts(entries_v, entries_v_rest if V1 > 0 else None)
         closed = tl.minimum(visible(0, i, row, spans, KIND)[1], words)
         source = RowSource(k, v, row.b, row.head, level, b * s_bias[0] + kvh * s_bias[1])
-        whole = tl.min(closed) // BN * BN
-        dq = _dq_entries(dq, queries, source, biases, opened, 0, whole, closed, scale, False, CAP, PRECISION)
-        dq = _dq_entries(
-            dq, queries, source, biases, opened, whole, tl.max(closed), closed, scale, True, CAP, PRECISION
-        )
+        dq = _over_entries(_dq_add, dq, queries, source, biases, opened, closed, scale, CAP, PRECISION)
     store = Store(
         store_k_ptr + b * s_store[0] + kvh * s_store[1], store_v_ptr + b * s_store[3] + kvh * s_store[4],
         s_store[2], s_store[5],
     )  # fmt: skip
     widths: tl.constexpr = (D0, D1, V0, V1)
-    dq = _dq_opened(dq, queries, store, opened, scale, g, widths, BN, CAP, PRECISION)
+    dq = _over_opened(_dq_add, dq, queries, store, opened, scale, g, widths, BN, CAP, PRECISION)
     k, v = parts(window_k, window_k_rest if D1 > 0 else None), parts(window_v, window_v_rest if V1 > 0 else None)
     near = RowSource(k, v, row.b, row.head, 0.0, 0)
-    seen_from, seen_to = visible(1, i, row, spans, KIND)
-    lo, left, right, hi = cut(seen_from, seen_to, False, BN)
-    dq = dq_keys(dq, queries, near, None, lo, left, seen_from, seen_to, scale, True, CAP, PRECISION)
-    dq = dq_keys(dq, queries, near, None, left, right, seen_from, seen_to, scale, False, CAP, PRECISION)
-    dq = dq_keys(dq, queries, near, None, right, hi, seen_from, seen_to, scale, True, CAP, PRECISION)
+    seen = visible(1, i, row, spans, KIND)
+    dq = over_source(dq_keys, dq, queries, near, None, seen, scale, False, CAP, PRECISION)
     store_rows(dq_ptr, at * (D0 + D1), [x * softmax_scale for x in dq], real, D0, D1)
