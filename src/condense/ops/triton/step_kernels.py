@@ -33,7 +33,7 @@ from condense.ops.triton.device.entry import (
     row_products,
     summary_query,
 )
-from condense.ops.triton.device.parts import load_row, load_rows, store_row
+from condense.ops.triton.device.parts import load_row, load_rows, parts, store_row
 from condense.ops.triton.device.scores import soft_cap
 from condense.ops.triton.device.softmax import (
     Softmax,
@@ -166,10 +166,7 @@ def _attend_focal(softmax, q, ring, chunk, scores, count, scale, KIND: tl.conste
 def _two_rows(a, x, b, y):
     """``a x + b y`` for weights ``[n]`` and rows ``[1, P]``, float32 ``[n, P]``."""
     first = a[:, None] * x[0].to(tl.float32) + b[:, None] * y[0].to(tl.float32)
-    if len(x) == 1:
-        return (first,)
-    else:
-        return (first, a[:, None] * x[1].to(tl.float32) + b[:, None] * y[1].to(tl.float32))
+    return parts(first, a[:, None] * x[1].to(tl.float32) + b[:, None] * y[1].to(tl.float32) if len(x) == 2 else None)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from condense.ops.triton.device.address import page_row
 from condense.ops.triton.device.codes import put_vector
-from condense.ops.triton.device.parts import load_rows, store_rows, tile_width, zeros
+from condense.ops.triton.device.parts import load_rows, parts, store_rows, tile_width, zeros
 from condense.ops.types import Pooling
 
 
@@ -129,10 +129,7 @@ class _Weights(NamedTuple):
 def _add_rows(total, x):
     """total ``[1, P]`` plus the sum of the rows of x, in float32."""
     first = total[0] + tl.sum(x[0].to(tl.float32), 0, keep_dims=True)
-    if len(total) == 1:
-        return (first,)
-    else:
-        return (first, total[1] + tl.sum(x[1].to(tl.float32), 0, keep_dims=True))
+    return parts(first, total[1] + tl.sum(x[1].to(tl.float32), 0, keep_dims=True) if len(total) == 2 else None)
 
 
 @triton.jit
@@ -176,10 +173,7 @@ def _tokens(ptr, at, new, chunk, i, D0: tl.constexpr, D1: tl.constexpr):
     x = load_rows(ptr, at, (i < chunk.size) & (position < chunk.t), D0, D1)
     is_new = ((i < chunk.size) & (position == chunk.t))[:, None]
     first = tl.where(is_new, new[0], x[0])
-    if len(x) == 1:
-        return (first,)
-    else:
-        return (first, tl.where(is_new, new[1], x[1]))
+    return parts(first, tl.where(is_new, new[1], x[1]) if len(x) == 2 else None)
 
 
 @triton.jit
@@ -249,10 +243,7 @@ def _pool_part(acc, x, w, HOW: tl.constexpr):
 def _pool(acc, x, w, HOW0: tl.constexpr, HOW1: tl.constexpr):
     """Adds one more tile of tokens to a pooled row, whose parts may be pooled in different ways."""
     first = _pool_part(acc[0], x[0], w, HOW0)
-    if len(acc) == 1:
-        return (first,)
-    else:
-        return (first, _pool_part(acc[1], x[1], w, HOW1))
+    return parts(first, _pool_part(acc[1], x[1], w, HOW1) if len(acc) == 2 else None)
 
 
 @triton.jit
@@ -268,19 +259,14 @@ def _finish_part(acc, total, count, HOW: tl.constexpr, dtype: tl.constexpr):
 def _finish(acc, total, count, HOW0: tl.constexpr, HOW1: tl.constexpr, dtype: tl.constexpr):
     """The pooled row, rounded as it is stored."""
     first = _finish_part(acc[0], total, count, HOW0, dtype)
-    if len(acc) == 1:
-        return (first,)
-    else:
-        return (first, _finish_part(acc[1], total, count, HOW1, dtype))
+    return parts(first, _finish_part(acc[1], total, count, HOW1, dtype) if len(acc) == 2 else None)
 
 
 @triton.jit
 def _nothing_pooled(D0: tl.constexpr, D1: tl.constexpr, HOW0: tl.constexpr, HOW1: tl.constexpr):
     first = tl.full([1, tile_width(D0)], float("-inf") if HOW0 == "max" else 0.0, tl.float32)
-    if D1 == 0:
-        return (first,)
-    else:
-        return (first, tl.full([1, tile_width(D1)], float("-inf") if HOW1 == "max" else 0.0, tl.float32))
+    rest = tl.full([1, tile_width(D1)], float("-inf") if HOW1 == "max" else 0.0, tl.float32)
+    return parts(first, rest if D1 > 0 else None)
 
 
 @triton.jit

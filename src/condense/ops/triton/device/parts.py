@@ -106,7 +106,4 @@ def add_weighted(acc, weights, x, PRECISION: tl.constexpr):
     """acc plus ``weights @ x``; weights are rounded to the dtype of x."""
     weights = weights.to(x[0].dtype)
     first = tl.dot(weights, x[0], acc[0], input_precision=PRECISION)
-    if len(acc) == 1:
-        return (first,)
-    else:
-        return (first, tl.dot(weights, x[1], acc[1], input_precision=PRECISION))
+    return parts(first, tl.dot(weights, x[1], acc[1], input_precision=PRECISION) if len(acc) == 2 else None)
