@@ -1,7 +1,8 @@
 """`docs/studies/transfer.md`, from its template, and the table of the same study in `docs/recall.md`.
 
-In the template stand ``{{ARMS run make length}}``, ``{{LENGTHS run make}}`` and ``{{LAYERS run}}``, runs counted from
-the oldest, 0; in the page of Recall a table between ``<!-- transfer -->`` and ``<!-- /transfer -->``, of the newest
+In the template stand ``{{ARMS run make length}}``, ``{{LENGTHS run make}}``, ``{{LAYERS run}}`` and ``{{UNITED run}}``,
+runs counted from the oldest, 0; in the page of Recall a table between ``<!-- transfer -->`` and ``<!-- /transfer -->``,
+of the newest.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ TITLES = {
 LENGTH = 16384
 TOKENS = {"key": "far text needed", "copy": "copies", "identifier": "far identifiers", "other": "other tokens"}
 TASKS = {"number": "numbers", "shared": "names that share words", "several": "several at once"}
-_LENGTHS = (4096, 8192, 16384, 32768)
 _BY_LENGTH = (
     "drop 1/16", "drop 1/8", "drop 1/4", "drop 1/2", "log 1/8", "log 1/4", "drop 1/4, store 4", "drop 256, store 4",
-    "drop 64", "drop 128", "drop 256", "drop 512", "log 128", "log 256", "cache of 4 bits", "window 25%",
+    "drop 64", "drop 128", "drop 256", "drop 512", "log 128", "log 256", "drop 1/4, groups of 32, store 4",
+    "drop 1/4, turned 4", "drop 1/4, groups of 32, turned 4", "drop 1/4, every 4", "drop 1/4, every 8",
+    "drop 1/4, every 16", "drop 1/4, every 8, before", "drop 1/4, groups of 32, turned 4, every 16",
+    "log 1/4, store 4", "log 1/4, groups of 32, store 4", "cache of 4 bits", "cache of 4 bits, turned", "window 25%",
 )  # fmt: skip
 _SHORT = (
     "log 1/4", "drop 1/4", "drop 1/4, store 4", "drop 256, store 4", "log 1/8", "drop 1/8", "drop 128",
@@ -43,7 +46,7 @@ def newest(documents: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_page(documents: Mapping[str, Any], page: Path) -> None:
     """Write the study's page."""
-    tables = {"ARMS": _arms, "LENGTHS": _lengths, "LAYERS": _layers}
+    tables = {"ARMS": _arms, "LENGTHS": _lengths, "LAYERS": _layers, "UNITED": _united}
 
     def table(place: re.Match[str]) -> str:
         run, *others = place[2].split()
@@ -60,7 +63,8 @@ def fill(page: Path, documents: Mapping[str, Any]) -> None:
     rows = [heads, ["---"] * len(heads)]
     for arm in _SHORT:
         found = [row_of(model, arm, LENGTH) for model in models.values()]
-        rows.append([arm, *(cell for row in found for cell in (_nats(row), _worst(row)))])
+        if any(found):
+            rows.append([arm, *(cell for row in found for cell in (_nats(row), _worst(row)))])
     text = page.read_text(encoding="utf-8")
     page.write_text(_BLOCK.sub(lambda block: block[1] + _table(rows) + block[2], text), encoding="utf-8")
 
@@ -100,9 +104,10 @@ def _percent(value: float) -> str:
 
 def _lengths(models: Mapping[str, Any], make: str) -> str:
     """Far text needed, copies and the worst task by length."""
-    rows = [["", *(f"{length:,}" for length in _LENGTHS)], ["---"] * (1 + len(_LENGTHS))]
+    lengths = sorted({row["length"] for row in models[make]["rows"]})
+    rows = [["", *(f"{length:,}" for length in lengths)], ["---"] * (1 + len(lengths))]
     for arm in _BY_LENGTH:
-        found = [row_of(models[make], arm, length) for length in _LENGTHS]
+        found = [row_of(models[make], arm, length) for length in lengths]
         if any(found):
             rows.append([arm, *(f"{_nats(row)}; {_worst(row)}" if row else "" for row in found)])
     return _table(rows)
@@ -124,6 +129,17 @@ def _layers(models: Mapping[str, Any]) -> str:
     for make, model in models.items():
         for layer in model["diagnosis"]:
             rows.append([f"{TITLES[make]}, {layer['layer']:.0f}", *(f"{layer[name]:.1%}" for name in columns)])
+    return _table(rows)
+
+
+def _united(models: Mapping[str, Any]) -> str:
+    """Groups that any of several consecutive queries opens, mean over layers, and the layer with most."""
+    found = [(make, entry) for make, model in models.items() for entry in model["united"]]
+    counts = [name for name in found[0][1] if name.isdigit()]
+    rows = [["queries", *counts], ["---"] * (1 + len(counts))]
+    for make, entry in found:
+        head = f"{TITLES[make]}, {entry['length']:,} tokens, groups of {entry['group']}"
+        rows.append([head, *(f"{entry[n][0]:.0%} ({entry[n][1]:.0%})" for n in counts)])
     return _table(rows)
 
 

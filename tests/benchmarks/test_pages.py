@@ -14,6 +14,7 @@ import readings
 import recall_page
 import serving_page
 import stored
+import transfer_page
 import write_pages
 import zero_shot_page
 import zero_shot_tables
@@ -92,3 +93,12 @@ def test_at_equal_bytes_each_kind_shows_its_best_row():
     assert "SnapKV" not in table
     rows["cca g=32"] = [small._replace(found=0.2)]
     assert "| pooled: CCA | 0.200, +0.100 | 0.500, +0.200 |" in zero_shot_tables.equal(rows)
+
+
+def test_what_queries_open_together():
+    models = {"llama-77m": {"united": [{"length": 16384, "group": 32, "8": [0.4, 0.51], "64": [0.7, 1.0]}]}}
+    assert transfer_page._united(models).splitlines() == [
+        "| queries | 8 | 64 |",
+        "| --- | --- | --- |",
+        "| 77M Llama, 16,384 tokens, groups of 32 | 40% (51%) | 70% (100%) |",
+    ]
