@@ -17,18 +17,16 @@ Record = Mapping[str, Any]
 
 
 def cells(arm: Record, dense: Record) -> dict[str, Cell]:
-    """By class of tokens and by task; the texts of an arm that had fewer are dense attention's first ones."""
+    """By class of tokens and by task."""
     result = {}
     for name in TOKENS:
         parts = ("code",) if name == "identifier" else ("prose",) if name == "copy" else ("prose", "code")
-        pairs = [
-            (a[name], d[name]) for part in parts for a, d in zip(arm[part], dense[part], strict=False) if name in a
-        ]
+        pairs = [(a[name], d[name]) for part in parts for a, d in zip(arm[part], dense[part], strict=True) if name in a]
         table = np.array([(a[0], d[0], d[2]) for a, d in pairs if d[2]], float).reshape(-1, 3)
         if len(table):
             result[name] = Cell.of_losses(*table.T)
     for name in TASKS:
-        pairs = [(a[name], d[name]) for a, d in zip(arm["asked"], dense["asked"], strict=False) if name in d]
+        pairs = [(a[name], d[name]) for a, d in zip(arm["asked"], dense["asked"], strict=True) if name in d]
         table = np.array([(a.count("1"), d.count("1"), len(d)) for a, d in pairs], float).reshape(-1, 3)
         if table[:, 2].sum() and (cell := Cell.of_answers(*table.T)).dense >= LEAST_FOUND:
             result[name] = cell

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
-import exact
-from choosers import Chooser, best_tokens, by_mass, costs_of, indexes
 from transformers import PreTrainedModel
+from variants import Grid, Variant
 
 from condense import Method, Recall, StreamingLLM
 from condense.models.inspect import inspect
@@ -17,77 +15,72 @@ GROUP, WINDOW = 16, 256
 # what is claimed, in all layers; the store's place changes no result
 DROP = Recall(group_size=GROUP, window=WINDOW, num_recall=0.25, unchosen="drop")
 POOL = DROP.replace(unchosen="pool", key_pooling="mean", value_pooling="mean", rep_bias="log_size", entry_bits=4)
-SHARES = {"1/16": 0.0625, "1/8": 0.125, "1/4": 0.25, "1/2": 0.5}
-CHECKED = 4096  # where the kernels are compared with dense attention
-Arm = Method | exact.Attention | None
+# a dense cache after KIVI (arXiv:2402.02750): the newest tokens exact, steps of keys' channels for 64 tokens
+CACHE = Variant(1.0, 64, 128, Grid(turned=False))
+TURNED = Variant(grid=Grid())
+Arm = Method | Variant | None
 
 
-def arms(make: str, length: int, central: bool) -> tuple[dict[str, Arm], dict[str, Arm]]:
-    """The arms that decide, dense attention (None) first, and others for the time that is left.
+def arms(length: int, central: bool) -> tuple[dict[str, Arm], dict[str, Arm]]:
+    """The arms that decide, dense attention (None) first, and others for the time that is left: second looks, which
+    are slow, decide at the ``central`` length alone.
 
-    First the library's own, then, in the time that is left, other indexes with an eighth of the groups open; at the
-    ``central`` length all of them, and choices by mass. Where all groups of a setting would be open it is dense
-    attention and left out.
+    Where all groups of a setting would be open it is dense attention and left out.
     """
     groups = (length - WINDOW) // GROUP
-    latents = make.startswith("mla")
-
-    def window(share: float) -> StreamingLLM:
-        return StreamingLLM(sink=4, window=round(share * length) - 4)
-
-    first: dict[str, Arm] = {"dense": None}
-    if not latents:
-        first["cache of 4 bits"] = exact.fewer_bits(4)
-    first |= {f"drop {name}": DROP.replace(num_recall=share) for name, share in SHARES.items()}
-    first |= {f"drop {num}": DROP.replace(num_recall=num) for num in (128, 256)}
-    first |= {
-        f"drop {name}, store 4": DROP.replace(num_recall=SHARES.get(name, 256), store_bits=4)
-        for name in ("1/8", "1/4", "1/2", "256")
+    wide = DROP.replace(group_size=2 * GROUP)
+    first: dict[str, Arm] = {
+        "dense": None,
+        "drop 1/4": DROP,
+        "drop 1/4, store 4": DROP.replace(store_bits=4),
+        "drop 1/4, groups of 32, store 4": wide.replace(store_bits=4),
+        "drop 1/4, turned 4": TURNED,
+        **{f"drop 1/4, every {n}": Variant(every=n) for n in (2, 4, 8, 16)},
+        **{f"drop 1/4, every {n}, before": Variant(every=n, before=True) for n in (1, 8)},
+        "log 1/4, store 4": POOL.replace(store_bits=4),
+        "log 1/4, groups of 32, store 4": POOL.replace(store_bits=4, group_size=2 * GROUP),
+        "cache of 4 bits": CACHE,
+        "cache of 4 bits, turned": Variant(1.0, 64, 128, Grid()),
+        "drop 1/8": DROP.replace(num_recall=0.125),
+        "drop 1/8, turned 4": Variant(0.125, grid=Grid()),
+        "drop 1/4, groups of 32, turned 4": Variant(group=2 * GROUP, grid=Grid()),
+        "drop 1/4, groups of 32, turned 4, every 16": Variant(group=2 * GROUP, grid=Grid(), every=16),
+        "drop 256, store 4": DROP.replace(num_recall=256, store_bits=4),
+        "log 1/4": POOL,
+        "window 25%": StreamingLLM(sink=4, window=length // 4 - 4),
     }
-    first |= {f"log {name}": POOL.replace(num_recall=SHARES[name]) for name in ("1/8", "1/4")}
-    first["window 25%"] = window(0.25)
-    second: dict[str, Arm] = dict(list(indexes(groups // 8).items())[:3])
-    if central:
-        second |= {**by_mass(groups), f"true tokens: {groups // 8}": best_tokens(groups // 8), **indexes(groups // 8)}
-    second |= {
-        "none 1/8": POOL.replace(num_recall=0.125, rep_bias="none"),
-        "drop 1/4, groups of 32, store 4": DROP.replace(group_size=2 * GROUP, store_bits=4),
-        "log 1/8, entries 16": POOL.replace(num_recall=0.125, entry_bits=16),
-        "window 9%": window(0.09),
-        "cache of 2 bits": exact.fewer_bits(2),
+    looks: dict[str, Arm] = {f"drop 1/8, turned 4, look {n}": Variant(0.125, grid=Grid(), look=n) for n in (4, 2, 3)}
+    second: dict[str, Arm] = {
+        "drop 1/4, turned 4, values 3": Variant(grid=Grid(values=3)),
+        "drop 1/4, turned 3": Variant(grid=Grid(3, 3)),
+        "drop 1/4, turned 3, values too": Variant(grid=Grid(3, 3, values_turned=True)),
+        "drop 1/4, turned 3, values 4": Variant(grid=Grid(keys=3)),
+        "drop 1/4, turned 4, values too": Variant(grid=Grid(values_turned=True)),
+        "cache of 3 bits, turned, values too": Variant(1.0, 64, 128, Grid(3, 3, values_turned=True)),
+        "drop 1/4, groups of 32": wide,
+        "drop 1/4, groups of 32, turned 4, every 32": Variant(group=2 * GROUP, grid=Grid(), every=32),
+        **{f"drop 1/4, every {n}, before": Variant(every=n, before=True) for n in (2, 4, 16)},
+        "drop 1/8, every 8": Variant(0.125, every=8),
+        "log 1/8": POOL.replace(num_recall=0.125),
+        "drop 128": DROP.replace(num_recall=128),
+        "drop 1/2": DROP.replace(num_recall=0.5),
     }
 
-    def apart(chosen: Mapping[str, Arm]) -> dict[str, Arm]:
+    def apart(chosen: dict[str, Arm]) -> dict[str, Arm]:
         return {n: a for n, a in chosen.items() if not isinstance(a, Recall) or a.quota.at(groups) < groups}
 
-    first, second = apart(first), apart(second)
-    if length == CHECKED:
-        # all groups open: dense attention but for rounding
-        first["all open"] = DROP.replace(num_recall=groups + 1)
-    return first, {name: arm for name, arm in second.items() if name not in first and _fits(arm, latents)}
+    return (apart(first | looks), apart(second)) if central else (apart(first), apart(second | looks))
 
 
-def _fits(arm: Arm, latents: bool) -> bool:
-    """Whether an arm exists for the make: numbers of an expanded cache of latents mean nothing."""
-    return not latents or isinstance(arm, Method)
-
-
-def claims() -> dict[str, Method | None]:
-    """Settings to generate with, through caches and stores; dense attention first."""
-    return {"dense": None} | {name: Method.parse(name) for name in ("recall-device", "recall-host")}
-
-
-def costs(model: PreTrainedModel, name: str, arm: Arm, length: int) -> dict[str, Any]:
+def costs(model: PreTrainedModel, arm: Arm, length: int) -> dict[str, Any]:
     """Bytes of all layers as shares of dense attention's: kept on the device, in host memory where the store is there
     (host_store: what the device then keeps, with a slot for each open group), and read by one step.
     """
-    if isinstance(arm, Chooser):
-        return costs_of(model.config, arm, length)
-    if not isinstance(arm, Method):
-        bits = re.search(r"cache of (\d+) bits", name)
-        width = getattr(model.config, "head_dim", 64) or 64
-        share = exact.bits_share(int(bits.group(1)), length, width) if bits else None if arm else 1.0
-        return {"device": share, "read": share}
+    if isinstance(arm, Variant):
+        config: Any = model.config
+        return arm.costs(length, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    if arm is None:
+        return {"device": 1.0, "read": 1.0}
     rows = [row for row in inspect(model, arm, length) if row.method is not None]
     dense = sum(row.dense_bytes for row in rows)
     result: dict[str, Any] = {"device": sum(row.bytes for row in rows) / dense}

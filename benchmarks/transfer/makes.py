@@ -32,13 +32,8 @@ def _rope(theta: float) -> dict[str, Any]:
 
 
 _LARGE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
-_SMALL = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8}
 # heads of width 128, four query heads per KV head
 _WIDE = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
-_LATENTS = {
-    "first_k_dense_replace": 99, "num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": None,
-    "kv_lora_rank": 160, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64,
-}  # fmt: skip
 MAKES: Mapping[str, Mapping[str, Any]] = {
     "llama-77m": {
         "model_type": "llama", **_LARGE, "num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 64,
@@ -47,19 +42,13 @@ MAKES: Mapping[str, Mapping[str, Any]] = {
     "qwen3-83m": {"model_type": "qwen3", **_LARGE, **_WIDE, **_rope(1e6)},
     # every second layer has a sliding window
     "gemma3-44m": {
-        "model_type": "gemma3_text", **_SMALL, "num_hidden_layers": 12, **_WIDE, "query_pre_attn_scalar": 128,
+        "model_type": "gemma3_text", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 12, **_WIDE,
+        "query_pre_attn_scalar": 128,
         "sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 6,
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             "full_attention": {"rope_type": "default", "rope_theta": 1e6},
         },
-    },
-    "mla-28m": {"model_type": "deepseek_v3", **_SMALL, **_LATENTS, **_rope(5e5)},
-    "llama-27m": {"model_type": "llama", **_SMALL, "num_attention_heads": 8, "num_key_value_heads": 8, **_rope(1e4)},
-    # half of each head without positions
-    "phi3-28m": {
-        "model_type": "phi3", **_SMALL, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
     },
 }  # fmt: skip
 # tokens of a sequence, share of the time, tokens of a step
@@ -92,7 +81,7 @@ def attend(
     assert key.shape[2] == L
     if sliding_window is not None and sliding_window < L:
         out = _local(query, key, value, scaling, sliding_window)
-    elif _instead:
+    elif _instead and sliding_window is None:
         out = _instead[-1](module, query, key, value, scaling)
     else:
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
@@ -162,14 +151,13 @@ def new_optimizer(model: PreTrainedModel, rate: float) -> torch.optim.Optimizer:
 
 
 def train(
-    model: PreTrainedModel, texts: Callable[[], Texts], seconds: float, *, seed: int, workers: int,
+    model: PreTrainedModel, texts: Texts, seconds: float, *, seed: int, workers: int,
     stages: Sequence[tuple[int, float, int]] = STAGES, log: Callable[[dict[str, Any]], None],
 ) -> None:  # fmt: skip
     """Train all weights for so many seconds of wall clock, shared out over the stages; ``log`` gets a record at times.
 
-    texts: called as each stage begins, so that text which arrives later is read too. A stage ends when its time is
-    over, however few steps it had, so that what follows has the time that it needs. A step without a finite gradient is
-    skipped and logged; FloatingPointError after several.
+    A stage ends when its time is over, however few steps it had, so that what follows has the time that it needs. A
+    step without a finite gradient is skipped and logged; FloatingPointError after several.
     """
     device = model.device
     large = sum(p.numel() for p in model.parameters()) > 60e6
@@ -180,7 +168,7 @@ def train(
     began, steps, tokens, failed, record = time.monotonic(), 0, 0, 0, dict[str, Any]()
     for index, (length, share, per_step) in enumerate(stages):
         data = DataLoader(
-            _Batches(texts(), length, max(1, per_step // length), seed), batch_size=None, num_workers=workers,
+            _Batches(texts, length, max(1, per_step // length), seed), batch_size=None, num_workers=workers,
             pin_memory=device.type == "cuda", prefetch_factor=4 if workers else None,
         )  # fmt: skip
         start, right = (time.monotonic() - began) / seconds, 0.0

@@ -10,30 +10,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import exact
 import torch
 import weights
-from choosers import Chooser, keep_latents
-from contenders import arms, claims, costs
-from evict import Eviction, evicting
+from contenders import arms, costs
 from makes import STAGES, new_model, replaced, train
-from reading import Reference, forced, generated, under
+from reading import Reference, forced, under
 from texts import HeldOut, Texts, held_out, unpacked
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from variants import Variant, united
 
 import condense
-from condense import Method, Reread
 
-LENGTHS = (16384, 32768, 4096, 8192)
+LENGTHS = (16384, 32768, 4096)
 # texts of prose, of code and with questions, by length
-COUNTS = {4096: (16, 8, 24), 8192: (16, 8, 20), 16384: (12, 6, 20), 32768: (8, 4, 12)}
-_EVICTING = 40  # seconds that evictions may take
+COUNTS = {4096: (16, 8, 24), 16384: (12, 6, 20), 32768: (6, 3, 10)}
 _TINY: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 96, "intermediate_size": 128}
 
 
 def run(options: argparse.Namespace) -> None:
-    """Train, or load what an earlier run has trained; then measure: the arms that decide at all lengths, evictions,
-    the other arms, generation.
+    """Train, or load what an earlier run has trained; then measure: the arms that decide at all lengths, what queries
+    open together, the other arms.
     """
     tokenizer = _tokenizer()
     path = options.out / f"{options.make}-s{options.seed}.jsonl"
@@ -42,50 +38,43 @@ def run(options: argparse.Namespace) -> None:
     parameters = sum(p.numel() for p in model.parameters())
     note({"parameters": parameters, "config": model.config.to_diff_dict(), "torch": torch.__version__})
 
-    def texts() -> Texts:
-        return Texts(unpacked(options.corpus, "train-*.xz"), tokenizer, "trained")
-
     began, log = time.time(), _noting(options.out / f"{options.make}-s{options.seed}-training.jsonl", {})
     lengths, counts = ((1024, 512), {1024: (3, 1, 2), 512: (2, 1, 2)}) if options.tiny else (LENGTHS, COUNTS)
     name = f"{options.make}-s{options.seed}.weights"
-    if options.weights is not None and (options.weights / name).exists():
+    torch.set_float32_matmul_precision("high")
+    if options.weights is not None and any(options.weights.glob(f"{name}.*")):
         weights.load(model, options.weights / name)
-        torch.set_float32_matmul_precision("high")
     else:
+        text = Texts(unpacked(options.corpus, "train-*.xz"), tokenizer, "trained")
         train(
-            model, texts, options.train_seconds, seed=options.seed, workers=options.workers, log=log,
+            model, text, options.train_seconds, seed=options.seed, workers=options.workers, log=log,
             stages=((256, 0.5, 512), (512, 0.5, 512)) if options.tiny else STAGES,
         )  # fmt: skip
         if options.save_bits:
             weights.save(model, options.out / name, options.save_bits)
     note({"trained_seconds": time.time() - began})
-    keep_latents(model)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     model = _in_bfloat16(model)
     prose = Texts(unpacked(options.corpus, "test-prose.xz"), tokenizer, "held_out")
     code = Texts(unpacked(options.corpus, "test-code.xz"), tokenizer, "held_out")
-    place = _Place(model, options.make, options.until, note)
+    place = _Place(model, options.until, note)
     held = {length: held_out(prose, code, length, counts[length]) for length in lengths}
     references = {length: Reference() for length in lengths}
-    sizes = {length: arms(options.make, length, length == lengths[0]) for length in lengths}
-    for number, length in enumerate(lengths):
+    sizes = {length: arms(length, length == lengths[0]) for length in lengths}
+    for length in lengths:
         place.measure(length, sizes[length][0], held[length], references[length])
-        if number == 0:
-            place.diagnose(held[length])
-    if time.time() + _EVICTING < options.until:
-        place.evict(lengths[0], held[lengths[0]])
+        place.unite(length, held[length])
     for length in lengths:
         place.measure(length, sizes[length][1], held[length], references[length])
-    place.generate(held[lengths[0]], lengths[0])
     note({"measured_seconds": time.time() - began})
 
 
 class _Place:
     """A model, and where what is measured of it goes."""
 
-    def __init__(self, model: PreTrainedModel, make: str, until: float, note: Callable[[dict[str, Any]], None]) -> None:
-        self.model, self.make, self.until, self.note = model, make, until, note
+    def __init__(self, model: PreTrainedModel, until: float, note: Callable[[dict[str, Any]], None]) -> None:
+        self.model, self.until, self.note = model, until, note
 
     def measure(self, length: int, chosen: dict[str, Any], held: HeldOut, reference: Reference) -> None:
         """One record per arm; an arm that fails is recorded with its error, and none begins after the time is over."""
@@ -94,69 +83,43 @@ class _Place:
                 return
             began, record = time.time(), {"length": length, "arm": name}
             try:
-                record |= forced(self.model, arm, held, reference, fewer=isinstance(arm, Chooser))
+                record |= forced(self.model, arm, held, reference)
             except Exception:
                 record["error"] = traceback.format_exc()[-3000:]
             try:
-                record |= costs(self.model, name, arm, length)
+                record |= costs(self.model, arm, length)
             except Exception:
                 record["costs_error"] = traceback.format_exc()[-1000:]
             self.note(record | {"settings": str(arm), "seconds": round(time.time() - began, 2)})
 
-    def diagnose(self, held: HeldOut) -> None:
-        """Per layer, what open groups and entries do to the output of attention, on two texts of prose."""
-        for index, text in enumerate(held.prose[:2]):
-            layers: list[dict[str, Any]] = []
-            try:
-                with replaced(exact.diagnosis(min(128, len(text.ids) // 128), layers)), torch.no_grad():
-                    self.model(input_ids=torch.from_numpy(text.ids)[None].to(self.model.device), use_cache=False)
-                self.note({"diagnosis": index, "layers": layers})
-            except Exception:
-                self.note({"diagnosis": index, "error": traceback.format_exc()[-3000:]})
-
-    def evict(self, length: int, held: HeldOut) -> None:
-        """Reread, SnapKV and KVzip at two sizes, on half of the texts."""
-        kinds = (("snapkv", False), ("kvzip", True))
-        rereads = {f"reread {share:.0%}": Reread(share=share) for share in (0.1, 0.25)}
-        masks = {f"{name} {share:.0%}": Eviction(share, again) for name, again in kinds for share in (0.1, 0.25)}
-        for ways in (rereads, masks):  # apart, as masks cannot be made for every make
-            began = time.time()
-            try:
-                for name, record in evicting(self.model, ways, held, max(2, len(held.asked) // 2)).items():
-                    place = {"length": length, "arm": name, "device": ways[name].share, "read": ways[name].share}
-                    self.note(place | record | {"seconds": round(time.time() - began, 2)})
-            except Exception:
-                self.note({"length": length, "arm": ", ".join(ways), "error": traceback.format_exc()[-3000:]})
-
-    def generate(self, held: HeldOut, length: int) -> None:
-        """The claimed settings through caches, for the time that is left."""
-        generated(self.model, claims(), held, lambda record: self.note(record | {"length": length}), self.until)
+    def unite(self, length: int, held: HeldOut) -> None:
+        """Per layer, which share of the closed groups consecutive queries open together: two texts each."""
+        for index, text in enumerate([*held.prose[:2], *held.code[:2]]):
+            if time.time() > self.until:
+                return
+            for variant in (Variant(), Variant(group=32)):
+                layers: list[dict[str, float]] = []
+                record: dict[str, Any] = {"length": length, "united": index, "group": variant.group, "layers": layers}
+                try:
+                    with replaced(united(variant, layers)), torch.no_grad():
+                        ids = torch.from_numpy(text.ids)[None].to(self.model.device)
+                        self.model(input_ids=ids, use_cache=False, logits_to_keep=1)
+                except Exception:
+                    record["error"] = traceback.format_exc()[-3000:]
+                self.note(record)
 
 
 def warm(options: argparse.Namespace) -> None:
     """Run a part of the arms once with random weights, so that their kernels are compiled when they are needed."""
     index, of = map(int, options.part.split("/"))
     model = _in_bfloat16(_model(options, num_hidden_layers=2))
-    keep_latents(model)
-    lengths = (512,) if options.tiny else LENGTHS
-    tasks = [
-        (length, name, arm)
-        for length in lengths
-        for group in arms(options.make, length, length == lengths[0])
-        for name, arm in group.items()
-    ]
-    tasks = [task for task in tasks if isinstance(task[2], Method | Chooser)][index::of]
-    for length, name, arm in tasks:
+    tasks = [(length, *arm) for length in LENGTHS for group in arms(length, True) for arm in group.items()]
+    for length, name, arm in tasks[index::of]:
         try:
             with under(model, arm), torch.no_grad():
                 model(input_ids=torch.randint(4096, (1, length), device=model.device), use_cache=False)
         except Exception as error:
             print(f"{name} at {length}: {error}", flush=True)
-    # the decode steps of the claimed settings, with other numbers than those that are measured
-    for _, method in list(claims().items())[1:][index::of]:
-        with under(model, method), torch.no_grad():
-            ids = torch.randint(4096, (1, lengths[0]), device=model.device)
-            model.generate(input_ids=ids, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0)
 
 
 def _model(options: argparse.Namespace, **changes: Any) -> PreTrainedModel:

@@ -18,10 +18,11 @@ _SIZES = ("device", "host_store", "read")
 
 
 def reduced(folder: Path, provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """The document: per model its size, training, diagnosis by layer (mean over texts) and rows.
+    """The document: per model its size, training, rows, and the groups that consecutive queries open together.
 
     A row has the bytes of an arm as shares of dense attention's, and per class of tokens and per task ``[value, low,
-    high, dense, n]`` of `cells.Cell`; failed: those above the bar.
+    high, dense, n]`` of `cells.Cell`; failed: those above the bar. united: by length and group size, for each number of
+    queries the share of the closed groups, mean over layers and texts, and the largest layer's mean over texts.
     """
     models = [_model(path) for path in sorted(folder.glob("*.jsonl")) if not path.stem.endswith("-training")]
     return {"provenance": dict(provenance), "results": {"models": models}}
@@ -40,12 +41,7 @@ def _model(path: Path) -> dict[str, Any]:
         }  # fmt: skip
         if steps[-1]["loss"] > _LEARNED:
             return model
-    model["diagnosis"] = _by_layer([record["layers"] for record in records if "layers" in record])
-    model["generated"] = [
-        {"arm": x["generate"], "length": x["length"], "found": hits.count("1"), "of": len(hits)}
-        for x in records
-        if (hits := "".join(x.get("hits", [])))
-    ]
+    model["united"] = _united([record for record in records if "united" in record and "error" not in record])
     model["rows"] = [
         {"arm": arm, "length": length}
         | {size: round(record[size], 4) for size in _SIZES if record.get(size) is not None}
@@ -64,11 +60,16 @@ def _row(found: Mapping[str, Cell]) -> dict[str, Any]:
     return values | {"failed": [name for name, cell in found.items() if not cell.passes(name in TASKS)]}
 
 
-def _by_layer(texts: Sequence[Sequence[Mapping[str, float]]]) -> list[dict[str, float]]:
-    return [
-        {name: float(f"{np.mean([layer[name] for layer in layers]):.3g}") for name in layers[0]}
-        for layers in zip(*texts, strict=True)
-    ]
+def _united(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    found = []
+    for length, group in sorted({(record["length"], record["group"]) for record in records}):
+        texts = [record["layers"] for record in records if (record["length"], record["group"]) == (length, group)]
+        shares = {n: np.mean([[layer[n] for layer in layers] for layers in texts], 0) for n in texts[0][0]}
+        found.append(
+            {"length": length, "group": group}
+            | {n: [round(float(share), 4) for share in (of.mean(), of.max())] for n, of in shares.items()}
+        )
+    return found
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

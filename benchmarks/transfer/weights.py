@@ -1,7 +1,7 @@
-"""A trained model in a small file, so that later questions need no training.
+"""A trained model in a few small files, so that later questions need no training.
 
 Matrices are rounded to a given number of bits, each row in steps of its own, and packed; the model that is measured
-afterwards is the rounded one, so that what a later run says of the file holds for it too.
+afterwards is the rounded one, so that what a later run says of the files holds for it too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+_PART = 15 * 2**20  # bytes of a part, at most
+
 
 def _codes(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     step = weight.abs().amax(-1, keepdim=True).clamp_min(1e-12) / (2 ** (bits - 1) - 1)
@@ -23,7 +25,9 @@ def _codes(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def save(model: PreTrainedModel, path: Path, bits: int) -> None:
-    """Round the model's matrices in place to ``bits`` (2 to 8) and write it; vectors stay in bfloat16."""
+    """Round the model's matrices in place to ``bits`` (2 to 8) and write it in parts, ``path.0``, ``path.1`` and so on;
+    vectors stay in bfloat16.
+    """
     kept: dict[str, tuple[Tensor, ...]] = {}
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
@@ -35,13 +39,16 @@ def save(model: PreTrainedModel, path: Path, bits: int) -> None:
     buffer = io.BytesIO()
     torch.save(kept, buffer)
     packer = zlib.compressobj(level=6, strategy=zlib.Z_HUFFMAN_ONLY)  # rounded weights repeat nothing
-    path.write_bytes(packer.compress(buffer.getvalue()) + packer.flush())
+    content = packer.compress(buffer.getvalue()) + packer.flush()
+    for index, start in enumerate(range(0, len(content), _PART)):
+        path.with_name(f"{path.name}.{index}").write_bytes(content[start : start + _PART])
 
 
 @torch.no_grad()
 def load(model: PreTrainedModel, path: Path) -> None:
-    """Fill a model of the same make with the weights of a file."""
-    kept = torch.load(io.BytesIO(zlib.decompress(path.read_bytes())), weights_only=True)
+    """Fill a model of the same make with the weights that `save` wrote."""
+    content = b"".join(part.read_bytes() for part in sorted(path.parent.glob(f"{path.name}.*")))
+    kept = torch.load(io.BytesIO(zlib.decompress(content)), weights_only=True)
     for name, parameter in model.named_parameters():
         parts = kept[name]
         parameter.copy_(parts[0] if len(parts) == 1 else parts[0].float() * parts[1].float())
