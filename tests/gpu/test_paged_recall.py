@@ -42,7 +42,7 @@ def test_replays(method):
         read_paged((q, k, v), states[0], new, pools[0].plan.settings, scale=scale, out=out, backend="triton")
 
     def plain_step():
-        """The same by PyTorch, which reads requests one by one."""
+        """The same by PyTorch."""
         want.zero_()
         lengths = seen.tolist()
         starts = list(itertools.accumulate((int(n > 0) for n in lengths), initial=0))

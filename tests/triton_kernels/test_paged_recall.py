@@ -139,6 +139,21 @@ def test_a_prefix_that_a_single_token_completes_in_the_same_step(method, new):
     complete_a_prefix(pool, new, shape[0], {"rtol": tolerance, "atol": tolerance}, scale=0.1, backend="triton")
 
 
+@pytest.mark.parametrize("method", ["default", "drop"])
+def test_prompts_that_share_a_call(method):
+    """Rows of several lengths beside a single token, one of them a later piece."""
+    shape, tokens, outs = SHAPES["gqa"], [tokens_of(SHAPES["gqa"], 40, seed) for seed in range(4)], []
+    for backend in ("triton", "torch"):
+        pool = RecordPool(RECORDS[method], shape[1:], dtype=torch.float32, device=DEVICE)
+        single, later, *others = [pool.add(40) for _ in tokens]
+        for request, count in ((single, 39), (later, 22)):
+            pool.read([(request, [x[:count] for x in tokens[0]])], scale=0.1, backend="torch")
+        chunks = [(single, [x[39:] for x in tokens[0]]), (later, [x[22:] for x in tokens[0]])]
+        chunks += [(r, [x[:n] for x in qkv]) for r, n, qkv in zip(others, (40, 23), tokens[1:], strict=False)]
+        outs.append(torch.cat(pool.read(chunks, scale=0.1, backend=backend)))
+    check_same(*outs)
+
+
 def test_pages_that_lie_far_apart():
     """Offsets pass 2 ** 31, in bytes and in numbers."""
     shape, method = SHAPES["one-head"], RECORDS["default"]

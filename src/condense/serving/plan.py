@@ -68,8 +68,7 @@ class ServingPlan:
     def has_step(self) -> bool:
         """True if single tokens are read without a wait for the host, so that graphs may record them.
 
-        Pooled groups in records are read request by request, as are groups that are too large for the kernels that
-        choose.
+        Pooled groups in records are read by PyTorch, as are groups that are too large for the kernels that choose.
         """
         return not self.has_records or (self.settings.choice is not None and self.group_size <= MAX_GROUP_SIZE)
 

@@ -39,11 +39,12 @@ def read_paged(
     device, ``num_summary`` 0, and ``summary_delay`` 0, so that a record depends on the tokens of its group alone and is
     made when the last of them is read. Delays do not change what such a method computes: take
     `condense.methods.step_settings` and set it to 0.
-    backend: as in `condense.ops.attend` for requests that are read one by one. Those with one new token are read
-    together by "triton"; "auto" does so on CUDA where it can run, which without a choice is not over records.
+    backend: single tokens are read by a step of kernels with "triton", and with "auto" on CUDA where it can run, which
+    without a choice is not over records. All others are read as in `condense.ops.attend`, those of like lengths as rows
+    of one call (`condense.ops.paged.rows`).
     Raises ValueError for an unknown backend, for an explicit one that cannot run here, for settings that pages cannot
-    hold, for pages of records that are not as `PagedState` says, and while a graph is captured for requests that are
-    read one by one.
+    hold, for pages of records that are not as `PagedState` says, and while a graph is captured for requests that no
+    step of kernels reads.
     Single tokens behind more groups than `room_for` says get NaN: lengths are on the device, and a graph cannot raise.
     """
     q, k, v = qkv
@@ -58,8 +59,8 @@ def read_paged(
     steps = new.num_steps if has_kernels else 0
     if steps < len(new.seen) and q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError(
-            "requests that are read one by one cannot be captured in a CUDA graph: capture single tokens that kernels "
-            "read, or run eagerly"
+            "requests that no step of kernels reads cannot be captured in a CUDA graph: capture single tokens that "
+            "kernels read, or run eagerly"
         )
     if steps == 0:
         read_requests(qkv, state, new, settings, out, first=0, scale=scale, backend=backend)

@@ -1,26 +1,34 @@
-"""Attention over pages request by request: pages are copied to contiguous tensors for `condense.ops`.
+"""Attention over pages for requests that no step of kernels reads: pages are copied to tensors for `condense.ops`.
 
-Shapes: H query heads, K KV heads, L new tokens of a request, G groups, D and Dv widths, N slots of a page.
+Requests of like lengths are right-aligned rows of one call: a step takes few operations, however many requests it has.
+
+Shapes: B rows, H query heads, K KV heads, L queries, N tokens, T new tokens of all requests, G groups of g tokens, C
+columns of a slot, D and Dv widths.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from condense.ops.api import attend, attend_recall, make_entries, summarize
+from condense.ops.paged.rows import Call, Slots, Summary, reading_of
 from condense.ops.recall.choice import IndexChoice
 from condense.ops.recall.index import GroupIndex, build_index
 from condense.ops.recall.sources import RecallSources
-from condense.ops.spans import RuleSpans, Source
+from condense.ops.spans import Source
 from condense.ops.step.pages import NewTokens, PagedState, Pages
 from condense.ops.step.records import record_format
 from condense.ops.step.settings import StepSettings
 from condense.ops.step.state import entry_names
 from condense.ops.tensors.right_aligned import head_mean
 from condense.ops.torch.step import packed
-from condense.ops.types import Chunks, SummarySpans
+from condense.ops.types import Chunks
 
 # records are unpacked so many numbers at a time
 _NUMBERS = 2**25
+# slots are copied in such words
+_WORD = torch.int64
 
 
 def read_requests(
@@ -35,82 +43,102 @@ def read_requests(
     backend: str,
 ) -> None:
     """See `condense.ops.paged.read_paged`: requests from ``first`` on, in three rounds."""
-    requests = [
-        _Request(row, slice(new.starts[row], new.starts[row + 1]), new.seen[row], qkv, state, settings, scale, backend)
-        for row in range(first, len(new.seen))
-        if new.starts[row + 1] > new.starts[row]
-    ]
-    for request in requests:
-        request.store()
-    for request in requests:
-        request.pool()
-    for request in requests:
-        out[request.tokens] = request.attend()[0].transpose(0, 1)
+    pages = state.window.slots, state.entries.slots
+    reading = new.once((first, settings.number, pages), lambda: reading_of(new, first, state, settings))
+    if reading is None:
+        return
+    q, k, v = qkv
+    layer = _Layer(q, (k.shape[2], v.shape[2]), state, settings, scale, backend)
+    _store(state.window, reading.window, torch.cat([x[reading.new] for x in (k, v)], dim=2))
+    if reading.made is not None:
+        tokens, entries = reading.made
+        _store(state.entries, entries, layer.made(_load(state.window, tokens), reading.calls))
+    if reading.newest is not None:
+        assert state.ring is not None
+        newest, slots = reading.newest
+        means = head_mean(q[newest].transpose(0, 1)[None], k.shape[1])[0].transpose(0, 1)
+        _store(state.ring, slots, means)
+    for call in reading.calls:
+        rows = layer.attend(call)
+        if call.real is None:
+            out[call.queries] = rows[0].transpose(0, 1)
+        else:
+            row, column, token = call.real
+            out[token] = rows[row, :, column]
 
 
-class _Request:
-    """One request that reads tokens ``[before, seen)``: q ``[1, H, L, D]``, k and v ``[1, K, L, width]``."""
+@dataclass(frozen=True)
+class _Layer:
+    """One layer in one step. q ``[T, H, D]``: queries of all requests; widths: D and Dv."""
 
-    def __init__(
-        self,
-        row: int,
-        tokens: slice,
-        seen: int,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        state: PagedState,
-        settings: StepSettings,
-        scale: float,
-        backend: str,
-    ) -> None:
-        self.row, self.tokens, self.state, self.settings = row, tokens, state, settings
-        self.before, self.seen = seen - (tokens.stop - tokens.start), seen
-        self.q, self.k, self.v = (x[tokens].transpose(0, 1)[None] for x in qkv)
-        self.scale, self.backend, self.rule = scale, backend, settings.rule
+    q: Tensor
+    widths: tuple[int, int]
+    state: PagedState
+    settings: StepSettings
+    scale: float
+    backend: str
 
-    def store(self) -> None:
-        """Write keys and values to the window's pages."""
-        _store(self.state.window, self.row, self.before, torch.cat([self.k, self.v], dim=3))
+    def made(self, tokens: Tensor, calls: tuple[Call, ...]) -> Tensor:
+        """Entries ``[G, K, D + Dv]``, or their records ``[G, K, C]``, of groups of tokens ``[1, K, G * g, D + Dv]``."""
+        settings, (D, _), g = self.settings, self.widths, self.settings.rule.chunk
+        chunks = Chunks(tokens[..., :D], tokens[..., D:], 0, tokens.shape[2] // g, g, 0)
+        summaries = [self._summarize(call, call.summary) for call in calls if call.summary is not None]
+        summary = torch.cat(summaries, dim=2) if len(summaries) > 1 else next(iter(summaries), None)
+        kept = _represent(chunks, summary, settings, scale=self.scale, backend=self.backend)
+        if self.state.holds_records:
+            named = dict(zip(entry_names(settings), packed(kept, settings), strict=True))
+            made = record_format(settings, self.widths, tokens.dtype).pack(named)
+        else:
+            made = torch.cat(kept, dim=3)
+        return made[0].transpose(0, 1)
 
-    def pool(self) -> None:
-        """Write the entries or records of groups that are due, and the newest mean queries to the ring."""
-        settings, ring = self.settings, self.state.ring
-        first, end = (self.rule.pooled(n, settings.summary_delay) for n in (self.before, self.seen))
-        if end > first:
-            _store(self.state.entries, self.row, first + self._shift, self._entries(first, end))
-        if ring is not None:
-            kept = min(self.seen - self.before, settings.num_summary)
-            means = head_mean(self.q[:, :, self.q.shape[2] - kept :], self.k.shape[1])
-            _store_ring(ring, self.row, self.seen - kept, means)
+    def _summarize(self, call: Call, summary: Summary) -> Tensor:
+        """The queries that weigh the groups which a call makes, ``[1, K, G, D]``."""
+        q, K = self._queries(call), self.state.window.cache.shape[1]
+        tail = q[:, :K, :0]
+        if summary.tail is not None:
+            assert self.state.ring is not None
+            tail = _load(self.state.ring, summary.tail)[..., : self.widths[0]]
+        means = summarize(q, tail, summary.spans, backend=self.backend)
+        if summary.made is None:
+            return means
+        row, group = summary.made
+        return means[row, :, group].transpose(0, 1)[None]
 
-    def attend(self) -> Tensor:
-        """Attention of the new tokens, ``[1, H, L, Dv]``."""
-        rule, D = self.rule, self.k.shape[3]
-        window_start = rule.closed(self.before + 1) * rule.chunk
-        tokens = _load(self.state.window, self.row, window_start, self.seen)
-        window, spans = Source(tokens[..., :D], tokens[..., D:]), RuleSpans(rule, self.before, window_start)
-        visible = rule.visible_entries(rule.closed(self.seen))
+    def attend(self, call: Call) -> Tensor:
+        """Attention of a call's queries, ``[B, H, L, Dv]``."""
+        D, tokens = self.widths[0], _load(self.state.window, call.window)
+        window = Source(tokens[..., :D], tokens[..., D:])
         if not self.state.holds_records:
-            rows = _load(self.state.entries, self.row, self._shift, self._shift + visible)
+            rows = _load(self.state.entries, call.entries)
             entries = Source(rows[..., :D], rows[..., D:], self.settings.bias or None)
-        elif visible == 0:
+        elif call.entries.slot.shape[1] == 0:
             entries = Source(*(x[:, :, :0] for x in window[:2]))
         else:
-            parts = self._unpacked(visible)
+            parts = self._unpacked(call.entries)
             if self.settings.choice is not None:
-                return self._attend_groups(parts, window, spans)
+                return self._attend_groups(call, parts, window)
             entries = self._entries_in(parts)
-        return attend(self.q, (entries, window), spans, scale=self.scale, backend=self.backend)[0]
+        sources = entries, window
+        return attend(self._queries(call), sources, call.spans, scale=self.scale, backend=self.backend)[0]
 
-    def _unpacked(self, count: int) -> dict[str, Tensor]:
-        """The parts of the first ``count`` records by name, their keys and values as numbers.
+    def _queries(self, call: Call) -> Tensor:
+        """The queries of a call, ``[B, H, L, D]``."""
+        if isinstance(call.queries, slice):
+            return self.q[call.queries].transpose(0, 1)[None]
+        return _words(self.q)[call.queries].view(self.q.dtype).transpose(1, 2)
+
+    def _unpacked(self, records: Slots) -> dict[str, Tensor]:
+        """The parts of records ``[B, G]`` by name, their keys and values as numbers.
 
         Some records at a time: in float32, while they are unpacked, their numbers take several times as many bytes.
         """
-        step = max(1, _NUMBERS // (self.k.shape[1] * self.rule.chunk * sum(self._widths)))
+        (B, count), K = records.slot.shape, self.state.entries.cache.shape[1]
+        step = max(1, _NUMBERS // (B * K * self.settings.rule.chunk * sum(self.widths)))
         kept: dict[str, Tensor] = {}
         for start in range(0, count, step):
             num = min(step, count - start)
-            piece = self._unpack(_load(self.state.entries, self.row, self._shift + start, self._shift + start + num))
+            piece = self._unpack(records.narrow(start, start + num))
             if num == count:
                 return piece
             for name, x in piece.items():
@@ -120,15 +148,16 @@ class _Request:
                 kept[name][:, :, per * start : per * (start + num)] = x
         return kept
 
-    def _unpack(self, records: Tensor) -> dict[str, Tensor]:
-        """The parts of records ``[1, K, n, C]``, as `_unpacked` returns them."""
-        settings, dtype = self.settings, self.k.dtype
-        parts = record_format(settings, self._widths, dtype).unpack(records)
+    def _unpack(self, records: Slots) -> dict[str, Tensor]:
+        """The parts of records, as `_unpacked` returns them."""
+        settings, widths, dtype = self.settings, self.widths, self.state.window.cache.dtype
+        pages, form = self.state.entries, record_format(self.settings, self.widths, dtype)
+        parts = form.unpack(pages.cache, lambda part: _load(pages._replace(cache=part), records))
         if settings.sees_entries:
-            for name, width in zip(("entries_k", "entries_v"), self._widths, strict=True):
+            for name, width in zip(("entries_k", "entries_v"), widths, strict=True):
                 parts[name] = settings.entry_format.unpack(parts[name], width, dtype)
         if settings.choice is not None:
-            parts["store_k"], parts["store_v"] = settings.store_format.unpack(parts.pop("store"), *self._widths, dtype)
+            parts["store_k"], parts["store_v"] = settings.store_format.unpack(parts.pop("store"), *widths, dtype)
         return parts
 
     def _entries_in(self, parts: dict[str, Tensor]) -> Source:
@@ -136,51 +165,21 @@ class _Request:
         bias = parts["biases"][..., 0] if self.settings.matched else self.settings.bias or None
         return Source(parts["entries_k"], parts["entries_v"], bias)
 
-    def _attend_groups(self, parts: dict[str, Tensor], window: Source, spans: RuleSpans) -> Tensor:
+    def _attend_groups(self, call: Call, parts: dict[str, Tensor], window: Source) -> Tensor:
         """Attention to the window and to closed groups, of which each query opens some, by the parts of records."""
-        choice, g, store = self.settings.choice, self.rule.chunk, Source(parts["store_k"], parts["store_v"])
+        choice, g, store = self.settings.choice, self.settings.rule.chunk, Source(parts["store_k"], parts["store_v"])
         assert choice is not None
         # if no query sees entries, the first token of each group takes the place of its entry
         entries = self._entries_in(parts) if choice.pool else Source(store.k[:, :, ::g], store.v[:, :, ::g])
-        index = GroupIndex(parts["signs"], parts["steps"])
+        q, index = self._queries(call), GroupIndex(parts["signs"], parts["steps"])
         return attend_recall(
-            self.q,
-            RecallSources(entries, store, window, spans),
-            IndexChoice(self.q, index, self.scale, choice.quota),
+            q,
+            RecallSources(entries, store, window, call.spans),
+            IndexChoice(q, index, self.scale, choice.quota),
             scale=self.scale,
             unchosen="pool" if choice.pool else "drop",
             backend=self.backend,
         )[0]
-
-    @property
-    def _widths(self) -> tuple[int, int]:
-        return self.k.shape[3], self.v.shape[3]
-
-    @property
-    def _shift(self) -> int:
-        """Slot of the entry of group 0."""
-        return self.settings.summary_delay // self.rule.chunk
-
-    def _entries(self, first: int, end: int) -> Tensor:
-        """Entries of groups ``[first, end)``, ``[1, K, G, D + Dv]``, or their records ``[1, K, G, C]``."""
-        settings, num, (g, D) = self.settings, end - first, (self.rule.chunk, self.k.shape[3])
-        tokens, summary = _load(self.state.window, self.row, first * g, end * g), None
-        if settings.num_summary > 0:
-            start = (first + 1) * g + settings.summary_delay - settings.num_summary
-            spans = SummarySpans(start, self.before, self.seen, num, settings.num_summary, g)
-            summary = summarize(self.q, self._past_queries(start), spans, backend=self.backend)
-        chunks = Chunks(tokens[..., :D], tokens[..., D:], 0, num, g, first)
-        kept = _represent(chunks, summary, settings, scale=self.scale, backend=self.backend)
-        if not self.state.holds_records:
-            return torch.cat(kept, dim=3)
-        named = dict(zip(entry_names(settings), packed(kept, settings), strict=True))
-        return record_format(settings, self._widths, self.k.dtype).pack(named)
-
-    def _past_queries(self, start: int) -> Tensor:
-        """Mean queries of positions from ``start`` on that were read before, ``[1, K, Q, D]``; Q may be 0."""
-        if self.state.ring is None or start >= self.before:
-            return self.k[:, :, :0]
-        return _load_ring(self.state.ring, self.row, start, self.before, self.k.shape[3])
 
 
 def _represent(
@@ -205,28 +204,22 @@ def _represent(
     return *entries, *kept
 
 
-def _load(pages: Pages, row: int, start: int, stop: int) -> Tensor:
-    """Slots ``[start, stop)`` of a request, ``[1, K, n, C]``: a view of copied whole pages."""
-    first, N = start // pages.slots, pages.slots
-    whole = pages.cache[pages.table[row, first : -(-stop // N)].long()].transpose(0, 1).flatten(1, 2)
-    return whole[None, :, start - first * N : stop - first * N]
+def _load(pages: Pages, at: Slots) -> Tensor:
+    """Slots ``[B, n]`` of requests, ``[B, K, n, C]``: a copy."""
+    page, cache = pages.table[at.row, at.column].long(), _words(pages.cache)
+    head = torch.arange(cache.shape[1], device=cache.device)[:, None]
+    return cache[page[:, None], head, at.slot[:, None]].view(pages.cache.dtype)
 
 
-def _store(pages: Pages, row: int, start: int, new: Tensor) -> None:
-    """Write ``new`` ``[1, K, n, C]`` to slots from ``start`` on."""
-    position = torch.arange(start, start + new.shape[2], device=new.device)
-    page = pages.table[row, position // pages.slots].long()
-    pages.cache[page, :, position % pages.slots] = new[0].transpose(0, 1)
+def _store(pages: Pages, at: Slots, rows: Tensor) -> None:
+    """Write ``rows`` ``[n, K, c]`` to the first c columns of slots ``[n]``."""
+    cache = pages.cache[..., : rows.shape[2]]
+    page = pages.table[at.row, at.column].long()
+    cache[page, :, at.slot] = rows
 
 
-def _load_ring(ring: Pages, row: int, start: int, stop: int, width: int) -> Tensor:
-    """The mean queries of positions ``[start, stop)``, ``[1, K, n, D]``."""
-    slot = torch.arange(start, stop, device=ring.cache.device) % ring.slots
-    return ring.cache[ring.table[row, :1].long()][:, :, slot, :width]
-
-
-def _store_ring(ring: Pages, row: int, start: int, means: Tensor) -> None:
-    """Write mean queries ``[1, K, n, D]`` of positions from ``start`` on."""
-    slot = torch.arange(start, start + means.shape[2], device=means.device) % ring.slots
-    page = ring.table[row, :1].long().expand_as(slot)
-    ring.cache[page, :, slot, : means.shape[3]] = means[0].transpose(0, 1)
+def _words(x: Tensor) -> Tensor:
+    """x seen as words of 8 bytes, of which a GPU copies as many a second as of single bytes; else x itself."""
+    size, unit = x.element_size(), _WORD.itemsize
+    places = x.shape[-1], x.storage_offset(), *x.stride()[:-1]
+    return x.view(_WORD) if x.stride(-1) == 1 and all(n * size % unit == 0 for n in places) else x

@@ -5,11 +5,14 @@ widths, g tokens per group.
 """
 
 import functools
-from dataclasses import dataclass
-from typing import NamedTuple, Self
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class Pages(NamedTuple):
@@ -78,6 +81,14 @@ class NewTokens:
     seen: list[int]
     seen_on_device: Tensor
     num_steps: int = 0
+    _found: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def once(self, key: Any, find: Callable[[], T]) -> T:
+        """Return what ``find`` returns, called by the first layer that asks under ``key``; all others share it."""
+        if key not in self._found:
+            self._found[key] = find()
+        found: T = self._found[key]
+        return found
 
     @functools.cached_property
     def before(self) -> Tensor:

@@ -1,0 +1,234 @@
+"""The requests of a step that are read as rows: which are read together, and where their tokens and entries lie.
+
+All of it follows from lengths, which the host knows, so nothing waits for the device; a step's layers share it.
+
+Shapes: B rows of a call, L queries, N window tokens, G groups of g tokens, T new tokens, n groups that are made.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from condense.ops.spans import RuleSpans
+from condense.ops.step.pages import NewTokens, PagedState
+from condense.ops.step.settings import StepSettings
+from condense.ops.types import SummarySpans
+
+# rows that share a call have so many tokens at most, padding included
+TOGETHER = 2**15
+# a call has at most as many queries of padding as real ones, and so many more
+_PADDING = 2**12
+
+
+class Request(NamedTuple):
+    """One request: its row in the tables, its new tokens ``[start, stop)`` among all, the tokens that it then has."""
+
+    row: int
+    start: int
+    stop: int
+    seen: int
+
+    @property
+    def num(self) -> int:
+        """Number of new tokens."""
+        return self.stop - self.start
+
+    @property
+    def before(self) -> int:
+        """Number of tokens read before."""
+        return self.seen - self.num
+
+
+class Slots(NamedTuple):
+    """Slots of pages: row and column of the page in the tables, slot in the page; int64 of any one shape."""
+
+    row: Tensor
+    column: Tensor
+    slot: Tensor
+
+    @classmethod
+    def of(cls, row: Tensor, number: Tensor, size: int) -> Self:
+        """Slots by their numbers in a request. size: slots of a page."""
+        return cls(row, number // size, number % size)
+
+    @classmethod
+    def of_ring(cls, row: Tensor, position: Tensor, size: int) -> Self:
+        """Slots of positions in a ring, a request's only page."""
+        return cls(row, torch.zeros_like(position), position % size)
+
+    def narrow(self, start: int, stop: int) -> Self:
+        """Slots ``[start, stop)`` of each row, of slots ``[B, n]`` by rows ``[B, 1]``."""
+        return type(self)(self.row, self.column[:, start:stop], self.slot[:, start:stop])
+
+
+class Summary(NamedTuple):
+    """The queries that weigh the groups which a call makes. tail: slots ``[B, Q]`` of the mean queries before the new
+    ones in the ring, None for none. made: row and number of each group; None if all of one row are made.
+    """
+
+    spans: SummarySpans
+    tail: Slots | None
+    made: tuple[Tensor, Tensor] | None
+
+
+class Call(NamedTuple):
+    """Requests that are read in one call, as right-aligned rows.
+
+    queries: number of each query among all new tokens, int64 ``[B, L]``, padding is any; of one request, a slice.
+    real: row and column of each query that is none of padding, and its number, int64; None for one request. window:
+    slots ``[B, N]`` of the newest tokens. entries: slots ``[B, G]``. Both repeat one where a row has fewer. summary:
+    None if no group is made or none needs a query.
+    """
+
+    queries: Tensor | slice
+    real: tuple[Tensor, Tensor, Tensor] | None
+    spans: RuleSpans
+    window: Slots
+    entries: Slots
+    summary: Summary | None
+
+
+class Reading(NamedTuple):
+    """The requests of a step. new: their new tokens among all. window: slots ``[T]`` of these.
+
+    made: slots ``[1, n * g]`` of the tokens of all groups that are due, and of their entries, ``[n]``; in the order of
+    the calls; None if there are none. newest: numbers among all new tokens of those whose mean queries the ring keeps,
+    and their slots; None without a ring.
+    """
+
+    new: slice
+    window: Slots
+    made: tuple[Slots, Slots] | None
+    newest: tuple[Tensor, Slots] | None
+    calls: tuple[Call, ...]
+
+
+def reading_of(new: NewTokens, first: int, state: PagedState, settings: StepSettings) -> Reading | None:
+    """The requests from ``first`` on that have new tokens; None if there are none."""
+    starts = zip(new.starts, new.starts[1:], strict=False)
+    spans = zip(range(len(new.seen)), starts, new.seen, strict=True)
+    requests = [Request(row, *ends, seen) for row, ends, seen in spans if row >= first and ends[0] < ends[1]]
+    if not requests:
+        return None
+    together = calls_of(requests)
+    row, start, before, num = _on_device([(r.row, r.start, r.before, r.num) for r in requests], state)
+    which, own = _spread(num, sum(r.num for r in requests))
+    newest = None
+    if state.ring is not None:
+        kept = num.clamp(max=settings.num_summary)
+        of, number = _spread(kept, sum(min(r.num, settings.num_summary) for r in requests))
+        number = number + (num - kept)[of]
+        newest = start[of] + number, Slots.of_ring(row[of], before[of] + number, state.ring.slots)
+    return Reading(
+        slice(requests[0].start, requests[-1].stop),
+        Slots.of(row[which], before[which] + own, state.window.slots),
+        _made([r for call in together for r in call], state, settings),
+        newest,
+        tuple(_call(call, state, settings) for call in together),
+    )
+
+
+def calls_of(requests: Sequence[Request]) -> list[list[Request]]:
+    """Requests by calls: those of like lengths together, within the bounds of padding and memory."""
+    calls: list[list[Request]] = []
+    for request in sorted(requests, key=lambda r: (r.num, r.seen), reverse=True):
+        call = next((call for call in calls if _fits([*call, request])), None)
+        if call is None:
+            calls.append([request])
+        else:
+            call.append(request)
+    return calls
+
+
+def _fits(call: Sequence[Request]) -> bool:
+    """True if these requests, the one with the most new tokens first, may share a call."""
+    is_alike = len(call) * call[0].num <= 2 * sum(r.num for r in call) + _PADDING
+    return is_alike and len(call) * max(r.seen for r in call) <= TOGETHER
+
+
+def _call(requests: Sequence[Request], state: PagedState, settings: StepSettings) -> Call:
+    rule, B = settings.rule, len(requests)
+    seen, num = (torch.tensor(x) for x in ([r.seen for r in requests], [r.num for r in requests]))
+    oldest = rule.closed(seen - num + 1) * rule.chunk
+    visible = rule.visible_entries(rule.closed(seen))
+    L, N, G = (int(x.max()) for x in (num, seen - oldest, visible))
+    # a row without entries repeats one of the row with the most
+    most = requests[int(visible.argmax())].row
+    rows = [
+        (r.row, r.start, r.stop, r.seen, begin, count, r.row if count else most)
+        for r, begin, count in zip(requests, oldest.tolist(), visible.tolist(), strict=True)
+    ]
+    row, start, stop, end, begin, count, lender = _on_device(rows, state)[..., None]
+
+    def columns(num: int) -> Tensor:
+        return torch.arange(num, device=row.device)
+
+    queries: Tensor | slice = slice(requests[0].start, requests[0].stop)
+    real = None
+    if B > 1:
+        queries = (stop - L + columns(L)).clamp(min=0)
+        which, own = _spread((stop - start)[:, 0], int(num.sum()))
+        real = which, (L - stop + start)[which, 0] + own, start[which, 0] + own
+    # if nothing precedes a window of 0 tokens, its row repeats its last token
+    position = torch.minimum(torch.maximum(end - N + columns(N), begin), end - 1)
+    group = torch.minimum(columns(G), (count - 1).clamp(min=0)) + settings.summary_delay // rule.chunk
+    return Call(
+        queries,
+        real,
+        RuleSpans(rule, seen - L, seen - N, L - num),
+        Slots.of(row, position, state.window.slots),
+        Slots.of(lender, group, state.entries.slots),
+        _summary(requests, state, settings) if settings.num_summary > 0 else None,
+    )
+
+
+def _summary(requests: Sequence[Request], state: PagedState, settings: StepSettings) -> Summary | None:
+    first, counts = _due(requests, settings)
+    g, S, B = settings.rule.chunk, settings.num_summary, len(requests)
+    if max(counts) == 0:
+        return None
+    before, seen = (torch.tensor(x) for x in ([r.before for r in requests], [r.seen for r in requests]))
+    start = (torch.tensor(first) + 1) * g + settings.summary_delay - S
+    spans = SummarySpans(start, before, seen, max(counts), S, g)
+    row, end, count = _on_device([(r.row, r.before, n) for r, n in zip(requests, counts, strict=True)], state)
+    Q, tail = int((before - start).max()), None
+    if state.ring is not None and Q > 0:
+        position = end[:, None] - Q + torch.arange(Q, device=end.device)
+        tail = Slots.of_ring(row[:, None], position, state.ring.slots)
+    return Summary(spans, tail, _spread(count, sum(counts)) if B > 1 else None)
+
+
+def _due(requests: Sequence[Request], settings: StepSettings) -> tuple[list[int], list[int]]:
+    """The first group of each request that its new tokens make due, and how many are."""
+
+    def pooled(seen: int) -> int:
+        return settings.rule.pooled(seen, settings.summary_delay)
+
+    return [pooled(r.before) for r in requests], [pooled(r.seen) - pooled(r.before) for r in requests]
+
+
+def _made(requests: Sequence[Request], state: PagedState, settings: StepSettings) -> tuple[Slots, Slots] | None:
+    """Slots of the tokens of all groups that are due, and of their entries, as in `Reading`."""
+    first, counts = _due(requests, settings)
+    if sum(counts) == 0:
+        return None
+    g, shift = settings.rule.chunk, settings.summary_delay // settings.rule.chunk
+    row, begin, count = _on_device([(r.row, *x) for r, *x in zip(requests, first, counts, strict=True)], state)
+    which, own = _spread(count, sum(counts))
+    group, row = begin[which] + own, row[which]
+    position = (group[:, None] * g + torch.arange(g, device=row.device)).flatten()
+    tokens = Slots.of(row.repeat_interleave(g)[None], position[None], state.window.slots)
+    return tokens, Slots.of(row, group + shift, state.entries.slots)
+
+
+def _on_device(numbers: Sequence[tuple[int, ...]], state: PagedState) -> Tensor:
+    """Numbers of each request, int64 ``[numbers, R]``."""
+    return torch.tensor(numbers, dtype=torch.int64).T.to(state.window.table.device, non_blocking=True)
+
+
+def _spread(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """For each of ``total`` things, ``counts`` of each request, its request and its number among those of it."""
+    which = torch.repeat_interleave(counts, output_size=total)
+    return which, torch.arange(total, device=counts.device) - (counts.cumsum(0) - counts)[which]

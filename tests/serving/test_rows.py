@@ -1,0 +1,190 @@
+"""Requests that share a call: the results of each alone, in a number of operations that does not grow with them.
+
+Shapes: H query heads, K KV heads, L tokens, D and Dv widths.
+"""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from paged_pool import Pool
+from paged_sequences import cut, random_tokens
+from record_pool import RECALL, RECORDS, RecordPool
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import condense
+from condense.ops.paged import requests, rows
+
+H, K, D, DV = 4, 2, 8, 8
+SCALE = 0.6
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+NUMBERS = {
+    "last": condense.CCA(group_size=4, window=8),
+    "window-0": condense.LCA(group_size=3, window=0),
+    "streaming": condense.LCA(group_size=4, window=8, rep_bias="log_size"),
+    "1-query": condense.LCA(group_size=4, window=12, num_summary_queries=1),
+    "3-queries": condense.CCA(group_size=4, window=4, summary="streaming", num_summary_queries=3),
+    "no-scores": condense.LCA(group_size=4, window=8, key_pooling="mean", value_pooling="max"),
+    "sinks": condense.StreamingLLM(sink=5, window=20),
+    "window": condense.StreamingLLM(sink=0, window=9),
+}
+IN_RECORDS = RECORDS | {
+    "matched-8": NUMBERS["streaming"].replace(rep_bias="matched", entry_bits=8),
+    "last-4": NUMBERS["last"].replace(entry_bits=4),
+}
+POOLS = {name: partial(Pool, method) for name, method in NUMBERS.items()} | {
+    f"records-{name}": partial(RecordPool, method) for name, method in IN_RECORDS.items()
+}
+
+
+@pytest.fixture(params=POOLS.values(), ids=POOLS)
+def make_pool(request):
+    return partial(request.param, (K, D, DV))
+
+
+def tokens_of(length, seed):
+    return random_tokens((H, K, D, DV), length, seed=seed)
+
+
+def read(make_pool, pieces, together):
+    """Requests of such pieces and what they give: first pieces, then second ones, in one call or alone."""
+    pool = make_pool()
+    qkvs = [tokens_of(sum(lengths), seed) for seed, lengths in enumerate(pieces)]
+    requests, outs = [pool.add(sum(lengths)) for lengths in pieces], [[] for _ in pieces]
+    for i in range(max(map(len, pieces))):
+        chunks = [
+            (n, (requests[n], cut(qkvs[n], requests[n].seen, requests[n].seen + lengths[i])))
+            for n, lengths in enumerate(pieces)
+            if i < len(lengths)
+        ]
+        for some in [chunks] if together else [[chunk] for chunk in chunks]:
+            for (n, _), out in zip(some, pool.read([x for _, x in some], scale=SCALE, backend="torch"), strict=True):
+                outs[n].append(out)
+    return pool, requests, [torch.cat(out) for out in outs]
+
+
+def check_alone(make_pool, pieces):
+    """Requests in one call give what each gives alone; records have the same bits."""
+    pool, mine, got = read(make_pool, pieces, together=True)
+    other, theirs, want = read(make_pool, pieces, together=False)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, **EXACT)
+    if isinstance(pool, RecordPool) and isinstance(pool.method, condense.Recall):
+        for a, b in zip(mine, theirs, strict=True):
+            assert all(torch.equal(x, other.kept(b)[name]) for name, x in pool.kept(a).items())
+
+
+def boundaries(pool):
+    """Lengths at which groups close, leave the window, and fill a page; and one less and one more."""
+    g, w = pool.plan.settings.rule.chunk, pool.plan.settings.rule.window
+    around = [n + d for n in (g, w, w + g, w + 2 * g, pool.far) for d in (-1, 0, 1)]
+    return sorted({n for n in around if n > 0})
+
+
+def test_first_pieces_at_every_boundary(make_pool):
+    check_alone(make_pool, [(length,) for length in boundaries(make_pool())])
+
+
+def test_later_pieces_at_every_boundary(make_pool):
+    """Pieces of many lengths behind as many others, new requests and single tokens among them."""
+    lengths = boundaries(make_pool())
+    pieces = [(length, other, 3) for length, other in zip(lengths, reversed(lengths), strict=True)]
+    check_alone(make_pool, [*pieces, (1, 1, 1), (2, 40), (70,)])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+def test_prompts_of_odd_lengths(make_pool, count):
+    check_alone(make_pool, [(length, 7) for length in (41, 37, 43, 3, 39)[:count]])
+
+
+@pytest.mark.parametrize("bounds", [(0, 2**15), (2**12, 50), (0, 0)], ids=["alike", "few-tokens", "alone"])
+def test_several_calls_in_a_step(make_pool, monkeypatch, bounds):
+    monkeypatch.setattr(rows, "_PADDING", bounds[0])
+    monkeypatch.setattr(rows, "TOGETHER", bounds[1])
+    check_alone(make_pool, [(30, 5), (1, 20), (28, 28), (2, 1), (13,)])
+
+
+def test_a_prefix_that_another_row_of_the_call_writes(make_pool):
+    """A request takes up the pages of a prompt that is read in the same call; it comes first, and last."""
+    for mine_first in (True, False):
+        pool, alone = make_pool(), make_pool()
+        prefix = pool.far * (1 + 64 // pool.far)
+        qkv = tokens_of(prefix + 9, 0)
+        a, cold = pool.add(prefix), alone.add(prefix + 9)
+        a.reserve(prefix)
+        b = pool.add(prefix + 9, a, prefix)
+        chunks = [(b, cut(qkv, prefix, prefix + 9)), (a, cut(qkv, 0, prefix))]
+        got = pool.read(chunks if mine_first else chunks[::-1], scale=SCALE, backend="torch")[0 if mine_first else 1]
+        alone.read([(cold, cut(qkv, 0, prefix))], scale=SCALE, backend="torch")
+        want = alone.read([(cold, cut(qkv, prefix, prefix + 9))], scale=SCALE, backend="torch")[0]
+        torch.testing.assert_close(got, want, **EXACT)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9000), st.integers(0, 70000)), min_size=1, max_size=40))
+def test_calls_are_bounded(lengths):
+    """Each request is read once; padding and the tokens of a call are within their bounds; what fits alone is alone."""
+    asked = [rows.Request(row, 0, num, num + before) for row, (num, before) in enumerate(lengths)]
+    calls = rows.calls_of(asked)
+    assert sorted(r for call in calls for r in call) == asked
+    for call in calls:
+        new, seen = [r.num for r in call], [r.seen for r in call]
+        assert len(call) == 1 or len(call) * max(seen) <= rows.TOGETHER
+        assert len(call) * max(new) - sum(new) <= sum(new) + rows._PADDING
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations that are no views, those of attention left out."""
+
+    VIEWS = (
+        "alias", "as_strided", "detach", "expand", "permute", "select", "slice", "split", "split_with_sizes", "squeeze",
+        "transpose", "unbind", "unfold", "unsqueeze", "view", "_unsafe_view",
+    )  # fmt: skip
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.names, self.paused = Counter(), False
+        for name in ("attend", "attend_recall"):
+            monkeypatch.setattr(requests, name, partial(self.without, getattr(requests, name)))
+
+    def without(self, function, *args, **options):
+        self.paused = True
+        try:
+            return function(*args, **options)
+        finally:
+            self.paused = False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.partition(".")[0]
+        if not self.paused and name not in self.VIEWS:
+            self.names[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_operations_do_not_grow_with_requests(monkeypatch):
+    """In every layer but the first, which finds out where things lie: 7 of a prompt when 14 are read together."""
+    method, counts = RECALL.replace(store_bits=4, num_recall=0.25, unchosen="drop"), {}
+    for num in (1, 2, 14):
+        pool = RecordPool(method, (K, D, DV))
+        asked = [pool.add(40 + i % 3) for i in range(num)]
+        once = read_twice(monkeypatch, [(r, tokens_of(r.length, 0)) for r in asked], pool)
+        counts[num] = sum(once.values())
+    assert counts[1] <= counts[2] == counts[14] <= 100, counts
+
+
+def read_twice(monkeypatch, chunks, pool):
+    """Operations of the second layer of a step."""
+    found, original = [], requests.read_requests
+
+    def layers(*args, **options):
+        original(*args, **options)
+        with monkeypatch.context() as patch, Operations(patch) as mode:
+            original(*args, **options)
+        found.append(mode.names)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("condense.ops.paged.api.read_requests", layers)
+        pool.read(chunks, scale=SCALE, backend="torch")
+    return found[0]
