@@ -5,10 +5,10 @@ import torch
 
 import condense
 from condense.methods import methods_in, settings_of
+from condense.serving import trial
 from condense.serving.blocks import ServedLayer, blocks_of_request, page_sizes
 from condense.serving.engine import EngineSettings, check_engine
 from condense.serving.plan import serving_plan, serving_plans
-from condense.serving.trial import read_end
 
 STREAMING = condense.CCA(summary="streaming", key_pooling="select", rep_bias="log_size")
 
@@ -184,21 +184,23 @@ def test_the_settings_of_is_read_back():
         methods_in({"method": "cca"})
 
 
+TRIED = [STREAMING, condense.CCA(entry_bits=4), condense.Recall(store_bits=4, window=32)]
+
+
 @pytest.mark.parametrize("length", [7, 300])
-@pytest.mark.parametrize(
-    "method",
-    [
-        STREAMING,
-        condense.CCA(entry_bits=4),
-        condense.Recall(store_bits=4, window=32),
-        condense.StreamingLLM(sink=4, window=20),
-    ],
-    ids=lambda method: type(method).__name__ + str(getattr(method, "entry_bits", "")),
-)
-def test_a_trial_reads_the_end_of_the_longest_prompt(method, length):
-    """Of 20 tokens those that fit, each of which attends to something."""
-    layer = ServedLayer(serving_plan(method), 2, (16, 16), torch.float32)
+@pytest.mark.parametrize("method", [*TRIED, condense.StreamingLLM(sink=4, window=20)], ids=range(4))
+def test_trials_read_the_ends_of_prompts(method, length, monkeypatch):
+    """Of 20 tokens those that fit, each of which attends to something; of a second layer the longest prompt alone."""
+    layer, reads, read = ServedLayer(serving_plan(method), 2, (16, 16), torch.float32), [], trial.read_paged
+    monkeypatch.setattr(trial, "_COMPILED", set())
+    monkeypatch.setattr(trial, "read_paged", lambda *args, **options: (reads.append(args[2]), read(*args, **options)))
     qkv = tuple(torch.randn(20, heads, 16) for heads in (4, 2, 2))
-    out = torch.full((20, 4, 16), float("nan"))
-    read_end(qkv, layer, page_sizes([layer]), length, scale=0.25, out=out)
-    assert torch.equal(out.isfinite().all(2).all(1), torch.arange(20) < length)
+    for _ in range(2):
+        out = torch.full((20, 4, 16), float("nan"))
+        trial.read_trials(qkv, layer, page_sizes([layer]), length, scale=0.25, out=out)
+        assert torch.equal(out.isfinite().all(2).all(1), torch.arange(20) < length)
+    rule, g = layer.plan.settings.rule, layer.plan.group_size
+    ends = [rule.window + n * g for n in (0, *(2**i for i in range(9))) if rule.window + n * g < length]
+    shorter = [lengths for end in ends for lengths in ([end], [end, end - 1]) for _ in range(2)]
+    assert [new.seen for new in reads] == [[length], *shorter, [length]]
+    assert all(len(set(new.starts)) == len(new.starts) and new.starts[-1] <= 20 for new in reads)

@@ -103,7 +103,7 @@ def _best(share, valid, wanted, floor):
     return best != 0, tl.cumsum(best, 1) - best, worst
 
 
-@triton.jit(do_not_specialize=(*VARYING, *BLOCK))
+@triton.jit(do_not_specialize=(*VARYING, *BLOCK, "r"))
 def recall_cells_kernel(
     cell_ptr, lse_ptr, starts_ptr, picked_ptr, floor_ptr,
     K, L, G, first, stop, cells,
@@ -175,7 +175,7 @@ def _open(scores, cell, wanted, floor, groups_at, R: tl.constexpr, C: tl.constex
     tl.store(groups_at + place, group, mask=is_open)
 
 
-@triton.jit(do_not_specialize=(*VARYING, *BLOCK))
+@triton.jit(do_not_specialize=(*VARYING, *BLOCK, "r"))
 def recall_groups_kernel(
     score_ptr, lse_ptr, picked_ptr, floor_ptr, starts_ptr, groups_ptr,
     K, L, G, first, stop, cells,
@@ -214,7 +214,7 @@ def recall_groups_kernel(
             _open(scores, _all_cells(BQ, PICKED), wanted, _INT_MIN, groups_at, R, C)
 
 
-@triton.jit(do_not_specialize=("L", "G", "first", "stop", "words"))
+@triton.jit(do_not_specialize=("L", "G", "first", "stop", "words", "r"))
 def recall_mark_kernel(
     groups_ptr, mark_ptr, L, G, first, stop, words, r, Q: tl.constexpr, PLACES: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip

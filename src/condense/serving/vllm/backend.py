@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from condense.ops.paged import PagedState, Pages, read_paged
 from condense.serving.blocks import page_sizes
-from condense.serving.trial import read_end
+from condense.serving.trial import read_trials
 from condense.serving.vllm.metadata import CondensedMetadata, CondensedMetadataBuilder
 
 if TYPE_CHECKING:
@@ -75,10 +75,10 @@ class CondensedImpl(AttentionImpl[CondensedMetadata]):
         """query ``[T, H, D]``, key and value ``[T, K, D]``, output likewise; rows of padding come last."""
         if attn_metadata is None:
             output.zero_()
-            # vLLM measures the memory of a forward before there are pages: the end of the longest prompt takes the most
+            # before there are pages, vLLM measures the memory of a forward, which should leave nothing to be compiled
             if query.is_cuda and kv_cache.numel() == 0:
-                sizes, longest = page_sizes(layer.model), layer.longest
-                read_end((query, key, value), layer.served, sizes, longest, scale=self.scale, out=output)
+                sizes, qkv = page_sizes(layer.model), (query, key, value)
+                read_trials(qkv, layer.served, sizes, layer.longest, scale=self.scale, out=output)
             return output
         tables, dtype = get_forward_context().attn_metadata, layer.served.dtype
         pages = {kind: Pages(side.kv_cache, tables[side.layer_name].table) for kind, side in layer.sides.items()}
