@@ -3,10 +3,10 @@
 import math
 
 import torch
+from layers import read_whole
 
 import condense
 from condense.caches import StaticCondensedLayer, read_request
-from condense.functional import read_whole
 from condense.ops import Extras, NewToken
 from condense.ops.reference.attend import visible
 

@@ -1,10 +1,11 @@
-"""Tokens for cache layers, and outputs of reading them in whichever way a layer has.
+"""Tokens for cache layers and for `extend`, and outputs of reading them in whichever way a layer has.
 
 Shapes: B rows, H query heads, K KV heads, L tokens, D and Dv widths.
 """
 
 import torch
 
+from condense import functional
 from condense.caches import read_request
 from condense.ops import NewToken
 
@@ -18,6 +19,16 @@ def draw(L, seed=0, rows=2, heads=(4, 2), widths=(6, 6), dtype=torch.float64, de
 
 def columns(qkv, start, stop):
     return [x[:, :, start:stop] for x in qkv]
+
+
+def extend(*args, **kwargs):
+    """The context and the new state of `condense.functional.extend`."""
+    context, new_state = functional.extend(*args, **kwargs)
+    return context, new_state()
+
+
+def read_whole(method, q, k, v, **kwargs):
+    return functional.extend(method, None, q, k, v, **kwargs)[0]
 
 
 def read(layer, qkv, counts=None, *, scale=0.7, backend="auto", trailing=None):

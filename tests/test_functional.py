@@ -5,10 +5,10 @@ import functools
 import pytest
 import torch
 from grids import CPU_BACKENDS, grid
+from layers import extend
 from oracles import cases, latent_oracle, oracle
 
 import condense
-from condense.functional import extend
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 METHODS = cases.PLANS | cases.PROMPTS | cases.SELECTIONS

@@ -7,12 +7,12 @@ import torch
 from grids import CPU_BACKENDS, grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layers import extend
 from oracles import cases, latent_oracle
 from oracles.latent_oracle import Latents
 
 import condense
 from condense import CCA, DGA, LCA
-from condense.functional import extend
 from condense.latent import LatentView, UpProjection, mean_queries
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}

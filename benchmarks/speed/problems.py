@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from condense.functional import read_whole
+from condense.functional import extend
 from condense.methods import Context, Method, step_settings
 from condense.ops.step import fields_of
 
@@ -81,8 +81,8 @@ class Setting:
 
 
 def pooled(method: Method, inputs: Inputs, backend: str = "auto") -> Context:
-    """The sources that queries of whole sequences attend to: `condense.functional.read_whole`."""
-    return read_whole(method, *inputs, scale=inputs.scale, backend=backend)
+    """The sources that queries of whole sequences attend to: `condense.functional.extend`."""
+    return extend(method, None, *inputs, scale=inputs.scale, backend=backend)[0]
 
 
 def sees_by_position(method: Method) -> bool:

@@ -32,48 +32,15 @@ def extend(
     scale: float,
     plan: ForwardPlan | None = None,
     backend: str = "auto",
-) -> tuple[Context, LayerState]:
-    """Read L new tokens. Returns the sources that their queries attend to, and the new state.
+) -> tuple[Context, Callable[[], LayerState]]:
+    """Read L new tokens. Returns the sources that their queries attend to, and a function that makes the new state.
 
     q ``[B, H, L, D]``, k ``[B, K, L, D]``, v ``[B, K, L, Dv]``; summary queries are means of q. state: kept from
-    earlier tokens, None before the first ones. plan: which of the tokens are real (default: all); one plan serves all
-    layers of a forward. The context carries gradients of q, k and v; the state is detached.
+    earlier tokens, None before the first ones. plan: which of the tokens are real (default: all), or where packed
+    documents begin, of which no state is kept; one plan serves all layers of a forward. The context carries gradients
+    of q, k and v; the state is detached.
     Raises ValueError if an input requires a gradient and the method looks ahead without ``allow_future``.
     """
-    assert plan is None or plan.documents is None, "no state is kept of packed documents"
-    context, new_state = _read(method, state, q, k, v, plan, scale=scale, backend=backend)
-    return context, new_state()
-
-
-def read_whole(
-    method: Method,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    plan: ForwardPlan | None = None,
-    backend: str = "auto",
-) -> Context:
-    """The sources that the queries of whole sequences attend to; no state is made.
-
-    plan: which of the tokens are real, or where packed documents begin. Other arguments and errors as in `extend`.
-    """
-    return _read(method, None, q, k, v, plan, scale=scale, backend=backend)[0]
-
-
-def _read(
-    method: Method,
-    state: LayerState | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: ForwardPlan | None,
-    *,
-    scale: float,
-    backend: str,
-) -> tuple[Context, Callable[[], LayerState]]:
-    """As `extend`, but returns a function that makes the new state, because some callers need none."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         check_trainable(method)
     plan = ForwardPlan(k.shape[2]) if plan is None else plan
@@ -109,6 +76,7 @@ def _read(
     sources = (Source(keys_and_values[0], keys_and_values[1], bias), Source(window_k, window_v))
 
     def new_state() -> LayerState:
+        assert plan.documents is None, "no state is kept of packed documents"
         num_window = min(window_k.shape[2], max_row(reading.seen - first_needed(method, reading.seen - SLACK)))
         return LayerState(
             tuple(_detached(x, before.window_k) for x in entries),
@@ -150,7 +118,7 @@ def _check_entries(method: Method, new: object, k: Tensor, v: Tensor, num_chunks
 def _read_prompt(
     method: Method, q: Tensor, k: Tensor, v: Tensor, plan: ForwardPlan, *, scale: float, backend: str
 ) -> tuple[Context, Callable[[], LayerState]]:
-    """As `_read`, for the first tokens of a method that reads its prompt at once (`Method.prompt_reader`)."""
+    """As `extend`, for the first tokens of a method that reads its prompt at once (`Method.prompt_reader`)."""
     assert method.prompt_reader is not None
     assert method.layout.entry_bits == 16, "entries of a prompt that is read at once are not rounded"
     prompt, before = method.prompt_reader.read(q, k, v, plan, scale=scale, backend=backend), empty_state(k, v)
@@ -236,7 +204,7 @@ def attention(
         scale = check_scale(scale, q)
 
         def run(q: Tensor, k: Tensor, v: Tensor, plan: ForwardPlan) -> tuple[Tensor, Tensor | None]:
-            context = read_whole(method, q, k, v, scale=scale, plan=plan, backend=backend)
+            context, _ = extend(method, None, q, k, v, scale=scale, plan=plan, backend=backend)
             return method.attend(q, context, scale=scale, backend=backend, return_lse=return_lse)
 
         out, lse = run_planned(method, run, (q, k, v), cu_seqlens, padding)

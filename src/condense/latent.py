@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from condense.functional import read_whole, run_planned
+from condense.functional import extend, run_planned
 from condense.methods import Context, Method
 from condense.ops import Source
 from condense.ops.checks import check_alike, check_scale, check_tensors
@@ -87,15 +87,8 @@ def latent_attention(
         latent_method = method.for_latents(c.shape[-1])
 
         def run(q: Tensor, entries: Tensor, plan: ForwardPlan) -> tuple[Tensor, Tensor | None]:
-            context = read_whole(
-                latent_method,
-                mean_queries(method, q, up),
-                entries,
-                entries[..., :0],
-                scale=scale,
-                plan=plan,
-                backend=backend,
-            )
+            mean_q, values = mean_queries(method, q, up), entries[..., :0]
+            context, _ = extend(latent_method, None, mean_q, entries, values, scale=scale, plan=plan, backend=backend)
             view = LatentView.of(context, q, up)
             out, lse = method.attend(view.q, view.context, scale=scale, backend=backend, return_lse=return_lse)
             return view.finish(out), lse

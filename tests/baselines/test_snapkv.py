@@ -6,11 +6,11 @@ Shapes: B rows, H query heads, K KV heads, L tokens.
 import pytest
 import torch
 from baselines.test_sparse_prefill import SCALE, H, K, qkv
+from layers import extend
 from models import tiny
 
 import condense
 from condense import SnapKV
-from condense.functional import extend
 from condense.models.inspect import inspect
 from condense.plan import ForwardPlan
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from analyze.patterns import seen_pairs
+from layers import extend
 from models import tiny
 from torch.nn.attention.flex_attention import create_mask
 
@@ -18,7 +19,6 @@ import condense
 from condense import AShape, BlockSparse, FlexPrefill, MInference, VerticalSlash
 from condense.baselines import blocks
 from condense.baselines.blocks import BLOCK, sparse_attention
-from condense.functional import extend
 from condense.models.inspect import inspect
 from condense.plan import ForwardPlan
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from layers import extend
 from models import tiny
 from oracles import oracle
 from oracles.cases import DTYPES, METHODS, SHAPES, inputs_for
@@ -10,7 +11,6 @@ from speed.budget import judge
 from two_sources import attend_to
 
 import condense
-from condense.functional import extend
 
 STREAMING = condense.CCA(group_size=16, window=64, summary="streaming", key_pooling="select", rep_bias="log_size")
 

@@ -8,13 +8,13 @@ import torch
 from grids import CPU_BACKENDS, grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layers import extend
 from methods.test_laws import dense, once
 from oracles import cases, oracle, oracle_dga
 from two_sources import attend_to
 
 import condense
 from condense import DGA
-from condense.functional import extend
 from condense.ops import Chunks, importance
 from condense.ops.tensors.sampling import sampled_queries
 from condense.ops.torch import pool as torch_pool

@@ -10,11 +10,11 @@ import math
 
 import pytest
 import torch
+from layers import extend, read_whole
 from oracles import oracle
 
 import condense
 from condense.caches import CondensedLayer, StaticCondensedLayer, read_request
-from condense.functional import extend, read_whole
 from condense.ops import EntryFormat
 from condense.plan import ForwardPlan
 

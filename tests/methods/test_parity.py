@@ -7,11 +7,11 @@ import torch
 from grids import CPU_BACKENDS, grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layers import extend, read_whole
 from oracles import cases, oracle
 from two_sources import attend_to
 
 import condense
-from condense.functional import extend, read_whole
 from condense.methods import NO_FIRST
 from condense.ops.tensors.per_row import as_rows, max_row
 from condense.plan import ForwardPlan

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from grids import grid
+from layers import read_whole
 from methods import test_parity as parity
 from models import tiny
 from oracles import cases, latent_oracle, oracle
@@ -13,7 +14,6 @@ from test_latent import read_in_steps
 import condense
 from condense import Recall
 from condense.caches import CondensedLayer, StaticCondensedLayer, read_request
-from condense.functional import read_whole
 from condense.latent import UpProjection
 from condense.models.inspect import inspect
 

@@ -5,11 +5,11 @@ memory that the torch backend keeps for them, which is linear in the number of t
 import pytest
 import torch
 from grids import CPU_BACKENDS, grid
+from layers import read_whole
 from oracles import cases, oracle
 from two_sources import array_spans, attend_to, two_sources
 
 import condense
-from condense.functional import read_whole
 from condense.ops import attend
 from condense.ops.torch import attend as torch_attend
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from layers import extend
 
 import condense
-from condense.functional import extend
 from condense.ops import POOLINGS, Chunks, SummarySpans, group_scores, pool, pool_groups, summarize
 
 BACKENDS = ["reference", "torch"]

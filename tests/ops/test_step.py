@@ -5,13 +5,13 @@ Shapes: B rows, H query heads, K KV heads, L tokens, D and Dv widths, M prefix e
 
 import pytest
 import torch
+from layers import extend
 from oracles import cases, oracle
 from step_states import RECALLS, call_of, check_slots, empty, own_of, token_at, with_store
 from torch._dynamo.testing import CompileCounterWithBackend
 from two_sources import attend_to
 
 import condense
-from condense.functional import extend
 from condense.methods import step_settings
 from condense.ops import Chunks, NewToken, StepCall, StepState, decode_step, step_backend
 from condense.ops.recall import choose_groups, index_scores

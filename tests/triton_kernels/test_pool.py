@@ -7,10 +7,10 @@ import itertools
 
 import pytest
 import torch
+from layers import extend
 from speed.budget import judge
 
 import condense
-from condense.functional import extend
 from condense.ops import POOLINGS, Chunks, SummaryColumns, SummarySpans, pool_groups, summarize
 from condense.ops.triton import limits
 from condense.plan import ForwardPlan

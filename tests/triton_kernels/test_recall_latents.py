@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from layers import extend
 from oracles import latent_oracle
 from speed.budget import judge
 
 import condense
 from condense import Recall
-from condense.functional import extend
 from condense.ops import Source, attend_recall
 from condense.ops.backends import BACKENDS
 from condense.ops.recall import GroupIndex, IndexChoice, RecallSources

@@ -84,7 +84,8 @@ class CondensedLayer(CondensedCacheLayer):
         if before is not None:
             refuse_other_dtype(before.window_k.dtype, k.dtype)
         method = self.method if request.latent_width is None else self.method.for_latents(request.latent_width)
-        context, after = extend(method, before, request.q, k, v, scale=request.scale, plan=request.plan)
+        context, new_state = extend(method, before, request.q, k, v, scale=request.scale, plan=request.plan)
+        after = new_state()
         self._keep(method, before, after, request.latent_width or 0)
         if before is None and method.layout.lookahead is not None:
             self._num_fixed_slots = k.shape[2]

@@ -138,12 +138,12 @@ class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
         buffers = self._checked_buffers(k, v, request.latent_width, needed)
         before = None if fresh else self._state(buffers)
         try:
-            context, after = extend(self.latent_method, before, request.q, k, v, scale=request.scale, plan=plan)
+            context, new_state = extend(self.latent_method, before, request.q, k, v, scale=request.scale, plan=plan)
         except ValueError:
             # nothing was read: free memory that this call allocated, so that the next one may have other rows and dtype
             self.buffers, self.bias = held
             raise
-        self._write(buffers, before, after, L)
+        self._write(buffers, before, new_state(), L)
         return context
 
     def _write(self, buffers: StepState, before: LayerState | None, after: LayerState, slots: int) -> None:
@@ -160,7 +160,8 @@ class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
         """Read a prompt that is to be read again; its tokens stay outside of the buffers until `keep`."""
         if k.shape[2] > self.max_cache_len:
             self._refuse_length(0, k.shape[2])
-        context, self.prompt = extend(self.method, None, request.q, k, v, scale=request.scale, plan=request.plan)
+        context, new_state = extend(self.method, None, request.q, k, v, scale=request.scale, plan=request.plan)
+        self.prompt = new_state()
         self._prompt_slots, self.latent_width = k.shape[2], request.latent_width or 0
         return context
 

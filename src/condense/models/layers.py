@@ -7,7 +7,7 @@ from transformers import Cache, EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 from condense.caches import CondensedCacheLayer, CondensedLayer, ReadRequest, StaticCondensedLayer
-from condense.functional import read_whole
+from condense.functional import extend
 from condense.methods import Context, Method, StreamingLLM
 from condense.models.forward import AttentionCall
 from condense.models.padding import Padding
@@ -39,7 +39,7 @@ def read_tokens(
     cache, scale = target.cache, target.call.scale
     if cache is None:
         method = method if latent_width is None else method.for_latents(latent_width)
-        return read_whole(method, q, k, v, scale=scale, plan=target.plan)
+        return extend(method, None, q, k, v, scale=scale, plan=target.plan)[0]
     assert target.plan is not None
     condensed_layer(cache, target.layer_idx, method)
     trailing = q.shape[2] if target.padding is None else target.padding.trailing
