@@ -155,8 +155,7 @@ class Problem:
     def arguments(self):
         """The arguments of `recall_choice.choose`."""
         starts, rule = describe(self.spans, 2, self.case.L, torch.device(DEVICE))
-        options = {"scale": self.scale, "quota": quota_of(self.case.r), "closed": int(self.closed.max())}
-        return (self.asked, self.index, recall_score.Positions(starts, tuple(rule))), options
+        return self.asked, *self.index, starts, rule, self.scale, list(quota_of(self.case.r)), int(self.closed.max())
 
     def attend(self, inputs, choice, backend, **kwargs):
         """Output and log-sum-exp, 0 for queries that see nothing."""
@@ -269,8 +268,7 @@ def scored(problem, monkeypatch):
         results.append([x.clone() for x in scratch[:3]])
 
     monkeypatch.setattr(recall_choice, "score", keep)
-    arguments, options = problem.arguments()
-    groups = recall_choice.choose(*arguments, **options)
+    groups = recall_choice.choose(*problem.arguments())
     (score, cell, lse), (B, H, L, _) = results[0], asked.shape
     assert len(results) == 1
     # [B * K, cells, L * R, C] and [B * K, cells / 4, L * R, 4] to [B, H, L, ...]
@@ -295,7 +293,7 @@ def test_scores_are_the_definitions_to_the_bit(g, D, heads, dtype, monkeypatch):
     problem.asked = (problem.asked * 4).round()
     groups, score, cell, lse = scored(problem, monkeypatch)
     problem.check_choice(problem.opened(groups))
-    scale, G, C = problem.scale * math.log2(math.e), problem.index.num_groups, recall_score.groups_per_cell(g)
+    scale, G, C = problem.scale * math.log2(math.e), problem.index.signs.shape[2], recall_score.groups_per_cell(g)
     want = index_scores(problem.asked, problem.index, scale)
     is_closed = (torch.arange(G, device=DEVICE) < problem.closed[..., None]).expand_as(want)
     assert torch.equal(score[..., :G][is_closed], want[is_closed])
@@ -346,8 +344,7 @@ def test_turned_queries_take_of_the_scratch_memory(monkeypatch):
     monkeypatch.setattr(recall_score, "turned", measured)
     monkeypatch.setattr(recall_choice, "score", counted)
     monkeypatch.setattr(recall_choice, "_SCRATCH", limit)
-    arguments, options = problem.arguments()
-    recall_choice.choose(*arguments, **options)
+    recall_choice.choose(*problem.arguments())
     assert len(sizes) > 1
     assert limit / 2 < max(sizes) <= limit
 
@@ -421,6 +418,4 @@ def test_compiled_as_one_graph(name):
 
 def test_the_choice_is_a_whole_operation():
     """Its schema, and what it says of its result before it runs."""
-    problem = Problem(CASES["a-fifth-padded"])
-    arguments, options = problem.arguments()
-    torch.library.opcheck(recall_choice.choice_operation, recall_choice.choice_arguments(*arguments, **options))
+    torch.library.opcheck(recall_choice.choice_operation, Problem(CASES["a-fifth-padded"]).arguments())

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from condense.ops.hopper.attend_forward import launch
-from condense.ops.triton.attend import attend_by, operation
-from condense.ops.triton.attend_call import AttendCall
+from condense.ops.triton.attend import attend_backward, attend_by
+from condense.ops.triton.attend_call import AttendCall, operation
 from condense.ops.triton.host import gpu_of
 
 
@@ -18,4 +18,4 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     return launch(call, gpu_of(call.q.device).multiprocessors)
 
 
-attend = attend_by(operation("attend_hopper", _forward), _forward)
+attend = attend_by(operation("attend_hopper", AttendCall, _forward, attend_backward), _forward)

@@ -16,11 +16,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from condense.ops.hopper.attend import attend as attend_sources
 from condense.ops.hopper.attend_forward import ROWS, shared_layout
 from condense.ops.hopper.recall_attend import PART, RecallForm, recall_fwd_hopper_kernel
-from condense.ops.triton.attend_call import not_empty, results
+from condense.ops.triton.attend_call import not_empty, operation, results
 from condense.ops.triton.descriptors import descriptor
 from condense.ops.triton.host import LOG2E, cdiv, gpu_of, on_device_of, whole_rows
 from condense.ops.triton.launch import Launcher
-from condense.ops.triton.recall_attend import Kernels, attend_recall, operation
+from condense.ops.triton.recall_attend import Kernels, attend_recall, recall_backward
 from condense.ops.triton.recall_attend_call import RecallCall
 
 _FORWARD = Launcher(recall_fwd_hopper_kernel)
@@ -65,5 +65,5 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-_KERNELS = Kernels(_forward, operation("attend_recall_hopper", _forward), attend_sources)
+_KERNELS = Kernels(_forward, operation("attend_recall_hopper", RecallCall, _forward, recall_backward), attend_sources)
 attend_recall_hopper = partial(attend_recall, kernels=_KERNELS)

@@ -18,9 +18,11 @@ from condense.ops.triton.attend_backward import attend_dkv_kernel, attend_dq_ker
 from condense.ops.triton.attend_call import (
     AttendCall,
     AttendShared,
+    backward_operation,
     call_of,
     needs_operation,
     not_empty,
+    operation,
     results,
     row_strides,
 )
@@ -165,53 +167,6 @@ def _seen(spans: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
     return torch.searchsorted(spans.flip(1), key.contiguous(), right=True, out_int32=True).unbind()
 
 
-def operation(name: str, forward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``forward`` as a torch operation of `AttendCall`'s fields, which torch.compile keeps whole; with gradients."""
-
-    @torch.library.custom_op(f"condense::{name}", mutates_args=())
-    def op(
-        q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], biases: Sequence[Tensor], bias_of: Sequence[int],
-        levels: Sequence[float], spans: Tensor | None, rule: Sequence[int], scale: float, softcap: float,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return forward(q, k, v, biases, bias_of, levels, spans, rule, scale, softcap)
-
-    op.register_fake(lambda q, k, v, *_: results(q, v))
-    op.register_autograd(_differentiate, setup_context=_keep)
-    return op
-
-
-@torch.library.custom_op("condense::attend_backward", mutates_args=())
-def _attend_backward(
-    d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor],
-    biases: Sequence[Tensor], bias_of: Sequence[int], levels: Sequence[float], spans: Tensor | None,
-    rule: Sequence[int], scale: float, softcap: float,
-) -> list[Tensor]:  # fmt: skip
-    """See `_backward`."""
-    return _backward(d_out, d_lse, out, lse, AttendCall(q, k, v, biases, bias_of, levels, spans, rule, scale, softcap))
-
-
-@_attend_backward.register_fake
-def _(
-    d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor],
-    biases: Sequence[Tensor], *_: Any,
-) -> list[Tensor]:  # fmt: skip
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, *k, *v, *biases)]
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    call = AttendCall(*inputs)
-    ctx.num_sources, ctx.numbers = len(call.k), (call.bias_of, call.levels, call.rule, call.scale, call.softcap)
-    ctx.save_for_backward(*output, call.q, call.spans, *call.k, *call.v, *call.biases)
-
-
-def _differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
-    out, lse, q, spans, *tensors = ctx.saved_tensors
-    n, (bias_of, levels, *numbers) = ctx.num_sources, ctx.numbers
-    k, v, biases = tensors[:n], tensors[n : 2 * n], tensors[2 * n :]
-    dq, *grads = _attend_backward(d_out, d_lse, out, lse, q, k, v, biases, bias_of, levels, spans, *numbers)
-    return dq, grads[:n], grads[n : 2 * n], grads[2 * n :], *[None] * 6
-
-
 def attend_by(
     op: Callable[..., tuple[Tensor, Tensor]], forward: Callable[..., tuple[Tensor, Tensor]]
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -236,5 +191,6 @@ def attend_by(
     return attend
 
 
-_attend = operation("attend", _forward)
+attend_backward = backward_operation("attend_backward", AttendCall, _backward)
+_attend = operation("attend", AttendCall, _forward, attend_backward)
 attend = attend_by(_attend, _forward)

@@ -5,17 +5,24 @@ Shapes: B rows of the batch, H query heads, K KV heads, R = H / K, L queries, N 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from condense.ops.spans import RuleSpans, Source, Spans, UniformRule
 from condense.ops.triton.host import LOG2E, check_programs, whole_rows
 
 # stands for "no limit" in kernels: more tokens than any row has, and a sum of three such numbers still fits in 32 bits
 _UNLIMITED = 1 << 29
+# types of a record's fields in the schema of a torch operation
+_TYPES = {
+    Tensor: "Tensor", Tensor | None: "Tensor?", Sequence[Tensor]: "Tensor[]", Sequence[int]: "SymInt[]",
+    Sequence[float]: "float[]", int: "SymInt", float: "float", bool: "bool",
+}  # fmt: skip
 
 
 class AttendCall(NamedTuple):
@@ -114,12 +121,8 @@ def describe(spans: Spans, num_sources: int, L: int, device: torch.device) -> tu
 def call_of(q: Tensor, sources: Sequence[Source], spans: Spans, scale: float, softcap: float = 0.0) -> AttendCall:
     """Return the arguments of the operations."""
     k, v = [source.k for source in sources], [source.v for source in sources]
-    biases: list[Tensor] = []
-    bias_of: list[int] = []
-    for source in sources:
-        bias_of.append(len(biases) if isinstance(source.bias, Tensor) else -1)
-        if isinstance(source.bias, Tensor):
-            biases.append(source.bias)
+    biases, numbers = [source.bias for source in sources if isinstance(source.bias, Tensor)], itertools.count()
+    bias_of = [next(numbers) if isinstance(source.bias, Tensor) else -1 for source in sources]
     levels = [0.0 if source.bias is None or isinstance(source.bias, Tensor) else source.bias for source in sources]
     if scale <= 0:  # the kernels need scale > 0, so the sign (or the zero) goes into q
         q, scale = q * (-1.0 if scale < 0 else 0.0), -scale or 1.0
@@ -135,3 +138,58 @@ def needs_operation(q: Tensor, *others: Tensor) -> bool:
     if torch.compiler.is_compiling() or type(q) is not Tensor:
         return True
     return torch.is_grad_enabled() and any(x.requires_grad for x in (q, *others))
+
+
+def operation(
+    name: str, record: type[Any], forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[..., list[Tensor]]
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """``forward`` of a record's fields as a torch operation, which torch.compile keeps whole; with gradients.
+
+    record: such as `AttendCall`; of its fields the first four have gradients. backward: see `backward_operation`.
+    """
+    op = torch.library.custom_op(
+        f"condense::{name}", lambda *fields: forward(*fields), mutates_args=(),
+        schema=f"({_schema(record)}) -> (Tensor, Tensor)",
+    )  # fmt: skip
+    op.register_fake(lambda q, k, v, *_: results(q, v))
+
+    def differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
+        out, lse, *tensors = ctx.saved_tensors
+        leaves = [number if x is None else x for x, number in zip(tensors, ctx.numbers, strict=True)]
+        fields = tree_unflatten(leaves, ctx.structure)
+        grads = iter(backward(d_out, d_lse, out, lse, *fields))
+        return *(tree_map_only(Tensor, lambda _: next(grads), x) for x in fields[:4]), *[None] * (len(fields) - 4)
+
+    op.register_autograd(differentiate, setup_context=_keep)
+    return op
+
+
+def backward_operation(
+    name: str, record: type[Any], backward: Callable[..., list[Tensor]]
+) -> Callable[..., list[Tensor]]:
+    """``backward`` of d_out, d_lse, out, lse and a record as a torch operation of these and of the record's fields.
+
+    It returns gradients of all tensors in the first four fields, contiguous.
+    """
+    op = torch.library.custom_op(
+        f"condense::{name}", lambda *x: backward(*x[:4], record(*x[4:])), mutates_args=(),
+        schema=f"(Tensor d_out, Tensor d_lse, Tensor out, Tensor lse, {_schema(record)}) -> Tensor[]",
+    )  # fmt: skip
+    op.register_fake(
+        lambda *x: [
+            torch.empty_like(leaf, memory_format=torch.contiguous_format)
+            for leaf in tree_leaves(x[4:8])
+            if leaf is not None
+        ]
+    )
+    return op
+
+
+def _schema(record: type[Any]) -> str:
+    return ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(record).items())
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    leaves, ctx.structure = tree_flatten(inputs)
+    ctx.numbers = [None if isinstance(x, Tensor) else x for x in leaves]
+    ctx.save_for_backward(*output, *(x if isinstance(x, Tensor) else None for x in leaves))

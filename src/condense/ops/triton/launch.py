@@ -94,6 +94,12 @@ class Prepared:
         )
 
 
+def prepared(kernel: Launcher, plan: tuple[Any, ...], strides: tuple[int, ...]) -> Prepared:
+    """The kernel with a plan: grid, numbers behind the strides, constants and options."""
+    grid, numbers, constants, options = plan
+    return Prepared(kernel, grid, (*strides, *numbers), constants, options)
+
+
 def _kind(x: Any) -> Any:
     """The properties of an argument that Triton compiles a kernel for: dtype and alignment of tensors."""
     if x is None:

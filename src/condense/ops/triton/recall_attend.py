@@ -6,7 +6,7 @@ query opens, D and Dv widths.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,14 +17,13 @@ from condense.ops.recall.choice import Choice, IndexChoice, chosen_groups
 from condense.ops.recall.sources import RecallSources
 from condense.ops.spans import RuleSpans, UniformRule
 from condense.ops.triton.attend import attend
-from condense.ops.triton.attend_call import describe, needs_operation, results
+from condense.ops.triton.attend_call import backward_operation, describe, needs_operation, operation, results
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, on_device_of, whole_rows
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.recall_attend_call import RecallCall, RecallShared, tiles_of
 from condense.ops.triton.recall_attend_kernels import recall_fwd_kernel
 from condense.ops.triton.recall_backward import backward
-from condense.ops.triton.recall_choice import choice_arguments, choice_operation, choose
-from condense.ops.triton.recall_score import Positions
+from condense.ops.triton.recall_choice import choice_operation, choose
 
 _FORWARD = Launcher(recall_fwd_kernel)
 
@@ -53,54 +52,6 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def operation(name: str, forward: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``forward`` as a torch operation of `RecallCall`'s fields, which torch.compile keeps whole; with gradients."""
-
-    @torch.library.custom_op(f"condense::{name}", mutates_args=())
-    def op(
-        q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], biases: Tensor | None, groups: Tensor,
-        starts: Tensor | None, rule: Sequence[int], closed: int, level: float, pool: bool, scale: float, softcap: float,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return forward(q, k, v, biases, groups, starts, tuple(rule), closed, level, pool, scale, softcap)
-
-    op.register_fake(lambda q, k, v, *_: results(q, v))
-    op.register_autograd(_differentiate, setup_context=_keep)
-    return op
-
-
-@torch.library.custom_op("condense::attend_recall_backward", mutates_args=())
-def _attend_backward(
-    d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor],
-    biases: Tensor | None, groups: Tensor, starts: Tensor | None, rule: Sequence[int], closed: int, level: float,
-    pool: bool, scale: float, softcap: float,
-) -> list[Tensor]:  # fmt: skip
-    """See `backward`."""
-    call = RecallCall(q, k, v, biases, groups, starts, tuple(rule), closed, level, pool, scale, softcap)
-    return backward(d_out, d_lse, out, lse, call)
-
-
-@_attend_backward.register_fake
-def _(
-    d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor],
-    biases: Tensor | None, *_: Any,
-) -> list[Tensor]:  # fmt: skip
-    others = [] if biases is None else [biases]
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, *k, *v, *others)]
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    call = RecallCall(*inputs)
-    ctx.numbers = call[6:]
-    ctx.save_for_backward(*output, call.q, *call.k, *call.v, *call[3:6])
-
-
-def _differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
-    out, lse, q, *tensors, biases, groups, starts = ctx.saved_tensors
-    k, v = tensors[:3], tensors[3:]
-    dq, *grads = _attend_backward(d_out, d_lse, out, lse, q, k, v, biases, groups, starts, *ctx.numbers)
-    return dq, grads[:3], grads[3:6], None if biases is None else grads[6], *[None] * 8
-
-
 class Kernels(NamedTuple):
     """The functions of a backend.
 
@@ -113,7 +64,8 @@ class Kernels(NamedTuple):
     attend: Callable[..., tuple[Tensor, Tensor | None]]
 
 
-_KERNELS = Kernels(_forward, operation("attend_recall", _forward), attend)
+recall_backward = backward_operation("attend_recall_backward", RecallCall, backward)
+_KERNELS = Kernels(_forward, operation("attend_recall", RecallCall, _forward, recall_backward), attend)
 
 
 def attend_recall(
@@ -150,14 +102,9 @@ def attend_recall(
             return_lse=return_lse,
         )  # fmt: skip
     starts, numbers = describe(spans, 2, L, q.device)
-    positions = Positions(starts, tuple(numbers))
     if isinstance(choice, IndexChoice):
-        index = (choice.q, choice.index, positions)
-        ranked: dict[str, Any] = {"scale": choice.scale, "quota": choice.quota, "closed": closed}
-        if needs_operation(choice.q):
-            groups = choice_operation(*choice_arguments(*index, **ranked))
-        else:
-            groups = choose(*index, **ranked)
+        choose_groups = choice_operation if needs_operation(choice.q) else choose
+        groups = choose_groups(choice.q, *choice.index, starts, numbers, choice.scale, choice.quota, closed)
     else:
         chosen = choice.at(0, L, spans.at(0, L, q.device)[0].hi, G)
         groups = chosen_groups(chosen, r).to(torch.int32)

@@ -23,11 +23,12 @@ import triton.language as tl
 from condense.ops.triton.attend_backward import backward_queries, dq_keys
 from condense.ops.triton.attend_forward import VARYING, forward_keys, over_source, store_output
 from condense.ops.triton.device.parts import add_weighted, load_block, load_rows, parts, products, store_rows, zeros
-from condense.ops.triton.device.records import Row, RowSource, RowSpans, Rule, Start
-from condense.ops.triton.device.rule import start_of_row, tile_rows, visible
+from condense.ops.triton.device.records import RowSource, Rule, Start
+from condense.ops.triton.device.rule import tile_rows, visible
 from condense.ops.triton.device.scores import soft_cap
 from condense.ops.triton.device.softmax import Softmax
 from condense.ops.triton.recall_choice_kernels import row_of_words
+from condense.ops.triton.recall_score_kernels import row_of_program
 
 # not specialised: these numbers differ between blocks of queries, and a new value must not compile a new kernel
 BLOCK = ("first", "stop", "words", "room")
@@ -223,9 +224,8 @@ def recall_fwd_kernel(
     """
     Q: tl.constexpr = BM // R
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
-    row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
+    row, spans = row_of_program(rule, start, starts_ptr, K, KIND)
     b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
-    spans = RowSpans(rule, start_of_row(b, start, starts_ptr, KIND), 0, 0)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     i, r, real = tile_rows(first + tile * Q, stop, R, BM)
     head = kvh * R + r
@@ -267,9 +267,8 @@ def recall_dq_kernel(
     """
     Q: tl.constexpr = BM // R
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
-    row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
+    row, spans = row_of_program(rule, start, starts_ptr, K, KIND)
     b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
-    spans = RowSpans(rule, start_of_row(b, start, starts_ptr, KIND), 0, 0)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     i, r, real = tile_rows(first + tile * Q, stop, R, BM)
     head = kvh * R + r

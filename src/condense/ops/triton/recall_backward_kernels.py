@@ -14,10 +14,11 @@ import triton.language as tl
 
 from condense.ops.triton.attend_forward import VARYING
 from condense.ops.triton.device.parts import add_weighted, load_rows, products, store_rows, zeros
-from condense.ops.triton.device.records import BackwardQueries, Row, RowSpans, Rule, Start
-from condense.ops.triton.device.rule import seen_by, start_of_row
+from condense.ops.triton.device.records import BackwardQueries, Row, Rule, Start
+from condense.ops.triton.device.rule import seen_by
 from condense.ops.triton.device.scores import soft_cap
 from condense.ops.triton.recall_attend_kernels import chooser
+from condense.ops.triton.recall_score_kernels import row_of_program
 
 
 @triton.jit
@@ -70,9 +71,8 @@ def recall_dkv_kernel(
     """
     Q: tl.constexpr = BM // R
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
-    row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
+    row, spans = row_of_program(rule, start, starts_ptr, K, KIND)
     b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
-    spans = RowSpans(rule, start_of_row(b, start, starts_ptr, KIND), 0, 0)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = n < size
     key = n.to(tl.int64)

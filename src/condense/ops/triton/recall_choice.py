@@ -65,12 +65,17 @@ def _scratch(device: torch.device, heads: int, n: int, R: int, cells: int, C: in
     )  # fmt: skip
 
 
-def choose(q: Tensor, index: GroupIndex, positions: Positions, *, scale: float, quota: Quota, closed: int) -> Tensor:
+def choose(
+    q: Tensor, signs: Tensor, steps: Tensor, starts: Tensor | None, rule: Sequence[int], scale: float,
+    quota: Sequence[int], closed: int,
+) -> Tensor:  # fmt: skip
     """Return the groups that each query opens, in rising order, int32 ``[B, K, L, r]`` with r = ``quota.at(closed)``.
 
-    A query that opens fewer has G in the places that are left. q: ``[B, H, L, D]``. closed: the most closed groups that
-    a query sees. r >= 1 and scale > 0.
+    A query that opens fewer has G in the places that are left. q: ``[B, H, L, D]``. signs, steps: of a `GroupIndex`.
+    starts, rule: of `Positions`. quota: the numbers of a `Quota`. closed: the most closed groups that a query sees.
+    r >= 1 and scale > 0.
     """
+    index, positions, quota = GroupIndex(signs, steps), Positions(starts, tuple(rule)), Quota(*quota)
     (B, H, L, D), (_, K, G, g) = q.shape, index.steps.shape
     R, r, heads, C = H // K, quota.at(closed), B * K, groups_per_cell(g)
     check_programs(heads)
@@ -108,24 +113,11 @@ def choose(q: Tensor, index: GroupIndex, positions: Positions, *, scale: float, 
     return groups
 
 
-@torch.library.custom_op("condense::choose_recall", mutates_args=())
-def choice_operation(
-    q: Tensor, signs: Tensor, steps: Tensor, starts: Tensor | None, rule: Sequence[int], scale: float,
-    quota: Sequence[int], closed: int,
-) -> Tensor:  # fmt: skip
-    """`choose` as a torch operation of `choice_arguments`, which torch.compile keeps whole."""
-    positions = Positions(starts, tuple(rule))
-    return choose(q, GroupIndex(signs, steps), positions, scale=scale, quota=Quota(*quota), closed=closed)
+# `choose` as a torch operation, which torch.compile keeps whole
+choice_operation = torch.library.custom_op("condense::choose_recall", choose, mutates_args=())
 
 
 @choice_operation.register_fake
 def _(q: Tensor, signs: Tensor, *others: Any) -> Tensor:
     *_, quota, closed = others
     return q.new_empty(q.shape[0], signs.shape[1], q.shape[2], Quota(*quota).at(closed), dtype=torch.int32)
-
-
-def choice_arguments(
-    q: Tensor, index: GroupIndex, positions: Positions, *, scale: float, quota: Quota, closed: int
-) -> tuple[Any, ...]:
-    """The arguments of `choose` as types that an operation takes."""
-    return q, *index, positions.starts, positions.rule, scale, list(quota), closed

@@ -5,7 +5,7 @@ Shapes as in `condense.ops.step.state`; R = H / K query heads per KV head, S spl
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from condense.ops.recall.index import rotation
 from condense.ops.step.call import NewToken, StepCall
 from condense.ops.triton.host import cdiv, on_device_of, power_of_2
-from condense.ops.triton.launch import Launcher, Prepared
+from condense.ops.triton.launch import Launcher, prepared
 from condense.ops.triton.prepared import PreparedStep
 from condense.ops.triton.recall_close_kernels import recall_close_kernel
 from condense.ops.triton.recall_step_choice_kernels import recall_choose_kernel, recall_key_kernel
@@ -97,13 +97,13 @@ class RecallKernels(PreparedStep):
         self._sizes = _scratch_sizes((B * H, B * K), G, choice.quota.at(G), S, plan.splits, self._width)
         self._rotation = rotation(D, q.device, q.dtype)
         of_q = q.stride()[:2]
-        self._close = _prepared(_close, plan.close, (*of_q, *k.stride()[:2], *v.stride()[:2]))
-        self._score = _prepared(_score, plan.score, of_q)
-        self._key = _prepared(_key, plan.key, ())
-        self._choose = _prepared(_choose, plan.choose, ())
-        self._attend = _prepared(_attend, plan.attend, of_q)
+        self._close = prepared(_close, plan.close, (*of_q, *k.stride()[:2], *v.stride()[:2]))
+        self._score = prepared(_score, plan.score, of_q)
+        self._key = prepared(_key, plan.key, ())
+        self._choose = prepared(_choose, plan.choose, ())
+        self._attend = prepared(_attend, plan.attend, of_q)
         # strides 1: `seen` and the rows that count are contiguous
-        self._join = _prepared(_join, plan.join, (1, 1))
+        self._join = prepared(_join, plan.join, (1, 1))
 
     def __call__(self, token: NewToken, sink: Tensor | None) -> Tensor:
         """Attention ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]``."""
@@ -127,8 +127,3 @@ class RecallKernels(PreparedStep):
             self._attend((q, *keys, groups, place, offset, seen, counts, part, lse, None, None, None))
             self._join((part, lse, out, seen, counts, sink, token.counter))
         return out
-
-
-def _prepared(kernel: Launcher, plan: tuple[Any, ...], strides: tuple[int, ...]) -> Prepared:
-    grid, numbers, constants, options = plan
-    return Prepared(kernel, grid, (*strides, *numbers), constants, options)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from condense.ops.step.call import NewToken, StepCall
-from condense.ops.step.state import StepState
 from condense.ops.triton.host import on_device_of
-from condense.ops.triton.launch import Launcher, Prepared
+from condense.ops.triton.launch import Launcher, Prepared, prepared
 from condense.ops.triton.prepared import PreparedStep
 from condense.ops.triton.step_kernels import step_join_kernel, step_kernel
 from condense.ops.triton.step_plan import StepSizes, launch_of
@@ -33,7 +32,8 @@ class RingKernels(PreparedStep):
         token, state, settings, scale, latent, extras = call
         q, k, v = self._dense(token)
         (B, H, _, D), self._latent = q.shape, latent
-        sizes = StepSizes(B, H, k.shape[1], D, latent or v.shape[3], *_columns(state))
+        columns = state.entries_k.shape[2], state.ring_k.shape[2], state.ring_q.shape[2]
+        sizes = StepSizes(B, H, k.shape[1], D, latent or v.shape[3], *columns)
         has_real = token.real is not None
         launch = launch_of(
             settings.number, (scale, extras.softcap), latent, sizes, q.dtype, q.device, has_real, host_bound
@@ -45,13 +45,10 @@ class RingKernels(PreparedStep):
             state.seen.stride(0), *state.first.stride(), *state.arrived.stride(), has_token.stride(0),
         )  # fmt: skip
         self._num_splits = launch.num_splits
-        self._step = Prepared(
-            _step_kernel, launch.grid, strides + launch.numbers, (launch.fixed, launch.kind), launch.options
-        )
+        self._step = prepared(_step_kernel, launch.step, strides)
         self._join: Prepared | None = None
-        if launch.join_grid is not None:
-            numbers = (state.seen.stride(0), has_token.stride(0), H, launch.num_splits)
-            self._join = Prepared(_join_kernel, launch.join_grid, numbers, launch.join_constants, launch.join_options)
+        if launch.join is not None:
+            self._join = prepared(_join_kernel, launch.join, (state.seen.stride(0), has_token.stride(0)))
 
     def __call__(self, token: NewToken, sink: Tensor | None) -> Tensor:
         """Attention ``[B, H, 1, Dv]``."""
@@ -67,11 +64,6 @@ class RingKernels(PreparedStep):
             if self._join is not None:
                 self._join((part, lse, out, state.seen, has_token, sink, counter))
         return out
-
-
-def _columns(state: StepState) -> tuple[int, int, int]:
-    """Columns of entries, tokens and queries."""
-    return state.entries_k.shape[2], state.ring_k.shape[2], state.ring_q.shape[2]
 
 
 def _scratch(q: Tensor, S: int, Dv: int) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,6 @@ Shapes as in `condense.ops.triton.step`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -57,17 +56,11 @@ def _num_splits(device: torch.device, programs: int, capacity: int, tiles: _Step
 
 
 class Launch(NamedTuple):
-    """Launch arguments of a step's kernels, without tensors and strides. join_grid: None without a second kernel."""
+    """Grid, numbers, constants and options of a step's kernels, without strides. join: None without a second kernel."""
 
     num_splits: int
-    grid: tuple[int, int, int]
-    numbers: tuple[int | float, ...]
-    fixed: Fixed
-    kind: Kind
-    options: Mapping[str, int | bool]
-    join_grid: tuple[int, int, int] | None
-    join_constants: tuple[Any, ...]
-    join_options: Mapping[str, bool]
+    step: tuple[Any, ...]
+    join: tuple[Any, ...] | None
 
 
 class StepSizes(NamedTuple):
@@ -135,13 +128,11 @@ def launch_of(
     window, max_chunks = (_NEVER if x is None else min(x, _NEVER) for x in (rule.window, rule.max_chunks))
     BC = min(64, power_of_2(Dv))
     starts_early = {"launch_pdl": True} if early else {}
-    return Launch(
-        S, (S, row_tiles, B * K),
+    step = (
+        (S, row_tiles, B * K),
         (M, W, Q, window, max_chunks, settings.summary_delay, scale, scale * LOG2E, settings.bias * LOG2E),
-        Fixed(K, R, settings.num_summary, rule.chunk),
-        kind,
+        (Fixed(K, R, settings.num_summary, rule.chunk), kind),
         {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
-        None if joins else (B * H, cdiv(Dv, BC), 1),
-        (Dv, BC, 64, has_real, early),
-        starts_early,
-    )  # fmt: skip
+    )
+    join = (B * H, cdiv(Dv, BC), 1), (H, S), (Dv, BC, 64, has_real, early), starts_early
+    return Launch(S, step, None if joins else join)
