@@ -147,7 +147,12 @@ def held(layer: CondensedCacheLayer) -> Iterator[tuple[str, Tensor]]:
     buffers = getattr(layer, "buffers", None)
     if buffers is None:
         state, ring = layer.state, layer._ring
-        yield from ((f"state {i}", x) for i, x in enumerate((*state.tensors, torch.as_tensor(state.seen))))
+        yield from (
+            (f"state {i}", x)
+            for i, x in enumerate(
+                (*state.entries, state.window_k, state.window_v, state.mean_q, torch.as_tensor(state.seen))
+            )
+        )
         buffers = None if ring is None else ring.buffers
     if buffers is not None:
         yield from ((f"buffer {key}", x) for key, x in buffers._asdict().items() if x.numel())

@@ -31,6 +31,11 @@ def read_whole(method, q, k, v, **kwargs):
     return functional.extend(method, None, q, k, v, **kwargs)[0]
 
 
+def tensors_of(state):
+    """All tensors of a `LayerState`."""
+    return *state.entries, state.window_k, state.window_v, state.mean_q
+
+
 def read(layer, qkv, counts=None, *, scale=0.7, backend="auto", trailing=None):
     """Outputs ``[B, H, L, Dv]`` of new tokens; rows with fewer than L get garbage or 0 before their first."""
     q, k, v = qkv

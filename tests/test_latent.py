@@ -7,7 +7,7 @@ import torch
 from grids import CPU_BACKENDS, grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layers import extend
+from layers import extend, tensors_of
 from oracles import cases, latent_oracle
 from oracles.latent_oracle import Latents
 
@@ -83,7 +83,7 @@ def test_any_chunks_absorbed_or_expanded_equal_one_call(method, absorb, steps):
         assert past.window_k.shape[-1] == 10
         assert past.entries[0].shape[-1] == method.layout.entry_format.width(10, 8)
         assert past.window_v.numel() == past.entries[1].numel() == 0
-        for tensor in past.tensors:
+        for tensor in tensors_of(past):
             assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 

@@ -107,7 +107,7 @@ class _Observer(CondensedLayer):
         closed = context.spans.at(L - self.steps, L, k.device)[0].hi
         index = GroupIndex(*context.extra[:2])
         choice = IndexChoice(q, index, request.scale, self.recall.quota)
-        opened = choice.at(0, self.steps, closed, index.num_groups)
+        opened = choice.at(0, self.steps, closed, index.signs.shape[2])
         self._shares.append(_shares(q, k, opened, closed[0, 0], self.recall.group_size, request.scale))
         for head in opened[0].cpu():
             self._count_hits([row.nonzero()[:, 0].tolist() for row in head])

@@ -65,9 +65,9 @@ def method_from_dict(settings: dict[str, Any]) -> MethodConfig:
         kept, instead = cls.removed[name]
         if (value := fields.pop(name)) != kept:
             raise ValueError(f"{cls.name}: there is no setting {name} any more: {instead}, got {name}={value!r}")
-    unknown = set(fields) - {f.name for f in dataclasses.fields(cls)}
-    if unknown:
-        raise ValueError(f"{cls.name}: unknown settings {sorted(unknown)}; known are {field_names(cls)}")
+    known = [f.name for f in dataclasses.fields(cls)]
+    if unknown := set(fields) - set(known):
+        raise ValueError(f"{cls.name}: unknown settings {sorted(unknown)}; known are {known}")
     return cls(**fields)
 
 
@@ -112,11 +112,6 @@ def method_class(name: object) -> type[MethodConfig]:
 def method_names() -> list[str]:
     """All registered method names, sorted."""
     return sorted(_REGISTRY)
-
-
-def field_names(cls: type[MethodConfig]) -> list[str]:
-    """Names of a method's settings, in order of declaration."""
-    return [f.name for f in dataclasses.fields(cls)]
 
 
 def check_int(name: str, value: object, minimum: int) -> None:

@@ -17,7 +17,7 @@ from condense.ops import EntryFormat, Source, SummarySpans, summarize
 from condense.ops.checks import check_cu_seqlens, check_padding, check_qkv, check_scale, check_tensors
 from condense.ops.tensors.autocast import outside_autocast
 from condense.ops.tensors.per_row import PerRow, as_rows, at_least, max_row
-from condense.ops.tensors.right_aligned import append_entries, append_window, detach_compact, detach_copy, newest
+from condense.ops.tensors.right_aligned import append_entries, append_window, detach_compact, newest
 from condense.plan import ForwardPlan, Reading
 from condense.state import SLACK, LayerState, empty_state, first_needed
 
@@ -171,7 +171,7 @@ def _newest_queries(num_summary: int, tail: Tensor, q: Tensor, padding: PerRow, 
 
 def _detached(x: Tensor, before: Tensor) -> Tensor:
     """x detached for the cache. Copied if ``before`` is empty, because x may then be the caller's own k or v."""
-    return detach_copy(x) if before.shape[2] == 0 else detach_compact(x)
+    return x.detach().clone() if before.shape[2] == 0 else detach_compact(x)
 
 
 def attention(

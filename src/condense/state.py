@@ -39,11 +39,6 @@ class LayerState(NamedTuple):
     seen: PerRow
     first: FirstEntries
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors: entries, window, mean queries."""
-        return *self.entries, self.window_k, self.window_v, self.mean_q
-
     def map(
         self, change: Callable[[Tensor], Tensor], change_number: Callable[[PerRow], PerRow] = lambda x: x
     ) -> LayerState:

@@ -28,7 +28,7 @@ def _watched(monkeypatch, model, method):
         closed = context.spans.at(0, q.shape[2], q.device)[0].hi
         index = condense.ops.recall.GroupIndex(*context.extra[:2])
         choice = condense.ops.recall.IndexChoice(q, index, scale, self.quota)
-        opened[len(opened)] = choice.at(0, q.shape[2], closed, index.num_groups)[0]
+        opened[len(opened)] = choice.at(0, q.shape[2], closed, index.signs.shape[2])[0]
         return attend(self, q, context, scale=scale, **kwargs)
 
     monkeypatch.setattr(models_attention, "_condensed", condensed)

@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from layers import columns, draw, read
+from layers import columns, draw, read, tensors_of
 from models import tiny
 from torch.testing import assert_close
 
@@ -227,4 +227,4 @@ def test_a_layer_keeps_no_graph():
     qkv = [x.requires_grad_() for x in draw(30)]
     layer = CondensedLayer(tiny.STREAMING_6)
     assert read(layer, qkv).requires_grad
-    assert not any(x.requires_grad for x in layer.state.tensors)
+    assert not any(x.requires_grad for x in tensors_of(layer.state))

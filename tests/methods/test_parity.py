@@ -7,7 +7,7 @@ import torch
 from grids import CPU_BACKENDS, grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layers import extend, read_whole
+from layers import extend, read_whole, tensors_of
 from oracles import cases, oracle
 from two_sources import attend_to
 
@@ -64,8 +64,8 @@ def check_past(method, past, position, B):
         prompt = as_rows(torch.tensor(position) - seen, B)
         assert torch.equal(as_rows(first.num, B), method.prompt_reader.num_entries(prompt))
     # NaN of the padding must not have got in
-    assert all(bool(x.isfinite().all()) for x in past.tensors)
-    for x in past.tensors:
+    assert all(bool(x.isfinite().all()) for x in tensors_of(past))
+    for x in tensors_of(past):
         assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
         assert not x.requires_grad
     assert past.entries[0].shape[2] == past.entries[1].shape[2] == max_row(num_entries(method, seen, first.num))
@@ -173,11 +173,11 @@ def test_extend_leaves_the_old_past_as_it_was():
     method = cases.PLANS["lca"]
     data = rows([31, 31])
     _, _, past = read_in_steps(method, data, [(30, 17)], "torch")
-    before = [torch.as_tensor(x).clone() for x in (*past.tensors, past.seen)]
+    before = [torch.as_tensor(x).clone() for x in (*tensors_of(past), past.seen)]
     q, k, v = (torch.cat([row[i][:, :, 30:] for row in data]) for i in range(3))
     for _ in range(2):
         extend(method, past, q, k, v, scale=SCALE)
-        after = (*past.tensors, past.seen)
+        after = (*tensors_of(past), past.seen)
         assert all(torch.equal(x, torch.as_tensor(y)) for x, y in zip(before, after, strict=True))
 
 
@@ -189,7 +189,7 @@ def test_extend_trains_through_the_new_tokens_and_not_the_past():
     free = condense.attention(q, k, v, method=method)
     got, want = (torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (kept, free))
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
-    assert not any(x.requires_grad for x in past.tensors)
+    assert not any(x.requires_grad for x in tensors_of(past))
 
 
 @pytest.mark.parametrize("method", [condense.CCA(group_size=4, window=8), condense.Dense()], ids=str)

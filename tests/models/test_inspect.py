@@ -3,6 +3,7 @@
 import pytest
 import torch
 from grids import grid
+from layers import tensors_of
 from models import tiny
 from transformers import AutoModelForCausalLM
 
@@ -97,7 +98,7 @@ def test_recalls_bytes_are_those_of_its_cache(name, method, dtype):
         reports = inspect(model, method, length, itemsize=dtype.itemsize)
         with condense.use(model, method):
             cache = tiny.filled(model, ids[:, :length])
-        held = sum(x.nbytes for layer in cache.layers for x in layer.state.tensors)
+        held = sum(x.nbytes for layer in cache.layers for x in tensors_of(layer.state))
         assert held == sum(report.bytes for report in reports)
         assert held <= condense.cache_nbytes(cache)
         for layer, report in zip(cache.layers, reports, strict=True):

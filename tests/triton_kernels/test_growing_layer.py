@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from layers import draw, read
+from layers import draw, read, tensors_of
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import DynamicCache
 from two_sources import attend_to
@@ -332,11 +332,11 @@ def test_a_past_is_its_own():
     for L in (30, 1, 1):
         read_by(layer, draw_tokens(L, L))
     before = layer.state
-    kept = [x.clone() for x in before.tensors]
+    kept = [x.clone() for x in tensors_of(before)]
     layer.crop(-10)
     for i in range(10):
         read_by(layer, draw_tokens(1, 50 + i))
-    assert all(torch.equal(x, y) for x, y in zip(before.tensors, kept, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(tensors_of(before), kept, strict=True))
 
 
 def test_reset_in_the_middle_of_steps():

@@ -65,18 +65,14 @@ class FlexPrefill(SparsePrefill):
         blocks = columns | by_distance(_cover(diagonals, self.gamma, min_blocks))
         if len(query_aware) > 0:
             kv_heads = query_aware // (H // k.shape[1])
-            blocks[query_aware] = self._by_query(q[0, query_aware], k[0, kv_heads], min_blocks, scale)
+            # blocks that hold gamma of the estimated weights
+            of_blocks = block_scores(q[0, query_aware], k[0, kv_heads], scale).softmax(-1)
+            chosen = _cover(of_blocks.flatten(1) / N, self.gamma, 0).unflatten(1, (N, N))
+            blocks[query_aware] = chosen.scatter_(2, of_blocks.topk(min_blocks).indices, True)
 
         blocks[:, :, 0] = True
         blocks[:, block, block] = True
         return SparseKeys(blocks.tril(), no_columns(q))
-
-    def _by_query(self, q: Tensor, k: Tensor, min_blocks: int, scale: float) -> Tensor:
-        """Blocks bool ``[H, N, N]`` that hold gamma of the estimated weights of q and k ``[H, L, D]``."""
-        weights = block_scores(q, k, scale).softmax(-1)
-        N = weights.shape[1]
-        chosen = _cover(weights.flatten(1) / N, self.gamma, 0).unflatten(1, (N, N))
-        return chosen.scatter_(2, weights.topk(min_blocks).indices, True)
 
 
 def _cover(shares: Tensor, gamma: float, minimum: int) -> Tensor:

@@ -124,7 +124,16 @@ def verify(
         verify_texts(tokenizer, corpus, length, config.texts, questions=config.questions, seed=config.seed)
         for length in config.lengths
     ]
-    arms = {length: _arms(methods, length) for length in config.lengths}
+    # dense attention first, because the others are measured against it
+    arms: dict[int, dict[str, MethodChoice]] = {
+        length: {
+            DENSE: Dense(),
+            **methods,
+            WINDOW: StreamingLLM(sink=4, window=length // 4 - 4),
+            ALL_OPEN: Recall(window=64, num_recall=length, unchosen="drop"),
+        }
+        for length in config.lengths
+    }
     for method in arms[config.lengths[-1]].values():  # fail now if the model cannot take one
         with attention_of(model, method):
             pass
@@ -159,13 +168,6 @@ def verify(
         Verified(name, described(longest[name]), *_shares(model, longest[name], config.lengths[-1]), lengths)
         for name, lengths in results.items()
     ]
-
-
-def _arms(methods: Mapping[str, MethodChoice], length: int) -> dict[str, MethodChoice]:
-    """By name, dense attention first, because the others are measured against it."""
-    all_open = Recall(window=64, num_recall=length, unchosen="drop")
-    window = StreamingLLM(sink=4, window=length // 4 - 4)
-    return {DENSE: Dense(), **methods, WINDOW: window, ALL_OPEN: all_open}
 
 
 def _cells(

@@ -50,7 +50,10 @@ def verdict(results: Sequence[Verified]) -> Verdict:
     good = sorted((result for result in candidates if not result.failed), key=lambda each: (each.device, each.host))
     lines = [f"{result.name} fails: {_failures(result)}." for result in candidates if result.failed]
     lengths = ", ".join(f"{each.length:,}" for each in results[0].lengths)
-    lines += [f"{result.name} passes at {lengths} tokens: {_size(result.device, result.host)}." for result in good]
+    for result in good:
+        on_host = f", and {result.host:.1%} of it in host memory" if result.host else ""
+        size = f"{result.device:.1%} of dense attention's cache on the device{on_host}"
+        lines.append(f"{result.name} passes at {lengths} tokens: {size}.")
     lines.append(f"Cheapest that passes: {good[0].name}." if good else MORE)
     if missing := [WORDS[name] for name in WORDS if name not in lost]:
         reason = f"the window passes there, or dense attention finds less than {LEAST_FOUND:.0%}, or there are none"
@@ -159,8 +162,3 @@ def _value(value: float, name: str) -> str:
 def _figure(cell: Content, name: str) -> str:
     value, low, high = (_value(cell[part], name) for part in ("value", "low", "high"))
     return f"{value}{' lost' if name in TASKS else ' nats'} [{low}, {high}], n {cell['n']:,}"
-
-
-def _size(device: float, host: float) -> str:
-    on_host = f", and {host:.1%} of it in host memory" if host else ""
-    return f"{device:.1%} of dense attention's cache on the device{on_host}"

@@ -135,7 +135,12 @@ class DGA(Method):
         scores = group_scores(summary, k, scale=scale, backend=backend)
         ranking = scores.detach()
         if self.focal == "random":
-            ranking = self._random_scores(chunks, k.device).expand_as(scores)
+            # a random number per token, computed from its position and the seed alone
+            numbers, c = chunks.numbers, chunks.size
+            if not isinstance(numbers, Tensor):
+                numbers = numbers + torch.arange(chunks.num, device=k.device)[None]
+            drawn = scramble(numbers[..., None] * c + torch.arange(c, device=k.device), self.seed)
+            ranking = drawn[:, None].expand_as(scores)
         order = ranking.argsort(stable=True, descending=True)
         focal, rest = (x.sort(-1).values for x in order.split([num_focal, self.group_size], dim=-1))
         weights = scores.gather(-1, rest)
@@ -163,13 +168,6 @@ class DGA(Method):
         """Number of focal tokens in prompts of ``tokens`` tokens, enlarged until the others fill whole groups."""
         focal = map_rows(lambda n: min(n, max(self.share(n), self.min_focal)), tokens)
         return focal + (tokens - focal) % self.group_size
-
-    def _random_scores(self, chunks: Chunks, device: torch.device) -> Tensor:
-        """A random number per token, int64 ``[B|1, 1, G, c]``, computed from its position and the seed alone."""
-        numbers, c = chunks.numbers, chunks.size
-        if not isinstance(numbers, Tensor):
-            numbers = numbers + torch.arange(chunks.num, device=device)[None]
-        return scramble(numbers[..., None] * c + torch.arange(c, device=device), self.seed)[:, None]
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, plan: PromptPlan, *, scale: float, backend: str) -> Prompt:
         """The paper's prefill (Algorithm 1): rank all tokens, keep the highest, group the others."""

@@ -3,6 +3,7 @@
 Importing PEFT takes long, so its classes are wrapped only once somebody else imports it.
 """
 
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -10,7 +11,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,13 +22,23 @@ from transformers.utils import cached_file
 
 from condense.methods import Method, methods_in, settings_of
 from condense.models.apply import apply, condensed_layers
-from condense.models.wrapping import wrap
 from condense.version import __version__
 
 logger = logging.getLogger(__name__)
 FILE = "condense.json"
 _MODULE = "peft.peft_model"
 _WHERE = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
+
+
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace the method ``name`` of a class by ``around``, which gets the stock one before the method's arguments."""
+    stock = getattr(owner, name)
+
+    @functools.wraps(stock)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return around(stock, *args, **kwargs)
+
+    setattr(owner, name, method)
 
 
 def install() -> None:

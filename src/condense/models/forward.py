@@ -196,17 +196,13 @@ class _Shared:
     def __init__(self, x: Any) -> None:
         self._is_none, self._version = x is None, _version(x)
         # returns the object, None if it is gone
-        self.get: Callable[[], Any] = _nothing if x is None else weakref.ref(x)
+        self.get: Callable[[], Any] = (lambda: None) if x is None else weakref.ref(x)
 
     def equals(self, x: Any) -> bool:
         """True if x is the same object and was not written to since."""
         if x is None:
             return self._is_none
         return self.get() is x and (self._version is None or x._version == self._version)
-
-
-def _nothing() -> None:
-    return None
 
 
 def _version(x: Any) -> int | None:

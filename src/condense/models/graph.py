@@ -80,7 +80,11 @@ class GraphDecoder:
         if ahead is not None and chunk < L:
             raise ValueError(f"{ahead} needs the whole prompt in one forward: leave chunk out")
         if not self._is_prepared:
-            self._prepare()
+            self._rewind()
+            self._decode()  # which allocates the buffers
+            if self._ids.device.type == "cuda":
+                self._capture()
+            self._is_prepared = True
         self._reset()
         # no graph is replayed during the prefill, so the host can count slots instead of reading them from the device
         self._know_slots(0)
@@ -175,14 +179,6 @@ class GraphDecoder:
         )
         self._positions.add_(1)
         return out.logits[:, -1]
-
-    def _prepare(self) -> None:
-        """Allocate the buffers by running a step and, on CUDA, capture one; the caller empties the cache afterwards."""
-        self._rewind()
-        self._decode()
-        if self._ids.device.type == "cuda":
-            self._capture()
-        self._is_prepared = True
 
     def _capture(self) -> None:
         device = self._ids.device

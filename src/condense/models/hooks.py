@@ -29,6 +29,7 @@ from condense.architectures import as_read
 from condense.caches import CondensedCacheLayer, StaticCondensedLayer
 from condense.methods import Method
 from condense.models import adapters
+from condense.models.adapters import wrap
 from condense.models.apply import condense_from_config, condensed_layers, static_methods
 from condense.models.attention import IMPLEMENTATION, condense_attention
 from condense.models.families import check_learned_positions
@@ -36,7 +37,6 @@ from condense.models.layers import ensure_layers, expect_prompt
 from condense.models.masks import condense_mask
 from condense.models.replay import ReplayedForward, can_replay, is_compiled, replayable_cache
 from condense.models.saving import write_card, written
-from condense.models.wrapping import wrap
 
 _CACHES = (None, "dynamic", "offloaded", "static")
 

@@ -45,17 +45,12 @@ def read_tokens(
     trailing = q.shape[2] if target.padding is None else target.padding.trailing
     request = ReadRequest(q, scale, target.plan, trailing, latent_width)
     context = cache.update(k, v, target.layer_idx, request=request)[0]
-    # the copy runs while this layer attends; not for a single token, which the next layer most often reads in a step
+    # begin to copy the stored tokens of the next layer that has a store, while this layer attends; not for a single
+    # token, which the next layer most often reads in a step
     if q.shape[2] > 1:
-        _fetch_next(cache, target.layer_idx)
+        following = (x for x in cache.layers[target.layer_idx + 1 :] if isinstance(x, CondensedCacheLayer))
+        any(layer.fetch() for layer in following)
     return context
-
-
-def _fetch_next(cache: Cache, layer_idx: int) -> None:
-    """Begin to copy the stored tokens of the next layer that has a store."""
-    for layer in cache.layers[layer_idx + 1 :]:
-        if isinstance(layer, CondensedCacheLayer) and layer.fetch():
-            return
 
 
 def num_seen(cache: Cache, layer_idx: int) -> int:
@@ -94,7 +89,12 @@ def ensure_layers(cache: Cache, methods: dict[int, Method]) -> None:
     static = (layer for layer in cache.layers if isinstance(layer, StaticLayer | StaticCondensedLayer))
     room = max((layer.max_cache_len for layer in static), default=0)  # in tokens; 0 for a cache that grows
     for index, method in new.items():
-        cache.layers[index] = _new_layer(cache.layers[index], method, room)
+        layer = cache.layers[index]
+        if isinstance(layer, StaticLayer | StaticCondensedLayer):
+            cache.layers[index] = StaticCondensedLayer(method, room)
+            cache.layers[index].is_sliding = layer.is_sliding  # transformers reads it to choose a layer's mask
+        else:
+            cache.layers[index] = CondensedLayer(method)
 
 
 def expect_prompt(cache: StaticCache, *, plain: bool) -> None:
@@ -102,14 +102,6 @@ def expect_prompt(cache: StaticCache, *, plain: bool) -> None:
     for layer in cache.layers:
         if isinstance(layer, StaticCondensedLayer):
             layer.expect_prompt(plain=plain)
-
-
-def _new_layer(layer: CacheLayerMixin, method: Method, room: int) -> CondensedLayer | StaticCondensedLayer:
-    if not isinstance(layer, StaticLayer | StaticCondensedLayer):
-        return CondensedLayer(method)
-    condensed = StaticCondensedLayer(method, room)
-    condensed.is_sliding = layer.is_sliding  # transformers reads it to choose the mask that a layer gets
-    return condensed
 
 
 def _check_static(cache: StaticCache, methods: dict[int, Method]) -> None:

@@ -79,14 +79,14 @@ def adapt(
     if unknown:
         raise ValueError(f"recipe: wanted fields of {', '.join(ADAPT_FIELDS)}; got {', '.join(sorted(unknown))}")
     method = Method.parse(method)
-    steps = fields.get("steps", 1000)
+    steps, size = fields.get("steps", 1000), getattr(method, "group_size", 0)
     check_int("steps", steps, 1)
     values: dict[str, Any] = {
         "steps": steps,
         "sequence_length": 4096,
         "batch_size": 16,
         "mix": "condensed",
-        "group_sizes": _growing(method),
+        "group_sizes": (size // 4, size // 2) if size >= 8 and size % 4 == 0 else (),
         "distill": 1.0,
         "learning_rate": 3e-4,
         "dtype": "bfloat16",
@@ -130,12 +130,6 @@ def read_recipe(path: Path) -> dict[str, Any]:
             if name in fields and not isinstance(fields[name], kind):
                 raise ValueError(f"{name}: wanted {wanted}, got {fields[name]!r} in {path}")
     return fields
-
-
-def _growing(method: Method) -> tuple[int, ...]:
-    """A quarter and a half of the method's group size, if it has groups of that many tokens."""
-    size = getattr(method, "group_size", 0)
-    return (size // 4, size // 2) if size >= 8 and size % 4 == 0 else ()
 
 
 def smoke(

@@ -43,7 +43,8 @@ def projections(model: PreTrainedModel, which: Trained | str) -> list[str]:
     Raises ValueError if there are none.
     """
     attentions = set(attention_layers(model).values())
-    inner = {id(part): name for module in attentions for name, part in module.named_modules() if _is_linear(part)}
+    parts = ((name, part) for module in attentions for name, part in module.named_modules())
+    inner = {id(part): name for name, part in parts if getattr(getattr(part, "weight", None), "ndim", 0) == 2}
     names = [
         name
         for name, part in model.named_modules()
@@ -52,8 +53,3 @@ def projections(model: PreTrainedModel, which: Trained | str) -> list[str]:
     if not names:
         raise ValueError(f"train: wanted a model whose attention has projections for {which!r}, got none in it")
     return names
-
-
-def _is_linear(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return weight is not None and weight.dim() == 2

@@ -30,11 +30,6 @@ class GroupIndex(NamedTuple):
     signs: Tensor
     steps: Tensor
 
-    @property
-    def num_groups(self) -> int:
-        """Groups that the index has room for, G."""
-        return self.signs.shape[2]
-
     def narrow(self, start: int, stop: int) -> Self:
         """Groups ``[start, stop)``, a view."""
         return type(self)(*(x[:, :, start:stop] for x in self))

@@ -70,11 +70,6 @@ def newest(x: Tensor, count: int) -> Tensor:
 def detach_compact(x: Tensor) -> Tensor:
     """Detach; copy if x is a view of a larger storage, which the view would keep alive."""
     if torch.compiler.is_compiling():
-        return detach_copy(x)  # while compiling, storages have no sizes
+        return x.detach().clone()  # while compiling, storages have no sizes
     x = x.detach()
     return x if x.untyped_storage().nbytes() == x.numel() * x.element_size() else x.clone()
-
-
-def detach_copy(x: Tensor) -> Tensor:
-    """Detach and always copy."""
-    return x.detach().clone()
