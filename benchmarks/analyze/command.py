@@ -135,7 +135,11 @@ def deviation_command(
     model: options.Model = None,
     text: options.Texts = None,
     method: Annotated[
-        str | None, typer.Option(help=options.POOLING_HELP + " Default: what the model was saved with, or lca.")
+        str | None,
+        typer.Option(
+            help="One that pools groups, such as pooled or, with settings, 'cca:window=512'; see `condense methods`. "
+            "Default: what the model was saved with, or lca."
+        ),
     ] = None,
     length: Annotated[
         list[int] | None,

@@ -270,7 +270,11 @@ class CondensedLayer(CondensedCacheLayer):
 
     def offload(self) -> None:
         """Move the state to the CPU. Raises ValueError for a store that is there already."""
-        self.store.refuse_offload()
+        if self.store.on_host:
+            raise ValueError(
+                "offloaded caches move all layers to the CPU and back, and store='host' keeps most of them there: "
+                "leave cache_implementation unset, or use store='device'"
+            )
         self._map_tensors(lambda x: x.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:

@@ -58,14 +58,6 @@ class Store:
                 "decode greedily or by sampling"
             )
 
-    def refuse_offload(self) -> None:
-        """Raise ValueError if most of the layer is in host memory already."""
-        if self.on_host:
-            raise ValueError(
-                "offloaded caches move all layers to the CPU and back, and store='host' keeps most of them there: "
-                "leave cache_implementation unset, or use store='device'"
-            )
-
     def room_for(self, groups: int) -> int:
         """Groups to take memory for: PyTorch takes pinned memory in powers of two."""
         if self.settings.choice is None:

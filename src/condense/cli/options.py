@@ -24,7 +24,6 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 METHOD_HELP = "Such as recall-host or, with settings, 'cca:window=512'; `condense methods` lists and explains them."
 CHOICE_HELP = METHOD_HELP + " By layer, repeated: recall@2,3 and cca@rest; or @FILE from condense calibrate."
 CHOICES_HELP = METHOD_HELP + " Repeatable. By layer, as one: recall@2,3+cca@rest; or @FILE from condense calibrate."
-POOLING_HELP = "One that pools groups, such as pooled or, with settings, 'cca:window=512'; see `condense methods`."
 MODEL_HELP = "Folder or hub name of a causal LM. Default: bundled."
 DEVICE_HELP = "cpu, cuda, cuda:1, ..."
 DEVICE_MAP_HELP = "Spread the model over devices, as accelerate does: auto, balanced, ..."

@@ -120,6 +120,11 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, model: PreTrainedModel
     return ids.to(device=model.device, dtype=torch.int64)
 
 
+def new_cache(model: PreTrainedModel) -> DynamicCache:
+    """An empty cache that grows."""
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
 def pad_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The token that generate pads with. A single row is never padded, but without one generate warns."""
     return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -150,7 +155,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 def _warm_up(model: PreTrainedModel, method: MethodChoice, text: Tensor) -> None:
     """Run once untimed, so that no method's time includes loading libraries and compiling kernels."""
     with attention_of(model, method):
-        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        cache = new_cache(model)
         for ids in text[:, :64].split(32, dim=1):
             model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
@@ -179,7 +184,7 @@ def _run(
     with attention_of(model, method):
         # the last token of a text that is continued is read by generate itself
         body = text if questions else text[:, :-1]
-        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        cache = new_cache(model)
         read_s = 0.0
         if body.shape[1] > 0:
             start = now(model.device)

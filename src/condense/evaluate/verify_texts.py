@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from condense.config import check_int
+from condense.evaluate.compare import new_cache
 from condense.tasks import Corpus, PasskeySequence, SequenceBuilder, load_words
 
 COPIED = 128  # tokens of the copy that ends a text, an eighth of shorter texts
@@ -121,7 +122,7 @@ def read_copying(model: PreTrainedModel, text: Copying, dense: DenseReading, gre
     """
     ids = torch.from_numpy(text.ids).to(model.device)
     half, is_dense = text.copy // 2, not dense.logits
-    cache = _new_cache(model)
+    cache = new_cache(model)
     model(ids[None, : half - 1], past_key_values=cache, use_cache=True, logits_to_keep=1)
     losses, divergence = [], []
     pieces = zip(ids[half - 1 : text.copy - 1].split(_PIECE), ids[half : text.copy].split(_PIECE), strict=True)
@@ -179,7 +180,7 @@ def needs_far(model: PreTrainedModel, ids: Tensor, losses: Tensor) -> Tensor:
 def answers(model: PreTrainedModel, sequence: PasskeySequence) -> list[bool]:
     """Ask every question as a turn over one cache, answers token by token; whether greedy decoding writes each."""
     ids = torch.from_numpy(sequence.input_ids).to(model.device)
-    cache, at, outcomes = _new_cache(model), 0, []
+    cache, at, outcomes = new_cache(model), 0, []
     for start, stop in sequence.answers:
         right = True
         # the turn up to the answer, then its tokens but the last one, which the next turn begins with
@@ -230,7 +231,3 @@ def _divergence(logits: Tensor, dense: Tensor) -> Tensor:
     """Divergence of these predictions from dense attention's, in nats per token, float32."""
     p, of_dense = logits.float().log_softmax(-1), dense.float().log_softmax(-1)
     return (of_dense.exp() * (of_dense - p)).sum(-1)
-
-
-def _new_cache(model: PreTrainedModel) -> DynamicCache:
-    return DynamicCache(config=model.config.get_text_config(decoder=True))

@@ -4,11 +4,9 @@ Shapes: B rows, H query heads, L new tokens, d_c latent width, d_n, d_r, d_v wid
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from condense.caches import CondensedLayer, StaticCondensedLayer
@@ -32,9 +30,8 @@ def condensed_latents(target: Target, q: Tensor, k: Tensor, v: Tensor, entries: 
     method: Any = module.condense_method
     num_heads: Any = module.num_heads
     group = head_group(module, q.shape[1])
-    over_ranks = None
+    over_ranks = None if group is None else lambda x: (sum_over(group, x), num_heads)
     if group is not None:
-        over_ranks = partial(_over_ranks, group, num_heads)
         # rope keys need no `sum_gradients`: the stock projection sums their gradients over the ranks
         c, k_rope = entries.split([up.w_uk.shape[1], entries.shape[-1] - up.w_uk.shape[1]], dim=-1)
         entries = torch.cat([sum_gradients(group, c), k_rope], dim=-1)
@@ -69,10 +66,6 @@ def step_on_latents(
     token = NewToken(up.absorb(q), entries, entries[..., :0], real)
     out = layer.step(token, scale=scale, latent_width=up.w_uk.shape[1])
     return up.project_out(out)
-
-
-def _over_ranks(group: dist.ProcessGroup, heads: int, x: Tensor) -> tuple[Tensor, int]:
-    return sum_over(group, x), heads
 
 
 def up_projection(module: Any, heads: int, like: Tensor) -> UpProjection:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from condense.ops.backends import BACKENDS, Operations, check_backend, resolve_backend, resolve_pooling, resolve_recall
 from condense.ops.extras import NO_EXTRAS, Extras
-from condense.ops.recall.choice import Choice
-from condense.ops.recall.sources import RecallSources, Unchosen
+from condense.ops.recall.choice import Choice, RecallSources, Unchosen
 from condense.ops.spans import Source, Spans
 from condense.ops.step.call import OwnEntries, StepCall
 from condense.ops.tensors.sampling import Sample

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from condense.ops.hopper import limits as hopper_limits
-from condense.ops.recall.choice import Choice
-from condense.ops.recall.sources import RecallSources
+from condense.ops.recall.choice import Choice, RecallSources
 from condense.ops.step.settings import StepSettings
 from condense.ops.triton import limits as triton_limits
 from condense.ops.types import Problem

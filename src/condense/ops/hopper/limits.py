@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from condense.ops.recall.choice import Choice
-from condense.ops.recall.sources import RecallSources
+from condense.ops.recall.choice import Choice, RecallSources
 from condense.ops.triton import limits as triton_limits
 from condense.ops.triton.host import gpu_of
 from condense.ops.types import Problem

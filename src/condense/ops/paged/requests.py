@@ -13,9 +13,8 @@ from torch import Tensor
 
 from condense.ops.api import attend, attend_recall, make_entries, summarize
 from condense.ops.paged.rows import Call, Slots, Summary, reading_of
-from condense.ops.recall.choice import IndexChoice
+from condense.ops.recall.choice import IndexChoice, RecallSources
 from condense.ops.recall.index import GroupIndex, build_index
-from condense.ops.recall.sources import RecallSources
 from condense.ops.spans import Source
 from condense.ops.step.pages import NewTokens, PagedState, Pages
 from condense.ops.step.records import record_format

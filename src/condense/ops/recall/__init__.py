@@ -5,10 +5,11 @@ from condense.ops.recall.choice import (
     Choice,
     IndexChoice,
     Quota,
+    RecallSources,
+    Unchosen,
     choose_groups,
     chosen_groups,
     index_scores,
 )
 from condense.ops.recall.index import GroupIndex, block_width, build_index, rotation, turned_queries
-from condense.ops.recall.sources import RecallSources, Unchosen
 from condense.ops.recall.store import StoreFormat

@@ -1,22 +1,45 @@
-"""The choice of the closed groups that a query opens: scores by the index, then the best of them per KV head.
+"""The sources of Recall's attention, and the closed groups that a query opens: by the index, the best per KV head.
 
-Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, G groups, D key width.
+Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, G groups of g tokens, N window tokens, D and Dv widths.
 """
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple, Protocol, Self
+from typing import Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from condense.ops.recall.index import GroupIndex, turned_queries
+from condense.ops.spans import Source, Spans
 from condense.ops.tensors.per_row import IntT, at_most
 
+Unchosen = Literal["pool", "drop"]
 # more groups than any row has
 _UNLIMITED = 2**31 - 1
 # largest denominator of a share of the groups, so that a number of groups times its numerator fits into int64
 _MAX_DENOMINATOR = 2**31 - 1
+
+
+class RecallSources(NamedTuple):
+    """The sources that queries attend to, all in one dtype; keys and values must be finite, seen or not.
+
+    entries: k ``[B, K, G, D]``, v ``[B, K, G, Dv]``, one per group, and their bias. store: k ``[B, K, G * g, D]``, v
+    ``[B, K, G * g, Dv]``, the exact tokens: those of group j stand in columns ``[j * g, (j + 1) * g)``, groups counted
+    from a row's first real token. window: k ``[B, K, N, D]``, v ``[B, K, N, Dv]``. spans: of entries
+    (``[0, closed groups)``) and window, those of a `condense.ops.spans.UniformRule`; queries at padding see nothing.
+    """
+
+    entries: Source
+    store: Source
+    window: Source
+    spans: Spans
+
+    @property
+    def group_size(self) -> int:
+        """Tokens per group, g; 0 without groups."""
+        G = self.entries.k.shape[2]
+        return self.store.k.shape[2] // G if G > 0 else 0
 
 
 class Quota(NamedTuple):

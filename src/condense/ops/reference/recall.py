@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from condense.ops.recall.choice import Choice
-from condense.ops.recall.sources import RecallSources
+from condense.ops.recall.choice import Choice, RecallSources
 from condense.ops.reference.attend import attend_masked
 from condense.ops.tensors.bias import per_entry
 

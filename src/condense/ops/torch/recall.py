@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from condense.ops.recall.choice import Choice, chosen_groups
-from condense.ops.recall.sources import RecallSources
+from condense.ops.recall.choice import Choice, RecallSources, chosen_groups
 from condense.ops.spans import Hull, Source
 from condense.ops.tensors.bias import per_entry
 from condense.ops.torch.attend import BlockKeys, attend_block

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from condense.ops.entries import BLOCK_WIDTH
-from condense.ops.recall.choice import Choice, IndexChoice
-from condense.ops.recall.sources import RecallSources
+from condense.ops.recall.choice import Choice, IndexChoice, RecallSources
 from condense.ops.spans import RuleSpans, UniformRule
 from condense.ops.step.settings import StepSettings
 from condense.ops.types import Problem

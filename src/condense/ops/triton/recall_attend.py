@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from condense.ops.recall.choice import Choice, IndexChoice, chosen_groups
-from condense.ops.recall.sources import RecallSources
+from condense.ops.recall.choice import Choice, IndexChoice, RecallSources, chosen_groups
 from condense.ops.spans import RuleSpans, UniformRule
 from condense.ops.triton.attend import attend
 from condense.ops.triton.attend_call import backward_operation, describe, needs_operation, operation, results
