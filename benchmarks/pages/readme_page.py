@@ -2,14 +2,15 @@
 
 The table stands between ``<!-- figures -->`` and ``<!-- /figures -->``. Times are the fastest reading of several, of
 `benchmarks/generate.py` and `benchmarks/serving/speed.py`; the cache is counted as `condense inspect` counts it.
-Quality is that of models which were measured with these very settings, the worst first: where a name stands for others,
-or a time was not taken, the cell says "not measured".
+Quality is that of models which were measured with these very settings, at the length at which each lost the most, the
+worst first. Where `generate` was not timed with a name's settings but vLLM was, the times are the engine's; else the
+cell says "not measured".
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,11 @@ UNKNOWN = "not measured"
 _PLACES = ("store", "slots")
 # arms of the study of what transfers, and the settings that they had
 _DROP = "recall:window=256,unchosen=drop,store_bits=4"
-_MEASURED = {"drop 256, store 4": f"{_DROP},num_recall=256", "drop 1/4, store 4": f"{_DROP},num_recall=0.25"}
+_DEVICE_ARM, _CACHE_ARM = "drop 1/4, groups of 32, turned 4", "cache of 4 bits, turned"
+_MEASURED = {
+    "drop 256, store 4": f"{_DROP},num_recall=256",
+    _DEVICE_ARM: f"{_DROP},num_recall=0.25,group_size=32",
+}
 # the arm of the study of adaptation, its settings and its length
 _ARM, _ADAPTED, _ADAPTED_LENGTH = "both", "lca:window=512,rep_bias=log_size", 8192
 _BLOCK = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
@@ -52,18 +57,19 @@ def table(documents: Documents) -> str:
     """In Markdown."""
     attentions, engine = ("dense", *NAMES), _engine(documents)
     times = {(name, n): _generate(documents, name, n) for name in attentions for n in LENGTHS}
+    served = _served(documents)
     quality = {name: _quality(documents, Method.parse(name)) for name in NAMES}
     rows = [
         ["cache on the GPU, 131,072 tokens", *(f"{_cache(name):#.3g} GiB" for name in ("dense", *attentions))],
         *(
             [f"first token, {n:,} tokens", _text(times["dense", n][0], "s"), _text(engine[n][0], "s")]
-            + [_text(times[name, n][0], "s") for name in NAMES]
+            + [_text(times[name, n][0], "s", served.get((name, n, 0))) for name in NAMES]
             for n in LENGTHS
             if n == LENGTHS[-1] or all(times[name, n][0] for name in NAMES)
         ),
         *(
             [f"each further token, after {n:,}", _text(times["dense", n][1], "ms"), _text(engine[n][1], "ms")]
-            + [_text(times[name, n][1], "ms") for name in NAMES]
+            + [_text(times[name, n][1], "ms", served.get((name, n, 1))) for name in NAMES]
             for n in LENGTHS
             if n == LENGTHS[-1] or all(times[name, n][1] for name in NAMES)
         ),
@@ -79,24 +85,31 @@ def claims(documents: Documents) -> list[str]:
     recall = Method.parse("recall-host").to_dict()
     engine, shorter = _engine(documents), LENGTHS[-1] - _longest(documents)
     running = {name: _running(documents, name) for name in ("dense", "condensed")}
-    models = transfer_page.newest(documents)
-    sizes = sorted(model["parameters"] / 1e6 for model in models.values())
-    rows = [transfer_page.row_of(model, "drop 1/4, store 4", transfer_page.LENGTH) for model in models.values()]
-    lost = max(row["key"][0] for row in rows)
-    missed = max(row[task][0] for row in rows for task in transfer_page.TASKS if task in row)
+    models = transfer_page.newest(documents).values()
+    sizes = sorted(model["parameters"] / 1e6 for model in models)
+    (far, copies, missed), cache = lost(models, _DEVICE_ARM), lost(models, _CACHE_ARM)
     return [
-        f"lie in groups of {recall['group_size']},",
+        f"lie in groups of {recall['group_size']} or {Method.parse('recall-device').to_dict()['group_size']},",
         f"fetches the {recall['num_recall']} groups that",
         "sees no others" if recall["unchosen"] == "drop" else "sees the others as one entry each",
         f"groups stay on the GPU, in {Method.parse('recall-device').to_dict()['store_bits']} bits",
         f"models of {' and '.join(f'{size:.0f}' for size in sizes)} million parameters",
-        f"texts of {transfer_page.LENGTH:,} tokens",
-        f"loses at most {lost:.3f} nats",
-        f"{missed:.1%} of a task",
+        f"texts of up to {max(row['length'] for model in models for row in model['rows']):,} tokens",
+        f"loses up to {far} nats",
+        f"{copies} on copies",
+        f"{missed} of a task",
+        f"loses {cache[0]}, {cache[1]} and {cache[2]}",
         f"up to {shorter:,} tokens shorter",
         f"ran {running['condensed']} requests of {LENGTHS[-1]:,} tokens at once instead of {running['dense']}",
         f"takes {_text(engine[LENGTHS[-1]][1], 'ms')} a token after {LENGTHS[-1]:,} tokens",
     ]
+
+
+def lost(models: Iterable[Mapping[str, Any]], arm: str) -> list[str]:
+    """The most that an arm loses on tokens that need far text, on copies and of a task, in any model at any length."""
+    names = (["key"], ["copy"], transfer_page.TASKS)
+    cells = [max(transfer_page.worst(model, arm, of)[0] for model in models) for of in names]
+    return [f"{cells[0]:.3f}", f"{cells[1]:.3f}", f"{cells[2]:.1%}"]
 
 
 def _longest(documents: Documents) -> int:
@@ -110,8 +123,11 @@ def _running(documents: Documents, attention: str) -> int:
     return max(measured["answered_in_one_step"] for run in runs for measured in run.get("capacity", ()))
 
 
-def _text(value: float | None, unit: str) -> str:
-    return UNKNOWN if value is None else f"{value:#.3g} {unit}".replace(". ", " ")
+def _text(value: float | None, unit: str, served: float | None = None) -> str:
+    """The value, else the engine's."""
+    if value is None:
+        return UNKNOWN if served is None else f"{_text(served, unit)} (vLLM)"
+    return f"{value:#.3g} {unit}".replace(". ", " ")
 
 
 def _cache(name: str) -> float:
@@ -159,6 +175,18 @@ def _engine(documents: Documents) -> dict[int, tuple[float | None, float | None]
     return found
 
 
+def _served(documents: Documents) -> dict[tuple[str, int, int], float]:
+    """The engine's seconds to a first token (0) and milliseconds per token (1) under named settings, by length."""
+    found = {}
+    for stem, document in documents.items():
+        if stem.startswith("recall-speed-condensed-"):
+            run = document["results"]
+            of = [name for name in NAMES if Method.parse(name) == Method.parse(run["method"])]
+            steps = [row["step_ms"]["median"] for row in run["decode-130561"][0] if row["rows"] == 1]
+            found |= {(name, LENGTHS[-1], i): min(of) for name in of for i, of in enumerate((run["first"], steps))}
+    return found
+
+
 def _quality(documents: Documents, method: Method) -> Quality | None:
     """What models found under these settings; None if none were measured with them."""
     if _same(method, Method.parse(_ADAPTED)):
@@ -166,11 +194,10 @@ def _quality(documents: Documents, method: Method) -> Quality | None:
     arm = next((arm for arm, settings in _MEASURED.items() if _same(method, Method.parse(settings))), None)
     if arm is None:
         return None
-    models = transfer_page.newest(documents)
-    rows = {make: transfer_page.row_of(model, arm, transfer_page.LENGTH) for make, model in models.items()}
-    lost = {make: max(row[task][0] for task in transfer_page.TASKS if task in row) for make, row in rows.items()}
-    loss = {make: row["key"][0] for make, row in rows.items()}
-    forms = ((lost, lambda x: f"{1 - x:.1%}"), (loss, lambda x: f"{x:+.3f}"))
+    models = transfer_page.newest(documents).items()
+    missed = {make: transfer_page.worst(model, arm, transfer_page.TASKS)[0] for make, model in models}
+    loss = {make: transfer_page.worst(model, arm, ["key"])[0] for make, model in models}
+    forms = ((missed, lambda x: f"{1 - x:.1%}"), (loss, lambda x: f"{x:+.3f}"))
     return Quality(*(_worst_first(values, form) for values, form in forms))
 
 

@@ -1,33 +1,36 @@
 """`docs/studies/transfer.md`, from its template, and the table of the same study in `docs/recall.md`.
 
-In the template stand ``{{ARMS run make length}}``, ``{{LENGTHS run make}}``, ``{{LAYERS run}}`` and ``{{UNITED run}}``,
-runs counted from the oldest, 0; in the page of Recall a table between ``<!-- transfer -->`` and ``<!-- /transfer -->``,
-of the newest.
+In the template stand ``{{WORST run}}``, ``{{ARMS run make length}}``, ``{{LENGTHS run make}}`` and ``{{UNITED run}}``,
+runs counted from the oldest, 0; in the page of Recall the worst cells of the newest between ``<!-- transfer -->`` and
+``<!-- /transfer -->``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 TITLES = {
     "llama-77m": "77M Llama", "mla-28m": "25M with latents", "qwen3-83m": "83M Qwen3", "gemma3-44m": "44M Gemma 3",
 }  # fmt: skip
-LENGTH = 16384
 TOKENS = {"key": "far text needed", "copy": "copies", "identifier": "far identifiers", "other": "other tokens"}
 TASKS = {"number": "numbers", "shared": "names that share words", "several": "several at once"}
 _BY_LENGTH = (
-    "drop 1/16", "drop 1/8", "drop 1/4", "drop 1/2", "log 1/8", "log 1/4", "drop 1/4, store 4", "drop 256, store 4",
-    "drop 64", "drop 128", "drop 256", "drop 512", "log 128", "log 256", "drop 1/4, groups of 32, store 4",
-    "drop 1/4, turned 4", "drop 1/4, groups of 32, turned 4", "drop 1/4, every 4", "drop 1/4, every 8",
-    "drop 1/4, every 16", "drop 1/4, every 8, before", "drop 1/4, groups of 32, turned 4, every 16",
-    "log 1/4, store 4", "log 1/4, groups of 32, store 4", "cache of 4 bits", "cache of 4 bits, turned", "window 25%",
+    "drop 1/16", "drop 1/8", "drop 1/4", "drop 1/2", "log 1/8", "log 1/4", "drop 1/4, store 4",
+    "drop 1/4, groups of 32, store 4", "drop 1/4, turned 4", "drop 1/4, groups of 32, turned 4",
+    "drop 1/4, turned 4, values 3", "drop 1/4, turned 3, values 4", "drop 1/4, turned 3", "log 1/4, store 4",
+    "log 1/4, groups of 32, store 4", "drop 128", "drop 256", "drop 256, store 4", "drop 1/8, turned 4",
+    "drop 1/8, turned 4, look 2", "drop 1/8, turned 4, look 4", "drop 1/4, every 2", "drop 1/4, every 4",
+    "drop 1/4, every 8", "drop 1/4, every 16", "drop 1/4, every 1, before", "drop 1/4, every 8, before",
+    "drop 1/4, groups of 32, turned 4, every 16", "cache of 4 bits", "cache of 4 bits, turned",
+    "cache of 3 bits, turned, values too", "window 25%",
 )  # fmt: skip
-_SHORT = (
-    "log 1/4", "drop 1/4", "drop 1/4, store 4", "drop 256, store 4", "log 1/8", "drop 1/8", "drop 128",
-    "cache of 4 bits", "window 25%",
+_CLAIMED = (
+    "cache of 4 bits, turned", "cache of 4 bits", "log 1/4, store 4", "log 1/4, groups of 32, store 4",
+    "drop 1/4, groups of 32, turned 4", "drop 1/4, groups of 32, store 4", "drop 1/4, turned 4", "drop 1/4, store 4",
+    "drop 256, store 4", "drop 1/8, turned 4", "log 1/4", "drop 1/4", "window 25%",
 )  # fmt: skip
 _BLOCK = re.compile(r"(<!-- transfer -->\n).*?(<!-- /transfer -->)", re.DOTALL)
 _PLACE = re.compile(r"\{\{(\w+)([^}]*)\}\}")
@@ -46,7 +49,7 @@ def newest(documents: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_page(documents: Mapping[str, Any], page: Path) -> None:
     """Write the study's page."""
-    tables = {"ARMS": _arms, "LENGTHS": _lengths, "LAYERS": _layers, "UNITED": _united}
+    tables = {"WORST": _worst_cells, "ARMS": _arms, "LENGTHS": _lengths, "UNITED": _united}
 
     def table(place: re.Match[str]) -> str:
         run, *others = place[2].split()
@@ -58,15 +61,33 @@ def write_page(documents: Mapping[str, Any], page: Path) -> None:
 
 def fill(page: Path, documents: Mapping[str, Any]) -> None:
     """Write the table of another page anew."""
-    models = newest(documents)
-    heads = ["", *(f"{TITLES[make]}: {what}" for make in models for what in ("far text, copies", "worst task lost"))]
-    rows = [heads, ["---"] * len(heads)]
-    for arm in _SHORT:
-        found = [row_of(model, arm, LENGTH) for model in models.values()]
-        if any(found):
-            rows.append([arm, *(cell for row in found for cell in (_nats(row), _worst(row)))])
-    text = page.read_text(encoding="utf-8")
-    page.write_text(_BLOCK.sub(lambda block: block[1] + _table(rows) + block[2], text), encoding="utf-8")
+    text, table = page.read_text(encoding="utf-8"), _worst_cells(newest(documents))
+    page.write_text(_BLOCK.sub(lambda block: block[1] + table + block[2], text), encoding="utf-8")
+
+
+def worst(model: Mapping[str, Any], arm: str, names: Iterable[str]) -> tuple[float, int]:
+    """The most that an arm loses of these classes of tokens or tasks at any length, and the length."""
+    rows = [row for row in model["rows"] if row["arm"] == arm]
+    return max((row[name][0], row["length"]) for row in rows for name in names if name in row)
+
+
+def _worst_cells(models: Mapping[str, Any]) -> str:
+    """The arms with which something is claimed: bytes, and the most that they lose in any model at any length."""
+    rows = [["", "device", "host store", "read", "far text needed", "copies", "worst task"], ["---"] * 7]
+    for arm in _CLAIMED:
+        measured = [row for model in models.values() for row in model["rows"] if row["arm"] == arm]
+        sizes = [[f"{row[size]:.0%}" for row in measured if size in row] for size in ("device", "host_store", "read")]
+        cells = []
+        for names in (["key"], ["copy"], TASKS):
+            (lost, length), make = max((worst(model, arm, names), make) for make, model in models.items())
+            cells.append(f"{_percent(lost) if names is TASKS else f'{lost:+.3f}'} ({TITLES[make]}, {length:,})")
+        rows.append([arm, *(_between(of) for of in sizes), *cells])
+    return _table(rows)
+
+
+def _between(shares: Sequence[str]) -> str:
+    ends = sorted(set(shares), key=lambda share: float(share[:-1]))
+    return f"{ends[0][:-1]} to {ends[-1]}" if len(ends) > 1 else "".join(ends)
 
 
 def row_of(model: Mapping[str, Any], arm: str, length: int) -> Mapping[str, Any]:
@@ -119,17 +140,6 @@ def _nats(row: Mapping[str, Any]) -> str:
 
 def _worst(row: Mapping[str, Any]) -> str:
     return _percent(max(row[name][0] for name in TASKS if name in row)) if row else ""
-
-
-def _layers(models: Mapping[str, Any]) -> str:
-    """What stays closed, by layer."""
-    rows = [["", "far", "closed, by bounds", "closed, best choice", "entries, ln g", "index says", "64 tokens"]]
-    rows += [["---"] * len(rows[0])]
-    columns = ("far", "closed", "best", "mass_log", "mass_middles", "strong_share")
-    for make, model in models.items():
-        for layer in model["diagnosis"]:
-            rows.append([f"{TITLES[make]}, {layer['layer']:.0f}", *(f"{layer[name]:.1%}" for name in columns)])
-    return _table(rows)
 
 
 def _united(models: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "pages"))
 
 import papers_page
 import readings
+import readme_page
 import recall_page
 import serving_page
 import stored
@@ -19,6 +20,8 @@ import write_pages
 import zero_shot_page
 import zero_shot_tables
 from needed import BOUND, needed, predicted
+
+from condense.named import NAMED_SETTINGS
 
 INVENTORY = [f"{paper}{n}" for paper, count in (("C", 12), ("D", 15), ("L", 17)) for n in range(1, count + 1)]
 
@@ -102,3 +105,26 @@ def test_what_queries_open_together():
         "| --- | --- | --- |",
         "| 77M Llama, 16,384 tokens, groups of 32 | 40% (51%) | 70% (100%) |",
     ]
+
+
+def test_what_named_settings_lose_is_the_worst_that_was_measured():
+    models = transfer_page.newest(stored.of("transfer.json")).values()
+    arms = {"recall-device": "drop 1/4, groups of 32, turned 4", "recall-host": "drop 256, store 4"}
+    losses = {
+        name: readme_page.lost(models, arm) for name, arm in (arms | {"cache": "cache of 4 bits, turned"}).items()
+    }
+    for name in arms:
+        far, copies, task = losses[name]
+        assert f"{far} nats on tokens that need far text and {task} of a task" in NAMED_SETTINGS[name].loses
+        assert f"{copies} on copies" in NAMED_SETTINGS[name].loses
+    start = " ".join((write_pages.ROOT / "docs" / "start-here.md").read_text(encoding="utf-8").split())
+    device, host, cache = (losses[name][0] for name in ("recall-device", "recall-host", "cache"))
+    assert (
+        f"lost at most {cache} nats a token where far text is needed, `recall-device` {device} and `recall-host` {host}"
+        in start
+    )
+
+
+def test_the_worst_cell_is_that_of_any_length():
+    rows = [{"arm": "x", "length": n, "number": [lost]} for n, lost in ((4096, 0.03), (16384, 0.05), (32768, -0.01))]
+    assert transfer_page.worst({"rows": rows}, "x", transfer_page.TASKS) == (0.05, 16384)

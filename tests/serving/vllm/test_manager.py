@@ -28,7 +28,7 @@ from condense.serving.vllm.layer import _engine_settings, page_specs
 
 POOLED = condense.CCA(summary="streaming", key_pooling="select", rep_bias="log_size")
 RECALL = condense.Method.parse("recall-device")
-WIDE = RECALL.replace(group_size=32, num_recall=256)
+WIDE = RECALL.replace(num_recall=256)
 MEANS = condense.CCA(key_pooling="mean", value_pooling="mean", rep_bias="log_size", entry_bits=4)
 # Llama-3.1-8B in bfloat16
 LAYERS, WIDTHS = 32, (128, 128)
