@@ -21,13 +21,13 @@ from condense.ops.triton.limits import step_obstacle
 from condense.ops.triton.paged_step_kernels import paged_join_kernel
 from condense.ops.triton.recall_close_kernels import recall_close_kernel
 from condense.ops.triton.recall_step import rounded, scratch_of
-from condense.ops.triton.recall_step_choice_kernels import recall_choose_kernel, recall_key_kernel
+from condense.ops.triton.recall_step_choice_kernels import recall_choose_kernel
 from condense.ops.triton.recall_step_kernels import recall_attend_kernel
 from condense.ops.triton.recall_step_plan import Plan, Room, plan_of
 from condense.ops.triton.recall_step_score_kernels import recall_score_kernel
 
-_close, _score, _key = (Launcher(x) for x in (recall_close_kernel, recall_score_kernel, recall_key_kernel))
-_choose, _attend, _join = (Launcher(x) for x in (recall_choose_kernel, recall_attend_kernel, paged_join_kernel))
+_close, _score, _choose = (Launcher(x) for x in (recall_close_kernel, recall_score_kernel, recall_choose_kernel))
+_attend, _join = Launcher(recall_attend_kernel), Launcher(paged_join_kernel)
 
 
 def store(
@@ -45,8 +45,8 @@ def store(
     near, far, parts = state.window, state.entries, _parts(state, q.shape[2], settings)
     grid, numbers, constants, options = plan.close
     buffers = parts["entries_k"], parts["entries_v"], parts["signs"], parts["steps"], parts["store"]
-    # no ring of queries, biases and rows to leave out
-    others = near.cache, near.cache, seen
+    # no ring of queries, biases, rows to leave out and counters
+    others = near.cache, near.cache, seen, None
     with on_device_of(q):
         _close(
             grid,
@@ -82,23 +82,22 @@ def attend(
     parts, room = _parts(state, D, settings), room_for(far)
     (S0, S1), columns = plan.splits, min(64, power_of_2(Dv))
     floats = H * room, R * H * S0, R * H * S0, K * room, R * H * S1 * Dv, R * H * S1
-    scratch = scratch_of(rounded((*floats, K * room, K * room, 1, 1, 1, 1)), q.device)
-    score, top, total, offset, part, lse, key, groups, place, *_ = scratch
+    scratch = scratch_of(rounded((*floats, K * room, K * room, K * room, 1, 1, 1, 1, R * K)), q.device)
+    score, top, total, offset, part, lse, key, candidate, groups, place, *_, arrived = scratch
     of_q, turn = q.stride()[:2], rotation(D, q.device, q.dtype)
     # kernels get the window in place of what they do not read: rings, biases, slots
     other = near.cache
     buffers = parts["entries_k"], parts["entries_v"], parts["store"], near.cache, near.cache[..., D:], other
+    lists = key, candidate, groups, place, offset, other, other, place, place, place, arrived
     with on_device_of(q):
         for kernel, (grid, numbers, constants, options), tensors, strides in (
             (
                 _score, plan.score,
-                (q, parts["signs"], parts["steps"], seen, seen, score, top, total, turn, far.table, before), of_q,
+                (
+                    q, parts["signs"], parts["steps"], seen, seen, score, top, total, turn, far.table, before, arrived,
+                ), of_q,
             ),
-            (_key, plan.key, (score, top, total, other, seen, seen, key, offset, before), ()),
-            (
-                _choose, plan.choose,
-                (key, seen, seen, groups, place, offset, other, other, place, place, place, before), (),
-            ),
+            (_choose, plan.choose, (score, top, total, other, seen, seen, *lists, before), ()),
             (
                 _attend, plan.attend,
                 (q, *buffers, groups, place, offset, seen, seen, part, lse, near.table, far.table, before), of_q,

@@ -144,20 +144,23 @@ def _put_entry(heads, past_queries, entries, ring, biases_ptr, group, chunk, clo
 @triton.jit
 def recall_close_kernel(
     q_ptr, k_ptr, v_ptr, entries_k_ptr, entries_v_ptr, signs_ptr, steps_ptr, store_ptr, ring_k_ptr, ring_v_ptr,
-    seen_ptr, ring_q_ptr, biases_ptr, real_ptr, near_ptr, far_ptr, rotation_ptr,
+    seen_ptr, ring_q_ptr, biases_ptr, real_ptr, arrived_ptr, near_ptr, far_ptr, rotation_ptr,
     s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, K, R, G, W, N, Q, delay, scale,
     P: tl.constexpr, PV: tl.constexpr, PS: tl.constexpr,
     FORM: tl.constexpr, KIND: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Write the new token to rings, entries, index and store; grid (B * K, 4): keys, values, index, entry.
 
-    A group is kept once ``delay`` tokens have followed it. PS: columns of bytes of a stored key or value. near, far:
-    tables of the pages of tokens and of records; None for rings and arrays. rotation:
-    `condense.ops.recall.index.rotation` in the dtype of the keys.
+    A group is kept once ``delay`` tokens have followed it. PS: columns of bytes of a stored key or value. arrived int32
+    ``[B, K]`` becomes 0, for the kernel that chooses; None: it is not needed. near, far: tables of the pages of tokens
+    and of records; None for rings and arrays. rotation: `condense.ops.recall.index.rotation` in the dtype of the keys.
     """
     if KIND.early:
         gdc_launch_dependents()
     head, work = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if arrived_ptr is not None:  # noqa: SIM102 - known when the kernel is compiled
+        if work == 0:
+            tl.store(arrived_ptr + head, 0)
     b, kvh = head // K, head % K
     g: tl.constexpr = FORM.g
     D: tl.constexpr = FORM.D

@@ -1,4 +1,4 @@
-"""The six kernels of a decode step that chooses among stored groups.
+"""The five kernels of a decode step that chooses among stored groups.
 
 Shapes as in `condense.ops.step.state`; R = H / K query heads per KV head, S splits of the work on one KV head.
 """
@@ -16,22 +16,22 @@ from condense.ops.triton.host import cdiv, on_device_of, power_of_2
 from condense.ops.triton.launch import Launcher, prepared
 from condense.ops.triton.prepared import PreparedStep
 from condense.ops.triton.recall_close_kernels import recall_close_kernel
-from condense.ops.triton.recall_step_choice_kernels import recall_choose_kernel, recall_key_kernel
+from condense.ops.triton.recall_step_choice_kernels import recall_choose_kernel
 from condense.ops.triton.recall_step_kernels import recall_attend_kernel
-from condense.ops.triton.recall_step_plan import Room, plan_of
+from condense.ops.triton.recall_step_plan import Room, plan_of, ranked
 from condense.ops.triton.recall_step_score_kernels import recall_score_kernel
 from condense.ops.triton.step_kernels import step_join_kernel
 
-_close, _score, _key = (Launcher(x) for x in (recall_close_kernel, recall_score_kernel, recall_key_kernel))
-_choose, _attend, _join = (Launcher(x) for x in (recall_choose_kernel, recall_attend_kernel, step_join_kernel))
+_close, _score, _choose = (Launcher(x) for x in (recall_close_kernel, recall_score_kernel, recall_choose_kernel))
+_attend, _join = Launcher(recall_attend_kernel), Launcher(step_join_kernel)
 
 
 class _Scratch(NamedTuple):
     """Scratch memory of one step; all tensors have one dimension and hold, in order, numbers of the shapes given here.
 
     float32: score ``[B, H, G as a power of two]``, top and total ``[B, H, S0]``, offset ``[B, K, G]``, part
-    ``[B, H, S1, Dv]``, lse ``[B, H, S1]``; int32: key ``[B, K, G]``, groups and place ``[B, K, r]``, slot_of
-    ``[B, K, G]``, used and free ``[B, K, S]`` of S slots.
+    ``[B, H, S1, Dv]``, lse ``[B, H, S1]``; int32: key and candidate ``[B, K, N]``, groups and place ``[B, K, r]``,
+    slot_of ``[B, K, G]``, used and free ``[B, K, S]`` of S slots, arrived ``[B, K]``.
     """
 
     score: Tensor
@@ -41,11 +41,13 @@ class _Scratch(NamedTuple):
     part: Tensor
     lse: Tensor
     key: Tensor
+    candidate: Tensor
     groups: Tensor
     place: Tensor
     slot_of: Tensor
     used: Tensor
     free: Tensor
+    arrived: Tensor
 
 
 # fields of `_Scratch` that are float32
@@ -56,11 +58,11 @@ def _scratch_sizes(
     rows: tuple[int, int], G: int, r: int, slots: int, splits: tuple[int, int], Dv: int
 ) -> tuple[int, ...]:
     """The `rounded` sizes of the fields of `_Scratch`. rows: B * H, B * K."""
-    (queries, heads), (S0, S1) = rows, splits
+    (queries, heads), (S0, S1), (_, C, tiles) = rows, splits, ranked(G, r)
     scores = power_of_2(max(G, 1))
     floats = queries * scores, queries * S0, queries * S0, heads * G, queries * S1 * Dv, queries * S1
-    lists = heads * G, heads * r, heads * r
-    return rounded((*floats, *lists, heads * G if slots else 0, heads * slots, heads * slots))
+    lists = heads * tiles * C, heads * tiles * C, heads * r, heads * r
+    return rounded((*floats, *lists, heads * G if slots else 0, heads * slots, heads * slots, heads))
 
 
 def rounded(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -80,7 +82,7 @@ def scratch_of(sizes: tuple[int, ...], device: torch.device) -> _Scratch:
 class RecallKernels(PreparedStep):
     """The kernels of steps with a choice."""
 
-    __slots__ = ("_attend", "_choose", "_close", "_join", "_key", "_rotation", "_score", "_sizes", "_width")
+    __slots__ = ("_attend", "_choose", "_close", "_join", "_rotation", "_score", "_sizes", "_width")
 
     def __init__(self, call: StepCall) -> None:
         """call: checked by `condense.ops.triton.step.step`."""
@@ -99,7 +101,6 @@ class RecallKernels(PreparedStep):
         of_q = q.stride()[:2]
         self._close = prepared(_close, plan.close, (*of_q, *k.stride()[:2], *v.stride()[:2]))
         self._score = prepared(_score, plan.score, of_q)
-        self._key = prepared(_key, plan.key, ())
         self._choose = prepared(_choose, plan.choose, ())
         self._attend = prepared(_attend, plan.attend, of_q)
         # strides 1: `seen` and the rows that count are contiguous
@@ -112,17 +113,17 @@ class RecallKernels(PreparedStep):
             self.state
         )
         scratch = scratch_of(self._sizes, q.device)
-        score, top, total, offset, part, lse, key, groups, place, *found = scratch
+        score, top, total, offset, part, lse, key, candidate, groups, place, *found, arrived = scratch
         out = torch.empty(*q.shape[:3], self._width, dtype=q.dtype, device=q.device)
         counts = seen if token.real is None else token.real.contiguous()
         changed = (entries_k, entries_v, signs, steps, store, ring_k, ring_v, seen, ring_q, biases)
         # kernels start on the current device, which may not be that of the tensors in a model spread over several
         with on_device_of(q):
-            self._close((q, k, v, *changed, counts, None, None, self._rotation))
+            self._close((q, k, v, *changed, counts, arrived, None, None, self._rotation))
             if entries_k.shape[2] > 0:
-                self._score((q, signs, steps, seen, counts, score, top, total, self._rotation, None, None))
-                self._key((score, top, total, biases, seen, counts, key, offset, None))
-                self._choose((key, seen, counts, groups, place, offset, held, order, *found, None))
+                self._score((q, signs, steps, seen, counts, score, top, total, self._rotation, None, None, None))
+                chosen = (key, candidate, groups, place, offset, held, order, *found, arrived)
+                self._choose((score, top, total, biases, seen, counts, *chosen, None))
             keys = (entries_k, entries_v, store, ring_k, ring_v, slots)
             self._attend((q, *keys, groups, place, offset, seen, counts, part, lse, None, None, None))
             self._join((part, lse, out, seen, counts, sink, token.counter))

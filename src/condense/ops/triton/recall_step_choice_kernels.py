@@ -1,7 +1,4 @@
-"""Kernels of Recall's decode step that choose the groups to open, and find the slots of the store that hold them.
-
-The first makes one key of a group's scores in all query heads, with a program per tile of groups; the second ranks all
-keys of a KV head in one program, whose threads hold them in registers while it looks for the worst that is open.
+"""Kernel of Recall's decode step that chooses the groups to open, and finds the slots of the store that hold them.
 
 Shapes and names as in `condense.ops.triton.recall_step_kernels`.
 """
@@ -23,13 +20,18 @@ _INT_MIN, _INT_MAX = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 class Ranking(NamedTuple):
     """The constants of a choice.
 
-    groups: that there is room for, as a power of two. slots: of the store. slots_tile: their number as a power of two.
-    open_tile: open groups, splits_tile: splits of the scores, both as powers of two. heads_tile: query heads that are
-    read at a time. pool: whether entries are read, too. matched: each entry has a bias of its own.
+    tile: groups that one program ranks. passed: groups that it passes on. candidates: groups that all programs pass on.
+    slots: of the store. passed_tile, candidates_tile, slots_tile: these numbers as powers of two. open_tile: open
+    groups, splits_tile: splits of the scores, both as powers of two. heads_tile: query heads that are read at a time.
+    pool: whether entries are read, too. matched: each entry has a bias of its own.
     """
 
-    groups: int
+    tile: int
+    passed: int
+    candidates: int
     slots: int
+    passed_tile: int
+    candidates_tile: int
     slots_tile: int
     open_tile: int
     splits_tile: int
@@ -41,12 +43,16 @@ class Ranking(NamedTuple):
 class _Lists(NamedTuple):
     """Pointers of one KV head.
 
-    groups: the open groups. place: where each of these is read, see `_find_slots`. held: group in each slot. order:
-    slots, longest unused first. slot_of: scratch memory, a number per group; used, free: one per slot.
+    key, candidate: keys and groups of the candidates. groups: the open groups. place: where each of these is read, see
+    `_find_slots`. offset: offsets of all groups' scores. held: group in each slot. order: slots, longest unused first.
+    slot_of: scratch memory, a number per group; used, free: one per slot.
     """
 
+    key: Any
+    candidate: Any
     groups: Any
     place: Any
+    offset: Any
     held: Any
     order: Any
     slot_of: Any
@@ -131,38 +137,74 @@ def _find_slots(lists, num_open, RANKING: tl.constexpr):
 
 
 @triton.jit
-def _stretch(head, K, G, start, PAGED: tl.constexpr):
-    """Place of a KV head's first number by group. start: of `StepRow`."""
-    return head % K * G + start if PAGED else head * G
+def _place_of(tile, RANKING: tl.constexpr, IN_STRETCH: tl.constexpr):
+    """Place of a tile's first candidate. IN_STRETCH: a row has a place for each of its closed groups, and no more, so
+    that a tile's candidates, which may be fewer than it passes on, stand where its groups do.
+    """
+    return tile * (RANKING.tile if IN_STRETCH else RANKING.passed)
 
 
 @triton.jit
-def recall_key_kernel(
-    score_ptr, top_ptr, total_ptr, biases_ptr, seen_ptr, real_ptr, key_ptr, offset_ptr, before_ptr,
-    K, R, G, S, window, bias,
-    g: tl.constexpr, BG: tl.constexpr, RANKING: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
+def _choose(lists, num_open, closed, RANKING: tl.constexpr, IN_STRETCH: tl.constexpr):
+    """Write the open groups of a KV head in rising order: the best ``num_open`` of its candidates. Their offsets become
+    -inf if entries are read. With slots, also write where each is read, see `_find_slots`. IN_STRETCH: as of
+    `_place_of`.
+    """
+    n = tl.arange(0, RANKING.candidates_tile)
+    at, there = n, n < RANKING.candidates
+    if IN_STRETCH:
+        at = _place_of(n // RANKING.passed, RANKING, IN_STRETCH) + n % RANKING.passed
+        there = there & (at < closed)
+    # other multiprocessors wrote the candidates: they are read past the L1 cache
+    key = tl.load(lists.key + at, mask=there, other=_INT_MIN, cache_modifier=".cg")
+    valid = key > _INT_MIN
+    candidate = at
+    if RANKING.passed < RANKING.tile:
+        candidate = tl.load(lists.candidate + at, mask=valid, other=0, cache_modifier=".cg")
+    is_open, place = _best(key, valid, num_open)
+    tl.store(lists.groups + place, candidate, mask=is_open)
+    if RANKING.pool:
+        tl.store(lists.offset + candidate, tl.full(n.shape, float("-inf"), tl.float32), mask=is_open)
+    if RANKING.slots > 0:
+        # all threads of the program read what the others stored
+        tl.debug_barrier()
+        _find_slots(lists, num_open, RANKING)
+
+
+@triton.jit
+def recall_choose_kernel(
+    score_ptr, top_ptr, total_ptr, biases_ptr, seen_ptr, real_ptr, key_ptr, candidate_ptr, groups_ptr, place_ptr,
+    offset_ptr, held_ptr, order_ptr, slot_of_ptr, used_ptr, free_ptr, arrived_ptr, before_ptr,
+    K, R, G, S, window, bias, most_opened, part, of,
+    g: tl.constexpr, GROUPS: tl.constexpr, RANKING: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
     PAGED: tl.constexpr,
 ):  # fmt: skip
-    """Write a key per closed group, int32 ``[B, K, G]``: the larger, the better; and its offset, float32 of the same
-    shape, if entries are read: ``bias``, or the group's own if biases are matched.
+    """Write the open groups in rising order, int32 ``[B, K, most_opened]``, as many as `wanted_groups` says; and offset
+    float32 ``[B, K, G]``, if entries are read: -inf for open groups, else ``bias``, or the group's own if biases are
+    matched. With slots, also write where each open group is read.
 
-    Grid (tiles of BG groups, B * K). PAGED: keys and offsets are ``[K, G]``, with the groups of a row from its
-    ``start`` on.
+    Grid (tiles, B * K). Every program finds the best groups of its tile and writes them in rising order: the group and
+    its key, int32 ``[B, K, tiles, passed]``, by which groups of all tiles are compared. Behind the closed groups the
+    key is the lowest int32. The last program of a KV head to finish chooses among these. arrived int32 ``[B, K]``:
+    finished programs. PAGED: lists, keys and offsets are ``[K, G]``, with the groups of a row from its ``start`` on.
     """
     after_the_last(EARLY)
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     this = row_of_step(seen_ptr, real_ptr, before_ptr, head // K, window, G, g, HAS_REAL, PAGED)
+    closed = this.closed
+    BG: tl.constexpr = RANKING.tile
+    C: tl.constexpr = RANKING.passed
     group, s = tile * BG + tl.arange(0, BG), tl.arange(0, RANKING.splits_tile)
-    valid = group < this.closed
+    valid = group < closed
     share = tl.full([BG], float("-inf"), tl.float32)
     for start in range(0, R, RANKING.heads_tile):
         r = start + tl.arange(0, RANKING.heads_tile)
         row, there = head * R + r, (r < R)[:, None]
         if PAGED:
             at = (head % K * R + r)[:, None] * G + (this.start + group)[None, :]
+            score = tl.load(score_ptr + at, mask=there & valid[None, :], other=float("-inf"))
         else:
-            at = row[:, None] * RANKING.groups + group[None, :]
-        score = tl.load(score_ptr + at, mask=there & valid[None, :], other=float("-inf"))
+            score = tl.load(score_ptr + row[:, None] * GROUPS + group[None, :], mask=there, other=float("-inf"))
         split = row[:, None] * S + s[None, :]
         top = tl.load(top_ptr + split, mask=there & (s < S)[None, :], other=float("-inf"))
         total = tl.load(total_ptr + split, mask=there & (s < S)[None, :], other=0.0)
@@ -170,46 +212,42 @@ def recall_key_kernel(
         largest = tl.where(largest == float("-inf"), 0.0, largest)
         total = tl.sum(total * tl.exp2(top - largest[:, None]), 1)
         lse = largest + tl.log2(tl.where(total > 0, total, 1.0))
-        share = tl.maximum(share, tl.max(score - lse[:, None], 0))
+        share = tl.maximum(share, tl.max(tl.where(valid[None, :], score, float("-inf")) - lse[:, None], 0))
     # keys are the floats as integers in the same order: for negative ones all bits but the sign are flipped
     bits = share.to(tl.int32, bitcast=True)
-    at = _stretch(head, K, G, this.start, PAGED) + group
-    tl.store(key_ptr + at, bits ^ ((bits >> 31) & _INT_MAX), mask=valid)
+    key = tl.where(valid, bits ^ ((bits >> 31) & _INT_MAX), _INT_MIN)
+    wanted = tl.maximum(tl.minimum(C, closed - tile * BG), 0)
+    if C == BG:
+        # every group is passed on
+        is_best, place = valid, tl.arange(0, BG)
+    else:
+        is_best, place = _best(key, valid, wanted)
+    if PAGED:
+        stretch = head % K * G + this.start
+        lists = _Lists(
+            key_ptr + stretch, candidate_ptr + stretch, groups_ptr + stretch, place_ptr, offset_ptr + stretch,
+            held_ptr, order_ptr, slot_of_ptr, used_ptr, free_ptr,
+        )  # fmt: skip
+    else:
+        lists = _Lists(
+            key_ptr + head * RANKING.candidates, candidate_ptr + head * RANKING.candidates,
+            groups_ptr + head * most_opened, place_ptr + head * most_opened, offset_ptr + head * G,
+            held_ptr + head * RANKING.slots, order_ptr + head * RANKING.slots, slot_of_ptr + head * G,
+            used_ptr + head * RANKING.slots, free_ptr + head * RANKING.slots,
+        )  # fmt: skip
+    at = _place_of(tile, RANKING, PAGED)
+    tl.store(lists.key + at + place, key, mask=is_best)
+    if C < BG:
+        tl.store(lists.candidate + at + place, group, mask=is_best)
+    if not PAGED:
+        i = tl.arange(0, RANKING.passed_tile)
+        tl.store(lists.key + at + i, tl.full(i.shape, _INT_MIN, tl.int32), mask=(i >= wanted) & (i < C))
     if RANKING.pool:
         offset = tl.zeros_like(share) + bias
         if RANKING.matched:
             offset = tl.load(biases_ptr + head * G + group, mask=valid, other=0.0) * _LOG2E
-        tl.store(offset_ptr + at, offset, mask=valid)
-
-
-@triton.jit
-def recall_choose_kernel(
-    key_ptr, seen_ptr, real_ptr, groups_ptr, place_ptr, offset_ptr, held_ptr, order_ptr, slot_of_ptr, used_ptr,
-    free_ptr, before_ptr, K, G, window, most_opened, part, of,
-    g: tl.constexpr, RANKING: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr, PAGED: tl.constexpr,
-):  # fmt: skip
-    """Write the open groups of a KV head in rising order, int32 ``[B, K, most_opened]``, as many as `wanted_groups`
-    says. Their offsets become -inf if entries are read. With slots, also write where each is read, see `_find_slots`.
-
-    Grid (B * K). PAGED: lists are ``[K, G]``, as keys and offsets are in `recall_key_kernel`.
-    """
-    after_the_last(EARLY)
-    head = tl.program_id(0).to(tl.int64)
-    this = row_of_step(seen_ptr, real_ptr, before_ptr, head // K, window, G, g, HAS_REAL, PAGED)
-    num_open = wanted_groups(this.closed, most_opened, part, of)
-    stretch = _stretch(head, K, G, this.start, PAGED)
-    lists = _Lists(
-        groups_ptr + (stretch if PAGED else head * most_opened), place_ptr + head * most_opened,
-        held_ptr + head * RANKING.slots, order_ptr + head * RANKING.slots, slot_of_ptr + head * G,
-        used_ptr + head * RANKING.slots, free_ptr + head * RANKING.slots,
-    )  # fmt: skip
-    group = tl.arange(0, RANKING.groups)
-    valid = group < this.closed
-    is_open, place = _best(tl.load(key_ptr + stretch + group, mask=valid, other=_INT_MIN), valid, num_open)
-    tl.store(lists.groups + place, group, mask=is_open)
-    if RANKING.pool:
-        tl.store(offset_ptr + stretch + group, tl.full(group.shape, float("-inf"), tl.float32), mask=is_open)
-    if RANKING.slots > 0:
-        # all threads of the program read what the others stored
-        tl.debug_barrier()
-        _find_slots(lists, num_open, RANKING)
+        tl.store(lists.offset + group, offset, mask=valid)
+    # all threads of the program must have stored their candidates before it is counted
+    tl.debug_barrier()
+    if tl.atomic_add(arrived_ptr + head, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        _choose(lists, wanted_groups(closed, most_opened, part, of), closed, RANKING, PAGED)

@@ -1,9 +1,8 @@
 """Kernel of Recall's decode step that attends: to entries, to the ring's tokens, and to the groups that are open.
 
-A step is six kernels: close a group (`condense.ops.triton.recall_close_kernels`), score the index
-(`recall_step_score_kernels`), make keys of scores and choose the groups to open (`recall_step_choice_kernels`), attend,
-and join the splits (`step_join_kernel`). Each waits for the one before it and reads its results; none needs an atomic
-operation.
+A step is five kernels: close a group (`condense.ops.triton.recall_close_kernels`), score the index
+(`recall_step_score_kernels`), choose the groups to open (`recall_step_choice_kernels`), attend, and join the splits
+(`step_join_kernel`). Each waits for the one before it and reads its results. The only atomic operation counts programs.
 
 Shapes: B rows, K KV heads, R query heads per KV head, G groups of capacity, g tokens per group, W slots of the rings, S
 splits, D and Dv widths, P and PV the same as powers of two for tiles, V columns of the output. BR rows (query heads)

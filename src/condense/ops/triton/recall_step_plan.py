@@ -19,8 +19,8 @@ from condense.ops.triton.recall_step_choice_kernels import Ranking
 from condense.ops.triton.recall_store_kernels import Form
 
 _MIN_TILE = 32
-# groups of a program that makes keys
-_KEYS = 512
+# groups that one program ranks
+_MOST_RANKED = 512
 
 
 class _GroupTiles(NamedTuple):
@@ -82,6 +82,13 @@ def _own_splits(splits: int, opened: int, others: int) -> int:
     return max(1, min(splits - 1, round(splits * opened / (opened + others)))) if opened > 0 and splits > 1 else 0
 
 
+def ranked(G: int, r: int) -> tuple[int, int, int]:
+    """Groups that one program ranks, how many of them it passes on, and how many programs do so for a KV head."""
+    BG = min(_MOST_RANKED, power_of_2(max(G, 1)))
+    # a power of two, because each number compiles a kernel, and a share of the groups grows with them
+    return BG, min(power_of_2(max(r, 1)), BG), cdiv(max(G, 1), BG)
+
+
 def _padded(width: int) -> int:
     """Columns of the tile that holds a width."""
     return max(_MIN_TILE, power_of_2(width))
@@ -93,7 +100,6 @@ class Plan(NamedTuple):
     splits: tuple[int, int]
     close: tuple[Any, ...]
     score: tuple[Any, ...]
-    key: tuple[Any, ...]
     choose: tuple[Any, ...]
     attend: tuple[Any, ...]
     join: tuple[Any, ...]
@@ -180,7 +186,9 @@ def plan_of(
     # tile columns for the bytes of a stored token
     PS = _padded(max(D, Dv) * min(choice.store.bits, 8) // 8)
     (_, part, of), r, GROUPS = quota, quota.at(G), power_of_2(max(G, 1))
-    BG, ranks = min(_KEYS, GROUPS), max(GROUPS, S)
+    BG, C, tiles = ranked(G, r)
+    # numbers that a program ranks at once
+    ranks = max(tiles * C, S)
     # query heads and groups of a tile of scores
     HS, GS = min(most, max(8, power_of_2(R))), max(1, of_score.rows // power_of_2(g))
     RP = power_of_2(max(r, 1))
@@ -190,7 +198,10 @@ def plan_of(
     BC = min(64, power_of_2(V))
     own = _own_splits(S1, weight * r * g, (G if choice.pool else 0) + W)
     form, matched = _form(settings, dtype, D, Dv, latent), settings.matched
-    ranking = Ranking(GROUPS, S, power_of_2(max(S, 1)), RP, power_of_2(S0), min(4, power_of_2(R)), choice.pool, matched)
+    ranking = Ranking(
+        BG, C, tiles * C, S, power_of_2(C), power_of_2(tiles * C), power_of_2(max(S, 1)), RP, power_of_2(S0),
+        min(4, power_of_2(R)), choice.pool, matched,
+    )  # fmt: skip
     chained = {"launch_pdl": True} if early else {}
     return Plan(
         (S0, S1),
@@ -206,12 +217,9 @@ def plan_of(
             {"num_warps": of_score.num_warps, "num_stages": of_score.num_stages, **chained},
         ),
         (
-            (cdiv(max(G, 1), BG), B * K, 1), (K, R, row, S0, window, settings.bias * LOG2E),
-            (g, BG, ranking, has_real, early, far is not None), chained,
-        ),
-        (
-            (B * K, 1, 1), (K, row, window, r, part, of), (g, ranking, has_real, early, far is not None),
-            {"num_warps": max(4, min(32, ranks // 512)), **chained},
+            (tiles, B * K, 1), (K, R, row, S0, window, settings.bias * LOG2E, r, part, of),
+            (g, GROUPS, ranking, has_real, early, far is not None),
+            {"num_warps": 4 if ranks <= 1024 else 8 if ranks <= 8192 else 16, **chained},
         ),
         (
             (S1, B * K, head_tiles), (K, R, row, W, N, window, r, part, of, scale * LOG2E),

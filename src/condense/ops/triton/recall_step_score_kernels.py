@@ -46,7 +46,7 @@ def _load_signs(signs_ptr, row, i, g: tl.constexpr, D: tl.constexpr, FAR: tl.con
 @triton.jit
 def recall_score_kernel(
     q_ptr, signs_ptr, steps_ptr, seen_ptr, real_ptr, score_ptr, top_ptr, total_ptr, rotation_ptr, far_ptr, before_ptr,
-    s_qb, s_qh, K, R, G, window, scale,
+    arrived_ptr, s_qb, s_qh, K, R, G, window, scale,
     g: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BG: tl.constexpr, GROUPS: tl.constexpr, HAS_REAL: tl.constexpr,
     EARLY: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
@@ -56,7 +56,7 @@ def recall_score_kernel(
     Grid (S, B * K, tiles of BR query heads). Scores are those of `condense.ops.recall.index_scores` to the bit for this
     ``scale``, which holds log2(e), if the sums of turned queries are the same to the bit. rotation: as for
     `recall_close_kernel`. far: table of the pages of records, for which scores are ``[H, G]``, with the groups of a row
-    from its ``start`` on. None for arrays.
+    from its ``start`` on; arrived then becomes 0, for the kernel that chooses. None for arrays.
     """
     split, S, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K
@@ -72,6 +72,8 @@ def recall_score_kernel(
     else:
         score_ptr += (kvh * R + r) * G + this.start
         far_ptr += b * FAR.s_table
+        if (split == 0) & (tl.program_id(2) == 0):
+            tl.store(arrived_ptr + head, 0)
     # each split turns the queries anew, from a matrix in the L2 cache: if the kernel before this one turned them, this
     # one would have to wait for it, but runs beside it in most steps, which close no group
     asked = tl.where(closed > 0, R, 0)
