@@ -19,17 +19,28 @@ from condense.ops.triton.recall_step_choice_kernels import Ranking
 from condense.ops.triton.recall_store_kernels import Form
 
 _MIN_TILE = 32
+# KV heads of all rows from which on a step counts as one of many rows: four of Llama 3.1 8B
+_MANY_HEADS = 32
 # groups that one program ranks
 _MOST_RANKED = 512
 
 
 class _GroupTiles(NamedTuple):
-    """Tokens or entries per tile; warps, stages; programs wanted per multiprocessor."""
+    """rows: tokens or entries per tile. num_warps, num_stages: Triton's. waves: programs wanted per multiprocessor.
+    registers: the most of a thread; 0: as many as the compiler likes.
+    """
 
     rows: int
     num_warps: int
     num_stages: int
     waves: int
+    registers: int = 0
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Triton's options."""
+        most = {"maxnreg": self.registers} if self.registers else {}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **most}
 
 
 class _Table(NamedTuple):
@@ -47,7 +58,10 @@ class _Table(NamedTuple):
     weight: int
 
 
-def _table(device: torch.device, dtype: torch.dtype, width: int) -> _Table:
+def _table(device: torch.device, dtype: torch.dtype, width: int, heads: int) -> _Table:
+    """heads: KV heads of all rows. With many, shorter programs share a multiprocessor evenly; few are done sooner by
+    programs of more warps.
+    """
     if device.type != "cuda":  # the interpreter
         return _Table(_GroupTiles(16, 4, 1, 1), _GroupTiles(16, 4, 1, 1), 16, False, 2)
     early = gpu_of(device).capability >= (9, 0)
@@ -56,7 +70,9 @@ def _table(device: torch.device, dtype: torch.dtype, width: int) -> _Table:
         return _Table(_GroupTiles(128, 8, 2, 1), _GroupTiles(rows, 8 if rows == 16 else 4, 2, 1), 16, early, 0)
     if dtype == torch.float32 or width > 128:
         return _Table(_GroupTiles(256, 4, 3, 2), _GroupTiles(32, 4, 2, 2), 64, early, 0)
-    return _Table(_GroupTiles(256, 4, 4, 3), _GroupTiles(64, 4, 3, 3), 64, early, 5)
+    if heads >= _MANY_HEADS:
+        return _Table(_GroupTiles(256, 4, 4, 8), _GroupTiles(32, 2, 2, 8, 128), 64, early, 5)
+    return _Table(_GroupTiles(512, 8, 3, 2), _GroupTiles(64, 4, 3, 3, 168), 64, early, 5)
 
 
 def _num_splits(device: torch.device, programs: int, tiles_of_keys: int, waves: int) -> int:
@@ -179,7 +195,7 @@ def plan_of(
     row = G if far is None else sizes.all
     assert choice is not None
     quota, R = choice.quota, H // K
-    of_score, of_attend, most, early, weight = _table(device, dtype, max(D, Dv))
+    of_score, of_attend, most, early, weight = _table(device, dtype, max(D, Dv), B * K)
     V, parts = latent or Dv, _parts(D, Dv, latent)
     BR, P, PV = min(most, max(16, power_of_2(R))), _padded(D), _padded(Dv)
     head_tiles = cdiv(R, BR)
@@ -214,7 +230,7 @@ def plan_of(
             (S0, B * K, head_tiles),
             (K, R, row, window, scale * LOG2E),
             (g, D, HS, GS, GROUPS, has_real, early, far),
-            {"num_warps": of_score.num_warps, "num_stages": of_score.num_stages, **chained},
+            of_score.options | chained,
         ),
         (
             (tiles, B * K, 1), (K, R, row, S0, window, settings.bias * LOG2E, r, part, of),
@@ -225,7 +241,7 @@ def plan_of(
             (S1, B * K, head_tiles), (K, R, row, W, N, window, r, part, of, scale * LOG2E),
             (S, form, BR, of_attend.rows, choice.pool, settings.entry_bits, own, has_real, precision,
              softcap * LOG2E, early, near, far),
-            {"num_warps": of_attend.num_warps, "num_stages": of_attend.num_stages, **chained},
+            of_attend.options | chained,
         ),
         ((B * H, cdiv(V, BC), 1), (H, S1), (V, BC, 64, has_real, early), chained),
     )  # fmt: skip

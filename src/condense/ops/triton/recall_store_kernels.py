@@ -140,8 +140,11 @@ def put_values(tokens, piece_ptr, first, t, FORM: tl.constexpr, P: tl.constexpr,
 
 @triton.constexpr_function
 def tokens_of_tile(g, N):
-    """Tokens of a group that a tile of N tokens has; it has those of as many groups as it has room for."""
-    return min(N, triton.next_power_of_2(g))
+    """Tokens of a group that a tile of N tokens has; it has those of as many groups as it has room for.
+
+    At most 16: tiles of whole groups of 32 are not fetched ahead by Triton 3.6, and took a third longer to read.
+    """
+    return min(16, N, triton.next_power_of_2(g))
 
 
 @triton.constexpr_function
@@ -198,12 +201,16 @@ def _number_asm(AT):
 
 
 @triton.jit
-def _half(words, step, zero, AT: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
-    """Numbers ``[n, T, P]`` of the codes in bits ``[AT, AT + 4)`` of int16 words, as `to_numbers` rounds them."""
+def _half(words, step, zero, AT: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr, MOVES: tl.constexpr):
+    """Numbers ``[n, T, P]`` of the codes in bits ``[AT, AT + 4)`` of int16 words, as `to_numbers` rounds them.
+
+    MOVES: the compiler may give each thread the codes of the numbers that it multiplies. Those of keys lie side by
+    side; those of values do not, and would be read byte by byte.
+    """
     if ASM and dtype.is_bf16():
         words, step = tl.broadcast(words, step)
         zero = tl.broadcast_to(zero, words.shape)
-        return tl.inline_asm_elementwise(_number_asm(AT), "=r,r,r,r", [words, step, zero], tl.bfloat16, True, 2)
+        return tl.inline_asm_elementwise(_number_asm(AT), "=r,r,r,r", [words, step, zero], tl.bfloat16, MOVES, 2)
     else:
         codes = ((words >> AT) & 15).to(tl.float32)
         return to_numbers(zero.to(tl.float32) + step.to(tl.float32) * codes, dtype)
@@ -244,7 +251,7 @@ def _load_keys(
             for half in tl.static_range(2):
                 step = _load(grid, half * C + c, c < C, COPY)
                 zero = _load(grid, D + half * C + c, c < C, COPY)
-                x = x + (_half(words, step, zero, 4 * half, dtype, ASM),)  # noqa: RUF005
+                x = x + (_half(words, step, zero, 4 * half, dtype, ASM, True),)  # noqa: RUF005
             return _side_by_side(x[0], x[1])
         else:
             is_column = (d < LO + N)[None, :]
@@ -273,7 +280,8 @@ def _load_values(
         if _in_halves(LO, N, FORM.DV, FORM.bits):
             c = tl.arange(0, C)[None, :]
             words = _load(pieces, START + i[:, None] * C + c, inside & (c < C), COPY).to(tl.int16)
-            return _side_by_side(_half(words, step, zero, 0, dtype, ASM), _half(words, step, zero, 4, dtype, ASM))
+            first = _half(words, step, zero, 0, dtype, ASM, False)
+            return _side_by_side(first, _half(words, step, zero, 4, dtype, ASM, False))
         else:
             step, zero = step.to(tl.float32), zero.to(tl.float32)
             codes = _load_codes(pieces, START + i * C, d, there, FORM.DV, FORM, COPY)
