@@ -196,6 +196,9 @@ def plan_of(
     assert choice is not None
     quota, R = choice.quota, H // K
     of_score, of_attend, most, early, weight = _table(device, dtype, max(D, Dv), B * K)
+    if choice.store.bits != 4:
+        # which need more, or would spill
+        of_attend = of_attend._replace(registers=0)
     V, parts = latent or Dv, _parts(D, Dv, latent)
     BR, P, PV = min(most, max(16, power_of_2(R))), _padded(D), _padded(Dv)
     head_tiles = cdiv(R, BR)
