@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from condense.ops.paged import TOGETHER, NewTokens, PagedState, Pages, read_paged
+from condense.ops.spans import UniformRule
 from condense.serving.blocks import PageSizes, ServedLayer
 
 # layers whose kernels this process has compiled for prompts of all lengths
@@ -33,38 +34,37 @@ def read_trials(
 
     qkv: q ``[T, H, D]``, k ``[T, K, D]``, v ``[T, K, Dv]``; out ``[T, H, Dv]`` gets numbers without a meaning.
     """
-    _read(qkv, served, sizes, (longest,), len(out), scale=scale, out=out)
-    if (served, longest) in _COMPILED:
-        return
-    _COMPILED.add((served, longest))
-    for lengths in _shorter(served, longest):
-        # not whole prompts: where nothing is closed, kernels of PyTorch's read those
-        for num in (_FEW, lengths[0] // 2):
-            _read(qkv, served, sizes, lengths, num, scale=scale, out=out)
-
-
-def _shorter(served: ServedLayer, longest: int) -> list[tuple[int, ...]]:
-    """Lengths at which 0, 1, 2, 4, 8, ... groups are closed; with each, if a call may read both, a token less."""
     assert served.plan is not None
-    rule = served.plan.settings.rule
+    settings = served.plan.settings
+
+    def read(lengths: tuple[int, ...], num: int) -> None:
+        """The last ``num`` tokens of each, or as many as there are."""
+        num = min(num, *lengths, len(out) // len(lengths))
+        seen = torch.tensor(lengths, dtype=torch.int32, device=out.device)
+        new = NewTokens([num * i for i in range(len(lengths) + 1)], list(lengths), seen)
+        q, k, v, to = (x[: new.starts[-1]] for x in (*qkv, out))
+        read_paged((q, k, v), _empty(served, sizes, lengths, out.device), new, settings, scale=scale, out=to)
+
+    read((longest,), len(out))
+    if (served, longest) not in _COMPILED:
+        _COMPILED.add((served, longest))
+        for lengths in _shorter(settings.rule, longest):
+            # not whole prompts: where nothing is closed, kernels of PyTorch's read those
+            for num in (_FEW, lengths[0] // 2):
+                read(lengths, num)
+
+
+def _shorter(rule: UniformRule, longest: int) -> list[tuple[int, ...]]:
+    """Lengths at which 0, 1, 2, 4, 8, ... groups are closed; with each, if a call may read both, a token less."""
     assert rule.window is not None
     powers = itertools.chain([0], (2**i for i in itertools.count()))
     lengths = itertools.takewhile(lambda n: n < longest, (rule.window + i * rule.chunk for i in powers))
     return [each for n in lengths if n > 1 for each in ((n,), (n, n - 1)) if len(each) * n <= max(n, TOGETHER)]
 
 
-def _read(
-    qkv: tuple[Tensor, Tensor, Tensor],
-    served: ServedLayer,
-    sizes: PageSizes,
-    lengths: tuple[int, ...],
-    num: int,
-    *,
-    scale: float,
-    out: Tensor,
-) -> None:
-    """Read the last ``num`` tokens of each of some requests, or as many as there are."""
-    plan, num, device = served.plan, min(num, *lengths, len(out) // len(lengths)), out.device
+def _empty(served: ServedLayer, sizes: PageSizes, lengths: tuple[int, ...], device: torch.device) -> PagedState:
+    """The state of requests of these lengths, the longest first: zeros."""
+    plan = served.plan
     assert plan is not None
 
     def pages(slots: int, nbytes: int, count: int) -> Pages:
@@ -76,9 +76,4 @@ def _read(
     ring = None
     if plan.ring_slots:
         ring = pages(plan.ring_slots, served.widths[0] * served.dtype.itemsize, 1).view(served.dtype)
-    state = PagedState(window, entries if plan.has_records else entries.view(served.dtype), ring)
-    total = num * len(lengths)
-    seen = torch.tensor(lengths, dtype=torch.int32, device=device)
-    new = NewTokens([num * i for i in range(len(lengths) + 1)], list(lengths), seen)
-    q, k, v = (x[:total] for x in qkv)
-    read_paged((q, k, v), state, new, plan.settings, scale=scale, out=out[:total])
+    return PagedState(window, entries if plan.has_records else entries.view(served.dtype), ring)

@@ -133,11 +133,12 @@ class _Layer:
         Some records at a time: in float32, while they are unpacked, their numbers take several times as many bytes.
         """
         (B, count), K = records.slot.shape, self.state.entries.cache.shape[1]
+        page, head, slot = _places(self.state.entries, records)
         step = max(1, _NUMBERS // (B * K * self.settings.rule.chunk * sum(self.widths)))
         kept: dict[str, Tensor] = {}
         for start in range(0, count, step):
             num = min(step, count - start)
-            piece = self._unpack(records.narrow(start, start + num))
+            piece = self._unpack((page[..., start : start + num], head, slot[..., start : start + num]))
             if num == count:
                 return piece
             for name, x in piece.items():
@@ -147,11 +148,11 @@ class _Layer:
                 kept[name][:, :, per * start : per * (start + num)] = x
         return kept
 
-    def _unpack(self, records: Slots) -> dict[str, Tensor]:
-        """The parts of records, as `_unpacked` returns them."""
+    def _unpack(self, places: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """The parts of records at these places, as `_unpacked` returns them."""
         settings, widths, dtype = self.settings, self.widths, self.state.window.cache.dtype
-        pages, form = self.state.entries, record_format(self.settings, self.widths, dtype)
-        parts = form.unpack(pages.cache, lambda part: _load(pages._replace(cache=part), records))
+        form = record_format(settings, widths, dtype)
+        parts = form.unpack(self.state.entries.cache, lambda part: _copied(part, places))
         if settings.sees_entries:
             for name, width in zip(("entries_k", "entries_v"), widths, strict=True):
                 parts[name] = settings.entry_format.unpack(parts[name], width, dtype)
@@ -205,9 +206,17 @@ def _represent(
 
 def _load(pages: Pages, at: Slots) -> Tensor:
     """Slots ``[B, n]`` of requests, ``[B, K, n, C]``: a copy."""
-    page, cache = pages.table[at.row, at.column].long(), _words(pages.cache)
-    head = torch.arange(cache.shape[1], device=cache.device)[:, None]
-    return cache[page[:, None], head, at.slot[:, None]].view(pages.cache.dtype)
+    return _copied(pages.cache, _places(pages, at))
+
+
+def _places(pages: Pages, at: Slots) -> tuple[Tensor, Tensor, Tensor]:
+    """Page, head and slot of slots ``[B, n]`` for all KV heads, which index ``[B, K, n]`` together."""
+    head = torch.arange(pages.cache.shape[1], device=pages.cache.device)[:, None]
+    return pages.table[at.row, at.column].long()[:, None], head, at.slot[:, None]
+
+
+def _copied(cache: Tensor, places: tuple[Tensor, ...]) -> Tensor:
+    return _words(cache)[places].view(cache.dtype)
 
 
 def _store(pages: Pages, at: Slots, rows: Tensor) -> None:

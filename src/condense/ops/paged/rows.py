@@ -58,10 +58,6 @@ class Slots(NamedTuple):
         """Slots of positions in a ring, a request's only page."""
         return cls(row, torch.zeros_like(position), position % size)
 
-    def narrow(self, start: int, stop: int) -> Self:
-        """Slots ``[start, stop)`` of each row, of slots ``[B, n]`` by rows ``[B, 1]``."""
-        return type(self)(self.row, self.column[:, start:stop], self.slot[:, start:stop])
-
 
 class Summary(NamedTuple):
     """The queries that weigh the groups which a call makes. tail: slots ``[B, Q]`` of the mean queries before the new
