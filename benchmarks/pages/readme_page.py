@@ -30,7 +30,7 @@ UNKNOWN = "not measured"
 _PLACES = ("store", "slots")
 # arms of the study of what transfers, and the settings that they had
 _DROP = "recall:window=256,unchosen=drop,store_bits=4"
-_DEVICE_ARM, _CACHE_ARM = "drop 1/4, groups of 32, turned 4", "cache of 4 bits, turned"
+_DEVICE_ARM, _CACHE_ARM = "drop 1/4, groups of 32, store 4", "cache of 4 bits"
 _MEASURED = {
     "drop 256, store 4": f"{_DROP},num_recall=256",
     _DEVICE_ARM: f"{_DROP},num_recall=0.25,group_size=32",

@@ -109,10 +109,8 @@ def test_what_queries_open_together():
 
 def test_what_named_settings_lose_is_the_worst_that_was_measured():
     models = transfer_page.newest(stored.of("transfer.json")).values()
-    arms = {"recall-device": "drop 1/4, groups of 32, turned 4", "recall-host": "drop 256, store 4"}
-    losses = {
-        name: readme_page.lost(models, arm) for name, arm in (arms | {"cache": "cache of 4 bits, turned"}).items()
-    }
+    arms = {"recall-device": "drop 1/4, groups of 32, store 4", "recall-host": "drop 256, store 4"}
+    losses = {name: readme_page.lost(models, arm) for name, arm in (arms | {"cache": "cache of 4 bits"}).items()}
     for name in arms:
         far, copies, task = losses[name]
         assert f"{far} nats on tokens that need far text and {task} of a task" in NAMED_SETTINGS[name].loses
