@@ -108,7 +108,7 @@ class Variant:
         choice, parts = self._indexed(q, self._groups(k), scale), []
         for start in range(0, q.shape[2], _BLOCK):
             stop = min(q.shape[2], start + _BLOCK)
-            parts.append(choice.at(start, stop, self._closed(start, stop, q.device), choice.index.num_groups))
+            parts.append(choice.at(start, stop, self._closed(start, stop, q.device), choice.index.steps.shape[2]))
         return torch.cat(parts, 2)
 
     def costs(self, length: int, width: int) -> dict[str, float]:
