@@ -14,6 +14,25 @@ from condense.serving.blocks import ServedLayer, page_sizes
 from condense.serving.plan import serving_plan
 
 NULL = 0  # a page that belongs to no request
+METHODS = {
+    "last": condense.CCA(group_size=4, window=8),
+    "last-odd-window": condense.CCA(group_size=4, window=5, rep_bias="log_size"),
+    "last-window-0": condense.CCA(group_size=5, window=0),
+    "g-2": condense.CCA(group_size=2, window=3),
+    "streaming": condense.LCA(group_size=4, window=8, rep_bias="log_size"),
+    "streaming-window-0": condense.LCA(group_size=3, window=0),
+    "streaming-1-query": condense.LCA(group_size=4, window=12, num_summary_queries=1),
+    "streaming-3-queries": condense.CCA(group_size=4, window=4, summary="streaming", num_summary_queries=3),
+    "streaming-no-scores": condense.LCA(group_size=4, window=8, key_pooling="mean", value_pooling="max"),
+    "larger-group-than-page": condense.LCA(group_size=20, window=40),
+    "4-bits": condense.CCA(group_size=4, window=8, rep_bias="log_size", entry_bits=4),
+    "4-bits-streaming": condense.LCA(group_size=4, window=8, entry_bits=4),
+    "8-bits-no-scores": condense.LCA(group_size=4, window=7, key_pooling="mean", value_pooling="max", entry_bits=8),
+    "matched": condense.CCA(group_size=4, window=8, rep_bias="matched"),
+    "matched-8-bits-streaming": condense.LCA(group_size=4, window=8, rep_bias="matched", entry_bits=8),
+    "sinks": condense.StreamingLLM(sink=5, window=20),
+    "window": condense.StreamingLLM(sink=0, window=9),
+}
 
 
 class Pool:

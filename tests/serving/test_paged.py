@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from paged_pool import NULL, Pool, complete_a_prefix
+from paged_pool import METHODS, NULL, Pool, complete_a_prefix
 from paged_sequences import cut, random_tokens, read_in_pieces, whole
 from record_pool import RECORDS, RecordPool
 
@@ -18,25 +18,6 @@ import condense
 H, K, D, DV = 4, 2, 6, 5
 SCALE = 0.6
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
-METHODS = {
-    "last": condense.CCA(group_size=4, window=8),
-    "last-odd-window": condense.CCA(group_size=4, window=5, rep_bias="log_size"),
-    "last-window-0": condense.CCA(group_size=5, window=0),
-    "g-2": condense.CCA(group_size=2, window=3),
-    "streaming": condense.LCA(group_size=4, window=8, rep_bias="log_size"),
-    "streaming-window-0": condense.LCA(group_size=3, window=0),
-    "streaming-1-query": condense.LCA(group_size=4, window=12, num_summary_queries=1),
-    "streaming-3-queries": condense.CCA(group_size=4, window=4, summary="streaming", num_summary_queries=3),
-    "streaming-no-scores": condense.LCA(group_size=4, window=8, key_pooling="mean", value_pooling="max"),
-    "larger-group-than-page": condense.LCA(group_size=20, window=40),
-    "4-bits": condense.CCA(group_size=4, window=8, rep_bias="log_size", entry_bits=4),
-    "4-bits-streaming": condense.LCA(group_size=4, window=8, entry_bits=4),
-    "8-bits-no-scores": condense.LCA(group_size=4, window=7, key_pooling="mean", value_pooling="max", entry_bits=8),
-    "matched": condense.CCA(group_size=4, window=8, rep_bias="matched"),
-    "matched-8-bits-streaming": condense.LCA(group_size=4, window=8, rep_bias="matched", entry_bits=8),
-    "sinks": condense.StreamingLLM(sink=5, window=20),
-    "window": condense.StreamingLLM(sink=0, window=9),
-}
 # pages of bytes hold what pages of numbers cannot: tokens in groups, entries in fewer bits, and biases of their own
 IN_RECORDS = RECORDS | {
     "last-4": METHODS["last"].replace(entry_bits=4),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from paged_pool import Pool
+from paged_pool import METHODS, Pool
 from paged_sequences import cut, random_tokens
 from record_pool import RECALL, RECORDS, RecordPool
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,15 +22,12 @@ H, K, D, DV = 4, 2, 8, 8
 SCALE = 0.6
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 NUMBERS = {
-    "last": condense.CCA(group_size=4, window=8),
-    "window-0": condense.LCA(group_size=3, window=0),
-    "streaming": condense.LCA(group_size=4, window=8, rep_bias="log_size"),
-    "1-query": condense.LCA(group_size=4, window=12, num_summary_queries=1),
-    "3-queries": condense.CCA(group_size=4, window=4, summary="streaming", num_summary_queries=3),
-    "no-scores": condense.LCA(group_size=4, window=8, key_pooling="mean", value_pooling="max"),
-    "sinks": condense.StreamingLLM(sink=5, window=20),
-    "window": condense.StreamingLLM(sink=0, window=9),
-}
+    name: METHODS[name]
+    for name in (
+        "last", "streaming-window-0", "streaming", "streaming-1-query", "streaming-3-queries", "streaming-no-scores",
+        "sinks", "window",
+    )
+}  # fmt: skip
 IN_RECORDS = RECORDS | {
     "matched-8": NUMBERS["streaming"].replace(rep_bias="matched", entry_bits=8),
     "last-4": NUMBERS["last"].replace(entry_bits=4),

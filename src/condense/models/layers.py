@@ -48,8 +48,9 @@ def read_tokens(
     # begin to copy the stored tokens of the next layer that has a store, while this layer attends; not for a single
     # token, which the next layer most often reads in a step
     if q.shape[2] > 1:
-        following = (x for x in cache.layers[target.layer_idx + 1 :] if isinstance(x, CondensedCacheLayer))
-        any(layer.fetch() for layer in following)
+        for layer in cache.layers[target.layer_idx + 1 :]:
+            if isinstance(layer, CondensedCacheLayer) and layer.fetch():
+                break
     return context
 
 

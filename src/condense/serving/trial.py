@@ -29,29 +29,33 @@ def read_trials(
 ) -> None:
     """Read tokens as the ends of requests of up to ``longest`` tokens, all of whose pages of a kind are the same page.
 
-    The longest takes the most memory and is read for every layer. The first of layers that are alike reads shorter
-    ones too, because some kernels are compiled for each power of two of closed groups, for rows, or for few queries.
+    The longest is read for every layer. The first of layers that are alike also reads two as rows of one call, almost
+    half of whose queries are padding, since these may take more memory; and shorter ones, because some kernels are
+    compiled for each power of two of closed groups, for rows, or for few queries.
 
     qkv: q ``[T, H, D]``, k ``[T, K, D]``, v ``[T, K, Dv]``; out ``[T, H, Dv]`` gets numbers without a meaning.
     """
     assert served.plan is not None
     settings = served.plan.settings
 
-    def read(lengths: tuple[int, ...], num: int) -> None:
-        """The last ``num`` tokens of each, or as many as there are."""
-        num = min(num, *lengths, len(out) // len(lengths))
+    def read(lengths: tuple[int, ...], counts: tuple[int, ...]) -> None:
+        """So many of the last tokens of each, or as many as there are."""
+        starts = itertools.accumulate(map(min, lengths, counts), initial=0)
         seen = torch.tensor(lengths, dtype=torch.int32, device=out.device)
-        new = NewTokens([num * i for i in range(len(lengths) + 1)], list(lengths), seen)
+        new = NewTokens(list(starts), list(lengths), seen)
         q, k, v, to = (x[: new.starts[-1]] for x in (*qkv, out))
         read_paged((q, k, v), _empty(served, sizes, lengths, out.device), new, settings, scale=scale, out=to)
 
-    read((longest,), len(out))
+    T, half = len(out), min(longest, TOGETHER // 2)
+    read((longest,), (T,))
     if (served, longest) not in _COMPILED:
         _COMPILED.add((served, longest))
+        if T > 1:
+            read((half, half), (T - 1, 1))
         for lengths in _shorter(settings.rule, longest):
             # not whole prompts: where nothing is closed, kernels of PyTorch's read those
             for num in (_FEW, lengths[0] // 2):
-                read(lengths, num)
+                read(lengths, (min(num, *lengths, T // len(lengths)),) * len(lengths))
 
 
 def _shorter(rule: UniformRule, longest: int) -> list[tuple[int, ...]]:

@@ -42,7 +42,7 @@ def read_requests(
     backend: str,
 ) -> None:
     """See `condense.ops.paged.read_paged`: requests from ``first`` on, in three rounds."""
-    pages = state.window.slots, state.entries.slots
+    pages = state.window.slots, state.entries.slots, 0 if state.ring is None else state.ring.slots
     reading = new.once((first, settings.number, pages), lambda: reading_of(new, first, state, settings))
     if reading is None:
         return

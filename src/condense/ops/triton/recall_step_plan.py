@@ -59,8 +59,8 @@ class _Table(NamedTuple):
 
 
 def _table(device: torch.device, dtype: torch.dtype, width: int, heads: int) -> _Table:
-    """heads: KV heads of all rows. With many, shorter programs share a multiprocessor evenly; few are done sooner by
-    programs of more warps.
+    """Tiles by dtype, the wider of keys and values, and the KV heads of all rows: with many, shorter programs share a
+    multiprocessor evenly; few are done sooner by programs of more warps.
     """
     if device.type != "cuda":  # the interpreter
         return _Table(_GroupTiles(16, 4, 1, 1), _GroupTiles(16, 4, 1, 1), 16, False, 2)
@@ -197,7 +197,7 @@ def plan_of(
     quota, R = choice.quota, H // K
     of_score, of_attend, most, early, weight = _table(device, dtype, max(D, Dv), B * K)
     if choice.store.bits != 4:
-        # which need more, or would spill
+        # numbers of 8 and 16 bits need more registers than that, or spill
         of_attend = of_attend._replace(registers=0)
     V, parts = latent or Dv, _parts(D, Dv, latent)
     BR, P, PV = min(most, max(16, power_of_2(R))), _padded(D), _padded(Dv)

@@ -142,7 +142,7 @@ def put_values(tokens, piece_ptr, first, t, FORM: tl.constexpr, P: tl.constexpr,
 def tokens_of_tile(g, N):
     """Tokens of a group that a tile of N tokens has; it has those of as many groups as it has room for.
 
-    At most 16: tiles of whole groups of 32 are not fetched ahead by Triton 3.6, and took a third longer to read.
+    At most 16, because Triton 3.6 does not fetch tiles of whole groups of 32 ahead.
     """
     return min(16, N, triton.next_power_of_2(g))
 
