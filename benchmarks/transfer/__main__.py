@@ -9,7 +9,8 @@
 `pack` encodes text with the bundled tokenizer; `lease` trains and measures models, several per GPU one after another
 (GPU, make, seconds of training, the second after the start by which measuring ends and, if the weights are to be kept
 beside the results, their bits), and writes every result as soon as it is there: above, nine minutes on two H200. With
-``--weights FOLDER`` models whose weights lie there are measured and not trained. `run` and `warm` are what it starts.
+``--weights FOLDER`` models whose weights lie there are measured and not trained. With ``--adapt SECONDS`` the model is
+adapted to pooled layers, form after form, and this is measured. `run` and `warm` are what it starts.
 `reduce` adds a run to the file of `benchmarks/results` that the study's page is written from.
 """
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -50,6 +52,7 @@ def main() -> None:
     command.add_argument("--output", type=Path)
     command = commands.add_parser("reduce")
     command.add_argument("out", type=Path, help="folder that `lease` has written")
+    command.add_argument("--study", default="transfer", choices=("transfer", "adapted"))
     command.add_argument("--device", required=True)
     command.add_argument("--commit", required=True)
     command.add_argument("--output", type=Path, required=True)
@@ -68,7 +71,7 @@ def main() -> None:
     elif options.command == "reduce":
         from reduced import add
 
-        add(options.output, options.out, device=options.device, commit=options.commit)
+        add(options.output, options.out, study=options.study, device=options.device, commit=options.commit)
     else:
         import one_model
 
@@ -81,7 +84,9 @@ def _common(command: argparse.ArgumentParser) -> None:
     command.add_argument("--weights", type=Path, help="folder of weights that an earlier run has kept")
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--workers", type=int, default=_WORKERS)
-    command.add_argument("--tiny", action="store_true", help="two layers and short texts, to try everything out")
+    command.add_argument("--adapt", type=float, default=0, help="adapt for so many seconds per form, and measure that")
+    command.add_argument("--form", action="append", help="a form to adapt to; more by repeating; all if there is none")
+    command.add_argument("--tiny", action="store_true", help="four layers and short texts, to try everything out")
 
 
 def lease(options: argparse.Namespace) -> None:
@@ -98,6 +103,7 @@ def lease(options: argparse.Namespace) -> None:
         shared = ["--corpus", str(options.corpus), "--out", str(options.out), "--seed", str(options.seed)]
         shared += ["--workers", str(options.workers)] + ["--tiny"] * options.tiny
         shared += ["--weights", str(options.weights)] if options.weights else []
+        shared += ["--adapt", str(options.adapt)] + [x for form in options.form or [] for x in ("--form", form)]
         lines, warming = [], []
         for make, seconds, until, bits in chain:
             given = ["--make", make, "--train-seconds", seconds, "--until", until, "--save-bits", bits, *shared]
@@ -120,7 +126,7 @@ def lease(options: argparse.Namespace) -> None:
 
 
 def _shell(command: list[str], log: Path) -> str:
-    return " ".join(command) + f" >> {log} 2>&1"
+    return f"{shlex.join(command)} >> {log} 2>&1"
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -18,7 +19,7 @@ POOL = DROP.replace(unchosen="pool", key_pooling="mean", value_pooling="mean", r
 # a dense cache after KIVI (arXiv:2402.02750): the newest tokens exact, steps of keys' channels for 64 tokens
 CACHE = Variant(1.0, 64, 128, Grid(turned=False))
 TURNED = Variant(grid=Grid())
-Arm = Method | Variant | None
+Arm = Method | Mapping[str, Method] | Variant | None
 
 
 def arms(length: int, central: bool) -> tuple[dict[str, Arm], dict[str, Arm]]:
@@ -83,13 +84,11 @@ def costs(model: PreTrainedModel, arm: Arm, length: int) -> dict[str, Any]:
         return {"device": 1.0, "read": 1.0}
     rows = [row for row in inspect(model, arm, length) if row.method is not None]
     dense = sum(row.dense_bytes for row in rows)
-    result: dict[str, Any] = {"device": sum(row.bytes for row in rows) / dense}
+    reads = [re.search(r"reads ([\d,]+) bytes", row.remark or "") for row in rows]
+    read = sum(int(found[1].replace(",", "")) if found else row.bytes for found, row in zip(reads, rows, strict=True))
+    result = {"device": sum(row.bytes for row in rows) / dense, "read": read / dense}
     if isinstance(arm, Recall):
         opened = arm.quota.at((length - arm.window) // arm.group_size)
         hosted = inspect(model, arm.replace(store="host", slots=opened), length)
         result["host_store"] = sum(row.bytes for row in hosted if row.method is not None) / dense
-        reads = [re.search(r"reads ([\d,]+) bytes", row.remark or "") for row in rows]
-        result["read"] = sum(int(found.group(1).replace(",", "")) for found in reads if found) / dense
-    else:
-        result["read"] = result["device"]
     return result

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -136,6 +136,14 @@ class _Batches(IterableDataset):  # type: ignore[type-arg]
             yield torch.from_numpy(np.stack(ids)), torch.from_numpy(np.stack(weights))
 
 
+def batches(texts: Texts, length: int, per_step: int, *, seed: int, workers: int) -> Iterable[tuple[Tensor, Tensor]]:
+    """Batches of ``per_step`` tokens without end: tokens and their weights ``[B, length]``."""
+    return DataLoader(
+        _Batches(texts, length, max(1, per_step // length), seed), batch_size=None, num_workers=workers,
+        pin_memory=torch.cuda.is_available(), prefetch_factor=4 if workers else None,
+    )  # fmt: skip
+
+
 def rate_at(share: float, peak: float) -> float:
     """Learning rate after that share of the time: constant, and over the last 40 % down to a twentieth."""
     return peak * (1.0 if share < 0.6 else max(0.05, 1 - 0.95 * (share - 0.6) / 0.4))
@@ -167,10 +175,7 @@ def train(
     model.train()
     began, steps, tokens, failed, record = time.monotonic(), 0, 0, 0, dict[str, Any]()
     for index, (length, share, per_step) in enumerate(stages):
-        data = DataLoader(
-            _Batches(texts, length, max(1, per_step // length), seed), batch_size=None, num_workers=workers,
-            pin_memory=device.type == "cuda", prefetch_factor=4 if workers else None,
-        )  # fmt: skip
+        data = batches(texts, length, per_step, seed=seed, workers=workers)
         start, right = (time.monotonic() - began) / seconds, 0.0
         end = start + (1 - start) * share / sum(share for _, share, _ in stages[index:])
         for count, (ids, weights) in enumerate(data):

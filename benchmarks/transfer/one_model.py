@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import time
 import traceback
@@ -12,19 +13,21 @@ from typing import Any
 
 import torch
 import weights
-from contenders import arms, costs
-from makes import STAGES, new_model, replaced, train
+from adapted import FORMS, OPENED, adapt, by_clock
+from contenders import CACHE, Arm, arms, costs
+from makes import STAGES, batches, new_model, replaced, train
 from reading import Reference, forced, under
 from texts import HeldOut, Texts, held_out, unpacked
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from variants import Variant, united
 
 import condense
+from condense import Dense
 
 LENGTHS = (16384, 32768, 4096)
 # texts of prose, of code and with questions, by length
 COUNTS = {4096: (16, 8, 24), 16384: (12, 6, 20), 32768: (6, 3, 10)}
-_TINY: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 96, "intermediate_size": 128}
+_TINY: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 96, "intermediate_size": 128}
 
 
 def run(options: argparse.Namespace) -> None:
@@ -39,7 +42,8 @@ def run(options: argparse.Namespace) -> None:
     note({"parameters": parameters, "config": model.config.to_diff_dict(), "torch": torch.__version__})
 
     began, log = time.time(), _noting(options.out / f"{options.make}-s{options.seed}-training.jsonl", {})
-    lengths, counts = ((1024, 512), {1024: (3, 1, 2), 512: (2, 1, 2)}) if options.tiny else (LENGTHS, COUNTS)
+    lengths: tuple[int, ...] = (LENGTHS[:2] if options.adapt else LENGTHS) if not options.tiny else (1024, 512)
+    counts = {1024: (3, 1, 2), 512: (2, 1, 2)} if options.tiny else COUNTS
     name = f"{options.make}-s{options.seed}.weights"
     torch.set_float32_matmul_precision("high")
     if options.weights is not None and any(options.weights.glob(f"{name}.*")):
@@ -55,19 +59,47 @@ def run(options: argparse.Namespace) -> None:
     note({"trained_seconds": time.time() - began})
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    model = _in_bfloat16(model)
     prose = Texts(unpacked(options.corpus, "test-prose.xz"), tokenizer, "held_out")
     code = Texts(unpacked(options.corpus, "test-code.xz"), tokenizer, "held_out")
-    place = _Place(model, options.until, note)
     held = {length: held_out(prose, code, length, counts[length]) for length in lengths}
     references = {length: Reference() for length in lengths}
-    sizes = {length: arms(length, length == lengths[0]) for length in lengths}
-    for length in lengths:
-        place.measure(length, sizes[length][0], held[length], references[length])
-        place.unite(length, held[length])
-    for length in lengths:
-        place.measure(length, sizes[length][1], held[length], references[length])
+    if options.adapt:
+        _adapt(options, model, held, references, note)
+    else:
+        place = _Place(_in_bfloat16(model), options.until, note)
+        sizes = {length: arms(length, length == lengths[0]) for length in lengths}
+        for length in lengths:
+            place.measure(length, sizes[length][0], held[length], references[length])
+            place.unite(length, held[length])
+        for length in lengths:
+            place.measure(length, sizes[length][1], held[length], references[length])
     note({"measured_seconds": time.time() - began})
+
+
+def _adapt(
+    options: argparse.Namespace, model: PreTrainedModel, held: dict[int, HeldOut], references: dict[int, Reference],
+    note: Callable[[dict[str, Any]], None],
+) -> None:  # fmt: skip
+    """Measure the model as it is, then adapted to each form, from the same weights, for ``options.adapt`` seconds."""
+    text = Texts(unpacked(options.corpus, "train-*.xz"), _tokenizer(), "trained")
+    layers, longest, seed = int(model.config.num_hidden_layers), max(held), options.seed
+    untouched: dict[str, Arm] = {"dense": None, "recall-device": OPENED, "cache of 4 bits": CACHE}
+    untouched |= {f"{name}, not adapted": form.measured(layers) for name, form in FORMS.items()}
+    before = _in_bfloat16(copy.deepcopy(model))
+    for length in held:
+        _Place(before, options.until, note).measure(length, untouched, held[length], references[length])
+    del before
+    for name in options.form or FORMS:
+        if time.time() + options.adapt > options.until:
+            return
+        form, log = FORMS[name], _noting(options.out / f"{options.make}-s{seed}-adapting.jsonl", {"form": name})
+        adapted = copy.deepcopy(model)
+        data = batches(text, longest // 2, 2 * longest, seed=seed + 1, workers=options.workers)
+        adapt(adapted, form, data, by_clock(options.adapt), log)
+        adapted = _in_bfloat16(adapted)
+        arm = {f"{name}, adapted": form.measured(layers), f"{name}, adapted, run densely": {"rest": Dense()}}
+        for length in held:
+            _Place(adapted, options.until, note).measure(length, arm, held[length], references[length])
 
 
 class _Place:
@@ -112,6 +144,9 @@ class _Place:
 def warm(options: argparse.Namespace) -> None:
     """Run a part of the arms once with random weights, so that their kernels are compiled when they are needed."""
     index, of = map(int, options.part.split("/"))
+    if options.adapt:
+        _warm_adapting(options, index, of)
+        return
     model = _in_bfloat16(_model(options, num_hidden_layers=2))
     tasks = [(length, *arm) for length in LENGTHS for group in arms(length, True) for arm in group.items()]
     for length, name, arm in tasks[index::of]:
@@ -120,6 +155,17 @@ def warm(options: argparse.Namespace) -> None:
                 model(input_ids=torch.randint(4096, (1, length), device=model.device), use_cache=False)
         except Exception as error:
             print(f"{name} at {length}: {error}", flush=True)
+
+
+def _warm_adapting(options: argparse.Namespace, index: int, of: int) -> None:
+    """Train and measure forms with random weights, two steps of each size of groups."""
+    for form in list(FORMS.values())[index::of]:
+        model = _model(options, num_hidden_layers=4)
+        ids = torch.randint(4096, (2, LENGTHS[0]))
+        batch = ids, torch.ones_like(ids, dtype=torch.float32)
+        adapt(model, form, [batch] * 6, lambda step: step / 6, print)
+        with under(_in_bfloat16(model), form.measured(4)), torch.no_grad():
+            model(input_ids=ids[:1].to(model.device), use_cache=False)
 
 
 def _model(options: argparse.Namespace, **changes: Any) -> PreTrainedModel:

@@ -5,6 +5,7 @@ Shapes: L tokens of a text, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,7 +45,7 @@ def under(model: PreTrainedModel, arm: Arm) -> AbstractContextManager[Any]:
     """The model with the arm's attention, within the block."""
     if arm is None:
         return nullcontext()
-    return use(model, arm) if isinstance(arm, Method) else replaced(arm)
+    return use(model, arm) if isinstance(arm, (Method, Mapping)) else replaced(arm)
 
 
 @torch.no_grad()

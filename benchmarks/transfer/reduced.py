@@ -24,7 +24,9 @@ def reduced(folder: Path, provenance: Mapping[str, Any]) -> dict[str, Any]:
     high, dense, n]`` of `cells.Cell`; failed: those above the bar. united: by length and group size, for each number of
     queries the share of the closed groups, mean over layers and texts, and the largest layer's mean over texts.
     """
-    models = [_model(path) for path in sorted(folder.glob("*.jsonl")) if not path.stem.endswith("-training")]
+    models = [
+        _model(path) for path in sorted(folder.glob("*.jsonl")) if not path.stem.endswith(("-training", "-adapting"))
+    ]
     return {"provenance": dict(provenance), "results": {"models": models}}
 
 
@@ -76,8 +78,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def add(file: Path, folder: Path, *, device: str, commit: str) -> None:
-    """Add a run to a file of documents by name, ``transfer-DATE``: when its first model began to train."""
+def add(file: Path, folder: Path, *, study: str, device: str, commit: str) -> None:
+    """Add a run to a file of documents by name, ``STUDY-DATE``: when its first model began to train."""
     records = [record for path in folder.glob("*.jsonl") for record in _lines(path)]
     began = datetime.fromtimestamp(min(record["time"] for record in records), UTC)
     provenance = {
@@ -86,5 +88,5 @@ def add(file: Path, folder: Path, *, device: str, commit: str) -> None:
         "device": device, "commit": commit, "seed": 0, "date": began.isoformat(timespec="seconds"),
     }  # fmt: skip
     documents = json.loads(file.read_text()) if file.exists() else {}
-    documents[f"transfer-{began:%Y%m%dT%H%M%SZ}"] = reduced(folder, provenance)
+    documents[f"{study}-{began:%Y%m%dT%H%M%SZ}"] = reduced(folder, provenance)
     file.write_text(json.dumps(documents, separators=(",", ":")) + "\n")

@@ -14,6 +14,7 @@ from condense import Recall
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "transfer"))
 
+import adapted
 import cells
 import contenders
 import makes
@@ -181,7 +182,7 @@ def test_a_model_that_did_not_learn_has_no_rows(tmp_path):
         of_make = [{"make": make, "seed": 0, "time": 0} | line for line in lines]
         for name, content in ((f"{make}.jsonl", of_make), (f"{make}-training.jsonl", steps)):
             (tmp_path / name).write_text("\n".join(map(json.dumps, content)))
-    reduced.add(tmp_path / "results.json", tmp_path, device="cpu", commit="0")
+    reduced.add(tmp_path / "results.json", tmp_path, study="transfer", device="cpu", commit="0")
     (document,) = json.loads((tmp_path / "results.json").read_text()).values()
     learned, other = document["results"]["models"]
     assert "rows" not in other
@@ -240,3 +241,18 @@ def test_every_arm_is_measured(drawn):
     place.unite(320, held)
     assert len(records) > 30
     assert [record for record in records if {"error", "costs_error"} & set(record)] == []
+
+
+def test_forms_are_learned_from_the_dense_self_in_growing_groups(monkeypatch):
+    model = makes.new_model("llama-77m", 0, **_SMALL | {"num_hidden_layers": 4})
+    before, seen = model.lm_head.weight.detach().clone(), []
+    form = adapted.Form(adapted.OPENED, adapted.POOLED.replace(window=16))
+    batch = torch.randint(4096, (1, 64)), torch.ones(1, 64)
+    use = adapted.use
+    monkeypatch.setattr(adapted, "use", lambda model, methods: seen.append(methods) or use(model, methods))
+    adapted.adapt(model, form, [batch] * 9, lambda step: step / 6, lambda record: seen.append(record["kl"]))
+    assert seen.pop(1) > 0  # the first step already differs from dense attention
+    assert [methods["rest"].group_size for methods in seen] == [4, 4, 8, 8, 16, 16]
+    assert {methods["3"] for methods in seen} == {condense.Dense()}
+    assert form.measured(8) == {"3,7": adapted.OPENED, "rest": form.rest}
+    assert not torch.equal(model.lm_head.weight, before)
