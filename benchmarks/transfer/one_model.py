@@ -94,7 +94,7 @@ def _adapt(
             return
         form, log = FORMS[name], _noting(options.out / f"{options.make}-s{seed}-adapting.jsonl", {"form": name})
         adapted = copy.deepcopy(model)
-        data = batches(text, longest // 2, 2 * longest, seed=seed + 1, workers=options.workers)
+        data = batches(text, longest // 2, longest, seed=seed + 1, workers=options.workers)
         adapt(adapted, form, data, by_clock(options.adapt), log)
         adapted = _in_bfloat16(adapted)
         arm = {f"{name}, adapted": form.measured(layers), f"{name}, adapted, run densely": {"rest": Dense()}}
