@@ -1,4 +1,5 @@
-"""The growing layer on the Triton step: what `extend` computes, in place, with little room to spare, and croppable.
+"""The growing layer on the Triton step: what `extend` computes, in place, with little room to spare, and croppable; of
+Recall, the bits of one operation per token.
 
 Interpreted in float32 on a CPU, compiled on a GPU. Shapes: B rows, H query heads, K KV heads, L tokens, D width.
 """
@@ -18,7 +19,7 @@ import condense
 from condense.caches import CondensedLayer, cache_nbytes, growing, read_request, ring
 from condense.caches.ring import room_for
 from condense.caches.store import finish_writes
-from condense.ops import NewToken, Source
+from condense.ops import Extras, NewToken, Source
 from condense.ops.tensors.per_row import as_rows
 from condense.ops.triton.launch import Prepared
 from condense.state import SLACK
@@ -44,7 +45,16 @@ METHODS = {
     "dense": condense.Dense(),
 }
 RECALL = condense.Recall(group_size=4, window=6, num_recall=2)
-EITHER = METHODS | {"recall": RECALL, "recall-host": RECALL.replace(store="host", slots=3)}
+RECALLS = {
+    "recall": RECALL,
+    "drop": RECALL.replace(unchosen="drop"),
+    "a-share": RECALL.replace(num_recall=0.4),
+    "entries-8-weighted": RECALL.replace(entry_bits=8, key_pooling="weighted", value_pooling="weighted"),
+    "entries-4-matched": RECALL.replace(entry_bits=4, store_bits=4, rep_bias="matched"),
+    "host": RECALL.replace(store="host", slots=3),
+    "exact-prompt": RECALL.replace(prompt="exact", store_bits=8),
+}
+EITHER = METHODS | RECALLS
 B, H, K, D = 2, 2, 1, 16
 SCALE = 0.3
 
@@ -106,7 +116,9 @@ def agree(layers, L, seed, counts=None, rows=B, qkv=None, extras=None):
     outputs, and of all that is kept.
     """
     qkv = draw_tokens(L, seed, rows=rows) if qkv is None else qkv
-    got, want = (read_by(layer, qkv, counts, extras) for layer in layers)
+    # PyTorch's fused attention reads 16 bytes at once, wherever its tensors begin
+    plain = [x.clone() for x in qkv]
+    got, want = (read_by(layer, x, counts, extras) for layer, x in zip(layers, (qkv, plain), strict=True))
     if isinstance(layers[1], Operating):
         one, other = (layer._ring for layer in layers)
         if DEVICE == "cuda":
@@ -271,26 +283,30 @@ def started(monkeypatch):
     return kernels
 
 
+STEPPED = METHODS | {name: RECALLS[name] for name in ("recall", "entries-4-matched", "host")}
+
+
+@pytest.mark.parametrize("method", STEPPED.values(), ids=STEPPED)
 def test_a_step_allocates_and_starts_kernels(method, started):
     """But for the steps that make room, which pad; nothing is put together, looked at or made anew."""
-    layer = CondensedLayer(method)
-    read_by(layer, draw_tokens(50))
-    read_by(layer, draw_tokens(1))
-    made_room = 0
-    started.clear()
-    for i in range(20 if DEVICE == "cuda" else 12):
+    layer, made_room, recalls = CondensedLayer(method), 0, method.layout.choice is not None
+    memory = ["aten.empty.memory_format", *["aten.split_with_sizes.default"] * recalls]
+    memory = [*memory, *memory, memory[0]]
+    for L in (50, 1):
+        read_by(layer, draw_tokens(L))
+    for i in range(20 if DEVICE == "cuda" else 5 if recalls else 12):
+        started.clear()
         new, before = draw_tokens(1, i), layer._ring.buffers
         with Counting() as counting:
             read_by(layer, new)
-        assert counting.names[-3:] == ["aten.empty.memory_format"] * 3
-        if layer._ring.buffers is not before:
-            made_room += 1
-            assert set(counting.names[:-3]) == {"aten.constant_pad_nd.default"}
-            assert len(counting.names) <= 7
+        others = counting.names[: -len(memory)]
+        assert counting.names[-len(memory) :] == memory
+        assert len(started) == (5 if recalls else 1)
+        if layer._ring.buffers is before:
+            assert not others
         else:
-            assert len(counting.names) == 3
-        assert len(started) == 1
-        started.clear()
+            made_room += 1
+            assert recalls or (set(others) == {"aten.constant_pad_nd.default"} and len(others) <= 4)
     assert made_room <= 2
 
 
@@ -352,7 +368,7 @@ def test_reset_in_the_middle_of_steps():
     assert cache_nbytes(_cache_of(layers[0])) > 0
 
 
-@pytest.mark.parametrize("name", ["lca", "recall-host"])
+@pytest.mark.parametrize("name", ["lca", "host"])
 def test_a_copy_goes_its_own_way(name):
     layers = pair(EITHER[name])
     for L in (20, 1):
@@ -365,24 +381,29 @@ def test_a_copy_goes_its_own_way(name):
         agree(layers, 1, 50 + i)
 
 
-def test_tokens_that_are_laid_out_in_turn_in_several_ways(started):
+@pytest.mark.parametrize("name", ["lca", "recall"])
+def test_tokens_that_are_laid_out_in_turn_in_several_ways(name):
     """A step is prepared for one way; for another it is prepared anew."""
-    layers = pair(METHODS["lca"])
-    agree(layers, 20, 0)
-    for i in range(8):
-        q, k, v = draw_tokens(1, i)
-        wide = [torch.cat([x, x], dim=3)[..., :D] for x in (q, k, v)]
-        shifted = [torch.cat([x.flatten()[:1], x.flatten()])[1:].view_as(x) for x in (q, k, v)]
-        counts = torch.tensor([1, 1 if i == 3 else 0])
-        plain = ((q, k, v), wide, shifted, (shifted[0], k, v), (q, shifted[1], v))
-        for new, real in (*((x, None) for x in plain), ((q, wide[1], v), counts)):
-            # PyTorch's fused attention reads 16 bytes at once, wherever its tensors begin
-            outs = [read_by(layers[0], new, real), read_by(layers[1], [x.clone() for x in new], real)]
-            rows = slice(B if real is None else int(real.sum()))
-            close(*(x[rows] for x in outs))
-    _same_numbers(*layers)
-    assert layers[0]._ring is not None
-    assert started
+    layers, sink = pair(EITHER[name]), torch.ones(H + 1, device=DEVICE)
+    for L in (20, 1):
+        agree(layers, L, 0)
+    for i in range(4 if name == "lca" else 1):
+        q, k, v = plain = draw_tokens(1, i)
+        wide = [torch.cat([x, x], dim=3)[..., :D] for x in plain]
+        spread = [torch.stack([x, x], dim=4)[..., 0] for x in plain]
+        shifted = [torch.cat([x.flatten()[:1], x.flatten()])[1:].view_as(x) for x in plain]
+        tokens = [wide, plain, spread, (shifted[0], k, v), (q, shifted[1], v), (q, k, shifted[2])]
+        steps = [(new, {}) for new in tokens]
+        if name == "recall":
+            kinds = ((2.0, sink[:H]), (2.0, sink[1:]), (3.0, sink[1:]))
+            steps += [(plain, {"extras": Extras(*kind)}) for kind in kinds]
+        for new, options in (*steps, (plain, {"counts": torch.tensor([1, int(i == 3)])})):
+            before = layers[0]._ring._prepared
+            agree(layers, 1, 0, qkv=new, **options)
+            assert layers[0]._ring._prepared is not before
+    last = layers[0]._ring._prepared
+    agree(layers, 1, 0, qkv=plain, **options)
+    assert layers[0]._ring._prepared is last
 
 
 def test_a_past_made_in_inference_mode_goes_on_outside():
@@ -413,3 +434,50 @@ def test_a_first_token_is_a_prompt(method):
     assert not layers[0].can_step(*draw_tokens(1)[1:])
     for i in range(14):
         agree(layers, 1, i)
+
+
+@pytest.mark.parametrize("method", RECALLS.values(), ids=RECALLS)
+def test_steps_are_the_bits_of_operations(method):
+    """Over groups that close, room that runs out, and chunks between steps."""
+    layers = pair(method)
+    for seed, L in enumerate((64, *[1] * 4, 3, *[1] * 4)):
+        agree(layers, L, seed)
+    assert layers[0]._ring._prepared is not None
+    assert layers[0]._ring.buffers.entries_k.shape[2] > room_for(layers[0].method.layout.rule.closed(64))
+
+
+@pytest.mark.parametrize("name", ["recall", "entries-8-weighted", "host"])
+def test_rows_that_pause(name):
+    """Left padding, and steps in which some rows have no token, by turns with steps in which all have one."""
+    layers, generator = pair(RECALLS[name]), torch.Generator().manual_seed(3)
+    agree(layers, 19, 0, torch.tensor([19, 12]))
+    for seed in range(9):
+        counts = torch.randint(0, 2, (B,), generator=generator) if seed % 3 else None
+        agree(layers, 1, seed, counts)
+
+
+def test_a_prompt_that_needs_longer_buffers_frees_the_shorter_ones():
+    layer = CondensedLayer(RECALL)
+    for L in (20, 1):
+        read_by(layer, draw_tokens(L))
+    store = weakref.ref(layer._ring.buffers.store)
+    read_by(layer, draw_tokens(4 * room_for(20)))
+    assert store() is None
+
+
+def test_a_trace_gets_one_operation():
+    """Subclasses of tensors see the step by name, and none is prepared."""
+    layer, seen = CondensedLayer(RECALL), []
+    read_by(layer, draw_tokens(20))
+
+    class Seen(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            with torch._C.DisableTorchFunctionSubclass(), _disable_current_modes():
+                return func(*args, **(kwargs or {}))
+
+    q, k, v = draw_tokens(1)
+    read_by(layer, (q.as_subclass(Seen), k, v))
+    assert "condense.step.default" in seen
+    assert layer._ring._prepared is None
