@@ -22,70 +22,61 @@ if TYPE_CHECKING:
 
 # Cells per grid of caches, steps and kernels in `make test`, chosen by `grids.covering`; at night and on a GPU all run.
 DEAR = {
-    "caches/test_cache_bytes.py::test_bytes_after_prefill_and_decode": 3,
-    "caches/test_condensed_layer.py::test_crop_is_exact_for_every_count_at_every_boundary": 7,
-    "caches/test_condensed_layer.py::test_rows_follow": 36,
-    "caches/test_recall_store.py::test_device_and_host_give_the_same_bits": 2,
-    "caches/test_static_layer.py::test_many_steps_and_chunks_equal_the_growing_layer": 6,
-    "caches/test_static_layer.py::test_prompts_of_any_length_follow_one_another_at_the_same_addresses": 3,
-    "caches/test_static_layer.py::test_the_host_does_not_trust_its_count_once_steps_are_recorded": 2,
-    "cli/test_commands.py::test_an_interrupted_adaptation_is_resumed": 1,
-    "cli/test_commands.py::test_inspect_counts_what_a_cache_allocates": 2,
-    "ops/test_hopper_compiles.py::test_two_part_keys_fit_into_shared_memory": 1,
-    "ops/test_step.py::test_entries_are_those_of_the_growing_path_to_the_bit": 16,
-    "ops/test_step.py::test_many_steps_equal_the_whole": 16,
-    "ops/test_step.py::test_one_graph_for_all_steps": 4,
-    "ops/test_step.py::test_rows_that_are_not_real": 16,
-    "ops/test_step.py::test_tokens_are_taken_back_from_larger_rings": 12,
-    "serving/test_paged.py::test_a_prefix_that_is_written_in_the_same_step": 8,
-    "serving/test_paged.py::test_a_shared_prefix_is_exact_and_never_written": 20,
-    "serving/test_paged.py::test_equal_to_the_whole": 72,
-    "serving/test_paged.py::test_many_requests_at_different_lengths": 20,
-    "train/test_adapt.py::test_adapters_resume_load_condensed_and_merge": 1,
-    "train/test_training.py::test_a_resumed_run_equals_an_uninterrupted_one": 1,
-    "triton_kernels/test_attend.py::test_any_number_of_sources_within_budget": 1,
-    "triton_kernels/test_attend.py::test_entries_ahead_of_the_rules_own": 1,
-    "triton_kernels/test_attend.py::test_is_one_well_formed_operation": 1,
-    "triton_kernels/test_attend.py::test_output_lse_and_gradients_within_budget": 6,
-    "triton_kernels/test_extras.py::test_documents_within_budget": 4,
-    "triton_kernels/test_entry_bits.py::test_steps": 5,
-    "triton_kernels/test_extras.py::test_steps_and_prompts": 3,
-    "triton_kernels/test_growing_layer.py::test_a_first_token_is_a_prompt": 2,
-    "triton_kernels/test_growing_layer.py::test_room_to_spare_is_bounded": 1,
-    "triton_kernels/test_growing_layer.py::test_rows_follow_in_the_middle_of_steps": 4,
-    "triton_kernels/test_growing_layer.py::test_steps_and_chunks_equal_extend": 1,
-    "triton_kernels/test_growing_layer.py::test_tokens_are_taken_back_in_the_middle_of_steps": 2,
-    "triton_kernels/test_growing_model.py::test_padding_among_single_tokens": 1,
-    "triton_kernels/test_growing_model.py::test_prompt_lookup_takes_candidates_back": 1,
-    "triton_kernels/test_growing_model.py::test_tokens_are_those_of_extend": 1,
-    "triton_kernels/test_paged_step.py::test_steps_are_within_the_budget": 3,
-    "triton_kernels/test_pool.py::test_chunks_give_what_one_call_gives": 3,
-    "triton_kernels/test_pool.py::test_every_group_size": 5,
-    "triton_kernels/test_pool.py::test_every_pair_of_poolings": 5,
-    "triton_kernels/test_pool.py::test_every_ratio": 5,
-    "triton_kernels/test_pool.py::test_every_width": 5,
-    "triton_kernels/test_pool.py::test_every_window": 5,
-    "triton_kernels/test_recall_latents.py::test_a_prompt_is_what_it_is_with_any_entries": 1,
-    "triton_kernels/test_recall_prefill.py::test_choice_output_and_gradients": 4,
-    "triton_kernels/test_recall_prefill.py::test_compiled_as_one_graph": 1,
-    "triton_kernels/test_recall_step.py::test_every_step_against_the_definition": 4,
-    "triton_kernels/test_recall_step.py::test_heads_share_a_choice": 2,
-    "triton_kernels/test_recall_step.py::test_widths": 3,
-    "triton_kernels/test_recall_store.py::test_entries_that_a_summary_weighs": 2,
-    "triton_kernels/test_recall_store.py::test_latents": 1,
-    "triton_kernels/test_recall_store.py::test_outputs_are_within_the_error_budget": 1,
-    "triton_kernels/test_recall_store.py::test_slots_hold_pieces": 1,
-    "triton_kernels/test_recall_store.py::test_stores_in_fewer_bits": 2,
-    "triton_kernels/test_step.py::test_a_window_longer_than_any_text": 1,
-    "triton_kernels/test_step.py::test_absorbed_latents_against_the_definition": 2,
-    "triton_kernels/test_step.py::test_every_step_against_the_definition": 8,
-    "triton_kernels/test_step.py::test_focal_latents_against_the_definition": 2,
-    "triton_kernels/test_step.py::test_goes_on_from_a_prefill_as_the_reference_does": 2,
-    "triton_kernels/test_step.py::test_goes_on_from_prompts_of_different_lengths_as_the_reference_does": 1,
-    "triton_kernels/test_step.py::test_output_within_budget": 3,
-    "triton_kernels/test_step.py::test_rows_that_come_and_go": 1,
-    "triton_kernels/test_step.py::test_tokens_are_taken_back_from_larger_rings": 1,
-}
+    "caches/test_cache_bytes.py": {"bytes_after_prefill_and_decode": 3},
+    "caches/test_condensed_layer.py": {"crop_is_exact_for_every_count_at_every_boundary": 7, "rows_follow": 36},
+    "caches/test_recall_store.py": {"device_and_host_give_the_same_bits": 2},
+    "caches/test_static_layer.py": {
+        "many_steps_and_chunks_equal_the_growing_layer": 6,
+        "prompts_of_any_length_follow_one_another_at_the_same_addresses": 3,
+        "the_host_does_not_trust_its_count_once_steps_are_recorded": 2,
+    },
+    "cli/test_commands.py": {"an_interrupted_adaptation_is_resumed": 1, "inspect_counts_what_a_cache_allocates": 2},
+    "ops/test_hopper_compiles.py": {"two_part_keys_fit_into_shared_memory": 1},
+    "ops/test_step.py": {
+        "entries_are_those_of_the_growing_path_to_the_bit": 16, "one_graph_for_all_steps": 4,
+        "rows_that_are_not_real": 16, "tokens_are_taken_back_from_larger_rings": 12,
+    },
+    "serving/test_paged.py": {
+        "a_prefix_that_is_written_in_the_same_step": 8, "a_shared_prefix_is_exact_and_never_written": 20,
+        "equal_to_the_whole": 72, "many_requests_at_different_lengths": 20,
+    },
+    "train/test_adapt.py": {"adapters_resume_load_condensed_and_merge": 1},
+    "train/test_training.py": {"a_resumed_run_equals_an_uninterrupted_one": 1},
+    "triton_kernels/test_attend.py": {
+        "any_number_of_sources_within_budget": 1, "entries_ahead_of_the_rules_own": 1,
+        "is_one_well_formed_operation": 1, "output_lse_and_gradients_within_budget": 6,
+    },
+    "triton_kernels/test_extras.py": {"documents_within_budget": 4, "steps_and_prompts": 3},
+    "triton_kernels/test_entry_bits.py": {"steps": 5},
+    "triton_kernels/test_growing_layer.py": {
+        "a_first_token_is_a_prompt": 2, "room_to_spare_is_bounded": 1, "rows_follow_in_the_middle_of_steps": 4,
+        "steps_and_chunks_equal_extend": 1, "tokens_are_taken_back_in_the_middle_of_steps": 2,
+    },
+    "triton_kernels/test_growing_model.py": {
+        "padding_among_single_tokens": 1, "prompt_lookup_takes_candidates_back": 1, "tokens_are_those_of_extend": 1,
+    },
+    "triton_kernels/test_paged_step.py": {"steps_are_within_the_budget": 3},
+    "triton_kernels/test_pool.py": {
+        "chunks_give_what_one_call_gives": 3, "every_group_size": 5, "every_pair_of_poolings": 5, "every_ratio": 5,
+        "every_width": 5, "every_window": 5,
+    },
+    "triton_kernels/test_recall_latents.py": {"a_prompt_is_what_it_is_with_any_entries": 1},
+    "triton_kernels/test_recall_prefill.py": {"choice_output_and_gradients": 4, "compiled_as_one_graph": 1},
+    "triton_kernels/test_recall_step.py": {
+        "every_step_against_the_definition": 4, "heads_share_a_choice": 2, "widths": 3,
+    },
+    "triton_kernels/test_recall_store.py": {
+        "entries_that_a_summary_weighs": 2, "latents": 1, "outputs_are_within_the_error_budget": 1,
+        "slots_hold_pieces": 1, "stores_in_fewer_bits": 2,
+    },
+    "triton_kernels/test_step.py": {
+        "a_window_longer_than_any_text": 1, "absorbed_latents_against_the_definition": 2,
+        "every_step_against_the_definition": 8, "focal_latents_against_the_definition": 2,
+        "goes_on_from_a_prefill_as_the_reference_does": 2,
+        "goes_on_from_prompts_of_different_lengths_as_the_reference_does": 1, "output_within_budget": 3,
+        "rows_that_come_and_go": 1, "tokens_are_taken_back_from_larger_rings": 1,
+    },
+}  # fmt: skip
 
 
 # runs over every model, however few cells `--cells` asks for: with each version of transformers
@@ -124,7 +115,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if hasattr(item, "callspec"):
             grids.setdefault(item.nodeid.partition("[")[0].removeprefix("tests/"), []).append(item)
     for name, cells in grids.items():
-        most = min(DEAR.get(name, len(cells)), (name not in EACH_MODEL and config.getoption("cells")) or len(cells))
+        path, _, test = name.partition("::test_")
+        most = min(
+            DEAR.get(path, {}).get(test, len(cells)),
+            (name not in EACH_MODEL and config.getoption("cells")) or len(cells),
+        )
         if most < len(cells):
             kept = set(covering([cell.nodeid for cell in cells], list(map(_values, cells)), most))
             for i, cell in enumerate(cells):
