@@ -9,6 +9,7 @@ from layers import extend
 from oracles import cases, latent_oracle, oracle
 
 import condense
+from condense.plan import ForwardPlan
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 METHODS = cases.PLANS | cases.PROMPTS | cases.SELECTIONS
@@ -133,6 +134,11 @@ def test_packed(backend, case, cu_seqlens):
     check(backend, kind, shape_of(kind, 1, 4, cu_seqlens[-1]), method, cu_seqlens=cu_seqlens)
 
 
+def test_one_document_is_a_row_like_any_other():
+    assert ForwardPlan(5, documents=[0, 5, 0]).documents is None
+    assert ForwardPlan(5, documents=[2, 3]).documents.tolist() == [2, 3]
+
+
 @pytest.mark.parametrize("integer", [torch.int32, torch.int64])
 def test_attention_index_dtypes(integer):
     q, k, v = oracle.random_qkv(1, 2, 1, 24, 4, 4)
@@ -140,17 +146,6 @@ def test_attention_index_dtypes(integer):
     packed = condense.attention(q, k, v, method=method, cu_seqlens=torch.tensor([0, 10, 24], dtype=integer))
     padded = condense.attention(q, k, v, method=method, padding=torch.tensor([10], dtype=integer))
     torch.testing.assert_close(packed[:, :, 10:], padded[:, :, 10:], **EXACT)
-
-
-@grid(2, name=["dense", "streaming_llm", "cca", "lca-log_size", "lca-9-queries"])
-def test_attention_blocks_of_real_size(name):
-    method = METHODS[name]
-    q, k, v = oracle.random_qkv(2, 4, 2, 1300, 8, 8)
-    arguments = {"method": method, "padding": torch.tensor([0, 700]), "return_lse": True}
-    want = condense.attention(q, k, v, backend="reference", **arguments)
-    got = condense.attention(q, k, v, backend="torch", **arguments)
-    for x, y in zip(got, want, strict=True):
-        torch.testing.assert_close(x, y, **EXACT)
 
 
 def test_attention_by_default():

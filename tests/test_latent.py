@@ -24,14 +24,6 @@ def wanted(shape, method):
     return latent_oracle.attention(latent_oracle.random(*shape), method=method)
 
 
-def test_groups_of_one_are_dense_attention(backend):
-    x = latent_oracle.random(2, 3, 40, WIDTHS)
-    dense = condense.latent_attention(*x, method=condense.Dense(), backend=backend)
-    one = condense.latent_attention(*x, method=LCA(group_size=1, window=6), backend=backend)
-    torch.testing.assert_close(one, dense, **EXACT)
-    assert (dense - condense.latent_attention(*x, method=LCA(group_size=2, window=6))).abs().max() > 0.1
-
-
 def test_dense_is_pytorch_attention_on_expanded_latents():
     x = latent_oracle.random(2, 3, 40, WIDTHS)
     k, v = UpProjection(x.w_uk, x.w_uv).expand(torch.cat([x.c, x.k_rope], -1)[:, None])
@@ -87,15 +79,6 @@ def test_any_chunks_absorbed_or_expanded_equal_one_call(method, absorb, steps):
             assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
-@grid(12, method=cases.PLANS)
-def test_prefill_of_every_length_then_tokens(method):
-    shape = (1, 2, 18, WIDTHS)
-    want, _ = wanted(shape, method)
-    for first in range(1, 18):
-        out, _ = read_in_steps(method, latent_oracle.random(*shape), (first, *(1,) * (18 - first)), absorb=None)
-        torch.testing.assert_close(out, want, **EXACT)
-
-
 @pytest.mark.parametrize("method", cases.PROMPTS.values(), ids=cases.PROMPTS)
 def test_after_a_prompt_the_streaming_rule_holds(method):
     x = latent_oracle.random(1, 2, 37, WIDTHS)
@@ -113,16 +96,6 @@ def test_any_method_any_chunks(data):
     x = latent_oracle.random(1, 2, sum(steps), WIDTHS)
     out, _ = read_in_steps(method, x, steps, absorb=absorb)
     torch.testing.assert_close(out, latent_oracle.attention(x, method=method)[0], **EXACT)
-
-
-def test_a_step_is_absorbed_and_whole_sequences_are_not(monkeypatch):
-    expanded = []
-    expand = UpProjection.expand
-    monkeypatch.setattr(UpProjection, "expand", lambda up, e: expanded.append(e.shape[2]) or expand(up, e))
-    shape = (1, 2, 41, (4, 2, 16, 4))
-    read_in_steps(cases.PLANS["lca"], latent_oracle.random(*shape), (37, 1, 3), absorb=None, hand_over=True)
-    # 7: the prompt's entries; the others are the new tokens, which a model would have expanded already
-    assert expanded == [37, 7, 1, 3]
 
 
 # --- causality, gradients, numbers
@@ -163,15 +136,6 @@ def test_gradients_are_slopes(backend, method):
         return condense.latent_attention(*tensors, method=method, backend=backend, padding=padding)
 
     assert torch.autograd.gradcheck(run, x, fast_mode=True)
-
-
-@pytest.mark.parametrize("method", GRADIENTS.values(), ids=GRADIENTS)
-def test_gradients_equal_the_definitions(method):
-    x = Latents(*(tensor.requires_grad_() for tensor in latent_oracle.random(1, 2, 23, WIDTHS)))
-    got = torch.autograd.grad(condense.latent_attention(*x, method=method).square().sum(), x)
-    want = torch.autograd.grad(latent_oracle.attention(x, method=method)[0].square().sum(), x)
-    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
-    assert all(bool(grad.any()) for grad in got)
 
 
 @pytest.mark.parametrize("absorb", [True, False], ids=["absorbed", "expanded"])

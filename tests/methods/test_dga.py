@@ -63,17 +63,6 @@ def test_each_past_token_counts_once_whatever_is_focal(data, g, groups):
         assert bool((out[b, :, : L - n] == 0).all())
 
 
-def test_the_oracle_sees_each_token_once():
-    q, k, _ = oracle.random_qkv(1, 2, 1, 40, 3, 1)
-    for method in (cases.PLANS | cases.SELECTIONS).values():
-        if method.name != "dga" or not method.complementary:
-            continue
-        row = oracle_dga.Row(method, q[0], k[0, 0], 0.5, 31)
-        for t in range(40):
-            exact, groups = row.sees(t)
-            assert sorted(exact + [i for group in groups for i in group.members]) == list(range(t + 1))
-
-
 @grid(4, backend=CPU_BACKENDS, method=cases.SELECTIONS)
 def test_prompts_of_every_length(backend, method):
     """Remainders of every size, and prompts that are all focal."""
@@ -92,17 +81,6 @@ def test_all_focal_is_dense(backend, method):
     assert past.entries[0].shape[2] == 41
     assert torch.equal(past.entries[0], k)
     assert past.entries[0].data_ptr() != k.data_ptr()
-
-
-def test_no_focal_tokens_is_cca_with_the_same_window(backend):
-    q, k, v = oracle.random_qkv(2, 4, 2, 41, 4, 4)
-    for summary in ("last", "streaming"):
-        fields = {"group_size": 4, "window": 3, "summary": summary, "rep_bias": "log_size"}
-        got, want = (
-            condense.attention(q, k, v, method=method, backend=backend)
-            for method in (DGA(gamma=0, **fields), condense.CCA(**fields))
-        )
-        torch.testing.assert_close(got, want, **EXACT)
 
 
 def chunk(method, k, summary):
@@ -169,17 +147,6 @@ def test_random_focal_tokens_are_alike_in_rows_and_heads_and_change_with_the_see
     assert len(set((focal % 6).tolist())) > 3  # each chunk has its own
 
 
-def test_importance_finds_what_the_queries_look_at():
-    q, k, v = oracle.random_qkv(1, 4, 2, 200, 8, 8)
-    needles = [17, 60, 141]
-    k[:, :, needles, 0] = 20
-    q[..., 0] = 2
-    _, past = extend(SELECT.replace(gamma=0.1), None, q, k, v, scale=8**-0.5)
-    assert past.entries[0].shape[2] == 20 + 45
-    for head in range(2):
-        assert torch.equal(past.entries[0][0, head, past.entries[0][0, head, :, 0] == 20], k[0, head, needles])
-
-
 @grid(5, backend=CPU_BACKENDS, block=[1, 1000, 1 << 24], sampled=[(1, 0), (3, 4), (64, 64)])
 def test_importance_is_the_papers(backend, monkeypatch, block, sampled):
     recent, random = sampled
@@ -220,13 +187,3 @@ def test_a_prompts_values_never_reach_back(backend, name):
     before = condense.attention(q, k, v, method=SELECT, backend=backend)
     changed = torch.cat([v[:, :, :30], v[:, :, 30:] + 1], dim=2)
     assert torch.equal(condense.attention(q, k, changed, method=SELECT, backend=backend)[:, :, :30], before[:, :, :30])
-
-
-def test_at_its_groups_end_a_query_sees_itself_through_the_group_only():
-    method = DGA(group_size=4, gamma=0, min_focal=0, selection="prompt")
-    q, k, _ = oracle.random_qkv(1, 1, 1, 8, 3, 1)
-    v = torch.eye(8, dtype=torch.float64)[None, None]
-    out, lse = condense.attention(q, k, v, method=method, return_lse=True)
-    members = torch.softmax(q[0, 0, 3] @ k[0, 0, :4].T * 3**-0.5, 0)
-    torch.testing.assert_close(out[0, 0, 3, :4], members, **EXACT)
-    torch.testing.assert_close(lse[0, 0, 3], q[0, 0, 3] @ (members @ k[0, 0, :4]) * 3**-0.5, **EXACT)

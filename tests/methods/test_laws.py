@@ -25,18 +25,19 @@ PADDING = torch.tensor([0, 6])
 RECALLS = cases.RECALLS | {"store-4": Recall(group_size=4, window=5, num_recall=3, store_bits=4)}
 
 
-def run(method, backend, q, k, v):
-    return condense.attention(q, k, v, method=method, backend=backend, padding=PADDING, return_lse=True)
+def run(method, backend, q, k, v, **options):
+    return condense.attention(q, k, v, method=method, backend=backend, padding=PADDING, **options)
 
 
 def check_earlier_outputs(backend, method, dtype):
     inputs = oracle.random_qkv(2, 4, 2, LENGTH, 4, 4, dtype=dtype)
-    before = run(method, backend, *inputs)
+    # without the log-sum-exp the torch backend may take another way
+    before = run(method, backend, *inputs), *run(method, backend, *inputs, return_lse=True)
     for t in (1, 7, 8, 12, 13, 19, 20, 31, 32, 44):
         changed = [x.clone() for x in inputs]
         for x in changed:
             x[:, :, t] = 100 * x[:, :, t].flip(-1) + 1
-        after = run(method, backend, *changed)
+        after = run(method, backend, *changed), *run(method, backend, *changed, return_lse=True)
         for x, y in zip(before, after, strict=True):
             assert torch.equal(x[:, :, :t], y[:, :, :t])
         assert not torch.equal(before[0][:, :, t], after[0][:, :, t])
@@ -55,38 +56,15 @@ def test_a_changed_token_leaves_earlier_outputs_of_recall_bit_equal(method, back
     check_earlier_outputs(backend, method, dtype)
 
 
-@pytest.mark.parametrize("name", ["dense", "streaming_llm", "cca-log_size", "lca-3-queries"])
-def test_a_changed_token_leaves_earlier_outputs_bit_equal_without_lse(backend, name):
-    q, k, v = oracle.random_qkv(2, 4, 2, LENGTH, 4, 4, dtype=torch.float32)
-    before = condense.attention(q, k, v, method=cases.PLANS[name], backend=backend)
-    for t in (1, 19, 32):
-        changed = [torch.cat([x[:, :, :t], 100 * x[:, :, t:] + 1], dim=2) for x in (q, k, v)]
-        after = condense.attention(*changed, method=cases.PLANS[name], backend=backend)
-        assert torch.equal(before[:, :, :t], after[:, :, :t])
-
-
 @grid(24, backend=CPU_BACKENDS, method=cases.PLANS)
 def test_gradients_of_later_tokens_are_exactly_zero(backend, method):
     inputs = [x.requires_grad_() for x in oracle.random_qkv(2, 4, 2, LENGTH, 4, 4)]
-    out, lse = run(method, backend, *inputs)
+    out, lse = run(method, backend, *inputs, return_lse=True)
     for i in (7, 11, 12, 20, 32):
         loss = out[:, :, i].square().sum() + lse[:, :, i].sum()
         for x in torch.autograd.grad(loss, inputs, retain_graph=True):
             assert bool((x[:, :, i + 1 :] == 0).all())
             assert bool((x[:, :, i] != 0).any())
-
-
-AHEAD = cases.PROMPTS | {name: cases.SELECTIONS[name] for name in ("select", "select-log_size")}
-
-
-@pytest.mark.parametrize("method", AHEAD.values(), ids=AHEAD)
-def test_what_uses_the_whole_prompt_does_look_ahead(backend, method):
-    q, k, v = oracle.random_qkv(1, 2, 1, LENGTH, 4, 4)
-    before = condense.attention(q, k, v, method=method, backend=backend)
-    q[:, :, -1] *= -5
-    after = condense.attention(q, k, v, method=method, backend=backend)
-    assert not torch.equal(before[:, :, 20:-1], after[:, :, 20:-1])
-    assert method.layout.lookahead
 
 
 def weights(method, length, pads, backend, *, equal="queries"):
@@ -154,21 +132,6 @@ def test_each_past_token_counts_once_in_a_group_open_or_not(method):
     check_each_counts_once(*weights(method, 50, 0, "auto", equal="keys"))
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-@PROPERTY
-@given(group_size=st.integers(1, 9), window=st.integers(0, 20), length=st.integers(1, 70))
-def test_without_bias_a_representative_counts_as_one_token(backend, group_size, window, length):
-    got, lse = weights(LCA(group_size=group_size, window=window, key_pooling="weighted"), length, 0, backend)
-    for t in range(length):
-        closed = max(0, t + 1 - window) // group_size
-        entries = closed + t + 1 - closed * group_size
-        assert math.isclose(lse[t], math.log(entries), rel_tol=1e-12, abs_tol=1e-12)
-        want = torch.zeros(length, dtype=torch.float64)
-        want[: closed * group_size] = 1 / group_size / entries
-        want[closed * group_size : t + 1] = 1 / entries
-        torch.testing.assert_close(got[t], want, **EXACT)
-
-
 BASELINES = {"streaming_llm": (StreamingLLM, "sink"), "lm_infinite": (LMInfinite, "n_global")}
 
 
@@ -210,27 +173,3 @@ def test_limits_are_ordinary_causal_attention(backend, method):
         q, k, v = oracle.random_qkv(2, heads, 2, length, 8, 6)
         got = condense.attention(q, k, v, method=method, backend=backend)
         torch.testing.assert_close(got, dense(q, k, v), **EXACT)
-
-
-@grid(36, backend=CPU_BACKENDS, window=[0, 3, 100], summary=["last", "streaming", "prompt"], pooling=cases.POOLINGS)
-def test_groups_of_one_are_dense(backend, window, summary, pooling):
-    q, k, v = oracle.random_qkv(2, 4, 2, 41, 4, 4)
-    method = CCA(
-        group_size=1, window=window, summary=summary, key_pooling=pooling, value_pooling=pooling, rep_bias="log_size"
-    )
-    torch.testing.assert_close(condense.attention(q, k, v, method=method, backend=backend), dense(q, k, v), **EXACT)
-
-
-NAMES = ("cca", "cca-log_size", "cca-window0", "lca", "lca-9-queries", "cca-streaming")
-CLOSING = {name: cases.PLANS[name] for name in NAMES} | {
-    f"dga-{gamma}": DGA(group_size=4, gamma=gamma, window=window) for gamma, window in ((0, 0), (0.3, 1), (1, 5))
-}
-
-
-@pytest.mark.parametrize("method", CLOSING.values(), ids=CLOSING)
-def test_before_the_first_chunk_closes_it_is_dense(backend, method):
-    q, k, v = oracle.random_qkv(2, 4, 2, 41, 4, 4)
-    first = method.layout.rule.chunk + method.window - 1
-    got = condense.attention(q, k, v, method=method, backend=backend)
-    torch.testing.assert_close(got[:, :, :first], dense(q, k, v)[:, :, :first], **EXACT)
-    assert not torch.allclose(got[:, :, first], dense(q, k, v)[:, :, first])

@@ -7,7 +7,7 @@ import torch
 from grids import CPU_BACKENDS, grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layers import extend, read_whole, tensors_of
+from layers import extend, tensors_of
 from oracles import cases, oracle
 from two_sources import attend_to
 
@@ -190,10 +190,3 @@ def test_extend_trains_through_the_new_tokens_and_not_the_past():
     got, want = (torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (kept, free))
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
     assert not any(x.requires_grad for x in tensors_of(past))
-
-
-@pytest.mark.parametrize("method", [condense.CCA(group_size=4, window=8), condense.Dense()], ids=str)
-def test_whole_sequences_have_the_same_sources_without_a_state(method):
-    q, k, v = rows([37])[0]
-    whole, (context, _) = read_whole(method, q, k, v, scale=SCALE), extend(method, None, q, k, v, scale=SCALE)
-    assert all(map(torch.equal, whole.tensors, context.tensors))

@@ -32,16 +32,6 @@ def test_any_chunks_and_padding_give_what_whole_rows_give(method, steps):
             torch.testing.assert_close(out, want, **EXACT)
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_latents_with_all_groups_open_are_dense(backend):
-    tensors = latent_oracle.random(2, 3, 41, (5, 4, 6, 3))
-    got, want = (
-        condense.latent_attention(*tensors, method=method, backend=backend)
-        for method in (Recall(group_size=4, window=6, num_recall=99), condense.Dense())
-    )
-    torch.testing.assert_close(got, want, **EXACT)
-
-
 @pytest.mark.parametrize("steps", [(41,), (7, 1, 13, 2, 1, 17)], ids=str)
 @pytest.mark.parametrize("absorb", [True, False, None], ids=["absorbed", "expanded", "chosen"])
 @pytest.mark.parametrize("name", ["two-open", "drop", "no-bias", "window0", "weighted", "matched", "a-quarter"])

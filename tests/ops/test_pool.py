@@ -19,29 +19,6 @@ def groups(dtype=torch.float64, shape=(2, 3, 4, 5, 6)):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_group_scores(backend):
-    k, _ = groups()
-    summary = k[:, :, :, 1] * 2
-    want = torch.stack([(summary * k[:, :, :, i]).sum(-1) * 0.3 for i in range(5)], dim=-1)
-    torch.testing.assert_close(group_scores(summary, k, scale=0.3, backend=backend), want, **EXACT)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("how", POOLINGS)
-def test_pool(backend, how):
-    x, scores = groups()
-    weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
-    best = torch.zeros_like(scores).scatter(-1, scores.max(-1, keepdim=True).indices, 1.0)
-    want = {
-        "weighted": (weights[..., None] * x).sum(3),
-        "mean": x.sum(3) / 5,
-        "max": x.max(3).values,
-        "select": (best[..., None] * x).sum(3),
-    }[how]
-    torch.testing.assert_close(pool(x, scores, how=how, backend=backend), want, **EXACT)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("how", POOLINGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_pool_rounds_once(backend, how, dtype):
@@ -70,22 +47,6 @@ def test_select_ties_go_to_the_lowest_position(backend, dtype, size):
     assert bool((scores == scores[..., :1]).all())
     v = torch.arange(size).to(dtype)[:, None].expand(2, 3, 4, size, 1)
     assert bool((pool(v, scores, how="select", backend=backend) == 0).all())
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("how", POOLINGS)
-def test_pool_gradcheck(backend, how):
-    x, scores = groups(shape=(1, 1, 2, 3, 2))
-    inputs = (x.requires_grad_(), scores.requires_grad_())
-    assert torch.autograd.gradcheck(lambda a, b: pool(a, b, how=how, backend=backend), inputs)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("how", POOLINGS)
-def test_pool_no_groups(backend, how):
-    x, scores = groups(shape=(2, 3, 0, 5, 6))
-    assert pool(x, scores, how=how, backend=backend).shape == (2, 3, 0, 6)
-    assert group_scores(x[:, :, :, 0], x, scale=1.0, backend=backend).shape == (2, 3, 0, 5)
 
 
 B, H, K, L, D, Q = 2, 6, 2, 23, 5, 7
@@ -144,39 +105,6 @@ def test_summarize(windows, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", [name for name in WINDOWS if name != "only the tail"])
-def test_summarize_gradients(name, backend):
-    windows = WINDOWS[name]
-    q, tail = draw(B, H, L, D).requires_grad_(), draw(B, K, Q if windows.before.max() else 0, D, seed=1)
-    weight = draw(B, K, windows.num, D, seed=2)
-    got, want = (
-        torch.autograd.grad((out * weight).sum(), q)
-        for out in (summarize(q, tail, windows, backend=backend), by_definition(q, tail, windows))
-    )
-    torch.testing.assert_close(got, want, **EXACT)
-
-
-@pytest.mark.parametrize("name", ["tiles", "last queries", "gaps", "overlap", "one at the end", "rows apart"])
-def test_queries_outside_the_windows_do_not_matter(name):
-    windows = WINDOWS[name]
-    q, tail = draw(B, H, L, D), draw(B, K, Q if windows.before.max() else 0, D, seed=1)
-    want = summarize(q, tail, windows, backend="torch")
-    weight = draw(B, K, windows.num, D, seed=2)
-    for b in range(B):
-        start, _, after = (int(x[b]) for x in windows[:3])
-        for p in range(after - L, after):
-            begins = [start + j * windows.stride for j in range(windows.num)]
-            if not any(begin <= p < begin + windows.size for begin in begins):
-                q[b, :, L - (after - p)] = torch.nan
-    assert bool(q.isnan().any())
-    q.requires_grad_()
-    out = summarize(q, tail, windows, backend="torch")
-    assert torch.equal(out, want)
-    (grad,) = torch.autograd.grad((out * weight).sum(), q)
-    assert bool((grad[q.isnan()] == 0).all())
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_mean_query_is_rounded_before_the_window_is_averaged(dtype, backend):
     """So that a cache may keep mean queries: the same, to the bit, whether they come from the tail or are new."""
@@ -195,22 +123,6 @@ def test_the_mean_query_is_rounded_before_the_window_is_averaged(dtype, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("how", POOLINGS)
-@pytest.mark.parametrize("start", [(2, 2), (0, 5)], ids=["rows alike", "rows apart"])
-def test_pool_groups_is_scores_and_pooling_of_each_row(start, how, backend):
-    k, v, summary = draw(2, 3, 20, 4), draw(2, 3, 20, 6, seed=1), draw(2, 3, 5, 4, seed=2)
-    columns = torch.tensor(start)[:, None] + 3 * torch.arange(5)
-    key, value = pool_groups(
-        Chunks(k, v, columns, 5, 3, 0), summary, scale=0.3, key_pooling=how, value_pooling="weighted", backend=backend
-    )
-    for b, first in enumerate(start):
-        groups_k, groups_v = (x[b : b + 1, :, first : first + 15].unflatten(2, (5, 3)) for x in (k, v))
-        scores = group_scores(summary[b : b + 1], groups_k, scale=0.3)
-        torch.testing.assert_close(key[b : b + 1], pool(groups_k, scores, how=how), **EXACT)
-        torch.testing.assert_close(value[b : b + 1], pool(groups_v, scores, how="weighted"), **EXACT)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_pool_groups_past_the_end_are_finite_and_values_may_be_missing(backend):
     both = draw(1, 2, 10, 4).expand(2, -1, -1, -1)
     for how in POOLINGS:
@@ -220,18 +132,6 @@ def test_pool_groups_past_the_end_are_finite_and_values_may_be_missing(backend):
         )  # fmt: skip
         assert bool(key.isfinite().all())
         assert value.shape == (2, 2, 4, 0)
-
-
-@pytest.mark.parametrize("group", [1, 4, 7])
-def test_chunks_are_represented_alike_wherever_they_stand_in_the_window(group):
-    method = condense.LCA(group_size=group)
-    k, v, summary = draw(2, 2, 3 * group, 4), draw(2, 2, 3 * group, 5, seed=1), draw(2, 2, 3, 4, seed=2)
-    wide_k, wide_v = (torch.nn.functional.pad(x, (0, 0, 5, 2)) for x in (k, v))
-    alone, inside = (
-        method.represent(Chunks(*window, start, 3, group, 0), summary, scale=0.4, backend="torch")
-        for window, start in (((k, v), 0), ((wide_k, wide_v), torch.tensor([[5, 5 + group, 5 + 2 * group]])))
-    )
-    assert all(torch.equal(x, y) for x, y in zip(alone, inside, strict=True))
 
 
 def test_extend_with_the_groups_own_last_queries_looks_at_no_other():

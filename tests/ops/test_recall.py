@@ -88,14 +88,6 @@ def test_against_plain_loops(heads, unchosen, backend):
     torch.testing.assert_close(got, want, **EXACT)
 
 
-def test_the_definition_counts_each_past_token_once():
-    q, k, v = tensors(6, 2, 29)
-    method = Recall(group_size=4, window=5, num_recall=2)
-    for t in range(29):
-        keys = oracle_recall.seen(method, q[0, :3], k[0, 0], v[0, 0], t, SCALE, lambda j: (k[0, 0, j], v[0, 0, j], 0.0))
-        assert sorted(i for key in keys for i in key.tokens) == list(range(t + 1))
-
-
 @pytest.mark.parametrize(("g", "w"), [(1, 0), (1, 3), (3, 0), (4, 9), (6, 2)])
 def test_other_groups_and_windows(g, w, monkeypatch):
     """In blocks of seven queries, the last of one query alone: it gathers its groups."""
@@ -180,48 +172,11 @@ def test_an_index_holds_signs_and_steps(width, dtype):
     torch.testing.assert_close((signs * turned).sum(-1) * want, k.double().square().sum(-1))
 
 
-def test_scores_estimate_those_of_tokens():
-    """Without bias over many keys, with the error of a sign per number: about 0.75 / sqrt(D) of both norms."""
-    generator, D = torch.Generator().manual_seed(0), 64
-    q, k = (torch.randn(1, n, 1, D, generator=generator).double() for n in (64, 2000))
-    index = build_index(k.transpose(1, 2)[:, :, :, None])
-    got = index_scores(q, index, SCALE)[0, :, 0]
-    exact = SCALE * q[0, :, 0] @ k[0, :, 0].T
-    error = (got - exact) / (SCALE * q[0].norm(dim=-1) * k[0, :, 0].norm(dim=-1))
-    assert abs(float(error.mean())) < 1e-3
-    assert 0.65 < float(error.std()) * D**0.5 < 0.85
-    along = exact > exact.std() * 2
-    assert abs(float((got / exact)[along].mean()) - 1) < 0.02
-
-
-def test_scores_are_the_same_to_the_bit_in_any_order():
-    """Products of whole numbers are exact: columns and dtypes in which they are summed make no difference."""
-    q, k, _ = tensors(4, 2, 24, dtype=torch.float32)
-    index = build_index(left_aligned(k, [0, 0], 6, 4))
-    whole = index_scores(q, index, SCALE)
-    for j in range(6):
-        assert torch.equal(whole[..., j : j + 1], index_scores(q, index.narrow(j, j + 1), SCALE))
-    for t in range(24):
-        assert torch.equal(whole[:, :, t : t + 1], index_scores(q[:, :, t : t + 1], index, SCALE))
-
-
 def test_keys_and_queries_of_zeros():
     index = build_index(torch.zeros(1, 1, 2, 4, 16))
     assert bool((index.steps == 0).all())
     for q in (torch.zeros(1, 1, 1, 16), torch.ones(1, 1, 1, 16)):
         assert bool((index_scores(q, index, SCALE) == 0).all())
-
-
-def test_an_index_grows_group_by_group():
-    """Every group's index depends on that group alone."""
-    _, k, _ = tensors(2, 2, 24, dtype=torch.bfloat16)
-    groups = left_aligned(k, [0, 0], 6, 4)
-    whole = build_index(groups)
-    assert whole.signs.shape[2] == 6
-    parts = [build_index(groups[:, :, j : j + 1]) for j in range(6)]
-    assert all(torch.equal(x, torch.cat(y, dim=2)) for x, *y in zip(whole, *parts, strict=True))
-    part = whole.narrow(2, 5)
-    assert all(torch.equal(x[:, :, 2:5], y) for x, y in zip(whole, part, strict=True))
 
 
 def test_ties_go_to_the_lower_group():
@@ -247,12 +202,6 @@ def test_a_share_of_the_groups_is_rounded_up():
     for t, n in enumerate((0, 1, 2, 3, 3)):
         want = choose_groups(scores[:, :, t : t + 1], closed[..., t : t + 1], Quota(n), 1)
         assert torch.equal(chosen[:, :, t : t + 1], want)
-
-
-def test_heads_that_share_a_kv_head_vote_by_their_largest_share():
-    """A head with flat scores does not outvote one that is sure, however large its scores are."""
-    scores = torch.tensor([[9.0, 9.0, 9.1, 9.0], [0.0, 5.0, 0.0, 0.0]])[None, :, None]
-    assert choose_groups(scores, torch.tensor([[[4]]]), Quota(1), 1)[0, 0, 0].tolist() == [False, True, False, False]
 
 
 def test_memory_is_linear(monkeypatch):

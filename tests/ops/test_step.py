@@ -54,18 +54,6 @@ def columns(qkv, start, stop):
     return [x[:, :, start:stop] for x in qkv]
 
 
-def test_many_steps_equal_the_whole(method):
-    L = 100
-    qkv = oracle.random_qkv(B, H, K, L, D, DV)
-    want = condense.attention(*qkv, method=method, scale=SCALE, backend="reference")
-    state = empty_state(method, L)
-    addresses = [x.data_ptr() for x in state]
-    got = torch.cat([take(method, state, columns(qkv, i, i + 1)) for i in range(L)], dim=2)
-    torch.testing.assert_close(got, want, **EXACT)
-    assert state.seen.tolist() == [L, L]
-    assert [x.data_ptr() for x in state] == addresses
-
-
 def test_tokens_are_taken_back_from_larger_rings(method):
     """``seen`` goes back by as many as there are slots to spare; what stands behind it is never seen."""
     qkv, other = (oracle.random_qkv(B, H, K, 90, D, DV, seed=seed) for seed in (0, 1))
