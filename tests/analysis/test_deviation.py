@@ -79,25 +79,6 @@ def test_distances_one_by_one(monkeypatch, name, method):
     assert abs(result.values.deviation - mean) < 1e-12
 
 
-def test_groups_of_one_do_not_deviate():
-    (result,) = measure_deviation(tiny.model("llama"), condense.LCA(group_size=1, window=W), {"a": IDS}, [60])
-    assert result.keys.largest == result.values.largest == 0
-    assert result.keys.norm > 0.1
-
-
-def test_every_text_and_length_in_order():
-    texts = {"a": IDS, "b": IDS.flip(0)}
-    results = measure_deviation(tiny.model("opt"), METHODS["lca"], texts, [20, 70], sequences=2)
-    assert [(r.text, r.length, r.sequences) for r in results] == [(t, n, 2) for t in ("a", "b") for n in (20, 70)]
-    assert len({r.keys.deviation for r in results}) == 4
-
-
-def test_chosen_layers_alone():
-    model = tiny.model("llama")
-    (result,) = measure_deviation(model, METHODS["lca"], {"a": IDS}, [30], layers=[0, 2])
-    assert [layer.layer for layer in result.layers] == [0, 2]
-
-
 def test_stretches_spread_and_do_not_overlap():
     ids = torch.arange(100)
     parts = stretches(ids, 30, 8)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from speed import gate, tasks
 from speed.kernel import KernelPlan, bench_kernel
-from speed.problems import HeadShape, Setting, pooled
+from speed.problems import HeadShape, Setting
 
 import condense
 from condense.caches import StaticCondensedLayer
@@ -126,18 +126,6 @@ def test_wrong_attention_is_not_timed(op, monkeypatch):
     for row in content["rows"]:
         assert row["error"].startswith("wrong: ")
         assert "times" not in row
-
-
-def test_wrong_pooling_is_not_timed(monkeypatch):
-    def wrong(*arguments, **options):
-        sources = pooled(*arguments, **options)
-        entries = sources.entries._replace(v=sources.entries.v.roll(1, 2))
-        return sources._replace(sources=(entries, sources.window))
-
-    monkeypatch.setattr(tasks, "pooled", wrong)
-    _, content = run(ops=("layer",), lengths=(64,), baselines=(), methods={"cca": METHODS["cca"]})
-    (row,) = content["rows"]
-    assert row["error"].startswith("wrong: ")
 
 
 @pytest.mark.parametrize("longest", [64, 48])

@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from layers import columns, draw, read, tensors_of
+from layers import columns, draw, read
 from models import tiny
 from torch.testing import assert_close
 
@@ -58,21 +58,6 @@ def test_crop_of_everything_short(method):
         layer.crop(-length)
         assert layer.get_seq_length() == 0
         assert_close(read(layer, other), _full(method, other), rtol=0, atol=1e-12)
-
-
-def test_candidates_taken_back_again_and_again(method):
-    generator = torch.Generator().manual_seed(4)
-    kept = draw(30)
-    layer = _filled(method, kept)
-    for round_ in range(25):
-        candidates = int(torch.randint(1, SLACK + 1, (), generator=generator))
-        refused = int(torch.randint(0, candidates + 1, (), generator=generator))
-        new = draw(candidates, seed=100 + round_)
-        out = read(layer, new)
-        assert_close(out, _full(method, kept, new)[:, :, -candidates:], rtol=0, atol=1e-12)
-        layer.crop(-refused)
-        kept = [torch.cat(x, dim=2) for x in zip(kept, columns(new, 0, candidates - refused), strict=True)]
-    assert layer.get_seq_length() == kept[0].shape[2]
 
 
 def test_crop_beyond_the_slack_changes_nothing():
@@ -212,19 +197,3 @@ def test_contract():
     assert layer.get_seq_length() == 0
     assert not layer.is_initialized
     assert_close(read(layer, draw(30)), _full(tiny.CCA, draw(30)), rtol=0, atol=1e-12)
-
-
-def test_update_by_a_stock_model_is_refused_and_changes_nothing():
-    layer = _filled(tiny.CCA, draw(20))
-    past = layer.state
-    with pytest.raises(ValueError, match="fill: call condense"):
-        layer.update(*draw(3)[1:])
-    assert layer.state is past
-    assert layer.get_seq_length() == 20
-
-
-def test_a_layer_keeps_no_graph():
-    qkv = [x.requires_grad_() for x in draw(30)]
-    layer = CondensedLayer(tiny.STREAMING_6)
-    assert read(layer, qkv).requires_grad
-    assert not any(x.requires_grad for x in tensors_of(layer.state))

@@ -136,17 +136,6 @@ def test_use_may_hold_restore_and_apply(model):
     assert condensed_layers(model) == {}
 
 
-def test_use_on_a_cache_of_its_own(model):
-    condense.apply(model, tiny.CCA)
-    cache = tiny.filled(model, IDS[:, :40])
-    rest = tiny.logits(model, IDS)[:, 40:]
-    with condense.use(model, tiny.CCA.replace(group_size=8)):
-        tiny.filled(model, IDS)
-        with pytest.raises(ValueError, match="already holds tokens condensed by CCA"):
-            model(IDS[:, 40:], past_key_values=cache)
-    torch.testing.assert_close(tiny.in_chunks(model, IDS[:, 40:], (21,), cache), rest, **tiny.EXACT)
-
-
 def test_use_is_cheap_enough_for_every_training_step():
     model = tiny.model("llama", num_hidden_layers=8)
     times = []
@@ -176,15 +165,6 @@ def test_an_implementation_set_afterwards_has_the_last_word(model, implementatio
     model.set_attn_implementation(implementation)
     condense.restore(model)
     assert model.config._attn_implementation == implementation
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_restore_returns_to_the_implementation_before(model, implementation):
-    model.set_attn_implementation(implementation)
-    stock = tiny.logits(model, IDS)
-    condense.restore(condense.apply(model, tiny.CCA))
-    assert model.config._attn_implementation == implementation
-    assert torch.equal(tiny.logits(model, IDS), stock)
 
 
 class _Doubling(ModelHook):

@@ -9,7 +9,6 @@ import re
 import pytest
 import torch
 from models import tiny
-from peft import LoraConfig, PeftModel, get_peft_model
 from small_models import random_llama
 from transformers import AutoModelForCausalLM
 
@@ -20,17 +19,6 @@ from condense.methods import methods_in
 from condense.models import adapted, condensed_layers
 
 RECALL, WINDOW = tiny.RECALL, tiny.METHODS["streaming-llm"]
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_an_adapter_brings_the_methods_of_its_base(tmp_path):
-    choice, ids = {1: RECALL, "0": tiny.STREAMING_6, "rest": WINDOW}, tiny.tokens()
-    settings = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
-    tuned = get_peft_model(condense.apply(tiny.model("llama"), choice), settings).double().eval()
-    torch.testing.assert_close(tiny.in_chunks(tuned, ids, tiny.CHUNKS), tiny.logits(tuned, ids), **tiny.EXACT)
-    tuned.save_pretrained(tmp_path)
-    loaded = PeftModel.from_pretrained(tiny.model("llama"), tmp_path)
-    assert condensed_layers(loaded) == {0: tiny.STREAMING_6, 1: RECALL, 2: WINDOW}
 
 
 NAMED = {

@@ -39,14 +39,6 @@ def new_cache(model, kind, length=90):
 CACHES = pytest.mark.parametrize("kind", ["growing", "static"])
 
 
-def test_tokens_are_those_of_the_full_forward_and_not_of_the_dense_model(few):
-    out = tiny.generate(few, ONE)
-    best = tiny.logits(few, out[:, :-1]).argmax(-1)
-    assert torch.equal(out[0, 39:], best[0, 38:])
-    one_layer = len(condense.models.condensed_layers(few)) == 1  # which may not be enough to say something else
-    assert one_layer or not torch.equal(out, tiny.generate(condense.restore(few), ONE))
-
-
 @pytest.mark.parametrize("settings", [{"num_beams": 4}, {"cache_implementation": "static"}], ids=["beams", "static"])
 def test_a_batch_without_padding(few, settings):
     free = {"num_beams": settings.get("num_beams", 1), "use_cache": False}
@@ -69,14 +61,6 @@ def test_a_cache_from_the_user_is_condensed_and_starts_anew_when_reset(few, kind
     assert torch.equal(tiny.generate(few, ONE, past_key_values=cache), tiny.generate(few, ONE))
     assert {i for i, layer in enumerate(cache.layers) if type(layer) is CondensedLayer} == set(condensed)
     assert cache.get_seq_length() == 39 + tiny.NEW - 1
-
-
-def test_a_conversation_goes_on_with_the_returned_cache(few):
-    first = tiny.generate(few, ONE, return_dict_in_generate=True)
-    turn = torch.cat([first.sequences, tiny.tokens(1, 9, seed=7)], dim=1)
-    expected = tiny.generate(few, turn)
-    for cache in (copy.deepcopy(first.past_key_values), first.past_key_values):
-        assert torch.equal(tiny.generate(few, turn, past_key_values=cache), expected)
 
 
 @CACHES
@@ -112,19 +96,6 @@ def test_a_prefix_cache_is_reused_by_deep_copy(few, kind):
     assert int(prefix.get_seq_length()) == 30
 
 
-def test_a_filled_cache_is_initialized_as_a_stock_model_s_is():
-    model = tiny.model("llama")
-    assert tiny.filled(model, ONE).is_initialized
-    assert tiny.filled(condense.apply(model, tiny.CCA), ONE).is_initialized
-
-
-def test_inputs_embeds(few):
-    expected = tiny.generate(few, IDS, attention_mask=MASK)[:, 39:]
-    embeds = few.get_input_embeddings()(IDS)
-    settings = {"max_new_tokens": tiny.NEW, "do_sample": False, "pad_token_id": 1, "attention_mask": MASK}
-    assert torch.equal(few.generate(inputs_embeds=embeds, **settings), expected)
-
-
 @grid(10, "model", model=FEW | tiny.RECALLS, assistant=["dense", "condensed", "itself"])
 def test_assistants_equal_greedy(model, assistant):
     helper = copy.deepcopy(model)
@@ -141,12 +112,6 @@ def test_early_exit_equals_greedy(method):
     # llama alone: OPT and GPT-2 run all their layers over the shorter cache, which fails in the stock model too
     model = condense.apply(tiny.model("llama"), method)
     assert torch.equal(tiny.generate(model, ONE, assistant_early_exit=2), tiny.generate(model, ONE))
-
-
-def test_assistants_and_prompt_lookup_are_refused_with_a_static_cache(few):
-    ids = torch.cat([ROWS[0][:13]] * 3)[None]
-    with pytest.raises(ValueError, match=r"assisted generation|not supported|static"):
-        tiny.generate(few, ids, cache_implementation="static", prompt_lookup_num_tokens=3)
 
 
 def test_generation_in_inference_mode(few):

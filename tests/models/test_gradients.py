@@ -163,7 +163,7 @@ def test_autocast_trains_and_generates(name):
     assert cache.layers[0].keys.dtype == torch.bfloat16
 
 
-ALONE = {"summary": ("llama", tiny.WHOLE["prompt-summary"][1])}
+ALONE = {"summary": tiny.WHOLE["prompt-summary"], "summary-latents": tiny.WHOLE["prompt-summary-latents"]}
 ALONE |= {f"selection-{name}": (name, tiny.SELECT) for name in ("llama", "gpt2", "opt")}
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from grids import grid
 from models import small, tiny
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import StaticCache
 from transformers.cache_utils import StaticSlidingWindowLayer
 
 import condense
@@ -70,27 +70,6 @@ def test_a_window_longer_than_the_cache():
 def test_a_stock_model_with_a_sliding_window_has_no_graph():
     with pytest.raises(ValueError, match="stock model's layers with a sliding window cannot be decoded by a graph"):
         GraphDecoder(small.model("gemma3_text"), batch_size=1, max_length=40)
-
-
-def test_with_a_dense_method_the_whole_model_is_stock():
-    model, ids = tiny.model("qwen2-mixed"), tiny.tokens()
-    padded, mask = tiny.left_padded([tiny.tokens(1, 40)[0], tiny.tokens(1, 61)[0]])
-    real, steps = mask.bool(), (1,) * tiny.LENGTH
-
-    def outputs():
-        return [
-            tiny.logits(model, ids),
-            *(tiny.in_chunks(model, ids, sizes) for sizes in (tiny.CHUNKS, steps)),
-            tiny.in_chunks(model, ids, tiny.CHUNKS, DynamicCache()),
-            tiny.logits(model, padded, attention_mask=mask)[real],
-            *(tiny.in_chunks(model, padded, sizes, mask=mask)[real] for sizes in (tiny.CHUNKS, steps)),
-        ]
-
-    stock, stock_tokens = outputs(), tiny.generate(model, padded, attention_mask=mask)
-    condense.apply(model, condense.Dense())
-    for a, b in zip(outputs(), stock, strict=True):
-        torch.testing.assert_close(a, b, **tiny.EXACT)
-    assert torch.equal(tiny.generate(model, padded, attention_mask=mask), stock_tokens)
 
 
 CASES = {name: ("qwen2-mixed", tiny.METHODS[name]) for name in ("cca", "streaming-6", "streaming-llm")}
@@ -173,23 +152,3 @@ def test_a_sparse_prompt_has_no_cap():
     model = condense.apply(capped(), "vertical_slash")
     with pytest.raises(ValueError, match=r"VerticalSlash\(\) has no soft-capped scores, got a cap of 0.5: use another"):
         tiny.logits(model, tiny.tokens(1, LONG))
-
-
-@pytest.mark.parametrize("layers", [[0], None], ids=["one stays stock", "all condensed"])
-@pytest.mark.parametrize("method", [CCA, condense.Recall(group_size=2, window=4, num_recall=2)], ids=["cca", "recall"])
-def test_static_caches(method, layers):
-    model = condense.apply(ADDING["sinks"](), method, layers)
-    ids, mask = tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (LONG, LONG - 5)])
-    out = tiny.in_chunks(model, ids, SIZES, StaticCache(model.config, max_cache_len=40), mask)
-    growing = tiny.in_chunks(model, ids, SIZES, mask=mask)
-    torch.testing.assert_close(out[mask.bool()], growing[mask.bool()], rtol=0, atol=1e-6)
-    alone = tiny.logits(model, ids[:1])
-    torch.testing.assert_close(out[:1], alone, rtol=0, atol=1e-6)
-
-
-def test_saved_and_loaded(tmp_path):
-    model, ids = condense.apply(small.model("gpt_oss"), CCA), tiny.tokens(1, LONG)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, experts_implementation="eager").eval()
-    torch.testing.assert_close(tiny.logits(loaded, ids), tiny.logits(model, ids), rtol=0, atol=1e-6)
-    assert torch.equal(tiny.generate(loaded, ids), tiny.generate(model, ids))

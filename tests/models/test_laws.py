@@ -198,15 +198,6 @@ def test_restored_applied_again_saved_and_loaded(model, tmp_path, request):
     torch.testing.assert_close(tiny.logits(loaded.double(), ids), want, **tiny.exact(model))
 
 
-def test_float32_parity():
-    model = condense.apply(tiny.model("llama", dtype=torch.float32), tiny.STREAMING_6)
-    ids = tiny.tokens()
-    full = tiny.logits(model, ids)
-    parts = [tiny.in_chunks(model, ids, sizes) for sizes in (tiny.CHUNKS, (1,) * L)]
-    exact = tiny.logits(model.double(), ids)
-    assert all(tiny.rounds_alike(part, full, exact) for part in parts)
-
-
 def test_a_long_text_takes_many_blocks_of_queries():
     model = condense.apply(tiny.model("llama", max_position_embeddings=4096), tiny.STREAMING)
     ids = tiny.tokens(1, 2100)

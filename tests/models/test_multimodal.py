@@ -71,12 +71,6 @@ def test_generate_refuses_what_it_refuses_of_a_text_model(model, method, setting
     assert tiny.generate(model, IDS[:1], pixel_values=PIXELS[:1]).shape == (1, IDS.shape[1] + tiny.NEW)
 
 
-def test_continuous_batching_is_refused(model):
-    condense.apply(model, tiny.CCA)
-    with pytest.raises(ValueError, match="continuous batching and paged caches cannot be condensed"):
-        model.init_continuous_batching()
-
-
 def test_a_static_cache_without_room_is_refused_before_the_prompt_is_read(model):
     condense.apply(model, tiny.CCA)
     cache = StaticCache(model.config.text_config, max_cache_len=50)

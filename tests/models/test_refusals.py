@@ -192,15 +192,6 @@ def test_arguments_of_a_forward(B, arguments, message, layers):
     assert torch.equal(tiny.logits(model, IDS), expected)
 
 
-def test_a_mask_of_the_new_tokens_alone(model):
-    cache = tiny.filled(model, IDS[:, :30])
-    with pytest.raises(ValueError, match=r"cover all tokens so far, the cached ones included.* 30 tokens too few"):
-        model(IDS[:, 30:], past_key_values=cache, attention_mask=torch.ones(2, 10, dtype=torch.long))
-    assert cache.get_seq_length() == 30
-    rest = tiny.in_chunks(model, IDS[:, 30:], (10,), cache)
-    torch.testing.assert_close(rest, tiny.logits(model, IDS)[:, 30:], **tiny.EXACT)
-
-
 def test_the_implementation_without_apply():
     model = tiny.model("llama")
     stock = tiny.logits(model, IDS)

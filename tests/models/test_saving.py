@@ -1,13 +1,12 @@
 """Save, and load in a fresh process: condensed after `import condense`, refused without it."""
 
-import io
 import json
 
 import pytest
 import torch
 from fresh import run
 from models import loading, tiny
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import condense
 from condense.models import condensed_layers, families
@@ -149,44 +148,6 @@ def test_built_from_a_configuration(models, folder, build):
     built.load_state_dict(models["llama"].state_dict())
     assert condensed_layers(built) == SAVED["llama"]
     _assert_equal(tiny.logits(built, IDS), tiny.logits(models["llama"], IDS))
-
-
-def test_the_inner_model_alone(models, folder):
-    inner = AutoModel.from_pretrained(folder / "llama")
-    with torch.no_grad():
-        expected = models["llama"].model(IDS).last_hidden_state
-        _assert_equal(inner(IDS).last_hidden_state, expected)
-
-
-def test_device_map(models, folder):
-    loaded = AutoModelForCausalLM.from_pretrained(folder / "llama", device_map="cpu")
-    _assert_equal(tiny.logits(loaded, IDS), tiny.logits(models["llama"], IDS))
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_restored_after_loading_and_saved_again(folder, tmp_path, name):
-    loaded = condense.restore(AutoModelForCausalLM.from_pretrained(folder / name))
-    loaded.save_pretrained(tmp_path)
-    assert "condense" not in json.loads((tmp_path / "config.json").read_text())
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert condensed_layers(again) == {}
-    _assert_equal(tiny.logits(again, IDS), tiny.logits(loaded, IDS))
-
-
-def test_changed_after_loading_and_saved_again(folder, tmp_path):
-    loaded = condense.apply(AutoModelForCausalLM.from_pretrained(folder / "llama"), tiny.STREAMING, layers=[1])
-    loaded.save_pretrained(tmp_path)
-    expected = SAVED["llama"] | {1: tiny.STREAMING}
-    assert condensed_layers(AutoModelForCausalLM.from_pretrained(tmp_path)) == expected
-
-
-def test_a_filled_cache_can_be_pickled(models):
-    buffer = io.BytesIO()
-    torch.save(tiny.filled(models["llama"], IDS[:, :40]), buffer)
-    buffer.seek(0)
-    cache = torch.load(buffer, weights_only=False)
-    rest = tiny.in_chunks(models["llama"], IDS[:, 40:], (21,), cache)
-    _assert_equal(rest, tiny.logits(models["llama"], IDS)[:, 40:])
 
 
 def test_loaded_with_fewer_layers(models, folder):

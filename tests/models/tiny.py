@@ -127,9 +127,10 @@ CASES = {
     "lca-matched-entries-4": ("llama", METHODS["lca"].replace(window=6, rep_bias="matched", entry_bits=4)),
     "dga-matched": ("llama", DGA.replace(gamma=0.3, window=5, rep_bias="matched")),
 }
-# methods that read a prompt whole, in one forward; latents are refused: test_latent.py
+# methods that read a prompt whole, in one forward; selections of latents are refused: test_latent.py
 WHOLE = {
     "prompt-summary": ("llama", CCA.replace(summary="prompt")),
+    "prompt-summary-latents": ("minicpm3", METHODS["lca"].replace(summary="prompt")),
     "select": ("llama", SELECT),
     "select-random": ("llama", SELECT.replace(focal="random", window=0, rep_bias="none")),
     "select-streaming": ("llama", SELECT.replace(summary="streaming", complementary=False)),

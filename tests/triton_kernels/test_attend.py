@@ -113,25 +113,6 @@ def test_a_window_longer_than_any_text(window):
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
-def test_gradient_of_the_log_sum_exp():
-    dtype = DTYPES[0]
-    low = oracle.random_qkv(1, 4, 2, 45, WIDTH, WIDTH, dtype=dtype)
-    weight = torch.randn(1, 4, 45)
-    got, want = (
-        torch.autograd.grad(
-            (condense.attention(*x, method=CASES["cca"], backend=backend, return_lse=True)[1] * weight.to(x[0])).sum(),
-            x[:2],
-        )
-        for backend, x in (
-            ("triton", [x.to(DEVICE).requires_grad_() for x in low]),
-            ("reference", [x.double().requires_grad_() for x in low]),
-        )
-    )
-    for x, y in zip(got, want, strict=True):
-        # each is a weighted sum of keys or queries: a rounding of every term, and one of the result
-        assert float((x.cpu().double() - y).abs().max()) <= 4 * torch.finfo(dtype).eps * float(y.abs().max())
-
-
 def test_general_bounds_per_row_and_head():
     """Never decreasing bounds drawn at random, queries that see nothing among them."""
     dtype, (B, H, K, L, M, N, D) = DTYPES[0], (2, 4, 2, 53, 21, 47, WIDTH)
