@@ -1,7 +1,7 @@
 """`docs/studies/transfer.md`, from its template, and the table of the same study in `docs/recall.md`.
 
 In the template stand ``{{WORST run}}``, ``{{ARMS run make length}}``, ``{{LENGTHS run make}}`` and ``{{UNITED run}}``,
-runs counted from the oldest, 0; in the page of Recall the worst cells of the newest between ``<!-- transfer -->`` and
+runs counted from the oldest, 0, and ``{{ADAPTED}}``; in the page of Recall the worst cells of the newest between ``<!-- transfer -->`` and
 ``<!-- /transfer -->``.
 """
 
@@ -52,6 +52,8 @@ def write_page(documents: Mapping[str, Any], page: Path) -> None:
     tables = {"WORST": _worst_cells, "ARMS": _arms, "LENGTHS": _lengths, "UNITED": _united}
 
     def table(place: re.Match[str]) -> str:
+        if place[1] == "ADAPTED":
+            return _adapted([of for name, of in sorted(documents.items()) if name.startswith("adapted-")])
         run, *others = place[2].split()
         return tables[place[1]](run_of(documents, int(run)), *others)
 
@@ -140,6 +142,23 @@ def _nats(row: Mapping[str, Any]) -> str:
 
 def _worst(row: Mapping[str, Any]) -> str:
     return _percent(max(row[name][0] for name in TASKS if name in row)) if row else ""
+
+
+def _adapted(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Far text needed, copies and the worst task by length, before and after adapting, of models of one make."""
+    models = [run["results"]["models"][0] for run in runs]
+    lengths = sorted({row["length"] for model in models for row in model["rows"]})
+    rows = [["", "steps", "device", "read", *(f"{length:,}" for length in lengths)], ["---"] * (4 + len(lengths))]
+    for number, model in enumerate(models, 1):
+        for arm in dict.fromkeys(row["arm"] for row in model["rows"] if row["arm"] != "dense"):
+            form, found = arm.partition(", adapted")[0], [row_of(model, arm, length) for length in lengths]
+            if "not adapted" in arm and form.removesuffix(", not adapted") not in model["adapted"]:
+                continue  # a form that this run did not come to
+            steps = f"{model['adapted'][form]['step']:,}" if form in model["adapted"] else ""
+            sizes = [_between([f"{row[size]:.0%}" for row in found]) for size in ("device", "read")]
+            cells = [f"{_nats(row)}; {_worst(row)}" for row in found]
+            rows.append([f"{arm} [{number}]", steps, *sizes, *cells])
+    return _table(rows)
 
 
 def _united(models: Mapping[str, Any]) -> str:

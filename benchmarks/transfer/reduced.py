@@ -23,6 +23,7 @@ def reduced(folder: Path, provenance: Mapping[str, Any]) -> dict[str, Any]:
     A row has the bytes of an arm as shares of dense attention's, and per class of tokens and per task ``[value, low,
     high, dense, n]`` of `cells.Cell`; failed: those above the bar. united: by length and group size, for each number of
     queries the share of the closed groups, mean over layers and texts, and the largest layer's mean over texts.
+    adapted: steps and tokens by form, if the study is that of adapting.
     """
     models = [
         _model(path) for path in sorted(folder.glob("*.jsonl")) if not path.stem.endswith(("-training", "-adapting"))
@@ -43,6 +44,11 @@ def _model(path: Path) -> dict[str, Any]:
         }  # fmt: skip
         if steps[-1]["loss"] > _LEARNED:
             return model
+    adapting = path.with_name(f"{path.stem}-adapting.jsonl")
+    if adapting.exists():
+        # the last record of each form
+        forms = {step["form"]: step for step in _lines(adapting)}
+        model["adapted"] = {form: {name: step[name] for name in ("step", "tokens")} for form, step in forms.items()}
     model["united"] = _united([record for record in records if "united" in record and "error" not in record])
     model["rows"] = [
         {"arm": arm, "length": length}
