@@ -1,8 +1,8 @@
 """`docs/studies/transfer.md`, from its template, and the table of the same study in `docs/recall.md`.
 
 In the template stand ``{{WORST run}}``, ``{{ARMS run make length}}``, ``{{LENGTHS run make}}`` and ``{{UNITED run}}``,
-runs counted from the oldest, 0, and ``{{ADAPTED}}``; in the page of Recall the worst cells of the newest between ``<!-- transfer -->`` and
-``<!-- /transfer -->``.
+runs counted from the oldest, 0, and ``{{ADAPTED}}``; in the page of Recall the worst cells of the newest between
+``<!-- transfer -->`` and ``<!-- /transfer -->``.
 """
 
 from __future__ import annotations

@@ -35,8 +35,6 @@ LLAMA = {
 }  # fmt: skip
 # tokens in one step, as `condense serve` and vLLM's server set them
 BATCHED_TOKENS = {"dense": 8192, "condensed": 4096}
-# tokens of a page of dense attention
-DENSE_PAGE = 16
 # what the model leaves of 0.92 of an H200's memory
 PAGES_GIB = 112
 SIZES = (1, 2, 4, 6, 8, 16, 20, 24, 32, 64, 80, 90, 128, 192, 256)
@@ -109,7 +107,8 @@ class Engine:
         """Requests of ``length`` tokens whose pages lie in the pool at once, once their prompts are read."""
         layers = self.engine.vllm_config.compilation_config.static_forward_context.values()
         served = next((layer.model for layer in layers if hasattr(layer, "served")), None)
-        one = -(-length // DENSE_PAGE) if served is None else blocks_of_request(served, length).blocks
+        page = self.engine.vllm_config.cache_config.block_size
+        one = -(-length // page) if served is None else blocks_of_request(served, length).blocks
         return self.pages[0] // one
 
     def add(self, prompts, max_tokens):
@@ -177,9 +176,9 @@ class Engine:
         for cache in self.runner.kv_caches:
             if cache.data_ptr() not in done:
                 done.add(cache.data_ptr())
-                if cache.dtype == torch.uint8:
+                if cache.itemsize == 1:
                     # whatever numbers they are read as, these bytes make finite ones
-                    cache.random_(0, 64)
+                    cache.view(torch.uint8).random_(0, 64)
                 else:
                     cache.normal_(std=0.5)
 

@@ -2,6 +2,7 @@
 
     python benchmarks/serving/speed.py OUT.json --attention condensed --measure first,first,decode-130561,first
     python benchmarks/serving/speed.py OUT.json --attention dense --measure capacity,decode-4097,decode-32769
+    python benchmarks/serving/speed.py OUT.json --attention dense --cache fp8 --measure capacity,decode-130561
 
 What is measured, in this order; a name that comes again is measured again:
 
@@ -197,19 +198,22 @@ def main():
     parser.add_argument("--measure", default=",".join(["capacity", *DECODES, "first", "documents", "short", "long"]))
     parser.add_argument("--short", type=int, default=48, help="requests of short")
     parser.add_argument("--long", type=int, default=2, help="requests of long")
+    parser.add_argument("--cache", default="auto", help="of dense attention, as vLLM's --kv-cache-dtype")
     parser.add_argument("--method", help="as of condense serve; by layers, as a@0-15+b@16-31. Default: pooling")
     args = parser.parse_args()
     is_condensed = args.attention == "condensed"
+    if is_condensed and args.cache != "auto":
+        parser.error(f"--cache: wanted auto beside --attention condensed, got {args.cache}")
     with ThreadPoolExecutor(1) as beside:
         # the engine starts meanwhile, and waits
         check = beside.submit(checked, args.mode, args.method) if is_condensed else None
-        engine = llama_engine(args.attention, args.mode, method=args.method)
+        engine = llama_engine(args.attention, args.mode, method=args.method, kv_cache_dtype=args.cache)
         found = check and check.result()
     engine.condensed = is_condensed
     content = {
         "vllm": VLLM, "attention": args.attention, "mode": args.mode, "shape": "llama-3.1-8b",
         "method": (args.method or str(METHOD)) if engine.condensed else None,
-        "batched_tokens": BATCHED_TOKENS[args.attention], "checked": found,
+        "batched_tokens": BATCHED_TOKENS[args.attention], "cache": args.cache, "checked": found,
     }  # fmt: skip
     print(content, flush=True)
     engine.fill_pages()
