@@ -37,7 +37,7 @@ LLAMA = {
 BATCHED_TOKENS = {"dense": 8192, "condensed": 4096}
 # what the model leaves of 0.92 of an H200's memory
 PAGES_GIB = 112
-SIZES = (1, 2, 4, 6, 8, 16, 20, 24, 32, 64, 80, 90, 128, 192, 256)
+SIZES = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 64, 80, 90, 128, 192, 256)
 
 
 def mode_settings(mode):

@@ -43,7 +43,7 @@ LONG, ANSWER = 131072 - 512, 511
 ROWS = {
     4096 + 1: (1, 2, 4, 8, 16, 32, 64, 128, 192, 256),
     32768 + 1: (1, 2, 4, 8, 16, 24, 64, 128, 192, 256),
-    LONG + 1: (1, 2, 4, 6, 16, 20, 32, 64, 80, 90),
+    LONG + 1: (1, 2, 4, 6, 12, 16, 20, 32, 64, 90),
 }
 DECODES = {f"decode-{length}": length for length in ROWS}
 # few enough that the first requests still have tokens to answer with when up to ten numbers of rows were timed
