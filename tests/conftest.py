@@ -56,10 +56,7 @@ DEAR = {
         "padding_among_single_tokens": 1, "prompt_lookup_takes_candidates_back": 1, "tokens_are_those_of_extend": 1,
     },
     "triton_kernels/test_paged_step.py": {"steps_are_within_the_budget": 3},
-    "triton_kernels/test_pool.py": {
-        "chunks_give_what_one_call_gives": 3, "every_group_size": 5, "every_pair_of_poolings": 5, "every_ratio": 5,
-        "every_width": 5, "every_window": 5,
-    },
+    "triton_kernels/test_pool.py": {"chunks_give_what_one_call_gives": 3, "pooling": 18, "summaries": 16},
     "triton_kernels/test_recall_latents.py": {"a_prompt_is_what_it_is_with_any_entries": 1},
     "triton_kernels/test_recall_prefill.py": {"choice_output_and_gradients": 4, "compiled_as_one_graph": 1},
     "triton_kernels/test_recall_step.py": {
@@ -128,11 +125,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _values(cell: pytest.Item) -> set[tuple[str, str]]:
-    """Names and values of a cell's parameters; of tuples, place by place."""
+    """Names and values of a cell's parameters; of tuples and dicts, place by place."""
     found = set()
     for name, value in cell.callspec.params.items():  # type: ignore[attr-defined]
         parts = value if isinstance(value, tuple) else (value,)
-        found |= {(f"{name} {place}", repr(part)) for place, part in enumerate(parts)}
+        places = value.items() if isinstance(value, dict) else enumerate(parts)
+        found |= {(f"{name} {place}", repr(part)) for place, part in places}
     return found
 
 

@@ -78,23 +78,18 @@ def check_groups(dtype, begins, *, g, K=2, D=24, Dv=16, keys="weighted", values=
     check(run, low + summary * scored, weights)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("keys", "values"), list(itertools.product(POOLINGS, POOLINGS)))
-def test_every_pair_of_poolings(keys, values, dtype):
-    check_pooling(dtype, keys=keys, values=values)
+# every pair of poolings; scores' log-sum-exp; group sizes, one after another and rows apart; widths
+POOLED = [{"keys": how, "values": other} for how, other in itertools.product(POOLINGS, POOLINGS)]
+SCORED = (("weighted", "weighted"), ("mean", "max"), ("select", "mean"))
+POOLED += [{"keys": how, "values": other, "g": 13, "lse": True} for how, other in SCORED]
+POOLED += [{"keys": "select", "g": g, "G": 9, "start": start} for g in (1, 3, 7, 16, 20) for start in ((2,), (0, 5))]
+POOLED += [{"keys": how, "values": how, "D": D, "Dv": Dv} for how in POOLINGS for D, Dv in WIDTHS]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("keys", "values"), [("weighted", "weighted"), ("mean", "max"), ("select", "mean")])
-def test_log_sum_exp_of_the_scores(keys, values, dtype):
-    check_pooling(dtype, keys=keys, values=values, g=13, lse=True)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("g", [1, 3, 7, 16, 20])
-@pytest.mark.parametrize("start", [(2,), (0, 5)], ids=["one after another", "rows apart"])
-def test_every_group_size(g, start, dtype):
-    check_pooling(dtype, g=g, G=9, start=start, keys="select")
+@pytest.mark.parametrize("case", POOLED, ids=str)
+def test_pooling(case, dtype):
+    check_pooling(dtype, **case)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -112,13 +107,6 @@ LONG = [(256, dtype) for dtype in DTYPES] + [(1000, dtype) for dtype in DTYPES i
 def test_long_groups(g, dtype):
     """Sums over many tokens must not lose more than PyTorch's."""
     check_pooling(dtype, g=g, G=2, K=1, start=(3,), keys="select")
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("D", "Dv"), WIDTHS)
-@pytest.mark.parametrize("how", POOLINGS)
-def test_every_width(how, D, Dv, dtype):
-    check_pooling(dtype, D=D, Dv=Dv, keys=how, values=how)
 
 
 # before and after are tokens read, start is where window 0 begins: row by row
@@ -143,16 +131,18 @@ def check_summaries(dtype, rows, *, R=3, D=24, Q=6, S=4, stride=4, G=6):
     check(run, tensors((B, R * K, L, D), dtype=dtype), tensors((B, K, G, D), dtype=torch.float32, seed=2))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize("size", [1, 3, 4, 13])
-def test_every_window(rows, size, dtype):
-    check_summaries(dtype, rows, S=size)
+APART = ROWS["chunk, rows apart"]
+SUMMARIES = [{"rows": rows, "S": size} for rows in ROWS.values() for size in (1, 3, 4, 13)]
+SUMMARIES += [{"rows": APART, "R": R} for R in (1, 2, 4, 7, 12)]
+SUMMARIES += [{"rows": ROWS["fresh"], "D": D, "R": 2} for D in sorted({D for D, _ in WIDTHS})]
+# more queries than the windows are apart
+SUMMARIES += [{"rows": ((0, -11), (0, 0), (37, 25)), "S": 40, "stride": 3, "G": 2}]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_more_queries_than_the_windows_apart(dtype):
-    check_summaries(dtype, ((0, -11), (0, 0), (37, 25)), S=40, stride=3, G=2)
+@pytest.mark.parametrize("case", SUMMARIES, ids=str)
+def test_summaries(case, dtype):
+    check_summaries(dtype, **case)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -169,18 +159,6 @@ def test_spans_that_are_given_one_by_one(spans, dtype):
         return (summarize(q, q.new_zeros(1, 2, 0, 24), where, backend=backend),)
 
     check(run, tensors((1, 6, 37, 24), dtype=dtype), tensors((1, 2, len(lo), 24), dtype=torch.float32, seed=2))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("R", [1, 2, 4, 7, 12])
-def test_every_ratio(R, dtype):
-    check_summaries(dtype, ROWS["chunk, rows apart"], R=R)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("D", sorted({D for D, _ in WIDTHS}))
-def test_every_width_of_a_summary(D, dtype):
-    check_summaries(dtype, ROWS["fresh"], D=D, R=2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -349,19 +349,6 @@ def test_turned_queries_take_of_the_scratch_memory(monkeypatch):
     assert limit / 2 < max(sizes) <= limit
 
 
-@pytest.mark.parametrize(("D", "dtype"), [(40, torch.float16), (96, torch.bfloat16), (192, torch.float32)], ids=str)
-def test_turned_queries_are_the_definitions_to_the_bit(D, dtype):
-    """For queries of whole numbers, whose sums are exact in any order; heads of a KV head lie side by side."""
-    q = (torch.randn(2, 6, 21, D, generator=torch.Generator().manual_seed(0)) * 9).round().to(DEVICE, dtype)
-    q[0, 1, 2] = 0
-    numbers, unit = recall_score.turned(q[:, :, 2:], 2, 0.3)
-    want, want_unit = (
-        x.unflatten(1, (2, 3)).transpose(2, 3).flatten(2, 3).flatten(0, 1) for x in turned_queries(q[:, :, 2:])
-    )
-    assert torch.equal(numbers.float(), want)
-    assert torch.equal(unit[..., None], want_unit * 0.3)
-
-
 LIMITS = [(5, 0, "pool"), (5, 0, "drop"), (5, 100, "pool"), (5, 100, "drop"), (30, 3, "pool")]
 
 
