@@ -5,8 +5,6 @@ import functools
 import pytest
 import torch
 from grids import CPU_BACKENDS, grid
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from layers import extend, tensors_of
 from oracles import cases, latent_oracle
 from oracles.latent_oracle import Latents
@@ -22,14 +20,6 @@ WIDTHS = (5, 3, 7, 4)
 @functools.cache
 def wanted(shape, method):
     return latent_oracle.attention(latent_oracle.random(*shape), method=method)
-
-
-def test_dense_is_pytorch_attention_on_expanded_latents():
-    x = latent_oracle.random(2, 3, 40, WIDTHS)
-    k, v = UpProjection(x.w_uk, x.w_uv).expand(torch.cat([x.c, x.k_rope], -1)[:, None])
-    q = torch.cat([x.q_nope, x.q_rope], -1)
-    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    torch.testing.assert_close(condense.latent_attention(*x, method=condense.Dense()), want, **EXACT)
 
 
 # --- any amount of past, absorbed and expanded
@@ -85,17 +75,6 @@ def test_after_a_prompt_the_streaming_rule_holds(method):
     want, _ = latent_oracle.attention(x, method=method, prompt=22)
     out, _ = read_in_steps(method, x, (22, *(1,) * 15), absorb=None)
     torch.testing.assert_close(out, want, **EXACT)
-
-
-@settings(derandomize=True, deadline=None, max_examples=40)
-@given(st.data())
-def test_any_method_any_chunks(data):
-    method = data.draw(cases.ANY_CCA)
-    steps = data.draw(st.lists(st.integers(1, 14), min_size=1, max_size=5), label="steps")
-    absorb = data.draw(st.sampled_from([True, False, None]))
-    x = latent_oracle.random(1, 2, sum(steps), WIDTHS)
-    out, _ = read_in_steps(method, x, steps, absorb=absorb)
-    torch.testing.assert_close(out, latent_oracle.attention(x, method=method)[0], **EXACT)
 
 
 # --- causality, gradients, numbers
@@ -215,12 +194,6 @@ BAD = {
 def test_bad_arguments(changes, message):
     with pytest.raises(ValueError, match=message):
         condense.latent_attention(**arguments(**changes))
-
-
-@pytest.mark.parametrize("method", cases.SELECTIONS.values(), ids=cases.SELECTIONS)
-def test_a_prompt_selection_asks_each_heads_own_queries(method):
-    with pytest.raises(ValueError, match=r"^DGA\(.*selection='prompt'.*latents \(MLA\).*: use selection='streaming'"):
-        condense.latent_attention(**arguments(method=method))
 
 
 @pytest.mark.parametrize("name", ["q_nope", "q_rope", "c", "k_rope", "w_uk"])

@@ -62,25 +62,6 @@ def test_a_rounded_entry_has_the_gradient_of_the_pooled_one(method, bits):
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize(
-    "layer", [CondensedLayer, lambda method: StaticCondensedLayer(method, 41)], ids=["grow", "fix"]
-)
-def test_caches_hold_rows_of_bytes_and_give_back_the_same_numbers(layer):
-    method, (q, k, v) = POOLED.replace(entry_bits=4), inputs(torch.bfloat16)
-    layer, want = layer(method), read_whole(method, k=k, v=v, q=q, scale=SCALE).sources[0]
-    for start, stop in ((0, 3), (3, 6), (6, 30), (30, 41)):
-        part = [x[:, :, start:stop] for x in (q, k, v)]
-        context = layer.read(*part[1:], read_request(part[0], scale=SCALE))
-        # also where there are none yet
-        assert [x.dtype for x in context.tensors] == [torch.bfloat16] * 4
-        assert [x.shape[3] for x in context.tensors] == [80, 11] * 2
-    assert torch.equal(context.sources[0].k, want.k)
-    assert torch.equal(context.sources[0].v, want.v)
-    kept = layer.buffers.entries(layer.settings) if isinstance(layer, StaticCondensedLayer) else layer.state.entries
-    assert [x.dtype for x in kept[:2]] == [torch.uint8] * 2
-    assert [x.shape[3] for x in kept[:2]] == [40 + 3 * 4 + 4, 6 + 4 + 6]
-
-
 @pytest.mark.parametrize("fixed", [False, True], ids=["grow", "fix"])
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_pieces_before_the_first_entry_read_none(method, fixed):

@@ -5,7 +5,6 @@ from typing import ClassVar
 
 import pytest
 import torch
-from methods import test_parity as parity
 from models import tiny
 from oracles import oracle
 from transformers import StaticCache
@@ -72,17 +71,6 @@ def test_attention(backend, method):
         for h in range(2):
             want = by_hand(method, q[b, 2 * h : 2 * h + 2, pads:], k[b, h, pads:], v[b, h, pads:], 3**-0.5)
             torch.testing.assert_close(got[b, 2 * h : 2 * h + 2, pads:], want, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("steps", parity.RAGGED.values(), ids=parity.RAGGED)
-def test_extend(backend, method, steps):
-    lengths = [sum(counts) for counts in zip(*steps, strict=True)]
-    data = parity.rows(lengths)
-    outs, _, _ = parity.read_in_steps(method, data, steps, backend)
-    for out, (q, k, v), n in zip(outs, data, lengths, strict=True):
-        if n:
-            want = condense.attention(q, k, v, method=method, backend=backend)[0]
-            torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
 
 
 def test_static_cache(method):

@@ -8,15 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from models import tiny
 from oracles import cases
 from small_models import random_llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import condense
 from condense import CCA, DGA, LCA, Dense, LMInfinite, Method, Recall, Reread, StreamingLLM
-from condense.config import method_class, method_from_dict
+from condense.config import method_from_dict
 from condense.models import condensed_layers
 from condense.named import NAMED_SETTINGS
 from condense.plots import method_labels
@@ -106,16 +104,9 @@ def test_a_bad_setting_is_named(cls, field, value):
             call(**settings)
 
 
-@pytest.mark.parametrize("name", ["nothing", "CCA", "", None, 3, ["cca"]], ids=repr)
-def test_an_unknown_method_is_refused(name):
-    for call in (method_class, lambda name: method_from_dict({"method": name})):
-        with pytest.raises(ValueError, match=r"^method must be one of \[.*'cca'.*'lca'.*\], got "):
-            call(name)
-
-
 REFUSED = {
     r", got 'CCCA'; close: cca$": {"method": "CCCA"},
-    r", got 'nothing'$": {"method": "nothing"},
+    r"method must be one of \[.*'cca'.*'lca'.*\], got 'nothing'$": {"method": "nothing"},
     r"cca: unknown settings \['groups'\]; known are \['group_size', ": {"method": "cca", "groups": 3},
     r"dga: unknown settings \['entry_bits'\]": {"method": "dga", "entry_bits": 4},
     "rep_bias='matched' needs selection='streaming', got 'prompt'": {
@@ -137,12 +128,6 @@ def test_what_is_no_settings_says_what_there_is(message, settings):
 
 def test_a_removed_setting_is_read_where_it_says_what_holds_now():
     assert method_from_dict({"method": "dga", "window": 3, "weight_scale": None}) == DGA(window=3)
-
-
-@pytest.mark.parametrize("thing", [None, ["cca"], CCA, 3, object()], ids=lambda x: type(x).__name__)
-def test_only_a_method_is_a_method(thing):
-    with pytest.raises(ValueError, match=r"^method must be a condense method such as condense.Recall\(\), got "):
-        Method.parse(thing)
 
 
 def test_settings_are_frozen_and_named():
@@ -173,17 +158,6 @@ def test_a_name_is_a_method_with_all_settings(name):
     assert condense.Method.parse(f"{name}:window=96") == method.replace(window=96)
     assert condense.Method.parse({"method": name, "window": 96}) == method.replace(window=96)
     assert README.count(f"\n- **`{name}`**, for a model ") == 1
-
-
-@pytest.mark.parametrize("name", NAMED_SETTINGS)
-def test_whole_chunks_and_steps_agree(name):
-    """With a window, and a number of open groups if there are any, that 150 tokens leave behind."""
-    small = "window=16" if name == "pooled" else "window=16,num_recall=2"
-    model = condense.apply(random_llama().double(), f"{name}:{small}")
-    ids = tiny.tokens(2, 150)
-    whole = tiny.logits(model, ids)
-    torch.testing.assert_close(tiny.in_chunks(model, ids, (70, 3, *[1] * 40, 37)), whole)
-    assert (whole - tiny.logits(condense.restore(model), ids)).abs().max() > 1e-2  # some tokens are not seen
 
 
 def test_a_method_is_labelled_by_the_name_of_its_settings():

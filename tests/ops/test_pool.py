@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from layers import extend
 
-import condense
 from condense.ops import POOLINGS, Chunks, SummarySpans, group_scores, pool, pool_groups, summarize
 
 BACKENDS = ["reference", "torch"]
@@ -132,14 +130,3 @@ def test_pool_groups_past_the_end_are_finite_and_values_may_be_missing(backend):
         )  # fmt: skip
         assert bool(key.isfinite().all())
         assert value.shape == (2, 2, 4, 0)
-
-
-def test_extend_with_the_groups_own_last_queries_looks_at_no_other():
-    method = condense.CCA(group_size=4, window=3)
-    q, k, v = draw(1, 4, 21, 4), draw(1, 2, 21, 4, seed=1), draw(1, 2, 21, 4, seed=2)
-    want, _ = extend(method, None, q, k, v, scale=0.5)
-    q[:, :, [i for i in range(21) if i % 4 != 3]] = torch.nan
-    got, past = extend(method, None, q, k, v, scale=0.5)
-    assert torch.equal(got.entries.k, want.entries.k)
-    assert torch.equal(got.entries.v, want.entries.v)
-    assert past.mean_q.shape == (1, 2, 0, 4)

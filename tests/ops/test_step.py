@@ -7,13 +7,13 @@ import pytest
 import torch
 from layers import extend
 from oracles import cases, oracle
-from step_states import RECALLS, call_of, check_slots, empty, own_of, token_at, with_store
+from step_states import RECALLS, call_of, empty, own_of, token_at, with_store
 from torch._dynamo.testing import CompileCounterWithBackend
 from two_sources import attend_to
 
 import condense
 from condense.methods import step_settings
-from condense.ops import Chunks, NewToken, StepCall, StepState, decode_step, step_backend
+from condense.ops import NewToken, StepCall, StepState, decode_step, step_backend
 from condense.ops.recall import choose_groups, index_scores
 from condense.ops.triton import limits
 
@@ -160,22 +160,6 @@ def test_a_step_too_many_stays_inside(method, length, entries):
         assert torch.equal(x, y[:, :, : x.shape[2]])
 
 
-@pytest.mark.parametrize("name", ["two-open", "three-open", "g-1-opened", "none-open", "all-open"])
-def test_slots_change_no_bit(name):
-    """None, fewer than groups that open, some more, more than there are groups; a row pauses."""
-    method, qkv = RECALLS[name], oracle.random_qkv(B, H, K, 60, D, DV)
-    real, g = torch.rand(B, 60, generator=torch.Generator().manual_seed(2)) < 0.9, method.group_size
-    settings = [with_store(step_settings(method), slots=n) for n in (0, 1, 3, 5, 80)]
-    states = [empty(each, 60, K, (D, DV)) for each in settings]
-    for t in range(60):
-        calls = [call_of(*pair, token_at(qkv, t, real), scale=SCALE) for pair in zip(settings, states, strict=True)]
-        outs = [decode_step(call, own_of(method, B, call.state), backend="torch") for call in calls]
-        for out, state in zip(outs, states, strict=True):
-            assert torch.equal(out, outs[0])
-            check_slots(state, g)
-    assert name == "none-open" or int((states[-1].held >= 0).sum(-1).min()) > 5
-
-
 def test_the_group_that_was_open_the_longest_ago_loses_its_slot():
     """Against a plain list: hits move to the end in their old order, then those that come."""
     method, qkv = RECALLS["g-1-opened"], oracle.random_qkv(B, 2, 1, 60, D, DV)
@@ -206,37 +190,6 @@ def test_which_backends_take_a_step():
         decode_step(call, own_of(method, B, state), backend="reference")
     with pytest.raises(ValueError, match="backend 'triton'"):  # no CUDA, or float64
         decode_step(call, own_of(method, B, state), backend="triton")
-
-
-POOLINGS = {
-    "cca": (condense.CCA(), ("weighted", "weighted")),
-    "lca": (condense.LCA(value_pooling="max"), ("select", "max")),
-    "streaming_llm": (condense.StreamingLLM(), ("mean", "mean")),
-    "lm_infinite": (condense.LMInfinite(), ("mean", "mean")),
-    "dense": (condense.Dense(), ("mean", "mean")),
-}
-
-
-@pytest.mark.parametrize(("method", "pooling"), POOLINGS.values(), ids=POOLINGS)
-def test_pooling_says_what_represent_does(method, pooling):
-    assert method.layout.pooling == (*pooling, 0)
-    c = method.layout.rule.chunk
-    k, v, summary = torch.randn(1, 1, 3, c, 4).double(), torch.randn(1, 1, 3, c, 2).double(), torch.randn(1, 1, 3, 4)
-    one = Chunks(k.flatten(2, 3), v.flatten(2, 3), 0, 3, c, 0)
-    got = method.represent(one, summary.double(), scale=0.5, backend="torch")
-    scores = condense.ops.group_scores(summary.double(), k, scale=0.5)
-    want = (condense.ops.pool(x, scores, how=how) for x, how in zip((k, v), pooling, strict=True))
-    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
-
-
-def test_plan_of_focal_chunks():
-    plan = step_settings(condense.DGA(group_size=4, gamma=0.5, rep_bias="log_size"))
-    assert plan.bias == pytest.approx(torch.tensor(4.0).double().log().item(), abs=1e-15)
-    assert (plan.key_pooling, plan.value_pooling, plan.num_focal) == ("weighted", "weighted", 2)
-    assert (plan.has_first, plan.bias_differs) == (False, True)
-    prompt = step_settings(condense.DGA(gamma=0, selection="prompt", rep_bias="log_size"))
-    assert (prompt.num_focal, prompt.has_first, prompt.bias_differs) == (0, True, True)
-    assert step_settings(condense.DGA(focal="random")).key_pooling is None
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
