@@ -48,15 +48,6 @@ def test_commands_are_accepted():
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
 
 
-def test_links_and_files_lead_somewhere():
-    paths = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", README) + re.findall(
-        r"`((?:benchmarks|docs|src)/[\w./-]+)`", README
-    )
-    assert len(paths) > 10
-    for path in paths:
-        assert (ROOT / path).exists(), path
-
-
 def test_every_number_is_of_a_result_or_a_setting():
     # the table is compared with the results in benchmarks/test_pages.py
     prose = re.sub(

@@ -10,13 +10,6 @@ import pytest
 from condense.calibration.curve import best_within, greedy_path, most_bytes
 
 
-def test_an_example_by_hand():
-    costs = {0: [0.0, 0.1, 0.4], 5: [0.0, 2.0, 2.1]}
-    sizes = {0: [100, 50, 40], 5: [100, 50, 40]}
-    # 0.1 for 50 bytes; then 0.3 for 10; then 2.1 for 60, which is cheaper a byte than 2.0 for 50
-    assert greedy_path(costs, sizes) == [{0: 0, 5: 0}, {0: 1, 5: 0}, {0: 2, 5: 0}, {0: 2, 5: 2}]
-
-
 def test_it_begins_with_what_loses_least_and_never_takes_what_loses_more_and_keeps_more():
     costs, sizes = {0: [0.2, 0.0, 0.0, 0.5]}, {0: [10, 80, 60, 20]}
     assert greedy_path(costs, sizes) == [{0: 2}, {0: 0}]

@@ -89,18 +89,17 @@ def test_every_command_is_shown():
     assert {line.split()[1] for line in COMMANDS} == set(typer.main.get_command(app).commands)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", PAGES[page]):
+LINKING = PAGES | {"README.md": (ROOT / "README.md").read_text(encoding="utf-8")}
+
+
+@pytest.mark.parametrize("page", LINKING)
+def test_links_and_names_of_files_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", LINKING[page]):
         if not target.startswith("https://"):
             assert (ROOT / page).parent.joinpath(target).exists(), target
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_files_named_exist(page):
-    for path in re.findall(r"`((?:src|tests|docs|benchmarks)/[\w./-]+)`", PAGES[page]):
+    for path in re.findall(r"`((?:src|tests|docs|benchmarks)/[\w./-]+)`", LINKING[page]):
         assert (ROOT / path).exists(), path
-    for name in re.findall(r"`(?:\.{3})?([\w.-]*\d{8}T\d{6}Z)(?:\.json)?`", PAGES[page]):
+    for name in re.findall(r"`(?:\.{3})?([\w.-]*\d{8}T\d{6}Z)(?:\.json)?`", LINKING[page]):
         assert [found for found in RESULTS if found.endswith(name)], name
 
 

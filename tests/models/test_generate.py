@@ -188,7 +188,6 @@ NEW_TOKENS = torch.ones(1, 3, dtype=torch.long)
 # tokens that the cache has room for and holds; then new tokens and their mask
 CALLS = {
     "full": (40, ONE, 40, ONE[:, :1], None, "wanted at most 40 tokens .* got 40 and 1 more; make it longer"),
-    "full of two": (40, ONE, 40, ONE[:, :2], None, "wanted at most 40 tokens .* got 40 and 2 more; make it longer"),
     "another batch": (
         60, IDS, 39, torch.cat([IDS, IDS])[:, :4], None,
         "wanted 3 rows, for which it was made, got 6; make a new cache",

@@ -4,7 +4,6 @@ that add to attention: a logit per head in their softmax (GPT-OSS), a cap on the
 
 import pytest
 import torch
-from grids import grid
 from models import small, tiny
 from transformers import StaticCache
 from transformers.cache_utils import StaticSlidingWindowLayer
@@ -65,22 +64,6 @@ def test_a_window_longer_than_the_cache():
     out = tiny.in_chunks(model, ids, (9, *[1] * 8), cache)
     torch.testing.assert_close(out, tiny.logits(model, ids), **tiny.EXACT)
     assert StreamingLLM(sink=0, window=30) in [layer.method for layer in cache.layers]
-
-
-def test_a_stock_model_with_a_sliding_window_has_no_graph():
-    with pytest.raises(ValueError, match="stock model's layers with a sliding window cannot be decoded by a graph"):
-        GraphDecoder(small.model("gemma3_text"), batch_size=1, max_length=40)
-
-
-CASES = {name: ("qwen2-mixed", tiny.METHODS[name]) for name in ("cca", "streaming-6", "streaming-llm")}
-
-
-@grid(4, "model", model=CASES, sizes={"whole": (61,), "chunks": tiny.CHUNKS, "steps": (1,) * 61})
-def test_padded_rows_equal_single_ones(model, sizes):
-    rows = [tiny.tokens(1, n, seed=n)[0] for n in (40, 61, 44)]
-    ids, mask = tiny.left_padded(rows)
-    for row, out in zip(rows, tiny.in_chunks(model, ids, sizes, mask=mask), strict=True):
-        torch.testing.assert_close(out[-len(row) :], tiny.logits(model, row[None])[0], **tiny.EXACT)
 
 
 @pytest.mark.parametrize("choice", [tiny.CCA, {1: tiny.CCA}], ids=["all", "one"])

@@ -173,20 +173,6 @@ EXPERTS = {
 
 
 @pytest.mark.parametrize("name", EXPERTS)
-def test_models_with_experts(name):
-    model = condense.apply(tiny.model(name, **EXPERTS[name]), LCA)
-    full = tiny.logits(model, IDS)
-    # the router computes in float32
-    torch.testing.assert_close(tiny.in_chunks(model, IDS, tiny.CHUNKS), full, **tiny.ROUNDED)
-    rows = [tiny.tokens(1, n, seed=n)[0] for n in (39, 26)]
-    ids, mask = tiny.left_padded(rows)
-    batch = tiny.generate(model, ids, attention_mask=mask)
-    assert torch.equal(batch, tiny.generate(model, ids, attention_mask=mask, use_cache=False))
-    for row, out in zip(rows, batch, strict=True):
-        assert torch.equal(out[39:], tiny.generate(model, row[None])[0, len(row) :])
-
-
-@pytest.mark.parametrize("name", EXPERTS)
 def test_experts_as_models_run_them_by_default(name):
     changes = {key: value for key, value in EXPERTS[name].items() if key != "experts_implementation"}
     model = condense.apply(tiny.model(name, torch.float32, **changes), LCA)

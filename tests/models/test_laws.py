@@ -95,25 +95,6 @@ def test_whole_prompts_with_and_without_a_cache_are_followed_by_steps_of_any_siz
         torch.testing.assert_close(got, steps, **tiny.EXACT)
 
 
-def _first_condensed(method):
-    """The first position whose query sees fewer keys than in a dense model."""
-    if isinstance(method, condense.Dense):
-        return L
-    if isinstance(method, Recall):  # one group more than it opens
-        return method.window + (method.num_recall + 1) * method.group_size - 1
-    rule = method.layout.rule
-    return rule.window + rule.chunk - 1 + (rule.max_chunks or 0)  # the first tokens to close may be kept
-
-
-@pytest.mark.parametrize(("name", "method"), (each := tiny.PAIRS | tiny.RECALLS).values(), ids=each)
-def test_differs_from_dense_only_where_something_is_condensed(name, method):
-    model, ids, first = tiny.model(name), tiny.tokens(), _first_condensed(method)
-    dense = tiny.logits(model, ids)
-    difference = (tiny.logits(condense.apply(model, method), ids) - dense).abs().amax((0, 2))
-    assert bool((difference[:first] <= tiny.exact(model)["atol"]).all())
-    assert first == L or difference[first:].max() > 1
-
-
 @_of_case(tiny.CHOICES)
 def test_every_layer_counts_every_token_and_inspect_reports_each_by_its_method(model):
     length, held = 50, condensed_layers(model)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from models import tiny
-from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration, StaticCache
+from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
 
 import condense
 from condense.models import condensed_layers
@@ -69,11 +69,3 @@ def test_generate_refuses_what_it_refuses_of_a_text_model(model, method, setting
     with pytest.raises(ValueError, match=message):
         tiny.generate(model, IDS[:1], pixel_values=PIXELS[:1], **settings)
     assert tiny.generate(model, IDS[:1], pixel_values=PIXELS[:1]).shape == (1, IDS.shape[1] + tiny.NEW)
-
-
-def test_a_static_cache_without_room_is_refused_before_the_prompt_is_read(model):
-    condense.apply(model, tiny.CCA)
-    cache = StaticCache(model.config.text_config, max_cache_len=50)
-    with pytest.raises(ValueError, match=r"the static cache has room for 50 tokens .* need 51: make it longer"):
-        tiny.generate(model, IDS, pixel_values=PIXELS, past_key_values=cache)
-    assert cache.get_seq_length() == 0

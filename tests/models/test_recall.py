@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from grids import grid
 from models import tiny
 from transformers import DynamicCache, StaticCache
 
@@ -22,17 +21,6 @@ def test_exact_prompts_read_the_same_stored_tokens_in_a_padded_batch(model):
     got = tiny.logits(model, IDS, attention_mask=MASK, position_ids=(MASK.cumsum(1) - 1).clamp(min=0))
     for row, out in zip(ROWS, got, strict=True):
         torch.testing.assert_close(out[-len(row) :], tiny.logits(model, row[None])[0], **tiny.exact(model))
-
-
-@grid(2, "model", model=tiny.RECALLS)
-def test_a_store_in_host_memory_gives_the_same_tokens(model):
-    """Growing, static, and by a decoder whose prompt comes in chunks."""
-    want = tiny.generate(model, IDS, attention_mask=MASK)
-    condense.apply(model, METHOD.replace(store="host", slots=3))
-    for cache in ("dynamic", "static"):
-        assert torch.equal(tiny.generate(model, IDS, attention_mask=MASK, cache_implementation=cache), want)
-    decoder = condense.GraphDecoder(model, batch_size=3, max_length=60)
-    assert torch.equal(decoder.generate(IDS, MASK, max_new_tokens=tiny.NEW, chunk=7), want)
 
 
 @pytest.mark.parametrize("kind", ["growing", "static"])

@@ -57,16 +57,12 @@ def fresh(folder):
     return torch.load(folder / "fresh.pt")
 
 
-def test_a_fresh_process_loads_condensed_after_import(models, fresh):
+def test_a_fresh_process_loads_condensed_after_import_and_refuses_without(models, fresh):
     for name, model in models.items():
+        assert 'attn_implementation="condense"` is not supported' in fresh["without"][name], name
         logits, attention = fresh["with"][name]
         _assert_equal(logits, tiny.logits(model, IDS))
         assert attention.startswith("Condensed"), name
-
-
-def test_a_fresh_process_without_import_refuses(models, fresh):
-    for name in models:
-        assert 'attn_implementation="condense"` is not supported' in fresh["without"][name], name
     _assert_equal(fresh["pickled"], tiny.logits(models["llama"], IDS))
 
 
