@@ -91,7 +91,8 @@ class RecordPool(Pool):
         return PagedState(Pages(self.cache, window), Pages(self.records, entries), means)
 
     def kept(self, request):
-        """The parts of the records of a request's complete groups, by name: ``[1, K, G, columns]``."""
+        """The parts of the records of a request's complete groups, by name: ``[1, K, G, columns]``, or of tokens."""
         groups = request.seen // self.method.group_size
         records = self.records[torch.tensor(request.entries, device=self.bytes.device)]
-        return self.form.unpack(records.transpose(0, 1).flatten(1, 2)[None, :, :groups])
+        records = records.transpose(0, 1).flatten(1, 2)[None, :, :groups]
+        return {x.name: x.of(records).unflatten(3, x.shape).flatten(2, -2) for x in self.form.parts}

@@ -1,5 +1,7 @@
 """Kernels compiled for Hopper on a machine without one: attention forward, and Recall's."""
 
+import re
+
 import pytest
 import torch
 from record_pool import RecordPool
@@ -9,8 +11,9 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 import condense
+from condense.ops import unpack_store
 from condense.ops.hopper import limits as hopper_limits
-from condense.ops.recall import IndexChoice, Quota, RecallSources, build_index
+from condense.ops.recall import IndexChoice, Quota, RecallSources, StoreFormat, build_index
 from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.step import NewToken, StepCall
 from condense.ops.triton import host, limits, recall_step_plan
@@ -145,3 +148,16 @@ def test_the_kernels_of_a_prompt_on_latents(widths, compiled, for_a_gpu):
     assert len(compiled) == 7
     assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
     assert sum("wgmma.mma_async" in kernel.asm["ptx"] for kernel in compiled) == 2
+
+
+@pytest.mark.parametrize("dtype", limits.DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_store_is_unpacked_in_whole_words(bits, dtype, compiled, monkeypatch):
+    """Codes 8 bytes at a time, numbers 16; float32 is rounded twice, as in PyTorch, not once."""
+    monkeypatch.setattr(limits, "absence", lambda device: [])
+    form = StoreFormat(bits, 16)
+    pieces = torch.zeros(1, 2, 64, 16 * form.width(128, 128, dtype.itemsize), dtype=torch.uint8)
+    unpack_store(form, pieces, (128, 128), dtype, backend="triton")
+    ptx = compiled[0].asm["ptx"]
+    assert not re.search(r"ld\.global\.b8|st\.global\.b(8|16|32|64)", ptx)
+    assert ("fma.rn.f32" in ptx) == (dtype != torch.float32)

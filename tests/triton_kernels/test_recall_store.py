@@ -12,10 +12,13 @@ from step_states import RECALLS, check_slots, empty, own_by, step_settings, with
 from step_states import token_at as new_token
 from triton_kernels.test_recall_step import DEVICE, SCALE, check_choice, compare, random_qkv, scratch  # noqa: F401
 
-from condense import Recall
+from condense import Recall, attention
+from condense.ops import unpack_store
 from condense.ops.recall import StoreFormat
 from condense.ops.step import StepCall
+from condense.ops.step.pages import Places
 from condense.ops.torch import step as torch_step
+from condense.ops.triton import recall_store
 from condense.ops.triton import step as triton_step
 from condense.ops.triton.limits import DTYPES
 
@@ -153,3 +156,61 @@ def test_what_a_piece_holds_begins_at_whole_numbers():
     for g, D, Dv, size in ((1, 16, 24, 4), (3, 10, 6, 4), (5, 2, 2, 8), (6, 128, 64, 2)):
         for bits in (8, 4):
             assert g * StoreFormat(bits, g).width(D, Dv, size) % size == 0
+
+
+# tokens per group, widths
+PACKED = [(16, (64, 64)), (6, (24, 16)), (1, (40, 0)), (4, (80, 96))]
+if CUDA:
+    PACKED += [(g, widths) for g in (16, 32) for widths in ((128, 128), (192, 128), (256, 256), (576, 0), (288, 0))]
+
+
+def packed(bits, g, widths, dtype, groups=5):
+    """Pieces ``[2, 3, groups, g * C]``; the first group has numbers up to the largest of float16."""
+    generator = torch.Generator().manual_seed(g)
+    k, v = (torch.randn(2, 3, groups, g, n, generator=generator) for n in widths)
+    for x in (k, v):
+        x[:, :, :1] = 65504 - 1024 * x[:, :, :1].abs()
+    form = StoreFormat(bits, g)
+    rows = form.pack(k.to(DEVICE, dtype), v.to(DEVICE, dtype))
+    return form, rows.unflatten(2, (groups, g)).flatten(3)
+
+
+# the interpreter cuts numbers off to bfloat16
+@pytest.mark.parametrize("dtype", DTYPES if CUDA else [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("g", "widths"), PACKED, ids=str)
+def test_a_store_is_unpacked_to_the_bit(g, widths, bits, dtype):
+    """In a longer buffer, at an odd address, in pages, and of no group."""
+    form, pieces = packed(bits, g, widths, dtype)
+    want = unpack_store(form, pieces, widths, dtype, backend="torch")
+    longer = torch.full((2, 3, 9, pieces.shape[3]), 255, dtype=torch.uint8, device=DEVICE)[:, :, :5].copy_(pieces)
+    odd = torch.empty(pieces.numel() + 1, dtype=torch.uint8, device=DEVICE)[1:].view(pieces.shape).copy_(pieces)
+    for x in (longer, odd):
+        got = unpack_store(form, x, widths, dtype, backend="triton")
+        assert all(map(torch.equal, got, want))
+    got = unpack_store(form, longer[:, :, :0], widths, dtype, backend="triton")
+    assert [x.shape for x in got] == [(2, 3, 0, n) for n in widths]
+    # slots between pieces, 4 to a page, some of which two rows share
+    cache = torch.full((7, 3, 4, -(-pieces.shape[3] // 16) * 16 + 32), 255, dtype=torch.uint8, device=DEVICE)
+    pages = cache[..., 16 : 16 + pieces.shape[3]]
+    index = torch.randint(0, 28, (2, 1, 5), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    places = Places(index // 4, torch.arange(3, device=DEVICE)[:, None], index % 4)
+    pages[tuple(places)] = pieces
+    want, got = (unpack_store(form, pages, widths, dtype, places=places, backend=x) for x in ("torch", "triton"))
+    assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("prompt", ["recall", "exact"])
+def test_a_prompt_reads_what_the_kernel_unpacks(prompt, monkeypatch):
+    method = Recall(group_size=4, window=4, num_recall=2, store_bits=4, prompt=prompt)
+    qkv, outs = random_qkv(1, 2, 1, 30, 64, 64), []
+    for backend in ("torch", "triton"):
+        outs.append(attention(*qkv, method=method, backend=backend))
+        monkeypatch.setattr(StoreFormat, "unpack", None)
+    torch.testing.assert_close(*outs, rtol=2e-5, atol=2e-5)  # sums of float32 in another order
+
+
+def test_unpacking_is_a_whole_operation():
+    """Its schema, and what it says of its result before it runs."""
+    _, pieces = packed(4, 4, (16, 0), torch.float32)
+    torch.library.opcheck(recall_store._unpack, (pieces, None, None, 4, 4, 16, 0, torch.float32))

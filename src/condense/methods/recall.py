@@ -33,6 +33,7 @@ from condense.ops import (
     attend,
     attend_recall,
     make_entries,
+    unpack_store,
 )
 from condense.ops.recall import (
     GroupIndex,
@@ -219,10 +220,10 @@ class Recall(Method):
         if torch.is_grad_enabled() and q.requires_grad and (self.store_bits < 16 or all_exact):
             self.check_gradients()
         if all_exact:
-            sources, spans = self._all_tokens(q, context)
+            sources, spans = self._all_tokens(q, context, backend)
             return attend(q, sources, spans, scale=scale, backend=backend, return_lse=return_lse, extras=extras)
         signs, steps, _ = context.extra
-        asked, tokens = self._asked_and_tokens(q, context)
+        asked, tokens = self._asked_and_tokens(q, context, backend)
         # if no query sees entries, the first token of each group takes the place of its entry
         entries = context.entries
         if self.unchosen == "drop":
@@ -238,26 +239,24 @@ class Recall(Method):
             extras=extras,
         )
 
-    def _asked_and_tokens(self, q: Tensor, context: Context) -> tuple[Tensor, Source]:
+    def _asked_and_tokens(self, q: Tensor, context: Context, backend: str) -> tuple[Tensor, Source]:
         """The queries that score the index, and the tokens in the store; of latents, absorbed and expanded."""
-        store, projection = context.extra[2], context.projection
-        if projection is None:
-            return q.detach(), self._unpack(store, context.window)
-        with torch.no_grad():
-            asked = projection.absorb(q)
-        # latents are stored as keys without values
-        return asked, Source(*projection.expand(self.store_format.unpack(store, asked.shape[3], 0, q.dtype)[0]))
+        store, projection, (window_k, window_v, _) = context.extra[2], context.projection, context.window
+        asked, D, Dv = q.detach(), window_k.shape[3], window_v.shape[3]
+        if projection is not None:
+            with torch.no_grad():
+                asked = projection.absorb(q)
+            D = asked.shape[3]
+        form, itemsize = self.store_format, q.dtype.itemsize
+        # latents are stored as keys without values, which are the first columns of their keys
+        is_latent = projection is not None or store.shape[3] == form.width(D, 0, itemsize)
+        pieces = store.unflatten(2, (-1, self.group_size)).flatten(3)
+        k, v = unpack_store(form, pieces, (D, 0 if is_latent else Dv), q.dtype, backend=backend)
+        if projection is not None:
+            return asked, Source(*projection.expand(k))
+        return asked, Source(k, k[..., :Dv] if is_latent else v)
 
-    def _unpack(self, store: Tensor, window: Source) -> Source:
-        """The tokens in a store ``[B, K, N, C]``, in the dtype and widths of those in the window."""
-        (D, Dv), dtype, form = (window.k.shape[3], window.v.shape[3]), window.k.dtype, self.store_format
-        if store.shape[3] == form.width(D, 0, dtype.itemsize):
-            # values of latents are the first columns of their keys
-            k, _ = form.unpack(store, D, 0, dtype)
-            return Source(k, k[..., :Dv])
-        return Source(*form.unpack(store, D, Dv, dtype))
-
-    def _all_tokens(self, q: Tensor, context: Context) -> tuple[tuple[Source, Source], Spans]:
+    def _all_tokens(self, q: Tensor, context: Context, backend: str) -> tuple[tuple[Source, Source], Spans]:
         """Store and window for dense attention, and their spans: a query sees all stored tokens of closed groups.
 
         If the window holds every row from its first token on and the store the same numbers (16 bits), the window alone
@@ -268,6 +267,6 @@ class Recall(Method):
         if self.store_bits == 16 and spans.window_is_whole():
             window, tokens = None, Source(k[:, :, :0], v[:, :, :0])
         else:
-            window, tokens = self.window, self._asked_and_tokens(q, context)[1]
+            window, tokens = self.window, self._asked_and_tokens(q, context, backend)[1]
         rule = UniformRule(self.group_size, window, entries=self.group_size)
         return (tokens, context.window), dataclasses.replace(spans, rule=rule)

@@ -12,6 +12,7 @@ from condense.ops.api import (
     pool_groups,
     prepare_step,
     summarize,
+    unpack_store,
 )
 from condense.ops.backends import resolve_backend, resolve_pooling, step_backend
 from condense.ops.entries import EntryFormat
@@ -59,4 +60,5 @@ __all__ = [
     "resolve_pooling",
     "step_backend",
     "summarize",
+    "unpack_store",
 ]

@@ -17,8 +17,10 @@ from torch import Tensor
 from condense.ops.backends import BACKENDS, Operations, check_backend, resolve_backend, resolve_pooling, resolve_recall
 from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.recall.choice import Choice, RecallSources, Unchosen
+from condense.ops.recall.store import StoreFormat
 from condense.ops.spans import Source, Spans
 from condense.ops.step.call import OwnEntries, StepCall
+from condense.ops.step.pages import Places
 from condense.ops.tensors.sampling import Sample
 from condense.ops.torch import step as torch_step
 from condense.ops.triton import limits as triton_limits
@@ -102,6 +104,24 @@ def attend_recall(
     pool = unchosen == "pool"
     out, lse = run(q, sources, choice, scale=scale, softcap=extras.softcap, pool=pool, return_lse=wants_lse)
     return extras.finish(out, lse), lse if return_lse else None
+
+
+def unpack_store(
+    form: StoreFormat,
+    pieces: Tensor,
+    widths: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    places: Places | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Keys ``[B, K, n * g, D]`` and values ``[B, K, n * g, Dv]`` in ``dtype`` of groups in a store, by `StoreFormat`.
+
+    pieces ``[B, K, n, g * C]``: what is stored of each group; or pages of them, ``[P, K, N, g * C]``, of which n stand
+    at ``places``. widths: D and Dv, 0 for latents. With 16 bits, and without places, the results are views.
+    """
+    chosen = "torch" if form.bits == 16 else resolve_pooling(backend, pieces.device, dtype, widths)
+    return BACKENDS[chosen].load().unpack_store(form, pieces, widths, dtype, places)
 
 
 def summarize(q: Tensor, tail: Tensor, spans: SummarySpans | SummaryColumns, *, backend: str = "auto") -> Tensor:

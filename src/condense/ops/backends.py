@@ -30,6 +30,7 @@ class Operations(NamedTuple):
     pool: Callable[..., Tensor]
     pool_groups: Callable[..., tuple[Tensor, ...]] | None
     importance: Callable[..., Tensor]
+    unpack_store: Callable[..., tuple[Tensor, Tensor]]
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
@@ -67,26 +68,29 @@ def _reference() -> Operations:
     from condense.ops.reference import attend, pool, recall
 
     return Operations(
-        attend.attend, recall.attend_recall, pool.summarize, pool.group_scores, pool.pool, None, pool.importance
-    )
+        attend.attend, recall.attend_recall, pool.summarize, pool.group_scores, pool.pool, None, pool.importance,
+        _torch().unpack_store,
+    )  # fmt: skip
 
 
 def _torch() -> Operations:
     from condense.ops.torch import attend, pool, recall
 
     return Operations(
-        attend.attend, recall.attend_recall, pool.summarize, pool.group_scores, pool.pool, None, pool.importance
-    )
+        attend.attend, recall.attend_recall, pool.summarize, pool.group_scores, pool.pool, None, pool.importance,
+        recall.unpack_store,
+    )  # fmt: skip
 
 
 def _triton() -> Operations:
-    from condense.ops.triton import attend, pool, recall_attend
+    from condense.ops.triton import attend, pool, recall_attend, recall_store
 
     return _torch()._replace(
         attend=attend.attend,
         attend_recall=recall_attend.attend_recall,
         summarize=pool.summarize,
         pool_groups=pool.pool_groups,
+        unpack_store=recall_store.unpack_store,
     )
 
 
@@ -151,7 +155,7 @@ def resolve_recall(backend: str, q: Tensor, sources: RecallSources, choice: Choi
 
 
 def resolve_pooling(backend: str, device: torch.device, dtype: torch.dtype, widths: tuple[int, ...]) -> str:
-    """The backend that makes summary queries and entries: as `resolve_backend`, but by the limits of pooling."""
+    """The backend that makes entries and unpacks stores: as `resolve_backend`, but by the limits of pooling."""
     problem = Problem(device, dtype, widths)
     return _resolve(backend, device, ("triton",), lambda each: each.pool_obstacle(problem))
 

@@ -11,23 +11,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from condense.ops.api import attend, attend_recall, make_entries, summarize
+from condense.ops.api import attend, attend_recall, make_entries, summarize, unpack_store
 from condense.ops.paged.rows import Call, Slots, Summary, reading_of
 from condense.ops.recall.choice import IndexChoice, RecallSources
 from condense.ops.recall.index import GroupIndex, build_index
 from condense.ops.spans import Source
-from condense.ops.step.pages import NewTokens, PagedState, Pages
+from condense.ops.step.pages import NewTokens, PagedState, Pages, Places, copied, words
 from condense.ops.step.records import record_format
 from condense.ops.step.settings import StepSettings
 from condense.ops.step.state import entry_names
 from condense.ops.tensors.right_aligned import head_mean
 from condense.ops.torch.step import packed
 from condense.ops.types import Chunks
-
-# records are unpacked so many numbers at a time
-_NUMBERS = 2**25
-# slots are copied in such words
-_WORD = torch.int64
 
 
 def read_requests(
@@ -125,39 +120,20 @@ class _Layer:
         """The queries of a call, ``[B, H, L, D]``."""
         if isinstance(call.queries, slice):
             return self.q[call.queries].transpose(0, 1)[None]
-        return _words(self.q)[call.queries].view(self.q.dtype).transpose(1, 2)
+        return words(self.q)[call.queries].view(self.q.dtype).transpose(1, 2)
 
     def _unpacked(self, records: Slots) -> dict[str, Tensor]:
-        """The parts of records ``[B, G]`` by name, their keys and values as numbers.
-
-        Some records at a time: in float32, while they are unpacked, their numbers take several times as many bytes.
-        """
-        (B, count), K = records.slot.shape, self.state.entries.cache.shape[1]
-        page, head, slot = _places(self.state.entries, records)
-        step = max(1, _NUMBERS // (B * K * self.settings.rule.chunk * sum(self.widths)))
-        kept: dict[str, Tensor] = {}
-        for start in range(0, count, step):
-            num = min(step, count - start)
-            piece = self._unpack((page[..., start : start + num], head, slot[..., start : start + num]))
-            if num == count:
-                return piece
-            for name, x in piece.items():
-                per = x.shape[2] // num
-                if start == 0:
-                    kept[name] = x.new_empty(*x.shape[:2], per * count, x.shape[3])
-                kept[name][:, :, per * start : per * (start + num)] = x
-        return kept
-
-    def _unpack(self, places: tuple[Tensor, ...]) -> dict[str, Tensor]:
-        """The parts of records at these places, as `_unpacked` returns them."""
-        settings, widths, dtype = self.settings, self.widths, self.state.window.cache.dtype
-        form = record_format(settings, widths, dtype)
-        parts = form.unpack(self.state.entries.cache, lambda part: _copied(part, places))
+        """The parts of records ``[B, G]`` by name, their keys and values as numbers."""
+        settings, widths, dtype, pages = self.settings, self.widths, self.state.window.cache.dtype, self.state.entries
+        in_pages, places = record_format(settings, widths, dtype).views(pages.cache), _places(pages, records)
+        parts = {name: copied(x, places) for name, x in in_pages.items() if name != "store"}
         if settings.sees_entries:
             for name, width in zip(("entries_k", "entries_v"), widths, strict=True):
                 parts[name] = settings.entry_format.unpack(parts[name], width, dtype)
         if settings.choice is not None:
-            parts["store_k"], parts["store_v"] = settings.store_format.unpack(parts.pop("store"), *widths, dtype)
+            parts["store_k"], parts["store_v"] = unpack_store(
+                settings.store_format, in_pages["store"], widths, dtype, places=places, backend=self.backend
+            )
         return parts
 
     def _entries_in(self, parts: dict[str, Tensor]) -> Source:
@@ -206,17 +182,13 @@ def _represent(
 
 def _load(pages: Pages, at: Slots) -> Tensor:
     """Slots ``[B, n]`` of requests, ``[B, K, n, C]``: a copy."""
-    return _copied(pages.cache, _places(pages, at))
+    return copied(pages.cache, _places(pages, at))
 
 
-def _places(pages: Pages, at: Slots) -> tuple[Tensor, Tensor, Tensor]:
-    """Page, head and slot of slots ``[B, n]`` for all KV heads, which index ``[B, K, n]`` together."""
+def _places(pages: Pages, at: Slots) -> Places:
+    """Slots ``[B, n]`` of requests, for all KV heads."""
     head = torch.arange(pages.cache.shape[1], device=pages.cache.device)[:, None]
-    return pages.table[at.row, at.column].long()[:, None], head, at.slot[:, None]
-
-
-def _copied(cache: Tensor, places: tuple[Tensor, ...]) -> Tensor:
-    return _words(cache)[places].view(cache.dtype)
+    return Places(pages.table[at.row, at.column].long()[:, None], head, at.slot[:, None])
 
 
 def _store(pages: Pages, at: Slots, rows: Tensor) -> None:
@@ -224,10 +196,3 @@ def _store(pages: Pages, at: Slots, rows: Tensor) -> None:
     cache = pages.cache[..., : rows.shape[2]]
     page = pages.table[at.row, at.column].long()
     cache[page, :, at.slot] = rows
-
-
-def _words(x: Tensor) -> Tensor:
-    """x seen as words of 8 bytes, of which a GPU copies as many a second as of single bytes; else x itself."""
-    size, unit = x.element_size(), _WORD.itemsize
-    places = x.shape[-1], x.storage_offset(), *x.stride()[:-1]
-    return x.view(_WORD) if x.stride(-1) == 1 and all(n * size % unit == 0 for n in places) else x

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
+# slots are copied in such words
+_WORD = torch.int64
 
 
 class Pages(NamedTuple):
@@ -37,6 +39,14 @@ class Pages(NamedTuple):
     def first(self, count: int) -> Self:
         """The pages of the first ``count`` requests."""
         return self._replace(table=self.table[:count])
+
+
+class Places(NamedTuple):
+    """Slots of pages for all KV heads, int64: page and slot ``[B, 1, n]``, head ``[K, 1]``; they index together."""
+
+    page: Tensor
+    head: Tensor
+    slot: Tensor
 
 
 class PagedState(NamedTuple):
@@ -111,3 +121,15 @@ def room_for(records: Pages) -> int:
     """
     requests, columns = records.table.shape
     return records.slots * min(requests * columns, _SHARED * records.cache.shape[0])
+
+
+def copied(cache: Tensor, places: Places) -> Tensor:
+    """Slots of a cache ``[P, K, N, C]`` at ``places``, ``[B, K, n, C]``."""
+    return words(cache)[places].view(cache.dtype)
+
+
+def words(x: Tensor) -> Tensor:
+    """x seen as words of 8 bytes, of which a GPU copies as many a second as of single bytes; else x itself."""
+    size, unit = x.element_size(), _WORD.itemsize
+    places = x.shape[-1], x.storage_offset(), *x.stride()[:-1]
+    return x.view(_WORD) if x.stride(-1) == 1 and all(n * size % unit == 0 for n in places) else x

@@ -9,7 +9,6 @@ Shapes: K KV heads, G groups of g tokens, C bytes of a record, D and Dv widths.
 
 import functools
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -64,16 +63,9 @@ class RecordFormat(NamedTuple):
             records[..., part.start : part.stop] = _rows(kept[part.name], part).view(torch.uint8)
         return records
 
-    def unpack(self, records: Tensor, load: Callable[[Tensor], Tensor] = Tensor.contiguous) -> dict[str, Tensor]:
-        """The parts of records uint8 ``[B, K, G, C]`` by name, as in `pack`; copies.
-
-        load: copies one part of the records, ``[..., columns]`` in its own dtype, or of some that it chooses in pages.
-        """
-        found = {}
-        for part in self.parts:
-            rows = load(part.of(records))
-            found[part.name] = rows.unflatten(3, part.shape).flatten(2, -2) if len(part.shape) > 1 else rows
-        return found
+    def views(self, records: Tensor) -> dict[str, Tensor]:
+        """The parts of records uint8 ``[..., C]``, whose last stride is 1, by name: views ``[..., columns]``."""
+        return {part.name: part.of(records) for part in self.parts}
 
 
 def _rows(x: Tensor, part: Part) -> Tensor:

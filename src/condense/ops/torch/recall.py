@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from condense.ops.recall.choice import Choice, RecallSources, chosen_groups
+from condense.ops.recall.store import StoreFormat
 from condense.ops.spans import Hull, Source
+from condense.ops.step.pages import Places, copied
 from condense.ops.tensors.bias import per_entry
 from condense.ops.torch.attend import BlockKeys, attend_block
 
@@ -62,6 +64,15 @@ def attend_recall(
     parts = [block(q_block, start, hulls) for q_block, (start, _), hulls in work]
     out = torch.cat([part[0] for part in parts], dim=2)
     return out, torch.cat([part[1] for part in parts], dim=2) if return_lse else None
+
+
+def unpack_store(
+    form: StoreFormat, pieces: Tensor, widths: tuple[int, int], dtype: torch.dtype, places: Places | None
+) -> tuple[Tensor, Tensor]:
+    """See `condense.ops.unpack_store`."""
+    if places is not None:
+        pieces = copied(pieces, places)
+    return form.unpack(pieces.unflatten(3, (form.group_size, -1)).flatten(2, 3), *widths, dtype)
 
 
 def _columns(source: Source, start: int, stop: int) -> Source:

@@ -127,4 +127,4 @@ def _parts(state: PagedState, D: int, settings: StepSettings) -> dict[str, Tenso
     """The parts of all records in pages ``[P, K, N, columns]``, views; the window in place of parts that are empty."""
     near, records = state.window.cache, state.entries.cache
     form = record_format(settings, (D, near.shape[3] - D), near.dtype)
-    return dict.fromkeys(("entries_k", "entries_v"), near) | {x.name: x.of(records) for x in form.parts}
+    return dict.fromkeys(("entries_k", "entries_v"), near) | form.views(records)

@@ -126,13 +126,6 @@ def _parts(D: int, Dv: int, latent: int) -> tuple[int, int, int, int]:
     return (latent, D - latent, latent, 0) if latent else (*split_width(D), *split_width(Dv))
 
 
-def _form(settings: StepSettings, dtype: torch.dtype, D: int, Dv: int, latent: int) -> Form:
-    form, g = settings.store_format, settings.rule.chunk
-    piece, unit, tiny = g * form.width(D, Dv, dtype.itemsize), form.step_unit(dtype), torch.finfo(dtype).tiny
-    codes_at = form.codes_at(D, Dv, dtype.itemsize)
-    return Form(form.bits, g, D, Dv, *_parts(D, Dv, latent), piece, *codes_at, unit, tiny)
-
-
 def _kind(
     settings: StepSettings,
     parts: tuple[int, int, int, int],
@@ -216,7 +209,7 @@ def plan_of(
     S1 = _num_splits(device, B * K * head_tiles, sum(cdiv(n, of_attend.rows) for n in (G, r * g, W)), of_attend.waves)
     BC = min(64, power_of_2(V))
     own = _own_splits(S1, weight * r * g, (G if choice.pool else 0) + W)
-    form, matched = _form(settings, dtype, D, Dv, latent), settings.matched
+    form, matched = Form.of(settings.store_format, dtype, (D, Dv), parts), settings.matched
     ranking = Ranking(
         BG, C, tiles * C, S, power_of_2(C), power_of_2(tiles * C), power_of_2(max(S, 1)), RP, power_of_2(S0),
         min(4, power_of_2(R)), choice.pool, matched,

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
+from condense.ops.recall.store import StoreFormat
 from condense.ops.triton.device.address import token_rows
 from condense.ops.triton.device.codes import codes_of, to_numbers, unpacked
-from condense.ops.triton.device.parts import parts, tile_width
+from condense.ops.triton.device.parts import parts, store_rows, tile_width
 
 
 class Form(NamedTuple):
@@ -40,6 +42,15 @@ class Form(NamedTuple):
     values_at: int
     unit: float
     tiny: float
+
+    @classmethod
+    def of(
+        cls, form: StoreFormat, dtype: torch.dtype, widths: tuple[int, int], parts: tuple[int, int, int, int]
+    ) -> Form:
+        """Those of tokens of a dtype and of widths D and Dv. parts: D0, D1, V0, V1."""
+        piece, codes_at = form.group_size * form.width(*widths, dtype.itemsize), form.codes_at(*widths, dtype.itemsize)
+        unit, tiny = form.step_unit(dtype), torch.finfo(dtype).tiny
+        return cls(form.bits, form.group_size, *widths, *parts, piece, *codes_at, unit, tiny)
 
 
 class Pieces(NamedTuple):
@@ -303,3 +314,27 @@ def load_groups(pieces, i, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.con
     else:
         v = _load_values(pieces, i, dtype, FORM, COPY, ASM, 0, FORM.V0)
         return k, parts(v, _load_values(pieces, i, dtype, FORM, COPY, ASM, FORM.V0, FORM.V1) if FORM.V1 > 0 else None)
+
+
+@triton.jit(do_not_specialize=("n",))
+def recall_unpack_kernel(
+    pieces_ptr, page_ptr, slot_ptr, k_ptr, v_ptr, s_page, s_head, s_slot, K, n,
+    FORM: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Write keys and values of n groups of every row and KV head; grid (n times tiles of T tokens of a group, B * K).
+
+    page, slot: int64 ``[B, n]``, where a group's piece stands; None if in the place of its number, of a row's own page.
+    """
+    TILES: tl.constexpr = (FORM.g + T - 1) // T
+    group, head = tl.program_id(0) // TILES, tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) % TILES * T + tl.arange(0, T)
+    page, slot = head // K, group.to(tl.int64)
+    if page_ptr is not None:
+        at = page * n + group
+        page, slot = tl.load(page_ptr + at), tl.load(slot_ptr + at)
+    ptr = pieces_ptr + (page * s_page + head % K * s_head + slot * s_slot + tl.zeros([1], tl.int64))
+    k, v = load_groups(Pieces(ptr, ptr, False), i, k_ptr.dtype.element_ty, FORM, False, False)
+    token = (head * n + group) * FORM.g + i
+    store_rows(k_ptr, token * FORM.D, k, i < FORM.g, FORM.D0, FORM.D1)
+    if FORM.DV > 0:
+        store_rows(v_ptr, token * FORM.DV, v, i < FORM.g, FORM.V0, FORM.V1)
