@@ -7,5 +7,3 @@ from condense.baselines.flex_prefill import FlexPrefill
 from condense.baselines.minference import AShape, BlockSparse, MInference, VerticalSlash
 from condense.baselines.snapkv import SnapKV
 from condense.baselines.sparse_prefill import SparsePrefill
-
-__all__ = ["AShape", "BlockSparse", "FlexPrefill", "MInference", "SnapKV", "SparsePrefill", "VerticalSlash"]

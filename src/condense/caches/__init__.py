@@ -5,13 +5,3 @@ from condense.caches.fixed import Expected
 from condense.caches.growing import CondensedLayer
 from condense.caches.nbytes import cache_nbytes
 from condense.caches.static import StaticCondensedLayer
-
-__all__ = [
-    "CondensedCacheLayer",
-    "CondensedLayer",
-    "Expected",
-    "ReadRequest",
-    "StaticCondensedLayer",
-    "cache_nbytes",
-    "read_request",
-]

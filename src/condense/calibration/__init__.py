@@ -3,5 +3,3 @@
 from condense.calibration.config import CalibrationConfig, default_candidates
 from condense.calibration.report import Calibration, CurvePoint, LayerLoss
 from condense.calibration.run import Estimate, calibrate
-
-__all__ = ["Calibration", "CalibrationConfig", "CurvePoint", "Estimate", "LayerLoss", "calibrate", "default_candidates"]

@@ -9,32 +9,3 @@ from condense.methods.recall import Recall
 from condense.methods.reread import Reread
 from condense.methods.saved import check_names, layers_as_text, methods_in, settings_of
 from condense.ops import Chunks
-
-__all__ = [
-    "CCA",
-    "DGA",
-    "LCA",
-    "NO_FIRST",
-    "ChunkPooling",
-    "Chunks",
-    "Context",
-    "Dense",
-    "FirstEntries",
-    "LMInfinite",
-    "Layout",
-    "Lookahead",
-    "Method",
-    "Prompt",
-    "Recall",
-    "Reread",
-    "StreamingLLM",
-    "check_names",
-    "check_trainable",
-    "entry_bias",
-    "first_tokens",
-    "layers_as_text",
-    "methods_in",
-    "settings_of",
-    "split_bias",
-    "step_settings",
-]

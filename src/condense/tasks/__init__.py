@@ -4,21 +4,3 @@ from condense.tasks.corpus import Corpus, encode_corpus, load_corpus
 from condense.tasks.documents import read_documents, read_json_lines
 from condense.tasks.passkeys import FORMS, Key, Words, draw_keys, hide, key_line, load_words, question_prompt
 from condense.tasks.sequences import PasskeySequence, SequenceBuilder
-
-__all__ = [
-    "FORMS",
-    "Corpus",
-    "Key",
-    "PasskeySequence",
-    "SequenceBuilder",
-    "Words",
-    "draw_keys",
-    "encode_corpus",
-    "hide",
-    "key_line",
-    "load_corpus",
-    "load_words",
-    "question_prompt",
-    "read_documents",
-    "read_json_lines",
-]

@@ -2,5 +2,3 @@
 
 from condense.evaluate.harness.run import Score, Settings, evaluate
 from condense.evaluate.harness.tasks import OWN, OWN_FOLDER, check_names
-
-__all__ = ["OWN", "OWN_FOLDER", "Score", "Settings", "check_names", "evaluate"]
