@@ -23,6 +23,7 @@ from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, gp
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.limits import step_obstacle
 from condense.ops.triton.paged_step_kernels import paged_attend_kernel, paged_join_kernel, paged_store_kernel
+from condense.ops.triton.step_plan import tiles_of
 
 # with so many pairs of request and KV head, or more, kernels do not start early: on an H200 with 8 KV heads, one and
 # two requests gain 3 % by an early start, 4 gain nothing, 6 and 8 lose 3 and 5 %
@@ -142,20 +143,19 @@ def _launch(number: int, scale: float, sizes: _Sizes, dtype: torch.dtype, device
     settings, (R, H, K, D, Dv, N, capacity) = numbered_settings(number), sizes
     check_programs(R * K)
     rule, heads = settings.rule, H // K
-    keys, warps, stages, waves = _tiles(device, dtype, max(D, Dv))
+    tiles = tiles_of(device, dtype, max(D, Dv))
     rows = min(64, max(16, power_of_2(heads)))
     row_tiles = cdiv(heads, rows)
-    wanted = waves * gpu_of(device).multiprocessors // (row_tiles * R * K) if device.type == "cuda" else 3
+    wanted = tiles.waves * gpu_of(device).multiprocessors // (row_tiles * R * K) if device.type == "cuda" else 3
     (D0, D1), (V0, V1) = split_width(D), split_width(Dv)
     early = device.type == "cuda" and gpu_of(device).capability >= (9, 0) and R * K < EARLY_PAIRS
     # one more split reads the tokens and entries that this step stores, so that the others need not wait
-    splits = max(1, min(wanted, cdiv(capacity, keys))) + early
+    splits = max(1, min(wanted, cdiv(capacity, tiles.keys))) + early
     starts_early = {"launch_pdl": True} if early else {}
     kind = Kind(
         D0, D1, V0, V1, False, settings.num_summary > 0, settings.key_pooling, settings.value_pooling,
-        focal=0, tile=1, period=0, has_first=False, has_real=False, rows=rows, keys=keys,
-        precision="ieee" if dtype == torch.float32 else "tf32",
-        early=early, joins=False, joined_rows=1, joined_parts=1, joined_columns=1, page=N[0], far_page=N[1],
+        rows=rows, keys=tiles.keys, precision="ieee" if dtype == torch.float32 else "tf32", early=early,
+        page=N[0], far_page=N[1],
     )  # fmt: skip
     assert rule.window is not None
     max_chunks = _NO_LIMIT if rule.max_chunks is None else rule.max_chunks
@@ -166,15 +166,6 @@ def _launch(number: int, scale: float, sizes: _Sizes, dtype: torch.dtype, device
         (K, heads, rule.chunk, rule.window, settings.summary_delay, max_chunks, scale * LOG2E, settings.bias * LOG2E),
         kind,
         {"num_warps": 4, **starts_early},
-        {"num_warps": warps, "num_stages": stages, **starts_early},
+        {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, **starts_early},
         starts_early,
     )
-
-
-def _tiles(device: torch.device, dtype: torch.dtype, width: int) -> tuple[int, int, int, int]:
-    """Keys per tile, warps, stages, and programs wanted per multiprocessor, as in `condense.ops.triton.step_plan`."""
-    if device.type != "cuda":  # the interpreter
-        return 16, 4, 1, 1
-    if dtype == torch.float32:
-        return 32 if width <= 128 else 16, 8, 2, 2
-    return (64, 4, 3, 2) if width <= 128 else (32, 4, 3, 2)

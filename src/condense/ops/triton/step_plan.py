@@ -35,7 +35,7 @@ class _StepTiles(NamedTuple):
     waves: int
 
 
-def _tiles(device: torch.device, dtype: torch.dtype, width: int, latent: int, few: bool) -> _StepTiles:
+def tiles_of(device: torch.device, dtype: torch.dtype, width: int, latent: int = 0, few: bool = False) -> _StepTiles:
     """Tiles by dtype, the wider of keys and values, and whether there are few KV heads, whatever the length."""
     if device.type != "cuda":  # the interpreter
         return _StepTiles(64, 16, 4, 1, 1)
@@ -97,7 +97,7 @@ def launch_of(
     settings, (B, H, K, D, Dv, M, W, Q) = numbered_settings(number), sizes
     gpu = gpu_of(device) if device.type == "cuda" else None
     few = gpu is not None and gpu.multiprocessors >= 16 * B * K  # KV heads
-    R, tiles, rule = H // K, _tiles(device, dtype, max(D, Dv), latent, few), settings.rule
+    R, tiles, rule = H // K, tiles_of(device, dtype, max(D, Dv), latent, few), settings.rule
     rows = min(tiles.rows, max(16, power_of_2(R)))
     row_tiles = cdiv(R, rows)
     S = _num_splits(device, row_tiles * B * K, M + W, tiles)

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.model_executor.models.gemma import GemmaForCausalLM
-from vllm.model_executor.models.gpt2 import GPT2LMHeadModel
-from vllm.model_executor.models.llama import LlamaForCausalLM
-from vllm.model_executor.models.mistral import MistralForCausalLM
-from vllm.model_executor.models.opt import OPTForCausalLM
-from vllm.model_executor.models.phi3 import Phi3ForCausalLM
-from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
-from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from condense.architectures import condensed_architecture
 from condense.serving.vllm.layer import condense_layers
+from condense.serving.vllm.register import ARCHITECTURES
 
 
 class _Condensed:
@@ -26,17 +20,7 @@ class _Condensed:
         condense_layers(self, vllm_config)  # type: ignore[arg-type]
 
 
-for _stock in (
-    GPT2LMHeadModel,
-    GemmaForCausalLM,
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    OPTForCausalLM,
-    Phi3ForCausalLM,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-):
-    _name = condensed_architecture(_stock.__name__)
-    globals()[_name] = type(
-        _name, (_Condensed, _stock), {"__doc__": f"{_stock.__name__}, condensed.", "__module__": __name__}
-    )
+for _stock, _module in ARCHITECTURES.items():
+    _name = condensed_architecture(_stock)
+    _class = getattr(importlib.import_module(f"vllm.model_executor.models.{_module}"), _stock)
+    globals()[_name] = type(_name, (_Condensed, _class), {"__doc__": f"{_stock}, condensed.", "__module__": __name__})

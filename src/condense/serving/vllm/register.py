@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from condense.architectures import condensed_architecture, read_as_written
 
-# architectures that vLLM serves with its own code and condense can condense
-ARCHITECTURES = (
-    "GPT2LMHeadModel",
-    "GemmaForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "OPTForCausalLM",
-    "Phi3ForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
+# architectures that vLLM serves with its own code and condense can condense, each with vLLM's module of it
+ARCHITECTURES = {
+    "GPT2LMHeadModel": "gpt2",
+    "GemmaForCausalLM": "gemma",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "OPTForCausalLM": "opt",
+    "Phi3ForCausalLM": "phi3",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
 
 
 def condensed_name(architecture: str) -> str:

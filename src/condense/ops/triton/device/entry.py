@@ -42,19 +42,19 @@ class Kind(NamedTuple):
     scored: bool
     key_pooling: Pooling | None
     value_pooling: Pooling | None
-    focal: int
-    tile: int
-    period: int
-    has_first: bool
-    has_real: bool
-    rows: int
-    keys: int
-    precision: str
-    early: bool
-    joins: bool
-    joined_rows: int
-    joined_parts: int
-    joined_columns: int
+    focal: int = 0
+    tile: int = 1
+    period: int = 0
+    has_first: bool = False
+    has_real: bool = False
+    rows: int = 0
+    keys: int = 0
+    precision: str = "ieee"
+    early: bool = False
+    joins: bool = False
+    joined_rows: int = 1
+    joined_parts: int = 1
+    joined_columns: int = 1
     page: int = 0
     far_page: int = 0
     matched: bool = False
