@@ -250,15 +250,12 @@ def test_help_is_shown_without_a_command():
         (("inspect", "--device", "abacus"), "device must be"),
         (("inspect", "--model", "./missing"), "model: no such folder"),
         (("compare", "--text", "."), "text: no such file"),
-        (("compare", "--layers", "first"), "layers must look like"),
-        (("generate", "a", "--method", "cca", "--layers", "5-2"), "layers: a range must go"),
-        (("inspect", "--layers", "5-2"), "layers: a range must go"),
+        (("compare", "--method", "cca@first"), "layers must look like"),
+        (("inspect", "--method", "cca@5-2"), "layers: a range must go"),
         (("compare", "--method", "recall@2+cca@2-3"), "layer 2 is named twice, for Recall() and CCA()"),
-        (("compare", "--method", "recall@2", "--layers", "3"), "--layers belongs to one method"),
         (("inspect", "--method", "recall@2", "--method", "cca@2"), "layers 2 are named twice"),
         (("inspect", "--method", "@missing.json"), "no such file: missing.json"),
         (("generate", "a", "--method", "@a.json", "--method", "cca@rest"), "stands alone, got @a.json cca@rest"),
-        (("generate", "a", "--layers", "1"), "layers belong to a method"),
         (("compare", "--json", "."), "json"),
         (("compare", "--json", "new/out.json"), "json: wanted a path in a folder that exists, got new/out.json"),
         # root may write there by its permissions, and still cannot
@@ -367,7 +364,7 @@ def test_generate_uses_the_layers_of_a_saved_model(saved, monkeypatch):
         ((), {1: method}),
         (("--method", "dense"), {}),
         (("--method", "lca:group_size=4,window=8"), {0: method, 1: method}),
-        (("--method", "lca:group_size=4,window=8", "--layers", "0"), {0: method}),
+        (("--method", "lca:group_size=4,window=8@0"), {0: method}),
     ):
         used.clear()
         done = ran("generate", "A walk", "--model", str(saved), "--max-new-tokens", "2", *arguments)

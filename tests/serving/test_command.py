@@ -80,7 +80,7 @@ def test_a_saved_model_is_served_as_it_was_saved(serve, saved):
 
 
 def test_a_method_replaces_the_saved_one(serve, saved):
-    command, err = serve(saved, "--method", "lca:window=32", "--layers", "1-2")
+    command, err = serve(saved, "--method", "lca:window=32@1-2")
     assert methods_in(overrides(command)["condense"]) == {i: condense.LCA(window=32) for i in (1, 2)}
     assert err == ""
 
@@ -106,7 +106,6 @@ def test_an_unadapted_model_is_warned_of(serve, stock, caplog):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--layers", "0"], "add --method"),
         (["--method", "dga"], "one of Recall, CCA, LCA"),
         (["--method", "dense"], "got dense attention only"),
         (["--method", "cca:summary=prompt"], "summary='streaming'"),

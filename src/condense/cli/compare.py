@@ -28,7 +28,6 @@ def compare_command(
     text: Annotated[str | None, typer.Option(help="Text file, or - for standard input. Default: bundled.")] = None,
     question: Annotated[list[str] | None, typer.Option(help="Asked after the text; repeatable.")] = None,
     method: Annotated[list[str] | None, typer.Option(help=options.CHOICES_HELP)] = None,
-    layers: options.Layers = None,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens per answer.")] = 8,
     dtype: options.Dtype = None,
     device: options.Device = None,
@@ -53,16 +52,14 @@ def compare_command(
     if text is None and question:
         raise ValueError("question needs a text of its own: add --text FILE")
     prompt = demo_prompt() if text is None else Prompt(options.read_text(text), question or [], chat=chat)
-    given = [options.choose(choice_from_text(text), layers) for text in method or []]
+    given = [choice_from_text(text) for text in method or []]
     loaded, tokenizer = options.load_model(model, dtype, device, device_map, trust_remote_code)
     saved = options.saved_choice(loaded)
     methods: list[MethodChoice]
-    if saved is not None and not given and layers is None:
+    if saved is not None and not given:
         methods = [Dense(), saved]
     else:
-        methods = given or [
-            options.choose(choice_from_text(each), layers) for each in (DEMO_METHODS if model is None else METHODS)
-        ]
+        methods = given or [choice_from_text(each) for each in (DEMO_METHODS if model is None else METHODS)]
     restore(loaded)
     steps = len(methods) * (1 + max(1, len(prompt.questions)))
     with options.progress() as bar:

@@ -25,7 +25,6 @@ def eval_command(
     method: Annotated[
         list[str] | None, typer.Option(help=options.CHOICES_HELP + " Default: what the model was saved with.")
     ] = None,
-    layers: options.Layers = None,
     data: Annotated[
         Path | None, typer.Option(help="Folder of local data files; docs/guides/evaluate.md says which.")
     ] = None,
@@ -65,7 +64,7 @@ def eval_command(
         refuse_existing(output / "env.json", "output")
     if data is not None and not data.is_dir():
         raise ValueError(f"data: wanted a folder, got {data}")
-    methods: dict[str, MethodChoice] = {text: options.choose(choice_from_text(text), layers) for text in method or ()}
+    methods: dict[str, MethodChoice] = {text: choice_from_text(text) for text in method or ()}
     if run_generated_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
     loaded, tokenizer = options.load_model(model, dtype, device, device_map, trust_remote_code)
@@ -73,8 +72,6 @@ def eval_command(
     if saved is not None:
         restore(loaded)
     if not methods:
-        if layers is not None:
-            raise ValueError("layers belong to a method: add --method")
         methods = {described(saved): saved} if saved is not None else {"dense": Dense()}
         methods |= {options.DEMO_METHOD: Method.parse(options.DEMO_METHOD)} if model is None else {}
     settings = Settings(

@@ -20,7 +20,6 @@ def generate_command(
     method: Annotated[
         list[str] | None, typer.Option(help=options.CHOICE_HELP + " Default: what the model was saved with.")
     ] = None,
-    layers: options.Layers = None,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens.", min=1)] = 64,
     temperature: Annotated[float, typer.Option(help="0: greedy.", min=0.0)] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
@@ -43,11 +42,9 @@ def generate_command(
     content = options.read_text(text) if text is not None else prompt or ""
     if not content.strip():
         raise ValueError("prompt must not be empty")
-    if not method and layers is not None:
-        raise ValueError("layers belong to a method: add --method")
     if not method and model is None:
         method = [options.DEMO_METHOD]
-    chosen = options.choose(choice_from_text(*method), layers) if method else None
+    chosen = choice_from_text(*method) if method else None
     loaded, tokenizer = options.load_model(model, dtype, device, device_map, trust_remote_code)
     saved = options.saved_choice(loaded)
     if chosen is None:

@@ -32,7 +32,6 @@ def inspect_command(
         list[str] | None,
         typer.Option(help=f"{options.CHOICE_HELP} Default: what the model was saved with, or {DEFAULT}."),
     ] = None,
-    layers: options.Layers = None,
     length: Annotated[str, typer.Option(help="Prompt length in tokens, such as 4096 or 128K.")] = "128K",
     memory: Annotated[str | None, typer.Option(help="Of all devices, such as 80GB: how many requests fit.")] = None,
     batch: Annotated[int | None, typer.Option(help="Whether so many requests fit.")] = None,
@@ -66,7 +65,7 @@ def inspect_command(
     torch_dtype = options.parse_dtype(dtype, where)
     if to_json is not None:
         refuse_existing(to_json, "json", overwrite=overwrite)
-    given = None if not method and layers is None else options.choose(choice_from_text(*(method or [DEFAULT])), layers)
+    given = choice_from_text(*method) if method else None
     skeleton = options.read_skeleton(model, shape)
     chosen = given or options.saved_choice(skeleton) or choice_from_text(DEFAULT)
     reports = inspect(restore(skeleton), chosen, tokens, torch_dtype.itemsize)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -29,7 +29,6 @@ DEVICE_HELP = "cpu, cuda, cuda:1, ..."
 DEVICE_MAP_HELP = "Spread the model over devices, as accelerate does: auto, balanced, ..."
 REMOTE_HELP = "Run the code that comes with the model."
 CHAT_HELP = "Put the prompt into the tokenizer's chat template, as a user's message."
-LAYERS_HELP = "Condense these layers only, e.g. 2-31 or 0,4-7. Default: all."
 # what the bundled model learned
 DEMO_METHOD = "cca:window=256,summary=streaming,key_pooling=select,rep_bias=log_size"
 
@@ -41,28 +40,11 @@ Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, ...")]
 Device = Annotated[str | None, typer.Option(help=DEVICE_HELP)]
 DeviceMap = Annotated[str | None, typer.Option(help=DEVICE_MAP_HELP)]
 Remote = Annotated[bool, typer.Option("--trust-remote-code", help=REMOTE_HELP)]
-Layers = Annotated[str | None, typer.Option(help=LAYERS_HELP)]
 Json = Annotated[Path | None, typer.Option(help="Write the results to this file.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw the results into this .png or .svg file.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing result files.")]
 
 T = TypeVar("T")
-
-
-def choose(choice: MethodChoice, layers: str | None) -> MethodChoice:
-    """The choice; a single method only in the layers that ``--layers`` names, unless it is Dense, which changes none.
-
-    Raises ValueError for layers beside a choice that names its own.
-    """
-    from condense.methods import Dense
-    from condense.models import described, parse_layers
-
-    if layers is None:
-        return choice
-    parse_layers(layers)
-    if isinstance(choice, Mapping):
-        raise ValueError(f"--layers belongs to one method, got {described(choice)}")
-    return choice if isinstance(choice, Dense) else {layers: choice}
 
 
 def saved_choice(model: PreTrainedModel) -> MethodChoice | None:

@@ -23,7 +23,6 @@ def serve_command(
             f"and cca@rest; or @FILE from condense calibrate. Default: what the model was saved with, or {DEFAULT}."
         ),
     ] = None,
-    layers: options.Layers = None,
 ) -> None:
     """Serve a condensed model with vLLM; all other options are vLLM's: condense serve DIR --port 8000."""
     from condense.models import apply, choice_from_text, restore
@@ -32,15 +31,13 @@ def serve_command(
 
     if model.startswith("-"):
         raise ValueError(f"the model must come first, as in condense serve DIR --port 8000, got {model}")
-    if not method and layers is not None:
-        raise ValueError("layers belong to a method: add --method")
     if importlib.util.find_spec("vllm") is None:
         raise ValueError("serve needs vLLM, which is not installed: pip install 'vllm>=0.29,<0.33'")
     skeleton = options.read_skeleton(model)
     config: Any = skeleton.config
     is_default = getattr(config, "condense", None) is None and not method
     if method or is_default:
-        apply(restore(skeleton), options.choose(choice_from_text(*(method or [DEFAULT])), layers))
+        apply(restore(skeleton), choice_from_text(*(method or [DEFAULT])))
     for adapter in adapters_in([*file_flags(context.args), *context.args]):
         place = Path(adapter).expanduser()
         if place.is_dir() or not adapter.startswith(("/", ".", "~")):  # vLLM says which folders are missing
