@@ -37,7 +37,7 @@ def test_graph_of_a_padded_batch_and_of_a_second_prompt(name, choice, steps):
     model = condensed(choice, name)
     decoder = condense.GraphDecoder(model, batch_size=2, max_length=512)
     for chunk, prompt, real in ((None, *padded()), (64, tiny.tokens(2, 130, seed=9).cuda(), None)):
-        got = decoder.generate(prompt, real, max_new_tokens=steps, chunk=chunk)
+        got = tiny.decoded(decoder, prompt, real, max_new_tokens=steps, chunk=chunk)
         real = torch.ones_like(prompt) if real is None else real
         agree(got, generate(model, prompt, real, steps, cache_implementation="dynamic"), model, real)
     assert decoder._graph is not None
@@ -49,7 +49,7 @@ def test_graph_after_prompts_with_a_selection():
     decoder = condense.GraphDecoder(model, batch_size=2, max_length=512)
     ids, mask = padded(150, 31)
     for prompt, real in ((ids, mask), (ids[:, -1:], mask[:, -1:]), (ids, mask)):
-        got = decoder.generate(prompt, real, max_new_tokens=300)
+        got = tiny.decoded(decoder, prompt, real, max_new_tokens=300)
         want = generate(model, prompt, real, 300, cache_implementation="dynamic")
         parted = (got != want).any(0)
         # what follows is read in steps, not as another prompt: a near tie cannot be looked up; the first 20 must agree
@@ -63,7 +63,7 @@ def test_a_prompt_is_read_without_a_wait(method):
     model = condensed(method)
     decoder = condense.GraphDecoder(model, batch_size=1, max_length=512)
     ids = tiny.tokens(1, 130, seed=9).cuda()
-    decoder.generate(ids, max_new_tokens=3)
+    tiny.decoded(decoder, ids, max_new_tokens=3)
     with no_waiting():
         got = decoder.prefill(ids)
     want = condense.GraphDecoder(model, batch_size=1, max_length=512).prefill(ids)

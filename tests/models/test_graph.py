@@ -40,7 +40,7 @@ def test_tokens_of_generate_prompt_after_prompt(model, request):
     for chunk in (None,) if whole else (None, 7):
         for ids, mask in prompts if chunk is None else prompts[:1]:
             want = _wanted(model, ids, ones[:, : ids.shape[1]] if mask is None else mask)
-            assert torch.equal(decoder.generate(ids, mask, max_new_tokens=NEW, chunk=chunk), want)
+            assert torch.equal(tiny.decoded(decoder, ids, mask, max_new_tokens=NEW, chunk=chunk), want)
             states = (getattr(layer, "state", None) or (layer.keys,) for layer in decoder.cache.layers)
             addresses.add(tuple(x.data_ptr() for state in states for x in state))
     assert len(addresses) == 1
@@ -49,7 +49,7 @@ def test_tokens_of_generate_prompt_after_prompt(model, request):
 def test_a_stock_model_decodes_too():
     model = tiny.model("llama")
     decoder = condense.GraphDecoder(model, batch_size=3, max_length=80)
-    assert torch.equal(decoder.generate(IDS, MASK, max_new_tokens=NEW), _wanted(model))
+    assert torch.equal(tiny.decoded(decoder, IDS, MASK, max_new_tokens=NEW), _wanted(model))
 
 
 @grid(4, "model", model={name: CASES[name] for name in CASES if name not in tiny.WHOLE})
@@ -65,24 +65,10 @@ def test_logits_of_prefill_and_steps(model):
     torch.testing.assert_close(decoder.prefill(ids), want[:, -1], **tiny.EXACT)
 
 
-def test_rows_end(decoder):
-    plain = decoder.generate(IDS, MASK, max_new_tokens=NEW)
-    ends = [int(plain[0, 44]), int(plain[1, 41])]
-    out = decoder.generate(IDS, MASK, max_new_tokens=NEW, eos_token_id=ends)
-    for row, free in zip(out[:, 39:].tolist(), plain[:, 39:].tolist(), strict=True):
-        end = next((i for i, token in enumerate(free) if token in ends), NEW - 1)
-        assert row[: end + 1] == free[: end + 1][: len(row)]
-        assert set(row[end:]) == {free[end]} or end == NEW - 1
-    one = condense.GraphDecoder(decoder.model, batch_size=1, max_length=80)
-    free = one.generate(IDS[:1], max_new_tokens=NEW)
-    first = free[0, 39:].tolist().index(ends[0])
-    assert torch.equal(one.generate(IDS[:1], max_new_tokens=NEW, eos_token_id=ends[0]), free[:, : 40 + first])
-
-
 def test_under_inference_mode_and_without_gradients(decoder):
     with torch.inference_mode():
-        first = decoder.generate(IDS, MASK, max_new_tokens=4)
-    assert torch.equal(decoder.generate(IDS, MASK, max_new_tokens=4), first)
+        first = tiny.decoded(decoder, IDS, MASK, max_new_tokens=4)
+    assert torch.equal(tiny.decoded(decoder, IDS, MASK, max_new_tokens=4), first)
     assert not decoder.prefill(IDS, MASK).requires_grad
     assert not decoder.step(IDS[:, 0]).requires_grad
 
@@ -96,8 +82,6 @@ CALLS = {
     "right": (lambda d: d.prefill(IDS, MASK.flip(1)), "padding must stand on the left"),
     "chunk": (lambda d: d.prefill(IDS, chunk=0), "chunk must be an integer >= 1, got 0"),
     "tokens": (lambda d: d.step(IDS[:2, 0]), r"tokens must have shape \(3,\), got \(2,\)"),
-    "new": (lambda d: d.generate(IDS, max_new_tokens=42), "must fit max_length=80, got 39 and 42; make a longer"),
-    "none": (lambda d: d.generate(IDS, max_new_tokens=0), "max_new_tokens must be an integer >= 1, got 0"),
 }
 
 

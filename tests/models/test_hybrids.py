@@ -54,7 +54,7 @@ def test_a_graph_decodes_prompt_after_prompt(hybrid):
         rows = [tiny.tokens(1, n, seed=n + seed)[0] for n in (PROMPT, PROMPT - 4)]
         ids, mask = tiny.left_padded(rows)
         expected = tiny.generate(hybrid, ids, attention_mask=mask)
-        assert torch.equal(decoder.generate(ids, mask, max_new_tokens=tiny.NEW), expected)
+        assert torch.equal(tiny.decoded(decoder, ids, mask, max_new_tokens=tiny.NEW), expected)
 
 
 def test_a_window_longer_than_the_cache():

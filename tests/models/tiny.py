@@ -213,6 +213,14 @@ def generate(model, ids, **kwargs):
     return model.generate(ids, **settings)
 
 
+def decoded(decoder, ids, mask=None, *, max_new_tokens, chunk=None):
+    """Token ids with those that a `condense.GraphDecoder` finds the most likely behind them."""
+    tokens = [decoder.prefill(ids, mask, chunk).argmax(-1)]
+    while len(tokens) < max_new_tokens:
+        tokens.append(decoder.step(tokens[-1]).argmax(-1))
+    return torch.cat([ids, torch.stack(tokens, dim=1)], dim=1)
+
+
 def enable_checkpointing(model, reentrant):
     """Gradient checkpointing by the name it has in this version of transformers."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

@@ -1,10 +1,9 @@
 """Decoding by replaying one CUDA graph per step, without Python, kernel launches or waits between the layers.
 
-Shapes: B rows, L prompt tokens, n new tokens, V vocabulary.
+Shapes: B rows, L prompt tokens, V vocabulary.
 """
 
 import inspect
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -134,38 +133,6 @@ class GraphDecoder:
         self._graph.replay()
         assert self._logits is not None
         return self._logits.clone()
-
-    def generate(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        max_new_tokens: int,
-        eos_token_id: int | Sequence[int] | None = None,
-        chunk: int | None = None,
-    ) -> Tensor:
-        """Greedy decoding: int64 ``[B, L + n]``, n <= max_new_tokens. After its end token a row repeats that token.
-
-        Other arguments as in `prefill`. Raises ValueError as `prefill`, and if prompt and new tokens do not fit.
-        """
-        check_int("max_new_tokens", max_new_tokens, 1)
-        if input_ids.ndim == 2 and input_ids.shape[1] + max_new_tokens > self.max_length:
-            raise ValueError(
-                f"prompt and new tokens must fit max_length={self.max_length}, got {input_ids.shape[1]} and "
-                f"{max_new_tokens}; make a longer decoder"
-            )
-        logits = self.prefill(input_ids, attention_mask, chunk)
-        ends = torch.tensor([eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ()))
-        ends = ends.to(logits.device, torch.int64)
-        tokens = logits.argmax(-1)
-        parts = [input_ids.to(tokens.device), tokens[:, None]]
-        ended = torch.isin(tokens, ends)
-        # without end tokens the host never waits for the device
-        while len(parts) <= max_new_tokens and not (ends.numel() > 0 and bool(ended.all())):
-            tokens = torch.where(ended, tokens, self.step(tokens).argmax(-1))
-            parts.append(tokens[:, None])
-            ended = ended | torch.isin(tokens, ends)
-        return torch.cat(parts, dim=1)
 
     def _decode(self) -> Tensor:
         """One step on the tokens in ``_ids``; this is what the graph captures."""
