@@ -18,7 +18,8 @@ from vllm.sampling_params import RequestOutputKind
 
 import condense
 from condense.methods import settings_of
-from condense.models import choice_from_text, parse_layers
+from condense.models import choice_from_text
+from condense.models.choice import parse_layers
 from condense.serving.blocks import blocks_of_request
 
 METHOD = condense.CCA(summary="streaming", key_pooling="select", rep_bias="log_size")

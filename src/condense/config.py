@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self, TypeGuard
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeGuard, get_args, get_origin
 
 from condense.named import NAMED_SETTINGS, full_settings
 
@@ -17,6 +17,18 @@ class Removed(NamedTuple):
     value: object
     instead: str
 
+
+class Range(NamedTuple):
+    """The numbers that a setting may be, in its type: ``Annotated[int, Range(1)]``."""
+
+    least: float
+    most: float = math.inf
+
+
+Positive = Annotated[int, Range(1)]
+Natural = Annotated[int, Range(0)]
+Share = Annotated[float, Range(0, 1)]
+Bits = Literal[16, 8, 4]
 
 _REGISTRY: dict[str, type[MethodConfig]] = {}
 
@@ -33,6 +45,10 @@ class MethodConfig:
         super().__init_subclass__(**kwargs)
         if cls.__dict__.get("name"):
             _REGISTRY[cls.name] = cls
+
+    def __post_init__(self) -> None:
+        """Raise ValueError as `check_fields`."""
+        check_fields(self)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: ``{"method": name, **fields}``."""
@@ -114,16 +130,33 @@ def method_names() -> list[str]:
     return sorted(_REGISTRY)
 
 
+def check_fields(settings: Any) -> None:
+    """Raise ValueError for a field of a dataclass that is not what its type says: a choice, a bool, a number in range.
+
+    Fields of other types, and those of postponed annotations, which are text, are not checked.
+    """
+    for field in dataclasses.fields(settings):
+        kind, value = field.type, getattr(settings, field.name)
+        if type(None) in get_args(kind):
+            if value is None:
+                continue
+            kind = get_args(kind)[0]
+        if get_origin(kind) is Literal:
+            check_choice(field.name, value, get_args(kind))
+        elif kind is bool:
+            check_bool(field.name, value)
+        elif get_origin(kind) is Annotated:
+            number, allowed = get_args(kind)
+            if number is int:
+                check_int(field.name, value, allowed.least)
+            else:
+                check_number(field.name, value, *allowed)
+
+
 def check_int(name: str, value: object, minimum: int) -> None:
     """Raise ValueError unless ``value`` is an int (not a bool) of at least ``minimum``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
-
-
-def check_bits(name: str, value: object) -> None:
-    """Raise ValueError unless ``value``, bits per number, is the int 16, 8 or 4."""
-    if type(value) is not int or value not in (16, 8, 4):
-        raise ValueError(f"{name} must be one of 16, 8, 4, got {value!r}")
 
 
 def check_number(name: str, value: object, minimum: float, maximum: float) -> None:
@@ -143,9 +176,9 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Raise ValueError unless ``value`` is one of ``choices``."""
-    if value not in choices:
+def check_choice(name: str, value: object, choices: Sequence[str | int]) -> None:
+    """Raise ValueError unless ``value`` is one of ``choices``, texts or ints."""
+    if value not in choices or isinstance(value, float):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 

@@ -20,7 +20,7 @@ import condense
 from condense import config
 from condense.cli.main import app
 from condense.methods import Method
-from condense.models import choice_from_text, parse_layers
+from condense.models import choice_from_text
 from condense.models.fit import cache_fits
 from condense.models.shapes import shape_config
 from condense.named import NAMED_SETTINGS
@@ -81,8 +81,6 @@ def test_commands_parse(line):
     for method in [methods] if isinstance(methods, str) else methods:
         if not method.startswith("@"):  # names a file, which these tests do not have
             choice_from_text(method)
-    if given.get("layers"):
-        parse_layers(given["layers"])
 
 
 def test_every_command_is_shown():

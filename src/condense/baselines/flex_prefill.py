@@ -19,7 +19,7 @@ from condense.baselines.sparse_prefill import (
     last_weights,
     no_columns,
 )
-from condense.config import check_int, check_number
+from condense.config import Positive, Share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +34,9 @@ class FlexPrefill(SparsePrefill):
     """
 
     name: ClassVar[str] = "flex_prefill"
-    gamma: float = 0.9
-    tau: float = 0.1
-    min_budget: int = 1024
-
-    def __post_init__(self) -> None:
-        check_number("gamma", self.gamma, 0.0, 1.0)
-        check_number("tau", self.tau, 0.0, 1.0)
-        check_int("min_budget", self.min_budget, 1)
+    gamma: Share = 0.9
+    tau: Share = 0.1
+    min_budget: Positive = 1024
 
     def choose(self, q: Tensor, k: Tensor, *, scale: float) -> SparseKeys:
         """Algorithms 1 to 4 of the paper."""

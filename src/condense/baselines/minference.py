@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from condense.baselines.blocks import BLOCK, SparseKeys
 from condense.baselines.sparse_prefill import SparsePrefill, block_scores, by_distance, last_weights, no_columns
-from condense.config import check_int
+from condense.config import Natural, Positive
 from condense.methods.base import Method
 
 
@@ -27,12 +27,8 @@ class AShape(SparsePrefill):
     """
 
     name: ClassVar[str] = "a_shape"
-    sink: int = 1024
-    window: int = 4096
-
-    def __post_init__(self) -> None:
-        check_int("sink", self.sink, 1)
-        check_int("window", self.window, 1)
+    sink: Positive = 1024
+    window: Positive = 4096
 
     def choose(self, q: Tensor, k: Tensor, *, scale: float) -> SparseKeys:
         """The same blocks for all heads, whatever the tokens are."""
@@ -53,10 +49,7 @@ class BlockSparse(SparsePrefill):
     """
 
     name: ClassVar[str] = "block_sparse"
-    blocks: int = 50
-
-    def __post_init__(self) -> None:
-        check_int("blocks", self.blocks, 1)
+    blocks: Positive = 50
 
     def choose(self, q: Tensor, k: Tensor, *, scale: float) -> SparseKeys:
         """Algorithm 3 of the paper."""
@@ -80,12 +73,8 @@ class VerticalSlash(SparsePrefill):
     """
 
     name: ClassVar[str] = "vertical_slash"
-    vertical: int = 1000
-    slash: int = 6096
-
-    def __post_init__(self) -> None:
-        check_int("vertical", self.vertical, 0)
-        check_int("slash", self.slash, 0)
+    vertical: Natural = 1000
+    slash: Natural = 6096
 
     def choose(self, q: Tensor, k: Tensor, *, scale: float) -> SparseKeys:
         """Algorithm 2 of the paper: lines from the last queries' weights."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from condense.config import check_int
+from condense.config import Positive
 from condense.methods.base import Method, Prompt, PromptPlan
 from condense.methods.layout import FirstEntries, Layout, Lookahead, first_tokens
 from condense.methods.prompt import exact_prompt, highest, kept_tokens
@@ -30,14 +30,12 @@ class SnapKV(Method):
     """
 
     name: ClassVar[str] = "snapkv"
-    budget: int = 1024
-    window: int = 32
-    kernel_size: int = 7
+    budget: Positive = 1024
+    window: Positive = 32
+    kernel_size: Positive = 7
 
     def __post_init__(self) -> None:
-        check_int("window", self.window, 1)
-        check_int("kernel_size", self.kernel_size, 1)
-        check_int("budget", self.budget, 1)
+        super().__post_init__()
         if self.budget <= self.window:
             raise ValueError(f"budget must be above window {self.window}, got {self.budget}")
         if self.kernel_size % 2 == 0:

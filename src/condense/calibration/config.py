@@ -2,8 +2,9 @@
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
-from condense.config import check_int, check_number, check_positive
+from condense.config import Natural, Positive, Range, Share, check_fields, check_positive
 from condense.methods import CCA, LCA, Dense, Method, Recall, StreamingLLM
 
 
@@ -25,14 +26,14 @@ class CalibrationConfig:
 
     budget_nats: float | None = None
     cache: float | None = None
-    min_found: float = 0.99
+    min_found: Share = 0.99
     candidates: tuple[Method, ...] = ()
-    length: int = 4096
-    texts: int = 8
-    hidden_numbers: int = 0
-    cache_length: int | None = None
+    length: Annotated[int, Range(128)] = 4096
+    texts: Annotated[int, Range(2)] = 8
+    hidden_numbers: Natural = 0
+    cache_length: Positive | None = None
     timed: bool = True
-    seed: int = 0
+    seed: Natural = 0
 
     @property
     def counted_length(self) -> int:
@@ -40,6 +41,7 @@ class CalibrationConfig:
         return self.length if self.cache_length is None else self.cache_length
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.budget_nats is None and self.cache is None:
             raise ValueError("budget_nats and cache must not both be None: say what may be lost, or how much is kept")
         for name in ("budget_nats", "cache"):
@@ -47,11 +49,6 @@ class CalibrationConfig:
                 check_positive(name, getattr(self, name))
         if self.cache is not None and self.cache > 1:
             raise ValueError(f"cache must be a share of the dense cache, at most 1 (0.09 for 9 %), got {self.cache}")
-        check_number("min_found", self.min_found, 0, 1)
-        for name, least in (("length", 128), ("texts", 2), ("hidden_numbers", 0), ("seed", 0)):
-            check_int(name, getattr(self, name), least)
-        if self.cache_length is not None:
-            check_int("cache_length", self.cache_length, 1)
         if len(set(self.candidates)) < len(self.candidates):
             raise ValueError(f"candidates must differ, got {', '.join(map(str, self.candidates))}")
         if self.candidates and all(isinstance(method, Dense) for method in self.candidates):

@@ -2,7 +2,7 @@
 for, and the choice among them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -36,12 +36,8 @@ class Curve:
         methods = config.candidates
         known = {(loss.layer, loss.method): loss for loss in losses}
         layers = list(dict.fromkeys(loss.layer for loss in losses))
-
-        def figures(read: Callable[[LayerLoss], float]) -> dict[int, list[float]]:
-            """A figure of each candidate, by layer; 0 for dense attention, which was not measured."""
-            return {i: [read(known[i, m]) if (i, m) in known else 0.0 for m in methods] for i in layers}
-
-        self._lost, self._kl = figures(lambda loss: loss.total), figures(lambda loss: loss.kl.mean)
+        # by layer, of each candidate; 0 for dense attention, which was not measured
+        self._lost = {i: [known[i, m].total if (i, m) in known else 0.0 for m in methods] for i in layers}
         sizes = {row.layer: [report[k].bytes for report in reports] for k, row in enumerate(reports[0])}
         self._sizes = {i: sizes[i] for i in layers}
         self.path = greedy_path(self._lost, self._sizes)
@@ -105,7 +101,6 @@ class Curve:
             {i: self._config.candidates[n] for i, n in allocation.items()},
             cache,
             host,
-            sum(self._kl[i][n] for i, n in allocation.items()),
             Mean.of([reading.kl for reading in plain]),
             Mean.of([reading.nats for reading in plain]),
             found_of(readings, dense),

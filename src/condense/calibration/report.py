@@ -58,16 +58,15 @@ class LayerLoss:
 class CurvePoint:
     """One allocation, layer to method.
 
-    cache, host: bytes on the device and in host memory as shares of a dense cache's, by arithmetic. predicted: the sum
-    of its layers' losses. kl: mean divergence from the dense predictions. nats: mean loss above the dense model's.
-    found: hidden numbers, those that the dense model finds, and all; None without any. times: see `TimeTable`; None
-    where they were not taken, or there is too little memory for a method.
+    cache, host: bytes on the device and in host memory as shares of a dense cache's, by arithmetic. kl: mean divergence
+    from the dense predictions. nats: mean loss above the dense model's. found: hidden numbers, those that the dense
+    model finds, and all; None without any. times: see `TimeTable`; None where they were not taken, or there is too
+    little memory for a method.
     """
 
     methods: Mapping[int, Method]
     cache: float
     host: float
-    predicted: float
     kl: Mean
     nats: Mean
     found: tuple[int, int, int] | None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from condense.config import check_int
+from condense.config import Natural, Positive, check_fields
 from condense.evaluate.compare import attention_of, in_eval_mode
 from condense.evaluate.intervals import LEAST_FOUND, Cell, Proportion
 from condense.evaluate.verify_texts import (
@@ -34,22 +34,20 @@ class VerifyConfig:
     """The measurement's size.
 
     lengths: tokens of a text, one or more, each >= 256. texts: of each kind and length. questions: per text and task,
-    fewer where they do not fit. greedy: tokens that dense attention writes after each of the first ``continued`` texts.
+    fewer where they do not fit. greedy: tokens that dense attention writes after the first text.
     Raises ValueError for a number out of range.
     """
 
     lengths: tuple[int, ...]
-    texts: int = 4
-    questions: int = 32
-    greedy: int = 512
-    continued: int = 1
-    seed: int = 0
+    texts: Positive = 4
+    questions: Positive = 32
+    greedy: Natural = 512
+    seed: Natural = 0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self.lengths:
             raise ValueError("lengths must hold one length at least, got none")
-        for name, least in (("texts", 1), ("questions", 1), ("greedy", 0), ("continued", 0), ("seed", 0)):
-            check_int(name, getattr(self, name), least)
         object.__setattr__(self, "lengths", tuple(sorted(set(self.lengths))))
 
 
@@ -60,8 +58,7 @@ class AtLength:
     cells: by kind of token (``far``: those that need far text; ``other``; ``copy``) and by task, without tasks of which
     dense attention finds less than 60 %. losses, divergence: means over stretches of the texts' second half, in nats
     per token. found, by_depth: of each task, over all and in each fifth of the text, the first one first. greedy: steps
-    at which the setting takes the token that dense attention wrote, given those before it. alike: of each continued
-    text, the number of steps before another token: what both write alike.
+    at which the setting takes the token that dense attention wrote, given those before it.
     """
 
     length: int
@@ -71,7 +68,6 @@ class AtLength:
     found: dict[str, Proportion]
     by_depth: dict[str, list[Proportion]]
     greedy: Proportion
-    alike: list[int]
 
     @property
     def failed(self) -> list[str]:
@@ -150,7 +146,7 @@ def verify(
                 dense = DenseReading()
                 for name, method in arms[length].items():
                     with attention_of(model, method):
-                        greedy = config.greedy if index < config.continued else 0
+                        greedy = config.greedy if index == 0 else 0
                         read[name].append(read_copying(model, text, dense, greedy))
                     on_step(total)
             for name, method in arms[length].items():
@@ -206,14 +202,12 @@ def _at_length(
             Proportion.of([outcome for outcome, place in zip(outcomes, places, strict=True) if place == fifth])
             for fifth in range(DEPTHS)
         ]
-    same = [reading.same for reading in read if reading.same]
     losses, divergence = (
         [float(np.mean([getattr(reading, name)[part] for reading in read])) for part in range(BINS)]
         for name in ("losses", "divergence")
     )
-    alike = [steps.index(False) if False in steps else len(steps) for steps in same]
-    greedy = Proportion.of([step for steps in same for step in steps])
-    return AtLength(length, cells, losses, divergence, found, by_depth, greedy, alike)
+    greedy = Proportion.of([step for reading in read for step in reading.same])
+    return AtLength(length, cells, losses, divergence, found, by_depth, greedy)
 
 
 def _shares(model: PreTrainedModel, method: MethodChoice, length: int) -> tuple[float, float]:

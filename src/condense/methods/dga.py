@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from condense.config import Removed, check_bool, check_choice, check_int, check_number
+from condense.config import Natural, Positive, Removed, Share
 from condense.methods.base import Context, Method, Prompt, PromptPlan
-from condense.methods.grouped import REP_BIASES, RepBias
+from condense.methods.grouped import RepBias
 from condense.methods.layout import ChunkPooling, FirstEntries, Layout, Lookahead
 from condense.methods.prompt import chosen_columns, exact_prompt, highest, real_columns, take
 from condense.ops import (
@@ -68,36 +68,24 @@ class DGA(Method):
 
     name: ClassVar[str] = "dga"
     removed: ClassVar = {"weight_scale": Removed(None, "groups are weighed by attention's scale")}
-    group_size: int = 16
-    window: int = 1
-    gamma: float = 0.1
-    min_focal: int = 1024
+    group_size: Positive = 16
+    window: Natural = 1
+    gamma: Share = 0.1
+    min_focal: Natural = 1024
     selection: Literal["streaming", "prompt"] = "streaming"
     summary: Literal["last", "streaming"] = "last"
     focal: Literal["top", "random"] = "top"
     complementary: bool = True
-    num_recent: int = 64
-    num_random: int = 64
-    seed: int = 0
+    num_recent: Positive = 64
+    num_random: Natural = 64
+    seed: Natural = 0
     rep_bias: RepBias = "none"
     allow_future: bool = False
 
     def __post_init__(self) -> None:
-        check_int("group_size", self.group_size, 1)
-        check_int("window", self.window, 0)
-        check_number("gamma", self.gamma, 0, 1)
-        check_int("min_focal", self.min_focal, 0)
-        check_choice("selection", self.selection, ("streaming", "prompt"))
-        check_choice("summary", self.summary, ("last", "streaming"))
-        check_choice("focal", self.focal, ("top", "random"))
-        check_bool("complementary", self.complementary)
-        check_int("num_recent", self.num_recent, 1)
-        check_int("num_random", self.num_random, 0)
-        check_int("seed", self.seed, 0)
-        check_choice("rep_bias", self.rep_bias, REP_BIASES)
+        super().__post_init__()
         if self.rep_bias == "matched" and self.selection == "prompt":
             raise ValueError("rep_bias='matched' needs selection='streaming', got 'prompt': use rep_bias='log_size'")
-        check_bool("allow_future", self.allow_future)
         _ = self._gamma  # cached now, because torch.compile cannot trace how it is computed
 
     @property

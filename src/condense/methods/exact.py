@@ -6,7 +6,7 @@ StreamingLLM (Xiao et al., 2024) and LM-Infinite (Han et al., 2024) drop the tok
 from dataclasses import dataclass
 from typing import ClassVar
 
-from condense.config import check_int
+from condense.config import Natural, Positive
 from condense.methods.base import Method
 from condense.methods.layout import Layout, first_tokens
 
@@ -31,12 +31,8 @@ class StreamingLLM(Method):
     """
 
     name: ClassVar[str] = "streaming_llm"
-    sink: int = 4
-    window: int = 2000
-
-    def __post_init__(self) -> None:
-        check_int("sink", self.sink, 0)
-        check_int("window", self.window, 1)
+    sink: Natural = 4
+    window: Positive = 2000
 
     @property
     def layout(self) -> Layout:
@@ -53,12 +49,8 @@ class LMInfinite(Method):
     """
 
     name: ClassVar[str] = "lm_infinite"
-    n_global: int = 10
-    window: int = 4096
-
-    def __post_init__(self) -> None:
-        check_int("n_global", self.n_global, 0)
-        check_int("window", self.window, 1)
+    n_global: Natural = 10
+    window: Positive = 4096
 
     @property
     def layout(self) -> Layout:

@@ -5,11 +5,11 @@ Shapes: c tokens per chunk, p entries per chunk. A chunk is the tokens that a me
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, get_args
 
 from torch import Tensor
 
-from condense.config import check_bits, check_int
+from condense.config import Bits, check_choice, check_int
 from condense.ops import ChoiceSettings, EntryFormat, Pooling, UniformRule
 from condense.ops.tensors.per_row import PerRow, int_if_equal
 
@@ -98,7 +98,7 @@ def check_layout(layout: Layout) -> None:
     check_int("layout: entries", rule.entries, 1)
     check_int("layout: num_summary", layout.num_summary, 0)
     check_int("layout: summary_delay", layout.summary_delay, 0)
-    check_bits("layout: entry_bits", layout.entry_bits)
+    check_choice("layout: entry_bits", layout.entry_bits, get_args(Bits))
     if rule.window is not None:
         check_int("layout: window", rule.window, 0)
         if layout.summary_delay > rule.window:

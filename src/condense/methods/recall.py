@@ -14,13 +14,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from condense.config import Removed, check_bits, check_choice, check_int
+from condense.config import Bits, Natural, Positive, Removed, check_int
 from condense.methods.base import Context, Method
-from condense.methods.grouped import REP_BIASES, RepBias
+from condense.methods.grouped import RepBias
 from condense.methods.layout import ChunkPooling, Layout
 from condense.ops import (
     NO_EXTRAS,
-    POOLINGS,
     ChoiceSettings,
     Chunks,
     Extras,
@@ -90,37 +89,27 @@ class Recall(Method):
         name: Removed("signs", "groups are found by the signs of their keys")
         for name in ("index", "index_size", "index_bits")
     }
-    group_size: int = 16
-    window: int = 1024
+    group_size: Positive = 16
+    window: Natural = 1024
     num_recall: int | float = 0.25
     key_pooling: Pooling = "mean"
     value_pooling: Pooling = "mean"
     rep_bias: RepBias = "log_size"
-    entry_bits: int = 16
+    entry_bits: Bits = 16
     unchosen: Unchosen = "pool"
     prompt: Literal["recall", "exact"] = "recall"
     store: Literal["device", "host"] = "device"
-    slots: int = 64
-    store_bits: int = 16
+    slots: Natural = 64
+    store_bits: Bits = 16
 
     def __post_init__(self) -> None:
-        check_int("group_size", self.group_size, 1)
-        check_int("window", self.window, 0)
+        super().__post_init__()
         if not isinstance(self.num_recall, float):
             check_int("num_recall", self.num_recall, 0)
         elif not 0 < self.num_recall < 1:
             raise ValueError(
                 f"num_recall must be an integer >= 0, or a share of the groups between 0 and 1, got {self.num_recall!r}"
             )
-        check_choice("key_pooling", self.key_pooling, POOLINGS)
-        check_choice("value_pooling", self.value_pooling, POOLINGS)
-        check_choice("rep_bias", self.rep_bias, REP_BIASES)
-        check_bits("entry_bits", self.entry_bits)
-        check_choice("unchosen", self.unchosen, ("pool", "drop"))
-        check_choice("prompt", self.prompt, ("recall", "exact"))
-        check_choice("store", self.store, ("device", "host"))
-        check_int("slots", self.slots, 0)
-        check_bits("store_bits", self.store_bits)
         _ = self._choice  # cached for torch.compile
 
     @property

@@ -12,7 +12,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from condense.config import check_int, check_number
+from condense.config import Natural, Positive, Share
 from condense.methods.base import Method, Prompt, PromptPlan
 from condense.methods.layout import Layout, Lookahead, first_tokens
 from condense.methods.prompt import exact_prompt
@@ -38,16 +38,10 @@ class Reread(Method):
     """
 
     name: ClassVar[str] = "reread"
-    share: float = 0.1
-    piece: int = 1024
-    sink: int = 4
-    window: int = 32
-
-    def __post_init__(self) -> None:
-        check_number("share", self.share, 0, 1)
-        check_int("piece", self.piece, 1)
-        check_int("sink", self.sink, 0)
-        check_int("window", self.window, 0)
+    share: Share = 0.1
+    piece: Positive = 1024
+    sink: Natural = 4
+    window: Natural = 32
 
     @property
     def layout(self) -> Layout:

@@ -1,14 +1,13 @@
 """The configuration of a training run: frozen dataclasses that recipes fill in."""
 
 import dataclasses
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from condense.config import check_bool, check_choice, check_int, check_number, check_positive
+from condense.config import Natural, Positive, Range, Share, check_fields, check_int, check_positive
 from condense.methods import Method
 
 Mix = Literal["dense", "condensed", "alternate"]
@@ -16,7 +15,8 @@ Schedule = Literal["cosine", "constant"]
 Trained = Literal["all", "qkv", "qkvo", "lora"]
 DType = Literal["float32", "bfloat16"]
 Report = Literal["none", "tensorboard"]
-_LORA_TARGETS = ("qkv", "qkvo", "all-linear")
+LoraTargets = Literal["qkv", "qkvo", "all-linear"]
+NotNegative = Annotated[float, Range(0)]
 _SIZE = re.compile(r"\d+(\.\d+)?[KMGT]B")
 _GROWING = 2 / 3  # of the steps: by then the groups have their full size
 
@@ -54,58 +54,47 @@ class PhaseConfig:
     """
 
     name: str
-    steps: int
-    sequence_length: int
-    batch_size: int
+    steps: Positive
+    sequence_length: Positive
+    batch_size: Positive
     mix: Mix = "dense"
     method: Method | None = None
     group_sizes: tuple[int, ...] = ()
-    distill: float = 0.0
+    distill: Share = 0.0
     learning_rate: float = 2e-3
-    warmup_steps: int = 100
+    warmup_steps: Natural = 100
     schedule: Schedule = "cosine"
-    task_share: float = 0.5
+    task_share: Share = 0.5
     keys: tuple[int, int] = (2, 8)
-    varied_share: float = 0.0
-    first_share: float = 0.0
-    short_share: float = 0.0
+    varied_share: Share = 0.0
+    first_share: Share = 0.0
+    short_share: Share = 0.0
     packed: bool = False
-    answer_weight: float = 5.0
-    weight_decay: float = 0.1
+    answer_weight: NotNegative = 5.0
+    weight_decay: NotNegative = 0.1
     max_grad_norm: float = 1.0
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: Positive = 1
     gradient_checkpointing: bool = False
-    checkpoint_steps: int = 1000
-    logging_steps: int = 50
+    checkpoint_steps: Positive = 1000
+    logging_steps: Positive = 50
 
     def __post_init__(self) -> None:
-        sizes = ("steps", "sequence_length", "batch_size", "checkpoint_steps", "logging_steps")
-        for field in (*sizes, "gradient_accumulation_steps"):
-            check_int(field, getattr(self, field), 1)
-        check_int("warmup_steps", self.warmup_steps, 0)
-        check_bool("gradient_checkpointing", self.gradient_checkpointing)
-        check_bool("packed", self.packed)
+        check_fields(self)
         if self.batch_size % self.gradient_accumulation_steps:
             raise ValueError(
                 "batch_size: wanted a multiple of gradient_accumulation_steps "
                 f"{self.gradient_accumulation_steps}, got {self.batch_size}"
             )
-        check_choice("mix", self.mix, get_args(Mix))
         if self.mix != "dense" and self.method is None:
             raise ValueError(f"method: wanted a method for mix {self.mix!r}, got None")
         if self.group_sizes:
             self._check_group_sizes()
-        check_choice("schedule", self.schedule, get_args(Schedule))
-        for field in ("distill", "task_share", "varied_share", "first_share", "short_share"):
-            check_number(field, getattr(self, field), 0, 1)
         for count in self.keys:
             check_int("keys", count, 1)
         if len(self.keys) != 2 or self.keys[0] > self.keys[1]:
             raise ValueError(f"keys: wanted the fewest and the most, got {self.keys}")
         check_positive("learning_rate", self.learning_rate)
         check_positive("max_grad_norm", self.max_grad_norm)
-        for field in ("answer_weight", "weight_decay"):
-            check_number(field, getattr(self, field), 0, math.inf)
         if self.mix != "dense":
             assert self.method is not None
             self._check_method(self.method)
@@ -165,7 +154,7 @@ class TrainConfig:
     """
 
     recipe: str
-    seed: int
+    seed: Natural
     data: tuple[Path, ...]
     output: Path
     phases: tuple[PhaseConfig, ...]
@@ -174,15 +163,16 @@ class TrainConfig:
     data_weights: tuple[float, ...] = ()
     dtype: DType = "float32"
     train: Trained = "all"
-    lora_rank: int = 16
-    lora_targets: str = "all-linear"
+    lora_rank: Positive = 16
+    lora_targets: LoraTargets = "all-linear"
     cache: Path | None = None
-    workers: int = 0
+    workers: Natural = 0
     report_to: Report = "none"
     save_condensed: bool = False
     shard_size: str = "5GB"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self.data:
             raise ValueError("data: wanted at least one text file, got none")
         if self.data_weights and len(self.data_weights) != len(self.data):
@@ -197,17 +187,10 @@ class TrainConfig:
             raise ValueError(f"phases: wanted different names, got {[phase.name for phase in self.phases]}")
         if (self.architecture is None) == (self.pretrained is None):
             raise ValueError("pretrained: wanted either an architecture or a pretrained model, got both or neither")
-        check_choice("dtype", self.dtype, get_args(DType))
-        check_choice("train", self.train, get_args(Trained))
-        check_choice("report_to", self.report_to, get_args(Report))
-        check_choice("lora_targets", self.lora_targets, _LORA_TARGETS)
-        check_int("lora_rank", self.lora_rank, 1)
         if not _SIZE.fullmatch(str(self.shard_size)):
             raise ValueError(f"shard_size: wanted a size such as '12MB', got {self.shard_size!r}")
         if self.train == "lora" and (self.pretrained is None or len(self.phases) > 1):
             raise ValueError("train: wanted 'lora' with a pretrained model and one phase, got another run")
-        check_int("seed", self.seed, 0)
-        check_int("workers", self.workers, 0)
         if self.save_condensed and self.phases[-1].method is None:
             raise ValueError("save_condensed: wanted a method in the last phase, got None")
 

@@ -191,16 +191,9 @@ def _run(
 
 def _line(label: str, task: str, sample: dict[str, Any]) -> dict[str, Any]:
     """A line of ``predictions.jsonl``, with a hash of the prompt, which itself can be found in the data."""
-    return {
-        "method": label,
-        "task": task,
-        "doc_id": sample["doc_id"],
-        "filter": sample["filter"],
-        "target": sample["target"],
-        "prediction": sample["filtered_resps"],
-        "prompt_hash": sample["prompt_hash"],
-        "metrics": {name: sample[name] for name in sample["metrics"]},
-    }
+    kept = {name: sample[name] for name in ("doc_id", "filter", "target", "prompt_hash")}
+    metrics = {name: sample[name] for name in sample["metrics"]}
+    return {"method": label, "task": task, **kept, "prediction": sample["filtered_resps"], "metrics": metrics}
 
 
 def _scores(label: str, results: Any) -> Iterator[Score]:
