@@ -91,10 +91,7 @@ def extend(
 
 
 def _check_entries(method: Method, new: object, k: Tensor, v: Tensor, num_chunks: int) -> None:
-    """Raise ValueError unless ``new``, made by `Method.represent`, holds the entries of ``num_chunks`` chunks.
-
-    Entries have rows, KV heads, dtype and width of the tokens k and v, or width 0.
-    """
+    """Raise ValueError unless ``new``, made by `Method.represent`, holds the entries of ``num_chunks`` chunks."""
     layout = method.layout
     shape = (*k.shape[:2], num_chunks * layout.rule.entries)
     tensors = new if isinstance(new, tuple) else ()

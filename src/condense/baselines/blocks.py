@@ -53,10 +53,7 @@ def sparse_attention(
 
 
 def _by_flex(q: Tensor, k: Tensor, v: Tensor, keys: SparseKeys, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention over blocks and over columns, two calls of FlexAttention joined by their log-sum-exps.
-
-    A query that sees a column's token in a chosen block does not see it again as a column.
-    """
+    """Attention over blocks and over columns, two calls of FlexAttention joined by their log-sum-exps."""
     length = q.shape[2]
     # FlexAttention is compiled for every shape, so lengths are rounded up; the padding sees itself and is cut off
     L = _rounded(length)

@@ -177,10 +177,7 @@ def _compared(dense: Tensor, logits: Tensor, sample: Sample) -> Measured:
 
 
 def _conditions(model: PreTrainedModel, candidates: Sequence[Method], samples: Sequence[Sample]) -> str:
-    """A hash of what readings depend on: weights, configuration, candidates, texts, this library.
-
-    The folder that the model was read from is left out.
-    """
+    """A hash of what readings depend on: weights, configuration, candidates, texts, this library."""
     config: Any = model.config
     config = {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
     digest = hashlib.sha256()

@@ -179,10 +179,7 @@ def _assign(
 ) -> None:
     """Condense the layers in ``assignment`` (empty: none, all stock) and write it to the model's configuration.
 
-    owner: as in `ForwardBoard`.
-
-    Writes the configuration's private field for the attention implementation, because the public setter would set it
-    in all parts of a model, vision towers too.
+    Its private field is written, as the public setter would set the implementation in all parts, vision towers too.
     """
     config = _config(attentions)
     if not assignment:
@@ -264,10 +261,7 @@ def _attentions(model: nn.Module) -> tuple[PreTrainedModel, dict[int, nn.Module]
 
 
 def _closest(base: PreTrainedModel) -> str:
-    """The end of an error about unknown classes: the model's attention classes, and known ones that are like them.
-
-    Alike are base classes and classes with a similar name.
-    """
+    """The end of an error about unknown classes: the model's, and known ones that are their bases or named alike."""
     classes = {type(m).__name__: type(m) for m in base.modules() if hasattr(m, "layer_idx") and hasattr(m, "config")}
     if not classes:
         return ""

@@ -129,7 +129,6 @@ class _Heads:
     """A layer's heads and the cost of its attention.
 
     cached: the heads that are cached: KV heads, one for latents, whose values are part of its keys.
-
     FLOPs beside attention: summary_flops per token, for its summary query; entry_flops per condensed entry, to expand
     it to keys and values; absorb_flops per token, to turn its query into a query on latents.
     """

@@ -167,10 +167,7 @@ def _resolve(
     obstacle_of: Callable[[Backend], str | None],
     is_fast: Callable[[Backend], bool] = lambda each: True,
 ) -> str:
-    """The backend asked for; "auto" is on CUDA the first fast one of ``names`` without an obstacle, else "torch".
-
-    Raises ValueError for an unknown backend, and for one that was asked for and cannot run.
-    """
+    """The backend asked for; "auto" is on CUDA the first fast one of ``names`` without an obstacle, else "torch"."""
     if check_backend(backend) != "auto":
         if (obstacle := obstacle_of(BACKENDS[backend])) is not None:
             raise ValueError(f"backend {backend!r} {obstacle}; use backend={BACKENDS[backend].instead!r}")

@@ -187,10 +187,7 @@ class SequenceBuilder:
 
 
 def _inserted(text: np.ndarray, lines: list[np.ndarray], places: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
-    """The text with each line put in at its place, in pieces, and the offset at which each line begins in the result.
-
-    places: int64 ``[lines]``, the offsets in ``text`` before which the lines stand.
-    """
+    """The text in pieces, with each line before its offset in ``places``, and where each line begins in the result."""
     pieces, offsets = [], np.zeros(len(lines), np.int64)
     at = added = 0
     for index in np.argsort(places, kind="stable"):

@@ -147,10 +147,7 @@ def _from_scratch(recipe: str, data: Sequence[Path], output: Path, **options: An
 
 
 def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields as JSON and TOML have them, as the configuration takes them: tuples for lists, and a method for its text.
-
-    Raises ValueError for a text that names no method.
-    """
+    """Fields as JSON and TOML have them, as the configuration takes them: tuples for lists, a method for its text."""
     parsed = {"method": Method.parse(fields["method"])} if "method" in fields else {}
     lists = {name: tuple(value) for name, value in fields.items() if name in _LIST_FIELDS and isinstance(value, list)}
     return {**fields, **lists, **parsed}

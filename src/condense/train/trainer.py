@@ -164,10 +164,7 @@ class MixedTrainer(Trainer):
         self._sums.clear()
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a checkpoint; only when every process has written its part does it count as one.
-
-        Raises ValueError if the loss or a weight is not finite any more, or the files cannot be written.
-        """
+        """Write a checkpoint, which counts as one only when every process has written its part."""
         self._totals()
         trained = (p.to_local() if hasattr(p, "to_local") else p for p in model.parameters() if p.requires_grad)
         finite = torch.stack([p.detach().isfinite().all() for p in trained]).all()

@@ -290,10 +290,7 @@ def _add_values(p, acc, memory, count, BN: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def _softmax(s, m, total, t, view, scores, BN: gl.constexpr, MASKED: gl.constexpr, BIASED: gl.constexpr):
-    """One step of the online softmax, scores base 2.
-
-    Returns weights, new maximum and sum, factor for earlier values.
-    """
+    """One step of the online softmax, base 2: weights, new maximum and sum, factor for earlier values."""
     source, at = _block(t, view.stream, BN)
     n = at + gl.arange(0, BN, layout=gl.SliceLayout(0, s.type.layout))
     # scale > 0, so the maximum can be taken before scaling: one fused multiply-add per score remains

@@ -143,10 +143,7 @@ def _of_tokens(BN, g):
 
 @gluon.jit
 def _stream(first, row, count, problem, FORM: gl.constexpr):
-    """The `RecallStream` of a tile whose first query is ``first`` and which opens ``count`` groups.
-
-    lo and hi never decrease, so the spans of a tile's first and last query bound those of all.
-    """
+    """The `RecallStream` of a tile whose first query is ``first`` and which opens ``count`` groups."""
     BN: gl.constexpr = FORM.BN
     KIND: gl.constexpr = FORM.kind
     last = gl.minimum(first + 2 * ROWS // problem.R, problem.L) - 1
@@ -235,10 +232,7 @@ def _add_values(p, acc, memory, at, FORM: gl.constexpr):
 
 @gluon.jit
 def _softmax(s, m, total, level, scale):
-    """One step of the online softmax, scores base 2.
-
-    Returns weights, new maximum and sum, factor for earlier values.
-    """
+    """One step of the online softmax, base 2: weights, new maximum and sum, factor for earlier values."""
     # scale > 0, so the maximum can be taken before scaling: one fused multiply-add per score remains
     m_new = gl.maximum(m, gl.max(s, 1) * scale + level)
     safe = gl.where(m_new == float("-inf"), 0.0, m_new)

@@ -119,10 +119,7 @@ def _block_size(device: torch.device, ratio: int) -> int:
 
 
 def _visible(spans: Spans, start: int, stop: int, hulls: list[Hull], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Mask bool ``[B|1, K|1, L, S]`` over the block's hulls, and whether a query sees nothing, ``[B|1, K|1, L, 1]``.
-
-    A query that sees nothing sees all keys in the mask, so that its softmax has no NaN; its output is zeroed later.
-    """
+    """``mask`` over the block's hulls and ``empty``, as in `BlockKeys`: then no softmax has NaN."""
     block = [(lo[..., None], hi[..., None]) for lo, hi in spans.at(start, stop, device)]
     empty = torch.stack(torch.broadcast_tensors(*(lo >= hi for lo, hi in block))).all(0)
     masks = []
@@ -180,10 +177,7 @@ def _heads(rows: Tensor, L: int) -> Tensor:
 
 
 def _scores(rows: Tensor, k: Tensor, bias: Tensor | None, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
-    """Scores ``[B, K, R * L, S]``, float32 or wider.
-
-    The fused call does not return them, so they are computed again.
-    """
+    """Scores ``[B, K, R * L, S]``, float32 or wider, computed again because the fused call does not return them."""
     wide = torch.promote_types(k.dtype, torch.float32)
     scores = soft_cap((rows.to(wide) @ k.to(wide).mT) * scale, softcap)
     if bias is not None:

@@ -175,11 +175,7 @@ def _choose(call: StepCall, closed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _open_groups(state: StepState, groups: Tensor, is_open: Tensor, g: int) -> Tensor:
-    """Stored tokens of ``groups`` ``[B, K, r]`` where ``is_open``, ``[B, K, r * g, C]``; undefined for other groups.
-
-    Open groups that are in a slot are read from it; the others are read from the store and take slots, while there are
-    some whose groups are not open.
-    """
+    """Stored tokens of ``groups`` ``[B, K, r]`` where ``is_open``, ``[B, K, r * g, C]``; undefined for other groups."""
     slots, S = state.slots, state.held.shape[2]
     stored = _tokens(state.store, groups.clamp(max=max(state.entries_k.shape[2] - 1, 0)), g)
     if S == 0 or groups.shape[2] == 0:
@@ -194,10 +190,7 @@ def _open_groups(state: StepState, groups: Tensor, is_open: Tensor, g: int) -> T
 
 
 def _take_slots(state: StepState, groups: Tensor, is_open: Tensor) -> tuple[Tensor, Tensor]:
-    """The slot of each of ``groups`` ``[B, K, r]``, -1 for none, and whether the group takes that slot now.
-
-    Changes ``state.held`` and ``state.order`` as `StepState` says.
-    """
+    """The slot of each of ``groups`` ``[B, K, r]``, -1 for none, and whether it takes that now, as `StepState` says."""
     held, order = state.held.long(), state.order.long()
     found = (groups[..., None] == held[:, :, None]) & is_open[..., None]
     has_slot = found.any(3)

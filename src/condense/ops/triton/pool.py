@@ -129,10 +129,7 @@ def _holders(ends: Tensor, L: int) -> Tensor:
 
 
 class _Groups(NamedTuple):
-    """Settings of pooling ``num`` groups of ``size`` tokens.
-
-    start: column of the first, if groups follow each other.
-    """
+    """Settings of pooling ``num`` groups of ``size`` tokens. start: column of the first, if they follow each other."""
 
     start: int
     num: int

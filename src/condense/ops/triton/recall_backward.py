@@ -73,10 +73,7 @@ def backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Recal
 def _store_gradients(
     call: RecallCall, queries: tuple[Tensor, Tensor, Tensor, Tensor], tiles: Tiles, dk: Tensor, dv: Tensor
 ) -> None:
-    """Write the gradients of the store's keys and values.
-
-    queries: lse and delta of every row, q, the output's gradient.
-    """
+    """Write the gradients of the store's keys and values. queries: lse, delta, q and the output's gradient."""
     (B, _, L, r), (K, choosers), G, g = call.groups.shape, call.heads, call.k[0].shape[2], call.group_size
     by_group, order = call.groups.flatten(2).sort(dim=-1, stable=True)
     bounds = torch.arange(G + 1, device=dk.device, dtype=torch.int32).expand(B, choosers, G + 1).contiguous()

@@ -116,8 +116,6 @@ def _attend_keys(
 ):  # fmt: skip
     """Add tiles ``[lo, hi)`` of the ``count`` keys of a buffer that begin in slot ``first``; no tile is empty.
 
-    A buffer of bytes holds entries in fewer than 16 bits.
-
     PERIOD > 0: only pooled entries get the bias: first entries from ``moment.first_single`` on, and behind them the
     last of each ``PERIOD`` entries. PERIOD < 0: ``bias`` points to each key's own, natural.
     """
