@@ -133,15 +133,11 @@ class RingState(PinnedCopies):
 
     def _decode(self, call: StepCall) -> Tensor:
         # a prepared step is no torch operation, which a trace or a subclass of tensors needs
-        if torch.compiler.is_compiling() or type(call.token.q) is not Tensor:
-            return self._operation(call)
-        prepared = self._prepared
-        if prepared is None or not prepared.takes(call):
-            prepared = self._prepared = self._prepare(call)
-        return self._operation(call) if prepared is None else prepared(call.token, call.extras.sink_logits)
-
-    def _operation(self, call: StepCall) -> Tensor:
-        """Read a token by one operation."""
+        can_prepare = not torch.compiler.is_compiling() and type(call.token.q) is Tensor
+        if can_prepare and (self._prepared is None or not self._prepared.takes(call)):
+            self._prepared = self._prepare(call)
+        if can_prepare and self._prepared is not None:
+            return self._prepared(call.token, call.extras.sink_logits)
         return decode_step(call, OwnEntries(self.method.represent), backend=self.backend)
 
     def _prepare(self, call: StepCall) -> PreparedStep | None:

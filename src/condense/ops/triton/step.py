@@ -59,39 +59,12 @@ def _check(call: StepCall) -> None:
     check_call(call)
 
 
-def _step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    entries_k: Tensor,
-    entries_v: Tensor,
-    ring_k: Tensor,
-    ring_v: Tensor,
-    ring_q: Tensor,
-    seen: Tensor,
-    first: Tensor,
-    arrived: Tensor,
-    biases: Tensor,
-    signs: Tensor,
-    steps: Tensor,
-    store: Tensor,
-    slots: Tensor,
-    held: Tensor,
-    order: Tensor,
-    counter: Tensor | None,
-    real: Tensor | None,
-    sink: Tensor | None,
-    settings: int,
-    scale: float,
-    latent: int,
-    softcap: float,
-) -> Tensor:
-    state = StepState(
-        entries_k, entries_v, ring_k, ring_v, ring_q, seen, first, arrived, biases, signs, steps, store, slots, held,
-        order,
-    )  # fmt: skip
+def _step(*fields: Any) -> Tensor:
+    """The operation: three tensors of the token, the buffers of the state, then what `_SCHEMA` names."""
+    (q, k, v), state = fields[:3], StepState(*fields[3:_REST])
+    counter, real, sink, settings, scale, latent, softcap = fields[_REST:]
     if not torch.is_inference_mode_enabled():  # tell autograd of the change, as in-place operations do
-        changed = [x for name, x in state._asdict().items() if name in _CHANGED]
+        changed = [x for name, x in state._asdict().items() if name != "first"]
         torch.autograd.graph.increment_version(changed if counter is None else [*changed, counter])
     token = NewToken(q, k, v, real, counter)
     call = StepCall(token, state, numbered_settings(settings), scale, latent, Extras(softcap, sink))
@@ -103,20 +76,16 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
     return q.new_empty(*q.shape[:3], latent or v.shape[3])
 
 
-# the buffers that a step writes to
-_CHANGED = tuple(name for name in StepState._fields if name != "first")
-
-
-def _register() -> torch.library.Library:
-    """Define the torch operation without `torch.library.custom_op`, which parses the whole schema for every argument of
-    an in-place operation: that takes several times as long as the rest of the host's work in a step.
-    """
-    library = torch.library.Library("condense", "FRAGMENT")
-    schema = torch.library.infer_schema(_step, mutates_args=(*_CHANGED, "counter"), op_name="step")
-    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    library.impl("step", _step, "CompositeExplicitAutograd")
-    torch.library.register_fake("condense::step", _fake, lib=library)
-    return library
-
-
-_LIBRARY = _register()
+_REST = 3 + len(StepState._fields)
+# a step writes to all buffers but one
+_BUFFERS = (f"Tensor{'' if name == 'first' else f'(a{i}!)'} {name}" for i, name in enumerate(StepState._fields))
+_SCHEMA = (
+    f"step(Tensor q, Tensor k, Tensor v, {', '.join(_BUFFERS)}, Tensor(z!)? counter, Tensor? real, Tensor? sink, "
+    "SymInt settings, float scale, SymInt latent, float softcap) -> Tensor"
+)
+# not by `torch.library.custom_op`, which parses the whole schema for every argument of an in-place operation: that
+# takes several times as long as the rest of the host's work in a step
+_LIBRARY = torch.library.Library("condense", "FRAGMENT")
+_LIBRARY.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.impl("step", _step, "CompositeExplicitAutograd")
+torch.library.register_fake("condense::step", _fake, lib=_LIBRARY)
