@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from condense.cli import options
 from condense.demo import demo_text
 from condense.evaluate.compare import encode
-from condense.models import MethodChoice, restore
+from condense.models import MethodChoice
 from condense.results import write_results
 
 
@@ -29,9 +29,7 @@ def load(model: str | None, texts: list[str] | None, dtype: str | None, device: 
     """The model and the texts that the options name, by default the bundled ones. Raises ValueError as these do."""
     sources = list(dict.fromkeys(texts or ()))
     contents = {name: options.read_text(source) for name, source in zip(_names(sources), sources, strict=True)}
-    loaded, tokenizer = options.load_model(model, dtype, device)
-    saved = options.saved_choice(loaded)
-    restore(loaded)
+    loaded, tokenizer, saved = options.load_model(model, dtype, device)
     contents = contents or {"bundled": demo_text().text}
     return Loaded(loaded, saved, {name: encode(tokenizer, text, loaded)[0] for name, text in contents.items()})
 

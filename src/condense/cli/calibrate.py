@@ -66,7 +66,6 @@ def calibrate_command(
     from condense.calibration import CalibrationConfig, calibrate
     from condense.demo import demo_text
     from condense.methods import Method
-    from condense.models import restore
 
     options.check_targets(output=output, plot=plot, overwrite=overwrite)
     kept = measured or output.with_suffix(".measured.json")
@@ -88,8 +87,7 @@ def calibrate_command(
     )
     # a text counts once, also if two files hold it: of copies, one could be measured and the other held out
     contents = list(dict.fromkeys(map(options.read_text, dict.fromkeys(text or ())))) or [demo_text().text]
-    loaded, tokenizer = options.load_model(model, dtype, device, device_map, trust_remote_code)
-    restore(loaded)
+    loaded, tokenizer, _ = options.load_model(model, dtype, device, device_map, trust_remote_code)
     options.warn_of_length(loaded, config.length)
     console = options.plain_console(stderr=True)
     with options.progress() as bar:

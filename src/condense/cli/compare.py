@@ -42,7 +42,7 @@ def compare_command(
     from condense.demo import demo_prompt
     from condense.evaluate.compare import Prompt, compare
     from condense.methods import Dense
-    from condense.models import choice_from_text, restore
+    from condense.models import choice_from_text
     from condense.plots import plot_comparison
     from condense.results import write_results
 
@@ -53,14 +53,12 @@ def compare_command(
         raise ValueError("question needs a text of its own: add --text FILE")
     prompt = demo_prompt() if text is None else Prompt(options.read_text(text), question or [], chat=chat)
     given = [choice_from_text(text) for text in method or []]
-    loaded, tokenizer = options.load_model(model, dtype, device, device_map, trust_remote_code)
-    saved = options.saved_choice(loaded)
+    loaded, tokenizer, saved = options.load_model(model, dtype, device, device_map, trust_remote_code)
     methods: list[MethodChoice]
     if saved is not None and not given:
         methods = [Dense(), saved]
     else:
         methods = given or [choice_from_text(each) for each in (DEMO_METHODS if model is None else METHODS)]
-    restore(loaded)
     steps = len(methods) * (1 + max(1, len(prompt.questions)))
     with options.progress() as bar:
         task = bar.add_task("comparing", total=steps)

@@ -54,7 +54,7 @@ def eval_command(
     """
     from condense.evaluate.harness import Settings, check_names, evaluate
     from condense.methods import Dense, Method
-    from condense.models import choice_from_text, described, restore
+    from condense.models import choice_from_text, described
     from condense.results import refuse_existing
 
     check_names(task)
@@ -67,10 +67,7 @@ def eval_command(
     methods: dict[str, MethodChoice] = {text: choice_from_text(text) for text in method or ()}
     if run_generated_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
-    loaded, tokenizer = options.load_model(model, dtype, device, device_map, trust_remote_code)
-    saved = options.saved_choice(loaded)
-    if saved is not None:
-        restore(loaded)
+    loaded, tokenizer, saved = options.load_model(model, dtype, device, device_map, trust_remote_code)
     if not methods:
         methods = {described(saved): saved} if saved is not None else {"dense": Dense()}
         methods |= {options.DEMO_METHOD: Method.parse(options.DEMO_METHOD)} if model is None else {}

@@ -34,7 +34,7 @@ def generate_command(
 
     from condense.evaluate.compare import attention_of, chat_message, encode, pad_token
     from condense.methods import Dense
-    from condense.models import choice_from_text, restore
+    from condense.models import choice_from_text
     from condense.models.families import check_learned_positions
 
     if (prompt is None) == (text is None):
@@ -45,12 +45,9 @@ def generate_command(
     if not method and model is None:
         method = [options.DEMO_METHOD]
     chosen = choice_from_text(*method) if method else None
-    loaded, tokenizer = options.load_model(model, dtype, device, device_map, trust_remote_code)
-    saved = options.saved_choice(loaded)
+    loaded, tokenizer, saved = options.load_model(model, dtype, device, device_map, trust_remote_code)
     if chosen is None:
         chosen = saved or Dense()
-    if saved is not None:
-        restore(loaded)
     content = "".join(chat_message(tokenizer, content)) if chat else content
     ids = encode(tokenizer, content, loaded, special=not chat)
     check_learned_positions(loaded.config, "prompt and new tokens", ids.shape[1] + max_new_tokens)

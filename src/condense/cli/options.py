@@ -64,8 +64,9 @@ def load_model(
     device: str | None,
     device_map: str | None = None,
     trust_remote_code: bool = False,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The bundled model, or the one in a local folder or on the hub, in evaluation mode on its device.
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, MethodChoice | None]:
+    """The bundled model, or the one in a local folder or on the hub, in evaluation mode on its device, with stock
+    attention; its tokenizer; and `saved_choice`.
 
     Raises ValueError for an unknown dtype or device, for device and device_map together, without accelerate for the
     latter, and for a model that cannot be found or read.
@@ -74,6 +75,7 @@ def load_model(
     from transformers.utils import is_accelerate_available
 
     from condense.demo import demo_model
+    from condense.models import restore
 
     if device_map is not None and device is not None:
         raise ValueError("give --device or --device-map, not both")
@@ -83,14 +85,15 @@ def load_model(
     torch_dtype = parse_dtype(dtype, chosen)
     if model is None:
         loaded, tokenizer = demo_model(dtype=torch_dtype)
-        return loaded.to(chosen), tokenizer
+        return loaded.to(chosen), tokenizer, None
     if sys.stderr.isatty():
         logging.enable_progress_bar()  # of downloads and of weights, which may take minutes
     settings: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     tokenizer = _read_tokenizer(model, settings)
     settings |= {"dtype": torch_dtype} if device_map is None else {"dtype": torch_dtype, "device_map": device_map}
     loaded = read_saved(model, lambda name: AutoModelForCausalLM.from_pretrained(name, **settings))
-    return (loaded if device_map is not None else loaded.to(chosen)).eval(), tokenizer
+    saved = saved_choice(loaded)
+    return restore(loaded if device_map is not None else loaded.to(chosen)).eval(), tokenizer, saved
 
 
 def _read_tokenizer(model: str, settings: dict[str, Any]) -> PreTrainedTokenizerBase:

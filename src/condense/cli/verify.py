@@ -51,7 +51,7 @@ def verify_command(
     """
     from condense.evaluate.verify_report import page as page_of
     from condense.files import whole_file
-    from condense.models import choice_from_text
+    from condense.models import choice_from_text, described
     from condense.named import NAMED_SETTINGS
 
     options.check_targets(json=json, page=page, overwrite=overwrite)
@@ -65,7 +65,9 @@ def verify_command(
     else:
         name = sources[0] if sources else None
         chosen = {each: choice_from_text(each) for each in method or NAMED_SETTINGS}
-        loaded, tokenizer = options.load_model(name, dtype, device, device_map, trust_remote_code)
+        loaded, tokenizer, saved = options.load_model(name, dtype, device, device_map, trust_remote_code)
+        if saved is not None:
+            chosen = {f"as saved: {described(saved)}": saved} | chosen
         sizes = length or (DEMO_LENGTHS if name is None and not text else LENGTHS)
         lengths = tuple(options.parse_tokens("length", size) for size in sizes)
         numbers = {"texts": texts, "questions": questions, "greedy": greedy, "seed": seed}
@@ -89,14 +91,10 @@ def _measured(
     from condense.demo import demo_text
     from condense.evaluate.verify import VerifyConfig, verify
     from condense.evaluate.verify_report import verdict
-    from condense.models import described, restore
     from condense.results import plain
 
     config = VerifyConfig(**numbers)
     documents = list(dict.fromkeys(map(options.read_text, dict.fromkeys(text)))) or [demo_text().text]
-    if (saved := options.saved_choice(loaded)) is not None:
-        chosen = {f"as saved: {described(saved)}": saved} | chosen
-        restore(loaded)
     options.warn_of_length(loaded, max(config.lengths))
     with options.progress() as bar:
         task = bar.add_task("verifying", total=None)
