@@ -59,6 +59,16 @@ def refuse_other_dtype(held: torch.dtype, new: torch.dtype) -> None:
         )
 
 
+def _exact(part: int) -> property:
+    """The keys (part 0) or values (1) of `exact_tokens`; setting them, as the base class does, does nothing."""
+
+    def get(layer: Any) -> Tensor | None:
+        tokens = layer.exact_tokens()
+        return None if tokens is None else tokens[part]
+
+    return property(get, lambda layer, value: None)
+
+
 class CondensedCacheLayer(CacheLayerMixin):
     """Base of condensed cache layers: each holds the state of one attention layer under ``method``.
 
@@ -110,25 +120,7 @@ class CondensedCacheLayer(CacheLayerMixin):
         """`read`, called through ``Cache.update``. Raises ValueError, state unchanged, unless ``request`` is given."""
         return self.read(key_states, value_states, check_request(request)), None
 
-    @property
-    def keys(self) -> Tensor | None:
-        """The keys of `exact_tokens`."""
-        tokens = self.exact_tokens()
-        return None if tokens is None else tokens[0]
-
-    @keys.setter
-    def keys(self, value: None) -> None:
-        """Transformers' base class initialises the attribute; the keys themselves are in the state."""
-
-    @property
-    def values(self) -> Tensor | None:
-        """The values of `exact_tokens`."""
-        tokens = self.exact_tokens()
-        return None if tokens is None else tokens[1]
-
-    @values.setter
-    def values(self, value: None) -> None:
-        """See `keys`."""
+    keys, values = _exact(0), _exact(1)
 
     def get_max_cache_shape(self) -> int:
         """``get_max_length``, by its name up to transformers 5.17."""

@@ -9,7 +9,7 @@ Shapes: B rows, K KV heads, N tokens, D and Dv widths of keys and values; a stor
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -86,7 +86,7 @@ class Store:
         if store.device == tokens.device:
             store[:, :, start : start + n].copy_(tokens)
             return
-        stream = _streams(tokens.device).write
+        stream = _stream(tokens.device, "write")
         stream.wait_stream(torch.cuda.current_stream(tokens.device))
         with torch.cuda.stream(stream):
             # one copy per row and KV head, because only their columns lie side by side in the store
@@ -109,7 +109,7 @@ class Store:
             fetched = _begin_to_fetch(store, count, device)
         if fetched is None:
             return store[:, :, :count].to(device)
-        torch.cuda.current_stream(device).wait_stream(_streams(device).fetch)
+        torch.cuda.current_stream(device).wait_stream(_stream(device, "fetch"))
         return fetched[:, :, :count]
 
     def forget(self) -> None:
@@ -145,17 +145,10 @@ def with_pinned_store(buffers: StepState) -> StepState:
     return buffers._replace(store=buffers.store.pin_memory())
 
 
-class _Streams(NamedTuple):
-    """The stream for copies between a device and stores in host memory."""
-
-    write: torch.cuda.Stream
-    fetch: torch.cuda.Stream
-
-
 @functools.cache
-def _streams(device: torch.device) -> _Streams:
-    """The streams of a device, shared by all layers, whose copies take the same way."""
-    return _Streams(torch.cuda.Stream(device), torch.cuda.Stream(device))
+def _stream(device: torch.device, use: Literal["write", "fetch"]) -> torch.cuda.Stream:
+    """A device's stream for copies to stores in host memory, or from them; all layers share it."""
+    return torch.cuda.Stream(device)
 
 
 def _begin_to_fetch(store: Tensor, count: int, device: torch.device) -> Tensor | None:
@@ -163,10 +156,10 @@ def _begin_to_fetch(store: Tensor, count: int, device: torch.device) -> Tensor |
     if store.device == device or count == 0:
         return None
     tokens = torch.empty(*store.shape[:2], count, store.shape[3], dtype=store.dtype, device=device)
-    stream = _streams(device).fetch
+    stream = _stream(device, "fetch")
     # wait for kernels that may still use the new tensor's memory, and for columns of the store still being written
     stream.wait_stream(torch.cuda.current_stream(device))
-    stream.wait_stream(_streams(device).write)
+    stream.wait_stream(_stream(device, "write"))
     with torch.cuda.stream(stream):
         for there, here in zip(store.flatten(0, 1), tokens.flatten(0, 1), strict=True):
             here.copy_(there[:count], non_blocking=True)
@@ -176,7 +169,7 @@ def _begin_to_fetch(store: Tensor, count: int, device: torch.device) -> Tensor |
 
 def join_writes(device: torch.device) -> None:
     """Make what is given to the device's current stream from now on wait for all that `Store.write` has begun."""
-    torch.cuda.current_stream(device).wait_stream(_streams(device).write)
+    torch.cuda.current_stream(device).wait_stream(_stream(device, "write"))
 
 
 def _finish_writes(device: torch.device) -> None:

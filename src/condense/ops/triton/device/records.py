@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from condense.ops.spans import RowStart as Start
+
 
 class Rule(NamedTuple):
     """The fields of `condense.ops.spans.UniformRule`."""
@@ -16,15 +18,6 @@ class Rule(NamedTuple):
     window: Any
     entries: Any
     max_chunks: Any
-
-
-class Start(NamedTuple):
-    """The fields of `condense.ops.spans.RowStart`."""
-
-    query: Any
-    window: Any
-    padding: Any
-    first_entries: Any
 
 
 class RowSpans(NamedTuple):
