@@ -15,7 +15,6 @@ from condense import DGA
 from condense.ops import Chunks, importance
 from condense.ops.tensors.sampling import sampled_queries
 from condense.ops.torch import pool as torch_pool
-from condense.plan import ForwardPlan
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 SELECT = DGA(group_size=4, gamma=0.2, min_focal=3, selection="prompt", num_recent=3, num_random=4)
@@ -92,31 +91,6 @@ def test_gamma_means_what_is_written():
     method = DGA(group_size=4, gamma=0.07, min_focal=2, selection="prompt")
     assert method.prompt_focal(lengths).tolist() == [0, 1, 3, 8, 9, 72]
     assert method.prompt_reader.num_entries(lengths).tolist() == [0, 1, 4, 31, 32, 304]
-
-
-@pytest.mark.parametrize("selection", ["streaming", "prompt"])
-def test_random_focal_tokens_are_alike_in_rows_and_heads_and_change_with_the_seed(selection):
-    method = DGA(group_size=4, gamma=0.5, min_focal=1, selection=selection, focal="random", rep_bias="log_size")
-    q, k, _ = oracle.random_qkv(3, 4, 2, 48, 3, 1)
-    v = torch.eye(48, dtype=torch.float64).expand(3, 2, 48, 48)
-
-    def entries(seed, pads=0):
-        """Weights ``[entries, tokens]`` of the tokens in each entry, with equal weights inside a group."""
-        padded = [torch.cat([x.new_zeros(*x.shape[:2], pads, x.shape[3]), x], 2) for x in (q * 0, k, v)]
-        counts = torch.full((3,), 48)
-        _, past = extend(method.replace(seed=seed), None, *padded, scale=1.0, plan=ForwardPlan(48 + pads, counts))
-        assert torch.equal(past.entries[1], past.entries[1][:1, :1].expand_as(past.entries[1]))
-        return past.entries[1][0, 0]
-
-    got = entries(0)
-    assert torch.equal(got, entries(0))
-    assert torch.equal(got, entries(0, pads=7))
-    assert not torch.equal(got, entries(1))
-    focal = got.argmax(-1)[got.amax(-1) == 1]
-    assert len(focal) == (16 if selection == "streaming" else 24)
-    if selection == "streaming":
-        assert (focal // 6).tolist() == [number for number in range(8) for _ in range(2)]
-    assert len(set((focal % 6).tolist())) > 3  # each chunk has its own
 
 
 @grid(5, backend=CPU_BACKENDS, block=[1, 1000, 1 << 24], sampled=[(1, 0), (3, 4), (64, 64)])

@@ -45,23 +45,6 @@ def test_what_is_read_is_what_is_kept_to_the_bit(method, bits, dtype):
         assert torch.equal(whole.bias, exact.bias)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_a_rounded_entry_has_the_gradient_of_the_pooled_one(method, bits):
-    """And its value to the bit: as ``x + (rounded(x) - x).detach()`` in exact arithmetic."""
-    results = []
-    for entry_bits in (bits, 16):
-        leaves = [x.requires_grad_() for x in inputs(torch.float64)]
-        q, k, v = leaves
-        entries = read_whole(method.replace(entry_bits=entry_bits), k=k, v=v, q=q, scale=SCALE).sources[0]
-        weights = torch.linspace(-1, 1, entries.k.numel(), dtype=k.dtype).view_as(entries.k)
-        loss = (entries.k * weights).sum() + (entries.v * weights[..., :11]).sum()
-        results.append((entries, torch.autograd.grad(loss, (k, v))))
-    (rounded, got), (exact, want) = results
-    assert torch.equal(rounded.k, EntryFormat(bits).unpack(EntryFormat(bits).pack(exact.k), 80, exact.k.dtype))
-    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
-
-
 @pytest.mark.parametrize("fixed", [False, True], ids=["grow", "fix"])
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_pieces_before_the_first_entry_read_none(method, fixed):

@@ -111,12 +111,6 @@ CHUNKINGS = {
 }
 
 
-@grid(12, method=cases.PLANS)
-def test_extend_prefill_of_every_length_then_tokens(method):
-    for first in range(1, 18):
-        check_rows(method, cut(18, [first, 1]), "torch")
-
-
 AHEAD = cases.PROMPTS | cases.SELECTIONS
 RAGGED = {
     "left-padded prefill, then tokens": [(21, 5, 0, 13)] + [(1, 1, 1, 1)] * 12,

@@ -63,8 +63,6 @@ BAD = [
     (CCA, "rep_bias", ("log", None, 2.77, True)),
     (CCA, "entry_bits", (0, 2, 12, "4", 8.0, True, None)),
     (CCA, "allow_future", (None, 0, 1, "yes")),
-    (LCA, "group_size", (0, True)),
-    (LCA, "window", (-5,)),
     (DGA, "group_size", (0, 1.0, True)),
     (DGA, "window", (-1, "x")),
     (DGA, "gamma", (-0.1, 1.01, math.nan, math.inf, "0.1", None, True)),

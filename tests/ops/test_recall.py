@@ -62,15 +62,8 @@ def recall(q, k, v, *, g, w, r, pads=None, unchosen="pool", backend="torch", cho
     spans = RuleSpans(UniformRule(g, w), start, start)
     if choice is None:
         choice = IndexChoice(q.detach(), build_index(groups_k), SCALE, quota_of(r))
-    out = attend_recall(
-        q,
-        RecallSources(entries, store, Source(k, v), spans),
-        choice,
-        scale=SCALE,
-        unchosen=unchosen,
-        backend=backend,
-        return_lse=lse,
-    )
+    sources, options = RecallSources(entries, store, Source(k, v), spans), {"backend": backend, "return_lse": lse}
+    out = attend_recall(q, sources, choice, scale=SCALE, unchosen=unchosen, **options)
     return out if lse else out[0]
 
 
@@ -126,19 +119,6 @@ def test_every_past_token_counts_once(backend, monkeypatch):
     out = recall(q, k, v, g=g, w=w, r=None, choice=ArrayChoice(mask), backend=backend)
     want = torch.ones(L, L).tril().double() / torch.arange(1, L + 1)[:, None]
     torch.testing.assert_close(out, want.expand(1, 3, L, L), **EXACT)
-
-
-@grid(1, block=[4, 128], pads=[[0, 0], [0, 4]])
-def test_gradients(block, pads, monkeypatch):
-    """Through queries, entries, store and window; none through the choice, which stands still here."""
-    monkeypatch.setattr(torch_recall, "_BLOCK", block)
-    q, k, v = (x[..., :2].clone().requires_grad_() for x in tensors(2, 1, 9))
-
-    def function(*qkv):
-        out, lse = recall(*qkv, g=2, w=3, r=1, pads=pads, lse=True)
-        return out, lse.exp()  # queries of padding: 0, not minus infinity, which has no slope
-
-    assert torch.autograd.gradcheck(function, (q, k, v))
 
 
 def test_the_choice_carries_no_gradient():

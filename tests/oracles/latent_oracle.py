@@ -5,7 +5,6 @@ Nothing is absorbed here: scores of tokens are means over the heads of each head
 Shapes: B rows, H heads, L tokens, d_c latent width, d_n, d_r, d_v widths of the head's parts.
 """
 
-import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -34,14 +33,8 @@ def random(B, H, L, widths, dtype=torch.float64, seed=0):
     def normal(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    tensors = Latents(
-        normal(B, H, L, d_n),
-        normal(B, H, L, d_r),
-        normal(B, L, d_c),
-        normal(B, L, d_r),
-        normal(H, d_c, d_n) * d_c**-0.5,
-        normal(H, d_c, d_v) * d_c**-0.5,
-    )
+    tensors = [normal(*shape) for shape in ((B, H, L, d_n), (B, H, L, d_r), (B, L, d_c), (B, L, d_r))]
+    tensors += [normal(H, d_c, width) * d_c**-0.5 for width in (d_n, d_v)]
     return Latents(*(x.to(dtype) for x in tensors))
 
 
@@ -50,21 +43,18 @@ def attention(x, *, method, scale=None, padding=None, cu_seqlens=None, prompt=No
     x = Latents(*(tensor.double() for tensor in x))
     B, H, L, d_n = x.q_nope.shape
     scale = (d_n + x.q_rope.shape[3]) ** -0.5 if scale is None else scale
-    spans = [(b, 0 if padding is None else padding[b], L) for b in range(B)]
-    if cu_seqlens is not None:
-        spans = [(0, start, stop) for start, stop in itertools.pairwise(cu_seqlens)]
-    out = x.q_nope.new_zeros(B, H, L, x.w_uv.shape[2])
-    lse = x.q_nope.new_full((B, H, L), -math.inf)
-    for b, start, stop in spans:
+    at, outs, lses = [], [], []
+    for b, start, stop in oracle.texts(B, L, padding, cu_seqlens):
         if start == stop:
             continue
         q = torch.cat([x.q_nope[b, :, start:stop], x.q_rope[b, :, start:stop]], -1)
         c, k_rope = x.c[b, start:stop], x.k_rope[b, start:stop]
-        for t, (row_out, row_lse) in enumerate(_row(method, q, c, k_rope, x.w_uk, x.w_uv, scale, prompt)):
-            at = torch.tensor([b]), slice(None), torch.tensor([start + t])
-            out = out.index_put((at[0][:, None], torch.arange(H)[None], at[2][:, None]), row_out[None])
-            lse = lse.index_put((at[0][:, None], torch.arange(H)[None], at[2][:, None]), row_lse[None])
-    return out, lse
+        for t, parts in enumerate(_row(method, q, c, k_rope, x.w_uk, x.w_uv, scale, prompt), start):
+            at.append((b, t))
+            outs.append(parts[0])
+            lses.append(parts[1])
+    out = oracle.placed(x.q_nope.new_zeros(B, L, H, x.w_uv.shape[2]), at, outs)
+    return out.transpose(1, 2), oracle.placed(x.q_nope.new_full((B, L, H), -math.inf), at, lses).transpose(1, 2)
 
 
 def _key(c, k_rope, w_uk):

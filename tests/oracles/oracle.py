@@ -119,28 +119,30 @@ def attention(q, k, v, *, method, scale=None, padding=None, cu_seqlens=None, pro
     q, k, v = q.double(), k.double(), v.double()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     B, H, L, _ = q.shape
-    R = H // k.shape[1]
-    spans = [(b, 0 if padding is None else padding[b], L) for b in range(B)]
-    if cu_seqlens is not None:
-        spans = [(0, start, stop) for start, stop in itertools.pairwise(cu_seqlens)]
-    outs = []
-    lses = []
-    at = []
-    for b, start, stop in spans:
+    R, outs, lses, at = H // k.shape[1], [], [], []
+    compute = {"dga": oracle_dga.row, "recall": _recall_row}.get(method.name, _row)
+    for b, start, stop in texts(B, L, padding, cu_seqlens):
         for head in range(k.shape[1]):
             queries = q[b, head * R : (head + 1) * R, start:stop]
-            compute = {"dga": oracle_dga.row, "recall": _recall_row}.get(method.name, _row)
             parts = compute(method, queries, k[b, head, start:stop], v[b, head, start:stop], scale, prompt)
             outs.extend(parts[0])
             lses.extend(parts[1])
             at.extend((b, head, t) for t in range(start, stop))
-    out = q.new_zeros(B, k.shape[1], L, R, v.shape[3])
-    lse = q.new_full((B, k.shape[1], L, R), -math.inf)
-    if at:
-        index = tuple(torch.tensor(column) for column in zip(*at, strict=True))
-        out = out.index_put(index, torch.stack(outs))
-        lse = lse.index_put(index, torch.stack(lses))
+    out = placed(q.new_zeros(B, k.shape[1], L, R, v.shape[3]), at, outs)
+    lse = placed(q.new_full((B, k.shape[1], L, R), -math.inf), at, lses)
     return out.transpose(2, 3).flatten(1, 2), lse.transpose(2, 3).flatten(1, 2)
+
+
+def texts(B, L, padding, cu_seqlens):
+    """Row, start and stop of each text: of padded rows or of packed documents."""
+    if cu_seqlens is not None:
+        return [(0, start, stop) for start, stop in itertools.pairwise(cu_seqlens)]
+    return [(b, 0 if padding is None else padding[b], L) for b in range(B)]
+
+
+def placed(x, at, parts):
+    """The tensor with each part at its place, a tuple of numbers."""
+    return x.index_put(tuple(torch.tensor(at).T), torch.stack(parts)) if at else x
 
 
 def _row(method, q, k, v, scale, prompt):
