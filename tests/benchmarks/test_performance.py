@@ -43,13 +43,8 @@ def document(date, rows):
 def results():
     old = [kernel_row("cudnn", 64, 9.0), kernel_row("cudnn", 128, 4.0, share_of_copy=0.5), kernel_row("cca", 64, 9.0)]
     new = [kernel_row("cudnn", 64, 2.0), kernel_row("cca", 64, 0.05, speedup={"cudnn": 40.0, "flash": 7.0})]
-    condensed = {
-        "runner": "condensed cca",
-        "length": 64,
-        "first": {"median_ms": 1000.0},
-        "cache_bytes": 2**29,
-        "speedup": {"first": {"dense": 1.5}, "step": {}},
-    }
+    condensed = {"runner": "condensed cca", "length": 64, "first": {"median_ms": 1000.0}, "cache_bytes": 2**29}
+    condensed["speedup"] = {"first": {"dense": 1.5}, "step": {}}
     dense = {"runner": "dense", "length": 64, "first": {"median_ms": 1500.0}}
     return {
         "bench-kernel-h4-gpu-20260201T000000Z": document("2026-02-01T00:00:00", new),
