@@ -8,16 +8,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import condense
 
 SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "head_dim": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 199,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.2,
-    "tie_word_embeddings": False,
-}
+    "hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 199, "max_position_embeddings": 1024, "initializer_range": 0.2, "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 def random_llama(layers=2):

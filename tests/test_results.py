@@ -20,20 +20,11 @@ class Point:
 
 
 def test_content_is_converted_and_stamped(tmp_path):
-    content = {
-        "points": [Point(8, float("nan"))],
-        "loss": torch.tensor(2.0),
-        "method": condense.Dense(),
-        "in": Path("a"),
-    }
-    path = write_results(tmp_path / "deep" / "r.json", content, seed=3)
+    given = {"points": [Point(8, float("nan"))], "loss": torch.tensor(2.0), "method": condense.Dense(), "in": Path("a")}
+    written = {"points": [{"length": 8, "seconds": None}], "loss": 2.0, "method": {"method": "dense"}, "in": "a"}
+    path = write_results(tmp_path / "deep" / "r.json", given, seed=3)
     document = json.loads(path.read_text())
-    assert document["results"] == {
-        "points": [{"length": 8, "seconds": None}],
-        "loss": 2.0,
-        "method": {"method": "dense"},
-        "in": "a",
-    }
+    assert document["results"] == written
     stamp = document["provenance"]
     assert stamp["seed"] == 3
     assert stamp["torch"] == torch.__version__

@@ -402,20 +402,3 @@ def test_models_that_are_not_ready(tokenizer, text):
         condense.calibrate(learned, tokenizer, [text], dataclasses.replace(CONFIG, cache_length=129))
     with pytest.raises(ValueError, match=r"must have all of its weights on devices, got model\.embed\S+ offloaded"):
         condense.calibrate(model.eval().to("meta"), tokenizer, [text], CONFIG)
-
-
-def test_the_bundled_model_with_hidden_numbers():
-    """Found by a Recall that opens everything, lost by a window: numbers decide what the layers get."""
-    model, tokenizer = condense.demo_model()
-    config = CalibrationConfig(
-        budget_nats=0.5, candidates=(Dense(), StreamingLLM(window=32)), length=160, texts=2, hidden_numbers=2
-    )
-    texts = [condense.demo.demo_text().text]
-    result = condense.calibrate(model, tokenizer, texts, config)
-    found, of_dense, total = result.verified.found
-    assert total == 4
-    assert found >= 0.99 * of_dense > 0
-    assert result.uniform[1].found[0] < result.uniform[0].found[0]
-    answers = {loss.layer: loss.answers_kl.mean for loss in result.layers}
-    needed = max(answers, key=answers.get)
-    assert result.allocation[needed] == Dense()

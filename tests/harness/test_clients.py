@@ -32,19 +32,10 @@ def test_trl_trains_a_condensed_model(saved, tmp_path, packing):
     texts = Dataset.from_list([{"text": f"The number of the quiet bridge is {n}. " * 6} for n in range(12)])
     model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
     settings = SFTConfig(
-        str(tmp_path / "out"),
-        max_steps=6,
-        per_device_train_batch_size=2,
-        learning_rate=3e-3,
-        logging_steps=1,
-        max_length=96,
-        packing=packing,
-        padding_free=False,
-        report_to=[],
-        use_cpu=True,
-        save_strategy="no",
+        str(tmp_path / "out"), max_steps=6, per_device_train_batch_size=2, learning_rate=3e-3, logging_steps=1,
+        max_length=96, packing=packing, padding_free=False, report_to=[], use_cpu=True, save_strategy="no",
         gradient_checkpointing=False,
-    )
+    )  # fmt: skip
     trainer = SFTTrainer(
         model, args=settings, train_dataset=texts, processing_class=AutoTokenizer.from_pretrained(saved)
     )

@@ -75,12 +75,8 @@ def ruler(root):
     asked = [{"id": f"{n}", "question": f"{n}?", "answers": answers, "is_impossible": False} for n in range(170)]
     articles = [{"title": line, "paragraphs": [{"context": line, "qas": asked}]} for line in LINES[:3]]
     (root / "dev-v2.0.json").write_text(json.dumps({"version": "v2.0", "data": articles}))
-    hotpot = {
-        "answer": "far",
-        "context": [[line[:9], [line]] for line in LINES[:10]],
-        "type": "bridge",
-        "level": "hard",
-    }
+    context = [[line[:9], [line]] for line in LINES[:10]]
+    hotpot = {"answer": "far", "context": context, "type": "bridge", "level": "hard"}
     rows = [hotpot | {"_id": f"{n}", "question": f"{n}?", "supporting_facts": []} for n in range(500)]
     (root / "hotpot_dev_distractor_v1.json").write_text(json.dumps(rows))
 
@@ -103,13 +99,7 @@ def short_tasks(root):
 
 
 def olympiadbench(root):
-    fixed = {
-        "subject": "Math",
-        "language": "English",
-        "modality": "Text-only",
-        "answer_type": "Numerical",
-        "unit": None,
-    }
+    fixed = {"subject": "Math", "language": "English", "modality": "Text-only", "answer_type": "Numerical"}
     rows = [
         fixed | {"id": n, "question": f"Find $x$ with $x={n}$.", "solution": [""], "final_answer": [f"{n}"],
                  "is_multiple_answer": False, "subfield": "Algebra", "unit": None, "context": None, "error": None}

@@ -71,12 +71,8 @@ def test_a_task_that_only_the_condensed_model_answers(folders, tmp_path, monkeyp
     from condense.cli.main import main
 
     words = ["condense", "run", "-m", "lm_eval", "--model", kind, "--device", "cpu", "--batch_size", "1"]
-    words += [
-        "--model_args",
-        json.dumps({"pretrained": str(folders / name), "dtype": "float32"} | more),
-        "--tasks",
-        "far",
-    ]
+    arguments = json.dumps({"pretrained": str(folders / name), "dtype": "float32"} | more)
+    words += ["--model_args", arguments, "--tasks", "far"]
     monkeypatch.setattr(sys, "argv", [*words, "--include_path", str(folders), "--output_path", str(tmp_path / "out")])
     monkeypatch.setattr(sys, "path", list(sys.path))
     with contextlib.redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as done:

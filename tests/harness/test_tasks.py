@@ -25,17 +25,12 @@ def documents(data, base, *lengths):
 @pytest.fixture
 def questions(tmp_path):
     """Ten questions over three documents each, the second the right one; one distractor in ten has another's answer."""
-    rows = [
-        {
-            "question": f"where is number {n}",
-            "answers": [f"town {n}"],
-            "ctxs": [{"title": f"Far {n}.{i}", "text": f"Far {n}.{i}. {'Nobody knows of it. ' * 9}"} for i in range(3)],
-        }
-        for n in range(10)
-    ]
-    for n, row in enumerate(rows):
-        row["ctxs"][1] = {"title": "Place", "text": f"Number {n} is in town {n}.", "isgold": True}
-        row["ctxs"][2]["text"] += f"Town {(n + 1) % 10}, it says."
+    rows = []
+    for n in range(10):
+        far = [{"title": f"Far {n}.{i}", "text": f"Far {n}.{i}. {'Nobody knows of it. ' * 9}"} for i in range(3)]
+        far[1] = {"title": "Place", "text": f"Number {n} is in town {n}.", "isgold": True}
+        far[2]["text"] += f"Town {(n + 1) % 10}, it says."
+        rows.append({"question": f"where is number {n}", "answers": [f"town {n}"], "ctxs": far})
     write_lines(tmp_path / "nq-open-3docs.jsonl", rows)
     return tmp_path
 

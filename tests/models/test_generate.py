@@ -6,7 +6,6 @@ import pytest
 import torch
 from grids import grid
 from models import tiny
-from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import CompileConfig, DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer
 
@@ -86,16 +85,6 @@ def test_only_the_new_ids_with_the_whole_mask(few):
     assert torch.equal(out[:, 9:], tiny.generate(few, ONE)[:, 39:])
 
 
-@CACHES
-def test_a_prefix_cache_is_reused_by_deep_copy(few, kind):
-    prefix = new_cache(few, kind)
-    tiny.in_chunks(few, ONE[:, :30], (30,), prefix)
-    for seed in (1, 2):
-        ids = torch.cat([ONE[:, :30], tiny.tokens(1, 8, seed=seed)], dim=1)
-        assert torch.equal(tiny.generate(few, ids, past_key_values=copy.deepcopy(prefix)), tiny.generate(few, ids))
-    assert int(prefix.get_seq_length()) == 30
-
-
 @grid(10, "model", model=FEW | tiny.RECALLS, assistant=["dense", "condensed", "itself"])
 def test_assistants_equal_greedy(model, assistant):
     helper = copy.deepcopy(model)
@@ -136,26 +125,6 @@ def test_gradients_of_a_last_token_reach_what_is_new_in_either_cache(few):
     assert all(bool(layer.any()) for layer in grads[0][-8:])
     for x, y in zip(*grads, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
-
-
-@grid(2, "model", model=FEW | {"select": tiny.WHOLE["select"]}, padded={"whole": False, "padded": True})
-def test_compiled_decode_is_one_graph(model, padded):
-    """25 steps across group boundaries, without a break."""
-    torch._dynamo.reset()
-    ids, mask = torch.cat([IDS, tiny.tokens(3, 25)], dim=1), torch.cat([MASK, torch.ones(3, 25).long()], dim=1)
-    mask = mask if padded else torch.ones_like(mask)
-    want = tiny.in_chunks(model, ids, (39, *[1] * 25), mask=mask)[:, 39:]
-    cache = new_cache(model, "static", 80)
-    tiny.in_chunks(model, ids[:, :39], (39,), cache, mask=mask[:, :39])
-    counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=False)
-    settings = {"attention_mask": torch.nn.functional.pad(mask, (0, 16)) if padded else None, "use_cache": True}
-    positions, parts = (mask.cumsum(1) - 1).clamp(min=0), []
-    for i in range(39, 64):
-        at = {"position_ids": positions[:, i : i + 1], "past_key_values": cache}
-        parts.append(tiny.logits(compiled, ids[:, i : i + 1], **at, **settings))
-    torch.testing.assert_close(torch.cat(parts, dim=1), want, **tiny.EXACT)
-    assert counter.frame_count == 1
 
 
 @grid(1, "model", model=FEW)

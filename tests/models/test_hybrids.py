@@ -11,7 +11,7 @@ from transformers.cache_utils import StaticSlidingWindowLayer
 import condense
 from condense.caches import StaticCondensedLayer
 from condense.methods import StreamingLLM
-from condense.models import GraphDecoder, condensed_layers
+from condense.models import condensed_layers
 from condense.models.inspect import inspect
 
 CCA, LCA = condense.CCA(group_size=2, window=4), condense.LCA(group_size=4, window=8)
@@ -49,7 +49,7 @@ def test_padded_rows_and_beams_as_in_a_growing_cache(hybrid):
 
 
 def test_a_graph_decodes_prompt_after_prompt(hybrid):
-    decoder = GraphDecoder(hybrid, batch_size=2, max_length=40)
+    decoder = condense.GraphDecoder(hybrid, batch_size=2, max_length=40)
     for seed in (1, 2):
         rows = [tiny.tokens(1, n, seed=n + seed)[0] for n in (PROMPT, PROMPT - 4)]
         ids, mask = tiny.left_padded(rows)

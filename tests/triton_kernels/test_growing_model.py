@@ -23,15 +23,7 @@ REREADS = {"llama-reread": ("llama", "reread"), "deepseek_v3-reread": ("deepseek
 METHODS = tiny.METHODS | {"reread": condense.Reread(share=0.4, piece=8, sink=1, window=2)}
 MODES = {"padded": {}, "beams": {"num_beams": 2}, "samples": {"do_sample": True}}
 # the interpreter is slow: not all of them
-TRIED = [
-    ("llama-streaming-6", "padded"),
-    ("llama-dga", "padded"),
-    ("deepseek_v3-lca", "padded"),
-    ("llama-dga", "beams"),
-    ("llama-streaming-6", "samples"),
-    ("llama-reread", "padded"),
-    ("deepseek_v3-reread", "padded"),
-]
+TRIED = [(name, "padded") for name in PAIRS | REREADS] + [("llama-dga", "beams"), ("llama-streaming-6", "samples")]
 ROWS = [tiny.tokens(1, n, seed=n)[0] for n in (27, 18)]
 
 
