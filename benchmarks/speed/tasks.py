@@ -100,7 +100,7 @@ class Task:
         extra, store = (
             (context.extra[:2], context.extra[2:]) if method.layout.choice is not None else (context.extra, ())
         )
-        leaves = (inputs.q, *context.tensors[:2], *store, *context.tensors[2:])
+        leaves = (inputs.q, *context.entries[:2], *store, *context.window[:2])
 
         def run(q: Tensor, entries_k: Tensor, entries_v: Tensor, *others: Tensor) -> Tensor:
             *opened, window_k, window_v = others

@@ -130,27 +130,27 @@ def method_names() -> list[str]:
     return sorted(_REGISTRY)
 
 
-def check_fields(settings: Any) -> None:
+def check_fields(settings: Any, of: str = "") -> None:
     """Raise ValueError for a field of a dataclass that is not what its type says: a choice, a bool, a number in range.
 
-    Fields of other types, and those of postponed annotations, which are text, are not checked.
+    Fields of other types, and those of postponed annotations, which are text, are not checked. of: stands before names.
     """
     for field in dataclasses.fields(settings):
-        kind, value = field.type, getattr(settings, field.name)
+        name, kind, value = of + field.name, field.type, getattr(settings, field.name)
         if type(None) in get_args(kind):
             if value is None:
                 continue
             kind = get_args(kind)[0]
         if get_origin(kind) is Literal:
-            check_choice(field.name, value, get_args(kind))
+            check_choice(name, value, get_args(kind))
         elif kind is bool:
-            check_bool(field.name, value)
+            check_bool(name, value)
         elif get_origin(kind) is Annotated:
             number, allowed = get_args(kind)
             if number is int:
-                check_int(field.name, value, allowed.least)
+                check_int(name, value, allowed.least)
             else:
-                check_number(field.name, value, *allowed)
+                check_number(name, value, *allowed)
 
 
 def check_int(name: str, value: object, minimum: int) -> None:

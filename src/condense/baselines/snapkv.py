@@ -60,19 +60,14 @@ class SnapKV(Method):
             return prompt
         sample = plan.sample(B, self.window, 0, 0, q.device)
         with torch.no_grad():
-            votes = self.votes(importance(q, k, sample, scale=scale, backend=backend))
+            before = importance(q, k, sample, scale=scale, backend=backend)[..., : -self.window]
+            pooled = F.max_pool1d(before, self.kernel_size, stride=1, padding=self.kernel_size // 2)
+            votes = F.pad(pooled, (0, self.window), value=float("inf"))
             counts = self.num_entries(tokens)
             assert isinstance(counts, Tensor)
             kept = highest(votes, counts, tokens)
         first = FirstEntries.of(counts, counts)
         return Prompt(prompt.context, first, lambda: kept_tokens(k, v, kept, int(counts.max())))
-
-    def votes(self, scores: Tensor) -> Tensor:
-        """Numbers that rank the tokens, ``[B, K, L]``, from the sampled queries' weights; infinite in the window."""
-        before = scores[..., : -self.window]
-        size = self.kernel_size
-        pooled = F.max_pool1d(before, size, stride=1, padding=size // 2)
-        return F.pad(pooled, (0, self.window), value=float("inf"))
 
     def num_entries(self, tokens: PerRow) -> PerRow:
         """Tokens of the prompt that stay."""

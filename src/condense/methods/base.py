@@ -56,11 +56,6 @@ class Context(NamedTuple):
         """The last source, exact tokens."""
         return self.sources[-1]
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Keys and values of all sources, source by source."""
-        return tuple(x for source in self.sources for x in (source.k, source.v))
-
 
 class Prompt(NamedTuple):
     """A prompt that a method has read at once: the context of the prompt's queries, and the entries for later tokens.

@@ -71,8 +71,7 @@ def _chosen(
     method: MethodChoice | str,
     layers: Iterable[int] | str | None,
 ) -> dict[int, Method]:
-    config: Any = base.config
-    count = int(config.get_text_config(decoder=True).num_hidden_layers)
+    count = int(base.config.get_text_config(decoder=True).num_hidden_layers)
     choice = parse_choice(method)
     if layers is None:
         chosen = assign(choice, attentions, count)
@@ -244,10 +243,9 @@ def _attentions(model: nn.Module) -> tuple[PreTrainedModel, dict[int, nn.Module]
     base = transformers_model(model)
     if base is None:
         raise ValueError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
-    config: Any = base.config
     name, wrong = type(base).__name__, []
     found = [m for m in base.modules() if is_supported(m) or isinstance(m, CondensedAttention)]
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+    if getattr(base.config, "is_encoder_decoder", False) or getattr(base.config, "add_cross_attention", False):
         wrong.append(f"{name} has cross-attention: only decoder-only models can be condensed")
     if (reason := obstacle(base)) is not None:
         wrong.append(f"{name} cannot be condensed: {reason}")

@@ -34,17 +34,10 @@ class MasterAdamW(torch.optim.AdamW):
     ) -> None:
         stored = parameter_groups(model, weight_decay)
         self._model_parameters = [parameter for group in stored for parameter in group["params"]]
-        self._masters = [
-            # float32 parameters are trained themselves: a copy would only cost memory
-            parameter if parameter.dtype == torch.float32 else parameter.detach().float().requires_grad_()
-            for parameter in self._model_parameters
-        ]
-        self._rounded = [
-            (parameter, master)
-            for parameter, master in zip(self._model_parameters, self._masters, strict=True)
-            if parameter is not master
-        ]
-        masters = iter(self._masters)
+        # float32 parameters are trained themselves: a copy would only cost memory
+        own = {p: p.detach().float().requires_grad_() for p in self._model_parameters if p.dtype != torch.float32}
+        self._rounded = list(own.items())
+        masters = iter([own.get(parameter, parameter) for parameter in self._model_parameters])
         groups = [{**group, "params": list(islice(masters, len(group["params"])))} for group in stored]
         fused = all(parameter.is_cuda for parameter in self._model_parameters)
         super().__init__(groups, lr=lr, betas=betas, fused=fused)
