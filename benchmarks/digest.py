@@ -139,7 +139,8 @@ def outputs(
             yield layer.step(NewToken(q, k, v, counts), scale=SCALE, latent_width=latent, extras=extras)
             continue
         context = layer.read(k, v, read_request(q, scale=SCALE, counts=counts, latent_width=latent))
-        yield from context.tensors if latent else method.attend(q, context, scale=SCALE, return_lse=L > 1)
+        tensors = *context.entries[:2], *context.window[:2]
+        yield from tensors if latent else method.attend(q, context, scale=SCALE, return_lse=L > 1)
 
 
 def held(layer: CondensedCacheLayer) -> Iterator[tuple[str, Tensor]]:

@@ -35,7 +35,10 @@ _REGISTRY: dict[str, type[MethodConfig]] = {}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MethodConfig:
-    """Settings of one attention method. Defining a subclass with a ``name`` registers it under that name."""
+    """Settings of one attention method. Defining a subclass with a ``name`` registers it under that name.
+
+    Raises ValueError as `check_fields`, for a field that is not what its type says.
+    """
 
     name: ClassVar[str] = ""
     removed: ClassVar[Mapping[str, Removed]] = {}
@@ -47,7 +50,7 @@ class MethodConfig:
             _REGISTRY[cls.name] = cls
 
     def __post_init__(self) -> None:
-        """Raise ValueError as `check_fields`."""
+        """See the class."""
         check_fields(self)
 
     def to_dict(self) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def test_gradients(method, inputs):
     sources = pooled(method, inputs)
 
     def gradients(upstream, wrong=None):
-        leaves = [x.detach().requires_grad_() for x in (inputs.q, *sources.tensors)]
+        leaves = [x.detach().requires_grad_() for x in (inputs.q, *sources.entries[:2], *sources.window[:2])]
         parts = Source(leaves[1], leaves[2], sources.entries.bias), Source(*leaves[3:])
         out = attend_to(Context(parts, sources.spans), leaves[0], scale=inputs.scale)[0]
         grads = torch.autograd.grad(out, leaves, upstream)

@@ -30,7 +30,6 @@ class FlexPrefill(SparsePrefill):
     lie within ``tau`` (Jensen-Shannon distance) of these queries' true weights, estimates choose the blocks of every
     query block; in other heads the last queries' weights choose columns and diagonals of blocks. Each choice has blocks
     for at least ``min_budget`` tokens. The first block and the queries' own are always seen.
-    Raises ValueError for a field out of range.
     """
 
     name: ClassVar[str] = "flex_prefill"

@@ -23,7 +23,6 @@ class AShape(SparsePrefill):
     """MInference's A-shape pattern (Jiang et al., 2024): the first ``sink`` tokens and the last ``window`` ones.
 
     Both are rounded up to whole blocks of 128. Unlike `condense.StreamingLLM` it keeps all tokens for decode.
-    Raises ValueError for numbers below 1.
     """
 
     name: ClassVar[str] = "a_shape"
@@ -45,7 +44,6 @@ class BlockSparse(SparsePrefill):
 
     Blocks of 128 (the paper's: 64) are ranked by the product of their mean queries and mean keys; the queries' own
     block is always seen.
-    Raises ValueError for less than one block.
     """
 
     name: ClassVar[str] = "block_sparse"
@@ -69,7 +67,6 @@ class VerticalSlash(SparsePrefill):
     The last 64 queries choose, per head: the ``vertical`` tokens with the largest sum of weights, the first 30 always,
     seen by all later queries; and the ``slash`` distances with the largest sum, the last 100 always, seen in whole
     blocks (of 128; the authors' kernel has 64).
-    Raises ValueError for numbers below 0.
     """
 
     name: ClassVar[str] = "vertical_slash"

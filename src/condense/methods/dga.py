@@ -62,8 +62,6 @@ class DGA(Method):
     rep_bias: what is added to a group's score. "none": it weighs as one token; "log_size": ln(group_size), as it stands
     for that many tokens; "matched": a number for each group, by which it weighs for its summary query what its tokens
     weigh together; only with ``selection="streaming"``.
-
-    Raises ValueError for a field out of range.
     """
 
     name: ClassVar[str] = "dga"

@@ -25,10 +25,7 @@ class Dense(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingLLM(Method):
-    """The first ``sink`` (>= 0) and the last ``window`` (>= 1) tokens, exact, at their absolute positions.
-
-    Raises ValueError for a field out of range.
-    """
+    """The first ``sink`` (>= 0) and the last ``window`` (>= 1) tokens, exact, at their absolute positions."""
 
     name: ClassVar[str] = "streaming_llm"
     sink: Natural = 4
@@ -45,7 +42,6 @@ class LMInfinite(Method):
     """The first ``n_global`` (>= 0) and the last ``window`` (>= 1) tokens, exact.
 
     Positions stay absolute: the paper's distance ceiling, which matters beyond the trained length, is left out.
-    Raises ValueError for a field out of range.
     """
 
     name: ClassVar[str] = "lm_infinite"

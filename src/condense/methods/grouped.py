@@ -39,8 +39,6 @@ class GroupPooling(Method):
 
     entry_bits: bits per number of an entry: 16 keeps the dtype of the tokens, 8 or 4 round it once, when it is made
     (`condense.ops.EntryFormat`). All queries see the rounded entry; gradients flow as if it had not been rounded.
-
-    Raises ValueError for a field out of range.
     """
 
     group_size: Positive = 16

@@ -80,8 +80,6 @@ class Recall(Method):
     "host", how many groups per KV head and row that were open lately are kept on the device too, >= 0. store_bits: 16
     keeps these tokens as they are, 8 or 4 quantise a group when it closes (`condense.ops.recall.StoreFormat`); not for
     training.
-
-    Raises ValueError for a field out of range.
     """
 
     name: ClassVar[str] = "recall"

@@ -34,7 +34,6 @@ class Reread(Method):
 
     For models as they are, and for inference alone: what is kept depends on the whole prompt, which must be read in one
     forward, with a cache; without one nothing is dropped. Until it has been read again, all of it lies in the cache.
-    Raises ValueError for a field out of range.
     """
 
     name: ClassVar[str] = "reread"

@@ -12,8 +12,6 @@ from condense.models.attention import IMPLEMENTATION
 from condense.version import __version__
 
 KEY = "condense"
-
-
 CARD = """---
 library_name: transformers
 ---

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+BETAS = (0.9, 0.95)
+
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """The trained parameters as AdamW takes them: matrices with weight decay; vectors (norms, biases) without."""
@@ -26,12 +28,10 @@ class MasterAdamW(torch.optim.AdamW):
     decay, vectors (norms, biases) do not. For a float32 model this is plain AdamW on the same weights.
 
     model: its parameters that require gradients are trained, on the device where they are now. lr: learning rate.
-    betas: AdamW's. weight_decay: on parameters of two or more dimensions.
+    weight_decay: on parameters of two or more dimensions.
     """
 
-    def __init__(
-        self, model: nn.Module, lr: float, betas: tuple[float, float] = (0.9, 0.95), weight_decay: float = 0.1
-    ) -> None:
+    def __init__(self, model: nn.Module, lr: float, weight_decay: float = 0.1) -> None:
         stored = parameter_groups(model, weight_decay)
         self._model_parameters = [parameter for group in stored for parameter in group["params"]]
         # float32 parameters are trained themselves: a copy would only cost memory
@@ -40,7 +40,7 @@ class MasterAdamW(torch.optim.AdamW):
         masters = iter([own.get(parameter, parameter) for parameter in self._model_parameters])
         groups = [{**group, "params": list(islice(masters, len(group["params"])))} for group in stored]
         fused = all(parameter.is_cuda for parameter in self._model_parameters)
-        super().__init__(groups, lr=lr, betas=betas, fused=fused)
+        super().__init__(groups, lr=lr, betas=BETAS, fused=fused)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:

@@ -17,7 +17,7 @@ from transformers import Trainer
 from condense.models import use
 from condense.train.config import PhaseConfig
 from condense.train.loss import TokenLoss, token_loss
-from condense.train.optimizer import MasterAdamW, parameter_groups
+from condense.train.optimizer import BETAS, MasterAdamW, parameter_groups
 
 COMPLETE = "complete"  # the file in a checkpoint that all processes have finished
 
@@ -87,7 +87,7 @@ class MixedTrainer(Trainer):
             trained, phase = self.model if model is None else model, self._phase
             if self.is_fsdp_enabled or self.is_deepspeed_enabled:
                 groups = parameter_groups(trained, phase.weight_decay)
-                optimizer = torch.optim.AdamW(groups, lr=phase.learning_rate, betas=(0.9, 0.95))
+                optimizer = torch.optim.AdamW(groups, lr=phase.learning_rate, betas=BETAS)
             else:
                 optimizer = MasterAdamW(trained, lr=phase.learning_rate, weight_decay=phase.weight_decay)
             self.optimizer = optimizer

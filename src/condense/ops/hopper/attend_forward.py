@@ -6,10 +6,8 @@ same keys and values, which one more warp loads into a ring in shared memory wit
 take turns to start their products, so that one multiplies while the other computes its softmax; within a group, the
 product for the next scores runs beside the product with the last block's values.
 
-On an H200 (128K tokens, H 32, Hkv 8, width 128, group 16, window 1024) it takes 19.9 ms, and
-`condense.ops.triton.attend_forward` 23.6. Blocks have 128 keys, or 64 in two cases: with a bias, where 128 do not fit
-into registers, and below 64K keys, where 64 are faster (8K tokens: 0.36 ms, not 0.41; 32K in 16 documents: 1.05, not
-1.20).
+Blocks have 128 keys, or 64 in two cases: with a bias, where 128 do not fit into registers, and below 64K keys, where 64
+are faster (H200, 8K tokens: 0.36 ms, not 0.41; 32K in 16 documents: 1.05, not 1.20).
 
 The loading warp and both groups compute the same order of key blocks from the same integers: first, source by source,
 the blocks that some row sees only in part (where spans begin and end), which need a mask; then those that every row
