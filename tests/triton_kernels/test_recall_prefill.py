@@ -77,6 +77,9 @@ if CUDA:
             "ratio-1": ((2, 2), 16, 1100, 0, 100, 9),
             "ratio-4": ((8, 2), 16, 1500, 0, 100, 20, (0, 301)),
             "a-twelfth": ((4, 1), 16, 1300, 0, 100, Quota(part=1, of=12), (0, 77)),
+            # ranked in rows of 32 and 64 groups, whose lanes were once mixed up
+            "32-groups-of-32": ((4, 1), 32, 16, 1024, 0, Quota(part=1, of=4), (0,), "drop"),
+            "32-groups-of-16": ((4, 1), 16, 16, 512, 0, Quota(part=1, of=4), (0,), "drop"),
             "ratio-7-groups-of-32": ((7, 1), 32, 901, 0, 64, 12, (0,), "drop"),
             "later-queries": ((4, 1), 16, 333, 2048, 64, 30),
         }.items()

@@ -41,12 +41,12 @@ def queries_per_program(columns: int, is_cuda: bool) -> int:
 
 
 def _ranking_queries(looked: int, is_cuda: bool) -> int:
-    """Queries of a program that ranks ``looked`` groups of cells for each: one beyond 64 groups.
+    """Queries of a program that ranks ``looked`` groups of cells for each: one beyond 16 groups.
 
-    Then a row of scores has all lanes of the warp. With 2 or 4 queries its lanes would not be adjacent (lanes of a
-    cell, queries, cells), and Triton 3.6 reduces such a row over the wrong lanes.
+    Then a row of scores has all lanes of the warp. With 2 to 16 queries its lanes would not be adjacent (lanes of a
+    cell, queries, cells), and Triton 3.6 reduces or sorts such a row over the wrong lanes.
     """
-    return 1 if is_cuda and looked > 64 else queries_per_program(looked, is_cuda)
+    return 1 if is_cuda and looked > 16 else queries_per_program(looked, is_cuda)
 
 
 def warps(columns: int) -> int:
