@@ -119,6 +119,7 @@ def unpack_store(
 
     pieces ``[B, K, n, g * C]``: what is stored of each group; or pages of them, ``[P, K, N, g * C]``, of which n stand
     at ``places``. widths: D and Dv, 0 for latents. With 16 bits, and without places, the results are views.
+    Raises ValueError for a backend that is unknown, or was asked for and cannot run.
     """
     chosen = "torch" if form.bits == 16 else resolve_pooling(backend, pieces.device, dtype, widths)
     return BACKENDS[chosen].load().unpack_store(form, pieces, widths, dtype, places)
