@@ -5,11 +5,11 @@ Shapes: c tokens per chunk, p entries per chunk. A chunk is the tokens that a me
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, get_args
 
 from torch import Tensor
 
-from condense.config import Bits, Natural, check_fields
+from condense.config import Bits, check_choice, check_int
 from condense.ops import ChoiceSettings, EntryFormat, Pooling, UniformRule
 from condense.ops.tensors.per_row import PerRow, int_if_equal
 
@@ -76,12 +76,12 @@ class Layout:
     """
 
     rule: UniformRule
-    summary_delay: Natural = 0
-    num_summary: Natural = 0
+    summary_delay: int = 0
+    num_summary: int = 0
     pooling: ChunkPooling | None = None
     bias: tuple[float, ...] = ()
     matched: bool = False
-    entry_bits: Bits = 16
+    entry_bits: int = 16
     choice: ChoiceSettings | None = None
     lookahead: Lookahead | None = None
 
@@ -94,8 +94,13 @@ class Layout:
 def check_layout(layout: Layout) -> None:
     """Raise ValueError for numbers that no method can have."""
     rule, bias = layout.rule, layout.bias
-    check_fields(rule, "layout: ")
-    check_fields(layout, "layout: ")
+    # not by `check_fields`, which torch.compile cannot trace
+    check_int("layout: chunk", rule.chunk, 1)
+    check_int("layout: entries", rule.entries, 1)
+    check_int("layout: window", 0 if rule.window is None else rule.window, 0)
+    check_int("layout: num_summary", layout.num_summary, 0)
+    check_int("layout: summary_delay", layout.summary_delay, 0)
+    check_choice("layout: entry_bits", layout.entry_bits, get_args(Bits))
     if rule.window is not None and layout.summary_delay > rule.window:
         raise ValueError(
             f"layout: summary_delay must be at most the window, {rule.window}, after which queries see a chunk's "

@@ -14,7 +14,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from condense.config import Natural, Positive
 from condense.ops.tensors.per_row import IntT, PerRow, as_rows, at_least, at_most, broadcast_rows, int_if_equal, max_row
 
 
@@ -81,10 +80,10 @@ class UniformRule:
     entries (StreamingLLM's sinks; 0 for a window alone).
     """
 
-    chunk: Positive
-    window: Natural | None
-    entries: Positive = 1
-    max_chunks: Natural | None = None
+    chunk: int
+    window: int | None
+    entries: int = 1
+    max_chunks: int | None = None
 
     def closed(self, seen: IntT) -> IntT:
         """Closed chunks once ``seen`` tokens (int, or int64 of any shape) have been read."""
