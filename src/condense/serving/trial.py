@@ -29,9 +29,8 @@ def read_trials(
 ) -> None:
     """Read tokens as the ends of requests of up to ``longest`` tokens, all of whose pages of a kind are the same page.
 
-    The longest is read for every layer. The first of layers that are alike also reads two as rows of one call, almost
-    half of whose queries are padding, since these may take more memory; and shorter ones, because some kernels are
-    compiled for each power of two of closed groups, for rows, or for few queries.
+    The longest is read for every layer. The first of layers that are alike also reads two as rows of one call, half
+    padding, which may take more memory, and shorter ones: kernels are compiled by closed groups, rows and queries.
 
     qkv: q ``[T, H, D]``, k ``[T, K, D]``, v ``[T, K, Dv]``; out ``[T, H, Dv]`` gets numbers without a meaning.
     """

@@ -43,9 +43,7 @@ def queries_per_program(columns: int, is_cuda: bool) -> int:
 def _ranking_queries(looked: int, is_cuda: bool) -> int:
     """Queries of a program that ranks ``looked`` groups of cells for each: one beyond 16 groups.
 
-    Then a row of scores has all lanes of a warp. With 2 to 16 queries a row shares lanes with others that lie between
-    its own (lanes of a cell, queries, cells): Triton 3.6 reduces some such rows over the wrong lanes, and kernels for
-    rows of 32 left places of the choice unwritten on an H100.
+    Where 2 to 16 share a warp, Triton 3.6 may reduce a row over the wrong lanes: seen on an H100 with 32 groups.
     """
     return 1 if is_cuda and looked > 16 else queries_per_program(looked, is_cuda)
 
