@@ -114,7 +114,8 @@ def lease(options: argparse.Namespace) -> None:
             )
         processes.append(subprocess.Popen(["bash", "-c", "; ".join(lines)], env=environment))
         waits = [
-            " & ".join(_shell(one, options.out / "warm.log") for one in of_make) + " & wait" for of_make in warming
+            " & ".join(_shell(["nice", *one], options.out / "warm.log") for one in of_make) + " & wait"
+            for of_make in warming
         ]
         if not options.tiny:
             processes.append(

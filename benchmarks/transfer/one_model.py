@@ -15,25 +15,22 @@ import torch
 import weights
 from adapted import FORMS, OPENED, adapt, by_clock
 from contenders import CACHE, Arm, arms, costs
-from makes import STAGES, batches, new_model, replaced, train
+from makes import STAGES, batches, new_model, train
 from reading import Reference, forced, under
 from texts import HeldOut, Texts, held_out, unpacked
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from variants import Variant, united
 
 import condense
 from condense import Dense
 
 LENGTHS = (16384, 32768, 4096)
 # texts of prose, of code and with questions, by length
-COUNTS = {4096: (16, 8, 24), 16384: (12, 6, 20), 32768: (6, 3, 10)}
+COUNTS = {4096: (16, 8, 24), 16384: (12, 6, 24), 32768: (8, 4, 20)}
 _TINY: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 96, "intermediate_size": 128}
 
 
 def run(options: argparse.Namespace) -> None:
-    """Train, or load what an earlier run has trained; then measure: the arms that decide at all lengths, what queries
-    open together, the other arms.
-    """
+    """Train, or load what an earlier run has trained; then measure: at all lengths what decides, then other arms."""
     tokenizer = _tokenizer()
     path = options.out / f"{options.make}-s{options.seed}.jsonl"
     note = _noting(path, {"make": options.make, "seed": options.seed})
@@ -67,10 +64,9 @@ def run(options: argparse.Namespace) -> None:
         _adapt(options, model, held, references, note)
     else:
         place = _Place(_in_bfloat16(model), options.until, note)
-        sizes = {length: arms(length, length == lengths[0]) for length in lengths}
+        sizes = {length: arms(length) for length in lengths}
         for length in lengths:
             place.measure(length, sizes[length][0], held[length], references[length])
-            place.unite(length, held[length])
         for length in lengths:
             place.measure(length, sizes[length][1], held[length], references[length])
     note({"measured_seconds": time.time() - began})
@@ -124,22 +120,6 @@ class _Place:
                 record["costs_error"] = traceback.format_exc()[-1000:]
             self.note(record | {"settings": str(arm), "seconds": round(time.time() - began, 2)})
 
-    def unite(self, length: int, held: HeldOut) -> None:
-        """Per layer, which share of the closed groups consecutive queries open together: two texts each."""
-        for index, text in enumerate([*held.prose[:2], *held.code[:2]]):
-            if time.time() > self.until:
-                return
-            for variant in (Variant(), Variant(group=32)):
-                layers: list[dict[str, float]] = []
-                record: dict[str, Any] = {"length": length, "united": index, "group": variant.group, "layers": layers}
-                try:
-                    with replaced(united(variant, layers)), torch.no_grad():
-                        ids = torch.from_numpy(text.ids)[None].to(self.model.device)
-                        self.model(input_ids=ids, use_cache=False, logits_to_keep=1)
-                except Exception:
-                    record["error"] = traceback.format_exc()[-3000:]
-                self.note(record)
-
 
 def warm(options: argparse.Namespace) -> None:
     """Run a part of the arms once with random weights, so that their kernels are compiled when they are needed."""
@@ -148,10 +128,10 @@ def warm(options: argparse.Namespace) -> None:
         _warm_adapting(options, index, of)
         return
     model = _in_bfloat16(_model(options, num_hidden_layers=2))
-    tasks = [(length, *arm) for length in LENGTHS for group in arms(length, True) for arm in group.items()]
+    tasks = [(length, *arm) for length in LENGTHS for group in arms(length) for arm in group.items()]
     for length, name, arm in tasks[index::of]:
         try:
-            with under(model, arm), torch.no_grad():
+            with under(model, arm, length // 2), torch.no_grad():
                 model(input_ids=torch.randint(4096, (1, length), device=model.device), use_cache=False)
         except Exception as error:
             print(f"{name} at {length}: {error}", flush=True)
@@ -164,7 +144,7 @@ def _warm_adapting(options: argparse.Namespace, index: int, of: int) -> None:
         ids = torch.randint(4096, (2, LENGTHS[0]))
         batch = ids, torch.ones_like(ids, dtype=torch.float32)
         adapt(model, form, [batch] * 6, lambda step: step / 6, print)
-        with under(_in_bfloat16(model), form.measured(4)), torch.no_grad():
+        with under(_in_bfloat16(model), form.measured(4), 0), torch.no_grad():
             model(input_ids=ids[:1].to(model.device), use_cache=False)
 
 

@@ -17,6 +17,7 @@ from texts import Drawn, HeldOut
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+from variants import Answers
 
 from condense import Method, use
 from condense.evaluate.verify_texts import needs_far
@@ -41,10 +42,12 @@ class Reference:
     needs_far: list[Tensor] = field(default_factory=list)
 
 
-def under(model: PreTrainedModel, arm: Arm) -> AbstractContextManager[Any]:
-    """The model with the arm's attention, within the block."""
+def under(model: PreTrainedModel, arm: Arm, prompt: int) -> AbstractContextManager[Any]:
+    """The model with the arm's attention, within the block. prompt: tokens of a text that `Answers` take as read."""
     if arm is None:
         return nullcontext()
+    if isinstance(arm, Answers):
+        return replaced(arm.after(prompt))
     return use(model, arm) if isinstance(arm, (Method, Mapping)) else replaced(arm)
 
 
@@ -82,28 +85,33 @@ def _of_text(logits: Tensor, ids: Tensor, sequence: Drawn, dense: Tensor, needed
 
 
 def forced(model: PreTrainedModel, arm: Arm, held: HeldOut, reference: Reference) -> dict[str, Any]:
-    """All tasks under an arm, per text; dense attention (None) must come first, as it fills the reference."""
+    """All tasks under an arm, per text; dense attention (None) must come first, as it fills the reference.
+
+    Of texts the first half is the prompt, of questions all that stands before the first answer.
+    """
     result: dict[str, Any] = {"prose": [], "code": []}
     texts = [("prose", text) for text in held.prose] + [("code", text) for text in held.code]
-    with under(model, arm):
-        for index, (kind, text) in enumerate(texts):
-            ids = torch.from_numpy(text.ids).to(model.device)
+    for index, (kind, text) in enumerate(texts):
+        ids = torch.from_numpy(text.ids).to(model.device)
+        with under(model, arm, len(ids) // 2):
             logits = whole_logits(model, ids)
-            if len(reference.logits) == index:
-                assert arm is None
-                reference.logits.append(logits[len(ids) // 2 :].clone())
-                reference.needs_far.append(needs_far(model, ids, token_losses(logits, ids)))
-            row = _of_text(logits, ids, text, reference.logits[index], reference.needs_far[index])
-            result[kind].append(row)
-        result["asked"] = [answered(model, text) for text in held.asked]
+        if len(reference.logits) == index:
+            assert arm is None
+            reference.logits.append(logits[len(ids) // 2 :].clone())
+            reference.needs_far.append(needs_far(model, ids, token_losses(logits, ids)))
+        row = _of_text(logits, ids, text, reference.logits[index], reference.needs_far[index])
+        result[kind].append(row)
+    result["asked"] = [answered(model, arm, text) for text in held.asked]
     return result
 
 
-def answered(model: PreTrainedModel, text: Drawn) -> dict[str, str]:
+def answered(model: PreTrainedModel, arm: Arm, text: Drawn) -> dict[str, str]:
     """Per kind a 1 for every answer of which each token is the most likely one, else a 0."""
     ids = torch.from_numpy(text.ids).to(model.device)
     first = text.asked
-    right = (whole_logits(model, ids, len(ids) - first + 1)[:-1].argmax(-1) == ids[first:]).tolist()
+    with under(model, arm, first):
+        logits = whole_logits(model, ids, len(ids) - first + 1)
+    right = (logits[:-1].argmax(-1) == ids[first:]).tolist()
     hits: dict[str, str] = {}
     for kind, start, stop in text.answers:
         hits[kind] = hits.get(kind, "") + str(int(all(right[start - first : stop - first])))

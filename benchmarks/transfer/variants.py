@@ -1,202 +1,159 @@
-"""Recall as the library does not have it: stores on other grids, choices that queries share, and a second look.
+"""Attention of the study that the library does not have: a dense cache in few bits, and prompts read before answers.
 
-Built from the library's operations, so that its kernels attend. Unopened groups are dropped.
-Shapes: H query heads, K KV heads, L tokens, G groups of g tokens, D width of keys and values.
+Built from the library's operations, so that its kernels attend.
+Shapes: H query heads, K KV heads, L tokens, P of them the prompt, G groups of g tokens, N = G * g, D key width.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from condense import Recall
+from condense.functional import extend
+from condense.methods import Context
 from condense.ops import RuleSpans, Source, UniformRule, attend, attend_recall
-from condense.ops.recall import (
-    ArrayChoice,
-    Choice,
-    IndexChoice,
-    Quota,
-    RecallSources,
-    block_width,
-    build_index,
-    choose_groups,
-    rotation,
-)
+from condense.ops.recall import ArrayChoice, GroupIndex, RecallSources, block_width, rotation, turned_queries
 from condense.ops.tensors.codes import dequantise, quantise
 
-_BLOCK = 512  # queries whose scores are held at a time
+_BLOCK = 64  # queries whose estimates of all tokens are held at a time
+Attention = Callable[[torch.nn.Module, Tensor, Tensor, Tensor, float | None], Tensor]
 
 
 @dataclass(frozen=True)
-class Grid:
-    """How stored tokens are rounded: ``keys`` and ``values`` bits per number, steps and zeros in the tokens' dtype.
+class Cache:
+    """Dense attention over tokens in 4 bits but for the newest: an ``attention(module, q, k, v, scale) -> out``.
 
-    turned: keys are turned by the index's rotation and have a step and a zero per token; else per channel of a group,
-    as the library's store. values_turned: values too; they have a step and a zero per token in either case.
+    After KIVI (arXiv:2402.02750): keys have a step and a zero per channel of 64 tokens, values per token, both in the
+    dtype of the tokens; the newest 128 tokens stay exact. turned: keys are turned by the index's rotation and have a
+    step and a zero per token, too.
     """
 
-    keys: int = 4
-    values: int = 4
-    turned: bool = True
-    values_turned: bool = False
-
-    def rounded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """What is read of keys and values ``[1, K, G, g, D]``."""
-        k = _turned_on_grid(k, self.keys) if self.turned else _on_grid(k, 3, self.keys)
-        return k, _turned_on_grid(v, self.values) if self.values_turned else _on_grid(v, 4, self.values)
-
-    def nbytes(self, width: int, group: int) -> tuple[float, float]:
-        """Of a token's key, and of its value, per KV head."""
-        of_key = 4.0 if self.turned else 4 * width / group
-        return width * self.keys / 8 + of_key, width * self.values / 8 + 4
-
-
-def _on_grid(x: Tensor, dim: int, bits: int) -> Tensor:
-    codes, step, zero = quantise(x, dim, bits, x.dtype)
-    return dequantise(codes, step, zero)
-
-
-def _turned_on_grid(x: Tensor, bits: int) -> Tensor:
-    wide, D = torch.promote_types(x.dtype, torch.float32), x.shape[4]
-    turn = rotation(D, x.device, wide) / math.sqrt(block_width(D))
-    return (_on_grid((x.to(wide) @ turn).to(x.dtype), 4, bits).to(wide) @ turn.mT).to(x.dtype)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """Open a share of the closed groups, all of them for 1.0: an ``attention(module, q, k, v, scale) -> out``.
-
-    grid: of stored tokens; None keeps them as they are. every: aligned blocks of so many queries, which ``group`` is a
-    multiple of, use what their first query chooses. before: what the last query of the block before chooses. look: the
-    index chooses so many times the groups, and the store's own keys those of them that are opened.
-    """
-
-    share: float = 0.25
-    group: int = 16
-    window: int = 256
-    grid: Grid | None = None
-    every: int = 1
-    before: bool = False
-    look: int = 1
+    turned: bool = False
+    bits: int = 4
+    group: int = 64
+    window: int = 128
 
     def __call__(self, module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        scale = q.shape[3] ** -0.5 if scale is None else scale
-        groups = self._groups(k), self._groups(v)
-        if not groups[0].shape[2]:
+        G = max(0, k.shape[2] - self.window) // self.group
+        if G == 0:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-        rounded = groups if self.grid is None else self.grid.rounded(*groups)
-        store = Source(*(x.flatten(2, 3) for x in rounded))
-        rule = self._rule()
-        if self.share == 1:
-            spans = RuleSpans(replace(rule, entries=self.group), 0, 0)
-            return attend(q, [store, Source(k, v)], spans, scale=scale)[0]
-        # nothing sees entries: the first token of each group stands in their place
-        entries = Source(*(x[:, :, :, 0] for x in rounded))
-        sources = RecallSources(entries, store, Source(k, v), RuleSpans(rule, 0, 0))
-        choice: Choice = self._indexed(q, groups[0], scale)
-        if self.look > 1:
-            choice = ArrayChoice(self._looked(q, groups[0], store.k, scale))
-        return attend_recall(q, sources, choice, scale=scale, unchosen="drop")[0]
-
-    def opened(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
-        """The groups that the index chooses, bool ``[1, K, L, G]``."""
-        choice, parts = self._indexed(q, self._groups(k), scale), []
-        for start in range(0, q.shape[2], _BLOCK):
-            stop = min(q.shape[2], start + _BLOCK)
-            parts.append(choice.at(start, stop, self._closed(start, stop, q.device), choice.index.steps.shape[2]))
-        return torch.cat(parts, 2)
+        groups = (x[:, :, : G * self.group].contiguous().unflatten(2, (G, self.group)) for x in (k, v))
+        store = Source(*(x.flatten(2, 3) for x in self._rounded(*groups)))
+        spans = RuleSpans(UniformRule(self.group, self.window, entries=self.group), 0, 0)
+        return attend(q, [store, Source(k, v)], spans, scale=q.shape[3] ** -0.5 if scale is None else scale)[0]
 
     def costs(self, length: int, width: int) -> dict[str, float]:
-        """Shares of a dense cache of 16 bits: kept on the device, or, with the store in host memory, there with a slot
-        for each open group (host_store), and read by a step.
-        """
-        G, dense, exact = (length - self.window) // self.group, 4.0 * length * width, 4.0 * self.window * width
-        of_key, of_value = (2.0 * width, 2.0 * width) if self.grid is None else self.grid.nbytes(width, self.group)
-        tokens = G * self.group
-        index = 0.0 if self.share == 1 else tokens * (width / 8 + 2)
-        opened = G if self.share == 1 else Quota.of_share(self.share).at(G)
-        again = min(G, self.look * opened) * self.group * of_key if self.look > 1 else 0.0
-        read = opened * self.group * (of_key + of_value) + exact
-        return {
-            "device": (index + tokens * (of_key + of_value) + exact) / dense,
-            "host_store": (index + read) / dense,
-            "read": (index / self.every + again + read) / dense,
-        }
+        """Bytes as a share of a dense cache of 16 bits; a step reads all of them."""
+        tokens, exact = (length - self.window) // self.group * self.group, 4.0 * self.window * width
+        of_key = width * self.bits / 8 + (4 if self.turned else 4 * width / self.group)
+        kept = (tokens * (of_key + width * self.bits / 8 + 4) + exact) / (4.0 * length * width)
+        return {"device": kept, "host_store": kept, "read": kept}
 
-    def _groups(self, x: Tensor) -> Tensor:
-        """Of tokens ``[1, K, L, D]`` the whole groups behind the window, ``[1, K, G, g, D]``."""
-        G = max(0, x.shape[2] - self._behind) // self.group
-        return x[:, :, : G * self.group].contiguous().unflatten(2, (G, self.group))
+    def _rounded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """What is read of keys and values ``[1, K, G, g, D]``."""
+        if not self.turned:
+            return self._on_grid(k, 3), self._on_grid(v, 4)
+        wide, D = torch.promote_types(k.dtype, torch.float32), k.shape[4]
+        turn = rotation(D, k.device, wide) / math.sqrt(block_width(D))
+        turned = self._on_grid((k.to(wide) @ turn).to(k.dtype), 4)
+        return (turned.to(wide) @ turn.mT).to(k.dtype), self._on_grid(v, 4)
 
-    @property
-    def _behind(self) -> int:
-        """The window. Where queries share a choice it is a token longer, so that groups close where a block begins: one
-        that would close within a block stays readable in it, and all queries of a block choose from the same groups.
-        """
-        return self.window + (self.every > 1 or self.before)
-
-    def _rule(self) -> UniformRule:
-        return UniformRule(self.group, self._behind)
-
-    def _closed(self, start: int, stop: int, device: torch.device) -> Tensor:
-        """Closed groups of queries ``[start, stop)``, int64 ``[1, 1, stop - start]``."""
-        closed: Tensor = self._rule().closed(torch.arange(start + 1, stop + 1, device=device))
-        return closed[None, None]
-
-    def _quota(self, times: int = 1) -> Quota:
-        return Quota.of_share(self.share * times)
-
-    def _indexed(self, q: Tensor, k: Tensor, scale: float) -> IndexChoice:
-        """The choice by the index of groups of keys ``[1, K, G, g, D]``."""
-        n, L = self.every, q.shape[2]
-        if n > 1 or self.before:
-            asked = q[:, :, ::n]
-            if self.before:
-                asked = torch.cat([q[:, :, :1], q[:, :, n - 1 :: n]], 2)[:, :, : asked.shape[2]]
-            q = asked.repeat_interleave(n, 2)[:, :, :L].contiguous()
-        return IndexChoice(q, build_index(k), scale, self._quota(self.look))
-
-    def _looked(self, q: Tensor, k: Tensor, stored: Tensor, scale: float) -> Tensor:
-        """The groups with the best token by keys in the store ``[1, K, G * g, D]``, of those that the index chooses of
-        groups of keys ``[1, K, G, g, D]``; bool ``[1, K, L, G]``.
-        """
-        (K, G), parts, choice = k.shape[1:3], [], self._indexed(q, k, scale)
-        for start in range(0, q.shape[2], _BLOCK):
-            stop = min(q.shape[2], start + _BLOCK)
-            closed = self._closed(start, stop, q.device)
-            num = min(G, int(closed.max()))
-            first = choice.at(start, stop, closed, num)
-            heads = q[:, :, start:stop].unflatten(1, (K, -1)).flatten(2, 3)
-            wide = torch.promote_types(q.dtype, torch.float32)
-            of_tokens = heads.to(wide) @ stored[:, :, : num * self.group].to(wide).mT
-            scores = of_tokens.unflatten(3, (num, self.group)).amax(4).unflatten(2, (-1, stop - start)) * scale
-            scores = scores.masked_fill(~first[:, :, None], -math.inf).flatten(1, 2)
-            parts.append(F.pad(choose_groups(scores, closed, self._quota(), K), (0, G - num)))
-        return torch.cat(parts, 2)
+    def _on_grid(self, x: Tensor, dim: int) -> Tensor:
+        codes, step, zero = quantise(x, dim, self.bits, x.dtype)
+        return dequantise(codes, step, zero)
 
 
-UNITED = (2, 4, 8, 16, 32, 64)
+@dataclass(frozen=True)
+class Answers:
+    """A text as users read it: its prompt by the method with ``prompt="exact"``, what follows by the method's steps.
 
-
-def united(variant: Variant, record: list[dict[str, float]]) -> Callable[..., Tensor]:
-    """The variant's attention, which also appends, per layer, the share of the closed groups that any of n consecutive
-    queries opens, for each n of `UNITED`: mean over KV heads and aligned blocks of the second half of the text.
+    left: instead of the method's number of groups, open the fewest that leave at most so much of a query head's
+    attention closed, as the index estimates it; query heads that share a KV head open what any of them needs.
+    opened: with ``left``, the share of the closed groups that queries behind the prompt opened, appended by layer.
     """
 
-    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        scale, L = q.shape[3] ** -0.5 if scale is None else scale, q.shape[2]
-        begin = -(-L // (2 * UNITED[-1])) * UNITED[-1]
-        chosen = variant.opened(q, k, scale)[0, :, begin : L // UNITED[-1] * UNITED[-1]]
-        closed, shares = variant._closed(begin, begin + chosen.shape[1], q.device)[0, 0].clamp(min=1), {}
-        for n in UNITED:
-            any_opens = chosen.unflatten(1, (-1, n)).any(2).sum(-1)
-            shares[str(n)] = float((any_opens / closed[n - 1 :: n]).mean())
-        record.append(shares)
-        return variant(module, q, k, v, scale)
+    method: Recall
+    left: float | None = None
+    opened: list[float] = field(default_factory=list, compare=False, repr=False)
 
-    return attention
+    def after(self, prompt: int) -> Attention:
+        """The attention of texts whose first ``prompt`` tokens are the prompt."""
+
+        def attention(module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+            scale, state, parts = q.shape[3] ** -0.5 if scale is None else scale, None, []
+            ends = (0, prompt), (prompt, q.shape[2])
+            for method, (start, stop) in zip((self.method.replace(prompt="exact"), self.method), ends, strict=True):
+                new = tuple(x[:, :, start:stop] for x in (q, k, v))
+                context, keep = extend(method, state, *new, scale=scale)
+                if start and self.left is not None and context.extra:
+                    parts.append(self._by_mass(new[0], context, scale))
+                else:
+                    parts.append(method.attend(new[0], context, scale=scale)[0])
+                state = keep()
+            return torch.cat(parts, 2)
+
+        return attention
+
+    @property
+    def costed(self) -> Recall:
+        """The method whose bytes are those of this one: with the share of groups that was opened."""
+        if not self.opened:
+            return self.method
+        return self.method.replace(num_recall=max(1e-6, sum(self.opened) / len(self.opened)))
+
+    def _by_mass(self, q: Tensor, context: Context, scale: float) -> Tensor:
+        signs, steps, _ = context.extra
+        _, store = self.method._asked_and_tokens(q, context, "auto")
+        entries = context.entries
+        if self.method.unchosen == "drop":
+            entries = Source(*(x[:, :, :: self.method.group_size] for x in store[:2]))
+        mask = self._chosen(q, GroupIndex(signs, steps), context, scale)
+        sources = RecallSources(entries, store, context.window, context.spans)
+        return attend_recall(q, sources, ArrayChoice(mask), scale=scale, unchosen=self.method.unchosen)[0]
+
+    def _chosen(self, q: Tensor, index: GroupIndex, context: Context, scale: float) -> Tensor:
+        """The groups that queries ``[1, H, L, D]`` open, bool ``[1, K, L, G]``."""
+        (_, K, G, g), D, wide = index.steps.shape, q.shape[3], torch.promote_types(q.dtype, torch.float32)
+        keys = index.turned(D, wide).flatten(2, 3) * index.steps.to(wide).flatten(2)[..., None]
+        # an estimate errs by a normal number of this deviation times the query's norm (condense.ops.recall.index):
+        # 0.75 |k| / sqrt(D), where a step is |k| / sqrt(D) over 0.8 and over the root of the block's width
+        error = 0.75 * 0.8 * math.sqrt(block_width(D)) * index.steps.to(wide).flatten(2)
+        chosen, shares = [], []
+        for start in range(0, q.shape[2], _BLOCK):
+            block = q[:, :, start : start + _BLOCK]
+            stop = start + block.shape[2]
+            numbers, unit = turned_queries(block)
+            heads = (numbers * unit).unflatten(1, (K, -1))  # [1, K, R, l, D]
+            norms = block.to(wide).norm(dim=-1).unflatten(1, (K, -1))[..., None]
+            # the mean of exp of a normal number is larger than exp of its mean by half of its variance
+            scores = heads @ keys.mT[:, :, None] * scale - (norms * error[:, :, None, None] * scale).square() / 2
+            entries, window = context.spans.at(start, stop, q.device)
+            closed = torch.arange(G, device=q.device) < entries.hi[:, :, None, :, None]
+            of_groups = scores.unflatten(4, (G, g)).logsumexp(5).masked_fill(~closed, -math.inf)
+            near = self._window_mass(block, context.window.k, window, scale).unflatten(1, (K, -1))
+            total = torch.logaddexp(of_groups.logsumexp(4), near)
+            mass = (of_groups - total[..., None]).exp()
+            best = mass.sort(4, descending=True).values
+            needed = (best.flip(4).cumsum(4).flip(4) > self.left).sum(4, keepdim=True)
+            least = best.gather(4, (needed - 1).clamp(min=0))
+            opened = ((mass >= least) & (needed > 0) & closed).any(2)
+            chosen.append(opened)
+            shares.append(opened.sum(3) / closed[:, :, 0].sum(3).clamp(min=1))
+        self.opened.append(float(torch.cat(shares, 2).mean()))
+        return torch.cat(chosen, 2)
+
+    @staticmethod
+    def _window_mass(q: Tensor, k: Tensor, span: tuple[Tensor, Tensor], scale: float) -> Tensor:
+        """Log of the summed weights of the window's tokens, ``[1, H, l]``; span: those that each query sees."""
+        lo, hi = (x[0, 0] for x in span)
+        first, last, wide = int(lo.min()), int(hi.max()), torch.promote_types(q.dtype, torch.float32)
+        column = torch.arange(first, last, device=q.device)
+        seen = (column >= lo[:, None]) & (column < hi[:, None])
+        near = k[:, :, first:last].to(wide).repeat_interleave(q.shape[1] // k.shape[1], 1)
+        return (q.to(wide) @ near.mT * scale).masked_fill(~seen, -math.inf).logsumexp(3)
