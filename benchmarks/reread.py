@@ -39,7 +39,7 @@ def arms(length: int) -> dict[str, condense.Method]:
         **{f"reread {share:.0%}": condense.Reread(share=share) for share in kept},
         **{f"window {share:.0%}": condense.StreamingLLM(sink=4, window=kept[share] - 4) for share in (0.1, 0.25)},
         "snapkv 10%": condense.SnapKV(budget=kept[0.1]),
-        "recall-device": condense.Recall.parse("recall-device"),
+        "recall-device": condense.Recall.parse("recall-device").as_steps,
     }
 
 

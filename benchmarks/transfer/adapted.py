@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from contenders import DROP
 from makes import new_optimizer, rate_at
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -21,7 +22,7 @@ from condense.train.loss import token_loss
 # what vLLM was measured with (docs/serving.md)
 POOLED = CCA(window=1024, summary="streaming", key_pooling="select", rep_bias="log_size")
 WINDOW = StreamingLLM(sink=4, window=1020)
-OPENED = Method.parse("recall-device")
+OPENED = DROP  # what `recall-device` was
 _SIZES = (4, 8, POOLED.group_size)  # one after another, each for a third of the time
 _RATE = 5e-4
 _WARM_UP = 50  # steps

@@ -244,6 +244,30 @@ def test_every_arm_is_measured(drawn):
     assert [record for record in records if {"error", "costs_error"} & set(record)] == []
 
 
+def test_a_dense_cache_in_many_bits_is_dense_attention():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, n, 400, 32, generator=generator) for n in (4, 2, 2))
+    dense = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    for turned in (True, False):
+        caches = [variants.Cache(turned, bits) for bits in (8, 4, 3)]
+        error = [float((cache(None, q, k, v, None) - dense).abs().max()) for cache in caches]
+        assert error[0] < 0.05
+        assert error[0] < error[1] < error[2]
+    short = [x[:, :, :100] for x in (q, k, v)]  # all tokens are among the newest
+    assert torch.allclose(variants.Cache()(None, *short, None), dense[:, :, :100], atol=1e-6)
+    # bytes of a token that is not among the newest: 4 bits, of keys a step and a zero per token or channel of 64 tokens
+    long = 2**20
+    assert variants.Cache(True).costs(long, 128)["read"] == pytest.approx(136 / 512, rel=1e-2)
+    assert variants.Cache(False).costs(long, 128)["read"] == pytest.approx(140 / 512, rel=1e-2)
+
+
+def test_turning_spreads_a_channel_that_is_large():
+    x = torch.randn(1, 2, 3, 8, 128, generator=torch.Generator().manual_seed(0))
+    x[..., 3] += 40  # 3.5 or -3.5 in each number of a turned key
+    k, v = variants.Cache(True)._rounded(x, x)
+    assert float((k - x).norm()) < 0.4 * float((v - x).norm())
+
+
 SMALL = Recall(group_size=8, window=16, num_recall=0.25, unchosen="drop")
 
 

@@ -337,10 +337,9 @@ def test_small_losses_are_not_said_to_be_none():
         ({"length": 64}, "length must be an integer >= 128"),
         ({"candidates": (Dense(), Dense())}, "candidates must differ"),
         ({"candidates": (Dense(),)}, "candidates must hold one besides dense attention"),
-        ({"candidates": (Recall(prompt="exact"),)}, "reads whole texts with dense attention: use prompt='recall'"),
         ({"candidates": (CCA(summary="prompt"),)}, "sees later tokens of a whole text: use summary="),
     ],
-    ids=["no-goal", "zero", "percent", "found", "texts", "length", "twice", "dense", "exact", "ahead"],
+    ids=["no-goal", "zero", "percent", "found", "texts", "length", "twice", "dense", "ahead"],
 )
 def test_bad_settings(changes, said):
     with pytest.raises(ValueError, match=said):

@@ -59,8 +59,6 @@ class CalibrationConfig:
 
 def _check_candidate(method: Method) -> None:
     """Raise ValueError for a method whose loss over whole texts says nothing about its steps."""
-    if method.reads_exactly:
-        raise ValueError(f"candidates: {method} reads whole texts with dense attention: use prompt='recall'")
     if method.layout.lookahead is not None:
         raise ValueError(
             f"candidates: {method} sees later tokens of a whole text: use {method.layout.lookahead.causal_setting}"

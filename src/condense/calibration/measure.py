@@ -88,6 +88,8 @@ def _key(sample: int, allocation: Allocation) -> str:
 class Meter:
     """Reads texts with a model under allocations.
 
+    A text is read in one forward, as a candidate's steps would read it (`Method.as_steps`).
+
     model: with stock attention, in evaluation mode; left as it was. measured, held_out: numbers of the texts.
     """
 
@@ -154,7 +156,7 @@ class Meter:
     def _logits(self, sample: int, allocation: Allocation) -> Tensor:
         """Logits ``[n, V]`` by which the compared tokens are predicted."""
         ids, compared = self._samples[sample].ids.to(self._model.device), self._samples[sample].compared
-        methods = {layer: self._candidates[number] for layer, number in allocation.items()}
+        methods = {layer: self._candidates[number].as_steps for layer, number in allocation.items()}
         first = int(compared[0])
         kept = len(ids) - first + 1  # logits at position i predict token i + 1
         with use(self._model, methods) if methods else nullcontext():

@@ -16,8 +16,9 @@ from condense.evaluate.verify_texts import (
     DenseReading,
     TextReading,
     answers,
+    decode_text,
     depth_of,
-    read_copying,
+    read_half,
     verify_texts,
 )
 from condense.methods import Dense, Recall, StreamingLLM
@@ -145,9 +146,11 @@ def verify(
             for index, text in enumerate(texts.copying):
                 dense = DenseReading()
                 for name, method in arms[length].items():
+                    with attention_of(model, _as_steps(method)):
+                        half = read_half(model, text, dense)
                     with attention_of(model, method):
                         greedy = config.greedy if index == 0 else 0
-                        read[name].append(read_copying(model, text, dense, greedy))
+                        read[name].append(decode_text(model, text, half, dense, greedy))
                     on_step(total)
             for name, method in arms[length].items():
                 for task, sequences in texts.asked.items():
@@ -164,6 +167,13 @@ def verify(
         Verified(name, described(longest[name]), *_shares(model, longest[name], config.lengths[-1]), lengths)
         for name, lengths in results.items()
     ]
+
+
+def _as_steps(choice: MethodChoice) -> MethodChoice:
+    """The same choice, each method as its steps read."""
+    if isinstance(choice, Mapping):
+        return {layers: method.as_steps for layers, method in choice.items()}
+    return choice.as_steps
 
 
 def _cells(

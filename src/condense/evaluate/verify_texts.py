@@ -112,11 +112,18 @@ class DenseReading:
     written: Tensor | None = None
 
 
-@torch.no_grad()
-def read_copying(model: PreTrainedModel, text: Copying, dense: DenseReading, greedy: int) -> TextReading:
-    """Read the second half in pieces over the cache of the first; decode the copy, and ``greedy`` tokens.
+class Half(NamedTuple):
+    """Losses of the tokens of a text's second half, and divergences from dense attention, ``[n]`` in nats."""
 
-    Decoding is `generate`'s own, made to write the copy, and what dense attention writes after the text before it.
+    losses: Tensor
+    divergence: Tensor
+
+
+@torch.no_grad()
+def read_half(model: PreTrainedModel, text: Copying, dense: DenseReading) -> Half:
+    """Read the second half in pieces over the cache of the first.
+
+    Pieces say what steps lose if the model reads several tokens as it reads single ones (`condense.Method.as_steps`).
 
     dense: of this text; empty while the model has dense attention, which fills it.
     """
@@ -132,11 +139,20 @@ def read_copying(model: PreTrainedModel, text: Copying, dense: DenseReading, gre
             dense.logits.append(logits.cpu())
         losses.append(F.cross_entropy(logits.float(), targets, reduction="none"))
         divergence.append(_divergence(logits, dense.logits[index].to(logits.device)))
-    del cache
-    each, apart = torch.cat(losses), torch.cat(divergence)
-    if dense.needs_far is None:
+    each = torch.cat(losses)
+    if is_dense:
         dense.needs_far = needs_far(model, ids[: text.copy], F.pad(each, (half, 0)))[half:]
-    needed = dense.needs_far
+    return Half(each, torch.cat(divergence))
+
+
+@torch.no_grad()
+def decode_text(model: PreTrainedModel, text: Copying, half: Half, dense: DenseReading, greedy: int) -> TextReading:
+    """Decode the copy, and ``greedy`` tokens, by `generate`, made to write the copy and what dense attention wrote.
+
+    half: what `read_half` returned of the text. dense: filled by then.
+    """
+    ids, (each, apart), needed = torch.from_numpy(text.ids).to(model.device), half, dense.needs_far
+    assert needed is not None
     sure = text.copy + (len(ids) - text.copy) // _SURE
     copied = torch.stack(_decoded(model, ids[:sure], ids[sure:]).logits)
     sums = {name: (float(each[of].sum()), int(of.sum())) for name, of in (("far", needed), ("other", ~needed))}

@@ -125,6 +125,14 @@ class Method(MethodConfig):
         return False
 
     @property
+    def as_steps(self) -> Method:
+        """The method that reads several tokens at once as this one's steps read each: itself, unless `reads_exactly`.
+
+        By it one forward over a text shows what steps lose.
+        """
+        return self
+
+    @property
     def reads_packed(self) -> bool:
         """True if one call reads all documents packed into a row, False if each document needs a call of its own.
 

@@ -75,6 +75,7 @@ class Recall(Method):
     prompt: "recall", or "exact": calls of several tokens (prompts, their pieces, later turns, tokens that an assistant
     proposes) are read with dense attention, single tokens with Recall. Then a prompt loses only what ``store_bits``
     rounds and takes as long as with dense attention; prompt and decode are not the same function: not for training.
+    `as_steps` is the method that reads several tokens as the steps do.
 
     store: where caches keep the exact tokens of closed groups: "device", or "host", in pinned host memory. slots: for
     "host", how many groups per KV head and row that were open lately are kept on the device too, >= 0. store_bits: 16
@@ -150,6 +151,11 @@ class Recall(Method):
     def reads_exactly(self) -> bool:
         """True for ``prompt="exact"``."""
         return self.prompt == "exact"
+
+    @property
+    def as_steps(self) -> Method:
+        """The same settings with ``prompt="recall"``."""
+        return self.replace(prompt="recall") if self.reads_exactly else self
 
     @property
     def has_step(self) -> bool:
