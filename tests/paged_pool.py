@@ -7,6 +7,7 @@ import random
 
 import torch
 from oracles import oracle
+from paged_sequences import whole
 
 import condense
 from condense.ops.paged import NewTokens, PagedState, Pages, read_paged
@@ -160,6 +161,6 @@ def complete_a_prefix(pool, num_new, heads, tolerance, *, scale, backend):
     b = pool.add(prefix + num_new, a, prefix)
     chunks = [(a, [x[prefix - 1 : prefix] for x in qkv]), (b, [x[prefix:] for x in qkv])]
     got = torch.cat(pool.read(chunks, scale=scale, backend=backend))
-    rows = [x.double().transpose(0, 1)[None].cpu() for x in qkv]
-    want = condense.attention(*rows, method=pool.method, scale=scale, backend="reference")[0].transpose(0, 1)
+    singles = range(prefix - 1, prefix + (num_new == 1))
+    want = whole([x.double().cpu() for x in qkv], pool.method, scale, singles)
     torch.testing.assert_close(got.double().cpu(), want[prefix - 1 :], **tolerance)

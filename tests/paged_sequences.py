@@ -15,10 +15,17 @@ def random_tokens(shape, length, *, seed=0, dtype=torch.float64, device="cpu"):
     return [x[0].transpose(0, 1).to(device, dtype) for x in oracle.random_qkv(1, H, K, length, D, Dv, seed=seed)]
 
 
-def whole(qkv, method, scale):
-    """Attention of a whole sequence by the definition, ``[L, H, Dv]``."""
-    rows = (x.transpose(0, 1)[None] for x in qkv)
-    return condense.attention(*rows, method=method, scale=scale, backend="reference")[0].transpose(0, 1)
+def whole(qkv, method, scale, singles=()):
+    """Attention of a whole sequence by the definition, ``[L, H, Dv]``. singles: positions that are read one by one."""
+    rows = [x.transpose(0, 1)[None] for x in qkv]
+
+    def by(method):
+        return condense.attention(*rows, method=method, scale=scale, backend="reference")[0].transpose(0, 1)
+
+    out = by(method)
+    if method.reads_exactly and singles:
+        out[singles] = by(method.replace(prompt="recall"))[singles]
+    return out
 
 
 def cut(qkv, start, stop):
@@ -52,5 +59,5 @@ def exact(shape, method, dtype, lengths, steps):
     rows = []
     for seed, length in enumerate(lengths):
         qkv = [x.double() for x in random_tokens(shape, length + steps, seed=seed, dtype=dtype)]
-        rows.append(whole(qkv, method, shape[2] ** -0.5)[length:])
+        rows.append(whole(qkv, method, shape[2] ** -0.5, range(length, length + steps))[length:])
     return torch.stack(rows, dim=1)

@@ -30,6 +30,12 @@ RECORDS = {
     "none-open": RECALL.replace(num_recall=0),
     "all-open": RECALL.replace(num_recall=99),
 }
+# the same with prompts that are read with dense attention
+EXACT_PROMPTS = {
+    "exact": RECALL.replace(prompt="exact"),
+    "exact-8-window-0": RECALL.replace(prompt="exact", store_bits=8, window=0, num_recall=0.3),
+    "exact-4-drop-window-5": RECALL.replace(prompt="exact", store_bits=4, window=5, unchosen="drop"),
+}
 
 
 def paged_settings(method):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from paged_pool import METHODS, NULL, Pool, complete_a_prefix
 from paged_sequences import cut, random_tokens, read_in_pieces, whole
-from record_pool import RECORDS, RecordPool
+from record_pool import EXACT_PROMPTS, RECORDS, RecordPool
 
 import condense
 
@@ -19,12 +19,16 @@ H, K, D, DV = 4, 2, 6, 5
 SCALE = 0.6
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 # pages of bytes hold what pages of numbers cannot: tokens in groups, entries in fewer bits, and biases of their own
-IN_RECORDS = RECORDS | {
-    "last-4": METHODS["last"].replace(entry_bits=4),
-    "odd-window-matched": METHODS["last-odd-window"].replace(rep_bias="matched"),
-    "streaming-matched-8": METHODS["streaming"].replace(rep_bias="matched", entry_bits=8),
-    "no-scores": METHODS["streaming-no-scores"],
-}
+IN_RECORDS = (
+    RECORDS
+    | EXACT_PROMPTS
+    | {
+        "last-4": METHODS["last"].replace(entry_bits=4),
+        "odd-window-matched": METHODS["last-odd-window"].replace(rep_bias="matched"),
+        "streaming-matched-8": METHODS["streaming"].replace(rep_bias="matched", entry_bits=8),
+        "no-scores": METHODS["streaming-no-scores"],
+    }
+)
 # two codes of 4 bits share a byte, so values in records have an even width
 POOLS = {name: partial(Pool, method, (K, D, DV)) for name, method in METHODS.items()} | {
     f"records-{name}": partial(RecordPool, method, (K, D, 4)) for name, method in IN_RECORDS.items()
@@ -55,7 +59,8 @@ def two_with_a_prefix(pool, more):
 def test_equal_to_the_whole(pool, chunk, backend):
     qkv = tokens_of(pool, 150 if chunk > 1 else 90)
     out = read_in_pieces(pool, qkv, chunk, scale=SCALE, backend=backend)
-    torch.testing.assert_close(out, whole(qkv, pool.method, SCALE), **EXACT)
+    singles = range(len(out)) if chunk == 1 else ()
+    torch.testing.assert_close(out, whole(qkv, pool.method, SCALE, singles), **EXACT)
 
 
 @BACKENDS
@@ -64,21 +69,22 @@ def test_many_requests_at_different_lengths(pool, backend):
     rng = random.Random(1)
     qkvs = [tokens_of(pool, length, seed) for seed, length in enumerate((60, 9, 110, 1, 35))]
     requests = [pool.add(x[0].shape[0]) for x in qkvs]
-    outs = [[] for _ in qkvs]
+    outs, singles = ([[] for _ in qkvs] for _ in range(2))
     while any(r.seen < r.length for r in requests):
         chunks = []
         for i, r in enumerate(requests):
             if r.seen < r.length and rng.random() < 0.8:
                 stop = min(r.seen + rng.choice((1, 1, 5, 23)), r.length)
                 chunks.append((i, (r, cut(qkvs[i], r.seen, stop))))
+                singles[i] += [r.seen] * (stop == r.seen + 1)
         if isinstance(pool, RecordPool):  # single tokens come first
             chunks.sort(key=lambda x: x[1][1][0].shape[0] > 1)
         if chunks:
             read = pool.read([x for _, x in chunks], scale=SCALE, backend=backend)
             for (i, _), out in zip(chunks, read, strict=True):
                 outs[i].append(out)
-    for qkv, out in zip(qkvs, outs, strict=True):
-        torch.testing.assert_close(torch.cat(out), whole(qkv, pool.method, SCALE), **EXACT)
+    for qkv, out, single in zip(qkvs, outs, singles, strict=True):
+        torch.testing.assert_close(torch.cat(out), whole(qkv, pool.method, SCALE, single), **EXACT)
 
 
 @BACKENDS

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from paged_sequences import cut, random_tokens
-from record_pool import RECALL, RECORDS, RecordPool, paged_settings
+from record_pool import EXACT_PROMPTS, RECALL, RECORDS, RecordPool, paged_settings
 from step_states import call_of, empty, own_by
 
 import condense
@@ -22,7 +22,7 @@ SCALE = 0.6
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 
-@pytest.fixture(params=RECORDS.values(), ids=RECORDS)
+@pytest.fixture(params=(RECORDS | EXACT_PROMPTS).values(), ids=RECORDS | EXACT_PROMPTS)
 def method(request):
     return request.param
 

@@ -95,6 +95,11 @@ def test_what_needs_no_query_is_made_at_once():
     assert plan.settings.summary_delay == 0
 
 
+@pytest.mark.parametrize("method", [condense.Recall(), condense.Recall(prompt="exact"), STREAMING], ids=str)
+def test_a_plan_says_how_several_tokens_are_read(method):
+    assert serving_plan(method).reads_exactly is method.reads_exactly
+
+
 def test_sinks_lie_in_the_first_page():
     assert [serving_plan(condense.StreamingLLM(sink=n)).entry_slots(256) for n in (0, 1, 4, 5)] == [1, 1, 4, 8]
 
@@ -106,7 +111,7 @@ def test_sinks_lie_in_the_first_page():
         (condense.Dense(), "one of Recall, CCA, LCA"),
         (condense.Recall(store="host"), "use store='device', as recall-device does"),
         (condense.Recall(key_pooling="weighted"), "use key_pooling='mean'"),
-        (condense.Recall(rep_bias="matched", prompt="exact"), "rep_bias='log_size', or .*; prompt='exact' is not"),
+        (condense.Recall(rep_bias="matched", store="host"), "rep_bias='log_size', or .*; tokens in host memory"),
         (condense.CCA(group_size=1), "at least 2"),
         (condense.CCA(summary="prompt"), "summary='streaming'"),
         (condense.LCA(window=1000, group_size=16), "window=1008 or summary='last'"),
@@ -184,14 +189,17 @@ def test_the_settings_of_is_read_back():
         methods_in({"method": "cca"})
 
 
-TRIED = [STREAMING, condense.CCA(entry_bits=4), condense.Recall(store_bits=4, window=32)]
+TRIED = [STREAMING, condense.CCA(entry_bits=4), condense.StreamingLLM(sink=4, window=20)]
+TRIED += [condense.Recall(store_bits=4, window=32, prompt=prompt) for prompt in ("recall", "exact")]
+# no step of kernels reads groups of 160
+TRIED += [condense.Recall(group_size=160, window=32, prompt="exact")]
 
 
 @pytest.mark.parametrize("length", [7, 300])
-@pytest.mark.parametrize("method", [*TRIED, condense.StreamingLLM(sink=4, window=20)], ids=range(4))
+@pytest.mark.parametrize("method", TRIED, ids=range(6))
 def test_trials_read_the_ends_of_prompts(method, length, monkeypatch):
     """Of 20 tokens those that fit, each of which attends to something; two prompts, most of whose queries one has; of a
-    second layer the longest prompt alone.
+    second layer the longest prompt alone. Single tokens where nothing else reads them so.
     """
     layer, reads, read = ServedLayer(serving_plan(method), 2, (16, 16), torch.float32), [], trial.read_paged
     found = []
@@ -209,5 +217,6 @@ def test_trials_read_the_ends_of_prompts(method, length, monkeypatch):
         reads.clear()
     rule, g = layer.plan.settings.rule, layer.plan.group_size
     ends = [rule.window + n * g for n in (0, *(2**i for i in range(9))) if rule.window + n * g < length]
-    shorter = [lengths for end in ends for lengths in ([end], [end, end - 1]) for _ in range(2)]
+    counts = 2 + (layer.plan.reads_exactly and not layer.plan.has_step)
+    shorter = [lengths for end in ends for lengths in ([end], [end, end - 1]) for _ in range(counts)]
     assert found == [[[length], [length, length], *shorter], [[length]]]

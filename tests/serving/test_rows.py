@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paged_pool import METHODS, Pool
 from paged_sequences import cut, random_tokens
-from record_pool import RECALL, RECORDS, RecordPool
+from record_pool import EXACT_PROMPTS, RECALL, RECORDS, RecordPool
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import condense
@@ -28,10 +28,14 @@ NUMBERS = {
         "sinks", "window",
     )
 }  # fmt: skip
-IN_RECORDS = RECORDS | {
-    "matched-8": NUMBERS["streaming"].replace(rep_bias="matched", entry_bits=8),
-    "last-4": NUMBERS["last"].replace(entry_bits=4),
-}
+IN_RECORDS = (
+    RECORDS
+    | EXACT_PROMPTS
+    | {
+        "matched-8": NUMBERS["streaming"].replace(rep_bias="matched", entry_bits=8),
+        "last-4": NUMBERS["last"].replace(entry_bits=4),
+    }
+)
 POOLS = {name: partial(Pool, method) for name, method in NUMBERS.items()} | {
     f"records-{name}": partial(RecordPool, method) for name, method in IN_RECORDS.items()
 }

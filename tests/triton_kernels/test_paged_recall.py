@@ -10,7 +10,7 @@ import pytest
 import torch
 from paged_pool import complete_a_prefix
 from paged_sequences import exact, random_tokens, run
-from record_pool import RECORDS, RecordPool
+from record_pool import EXACT_PROMPTS, RECORDS, RecordPool
 from speed.budget import errors, one_ulp
 
 from condense.ops.entries import EntryFormat
@@ -131,20 +131,20 @@ def test_places_left_empty():
 
 
 @pytest.mark.parametrize("new", [1, 5])
-@pytest.mark.parametrize("method", ["window-0", "store-4"])
+@pytest.mark.parametrize("method", ["window-0", "store-4", "exact"])
 def test_a_prefix_that_a_single_token_completes_in_the_same_step(method, new):
     shape = SHAPES["gqa"]
-    pool = RecordPool(RECORDS[method], shape[1:], dtype=torch.float32, device=DEVICE)
+    pool = RecordPool((RECORDS | EXACT_PROMPTS)[method], shape[1:], dtype=torch.float32, device=DEVICE)
     tolerance = 1e-4 if pool.method.store_bits == 16 else 0.02  # a code near the middle may round otherwise
     complete_a_prefix(pool, new, shape[0], {"rtol": tolerance, "atol": tolerance}, scale=0.1, backend="triton")
 
 
-@pytest.mark.parametrize("method", ["default", "drop"])
+@pytest.mark.parametrize("method", ["default", "drop", *EXACT_PROMPTS])
 def test_prompts_that_share_a_call(method):
     """Rows of several lengths beside a single token, one of them a later piece."""
     shape, tokens, outs = SHAPES["gqa"], [tokens_of(SHAPES["gqa"], 40, seed) for seed in range(4)], []
     for backend in ("triton", "torch"):
-        pool = RecordPool(RECORDS[method], shape[1:], dtype=torch.float32, device=DEVICE)
+        pool = RecordPool((RECORDS | EXACT_PROMPTS)[method], shape[1:], dtype=torch.float32, device=DEVICE)
         single, later, *others = [pool.add(40) for _ in tokens]
         for request, count in ((single, 39), (later, 22)):
             pool.read([(request, [x[:count] for x in tokens[0]])], scale=0.1, backend="torch")

@@ -5,7 +5,6 @@ After Quest, ArkVale, InfLLM and NSA; no training needed. Defined in `docs/metho
 Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, D and Dv widths.
 """
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -135,7 +134,7 @@ class Recall(Method):
     @cached_property
     def _choice(self) -> ChoiceSettings:
         store = StoreSettings(self.store_bits, self.store == "host", self.slots if self.store == "host" else 0)
-        return ChoiceSettings(self.quota, store, self.unchosen == "pool")
+        return ChoiceSettings(self.quota, store, self.unchosen == "pool", self.reads_exactly)
 
     @cached_property
     def quota(self) -> Quota:
@@ -187,7 +186,7 @@ class Recall(Method):
         """Raise ValueError for ``store_bits`` below 16 and ``prompt="exact"``."""
         if self.store_bits < 16:
             raise ValueError(f"{self} keeps no gradients of stored tokens: train with store_bits=16")
-        if self.prompt == "exact":
+        if self.reads_exactly:
             raise ValueError(f"{self} reads prompts as its steps do not: train with prompt='recall'")
 
     def attend(
@@ -209,7 +208,7 @@ class Recall(Method):
         self.check_attention(scale=scale, dropout_p=dropout_p)
         if not context.extra:
             return super().attend(q, context, scale=scale, backend=backend, return_lse=return_lse, extras=extras)
-        all_exact = self.prompt == "exact" and q.shape[2] > 1
+        all_exact = self.reads_exactly and q.shape[2] > 1
         if torch.is_grad_enabled() and q.requires_grad and (self.store_bits < 16 or all_exact):
             self.check_gradients()
         if all_exact:
@@ -257,9 +256,6 @@ class Recall(Method):
         """
         spans, (k, v, _) = context.spans, context.window
         assert isinstance(spans, RuleSpans)
-        if self.store_bits == 16 and spans.window_is_whole():
-            window, tokens = None, Source(k[:, :, :0], v[:, :, :0])
-        else:
-            window, tokens = self.window, self._asked_and_tokens(q, context, backend)[1]
-        rule = UniformRule(self.group_size, window, entries=self.group_size)
-        return (tokens, context.window), dataclasses.replace(spans, rule=rule)
+        window_alone = self.store_bits == 16 and spans.window_is_whole()
+        tokens = Source(k[:, :, :0], v[:, :, :0]) if window_alone else self._asked_and_tokens(q, context, backend)[1]
+        return (tokens, context.window), spans.of_tokens(window_alone=window_alone)

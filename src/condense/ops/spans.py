@@ -8,8 +8,8 @@ Shapes: B rows, K KV heads, L queries, N entries of a source, D and Dv widths. `
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -179,6 +179,17 @@ class RuleSpans:
         A row with padding has as many columns without tokens at the start of the window, also in later calls.
         """
         return max_row(self.window_start + self._padding) <= 0
+
+    def of_tokens(self, *, window_alone: bool) -> Self:
+        """The spans of the same queries over all tokens, of rows whose closed chunks are stored token by token.
+
+        The first source holds the stored tokens. window_alone: it holds none, as the window has all tokens of each row.
+        The rule must be a `UniformRule`.
+        """
+        rule = self.rule
+        assert isinstance(rule, UniformRule)
+        window = None if window_alone else rule.window
+        return replace(self, rule=UniformRule(rule.chunk, window, entries=rule.chunk))
 
     def is_hull(self, start: int, stop: int) -> bool:
         """True for a single query at the same position in all rows, as in a decode step without padding."""

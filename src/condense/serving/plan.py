@@ -12,6 +12,12 @@ entries, which covers tokens ``[s * g, (s + 1) * g)``, must not depend on later 
 of these tokens completes, that of group ``j = s - summary_delay / g``. Groups that need no query are complete with
 their own last token, so the delay is 0; the numbers are those of caches, which make them when they leave the window.
 
+`Recall(prompt="exact")` reads new tokens of a request with dense attention if there are several, and as a step if there
+is one. Pages do not tell which of the two wrote them. So a request that the engine puts back, which it then reads
+again with the answer so far as part of the prompt, may go on otherwise than undisturbed: that part was read by steps
+before, and now as dense attention reads it. The part of an answer that a later request finds in the prefix cache was
+read by steps.
+
 Shapes: g tokens per group, w tokens of window, D and Dv widths.
 """
 
@@ -63,6 +69,11 @@ class ServingPlan:
         Entries of 16 bits without biases of their own need none: a key and a value stand side by side.
         """
         return self.settings.choice is not None or self.settings.entry_bits < 16 or self.settings.matched
+
+    @property
+    def reads_exactly(self) -> bool:
+        """True if several new tokens of a request are read with dense attention (``prompt="exact"``)."""
+        return self.settings.reads_exactly
 
     @property
     def has_step(self) -> bool:
@@ -140,11 +151,6 @@ def _recall_obstacles(method: Recall, settings: StepSettings) -> list[str]:
     if method.store == "host":
         wrong.append(
             f"tokens in host memory are not served by vLLM yet, got {method}: use store='device', as recall-device does"
-        )
-    if method.reads_exactly:
-        wrong.append(
-            f"prompt='exact' is not served, got {method}: a request that vLLM puts back would read its own answer with "
-            "dense attention; use prompt='recall'"
         )
     return wrong
 

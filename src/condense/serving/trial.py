@@ -34,8 +34,9 @@ def read_trials(
 
     qkv: q ``[T, H, D]``, k ``[T, K, D]``, v ``[T, K, Dv]``; out ``[T, H, Dv]`` gets numbers without a meaning.
     """
-    assert served.plan is not None
-    settings = served.plan.settings
+    plan = served.plan
+    assert plan is not None
+    settings = plan.settings
 
     def read(lengths: tuple[int, ...], counts: tuple[int, ...]) -> None:
         """So many of the last tokens of each, or as many as there are."""
@@ -49,11 +50,14 @@ def read_trials(
     read((longest,), (T,))
     if (served, longest) not in _COMPILED:
         _COMPILED.add((served, longest))
-        if T > 1:
-            read((half, half), (T - 1, 1))
+        if T > 2:
+            # two of one request are the fewest that share a call with more
+            read((half, half), (T - 2, 2))
+        # a method may read single tokens otherwise than several: a step of kernels, or these
+        singles = (1,) if plan.reads_exactly and not plan.has_step else ()
         for lengths in _shorter(settings.rule, longest):
             # not whole prompts: where nothing is closed, kernels of PyTorch's read those
-            for num in (_FEW, lengths[0] // 2):
+            for num in (*singles, _FEW, lengths[0] // 2):
                 read(lengths, (min(num, *lengths, T // len(lengths)),) * len(lengths))
 
 

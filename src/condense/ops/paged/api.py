@@ -38,7 +38,8 @@ def read_paged(
     no focal tokens; entries of 16 bits without biases of their own, or pages of records. With a choice: a store on the
     device, ``num_summary`` 0, and ``summary_delay`` 0, so that a record depends on the tokens of its group alone and is
     made when the last of them is read. Delays do not change what such a method computes: take
-    `condense.methods.step_settings` and set it to 0.
+    `condense.methods.step_settings` and set it to 0. If the choice says so, several new tokens of a request see the
+    stored tokens of all closed groups (``reads_exactly``).
     backend: single tokens are read by a step of kernels with "triton", and with "auto" on CUDA where it can run, which
     without a choice is not over records. All others are read as in `condense.ops.attend`, those of like lengths as rows
     of one call (`condense.ops.paged.rows`).

@@ -109,10 +109,10 @@ class _Layer:
         elif call.entries.slot.shape[1] == 0:
             entries = Source(*(x[:, :, :0] for x in window[:2]))
         else:
-            parts = self._unpacked(call.entries)
-            if self.settings.choice is not None:
-                return self._attend_groups(call, parts, window)
-            entries = self._entries_in(parts)
+            records = self._records(call.entries)
+            if self.settings.choice is not None and not call.exact:
+                return self._attend_groups(call, *records, window)
+            entries = self._tokens(*records) if call.exact else self._entries(*records)
         sources = entries, window
         return attend(self._queries(call), sources, call.spans, scale=self.scale, backend=self.backend)[0]
 
@@ -122,32 +122,33 @@ class _Layer:
             return self.q[call.queries].transpose(0, 1)[None]
         return words(self.q)[call.queries].view(self.q.dtype).transpose(1, 2)
 
-    def _unpacked(self, records: Slots) -> dict[str, Tensor]:
-        """The parts of records ``[B, G]`` by name, their keys and values as numbers."""
-        settings, widths, dtype, pages = self.settings, self.widths, self.state.window.cache.dtype, self.state.entries
-        in_pages, places = record_format(settings, widths, dtype).views(pages.cache), _places(pages, records)
-        parts = {name: copied(x, places) for name, x in in_pages.items() if name != "store"}
-        if settings.sees_entries:
-            for name, width in zip(("entries_k", "entries_v"), widths, strict=True):
-                parts[name] = settings.entry_format.unpack(parts[name], width, dtype)
-        if settings.choice is not None:
-            parts["store_k"], parts["store_v"] = unpack_store(
-                settings.store_format, in_pages["store"], widths, dtype, places=places, backend=self.backend
-            )
-        return parts
+    def _records(self, at: Slots) -> tuple[dict[str, Tensor], Places]:
+        """The parts of all records by name, views of the pages, and the places of those at slots ``[B, G]``."""
+        pages = self.state.entries
+        form = record_format(self.settings, self.widths, self.state.window.cache.dtype)
+        return form.views(pages.cache), _places(pages, at)
 
-    def _entries_in(self, parts: dict[str, Tensor]) -> Source:
-        """The entries among the parts of records."""
-        bias = parts["biases"][..., 0] if self.settings.matched else self.settings.bias or None
-        return Source(parts["entries_k"], parts["entries_v"], bias)
+    def _entries(self, parts: dict[str, Tensor], places: Places) -> Source:
+        """The entries in records."""
+        settings, dtype = self.settings, self.state.window.cache.dtype
+        k, v = (
+            settings.entry_format.unpack(copied(parts[name], places), width, dtype)
+            for name, width in zip(("entries_k", "entries_v"), self.widths, strict=True)
+        )
+        return Source(k, v, copied(parts["biases"], places)[..., 0] if settings.matched else settings.bias or None)
 
-    def _attend_groups(self, call: Call, parts: dict[str, Tensor], window: Source) -> Tensor:
+    def _tokens(self, parts: dict[str, Tensor], places: Places) -> Source:
+        """The stored tokens in records, ``[B, K, G * g, D]`` and ``[B, K, G * g, Dv]``."""
+        form, store, dtype = self.settings.store_format, parts["store"], self.state.window.cache.dtype
+        return Source(*unpack_store(form, store, self.widths, dtype, places=places, backend=self.backend))
+
+    def _attend_groups(self, call: Call, parts: dict[str, Tensor], places: Places, window: Source) -> Tensor:
         """Attention to the window and to closed groups, of which each query opens some, by the parts of records."""
-        choice, g, store = self.settings.choice, self.settings.rule.chunk, Source(parts["store_k"], parts["store_v"])
+        choice, g, store = self.settings.choice, self.settings.rule.chunk, self._tokens(parts, places)
         assert choice is not None
         # if no query sees entries, the first token of each group takes the place of its entry
-        entries = self._entries_in(parts) if choice.pool else Source(store.k[:, :, ::g], store.v[:, :, ::g])
-        q, index = self._queries(call), GroupIndex(parts["signs"], parts["steps"])
+        entries = self._entries(parts, places) if choice.pool else Source(store.k[:, :, ::g], store.v[:, :, ::g])
+        q, index = self._queries(call), GroupIndex(*(copied(parts[name], places) for name in ("signs", "steps")))
         return attend_recall(
             q,
             RecallSources(entries, store, window, call.spans),

@@ -74,8 +74,9 @@ class Call(NamedTuple):
 
     queries: number of each query among all new tokens, int64 ``[B, L]``, padding is any; of one request, a slice.
     real: row and column of each query that is none of padding, and its number, int64; None for one request. window:
-    slots ``[B, N]`` of the newest tokens. entries: slots ``[B, G]``. Both repeat one where a row has fewer. summary:
-    None if no group is made or none needs a query.
+    slots ``[B, N]`` of the newest tokens. entries: slots ``[B, G]``. Both repeat one where a row has fewer. exact: the
+    stored tokens of groups are seen, all of them, and not their entries. summary: None if no group is made or none
+    needs a query.
     """
 
     queries: Tensor | slice
@@ -83,6 +84,7 @@ class Call(NamedTuple):
     spans: RuleSpans
     window: Slots
     entries: Slots
+    exact: bool
     summary: Summary | None
 
 
@@ -108,7 +110,7 @@ def reading_of(new: NewTokens, first: int, state: PagedState, settings: StepSett
     requests = [Request(row, *ends, seen) for row, ends, seen in spans if row >= first and ends[0] < ends[1]]
     if not requests:
         return None
-    together = calls_of(requests)
+    together = calls_of(requests, singles_apart=settings.reads_exactly)
     row, start, before, num = _on_device([(r.row, r.start, r.before, r.num) for r in requests], state)
     which, own = _spread(num, sum(r.num for r in requests))
     newest = None
@@ -126,11 +128,14 @@ def reading_of(new: NewTokens, first: int, state: PagedState, settings: StepSett
     )
 
 
-def calls_of(requests: Sequence[Request]) -> list[list[Request]]:
-    """Requests by calls: those of like lengths together, within the bounds of padding and memory."""
+def calls_of(requests: Sequence[Request], *, singles_apart: bool = False) -> list[list[Request]]:
+    """Requests by calls: those of like lengths together, within the bounds of padding and memory.
+
+    singles_apart: a call has no single new tokens among requests with more.
+    """
     calls: list[list[Request]] = []
     for request in sorted(requests, key=lambda r: (r.num, r.seen), reverse=True):
-        call = next((call for call in calls if _fits([*call, request])), None)
+        call = next((call for call in calls if _fits([*call, request], singles_apart)), None)
         if call is None:
             calls.append([request])
         else:
@@ -138,8 +143,10 @@ def calls_of(requests: Sequence[Request]) -> list[list[Request]]:
     return calls
 
 
-def _fits(call: Sequence[Request]) -> bool:
-    """True if these requests, the one with the most new tokens first, may share a call."""
+def _fits(call: Sequence[Request], singles_apart: bool) -> bool:
+    """True if these requests, sorted by their numbers of new tokens, the most first, may share a call."""
+    if singles_apart and call[0].num > 1 and call[-1].num == 1:
+        return False
     is_alike = len(call) * call[0].num <= 2 * sum(r.num for r in call) + _PADDING
     return is_alike and len(call) * max(r.seen for r in call) <= TOGETHER
 
@@ -149,7 +156,14 @@ def _call(requests: Sequence[Request], state: PagedState, settings: StepSettings
     seen, num = (torch.tensor(x) for x in ([r.seen for r in requests], [r.num for r in requests]))
     oldest = rule.closed(seen - num + 1) * rule.chunk
     visible = rule.visible_entries(rule.closed(seen))
-    L, N, G = (int(x.max()) for x in (num, seen - oldest, visible))
+    L, N = int(num.max()), int((seen - oldest).max())
+    spans, exact = RuleSpans(rule, seen - L, seen - N, L - num), settings.reads_exactly and L > 1
+    if exact:
+        # a store of 16 bits has the numbers of the window, which may hold all tokens
+        window_alone = settings.store_format.bits == 16 and not oldest.any()
+        spans = spans.of_tokens(window_alone=window_alone)
+        visible = visible * (not window_alone)
+    G = int(visible.max())
     # a row without entries repeats one of the row with the most
     most = requests[int(visible.argmax())].row
     rows = [
@@ -173,9 +187,10 @@ def _call(requests: Sequence[Request], state: PagedState, settings: StepSettings
     return Call(
         queries,
         real,
-        RuleSpans(rule, seen - L, seen - N, L - num),
+        spans,
         Slots.of(row, position, state.window.slots),
         Slots.of(lender, group, state.entries.slots),
+        exact,
         _summary(requests, state, settings) if settings.num_summary > 0 else None,
     )
 

@@ -55,12 +55,14 @@ class ChoiceSettings:
     """The choice of the closed groups that a query opens, to see their exact tokens. Every group has one entry.
 
     quota: number of groups to open. store: of their tokens. pool: queries see the entries of closed groups that they do
-    not open.
+    not open. reads_exactly: queries that are read several at once choose no groups and see the tokens of all; a step
+    reads one.
     """
 
     quota: Quota
     store: StoreSettings = _ON_DEVICE
     pool: bool = True
+    reads_exactly: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,11 @@ class StepSettings(Numbered):
     def sees_entries(self) -> bool:
         """True if queries see entries."""
         return self.choice is None or self.choice.pool
+
+    @property
+    def reads_exactly(self) -> bool:
+        """True if queries that are read several at once see the tokens of all groups."""
+        return self.choice is not None and self.choice.reads_exactly
 
     @property
     def bias_differs(self) -> bool:
