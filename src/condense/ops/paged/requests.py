@@ -42,16 +42,16 @@ def read_requests(
     if reading is None:
         return
     q, k, v = qkv
-    layer = _Layer(q, (k.shape[2], v.shape[2]), state, settings, scale, backend)
-    _store(state.window, reading.window, torch.cat([x[reading.new] for x in (k, v)], dim=2))
+    layer = _Layer(qkv, state, new, settings, scale, backend)
+    layer.store(state.window, reading.window, torch.cat([x[reading.new] for x in (k, v)], dim=2))
     if reading.made is not None:
         tokens, entries = reading.made
-        _store(state.entries, entries, layer.made(_load(state.window, tokens), reading.calls))
+        layer.store(state.entries, entries, layer.made(layer.load(state.window, tokens), reading.calls))
     if reading.newest is not None:
         assert state.ring is not None
         newest, slots = reading.newest
         means = head_mean(q[newest].transpose(0, 1)[None], k.shape[1])[0].transpose(0, 1)
-        _store(state.ring, slots, means)
+        layer.store(state.ring, slots, means)
     for call in reading.calls:
         rows = layer.attend(call)
         if call.real is None:
@@ -63,14 +63,39 @@ def read_requests(
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer in one step. q ``[T, H, D]``: queries of all requests; widths: D and Dv."""
+    """One layer in one step. qkv: q ``[T, H, D]``, k ``[T, K, D]`` and v ``[T, K, Dv]`` of all requests."""
 
-    q: Tensor
-    widths: tuple[int, int]
+    qkv: tuple[Tensor, Tensor, Tensor]
     state: PagedState
+    new: NewTokens
     settings: StepSettings
     scale: float
     backend: str
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """D and Dv."""
+        _, k, v = self.qkv
+        return k.shape[2], v.shape[2]
+
+    def store(self, pages: Pages, at: Slots, rows: Tensor) -> None:
+        """Write ``rows`` ``[n, K, c]`` to the first c columns of slots ``[n]``."""
+        pages.cache[..., : rows.shape[2]][self._page(pages, at), :, at.slot] = rows
+
+    def load(self, pages: Pages, at: Slots) -> Tensor:
+        """Slots ``[B, n]`` of requests, ``[B, K, n, C]``: a copy."""
+        return copied(pages.cache, self._places(pages, at))
+
+    def _places(self, pages: Pages, at: Slots) -> Places:
+        """Slots ``[B, n]`` of requests, for all KV heads."""
+        K, device = pages.cache.shape[1], pages.cache.device
+        head = self.new.once(("heads", K), lambda: torch.arange(K, device=device)[:, None])
+        return Places(self._page(pages, at)[:, None], head, at.slot[:, None])
+
+    def _page(self, pages: Pages, at: Slots) -> Tensor:
+        """The page of each slot, int64: found once for the layers whose pages have one table."""
+        table = pages.table
+        return self.new.once((id(at), table.data_ptr()), lambda: table[at.row, at.column].long())
 
     def made(self, tokens: Tensor, calls: tuple[Call, ...]) -> Tensor:
         """Entries ``[G, K, D + Dv]``, or their records ``[G, K, C]``, of groups of tokens ``[1, K, G * g, D + Dv]``."""
@@ -88,11 +113,11 @@ class _Layer:
 
     def _summarize(self, call: Call, summary: Summary) -> Tensor:
         """The queries that weigh the groups which a call makes, ``[1, K, G, D]``."""
-        q, K = self._queries(call), self.state.window.cache.shape[1]
+        q, K = self._rows(self.qkv[0], call), self.state.window.cache.shape[1]
         tail = q[:, :K, :0]
         if summary.tail is not None:
             assert self.state.ring is not None
-            tail = _load(self.state.ring, summary.tail)[..., : self.widths[0]]
+            tail = self.load(self.state.ring, summary.tail)[..., : self.widths[0]]
         means = summarize(q, tail, summary.spans, backend=self.backend)
         if summary.made is None:
             return means
@@ -101,10 +126,14 @@ class _Layer:
 
     def attend(self, call: Call) -> Tensor:
         """Attention of a call's queries, ``[B, H, L, Dv]``."""
-        D, tokens = self.widths[0], _load(self.state.window, call.window)
-        window = Source(tokens[..., :D], tokens[..., D:])
+        (q, k, v), D = self.qkv, self.widths[0]
+        if call.window is None:
+            window = Source(self._rows(k, call), self._rows(v, call))
+        else:
+            tokens = self.load(self.state.window, call.window)
+            window = Source(tokens[..., :D], tokens[..., D:])
         if not self.state.holds_records:
-            rows = _load(self.state.entries, call.entries)
+            rows = self.load(self.state.entries, call.entries)
             entries = Source(rows[..., :D], rows[..., D:], self.settings.bias or None)
         elif call.entries.slot.shape[1] == 0:
             entries = Source(*(x[:, :, :0] for x in window[:2]))
@@ -113,20 +142,20 @@ class _Layer:
             if self.settings.choice is not None and not call.exact:
                 return self._attend_groups(call, *records, window)
             entries = self._tokens(*records) if call.exact else self._entries(*records)
-        sources = entries, window
-        return attend(self._queries(call), sources, call.spans, scale=self.scale, backend=self.backend)[0]
+        rows = self._rows(q, call)
+        return attend(rows, (entries, window), call.spans, scale=self.scale, backend=self.backend)[0]
 
-    def _queries(self, call: Call) -> Tensor:
-        """The queries of a call, ``[B, H, L, D]``."""
+    def _rows(self, x: Tensor, call: Call) -> Tensor:
+        """Numbers of new tokens ``[T, heads, C]``, those of a call's queries: ``[B, heads, L, C]``."""
         if isinstance(call.queries, slice):
-            return self.q[call.queries].transpose(0, 1)[None]
-        return words(self.q)[call.queries].view(self.q.dtype).transpose(1, 2)
+            return x[call.queries].transpose(0, 1)[None]
+        return words(x)[call.queries].view(x.dtype).transpose(1, 2)
 
     def _records(self, at: Slots) -> tuple[dict[str, Tensor], Places]:
         """The parts of all records by name, views of the pages, and the places of those at slots ``[B, G]``."""
         pages = self.state.entries
         form = record_format(self.settings, self.widths, self.state.window.cache.dtype)
-        return form.views(pages.cache), _places(pages, at)
+        return form.views(pages.cache), self._places(pages, at)
 
     def _entries(self, parts: dict[str, Tensor], places: Places) -> Source:
         """The entries in records."""
@@ -148,7 +177,8 @@ class _Layer:
         assert choice is not None
         # if no query sees entries, the first token of each group takes the place of its entry
         entries = self._entries(parts, places) if choice.pool else Source(store.k[:, :, ::g], store.v[:, :, ::g])
-        q, index = self._queries(call), GroupIndex(*(copied(parts[name], places) for name in ("signs", "steps")))
+        index = GroupIndex(*(copied(parts[name], places) for name in ("signs", "steps")))
+        q = self._rows(self.qkv[0], call)
         return attend_recall(
             q,
             RecallSources(entries, store, window, call.spans),
@@ -179,21 +209,3 @@ def _represent(
         matched=settings.matched, backend=backend,
     )  # fmt: skip
     return *entries, *kept
-
-
-def _load(pages: Pages, at: Slots) -> Tensor:
-    """Slots ``[B, n]`` of requests, ``[B, K, n, C]``: a copy."""
-    return copied(pages.cache, _places(pages, at))
-
-
-def _places(pages: Pages, at: Slots) -> Places:
-    """Slots ``[B, n]`` of requests, for all KV heads."""
-    head = torch.arange(pages.cache.shape[1], device=pages.cache.device)[:, None]
-    return Places(pages.table[at.row, at.column].long()[:, None], head, at.slot[:, None])
-
-
-def _store(pages: Pages, at: Slots, rows: Tensor) -> None:
-    """Write ``rows`` ``[n, K, c]`` to the first c columns of slots ``[n]``."""
-    cache = pages.cache[..., : rows.shape[2]]
-    page = pages.table[at.row, at.column].long()
-    cache[page, :, at.slot] = rows

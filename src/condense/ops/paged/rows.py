@@ -6,12 +6,13 @@ Shapes: B rows of a call, L queries, N window tokens, G groups of g tokens, T ne
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from condense.ops.spans import RuleSpans
+from condense.ops.spans import Hull, RuleSpans
 from condense.ops.step.pages import NewTokens, PagedState
 from condense.ops.step.settings import StepSettings
 from condense.ops.types import SummarySpans
@@ -59,6 +60,28 @@ class Slots(NamedTuple):
         return cls(row, torch.zeros_like(position), position % size)
 
 
+@dataclass(frozen=True)
+class SharedSpans(RuleSpans):
+    """The spans of a call in all layers: what one has asked for is found once."""
+
+    _found: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def hulls(self, blocks: Sequence[tuple[int, int]]) -> list[list[Hull]]:
+        """Hulls per block, as in `RuleSpans`."""
+        key = tuple(blocks)
+        if key not in self._found:
+            self._found[key] = super().hulls(blocks)
+        hulls: list[list[Hull]] = self._found[key]
+        return hulls
+
+    def starts(self) -> Tensor:
+        """The numbers of each row, as in `RuleSpans`."""
+        if "starts" not in self._found:
+            self._found["starts"] = super().starts()
+        starts: Tensor = self._found["starts"]
+        return starts
+
+
 class Summary(NamedTuple):
     """The queries that weigh the groups which a call makes. tail: slots ``[B, Q]`` of the mean queries before the new
     ones in the ring, None for none. made: row and number of each group; None if all of one row are made.
@@ -74,7 +97,8 @@ class Call(NamedTuple):
 
     queries: number of each query among all new tokens, int64 ``[B, L]``, padding is any; of one request, a slice.
     real: row and column of each query that is none of padding, and its number, int64; None for one request. window:
-    slots ``[B, N]`` of the newest tokens. entries: slots ``[B, G]``. Both repeat one where a row has fewer. exact: the
+    slots ``[B, N]`` of the newest tokens; None if all tokens of the requests are new, so that those of the queries are
+    the window. entries: slots ``[B, G]``. Both repeat one where a row has fewer. exact: the
     stored tokens of groups are seen, all of them, and not their entries. summary: None if no group is made or none
     needs a query.
     """
@@ -82,7 +106,7 @@ class Call(NamedTuple):
     queries: Tensor | slice
     real: tuple[Tensor, Tensor, Tensor] | None
     spans: RuleSpans
-    window: Slots
+    window: Slots | None
     entries: Slots
     exact: bool
     summary: Summary | None
@@ -156,8 +180,9 @@ def _call(requests: Sequence[Request], state: PagedState, settings: StepSettings
     seen, num = (torch.tensor(x) for x in ([r.seen for r in requests], [r.num for r in requests]))
     oldest = rule.closed(seen - num + 1) * rule.chunk
     visible = rule.visible_entries(rule.closed(seen))
-    L, N = int(num.max()), int((seen - oldest).max())
-    spans, exact = RuleSpans(rule, seen - L, seen - N, L - num), settings.reads_exactly and L > 1
+    L, is_new = int(num.max()), torch.equal(seen, num)
+    N = L if is_new else int((seen - oldest).max())
+    spans, exact = SharedSpans(rule, seen - L, seen - N, L - num), settings.reads_exactly and L > 1
     if exact:
         # a store of 16 bits has the numbers of the window, which may hold all tokens
         window_alone = settings.store_format.bits == 16 and not oldest.any()
@@ -181,14 +206,17 @@ def _call(requests: Sequence[Request], state: PagedState, settings: StepSettings
         queries = (stop - L + columns(L)).clamp(min=0)
         which, own = _spread((stop - start)[:, 0], int(num.sum()))
         real = which, (L - stop + start)[which, 0] + own, start[which, 0] + own
-    # if nothing precedes a window of 0 tokens, its row repeats its last token
-    position = torch.minimum(torch.maximum(end - N + columns(N), begin), end - 1)
+    window = None
+    if not is_new:
+        # if nothing precedes a window of 0 tokens, its row repeats its last token
+        position = torch.minimum(torch.maximum(end - N + columns(N), begin), end - 1)
+        window = Slots.of(row, position, state.window.slots)
     group = torch.minimum(columns(G), (count - 1).clamp(min=0)) + settings.summary_delay // rule.chunk
     return Call(
         queries,
         real,
         spans,
-        Slots.of(row, position, state.window.slots),
+        window,
         Slots.of(lender, group, state.entries.slots),
         exact,
         _summary(requests, state, settings) if settings.num_summary > 0 else None,
