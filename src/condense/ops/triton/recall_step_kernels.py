@@ -97,10 +97,10 @@ def _add_entries(
             at_k, at_v = at * ROW, at * ROW_V
         else:
             at_k, at_v = record, record
-        k = load_vectors(entries.k, at_k, dtype, FORM.D0, FORM.D1, BITS)
+        k = load_vectors(entries.k, at_k, dtype, FORM.D0, FORM.D1, BITS, EARLY, True)
         v = (k[0],)
         if FORM.DV > 0:
-            v = load_vectors(entries.v, at_v, dtype, FORM.V0, FORM.V1, BITS)
+            v = load_vectors(entries.v, at_v, dtype, FORM.V0, FORM.V1, BITS, EARLY, False)
         softmax = _add_keys(softmax, q, k, v, offset, scale, CAP, PRECISION)
         offset = next_offset
         if FAR is not None:

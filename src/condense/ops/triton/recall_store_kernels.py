@@ -16,7 +16,7 @@ import triton.language as tl
 
 from condense.ops.recall.store import StoreFormat
 from condense.ops.triton.device.address import token_rows
-from condense.ops.triton.device.codes import codes_of, to_numbers, unpacked
+from condense.ops.triton.device.codes import codes_of, half_of, side_by_side, to_numbers, unpacked
 from condense.ops.triton.device.parts import parts, store_rows, tile_width
 
 
@@ -195,45 +195,6 @@ def _load_codes(pieces, at, d, there, WIDTH: tl.constexpr, FORM: tl.constexpr, C
     return unpacked(codes, d, C, FORM.bits)
 
 
-@triton.constexpr_function
-def _number_asm(AT):
-    """Assembly for two bfloat16 numbers ``zero + step * code`` of the codes in bits ``[AT, AT + 4)`` of int16 words.
-
-    A code in the last bits of 128.0 makes 128 plus the code, from which 128 is taken exactly. The product and the sum
-    are rounded once, to bfloat16; in float32 neither needs rounding, so `to_numbers` gives the same bits.
-    """
-    return f"""{{ .reg .b32 c, one, least;
-        mov.b32 one, 0x3F803F80;
-        mov.b32 least, 0xC300C300;
-        shr.b32 c, $1, {AT};
-        lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
-        fma.rn.bf16x2 c, c, one, least;
-        fma.rn.bf16x2 $0, c, $2, $3; }}"""
-
-
-@triton.jit
-def _half(words, step, zero, AT: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr, MOVES: tl.constexpr):
-    """Numbers ``[n, T, P]`` of the codes in bits ``[AT, AT + 4)`` of int16 words, as `to_numbers` rounds them.
-
-    MOVES: the compiler may give each thread the codes of the numbers that it multiplies. Those of keys lie side by
-    side; those of values do not, and would be read byte by byte.
-    """
-    if ASM and dtype.is_bf16():
-        words, step = tl.broadcast(words, step)
-        zero = tl.broadcast_to(zero, words.shape)
-        return tl.inline_asm_elementwise(_number_asm(AT), "=r,r,r,r", [words, step, zero], tl.bfloat16, MOVES, 2)
-    else:
-        codes = ((words >> AT) & 15).to(tl.float32)
-        return to_numbers(zero.to(tl.float32) + step.to(tl.float32) * codes, dtype)
-
-
-@triton.jit
-def _side_by_side(first, second):
-    """Tiles ``[n, T, P]`` as one, ``[n * T, 2 P]``."""
-    x = tl.permute(tl.join(first, second), (0, 1, 3, 2))
-    return tl.reshape(x, (first.shape[0] * first.shape[1], 2 * first.shape[2]))
-
-
 @triton.jit
 def _flat(x):
     """Tokens of all groups in one tile: ``[n, T, P]`` as ``[n * T, P]``."""
@@ -262,8 +223,8 @@ def _load_keys(
             for half in tl.static_range(2):
                 step = _load(grid, half * C + c, c < C, COPY)
                 zero = _load(grid, D + half * C + c, c < C, COPY)
-                x = x + (_half(words, step, zero, 4 * half, dtype, ASM, True),)  # noqa: RUF005
-            return _side_by_side(x[0], x[1])
+                x = x + (half_of(words, step, zero, 4 * half, dtype, ASM, True),)  # noqa: RUF005
+            return side_by_side(x[0], x[1])
         else:
             is_column = (d < LO + N)[None, :]
             step = _load(grid, d[None, :], is_column, COPY).to(tl.float32)
@@ -291,8 +252,8 @@ def _load_values(
         if _in_halves(LO, N, FORM.DV, FORM.bits):
             c = tl.arange(0, C)[None, :]
             words = _load(pieces, START + i[:, None] * C + c, inside & (c < C), COPY).to(tl.int16)
-            first = _half(words, step, zero, 0, dtype, ASM, False)
-            return _side_by_side(first, _half(words, step, zero, 4, dtype, ASM, False))
+            first = half_of(words, step, zero, 0, dtype, ASM, False)
+            return side_by_side(first, half_of(words, step, zero, 4, dtype, ASM, False))
         else:
             step, zero = step.to(tl.float32), zero.to(tl.float32)
             codes = _load_codes(pieces, START + i * C, d, there, FORM.DV, FORM, COPY)
@@ -305,7 +266,7 @@ def load_groups(pieces, i, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.con
     them; finite past a group's end.
 
     Values of latents are the first part of their keys. COPY: also store what is read of `Pieces` that move. ASM: there
-    is a GPU that runs `_number_asm`.
+    is a GPU that runs `half_of`'s assembly.
     """
     k = _load_keys(pieces, i, dtype, FORM, COPY, ASM, 0, FORM.D0)
     k = parts(k, _load_keys(pieces, i, dtype, FORM, COPY, ASM, FORM.D0, FORM.D1) if FORM.D1 > 0 else None)

@@ -126,7 +126,7 @@ def _attend_keys(
         # places beyond the last key read that key again: loads without a mask take fewer instructions
         at = first + tl.minimum(i, count - 1)
         at = tl.where(at >= source.size, at - source.size, at).to(tl.int64)
-        k = load_vectors(source.k, at * source.s_k, q[0].dtype, KIND.D0, KIND.D1, KIND.entry_bits)
+        k = load_vectors(source.k, at * source.s_k, q[0].dtype, KIND.D0, KIND.D1, KIND.entry_bits, KIND.early, True)
         s = soft_cap(key_products(q, k, PRECISION) * scale, KIND.softcap)[0]
         if PERIOD > 0:
             pooled = tl.where(
@@ -140,7 +140,9 @@ def _attend_keys(
         s = tl.where(inside[None, :], s, float("-inf"))
         v = (k[0],)
         if not KIND.latent:
-            v = load_vectors(source.v, at * source.s_v, q[0].dtype, KIND.V0, KIND.V1, KIND.entry_bits)
+            v = load_vectors(
+                source.v, at * source.s_v, q[0].dtype, KIND.V0, KIND.V1, KIND.entry_bits, KIND.early, False
+            )
         softmax = add_keys(softmax, s, v, PRECISION)
     return softmax
 

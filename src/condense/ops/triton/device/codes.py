@@ -93,6 +93,45 @@ def _codes_of_words(words, AT: tl.constexpr, BITS: tl.constexpr):
     return tl.reshape(tl.join(even, odd), (words.shape[0], 4 * words.shape[1]))
 
 
+@triton.constexpr_function
+def _number_asm(AT):
+    """Assembly for two bfloat16 numbers ``zero + step * code`` of the codes in bits ``[AT, AT + 4)`` of int16 words.
+
+    A code in the last bits of 128.0 makes 128 plus the code, from which 128 is taken exactly. The product and the sum
+    are rounded once, to bfloat16; in float32 neither needs rounding, so `to_numbers` gives the same bits.
+    """
+    return f"""{{ .reg .b32 c, one, least;
+        mov.b32 one, 0x3F803F80;
+        mov.b32 least, 0xC300C300;
+        shr.b32 c, $1, {AT};
+        lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 c, c, one, least;
+        fma.rn.bf16x2 $0, c, $2, $3; }}"""
+
+
+@triton.jit
+def half_of(words, step, zero, AT: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr, MOVES: tl.constexpr):
+    """Numbers ``[n, T, P]`` of the codes in bits ``[AT, AT + 4)`` of int16 words, as `to_numbers` rounds them.
+
+    MOVES: the compiler may give each thread the codes of the numbers that it multiplies. Those of keys lie side by
+    side; those of values do not, and would be read byte by byte.
+    """
+    if ASM and dtype.is_bf16():
+        words, step = tl.broadcast(words, step)
+        zero = tl.broadcast_to(zero, words.shape)
+        return tl.inline_asm_elementwise(_number_asm(AT), "=r,r,r,r", [words, step, zero], tl.bfloat16, MOVES, 2)
+    else:
+        codes = ((words >> AT) & 15).to(tl.float32)
+        return to_numbers(zero.to(tl.float32) + step.to(tl.float32) * codes, dtype)
+
+
+@triton.jit
+def side_by_side(first, second):
+    """Tiles ``[n, T, P]`` as one, ``[n * T, 2 P]``."""
+    x = tl.permute(tl.join(first, second), (0, 1, 3, 2))
+    return tl.reshape(x, (first.shape[0] * first.shape[1], 2 * first.shape[2]))
+
+
 @triton.jit
 def _load_columns(ptr, LO: tl.constexpr, N: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
     """Columns ``[LO, LO + N)`` of the vectors of width D in the rows that begin at ``ptr`` ``[n]``, zeros behind."""
@@ -121,13 +160,37 @@ def _load_columns(ptr, LO: tl.constexpr, N: tl.constexpr, D: tl.constexpr, BITS:
 
 
 @triton.jit
-def load_vectors(ptr, at, dtype: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BITS: tl.constexpr):
+def _load_halves(ptr, D: tl.constexpr, dtype: tl.constexpr, KEYS: tl.constexpr):
+    """Vectors of width D in 4 bits, in the rows that begin at ``ptr`` ``[n]``, by the assembly of `half_of`.
+
+    D is a power of two and at least two blocks, so that a byte's codes are of two blocks.
+    """
+    BLOCKS: tl.constexpr = D // _BLOCK // 2
+    block, column = tl.arange(0, BLOCKS)[None, :, None], tl.arange(0, _BLOCK)[None, None, :]
+    ptr = ptr[:, None, None]
+    words, x = tl.load(ptr + block * _BLOCK + column).to(tl.int16), ()
+    grid = (ptr + _grid_start(D, 4, dtype)).to(tl.pointer_type(dtype)) + 2 * block
+    for half in tl.static_range(2):
+        step, zero = tl.load(grid + 2 * BLOCKS * half), tl.load(grid + 2 * BLOCKS * half + 1)
+        numbers = half_of(words, step, zero, 4 * half, dtype, True, KEYS)
+        x = x + (tl.reshape(numbers, (ptr.shape[0], 1, D // 2)),)  # noqa: RUF005
+    return side_by_side(x[0], x[1])
+
+
+@triton.jit
+def load_vectors(
+    ptr, at, dtype: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr,
+    KEYS: tl.constexpr,
+):  # fmt: skip
     """Vectors that begin at ``ptr + at``, in ``dtype``. If ``ptr`` points to bytes they are decoded.
 
-    Columns past the last are finite.
+    Columns past the last are finite. ASM: there is a GPU that runs the assembly of `half_of`. KEYS: the vectors are
+    multiplied by others, else weighted.
     """
     if ptr.dtype.element_ty != tl.uint8:
         return load_rows(ptr, at, None, D0, D1)
+    elif ASM and BITS == 4 and dtype.is_bf16() and D1 == 0 and tile_width(D0) == D0 and D0 >= 2 * _BLOCK:
+        return parts(_load_halves(ptr + at, D0, dtype, KEYS), None)
     else:
         x = _load_columns(ptr + at, 0, D0, D0 + D1, BITS, dtype)
         return parts(x, _load_columns(ptr + at, D0, D1, D0 + D1, BITS, dtype) if D1 > 0 else None)
