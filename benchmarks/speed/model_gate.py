@@ -13,15 +13,18 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from condense.models import GraphDecoder, MethodChoice, methods_of, use
+from condense.models import GraphDecoder, MethodChoice, as_steps, methods_of, use
 from speed.budget import Verdict
 
 
 class ModelGate:
-    """Checks one model on a short text of random tokens per method."""
+    """Checks one model on a short text of random tokens per method.
+
+    Of a method that reads prompts densely its steps are checked, against a prompt that is read as they are.
+    """
 
     def __init__(self, model: PreTrainedModel, method: MethodChoice, seed: int) -> None:
-        self.model, self.method = model, method
+        self.model, self.method = model, as_steps(method)
         methods = methods_of(method)
         chunk = max(each.layout.rule.chunk for each in methods)
         # long enough to leave the window, with groups that end in each piece and in the steps, and to choose from

@@ -22,7 +22,7 @@ from condense.evaluate.verify_texts import (
     verify_texts,
 )
 from condense.methods import Dense, Recall, StreamingLLM
-from condense.models import MethodChoice, check_stock, described
+from condense.models import MethodChoice, as_steps, check_stock, described
 from condense.models.inspect import inspect
 from condense.tasks import encode_corpus
 
@@ -146,7 +146,7 @@ def verify(
             for index, text in enumerate(texts.copying):
                 dense = DenseReading()
                 for name, method in arms[length].items():
-                    with attention_of(model, _as_steps(method)):
+                    with attention_of(model, as_steps(method)):
                         half = read_half(model, text, dense)
                     with attention_of(model, method):
                         greedy = config.greedy if index == 0 else 0
@@ -167,13 +167,6 @@ def verify(
         Verified(name, described(longest[name]), *_shares(model, longest[name], config.lengths[-1]), lengths)
         for name, lengths in results.items()
     ]
-
-
-def _as_steps(choice: MethodChoice) -> MethodChoice:
-    """The same choice, each method as its steps read."""
-    if isinstance(choice, Mapping):
-        return {layers: method.as_steps for layers, method in choice.items()}
-    return choice.as_steps
 
 
 def _cells(

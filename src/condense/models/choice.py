@@ -171,6 +171,13 @@ def methods_of(choice: MethodChoice) -> list[Method]:
     return list(dict.fromkeys(choice.values())) if isinstance(choice, Mapping) else [choice]
 
 
+def as_steps(choice: MethodChoice) -> MethodChoice:
+    """The same choice, each method as `Method.as_steps` has it."""
+    if isinstance(choice, Mapping):
+        return {layers: method.as_steps for layers, method in choice.items()}
+    return choice.as_steps
+
+
 def described(choice: MethodChoice) -> str:
     """A method, or the methods of a choice with their layers, in words."""
     if not isinstance(choice, Mapping):
