@@ -47,8 +47,8 @@ class _Table(NamedTuple):
     """Tiles of the kernels that score and attend, and the most query heads of these; ``early``: kernels are launched
     before the one ahead of them has ended (programmatic dependent launch).
 
-    weight: some splits read open groups alone, as if one of their tokens took so many times as long as an entry, which
-    is read in larger tiles; so reads over the bus go on beside those of entries. 0: every split reads of both.
+    weight: some splits read open groups alone, as if one of their tokens took so many times as long as an entry of 16
+    bits; so reads over the bus go on beside those of entries. 0: every split reads of both.
     """
 
     score: _GroupTiles
@@ -189,6 +189,8 @@ def plan_of(
     assert choice is not None
     quota, R = choice.quota, H // K
     of_score, of_attend, most, early, weight = _table(device, dtype, max(D, Dv), B * K)
+    if settings.entry_bits < 16:
+        weight = min(weight, 1)  # to unpack an entry takes as long as a token
     if choice.store.bits != 4:
         # numbers of 8 and 16 bits need more registers than that, or spill
         of_attend = of_attend._replace(registers=0)
