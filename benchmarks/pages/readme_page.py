@@ -26,15 +26,16 @@ from condense.models.shapes import shape_config
 LENGTHS = (32768, 131072)
 NAMES = ("recall-host", "recall-device", "pooled")
 UNKNOWN = "not measured"
-# settings that change where tokens lie and how fast they come, and no result
-_PLACES = ("store", "slots")
-# arms of the study of what transfers, and the settings that they had
-_DROP = "recall:window=256,unchosen=drop,store_bits=4"
-_DEVICE_ARM, _CACHE_ARM = "drop 1/4, groups of 32, store 4", "cache of 4 bits"
+# arms of the study of what transfers, by its runs; a quarter of the groups of 16,384 tokens are 252
+_PROMPTS_READ_BY_RECALL, _PROMPTS_READ_DENSELY = 3, 4
 _MEASURED = {
-    "drop 256, store 4": f"{_DROP},num_recall=256",
-    _DEVICE_ARM: f"{_DROP},num_recall=0.25,group_size=32",
+    "recall-host": {_PROMPTS_READ_DENSELY: "groups of 16, log 256, prompt exact"},
+    "recall-device": {
+        _PROMPTS_READ_BY_RECALL: "log 1/4, store 4",
+        _PROMPTS_READ_DENSELY: "groups of 16, log 256, prompt exact",
+    },
 }
+_CACHE = dict.fromkeys((_PROMPTS_READ_BY_RECALL, _PROMPTS_READ_DENSELY), "cache of 4 bits")
 # the arm of the study of adaptation, its settings and its length
 _ARM, _ADAPTED, _ADAPTED_LENGTH = "both", "lca:window=512,rep_bias=log_size", 8192
 _BLOCK = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
@@ -58,7 +59,7 @@ def table(documents: Documents) -> str:
     attentions, engine = ("dense", *NAMES), _engine(documents)
     times = {(name, n): _generate(documents, name, n) for name in attentions for n in LENGTHS}
     served = _served(documents)
-    quality = {name: _quality(documents, Method.parse(name)) for name in NAMES}
+    quality = {name: _quality(documents, name) for name in NAMES}
     rows = [
         ["cache on the GPU, 131,072 tokens", *(f"{_cache(name):#.3g} GiB" for name in ("dense", *attentions))],
         *(
@@ -82,18 +83,19 @@ def table(documents: Documents) -> str:
 
 def claims(documents: Documents) -> list[str]:
     """What the README says with numbers outside its table, with the numbers of the results and settings."""
-    recall = Method.parse("recall-host").to_dict()
+    recall, device = (Method.parse(f"recall-{where}").to_dict() for where in ("host", "device"))
     engine, shorter = _engine(documents), LENGTHS[-1] - _longest(documents)
     running = {name: _running(documents, name) for name in ("dense", "condensed")}
-    models = transfer_page.newest(documents).values()
-    sizes = sorted(model["parameters"] / 1e6 for model in models)
-    (far, copies, missed), cache = lost(models, _DEVICE_ARM), lost(models, _CACHE_ARM)
+    models = [model for run in _CACHE for model in transfer_page.run_of(documents, run).values()]
+    sizes = sorted({round(model["parameters"] / 1e6) for model in models})
+    (far, copies, missed), cache = lost(documents, "recall-device"), lost(documents)
     return [
-        f"lie in groups of {recall['group_size']} or {Method.parse('recall-device').to_dict()['group_size']},",
+        f"lie in groups of {recall['group_size']},",
         f"fetches the {recall['num_recall']} groups that",
-        "sees no others" if recall["unchosen"] == "drop" else "sees the others as one entry each",
-        f"groups stay on the GPU, in {Method.parse('recall-device').to_dict()['store_bits']} bits",
-        f"models of {' and '.join(f'{size:.0f}' for size in sizes)} million parameters",
+        "sees the others as one entry each" if device["unchosen"] == "pool" else "sees no others",
+        f"groups stay on the GPU, in {device['store_bits']} bits",
+        "read with dense attention" if device["prompt"] == "exact" else "read like answers",
+        f"models of {' and '.join(map(str, sizes))} million parameters",
         f"texts of up to {max(row['length'] for model in models for row in model['rows']):,} tokens",
         f"loses up to {far} nats",
         f"{copies} on copies",
@@ -105,10 +107,24 @@ def claims(documents: Documents) -> list[str]:
     ]
 
 
-def lost(models: Iterable[Mapping[str, Any]], arm: str) -> list[str]:
-    """The most that an arm loses on tokens that need far text, on copies and of a task, in any model at any length."""
-    names = (["key"], ["copy"], transfer_page.TASKS)
-    cells = [max(transfer_page.worst(model, arm, of)[0] for model in models) for of in names]
+def worst(documents: Documents, arms: Mapping[int, str], names: Iterable[str]) -> dict[str, tuple[float, int]]:
+    """The most that a setting loses of these classes of tokens or tasks, and the length, by make.
+
+    arms: its arms by run.
+    """
+    found: dict[str, list[tuple[float, int]]] = {}
+    for run, arm in arms.items():
+        for make, model in transfer_page.run_of(documents, run).items():
+            found.setdefault(make, []).append(transfer_page.worst(model, arm, names))
+    return {make: max(of) for make, of in found.items()}
+
+
+def lost(documents: Documents, name: str | None = None) -> list[str]:
+    """The most that a named setting, or a dense cache of 4 bits, loses on tokens that need far text, on copies and of a
+    task, in any model at any length.
+    """
+    arms, names = _MEASURED[name] if name else _CACHE, (["key"], ["copy"], transfer_page.TASKS)
+    cells = [max(worst(documents, arms, of).values())[0] for of in names]
     return [f"{cells[0]:.3f}", f"{cells[1]:.3f}", f"{cells[2]:.1%}"]
 
 
@@ -187,30 +203,22 @@ def _served(documents: Documents) -> dict[tuple[str, int, int], float]:
     return found
 
 
-def _quality(documents: Documents, method: Method) -> Quality | None:
-    """What models found under these settings; None if none were measured with them."""
-    if _same(method, Method.parse(_ADAPTED)):
+def _quality(documents: Documents, name: str) -> Quality | None:
+    """What models found under a named setting; None if none were measured with it."""
+    if Method.parse(name) == Method.parse(_ADAPTED):
         return _adapted(documents)
-    arm = next((arm for arm, settings in _MEASURED.items() if _same(method, Method.parse(settings))), None)
-    if arm is None:
+    if name not in _MEASURED:
         return None
-    models = transfer_page.newest(documents).items()
-    missed = {make: transfer_page.worst(model, arm, transfer_page.TASKS)[0] for make, model in models}
-    loss = {make: transfer_page.worst(model, arm, ["key"])[0] for make, model in models}
-    forms = ((missed, lambda x: f"{1 - x:.1%}"), (loss, lambda x: f"{x:+.3f}"))
-    return Quality(*(_worst_first(values, form) for values, form in forms))
+    missed, loss = (
+        {make: value for make, (value, _) in worst(documents, _MEASURED[name], of).items()}
+        for of in (transfer_page.TASKS, ["key"])
+    )
+    return Quality(_worst_first(missed, lambda x: f"{1 - x:.1%}"), _worst_first(loss, lambda x: f"{x:+.3f}"))
 
 
 def _worst_first(values: Mapping[str, float], form: Callable[[float], str]) -> str:
-    worst = sorted(values, key=lambda make: -values[make])
-    return "; ".join(f"{form(values[make])} ({transfer_page.TITLES[make]})" for make in worst)
-
-
-def _same(one: Method, other: Method) -> bool:
-    def settings(method: Method) -> Mapping[str, Any]:
-        return {key: value for key, value in method.to_dict().items() if key not in _PLACES}
-
-    return settings(one) == settings(other)
+    makes = sorted(values, key=lambda make: -values[make])
+    return "; ".join(f"{form(values[make])} ({transfer_page.TITLES[make]})" for make in makes)
 
 
 def _adapted(documents: Documents) -> Quality:

@@ -1,8 +1,8 @@
 """`docs/studies/transfer.md`, from its template, and the table of the same study in `docs/recall.md`.
 
 In the template stand ``{{WORST run}}``, ``{{ARMS run make length}}``, ``{{LENGTHS run make}}`` and ``{{UNITED run}}``,
-runs counted from the oldest, 0, and ``{{ADAPTED}}``; in the page of Recall the worst cells of the newest between
-``<!-- transfer -->`` and ``<!-- /transfer -->``.
+runs counted from the oldest, 0, and ``{{ADAPTED}}``; in the page of Recall the worst cells of a run between
+``<!-- transfer RUN -->`` and ``<!-- /transfer -->``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ _CLAIMED = (
     "drop 1/4, groups of 32, turned 4", "drop 1/4, groups of 32, store 4", "drop 1/4, turned 4", "drop 1/4, store 4",
     "drop 256, store 4", "drop 1/8, turned 4", "log 1/4", "drop 1/4", "window 25%",
 )  # fmt: skip
-_BLOCK = re.compile(r"(<!-- transfer -->\n).*?(<!-- /transfer -->)", re.DOTALL)
+# of the run whose prompts were read densely; all have a store of 4 bits, and groups of 32 where none are named
+_EXACT = (
+    "cache of 4 bits", "groups of 16, log 256, prompt exact", "log 1/4, prompt exact", "log 1/8, prompt exact",
+    "groups of 16, drop 256, prompt exact", "drop 1/4, prompt exact", "drop 1/4", "drop 1/8, prompt exact",
+    "drop, 5% left, prompt exact", "log, 5% left, prompt exact",
+)  # fmt: skip
+_BLOCK = re.compile(r"(<!-- transfer (\d) -->\n).*?(<!-- /transfer -->)", re.DOTALL)
 _PLACE = re.compile(r"\{\{(\w+)([^}]*)\}\}")
 
 
@@ -40,11 +46,6 @@ def run_of(documents: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Models of a run that learned, by make; the oldest run is 0, the newest -1."""
     name = sorted(name for name in documents if name.startswith("transfer-"))[number]
     return {model["make"]: model for model in documents[name]["results"]["models"] if "rows" in model}
-
-
-def newest(documents: Mapping[str, Any]) -> dict[str, Any]:
-    """Models of the newest run that learned, by make."""
-    return run_of(documents, -1)
 
 
 def write_page(documents: Mapping[str, Any], page: Path) -> None:
@@ -62,9 +63,12 @@ def write_page(documents: Mapping[str, Any], page: Path) -> None:
 
 
 def fill(page: Path, documents: Mapping[str, Any]) -> None:
-    """Write the table of another page anew."""
-    text, table = page.read_text(encoding="utf-8"), _worst_cells(newest(documents))
-    page.write_text(_BLOCK.sub(lambda block: block[1] + table + block[2], text), encoding="utf-8")
+    """Write the tables of another page anew."""
+
+    def table(block: re.Match[str]) -> str:
+        return block[1] + _worst_cells(run_of(documents, int(block[2]))) + block[3]
+
+    page.write_text(_BLOCK.sub(table, page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def worst(model: Mapping[str, Any], arm: str, names: Iterable[str]) -> tuple[float, int]:
@@ -76,7 +80,8 @@ def worst(model: Mapping[str, Any], arm: str, names: Iterable[str]) -> tuple[flo
 def _worst_cells(models: Mapping[str, Any]) -> str:
     """The arms with which something is claimed: bytes, and the most that they lose in any model at any length."""
     rows = [["", "device", "host store", "read", "far text needed", "copies", "worst task"], ["---"] * 7]
-    for arm in _CLAIMED:
+    shown = {row["arm"] for model in models.values() for row in model["rows"]}
+    for arm in _EXACT if _EXACT[1] in shown else _CLAIMED:
         measured = [row for model in models.values() for row in model["rows"] if row["arm"] == arm]
         sizes = [[f"{row[size]:.0%}" for row in measured if size in row] for size in ("device", "host_store", "read")]
         cells = []

@@ -13,10 +13,10 @@ import readme_page
 import recall_page
 import serving_page
 import stored
-import transfer_page
 import write_pages
 import zero_shot_page
 
+import condense
 from condense.named import NAMED_SETTINGS
 
 INVENTORY = [f"{paper}{n}" for paper, count in (("C", 12), ("D", 15), ("L", 17)) for n in range(1, count + 1)]
@@ -59,15 +59,19 @@ def test_a_number_that_no_file_holds_is_refused(tmp_path):
 
 
 def test_what_named_settings_lose_is_the_worst_that_was_measured():
-    models = transfer_page.newest(stored.of("transfer.json")).values()
-    arms = {"recall-device": "drop 1/4, groups of 32, store 4", "recall-host": "drop 256, store 4"}
-    losses = {name: readme_page.lost(models, arm) for name, arm in (arms | {"cache": "cache of 4 bits"}).items()}
-    for name in arms:
-        far, copies, task = losses[name]
-        assert f"{far} nats on tokens that need far text and {task} of a task" in NAMED_SETTINGS[name].loses
-        assert f"{copies} on copies" in NAMED_SETTINGS[name].loses
+    documents = stored.of("transfer.json")
+    losses = {name: readme_page.lost(documents, name) for name in ("recall-device", "recall-host", None)}
+    for name, (far, copies, task) in losses.items():
+        said = NAMED_SETTINGS[name].loses if name else ""
+        assert all(text in said for text in (f"{far} nats", f"{copies} on copies", f"{task} of a task")) or not name
+    # the arms are those of the settings, but for how prompts are read and for four groups more than a quarter
+    by_recall = condense.Recall(window=256, num_recall=0.25, entry_bits=4, store_bits=4)
+    device, host = (condense.Method.parse(name) for name in ("recall-device", "recall-host"))
+    assert device.as_steps == by_recall
+    assert host == device.replace(store="host", num_recall=256, slots=256)
+    assert device.quota.at((16384 - 256) // 16) == 252
     start = " ".join((write_pages.ROOT / "docs" / "start-here.md").read_text(encoding="utf-8").split())
-    device, host, cache = (losses[name][0] for name in ("recall-device", "recall-host", "cache"))
+    device, host, cache = (losses[name][0] for name in ("recall-device", "recall-host", None))
     assert (
         f"lost at most {cache} nats a token where far text is needed, `recall-device` {device} and `recall-host` {host}"
         in start
