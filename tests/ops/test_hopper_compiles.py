@@ -102,10 +102,10 @@ def test_the_step_over_pages_compiles(method, compiled):
 @pytest.fixture
 def for_a_gpu(monkeypatch):
     """Sizes of tiles as on a GPU."""
-    from condense.ops.triton import recall_attend, recall_backward, recall_choice, recall_opened, recall_score
+    from condense.ops.triton import attend, recall_choice, recall_opened, recall_score
 
     for module, name, place in (
-        (recall_attend, "tiles_of", 2), (recall_backward, "tiles_of", 2), (recall_score, "_tiles", 1),
+        (attend, "tiles_of", 2), (recall_score, "_tiles", 1),
         (recall_choice, "queries_per_program", 1), (recall_opened, "queries_per_program", 1),
     ):  # fmt: skip
         original = getattr(module, name)
@@ -128,11 +128,11 @@ def read_prompt(attend, q, k, v, asked, keys):
 @pytest.mark.parametrize("width", [64, 128])
 def test_the_kernels_of_a_prompt(width, compiled, for_a_gpu, monkeypatch):
     """Those for Hopper: they fit, and tensor cores multiply."""
-    from condense.ops.hopper import recall as hopper_recall
+    from condense.ops.hopper import attend as hopper_attend
 
-    monkeypatch.setattr(hopper_recall, "gpu_of", lambda device: host.Gpu((9, 0), 132))
+    monkeypatch.setattr(hopper_attend, "gpu_of", lambda device: host.Gpu((9, 0), 132))
     q, k = (torch.zeros(1, heads, 2048, width, dtype=torch.bfloat16) for heads in (8, 2))
-    read_prompt(hopper_recall.attend_recall_hopper, q, k, k, q, k)
+    read_prompt(hopper_attend.attend_recall, q, k, k, q, k)
     assert len(compiled) == 7
     assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
     assert sum("wgmma.mma_async" in kernel.asm["ptx"] for kernel in compiled) == 2

@@ -196,7 +196,7 @@ def test_is_one_well_formed_operation(kind):
         spans = as_arrays(spans, 20, q.device)
     entries_k, entries_v = k[:, :, 3::4].detach().requires_grad_(), v[:, :, 3::4].detach().requires_grad_()
     call = attend_call.call_of(q, two_sources(entries_k, entries_v, k, v, 0.5), spans, 0.3)
-    torch.library.opcheck(triton_attend._attend, tuple(call))
+    torch.library.opcheck(triton_attend.ATTENTION.operation, tuple(call))
 
 
 def test_without_a_gradient_the_function_inside_the_operation_runs():

@@ -26,7 +26,7 @@ from condense.ops.recall import (
     turned_queries,
 )
 from condense.ops.spans import RuleSpans, Source, UniformRule
-from condense.ops.triton import recall_attend, recall_attend_call, recall_choice, recall_score
+from condense.ops.triton import attend_call, recall_attend, recall_choice, recall_score
 from condense.ops.triton.attend_call import describe
 from condense.ops.triton.limits import DTYPES
 
@@ -256,7 +256,7 @@ def test_blocks_of_queries_change_nothing(chosen, monkeypatch):
     with torch.no_grad():
         whole = problem.attend(problem.inputs, problem.choice(), "triton")
         monkeypatch.setattr(recall_choice, "_SCRATCH", 1)
-        monkeypatch.setattr(recall_attend_call, "_WORDS", 1)
+        monkeypatch.setattr(attend_call, "_WORDS", 1)
         parts = problem.attend(problem.inputs, problem.choice(), "triton")
     assert torch.equal(chosen[0], chosen[1])
     assert all(torch.equal(x, y) for x, y in zip(whole, parts, strict=True))

@@ -95,9 +95,9 @@ def _triton() -> Operations:
 
 
 def _hopper() -> Operations:
-    from condense.ops.hopper import attend, recall
+    from condense.ops.hopper import attend
 
-    return _triton()._replace(attend=attend.attend, attend_recall=recall.attend_recall_hopper)
+    return _triton()._replace(attend=attend.attend, attend_recall=attend.attend_recall)
 
 
 BACKENDS = {

@@ -1,21 +1,28 @@
-"""The `hopper` backend: attention's forward by the kernel for Hopper, its gradients by Triton's kernels."""
+"""The `hopper` backend: attention's forward by kernels for Hopper, its gradients by Triton's kernels, which also choose
+the groups of Recall.
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from condense.ops.hopper.attend_forward import launch
-from condense.ops.triton.attend import attend_backward, attend_by
-from condense.ops.triton.attend_call import AttendCall, operation
+from condense.ops.hopper.recall import launch_opened
+from condense.ops.triton.attend import attend_backward
+from condense.ops.triton.attend_call import AttendCall, Attention, operation
 from condense.ops.triton.host import gpu_of
+from condense.ops.triton.recall_attend import attend_recall as attend_recall_by
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     call = AttendCall(*arguments)
     assert call.softcap == 0, "the backend's limits"
-    return launch(call, gpu_of(call.q.device).multiprocessors)
+    return (launch if call.groups is None else launch_opened)(call, gpu_of(call.q.device).multiprocessors)
 
 
-attend = attend_by(operation("attend_hopper", AttendCall, _forward, attend_backward), _forward)
+ATTENTION = Attention(_forward, operation("attend_hopper", _forward, attend_backward))
+attend = ATTENTION.attend
+attend_recall = partial(attend_recall_by, attention=ATTENTION)

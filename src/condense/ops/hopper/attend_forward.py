@@ -34,10 +34,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from condense.ops.triton.attend_call import AttendCall, AttendShared, not_empty, results
-from condense.ops.triton.attend_forward import VARYING
 from condense.ops.triton.descriptors import descriptor
 from condense.ops.triton.device.records import Row, RowSpans, Rule, Start
-from condense.ops.triton.device.rule import begins_at_0, start_of_row, visible
+from condense.ops.triton.device.rule import VARYING, begins_at_0, start_of_row, visible
 from condense.ops.triton.host import LOG2E, cdiv, on_device_of, whole_rows
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.limits import MAX_SOURCES
@@ -515,7 +514,7 @@ def launch(call: AttendCall, programs: int) -> tuple[Tensor, Tensor]:
         q.stride()[:3], shared.s_bias, shared.s_spans, shared.levels, K, R, L, *call.rule, call.scale * LOG2E,
         tiles, works,
     )  # fmt: skip
-    constants = (len(k), D0, D - D0, shared.kind, biased, BN, stages)
+    constants = (len(k), D0, D - D0, call.kind, biased, BN, stages)
     with on_device_of(q):
         # 12 warps start with 168 registers each; the loading warps then give most of theirs to the others
         _FORWARD((min(works, programs), 1, 1), tensors, numbers, constants, {"num_warps": 4, "maxnreg": 168})

@@ -1,6 +1,6 @@
 """Recall's attention over a prompt for Hopper: one warp loads, two warp groups multiply in turn.
 
-Computes the same as `condense.ops.triton.recall_attend_kernels.recall_fwd_kernel` and is arranged as
+Computes what `condense.ops.triton.attend_forward.attend_fwd_kernel` does where queries open groups, and is arranged as
 `condense.ops.hopper.attend_forward`: a persistent program loops over tiles of ``2 * 64`` rows. A tile reads blocks of
 BN keys: those of the window, of the entries, and of the tokens of groups that any of its queries opens, which the
 loading warp fetches group by group from their places in the store.
@@ -33,10 +33,9 @@ from condense.ops.hopper.attend_forward import (
     _tile,
     memory_of,
 )
-from condense.ops.triton.attend_forward import VARYING
+from condense.ops.triton.attend_opened import BLOCK
 from condense.ops.triton.device.records import RowSpans, Rule, Start
-from condense.ops.triton.device.rule import visible
-from condense.ops.triton.recall_attend_kernels import BLOCK
+from condense.ops.triton.device.rule import VARYING, visible
 from condense.ops.triton.recall_choice_kernels import row_of_words
 
 PART = gl.constexpr(64)
@@ -417,7 +416,7 @@ def recall_fwd_hopper_kernel(
     chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, scale, tiles, works,
     R: gl.constexpr, PARTS: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
-    """See `condense.ops.triton.recall_attend_kernels.recall_fwd_kernel`.
+    """See `condense.ops.triton.attend_forward.attend_fwd_kernel`.
 
     Keys and values are ``PARTS * 64`` wide, and a block of keys holds whole groups. tiles: tiles of queries in the
     block. works: tiles times B times K.

@@ -7,33 +7,38 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from condense.ops.spans import Source, Spans
-from condense.ops.triton.attend_backward import attend_dkv_kernel, attend_dq_kernel
+from condense.ops.triton.attend_backward import (
+    attend_dkv_kernel,
+    attend_dq_kernel,
+    opened_dkv_kernel,
+    store_dkv_kernel,
+)
 from condense.ops.triton.attend_call import (
     AttendCall,
     AttendShared,
+    Attention,
     backward_operation,
-    call_of,
-    needs_operation,
     not_empty,
     operation,
     results,
     row_strides,
 )
 from condense.ops.triton.attend_forward import attend_fwd_kernel
+from condense.ops.triton.attend_opened import OpenForm
 from condense.ops.triton.descriptors import described
 from condense.ops.triton.device.parts import split_width
-from condense.ops.triton.host import LOG2E, cdiv, on_device_of, power_of_2, whole_rows
+from condense.ops.triton.host import LOG2E, cdiv, dense_rows, on_device_of, power_of_2, whole_rows
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.limits import MAX_SOURCES
+from condense.ops.triton.recall_opened import OpenedGroups, opened
 
 _FORWARD, _DQ, _DKV = (Launcher(kernel) for kernel in (attend_fwd_kernel, attend_dq_kernel, attend_dkv_kernel))
+_OPENED_DKV, _STORE_DKV = Launcher(opened_dkv_kernel), Launcher(store_dkv_kernel)
 
 
 class Tiles(NamedTuple):
@@ -44,109 +49,133 @@ class Tiles(NamedTuple):
     options: dict[str, int]
 
 
-def small_tiles(kernel: str, dtype: torch.dtype, is_cuda: bool, R: int) -> Tiles | None:
-    """Tiles of the interpreter, and of float32, whose products are computed as three (tf32x3); None for others."""
-    rows = power_of_2(R)
-    if not is_cuda:
-        return Tiles(16 if kernel == "dkv" else max(16, rows), 16, {})
-    if dtype == torch.float32:
-        return Tiles(32 if kernel == "dkv" else max(32, rows), 32, {"num_warps": 4, "num_stages": 1})
-    return None
-
-
 @functools.cache
-def _tiles(kernel: str, dtype: torch.dtype, is_cuda: bool, widest: int, R: int) -> Tiles:
-    """Tiles by kernel, dtype, width and heads per KV head; the length does not matter.
+def tiles_of(kernel: str, dtype: torch.dtype, is_cuda: bool, widest: int, R: int, opens: bool) -> Tiles:
+    """Tiles by kernel, dtype, width, heads per KV head, and whether queries open groups; the length does not matter.
 
     Measured on an H200 at width 128. Forward: of 64 and 128 rows and 32, 64 and 128 keys, 64 x 64 was the fastest by
     5 to 30 percent: two programs share a multiprocessor, and one multiplies while the other computes its softmax. The
     kernel of dk and dv holds two accumulators in registers, which leaves room for 32 queries at a time.
+
+    Where queries open groups, a tile of "fwd" or "dq" holds the queries whose bits share a word; "dkv" reads such a
+    tile in parts. For keys 192 and values 128 wide (expanded latents), 32 keys per tile took 80 ms and 64 took 144
+    (128K tokens, 16 heads, H200).
     """
-    if (small := small_tiles(kernel, dtype, is_cuda, R)) is not None:
-        return small
-    rows = power_of_2(R)
+    rows, narrow = power_of_2(R), widest <= 128
+    if not is_cuda:  # the interpreter
+        return Tiles(16 if kernel == "dkv" else max(16, rows), 16, {})
+    if dtype == torch.float32:  # whose products are computed as three (tf32x3)
+        return Tiles(32 if kernel == "dkv" else max(32, rows), 32, {"num_warps": 4, "num_stages": 1})
     if kernel == "dkv":
-        return Tiles(32, 64, {"num_warps": 4 if widest <= 128 else 8, "num_stages": 3 if widest <= 128 else 2})
-    stages = 3 if kernel == "fwd" and widest <= 128 else 2
-    return Tiles(max(64, rows), 64, {"num_warps": 4 if rows <= 64 else 8, "num_stages": stages})
+        return Tiles(32, 64, {"num_warps": 4 if narrow else 8, "num_stages": 3 if narrow else 2})
+    if kernel == "store":
+        return Tiles(64, 64, {"num_warps": 4, "num_stages": 2 if narrow else 1})
+    if not opens:
+        stages = 3 if kernel == "fwd" and narrow else 2
+        return Tiles(max(64, rows), 64, {"num_warps": 4 if rows <= 64 else 8, "num_stages": stages})
+    if kernel == "fwd" and narrow and R > 1:  # a word has at most 64 bits, one per query
+        return Tiles(128, 32, {"num_warps": 4, "num_stages": 2})
+    if kernel == "fwd" and R == 1 and widest <= 192 and not narrow:
+        return Tiles(64, 32, {"num_warps": 4, "num_stages": 2})
+    return Tiles(64, 64, {"num_warps": 4 if narrow else 8, "num_stages": 2})
 
 
-def _constants(call: AttendCall, kind: str, *more: int) -> tuple[int | float | str, ...]:
-    """Constants that the kernels are compiled for: number of sources, widths, kind of spans, precision, cap, tiles."""
-    # tf32x3, three products of the matrix units, is within the error of PyTorch's float32 attention
-    precision = "tf32x3" if call.q.dtype == torch.float32 else "tf32"
-    widths = *split_width(call.q.shape[3]), *split_width(call.v[0].shape[3])
-    return len(call.k), *widths, kind, precision, call.softcap * LOG2E, *more
+class _Launches:
+    """Arguments that the kernels of a call share."""
+
+    def __init__(self, call: AttendCall) -> None:
+        self.call, self.shared = call, AttendShared.of(call)
+        self.q = whole_rows(call.q)
+        self.k, self.v = (not_empty(x[: call.num_sources]) for x in (call.k, call.v))
+        self.store = None if call.groups is None else (dense_rows(call.k[2]), dense_rows(call.v[2]))
+        self.choosers = None if call.groups is None else call.groups.shape[1]
+
+    def tiles(self, kernel: str) -> Tiles:
+        """The tiles of a kernel."""
+        q, v, opens = self.q, self.v[0], self.store is not None
+        return tiles_of(kernel, q.dtype, q.is_cuda, max(q.shape[3], v.shape[3]), self.shared.R, opens)
+
+    def constants(self, *more: Any, sources: bool = True) -> tuple[Any, ...]:
+        """Constants that kernels are compiled for: number of sources, widths, kind of spans, precision, cap, ``more``.
+
+        sources: False for a kernel that reads neither several sources nor spans.
+        """
+        call = self.call
+        # tf32x3, three products of the matrix units, is within the error of PyTorch's float32 attention
+        numerics = "tf32x3" if self.q.dtype == torch.float32 else "tf32", call.softcap * LOG2E
+        widths = *split_width(self.q.shape[3]), *split_width(self.v[0].shape[3])
+        return (call.num_sources, *widths, call.kind, *numerics, *more) if sources else (*widths, *numerics, *more)
+
+    def by_rows(
+        self, kernel: Launcher, tiles: Tiles, block: tuple[int, int, OpenedGroups | None],
+        results: tuple[Tensor, ...], strides: tuple[Any, ...] = (), scales: tuple[float, ...] = (),
+    ) -> None:  # fmt: skip
+        """Start a kernel that owns tiles of rows. results: tensors behind the spans; strides: of these, behind q's."""
+        call, shared, (first, stop, lists) = self.call, self.shared, block
+        (B, _, L, _), K, R = self.q.shape, shared.K, shared.R
+        described_k, described_v = (described(x, tiles.keys, MAX_SOURCES) for x in (self.k, self.v))
+        if lists is None or self.store is None:
+            of_lists: tuple[Any, ...] = (L, None, None, None, None)
+            s_store, heads, form = None, R, None
+        else:
+            of_lists = (L, first, stop, *lists.numbers)
+            s_store, heads, form = _strides(*self.store), None, OpenForm(R, call.group_size, call.pool)
+        kernel(
+            (cdiv(stop - first, tiles.rows // R), B * K, 1),
+            (
+                self.q, *described_k, *described_v, self.store, shared.biases, None if lists is None else lists.tensors,
+                shared.spans, *results,
+            ),
+            (
+                self.q.stride()[:3], *strides, s_store, shared.s_bias, shared.s_spans, shared.levels, K, heads,
+                self.choosers, *of_lists, *call.rule, call.scale * LOG2E, *scales,
+            ),
+            self.constants(form, tiles.rows, tiles.keys), tiles.options,
+        )  # fmt: skip
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Strides of batch, head and row of each tensor."""
+    return tuple([stride for x in tensors for stride in x.stride()[:3]])
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of an `AttendCall`."""
     call = AttendCall(*arguments)
-    shared = AttendShared.of(call)
-    q, (out, lse) = whole_rows(call.q), results(call.q, call.v)
-    k, v = not_empty(call.k), not_empty(call.v)
-    (B, _, L, D), R = q.shape, shared.R
-    tiles = _tiles("fwd", q.dtype, q.is_cuda, max(D, out.shape[3]), R)
-    tensors = (
-        q, *described(k, tiles.keys, MAX_SOURCES), *described(v, tiles.keys, MAX_SOURCES), shared.biases, shared.spans,
-        out, lse,
-    )  # fmt: skip
-    numbers = (
-        q.stride()[:3], shared.s_bias, shared.s_spans, shared.levels, shared.K, R, L, *call.rule, call.scale * LOG2E,
-    )  # fmt: skip
-    with on_device_of(q):
-        _FORWARD(
-            (cdiv(L, tiles.rows // R), B * shared.K, 1), tensors, numbers,
-            _constants(call, shared.kind, tiles.rows, tiles.keys), tiles.options,
-        )  # fmt: skip
+    launches, (out, lse) = _Launches(call), results(call.q, call.v)
+    tiles = launches.tiles("fwd")
+    with on_device_of(call.q):
+        for block in call.blocks(tiles.rows // launches.shared.R):
+            launches.by_rows(_FORWARD, tiles, block, (out, lse))
     return out, lse
 
 
 def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: AttendCall) -> list[Tensor]:
     """Gradients of q, of the sources' keys and of their values, and of the biases."""
-    shared = AttendShared.of(call)
-    d_out, q = whole_rows(d_out), whole_rows(call.q)
-    k, v = not_empty(call.k), not_empty(call.v)
-    (B, _, L, D), K, R, Dv = q.shape, shared.K, shared.R, out.shape[3]
+    launches, d_out = _Launches(call), whole_rows(d_out)
     row_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
-    dq, *grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, *k, *v))
+    stored = [[] if launches.store is None else [x[2]] for x in (call.k, call.v)]
+    k, v = [*launches.k, *stored[0]], [*launches.v, *stored[1]]
+    dq, *grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (launches.q, *k, *v))
     dk, dv = tuple(grads[: len(k)]), tuple(grads[len(k) :])
-    is_biased = any(x is not None for x in shared.biases)
-    d_biases = tuple([x.new_empty(x.shape[:3], dtype=torch.float32) for x in k]) if is_biased else None
-    scales = (call.scale * LOG2E, call.scale)
-    with on_device_of(q):
-        tiles = _tiles("dq", q.dtype, q.is_cuda, max(D, Dv), R)
-        tensors = (
-            q, *described(k, tiles.keys, MAX_SOURCES), *described(v, tiles.keys, MAX_SOURCES), shared.biases,
-            shared.spans, out, d_out, lse, d_lse.contiguous(), row_lse, delta, dq,
+    is_biased = any(x is not None for x in launches.shared.biases)
+    d_biases = None
+    if is_biased:
+        d_biases = tuple([x.new_empty(x.shape[:3], dtype=torch.float32) for x in launches.k])
+    queries = row_lse, delta, launches.q, d_out
+    tiles = launches.tiles("dq")
+    Q, L = tiles.rows // launches.shared.R, call.q.shape[2]
+    lists = None if call.groups is None else opened(call.groups, k[0].shape[2], call.closed, Q, 0, L)
+    with on_device_of(call.q):
+        launches.by_rows(
+            _DQ, tiles, (0, L, lists), (out, d_out, lse, d_lse.contiguous(), row_lse, delta, dq),
+            (d_out.stride()[:3],), (call.scale,),
         )  # fmt: skip
-        numbers = (
-            q.stride()[:3], d_out.stride()[:3], shared.s_bias, shared.s_spans, shared.levels, K, R, L,
-            *call.rule, *scales,
-        )  # fmt: skip
-        _DQ(
-            (cdiv(L, tiles.rows // R), B * K, 1), tensors, numbers,
-            _constants(call, shared.kind, tiles.rows, tiles.keys), tiles.options,
-        )  # fmt: skip
-        tiles = _tiles("dkv", q.dtype, q.is_cuda, max(D, Dv), R)
-        # heads in a tile: the largest power of two that divides R
-        heads = min(R & -R, tiles.rows)
-        sizes = [x.shape[2] for x in k]
-        seen = _seen(call.spans, sizes) if shared.kind == "arrays" and call.spans is not None else None
-        grouped = (described([x.unflatten(1, (-1, heads))], tiles.rows // heads) for x in (q, d_out))
-        tensors = (
-            row_lse, delta, *itertools.chain(*grouped), tuple(k), tuple(v), shared.biases, shared.spans, seen, dk, dv,
-            d_biases,
-        )  # fmt: skip
-        numbers = (
-            tuple([x.stride()[:3] for x in k]), tuple([x.stride()[:3] for x in v]), shared.s_bias, shared.s_spans,
-            None if seen is None else tuple([(x.stride(0), *row_strides(x)) for x in seen]), shared.levels, K, R, L,
-            *sizes, *[0] * (MAX_SOURCES - len(sizes)), *call.rule, *scales,
-        )  # fmt: skip
-        _DKV(
-            (B * K, sum(cdiv(size, tiles.keys) for size in sizes), 1), tensors, numbers,
-            _constants(call, shared.kind, heads, tiles.rows, tiles.keys), tiles.options,
-        )  # fmt: skip
+        if lists is None:
+            _source_gradients(launches, queries, dk, dv, d_biases)
+        else:
+            _opened_gradients(launches, queries, tiles.rows, lists, dk, dv, d_biases)
+            _store_gradients(launches, queries, dk[2], dv[2])
     of_biases = []
     for n, bias in enumerate(call.biases):
         if d_biases is None:  # of an empty source
@@ -154,7 +183,80 @@ def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Atte
         else:
             of_source = d_biases[call.bias_of.index(n)][:, :, : bias.shape[2]]
             of_biases.append(of_source.sum_to_size(bias.shape).to(bias.dtype))
-    return [x[:, :, : y.shape[2]] for x, y in zip((dq, *grads), (q, *call.k, *call.v), strict=True)] + of_biases
+    return [x[:, :, : y.shape[2]] for x, y in zip((dq, *grads), (call.q, *call.k, *call.v), strict=True)] + of_biases
+
+
+def _source_gradients(
+    launches: _Launches, queries: tuple[Tensor, ...], dk: tuple[Tensor, ...], dv: tuple[Tensor, ...],
+    d_biases: tuple[Tensor, ...] | None,
+) -> None:  # fmt: skip
+    """Write the gradients of all sources' keys, values and biases. queries: lse, delta, q and the output's gradient."""
+    call, shared, k, v = launches.call, launches.shared, launches.k, launches.v
+    tiles, K, R = launches.tiles("dkv"), shared.K, shared.R
+    # heads in a tile: the largest power of two that divides R
+    heads, sizes = min(R & -R, tiles.rows), [x.shape[2] for x in k]
+    seen = _seen(call.spans, sizes) if call.spans is not None and call.kind == "arrays" else None
+    grouped = (described([x.unflatten(1, (-1, heads))], tiles.rows // heads) for x in queries[2:])
+    tensors = (
+        *queries[:2], *itertools.chain(*grouped), tuple(k), tuple(v), shared.biases, shared.spans, seen, dk, dv,
+        d_biases,
+    )  # fmt: skip
+    numbers = (
+        tuple([x.stride()[:3] for x in k]), tuple([x.stride()[:3] for x in v]), shared.s_bias, shared.s_spans,
+        None if seen is None else tuple([(x.stride(0), *row_strides(x)) for x in seen]), shared.levels, K, R,
+        call.q.shape[2], *sizes, *[0] * (MAX_SOURCES - len(sizes)), *call.rule, call.scale * LOG2E, call.scale,
+    )  # fmt: skip
+    grid = (call.q.shape[0] * K, sum(cdiv(size, tiles.keys) for size in sizes), 1)
+    _DKV(grid, tensors, numbers, launches.constants(heads, tiles.rows, tiles.keys), tiles.options)
+
+
+def _opened_gradients(
+    launches: _Launches, queries: tuple[Tensor, ...], rows: int, lists: OpenedGroups, dk: tuple[Tensor, ...],
+    dv: tuple[Tensor, ...], d_biases: tuple[Tensor, ...] | None,
+) -> None:  # fmt: skip
+    """Write the gradients of keys, values and biases of entries and window. rows: of a tile whose queries share a word;
+    lists: the groups that these open.
+    """
+    call, shared = launches.call, launches.shared
+    tiles, K, words = launches.tiles("dkv"), shared.K, lists.words
+    for n in (0, 1):
+        if n == 0 and not call.pool:
+            for x in (dk[0], dv[0], *(d_biases or ())):
+                x.zero_()
+            continue
+        keys = dense_rows(call.k[n]), dense_rows(call.v[n])
+        biases, of_biases = (None, None) if n == 1 or d_biases is None else (shared.biases[0], d_biases[0])
+        _OPENED_DKV(
+            (cdiv(keys[0].shape[2], tiles.keys), call.q.shape[0] * K, 1),
+            (*queries, *keys, biases, words, call.spans, dk[n], dv[n], of_biases),
+            (
+                *(x.stride()[:3] for x in queries[2:]), _strides(*keys), shared.s_bias[0], shared.levels[n] or 0.0, K,
+                launches.choosers, call.q.shape[2], keys[0].shape[2], words.shape[2], words.shape[1], *call.rule,
+                call.scale * LOG2E, call.scale,
+            ),
+            (shared.R, n == 0, *launches.constants(rows, tiles.rows, tiles.keys)[1:]), tiles.options,
+        )  # fmt: skip
+
+
+def _store_gradients(launches: _Launches, queries: tuple[Tensor, ...], dk: Tensor, dv: Tensor) -> None:
+    """Write the gradients of the store's keys and values."""
+    call, R, tiles, store = launches.call, launches.shared.R, launches.tiles("store"), launches.store
+    assert call.groups is not None, "queries open groups"
+    assert store is not None, "queries open groups"
+    (B, choosers, L, r), G, g = call.groups.shape, call.k[0].shape[2], call.group_size
+    by_group, order = call.groups.flatten(2).sort(dim=-1, stable=True)
+    bounds = torch.arange(G + 1, device=dk.device, dtype=torch.int32).expand(B, choosers, G + 1).contiguous()
+    first = torch.searchsorted(by_group, bounds)
+    BN = min(64, max(16, power_of_2(g)))
+    _STORE_DKV(
+        (B * launches.shared.K, G, cdiv(g, BN)),
+        (*queries, *store, first, order, dk, dv),
+        (
+            *(x.stride()[:3] for x in queries[2:]), _strides(*store), launches.shared.K, choosers, L, G, r,
+            call.scale * LOG2E, call.scale,
+        ),
+        (R, g, *launches.constants(tiles.rows, BN, sources=False)), tiles.options,
+    )  # fmt: skip
 
 
 def _seen(spans: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
@@ -167,30 +269,6 @@ def _seen(spans: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
     return torch.searchsorted(spans.flip(1), key.contiguous(), right=True, out_int32=True).unbind()
 
 
-def attend_by(
-    op: Callable[..., tuple[Tensor, Tensor]], forward: Callable[..., tuple[Tensor, Tensor]]
-) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """A backend's `condense.ops.attend`: ``forward`` of an `AttendCall`, as the operation ``op`` where needed."""
-
-    def attend(
-        q: Tensor,
-        sources: Sequence[Source],
-        spans: Spans,
-        *,
-        scale: float,
-        softcap: float,
-        dropout_p: float,
-        return_lse: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """See `condense.ops.attend`."""
-        assert dropout_p == 0, "the backend's limits"
-        call = call_of(q, sources, spans, scale, softcap)
-        out, lse = (op if needs_operation(call.q, *call.k, *call.v, *call.biases) else forward)(*call)
-        return out, lse if return_lse else None
-
-    return attend
-
-
-attend_backward = backward_operation("attend_backward", AttendCall, _backward)
-_attend = operation("attend", AttendCall, _forward, attend_backward)
-attend = attend_by(_attend, _forward)
+attend_backward = backward_operation("attend_backward", _backward)
+ATTENTION = Attention(_forward, operation("attend", _forward, attend_backward))
+attend = ATTENTION.attend

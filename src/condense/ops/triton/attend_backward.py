@@ -1,8 +1,11 @@
 """Backward kernels of attention over a list of sources; see `condense.ops.triton.attend_forward` for the layout.
 
-One program per tile of rows (dq) and one per block of keys (dk, dv): no atomics, so results are deterministic.
+No atomics, so results are deterministic: a program owns a tile of rows (dq) or a block of keys (dk, dv) and goes
+through what it needs in order. `attend_dkv_kernel` reads all queries from the first that sees one of its keys. Where
+queries open groups, `opened_dkv_kernel` does so for entries or window, and `store_dkv_kernel` goes through the queries
+that open its group, from a list.
 
-The dq kernel hands two numbers per query to the other, float32 ``[B, H, L]``: the base-2 log-sum-exp, infinite
+The dq kernel hands two numbers per query to the others, float32 ``[B, H, L]``: the base-2 log-sum-exp, infinite
 where a query sees nothing, so that its weights are 0; and delta, ``sum(out * d_out) - d_lse``, so that the
 log-sum-exp has a gradient too.
 """
@@ -12,53 +15,99 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from condense.ops.triton.attend_forward import VARYING, over_source
+from condense.ops.triton.attend_forward import over_source, source_of
+from condense.ops.triton.attend_opened import (
+    BLOCK,
+    chooser,
+    groups_of,
+    load_biases,
+    over_entries,
+    over_opened,
+    store_of,
+    where_seen,
+)
 from condense.ops.triton.device.parts import add_weighted, load_block, load_rows, parts, products, store_rows, zeros
 from condense.ops.triton.device.records import (
     BackwardQueries,
     Block,
     Keys,
     Row,
-    RowSource,
     RowSpans,
     Rule,
     Sources,
     Start,
 )
-from condense.ops.triton.device.rule import begins_at_0, seen_by, split, start_of_row, tile_rows, visible
+from condense.ops.triton.device.rule import (
+    VARYING,
+    begins_at_0,
+    program_rows,
+    row_of_program,
+    seen_by,
+    split,
+    start_of_row,
+    visible,
+)
 from condense.ops.triton.device.scores import soft_cap
 
 
 @triton.jit
+def _dq_add(dq, queries, k, v, seen, level, bias, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
+    """dq ``[BM, D]`` with keys and values, up to the softmax scale; seen, level, bias: as of
+    `condense.ops.triton.attend_forward.add_keys`.
+    """
+    s = products(queries.q, k, PRECISION)  # [BM, BN]
+    dp = products(queries.d_out, v, PRECISION)
+    shift = (queries.lse - level)[:, None]
+    if len(bias) > 0:
+        shift = shift - load_biases(bias)
+    s, slope = soft_cap(s * scale, CAP)
+    p = where_seen(tl.exp2(s - shift), seen, 0.0)
+    return add_weighted(dq, p * (dp - queries.delta[:, None]) * slope, k, PRECISION)
+
+
+@triton.jit
 def dq_keys(
-    dq, queries, source, bias, lo, hi, first, last, scale,
+    dq, queries, source, biases, lo, hi, first, last, scale,
     MASKED: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds keys ``[lo, hi)`` of one source to dq, up to the softmax scale; a query sees ``[first, last)``."""
     BN: tl.constexpr = source.k[0].block_shape[2]
     for start in range(lo, hi, BN):
         n = start + tl.arange(0, BN)
-        k = load_block(source.k, [source.b, source.head, start, 0], BN)
-        v = load_block(source.v, [source.b, source.head, start, 0], BN)
-        s = products(queries.q, k, PRECISION)
-        dp = products(queries.d_out, v, PRECISION)
-        shift = (queries.lse - source.level)[:, None]
-        if bias is not None:
-            shift = shift - tl.load(bias + source.bias_at + n, mask=n < source.k[0].shape[2], other=0.0)[None, :]
-        s, slope = soft_cap(s * scale, CAP)
-        p = tl.exp2(s - shift)
-        if MASKED:
-            p = tl.where((n[None, :] >= first[:, None]) & (n[None, :] < last[:, None]), p, 0.0)
-        ds = p * (dp - queries.delta[:, None]) * slope
-        dq = add_weighted(dq, ds, k, PRECISION)
+        k = load_block(source.k, [source.b, source.head, start, 0], BN)  # [BN, D]
+        v = load_block(source.v, [source.b, source.head, start, 0], BN)  # [BN, Dv]
+        bias, seen = (biases, source, start) if biases is not None else (), (n, first, last) if MASKED else ()
+        dq = _dq_add(dq, queries, k, v, seen, source.level, bias, scale, CAP, PRECISION)
     return dq
 
 
-@triton.jit
-def backward_queries(
-    q, d_out, out_ptr, lse_ptr, d_lse_ptr, row_lse_ptr, delta_ptr, at, real, V0: tl.constexpr, V1: tl.constexpr
+@triton.jit(do_not_specialize=(*VARYING, *BLOCK))
+def attend_dq_kernel(
+    q_ptr,
+    k0, k1, k2, k3, k0_rest, k1_rest, k2_rest, k3_rest, v0, v1, v2, v3, v0_rest, v1_rest, v2_rest, v3_rest,
+    store, biases, lists, spans_ptr, out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, row_lse_ptr, delta_ptr, dq_ptr,
+    s_q, s_out, s_store, s_bias, s_spans, levels, K, R, choosers, L, first, stop, words, room,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, scale, softmax_scale,
+    N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, OPEN: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
-    """The queries of a tile for dq. Stores the two numbers of each that the kernels of dk and dv read. at: its rows."""
+    """Writes dq ``[B, H, L, D]`` and, for the kernels of dk and dv, both numbers per query.
+
+    out ``[B, H, L, Dv]``, lse and d_lse ``[B, H, L]`` contiguous; d_out with strides s_out. The rest as of
+    `condense.ops.triton.attend_forward.attend_fwd_kernel`.
+    """
+    k, k_rest = (k0, k1, k2, k3)[:N], (k0_rest, k1_rest, k2_rest, k3_rest)[: N if D1 > 0 else 0]
+    v, v_rest = (v0, v1, v2, v3)[:N], (v0_rest, v1_rest, v2_rest, v3_rest)[: N if V1 > 0 else 0]
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
+    row, spans = row_of_program(rule, start, spans_ptr, K, KIND, s_spans)
+    b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
+    heads = R if OPEN is None else OPEN.R
+    i, r, real = program_rows(first, L if stop is None else stop, heads, BM)
+    head = kvh * heads + r
+    at = (b * K * heads + head) * L + i
+    q = load_rows(q_ptr, b * s_q[0] + head * s_q[1] + i.to(tl.int64) * s_q[2], real, D0, D1)  # [BM, D]
+    d_out = load_rows(d_out_ptr, b * s_out[0] + head * s_out[1] + i.to(tl.int64) * s_out[2], real, V0, V1)  # [BM, Dv]
     out = load_rows(out_ptr, at * (V0 + V1), real, V0, V1)
     delta = tl.sum(out[0].to(tl.float32) * d_out[0].to(tl.float32), 1)
     if V1 > 0:
@@ -68,45 +117,50 @@ def backward_queries(
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
     tl.store(row_lse_ptr + at, lse, mask=real)
     tl.store(delta_ptr + at, delta, mask=real)
-    return BackwardQueries(q, d_out, lse, delta)
-
-
-@triton.jit(do_not_specialize=VARYING)
-def attend_dq_kernel(
-    q_ptr,
-    k0, k1, k2, k3, k0_rest, k1_rest, k2_rest, k3_rest, v0, v1, v2, v3, v0_rest, v1_rest, v2_rest, v3_rest,
-    biases, spans_ptr, out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, row_lse_ptr, delta_ptr, dq_ptr,
-    s_q, s_out, s_bias, s_spans, levels, K, R, L,
-    chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, scale, softmax_scale,
-    N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Writes dq ``[B, H, L, D]`` and, for `attend_dkv_kernel`, both numbers per query.
-
-    out ``[B, H, L, Dv]``, lse and d_lse ``[B, H, L]`` contiguous; d_out with strides s_out.
-    """
-    k, k_rest = (k0, k1, k2, k3)[:N], (k0_rest, k1_rest, k2_rest, k3_rest)[: N if D1 > 0 else 0]
-    v, v_rest = (v0, v1, v2, v3)[:N], (v0_rest, v1_rest, v2_rest, v3_rest)[: N if V1 > 0 else 0]
-    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
-    row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
-    b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
-    spans = RowSpans(rule, start_of_row(b, start, spans_ptr, KIND), spans_ptr, s_spans)
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    i, r, real = tile_rows(tile * (BM // R), L, R, BM)
-    head = kvh * R + r
-    at = (b * K * R + head) * L + i
-    q = load_rows(q_ptr, b * s_q[0] + head * s_q[1] + i.to(tl.int64) * s_q[2], real, D0, D1)
-    d_out = load_rows(d_out_ptr, b * s_out[0] + head * s_out[1] + i.to(tl.int64) * s_out[2], real, V0, V1)
-    queries = backward_queries(q, d_out, out_ptr, lse_ptr, d_lse_ptr, row_lse_ptr, delta_ptr, at, real, V0, V1)
+    queries = BackwardQueries(q, d_out, lse, delta)
+    if OPEN is not None:
+        groups = groups_of(lists, words, room, row, choosers, i, BM // OPEN.R)
     dq = zeros(BM, D0, D1)
     for n in tl.static_range(N):
-        bias_at = b * s_bias[n][0] + kvh * s_bias[n][1]
-        k_parts = parts(k[n], k_rest[n] if D1 > 0 else None)
-        v_parts = parts(v[n], v_rest[n] if V1 > 0 else None)
-        source = RowSource(k_parts, v_parts, row.b, row.head, levels[n], bias_at)
+        source = source_of(n, k, k_rest, v, v_rest, row, levels, s_bias, D1, V1)
         seen = visible(n, i, row, spans, KIND)
-        dq = over_source(dq_keys, dq, queries, source, biases[n], seen, scale, begins_at_0(n, KIND), CAP, PRECISION)
+        if OPEN is not None and n == 0:
+            if OPEN.pool:
+                dq = over_entries(_dq_add, dq, queries, source, biases[n], groups, seen[1], scale, CAP, PRECISION)
+            widths: tl.constexpr = (D0, D1, V0, V1)
+            dq = over_opened(
+                _dq_add, dq, queries, store_of(store, s_store, row), groups, scale, OPEN.g, widths, BN, CAP, PRECISION
+            )
+        else:
+            dq = over_source(dq_keys, dq, queries, source, biases[n], seen, scale, begins_at_0(n, KIND), CAP, PRECISION)
     store_rows(dq_ptr, at * (D0 + D1), [x * softmax_scale for x in dq], real, D0, D1)
+
+
+@triton.jit
+def _add_queries(grads, k, v, rows, seen, level, bias, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
+    """Gradients dk ``[BN, D]`` (up to the softmax scale), dv ``[BN, Dv]`` and, if there are three, d_bias ``[BN]``, and
+    in them a tile of rows.
+
+    seen ``[BN, BM]``: as of `where_seen`, for keys in place of rows. level: base-2 number added to all scores, None if
+    it is in the biases. bias ``[BN]``: each key's own, None for none.
+    """
+    s = products(k, rows.q, PRECISION)  # [BN, BM]
+    dp = products(v, rows.d_out, PRECISION)
+    s, slope = soft_cap(s * scale, CAP)
+    if level is None:
+        s += bias[:, None] - rows.lse[None, :]
+    else:
+        if bias is not None:
+            s += bias[:, None]
+        s -= (rows.lse - level)[None, :]
+    p = where_seen(tl.exp2(s), seen, 0.0)
+    ds = p * (dp - rows.delta[None, :])
+    dv = add_weighted(grads[1], p, rows.d_out, PRECISION)
+    dk = add_weighted(grads[0], ds * slope, rows.q, PRECISION)
+    if len(grads) == 3:
+        return dk, dv, grads[2] + tl.sum(ds, 1)
+    else:
+        return dk, dv
 
 
 @triton.jit
@@ -114,12 +168,10 @@ def _dkv_queries(
     grads, keys, queries, row, lo, hi, L, R, scale,
     MASKED: tl.constexpr, CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds queries ``[lo, hi)`` of R heads to dk (up to the softmax scale), dv and, if there is one, d_bias.
+    """`_add_queries` for queries ``[lo, hi)`` of R heads.
 
     queries: descriptors and pointers; a tile of them holds QUERIES queries of HEADS heads.
     """
-    dk, dv = grads[0], grads[1]
-    d_bias = grads[2:]
     HEADS: tl.constexpr = queries.q[0].block_shape[2]
     QUERIES: tl.constexpr = queries.q[0].block_shape[3]
     BM: tl.constexpr = HEADS * QUERIES
@@ -130,22 +182,15 @@ def _dkv_queries(
         for start in range(lo, hi, QUERIES):
             i = start + line % QUERIES
             inside = i < L if MASKED else i >= 0
-            q = load_block(queries.q, [row.b, head, 0, start, 0], BM)
-            d_out = load_block(queries.d_out, [row.b, head, 0, start, 0], BM)
-            lse = tl.load(queries.lse + stat_rows + start, mask=inside, other=float("inf"))
-            delta = tl.load(queries.delta + stat_rows + start, mask=inside, other=0.0)
-            s = products(keys.k, q, PRECISION)
-            dp = products(keys.v, d_out, PRECISION)
-            s, slope = soft_cap(s * scale, CAP)
-            p = tl.exp2(s + (keys.bias[:, None] - lse[None, :]))
-            if MASKED:
-                p = tl.where((i[None, :] >= keys.first[:, None]) & (i[None, :] < keys.last[:, None]), p, 0.0)
-            ds = p * (dp - delta[None, :])
-            dv = add_weighted(dv, p, d_out, PRECISION)
-            dk = add_weighted(dk, ds * slope, q, PRECISION)
-            if len(d_bias) > 0:
-                d_bias = (d_bias[0] + tl.sum(ds, 1),)
-    return (dk, dv) + d_bias  # noqa: RUF005
+            rows = BackwardQueries(
+                load_block(queries.q, [row.b, head, 0, start, 0], BM),
+                load_block(queries.d_out, [row.b, head, 0, start, 0], BM),
+                tl.load(queries.lse + stat_rows + start, mask=inside, other=float("inf")),
+                tl.load(queries.delta + stat_rows + start, mask=inside, other=0.0),
+            )
+            seen = (i, keys.first, keys.last) if MASKED else ()
+            grads = _add_queries(grads, keys.k, keys.v, rows, seen, None, keys.bias, scale, CAP, PRECISION)
+    return grads
 
 
 @triton.jit
@@ -223,3 +268,109 @@ def attend_dkv_kernel(
     store_rows(block.dv, block.at * (V0 + V1), grads[1], block.inside, V0, V1)
     if BIASED:
         tl.store(d_bias_ptr + block.at, grads[2], mask=block.inside)
+
+
+@triton.jit
+def _load_queries(
+    queries, at_q, at_out, at, inside, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr
+):
+    """Load queries, gradients of their outputs, lse and delta. Rows that are not inside get lse inf, so weight 0."""
+    return BackwardQueries(
+        load_rows(queries.q, at_q, inside, D0, D1),
+        load_rows(queries.d_out, at_out, inside, V0, V1),
+        tl.load(queries.lse + at, mask=inside, other=float("inf")),
+        tl.load(queries.delta + at, mask=inside, other=0.0),
+    )
+
+
+@triton.jit(do_not_specialize=(*VARYING, "size", "words", "tiles"))
+def opened_dkv_kernel(
+    lse_ptr, delta_ptr, q_ptr, d_out_ptr, k_ptr, v_ptr, biases, words_ptr, starts_ptr, dk_ptr, dv_ptr, d_biases_ptr,
+    s_q, s_out, s_keys, s_bias, level, K, choosers, L, size, words, tiles,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, scale, softmax_scale,
+    R: tl.constexpr, ENTRIES: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr,
+    BS: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Write dk ``[B, K, size, D]`` and dv ``[B, K, size, Dv]``, contiguous, of the entries if ENTRIES, else of the
+    window; and d_biases float32 ``[B, K, size]``, if entries have biases of their own.
+
+    BM: rows of a tile, whose queries share a word. BS: rows that are read at a time.
+    """
+    Q: tl.constexpr = BM // R
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
+    row, spans = row_of_program(rule, start, starts_ptr, K, KIND)
+    b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = n < size
+    key = n.to(tl.int64)
+    k = load_rows(k_ptr, b * s_keys[0] + kvh * s_keys[1] + key * s_keys[2], inside, D0, D1)
+    v = load_rows(v_ptr, b * s_keys[3] + kvh * s_keys[4] + key * s_keys[5], inside, V0, V1)
+    lo, hi = seen_by(0 if ENTRIES else 1, n, size, L, row, spans, 0, 0, KIND)
+    queries = BackwardQueries(q_ptr, d_out_ptr, lse_ptr, delta_ptr)
+    grads = (zeros(BN, D0, D1), zeros(BN, V0, V1))
+    if biases is not None:
+        bias = tl.load(biases + b * s_bias[0] + kvh * s_bias[1] + key, mask=inside, other=0.0)
+        grads = grads + (tl.zeros([BN], tl.float32),)  # noqa: RUF005
+    first = tl.min(tl.where(lo < hi, lo, L)) // Q
+    STEPS: tl.constexpr = BM // BS
+    for step in range(first * STEPS, tl.cdiv(tl.max(hi), Q) * STEPS):
+        tile, j = step // STEPS, step % STEPS * BS + tl.arange(0, BS)
+        i = tl.minimum(tile * Q + j // R, L - 1)
+        real = (j < Q * R) & (tile * Q + j // R < L)
+        head = kvh * R + j % R
+        at_q = b * s_q[0] + head * s_q[1] + i.to(tl.int64) * s_q[2]
+        at_out = b * s_out[0] + head * s_out[1] + i.to(tl.int64) * s_out[2]
+        rows = _load_queries(queries, at_q, at_out, (b * K * R + head) * L + i, real, D0, D1, V0, V1)
+        sees = real[None, :] & (i[None, :] >= lo[:, None]) & (i[None, :] < hi[:, None])
+        if ENTRIES:
+            word_at = (chooser(row, choosers) * tiles + tile) * words + n
+            word = tl.load(words_ptr + word_at, mask=n < words, other=0)
+            sees = sees & (((word[:, None] >> (i % Q)[None, :]) & 1) == 0)
+        grads = _add_queries(
+            grads, k, v, rows, (sees,), level, bias if biases is not None else None, scale, CAP, PRECISION
+        )
+    at = (b * K + kvh) * size + key
+    store_rows(dk_ptr, at * (D0 + D1), [x * softmax_scale for x in grads[0]], inside, D0, D1)
+    store_rows(dv_ptr, at * (V0 + V1), grads[1], inside, V0, V1)
+    if biases is not None:
+        tl.store(d_biases_ptr + at, grads[2], mask=inside)
+
+
+@triton.jit(do_not_specialize=("L", "G"))
+def store_dkv_kernel(
+    lse_ptr, delta_ptr, q_ptr, d_out_ptr, k_ptr, v_ptr, first_ptr, order_ptr, dk_ptr, dv_ptr,
+    s_q, s_out, s_keys, K, choosers, L, G, r, scale, softmax_scale,
+    R: tl.constexpr, g: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    PRECISION: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """dk ``[B, K, G * g, D]`` and dv ``[B, K, G * g, Dv]``, contiguous; grid (B * K, G, tiles of a group's tokens).
+
+    order int64 ``[B * choosers, L * r]``: indices of the pairs (query, opened group), sorted by group, then by query.
+    first ``[B * choosers, G + 1]``: offset of each group's first pair in ``order``.
+    """
+    Q: tl.constexpr = BM // R
+    row = Row(tl.program_id(0) // K, tl.program_id(0) % K)
+    b, kvh, group = row.b.to(tl.int64), row.head.to(tl.int64), tl.program_id(1)
+    token = tl.program_id(2) * BN + tl.arange(0, BN)
+    inside = token < g
+    key = group.to(tl.int64) * g + token
+    k = load_rows(k_ptr, b * s_keys[0] + kvh * s_keys[1] + key * s_keys[2], inside, D0, D1)
+    v = load_rows(v_ptr, b * s_keys[3] + kvh * s_keys[4] + key * s_keys[5], inside, V0, V1)
+    j = tl.arange(0, BM)
+    head = kvh * R + j % R
+    order_ptr += chooser(row, choosers) * L * r
+    first_ptr += chooser(row, choosers) * (G + 1) + group
+    last = tl.load(first_ptr + 1)
+    queries = BackwardQueries(q_ptr, d_out_ptr, lse_ptr, delta_ptr)
+    grads = (zeros(BN, D0, D1), zeros(BN, V0, V1))
+    for start in range(tl.load(first_ptr), last, Q):
+        place = start + j // R
+        there = (place < last) & (j < Q * R)
+        i = tl.load(order_ptr + place, mask=there, other=0) // r
+        at_q, at_out = b * s_q[0] + head * s_q[1] + i * s_q[2], b * s_out[0] + head * s_out[1] + i * s_out[2]
+        rows = _load_queries(queries, at_q, at_out, (b * K * R + head) * L + i, there, D0, D1, V0, V1)
+        grads = _add_queries(grads, k, v, rows, (there[None, :],), 0.0, None, scale, CAP, PRECISION)
+    at = (b * K + kvh) * G * g + key
+    store_rows(dk_ptr, at * (D0 + D1), [x * softmax_scale for x in grads[0]], inside, D0, D1)
+    store_rows(dv_ptr, at * (V0 + V1), grads[1], inside, V0, V1)

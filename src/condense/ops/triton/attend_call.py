@@ -6,7 +6,7 @@ Shapes: B rows of the batch, H query heads, K KV heads, R = H / K, L queries, N 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -15,7 +15,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from condense.ops.spans import RuleSpans, Source, Spans, UniformRule
 from condense.ops.triton.host import LOG2E, check_programs, whole_rows
+from condense.ops.triton.recall_opened import OpenedGroups, opened
 
+# largest size in bytes of the words of a block of queries
+_WORDS = 2**29
 # stands for "no limit" in kernels: more tokens than any row has, and a sum of three such numbers still fits in 32 bits
 _UNLIMITED = 1 << 29
 # types of a record's fields in the schema of a torch operation
@@ -31,6 +34,10 @@ class AttendCall(NamedTuple):
     biases: a tensor float ``[B|1, K|1, N]`` for each source whose entries have biases of their own.
     bias_of: for each source the index of its tensor in ``biases``, -1 for none.
     levels: for each source the one bias that all of its entries share, 0.0 for none.
+
+    groups: int32 ``[B, K|1, L, r]``, the groups that each query opens, from `condense.ops.triton.recall_choice.choose`;
+    None where no group can be opened. With groups, the sources are entries, window and store, of which the last has no
+    span; closed is the most closed groups that a query sees, and pool says whether queries see entries.
     """
 
     q: Tensor
@@ -43,13 +50,49 @@ class AttendCall(NamedTuple):
     rule: Sequence[int]
     scale: float
     softcap: float = 0.0
+    groups: Tensor | None = None
+    closed: int = 0
+    pool: bool = True
+
+    @property
+    def num_sources(self) -> int:
+        """Sources with spans."""
+        return len(self.k) - (self.groups is not None)
+
+    @property
+    def group_size(self) -> int:
+        """Tokens per group."""
+        return self.k[2].shape[2] // self.k[0].shape[2]
+
+    @property
+    def kind(self) -> str:
+        """The kind of the spans, see `condense.ops.triton.device.rule`."""
+        return "row" if self.spans is None else "rows" if self.spans.ndim == 2 else "arrays"
+
+    def blocks(self, tile: int) -> Iterator[tuple[int, int, OpenedGroups | None]]:
+        """Blocks ``[first, stop)`` of queries, whole tiles of ``tile`` queries, and the groups that these open.
+
+        With groups, their words take at most `_WORDS` bytes; without, there is one block.
+        """
+        L = self.q.shape[2]
+        if self.groups is None:
+            yield 0, L, None
+            return
+        # a word for each group takes at most 8 bytes
+        step = max(1, _WORDS // (8 * self.groups.shape[0] * self.groups.shape[1] * max(self.closed, 1))) * tile
+        for first in range(0, L, step):
+            stop = min(first + step, L)
+            yield first, stop, opened(self.groups, self.k[0].shape[2], self.closed, tile, first, stop)
+
+
+_SCHEMA = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(AttendCall).items())
 
 
 class AttendShared(NamedTuple):
     """Numbers and tensors that every kernel of a call takes. Strides are 0 in dimensions of size 1.
 
-    biases, s_bias: one per source, float32 times log2(e), None for a source without. levels: base 2.
-    spans, s_spans: see `describe`. kind: see `condense.ops.triton.device.rule`.
+    biases, s_bias: one per source with a span, float32 times log2(e), None for a source without. levels: base 2; that
+    of the window is None where queries open groups. spans, s_spans: see `describe`.
     """
 
     K: int
@@ -58,26 +101,26 @@ class AttendShared(NamedTuple):
     s_bias: tuple[tuple[int, int], ...]
     spans: Tensor
     s_spans: tuple[int, int, int]
-    levels: tuple[float, ...]
-    kind: str
+    levels: tuple[float | None, ...]
 
     @classmethod
     def of(cls, call: AttendCall) -> AttendShared:
         """Return the shared arguments of ``call``. Raises ValueError for more rows times heads than a grid holds."""
         K = call.k[0].shape[1]
         check_programs(call.q.shape[0] * K)
-        biases: tuple[Tensor | None, ...] = (None,) * len(call.k)
+        biases: tuple[Tensor | None, ...] = (None,) * call.num_sources
         if call.biases:
             # a source without entries gets no bias either
             known = [(x.float() * LOG2E).contiguous() if x.shape[2] > 0 else None for x in call.biases]
-            biases = tuple([None if n < 0 else known[n] for n in call.bias_of])
-        kind = "row" if call.spans is None else "rows" if call.spans.ndim == 2 else "arrays"
+            biases = tuple([None if n < 0 else known[n] for n in call.bias_of[: call.num_sources]])
         s_bias = tuple([(0, 0) if x is None else row_strides(x) for x in biases])
         spans, s_spans = call.q if call.spans is None else call.spans, (0, 0, 0)
-        if call.spans is not None and kind == "arrays":
+        if call.spans is not None and call.kind == "arrays":
             s_spans = (call.spans.stride(1), *row_strides(call.spans))
-        levels = tuple([x * LOG2E for x in call.levels])
-        return cls(K, call.q.shape[1] // K, biases, s_bias, spans, s_spans, levels, kind)
+        levels: tuple[float | None, ...] = tuple([x * LOG2E for x in call.levels])
+        if call.groups is not None:
+            levels = levels[0], None
+        return cls(K, call.q.shape[1] // K, biases, s_bias, spans, s_spans, levels)
 
 
 def row_strides(x: Tensor) -> tuple[int, int]:
@@ -118,15 +161,24 @@ def describe(spans: Spans, num_sources: int, L: int, device: torch.device) -> tu
     return spans.starts().to(device, torch.int32, non_blocking=True), [*numbers, 0, 0, 0, 0]
 
 
-def call_of(q: Tensor, sources: Sequence[Source], spans: Spans, scale: float, softcap: float = 0.0) -> AttendCall:
-    """Return the arguments of the operations."""
+def call_of(
+    q: Tensor,
+    sources: Sequence[Source],
+    spans: Spans,
+    scale: float,
+    softcap: float = 0.0,
+    *,
+    store: Source | None = None,
+) -> AttendCall:
+    """Return the arguments of the operations. store: the source without a span, for a call that gets groups."""
+    described = describe(spans, len(sources), q.shape[2], q.device)
+    sources = sources if store is None else [*sources, store]
     k, v = [source.k for source in sources], [source.v for source in sources]
     biases, numbers = [source.bias for source in sources if isinstance(source.bias, Tensor)], itertools.count()
     bias_of = [next(numbers) if isinstance(source.bias, Tensor) else -1 for source in sources]
     levels = [0.0 if source.bias is None or isinstance(source.bias, Tensor) else source.bias for source in sources]
     if scale <= 0:  # the kernels need scale > 0, so the sign (or the zero) goes into q
         q, scale = q * (-1.0 if scale < 0 else 0.0), -scale or 1.0
-    described = describe(spans, len(sources), q.shape[2], q.device)
     return AttendCall(q, k, v, biases, bias_of, levels, *described, scale, softcap)
 
 
@@ -140,17 +192,47 @@ def needs_operation(q: Tensor, *others: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in (q, *others))
 
 
-def operation(
-    name: str, record: type[Any], forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[..., list[Tensor]]
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``forward`` of a record's fields as a torch operation, which torch.compile keeps whole; with gradients.
+class Attention(NamedTuple):
+    """A backend's attention: ``forward`` of the fields of an `AttendCall`, and the same as `operation` makes it."""
 
-    record: such as `AttendCall`; of its fields the first four have gradients. backward: see `backward_operation`.
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    operation: Callable[..., tuple[Tensor, Tensor]]
+
+    def run(self, call: AttendCall) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp, by the operation where it is needed."""
+        needs = needs_operation(call.q, *call.k, *call.v, *call.biases)
+        return (self.operation if needs else self.forward)(*call)
+
+    def attend(
+        self,
+        q: Tensor,
+        sources: Sequence[Source],
+        spans: Spans,
+        *,
+        scale: float,
+        softcap: float,
+        dropout_p: float,
+        return_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `condense.ops.attend`."""
+        assert dropout_p == 0, "the backend's limits"
+        out, lse = self.run(call_of(q, sources, spans, scale, softcap))
+        return out, lse if return_lse else None
+
+
+def operation(
+    name: str, forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[..., list[Tensor]]
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """``forward`` of the fields of an `AttendCall` as a torch operation, which torch.compile keeps whole.
+
+    The first four fields have gradients. backward: see `backward_operation`.
     """
     op = torch.library.custom_op(
-        f"condense::{name}", lambda *fields: forward(*fields), mutates_args=(),
-        schema=f"({_schema(record)}) -> (Tensor, Tensor)",
-    )  # fmt: skip
+        f"condense::{name}",
+        lambda *fields: forward(*fields),
+        mutates_args=(),
+        schema=f"({_SCHEMA}) -> (Tensor, Tensor)",
+    )
     op.register_fake(lambda q, k, v, *_: results(q, v))
 
     def differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
@@ -164,16 +246,14 @@ def operation(
     return op
 
 
-def backward_operation(
-    name: str, record: type[Any], backward: Callable[..., list[Tensor]]
-) -> Callable[..., list[Tensor]]:
-    """``backward`` of d_out, d_lse, out, lse and a record as a torch operation of these and of the record's fields.
+def backward_operation(name: str, backward: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    """``backward`` of d_out, d_lse, out, lse and an `AttendCall` as a torch operation of these and of its fields.
 
     It returns gradients of all tensors in the first four fields, contiguous.
     """
     op = torch.library.custom_op(
-        f"condense::{name}", lambda *x: backward(*x[:4], record(*x[4:])), mutates_args=(),
-        schema=f"(Tensor d_out, Tensor d_lse, Tensor out, Tensor lse, {_schema(record)}) -> Tensor[]",
+        f"condense::{name}", lambda *x: backward(*x[:4], AttendCall(*x[4:])), mutates_args=(),
+        schema=f"(Tensor d_out, Tensor d_lse, Tensor out, Tensor lse, {_SCHEMA}) -> Tensor[]",
     )  # fmt: skip
     op.register_fake(
         lambda *x: [
@@ -183,10 +263,6 @@ def backward_operation(
         ]
     )
     return op
-
-
-def _schema(record: type[Any]) -> str:
-    return ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(record).items())
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from condense.ops.triton.attend_forward import VARYING
 from condense.ops.triton.device.records import Rule, Start
-from condense.ops.triton.recall_score_kernels import BLOCK, CELLS_PER_LINE, closed_groups, place_of_cell, row_of_program
+from condense.ops.triton.device.rule import VARYING, row_of_program
+from condense.ops.triton.recall_score_kernels import BLOCK, CELLS_PER_LINE, closed_groups, place_of_cell
 
 _INT_MIN, _INT_MAX = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from condense.ops.triton.attend_forward import VARYING
-from condense.ops.triton.device.records import Row, RowSpans, Rule, Start
-from condense.ops.triton.device.rule import start_of_row, visible
+from condense.ops.triton.device.records import Rule, Start
+from condense.ops.triton.device.rule import VARYING, row_of_program, visible
 from condense.ops.triton.device.signs import turned_columns, unit_of, whole_numbers
 
 # not specialised: these numbers differ between blocks of queries, and a new value must not compile a new kernel
@@ -47,13 +46,6 @@ class ScoreForm(NamedTuple):
 def place_of_cell(cell, lines):
     """Offset of the best score of a cell for row 0 of ``lines`` rows."""
     return cell // CELLS_PER_LINE * lines * CELLS_PER_LINE + cell % CELLS_PER_LINE
-
-
-@triton.jit
-def row_of_program(rule, start, starts_ptr, K, KIND: tl.constexpr):
-    """Batch row and KV head of a program of a grid (tiles, B * K), and the spans of that row."""
-    row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
-    return row, RowSpans(rule, start_of_row(row.b.to(tl.int64), start, starts_ptr, KIND), 0, 0)
 
 
 @triton.jit

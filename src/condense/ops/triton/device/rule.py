@@ -12,7 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from condense.ops.triton.device.records import Start
+from condense.ops.triton.device.records import Row, RowSpans, Start
+
+# not specialised: these numbers change from call to call, and a new value must not compile a new kernel
+VARYING = ("L", "query_start", "window_start", "padding", "first_entries", "chunk", "window", "max_chunks")
 
 
 @triton.jit
@@ -32,6 +35,28 @@ def start_of_row(b, start, starts_ptr, KIND: tl.constexpr):
         at = starts_ptr + b * 4
         start = Start(tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))
     return start
+
+
+@triton.jit
+def row_of_program(rule, start, spans_ptr, K, KIND: tl.constexpr, strides=0):
+    """Batch row and KV head of a program of a grid (tiles, B * K), and the spans of that row.
+
+    spans_ptr, strides: starts of the rows, or `RowSpans.arrays` and their strides.
+    """
+    row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
+    start = start_of_row(row.b.to(tl.int64), start, spans_ptr, KIND)
+    return row, RowSpans(rule, start, spans_ptr if KIND == "arrays" else 0, strides)
+
+
+@triton.jit
+def program_rows(first, stop, R, BM: tl.constexpr):
+    """`tile_rows` of a program of a grid (tiles, B * K), for queries ``[first, stop)``; first: None for 0.
+
+    The last queries see the most keys and take longest, so their programs start first.
+    """
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    begin = tile * (BM // R)
+    return tile_rows(begin if first is None else first + begin, stop, R, BM)
 
 
 @triton.jit
