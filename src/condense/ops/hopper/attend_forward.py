@@ -1,10 +1,4 @@
-"""Forward kernel of attention over a list of sources for Hopper: one warp loads, two warp groups multiply.
-
-A persistent program loops over tiles of ``2 * 64`` rows (see `condense.ops.triton.device.rule`). Each of the two warp
-groups owns 64 rows: their queries in shared memory, their softmax and their accumulator in registers. Both read the
-same keys and values, which one more warp loads into a ring in shared memory without a stop between tiles. The groups
-take turns to start their products, so that one multiplies while the other computes its softmax; within a group, the
-product for the next scores runs beside the product with the last block's values.
+"""Forward kernel of attention over a list of sources for Hopper, by the pipeline of `condense.ops.hopper.pipeline`.
 
 Blocks have 128 keys, or 64 in two cases: with a bias, where 128 do not fit into registers, and below 64K keys, where 64
 are faster (H200, 8K tokens: 0.36 ms, not 0.41; 32K in 16 documents: 1.05, not 1.20).
@@ -25,23 +19,23 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from condense.ops.hopper import pipeline
+from condense.ops.hopper.pipeline import ROWS, Online
 from condense.ops.triton.attend_call import AttendCall, AttendShared, not_empty, results
 from condense.ops.triton.descriptors import descriptor
-from condense.ops.triton.device.records import Row, RowSpans, Rule, Start
-from condense.ops.triton.device.rule import VARYING, begins_at_0, start_of_row, visible
+from condense.ops.triton.device.records import RowSpans, Rule, Start
+from condense.ops.triton.device.rule import VARYING, begins_at_0, visible
 from condense.ops.triton.host import LOG2E, cdiv, on_device_of, whole_rows
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.limits import MAX_SOURCES
 
-ROWS = gl.constexpr(64)
 # keys of a source from which blocks of 128 are faster than blocks of 64
 _LONG = 1 << 16
 
@@ -86,22 +80,6 @@ class Scores(NamedTuple):
     sizes: Any
 
 
-class Memory(NamedTuple):
-    """Shared memory. k, v: rings of keys and of values, both in parts.
-
-    k_full, k_empty, v_full, v_empty: barriers that mark a slot of a ring as full or empty. turns: barriers by which the
-    two groups take turns.
-    """
-
-    k: Any
-    v: Any
-    k_full: Any
-    k_empty: Any
-    v_full: Any
-    v_empty: Any
-    turns: Any
-
-
 class View(NamedTuple):
     """A tile of queries.
 
@@ -115,46 +93,6 @@ class View(NamedTuple):
     bias_at: Any
     q: Any
     piece: Any
-
-
-class Online(NamedTuple):
-    """An online softmax.
-
-    acc: weighted values. p: weights of the newest block. m, total: largest score, sum of weights.
-    """
-
-    acc: Any
-    p: Any
-    m: Any
-    total: Any
-
-
-@gluon.jit
-def memory_of(k_rings, v_rings, STAGES: gl.constexpr):
-    """The `Memory` of these rings, with barriers that nobody has passed yet."""
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=2)
-        mbarrier.init(v_empty.index(stage), count=2)
-    for group in gl.static_range(2):
-        mbarrier.init(turns.index(group), count=1)
-    hopper.fence_async_shared()
-    return Memory(k_rings, v_rings, k_full, k_empty, v_full, v_empty, turns)
-
-
-@gluon.jit
-def _rows(first, j, L, R):
-    """`condense.ops.triton.device.rule.tile_rows` for rows j of a tile of 128."""
-    rows = 2 * ROWS // R * R
-    kept = gl.minimum(j, rows - 1)
-    i = first + kept // R
-    return gl.minimum(i, L - 1), kept % R, (j < rows) & (i < L)
 
 
 @gluon.jit
@@ -219,70 +157,21 @@ def _of_source(source, values):
 
 
 @gluon.jit
-def _tile(work, problem):
-    """First query and `Row` of tile number ``work``. The last queries see the most keys, so their tiles come first."""
-    first = (problem.tiles - 1 - work % problem.tiles) * (2 * ROWS // problem.R)
-    return first, Row(work // problem.tiles // problem.K, work // problem.tiles % problem.K)
-
-
-@gluon.jit
-def _spans_of_row(spans, row, KIND: gl.constexpr):
-    """``spans`` with the start of the given batch row filled in."""
-    start = start_of_row(row.b.to(gl.int64), spans.start, spans.arrays, KIND)
-    return RowSpans(spans.rule, start, spans.arrays, spans.strides)
-
-
-@gluon.jit
-def _load(parts, row, start, rings, full, empty, count, STAGES: gl.constexpr):
-    """Load one block into its slot of the rings, once both groups have finished with the block that stands there."""
-    stage, phase = count % STAGES, count // STAGES & 1
-    mbarrier.wait(empty.index(stage), phase ^ 1)
-    if len(parts) == 1:
-        mbarrier.expect(full.index(stage), parts[0].block_type.nbytes)
-    else:
-        mbarrier.expect(full.index(stage), parts[0].block_type.nbytes + parts[1].block_type.nbytes)
-    for n in gl.static_range(len(parts)):
-        tma.async_copy_global_to_shared(parts[n], [row.b, row.head, start, 0], full.index(stage), rings[n].index(stage))
-
-
-@gluon.jit
 def _produce(k, k_rest, v, problem, memory, BN: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr):
     """Run the loading warp. k, k_rest, v: descriptors of the sources; k_rest is empty if keys have one part."""
     count = 0
     for work in range(gl.program_id(0), problem.works, gl.num_programs(0)):
-        first, row = _tile(work, problem)
-        spans = _spans_of_row(problem.spans, row, KIND)
+        first, row = pipeline.tile_of_work(work, problem)
+        spans = pipeline.spans_of_row(problem.spans, row, KIND)
         stream = _stream(first, row, problem, spans, len(k), BN, KIND)
         for t in range(stream.blocks):
             source, at = _block(t, stream, BN)
             for n in gl.static_range(len(k)):
                 if source == n:
                     k_parts = (k[n], k_rest[n]) if len(k_rest) > 0 else (k[n],)
-                    _load(k_parts, row, at, memory.k, memory.k_full, memory.k_empty, count, STAGES)
-                    _load((v[n],), row, at, memory.v, memory.v_full, memory.v_empty, count, STAGES)
+                    pipeline.load_block(k_parts, row, at, memory.k, memory.k_full, memory.k_empty, count, STAGES)
+                    pipeline.load_block((v[n],), row, at, memory.v, memory.v_full, memory.v_empty, count, STAGES)
             count += 1
-
-
-@gluon.jit
-def _scores(q, memory, count, BN: gl.constexpr, STAGES: gl.constexpr):
-    """Start the product of queries and one block of keys, both in one or two parts."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    stage, phase = count % STAGES, count // STAGES & 1
-    mbarrier.wait(memory.k_full.index(stage), phase)
-    s = gl.zeros([ROWS, BN], gl.float32, layout)
-    for n in gl.static_range(len(q)):
-        k = memory.k[n].index(stage).reshape([BN, q[n].shape[1]])
-        s = hopper.warpgroup_mma(q[n], k.permute([1, 0]), s, use_acc=n > 0, is_async=True)
-    return s
-
-
-@gluon.jit
-def _add_values(p, acc, memory, count, BN: gl.constexpr, STAGES: gl.constexpr):
-    """Start adding one block's weighted values, which have arrived, to the accumulator."""
-    operand: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    p = gl.convert_layout(p.to(memory.v[0].dtype), operand)
-    v = memory.v[0].index(count % STAGES).reshape([BN, acc.type.shape[1]])
-    return hopper.warpgroup_mma(p, v, acc, is_async=True)
 
 
 @gluon.jit
@@ -290,7 +179,6 @@ def _softmax(s, m, total, t, view, scores, BN: gl.constexpr, MASKED: gl.constexp
     """One step of the online softmax, base 2: weights, new maximum and sum, factor for earlier values."""
     source, at = _block(t, view.stream, BN)
     n = at + gl.arange(0, BN, layout=gl.SliceLayout(0, s.type.layout))
-    # scale > 0, so the maximum can be taken before scaling: one fused multiply-add per score remains
     scale, level = scores.scale, _of_source(source, scores.levels)
     if BIASED > 0:
         s = s * scale + level
@@ -301,11 +189,7 @@ def _softmax(s, m, total, t, view, scores, BN: gl.constexpr, MASKED: gl.constexp
     if MASKED:
         lo, hi = _of_source(source, view.firsts), _of_source(source, view.lasts)
         s = gl.where((n[None, :] >= lo[:, None]) & (n[None, :] < hi[:, None]), s, float("-inf"))
-    m_new = gl.maximum(m, gl.max(s, 1) if BIASED > 0 else gl.max(s, 1) * scale + level)
-    m_safe = gl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
-    p = gl.exp2(s - m_safe[:, None] if BIASED > 0 else s * scale - (m_safe - level)[:, None])
-    alpha = gl.exp2(m - m_safe)
-    return p, m_new, total * alpha + gl.sum(p, 1), alpha
+    return pipeline.softmax_step(s, m, total, level, scale, MASKED, BIASED > 0)
 
 
 @gluon.jit
@@ -318,39 +202,14 @@ def _step(
     now: number of block ``lo`` among all blocks that the program reads.
     """
     acc, p, m, total = online.acc, online.p, online.m, online.total
-    rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     for t in range(lo, hi):
         count = now + t - lo
-        mbarrier.wait(memory.turns.index(GROUP), ((count - 1 - view.piece) & 1) ^ (1 - GROUP))
-        s = _scores(view.q, memory, count, BN, STAGES)
-        acc_next = _add_values(p, acc, memory, count - 1, BN, STAGES)
-        mbarrier.arrive(memory.turns.index(1 - GROUP))
+        s, added = pipeline.start_turn(view.q, p, acc, memory, count, view.piece, BN, STAGES, GROUP)
         s = hopper.warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(memory.k_empty.index(count % STAGES))
         p, m, total, alpha = _softmax(s, m, total, t, view, scores, BN, MASKED, BIASED)
-        # The softmax must stand before this wait. The assembler moves instructions only within a basic block, and the
-        # wait's loop ends one, so p is computed before it.
-        mbarrier.wait(memory.v_full.index(count % STAGES), count // STAGES & 1)
-        acc, p = hopper.warpgroup_mma_wait(0, deps=[acc_next, p])
-        mbarrier.arrive(memory.v_empty.index((count - 1) % STAGES))
-        acc = acc * gl.convert_layout(alpha, rows)[:, None]
+        acc, p = pipeline.end_turn(added, p, alpha, memory, count, STAGES)
     return Online(acc, p, m, total)
-
-
-@triton.constexpr_function
-def _packed(width):
-    """Layout for loading and storing rows, 16 bytes per thread."""
-    return gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
-
-
-@gluon.jit
-def _fetch_queries(place, q_ptr, s_q, first, row, R, L, COLUMN: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr):
-    """Copy columns ``[COLUMN, COLUMN + WIDTH)`` of a group's queries to shared memory."""
-    packed: gl.constexpr = _packed(WIDTH)
-    i, r, real = _rows(first, GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, packed)), L, R)
-    at = row.b.to(gl.int64) * s_q[0] + (row.head.to(gl.int64) * R + r) * s_q[1] + i.to(gl.int64) * s_q[2] + COLUMN
-    d = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, packed))[None, :]
-    place.store(gl.load(q_ptr + at[:, None] + d, mask=real[:, None], other=0.0))
 
 
 @gluon.jit
@@ -375,33 +234,29 @@ def _consume(
     """Run a multiplying warp group, which owns 64 of the 128 rows of each tile."""
     q_ptr, s_q, out_ptr, lse_ptr = tensors
     K, R, L = problem.K, problem.R, problem.L
-    dtype: gl.constexpr = q_ptr.dtype.element_ty
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D0, 16])
-    packed: gl.constexpr = _packed(D0)
     q = [place.index(GROUP) for place in queries]
-    packed_j = GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, packed))
+    packed_j = GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, pipeline.packed_layout(D0)))
     j = GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, narrow))
     count, piece = 0, 0
     for work in range(gl.program_id(0), problem.works, gl.num_programs(0)):
-        first, row = _tile(work, problem)
+        first, row = pipeline.tile_of_work(work, problem)
         head = (row.b.to(gl.int64) * K + row.head.to(gl.int64)) * R
-        _fetch_queries(q[0], q_ptr, s_q, first, row, R, L, 0, D0, GROUP)
+        pipeline.fetch_queries(q[0], q_ptr, s_q, first, row, R, L, 0, D0, GROUP)
         if D1 > 0:
-            _fetch_queries(q[1], q_ptr, s_q, first, row, R, L, D0, D1, GROUP)
+            pipeline.fetch_queries(q[1], q_ptr, s_q, first, row, R, L, D0, D1, GROUP)
         hopper.fence_async_shared()
 
-        spans = _spans_of_row(problem.spans, row, KIND)
+        spans = pipeline.spans_of_row(problem.spans, row, KIND)
         stream = _stream(first, row, problem, spans, len(scores.sizes), BN, KIND)
-        i, r, real = _rows(first, j, L, R)
+        i, r, real = pipeline.tile_rows(first, j, L, R)
         view = _view(i, row, stream, q, piece, problem, spans, scores, KIND)
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, narrow))
         total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, narrow))
-        acc = gl.zeros([ROWS, D0], gl.float32, wide)
+        acc = (gl.zeros([ROWS, D0], gl.float32, wide),)
 
-        s = _scores(q, memory, count, BN, STAGES)
-        s = hopper.warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(memory.k_empty.index(count % STAGES))
+        s = pipeline.first_scores(q, memory, count, BN, STAGES)
         p, m, total, _ = _softmax(s, m, total, 0, view, scores, BN, True, BIASED)
         mbarrier.wait(memory.v_full.index(count % STAGES), count // STAGES & 1)
         online = Online(acc, p, m, total)
@@ -411,19 +266,8 @@ def _consume(
             online, whole, stream.blocks, count + whole, view, scores, memory, BN, STAGES, False, BIASED, GROUP
         )
         count, piece = count + stream.blocks, piece + 1
-        acc = _add_values(online.p, online.acc, memory, count - 1, BN, STAGES)
-        acc = hopper.warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(memory.v_empty.index((count - 1) % STAGES))
-
-        safe = gl.where(online.total > 0, online.total, 1.0)
-        lse = gl.where(online.total > 0, (online.m + gl.log2(safe)) * 0.6931471805599453, float("-inf"))
-        gl.store(lse_ptr + (head + r) * L + i, lse, mask=real)
-        # via the shared memory of the queries, so that whole rows are stored
-        q[0].store((acc / gl.convert_layout(safe, gl.SliceLayout(1, wide))[:, None]).to(dtype))
-        i, r, real = _rows(first, packed_j, L, R)
-        at = (head + r) * L + i
-        d = gl.arange(0, D0, layout=gl.SliceLayout(0, packed))[None, :]
-        gl.store(out_ptr + at[:, None] * D0 + d, q[0].load(packed), mask=real[:, None])
+        acc = pipeline.last_values(online, memory, count - 1, STAGES)
+        pipeline.store_tile(q, acc, online, (out_ptr, lse_ptr, L), (i, r, real), packed_j, first, head, R, L)
 
 
 @gluon.jit(do_not_specialize=(*VARYING, "tiles", "works"))
@@ -458,7 +302,7 @@ def attend_fwd_hopper_kernel(
         queries, k_rings = (q0, q1), (k0_ring, gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D1], k0_rest.layout))
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D0], v0.layout)
     tensors = (q_ptr, s_q, out_ptr, lse_ptr)
-    memory = memory_of(k_rings, (v_ring,), STAGES)
+    memory = pipeline.memory_of(k_rings, (v_ring,), STAGES)
     gl.warp_specialize([
         (_consume, (
             tensors, queries, problem, scores, memory, D0, D1, BN, STAGES, KIND, BIASED, 0,
@@ -516,6 +360,5 @@ def launch(call: AttendCall, programs: int) -> tuple[Tensor, Tensor]:
     )  # fmt: skip
     constants = (len(k), D0, D - D0, call.kind, biased, BN, stages)
     with on_device_of(q):
-        # 12 warps start with 168 registers each; the loading warps then give most of theirs to the others
-        _FORWARD((min(works, programs), 1, 1), tensors, numbers, constants, {"num_warps": 4, "maxnreg": 168})
+        _FORWARD((min(works, programs), 1, 1), tensors, numbers, constants, pipeline.OPTIONS)
     return out, lse

@@ -8,7 +8,8 @@ from __future__ import annotations
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from condense.ops.hopper.attend_forward import ROWS, shared_layout
+from condense.ops.hopper.attend_forward import shared_layout
+from condense.ops.hopper.pipeline import OPTIONS, ROWS
 from condense.ops.hopper.recall_attend import PART, RecallForm, recall_fwd_hopper_kernel
 from condense.ops.triton.attend_call import AttendCall, not_empty, results
 from condense.ops.triton.descriptors import descriptor
@@ -19,8 +20,6 @@ _FORWARD = Launcher(recall_fwd_hopper_kernel)
 _TILE = 2 * ROWS.value
 # keys per block, and blocks of these loaded ahead
 _KEYS, _STAGES = 64, 6
-# 12 warps start with 168 registers each; the loading warps then give most of theirs to the others
-_OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
 
 def launch_opened(call: AttendCall, programs: int) -> tuple[Tensor, Tensor]:
@@ -53,6 +52,6 @@ def launch_opened(call: AttendCall, programs: int) -> tuple[Tensor, Tensor]:
                     call.scale * LOG2E, tiles, tiles * B * K,
                 ),
                 (R, D // PART.value, RecallForm(g, _KEYS, _STAGES, call.pool, call.kind)),
-                _OPTIONS,
+                OPTIONS,
             )  # fmt: skip
     return out, lse

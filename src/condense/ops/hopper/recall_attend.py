@@ -22,17 +22,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from condense.ops.hopper.attend_forward import (
-    ROWS,
-    Online,
-    _fetch_queries,
-    _packed,
-    _rows,
-    _scores,
-    _spans_of_row,
-    _tile,
-    memory_of,
-)
+from condense.ops.hopper import pipeline
+from condense.ops.hopper.pipeline import ROWS, Online
 from condense.ops.triton.attend_opened import BLOCK
 from condense.ops.triton.device.records import RowSpans, Rule, Start
 from condense.ops.triton.device.rule import VARYING, visible
@@ -146,7 +137,7 @@ def _stream(first, row, count, problem, FORM: gl.constexpr):
     BN: gl.constexpr = FORM.BN
     KIND: gl.constexpr = FORM.kind
     last = gl.minimum(first + 2 * ROWS // problem.R, problem.L) - 1
-    spans = _spans_of_row(problem.spans, row, KIND)
+    spans = pipeline.spans_of_row(problem.spans, row, KIND)
     lo, _ = visible(1, first, row, spans, KIND)
     _, hi = visible(1, last, row, spans, KIND)
     # a tile that sees nothing reads one block, all masked
@@ -157,17 +148,6 @@ def _stream(first, row, count, problem, FORM: gl.constexpr):
         closed_last = gl.minimum(visible(0, last, row, spans, KIND)[1], problem.words)
         whole, entries = near + closed // BN, near + gl.cdiv(closed_last, BN)
     return RecallStream(lo, near, whole, entries, entries + gl.cdiv(count * FORM.g, BN))
-
-
-@gluon.jit
-def _load(source, row, start, rings, full, empty, count, FORM: gl.constexpr):
-    """Load BN rows from ``start`` on into a slot of the rings."""
-    stage = count % FORM.stages
-    mbarrier.wait(empty.index(stage), count // FORM.stages & 1 ^ 1)
-    mbarrier.expect(full.index(stage), len(rings) * source.block_type.nbytes)
-    for part in gl.static_range(len(rings)):
-        place = rings[part].index(stage)
-        tma.async_copy_global_to_shared(source, [row.b, row.head, start, part * PART], full.index(stage), place)
 
 
 @gluon.jit
@@ -190,22 +170,23 @@ def _produce(sources, lists, problem, memory, FORM: gl.constexpr):
     """Run the loading warp. sources: descriptors of keys and values of entries, store and window."""
     g: gl.constexpr = FORM.g
     BN: gl.constexpr = FORM.BN
+    STAGES: gl.constexpr = FORM.stages
     entries_k, entries_v, store_k, store_v, window_k, window_v = sources
     at = 0
     for work in range(gl.program_id(0), problem.works, gl.num_programs(0)):
-        first, row = _tile(work, problem)
+        first, row = pipeline.tile_of_work(work, problem)
         tile = (row.b * problem.K + row.head) * problem.tiles + first // (2 * ROWS // problem.R)
         count = gl.load(lists.counts + tile)
         list_ptr = lists.groups + tile.to(gl.int64) * problem.room
         stream = _stream(problem.first + first, row, count, problem, FORM)
         for t in range(stream.near):
             start = stream.window + t * BN
-            _load(window_k, row, start, memory.k, memory.k_full, memory.k_empty, at, FORM)
-            _load(window_v, row, start, memory.v, memory.v_full, memory.v_empty, at, FORM)
+            pipeline.load_block((window_k,), row, start, memory.k, memory.k_full, memory.k_empty, at, STAGES)
+            pipeline.load_block((window_v,), row, start, memory.v, memory.v_full, memory.v_empty, at, STAGES)
             at += 1
         for t in range(stream.entries - stream.near):
-            _load(entries_k, row, t * BN, memory.k, memory.k_full, memory.k_empty, at, FORM)
-            _load(entries_v, row, t * BN, memory.v, memory.v_full, memory.v_empty, at, FORM)
+            pipeline.load_block((entries_k,), row, t * BN, memory.k, memory.k_full, memory.k_empty, at, STAGES)
+            pipeline.load_block((entries_v,), row, t * BN, memory.v, memory.v_full, memory.v_empty, at, STAGES)
             at += 1
         for t in range(stream.blocks - stream.entries):
             groups = ()
@@ -218,38 +199,15 @@ def _produce(sources, lists, problem, memory, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _add_values(p, acc, memory, at, FORM: gl.constexpr):
-    """Start adding one block's weighted values, which have arrived, to the accumulators."""
-    operand: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
-    p = gl.convert_layout(p.to(memory.v[0].dtype), operand)
-    found = ()
-    for part in gl.static_range(len(acc)):
-        v = memory.v[part].index(at % FORM.stages).reshape([FORM.BN, PART])
-        found += (hopper.warpgroup_mma(p, v, acc[part], is_async=True),)
-    return found
-
-
-@gluon.jit
-def _softmax(s, m, total, level, scale):
-    """One step of the online softmax, base 2: weights, new maximum and sum, factor for earlier values."""
-    # scale > 0, so the maximum can be taken before scaling: one fused multiply-add per score remains
-    m_new = gl.maximum(m, gl.max(s, 1) * scale + level)
-    safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-    p = gl.exp2(s * scale - (safe - level)[:, None])
-    alpha = gl.exp2(m - safe)
-    return p, m_new, total * alpha + gl.sum(p, 1), alpha
-
-
-@gluon.jit
 def _first(view, stream, memory, at, rows, FORM: gl.constexpr):
     """Read the first block of a tile, which is one of the window's; its values are not added yet."""
     STAGES: gl.constexpr = FORM.stages
-    s = _scores(view.q, memory, at, FORM.BN, STAGES)
-    s = hopper.warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(memory.k_empty.index(at % STAGES))
+    s = pipeline.first_scores(view.q, memory, at, FORM.BN, STAGES)
     n = stream.window + gl.arange(0, FORM.BN, layout=gl.SliceLayout(0, s.type.layout))
     seen = (n[None, :] >= view.lo[:, None]) & (n[None, :] < view.hi[:, None])
-    p, m, total, _ = _softmax(gl.where(seen, s, float("-inf")), rows[0], rows[1], 0.0, view.scale)
+    p, m, total, _ = pipeline.softmax_step(
+        gl.where(seen, s, float("-inf")), rows[0], rows[1], 0.0, view.scale, True, False
+    )
     mbarrier.wait(memory.v_full.index(at % STAGES), at // STAGES & 1)
     return p, m, total
 
@@ -284,15 +242,11 @@ def _step(
     BN: gl.constexpr = FORM.BN
     STAGES: gl.constexpr = FORM.stages
     acc, p, m, total = online.acc, online.p, online.m, online.total
-    rows: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     word = _words(view, start, FORM, SOURCE)
     for t in range(count):
         at = now + t
-        mbarrier.wait(memory.turns.index(GROUP), ((at - 1 - view.piece) & 1) ^ (1 - GROUP))
-        s = _scores(view.q, memory, at, BN, STAGES)
-        added = _add_values(p, acc, memory, at - 1, FORM)
-        mbarrier.arrive(memory.turns.index(1 - GROUP))
+        s, added = pipeline.start_turn(view.q, p, acc, memory, at, view.piece, BN, STAGES, GROUP)
         n = start + t * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
         # the words of the next block are loaded now, because a load from global memory takes long
         next_word = _words(view, start + (t + 1) * BN, FORM, SOURCE)
@@ -314,17 +268,8 @@ def _step(
             s = gl.convert_layout(gl.reshape(tokens, [ROWS, BN]), layout, assert_trivial=True)
         else:
             s = gl.where(seen, s, float("-inf"))
-        p, m, total, alpha = _softmax(s, m, total, level, view.scale)
-        # the softmax stands before this wait, see `condense.ops.hopper.attend_forward`
-        mbarrier.wait(memory.v_full.index(at % STAGES), at // STAGES & 1)
-        alpha = gl.convert_layout(alpha, rows)[:, None]
-        if len(acc) == 1:
-            first, p = hopper.warpgroup_mma_wait(0, deps=[added[0], p])
-            acc = (first * alpha,)
-        else:
-            first, second, p = hopper.warpgroup_mma_wait(0, deps=[added[0], added[1], p])
-            acc = (first * alpha, second * alpha)
-        mbarrier.arrive(memory.v_empty.index((at - 1) % STAGES))
+        p, m, total, alpha = pipeline.softmax_step(s, m, total, level, view.scale, True, False)
+        acc, p = pipeline.end_turn(added, p, alpha, memory, at, STAGES)
     return Online(acc, p, m, total)
 
 
@@ -340,29 +285,26 @@ def _consume(
     q_ptr, s_q, out_ptr, lse_ptr, length = tensors
     K, R, L = problem.K, problem.R, problem.L
     PARTS: gl.constexpr = len(queries)
-    dtype: gl.constexpr = q_ptr.dtype.element_ty
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
-    packed: gl.constexpr = _packed(PART)
     of_rows: gl.constexpr = gl.SliceLayout(1, narrow)
     q = [place.index(GROUP) for place in queries]
-    packed_j = GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, packed))
+    packed_j = GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, pipeline.packed_layout(PART)))
     j = GROUP * ROWS + gl.arange(0, ROWS, layout=of_rows)
-    d = gl.arange(0, PART, layout=gl.SliceLayout(0, packed))[None, :]
     Q = 2 * ROWS // R
     at, piece = 0, 0
     for work in range(gl.program_id(0), problem.works, gl.num_programs(0)):
-        first, row = _tile(work, problem)
+        first, row = pipeline.tile_of_work(work, problem)
         tile = ((row.b * K + row.head) * problem.tiles + first // Q).to(gl.int64)
         first += problem.first
         count = gl.load(lists.counts + tile)
         head = (row.b.to(gl.int64) * K + row.head.to(gl.int64)) * R
         for part in gl.static_range(PARTS):
-            _fetch_queries(q[part], q_ptr, s_q, first, row, R, L, part * PART, PART, GROUP)
+            pipeline.fetch_queries(q[part], q_ptr, s_q, first, row, R, L, part * PART, PART, GROUP)
         hopper.fence_async_shared()
         stream = _stream(first, row, count, problem, FORM)
-        spans = _spans_of_row(problem.spans, row, KIND)
-        i, r, real = _rows(first, j, L, R)
+        spans = pipeline.spans_of_row(problem.spans, row, KIND)
+        i, r, real = pipeline.tile_rows(first, j, L, R)
         lo, hi = visible(1, i, row, spans, KIND)
         _, closed = visible(0, i, row, spans, KIND)
         bit = gl.full([ROWS], 1, lists.words.dtype.element_ty, of_rows) << (i % Q)
@@ -392,20 +334,8 @@ def _consume(
             online, stream.blocks - stream.entries, at + stream.entries, 0, view, 0.0, memory, FORM, "opened", GROUP
         )  # fmt: skip
         at, piece = at + stream.blocks, piece + 1
-        added = _add_values(online.p, online.acc, memory, at - 1, FORM)
-        acc = hopper.warpgroup_mma_wait(0, deps=[added[0], added[PARTS - 1]])
-        mbarrier.arrive(memory.v_empty.index((at - 1) % STAGES))
-
-        safe = gl.where(online.total > 0, online.total, 1.0)
-        lse = gl.where(online.total > 0, (online.m + gl.log2(safe)) * 0.6931471805599453, float("-inf"))
-        gl.store(lse_ptr + (head + r) * length + i, lse, mask=real)
-        i, r, real = _rows(first, packed_j, L, R)
-        out_at = ((head + r) * length + i) * (PARTS * PART)
-        safe = gl.convert_layout(safe, gl.SliceLayout(1, wide))[:, None]
-        for part in gl.static_range(PARTS):
-            # via the shared memory of the queries, so that whole rows are stored
-            q[part].store((acc[part] / safe).to(dtype))
-            gl.store(out_ptr + out_at[:, None] + part * PART + d, q[part].load(packed), mask=real[:, None])
+        acc = pipeline.last_values(online, memory, at - 1, STAGES)
+        pipeline.store_tile(q, acc, online, (out_ptr, lse_ptr, length), (i, r, real), packed_j, first, head, R, L)
 
 
 @gluon.jit(do_not_specialize=(*VARYING, *BLOCK, "tiles", "works"))
@@ -434,7 +364,7 @@ def recall_fwd_hopper_kernel(
         v_rings += (gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, PART], window_v.layout),)
     sources = (entries_k, entries_v, store_k, store_v, window_k, window_v)
     tensors, lists = (q_ptr, s_q, out_ptr, lse_ptr, L), Lists(words_ptr, group_ptr, word_ptr, count_ptr)
-    memory = memory_of(k_rings, v_rings, STAGES)
+    memory = pipeline.memory_of(k_rings, v_rings, STAGES)
     gl.warp_specialize([
         (_consume, (tensors, queries, lists, problem, level, scale, memory, FORM, 0)),
         (_consume, (tensors, queries, lists, problem, level, scale, memory, FORM, 1)),
