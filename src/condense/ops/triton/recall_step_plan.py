@@ -12,11 +12,10 @@ import torch
 
 from condense.ops.step.settings import StepSettings, numbered_settings
 from condense.ops.triton.device.address import PageForm
-from condense.ops.triton.device.entry import Kind
-from condense.ops.triton.device.parts import split_width
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
 from condense.ops.triton.recall_step_choice_kernels import Ranking
 from condense.ops.triton.recall_store_kernels import Form
+from condense.ops.triton.step_plan import kind_of, part_widths
 
 _MIN_TILE = 32
 # KV heads of all rows from which on a step counts as one of many rows: four of Llama 3.1 8B
@@ -121,32 +120,6 @@ class Plan(NamedTuple):
     join: tuple[Any, ...]
 
 
-def _parts(D: int, Dv: int, latent: int) -> tuple[int, int, int, int]:
-    """Widths of the parts of keys and of values."""
-    return (latent, D - latent, latent, 0) if latent else (*split_width(D), *split_width(Dv))
-
-
-def _kind(
-    settings: StepSettings,
-    parts: tuple[int, int, int, int],
-    latent: int,
-    has_real: bool,
-    early: bool,
-    near: PageForm | None,
-) -> Kind:
-    """The constants by which `condense.ops.triton.device.entry` makes the entry of a group."""
-    assert settings.key_pooling is not None
-    assert settings.value_pooling is not None
-    # latents: whole entries are pooled as keys
-    of_values = settings.key_pooling if latent else settings.value_pooling
-    return Kind(
-        *parts, latent > 0, settings.num_summary > 0, settings.key_pooling, of_values,
-        focal=0, tile=1, period=0, has_first=False, has_real=has_real, rows=0, keys=0, precision="ieee", early=early,
-        joins=False, joined_rows=1, joined_parts=1, joined_columns=1,
-        page=0 if near is None else near.slots, matched=settings.matched, entry_bits=settings.entry_bits,
-    )  # fmt: skip
-
-
 class Room(NamedTuple):
     """The room that a step's buffers have, of one row.
 
@@ -194,7 +167,7 @@ def plan_of(
     if choice.store.bits != 4:
         # numbers of 8 and 16 bits need more registers than that, or spill
         of_attend = of_attend._replace(registers=0)
-    V, parts = latent or Dv, _parts(D, Dv, latent)
+    V, parts = latent or Dv, part_widths(D, Dv, latent)
     BR, P, PV = min(most, max(16, power_of_2(R))), _padded(D), _padded(Dv)
     head_tiles = cdiv(R, BR)
     # tile columns for the bytes of a stored token
@@ -211,10 +184,13 @@ def plan_of(
     S1 = _num_splits(device, B * K * head_tiles, sum(cdiv(n, of_attend.rows) for n in (G, r * g, W)), of_attend.waves)
     BC = min(64, power_of_2(V))
     own = _own_splits(S1, weight * r * g, (G if choice.pool else 0) + W)
-    form, matched = Form.of(settings.store_format, dtype, (D, Dv), parts), settings.matched
+    form = Form.of(settings.store_format, dtype, (D, Dv), parts)
+    kind = kind_of(settings, parts, latent, early, has_real, page=0 if near is None else near.slots)
+    if latent:  # whole entries are pooled as keys
+        kind = kind._replace(value_pooling=settings.key_pooling)
     ranking = Ranking(
         BG, C, tiles * C, S, power_of_2(C), power_of_2(tiles * C), power_of_2(max(S, 1)), RP, power_of_2(S0),
-        min(4, power_of_2(R)), choice.pool, matched,
+        min(4, power_of_2(R)), choice.pool, settings.matched,
     )  # fmt: skip
     chained = {"launch_pdl": True} if early else {}
     return Plan(
@@ -222,7 +198,7 @@ def plan_of(
         (
             # the last program of a head makes entries
             (B * K, 4 if choice.pool else 3, 1), (K, R, G, W, N, Q, settings.summary_delay, scale),
-            (P, PV, PS, form, _kind(settings, parts, latent, has_real, early, near), near, far), {},
+            (P, PV, PS, form, kind, near, far), {},
         ),
         (
             (S0, B * K, head_tiles),

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from condense.ops.step.settings import numbered_settings
+from condense.ops.step.settings import StepSettings, numbered_settings
 from condense.ops.triton.device.entry import Kind
 from condense.ops.triton.device.parts import split_width
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
@@ -53,6 +53,21 @@ def _num_splits(device: torch.device, programs: int, capacity: int, tiles: _Step
     """Number of splits: one for the new token, the others for keys, at most as many as fill the device."""
     wanted = tiles.waves * gpu_of(device).multiprocessors // programs if device.type == "cuda" else 3
     return max(2, min(wanted, 1 + cdiv(capacity, tiles.keys)))
+
+
+def part_widths(D: int, Dv: int, latent: int) -> tuple[int, int, int, int]:
+    """Widths of the parts of keys and of values; Dv is 0 or the width of the output for latents."""
+    return (latent, D - latent, latent, 0) if latent else (*split_width(D), *split_width(Dv))
+
+
+def kind_of(
+    settings: StepSettings, parts: tuple[int, int, int, int], latent: int, early: bool, has_real: bool, **more: Any
+) -> Kind:
+    """The constants of a step's kernels. parts: `part_widths`. more: further fields."""
+    return Kind(
+        *parts, latent > 0, settings.num_summary > 0, settings.key_pooling, settings.value_pooling, early=early,
+        has_real=has_real, matched=settings.matched, entry_bits=settings.entry_bits, **more,
+    )  # fmt: skip
 
 
 class Launch(NamedTuple):
@@ -105,25 +120,20 @@ def launch_of(
     # a second kernel may be launched while the last splits run; with one kernel no multiprocessor is free for the next
     early = gpu is not None and gpu.capability >= (9, 0) and not joins
     joined_rows, columns = power_of_2(R), power_of_2(Dv)
-    (D0, D1), (V0, V1) = ((latent, D - latent), (latent, 0)) if latent else (split_width(D), split_width(Dv))
-    kind = Kind(
-        D0, D1, V0, V1, latent > 0, settings.num_summary > 0, settings.key_pooling, settings.value_pooling,
+    kind = kind_of(
+        settings, part_widths(D, Dv, latent), latent, early, has_real,
         focal=settings.num_focal,
         tile=power_of_2(rule.chunk) if settings.num_focal > 0 else 1,
         period=settings.num_focal + 1 if settings.bias_differs else 0,
         has_first=settings.has_first,
-        has_real=has_real,
         rows=rows,
         keys=tiles.keys,
         precision="ieee" if dtype == torch.float32 else "tf32",
-        early=early,
         joins=joins,
         joined_rows=joined_rows if joins else 1,
         joined_parts=max(1, min(power_of_2(S), _JOINED_AT_ONCE // (joined_rows * columns))) if joins else 1,
         joined_columns=columns if joins else 1,
-        matched=settings.matched,
         softcap=softcap * LOG2E,
-        entry_bits=settings.entry_bits,
     )  # fmt: skip
     window, max_chunks = (_NEVER if x is None else min(x, _NEVER) for x in (rule.window, rule.max_chunks))
     BC = min(64, power_of_2(Dv))
