@@ -102,11 +102,10 @@ def test_the_step_over_pages_compiles(method, compiled):
 @pytest.fixture
 def for_a_gpu(monkeypatch):
     """Sizes of tiles as on a GPU."""
-    from condense.ops.triton import attend, recall_choice, recall_opened, recall_score
+    from condense.ops.triton import attend, recall_choice, recall_score
 
     for module, name, place in (
-        (attend, "tiles_of", 2), (recall_score, "_tiles", 1),
-        (recall_choice, "queries_per_program", 1), (recall_opened, "queries_per_program", 1),
+        (attend, "tiles_of", 2), (recall_score, "_tiles", 1), (recall_choice, "queries_per_program", 1),
     ):  # fmt: skip
         original = getattr(module, name)
         monkeypatch.setattr(

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from condense.ops.hopper.attend_forward import launch
-from condense.ops.hopper.recall import launch_opened
+from condense.ops.hopper.recall_attend import launch_opened
 from condense.ops.triton.attend import attend_backward
 from condense.ops.triton.attend_call import AttendCall, Attention, operation
 from condense.ops.triton.host import gpu_of

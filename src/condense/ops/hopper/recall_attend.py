@@ -17,16 +17,23 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import triton
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from condense.ops.hopper import pipeline
+from condense.ops.hopper.attend_forward import shared_layout
 from condense.ops.hopper.pipeline import ROWS, Online
+from condense.ops.triton.attend_call import AttendCall, not_empty, results
 from condense.ops.triton.attend_opened import BLOCK
+from condense.ops.triton.descriptors import descriptor
 from condense.ops.triton.device.records import RowSpans, Rule, Start
 from condense.ops.triton.device.rule import VARYING, visible
+from condense.ops.triton.host import LOG2E, cdiv, on_device_of, whole_rows
+from condense.ops.triton.launch import Launcher
 from condense.ops.triton.recall_choice_kernels import row_of_words
 
 PART = gl.constexpr(64)
@@ -66,7 +73,7 @@ class RecallWork(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """Pointers to the tensors of `condense.ops.triton.recall_opened.OpenedGroups`."""
+    """Pointers to the tensors of `condense.ops.triton.recall_choice.OpenedGroups`."""
 
     words: Any
     groups: Any
@@ -370,3 +377,43 @@ def recall_fwd_hopper_kernel(
         (_consume, (tensors, queries, lists, problem, level, scale, memory, FORM, 1)),
         (_produce, (sources, lists, problem, memory, FORM)),
     ], [4, 1], [232, 40])  # fmt: skip
+
+
+_FORWARD = Launcher(recall_fwd_hopper_kernel)
+# keys per block, and blocks of these loaded ahead
+_KEYS, _STAGES = 64, 6
+
+
+def launch_opened(call: AttendCall, programs: int) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp of a call in which queries open groups; programs: most to start."""
+    assert call.groups is not None, "queries open groups"
+    q, (out, lse) = whole_rows(call.q), results(call.q, call.v)
+    (B, H, L, D), K, g = q.shape, call.k[0].shape[1], call.group_size
+    call = call._replace(groups=call.groups.expand(-1, K, -1, -1).contiguous())
+    R = H // K
+    Q = 2 * ROWS.value // R
+    near = [not_empty(x[:2]) for x in (call.k, call.v)]
+    store = [whole_rows(x[2]) for x in (call.k, call.v)]
+
+    def described(x: Tensor, keys: int) -> TensorDescriptor:
+        return descriptor(TensorDescriptor, x, [1, 1, keys, PART.value], layout=shared_layout(PART.value))
+
+    sources = (
+        *[described(x[0], _KEYS) for x in near], *[described(x, g) for x in store],
+        *[described(x[1], _KEYS) for x in near],
+    )  # fmt: skip
+    with on_device_of(q):
+        for first, stop, lists in call.blocks(Q):
+            assert lists is not None, "queries open groups"
+            tiles = cdiv(stop - first, Q)
+            _FORWARD(
+                (min(tiles * B * K, programs), 1, 1),
+                (q, *sources, *lists.tensors, q if call.spans is None else call.spans, out, lse),
+                (
+                    q.stride()[:3], call.levels[0] * LOG2E, K, L, first, stop, *lists.numbers, *call.rule,
+                    call.scale * LOG2E, tiles, tiles * B * K,
+                ),
+                (R, D // PART.value, RecallForm(g, _KEYS, _STAGES, call.pool, call.kind)),
+                pipeline.OPTIONS,
+            )  # fmt: skip
+    return out, lse

@@ -35,7 +35,7 @@ from condense.ops.triton.device.parts import split_width
 from condense.ops.triton.host import LOG2E, cdiv, dense_rows, on_device_of, power_of_2, whole_rows
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.limits import MAX_SOURCES
-from condense.ops.triton.recall_opened import OpenedGroups, opened
+from condense.ops.triton.recall_choice import OpenedGroups, opened
 
 _FORWARD, _DQ, _DKV = (Launcher(kernel) for kernel in (attend_fwd_kernel, attend_dq_kernel, attend_dkv_kernel))
 _OPENED_DKV, _STORE_DKV = Launcher(opened_dkv_kernel), Launcher(store_dkv_kernel)

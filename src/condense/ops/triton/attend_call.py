@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from condense.ops.spans import RuleSpans, Source, Spans, UniformRule
 from condense.ops.triton.host import LOG2E, check_programs, whole_rows
-from condense.ops.triton.recall_opened import OpenedGroups, opened
+from condense.ops.triton.recall_choice import OpenedGroups, opened
 
 # largest size in bytes of the words of a block of queries
 _WORDS = 2**29

@@ -92,7 +92,7 @@ def chooser(row, choosers):
 
 @triton.jit
 def groups_of(lists, words, room, row, choosers, i, Q: tl.constexpr):
-    """The `TileGroups` of a program. lists: pointers to the tensors of `condense.ops.triton.recall_opened`."""
+    """The `TileGroups` of a program. lists: pointers to the tensors of `condense.ops.triton.recall_choice`."""
     words_ptr, group_ptr, word_ptr, count_ptr = lists
     tile = chooser(row, choosers) * tl.num_programs(0) + tl.num_programs(0) - 1 - tl.program_id(0)
     return TileGroups(
