@@ -122,7 +122,9 @@ def attend_dq_kernel(
         groups = groups_of(lists, words, room, row, choosers, i, BM // OPEN.R)
     dq = zeros(BM, D0, D1)
     for n in tl.static_range(N):
-        source = source_of(n, k, k_rest, v, v_rest, row, levels, s_bias, D1, V1)
+        source = source_of(
+            k[n], k_rest[n] if D1 > 0 else None, v[n], v_rest[n] if V1 > 0 else None, levels[n], s_bias[n], row
+        )
         seen = visible(n, i, row, spans, KIND)
         if OPEN is not None and n == 0:
             if OPEN.pool:

@@ -86,14 +86,12 @@ def forward_keys(
 
 
 @triton.jit
-def source_of(
-    n: tl.constexpr, k, k_rest, v, v_rest, row, levels, s_bias, D1: tl.constexpr, V1: tl.constexpr
-):  # fmt: skip
-    """The `RowSource` number n of a program. k_rest, v_rest: empty without second parts; a level of None is 0."""
-    bias_at = row.b.to(tl.int64) * s_bias[n][0] + row.head.to(tl.int64) * s_bias[n][1]
-    k_parts = parts(k[n], k_rest[n] if D1 > 0 else None)
-    v_parts = parts(v[n], v_rest[n] if V1 > 0 else None)
-    return RowSource(k_parts, v_parts, row.b, row.head, 0.0 if levels[n] is None else levels[n], bias_at)
+def source_of(k, k_rest, v, v_rest, level, s_bias, row):
+    """The `RowSource` of a program. k_rest, v_rest: None without second parts. level: None for 0."""
+    bias_at = row.b.to(tl.int64) * s_bias[0] + row.head.to(tl.int64) * s_bias[1]
+    return RowSource(
+        parts(k, k_rest), parts(v, v_rest), row.b, row.head, 0.0 if level is None else level, bias_at
+    )  # fmt: skip
 
 
 @triton.jit
@@ -142,7 +140,9 @@ def attend_fwd_kernel(
         groups = groups_of(lists, words, room, row, choosers, i, BM // OPEN.R)
     softmax = Softmax(zeros(BM, V0, V1), tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32))
     for n in tl.static_range(N):
-        source = source_of(n, k, k_rest, v, v_rest, row, levels, s_bias, D1, V1)
+        source = source_of(
+            k[n], k_rest[n] if D1 > 0 else None, v[n], v_rest[n] if V1 > 0 else None, levels[n], s_bias[n], row
+        )
         seen = visible(n, i, row, spans, KIND)
         if OPEN is not None and n == 0:
             if OPEN.pool:
