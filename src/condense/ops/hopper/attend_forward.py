@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from condense.ops.hopper import pipeline
-from condense.ops.hopper.pipeline import ROWS, Online
+from condense.ops.hopper.pipeline import ROWS, Online, Work
 from condense.ops.triton.attend_call import AttendCall, AttendShared, not_empty, results
 from condense.ops.triton.descriptors import descriptor
 from condense.ops.triton.device.records import RowSpans, Rule, Start
@@ -53,21 +53,6 @@ class Stream(NamedTuple):
     all: Any
     edges: Any
     blocks: Any
-
-
-class AttendWork(NamedTuple):
-    """The numbers that are the same for all tiles.
-
-    K: KV heads. R: query heads per KV head. L: queries. tiles: tiles of queries. works: tiles times B times K. spans:
-    `RowSpans` without the start of a row.
-    """
-
-    K: Any
-    R: Any
-    L: Any
-    tiles: Any
-    works: Any
-    spans: Any
 
 
 class Scores(NamedTuple):
@@ -289,7 +274,7 @@ def attend_fwd_hopper_kernel(
     for n in gl.static_range(1, N):
         sizes += (k[n].shape[2],)
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
-    problem = AttendWork(K, R, L, tiles, works, RowSpans(rule, start, spans_ptr, s_spans))
+    problem = Work(K, R, L, tiles, works, RowSpans(rule, start, spans_ptr, s_spans), 0, 0, 0)
     scores = Scores(scale, levels, biases, s_bias, sizes)
 
     dtype: gl.constexpr = q_ptr.dtype.element_ty

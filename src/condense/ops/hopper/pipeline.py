@@ -29,6 +29,25 @@ ROWS = gl.constexpr(64)
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
 
+class Work(NamedTuple):
+    """The numbers that are the same for all tiles.
+
+    K: KV heads. R: query heads per KV head. L: end of the queries. tiles: tiles of queries. works: tiles times B times
+    K. spans: `RowSpans` without the start of a row. Where queries open groups, else 0: first, the first query; words:
+    groups that have a word; room: length of a list of groups.
+    """
+
+    K: Any
+    R: Any
+    L: Any
+    tiles: Any
+    works: Any
+    spans: Any
+    first: Any
+    words: Any
+    room: Any
+
+
 class Memory(NamedTuple):
     """Shared memory. k, v: rings of keys and of values, both in parts.
 

@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from condense.ops.hopper import pipeline
 from condense.ops.hopper.attend_forward import shared_layout
-from condense.ops.hopper.pipeline import ROWS, Online
+from condense.ops.hopper.pipeline import ROWS, Online, Work
 from condense.ops.triton.attend_call import AttendCall, not_empty, results
 from condense.ops.triton.attend_opened import BLOCK
 from condense.ops.triton.descriptors import descriptor
@@ -51,25 +51,6 @@ class RecallForm(NamedTuple):
     stages: int
     pool: bool
     kind: str
-
-
-class RecallWork(NamedTuple):
-    """The numbers that are the same for all tiles.
-
-    K: KV heads. R: query heads per KV head. L: end of the block of queries. tiles: tiles of queries. works: tiles times
-    B times K. first: the block's first query. words: groups that have a word. room: length of a list of groups. spans:
-    `RowSpans` without the start of a row.
-    """
-
-    K: Any
-    R: Any
-    L: Any
-    tiles: Any
-    works: Any
-    first: Any
-    words: Any
-    room: Any
-    spans: Any
 
 
 class Lists(NamedTuple):
@@ -361,7 +342,7 @@ def recall_fwd_hopper_kernel(
     BN: gl.constexpr = FORM.BN
     STAGES: gl.constexpr = FORM.stages
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
-    problem = RecallWork(K, R, stop, tiles, works, first, words, room, RowSpans(rule, start, starts_ptr, 0))
+    problem = Work(K, R, stop, tiles, works, RowSpans(rule, start, starts_ptr, 0), first, words, room)
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     of_queries: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, PART], dtype)
     queries, k_rings, v_rings = (), (), ()
