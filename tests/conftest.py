@@ -30,7 +30,6 @@ DEAR = {
         "prompts_of_any_length_follow_one_another_at_the_same_addresses": 3,
         "the_host_does_not_trust_its_count_once_steps_are_recorded": 2,
     },
-    "cli/test_commands.py": {"an_interrupted_adaptation_is_resumed": 1, "inspect_counts_what_a_cache_allocates": 2},
     "ops/test_hopper_compiles.py": {"two_part_keys_fit_into_shared_memory": 1},
     "ops/test_step.py": {
         "entries_are_those_of_the_growing_path_to_the_bit": 16, "one_graph_for_all_steps": 4,

@@ -47,11 +47,6 @@ def test_every_row_is_timed_and_compared(results):
 PROMPT = condense.DGA(group_size=4, window=8, gamma=0.2, min_focal=10, selection="prompt", num_recent=8, num_random=8)
 
 
-def test_what_a_prompt_does_not_have_is_refused_if_nothing_else_is_asked_for():
-    with pytest.raises(ValueError, match="ops: none of backward, decode is there to time of mine"):
-        run(methods={"mine": PROMPT}, ops=("backward", "decode"), baselines=())
-
-
 def test_attention_that_no_gate_knows_is_refused():
     with pytest.raises(ValueError, match="method: lines attends in a way of its own"):
         run(methods={"lines": condense.VerticalSlash(vertical=3, slash=1)})
@@ -90,19 +85,6 @@ def test_a_step_of_several_rows_is_an_operation_of_its_own():
         single, three = (rows[op, length, "cca"] for op in ("decode", "decode_b3"))
         read, of_three = (row["tbs"] * row["times"]["median_ms"] for row in (single, three))
         assert of_three == pytest.approx(3 * read)
-
-
-def test_backends_stand_side_by_side():
-    plan, content = run(backends=("torch", "reference"), lengths=(64,), baselines=())
-    assert len(content["rows"]) == num_rows(plan)
-    assert content["backends"] == ["torch", "reference"]
-    for op in ("forward", "backward", "layer"):
-        rows = [row for row in content["rows"] if row["op"] == op]
-        assert [(row["runner"], row["backend"]) for row in rows] == [
-            (f"{method} ({backend})", backend) for method in METHODS for backend in ("torch", "reference")
-        ]
-        assert all(row["gate"]["passed"] for row in rows)
-    assert [row["runner"] for row in content["rows"] if row["op"] == "decode"] == list(METHODS)
 
 
 def test_what_needs_a_gpu_says_so(results):

@@ -9,6 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "pages"))
 
 import papers_page
+import performance_page
 import readme_page
 import recall_page
 import serving_page
@@ -56,6 +57,21 @@ def test_a_number_that_no_file_holds_is_refused(tmp_path):
         serving_page.fill(page, stored.stored())
     with pytest.raises(ValueError, match="results: no runs of"):
         zero_shot_page.write_page({"none": {"results": {"runs": []}}}, tmp_path / "page.md")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (" | 131072\n", " | many\n", "a block's head must be"),
+        (" first dense\n", " first\n", "a block's row must be"),
+        (" first dense\n", " first sparse\n", "no result file holds"),
+        ("<!-- bench", "<!-- bunch", "page must have a block"),
+    ],
+)
+def test_a_page_of_speed_that_asks_for_something_else_is_refused(old, new, message):
+    page = (write_pages.ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        performance_page.filled(page.replace(old, new), stored.stored())
 
 
 def test_what_named_settings_lose_is_the_worst_that_was_measured():

@@ -1,7 +1,6 @@
 """A calibration on a small model: what is measured, what is chosen and verified, what is kept, and what is refused."""
 
 import dataclasses
-import itertools
 import json
 from types import SimpleNamespace
 
@@ -214,20 +213,6 @@ def test_a_size_of_the_cache(result, model, tokenizer, text):
     # counted at another length, the same methods keep another share
     far = dataclasses.replace(smaller, cache_length=1280)
     assert condense.calibrate(model, tokenizer, [text], far).uniform[2].cache < small.uniform[2].cache / 2
-
-
-def test_nothing_that_fits_into_the_size_loses_less(model, tokenizer, text, tmp_path):
-    kept = {(row.layer, method): row for method in CANDIDATES for row in inspect(model, method, 128)}
-    dense = sum(kept[layer, Dense()].dense_bytes for layer in range(3))
-    for cache in (0.45, 0.6, 0.75, 0.9):
-        config = dataclasses.replace(CONFIG, budget_nats=None, cache=cache)
-        result = condense.calibrate(model, tokenizer, [text], config, measured=tmp_path / "measured.json")
-        lost = {(loss.layer, loss.method): loss.total for loss in result.layers}
-        every = [dict(enumerate(methods)) for methods in itertools.product(CANDIDATES, repeat=3)]
-        fitting = [each for each in every if sum(kept[chosen].bytes for chosen in each.items()) <= cache * dense]
-        least = min(sum(lost.get(chosen, 0.0) for chosen in each.items()) for each in fitting)
-        assert result.chosen.cache <= cache
-        assert sum(lost.get(chosen, 0.0) for chosen in result.allocation.items()) == pytest.approx(least)
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,8 @@ def test_a_billion_tokens():
     assert 8 * 10**9 * 128 < report.flops < 14 * 10**9 * 128
 
 
-@grid(12, name=["llama", "deepseek_v3"], method=STORED, dtype=[torch.float64, torch.float32, torch.bfloat16])
-def test_recalls_bytes_are_those_of_its_cache(name, method, dtype):
+@grid(30, name=["llama", "deepseek_v3"], method=METHODS | STORED, dtype=[torch.float64, torch.float32, torch.bfloat16])
+def test_bytes_are_those_of_the_cache(name, method, dtype):
     model, ids = tiny.model(name, dtype), tiny.tokens(1, 100)
     for length in (3, 57, 100):
         reports = inspect(model, method, length, itemsize=dtype.itemsize)
