@@ -113,12 +113,14 @@ def test_each_past_token_counts_once(backend, methods, data, length, pads, equal
     check_each_counts_once(*weights(data.draw(methods), length, pads, backend, equal=equal))
 
 
+@pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("method", RECALLS.values(), ids=RECALLS)
-def test_each_past_token_counts_once_in_a_group_open_or_not(method):
+def test_each_past_token_counts_once_in_a_group_open_or_not(method, backend, monkeypatch):
+    monkeypatch.setattr(torch_recall, "_BLOCK", 16)
     method = method.replace(entry_bits=16)
     if method.unchosen == "drop" or method.rep_bias == "none":
         method = method.replace(unchosen="pool", rep_bias="log_size")
-    check_each_counts_once(*weights(method, 50, 0, "auto", equal="keys"))
+    check_each_counts_once(*weights(method, 50, 0, backend, equal="keys"))
 
 
 BASELINES = {"streaming_llm": (StreamingLLM, "sink"), "lm_infinite": (LMInfinite, "n_global")}

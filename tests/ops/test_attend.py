@@ -5,17 +5,13 @@ import math
 import pytest
 import torch
 from grids import CPU_BACKENDS, grid
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from oracles import oracle
-from two_sources import array_spans, two_sources
+from two_sources import TwoScales, array_spans, two_sources
 
 from condense.ops import Problem, RuleSpans, Source, UniformRule, api, attend, resolve_backend
 from condense.ops.backends import BACKENDS, Backend
-from condense.ops.tensors.per_row import at_least
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
-PROPERTY = settings(derandomize=True, deadline=None, max_examples=50)
 
 
 def sources(B, H, K, L, M, N, D=4, Dv=3, seed=0):
@@ -64,47 +60,6 @@ def test_attend_array_spans(backend, shape, per_head, with_bias):
     alone, none = attend(q, keys, spans, scale=0.6, backend=backend)
     torch.testing.assert_close(alone, want[0], **EXACT)
     assert none is None
-
-
-@PROPERTY
-@given(
-    chunk=st.integers(1, 6),
-    window=st.integers(0, 9),
-    entries=st.integers(1, 3),
-    max_chunks=st.none() | st.integers(0, 4),
-    band_start=st.lists(st.integers(0, 20), min_size=2, max_size=2),
-    band=st.integers(1, 30),
-    queries=st.integers(1, 30),
-    pads=st.lists(st.integers(0, 30), min_size=2, max_size=2),
-)
-def test_uniform_spans_and_hulls(chunk, window, entries, max_chunks, band_start, band, queries, pads):
-    """What the rule says, position by position; and each block's hull covers and is touched by what it sees."""
-    rule = UniformRule(chunk=chunk, window=window, entries=entries, max_chunks=max_chunks)
-    origin = torch.tensor(band_start)
-    # queries are the newest tokens of the band; those that it does not reach are padding
-    query_start = origin + band - queries
-    pads = torch.tensor([max(min(p, queries), -int(s), queries - band) for p, s in zip(pads, query_start, strict=True)])
-    spans = RuleSpans(rule, query_start, origin, pads)
-    condensed, exact = spans.at(0, queries, torch.device("cpu"))
-    assert not bool(condensed.lo.any())
-    arrays = [x.expand(2, 1, queries) for x in (condensed.hi, *exact)]
-    for b in range(2):
-        for i in range(queries):
-            t = int(query_start[b]) + i
-            closed = max(0, t + 1 - window) // chunk
-            kept = closed if max_chunks is None else min(closed, max_chunks)
-            want = (kept * entries, max(0, closed * chunk - band_start[b]), t + 1 - band_start[b])
-            want = (0, 0, 0) if i < int(pads[b]) else want
-            assert tuple(int(x[b, 0, i]) for x in arrays) == want
-    blocks = [(start, min(start + 7, queries)) for start in range(0, queries, 7)]
-    for (start, stop), (entries_hull, tokens) in zip(blocks, spans.hulls(blocks), strict=True):
-        last_entry, first, last = (x[:, 0, start:stop] for x in arrays)
-        seen = last > first
-        assert entries_hull == (0, int(last_entry.max()))
-        assert tokens.hi == int(last.max())
-        if bool(seen.any()):
-            assert tokens.lo <= int(first[seen].min())
-        assert 0 <= tokens.lo <= tokens.hi
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5])
@@ -207,38 +162,18 @@ def test_auto_leaves_plain_causal_attention_to_pytorch(monkeypatch):
     assert len(calls) == 2
 
 
-class _TwoScales:
-    """Groups of ``far`` tokens behind groups of ``near``, behind a window: three sources, in twelve lines."""
-
-    def __init__(self, near, far, window, reach):
-        self.near, self.far, self.window, self.reach = near, far, window, reach
-
-    def spans(self, seen):
-        """Far groups closed ``reach`` tokens behind the window, near groups from there on, then exact tokens."""
-        near = at_least(seen - self.window, 0) // self.near
-        far = at_least(seen - self.window - self.reach, 0) // self.far
-        return [(seen * 0, far), (far * (self.far // self.near), near), (near * self.near, seen)]
-
-
 @pytest.mark.parametrize("rows", [[0, 0], [0, 6]], ids=["rows alike", "left padding"])
 def test_two_scales_of_groups_are_a_rule_of_a_few_lines(backend, rows):
     """Mean keys of groups of 4 near and 16 far: each past token counts once, in one source, and nobody sees ahead."""
     L, near, far = 75, 4, 16
     pads = torch.tensor(rows)
     # the columns of all sources count from a row's first real token
-    spans = RuleSpans(_TwoScales(near, far, 7, 20), -pads, torch.tensor([0, 0]))
-    counts = torch.zeros(2, L, L)
-    for (lo, hi), size in zip(spans.at(0, L, torch.device("cpu")), (far, near, 1), strict=True):
-        group = torch.arange(L) // size
-        counts += (group >= lo[:, 0, :, None]) & (group < hi[:, 0, :, None])
-    for b, pad in enumerate(rows):
-        assert torch.equal(counts[b, pad:], (torch.arange(L) <= torch.arange(L - pad)[:, None]).float())
+    spans = RuleSpans(TwoScales(near, far, 7, 20), -pads, torch.tensor([0, 0]))
     # with the log of its size as bias, a group of equal keys counts as its tokens: dense attention over their means
     q, k, v = (
         torch.randn(2, n, L, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 2)
     )
     k = torch.ones_like(k)
-
     k, v = (torch.stack([row.roll(-pad, 1) for row, pad in zip(x, rows, strict=True)]) for x in (k, v))
 
     def means(x, size):

@@ -58,50 +58,6 @@ def draw(*shape, seed=0, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def by_definition(q, tail, windows):
-    """Every position of every window, one after another."""
-    out = torch.zeros(B, K, windows.num, D, dtype=q.dtype)
-    for b in range(B):
-        start, before, after = (int(x[b]) for x in windows[:3])
-        for j in range(windows.num):
-            positions = [
-                p for p in range(start + j * windows.stride, start + j * windows.stride + windows.size) if p >= 0
-            ]
-            for head in range(K):
-                queries = []
-                for p in positions:
-                    if p < before:
-                        queries.append(tail[b, head, Q - (before - p)])
-                    elif p < after:
-                        column = L - (after - p)
-                        queries.append(sum(q[b, head * 3 + r, column] for r in range(3)) / 3)
-                out[b, head, j] = sum(queries, torch.zeros(D, dtype=q.dtype)) / max(1, len(positions))
-    return out
-
-
-WINDOWS = {
-    "tiles": SummarySpans(numbers(3, 3), numbers(0, 0), numbers(23, 23), 5, 4, 4),
-    "last queries": SummarySpans(numbers(3, 3), numbers(0, 0), numbers(23, 23), 5, 1, 4),
-    "gaps": SummarySpans(numbers(2, 2), numbers(0, 0), numbers(23, 23), 4, 3, 5),
-    "overlap": SummarySpans(numbers(0, 0), numbers(0, 0), numbers(23, 23), 3, 9, 4),
-    "one at the end": SummarySpans(numbers(10, 10), numbers(0, 0), numbers(23, 23), 1, 13, 4),
-    "from the tail": SummarySpans(numbers(15, 15), numbers(20, 20), numbers(43, 43), 5, 6, 4),
-    "only the tail": SummarySpans(numbers(14, 14), numbers(20, 20), numbers(43, 43), 6, 1, 1),
-    "past the end": SummarySpans(numbers(38, 38), numbers(20, 20), numbers(43, 43), 3, 4, 4),
-    "rows apart": SummarySpans(numbers(15, 3), numbers(20, 8), numbers(43, 23), 4, 4, 4),
-    "before the rows' start": SummarySpans(numbers(-3, -12), numbers(0, 0), numbers(23, 17), 3, 10, 4),
-    "rows alike before their start": SummarySpans(numbers(-3, -3), numbers(0, 0), numbers(23, 23), 3, 10, 4),
-    "nothing new in a row": SummarySpans(numbers(15, 14), numbers(20, 20), numbers(43, 20), 6, 1, 1),
-}
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("windows", WINDOWS.values(), ids=WINDOWS)
-def test_summarize(windows, backend):
-    q, tail = draw(B, H, L, D), draw(B, K, Q if windows.before.max() else 0, D, seed=1)
-    torch.testing.assert_close(summarize(q, tail, windows, backend=backend), by_definition(q, tail, windows), **EXACT)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_mean_query_is_rounded_before_the_window_is_averaged(dtype, backend):

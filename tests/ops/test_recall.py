@@ -3,18 +3,15 @@
 Shapes: B rows, H query heads, K KV heads, L tokens, D and Dv widths, G groups of g tokens, w window.
 """
 
-import math
-
 import pytest
 import torch
 from grids import grid
 from oracles import oracle, oracle_recall
 
-from condense import Recall
+from condense import Recall, attention
 from condense.ops import attend_recall
 from condense.ops.recall import (
     ArrayChoice,
-    IndexChoice,
     Quota,
     RecallSources,
     build_index,
@@ -31,65 +28,30 @@ BACKENDS = ("reference", "torch")
 HEADS = {"ratio-1": (2, 2), "ratio-3": (6, 2), "ratio-7": (7, 1)}
 
 
-def tensors(H, K, L, *, seed=0, dtype=torch.float64, rows=B):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = ((rows, H, L, D), (rows, K, L, D), (rows, K, L, DV))
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+def tensors(H, K, L, *, dtype=torch.float64, rows=B):
+    return oracle.random_qkv(rows, H, K, L, D, DV, dtype=dtype)
 
 
-def left_aligned(x, pads, G, g):
-    """The groups' tokens ``[B, K, G, g, width]`` of right-aligned rows, zeros where a row has none."""
-    groups = x.new_zeros(x.shape[0], x.shape[1], G * g, x.shape[3])
-    for row, pad in enumerate(pads):
-        n = min((x.shape[2] - pad) // g, G) * g
-        groups[row, :, :n] = x[row, :, pad : pad + n]
-    return groups.unflatten(2, (G, g))
-
-
-def quota_of(r):
-    return r if isinstance(r, Quota) else Quota(r)
-
-
-def recall(q, k, v, *, g, w, r, pads=None, unchosen="pool", backend="torch", choice=None, lse=False):
+def check(q, k, v, *, g=4, w=5, r=2, unchosen="pool", backend="torch", pads=None):
     """Attention over a whole prompt of right-aligned rows."""
-    rows, L = q.shape[0], q.shape[2]
-    pads = [0] * rows if pads is None else pads
-    G = L // g
-    groups_k, groups_v = (left_aligned(x, pads, G, g) for x in (k, v))
-    entries = Source(groups_k.mean(3), groups_v.mean(3), math.log(g))
-    store = Source(groups_k.flatten(2, 3), groups_v.flatten(2, 3))
-    start = -torch.tensor(pads)
-    spans = RuleSpans(UniformRule(g, w), start, start)
-    if choice is None:
-        choice = IndexChoice(q.detach(), build_index(groups_k), SCALE, quota_of(r))
-    sources, options = RecallSources(entries, store, Source(k, v), spans), {"backend": backend, "return_lse": lse}
-    out = attend_recall(q, sources, choice, scale=SCALE, unchosen=unchosen, **options)
-    return out if lse else out[0]
-
-
-def definition(q, k, v, *, g, w, r, unchosen="pool"):
     method = Recall(group_size=g, window=w, num_recall=r, unchosen=unchosen)
-    return oracle.attention(q, k, v, method=method, scale=SCALE)
+    padding = None if pads is None else torch.tensor(pads)
+    settings = {"method": method, "scale": SCALE}
+    got = attention(q, k, v, padding=padding, backend=backend, return_lse=True, **settings)
+    torch.testing.assert_close(got, oracle.attention(q, k, v, padding=pads, **settings), **EXACT)
 
 
 @grid(6, heads=HEADS, unchosen=["pool", "drop"], backend=BACKENDS)
 def test_against_plain_loops(heads, unchosen, backend):
-    H, K = heads
-    q, k, v = tensors(H, K, 23)
-    want = definition(q, k, v, g=4, w=5, r=2, unchosen=unchosen)
-    got = recall(q, k, v, g=4, w=5, r=2, unchosen=unchosen, backend=backend, lse=True)
-    torch.testing.assert_close(got, want, **EXACT)
+    check(*tensors(*heads, 23), unchosen=unchosen, backend=backend)
 
 
 @pytest.mark.parametrize(("g", "w"), [(1, 0), (1, 3), (3, 0), (4, 9), (6, 2)])
 def test_other_groups_and_windows(g, w, monkeypatch):
     """In blocks of seven queries, the last of one query alone: it gathers its groups."""
     monkeypatch.setattr(torch_recall, "_BLOCK", 7)
-    q, k, v = tensors(2, 1, 29)
-    want = definition(q, k, v, g=g, w=w, r=3)
     for backend in BACKENDS:
-        got = recall(q, k, v, g=g, w=w, r=3, backend=backend, lse=True)
-        torch.testing.assert_close(got, want, **EXACT)
+        check(*tensors(2, 1, 29), g=g, w=w, r=3, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -97,33 +59,13 @@ def test_rows_that_start_apart(backend, monkeypatch):
     """Groups count from a row's first real token; padding, whatever is in it, sees nothing."""
     monkeypatch.setattr(torch_recall, "_BLOCK", 10)
     q, k, v = tensors(4, 2, 31, rows=3)
-    pads = [0, 13, 31]
     q[1, :, :13] = torch.nan
-    out, lse = recall(q, k, v, g=4, w=5, r=2, pads=pads, backend=backend, lse=True)
-    for row, pad in enumerate(pads):
-        assert bool((out[row, :, :pad] == 0).all())
-        assert bool((lse[row, :, :pad] == -math.inf).all())
-        mine = [x[row : row + 1, :, pad:] for x in (q, k, v)]
-        want = definition(*mine, g=4, w=5, r=2)
-        torch.testing.assert_close((out[row : row + 1, :, pad:], lse[row : row + 1, :, pad:]), want, **EXACT)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_past_token_counts_once(backend, monkeypatch):
-    """Equal keys and values that name their position: a query's output is the mean of what it has read."""
-    monkeypatch.setattr(torch_recall, "_BLOCK", 16)
-    L, g, w = 53, 4, 6
-    q, k = torch.zeros(1, 3, L, D).double(), torch.zeros(1, 3, L, D).double()
-    v = torch.eye(L).double().expand(1, 3, L, L)
-    mask = torch.rand(1, 3, L, L // g, generator=torch.Generator().manual_seed(1)) < 0.5
-    out = recall(q, k, v, g=g, w=w, r=None, choice=ArrayChoice(mask), backend=backend)
-    want = torch.ones(L, L).tril().double() / torch.arange(1, L + 1)[:, None]
-    torch.testing.assert_close(out, want.expand(1, 3, L, L), **EXACT)
+    check(q, k, v, pads=[0, 13, 31], backend=backend)
 
 
 def test_the_choice_carries_no_gradient():
     q, k, v = tensors(2, 1, 11)
-    index = build_index(left_aligned(k.requires_grad_(), [0, 0], 5, 2))
+    index = build_index(k[:, :, :10].requires_grad_().unflatten(2, (5, 2)))
     assert not any(x.requires_grad for x in index)
     assert not index_scores(q.requires_grad_(), index, SCALE).requires_grad
 
@@ -201,19 +143,19 @@ def test_memory_is_linear(monkeypatch):
         q, k, v = tensors(1, 1, L, rows=1, dtype=torch.float32)
         largest.append(0)
         with Sizes():
-            recall(q, k, v, g=8, w=16, r=4)
+            attention(q, k, v, method=Recall(group_size=8, window=16, num_recall=4))
     assert largest[1] <= 2.2 * largest[0]
 
 
 def test_bad_input():
     q, k, v = tensors(2, 1, 8)
-    with pytest.raises(ValueError, match="unchosen must"):
-        recall(q, k, v, g=4, w=1, r=1, unchosen="keep")
-    with pytest.raises(ValueError, match="backend must"):
-        recall(q, k, v, g=4, w=1, r=1, backend="cuda")
-    with pytest.raises(ValueError, match=r"backend 'triton' .*; use backend='torch'"):  # no CUDA, or float64
-        recall(q, k, v, g=4, w=1, r=1, backend="triton")
-    three, mask = Source(k[:, :, :3], v[:, :, :3]), torch.ones(2, 1, 8, 3, dtype=torch.bool)
-    spans = RuleSpans(UniformRule(4, 1), 0, 0)
-    with pytest.raises(ValueError, match="store must hold"):
-        attend_recall(q, RecallSources(three, Source(k, v), Source(k, v), spans), ArrayChoice(mask), scale=1.0)
+    for entries, options, message in (
+        (2, {"unchosen": "keep"}, "unchosen must"),
+        (2, {"backend": "cuda"}, "backend must"),
+        (2, {"backend": "triton"}, r"backend 'triton' .*; use backend='torch'"),  # no CUDA, or float64
+        (3, {}, "store must hold"),
+    ):
+        of_groups, choice = Source(k[:, :, :entries], v[:, :, :entries]), ArrayChoice(torch.ones(2, 1, 8, entries) > 0)
+        sources = RecallSources(of_groups, Source(k, v), Source(k, v), RuleSpans(UniformRule(4, 1), 0, 0))
+        with pytest.raises(ValueError, match=message):
+            attend_recall(q, sources, choice, scale=1.0, **options)

@@ -1,43 +1,10 @@
-"""Numbers by row and random choices: the same however they are asked for."""
+"""Numbers by row and random choices, which are the same however they are asked for."""
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from condense.ops import RuleSpans, SummarySpans, UniformRule
-from condense.ops.tensors.per_row import (
-    as_rows,
-    at_least,
-    at_most,
-    broadcast_rows,
-    int_if_equal,
-    map_rows,
-    max_row,
-    min_row,
-)
 from condense.ops.tensors.sampling import scramble
-
-NUMBERS = st.lists(st.integers(-9, 9), min_size=1, max_size=3)
-
-
-@given(numbers=NUMBERS, bound=st.integers(-9, 9))
-def test_every_operation_is_that_of_each_row(numbers, bound):
-    x, B = int_if_equal(torch.tensor(numbers)), len(numbers)
-    assert isinstance(x, int) == (len(set(numbers)) == 1)
-    assert as_rows(x, B).tolist() == numbers
-    assert as_rows(at_least(x, bound), B).tolist() == [max(n, bound) for n in numbers]
-    assert as_rows(at_most(x, bound), B).tolist() == [min(n, bound) for n in numbers]
-    assert as_rows(map_rows(lambda n: n * n, x), B).tolist() == [n * n for n in numbers]
-    assert (min_row(x), max_row(x)) == (min(numbers), max(numbers))
-    assert (torch.zeros(B, 2, 3, dtype=torch.int64) + broadcast_rows(x, 3))[:, 1, 2].tolist() == numbers
-
-
-@given(seen=st.integers(0, 99), window=st.one_of(st.none(), st.integers(0, 9)), most=st.one_of(st.none(), st.just(3)))
-def test_a_rule_says_the_same_of_ints_and_tensors(seen, window, most):
-    rule = UniformRule(chunk=4, window=window, entries=2, max_chunks=most)
-    for ask in (rule.closed, rule.visible_entries, lambda n: rule.pooled(n, 3)):
-        assert ask(torch.tensor([seen])).tolist() == [ask(seen)]
 
 
 @pytest.mark.parametrize(("other", "agree"), [(5, True), (6, False)])

@@ -7,11 +7,10 @@ import torch
 from oracles import oracle
 from oracles.cases import METHODS
 from speed.budget import judge
-from two_sources import array_spans, as_arrays, two_sources
+from two_sources import TwoScales, array_spans, as_arrays, two_sources
 
 import condense
 from condense.ops import ArraySpans, RuleSpans, Source, Span, UniformRule, attend
-from condense.ops.tensors.per_row import at_least
 from condense.ops.triton import attend as triton_attend
 from condense.ops.triton import attend_call, limits
 
@@ -210,14 +209,6 @@ def test_without_a_gradient_the_function_inside_the_operation_runs():
     assert all(torch.equal(x, y) for x, y in zip(direct, by_operation, strict=True))
 
 
-class _TwoScales:
-    """Groups of 16 tokens behind groups of 4, behind a window: three sources."""
-
-    def spans(self, seen):
-        near, far = at_least(seen - 7, 0) // 4, at_least(seen - 27, 0) // 16
-        return [(seen * 0, far), (far * 4, near), (near * 4, seen)]
-
-
 def _drawn(sizes, B, K, L):
     """Spans that never move back, drawn per row and head; the first queries see nothing."""
     generator = torch.Generator().manual_seed(0)
@@ -237,7 +228,7 @@ def test_any_number_of_sources_within_budget(kind):
     sizes = numbers[kind]
     spans = _drawn(sizes, B, K, L)
     if kind == "two scales":
-        spans = RuleSpans(_TwoScales(), torch.tensor([0, -13]), torch.tensor([0, 0]))
+        spans = RuleSpans(TwoScales(4, 16, 7, 20), torch.tensor([0, -13]), torch.tensor([0, 0]))
     q = oracle.random_qkv(B, H, K, L, D, D, dtype=dtype)[0]
     keys = [
         x for n, size in enumerate(sizes) for x in oracle.random_qkv(B, K, K, size, D, D, dtype=dtype, seed=n + 1)[1:]
