@@ -3,11 +3,9 @@
 Parity, causality, gradients and settings are those of every method; see `cases.PLANS` and `cases.SELECTIONS`.
 """
 
-import pytest
 import torch
 from grids import CPU_BACKENDS, grid
 from layers import extend
-from methods.test_laws import dense
 from oracles import cases, oracle, oracle_dga
 
 import condense
@@ -20,20 +18,6 @@ EXACT = {"rtol": 1e-12, "atol": 1e-12}
 SELECT = DGA(group_size=4, gamma=0.2, min_focal=3, selection="prompt", num_recent=3, num_random=4)
 
 
-def test_a_chunk_is_ranked_by_the_scale_that_weighs_its_group(backend):
-    """Ranks turn with the sign of the attention's scale."""
-    method = DGA(group_size=2, gamma=0.5)
-    q, k, v = oracle.random_qkv(1, 1, 1, 4, 4, 3)
-    q, k = torch.ones_like(q), torch.tensor([1.0, 3.0, 2.0, 0.0], dtype=q.dtype)[:, None].expand_as(k)
-    out = condense.attention(q, k, v, method=method, scale=-0.5, backend=backend)
-    focal, members = 0, [1, 2]
-    logits = -0.5 * 4 * k[0, 0, members, 0]
-    entry = logits.softmax(0) @ torch.stack([k[0, 0, members, 0], *v[0, 0, members].unbind(1)], dim=1)
-    keys = torch.stack([k[0, 0, focal, 0], entry[0], k[0, 0, 3, 0]])
-    values = torch.stack([v[0, 0, focal], entry[1:], v[0, 0, 3]])
-    torch.testing.assert_close(out[0, 0, 3], (-0.5 * 4 * keys).softmax(0) @ values, **EXACT)
-
-
 @grid(4, backend=CPU_BACKENDS, method=cases.SELECTIONS)
 def test_prompts_of_every_length(backend, method):
     """Remainders of every size, and prompts that are all focal."""
@@ -41,17 +25,6 @@ def test_prompts_of_every_length(backend, method):
         q, k, v = oracle.random_qkv(1, 4, 2, length, 3, 2, seed=length)
         got = condense.attention(q, k, v, method=method, backend=backend, return_lse=True)
         torch.testing.assert_close(got, oracle.attention(q, k, v, method=method), **EXACT)
-
-
-@pytest.mark.parametrize("method", [DGA(selection="prompt"), SELECT.replace(min_focal=40), SELECT.replace(gamma=1)])
-def test_all_focal_is_dense(backend, method):
-    q, k, v = oracle.random_qkv(2, 4, 2, 41, 4, 4)
-    torch.testing.assert_close(condense.attention(q, k, v, method=method, backend=backend), dense(q, k, v), **EXACT)
-    sources, past = extend(method.replace(allow_future=True), None, q, k, v, scale=0.5)
-    assert sources.spans.is_causal(41, 41)
-    assert past.entries[0].shape[2] == 41
-    assert torch.equal(past.entries[0], k)
-    assert past.entries[0].data_ptr() != k.data_ptr()
 
 
 def chunk(method, k, summary):

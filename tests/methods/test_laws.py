@@ -15,7 +15,6 @@ from oracles import cases, oracle
 
 import condense
 from condense import CCA, DGA, LCA, Dense, LMInfinite, Recall, StreamingLLM
-from condense.ops.torch import recall as torch_recall
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=40)
@@ -29,7 +28,8 @@ def run(method, backend, q, k, v, **options):
     return condense.attention(q, k, v, method=method, backend=backend, padding=PADDING, **options)
 
 
-def check_earlier_outputs(backend, method, dtype):
+@grid(100, backend=CPU_BACKENDS, method=cases.PLANS | RECALLS, dtype=[torch.float64, torch.float32, torch.bfloat16])
+def test_a_changed_token_leaves_earlier_outputs_bit_equal(backend, method, dtype):
     inputs = oracle.random_qkv(2, 4, 2, LENGTH, 4, 4, dtype=dtype)
     # without the log-sum-exp the torch backend may take another way
     before = run(method, backend, *inputs), *run(method, backend, *inputs, return_lse=True)
@@ -41,19 +41,6 @@ def check_earlier_outputs(backend, method, dtype):
         for x, y in zip(before, after, strict=True):
             assert torch.equal(x[:, :, :t], y[:, :, :t])
         assert not torch.equal(before[0][:, :, t], after[0][:, :, t])
-
-
-@grid(36, backend=CPU_BACKENDS, method=cases.PLANS, dtype={"float64": torch.float64, "bfloat16": torch.bfloat16})
-def test_a_changed_token_leaves_earlier_outputs_bit_equal(backend, method, dtype):
-    check_earlier_outputs(backend, method, dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-@pytest.mark.parametrize("method", RECALLS.values(), ids=RECALLS)
-def test_a_changed_token_leaves_earlier_outputs_of_recall_bit_equal(method, backend, dtype, monkeypatch):
-    monkeypatch.setattr(torch_recall, "_BLOCK", 16)
-    check_earlier_outputs(backend, method, dtype)
 
 
 def weights(method, length, pads, backend, *, equal="queries"):
@@ -113,10 +100,8 @@ def test_each_past_token_counts_once(backend, methods, data, length, pads, equal
     check_each_counts_once(*weights(data.draw(methods), length, pads, backend, equal=equal))
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("method", RECALLS.values(), ids=RECALLS)
-def test_each_past_token_counts_once_in_a_group_open_or_not(method, backend, monkeypatch):
-    monkeypatch.setattr(torch_recall, "_BLOCK", 16)
+def test_each_past_token_counts_once_in_a_group_open_or_not(method, backend):
     method = method.replace(entry_bits=16)
     if method.unchosen == "drop" or method.rep_bias == "none":
         method = method.replace(unchosen="pool", rep_bias="log_size")
@@ -154,12 +139,15 @@ LIMITS = [
     StreamingLLM(sink=64, window=1),
     LMInfinite(n_global=0, window=100),
     Recall(group_size=4, window=6, num_recall=99),
+    DGA(selection="prompt"),
+    DGA(group_size=4, selection="prompt", gamma=0.2, min_focal=64),
+    DGA(group_size=4, selection="prompt", gamma=1),
 ]
 
 
 @pytest.mark.parametrize("method", LIMITS, ids=str)
 def test_limits_are_ordinary_causal_attention(backend, method):
-    """A window over all, all tokens kept, all groups open."""
+    """A window over all, all tokens kept, all groups open, all tokens focal."""
     for heads, length in ((6, 1), (2, 2), (4, 31), (6, 64)):
         q, k, v = oracle.random_qkv(2, heads, 2, length, 8, 6)
         got = condense.attention(q, k, v, method=method, backend=backend)

@@ -150,10 +150,10 @@ def test_extend_any_method_any_chunks(data):
     check_rows(method, steps, data.draw(st.sampled_from(["torch", "reference"])))
 
 
-@pytest.mark.parametrize("method", cases.PLANS.values(), ids=cases.PLANS)
+@pytest.mark.parametrize("method", (cases.PLANS | cases.SELECTIONS).values(), ids=cases.PLANS | cases.SELECTIONS)
 def test_extend_keeps_nothing_of_the_callers(method):
     data = rows([30])
-    want = oracle.attention(*data[0], method=method)[0][:, :, 29:]
+    want = oracle.attention(*data[0], method=method, prompt=29)[0][:, :, 29:]
     q, k, v = (x[:, :, :29].contiguous() for x in data[0])
     _, past = extend(method, None, q, k, v, scale=SCALE)
     for x in (q, k, v):

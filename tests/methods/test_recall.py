@@ -53,15 +53,6 @@ def test_stored_latents_in_fewer_bits_are_read_alike(bits):
     torch.testing.assert_close(absorbed, expanded, **EXACT)
 
 
-def test_what_it_cannot_do_is_refused():
-    q, k, v = oracle.random_qkv(1, 2, 1, 40, 4, 4)
-    method = METHODS["two-open"]
-    with pytest.raises(ValueError, match="backend"):
-        condense.attention(q, k, v, method=method, backend="triton")
-    with pytest.raises(ValueError, match=r"scale must be > 0 for Recall, .*, got -0\.5"):
-        condense.attention(q, k, v, method=method, scale=-0.5)
-
-
 ROUNDED = {"rtol": 1e-10, "atol": 1e-10}
 SMALL = {"group_size": 4, "window": 5, "num_recall": 2}
 ENTRIES = {
@@ -102,12 +93,6 @@ def test_stored_bits_are_those_of_the_open_groups(bits, backend):
     want = exact.attend(q, context._replace(extra=(*index, tokens)), scale=0.7, backend=backend)[0]
     torch.testing.assert_close(out, want, **ROUNDED)
     assert not torch.equal(out, condense.attention(q, k, v, method=exact, scale=0.7, backend=backend))
-
-
-def test_stored_bits_have_no_gradient():
-    inputs = [x.requires_grad_() for x in oracle.random_qkv(1, 4, 2, 34, 6, 4)]
-    with pytest.raises(ValueError, match="keeps no gradients of stored tokens: train with store_bits=16"):
-        condense.attention(*inputs, method=Recall(**SMALL, store_bits=8))
 
 
 def test_a_static_cache_without_room_for_a_group_is_read_in_pieces():
@@ -194,24 +179,19 @@ def test_a_turn_with_more_padding_than_tokens_is_dense(layer):
     torch.testing.assert_close(out[:, :, 40:], want[:, :, 40:], **CLOSE)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
-def test_generate_reads_its_prompt_as_a_dense_model(name, cache):
-    model, ids = tiny.model(name), tiny.tokens(1, 61)
-    settings = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    want = model.generate(ids, **settings).logits
-    with condense.use(model, DENSE_FIRST):
-        exact = model.generate(ids, cache_implementation=cache, **settings).logits
-    with condense.use(model, RECALLING):
-        recalled = model.generate(ids, cache_implementation=cache, **settings).logits
-    torch.testing.assert_close(exact[0], want[0], rtol=0, atol=1e-9)
-    assert not torch.allclose(recalled[0], want[0], rtol=0, atol=1e-6)
-
-
-def test_it_is_not_for_training():
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        (RECALLING, {"backend": "triton"}, "backend"),
+        (RECALLING, {"scale": -0.5}, r"scale must be > 0 for Recall, .*, got -0\.5"),
+        (RECALLING.replace(store_bits=8), {}, "keeps no gradients of stored tokens: train with store_bits=16"),
+        (DENSE_FIRST, {}, "train with prompt='recall'"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(method, options, message):
     q, k, v = (x.requires_grad_() for x in oracle.random_qkv(1, 2, 2, 40, 8, 8))
-    with pytest.raises(ValueError, match="train with prompt='recall'"):
-        condense.attention(q, k, v, method=DENSE_FIRST)
+    with pytest.raises(ValueError, match=message):
+        condense.attention(q, k, v, method=method, **options)
 
 
 def test_inspect_says_so():
