@@ -5,13 +5,9 @@ from dataclasses import MISSING, fields
 from importlib.resources import files
 from pathlib import Path
 
-import pytest
 import torch
 
 import condense
-from condense.cli.compare import DEMO_METHODS
-from condense.demo import demo_prompt
-from condense.evaluate.compare import compare
 from condense.results import plain
 from condense.train import PhaseConfig
 from condense.train.recipes import demo_model as recipe
@@ -43,17 +39,3 @@ def test_the_recipe_is_the_one_that_made_the_model(tmp_path):
     for phase in (x for x in made if x["method"] is not None):
         phase["method"] = condense.Method.parse(phase["method"]).to_dict()
     assert made == plain(config.phases)
-
-
-@pytest.mark.slow  # cli/test_commands.py asks the same model for one number
-def test_demo_model_answers_dense_recalling_and_condensed_and_a_window_does_not():
-    model, tokenizer = condense.demo_model()
-    prompt = demo_prompt()
-    dense, recalled, condensed, dropped = compare(
-        model, tokenizer, list(map(condense.Method.parse, DEMO_METHODS)), prompt, max_new_tokens=6
-    )
-    assert dense.correct == recalled.correct == condensed.correct == len(prompt.questions) == 8
-    assert dropped.correct is not None
-    assert dropped.correct <= 2
-    assert condensed.cache_bytes < dense.cache_bytes / 7
-    assert recalled.device_bytes < dense.device_bytes / 3

@@ -86,16 +86,6 @@ def test_imports_point_down(unit):
         assert not wrong, f"{path.relative_to(SOURCE)} must not import {sorted(wrong)}"
 
 
-def test_arrows_have_no_circle():
-    def reach(unit, seen=()):
-        assert unit not in seen, f"circle {[*seen, unit]}"
-        for other in ARROWS[unit]:
-            reach(other, (*seen, unit))
-
-    for unit in ARROWS:
-        reach(unit)
-
-
 # folders of `ops` that are a backend, each with what it may import of `ops` besides itself and the shared modules
 BACKENDS: dict[str, set[str]] = {"reference": set(), "torch": set(), "triton": set(), "hopper": {"triton"}}
 

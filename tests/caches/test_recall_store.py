@@ -15,8 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 import condense
-from condense.caches import CondensedLayer, StaticCondensedLayer, read_request, static
-from condense.ops import NewToken
+from condense.caches import CondensedLayer, StaticCondensedLayer, static
 from condense.ops.step.state import pinned_zeros
 from condense.ops.triton import limits
 
@@ -197,32 +196,6 @@ def test_more_groups_than_kernels_choose_from_are_refused_before_memory_is_taken
     layer._take_memory(k, k, M=limits.MAX_GROUPS, W=8)
     with pytest.raises(ValueError, match=r"up to 32,768 groups, got room for 32,769 .a larger group_size"):
         layer._take_memory(k, k, M=limits.MAX_GROUPS + 1, W=8)
-
-
-FEW = {
-    "three-open": METHOD,
-    "two-open": condense.Recall(group_size=6, window=9, num_recall=2),
-    "g-1": condense.Recall(group_size=1, window=3, num_recall=5),
-    "no-window": condense.Recall(group_size=3, window=0, num_recall=2),
-}
-
-
-@pytest.mark.parametrize("few", FEW.values(), ids=FEW)
-def test_latents(few):
-    """One KV head whose values are the first columns of its keys: absorbed queries, steps and chunks."""
-    static, width = StaticCondensedLayer(few, 90), 4
-    q, k, _ = (x[:, : H if i == 0 else 1] for i, x in enumerate(_qkv(90)))
-    no_v = k[..., :0]
-    request = read_request(q[:, :, :40], scale=SCALE, latent_width=width)
-    static.read(k[:, :, :40], no_v[:, :, :40], request)
-    steps = [
-        static.step(NewToken(*(x[:, :, i : i + 1] for x in (q, k, no_v))), scale=SCALE, latent_width=width)
-        for i in range(40, 90)
-    ]
-    want = condense.attention(q, k, k[..., :width], method=few, scale=SCALE, backend="reference")
-    assert_close(torch.cat(steps, dim=2), want[:, :, 40:], **EXACT)
-    assert static.buffers.entries_v.numel() == 0
-    assert static.buffers.store.shape[3] == D
 
 
 FIRST = {

@@ -1,11 +1,11 @@
-"""Programs that people have: a text-generation pipeline with a streamer, and embeddings of long documents."""
+"""A program that people have: a text-generation pipeline with a streamer."""
 
 import threading
 
 import pytest
 import torch
 from small_models import saved_with_tokenizer, tiny_llama
-from transformers import AutoModel, AutoModelForCausalLM, TextIteratorStreamer, pipeline
+from transformers import AutoModelForCausalLM, TextIteratorStreamer, pipeline
 
 import condense
 
@@ -36,32 +36,3 @@ def test_a_pipeline_streams_what_generate_writes(saved):
     thread.start()
     assert "".join(streamer) == texts[0]
     thread.join()
-
-
-@torch.no_grad()
-def test_embeddings_of_long_documents_by_the_last_hidden_state(saved):
-    encoder = AutoModel.from_pretrained(saved, dtype=torch.float32).eval()
-    generator = torch.Generator().manual_seed(0)
-    long, short = (torch.randint(5, 300, (1, n), generator=generator) for n in (400, 150))
-
-    def embed(ids, mask=None):
-        return encoder(ids, attention_mask=mask, use_cache=False).last_hidden_state[:, -1]
-
-    padded = torch.cat([torch.zeros(1, 250, dtype=torch.int64), short], dim=1)
-    mask = torch.cat(
-        [torch.ones(1, 400, dtype=torch.int64), torch.cat([torch.zeros(1, 250), torch.ones(1, 150)], 1).long()]
-    )
-    both = embed(torch.cat([long, padded]), mask)
-    torch.testing.assert_close(both[:1], embed(long), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(both[1:], embed(short), rtol=1e-4, atol=1e-5)
-    # in pieces, through a cache that stays small
-    cache = None
-    for part in long.split(90, dim=1):
-        output = encoder(part, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-    torch.testing.assert_close(output.last_hidden_state[:, -1], both[:1], rtol=1e-4, atol=1e-5)
-    assert condense.cache_nbytes(cache) < 400 * 2 * 2 * 16 * 4 / 2, "half of a dense cache's bytes"
-    # the far beginning is heard, through entries
-    changed = long.clone()
-    changed[0, :40] = torch.randint(5, 300, (40,), generator=generator)
-    assert not torch.allclose(embed(changed), both[:1], rtol=1e-4, atol=1e-5)

@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
+from layers import tensors_of
 from models import tiny
 from transformers import DynamicCache
 
 import condense
+from condense.models.inspect import inspect
 
 ROWS = [tiny.tokens(1, n, seed=n)[0] for n in (39, 26, 32, 3)]
 
@@ -39,6 +41,13 @@ def test_crop_is_exact_after_the_prompt_and_refused_inside(llama):
         with pytest.raises(ValueError, match=f"{count} tokens reach into the prompt of 30 tokens"):
             full.crop(-count)
     torch.testing.assert_close(tiny.in_chunks(llama, ids[:, 30:50], (20,), prompt), want, **tiny.EXACT)
+
+
+def test_bytes_are_those_that_inspect_counts(llama):
+    reports = inspect(llama, tiny.SELECT, 30, itemsize=8)
+    held = sum(x.nbytes for layer in tiny.filled(llama, tiny.tokens(1, 30)).layers for x in tensors_of(layer.state))
+    assert held == sum(report.bytes for report in reports)
+    assert all(report.flops < report.dense_flops and report.remark is None for report in reports)
 
 
 def _first(*tokens):

@@ -276,17 +276,6 @@ def test_a_share_of_the_tasks_ends_early_with_fewer_numbers(tokenizer, corpus):
     assert max(n for n, size in zip(answers, ends, strict=True) if size < 400) <= max(answers) / 4
 
 
-def test_held_out_words_never_enter_training(tokenizer, corpus):
-    words = load_words()
-    builder = SequenceBuilder(tokenizer, corpus, words.trained, 512)
-    phase = PhaseConfig(name="p", steps=10, sequence_length=512, batch_size=4, task_share=1.0)
-    dataset = TrainingSequences([builder], phase, seed=(0,))
-    for index in range(len(dataset)):
-        text = tokenizer.decode(dataset[index]["input_ids"])
-        named = [line.split()[4:6] for line in text.split("\n") if line.startswith("The number of the ")]
-        assert not {word.strip("?") for pair in named for word in pair} & set(words.held_out)
-
-
 def test_master_copies_keep_small_steps():
     model = torch.nn.Linear(4, 4, bias=False).to(torch.bfloat16)
     with torch.no_grad():

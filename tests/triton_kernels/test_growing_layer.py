@@ -158,48 +158,59 @@ def test_steps_and_chunks_equal_extend(method, ragged):
     "name", ["cca", "lca", "lca-9-queries", "dga-streaming", "dga-prompt", "streaming-llm", "recall"]
 )
 def test_tokens_are_taken_back_in_the_middle_of_steps(name):
-    """Up to the slack, across group boundaries; others stood in their slots and entries. Then chunks and steps."""
+    """Up to the slack, across group boundaries; others stood in their slots and entries. Then chunks and steps, and all
+    of it from the start.
+    """
     layers = pair(EITHER[name])
     agree(layers, 31, 0)
-    for count, L in ((1, 3), (SLACK, SLACK), (4, 9), (7, 7)):
+    # the interpreter takes longest for Recall's steps
+    few = name == "recall" and DEVICE == "cpu"
+    for count, L in ((1, 3), (SLACK, 5), (4, 5)) if few else ((1, 3), (SLACK, SLACK), (4, 9), (7, 7)):
         for i in range(L):
             agree(layers, 1, 100 + i)
         for layer in layers:
             layer.crop(-count)
         assert layers[0]._ring is not None
         _same_numbers(*layers)
-    for seed, L in enumerate((1, 1, 1, 5, *[1] * 4)):
+    for seed, L in enumerate((1, 1, 1, 5, *[1] * (1 if few else 4))):
         agree(layers, L, 200 + seed)
     _same_numbers(*layers)
-
-
-def test_a_crop_beyond_the_slack_changes_nothing():
-    layers = pair(METHODS["lca"])
-    for L in (40, 1, 1):
+    for layer in layers:
+        layer.reset()
+        assert layer.state is None
+        assert layer.keys is None
+    for L in (11, 1, 1, 1):
         agree(layers, L, L)
+
+
+REFUSED = {
+    "beyond the slack": (lambda layer: layer.crop(-39), "propose fewer tokens"),
+    "more than seen": (lambda layer: layer.crop(-46), "more than the 45 seen"),
+    "padding": (lambda layer: layer.crop(-4), "include padding"),
+    "dtype": (
+        lambda layer: read_by(layer, [x.double() for x in draw_tokens(1)]),
+        r"wanted torch.float32, .* got torch.float64; .* autocast",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused_and_unchanged_among_steps(call, message):
+    """With one token of padding among the steps."""
+    layers = pair(METHODS["lca"])
+    counts = torch.tensor([1, 0]) if message == "include padding" else None
+    for i, L in enumerate((40, 1, 1, 1, 1, 1)):
+        agree(layers, L, i, counts if i == 2 else None)
     state = [x.clone() for x in layers[0]._ring.buffers]
     for layer in layers:
-        with pytest.raises(ValueError, match="propose fewer tokens"):
-            layer.crop(-39)
-        with pytest.raises(ValueError, match="more than the 42 seen"):
-            layer.crop(-43)
+        with pytest.raises(ValueError, match=message):
+            call(layer)
     assert all(torch.equal(x, y) for x, y in zip(state, layers[0]._ring.buffers, strict=True))
-    for i in range(6):
-        agree(layers, 1, i)
-
-
-def test_crop_stops_at_padding_among_steps():
-    layers = pair(METHODS["cca"])
-    agree(layers, 20, 0)
-    agree(layers, 1, 1, torch.tensor([1, 0]))
-    for i in range(3):
-        agree(layers, 1, i)
     for layer in layers:
-        with pytest.raises(ValueError, match="include padding"):
-            layer.crop(-4)
         layer.crop(-3)
     _same_numbers(*layers)
-    agree(layers, 1, 9)
+    for i in range(3):
+        agree(layers, 1, 9 + i)
 
 
 CHANGES = {
@@ -355,19 +366,6 @@ def test_a_past_is_its_own():
     assert all(torch.equal(x, y) for x, y in zip(tensors_of(before), kept, strict=True))
 
 
-def test_reset_in_the_middle_of_steps():
-    layers = pair(METHODS["dga-prompt"])
-    for L in (20, 1, 1):
-        agree(layers, L, L)
-    for layer in layers:
-        layer.reset()
-        assert layer.state is None
-        assert layer.keys is None
-    for L in (11, 1, 1, 1):
-        agree(layers, L, L)
-    assert cache_nbytes(_cache_of(layers[0])) > 0
-
-
 @pytest.mark.parametrize("name", ["lca", "host"])
 def test_a_copy_goes_its_own_way(name):
     layers = pair(EITHER[name])
@@ -416,17 +414,6 @@ def test_a_past_made_in_inference_mode_goes_on_outside():
     assert layers[0]._ring is not None
     with torch.inference_mode():
         agree(layers, 1, 10)
-
-
-def test_another_dtype_is_refused():
-    layers = pair(METHODS["cca"])
-    for L in (20, 1):
-        agree(layers, L, L)
-    wide = [x.double() for x in draw_tokens(1)]
-    assert not layers[0].can_step(*wide[1:])
-    with pytest.raises(ValueError, match=r"wanted torch.float32, .* got torch.float64; .* autocast"):
-        read_by(layers[0], wide)
-    agree(layers, 1, 2)
 
 
 def test_a_first_token_is_a_prompt(method):

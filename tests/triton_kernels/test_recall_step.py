@@ -6,7 +6,7 @@ kernel opened other groups, the scores are compared.
 
 import pytest
 import torch
-from step_states import RECALLS, check_slots, empty, own_by, step_settings, with_store
+from step_states import RECALLS, empty, own_by, step_settings
 from step_states import token_at as new_token
 
 from condense import Recall
@@ -284,29 +284,3 @@ def test_refusals():
     bad = new._replace(real=torch.ones(2, dtype=torch.bool))
     with pytest.raises(ValueError, match="real must be"):
         triton_step.step(StepCall(bad, state, settings, scale=1.0))
-
-
-def test_slots(scratch):
-    """The same bits as without, and the slots of the definition; on a GPU many."""
-    L, slots = (1200, 300) if DEVICE == "cuda" else (14, 6)
-    method = RECALLS["g-1-opened"].replace(num_recall=L - 170) if L > 14 else RECALLS["g-1-opened"]
-    settings, (q, k, v) = step_settings(method), random_qkv(1, 2, 1, L, 16, 24)
-    kinds = [with_store(settings, slots=n) for n in (0, slots)]
-    made = {"rows": 1, "dtype": torch.float32, "device": DEVICE}
-    *states, theirs = (empty(kind, L, 1, (16, 24), **made) for kind in (*kinds, kinds[1]))
-    for t in range(L):
-        counter = torch.tensor(t, device=DEVICE)
-        new = new_token((q, k, v), t)._replace(real=torch.tensor([t % 7 != 5], device=DEVICE), counter=counter)
-        calls = [StepCall(new, state, kind, scale=SCALE) for kind, state in zip(kinds, states, strict=True)]
-        if t < L - 14:
-            for call in (*calls, StepCall(new, theirs, kinds[1], scale=SCALE)):
-                torch_step.step(call, own_by(settings))
-            continue
-        outs = [triton_step.step(call) for call in calls]
-        assert int(counter) == t + len(states)
-        assert all(torch.equal(out, outs[0]) for out in outs)
-        torch_step.step(StepCall(new, theirs, kinds[1], scale=SCALE), own_by(settings))
-        for state in states:
-            check_slots(state, settings.rule.chunk)
-        assert torch.equal(states[1].held, theirs.held)
-        assert torch.equal(states[1].order, theirs.order)

@@ -65,27 +65,39 @@ def test_latents(latent, D, bits, pooling, scratch):  # noqa: F811
     compare(*random_qkv(1, 20, 1, 30, D, 0), settings, scratch, latent=latent)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_slots_hold_pieces(bits, scratch):  # noqa: F811
-    """The same bits as without slots, and the slots of the definition; a row pauses."""
-    settings, (q, k, v) = with_fields("two-open", store_bits=bits), random_qkv(1, 2, 1, 30, 16, 24)
-    kinds = [with_store(settings, slots=n) for n in (0, 3)]
+# settings, tokens, slots, and how many of the last tokens the kernels take: the interpreter is slow
+SLOTS = {
+    "tokens": (with_fields("g-1-opened"), 14, 6, 14),
+    "8 bits": (with_fields("two-open", store_bits=8), 30, 3, 10),
+    "4 bits": (with_fields("two-open", store_bits=4), 30, 3, 10),
+}
+if CUDA:
+    many = step_settings(RECALLS["g-1-opened"].replace(num_recall=1030))
+    SLOTS |= {"many": (many, 1200, 300, 14), "8 bits": (*SLOTS["8 bits"][:3], 30), "4 bits": (*SLOTS["4 bits"][:3], 30)}
+
+
+@pytest.mark.parametrize(("settings", "L", "slots", "last"), SLOTS.values(), ids=SLOTS)
+def test_slots(settings, L, slots, last, scratch):  # noqa: F811
+    """The same bits as without, and the slots of the definition; a row pauses."""
+    (q, k, v), kinds = random_qkv(1, 2, 1, L, 16, 24), [with_store(settings, slots=n) for n in (0, slots)]
     made = {"rows": 1, "dtype": torch.float32, "device": DEVICE}
-    *states, theirs = (empty(kind, 30, 1, (16, 24), **made) for kind in (*kinds, kinds[1]))
-    for t in range(30):
-        new = new_token((q, k, v), t)._replace(real=torch.tensor([t % 7 != 5], device=DEVICE))
-        if t < 20 and not CUDA:  # what the interpreter takes longest for is not asked
-            for kind, state in zip((*kinds, kinds[1]), (*states, theirs), strict=True):
-                torch_step.step(StepCall(new, state, kind, scale=SCALE), own_by(kind))
-            continue
+    *states, theirs = (empty(kind, L, 1, (16, 24), **made) for kind in (*kinds, kinds[1]))
+    for t in range(L):
+        counter = torch.tensor(t, device=DEVICE)
+        new = new_token((q, k, v), t)._replace(real=torch.tensor([t % 7 != 5], device=DEVICE), counter=counter)
         calls = [StepCall(new, state, kind, scale=SCALE) for kind, state in zip(kinds, states, strict=True)]
+        if t < L - last:
+            for call in (*calls, StepCall(new, theirs, kinds[1], scale=SCALE)):
+                torch_step.step(call, own_by(settings))
+            continue
         outs = [triton_step.step(call) for call in calls]
-        torch_step.step(StepCall(new, theirs, kinds[1], scale=SCALE), own_by(settings))
+        assert int(counter) == t + len(states)
         assert torch.equal(*outs)
+        torch_step.step(StepCall(new, theirs, kinds[1], scale=SCALE), own_by(settings))
         for state in states:
             check_slots(state, settings.rule.chunk)
-        assert torch.equal(states[1].held, theirs.held)
-        assert torch.equal(states[1].slots, theirs.slots)
+        for name in ("held", "order", "slots"):
+            assert torch.equal(getattr(states[1], name), getattr(theirs, name))
 
 
 def exactly(state, settings, D, Dv, dtype):
