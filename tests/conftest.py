@@ -56,7 +56,6 @@ DEAR = {
     },
     "triton_kernels/test_paged_step.py": {"steps_are_within_the_budget": 3},
     "triton_kernels/test_pool.py": {"chunks_give_what_one_call_gives": 3, "pooling": 18, "summaries": 16},
-    "triton_kernels/test_recall_latents.py": {"a_prompt_is_what_it_is_with_any_entries": 1},
     "triton_kernels/test_recall_prefill.py": {"choice_output_and_gradients": 4, "compiled_as_one_graph": 1},
     "triton_kernels/test_recall_step.py": {
         "every_step_against_the_definition": 4, "heads_share_a_choice": 2, "widths": 3,

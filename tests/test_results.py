@@ -78,13 +78,18 @@ def test_the_umask_says_who_may_read_a_file(umask, mode, tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == mode
 
 
-def test_an_interrupt_leaves_nothing(tmp_path, monkeypatch):
-    def interrupt(*args, **kwargs):
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(KeyboardInterrupt(), ""), (OSError(28, "No space left on device"), r"No space left on device: '.*/r\.json'")],
+    ids=["interrupt", "full"],
+)
+def test_what_stops_the_writing_leaves_nothing_and_a_full_disk_is_named(tmp_path, monkeypatch, error, said):
+    def stop(*args, **kwargs):
         args[1].write('{"half')
-        raise KeyboardInterrupt
+        raise error
 
-    monkeypatch.setattr(json, "dump", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(json, "dump", stop)
+    with pytest.raises(type(error), match=said):
         write_results(tmp_path / "r.json", {"a": 1})
     assert list(tmp_path.iterdir()) == []
 
@@ -102,15 +107,6 @@ def test_an_interrupt_while_a_file_gets_its_name_leaves_it_whole(tmp_path, monke
     (left,) = tmp_path.iterdir()
     assert left.suffix == ".part"
     assert json.loads(left.read_text())["results"] == {"a": 1}
-
-
-def test_a_full_disk_is_named(tmp_path, monkeypatch):
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(json, "dump", full)
-    with pytest.raises(OSError, match=r"No space left on device: '.*/r\.json'"):
-        write_results(tmp_path / "r.json", {"a": 1})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -80,15 +80,6 @@ def test_without_times_too_few_numbers_in_a_size_are_said(tmp_path):
     assert json.loads((tmp_path / "a.json").read_text())["calibration"]["chosen"]["times"] is None
 
 
-def test_methods_by_layer(saved, tmp_path):
-    results = tmp_path / "layers.json"
-    common = ("--model", str(saved), "--length", "1000", "--json", str(results), "--overwrite")
-    for given in (("recall@-1", "cca@rest"), ("recall@2+cca@0-1",)):
-        ran("inspect", *common, *(f"--method={text}" for text in given))
-        layers = json.loads(results.read_text())["results"]["layers"]
-        assert [layer["method"]["method"] for layer in layers] == ["cca", "cca", "recall"]
-
-
 def test_a_copy_of_a_text_is_not_held_out(saved, tmp_path):
     lines = condense.demo.demo_text().text.splitlines()[:40]
     for name in ("a.txt", "b.txt"):

@@ -95,15 +95,3 @@ def test_generate_with_a_static_cache_compiled_by_transformers(choice):
     assert out.past_key_values.is_compileable
     assert hasattr(model, "_compiled_call")
     agree(out.sequences, generate(model, ids, mask, 60, cache_implementation="dynamic"), model, mask)
-
-
-def test_a_graph_leaves_the_state_where_the_prompt_left_it():
-    """Warming up and capturing read tokens; none of them may be seen afterwards."""
-    model = condense.apply(tiny.model("llama", torch.float32).to("cuda"), METHODS["cca"])
-    decoder = condense.GraphDecoder(model, batch_size=1, max_length=200)
-    ids = tiny.tokens(1, 90).cuda()
-    decoder.prefill(ids)
-    assert [int(layer.num_slots) for layer in decoder.cache.layers] == [90] * tiny.NUM_LAYERS
-    decoder.step(ids[:, 0])
-    assert [layer.buffers.seen.tolist() for layer in decoder.cache.layers] == [[91]] * tiny.NUM_LAYERS
-    assert int(decoder._positions) == 91

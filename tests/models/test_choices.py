@@ -45,15 +45,6 @@ def test_methods_as_text_and_layers_from_the_last():
     assert condensed_layers(model) == dict.fromkeys((2, 0), tiny.CCA)
 
 
-def test_an_allocation_in_a_file(tmp_path):
-    model = condense.apply(tiny.model("llama"), NAMED["rest"])
-    path = tmp_path / "allocation.json"
-    path.write_text(json.dumps(model.config.condense))
-    again = condense.apply(tiny.model("llama"), f"@{path}")
-    assert condensed_layers(again) == condensed_layers(model)
-    assert again.config.condense == model.config.condense
-
-
 @pytest.mark.parametrize("choice", [tiny.CCA, {"rest": tiny.CCA}], ids=["all", "rest"])
 def test_layers_with_a_sliding_window_are_left_out_and_listed(choice, caplog):
     model = tiny.model("qwen2-mixed")
@@ -92,8 +83,6 @@ BAD = {
     "no-file": ("@missing.json", "method: no such file: missing.json"),
     "text": ("cda", "method must be one of"),
     "class": (condense.CCA, NO_METHOD),
-    "unknown-name": ({"method": "mystery"}, "method must be one of"),
-    "unknown-field": ({"method": "cca", "groups": 3}, "cca: unknown settings"),
 }
 LAYERS = {
     "too-high": ([0, 3], "layers must be indices from 0 to 2, got 3"),

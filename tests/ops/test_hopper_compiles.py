@@ -124,26 +124,19 @@ def read_prompt(attend, q, k, v, asked, keys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [64, 128])
-def test_the_kernels_of_a_prompt(width, compiled, for_a_gpu, monkeypatch):
-    """Those for Hopper: they fit, and tensor cores multiply."""
+@pytest.mark.parametrize("widths", [(64,), (128,), (192, 128, 576), (96, 64, 288)], ids=str)
+def test_the_kernels_of_a_prompt(widths, compiled, for_a_gpu, monkeypatch):
+    """Those for Hopper, and on latents Triton's: they fit, and tensor cores multiply."""
     from condense.ops.hopper import attend as hopper_attend
-
-    monkeypatch.setattr(hopper_attend, "gpu_of", lambda device: host.Gpu((9, 0), 132))
-    q, k = (torch.zeros(1, heads, 2048, width, dtype=torch.bfloat16) for heads in (8, 2))
-    read_prompt(hopper_attend.attend_recall, q, k, k, q, k)
-    assert len(compiled) == 7
-    assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
-    assert sum("wgmma.mma_async" in kernel.asm["ptx"] for kernel in compiled) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("widths", [(192, 128, 576), (96, 64, 288)], ids=str)
-def test_the_kernels_of_a_prompt_on_latents(widths, compiled, for_a_gpu):
     from condense.ops.triton import recall_attend
 
-    q, v, latents = (torch.zeros(1, 4, 2048, width, dtype=torch.bfloat16) for width in widths)
-    read_prompt(recall_attend.attend_recall, q, q, v, latents, latents[:, :1])
+    monkeypatch.setattr(hopper_attend, "gpu_of", lambda device: host.Gpu((9, 0), 132))
+    if len(widths) == 1:
+        q, k = (torch.zeros(1, heads, 2048, *widths, dtype=torch.bfloat16) for heads in (8, 2))
+        read_prompt(hopper_attend.attend_recall, q, k, k, q, k)
+    else:
+        q, v, latents = (torch.zeros(1, 4, 2048, width, dtype=torch.bfloat16) for width in widths)
+        read_prompt(recall_attend.attend_recall, q, q, v, latents, latents[:, :1])
     assert len(compiled) == 7
     assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
     assert sum("wgmma.mma_async" in kernel.asm["ptx"] for kernel in compiled) == 2

@@ -19,17 +19,11 @@ from condense.ops.triton import limits
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 GRID = {
-    "g-1": condense.LCA(group_size=1, window=3),
     "g-1-window-0": condense.CCA(group_size=1, window=0, rep_bias="log_size"),
-    "window-0": condense.CCA(group_size=4, window=0),
-    "window-0-streaming": condense.LCA(group_size=4, window=0),
     "window-below-g": condense.LCA(group_size=7, window=5, rep_bias="log_size"),
-    "more-queries-than-g": condense.LCA(group_size=4, window=6, num_summary_queries=9),
     "more-queries-than-tokens": condense.LCA(group_size=2, window=1, num_summary_queries=11),
     "fewer-queries": condense.CCA(group_size=6, window=8, summary="streaming", num_summary_queries=2),
     "select-max": condense.CCA(group_size=4, window=8, key_pooling="select", value_pooling="max"),
-    "no-scores": condense.CCA(group_size=4, window=8, key_pooling="max", value_pooling="mean"),
-    "no-sinks": condense.StreamingLLM(sink=0, window=9),
 }
 METHODS = cases.PLANS | GRID | RECALLS | {"dropped": RECALLS["three-open"].replace(unchosen="drop")}
 B, H, K, D, DV = 2, 4, 2, 6, 5

@@ -24,13 +24,6 @@ def test_text_round_trips(tokenizer, sample):
     assert tokenizer.decode(_ids(tokenizer, sample)) == sample
 
 
-@pytest.mark.parametrize("sample", SAMPLES)
-def test_pieces_that_end_at_newlines_equal_the_whole(tokenizer, sample):
-    pieces = sample.split("\n")
-    pieces = [piece + "\n" for piece in pieces[:-1]] + pieces[-1:]
-    assert sum((_ids(tokenizer, piece) for piece in pieces), []) == _ids(tokenizer, sample)  # noqa: RUF017
-
-
 def test_digits_and_newlines_stand_alone(tokenizer):
     texts = [tokenizer.decode([index]) for index in range(2, len(tokenizer))]
     assert all(text in ("\n", "0") or len(text) == 1 for text in texts if "\n" in text or any(map(str.isdigit, text)))

