@@ -19,9 +19,8 @@ def grid(count, /, *fixtures, **axes):
     assert count < len(product), f"{count} of {len(product)} cells: parametrize by all of them"
     names = ["-".join(map(str, ids)) for ids in product]
     cells = [(names[i], product[i]) for i in sorted(covering(names, [set(enumerate(ids)) for ids in product], count))]
-    values = [
-        pytest.param(*(named[axis][x] for axis, x in zip(named, ids, strict=True)), id=name) for name, ids in cells
-    ]
+    cells = [(name, [named[axis][x] for axis, x in zip(named, ids, strict=True)]) for name, ids in cells]
+    values = [pytest.param(*cell, id=name) for name, cell in cells]
     return pytest.mark.parametrize(list(named), values, indirect=[x for x in named if x in ("backend", *fixtures)])
 
 

@@ -24,6 +24,10 @@ RECALLS = {
     "all-open": _RECALL.replace(num_recall=99),
     "a-third": _RECALL.replace(num_recall=1 / 3),
 }
+# focal tokens of whole prompts
+SELECT = condense.DGA(
+    selection="prompt", group_size=4, gamma=0.5, min_focal=5, num_recent=3, num_random=4, rep_bias="log_size"
+)
 
 
 def empty(settings, length, K, widths, *, rows=2, dtype=torch.float64, spare=0, entries=None, device="cpu"):
@@ -84,4 +88,15 @@ def check_slots(state, g):
                 assert torch.equal(slots[slot * g : (slot + 1) * g], store[group * g : (group + 1) * g])
 
 
-__all__ = ["RECALLS", "call_of", "check_slots", "empty", "own_by", "own_of", "step_settings", "token_at", "with_store"]
+__all__ = [
+    "RECALLS",
+    "SELECT",
+    "call_of",
+    "check_slots",
+    "empty",
+    "own_by",
+    "own_of",
+    "step_settings",
+    "token_at",
+    "with_store",
+]

@@ -157,6 +157,4 @@ def test_export_of_a_forward_without_a_cache():
     model, ids = condense.apply(tiny.model("llama", num_hidden_layers=1), METHODS["cca"]), tiny.tokens()
     exported = torch.export.export(model, (), {"input_ids": ids, "use_cache": False}, strict=False).module()
     with torch.no_grad():
-        torch.testing.assert_close(
-            exported(input_ids=ids, use_cache=False).logits, model(input_ids=ids, use_cache=False).logits
-        )
+        torch.testing.assert_close(*(each(input_ids=ids, use_cache=False).logits for each in (exported, model)))

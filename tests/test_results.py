@@ -80,7 +80,7 @@ def test_the_umask_says_who_may_read_a_file(umask, mode, tmp_path):
 
 @pytest.mark.parametrize(
     ("error", "said"),
-    [(KeyboardInterrupt(), ""), (OSError(28, "No space left on device"), r"No space left on device: '.*/r\.json'")],
+    [(KeyboardInterrupt(), None), (OSError(28, "No space left on device"), r"No space left on device: '.*/r\.json'")],
     ids=["interrupt", "full"],
 )
 def test_what_stops_the_writing_leaves_nothing_and_a_full_disk_is_named(tmp_path, monkeypatch, error, said):

@@ -88,9 +88,7 @@ def _of_head(method, q, k, weights, block):
 def _lines(method, weights, L, N, block):
     seen, last = torch.zeros(L, L, dtype=torch.bool), weights[-64:]
     columns = last.sum(0)
-    distances = torch.tensor(
-        [sum(last[r, L - 64 + r - o].item() for r in range(64) if L - 64 + r >= o) for o in range(L)]
-    )
+    distances = torch.tensor([sum(last[r, L - 64 + r - o] for r in range(64) if L - 64 + r >= o) for o in range(L)])
     columns[:30], distances[:100] = math.inf, math.inf
     seen[:, columns.argsort(descending=True, stable=True)[: method.vertical]] = True
     for o in [*distances.argsort(descending=True, stable=True)[: method.slash].tolist(), 0]:

@@ -37,9 +37,7 @@ def test_what_does_not_agree_is_not_timed(monkeypatch):
 
 def test_figures_are_of_the_named_method_and_the_model_is_stock_again():
     model = tiny.model("llama")
-    dense, cca = (
-        generate.measured(model, Cell.parse(f"60={name}"), 4) for name in ("dense", "cca:group_size=4,window=8")
-    )
+    dense, cca = (generate.measured(model, Cell.parse(f"60={x}"), 4) for x in ("dense", "cca:group_size=4,window=8"))
     assert len(cca["steps_ms"]) == 4
     assert cca["device_cache_bytes"] < dense["device_cache_bytes"]
     assert not condense.models.condensed_layers(model)

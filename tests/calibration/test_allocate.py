@@ -54,10 +54,11 @@ def test_nothing_that_fits_loses_less(seed):
     assert total(costs, best) == min(total(costs, each) for each in EVERY if total(sizes, each) <= room)
 
 
-def test_the_smallest_fit_exactly_of_equals_a_layer_has_the_smaller_and_sizes_are_rounded_up_to_small_steps():
+def test_problems_by_hand():
     costs, sizes = {0: [0.0, 0.1], 1: [0.0, 0.2]}, {0: [10**9, 7], 1: [10**9, 11]}
     assert best_within(costs, sizes, 18) == {0: 1, 1: 1}
     assert best_within({0: [0.0, 0.0, 1.0]}, {0: [30, 20, 10]}, 100) == {0: 1}
+    # sizes are rounded up to small steps
     costs = {i: [0.0, 1.0] for i in range(3)}
     sizes = {i: [2**30 + 1, 1] for i in range(3)}
     # in steps of 2 ** 17 bytes: two large ones need two steps more than their bytes

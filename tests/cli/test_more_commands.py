@@ -50,9 +50,7 @@ def _commands(group, path=()):
 
 
 # "run" is left out: it hands --help on to its program. Dots after a comma mean more values, not text cut off.
-@pytest.mark.parametrize(
-    "command", [path for path in _commands(typer.main.get_command(app)) if path != ("run",)], ids=str
-)
+@pytest.mark.parametrize("command", [x for x in _commands(typer.main.get_command(app)) if x != ("run",)], ids=str)
 def test_help_is_whole_at_80_columns(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     lines = run_here(*command, "--help").stdout.splitlines()
@@ -86,9 +84,8 @@ def test_eval_without_the_harness_says_what_to_install(monkeypatch, tmp_path):
 
 def test_recipes_says_what_each_setting_of_adapt_is(monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
-    lines = {
-        line.split()[0]: " ".join(line.split()[1:]) for line in run_here("recipes", "adapt").stdout.splitlines()[5:]
-    }
+    shown = run_here("recipes", "adapt").stdout.splitlines()[5:]
+    lines = {line.split()[0]: " ".join(line.split()[1:]) for line in shown}
     assert {*ADAPT_FIELDS} <= {*lines}
     assert lines["steps"] == "1000 optimizer steps."
     assert lines["group_sizes"].startswith("4, 8 the method's group sizes at the start")

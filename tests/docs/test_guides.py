@@ -169,9 +169,7 @@ def test_it_runs_and_shows_what_it_says(capsys):
     sources = ["".join(cell["source"]) for cell in document["cells"] if cell["cell_type"] == "code"]
     assert "CHARACTERS, STEPS, LENGTH =" in sources[0]
     # a reader sees what it gives without running it
-    assert all(
-        cell["outputs"] for cell in document["cells"] if cell["cell_type"] == "code" and cell["execution_count"] > 1
-    )
+    assert all(x["outputs"] for x in document["cells"] if x["cell_type"] == "code" and x["execution_count"] > 1)
     names = {}
     for source in [CHEAP, *sources[1:]]:
         exec(compile(source, str(NOTEBOOK), "exec"), names)

@@ -52,9 +52,8 @@ def weights(method, length, pads, backend, *, equal="queries"):
         k, q = torch.ones_like(k) * k[:, :, :1], q * 0.1
     v = torch.zeros(1, 1, length + pads, length, dtype=torch.float64)
     v[0, 0, pads:] = torch.eye(length, dtype=torch.float64)
-    out, lse = condense.attention(
-        q, k, v, method=method, backend=backend, padding=torch.tensor([pads]), return_lse=True
-    )
+    padding = torch.tensor([pads])
+    out, lse = condense.attention(q, k, v, method=method, backend=backend, padding=padding, return_lse=True)
     offset = 0 if equal == "queries" else (q @ k[:, :, -1:].mT)[..., 0] * 4**-0.5
     return out[0, 0, pads:], (lse - offset)[0, 0, pads:]
 

@@ -41,9 +41,8 @@ def read_in_steps(method, data, steps, backend):
             for x, whole in zip((q, k, v), data[b], strict=True):
                 x[b, :, L - n :] = whole[0, :, position[b] : position[b] + n]
             position[b] += n
-        sources, past = extend(
-            method, past, q, k, v, scale=SCALE, plan=ForwardPlan(L, torch.tensor(counts)), backend=backend
-        )
+        plan = ForwardPlan(L, torch.tensor(counts))
+        sources, past = extend(method, past, q, k, v, scale=SCALE, plan=plan, backend=backend)
         out, lse = method.attend(q, sources, scale=SCALE, backend=backend, return_lse=True)
         for b, n in enumerate(counts):
             outs[b].append(out[b, :, L - n :])

@@ -13,9 +13,7 @@ from condense import Reread
 from condense.methods.reread import largest_weights
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"share": 0.5, "window": 0}, {"sink": 0, "window": 0}, {"share": 0}, {"share": 1}]
-)
+@pytest.mark.parametrize("settings", [{}, {"share": 0.5, "window": 0}, {"sink": 0, "window": 0}, {"share": 1}])
 def test_the_choice_is_that_of_the_definition(settings):
     method = Reread(**({"share": 0.25, "sink": 2, "window": 3} | settings))
     generator = torch.Generator().manual_seed(0)

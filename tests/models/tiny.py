@@ -191,9 +191,8 @@ def in_chunks(model, ids, sizes, cache=None, mask=None):
     for start, end in zip([0, *ends], ends, strict=False):
         so_far = None if mask is None else mask[:, :end]
         positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)[:, start:end]
-        out = model(
-            ids[:, start:end], past_key_values=cache, attention_mask=so_far, position_ids=positions, use_cache=True
-        )
+        given = {"past_key_values": cache, "attention_mask": so_far, "position_ids": positions}
+        out = model(ids[:, start:end], use_cache=True, **given)
         cache = out.past_key_values
         parts.append(out.logits)
     return torch.cat(parts, dim=1)

@@ -69,9 +69,8 @@ def test_plain_causal_attention_takes_any_scale(backend, L, scale):
     q, *rest = sources(2, 4, 2, L, 0, 9, D=4, Dv=4)
     spans = RuleSpans(UniformRule(chunk=4, window=None), 9 - L, 0)
     last = torch.arange(10 - L, 10).expand(2, 2, L)
-    want = oracle.entries_and_window(
-        q, *rest, (torch.zeros_like(last), torch.zeros_like(last), last), scale=scale, bias=None
-    )
+    bounds = (torch.zeros_like(last), torch.zeros_like(last), last)
+    want = oracle.entries_and_window(q, *rest, bounds, scale=scale, bias=None)
     for return_lse in (False, True):
         out, _ = attend(q, two_sources(*rest), spans, scale=scale, backend=backend, return_lse=return_lse)
         torch.testing.assert_close(out, want[0], **EXACT)
@@ -170,9 +169,7 @@ def test_two_scales_of_groups_are_a_rule_of_a_few_lines(backend, rows):
     # the columns of all sources count from a row's first real token
     spans = RuleSpans(TwoScales(near, far, 7, 20), -pads, torch.tensor([0, 0]))
     # with the log of its size as bias, a group of equal keys counts as its tokens: dense attention over their means
-    q, k, v = (
-        torch.randn(2, n, L, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 2)
-    )
+    q, k, v = oracle.random_qkv(2, 4, 2, L, 4, 4)
     k = torch.ones_like(k)
     k, v = (torch.stack([row.roll(-pad, 1) for row, pad in zip(x, rows, strict=True)]) for x in (k, v))
 

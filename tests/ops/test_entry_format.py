@@ -115,9 +115,8 @@ def test_errors_of_stored_tokens_are_at_most_half_a_step_and_a_rounding(bits, dt
             continue
         error = (y.unflatten(2, (3, 4)).double() - x.double()).abs()
         # a position is computed in float32, and off by some 2 ** -24 of up to 255
-        allowed = (
-            steps(x, dim, bits, dtype) * (0.5 + 2**-15) + x.double().abs().amax(dim, True) * torch.finfo(dtype).eps
-        )
+        rounding = x.double().abs().amax(dim, True) * torch.finfo(dtype).eps
+        allowed = steps(x, dim, bits, dtype) * (0.5 + 2**-15) + rounding
         assert bool((error <= allowed).all())
 
 

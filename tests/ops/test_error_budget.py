@@ -36,9 +36,8 @@ def test_output_within_twice_the_eager_error(backend, name, shape, dtype, logits
     assert bool((errors(out, want) <= budget).all())
     assert bool((errors(condense.attention(q, k, v, method=method, backend=backend), want) <= budget).all())
     # the log-sum-exp is a scaled dot product of representatives in dtype: one rounding each, averaged by the weights
-    wide = (
-        torch.finfo(dtype).eps * (q.double().norm(dim=-1).amax() * k.double().norm(dim=-1).amax()) * q.shape[3] ** -0.5
-    )
+    largest = q.double().norm(dim=-1).amax() * k.double().norm(dim=-1).amax()
+    wide = torch.finfo(dtype).eps * largest * q.shape[3] ** -0.5
     assert errors(lse, want_lse)[0] <= wide
 
 

@@ -49,9 +49,8 @@ def test_poisoned_padding_reaches_nothing(backend, method, pads, poison):
         dirty.append(y.requires_grad_())
     results = []
     for inputs in (clean, dirty):
-        out, lse = condense.attention(
-            *inputs, method=method, backend=backend, padding=torch.tensor(pads), return_lse=True
-        )
+        padding = torch.tensor(pads)
+        out, lse = condense.attention(*inputs, method=method, backend=backend, padding=padding, return_lse=True)
         loss = out.square().sum() + lse.masked_fill(lse == -torch.inf, 0).sum()
         results.append((out, lse, *torch.autograd.grad(loss, inputs)))
     for x, y in zip(*results, strict=True):
@@ -71,9 +70,8 @@ def test_rows_that_see_nothing(backend, shape):
     inputs[0].fill_(torch.nan)
     inputs = [x.requires_grad_() for x in inputs]
     none = torch.zeros(1, 1, L, dtype=torch.int64)
-    out, lse = attend(
-        inputs[0], two_sources(*inputs[1:]), array_spans(none, none, none), scale=0.5, backend=backend, return_lse=True
-    )
+    sources, spans = two_sources(*inputs[1:]), array_spans(none, none, none)
+    out, lse = attend(inputs[0], sources, spans, scale=0.5, backend=backend, return_lse=True)
     assert bool((out == 0).all())
     assert bool((lse == -torch.inf).all())
     for grad in torch.autograd.grad(out.sum(), inputs):
@@ -118,9 +116,8 @@ def test_huge_logits(backend, method, dtype):
     """Logits in the hundreds: finite, and gradients too."""
     q, k, v = oracle.random_qkv(2, 4, 2, 60, 8, 8, dtype=dtype)
     inputs = [x.requires_grad_() for x in (q * 50, k, v)]
-    out, lse = condense.attention(
-        *inputs, method=method, backend=backend, padding=torch.tensor([0, 11]), return_lse=True
-    )
+    padding = torch.tensor([0, 11])
+    out, lse = condense.attention(*inputs, method=method, backend=backend, padding=padding, return_lse=True)
     (out.float().square().sum() + lse[:, :, 11:].sum()).backward()
     assert bool(out.isfinite().all())
     assert bool(lse[:, :, 11:].isfinite().all())
@@ -170,9 +167,8 @@ def test_recomputed_blocks_give_the_same_gradients(monkeypatch, dtype):
     for limit in (0, 10**9):
         monkeypatch.setattr(torch_attend, "_MAX_KEPT", limit)
         inputs = [x.requires_grad_() for x in oracle.random_qkv(2, 4, 2, 60, 4, 4, dtype=dtype)]
-        out, lse = condense.attention(
-            *inputs, method=METHOD, backend="torch", return_lse=True, padding=torch.tensor([0, 21])
-        )
+        padding = torch.tensor([0, 21])
+        out, lse = condense.attention(*inputs, method=METHOD, backend="torch", return_lse=True, padding=padding)
         loss = out.float().square().sum() + lse[lse > -torch.inf].sum()
         results.append((out, lse, *torch.autograd.grad(loss, inputs)))
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))

@@ -125,19 +125,16 @@ def test_encoding_is_kept_on_disk(text_file, tokenizer, tmp_path, monkeypatch):
 
 
 def test_another_tokenizer_of_the_same_vocabulary_encodes_anew(text_file, tokenizer, tmp_path):
-    settings = json.loads(tokenizer.backend_tokenizer.to_str())
-    settings["model"]["merges"].reverse()
-    reversed_merges = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(settings)), eos_token=tokenizer.eos_token
-    )
-    settings = json.loads(tokenizer.backend_tokenizer.to_str())
-    settings["normalizer"] = {"type": "Lowercase"}
-    lower_case = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(settings)), eos_token=tokenizer.eos_token
-    )
-    other_separator = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer.backend_tokenizer, eos_token=tokenizer.convert_ids_to_tokens(5)
-    )
+    def changed(change):
+        settings = json.loads(tokenizer.backend_tokenizer.to_str())
+        change(settings)
+        inner = Tokenizer.from_str(json.dumps(settings))
+        return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=tokenizer.eos_token)
+
+    reversed_merges = changed(lambda settings: settings["model"]["merges"].reverse())
+    lower_case = changed(lambda settings: settings.update(normalizer={"type": "Lowercase"}))
+    separator = tokenizer.convert_ids_to_tokens(5)
+    other_separator = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token=separator)
     load_corpus([text_file], tokenizer, tmp_path)
     for other in (reversed_merges, lower_case, other_separator):
         assert other.get_vocab() == tokenizer.get_vocab()

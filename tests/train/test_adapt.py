@@ -171,9 +171,7 @@ def test_wrong_types(tmp_path, line, message):
     path = tmp_path / "recipe.toml"
     path.write_text(line)
     with pytest.raises(ValueError, match=message):
-        RECIPES["adapt"](
-            [tmp_path / "a"], tmp_path / "b", **{"pretrained": "base", "method": "cca"} | read_recipe(path)
-        )
+        config(tmp_path, **read_recipe(path))
 
 
 def test_the_record_tells_what_is_trained_and_shares_of_the_data_apart(tmp_path):

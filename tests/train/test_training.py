@@ -206,9 +206,7 @@ def test_what_cannot_be_trained_leaves_nothing(text_file, tmp_path):
         ("mistral-sliding", condense.CCA(), "has sliding windows in all layers"),
     ],
 )
-def test_a_method_that_cannot_be_trained_is_refused_before_work(
-    name, method, message, text_file, tmp_path, monkeypatch
-):
+def test_a_method_that_cannot_be_trained_is_refused(name, method, message, text_file, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "prepare", lambda *_: pytest.fail("began to work"))
     tiny.config(name).save_pretrained(tmp_path / "base")
     adapted = RECIPES["adapt"]([text_file], tmp_path / "adapted", pretrained=tmp_path / "base", method=method)
@@ -393,9 +391,7 @@ def test_bad_data(config, tmp_path):
     empty.write_text("")
     with pytest.raises(ValueError, match="documents: wanted at least one document with text"):
         run_training(dataclasses.replace(config, data=(empty,)))
-    with pytest.raises(
-        ValueError, match=r"keys: wanted at most 1200, as names are pairs of 2400 words, got \(1, 1201\)"
-    ):
+    with pytest.raises(ValueError, match=r"keys: wanted at most 1200, as .* of 2400 words, got \(1, 1201\)"):
         run_training(_one_phase(config, config.output, keys=(1, 1201)))
     assert not config.work.exists()
     with pytest.raises(ValueError, match="until: wanted one of dense, mixed, got 'third'"):

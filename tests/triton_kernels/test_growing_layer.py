@@ -12,6 +12,7 @@ import pytest
 import torch
 from layers import draw, read, tensors_of
 from oracles import cases
+from step_states import SELECT
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import DynamicCache
 
@@ -25,14 +26,10 @@ from condense.ops.triton.launch import Prepared
 from condense.state import SLACK
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SELECT = condense.DGA(
-    selection="prompt", group_size=4, gamma=0.5, min_focal=5, num_recent=3, num_random=4, rep_bias="log_size"
-)
 NAMES = (
-    "cca", "lca", "lca-9-queries", "lca-1-query", "lca-4-bits", "lca-mean-max", "dga-all-focal", "dga-streaming-log_size",
-    "streaming_llm", "dense",
-)  # fmt: skip
-METHODS = {name: cases.PLANS[name] for name in NAMES} | {
+    "cca lca lca-9-queries lca-1-query lca-4-bits lca-mean-max dga-all-focal dga-streaming-log_size streaming_llm dense"
+)
+METHODS = {name: cases.PLANS[name] for name in NAMES.split()} | {
     "cca-window-0": condense.CCA(group_size=3, window=0, rep_bias="log_size"),
     "prompt-summary": condense.CCA(group_size=4, window=6, summary="prompt"),
     "dga-prompt": SELECT,

@@ -141,9 +141,8 @@ def test_every_step_against_the_definition(name, scratch):
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (7, 1)], ids=str)
 @pytest.mark.parametrize("unchosen", ["pool", "drop"])
 def test_heads_share_a_choice(heads, unchosen, scratch):
-    compare(
-        *random_qkv(1, *heads, 33, 16, 16), step_settings(RECALLS["three-open"].replace(unchosen=unchosen)), scratch
-    )
+    settings = step_settings(RECALLS["three-open"].replace(unchosen=unchosen))
+    compare(*random_qkv(1, *heads, 33, 16, 16), settings, scratch)
 
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)

@@ -9,7 +9,7 @@ import torch
 from layers import extend
 from oracles import cases, oracle
 from speed.budget import judge
-from step_states import empty
+from step_states import SELECT, empty
 from two_sources import attend_to
 
 import condense
@@ -199,9 +199,6 @@ def test_goes_on_from_a_prefill_as_the_reference_does(method, B, heads, start, s
         assert torch.equal(state.ring_v[:, :, slot], qkv[2][:, :, t])
 
 
-SELECT = condense.DGA(
-    selection="prompt", group_size=4, gamma=0.5, min_focal=5, num_recent=3, num_random=4, rep_bias="log_size"
-)
 SELECTIONS = {
     "select": SELECT,
     "select-no-bias": SELECT.replace(rep_bias="none"),
@@ -214,9 +211,8 @@ SELECTIONS = {
 def after_prompts(method, q, k, v, lengths, tokens):
     """Past and buffers after prompts of so many tokens, read at once; NaN where nothing was written."""
     counts, L = torch.tensor(lengths), max(lengths)
-    _, past = extend(
-        method, None, *columns((q, k, v), 0, L), scale=0.3, plan=ForwardPlan(L, counts), backend="reference"
-    )
+    now, plan = columns((q, k, v), 0, L), ForwardPlan(L, counts)
+    _, past = extend(method, None, *now, scale=0.3, plan=plan, backend="reference")
     B, K, _, D = past.entries[0].shape
     spare = most_entries(method, L + tokens) - method.layout.rule.visible_entries(tokens // method.layout.rule.chunk)
     state = empty_state(method, B, K, D, past.entries[1].shape[3], tokens, dtype=k.dtype, spare=spare)
