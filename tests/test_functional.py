@@ -175,10 +175,7 @@ BAD = {
     "scale": ({"scale": "0.1"}, "^scale must be a finite number, got '0.1'"),
     "scale bool": ({"scale": True}, "^scale must be a finite number, got True"),
     "scale NaN": ({"scale": float("nan")}, "^scale must be a finite number, got nan"),
-    "both": (
-        {"padding": torch.tensor([0, 0]), "cu_seqlens": torch.tensor([0, 24])},
-        "^cu_seqlens and padding exclude each other",
-    ),
+    "both": (dict.fromkeys(("padding", "cu_seqlens"), torch.tensor([0, 24])), "^cu_seqlens and padding exclude each"),
     "padding list": ({"padding": [0, 1]}, r"^padding must be a tensor of integers of shape \(2,\)"),
     "padding shape": ({"padding": torch.tensor([0])}, r"^padding must be .* shape \(2,\)"),
     "padding dtype": ({"padding": torch.tensor([0.0, 1.0])}, "^padding must be a tensor of integers"),

@@ -94,10 +94,7 @@ def test_model_runs_a_saved_model_as_it_was_saved(saved, tmp_path):
         (("kernel", "--batch", "0"), "batch must be an integer >= 1"),
         (("kernel", "--decode-batches", "4,x"), "decode_batches must be numbers of rows >= 1"),
         (("kernel", "--backend", "torch,abacus"), "backend must be"),
-        (
-            ("kernel", "--method", "dga:selection=prompt", "--ops", "decode", "--baselines", "none"),
-            "ops: none of decode",
-        ),
+        (("kernel", "--method=dga:selection=prompt", "--ops=decode", "--baselines=none"), "ops: none of decode"),
         (("kernel", "--results", "file"), "results: wanted a path that can be written"),
         (("model", "--shape", "llama-9"), "shape must be one of llama-3.1-8b"),
         (("model", "--runners", "fast"), "runners must be of dense"),

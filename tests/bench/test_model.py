@@ -13,10 +13,8 @@ from speed.model_shapes import random_model, ready
 
 import condense
 
-METHODS = {
-    "cca": condense.CCA(group_size=4, window=8),
-    "lca": condense.LCA(group_size=4, window=8, rep_bias="log_size"),
-}
+LCA = condense.LCA(group_size=4, window=8, rep_bias="log_size")
+METHODS = {"cca": condense.CCA(group_size=4, window=8), "lca": LCA}
 
 
 def run(model, lengths, methods, runners, steps=2, **options):

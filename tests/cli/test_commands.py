@@ -95,11 +95,6 @@ def test_compare_finds_the_number_dense_and_condensed(story, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_compare_reads_standard_input_and_a_saved_model(saved, story):
-    done = ran("compare", "--model", str(saved), "--text", "-", "--max-new-tokens", "2", stdin=story.read_text())
-    assert "LCA(group_size=4, window=8)" in done.stdout
-
-
 def test_default_settings_that_the_model_was_not_adapted_to_are_named(saved, story):
     own = ("compare", "--model", str(saved), "--text", str(story), "--max-new-tokens", "1")
     adapted = "the model was adapted to LCA(group_size=4, window=8) in layers 1\n"
@@ -109,13 +104,6 @@ def test_default_settings_that_the_model_was_not_adapted_to_are_named(saved, sto
     bundled = run_here("generate", "Once", "--method", "dense@0+lca@rest", "--max-new-tokens", "1")
     assert "condense: LCA() is the default; the model was adapted to CCA(window=256, " in bundled.stderr
     assert "default" not in run_here("generate", "Once", "--max-new-tokens", "1").stderr
-
-
-def test_compare_shows_questions_as_they_are(saved, story, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    question = "Who said [/b] and [red]no[/red] :smile:"
-    done = ran("compare", "--model", str(saved), "--text", str(story), "--question", question, "--max-new-tokens", "1")
-    assert question in done.stdout
 
 
 def test_compare_keeps_existing_files(story, tmp_path):
@@ -190,21 +178,12 @@ def test_inspect_says_whose_steps_run_on_pytorch(method, cause, tmp_path):
     assert " ".join(done.stdout.split()).count(cause) == 1
 
 
-HELP = {
-    ("serve",): (
-        ("Such as recall-device, pooled", "Default: what the model was saved with, or recall-device"),
-        ("dga", "recall-host"),
-    ),
-    ("train",): (("summary=prompt and selection=prompt need allow_future=true",), ()),
-}
-
-
-@pytest.mark.parametrize(("command", "said"), HELP.items(), ids=str)
-def test_help_offers_what_works(command, said, monkeypatch):
+def test_help_of_serve_offers_what_works(monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
-    shown = " ".join(run_here(*command, "--help").stdout.split())
-    assert all(part in shown for part in said[0]), shown
-    assert not any(part in shown for part in said[1]), shown
+    shown = " ".join(run_here("serve", "--help").stdout.split())
+    for said in ("Such as recall-device, pooled", "Default: what the model was saved with, or recall-device"):
+        assert said in shown
+    assert not {"dga", "recall-host"} & set(shown.replace(",", " ").split())
 
 
 def test_help_is_shown_without_a_command():
@@ -301,9 +280,15 @@ def test_without_a_network_a_hub_is_asked_once(monkeypatch):
     assert len(asked) == 1
 
 
-def test_the_layers_of_a_saved_model_stay_as_they_are(saved, story, tmp_path):
-    results = tmp_path / "out.json"
-    ran("compare", "--model", str(saved), "--text", str(story), "--max-new-tokens", "2", "--json", str(results))
+def test_a_saved_model_keeps_its_layers_and_reads_standard_input_and_questions_as_they_are(
+    saved, story, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "200")
+    results, question = tmp_path / "out.json", "Who said [/b] and [red]no[/red] :smile:"
+    options = ("--question", question, "--max-new-tokens", "2", "--json", str(results))
+    done = ran("compare", "--model", str(saved), "--text", "-", *options, stdin=story.read_text())
+    assert question in done.stdout
+    assert "LCA(group_size=4, window=8)" in done.stdout
     method = condense.LCA(group_size=4, window=8).to_dict()
     dense, condensed = json.loads(results.read_text())["results"]["outcomes"]
     assert dense["method"] == condense.Dense().to_dict()

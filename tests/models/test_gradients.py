@@ -22,7 +22,7 @@ BUDGET = {"rtol": 0, "atol": 1e-11}
 
 def _trainable(name, method, **changes):
     model = tiny.model(name, **NO_DROPOUT.get(name, {}) | changes)
-    return condense.apply(model, tiny.METHODS.get(method, method)).train()
+    return condense.apply(model, tiny.METHODS[method] if isinstance(method, str) else method).train()
 
 
 def _gradients(model, ids=IDS, **kwargs):
@@ -101,7 +101,11 @@ def test_gradient_is_the_slope():
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("how", ["positions", "marks", "marks-with-cache"])
-@pytest.mark.parametrize(("name", "method"), [("llama", "streaming-6"), ("llama", "dga"), ("gpt2", "dga")])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("llama", "streaming-6"), ("llama", "dga"), ("gpt2", "dga"), ("deepseek_v3", {1: tiny.STREAMING_6})],
+    ids=["llama-streaming-6", "llama-dga", "gpt2-dga", "one-layer-of-latents"],
+)
 def test_packed_documents_train_as_separate_ones(name, method, how, checkpointing):
     model, lengths = _trainable(name, method), (23, 1, 30, 7)
     ids = tiny.tokens(1)

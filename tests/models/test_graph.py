@@ -103,11 +103,7 @@ MODELS = {
     "headless": (lambda: tiny.model("llama").model, {}, "that can generate, got LlamaModel"),
     "training": (lambda: tiny.model("llama").train(), {}, "call model.eval"),
     "sliding": (lambda: tiny.model("mistral-sliding"), {}, "sliding window .* use model.generate"),
-    "positions": (
-        lambda: tiny.model("gpt2"),
-        {"max_length": 129},
-        "must fit the model's 128 learned positions, got 129",
-    ),
+    "positions": (lambda: tiny.model("gpt2"), {"max_length": 129}, "fit the model's 128 learned positions, got 129"),
     "rope": (
         lambda: tiny.model("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
         {},

@@ -81,7 +81,7 @@ DENSE_ENTRIES = "already holds dense entries .* start CCA.* from an empty cache"
 CACHES = {
     "offloaded-static": (_offloaded, "offloaded static caches cannot be condensed: leave offloading out"),
     "static-sliding": (
-        lambda m: StaticCache(tiny.config("mistral-sliding"), max_cache_len=128),
+        lambda m: StaticCache(tiny.config("mistral-sliding"), 128),
         f"a StaticSlidingWindowLayer {NOT_CONDENSED}",
     ),
     "dense-static": (_dense_static, DENSE_ENTRIES),
@@ -230,10 +230,7 @@ BIDIRECTIONAL = "GemmaForCausalLM has bidirectional attention"
 UNSUPPORTED = {
     "bloom": (_bloom, "BloomForCausalLM cannot be condensed: its attention is written out in its own code"),
     "t5": (_t5, "T5ForConditionalGeneration has cross-attention"),
-    "gpt2-cross-attention": (
-        lambda: tiny.model("gpt2", add_cross_attention=True),
-        "GPT2LMHeadModel has cross-attention: only decoder-only models",
-    ),
+    "gpt2": (lambda: tiny.model("gpt2", add_cross_attention=True), "GPT2LMHeadModel has cross-attention: only decoder"),
     "gemma-bidirectional": (lambda: tiny.model("gemma", use_bidirectional_attention=True), BIDIRECTIONAL),
     "two-reasons": (_two_reasons, f"cannot be condensed: later layers read the keys of earlier ones; {BIDIRECTIONAL}"),
     "two-stacks": (_two_stacks, "must have one stack of decoder layers, got two attentions of layer 0: pass"),

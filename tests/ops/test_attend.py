@@ -80,12 +80,10 @@ def test_attend_dropout(backend):
     """Dropped weights are made up for on average; the log-sum-exp knows nothing of it."""
     q, *rest = sources(1, 2, 1, 4, 3, 5)
     spans = RuleSpans(UniformRule(chunk=1, window=None), torch.tensor([1]), torch.tensor([0]))
-    want, lse = attend(q, two_sources(*rest), spans, scale=0.5, backend=backend, return_lse=True)
+    options = {"scale": 0.5, "backend": backend, "return_lse": True}
+    want, lse = attend(q, two_sources(*rest), spans, **options)
     torch.manual_seed(0)
-    draws = [
-        attend(q, two_sources(*rest), spans, scale=0.5, dropout_p=0.4, backend=backend, return_lse=True)
-        for _ in range(1000)
-    ]
+    draws = [attend(q, two_sources(*rest), spans, dropout_p=0.4, **options) for _ in range(1000)]
     outs = torch.stack([out for out, _ in draws])
     error = outs.std(0) / len(draws) ** 0.5
     assert bool(((outs.mean(0) - want).abs() <= 5 * error).all())
@@ -96,12 +94,10 @@ def test_attend_dropout(backend):
 def test_a_bias_for_all_may_be_any_number(backend):
     q, *rest = sources(1, 4, 2, 6, 5, 7)
     spans = array_spans(*(torch.full((1, 1, 6), n) for n in (5, 0, 7)))
-    wants = [
-        attend(q, two_sources(*rest, x), spans, scale=0.6, backend=backend)[0]
-        for x in (2.0, torch.full((1, 1, 5), 2.0))
-    ]
-    torch.testing.assert_close(wants[0], wants[1], **EXACT)
-    assert torch.equal(attend(q, two_sources(*rest, 2), spans, scale=0.6, backend=backend)[0], wants[0])
+    biases = (2.0, torch.full((1, 1, 5), 2.0), 2)
+    outs = [attend(q, two_sources(*rest, x), spans, scale=0.6, backend=backend)[0] for x in biases]
+    torch.testing.assert_close(outs[0], outs[1], **EXACT)
+    assert torch.equal(outs[0], outs[2])
 
 
 def test_attend_refuses_what_backends_would_not_agree_on(backend):

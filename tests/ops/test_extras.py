@@ -92,5 +92,5 @@ def test_hopper_has_no_soft_cap(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     problem = Problem(torch.device("cuda"), torch.bfloat16, (64, 64))
     assert resolve_backend("hopper", problem) == "hopper"
-    with pytest.raises(ValueError, match="'hopper' has no soft-capped scores, got a cap of 50.0; use .*'triton'"):
+    with pytest.raises(ValueError, match=r"'hopper' has no soft-capped scores, got a cap of 50.0; use .*'triton'"):
         resolve_backend("hopper", problem._replace(softcap=50.0))

@@ -1,22 +1,20 @@
 """The definitions as plain PyTorch in the dtype of the inputs: error budgets are multiples of its error.
 
-Shapes: B rows, H query heads, K KV heads, L tokens, S queries over n keys, M entries, D and Dv widths.
+Shapes: B rows, H query heads, K KV heads, L tokens, M entries, D and Dv widths.
 """
 
 import math
 
 import torch
-import torch.nn.functional as F
 
 from oracles import oracle, oracle_dga
 
 
-def eager_attention(q, k, v, *, method, scale=None, fused=False):
+def eager_attention(q, k, v, *, method, scale=None):
     """`oracle.attention` without padding, in the dtype of the inputs; out ``[B, H, L, Dv]``.
 
     Entries are pooled in float32 from summary queries in the inputs' dtype and rounded to that dtype once,
-    as defined; scores, softmax and weighted sum are ordinary eager operations in that dtype, or one call of PyTorch's
-    fused attention over all keys with the whole mask.
+    as defined; scores, softmax and weighted sum are ordinary eager operations in that dtype.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     B, H, L, D = q.shape
@@ -38,22 +36,9 @@ def eager_attention(q, k, v, *, method, scale=None, fused=False):
     for t, (groups, exact) in enumerate(seen):
         mask[t, list(groups)] = True
         mask[t, [M + i for i in exact]] = True
-    mask = mask.to(q.device)
     bias = q.new_zeros(M + L)
     if getattr(method, "rep_bias", "none") == "log_size":
         bias[:M] = math.log(method.group_size)
     keys, values = (x.repeat_interleave(H // K, 1) for x in (keys, values))
-    return masked_attention(q, keys, values, mask, bias, scale=scale, fused=fused)
-
-
-def masked_attention(q, k, v, mask, bias, *, scale, fused=False):
-    """Attention by plain operations in the dtype of q, or one call of PyTorch's fused attention; ``[B, H, S, Dv]``.
-
-    q ``[B, H, S, D]``, k ``[B, H, n, D]``, v ``[B, H, n, Dv]``; mask (bool, True: seen) and bias (added to scaled
-    scores, in the dtype of q) broadcast to ``[B, H, S, n]``.
-    """
-    if fused:
-        added = bias.expand(mask.shape).masked_fill(~mask, -math.inf)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=scale)
-    scores = q @ k.mT * scale + bias
-    return scores.masked_fill(~mask, -math.inf).softmax(-1) @ v
+    scores = q @ keys.mT * scale + bias
+    return scores.masked_fill(~mask, -math.inf).softmax(-1) @ values

@@ -33,9 +33,9 @@ def _records(documents):
     return "\n".join(line.replace("\\u2028", "\u2028") for line in lines).encode() + b"\n"
 
 
-@pytest.mark.parametrize("name", ["corpus.jsonl", "corpus.jsonl.zst", "corpus.parquet"])
-def test_records_are_read_plain_and_compressed(tmp_path, name):
-    data = _records(DOCUMENTS)
+@pytest.mark.parametrize("name", ["corpus.jsonl", "corpus.jsonl.zst", "corpus.parquet", "one.txt.zst"])
+def test_records_and_texts_are_read_plain_and_compressed(tmp_path, name):
+    data = DOCUMENTS[0].encode() if name == "one.txt.zst" else _records(DOCUMENTS)
     if name.endswith(".parquet"):
         stream = io.BytesIO()
         parquet.write_table(Table.from_pylist([json.loads(line) for line in data.splitlines()]), stream)
@@ -44,7 +44,7 @@ def test_records_are_read_plain_and_compressed(tmp_path, name):
         data = zstandard.ZstdCompressor().compress(data)
     path = tmp_path / name
     path.write_bytes(data)
-    assert list(read_documents([path])) == DOCUMENTS
+    assert list(read_documents([path])) == DOCUMENTS[: 1 if name == "one.txt.zst" else 2]
 
 
 def test_bad_files_are_refused(tmp_path, tokenizer):
@@ -54,6 +54,9 @@ def test_bad_files_are_refused(tmp_path, tokenizer):
     path.write_text('{"text": "fine"}\n{"body": "no text"}\n')
     with pytest.raises(ValueError, match="line 2"):
         list(read_documents([path]))
+    path.write_text('{"a": 1}\n\n[2]\n')
+    with pytest.raises(ValueError, match="line 3"):
+        list(read_json_lines(path))
     path.write_bytes(b'{"text": "caf\xe9"}\n')
     with pytest.raises(ValueError, match=r"line 1 in .*bad.jsonl"):
         list(read_documents([path]))
@@ -85,19 +88,6 @@ def test_bad_records_are_counted_and_named(tmp_path, tokenizer, capsys):
             (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=f"data: wanted a Parquet file with a column text, got .*{name}"):
             list(read_documents([tmp_path / name]))
-
-
-def test_lines_that_are_no_objects_are_named(tmp_path):
-    path = tmp_path / "x.jsonl"
-    path.write_text('{"a": 1}\n\n[2]\n')
-    with pytest.raises(ValueError, match="line 3"):
-        list(read_json_lines(path))
-
-
-def test_compressed_text_is_one_document(tmp_path):
-    path = tmp_path / "book.txt.zst"
-    path.write_bytes(zstandard.ZstdCompressor().compress("A café.\n".encode()))
-    assert list(read_documents([path])) == ["A café.\n"]
 
 
 def test_pieces_equal_the_whole(text, tokenizer, monkeypatch):

@@ -297,33 +297,28 @@ def test_a_sharding_that_gathers_everything_or_nothing_is_refused(base, monkeypa
             run_training(config(base), resume=resume)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_before_the_next_checkpoint(base, monkeypatch):
-    stock = MixedTrainer.compute_loss
-
-    def broken(self, model, inputs, *args, **kwargs):
-        loss = stock(self, model, inputs, *args, **kwargs)
-        return loss * math.nan if self.state.global_step == 3 else loss
-
-    monkeypatch.setattr(MixedTrainer, "compute_loss", broken)
-    run = config(base, logging_steps=100)
-    with pytest.raises(ValueError, match="training: stopped at step 4: wanted finite weights, got others; the last"):
-        run_training(run)
-    assert [path.name for path in (run.work / "0-adapt").glob("checkpoint-*")] == ["checkpoint-2"]
-    monkeypatch.undo()
-    run_training(run, resume=True)
+def _not_finite(self, model, inputs, *args, stock=MixedTrainer.compute_loss, **kwargs):
+    loss = stock(self, model, inputs, *args, **kwargs)
+    return loss * math.nan if self.state.global_step == 3 else loss
 
 
-def test_a_full_disk_stops_the_run_in_one_line_and_leaves_the_last_checkpoint(base, monkeypatch):
-    stock = Trainer._save_optimizer_and_scheduler
+def _full(self, folder, stock=Trainer._save_optimizer_and_scheduler):
+    if self.state.global_step == 4:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    stock(self, folder)
 
-    def full(self, folder):
-        if self.state.global_step == 4:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        stock(self, folder)
 
-    monkeypatch.setattr(Trainer, "_save_optimizer_and_scheduler", full)
+STOPS = {
+    "not finite": (MixedTrainer, "compute_loss", _not_finite, "wanted finite weights, got others; the last"),
+    "full disk": (Trainer, "_save_optimizer_and_scheduler", _full, "could not write .*No space left on device.*$"),
+}
+
+
+@pytest.mark.parametrize(("cls", "name", "broken", "message"), STOPS.values(), ids=STOPS)
+def test_what_stops_a_run_is_one_line_and_leaves_the_last_checkpoint(base, monkeypatch, cls, name, broken, message):
+    monkeypatch.setattr(cls, name, broken)
     run = config(base)
-    with pytest.raises(ValueError, match=r"^training: stopped at step 4: could not write .*No space left on device.*$"):
+    with pytest.raises(ValueError, match=rf"^training: stopped at step 4: {message}"):
         run_training(run)
     assert [path.name for path in (run.work / "0-adapt").glob("checkpoint-*")] == ["checkpoint-2"]
     monkeypatch.undo()

@@ -178,10 +178,7 @@ REFUSED = {
     "beyond the slack": (lambda layer: layer.crop(-39), "propose fewer tokens"),
     "more than seen": (lambda layer: layer.crop(-46), "more than the 45 seen"),
     "padding": (lambda layer: layer.crop(-4), "include padding"),
-    "dtype": (
-        lambda layer: read_by(layer, [x.double() for x in draw_tokens(1)]),
-        r"wanted torch.float32, .* got torch.float64; .* autocast",
-    ),
+    "dtype": (lambda layer: read_by(layer, draw_tokens(1, dtype=torch.float64)), "got torch.float64; .* autocast"),
 }
 
 
