@@ -19,17 +19,15 @@ IDS = tiny.tokens(1, 6 * BLOCK)[0]
 BUDGET = AShape(sink=100, window=200)
 
 
-def _watched(monkeypatch, model):
-    """Queries and keys of every layer, as attention had them in a dense forward."""
+def watched(monkeypatch):
+    """Queries, keys and scale of every layer as attention has them from now on."""
     seen, stock = {}, models_attention._condensed
 
     def condensed(target, q, k, v):
-        seen[target.call.module.layer_idx] = (q, k.repeat_interleave(q.shape[1] // k.shape[1], 1), target.call.scale)
+        seen[target.call.module.layer_idx] = (q, k, target.call.scale)
         return stock(target, q, k, v)
 
     monkeypatch.setattr(models_attention, "_condensed", condensed)
-    with condense.use(model, "dense"):
-        model(IDS[None])
     return seen
 
 
@@ -38,8 +36,11 @@ def test_the_best_of_candidates_that_compute_no_more(monkeypatch):
     model = tiny.model("llama")
     heads = search_patterns(model, IDS, BUDGET)
     assert not condense.models.condensed_layers(model)
-    L, block = len(IDS), torch.arange(len(IDS)) // BLOCK
-    for layer, (q, k, scale) in _watched(monkeypatch, model).items():
+    L, block, seen_by = len(IDS), torch.arange(len(IDS)) // BLOCK, watched(monkeypatch)
+    with condense.use(model, "dense"):
+        model(IDS[None])
+    for layer, (q, k, scale) in seen_by.items():
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
         weights = (scale * q[0] @ k[0].mT).masked_fill(torch.ones(L, L).triu(1).bool(), -math.inf).softmax(-1)
         most = int(seen_pairs(BUDGET.choose(q[:, :1], k[:, :1], scale=scale), L)[0])
         of_layer = [each for each in heads if each.layer == layer]

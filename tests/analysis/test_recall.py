@@ -3,12 +3,12 @@
 import pytest
 import torch
 from analysis.test_command import ran
+from analysis.test_patterns import watched
 from analyze.recall import measure_recall
 from models import tiny
 
 import condense
 from condense.methods import Recall
-from condense.models import attention as models_attention
 
 IDS = tiny.tokens(1, 90)[0]
 STEPS = 12
@@ -17,12 +17,7 @@ METHOD = condense.Recall(group_size=4, window=8, num_recall=3)
 
 def _watched(monkeypatch, model, method):
     """What `measure_recall` reports, and q, k and the open groups of every layer as attention itself had them."""
-    seen, opened = {}, {}
-    stock, attend = models_attention._condensed, Recall.attend
-
-    def condensed(target, q, k, v):
-        seen[target.call.module.layer_idx] = (q, k, target.call.scale)
-        return stock(target, q, k, v)
+    seen, opened, attend = watched(monkeypatch), {}, Recall.attend
 
     def spy(self, q, context, *, scale, **kwargs):
         closed = context.spans.at(0, q.shape[2], q.device)[0].hi
@@ -31,7 +26,6 @@ def _watched(monkeypatch, model, method):
         opened[len(opened)] = choice.at(0, q.shape[2], closed, index.signs.shape[2])[0]
         return attend(self, q, context, scale=scale, **kwargs)
 
-    monkeypatch.setattr(models_attention, "_condensed", condensed)
     monkeypatch.setattr(Recall, "attend", spy)
     return measure_recall(model, method, [IDS], len(IDS), steps=STEPS, slots=(3, 5)), seen, opened
 

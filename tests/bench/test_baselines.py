@@ -27,19 +27,13 @@ def uncompiled(monkeypatch):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("length", [256, 300])
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_output_is_ours(method, length):
+def test_output_is_ours_and_blocks_are_those_that_somebody_sees(method, length):
     inputs = SETTING.inputs(length)
     sources = pooled(method, inputs)
     attend = baselines.flex_attention(sources, length, scale=inputs.scale)
     want = attend_to(sources, inputs.q, scale=inputs.scale)[0]
     # the bias is float32 there
     torch.testing.assert_close(attend(inputs.q, *baselines.joined_keys(sources)), want, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("length", [256, 300])
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_blocks_are_those_that_somebody_sees(method, length):
-    sources = pooled(method, SETTING.inputs(length))
     mask = baselines.block_mask(sources, length)
     size, M = baselines.FLEX_BLOCK, sources.entries.k.shape[2]
     P = M + -M % size

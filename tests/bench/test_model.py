@@ -79,16 +79,14 @@ def test_every_method_runs_in_every_runner(model):
             assert "selection='prompt'" in row["error"]
 
 
-def test_pieces_are_nothing_for_a_method_that_looks_ahead(model):
-    content = run(model, (40,), {"prompt": ALL["dga_prompt"]}, ("condensed",), prefill_chunk=20)
-    assert "needs the whole prompt in one forward" in content["rows"][0]["error"]
-
-
-def test_experts_are_named():
+def test_experts_are_named_and_pieces_are_nothing_for_a_method_that_looks_ahead():
     experts = {key: value for key, value in tiny.EXPERTS.items() if key != "experts_implementation"}
     model = ready(tiny.model("deepseek_v2", torch.float32, **experts))
-    content = run(model, (40,), {"lca": METHODS["lca"]}, ("dense", "condensed"), steps=2)
-    assert [row.get("error") for row in content["rows"]] == [None, None]
+    methods = {"lca": LCA, "ahead": LCA.replace(summary="prompt")}
+    content = run(model, (40,), methods, ("dense", "condensed"), steps=2, prefill_chunk=20)
+    *errors, ahead = (row.get("error") for row in content["rows"])
+    assert errors == [None, None]
+    assert "needs the whole prompt in one forward" in ahead
     assert content["experts"] == model.config._experts_implementation
 
 

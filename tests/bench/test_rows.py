@@ -82,11 +82,7 @@ def test_flops_of_one_pair():
     assert attention_flops(shape, 3, 1, backward=True) == 3 * 4 * 2 * ((8 + 6) + 8 + 6 + 6 + 8 + 8)
 
 
-RECALL = {
-    "two-open": condense.Recall(group_size=4, window=5, num_recall=2),
-    "three-open": condense.Recall(group_size=4, window=5, num_recall=3),
-    "drop-4": condense.Recall(group_size=4, window=5, num_recall=2, unchosen="drop"),
-}
+RECALL = {name: cases.RECALLS[name] for name in ("two-open", "drop")}
 
 
 @pytest.mark.parametrize("method", RECALL.values(), ids=RECALL)

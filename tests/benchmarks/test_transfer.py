@@ -121,15 +121,6 @@ def test_answers_are_what_the_text_says(drawn):
     assert not code.code(rng, 512).far.any()  # names that come again and again are never far
 
 
-def test_packed_tokens_come_back(tmp_path):
-    tokens = np.random.default_rng(0).integers(4096, size=1000).astype(np.uint16)
-    (tmp_path / "train-1.xz").write_bytes(texts.packed(tokens[:600]))
-    (tmp_path / "train-2.xz").write_bytes(texts.packed(tokens[600:]))
-    assert (texts.unpacked(tmp_path, "train-*.xz") == tokens).all()
-    with pytest.raises(ValueError, match="corpus"):
-        texts.unpacked(tmp_path, "test-*.xz")
-
-
 @pytest.mark.parametrize("make", makes.MAKES)
 def test_each_make_learns_from_the_first_steps(make):
     # as deep as it is, as gradients that overflow do so by depth; texts begin with the separator, as some drawn ones do

@@ -12,9 +12,7 @@ import condense
 
 METHODS = {
     "last-256": condense.CCA(group_size=16, window=256),
-    "last-1024": condense.CCA(group_size=16, window=1024),
     "streaming-256": condense.CCA(group_size=16, window=256, summary="streaming"),
-    "streaming-1024": condense.CCA(group_size=16, window=1024, summary="streaming"),
     "lca-256": condense.LCA(group_size=16, window=256),
     "entries-4": condense.CCA(group_size=16, window=256, entry_bits=4),
     "dga": condense.DGA(),

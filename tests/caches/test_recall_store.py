@@ -199,7 +199,6 @@ def test_more_groups_than_kernels_choose_from_are_refused_before_memory_is_taken
 
 
 FIRST = {
-    "too-long-pooled": (condense.CCA(group_size=4, window=8), _qkv(41), 6, "got 0 and 41 more; make it longer"),
     "too-long": (METHOD, _qkv(41), 6, "got 0 and 41 more; make it longer"),
     "odd-width": (METHOD.replace(store_bits=4), _qkv(3), 4, "keys and values of even widths, got 6 and 5"),
     "odd-width-step": (METHOD.replace(store_bits=4), _qkv(1), 4, "keys and values of even widths, got 6 and 5"),

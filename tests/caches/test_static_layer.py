@@ -274,12 +274,10 @@ def test_a_first_call_that_is_refused_leaves_rows_and_dtype_open():
 REFUSED = {
     "crop": (lambda layer: layer.crop(-1), "cannot take tokens back"),
     "repeat": (lambda layer: layer.batch_repeat_interleave(2), "keeps its number of rows"),
-    "select": (lambda layer: layer.batch_select_indices(torch.tensor([0])), "keeps its number of rows"),
     "offload": (lambda layer: layer.offload(), "stays where it is"),
     "stock": (lambda layer: layer.update(*_qkv(3)[1:]), "fill: call condense.apply"),
     "more-rows": (lambda layer: read(layer, _qkv(2, rows=4)), "wanted 3 rows, for which it was made, got 4"),
     "more-rows-step": (lambda layer: read(layer, _qkv(1, rows=4)), "wanted 3 rows, for which it was made, got 4"),
-    "fewer-rows": (lambda layer: read(layer, _qkv(2, rows=1)), "got 1; make a new cache for another batch"),
     "dtype": (
         lambda layer: read(layer, [x.float() for x in _qkv(1)]),
         "wanted torch.float64, for which it was made, got torch.float32; .* autocast in all calls or in none",

@@ -146,15 +146,12 @@ def test_a_row_has_the_bytes_and_the_requests(name, of_row, fits):
     assert requests_cell == f"{fits[name].requests}{limited}"
 
 
-def test_the_prose_has_the_dense_caches(fits):
+def test_the_prose_has_the_dense_caches_and_the_row_of_vllm_its_requests(fits):
     text = " ".join(PAGE.split())
     dense, four = fits["dense"], fits["dense, 4 bits"]
     assert f"keeps {kept(dense)} for one of them, so {dense.requests} fit" in text
     assert f"would take {kept(four)}: {four.requests} fit" in text
     assert len(re.findall(r"\d\.\d\d GiB", text)) == 8
-
-
-def test_the_row_of_vllm_has_its_requests(fits):
     (row,) = (line for line in PAGE.splitlines() if line.startswith("|") and "`condense serve DIR`, which" in line)
     assert row.split("|")[4].strip() == f"{fits['recall-device'].served}"
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from gpu.running import agree, condensed, generate, no_waiting, padded
-from models import tiny
+from models import small, tiny
 from transformers import CompileConfig
 
 import condense
+from condense.models.families import has_eager_experts
 
 METHODS = {
     "cca": condense.CCA(group_size=16, window=64),
@@ -95,3 +96,26 @@ def test_generate_with_a_static_cache_compiled_by_transformers(choice):
     assert out.past_key_values.is_compileable
     assert hasattr(model, "_compiled_call")
     agree(out.sequences, generate(model, ids, mask, 60, cache_implementation="dynamic"), model, mask)
+
+
+FEW = condense.CCA(group_size=4, window=8)
+HYBRIDS = dict.fromkeys(("gemma2", "gemma3_text", "gpt_oss", "llama4_text", "qwen3_next", "lfm2", "jamba"), FEW)
+HYBRIDS |= {"qwen3_5_text": FEW, "nemotron_h": FEW, "kimi_linear": condense.LCA(group_size=4, window=8)}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_replayed_steps_beside_sliding_windows_linear_attention_and_convolutions(name, graphs):
+    model = condense.apply(small.model(name).float().cuda(), HYBRIDS[name])
+    if has_eager_experts(model):  # mixtures of experts, which a graph takes only in one product
+        with pytest.raises(ValueError, match="batched_mm"):
+            condense.GraphDecoder(model, batch_size=2, max_length=128)
+        model.set_experts_implementation("batched_mm")
+    ids, mask = padded(50, 37)
+    growing = generate(model, ids, mask, 60, cache_implementation="dynamic")
+    decoder = condense.GraphDecoder(model, batch_size=2, max_length=128)
+    for _ in range(2):
+        agree(tiny.decoded(decoder, ids, mask, max_new_tokens=60), growing, model, mask)
+    assert decoder._graph is not None
+    assert not graphs
+    agree(generate(model, ids, mask, 60), growing, model, mask)
+    assert len(graphs) == (name not in small.NO_STATIC_MASKS)

@@ -3,6 +3,7 @@
 Parity, causality, gradients and settings are those of every method; see `cases.PLANS` and `cases.SELECTIONS`.
 """
 
+import pytest
 import torch
 from grids import CPU_BACKENDS, grid
 from layers import extend
@@ -11,7 +12,7 @@ from oracles import cases, oracle, oracle_dga
 import condense
 from condense import DGA
 from condense.ops import Chunks, importance
-from condense.ops.tensors.sampling import sampled_queries
+from condense.ops.tensors.sampling import sampled_queries, scramble
 from condense.ops.torch import pool as torch_pool
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -91,3 +92,23 @@ def test_importance_ties_are_exact_and_go_to_the_earlier():
     v = torch.eye(37, dtype=torch.float64)[None, None]
     _, past = extend(method, None, q, torch.ones(1, 1, 37, 3).double(), v, scale=1.0)
     assert past.entries[1][0, 0, :5].argmax(-1).tolist() == [0, 1, 2, 3, 4]
+
+
+WORD = 1 << 64
+
+
+def by_hand(place, seed):
+    """splitmix64 on unsigned integers, of a start that depends on the seed."""
+    x = (place + 1) * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15 * seed * seed + 0xBF58476D1CE4E5B9 * seed
+    x %= WORD
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % WORD
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % WORD
+    return (x ^ (x >> 31)) >> 1
+
+
+@pytest.mark.parametrize("seed", [0, 1, 7, 2**40 + 3, 2**70])
+def test_scramble_is_unsigned_arithmetic(seed):
+    places = torch.tensor([[0, 1, 2, 1000], [2**31, 2**40, 5, 2**62]])
+    got = scramble(places, seed)
+    assert got.dtype == torch.int64
+    assert got.tolist() == [[by_hand(place, seed) for place in row] for row in places.tolist()]

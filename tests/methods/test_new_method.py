@@ -11,9 +11,8 @@ from transformers import StaticCache
 
 import condense
 from condense import config
-from condense.caches import StaticCondensedLayer, read_request
 from condense.methods import ChunkPooling, Layout
-from condense.ops import NewToken, UniformRule
+from condense.ops import UniformRule
 
 SIZE, WINDOW, DELAY = 5, 7, 3
 
@@ -71,29 +70,6 @@ def test_attention(backend, method):
         for h in range(2):
             want = by_hand(method, q[b, 2 * h : 2 * h + 2, pads:], k[b, h, pads:], v[b, h, pads:], 3**-0.5)
             torch.testing.assert_close(got[b, 2 * h : 2 * h + 2, pads:], want, rtol=1e-12, atol=1e-12)
-
-
-def test_static_cache(method):
-    """Two entries a chunk, with a bias that differs: no two poolings say this, so the step asks the method."""
-    assert method.layout.pooling is None
-    qkv = oracle.random_qkv(2, 4, 2, 60, 3, 4)
-    layer = StaticCondensedLayer(method, 60)
-    parts = []
-    for start, stop in [(0, 17), *((i, i + 1) for i in range(17, 60))]:
-        q, k, v = (x[:, :, start:stop] for x in qkv)
-        if stop - start == 1:
-            parts.append(layer.step(NewToken(q, k, v), scale=0.4))
-        else:
-            context = layer.read(k, v, read_request(q, scale=0.4))
-            parts.append(method.attend(q, context, scale=0.4)[0])
-    want = condense.attention(*qkv, method=method, scale=0.4)
-    torch.testing.assert_close(torch.cat(parts, dim=2), want, rtol=1e-12, atol=1e-12)
-
-
-def test_settings(method):
-    again = config.method_from_dict(method.replace(strength=0.25).to_dict())
-    assert again == method.replace(strength=0.25)
-    assert "newest-and-rest" in config.method_names()
 
 
 @pytest.fixture(params=["llama", "deepseek_v3"])

@@ -55,15 +55,7 @@ def test_stored_latents_in_fewer_bits_are_read_alike(bits):
 
 ROUNDED = {"rtol": 1e-10, "atol": 1e-10}
 SMALL = {"group_size": 4, "window": 5, "num_recall": 2}
-ENTRIES = {
-    "means": Recall(**SMALL),
-    "none-open": Recall(**SMALL | {"num_recall": 0}),
-    "weighted": Recall(**SMALL, key_pooling="weighted", value_pooling="weighted"),
-    "select-max": Recall(**SMALL, key_pooling="select", value_pooling="max", rep_bias="none"),
-    "matched": Recall(**SMALL, rep_bias="matched"),
-    "matched-weighted": Recall(**SMALL, key_pooling="weighted", value_pooling="weighted", rep_bias="matched"),
-    "matched-8-bits": Recall(**SMALL, rep_bias="matched", entry_bits=8),
-}
+ENTRIES = {name: method for name, method in METHODS.items() if method.store_bits == 16}
 
 
 @pytest.mark.parametrize("method", ENTRIES.values(), ids=ENTRIES)

@@ -34,12 +34,10 @@ def test_layers_merge(model):
     condense.apply(model, tiny.CCA, layers=[1])
     one = tiny.logits(model, IDS)
     assert condensed_layers(model) == {1: tiny.CCA}
-    torch.testing.assert_close(tiny.in_chunks(model, IDS, tiny.CHUNKS), one, **tiny.EXACT)
     condense.apply(model, tiny.STREAMING_6, layers=[0])
     two = tiny.logits(model, IDS)
     assert condensed_layers(model) == {0: tiny.STREAMING_6, 1: tiny.CCA}
     assert [part["layers"] for part in model.config.condense["methods"]] in ([[0], [1]], [[1], [0]])
-    torch.testing.assert_close(tiny.in_chunks(model, IDS, tiny.CHUNKS), two, **tiny.EXACT)
     for a, b in ((stock, one), (one, two)):
         assert (a - b).abs().max() > 1
     assert torch.equal(tiny.logits(condense.restore(model), IDS), stock)

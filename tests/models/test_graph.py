@@ -75,8 +75,6 @@ def test_under_inference_mode_and_without_gradients(decoder):
 
 CALLS = {
     "rows": (lambda d: d.prefill(IDS[:2]), r"input_ids must have shape \(3, tokens\), got \(2, 39\); make another"),
-    "rank": (lambda d: d.prefill(IDS[0]), r"input_ids must have shape \(3, tokens\), got \(39,\)"),
-    "empty": (lambda d: d.prefill(IDS[:, :0]), r"input_ids must have shape \(3, tokens\), got \(3, 0\)"),
     "long": (lambda d: d.prefill(IDS.repeat(1, 3)), "prompt must fit max_length=80, got 117 tokens; make a longer"),
     "mask": (lambda d: d.prefill(IDS, MASK[:, 1:]), r"attention_mask must have the shape of input_ids, \(3, 39\), got"),
     "right": (lambda d: d.prefill(IDS, MASK.flip(1)), "padding must stand on the left"),

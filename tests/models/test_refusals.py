@@ -167,7 +167,6 @@ MASKS = {
 }
 MARKS = {
     "too-few": ([0, 10, 30], r"must rise from 0 to the 40 tokens .*, got \[0, 10, 30\]"),
-    "late": ([2, 42], r"got \[2, 42\]"),
     "falling": ([0, 30, 20, 40], r"got \[0, 30, 20, 40\]"),
 }
 TWO = torch.tensor([0, 10, 40])

@@ -92,28 +92,21 @@ def mesh():
     dist.destroy_process_group()
 
 
-def shard_attention(model, mesh):
+@pytest.mark.parametrize("name", ["apply", "restore"])
+def test_apply_and_restore_come_before_attention_modules_are_sharded(mesh, name):
+    model, calls = tiny.model("llama"), {"apply": lambda: condense.apply(model, tiny.CCA)}
+    calls["restore"] = lambda: condense.restore(model)
+    if name == "restore":
+        condense.apply(model, tiny.CCA)
+    want, held = tiny.logits(model, TOKENS), condensed_layers(model)
     for layer in model.model.layers:
         fully_shard(layer.self_attn, mesh=mesh)
-
-
-def test_apply_comes_before_attention_modules_are_sharded(mesh):
-    model = tiny.model("llama")
-    shard_attention(model, mesh)
-    with pytest.raises(ValueError, match=r"FSDPLlamaAttention: call condense\.apply before fully_shard"):
-        condense.apply(model, tiny.CCA)
-    assert not hasattr(model.config, "condense")
-
-
-def test_restore_comes_before_attention_modules_are_sharded(mesh):
-    model = condense.apply(tiny.model("llama"), tiny.CCA)
-    want = tiny.logits(model, TOKENS)
-    shard_attention(model, mesh)
     classes = [type(module) for module in model.modules()]
-    with pytest.raises(ValueError, match=r"FSDPCondensedLlamaAttention, .* call condense\.restore before fully_shard"):
-        condense.restore(model)
+    with pytest.raises(ValueError, match=rf"FSDP\w*LlamaAttention.* call condense\.{name} before fully_shard"):
+        calls[name]()
     assert [type(module) for module in model.modules()] == classes
-    assert condensed_layers(model) == dict.fromkeys(range(3), tiny.CCA)
+    assert condensed_layers(model) == held
+    assert hasattr(model.config, "condense") == (name == "restore")
     assert torch.equal(tiny.logits(model, TOKENS), want)
 
 

@@ -60,10 +60,10 @@ def test_gradients_within_twice_the_eager_error(name, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64, 256])
 def test_bias_survives_rounding_in_attention(backend, size, dtype):
-    """Zero queries, and as many tokens (value -1) as representatives (value 1) stand for, one of them for one token: the
-    output is 0.
+    """Zero queries, and as many tokens (value -1) as representatives (value 1) stand for: the output is 0.
 
-    An error d of the bias tips the balance to d / 2; half of all values' rounding is far below.
+    One of them stands for a single token. An error d of the bias tips the balance to d / 2; half of all values'
+    rounding is far below.
     """
     q = torch.zeros(1, 2, 1, 8, dtype=dtype)
     M, N = 3, 2 * size + 1

@@ -183,14 +183,11 @@ def _recall_row(method, q, k, v, scale, prompt):
 
 def pooled_groups(method, qbar, k, v, scale, groups):
     """Per row, head and group key and value."""
-    B, K = k.shape[:2]
-    return [
-        [
-            [rounded_entry(method, representative(method, j, qbar[b, h], k[b, h], v[b, h], scale)) for j in groups]
-            for h in range(K)
-        ]
-        for b in range(B)
-    ]
+
+    def entry(b, h, j):
+        return rounded_entry(method, representative(method, j, qbar[b, h], k[b, h], v[b, h], scale))
+
+    return [[[entry(b, h, j) for j in groups] for h in range(k.shape[1])] for b in range(len(k))]
 
 
 def stacked(pooled, part):

@@ -160,9 +160,7 @@ def test_a_recipe_file(tmp_path):
     [
         ('data = "a.txt"', r"data: wanted a list, got 'a.txt' in .*recipe.toml"),
         ("method = 3", r"method: wanted a text, got 3 in .*recipe.toml"),
-        ("data_weights = 2", r"data_weights: wanted a list, got 2 in .*recipe.toml"),
         ("data_weights = [1, 2]", "data_weights: wanted one for each of 1 data files, got 2"),
-        ("keys = 3", r"keys: wanted a list, got 3 in .*recipe.toml"),
         ('steps = "40"', "steps must be an integer"),
         ('gradient_checkpointing = "no"', "gradient_checkpointing must be True or False"),
     ],

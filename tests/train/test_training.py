@@ -333,13 +333,11 @@ CONDENSED = {"mix": "condensed", "method": METHOD}
         ({"short_share": 2}, "short_share must be a finite number from 0 to 1, got 2"),
         ({"keys": (4, 2)}, "keys: wanted the fewest and the most, got"),
         ({"keys": (1, 2, 3)}, "keys: wanted the fewest and the most, got"),
-        ({"keys": (0, 2)}, "keys must be an integer >= 1, got 0"),
         ({"keys": (1, 2.5)}, "keys must be an integer >= 1, got 2.5"),
         ({"learning_rate": 0.0}, "learning_rate must be a finite number > 0, got 0.0"),
         ({"weight_decay": -1}, "weight_decay must be a finite number"),
         ({"answer_weight": -1.0}, "answer_weight must be a finite number"),
         (CONDENSED | {"group_sizes": (8, 4)}, "group_sizes: wanted ascending sizes below the method's 16"),
-        (CONDENSED | {"group_sizes": (4, 16)}, "group_sizes: wanted ascending"),
         (CONDENSED | {"group_sizes": (0,)}, "group_sizes must be an integer >= 1"),
         (CONDENSED | {"group_sizes": (4,), "mix": "dense"}, "group_sizes: wanted a method with groups"),
         (CONDENSED | {"group_sizes": (4,), "method": condense.StreamingLLM()}, "group_sizes: wanted a method with"),
@@ -369,7 +367,6 @@ def test_bad_phases(changes, message):
         ({"data_weights": (1.0, 2.0)}, "data_weights: wanted one for each of 1 data files, got 2"),
         ({"data_weights": (0.0,)}, "data_weights must be a finite number > 0, got 0.0"),
         ({"shard_size": "12 parts"}, "shard_size: wanted a size such as '12MB', got '12 parts'"),
-        ({"shard_size": 5}, "shard_size: wanted a size such as '12MB', got 5"),
     ],
 )
 def test_bad_runs(config, changes, message):

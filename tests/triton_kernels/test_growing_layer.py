@@ -227,7 +227,7 @@ def test_rows_follow_in_the_middle_of_steps(change, rows, name):
 
 
 @pytest.mark.parametrize("name", ["cca", "recall"])
-def test_rows_that_are_left_out_free_their_memory(name):
+def test_rows_that_are_left_out_and_shorter_buffers_free_their_memory(name):
     """At once, before the next step: a prepared one does not keep the old buffers."""
     layer = CondensedLayer(EITHER[name])
     for L in (20, 1):
@@ -235,6 +235,9 @@ def test_rows_that_are_left_out_free_their_memory(name):
     old = [weakref.ref(x) for x in layer._ring.buffers]
     layer.batch_select_indices(torch.tensor([1], device=DEVICE))
     assert [x() for x in old] == [None] * len(old)
+    store = weakref.ref(layer._ring.buffers.store)
+    read_by(layer, draw_tokens(4 * room_for(20), rows=1))
+    assert store() is None
 
 
 class Counting(TorchDispatchMode):
@@ -408,15 +411,6 @@ def test_rows_that_pause(name):
     for seed in range(9):
         counts = torch.randint(0, 2, (B,), generator=generator) if seed % 3 else None
         agree(layers, 1, seed, counts)
-
-
-def test_a_prompt_that_needs_longer_buffers_frees_the_shorter_ones():
-    layer = CondensedLayer(RECALL)
-    for L in (20, 1):
-        read_by(layer, draw_tokens(L))
-    store = weakref.ref(layer._ring.buffers.store)
-    read_by(layer, draw_tokens(4 * room_for(20)))
-    assert store() is None
 
 
 def test_a_trace_gets_one_operation():

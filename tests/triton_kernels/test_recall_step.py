@@ -272,13 +272,11 @@ def test_refusals():
     q, k, v, *_ = new = NewToken(*random_qkv(1, 2, 1, 1, 16, 16))
     settings = step_settings(RECALLS["three-open"])
     state = empty(settings, 40, 1, (16, 16), rows=1, dtype=torch.float32, device=DEVICE)
-    with pytest.raises(ValueError, match="takes torch"):
-        triton_step.step(StepCall(NewToken(q.double(), k.double(), v.double()), state, settings, scale=1.0))
-    with pytest.raises(ValueError, match="signs must be"):
-        triton_step.step(StepCall(new, state._replace(signs=state.signs.int()), settings, scale=1.0))
-    bad = state._replace(ring_k=torch.zeros(1, 1, 16, 13, device=DEVICE).mT)
-    with pytest.raises(ValueError, match="ring_k must be contiguous"):
-        triton_step.step(StepCall(new, bad, settings, scale=1.0))
-    bad = new._replace(real=torch.ones(2, dtype=torch.bool))
-    with pytest.raises(ValueError, match="real must be"):
-        triton_step.step(StepCall(bad, state, settings, scale=1.0))
+    for token, of, message in (
+        (NewToken(q.double(), k.double(), v.double()), state, "takes torch"),
+        (new, state._replace(signs=state.signs.int()), "signs must be"),
+        (new, state._replace(ring_k=torch.zeros(1, 1, 16, 13, device=DEVICE).mT), "ring_k must be contiguous"),
+        (new._replace(real=torch.ones(2, dtype=torch.bool)), state, "real must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            triton_step.step(StepCall(token, of, settings, scale=1.0))
