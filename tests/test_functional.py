@@ -171,7 +171,6 @@ BAD = {
     "backend triton": ({"backend": "triton"}, "^backend 'triton' needs a CUDA device.*; use backend='torch'"),
     "backend": ({"backend": "numpy", "method": condense.Dense()}, "^backend must be .*, got 'numpy'"),
     "scale": ({"scale": "0.1"}, "^scale must be a finite number, got '0.1'"),
-    "scale bool": ({"scale": True}, "^scale must be a finite number, got True"),
     "scale NaN": ({"scale": float("nan")}, "^scale must be a finite number, got nan"),
     "both": (dict.fromkeys(("padding", "cu_seqlens"), torch.tensor([0, 24])), "^cu_seqlens and padding exclude each"),
     "padding list": ({"padding": [0, 1]}, r"^padding must be a tensor of integers of shape \(2,\)"),

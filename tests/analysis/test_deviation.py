@@ -92,7 +92,6 @@ BAD = {
     "baseline": ("llama", {"method": condense.Dense()}, r"method must pool groups of tokens, such as condense.LCA\(\)"),
     "too short": ("llama", {"lengths": [11]}, "length must be such that LCA.* condenses something, got 11"),
     "too long": ("llama", {"lengths": [200]}, "length must be at most the 150 tokens of a, got 200"),
-    "no number": ("llama", {"lengths": [0]}, "length must be an integer >= 1"),
     "no sequences": ("llama", {"sequences": 0}, "sequences must be an integer >= 1"),
     "layers": ("llama", {"layers": [3]}, "layers must be indices from 0 to 2"),
     "positions": ("gpt2", {"lengths": [140]}, "length must fit the model's 128 learned positions, got 140"),

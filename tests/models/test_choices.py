@@ -68,7 +68,6 @@ TWICE = "layer 1 is named twice, for Recall(group_size=4, window=8, num_recall=2
 NO_METHOD = "method must be a condense method such as"
 BAD = {
     "twice": ({1: RECALL, "0-2": tiny.CCA}, TWICE),
-    "twice-in-one": ({"1,0-2": RECALL}, "layer 1 is named twice"),
     "too-high": ({3: RECALL}, "layers must be indices from 0 to 2, got 3"),
     "too-low": ({"-4": RECALL}, "layers must be indices from 0 to 2, got -4"),
     "backwards": ({"2-1": RECALL}, "layers: a range must go from its lower to its higher end, got '2-1'"),
@@ -79,7 +78,6 @@ BAD = {
     "text-of-several": ("recall@0+cca", "each of several must name its layers, got 'cca'; write cca@rest"),
     "no-file": ("@missing.json", "method: no such file: missing.json"),
     "text": ("cda", "method must be one of"),
-    "class": (condense.CCA, NO_METHOD),
 }
 LAYERS = {
     "too-high": ([0, 3], "layers must be indices from 0 to 2, got 3"),

@@ -167,7 +167,6 @@ MASKS = {
 }
 MARKS = {
     "too-few": ([0, 10, 30], r"must rise from 0 to the 40 tokens .*, got \[0, 10, 30\]"),
-    "falling": ([0, 30, 20, 40], r"got \[0, 30, 20, 40\]"),
 }
 TWO = torch.tensor([0, 10, 40])
 RESTARTING = torch.cat([torch.arange(10), torch.arange(30)]).expand(2, 40)
@@ -233,7 +232,6 @@ UNSUPPORTED = {
     "gemma-bidirectional": (lambda: tiny.model("gemma", use_bidirectional_attention=True), BIDIRECTIONAL),
     "two-reasons": (_two_reasons, f"cannot be condensed: later layers read the keys of earlier ones; {BIDIRECTIONAL}"),
     "two-stacks": (_two_stacks, "must have one stack of decoder layers, got two attentions of layer 0: pass"),
-    "linear": (lambda: torch.nn.Linear(3, 3), "model must be a transformers PreTrainedModel, got Linear"),
     "name": (lambda: "meta-llama/Llama-3.1-8B", "model must be a transformers PreTrainedModel, got str"),
 }
 

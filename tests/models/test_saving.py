@@ -149,7 +149,6 @@ def _assigned_to(layers, method="cca", **changes):
 FORM = r"config.condense must be .* as condense.apply writes it, got"
 BAD = {
     "text": ("cca", FORM),
-    "no layers": ({"methods": [{"method": {"method": "cca"}}]}, FORM),
     "nothing": ({}, FORM),
     "no methods": ({"methods": []}, r"config.condense.* (name a layer, got none|as condense.apply writes it)"),
     "an empty list": (_assigned_to([]), r"config.condense.* name a layer, got none"),  # dense without a word

@@ -18,6 +18,7 @@ from two_sources import array_spans, two_sources
 
 import condense
 from condense.ops import attend
+from condense.ops.torch import attend as torch_attend
 
 
 @grid(
@@ -62,18 +63,25 @@ def test_gradients_within_twice_the_eager_error(name, dtype):
 def test_bias_survives_rounding_in_attention(backend, size, dtype):
     """Zero queries, and as many tokens (value -1) as representatives (value 1) stand for: the output is 0.
 
-    One of them stands for a single token. An error d of the bias tips the balance to d / 2; half of all values'
-    rounding is far below.
+    An error d of the bias tips the balance to d / 2; half of all values' rounding is far below.
     """
     q = torch.zeros(1, 2, 1, 8, dtype=dtype)
-    M, N = 3, 2 * size + 1
+    M, N = 3, 3 * size
     keys = torch.randn(1, 1, M + N, 8).to(dtype)
     ones = torch.ones(1, 1, M + N, 8, dtype=dtype)
     everything = array_spans(*(torch.tensor([[[x]]]) for x in (M, 0, N)))
-    bias = torch.tensor([[[math.log(size), 0.0, math.log(size)]]], dtype=torch.float64)
+    bias = torch.full((1, 1, M), math.log(size), dtype=torch.float64)
     sources = two_sources(keys[:, :, :M], ones[:, :, :M], keys[:, :, M:], -ones[:, :, M:], bias)
     out = attend(q, sources, everything, scale=1.0, backend=backend)[0]
     assert float(out.abs().max()) <= 1e-4 * math.log(size)
+
+
+def test_bias_of_two_kinds_survives_rounding():
+    """Entries without bias among those with it (focal tokens) weigh like tokens of the band."""
+    bias = torch.tensor([[[math.log(16), 0.0, math.log(16)]]])
+    offsets = torch_attend._key_offsets(bias, 4, torch.bfloat16)[0, 0]
+    assert offsets[1] == offsets[3]
+    assert offsets[0] == offsets[2]
 
 
 @pytest.mark.parametrize("name", ["dense", "cca-log_size", "lca-log_size"])

@@ -19,6 +19,7 @@ from condense.ops.triton import limits
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 GRID = {
+    "own-biases": condense.DGA(group_size=4, gamma=0.5, focal="random", rep_bias="log_size"),
     "g-1-window-0": condense.CCA(group_size=1, window=0, rep_bias="log_size"),
     "window-below-g": condense.LCA(group_size=7, window=5, rep_bias="log_size"),
     "more-queries-than-tokens": condense.LCA(group_size=2, window=1, num_summary_queries=11),
