@@ -38,8 +38,10 @@ METHODS = {
 
 class Pool:
     """Pages of one layer in blocks of bytes. Every block is given to one request and one kind; what no request has
-    written is 255 in every byte: NaN as a number.
+    written is 255 in every byte: NaN as a number. up: the up-projections, if tokens are latents.
     """
+
+    up = None
 
     def __init__(self, method, heads, num_pages=400, dtype=torch.float64, device="cpu", seed=0, sizes=None):
         self.method, self.plan, self.dtype = method, serving_plan(method), dtype
@@ -96,7 +98,8 @@ class Pool:
         window, entries, ring = (self.pages(kind, [getattr(r, kind) for r in requests]) for kind in self.kinds)
         if not self.plan.has_records:
             entries = entries.view(self.dtype)
-        return PagedState(window.view(self.dtype), entries, ring.view(self.dtype) if self.plan.ring_slots else None)
+        ring = ring.view(self.dtype) if self.plan.ring_slots else None
+        return PagedState(window.view(self.dtype), entries, ring, self.up)
 
     def read(self, chunks, **options):
         """Reads ``[(request, qkv of its new tokens [., heads, width])]`` in one step; outputs, one per request."""
@@ -112,7 +115,8 @@ class Pool:
         device = self.cache.device
         new = NewTokens(starts, seen, torch.tensor(seen, dtype=torch.int32, device=device), steps)
         q, k, v = (torch.cat([qkv[i] for _, qkv in chunks]).to(device) for i in range(3))
-        out = torch.full((*q.shape[:2], v.shape[2]), float("nan"), dtype=q.dtype, device=device)
+        width = v.shape[2] if self.up is None else self.up.w_uv.shape[2]
+        out = torch.full((*q.shape[:2], width), float("nan"), dtype=q.dtype, device=device)
         read_paged((q, k, v), self.state(requests), new, self.plan.settings, out=out, **options)
         for request, n in zip(requests, seen, strict=True):
             request.seen = n

@@ -1,12 +1,14 @@
 """Sequences that are read over a pool of pages, and their attention as whole ones.
 
-Shapes: R requests, H query heads, K KV heads, L tokens, D and Dv widths; a shape is H, K, D, Dv.
+Shapes: R requests, H query heads, K KV heads, L tokens, D and Dv widths; a shape is H, K, D, Dv. On latents widths are
+d_n, d_r, d_c and d_v, as in `oracles.latent_oracle`.
 """
 
 import torch
-from oracles import oracle
+from oracles import latent_oracle, oracle
 
 import condense
+from condense.ops.latents import UpProjection
 
 
 def random_tokens(shape, length, *, seed=0, dtype=torch.float64, device="cpu"):
@@ -26,6 +28,23 @@ def whole(qkv, method, scale, singles=()):
     if method.reads_exactly and singles:
         out[singles] = by(method.replace(prompt="recall"))[singles]
     return out
+
+
+def random_latents(heads, widths, length, *, seed=0, dtype=torch.float64, device="cpu"):
+    """q ``[L, H, d_n + d_r]``, k ``[L, 1, d_c + d_r]``, v ``[L, 1, 0]``; and the up-projections, the same for all."""
+    x = latent_oracle.random(1, heads, length, widths, dtype, seed=seed)
+    k = torch.cat([x.c, x.k_rope], -1)[0, :, None].to(device)
+    q = torch.cat([x.q_nope, x.q_rope], -1)[0].transpose(0, 1).to(device)
+    fixed = latent_oracle.random(1, heads, 1, widths, dtype, seed=0)
+    return [q, k, k[..., :0]], UpProjection(fixed.w_uk.to(device), fixed.w_uv.to(device))
+
+
+def whole_latents(qkv, up, method, scale):
+    """Attention of a whole sequence on latents by the definition, ``[L, H, d_v]``."""
+    (d_c, d_n), (q, k, _) = up.w_uk.shape[1:], qkv
+    q, k = q.transpose(0, 1)[None], k.transpose(0, 1)
+    parts = q[..., :d_n], q[..., d_n:], k[..., :d_c], k[..., d_c:]
+    return condense.latent_attention(*parts, *up, method=method, scale=scale, backend="reference")[0].transpose(0, 1)
 
 
 def cut(qkv, start, stop):

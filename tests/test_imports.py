@@ -100,8 +100,8 @@ def ops_of(path):
 
 # the rooms of `ops` from below: each may import those before it
 ROOMS = (
-    "tensors", "entries", "extras", "spans", "types", "checks", "recall", "step", "reference", "torch", "triton",
-    "hopper", "backends", "api", "paged", "__init__",
+    "tensors", "entries", "extras", "spans", "latents", "types", "checks", "recall", "step", "reference", "torch",
+    "triton", "hopper", "backends", "api", "paged", "__init__",
 )  # fmt: skip
 
 

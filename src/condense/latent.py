@@ -19,34 +19,9 @@ from condense.functional import extend, run_planned
 from condense.methods import Context, Method
 from condense.ops import Source
 from condense.ops.checks import check_alike, check_scale, check_tensors
+from condense.ops.latents import UpProjection
 from condense.ops.tensors.autocast import outside_autocast
 from condense.plan import ForwardPlan
-
-
-class UpProjection(NamedTuple):
-    """The matrices that expand latents to heads' keys and values: w_uk ``[H, d_c, d_n]``, w_uv ``[H, d_c, d_v]``."""
-
-    w_uk: Tensor
-    w_uv: Tensor
-
-    def expand(self, entries: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys ``[c W_UK ; k_rope]`` ``[B, H, S, d_n + d_r]`` and values ``c W_UV`` ``[B, H, S, d_v]`` of entries."""
-        H, d_c, _ = self.w_uk.shape
-        c, k_rope = entries[:, 0, :, :d_c], entries[..., d_c:]
-        # one product for all heads: a batched product per head would first copy the latents H times
-        k_nope, v = (
-            (c @ w.transpose(0, 1).flatten(1)).unflatten(-1, (H, -1)).transpose(1, 2) for w in (self.w_uk, self.w_uv)
-        )
-        return torch.cat([k_nope, k_rope.expand(-1, H, -1, -1)], dim=-1), v
-
-    def absorb(self, q: Tensor) -> Tensor:
-        """Queries on latents ``[q_nope W_UK^T ; q_rope]`` ``[B, H, L, d_c + d_r]`` from q ``[B, H, L, d_n + d_r]``."""
-        d_n = self.w_uk.shape[2]
-        return torch.cat([torch.einsum("bhln,hcn->bhlc", q[..., :d_n], self.w_uk), q[..., d_n:]], dim=-1)
-
-    def project_out(self, out: Tensor) -> Tensor:
-        """Outputs of heads ``[B, H, L, d_v]`` from their attention output on latents ``[B, H, L, d_c]``."""
-        return torch.einsum("bhlc,hcv->bhlv", out, self.w_uv)
 
 
 def latent_attention(
@@ -101,25 +76,8 @@ def latent_attention(
 def mean_queries(
     method: Method, q: Tensor, up: UpProjection, over_ranks: Callable[[Tensor], tuple[Tensor, int]] | None = None
 ) -> Tensor:
-    """Mean over heads of queries on latents ``[q_nope W_UK^T ; q_rope]``; summary queries are means of these.
-
-    ``[B, 1, L, d_c + d_r]`` of q ``[B, H, L, d_n + d_r]``, in its dtype; of width 0 for a method that needs no
-    summaries. Their product with ``[c ; k_rope]`` is the mean over heads of each head's score, without expanding a key.
-    over_ranks: for heads spread over processes, ``x -> (sum of x over the processes, number of all heads)``; the sum is
-    taken in float32 or wider, so that all processes compute the same scores and anchors.
-    """
-    H, d_c, d_n = up.w_uk.shape
-    if method.layout.num_summary == 0:
-        return q[:, :1, :, :0]
-    wide = torch.promote_types(q.dtype, torch.float32)
-    # One matrix product sums over heads and channels, in float32 or wider, and rounds to the dtype of q. Queries are
-    # divided first, by a power of two >= H (exact), so that the sum does not overflow that dtype.
-    divisor = 2 ** (H - 1).bit_length()
-    total = (q[..., :d_n] / divisor).transpose(1, 2).flatten(2) @ up.w_uk.mT.flatten(0, 1)
-    total = torch.cat([total.to(wide) * divisor, q[..., d_n:].sum(1, dtype=wide)], dim=-1)
-    if over_ranks is not None:
-        total, H = over_ranks(total)
-    return (total / H).to(q.dtype)[:, None]
+    """`UpProjection.mean_queries`, of which a method's summary queries are means; of width 0 if it needs none."""
+    return q[:, :1, :, :0] if method.layout.num_summary == 0 else up.mean_queries(q, over_ranks)
 
 
 class LatentView(NamedTuple):
@@ -153,14 +111,11 @@ class LatentView(NamedTuple):
         if absorb is None:
             # a store holds latents, too, which are expanded with the others
             lengths = [x.shape[2] for x in (entries.k, window.k, *context.extra[2:])]
-            absorb = _absorbing_pays(q.shape[2], sum(lengths), up)
+            absorb = up.absorbing_pays(q.shape[2], sum(lengths))
         if absorb:
-            d_c = up.w_uk.shape[1]
-            latents = tuple(Source(k, k[..., :d_c], bias) for k, _, bias in context.sources)
+            latents = tuple(up.view(source, absorb=True) for source in context.sources)
             return cls(up.absorb(q), context._replace(sources=latents), up)
-        # entries that no query sees have width 0
-        of_entries = up.expand(entries.k) if entries.k.shape[3] > 0 else entries[:2]
-        heads = Source(*of_entries, entries.bias), Source(*_expanded_window(window.k, up, new))
+        heads = up.view(entries, absorb=False), Source(*_expanded_window(window.k, up, new))
         return cls(q, context._replace(sources=heads, projection=up), None)
 
     def finish(self, out: Tensor) -> Tensor:
@@ -176,15 +131,6 @@ def _expanded_window(window: Tensor, up: UpProjection, new: tuple[Tensor, Tensor
         return new
     k, v = up.expand(window[:, :, :-L])
     return torch.cat([k, new[0]], dim=2), torch.cat([v, new[1]], dim=2)
-
-
-def _absorbing_pays(L: int, S: int, up: UpProjection) -> bool:
-    """True if absorbing takes fewer multiplications for L queries over S keys; the last L keys are expanded anyway.
-
-    Absorbed, a query costs ``2 d_c`` per key instead of ``d_n + d_v`` (rope apart), and no key is expanded.
-    """
-    d_c, heads = up.w_uk.shape[1], up.w_uk.shape[2] + up.w_uv.shape[2]
-    return (S - L) * d_c * heads > L * S * (2 * d_c - heads) + L * d_c * heads
 
 
 def _check_shapes(q_nope: Tensor, q_rope: Tensor, c: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> None:

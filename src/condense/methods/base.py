@@ -19,18 +19,9 @@ from torch import Tensor
 from condense.config import MethodConfig, method_from_dict, method_from_text
 from condense.methods.layout import NO_FIRST, FirstEntries, Layout, check_layout
 from condense.ops import NO_EXTRAS, Chunks, Extras, Source, Spans, StepSettings, attend
+from condense.ops.latents import UpProjection
 from condense.ops.tensors.per_row import PerRow, broadcast_rows
 from condense.ops.tensors.sampling import Sample
-
-
-class Projection(Protocol):
-    """The up-projections of a model with latents: `condense.latent.UpProjection`."""
-
-    def expand(self, entries: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys ``[B, H, S, D]`` and values ``[B, H, S, Dv]`` of each head, of latents ``[B, 1, S, d_c + d_r]``."""
-
-    def absorb(self, q: Tensor) -> Tensor:
-        """Queries on latents ``[B, H, L, d_c + d_r]`` from those of the heads ``[B, H, L, D]``."""
 
 
 class Context(NamedTuple):
@@ -44,7 +35,7 @@ class Context(NamedTuple):
     sources: tuple[Source, ...]
     spans: Spans
     extra: tuple[Tensor, ...] = ()
-    projection: Projection | None = None
+    projection: UpProjection | None = None
 
     @property
     def entries(self) -> Source:

@@ -7,13 +7,12 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from condense.config import Bits, Natural, Positive
 from condense.methods.base import Method
 from condense.methods.layout import ChunkPooling, Layout, Lookahead
-from condense.ops import Chunks, Pooling, UniformRule, make_entries, matched_bias, pool_groups
+from condense.ops import Chunks, Pooling, UniformRule, make_entries
 
 Summary = Literal["last", "streaming", "prompt"]
 RepBias = Literal["none", "log_size", "matched"]
@@ -117,16 +116,11 @@ class LatentGroups(Method):
         Chunks of window_k ``[B, 1, N, D]`` and window_v ``[B, 1, N, 0]``; summary ``[B, 1, G, D]``: the mean over heads
         of the absorbed queries. Returns ``[B, 1, G, D]``, ``[B, 1, G, 0]`` and matched biases, if any.
         """
-        # one call pools both parts: whole entries as keys, of which the rope part is kept, and latents as their values
-        d_c, groups = self.latent_width, self.groups
-        latents = chunks._replace(window_v=chunks.window_k[..., :d_c])
-        positional, semantic, *lse = pool_groups(
-            latents, summary, scale=scale, key_pooling=groups.key_pooling, value_pooling=groups.value_pooling,
-            return_lse=groups.rep_bias == "matched", backend=backend,
+        groups = self.groups
+        return make_entries(
+            chunks, summary, scale=scale, key_pooling=groups.key_pooling, value_pooling=groups.value_pooling,
+            matched=groups.rep_bias == "matched", backend=backend, latent=self.latent_width,
         )  # fmt: skip
-        entries = torch.cat([semantic, positional[..., d_c:]], dim=-1)
-        biases = [matched_bias(summary, entries, x, scale=scale, backend=backend) for x in lse if summary is not None]
-        return entries, entries[..., :0], *biases
 
     def __str__(self) -> str:
         return str(self.groups)

@@ -181,12 +181,21 @@ def make_entries(
     value_pooling: Pooling,
     matched: bool,
     backend: str,
+    latent: int = 0,
 ) -> tuple[Tensor, ...]:
-    """`pool_groups`, and after keys and values the entries' `matched_bias`, if ``matched``."""
+    """`pool_groups`, and after keys and values the entries' `matched_bias`, if ``matched``.
+
+    latent: if > 0, the first ``latent`` columns of keys without values are pooled by ``value_pooling``.
+    """
+    if latent:
+        # one call pools both parts: whole entries as keys, of which the others are kept, and latents as their values
+        groups = groups._replace(window_v=groups.window_k[..., :latent])
     k, v, *lse = pool_groups(
         groups, summary, scale=scale, key_pooling=key_pooling, value_pooling=value_pooling, return_lse=matched,
         backend=backend,
     )  # fmt: skip
+    if latent:
+        k, v = torch.cat([v, k[..., latent:]], dim=-1), v[..., :0]
     if not matched:
         return k, v
     assert summary is not None

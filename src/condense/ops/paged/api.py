@@ -28,7 +28,8 @@ def read_paged(
 ) -> None:
     """Read the new tokens of all requests into ``state``, in place, and write their attention to ``out``.
 
-    qkv: q ``[T, H, D]``, k ``[T, K, D]``, v ``[T, K, Dv]``; out ``[T, H, Dv]``, one dtype; K divides H. The key and
+    qkv: q ``[T, H, D]``, k ``[T, K, D]``, v ``[T, K, Dv]``; out ``[T, H, Dv]``, one dtype; K divides H. On latents
+    (``state.up``) q ``[T, H, d_n + d_r]``, k ``[T, 1, d_c + d_r]``, v of width 0 and out ``[T, H, d_v]``. The key and
     value of every new token go to the window, and its mean query to the ring; groups that are due become entries, or
     with a choice records. Its query attends to the entries of closed groups and the tokens behind them, as in
     `condense.ops.attend`, or as in `condense.ops.attend_recall`. All keys and values are stored first, then all entries
@@ -50,7 +51,7 @@ def read_paged(
     """
     q, k, v = qkv
     _check_settings(settings, state)
-    has_kernels = _has_kernels(check_backend(backend), q, k, v, settings)
+    has_kernels = _has_kernels(check_backend(backend), q, k, v, settings, state.latent)
     if state.holds_records:
         _check_records(state, k, v, settings)
         if has_kernels and settings.choice is None:
@@ -66,11 +67,17 @@ def read_paged(
     if steps == 0:
         read_requests(qkv, state, new, settings, out, first=0, scale=scale, backend=backend)
         return
-    ones, first, seen = tuple(x[:steps] for x in qkv), state.first(steps), new.seen_on_device[:steps]
+    (ones, *kv), first, seen = (x[:steps] for x in qkv), state.first(steps), new.seen_on_device[:steps]
+    to, up = out[:steps], state.up
+    if up is not None:
+        ones = up.absorb(ones[:, :, None])[:, :, 0]
+        to = ones.new_empty(*ones.shape[:2], up.latent_width)
     store, attend = _kernels(settings, new)
-    store(*ones, first, seen, settings, scale=scale)
+    store(ones, *kv, first, seen, settings, scale=scale)
     read_requests(qkv, state, new, settings, out, first=steps, scale=scale, backend=backend)
-    attend(q[:steps], first, seen, settings, scale=scale, out=out[:steps])
+    attend(ones, first, seen, settings, scale=scale, out=to)
+    if up is not None:
+        out[:steps] = up.project_out(to[:, :, None])[:, :, 0]
 
 
 def _kernels(settings: StepSettings, new: NewTokens) -> tuple[Callable[..., None], ...]:
@@ -84,10 +91,10 @@ def _kernels(settings: StepSettings, new: NewTokens) -> tuple[Callable[..., None
     return paged_recall_step.store, functools.partial(paged_recall_step.attend, before=new.before)
 
 
-def _has_kernels(backend: str, q: Tensor, k: Tensor, v: Tensor, settings: StepSettings) -> bool:
+def _has_kernels(backend: str, q: Tensor, k: Tensor, v: Tensor, settings: StepSettings, latent: int) -> bool:
     """True if single tokens are read by the Triton kernels."""
     if backend == "auto":
-        return step_backend(q.device, q.dtype, (k.shape[2], v.shape[2]), settings) == "triton"
+        return step_backend(q.device, q.dtype, (k.shape[2], v.shape[2]), settings, latent=latent) == "triton"
     return backend in ("triton", "hopper")
 
 

@@ -3,15 +3,17 @@
 Requests of like lengths are right-aligned rows of one call: a step takes few operations, however many requests it has.
 
 Shapes: B rows, H query heads, K KV heads, L queries, N tokens, T new tokens of all requests, G groups of g tokens, C
-columns of a slot, D and Dv widths.
+columns of a slot, D and Dv widths; on latents K is 1 and Dv is 0 but for outputs, whose width then is d_v.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from condense.ops.api import attend, attend_recall, make_entries, summarize, unpack_store
+from condense.ops.latents import UpProjection
 from condense.ops.paged.rows import Call, Slots, Summary, reading_of
 from condense.ops.recall.choice import IndexChoice, RecallSources
 from condense.ops.recall.index import GroupIndex, build_index
@@ -50,7 +52,7 @@ def read_requests(
     if reading.newest is not None:
         assert state.ring is not None
         newest, slots = reading.newest
-        means = head_mean(q[newest].transpose(0, 1)[None], k.shape[1])[0].transpose(0, 1)
+        means = layer.mean_queries(q[newest].transpose(0, 1)[None])[0].transpose(0, 1)
         layer.store(state.ring, slots, means)
     for call in reading.calls:
         rows = layer.attend(call)
@@ -59,6 +61,29 @@ def read_requests(
         else:
             row, column, token = call.real
             out[token] = rows[row, :, column]
+
+
+class _View(NamedTuple):
+    """Queries of a call, and sources as these read them. q ``[B, H, L, D]``, absorbed if latents are read as they are.
+
+    up: as in `PagedState`. absorbs: False if latents are read as keys and values of heads.
+    """
+
+    q: Tensor
+    up: UpProjection | None
+    absorbs: bool
+
+    def of(self, source: Source) -> Source:
+        """A source of what pages hold, as the queries read it."""
+        return source if self.up is None else self.up.view(source, self.absorbs)
+
+    def on_latents(self) -> Tensor:
+        """The queries that score an index."""
+        return self.q if self.up is None or self.absorbs else self.up.absorb(self.q)
+
+    def finish(self, out: Tensor) -> Tensor:
+        """The output of attention as ``[B, H, L, Dv]``."""
+        return self.up.project_out(out) if self.up is not None and self.absorbs else out
 
 
 @dataclass(frozen=True)
@@ -103,7 +128,7 @@ class _Layer:
         chunks = Chunks(tokens[..., :D], tokens[..., D:], 0, tokens.shape[2] // g, g, 0)
         summaries = [self._summarize(call, call.summary) for call in calls if call.summary is not None]
         summary = torch.cat(summaries, dim=2) if len(summaries) > 1 else next(iter(summaries), None)
-        kept = _represent(chunks, summary, settings, scale=self.scale, backend=self.backend)
+        kept = _represent(chunks, summary, settings, scale=self.scale, backend=self.backend, latent=self.state.latent)
         if self.state.holds_records:
             named = dict(zip(entry_names(settings), packed(kept, settings), strict=True))
             made = record_format(settings, self.widths, tokens.dtype).pack(named)
@@ -111,10 +136,17 @@ class _Layer:
             made = torch.cat(kept, dim=3)
         return made[0].transpose(0, 1)
 
+    def mean_queries(self, q: Tensor) -> Tensor:
+        """Means ``[B, K, L, D]`` of the queries that share a KV head, of q ``[B, H, L, D]``."""
+        up, K = self.state.up, self.state.window.cache.shape[1]
+        return head_mean(q, K) if up is None else up.mean_queries(q)
+
     def _summarize(self, call: Call, summary: Summary) -> Tensor:
         """The queries that weigh the groups which a call makes, ``[1, K, G, D]``."""
-        q, K = self._rows(self.qkv[0], call), self.state.window.cache.shape[1]
-        tail = q[:, :K, :0]
+        q = self._rows(self.qkv[0], call)
+        if self.state.up is not None:
+            q = self.state.up.mean_queries(q)
+        tail = q[:, : self.state.window.cache.shape[1], :0]
         if summary.tail is not None:
             assert self.state.ring is not None
             tail = self.load(self.state.ring, summary.tail)[..., : self.widths[0]]
@@ -126,7 +158,7 @@ class _Layer:
 
     def attend(self, call: Call) -> Tensor:
         """Attention of a call's queries, ``[B, H, L, Dv]``."""
-        (q, k, v), D = self.qkv, self.widths[0]
+        (_, k, v), D = self.qkv, self.widths[0]
         if call.window is None:
             window = Source(self._rows(k, call), self._rows(v, call))
         else:
@@ -142,8 +174,17 @@ class _Layer:
             if self.settings.choice is not None and not call.exact:
                 return self._attend_groups(call, *records, window)
             entries = self._tokens(*records) if call.exact else self._entries(*records)
-        rows = self._rows(q, call)
-        return attend(rows, (entries, window), call.spans, scale=self.scale, backend=self.backend)[0]
+        view = self._view(call, entries, window)
+        sources = view.of(entries), view.of(window)
+        return view.finish(attend(view.q, sources, call.spans, scale=self.scale, backend=self.backend)[0])
+
+    def _view(self, call: Call, *sources: Source) -> _View:
+        """The view of a call's queries on these sources and others like them."""
+        q, up = self._rows(self.qkv[0], call), self.state.up
+        if up is None:
+            return _View(q, None, absorbs=False)
+        absorbs = up.absorbing_pays(q.shape[2], sum(x.k.shape[2] for x in sources))
+        return _View(up.absorb(q) if absorbs else q, up, absorbs)
 
     def _rows(self, x: Tensor, call: Call) -> Tensor:
         """Numbers of new tokens ``[T, heads, C]``, those of a call's queries: ``[B, heads, L, C]``."""
@@ -159,11 +200,11 @@ class _Layer:
 
     def _entries(self, parts: dict[str, Tensor], places: Places) -> Source:
         """The entries in records."""
-        settings, dtype = self.settings, self.state.window.cache.dtype
-        k, v = (
-            settings.entry_format.unpack(copied(parts[name], places), width, dtype)
-            for name, width in zip(("entries_k", "entries_v"), self.widths, strict=True)
-        )
+        settings, dtype, (D, Dv) = self.settings, self.state.window.cache.dtype, self.widths
+        rows = copied(parts["entries_k"], places)
+        k = settings.entry_format.unpack(rows, D, dtype)
+        # records of latents have no values
+        v = settings.entry_format.unpack(copied(parts["entries_v"], places) if Dv > 0 else rows[..., :0], Dv, dtype)
         return Source(k, v, copied(parts["biases"], places)[..., 0] if settings.matched else settings.bias or None)
 
     def _tokens(self, parts: dict[str, Tensor], places: Places) -> Source:
@@ -175,26 +216,28 @@ class _Layer:
         """Attention to the window and to closed groups, of which each query opens some, by the parts of records."""
         choice, g, store = self.settings.choice, self.settings.rule.chunk, self._tokens(parts, places)
         assert choice is not None
+        view = self._view(call, store, window)
+        store, window = view.of(store), view.of(window)
         # if no query sees entries, the first token of each group takes the place of its entry
-        entries = self._entries(parts, places) if choice.pool else Source(store.k[:, :, ::g], store.v[:, :, ::g])
+        entries = view.of(self._entries(parts, places)) if choice.pool else Source(*(x[:, :, ::g] for x in store[:2]))
         index = GroupIndex(*(copied(parts[name], places) for name in ("signs", "steps")))
-        q = self._rows(self.qkv[0], call)
-        return attend_recall(
-            q,
+        out, _ = attend_recall(
+            view.q,
             RecallSources(entries, store, window, call.spans),
-            IndexChoice(q, index, self.scale, choice.quota),
+            IndexChoice(view.on_latents(), index, self.scale, choice.quota),
             scale=self.scale,
             unchosen="pool" if choice.pool else "drop",
             backend=self.backend,
-        )[0]
+        )
+        return view.finish(out)
 
 
 def _represent(
-    chunks: Chunks, summary: Tensor | None, settings: StepSettings, *, scale: float, backend: str
+    chunks: Chunks, summary: Tensor | None, settings: StepSettings, *, scale: float, backend: str, latent: int
 ) -> tuple[Tensor, ...]:
     """Entries ``[B, K, G, D]`` and ``[B, K, G, Dv]`` of chunks, of width 0 where no query sees them; their biases
     ``[B, K, G, 1]``, if matched; then, with a choice, the index and the packed tokens of the groups: in the order of
-    `condense.ops.step.entry_names`.
+    `condense.ops.step.entry_names`. latent: as in `make_entries`; a method with a choice pools whole entries.
     """
     assert settings.key_pooling is not None
     assert settings.value_pooling is not None
@@ -206,6 +249,6 @@ def _represent(
             return tokens[0][:, :, :, 0, :0], tokens[1][:, :, :, 0, :0], *kept
     entries = make_entries(
         chunks, summary, scale=scale, key_pooling=settings.key_pooling, value_pooling=settings.value_pooling,
-        matched=settings.matched, backend=backend,
+        matched=settings.matched, backend=backend, latent=latent if settings.choice is None else 0,
     )  # fmt: skip
     return *entries, *kept

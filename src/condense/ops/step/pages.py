@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor
 
+from condense.ops.latents import UpProjection
+
 T = TypeVar("T")
 # slots are copied in such words
 _WORD = torch.int64
@@ -60,12 +62,19 @@ class PagedState(NamedTuple):
     depends on the group's tokens alone. Pages of records lie at multiples of 16 bytes, at any distance.
     ring: in the dtype of k, slot ``t % N`` of a request's only page holds the mean query of position t in its first D
     columns; None for methods that need one query or none (`condense.serving.plan`).
+    up: the up-projections, if tokens are latents (MLA): K is 1, a key is ``[c ; k_rope]`` and Dv is 0. Else None.
     Slots that a request has not filled, or needs no more, are not read and may hold anything.
     """
 
     window: Pages
     entries: Pages
     ring: Pages | None
+    up: UpProjection | None = None
+
+    @property
+    def latent(self) -> int:
+        """Columns of the keys that are values, 0 without latents: as in `condense.ops.step.call.StepCall`."""
+        return 0 if self.up is None else self.up.latent_width
 
     @property
     def holds_records(self) -> bool:
@@ -75,7 +84,7 @@ class PagedState(NamedTuple):
     def first(self, count: int) -> Self:
         """The state of the first ``count`` requests."""
         ring = None if self.ring is None else self.ring.first(count)
-        return type(self)(self.window.first(count), self.entries.first(count), ring)
+        return type(self)(self.window.first(count), self.entries.first(count), ring, self.up)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def store(
 
     q ``[R, H, D]``, k ``[R, K, D]``, v ``[R, K, Dv]``: bfloat16, float16 or float32, one dtype with the window. seen
     int32 ``[R]`` on the device: tokens of each request, the new one included; 0 for an unused place, where nothing is
-    stored. settings: as in `condense.ops.paged.read_paged`.
+    stored. settings: as in `condense.ops.paged.read_paged`. On latents (``state.up``) q is absorbed, K is 1, Dv is 0.
     Raises ValueError for what `condense.ops.triton.limits.step_obstacle` names.
     """
     plan = _plan_of(q, state, settings, scale)
@@ -75,7 +75,7 @@ def attend(
     """Write the attention of one token of each request, after `store`, to ``out`` ``[R, H, Dv]``; 0 for unused places.
 
     before int64 ``[R]`` on the device: tokens of the requests before each. Requests that come behind more groups than
-    `room_for` says get NaN. Other arguments and errors as in `store`.
+    `room_for` says get NaN. On latents out is d_c wide. Other arguments and errors as in `store`.
     """
     plan, (R, H, Dv), K = _plan_of(q, state, settings, scale), out.shape, state.window.cache.shape[1]
     q, D, near, far = dense_rows(q), q.shape[2], state.window, state.entries
@@ -113,14 +113,14 @@ def attend(
 def _plan_of(q: Tensor, state: PagedState, settings: StepSettings, scale: float) -> Plan:
     """The launch arguments for these tensors. Raises ValueError as `store`."""
     (R, H, D), (_, K, _, C), far = q.shape, state.window.cache.shape, state.entries
-    groups, widths = far.table.shape[1] * far.slots, (D, C - D)
-    obstacle = step_obstacle(q.device, q.dtype, widths, settings, entries=groups)
+    groups, widths, latent = far.table.shape[1] * far.slots, (D, C - D), state.latent
+    obstacle = step_obstacle(q.device, q.dtype, widths, settings, latent=latent, entries=groups)
     if obstacle is not None:
         raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
     assert settings.rule.window is not None
     tokens, pages = settings.rule.window + settings.rule.chunk, (PageForm.of(state.window), PageForm.of(far))
     room = Room(groups, tokens, 0, 0, 0, *pages, room_for(far))
-    return plan_of(q.device, q.dtype, (R, H, K), (*widths, 0), room, settings.number, (scale, 0.0), False)
+    return plan_of(q.device, q.dtype, (R, H, K), (*widths, latent), room, settings.number, (scale, 0.0), False)
 
 
 def _parts(state: PagedState, D: int, settings: StepSettings) -> dict[str, Tensor]:

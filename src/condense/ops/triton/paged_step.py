@@ -18,7 +18,7 @@ from torch import Tensor
 from condense.ops.step.pages import PagedState, Pages
 from condense.ops.step.settings import StepSettings, numbered_settings
 from condense.ops.triton.device.entry import Kind
-from condense.ops.triton.device.parts import split_width
+from condense.ops.triton.device.parts import key_value_parts
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, gpu_of, on_device_of, power_of_2
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.limits import step_obstacle
@@ -41,7 +41,8 @@ def store(
     q ``[R, H, D]``, k ``[R, K, D]``, v ``[R, K, Dv]``: bfloat16, float16 or float32, one dtype with the pages. seen
     int32 ``[R]`` on the device: tokens of each request, the new one included; 0 for an unused place, where nothing is
     stored. settings: as in `condense.ops.paged.read_paged`.
-    Raises ValueError for a device without kernels, another dtype and a width above 256.
+    On latents (``state.up``) q is absorbed, K is 1 and Dv is 0.
+    Raises ValueError for what `condense.ops.triton.limits.step_obstacle` names.
     """
     launch = _launch_of(q, state, settings, scale)
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
@@ -66,7 +67,7 @@ def store(
 def attend(q: Tensor, state: PagedState, seen: Tensor, settings: StepSettings, *, scale: float, out: Tensor) -> None:
     """Write the attention of one token of each request, after `store`, to ``out`` ``[R, H, Dv]``; 0 for unused places.
 
-    Arguments and errors as in `store`.
+    On latents out is d_c wide. Arguments and errors as in `store`.
     """
     launch, (R, H, Dv) = _launch_of(q, state, settings, scale), out.shape
     q, columns = dense_rows(q), min(64, power_of_2(Dv))
@@ -99,13 +100,16 @@ def _strides(pages: Pages) -> tuple[int, ...]:
 
 
 class _Sizes(NamedTuple):
-    """Sizes of a step. N: slots of a page, of the window and of entries. capacity: slots that a request may have."""
+    """Sizes of a step. Dv: of the output, with ``latent`` as in `condense.ops.step.call.StepCall` as wide as that. N:
+    slots of a page, of the window and of entries. capacity: slots that a request may have.
+    """
 
     R: int
     H: int
     K: int
     D: int
     Dv: int
+    latent: int
     N: tuple[int, int]
     capacity: int
 
@@ -113,14 +117,14 @@ class _Sizes(NamedTuple):
 def _launch_of(q: Tensor, state: PagedState, settings: StepSettings, scale: float) -> _Launch:
     """The launch arguments for these tensors. Raises ValueError as `store`."""
     (R, H, D), (_, K, _, C) = q.shape, state.window.cache.shape
-    Dv = C - D
-    obstacle = step_obstacle(q.device, q.dtype, (D, Dv), settings)
+    latent, Dv = state.latent, C - D
+    obstacle = step_obstacle(q.device, q.dtype, (D, Dv), settings, latent=latent)
     if obstacle is not None:
         raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
     assert settings.rule.window is not None
     entries = state.entries.table.shape[1] * state.entries.slots
     capacity = entries + settings.rule.window + settings.rule.chunk
-    sizes = _Sizes(R, H, K, D, Dv, (state.window.slots, state.entries.slots), capacity)
+    sizes = _Sizes(R, H, K, D, latent or Dv, latent, (state.window.slots, state.entries.slots), capacity)
     return _launch(settings.number, scale, sizes, q.dtype, q.device)
 
 
@@ -140,20 +144,20 @@ class _Launch(NamedTuple):
 @functools.lru_cache(maxsize=4096)  # the same for all layers, in every step of as many requests
 def _launch(number: int, scale: float, sizes: _Sizes, dtype: torch.dtype, device: torch.device) -> _Launch:
     """The launch arguments of a step with these sizes. number: `condense.ops.step.settings.Numbered.number`."""
-    settings, (R, H, K, D, Dv, N, capacity) = numbered_settings(number), sizes
+    settings, (R, H, K, D, Dv, latent, N, capacity) = numbered_settings(number), sizes
     check_programs(R * K)
     rule, heads = settings.rule, H // K
-    tiles = tiles_of(device, dtype, max(D, Dv))
-    rows = min(64, max(16, power_of_2(heads)))
+    tiles = tiles_of(device, dtype, max(D, Dv), latent)
+    rows = min(tiles.rows if latent else 64, max(16, power_of_2(heads)))
     row_tiles = cdiv(heads, rows)
     wanted = tiles.waves * gpu_of(device).multiprocessors // (row_tiles * R * K) if device.type == "cuda" else 3
-    (D0, D1), (V0, V1) = split_width(D), split_width(Dv)
+    D0, D1, V0, V1 = key_value_parts(D, Dv, latent)
     early = device.type == "cuda" and gpu_of(device).capability >= (9, 0) and R * K < EARLY_PAIRS
     # one more split reads the tokens and entries that this step stores, so that the others need not wait
     splits = max(1, min(wanted, cdiv(capacity, tiles.keys))) + early
     starts_early = {"launch_pdl": True} if early else {}
     kind = Kind(
-        D0, D1, V0, V1, False, settings.num_summary > 0, settings.key_pooling, settings.value_pooling,
+        D0, D1, V0, V1, latent > 0, settings.num_summary > 0, settings.key_pooling, settings.value_pooling,
         rows=rows, keys=tiles.keys, precision="ieee" if dtype == torch.float32 else "tf32", early=early,
         page=N[0], far_page=N[1],
     )  # fmt: skip

@@ -78,10 +78,11 @@ def paged_store_kernel(
         window = _pages(window_ptr, window_table_ptr, request, kvh, (s_wp, s_wh, s_wn, s_wt), KIND)
         entries = _pages(entries_ptr, entries_table_ptr, request, kvh, (s_ep, s_eh, s_en, s_et), KIND)
         k = load_row(k_ptr + request * s_kt + kvh * s_kh, KIND.D0, KIND.D1)
-        v = load_row(v_ptr + request * s_vt + kvh * s_vh, KIND.V0, KIND.V1)
+        v = (k[0],) if KIND.latent else load_row(v_ptr + request * s_vt + kvh * s_vh, KIND.V0, KIND.V1)
         at = _slot(window, t, KIND.page)
         store_row(window.k + at, k, KIND.D0, KIND.D1)
-        store_row(window.v + at, v, KIND.V0, KIND.V1)
+        if not KIND.latent:
+            store_row(window.v + at, v, KIND.V0, KIND.V1)
         # without a ring the newest query is all that a summary needs, and `past` is not read
         past, mean = Queries(q_ptr, s_qh, RING), k
         if KIND.scored:
@@ -101,7 +102,8 @@ def paged_store_kernel(
             # `condense.serving.plan`
             at = _slot(entries, t // chunk_size, KIND.far_page)
             store_row(entries.k + at, entry_k, KIND.D0, KIND.D1)
-            store_row(entries.v + at, entry_v, KIND.V0, KIND.V1)
+            if not KIND.latent:
+                store_row(entries.v + at, entry_v, KIND.V0, KIND.V1)
 
 
 @triton.jit
@@ -138,7 +140,9 @@ def _attend_pages(softmax, q, entries, window, order, page, lo, hi, scale, bias,
         at = page.to(tl.int64) * s_page + slot.to(tl.int64) * s_slot
         k = load_rows(tl.where(is_far, entries.k, window.k), at, inside, KIND.D0, KIND.D1)
         s = key_products(q, k, PRECISION) * scale + tl.where(is_far, bias, 0.0)
-        v = load_rows(tl.where(is_far, entries.v, window.v), at, inside, KIND.V0, KIND.V1)
+        v = (k[0],)
+        if not KIND.latent:
+            v = load_rows(tl.where(is_far, entries.v, window.v), at, inside, KIND.V0, KIND.V1)
         softmax = add_keys(softmax, tl.where(inside[None, :], s, float("-inf")), v, PRECISION)
         # the next tile's pages are loaded while this tile's keys are on their way
         page = _tile_pages(entries, window, order, place + 1, hi, KIND)

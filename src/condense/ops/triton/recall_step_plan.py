@@ -12,10 +12,11 @@ import torch
 
 from condense.ops.step.settings import StepSettings, numbered_settings
 from condense.ops.triton.device.address import PageForm
+from condense.ops.triton.device.parts import key_value_parts
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
 from condense.ops.triton.recall_step_choice_kernels import Ranking
 from condense.ops.triton.recall_store_kernels import Form
-from condense.ops.triton.step_plan import kind_of, part_widths
+from condense.ops.triton.step_plan import kind_of
 
 _MIN_TILE = 32
 # KV heads of all rows from which on a step counts as one of many rows: four of Llama 3.1 8B
@@ -167,7 +168,7 @@ def plan_of(
     if choice.store.bits != 4:
         # numbers of 8 and 16 bits need more registers than that, or spill
         of_attend = of_attend._replace(registers=0)
-    V, parts = latent or Dv, part_widths(D, Dv, latent)
+    V, parts = latent or Dv, key_value_parts(D, Dv, latent)
     BR, P, PV = min(most, max(16, power_of_2(R))), _padded(D), _padded(Dv)
     head_tiles = cdiv(R, BR)
     # tile columns for the bytes of a stored token

@@ -12,7 +12,7 @@ import torch
 
 from condense.ops.step.settings import StepSettings, numbered_settings
 from condense.ops.triton.device.entry import Kind
-from condense.ops.triton.device.parts import split_width
+from condense.ops.triton.device.parts import key_value_parts
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
 from condense.ops.triton.step_kernels import Fixed
 
@@ -55,15 +55,10 @@ def _num_splits(device: torch.device, programs: int, capacity: int, tiles: _Step
     return max(2, min(wanted, 1 + cdiv(capacity, tiles.keys)))
 
 
-def part_widths(D: int, Dv: int, latent: int) -> tuple[int, int, int, int]:
-    """Widths of the parts of keys and of values; Dv is 0 or the width of the output for latents."""
-    return (latent, D - latent, latent, 0) if latent else (*split_width(D), *split_width(Dv))
-
-
 def kind_of(
     settings: StepSettings, parts: tuple[int, int, int, int], latent: int, early: bool, has_real: bool, **more: Any
 ) -> Kind:
-    """The constants of a step's kernels. parts: `part_widths`. more: further fields."""
+    """The constants of a step's kernels. parts: `key_value_parts`. more: further fields."""
     return Kind(
         *parts, latent > 0, settings.num_summary > 0, settings.key_pooling, settings.value_pooling, early=early,
         has_real=has_real, matched=settings.matched, entry_bits=settings.entry_bits, **more,
@@ -121,7 +116,7 @@ def launch_of(
     early = gpu is not None and gpu.capability >= (9, 0) and not joins
     joined_rows, columns = power_of_2(R), power_of_2(Dv)
     kind = kind_of(
-        settings, part_widths(D, Dv, latent), latent, early, has_real,
+        settings, key_value_parts(D, Dv, latent), latent, early, has_real,
         focal=settings.num_focal,
         tile=power_of_2(rule.chunk) if settings.num_focal > 0 else 1,
         period=settings.num_focal + 1 if settings.bias_differs else 0,

@@ -17,6 +17,11 @@ def split_width(width: int) -> tuple[int, int]:
     return first, width - first
 
 
+def key_value_parts(D: int, Dv: int, latent: int) -> tuple[int, int, int, int]:
+    """Widths of the parts of keys and of values; the values of latents are the first ``latent`` columns of the keys."""
+    return (latent, D - latent, latent, 0) if latent else (*split_width(D), *split_width(Dv))
+
+
 @triton.constexpr_function
 def tile_width(width):
     """Columns of a tile that holds ``width`` columns."""
