@@ -1,9 +1,11 @@
 """Small random models with weights so large that no two tokens are nearly as likely, and prompts for them."""
 
+import copy
 import random
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DeepseekV2Config, DeepseekV3Config, LlamaConfig, LlamaForCausalLM, MiniCPM3Config
+from transformers.models.auto import AutoModelForCausalLM
 
 import condense
 
@@ -11,6 +13,24 @@ SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
     "vocab_size": 199, "max_position_embeddings": 1024, "initializer_range": 0.2, "tie_word_embeddings": False,
 }  # fmt: skip
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+_LATENTS = {
+    **{key: size for key, size in SIZES.items() if key != "head_dim"}, "num_key_value_heads": 4, "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "num_hidden_layers": 2,
+}  # fmt: skip
+# dense layers alone, without experts
+_DEEPSEEK = _LATENTS | {"first_k_dense_replace": 2, "rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}
+LATENTS = {
+    "deepseek_v2": DeepseekV2Config(**_DEEPSEEK, q_lora_rank=None),
+    "deepseek_v3": DeepseekV3Config(**_DEEPSEEK, q_lora_rank=24),
+    "minicpm3": MiniCPM3Config(**_LATENTS, q_lora_rank=24),
+}
+
+
+def random_latents(name="minicpm3"):
+    """A model with latents (MLA)."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(copy.deepcopy(LATENTS[name])).eval()
 
 
 def random_llama(layers=2):

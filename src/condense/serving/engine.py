@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
+
+from condense.methods import layers_as_text
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
     """The settings of an engine that decide whether it can serve a condensed model.
 
-    version: None if it is not known. kv_heads: of the whole model. cache_dtype: "auto" is the model's. one_manager: all
-    caches are managed alike, as full attention. shared_context: ranks share the tokens of a request. microbatches: a
-    batch is run in halves.
+    version: None if it is not known. kv_heads: of the whole model, 1 for latents (MLA). cache_dtype: "auto" is the
+    model's. one_manager: all caches are managed alike, as full attention. shared_context: ranks share the tokens of a
+    request. microbatches: a batch is run in halves. dense_latents: numbers of layers on latents that are not condensed.
+    adapted_latents: a model with latents gets LoRA adapters.
     """
 
     version: str | None
@@ -26,6 +30,8 @@ class EngineSettings:
     speculative: bool = False
     shared_context: bool = False
     microbatches: bool = False
+    dense_latents: Collection[int] = ()
+    adapted_latents: bool = False
 
 
 # releases of vLLM that this package was tested with: from the first, below the second
@@ -65,6 +71,16 @@ def check_engine(engine: EngineSettings) -> None:
         (engine.speculative, "--speculative-config is not served with condensed models: leave it out"),
         (engine.shared_context, "context parallelism is not served with condensed models: use tensor parallelism"),
         (engine.microbatches, "--enable-dbo is not served with condensed models: leave it out"),
+        (
+            engine.adapted_latents,
+            "--enable-lora is not served with latents (MLA), whose up-projections are read without their adapters: "
+            "leave it out",
+        ),
+        (
+            engine.dense_latents,
+            "all layers of a model with latents (MLA) must be condensed to be served, got dense attention in layers "
+            f"{layers_as_text(engine.dense_latents)}: give each a method",
+        ),
     ):
         if chosen:
             wrong.append(message)

@@ -1,7 +1,7 @@
 """Condensed models in vLLM give the tokens of generate, however their prompts are read and whatever else runs."""
 
 import pytest
-from small_models import condensed, prompts_of, random_llama
+from small_models import condensed, prompts_of, random_latents, random_llama
 
 import condense
 from condense.methods import methods_in
@@ -14,14 +14,17 @@ METHODS = {
     "recall": RECALL.replace(unchosen="drop"),
     "exact-prompts": RECALL.replace(unchosen="drop", prompt="exact"),
     "allocation": {0: RECALL, "rest": MEANS},
+    "latents": METHOD,
+    "latents-allocation": {0: RECALL.replace(unchosen="drop"), "rest": METHOD.replace(entry_bits=8)},
 }
 LENGTHS = (230, 31, 1, 150, 64, 17)
 NEW = 24
 
 
-@pytest.fixture(scope="module", params=METHODS.values(), ids=METHODS)
+@pytest.fixture(scope="module", params=METHODS)
 def model(request):
-    return condense.apply(random_llama(), request.param)
+    stock = random_latents() if request.param.startswith("latents") else random_llama()
+    return condense.apply(stock, METHODS[request.param])
 
 
 @pytest.fixture(scope="module")

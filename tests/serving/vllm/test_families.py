@@ -1,4 +1,4 @@
-"""All eight model classes that are served, each a small random model, its folder as it was saved: generate's tokens."""
+"""All model classes that are served, each a small random model, its folder as it was saved: generate's tokens."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from small_models import SIZES, prompts_of, random_llama
+from small_models import LATENTS, SIZES, prompts_of, random_llama
 from transformers import GemmaConfig, GPT2Config, MistralConfig, OPTConfig, Phi3Config, Qwen2Config, Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
 from vllm import ModelRegistry
@@ -31,6 +31,7 @@ CONFIGS = {
     # vLLM takes the width of a head from the hidden size
     "qwen2": Qwen2Config(**{**SIZES, "num_attention_heads": 2, "num_key_value_heads": 1}, **LAYERS),
     "qwen3": Qwen3Config(**SIZES, **LAYERS),
+    **LATENTS,
 }  # fmt: skip
 
 

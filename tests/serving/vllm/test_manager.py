@@ -24,7 +24,8 @@ from condense.demo import demo_model
 from condense.serving.blocks import ServedLayer, blocks_of_request, page_sizes
 from condense.serving.engine import EngineSettings, check_engine
 from condense.serving.plan import serving_plan
-from condense.serving.vllm.layer import _engine_settings, page_specs
+from condense.serving.vllm.layer import page_specs
+from condense.serving.vllm.replace import engine_settings
 
 POOLED = condense.CCA(summary="streaming", key_pooling="select", rep_bias="log_size")
 RECALL = condense.Method.parse("recall-device")
@@ -125,7 +126,7 @@ def ids(count, start=0):
 
 
 def test_settings_that_are_checked(config):
-    assert _engine_settings(config) == EngineSettings(version=vllm.__version__, kv_heads=5)
+    assert engine_settings(config) == EngineSettings(version=vllm.__version__, kv_heads=5)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_settings_that_are_checked(config):
 def test_flags_that_are_refused(flags, words):
     config = EngineArgs(demo_model()[0].name_or_path, max_model_len=4096, **flags).create_engine_config()
     with pytest.raises(ValueError, match=words):
-        check_engine(_engine_settings(config))
+        check_engine(engine_settings(config))
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -72,13 +72,16 @@ class CondensedImpl(AttentionImpl[CondensedMetadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """query ``[T, H, D]``, key and value ``[T, K, D]``, output likewise; rows of padding come last."""
+        """query ``[T, H, D]``, key and value ``[T, K, D]``, output likewise; rows of padding come last.
+
+        On latents their widths are as in `condense.ops.paged.read_paged`.
+        """
         if attn_metadata is None:
             output.zero_()
             # before there are pages, vLLM measures the memory of a forward, which should leave nothing to be compiled
             if query.is_cuda and kv_cache.numel() == 0:
                 sizes, qkv = page_sizes(layer.model), (query, key, value)
-                read_trials(qkv, layer.served, sizes, layer.longest, scale=self.scale, out=output)
+                read_trials(qkv, layer.served, sizes, layer.longest, scale=self.scale, out=output, up=layer.up)
             return output
         tables, dtype = get_forward_context().attn_metadata, layer.served.dtype
         pages = {kind: Pages(side.kv_cache, tables[side.layer_name].table) for kind, side in layer.sides.items()}
@@ -86,7 +89,7 @@ class CondensedImpl(AttentionImpl[CondensedMetadata]):
         if not layer.plan.has_records:
             entries = entries.view(dtype)
         window = Pages(kv_cache, attn_metadata.table).view(dtype)
-        state = PagedState(window, entries, None if ring is None else ring.view(dtype))
+        state = PagedState(window, entries, None if ring is None else ring.view(dtype), layer.up)
         qkv = query, key, value
         read_paged(qkv, state, attn_metadata.new, layer.plan.settings, scale=self.scale, out=output)
         return output

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from condense.methods import Dense, methods_in
 from condense.serving.engine import EngineSettings, check_engine
 from condense.serving.plan import serving_plans
 from condense.serving.vllm.register import condensed_name
@@ -120,7 +121,7 @@ def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
     ):  # fmt: skip
         # a missing value is for vLLM to refuse
         parser.add_argument(*names, nargs="?")
-    for name in ("--disable-hybrid-kv-cache-manager", "--enable-dbo"):
+    for name in ("--disable-hybrid-kv-cache-manager", "--enable-dbo", "--enable-lora"):
         parser.add_argument(name, action="store_true")
     words = [_name(word) + word[len(_name(word)) :] if word.startswith("--") else word for word in flags]
     given = vars(parser.parse_known_args([*file_flags(flags), *words])[0])
@@ -129,11 +130,13 @@ def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
         return int(given[name]) if str(given[name]).isdecimal() else 1
 
     text = config.get_text_config(decoder=True)
+    has_latents = getattr(text, "kv_lora_rank", None) is not None
+    condensed = {i for i, method in methods_in(config.condense).items() if not isinstance(method, Dense)}
     # whether a wide one is the model's, vLLM's process knows
     is_wide = given["kv_cache_dtype"] in (None, "bfloat16", "float16", "float32")
     return EngineSettings(
         version=_version(),
-        kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        kv_heads=1 if has_latents else getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         tensor_parallel=number("tensor_parallel_size"),
         cache_dtype="auto" if is_wide else given["kv_cache_dtype"],
         kv_transfer=given["kv_transfer_config"] is not None,
@@ -142,6 +145,8 @@ def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
         speculative=given["speculative_config"] is not None,
         shared_context=max(number("decode_context_parallel_size"), number("prefill_context_parallel_size")) > 1,
         microbatches=given["enable_dbo"],
+        dense_latents=sorted({*range(text.num_hidden_layers)} - condensed) if has_latents else (),
+        adapted_latents=has_latents and given["enable_lora"],
     )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from vllm.config import VllmConfig
 
 from condense.architectures import condensed_architecture
-from condense.serving.vllm.layer import condense_layers
 from condense.serving.vllm.register import ARCHITECTURES
+from condense.serving.vllm.replace import condense_layers
 
 
 class _Condensed:

@@ -9,9 +9,12 @@ from condense.architectures import condensed_architecture, read_as_written
 
 # architectures that vLLM serves with its own code and condense can condense, each with vLLM's module of it
 ARCHITECTURES = {
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v2",
     "GPT2LMHeadModel": "gpt2",
     "GemmaForCausalLM": "gemma",
     "LlamaForCausalLM": "llama",
+    "MiniCPM3ForCausalLM": "minicpm3",
     "MistralForCausalLM": "mistral",
     "OPTForCausalLM": "opt",
     "Phi3ForCausalLM": "phi3",

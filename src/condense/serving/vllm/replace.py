@@ -1,0 +1,89 @@
+"""Condensed layers in the place of a model's stock ones, and what keeps an engine of vLLM from serving them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import vllm
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.models.utils import extract_layer_index
+
+from condense.serving.blocks import ServedLayer, page_sizes
+from condense.serving.engine import EngineSettings, check_engine
+from condense.serving.plan import ServingPlan, serving_plans
+from condense.serving.vllm.latents import CondensedLatents, entry_width
+from condense.serving.vllm.layer import CondensedAttention
+
+
+def condense_layers(model: nn.Module, vllm_config: VllmConfig) -> None:
+    """Replace the attention of the layers that ``config.condense`` names, except for those that it names dense.
+
+    Raises ValueError if the engine, a method or a layer cannot be served condensed.
+    """
+    settings = getattr(vllm_config.model_config.hf_text_config, "condense", None)
+    if settings is None:
+        raise ValueError(
+            "the model's configuration must name its methods as `condense`, got none: start it with `condense serve`"
+        )
+    plans = serving_plans(settings)
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, Attention | MLAAttention)
+    ]
+    numbers = [extract_layer_index(child.layer_name) for _, _, child in places]
+    widths = [entry_width(parent) for parent, _, _ in places]
+    check_engine(engine_settings(vllm_config, any(widths), sorted({*numbers} - {*plans})))
+    dtype = vllm_config.model_config.dtype
+    layers = [
+        _served(child, plans.get(number)) if width is None else ServedLayer(plans.get(number), 1, (width, 0), dtype)
+        for (_, _, child), number, width in zip(places, numbers, widths, strict=True)
+    ]
+    far, cache = page_sizes(layers).far, vllm_config.cache_config
+    if cache.user_specified_block_size and cache.block_size != far:
+        raise ValueError(f"--block-size must be {far} for these methods, got {cache.block_size}: leave it out")
+    # of dense layers, so that their pages lie in the same blocks as entries; vLLM reads it once the model is built
+    cache.block_size, cache.user_specified_block_size = far, True
+    for (parent, name, child), width, served in zip(places, widths, layers, strict=True):
+        if served.plan is not None:
+            del vllm_config.compilation_config.static_forward_context[child.layer_name]
+            others = served, layers, vllm_config
+            layer = CondensedAttention(child, *others) if width is None else CondensedLatents(child, parent, *others)
+            setattr(parent, name, layer)
+
+
+def _served(stock: Attention, plan: ServingPlan | None) -> ServedLayer:
+    properties = (
+        (stock.sliding_window is not None, "a sliding window"),
+        (getattr(stock.impl, "logits_soft_cap", None), "soft-capped scores"),
+        (getattr(stock.impl, "alibi_slopes", None) is not None, "scores shifted by position (ALiBi)"),
+        (stock.kv_sharing_target_layer_name is not None, "the cache of another layer"),
+    )
+    found = " and ".join(name for holds, name in properties if holds)
+    if found and plan is not None:
+        raise ValueError(f"layer {stock.layer_name} has {found} and cannot be condensed: leave it out of the layers")
+    widths = stock.head_size, stock.head_size_v
+    return ServedLayer(plan, stock.num_kv_heads, widths, stock.kv_cache_torch_dtype)
+
+
+def engine_settings(config: VllmConfig, has_latents: bool = False, dense: Collection[int] = ()) -> EngineSettings:
+    """The settings of an engine that are checked. dense: numbers of the layers that stay vLLM's own."""
+    parallel, cache = config.parallel_config, config.cache_config
+    return EngineSettings(
+        version=vllm.__version__,
+        kv_heads=1 if has_latents else config.model_config.get_total_num_kv_heads(),
+        tensor_parallel=parallel.tensor_parallel_size,
+        cache_dtype=cache.cache_dtype,
+        model_dtype=str(config.model_config.dtype).removeprefix("torch."),
+        kv_transfer=config.kv_transfer_config is not None,
+        offloading=bool(cache.kv_offloading_size),
+        one_manager=bool(config.scheduler_config.disable_hybrid_kv_cache_manager),
+        speculative=config.speculative_config is not None,
+        shared_context=max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
+        microbatches=parallel.use_ubatching,
+        dense_latents=dense if has_latents else (),
+        adapted_latents=has_latents and config.lora_config is not None,
+    )
