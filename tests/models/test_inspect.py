@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import condense
 from condense.models.fit import cache_fits, weight_bytes
-from condense.models.inspect import inspect
+from condense.models.inspect import inspect, served_layers
 from condense.models.shapes import shape_config
 from condense.named import NAMED_SETTINGS
 
@@ -136,6 +136,15 @@ HOST = condense.Recall(group_size=16, window=256, unchosen="drop", store="host",
 def skeleton(shape):
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(shape_config(shape))
+
+
+def test_layers_with_latents_are_served_if_all_are_condensed():
+    """One vector per token and layer, without values."""
+    model, method = skeleton("minicpm3-4b"), condense.Method.parse("recall-device")
+    layers = served_layers(model, method)
+    assert {(layer.heads, layer.widths, layer.plan is not None) for layer in layers} == {(1, (288, 0), True)}
+    with pytest.raises(ValueError, match=r"layer 1 has .* latents and no method"):
+        served_layers(model, {0: method, "rest": condense.Dense()})
 
 
 def test_dense_caches_in_16_8_and_4_bits():

@@ -7,6 +7,7 @@ import os
 import sys
 
 import pytest
+from small_models import random_latents
 from transformers import GPTNeoXConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config
 
 import condense
@@ -133,6 +134,29 @@ def test_what_is_refused(serve, stock, arguments, words):
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["-tp", "2"], "must divide the model's 1 KV heads, got 2"),
+        (["--enable-lora"], "--enable-lora is not served with latents (MLA)"),
+        (["--method", "lca@0"], "got dense attention in layers 1: give each a method"),
+        (["--method", "dense@0+lca@rest"], "got dense attention in layers 0: give each a method"),
+        (["--method", "dga"], "method must be one of"),
+        ([], None),
+    ],
+    ids=str,
+)
+def test_what_is_refused_of_latents(serve, tmp_path, flags, words):
+    random_latents().save_pretrained(tmp_path)
+    command, err = serve(tmp_path, *flags)
+    if words is None:
+        assert overrides(command)["architectures"] == ["CondensedMiniCPM3ForCausalLM"]
+    else:
+        assert words in err
+        assert err.count(words.split(",")[0]) == 1
+        assert command is None
+
+
 def test_the_folder_comes_first(serve, stock):
     command, err = serve("--model", stock, "--method", "cca")
     assert command is None
@@ -219,6 +243,6 @@ def test_own_overrides_and_batch_are_kept(name):
 
 
 def test_names_are_new():
-    assert len({condensed_name(architecture) for architecture in ARCHITECTURES} - set(ARCHITECTURES)) == 8
+    assert len({condensed_name(architecture) for architecture in ARCHITECTURES} - set(ARCHITECTURES)) == 11
     with pytest.raises(ValueError, match=r"use model\.generate"):
         condensed_name("MambaForCausalLM")

@@ -5,6 +5,7 @@ import torch
 
 import condense
 from condense.methods import methods_in, settings_of
+from condense.ops.latents import UpProjection
 from condense.serving import trial
 from condense.serving.blocks import ServedLayer, blocks_of_request, page_sizes
 from condense.serving.engine import EngineSettings, check_engine
@@ -170,6 +171,8 @@ def test_engines_that_fit(engine):
         (changed(speculative=True), "--speculative-config"),
         (changed(shared_context=True), "context parallelism"),
         (changed(microbatches=True), "--enable-dbo"),
+        (changed(adapted_latents=True), "--enable-lora is not served with latents"),
+        (changed(dense_latents=[0, 1, 4]), "dense attention in layers 0-1, 4: give each a method"),
         (changed(offloading=True, kv_transfer=True), "^--kv-offloading-size is .*: leave it out$"),
         (changed(tensor_parallel=3, speculative=True), "^--tensor-parallel-size .*; --speculative-config .* out$"),
     ],
@@ -189,6 +192,8 @@ def test_the_settings_of_is_read_back():
         methods_in({"method": "cca"})
 
 
+# latents of 12 and rope keys of 4 columns; queries of 16, as wide as without
+LATENTS = UpProjection(torch.randn(4, 12, 12), torch.randn(4, 12, 16))
 TRIED = [STREAMING, condense.CCA(entry_bits=4), condense.StreamingLLM(sink=4, window=20)]
 TRIED += [condense.Recall(store_bits=4, window=32, prompt=prompt) for prompt in ("recall", "exact")]
 # no step of kernels reads groups of 160
@@ -197,18 +202,20 @@ TRIED += [condense.Recall(group_size=160, window=32, prompt="exact")]
 
 @pytest.mark.parametrize("length", [7, 300])
 @pytest.mark.parametrize("method", TRIED, ids=range(6))
-def test_trials_read_the_ends_of_prompts(method, length, monkeypatch):
+@pytest.mark.parametrize("up", [None, LATENTS], ids=["keys", "latents"])
+def test_trials_read_the_ends_of_prompts(method, length, up, monkeypatch):
     """Of 20 tokens those that fit, each of which attends to something; two prompts, most of whose queries one has; of a
     second layer the longest prompt alone. Single tokens where nothing else reads them so.
     """
-    layer, reads, read = ServedLayer(serving_plan(method), 2, (16, 16), torch.float32), [], trial.read_paged
+    heads, widths = (2, (16, 16)) if up is None else (1, (16, 0))
+    layer, reads, read = ServedLayer(serving_plan(method), heads, widths, torch.float32), [], trial.read_paged
     found = []
     monkeypatch.setattr(trial, "_COMPILED", set())
     monkeypatch.setattr(trial, "read_paged", lambda *args, **options: (reads.append(args[2]), read(*args, **options)))
-    qkv = tuple(torch.randn(20, heads, 16) for heads in (4, 2, 2))
+    qkv = [torch.randn(20, *shape) for shape in ((4, 16), (heads, widths[0]), (heads, widths[1]))]
     for _ in range(2):
         out = torch.full((20, 4, 16), float("nan"))
-        trial.read_trials(qkv, layer, page_sizes([layer]), length, scale=0.25, out=out)
+        trial.read_trials(qkv, layer, page_sizes([layer]), length, scale=0.25, out=out, up=up)
         read_tokens = max(new.starts[-1] for new in reads)
         assert torch.equal(out.isfinite().all(2).all(1), torch.arange(20) < read_tokens)
         assert read_tokens >= min(20, length)

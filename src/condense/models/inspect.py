@@ -65,10 +65,10 @@ def served_layers(model: nn.Module, method: MethodChoice, itemsize: int = 2) -> 
     """The layers as vLLM runs them. Raises ValueError as `inspect`, and for methods and layers that are not served."""
     chosen, layers = chosen_methods(model, method), []
     for i, module in attention_layers(model).items():
-        if is_latent(module) or sliding_window(module) is not None:
-            raise ValueError(f"layer {i} has latents or a window of its own, which is not served")
         heads, own = _Heads.of(module).cached, chosen.get(i, Dense())
         plan = None if isinstance(own, Dense) else serving_plan(own)
+        if sliding_window(module) is not None or (plan is None and is_latent(module)):
+            raise ValueError(f"layer {i} has a window of its own, or latents and no method, which is not served")
         layers.append(ServedLayer(plan, heads.num, (heads.width, heads.value_width), DTYPES[itemsize]))
     return layers
 

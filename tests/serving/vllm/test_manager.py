@@ -40,16 +40,20 @@ SETTINGS = {
     "recall": [RECALL] * LAYERS,
     "calibrated": [WIDE] * 16 + [condense.StreamingLLM(window=1024)] * 16,
     "three kinds": [WIDE] * 14 + [MEANS] * 9 + [condense.StreamingLLM(window=1024)] * 9,
+    "latents": [RECALL] * 27,
+    "latents pooled": [condense.LCA()] * 27,
 }
+# KV heads and widths; those of DeepSeek-V2-Lite, which cache one vector per token
+SHAPES = {"latents": (1, (576, 0)), "latents pooled": (1, (576, 0))}
 
 
-def served(methods):
-    plans = [None if method is None else serving_plan(method) for method in methods]
-    return [ServedLayer(plan, 8, WIDTHS, torch.bfloat16) for plan in plans]
+def served(name):
+    plans = [None if method is None else serving_plan(method) for method in SETTINGS[name]]
+    return [ServedLayer(plan, *SHAPES.get(name, (8, WIDTHS)), torch.bfloat16) for plan in plans]
 
 
-def specs_of(methods):
-    layers, specs = served(methods), {}
+def specs_of(name):
+    layers, specs = served(name), {}
     for i, layer in enumerate(layers):
         if layer.plan is None:
             page = {"num_kv_heads": 8, "head_size": WIDTHS[0], "dtype": torch.bfloat16}
@@ -60,7 +64,7 @@ def specs_of(methods):
 
 
 DENSE = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
-CONDENSED = specs_of(SETTINGS["pooled"])
+CONDENSED = specs_of("pooled")
 LONG = 131072
 
 
@@ -149,9 +153,9 @@ def test_flags_that_are_refused(flags, words):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_groups(config, name):
     """One table of blocks for all that is kept, one or few for each window, one for rings; little is left empty."""
-    _, groups = manager_of(config, specs_of(SETTINGS[name]))
-    at_most = {"pooled": 3, "some layers": 3, "one dense layer": 3, "recall": 2, "calibrated": 3, "three kinds": 4}
-    assert len(groups) <= at_most[name]
+    _, groups = manager_of(config, specs_of(name))
+    at_most = {"recall": 2, "latents": 2, "three kinds": 4}
+    assert len(groups) <= at_most.get(name, 3)
     assert len({group.kv_cache_spec.block_size for group in groups if is_kept(group)}) == 1
 
 
@@ -167,12 +171,12 @@ def is_kept(group):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_blocks_that_a_request_holds(config, name, length):
     """As many as `condense inspect` and the server's log say, but for a window that begins with a page."""
-    manager, groups = manager_of(config, specs_of(SETTINGS[name]), gib=8)
+    manager, groups = manager_of(config, specs_of(name), gib=8)
     free = manager.block_pool.get_num_free_blocks()
     reader = Reader(manager, groups)
     request = reader.request("a", ids(length))
     reader.read(request)
-    most, held = blocks_of_request(served(SETTINGS[name]), length + 1), sum(reader.held(request))
+    most, held = blocks_of_request(served(name), length + 1), sum(reader.held(request))
     windows = sum(not is_kept(group) for group in groups)
     assert most.blocks - windows <= held <= most.blocks
     assert most.block_bytes * (free + 1) <= 8 << 30 < most.block_bytes * (free + 2)
@@ -191,7 +195,7 @@ def count_requests(config, specs):
 @pytest.mark.parametrize(("name", "least"), [("pooled", 90), ("recall", 17), ("calibrated", 32), ("three kinds", 35)])
 def test_many_times_as_many_long_requests(config, name, least):
     """What 107 GiB hold: figures for the shape of Llama-3.1-8B, of whose dense requests they hold 6."""
-    assert count_requests(config, specs_of(SETTINGS[name])) >= least
+    assert count_requests(config, specs_of(name)) >= least
 
 
 def test_dense_requests(config):

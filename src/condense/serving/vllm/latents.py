@@ -55,7 +55,7 @@ class CondensedLatents(CondensedAttention):
         w_uk, w_uv = weight.unflatten(0, (self.num_heads, sum(self.widths))).split(self.widths, dim=1)
         self.up = UpProjection(w_uk.mT, w_uv.mT)
 
-    def forward(self, query: Tensor, c: Tensor, k_rope: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
+    def forward(self, query: Tensor, c: Tensor, k_rope: Tensor, **_: Any) -> Tensor:
         """Attention ``[T, H * d_v]`` of query ``[T, H, d_n + d_r]``, c ``[T, d_c]`` and k_rope ``[T, 1, d_r]``.
 
         c after its norm, rope parts rotated. Other arguments of vLLM's own layer say nothing new and are not read.
