@@ -18,11 +18,16 @@ _LATENTS = {
     **{key: size for key, size in SIZES.items() if key != "head_dim"}, "num_key_value_heads": 4, "kv_lora_rank": 32,
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "num_hidden_layers": 2,
 }  # fmt: skip
-# dense layers alone, without experts
-_DEEPSEEK = _LATENTS | {"first_k_dense_replace": 2, "rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}
+_DEEPSEEK = _LATENTS | {"rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}
+# of two layers
+_EXPERTS = {
+    "first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 LATENTS = {
-    "deepseek_v2": DeepseekV2Config(**_DEEPSEEK, q_lora_rank=None),
-    "deepseek_v3": DeepseekV3Config(**_DEEPSEEK, q_lora_rank=24),
+    "deepseek_v2": DeepseekV2Config(**_DEEPSEEK, **_EXPERTS, q_lora_rank=None),
+    # dense layers alone: vLLM on a CPU computes other experts than transformers, without condensing too
+    "deepseek_v3": DeepseekV3Config(**_DEEPSEEK, first_k_dense_replace=2, q_lora_rank=24),
     "minicpm3": MiniCPM3Config(**_LATENTS, q_lora_rank=24),
 }
 

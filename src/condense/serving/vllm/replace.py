@@ -13,7 +13,6 @@ from vllm.model_executor.models.utils import extract_layer_index
 from condense.serving.blocks import ServedLayer, page_sizes
 from condense.serving.engine import EngineSettings, check_engine
 from condense.serving.plan import ServingPlan, serving_plans
-from condense.serving.vllm.latents import CondensedLatents, entry_width
 from condense.serving.vllm.layer import CondensedAttention
 
 
@@ -35,7 +34,12 @@ def condense_layers(model: nn.Module, vllm_config: VllmConfig) -> None:
         if isinstance(child, Attention | MLAAttention)
     ]
     numbers = [extract_layer_index(child.layer_name) for _, _, child in places]
-    widths = [entry_width(parent) for parent, _, _ in places]
+    widths: list[int | None] = [None] * len(places)
+    if any(hasattr(parent, "kv_lora_rank") for parent, _, _ in places):
+        # imported here, as it takes more of vLLM's insides than other models need
+        from condense.serving.vllm.latents import CondensedLatents, entry_width
+
+        widths = [entry_width(parent) for parent, _, _ in places]
     check_engine(engine_settings(vllm_config, any(widths), sorted({*numbers} - {*plans})))
     dtype = vllm_config.model_config.dtype
     layers = [
