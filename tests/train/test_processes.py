@@ -70,6 +70,18 @@ def test_two_processes_have_the_losses_of_one_also_after_a_kill(folder, one):
     assert expected.keys() == gathered.state_dict().keys()
 
 
+@pytest.mark.slow  # the test above resumes killed runs too, and test_adapt.py trains adapters in one process
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_killed_runs_are_the_whole_ones_bit_for_bit_and_adapters_spread(folder):
+    whole, killed, lora = launched(folder, "ddp-whole:all:whole", "ddp-killed:all:killed", "fsdp-lora:lora:killed")
+    assert killed == whole
+    processes.adapt(folder, "one-lora", "lora", "whole")
+    assert lora == same(losses(folder / "one-lora", "whole"))
+    adapters = {path.name for path in (folder / "fsdp-lora").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "condense.json"} <= adapters
+    assert "model.safetensors" not in adapters
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_a_run_of_two_processes_goes_on_in_four(folder, one):
