@@ -82,7 +82,7 @@ def table(documents: Documents) -> str:
 
 
 def claims(documents: Documents) -> list[str]:
-    """What the README says with numbers outside its table, with the numbers of the results and settings."""
+    """Phrases of the README with numbers outside its table, with the numbers of the results and settings."""
     recall, device = (Method.parse(f"recall-{where}").to_dict() for where in ("host", "device"))
     engine, shorter = _engine(documents), LENGTHS[-1] - _longest(documents)
     running = {name: _running(documents, name) for name in ("dense", "condensed")}
@@ -204,7 +204,7 @@ def _served(documents: Documents) -> dict[tuple[str, int, int], float]:
 
 
 def _quality(documents: Documents, name: str) -> Quality | None:
-    """What models found under a named setting; None if none were measured with it."""
+    """Findings of models under a named setting; None if none were measured with it."""
     if Method.parse(name) == Method.parse(_ADAPTED):
         return _adapted(documents)
     if name not in _MEASURED:
@@ -213,7 +213,16 @@ def _quality(documents: Documents, name: str) -> Quality | None:
         {make: value for make, (value, _) in worst(documents, _MEASURED[name], of).items()}
         for of in (transfer_page.TASKS, ["key"])
     )
-    return Quality(_worst_first(missed, lambda x: f"{1 - x:.1%}"), _worst_first(loss, lambda x: f"{x:+.3f}"))
+    lengths = {
+        row["length"]
+        for run, arm in _MEASURED[name].items()
+        for model in transfer_page.run_of(documents, run).values()
+        for row in model["rows"]
+        if row["arm"] == arm
+    }
+    alone = f"; {lengths.pop():,} tokens" if len(lengths) == 1 else ""
+    cells = _worst_first(missed, lambda x: f"{1 - x:.1%}"), _worst_first(loss, lambda x: f"{x:+.3f}")
+    return Quality(*(cell + alone for cell in cells))
 
 
 def _worst_first(values: Mapping[str, float], form: Callable[[float], str]) -> str:
@@ -222,7 +231,7 @@ def _worst_first(values: Mapping[str, float], form: Callable[[float], str]) -> s
 
 
 def _adapted(documents: Documents) -> Quality:
-    """Of the models that were adapted, beside dense models that were trained on as many tokens."""
+    """Findings of the models that were adapted, beside dense models that were trained on as many tokens."""
     runs: dict[str, dict[int, Any]] = {"dense": {}, _ARM: {}}
     for name, document in documents.items():
         if name == "adaptation-8192-h200-20261122T083308Z":

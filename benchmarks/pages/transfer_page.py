@@ -50,12 +50,14 @@ def run_of(documents: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 def write_page(documents: Mapping[str, Any], page: Path) -> None:
     """Write the study's page."""
-    tables = {"WORST": _worst_cells, "ARMS": _arms, "LENGTHS": _lengths, "UNITED": _united}
+    tables = {"ARMS": _arms, "LENGTHS": _lengths, "UNITED": _united}
 
     def table(place: re.Match[str]) -> str:
         if place[1] == "ADAPTED":
             return _adapted([of for name, of in sorted(documents.items()) if name.startswith("adapted-")])
         run, *others = place[2].split()
+        if place[1] == "WORST":
+            return _worst_cells(documents, int(run))
         return tables[place[1]](run_of(documents, int(run)), *others)
 
     template = Path(__file__).with_name("transfer.md").read_text(encoding="utf-8")
@@ -66,7 +68,7 @@ def fill(page: Path, documents: Mapping[str, Any]) -> None:
     """Write the tables of another page anew."""
 
     def table(block: re.Match[str]) -> str:
-        return block[1] + _worst_cells(run_of(documents, int(block[2]))) + block[3]
+        return block[1] + _worst_cells(documents, int(block[2])) + block[3]
 
     page.write_text(_BLOCK.sub(table, page.read_text(encoding="utf-8")), encoding="utf-8")
 
@@ -77,11 +79,11 @@ def worst(model: Mapping[str, Any], arm: str, names: Iterable[str]) -> tuple[flo
     return max((row[name][0], row["length"]) for row in rows for name in names if name in row)
 
 
-def _worst_cells(models: Mapping[str, Any]) -> str:
-    """The arms with which something is claimed: bytes, and the most that they lose in any model at any length."""
+def _worst_cells(documents: Mapping[str, Any], run: int) -> str:
+    """The arms of a run with which something is claimed: bytes, and the most that they lose in any model and length."""
+    models = run_of(documents, run)
     rows = [["", "device", "host store", "read", "far text needed", "copies", "worst task"], ["---"] * 7]
-    shown = {row["arm"] for model in models.values() for row in model["rows"]}
-    for arm in _EXACT if _EXACT[1] in shown else _CLAIMED:
+    for arm in {3: _CLAIMED, 4: _EXACT}[run]:
         measured = [row for model in models.values() for row in model["rows"] if row["arm"] == arm]
         sizes = [[f"{row[size]:.0%}" for row in measured if size in row] for size in ("device", "host_store", "read")]
         cells = []

@@ -1,4 +1,4 @@
-"""What is compared at one length: settings by label, in the order in which they are measured, and their bytes."""
+"""Settings that are compared at one length, by label, in the order in which they are measured, and their bytes."""
 
 from __future__ import annotations
 

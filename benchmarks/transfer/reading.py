@@ -1,4 +1,4 @@
-"""What a model loses under an arm: one forced pass per text.
+"""Losses of a model under an arm: one forced pass per text.
 
 Shapes: L tokens of a text, V vocabulary.
 """
@@ -53,7 +53,7 @@ def under(model: PreTrainedModel, arm: Arm, prompt: int) -> AbstractContextManag
 
 @torch.no_grad()
 def whole_logits(model: PreTrainedModel, ids: Tensor, kept: int = 0) -> Tensor:
-    """Of a whole text, or of its last ``kept`` tokens, ``[L or kept, V]``."""
+    """Logits of a whole text, or of its last ``kept`` tokens, ``[L or kept, V]``."""
     return model(input_ids=ids[None], use_cache=False, logits_to_keep=kept).logits[0]
 
 

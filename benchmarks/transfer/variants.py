@@ -56,7 +56,7 @@ class Cache:
         return {"device": kept, "host_store": kept, "read": kept}
 
     def _rounded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """What is read of keys and values ``[1, K, G, g, D]``."""
+        """Keys and values as they are read, ``[1, K, G, g, D]``."""
         if not self.turned:
             return self._on_grid(k, 3), self._on_grid(v, 4)
         wide, D = torch.promote_types(k.dtype, torch.float32), k.shape[4]

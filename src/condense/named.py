@@ -32,7 +32,7 @@ NAMED_SETTINGS = {
         _RECALL,
         "Any model as it is; all on the device, far tokens in 4 bits.",
         "0.042 nats on tokens that need far text and 0.030 on copies, both at 16,384 tokens, and 3.4% of a task "
-        "(the worst of models of 77 and 83M)",
+        "(the worst of models of 77 and 83M, some with prompts read by Recall)",
     ),
     "pooled": NamedSettings(
         {"method": "lca", "window": 512, "rep_bias": "log_size"},

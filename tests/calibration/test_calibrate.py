@@ -66,6 +66,16 @@ def test_hidden_numbers_are_in_texts_of_their_half(tokenizer, text):
             assert tokenizer.decode(sample.ids).count(answer) == 2  # where it is hidden, and after the question
 
 
+def test_a_candidate_is_read_as_its_steps_read(model, tokenizer, text):
+    samples, few = draw_samples(tokenizer, [text], CONFIG), Recall(group_size=4, window=8, num_recall=1)
+    meter = Meter(model, (few, few.replace(prompt="exact")), samples)
+    own, exact = meter.read(0, [{1: 0}, {1: 1}])
+    assert own == exact
+    assert own.kl > 1e-6
+    with pytest.raises(ValueError, match="candidates must differ in their steps"):
+        dataclasses.replace(CONFIG, candidates=(few, few.replace(prompt="exact")))
+
+
 def test_a_reading_is_the_divergence_of_the_predictions(model, tokenizer, text):
     samples = draw_samples(tokenizer, [text], dataclasses.replace(CONFIG, hidden_numbers=2, length=192))
     meter = Meter(model, CANDIDATES, samples)

@@ -39,7 +39,8 @@ def demo():
 @pytest.fixture(scope="module")
 def results(demo):
     broken = Broken(**{field.name: getattr(GOOD, field.name) for field in dataclasses.fields(GOOD)})
-    methods = {"few": GOOD.replace(num_recall=0), "good": GOOD, "broken": broken}
+    few = GOOD.replace(num_recall=0)
+    methods = {"few": few, "few, prompt exact": few.replace(prompt="exact"), "good": GOOD, "broken": broken}
     steps = []
     found = verify(*demo, [demo_text().text], methods, CONFIG, on_step=steps.append)
     assert steps == [len(steps)] * len(steps)
@@ -54,8 +55,14 @@ def command(*arguments):
         return done.exit_code
 
 
+def test_text_is_read_by_steps_after_a_prompt_that_is_not(results):
+    few, after = (results[name].lengths[0].cells["other"].value for name in ("few", "few, prompt exact"))
+    # as much as nothing is open: read densely, the second half would lose nothing
+    assert 0.01 < after != few
+
+
 def test_a_good_setting_passes_and_planted_faults_fail(results):
-    assert list(results) == [DENSE, "few", "good", "broken", WINDOW, ALL_OPEN]
+    assert list(results) == [DENSE, "few", "few, prompt exact", "good", "broken", WINDOW, ALL_OPEN]
     assert not results["good"].failed
     failed = {name: {cell for _, cell in results[name].failed} for name in ("few", "broken", WINDOW)}
     assert {"far", "copy", "numbers"} <= failed["few"]

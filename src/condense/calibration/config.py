@@ -16,12 +16,13 @@ class CalibrationConfig:
     per token, over the second half of each text. cache: at most this share of the dense model's cache is kept on the
     device, counted at ``cache_length`` tokens (None: ``length``). min_found: with hidden numbers, so many must be
     found as this share of those that the dense model finds; with a cache alone only where that can be had in it.
-    candidates: the methods to choose from in each layer; empty for `default_candidates`.
+    candidates: the methods to choose from in each layer; empty for `default_candidates`. Texts are read as their steps
+    read (`Method.as_steps`).
     length: tokens of each text, >= 128. texts: how many are measured, and as many others verify the result, >= 2.
     timed: whether the first token and further ones are timed too, at ``cache_length`` tokens, on the model's device.
     hidden_numbers: so many numbers are hidden in each of as many further texts and asked for at its end, 0 for none.
     seed: decides which stretches of text are taken, and which numbers.
-    Raises ValueError for a field out of range, and for a candidate that reads whole texts differently from steps.
+    Raises ValueError for a field out of range, for candidates that look ahead, and for two with the same steps.
     """
 
     budget_nats: float | None = None
@@ -49,8 +50,8 @@ class CalibrationConfig:
                 check_positive(name, getattr(self, name))
         if self.cache is not None and self.cache > 1:
             raise ValueError(f"cache must be a share of the dense cache, at most 1 (0.09 for 9 %), got {self.cache}")
-        if len(set(self.candidates)) < len(self.candidates):
-            raise ValueError(f"candidates must differ, got {', '.join(map(str, self.candidates))}")
+        if len({method.as_steps for method in self.candidates}) < len(self.candidates):
+            raise ValueError(f"candidates must differ in their steps, got {', '.join(map(str, self.candidates))}")
         if self.candidates and all(isinstance(method, Dense) for method in self.candidates):
             raise ValueError("candidates must hold one besides dense attention")
         for method in self.candidates:

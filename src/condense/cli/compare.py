@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 DEMO_METHODS = ("dense", "recall-device", options.DEMO_METHOD, "streaming_llm:sink=4,window=492")
 METHODS = ("dense", "recall-device", "pooled", "streaming_llm")
 SLOW_ON_CPU = (
-    "Recall is slow on a CPU: without a GPU's kernels a prompt reads all tokens under a mask, after its groups are "
-    "chosen, and a step copies the tokens that it opens."
+    "Recall is slow on a CPU: without a GPU's kernels a step unpacks and copies the tokens that it opens, and prompts "
+    "read by Recall see all tokens under a mask."
 )
 
 

@@ -19,6 +19,7 @@ from condense.evaluate.verify_texts import (
     decode_text,
     depth_of,
     read_half,
+    read_prompt,
     verify_texts,
 )
 from condense.methods import Dense, Recall, StreamingLLM
@@ -146,8 +147,11 @@ def verify(
             for index, text in enumerate(texts.copying):
                 dense = DenseReading()
                 for name, method in arms[length].items():
+                    with attention_of(model, method):
+                        cache = read_prompt(model, text)
                     with attention_of(model, as_steps(method)):
-                        half = read_half(model, text, dense)
+                        half = read_half(model, text, cache, dense)
+                    del cache
                     with attention_of(model, method):
                         greedy = config.greedy if index == 0 else 0
                         read[name].append(decode_text(model, text, half, dense, greedy))

@@ -120,8 +120,16 @@ class Half(NamedTuple):
 
 
 @torch.no_grad()
-def read_half(model: PreTrainedModel, text: Copying, dense: DenseReading) -> Half:
-    """Read the second half in pieces over the cache of the first.
+def read_prompt(model: PreTrainedModel, text: Copying) -> Any:
+    """Read the first half; returns the cache."""
+    ids, cache = torch.from_numpy(text.ids).to(model.device), new_cache(model)
+    model(ids[None, : text.copy // 2 - 1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cache
+
+
+@torch.no_grad()
+def read_half(model: PreTrainedModel, text: Copying, cache: Any, dense: DenseReading) -> Half:
+    """Read the second half in pieces over the cache of the first, by `read_prompt`.
 
     Pieces say what steps lose if the model reads several tokens as it reads single ones (`condense.Method.as_steps`).
 
@@ -129,8 +137,6 @@ def read_half(model: PreTrainedModel, text: Copying, dense: DenseReading) -> Hal
     """
     ids = torch.from_numpy(text.ids).to(model.device)
     half, is_dense = text.copy // 2, not dense.logits
-    cache = new_cache(model)
-    model(ids[None, : half - 1], past_key_values=cache, use_cache=True, logits_to_keep=1)
     losses, divergence = [], []
     pieces = zip(ids[half - 1 : text.copy - 1].split(_PIECE), ids[half : text.copy].split(_PIECE), strict=True)
     for index, (piece, targets) in enumerate(pieces):

@@ -184,10 +184,10 @@ class Recall(Method):
 
     def check_gradients(self) -> None:
         """Raise ValueError for ``store_bits`` below 16 and ``prompt="exact"``."""
-        if self.store_bits < 16:
-            raise ValueError(f"{self} keeps no gradients of stored tokens: train with store_bits=16")
-        if self.reads_exactly:
-            raise ValueError(f"{self} reads prompts as its steps do not: train with prompt='recall'")
+        wrong = ["keeps no gradients of stored tokens: train with store_bits=16"] if self.store_bits < 16 else []
+        wrong += ["reads prompts as its steps do not: train with prompt='recall'"] if self.reads_exactly else []
+        if wrong:
+            raise ValueError(f"{self} {'; '.join(wrong)}, or run it under torch.no_grad()")
 
     def attend(
         self,

@@ -119,8 +119,11 @@ def _check_static(cache: StaticCache, methods: dict[int, Method]) -> None:
 
 
 def _holds(layer: CacheLayerMixin, method: Method) -> bool:
+    """True if the layer was filled by the method, or by one whose steps read as the method does (`Method.as_steps`)."""
     # most often it is the same object; comparing the fields of a dataclass takes longer
-    return isinstance(layer, CondensedCacheLayer) and (layer.method is method or layer.method == method)
+    return isinstance(layer, CondensedCacheLayer) and (
+        layer.method is method or method in (layer.method, layer.method.as_steps)
+    )
 
 
 def _is_ready(layer: CacheLayerMixin, method: Method) -> bool:

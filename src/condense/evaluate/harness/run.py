@@ -20,6 +20,8 @@ from condense.files import whole_file
 from condense.models import MethodChoice, methods_of
 from condense.results import fingerprint, plain, provenance, write_results
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -87,6 +89,11 @@ def evaluate(
         )
     for label, choice in methods.items():
         check_batch(label, choice, batch_size)
+        if any(each.reads_exactly for each in methods_of(choice)):
+            _log.warning(
+                "%s reads prompts with dense attention: tasks scored by likelihoods show nothing else of it, "
+                "prompt='recall' what its steps lose", label,
+            )  # fmt: skip
         with attention_of(model, choice):  # fail now if the model cannot take a method, not after hours of others
             pass
     source = {"settings": plain(settings), "methods": {k: plain(v) for k, v in methods.items()}}

@@ -184,8 +184,8 @@ def load_vectors(
 ):  # fmt: skip
     """Vectors that begin at ``ptr + at``, in ``dtype``. If ``ptr`` points to bytes they are decoded.
 
-    Columns past the last are finite. ASM: there is a GPU that runs the assembly of `half_of`. KEYS: the vectors are
-    multiplied by others, else weighted.
+    Columns past the last are finite. ASM: there is a GPU that runs the assembly of `half_of`, as there is where kernels
+    are launched early. KEYS: the vectors are multiplied by others, else weighted.
     """
     if ptr.dtype.element_ty != tl.uint8:
         return load_rows(ptr, at, None, D0, D1)
