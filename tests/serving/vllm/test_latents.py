@@ -47,7 +47,7 @@ def test_tokens_of_generate(engine, greedy, tmp_path, name):
 )
 def test_what_is_refused(engine, tmp_path, layers, settings, words):
     """Before a weight is read."""
-    model = condense.apply(random_latents(), LCA, layers)
+    model = condense.apply(condense.restore(random_latents()), LCA, layers)
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=words):
         engine(tmp_path, **condensed(model), **settings)

@@ -20,7 +20,11 @@ class _Condensed:
         condense_layers(self, vllm_config)  # type: ignore[arg-type]
 
 
-for _stock, _module in ARCHITECTURES.items():
-    _name = condensed_architecture(_stock)
-    _class = getattr(importlib.import_module(f"vllm.model_executor.models.{_module}"), _stock)
-    globals()[_name] = type(_name, (_Condensed, _class), {"__doc__": f"{_stock}, condensed.", "__module__": __name__})
+def __getattr__(name: str) -> type:
+    """The condensed class of that name; made, and vLLM's module of its stock class imported, when it is asked for."""
+    stock = next((each for each in ARCHITECTURES if condensed_architecture(each) == name), None)
+    if stock is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    base = getattr(importlib.import_module(f"vllm.model_executor.models.{ARCHITECTURES[stock]}"), stock)
+    made = type(name, (_Condensed, base), {"__doc__": f"{stock}, condensed.", "__module__": __name__})
+    return globals().setdefault(name, made)
