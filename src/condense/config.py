@@ -147,7 +147,8 @@ def check_fields(settings: Any, of: str = "") -> None:
         if get_origin(kind) is Literal:
             check_choice(name, value, get_args(kind))
         elif kind is bool:
-            check_bool(name, value)
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
         elif get_origin(kind) is Annotated:
             number, allowed = get_args(kind)
             if number is int:
@@ -183,9 +184,3 @@ def check_choice(name: str, value: object, choices: Sequence[str | int]) -> None
     """Raise ValueError unless ``value`` is one of ``choices``, texts or ints."""
     if value not in choices or isinstance(value, float):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-
-
-def check_bool(name: str, value: object) -> None:
-    """Raise ValueError unless ``value`` is a bool."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from condense.methods import Chunks, Context, Method, check_trainable, split_bias
-from condense.ops import EntryFormat, Source, SummarySpans, summarize
+from condense.ops import Source, SummarySpans, summarize
 from condense.ops.checks import check_cu_seqlens, check_padding, check_qkv, check_scale, check_tensors
 from condense.ops.tensors.autocast import outside_autocast
 from condense.ops.tensors.per_row import PerRow, as_rows, at_least, max_row
@@ -53,7 +53,10 @@ def extend(
     padding = plan.padding
     window_k, window_v = append_window(before.window_k, k, padding), append_window(before.window_v, v, padding)
     entries, form = before.entries, method.layout.entry_format
-    keys_and_values = _unpacked(form, entries, k, v)
+    keys_and_values = entries[:2]
+    if entries[0].dtype != k.dtype:  # neither entries of 16 bits nor a new state, which has no entries yet
+        pairs = zip(entries, (k, v), strict=False)
+        keys_and_values = tuple(form.unpack(rows, x.shape[3], x.dtype) for rows, x in pairs)
     if reading.num_chunks > 0:
         summary = None
         if reading.summaries is not None:
@@ -120,13 +123,6 @@ def _read_prompt(
     assert method.layout.entry_bits == 16, "entries of a prompt that is read at once are not rounded"
     prompt, before = method.prompt_reader.read(q, k, v, plan, scale=scale, backend=backend), empty_state(k, v)
     return prompt.context, lambda: before._replace(entries=prompt.kept(), first=prompt.first)
-
-
-def _unpacked(form: EntryFormat, entries: tuple[Tensor, ...], k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Keys and values of kept entries in the widths and dtype of the tokens k and v."""
-    if entries[0].dtype == k.dtype:  # entries of 16 bits, or a new state, which has no entries yet
-        return entries[:2]
-    return tuple(form.unpack(rows, x.shape[3], x.dtype) for rows, x in zip(entries, (k, v), strict=False))
 
 
 def _append(

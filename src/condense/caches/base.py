@@ -40,16 +40,6 @@ def read_request(
     return ReadRequest(q, scale, ForwardPlan(q.shape[2], counts), trailing, latent_width)
 
 
-def check_request(request: object) -> ReadRequest:
-    """The request that came with new tokens. Raises ValueError for a caller that is not a condensed model."""
-    if not isinstance(request, ReadRequest):
-        raise ValueError(
-            "this cache holds condensed layers, which only a condensed model can fill: call condense.apply(model, "
-            "...) on the model, or give the stock model a new cache"
-        )
-    return request
-
-
 def refuse_other_dtype(held: torch.dtype, new: torch.dtype) -> None:
     """Raise ValueError if ``new``, the dtype of new tokens, is not that of the tokens that a layer holds."""
     if new != held:
@@ -118,7 +108,12 @@ class CondensedCacheLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: Any, request: object = None, **kwargs: Any
     ) -> tuple[Context, None]:
         """`read`, called through ``Cache.update``. Raises ValueError, state unchanged, unless ``request`` is given."""
-        return self.read(key_states, value_states, check_request(request)), None
+        if not isinstance(request, ReadRequest):
+            raise ValueError(
+                "this cache holds condensed layers, which only a condensed model can fill: call condense.apply(model, "
+                "...) on the model, or give the stock model a new cache"
+            )
+        return self.read(key_states, value_states, request), None
 
     keys, values = _exact(0), _exact(1)
 

@@ -55,15 +55,9 @@ class CalibrationConfig:
         if self.candidates and all(isinstance(method, Dense) for method in self.candidates):
             raise ValueError("candidates must hold one besides dense attention")
         for method in self.candidates:
-            _check_candidate(method)
-
-
-def _check_candidate(method: Method) -> None:
-    """Raise ValueError for a method whose loss over whole texts says nothing about its steps."""
-    if method.layout.lookahead is not None:
-        raise ValueError(
-            f"candidates: {method} sees later tokens of a whole text: use {method.layout.lookahead.causal_setting}"
-        )
+            # its loss over whole texts would say nothing about its steps
+            if (ahead := method.layout.lookahead) is not None:
+                raise ValueError(f"candidates: {method} sees later tokens of a whole text: use {ahead.causal_setting}")
 
 
 def default_candidates(length: int, *, latents: bool) -> tuple[Method, ...]:

@@ -49,7 +49,10 @@ class TimeTable:
             try:
                 times = self._read()
             except RuntimeError as error:
-                if not _lacks_memory(error):
+                # of PyTorch's allocators: of a device, of the host, and of pinned memory
+                said = str(error).lower()
+                is_known = isinstance(error, torch.OutOfMemoryError)
+                if not (is_known or "out of memory" in said or "can't allocate memory" in said):
                     raise
         self._known[key] = times
         if self._ids.device.type == "cuda":
@@ -74,9 +77,3 @@ class TimeTable:
         first_s = statistics.median(watch.first_s for watch in watches)
         step_s = statistics.median(step for watch in watches for step in watch.further_s)
         return Times(first_s, step_s, measured=True)
-
-
-def _lacks_memory(error: RuntimeError) -> bool:
-    """True for the errors of PyTorch's allocators: of a device, of the host, and of pinned memory."""
-    said = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in said or "can't allocate memory" in said

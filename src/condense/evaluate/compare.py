@@ -90,7 +90,11 @@ def compare(
     longest = text.shape[1] + max((q.shape[1] for q in questions), default=0) + max_new_tokens
     check_learned_positions(model.config, "prompt and new tokens", longest)
     for method in methods:
-        _warm_up(model, method, text)
+        # untimed, so that no method's time includes loading libraries and compiling kernels
+        with torch.no_grad(), attention_of(model, method):
+            cache = new_cache(model)
+            for ids in text[:, :64].split(32, dim=1):
+                model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return [
         _run(model, tokenizer, method, text, questions, prompt.expected, max_new_tokens, on_step) for method in methods
     ]
@@ -149,15 +153,6 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-@torch.no_grad()
-def _warm_up(model: PreTrainedModel, method: MethodChoice, text: Tensor) -> None:
-    """Run once untimed, so that no method's time includes loading libraries and compiling kernels."""
-    with attention_of(model, method):
-        cache = new_cache(model)
-        for ids in text[:, :64].split(32, dim=1):
-            model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
 
 def _bytes_after_a_token(model: PreTrainedModel, cache: DynamicCache, token: Tensor) -> tuple[int, int]:

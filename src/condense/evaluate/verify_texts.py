@@ -144,7 +144,8 @@ def read_half(model: PreTrainedModel, text: Copying, cache: Any, dense: DenseRea
         if is_dense:
             dense.logits.append(logits.cpu())
         losses.append(F.cross_entropy(logits.float(), targets, reduction="none"))
-        divergence.append(_divergence(logits, dense.logits[index].to(logits.device)))
+        p, of_dense = (x.float().log_softmax(-1) for x in (logits, dense.logits[index].to(logits.device)))
+        divergence.append((of_dense.exp() * (of_dense - p)).sum(-1))
     each = torch.cat(losses)
     if is_dense:
         dense.needs_far = needs_far(model, ids[: text.copy], F.pad(each, (half, 0)))[half:]
@@ -247,9 +248,3 @@ def _decoded(model: PreTrainedModel, ids: Tensor, tokens: Tensor | None, count: 
         eos_token_id=model.config.get_text_config(decoder=True).vocab_size,
     )  # fmt: skip
     return writer
-
-
-def _divergence(logits: Tensor, dense: Tensor) -> Tensor:
-    """Divergence of these predictions from dense attention's, in nats per token, float32."""
-    p, of_dense = logits.float().log_softmax(-1), dense.float().log_softmax(-1)
-    return (of_dense.exp() * (of_dense - p)).sum(-1)

@@ -33,11 +33,10 @@ def condensed_latents(target: Target, q: Tensor, k: Tensor, v: Tensor, entries: 
     over_ranks = None if group is None else lambda x: (sum_over(group, x), num_heads)
     if group is not None:
         # rope keys need no `sum_gradients`: the stock projection sums their gradients over the ranks
-        c, k_rope = entries.split([up.w_uk.shape[1], entries.shape[-1] - up.w_uk.shape[1]], dim=-1)
+        c, k_rope = entries.tensor_split([up.latent_width], dim=-1)
         entries = torch.cat([sum_gradients(group, c), k_rope], dim=-1)
-    latent_width = up.w_uk.shape[1]
     mean_q = mean_queries(method, q, up, over_ranks)
-    context = read_tokens(target, method, mean_q, entries, entries[..., :0], latent_width=latent_width)
+    context = read_tokens(target, method, mean_q, entries, entries[..., :0], latent_width=up.latent_width)
     # if old tokens come before new ones and rows are padded, the new tokens are not the last L columns in every row
     joined = target.padding is None or context.window.k.shape[2] == q.shape[2]
     expanded = (k, v) if joined else None
@@ -64,8 +63,7 @@ def step_on_latents(
         raise ValueError("static caches of latents cannot be tensor parallel: leave cache_implementation unset")
     up = up_projection(module, q.shape[1], q)
     token = NewToken(up.absorb(q), entries, entries[..., :0], real)
-    out = layer.step(token, scale=scale, latent_width=up.w_uk.shape[1])
-    return up.project_out(out)
+    return up.project_out(layer.step(token, scale=scale, latent_width=up.latent_width))
 
 
 def up_projection(module: Any, heads: int, like: Tensor) -> UpProjection:

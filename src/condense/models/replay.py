@@ -44,19 +44,15 @@ def replayable_cache(
     config = model.config.get_text_config(decoder=True)
     if not model._can_compile_fullgraph or rope_that_changes(config) is not None or torch.is_autocast_enabled("cuda"):
         return cache
-    if not _has_static_masks(config):
+    # in transformers 5.17 `generate` fails on a static cache's masks for layers with chunks (Llama 4)
+    has_chunks = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    if has_chunks and "block_sequence_ids" not in inspect.signature(create_chunked_causal_mask).parameters:
         return cache
     ends = generation_config.eos_token_id
     ends = [] if ends is None else torch.as_tensor(ends).reshape(-1).tolist()
     static = CacheOfOneCall(config, -(-length // _BLOCK) * _BLOCK, ends)
     compilable = model._valid_auto_compile_criteria({"past_key_values": static}, generation_config)
     return static if can_replay(model) and compilable else cache
-
-
-def _has_static_masks(config: Any) -> bool:
-    """False for layers with chunks (Llama 4) in transformers 5.17, whose `generate` fails on a static cache's masks."""
-    chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
-    return not chunked or "block_sequence_ids" in inspect.signature(create_chunked_causal_mask).parameters
 
 
 def is_compiled(model: PreTrainedModel) -> bool:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from condense.ops.step import record_format
 from condense.serving.plan import SLOTS, ServingPlan
 
 # pages of what is kept hold at least so many groups
@@ -53,7 +54,9 @@ class ServedLayer:
     def slot_bytes(self) -> int:
         """Bytes of a slot of entries, of one KV head."""
         assert self.plan is not None
-        return self.plan.entry_bytes(self.widths, self.dtype)
+        if self.plan.has_records:
+            return record_format(self.plan.settings, self.widths, self.dtype).nbytes
+        return self.token_bytes
 
     def far_bytes(self, far: int) -> int:
         """Bytes of what is kept of ``far`` tokens as long as the request."""

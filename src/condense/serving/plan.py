@@ -26,12 +26,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from condense.methods import Dense, Method, Recall, StreamingLLM, layers_as_text, methods_in, step_settings
 from condense.methods.grouped import GroupPooling
 from condense.ops import StepSettings
-from condense.ops.step import record_format
 from condense.ops.triton.limits import MAX_GROUP_SIZE
 
 # pages hold a multiple of so many slots: a tile of keys in a kernel is a few whole pages
@@ -91,12 +88,6 @@ class ServingPlan:
         groups = tokens // self.group_size
         most = self.settings.rule.max_chunks
         return groups if most is None else next(n for n in range(max(most, 1), groups + 1) if groups % n == 0)
-
-    def entry_bytes(self, widths: tuple[int, int], dtype: torch.dtype) -> int:
-        """Bytes of one slot of entries of a KV head. widths: D and Dv; dtype: of the tokens."""
-        if self.has_records:
-            return record_format(self.settings, widths, dtype).nbytes
-        return sum(widths) * dtype.itemsize
 
 
 def serving_plan(method: Method) -> ServingPlan:

@@ -51,7 +51,10 @@ def read_paged(
     """
     q, k, v = qkv
     _check_settings(settings, state)
-    has_kernels = _has_kernels(check_backend(backend), q, k, v, settings, state.latent)
+    takes = check_backend(backend)
+    if takes == "auto":
+        takes = step_backend(q.device, q.dtype, (k.shape[2], v.shape[2]), settings, latent=state.latent)
+    has_kernels = takes in ("triton", "hopper")
     if state.holds_records:
         _check_records(state, k, v, settings)
         if has_kernels and settings.choice is None:
@@ -89,13 +92,6 @@ def _kernels(settings: StepSettings, new: NewTokens) -> tuple[Callable[..., None
     from condense.ops.triton import paged_recall_step
 
     return paged_recall_step.store, functools.partial(paged_recall_step.attend, before=new.before)
-
-
-def _has_kernels(backend: str, q: Tensor, k: Tensor, v: Tensor, settings: StepSettings, latent: int) -> bool:
-    """True if single tokens are read by the Triton kernels."""
-    if backend == "auto":
-        return step_backend(q.device, q.dtype, (k.shape[2], v.shape[2]), settings, latent=latent) == "triton"
-    return backend in ("triton", "hopper")
 
 
 def _check_settings(settings: StepSettings, state: PagedState) -> None:

@@ -77,10 +77,6 @@ class _View(NamedTuple):
         """A source of what pages hold, as the queries read it."""
         return source if self.up is None else self.up.view(source, self.absorbs)
 
-    def on_latents(self) -> Tensor:
-        """The queries that score an index."""
-        return self.q if self.up is None or self.absorbs else self.up.absorb(self.q)
-
     def finish(self, out: Tensor) -> Tensor:
         """The output of attention as ``[B, H, L, Dv]``."""
         return self.up.project_out(out) if self.up is not None and self.absorbs else out
@@ -221,10 +217,11 @@ class _Layer:
         # if no query sees entries, the first token of each group takes the place of its entry
         entries = view.of(self._entries(parts, places)) if choice.pool else Source(*(x[:, :, ::g] for x in store[:2]))
         index = GroupIndex(*(copied(parts[name], places) for name in ("signs", "steps")))
+        on_latents = view.q if view.up is None or view.absorbs else view.up.absorb(view.q)
         out, _ = attend_recall(
             view.q,
             RecallSources(entries, store, window, call.spans),
-            IndexChoice(view.on_latents(), index, self.scale, choice.quota),
+            IndexChoice(on_latents, index, self.scale, choice.quota),
             scale=self.scale,
             unchosen="pool" if choice.pool else "drop",
             backend=self.backend,

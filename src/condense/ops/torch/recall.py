@@ -42,7 +42,9 @@ def attend_recall(
         if q.shape[2] == 1:
             groups = chosen_groups(chosen, choice.most(n))[:, :, 0]
             masks.insert(0, (groups < n).repeat_interleave(g, -1)[:, :, None])
-            seen.insert(0, _gather(store, groups.clamp(max=n - 1), g))
+            token = groups.clamp(max=n - 1)[..., None] * g + torch.arange(g, device=q.device)
+            token = token.flatten(2)[..., None].expand(-1, store.k.shape[1], -1, -1)
+            seen.insert(0, Source(*(x.gather(2, token.expand(-1, -1, -1, x.shape[3])) for x in (store.k, store.v))))
         else:
             masks.insert(0, chosen.repeat_interleave(g, -1))
             seen.insert(0, _columns(store, 0, n * g))
@@ -77,10 +79,3 @@ def unpack_store(
 
 def _columns(source: Source, start: int, stop: int) -> Source:
     return Source(source.k[:, :, start:stop], source.v[:, :, start:stop])
-
-
-def _gather(store: Source, groups: Tensor, g: int) -> Source:
-    """Tokens of ``groups`` ``[B, K|1, r]`` of every KV head, ``[B, K, r * g, width]``."""
-    token = (groups[..., None] * g + torch.arange(g, device=groups.device)).flatten(2)[..., None]
-    K = store.k.shape[1]
-    return Source(*(x.gather(2, token.expand(-1, K, -1, x.shape[3])) for x in (store.k, store.v)))

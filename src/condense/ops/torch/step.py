@@ -75,15 +75,6 @@ def packed(kept: tuple[Tensor, ...], settings: StepSettings) -> tuple[Tensor, ..
     return settings.entry_format.pack(kept[0]), settings.entry_format.pack(kept[1]), *kept[2:]
 
 
-def ring_positions(seen: Tensor, size: int) -> Tensor:
-    """The newest position stored in each slot of a ring, int64 ``[B, size]``, after ``seen`` ``[B]`` tokens.
-
-    Negative: the slot is empty.
-    """
-    last = (seen - 1)[:, None]
-    return last - (last - torch.arange(size, device=seen.device)) % size
-
-
 def newest_mean(ring_q: Tensor, seen: Tensor, S: int, chunk: int) -> Tensor:
     """Mean of a row's newest S queries, or of all if it has fewer, ``[B, K, 1, D]`` float32 or wider.
 
@@ -108,7 +99,9 @@ def attend(call: StepCall, seen: Tensor, alive: Tensor, own: OwnEntries) -> tupl
     (q, *_), state, settings, latent = call.token, call.state, call.settings, call.latent
     (D, Dv), c, M = (state.ring_k.shape[3], state.ring_v.shape[3]), settings.rule.chunk, state.entries_k.shape[2]
     closed = settings.rule.closed(seen)
-    position = ring_positions(seen, state.ring_k.shape[2])
+    # the newest position stored in each slot of the ring, negative if it is empty
+    last, W = (seen - 1)[:, None], state.ring_k.shape[2]
+    position = last - (last - torch.arange(W, device=q.device)) % W
     # keys, values, and which of them each row sees, bool ``[B, K|1, n]``
     near = (position >= closed[:, None] * c) & (position >= 0)
     sources = [(state.ring_k, state.ring_v, near[:, None])]

@@ -93,11 +93,6 @@ def _num_splits(device: torch.device, programs: int, tiles_of_keys: int, waves: 
     return max(1, min(best, tiles_of_keys))
 
 
-def _own_splits(splits: int, opened: int, others: int) -> int:
-    """Number of splits that read open groups alone, by their share of the work; at least 1, or 0 for no such split."""
-    return max(1, min(splits - 1, round(splits * opened / (opened + others)))) if opened > 0 and splits > 1 else 0
-
-
 def ranked(G: int, r: int) -> tuple[int, int, int]:
     """Groups that one program ranks, how many of them it passes on, and how many programs do so for a KV head."""
     BG = min(_MOST_RANKED, power_of_2(max(G, 1)))
@@ -184,7 +179,9 @@ def plan_of(
     S0 = _num_splits(device, B * K * head_tiles, cdiv(G, GS), of_score.waves)
     S1 = _num_splits(device, B * K * head_tiles, sum(cdiv(n, of_attend.rows) for n in (G, r * g, W)), of_attend.waves)
     BC = min(64, power_of_2(V))
-    own = _own_splits(S1, weight * r * g, (G if choice.pool else 0) + W)
+    # splits that read open groups alone, by their share of the work; at least 1, or 0 for no such split
+    opened, others = weight * r * g, (G if choice.pool else 0) + W
+    own = max(1, min(S1 - 1, round(S1 * opened / (opened + others)))) if opened > 0 and S1 > 1 else 0
     form = Form.of(settings.store_format, dtype, (D, Dv), parts)
     kind = kind_of(settings, parts, latent, early, has_real, page=0 if near is None else near.slots)
     if latent:  # whole entries are pooled as keys

@@ -61,18 +61,15 @@ class CondensedLatents(CondensedAttention):
         c after its norm, rope parts rotated. Other arguments of vLLM's own layer say nothing new and are not read.
         """
         if self.splits_pairs:
-            q_rope, k_rope = (_split_pairs(x) for x in (query[..., self.widths[0] :], k_rope))
-            query = torch.cat([query[..., : self.widths[0]], q_rope], dim=-1)
+            # the first channels of all pairs, then the second ones
+            q_nope, q_rope = query.split([self.widths[0], k_rope.shape[-1]], dim=-1)
+            q_rope, k_rope = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q_rope, k_rope))
+            query = torch.cat([q_nope, q_rope], dim=-1)
         key = torch.cat([c[:, None], k_rope], dim=-1)
         out = query.new_empty(*query.shape[:2], self.widths[1])
         name = _encode_layer_name(self.layer_name)
         torch.ops.vllm.unified_attention_with_output(query, key, key[..., :0], out, name)
         return out.flatten(1)
-
-
-def _split_pairs(x: Tensor) -> Tensor:
-    """The first channels of all pairs, then the second ones."""
-    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 class CondensedMiniCPM3Attention(MiniCPM3Attention):

@@ -60,7 +60,9 @@ class CondensedMetadataBuilder(AttentionMetadataBuilder[CondensedMetadata]):
         starts = batch.query_start_loc_cpu.tolist()
         # exact without speculative decoding, which is refused
         lengths = batch.seq_lens if batch.seq_lens_cpu_upper_bound is None else batch.seq_lens_cpu_upper_bound
-        new = NewTokens(starts, lengths.tolist(), batch.seq_lens, _num_steps(starts))
+        # requests with at most one new token come first
+        longer = (i for i, (start, stop) in enumerate(itertools.pairwise(starts)) if stop - start > 1)
+        new = NewTokens(starts, lengths.tolist(), batch.seq_lens, next(longer, len(starts) - 1))
         return CondensedMetadata(new, batch.block_table_tensor)
 
     def _say_concurrency(self) -> None:
@@ -80,9 +82,3 @@ class CondensedMetadataBuilder(AttentionMetadataBuilder[CondensedMetadata]):
             *(f"{longest:,}", held, one.total_bytes / 2**20, 100 * one.share(served, longest)),
             100 * blocks_of_request(served, 1024).share(served, 1024),
         )
-
-
-def _num_steps(starts: list[int]) -> int:
-    """Number of requests, from the first on, that have at most one new token."""
-    longer = (i for i, (start, stop) in enumerate(itertools.pairwise(starts)) if stop - start > 1)
-    return next(longer, len(starts) - 1)

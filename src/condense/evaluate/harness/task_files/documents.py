@@ -214,15 +214,10 @@ def _documents(data: str | None) -> Iterator[str]:
     files = _find(data, "corpus-test*", "*.txt")
     if files:
         yield from read_documents(files)
-    else:
-        yield "\n".join(_bundled_lines())
-
-
-def _bundled_lines() -> list[str]:
-    """The bundled novel without the numbers that are hidden in it."""
-    asset = importlib.resources.files("condense") / "assets" / "demo" / "text.jsonl"
-    text = json.loads(asset.read_text(encoding="utf-8"))["text"]
-    return [line for line in text.split("\n") if not line.startswith("The number of the")]
+    else:  # the bundled novel without the numbers that are hidden in it
+        asset = importlib.resources.files("condense") / "assets" / "demo" / "text.jsonl"
+        text = json.loads(asset.read_text(encoding="utf-8"))["text"]
+        yield "\n".join(line for line in text.split("\n") if not line.startswith("The number of the"))
 
 
 def _multikey_question(
