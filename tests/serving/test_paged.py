@@ -1,7 +1,7 @@
 """Attention over pages of numbers and of records: the outputs of whole sequences, however tokens come, and exactly
-shared prefixes.
+shared prefixes. Of latents too, absorbed and expanded.
 
-Shapes: H query heads, K KV heads, L tokens, D and Dv widths.
+Shapes: H query heads, K KV heads, L tokens, D and Dv widths; of latents d_n, d_r, d_c and d_v.
 """
 
 import random
@@ -10,12 +10,14 @@ from functools import partial
 import pytest
 import torch
 from paged_pool import METHODS, NULL, Pool, complete_a_prefix
-from paged_sequences import cut, random_tokens, read_in_pieces, whole
+from paged_sequences import cut, random_latents, random_tokens, read_in_pieces, whole, whole_latents
 from record_pool import EXACT_PROMPTS, RECORDS, RecordPool
 
 import condense
+from condense.ops.latents import UpProjection
 
 H, K, D, DV = 4, 2, 6, 5
+WIDTHS = (5, 2, 6, 4)
 SCALE = 0.6
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 # pages of bytes hold what pages of numbers cannot: tokens in groups, entries in fewer bits, and biases of their own
@@ -33,16 +35,30 @@ IN_RECORDS = (
 POOLS = {name: partial(Pool, method, (K, D, DV)) for name, method in METHODS.items()} | {
     f"records-{name}": partial(RecordPool, method, (K, D, 4)) for name, method in IN_RECORDS.items()
 }
+LATENT = (1, WIDTHS[2] + WIDTHS[1], 0)
+LATENTS = {f"latents-{name}": partial(Pool, method, LATENT) for name, method in METHODS.items()} | {
+    f"latents-records-{name}": partial(RecordPool, RECORDS[name], LATENT)
+    for name in ("default", "window-0", "store-8", "store-4", "entry-8-max", "drop", "all-open")
+}
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "torch"])
 
 
-@pytest.fixture(params=POOLS.values(), ids=POOLS)
+@pytest.fixture(params=(POOLS | LATENTS).values(), ids=POOLS | LATENTS)
 def pool(request):
     return request.param()
 
 
 def tokens_of(pool, length, seed=0):
-    return random_tokens((H, K, D, pool.value_width), length, seed=seed)
+    if pool.value_width > 0:
+        return random_tokens((H, K, D, pool.value_width), length, seed=seed)
+    qkv, pool.up = random_latents(H, WIDTHS, length, seed=seed)
+    return qkv
+
+
+def wanted(pool, qkv, singles=()):
+    if pool.up is None:
+        return whole(qkv, pool.method, SCALE, singles)
+    return whole_latents(qkv, pool.up, pool.method, SCALE)
 
 
 def two_with_a_prefix(pool, more):
@@ -60,7 +76,7 @@ def test_equal_to_the_whole(pool, chunk, backend):
     qkv = tokens_of(pool, 150 if chunk > 1 else 90)
     out = read_in_pieces(pool, qkv, chunk, scale=SCALE, backend=backend)
     singles = range(len(out)) if chunk == 1 else ()
-    torch.testing.assert_close(out, whole(qkv, pool.method, SCALE, singles), **EXACT)
+    torch.testing.assert_close(out, wanted(pool, qkv, singles), **EXACT)
 
 
 @BACKENDS
@@ -84,7 +100,7 @@ def test_many_requests_at_different_lengths(pool, backend):
             for (i, _), out in zip(chunks, read, strict=True):
                 outs[i].append(out)
     for qkv, out, single in zip(qkvs, outs, singles, strict=True):
-        torch.testing.assert_close(torch.cat(out), whole(qkv, pool.method, SCALE, single), **EXACT)
+        torch.testing.assert_close(torch.cat(out), wanted(pool, qkv, single), **EXACT)
 
 
 @BACKENDS
@@ -100,10 +116,10 @@ def test_a_shared_prefix_is_exact_and_never_written(pool, backend):
     outs = [
         pool.read([(b, cut(other, i, i + 5))], scale=SCALE, backend=backend)[0] for i in range(prefix, prefix + 50, 5)
     ]
-    torch.testing.assert_close(torch.cat(outs), whole(other, pool.method, SCALE)[prefix:], **EXACT)
+    torch.testing.assert_close(torch.cat(outs), wanted(pool, other)[prefix:], **EXACT)
     assert torch.equal(pool.blocks[shared], before)
     rest = pool.read([(a, cut(first, prefix, prefix + 30))], scale=SCALE, backend=backend)[0]
-    torch.testing.assert_close(rest, whole(first, pool.method, SCALE)[prefix:], **EXACT)
+    torch.testing.assert_close(rest, wanted(pool, first)[prefix:], **EXACT)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -117,14 +133,28 @@ def test_a_prefix_that_is_written_in_the_same_step(name, backend):
     b = pool.add(prefix + 9, a, prefix)
     chunks = [(b, cut(other, prefix, prefix + 9)), (a, first)]
     rest, out = pool.read(chunks, scale=SCALE, backend=backend)
-    torch.testing.assert_close(out, whole(first, pool.method, SCALE), **EXACT)
-    torch.testing.assert_close(rest, whole(other, pool.method, SCALE)[prefix:], **EXACT)
+    torch.testing.assert_close(out, wanted(pool, first), **EXACT)
+    torch.testing.assert_close(rest, wanted(pool, other)[prefix:], **EXACT)
 
 
 @pytest.mark.parametrize("new", [1, 9])
+@pytest.mark.parametrize("name", POOLS)
 @BACKENDS
-def test_a_prefix_that_a_single_token_completes_in_the_same_step(pool, backend, new):
-    complete_a_prefix(pool, new, H, EXACT, scale=SCALE, backend=backend)
+def test_a_prefix_that_a_single_token_completes_in_the_same_step(name, backend, new):
+    complete_a_prefix(POOLS[name](), new, H, EXACT, scale=SCALE, backend=backend)
+
+
+@pytest.mark.parametrize("name", ["streaming", "records-default", "records-drop"])
+def test_single_tokens_expand_no_latents(name, monkeypatch):
+    """Prompts expand what they read once: entries, window and stored tokens."""
+    pool, expanded, expand = LATENTS[f"latents-{name}"](), [], UpProjection.expand
+    monkeypatch.setattr(UpProjection, "expand", lambda up, x: expanded.append(x.shape[2]) or expand(up, x))
+    request, qkv = pool.add(141), tokens_of(pool, 141)
+    pool.read([(request, cut(qkv, 0, 140))], scale=SCALE)
+    assert 140 < sum(expanded) <= 3 * 140
+    expanded.clear()
+    pool.read([(request, cut(qkv, 140, 141))], scale=SCALE)
+    assert expanded == []
 
 
 def test_bfloat16_is_within_the_budget_of_the_whole():

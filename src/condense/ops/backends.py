@@ -65,10 +65,10 @@ class Backend:
 
 
 def _reference() -> Operations:
-    from condense.ops.reference import attend, pool, recall
+    from condense.ops.reference import attend, pool
 
     return Operations(
-        attend.attend, recall.attend_recall, pool.summarize, pool.group_scores, pool.pool, None, pool.importance,
+        attend.attend, attend.attend_recall, pool.summarize, pool.group_scores, pool.pool, None, pool.importance,
         _torch().unpack_store,
     )  # fmt: skip
 

@@ -1,16 +1,20 @@
-"""The definition of attention: plain PyTorch, the whole mask at once, any device, made for float64 on the CPU.
+"""The definition of attention, of Recall's too: plain PyTorch, the whole mask at once, any device, made for float64 on
+the CPU.
 
-Shapes: B rows, H query heads, K KV heads, L queries, N entries of one source, S of all sources, D and Dv widths.
+Shapes: B rows, H query heads, K KV heads, L queries, N entries of one source, S of all sources, D and Dv widths; of
+Recall G groups of g tokens, N tokens of the window.
 """
 
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from condense.ops.extras import soft_cap
+from condense.ops.recall.choice import Choice, RecallSources
 from condense.ops.spans import Source, Spans
-from condense.ops.tensors.bias import joined_bias
+from condense.ops.tensors.bias import joined_bias, per_entry
 
 
 def visible(spans: Spans, start: int, stop: int, sizes: Sequence[int], device: torch.device) -> Tensor:
@@ -65,7 +69,33 @@ def attend_masked(
     if bias is not None:
         scores = scores + bias.to(wide)[:, :, None, None, :]
     scores = scores.masked_fill(~(mask | empty), float("-inf"))
-    weights = torch.nn.functional.dropout(scores.softmax(-1), dropout_p)
+    weights = F.dropout(scores.softmax(-1), dropout_p)
     out = torch.einsum("bkrls,bksd->bkrld", weights, v.to(wide)).masked_fill(empty, 0.0)
     lse = scores.logsumexp(-1).masked_fill(empty[..., 0], float("-inf"))
     return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
+
+
+def attend_recall(
+    q: Tensor,
+    sources: RecallSources,
+    choice: Choice,
+    *,
+    scale: float,
+    softcap: float,
+    pool: bool,
+    return_lse: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """See `condense.ops.attend_recall`. pool: queries see the entries of closed groups that they do not open."""
+    (entries, store, window, spans), L = sources, q.shape[2]
+    G, N = entries.k.shape[2], window.k.shape[2]
+    of_entries, of_window = spans.at(0, L, q.device)
+    group, column = torch.arange(G, device=q.device), torch.arange(N, device=q.device)
+    chosen = choice.at(0, L, of_entries.hi, G)
+    pooled = (group < of_entries.hi[..., None]) & ~chosen & pool
+    near = (column >= of_window.lo[..., None]) & (column < of_window.hi[..., None])
+    opened = chosen.repeat_interleave(sources.group_size, -1) if G > 0 else chosen
+    mask = torch.cat([pooled, opened, near.expand(*chosen.shape[:3], N)], dim=-1)[:, :, None]
+    k, v = (torch.cat(parts, dim=2) for parts in ([entries.k, store.k, window.k], [entries.v, store.v, window.v]))
+    bias = per_entry(entries.bias, G, q.device)
+    bias = None if bias is None else F.pad(bias, (0, k.shape[2] - G))
+    return attend_masked(q, k, v, mask, bias, scale=scale, softcap=softcap)
