@@ -17,8 +17,12 @@ def random_tokens(shape, length, *, seed=0, dtype=torch.float64, device="cpu"):
     return [x[0].transpose(0, 1).to(device, dtype) for x in oracle.random_qkv(1, H, K, length, D, Dv, seed=seed)]
 
 
-def whole(qkv, method, scale, singles=()):
-    """Attention of a whole sequence by the definition, ``[L, H, Dv]``. singles: positions that are read one by one."""
+def whole(qkv, method, scale, singles=(), up=None):
+    """Attention of a whole sequence by the definition, ``[L, H, Dv]``. singles: positions that are read one by one. up:
+    the up-projections, if tokens are latents.
+    """
+    if up is not None:
+        return _whole_latents(qkv, up, method, scale)
     rows = [x.transpose(0, 1)[None] for x in qkv]
 
     def by(method):
@@ -39,8 +43,7 @@ def random_latents(heads, widths, length, *, seed=0, dtype=torch.float64, device
     return [q, k, k[..., :0]], UpProjection(fixed.w_uk.to(device), fixed.w_uv.to(device))
 
 
-def whole_latents(qkv, up, method, scale):
-    """Attention of a whole sequence on latents by the definition, ``[L, H, d_v]``."""
+def _whole_latents(qkv, up, method, scale):
     (d_c, d_n), (q, k, _) = up.w_uk.shape[1:], qkv
     q, k = q.transpose(0, 1)[None], k.transpose(0, 1)
     parts = q[..., :d_n], q[..., d_n:], k[..., :d_c], k[..., d_c:]
@@ -60,10 +63,13 @@ def read_in_pieces(pool, qkv, piece, *, scale, backend):
 
 
 def run(pool, shape, lengths, steps, backend):
-    """Prompts of different lengths, then single tokens of all requests: outputs of these, ``[steps, R, H, Dv]``."""
+    """Prompts of different lengths, then single tokens of all requests: outputs of these, ``[steps, R, H, Dv]``.
+
+    shape: H, K, D, Dv; of latents H, and d_n, d_r, d_c and d_v.
+    """
     options = {"dtype": pool.dtype, "device": pool.cache.device}
-    qkvs = [random_tokens(shape, length + steps, seed=seed, **options) for seed, length in enumerate(lengths)]
-    requests, scale, outs = [pool.add(length + steps) for length in lengths], shape[2] ** -0.5, []
+    qkvs, pool.up = _sequences(shape, lengths, steps, **options)
+    requests, scale, outs = [pool.add(length + steps) for length in lengths], _scale_of(shape), []
     for request, qkv, length in zip(requests, qkvs, lengths, strict=True):
         if length:
             pool.read([(request, cut(qkv, 0, length))], scale=scale, backend="torch")
@@ -75,8 +81,21 @@ def run(pool, shape, lengths, steps, backend):
 
 def exact(shape, method, dtype, lengths, steps):
     """What `run` computes, in float64, by the definition of attention over whole sequences."""
-    rows = []
-    for seed, length in enumerate(lengths):
-        qkv = [x.double() for x in random_tokens(shape, length + steps, seed=seed, dtype=dtype)]
-        rows.append(whole(qkv, method, shape[2] ** -0.5, range(length, length + steps))[length:])
+    qkvs, up = _sequences(shape, lengths, steps, dtype=dtype)
+    up, rows = None if up is None else UpProjection(*(w.double() for w in up)), []
+    for qkv, length in zip(qkvs, lengths, strict=True):
+        singles = range(length, length + steps)
+        rows.append(whole([x.double() for x in qkv], method, _scale_of(shape), singles, up)[length:])
     return torch.stack(rows, dim=1)
+
+
+def _scale_of(shape):
+    return (shape[2] if len(shape) == 4 else sum(shape[1][:2])) ** -0.5
+
+
+def _sequences(shape, lengths, steps, **options):
+    """Tokens of all requests, and the up-projections of latents."""
+    if len(shape) == 4:
+        return [random_tokens(shape, n + steps, seed=seed, **options) for seed, n in enumerate(lengths)], None
+    made = [random_latents(*shape, n + steps, seed=seed, **options) for seed, n in enumerate(lengths)]
+    return [qkv for qkv, _ in made], made[0][1]

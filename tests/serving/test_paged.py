@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from paged_pool import METHODS, NULL, Pool, complete_a_prefix
-from paged_sequences import cut, random_latents, random_tokens, read_in_pieces, whole, whole_latents
+from paged_sequences import cut, random_latents, random_tokens, read_in_pieces, whole
 from record_pool import EXACT_PROMPTS, RECORDS, RecordPool
 
 import condense
@@ -56,9 +56,7 @@ def tokens_of(pool, length, seed=0):
 
 
 def wanted(pool, qkv, singles=()):
-    if pool.up is None:
-        return whole(qkv, pool.method, SCALE, singles)
-    return whole_latents(qkv, pool.up, pool.method, SCALE)
+    return whole(qkv, pool.method, SCALE, singles, pool.up)
 
 
 def two_with_a_prefix(pool, more):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from paged_pool import Pool
-from paged_sequences import cut, random_latents, whole_latents
+from paged_sequences import exact, run
 from record_pool import RECORDS, RecordPool
 from speed.budget import errors, one_ulp
 
@@ -23,23 +23,12 @@ POOLS = {
 }
 
 
+LENGTHS, STEPS = (45, 0, 18), 20 if CUDA else 4
+
+
 def steps_of(name, shape, dtype, backend):
-    """Single tokens of three requests behind prompts of 45, 0 and 18 tokens ``[3, steps, H, d_v]``; and in float64."""
-    (make, method), (H, widths), steps = POOLS[name], shape, 4 if DEVICE == "cpu" else 20
-    pool = make(method, (1, widths[2] + widths[1], 0), dtype=dtype, device=DEVICE)
-    scale, outs, rows = (widths[0] + widths[1]) ** -0.5, [], []
-    for seed, length in enumerate((45, 0, 18)):
-        qkv, pool.up = random_latents(H, widths, length + steps, seed=seed, dtype=dtype, device=DEVICE)
-        request = pool.add(length + steps)
-        if length:
-            pool.read([(request, cut(qkv, 0, length))], scale=scale, backend="torch")
-        rows.append((request, qkv))
-    for _ in range(steps):
-        chunks = [(r, cut(qkv, r.seen, r.seen + 1)) for r, qkv in rows]
-        outs.append(torch.cat(pool.read(chunks, scale=scale, backend=backend)))
-    up = type(pool.up)(*(w.double() for w in pool.up))
-    exact = [whole_latents([x.double() for x in qkv], up, method, scale)[-steps:] for _, qkv in rows]
-    return torch.stack(outs, dim=1), torch.stack(exact)
+    (make, method), (_, (_, d_r, d_c, _)) = POOLS[name], shape
+    return run(make(method, (1, d_c + d_r, 0), dtype=dtype, device=DEVICE), shape, LENGTHS, STEPS, backend)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -47,10 +36,10 @@ def steps_of(name, shape, dtype, backend):
 @pytest.mark.parametrize("name", POOLS)
 def test_steps_are_within_the_budget(name, shape, dtype):
     """At most twice as far from the definition as PyTorch is; in fewer bits, the output of PyTorch."""
-    got, want = steps_of(name, shape, dtype, "triton")
-    plain, _ = steps_of(name, shape, dtype, "torch")
+    got, plain = (steps_of(name, shape, dtype, backend) for backend in ("triton", "torch"))
     method = POOLS[name][1]
     if getattr(method, "store_bits", 16) == 16 and getattr(method, "entry_bits", 16) == 16:
+        want = exact(shape, method, dtype, LENGTHS, STEPS).to(DEVICE)
         assert bool((errors(got, want) <= 2 * errors(plain, want) + one_ulp(want, dtype)).all())
         return
     # a choice with a near tie, or a code near the middle, may differ

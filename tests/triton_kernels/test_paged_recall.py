@@ -24,17 +24,8 @@ SHAPES = {"gqa": (8, 2, 64, 64), "one-head": (1, 1, 96, 80), "seven": (7, 1, 64,
 
 
 @pytest.fixture(autouse=True)
-def poisoned_scratch(monkeypatch):
-    """What no kernel writes must not be read."""
-    original = paged_recall_step.scratch_of
-
-    def poisoned(*args):
-        buffers = original(*args)
-        for x in buffers:
-            x.fill_(math.nan if x.is_floating_point() else 77)
-        return buffers
-
-    monkeypatch.setattr(paged_recall_step, "scratch_of", poisoned)
+def poisoned_scratch(poison):
+    poison(paged_recall_step, "scratch_of")
 
 
 def tokens_of(shape, length, seed=0):

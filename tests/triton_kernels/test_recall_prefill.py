@@ -101,17 +101,8 @@ def quota_of(r):
 
 
 @pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """Scratch memory is full of what nobody wrote."""
-    original = recall_choice._scratch
-
-    def poison(*args):
-        buffers = original(*args)
-        for x in buffers:
-            x.fill_(torch.nan if x.is_floating_point() else 77_777)
-        return buffers
-
-    monkeypatch.setattr(recall_choice, "_scratch", poison)
+def poisoned_scratch(poison):
+    poison(recall_choice, "_scratch")
 
 
 @pytest.fixture

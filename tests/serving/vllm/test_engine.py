@@ -127,6 +127,15 @@ def test_a_pool_that_is_too_small_for_all(engine, model, folder, greedy, monkeyp
     assert got == want
 
 
+def check_tokens_of_generate(engine, greedy, folder, model):
+    """Read anew, and again, where vLLM finds prefixes of such models: not on every CPU if they have latents."""
+    model.save_pretrained(folder)
+    want = greedy(model, prompts_of(LENGTHS), NEW)
+    started = engine(folder, **condensed(model, max_num_batched_tokens=48))
+    assert started.tokens(prompts_of(LENGTHS), NEW) == want
+    assert started.tokens(prompts_of(LENGTHS), NEW) == want
+
+
 @pytest.mark.parametrize(
     ("method", "layers"),
     [
@@ -158,9 +167,18 @@ def test_a_pool_that_is_too_small_for_all(engine, model, folder, greedy, monkeyp
     ],
 )  # fmt: skip
 def test_other_methods_and_layers(engine, greedy, tmp_path, method, layers):
-    model = condense.apply(random_llama(layers=3), method, layers)
-    model.save_pretrained(tmp_path)
-    want = greedy(model, prompts_of(LENGTHS), NEW)
-    started = engine(tmp_path, **condensed(model, max_num_batched_tokens=48))
-    assert started.tokens(prompts_of(LENGTHS), NEW) == want
-    assert started.tokens(prompts_of(LENGTHS), NEW) == want
+    check_tokens_of_generate(engine, greedy, tmp_path, condense.apply(random_llama(layers=3), method, layers))
+
+
+OF_LATENTS = {
+    "recall-16": ("deepseek_v2", RECALL.replace(store_bits=16, num_recall=0.3)),
+    "recall-8-drop": ("deepseek_v3", RECALL.replace(store_bits=8, unchosen="drop", group_size=8)),
+    "recall-4": ("deepseek_v3", RECALL.replace(entry_bits=4)),
+    "matched": ("deepseek_v2", METHOD.replace(rep_bias="matched", summary="last")),
+    "allocation": ("deepseek_v2", {0: condense.StreamingLLM(sink=4, window=40), "rest": METHOD}),
+}
+
+
+@pytest.mark.parametrize(("family", "method"), OF_LATENTS.values(), ids=OF_LATENTS)
+def test_other_methods_on_latents(engine, greedy, tmp_path, family, method):
+    check_tokens_of_generate(engine, greedy, tmp_path, condense.apply(random_latents(family), method))
