@@ -45,8 +45,10 @@ def extend(
         check_trainable(method)
     plan = ForwardPlan(k.shape[2]) if plan is None else plan
     k, v = plan.without_padding(k), plan.without_padding(v)
-    if state is None and method.prompt_reader is not None:
-        return _read_prompt(method, q, k, v, plan, scale=scale, backend=backend)
+    if state is None and method.prompt_reader is not None:  # all tokens of a prompt are read at once
+        assert method.layout.entry_bits == 16, "entries of a prompt that is read at once are not rounded"
+        prompt, fresh = method.prompt_reader.read(q, k, v, plan, scale=scale, backend=backend), empty_state(k, v)
+        return prompt.context, lambda: fresh._replace(entries=prompt.kept(), first=prompt.first)
     reading = plan.reading(method, state, k.device)
     before = empty_state(k, v) if state is None else state
     # new tokens follow those of the window; a chunk that is due may have tokens of both
@@ -113,16 +115,6 @@ def _check_entries(method: Method, new: object, k: Tensor, v: Tensor, num_chunks
             f"{type(method).__name__}.represent must return biases {(*shape, 1)} after keys and values, as its layout "
             "is matched"
         )
-
-
-def _read_prompt(
-    method: Method, q: Tensor, k: Tensor, v: Tensor, plan: ForwardPlan, *, scale: float, backend: str
-) -> tuple[Context, Callable[[], LayerState]]:
-    """As `extend`, for the first tokens of a method that reads its prompt at once (`Method.prompt_reader`)."""
-    assert method.prompt_reader is not None
-    assert method.layout.entry_bits == 16, "entries of a prompt that is read at once are not rounded"
-    prompt, before = method.prompt_reader.read(q, k, v, plan, scale=scale, backend=backend), empty_state(k, v)
-    return prompt.context, lambda: before._replace(entries=prompt.kept(), first=prompt.first)
 
 
 def _append(

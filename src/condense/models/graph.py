@@ -34,8 +34,7 @@ class GraphDecoder:
     def __init__(self, model: nn.Module, *, batch_size: int, max_length: int, compile: bool = False) -> None:
         check_int("batch_size", batch_size, 1)
         check_int("max_length", max_length, 2)
-        self.model = _causal_lm(model)
-        _check_decodable(self.model, max_length)
+        self.model = _decodable(model, max_length)
         self.batch_size, self.max_length = batch_size, max_length
         self.methods = condensed_layers(self.model)
         self.cache = StaticCache(config=self.model.config.get_text_config(decoder=True), max_cache_len=max_length)
@@ -206,8 +205,11 @@ class GraphDecoder:
         return input_ids.shape[0], input_ids.shape[1]
 
 
-def _causal_lm(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside ``model`` (PEFT wrappers included)."""
+def _decodable(model: nn.Module, max_length: int) -> PreTrainedModel:
+    """The transformers model inside ``model`` (PEFT wrappers included).
+
+    Raises ValueError if a graph cannot decode it, or not up to ``max_length`` tokens.
+    """
     base = transformers_model(model)
     if base is None or not base.can_generate() or base.config.is_encoder_decoder:
         raise ValueError(
@@ -215,21 +217,17 @@ def _causal_lm(model: nn.Module) -> PreTrainedModel:
         )
     if base.training:
         raise ValueError("model must be in eval mode: call model.eval()")
-    return base
-
-
-def _check_decodable(model: PreTrainedModel, max_length: int) -> None:
-    """Raise ValueError if a graph cannot decode the model, or not up to ``max_length`` tokens."""
-    config = model.config.get_text_config(decoder=True)
+    config = base.config.get_text_config(decoder=True)
     check_learned_positions(config, "max_length", max_length)
     rope = rope_that_changes(config)
     if rope is not None:
         raise ValueError(
             f"rotary frequencies that change with the length ({rope}) cannot be decoded by a graph: use model.generate"
         )
-    if model.device.type == "cuda" and has_eager_experts(model):
+    if base.device.type == "cuda" and has_eager_experts(base):
         raise ValueError(
             "experts that run one by one wait for the device, which a graph cannot: call "
             "model.set_experts_implementation('batched_mm') first, or, where a model has no other experts (DBRX, "
             "LongCat-Flash), use model.generate"
         )
+    return base

@@ -81,19 +81,15 @@ def page_sizes(layers: Collection[ServedLayer]) -> PageSizes:
     groups = [layer.group_size for layer in layers]
     sample = SLOTS * math.lcm(*groups)
     kept = sum(layer.far_bytes(sample) for layer in layers)
-    k = min(_MOST_PARTS, -(-_widest_window(layers, sample) // kept))
-    unit = math.lcm(SLOTS * k, *groups)
-    far = -(-_LEAST_GROUPS * max(groups) // unit) * unit
-    return PageSizes(far, far // k)
-
-
-def _widest_window(layers: Collection[ServedLayer], tokens: int) -> int:
-    """Bytes of so many tokens in the windows that most layers share."""
+    # bytes of the sample in the windows that most layers share
     of_window: Counter[int] = Counter()
     for layer in layers:
         if layer.plan is not None:
-            of_window[layer.plan.kept_tokens] += layer.heads * layer.token_bytes * tokens
-    return max(of_window.values())
+            of_window[layer.plan.kept_tokens] += layer.heads * layer.token_bytes * sample
+    k = min(_MOST_PARTS, -(-max(of_window.values()) // kept))
+    unit = math.lcm(SLOTS * k, *groups)
+    far = -(-_LEAST_GROUPS * max(groups) // unit) * unit
+    return PageSizes(far, far // k)
 
 
 class BlockCount(NamedTuple):

@@ -97,7 +97,13 @@ class PhaseConfig:
         check_positive("max_grad_norm", self.max_grad_norm)
         if self.mix != "dense":
             assert self.method is not None
-            self._check_method(self.method)
+            self.method.check_gradients()
+            rule = self.method.layout.rule
+            if rule.window is not None and self.sequence_length < rule.window + rule.chunk:
+                raise ValueError(
+                    f"sequence_length: wanted at least {rule.window + rule.chunk} tokens, as fewer are read with dense "
+                    f"attention by {self.method}, got {self.sequence_length}"
+                )
 
     def attention_at(self, step: int) -> Method | None:
         """The method of an optimizer step, counted from 0; None: the step has dense attention."""
@@ -108,15 +114,6 @@ class PhaseConfig:
         if stage >= len(self.group_sizes):
             return self.method
         return self.method.replace(group_size=self.group_sizes[stage])
-
-    def _check_method(self, method: Method) -> None:
-        method.check_gradients()
-        rule = method.layout.rule
-        if rule.window is not None and self.sequence_length < rule.window + rule.chunk:
-            raise ValueError(
-                f"sequence_length: wanted at least {rule.window + rule.chunk} tokens, as fewer are read with dense "
-                f"attention by {method}, got {self.sequence_length}"
-            )
 
     def _check_group_sizes(self) -> None:
         for size in self.group_sizes:

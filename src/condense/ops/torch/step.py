@@ -105,8 +105,10 @@ def attend(call: StepCall, seen: Tensor, alive: Tensor, own: OwnEntries) -> tupl
     # keys, values, and which of them each row sees, bool ``[B, K|1, n]``
     near = (position >= closed[:, None] * c) & (position >= 0)
     sources = [(state.ring_k, state.ring_v, near[:, None])]
-    entry = torch.arange(M, device=q.device)
-    pooled = (entry < _num_entries(state, settings, closed)[:, None])[:, None]
+    # first entries, and those of closed chunks that did fit into the buffer
+    of_first, p = state.first[:, 0] if settings.has_first else torch.zeros_like(closed), settings.rule.entries
+    count = of_first + torch.minimum(settings.rule.visible_entries(closed), (M - of_first) // p * p)
+    pooled = (torch.arange(M, device=q.device) < count[:, None])[:, None]
     if settings.choice is not None:
         groups, chosen = _choose(call, closed)
         rows = _open_groups(state, groups, (groups < M) & alive[:, None, None], c)
@@ -125,14 +127,6 @@ def attend(call: StepCall, seen: Tensor, alive: Tensor, own: OwnEntries) -> tupl
     differ = settings.matched or own.bias is not None
     block = BlockKeys(keys, values, sees | empty, empty, _bias(state, settings, own), differ)
     return attend_block(q, block, scale=call.scale, softcap=call.extras.softcap, return_lse=call.extras.needs_lse)
-
-
-def _num_entries(state: StepState, settings: StepSettings, closed: Tensor) -> Tensor:
-    """Number of first entries and those of ``closed`` chunks, without chunks that did not fit into the buffer."""
-    of_first = state.first[:, 0] if settings.has_first else torch.zeros_like(closed)
-    p = settings.rule.entries
-    room = (state.entries_k.shape[2] - of_first) // p * p
-    return of_first + torch.minimum(settings.rule.visible_entries(closed), room)
 
 
 def _bias(state: StepState, settings: StepSettings, own: OwnEntries) -> Tensor | None:
