@@ -122,6 +122,17 @@ def scores(model, text):
     return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].cpu()
 
 
+@torch.no_grad()
+def scores_of_answer(model, prompt, answer):
+    """Log-probability of every token of an answer, the prompt read at once and the answer token by token."""
+    out, found = model(torch.tensor([prompt], device=DEVICE), use_cache=True, logits_to_keep=1), []
+    for token in answer:
+        found.append(out.logits[0, -1].float().log_softmax(-1)[token])
+        step = torch.tensor([[token]], device=DEVICE)
+        out = model(step, past_key_values=out.past_key_values, use_cache=True)
+    return torch.stack(found).cpu()
+
+
 def engine(args):
     """vLLM on the prompts of the reference."""
     import vllm
@@ -175,9 +186,9 @@ def compare(ref, variant, answers, text):
     for outputs in answers:
         # scored are vLLM's own answers, which in bfloat16 need not be those of transformers
         tokens = [list(o.outputs[0].token_ids) for o in outputs]
-        wholes = [ids + new for ids, new in zip(ref["prompts"], tokens, strict=True)]
+        pairs = list(zip(ref["prompts"], tokens, strict=True))
         got = torch.tensor([chosen(o.outputs[0].logprobs, o.outputs[0].token_ids) for o in outputs]).flatten()
-        exact, plain = (torch.cat([scores(m, whole)[-NEW:] for whole in wholes]) for m in (model, rounded))
+        exact, plain = (torch.cat([scores_of_answer(m, *pair) for pair in pairs]) for m in (model, rounded))
         rounds.append({
             "same_tokens": sum(a == b for a, b in zip(tokens, variant["tokens"], strict=True)), "of": len(tokens),
             "error": {"vllm": distance(got, exact),
