@@ -14,10 +14,19 @@ import torch
 import triton
 import triton.language as tl
 
-from condense.ops.recall.store import StoreFormat
+from condense.ops.recall.store import DROPPED, StoreFormat
 from condense.ops.triton.device.address import token_rows
 from condense.ops.triton.device.codes import codes_of, half_of, side_by_side, to_numbers, unpacked
 from condense.ops.triton.device.parts import parts, store_rows, tile_width
+
+_DROPPED = tl.constexpr(DROPPED)
+_BELOW = tl.constexpr((1 << DROPPED) - 1)
+
+
+_DROPPED = tl.constexpr(DROPPED)
+
+
+_DROPPED = tl.constexpr(DROPPED)
 
 
 class Form(NamedTuple):
@@ -25,8 +34,9 @@ class Form(NamedTuple):
 
     bits: per number. g: tokens per group. D, DV: widths of keys and of values; DV is 0 for latents. D0, D1, V0, V1:
     widths of their parts (`condense.ops.triton.device.parts`); V0 is D0 for latents. piece: elements of a group's
-    piece, numbers for 16 bits and bytes for fewer. keys_at, values_at: bytes before the codes of keys, and of values.
-    unit: `StoreFormat.step_unit`. tiny: the smallest step.
+    piece, numbers for 16 bits and bytes for fewer. zeros_at, keys_at, values_at: bytes before the zeros of keys, and
+    before the codes of keys, and of values. unit: `StoreFormat.step_unit`. apart, far: the inverse of `key_levels`.
+    tiny: the smallest step.
     """
 
     bits: int
@@ -38,9 +48,12 @@ class Form(NamedTuple):
     V0: int
     V1: int
     piece: int
+    zeros_at: int
     keys_at: int
     values_at: int
     unit: float
+    apart: float
+    far: float
     tiny: float
 
     @classmethod
@@ -49,8 +62,11 @@ class Form(NamedTuple):
     ) -> Form:
         """Those of tokens of a dtype and of widths D and Dv. parts: D0, D1, V0, V1."""
         piece, codes_at = form.group_size * form.width(*widths, dtype.itemsize), form.codes_at(*widths, dtype.itemsize)
-        unit, tiny = form.step_unit(dtype), torch.finfo(dtype).tiny
-        return cls(form.bits, form.group_size, *widths, *parts, piece, *codes_at, unit, tiny)
+        apart, far = (1 / levels for levels in form.key_levels)
+        return cls(
+            form.bits, form.group_size, *widths, *parts, piece, form.keys_grid_at(widths[1], dtype.itemsize), *codes_at,
+            form.step_unit(dtype), apart, far, torch.finfo(dtype).tiny,
+        )  # fmt: skip
 
 
 class Pieces(NamedTuple):
@@ -89,33 +105,57 @@ def _step(zero, largest, dtype: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
+def _key_step(places):
+    """The steps of places, float32; see `StoreFormat`."""
+    return (places << _DROPPED).to(tl.float32, bitcast=True)
+
+
+@triton.constexpr_function
+def _zero_dtype(FORM):
+    """Of the zeros of keys."""
+    return tl.int8 if FORM.bits == 4 else tl.int16
+
+
+@triton.jit
 def put_keys(tokens, piece_ptr, first, t, FORM: tl.constexpr, P: tl.constexpr, NEAR: tl.constexpr):
     """Quantise and write the keys of the group that begins at position ``first``. P: columns of a tile of bytes."""
     PARTS: tl.constexpr = 8 // FORM.bits
     C: tl.constexpr = FORM.D // PARTS
     T: tl.constexpr = _tile(FORM.g)
-    dtype: tl.constexpr = tokens.rows.dtype.element_ty
-    numbers, codes_ptr = piece_ptr.to(tl.pointer_type(dtype)), piece_ptr + FORM.keys_at
+    zeros_ptr = (piece_ptr + FORM.zeros_at).to(tl.pointer_type(_zero_dtype(FORM)))
+    steps_ptr, codes_ptr = (zeros_ptr + FORM.D).to(tl.pointer_type(tl.uint8)), piece_ptr + FORM.keys_at
     c, i = tl.arange(0, P), tl.arange(0, T)
-    steps, zeros = (), ()
+    smallest, places, most = (), (), tl.full([P], 0, tl.int32)
     for part in tl.static_range(PARTS):
-        zero = tl.full([P], float("inf"), tl.float32)
-        largest = tl.full([P], float("-inf"), tl.float32)
+        low = tl.full([P], float("inf"), tl.float32)
+        high = tl.full([P], float("-inf"), tl.float32)
         for start in range(0, FORM.g, T):
             inside = start + i < FORM.g
             x = chunk_tokens(tokens, first + start + i, t, inside, part * C, FORM.D, P, NEAR)
-            zero = tl.minimum(zero, tl.min(tl.where(inside[:, None], x, float("inf")), 0))
-            largest = tl.maximum(largest, tl.max(tl.where(inside[:, None], x, float("-inf")), 0))
-        step = _step(zero, largest, dtype, FORM)
-        tl.store(numbers + part * C + c, step.to(dtype), mask=c < C)
-        tl.store(numbers + FORM.D + part * C + c, zero.to(dtype), mask=c < C)
+            low = tl.minimum(low, tl.min(tl.where(inside[:, None], x, float("inf")), 0))
+            high = tl.maximum(high, tl.max(tl.where(inside[:, None], x, float("-inf")), 0))
+        least = tl.maximum((high - low) * FORM.apart, tl.maximum(high, -low) * FORM.far)
+        place = tl.maximum(least, FORM.tiny).to(tl.int32, bitcast=True)
+        place = (place + _BELOW) >> _DROPPED
+        most = tl.maximum(most, tl.where(c < C, place, 0))
+        smallest, places = smallest + (low,), places + (place,)  # noqa: RUF005
+    base = tl.max(most, 0) - 255
+    tl.store((steps_ptr + FORM.D).to(tl.pointer_type(tl.int16)), base.to(tl.int16))
+    steps, zeros = (), ()
+    for part in tl.static_range(PARTS):
+        kept = tl.maximum(places[part] - base, 0)
+        step = _key_step(kept + base)
+        zero = tl.floor(tl.div_rn(smallest[part], step) + 0.5)
+        tl.store(zeros_ptr + part * C + c, zero.to(tl.int32).to(_zero_dtype(FORM)), mask=c < C)
+        tl.store(steps_ptr + part * C + c, kept.to(tl.uint8), mask=c < C)
         steps, zeros = steps + (step,), zeros + (zero,)  # noqa: RUF005
     for start in range(0, FORM.g, T):
         inside = start + i < FORM.g
         codes = tl.zeros([T, P], tl.int32)
         for part in tl.static_range(PARTS):
             x = chunk_tokens(tokens, first + start + i, t, inside, part * C, FORM.D, P, NEAR)
-            codes += codes_of(x, steps[part][None, :], zeros[part][None, :], FORM.bits) << (part * FORM.bits)
+            x = tl.floor(tl.div_rn(x, tl.zeros_like(x) + steps[part][None, :]) + 0.5) - zeros[part][None, :]
+            codes += tl.minimum(tl.maximum(x, 0.0), 2.0**FORM.bits - 1).to(tl.int32) << (part * FORM.bits)
         at = (start + i)[:, None] * C + c[None, :]
         tl.store(codes_ptr + at, codes.to(tl.uint8), mask=inside[:, None] & (c < C)[None, :])
 
@@ -127,7 +167,7 @@ def put_values(tokens, piece_ptr, first, t, FORM: tl.constexpr, P: tl.constexpr,
     C: tl.constexpr = FORM.DV // PARTS
     T: tl.constexpr = _tile(FORM.g)
     dtype: tl.constexpr = tokens.rows.dtype.element_ty
-    numbers, codes_ptr = piece_ptr.to(tl.pointer_type(dtype)) + 2 * FORM.D, piece_ptr + FORM.values_at
+    numbers, codes_ptr = piece_ptr.to(tl.pointer_type(dtype)), piece_ptr + FORM.values_at
     c = tl.arange(0, P)
     is_column = (c < C)[None, :]
     for start in range(0, FORM.g, T):
@@ -202,6 +242,19 @@ def _flat(x):
 
 
 @triton.jit
+def _load_key_grid(pieces, d, there, FORM: tl.constexpr, COPY: tl.constexpr):
+    """Steps and zeros, float32 ``[n, 1, P]``, of columns d ``[1, P]`` of keys."""
+    wide: tl.constexpr = _zero_dtype(FORM)
+    size: tl.constexpr = wide.primitive_bitwidth // 8
+    STEPS: tl.constexpr = FORM.zeros_at + FORM.D * size
+    zero = _load(_as(pieces, wide), FORM.zeros_at // size + d, there, COPY)
+    kept = _load(pieces, STEPS + d, there, COPY)
+    at, there = tl.full([1, 1], (STEPS + FORM.D) // 2, tl.int32), tl.full([1, 1], True, tl.int1)
+    base = _load(_as(pieces, tl.int16), at, there, COPY)
+    return _key_step(kept.to(tl.int32) + base.to(tl.int32)), zero.to(tl.float32)
+
+
+@triton.jit
 def _load_keys(
     pieces, i, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr, ASM: tl.constexpr,
     LO: tl.constexpr, N: tl.constexpr,
@@ -215,22 +268,19 @@ def _load_keys(
         return _flat(_load(pieces, i[:, None] * (D + FORM.DV) + d[None, :], inside & (d < LO + N)[None, :], COPY))
     else:
         START: tl.constexpr = FORM.keys_at
-        grid = _as(pieces, dtype)
         if _in_halves(LO, N, D, FORM.bits):
             C: tl.constexpr = D // 2
             c = tl.arange(0, C)[None, :]
             words, x = _load(pieces, START + i[:, None] * C + c, inside & (c < C), COPY).to(tl.int16), ()
             for half in tl.static_range(2):
-                step = _load(grid, half * C + c, c < C, COPY)
-                zero = _load(grid, D + half * C + c, c < C, COPY)
-                x = x + (half_of(words, step, zero, 4 * half, dtype, ASM, True),)  # noqa: RUF005
+                step, zero = _load_key_grid(pieces, half * C + c, c < C, FORM, COPY)
+                x = x + (half_of(words, step, zero, 4 * half, dtype, ASM, True, True),)  # noqa: RUF005
             return side_by_side(x[0], x[1])
         else:
             is_column = (d < LO + N)[None, :]
-            step = _load(grid, d[None, :], is_column, COPY).to(tl.float32)
-            zero = _load(grid, D + d[None, :], is_column, COPY).to(tl.float32)
+            step, zero = _load_key_grid(pieces, d[None, :], is_column, FORM, COPY)
             codes = _load_codes(pieces, START + i * (D * FORM.bits // 8), d, inside & is_column, D, FORM, COPY)
-            return _flat(to_numbers(zero + step * codes, dtype))
+            return _flat(to_numbers(step * (zero + codes), dtype))
 
 
 @triton.jit
@@ -247,13 +297,13 @@ def _load_values(
         START: tl.constexpr = FORM.values_at
         C: tl.constexpr = FORM.DV * FORM.bits // 8
         grid = _as(pieces, dtype)
-        step = _load(grid, 2 * FORM.D + i[:, None], inside, COPY)
-        zero = _load(grid, 2 * FORM.D + FORM.g + i[:, None], inside, COPY)
+        step = _load(grid, i[:, None], inside, COPY)
+        zero = _load(grid, FORM.g + i[:, None], inside, COPY)
         if _in_halves(LO, N, FORM.DV, FORM.bits):
             c = tl.arange(0, C)[None, :]
             words = _load(pieces, START + i[:, None] * C + c, inside & (c < C), COPY).to(tl.int16)
-            first = half_of(words, step, zero, 0, dtype, ASM, False)
-            return side_by_side(first, half_of(words, step, zero, 4, dtype, ASM, False))
+            first = half_of(words, step, zero, 0, dtype, ASM, False, False)
+            return side_by_side(first, half_of(words, step, zero, 4, dtype, ASM, False, False))
         else:
             step, zero = step.to(tl.float32), zero.to(tl.float32)
             codes = _load_codes(pieces, START + i * C, d, there, FORM.DV, FORM, COPY)

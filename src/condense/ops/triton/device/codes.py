@@ -68,7 +68,7 @@ def codes_of(x, step, zero, BITS: tl.constexpr):
 @triton.jit
 def to_numbers(x, dtype: tl.constexpr):
     """Float32 x rounded to ``dtype``; clipped to float16's largest number, which rounding may exceed by half a step."""
-    return (tl.where(x > 65504.0, 65504.0, x) if dtype.is_fp16() else x).to(dtype)
+    return (tl.minimum(tl.maximum(x, -65504.0), 65504.0) if dtype.is_fp16() else x).to(dtype)
 
 
 @triton.jit
@@ -94,35 +94,44 @@ def _codes_of_words(words, AT: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.constexpr_function
-def _number_asm(AT):
-    """Assembly for two bfloat16 numbers ``zero + step * code`` of the codes in bits ``[AT, AT + 4)`` of int16 words.
+def _number_asm(AT, SCALES):
+    """Assembly for two bfloat16 numbers of the codes in bits ``[AT, AT + 4)`` of int16 words: ``zero + step * code``,
+    or with SCALES ``step * (zero + code)``, where ``zero`` comes as 128 less than it is.
 
     A code in the last bits of 128.0 makes 128 plus the code, from which 128 is taken exactly. The product and the sum
     are rounded once, to bfloat16; in float32 neither needs rounding, so `to_numbers` gives the same bits.
     """
+    first, second = ("$3", "mul.rn.bf16x2 $0, c, $2") if SCALES else ("least", "fma.rn.bf16x2 $0, c, $2, $3")
     return f"""{{ .reg .b32 c, one, least;
         mov.b32 one, 0x3F803F80;
         mov.b32 least, 0xC300C300;
         shr.b32 c, $1, {AT};
         lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
-        fma.rn.bf16x2 c, c, one, least;
-        fma.rn.bf16x2 $0, c, $2, $3; }}"""
+        fma.rn.bf16x2 c, c, one, {first};
+        {second}; }}"""
 
 
 @triton.jit
-def half_of(words, step, zero, AT: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr, MOVES: tl.constexpr):
+def half_of(
+    words, step, zero, AT: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr, MOVES: tl.constexpr,
+    SCALES: tl.constexpr,
+):  # fmt: skip
     """Numbers ``[n, T, P]`` of the codes in bits ``[AT, AT + 4)`` of int16 words, as `to_numbers` rounds them.
 
+    step, zero: numbers. SCALES: a number is ``step * (zero + code)``, of whole zeros; else ``zero + step * code``.
     MOVES: the compiler may give each thread the codes of the numbers that it multiplies. Those of keys lie side by
     side; those of values do not, and would be read byte by byte.
     """
     if ASM and dtype.is_bf16():
-        words, step = tl.broadcast(words, step)
-        zero = tl.broadcast_to(zero, words.shape)
-        return tl.inline_asm_elementwise(_number_asm(AT), "=r,r,r,r", [words, step, zero], tl.bfloat16, MOVES, 2)
+        if SCALES:
+            zero = zero - 128.0
+        words, step = tl.broadcast(words, step.to(dtype))
+        zero = tl.broadcast_to(zero.to(dtype), words.shape)
+        return tl.inline_asm_elementwise(_number_asm(AT, SCALES), "=r,r,r,r", [words, step, zero], tl.bfloat16, MOVES, 2)
     else:
         codes = ((words >> AT) & 15).to(tl.float32)
-        return to_numbers(zero.to(tl.float32) + step.to(tl.float32) * codes, dtype)
+        step, zero = step.to(tl.float32), zero.to(tl.float32)
+        return to_numbers(step * (zero + codes) if SCALES else zero + step * codes, dtype)
 
 
 @triton.jit
@@ -172,7 +181,7 @@ def _load_halves(ptr, D: tl.constexpr, dtype: tl.constexpr, KEYS: tl.constexpr):
     grid = (ptr + _grid_start(D, 4, dtype)).to(tl.pointer_type(dtype)) + 2 * block
     for half in tl.static_range(2):
         step, zero = tl.load(grid + 2 * BLOCKS * half), tl.load(grid + 2 * BLOCKS * half + 1)
-        numbers = half_of(words, step, zero, 4 * half, dtype, True, KEYS)
+        numbers = half_of(words, step, zero, 4 * half, dtype, True, KEYS, False)
         x = x + (tl.reshape(numbers, (ptr.shape[0], 1, D // 2)),)  # noqa: RUF005
     return side_by_side(x[0], x[1])
 
