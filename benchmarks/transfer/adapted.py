@@ -11,18 +11,18 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from contenders import DROP
 from makes import new_optimizer, rate_at
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from condense import CCA, Dense, Method, StreamingLLM, use
+from condense import CCA, Dense, Method, Recall, StreamingLLM, use
 from condense.train.loss import token_loss
 
 # what vLLM was measured with (docs/serving.md)
 POOLED = CCA(window=1024, summary="streaming", key_pooling="select", rep_bias="log_size")
 WINDOW = StreamingLLM(sink=4, window=1020)
-OPENED = DROP  # what `recall-device` was
+# what `recall-device` was
+OPENED = Recall(group_size=32, window=256, num_recall=0.25, unchosen="drop", store_bits=4)
 _SIZES = (4, 8, POOLED.group_size)  # one after another, each for a third of the time
 _RATE = 5e-4
 _WARM_UP = 50  # steps

@@ -7,15 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedModel
-from variants import Answers, Cache
+from variants import Answers, Cache, Rounded
 
 from condense import Method, Recall, StreamingLLM
 from condense.models.inspect import inspect
 
 WINDOW = 256
 # what is claimed, in all layers; the store's place changes no result
-DROP = Recall(group_size=32, window=WINDOW, num_recall=0.25, unchosen="drop", store_bits=4)
-POOL = DROP.replace(unchosen="pool", key_pooling="mean", value_pooling="mean", rep_bias="log_size", entry_bits=4)
+DEVICE = Method.parse("recall-device").replace(prompt="recall")
 CACHE = Cache()
 Arm = Method | Mapping[str, Method] | Cache | Answers | None
 
@@ -25,30 +24,23 @@ def arms(length: int) -> tuple[dict[str, Arm], dict[str, Arm]]:
 
     Where all groups of a setting would be open it is dense attention over what is stored, and left out.
     """
+    rounded = {name: value for name, value in DEVICE.to_dict().items() if name not in ("method", "store_bits")}
     first: dict[str, Arm] = {
         "dense": None,
-        "drop 1/4": DROP,
-        "drop 1/4, prompt exact": Answers(DROP),
-        "log 1/4, prompt exact": Answers(POOL),
-        "drop 1/8, prompt exact": Answers(DROP.replace(num_recall=0.125)),
-        "log 1/8, prompt exact": Answers(POOL.replace(num_recall=0.125)),
+        "recall-device": Answers(DEVICE),
         "cache of 4 bits": CACHE,
-        "groups of 16, drop 256, prompt exact": Answers(DROP.replace(group_size=16, num_recall=256)),
-        "groups of 16, log 256, prompt exact": Answers(POOL.replace(group_size=16, num_recall=256)),
-        "drop, 5% left, prompt exact": Answers(DROP, left=0.05),
-        "log, 5% left, prompt exact": Answers(POOL, left=0.05),
-        "log 1/16, prompt exact": Answers(POOL.replace(num_recall=0.0625)),
-        "groups of 16, log 1/4, prompt exact": Answers(POOL.replace(group_size=16)),
-        "groups of 16, log 1/8, prompt exact": Answers(POOL.replace(group_size=16, num_recall=0.125)),
+        "recall-host": Answers(DEVICE.replace(num_recall=Method.parse("recall-host").num_recall)),
+        "turned 5": Answers(Rounded(**rounded)),
+        "16 bits": Answers(DEVICE.replace(store_bits=16)),
+        "turned 5, values 3": Answers(Rounded(**rounded, value_bits=3)),
+        "1/2": Answers(DEVICE.replace(num_recall=0.5)),
     }
     second: dict[str, Arm] = {
-        "drop, 2% left, prompt exact": Answers(DROP, left=0.02),
-        "log, 10% left, prompt exact": Answers(POOL, left=0.1),
-        "log, 2% left, prompt exact": Answers(POOL, left=0.02),
-        "drop 1/2, prompt exact": Answers(DROP.replace(num_recall=0.5)),
-        "drop 1/4, prompt exact, 16 bits": Answers(DROP.replace(store_bits=16)),
-        "log 1/4, prompt exact, 16 bits": Answers(POOL.replace(store_bits=16)),
-        "log 1/4": POOL,
+        "1/2, 16 bits": Answers(DEVICE.replace(num_recall=0.5, store_bits=16)),
+        "1/8": Answers(DEVICE.replace(num_recall=0.125)),
+        "groups of 8": Answers(DEVICE.replace(group_size=8)),
+        "window 1024": Answers(DEVICE.replace(window=1024)),
+        "turned 4": Answers(Rounded(**rounded, key_bits=4)),
         "cache of 4 bits, turned": Cache(turned=True),
         "window 25%": StreamingLLM(sink=4, window=length // 4 - 4),
     }
@@ -67,10 +59,16 @@ def costs(model: PreTrainedModel, arm: Arm, length: int) -> dict[str, Any]:
     (host_store: what the device then keeps, with a slot for each open group), and read by one step.
     """
     if isinstance(arm, Answers):
-        arm = arm.costed
+        arm = arm.method
+    config: Any = model.config
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if isinstance(arm, Cache):
-        config: Any = model.config
-        return arm.costs(length, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        return arm.costs(length, width)
+    if isinstance(arm, Rounded):
+        result, saved = costs(model, arm.stored, length), arm.saved(width) / (4 * width)
+        opened = arm.quota.at((length - arm.window) // arm.group_size) * arm.group_size / length
+        shares = {"device": 1.0, "host_store": opened, "read": opened}
+        return {name: share - saved * shares[name] for name, share in result.items()}
     if arm is None:
         return {"device": 1.0, "read": 1.0}
     rows = [row for row in inspect(model, arm, length) if row.method is not None]
