@@ -47,8 +47,8 @@ def arms(length: int) -> tuple[dict[str, Arm], dict[str, Arm]]:
 
     def chooses(arm: Arm) -> bool:
         method = arm.method if isinstance(arm, Answers) else arm
-        groups = (length - WINDOW) // getattr(method, "group_size", 1)
-        return not isinstance(method, Recall) or method.quota.at(groups) < groups
+        groups = (length - getattr(method, "window", 0)) // getattr(method, "group_size", 1)
+        return not isinstance(method, Recall) or 0 <= method.quota.at(groups) < groups
 
     first, second = ({name: arm for name, arm in group.items() if chooses(arm)} for group in (first, second))
     return first, second
