@@ -2,9 +2,10 @@
 
 In fewer bits, keys have a step and a zero per channel of a group, because some channels are large in all tokens, and
 values one of each per token (after KIVI, arXiv:2402.02750). A group is one piece of bytes, which depends on that group
-alone. First, in the dtype of the tokens, the steps of its g values and their zeros; then, in bytes, the zeros of its
-keys' D channels, their steps, and the base of these; from the next multiple of 16 bytes on the codes of its keys, token
-by token, and those of its values (`condense.ops.tensors.codes`). The piece is seen as g rows of C bytes.
+alone. First, in the dtype of the tokens, the steps of its g values and their zeros; then, in bytes, the base of its
+keys' steps, the zeros of their D channels, and their steps; from the next multiple of 16 bytes on the codes of its
+keys, token by token, and those of its values (`condense.ops.tensors.codes`). Zeros fill up what is left. The piece is
+seen as g rows of C bytes.
 
 A number of a value is ``zero + step * code``, one of a key ``step * (zero + code)``: a whole number times the step of
 its channel. Such a step is a float32 number of which only the first 11 bits behind the sign are set: 8 of the exponent
@@ -53,7 +54,7 @@ class StoreFormat:
         return -(-needed // (g * unit)) * unit
 
     def keys_grid_at(self, Dv: int, itemsize: int) -> int:
-        """Bytes of a piece before the zeros of its keys; itemsize as in `width`."""
+        """Bytes of a piece before the base of its keys' steps; itemsize as in `width`."""
         return 2 * (self.group_size if Dv else 0) * itemsize
 
     def codes_at(self, D: int, Dv: int, itemsize: int) -> tuple[int, int]:
@@ -94,7 +95,7 @@ class StoreFormat:
         with torch.no_grad():
             codes_k, zeros, steps, base = self._quantise_keys(k)
             codes_v, grid_v = self._quantise_values(v)
-            numbers = [x.contiguous().view(torch.uint8) for x in (grid_v.flatten(3), zeros, steps, base)]
+            numbers = [x.contiguous().view(torch.uint8) for x in (grid_v.flatten(3), base, zeros, steps)]
             grid = torch.cat(numbers, dim=3)
             start, *_ = self._sizes(k.shape[4], v.shape[4], k.itemsize)
             piece = torch.cat([F.pad(grid, (0, start - grid.shape[3])), codes_k.flatten(3), codes_v.flatten(3)], dim=3)
@@ -110,8 +111,8 @@ class StoreFormat:
         grid, *codes = pieces[..., : sum(sizes)].split(sizes, dim=3)
         codes_k, codes_v = (from_bytes(x.unflatten(3, (g, -1)), self.bits) for x in codes)
         start = self.keys_grid_at(Dv, dtype.itemsize)
-        lengths = start, D * self.zero_dtype.itemsize, D, 2
-        numbers, zeros, steps, base = grid[..., : sum(lengths)].split(lengths, dim=3)
+        lengths = start, 2, D * self.zero_dtype.itemsize, D
+        numbers, base, zeros, steps = grid[..., : sum(lengths)].split(lengths, dim=3)
         base = base.contiguous().view(torch.int16).to(torch.int32)
         step = ((steps + base) << DROPPED).view(torch.float32)[:, :, :, None]
         k = step * (zeros.contiguous().view(self.zero_dtype)[:, :, :, None].to(step.dtype) + codes_k)

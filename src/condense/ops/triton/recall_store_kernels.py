@@ -34,9 +34,9 @@ class Form(NamedTuple):
 
     bits: per number. g: tokens per group. D, DV: widths of keys and of values; DV is 0 for latents. D0, D1, V0, V1:
     widths of their parts (`condense.ops.triton.device.parts`); V0 is D0 for latents. piece: elements of a group's
-    piece, numbers for 16 bits and bytes for fewer. zeros_at, keys_at, values_at: bytes before the zeros of keys, and
-    before the codes of keys, and of values. unit: `StoreFormat.step_unit`. apart, far: the inverse of `key_levels`.
-    tiny: the smallest step.
+    piece, numbers for 16 bits and bytes for fewer. grid_at, keys_at, values_at: bytes before the base of keys' steps,
+    and before the codes of keys, and of values. unit: `StoreFormat.step_unit`. apart, far: the inverse of
+    `key_levels`. tiny: the smallest step.
     """
 
     bits: int
@@ -48,7 +48,7 @@ class Form(NamedTuple):
     V0: int
     V1: int
     piece: int
-    zeros_at: int
+    grid_at: int
     keys_at: int
     values_at: int
     unit: float
@@ -122,8 +122,9 @@ def put_keys(tokens, piece_ptr, first, t, FORM: tl.constexpr, P: tl.constexpr, N
     PARTS: tl.constexpr = 8 // FORM.bits
     C: tl.constexpr = FORM.D // PARTS
     T: tl.constexpr = _tile(FORM.g)
-    zeros_ptr = (piece_ptr + FORM.zeros_at).to(tl.pointer_type(_zero_dtype(FORM)))
-    steps_ptr, codes_ptr = (zeros_ptr + FORM.D).to(tl.pointer_type(tl.uint8)), piece_ptr + FORM.keys_at
+    base_ptr, codes_ptr = (piece_ptr + FORM.grid_at).to(tl.pointer_type(tl.int16)), piece_ptr + FORM.keys_at
+    zeros_ptr = (base_ptr + 1).to(tl.pointer_type(_zero_dtype(FORM)))
+    steps_ptr = (zeros_ptr + FORM.D).to(tl.pointer_type(tl.uint8))
     c, i = tl.arange(0, P), tl.arange(0, T)
     smallest, places, most = (), (), tl.full([P], 0, tl.int32)
     for part in tl.static_range(PARTS):
@@ -140,7 +141,13 @@ def put_keys(tokens, piece_ptr, first, t, FORM: tl.constexpr, P: tl.constexpr, N
         most = tl.maximum(most, tl.where(c < C, place, 0))
         smallest, places = smallest + (low,), places + (place,)  # noqa: RUF005
     base = tl.max(most, 0) - 255
-    tl.store((steps_ptr + FORM.D).to(tl.pointer_type(tl.int16)), base.to(tl.int16))
+    tl.store(base_ptr, base.to(tl.int16))
+    # what no number fills holds zeros, so that equal tokens have equal bytes
+    ROOM: tl.constexpr = triton.next_power_of_2(max(FORM.g, 16))
+    after_grid = FORM.grid_at + 2 + FORM.D * (_zero_dtype(FORM).primitive_bitwidth // 8 + 1) + tl.arange(0, ROOM)
+    after_codes = FORM.values_at + FORM.g * FORM.DV * FORM.bits // 8 + tl.arange(0, ROOM)
+    tl.store(piece_ptr + after_grid, 0, mask=after_grid < FORM.keys_at)
+    tl.store(piece_ptr + after_codes, 0, mask=after_codes < FORM.piece)
     steps, zeros = (), ()
     for part in tl.static_range(PARTS):
         kept = tl.maximum(places[part] - base, 0)
@@ -246,11 +253,11 @@ def _load_key_grid(pieces, d, there, FORM: tl.constexpr, COPY: tl.constexpr):
     """Steps and zeros, float32 ``[n, 1, P]``, of columns d ``[1, P]`` of keys."""
     wide: tl.constexpr = _zero_dtype(FORM)
     size: tl.constexpr = wide.primitive_bitwidth // 8
-    STEPS: tl.constexpr = FORM.zeros_at + FORM.D * size
-    zero = _load(_as(pieces, wide), FORM.zeros_at // size + d, there, COPY)
-    kept = _load(pieces, STEPS + d, there, COPY)
-    at, there = tl.full([1, 1], (STEPS + FORM.D) // 2, tl.int32), tl.full([1, 1], True, tl.int1)
-    base = _load(_as(pieces, tl.int16), at, there, COPY)
+    AT: tl.constexpr = FORM.grid_at + 2
+    first = tl.zeros([1, 1], tl.int32)
+    base = _load(_as(pieces, tl.int16), FORM.grid_at // 2 + first, first == 0, COPY)
+    zero = _load(_as(pieces, wide), AT // size + d, there, COPY)
+    kept = _load(pieces, AT + FORM.D * size + d, there, COPY)
     return _key_step(kept.to(tl.int32) + base.to(tl.int32)), zero.to(tl.float32)
 
 

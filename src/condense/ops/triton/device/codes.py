@@ -127,7 +127,9 @@ def half_of(
             zero = zero - 128.0
         words, step = tl.broadcast(words, step.to(dtype))
         zero = tl.broadcast_to(zero.to(dtype), words.shape)
-        return tl.inline_asm_elementwise(_number_asm(AT, SCALES), "=r,r,r,r", [words, step, zero], tl.bfloat16, MOVES, 2)
+        return tl.inline_asm_elementwise(
+            _number_asm(AT, SCALES), "=r,r,r,r", [words, step, zero], tl.bfloat16, MOVES, 2
+        )
     else:
         codes = ((words >> AT) & 15).to(tl.float32)
         step, zero = step.to(tl.float32), zero.to(tl.float32)
