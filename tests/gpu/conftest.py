@@ -1,4 +1,4 @@
-"""What tests of graphs share."""
+"""Fixtures of the tests of graphs."""
 
 import pytest
 

@@ -60,7 +60,7 @@ def test_graph_after_prompts_with_a_selection():
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_a_prompt_is_read_without_a_wait(method):
-    """Where all layers are condensed; a stock one asks the device how far its cache is."""
+    """Holds where all layers are condensed; a stock one asks the device how far its cache is."""
     model = condensed(method)
     decoder = condense.GraphDecoder(model, batch_size=1, max_length=512)
     ids = tiny.tokens(1, 130, seed=9).cuda()

@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from triton_kernels.test_recall_prefill import Case, Problem, chosen, compare, compare_as_one_graph, poisoned  # noqa: F401
+from triton_kernels.conftest import poison  # noqa: F401
+from triton_kernels.test_recall_prefill import (  # noqa: F401
+    Case,
+    Problem,
+    chosen,
+    compare,
+    compare_as_one_graph,
+    poisoned_scratch,
+)
 
 HALF = {"widths": (128, 128), "dtype": torch.bfloat16}
 CASES = {
