@@ -36,7 +36,7 @@ CONDENSED = condense.CCA(group_size=16, window=256, summary="streaming", key_poo
 
 
 def methods(length: int) -> Mapping[str, condense.Method]:
-    """What is compared. "window" keeps as many entries of ``length`` tokens as the condensed model."""
+    """The methods compared. "window" keeps as many entries of ``length`` tokens as the condensed model."""
     entries = (length - CONDENSED.window) // CONDENSED.group_size + CONDENSED.window
     return {
         "dense": condense.Dense(),

@@ -41,7 +41,7 @@ _CELL = re.compile(r"(\d+)(?:x(\d+))?(?:/(\d+))?=(.+)")
 
 
 class Cell(NamedTuple):
-    """What is read: tokens, rows, tokens per chunk (0: all at once), and the attention by its text."""
+    """One measurement: tokens, rows, tokens per chunk (0: all at once), and the attention by its text."""
 
     tokens: int
     rows: int
@@ -78,7 +78,7 @@ def read(model: PreTrainedModel, cell: Cell, steps: int) -> TimedRun:
 
 
 def wrong(model: PreTrainedModel, cell: Cell) -> str | None:
-    """Why a method's results are not what they must be; None if they are."""
+    """The reason why a method's results are not what they must be; None if they are."""
     if cell.method is None:
         return None
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What Reread, a window of its bytes, SnapKV and Recall lose of the bundled model: text over prompts in their caches.
+"""Compare the losses of Reread, a window of its bytes, SnapKV and Recall on text after prompts in their caches.
 
     python benchmarks/reread.py OUT.json TEXT [TEXT ...] [--length 4096] [--texts 4]
 
@@ -45,7 +45,7 @@ def arms(length: int) -> dict[str, condense.Method]:
 
 @torch.no_grad()
 def over(model: PreTrainedModel, prompt: Tensor, parts: list[Tensor]) -> list[tuple[list[float], list[bool]]]:
-    """Of each part ``[n]`` after a prompt ``[L]``, the losses of its tokens but the first, and which were the best."""
+    """For each part ``[n]`` after a prompt ``[L]``: the losses of its tokens but the first, and which were the best."""
     cache = model(prompt[None], use_cache=True, logits_to_keep=1).past_key_values
     results = []
     for part in parts:

@@ -1,4 +1,4 @@
-"""What several folders share: a small text with its tokenizer and corpus, the backends, and which cells run when.
+"""Shared by several folders: a small text with its tokenizer and corpus, the backends, and which cells run when.
 
 Imports of torch and all that needs it stand inside functions: the process that hands tests to two others reads this
 file before it starts them, and then waits for nothing.
@@ -98,7 +98,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def pytest_collection_finish() -> None:
-    """What is there now stays: later searches for garbage need not look at it."""
+    """Objects that exist now stay: later searches for garbage need not look at them."""
     gc.freeze()
 
 

@@ -1,4 +1,4 @@
-"""What models add to attention, by its definition: the whole mask at once, the added logit a column of the scores."""
+"""Attention with what models add to it, by definition: the whole mask at once, the added logit a column of scores."""
 
 import math
 

@@ -106,7 +106,7 @@ def test_a_compiled_forward_fails_on_what_it_cannot_look_at():
 
 
 def test_a_compiled_forward_without_a_mask():
-    """Where transformers' mask function, a closure, is not read: rows as without compilation, and no documents."""
+    """With transformers' mask function, a closure, not read: rows as without compilation, and no documents."""
     torch._dynamo.reset()
     model, ids = condense.apply(tiny.model("llama", num_hidden_layers=1), METHODS["cca"]), tiny.tokens()
 

@@ -1,4 +1,4 @@
-"""What the README shows works: its Python runs, its commands exist, its files are there, its numbers are measured."""
+"""The README is true: its Python runs, its commands exist, its files are there, its numbers are measured."""
 
 import re
 import shlex

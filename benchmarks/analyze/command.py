@@ -1,4 +1,4 @@
-"""What attention does, dense and condensed, in a model on a text.
+"""Measure attention, dense and condensed, in a model on a text.
 
     python benchmarks/analyze recall --model DIR --text a.txt       # what the window and the open groups hold
     python benchmarks/analyze deviation --model DIR --text a.txt    # tokens from their entries: LCA's tables
@@ -101,7 +101,7 @@ def patterns_command(
     device: options.Device = None,
     overwrite: options.Overwrite = False,
 ) -> None:
-    """Which of MInference's patterns suits each head: the one that keeps most of dense attention's weights.
+    """Choose one of MInference's patterns for each head: the one that keeps most of dense attention's weights.
 
     None computes more than the A-shape of --sink and --window. Bundled model and text: 128 and 512, 3584 tokens.
     """

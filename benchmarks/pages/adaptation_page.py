@@ -117,7 +117,7 @@ def _base(content: Mapping[str, Any]) -> str:
 
 
 def _draw(found: Results, path: Path) -> None:
-    """What is found on the way, a panel for each seed."""
+    """Draw the shares of facts found during training, a panel for each seed."""
     panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
     for row in (Row(arm) for arm in _DRAWN if Row(arm) in found):
         for seed, run in found[row].items():
@@ -277,7 +277,7 @@ def _joined(contents: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _scaling(contents: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What several GPUs train, beside as many times one GPU, where both were measured; a sequence on each GPU."""
+    """Tokens per second on several GPUs, beside as many times one GPU, where both were measured; a sequence on each."""
     speeds: dict[tuple[str, ...], dict[int, int]] = {}
     for content in (content for content in contents if "length" in content):
         for row in content["rows"]:

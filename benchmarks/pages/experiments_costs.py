@@ -1,4 +1,4 @@
-"""What settings cost: loss of a small model beside time and cache of a large one, and of a layer of its size."""
+"""The costs of settings: loss of a small model beside time and cache of a large one, and of a layer of its size."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def dga_costs_table(runs: Runs, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _has(recorded: Mapping[str, Any] | None, method: Mapping[str, Any]) -> bool:
-    """Whether these settings are what was recorded, which may have others that are gone since."""
+    """True if these settings were recorded; the record may hold others that are gone since."""
     return recorded is not None and all(recorded.get(name) == value for name, value in method.items())
 
 

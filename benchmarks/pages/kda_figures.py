@@ -1,4 +1,4 @@
-"""What docs/studies/results.md says of KDA, checked, timed and adapted once."""
+"""Sentences of docs/studies/results.md about KDA, which was checked, timed and adapted once."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def times(figures: Figures) -> str:
 
 
 def adapted(figures: Figures) -> str:
-    """What models find that read the same tokens, each with its own attention; or that no file says so."""
+    """Facts that models find which read the same tokens, each with its own attention; or that no file has them."""
     if not figures.named("kda-adapted-h200-*"):
         return "What a model finds that was adapted to it was not measured."
     runs = dict(figures.newest("kda-adapted-h200-*"))

@@ -1,4 +1,4 @@
-"""How many groups must be open for a small loss, by seed and length, and what follows for longer texts."""
+"""The open groups that a small loss needs, by seed and length, and what follows for longer texts."""
 
 from __future__ import annotations
 

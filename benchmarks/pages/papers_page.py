@@ -30,7 +30,7 @@ class Figures:
         self.used: dict[str, None] = {}
 
     def figure(self, text: str) -> str:
-        """What a placeholder stands for. Raises ValueError for one that no file holds."""
+        """The figure that a placeholder stands for. Raises ValueError for one that no file holds."""
         kind, _, rest = text.partition(" ")
         found = getattr(self, kind)(*self.split(kind, rest))
         if not found:
@@ -52,7 +52,7 @@ class Figures:
         return milliseconds(row[figure]["median_ms"]) + (f" ({ratio:.1f}x)" if ratio else "")
 
     def ratio(self, shape: str, figure: str, length: str, runner: str) -> str:
-        """How many times as fast as dense in the same run."""
+        """Speedup over dense attention in the same run."""
         row = self.row(f"bench-model-{shape}-bfloat16-*", runner, int(length), figure)
         return f"{row['speedup'][figure]['dense']:.1f}x"
 
@@ -167,16 +167,16 @@ class Figures:
         return f"{self.read('analysis-conditioning-cpu')['layers']['4'][form]:.3g}"
 
     def deviation(self, texts: str, part: str) -> str:
-        """How far keys or values lie from their entries, of their norms: by length of a text, or by task."""
+        """Distances of keys or values from their entries, in parts of their norms: by length of a text, or by task."""
         name = {"lengths": "analysis-deviation-cpu", "tasks": "analysis-deviation-tasks-cpu"}[texts]
         return ", ".join(f"{100 * x[part]['relative']:.1f}" for x in self.read(name)["deviations"]) + " %"
 
     def retrieval(self, method: str) -> str:
-        """How many questions a method was asked."""
+        """The number of questions that a method was asked."""
         return str(self.found()[method]["total"])
 
     def found(self) -> dict[str, Any]:
-        """What each method finds of the numbers hidden in 4,096 tokens."""
+        """Numbers hidden in 4,096 tokens that each method finds."""
         return {"cudnn" if x["name"] == "dense" else x["name"]: x["exact"] for x in self.asked["results"]}
 
     @property

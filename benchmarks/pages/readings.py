@@ -1,4 +1,4 @@
-"""What result files say of one seed under one method, by label."""
+"""Figures that result files hold of one seed under one method, by label."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def by_label(runs: Runs) -> dict[str, list[Row]]:
 
 
 def _parts(text: Mapping[str, Any], dense: Mapping[str, Any]) -> tuple[float, float]:
-    """Of the second half, and of its last tokens: loss above dense attention."""
+    """Loss above dense attention, in the second half of the text and in its last tokens."""
     above = [a["loss"] - b["loss"] for a, b in zip(text["by_position"], dense["by_position"], strict=True)]
     tokens = [part["stop"] - part["start"] for part in text["by_position"]]
     return (above[1] * tokens[1] + above[2] * tokens[2]) / (tokens[1] + tokens[2]), above[2]

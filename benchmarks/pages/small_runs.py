@@ -1,4 +1,4 @@
-"""What one model under one method gave, over seeds."""
+"""Figures of one model under one method, over seeds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Figures:
 
 
 def figures_of(runs: Runs, prefix: str, method: str) -> Figures:
-    """Of the runs whose names begin with ``prefix``, evaluated with the method of that label."""
+    """Figures of the runs whose names begin with ``prefix``, evaluated with the method of that label."""
     entries: list[int] = []
     learned: list[str] = []
     found: dict[str, list[float]] = {"retrieval": [], "loss": [], "accuracy": []}

@@ -34,7 +34,7 @@ def of(file: str, names: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def origin_of(document: Any) -> Mapping[str, Any]:
-    """Where a document comes from: of several runs in one list, the first one's."""
+    """A document's provenance; of several runs in one list, the first one's."""
     return (document[0] if isinstance(document, list) else document)["provenance"]
 
 

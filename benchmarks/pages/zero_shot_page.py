@@ -81,7 +81,7 @@ def _draw(rows: Mapping[str, Sequence[Row]], path: Path) -> None:
 
 
 def _origin(documents: Documents) -> str:
-    """Where the numbers come from; which commit each document is of."""
+    """The sources of the numbers: the documents, each with its commit, and the software."""
     measured = next(iter(documents.values()))["results"]["measured"]
     names = ", ".join(
         f"`{name}` (commit {document['results']['measured']['commit'][:11]})" for name, document in documents.items()

@@ -57,8 +57,8 @@ def methods(rows: Mapping[str, Sequence[Row]]) -> str:
 
 
 def equal(rows: Mapping[str, Sequence[Row]]) -> str:
-    """Of each kind, at most so many bytes on the device: the row that finds most numbers, and of those that find as
-    many within one in a hundred the one that loses least at the end of the texts.
+    """Best row of each kind within a share of the bytes on the device: the one that finds most numbers, and of those
+    that find as many within one in a hundred the one that loses least at the end of the texts.
     """
     dense = mean(row.found for row in rows["dense"])
     cells = []
@@ -130,7 +130,7 @@ def overall(runs: Sequence[Runs]) -> str:
 
 
 def _meets(row: Row, dense: Row) -> bool:
-    """Whether a row loses little enough text and finds enough of the numbers that dense attention finds."""
+    """True if a row loses little enough text and finds enough of the numbers that dense attention finds."""
     return row.above is not None and row.above <= BUDGET and row.found / dense.found >= _LEAST
 
 

@@ -42,7 +42,7 @@ SIZES = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 64, 80, 90, 128, 192, 256)
 
 
 def mode_settings(mode):
-    """What graphs record: by "default" compiled pieces and whole steps, by "graph" steps alone, by "eager" nothing."""
+    """Settings for graphs: "default" records compiled pieces and whole steps, "graph" steps alone, "eager" nothing."""
     if mode == "eager":
         return {"enforce_eager": True}
     compilation = {"cudagraph_capture_sizes": list(SIZES)}
@@ -64,7 +64,7 @@ def prompts_of(count, length, seed=0):
 
 
 class Step(NamedTuple):
-    """When a step's tokens arrived, how many, and the requests that ran."""
+    """The time when a step's tokens arrived, their number, and the requests that ran."""
 
     time: float
     tokens: int

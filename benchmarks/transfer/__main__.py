@@ -1,4 +1,4 @@
-"""Whether Recall's settings transfer to models that nobody tuned them for, and what other forms of it lose.
+"""Measure whether Recall's settings transfer to models that nobody tuned them for, and what other forms of it lose.
 
     python benchmarks/transfer pack --data FOLDER --output CORPUS
     python benchmarks/transfer lease --corpus CORPUS --out OUT \\

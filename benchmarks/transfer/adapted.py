@@ -37,11 +37,11 @@ class Form(NamedTuple):
     rest: Method
 
     def measured(self, layers: int) -> ByLayer:
-        """What is measured of a model of so many layers."""
+        """The method measured in a model of so many layers."""
         return {",".join(map(str, range(3, layers, 4))): self.far, "rest": self.rest}
 
     def trained(self, layers: int, group: int) -> ByLayer:
-        """What is trained: pooled layers in groups of so many tokens, dense attention in the place of Recall."""
+        """The method trained: pooled layers in groups of so many tokens, dense attention in the place of Recall."""
         far, rest = (m.replace(group_size=group) if isinstance(m, CCA) else m for m in self)
         return Form(Dense() if far == OPENED else far, rest).measured(layers)
 

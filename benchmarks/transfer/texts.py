@@ -65,7 +65,7 @@ class Drawn:
 
     @property
     def asked(self) -> int:
-        """Where the first question or the copy begins; the length if there is none."""
+        """The position where the first question or the copy begins; the length if there is none."""
         return min((start for _, start, _ in self.answers), default=len(self.ids))
 
 
@@ -227,7 +227,7 @@ def training(texts: Texts, rng: np.random.Generator, length: int) -> tuple[np.nd
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What is measured at one length: text that ends in a copy, code, and text with questions."""
+    """The texts of one length: text that ends in a copy, code, and text with questions."""
 
     prose: list[Drawn]
     code: list[Drawn]

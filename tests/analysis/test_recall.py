@@ -16,7 +16,7 @@ METHOD = condense.Recall(group_size=4, window=8, num_recall=3)
 
 
 def _watched(monkeypatch, model, method):
-    """What `measure_recall` reports, and q, k and the open groups of every layer as attention itself had them."""
+    """The report of `measure_recall`, and q, k and the open groups of every layer as attention itself had them."""
     seen, opened, attend = watched(monkeypatch), {}, Recall.attend
 
     def spy(self, q, context, *, scale, **kwargs):

@@ -58,7 +58,7 @@ def scores_of(q, k):
 
 
 def seen_by_loops(method, q, k):
-    """What a method lets each query see, bool ``[H, L, L]``, written as its paper says it."""
+    """The tokens that a method lets each query see, bool ``[H, L, L]``, written as its paper says it."""
     L = q.shape[2]
     block, past = torch.arange(L) // BLOCK, torch.ones(L, L).tril().bool()
     weights = scores_of(q, k).masked_fill(~past, -math.inf).softmax(-1)
@@ -180,7 +180,7 @@ def test_patterns_are_saved_and_checked():
 
 
 def compiled_flex(q, k, v, block_mask, scale, return_aux):
-    """What FlexAttention's kernel computes: partial blocks under the mask, full ones without, all others left out."""
+    """Attention as in FlexAttention's kernel: partial blocks under the mask, full ones without, all others left out."""
     N, M = -(-q.shape[2] // BLOCK), -(-k.shape[2] // BLOCK)
 
     def listed(counts, order):

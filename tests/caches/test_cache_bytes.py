@@ -1,4 +1,4 @@
-"""What a cache allocates, measured on the storages of its tensors."""
+"""The bytes that a cache allocates, measured on the storages of its tensors."""
 
 import math
 from fractions import Fraction

@@ -20,7 +20,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def allocation(saved, tmp_path_factory):
-    """What the command writes of the model for the bundled text; its picture and its measurements beside it."""
+    """The file that the command writes for the bundled text; its picture and its measurements beside it."""
     path = tmp_path_factory.mktemp("calibration") / "a.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "60")

@@ -1,4 +1,4 @@
-"""How the command starts: help and version without torch, Ctrl-C in one line while the library is imported."""
+"""The start of the command: help and version without torch, Ctrl-C in one line while the library is imported."""
 
 import os
 import subprocess

@@ -118,7 +118,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
-    """Where the commands run, with the texts that they name."""
+    """The folder where the commands run, with the texts that they name."""
     path = tmp_path_factory.mktemp("here")
     write_lines(path / "text.jsonl", [{"text": demo_text().text}] * 3)
     (path / "a.txt").write_text(demo_text().text)

@@ -1,4 +1,4 @@
-"""What is special about DGA: who is focal, who is in which group, and what a prompt's selection leaves behind.
+"""Rules of DGA alone: who is focal, who is in which group, and what a prompt's selection leaves behind.
 
 Parity, causality, gradients and settings are those of every method; see `cases.PLANS` and `cases.SELECTIONS`.
 """

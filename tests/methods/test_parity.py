@@ -54,7 +54,7 @@ def read_in_steps(method, data, steps, backend):
 
 
 def check_past(method, past, position, B):
-    """What stays is what is needed and the slack, in tensors that own their storage."""
+    """The state keeps what is needed and the slack, in tensors that own their storage."""
     seen, first = past.seen, past.first
     if method.prompt_reader is None:
         assert first == NO_FIRST

@@ -75,7 +75,7 @@ def test_output_and_gradients_are_the_definition_s(method, backend):
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_stored_bits_are_those_of_the_open_groups(bits, backend):
-    """What is read of an open group are the stored tokens; entries and window are those of the exact ones."""
+    """An open group is read from the stored tokens; entries and window are those of the exact ones."""
     q, k, v = oracle.random_qkv(1, 4, 2, 34, 6, 4)
     method, exact = (Recall(**SMALL, store_bits=n) for n in (bits, 16))
     context = read_whole(method, q, k, v, scale=0.7)

@@ -1,4 +1,4 @@
-"""What the LCA paper proves, checked: Proposition 1; Theorem 1 where it holds, and where it does not.
+"""Proofs of the LCA paper, checked: Proposition 1; Theorem 1 where it holds, and where it does not.
 
 Shapes: L tokens in groups of G, D and Dv widths.
 """

@@ -1,4 +1,4 @@
-"""What processes of their own load; functions import condense, so that they can do without it first."""
+"""Loaded by processes of their own; functions import condense, so that they can do without it first."""
 
 import sys
 

@@ -136,7 +136,7 @@ POOLING = condense.CCA(group_size=4, window=8)
 
 @pytest.fixture
 def told(caplog):
-    """What is logged of it, in a process that has not said it yet."""
+    """The log of it, in a process that has not said it yet."""
     adapted._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger=adapted.__name__):
         yield caplog

@@ -1,4 +1,4 @@
-"""What `inspect` says in closed form, counted query by query here; and how many requests fit, by hand."""
+"""The closed forms of `inspect`, counted query by query here; and the requests that fit, by hand."""
 
 import pytest
 import torch
@@ -107,7 +107,7 @@ def test_bytes_are_those_of_the_cache(name, method, dtype):
 
 
 def test_what_a_step_of_recall_reads():
-    """Of 100 tokens 92 are behind the window, in 23 groups, two of them open."""
+    """In 100 tokens 92 are behind the window, in 23 groups, two of them open."""
     report = inspect(tiny.model("llama"), RECALLS["two-open"], 100)[0]
     keys, index = 21 + 2 * 4 + 8, 2 * 4 * (1 + 2)  # a byte of signs and a step of 2 bytes per token
     assert f"a step after them reads {keys * 32 * 2 + 23 * index:,} bytes of it" in report.remark

@@ -19,7 +19,7 @@ NAMES = pytest.mark.parametrize("name", tiny.LATENT)
 
 
 def recorded(monkeypatch, model, ids):
-    """What each layer's attention was given, and its output."""
+    """The arguments of each layer's attention, and its output."""
     calls = []
     real = models_attention.condensed_latents
 

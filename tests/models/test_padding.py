@@ -43,7 +43,7 @@ WRITES = {
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("how", ["positions", "marks"])
 def test_documents_may_be_marked_in_place_between_calls(how, mode, write):
-    """What is known of positions and marks is what is in memory now."""
+    """Positions and marks are known by what is in memory now."""
     model = condense.apply(tiny.model("llama"), tiny.CCA)
     ids = tiny.tokens(1)
     with mode():

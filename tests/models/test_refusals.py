@@ -1,4 +1,4 @@
-"""What cannot work is refused with a ValueError that names the way out, and nothing has changed afterwards."""
+"""Models that cannot work are refused with a ValueError that names the way out, and nothing has changed afterwards."""
 
 import copy
 from functools import partial

@@ -15,7 +15,7 @@ IDS = tiny.tokens(2, 40)
 
 
 class LlamaAttention(modeling_llama.LlamaAttention):
-    """Of the same name as the stock class, with gated values."""
+    """Attention with gated values, in a class of the stock name."""
 
     def forward(self, hidden_states, *args, **kwargs):
         out, weights = super().forward(hidden_states, *args, **kwargs)
@@ -56,7 +56,7 @@ class _TakesNoKeywords(modeling_llama.LlamaAttention):
 
 
 class _Reverses(modeling_llama.LlamaAttention):
-    """Of which steps know nothing."""
+    """An output gate, of which steps know nothing."""
 
     def forward(self, *args, **kwargs):
         out, weights = super().forward(*args, **kwargs)

@@ -136,7 +136,7 @@ def test_auto_is_triton_on_cuda_for_more_than_one_query():
 
 
 def test_auto_leaves_plain_causal_attention_to_pytorch(monkeypatch):
-    """Where the kernels would run: what is condensed goes to them, what is not does not."""
+    """As on a machine where the kernels run: what is condensed goes to them, what is not does not."""
     calls = []
     monkeypatch.setattr(api, "resolve_backend", lambda *args, **kwargs: "triton")
     operations = BACKENDS["torch"].load()._replace(attend=lambda q, *rest, **kwargs: (calls.append(rest), (q, None))[1])

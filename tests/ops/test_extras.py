@@ -1,4 +1,4 @@
-"""What models add to attention (soft caps, sink logits), in the PyTorch backends: outputs, gradients and steps."""
+"""Additions of models to attention (soft caps, sink logits), in the PyTorch backends: outputs, gradients and steps."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_outputs_and_gradients_are_those_of_the_definition(backend, name, extras
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_recall(backend, extras):
-    """Of a KV head with one query head, a cap chooses no other groups; sink logits choose none ever."""
+    """In a KV head with one query head a cap chooses no other groups; sink logits choose none ever."""
     method, (q, k, v) = METHODS["recall all"], qkv()
     out = method.attend(q, context_of(method, q, k, v), scale=SCALE, backend=backend, extras=extras)[0]
     torch.testing.assert_close(out, definition(context_of(METHODS["dense"], q, k, v), q, extras), **EXACT)

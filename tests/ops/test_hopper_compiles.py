@@ -25,7 +25,7 @@ SHARED_MEMORY = 227 * 1024
 
 
 class Hopper:
-    """What Triton asks of a driver up to the launch."""
+    """A driver that answers all that Triton asks before the launch."""
 
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)

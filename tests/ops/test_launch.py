@@ -27,7 +27,7 @@ class Kernel:
 
 
 class Compiled:
-    """What Triton 3.6 and 3.7 return: started through its launcher by ``[grid]``, or by ``run`` without it."""
+    """A kernel of Triton 3.6 or 3.7: started through its launcher by ``[grid]``, or by ``run`` without it."""
 
     function, packed_metadata = "function", "metadata"
 

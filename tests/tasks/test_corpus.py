@@ -180,7 +180,7 @@ class Rows:
 
 @pytest.fixture
 def stored(monkeypatch):
-    """What `load_dataset` gives, by its arguments; tests add to it."""
+    """Results of `load_dataset`, by its arguments; tests add to it."""
     content = {}
 
     def load_dataset(*name, split):

@@ -9,7 +9,7 @@ from condense.train.trainer import MixedTrainer
 
 @contextlib.contextmanager
 def interrupted_at(step):
-    """What runs inside is interrupted before this optimizer step, counted from 0, and must not catch it."""
+    """Interrupts the block before this optimizer step, counted from 0; the block must not catch it."""
     stock = MixedTrainer.training_step
 
     def training_step(self, *args, **kwargs):

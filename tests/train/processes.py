@@ -1,4 +1,4 @@
-"""What `test_processes.py` starts, in one process or two: adaptations by name, each in its own way."""
+"""Started by `test_processes.py`, in one process or two: adaptations by name, each in its own way."""
 
 import os
 

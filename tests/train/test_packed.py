@@ -155,7 +155,7 @@ def test_the_teacher_reads_the_same_documents(base, train):
 
 
 def leaks(model, method):
-    """Whether a token sees anything of the document before its own in the row."""
+    """True if a token sees anything of the document before its own in the row."""
     first, second = 9, 11
     ids = tiny.tokens(1, first + second) % small.VOCAB
     positions = torch.cat([torch.arange(first), torch.arange(second)])[None]

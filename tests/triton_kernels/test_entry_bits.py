@@ -42,7 +42,7 @@ def seen_now(method, state, D, Dv, dtype, latent):
 
 
 def exact_outputs(method, q, state, D, Dv, dtype, latent, scale):
-    """What queries q ``[B, H, 1, D]`` get of the state that a step left, in float64 ``[B, H, 1, V]``."""
+    """Attention of queries q ``[B, H, 1, D]`` over the state that a step left, in float64 ``[B, H, 1, V]``."""
     outs = []
     for b, (k, v, bias) in enumerate(seen_now(method, state, D, Dv, dtype, latent)):
         scores = q[b].double().unflatten(0, (len(k), -1))[:, :, 0] @ k.double().mT * scale + bias[:, None]

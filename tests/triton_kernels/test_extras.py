@@ -1,4 +1,4 @@
-"""What models add to attention (soft caps, sink logits), and packed documents, in the kernels: interpreted in float32
+"""Additions of models to attention (soft caps, sink logits) and packed documents in the kernels: interpreted in float32
 on a CPU, on a GPU in every dtype and for Hopper too.
 
 Held to the definition in float64, documents one by one, by twice the error of the torch backend in the same dtype.

@@ -32,7 +32,7 @@ def numbers(*values):
 
 
 def columns(starts, G, g):
-    """Where G groups of g tokens begin that follow one another from ``starts`` on, row by row."""
+    """Starts of G groups of g tokens that follow one another from ``starts`` on, row by row."""
     return torch.tensor(starts, device=DEVICE)[:, None] + g * torch.arange(G, device=DEVICE)
 
 

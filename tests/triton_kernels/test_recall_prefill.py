@@ -174,7 +174,7 @@ class Problem:
         return mask.scatter_(3, groups.long(), True)[..., :G]
 
     def check_choice(self, mask):
-        """What the definition opens in float64 is what ``mask`` opens, but for near ties."""
+        """The definition in float64 opens what ``mask`` opens, but for near ties."""
         scores = index_scores(self.asked.double(), self.index, self.scale)
         K = mask.shape[1]
         want = choose_groups(scores, self.closed, quota_of(self.case.r), K)
@@ -229,7 +229,7 @@ def test_widths(widths, chosen):
     ("L", "start", "r", "equal"), [(9, 140, 4, (20, 100)), (5, 80, 5, (0, 83))], ids=["cells", "all"]
 )
 def test_of_equal_scores_the_lower_groups_are_opened(chosen, L, start, r, equal):
-    """Of ties of whole cells of groups, where there are more cells than groups to open, and where all are equal."""
+    """Ties of whole cells of groups, where there are more cells than groups to open, and where all are equal."""
     case = Case((2, 1), 1, L=L, start=start, window=2, r=r)
     problem, (first, last) = Problem(case), equal
     problem.inputs[3][:, :, first:last] = problem.inputs[3][:, :, first : first + 1].clone()

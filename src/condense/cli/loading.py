@@ -1,4 +1,4 @@
-"""When the command line loads the library: once a command's arguments are read, so that help needs no torch."""
+"""Load the library for the command line, once a command's arguments are read, so that help needs no torch."""
 
 from typing import Any
 

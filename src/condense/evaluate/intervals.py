@@ -63,7 +63,7 @@ class Cell:
         return cls(*_paired(arm, dense, questions, relative=True), float(dense.sum() / n), n)
 
     def passes(self, task: bool) -> bool:
-        """Whether a setting meets the bar in this cell."""
+        """True if a setting meets the bar in this cell."""
         if task:
             return self.value <= MOST_LOST and self.high <= MOST_BOUND
         return self.value <= MOST_NATS

@@ -90,7 +90,7 @@ class Method(MethodConfig):
 
     @property
     def layout(self) -> Layout:
-        """Which tokens a query sees one by one, which as entries, and when entries are made."""
+        """The tokens that a query sees one by one, those that it sees as entries, and when entries are made."""
         raise TypeError(f"{type(self).__name__} must define `layout`")
 
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:

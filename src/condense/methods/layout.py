@@ -64,7 +64,7 @@ NO_FIRST = FirstEntries()
 
 @dataclass(frozen=True)
 class Layout:
-    """Which tokens a query sees exactly, and how each earlier chunk of c tokens becomes its p entries.
+    """The tokens that a query sees exactly, and the p entries that each earlier chunk of c tokens becomes.
 
     rule: the window, the chunks behind it, their entries. summary_delay: tokens after a chunk's last one until it is
     pooled, at most the window. num_summary: number of queries whose mean weighs a chunk, the last of them
