@@ -7,7 +7,6 @@ from triton_kernels import test_attend as plain
 from triton_kernels.test_attend import (  # noqa: F401  (collected here too, with the fixture below)
     test_a_later_token_leaves_earlier_outputs_bit_equal,
     test_any_number_of_sources_within_budget,
-    test_general_bounds_per_row_and_head,
     test_inputs_of_any_layout_and_poisoned_padding,
     test_repeats_are_bit_equal,
 )

@@ -7,15 +7,14 @@ import itertools
 
 import pytest
 import torch
+from lanes import DEVICE, check
 from layers import extend
-from speed.budget import judge
 
 import condense
 from condense.ops import POOLINGS, Chunks, SummaryColumns, SummarySpans, pool_groups, summarize
 from condense.ops.triton import limits
 from condense.plan import ForwardPlan
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = limits.DTYPES if DEVICE == "cuda" else [torch.float32]
 WIDTHS = [(24, 16), (16, 40), (80, 80), (40, 0), (16, 1)]
 if DEVICE == "cuda":
@@ -34,23 +33,6 @@ def numbers(*values):
 def columns(starts, G, g):
     """Starts of G groups of g tokens that follow one another from ``starts`` on, row by row."""
     return torch.tensor(starts, device=DEVICE)[:, None] + g * torch.arange(G, device=DEVICE)
-
-
-def check(run, low, weights):
-    """Results and gradients of ``run(backend, *inputs)`` within the budget. weights: gradients of the results."""
-    lanes = {
-        "reference": [x.double().requires_grad_() for x in low],
-        "torch": [x.to(DEVICE).requires_grad_() for x in low],
-        "triton": [x.to(DEVICE).requires_grad_() for x in low],
-    }
-    results = {}
-    for backend, inputs in lanes.items():
-        outs = [x for x in run(backend, *inputs) if x.numel()]
-        back = [weight.to(x) for x, weight in zip(outs, weights, strict=True)]
-        grads = torch.autograd.grad(outs, inputs, back, allow_unused=True, materialize_grads=True)
-        results[backend] = [x.detach().cpu() for x in (*outs, *grads)]
-    assert all(x.dtype == y.dtype for x, y in zip(results["triton"], results["torch"], strict=True))
-    assert judge(results["triton"], results["reference"], results["torch"]).passed
 
 
 def check_pooling(dtype, *, g=5, G=4, K=2, D=24, Dv=16, start=(3, 0), keys="weighted", values="weighted", lse=False):
