@@ -4,6 +4,7 @@ import math
 
 import torch
 from layers import read_whole
+from oracles import oracle
 
 import condense
 from condense.caches import StaticCondensedLayer, read_request
@@ -35,9 +36,7 @@ def every_kind(dtype=torch.float64, device="cpu"):
 
 
 def qkv(dtype=torch.float64, device="cpu", length=L):
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((B, H, length, D), (B, K, length, D), (B, K, length, Dv))
-    return [torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
+    return [x.to(device) for x in oracle.random_qkv(B, H, K, length, D, Dv, dtype=dtype)]
 
 
 def context_of(method, q, k, v, backend="auto"):

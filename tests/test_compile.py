@@ -4,6 +4,7 @@ import pytest
 import torch
 from grids import grid
 from models import tiny
+from oracles import oracle
 
 import condense
 
@@ -22,9 +23,7 @@ def method(request):
 
 
 def qkv(L):
-    generator = torch.Generator().manual_seed(L)
-    sizes = ((2, heads, L, 6) for heads in (4, 2, 2))
-    return [torch.randn(size, generator=generator, dtype=torch.float64).requires_grad_() for size in sizes]
+    return [x.requires_grad_() for x in oracle.random_qkv(2, 4, 2, L, 6, 6, seed=L)]
 
 
 def out_and_gradients(function, inputs):

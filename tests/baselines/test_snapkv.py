@@ -5,16 +5,13 @@ Shapes: B rows, H query heads, K KV heads, L tokens.
 
 import pytest
 import torch
-from baselines.test_sparse_prefill import SCALE, H, K, qkv
+from baselines.test_sparse_prefill import SCALE, SNAP, H, K, qkv
 from layers import extend
 from models import tiny
 
 import condense
 from condense import SnapKV
 from condense.models.inspect import inspect
-from condense.plan import ForwardPlan
-
-SNAP = SnapKV(budget=12, window=4, kernel_size=3)
 
 
 def test_it_keeps_the_tokens_with_the_most_votes():
@@ -48,20 +45,6 @@ def test_short_prompts_stay_whole_and_later_tokens_all_stay():
         torch.testing.assert_close(out, (SCALE * new[0] @ keys.mT).softmax(-1) @ values)
     _, state = extend(SNAP, None, q[:, :, :12], k[:, :, :12], v[:, :, :12], scale=SCALE)
     assert torch.equal(state.entries[0], k[:, :, :12])
-
-
-def test_padded_rows_equal_single_rows():
-    L, tokens = 60, (60, 31, 7, 0)
-    q, k, v = qkv(L, seed=2, B=4)
-    out = condense.attention(q, k, v, method=SNAP, padding=torch.tensor([L - n for n in tokens]))
-    _, state = extend(SNAP, None, q, k, v, scale=SCALE, plan=ForwardPlan(L, torch.tensor(tokens)))
-    assert state.first.num.tolist() == [12, 12, 7, 0]
-    assert bool((out[3] == 0).all())
-    for row, n in enumerate(tokens[:3]):
-        alone = [x[row : row + 1, :, L - n :] for x in (q, k, v)]
-        torch.testing.assert_close(out[row, :, L - n :], condense.attention(*alone, method=SNAP)[0])
-        _, own = extend(SNAP, None, *alone, scale=SCALE)
-        assert torch.equal(state.entries[0][row, :, : own.first.num], own.entries[0][0])
 
 
 @torch.no_grad()

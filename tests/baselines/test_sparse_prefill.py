@@ -1,6 +1,6 @@
 """Sparse prefill, in all its patterns, against plain loops, and in models.
 
-Shapes: B rows, H query heads, K KV heads, L tokens in N blocks, D width; d_c, d_r, d_n, d_v widths of latents.
+Shapes: B rows, H query heads, K KV heads, L tokens in N blocks, D width.
 """
 
 import itertools
@@ -13,10 +13,11 @@ import torch
 from analyze.patterns import seen_pairs
 from layers import extend
 from models import tiny
+from oracles import latent_oracle, oracle
 from torch.nn.attention.flex_attention import create_mask
 
 import condense
-from condense import AShape, BlockSparse, FlexPrefill, MInference, VerticalSlash
+from condense import AShape, BlockSparse, FlexPrefill, MInference, SnapKV, VerticalSlash
 from condense.baselines import blocks
 from condense.baselines.blocks import BLOCK, sparse_attention
 from condense.models.inspect import inspect
@@ -41,6 +42,7 @@ FIXED = {
     "block-sparse": BlockSparse(blocks=2),
 }
 ALL = {"vertical-slash": LINES, **FLEX, "minference": MInference(patterns=PATTERNS)}
+SNAP = SnapKV(budget=12, window=4, kernel_size=3)
 
 
 def of(methods):
@@ -48,8 +50,7 @@ def of(methods):
 
 
 def qkv(L, seed=0, B=1):
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(B, n, L, D, generator=generator, dtype=torch.float64) for n in (H, K, K))
+    q, k, v = oracle.random_qkv(B, H, K, L, D, D, seed=seed)
     return 3 * q, k, v
 
 
@@ -222,17 +223,21 @@ def test_pairs_are_counted_in_whole_blocks(method):
     assert seen_pairs(keys, L).tolist() == (computed & (block[:, None] >= block)).sum((1, 2)).tolist()
 
 
-@of(ALL)
+@of(ALL | {"snapkv": SNAP})
 def test_padded_rows_equal_single_rows(method):
-    L, tokens = 2 * BLOCK + 60, (2 * BLOCK + 60, BLOCK + 31, 0)
-    q, k, v = qkv(L, seed=2, B=3)
+    L, tokens = 2 * BLOCK + 60, (2 * BLOCK + 60, BLOCK + 31, 7, 0)
+    q, k, v = qkv(L, seed=2, B=4)
     out = condense.attention(q, k, v, method=method, padding=torch.tensor([L - n for n in tokens]))
     _, state = extend(method, None, q, k, v, scale=SCALE, plan=ForwardPlan(L, torch.tensor(tokens)))
-    assert bool((out[2] == 0).all())
-    for row, n in enumerate(tokens[:2]):
+    kept = [min(n, method.budget) if method is SNAP else n for n in tokens]
+    assert state.first.num.tolist() == kept
+    assert bool((out[3] == 0).all())
+    for row, n in enumerate(tokens[:3]):
         alone = [x[row : row + 1, :, L - n :] for x in (q, k, v)]
         torch.testing.assert_close(out[row, :, L - n :], condense.attention(*alone, method=method)[0])
-        assert torch.equal(state.entries[0][row, :, :n], alone[1][0])
+        _, own = extend(method, None, *alone, scale=SCALE)
+        assert torch.equal(state.entries[0][row, :, : kept[row]], own.entries[0][0])
+        assert method is SNAP or torch.equal(own.entries[0], alone[1])
 
 
 @torch.no_grad()
@@ -261,14 +266,8 @@ def test_training_and_backends_without_kernels_are_refused(method):
 
 @of(ALL)
 def test_latents_are_read_by_the_keys_that_they_expand_to(method):
-    L, d_c, d_r, d_n, d_v = 4 * BLOCK + 37, 12, 4, 6, 5
-    generator = torch.Generator().manual_seed(1)
-
-    def random(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    q_nope, q_rope, c, k_rope = 3 * random(1, H, L, d_n), 3 * random(1, H, L, d_r), random(1, L, d_c), random(1, L, d_r)
-    w_uk, w_uv = random(H, d_c, d_n) / 3, random(H, d_c, d_v)
+    q_nope, q_rope, c, k_rope, w_uk, w_uv = latent_oracle.random(1, H, 4 * BLOCK + 37, (6, 4, 12, 5), seed=1)
+    q_nope, q_rope = 3 * q_nope, 3 * q_rope
     out = condense.latent_attention(q_nope, q_rope, c, k_rope, w_uk, w_uv, method=method)
     q = torch.cat([q_nope, q_rope], -1)
     k = torch.cat([c[:, None] @ w_uk, k_rope[:, None].expand(-1, H, -1, -1)], -1)

@@ -373,13 +373,10 @@ def test_predictions_that_are_not_finite_are_refused_by_name(model, tokenizer, t
         condense.calibrate(model, tokenizer, [text], config)
 
 
-def test_a_text_alone_is_not_a_list_of_documents(model, tokenizer, text):
+def test_models_and_texts_that_are_not_ready(tokenizer, text):
+    model = tiny.model("llama", vocab_size=len(tokenizer))
     with pytest.raises(ValueError, match="texts must be a list of texts, got one alone"):
         condense.calibrate(model, tokenizer, text, CONFIG)
-
-
-def test_models_that_are_not_ready(tokenizer, text):
-    model = tiny.model("llama", vocab_size=len(tokenizer))
     with pytest.raises(ValueError, match=r"call condense\.restore"), condense.use(model, CCA()):
         condense.calibrate(model, tokenizer, [text], CONFIG)
     with pytest.raises(ValueError, match=r"call model\.eval\(\)"):

@@ -1,4 +1,4 @@
-"""Versions, the methods' settings, chat templates, and an interruption during the imports."""
+"""The methods' settings, recipes, chat templates, and an interruption during the imports."""
 
 import dataclasses
 import re
@@ -25,12 +25,6 @@ def demo():
     model, tokenizer = condense.demo_model()
     tokenizer.chat_template = TEMPLATE
     return model, tokenizer
-
-
-def test_the_version():
-    shown = run_here("--version")
-    assert shown.returncode == 0
-    assert shown.stdout.startswith(f"condense {condense.__version__} (torch ")
 
 
 @pytest.mark.parametrize("name", method_names())

@@ -73,8 +73,8 @@ def test_use_nests_and_survives_exceptions(model):
         with pytest.raises(RuntimeError, match="on purpose"):
             _fail_inside(model)
         assert torch.equal(tiny.logits(model, IDS), middle)
-        with pytest.raises(ValueError, match="layers must be indices"), condense.use(model, tiny.CCA, layers=[7]):
-            pass
+        with pytest.raises(ValueError, match="layers must be indices"):
+            tiny.enter(model, tiny.CCA, layers=[7])
         assert torch.equal(tiny.logits(model, IDS), middle)
     assert torch.equal(tiny.logits(model, IDS), outer)
     assert model.config.to_dict() == config
@@ -88,14 +88,13 @@ def _in_another_thread(call, *args):
 def test_a_use_block_is_for_the_thread_that_enters_it(model):
     """Also after a block inside it; another thread's model would change in the middle of a text."""
     stock, refused = tiny.logits(model, IDS), pytest.raises(ValueError, match="use block of another thread")
-    calls = (tiny.logits, tiny.generate), (condense.apply, lambda model, _: condense.restore(model), _entered)
+    calls = (tiny.logits, tiny.generate), (condense.apply, lambda model, _: condense.restore(model), tiny.enter)
     with condense.use(model, tiny.CCA):
         mine = tiny.logits(model, IDS)
         for call in calls[0]:
             with refused:
                 _in_another_thread(call, model, IDS)
-        with condense.use(model, tiny.STREAMING):
-            pass
+        tiny.enter(model, tiny.STREAMING)
         for call in calls[1]:
             with refused:
                 _in_another_thread(call, model, tiny.STREAMING)
@@ -103,11 +102,6 @@ def test_a_use_block_is_for_the_thread_that_enters_it(model):
             _in_another_thread(tiny.logits, model, IDS)
         assert torch.equal(tiny.logits(model, IDS), mine)
     assert torch.equal(_in_another_thread(tiny.logits, model, IDS), stock)
-
-
-def _entered(model, method):
-    with condense.use(model, method):
-        pass
 
 
 def test_a_backward_pass_in_another_thread_runs_layers_again(model):
@@ -139,8 +133,7 @@ def test_use_is_cheap_enough_for_every_training_step():
     times = []
     for _ in range(50):
         start = time.perf_counter()
-        with condense.use(model, tiny.CCA):
-            pass
+        tiny.enter(model, tiny.CCA)
         times.append(time.perf_counter() - start)
     assert min(times) < 2e-3
 

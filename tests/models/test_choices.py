@@ -107,8 +107,8 @@ def test_bad_choices_change_nothing(name, choice, layers, said):
     with pytest.raises(ValueError, match=re.escape(said)) as error:
         condense.apply(model, choice, layers=layers)
     assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match=re.escape(said)), condense.use(model, choice, layers=layers):
-        pass
+    with pytest.raises(ValueError, match=re.escape(said)):
+        tiny.enter(model, choice, layers=layers)
     assert condensed_layers(model) == {0: tiny.CCA}
     assert json.dumps(model.config.to_dict()) == config
     assert torch.equal(tiny.logits(model, tiny.tokens()), before)

@@ -201,6 +201,6 @@ def test_a_prompt_selection_is_refused_and_changes_nothing(name):
             call()
     assert torch.equal(tiny.logits(model, IDS), stock)
     condense.apply(model, LCA)
-    with refused, condense.use(model, tiny.SELECT):
-        pass
+    with refused:
+        tiny.enter(model, tiny.SELECT)
     assert condense.models.condensed_layers(model) == dict.fromkeys(range(3), LCA)

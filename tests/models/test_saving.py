@@ -28,17 +28,10 @@ def _assert_equal(a, b):
     torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
 
 
-def _assigned(name):
-    # float32: some buffers are made in the dtype of loading, not in that of the weights
-    model = tiny.model(name, torch.float32)
-    for layer, method in SAVED[name].items():
-        condense.apply(model, method, layers=[layer])
-    return model
-
-
 @pytest.fixture(scope="module")
 def models():
-    return {name: _assigned(name) for name in SAVED}
+    # float32: some buffers are made in the dtype of loading, not in that of the weights
+    return {name: condense.apply(tiny.model(name, torch.float32), SAVED[name]) for name in SAVED}
 
 
 @pytest.fixture(scope="module")
@@ -117,13 +110,9 @@ def test_the_callers_implementation_is_what_restore_returns_to(models, folder, c
     _assert_equal(tiny.logits(loaded, IDS), tiny.logits(models["llama"], IDS))
     condense.restore(loaded)
     assert loaded.config._attn_implementation == (implementation or "sdpa")
-    _assert_equal(tiny.logits(loaded, IDS), _stock_logits(folder, implementation or "sdpa"))
-
-
-def _stock_logits(folder, implementation):
     stock = condense.restore(AutoModelForCausalLM.from_pretrained(folder / "llama"))
-    stock.set_attn_implementation(implementation)
-    return tiny.logits(stock, IDS)
+    stock.set_attn_implementation(implementation or "sdpa")
+    _assert_equal(tiny.logits(loaded, IDS), tiny.logits(stock, IDS))
 
 
 @pytest.mark.parametrize("build", [AutoModelForCausalLM.from_config, LlamaForCausalLM], ids=["auto", "direct"])

@@ -204,6 +204,12 @@ def filled(model, ids):
     return model(ids, past_key_values=DynamicCache(config=model.config), use_cache=True).past_key_values
 
 
+def enter(model, choice, **kwargs):
+    """Enter a use block and leave it."""
+    with condense.use(model, choice, **kwargs):
+        pass
+
+
 def generate(model, ids, **kwargs):
     """Token ids with `NEW` more; greedy unless told."""
     settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 1} | kwargs

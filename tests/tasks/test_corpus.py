@@ -2,7 +2,6 @@
 encodings are the whole text's and are kept on disk.
 """
 
-import builtins
 import io
 import json
 import sys
@@ -218,14 +217,7 @@ def test_what_cannot_be_read_is_refused_in_one_line(stored, name, message):
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    stock = builtins.__import__
-
-    def importing(name, *args, **kwargs):
-        if name == "datasets":
-            raise ImportError(name)
-        return stock(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", importing)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     message = r"data: hf:ann/books needs datasets: pip install datasets"
     with pytest.raises(ValueError, match=message):
         list(read_documents(["hf:ann/books"]))

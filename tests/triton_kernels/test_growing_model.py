@@ -6,7 +6,6 @@ Interpreted in float32 on a CPU, compiled on a GPU.
 import pytest
 import torch
 from models import tiny
-from transformers import DynamicCache
 from triton_kernels.test_growing_layer import DEVICE, Reading, stepping  # noqa: F401
 
 import condense
@@ -73,19 +72,6 @@ def test_prompt_lookup_takes_candidates_back(model):
     assert _stepped(greedy)
     found = _generate(model, ids, prompt_lookup_num_tokens=3)
     assert torch.equal(found.sequences, greedy.sequences)
-
-
-def test_padding_among_single_tokens(monkeypatch, model):
-    """Rows that pause: the host knows which without waiting, and the padding changes nothing."""
-    ids, mask = tiny.tokens(2, 29).to(DEVICE), torch.ones(2, 29, dtype=torch.long, device=DEVICE)
-    mask[0, 20:22] = mask[1, 23] = mask[1, :4] = 0
-    sizes = (18, *[1] * 7, 2, 1, 1)
-    got = tiny.in_chunks(model, ids, sizes, DynamicCache(config=model.config), mask=mask)
-    with monkeypatch.context() as patch:
-        patch.setattr(layers, "CondensedLayer", Reading)
-        want = tiny.in_chunks(model, ids, sizes, DynamicCache(config=model.config), mask=mask)
-    real = mask.bool()
-    assert float((got - want)[real].abs().max()) <= 1e-3 * float(want[real].abs().max())
 
 
 def test_tensor_parallel_latents_are_read(monkeypatch):
