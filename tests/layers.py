@@ -4,10 +4,23 @@ Shapes: B rows, H query heads, K KV heads, L tokens, D and Dv widths.
 """
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from condense import functional
 from condense.caches import read_request
 from condense.ops import NewToken
+
+
+class Counting(TorchDispatchMode):
+    """The names of the operations inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def draw(L, seed=0, rows=2, heads=(4, 2), widths=(6, 6), dtype=torch.float64, device="cpu"):

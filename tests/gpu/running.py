@@ -8,6 +8,21 @@ from models import tiny
 
 import condense
 
+METHODS = {
+    "cca": condense.CCA(group_size=16, window=64),
+    "lca": condense.LCA(group_size=16, window=64),
+    "streaming": condense.CCA(group_size=16, window=64, summary="streaming", key_pooling="select", rep_bias="log_size"),
+    "entries-4": condense.CCA(group_size=16, window=64, summary="streaming", rep_bias="log_size", entry_bits=4),
+    "entries-8": condense.LCA(group_size=16, window=64, rep_bias="matched", entry_bits=8),
+    "streaming-llm": condense.StreamingLLM(sink=4, window=60),
+    "dga": condense.DGA(rep_bias="log_size"),
+}
+SELECT = condense.DGA(selection="prompt", min_focal=40, rep_bias="log_size")
+
+
+def methods(*names):
+    return {name: METHODS[name] for name in names}
+
 
 @contextmanager
 def no_waiting():

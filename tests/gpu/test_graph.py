@@ -2,21 +2,14 @@
 
 import pytest
 import torch
-from gpu.running import agree, condensed, generate, no_waiting, padded
+from gpu.running import SELECT, agree, condensed, generate, methods, no_waiting, padded
 from models import small, tiny
 from transformers import CompileConfig
 
 import condense
 from condense.models.families import has_eager_experts
 
-METHODS = {
-    "cca": condense.CCA(group_size=16, window=64),
-    "streaming": condense.CCA(group_size=16, window=64, summary="streaming", key_pooling="select", rep_bias="log_size"),
-    "entries-4": condense.CCA(group_size=16, window=64, summary="streaming", rep_bias="log_size", entry_bits=4),
-    "streaming-llm": condense.StreamingLLM(sink=4, window=60),
-    "dga": condense.DGA(rep_bias="log_size"),
-}
-SELECT = condense.DGA(selection="prompt", min_focal=40, rep_bias="log_size")
+METHODS = methods("cca", "streaming", "entries-4", "streaming-llm", "dga")
 RECALL = condense.Recall(group_size=16, window=48, num_recall=2)
 # one method in all layers; a method per layer, and layers that stay stock in the same cache
 MIXED = {

@@ -2,23 +2,15 @@
 
 import pytest
 import torch
-from gpu.running import condensed, no_waiting
+from gpu.running import SELECT, condensed, methods, no_waiting
+from layers import Counting
 from models import tiny
 from oracles import oracle
-from triton_kernels.test_growing_layer import Counting
 
-import condense
 from condense.caches import CondensedLayer, StaticCondensedLayer, read_request
 from condense.ops import NewToken
 
-METHODS = {
-    "cca": condense.CCA(group_size=16, window=64),
-    "lca": condense.LCA(group_size=16, window=64),
-    "entries-8": condense.LCA(group_size=16, window=64, rep_bias="matched", entry_bits=8),
-    "streaming-llm": condense.StreamingLLM(sink=4, window=60),
-    "dga": condense.DGA(rep_bias="log_size"),
-    "dga-prompt": condense.DGA(selection="prompt", min_focal=40, rep_bias="log_size"),
-}
+METHODS = methods("cca", "lca", "entries-8", "streaming-llm", "dga") | {"dga-prompt": SELECT}
 
 
 @pytest.fixture(params=METHODS.values(), ids=METHODS)

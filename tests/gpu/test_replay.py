@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from gpu.running import agree, condensed, generate, padded
-from gpu.test_graph import METHODS, MIXED, SELECT
+from gpu.running import SELECT, agree, condensed, generate, padded
+from gpu.test_graph import METHODS, MIXED
 
 import condense
 from condense.models import replay

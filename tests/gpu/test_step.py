@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gpu.running import no_waiting
+from gpu.running import methods, no_waiting
 from oracles import oracle
 from triton_kernels.test_step import (
     DTYPES,
@@ -20,13 +20,17 @@ import condense
 from condense.ops.step import NewToken, StepCall, StepState
 from condense.ops.triton import step as triton_step
 
-METHODS = {
-    "lca": condense.LCA(group_size=16, window=64),
-    "lca-8-bits": condense.LCA(group_size=16, window=64, entry_bits=8),
-    "cca-4-bits": condense.CCA(group_size=16, window=64, entry_bits=4),
-    "dga": condense.DGA(rep_bias="log_size"),
-    "dga-streaming": condense.DGA(gamma=0.5, window=64, summary="streaming"),
-}
+METHODS = methods("lca", "entries-4", "entries-8", "dga")
+METHODS["dga-streaming"] = condense.DGA(gamma=0.5, window=64, summary="streaming")
+
+
+def captured(now, state, method, scale):
+    """A graph of one step, which has begun with a step on a copy of the state; and its output."""
+    triton_step.step(StepCall(NewToken(*now), copy_of(state), plan_of(method), scale=scale))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        return graph, triton_step.step(StepCall(NewToken(*now), state, plan_of(method), scale=scale))
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -38,13 +42,7 @@ def test_a_replayed_graph_decodes_as_eager_steps_do(dtype, method):
     eager, replayed = (empty_state(method, 2, 2, D, D, L, dtype=dtype) for _ in range(2))
     want = decode(method, q, k, v, eager)
     now = [x[:, :, :1].clone() for x in (q, k, v)]
-    scratch = copy_of(replayed)
-    triton_step.step(StepCall(NewToken(*now), scratch, plan_of(method), scale=D**-0.5))
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = triton_step.step(StepCall(NewToken(*now), replayed, plan_of(method), scale=D**-0.5))
-    outs = []
+    (graph, out), outs = captured(now, replayed, method, D**-0.5), []
     with no_waiting():
         for t in range(L):
             for x, whole in zip(now, (q, k, v), strict=True):
@@ -60,16 +58,13 @@ def test_a_replayed_graph_goes_on_from_prompts_of_any_lengths():
     method = SELECT.replace(min_focal=20)
     q, k, v = (x.cuda() for x in oracle.random_qkv(3, 8, 2, 160, 128, 128, dtype=torch.bfloat16))
     now = [x[:, :, :1].clone() for x in (q, k, v)]
-    graph, state = torch.cuda.CUDAGraph(), None
+    state = None
     for lengths in ((120, 77, 1), (3, 120, 64)):
         _, other = after_prompts(method, q, k, v, lengths, 160)
         eager = copy_of(other)
         if state is None:
             state = other
-            triton_step.step(StepCall(NewToken(*now), copy_of(state), plan_of(method), scale=0.3))
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
-                out = triton_step.step(StepCall(NewToken(*now), state, plan_of(method), scale=0.3))
+            graph, out = captured(now, state, method, 0.3)
         else:
             for mine, new in zip(state, other, strict=True):
                 mine.copy_(new)

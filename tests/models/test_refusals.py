@@ -331,13 +331,9 @@ def test_a_crop_that_a_layer_refuses_leaves_all_layers_as_they_were(choice):
     torch.testing.assert_close(tiny.in_chunks(model, more, (5,), cache), full, **tiny.EXACT)
 
 
-def _other_than_its_neighbour(batch_idx, head_idx, q_idx, kv_idx):
-    return kv_idx != q_idx - 1
-
-
 OVERLAYS = {
     "or": {"or_mask_function": blockwise_overlay(torch.zeros(2, 40, dtype=torch.long))},
-    "and": {"and_mask_function": _other_than_its_neighbour},
+    "and": {"and_mask_function": lambda row, head, query, key: key != query - 1},
     "blocks": {"block_sequence_ids": torch.arange(40).expand(2, 40) // 5},
     "bidirectional": None,
     "chunked": None,

@@ -10,7 +10,7 @@ from oracles import cases, oracle
 from two_sources import array_spans, attend_to, two_sources
 
 import condense
-from condense.ops import attend
+from condense.ops import NO_EXTRAS, Extras, attend
 from condense.ops.torch import attend as torch_attend
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -62,20 +62,26 @@ def test_poisoned_padding_reaches_nothing(backend, method, pads, poison):
         assert all(bool((grad[b, :, :n] == 0).all()) for grad in grads)
 
 
+@pytest.mark.parametrize("extras", [NO_EXTRAS, Extras(2.0, torch.randn(4).double())], ids=["plain", "cap and sinks"])
 @pytest.mark.parametrize("shape", [(7, 3, 5), (7, 3, 0), (7, 0, 5), (1, 0, 0)], ids=str)
-def test_rows_that_see_nothing(backend, shape):
-    """Output 0, log-sum-exp -inf, gradients 0 for each of the inputs, whatever the query is."""
+@pytest.mark.parametrize("seen", [0, 1])
+def test_rows_that_see_nothing(backend, shape, extras, seen):
+    """Output 0, log-sum-exp -inf, gradients 0 for each of the inputs, whatever the query is; the other row may see."""
     L, M, N = shape
     inputs = [torch.randn(2, n, s, 4, dtype=torch.float64) for n, s in ((4, L), (2, M), (2, M), (2, N), (2, N))]
-    inputs[0].fill_(torch.nan)
+    inputs[0][0].fill_(torch.nan)
     inputs = [x.requires_grad_() for x in inputs]
-    none = torch.zeros(1, 1, L, dtype=torch.int64)
-    sources, spans = two_sources(*inputs[1:]), array_spans(none, none, none)
-    out, lse = attend(inputs[0], sources, spans, scale=0.5, backend=backend, return_lse=True)
-    assert bool((out == 0).all())
-    assert bool((lse == -torch.inf).all())
-    for grad in torch.autograd.grad(out.sum(), inputs):
-        assert bool((grad == 0).all())
+    extras = extras if extras.sink_logits is None else extras._replace(sink_logits=extras.sink_logits.requires_grad_())
+    none, ends = torch.zeros(2, 1, L, dtype=torch.int64), torch.tensor([[[0]], [[seen]]]).expand(2, 1, L)
+    sources, spans = two_sources(*inputs[1:]), array_spans(ends.clamp(max=M), none, ends.clamp(max=N))
+    out, lse = attend(inputs[0], sources, spans, scale=0.5, backend=backend, return_lse=True, extras=extras)
+    for x, value in ((out, 0), (lse, -torch.inf)):
+        assert bool((x[0] == value).all())
+        assert bool((x[1] == value).all()) is (seen == 0 or M == N == 0)
+    for grad in torch.autograd.grad(out.sum(), inputs, retain_graph=True):
+        assert bool((grad[0] == 0).all())
+    if extras.sink_logits is not None:
+        assert bool(torch.autograd.grad(out.sum(), extras.sink_logits)[0].isfinite().all())
 
 
 @grid(24, backend=CPU_BACKENDS, method=METHODS)

@@ -10,10 +10,10 @@ from functools import partial
 
 import pytest
 import torch
-from layers import draw, read, tensors_of
+from layers import Counting, draw, read, tensors_of
 from oracles import cases
 from step_states import SELECT
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import DynamicCache
 
 import condense
@@ -240,16 +240,6 @@ def test_rows_that_are_left_out_and_shorter_buffers_free_their_memory(name):
     assert store() is None
 
 
-class Counting(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.fixture
 def started(monkeypatch):
     """The kernels that are started; what the interpreter does for them is not counted."""
@@ -308,19 +298,15 @@ def test_room_to_spare_is_bounded(name):
         assert state.ring_k.shape[2] <= min(room_for(tokens), window + method.layout.rule.chunk + SLACK + 16)
         assert state.ring_q.shape[2] <= method.layout.num_summary + SLACK - 1
         whole = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in state}
-        assert cache_nbytes(_cache_of(layer)) == sum(whole.values())
+        cache = DynamicCache()
+        cache.layers = [layer]
+        assert cache_nbytes(cache) == sum(whole.values())
 
 
 @pytest.mark.parametrize("needed", [0, 1, 15, 16, 31, 100, 1000, 8192, 100_000])
 def test_room(needed):
     assert needed < room_for(needed) <= needed + needed // 32 + 16
     assert room_for(needed) % 16 == 0
-
-
-def _cache_of(layer):
-    cache = DynamicCache()
-    cache.layers = [layer]
-    return cache
 
 
 def test_a_past_is_its_own():
