@@ -99,8 +99,7 @@ def test_cache_bytes_are_those_of_a_cache_that_read_as_much(model):
     for row, method in zip(content["rows"][1:], METHODS.values(), strict=True):
         with condense.use(model, method), torch.no_grad():
             cache = model(torch.arange(63)[None], use_cache=True).past_key_values
-        assert row["cache_bytes"] == pytest.approx(condense.cache_nbytes(cache), rel=0.25)
-        assert row["cache_bytes"] < dense
+        assert row["cache_bytes"] == condense.cache_nbytes(cache) < dense
 
 
 def test_a_model_that_says_something_else_in_pieces_is_not_timed(model, monkeypatch):
