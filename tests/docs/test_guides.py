@@ -1,5 +1,5 @@
-"""The pages: their Python runs, their commands parse, and what they name exists; docs/start-here.md, the notebook, and
-Recall on one head in 100 lines.
+"""The pages and the README: their Python runs, their commands parse, and what they name exists; the README's numbers,
+docs/start-here.md, the notebook, and Recall on one head in 100 lines.
 """
 
 import importlib.util
@@ -8,6 +8,7 @@ import pkgutil
 import re
 import runpy
 import shlex
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -25,8 +26,15 @@ from condense.models.fit import cache_fits
 from condense.models.shapes import shape_config
 from condense.named import NAMED_SETTINGS
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "pages"))
+
+import readme_page
+import stored
+
 ROOT = Path(__file__).parents[2]
-PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/**/*.md"))}
+FILES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in FILES}
+README = PAGES["README.md"]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TRAINERS = "docs/guides/other-trainers.md"
 # a page whose code needs a package that `make test-eval` installs runs there
@@ -42,7 +50,9 @@ RESULTS = {
     for path in ROOT.glob("benchmarks/results/*.json")
     for name in (path.stem, *json.loads(path.read_text(encoding="utf-8")))
 }
-COMMANDS = sorted({line for text in PAGES.values() for line in re.findall(r"^condense [a-z].*", text, re.MULTILINE)})
+LINES = re.compile(r"^(?:\.venv/bin/)?(condense [a-z].*)", re.MULTILINE)
+SHOWN = [*(line for text in PAGES.values() for line in LINES.findall(text)), *re.findall(r"`(condense \w.*?)`", README)]
+COMMANDS = sorted({line for line in SHOWN if "--help" not in line})
 # of which page the code names a model that is not here, and what it names it
 ELSEWHERE = "docs/start-here.md"
 SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -64,6 +74,8 @@ def test_python_runs_as_it_stands(page, tmp_path, monkeypatch):
     for block in BLOCK.finditer(PAGES[page]):
         line = PAGES[page].count("\n", 0, block.start(1))
         exec(compile("\n" * line + block.group(1), ROOT / page, "exec"), names)
+    if page == "README.md":
+        assert names["prompt"].expected[0] in names["tokenizer"].decode(names["answer"])
 
 
 def parsed(words):
@@ -87,17 +99,14 @@ def test_every_command_is_shown():
     assert {line.split()[1] for line in COMMANDS} == set(typer.main.get_command(app).commands)
 
 
-LINKING = PAGES | {"README.md": (ROOT / "README.md").read_text(encoding="utf-8")}
-
-
-@pytest.mark.parametrize("page", LINKING)
+@pytest.mark.parametrize("page", PAGES)
 def test_links_and_names_of_files_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", LINKING[page]):
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", PAGES[page]):
         if not target.startswith("https://"):
             assert (ROOT / page).parent.joinpath(target).exists(), target
-    for path in re.findall(r"`((?:src|tests|docs|benchmarks)/[\w./-]+)`", LINKING[page]):
+    for path in re.findall(r"`((?:src|tests|docs|benchmarks)/[\w./-]+)`", PAGES[page]):
         assert (ROOT / path).exists(), path
-    for name in re.findall(r"`(?:\.{3})?([\w.-]*\d{8}T\d{6}Z)(?:\.json)?`", LINKING[page]):
+    for name in re.findall(r"`(?:\.{3})?([\w.-]*\d{8}T\d{6}Z)(?:\.json)?`", PAGES[page]):
         assert [found for found in RESULTS if found.endswith(name)], name
 
 
@@ -113,7 +122,41 @@ def test_the_reference_holds_every_public_name():
     assert not missing, f"add ::: condense.{missing} to a page of docs/api"
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "start-here.md").read_text(encoding="utf-8")
+# names and versions, which are no measurements
+NAMES = (
+    r"Llama-3\.1-8B|H200|\d+ bits|FP8|Python 3\.11|torch 2\.11|transformers 5\.17|MiniCPM3|V3|ICML 2025|ACL 2026|2\.0"
+)
+
+
+def test_the_readme_is_short_and_names_targets_of_make():
+    assert len(README.splitlines()) <= 90
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in ("demo", "test"):
+        assert re.search(rf"^make {target} ", README, re.MULTILINE)
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_every_number_is_of_a_result_or_a_setting():
+    # the table is compared with the results in benchmarks/test_pages.py
+    prose = re.sub(
+        r"^```.*?^```|<!-- figures -->.*<!-- /figures -->|^\|.*?$", "", README, flags=re.MULTILINE | re.DOTALL
+    )
+    prose = re.sub(r"\]\([^)]*\)|`[^`]*`", " ", prose)
+    prose = re.sub(r"\s+", " ", prose.replace("[", "").replace("]", ""))
+    for claim in readme_page.claims(stored.stored()):
+        assert claim in prose
+        prose = prose.replace(claim, "")
+    assert re.findall(r"(?<![a-z\d])\d[\d.,]*", re.sub(NAMES, "", prose)) == []
+
+
+def test_sentences_have_few_numbers_and_few_cells_are_open():
+    prose = re.sub(r"^```.*?^```|^\|.*?$|\]\([^)]*\)", "", README, flags=re.MULTILINE | re.DOTALL)
+    for sentence in re.split(r"[.:;] |\n\n|\n- ", prose):
+        assert len(re.findall(r"(?<![a-z\d])\d[\d.,]*", re.sub(NAMES, "", sentence))) <= 3, sentence
+    assert README.count(f" {readme_page.UNKNOWN} ") <= 2
+
+
+PAGE = PAGES[ELSEWHERE]
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +203,7 @@ def test_the_prose_has_the_dense_caches_and_the_row_of_vllm_its_requests(fits):
     assert row.split("|")[4].strip() == f"{fits['recall-device'].served}"
 
 
-NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebooks" / "first_look.ipynb"
+NOTEBOOK = ROOT / "docs" / "notebooks" / "first_look.ipynb"
 CHEAP = "CHARACTERS, STEPS, LENGTH = 5_000, 3, 256"
 
 
@@ -182,7 +225,7 @@ def test_it_runs_and_shows_what_it_says(capsys):
     assert "entries" in capsys.readouterr().out
 
 
-RECALL_PAGE = Path(__file__).parents[2] / "docs" / "recall_in_100_lines.py"
+RECALL_PAGE = ROOT / "docs" / "recall_in_100_lines.py"
 # scores and outputs are sums of at most 16 and 100 products of normal numbers, below 5 in size, added in another order
 TOLERANCE = 2 * (16 + 100) * 5 * torch.finfo(torch.float64).eps
 
