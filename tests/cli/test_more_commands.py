@@ -1,4 +1,4 @@
-"""The methods' settings, recipes, chat templates, and an interruption during the imports."""
+"""The methods' settings, recipes, help, chat templates, and what is missing where."""
 
 import dataclasses
 import re
