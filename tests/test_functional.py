@@ -190,25 +190,19 @@ EMPTY = {
 }
 BAD |= {f"no {what}": (changes, f"^{next(iter(changes))} must have at least 1") for what, changes in EMPTY.items()}
 BAD |= {f"{name} rank": ({name: zeros(2, 24, 4)}, f"^{name} must have 4 dimensions") for name in "kv"}
+MARKS = [
+    [0, 24], *map(torch.tensor, ([0, 23], [1, 24], [0, 25], [0, 10, 9, 24], [24], [[0, 24]], [0.0, 24.0], 24)),
+    torch.tensor([], dtype=torch.int64),
+]  # fmt: skip
+ROW = dict(zip("qkv", oracle.random_qkv(1, 2, 1, 24, 4, 4), strict=True))
+RISING = r"^cu_seqlens must be a tensor of integers that rise from 0 to .* 24, got "
+BAD |= {f"marks {marks}": (ROW | {"cu_seqlens": marks, "method": condense.Dense()}, RISING) for marks in MARKS}
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD.values(), ids=BAD)
 def test_attention_bad_input_is_named(changes, message):
     with pytest.raises(ValueError, match=message):
         condense.attention(**inputs(**changes))
-
-
-MARKS = [
-    [0, 24], *map(torch.tensor, ([0, 23], [1, 24], [0, 25], [0, 10, 9, 24], [24], [[0, 24]], [0.0, 24.0], 24)),
-    torch.tensor([], dtype=torch.int64),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("marks", MARKS, ids=str)
-def test_attention_bad_cu_seqlens(marks):
-    q, k, v = oracle.random_qkv(1, 2, 1, 24, 4, 4)
-    with pytest.raises(ValueError, match=r"^cu_seqlens must be a tensor of integers that rise from 0 to .* 24, got "):
-        condense.attention(q, k, v, method=condense.Dense(), cu_seqlens=marks)
 
 
 AHEAD = cases.PROMPTS | {"select": cases.SELECTIONS["select"]}

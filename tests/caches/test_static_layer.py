@@ -29,16 +29,12 @@ METHODS = (
         "g-1": condense.LCA(group_size=1, window=3),
         "no-window-streaming": condense.LCA(group_size=5, window=0),
         "entries-4": condense.CCA(group_size=4, window=5, rep_bias="log_size", entry_bits=4),
-        "prompt": condense.CCA(group_size=4, window=6, summary="prompt"),
         "recall-g-6": condense.Recall(group_size=6, window=9, num_recall=2),
         "cca-matched": condense.CCA(group_size=4, window=5, rep_bias="matched"),
         "dga-matched": condense.DGA(group_size=3, window=4, gamma=0.5, summary="streaming", rep_bias="matched"),
-        "select": tiny.SELECT,
-        "select-random": tiny.SELECT.replace(focal="random", window=0),
-        "select-streaming": tiny.SELECT.replace(summary="streaming", complementary=False, gamma=0.5),
         "select-no-focal": tiny.SELECT.replace(gamma=0, min_focal=0, rep_bias="none"),
-        "select-all": tiny.SELECT.replace(min_focal=1024),
     }
+    | {name: method for name, (model, method) in tiny.WHOLE.items() if model == "llama"}
 )
 B, K, D = 3, 2, 6
 SCALE = 0.7
@@ -243,12 +239,12 @@ def test_contract():
 
 def test_a_first_call_that_is_refused_leaves_rows_and_dtype_open():
     """A static layer takes its memory for the first call that it accepts."""
-    layer = StaticCondensedLayer(METHODS["prompt"], 64)
+    layer = StaticCondensedLayer(METHODS["prompt-summary"], 64)
     q, k, v = (x.float() for x in _qkv(20))
     with pytest.raises(ValueError, match="allow_future"):
         read(layer, (q.requires_grad_(), k, v))
     out = read(layer, _qkv(20, rows=2))
-    assert_close(out, read(CondensedLayer(METHODS["prompt"]), _qkv(20, rows=2)), **EXACT)
+    assert_close(out, read(CondensedLayer(METHODS["prompt-summary"]), _qkv(20, rows=2)), **EXACT)
 
 
 REFUSED = {

@@ -240,7 +240,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, tmp_path, mon
     assert not list(tmp_path.iterdir())
 
 
-def test_files_of_others_are_refused_in_one_line(saved, tmp_path):
+def test_files_of_others_are_refused_in_one_line(saved, story, tmp_path):
     broken = shutil.copytree(saved, tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"not weights")
     nameless = shutil.copytree(saved, tmp_path / "nameless")
@@ -249,7 +249,10 @@ def test_files_of_others_are_refused_in_one_line(saved, tmp_path):
     saved_with_tokenizer(GPTJForCausalLM(GPTJConfig(rotary_dim=4, **sizes)), tmp_path / "gptj")
     (tmp_path / "sliding").mkdir()
     (tmp_path / "sliding" / "config.json").write_text('{"model_type": "mistral"}')
-    (tmp_path / "binary").write_bytes(bytes(range(256)))
+    learned = GPT2Config(vocab_size=4096, n_embd=16, n_layer=1, n_head=2, n_positions=64)
+    saved_with_tokenizer(GPT2LMHeadModel(learned), tmp_path / "gpt2")
+    for name, content in (("binary", bytes(range(256))), ("empty", b""), ("blank", b" \n\t")):
+        (tmp_path / name).write_bytes(content)
     for arguments, message in (
         (("compare", "--model", str(broken)), "cannot read"),
         (("inspect", "--model", str(nameless)), "cannot read"),
@@ -257,6 +260,9 @@ def test_files_of_others_are_refused_in_one_line(saved, tmp_path):
         (("inspect", "--model", str(tmp_path / "gptj")), "cannot be condensed: its attention is written out"),
         (("inspect", "--model", str(tmp_path / "sliding")), "has sliding windows in all layers"),
         (("compare", "--text", str(tmp_path / "binary")), "is not UTF-8 text"),
+        (("compare", "--text", str(tmp_path / "empty")), "is empty\n"),
+        (("compare", "--text", str(tmp_path / "blank")), "is empty\n"),
+        (("compare", "--text", str(story), "--model", str(tmp_path / "gpt2")), "64 learned positions"),
     ):
         refused(message, *arguments)
 
@@ -380,16 +386,3 @@ def test_an_interrupted_adaptation_is_resumed(saved, story, tmp_path, monkeypatc
 def test_the_try_out_needs_no_data(tmp_path):
     ran("train", "smoke", "--output", str(tmp_path / "tiny"), "--steps", "1")
     assert (tmp_path / "tiny" / "model.safetensors").is_file()
-
-
-@pytest.mark.parametrize("text", ["", " \n\t"])
-def test_an_empty_text_is_refused(text, tmp_path):
-    path = tmp_path / "empty.txt"
-    path.write_text(text)
-    refused("is empty\n", "compare", "--text", str(path))
-
-
-def test_learned_positions_limit_the_prompt(tmp_path, story):
-    config = GPT2Config(vocab_size=4096, n_embd=16, n_layer=1, n_head=2, n_positions=64)
-    saved_with_tokenizer(GPT2LMHeadModel(config), tmp_path / "gpt2")
-    refused("64 learned positions", "compare", "--model", str(tmp_path / "gpt2"), "--text", str(story))
