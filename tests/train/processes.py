@@ -5,10 +5,12 @@ import os
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, DistributedType, PartialState
-from train.interruption import interrupted_at
+from train.runs import adaptation, interrupted_at
 
 import condense
-from condense.train import RECIPES, run_training
+from condense.train import run_training
+
+METHOD = condense.CCA(group_size=8, window=16, summary="streaming")
 
 
 def take_gloo_for_fsdp():
@@ -25,15 +27,6 @@ def take_gloo_for_fsdp():
     gathered = Accelerator.get_state_dict
     # On a GPU the copy to the host waits until the weights are gathered. On a CPU there is no copy: adding 0 waits.
     Accelerator.get_state_dict = lambda *args, **kwargs: {k: v + 0 for k, v in gathered(*args, **kwargs).items()}
-
-
-def recipe(folder, name, train):
-    settings = {
-        "steps": 4, "sequence_length": 128, "batch_size": 4, "keys": (1, 2), "learning_rate": 1e-3, "logging_steps": 1,
-        "checkpoint_steps": 2, "gradient_checkpointing": True, "distill": 0.5, "packed": True, "dtype": "float32",
-        "method": condense.CCA(group_size=8, window=16, summary="streaming"), "train": train, "workers": 0,
-    }  # fmt: skip
-    return RECIPES["adapt"]([folder / "text.jsonl"], folder / name, pretrained=folder / "base", **settings)
 
 
 def main(folder, *runs):
@@ -53,7 +46,10 @@ def main(folder, *runs):
 
 
 def adapt(folder, name, train, how):
-    config = recipe(folder, name, train)
+    config = adaptation(
+        folder, name, "text.jsonl", train=train, steps=4, batch_size=4, learning_rate=1e-3, gradient_checkpointing=True,
+        distill=0.5, packed=True, method=METHOD,
+    )  # fmt: skip
     if how in ("begun", "killed"):
         with interrupted_at(3):
             run_training(config)

@@ -12,10 +12,9 @@ import torch
 from models import tiny
 from peft import PeftModel
 from small_models import saved_with_tokenizer, tiny_llama
-from train.interruption import interrupted_at
+from train.runs import METHOD, adaptation, interrupted_at, logged
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
-import condense
 from condense.models import condensed_layers
 from condense.train import PRESETS, RECIPES, PhaseConfig, read_recipe, run_training
 from condense.train import loss as loss_module
@@ -30,7 +29,6 @@ from condense.train.trainer import MixedTrainer
 
 # transformers' own, of PEFT
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-METHOD = condense.CCA(group_size=16, window=16, summary="streaming")
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
 
 
@@ -45,20 +43,6 @@ def base(tmp_path, text):
 def fsdp2(monkeypatch):
     for name, value in FSDP2.items():
         monkeypatch.setenv(name, value)
-
-
-def config(folder, name="adapted", **fields):
-    settings = {
-        "steps": 6, "sequence_length": 128, "batch_size": 2, "keys": (1, 2), "checkpoint_steps": 2, "logging_steps": 1,
-        "dtype": "float32", "workers": 0,
-    }  # fmt: skip
-    data = [folder / "text.txt"]
-    return RECIPES["adapt"](data, folder / name, pretrained=folder / "base", method=METHOD, **settings | fields)
-
-
-def history(config):
-    (phase,) = json.loads((config.output / "training.json").read_text())["results"]["phases"]
-    return [entry for entry in phase["history"] if "loss" in entry]
 
 
 @pytest.mark.parametrize("block", [7, 100, 2**24])
@@ -144,7 +128,7 @@ def test_a_recipe_file(tmp_path):
     assert (run.train, run.lora_rank) == ("lora", 4)
     for name, value in (("stepps", 40), ("train", "half"), ("lora_targets", "mlp"), ("lora_rank", 0)):
         with pytest.raises(ValueError, match=name):
-            config(tmp_path, **{name: value})
+            adaptation(tmp_path, **{name: value})
 
 
 @pytest.mark.parametrize(
@@ -163,7 +147,7 @@ def test_bad_recipe_files(tmp_path, line, message):
     path = tmp_path / "recipe.toml"
     path.write_text(line)
     with pytest.raises(ValueError, match=message):
-        config(tmp_path, **read_recipe(path))
+        adaptation(tmp_path, **read_recipe(path))
 
 
 def test_the_record_tells_what_is_trained_and_shares_of_the_data_apart(tmp_path):
@@ -187,13 +171,13 @@ def test_the_attentions_projections(name, qkv, output, tmp_path):
     found = {which: {path.rpartition(".")[2] for path in projections(model, which)} for which in ("qkv", "qkvo")}
     assert found["qkv"] <= qkv
     assert found["qkvo"] == found["qkv"] | output
-    set_trained(model, dataclasses.replace(config(tmp_path), train="qkv"))
+    set_trained(model, dataclasses.replace(adaptation(tmp_path), train="qkv"))
     trained = {path.rpartition(".")[0] for path, weight in model.named_parameters() if weight.requires_grad}
     assert trained == set(projections(model, "qkv"))
 
 
 def test_only_the_projections_change(base):
-    run = config(base, train="qkv", steps=2)
+    run = adaptation(base, train="qkv", steps=2)
     run_training(run)
     before, after = (AutoModelForCausalLM.from_pretrained(base / name).state_dict() for name in ("base", "adapted"))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -202,12 +186,12 @@ def test_only_the_projections_change(base):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_adapters_resume_load_condensed_and_merge(base, dtype):
-    whole, broken = (config(base, name, train="lora", lora_rank=2, dtype=dtype) for name in ("whole", "broken"))
+    whole, broken = (adaptation(base, name, train="lora", lora_rank=2, dtype=dtype) for name in ("whole", "broken"))
     run_training(whole)
     with interrupted_at(3):
         run_training(broken)
     run_training(broken, resume=True)
-    assert [entry["loss"] for entry in history(broken)] == [entry["loss"] for entry in history(whole)]
+    assert [entry["loss"] for entry in logged(broken.output)[1]] == [entry["loss"] for entry in logged(whole.output)[1]]
     assert not (whole.output / "model.safetensors").exists()
     one, other = (AutoModelForCausalLM.from_pretrained(run.output).state_dict() for run in (whole, broken))
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -223,17 +207,17 @@ def test_adapters_resume_load_condensed_and_merge(base, dtype):
 
 
 def test_the_dense_self_teaches_nothing_at_first_and_then_holds_the_model(base):
-    run = config(base, mix="alternate")
+    run = adaptation(base, mix="alternate")
     run_training(run)
-    entries = history(run)
+    _, entries = logged(run.output)
     assert entries[0]["dense_kl"] == 0  # the first step is dense, on the teacher's own weights
     assert entries[0]["loss"] == 0
     assert all(entry[f"{kind}_kl"] >= 0 for entry, kind in zip(entries, ["dense", "condensed"] * 3, strict=True))
     assert all(entry["tokens_per_second"] > 0 for entry in entries)
     assert entries[-1]["seconds_left"] == 0
-    logged = [json.loads(line) for line in (run.output / "log-adapt.jsonl").read_text().splitlines()]
-    assert [entry["step"] for entry in logged] == [1, 2, 3, 4, 5, 6]
-    assert {"loss", "grad_norm", "condensed_loss", "condensed_kl"} <= logged[1].keys()
+    written = [json.loads(line) for line in (run.output / "log-adapt.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in written] == [1, 2, 3, 4, 5, 6]
+    assert {"loss", "grad_norm", "condensed_loss", "condensed_kl"} <= written[1].keys()
 
 
 def test_the_plan_counts_bytes():
@@ -257,7 +241,7 @@ def test_what_does_not_fit_is_refused_before_the_first_step(base):
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=300, **sizes)).save_pretrained(base / "base")
     with pytest.raises(ValueError, match=r"pretrained: wanted a tokenizer of the model's 300 tokens at most, got 4096"):
-        run_training(config(base))
+        run_training(adaptation(base))
     with pytest.raises(ValueError, match=r"batch_size: wanted a multiple of .* 6, got 4"):
         part_size(PhaseConfig("p", 1, 128, 4, gradient_accumulation_steps=2), 3)
     assert not (base / "adapted.work").exists()
@@ -267,7 +251,7 @@ def test_what_does_not_fit_is_refused_before_the_first_step(base):
 def test_bfloat16_adapters_under_fsdp_need_a_torch_that_keeps_two_dtypes_apart(base, monkeypatch):
     monkeypatch.setattr(phase_module, "is_torch_version", lambda *_: False)
     with pytest.raises(ValueError, match=r"train: wanted torch 2.13 or newer for bfloat16 adapters under FSDP2"):
-        run_training(config(base, train="lora", dtype="bfloat16"))
+        run_training(adaptation(base, train="lora", dtype="bfloat16"))
 
 
 GATHERING = {
@@ -286,7 +270,7 @@ def test_a_sharding_that_gathers_everything_or_nothing_is_refused(base, monkeypa
     monkeypatch.setenv(*setting)
     for resume in (False, True):
         with pytest.raises(ValueError, match=message):
-            run_training(config(base), resume=resume)
+            run_training(adaptation(base), resume=resume)
 
 
 def _not_finite(self, model, inputs, *args, stock=MixedTrainer.compute_loss, **kwargs):
@@ -309,19 +293,19 @@ STOPS = {
 @pytest.mark.parametrize(("cls", "name", "broken", "message"), STOPS.values(), ids=STOPS)
 def test_what_stops_a_run_is_one_line_and_leaves_the_last_checkpoint(base, monkeypatch, cls, name, broken, message):
     monkeypatch.setattr(cls, name, broken)
-    run = config(base)
+    run = adaptation(base)
     with pytest.raises(ValueError, match=rf"^training: stopped at step 4: {message}"):
         run_training(run)
     assert [path.name for path in (run.work / "0-adapt").glob("checkpoint-*")] == ["checkpoint-2"]
     monkeypatch.undo()
     run_training(run, resume=True)
-    assert len(history(run)) == 6
+    assert len(logged(run.output)[1]) == 6
 
 
 def test_the_log_has_the_tenth_step_with_the_time_left_and_the_last(base, capsys):
-    run = config(base, steps=12, logging_steps=100, checkpoint_steps=100)
+    run = adaptation(base, steps=12, logging_steps=100, checkpoint_steps=100)
     run_training(run)
-    tenth, last = history(run)
+    _, (tenth, last) = logged(run.output)
     assert [tenth["step"], last["step"]] == [10, 12]
     assert "seconds_left" in tenth
     assert "adapt step 10/12" in capsys.readouterr().out
@@ -330,7 +314,7 @@ def test_the_log_has_the_tenth_step_with_the_time_left_and_the_last(base, capsys
 def test_tensorboard_gets_the_log_or_is_refused(base, monkeypatch):
     monkeypatch.setattr(run_module, "is_tensorboard_available", lambda: False)
     with pytest.raises(ValueError, match="report_to: wanted TensorBoard installed"):
-        run_training(config(base, report_to="tensorboard"))
+        run_training(adaptation(base, report_to="tensorboard"))
 
     class Board(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **kwargs):
@@ -341,6 +325,6 @@ def test_tensorboard_gets_the_log_or_is_refused(base, monkeypatch):
 
     monkeypatch.setattr(run_module, "is_tensorboard_available", lambda: True)
     monkeypatch.setattr(run_module, "TensorBoardCallback", Board)
-    run = config(base, report_to="tensorboard", steps=1)
+    run = adaptation(base, report_to="tensorboard", steps=1)
     run_training(run)
     assert "condensed_loss" in (run.output / "runs" / "adapt" / "events").read_text()

@@ -4,18 +4,20 @@ import contextlib
 import copy
 import itertools
 import json
+from functools import partial
 
 import pytest
 import torch
 from models import small, tiny
 from models.test_families import EXACT, STATED
 from small_models import tiny_llama
+from train.runs import adaptation, logged
 from transformers import AutoModelForCausalLM
 
 import condense
 from condense.models import use
 from condense.tasks import SequenceBuilder, encode_corpus, load_words
-from condense.train import RECIPES, PhaseConfig, run_training, train_tokenizer
+from condense.train import PhaseConfig, run_training, train_tokenizer
 from condense.train.data import TrainingSequences, keeps_documents_apart
 from condense.train.loss import token_loss
 from condense.train.phase import train_phase
@@ -132,13 +134,9 @@ def base(model, tokenizer, tmp_path):
     return tmp_path
 
 
-def adapted(folder, **fields):
-    settings = {
-        "steps": 4, "sequence_length": LENGTH, "batch_size": 4, "keys": (1, 2), "checkpoint_steps": 2, "workers": 0,
-        "logging_steps": 1, "dtype": "float32", "packed": True,
-    }  # fmt: skip
-    data = [folder / "text.jsonl"]
-    return RECIPES["adapt"](data, folder / "out", pretrained=folder / "base", method=METHOD, **settings | fields)
+adapted = partial(
+    adaptation, data="text.jsonl", steps=4, sequence_length=LENGTH, batch_size=4, packed=True, method=METHOD
+)
 
 
 @pytest.mark.parametrize("train", ["all", "lora"])
@@ -146,11 +144,10 @@ def adapted(folder, **fields):
 def test_the_teacher_reads_the_same_documents(base, train):
     config = adapted(base, mix="alternate", gradient_accumulation_steps=2, gradient_checkpointing=True, train=train)
     run_training(config)
-    (done,) = json.loads((config.output / "training.json").read_text())["results"]["phases"]
-    logged = [entry for entry in done["history"] if "loss" in entry]
+    _, entries = logged(config.output)
     # the first step is dense and its weights are the teacher's
-    assert logged[0]["dense_kl"] == 0
-    assert logged[1]["condensed_kl"] > 0
+    assert entries[0]["dense_kl"] == 0
+    assert entries[1]["condensed_kl"] > 0
     assert AutoModelForCausalLM.from_pretrained(config.output).config.condense
 
 

@@ -10,6 +10,7 @@ import pytest
 from fresh import run_ranks
 from small_models import saved_with_tokenizer, tiny_llama
 from train import processes
+from train.runs import logged
 from transformers import AutoModelForCausalLM
 
 from condense.models import condensed_layers
@@ -40,11 +41,10 @@ def launched(folder, *runs, count=2):
 
 
 def losses(output, how):
-    (phase,) = json.loads((output / "training.json").read_text())["results"]["phases"]
+    phase, entries = logged(output)
     assert phase["resumed_from"] == (None if how == "whole" else "checkpoint-2")
-    found = [entry["loss"] for entry in phase["history"] if "loss" in entry]
-    assert len(found) == 4
-    return found
+    assert len(entries) == 4
+    return [entry["loss"] for entry in entries]
 
 
 @pytest.fixture(scope="module")

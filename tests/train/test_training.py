@@ -10,7 +10,7 @@ import torch
 from models import tiny
 from safetensors.torch import load_file
 from small_models import saved_with_tokenizer, tiny_llama
-from train.interruption import interrupted_at
+from train.runs import interrupted_at
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
