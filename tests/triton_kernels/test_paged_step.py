@@ -10,7 +10,7 @@ from speed.budget import errors, one_ulp
 
 import condense
 from condense.ops.paged import NewTokens, read_paged
-from condense.ops.triton import paged_step, paged_step_kernels
+from condense.ops.triton import paged_step, step_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]
@@ -27,10 +27,9 @@ METHODS = {
 
 
 @pytest.fixture(autouse=True)
-def poisoned_scratch(monkeypatch):
+def poisoned_scratch(poison):
     """What a split does not write must not be read."""
-    empty = torch.empty
-    monkeypatch.setattr(paged_step.torch, "empty", lambda *size, **options: empty(*size, **options).fill_(math.nan))
+    poison(paged_step, "split_scratch")
 
 
 def tokens_of(shape, length, seed=0):
@@ -103,11 +102,16 @@ def early(monkeypatch):
     pools = []
     if DEVICE == "cuda":
         return pools.append
-    launch, store, attend, stored = paged_step._launch, paged_step.store, paged_step.attend, []
+    launch, store, attend, stored = paged_step.launch_of, paged_step.store, paged_step.attend, []
+
+    def early_plan(plan):
+        grid, numbers, (fixed, kind, *forms), options = plan
+        return grid, numbers, (fixed, kind._replace(early=True), *forms), options
 
     def launch_early(*args):
         made = launch(*args)
-        return made._replace(kind=made.kind._replace(early=True))
+        assert made.num_splits > 1
+        return made._replace(step=early_plan(made.step), store=early_plan(made.store))
 
     def kept_store(*args, **options):
         before = pools[0].cache.clone()
@@ -116,13 +120,13 @@ def early(monkeypatch):
 
     def late_attend(*args, **options):
         with monkeypatch.context() as patch:
-            patch.setattr(paged_step_kernels, "gdc_launch_dependents", lambda: pools[0].cache.copy_(stored[0]))
-            patch.setattr(paged_step_kernels, "gdc_wait", lambda: pools[0].cache.copy_(stored[1]))
+            patch.setattr(step_kernels, "gdc_launch_dependents", lambda: pools[0].cache.copy_(stored[0]))
+            patch.setattr(step_kernels, "gdc_wait", lambda: pools[0].cache.copy_(stored[1]))
             attend(*args, **options)
 
     for name in ("gdc_launch_dependents", "gdc_wait"):
-        monkeypatch.setattr(paged_step_kernels, name, lambda: None)
-    for name, function in (("_launch", launch_early), ("store", kept_store), ("attend", late_attend)):
+        monkeypatch.setattr(step_kernels, name, lambda: None)
+    for name, function in (("launch_of", launch_early), ("store", kept_store), ("attend", late_attend)):
         monkeypatch.setattr(paged_step, name, function)
     return pools.append
 

@@ -70,7 +70,7 @@ def decode(method, q, k, v, state, *, arrivals=None, scale=None, latent=0):
 
 @pytest.fixture(autouse=True)
 def poisoned_scratch(poison):
-    poison(ring_step, "_scratch")
+    poison(ring_step, "split_scratch")
 
 
 # lots are drawn by PyTorch, entries in fewer bits have tests of their own

@@ -41,9 +41,8 @@ def read_paged(
     made when the last of them is read. Delays do not change what such a method computes: take
     `condense.methods.step_settings` and set it to 0. If the choice says so, several new tokens of a request see the
     stored tokens of all closed groups (``reads_exactly``).
-    backend: single tokens are read by a step of kernels with "triton", and with "auto" on CUDA where it can run, which
-    without a choice is not over records. All others are read as in `condense.ops.attend`, those of like lengths as rows
-    of one call (`condense.ops.paged.rows`).
+    backend: single tokens are read by a step of kernels with "triton", and with "auto" on CUDA where it can run. All
+    others are read as in `condense.ops.attend`, those of like lengths as rows of one call (`condense.ops.paged.rows`).
     Raises ValueError for an unknown backend, for an explicit one that cannot run here, for settings that pages cannot
     hold, for pages of records that are not as `PagedState` says, and while a graph is captured for requests that no
     step of kernels reads.
@@ -57,10 +56,6 @@ def read_paged(
     has_kernels = takes in ("triton", "hopper")
     if state.holds_records:
         _check_records(state, k, v, settings)
-        if has_kernels and settings.choice is None:
-            if backend != "auto":
-                raise ValueError(f"backend {backend!r} reads single entries in pages, not records; use backend='torch'")
-            has_kernels = False
     steps = new.num_steps if has_kernels else 0
     if steps < len(new.seen) and q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError(

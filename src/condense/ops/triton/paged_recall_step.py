@@ -15,10 +15,10 @@ from condense.ops.step.pages import PagedState, room_for
 from condense.ops.step.records import record_format
 from condense.ops.step.settings import StepSettings
 from condense.ops.triton.device.address import PageForm
-from condense.ops.triton.host import cdiv, dense_rows, on_device_of, power_of_2
+from condense.ops.triton.host import dense_rows, on_device_of
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.limits import step_obstacle
-from condense.ops.triton.paged_step_kernels import paged_join_kernel
+from condense.ops.triton.paged_step import join_pages
 from condense.ops.triton.recall_close_kernels import recall_close_kernel
 from condense.ops.triton.recall_step import rounded, scratch_of
 from condense.ops.triton.recall_step_choice_kernels import recall_choose_kernel
@@ -27,7 +27,7 @@ from condense.ops.triton.recall_step_plan import Plan, Room, plan_of
 from condense.ops.triton.recall_step_score_kernels import recall_score_kernel
 
 _close, _score, _choose = (Launcher(x) for x in (recall_close_kernel, recall_score_kernel, recall_choose_kernel))
-_attend, _join = Launcher(recall_attend_kernel), Launcher(paged_join_kernel)
+_attend = Launcher(recall_attend_kernel)
 
 
 def store(
@@ -80,7 +80,7 @@ def attend(
     plan, (R, H, Dv), K = _plan_of(q, state, settings, scale), out.shape, state.window.cache.shape[1]
     q, D, near, far = dense_rows(q), q.shape[2], state.window, state.entries
     parts, room = _parts(state, D, settings), room_for(far)
-    (S0, S1), columns = plan.splits, min(64, power_of_2(Dv))
+    S0, S1 = plan.splits
     floats = H * room, R * H * S0, R * H * S0, K * room, R * H * S1 * Dv, R * H * S1
     scratch = scratch_of(rounded((*floats, K * room, K * room, K * room, 1, 1, 1, 1, R * K)), q.device)
     score, top, total, offset, part, lse, key, candidate, groups, place, *_, arrived = scratch
@@ -104,10 +104,7 @@ def attend(
             ),
         ):  # fmt: skip
             kernel(grid, tensors, (*strides, *numbers), constants, options)
-        _join(
-            (R * H, cdiv(Dv, columns), 1), (part, lse, seen, out), (*out.stride()[:2], H, S1),
-            (Dv, columns, 64, plan.join[2][-1]), plan.join[3],
-        )  # fmt: skip
+        join_pages(plan.join, part, lse, seen, out)
 
 
 def _plan_of(q: Tensor, state: PagedState, settings: StepSettings, scale: float) -> Plan:

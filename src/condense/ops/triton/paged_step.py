@@ -1,36 +1,29 @@
-"""One decode step over pages in Triton: a kernel that stores, two that attend, and no wait for the host.
+"""One decode step over pages in Triton: the kernel of rings, once to store and once to attend. Nobody waits.
 
 On Hopper, for few requests, each kernel starts while the one before still runs, and waits for it before it reads that
 one's results.
 
-Shapes: R requests, H query heads, K KV heads, r = H / K, S splits, D and Dv widths, N slots of a page.
+Shapes: R requests, H query heads, K KV heads, D and Dv widths.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from condense.ops.step.pages import PagedState, Pages
-from condense.ops.step.settings import StepSettings, numbered_settings
-from condense.ops.triton.device.entry import Kind
-from condense.ops.triton.device.parts import key_value_parts
-from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, gpu_of, on_device_of, power_of_2
+from condense.ops.step.records import record_format
+from condense.ops.step.settings import StepSettings
+from condense.ops.triton.device.address import PageForm
+from condense.ops.triton.host import dense_rows, on_device_of
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.limits import step_obstacle
-from condense.ops.triton.paged_step_kernels import paged_attend_kernel, paged_join_kernel, paged_store_kernel
-from condense.ops.triton.step_plan import tiles_of
+from condense.ops.triton.ring_step import split_scratch
+from condense.ops.triton.step_kernels import step_join_kernel, step_kernel
+from condense.ops.triton.step_plan import Launch, StepSizes, launch_of
 
-# with so many pairs of request and KV head, or more, kernels do not start early: on an H200 with 8 KV heads, one and
-# two requests gain 3 % by an early start, 4 gain nothing, 6 and 8 lose 3 and 5 %
-EARLY_PAIRS = 32
-_NO_LIMIT = 2**31 - 1
-
-_store, _attend, _join = Launcher(paged_store_kernel), Launcher(paged_attend_kernel), Launcher(paged_join_kernel)
+_step, _join = Launcher(step_kernel), Launcher(step_join_kernel)
 
 
 def store(
@@ -38,30 +31,16 @@ def store(
 ) -> None:
     """Store one token of each request, and the entry of a group that is due.
 
-    q ``[R, H, D]``, k ``[R, K, D]``, v ``[R, K, Dv]``: bfloat16, float16 or float32, one dtype with the pages. seen
+    q ``[R, H, D]``, k ``[R, K, D]``, v ``[R, K, Dv]``: bfloat16, float16 or float32, one dtype with the window. seen
     int32 ``[R]`` on the device: tokens of each request, the new one included; 0 for an unused place, where nothing is
     stored. settings: as in `condense.ops.paged.read_paged`.
     On latents (``state.up``) q is absorbed, K is 1 and Dv is 0.
     Raises ValueError for what `condense.ops.triton.limits.step_obstacle` names.
     """
     launch = _launch_of(q, state, settings, scale)
-    q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
-    # without a ring the kernel gets the window in its place and does not read it
-    ring = state.window if state.ring is None else state.ring
     with on_device_of(q):
-        _store(
-            (k.shape[1], k.shape[0], 1),
-            (q, k, v, seen, *_places(state), ring.cache, ring.table),
-            (
-                *(n for x in (q, k, v) for n in x.stride()[:2]),
-                *_strides(state.window),
-                *_strides(state.entries),
-                *_strides(ring),
-                *launch.store_numbers,
-            ),
-            (launch.kind, 0 if state.ring is None else state.ring.slots),
-            launch.store_options,
-        )
+        # no outputs
+        _start(launch.store, (q, k, v), state, seen, settings, (seen, seen))
 
 
 def attend(q: Tensor, state: PagedState, seen: Tensor, settings: StepSettings, *, scale: float, out: Tensor) -> None:
@@ -69,107 +48,72 @@ def attend(q: Tensor, state: PagedState, seen: Tensor, settings: StepSettings, *
 
     On latents out is d_c wide. Arguments and errors as in `store`.
     """
-    launch, (R, H, Dv) = _launch_of(q, state, settings, scale), out.shape
-    q, columns = dense_rows(q), min(64, power_of_2(Dv))
-    part = torch.empty(R, H, launch.num_splits, Dv, dtype=torch.float32, device=q.device)
-    lse = torch.empty(R, H, launch.num_splits, dtype=torch.float32, device=q.device)
+    launch = _launch_of(q, state, settings, scale)
+    part, lse = split_scratch(q, launch.num_splits, out.shape[2])
     with on_device_of(q):
-        _attend(
-            launch.grid,
-            (q, seen, *_places(state), part, lse),
-            (*q.stride()[:2], *_strides(state.window), *_strides(state.entries), *launch.attend_numbers),
-            (launch.kind,),
-            launch.attend_options,
-        )
-        _join(
-            (R * H, cdiv(Dv, columns), 1),
-            (part, lse, seen, out),
-            (*out.stride()[:2], H, launch.num_splits),
-            (Dv, columns, 64, launch.kind.early),
-            launch.join_options,
-        )
+        # keys and values are in pages by now
+        _start(launch.step, (q, q, q), state, seen, settings, (part, lse))
+        join_pages(launch.join, part, lse, seen, out)
 
 
-def _places(state: PagedState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return state.window.cache, state.window.table, state.entries.cache, state.entries.table
+def join_pages(plan: tuple[Any, ...] | None, part: Tensor, lse: Tensor, seen: Tensor, out: Tensor) -> None:
+    """Write all splits' outputs, joined, to ``out``; seen as in `store`.
 
-
-def _strides(pages: Pages) -> tuple[int, ...]:
-    """Strides from page to page, head to head and slot to slot, and from request to request in the table."""
-    return *pages.cache.stride()[:3], pages.table.stride(0)
-
-
-class _Sizes(NamedTuple):
-    """Sizes of a step. Dv: of the output, with ``latent`` as in `condense.ops.step.call.StepCall` as wide as that. N:
-    slots of a page, of the window and of entries. capacity: slots that a request may have.
+    plan: of `step_join_kernel`. part, lse: as many numbers as `condense.ops.triton.ring_step.split_scratch` has.
     """
-
-    R: int
-    H: int
-    K: int
-    D: int
-    Dv: int
-    latent: int
-    N: tuple[int, int]
-    capacity: int
+    assert plan is not None
+    grid, numbers, (*sizes, _, early, _), options = plan
+    constants = (*sizes, True, early, out.stride()[:2])
+    _join(grid, (part, lse, out, None, seen, None, None), (0, seen.stride(0), *numbers), constants, options)
 
 
-def _launch_of(q: Tensor, state: PagedState, settings: StepSettings, scale: float) -> _Launch:
+def _start(
+    plan: tuple[Any, ...],
+    qkv: tuple[Tensor, Tensor, Tensor],
+    state: PagedState,
+    seen: Tensor,
+    settings: StepSettings,
+    parts: tuple[Tensor, Tensor],
+) -> None:
+    """Start the kernel over pages. parts: outputs and log-sum-exps of all splits."""
+    grid, numbers, constants, options = plan
+    near, far, past, D = state.window, state.entries, state.ring, qkv[0].shape[2]
+    qkv = dense_rows(qkv[0]), dense_rows(qkv[1]), dense_rows(qkv[2])
+    entries_k, entries_v, biases = _entries(state, D, settings)
+    # the kernel gets the window, or `seen`, in place of what it does not read
+    buffers = entries_k, entries_v, near.cache, near.cache[..., D:], near.cache if past is None else past.cache
+    tables = near.table, far.table, None if past is None else past.table
+    # strides of rings and arrays, which pages have in their forms
+    none = (0,) * 15
+    _step(
+        grid,
+        (*qkv, *buffers, seen, seen, seen, biases, seen, None, None, *parts, parts[0], *tables),
+        (*(n for x in qkv for n in x.stride()[:2]), *none, seen.stride(0), 0, 0, 0, 0, 0, *numbers),
+        constants,
+        options,
+    )
+
+
+def _entries(state: PagedState, D: int, settings: StepSettings) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and biases of all entries ``[P, K, N, columns]``, views; keys in place of what there is not."""
+    near, far = state.window.cache, state.entries.cache
+    if not state.holds_records:
+        return far, far[..., D:], far
+    parts = record_format(settings, (D, near.shape[3] - D), near.dtype).views(far)
+    k = parts["entries_k"]
+    return k, parts.get("entries_v", k), parts.get("biases", k)
+
+
+def _launch_of(q: Tensor, state: PagedState, settings: StepSettings, scale: float) -> Launch:
     """The launch arguments for these tensors. Raises ValueError as `store`."""
-    (R, H, D), (_, K, _, C) = q.shape, state.window.cache.shape
-    latent, Dv = state.latent, C - D
+    (R, H, D), (_, K, _, C), rule = q.shape, state.window.cache.shape, settings.rule
+    latent, Dv, far, past = state.latent, C - D, state.entries, state.ring
     obstacle = step_obstacle(q.device, q.dtype, (D, Dv), settings, latent=latent)
     if obstacle is not None:
         raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
-    assert settings.rule.window is not None
-    entries = state.entries.table.shape[1] * state.entries.slots
-    capacity = entries + settings.rule.window + settings.rule.chunk
-    sizes = _Sizes(R, H, K, D, latent or Dv, latent, (state.window.slots, state.entries.slots), capacity)
-    return _launch(settings.number, scale, sizes, q.dtype, q.device)
-
-
-class _Launch(NamedTuple):
-    """Launch arguments of a step's kernels, without tensors and strides."""
-
-    num_splits: int
-    grid: tuple[int, int, int]
-    store_numbers: tuple[int | float, ...]
-    attend_numbers: tuple[int | float, ...]
-    kind: Kind
-    store_options: Mapping[str, int | bool]
-    attend_options: Mapping[str, int | bool]
-    join_options: Mapping[str, bool]
-
-
-@functools.lru_cache(maxsize=4096)  # the same for all layers, in every step of as many requests
-def _launch(number: int, scale: float, sizes: _Sizes, dtype: torch.dtype, device: torch.device) -> _Launch:
-    """The launch arguments of a step with these sizes. number: `condense.ops.step.settings.Numbered.number`."""
-    settings, (R, H, K, D, Dv, latent, N, capacity) = numbered_settings(number), sizes
-    check_programs(R * K)
-    rule, heads = settings.rule, H // K
-    tiles = tiles_of(device, dtype, max(D, Dv), latent)
-    rows = min(tiles.rows if latent else 64, max(16, power_of_2(heads)))
-    row_tiles = cdiv(heads, rows)
-    wanted = tiles.waves * gpu_of(device).multiprocessors // (row_tiles * R * K) if device.type == "cuda" else 3
-    D0, D1, V0, V1 = key_value_parts(D, Dv, latent)
-    early = device.type == "cuda" and gpu_of(device).capability >= (9, 0) and R * K < EARLY_PAIRS
-    # one more split reads the tokens and entries that this step stores, so that the others need not wait
-    splits = max(1, min(wanted, cdiv(capacity, tiles.keys))) + early
-    starts_early = {"launch_pdl": True} if early else {}
-    kind = Kind(
-        D0, D1, V0, V1, latent > 0, settings.num_summary > 0, settings.key_pooling, settings.value_pooling,
-        rows=rows, keys=tiles.keys, precision="ieee" if dtype == torch.float32 else "tf32", early=early,
-        page=N[0], far_page=N[1],
-    )  # fmt: skip
     assert rule.window is not None
-    max_chunks = _NO_LIMIT if rule.max_chunks is None else rule.max_chunks
-    return _Launch(
-        splits,
-        (splits, row_tiles, R * K),
-        (K, heads, settings.num_summary, rule.chunk, settings.summary_delay, max_chunks, scale),
-        (K, heads, rule.chunk, rule.window, settings.summary_delay, max_chunks, scale * LOG2E, settings.bias * LOG2E),
-        kind,
-        {"num_warps": 4, **starts_early},
-        {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, **starts_early},
-        starts_early,
-    )
+    entries = Pages(_entries(state, D, settings)[0], far.table)
+    forms = PageForm.of(state.window), PageForm.of(entries), None if past is None else PageForm.of(past)
+    room = far.table.shape[1] * far.slots, rule.window + rule.chunk, 0
+    sizes = StepSizes(R, H, K, D, latent or Dv, *room, *forms)
+    return launch_of(settings.number, (scale, 0.0), latent, sizes, q.dtype, q.device, False)

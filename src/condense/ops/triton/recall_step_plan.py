@@ -215,5 +215,5 @@ def plan_of(
              softcap * LOG2E, early, near, far),
             of_attend.options | chained,
         ),
-        ((B * H, cdiv(V, BC), 1), (H, S1), (V, BC, 64, has_real, early), chained),
+        ((B * H, cdiv(V, BC), 1), (H, S1), (V, BC, 64, has_real, early, None), chained),
     )  # fmt: skip

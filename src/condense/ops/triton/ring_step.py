@@ -55,19 +55,19 @@ class RingKernels(PreparedStep):
         q, k, v = self._dense(token)
         state, real, counter = self.state, token.real, token.counter
         Dv = self._latent or v.shape[3]
-        part, lse = _scratch(q, self._num_splits, Dv)
+        part, lse = split_scratch(q, self._num_splits, Dv)
         out = torch.empty(*q.shape[:3], Dv, dtype=q.dtype, device=q.device)
         has_token = state.seen if real is None else real
         # kernels start on the current device, which may not be that of the tensors in a model spread over several
         with on_device_of(q):
-            self._step((q, k, v, *state[:_NUM_BUFFERS], has_token, sink, counter, part, lse, out))
+            self._step((q, k, v, *state[:_NUM_BUFFERS], has_token, sink, counter, part, lse, out, None, None, None))
             if self._join is not None:
                 self._join((part, lse, out, state.seen, has_token, sink, counter))
         return out
 
 
-def _scratch(q: Tensor, S: int, Dv: int) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, S, Dv]`` and log-sum-exp ``[B, H, S]`` of every split."""
+def split_scratch(q: Tensor, S: int, Dv: int) -> tuple[Tensor, Tensor]:
+    """Output ``[B, H, S, Dv]`` and log-sum-exp ``[B, H, S]`` of every split. q: ``[B, H, ...]``."""
     B, H = q.shape[:2]
     part = torch.empty(B, H, S, Dv, dtype=torch.float32, device=q.device)
     return part, torch.empty(B, H, S, dtype=torch.float32, device=q.device)

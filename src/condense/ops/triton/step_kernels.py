@@ -5,6 +5,11 @@ the new entry from its registers and focal tokens from the ring, attends to thes
 share the entries and tokens that the buffers held before. The last program of a KV head to finish joins the outputs of
 all splits, in their order, and the last one of a row adds 1 to ``seen``; with many splits, a second kernel does both.
 
+In pages a row may see what another row stores in the same step: requests share pages, and one begins with the prefix
+that another completes. So the kernel is launched twice, once to store what is new, once to attend to all there is.
+``seen`` counts the new token and is not changed; a row that has seen none is an unused place of the batch: its output
+is 0 and its pages are not touched.
+
 Shapes: B rows, H query heads, K KV heads, R = H / K, M entries, W and Q slots of the rings of tokens and of queries,
 S splits, V columns of values. A summary is the mean of the newest ``num_summary`` queries. Scores are base 2.
 """
@@ -17,11 +22,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from condense.ops.triton.device.address import form_row, part_at
 from condense.ops.triton.device.codes import load_vectors, row_width
 from condense.ops.triton.device.entry import (
     Buffer,
     Chunk,
     Queries,
+    RequestPages,
     all_scores,
     chunk_keys,
     chunk_values,
@@ -31,6 +38,7 @@ from condense.ops.triton.device.entry import (
     mean_query,
     put_entry,
     row_products,
+    slot_places,
     summary_query,
 )
 from condense.ops.triton.device.parts import load_row, load_rows, parts, store_row
@@ -78,8 +86,9 @@ class _Moment(NamedTuple):
 
     t: position of the new token. first: first position that is seen as a token. due: whether a chunk is due; then begin
     is the position of its first token, slot the slot of its first entry, and seen_at_once whether this step's query
-    sees its entries. entries, tokens: how many of those in the buffers before this step are seen. first_entries:
-    entries that stand before those of chunk 0; the first ``first_single`` of them stand for single tokens.
+    sees its entries. entries, tokens: how many are seen of those in the buffers before this step, or of all in pages;
+    the entries begin in slot ``base``. first_entries: entries that stand before those of chunk 0; the first
+    ``first_single`` of them stand for single tokens.
     """
 
     t: Any
@@ -88,6 +97,7 @@ class _Moment(NamedTuple):
     begin: Any
     slot: Any
     seen_at_once: Any
+    base: Any
     entries: Any
     tokens: Any
     first_entries: Any
@@ -101,6 +111,27 @@ class _New(NamedTuple):
     v: Any
 
 
+class _Stretch(NamedTuple):
+    """The ``count`` slots from slot ``first`` on."""
+
+    first: Any
+    count: Any
+
+
+class _Read(NamedTuple):
+    """What a step reads and makes, as it will be read from where it is stored.
+
+    chunk: the chunk that is due, if any, with the new token. key, value, bias: of its pooled entry, 0 without one.
+    ranked: scores of its tokens, if some are focal.
+    """
+
+    chunk: Any
+    key: Any
+    value: Any
+    bias: Any
+    ranked: Any
+
+
 class _Places(NamedTuple):
     """Pointers to all splits' outputs ``[rows, S, V]`` and log-sum-exps ``[rows, S]``; row: a KV head's first row."""
 
@@ -111,22 +142,44 @@ class _Places(NamedTuple):
 
 
 @triton.jit
+def _number_size(ptr):
+    """Bytes of a number that ``ptr`` points to."""
+    return ptr.dtype.element_ty.primitive_bitwidth // 8
+
+
+@triton.jit
+def _rows_in_pages(pages, stretch, tile, FORM: tl.constexpr, KIND: tl.constexpr):
+    """Offsets of a tile's keys in pages; past the last key that of the last, of page 0 if there is none."""
+    i = tl.minimum(tile * KIND.keys + tl.arange(0, KIND.keys), stretch.count - 1)
+    return form_row(pages.table, stretch.first + i, i >= 0, FORM)
+
+
+@triton.jit
 def _attend_keys(
-    softmax, q, source, lo, hi, count, first, scale, bias, moment, PERIOD: tl.constexpr, KIND: tl.constexpr
+    softmax, q, source, stretch, lo, hi, scale, bias, moment, PERIOD: tl.constexpr, FORM: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
-    """Add tiles ``[lo, hi)`` of the ``count`` keys of a buffer that begin in slot ``first``; no tile is empty.
+    """Add tiles ``[lo, hi)`` of a `_Stretch` of keys in a `Buffer`, or in `RequestPages`; no tile is empty.
 
     PERIOD > 0: only pooled entries get the bias: first entries from ``moment.first_single`` on, and behind them the
     last of each ``PERIOD`` entries. PERIOD < 0: ``bias`` points to each key's own, natural.
     """
     PRECISION: tl.constexpr = KIND.precision
+    if FORM is not None:
+        # found one tile ahead, so that keys need not wait for tables
+        place = _rows_in_pages(source, stretch, lo, FORM, KIND)
     for tile in range(lo, hi):
         i = tile * KIND.keys + tl.arange(0, KIND.keys)
-        inside = i < count
-        # places beyond the last key read that key again: loads without a mask take fewer instructions
-        at = first + tl.minimum(i, count - 1)
-        at = tl.where(at >= source.size, at - source.size, at).to(tl.int64)
-        k = load_vectors(source.k, at * source.s_k, q[0].dtype, KIND.D0, KIND.D1, KIND.entry_bits, KIND.early, True)
+        inside = i < stretch.count
+        if FORM is None:
+            # places beyond the last key read that key again: loads without a mask take fewer instructions
+            at = stretch.first + tl.minimum(i, stretch.count - 1)
+            at = tl.where(at >= source.size, at - source.size, at).to(tl.int64)
+            s_k, s_v = source.s_k, source.s_v
+        else:
+            at, s_k, s_v = place, 1, 1
+            place = _rows_in_pages(source, stretch, tile + 1, FORM, KIND)
+        k = load_vectors(source.k, at * s_k, q[0].dtype, KIND.D0, KIND.D1, KIND.entry_bits, KIND.early, True)
         s = soft_cap(key_products(q, k, PRECISION) * scale, KIND.softcap)[0]
         if PERIOD > 0:
             pooled = tl.where(
@@ -134,15 +187,14 @@ def _attend_keys(
             )
             s += tl.where(pooled, bias, 0.0)[None, :]
         elif PERIOD < 0:
-            s += tl.load(bias + i, mask=inside, other=0.0)[None, :] * _LOG2E
+            own = bias + (i if FORM is None else part_at(bias, at * _number_size(source.k)))
+            s += tl.load(own, mask=inside, other=0.0)[None, :] * _LOG2E
         else:
             s += bias
         s = tl.where(inside[None, :], s, float("-inf"))
         v = (k[0],)
         if not KIND.latent:
-            v = load_vectors(
-                source.v, at * source.s_v, q[0].dtype, KIND.V0, KIND.V1, KIND.entry_bits, KIND.early, False
-            )
+            v = load_vectors(source.v, at * s_v, q[0].dtype, KIND.V0, KIND.V1, KIND.entry_bits, KIND.early, False)
         softmax = add_keys(softmax, s, v, PRECISION)
     return softmax
 
@@ -170,12 +222,11 @@ def _two_rows(a, x, b, y):
 
 
 @triton.jit
-def _new_token(
-    heads, new, entries, ring, past_queries, num_summary, moment, chunk_size, places, scores, row_tile,
+def _read_token(
+    heads, new, entries, ring, past_queries, num_summary, moment, chunk_size, scores, writes, FAR: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """Split 0 of a KV head: attention to the new token and the new entries. The first tile of rows stores them."""
-    writes = row_tile == 0
+    """The `_Read` of a step. Store its token, mean query and entries if ``writes``."""
     k = load_row(new.k, KIND.D0, KIND.D1)
     v = (k[0],) if KIND.latent else load_row(new.v, KIND.V0, KIND.V1)
     chunk = Chunk(moment.begin, chunk_size, moment.t, k, v)
@@ -190,65 +241,97 @@ def _new_token(
             summary = summary_query(mean, past_queries, moment.t, num_summary, KIND.D0, KIND.D1)
         if KIND.focal > 0:
             ranked = all_scores(ring, chunk, summary, scores.weigh, KIND)
-        key, value = make_entries(entries, ring, chunk, summary, ranked, moment.slot, writes, scores.weigh, KIND)
-        entry_k, entry_v = put_entry(entries, moment.slot + KIND.focal, key, value, writes, KIND)
+        to, slot, biases = entries, moment.slot, scores.biases
+        if FAR is not None:
+            at = form_row(entries.table, slot, None, FAR)
+            if KIND.matched:
+                biases += part_at(biases, at * _number_size(entries.k))
+            to, slot = Buffer(entries.k + at, entries.v + at, 0, 0, 1), slot * 0
+        key, value = make_entries(to, ring, chunk, summary, ranked, slot, writes, scores.weigh, KIND)
+        entry_k, entry_v = put_entry(to, slot + KIND.focal, key, value, writes, KIND)
         if KIND.matched:
             bias = matched_bias(ring, chunk, summary, ranked, key, scores.weigh, KIND)
             if writes:
                 # the focal tokens, which come first, have none
                 j = tl.arange(0, KIND.tile)
                 own = tl.where(j == KIND.focal, bias, 0.0)
-                tl.store(scores.biases + moment.slot + j, own, mask=j <= KIND.focal)
+                tl.store(biases + slot + j, own, mask=j <= KIND.focal)
             bias *= _LOG2E
     if writes:
-        at = (moment.t % ring.size).to(tl.int64)
-        store_row(ring.k + at * ring.s_k, k, KIND.D0, KIND.D1)
+        store_row(ring.k + slot_places(ring, ring.s_k, moment.t, None, KIND), k, KIND.D0, KIND.D1)
         if not KIND.latent:
-            store_row(ring.v + at * ring.s_v, v, KIND.V0, KIND.V1)
-        if KIND.scored:
+            store_row(ring.v + slot_places(ring, ring.s_v, moment.t, None, KIND), v, KIND.V0, KIND.V1)
+        # pages keep no queries if the newest is enough
+        if KIND.scored and (FAR is None or num_summary > 1):
             at = (moment.t % past_queries.size).to(tl.int64)
             store_row(past_queries.q + at * past_queries.s_q, mean, KIND.D0, KIND.D1)
+    return _Read(chunk, entry_k, entry_v, bias, ranked)
 
+
+@triton.jit
+def _new_token(heads, ring, read, moment, places, scores, row_tile, KIND: tl.constexpr):
+    """Split 0 of a KV head: attention to the new token and the new entries, which are ``read``."""
+    chunk = read.chunk
     first_row = row_tile * KIND.rows
     for start in range(first_row, tl.minimum(first_row + KIND.rows, heads.size), 16):
         r = start + tl.arange(0, 16)
         q = load_rows(heads.q, r.to(tl.int64) * heads.s_q, r < heads.size, KIND.D0, KIND.D1)
-        to_token = soft_cap(row_products(q, k) * scores.attend, KIND.softcap)[0]
+        to_token = soft_cap(row_products(q, chunk.k) * scores.attend, KIND.softcap)[0]
         to_token = tl.where(moment.first <= moment.t, to_token, float("-inf"))
-        to_entry = soft_cap(row_products(q, entry_k) * scores.attend, KIND.softcap)[0] + bias
+        to_entry = soft_cap(row_products(q, read.key) * scores.attend, KIND.softcap)[0] + read.bias
         to_entry = tl.where(moment.seen_at_once, to_entry, float("-inf"))
         m = tl.maximum(to_token, to_entry)
         finite = tl.where(m == float("-inf"), 0.0, m)
         a, b = tl.exp2(to_token - finite), tl.exp2(to_entry - finite)
-        softmax = Softmax(_two_rows(a, v, b, entry_v), m, a + b)
+        softmax = Softmax(_two_rows(a, chunk.v, b, read.value), m, a + b)
         if KIND.focal > 0:
-            count = tl.where(moment.seen_at_once, chunk_size, 0)
-            softmax = _attend_focal(softmax, q, ring, chunk, ranked, count, scores.attend, KIND)
+            count = tl.where(moment.seen_at_once, chunk.size, 0)
+            softmax = _attend_focal(softmax, q, ring, chunk, read.ranked, count, scores.attend, KIND)
         at = (places.row + r).to(tl.int64) * places.S
         store_part(places.part, places.lse, softmax, at, r < heads.size, KIND.V0, KIND.V1)
 
 
 @triton.jit
-def _share(
-    heads, entries, ring, moment, places, split, scores, row_tile, KIND: tl.constexpr
+def _attend_share(
+    heads, entries, ring, moment, places, split, scores, row_tile, NEAR: tl.constexpr, FAR: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
-    """A split from 1 on: attention to its share of what the buffers held before the step."""
+    """Attention of a split to its share: of what buffers held before the step, or of all that pages hold."""
     r = row_tile * KIND.rows + tl.arange(0, KIND.rows)
     q = load_rows(heads.q, r.to(tl.int64) * heads.s_q, r < heads.size, KIND.D0, KIND.D1)
-    # limited to the ring, because a replayed graph may run more steps than the cache has room for
-    tokens = tl.minimum(moment.tokens, ring.size)
-    entry_tiles = tl.cdiv(moment.entries, KIND.keys)
-    tiles = entry_tiles + tl.cdiv(tokens, KIND.keys)
-    lo, hi = tiles * (split - 1) // (places.S - 1), tiles * split // (places.S - 1)
+    tokens = moment.tokens
+    if NEAR is None:
+        # limited to the ring, because a replayed graph may run more steps than the cache has room for
+        tokens = tl.minimum(tokens, ring.size)
+    far, near = tl.cdiv(moment.entries, KIND.keys), tl.cdiv(tokens, KIND.keys)
+    old_far, old_near = far, near
+    # split 0 is apart where it reads what this step stores
+    WAITS: tl.constexpr = KIND.early and not KIND.stores
+    APART: tl.constexpr = 1 if KIND.stores or KIND.early else 0
+    if WAITS:
+        # at most the newest entry and the newest two tokens of what a row reads: the last one of a prefix, which may be
+        # another row's, and its own
+        old_far, old_near = tl.maximum(moment.entries - 1, 0) // KIND.keys, tl.maximum(tokens - 2, 0) // KIND.keys
+        if split == 0:
+            gdc_wait()
+    tiles = old_far + old_near
+    lo, hi = tiles * (split - APART) // (places.S - APART), tiles * (split - (APART - 1)) // (places.S - APART)
+    begin, end = lo, tl.minimum(hi, old_far)
+    if WAITS:
+        begin, end = tl.where(split == 0, old_far, begin), tl.where(split == 0, far, end)
     softmax = empty_softmax(KIND.rows, KIND.V0, KIND.V1, KIND.keys)
     softmax = _attend_keys(
-        softmax, q, entries, lo, tl.minimum(hi, entry_tiles), moment.entries, 0, scores.attend,
-        scores.biases if KIND.matched else scores.bias, moment, -1 if KIND.matched else KIND.period, KIND,
+        softmax, q, entries, _Stretch(moment.base, moment.entries), begin, end, scores.attend,
+        scores.biases if KIND.matched else scores.bias, moment, -1 if KIND.matched else KIND.period, FAR, KIND,
     )  # fmt: skip
-    softmax = _attend_keys(
-        softmax, q, ring, tl.maximum(lo - entry_tiles, 0), hi - entry_tiles, tokens, moment.first % ring.size,
-        scores.attend, 0.0, moment, 0, KIND,
-    )  # fmt: skip
+    begin, end = tl.maximum(lo - old_far, 0), hi - old_far
+    if WAITS:
+        begin, end = tl.where(split == 0, old_near, begin), tl.where(split == 0, near, end)
+    stretch = _Stretch(moment.first % ring.size if NEAR is None else moment.first, tokens)
+    softmax = _attend_keys(softmax, q, ring, stretch, begin, end, scores.attend, 0.0, moment, 0, NEAR, KIND)
+    if WAITS:
+        # from here on all that the step stores is there, for the kernel that follows too
+        gdc_wait()
     at = (places.row + r).to(tl.int64) * places.S + split
     store_part(places.part, places.lse, whole(softmax), at, r < heads.size, KIND.V0, KIND.V1)
 
@@ -278,39 +361,54 @@ def _moment(
     number = complete // chunk - 1
     due = (complete > 0) & (complete % chunk == 0) & (number < max_chunks)
     seen_at_once = due & (number < visible)
-    # the new entries are the last ones
-    entries = first_entries + (visible - seen_at_once.to(tl.int32)) * entries_each
-    slot = first_entries + number * entries_each
+    if KIND.page > 0:
+        # an entry stands in slot ``t // chunk`` of the token t that completes its summary: `condense.serving.plan`
+        base, entries, tokens = summary_delay // chunk, visible, t + 1 - first
+    else:
+        # the new entries are the last ones
+        base, entries = 0, first_entries + (visible - seen_at_once.to(tl.int32)) * entries_each
+        tokens = tl.maximum(t - first, 0)
+    slot = base + first_entries + number * entries_each
     return _Moment(
-        t, first, due, number * chunk, slot, seen_at_once, entries, tl.maximum(t - first, 0),
-        first_entries, first_single,
-    )  # fmt: skip
+        t, first, due, number * chunk, slot, seen_at_once, base, entries, tokens, first_entries, first_single
+    )
+
+
+@triton.jit
+def _pages(k_ptr, v_ptr, table_ptr, b, kvh, FORM: tl.constexpr):
+    """The `RequestPages` of row b and a KV head."""
+    first = kvh * FORM.s_head
+    return RequestPages(
+        k_ptr + first, v_ptr + first, FORM.s_slot, FORM.s_slot, table_ptr + b * FORM.s_table, FORM.s_page
+    )
 
 
 @triton.jit
 def step_kernel(
     q_ptr, k_ptr, v_ptr, entries_k_ptr, entries_v_ptr, ring_k_ptr, ring_v_ptr, ring_q_ptr, seen_ptr, first_ptr,
-    arrived_ptr, biases_ptr, real_ptr, sink_ptr, counter_ptr, part_ptr, lse_ptr, out_ptr,
+    arrived_ptr, biases_ptr, real_ptr, sink_ptr, counter_ptr, part_ptr, lse_ptr, out_ptr, near_ptr, far_ptr, past_ptr,
     s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_ekb, s_ekh, s_ekn, s_evb, s_evh, s_evn,
     s_rkb, s_rkh, s_rkn, s_rvb, s_rvh, s_rvn, s_rqb, s_rqh, s_rqn,
     s_seen, s_first, s_first_n, s_arrived, s_arrived_n, s_real,
     M, W, Q, window, max_chunks, summary_delay, scale, score_scale, bias, FIXED: tl.constexpr, KIND: tl.constexpr,
+    NEAR: tl.constexpr, FAR: tl.constexpr, PAST: tl.constexpr,
 ):  # fmt: skip
     """part float32 ``[B, H, S, V]`` and log-sum-exp ``[B, H, S]``, or out ``[B, H, 1, V]``; grid (S, row tiles, B * K).
 
     arrived int32 ``[B, K + 1]``: finished programs of each KV head, and finished KV heads; 0 before and after.
     biases float32 ``[B, K, M]``, contiguous, read and written if they are matched. sink float ``[H]``: logits without a
-    value, None for none. counter int64 ``[]``: 1 is added to it; None for none.
+    value, None for none. counter int64 ``[]``: 1 is added to it; None for none. near, far, past: tables of the pages of
+    tokens, entries and queries, None where rows lie side by side; a row's queries lie in one page.
     """
     K: tl.constexpr = FIXED.K
     R: tl.constexpr = FIXED.R
     num_summary: tl.constexpr = FIXED.num_summary
     chunk: tl.constexpr = FIXED.chunk
     if KIND.early:
-        if KIND.joins:
+        if not KIND.attends:
+            # the kernel that attends reads before it waits, so what earlier kernels write must be there by then
             gdc_wait()
-        else:
-            gdc_launch_dependents()
+        gdc_launch_dependents()
     split, S, row_tile, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1), tl.program_id(2)
     # addresses need 64 bits
     b, kvh = (head // K).to(tl.int64), (head % K).to(tl.int64)
@@ -324,31 +422,48 @@ def step_kernel(
     heads = Queries(q_ptr + b * s_qb + kvh * R * s_qh, s_qh, R)
     new = _New(k_ptr + b * s_kb + kvh * s_kh, v_ptr + b * s_vb + kvh * s_vh)
     past_queries = Queries(ring_q_ptr + b * s_rqb + kvh * s_rqh, s_rqn, Q)
-    entries = Buffer(entries_k_ptr + b * s_ekb + kvh * s_ekh, entries_v_ptr + b * s_evb + kvh * s_evh, s_ekn, s_evn, M)
-    if KIND.entry_bits < 16:
-        # contiguous rows of bytes, whose width the compiler knows: it loads whole words
-        dtype: tl.constexpr = q_ptr.dtype.element_ty
-        ROW: tl.constexpr = row_width(KIND.D0 + KIND.D1, KIND.entry_bits, dtype)
-        ROW_V: tl.constexpr = row_width(0 if KIND.latent else KIND.V0 + KIND.V1, KIND.entry_bits, dtype)
-        first = head.to(tl.int64) * M
-        entries = Buffer(entries_k_ptr + first * ROW, entries_v_ptr + first * ROW_V, ROW, ROW_V, M)
-    ring = Buffer(ring_k_ptr + b * s_rkb + kvh * s_rkh, ring_v_ptr + b * s_rvb + kvh * s_rvh, s_rkn, s_rvn, W)
+    if NEAR is None:
+        entries = Buffer(
+            entries_k_ptr + b * s_ekb + kvh * s_ekh, entries_v_ptr + b * s_evb + kvh * s_evh, s_ekn, s_evn, M
+        )
+        if KIND.entry_bits < 16:
+            # contiguous rows of bytes, whose width the compiler knows: it loads whole words
+            dtype: tl.constexpr = q_ptr.dtype.element_ty
+            ROW: tl.constexpr = row_width(KIND.D0 + KIND.D1, KIND.entry_bits, dtype)
+            ROW_V: tl.constexpr = row_width(0 if KIND.latent else KIND.V0 + KIND.V1, KIND.entry_bits, dtype)
+            first = head.to(tl.int64) * M
+            entries = Buffer(entries_k_ptr + first * ROW, entries_v_ptr + first * ROW_V, ROW, ROW_V, M)
+        ring = Buffer(ring_k_ptr + b * s_rkb + kvh * s_rkh, ring_v_ptr + b * s_rvb + kvh * s_rvh, s_rkn, s_rvn, W)
+    else:
+        t -= 1
+        live = t >= 0
+        ring = _pages(ring_k_ptr, ring_v_ptr, near_ptr, b, kvh, NEAR)
+        entries = _pages(entries_k_ptr, entries_v_ptr, far_ptr, b, kvh, FAR)
+        if PAST is not None:
+            page = tl.load(past_ptr + b * PAST.s_table).to(tl.int64)
+            past_queries = Queries(ring_q_ptr + page * PAST.s_page + kvh * PAST.s_head, PAST.s_slot, PAST.slots)
     places = _Places(part_ptr, lse_ptr, head * R, S)
-    scores = _Scores(scale, score_scale, bias, biases_ptr + head.to(tl.int64) * M)
+    if NEAR is None:
+        biases_ptr += head.to(tl.int64) * M
+    elif KIND.matched:
+        biases_ptr += part_at(biases_ptr, kvh * FAR.s_head * _number_size(entries_k_ptr))
+    scores = _Scores(scale, score_scale, bias, biases_ptr)
     moment = _moment(t, chunk, window, max_chunks, summary_delay, M, first_entries, first_single, KIND)
 
     if live:
-        if split == 0:
-            _new_token(
-                heads, new, entries, ring, past_queries, num_summary, moment, chunk, places, scores, row_tile, KIND
+        if not KIND.stores:
+            _attend_share(heads, entries, ring, moment, places, split, scores, row_tile, NEAR, FAR, KIND)
+        elif split == 0:
+            # the first tile of rows stores
+            read = _read_token(
+                heads, new, entries, ring, past_queries, num_summary, moment, chunk, scores, row_tile == 0, FAR, KIND
             )
-        else:
-            _share(heads, entries, ring, moment, places, split, scores, row_tile, KIND)
+            if KIND.attends:
+                _new_token(heads, ring, read, moment, places, scores, row_tile, KIND)
+        elif KIND.attends:
+            _attend_share(heads, entries, ring, moment, places, split, scores, row_tile, NEAR, FAR, KIND)
 
     if KIND.joins:
-        if KIND.early:
-            # only now: launched earlier, programs of the next step would take multiprocessors from this one
-            gdc_launch_dependents()
         # all threads of the program must have stored their part before it is counted as done
         tl.debug_barrier()
         arrived = arrived_ptr + b * s_arrived
@@ -370,10 +485,11 @@ def step_kernel(
 def step_join_kernel(
     part_ptr, lse_ptr, out_ptr, seen_ptr, real_ptr, sink_ptr, counter_ptr, s_seen, s_real, H, S,
     V: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
+    OUT: tl.constexpr,
 ):  # fmt: skip
-    """out ``[B, H, 1, V]``, contiguous; 1 is added to ``seen``. Grid (B * H, columns).
+    """out ``[B, H, 1, V]``; 1 is added to ``seen``. Grid (B * H, columns).
 
-    sink, counter: as of `step_kernel`.
+    sink, counter: as of `step_kernel`. seen: None if it stays. OUT: first two strides of out, None if it is contiguous.
     """
     if EARLY:
         gdc_wait()
@@ -384,10 +500,12 @@ def step_join_kernel(
     column = tl.program_id(1) * BC + tl.arange(0, BC)
     one = tl.arange(0, 1)
     out = join_parts(part_ptr, lse_ptr, row + one, one < 1, live * S, column, V, BS, sink_ptr, row % H + one)
-    tl.store(out_ptr + row * V + column[None, :], out.to(out_ptr.dtype.element_ty), mask=(column < V)[None, :])
+    out_ptr += row * V if OUT is None else b * OUT[0] + row % H * OUT[1]
+    tl.store(out_ptr + column[None, :], out.to(out_ptr.dtype.element_ty), mask=(column < V)[None, :])
 
-    if (tl.program_id(1) == 0) & (row % H == 0):
-        tl.store(seen_ptr + b * s_seen, tl.load(seen_ptr + b * s_seen) + live)
-        if counter_ptr is not None:  # noqa: SIM102 - known when the kernel is compiled
-            if row == 0:
-                tl.store(counter_ptr, tl.load(counter_ptr) + 1)
+    if seen_ptr is not None:  # noqa: SIM102 - known when the kernel is compiled
+        if (tl.program_id(1) == 0) & (row % H == 0):
+            tl.store(seen_ptr + b * s_seen, tl.load(seen_ptr + b * s_seen) + live)
+            if counter_ptr is not None:  # noqa: SIM102 - known when the kernel is compiled
+                if row == 0:
+                    tl.store(counter_ptr, tl.load(counter_ptr) + 1)

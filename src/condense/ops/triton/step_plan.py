@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from condense.ops.step.settings import StepSettings, numbered_settings
+from condense.ops.triton.device.address import PageForm
 from condense.ops.triton.device.entry import Kind
 from condense.ops.triton.device.parts import key_value_parts
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
@@ -23,6 +24,9 @@ _NEVER = 2**31 - 1
 _MOST_JOINED = 2**16
 # numbers that a joining program holds in registers
 _JOINED_AT_ONCE = 2**13
+# with so many pairs of request and KV head, or more, kernels over pages do not start early: on an H200 with 8 KV heads,
+# one and two requests gain 3 % by an early start, 4 gain nothing, 6 and 8 lose 3 and 5 %
+EARLY_PAIRS = 32
 
 
 class _StepTiles(NamedTuple):
@@ -49,10 +53,10 @@ def tiles_of(device: torch.device, dtype: torch.dtype, width: int, latent: int =
     return _StepTiles(64, 32 if few else 64, 4, 3, 2)
 
 
-def _num_splits(device: torch.device, programs: int, capacity: int, tiles: _StepTiles) -> int:
-    """Number of splits: one for the new token, the others for keys, at most as many as fill the device."""
+def _num_splits(device: torch.device, programs: int, capacity: int, tiles: _StepTiles, apart: int) -> int:
+    """Number of splits, at most as many as fill the device: ``apart`` for what is new, the others for keys."""
     wanted = tiles.waves * gpu_of(device).multiprocessors // programs if device.type == "cuda" else 3
-    return max(2, min(wanted, 1 + cdiv(capacity, tiles.keys)))
+    return apart + max(1, min(wanted - apart, cdiv(capacity, tiles.keys)))
 
 
 def kind_of(
@@ -66,15 +70,21 @@ def kind_of(
 
 
 class Launch(NamedTuple):
-    """Grid, numbers, constants and options of a step's kernels, without strides. join: None without a second kernel."""
+    """Grid, numbers, constants and options of a step's kernels, without strides. join: None if ``step`` joins.
+
+    store: in pages, the launch of the same kernel that stores; ``step`` is then the one that attends.
+    """
 
     num_splits: int
     step: tuple[Any, ...]
     join: tuple[Any, ...] | None
+    store: tuple[Any, ...]
 
 
 class StepSizes(NamedTuple):
-    """Sizes of a step's tensors; Dv is the width of the output."""
+    """Sizes of a step's tensors; Dv is the width of the output. In pages: near, far, past: of tokens, of entries and of
+    queries, if there are any.
+    """
 
     B: int
     H: int
@@ -84,6 +94,9 @@ class StepSizes(NamedTuple):
     M: int
     W: int
     Q: int
+    near: PageForm | None = None
+    far: PageForm | None = None
+    past: PageForm | None = None
 
 
 @functools.lru_cache(maxsize=4096)  # the same for all layers, in every step until their buffers grow
@@ -104,16 +117,17 @@ def launch_of(
     """
     scale, softcap = scores
     check_programs(sizes.B * sizes.K)
-    settings, (B, H, K, D, Dv, M, W, Q) = numbered_settings(number), sizes
-    gpu = gpu_of(device) if device.type == "cuda" else None
-    few = gpu is not None and gpu.multiprocessors >= 16 * B * K  # KV heads
+    settings, (B, H, K, D, Dv, M, W, Q, near, *others) = numbered_settings(number), sizes
+    gpu, paged = gpu_of(device) if device.type == "cuda" else None, near is not None
+    few = gpu is not None and not paged and gpu.multiprocessors >= 16 * B * K  # KV heads
     R, tiles, rule = H // K, tiles_of(device, dtype, max(D, Dv), latent, few), settings.rule
     rows = min(tiles.rows, max(16, power_of_2(R)))
     row_tiles = cdiv(R, rows)
-    S = _num_splits(device, row_tiles * B * K, M + W, tiles)
-    joins = row_tiles == 1 and (host_bound or not few) and R * S * Dv <= _MOST_JOINED
-    # a second kernel may be launched while the last splits run; with one kernel no multiprocessor is free for the next
-    early = gpu is not None and gpu.capability >= (9, 0) and not joins
+    # kernels may be launched while the last splits of the one before run; after a single one none would be free for it
+    early = gpu is not None and gpu.capability >= (9, 0) and (not paged or B * K < EARLY_PAIRS)
+    S = _num_splits(device, row_tiles * B * K, M + W, tiles, 1 if early or not paged else 0)
+    joins = not paged and row_tiles == 1 and (host_bound or not few) and R * S * Dv <= _MOST_JOINED
+    early = early and not joins
     joined_rows, columns = power_of_2(R), power_of_2(Dv)
     kind = kind_of(
         settings, key_value_parts(D, Dv, latent), latent, early, has_real,
@@ -129,15 +143,19 @@ def launch_of(
         joined_parts=max(1, min(power_of_2(S), _JOINED_AT_ONCE // (joined_rows * columns))) if joins else 1,
         joined_columns=columns if joins else 1,
         softcap=softcap * LOG2E,
+        page=0 if near is None else near.slots,
+        stores=not paged,
     )  # fmt: skip
     window, max_chunks = (_NEVER if x is None else min(x, _NEVER) for x in (rule.window, rule.max_chunks))
     BC = min(64, power_of_2(Dv))
     starts_early = {"launch_pdl": True} if early else {}
-    step = (
-        (S, row_tiles, B * K),
-        (M, W, Q, window, max_chunks, settings.summary_delay, scale, scale * LOG2E, settings.bias * LOG2E),
-        (Fixed(K, R, settings.num_summary, rule.chunk), kind),
-        {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
+    numbers = M, W, Q, window, max_chunks, settings.summary_delay, scale, scale * LOG2E, settings.bias * LOG2E
+    fixed, forms = Fixed(K, R, settings.num_summary, rule.chunk), (near, *others)
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages} | (starts_early if paged else {})
+    store = kind._replace(stores=True, attends=False)
+    return Launch(
+        S,
+        ((S, row_tiles, B * K), numbers, (fixed, kind, *forms), options),
+        None if joins else ((B * H, cdiv(Dv, BC), 1), (H, S), (Dv, BC, 64, has_real, early, None), starts_early),
+        ((1, 1, B * K), numbers, (fixed, store, *forms), {"num_warps": 4} | starts_early),
     )
-    join = (B * H, cdiv(Dv, BC), 1), (H, S), (Dv, BC, 64, has_real, early), starts_early
-    return Launch(S, step, None if joins else join)

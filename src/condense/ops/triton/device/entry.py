@@ -29,7 +29,7 @@ class Kind(NamedTuple):
     early: a kernel is launched while the one before still runs (programmatic dependent launch).
     joins: the last program of a KV head to finish joins the outputs of all splits; otherwise a second kernel does.
     joined_rows, joined_parts, joined_columns: query heads, splits and columns per tile of that join.
-    page: slots of a page if a chunk's tokens lie in `RequestPages`; 0 if they lie in a ring. far_page: of its entries.
+    page: slots of a page if tokens lie in `RequestPages`; 0 if they lie in a ring. stores, attends: what a launch does.
     matched: each entry has a bias of its own. softcap: cap of attention's scores, base 2, 0.0 for none.
     entry_bits: bits per number of an entry, see `condense.ops.entries.EntryFormat`.
     """
@@ -56,7 +56,8 @@ class Kind(NamedTuple):
     joined_parts: int = 1
     joined_columns: int = 1
     page: int = 0
-    far_page: int = 0
+    stores: bool = True
+    attends: bool = True
     matched: bool = False
     softcap: float = 0.0
     entry_bits: int = 16
@@ -157,11 +158,10 @@ def summary_query(mean, ring, t, count, D0: tl.constexpr, D1: tl.constexpr):
 
 
 @triton.jit
-def _places(ring, stride, chunk, i, KIND: tl.constexpr):
-    """Offsets of the rows of tokens i of the chunk."""
-    position = chunk.first + i
+def slot_places(ring, stride, position, inside, KIND: tl.constexpr):
+    """Offsets of the rows of tokens at these positions. inside: as of `page_row`."""
     if KIND.page > 0:
-        return page_row(ring.table, position, i < chunk.size, KIND.page, ring.s_page, stride)
+        return page_row(ring.table, position, inside, KIND.page, ring.s_page, stride)
     else:
         return (position % ring.size).to(tl.int64) * stride
 
@@ -179,13 +179,17 @@ def _tokens(ptr, at, new, chunk, i, D0: tl.constexpr, D1: tl.constexpr):
 @triton.jit
 def chunk_keys(ring, chunk, i, KIND: tl.constexpr):
     """Keys of tokens i of the chunk."""
-    return _tokens(ring.k, _places(ring, ring.s_k, chunk, i, KIND), chunk.k, chunk, i, KIND.D0, KIND.D1)
+    return _tokens(
+        ring.k, slot_places(ring, ring.s_k, chunk.first + i, i < chunk.size, KIND), chunk.k, chunk, i, KIND.D0, KIND.D1
+    )
 
 
 @triton.jit
 def chunk_values(ring, chunk, i, KIND: tl.constexpr):
     """Values of tokens i of the chunk, unless they are latents."""
-    return _tokens(ring.v, _places(ring, ring.s_v, chunk, i, KIND), chunk.v, chunk, i, KIND.V0, KIND.V1)
+    return _tokens(
+        ring.v, slot_places(ring, ring.s_v, chunk.first + i, i < chunk.size, KIND), chunk.v, chunk, i, KIND.V0, KIND.V1
+    )
 
 
 @triton.jit
