@@ -54,7 +54,7 @@ DEAR = {
     "triton_kernels/test_growing_model.py": {
         "padding_among_single_tokens": 1, "prompt_lookup_takes_candidates_back": 1, "tokens_are_those_of_extend": 1,
     },
-    "triton_kernels/test_paged_step.py": {"steps_are_within_the_budget": 3},
+    "triton_kernels/test_paged_step.py": {"steps_are_within_the_budget": 6},
     "triton_kernels/test_pool.py": {"chunks_give_what_one_call_gives": 3, "pooling": 18, "summaries": 16},
     "triton_kernels/test_recall_prefill.py": {"choice_output_and_gradients": 4, "compiled_as_one_graph": 1},
     "triton_kernels/test_recall_step.py": {

@@ -90,7 +90,8 @@ class Pool:
 
     def table(self, tables):
         """The tables of requests as a tensor."""
-        width = max(map(len, tables))
+        # as in an engine, whose table is as wide for many steps: kernels are compiled for its strides
+        width = -(-max(map(len, tables)) // 16) * 16
         rows = [table + [NULL] * (width - len(table)) for table in tables]
         return torch.tensor(rows, dtype=torch.int32, device=self.cache.device)
 

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from paged_pool import Pool
 from record_pool import RecordPool
 from step_states import empty, step_settings, with_store
 from triton.backends.compiler import GPUTarget
@@ -16,7 +17,7 @@ from condense.ops.hopper import limits as hopper_limits
 from condense.ops.recall import IndexChoice, Quota, RecallSources, StoreFormat, build_index
 from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.step import NewToken, StepCall
-from condense.ops.triton import host, limits, recall_step_plan
+from condense.ops.triton import host, limits, paged_step, recall_step_plan, step_plan
 from condense.ops.triton import step as triton_step
 from condense.ops.triton.attend_call import call_of
 
@@ -96,6 +97,24 @@ def test_the_step_over_pages_compiles(method, compiled):
     pool.read([(request, token)], scale=0.1, backend="triton")
     assert all(f", {0x00010001 << bit};" in compiled[1].asm["ptx"] for bit in range(8))
     assert len(compiled) == 5
+    assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_the_pooled_step_over_pages_compiles(bits, compiled, monkeypatch):
+    """Stores, attends and joins in pages of numbers and of records, early, within shared memory."""
+    launch_of = step_plan.launch_of.__wrapped__
+    monkeypatch.setattr(limits, "absence", lambda device: [])
+    monkeypatch.setattr(step_plan, "gpu_of", lambda device: host.Gpu((9, 0), 132))
+    monkeypatch.setattr(paged_step, "launch_of", lambda *args: launch_of(*args[:5], torch.device("cuda"), *args[6:]))
+    method = condense.LCA(window=64, entry_bits=bits, rep_bias="log_size" if bits == 16 else "matched")
+    pool = Pool(method, (2, 128, 128), num_pages=60, dtype=torch.bfloat16)
+    request = pool.add(300)
+    request.reserve(300)
+    token = [torch.zeros(1, heads, 128, dtype=torch.bfloat16) for heads in (8, 2, 2)]
+    pool.read([(request, token)], scale=0.1, backend="triton")
+    assert len(compiled) == 3
+    assert all("griddepcontrol.wait" in kernel.asm["ptx"] for kernel in compiled)
     assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
 
 

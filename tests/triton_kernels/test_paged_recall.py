@@ -10,10 +10,9 @@ import pytest
 import torch
 from paged_pool import complete_a_prefix
 from paged_sequences import exact, random_tokens, run
-from record_pool import EXACT_PROMPTS, RECORDS, RecordPool
+from record_pool import EXACT_PROMPTS, RECORDS, RecordPool, check_records, check_same
 from speed.budget import errors, one_ulp
 
-from condense.ops.entries import EntryFormat
 from condense.ops.paged import NewTokens, read_paged
 from condense.ops.triton import paged_recall_step
 
@@ -41,40 +40,6 @@ def steps_of(shape, method, dtype, lengths, num, backend):
 # every shape of pages compiles kernels of its own, so most dtypes and head shapes are seen with some methods alone
 CELLS = [(method, "gqa", dtype) for method in RECORDS for dtype in DTYPES if dtype != torch.float16 or "4" in method]
 CELLS += [("store-8", "one-head", DTYPES[-1]), ("store-4", "seven", DTYPES[0])]
-
-
-def check_same(got, want):
-    """Rows of outputs ``[..., Dv]``: all alike on a CPU; on a GPU but for the few whose choice had a near tie."""
-    eps = torch.finfo(got.dtype).eps
-    near = ((got - want).abs() <= max(2e-5, 4 * eps) * (1 + want.abs())).all(-1)
-    assert float(near.double().mean()) >= (1 if DEVICE == "cpu" else 0.98)
-
-
-def check_entries(pool, got, want, name):
-    """Rows of bytes of entries: sums in another order change a grid's last digits, and may round to the next code."""
-    form, width = EntryFormat(pool.method.entry_bits), pool.width if name == "entries_k" else pool.value_width
-    got, want = (form.unpack(x, width, pool.dtype).double() for x in (got, want))
-    spread = want.amax(-1, keepdim=True) - want.amin(-1, keepdim=True)
-    apart, eps = (got - want).abs(), torch.finfo(pool.dtype).eps
-    assert bool((apart <= 1.1 * spread / (2**form.bits - 1) + 4 * eps * (1 + want.abs())).all())
-    assert int((apart > 16 * eps * (1 + want.abs())).sum()) <= want.numel() / 100
-
-
-def check_records(pools):
-    """Window and records of both pools are the same; entries but for a rounding."""
-    mine, theirs = pools
-    eps = torch.finfo(mine.cache.dtype).eps
-    for a, b in zip(mine.requests, theirs.requests, strict=True):
-        assert torch.equal(mine.cache[a.window[-1]].nan_to_num(7), theirs.cache[b.window[-1]].nan_to_num(7))
-        kept = mine.kept(a)
-        for name, x in theirs.kept(b).items():
-            if x.dtype != torch.uint8:
-                torch.testing.assert_close(kept[name], x, rtol=max(1e-6, eps), atol=1e-6, msg=name)
-            elif name.startswith("entries"):
-                check_entries(mine, kept[name], x, name)
-            else:
-                assert torch.equal(kept[name], x), name
-    assert bool((mine.bytes[: mine.block] == mine.fill).all())
 
 
 @pytest.mark.parametrize(("method", "shape", "dtype"), CELLS, ids=str)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from paged_pool import NULL, Pool, complete_a_prefix
 from paged_sequences import exact, random_tokens, run
+from record_pool import RecordPool, check_records, check_same
 from speed.budget import errors, one_ulp
 
 import condense
@@ -15,7 +16,7 @@ from condense.ops.triton import paged_step, step_kernels
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]
 # H, K, D, Dv
-SHAPES = {"gqa": (8, 2, 64, 64), "one-head": (1, 1, 96, 80)}
+SHAPES = {"gqa": (8, 2, 64, 64), "pairs": (4, 2, 64, 64), "one-head": (1, 1, 96, 80)}
 METHODS = {
     "last-odd-window": condense.CCA(group_size=4, window=5, rep_bias="log_size"),
     "window-0": condense.CCA(group_size=3, window=0),
@@ -23,6 +24,14 @@ METHODS = {
     "streaming-1-query": condense.LCA(group_size=4, window=8, num_summary_queries=1),
     "no-scores": condense.LCA(group_size=4, window=8, key_pooling="mean", value_pooling="max"),
     "group-over-pages": condense.LCA(group_size=20, window=20, key_pooling="weighted"),
+}
+# whose entries stand in records
+RECORDS = {
+    "records-no-scores": METHODS["no-scores"],
+    "records-matched": METHODS["streaming"].replace(rep_bias="matched"),
+    "records-8-bits-matched": METHODS["streaming"].replace(rep_bias="matched", entry_bits=8),
+    "records-4-bits-window-0": METHODS["window-0"].replace(entry_bits=4, rep_bias="log_size"),
+    "records-4-bits": METHODS["group-over-pages"].replace(entry_bits=4),
 }
 
 
@@ -36,24 +45,25 @@ def tokens_of(shape, length, seed=0):
     return random_tokens(shape, length, seed=seed, dtype=torch.float32, device=DEVICE)
 
 
-def steps_of(shape, method, dtype, lengths, num, backend):
-    """`run` over a pool of its own, and the pool."""
-    pool = Pool(method, shape[1:], dtype=dtype, device=DEVICE)
-    return run(pool, shape, lengths, num, backend), pool
-
-
-# interpreted, one shape does for all methods but one
-CELLS = [(method, shape) for method in METHODS for shape in SHAPES if DEVICE == "cuda" or shape == "gqa"]
-CELLS += [] if DEVICE == "cuda" else [("streaming", "one-head")]
+# the mean of two queries has the same bits in any order, so both backends choose the same anchors of records
+CELLS = [(name, "pairs" if name in RECORDS else "gqa") for name in METHODS | RECORDS]
+# interpreted, one shape does for all methods but two
+CELLS += [(x, "one-head") for x in (METHODS | RECORDS if DEVICE == "cuda" else ("streaming", "records-4-bits"))]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("method", "shape"), CELLS, ids=lambda x: x)
-def test_steps_are_within_the_budget(method, shape, dtype):
-    method, shape = METHODS[method], SHAPES[shape]
+@pytest.mark.parametrize(("name", "shape"), CELLS, ids=lambda x: x)
+def test_steps_are_within_the_budget(name, shape, dtype):
+    """At most twice as far from the definition as PyTorch is; in fewer bits, the records and outputs of PyTorch."""
+    make, method, shape = RecordPool if name in RECORDS else Pool, (METHODS | RECORDS)[name], SHAPES[shape]
     lengths, steps = (37, 0, 18), 4 if DEVICE == "cpu" else 30
-    got, _ = steps_of(shape, method, dtype, lengths, steps, "triton")
-    plain, _ = steps_of(shape, method, dtype, lengths, steps, "torch")
+    pools = [make(method, shape[1:], dtype=dtype, device=DEVICE) for _ in range(2)]
+    got, plain = (run(pool, shape, lengths, steps, x) for pool, x in zip(pools, ("triton", "torch"), strict=True))
+    if name in RECORDS:
+        check_records(pools)
+    if method.entry_bits < 16:
+        check_same(got, plain)
+        return
     want = exact(shape, method, dtype, lengths, steps).to(DEVICE)
     assert bool((errors(got, want) <= 2 * errors(plain, want) + one_ulp(want, dtype)).all())
 
@@ -141,6 +151,6 @@ def test_what_is_stored_in_a_step_is_read_after_the_wait(early, method):
 
 
 def test_other_dtypes_are_refused():
-    shape, method = SHAPES["gqa"], METHODS["streaming"]
+    pool = Pool(METHODS["streaming"], SHAPES["gqa"][1:], device=DEVICE)
     with pytest.raises(ValueError, match=r"float64.*use backend='torch'"):
-        steps_of(shape, method, torch.float64, (0,), 1, "triton")
+        run(pool, SHAPES["gqa"], (0,), 1, "triton")

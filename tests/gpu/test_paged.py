@@ -1,10 +1,11 @@
-"""A captured step of Recall over pages: replays with other tokens, lengths and places are what PyTorch computes."""
+"""A captured step over pages: replays with other tokens, lengths and places are what PyTorch computes."""
 
 import itertools
 
 import pytest
 import torch
 from oracles import oracle
+from paged_pool import NULL, Pool
 from record_pool import RecordPool
 
 import condense
@@ -12,21 +13,39 @@ from condense.ops.paged import NewTokens, read_paged
 
 H, K, D = 8, 2, 128
 _RECALL = condense.Recall(window=64, num_recall=8, store_bits=8)
+_LCA = condense.LCA(window=64, key_pooling="weighted", rep_bias="log_size")
+
+
+@pytest.mark.parametrize("num_empty", [2, 30])
+@pytest.mark.parametrize("method", [_LCA, condense.CCA(window=20)], ids=str)
+def test_replays_of_pooled_groups(method, num_empty):
+    """With few requests kernels start early, with many they do not."""
+    replayed(*(Pool(method, (K, D, D), dtype=torch.bfloat16, device="cuda") for _ in range(2)), num_empty=num_empty)
 
 
 @pytest.mark.parametrize(
-    "method", [_RECALL, _RECALL.replace(num_recall=0.2, store_bits=4, entry_bits=4), _RECALL.replace(window=0)], ids=str
-)
-def test_replays(method):
-    lengths, places, options = (700, 333, 0), 5, {"dtype": torch.bfloat16, "device": "cuda", "slots": 16}
+    "method",
+    [
+        _RECALL, _RECALL.replace(num_recall=0.2, store_bits=4, entry_bits=4), _RECALL.replace(window=0),
+        _LCA.replace(entry_bits=4), _LCA.replace(entry_bits=8, rep_bias="matched"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_replays_of_records(method):
+    options = {"dtype": torch.bfloat16, "device": "cuda", "slots": 16, "per_page": 16}
+    replayed(*(RecordPool(method, (K, D, D), **options) for _ in range(2)))
+
+
+def replayed(*pools, num_empty=2):
+    """Replays in one pool, and the steps of PyTorch in the other, with so many places that are always empty."""
+    lengths, places = (700, 333, 0), 3 + num_empty
     steps, scale = 40, D**-0.5
     qkvs = [
         [x[0].transpose(0, 1).to("cuda", torch.bfloat16) for x in oracle.random_qkv(1, H, K, n + steps, D, D, seed=n)]
         for n in lengths
     ]
-    pools = [RecordPool(method, (K, D, D), per_page=16, **options) for _ in range(2)]
     for pool in pools:
-        for n, qkv in zip((*lengths, 0, 0), (*qkvs, None, None), strict=True):
+        for n, qkv in itertools.zip_longest((*lengths, *[0] * num_empty), qkvs):
             request = pool.add(n + steps)
             request.reserve(n + steps)
             if n:
@@ -72,4 +91,4 @@ def test_replays(method):
         assert not out[seen == 0].any()
         near.append(((out - want).abs() <= 0.02 * (1 + want.abs())).all(-1))
     assert float(torch.stack(near).double().mean()) >= 0.98
-    assert torch.equal(pools[0].bytes[: pools[0].block], pools[1].bytes[: pools[1].block])
+    assert torch.equal(*(pool.blocks[NULL] for pool in pools))
