@@ -169,3 +169,23 @@ def complete_a_prefix(pool, num_new, heads, tolerance, *, scale, backend):
     singles = range(prefix - 1, prefix + (num_new == 1))
     want = whole([x.double().cpu() for x in qkv], pool.method, scale, singles)
     torch.testing.assert_close(got.double().cpu(), want[prefix - 1 :], **tolerance)
+
+
+def leave_a_place_empty(pool, tokens):
+    """As a recorded graph has one: nothing is written, though its tables name pages; the output is 0."""
+    last, scale = len(tokens[0]) - 1, 0.1
+    a, b = pool.add(last + 1), pool.add(1)
+    pool.read([(a, [x[:last] for x in tokens])], scale=scale, backend="torch")
+    a.prepare(1)
+    b.window, b.entries, b.ring = [pool.take()], a.entries, a.ring
+    # some numbers among them, because the interpreter complains about the largest of none
+    some = torch.tensor([0, 1], device=pool.blocks.device)
+    nobody = [torch.full_like(x[:1], torch.nan).index_fill(2, some, 1.0) for x in tokens]
+    q, k, v = (torch.cat([x, y[last:]]) for x, y in zip(nobody, tokens, strict=True))
+    out, seen = torch.full_like(q, torch.nan), torch.tensor([0, last + 1], dtype=torch.int32, device=q.device)
+    before, new = pool.blocks.clone(), NewTokens([0, 1, 2], [0, last + 1], seen, 2)
+    read_paged((q, k, v), pool.state([b, a]), new, pool.plan.settings, scale=scale, out=out, backend="triton")
+    assert bool((out[0] == 0).all())
+    assert bool(out[1].isfinite().all())
+    changed = (pool.blocks != before).any(1).nonzero().flatten().tolist()
+    assert set(changed) <= {a.window[last // pool.near], a.entries[last // pool.far], *a.ring}

@@ -4,16 +4,13 @@ A choice may differ where two groups' scores differ by less than the scores' own
 steps are found by the definition's own scores and must be few.
 """
 
-import math
-
 import pytest
 import torch
-from paged_pool import complete_a_prefix
+from paged_pool import complete_a_prefix, leave_a_place_empty
 from paged_sequences import exact, random_tokens, run
 from record_pool import EXACT_PROMPTS, RECORDS, RecordPool, check_records, check_same
 from speed.budget import errors, one_ulp
 
-from condense.ops.paged import NewTokens, read_paged
 from condense.ops.triton import paged_recall_step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -66,24 +63,9 @@ def test_steps_are_within_the_budget(method, dtype):
 
 
 def test_places_left_empty():
-    """As a recorded graph has them: nothing is written, though their tables name pages of others; the output is 0."""
     shape = SHAPES["gqa"]
     pool = RecordPool(RECORDS["store-8"], shape[1:], num_pages=60, dtype=torch.float32, device=DEVICE)
-    a, b = pool.add(40), pool.add(1)
-    tokens = tokens_of(shape, 40, 0)
-    pool.read([(a, [x[:39] for x in tokens])], scale=0.1, backend="torch")
-    a.prepare(1)
-    b.window, b.entries = a.window, a.entries
-    # some numbers among them, because the interpreter complains about the largest of none
-    nobody = [torch.full_like(x[:1], math.nan).index_fill(2, torch.tensor([0, 1], device=DEVICE), 1.0) for x in tokens]
-    q, k, v = (torch.cat([x, y[39:]]) for x, y in zip(nobody, tokens, strict=True))
-    out, seen = torch.full_like(q, math.nan), torch.tensor([0, 40], dtype=torch.int32, device=DEVICE)
-    before, new = pool.bytes.clone(), NewTokens([0, 1, 2], [0, 40], seen, 2)
-    read_paged((q, k, v), pool.state([b, a]), new, pool.plan.settings, scale=0.1, out=out, backend="triton")
-    assert bool((out[0] == 0).all())
-    assert bool(out[1].isfinite().all())
-    changed = (pool.bytes != before).view(-1, pool.block).any(1).nonzero().flatten().tolist()
-    assert set(changed) <= {a.window[39 // pool.near], a.entries[39 // pool.far]}
+    leave_a_place_empty(pool, tokens_of(shape, 40))
 
 
 @pytest.mark.parametrize("new", [1, 5])

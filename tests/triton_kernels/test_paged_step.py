@@ -1,16 +1,13 @@
 """Decode over pages against its definition: interpreted in float32 on a CPU, compiled for every dtype on a GPU."""
 
-import math
-
 import pytest
 import torch
-from paged_pool import NULL, Pool, complete_a_prefix
+from paged_pool import Pool, complete_a_prefix, leave_a_place_empty
 from paged_sequences import exact, random_tokens, run
 from record_pool import RecordPool, check_records, check_same
 from speed.budget import errors, one_ulp
 
 import condense
-from condense.ops.paged import NewTokens, read_paged
 from condense.ops.triton import paged_step, step_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,22 +65,11 @@ def test_steps_are_within_the_budget(name, shape, dtype):
     assert bool((errors(got, want) <= 2 * errors(plain, want) + one_ulp(want, dtype)).all())
 
 
-def test_places_left_empty():
-    """As a recorded graph has them: no request, page 0 in every table. Nothing is written, the output is 0."""
-    shape, method = SHAPES["gqa"], METHODS["streaming"]
-    pool = Pool(method, shape[1:], dtype=torch.float32, device=DEVICE)
-    request = pool.add(1)
-    request.prepare(1)
-    nobody = pool.add(1)
-    nobody.window, nobody.entries, nobody.ring = [NULL], [NULL], [NULL]
-    q, k, v = (torch.cat([x, torch.full_like(x, math.nan)]) for x in tokens_of(shape, 1, 0))
-    out, seen = torch.full_like(q, math.nan), torch.tensor([1, 0], dtype=torch.int32, device=DEVICE)
-    new = NewTokens([0, 1, 2], [1, 0], seen, 2)
-    settings = pool.plan.settings
-    read_paged((q, k, v), pool.state([request, nobody]), new, settings, scale=0.1, out=out, backend="triton")
-    torch.testing.assert_close(out[0], v[0].repeat_interleave(4, 0))
-    assert bool((out[1] == 0).all())
-    assert bool((pool.cache[NULL] == 255).all())
+@pytest.mark.parametrize("method", ["streaming", "records-8-bits-matched"])
+def test_places_left_empty(method):
+    shape = SHAPES["gqa"]
+    pool = Pool((METHODS | RECORDS)[method], shape[1:], dtype=torch.float32, device=DEVICE)
+    leave_a_place_empty(pool, tokens_of(shape, 40))
 
 
 def test_single_tokens_and_prompts_in_one_call():
