@@ -74,9 +74,10 @@ class ServingPlan:
 
     @property
     def has_step(self) -> bool:
-        """True if single tokens are read without a wait for the host, so that graphs may record them.
+        """True if graphs may record single tokens.
 
-        Pooled groups in records are read by PyTorch, as are groups that are too large for the kernels that choose.
+        Not of pooled groups in records so far, and not of groups that are too large for the kernels that choose, which
+        PyTorch reads.
         """
         return not self.has_records or (self.settings.choice is not None and self.group_size <= MAX_GROUP_SIZE)
 

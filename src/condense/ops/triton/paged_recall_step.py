@@ -12,13 +12,12 @@ from torch import Tensor
 
 from condense.ops.recall.index import rotation
 from condense.ops.step.pages import PagedState, room_for
-from condense.ops.step.records import record_format
 from condense.ops.step.settings import StepSettings
 from condense.ops.triton.device.address import PageForm
 from condense.ops.triton.host import dense_rows, on_device_of
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.limits import step_obstacle
-from condense.ops.triton.paged_step import join_pages
+from condense.ops.triton.paged_step import join_pages, parts_of
 from condense.ops.triton.recall_close_kernels import recall_close_kernel
 from condense.ops.triton.recall_step import rounded, scratch_of
 from condense.ops.triton.recall_step_choice_kernels import recall_choose_kernel
@@ -42,7 +41,7 @@ def store(
     """
     plan = _plan_of(q, state, settings, scale)
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
-    near, far, parts = state.window, state.entries, _parts(state, q.shape[2], settings)
+    near, far, parts = state.window, state.entries, parts_of(state, q.shape[2], settings)
     grid, numbers, constants, options = plan.close
     buffers = parts["entries_k"], parts["entries_v"], parts["signs"], parts["steps"], parts["store"]
     # no ring of queries, biases, rows to leave out and counters
@@ -79,7 +78,7 @@ def attend(
     """
     plan, (R, H, Dv), K = _plan_of(q, state, settings, scale), out.shape, state.window.cache.shape[1]
     q, D, near, far = dense_rows(q), q.shape[2], state.window, state.entries
-    parts, room = _parts(state, D, settings), room_for(far)
+    parts, room = parts_of(state, D, settings), room_for(far)
     S0, S1 = plan.splits
     floats = H * room, R * H * S0, R * H * S0, K * room, R * H * S1 * Dv, R * H * S1
     scratch = scratch_of(rounded((*floats, K * room, K * room, K * room, 1, 1, 1, 1, R * K)), q.device)
@@ -118,10 +117,3 @@ def _plan_of(q: Tensor, state: PagedState, settings: StepSettings, scale: float)
     tokens, pages = settings.rule.window + settings.rule.chunk, (PageForm.of(state.window), PageForm.of(far))
     room = Room(groups, tokens, 0, 0, 0, *pages, room_for(far))
     return plan_of(q.device, q.dtype, (R, H, K), (*widths, latent), room, settings.number, (scale, 0.0), False)
-
-
-def _parts(state: PagedState, D: int, settings: StepSettings) -> dict[str, Tensor]:
-    """The parts of all records in pages ``[P, K, N, columns]``, views; the window in place of parts that are empty."""
-    near, records = state.window.cache, state.entries.cache
-    form = record_format(settings, (D, near.shape[3] - D), near.dtype)
-    return dict.fromkeys(("entries_k", "entries_v"), near) | form.views(records)

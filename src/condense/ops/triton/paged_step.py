@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from condense.ops.step.pages import PagedState, Pages
+from condense.ops.step.pages import PagedState
 from condense.ops.step.records import record_format
 from condense.ops.step.settings import StepSettings
 from condense.ops.triton.device.address import PageForm
@@ -73,35 +73,35 @@ def _start(
     state: PagedState,
     seen: Tensor,
     settings: StepSettings,
-    parts: tuple[Tensor, Tensor],
+    splits: tuple[Tensor, Tensor],
 ) -> None:
-    """Start the kernel over pages. parts: outputs and log-sum-exps of all splits."""
+    """Start the kernel over pages. splits: outputs and log-sum-exps of all splits."""
     grid, numbers, constants, options = plan
     near, far, past, D = state.window, state.entries, state.ring, qkv[0].shape[2]
     qkv = dense_rows(qkv[0]), dense_rows(qkv[1]), dense_rows(qkv[2])
-    entries_k, entries_v, biases = _entries(state, D, settings)
+    kept = parts_of(state, D, settings)
     # the kernel gets the window, or `seen`, in place of what it does not read
-    buffers = entries_k, entries_v, near.cache, near.cache[..., D:], near.cache if past is None else past.cache
+    tokens = near.cache, near.cache[..., D:], near.cache if past is None else past.cache
+    buffers = kept["entries_k"], kept["entries_v"], *tokens, seen, seen, seen, kept["biases"], seen
     tables = near.table, far.table, None if past is None else past.table
     # strides of rings and arrays, which pages have in their forms
     none = (0,) * 15
     _step(
         grid,
-        (*qkv, *buffers, seen, seen, seen, biases, seen, None, None, *parts, parts[0], *tables),
+        (*qkv, *buffers, None, None, *splits, splits[0], *tables),
         (*(n for x in qkv for n in x.stride()[:2]), *none, seen.stride(0), 0, 0, 0, 0, 0, *numbers),
         constants,
         options,
     )
 
 
-def _entries(state: PagedState, D: int, settings: StepSettings) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values and biases of all entries ``[P, K, N, columns]``, views; keys in place of what there is not."""
+def parts_of(state: PagedState, D: int, settings: StepSettings) -> dict[str, Tensor]:
+    """The parts of all entries or records in pages ``[P, K, N, columns]``, views; the window in place of empty ones."""
     near, far = state.window.cache, state.entries.cache
-    if not state.holds_records:
-        return far, far[..., D:], far
-    parts = record_format(settings, (D, near.shape[3] - D), near.dtype).views(far)
-    k = parts["entries_k"]
-    return k, parts.get("entries_v", k), parts.get("biases", k)
+    parts = dict.fromkeys(("entries_k", "entries_v", "biases"), near)
+    if state.holds_records:
+        return parts | record_format(settings, (D, near.shape[3] - D), near.dtype).views(far)
+    return parts | {"entries_k": far, "entries_v": far[..., D:]}
 
 
 def _launch_of(q: Tensor, state: PagedState, settings: StepSettings, scale: float) -> Launch:
@@ -112,7 +112,7 @@ def _launch_of(q: Tensor, state: PagedState, settings: StepSettings, scale: floa
     if obstacle is not None:
         raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
     assert rule.window is not None
-    entries = Pages(_entries(state, D, settings)[0], far.table)
+    entries = far._replace(cache=parts_of(state, D, settings)["entries_k"])
     forms = PageForm.of(state.window), PageForm.of(entries), None if past is None else PageForm.of(past)
     room = far.table.shape[1] * far.slots, rule.window + rule.chunk, 0
     sizes = StepSizes(R, H, K, D, latent or Dv, *room, *forms)

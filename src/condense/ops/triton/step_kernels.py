@@ -119,10 +119,10 @@ class _Stretch(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """What a step reads and makes, as it will be read from where it is stored.
+    """The new token and its entry, as they will be read from where they are stored.
 
-    chunk: the chunk that is due, if any, with the new token. key, value, bias: of its pooled entry, 0 without one.
-    ranked: scores of its tokens, if some are focal.
+    chunk: the chunk that is due, if any, with the new token. key, value, bias: of its pooled entry; base 2. ranked:
+    scores of the chunk's tokens, if some are focal.
     """
 
     chunk: Any
