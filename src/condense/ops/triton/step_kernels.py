@@ -363,12 +363,12 @@ def _moment(
     seen_at_once = due & (number < visible)
     if KIND.page > 0:
         # an entry stands in slot ``t // chunk`` of the token t that completes its summary: `condense.serving.plan`
-        base, entries, tokens = summary_delay // chunk, visible, t + 1 - first
+        base, entries = summary_delay // chunk, visible
     else:
         # the new entries are the last ones
         base, entries = 0, first_entries + (visible - seen_at_once.to(tl.int32)) * entries_each
-        tokens = tl.maximum(t - first, 0)
     slot = base + first_entries + number * entries_each
+    tokens = t + 1 - first if KIND.page > 0 else tl.maximum(t - first, 0)
     return _Moment(
         t, first, due, number * chunk, slot, seen_at_once, base, entries, tokens, first_entries, first_single
     )

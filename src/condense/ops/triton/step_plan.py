@@ -53,10 +53,10 @@ def tiles_of(device: torch.device, dtype: torch.dtype, width: int, latent: int =
     return _StepTiles(64, 32 if few else 64, 4, 3, 2)
 
 
-def _num_splits(device: torch.device, programs: int, capacity: int, tiles: _StepTiles, apart: int) -> int:
-    """Number of splits, at most as many as fill the device: ``apart`` for what is new, the others for keys."""
+def _num_shares(device: torch.device, programs: int, capacity: int, tiles: _StepTiles, less: int) -> int:
+    """Number of splits that share the keys, at most ``less`` fewer than fill the device."""
     wanted = tiles.waves * gpu_of(device).multiprocessors // programs if device.type == "cuda" else 3
-    return apart + max(1, min(wanted - apart, cdiv(capacity, tiles.keys)))
+    return max(1, min(wanted - less, cdiv(capacity, tiles.keys)))
 
 
 def kind_of(
@@ -125,7 +125,9 @@ def launch_of(
     row_tiles = cdiv(R, rows)
     # kernels may be launched while the last splits of the one before run; after a single one none would be free for it
     early = gpu is not None and gpu.capability >= (9, 0) and (not paged or B * K < EARLY_PAIRS)
-    S = _num_splits(device, row_tiles * B * K, M + W, tiles, 1 if early or not paged else 0)
+    # one more split reads what is new; it takes as long as others where it also makes entries, but not in pages
+    apart = early or not paged
+    S = apart + _num_shares(device, row_tiles * B * K, M + W, tiles, 0 if paged else 1)
     joins = not paged and row_tiles == 1 and (host_bound or not few) and R * S * Dv <= _MOST_JOINED
     early = early and not joins
     joined_rows, columns = power_of_2(R), power_of_2(Dv)
