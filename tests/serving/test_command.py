@@ -120,8 +120,8 @@ def test_an_unadapted_model_is_warned_of(serve, stock, caplog):
         (["--method", "cca", "--hf-over", "{}"], "got --hf-over:"),
         (["--method", "recall-host"], "use store='device', as recall-device does"),
         (["--method", "dense@0+dga@rest"], "layers 1-2: method must be one of Recall"),
-        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype must be auto"),
-        (["--kv_cache_dtype=fp8", "--speculative-config", "{}"], "must be auto"),
+        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype must be the model's"),
+        (["--kv_cache_dtype=fp8", "--speculative-config", "{}"], "must be the model's"),
         (["--kv_cache_dtype=fp8", "--speculative-config", "{}"], "; --speculative-config is not served"),
         (["--method", "dga", "-tp", "3"], "model.generate; --tensor-parallel-size must divide the model's 2 KV heads"),
     ],
@@ -157,6 +157,33 @@ def test_what_is_refused_of_latents(serve, tmp_path, flags, words):
         assert command is None
 
 
+@pytest.mark.parametrize("flags", [["--quantization", "fp8"], ["--kv-cache-dtype", "bfloat16"]], ids=str)
+def test_weights_in_fp8_are_for_vllm(serve, stock, flags):
+    """The flag is passed on; of a checkpoint in FP8 nothing but a cache that it names is refused."""
+    command, _ = serve(stock, *flags)
+    assert command[-2:] == flags
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_served"),
+    [
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, True),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": None}, True),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}, False),
+        ({"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "FP8"}}, False),
+    ],
+    ids=str,
+)
+def test_checkpoints_in_fp8(serve, tmp_path, settings, is_served):
+    config = LlamaConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, architectures=["LlamaForCausalLM"])
+    config.quantization_config = settings
+    config.save_pretrained(tmp_path)
+    command, err = serve(tmp_path)
+    assert (command is not None) == is_served
+    assert is_served or "give --kv-cache-dtype bfloat16" in err
+    assert serve(tmp_path, "--kv-cache-dtype", "bfloat16")[0] is not None
+
+
 def test_the_folder_comes_first(serve, stock):
     command, err = serve("--model", stock, "--method", "cca")
     assert command is None
@@ -190,7 +217,7 @@ def test_without_vllm_it_says_how_to_install_it(serve, saved, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     command, err = serve(saved)
     assert command is None
-    assert err == "condense: serve needs vLLM, which is not installed: pip install 'vllm>=0.29,<0.33'\n"
+    assert err == "condense: serve needs vLLM, which is not installed: pip install 'vllm>=0.30,<0.34'\n"
 
 
 def test_an_untouched_model_gets_the_named_setting(serve, stock):
@@ -208,8 +235,8 @@ def test_the_package_vllm_has_a_command(serve, saved, monkeypatch):
     monkeypatch.setattr(command_module, "_version", lambda: "0.32.0")
     command, _ = serve(saved)
     assert command[:5] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(saved)]
-    monkeypatch.setattr(command_module, "_version", lambda: "0.28.0")
-    assert "install 'vllm>=0.29,<0.33'" in serve(saved)[1]
+    monkeypatch.setattr(command_module, "_version", lambda: "0.29.1")
+    assert "install 'vllm>=0.30,<0.34'" in serve(saved)[1]
 
 
 def test_flags_in_a_file(serve, stock, tmp_path):
@@ -221,7 +248,7 @@ def test_flags_in_a_file(serve, stock, tmp_path):
     assert "--max-num-batched-tokens" not in command
     file.write_text("kv_cache_dtype: fp8\nenable-dbo: true\n")
     _, err = serve(stock, "--config", file)
-    assert "--kv-cache-dtype must be auto" in err
+    assert "--kv-cache-dtype must be the model's" in err
     assert "--enable-dbo is not served" in err
     file.write_text("hf-overrides:\n  rope_theta: 2\n")
     assert "not in the file of --config" in serve(stock, "--config", file)[1]

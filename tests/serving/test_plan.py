@@ -145,8 +145,9 @@ def changed(**settings):
         FITS,
         changed(tensor_parallel=8),
         changed(cache_dtype="bfloat16"),
-        changed(version="0.29.1+cpu"),
+        changed(version="0.30.1+cpu"),
         changed(version="0.32rc1"),
+        changed(version="0.33.0"),
     ],
     ids=str,
 )
@@ -157,11 +158,11 @@ def test_engines_that_fit(engine):
 @pytest.mark.parametrize(
     ("engine", "words"),
     [
-        (changed(version="0.28.2"), "vllm>=0.29,<0.33"),
-        (changed(version="0.33.0"), "vllm>=0.29,<0.33"),
-        (changed(cache_dtype="fp8_e4m3"), "--kv-cache-dtype must be auto or the model's bfloat16"),
+        (changed(version="0.29.2"), "vllm>=0.30,<0.34"),
+        (changed(version="0.34.0"), "vllm>=0.30,<0.34"),
+        (changed(cache_dtype="fp8_e4m3"), "--kv-cache-dtype must be the model's bfloat16"),
         (changed(cache_dtype="float16"), "--kv-cache-dtype"),
-        (changed(version="dev"), "vllm>=0.29,<0.33"),
+        (changed(version="dev"), "vllm>=0.30,<0.34"),
         (changed(tensor_parallel=0), "at least 1, got 0"),
         (changed(tensor_parallel=16), "8 KV heads, got 16"),
         (changed(tensor_parallel=3), "8 KV heads, got 3"),

@@ -27,12 +27,13 @@ def serve_command(
     """Serve a condensed model with vLLM; all other options are vLLM's: condense serve DIR --port 8000."""
     from condense.models import apply, choice_from_text, restore
     from condense.models.adapters import read_record
+    from condense.serving.engine import REQUIREMENT
     from condense.serving.vllm.command import adapters_in, file_flags, server_command
 
     if model.startswith("-"):
         raise ValueError(f"the model must come first, as in condense serve DIR --port 8000, got {model}")
     if importlib.util.find_spec("vllm") is None:
-        raise ValueError("serve needs vLLM, which is not installed: pip install 'vllm>=0.29,<0.33'")
+        raise ValueError(f"serve needs vLLM, which is not installed: pip install '{REQUIREMENT}'")
     skeleton = options.read_skeleton(model)
     config: Any = skeleton.config
     is_default = getattr(config, "condense", None) is None and not method

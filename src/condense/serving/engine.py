@@ -34,23 +34,26 @@ class EngineSettings:
     adapted_latents: bool = False
 
 
-# releases of vLLM that this package was tested with: from the first, below the second
-TESTED = ("0.29", "0.33")
+# releases of vLLM whose interfaces the plugin is known to fit: from the first, below the second
+RELEASES = ("0.30", "0.34")
+REQUIREMENT = f"vllm>={RELEASES[0]},<{RELEASES[1]}"
 
 
 def check_engine(engine: EngineSettings) -> None:
     """Raise ValueError, in vLLM's own terms, with all that keeps an engine from serving condensed models."""
     wrong = []
-    first, end = (_release(version) for version in TESTED)
+    first, end = (_release(version) for version in RELEASES)
     if engine.version is not None and not first <= _release(engine.version) < end:
         wrong.append(
-            f"vLLM must be at least {TESTED[0]} and below {TESTED[1]}, the releases that condensed models were tested "
-            f"with, got {engine.version}: install 'vllm>={TESTED[0]},<{TESTED[1]}'"
+            f"vLLM must be at least {RELEASES[0]} and below {RELEASES[1]}, the releases whose interfaces the plugin for "
+            f"condensed models fits, got {engine.version}: install '{REQUIREMENT}'"
         )
     if engine.cache_dtype not in ("auto", engine.model_dtype):
+        # a checkpoint in FP8 may name one, which vLLM then takes for auto
         wrong.append(
-            f"--kv-cache-dtype must be auto or the model's {engine.model_dtype} for condensed models, got "
-            f"{engine.cache_dtype}: entries are made of exact keys and values"
+            f"--kv-cache-dtype must be the model's {engine.model_dtype} for condensed models, got {engine.cache_dtype} "
+            f"from the flag or the checkpoint: entries are made of exact keys and values, give --kv-cache-dtype "
+            f"{engine.model_dtype}"
         )
     if engine.tensor_parallel < 1:
         wrong.append(f"--tensor-parallel-size must be at least 1, got {engine.tensor_parallel}")

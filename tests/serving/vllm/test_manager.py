@@ -9,13 +9,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import (
-    generate_scheduler_kv_cache_config,
-    get_kv_cache_config_from_groups,
-    get_kv_cache_groups,
-    get_request_block_hasher,
-    init_none_hash,
-)
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec, iter_layer_specs
 from vllm.v1.request import Request
 
@@ -26,6 +20,11 @@ from condense.serving.engine import EngineSettings, check_engine
 from condense.serving.plan import serving_plan
 from condense.serving.vllm.layer import page_specs
 from condense.serving.vllm.replace import engine_settings
+
+try:  # from vLLM 0.33 on
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups
+except ImportError:
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 
 POOLED = condense.CCA(summary="streaming", key_pooling="select", rep_bias="log_size")
 RECALL = condense.Method.parse("recall-device")

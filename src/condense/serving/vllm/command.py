@@ -115,7 +115,7 @@ def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
     """The settings that flags in full spelling name; vLLM's process checks the same again, however they are spelled."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for names in (
-        ("--kv-cache-dtype",), ("--kv-transfer-config",), ("--kv-offloading-size",),
+        ("--dtype",), ("--kv-cache-dtype",), ("--kv-transfer-config",), ("--kv-offloading-size",),
         ("--speculative-config", "-sc"), ("--tensor-parallel-size", "-tp"), ("--decode-context-parallel-size", "-dcp"),
         ("--prefill-context-parallel-size", "-pcp"),
     ):  # fmt: skip
@@ -132,13 +132,21 @@ def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
     text = config.get_text_config(decoder=True)
     has_latents = getattr(text, "kv_lora_rank", None) is not None
     condensed = {i for i, method in methods_in(config.condense).items() if not isinstance(method, Dense)}
-    # whether a wide one is the model's, vLLM's process knows
-    is_wide = given["kv_cache_dtype"] in (None, "bfloat16", "float16", "float32")
+    cache_dtype = given["kv_cache_dtype"] or "auto"
+    if cache_dtype == "auto" and _names_cache_dtype(getattr(config, "quantization_config", None)):
+        cache_dtype = "fp8"
+    dtype = given["dtype"]
+    if dtype in (None, "auto"):
+        own = str(getattr(text, "dtype", None)).removeprefix("torch.")
+        # vLLM rounds a model in float32
+        dtype = own if own in ("bfloat16", "float16") else "bfloat16"
     return EngineSettings(
         version=_version(),
         kv_heads=1 if has_latents else getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         tensor_parallel=number("tensor_parallel_size"),
-        cache_dtype="auto" if is_wide else given["kv_cache_dtype"],
+        # whether a wide one is the model's, vLLM's process knows
+        cache_dtype="auto" if cache_dtype in ("bfloat16", "float16", "float32") else cache_dtype,
+        model_dtype=dtype,
         kv_transfer=given["kv_transfer_config"] is not None,
         offloading=given["kv_offloading_size"] is not None,
         one_manager=given["disable_hybrid_kv_cache_manager"],
@@ -148,6 +156,14 @@ def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
         dense_latents=sorted({*range(text.num_hidden_layers)} - condensed) if has_latents else (),
         adapted_latents=has_latents and given["enable_lora"],
     )
+
+
+def _names_cache_dtype(quantisation: Any) -> bool:
+    """True if the quantisation of a checkpoint asks for a quantised cache too, which vLLM then takes for auto."""
+    if not isinstance(quantisation, dict):
+        return False
+    parts = quantisation, quantisation.get("quantization") or {}
+    return any(part.get(key) for part in parts for key in ("kv_cache_scheme", "kv_cache_quant_algo"))
 
 
 def _take(name: str, flags: list[str]) -> tuple[str | None, list[str]]:

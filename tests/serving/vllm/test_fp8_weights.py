@@ -1,0 +1,71 @@
+"""Weights in FP8 are vLLM's: they cost condensed models what they cost vLLM's dense attention.
+
+Both in errors that bfloat16 makes in the same model's answers, as weights so large make some far more sensitive.
+"""
+
+import copy
+
+import pytest
+import torch
+from small_models import condensed, prompts_of, random_latents, random_llama
+
+import condense
+
+PROMPTS, NEW = prompts_of((230, 31, 64)), 24
+METHODS = {
+    # all groups open: which of two that are almost as good is opened, rounding decides
+    "recall": condense.Recall(group_size=4, window=24, num_recall=64, store_bits=16),
+    "pooled": condense.LCA(group_size=4, window=24, rep_bias="log_size"),
+}
+MODELS = {"heads": random_llama, "latents": random_latents}
+STEP = 2**-9
+
+
+def model_of(make):
+    """A model of layers whose weights FP8 holds exactly, with one scale per output channel."""
+    model, generator = make(), torch.Generator().manual_seed(1)
+    for name, weight in model.named_parameters():
+        if "_proj" in name:
+            codes = (150 * torch.randn(weight.shape, generator=generator)).clamp(-448, 448)
+            # the largest code, which sets the scale
+            codes[:, 0] = 448
+            weight.data = codes.to(torch.float8_e4m3fn).float() * STEP
+    return model
+
+
+@torch.no_grad()
+def scores(model, prompt, answer):
+    """Log-probability of each token of an answer, read token by token."""
+    out, found = model(torch.tensor([prompt]), use_cache=True), []
+    for token in answer:
+        found.append(out.logits[0, -1].float().log_softmax(-1)[token])
+        out = model(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
+    return torch.stack(found)
+
+
+def error(engine, model, folder):
+    """Error of the log-probabilities of vLLM's answers, as a multiple of that of transformers in bfloat16."""
+    model.save_pretrained(folder)
+    is_dense = getattr(model.config, "condense", None) is None
+    own = {"skip_tokenizer_init": True, "max_model_len": 512} if is_dense else condensed(model)
+    started = engine(folder, dtype="bfloat16", quantization="fp8_per_channel", **own)
+    runner = started.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    quantised = {p.dtype for name, p in runner.model.named_parameters() if name.endswith("_proj.weight")}
+    assert quantised == {torch.float8_e4m3fn}
+    rounded, wrong, in_bfloat16 = copy.deepcopy(model).bfloat16(), [], []
+    for output, prompt in zip(started.generate(PROMPTS, NEW, logprobs=0), PROMPTS, strict=True):
+        answer = output.outputs[0]
+        got = [chosen[token].logprob for chosen, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+        exact, plain = (scores(each, prompt, answer.token_ids) for each in (model, rounded))
+        wrong.append(torch.tensor(got) - exact)
+        in_bfloat16.append(plain - exact)
+    return (torch.cat(wrong).norm() / torch.cat(in_bfloat16).norm()).item()
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_answers(engine, tmp_path, make):
+    dense = error(engine, model_of(make), tmp_path / "dense")
+    for name, method in METHODS.items():
+        model = condense.apply(model_of(make), method)
+        got = error(engine, model, tmp_path / name)
+        assert got <= 2 * dense, name
