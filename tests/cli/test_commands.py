@@ -156,6 +156,8 @@ def test_inspect_says_what_fits_and_what_to_type(tmp_path, monkeypatch):
         served = [] if row["served"] is None else [f"{row['served']:,}"]
         counts = [f"{row['requests']:,}", *served, "yes" if row["requests"] >= 9 else "no"]
         assert line.split()[-len(counts) :] == counts
+        dense = settings["dense"]["device_bytes"]
+        assert row["served_bytes"] is None or f"{row['served_bytes'] / dense:.1%}" in line.split()
     pinned = 1 << (settings["recall-host"]["host_bytes"] // 36 - 1).bit_length()  # in each of 36 layers
     assert settings["recall-host"]["requests"] == 64 * 2**30 // (36 * pinned) < settings["pooled"]["requests"]
     yarn = '"factor": 2.0, "original_max_position_embeddings": 32768'

@@ -113,11 +113,13 @@ def _print_fits(fits: Sequence[CacheFit], title: str, batch: int | None) -> None
     counted = ["requests\nthat fit", "in\nvLLM", *([] if batch is None else [f"{batch} fit"])]
     if fits[0].requests is None:
         counted = []
-    for heading in ("device\nGiB", "of\ndense", "host\nGiB", *counted):
+    for heading in ("device\nGiB", "of\ndense", "in\nvLLM", "host\nGiB", *counted):
         table.add_column(heading, justify="right", no_wrap=True)
     for fit in fits:
         host = f"{fit.host_bytes / 2**30:,.2f}" if fit.host_bytes else ""
-        cells = [f"{fit.device_bytes / 2**30:,.2f}", f"{fit.device_bytes / fits[0].device_bytes:.1%}", host]
+        dense = fits[0].device_bytes
+        in_vllm = "" if fit.served_bytes is None else f"{fit.served_bytes / dense:.1%}"
+        cells = [f"{fit.device_bytes / 2**30:,.2f}", f"{fit.device_bytes / dense:.1%}", in_vllm, host]
         if fit.requests is not None:
             cells += [f"{fit.requests:,}", "" if fit.served is None else f"{fit.served:,}"]
             cells += [] if batch is None else ["yes" if fit.requests >= batch else "no"]

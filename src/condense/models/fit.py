@@ -19,14 +19,15 @@ _FOUR_BITS = 4 + 2 * 16 / 64
 class CacheFit:
     """The cache of one request: bytes on the device and in host memory.
 
-    requests: how many fit; None without a limit. served: how many vLLM runs at once (`condense serve`), in its blocks;
-    None without a limit, and for what is not served.
+    requests: how many fit; None without a limit. In vLLM's blocks (`condense serve`), served_bytes: the device bytes of
+    one, served: how many run at once; None for what is not served, and the second without a limit.
     """
 
     name: str
     device_bytes: int
     host_bytes: int
     requests: int | None
+    served_bytes: int | None = None
     served: int | None = None
 
 
@@ -58,21 +59,24 @@ def cache_fits(
     for name, layers in reports.items():
         hosts = [layer.host_bytes for layer in layers]
         fit = _fit(name, sum(layer.bytes for layer in layers), hosts, room, host_memory)
-        fits.append(replace(fit, served=_served(model, choices[name], length, itemsize, room)))
+        in_vllm = _served(model, choices[name], length, itemsize, room)
+        fits.append(replace(fit, served_bytes=in_vllm[0], served=in_vllm[1]))
     return fits
 
 
-def _served(model: nn.Module, choice: MethodChoice, length: int, itemsize: int, room: int | None) -> int | None:
-    """Requests of ``length`` tokens that vLLM holds in so many bytes; None for what it does not serve, or no limit."""
+def _served(
+    model: nn.Module, choice: MethodChoice, length: int, itemsize: int, room: int | None
+) -> tuple[int | None, int | None]:
+    """Bytes of a request of ``length`` tokens in vLLM, and requests in so many bytes; None as in `CacheFit`."""
     try:
         layers = served_layers(model, choice, itemsize)
     except ValueError:
-        return None
-    if room is None or not any(layer.plan for layer in layers):
-        return None
+        return None, None
+    if not any(layer.plan for layer in layers):
+        return None, None
     one = blocks_of_request(layers, length)
     # one block belongs to no request
-    return max(0, room // one.block_bytes - 1) // one.blocks
+    return one.total_bytes, None if room is None else max(0, room // one.block_bytes - 1) // one.blocks
 
 
 def _fit(name: str, device_bytes: int, hosts: list[int], room: int | None, host_room: int | None) -> CacheFit:

@@ -56,7 +56,7 @@ class Engine:
     @property
     def page(self):
         """Tokens of a page of what is kept as long as the request."""
-        return self.scheduler.cache_config.effective_attention_block_size
+        return max(group.kv_cache_spec.block_size for group in self.scheduler.kv_cache_config.kv_cache_groups)
 
     @property
     def free_pages(self):

@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -10,13 +11,21 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 import condense
 from condense.demo import demo_model
+from condense.models.fit import USED, cache_fits, weight_bytes
 
 METHOD = condense.CCA(window=256, summary="streaming", key_pooling="select", rep_bias="log_size")
 PROMPTS = ["The old man", "Once upon a time there was " * 60, "She said", "It was a dark night and " * 30]
 NEW = 12
+# bytes of pages, as this folder's environment and settings give them
+POOL = 1 << (28 if torch.cuda.is_available() else 30)
+SAID = re.compile(
+    r"Concurrency for 1,024 tokens per request, once their prompts are read: ([\d.]+)x; each takes ([\d.]+) MiB, "
+    r"(\d+)% of dense attention's, a request of 1,024 tokens (\d+)%"
+)
 
 
 class Server:
@@ -141,6 +150,16 @@ def test_a_client_that_goes_away(server, wanted):
     raise AssertionError(f"pages of a client that is gone are still held: {used}")
 
 
-def test_what_is_said_of_concurrency(server):
-    """vLLM counts the pages of tokens in flight; how many requests run once they are read is said below it."""
-    assert "once their prompts are read" in server.log.read_text()
+def test_what_is_said_of_concurrency(server, bundled):
+    """vLLM counts the pages of tokens in flight. How many requests run once they are read, and their bytes, is said
+    below it, as `condense inspect` says it.
+    """
+    held, mib, share, short_share = map(float, SAID.search(server.log.read_text()).groups())
+    model = condense.restore(bundled[0])
+    # a byte more than whole, as the share of a device's memory is rounded down
+    memory = int((POOL + 1 + weight_bytes(model, 4)) / USED) + 1
+    dense, *_, own = cache_fits(model, {"own": METHOD}, 1024, 4, memory=memory)
+    condense.apply(model, METHOD)
+    assert int(held) == own.served
+    assert mib == pytest.approx(own.served_bytes / 2**20, abs=0.05)
+    assert share == short_share == pytest.approx(100 * own.served_bytes / dense.device_bytes, abs=0.5)

@@ -43,6 +43,8 @@ class CondensedLatents(CondensedAttention):
         self.kv_b_proj, self.widths = module.kv_b_proj, (module.qk_nope_head_dim, module.v_head_dim)
         # on a CPU vLLM would pack the matrix in a form that none but its own product reads
         self.kv_b_proj._cpu_skip_gemm_dispatch = True
+        # so vLLM 0.30 calls the same of matrices that are not quantised
+        self.kv_b_proj.skip_weight_relayout = True
         # DeepSeek-V3's kind in transformers; the order of channels decides what an index holds of a key
         self.splits_pairs = getattr(vllm_config.model_config.hf_text_config, "rope_interleave", False)
         if isinstance(module, MiniCPM3Attention):
