@@ -45,8 +45,8 @@ def check_engine(engine: EngineSettings) -> None:
     first, end = (_release(version) for version in RELEASES)
     if engine.version is not None and not first <= _release(engine.version) < end:
         wrong.append(
-            f"vLLM must be at least {RELEASES[0]} and below {RELEASES[1]}, the releases whose interfaces the plugin for "
-            f"condensed models fits, got {engine.version}: install '{REQUIREMENT}'"
+            f"vLLM must be at least {RELEASES[0]} and below {RELEASES[1]}, the releases whose interfaces the plugin "
+            f"for condensed models fits, got {engine.version}: install '{REQUIREMENT}'"
         )
     if engine.cache_dtype not in ("auto", engine.model_dtype):
         # a checkpoint in FP8 may name one, which vLLM then takes for auto

@@ -7,17 +7,28 @@ import copy
 
 import pytest
 import torch
-from small_models import condensed, prompts_of, random_latents, random_llama
+from small_models import LATENTS, condensed, prompts_of, random_llama
+from transformers.models.auto import AutoModelForCausalLM
 
 import condense
 
 PROMPTS, NEW = prompts_of((230, 31, 64)), 24
+# without choices: which of two groups, or tokens, that are almost as good is taken, rounding decides
 METHODS = {
-    # all groups open: which of two that are almost as good is opened, rounding decides
     "recall": condense.Recall(group_size=4, window=24, num_recall=64, store_bits=16),
-    "pooled": condense.LCA(group_size=4, window=24, rep_bias="log_size"),
+    "pooled": condense.CCA(group_size=4, window=24, key_pooling="mean", value_pooling="mean", rep_bias="log_size"),
 }
-MODELS = {"heads": random_llama, "latents": random_latents}
+
+
+def latents():
+    """MiniCPM3 with widths that all of vLLM's kernels for FP8 take."""
+    torch.manual_seed(0)
+    config = copy.deepcopy(LATENTS["minicpm3"])
+    config.q_lora_rank = 32
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+MODELS = {"heads": random_llama, "latents": latents}
 STEP = 2**-9
 
 
@@ -68,4 +79,4 @@ def test_answers(engine, tmp_path, make):
     for name, method in METHODS.items():
         model = condense.apply(model_of(make), method)
         got = error(engine, model, tmp_path / name)
-        assert got <= 2 * dense, name
+        assert got <= 2 * max(dense, 1), (name, got, dense)
