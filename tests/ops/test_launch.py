@@ -1,12 +1,18 @@
 """Starting a kernel again: the compiled one that Triton found for arguments of this kind, and no other."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
 from triton.runtime.driver import driver
 
+import condense
+from condense.methods import step_settings
 from condense.ops.triton import launch as triton_launch
+from condense.ops.triton import recall_step_plan, step_plan
+from condense.ops.triton.device.address import PageForm
+from condense.ops.triton.host import Gpu
 from condense.ops.triton.launch import Launcher, Prepared
 
 GRID, CONSTANTS, OPTIONS = (4, 2, 1), ("weighted", True), {"num_warps": 4}
@@ -117,3 +123,28 @@ def test_what_is_remembered_has_an_end(tensors, monkeypatch):
     assert len(start._compiled) <= 5
     start(GRID, tensors, (11,), CONSTANTS, OPTIONS)
     assert len(kernel.again) == 1
+
+
+@pytest.mark.parametrize("text", ["recall-device", "recall:store_bits=8", "cca:summary=streaming"])
+def test_steps_over_pages_are_compiled_for_few_numbers_of_requests(text, monkeypatch):
+    """While prompts are read the requests that answer are ever others: each new kernel would hold up all of them."""
+    for plans in (recall_step_plan, step_plan):
+        monkeypatch.setattr(plans, "gpu_of", lambda device: Gpu((9, 0), 132))
+    settings = dataclasses.replace(step_settings(condense.Method.parse(text)), summary_delay=0)
+    form, device, compiled = PageForm(8, 1 << 20, 1 << 17, 1 << 14, 1024), torch.device("cuda:0"), set()
+    for rows in range(1, 257):
+        if settings.choice is None:
+            sizes = step_plan.StepSizes(rows, 32, 8, 128, 128, 8192, 1040, 0, form, form)
+            scores = settings.number, (0.1, 0.0), 0
+            launches = step_plan.launch_of.__wrapped__(*scores, sizes, torch.bfloat16, device, False)[1:]
+        else:
+            room = recall_step_plan.Room(8192, 272, near=form, far=form, all=1 << 19)
+            heads, widths = (rows, 32, 8), (128, 128, 0)
+            launches = recall_step_plan.plan_of.__wrapped__(
+                device, torch.bfloat16, heads, widths, room, settings.number, (0.1, 0.0), False
+            )[1:]
+        for i, (_, numbers, constants, options) in enumerate(launches):
+            # Triton compiles anew for the number 1 and for multiples of 16
+            kinds = tuple([isinstance(x, int) and (x == 1, x % 16 == 0) for x in numbers])
+            compiled.add((i, kinds, constants, tuple(options.items())))
+    assert len(compiled) < 20

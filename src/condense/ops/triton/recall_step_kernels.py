@@ -139,9 +139,9 @@ def _rows_in_pages(near, entries, tile, entry_tiles, BN: tl.constexpr, NEAR: tl.
 def recall_attend_kernel(
     q_ptr, entries_k_ptr, entries_v_ptr, store_ptr, ring_k_ptr, ring_v_ptr, slots_ptr, groups_ptr, place_ptr,
     offset_ptr, seen_ptr, real_ptr, part_ptr, lse_ptr, near_ptr, far_ptr, before_ptr,
-    s_qb, s_qh, K, R, G, W, N, window, most_opened, part, of, scale,
+    s_qb, s_qh, K, R, G, W, N, window, most_opened, part, of, own, scale,
     SLOTS: tl.constexpr, FORM: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
-    POOL: tl.constexpr, BITS: tl.constexpr, OWN: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr,
+    POOL: tl.constexpr, BITS: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr,
     CAP: tl.constexpr, EARLY: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """part float32 ``[B, H, S, V]`` and base 2 log-sum-exp ``[B, H, S]`` of every split.
@@ -150,7 +150,7 @@ def recall_attend_kernel(
 
     A split reads its share of two lists. First the tiles of entries, whose scores get an offset each (-inf if the group
     is open), and of the ring's tokens of groups that are not closed, counted through; then the open groups, BN tokens
-    at a time, of one group or of several. OWN: splits that read open groups alone; 0 if all read of both lists. BITS:
+    at a time, of one group or of several. own: splits that read open groups alone; 0 if all read of both lists. BITS:
     bits of entries, see `condense.ops.entries.EntryFormat`. most_opened: stride of ``groups`` and ``place``; with part
     and of the numbers of `condense.ops.recall.choice.Quota`. near, far: tables of the pages of tokens and of records,
     for which lists of groups and offsets are as `recall_choose_kernel` says; rows whose groups have no room there get
@@ -189,10 +189,9 @@ def recall_attend_kernel(
         ring_k_ptr += kvh * NEAR.s_head
         ring_v_ptr += kvh * NEAR.s_head
     softmax = empty_softmax(BR, FORM.V0, FORM.V1, BN)
-    share = tl.maximum(split - OWN, 0)
-    lo, hi = tiles * share // (S - OWN), tiles * (share + 1) // (S - OWN)
-    if OWN > 0:
-        hi = tl.where(split < OWN, lo, hi)
+    share = tl.maximum(split - own, 0)
+    lo, hi = tiles * share // (S - own), tiles * (share + 1) // (S - own)
+    hi = tl.where(split < own, lo, hi)
     keys = _Entries(entries_k_ptr, entries_v_ptr, entries, offset_ptr, offset_ptr if FAR is None else far_ptr)
     if BITS < 16:
         # entries are read by themselves, the tokens in the loop below
@@ -251,11 +250,9 @@ def recall_attend_kernel(
     PARTS: tl.constexpr = (g + T - 1) // T
     count = wanted_groups(closed, most_opened, part, of)
     tiles = tl.cdiv(count, BG) * PARTS
-    if OWN > 0:
-        share = tl.minimum(split, OWN)
-        lo, hi = tiles * share // OWN, tl.minimum(tiles * (share + 1) // OWN, tiles)
-    else:
-        lo, hi = tiles * split // S, tiles * (split + 1) // S
+    shares = tl.where(own > 0, own, S)
+    share = tl.minimum(split, shares)
+    lo, hi = tiles * share // shares, tl.minimum(tiles * (share + 1) // shares, tiles)
     n, token = tl.arange(0, BG), tl.arange(0, T)
     # found one tile ahead, so that tokens need not wait for lists
     found = _open_pieces(groups_ptr, far_ptr, lo // PARTS * BG + n, count, store_ptr, FORM.piece, FAR)

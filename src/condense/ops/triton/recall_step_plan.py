@@ -210,8 +210,8 @@ def plan_of(
             {"num_warps": 4 if ranks <= 1024 else 8 if ranks <= 8192 else 16, **chained},
         ),
         (
-            (S1, B * K, head_tiles), (K, R, row, W, N, window, r, part, of, scale * LOG2E),
-            (S, form, BR, of_attend.rows, choice.pool, settings.entry_bits, own, has_real, precision,
+            (S1, B * K, head_tiles), (K, R, row, W, N, window, r, part, of, own, scale * LOG2E),
+            (S, form, BR, of_attend.rows, choice.pool, settings.entry_bits, has_real, precision,
              softcap * LOG2E, early, near, far),
             of_attend.options | chained,
         ),

@@ -112,7 +112,7 @@ def _key_step(places):
 
 @triton.constexpr_function
 def _zero_dtype(FORM):
-    """Of the zeros of keys."""
+    """The dtype of the zeros of keys."""
     return tl.int8 if FORM.bits == 4 else tl.int16
 
 
