@@ -26,16 +26,9 @@ from condense.models.shapes import shape_config
 LENGTHS = (32768, 131072)
 NAMES = ("recall-host", "recall-device", "pooled")
 UNKNOWN = "not measured"
-# arms of the study of what transfers, by its runs; a quarter of the groups of 16,384 tokens are 252
-_PROMPTS_READ_BY_RECALL, _PROMPTS_READ_DENSELY = 3, 4
-_MEASURED = {
-    "recall-host": {_PROMPTS_READ_DENSELY: "groups of 16, log 256, prompt exact"},
-    "recall-device": {
-        _PROMPTS_READ_BY_RECALL: "log 1/4, store 4",
-        _PROMPTS_READ_DENSELY: "groups of 16, log 256, prompt exact",
-    },
-}
-_CACHE = dict.fromkeys((_PROMPTS_READ_BY_RECALL, _PROMPTS_READ_DENSELY), "cache of 4 bits")
+# arms of the study of what transfers, by its runs: named settings are measured as they are in the newest
+_MEASURED = {"recall-host": {5: "recall-host"}, "recall-device": {5: "recall-device"}}
+_CACHE = dict.fromkeys((3, 5), "cache of 4 bits")
 # the arm of the study of adaptation, its settings and its length
 _ARM, _ADAPTED, _ADAPTED_LENGTH = "both", "lca:window=512,rep_bias=log_size", 8192
 _BLOCK = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
