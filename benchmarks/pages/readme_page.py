@@ -97,6 +97,8 @@ def claims(documents: Documents) -> list[str]:
         f"up to {shorter:,} tokens shorter",
         f"ran {running['condensed']} requests of {LENGTHS[-1]:,} tokens at once instead of {running['dense']}",
         f"takes {_text(engine[LENGTHS[-1]][1], 'ms')} a token after {LENGTHS[-1]:,} tokens",
+        f"takes {_text(_one_request(documents, 'condensed'), 'ms')} a token",
+        f"dense attention {_text(_one_request(documents, 'dense'), 'ms')} in the same run",
     ]
 
 
@@ -130,6 +132,12 @@ def _longest(documents: Documents) -> int:
 def _running(documents: Documents, attention: str) -> int:
     runs = [x["results"] for name, x in documents.items() if name.startswith(f"serving-speed-{attention}-")]
     return max(measured["answered_in_one_step"] for run in runs for measured in run.get("capacity", ()))
+
+
+def _one_request(documents: Documents, attention: str) -> float:
+    """Milliseconds per token of one request of the longest prompts, in the run of a model as it is."""
+    (run,) = (x["results"] for name, x in documents.items() if name.startswith(f"recall-speed-{attention}-"))
+    return float(next(row["step_ms"]["median"] for row in run["decode-130561"][0] if row["rows"] == 1))
 
 
 def _text(value: float | None, unit: str, served: float | None = None) -> str:
