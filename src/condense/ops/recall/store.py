@@ -131,18 +131,19 @@ class StoreFormat:
     def _quantise_keys(self, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Codes, zeros, steps less their base, uint8 ``[B, K, G, D]``, and the base, int16 ``[B, K, G, 1]``."""
         x, (apart, far) = k.float(), self.key_levels
-        smallest, largest = x.amin(3), x.amax(3)
-        least = torch.maximum((largest - smallest) * (1 / apart), torch.maximum(largest, -smallest) * (1 / far))
+        smallest, largest = x.aminmax(dim=3)
+        size = torch.linalg.vector_norm(x, math.inf, dim=3)
+        least = torch.maximum((largest - smallest) * (1 / apart), size * (1 / far))
         # not below the smallest normal number of the keys, and not so far up that rounding it overflows
         places = least.clamp(min=torch.finfo(k.dtype).tiny).view(torch.int32)
         places = (places + (1 << DROPPED) - 1) >> DROPPED
         base = places.amax(3, keepdim=True) - 255
-        steps = (places - base).clamp(min=0)
-        step = ((steps + base) << DROPPED).view(torch.float32)
+        places = torch.maximum(places, base)
+        step = (places << DROPPED).view(torch.float32)
         zeros = ((smallest / step) + 0.5).floor()
         codes = ((x / step[:, :, :, None] + 0.5).floor() - zeros[:, :, :, None]).clamp(0, 2**self.bits - 1)
         packed = to_bytes(codes.to(torch.uint8), self.bits)
-        return packed, zeros.to(self.zero_dtype), steps.to(torch.uint8), base.to(torch.int16)
+        return packed, zeros.to(self.zero_dtype), (places - base).to(torch.uint8), base.to(torch.int16)
 
     def _quantise_values(self, v: Tensor) -> tuple[Tensor, Tensor]:
         """Codes, and steps and zeros ``[B, K, G, 2, g]`` in the dtype of v."""
