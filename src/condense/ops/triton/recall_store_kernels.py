@@ -23,12 +23,6 @@ _DROPPED = tl.constexpr(DROPPED)
 _BELOW = tl.constexpr((1 << DROPPED) - 1)
 
 
-_DROPPED = tl.constexpr(DROPPED)
-
-
-_DROPPED = tl.constexpr(DROPPED)
-
-
 class Form(NamedTuple):
     """The constants of a store.
 
