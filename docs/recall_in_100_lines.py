@@ -30,7 +30,8 @@ class Group(NamedTuple):
     v: Tensor
     entry_k: Tensor  # one key [D] and one value [Dv] in place of the tokens while the group is not open
     entry_v: Tensor
-    signs: Tensor  # the index: of each key, turned, the signs [g, D] of 1 and -1, and one number [g] for all of them
+    centre: Tensor  # the index: the mean [D] of the turned keys, in 4 bits; and of what each key differs by
+    signs: Tensor  # the signs [g, D] of 1 and -1, and one number [g] for all of them
     steps: Tensor
 
 
@@ -38,15 +39,17 @@ def close(k: Tensor, v: Tensor) -> Group:
     """Make a group of its tokens k ``[g, D]`` and v ``[g, Dv]``, once they have left the window."""
     # a rotation leaves products as they are and makes a key's numbers alike, so that their signs say most of it
     turned = k @ rotation(k.shape[1], k.device).double()
-    steps = turned.square().sum(1) / turned.abs().sum(1) / block_width(k.shape[1])
-    return Group(k, v, k.mean(0), v.mean(0), turned.sign(), steps)
+    mean, P = turned.mean(0), block_width(k.shape[1])
+    unit = mean.abs().max() / 15
+    rest = turned - (centre := unit * (2 * (mean / (2 * unit) + 8).floor().clamp(0, 15) - 15))
+    return Group(k, v, k.mean(0), v.mean(0), centre / P, rest.sign(), rest.square().sum(1) / rest.abs().sum(1) / P)
 
 
 def score(q: Tensor, group: Group, scale: float) -> Tensor:
     """Estimate the largest score of a group's tokens for a query ``[D]``, from the group's index alone."""
     turned = q @ rotation(len(q), q.device).double()
-    unit = turned.abs().max() / 127  # the query is rounded to 8 bits
-    return scale * unit * (group.signs @ (turned / unit).round() * group.steps).max()
+    turned = (turned / (unit := turned.abs().max() / 127)).round()  # to 8 bits
+    return scale * unit * (group.centre @ turned + (group.signs @ turned * group.steps).max())
 
 
 def choose(q: Tensor, groups: list[Group], settings: Settings, scale: float) -> set[int]:
@@ -89,7 +92,7 @@ def compare(settings: Settings, length: int = 100, width: int = 16) -> float:
     random, scale = torch.Generator().manual_seed(0), width**-0.5
     q, k, v = torch.randn(3, length, width, dtype=torch.float64, generator=random).unbind()
     method = condense.Recall(**settings._asdict(), unchosen="pool")
-    library = condense.attention(q[None, None], k[None, None], v[None, None], method=method, scale=scale)[0, 0]
+    library = condense.attention(*(x[None, None] for x in (q, k, v)), method=method, scale=scale)[0, 0]
     return float((recall(q, k, v, settings, scale) - library).abs().max())
 
 

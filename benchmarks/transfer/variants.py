@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from condense import Recall
 from condense.functional import extend
 from condense.ops import Chunks, RuleSpans, Source, UniformRule, attend
-from condense.ops.recall import block_width, rotation
+from condense.ops.recall import block_width, build_index, rotation
 from condense.ops.tensors.codes import dequantise, quantise
 
 Attention = Callable[[torch.nn.Module, Tensor, Tensor, Tensor, float | None], Tensor]
@@ -93,8 +93,8 @@ class Answers:
 class Rounded(Recall):
     """Recall over tokens that are rounded as a store would round them which the library does not have.
 
-    key_bits: a key turned by the index's rotation has one step and so many bits per number, of which the index holds
-    the first, its sign; so a store keeps one bit less. value_bits: per number, a step and a zero per token.
+    key_bits: what a key, turned by the index's rotation, differs by from its group's centre has one step and so many
+    bits per number, of which the index holds the first, its sign; so a store keeps one bit less. value_bits: per number, a step and a zero per token.
     """
 
     name: ClassVar[str] = "rounded"
@@ -122,8 +122,11 @@ class Rounded(Recall):
     def _key(self, k: Tensor) -> Tensor:
         wide, D = torch.promote_types(k.dtype, torch.float32), k.shape[-1]
         turn = rotation(D, k.device, wide) / math.sqrt(block_width(D))
-        x = k.to(wide) @ turn
+        x, index = k.to(wide) @ turn, build_index(k)
+        unit = index.steps[..., -1:].to(wide) * math.sqrt(block_width(D))
+        centre = (unit * index.centres(D, wide))[:, :, :, None]
+        x = x - centre
         most = 2 ** (self.key_bits - 1)
-        step = (x.abs().amax(-1, keepdim=True) / most).clamp(min=torch.finfo(wide).tiny)
+        step = (x.abs().amax(-1, keepdim=True) / most).to(k.dtype).to(wide).clamp(min=torch.finfo(wide).tiny)
         size = ((x.abs() / step).floor().clamp(max=most - 1) + 0.5) * step
-        return (torch.where(x < 0, -size, size) @ turn.mT).to(k.dtype)
+        return ((torch.where(x < 0, -size, size) + centre) @ turn.mT).to(k.dtype)

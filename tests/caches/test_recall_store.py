@@ -227,7 +227,7 @@ def test_bytes(length, dtype):
     layer.lazy_initialization(*[x.to(dtype) for x in _qkv(0)[1:]])
     groups, ring = max(0, length - 6) // 4, min(length, 10)
     numbers = (groups * (1 + 4) + ring) * (D + DV) * dtype.itemsize
-    index = groups * 4 * (-(-D // 8) + dtype.itemsize)
+    index = groups * ((4 + 4) * -(-D // 8) + (4 + 1) * dtype.itemsize)
     assert (
         sum(x.untyped_storage().nbytes() for x in (*layer.buffers, layer.num_slots))
         == B * (K * (numbers + index) + 8) + 8

@@ -109,7 +109,8 @@ def test_bytes_are_those_of_the_cache(name, method, dtype):
 def test_what_a_step_of_recall_reads():
     """In 100 tokens 92 are behind the window, in 23 groups, two of them open."""
     report = inspect(tiny.model("llama"), RECALLS["two-open"], 100)[0]
-    keys, index = 21 + 2 * 4 + 8, 2 * 4 * (1 + 2)  # a byte of signs and a step of 2 bytes per token
+    # a byte of signs and a step of 2 bytes per token, and of a centre 4 bytes and a step
+    keys, index = 21 + 2 * 4 + 8, 2 * (4 * (1 + 2) + 4 + 2)
     assert f"a step after them reads {keys * 32 * 2 + 23 * index:,} bytes of it" in report.remark
     assert "all 100 tokens stay on the device, so the cache is larger than a dense one" in report.remark
     assert report.bytes > report.dense_bytes

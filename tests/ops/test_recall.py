@@ -75,23 +75,47 @@ def test_the_choice_carries_no_gradient():
 def test_an_index_holds_signs_and_steps(width, dtype):
     """Bit by bit against plain loops; signs of numbers too near to zero to be sure of are left out."""
     k = torch.randn(1, 2, 3, 4, width, generator=torch.Generator().manual_seed(width), dtype=torch.float64).to(dtype)
-    index, W = build_index(k), -(-width // 8)
-    assert index.signs.shape == (1, 2, 3, 4 * W)
-    assert (index.signs.dtype, index.steps.dtype) == (torch.uint8, dtype)
+    index, W, size = build_index(k), -(-width // 8), oracle_recall.block(width)
+    assert index.signs.shape == (1, 2, 3, 8 * W)
+    assert (index.signs.dtype, index.steps.dtype, index.steps.shape[3]) == (torch.uint8, dtype, 5)
     turned = k.double() @ oracle_recall.rotation(width)
-    want = turned.square().sum(-1) / turned.abs().sum(-1) / oracle_recall.block(width)
     # sums of as many numbers as a key has, then rounded to the dtype of the keys
     error = 2 * width * torch.finfo(torch.promote_types(dtype, torch.float32)).eps + torch.finfo(dtype).eps
-    torch.testing.assert_close(index.steps.double(), want, rtol=error, atol=0.0)
-    bytes = index.signs.unflatten(3, (4, W)).int()
+    steps, of_centre = index.steps.double().split([4, 1], dim=3)
+    largest = turned.mean(3).abs().amax(3, keepdim=True)
+    torch.testing.assert_close(of_centre, largest / (15 * size), rtol=error, atol=0.0)
+    tokens, codes = index.signs.int().split([4 * W, 4 * W], dim=3)
+    numbers = index.centres(width, torch.float64)
+    for column in range(width):
+        code = codes[..., column // (2 * W) * W + column % W] >> (column // W % 2 * 4) & 15
+        assert torch.equal(2.0 * code - 15, numbers[..., column])
+    middle = of_centre * size * numbers
+    assert bool(((middle - turned.mean(3)).abs() <= of_centre * size * (1 + 16 * error)).all())
+    turned = turned - middle[:, :, :, None]
+    want = turned.square().sum(-1) / turned.abs().sum(-1) / size
+    torch.testing.assert_close(steps, want, rtol=error, atol=0.0)
+    bytes = tokens.unflatten(3, (4, W))
     for column in range(width):
         bit = bytes[..., column % W] >> (column // W) & 1
         sure = turned[..., column].abs() > 1e-5
         assert torch.equal(bit[sure] == 1, turned[..., column][sure] > 0)
     signs = index.turned(width, torch.float64)
     assert torch.equal(signs[turned.abs() > 1e-5], turned.sign()[turned.abs() > 1e-5])
-    # a key's product with itself is kept
-    torch.testing.assert_close((signs * turned).sum(-1) * want, k.double().square().sum(-1))
+    # the product with itself of what a key differs by is kept
+    torch.testing.assert_close((signs * turned).sum(-1) * want, turned.square().sum(-1) / size)
+
+
+def test_a_part_that_all_keys_share_hides_little():
+    """Scores follow the exact ones nearly as well; without centres they would not follow them at all."""
+    generator = torch.Generator().manual_seed(0)
+    k, q = (torch.randn(1, 1, n, 64, generator=generator) for n in (160, 32))
+    q[..., 7], found = 0.0, []
+    exact = (q @ k.mT).unflatten(3, (10, 16)).amax(-1)
+    for shared in (0.0, 30.0):
+        k[..., 7] += shared
+        scores = index_scores(q, build_index(k.unflatten(2, (10, 16))), 1.0)
+        found.append(torch.stack([scores.flatten(), exact.flatten()]).corrcoef()[0, 1])
+    assert found[1] > 0.75 * found[0] > 0.4
 
 
 def test_keys_and_queries_of_zeros():

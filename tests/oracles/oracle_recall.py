@@ -43,17 +43,28 @@ def rotation(width):
     return torch.tensor([[number(i, j) for j in range(width)] for i in range(width)], dtype=torch.float64)
 
 
+def centre(turned):
+    """The centre of turned keys, a list of numbers per key: their mean, each number one of 16 evenly around 0."""
+    mean = [sum(column) / len(turned) for column in zip(*turned, strict=True)]
+    unit = max(map(abs, mean)) / 15
+    return [unit * (2 * min(15, math.floor(x / (2 * unit) + 8)) - 15) if unit else 0.0 for x in mean]
+
+
 def score(query, keys, scale):
     """The index score of a group of keys ``[g, D]`` for one query ``[D]``: the largest estimate of a token's score."""
     turn, size = rotation(len(query)), block(len(query))
     turned = (query.double() @ turn).tolist()
     unit = max(map(abs, turned)) / 127
     whole = [round(x / unit) for x in turned]
+    keys = (keys.double() @ turn).tolist()
+    middle = centre(keys)
     estimates = []
-    for key in (keys.double() @ turn).tolist():
-        step = sum(x * x for x in key) / sum(map(abs, key)) / size
-        estimates.append(step * sum(n if x >= 0 else -n for n, x in zip(whole, key, strict=True)))
-    return scale * unit * max(estimates)
+    for key in keys:
+        rest = [x - y for x, y in zip(key, middle, strict=True)]
+        step = sum(x * x for x in rest) / sum(map(abs, rest)) if any(rest) else 0.0
+        numbers = [y + (step if x >= 0 else -step) for x, y in zip(rest, middle, strict=True)]
+        estimates.append(sum(n * x for n, x in zip(whole, numbers, strict=True)))
+    return scale * unit * max(estimates) / size
 
 
 def opened(method, queries, k, closed, scale):

@@ -124,11 +124,11 @@ def test_the_bytes_of_a_record():
     form = record_format(settings, (128, 128), torch.bfloat16)
     starts = {part.name: (part.start, part.columns) for part in form.parts}
     assert starts == {
-        "entries_k": (0, 128), "entries_v": (256, 128), "signs": (512, 256), "steps": (768, 16), "store": (800, 4560),
+        "entries_k": (0, 128), "entries_v": (256, 128), "signs": (512, 320), "steps": (832, 17), "store": (880, 4560),
     }  # fmt: skip
-    assert form.nbytes == 800 + 16 * 285
+    assert form.nbytes == 880 + 16 * 285
     k, v = (torch.randn(1, 2, 3, 16, 128).bfloat16() for _ in range(2))
-    kept = {"signs": torch.randint(0, 255, (1, 2, 3, 256)).byte(), "steps": torch.randn(1, 2, 3, 16).bfloat16()}
+    kept = {"signs": torch.randint(0, 255, (1, 2, 3, 320)).byte(), "steps": torch.randn(1, 2, 3, 17).bfloat16()}
     kept |= {"entries_k": k[..., 0, :], "entries_v": v[..., 0, :], "store": settings.store_format.pack(k, v)}
     records = form.pack(kept)
     assert records.shape == (1, 2, 3, form.nbytes)

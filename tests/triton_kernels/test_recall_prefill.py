@@ -66,7 +66,7 @@ CASES = {
     "own-biases": Case((2, 1), L=25, pads=(0, 6), bias="own"),
     "no-window": Case((2, 2), 1, L=13, window=0, r=2),
     "latents-padded": Case((3, 3), L=29, pads=(0, 11), latent=288),
-    "latents-later": Case((2, 2), L=9, start=40, latent=288, unchosen="drop"),
+    "latents-later": Case((2, 2), L=33, start=40, latent=288, unchosen="drop"),
     "one-index-for-two-heads": Case((4, 2), L=37, pads=(0, 6), bias="own", latent=64),
 }
 if CUDA:
@@ -334,7 +334,8 @@ def test_turned_queries_take_of_the_scratch_memory(monkeypatch):
         score(q, index, positions, scratch, *args, **kwargs)
 
     rotation(288, torch.device(DEVICE))
-    monkeypatch.setattr(recall_score, "_TURN", lambda *_: None)  # the interpreter makes tensors of its own
+    # the interpreter makes tensors of its own
+    monkeypatch.setattr(recall_score, "_TURN", lambda _, tensors, *rest: [x.zero_() for x in tensors[2:]])
     monkeypatch.setattr(recall_score, "turned", measured)
     monkeypatch.setattr(recall_choice, "score", counted)
     monkeypatch.setattr(recall_choice, "_SCRATCH", limit)

@@ -122,15 +122,18 @@ class IndexChoice:
 def index_scores(q: Tensor, index: GroupIndex, scale: float) -> Tensor:
     """Score of each group for each query, estimated from the index, ``[B, H, L, G]`` float32 or wider, no gradient.
 
-    q ``[B, H, L, D]``, scale > 0. The largest of the estimates of its tokens' scaled scores.
+    q ``[B, H, L, D]``, scale > 0. The largest of the estimates of its tokens' scaled scores: their centre's score, and
+    the largest of what they differ by.
     """
     B, H, L, D = q.shape
-    (_, K, G, g), (numbers, unit) = index.steps.shape, turned_queries(q)
-    signs = index.turned(D, numbers.dtype).flatten(2, 3)
+    (_, K, G, _), (numbers, unit) = index.steps.shape, turned_queries(q)
+    signs, centres = index.turned(D, numbers.dtype).flatten(2, 3), index.centres(D, numbers.dtype)
+    steps, of_centres = index.steps.to(numbers.dtype)[:, :, None].split([index.group_size, 1], dim=4)
     # whole numbers below 2 ** 24, so that no order of the sum rounds them
-    products = numbers.reshape(B, K, H // K * L, D) @ signs.mT
-    of_tokens = products.unflatten(3, (G, g)) * index.steps.to(products.dtype)[:, :, None]
-    return of_tokens.amax(-1).reshape(B, H, L, G) * (unit * scale)
+    numbers = numbers.reshape(B, K, H // K * L, D)
+    of_tokens = ((numbers @ signs.mT).unflatten(3, (G, index.group_size)) * steps).amax(-1)
+    scores = of_tokens + (numbers @ centres.mT) * of_centres[..., 0]
+    return scores.reshape(B, H, L, G) * (unit * scale)
 
 
 @torch.no_grad()

@@ -1,9 +1,11 @@
 """The index of Recall: a sign per number of each stored key, from which a query's score of a token is estimated.
 
-Keys are turned by a fixed rotation, which keeps products and spreads what a key says evenly over its numbers, and of a
-turned key the signs are kept and one step: the number that stands for all of them (after RaBitQ, arXiv:2405.12497).
-Queries are turned too and rounded to 8 bits, so that a product with signs is a whole number, the same to the bit in all
-backends. What is kept of a token depends on its key alone, so that the index of new groups can be appended.
+Keys are turned by a fixed rotation, which keeps products and spreads what a key says evenly over its numbers. Of a
+group the *centre* is kept, the mean of its turned keys in 4 bits per number; of each key, how it differs from the
+centre: the signs of its numbers and one step, which stands for the size of them all (after RaBitQ, arXiv:2405.12497).
+Without centres signs would say little of keys that have a large part in common, as they do in trained models. Queries
+are turned too and rounded to 8 bits, so that products with signs and with codes are whole numbers, the same to the bit
+in all backends. What is kept of a group depends on its keys alone, so that the index of new groups can be appended.
 
 Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, D key width, W = ceil(D / 8) bytes of signs.
 """
@@ -18,17 +20,26 @@ from torch import Tensor
 
 # whole numbers up to this stand for the numbers of a query: bfloat16 holds them too
 QUERY_LEVELS = 127
+# a number of a centre is a whole number of steps: twice its code, less this
+CENTRE_LEVELS = 15
 
 
 class GroupIndex(NamedTuple):
     """The index of G groups; dimension 2 of both tensors counts groups, as in the entries.
 
-    signs uint8 ``[B, K, G, g * W]``, token by token: bit i of a token's byte c is set if column ``i * W + c`` of its
-    turned key is not negative. steps ``[B, K, G, g]`` in the dtype of the keys.
+    signs uint8 ``[B, K, G, (g + 4) * W]``: first those of the tokens, one after another: bit i of a token's byte c is
+    set if its turned key is not below the centre in column ``i * W + c``. Then the codes of the centre: the low half of
+    byte ``j * W + c`` is that of column ``2 * j * W + c``, the high half that of column ``(2 * j + 1) * W + c``. steps
+    ``[B, K, G, g + 1]`` in the dtype of the keys, the last one the centre's.
     """
 
     signs: Tensor
     steps: Tensor
+
+    @property
+    def group_size(self) -> int:
+        """Tokens per group, g."""
+        return self.steps.shape[3] - 1
 
     def narrow(self, start: int, stop: int) -> Self:
         """Groups ``[start, stop)``, a view."""
@@ -36,14 +47,28 @@ class GroupIndex(NamedTuple):
 
     def turned(self, D: int, dtype: torch.dtype) -> Tensor:
         """The signs of all tokens as 1 and -1, ``[B, K, G, g, D]`` in ``dtype``."""
-        bytes = self.signs.unflatten(3, (self.steps.shape[3], 1, -1))
+        g = self.group_size
+        bytes = self.signs[..., : g * sign_bytes(D)].unflatten(3, (g, 1, -1))
         bit = torch.arange(8, device=bytes.device, dtype=torch.uint8)[:, None]
         return ((bytes >> bit) & 1).flatten(4)[..., :D].to(dtype) * 2 - 1
+
+    def centres(self, D: int, dtype: torch.dtype) -> Tensor:
+        """The numbers of all centres in steps, whole numbers, ``[B, K, G, D]`` in ``dtype``."""
+        W = sign_bytes(D)
+        bytes = self.signs[..., self.group_size * W :].unflatten(3, (4, 1, W))
+        codes = torch.cat([bytes & 15, bytes >> 4], dim=4).flatten(3)
+        return codes[..., :D].to(dtype) * 2 - CENTRE_LEVELS
 
 
 def sign_bytes(D: int) -> int:
     """Bytes of the signs of a key of width D, W."""
     return -(-D // 8)
+
+
+def index_widths(g: int, D: int) -> tuple[int, int]:
+    """Columns of the signs and of the steps of a group of g keys of width D."""
+    # kernels call this, and so it calls nothing
+    return (g + 4) * -(-D // 8), g + 1
 
 
 def block_width(D: int) -> int:
@@ -76,18 +101,27 @@ def _rotation(D: int, device: torch.device, dtype: torch.dtype) -> Tensor:
 def build_index(k_groups: Tensor) -> GroupIndex:
     """The index of groups of keys ``[B, K, G, g, D]``, of any floating dtype. No gradient.
 
-    A token's step keeps its key's product with itself: it is ``sum(x ** 2) / sum(abs(x))`` of the turned key x.
+    A token's step keeps the product with itself of what its key differs by: it is ``sum(x ** 2) / sum(abs(x))`` of the
+    difference x of the turned key and the centre.
     """
-    D = k_groups.shape[4]
-    W = sign_bytes(D)
-    wide = k_groups.to(torch.promote_types(k_groups.dtype, torch.float32))
+    (*_, g, D), dtype = k_groups.shape, k_groups.dtype
+    W, P = sign_bytes(D), block_width(D)
+    wide = k_groups.to(torch.promote_types(dtype, torch.float32))
     x = wide @ rotation(D, wide.device, wide.dtype)
-    # divided by the block's width, as products of two turned vectors are that many times too large
-    total = x.abs().sum(4).clamp(min=torch.finfo(x.dtype).tiny) * block_width(D)
+    tiny = torch.finfo(x.dtype).tiny
+    # products of two turned vectors are too large by the width of the rotation's blocks, by which steps are divided
+    mean = x.sum(3) * (1 / g)
+    step = (mean.abs().amax(3, keepdim=True) * (1 / (CENTRE_LEVELS * P))).to(dtype)
+    unit = step.to(x.dtype) * P
+    codes = (mean / (2 * unit).clamp(min=tiny) + (CENTRE_LEVELS + 1) / 2).floor().clamp(0, CENTRE_LEVELS)
+    x = x - (unit * (2 * codes - CENTRE_LEVELS))[:, :, :, None]
+    total = x.abs().sum(4).clamp(min=tiny) * P
+    steps = torch.cat([(x.square().sum(4) / total).to(dtype), step], dim=3)
     bits = F.pad((x >= 0).to(torch.uint8), (0, 8 * W - D)).unflatten(4, (8, W))
     place = torch.arange(8, device=x.device, dtype=torch.uint8)[:, None]
-    signs = (bits << place).sum(4, dtype=torch.uint8)
-    return GroupIndex(signs.flatten(3), (x.square().sum(4) / total).to(k_groups.dtype))
+    signs = (bits << place).sum(4, dtype=torch.uint8).flatten(3)
+    low, high = F.pad(codes.to(torch.uint8), (0, 8 * W - D)).unflatten(3, (4, 2, W)).unbind(4)
+    return GroupIndex(torch.cat([signs, (low | (high << 4)).flatten(3)], dim=3), steps)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from condense.ops.recall.index import GroupIndex, sign_bytes
+from condense.ops.recall.index import GroupIndex, index_widths
 from condense.ops.step.settings import StepSettings
 
 
@@ -166,10 +166,11 @@ def fields_of(settings: StepSettings, heads: int, widths: tuple[int, int], dtype
         return (*of_all, *(Field(name, Per.ROW, (0,), dtype) for name in StepState._fields[len(of_all) :]))
     store = settings.store_format
     stored, of_store = store.width(D, Dv, dtype.itemsize), store.dtype(dtype)
+    signs, steps = index_widths(settings.rule.chunk, D)
     return (
         *of_all,
-        Field("signs", Per.ENTRY, (settings.rule.chunk * sign_bytes(D),), torch.uint8),
-        Field("steps", Per.ENTRY, (settings.rule.chunk,), dtype),
+        Field("signs", Per.ENTRY, (signs,), torch.uint8),
+        Field("steps", Per.ENTRY, (steps,), dtype),
         Field("store", Per.STORED, (stored,), of_store, on_host=choice.store.on_host),
         Field("slots", Per.COPIED, (stored,), of_store),
         Field("held", Per.SLOT, (), torch.int32, fill=-1),

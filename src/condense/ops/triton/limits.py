@@ -105,14 +105,14 @@ def recall_call_obstacles(q: Tensor, sources: RecallSources, choice: Choice) -> 
 
 def _index_obstacles(choice: IndexChoice, K: int) -> list[str]:
     """The obstacles to choosing for K KV heads."""
-    (_, H, _, D), (_, choosers, _, g), found = choice.q.shape, choice.index.steps.shape, []
+    (_, H, _, D), choosers, found = choice.q.shape, choice.index.steps.shape[1], []
     if choosers not in (1, K):
         found.append(f"takes an index for each of {K} KV heads or one for all, got {choosers}")
     if choice.q.device.type == "cuda" and D not in WIDTHS + LATENT_WIDTHS:
         found.append(f"scores an index of keys of widths {', '.join(map(str, WIDTHS + LATENT_WIDTHS))}, got {D}")
     if H // choosers > MAX_HEADS:
         found.append(f"chooses for up to {MAX_HEADS} query heads at once, got {H // choosers}")
-    return found + _group_obstacles(g)
+    return found + _group_obstacles(choice.index.group_size)
 
 
 def _group_obstacles(g: int) -> list[str]:

@@ -84,7 +84,7 @@ def choose(
     r >= 1 and scale > 0.
     """
     index, positions, quota = GroupIndex(signs, steps), Positions(starts, tuple(rule)), Quota(*quota)
-    (B, H, L, D), (_, K, G, g) = q.shape, index.steps.shape
+    (B, H, L, D), (_, K, G, _), g = q.shape, index.steps.shape, index.group_size
     R, r, heads, C = H // K, quota.at(closed), B * K, groups_per_cell(g)
     check_programs(heads)
     groups = torch.empty(B, K, L, r, dtype=torch.int32, device=q.device)

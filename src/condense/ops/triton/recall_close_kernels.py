@@ -25,7 +25,18 @@ from condense.ops.triton.device.entry import (
     summary_query,
 )
 from condense.ops.triton.device.parts import load_row, store_row, tile_width
-from condense.ops.triton.device.signs import add_signs, key_steps, sign_bytes, turned_columns, turned_keys
+from condense.ops.triton.device.signs import (
+    add_codes,
+    add_signs,
+    centre_codes,
+    centre_numbers,
+    centre_unit,
+    index_widths,
+    key_steps,
+    sign_bytes,
+    turned_columns,
+    turned_keys,
+)
 from condense.ops.triton.recall_store_kernels import chunk_tokens, put_keys, put_values
 
 
@@ -75,13 +86,49 @@ def row_of_step(
 
 
 @triton.jit
+def _turned_tokens(keys, rotation_ptr, position, t, inside, LO: tl.constexpr, D: tl.constexpr, NEAR: tl.constexpr):
+    """Columns from LO on of the keys at ``position`` turned, `turned_columns` of them, float32."""
+    x = chunk_tokens(keys, position, t, inside, LO, D, turned_columns(D), NEAR)
+    return turned_keys(x.to(keys.rows.dtype.element_ty), rotation_ptr, LO, D)
+
+
+@triton.jit
+def _put_centre(
+    keys, rotation_ptr, codes_ptr, step_ptr, first, t, g: tl.constexpr, D: tl.constexpr, NEAR: tl.constexpr
+):  # fmt: skip
+    """Write the centre of the group that begins at position ``first``, and return its numbers by tiles of columns."""
+    N: tl.constexpr = turned_columns(D)
+    W: tl.constexpr = sign_bytes(D)
+    means, largest = (), tl.zeros([N], tl.float32)
+    for LO in tl.static_range(0, D, N):
+        mean = tl.zeros([N], tl.float32)
+        for start in tl.range(0, g, 16, num_stages=1):
+            i = start + tl.arange(0, 16)
+            x = _turned_tokens(keys, rotation_ptr, first + i, t, i < g, LO, D, NEAR)
+            mean += tl.sum(tl.where((i < g)[:, None], x, 0.0), 0)
+        mean *= 1 / g
+        means, largest = means + (mean,), tl.maximum(largest, tl.abs(mean))  # noqa: RUF005
+    step, unit = centre_unit(tl.max(largest, 0), keys.rows.dtype.element_ty, D)
+    tl.store(step_ptr, step)
+    numbers, bytes = (), tl.zeros([16, tile_width(4 * W)], tl.float32)
+    for LO in tl.static_range(0, D, N):
+        codes = centre_codes(means[LO // N], unit)
+        numbers = numbers + (centre_numbers(codes, unit),)  # noqa: RUF005
+        bytes = add_codes(bytes, codes, LO, D)
+    c, row = tl.arange(0, tile_width(4 * W)), tl.arange(0, 16)
+    mask = (row == 0)[:, None] & (c < 4 * W)[None, :]
+    tl.store(codes_ptr + row[:, None] * 0 + c[None, :], bytes.to(tl.int32).to(tl.uint8), mask=mask)
+    return numbers
+
+
+@triton.jit
 def _put_index(
     keys, rotation_ptr, signs_ptr, steps_ptr, first, t, g: tl.constexpr, D: tl.constexpr, NEAR: tl.constexpr
 ):  # fmt: skip
     """Write the index of the group that begins at position ``first``, as `condense.ops.recall.build_index` makes it."""
     W: tl.constexpr = sign_bytes(D)
     N: tl.constexpr = turned_columns(D)
-    dtype: tl.constexpr = keys.rows.dtype.element_ty
+    centre = _put_centre(keys, rotation_ptr, signs_ptr + g * W, steps_ptr + g, first, t, g, D, NEAR)
     c = tl.arange(0, tile_width(W))
     # not loaded ahead, for which every program of the kernel would hold memory
     for start in tl.range(0, g, 16, num_stages=1):
@@ -89,11 +136,11 @@ def _put_index(
         squares, sizes = tl.zeros([16], tl.float32), tl.zeros([16], tl.float32)
         bytes = tl.zeros([16, tile_width(W)], tl.float32)
         for LO in tl.static_range(0, D, N):
-            x = chunk_tokens(keys, first + i, t, i < g, LO, D, N, NEAR)
-            x = turned_keys(x.to(dtype), rotation_ptr, LO, D)
+            x = _turned_tokens(keys, rotation_ptr, first + i, t, i < g, LO, D, NEAR)
+            x = tl.where((LO + tl.arange(0, N) < D)[None, :], x - centre[LO // N][None, :], 0.0)
             squares, sizes = squares + tl.sum(x * x, 1), sizes + tl.sum(tl.abs(x), 1)
             bytes = add_signs(bytes, x, LO, D)
-        tl.store(steps_ptr + i, key_steps(squares, sizes, D).to(dtype), mask=i < g)
+        tl.store(steps_ptr + i, key_steps(squares, sizes, D).to(steps_ptr.dtype.element_ty), mask=i < g)
         at = i[:, None] * W + c[None, :]
         tl.store(signs_ptr + at, bytes.to(tl.int32).to(tl.uint8), mask=(i < g)[:, None] & (c < W)[None, :])
 
@@ -204,7 +251,7 @@ def recall_close_kernel(
     if closes & (work == 2):
         if FAR is None:
             at = head * G + group
-            signs_ptr, steps_ptr = signs_ptr + at * g * sign_bytes(D), steps_ptr + at * g
+            signs_ptr, steps_ptr = signs_ptr + at * index_widths(g, D)[0], steps_ptr + at * index_widths(g, D)[1]
         else:
             signs_ptr += part_at(signs_ptr, record)
             steps_ptr += part_at(steps_ptr, record)

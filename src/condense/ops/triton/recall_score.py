@@ -28,6 +28,10 @@ MOST_GROUPS, _CELL_TOKENS, _CELL = 128, 128, 16
 _WIDE = 128
 
 
+# products are rounded before they are added, as on a CPU
+UNFUSED = {"enable_fp_fusion": False}
+
+
 class ScoreTiles(NamedTuple):
     """rows, tokens: of a tile of scores. width: columns of keys that are read at a time. options: Triton's."""
 
@@ -43,8 +47,8 @@ def _tiles(D: int, is_cuda: bool) -> ScoreTiles:
     if D <= _WIDE:
         # as few registers as let a multiprocessor hold three programs: while one multiplies, others find largest scores
         options = {"num_warps": 4, "num_stages": 3, "maxnreg": 168} if is_cuda else {}
-        return ScoreTiles(rows, 128, max(32, tile_width(D)), options)
-    return ScoreTiles(rows, 256, 64, {"num_warps": 8, "num_stages": 3})
+        return ScoreTiles(rows, 128, max(32, tile_width(D)), UNFUSED | options)
+    return ScoreTiles(rows, 256, 64, UNFUSED | {"num_warps": 8, "num_stages": 3})
 
 
 class Positions(NamedTuple):
@@ -83,28 +87,33 @@ def groups_per_cell(g: int) -> int:
 class CellIndex(NamedTuple):
     """An index of whole cells as `recall_score_kernel` reads it.
 
-    signs ``[B * K, tokens, D]``, 1 and -1. steps float32 ``[B * K, tokens]``. group: tokens per group, a power of two.
+    signs int8 ``[B * K, tokens, D]``, 1 and -1; their steps float32 ``[B * K, tokens]``. centres int8 ``[B * K, groups,
+    D]``, in steps; of_centres: these, float32 ``[B * K, groups]``. group: tokens per group, a power of two.
     """
 
     signs: Tensor
     steps: Tensor
+    centres: Tensor
+    of_centres: Tensor
     group: int
 
 
 def in_cells(index: GroupIndex, cells: int, D: int) -> CellIndex:
     """The index as `recall_score_kernel` reads it: the last token of a group is repeated up to a power of two."""
-    G, g = index.steps.shape[2:]
+    G, g = index.steps.shape[2], index.group_size
     C, group = groups_per_cell(g), power_of_2(g)
     token = torch.arange(group, device=index.steps.device).clamp(max=g - 1)
 
     def arranged(x: Tensor) -> Tensor:
-        """``[B, K, G, g, n]`` to ``[B, K, cells, group * C * n]``."""
+        """``[B, K, G, g, n]`` to ``[B * K, tokens, n]``, ordered as the kernel says."""
         x = F.pad(x, (0, 0, 0, 0, 0, cells * C - G))[:, :, :, token]
-        return x.unflatten(2, (cells, C)).transpose(3, 4).flatten(3)
+        return x.unflatten(2, (cells, C)).transpose(3, 4).flatten(2, 4).flatten(0, 1)
 
-    of_cells = GroupIndex(arranged(index.signs.unflatten(3, (g, -1))), arranged(index.steps[..., None]))
-    signs, steps = of_cells.turned(D, torch.int8).flatten(2, 3), of_cells.steps.float().flatten(2)
-    return CellIndex(whole_rows(signs.flatten(0, 1)), steps.flatten(0, 1), group)
+    signs, steps = index.turned(D, torch.int8), index.steps.float()
+    centres = F.pad(index.centres(D, torch.int8), (0, 0, 0, cells * C - G)).flatten(0, 1)
+    of_centres = F.pad(steps[..., g], (0, cells * C - G)).flatten(0, 1)
+    of_tokens = whole_rows(arranged(signs)), arranged(steps[..., :g, None])[..., 0]
+    return CellIndex(*of_tokens, whole_rows(centres), of_centres, group)
 
 
 def bytes_per_query(q: Tensor, cells: int, C: int) -> int:
@@ -141,7 +150,7 @@ def score(
 
     sizes: the kernel's numbers. scale: of base-2 scores.
     """
-    (B, H, n, D), (signs, steps, group) = q.shape, index
+    (B, H, n, D), (signs, steps, centres, of_centres, group) = q.shape, index
     K = signs.shape[0] // B
     R, tiles = H // K, _tiles(D, q.is_cuda)
     numbers, unit = turned(q, K, scale)
@@ -152,10 +161,10 @@ def score(
         (
             unit,
             descriptor(TensorDescriptor, numbers, [1, tiles.rows, tiles.width]),
-            descriptor(TensorDescriptor, signs, [1, groups * group, tiles.width]), steps,
+            descriptor(TensorDescriptor, signs, [1, groups * group, tiles.width]), steps, centres, of_centres,
             positions.starts, *scratch[:3],
         ),
-        sizes,
-        (R, positions.kind, form),
+        (centres.stride(1), *sizes),
+        (R, D, positions.kind, form),
         tiles.options,
     )  # fmt: skip

@@ -101,9 +101,9 @@ class _TileRows(NamedTuple):
     """A tile of queries, and the index that it is multiplied with.
 
     q: the queries, or their descriptor if they are read in parts. signs: descriptor. head: index of a KV head in both.
-    line: first row of the tile in the descriptor of queries. steps: pointer to those of the head's tokens. Per row:
-    unit, what one of its whole numbers stands for; closed, its closed groups; real, whether it counts; score and cell,
-    pointers to its results. lines: rows of the block of queries.
+    line: first row of the tile in the descriptor of queries. steps, centres, of_centres: pointers to those of the head.
+    s_centre: stride of centres. Per row: unit, what one of its whole numbers stands for; closed, its closed groups;
+    real, whether it counts; score and cell, pointers to its results. lines: rows of the block of queries.
     """
 
     q: Any
@@ -111,6 +111,9 @@ class _TileRows(NamedTuple):
     head: Any
     line: Any
     steps: Any
+    centres: Any
+    of_centres: Any
+    s_centre: Any
     unit: Any
     closed: Any
     real: Any
@@ -135,8 +138,31 @@ def _products(tile, token, FORM: tl.constexpr):
         return s
 
 
+@triton.constexpr_function
+def _repeats(BG):
+    """How often a tile repeats the centres of its groups, because matrix units take 16 rows at least."""
+    return max(1, 16 // BG)
+
+
 @triton.jit
-def _score_groups(tile, lse, stretch, FORM: tl.constexpr, MASKED: tl.constexpr):
+def _of_centres(tile, group, FORM: tl.constexpr, D: tl.constexpr):
+    """Products of a tile of queries with the centres of ``BG`` groups from ``group`` on, ``[BM, BG / C, C]``."""
+    BM: tl.constexpr = FORM.BM
+    C: tl.constexpr = FORM.C
+    N: tl.constexpr = _repeats(FORM.BG)
+    n = tl.arange(0, FORM.BG * N)
+    row = (group + n // (C * N) * C + n % C).to(tl.int64)
+    at = tile.centres + row[:, None] * tile.s_centre
+    s = tl.zeros([BM, FORM.BG * N], tl.int32)
+    for part in tl.static_range(FORM.parts):
+        d = part * FORM.P + tl.arange(0, FORM.P)[None, :]
+        q = tile.q if FORM.parts == 1 else tile.q.load([tile.head, tile.line, part * FORM.P]).reshape(BM, FORM.P)
+        s = tl.dot(q, tl.trans(tl.load(at + d, mask=d < D, other=0)), s, out_dtype=tl.int32)
+    return tl.max(tl.reshape(s, [BM, FORM.BG // C, N, C]), 2)
+
+
+@triton.jit
+def _score_groups(tile, lse, stretch, D: tl.constexpr, FORM: tl.constexpr, MASKED: tl.constexpr):
     """Score the groups ``[lo, hi)`` of a stretch, write the scores, and add them to lse.
 
     lse: for each row and place in a tile the largest score, and the sum of ``2 ** (score - largest)``. MASKED: the
@@ -157,9 +183,10 @@ def _score_groups(tile, lse, stretch, FORM: tl.constexpr, MASKED: tl.constexpr):
         next_steps = tl.load(steps_at + tl.minimum(group + BG, hi - 1) // BG * BG * GP)
         # in the order of `condense.ops.recall.choice.index_scores`: the unit is above 0 and comes last
         s = _products(tile, group * GP, FORM).to(tl.float32) * steps[None, :]
-        s = tl.max(tl.reshape(s, [FORM.BM, BC, GP, C]), 2) * tile.unit[:, None, None]
+        n = cell[:, None] * C + c[None, :]
+        of_centres = _of_centres(tile, group, FORM, D).to(tl.float32) * tl.load(tile.of_centres + n)[None]
+        s = (tl.max(tl.reshape(s, [FORM.BM, BC, GP, C]), 2) + of_centres) * tile.unit[:, None, None]
         if MASKED:
-            n = cell[:, None] * C + c[None, :]
             s = tl.where(n[None] < tile.closed[:, None, None], s, float("-inf"))
         if FORM.best:
             of_cells = tl.max(s, 2)
@@ -187,10 +214,10 @@ def _log_of_sum(lse):
 
 @triton.jit(do_not_specialize=(*VARYING, *BLOCK))
 def recall_score_kernel(
-    unit_ptr, q, signs, steps_ptr, starts_ptr, score_ptr, cell_ptr, lse_ptr,
-    K, L, G, first, stop, cells,
+    unit_ptr, q, signs, steps_ptr, centres_ptr, of_centres_ptr, starts_ptr, score_ptr, cell_ptr, lse_ptr,
+    s_centre, K, L, G, first, stop, cells,
     chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries,
-    R: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr,
+    R: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Write, for queries ``[first, stop)``, all float32: the scores of closed groups ``[B * K, cells, n * R, C]``, base
     2; the best score of every cell ``[B * K, cells / 4, n * R, 4]``, if it is asked for; the log-sum-exp ``[B * K, n *
@@ -201,7 +228,8 @@ def recall_score_kernel(
     q: descriptor of queries as whole numbers, ``[B * K, n * R, D]``. unit: float32 ``[B * K, n * R]``, what one of them
     stands for, times the scale, above 0. signs: descriptor of 1 and -1, ``[B * K, cells * GP * C, D]``, in the dtype of
     q. steps: float32 ``[B * K, cells * GP * C]``. The tokens of a cell are ordered as ``[GP, C]``, so that a thread
-    holds all or many tokens of its groups.
+    holds all or many tokens of its groups. centres ``[B * K, cells * C, D]``, whole numbers of the dtype of q, rows
+    s_centre apart; of_centres: their steps.
     """
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
     row, spans = row_of_program(rule, start, starts_ptr, K, KIND)
@@ -218,6 +246,7 @@ def recall_score_kernel(
     held = q if FORM.parts > 1 else q.load([tl.program_id(1), tile * BM, 0]).reshape(BM, FORM.P)
     queries = _TileRows(
         held, signs, tl.program_id(1), tile * BM, steps_ptr + head * cells * (FORM.GP * C),
+        centres_ptr + head * cells * C * s_centre, of_centres_ptr + head * cells * C, s_centre,
         tl.load(unit_ptr + of_head + line), closed, real, score_ptr + (of_head * cells + line) * C,
         cell_ptr + of_head * cells + line * CELLS_PER_LINE, size,
     )  # fmt: skip
@@ -225,6 +254,6 @@ def recall_score_kernel(
     PLACES: tl.constexpr = max(1, FORM.BG // 2)
     lse = (tl.full([BM, PLACES], float("-inf"), tl.float32), tl.zeros([BM, PLACES], tl.float32))
     whole = tl.min(closed) // FORM.BG * FORM.BG
-    lse = _score_groups(queries, lse, (0, whole), FORM, False)
-    lse = _score_groups(queries, lse, (whole, tl.max(closed)), FORM, True)
+    lse = _score_groups(queries, lse, (0, whole), D, FORM, False)
+    lse = _score_groups(queries, lse, (whole, tl.max(closed)), D, FORM, True)
     tl.store(lse_ptr + of_head + line, _log_of_sum(lse), mask=real)

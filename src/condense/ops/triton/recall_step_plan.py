@@ -14,6 +14,7 @@ from condense.ops.step.settings import StepSettings, numbered_settings
 from condense.ops.triton.device.address import PageForm
 from condense.ops.triton.device.parts import key_value_parts
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
+from condense.ops.triton.recall_score import UNFUSED
 from condense.ops.triton.recall_step_choice_kernels import Ranking
 from condense.ops.triton.recall_store_kernels import Form
 from condense.ops.triton.step_plan import kind_of
@@ -202,7 +203,7 @@ def plan_of(
             (S0, B * K, head_tiles),
             (K, R, row, window, scale * LOG2E),
             (g, D, HS, GS, GROUPS, has_real, early, far),
-            of_score.options | chained,
+            of_score.options | UNFUSED | chained,
         ),
         (
             (tiles, B * K, 1), (K, R, row, S0, window, settings.bias * LOG2E, r, part, of),

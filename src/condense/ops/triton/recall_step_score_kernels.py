@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from condense.ops.triton.device.address import form_row, head_rows, part_at
 from condense.ops.triton.device.parts import tile_width
-from condense.ops.triton.device.signs import sign_bytes, sign_products, turned_queries
+from condense.ops.triton.device.signs import centre_products, index_widths, sign_bytes, sign_products, turned_queries
 from condense.ops.triton.recall_close_kernels import row_of_step
 
 # scores that are added up at a time
@@ -28,9 +28,16 @@ def _found(far_ptr, group, closed, FAR: tl.constexpr):
 
 @triton.jit
 def _load_steps(steps_ptr, row, i, closed, g: tl.constexpr, FAR: tl.constexpr):
-    """Steps of tokens i of the groups that `_found` gives, 0 if no group is closed."""
-    at = row * g if FAR is None else part_at(steps_ptr, row)
+    """Steps i of the groups that `_found` gives, of which the last is the centre's; 0 if no group is closed."""
+    at = row * (g + 1) if FAR is None else part_at(steps_ptr, row)
     return tl.load(steps_ptr + at + i, mask=closed > 0, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _signs_at(signs_ptr, row, i, g: tl.constexpr, D: tl.constexpr, FAR: tl.constexpr):
+    """Offsets of the signs of tokens i of the groups that `_found` gives; those of token g are the centre's codes."""
+    at = row.to(tl.int64) * index_widths(g, D)[0] if FAR is None else part_at(signs_ptr, row)
+    return at + i * sign_bytes(D)
 
 
 @triton.jit
@@ -38,8 +45,7 @@ def _load_signs(signs_ptr, row, i, g: tl.constexpr, D: tl.constexpr, FAR: tl.con
     """Bytes of signs of tokens i of the groups that `_found` gives."""
     W: tl.constexpr = sign_bytes(D)
     c = tl.arange(0, tile_width(W))
-    at = row.to(tl.int64) * (g * W) if FAR is None else part_at(signs_ptr, row)
-    at = signs_ptr + (at + i * W)[:, None] + c[None, :]
+    at = signs_ptr + _signs_at(signs_ptr, row, i, g, D, FAR)[:, None] + c[None, :]
     return tl.load(at) if tile_width(W) == W else tl.load(at, mask=(c < W)[None, :], other=0)
 
 
@@ -65,8 +71,8 @@ def recall_score_kernel(
     tiles = tl.cdiv(closed, BG)
     T: tl.constexpr = triton.next_power_of_2(g)
     r = tl.program_id(2) * BR + tl.arange(0, BR)
-    signs_ptr += head_rows(signs_ptr, head, kvh, G, g * sign_bytes(D), FAR)
-    steps_ptr += head_rows(steps_ptr, head, kvh, G, g, FAR)
+    signs_ptr += head_rows(signs_ptr, head, kvh, G, index_widths(g, D)[0], FAR)
+    steps_ptr += head_rows(steps_ptr, head, kvh, G, g + 1, FAR)
     if FAR is None:
         score_ptr += (head * R + r) * GROUPS
     else:
@@ -89,16 +95,21 @@ def recall_score_kernel(
     # found and loaded one tile ahead
     row = _found(far_ptr, lo * BG + n // T, closed, FAR)
     step = _load_steps(steps_ptr, row, i, closed, g, FAR)
+    of_tile = tl.arange(0, BG)
+    centre_row = _found(far_ptr, lo * BG + of_tile, closed, FAR)
     for tile in range(lo, hi):
         next_row = _found(far_ptr, (tile + 1) * BG + n // T, closed, FAR)
+        next_centre_row = _found(far_ptr, (tile + 1) * BG + of_tile, closed, FAR)
         next_step = _load_steps(steps_ptr, next_row, i, closed, g, FAR)
         signs = _load_signs(signs_ptr, row, i, g, D, FAR)
         # programmatic launches and this assembly are what a GPU has and the interpreter has not
         s = sign_products(signs, queries, sums, step, EARLY)
-        best = tl.max(tl.reshape(s, (BG, T, BR)), 1) * (unit * scale)[None, :]
-        group = tile * BG + tl.arange(0, BG)
+        centre = centre_products(signs_ptr, _signs_at(signs_ptr, centre_row, g, g, D, FAR), queries, sums, D)
+        centre *= _load_steps(steps_ptr, centre_row, g, closed, g, FAR)[:, None]
+        best = (tl.max(tl.reshape(s, (BG, T, BR)), 1) + centre) * (unit * scale)[None, :]
+        group = tile * BG + of_tile
         tl.store(score_ptr[None, :] + group[:, None], best, mask=(group < closed)[:, None] & (r < R)[None, :])
-        row, step = next_row, next_step
+        row, step, centre_row = next_row, next_step, next_centre_row
     # scores are read again, from the cache: in the loop above several threads hold the same ones
     tl.debug_barrier()
     last = tl.minimum(hi * BG, closed)

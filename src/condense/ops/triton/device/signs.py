@@ -1,4 +1,5 @@
-"""The index of Recall in kernels: the signs of turned keys and a step per token, see `condense.ops.recall.index`.
+"""The index of Recall in kernels: signs of turned keys, a step per token and a centre per group, see
+`condense.ops.recall.index`.
 
 The rotation is a matrix ``[D, D]`` in the dtype of keys and queries, which hold 1 and -1 exactly. Only its blocks along
 the diagonal are read.
@@ -16,7 +17,9 @@ from condense.ops.triton.device.parts import tile_width
 
 sign_bytes = triton.constexpr_function(index.sign_bytes)
 block_width = triton.constexpr_function(index.block_width)
+index_widths = triton.constexpr_function(index.index_widths)
 _LEVELS = tl.constexpr(float(index.QUERY_LEVELS))
+_CENTRE = tl.constexpr(index.CENTRE_LEVELS)
 _UNIT = tl.constexpr(1 / index.QUERY_LEVELS)
 _TINY = tl.constexpr(2.0**-126)
 # the sum of this and a number below 2 ** 22 has no digits behind the point, and is rounded half to even
@@ -63,6 +66,40 @@ def add_signs(bytes, x, LO: tl.constexpr, D: tl.constexpr):
     is_place = ((d % W)[:, None] == c[None, :]) & (d < D)[:, None]
     places = tl.where(is_place, (1 << (d // W))[:, None], 0)
     return tl.dot((x >= 0).to(tl.float16), places.to(tl.float16), bytes)
+
+
+@triton.jit
+def centre_unit(largest, dtype: tl.constexpr, D: tl.constexpr):
+    """The step of a centre, rounded to ``dtype``, from its largest number; and one step of its numbers, float32."""
+    step = (largest * (1 / (_CENTRE * block_width(D)))).to(dtype)
+    return step, step.to(tl.float32) * block_width(D)
+
+
+@triton.jit
+def centre_codes(mean, unit):
+    """Codes of the numbers of a centre, float32."""
+    codes = tl.floor(tl.div_rn(mean, tl.zeros_like(mean) + tl.maximum(2 * unit, _TINY)) + (_CENTRE + 1) / 2)
+    return tl.minimum(tl.maximum(codes, 0.0), _CENTRE)
+
+
+@triton.jit
+def centre_numbers(codes, unit):
+    """The numbers of a centre from its codes."""
+    return unit * (2 * codes - _CENTRE)
+
+
+@triton.jit
+def add_codes(bytes, codes, LO: tl.constexpr, D: tl.constexpr):
+    """Add to the bytes of a centre, float32 ``[16, bytes]``, equal rows, the codes ``[N]`` of columns from LO on.
+
+    A product puts a code into one half of a byte: sums of different multiples, at most 255.
+    """
+    W: tl.constexpr = sign_bytes(D)
+    d, c = LO + tl.arange(0, turned_columns(D)), tl.arange(0, tile_width(4 * W))
+    is_place = ((d // (2 * W) * W + d % W)[:, None] == c[None, :]) & (d < D)[:, None]
+    places = tl.where(is_place, tl.where(d // W % 2 == 0, 1, 16)[:, None], 0)
+    codes = tl.broadcast_to(codes[None, :], (16, codes.shape[0]))
+    return tl.dot(codes.to(tl.float16), places.to(tl.float16), bytes)
 
 
 @triton.jit
@@ -145,6 +182,21 @@ def _bits(words, part: tl.constexpr, ASM: tl.constexpr):
         return tl.inline_asm_elementwise(_mask_asm(part), "=r,r", [words], tl.float16, True, 2)
     else:
         return (words & (1 << part)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def centre_products(centre_ptr, at, queries, total, D: tl.constexpr):
+    """Products ``[n, BR]`` of queries with the numbers of n centres, whole numbers, whose codes begin at ``at``."""
+    W: tl.constexpr = sign_bytes(D)
+    c = tl.arange(0, tile_width(W))
+    s = tl.zeros([at.shape[0], total.shape[0]], tl.float32)
+    for part in tl.static_range(8):
+        bytes = tl.load(centre_ptr + (at + part // 2 * W)[:, None] + c[None, :], mask=(c < W)[None, :], other=0)
+        codes = (bytes.to(tl.int32) >> (part % 2 * 4)) & 15
+        # queries are multiplied by the inverse of this power of two, see `_bits`
+        codes = (codes.to(tl.float32) * 2.0 ** (part - 7)).to(tl.float16)
+        s = tl.dot(codes, tl.trans(queries[part]), s)
+    return 2 * s - (total * _CENTRE)[None, :]
 
 
 @triton.jit
