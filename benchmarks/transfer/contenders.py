@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from variants import Answers, Cache, Rounded
 
-from condense import Method, Recall, StreamingLLM
+from condense import Method, Recall
 from condense.models.inspect import inspect
 
 WINDOW = 256

@@ -94,7 +94,8 @@ class Rounded(Recall):
     """Recall over tokens that are rounded as a store would round them which the library does not have.
 
     key_bits: what a key, turned by the index's rotation, differs by from its group's centre has one step and so many
-    bits per number, of which the index holds the first, its sign; so a store keeps one bit less. value_bits: per number, a step and a zero per token.
+    bits per number, of which the index holds the first, its sign; so a store keeps one bit less. value_bits: per
+    number, a step and a zero per token.
     """
 
     name: ClassVar[str] = "rounded"
