@@ -1,7 +1,6 @@
 """Recall on one head, token by token: the whole method, without caches, padding, batches or kernels.
 
 `python docs/recall_in_100_lines.py` compares it with `condense.attention`; docs/methods.md defines the method.
-
 Shapes: L tokens, groups of g tokens, N keys that a query sees, D and Dv widths of keys and values.
 """
 
@@ -40,7 +39,8 @@ def close(k: Tensor, v: Tensor) -> Group:
     # a rotation leaves products as they are and makes a key's numbers alike, so that their signs say most of it
     turned = k @ rotation(k.shape[1], k.device).double()
     mean, P = turned.mean(0), block_width(k.shape[1])
-    unit = mean.abs().max() / 15
+    digits, power = torch.frexp(mean.abs().max() / 15)
+    unit = torch.ldexp((16 * digits).ceil() / 16, power)
     rest = turned - (centre := unit * (2 * (mean / (2 * unit) + 8).floor().clamp(0, 15) - 15))
     return Group(k, v, k.mean(0), v.mean(0), centre / P, rest.sign(), rest.square().sum(1) / rest.abs().sum(1) / P)
 

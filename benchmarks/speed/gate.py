@@ -109,7 +109,7 @@ def seen(q: Tensor, context: Context, *, scale: float, method: Method) -> Seen:
         masks[0] = masks[0] & ~opened & choice.pool
         masks.insert(1, opened.repeat_interleave(method.layout.rule.chunk, -1))
         form = step_settings(method).store_format
-        tensors += form.unpack(store, window.k.shape[3], window.v.shape[3], window.k.dtype)
+        tensors += form.unpack(store, window.k.shape[3], window.v.shape[3], window.k.dtype, GroupIndex(signs, steps))
     rows, heads = (max(x.shape[dim] for x in masks) for dim in (0, 1))
     mask = torch.cat([x.expand(rows, heads, -1, -1) for x in masks], dim=-1)
     bias = joined_bias([entries.bias, *[None] * (len(masks) - 1)], [x.shape[3] for x in masks], q.device)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from condense import Recall
 from condense.functional import extend
 from condense.ops import Chunks, RuleSpans, Source, UniformRule, attend
-from condense.ops.recall import block_width, build_index, rotation
+from condense.ops.recall import GroupIndex, block_width, rotation
 from condense.ops.tensors.codes import dequantise, quantise
 
 Attention = Callable[[torch.nn.Module, Tensor, Tensor, Tensor, float | None], Tensor]
@@ -104,10 +104,10 @@ class Rounded(Recall):
 
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
         """Entries and index of the tokens as they are, and the rounded tokens."""
-        *kept, _ = super().represent(chunks, summary, scale=scale, backend=backend)
-        k, v = chunks.tokens()
+        *kept, signs, steps, _ = super().represent(chunks, summary, scale=scale, backend=backend)
+        (k, v), index = chunks.tokens(), GroupIndex(signs, steps)
         codes, step, zero = quantise(v, 4, self.value_bits, v.dtype)
-        return *kept, self.store_format.pack(self._key(k), dequantise(codes, step, zero))
+        return *kept, *index, self.store_format.pack(self._key(k, index), dequantise(codes, step, zero), index)
 
     @property
     def stored(self) -> Recall:
@@ -120,10 +120,10 @@ class Rounded(Recall):
         of_value = width * self.value_bits / 8 + 4
         return self.stored.store_format.width(width, width, 2) - (width * (self.key_bits - 1) / 8 + 2 + of_value)
 
-    def _key(self, k: Tensor) -> Tensor:
+    def _key(self, k: Tensor, index: GroupIndex) -> Tensor:
         wide, D = torch.promote_types(k.dtype, torch.float32), k.shape[-1]
         turn = rotation(D, k.device, wide) / math.sqrt(block_width(D))
-        x, index = k.to(wide) @ turn, build_index(k)
+        x = k.to(wide) @ turn
         unit = index.steps[..., -1:].to(wide) * math.sqrt(block_width(D))
         centre = (unit * index.centres(D, wide))[:, :, :, None]
         x = x - centre

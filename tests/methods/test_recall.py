@@ -16,6 +16,7 @@ from condense import Recall
 from condense.caches import CondensedLayer, StaticCondensedLayer, read_request
 from condense.latent import UpProjection
 from condense.models.inspect import inspect
+from condense.ops.recall import GroupIndex
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 METHODS = cases.RECALLS
@@ -80,7 +81,7 @@ def test_stored_bits_are_those_of_the_open_groups(bits, backend):
     method, exact = (Recall(**SMALL, store_bits=n) for n in (bits, 16))
     context = read_whole(method, q, k, v, scale=0.7)
     *index, store = context.extra
-    tokens = torch.cat(method.store_format.unpack(store, 6, 4, k.dtype), dim=3)
+    tokens = torch.cat(method.store_format.unpack(store, 6, 4, k.dtype, GroupIndex(*index)), dim=3)
     out = condense.attention(q, k, v, method=method, scale=0.7, backend=backend)
     want = exact.attend(q, context._replace(extra=(*index, tokens)), scale=0.7, backend=backend)[0]
     torch.testing.assert_close(out, want, **ROUNDED)

@@ -46,7 +46,8 @@ def rotation(width):
 def centre(turned):
     """The centre of turned keys, a list of numbers per key: their mean, each number one of 16 evenly around 0."""
     mean = [sum(column) / len(turned) for column in zip(*turned, strict=True)]
-    unit = max(map(abs, mean)) / 15
+    digits, power = math.frexp(max(map(abs, mean)) / 15)
+    unit = math.ldexp(math.ceil(16 * digits) / 16, power)
     return [unit * (2 * min(15, math.floor(x / (2 * unit) + 8)) - 15) if unit else 0.0 for x in mean]
 
 

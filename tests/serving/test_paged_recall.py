@@ -14,6 +14,7 @@ from step_states import call_of, empty, own_by
 import condense
 from condense.methods import step_settings
 from condense.ops import NewToken
+from condense.ops.recall import build_index
 from condense.ops.step import record_format
 from condense.ops.torch import step as torch_step
 
@@ -124,12 +125,13 @@ def test_the_bytes_of_a_record():
     form = record_format(settings, (128, 128), torch.bfloat16)
     starts = {part.name: (part.start, part.columns) for part in form.parts}
     assert starts == {
-        "entries_k": (0, 128), "entries_v": (256, 128), "signs": (512, 320), "steps": (832, 17), "store": (880, 4560),
+        "entries_k": (0, 128), "entries_v": (256, 128), "signs": (512, 320), "steps": (832, 17), "store": (880, 4192),
     }  # fmt: skip
-    assert form.nbytes == 880 + 16 * 285
+    assert form.nbytes == 880 + 16 * 262
     k, v = (torch.randn(1, 2, 3, 16, 128).bfloat16() for _ in range(2))
-    kept = {"signs": torch.randint(0, 255, (1, 2, 3, 320)).byte(), "steps": torch.randn(1, 2, 3, 17).bfloat16()}
-    kept |= {"entries_k": k[..., 0, :], "entries_v": v[..., 0, :], "store": settings.store_format.pack(k, v)}
+    index = build_index(k)
+    kept = {"signs": index.signs, "steps": index.steps, "entries_k": k[..., 0, :], "entries_v": v[..., 0, :]}
+    kept |= {"store": settings.store_format.pack(k, v, index)}
     records = form.pack(kept)
     assert records.shape == (1, 2, 3, form.nbytes)
     assert all(torch.equal(x, kept[name].reshape(x.shape)) for name, x in form.views(records).items())

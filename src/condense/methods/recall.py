@@ -166,7 +166,8 @@ class Recall(Method):
         the groups' index, ``signs`` and ``steps``, and their tokens, packed by `StoreFormat`.
         """
         tokens_k, tokens_v = chunks.tokens()
-        kept = *build_index(tokens_k), self.store_format.pack(tokens_k, tokens_v)
+        index = build_index(tokens_k)
+        kept = *index, self.store_format.pack(tokens_k, tokens_v, index)
         if self.unchosen == "drop":
             return tokens_k[:, :, :, 0, :0], tokens_v[:, :, :, 0, :0], *kept
         entries = make_entries(
@@ -233,7 +234,7 @@ class Recall(Method):
 
     def _asked_and_tokens(self, q: Tensor, context: Context, backend: str) -> tuple[Tensor, Source]:
         """The queries that score the index, and the tokens in the store; of latents, absorbed and expanded."""
-        store, projection, (window_k, window_v, _) = context.extra[2], context.projection, context.window
+        (*index, store), projection, (window_k, window_v, _) = context.extra, context.projection, context.window
         asked, D, Dv = q.detach(), window_k.shape[3], window_v.shape[3]
         if projection is not None:
             with torch.no_grad():
@@ -243,7 +244,7 @@ class Recall(Method):
         # latents are stored as keys without values, which are the first columns of their keys
         is_latent = projection is not None or store.shape[3] == form.width(D, 0, itemsize)
         pieces = store.unflatten(2, (-1, self.group_size)).flatten(3)
-        k, v = unpack_store(form, pieces, (D, 0 if is_latent else Dv), q.dtype, backend=backend)
+        k, v = unpack_store(form, pieces, GroupIndex(*index), (D, 0 if is_latent else Dv), q.dtype, backend=backend)
         if projection is not None:
             return asked, Source(*projection.expand(k))
         return asked, Source(k, k[..., :Dv] if is_latent else v)

@@ -17,6 +17,7 @@ from torch import Tensor
 from condense.ops.backends import BACKENDS, Operations, check_backend, resolve_backend, resolve_pooling, resolve_recall
 from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.recall.choice import Choice, RecallSources, Unchosen
+from condense.ops.recall.index import GroupIndex
 from condense.ops.recall.store import StoreFormat
 from condense.ops.spans import Source, Spans
 from condense.ops.step.call import OwnEntries, StepCall
@@ -109,6 +110,7 @@ def attend_recall(
 def unpack_store(
     form: StoreFormat,
     pieces: Tensor,
+    index: GroupIndex,
     widths: tuple[int, int],
     dtype: torch.dtype,
     *,
@@ -118,11 +120,12 @@ def unpack_store(
     """Keys ``[B, K, n * g, D]`` and values ``[B, K, n * g, Dv]`` in ``dtype`` of groups in a store, by `StoreFormat`.
 
     pieces ``[B, K, n, g * C]``: what is stored of each group; or pages of them, ``[P, K, N, g * C]``, of which n stand
-    at ``places``. widths: D and Dv, 0 for latents. With 16 bits, and without places, the results are views.
+    at ``places``. index: of the n groups, one for each KV head. widths: D and Dv, 0 for latents. With 16 bits, and
+    without places, the results are views.
     Raises ValueError for a backend that is unknown, or was asked for and cannot run.
     """
     chosen = "torch" if form.bits == 16 else resolve_pooling(backend, pieces.device, dtype, widths)
-    return BACKENDS[chosen].load().unpack_store(form, pieces, widths, dtype, places)
+    return BACKENDS[chosen].load().unpack_store(form, pieces, index, widths, dtype, places)
 
 
 def summarize(q: Tensor, tail: Tensor, spans: SummarySpans | SummaryColumns, *, backend: str = "auto") -> Tensor:

@@ -206,7 +206,12 @@ class _Layer:
     def _tokens(self, parts: dict[str, Tensor], places: Places) -> Source:
         """The stored tokens in records, ``[B, K, G * g, D]`` and ``[B, K, G * g, Dv]``."""
         form, store, dtype = self.settings.store_format, parts["store"], self.state.window.cache.dtype
-        return Source(*unpack_store(form, store, self.widths, dtype, places=places, backend=self.backend))
+        index = self._index(parts, places)
+        return Source(*unpack_store(form, store, index, self.widths, dtype, places=places, backend=self.backend))
+
+    def _index(self, parts: dict[str, Tensor], places: Places) -> GroupIndex:
+        """The index in records."""
+        return GroupIndex(*(copied(parts[name], places) for name in ("signs", "steps")))
 
     def _attend_groups(self, call: Call, parts: dict[str, Tensor], places: Places, window: Source) -> Tensor:
         """Attention to the window and to closed groups, of which each query opens some, by the parts of records."""
@@ -216,7 +221,7 @@ class _Layer:
         store, window = view.of(store), view.of(window)
         # if no query sees entries, the first token of each group takes the place of its entry
         entries = view.of(self._entries(parts, places)) if choice.pool else Source(*(x[:, :, ::g] for x in store[:2]))
-        index = GroupIndex(*(copied(parts[name], places) for name in ("signs", "steps")))
+        index = self._index(parts, places)
         on_latents = view.q if view.up is None or view.absorbs else view.up.absorb(view.q)
         out, _ = attend_recall(
             view.q,
@@ -241,7 +246,8 @@ def _represent(
     kept: tuple[Tensor, ...] = ()
     if settings.choice is not None:
         tokens = chunks.tokens()
-        kept = *build_index(tokens[0]), settings.store_format.pack(*tokens)
+        index = build_index(tokens[0])
+        kept = *index, settings.store_format.pack(*tokens, index)
         if not settings.choice.pool:
             return tokens[0][:, :, :, 0, :0], tokens[1][:, :, :, 0, :0], *kept
     entries = make_entries(

@@ -18,19 +18,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from condense.ops.tensors.codes import from_bytes, to_bytes
+
 # whole numbers up to this stand for the numbers of a query: bfloat16 holds them too
 QUERY_LEVELS = 127
 # a number of a centre is a whole number of steps: twice its code, less this
 CENTRE_LEVELS = 15
+# last bits of a float32 number that are 0 in a centre's step, so that bfloat16 holds the numbers of a centre
+CENTRE_DROPPED = 20
+_BELOW = (1 << CENTRE_DROPPED) - 1
 
 
 class GroupIndex(NamedTuple):
     """The index of G groups; dimension 2 of both tensors counts groups, as in the entries.
 
     signs uint8 ``[B, K, G, (g + 4) * W]``: first those of the tokens, one after another: bit i of a token's byte c is
-    set if its turned key is not below the centre in column ``i * W + c``. Then the codes of the centre: the low half of
-    byte ``j * W + c`` is that of column ``2 * j * W + c``, the high half that of column ``(2 * j + 1) * W + c``. steps
-    ``[B, K, G, g + 1]`` in the dtype of the keys, the last one the centre's.
+    set if its turned key is not below the centre in column ``i * W + c``. Then the 4-bit codes of the centre, of ``8 *
+    W`` columns (`condense.ops.tensors.codes`). steps ``[B, K, G, g + 1]`` in the dtype of the keys, the last one the
+    centre's.
     """
 
     signs: Tensor
@@ -54,10 +59,12 @@ class GroupIndex(NamedTuple):
 
     def centres(self, D: int, dtype: torch.dtype) -> Tensor:
         """The numbers of all centres in steps, whole numbers, ``[B, K, G, D]`` in ``dtype``."""
-        W = sign_bytes(D)
-        bytes = self.signs[..., self.group_size * W :].unflatten(3, (4, 1, W))
-        codes = torch.cat([bytes & 15, bytes >> 4], dim=4).flatten(3)
+        codes = from_bytes(self.signs[..., self.group_size * sign_bytes(D) :], 4)
         return codes[..., :D].to(dtype) * 2 - CENTRE_LEVELS
+
+    def opened(self, groups: Tensor) -> Self:
+        """The index of some groups, by their numbers ``[B, K, r]``."""
+        return type(self)(*(x.gather(2, groups[..., None].expand(-1, -1, -1, x.shape[3])) for x in self))
 
 
 def sign_bytes(D: int) -> int:
@@ -102,16 +109,16 @@ def build_index(k_groups: Tensor) -> GroupIndex:
     """The index of groups of keys ``[B, K, G, g, D]``, of any floating dtype. No gradient.
 
     A token's step keeps the product with itself of what its key differs by: it is ``sum(x ** 2) / sum(abs(x))`` of the
-    difference x of the turned key and the centre.
+    difference x of the turned key and the centre. A centre's step is rounded up to 4 significant bits.
     """
     (*_, g, D), dtype = k_groups.shape, k_groups.dtype
     W, P = sign_bytes(D), block_width(D)
-    wide = k_groups.to(torch.promote_types(dtype, torch.float32))
-    x = wide @ rotation(D, wide.device, wide.dtype)
+    x = turned_keys(k_groups)
     tiny = torch.finfo(x.dtype).tiny
     # products of two turned vectors are too large by the width of the rotation's blocks, by which steps are divided
     mean = x.sum(3) * (1 / g)
-    step = (mean.abs().amax(3, keepdim=True) * (1 / (CENTRE_LEVELS * P))).to(dtype)
+    step = (mean.abs().amax(3, keepdim=True) * (1 / (CENTRE_LEVELS * P))).float().view(torch.int32)
+    step = ((step + _BELOW) & ~_BELOW).view(torch.float32).to(dtype)
     unit = step.to(x.dtype) * P
     codes = (mean / (2 * unit).clamp(min=tiny) + (CENTRE_LEVELS + 1) / 2).floor().clamp(0, CENTRE_LEVELS)
     x = x - (unit * (2 * codes - CENTRE_LEVELS))[:, :, :, None]
@@ -120,8 +127,14 @@ def build_index(k_groups: Tensor) -> GroupIndex:
     bits = F.pad((x >= 0).to(torch.uint8), (0, 8 * W - D)).unflatten(4, (8, W))
     place = torch.arange(8, device=x.device, dtype=torch.uint8)[:, None]
     signs = (bits << place).sum(4, dtype=torch.uint8).flatten(3)
-    low, high = F.pad(codes.to(torch.uint8), (0, 8 * W - D)).unflatten(3, (4, 2, W)).unbind(4)
-    return GroupIndex(torch.cat([signs, (low | (high << 4)).flatten(3)], dim=3), steps)
+    of_centre = to_bytes(F.pad(codes.to(torch.uint8), (0, 8 * W - D)), 4)
+    return GroupIndex(torch.cat([signs, of_centre], dim=3), steps)
+
+
+def turned_keys(k: Tensor) -> Tensor:
+    """Keys ``[..., D]`` turned, in float32 or wider."""
+    wide = k.to(torch.promote_types(k.dtype, torch.float32))
+    return wide @ rotation(k.shape[-1], wide.device, wide.dtype)
 
 
 @torch.no_grad()

@@ -1,17 +1,16 @@
 """The format of the exact tokens of closed groups in a store: as they are, or in 8 or 4 bits per number.
 
-In fewer bits, keys have a step and a zero per channel of a group, because some channels are large in all tokens, and
-values one of each per token (after KIVI, arXiv:2402.02750). A group is one piece of bytes, which depends on that group
-alone. First, in the dtype of the tokens, the steps of its g values and their zeros; then, in bytes, the base of its
-keys' steps, the zeros of their D channels, and their steps; from the next multiple of 16 bytes on the codes of its
-keys, token by token, and those of its values (`condense.ops.tensors.codes`). Zeros fill up what is left. The piece is
-seen as g rows of C bytes.
+In fewer bits a key is kept as its difference from the centre that the group's index holds, of which the index also
+holds the signs (`condense.ops.recall.index`): the store adds a code for the size of each number, and one step per
+token. As keys are turned, no channel is larger than others in all tokens. Values have a step and a zero per token
+(after KIVI, arXiv:2402.02750). A group is one piece of bytes, which depends on that group alone: in the dtype of the
+tokens, the steps of its g values, their zeros, and the steps of its keys; from the next multiple of 16 bytes on the
+codes of its keys, token by token, and those of its values (`condense.ops.tensors.codes`). Zeros fill up what is left.
+The piece is seen as g rows of C bytes.
 
-A number of a value is ``zero + step * code``, one of a key ``step * (zero + code)``: a whole number times the step of
-its channel. Such a step is a float32 number of which only the first 11 bits behind the sign are set: 8 of the exponent
-and 3 of the fraction. A piece keeps these bits less their base, which is the same for all channels; steps below some
-``2 ** -32`` of the largest become as large as that. All numbers are rounded to the dtype of the tokens and at most the
-largest of that dtype, so that finite tokens stay finite in float16 too.
+A number of a value is ``zero + step * code``; one of a turned key is that of the centre, plus or minus ``step * (2 *
+code + 1)``, times the width of the rotation's blocks. All numbers, those of turned keys too, are rounded to the dtype
+of the tokens and are at most the largest of that dtype, so that finite tokens stay finite in float16 too.
 
 Shapes: B rows, K KV heads, G groups of g tokens, D and Dv widths, C columns of a row.
 """
@@ -23,12 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from condense.ops.recall.index import GroupIndex, block_width, rotation, turned_keys
 from condense.ops.tensors.codes import dequantise, from_bytes, quantise, step_unit, to_bytes
 
 # pieces and their codes begin at multiples of so many bytes
 _UNIT = 16
-# last bits of a float32 number that are 0 in a step of keys
-DROPPED = 20
 
 
 @dataclass(frozen=True)
@@ -53,8 +51,8 @@ class StoreFormat:
         unit = _UNIT // math.gcd(_UNIT, g)
         return -(-needed // (g * unit)) * unit
 
-    def keys_grid_at(self, Dv: int, itemsize: int) -> int:
-        """Bytes of a piece before the base of its keys' steps; itemsize as in `width`."""
+    def key_steps_at(self, Dv: int, itemsize: int) -> int:
+        """Bytes of a piece before the steps of its keys; itemsize as in `width`."""
         return 2 * (self.group_size if Dv else 0) * itemsize
 
     def codes_at(self, D: int, Dv: int, itemsize: int) -> tuple[int, int]:
@@ -72,78 +70,70 @@ class StoreFormat:
         """
         return step_unit(self.bits, dtype)
 
-    @property
-    def zero_dtype(self) -> torch.dtype:
-        """The dtype of the zeros of keys: twice as many bits as a code."""
-        return torch.int8 if self.bits == 4 else torch.int16
+    def key_unit(self, dtype: torch.dtype) -> float:
+        """A key's step as a fraction of its largest number, before it is rounded to ``dtype``: not below half of that
+        number / 2 ** bits once it is rounded.
+        """
+        return (1 + torch.finfo(dtype).eps) / 2 ** (self.bits + 1)
 
-    @property
-    def key_levels(self) -> tuple[int, int]:
-        """The most steps that the numbers of a channel are apart, and that one of them is from 0."""
-        return 2**self.bits - 2, torch.iinfo(self.zero_dtype).max
+    def pack(self, k: Tensor, v: Tensor, index: GroupIndex) -> Tensor:
+        """Rows ``[B, K, G * g, C]`` of keys ``[B, K, G, g, D]`` and values ``[B, K, G, g, Dv]``; index: of the keys.
 
-    def pack(self, k: Tensor, v: Tensor) -> Tensor:
-        """Rows ``[B, K, G * g, C]`` of keys ``[B, K, G, g, D]`` and values ``[B, K, G, g, Dv]``.
-
-        With fewer than 16 bits no gradient flows, and the error of a number is at most half a step of its channel or
-        token plus the error of rounding to its dtype. A token's step is (largest - smallest) / (2 ** bits - 1), rounded
-        up to its dtype; that of a channel (largest - smallest) / (2 ** bits - 2), or if that is more the largest number
-        without its sign / (2 ** (2 * bits - 1) - 1), rounded up by an eighth at most.
+        With fewer than 16 bits no gradient flows. The error of a number of a turned key is at most a step, which is
+        1 / 2 ** (bits + 1) of the largest difference from the centre, rounded up to the dtype; of a value half a step,
+        which is (largest - smallest) / (2 ** bits - 1), rounded up too. Rounding to the dtype adds to both.
         """
         if self.bits == 16:
             return torch.cat([k, v], dim=4).flatten(2, 3)
         with torch.no_grad():
-            codes_k, zeros, steps, base = self._quantise_keys(k)
-            codes_v, grid_v = self._quantise_values(v)
-            numbers = [x.contiguous().view(torch.uint8) for x in (grid_v.flatten(3), base, zeros, steps)]
-            grid = torch.cat(numbers, dim=3)
+            codes_k, steps_k = self._quantise_keys(k, index)
+            codes_v, steps_v = self._quantise_values(v)
+            grid = torch.cat([steps_v.flatten(3), steps_k], dim=3).view(torch.uint8)
             start, *_ = self._sizes(k.shape[4], v.shape[4], k.itemsize)
             piece = torch.cat([F.pad(grid, (0, start - grid.shape[3])), codes_k.flatten(3), codes_v.flatten(3)], dim=3)
             room = self.group_size * self.width(k.shape[4], v.shape[4], k.itemsize)
             return F.pad(piece, (0, room - piece.shape[3])).unflatten(3, (self.group_size, -1)).flatten(2, 3)
 
-    def unpack(self, rows: Tensor, D: int, Dv: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys ``[B, K, n, D]`` and values ``[B, K, n, Dv]`` in ``dtype`` of rows ``[B, K, n, C]`` of whole groups."""
+    def unpack(self, rows: Tensor, D: int, Dv: int, dtype: torch.dtype, index: GroupIndex) -> tuple[Tensor, Tensor]:
+        """Keys ``[B, K, n, D]`` and values ``[B, K, n, Dv]`` in ``dtype`` of rows ``[B, K, n, C]`` of whole groups.
+
+        index: of these groups, in the dtype of the tokens that were packed.
+        """
         if self.bits == 16:
             return rows[..., :D], rows[..., D:]
-        g, sizes = self.group_size, self._sizes(D, Dv, dtype.itemsize)
+        g, of_tokens = self.group_size, index.steps.dtype
+        sizes = self._sizes(D, Dv, of_tokens.itemsize)
         pieces = rows.unflatten(2, (-1, g)).flatten(3)
         grid, *codes = pieces[..., : sum(sizes)].split(sizes, dim=3)
         codes_k, codes_v = (from_bytes(x.unflatten(3, (g, -1)), self.bits) for x in codes)
-        start = self.keys_grid_at(Dv, dtype.itemsize)
-        lengths = start, 2, D * self.zero_dtype.itemsize, D
-        numbers, base, zeros, steps = grid[..., : sum(lengths)].split(lengths, dim=3)
-        base = base.contiguous().view(torch.int16).to(torch.int32)
-        step = ((steps + base) << DROPPED).view(torch.float32)[:, :, :, None]
-        k = step * (zeros.contiguous().view(self.zero_dtype)[:, :, :, None].to(step.dtype) + codes_k)
-        most = min(torch.finfo(dtype).max, torch.finfo(k.dtype).max)
-        k = k.clamp(-most, most).to(dtype).flatten(2, 3)
+        numbers = grid.contiguous().view(of_tokens)[..., : (3 if Dv else 1) * g].to(dtype).unflatten(3, (-1, g, 1))
+        k = self._keys(codes_k, numbers[:, :, :, -1], index, dtype).flatten(2, 3)
         if Dv == 0:
             return k, k[..., :0]
-        step_v, zero_v = numbers.contiguous().view(dtype).unflatten(3, (2, g, 1)).unbind(3)
-        return k, dequantise(codes_v, step_v, zero_v).flatten(2, 3)
+        return k, dequantise(codes_v, numbers[:, :, :, 0], numbers[:, :, :, 1]).flatten(2, 3)
 
     def _sizes(self, D: int, Dv: int, itemsize: int) -> tuple[int, int, int]:
         """Bytes of a group's steps and zeros, of the codes of its keys, and of its values."""
-        g, grid = self.group_size, self.keys_grid_at(Dv, itemsize) + D * (self.zero_dtype.itemsize + 1) + 2
+        g = self.group_size
+        grid = self.key_steps_at(Dv, itemsize) + g * itemsize
         return -(-grid // _UNIT) * _UNIT, g * D * self.bits // 8, g * Dv * self.bits // 8
 
-    def _quantise_keys(self, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Codes, zeros, steps less their base, uint8 ``[B, K, G, D]``, and the base, int16 ``[B, K, G, 1]``."""
-        x, (apart, far) = k.float(), self.key_levels
-        smallest, largest = x.aminmax(dim=3)
-        size = torch.linalg.vector_norm(x, math.inf, dim=3)
-        least = torch.maximum((largest - smallest) * (1 / apart), size * (1 / far))
-        # not below the smallest normal number of the keys, and not so far up that rounding it overflows
-        places = least.clamp(min=torch.finfo(k.dtype).tiny).view(torch.int32)
-        places = (places + (1 << DROPPED) - 1) >> DROPPED
-        base = places.amax(3, keepdim=True) - 255
-        places = torch.maximum(places, base)
-        step = (places << DROPPED).view(torch.float32)
-        zeros = ((smallest / step) + 0.5).floor()
-        codes = ((x / step[:, :, :, None] + 0.5).floor() - zeros[:, :, :, None]).clamp(0, 2**self.bits - 1)
-        packed = to_bytes(codes.to(torch.uint8), self.bits)
-        return packed, zeros.to(self.zero_dtype), (places - base).to(torch.uint8), base.to(torch.int16)
+    def _quantise_keys(self, k: Tensor, index: GroupIndex) -> tuple[Tensor, Tensor]:
+        """Codes in bytes, and steps ``[B, K, G, g]`` in the dtype of k."""
+        x = turned_keys(k) * (1 / block_width(k.shape[4]))
+        size = (x - _centres(index, k.shape[4], x.dtype)).abs()
+        step = (size.amax(4) * self.key_unit(k.dtype)).to(k.dtype)
+        apart = (2 * step.to(x.dtype)).clamp(min=torch.finfo(x.dtype).tiny)[..., None]
+        codes = (size / apart).floor().clamp(max=2**self.bits - 1)
+        return to_bytes(codes.to(torch.uint8), self.bits), step
+
+    def _keys(self, codes: Tensor, steps: Tensor, index: GroupIndex, dtype: torch.dtype) -> Tensor:
+        """Keys ``[B, K, G, g, D]`` in ``dtype``, turned back."""
+        D, wide = codes.shape[4], torch.promote_types(dtype, torch.float32)
+        x = index.turned(D, wide) * (2 * codes.to(wide) + 1) * steps.to(wide) + _centres(index, D, wide)
+        most = min(torch.finfo(dtype).max, torch.finfo(wide).max)
+        turned = x.clamp(-most, most).to(dtype).to(wide)
+        return (turned @ rotation(D, codes.device, wide).mT).clamp(-most, most).to(dtype)
 
     def _quantise_values(self, v: Tensor) -> tuple[Tensor, Tensor]:
         """Codes, and steps and zeros ``[B, K, G, 2, g]`` in the dtype of v."""
@@ -151,3 +141,8 @@ class StoreFormat:
             return v.to(torch.uint8), v.new_zeros(*v.shape[:3], 2, 0)
         codes, step, zero = quantise(v, 4, self.bits, v.dtype)
         return to_bytes(codes, self.bits), torch.stack([step.flatten(3), zero.flatten(3)], dim=3)
+
+
+def _centres(index: GroupIndex, D: int, dtype: torch.dtype) -> Tensor:
+    """The numbers of centres ``[B, K, G, 1, D]``, divided by the width of the rotation's blocks."""
+    return (index.steps[..., -1:].to(dtype) * index.centres(D, dtype))[:, :, :, None]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from condense.ops.recall.choice import Choice, RecallSources, chosen_groups
+from condense.ops.recall.index import GroupIndex
 from condense.ops.recall.store import StoreFormat
 from condense.ops.spans import Hull, Source
 from condense.ops.step.pages import Places, copied
@@ -69,12 +70,13 @@ def attend_recall(
 
 
 def unpack_store(
-    form: StoreFormat, pieces: Tensor, widths: tuple[int, int], dtype: torch.dtype, places: Places | None
-) -> tuple[Tensor, Tensor]:
+    form: StoreFormat, pieces: Tensor, index: GroupIndex, widths: tuple[int, int], dtype: torch.dtype,
+    places: Places | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `condense.ops.unpack_store`."""
     if places is not None:
         pieces = copied(pieces, places)
-    return form.unpack(pieces.unflatten(3, (form.group_size, -1)).flatten(2, 3), *widths, dtype)
+    return form.unpack(pieces.unflatten(3, (form.group_size, -1)).flatten(2, 3), *widths, dtype, index)
 
 
 def _columns(source: Source, start: int, stop: int) -> Source:

@@ -80,20 +80,24 @@ def attend(
     q, D, near, far = dense_rows(q), q.shape[2], state.window, state.entries
     parts, room = parts_of(state, D, settings), room_for(far)
     S0, S1 = plan.splits
-    floats = H * room, R * H * S0, R * H * S0, K * room, R * H * S1 * Dv, R * H * S1
+    floats = H * room, R * H * S0, R * H * S0, K * room, R * H * S1 * Dv, R * H * S1, R * H * D
     scratch = scratch_of(rounded((*floats, K * room, K * room, K * room, 1, 1, 1, 1, R * K)), q.device)
-    score, top, total, offset, part, lse, key, candidate, groups, place, *_, arrived = scratch
+    score, top, total, offset, part, lse, turned, key, candidate, groups, place, *_, arrived = scratch
+    assert settings.choice is not None
+    asked = turned if settings.choice.store.bits < 16 else None
     of_q, turn = q.stride()[:2], rotation(D, q.device, q.dtype)
     # kernels get the window in place of what they do not read: rings, biases, slots
     other = near.cache
-    buffers = parts["entries_k"], parts["entries_v"], parts["store"], near.cache, near.cache[..., D:], other
+    of_groups = (parts[name] for name in ("entries_k", "entries_v", "signs", "steps", "store"))
+    buffers = *of_groups, near.cache, near.cache[..., D:], other, asked, turn
     lists = key, candidate, groups, place, offset, other, other, place, place, place, arrived
     with on_device_of(q):
         for kernel, (grid, numbers, constants, options), tensors, strides in (
             (
                 _score, plan.score,
                 (
-                    q, parts["signs"], parts["steps"], seen, seen, score, top, total, turn, far.table, before, arrived,
+                    q, parts["signs"], parts["steps"], seen, seen, score, top, total, asked, turn, far.table,
+                    before, arrived,
                 ), of_q,
             ),
             (_choose, plan.choose, (score, top, total, other, seen, seen, *lists, before), ()),

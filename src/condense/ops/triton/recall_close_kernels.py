@@ -37,7 +37,7 @@ from condense.ops.triton.device.signs import (
     turned_columns,
     turned_keys,
 )
-from condense.ops.triton.recall_store_kernels import chunk_tokens, put_keys, put_values
+from condense.ops.triton.recall_store_kernels import add_key_codes, chunk_tokens, fill_up, key_step, put_values
 
 
 class StepRow(NamedTuple):
@@ -114,35 +114,59 @@ def _put_centre(
     for LO in tl.static_range(0, D, N):
         codes = centre_codes(means[LO // N], unit)
         numbers = numbers + (centre_numbers(codes, unit),)  # noqa: RUF005
-        bytes = add_codes(bytes, codes, LO, D)
-    c, row = tl.arange(0, tile_width(4 * W)), tl.arange(0, 16)
-    mask = (row == 0)[:, None] & (c < 4 * W)[None, :]
-    tl.store(codes_ptr + row[:, None] * 0 + c[None, :], bytes.to(tl.int32).to(tl.uint8), mask=mask)
+        bytes = add_codes(bytes, tl.broadcast_to(codes[None, :], (16, N)), LO, 4 * W, D)
+    c, row = tl.arange(0, tile_width(4 * W))[None, :], tl.arange(0, 16)[:, None]
+    tl.store(codes_ptr + row * 0 + c, bytes.to(tl.int32).to(tl.uint8), mask=(row == 0) & (c < 4 * W))
     return numbers
 
 
 @triton.jit
+def _rest(keys, rotation_ptr, centre, position, t, inside, LO: tl.constexpr, D: tl.constexpr, NEAR: tl.constexpr):
+    """Columns from LO on of what turned keys differ by from the centre, float32; 0 past the last."""
+    N: tl.constexpr = turned_columns(D)
+    x = _turned_tokens(keys, rotation_ptr, position, t, inside, LO, D, NEAR)
+    return tl.where((LO + tl.arange(0, N) < D)[None, :], x - centre[LO // N][None, :], 0.0)
+
+
+@triton.jit
 def _put_index(
-    keys, rotation_ptr, signs_ptr, steps_ptr, first, t, g: tl.constexpr, D: tl.constexpr, NEAR: tl.constexpr
+    keys, rotation_ptr, signs_ptr, steps_ptr, store_ptr, first, t, FORM: tl.constexpr, NEAR: tl.constexpr
 ):  # fmt: skip
-    """Write the index of the group that begins at position ``first``, as `condense.ops.recall.build_index` makes it."""
+    """Write the index of the group that begins at position ``first``, as `condense.ops.recall.build_index` makes it,
+    and the keys of a store with fewer than 16 bits, which are what the index leaves out.
+    """
+    g: tl.constexpr = FORM.g
+    D: tl.constexpr = FORM.D
     W: tl.constexpr = sign_bytes(D)
     N: tl.constexpr = turned_columns(D)
+    C: tl.constexpr = D * FORM.bits // 8
+    dtype: tl.constexpr = steps_ptr.dtype.element_ty
     centre = _put_centre(keys, rotation_ptr, signs_ptr + g * W, steps_ptr + g, first, t, g, D, NEAR)
     c = tl.arange(0, tile_width(W))
     # not loaded ahead, for which every program of the kernel would hold memory
     for start in tl.range(0, g, 16, num_stages=1):
         i = start + tl.arange(0, 16)
-        squares, sizes = tl.zeros([16], tl.float32), tl.zeros([16], tl.float32)
+        squares, sizes, largest = tl.zeros([16], tl.float32), tl.zeros([16], tl.float32), tl.zeros([16], tl.float32)
         bytes = tl.zeros([16, tile_width(W)], tl.float32)
         for LO in tl.static_range(0, D, N):
-            x = _turned_tokens(keys, rotation_ptr, first + i, t, i < g, LO, D, NEAR)
-            x = tl.where((LO + tl.arange(0, N) < D)[None, :], x - centre[LO // N][None, :], 0.0)
+            x = _rest(keys, rotation_ptr, centre, first + i, t, i < g, LO, D, NEAR)
             squares, sizes = squares + tl.sum(x * x, 1), sizes + tl.sum(tl.abs(x), 1)
+            largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
             bytes = add_signs(bytes, x, LO, D)
-        tl.store(steps_ptr + i, key_steps(squares, sizes, D).to(steps_ptr.dtype.element_ty), mask=i < g)
+        tl.store(steps_ptr + i, key_steps(squares, sizes, D).to(dtype), mask=i < g)
         at = i[:, None] * W + c[None, :]
         tl.store(signs_ptr + at, bytes.to(tl.int32).to(tl.uint8), mask=(i < g)[:, None] & (c < W)[None, :])
+        if FORM.bits < 16:
+            step = key_step(largest, dtype, FORM)
+            tl.store((store_ptr + FORM.steps_at).to(tl.pointer_type(dtype)) + i, step, mask=i < g)
+            b, codes = tl.arange(0, tile_width(C)), tl.zeros([16, tile_width(C)], tl.float32)
+            for LO in tl.static_range(0, D, N):
+                x = _rest(keys, rotation_ptr, centre, first + i, t, i < g, LO, D, NEAR)
+                codes = add_key_codes(codes, x, step, LO, FORM)
+            at = FORM.keys_at + i[:, None] * C + b[None, :]
+            tl.store(store_ptr + at, codes.to(tl.int32).to(tl.uint8), mask=(i < g)[:, None] & (b < C)[None, :])
+    if FORM.bits < 16:
+        fill_up(store_ptr, dtype.primitive_bitwidth // 8, FORM)
 
 
 @triton.jit
@@ -234,11 +258,9 @@ def recall_close_kernel(
     else:
         store_ptr += part_at(store_ptr, record)
     if live & (work == 0):
-        if closes:
-            if FORM.bits == 16:
+        if FORM.bits == 16:  # noqa: SIM102 - known when the kernel is compiled
+            if closes:
                 _put_group(keys, store_ptr, first, t, g, D, P, D + DV, NEAR)
-            else:
-                put_keys(keys, store_ptr, first, t, FORM, PS, NEAR)
         _put_token(keys, t, D, P, NEAR)
     if DV > 0:  # noqa: SIM102 - latents have no values of their own
         if live & (work == 1):
@@ -255,7 +277,7 @@ def recall_close_kernel(
         else:
             signs_ptr += part_at(signs_ptr, record)
             steps_ptr += part_at(steps_ptr, record)
-        _put_index(keys, rotation_ptr, signs_ptr, steps_ptr, first, t, g, D, NEAR)
+        _put_index(keys, rotation_ptr, signs_ptr, steps_ptr, store_ptr, first, t, FORM, NEAR)
     if live & (work == 3):
         k = load_row(k_ptr, KIND.D0, KIND.D1)
         v = (k[0],) if KIND.latent else load_row(v_ptr, KIND.V0, KIND.V1)

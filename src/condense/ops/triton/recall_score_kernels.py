@@ -140,7 +140,7 @@ def _products(tile, token, FORM: tl.constexpr):
 
 @triton.constexpr_function
 def _repeats(BG):
-    """How often a tile repeats the centres of its groups, because matrix units take 16 rows at least."""
+    """Times that a tile repeats the centres of its groups, because matrix units take 16 rows at least."""
     return max(1, 16 // BG)
 
 
@@ -150,13 +150,14 @@ def _of_centres(tile, group, FORM: tl.constexpr, D: tl.constexpr):
     BM: tl.constexpr = FORM.BM
     C: tl.constexpr = FORM.C
     N: tl.constexpr = _repeats(FORM.BG)
+    PARTS: tl.constexpr = FORM.parts
     n = tl.arange(0, FORM.BG * N)
     row = (group + n // (C * N) * C + n % C).to(tl.int64)
     at = tile.centres + row[:, None] * tile.s_centre
     s = tl.zeros([BM, FORM.BG * N], tl.int32)
-    for part in tl.static_range(FORM.parts):
+    for part in tl.static_range(PARTS):
         d = part * FORM.P + tl.arange(0, FORM.P)[None, :]
-        q = tile.q if FORM.parts == 1 else tile.q.load([tile.head, tile.line, part * FORM.P]).reshape(BM, FORM.P)
+        q = tile.q if PARTS == 1 else tile.q.load([tile.head, tile.line, part * FORM.P]).reshape(BM, FORM.P)
         s = tl.dot(q, tl.trans(tl.load(at + d, mask=d < D, other=0)), s, out_dtype=tl.int32)
     return tl.max(tl.reshape(s, [BM, FORM.BG // C, N, C]), 2)
 

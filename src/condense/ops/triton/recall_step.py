@@ -30,8 +30,8 @@ class _Scratch(NamedTuple):
     """Scratch memory of one step; all tensors have one dimension and hold, in order, numbers of the shapes given here.
 
     float32: score ``[B, H, G as a power of two]``, top and total ``[B, H, S0]``, offset ``[B, K, G]``, part
-    ``[B, H, S1, Dv]``, lse ``[B, H, S1]``; int32: key and candidate ``[B, K, N]``, groups and place ``[B, K, r]``,
-    slot_of ``[B, K, G]``, used and free ``[B, K, S]`` of S slots, arrived ``[B, K]``.
+    ``[B, H, S1, Dv]``, lse ``[B, H, S1]``, turned ``[B, H, D]``; int32: key and candidate ``[B, K, N]``, groups and
+    place ``[B, K, r]``, slot_of ``[B, K, G]``, used and free ``[B, K, S]`` of S slots, arrived ``[B, K]``.
     """
 
     score: Tensor
@@ -40,6 +40,7 @@ class _Scratch(NamedTuple):
     offset: Tensor
     part: Tensor
     lse: Tensor
+    turned: Tensor
     key: Tensor
     candidate: Tensor
     groups: Tensor
@@ -51,16 +52,16 @@ class _Scratch(NamedTuple):
 
 
 # fields of `_Scratch` that are float32
-_NUM_FLOATS = 6
+_NUM_FLOATS = 7
 
 
 def _scratch_sizes(
-    rows: tuple[int, int], G: int, r: int, slots: int, splits: tuple[int, int], Dv: int
+    rows: tuple[int, int], G: int, r: int, slots: int, splits: tuple[int, int], D: int, Dv: int
 ) -> tuple[int, ...]:
-    """The `rounded` sizes of the fields of `_Scratch`. rows: B * H, B * K."""
+    """The `rounded` sizes of the fields of `_Scratch`. rows: B * H, B * K; D: 0 if nobody reads turned queries."""
     (queries, heads), (S0, S1), (_, C, tiles) = rows, splits, ranked(G, r)
     scores = power_of_2(max(G, 1))
-    floats = queries * scores, queries * S0, queries * S0, heads * G, queries * S1 * Dv, queries * S1
+    floats = queries * scores, queries * S0, queries * S0, heads * G, queries * S1 * Dv, queries * S1, queries * D
     lists = heads * tiles * C, heads * tiles * C, heads * r, heads * r
     return rounded((*floats, *lists, heads * G if slots else 0, heads * slots, heads * slots, heads))
 
@@ -95,8 +96,8 @@ class RecallKernels(PreparedStep):
         sizes = Room(G, state.ring_k.shape[2], state.store.shape[2], S, state.ring_q.shape[2])
         widths, scores, has_real = (D, Dv, latent), (scale, extras.softcap), token.real is not None
         plan = plan_of(q.device, q.dtype, (B, H, K), widths, sizes, settings.number, scores, has_real)
-        self._width = latent or Dv
-        self._sizes = _scratch_sizes((B * H, B * K), G, choice.quota.at(G), S, plan.splits, self._width)
+        self._width, turned = latent or Dv, D if choice.store.bits < 16 else 0
+        self._sizes = _scratch_sizes((B * H, B * K), G, choice.quota.at(G), S, plan.splits, turned, self._width)
         self._rotation = rotation(D, q.device, q.dtype)
         of_q = q.stride()[:2]
         self._close = prepared(_close, plan.close, (*of_q, *k.stride()[:2], *v.stride()[:2]))
@@ -113,7 +114,8 @@ class RecallKernels(PreparedStep):
             self.state
         )
         scratch = scratch_of(self._sizes, q.device)
-        score, top, total, offset, part, lse, key, candidate, groups, place, *found, arrived = scratch
+        score, top, total, offset, part, lse, turned, key, candidate, groups, place, *found, arrived = scratch
+        turned = turned if turned.numel() > 0 else None
         out = torch.empty(*q.shape[:3], self._width, dtype=q.dtype, device=q.device)
         counts = seen if token.real is None else token.real.contiguous()
         changed = (entries_k, entries_v, signs, steps, store, ring_k, ring_v, seen, ring_q, biases)
@@ -121,10 +123,12 @@ class RecallKernels(PreparedStep):
         with on_device_of(q):
             self._close((q, k, v, *changed, counts, arrived, None, None, self._rotation))
             if entries_k.shape[2] > 0:
-                self._score((q, signs, steps, seen, counts, score, top, total, self._rotation, None, None, None))
+                self._score(
+                    (q, signs, steps, seen, counts, score, top, total, turned, self._rotation, None, None, None)
+                )
                 chosen = (key, candidate, groups, place, offset, held, order, *found, arrived)
                 self._choose((score, top, total, biases, seen, counts, *chosen, None))
-            keys = (entries_k, entries_v, store, ring_k, ring_v, slots)
+            keys = (entries_k, entries_v, signs, steps, store, ring_k, ring_v, slots, turned, self._rotation)
             self._attend((q, *keys, groups, place, offset, seen, counts, part, lse, None, None, None))
             self._join((part, lse, out, seen, counts, sink, token.counter))
         return out

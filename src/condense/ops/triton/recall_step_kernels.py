@@ -21,6 +21,7 @@ from condense.ops.triton.device.address import form_row, head_rows, part_at
 from condense.ops.triton.device.codes import load_vectors, row_width
 from condense.ops.triton.device.parts import add_weighted, load_rows, parts, tile_width
 from condense.ops.triton.device.scores import soft_cap
+from condense.ops.triton.device.signs import block_width, index_widths, turned_part
 from condense.ops.triton.device.softmax import Softmax, add_weights, empty_softmax, key_products, store_part, whole
 from condense.ops.triton.recall_choice_kernels import wanted_groups
 from condense.ops.triton.recall_close_kernels import after_the_last, row_of_step
@@ -116,13 +117,18 @@ def _records(entries, n, FAR: tl.constexpr):
 
 
 @triton.jit
-def _open_pieces(groups_ptr, far_ptr, n, count, store_ptr, PIECE: tl.constexpr, FAR: tl.constexpr):
-    """Offsets of the pieces of open groups n in the store; beyond the last of ``count`` groups that of the last."""
+def _open_groups(groups_ptr, far_ptr, n, count, FAR: tl.constexpr):
+    """Numbers of open groups n, or the offsets of their records in bytes; beyond the last of ``count`` groups those of
+    the last.
+    """
     group = tl.load(groups_ptr + tl.minimum(n, count - 1), mask=count > 0, other=0)
-    if FAR is None:
-        return group.to(tl.int64) * PIECE
-    else:
-        return part_at(store_ptr, form_row(far_ptr, group, count > 0, FAR))
+    return group.to(tl.int64) if FAR is None else form_row(far_ptr, group, count > 0, FAR)
+
+
+@triton.jit
+def _of_group(ptr, row, SIZE: tl.constexpr, FAR: tl.constexpr):
+    """Pointers to what is kept of the groups that `_open_groups` gives, SIZE numbers of each."""
+    return ptr + (row * SIZE if FAR is None else part_at(ptr, row))
 
 
 @triton.jit
@@ -137,8 +143,9 @@ def _rows_in_pages(near, entries, tile, entry_tiles, BN: tl.constexpr, NEAR: tl.
 
 @triton.jit
 def recall_attend_kernel(
-    q_ptr, entries_k_ptr, entries_v_ptr, store_ptr, ring_k_ptr, ring_v_ptr, slots_ptr, groups_ptr, place_ptr,
-    offset_ptr, seen_ptr, real_ptr, part_ptr, lse_ptr, near_ptr, far_ptr, before_ptr,
+    q_ptr, entries_k_ptr, entries_v_ptr, signs_ptr, steps_ptr, store_ptr, ring_k_ptr, ring_v_ptr, slots_ptr,
+    turned_ptr, rotation_ptr, groups_ptr, place_ptr, offset_ptr, seen_ptr, real_ptr, part_ptr, lse_ptr, near_ptr,
+    far_ptr, before_ptr,
     s_qb, s_qh, K, R, G, W, N, window, most_opened, part, of, own, scale,
     SLOTS: tl.constexpr, FORM: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
     POOL: tl.constexpr, BITS: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -154,7 +161,8 @@ def recall_attend_kernel(
     bits of entries, see `condense.ops.entries.EntryFormat`. most_opened: stride of ``groups`` and ``place``; with part
     and of the numbers of `condense.ops.recall.choice.Quota`. near, far: tables of the pages of tokens and of records,
     for which lists of groups and offsets are as `recall_choose_kernel` says; rows whose groups have no room there get
-    NaN.
+    NaN. For stores of fewer than 16 bits, turned: the turned queries, float32 ``[B, H, D]``; rotation:
+    `condense.ops.recall.index.rotation` in the dtype of q.
     """
     split, S, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K
@@ -243,6 +251,18 @@ def recall_attend_kernel(
     groups_ptr += head * most_opened if FAR is None else kvh * G + this.start
     place_ptr += head * most_opened
     store_ptr += head_rows(store_ptr, head, kvh, N // g, FORM.piece, FAR)
+    columns: tl.constexpr = index_widths(g, D)
+    signs_ptr += head_rows(signs_ptr, head, kvh, G, columns[0], FAR)
+    steps_ptr += head_rows(steps_ptr, head, kvh, G, columns[1], FAR)
+    # three products of tf32 are as exact as one of float32
+    EXACT: tl.constexpr = "ieee" if PRECISION == "ieee" else "tf32x3"
+    if FORM.bits < 16:
+        # keys of the store are turned, and values too where these are columns of keys
+        turned = load_rows(turned_ptr + head * R * D, r.to(tl.int64) * D, r < R, FORM.D0, FORM.D1)
+        q = [x.to(q[0].dtype) for x in turned]
+        if DV == 0:
+            acc = turned_part(softmax.acc[0], rotation_ptr, 0, FORM.V0, D, False, EXACT) * (1 / block_width(D))
+            softmax = Softmax((acc,), softmax.m, softmax.total)
     slots_ptr += head * SLOTS * FORM.piece
     # a tile has T tokens of each of BG groups
     T: tl.constexpr = tokens_of_tile(g, BN)
@@ -255,21 +275,26 @@ def recall_attend_kernel(
     lo, hi = tiles * share // shares, tl.minimum(tiles * (share + 1) // shares, tiles)
     n, token = tl.arange(0, BG), tl.arange(0, T)
     # found one tile ahead, so that tokens need not wait for lists
-    found = _open_pieces(groups_ptr, far_ptr, lo // PARTS * BG + n, count, store_ptr, FORM.piece, FAR)
+    row = _open_groups(groups_ptr, far_ptr, lo // PARTS * BG + n, count, FAR)
     for tile in range(lo, hi):
         at, i = tile // PARTS * BG + n, tile % PARTS * T + token
-        pieces = Pieces(store_ptr + found, store_ptr + found, n < 0)
-        found = _open_pieces(groups_ptr, far_ptr, (tile + 1) // PARTS * BG + n, count, store_ptr, FORM.piece, FAR)
+        piece = _of_group(store_ptr, row, FORM.piece, FAR)
+        signs, steps = _of_group(signs_ptr, row, columns[0], FAR), _of_group(steps_ptr, row, columns[1], FAR)
+        pieces = Pieces(piece, piece, n < 0, signs, steps)
+        row = _open_groups(groups_ptr, far_ptr, (tile + 1) // PARTS * BG + n, count, FAR)
         if SLOTS > 0:
             # `_find_slots` of `recall_step_choice_kernels` explains these numbers
             place = tl.load(place_ptr + at, mask=at < count, other=-1)
             slot = slots_ptr + (place >> 1).to(tl.int64) * FORM.piece
             held = (place >= 0) & (place % 2 == 0)
-            pieces = Pieces(tl.where(held, slot, pieces.ptr), slot, (place >= 0) & (place % 2 == 1))
+            pieces = Pieces(tl.where(held, slot, piece), slot, (place >= 0) & (place % 2 == 1), signs, steps)
         k, v = load_groups(pieces, i, q_ptr.dtype.element_ty, FORM, SLOTS > 0, EARLY)
         seen = (at < count)[:, None] & (i < g)[None, :]
         offset = tl.reshape(tl.where(seen, 0.0, float("-inf")), (BN,))
         softmax = _add_keys(softmax, q, k, v, offset, scale, CAP, PRECISION)
+    if FORM.bits < 16 and DV == 0:
+        acc = turned_part(softmax.acc[0], rotation_ptr, 0, FORM.V0, D, True, EXACT)
+        softmax = Softmax((acc,), softmax.m, softmax.total)
     if FAR is not None:
         refused = tl.where(all_closed > closed, float("nan"), 0.0)
         softmax = Softmax([x + refused for x in softmax.acc], softmax.m, softmax.total)

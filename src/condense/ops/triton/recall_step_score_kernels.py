@@ -51,8 +51,8 @@ def _load_signs(signs_ptr, row, i, g: tl.constexpr, D: tl.constexpr, FAR: tl.con
 
 @triton.jit
 def recall_score_kernel(
-    q_ptr, signs_ptr, steps_ptr, seen_ptr, real_ptr, score_ptr, top_ptr, total_ptr, rotation_ptr, far_ptr, before_ptr,
-    arrived_ptr, s_qb, s_qh, K, R, G, window, scale,
+    q_ptr, signs_ptr, steps_ptr, seen_ptr, real_ptr, score_ptr, top_ptr, total_ptr, turned_ptr, rotation_ptr, far_ptr,
+    before_ptr, arrived_ptr, s_qb, s_qh, K, R, G, window, scale,
     g: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BG: tl.constexpr, GROUPS: tl.constexpr, HAS_REAL: tl.constexpr,
     EARLY: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
@@ -62,7 +62,8 @@ def recall_score_kernel(
     Grid (S, B * K, tiles of BR query heads). Scores are those of `condense.ops.recall.index_scores` to the bit for this
     ``scale``, which holds log2(e), if the sums of turned queries are the same to the bit. rotation: as for
     `recall_close_kernel`. far: table of the pages of records, for which scores are ``[H, G]``, with the groups of a row
-    from its ``start`` on; arrived then becomes 0, for the kernel that chooses. None for arrays.
+    from its ``start`` on; arrived then becomes 0, for the kernel that chooses. None for arrays. turned: float32
+    ``[B, H, D]``, where turned queries are written for the kernel that attends; None: it does not read them.
     """
     split, S, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K
@@ -83,7 +84,10 @@ def recall_score_kernel(
     # each split turns the queries anew, from a matrix in the L2 cache: if the kernel before this one turned them, this
     # one would have to wait for it, but runs beside it in most steps, which close no group
     asked = tl.where(closed > 0, R, 0)
-    queries, sums, unit = turned_queries(q_ptr + b * s_qb + kvh * R * s_qh, s_qh, r, asked, rotation_ptr, D)
+    if turned_ptr is not None:
+        turned_ptr += head * R * D
+    q_ptr += b * s_qb + kvh * R * s_qh
+    queries, sums, unit = turned_queries(q_ptr, s_qh, r, asked, rotation_ptr, turned_ptr, split == 0, D)
     if EARLY:
         gdc_launch_dependents()
         # the kernel before this one closes a group, and writes its index; in pages, one that another row may read too

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from condense.ops.recall.index import GroupIndex, rotation
 from condense.ops.recall.store import StoreFormat
 from condense.ops.step.pages import Places
 from condense.ops.triton.device.parts import split_width
@@ -19,29 +20,32 @@ _UNPACK = Launcher(recall_unpack_kernel)
 
 
 def unpack_store(
-    form: StoreFormat, pieces: Tensor, widths: tuple[int, int], dtype: torch.dtype, places: Places | None
-) -> tuple[Tensor, Tensor]:
+    form: StoreFormat, pieces: Tensor, index: GroupIndex, widths: tuple[int, int], dtype: torch.dtype,
+    places: Places | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `condense.ops.unpack_store`; for 8 and 4 bits."""
     page, _, slot = (None, None, None) if places is None else places
-    k, v = _unpack(pieces, page, slot, form.bits, form.group_size, *widths, dtype)
+    k, v = _unpack(pieces, *index, page, slot, form.bits, *widths, dtype)
     return k, v
 
 
 # a torch operation, which torch.compile keeps whole
 @torch.library.custom_op("condense::unpack_store", mutates_args=())
 def _unpack(
-    pieces: Tensor, page: Tensor | None, slot: Tensor | None, bits: int, g: int, D: int, Dv: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    k, v = _results(pieces, page, slot, bits, g, D, Dv, dtype)
-    pieces, (B, K, tokens, _) = whole_rows(pieces), k.shape
+    pieces: Tensor, signs: Tensor, steps: Tensor, page: Tensor | None, slot: Tensor | None, bits: int, D: int, Dv: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    k, v = _results(pieces, signs, steps, page, slot, bits, D, Dv, dtype)
+    pieces, (B, K, tokens, _), g = whole_rows(pieces), k.shape, steps.shape[3] - 1
     check_programs(B * K)
     form = Form.of(StoreFormat(bits, g), dtype, (D, Dv), (*split_width(D), *split_width(Dv or D)))
     # threads read 8 bytes of codes at a time, and write 16 bytes
     T, warps, n = min(16, power_of_2(g)), 4 if bits * D <= 512 else 8, tokens // g
+    places = (None if x is None else x.contiguous() for x in (page, slot))
     with on_device_of(pieces):
         _UNPACK(
             (n * cdiv(g, T), B * K, 1),
-            (pieces, *(None if x is None else x.contiguous() for x in (page, slot)), k, v),
+            (pieces, signs.contiguous(), steps.contiguous(), *places, rotation(D, pieces.device, dtype), k, v),
             (*pieces.stride()[:3], K, n),
             (form, T),
             # `StoreFormat` rounds products of float32 before it adds
@@ -52,8 +56,9 @@ def _unpack(
 
 @_unpack.register_fake
 def _results(
-    pieces: Tensor, page: Tensor | None, slot: Tensor | None, bits: int, g: int, D: int, Dv: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    B, n = (pieces.shape[0], pieces.shape[2]) if page is None else (page.shape[0], page.shape[2])
-    k, v = (pieces.new_empty(B, pieces.shape[1], n * g, width, dtype=dtype) for width in (D, Dv))
+    pieces: Tensor, signs: Tensor, steps: Tensor, page: Tensor | None, slot: Tensor | None, bits: int, D: int, Dv: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    (B, K, n, columns) = steps.shape
+    k, v = (pieces.new_empty(B, K, n * (columns - 1), width, dtype=dtype) for width in (D, Dv))
     return k, v

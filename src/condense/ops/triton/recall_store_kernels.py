@@ -14,13 +14,14 @@ import torch
 import triton
 import triton.language as tl
 
-from condense.ops.recall.store import DROPPED, StoreFormat
+from condense.ops.recall.index import CENTRE_LEVELS
+from condense.ops.recall.store import StoreFormat
 from condense.ops.triton.device.address import token_rows
-from condense.ops.triton.device.codes import codes_of, half_of, side_by_side, to_numbers, unpacked
+from condense.ops.triton.device.codes import codes_of, half_of, side_by_side, signed_half_of, to_numbers, unpacked
 from condense.ops.triton.device.parts import parts, store_rows, tile_width
+from condense.ops.triton.device.signs import add_codes, block_width, index_widths, sign_bytes, turned_part
 
-_DROPPED = tl.constexpr(DROPPED)
-_BELOW = tl.constexpr((1 << DROPPED) - 1)
+_CENTRE = tl.constexpr(CENTRE_LEVELS)
 
 
 class Form(NamedTuple):
@@ -28,9 +29,9 @@ class Form(NamedTuple):
 
     bits: per number. g: tokens per group. D, DV: widths of keys and of values; DV is 0 for latents. D0, D1, V0, V1:
     widths of their parts (`condense.ops.triton.device.parts`); V0 is D0 for latents. piece: elements of a group's
-    piece, numbers for 16 bits and bytes for fewer. grid_at, keys_at, values_at: bytes before the base of keys' steps,
-    and before the codes of keys, and of values. unit: `StoreFormat.step_unit`. apart, far: the inverse of
-    `key_levels`. tiny: the smallest step.
+    piece, numbers for 16 bits and bytes for fewer. steps_at, keys_at, values_at: bytes before the steps of keys, and
+    before the codes of keys, and of values. unit, key_unit: `StoreFormat.step_unit` and `key_unit`. tiny: the smallest
+    step of values.
     """
 
     bits: int
@@ -42,12 +43,11 @@ class Form(NamedTuple):
     V0: int
     V1: int
     piece: int
-    grid_at: int
+    steps_at: int
     keys_at: int
     values_at: int
     unit: float
-    apart: float
-    far: float
+    key_unit: float
     tiny: float
 
     @classmethod
@@ -56,21 +56,22 @@ class Form(NamedTuple):
     ) -> Form:
         """Those of tokens of a dtype and of widths D and Dv. parts: D0, D1, V0, V1."""
         piece, codes_at = form.group_size * form.width(*widths, dtype.itemsize), form.codes_at(*widths, dtype.itemsize)
-        apart, far = (1 / levels for levels in form.key_levels)
         return cls(
-            form.bits, form.group_size, *widths, *parts, piece, form.keys_grid_at(widths[1], dtype.itemsize), *codes_at,
-            form.step_unit(dtype), apart, far, torch.finfo(dtype).tiny,
+            form.bits, form.group_size, *widths, *parts, piece, form.key_steps_at(widths[1], dtype.itemsize), *codes_at,
+            form.step_unit(dtype), form.key_unit(dtype), torch.finfo(dtype).tiny,
         )  # fmt: skip
 
 
 class Pieces(NamedTuple):
     """The pieces of n groups. ptr: pointers to them. slot: pointers to their places in slots. moves: whether what is
-    read of a piece is stored there, too.
+    read of a piece is stored there, too. signs, steps: pointers to those of each group's index.
     """
 
     ptr: Any
     slot: Any
     moves: Any
+    signs: Any
+    steps: Any
 
 
 @triton.constexpr_function
@@ -99,66 +100,30 @@ def _step(zero, largest, dtype: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
-def _key_step(places):
-    """The steps of places, float32; see `StoreFormat`."""
-    return (places << _DROPPED).to(tl.float32, bitcast=True)
-
-
-@triton.constexpr_function
-def _zero_dtype(FORM):
-    """The dtype of the zeros of keys."""
-    return tl.int8 if FORM.bits == 4 else tl.int16
+def key_step(largest, dtype: tl.constexpr, FORM: tl.constexpr):
+    """Steps of keys, in ``dtype``, from the largest numbers of what these differ by from their centre, turned."""
+    return (largest * (1 / block_width(FORM.D)) * FORM.key_unit).to(dtype)
 
 
 @triton.jit
-def put_keys(tokens, piece_ptr, first, t, FORM: tl.constexpr, P: tl.constexpr, NEAR: tl.constexpr):
-    """Quantise and write the keys of the group that begins at position ``first``. P: columns of a tile of bytes."""
-    PARTS: tl.constexpr = 8 // FORM.bits
-    C: tl.constexpr = FORM.D // PARTS
-    T: tl.constexpr = _tile(FORM.g)
-    base_ptr, codes_ptr = (piece_ptr + FORM.grid_at).to(tl.pointer_type(tl.int16)), piece_ptr + FORM.keys_at
-    zeros_ptr = (base_ptr + 1).to(tl.pointer_type(_zero_dtype(FORM)))
-    steps_ptr = (zeros_ptr + FORM.D).to(tl.pointer_type(tl.uint8))
-    c, i = tl.arange(0, P), tl.arange(0, T)
-    smallest, places, most = (), (), tl.full([P], 0, tl.int32)
-    for part in tl.static_range(PARTS):
-        low = tl.full([P], float("inf"), tl.float32)
-        high = tl.full([P], float("-inf"), tl.float32)
-        for start in range(0, FORM.g, T):
-            inside = start + i < FORM.g
-            x = chunk_tokens(tokens, first + start + i, t, inside, part * C, FORM.D, P, NEAR)
-            low = tl.minimum(low, tl.min(tl.where(inside[:, None], x, float("inf")), 0))
-            high = tl.maximum(high, tl.max(tl.where(inside[:, None], x, float("-inf")), 0))
-        least = tl.maximum((high - low) * FORM.apart, tl.maximum(high, -low) * FORM.far)
-        place = tl.maximum(least, FORM.tiny).to(tl.int32, bitcast=True)
-        place = (place + _BELOW) >> _DROPPED
-        most = tl.maximum(most, tl.where(c < C, place, 0))
-        smallest, places = smallest + (low,), places + (place,)  # noqa: RUF005
-    base = tl.max(most, 0) - 255
-    tl.store(base_ptr, base.to(tl.int16))
-    # what no number fills holds zeros, so that equal tokens have equal bytes
+def add_key_codes(bytes, x, step, LO: tl.constexpr, FORM: tl.constexpr):
+    """Add to the bytes of keys, float32 ``[n, bytes]``, the codes of columns from LO on of what these differ by, x."""
+    apart = tl.maximum(2 * step.to(tl.float32), 2.0**-126)[:, None]
+    codes = tl.floor(tl.div_rn(tl.abs(x) * (1 / block_width(FORM.D)), tl.zeros_like(x) + apart))
+    codes = tl.minimum(codes, 2.0**FORM.bits - 1)
+    # numbers of 8 bits take a byte each
+    return add_codes(bytes, codes, LO, FORM.D * FORM.bits // 8, FORM.D)
+
+
+@triton.jit
+def fill_up(piece_ptr, SIZE: tl.constexpr, FORM: tl.constexpr):
+    """Write zeros where no number stands, so that equal tokens have equal bytes. SIZE: bytes of a step."""
     ROOM: tl.constexpr = triton.next_power_of_2(max(FORM.g, 16))
-    after_grid = FORM.grid_at + 2 + FORM.D * (_zero_dtype(FORM).primitive_bitwidth // 8 + 1) + tl.arange(0, ROOM)
-    after_codes = FORM.values_at + FORM.g * FORM.DV * FORM.bits // 8 + tl.arange(0, ROOM)
+    n = tl.arange(0, ROOM)
+    after_grid = FORM.steps_at + FORM.g * SIZE + n
+    after_codes = FORM.values_at + FORM.g * FORM.DV * FORM.bits // 8 + n
     tl.store(piece_ptr + after_grid, 0, mask=after_grid < FORM.keys_at)
     tl.store(piece_ptr + after_codes, 0, mask=after_codes < FORM.piece)
-    steps, zeros = (), ()
-    for part in tl.static_range(PARTS):
-        kept = tl.maximum(places[part] - base, 0)
-        step = _key_step(kept + base)
-        zero = tl.floor(tl.div_rn(smallest[part], step) + 0.5)
-        tl.store(zeros_ptr + part * C + c, zero.to(tl.int32).to(_zero_dtype(FORM)), mask=c < C)
-        tl.store(steps_ptr + part * C + c, kept.to(tl.uint8), mask=c < C)
-        steps, zeros = steps + (step,), zeros + (zero,)  # noqa: RUF005
-    for start in range(0, FORM.g, T):
-        inside = start + i < FORM.g
-        codes = tl.zeros([T, P], tl.int32)
-        for part in tl.static_range(PARTS):
-            x = chunk_tokens(tokens, first + start + i, t, inside, part * C, FORM.D, P, NEAR)
-            x = tl.floor(tl.div_rn(x, tl.zeros_like(x) + steps[part][None, :]) + 0.5) - zeros[part][None, :]
-            codes += tl.minimum(tl.maximum(x, 0.0), 2.0**FORM.bits - 1).to(tl.int32) << (part * FORM.bits)
-        at = (start + i)[:, None] * C + c[None, :]
-        tl.store(codes_ptr + at, codes.to(tl.uint8), mask=inside[:, None] & (c < C)[None, :])
 
 
 @triton.jit
@@ -221,7 +186,7 @@ def _load(pieces, at, there, COPY: tl.constexpr):
 def _as(pieces, dtype: tl.constexpr):
     """Pieces of bytes as numbers of ``dtype``."""
     of: tl.constexpr = tl.pointer_type(dtype)
-    return Pieces(pieces.ptr.to(of), pieces.slot.to(of), pieces.moves)
+    return Pieces(pieces.ptr.to(of), pieces.slot.to(of), pieces.moves, pieces.signs, pieces.steps)
 
 
 @triton.jit
@@ -243,16 +208,21 @@ def _flat(x):
 
 
 @triton.jit
-def _load_key_grid(pieces, d, there, FORM: tl.constexpr, COPY: tl.constexpr):
-    """Steps and zeros, float32 ``[n, 1, P]``, of columns d ``[1, P]`` of keys."""
-    wide: tl.constexpr = _zero_dtype(FORM)
-    size: tl.constexpr = wide.primitive_bitwidth // 8
-    AT: tl.constexpr = FORM.grid_at + 2
-    first = tl.zeros([1, 1], tl.int32)
-    base = _load(_as(pieces, tl.int16), FORM.grid_at // 2 + first, first == 0, COPY)
-    zero = _load(_as(pieces, wide), AT // size + d, there, COPY)
-    kept = _load(pieces, AT + FORM.D * size + d, there, COPY)
-    return _key_step(kept.to(tl.int32) + base.to(tl.int32)), zero.to(tl.float32)
+def _load_centre(pieces, column, there, FORM: tl.constexpr):
+    """The numbers of the centres in a column ``[1, P]``, float32 ``[n, 1, P]``."""
+    C: tl.constexpr = 4 * sign_bytes(FORM.D)
+    at = FORM.g * sign_bytes(FORM.D) + column % C
+    bytes = tl.load(pieces.signs[:, None, None] + at[None], mask=there[None], other=0).to(tl.int32)
+    step = tl.load(pieces.steps + FORM.g).to(tl.float32)[:, None, None]
+    return step * (2 * ((bytes >> (column // C * 4)[None]) & 15) - _CENTRE).to(tl.float32)
+
+
+@triton.jit
+def _load_sign_bytes(pieces, i, column, there, FORM: tl.constexpr):
+    """The bytes ``[n, T, P]`` in which the signs of tokens i stand, in a column ``[1, P]``."""
+    W: tl.constexpr = sign_bytes(FORM.D)
+    at = tl.minimum(i, FORM.g - 1)[:, None] * W + column % W
+    return tl.load(pieces.signs[:, None, None] + at[None], mask=there[None], other=0)
 
 
 @triton.jit
@@ -261,7 +231,7 @@ def _load_keys(
     LO: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Load columns ``[LO, LO + N)`` of the keys of tokens i, ``[n * T, P]``; 0 past the last column, finite past the
-    last token.
+    last token. In fewer than 16 bits the keys are turned, and divided by the width of the rotation's blocks.
     """
     D: tl.constexpr = FORM.D
     d, inside = LO + tl.arange(0, tile_width(N)), (i < FORM.g)[:, None]
@@ -269,19 +239,28 @@ def _load_keys(
         return _flat(_load(pieces, i[:, None] * (D + FORM.DV) + d[None, :], inside & (d < LO + N)[None, :], COPY))
     else:
         START: tl.constexpr = FORM.keys_at
+        W: tl.constexpr = sign_bytes(D)
+        size: tl.constexpr = dtype.primitive_bitwidth // 8
+        step = _load(_as(pieces, dtype), FORM.steps_at // size + i[:, None], inside, COPY)
         if _in_halves(LO, N, D, FORM.bits):
             C: tl.constexpr = D // 2
             c = tl.arange(0, C)[None, :]
             words, x = _load(pieces, START + i[:, None] * C + c, inside & (c < C), COPY).to(tl.int16), ()
+            signs = _load_sign_bytes(pieces, i, c, inside & (c < C), FORM).to(tl.int16)
             for half in tl.static_range(2):
-                step, zero = _load_key_grid(pieces, half * C + c, c < C, FORM, COPY)
-                x = x + (half_of(words, step, zero, 4 * half, dtype, ASM, True, True),)  # noqa: RUF005
+                centre = _load_centre(pieces, half * C + c, c < C, FORM)
+                bit = (half * C + c) // W
+                x = x + (signed_half_of(words, signs, bit[None], step, centre, 4 * half, dtype, ASM),)  # noqa: RUF005
             return side_by_side(x[0], x[1])
         else:
-            is_column = (d < LO + N)[None, :]
-            step, zero = _load_key_grid(pieces, d[None, :], is_column, FORM, COPY)
-            codes = _load_codes(pieces, START + i * (D * FORM.bits // 8), d, inside & is_column, D, FORM, COPY)
-            return _flat(to_numbers(step * (zero + codes), dtype))
+            there = inside & (d < LO + N)[None, :]
+            column = d[None, :]
+            centre = _load_centre(pieces, column, (d < LO + N)[None, :], FORM)
+            codes = _load_codes(pieces, START + i * (D * FORM.bits // 8), d, there, D, FORM, COPY)
+            bits = _load_sign_bytes(pieces, i, column, there, FORM).to(tl.int32) >> (column // W)[None]
+            size_of = step.to(tl.float32) * (2 * codes + 1)
+            x = tl.where(bits & 1 == 1, size_of, -size_of) + centre
+            return _flat(to_numbers(tl.where((d < LO + N)[None, None, :], x, 0.0), dtype))
 
 
 @triton.jit
@@ -303,8 +282,8 @@ def _load_values(
         if _in_halves(LO, N, FORM.DV, FORM.bits):
             c = tl.arange(0, C)[None, :]
             words = _load(pieces, START + i[:, None] * C + c, inside & (c < C), COPY).to(tl.int16)
-            first = half_of(words, step, zero, 0, dtype, ASM, False, False)
-            return side_by_side(first, half_of(words, step, zero, 4, dtype, ASM, False, False))
+            first = half_of(words, step, zero, 0, dtype, ASM, False)
+            return side_by_side(first, half_of(words, step, zero, 4, dtype, ASM, False))
         else:
             step, zero = step.to(tl.float32), zero.to(tl.float32)
             codes = _load_codes(pieces, START + i * C, d, there, FORM.DV, FORM, COPY)
@@ -314,7 +293,7 @@ def _load_values(
 @triton.jit
 def load_groups(pieces, i, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr, ASM: tl.constexpr):
     """Load keys and values of tokens i ``[T]`` of each of n groups, in parts ``[n * T, P]``, as `StoreFormat` rounds
-    them; finite past a group's end.
+    them, keys turned if they have fewer than 16 bits; finite past a group's end.
 
     Values of latents are the first part of their keys. COPY: also store what is read of `Pieces` that move. ASM: there
     is a GPU that runs `half_of`'s assembly.
@@ -328,14 +307,21 @@ def load_groups(pieces, i, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.con
         return k, parts(v, _load_values(pieces, i, dtype, FORM, COPY, ASM, FORM.V0, FORM.V1) if FORM.V1 > 0 else None)
 
 
+@triton.jit
+def _turned_back(k, rotation_ptr, LO: tl.constexpr, N: tl.constexpr, FORM: tl.constexpr):
+    """Columns ``[LO, LO + N)`` of turned keys, turned back."""
+    return to_numbers(turned_part(k, rotation_ptr, LO, N, FORM.D, True, "ieee"), k.dtype)
+
+
 @triton.jit(do_not_specialize=("n",))
 def recall_unpack_kernel(
-    pieces_ptr, page_ptr, slot_ptr, k_ptr, v_ptr, s_page, s_head, s_slot, K, n,
+    pieces_ptr, signs_ptr, steps_ptr, page_ptr, slot_ptr, rotation_ptr, k_ptr, v_ptr, s_page, s_head, s_slot, K, n,
     FORM: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Write keys and values of n groups of every row and KV head; grid (n times tiles of T tokens of a group, B * K).
 
-    page, slot: int64 ``[B, n]``, where a group's piece stands; None if in the place of its number, of a row's own page.
+    signs, steps: the index ``[B * K, n, ...]``. page, slot: int64 ``[B, n]``, where a group's piece stands; None if in
+    the place of its number, of a row's own page. rotation: `condense.ops.recall.index.rotation` in the dtype of keys.
     """
     TILES: tl.constexpr = (FORM.g + T - 1) // T
     group, head = tl.program_id(0) // TILES, tl.program_id(1).to(tl.int64)
@@ -345,7 +331,12 @@ def recall_unpack_kernel(
         at = page * n + group
         page, slot = tl.load(page_ptr + at), tl.load(slot_ptr + at)
     ptr = pieces_ptr + (page * s_page + head % K * s_head + slot * s_slot + tl.zeros([1], tl.int64))
-    k, v = load_groups(Pieces(ptr, ptr, False), i, k_ptr.dtype.element_ty, FORM, False, False)
+    row = head * n + group + tl.zeros([1], tl.int64)
+    columns: tl.constexpr = index_widths(FORM.g, FORM.D)
+    pieces = Pieces(ptr, ptr, False, signs_ptr + row * columns[0], steps_ptr + row * columns[1])
+    k, v = load_groups(pieces, i, k_ptr.dtype.element_ty, FORM, False, False)
+    first = _turned_back(k[0], rotation_ptr, 0, FORM.D0, FORM)
+    k = parts(first, _turned_back(k[1], rotation_ptr, FORM.D0, FORM.D1, FORM) if FORM.D1 > 0 else None)
     token = (head * n + group) * FORM.g + i
     store_rows(k_ptr, token * FORM.D, k, i < FORM.g, FORM.D0, FORM.D1)
     if FORM.DV > 0:

@@ -94,46 +94,72 @@ def _codes_of_words(words, AT: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.constexpr_function
-def _number_asm(AT, SCALES):
-    """Assembly for two bfloat16 numbers of the codes in bits ``[AT, AT + 4)`` of int16 words: ``zero + step * code``,
-    or with SCALES ``step * (zero + code)``, where ``zero`` comes as 128 less than it is.
+def _number_asm(AT):
+    """Assembly for two bfloat16 numbers of the codes in bits ``[AT, AT + 4)`` of int16 words: ``zero + step * code``.
 
     A code in the last bits of 128.0 makes 128 plus the code, from which 128 is taken exactly. The product and the sum
     are rounded once, to bfloat16; in float32 neither needs rounding, so `to_numbers` gives the same bits.
     """
-    first, second = ("$3", "mul.rn.bf16x2 $0, c, $2") if SCALES else ("least", "fma.rn.bf16x2 $0, c, $2, $3")
     return f"""{{ .reg .b32 c, one, least;
         mov.b32 one, 0x3F803F80;
         mov.b32 least, 0xC300C300;
         shr.b32 c, $1, {AT};
         lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
-        fma.rn.bf16x2 c, c, one, {first};
-        {second}; }}"""
+        fma.rn.bf16x2 c, c, one, least;
+        fma.rn.bf16x2 $0, c, $2, $3; }}"""
+
+
+@triton.constexpr_function
+def _signed_asm(AT):
+    """Assembly for two bfloat16 numbers ``zero + step * (code + 1/2)``, less the product where a sign is not set.
+
+    codes as in `_number_asm`, 127.5 being taken from 128 plus the code. Bit ``$3`` of the words ``$2`` is moved to the
+    last one, and its opposite is the number's sign.
+    """
+    return f"""{{ .reg .b32 c, s, n, one, least;
+        mov.b32 one, 0x3F803F80;
+        mov.b32 least, 0xC2FFC2FF;
+        shr.b32 c, $1, {AT};
+        lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 c, c, one, least;
+        and.b32 n, $3, 15;
+        sub.u32 n, 15, n;
+        shl.b32 s, $2, n;
+        lop3.b32 c, c, s, 0x80008000, 0xD2;
+        fma.rn.bf16x2 $0, c, $4, $5; }}"""
 
 
 @triton.jit
-def half_of(
-    words, step, zero, AT: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr, MOVES: tl.constexpr,
-    SCALES: tl.constexpr,
-):  # fmt: skip
+def half_of(words, step, zero, AT: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr, MOVES: tl.constexpr):
     """Numbers ``[n, T, P]`` of the codes in bits ``[AT, AT + 4)`` of int16 words, as `to_numbers` rounds them.
 
-    step, zero: numbers. SCALES: a number is ``step * (zero + code)``, of whole zeros; else ``zero + step * code``.
     MOVES: the compiler may give each thread the codes of the numbers that it multiplies. Those of keys lie side by
     side; those of values do not, and would be read byte by byte.
     """
     if ASM and dtype.is_bf16():
-        if SCALES:
-            zero = zero - 128.0
         words, step = tl.broadcast(words, step.to(dtype))
         zero = tl.broadcast_to(zero.to(dtype), words.shape)
-        return tl.inline_asm_elementwise(
-            _number_asm(AT, SCALES), "=r,r,r,r", [words, step, zero], tl.bfloat16, MOVES, 2
-        )
+        return tl.inline_asm_elementwise(_number_asm(AT), "=r,r,r,r", [words, step, zero], tl.bfloat16, MOVES, 2)
     else:
         codes = ((words >> AT) & 15).to(tl.float32)
-        step, zero = step.to(tl.float32), zero.to(tl.float32)
-        return to_numbers(step * (zero + codes) if SCALES else zero + step * codes, dtype)
+        return to_numbers(zero.to(tl.float32) + step.to(tl.float32) * codes, dtype)
+
+
+@triton.jit
+def signed_half_of(words, signs, bit, step, zero, AT: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
+    """Numbers ``[n, T, P]``: zeros plus, or where ``bit`` of an int16 word of signs is not set less, ``2 * code + 1``
+    steps, as `to_numbers` rounds them; codes as in `half_of`.
+    """
+    if ASM and dtype.is_bf16():
+        bit, step = tl.broadcast_to(bit.to(tl.int16), words.shape), (2 * step.to(tl.float32)).to(dtype)
+        words, step = tl.broadcast(words, step)
+        zero = tl.broadcast_to(zero.to(dtype), words.shape)
+        given = [words, signs, bit, step, zero]
+        return tl.inline_asm_elementwise(_signed_asm(AT), "=r,r,r,r,r,r", given, tl.bfloat16, True, 2)
+    else:
+        size = step.to(tl.float32) * (2 * ((words >> AT) & 15) + 1).to(tl.float32)
+        is_set = (signs >> bit.to(tl.int16)) & 1 == 1
+        return to_numbers(tl.where(is_set, size, -size) + zero.to(tl.float32), dtype)
 
 
 @triton.jit
@@ -183,7 +209,7 @@ def _load_halves(ptr, D: tl.constexpr, dtype: tl.constexpr, KEYS: tl.constexpr):
     grid = (ptr + _grid_start(D, 4, dtype)).to(tl.pointer_type(dtype)) + 2 * block
     for half in tl.static_range(2):
         step, zero = tl.load(grid + 2 * BLOCKS * half), tl.load(grid + 2 * BLOCKS * half + 1)
-        numbers = half_of(words, step, zero, 4 * half, dtype, True, KEYS, False)
+        numbers = half_of(words, step, zero, 4 * half, dtype, True, KEYS)
         x = x + (tl.reshape(numbers, (ptr.shape[0], 1, D // 2)),)  # noqa: RUF005
     return side_by_side(x[0], x[1])
 

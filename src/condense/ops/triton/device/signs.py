@@ -20,6 +20,7 @@ block_width = triton.constexpr_function(index.block_width)
 index_widths = triton.constexpr_function(index.index_widths)
 _LEVELS = tl.constexpr(float(index.QUERY_LEVELS))
 _CENTRE = tl.constexpr(index.CENTRE_LEVELS)
+_BELOW = tl.constexpr((1 << index.CENTRE_DROPPED) - 1)
 _UNIT = tl.constexpr(1 / index.QUERY_LEVELS)
 _TINY = tl.constexpr(2.0**-126)
 # the sum of this and a number below 2 ** 22 has no digits behind the point, and is rounded half to even
@@ -71,7 +72,8 @@ def add_signs(bytes, x, LO: tl.constexpr, D: tl.constexpr):
 @triton.jit
 def centre_unit(largest, dtype: tl.constexpr, D: tl.constexpr):
     """The step of a centre, rounded to ``dtype``, from its largest number; and one step of its numbers, float32."""
-    step = (largest * (1 / (_CENTRE * block_width(D)))).to(dtype)
+    places = (largest * (1 / (_CENTRE * block_width(D)))).to(tl.int32, bitcast=True)
+    step = ((places + _BELOW) & ~_BELOW).to(tl.float32, bitcast=True).to(dtype)
     return step, step.to(tl.float32) * block_width(D)
 
 
@@ -89,16 +91,14 @@ def centre_numbers(codes, unit):
 
 
 @triton.jit
-def add_codes(bytes, codes, LO: tl.constexpr, D: tl.constexpr):
-    """Add to the bytes of a centre, float32 ``[16, bytes]``, equal rows, the codes ``[N]`` of columns from LO on.
+def add_codes(bytes, codes, LO: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
+    """Add to C bytes of 4-bit codes, float32 ``[n, bytes]``, those of columns from LO on, float32 ``[n, columns]``.
 
     A product puts a code into one half of a byte: sums of different multiples, at most 255.
     """
-    W: tl.constexpr = sign_bytes(D)
-    d, c = LO + tl.arange(0, turned_columns(D)), tl.arange(0, tile_width(4 * W))
-    is_place = ((d // (2 * W) * W + d % W)[:, None] == c[None, :]) & (d < D)[:, None]
-    places = tl.where(is_place, tl.where(d // W % 2 == 0, 1, 16)[:, None], 0)
-    codes = tl.broadcast_to(codes[None, :], (16, codes.shape[0]))
+    d, c = LO + tl.arange(0, codes.shape[1]), tl.arange(0, bytes.shape[1])
+    is_place = ((d % C)[:, None] == c[None, :]) & (d < D)[:, None]
+    places = tl.where(is_place, tl.where(d < C, 1, 16)[:, None], 0)
     return tl.dot(codes.to(tl.float16), places.to(tl.float16), bytes)
 
 
@@ -145,16 +145,21 @@ def whole_numbers(x, unit):
 
 
 @triton.jit
-def turned_queries(q_ptr, s_qh, r, R, rotation_ptr, D: tl.constexpr):
+def turned_queries(q_ptr, s_qh, r, R, rotation_ptr, turned_ptr, writes, D: tl.constexpr):
     """Query heads r of one KV head, rounded as by `condense.ops.recall.turned_queries`.
 
-    Returns their whole numbers as `sign_products` takes them, the sums of these, and what one of them stands for, both
-    float32 ``[BR]``.
+    They are stored at ``turned``, float32 ``[R, D]``, as they are before they are rounded, if the program ``writes``;
+    None: nobody asks for them. Returns their whole numbers as `sign_products` takes them, the sums of these, and what
+    one of them stands for, both float32 ``[BR]``.
     """
     W: tl.constexpr = sign_bytes(D)
     parts, largest = (), tl.zeros([r.shape[0], tile_width(W)], tl.float32)
     for part in tl.static_range(8):
         x = _turned_part(q_ptr, s_qh, r, R, rotation_ptr, part, D)
+        if turned_ptr is not None:
+            c = tl.arange(0, tile_width(W))[None, :]
+            there = (r < R)[:, None] & (c < W) & (part * W + c < D) & writes
+            tl.store(turned_ptr + r.to(tl.int64)[:, None] * D + part * W + c, x, mask=there)
         parts, largest = parts + (x,), tl.maximum(largest, tl.abs(x))  # noqa: RUF005
     unit = unit_of(tl.max(largest, 1))
     queries, total = (), tl.zeros_like(largest)
@@ -191,8 +196,8 @@ def centre_products(centre_ptr, at, queries, total, D: tl.constexpr):
     c = tl.arange(0, tile_width(W))
     s = tl.zeros([at.shape[0], total.shape[0]], tl.float32)
     for part in tl.static_range(8):
-        bytes = tl.load(centre_ptr + (at + part // 2 * W)[:, None] + c[None, :], mask=(c < W)[None, :], other=0)
-        codes = (bytes.to(tl.int32) >> (part % 2 * 4)) & 15
+        bytes = tl.load(centre_ptr + (at + part % 4 * W)[:, None] + c[None, :], mask=(c < W)[None, :], other=0)
+        codes = (bytes.to(tl.int32) >> (part // 4 * 4)) & 15
         # queries are multiplied by the inverse of this power of two, see `_bits`
         codes = (codes.to(tl.float32) * 2.0 ** (part - 7)).to(tl.float16)
         s = tl.dot(codes, tl.trans(queries[part]), s)
@@ -211,3 +216,25 @@ def sign_products(signs, queries, total, steps, ASM: tl.constexpr):
     for part in tl.static_range(8):
         s = tl.dot(_bits(words, part, ASM), tl.trans(queries[part]), s)
     return s * (steps * (2 / _BIT))[:, None]
+
+
+@triton.jit
+def turned_part(
+    x, rotation_ptr, LO: tl.constexpr, N: tl.constexpr, D: tl.constexpr, BACK: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Columns ``[LO, LO + N)`` of vectors, ``[n, columns]``, turned, or with BACK turned back, in float32.
+
+    LO and N are multiples of the rotation's blocks, each of which is a symmetric matrix whose rows have signs, those
+    of its first column.
+    """
+    W: tl.constexpr = block_width(D)
+    n: tl.constexpr = x.shape[0]
+    T: tl.constexpr = x.shape[1]
+    d, row = LO + tl.arange(0, T), tl.arange(0, W)
+    signs = tl.load(rotation_ptr + d * D + d // W * W, mask=d < LO + N, other=0.0)[None, :]
+    block = tl.load(rotation_ptr + row[:, None] * D + row[None, :]) * tl.load(rotation_ptr + row * D)[:, None]
+    if not BACK:
+        x = x * signs.to(x.dtype)
+    x = tl.dot(tl.reshape(x, (n * T // W, W)), block.to(x.dtype), input_precision=PRECISION)
+    x = tl.reshape(x, (n, T))
+    return x * signs.to(tl.float32) if BACK else x
