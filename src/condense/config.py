@@ -133,13 +133,13 @@ def method_names() -> list[str]:
     return sorted(_REGISTRY)
 
 
-def check_fields(settings: Any, of: str = "") -> None:
+def check_fields(settings: Any) -> None:
     """Raise ValueError for a field of a dataclass that is not what its type says: a choice, a bool, a number in range.
 
-    Fields of other types, and those of postponed annotations, which are text, are not checked. of: stands before names.
+    Fields of other types, and those of postponed annotations, which are text, are not checked.
     """
     for field in dataclasses.fields(settings):
-        name, kind, value = of + field.name, field.type, getattr(settings, field.name)
+        name, kind, value = field.name, field.type, getattr(settings, field.name)
         if type(None) in get_args(kind):
             if value is None:
                 continue

@@ -45,9 +45,7 @@ class LayerState(NamedTuple):
         """The state with ``change`` applied to all tensors and ``change_number`` to the numbers per row."""
         return LayerState(
             tuple(map(change, self.entries)),
-            change(self.window_k),
-            change(self.window_v),
-            change(self.mean_q),
+            *map(change, (self.window_k, self.window_v, self.mean_q)),
             change_number(self.seen),
             FirstEntries(*map(change_number, self.first)),
         )

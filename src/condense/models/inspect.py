@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -78,20 +78,16 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
     dense_entries = length if window is None else min(length, window)
     dense_bytes = dense_entries * heads.entry_numbers * itemsize
     dense_flops = heads.dense_flops(length, window)
+    figures = (dense_entries, dense_entries, dense_bytes, dense_bytes, dense_flops, dense_flops)
+    stock = LayerReport(index, heads.width, heads.value_width, None, *figures)
     if method is None:
-        stock = (dense_entries, dense_entries, dense_bytes, dense_bytes, dense_flops, dense_flops)
-        return LayerReport(index, heads.width, heads.value_width, None, *stock)
+        return stock
     on_device, on_host = heads.cached.cached_bytes(method, length, itemsize)
-    return LayerReport(
-        layer=index,
-        width=heads.width,
-        value_width=heads.value_width,
+    return replace(
+        stock,
         method=method,
-        dense_entries=dense_entries,
         entries=kept_on_device(method, length),
-        dense_bytes=dense_bytes,
         bytes=on_device,
-        dense_flops=dense_flops,
         flops=heads.flops(method, length),
         remark=_remark(heads, method, length, itemsize),
         host_bytes=on_host,

@@ -64,8 +64,9 @@ def encode_corpus(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) 
     if total == 0:
         raise ValueError("documents: wanted at least one document with text, got none")
     tokens = np.concatenate([*chunks, np.array([separator], dtype)])
-    ends_line = np.zeros(len(tokenizer), bool)
-    ends_line[[*newline_tokens(tokenizer), separator]] = True
+    texts_of_tokens = tokenizer.batch_decode([[index] for index in range(len(tokenizer))])
+    ends_line = np.array([text.endswith("\n") for text in texts_of_tokens])
+    ends_line[separator] = True
     line_starts = np.concatenate([[0], np.flatnonzero(ends_line[tokens[:-1]]) + 1])
     return Corpus(tokens, line_starts.astype(np.int64), np.array(document_starts, np.int64))
 
@@ -112,12 +113,6 @@ def sha256(path: Path) -> str:
         raise ValueError(f"data: wanted an existing text file, got {path}")
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def newline_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids of all tokens whose text ends in a newline."""
-    texts = tokenizer.batch_decode([[index] for index in range(len(tokenizer))])
-    return [index for index, text in enumerate(texts) if text.endswith("\n")]
 
 
 def _pieces(document: str) -> Iterator[tuple[str, bool]]:

@@ -100,12 +100,13 @@ class MixedTrainer(Trainer):
         if self._since is None:  # not before: a resumed run begins at a later step
             self._since = time.monotonic(), self.state.global_step
         inputs = self._prepare_inputs(inputs)
+        stock: nn.Module = self.accelerator.unwrap_model(model)
         if self._teacher is not None:
             with self.compute_loss_context_manager():
-                inputs["teacher"] = self._teacher.logits(self._stock(model), **_of_model(inputs))
+                inputs["teacher"] = self._teacher.logits(stock, **_of_model(inputs))
         method = self._phase.attention_at(self.state.global_step)
         # the block holds the backward pass too, because gradient checkpointing runs the forward pass again there
-        attention = contextlib.nullcontext() if method is None else use(self._stock(model), method)
+        attention = contextlib.nullcontext() if method is None else use(stock, method)
         with attention:
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         return loss
@@ -193,11 +194,6 @@ class MixedTrainer(Trainer):
         """The weights of all tokens of a step, over all its parts and processes."""
         weights = torch.stack([batch["loss_weights"].sum() for batch in batch_samples]).sum()
         return self.accelerator.reduce(weights.to(device), "sum")
-
-    def _stock(self, model: nn.Module) -> nn.Module:
-        """The model without the wrappers that accelerate may have put around it."""
-        stock: nn.Module = self.accelerator.unwrap_model(model)
-        return stock
 
     def _count(self, sums: TokenLoss) -> None:
         # Sums stay on the device, because reading one would wait for it.

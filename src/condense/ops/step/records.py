@@ -60,17 +60,13 @@ class RecordFormat(NamedTuple):
         num_groups = like.shape[2] // math.prod(first.shape[:-1])
         records = like.new_zeros(*like.shape[:2], num_groups, self.nbytes, dtype=torch.uint8)
         for part in self.parts:
-            records[..., part.start : part.stop] = _rows(kept[part.name], part).view(torch.uint8)
+            of_groups = kept[part.name].unflatten(2, (-1, *part.shape[:-1])).flatten(3).contiguous()
+            records[..., part.start : part.stop] = of_groups.view(torch.uint8)
         return records
 
     def views(self, records: Tensor) -> dict[str, Tensor]:
         """The parts of records uint8 ``[..., C]``, whose last stride is 1, by name: views ``[..., columns]``."""
         return {part.name: part.of(records) for part in self.parts}
-
-
-def _rows(x: Tensor, part: Part) -> Tensor:
-    """Numbers of a part, ``[B, K, G, columns]``, contiguous."""
-    return x.unflatten(2, (-1, *part.shape[:-1])).flatten(3).contiguous()
 
 
 @functools.lru_cache(maxsize=256)  # the same for all layers, in every step
