@@ -21,7 +21,6 @@ from condense.train import loss as loss_module
 from condense.train import phase as phase_module
 from condense.train import run as run_module
 from condense.train.loss import token_loss
-from condense.train.phase import part_size
 from condense.train.plan import forecast
 from condense.train.record import summary
 from condense.train.trained import projections, set_trained
@@ -243,7 +242,7 @@ def test_what_does_not_fit_is_refused_before_the_first_step(base):
     with pytest.raises(ValueError, match=r"pretrained: wanted a tokenizer of the model's 300 tokens at most, got 4096"):
         run_training(adaptation(base))
     with pytest.raises(ValueError, match=r"batch_size: wanted a multiple of .* 6, got 4"):
-        part_size(PhaseConfig("p", 1, 128, 4, gradient_accumulation_steps=2), 3)
+        PhaseConfig("p", 1, 128, 4, gradient_accumulation_steps=2).part_size(3)
     assert not (base / "adapted.work").exists()
 
 

@@ -80,11 +80,7 @@ class PhaseConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.batch_size % self.gradient_accumulation_steps:
-            raise ValueError(
-                "batch_size: wanted a multiple of gradient_accumulation_steps "
-                f"{self.gradient_accumulation_steps}, got {self.batch_size}"
-            )
+        self.part_size()
         if self.mix != "dense" and self.method is None:
             raise ValueError(f"method: wanted a method for mix {self.mix!r}, got None")
         if self.group_sizes:
@@ -104,6 +100,16 @@ class PhaseConfig:
                     f"sequence_length: wanted at least {rule.window + rule.chunk} tokens, as fewer are read with dense "
                     f"attention by {self.method}, got {self.sequence_length}"
                 )
+
+    def part_size(self, processes: int = 1) -> int:
+        """Sequences in one part of a batch on one process. Raises ValueError if the parts would not be equal."""
+        parts = self.gradient_accumulation_steps * processes
+        if self.batch_size % parts:
+            raise ValueError(
+                f"batch_size: wanted a multiple of gradient_accumulation_steps times processes, {parts}, got "
+                f"{self.batch_size}"
+            )
+        return self.batch_size // parts
 
     def attention_at(self, step: int) -> Method | None:
         """The method of an optimizer step, counted from 0; None: the step has dense attention."""

@@ -127,7 +127,7 @@ def train_phase(
             f"model: wanted one visible GPU, got {arguments.n_gpu}; start one process per GPU with torchrun or "
             "accelerate launch, or set CUDA_VISIBLE_DEVICES to one of them"
         )
-    arguments.per_device_train_batch_size = part_size(phase, arguments.world_size)
+    arguments.per_device_train_batch_size = phase.part_size(arguments.world_size)
     config: Any = model.config
     use_cache = config.use_cache
     trainer = MixedTrainer(phase, model=model, args=arguments, train_dataset=dataset)
@@ -152,17 +152,6 @@ def train_phase(
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     config.use_cache = use_cache  # Trainer has turned it off, but the saved model should generate with a cache
     return trainer
-
-
-def part_size(phase: PhaseConfig, processes: int) -> int:
-    """Sequences in one part of a batch on one process. Raises ValueError if the parts would not be equal."""
-    parts = phase.gradient_accumulation_steps * processes
-    if phase.batch_size % parts:
-        raise ValueError(
-            f"batch_size: wanted a multiple of gradient_accumulation_steps times processes, {parts}, got "
-            f"{phase.batch_size}"
-        )
-    return phase.batch_size // parts
 
 
 def _check_sharding(*, adapters: bool, low_precision: bool) -> None:

@@ -56,7 +56,6 @@ def forecast(
     stored = 4 if sharded else width  # bytes of a trained weight
     copies = 0 if sharded or width == 4 else 4
     own_teacher = phase.distill > 0 and not hasattr(model, "disable_adapter")
-    sequences = phase.batch_size // phase.gradient_accumulation_steps // processes
     causal_lm: Any = model
     vocabulary = causal_lm.get_input_embeddings().weight.shape[0]
     return Forecast(
@@ -68,7 +67,7 @@ def forecast(
         gradients=trained * stored // shares,
         optimizer=trained * (8 + copies) // shares,
         teacher=total * width // (processes if sharded_teacher else 1) if own_teacher else 0,
-        logits=2 * sequences * phase.sequence_length * vocabulary * width,
+        logits=2 * phase.part_size(processes) * phase.sequence_length * vocabulary * width,
     )
 
 

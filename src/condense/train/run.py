@@ -34,7 +34,7 @@ from condense.tasks import Corpus, SequenceBuilder, load_corpus, load_words, rea
 from condense.tasks.documents import Skipped
 from condense.train.config import PhaseConfig, TrainConfig
 from condense.train.data import TrainingSequences, keeps_documents_apart
-from condense.train.phase import LOG, newest_checkpoint, part_size, train_phase
+from condense.train.phase import LOG, newest_checkpoint, train_phase
 from condense.train.record import check_same_run, summary
 from condense.train.tokenizer import train_tokenizer
 from condense.train.trained import set_trained
@@ -133,7 +133,7 @@ def run_training(config: TrainConfig, *, resume: bool = False, until: str | None
             check_same_run(config)
             prepared = prepare(config)
         for phase in config.phases:
-            part_size(phase, processes.num_processes)
+            phase.part_size(processes.num_processes)
             _builders(prepared, phase)
     except BaseException:
         # no step was taken yet: leave no work folder, which would have to be resumed or deleted
@@ -165,7 +165,9 @@ def _run_phase(
     set_seed(seed)
     saved = start or config.pretrained
     if saved is not None:
-        stock = _load(saved, config.dtype)
+        stock = AutoModelForCausalLM.from_pretrained(saved, dtype=getattr(torch, config.dtype))
+        # also if it was saved condensed: phases decide which steps are condensed
+        stock = restore(stock) if condensed_layers(stock) else stock
     else:
         assert config.architecture is not None
         stock = new_model(config.architecture, prepared.tokenizer, config.dtype)
@@ -249,12 +251,6 @@ def _check_model(config: TrainConfig) -> None:
                 f"{settings.model_type}, in which others carry a state from one document to the next; leave packed out"
             )
         check_learned_positions(settings, "sequence_length", phase.sequence_length)
-
-
-def _load(path: str | Path, dtype: str) -> PreTrainedModel:
-    """A saved model with stock attention, also if it was saved condensed: phases decide which steps are condensed."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
-    return restore(model) if condensed_layers(model) else model
 
 
 def _own_tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase:
