@@ -77,7 +77,10 @@ def replayed(*pools, num_empty=2):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    near = []
+    # A rounding is off by at most eps / 2 of its number. Both round the output, of size |want|. Kernels round the
+    # weights too, and both the unpacked entries: of sum(p * |v|), which for normal values is at most about 1 + |want|.
+    # Together eps / 2 of 2 * |want| + 3 * (1 + |want|), so of at most 5 * (1 + |want|)
+    tolerance, near = 5 / 2 * torch.finfo(torch.bfloat16).eps, []
     for i in range(steps):
         for row, (n, qkv) in enumerate(zip(lengths, qkvs, strict=True)):
             # the second request pauses in every third step
@@ -89,6 +92,7 @@ def replayed(*pools, num_empty=2):
         graph.replay()
         plain_step()
         assert not out[seen == 0].any()
-        near.append(((out - want).abs() <= 0.02 * (1 + want.abs())).all(-1))
+        near.append(((out - want).abs() <= tolerance * (1 + want.abs())).all(-1))
+    # but for the few rows whose choice had a near tie, or that have a code near the middle
     assert float(torch.stack(near).double().mean()) >= 0.98
     assert torch.equal(*(pool.blocks[NULL] for pool in pools))
