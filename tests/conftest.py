@@ -69,7 +69,7 @@ DEAR = {
         "every_step_against_the_definition": 8, "focal_latents_against_the_definition": 2,
         "goes_on_from_a_prefill_as_the_reference_does": 2,
         "goes_on_from_prompts_of_different_lengths_as_the_reference_does": 1, "output_within_budget": 3,
-        "rows_that_come_and_go": 1, "tokens_are_taken_back_from_larger_rings": 1,
+        "rows_that_come_and_go": 1,
     },
 }  # fmt: skip
 

@@ -73,11 +73,6 @@ def own(path):
             yield rest[0] if rest else "condense"
 
 
-def test_there_is_something_to_read():
-    assert len(FILES) > 20
-    assert {"config", "ops", "methods", "functional", "condense"} <= {unit_of(path) for path in FILES}
-
-
 @pytest.mark.parametrize("unit", sorted(set(map(unit_of, FILES))))
 def test_imports_point_down(unit):
     assert unit in ARROWS, f"say in this test what {unit} may import"

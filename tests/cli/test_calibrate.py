@@ -94,13 +94,11 @@ def test_a_copy_of_a_text_is_not_held_out(saved, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--length", "2000"), "text must have"),
         (("--cache", "0"), "cache must be a finite number > 0"),
         (("--output", "."), "output: wanted a path that does not exist yet"),
         (("--output", "a.json", "--measured", "./a.json"), "measured must be another file than output"),
         (("--measured", "."), "measured: wanted a file, got the folder"),
         (("--plot", "a.txt"), "plot must end in one of"),
-        (("--text", "missing.txt"), "text: no such file"),
     ],
     ids=lambda value: "" if isinstance(value, str) else value[0],
 )

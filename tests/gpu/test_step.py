@@ -11,12 +11,12 @@ from triton_kernels.test_step import (
     copy_of,
     decode,
     empty_state,
-    plan_of,
     same,
     some_step,
 )
 
 import condense
+from condense.methods import step_settings
 from condense.ops.step import NewToken, StepCall, StepState
 from condense.ops.triton import step as triton_step
 
@@ -26,11 +26,11 @@ METHODS["dga-streaming"] = condense.DGA(gamma=0.5, window=64, summary="streaming
 
 def captured(now, state, method, scale):
     """A graph of one step, which has begun with a step on a copy of the state; and its output."""
-    triton_step.step(StepCall(NewToken(*now), copy_of(state), plan_of(method), scale=scale))
+    triton_step.step(StepCall(NewToken(*now), copy_of(state), step_settings(method), scale=scale))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        return graph, triton_step.step(StepCall(NewToken(*now), state, plan_of(method), scale=scale))
+        return graph, triton_step.step(StepCall(NewToken(*now), state, step_settings(method), scale=scale))
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -73,7 +73,7 @@ def test_a_replayed_graph_goes_on_from_prompts_of_any_lengths():
                 x.copy_(whole[:, :, t : t + 1])
             with no_waiting():
                 graph.replay()
-            assert torch.equal(out, triton_step.step(StepCall(NewToken(*now), eager, plan_of(method), scale=0.3)))
+            assert torch.equal(out, triton_step.step(StepCall(NewToken(*now), eager, step_settings(method), scale=0.3)))
         assert same(state, eager)
 
 

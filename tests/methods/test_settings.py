@@ -18,8 +18,6 @@ from condense.config import method_from_dict
 from condense.models import condensed_layers
 from condense.named import NAMED_SETTINGS
 from condense.plots import method_labels
-from condense.serving.plan import serving_plan
-from condense.train.recipes import adapt, read_recipe
 
 METHODS = cases.PLANS | cases.PROMPTS | cases.SELECTIONS | cases.GRID | cases.RECALLS
 
@@ -186,11 +184,3 @@ def test_a_model_is_saved_with_settings_whatever_named_them(tmp_path):
     loaded.save_pretrained(tmp_path / "again")
     again = AutoConfig.from_pretrained(tmp_path / "again").condense
     assert again["methods"] == model.config.condense["methods"]
-
-
-def test_recipes_and_serving_take_a_name(tmp_path):
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text('pretrained = "DIR"\nmethod = "pooled"\n')
-    config = adapt([tmp_path / "text"], tmp_path / "out", **read_recipe(recipe))
-    assert config.phases[0].method == condense.Method.parse("pooled")
-    assert serving_plan(condense.Method.parse("pooled")).group_size > 1

@@ -38,12 +38,6 @@ def new_cache(model, kind, length=90):
 CACHES = pytest.mark.parametrize("kind", ["growing", "static"])
 
 
-@pytest.mark.parametrize("settings", [{"num_beams": 4}, {"cache_implementation": "static"}], ids=["beams", "static"])
-def test_a_batch_without_padding(few, settings):
-    free = {"num_beams": settings.get("num_beams", 1), "use_cache": False}
-    assert torch.equal(tiny.generate(few, SHORT, **settings), tiny.generate(few, SHORT, **free))
-
-
 def test_guidance_keeps_a_second_cache(few):
     settings = {"guidance_scale": 1.5, "negative_prompt_ids": ROWS[1][None]}
     settings["negative_prompt_attention_mask"] = torch.ones(1, 26, dtype=torch.long)

@@ -120,7 +120,7 @@ def test_the_papers_settings(tmp_path):
 
 def test_a_recipe_file(tmp_path):
     path = tmp_path / "recipe.toml"
-    path.write_text('method = "cca"\nsteps = 40\nkeys = [2, 3]\ngroup_sizes = [2]\ntrain = "lora"\nlora_rank = 4\n')
+    path.write_text('method = "pooled"\nsteps = 40\nkeys = [2, 3]\ngroup_sizes = [2]\ntrain = "lora"\nlora_rank = 4\n')
     run = RECIPES["adapt"]([tmp_path / "a"], tmp_path / "b", pretrained="base", **read_recipe(path))
     (phase,) = run.phases
     assert (phase.keys, phase.group_sizes, phase.warmup_steps, phase.checkpoint_steps) == ((2, 3), (2,), 4, 10)

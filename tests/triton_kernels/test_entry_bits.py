@@ -10,9 +10,10 @@ import pytest
 import torch
 from oracles import oracle
 from speed.budget import errors, one_ulp
-from triton_kernels.test_step import DEVICE, DTYPES, WIDTHS, copy_of, empty_state, plan_of, same
+from triton_kernels.test_step import DEVICE, DTYPES, WIDTHS, copy_of, empty_state, same
 
 import condense
+from condense.methods import step_settings
 from condense.ops.entries import BLOCK_WIDTH
 from condense.ops.step import NewToken, OwnEntries, StepCall, StepState
 from condense.ops.torch import step as torch_step
@@ -37,7 +38,7 @@ def seen_now(method, state, D, Dv, dtype, latent):
         k = torch.cat([entries_k[b, :, :M], state.ring_k[b][:, at.to(DEVICE)]], 1)
         v = k[..., :latent] if latent else torch.cat([entries_v[b, :, :M], state.ring_v[b][:, at.to(DEVICE)]], 1)
         bias = torch.zeros(k.shape[:2], dtype=torch.float64, device=DEVICE)
-        bias[:, :M] = state.biases[b, :, :M, 0] if method.layout.matched else plan_of(method).bias
+        bias[:, :M] = state.biases[b, :, :M, 0] if method.layout.matched else step_settings(method).bias
         yield k, v, bias
 
 
@@ -74,7 +75,7 @@ def rounded_steps(method, shape, dtype, L, *, latent=0):
     """
     B, H, K, D, Dv = shape
     q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(B, H, K, L, D, Dv, dtype=dtype))
-    form, plan, scale = method.layout.entry_format, plan_of(method), 0.1
+    form, plan, scale = method.layout.entry_format, step_settings(method), 0.1
     own = OwnEntries((method.for_latents(latent) if latent else method).represent)
     theirs = StepState._make(x.nan_to_num(0.0) for x in empty_state(method, B, K, D, Dv, L, dtype=dtype))
     exact_bytes = {"max", "select"} >= {method.key_pooling, method.value_pooling}

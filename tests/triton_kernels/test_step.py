@@ -25,14 +25,11 @@ from condense.state import first_entries, most_entries, num_entries
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-plan_of = step_settings
-
-
 def empty_state(method, B, K, D, Dv, tokens, *, dtype=torch.float32, spare=0):
     """Room for ``tokens`` per row, NaN in every slot; bytes of entries are 0."""
     M = method.layout.rule.visible_entries(tokens // method.layout.rule.chunk) + spare
     made = {"rows": B, "dtype": dtype, "spare": spare, "entries": M, "device": DEVICE}
-    state = empty(plan_of(method), tokens, K, (D, Dv), **made)
+    state = empty(step_settings(method), tokens, K, (D, Dv), **made)
     return StepState(*(x.fill_(torch.nan) if x.is_floating_point() else x for x in state))
 
 
@@ -61,7 +58,7 @@ def decode(method, q, k, v, state, *, arrivals=None, scale=None, latent=0):
         for x in now:
             x[~real] = torch.nan
         given = None if arrivals is None else real
-        result = one_step(plan_of(method), now, state, given, scale=scale, counter=counter, latent=latent)
+        result = one_step(step_settings(method), now, state, given, scale=scale, counter=counter, latent=latent)
         assert bool((result[~real] == 0).all())
         out[rows[real], :, at[real]] = result[real][:, :, 0]
     assert int(counter) == steps
@@ -158,7 +155,7 @@ def follow_the_reference(method, past, state, qkv, start, stop):
         now = columns(qkv, t)
         sources, past = extend(method, past, *now, scale=0.3, backend="reference")
         want = attend_to(sources, now[0], scale=0.3, backend="reference")[0]
-        out = one_step(plan_of(method), now, state, scale=0.3)
+        out = one_step(step_settings(method), now, state, scale=0.3)
         assert exact_to_rounding(out, want.cpu(), largest, now[0].shape[3])
     return past
 
@@ -219,23 +216,6 @@ def after_prompts(method, q, k, v, lengths, tokens):
         state.entries_k[b, :, :n], state.entries_v[b, :, :n] = past.entries[0][b, :, :n], past.entries[1][b, :, :n]
     state.first.copy_(torch.tensor([[m, method.prompt_focal(n)] for n, m in zip(lengths, made, strict=True)]))
     return past, state
-
-
-@pytest.mark.parametrize("name", ["cca", "lca-9-queries", "dga-streaming-log_size", "streaming_llm"])
-def test_tokens_are_taken_back_from_larger_rings(name):
-    """Others stood in the slots behind ``seen``, and their entries in the prefix: neither is seen."""
-    method, L = CASES[name], 28
-    q, k, v = drawn(1, 2, 1, L)
-    state = empty_state(method, 1, 1, 16, 16, L, spare=6)
-    state = state._replace(ring_q=state.ring_q.repeat(1, 1, 3, 1)[:, :, : method.layout.num_summary + 6])
-    out = torch.empty_like(q)
-    for start, end in ((0, 13), (13, 22), (22, L)):
-        for t in range(start, end):
-            out[:, :, t] = one_step(plan_of(method), columns((q, k, v), t), state)[:, :, 0]
-        for t in range(end, min(end + 6, L)):
-            one_step(plan_of(method), columns((q.neg(), k + 1, v + 1), t), state)
-        state.seen.fill_(end)
-    assert exact_to_rounding(out, oracle.attention(q.cpu(), k.cpu(), v.cpu(), method=method)[0], v.abs().max())
 
 
 @pytest.mark.parametrize("name", SELECTIONS)
@@ -335,14 +315,14 @@ def latent_attention(method, q, k, latent, scale):
             keys.append(torch.cat(list(pooled)).to(dtype).double())
         keys = torch.stack(keys)
         logits = scale * q[:, t] @ keys.T
-        logits[:, len(exact) :] += plan_of(method).bias
+        logits[:, len(exact) :] += step_settings(method).bias
         outs.append(logits.softmax(-1) @ keys[:, :latent])
     return torch.stack(outs, 1)
 
 
 def torch_decode(method, q, k, scale, latent):
     """Every token one step of the torch backend on absorbed latents, in their dtype."""
-    own, plan, L = OwnEntries(method.for_latents(latent).represent), plan_of(method), k.shape[2]
+    own, plan, L = OwnEntries(method.for_latents(latent).represent), step_settings(method), k.shape[2]
     state = empty_state(method, 1, 1, k.shape[3], 0, L, dtype=k.dtype)
     state = StepState._make(x.zero_() for x in state)  # the step reads slots that hold nothing, and masks them
     steps = (
@@ -402,7 +382,7 @@ def some_step(dtype=torch.float32, seen=23):
     q, k, v = drawn(2, 4, 2, 60, dtype=dtype)
     _, past = extend(PADDED_LCA, None, *columns((q, k, v), 0, seen), scale=0.25)
     now = columns((q, k, v), seen)
-    plan = plan_of(PADDED_LCA)
+    plan = step_settings(PADDED_LCA)
     assert (seen + 1 - plan.summary_delay) % plan.rule.chunk == 0
     return now, filled_state(PADDED_LCA, past, 60), plan
 
@@ -454,9 +434,9 @@ def test_prompts_with_gaps_between_them():
     q, k, v = drawn(2, 4, 2, 40)
     _, state = after_prompts(SELECT, q, k, v, (31, 22), 9)
     now = columns((q, k, v), 31)
-    out = one_step(plan_of(SELECT), now, tight := copy_of(state), scale=0.3)
+    out = one_step(step_settings(SELECT), now, tight := copy_of(state), scale=0.3)
     gaps = copy_of(state)._replace(first=column_of(state.first))
-    assert torch.equal(one_step(plan_of(SELECT), now, gaps, scale=0.3), out)
+    assert torch.equal(one_step(step_settings(SELECT), now, gaps, scale=0.3), out)
     assert same(tight, gaps)
 
 
@@ -470,7 +450,7 @@ def test_a_window_longer_than_any_text(window):
         outs.append(decode(method, q, k, v, state))
     assert torch.equal(*outs)
     sizes = step_plan.StepSizes(B=1, H=2, K=1, D=16, Dv=16, M=0, W=20, Q=1)
-    settings = plan_of(condense.CCA(group_size=8, window=window))
+    settings = step_settings(condense.CCA(group_size=8, window=window))
     numbers = step_plan.launch_of(settings.number, (1.0, 0.0), 0, sizes, q.dtype, q.device, False).step[1]
     assert max(numbers) < 2**31
 
