@@ -6,6 +6,7 @@ import pytest
 import torch
 from grids import grid
 from models import tiny
+from models.tiny import IDS, MASK, ROWS
 from transformers import CompileConfig, DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer
 
@@ -17,9 +18,6 @@ NAMES = (
     "one-layer-of-latents",
 )  # fmt: skip
 FEW = {name: tiny.CASES[name] for name in NAMES}
-LENGTHS = (39, 26, 32)
-ROWS = [tiny.tokens(1, n, seed=n)[0] for n in LENGTHS]
-IDS, MASK = tiny.left_padded(ROWS)
 ONE, SHORT = ROWS[0][None], torch.stack([row[:26] for row in ROWS])
 
 

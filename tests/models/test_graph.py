@@ -4,11 +4,10 @@ import pytest
 import torch
 from grids import grid
 from models import tiny
+from models.tiny import IDS, MASK
 
 import condense
 
-ROWS = [tiny.tokens(1, n, seed=n)[0] for n in (39, 26, 32)]
-IDS, MASK = tiny.left_padded(ROWS)
 NEW = 20
 
 

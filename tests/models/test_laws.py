@@ -6,6 +6,7 @@ import pytest
 import torch
 from grids import grid
 from models import tiny
+from models.tiny import IDS, MASK, ROWS
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
@@ -28,9 +29,6 @@ MODES = {
     "chunks-of-padding": {"prefill_chunk_size": 4},  # the row with 13 pads is all padding for three chunks
     "token-by-token": {"prefill_chunk_size": 1},
 }
-# chosen so that each prompt is past w + g - 1 and each row closes groups at its own time
-ROWS = [tiny.tokens(1, n, seed=n)[0] for n in (39, 26, 32)]
-IDS, MASK = tiny.left_padded(ROWS)
 
 
 def _slots(*gaps):

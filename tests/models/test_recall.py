@@ -3,14 +3,13 @@
 import pytest
 import torch
 from models import tiny
+from models.tiny import IDS, MASK, ROWS
 from transformers import DynamicCache, StaticCache
 
 import condense
 from condense.caches import store
 
 METHOD = tiny.RECALL
-ROWS = [tiny.tokens(1, n, seed=n)[0] for n in (39, 26, 32)]
-IDS, MASK = tiny.left_padded(ROWS)
 RECALLS = pytest.mark.parametrize("model", tiny.RECALLS.values(), ids=tiny.RECALLS, indirect=True)
 
 
