@@ -22,7 +22,6 @@ from analyze.recall import measure_recall
 from analyze.report import Outputs, load, show, steps
 from condense.baselines import AShape
 from condense.cli import options
-from condense.cli.loading import Command
 from condense.cli.main import main as run_command
 from condense.methods import LCA, Method, Recall
 from condense.methods.grouped import GroupPooling
@@ -41,7 +40,7 @@ app = typer.Typer(
 )  # fmt: skip
 
 
-@app.command("recall", cls=Command, short_help="How much of dense attention the open groups hold.")
+@app.command("recall", cls=options.Command, short_help="How much of dense attention the open groups hold.")
 def recall_command(
     model: options.Model = None,
     text: options.Texts = None,
@@ -89,7 +88,7 @@ def recall_command(
     outputs.write({"method": chosen, "length": tokens, "steps": last, "layers": layers}, loaded)
 
 
-@app.command("patterns", cls=Command, short_help="Which of MInference's patterns suits each head.")
+@app.command("patterns", cls=options.Command, short_help="Which of MInference's patterns suits each head.")
 def patterns_command(
     output: Annotated[Path, typer.Option(help="File for the patterns; --method @FILE reads it.")],
     model: options.Model = None,
@@ -130,7 +129,7 @@ def patterns_command(
     options.plain_console().print(f"written: {output}; use it with --method @{output}", soft_wrap=True)
 
 
-@app.command("deviation", cls=Command, short_help="How far tokens lie from the entries that stand for them.")
+@app.command("deviation", cls=options.Command, short_help="How far tokens lie from the entries that stand for them.")
 def deviation_command(
     model: options.Model = None,
     text: options.Texts = None,

@@ -20,7 +20,6 @@ import typer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from condense.cli import options
-from condense.cli.loading import Command
 from condense.cli.main import main as run_command
 from condense.config import check_int
 from condense.methods import Method
@@ -60,7 +59,7 @@ QuickOption = Annotated[bool, typer.Option("--quick", help="Two lengths, less ti
 ResultsOption = Annotated[Path, typer.Option(help="Folder that the result file is written to.")]
 
 
-@app.command("kernel", cls=Command, short_help="Attention, the layer and a decode step.")
+@app.command("kernel", cls=options.Command, short_help="Attention, the layer and a decode step.")
 def kernel_command(
     shape: Annotated[str, typer.Option(help="Heads and widths, H/Hkv/D/Dv.")] = "32/8/128/128",
     lengths: LengthsOption = None,
@@ -115,7 +114,7 @@ def kernel_command(
     _finish(path, content, where, seed)
 
 
-@app.command("model", cls=Command, short_help="First token, time per token, cache and peak memory.")
+@app.command("model", cls=options.Command, short_help="First token, time per token, cache and peak memory.")
 def model_command(
     shape: Annotated[
         str | None, typer.Option(help="Random weights, in the shape of such a model. Default: llama-3.1-8b.")

@@ -45,7 +45,9 @@ class LayerState(NamedTuple):
         """The state with ``change`` applied to all tensors and ``change_number`` to the numbers per row."""
         return LayerState(
             tuple(map(change, self.entries)),
-            *map(change, (self.window_k, self.window_v, self.mean_q)),
+            change(self.window_k),
+            change(self.window_v),
+            change(self.mean_q),
             change_number(self.seen),
             FirstEntries(*map(change_number, self.first)),
         )

@@ -14,8 +14,8 @@ from condense.cli.compare import compare_command
 from condense.cli.eval import eval_command
 from condense.cli.generate import generate_command
 from condense.cli.inspect import inspect_command
-from condense.cli.loading import Command
 from condense.cli.methods import methods_command
+from condense.cli.options import Command
 from condense.cli.recipes import recipes_command
 from condense.cli.run import SETTINGS, USAGE, run_command
 from condense.cli.serve import serve_command

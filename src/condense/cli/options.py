@@ -1,4 +1,6 @@
-"""Options that several commands share: methods as text, models, texts, devices, progress."""
+"""Parts that commands share: the class that loads the library once arguments are read, so that help needs no torch;
+options such as methods as text, models, texts and devices; progress.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperCommand
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +48,21 @@ Plot = Annotated[Path | None, typer.Option(help="Draw the results into this .png
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing result files.")]
 
 T = TypeVar("T")
+
+
+def load_library(context: typer.Context) -> None:
+    """Call what `condense.cli.main.main` got to load the library."""
+    if context.obj is not None:
+        context.obj()
+
+
+class Command(TyperCommand):
+    """A command that loads the library before its function runs, whose imports are inside of it."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Load the library, then run."""
+        load_library(ctx)
+        return super().invoke(ctx)
 
 
 def saved_choice(model: PreTrainedModel) -> MethodChoice | None:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from condense.cli.loading import load_library
+from condense.cli.options import load_library
 
 # everything after -m MODULE belongs to the program, --help too
 USAGE = "-m MODULE [ARGUMENTS]..."
