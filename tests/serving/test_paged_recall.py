@@ -14,6 +14,7 @@ from step_states import call_of, empty, own_by
 import condense
 from condense.methods import step_settings
 from condense.ops import NewToken
+from condense.ops.paged import api
 from condense.ops.recall import build_index
 from condense.ops.step import record_format
 from condense.ops.torch import step as torch_step
@@ -117,6 +118,16 @@ def test_records_of_another_kind_are_refused():
     pool.records = records.as_strided(records.shape, (pool.block - 8, *records.stride()[1:]))
     with pytest.raises(ValueError, match="must begin at multiples of 16 bytes"):
         pool.read([(pool.add(3), tokens_of(3))], scale=SCALE)
+
+
+def test_a_backend_is_chosen_for_as_many_groups_as_tables_have_room_for(monkeypatch):
+    """Kernels that choose take so many and no more: "auto" must not choose them and then stop."""
+    pool, asked = RecordPool(RECALL, (K, D, DV), dtype=torch.float32), []
+    monkeypatch.setattr(api, "step_backend", lambda *args, **options: asked.append(options["entries"]) or "torch")
+    request, qkv = pool.add(30), [x.float() for x in tokens_of(30)]
+    pool.read([(request, qkv)], scale=SCALE)
+    entries = pool.state([request]).entries
+    assert asked == [entries.table.shape[1] * entries.slots]
 
 
 def test_the_bytes_of_a_record():

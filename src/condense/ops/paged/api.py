@@ -52,7 +52,9 @@ def read_paged(
     _check_settings(settings, state)
     takes = check_backend(backend)
     if takes == "auto":
-        takes = step_backend(q.device, q.dtype, (k.shape[2], v.shape[2]), settings, latent=state.latent)
+        room = state.entries.table.shape[1] * state.entries.slots
+        widths = k.shape[2], v.shape[2]
+        takes = step_backend(q.device, q.dtype, widths, settings, latent=state.latent, entries=room)
     has_kernels = takes in ("triton", "hopper")
     if state.holds_records:
         _check_records(state, k, v, settings)
