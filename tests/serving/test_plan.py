@@ -6,6 +6,7 @@ import torch
 import condense
 from condense.methods import methods_in, settings_of
 from condense.ops.latents import UpProjection
+from condense.ops.triton import limits
 from condense.serving import trial
 from condense.serving.blocks import ServedLayer, blocks_of_request, page_sizes
 from condense.serving.engine import EngineSettings, check_engine
@@ -197,20 +198,59 @@ def test_the_settings_of_is_read_back():
 LATENTS = UpProjection(torch.randn(4, 12, 12), torch.randn(4, 12, 16))
 TRIED = [STREAMING, condense.CCA(entry_bits=4), condense.StreamingLLM(sink=4, window=20)]
 TRIED += [condense.Recall(store_bits=4, window=32, prompt=prompt) for prompt in ("recall", "exact")]
-# no step of kernels reads groups of 160
-TRIED += [condense.Recall(group_size=160, window=32, prompt="exact")]
+
+
+@pytest.mark.parametrize(
+    ("method", "widths", "longest", "has"),
+    [
+        (STREAMING, WIDTHS, 1 << 20, True),
+        (STREAMING.replace(entry_bits=4), WIDTHS, 1 << 20, True),
+        (STREAMING.replace(entry_bits=8, rep_bias="matched"), (64, 80), 100, True),
+        (condense.StreamingLLM(), WIDTHS, 1 << 20, True),
+        (STREAMING.replace(entry_bits=4), (257, 257), 100, False),
+        (STREAMING.replace(entry_bits=4), (576, 0), 100, True),
+        # blocks of 32 channels would lie across latents and rope key
+        (STREAMING.replace(entry_bits=4), (80, 0), 100, False),
+        (STREAMING, (80, 0), 100, True),
+        (condense.Recall(), WIDTHS, 32768 * 16, True),
+        (condense.Recall(), WIDTHS, 32768 * 16 + 1, False),
+        (condense.Recall(group_size=128), WIDTHS, 100, True),
+        (condense.Recall(group_size=160), WIDTHS, 100, False),
+        (None, WIDTHS, 100, False),
+    ],
+    ids=str,
+)
+def test_layers_whose_single_tokens_graphs_may_record(monkeypatch, method, widths, longest, has):
+    """Those whose step the kernels over pages compute, for every length that the engine reads."""
+    monkeypatch.setattr(limits, "_HAS_TRITON", True)
+    latent = 0 if widths[1] else widths[0] - 64
+    plan = None if method is None else serving_plan(method)
+    layer = ServedLayer(plan, 1, widths, BF16, latent)
+    far = page_sizes([layer]).far if plan else 256
+    assert layer.has_step(torch.device("cuda"), longest, far) is has
+    assert not layer.has_step(torch.device("cpu"), longest, far)
+
+
+def test_a_table_with_room_for_more_groups_than_kernels_choose_from(monkeypatch):
+    """vLLM's tables of pages of 144 tokens have room for whole numbers of 1,152 tokens."""
+    monkeypatch.setattr(limits, "_HAS_TRITON", True)
+    layer, most = ServedLayer(serving_plan(condense.Recall()), 1, WIDTHS, BF16), 32768 * 16 // 1152 * 1152
+    assert [layer.has_step(torch.device("cuda"), n, 144) for n in (most, most + 1)] == [True, False]
 
 
 @pytest.mark.parametrize("length", [7, 300])
-@pytest.mark.parametrize("method", TRIED, ids=range(6))
-@pytest.mark.parametrize("up", [None, LATENTS], ids=["keys", "latents"])
-def test_trials_read_the_ends_of_prompts(method, length, up, monkeypatch):
+@pytest.mark.parametrize("method", TRIED, ids=range(5))
+@pytest.mark.parametrize(
+    ("up", "has_step"), [(None, True), (None, False), (LATENTS, False)], ids=["steps", "keys", "latents"]
+)
+def test_trials_read_the_ends_of_prompts(method, length, up, has_step, monkeypatch):
     """Of 20 tokens those that fit, each of which attends to something; two prompts, most of whose queries one has; of a
-    second layer the longest prompt alone. Single tokens where nothing else reads them so.
+    second layer the longest prompt alone. Single tokens where no step of kernels reads them.
     """
     heads, widths = (2, (16, 16)) if up is None else (1, (16, 0))
     layer, reads, read = ServedLayer(serving_plan(method), heads, widths, torch.float32), [], trial.read_paged
     found = []
+    monkeypatch.setattr(ServedLayer, "has_step", lambda *_: has_step)
     monkeypatch.setattr(trial, "_COMPILED", set())
     monkeypatch.setattr(trial, "read_paged", lambda *args, **options: (reads.append(args[2]), read(*args, **options)))
     qkv = [torch.randn(20, *shape) for shape in ((4, 16), (heads, widths[0]), (heads, widths[1]))]
@@ -225,6 +265,6 @@ def test_trials_read_the_ends_of_prompts(method, length, up, monkeypatch):
         reads.clear()
     rule, g = layer.plan.settings.rule, layer.plan.group_size
     ends = [rule.window + n * g for n in (0, *(2**i for i in range(9))) if rule.window + n * g < length]
-    counts = 2 + (layer.plan.reads_exactly and not layer.plan.has_step)
+    counts = 2 + (layer.plan.reads_exactly and not has_step)
     shorter = [lengths for end in ends for lengths in ([end], [end, end - 1]) for _ in range(counts)]
     assert found == [[[length], [length, length], *shorter], [[length]]]

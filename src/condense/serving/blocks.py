@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from condense.ops.backends import step_backend
 from condense.ops.step import record_format
 from condense.serving.plan import SLOTS, ServingPlan
 
@@ -27,16 +28,23 @@ _LEAST_GROUPS = 8
 _MOST_PARTS = 16
 # vLLM's kernels for dense attention take pages of a multiple of so many tokens; on a CPU 32, elsewhere 16
 _DENSE = 32
+# vLLM's tables of blocks have room for a multiple of so many tokens
+_TABLE = 128
 
 
 @dataclass(frozen=True)
 class ServedLayer:
-    """One layer as an engine runs it. plan: None for dense attention. heads: K; widths: D and Dv; dtype: of tokens."""
+    """One layer as an engine runs it.
+
+    plan: None for dense attention. heads: K; widths: D and Dv; dtype: of tokens. latent: columns of the keys that are
+    the values (MLA), else 0.
+    """
 
     plan: ServingPlan | None
     heads: int
     widths: tuple[int, int]
     dtype: torch.dtype
+    latent: int = 0
 
     @property
     def group_size(self) -> int:
@@ -62,6 +70,19 @@ class ServedLayer:
         """Bytes of what is kept of ``far`` tokens as long as the request."""
         per_head = far * self.token_bytes if self.plan is None else self.plan.entry_slots(far) * self.slot_bytes
         return self.heads * per_head
+
+    def has_step(self, device: torch.device, longest: int, far: int) -> bool:
+        """True if kernels read single tokens of requests of up to ``longest`` tokens, so that graphs may record them.
+
+        far: F. False for dense attention, which is not ours.
+        """
+        if self.plan is None:
+            return False
+        # as many groups as a table has room for; the kernels that choose take so many and no more
+        table = math.lcm(far, _TABLE)
+        groups = -(-longest // table) * (table // far) * self.plan.entry_slots(far)
+        settings, latent = self.plan.settings, self.latent
+        return step_backend(device, self.dtype, self.widths, settings, latent=latent, entries=groups) == "triton"
 
 
 class PageSizes(NamedTuple):

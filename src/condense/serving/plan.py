@@ -29,7 +29,6 @@ from typing import Any
 from condense.methods import Dense, Method, Recall, StreamingLLM, layers_as_text, methods_in, step_settings
 from condense.methods.grouped import GroupPooling
 from condense.ops import StepSettings
-from condense.ops.triton.limits import MAX_GROUP_SIZE
 
 # pages hold a multiple of so many slots: a tile of keys in a kernel is a few whole pages
 SLOTS = 16
@@ -71,15 +70,6 @@ class ServingPlan:
     def reads_exactly(self) -> bool:
         """True if several new tokens of a request are read with dense attention (``prompt="exact"``)."""
         return self.settings.reads_exactly
-
-    @property
-    def has_step(self) -> bool:
-        """True if graphs may record single tokens.
-
-        Not of pooled groups in records so far, and not of groups that are too large for the kernels that choose, which
-        PyTorch reads.
-        """
-        return not self.has_records or (self.settings.choice is not None and self.group_size <= MAX_GROUP_SIZE)
 
     def entry_slots(self, tokens: int) -> int:
         """Slots of a page of entries that covers so many tokens: a divisor of them.

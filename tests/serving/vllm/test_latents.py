@@ -11,7 +11,7 @@ from vllm.model_executor.models.deepseek_v2 import DeepseekV2Attention
 from vllm.platforms import current_platform
 
 import condense
-from condense.serving.vllm.latents import entry_width
+from condense.serving.vllm.latents import entry_widths
 
 LCA = condense.LCA(group_size=4, window=24, rep_bias="log_size")
 
@@ -45,7 +45,7 @@ def a_module(cls, rope):
 def test_modules_that_hand_over_no_latents():
     """Those of DeepSeek's models with VLLM_MLA_DISABLE=1."""
     with pytest.raises(ValueError, match=r"DeepseekV2Attention expands its latents.* unset VLLM_MLA_DISABLE"):
-        entry_width(a_module(DeepseekV2Attention, None))
+        entry_widths(a_module(DeepseekV2Attention, None))
 
 
 def test_a_rotation_that_is_wrong_on_a_cpu():
@@ -54,10 +54,10 @@ def test_a_rotation_that_is_wrong_on_a_cpu():
         rope = get_rope(16, 64, rope_parameters={"rope_type": "default", "rope_theta": 1e4}, is_neox_style=False)
     wrapper = a_module(MultiHeadLatentAttentionWrapper, rope)
     if not current_platform.is_cpu():
-        assert entry_width(wrapper) == 48
+        assert entry_widths(wrapper) == (32, 16)
         return
     q, k, positions = torch.randn(5, 2, 16), torch.randn(5, 1, 16), torch.arange(5)
     want, got = (f(positions, q.clone(), k.clone()) for f in (rope.forward_native, rope.forward_cpu))
     assert not torch.equal(got[0], want[0])
     with pytest.raises(ValueError, match="must be those of YaRN"):
-        entry_width(wrapper)
+        entry_widths(wrapper)

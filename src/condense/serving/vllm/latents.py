@@ -88,8 +88,8 @@ class CondensedMiniCPM3Attention(MiniCPM3Attention):
         return self.o_proj(self.attn(q, self.kv_a_layernorm(c), k_rope[:, None]))[0]
 
 
-def entry_width(module: nn.Module) -> int | None:
-    """Numbers d_c + d_r that are cached per token by a module on latents, the part of a model that has the layer.
+def entry_widths(module: nn.Module) -> tuple[int, int] | None:
+    """Widths d_c and d_r of what is cached per token by a module on latents, the part of a model that has the layer.
 
     None for other modules. Raises ValueError for one that hands its layer no latents, or wrong ones.
     """
@@ -108,4 +108,4 @@ def entry_width(module: nn.Module) -> int | None:
             "rope_parameters must be those of YaRN for a model with latents (MLA) on a CPU, where vLLM takes heads for "
             "tokens as it rotates queries, dense too: use a GPU or model.generate"
         )
-    return latent_width + module.qk_rope_head_dim
+    return latent_width, module.qk_rope_head_dim

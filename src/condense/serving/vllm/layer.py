@@ -23,7 +23,8 @@ from condense.serving.vllm.backend import CondensedBackend
 class CondensedAttention(Attention):
     """A layer that takes the place of a stock one, under its name, with the backend that reads and writes pages.
 
-    up: the up-projections of a layer on latents (`condense.serving.vllm.latents`); None for other layers.
+    up: the up-projections of a layer on latents (`condense.serving.vllm.latents`); None for other layers. has_step:
+    graphs may record single tokens.
     """
 
     up: UpProjection | None = None
@@ -49,7 +50,9 @@ class CondensedAttention(Attention):
         assert served.plan is not None
         self.plan, self.served, self.model = served.plan, served, model
         self.longest = vllm_config.model_config.max_model_len
-        specs = page_specs(served, page_sizes(model))
+        sizes = page_sizes(model)
+        self.has_step = served.has_step(vllm_config.device_config.device, self.longest, sizes.far)
+        specs = page_specs(served, sizes)
         self.window_spec = specs.pop("window")
         self.sides = {kind: SideCache(f"{stock.layer_name}.{kind}", spec) for kind, spec in specs.items()}
         context = vllm_config.compilation_config.static_forward_context

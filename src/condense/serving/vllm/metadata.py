@@ -45,7 +45,7 @@ class CondensedMetadataBuilder(AttentionMetadataBuilder[CondensedMetadata]):
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
         """Graphs of single tokens, unless no step of kernels reads these in some layer."""
         layers = vllm_config.compilation_config.static_forward_context.values()
-        recorded = all(layer.plan.has_step for layer in layers if hasattr(layer, "plan"))
+        recorded = all(layer.has_step for layer in layers if hasattr(layer, "has_step"))
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if recorded else AttentionCGSupport.NEVER
 
     def build(

@@ -34,28 +34,30 @@ def condense_layers(model: nn.Module, vllm_config: VllmConfig) -> None:
         if isinstance(child, Attention | MLAAttention)
     ]
     numbers = [extract_layer_index(child.layer_name) for _, _, child in places]
-    widths: list[int | None] = [None] * len(places)
+    widths: list[tuple[int, int] | None] = [None] * len(places)
     if any(hasattr(parent, "kv_lora_rank") for parent, _, _ in places):
         # imported here, as it takes more of vLLM's insides than other models need
-        from condense.serving.vllm.latents import CondensedLatents, entry_width
+        from condense.serving.vllm.latents import CondensedLatents, entry_widths
 
-        widths = [entry_width(parent) for parent, _, _ in places]
+        widths = [entry_widths(parent) for parent, _, _ in places]
     check_engine(engine_settings(vllm_config, any(widths), sorted({*numbers} - {*plans})))
     dtype = vllm_config.model_config.dtype
     layers = [
-        _served(child, plans.get(number)) if width is None else ServedLayer(plans.get(number), 1, (width, 0), dtype)
-        for (_, _, child), number, width in zip(places, numbers, widths, strict=True)
+        _served(child, plans.get(number))
+        if latents is None
+        else ServedLayer(plans.get(number), 1, (sum(latents), 0), dtype, latents[0])
+        for (_, _, child), number, latents in zip(places, numbers, widths, strict=True)
     ]
     far, cache = page_sizes(layers).far, vllm_config.cache_config
     if cache.user_specified_block_size and cache.block_size != far:
         raise ValueError(f"--block-size must be {far} for these methods, got {cache.block_size}: leave it out")
     # of dense layers, so that their pages lie in the same blocks as entries; vLLM reads it once the model is built
     cache.block_size, cache.user_specified_block_size = far, True
-    for (parent, name, child), width, served in zip(places, widths, layers, strict=True):
+    for (parent, name, child), latents, served in zip(places, widths, layers, strict=True):
         if served.plan is not None:
             del vllm_config.compilation_config.static_forward_context[child.layer_name]
             others = served, layers, vllm_config
-            layer = CondensedAttention(child, *others) if width is None else CondensedLatents(child, parent, *others)
+            layer = CondensedAttention(child, *others) if latents is None else CondensedLatents(child, parent, *others)
             setattr(parent, name, layer)
 
 
