@@ -144,7 +144,7 @@ def test_layers_with_latents_are_served_if_all_are_condensed():
     model, method = skeleton("minicpm3-4b"), condense.Method.parse("recall-device")
     layers = served_layers(model, method)
     assert {(layer.heads, layer.widths, layer.plan is not None) for layer in layers} == {(1, (288, 0), True)}
-    with pytest.raises(ValueError, match=r"layer 1 has .* latents and no method"):
+    with pytest.raises(ValueError, match="layer 1 has latents and no method"):
         served_layers(model, {0: method, "rest": condense.Dense()})
 
 
@@ -163,6 +163,9 @@ def test_sliding_layers_keep_their_window_beside_full_ones():
     assert dense.device_bytes == (8 * LENGTH + 40 * 1024) * token
     full = inspect(model, "pooled", LENGTH)[5].bytes
     assert pooled.device_bytes == 40 * 1024 * token + 8 * full
+    served = served_layers(model, condense.Method.parse("pooled"))
+    assert [layer.sliding for layer in served] == ([1024] * 5 + [None]) * 8
+    assert [layer.plan is None for layer in served] == ([True] * 5 + [False]) * 8
     # entries, the window, and beside it the newest queries and what waits to be pooled
     kept = (LENGTH - 512) // 16 + 512
     assert kept * token <= full < (kept + 64) * token

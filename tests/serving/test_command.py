@@ -270,6 +270,6 @@ def test_own_overrides_and_batch_are_kept(name):
 
 
 def test_names_are_new():
-    assert len({condensed_name(architecture) for architecture in ARCHITECTURES} - set(ARCHITECTURES)) == 12
+    assert len({condensed_name(architecture) for architecture in ARCHITECTURES} - set(ARCHITECTURES)) == 13
     with pytest.raises(ValueError, match=r"use model\.generate"):
         condensed_name("MambaForCausalLM")

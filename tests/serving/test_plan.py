@@ -8,7 +8,7 @@ from condense.methods import methods_in, settings_of
 from condense.ops.latents import UpProjection
 from condense.ops.triton import limits
 from condense.serving import trial
-from condense.serving.blocks import ServedLayer, blocks_of_request, page_sizes
+from condense.serving.blocks import ServedLayer, blocks_of_request, own_page, page_sizes
 from condense.serving.engine import EngineSettings, check_engine
 from condense.serving.plan import serving_plan, serving_plans
 
@@ -70,6 +70,18 @@ def test_one_size_of_blocks_for_all_layers(methods, sizes):
     layers = layers_of(*methods)
     assert page_sizes(layers) == sizes
     assert all(sizes[0] % layer.plan.entry_slots(sizes[0]) == 0 for layer in layers if layer.plan is not None)
+
+
+@pytest.mark.parametrize(("dense", "own"), [(False, 16), (True, 256)])
+def test_pages_of_the_engines_own_layers(dense, own):
+    """Of Gemma 3 with 12B: as large as those of windows, unless one layer keeps all tokens."""
+    plan, shape = serving_plan(condense.CCA()), (8, (256, 256), BF16)
+    layers = [ServedLayer(None, *shape, sliding=1024)] * 40 + [ServedLayer(plan, *shape)] * 8
+    layers[-1] = ServedLayer(None, *shape) if dense else layers[-1]
+    sizes = page_sizes(layers)
+    assert own_page(layers) == (sizes.far if dense else sizes.near) == own
+    # dense attention keeps the windows of the 40 too
+    assert 0.1 < blocks_of_request(layers, 131072).share(layers, 131072) < 1
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,10 @@ def served_layers(model: nn.Module, method: MethodChoice, itemsize: int = 2) -> 
     for i, module in attention_layers(model).items():
         heads, own = _Heads.of(module).cached, chosen.get(i, Dense())
         plan = None if isinstance(own, Dense) else serving_plan(own)
-        if sliding_window(module) is not None or (plan is None and is_latent(module)):
-            raise ValueError(f"layer {i} has a window of its own, or latents and no method, which is not served")
-        layers.append(ServedLayer(plan, heads.num, (heads.width, heads.value_width), DTYPES[itemsize]))
+        if plan is None and is_latent(module):
+            raise ValueError(f"layer {i} has latents and no method, which is not served")
+        widths, sliding = (heads.width, heads.value_width), sliding_window(module)
+        layers.append(ServedLayer(plan, heads.num, widths, DTYPES[itemsize], sliding=sliding))
     return layers
 
 

@@ -1,9 +1,9 @@
 """Blocks: the pages of all layers side by side, as vLLM packs them, and how many of them a request holds.
 
 All pages come from one pool of blocks of one size. What all layers keep as long as the request, entries and the tokens
-of dense layers, lies side by side in the same blocks, F tokens to each. The windows lie in other blocks, N tokens to
-each, layers with equal windows side by side, in as many parts as are needed to fit; and so do the rings. A block is as
-large as the largest of these, mostly the first.
+of dense layers, lies side by side in the same blocks, F tokens to each. The windows, those of the model's own sliding
+layers too, lie in other blocks, N tokens to each, layers with equal windows side by side, in as many parts as are
+needed to fit; and so do the rings. A block is as large as the largest of these, mostly the first.
 
 Shapes: F tokens of a block of what is kept, N tokens of a page of the window, K KV heads, D and Dv widths.
 """
@@ -36,8 +36,8 @@ _TABLE = 128
 class ServedLayer:
     """One layer as an engine runs it.
 
-    plan: None for dense attention. heads: K; widths: D and Dv; dtype: of tokens. latent: columns of the keys that are
-    the values (MLA), else 0.
+    plan: None for the engine's own attention. heads: K; widths: D and Dv; dtype: of tokens. latent: columns of the keys
+    that are the values (MLA), else 0. sliding: tokens that the engine's own attention sees, None for all.
     """
 
     plan: ServingPlan | None
@@ -45,12 +45,18 @@ class ServedLayer:
     widths: tuple[int, int]
     dtype: torch.dtype
     latent: int = 0
+    sliding: int | None = None
+
+    @property
+    def kept_tokens(self) -> int | None:
+        """Tokens of the window in pages, those that reading the next one needs; None without a window."""
+        return self.sliding if self.plan is None else self.plan.kept_tokens
 
     @property
     def group_size(self) -> int:
         """Tokens of which a page holds a multiple."""
         if self.plan is None:
-            return _DENSE
+            return SLOTS if self.sliding else _DENSE
         return SLOTS if self.plan.settings.rule.max_chunks is not None else self.plan.group_size
 
     @property
@@ -68,13 +74,14 @@ class ServedLayer:
 
     def far_bytes(self, far: int) -> int:
         """Bytes of what is kept of ``far`` tokens as long as the request."""
-        per_head = far * self.token_bytes if self.plan is None else self.plan.entry_slots(far) * self.slot_bytes
-        return self.heads * per_head
+        if self.plan is None:
+            return 0 if self.sliding else self.heads * far * self.token_bytes
+        return self.heads * self.plan.entry_slots(far) * self.slot_bytes
 
     def has_step(self, device: torch.device, longest: int, far: int) -> bool:
         """True if kernels read single tokens of requests of up to ``longest`` tokens, so that graphs may record them.
 
-        far: F. False for dense attention, which is not ours.
+        far: F. False for the engine's own attention.
         """
         if self.plan is None:
             return False
@@ -105,12 +112,18 @@ def page_sizes(layers: Collection[ServedLayer]) -> PageSizes:
     # bytes of the sample in the windows that most layers share
     of_window: Counter[int] = Counter()
     for layer in layers:
-        if layer.plan is not None:
-            of_window[layer.plan.kept_tokens] += layer.heads * layer.token_bytes * sample
+        if layer.kept_tokens is not None:
+            of_window[layer.kept_tokens] += layer.heads * layer.token_bytes * sample
     k = min(_MOST_PARTS, -(-max(of_window.values()) // kept))
     unit = math.lcm(SLOTS * k, *groups)
     far = -(-_LEAST_GROUPS * max(groups) // unit) * unit
     return PageSizes(far, far // k)
+
+
+def own_page(layers: Collection[ServedLayer]) -> int:
+    """Tokens of a page of the engine's own layers, for which it takes one size: N if all of them slide, else F."""
+    sizes, own = page_sizes(layers), [layer.sliding for layer in layers if layer.plan is None]
+    return sizes.near if own and all(own) else sizes.far
 
 
 class BlockCount(NamedTuple):
@@ -125,8 +138,11 @@ class BlockCount(NamedTuple):
         return self.blocks * self.block_bytes
 
     def share(self, layers: Collection[ServedLayer], length: int) -> float:
-        """Its bytes as a share of those of the tokens."""
-        return self.total_bytes / (length * sum(layer.heads * layer.token_bytes for layer in layers))
+        """Its bytes as a share of those of the tokens that the model's own attention sees."""
+        seen = ((length if layer.sliding is None else min(length, layer.sliding)) for layer in layers)
+        return self.total_bytes / sum(
+            n * layer.heads * layer.token_bytes for n, layer in zip(seen, layers, strict=True)
+        )
 
 
 def blocks_of_request(layers: Collection[ServedLayer], length: int, num_new: int = 1) -> BlockCount:
@@ -134,22 +150,22 @@ def blocks_of_request(layers: Collection[ServedLayer], length: int, num_new: int
 
     Counted as vLLM forms its groups; `tests/serving/vllm/test_manager.py` holds both together.
     """
-    far, near = page_sizes(layers)
+    (far, near), own = page_sizes(layers), own_page(layers)
     of_far = sum(layer.far_bytes(far) for layer in layers)
-    # pages by what they share a table with: the tokens that windows keep, 0 for rings
-    pages: dict[int, list[int]] = {}
+    # pages by what they share a table with: the tokens that windows keep, 0 for rings, and those of a page
+    pages: dict[tuple[int, int], list[int]] = {}
     for layer in layers:
-        if layer.plan is not None:
-            token = layer.heads * layer.token_bytes
-            pages.setdefault(layer.plan.kept_tokens, []).append(near * token)
-            if layer.plan.ring_slots:
-                ring = layer.heads * layer.widths[0] * layer.dtype.itemsize
-                pages.setdefault(0, []).append(layer.plan.ring_slots * ring)
+        if layer.kept_tokens is not None:
+            size = own if layer.plan is None else near
+            pages.setdefault((layer.kept_tokens, size), []).append(size * layer.heads * layer.token_bytes)
+        if layer.plan is not None and layer.plan.ring_slots:
+            ring = layer.heads * layer.widths[0] * layer.dtype.itemsize
+            pages.setdefault((0, 1), []).append(layer.plan.ring_slots * ring)
     block = max(of_far, *(max(each) for each in pages.values()))
     count = -(-length // far)
-    for kept, each in pages.items():
+    for (kept, size), each in pages.items():
         tables = -(-len(each) // max(1, block // max(each)))
         tokens = min(length, kept - 1 + num_new)
         # a window may begin anywhere in its first page
-        count += tables * (min(-(-tokens // near) + 1, -(-length // near)) if kept else 1)
+        count += tables * (min(-(-tokens // size) + 1, -(-length // size)) if kept else 1)
     return BlockCount(count, block)

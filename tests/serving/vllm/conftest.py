@@ -7,6 +7,7 @@ steps recorded in graphs. Without vLLM installed it is not collected.
 import gc
 import importlib.util
 import json
+import math
 import os
 
 import pytest
@@ -57,6 +58,13 @@ class Engine:
     def page(self):
         """Tokens of a page of what is kept as long as the request."""
         return max(group.kv_cache_spec.block_size for group in self.scheduler.kv_cache_config.kv_cache_groups)
+
+    @property
+    def shared(self):
+        """Tokens of which requests share multiples: whole pages of every kind but rings."""
+        groups = self.scheduler.kv_cache_config.kv_cache_groups
+        specs = [group.kv_cache_spec for group in groups]
+        return math.lcm(*(spec.block_size for spec in specs if type(spec).__name__ != "CircularBufferSpec"))
 
     @property
     def free_pages(self):

@@ -10,12 +10,12 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec, iter_layer_specs
+from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec, SlidingWindowSpec, iter_layer_specs
 from vllm.v1.request import Request
 
 import condense
 from condense.demo import demo_model
-from condense.serving.blocks import ServedLayer, blocks_of_request, page_sizes
+from condense.serving.blocks import ServedLayer, blocks_of_request, own_page, page_sizes
 from condense.serving.engine import EngineSettings, check_engine
 from condense.serving.plan import serving_plan
 from condense.serving.vllm.layer import page_specs
@@ -32,6 +32,8 @@ WIDE = RECALL.replace(num_recall=256)
 MEANS = condense.CCA(key_pooling="mean", value_pooling="mean", rep_bias="log_size", entry_bits=4)
 # Llama-3.1-8B in bfloat16
 LAYERS, WIDTHS = 32, (128, 128)
+# vLLM's own layers that see so many tokens
+SLIDING = 1024
 SETTINGS = {
     "pooled": [POOLED] * LAYERS,
     "some layers": [None] * 2 + [POOLED] * (LAYERS - 2),
@@ -41,22 +43,30 @@ SETTINGS = {
     "three kinds": [WIDE] * 14 + [MEANS] * 9 + [condense.StreamingLLM(window=1024)] * 9,
     "latents": [RECALL] * 27,
     "latents pooled": [condense.LCA()] * 27,
+    "sliding": [RECALL if i % 6 == 5 else SLIDING for i in range(48)],
+    "sliding and dense": [(None if i == 5 else RECALL) if i % 6 == 5 else SLIDING for i in range(48)],
 }
-# KV heads and widths; those of DeepSeek-V2-Lite, which cache one vector per token
-SHAPES = {"latents": (1, (576, 0)), "latents pooled": (1, (576, 0))}
+# KV heads and widths; those of DeepSeek-V2-Lite, which cache one vector per token, and of Gemma 3 with 12B
+GEMMA = (8, (256, 256))
+SHAPES = {"latents": (1, (576, 0)), "latents pooled": (1, (576, 0)), "sliding": GEMMA, "sliding and dense": GEMMA}
 
 
 def served(name):
-    plans = [None if method is None else serving_plan(method) for method in SETTINGS[name]]
-    return [ServedLayer(plan, *SHAPES.get(name, (8, WIDTHS)), torch.bfloat16) for plan in plans]
+    layers, shape = [], (*SHAPES.get(name, (8, WIDTHS)), torch.bfloat16)
+    for method in SETTINGS[name]:
+        plan = serving_plan(method) if isinstance(method, condense.Method) else None
+        layers.append(ServedLayer(plan, *shape, sliding=method if method == SLIDING else None))
+    return layers
 
 
 def specs_of(name):
     layers, specs = served(name), {}
     for i, layer in enumerate(layers):
         if layer.plan is None:
-            page = {"num_kv_heads": 8, "head_size": WIDTHS[0], "dtype": torch.bfloat16}
-            specs[f"model.layers.{i}.self_attn"] = FullAttentionSpec(block_size=page_sizes(layers).far, **page)
+            page = {"num_kv_heads": layer.heads, "head_size": layer.widths[0], "dtype": torch.bfloat16}
+            page |= {"block_size": own_page(layers)}
+            sliding = layer.sliding and SlidingWindowSpec(sliding_window=layer.sliding, **page)
+            specs[f"model.layers.{i}.self_attn"] = sliding or FullAttentionSpec(**page)
         else:
             specs |= {f"model.layers.{i}.{kind}": s for kind, s in page_specs(layer, page_sizes(layers)).items()}
     return specs
@@ -153,7 +163,8 @@ def test_flags_that_are_refused(flags, words):
 def test_groups(config, name):
     """One table of blocks for all that is kept, one or few for each window, one for rings; little is left empty."""
     _, groups = manager_of(config, specs_of(name))
-    at_most = {"recall": 2, "latents": 2, "three kinds": 4}
+    # vLLM gives its own layers pages of one size: as large as those of all that is kept if one of them keeps all
+    at_most = {"recall": 2, "latents": 2, "three kinds": 4, "sliding and dense": 16}
     assert len(groups) <= at_most.get(name, 3)
     assert len({group.kv_cache_spec.block_size for group in groups if is_kept(group)}) == 1
 

@@ -12,6 +12,7 @@ ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v2",
     "GPT2LMHeadModel": "gpt2",
+    "Gemma3ForCausalLM": "gemma3",
     "GemmaForCausalLM": "gemma",
     "LlamaForCausalLM": "llama",
     "MiniCPM3ForCausalLM": "minicpm3",

@@ -10,7 +10,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.models.utils import extract_layer_index
 
-from condense.serving.blocks import ServedLayer, page_sizes
+from condense.serving.blocks import ServedLayer, own_page
 from condense.serving.engine import EngineSettings, check_engine
 from condense.serving.plan import ServingPlan, serving_plans
 from condense.serving.vllm.layer import CondensedAttention
@@ -48,11 +48,12 @@ def condense_layers(model: nn.Module, vllm_config: VllmConfig) -> None:
         else ServedLayer(plans.get(number), 1, (sum(latents), 0), dtype, latents[0])
         for (_, _, child), number, latents in zip(places, numbers, widths, strict=True)
     ]
-    far, cache = page_sizes(layers).far, vllm_config.cache_config
-    if cache.user_specified_block_size and cache.block_size != far:
-        raise ValueError(f"--block-size must be {far} for these methods, got {cache.block_size}: leave it out")
-    # of dense layers, so that their pages lie in the same blocks as entries; vLLM reads it once the model is built
-    cache.block_size, cache.user_specified_block_size = far, True
+    page, cache = own_page(layers), vllm_config.cache_config
+    if cache.user_specified_block_size and cache.block_size != page:
+        raise ValueError(f"--block-size must be {page} for these methods, got {cache.block_size}: leave it out")
+    # of vLLM's own layers, so that their pages lie in the same blocks as entries, or as windows; vLLM reads it once the
+    # model is built
+    cache.block_size, cache.user_specified_block_size = page, True
     for (parent, name, child), latents, served in zip(places, widths, layers, strict=True):
         if served.plan is not None:
             del vllm_config.compilation_config.static_forward_context[child.layer_name]
@@ -71,8 +72,8 @@ def _served(stock: Attention, plan: ServingPlan | None) -> ServedLayer:
     found = " and ".join(name for holds, name in properties if holds)
     if found and plan is not None:
         raise ValueError(f"layer {stock.layer_name} has {found} and cannot be condensed: leave it out of the layers")
-    widths = stock.head_size, stock.head_size_v
-    return ServedLayer(plan, stock.num_kv_heads, widths, stock.kv_cache_torch_dtype)
+    widths, sliding = (stock.head_size, stock.head_size_v), stock.sliding_window
+    return ServedLayer(plan, stock.num_kv_heads, widths, stock.kv_cache_torch_dtype, sliding=sliding)
 
 
 def engine_settings(config: VllmConfig, has_latents: bool = False, dense: Collection[int] = ()) -> EngineSettings:
