@@ -157,6 +157,23 @@ def test_what_is_refused_of_latents(serve, tmp_path, flags, words):
         assert command is None
 
 
+@pytest.mark.parametrize(
+    ("method", "drafts", "passed"),
+    [
+        ("recall:store=device", "ngram", True),
+        ("recall-device", "ngram", False),
+        ("cca:summary=streaming", "ngram", False),
+        ("cca", "ngram", True),
+        ("cca", "eagle", False),
+    ],
+)
+def test_drafts_that_can_be_taken_back(serve, stock, method, drafts, passed):
+    """Whether it runs on a CPU, vLLM's process sees."""
+    command, err = serve(stock, "--method", method, "-sc", json.dumps({"method": drafts}))
+    assert (command is not None) is passed
+    assert ("--speculative-config is not served" in err) is not passed
+
+
 @pytest.mark.parametrize("flags", [["--quantization", "fp8"], ["--kv-cache-dtype", "bfloat16"]], ids=str)
 def test_weights_in_fp8_are_for_vllm(serve, stock, flags):
     """The flag is passed on; of a checkpoint in FP8 nothing but a cache that it names is refused."""

@@ -114,6 +114,23 @@ def test_a_plan_says_how_several_tokens_are_read(method):
     assert serving_plan(method).reads_exactly is method.reads_exactly
 
 
+@pytest.mark.parametrize(
+    ("method", "takes_back"),
+    [
+        (condense.Recall(), True),
+        (condense.Recall(prompt="exact"), False),
+        (condense.CCA(), True),
+        (condense.StreamingLLM(), True),
+        (condense.LCA(num_summary_queries=1), True),
+        (STREAMING, False),
+    ],
+    ids=str,
+)
+def test_tokens_that_can_be_taken_back(method, takes_back):
+    """Not where drafts would lie in a ring, or be read otherwise than single tokens."""
+    assert serving_plan(method).takes_back is takes_back
+
+
 def test_sinks_lie_in_the_first_page():
     assert [serving_plan(condense.StreamingLLM(sink=n)).entry_slots(256) for n in (0, 1, 4, 5)] == [1, 1, 4, 8]
 

@@ -14,9 +14,9 @@ class EngineSettings:
     """The settings of an engine that decide whether it can serve a condensed model.
 
     version: None if it is not known. kv_heads: of the whole model, 1 for latents (MLA). cache_dtype: "auto" is the
-    model's. one_manager: all caches are managed alike, as full attention. shared_context: ranks share the tokens of a
-    request. microbatches: a batch is run in halves. dense_latents: numbers of layers on latents that are not condensed.
-    adapted_latents: a model with latents gets LoRA adapters.
+    model's. one_manager: all caches are managed alike, as full attention. speculative: drafts that are not served.
+    shared_context: ranks share the tokens of a request. microbatches: a batch is run in halves. dense_latents: numbers
+    of layers on latents that are not condensed. adapted_latents: a model with latents gets LoRA adapters.
     """
 
     version: str | None
@@ -71,7 +71,12 @@ def check_engine(engine: EngineSettings) -> None:
             engine.one_manager,
             "--disable-hybrid-kv-cache-manager would keep every token of a condensed model: leave it out",
         ),
-        (engine.speculative, "--speculative-config is not served with condensed models: leave it out"),
+        (
+            engine.speculative,
+            "--speculative-config is not served with condensed models, but for the method ngram on a CPU, with Recall "
+            "that reads prompts as steps (prompt='recall') and groups that one query weighs, or none (summary='last'): "
+            "leave it out",
+        ),
         (engine.shared_context, "context parallelism is not served with condensed models: use tensor parallelism"),
         (engine.microbatches, "--enable-dbo is not served with condensed models: leave it out"),
         (

@@ -150,12 +150,21 @@ def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
         kv_transfer=given["kv_transfer_config"] is not None,
         offloading=given["kv_offloading_size"] is not None,
         one_manager=given["disable_hybrid_kv_cache_manager"],
-        speculative=given["speculative_config"] is not None,
+        speculative=given["speculative_config"] is not None and not _takes_drafts(config, given["speculative_config"]),
         shared_context=max(number("decode_context_parallel_size"), number("prefill_context_parallel_size")) > 1,
         microbatches=given["enable_dbo"],
         dense_latents=sorted({*range(text.num_hidden_layers)} - condensed) if has_latents else (),
         adapted_latents=has_latents and given["enable_lora"],
     )
+
+
+def _takes_drafts(config: Any, speculative: str) -> bool:
+    """True if drafts of this kind may be served, as far as can be said without vLLM."""
+    with suppress(ValueError, AttributeError):
+        return json.loads(speculative).get("method") == "ngram" and all(
+            plan.takes_back for plan in serving_plans(config.condense).values()
+        )
+    return False
 
 
 def _names_cache_dtype(quantisation: Any) -> bool:

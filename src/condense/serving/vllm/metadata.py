@@ -58,7 +58,7 @@ class CondensedMetadataBuilder(AttentionMetadataBuilder[CondensedMetadata]):
             self._said = True
             self._say_concurrency()
         starts = batch.query_start_loc_cpu.tolist()
-        # exact without speculative decoding, which is refused
+        # exact as drafts are refused but for those that the host finds
         lengths = batch.seq_lens if batch.seq_lens_cpu_upper_bound is None else batch.seq_lens_cpu_upper_bound
         # requests with at most one new token come first
         longer = (i for i, (start, stop) in enumerate(itertools.pairwise(starts)) if stop - start > 1)

@@ -9,6 +9,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 
 from condense.serving.blocks import ServedLayer, own_page
 from condense.serving.engine import EngineSettings, check_engine
@@ -40,7 +41,8 @@ def condense_layers(model: nn.Module, vllm_config: VllmConfig) -> None:
         from condense.serving.vllm.latents import CondensedLatents, entry_widths
 
         widths = [entry_widths(parent) for parent, _, _ in places]
-    check_engine(engine_settings(vllm_config, any(widths), sorted({*numbers} - {*plans})))
+    takes_back = all(plan.takes_back for plan in plans.values())
+    check_engine(engine_settings(vllm_config, any(widths), sorted({*numbers} - {*plans}), takes_back=takes_back))
     dtype = vllm_config.model_config.dtype
     layers = [
         _served(child, plans.get(number))
@@ -76,9 +78,16 @@ def _served(stock: Attention, plan: ServingPlan | None) -> ServedLayer:
     return ServedLayer(plan, stock.num_kv_heads, widths, stock.kv_cache_torch_dtype, sliding=sliding)
 
 
-def engine_settings(config: VllmConfig, has_latents: bool = False, dense: Collection[int] = ()) -> EngineSettings:
-    """The settings of an engine that are checked. dense: numbers of the layers that stay vLLM's own."""
-    parallel, cache = config.parallel_config, config.cache_config
+def engine_settings(
+    config: VllmConfig, has_latents: bool = False, dense: Collection[int] = (), *, takes_back: bool = False
+) -> EngineSettings:
+    """The settings of an engine that are checked.
+
+    dense: numbers of the layers that stay vLLM's own. takes_back: tokens of all others can be taken back.
+    """
+    parallel, cache, drafts = config.parallel_config, config.cache_config, config.speculative_config
+    # drafts are found on the host, and lengths known there, only so; on a GPU it was not tried
+    served = takes_back and current_platform.is_cpu() and not config.scheduler_config.async_scheduling
     return EngineSettings(
         version=vllm.__version__,
         kv_heads=1 if has_latents else config.model_config.get_total_num_kv_heads(),
@@ -88,7 +97,7 @@ def engine_settings(config: VllmConfig, has_latents: bool = False, dense: Collec
         kv_transfer=config.kv_transfer_config is not None,
         offloading=bool(cache.kv_offloading_size),
         one_manager=bool(config.scheduler_config.disable_hybrid_kv_cache_manager),
-        speculative=config.speculative_config is not None,
+        speculative=drafts is not None and not (served and drafts.method == "ngram"),
         shared_context=max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
         microbatches=parallel.use_ubatching,
         dense_latents=dense if has_latents else (),
