@@ -28,21 +28,19 @@ def arms(length: int) -> tuple[dict[str, Arm], dict[str, Arm]]:
     host = Method.parse("recall-host").num_recall
     first: dict[str, Arm] = {
         "dense": None,
-        "turned 5": Answers(Rounded(**rounded)),
+        "recall-device": Answers(DEVICE),
         "cache of 4 bits": CACHE,
+        "1/8": Answers(DEVICE.replace(num_recall=0.125)),
+        "recall-host": Answers(DEVICE.replace(num_recall=host)),
         "16 bits": Answers(DEVICE.replace(store_bits=16)),
-        "1/8, turned 5": Answers(Rounded(**rounded | {"num_recall": 0.125})),
-        "turned 4, values 3": Answers(Rounded(**rounded, key_bits=4, value_bits=3)),
-        "turned 5, values 3": Answers(Rounded(**rounded, value_bits=3)),
-        "host, turned 5": Answers(Rounded(**rounded | {"num_recall": host})),
     }
     second: dict[str, Arm] = {
-        "1/8": Answers(DEVICE.replace(num_recall=0.125, store_bits=16)),
-        "recall-device": Answers(DEVICE),
-        "1/16": Answers(DEVICE.replace(num_recall=0.0625, store_bits=16)),
-        "1/2, 16 bits": Answers(DEVICE.replace(num_recall=0.5, store_bits=16)),
-        "turned 4": Answers(Rounded(**rounded, key_bits=4)),
+        "values 3": Answers(Rounded(**rounded, value_bits=3)),
+        "keys 4, values 3": Answers(Rounded(**rounded, key_bits=4, value_bits=3)),
+        "1/2": Answers(DEVICE.replace(num_recall=0.5)),
+        "1/16": Answers(DEVICE.replace(num_recall=0.0625)),
         "groups of 8": Answers(DEVICE.replace(group_size=8)),
+        "window 1024": Answers(DEVICE.replace(window=1024)),
     }
 
     def chooses(arm: Arm) -> bool:

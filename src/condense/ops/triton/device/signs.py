@@ -224,17 +224,20 @@ def turned_part(
 ):
     """Columns ``[LO, LO + N)`` of vectors, ``[n, columns]``, turned, or with BACK turned back, in float32.
 
-    LO and N are multiples of the rotation's blocks, each of which is a symmetric matrix whose rows have signs, those
-    of its first column.
+    LO and N are multiples of the rotation's blocks, each of which is the same symmetric matrix, but that its rows have
+    signs, those of its first column. Matrix units take 16 rows at least: of smaller blocks several.
     """
     W: tl.constexpr = block_width(D)
+    SIDE: tl.constexpr = max(16, W)
     n: tl.constexpr = x.shape[0]
     T: tl.constexpr = x.shape[1]
-    d, row = LO + tl.arange(0, T), tl.arange(0, W)
+    d, row = LO + tl.arange(0, T), tl.arange(0, SIDE)
     signs = tl.load(rotation_ptr + d * D + d // W * W, mask=d < LO + N, other=0.0)[None, :]
-    block = tl.load(rotation_ptr + row[:, None] * D + row[None, :]) * tl.load(rotation_ptr + row * D)[:, None]
+    at = rotation_ptr + row % W * D
+    there = (row // W)[:, None] == (row // W)[None, :]
+    block = tl.load(at[:, None] + (row % W)[None, :], mask=there, other=0.0) * tl.load(at)[:, None]
     if not BACK:
         x = x * signs.to(x.dtype)
-    x = tl.dot(tl.reshape(x, (n * T // W, W)), block.to(x.dtype), input_precision=PRECISION)
+    x = tl.dot(tl.reshape(x, (n * T // SIDE, SIDE)), block.to(x.dtype), input_precision=PRECISION)
     x = tl.reshape(x, (n, T))
     return x * signs.to(tl.float32) if BACK else x
