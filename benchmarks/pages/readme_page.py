@@ -27,8 +27,8 @@ LENGTHS = (32768, 131072)
 NAMES = ("recall-host", "recall-device", "pooled")
 UNKNOWN = "not measured"
 # arms of the study of what transfers, by its runs: named settings are measured as they are in the newest
-_MEASURED = {"recall-host": {5: "recall-host"}, "recall-device": {5: "recall-device"}}
-_CACHE = dict.fromkeys((3, 5), "cache of 4 bits")
+_MEASURED = {"recall-host": {6: "recall-host"}, "recall-device": {6: "recall-device"}}
+_CACHE = dict.fromkeys((3, 5, 6), "cache of 4 bits")
 # the arm of the study of adaptation, its settings and its length
 _ARM, _ADAPTED, _ADAPTED_LENGTH = "both", "lca:window=512,rep_bias=log_size", 8192
 _BLOCK = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)

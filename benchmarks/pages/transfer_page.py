@@ -38,10 +38,15 @@ _EXACT = (
     "groups of 16, drop 256, prompt exact", "drop 1/4, prompt exact", "drop 1/4", "drop 1/8, prompt exact",
     "drop, 5% left, prompt exact", "log, 5% left, prompt exact",
 )  # fmt: skip
-# of the newest run: the named settings, what else a store could be, and other numbers of groups; prompts read densely
+# of the named settings with stores of steps per channel, what else a store could be, and other numbers of groups
 _NAMED = (
     "recall-device", "recall-host", "cache of 4 bits", "cache of 4 bits, turned", "turned 5", "turned 5, values 3",
     "turned 4", "16 bits", "1/2", "1/2, 16 bits", "1/8", "groups of 8", "window 1024", "window 25%",
+)  # fmt: skip
+# of the newest run: the same with centres in the index and turned keys in the store
+_CENTRED = (
+    "recall-device", "recall-host", "cache of 4 bits", "16 bits", "values 3", "keys 4, values 3", "1/2", "1/8", "1/16",
+    "groups of 8", "window 1024",
 )  # fmt: skip
 _BLOCK = re.compile(r"(<!-- transfer (\d) -->\n).*?(<!-- /transfer -->)", re.DOTALL)
 _PLACE = re.compile(r"\{\{(\w+)([^}]*)\}\}")
@@ -88,7 +93,7 @@ def _worst_cells(documents: Mapping[str, Any], run: int) -> str:
     """The arms of a run with which something is claimed: bytes, and the most that they lose in any model and length."""
     models = run_of(documents, run)
     rows = [["", "device", "host store", "read", "far text needed", "copies", "worst task"], ["---"] * 7]
-    for arm in {3: _CLAIMED, 4: _EXACT, 5: _NAMED}[run]:
+    for arm in {3: _CLAIMED, 4: _EXACT, 5: _NAMED, 6: _CENTRED}[run]:
         measured = [row for model in models.values() for row in model["rows"] if row["arm"] == arm]
         sizes = [[f"{row[size]:.0%}" for row in measured if size in row] for size in ("device", "host_store", "read")]
         cells = []

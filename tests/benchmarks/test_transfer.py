@@ -225,7 +225,7 @@ def test_every_arm_is_measured(drawn):
     place = one_model._Place(tiny("gemma3-44m").float(), 1e18, records.append)
     for group in contenders.arms(400):
         place.measure(400, group, held, reference)
-    assert len(records) == sum(len(group) for group in contenders.arms(400)) > 10
+    assert len(records) == sum(len(group) for group in contenders.arms(400)) > 9
     assert [record for record in records if {"error", "costs_error"} & set(record)] == []
 
 

@@ -115,7 +115,7 @@ class RecallKernels(PreparedStep):
         )
         scratch = scratch_of(self._sizes, q.device)
         score, top, total, offset, part, lse, turned, key, candidate, groups, place, *found, arrived = scratch
-        turned = turned if turned.numel() > 0 else None
+        asked = turned if turned.numel() > 0 else None
         out = torch.empty(*q.shape[:3], self._width, dtype=q.dtype, device=q.device)
         counts = seen if token.real is None else token.real.contiguous()
         changed = (entries_k, entries_v, signs, steps, store, ring_k, ring_v, seen, ring_q, biases)
@@ -123,12 +123,10 @@ class RecallKernels(PreparedStep):
         with on_device_of(q):
             self._close((q, k, v, *changed, counts, arrived, None, None, self._rotation))
             if entries_k.shape[2] > 0:
-                self._score(
-                    (q, signs, steps, seen, counts, score, top, total, turned, self._rotation, None, None, None)
-                )
+                self._score((q, signs, steps, seen, counts, score, top, total, asked, self._rotation, None, None, None))
                 chosen = (key, candidate, groups, place, offset, held, order, *found, arrived)
                 self._choose((score, top, total, biases, seen, counts, *chosen, None))
-            keys = (entries_k, entries_v, signs, steps, store, ring_k, ring_v, slots, turned, self._rotation)
+            keys = (entries_k, entries_v, signs, steps, store, ring_k, ring_v, slots, asked, self._rotation)
             self._attend((q, *keys, groups, place, offset, seen, counts, part, lse, None, None, None))
             self._join((part, lse, out, seen, counts, sink, token.counter))
         return out
