@@ -107,7 +107,7 @@ class Rounded(Recall):
         *kept, signs, steps, _ = super().represent(chunks, summary, scale=scale, backend=backend)
         (k, v), index = chunks.tokens(), GroupIndex(signs, steps)
         codes, step, zero = quantise(v, 4, self.value_bits, v.dtype)
-        return *kept, *index, self.store_format.pack(self._key(k, index), dequantise(codes, step, zero), index)
+        return *kept, *index, self.store_format.pack(self._key(k, index), dequantise(codes, step, zero), k)
 
     @property
     def stored(self) -> Recall:

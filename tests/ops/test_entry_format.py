@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from condense.ops.entries import BLOCK_WIDTH, EntryFormat
-from condense.ops.recall import StoreFormat, block_width, build_index, rotation
+from condense.ops.recall import StoreFormat, block_width, build_index, rotation, split_keys
 from condense.ops.tensors.codes import quantise
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -66,8 +66,8 @@ def test_finite_numbers_of_float16_stay_finite(bits):
     x = torch.cat([torch.tensor([-65504.0]), torch.linspace(57000, 65504, 31)]).to(torch.float16)
     k, v = x[:, None].expand(1, 1, 1, 32, 2), x.expand(1, 1, 1, 32, 32)
     form, store = EntryFormat(bits), StoreFormat(bits, 32)
-    index = build_index(k)
-    of_keys, of_values = store.unpack(store.pack(k, v, index), 2, 32, x.dtype, index)
+    index, rest = split_keys(k)
+    of_keys, of_values = store.unpack(store.pack(k, v, rest), 2, 32, x.dtype, index)
     for got in (form.unpack(form.pack(x), 32, x.dtype), of_keys, of_values):
         assert bool(got.isfinite().all())
         assert got is of_keys or got.max() == 65504
@@ -121,8 +121,8 @@ def check_keys(got, k, bits):
 @pytest.mark.parametrize("widths", [(6, 4), (24, 0), (2, 8)], ids=str)
 def test_errors_of_stored_tokens_are_at_most_a_step_and_a_rounding(bits, dtype, widths):
     form, (k, v) = StoreFormat(bits, 4), tokens(*widths, dtype)
-    index = build_index(k)
-    rows = form.pack(k, v, index)
+    index, rest = split_keys(k)
+    rows = form.pack(k, v, rest)
     assert rows.shape == (2, 2, 12, form.width(*widths, dtype.itemsize))
     assert rows.dtype == torch.uint8
     got = form.unpack(rows, *widths, dtype, index)
@@ -140,8 +140,8 @@ def test_errors_of_stored_tokens_are_at_most_a_step_and_a_rounding(bits, dtype, 
 def test_equal_tokens_are_exact(bits):
     """Keys of fewer bits but for what their centre is off by."""
     k, v, form = torch.full((1, 1, 2, 4, 6), -3.25), torch.full((1, 1, 2, 4, 4), 0.1), StoreFormat(bits, 4)
-    index = build_index(k)
-    got = form.unpack(form.pack(k, v, index), 6, 4, k.dtype, index)
+    index, rest = split_keys(k)
+    got = form.unpack(form.pack(k, v, rest), 6, 4, k.dtype, index)
     assert torch.equal(got[1], v.flatten(2, 3))
     if bits == 16:
         assert torch.equal(got[0], k.flatten(2, 3))
@@ -155,8 +155,8 @@ def test_keys_that_share_a_large_part_lose_no_more():
     errors = []
     for shared in (0.0, 20.0):
         k[..., 7] += shared
-        index, form = build_index(k), StoreFormat(4, 16)
-        got = form.unpack(form.pack(k, k[..., :0], index), 64, 0, k.dtype, index)[0]
+        (index, rest), form = split_keys(k), StoreFormat(4, 16)
+        got = form.unpack(form.pack(k, k[..., :0], rest), 64, 0, k.dtype, index)[0]
         errors.append(float((got - k.flatten(2, 3)).square().mean()))
     assert errors[1] < 1.5**2 * errors[0]
 

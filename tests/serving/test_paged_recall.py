@@ -15,7 +15,7 @@ import condense
 from condense.methods import step_settings
 from condense.ops import NewToken
 from condense.ops.paged import api
-from condense.ops.recall import build_index
+from condense.ops.recall import split_keys
 from condense.ops.step import record_format
 from condense.ops.torch import step as torch_step
 
@@ -140,9 +140,9 @@ def test_the_bytes_of_a_record():
     }  # fmt: skip
     assert form.nbytes == 880 + 16 * 262
     k, v = (torch.randn(1, 2, 3, 16, 128).bfloat16() for _ in range(2))
-    index = build_index(k)
+    index, rest = split_keys(k)
     kept = {"signs": index.signs, "steps": index.steps, "entries_k": k[..., 0, :], "entries_v": v[..., 0, :]}
-    kept |= {"store": settings.store_format.pack(k, v, index)}
+    kept |= {"store": settings.store_format.pack(k, v, rest)}
     records = form.pack(kept)
     assert records.shape == (1, 2, 3, form.nbytes)
     assert all(torch.equal(x, kept[name].reshape(x.shape)) for name, x in form.views(records).items())

@@ -14,7 +14,7 @@ from triton_kernels.test_recall_step import DEVICE, SCALE, check_choice, compare
 
 from condense import Recall, attention
 from condense.ops import unpack_store
-from condense.ops.recall import StoreFormat, build_index
+from condense.ops.recall import StoreFormat, split_keys
 from condense.ops.step import StepCall
 from condense.ops.step.pages import Places
 from condense.ops.torch import step as torch_step
@@ -184,8 +184,8 @@ def packed(bits, g, widths, dtype, groups=5):
     for x in (k, v):
         x[:, :, :1] = 65504 - 1024 * x[:, :, :1].abs()
     (k, v), form = (x.to(DEVICE, dtype) for x in (k, v)), StoreFormat(bits, g)
-    index = build_index(k)
-    return form, form.pack(k, v, index).unflatten(2, (groups, g)).flatten(3), index
+    index, rest = split_keys(k)
+    return form, form.pack(k, v, rest).unflatten(2, (groups, g)).flatten(3), index
 
 
 def check_unpacked(got, want):

@@ -62,7 +62,7 @@ class CalibrationConfig:
 
 def default_candidates(length: int, *, latents: bool) -> tuple[Method, ...]:
     """Dense attention, Recall with its store in host memory, with entries and without, pooling and a window, for texts
-    of ``length`` tokens; of 4,096 tokens the last four keep 11, 9, 6 and 4 % of the dense cache, of more tokens less.
+    of ``length`` tokens; of 4,096 tokens the last four keep 12, 10, 6 and 4 % of the dense cache, of more tokens less.
 
     Windows are a thirty-second of the text, 64 to 1,024 tokens. Recall opens an eighth of the groups, at most 128, and
     keeps slots for a sixty-fourth, at most 64. Entries are of 4 bits.

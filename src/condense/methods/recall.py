@@ -40,7 +40,7 @@ from condense.ops.recall import (
     RecallSources,
     StoreFormat,
     Unchosen,
-    build_index,
+    split_keys,
 )
 
 
@@ -166,8 +166,8 @@ class Recall(Method):
         the groups' index, ``signs`` and ``steps``, and their tokens, packed by `StoreFormat`.
         """
         tokens_k, tokens_v = chunks.tokens()
-        index = build_index(tokens_k)
-        kept = *index, self.store_format.pack(tokens_k, tokens_v, index)
+        index, rest = split_keys(tokens_k)
+        kept = *index, self.store_format.pack(tokens_k, tokens_v, rest)
         if self.unchosen == "drop":
             return tokens_k[:, :, :, 0, :0], tokens_v[:, :, :, 0, :0], *kept
         entries = make_entries(

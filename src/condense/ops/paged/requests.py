@@ -16,7 +16,7 @@ from condense.ops.api import attend, attend_recall, make_entries, summarize, unp
 from condense.ops.latents import UpProjection
 from condense.ops.paged.rows import Call, Slots, Summary, reading_of
 from condense.ops.recall.choice import IndexChoice, RecallSources
-from condense.ops.recall.index import GroupIndex, build_index
+from condense.ops.recall.index import GroupIndex, split_keys
 from condense.ops.spans import Source
 from condense.ops.step.pages import NewTokens, PagedState, Pages, Places, copied, words
 from condense.ops.step.records import record_format
@@ -169,7 +169,7 @@ class _Layer:
             records = self._records(call.entries)
             if self.settings.choice is not None and not call.exact:
                 return self._attend_groups(call, *records, window)
-            entries = self._tokens(*records) if call.exact else self._entries(*records)
+            entries = self._tokens(*records, self._index(*records)) if call.exact else self._entries(*records)
         view = self._view(call, entries, window)
         sources = view.of(entries), view.of(window)
         return view.finish(attend(view.q, sources, call.spans, scale=self.scale, backend=self.backend)[0])
@@ -203,10 +203,9 @@ class _Layer:
         v = settings.entry_format.unpack(copied(parts["entries_v"], places) if Dv > 0 else rows[..., :0], Dv, dtype)
         return Source(k, v, copied(parts["biases"], places)[..., 0] if settings.matched else settings.bias or None)
 
-    def _tokens(self, parts: dict[str, Tensor], places: Places) -> Source:
+    def _tokens(self, parts: dict[str, Tensor], places: Places, index: GroupIndex) -> Source:
         """The stored tokens in records, ``[B, K, G * g, D]`` and ``[B, K, G * g, Dv]``."""
         form, store, dtype = self.settings.store_format, parts["store"], self.state.window.cache.dtype
-        index = self._index(parts, places)
         return Source(*unpack_store(form, store, index, self.widths, dtype, places=places, backend=self.backend))
 
     def _index(self, parts: dict[str, Tensor], places: Places) -> GroupIndex:
@@ -215,13 +214,13 @@ class _Layer:
 
     def _attend_groups(self, call: Call, parts: dict[str, Tensor], places: Places, window: Source) -> Tensor:
         """Attention to the window and to closed groups, of which each query opens some, by the parts of records."""
-        choice, g, store = self.settings.choice, self.settings.rule.chunk, self._tokens(parts, places)
+        choice, g, index = self.settings.choice, self.settings.rule.chunk, self._index(parts, places)
+        store = self._tokens(parts, places, index)
         assert choice is not None
         view = self._view(call, store, window)
         store, window = view.of(store), view.of(window)
         # if no query sees entries, the first token of each group takes the place of its entry
         entries = view.of(self._entries(parts, places)) if choice.pool else Source(*(x[:, :, ::g] for x in store[:2]))
-        index = self._index(parts, places)
         on_latents = view.q if view.up is None or view.absorbs else view.up.absorb(view.q)
         out, _ = attend_recall(
             view.q,
@@ -246,8 +245,8 @@ def _represent(
     kept: tuple[Tensor, ...] = ()
     if settings.choice is not None:
         tokens = chunks.tokens()
-        index = build_index(tokens[0])
-        kept = *index, settings.store_format.pack(*tokens, index)
+        index, rest = split_keys(tokens[0])
+        kept = *index, settings.store_format.pack(*tokens, rest)
         if not settings.choice.pool:
             return tokens[0][:, :, :, 0, :0], tokens[1][:, :, :, 0, :0], *kept
     entries = make_entries(

@@ -11,5 +11,5 @@ from condense.ops.recall.choice import (
     chosen_groups,
     index_scores,
 )
-from condense.ops.recall.index import GroupIndex, block_width, build_index, rotation, turned_queries
+from condense.ops.recall.index import GroupIndex, block_width, build_index, rotation, split_keys, turned_queries
 from condense.ops.recall.store import StoreFormat

@@ -104,16 +104,23 @@ def _rotation(D: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     return (signs[:, None] * torch.block_diag(*[block] * (D // P))).to(device, dtype)
 
 
-@torch.no_grad()
 def build_index(k_groups: Tensor) -> GroupIndex:
-    """The index of groups of keys ``[B, K, G, g, D]``, of any floating dtype. No gradient.
+    """The index of groups of keys, as in `split_keys`."""
+    return split_keys(k_groups)[0]
+
+
+@torch.no_grad()
+def split_keys(k_groups: Tensor) -> tuple[GroupIndex, Tensor]:
+    """The index of groups of keys ``[B, K, G, g, D]``, of any floating dtype, and what the turned keys differ by from
+    their centre, ``[B, K, G, g, D]`` in float32 or wider. No gradient.
 
     A token's step keeps the product with itself of what its key differs by: it is ``sum(x ** 2) / sum(abs(x))`` of the
     difference x of the turned key and the centre. A centre's step is rounded up to 4 significant bits.
     """
     (*_, g, D), dtype = k_groups.shape, k_groups.dtype
     W, P = sign_bytes(D), block_width(D)
-    x = turned_keys(k_groups)
+    wide = k_groups.to(torch.promote_types(dtype, torch.float32))
+    x = wide @ rotation(D, wide.device, wide.dtype)
     tiny = torch.finfo(x.dtype).tiny
     # products of two turned vectors are too large by the width of the rotation's blocks, by which steps are divided
     mean = x.sum(3) * (1 / g)
@@ -128,13 +135,7 @@ def build_index(k_groups: Tensor) -> GroupIndex:
     place = torch.arange(8, device=x.device, dtype=torch.uint8)[:, None]
     signs = (bits << place).sum(4, dtype=torch.uint8).flatten(3)
     of_centre = to_bytes(F.pad(codes.to(torch.uint8), (0, 8 * W - D)), 4)
-    return GroupIndex(torch.cat([signs, of_centre], dim=3), steps)
-
-
-def turned_keys(k: Tensor) -> Tensor:
-    """Keys ``[..., D]`` turned, in float32 or wider."""
-    wide = k.to(torch.promote_types(k.dtype, torch.float32))
-    return wide @ rotation(k.shape[-1], wide.device, wide.dtype)
+    return GroupIndex(torch.cat([signs, of_centre], dim=3), steps), x
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from condense.ops.recall.index import GroupIndex, block_width, rotation, turned_keys
+from condense.ops.recall.index import GroupIndex, block_width, rotation
 from condense.ops.tensors.codes import dequantise, from_bytes, quantise, step_unit, to_bytes
 
 # pieces and their codes begin at multiples of so many bytes
@@ -76,8 +76,10 @@ class StoreFormat:
         """
         return (1 + torch.finfo(dtype).eps) / 2 ** (self.bits + 1)
 
-    def pack(self, k: Tensor, v: Tensor, index: GroupIndex) -> Tensor:
-        """Rows ``[B, K, G * g, C]`` of keys ``[B, K, G, g, D]`` and values ``[B, K, G, g, Dv]``; index: of the keys.
+    def pack(self, k: Tensor, v: Tensor, rest: Tensor) -> Tensor:
+        """Rows ``[B, K, G * g, C]`` of keys ``[B, K, G, g, D]`` and values ``[B, K, G, g, Dv]``.
+
+        rest: what the keys, turned, differ by from their centre (`condense.ops.recall.split_keys`).
 
         With fewer than 16 bits no gradient flows. The error of a number of a turned key is at most a step, which is
         1 / 2 ** (bits + 1) of the largest difference from the centre, rounded up to the dtype; of a value half a step,
@@ -86,7 +88,7 @@ class StoreFormat:
         if self.bits == 16:
             return torch.cat([k, v], dim=4).flatten(2, 3)
         with torch.no_grad():
-            codes_k, steps_k = self._quantise_keys(k, index)
+            codes_k, steps_k = self._quantise_keys(rest, k.dtype)
             codes_v, steps_v = self._quantise_values(v)
             grid = torch.cat([steps_v.flatten(3), steps_k], dim=3).view(torch.uint8)
             start, *_ = self._sizes(k.shape[4], v.shape[4], k.itemsize)
@@ -118,12 +120,11 @@ class StoreFormat:
         grid = self.key_steps_at(Dv, itemsize) + g * itemsize
         return -(-grid // _UNIT) * _UNIT, g * D * self.bits // 8, g * Dv * self.bits // 8
 
-    def _quantise_keys(self, k: Tensor, index: GroupIndex) -> tuple[Tensor, Tensor]:
-        """Codes in bytes, and steps ``[B, K, G, g]`` in the dtype of k."""
-        x = turned_keys(k) * (1 / block_width(k.shape[4]))
-        size = (x - _centres(index, k.shape[4], x.dtype)).abs()
-        step = (size.amax(4) * self.key_unit(k.dtype)).to(k.dtype)
-        apart = (2 * step.to(x.dtype)).clamp(min=torch.finfo(x.dtype).tiny)[..., None]
+    def _quantise_keys(self, rest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Codes in bytes, and steps ``[B, K, G, g]`` in ``dtype``."""
+        size = rest.abs() * (1 / block_width(rest.shape[4]))
+        step = (size.amax(4) * self.key_unit(dtype)).to(dtype)
+        apart = (2 * step.to(size.dtype)).clamp(min=torch.finfo(size.dtype).tiny)[..., None]
         codes = (size / apart).floor().clamp(max=2**self.bits - 1)
         return to_bytes(codes.to(torch.uint8), self.bits), step
 

@@ -128,7 +128,7 @@ def fill_up(piece_ptr, SIZE: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def put_values(tokens, piece_ptr, first, t, FORM: tl.constexpr, P: tl.constexpr, NEAR: tl.constexpr):
-    """Quantise and write the values of the group that begins at position ``first``; P as in `put_keys`."""
+    """Quantise and write the values of the group that begins at position ``first``. P: columns of a tile of bytes."""
     PARTS: tl.constexpr = 8 // FORM.bits
     C: tl.constexpr = FORM.DV // PARTS
     T: tl.constexpr = _tile(FORM.g)
