@@ -107,6 +107,7 @@ class Rounded(Recall):
         *kept, signs, steps, _ = super().represent(chunks, summary, scale=scale, backend=backend)
         (k, v), index = chunks.tokens(), GroupIndex(signs, steps)
         codes, step, zero = quantise(v, 4, self.value_bits, v.dtype)
+        # a store of 16 bits does not read what keys differ by
         return *kept, *index, self.store_format.pack(self._key(k, index), dequantise(codes, step, zero), k)
 
     @property

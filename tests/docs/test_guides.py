@@ -200,7 +200,8 @@ def test_the_prose_has_the_dense_caches_and_the_row_of_vllm_its_requests(fits):
     assert f"would take {kept(four)}: {four.requests} fit" in text
     assert len(re.findall(r"\d\.\d\d GiB", text)) == 8
     (row,) = (line for line in PAGE.splitlines() if line.startswith("|") and "`condense serve DIR`, which" in line)
-    assert row.split("|")[4].strip() == f"{fits['recall-device'].served}"
+    fit = fits["recall-device"]
+    assert [cell.strip() for cell in row.split("|")[3:5]] == [f"{fit.served_bytes / 2**30:.2f} GiB", f"{fit.served}"]
 
 
 NOTEBOOK = ROOT / "docs" / "notebooks" / "first_look.ipynb"

@@ -74,7 +74,7 @@ def test_one_size_of_blocks_for_all_layers(methods, sizes):
 
 @pytest.mark.parametrize(("dense", "own"), [(False, 16), (True, 256)])
 def test_pages_of_the_engines_own_layers(dense, own):
-    """Of Gemma 3 with 12B: as large as those of windows, unless one layer keeps all tokens."""
+    """Pages of Gemma 3 with 12B are as large as those of windows, unless one layer keeps all tokens."""
     plan, shape = serving_plan(condense.CCA()), (8, (256, 256), BF16)
     layers = [ServedLayer(None, *shape, sliding=1024)] * 40 + [ServedLayer(plan, *shape)] * 8
     layers[-1] = ServedLayer(None, *shape) if dense else layers[-1]

@@ -20,7 +20,7 @@ from condense.ops.step.pages import Places
 from condense.ops.torch import step as torch_step
 from condense.ops.triton import recall_store
 from condense.ops.triton import step as triton_step
-from condense.ops.triton.limits import DTYPES
+from condense.ops.triton.limits import DTYPES, step_obstacle
 
 CUDA = DEVICE == "cuda"
 # name of the case, bits of the store, widths
@@ -63,6 +63,14 @@ def test_latents(latent, D, bits, pooling, scratch):  # noqa: F811
     entries = {"key_pooling": pooling, "num_summary": 4, "matched": True, "bias": 0.0, "entry_bits": bits}
     settings = with_fields("three-open", store_bits=bits, **entries)
     compare(*random_qkv(1, 20, 1, 30, D, 0), settings, scratch, latent=latent)
+
+
+@pytest.mark.parametrize(("bits", "message"), [(4, "latents of 48 of 64 columns and store_bits=4"), (16, None)])
+def test_latents_that_end_within_a_block_of_the_rotation_are_refused(bits, message):
+    """Their columns could not be turned back; with stores of 16 bits nothing is turned."""
+    settings = with_fields("three-open", bits)
+    found = step_obstacle(torch.device(DEVICE), torch.float32, (64, 0), settings, latent=48, entries=9)
+    assert message in found if message else found is None
 
 
 # settings, tokens, slots, and how many of the last tokens the kernels take: the interpreter is slow

@@ -55,8 +55,9 @@ class Recall(Method):
     opens: a number >= 0, or a share of the closed groups, above 0 and below 1, rounded up, which grows with the text.
     Query heads that share a KV head open the same groups.
 
-    A query's score of a group is the largest that an index estimates of its tokens' scores. The index holds one bit per
-    number of each key, the signs of the key after a fixed rotation, and a step per token (`condense.ops.recall.index`).
+    A query's score of a group is the largest that an index estimates of its tokens' scores. The index holds a centre of
+    the group's keys after a fixed rotation, in 4 bits per number, and of each key the signs of what it differs by and a
+    step (`condense.ops.recall.index`).
 
     key_pooling, value_pooling: how a group's entry is made: "mean", "max" per channel, "weighted" by the softmax of the
     tokens' scores, or "select" the token with the highest. Scores are for the group's summary query, the mean of the

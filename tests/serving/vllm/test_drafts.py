@@ -46,7 +46,7 @@ def check_refusal(folder, settings):
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_tokens_of_generate(greedy, tmp_path, method):
-    """Of texts that repeat themselves, so that there are drafts."""
+    """Prompts of texts that repeat themselves, so that there are drafts."""
     model = condense.apply(random_llama(), method)
     model.save_pretrained(tmp_path)
     prompts = [(ids * 40)[:length] for ids, length in zip(prompts_of((7,) * 4), (230, 31, 150, 64), strict=True)]

@@ -1,4 +1,4 @@
-"""The index of Recall: a sign per number of each stored key, from which a query's score of a token is estimated.
+"""The index of Recall: centres and signs of stored keys, from which a query's scores of tokens are estimated.
 
 Keys are turned by a fixed rotation, which keeps products and spreads what a key says evenly over its numbers. Of a
 group the *centre* is kept, the mean of its turned keys in 4 bits per number; of each key, how it differs from the

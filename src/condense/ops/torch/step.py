@@ -112,7 +112,9 @@ def attend(call: StepCall, seen: Tensor, alive: Tensor, own: OwnEntries) -> tupl
     if settings.choice is not None:
         groups, chosen = _choose(call, closed)
         rows = _open_groups(state, groups, (groups < M) & alive[:, None, None], c)
-        index = state.group_index.opened(groups.clamp(max=max(M - 1, 0)))
+        index = state.group_index
+        if settings.choice.store.bits < 16:
+            index = index.opened(groups.clamp(max=max(M - 1, 0)))
         opened = settings.store_format.unpack(rows, D, Dv, q.dtype, index)
         sources.insert(0, (*opened, (groups < M).repeat_interleave(c, -1)))
         pooled = pooled & ~chosen

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from condense.ops.entries import BLOCK_WIDTH
 from condense.ops.recall.choice import Choice, IndexChoice, RecallSources
+from condense.ops.recall.index import block_width
 from condense.ops.spans import RuleSpans, UniformRule
 from condense.ops.step.settings import StepSettings
 from condense.ops.types import Problem
@@ -157,6 +158,12 @@ def step_obstacle(
         found.append(
             f"rounds entries in blocks of {BLOCK_WIDTH} channels, whole ones of latents, got latents of {latent} "
             f"columns and entry_bits={settings.entry_bits}"
+        )
+    stored = 16 if settings.choice is None else settings.choice.store.bits
+    if stored < 16 and latent % block_width(D):
+        found.append(
+            f"reads stored latents turned in blocks of {block_width(D)} columns, whole ones of values, got latents of "
+            f"{latent} of {D} columns and store_bits={stored}"
         )
     return clauses(found + _choice_obstacles(settings, entries))
 

@@ -80,11 +80,12 @@ def attend(
     q, D, near, far = dense_rows(q), q.shape[2], state.window, state.entries
     parts, room = parts_of(state, D, settings), room_for(far)
     S0, S1 = plan.splits
-    floats = H * room, R * H * S0, R * H * S0, K * room, R * H * S1 * Dv, R * H * S1, R * H * D
+    assert settings.choice is not None
+    width = D if settings.choice.store.bits < 16 else 0
+    floats = H * room, R * H * S0, R * H * S0, K * room, R * H * S1 * Dv, R * H * S1, R * H * width
     scratch = scratch_of(rounded((*floats, K * room, K * room, K * room, 1, 1, 1, 1, R * K)), q.device)
     score, top, total, offset, part, lse, turned, key, candidate, groups, place, *_, arrived = scratch
-    assert settings.choice is not None
-    asked = turned if settings.choice.store.bits < 16 else None
+    asked = turned if width > 0 else None
     of_q, turn = q.stride()[:2], rotation(D, q.device, q.dtype)
     # kernels get the window in place of what they do not read: rings, biases, slots
     other = near.cache

@@ -220,9 +220,10 @@ def recall_close_kernel(
     P: tl.constexpr, PV: tl.constexpr, PS: tl.constexpr,
     FORM: tl.constexpr, KIND: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """Write the new token to rings, entries, index and store; grid (B * K, 4): keys, values, index, entry.
+    """Write the new token to rings, entries, index and store; grid (B * K, 4): keys, values, index and
+    the keys that a store holds in fewer than 16 bits, entry.
 
-    A group is kept once ``delay`` tokens have followed it. PS: columns of bytes of a stored key or value. arrived int32
+    A group is kept once ``delay`` tokens have followed it. PS: columns of bytes of a stored value. arrived int32
     ``[B, K]`` becomes 0, for the kernel that chooses; None: it is not needed. near, far: tables of the pages of tokens
     and of records; None for rings and arrays. rotation: `condense.ops.recall.index.rotation` in the dtype of the keys.
     """

@@ -257,9 +257,11 @@ def recall_attend_kernel(
     # three products of tf32 are as exact as one of float32
     EXACT: tl.constexpr = "ieee" if PRECISION == "ieee" else "tf32x3"
     if FORM.bits < 16:
-        # keys of the store are turned, and values too where these are columns of keys
+        # keys of the store are turned, and values too where these are columns of keys. A turned query is divided by the
+        # width of the rotation's blocks, and products are multiplied by it, so that float16 holds all numbers
         turned = load_rows(turned_ptr + head * R * D, r.to(tl.int64) * D, r < R, FORM.D0, FORM.D1)
-        q = [x.to(q[0].dtype) for x in turned]
+        q = [(x * (1 / block_width(D))).to(q[0].dtype) for x in turned]
+        scale *= block_width(D)
         if DV == 0:
             acc = turned_part(softmax.acc[0], rotation_ptr, 0, FORM.V0, D, False, EXACT) * (1 / block_width(D))
             softmax = Softmax((acc,), softmax.m, softmax.total)

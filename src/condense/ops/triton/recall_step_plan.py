@@ -167,8 +167,8 @@ def plan_of(
     V, parts = latent or Dv, key_value_parts(D, Dv, latent)
     BR, P, PV = min(most, max(16, power_of_2(R))), _padded(D), _padded(Dv)
     head_tiles = cdiv(R, BR)
-    # tile columns for the bytes of a stored token
-    PS = _padded(max(D, Dv) * min(choice.store.bits, 8) // 8)
+    # tile columns for the bytes of a stored value
+    PS = _padded(Dv * min(choice.store.bits, 8) // 8)
     (_, part, of), r, GROUPS = quota, quota.at(G), power_of_2(max(G, 1))
     BG, C, tiles = ranked(G, r)
     # numbers that a program ranks at once

@@ -8,6 +8,7 @@ Shapes: n groups of a tile, T tokens of each, P columns of a tile.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -115,11 +116,16 @@ def add_key_codes(bytes, x, step, LO: tl.constexpr, FORM: tl.constexpr):
     return add_codes(bytes, codes, LO, FORM.D * FORM.bits // 8, FORM.D)
 
 
+@triton.constexpr_function
+def _room(g):
+    """Bytes that a piece may leave empty: fewer than the least multiple of 16 and of g."""
+    return triton.next_power_of_2(math.lcm(16, g))
+
+
 @triton.jit
 def fill_up(piece_ptr, SIZE: tl.constexpr, FORM: tl.constexpr):
     """Write zeros where no number stands, so that equal tokens have equal bytes. SIZE: bytes of a step."""
-    ROOM: tl.constexpr = triton.next_power_of_2(max(FORM.g, 16))
-    n = tl.arange(0, ROOM)
+    n = tl.arange(0, _room(FORM.g))
     after_grid = FORM.steps_at + FORM.g * SIZE + n
     after_codes = FORM.values_at + FORM.g * FORM.DV * FORM.bits // 8 + n
     tl.store(piece_ptr + after_grid, 0, mask=after_grid < FORM.keys_at)

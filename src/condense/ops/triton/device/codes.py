@@ -113,20 +113,17 @@ def _number_asm(AT):
 def _signed_asm(AT):
     """Assembly for two bfloat16 numbers ``zero + step * (code + 1/2)``, less the product where a sign is not set.
 
-    codes as in `_number_asm`, 127.5 being taken from 128 plus the code. Bit ``$3`` of the words ``$2`` is moved to the
-    last one, and its opposite is the number's sign.
+    codes as in `_number_asm`, 127.5 being taken from 128 plus the code. The opposite of the last bit of the words
+    ``$2`` is the number's sign.
     """
-    return f"""{{ .reg .b32 c, s, n, one, least;
+    return f"""{{ .reg .b32 c, one, least;
         mov.b32 one, 0x3F803F80;
         mov.b32 least, 0xC2FFC2FF;
         shr.b32 c, $1, {AT};
         lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
         fma.rn.bf16x2 c, c, one, least;
-        and.b32 n, $3, 15;
-        sub.u32 n, 15, n;
-        shl.b32 s, $2, n;
-        lop3.b32 c, c, s, 0x80008000, 0xD2;
-        fma.rn.bf16x2 $0, c, $4, $5; }}"""
+        lop3.b32 c, c, $2, 0x80008000, 0xD2;
+        fma.rn.bf16x2 $0, c, $3, $4; }}"""
 
 
 @triton.jit
@@ -151,11 +148,10 @@ def signed_half_of(words, signs, bit, step, zero, AT: tl.constexpr, dtype: tl.co
     steps, as `to_numbers` rounds them; codes as in `half_of`.
     """
     if ASM and dtype.is_bf16():
-        bit, step = tl.broadcast_to(bit.to(tl.int16), words.shape), (2 * step.to(tl.float32)).to(dtype)
-        words, step = tl.broadcast(words, step)
+        words, step = tl.broadcast(words, (2 * step.to(tl.float32)).to(dtype))
         zero = tl.broadcast_to(zero.to(dtype), words.shape)
-        given = [words, signs, bit, step, zero]
-        return tl.inline_asm_elementwise(_signed_asm(AT), "=r,r,r,r,r,r", given, tl.bfloat16, True, 2)
+        given = [words, signs << (15 - bit).to(tl.int16), step, zero]
+        return tl.inline_asm_elementwise(_signed_asm(AT), "=r,r,r,r,r", given, tl.bfloat16, True, 2)
     else:
         size = step.to(tl.float32) * (2 * ((words >> AT) & 15) + 1).to(tl.float32)
         is_set = (signs >> bit.to(tl.int16)) & 1 == 1

@@ -92,9 +92,10 @@ def centre_numbers(codes, unit):
 
 @triton.jit
 def add_codes(bytes, codes, LO: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
-    """Add to C bytes of 4-bit codes, float32 ``[n, bytes]``, those of columns from LO on, float32 ``[n, columns]``.
+    """Add to C bytes of codes, float32 ``[n, bytes]``, those of columns from LO on, float32 ``[n, columns]``.
 
-    A product puts a code into one half of a byte: sums of different multiples, at most 255.
+    A product puts a code into one half of a byte, or with a byte for each of D columns into all of it: sums of
+    different multiples, at most 255.
     """
     d, c = LO + tl.arange(0, codes.shape[1]), tl.arange(0, bytes.shape[1])
     is_place = ((d % C)[:, None] == c[None, :]) & (d < D)[:, None]
