@@ -30,13 +30,6 @@ SELECT = condense.DGA(
 )
 
 
-def check_bytes(got, want, name):
-    """Bytes of an index or a store: kernels turn keys by products, whose sums end in other digits than PyTorch's, so
-    that the last byte of a step may differ, and a number near a tie.
-    """
-    assert int((got != want).sum()) <= want.numel() / 50, name
-
-
 def empty(settings, length, K, widths, *, rows=2, dtype=torch.float64, spare=0, entries=None, device="cpu"):
     """Buffers for ``length`` tokens, or for ``entries`` entries; ``spare`` more slots in the rings."""
     rule, Q = settings.rule, settings.num_summary + spare

@@ -99,20 +99,9 @@ def _rotation(D: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     block = torch.ones(1, 1)
     while len(block) < P:
         block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
-    signs = _row_signs(D, torch.device("cpu"), torch.float32)
-    return (signs[:, None] * torch.block_diag(*[block] * (D // P))).to(device, dtype)
-
-
-@torch.compiler.assume_constant_result
-def _signs(D: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The signs of the rotation's rows, ``[D]``."""
-    return _row_signs(D, device, dtype)
-
-
-@functools.cache
-def _row_signs(D: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     drawn = random.Random(0)  # the same numbers in all versions of Python
-    return torch.tensor([1.0 if drawn.random() < 0.5 else -1.0 for _ in range(D)]).to(device, dtype)
+    signs = torch.tensor([1.0 if drawn.random() < 0.5 else -1.0 for _ in range(D)])
+    return (signs[:, None] * torch.block_diag(*[block] * (D // P))).to(device, dtype)
 
 
 def build_index(k_groups: Tensor) -> GroupIndex:
@@ -130,7 +119,8 @@ def split_keys(k_groups: Tensor) -> tuple[GroupIndex, Tensor]:
     """
     (*_, g, D), dtype = k_groups.shape, k_groups.dtype
     W, P = sign_bytes(D), block_width(D)
-    x = _turned(k_groups.to(torch.promote_types(dtype, torch.float32)))
+    wide = k_groups.to(torch.promote_types(dtype, torch.float32))
+    x = wide @ rotation(D, wide.device, wide.dtype)
     tiny = torch.finfo(x.dtype).tiny
     # products of two turned vectors are too large by the width of the rotation's blocks, by which steps are divided
     mean = x.sum(3) * (1 / g)
@@ -146,20 +136,6 @@ def split_keys(k_groups: Tensor) -> tuple[GroupIndex, Tensor]:
     signs = (bits << place).sum(4, dtype=torch.uint8).flatten(3)
     of_centre = to_bytes(F.pad(codes.to(torch.uint8), (0, 8 * W - D)), 4)
     return GroupIndex(torch.cat([signs, of_centre], dim=3), steps), x
-
-
-def _turned(x: Tensor) -> Tensor:
-    """Vectors ``[..., D]`` turned, by sums of two numbers in a fixed order.
-
-    A product of matrices would end in other digits where more vectors are turned at once, and a code near a tie would
-    depend on how a text was cut into pieces.
-    """
-    half, x = 1, x * _signs(x.shape[-1], x.device, x.dtype)
-    while half < block_width(x.shape[-1]):
-        first, second = x.unflatten(-1, (-1, 2, half)).unbind(-2)
-        x = torch.stack([first + second, first - second], dim=-2).flatten(-3)
-        half *= 2
-    return x
 
 
 @torch.no_grad()
