@@ -14,10 +14,12 @@ from condense.ops.recall import (
     ArrayChoice,
     Quota,
     RecallSources,
+    StoreFormat,
     build_index,
     choose_groups,
     chosen_groups,
     index_scores,
+    split_keys,
 )
 from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.torch import recall as torch_recall
@@ -117,6 +119,22 @@ def test_a_part_that_all_keys_share_hides_little():
         scores = index_scores(q, build_index(k.unflatten(2, (10, 16))), 1.0)
         found.append(torch.stack([scores.flatten(), exact.flatten()]).corrcoef()[0, 1])
     assert found[1] > 0.75 * found[0] > 0.4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("g", "width"), [(16, 64), (3, 24), (16, 128)], ids=str)
+def test_a_group_is_kept_alike_alone_and_among_others(g, width, dtype):
+    """To the bit, so that a cache does not depend on how a text was cut: index, and what a store of 4 bits holds."""
+    k = torch.randn(2, 3, 70, g, width, generator=torch.Generator().manual_seed(g)).to(dtype)
+    form, whole = StoreFormat(4, g), split_keys(k)
+    rows = form.pack(k, k, whole[1])
+    for start, stop in ((0, 1), (1, 2), (2, 9), (9, 70)):
+        part = k[:, :, start:stop]
+        index, rest = split_keys(part)
+        assert all(map(torch.equal, index, whole[0].narrow(start, stop)))
+        assert torch.equal(form.pack(part, part, rest), rows[:, :, start * g : stop * g])
+    alone, _ = split_keys(k[1:, 2:, 5:6])
+    assert all(map(torch.equal, alone, (x[1:, 2:, 5:6] for x in whole[0])))
 
 
 def test_keys_and_queries_of_zeros():
