@@ -25,6 +25,8 @@ from condense.ops.triton.limits import DTYPES, step_obstacle
 CUDA = DEVICE == "cuda"
 # name of the case, bits of the store, widths
 STORES = [("three-open", 8, (16, 24)), ("g-6", 4, (24, 16)), ("g-1-opened", 4, (16, 16)), ("a-third", 8, (40, 16))]
+# read in words
+STORES += [("three-open", 4, (64, 128)), ("g-6", 4, (128, 64)), ("g-1-opened", 4, (64, 64))]
 if CUDA:
     STORES += [("three-open", bits, widths) for bits in (8, 4) for widths in ((128, 128), (80, 80), (192, 128))]
 ENTRIES = {

@@ -82,9 +82,10 @@ def attend(
     S0, S1 = plan.splits
     assert settings.choice is not None
     width = D if settings.choice.store.bits < 16 else 0
-    floats = H * room, R * H * S0, R * H * S0, K * room, R * H * S1 * Dv, R * H * S1, R * H * width
-    scratch = scratch_of(rounded((*floats, K * room, K * room, K * room, 1, 1, 1, 1, R * K)), q.device)
-    score, top, total, offset, part, lse, turned, key, candidate, groups, place, *_, arrived = scratch
+    floats = H * room, R * H * S0, R * H * S0, K * room, R * H * S1 * Dv, R * H * S1
+    turns = R * H * width, H * room if width else 0
+    scratch = scratch_of(rounded((*floats, *turns, K * room, K * room, K * room, 1, 1, 1, 1, R * K)), q.device)
+    score, top, total, offset, part, lse, turned, base, key, candidate, groups, place, *_, arrived = scratch
     asked = turned if width > 0 else None
     of_q, turn = q.stride()[:2], rotation(D, q.device, q.dtype)
     # kernels get the window in place of what they do not read: rings, biases, slots
@@ -104,7 +105,7 @@ def attend(
             (_choose, plan.choose, (score, top, total, other, seen, seen, *lists, before), ()),
             (
                 _attend, plan.attend,
-                (q, *buffers, groups, place, offset, seen, seen, part, lse, near.table, far.table, before), of_q,
+                (q, *buffers, base, groups, place, offset, seen, seen, part, lse, near.table, far.table, before), of_q,
             ),
         ):  # fmt: skip
             kernel(grid, tensors, (*strides, *numbers), constants, options)

@@ -30,8 +30,9 @@ class _Scratch(NamedTuple):
     """Scratch memory of one step; all tensors have one dimension and hold, in order, numbers of the shapes given here.
 
     float32: score ``[B, H, G as a power of two]``, top and total ``[B, H, S0]``, offset ``[B, K, G]``, part
-    ``[B, H, S1, Dv]``, lse ``[B, H, S1]``, turned ``[B, H, D]``; int32: key and candidate ``[B, K, N]``, groups and
-    place ``[B, K, r]``, slot_of ``[B, K, G]``, used and free ``[B, K, S]`` of S slots, arrived ``[B, K]``.
+    ``[B, H, S1, Dv]``, lse ``[B, H, S1]``, turned ``[B, H, D]``, base ``[B, H, r]``; int32: key and candidate ``[B, K,
+    N]``, groups and place ``[B, K, r]``, slot_of ``[B, K, G]``, used and free ``[B, K, S]`` of S slots, arrived ``[B,
+    K]``.
     """
 
     score: Tensor
@@ -41,6 +42,7 @@ class _Scratch(NamedTuple):
     part: Tensor
     lse: Tensor
     turned: Tensor
+    base: Tensor
     key: Tensor
     candidate: Tensor
     groups: Tensor
@@ -52,7 +54,7 @@ class _Scratch(NamedTuple):
 
 
 # fields of `_Scratch` that are float32
-_NUM_FLOATS = 7
+_NUM_FLOATS = 8
 
 
 def _scratch_sizes(
@@ -61,9 +63,10 @@ def _scratch_sizes(
     """The `rounded` sizes of the fields of `_Scratch`. rows: B * H, B * K; D: 0 if nobody reads turned queries."""
     (queries, heads), (S0, S1), (_, C, tiles) = rows, splits, ranked(G, r)
     scores = power_of_2(max(G, 1))
-    floats = queries * scores, queries * S0, queries * S0, heads * G, queries * S1 * Dv, queries * S1, queries * D
+    floats = queries * scores, queries * S0, queries * S0, heads * G, queries * S1 * Dv, queries * S1
+    turns = queries * D, queries * r if D else 0
     lists = heads * tiles * C, heads * tiles * C, heads * r, heads * r
-    return rounded((*floats, *lists, heads * G if slots else 0, heads * slots, heads * slots, heads))
+    return rounded((*floats, *turns, *lists, heads * G if slots else 0, heads * slots, heads * slots, heads))
 
 
 def rounded(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -114,7 +117,7 @@ class RecallKernels(PreparedStep):
             self.state
         )
         scratch = scratch_of(self._sizes, q.device)
-        score, top, total, offset, part, lse, turned, key, candidate, groups, place, *found, arrived = scratch
+        score, top, total, offset, part, lse, turned, base, key, candidate, groups, place, *found, arrived = scratch
         asked = turned if turned.numel() > 0 else None
         out = torch.empty(*q.shape[:3], self._width, dtype=q.dtype, device=q.device)
         counts = seen if token.real is None else token.real.contiguous()
@@ -127,6 +130,6 @@ class RecallKernels(PreparedStep):
                 chosen = (key, candidate, groups, place, offset, held, order, *found, arrived)
                 self._choose((score, top, total, biases, seen, counts, *chosen, None))
             keys = (entries_k, entries_v, signs, steps, store, ring_k, ring_v, slots, asked, self._rotation)
-            self._attend((q, *keys, groups, place, offset, seen, counts, part, lse, None, None, None))
+            self._attend((q, *keys, base, groups, place, offset, seen, counts, part, lse, None, None, None))
             self._join((part, lse, out, seen, counts, sink, token.counter))
         return out

@@ -18,14 +18,21 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from condense.ops.triton.device.address import form_row, head_rows, part_at
-from condense.ops.triton.device.codes import load_vectors, row_width
-from condense.ops.triton.device.parts import add_weighted, load_rows, parts, tile_width
+from condense.ops.triton.device.codes import MIDDLE, entries_in_words, from_words, load_vectors, row_width, to_words
+from condense.ops.triton.device.parts import load_rows, parts, products, tile_width, zeros
 from condense.ops.triton.device.scores import soft_cap
 from condense.ops.triton.device.signs import block_width, index_widths, turned_part
-from condense.ops.triton.device.softmax import Softmax, add_weights, empty_softmax, key_products, store_part, whole
+from condense.ops.triton.device.softmax import Softmax, key_products, store_part
 from condense.ops.triton.recall_choice_kernels import wanted_groups
 from condense.ops.triton.recall_close_kernels import after_the_last, row_of_step
-from condense.ops.triton.recall_store_kernels import Pieces, load_groups, tokens_of_tile
+from condense.ops.triton.recall_store_kernels import (
+    Pieces,
+    in_words,
+    load_centres,
+    load_groups,
+    load_words,
+    tokens_of_tile,
+)
 
 
 class _Entries(NamedTuple):
@@ -61,14 +68,64 @@ def _load_part(at, LO: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _add_keys(softmax, q, k, v, offset, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
-    """One step of the online softmax. offset: added to the scores of each key, -inf for keys that are not seen."""
-    s = soft_cap(key_products(q, k, PRECISION) * scale, CAP)[0] + offset[None, :]
-    m = tl.maximum(softmax.m, tl.max(s, 1))
+def _empty(BN: tl.constexpr, BR: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr):
+    """The `Softmax` of BR queries before the first key, sums in columns: acc ``[V, BR]`` in parts, total ``[BN, BR]``.
+
+    Matrix units take rows by 16 and columns by 8, and few query heads share a KV head: keys are the rows.
+    """
+    acc = [tl.trans(x) for x in zeros(BR, V0, V1)]
+    return Softmax(acc, tl.full([BR], float("-inf"), tl.float32), tl.zeros([BN, BR], tl.float32))
+
+
+@triton.jit
+def _split(softmax, V: tl.constexpr):
+    """The softmax with values in the parts of `to_words`."""
+    return Softmax([tl.trans(x) for x in to_words(tl.trans(softmax.acc[0]), V)], softmax.m, softmax.total)
+
+
+@triton.jit
+def _joined(softmax, V: tl.constexpr):
+    """The opposite of `_split`."""
+    return Softmax((tl.trans(from_words([tl.trans(x) for x in softmax.acc], V)),), softmax.m, softmax.total)
+
+
+@triton.jit
+def _scores(q, k, PRECISION: tl.constexpr):
+    """Products of keys with queries ``[BN, BR]``."""
+    return tl.trans(key_products(q, k, PRECISION)) if PRECISION == "ieee" else products(k, q, PRECISION)
+
+
+@triton.jit
+def _add(softmax, s, v, step, PRECISION: tl.constexpr):
+    """One step of the online softmax: scores s ``[BN, BR]``, -inf for keys that are not seen; values v, which count
+    ``step`` ``[BN]`` times, once for None. Returns also the weights, and the factor for earlier sums.
+    """
+    m = tl.maximum(softmax.m, tl.max(s, 0))
     safe = tl.where(m == float("-inf"), 0.0, m)
-    p, alpha = tl.exp2(s - safe[:, None]), tl.exp2(softmax.m - safe)
-    acc = add_weighted([x * alpha[:, None] for x in softmax.acc], p, v, PRECISION)
-    return Softmax(acc, m, add_weights(softmax.total, alpha, p))
+    p, alpha = tl.exp2(s - safe[None, :]), tl.exp2(softmax.m - safe)
+    weights = (p if step is None else p * step[:, None]).to(v[0].dtype)
+    acc = ()
+    for part in tl.static_range(len(v)):
+        x = softmax.acc[part] * alpha[None, :]
+        acc = acc + (tl.dot(tl.trans(v[part]), weights, x, input_precision=PRECISION),)  # noqa: RUF005
+    return Softmax(acc, m, softmax.total * alpha[None, :] + p), p, alpha
+
+
+@triton.jit
+def _add_keys(softmax, q, k, v, offset, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
+    """`_add` keys k. offset: added to the scores of each key, -inf for keys that are not seen."""
+    s = soft_cap(_scores(q, k, PRECISION) * scale, CAP)[0] + offset[:, None]
+    return _add(softmax, s, v, None, PRECISION)[0]
+
+
+@triton.jit
+def _add_words(softmax, shift, q, words, base, offset, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
+    """`_add` `Words`. base ``[BN, BR]``: products of queries with the centres of the tokens' groups. shift float32
+    ``[BN, BR]``: weighted middles of values, which are to be added to all columns.
+    """
+    s = soft_cap((_scores(q, words.k, PRECISION) * words.unit[:, None] + base) * scale, CAP)[0] + offset[:, None]
+    softmax, p, alpha = _add(softmax, s, words.v, words.step, PRECISION)
+    return softmax, shift * alpha[None, :] + p * (words.zero + MIDDLE * words.step)[:, None]
 
 
 @triton.jit
@@ -78,11 +135,17 @@ def _add_entries(
 ):  # fmt: skip
     """Add tiles ``[lo, hi)`` of entries in fewer than 16 bits; each score gets its entry's offset; no tile is empty."""
     dtype: tl.constexpr = q[0].dtype
-    BN: tl.constexpr = softmax.total.shape[1]
+    BN: tl.constexpr = softmax.total.shape[0]
     ROW: tl.constexpr = row_width(FORM.D, BITS, dtype)
     ROW_V: tl.constexpr = row_width(FORM.DV, BITS, dtype)
     offset_ptr = entries.offset
     offset = tl.zeros([BN], tl.float32)
+    KEYS: tl.constexpr = entries_in_words(entries.k.dtype, dtype, FORM.D0, FORM.D1, BITS, EARLY)
+    VALUES: tl.constexpr = FORM.DV > 0 and entries_in_words(entries.v.dtype, dtype, FORM.V0, FORM.V1, BITS, EARLY)
+    if KEYS:
+        q = to_words(q[0], FORM.D)
+    if VALUES:
+        softmax = _split(softmax, FORM.DV)
     if FAR is not None:
         # found one tile ahead, so that keys need not wait for tables
         record = _records(entries, lo * BN + tl.arange(0, BN), FAR)
@@ -98,15 +161,15 @@ def _add_entries(
             at_k, at_v = at * ROW, at * ROW_V
         else:
             at_k, at_v = record, record
-        k = load_vectors(entries.k, at_k, dtype, FORM.D0, FORM.D1, BITS, EARLY, True)
+        k = load_vectors(entries.k, at_k, dtype, FORM.D0, FORM.D1, BITS, EARLY)
         v = (k[0],)
         if FORM.DV > 0:
-            v = load_vectors(entries.v, at_v, dtype, FORM.V0, FORM.V1, BITS, EARLY, False)
+            v = load_vectors(entries.v, at_v, dtype, FORM.V0, FORM.V1, BITS, EARLY)
         softmax = _add_keys(softmax, q, k, v, offset, scale, CAP, PRECISION)
         offset = next_offset
         if FAR is not None:
             record = _records(entries, n + BN, FAR)
-    return softmax
+    return _joined(softmax, FORM.DV) if VALUES else softmax
 
 
 @triton.jit
@@ -132,6 +195,31 @@ def _of_group(ptr, row, SIZE: tl.constexpr, FAR: tl.constexpr):
 
 
 @triton.jit
+def _put_bases(
+    base_ptr, q, groups, signs_ptr, steps_ptr, groups_ptr, far_ptr, count, inside, FORM: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr, FAR: tl.constexpr,
+):  # fmt: skip
+    """Write the products of queries with the centres of open groups ``[groups[0], groups[1])`` to ``base_ptr``
+    ``[BR]``, where queries are ``inside``, for all threads of the program.
+    """
+    columns: tl.constexpr = index_widths(FORM.g, FORM.D)
+    for start in range(groups[0], groups[1], 32):
+        n = start + tl.arange(0, 32)
+        row = _open_groups(groups_ptr, far_ptr, n, count, FAR)
+        x = load_centres(_of_group(signs_ptr, row, columns[0], FAR), q[0].dtype, FORM, EARLY)
+        unit = 2 * tl.load(_of_group(steps_ptr, row, columns[1], FAR) + FORM.g).to(tl.float32)
+        s = _scores(q, x, PRECISION) * unit[:, None]
+        tl.store(base_ptr[None, :] + n[:, None], s, mask=inside[None, :] & (n < groups[1])[:, None])
+    tl.debug_barrier()
+
+
+@triton.jit
+def _load_bases(base_ptr, n, groups, inside):
+    """What `_put_bases` wrote of open groups n, ``[n, BR]``; 0 beyond the last of ``groups``."""
+    return tl.load(base_ptr[None, :] + n[:, None], mask=inside[None, :] & (n < groups[1])[:, None], other=0.0)
+
+
+@triton.jit
 def _rows_in_pages(near, entries, tile, entry_tiles, BN: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr):
     """Offsets ``[BN]`` of the keys, and of the values, of a tile of entries or tokens; behind the last, its own."""
     is_entry = tile < entry_tiles
@@ -144,8 +232,8 @@ def _rows_in_pages(near, entries, tile, entry_tiles, BN: tl.constexpr, NEAR: tl.
 @triton.jit
 def recall_attend_kernel(
     q_ptr, entries_k_ptr, entries_v_ptr, signs_ptr, steps_ptr, store_ptr, ring_k_ptr, ring_v_ptr, slots_ptr,
-    turned_ptr, rotation_ptr, groups_ptr, place_ptr, offset_ptr, seen_ptr, real_ptr, part_ptr, lse_ptr, near_ptr,
-    far_ptr, before_ptr,
+    turned_ptr, rotation_ptr, base_ptr, groups_ptr, place_ptr, offset_ptr, seen_ptr, real_ptr, part_ptr, lse_ptr,
+    near_ptr, far_ptr, before_ptr,
     s_qb, s_qh, K, R, G, W, N, window, most_opened, part, of, own, scale,
     SLOTS: tl.constexpr, FORM: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
     POOL: tl.constexpr, BITS: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -162,7 +250,7 @@ def recall_attend_kernel(
     and of the numbers of `condense.ops.recall.choice.Quota`. near, far: tables of the pages of tokens and of records,
     for which lists of groups and offsets are as `recall_choose_kernel` says; rows whose groups have no room there get
     NaN. For stores of fewer than 16 bits, turned: the turned queries, float32 ``[B, H, D]``; rotation:
-    `condense.ops.recall.index.rotation` in the dtype of q.
+    `condense.ops.recall.index.rotation` in the dtype of q; base: room for a number of each query head and open group.
     """
     split, S, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K
@@ -196,7 +284,7 @@ def recall_attend_kernel(
         far_ptr += b * FAR.s_table
         ring_k_ptr += kvh * NEAR.s_head
         ring_v_ptr += kvh * NEAR.s_head
-    softmax = empty_softmax(BR, FORM.V0, FORM.V1, BN)
+    softmax = _empty(BN, BR, FORM.V0, FORM.V1)
     share = tl.maximum(split - own, 0)
     lo, hi = tiles * share // (S - own), tiles * (share + 1) // (S - own)
     hi = tl.where(split < own, lo, hi)
@@ -247,7 +335,6 @@ def recall_attend_kernel(
             place = _rows_in_pages(near, keys, tile + 1, entry_tiles, BN, NEAR, FAR)
     # splits without a tile have not waited yet
     after_the_last(EARLY)
-    softmax = whole(softmax)
     groups_ptr += head * most_opened if FAR is None else kvh * G + this.start
     place_ptr += head * most_opened
     store_ptr += head_rows(store_ptr, head, kvh, N // g, FORM.piece, FAR)
@@ -263,8 +350,8 @@ def recall_attend_kernel(
         q = [(x * (1 / block_width(D))).to(q[0].dtype) for x in turned]
         scale *= block_width(D)
         if DV == 0:
-            acc = turned_part(softmax.acc[0], rotation_ptr, 0, FORM.V0, D, False, EXACT) * (1 / block_width(D))
-            softmax = Softmax((acc,), softmax.m, softmax.total)
+            acc = turned_part(tl.trans(softmax.acc[0]), rotation_ptr, 0, FORM.V0, D, False, EXACT)
+            softmax = Softmax((tl.trans(acc * (1 / block_width(D))),), softmax.m, softmax.total)
     slots_ptr += head * SLOTS * FORM.piece
     # a tile has T tokens of each of BG groups
     T: tl.constexpr = tokens_of_tile(g, BN)
@@ -276,10 +363,22 @@ def recall_attend_kernel(
     share = tl.minimum(split, shares)
     lo, hi = tiles * share // shares, tl.minimum(tiles * (share + 1) // shares, tiles)
     n, token = tl.arange(0, BG), tl.arange(0, T)
+    # sums of codes would be too large or too small for float16
+    WORDS: tl.constexpr = in_words(FORM) and not q[0].dtype.is_fp16()
+    if WORDS:
+        base_ptr += head * R * most_opened if FAR is None else kvh * R * G + this.start
+        base_ptr += r * (most_opened if FAR is None else G)
+        q = to_words(q[0], D)
+        groups = lo // PARTS * BG, tl.minimum(tl.cdiv(hi, PARTS) * BG, count)
+        _put_bases(
+            base_ptr, q, groups, signs_ptr, steps_ptr, groups_ptr, far_ptr, count, r < R, FORM, PRECISION, EARLY, FAR
+        )
+        softmax = _split(softmax, DV)
+    shift = tl.zeros([BN, BR], tl.float32)
     # found one tile ahead, so that tokens need not wait for lists
     row = _open_groups(groups_ptr, far_ptr, lo // PARTS * BG + n, count, FAR)
     for tile in range(lo, hi):
-        at, i = tile // PARTS * BG + n, tile % PARTS * T + token
+        at, start = tile // PARTS * BG + n, tile % PARTS * T
         piece = _of_group(store_ptr, row, FORM.piece, FAR)
         signs, steps = _of_group(signs_ptr, row, columns[0], FAR), _of_group(steps_ptr, row, columns[1], FAR)
         pieces = Pieces(piece, piece, n < 0, signs, steps)
@@ -290,16 +389,26 @@ def recall_attend_kernel(
             slot = slots_ptr + (place >> 1).to(tl.int64) * FORM.piece
             held = (place >= 0) & (place % 2 == 0)
             pieces = Pieces(tl.where(held, slot, piece), slot, (place >= 0) & (place % 2 == 1), signs, steps)
-        k, v = load_groups(pieces, i, q_ptr.dtype.element_ty, FORM, SLOTS > 0, EARLY)
-        seen = (at < count)[:, None] & (i < g)[None, :]
+        seen = (at < count)[:, None] & (start + token < g)[None, :]
         offset = tl.reshape(tl.where(seen, 0.0, float("-inf")), (BN,))
-        softmax = _add_keys(softmax, q, k, v, offset, scale, CAP, PRECISION)
+        if WORDS:
+            base = _load_bases(base_ptr, tile // PARTS * BG + lane // T, groups, r < R)
+            words = load_words(pieces, start, T, q[0].dtype, FORM, SLOTS > 0, EARLY)
+            softmax, shift = _add_words(softmax, shift, q, words, base, offset, scale, CAP, PRECISION)
+        else:
+            k, v = load_groups(pieces, start + token, q[0].dtype, FORM, SLOTS > 0)
+            softmax = _add_keys(softmax, q, k, v, offset, scale, CAP, PRECISION)
+    if WORDS:
+        # to all columns, in all parts
+        shift = tl.sum(shift, 0)[None, :]
+        softmax = _joined(Softmax([x + shift for x in softmax.acc], softmax.m, softmax.total), DV)
+    acc = [tl.trans(x) for x in softmax.acc]
     if FORM.bits < 16 and DV == 0:
-        acc = turned_part(softmax.acc[0], rotation_ptr, 0, FORM.V0, D, True, EXACT)
-        softmax = Softmax((acc,), softmax.m, softmax.total)
+        acc = (turned_part(acc[0], rotation_ptr, 0, FORM.V0, D, True, EXACT),)
+    total = tl.sum(softmax.total, 0)
     if FAR is not None:
         refused = tl.where(all_closed > closed, float("nan"), 0.0)
-        softmax = Softmax([x + refused for x in softmax.acc], softmax.m, softmax.total)
+        acc = [x + refused for x in acc]
     at = (head * R + r) * S + split
     # splits without a key write zeros, because the join reads every part
-    store_part(part_ptr, lse_ptr, softmax, at, r < R, FORM.V0, FORM.V1)
+    store_part(part_ptr, lse_ptr, Softmax(acc, softmax.m, total), at, r < R, FORM.V0, FORM.V1)

@@ -59,21 +59,23 @@ class _Table(NamedTuple):
     weight: int
 
 
-def _table(device: torch.device, dtype: torch.dtype, width: int, heads: int) -> _Table:
-    """Tiles by dtype, the wider of keys and values, and the KV heads of all rows: with many, shorter programs share a
-    multiprocessor evenly; few are done sooner by programs of more warps.
-    """
+def _table(device: torch.device, dtype: torch.dtype, width: int, heads: int, bits: int) -> _Table:
+    """Tiles by dtype, the wider of keys and values, the KV heads of all rows, and the bits of the store."""
     if device.type != "cuda":  # the interpreter
         return _Table(_GroupTiles(16, 4, 1, 1), _GroupTiles(16, 4, 1, 1), 16, False, 2)
-    early = gpu_of(device).capability >= (9, 0)
+    early, many = gpu_of(device).capability >= (9, 0), heads >= _MANY_HEADS
     if width > 256:  # latents
         rows = 16 if dtype == torch.float32 else 32
         return _Table(_GroupTiles(128, 8, 2, 1), _GroupTiles(rows, 8 if rows == 16 else 4, 2, 1), 16, early, 0)
     if dtype == torch.float32 or width > 128:
         return _Table(_GroupTiles(256, 4, 3, 2), _GroupTiles(32, 4, 2, 2), 64, early, 0)
-    if heads >= _MANY_HEADS:
-        return _Table(_GroupTiles(256, 4, 4, 8), _GroupTiles(32, 2, 2, 8, 128), 64, early, 5)
-    return _Table(_GroupTiles(512, 8, 3, 2), _GroupTiles(64, 4, 3, 3, 168), 64, early, 5)
+    if bits == 4 and dtype == torch.bfloat16:
+        # a warp that has a tile of its own does not wait for others
+        attend = _GroupTiles(16, 1, 2, 16, 128)
+    else:
+        # with many heads, shorter programs share a multiprocessor evenly; few are done sooner by programs of more warps
+        attend = _GroupTiles(32, 2, 2, 8) if many else _GroupTiles(64, 4, 3, 3)
+    return _Table(_GroupTiles(256, 4, 4, 8 if many else 4), attend, 64, early, 5)
 
 
 def _num_splits(device: torch.device, programs: int, tiles_of_keys: int, waves: int) -> int:
@@ -158,14 +160,11 @@ def plan_of(
     row = G if far is None else sizes.all
     assert choice is not None
     quota, R = choice.quota, H // K
-    of_score, of_attend, most, early, weight = _table(device, dtype, max(D, Dv), B * K)
+    of_score, of_attend, most, early, weight = _table(device, dtype, max(D, Dv), B * K, choice.store.bits)
     if settings.entry_bits < 16:
         weight = min(weight, 1)  # to unpack an entry takes as long as a token
-    if choice.store.bits != 4:
-        # numbers of 8 and 16 bits need more registers than that, or spill
-        of_attend = of_attend._replace(registers=0)
     V, parts = latent or Dv, key_value_parts(D, Dv, latent)
-    BR, P, PV = min(most, max(16, power_of_2(R))), _padded(D), _padded(Dv)
+    BR, P, PV = min(most, max(8, power_of_2(R))), _padded(D), _padded(Dv)
     head_tiles = cdiv(R, BR)
     # tile columns for the bytes of a stored value
     PS = _padded(Dv * min(choice.store.bits, 8) // 8)
@@ -179,7 +178,9 @@ def plan_of(
     precision = "ieee" if dtype == torch.float32 else "tf32"
     S0 = _num_splits(device, B * K * head_tiles, cdiv(G, GS), of_score.waves)
     S1 = _num_splits(device, B * K * head_tiles, sum(cdiv(n, of_attend.rows) for n in (G, r * g, W)), of_attend.waves)
-    BC = min(64, power_of_2(V))
+    # parts that are joined at once, and their columns
+    BS = min(256, max(64, power_of_2(S1)))
+    BC = min(4096 // BS, power_of_2(V))
     # splits that read open groups alone, by their share of the work; at least 1, or 0 for no such split
     opened, others = weight * r * g, (G if choice.pool else 0) + W
     own = max(1, min(S1 - 1, round(S1 * opened / (opened + others)))) if opened > 0 and S1 > 1 else 0
@@ -216,5 +217,5 @@ def plan_of(
              softcap * LOG2E, early, near, far),
             of_attend.options | chained,
         ),
-        ((B * H, cdiv(V, BC), 1), (H, S1), (V, BC, 64, has_real, early, None), chained),
+        ((B * H, cdiv(V, BC), 1), (H, S1), (V, BC, BS, has_real, early, None), chained),
     )  # fmt: skip

@@ -15,7 +15,7 @@ from condense.ops.triton.device.parts import tile_width
 from condense.ops.triton.device.signs import centre_products, index_widths, sign_bytes, sign_products, turned_queries
 from condense.ops.triton.recall_close_kernels import row_of_step
 
-# scores that are added up at a time
+# groups whose centres are multiplied, and scores added up, at a time
 _ADDED = tl.constexpr(64)
 
 
@@ -99,40 +99,40 @@ def recall_score_kernel(
     # found and loaded one tile ahead
     row = _found(far_ptr, lo * BG + n // T, closed, FAR)
     step = _load_steps(steps_ptr, row, i, closed, g, FAR)
-    of_tile = tl.arange(0, BG)
-    centre_row = _found(far_ptr, lo * BG + of_tile, closed, FAR)
     for tile in range(lo, hi):
         next_row = _found(far_ptr, (tile + 1) * BG + n // T, closed, FAR)
-        next_centre_row = _found(far_ptr, (tile + 1) * BG + of_tile, closed, FAR)
         next_step = _load_steps(steps_ptr, next_row, i, closed, g, FAR)
         signs = _load_signs(signs_ptr, row, i, g, D, FAR)
         # programmatic launches and this assembly are what a GPU has and the interpreter has not
         s = sign_products(signs, queries, sums, step, EARLY)
-        centre = centre_products(signs_ptr, _signs_at(signs_ptr, centre_row, g, g, D, FAR), queries, sums, D)
-        centre *= _load_steps(steps_ptr, centre_row, g, closed, g, FAR)[:, None]
-        best = (tl.max(tl.reshape(s, (BG, T, BR)), 1) + centre) * (unit * scale)[None, :]
-        group = tile * BG + of_tile
+        best = tl.max(tl.reshape(s, (BG, T, BR)), 1)
+        group = tile * BG + tl.arange(0, BG)
         tl.store(score_ptr[None, :] + group[:, None], best, mask=(group < closed)[:, None] & (r < R)[None, :])
-        row, step, centre_row = next_row, next_step, next_centre_row
-    # scores are read again, from the cache: in the loop above several threads hold the same ones
+        row, step = next_row, next_step
+    # read again, from the cache, in larger tiles: those of centres would be small beside those of their tokens
     tl.debug_barrier()
     last = tl.minimum(hi * BG, closed)
-    top = tl.full([BR, _ADDED], float("-inf"), tl.float32)
-    total = tl.zeros([BR, _ADDED], tl.float32)
+    top = tl.full([_ADDED, BR], float("-inf"), tl.float32)
+    total = tl.zeros([_ADDED, BR], tl.float32)
     for start in range(lo * BG, last, _ADDED):
         group = start + tl.arange(0, _ADDED)
-        there = (r < R)[:, None] & (group < last)[None, :]
-        s = tl.load(score_ptr[:, None] + group[None, :], mask=there, other=float("-inf"))
+        found = _found(far_ptr, group, closed, FAR)
+        at, there = score_ptr[None, :] + group[:, None], (group < last)[:, None] & (r < R)[None, :]
+        centre = centre_products(signs_ptr, _signs_at(signs_ptr, found, g, g, D, FAR), queries, sums, D, EARLY)
+        centre *= _load_steps(steps_ptr, found, g, closed, g, FAR)[:, None]
+        s = (tl.load(at, mask=there, other=0.0) + centre) * (unit * scale)[None, :]
+        tl.store(at, s, mask=there)
+        s = tl.where(there, s, float("-inf"))
         # kept per place in a tile: to join them, warps would wait for each other
         larger = tl.maximum(top, s)
         safe = tl.where(larger == float("-inf"), 0.0, larger)
         total = total * tl.exp2(top - safe) + tl.exp2(s - safe)
         top = larger
-    larger = tl.max(top, 1)
+    larger = tl.max(top, 0)
     safe = tl.where(larger == float("-inf"), 0.0, larger)
     at = (head * R + r) * S + split
     tl.store(top_ptr + at, larger, mask=r < R)
-    tl.store(total_ptr + at, tl.sum(total * tl.exp2(top - safe[:, None]), 1), mask=r < R)
+    tl.store(total_ptr + at, tl.sum(total * tl.exp2(top - safe[None, :]), 0), mask=r < R)
     if EARLY:
         # a kernel that waits for this one also needs what the one before this one wrote
         gdc_wait()

@@ -18,7 +18,16 @@ import triton.language as tl
 from condense.ops.recall.index import CENTRE_LEVELS
 from condense.ops.recall.store import StoreFormat
 from condense.ops.triton.device.address import token_rows
-from condense.ops.triton.device.codes import codes_of, half_of, side_by_side, signed_half_of, to_numbers, unpacked
+from condense.ops.triton.device.codes import (
+    MIDDLE,
+    codes_of,
+    from_words,
+    middle_codes,
+    pair_of,
+    signed_codes,
+    to_numbers,
+    unpacked,
+)
 from condense.ops.triton.device.parts import parts, store_rows, tile_width
 from condense.ops.triton.device.signs import add_codes, block_width, index_widths, sign_bytes, turned_part
 
@@ -73,6 +82,20 @@ class Pieces(NamedTuple):
     moves: Any
     signs: Any
     steps: Any
+
+
+class Words(NamedTuple):
+    """Tokens of groups as `load_words` reads them, N of them; their keys less the centres of their groups.
+
+    k, v: `signed_codes` and `middle_codes` in the parts of `to_words`. unit: what 1 in a key stands for. step, zero: a
+    value is ``zero + step * code``. All three float32 ``[N]``.
+    """
+
+    k: Any
+    v: Any
+    unit: Any
+    step: Any
+    zero: Any
 
 
 @triton.constexpr_function
@@ -171,9 +194,10 @@ def tokens_of_tile(g, N):
 
 
 @triton.constexpr_function
-def _in_halves(LO, N, WIDTH, BITS):
-    """Whether these columns are all of a vector, and each byte holds one of its first half and one of its second."""
-    return BITS == 4 and LO == 0 and N == WIDTH == tile_width(WIDTH) and WIDTH >= 32
+def in_words(FORM):
+    """Whether groups can be read by `load_words`."""
+    whole = FORM.D1 == 0 and FORM.V1 == 0 and tile_width(FORM.D) == FORM.D and tile_width(FORM.DV) == FORM.DV
+    return FORM.bits == 4 and whole and min(FORM.D, FORM.DV) >= 64
 
 
 @triton.jit
@@ -193,6 +217,23 @@ def _as(pieces, dtype: tl.constexpr):
     """Pieces of bytes as numbers of ``dtype``."""
     of: tl.constexpr = tl.pointer_type(dtype)
     return Pieces(pieces.ptr.to(of), pieces.slot.to(of), pieces.moves, pieces.signs, pieces.steps)
+
+
+@triton.jit
+def _load_numbers(
+    pieces, AT: tl.constexpr, first, T: tl.constexpr, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr
+):  # fmt: skip
+    """The numbers of T tokens from ``first`` on, float32 ``[n * T]``; a piece has AT numbers before that of token 0."""
+    N: tl.constexpr = pieces.ptr.shape[0] * T
+    if dtype.primitive_bitwidth == 16 and FORM.g % 2 == 0:
+        # two are loaded as one word, which is wide enough to be prefetched
+        j = first // 2 + tl.arange(0, T // 2)
+        words = _load(_as(pieces, tl.int32), AT // 2 + j[:, None], (j < FORM.g // 2)[:, None], COPY)
+        x = pair_of(words, dtype)
+        return tl.reshape(tl.join(x[0], x[1]), (N,)).to(tl.float32)
+    else:
+        i = first + tl.arange(0, T)
+        return tl.reshape(_load(_as(pieces, dtype), AT + i[:, None], (i < FORM.g)[:, None], COPY), (N,)).to(tl.float32)
 
 
 @triton.jit
@@ -232,47 +273,73 @@ def _load_sign_bytes(pieces, i, column, there, FORM: tl.constexpr):
 
 
 @triton.jit
+def load_centres(signs_ptr, dtype: tl.constexpr, FORM: tl.constexpr, ASM: tl.constexpr):
+    """The centres of the groups whose signs begin at ``signs_ptr`` ``[n]``, in the parts of `to_words`; their numbers
+    in two steps.
+    """
+    N: tl.constexpr = FORM.D // 16
+    words, x = tl.load(signs_ptr.to(tl.pointer_type(tl.int16))[:, None] + FORM.g * N + tl.arange(0, 4 * N)[None, :]), ()
+    for part in tl.static_range(4):
+        codes = middle_codes(words, 4 * part, dtype, ASM).to(tl.float32) + (MIDDLE - _CENTRE / 2)
+        x = x + (codes.to(dtype),)  # noqa: RUF005
+    return x
+
+
+@triton.jit
+def load_words(
+    pieces, first, T: tl.constexpr, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """The `Words` of T tokens from ``first`` on of each of n groups; finite past a group's end.
+
+    COPY: also store what is read of `Pieces` that move. ASM: there is a GPU that runs assembly.
+    """
+    i, size = first + tl.arange(0, T), dtype.primitive_bitwidth // 8
+    inside, k, v = (i < FORM.g)[:, None], (), ()
+    # words of signs of a token, and of its codes: each of these has the codes of columns whose signs share a word
+    N: tl.constexpr = FORM.D // 16
+    column = tl.arange(0, 4 * N)[None, :]
+    words = _load(_as(pieces, tl.int16), FORM.keys_at // 2 + i[:, None] * (4 * N) + column, inside, COPY)
+    of_token = tl.minimum(i, FORM.g - 1)[:, None] * N + column % N
+    signs = tl.load(pieces.signs.to(tl.pointer_type(tl.int16))[:, None, None] + of_token[None])
+    for part in tl.static_range(4):
+        k = k + (_flat(signed_codes(words, signs, (column // N)[None], 4 * part, dtype, ASM)),)  # noqa: RUF005
+    C: tl.constexpr = FORM.DV // 4
+    at = FORM.values_at // 2 + i[:, None] * C + tl.arange(0, C)[None, :]
+    words = _load(_as(pieces, tl.int16), at, inside, COPY)
+    for part in tl.static_range(4):
+        v = v + (_flat(middle_codes(words, 4 * part, dtype, ASM)),)  # noqa: RUF005
+    unit = 2 * _load_numbers(pieces, FORM.steps_at // size, first, T, dtype, FORM, COPY)
+    step = _load_numbers(pieces, 0, first, T, dtype, FORM, COPY)
+    return Words(k, v, unit, step, _load_numbers(pieces, FORM.g, first, T, dtype, FORM, COPY))
+
+
+@triton.jit
 def _load_keys(
-    pieces, i, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr, ASM: tl.constexpr,
-    LO: tl.constexpr, N: tl.constexpr,
+    pieces, i, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr, LO: tl.constexpr, N: tl.constexpr
 ):  # fmt: skip
     """Load columns ``[LO, LO + N)`` of the keys of tokens i, ``[n * T, P]``; 0 past the last column, finite past the
     last token. In fewer than 16 bits the keys are turned, and divided by the width of the rotation's blocks.
     """
     D: tl.constexpr = FORM.D
     d, inside = LO + tl.arange(0, tile_width(N)), (i < FORM.g)[:, None]
+    there = inside & (d < LO + N)[None, :]
     if FORM.bits == 16:
-        return _flat(_load(pieces, i[:, None] * (D + FORM.DV) + d[None, :], inside & (d < LO + N)[None, :], COPY))
+        return _flat(_load(pieces, i[:, None] * (D + FORM.DV) + d[None, :], there, COPY))
     else:
-        START: tl.constexpr = FORM.keys_at
-        W: tl.constexpr = sign_bytes(D)
         size: tl.constexpr = dtype.primitive_bitwidth // 8
-        step = _load(_as(pieces, dtype), FORM.steps_at // size + i[:, None], inside, COPY)
-        if _in_halves(LO, N, D, FORM.bits):
-            C: tl.constexpr = D // 2
-            c = tl.arange(0, C)[None, :]
-            words, x = _load(pieces, START + i[:, None] * C + c, inside & (c < C), COPY).to(tl.int16), ()
-            signs = _load_sign_bytes(pieces, i, c, inside & (c < C), FORM).to(tl.int16)
-            for half in tl.static_range(2):
-                centre = _load_centre(pieces, half * C + c, c < C, FORM)
-                bit = (half * C + c) // W
-                x = x + (signed_half_of(words, signs, bit[None], step, centre, 4 * half, dtype, ASM),)  # noqa: RUF005
-            return side_by_side(x[0], x[1])
-        else:
-            there = inside & (d < LO + N)[None, :]
-            column = d[None, :]
-            centre = _load_centre(pieces, column, (d < LO + N)[None, :], FORM)
-            codes = _load_codes(pieces, START + i * (D * FORM.bits // 8), d, there, D, FORM, COPY)
-            bits = _load_sign_bytes(pieces, i, column, there, FORM).to(tl.int32) >> (column // W)[None]
-            size_of = step.to(tl.float32) * (2 * codes + 1)
-            x = tl.where(bits & 1 == 1, size_of, -size_of) + centre
-            return _flat(to_numbers(tl.where((d < LO + N)[None, None, :], x, 0.0), dtype))
+        step = _load(_as(pieces, dtype), FORM.steps_at // size + i[:, None], inside, COPY).to(tl.float32)
+        column = d[None, :]
+        centre = _load_centre(pieces, column, (d < LO + N)[None, :], FORM)
+        codes = _load_codes(pieces, FORM.keys_at + i * (D * FORM.bits // 8), d, there, D, FORM, COPY)
+        bits = _load_sign_bytes(pieces, i, column, there, FORM).to(tl.int32) >> (column // sign_bytes(D))[None]
+        size_of = step * (2 * codes + 1)
+        x = tl.where(bits & 1 == 1, size_of, -size_of) + centre
+        return _flat(to_numbers(tl.where((d < LO + N)[None, None, :], x, 0.0), dtype))
 
 
 @triton.jit
 def _load_values(
-    pieces, i, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr, ASM: tl.constexpr,
-    LO: tl.constexpr, N: tl.constexpr,
+    pieces, i, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr, LO: tl.constexpr, N: tl.constexpr
 ):  # fmt: skip
     """As `_load_keys`, for values."""
     d, inside = LO + tl.arange(0, tile_width(N)), (i < FORM.g)[:, None]
@@ -280,37 +347,39 @@ def _load_values(
     if FORM.bits == 16:
         return _flat(_load(pieces, i[:, None] * (FORM.D + FORM.DV) + FORM.D + d[None, :], there, COPY))
     else:
-        START: tl.constexpr = FORM.values_at
-        C: tl.constexpr = FORM.DV * FORM.bits // 8
         grid = _as(pieces, dtype)
-        step = _load(grid, i[:, None], inside, COPY)
-        zero = _load(grid, FORM.g + i[:, None], inside, COPY)
-        if _in_halves(LO, N, FORM.DV, FORM.bits):
-            c = tl.arange(0, C)[None, :]
-            words = _load(pieces, START + i[:, None] * C + c, inside & (c < C), COPY).to(tl.int16)
-            first = half_of(words, step, zero, 0, dtype, ASM, False)
-            return side_by_side(first, half_of(words, step, zero, 4, dtype, ASM, False))
-        else:
-            step, zero = step.to(tl.float32), zero.to(tl.float32)
-            codes = _load_codes(pieces, START + i * C, d, there, FORM.DV, FORM, COPY)
-            return _flat(to_numbers(zero + step * codes, dtype))
+        step = _load(grid, i[:, None], inside, COPY).to(tl.float32)
+        zero = _load(grid, FORM.g + i[:, None], inside, COPY).to(tl.float32)
+        codes = _load_codes(pieces, FORM.values_at + i * (FORM.DV * FORM.bits // 8), d, there, FORM.DV, FORM, COPY)
+        return _flat(to_numbers(zero + step * codes, dtype))
 
 
 @triton.jit
-def load_groups(pieces, i, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr, ASM: tl.constexpr):
+def load_groups(pieces, i, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr):
     """Load keys and values of tokens i ``[T]`` of each of n groups, in parts ``[n * T, P]``, as `StoreFormat` rounds
     them, keys turned if they have fewer than 16 bits; finite past a group's end.
 
-    Values of latents are the first part of their keys. COPY: also store what is read of `Pieces` that move. ASM: there
-    is a GPU that runs `half_of`'s assembly.
+    Values of latents are the first part of their keys. COPY: also store what is read of `Pieces` that move.
     """
-    k = _load_keys(pieces, i, dtype, FORM, COPY, ASM, 0, FORM.D0)
-    k = parts(k, _load_keys(pieces, i, dtype, FORM, COPY, ASM, FORM.D0, FORM.D1) if FORM.D1 > 0 else None)
+    k = _load_keys(pieces, i, dtype, FORM, COPY, 0, FORM.D0)
+    k = parts(k, _load_keys(pieces, i, dtype, FORM, COPY, FORM.D0, FORM.D1) if FORM.D1 > 0 else None)
     if FORM.DV == 0:
         return k, (k[0],)
     else:
-        v = _load_values(pieces, i, dtype, FORM, COPY, ASM, 0, FORM.V0)
-        return k, parts(v, _load_values(pieces, i, dtype, FORM, COPY, ASM, FORM.V0, FORM.V1) if FORM.V1 > 0 else None)
+        v = _load_values(pieces, i, dtype, FORM, COPY, 0, FORM.V0)
+        return k, parts(v, _load_values(pieces, i, dtype, FORM, COPY, FORM.V0, FORM.V1) if FORM.V1 > 0 else None)
+
+
+@triton.jit
+def _words_as_numbers(words, centres, step, dtype: tl.constexpr, FORM: tl.constexpr):
+    """Keys and values of `Words` of one group as `load_groups` gives them. centres, step: those of `load_centres`."""
+    k, v = (), ()
+    for part in tl.static_range(4):
+        x = words.k[part].to(tl.float32) * words.unit[:, None] + centres[part].to(tl.float32) * (2 * step)[:, None]
+        k = k + (to_numbers(x, dtype),)  # noqa: RUF005
+        codes = words.v[part].to(tl.float32) + MIDDLE
+        v = v + (to_numbers(words.zero[:, None] + words.step[:, None] * codes, dtype),)  # noqa: RUF005
+    return (from_words(k, FORM.D),), (from_words(v, FORM.DV),)
 
 
 @triton.jit
@@ -331,7 +400,8 @@ def recall_unpack_kernel(
     """
     TILES: tl.constexpr = (FORM.g + T - 1) // T
     group, head = tl.program_id(0) // TILES, tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0) % TILES * T + tl.arange(0, T)
+    start = tl.program_id(0) % TILES * T
+    i = start + tl.arange(0, T)
     page, slot = head // K, group.to(tl.int64)
     if page_ptr is not None:
         at = page * n + group
@@ -340,7 +410,13 @@ def recall_unpack_kernel(
     row = head * n + group + tl.zeros([1], tl.int64)
     columns: tl.constexpr = index_widths(FORM.g, FORM.D)
     pieces = Pieces(ptr, ptr, False, signs_ptr + row * columns[0], steps_ptr + row * columns[1])
-    k, v = load_groups(pieces, i, k_ptr.dtype.element_ty, FORM, False, False)
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    if in_words(FORM):
+        words = load_words(pieces, start, T, dtype, FORM, False, False)
+        step = tl.load(pieces.steps + FORM.g).to(tl.float32)
+        k, v = _words_as_numbers(words, load_centres(pieces.signs, dtype, FORM, False), step, dtype, FORM)
+    else:
+        k, v = load_groups(pieces, i, dtype, FORM, False)
     first = _turned_back(k[0], rotation_ptr, 0, FORM.D0, FORM)
     k = parts(first, _turned_back(k[1], rotation_ptr, FORM.D0, FORM.D1, FORM) if FORM.D1 > 0 else None)
     token = (head * n + group) * FORM.g + i

@@ -23,7 +23,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from condense.ops.triton.device.address import form_row, part_at
-from condense.ops.triton.device.codes import load_vectors, row_width
+from condense.ops.triton.device.codes import entries_in_words, load_vectors, row_width, to_words
 from condense.ops.triton.device.entry import (
     Buffer,
     Chunk,
@@ -48,7 +48,9 @@ from condense.ops.triton.device.softmax import (
     add_keys,
     empty_softmax,
     join_parts,
+    join_words,
     key_products,
+    split_words,
     store_part,
     whole,
 )
@@ -165,6 +167,14 @@ def _attend_keys(
     last of each ``PERIOD`` entries. PERIOD < 0: ``bias`` points to each key's own, natural.
     """
     PRECISION: tl.constexpr = KIND.precision
+    KEYS: tl.constexpr = entries_in_words(source.k.dtype, q[0].dtype, KIND.D0, KIND.D1, KIND.entry_bits, KIND.early)
+    VALUES: tl.constexpr = not KIND.latent and entries_in_words(
+        source.v.dtype, q[0].dtype, KIND.V0, KIND.V1, KIND.entry_bits, KIND.early
+    )
+    if KEYS:
+        q = to_words(q[0], KIND.D0)
+    if VALUES:
+        softmax = split_words(softmax, KIND.V0)
     if FORM is not None:
         # found one tile ahead, so that keys need not wait for tables
         place = _rows_in_pages(source, stretch, lo, FORM, KIND)
@@ -179,7 +189,7 @@ def _attend_keys(
         else:
             at, s_k, s_v = place, 1, 1
             place = _rows_in_pages(source, stretch, tile + 1, FORM, KIND)
-        k = load_vectors(source.k, at * s_k, q[0].dtype, KIND.D0, KIND.D1, KIND.entry_bits, KIND.early, True)
+        k = load_vectors(source.k, at * s_k, q[0].dtype, KIND.D0, KIND.D1, KIND.entry_bits, KIND.early)
         s = soft_cap(key_products(q, k, PRECISION) * scale, KIND.softcap)[0]
         if PERIOD > 0:
             pooled = tl.where(
@@ -194,9 +204,9 @@ def _attend_keys(
         s = tl.where(inside[None, :], s, float("-inf"))
         v = (k[0],)
         if not KIND.latent:
-            v = load_vectors(source.v, at * s_v, q[0].dtype, KIND.V0, KIND.V1, KIND.entry_bits, KIND.early, False)
+            v = load_vectors(source.v, at * s_v, q[0].dtype, KIND.V0, KIND.V1, KIND.entry_bits, KIND.early)
         softmax = add_keys(softmax, s, v, PRECISION)
-    return softmax
+    return join_words(softmax, KIND.V0) if VALUES else softmax
 
 
 @triton.jit

@@ -16,6 +16,8 @@ from condense.ops.entries import BLOCK_WIDTH, EntryFormat
 from condense.ops.triton.device.parts import load_rows, parts, store_row, tile_width
 
 _BLOCK = tl.constexpr(BLOCK_WIDTH)
+# what `middle_codes` takes from codes, so that their sizes are small; bfloat16 holds it and the code together
+MIDDLE = tl.constexpr(8.0)
 
 
 @triton.constexpr_function
@@ -100,69 +102,93 @@ def _number_asm(AT):
     A code in the last bits of 128.0 makes 128 plus the code, from which 128 is taken exactly. The product and the sum
     are rounded once, to bfloat16; in float32 neither needs rounding, so `to_numbers` gives the same bits.
     """
-    return f"""{{ .reg .b32 c, one, least;
-        mov.b32 one, 0x3F803F80;
+    return f"""{{ .reg .b32 c, least;
         mov.b32 least, 0xC300C300;
         shr.b32 c, $1, {AT};
         lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
-        fma.rn.bf16x2 c, c, one, least;
+        add.rn.bf16x2 c, c, least;
         fma.rn.bf16x2 $0, c, $2, $3; }}"""
 
 
 @triton.constexpr_function
-def _signed_asm(AT):
-    """Assembly for two bfloat16 numbers ``zero + step * (code + 1/2)``, less the product where a sign is not set.
-
-    codes as in `_number_asm`, 127.5 being taken from 128 plus the code. The opposite of the last bit of the words
-    ``$2`` is the number's sign.
-    """
-    return f"""{{ .reg .b32 c, one, least;
-        mov.b32 one, 0x3F803F80;
-        mov.b32 least, 0xC2FFC2FF;
+def _code_asm(AT):
+    """Assembly for two bfloat16 numbers ``code - 8`` of the codes in bits ``[AT, AT + 4)`` of int16 words."""
+    return f"""{{ .reg .b32 c, least;
+        mov.b32 least, 0xC308C308;
         shr.b32 c, $1, {AT};
         lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
-        fma.rn.bf16x2 c, c, one, least;
-        lop3.b32 c, c, $2, 0x80008000, 0xD2;
-        fma.rn.bf16x2 $0, c, $3, $4; }}"""
+        add.rn.bf16x2 $0, c, least; }}"""
+
+
+@triton.constexpr_function
+def _signed_asm(AT):
+    """Assembly for two bfloat16 numbers ``code + 1/2``, or the opposite where a sign is not set.
+
+    codes as in `_number_asm`, 127.5 being taken from 128 plus the code. The words ``$2``, moved up by ``$3`` bits, have
+    the opposite of the number's sign as their last bit.
+    """
+    return f"""{{ .reg .b32 c, s, least;
+        mov.b32 least, 0xC2FFC2FF;
+        shr.b32 c, $1, {AT};
+        shl.b32 s, $2, $3;
+        lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
+        add.rn.bf16x2 c, c, least;
+        lop3.b32 $0, c, s, 0x80008000, 0xD2; }}"""
 
 
 @triton.jit
-def half_of(words, step, zero, AT: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr, MOVES: tl.constexpr):
-    """Numbers ``[n, T, P]`` of the codes in bits ``[AT, AT + 4)`` of int16 words, as `to_numbers` rounds them.
+def numbers_of(words, step, zero, AT: tl.constexpr, dtype: tl.constexpr):
+    """bfloat16 ``zero + step * code`` of the codes in bits ``[AT, AT + 4)`` of int16 words, as `to_numbers` rounds
+    them, on a GPU.
+    """
+    words, step = tl.broadcast(words, step.to(dtype))
+    zero = tl.broadcast_to(zero.to(dtype), words.shape)
+    return tl.inline_asm_elementwise(_number_asm(AT), "=r,r,r,r", [words, step, zero], tl.bfloat16, False, 2)
 
-    MOVES: the compiler may give each thread the codes of the numbers that it multiplies. Those of keys lie side by
-    side; those of values do not, and would be read byte by byte.
+
+@triton.jit
+def middle_codes(words, AT: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
+    """Codes in bits ``[AT, AT + 4)`` of int16 words, less `MIDDLE`. ASM: there is a GPU that runs assembly."""
+    if ASM and dtype.is_bf16():
+        return tl.inline_asm_elementwise(_code_asm(AT), "=r,r", [words], tl.bfloat16, False, 2)
+    else:
+        return (((words >> AT) & 15).to(tl.float32) - MIDDLE).to(dtype)
+
+
+@triton.jit
+def signed_codes(words, signs, bit, AT: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
+    """``code + 1/2``, or the opposite where bit ``AT + bit`` of an int16 word of signs is not set; codes and ASM as in
+    `middle_codes`. Words side by side have the same ``bit``, int32.
     """
     if ASM and dtype.is_bf16():
-        words, step = tl.broadcast(words, step.to(dtype))
-        zero = tl.broadcast_to(zero.to(dtype), words.shape)
-        return tl.inline_asm_elementwise(_number_asm(AT), "=r,r,r,r", [words, step, zero], tl.bfloat16, MOVES, 2)
+        words, bit = tl.broadcast(words, bit)
+        given = [words, signs, (15 - AT) - bit]
+        return tl.inline_asm_elementwise(_signed_asm(AT), "=r,r,r,r,r", given, tl.bfloat16, False, 2)
     else:
-        codes = ((words >> AT) & 15).to(tl.float32)
-        return to_numbers(zero.to(tl.float32) + step.to(tl.float32) * codes, dtype)
+        size = ((words >> AT) & 15).to(tl.float32) + 0.5
+        is_set = (signs >> (AT + bit).to(tl.int16)) & 1 == 1
+        return tl.where(is_set, size, -size).to(dtype)
 
 
 @triton.jit
-def signed_half_of(words, signs, bit, step, zero, AT: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
-    """Numbers ``[n, T, P]``: zeros plus, or where ``bit`` of an int16 word of signs is not set less, ``2 * code + 1``
-    steps, as `to_numbers` rounds them; codes as in `half_of`.
-    """
-    if ASM and dtype.is_bf16():
-        words, step = tl.broadcast(words, (2 * step.to(tl.float32)).to(dtype))
-        zero = tl.broadcast_to(zero.to(dtype), words.shape)
-        given = [words, signs << (15 - bit).to(tl.int16), step, zero]
-        return tl.inline_asm_elementwise(_signed_asm(AT), "=r,r,r,r,r", given, tl.bfloat16, True, 2)
-    else:
-        size = step.to(tl.float32) * (2 * ((words >> AT) & 15) + 1).to(tl.float32)
-        is_set = (signs >> bit.to(tl.int16)) & 1 == 1
-        return to_numbers(tl.where(is_set, size, -size) + zero.to(tl.float32), dtype)
+def to_words(x, D: tl.constexpr):
+    """The four parts ``[n, D / 4]`` of vectors ``[n, D]``: columns whose codes are in bits 0, 4, 8 and 12 of words."""
+    even, odd = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, D // 4, 2)), (0, 2, 1, 3)))
+    return tl.split(even) + tl.split(odd)
 
 
 @triton.jit
-def side_by_side(first, second):
-    """Tiles ``[n, T, P]`` as one, ``[n * T, 2 P]``."""
-    x = tl.permute(tl.join(first, second), (0, 1, 3, 2))
-    return tl.reshape(x, (first.shape[0] * first.shape[1], 2 * first.shape[2]))
+def from_words(x, D: tl.constexpr):
+    """Vectors ``[n, D]`` of four parts, the opposite of `to_words`."""
+    x = tl.permute(tl.join(tl.join(x[0], x[1]), tl.join(x[2], x[3])), (0, 2, 1, 3))
+    return tl.reshape(x, (x.shape[0], D))
+
+
+@triton.jit
+def pair_of(word, dtype: tl.constexpr):
+    """Two numbers of ``dtype`` that were loaded as one word."""
+    first = word.to(_bits_of(dtype, 1)).to(dtype, bitcast=True)
+    return first, (word >> dtype.primitive_bitwidth).to(_bits_of(dtype, 1)).to(dtype, bitcast=True)
 
 
 @triton.jit
@@ -171,7 +197,6 @@ def _load_columns(ptr, LO: tl.constexpr, N: tl.constexpr, D: tl.constexpr, BITS:
     P: tl.constexpr = tile_width(N)
     W: tl.constexpr = _block_width(P)
     C: tl.constexpr = _code_bytes(D, BITS)
-    HALF: tl.constexpr = dtype.primitive_bitwidth
     d, block = LO + tl.arange(0, P), tl.arange(0, P // W) + LO // _BLOCK
     # a step and a zero are loaded as one word, which is wide enough to be prefetched
     grid_at = (ptr + _grid_start(D, BITS, dtype))[:, None].to(tl.pointer_type(_bits_of(dtype, 2))) + block[None, :]
@@ -186,44 +211,52 @@ def _load_columns(ptr, LO: tl.constexpr, N: tl.constexpr, D: tl.constexpr, BITS:
     else:
         bytes = tl.load(ptr[:, None] + (d % C)[None, :], mask=(d < LO + N)[None, :], other=0)
         codes = unpacked(bytes, d, C, BITS)
-    step = grid.to(_bits_of(dtype, 1)).to(dtype, bitcast=True).to(tl.float32)
-    zero = (grid >> HALF).to(_bits_of(dtype, 1)).to(dtype, bitcast=True).to(tl.float32)
+    step, zero = pair_of(grid, dtype)
     codes = tl.reshape(codes, (ptr.shape[0], P // W, W))
-    return tl.reshape(to_numbers(zero[:, :, None] + step[:, :, None] * codes, dtype), (ptr.shape[0], P))
+    numbers = to_numbers(zero.to(tl.float32)[:, :, None] + step.to(tl.float32)[:, :, None] * codes, dtype)
+    return tl.reshape(numbers, (ptr.shape[0], P))
 
 
 @triton.jit
-def _load_halves(ptr, D: tl.constexpr, dtype: tl.constexpr, KEYS: tl.constexpr):
-    """Vectors of width D in 4 bits, in the rows that begin at ``ptr`` ``[n]``, by the assembly of `half_of`.
+def _load_words(ptr, D: tl.constexpr, dtype: tl.constexpr):
+    """Vectors of width D in 4 bits, in the rows that begin at ``ptr`` ``[n]``, in the parts of `to_words`.
 
     D is a power of two and at least two blocks, so that a byte's codes are of two blocks.
     """
     BLOCKS: tl.constexpr = D // _BLOCK // 2
-    block, column = tl.arange(0, BLOCKS)[None, :, None], tl.arange(0, _BLOCK)[None, None, :]
+    SIZE: tl.constexpr = _BLOCK // 2
+    block, x = tl.arange(0, BLOCKS)[None, :, None], ()
     ptr = ptr[:, None, None]
-    words, x = tl.load(ptr + block * _BLOCK + column).to(tl.int16), ()
-    grid = (ptr + _grid_start(D, 4, dtype)).to(tl.pointer_type(dtype)) + 2 * block
-    for half in tl.static_range(2):
-        step, zero = tl.load(grid + 2 * BLOCKS * half), tl.load(grid + 2 * BLOCKS * half + 1)
-        numbers = half_of(words, step, zero, 4 * half, dtype, True, KEYS)
-        x = x + (tl.reshape(numbers, (ptr.shape[0], 1, D // 2)),)  # noqa: RUF005
-    return side_by_side(x[0], x[1])
+    words = tl.load(ptr.to(tl.pointer_type(tl.int16)) + block * SIZE + tl.arange(0, SIZE)[None, None, :])
+    # a step and a zero are loaded as one word, which is wide enough to be prefetched
+    grid = (ptr + _grid_start(D, 4, dtype)).to(tl.pointer_type(_bits_of(dtype, 2))) + block
+    first, second = tl.load(grid), tl.load(grid + BLOCKS)
+    for part in tl.static_range(4):
+        step, zero = pair_of(second if part % 2 else first, dtype)
+        x = x + (tl.reshape(numbers_of(words, step, zero, 4 * part, dtype), (ptr.shape[0], D // 4)),)  # noqa: RUF005
+    return x
+
+
+@triton.constexpr_function
+def entries_in_words(ptr, dtype, D0, D1, BITS, ASM):
+    """Whether `load_vectors` gives vectors in the parts of `to_words`."""
+    whole = D1 == 0 and tile_width(D0) == D0 and D0 >= 2 * BLOCK_WIDTH
+    return ptr.element_ty == tl.uint8 and ASM and BITS == 4 and dtype.is_bf16() and whole
 
 
 @triton.jit
 def load_vectors(
-    ptr, at, dtype: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr,
-    KEYS: tl.constexpr,
+    ptr, at, dtype: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
     """Vectors that begin at ``ptr + at``, in ``dtype``. If ``ptr`` points to bytes they are decoded.
 
-    Columns past the last are finite. ASM: there is a GPU that runs the assembly of `half_of`, as there is where kernels
-    are launched early. KEYS: the vectors are multiplied by others, else weighted.
+    Columns past the last are finite. ASM: there is a GPU that runs the assembly of `numbers_of`, as there is where
+    kernels are launched early. `entries_in_words` says in which parts.
     """
     if ptr.dtype.element_ty != tl.uint8:
         return load_rows(ptr, at, None, D0, D1)
-    elif ASM and BITS == 4 and dtype.is_bf16() and D1 == 0 and tile_width(D0) == D0 and D0 >= 2 * _BLOCK:
-        return parts(_load_halves(ptr + at, D0, dtype, KEYS), None)
+    elif entries_in_words(ptr.dtype, dtype, D0, D1, BITS, ASM):
+        return _load_words(ptr + at, D0, dtype)
     else:
         x = _load_columns(ptr + at, 0, D0, D0 + D1, BITS, dtype)
         return parts(x, _load_columns(ptr + at, D0, D1, D0 + D1, BITS, dtype) if D1 > 0 else None)

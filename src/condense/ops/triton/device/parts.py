@@ -101,14 +101,15 @@ def load_block(sources, at, N: tl.constexpr):
 def products(a, b, PRECISION: tl.constexpr):
     """The product of every row of a with every row of b."""
     s = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
-    if len(a) == 2:
-        s = tl.dot(a[1], tl.trans(b[1]), s, input_precision=PRECISION)
+    for part in tl.static_range(1, len(a)):
+        s = tl.dot(a[part], tl.trans(b[part]), s, input_precision=PRECISION)
     return s
 
 
 @triton.jit
 def add_weighted(acc, weights, x, PRECISION: tl.constexpr):
     """acc plus ``weights @ x``; weights are rounded to the dtype of x."""
-    weights = weights.to(x[0].dtype)
-    first = tl.dot(weights, x[0], acc[0], input_precision=PRECISION)
-    return parts(first, tl.dot(weights, x[1], acc[1], input_precision=PRECISION) if len(acc) == 2 else None)
+    weights, sums = weights.to(x[0].dtype), ()
+    for part in tl.static_range(len(acc)):
+        sums = sums + (tl.dot(weights, x[part], acc[part], input_precision=PRECISION),)  # noqa: RUF005
+    return sums

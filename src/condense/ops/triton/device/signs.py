@@ -190,19 +190,45 @@ def _bits(words, part: tl.constexpr, ASM: tl.constexpr):
         return (words & (1 << part)).to(tl.float16, bitcast=True)
 
 
+@triton.constexpr_function
+def _code_asm(HIGH, UP):
+    """Assembly that keeps one half of each byte of two words, and moves it up by UP bits."""
+    mask = 0x00F000F0 if HIGH else 0x000F000F
+    return f"{{ .reg .b32 c; and.b32 c, $1, {mask}; shl.b32 $0, c, {UP}; }}"
+
+
 @triton.jit
-def centre_products(centre_ptr, at, queries, total, D: tl.constexpr):
+def _codes(words, part: tl.constexpr, ASM: tl.constexpr):
+    """Codes in the low halves of int16 words, for parts from 4 on in the high ones, as float16 times ``2 ** (part -
+    24)``; half of that for part 7, as words of more than 10 bits are no such numbers. See `_bits`.
+    """
+    HIGH: tl.constexpr = part >= 4
+    # codes in high halves have been moved up by 4 bits already
+    UP: tl.constexpr = min(part, 6) - 4 * HIGH
+    if ASM:
+        return tl.inline_asm_elementwise(_code_asm(HIGH, UP), "=r,r", [words], tl.float16, True, 2)
+    else:
+        return ((words & (240 if HIGH else 15)) << UP).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def centre_products(centre_ptr, at, queries, total, D: tl.constexpr, ASM: tl.constexpr):
     """Products ``[n, BR]`` of queries with the numbers of n centres, whole numbers, whose codes begin at ``at``."""
     W: tl.constexpr = sign_bytes(D)
     c = tl.arange(0, tile_width(W))
+    ptr = (centre_ptr + at)[:, None] + c[None, :]
     s = tl.zeros([at.shape[0], total.shape[0]], tl.float32)
-    for part in tl.static_range(8):
-        bytes = tl.load(centre_ptr + (at + part % 4 * W)[:, None] + c[None, :], mask=(c < W)[None, :], other=0)
-        codes = (bytes.to(tl.int32) >> (part // 4 * 4)) & 15
-        # queries are multiplied by the inverse of this power of two, see `_bits`
-        codes = (codes.to(tl.float32) * 2.0 ** (part - 7)).to(tl.float16)
-        s = tl.dot(codes, tl.trans(queries[part]), s)
-    return 2 * s - (total * _CENTRE)[None, :]
+    for plane in tl.static_range(3, -1, -1):
+        there = (c < W)[None, :]
+        words = (tl.load(ptr + plane * W) if tile_width(W) == W else tl.load(ptr + plane * W, mask=there, other=0)).to(
+            tl.int16
+        )
+        s = tl.dot(_codes(words, plane + 4, ASM), tl.trans(queries[plane + 4]), s)
+        if plane == 3:
+            # the last part first, as it counts twice
+            s *= 2
+        s = tl.dot(_codes(words, plane, ASM), tl.trans(queries[plane]), s)
+    return s * (2 / _BIT) - (total * _CENTRE)[None, :]
 
 
 @triton.jit

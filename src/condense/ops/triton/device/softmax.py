@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from condense.ops.triton.device.codes import from_words, to_words
 from condense.ops.triton.device.parts import add_weighted, products, store_rows, zeros
 
 
@@ -37,6 +38,18 @@ def empty_softmax(N: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, KEYS: tl.
 def whole(softmax):
     """The softmax with one sum per row."""
     return Softmax(softmax.acc, softmax.m, tl.sum(softmax.total, 1))
+
+
+@triton.jit
+def split_words(softmax, V: tl.constexpr):
+    """The softmax with values in the parts of `to_words`."""
+    return Softmax(to_words(softmax.acc[0], V), softmax.m, softmax.total)
+
+
+@triton.jit
+def join_words(softmax, V: tl.constexpr):
+    """The opposite of `split_words`."""
+    return Softmax((from_words(softmax.acc, V),), softmax.m, softmax.total)
 
 
 @triton.jit
