@@ -108,6 +108,8 @@ class Pool:
         lengths = [qkv[0].shape[0] for _, qkv in chunks]
         for request, length in zip(requests, lengths, strict=True):
             request.prepare(length)
+        for request, qkv in chunks:
+            request.tokens.append(qkv)
         starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
         seen = [request.seen + length for request, length in zip(requests, lengths, strict=True)]
         steps = 0
@@ -125,11 +127,11 @@ class Pool:
 
 
 class Request:
-    """The pages of one request, by kind, and the tokens that it has read."""
+    """The pages of one request, by kind; how many tokens it has read, and q, k and v of those that it read itself."""
 
     def __init__(self, pool, length):
         self.pool, self.seen, self.length = pool, 0, length
-        self.window, self.entries, self.shared = [], [], 0
+        self.window, self.entries, self.shared, self.tokens = [], [], 0, []
         self.ring = [pool.take()] if pool.plan.ring_slots else []
 
     def share(self, other, tokens):

@@ -62,21 +62,25 @@ def read_in_pieces(pool, qkv, piece, *, scale, backend):
     return torch.cat([pool.read([(request, x)], scale=scale, backend=backend)[0] for x in pieces])
 
 
-def run(pool, shape, lengths, steps, backend):
-    """Prompts of different lengths, then single tokens of all requests: outputs of these, ``[steps, R, H, Dv]``.
+def run(*args):
+    """The outputs of `run_steps`, ``[steps, R, H, Dv]``."""
+    return torch.stack(list(run_steps(*args)))
+
+
+def run_steps(pool, shape, lengths, steps, backend):
+    """Prompts of different lengths, then single tokens of all requests: yields outputs of these, ``[R, H, Dv]``.
 
     shape: H, K, D, Dv; of latents H, and d_n, d_r, d_c and d_v.
     """
     options = {"dtype": pool.dtype, "device": pool.cache.device}
     qkvs, pool.up = _sequences(shape, lengths, steps, **options)
-    requests, scale, outs = [pool.add(length + steps) for length in lengths], _scale_of(shape), []
+    requests, scale = [pool.add(length + steps) for length in lengths], _scale_of(shape)
     for request, qkv, length in zip(requests, qkvs, lengths, strict=True):
         if length:
             pool.read([(request, cut(qkv, 0, length))], scale=scale, backend="torch")
     for _ in range(steps):
         chunks = [(r, cut(qkv, r.seen, r.seen + 1)) for r, qkv in zip(requests, qkvs, strict=True)]
-        outs.append(torch.cat(pool.read(chunks, scale=scale, backend=backend)))
-    return torch.stack(outs)
+        yield torch.cat(pool.read(chunks, scale=scale, backend=backend))
 
 
 def exact(shape, method, dtype, lengths, steps):

@@ -7,7 +7,7 @@ steps are found by the definition's own scores and must be few.
 import pytest
 import torch
 from paged_pool import complete_a_prefix, leave_a_place_empty
-from paged_sequences import exact, random_tokens, run
+from paged_sequences import exact, random_tokens, run, run_steps
 from record_pool import EXACT_PROMPTS, RECORDS, RecordPool, check_records, check_same
 from speed.budget import errors, one_ulp
 
@@ -29,9 +29,9 @@ def tokens_of(shape, length, seed=0):
 
 
 def steps_of(shape, method, dtype, lengths, num, backend):
-    """`run` over a pool of its own, and the pool."""
+    """`run` over a pool of its own."""
     pool = RecordPool(method, shape[1:], num_pages=200, dtype=dtype, device=DEVICE)
-    return run(pool, shape, lengths, num, backend), pool
+    return run(pool, shape, lengths, num, backend)
 
 
 # every shape of pages compiles kernels of its own, so most dtypes and head shapes are seen with some methods alone
@@ -41,11 +41,16 @@ CELLS += [("store-8", "one-head", DTYPES[-1]), ("store-4", "seven", DTYPES[0])]
 
 @pytest.mark.parametrize(("method", "shape", "dtype"), CELLS, ids=str)
 def test_steps_are_those_of_pytorch(method, shape, dtype):
-    method, shape = RECORDS[method], SHAPES[shape]
+    """Both read the bytes that the kernels have stored, so that a code at a border counts once, where it is made."""
+    method, shape, outs = RECORDS[method], SHAPES[shape], []
     lengths, steps = (0, 61, 18, 41), 4 if DEVICE == "cpu" else 40
-    (got, mine), (want, theirs) = (steps_of(shape, method, dtype, lengths, steps, x) for x in ("triton", "torch"))
-    check_records((mine, theirs))
-    check_same(got, want)
+    mine, theirs = pools = [RecordPool(method, shape[1:], num_pages=200, dtype=dtype, device=DEVICE) for _ in range(2)]
+    both = (run_steps(pool, shape, lengths, steps, x) for pool, x in zip(pools, ("triton", "torch"), strict=True))
+    for step in zip(*both, strict=True):
+        outs.append(step)
+        check_records(pools)
+        theirs.bytes.copy_(mine.bytes)
+    check_same(*map(torch.stack, zip(*outs, strict=True)))
 
 
 EXACT_RECORDS = ("default", "window-0", "g-16", "all-open")
@@ -57,7 +62,7 @@ def test_steps_are_within_the_budget(method, dtype):
     """At most twice as far from the definition in float64 as PyTorch is; of tokens that the store keeps exactly."""
     method, shape = RECORDS[method], SHAPES["gqa"]
     lengths, steps = (0, 45), 3 if DEVICE == "cpu" else 30
-    got, plain = (steps_of(shape, method, dtype, lengths, steps, backend)[0] for backend in ("triton", "torch"))
+    got, plain = (steps_of(shape, method, dtype, lengths, steps, backend) for backend in ("triton", "torch"))
     want = exact(shape, method, dtype, lengths, steps).to(DEVICE)
     assert bool((errors(got, want) <= 2 * errors(plain, want) + one_ulp(want, dtype)).all())
 
@@ -113,7 +118,7 @@ def test_pages_that_lie_far_apart():
 def test_more_groups_than_there_is_room_for(monkeypatch):
     """Many requests on one long prefix: whoever has no room gets NaN, not less."""
     monkeypatch.setattr(paged_recall_step, "room_for", lambda records: 20)
-    outs, _ = steps_of(SHAPES["gqa"], RECORDS["default"], torch.float32, (0, 50, 80, 3), 1, "triton")
+    outs = steps_of(SHAPES["gqa"], RECORDS["default"], torch.float32, (0, 50, 80, 3), 1, "triton")
     assert bool(outs[0, :2].isfinite().all())
     assert bool(outs[0, 2].isnan().all())
     # no group of it is closed, so it needs no room
