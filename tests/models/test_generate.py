@@ -115,8 +115,7 @@ def test_gradients_of_a_last_token_reach_what_is_new_in_either_cache(few):
         few(IDS[:1, 20:21], past_key_values=cache).logits.sum().backward()
         grads.append([p.grad.clone() for p in few.parameters() if p.grad is not None])
     assert all(bool(layer.any()) for layer in grads[0][-8:])
-    for x, y in zip(*grads, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-9)
 
 
 @grid(1, "model", model=FEW)

@@ -71,8 +71,7 @@ def check_alone(make_pool, pieces):
     """Requests in one call give what each gives alone; records have the same bits."""
     pool, mine, got = read(make_pool, pieces, together=True)
     other, theirs, want = read(make_pool, pieces, together=False)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, **EXACT)
+    torch.testing.assert_close(got, want, **EXACT)
     if isinstance(pool, RecordPool) and isinstance(pool.method, condense.Recall):
         for a, b in zip(mine, theirs, strict=True):
             assert all(torch.equal(x, other.kept(b)[name]) for name, x in pool.kept(a).items())
