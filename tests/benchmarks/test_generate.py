@@ -1,15 +1,9 @@
 """`benchmarks/generate.py`: what a cell says, that a wrong method is not timed, and what a reading's figures are."""
 
-import sys
-from pathlib import Path
-
-import pytest
-from models import tiny
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 import generate
+import pytest
 from generate import Cell
+from models import tiny
 from speed.budget import Verdict
 
 import condense

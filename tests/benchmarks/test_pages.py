@@ -1,15 +1,11 @@
 """The pages whose tables come from result files: they are as the files fill them, and what no file holds is refused."""
 
 import re
-import sys
 from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "pages"))
 
 import papers_page
 import performance_page
+import pytest
 import readme_page
 import recall_page
 import serving_page

@@ -1,30 +1,25 @@
 """The study of what transfers: its texts, its attention, and that its evaluation sees what it must."""
 
 import json
-import sys
-from pathlib import Path
-
-import numpy as np
-import pytest
-import torch
-from torch.nn import functional as F
-
-import condense
-from condense import Recall
-from condense.ops.recall import build_index
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "transfer"))
 
 import adapted
 import cells
 import contenders
 import makes
+import numpy as np
 import one_model
+import pytest
 import reading
 import reduced
 import texts
+import torch
 import variants
 import weights
+from torch.nn import functional as F
+
+import condense
+from condense import Recall
+from condense.ops.recall import build_index
 
 LENGTH = 256
 TINY = {"num_hidden_layers": 2, "hidden_size": 96, "intermediate_size": 64, "sliding_window": 32}

@@ -8,11 +8,12 @@ import pkgutil
 import re
 import runpy
 import shlex
-import sys
 from pathlib import Path
 
 import matplotlib
 import pytest
+import readme_page
+import stored
 import torch
 import typer
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -25,11 +26,6 @@ from condense.models import choice_from_text
 from condense.models.fit import cache_fits
 from condense.models.shapes import shape_config
 from condense.named import NAMED_SETTINGS
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "pages"))
-
-import readme_page
-import stored
 
 ROOT = Path(__file__).parents[2]
 FILES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]

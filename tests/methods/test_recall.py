@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from grids import grid
-from layers import read_whole
+from layers import columns, read, read_whole
 from methods import test_parity as parity
 from models import tiny
 from oracles import cases, latent_oracle, oracle
@@ -13,7 +13,7 @@ from test_latent import read_in_steps
 
 import condense
 from condense import Recall
-from condense.caches import CondensedLayer, StaticCondensedLayer, read_request
+from condense.caches import CondensedLayer, StaticCondensedLayer
 from condense.latent import UpProjection
 from condense.models.inspect import inspect
 from condense.ops.recall import GroupIndex
@@ -75,10 +75,8 @@ def test_stored_bits_are_those_of_the_open_groups(bits, backend):
 
 def test_a_static_cache_without_room_for_a_group_is_read_in_pieces():
     method, (q, k, v) = METHODS["matched"], oracle.random_qkv(1, 4, 2, 8, 6, 5)
-    layer, outs = StaticCondensedLayer(method, 8), []
-    for now in zip(*(x.split([3, 5], dim=2) for x in (q, k, v)), strict=True):
-        context = layer.read(*now[1:], read_request(now[0], scale=0.7))
-        outs.append(method.attend(now[0], context, scale=0.7)[0])
+    layer = StaticCondensedLayer(method, 8)
+    outs = [read(layer, columns((q, k, v), *ends)) for ends in ((0, 3), (3, 8))]
     want = condense.attention(q, k, v, method=condense.Dense(), scale=0.7)
     torch.testing.assert_close(torch.cat(outs, dim=2), want, **ROUNDED)
 
@@ -112,21 +110,19 @@ def test_a_prompt_on_latents_expands_each_token_once(monkeypatch):
     assert columns == [(61 - DENSE_FIRST.window) // DENSE_FIRST.group_size, 61]
 
 
-def _attend(layer, method, q, k, v, start, stop):
-    q, k, v = (x[:, :, start:stop] for x in (q, k, v))
-    context = layer.read(k, v, read_request(q, scale=0.3))
-    return method.attend(q, context, scale=0.3)[0]
-
-
 def test_chunks_are_dense_and_steps_recall():
     """The state is Recall's, whatever read the prompt, so the steps after it are its own."""
     q, k, v = oracle.random_qkv(1, 4, 2, 70, 8, 8)
     dense, whole = (condense.attention(q, k, v, method=method, scale=0.3) for method in (DENSE, RECALLING))
     layer = CondensedLayer(DENSE_FIRST)
     for start, stop in ((0, 17), (17, 20), (20, 53)):
-        torch.testing.assert_close(_attend(layer, DENSE_FIRST, q, k, v, start, stop), dense[:, :, start:stop], **CLOSE)
+        torch.testing.assert_close(
+            read(layer, columns((q, k, v), start, stop), scale=0.3), dense[:, :, start:stop], **CLOSE
+        )
     for t in range(53, 70):
-        torch.testing.assert_close(_attend(layer, DENSE_FIRST, q, k, v, t, t + 1), whole[:, :, t : t + 1], **CLOSE)
+        torch.testing.assert_close(
+            read(layer, columns((q, k, v), t, t + 1), scale=0.3), whole[:, :, t : t + 1], **CLOSE
+        )
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -137,7 +133,9 @@ def test_chunks_read_the_stored_tokens_that_a_whole_prompt_reads(layer, bits):
     q, k, v = oracle.random_qkv(1, 4, 2, 70, 8, 8)
     whole, layer = condense.attention(q, k, v, method=method, scale=0.3), layer(method)
     for start, stop in ((0, 17), (17, 45), (45, 70)):
-        torch.testing.assert_close(_attend(layer, method, q, k, v, start, stop), whole[:, :, start:stop], **CLOSE)
+        torch.testing.assert_close(
+            read(layer, columns((q, k, v), start, stop), scale=0.3), whole[:, :, start:stop], **CLOSE
+        )
 
 
 @pytest.mark.parametrize("layer", [CondensedLayer(DENSE_FIRST), StaticCondensedLayer(DENSE_FIRST, 99)])
@@ -145,10 +143,9 @@ def test_a_turn_with_more_padding_than_tokens_is_dense(layer):
     """The window then has as many columns as rows have tokens, some of which hold nothing."""
     q, k, v = oracle.random_qkv(2, 4, 2, 45, 8, 8)
     want = condense.attention(q, k, v, method=DENSE, scale=0.3)
-    _attend(layer, DENSE_FIRST, q, k, v, 0, 40)
+    read(layer, columns((q, k, v), 0, 40), scale=0.3)
     new = [torch.nn.functional.pad(x[:, :, 40:], (0, 0, 40, 0)) for x in (q, k, v)]
-    request = read_request(new[0], scale=0.3, counts=torch.tensor([5, 5]))
-    out = DENSE_FIRST.attend(new[0], layer.read(new[1], new[2], request), scale=0.3)[0]
+    out = read(layer, new, torch.tensor([5, 5]), scale=0.3)
     torch.testing.assert_close(out[:, :, 40:], want[:, :, 40:], **CLOSE)
 
 

@@ -7,7 +7,7 @@ import os
 import sys
 
 import pytest
-from small_models import random_latents
+from small_models import random_latents, tiny_llama
 from transformers import GPTNeoXConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config
 
 import condense
@@ -52,10 +52,7 @@ def serve(monkeypatch, capsys):
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory):
     path = tmp_path_factory.mktemp("stock")
-    config = LlamaConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2, vocab_size=32
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
+    tiny_llama(num_hidden_layers=3).save_pretrained(path)
     return path
 
 

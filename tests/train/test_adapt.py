@@ -13,7 +13,7 @@ from models import tiny
 from peft import PeftModel
 from small_models import saved_with_tokenizer, tiny_llama
 from train.runs import METHOD, adaptation, interrupted_at, logged
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from condense.models import condensed_layers
 from condense.train import PRESETS, RECIPES, PhaseConfig, read_recipe, run_training
@@ -220,9 +220,7 @@ def test_the_dense_self_teaches_nothing_at_first_and_then_holds_the_model(base):
 
 
 def test_the_plan_counts_bytes():
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=100, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-    ).to(torch.bfloat16)
+    model = tiny_llama(vocab_size=100, num_hidden_layers=1).to(torch.bfloat16)
     count = sum(weight.numel() for weight in model.parameters())
     phase = PhaseConfig("p", 10, 128, 8, distill=1.0, gradient_accumulation_steps=2)
     plan = forecast(model, phase)
@@ -237,8 +235,7 @@ def test_the_plan_counts_bytes():
 
 
 def test_what_does_not_fit_is_refused_before_the_first_step(base):
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=300, **sizes)).save_pretrained(base / "base")
+    tiny_llama(vocab_size=300, num_hidden_layers=1).save_pretrained(base / "base")
     with pytest.raises(ValueError, match=r"pretrained: wanted a tokenizer of the model's 300 tokens at most, got 4096"):
         run_training(adaptation(base))
     with pytest.raises(ValueError, match=r"batch_size: wanted a multiple of .* 6, got 4"):
