@@ -107,22 +107,6 @@ def test_several_calls_in_a_step(make_pool, monkeypatch, bounds):
     check_alone(make_pool, [(30, 5), (1, 20), (28, 28), (2, 1), (13,)])
 
 
-def test_a_prefix_that_another_row_of_the_call_writes(make_pool):
-    """A request takes up the pages of a prompt that is read in the same call; it comes first, and last."""
-    for mine_first in (True, False):
-        pool, alone = make_pool(), make_pool()
-        prefix = pool.far * (1 + 64 // pool.far)
-        qkv = tokens_of(prefix + 9, 0)
-        a, cold = pool.add(prefix), alone.add(prefix + 9)
-        a.reserve(prefix)
-        b = pool.add(prefix + 9, a, prefix)
-        chunks = [(b, cut(qkv, prefix, prefix + 9)), (a, cut(qkv, 0, prefix))]
-        got = pool.read(chunks if mine_first else chunks[::-1], scale=SCALE, backend="torch")[0 if mine_first else 1]
-        alone.read([(cold, cut(qkv, 0, prefix))], scale=SCALE, backend="torch")
-        want = alone.read([(cold, cut(qkv, prefix, prefix + 9))], scale=SCALE, backend="torch")[0]
-        torch.testing.assert_close(got, want, **EXACT)
-
-
 @given(st.lists(st.tuples(st.integers(1, 9000), st.integers(0, 70000)), min_size=1, max_size=40))
 def test_calls_are_bounded(lengths):
     """Each request is read once; padding and the tokens of a call are within their bounds; what fits alone is alone."""

@@ -6,26 +6,12 @@ steps are found by the definition's own scores and must be few.
 
 import pytest
 import torch
-from paged_pool import complete_a_prefix, leave_a_place_empty
-from paged_sequences import exact, random_tokens, run, run_steps
+from paged_sequences import exact, run, run_steps
 from record_pool import EXACT_PROMPTS, RECORDS, RecordPool, check_records, check_same
 from speed.budget import errors, one_ulp
+from triton_kernels.test_paged_step import DEVICE, DTYPES, SHAPES, poisoned_scratch, tokens_of  # noqa: F401
 
 from condense.ops.triton import paged_recall_step
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]
-# H, K, D, Dv
-SHAPES = {"gqa": (8, 2, 64, 64), "one-head": (1, 1, 96, 80), "seven": (7, 1, 64, 32)}
-
-
-@pytest.fixture(autouse=True)
-def poisoned_scratch(poison):
-    poison(paged_recall_step, "scratch_of")
-
-
-def tokens_of(shape, length, seed=0):
-    return random_tokens(shape, length, seed=seed, dtype=torch.float32, device=DEVICE)
 
 
 def steps_of(shape, method, dtype, lengths, num, backend):
@@ -65,21 +51,6 @@ def test_steps_are_within_the_budget(method, dtype):
     got, plain = (steps_of(shape, method, dtype, lengths, steps, backend) for backend in ("triton", "torch"))
     want = exact(shape, method, dtype, lengths, steps).to(DEVICE)
     assert bool((errors(got, want) <= 2 * errors(plain, want) + one_ulp(want, dtype)).all())
-
-
-def test_places_left_empty():
-    shape = SHAPES["gqa"]
-    pool = RecordPool(RECORDS["store-8"], shape[1:], num_pages=60, dtype=torch.float32, device=DEVICE)
-    leave_a_place_empty(pool, tokens_of(shape, 40))
-
-
-@pytest.mark.parametrize("new", [1, 5])
-@pytest.mark.parametrize("method", ["window-0", "store-4", "exact"])
-def test_a_prefix_that_a_single_token_completes_in_the_same_step(method, new):
-    shape = SHAPES["gqa"]
-    pool = RecordPool((RECORDS | EXACT_PROMPTS)[method], shape[1:], dtype=torch.float32, device=DEVICE)
-    tolerance = 1e-4 if pool.method.store_bits == 16 else 0.02  # a code near the middle may round otherwise
-    complete_a_prefix(pool, new, shape[0], {"rtol": tolerance, "atol": tolerance}, scale=0.1, backend="triton")
 
 
 @pytest.mark.parametrize("method", ["default", "drop", *EXACT_PROMPTS])
