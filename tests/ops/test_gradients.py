@@ -19,27 +19,34 @@ METHODS = cases.PLANS | {
 }
 # a store of fewer bits keeps no gradients
 RECALLS = {f"recall-{name}": method for name, method in cases.RECALLS.items() if method.store_bits == 16}
+ALL = METHODS | RECALLS
 
 
 def leaves(*shape, **options):
     return tuple(x.requires_grad_() for x in oracle.random_qkv(*shape, **options))
 
 
-@grid(50, backend=CPU_BACKENDS, method=METHODS | RECALLS)
-def test_gradients_equal_the_definitions(backend, method):
+@grid(24, backend=CPU_BACKENDS, method=METHODS)
+def test_outputs_and_gradients_equal_the_definitions(backend, method):
     inputs = leaves(2, 4, 2, 33, 4, 3)
     weight, lse_weight = torch.randn(2, 4, 33, 3).double(), torch.randn(2, 4, 33).double()
-    grads = []
+    results = []
     for out, lse in (
         condense.attention(*inputs, method=method, backend=backend, return_lse=True, padding=torch.tensor([0, 9])),
         oracle.attention(*inputs, method=method, padding=(0, 9)),
     ):
         loss = (out * weight).sum() + (lse * lse_weight)[lse > -torch.inf].sum()
-        grads.append(torch.autograd.grad(loss, inputs))
-    torch.testing.assert_close(*grads, **EXACT)
+        results.append((out, lse, *torch.autograd.grad(loss, inputs)))
+    torch.testing.assert_close(*results, **EXACT)
 
 
-@grid(24, backend=CPU_BACKENDS, method=METHODS, pads=[(3, 0), (40, 7), (22, 40)], poison=[torch.nan, torch.inf, 1e300])
+@pytest.mark.parametrize("backend", ["reference", "torch-blocks"], indirect=True)
+@pytest.mark.parametrize("method", RECALLS.values(), ids=RECALLS)
+def test_outputs_and_gradients_of_recall_equal_the_definitions(backend, method):
+    test_outputs_and_gradients_equal_the_definitions(backend, method)
+
+
+@grid(36, backend=CPU_BACKENDS, method=ALL, pads=[(3, 0), (40, 7), (22, 40)], poison=[torch.nan, torch.inf, 1e300])
 def test_poisoned_padding_reaches_nothing(backend, method, pads, poison):
     clean = leaves(2, 4, 2, 40, 4, 3)
     dirty = []

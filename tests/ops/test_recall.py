@@ -34,13 +34,11 @@ def tensors(H, K, L, *, dtype=torch.float64, rows=B):
     return oracle.random_qkv(rows, H, K, L, D, DV, dtype=dtype)
 
 
-def check(q, k, v, *, g=4, w=5, r=2, unchosen="pool", backend="torch", pads=None):
-    """Attention over a whole prompt of right-aligned rows."""
-    method = Recall(group_size=g, window=w, num_recall=r, unchosen=unchosen)
-    padding = None if pads is None else torch.tensor(pads)
-    settings = {"method": method, "scale": SCALE}
-    got = attention(q, k, v, padding=padding, backend=backend, return_lse=True, **settings)
-    torch.testing.assert_close(got, oracle.attention(q, k, v, padding=pads, **settings), **EXACT)
+def check(q, k, v, *, g=4, w=5, r=2, unchosen="pool", backend="torch"):
+    """Attention over a whole prompt."""
+    settings = {"method": Recall(group_size=g, window=w, num_recall=r, unchosen=unchosen), "scale": SCALE}
+    got = attention(q, k, v, backend=backend, return_lse=True, **settings)
+    torch.testing.assert_close(got, oracle.attention(q, k, v, **settings), **EXACT)
 
 
 @grid(6, heads=HEADS, unchosen=["pool", "drop"], backend=BACKENDS)
@@ -54,15 +52,6 @@ def test_other_groups_and_windows(g, w, monkeypatch):
     monkeypatch.setattr(torch_recall, "_BLOCK", 7)
     for backend in BACKENDS:
         check(*tensors(2, 1, 29), g=g, w=w, r=3, backend=backend)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_that_start_apart(backend, monkeypatch):
-    """Groups count from a row's first real token; padding, whatever is in it, sees nothing."""
-    monkeypatch.setattr(torch_recall, "_BLOCK", 10)
-    q, k, v = tensors(4, 2, 31, rows=3)
-    q[1, :, :13] = torch.nan
-    check(q, k, v, pads=[0, 13, 31], backend=backend)
 
 
 def test_the_choice_carries_no_gradient():
