@@ -175,10 +175,3 @@ def test_restored_applied_again_saved_and_loaded(model, tmp_path, request):
     assert condensed_layers(loaded) == held
     # loaded, the rotary embeddings' buffers are in float32 still
     torch.testing.assert_close(tiny.logits(loaded.double(), ids), want, **tiny.exact(model))
-
-
-def test_a_long_text_takes_many_blocks_of_queries():
-    model = condense.apply(tiny.model("llama", max_position_embeddings=4096), tiny.STREAMING)
-    ids = tiny.tokens(1, 2100)
-    full = tiny.logits(model, ids)
-    torch.testing.assert_close(tiny.in_chunks(model, ids, (2000, 1, 1, 98)), full, **tiny.exact(model))

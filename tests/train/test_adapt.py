@@ -15,6 +15,7 @@ from small_models import saved_with_tokenizer, tiny_llama
 from train.runs import METHOD, adaptation, interrupted_at, logged
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
+from condense.methods import methods_in
 from condense.models import condensed_layers
 from condense.train import PRESETS, RECIPES, PhaseConfig, read_recipe, run_training
 from condense.train import loss as loss_module
@@ -175,10 +176,13 @@ def test_the_attentions_projections(name, qkv, output, tmp_path):
     assert trained == set(projections(model, "qkv"))
 
 
-def test_only_the_projections_change(base):
+def test_only_the_projections_change_and_the_model_says_what_it_learned(base):
     run = adaptation(base, train="qkv", steps=2)
     run_training(run)
-    before, after = (AutoModelForCausalLM.from_pretrained(base / name).state_dict() for name in ("base", "adapted"))
+    stock, adapted = (AutoModelForCausalLM.from_pretrained(base / name) for name in ("base", "adapted"))
+    assert condensed_layers(adapted) == methods_in(adapted.config.condense_adapted) == dict.fromkeys(range(2), METHOD)
+    before, after = stock.state_dict(), adapted.state_dict()
+    assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {f"model.layers.{i}.self_attn.{name}_proj.weight" for i in range(2) for name in "qkv"}
 
