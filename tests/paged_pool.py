@@ -10,6 +10,7 @@ from oracles import oracle
 from paged_sequences import whole
 
 import condense
+from condense.ops import NO_EXTRAS
 from condense.ops.paged import NewTokens, PagedState, Pages, read_paged
 from condense.serving.blocks import ServedLayer, page_sizes
 from condense.serving.plan import serving_plan
@@ -38,10 +39,10 @@ METHODS = {
 
 class Pool:
     """Pages of one layer in blocks of bytes. Every block is given to one request and one kind; what no request has
-    written is 255 in every byte: NaN as a number. up: the up-projections, if tokens are latents.
+    written is 255 in every byte: NaN as a number. up: the up-projections, if tokens are latents. extras: of the layer.
     """
 
-    up = None
+    up, extras = None, NO_EXTRAS
 
     def __init__(self, method, heads, num_pages=400, dtype=torch.float64, device="cpu", seed=0, sizes=None):
         self.method, self.plan, self.dtype = method, serving_plan(method), dtype
@@ -100,7 +101,7 @@ class Pool:
         if not self.plan.has_records:
             entries = entries.view(self.dtype)
         ring = ring.view(self.dtype) if self.plan.ring_slots else None
-        return PagedState(window.view(self.dtype), entries, ring, self.up)
+        return PagedState(window.view(self.dtype), entries, ring, self.up, self.extras)
 
     def read(self, chunks, **options):
         """Reads ``[(request, qkv of its new tokens [., heads, width])]`` in one step; outputs, one per request."""

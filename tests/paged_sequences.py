@@ -5,9 +5,11 @@ d_n, d_r, d_c and d_v, as in `oracles.latent_oracle`.
 """
 
 import torch
+from layers import read_whole
 from oracles import latent_oracle, oracle
 
 import condense
+from condense.ops import NO_EXTRAS, Extras
 from condense.ops.latents import UpProjection
 
 
@@ -17,16 +19,24 @@ def random_tokens(shape, length, *, seed=0, dtype=torch.float64, device="cpu"):
     return [x[0].transpose(0, 1).to(device, dtype) for x in oracle.random_qkv(1, H, K, length, D, Dv, seed=seed)]
 
 
-def whole(qkv, method, scale, singles=(), up=None):
+def random_extras(heads, *, softcap=0.0, dtype=torch.float64, device="cpu"):
+    """Sink logits about as large as the scores."""
+    drawn = torch.randn(heads, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return Extras(softcap, 2 * drawn.to(device, dtype))
+
+
+def whole(qkv, method, scale, singles=(), up=None, extras=NO_EXTRAS):
     """Attention of a whole sequence by the definition, ``[L, H, Dv]``. singles: positions that are read one by one. up:
-    the up-projections, if tokens are latents.
+    the up-projections, if tokens are latents, which have no extras.
     """
     if up is not None:
         return _whole_latents(qkv, up, method, scale)
     rows = [x.transpose(0, 1)[None] for x in qkv]
 
     def by(method):
-        return condense.attention(*rows, method=method, scale=scale, backend="reference")[0].transpose(0, 1)
+        context = read_whole(method, *rows, scale=scale, backend="reference")
+        out, _ = method.attend(rows[0], context, scale=scale, backend="reference", extras=extras)
+        return out[0].transpose(0, 1)
 
     out = by(method)
     if method.reads_exactly and singles:
@@ -83,13 +93,13 @@ def run_steps(pool, shape, lengths, steps, backend):
         yield torch.cat(pool.read(chunks, scale=scale, backend=backend))
 
 
-def exact(shape, method, dtype, lengths, steps):
+def exact(shape, method, dtype, lengths, steps, extras=NO_EXTRAS):
     """What `run` computes, in float64, by the definition of attention over whole sequences."""
     qkvs, up = _sequences(shape, lengths, steps, dtype=dtype)
     up, rows = None if up is None else UpProjection(*(w.double() for w in up)), []
     for qkv, length in zip(qkvs, lengths, strict=True):
         singles = range(length, length + steps)
-        rows.append(whole([x.double() for x in qkv], method, _scale_of(shape), singles, up)[length:])
+        rows.append(whole([x.double() for x in qkv], method, _scale_of(shape), singles, up, extras)[length:])
     return torch.stack(rows, dim=1)
 
 

@@ -96,7 +96,7 @@ class RecordPool(Pool):
             self.table([getattr(r, kind) for r in requests]) for kind in ("window", "entries", "ring")
         )
         means = Pages(self.cache, ring) if self.plan.ring_slots else None
-        return PagedState(Pages(self.cache, window), Pages(self.records, entries), means, self.up)
+        return PagedState(Pages(self.cache, window), Pages(self.records, entries), means, self.up, self.extras)
 
     def kept(self, request):
         """The parts of the records of a request's complete groups, by name: ``[1, K, G, columns]``, or of tokens."""

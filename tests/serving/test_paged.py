@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from paged_pool import METHODS, NULL, Pool, complete_a_prefix
-from paged_sequences import cut, random_latents, random_tokens, read_in_pieces, whole
+from paged_sequences import cut, random_extras, random_latents, random_tokens, read_in_pieces, whole
 from record_pool import EXACT_PROMPTS, RECORDS, RecordPool
 
 import condense
@@ -154,6 +154,20 @@ def test_single_tokens_expand_no_latents(name, monkeypatch):
     expanded.clear()
     pool.read([(request, cut(qkv, 140, 141))], scale=SCALE)
     assert expanded == []
+
+
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+@pytest.mark.parametrize("name", ["streaming", "sinks", *(f"records-{name}" for name in ("default", "drop", "exact"))])
+@BACKENDS
+def test_what_a_model_adds_to_attention(name, chunk, softcap, backend):
+    """A logit without a value for each head, as GPT-OSS has them, and capped scores: of prompts and single tokens."""
+    pool = POOLS[name]()
+    pool.extras, qkv = random_extras(H, softcap=softcap), tokens_of(pool, 90)
+    out = read_in_pieces(pool, qkv, chunk, scale=SCALE, backend=backend)
+    singles = range(len(out)) if chunk == 1 else ()
+    torch.testing.assert_close(out, whole(qkv, pool.method, SCALE, singles, extras=pool.extras), **EXACT)
+    assert (out - wanted(pool, qkv, singles)).abs().max() > 0.1
 
 
 def test_bfloat16_is_within_the_budget_of_the_whole():

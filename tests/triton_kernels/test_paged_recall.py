@@ -6,17 +6,19 @@ steps are found by the definition's own scores and must be few.
 
 import pytest
 import torch
-from paged_sequences import exact, run, run_steps
+from paged_sequences import exact, random_extras, run, run_steps
 from record_pool import EXACT_PROMPTS, RECORDS, RecordPool, check_records, check_same
 from speed.budget import errors, one_ulp
 from triton_kernels.test_paged_step import DEVICE, DTYPES, SHAPES, poisoned_scratch, tokens_of  # noqa: F401
 
+from condense.ops import NO_EXTRAS
 from condense.ops.triton import paged_recall_step
 
 
-def steps_of(shape, method, dtype, lengths, num, backend):
+def steps_of(shape, method, dtype, lengths, num, backend, extras=NO_EXTRAS):
     """`run` over a pool of its own."""
     pool = RecordPool(method, shape[1:], num_pages=200, dtype=dtype, device=DEVICE)
+    pool.extras = extras
     return run(pool, shape, lengths, num, backend)
 
 
@@ -50,6 +52,18 @@ def test_steps_are_within_the_budget(method, dtype):
     lengths, steps = (0, 45), 3 if DEVICE == "cpu" else 30
     got, plain = (steps_of(shape, method, dtype, lengths, steps, backend) for backend in ("triton", "torch"))
     want = exact(shape, method, dtype, lengths, steps).to(DEVICE)
+    assert bool((errors(got, want) <= 2 * errors(plain, want) + one_ulp(want, dtype)).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_what_a_model_adds_to_attention(softcap, dtype):
+    """Sink logits and capped scores, within the same budget; a request of no tokens but the new ones among them."""
+    method, shape, lengths = RECORDS["default"], SHAPES["gqa"], (0, 45)
+    extras = random_extras(shape[0], softcap=softcap, dtype=dtype, device=DEVICE)
+    got, plain = (steps_of(shape, method, dtype, lengths, 3, backend, extras) for backend in ("triton", "torch"))
+    rounded = extras._replace(sink_logits=extras.sink_logits.double().cpu())
+    want = exact(shape, method, dtype, lengths, 3, rounded).to(DEVICE)
     assert bool((errors(got, want) <= 2 * errors(plain, want) + one_ulp(want, dtype)).all())
 
 

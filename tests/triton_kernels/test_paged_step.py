@@ -6,7 +6,7 @@ import pytest
 import record_pool
 import torch
 from paged_pool import Pool, complete_a_prefix, leave_a_place_empty
-from paged_sequences import exact, random_tokens, run
+from paged_sequences import exact, random_extras, random_tokens, run
 from record_pool import RecordPool, check_records, check_same
 from speed.budget import errors, one_ulp
 
@@ -31,7 +31,7 @@ RECORDS = {
     "records-matched": METHODS["streaming"].replace(rep_bias="matched"),
     "records-8-bits-matched": METHODS["streaming"].replace(rep_bias="matched", entry_bits=8),
     "records-4-bits-window-0": METHODS["window-0"].replace(entry_bits=4, rep_bias="log_size"),
-    "records-4-bits": METHODS["group-over-pages"].replace(entry_bits=4),
+    "records-4-bits": METHODS["group-over-pages"].replace(entry_bits=4, group_size=6),
 }
 
 
@@ -67,6 +67,21 @@ def test_steps_are_within_the_budget(name, shape, dtype):
         return
     want = exact(shape, method, dtype, lengths, steps).to(DEVICE)
     assert bool((errors(got, want) <= 2 * errors(plain, want) + one_ulp(want, dtype)).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_what_a_model_adds_to_attention(softcap, dtype):
+    """Sink logits and capped scores, within the same budget."""
+    method, shape, lengths = METHODS["streaming"], SHAPES["gqa"], (37, 0)
+    extras, outs = random_extras(shape[0], softcap=softcap, dtype=dtype, device=DEVICE), []
+    for backend in ("triton", "torch"):
+        pool = Pool(method, shape[1:], dtype=dtype, device=DEVICE)
+        pool.extras = extras
+        outs.append(run(pool, shape, lengths, 3, backend))
+    rounded = extras._replace(sink_logits=extras.sink_logits.double().cpu())
+    want = exact(shape, method, dtype, lengths, 3, rounded).to(DEVICE)
+    assert bool((errors(outs[0], want) <= 2 * errors(outs[1], want) + one_ulp(want, dtype)).all())
 
 
 PLACES = {name: partial(Pool, (METHODS | RECORDS)[name]) for name in ("streaming", "records-8-bits-matched")}

@@ -93,6 +93,8 @@ def _kernels(settings: StepSettings, new: NewTokens) -> tuple[Callable[..., None
 
 def _check_settings(settings: StepSettings, state: PagedState) -> None:
     """Raise ValueError for settings of a method that these pages cannot hold."""
+    if state.ring is not None and state.ring.slots < settings.num_summary:
+        raise ValueError(f"pages of the ring must have {settings.num_summary} slots or more, got {state.ring.slots}")
     if not state.holds_records and (settings.entry_bits < 16 or settings.matched or settings.choice is not None):
         raise ValueError(
             "entries must be pages of records, uint8, with a choice, matched biases or fewer than 16 bits, got "

@@ -172,7 +172,8 @@ class _Layer:
             entries = self._tokens(*records, self._index(*records)) if call.exact else self._entries(*records)
         view = self._view(call, entries, window)
         sources = view.of(entries), view.of(window)
-        return view.finish(attend(view.q, sources, call.spans, scale=self.scale, backend=self.backend)[0])
+        out, _ = attend(view.q, sources, call.spans, scale=self.scale, backend=self.backend, extras=self.state.extras)
+        return view.finish(out)
 
     def _view(self, call: Call, *sources: Source) -> _View:
         """The view of a call's queries on these sources and others like them."""
@@ -229,6 +230,7 @@ class _Layer:
             scale=self.scale,
             unchosen="pool" if choice.pool else "drop",
             backend=self.backend,
+            extras=self.state.extras,
         )
         return view.finish(out)
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor
 
+from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.latents import UpProjection
 
 T = TypeVar("T")
@@ -63,6 +64,7 @@ class PagedState(NamedTuple):
     ring: in the dtype of k, slot ``t % N`` of a request's only page holds the mean query of position t in its first D
     columns; None for methods that need one query or none (`condense.serving.plan`).
     up: the up-projections, if tokens are latents (MLA): K is 1, a key is ``[c ; k_rope]`` and Dv is 0. Else None.
+    extras: of the layer, as in `condense.ops.attend`; groups are chosen without them.
     Slots that a request has not filled, or needs no more, are not read and may hold anything.
     """
 
@@ -70,6 +72,7 @@ class PagedState(NamedTuple):
     entries: Pages
     ring: Pages | None
     up: UpProjection | None = None
+    extras: Extras = NO_EXTRAS
 
     @property
     def latent(self) -> int:
@@ -84,7 +87,7 @@ class PagedState(NamedTuple):
     def first(self, count: int) -> Self:
         """The state of the first ``count`` requests."""
         ring = None if self.ring is None else self.ring.first(count)
-        return type(self)(self.window.first(count), self.entries.first(count), ring, self.up)
+        return self._replace(window=self.window.first(count), entries=self.entries.first(count), ring=ring)
 
 
 @dataclass(frozen=True)

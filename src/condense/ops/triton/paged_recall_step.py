@@ -109,7 +109,7 @@ def attend(
             ),
         ):  # fmt: skip
             kernel(grid, tensors, (*strides, *numbers), constants, options)
-        join_pages(plan.join, part, lse, seen, out)
+        join_pages(plan.join, part, lse, seen, state.extras.sink_logits, out)
 
 
 def _plan_of(q: Tensor, state: PagedState, settings: StepSettings, scale: float) -> Plan:
@@ -122,4 +122,5 @@ def _plan_of(q: Tensor, state: PagedState, settings: StepSettings, scale: float)
     assert settings.rule.window is not None
     tokens, pages = settings.rule.window + settings.rule.chunk, (PageForm.of(state.window), PageForm.of(far))
     room = Room(groups, tokens, 0, 0, 0, *pages, room_for(far))
-    return plan_of(q.device, q.dtype, (R, H, K), (*widths, latent), room, settings.number, (scale, 0.0), False)
+    scores, number = (scale, state.extras.softcap), settings.number
+    return plan_of(q.device, q.dtype, (R, H, K), (*widths, latent), room, number, scores, False)

@@ -53,18 +53,21 @@ def attend(q: Tensor, state: PagedState, seen: Tensor, settings: StepSettings, *
     with on_device_of(q):
         # keys and values are in pages by now
         _start(launch.step, (q, q, q), state, seen, settings, (part, lse))
-        join_pages(launch.join, part, lse, seen, out)
+        join_pages(launch.join, part, lse, seen, state.extras.sink_logits, out)
 
 
-def join_pages(plan: tuple[Any, ...] | None, part: Tensor, lse: Tensor, seen: Tensor, out: Tensor) -> None:
-    """Write all splits' outputs, joined, to ``out``; seen as in `store`.
+def join_pages(
+    plan: tuple[Any, ...] | None, part: Tensor, lse: Tensor, seen: Tensor, sinks: Tensor | None, out: Tensor
+) -> None:
+    """Write all splits' outputs, joined under one softmax with ``sinks``, to ``out``; seen as in `store`.
 
-    plan: of `step_join_kernel`. part, lse: as many numbers as `condense.ops.triton.ring_step.split_scratch` has.
+    plan: of `step_join_kernel`. part, lse: as many numbers as `condense.ops.triton.ring_step.split_scratch` has. sinks:
+    `condense.ops.Extras.sink_logits`.
     """
     assert plan is not None
     grid, numbers, (*sizes, _, early, _), options = plan
     constants = (*sizes, True, early, out.stride()[:2])
-    _join(grid, (part, lse, out, None, seen, None, None), (0, seen.stride(0), *numbers), constants, options)
+    _join(grid, (part, lse, out, None, seen, sinks, None), (0, seen.stride(0), *numbers), constants, options)
 
 
 def _start(
@@ -116,4 +119,4 @@ def _launch_of(q: Tensor, state: PagedState, settings: StepSettings, scale: floa
     forms = PageForm.of(state.window), PageForm.of(entries), None if past is None else PageForm.of(past)
     room = far.table.shape[1] * far.slots, rule.window + rule.chunk, 0
     sizes = StepSizes(R, H, K, D, latent or Dv, *room, *forms)
-    return launch_of(settings.number, (scale, 0.0), latent, sizes, q.dtype, q.device, False)
+    return launch_of(settings.number, (scale, state.extras.softcap), latent, sizes, q.dtype, q.device, False)
