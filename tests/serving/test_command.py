@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from small_models import random_latents, tiny_llama
-from transformers import GPTNeoXConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config
+from transformers import GPTNeoXConfig, GptOssConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config
 
 import condense
 from condense.cli.main import main
@@ -198,6 +198,20 @@ def test_checkpoints_in_fp8(serve, tmp_path, settings, is_served):
     assert serve(tmp_path, "--kv-cache-dtype", "bfloat16")[0] is not None
 
 
+def test_gpt_oss(serve, tmp_path):
+    """Its full layers, with weights in MXFP4 as they are published; no adapters."""
+    config = GptOssConfig(hidden_size=16, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
+    config.architectures = ["GptOssForCausalLM"]
+    config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    config.save_pretrained(tmp_path)
+    given = overrides(serve(tmp_path)[0])
+    assert given["architectures"] == ["CondensedGptOssForCausalLM"]
+    assert [part["layers"] for part in given["condense"]["methods"]] == [[1, 3]]
+    command, err = serve(tmp_path, "--enable-lora")
+    assert command is None
+    assert "--enable-lora is not served with condensed GPT-OSS" in err
+
+
 def test_the_folder_comes_first(serve, stock):
     command, err = serve("--model", stock, "--method", "cca")
     assert command is None
@@ -284,6 +298,6 @@ def test_own_overrides_and_batch_are_kept(name):
 
 
 def test_names_are_new():
-    assert len({condensed_name(architecture) for architecture in ARCHITECTURES} - set(ARCHITECTURES)) == 13
+    assert len({condensed_name(architecture) for architecture in ARCHITECTURES} - set(ARCHITECTURES)) == 14
     with pytest.raises(ValueError, match=r"use model\.generate"):
         condensed_name("MambaForCausalLM")

@@ -203,6 +203,7 @@ def test_engines_that_fit(engine):
         (changed(shared_context=True), "context parallelism"),
         (changed(microbatches=True), "--enable-dbo"),
         (changed(adapted_latents=True), "--enable-lora is not served with latents"),
+        (changed(adapted_gpt_oss=True), "--enable-lora is not served with condensed GPT-OSS.* or merge the adapter"),
         (changed(dense_latents=[0, 1, 4]), "dense attention in layers 0-1, 4: give each a method"),
         (changed(offloading=True, kv_transfer=True), "^--kv-offloading-size is .*: leave it out$"),
         (changed(tensor_parallel=3, speculative=True), "^--tensor-parallel-size .*; --speculative-config .* out$"),
@@ -278,14 +279,20 @@ def test_trials_read_the_ends_of_prompts(method, length, up, has_step, monkeypat
     """
     heads, widths = (2, (16, 16)) if up is None else (1, (16, 0))
     layer, reads, read = ServedLayer(serving_plan(method), heads, widths, torch.float32), [], trial.read_paged
-    found = []
+    found, extras = [], condense.ops.Extras(sink_logits=torch.randn(4))
+
+    def read_one(qkv, state, new, *args, **options):
+        assert state.extras is extras
+        reads.append(new)
+        read(qkv, state, new, *args, **options)
+
     monkeypatch.setattr(ServedLayer, "has_step", lambda *_: has_step)
     monkeypatch.setattr(trial, "_COMPILED", set())
-    monkeypatch.setattr(trial, "read_paged", lambda *args, **options: (reads.append(args[2]), read(*args, **options)))
+    monkeypatch.setattr(trial, "read_paged", read_one)
     qkv = [torch.randn(20, *shape) for shape in ((4, 16), (heads, widths[0]), (heads, widths[1]))]
     for _ in range(2):
         out = torch.full((20, 4, 16), float("nan"))
-        trial.read_trials(qkv, layer, page_sizes([layer]), length, scale=0.25, out=out, up=up)
+        trial.read_trials(qkv, layer, page_sizes([layer]), length, scale=0.25, out=out, up=up, extras=extras)
         read_tokens = max(new.starts[-1] for new in reads)
         assert torch.equal(out.isfinite().all(2).all(1), torch.arange(20) < read_tokens)
         assert read_tokens >= min(20, length)

@@ -16,7 +16,7 @@ class EngineSettings:
     version: None if it is not known. kv_heads: of the whole model, 1 for latents (MLA). cache_dtype: "auto" is the
     model's. one_manager: all caches are managed alike, as full attention. speculative: drafts that are not served.
     shared_context: ranks share the tokens of a request. microbatches: a batch is run in halves. dense_latents: numbers
-    of layers on latents that are not condensed. adapted_latents: a model with latents gets LoRA adapters.
+    of layers on latents that are not condensed. adapted_latents, adapted_gpt_oss: such a model gets LoRA adapters.
     """
 
     version: str | None
@@ -32,8 +32,10 @@ class EngineSettings:
     microbatches: bool = False
     dense_latents: Collection[int] = ()
     adapted_latents: bool = False
+    adapted_gpt_oss: bool = False
 
 
+GPT_OSS = "gpt_oss"  # a `model_type`
 # releases of vLLM whose interfaces the plugin is known to fit: from the first, below the second
 RELEASES = ("0.30", "0.34")
 REQUIREMENT = f"vllm>={RELEASES[0]},<{RELEASES[1]}"
@@ -83,6 +85,11 @@ def check_engine(engine: EngineSettings) -> None:
             engine.adapted_latents,
             "--enable-lora is not served with latents (MLA), whose up-projections are read without their adapters: "
             "leave it out",
+        ),
+        (
+            engine.adapted_gpt_oss,
+            "--enable-lora is not served with condensed GPT-OSS: vLLM knows the order of gates and values in adapters "
+            "of its experts by the name of the stock architecture alone; leave it out, or merge the adapter",
         ),
         (
             engine.dense_latents,

@@ -8,6 +8,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.latents import UpProjection
 from condense.ops.paged import TOGETHER, NewTokens, PagedState, Pages, read_paged
 from condense.ops.spans import UniformRule
@@ -28,6 +29,7 @@ def read_trials(
     scale: float,
     out: Tensor,
     up: UpProjection | None = None,
+    extras: Extras = NO_EXTRAS,
 ) -> None:
     """Read tokens as the ends of requests of up to ``longest`` tokens, all of whose pages of a kind are the same page.
 
@@ -35,7 +37,7 @@ def read_trials(
     padding, which may take more memory, and shorter ones: kernels are compiled by closed groups, rows and queries.
 
     qkv: q ``[T, H, D]``, k ``[T, K, D]``, v ``[T, K, Dv]``; out ``[T, H, Dv]`` gets numbers without a meaning. up: of
-    latents, whose widths are as in `condense.ops.paged.read_paged`.
+    latents, whose widths are as in `condense.ops.paged.read_paged`. extras: as in `condense.ops.attend`.
     """
     plan = served.plan
     assert plan is not None
@@ -47,7 +49,7 @@ def read_trials(
         seen = torch.tensor(lengths, dtype=torch.int32, device=out.device)
         new = NewTokens(list(starts), list(lengths), seen)
         q, k, v, to = (x[: new.starts[-1]] for x in (*qkv, out))
-        state = _empty(served, sizes, lengths, out.device)._replace(up=up)
+        state = _empty(served, sizes, lengths, out.device)._replace(up=up, extras=extras)
         read_paged((q, k, v), state, new, settings, scale=scale, out=to)
 
     T, half = len(out), min(longest, TOGETHER // 2)

@@ -110,6 +110,23 @@ def engine(engines):
         assert each.free_pages == each.pages
 
 
+@pytest.fixture
+def put_back(monkeypatch):
+    """Requests that an engine puts back from now on, in a list: the prompt, and the length of its answer by then."""
+
+    def watch(engine):
+        found, preempt = [], engine.scheduler._preempt_request
+
+        def count(request, *rest, **options):
+            found.append((request.prompt_token_ids, request.num_output_tokens))
+            return preempt(request, *rest, **options)
+
+        monkeypatch.setattr(engine.scheduler, "_preempt_request", count)
+        return found
+
+    return watch
+
+
 @pytest.fixture(scope="session")
 def device_flags():
     """This device's settings for the server's command line."""

@@ -103,7 +103,7 @@ def test_whole_prompts(engine, model, folder, wanted):
     assert started.tokens(prompts_of(LENGTHS), NEW) == wanted
 
 
-def test_a_pool_that_is_too_small_for_all(engine, model, folder, greedy, monkeypatch):
+def test_a_pool_that_is_too_small_for_all(engine, model, folder, greedy, put_back):
     """Requests that grow are put back, lose their pages and are read again; exactly, by a method that reads prompts so,
     so that their tokens are those of generate up to there.
     """
@@ -111,17 +111,11 @@ def test_a_pool_that_is_too_small_for_all(engine, model, folder, greedy, monkeyp
     want = greedy(model, prompts, 70)
     settings = {"max_num_batched_tokens": 48, "max_model_len": 128, "num_gpu_blocks_override": 22}
     started = engine(folder, **condensed(model, scheduler_reserve_full_isl=False, **settings))
-    put_back, preempt = [], started.scheduler._preempt_request
-
-    def count(request, *rest, **options):
-        put_back.append((request.prompt_token_ids, request.num_output_tokens))
-        return preempt(request, *rest, **options)
-
-    monkeypatch.setattr(started.scheduler, "_preempt_request", count)
+    found = put_back(started)
     got = started.tokens(prompts, 70)
-    assert len(put_back) >= 3
+    assert len(found) >= 3
     if any(method.reads_exactly for method in methods_in(model.config.condense).values()):
-        for prompt, num in put_back:
+        for prompt, num in found:
             i = prompts.index(prompt)
             got[i], want[i] = got[i][:num], want[i][:num]
     assert got == want

@@ -10,6 +10,7 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
+from condense.ops import Extras
 from condense.ops.paged import PagedState, Pages, read_paged
 from condense.serving.blocks import page_sizes
 from condense.serving.trial import read_trials
@@ -56,8 +57,18 @@ class CondensedBackend(AttentionBackend):
 class CondensedImpl(AttentionImpl[CondensedMetadata]):
     """One layer's attention over its pages."""
 
-    def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, *args: Any) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        *args: Any,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """sinks: a logit without a value for each head of this process; its numbers may come later."""
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, num_kv_heads
+        self.extras = Extras(sink_logits=sinks)
         self.kv_cache_dtype = "auto"
 
     def forward(
@@ -81,7 +92,10 @@ class CondensedImpl(AttentionImpl[CondensedMetadata]):
             # before there are pages, vLLM measures the memory of a forward, which should leave nothing to be compiled
             if query.is_cuda and kv_cache.numel() == 0:
                 sizes, qkv = page_sizes(layer.model), (query, key, value)
-                read_trials(qkv, layer.served, sizes, layer.longest, scale=self.scale, out=output, up=layer.up)
+                read_trials(
+                    qkv, layer.served, sizes, layer.longest, scale=self.scale, out=output, up=layer.up,
+                    extras=self.extras,
+                )  # fmt: skip
             return output
         tables, dtype = get_forward_context().attn_metadata, layer.served.dtype
         pages = {kind: Pages(side.kv_cache, tables[side.layer_name].table) for kind, side in layer.sides.items()}
@@ -89,7 +103,7 @@ class CondensedImpl(AttentionImpl[CondensedMetadata]):
         if not layer.plan.has_records:
             entries = entries.view(dtype)
         window = Pages(kv_cache, attn_metadata.table).view(dtype)
-        state = PagedState(window, entries, None if ring is None else ring.view(dtype), layer.up)
+        state = PagedState(window, entries, None if ring is None else ring.view(dtype), layer.up, self.extras)
         qkv = query, key, value
         read_paged(qkv, state, attn_metadata.new, layer.plan.settings, scale=self.scale, out=output)
         return output

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from condense.methods import Dense, methods_in
-from condense.serving.engine import EngineSettings, check_engine
+from condense.serving.engine import GPT_OSS, EngineSettings, check_engine
 from condense.serving.plan import serving_plans
 from condense.serving.vllm.register import condensed_name
 
@@ -155,6 +155,7 @@ def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
         microbatches=given["enable_dbo"],
         dense_latents=sorted({*range(text.num_hidden_layers)} - condensed) if has_latents else (),
         adapted_latents=has_latents and given["enable_lora"],
+        adapted_gpt_oss=text.model_type == GPT_OSS and given["enable_lora"],
     )
 
 

@@ -35,8 +35,9 @@ class CondensedAttention(Attention):
         served: ServedLayer,
         model: Sequence[ServedLayer],
         vllm_config: VllmConfig,
+        sinks: Tensor | None = None,
     ) -> None:
-        """served: this layer; model: all layers, dense ones too."""
+        """served: this layer; model: all layers, dense ones too. sinks: as in `CondensedImpl`."""
         super().__init__(
             stock.num_heads,
             stock.head_size,
@@ -46,6 +47,7 @@ class CondensedAttention(Attention):
             quant_config=stock.quant_config,
             prefix=stock.layer_name,
             attn_backend=CondensedBackend,
+            sinks=sinks,
         )
         assert served.plan is not None
         self.plan, self.served, self.model = served.plan, served, model

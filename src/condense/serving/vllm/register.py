@@ -14,6 +14,7 @@ ARCHITECTURES = {
     "GPT2LMHeadModel": "gpt2",
     "Gemma3ForCausalLM": "gemma3",
     "GemmaForCausalLM": "gemma",
+    "GptOssForCausalLM": "gpt_oss",
     "LlamaForCausalLM": "llama",
     "MiniCPM3ForCausalLM": "minicpm3",
     "MistralForCausalLM": "mistral",
@@ -38,8 +39,12 @@ def condensed_name(architecture: str) -> str:
 def register() -> None:
     """Entry point ``vllm.general_plugins``."""
     from vllm import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     read_as_written()
     for architecture in ARCHITECTURES:
         name = condensed_name(architecture)
         ModelRegistry.register_model(name, f"condense.serving.vllm.models:{name}")
+        # such as how answers are parsed
+        if architecture in MODELS_CONFIG_MAP:
+            MODELS_CONFIG_MAP[name] = MODELS_CONFIG_MAP[architecture]

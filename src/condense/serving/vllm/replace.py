@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import vllm
 from torch import nn
@@ -12,7 +13,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 
 from condense.serving.blocks import ServedLayer, own_page
-from condense.serving.engine import EngineSettings, check_engine
+from condense.serving.engine import GPT_OSS, EngineSettings, check_engine
 from condense.serving.plan import ServingPlan, serving_plans
 from condense.serving.vllm.layer import CondensedAttention
 
@@ -60,8 +61,12 @@ def condense_layers(model: nn.Module, vllm_config: VllmConfig) -> None:
         if served.plan is not None:
             del vllm_config.compilation_config.static_forward_context[child.layer_name]
             others = served, layers, vllm_config
-            layer = CondensedAttention(child, *others) if latents is None else CondensedLatents(child, parent, *others)
-            setattr(parent, name, layer)
+            if latents is None:
+                # the module's own, which are loaded later; backends may keep copies
+                sinks: Any = parent.sinks if child.has_sink else None
+                setattr(parent, name, CondensedAttention(child, *others, sinks))
+            else:
+                setattr(parent, name, CondensedLatents(child, parent, *others))
 
 
 def _served(stock: Attention, plan: ServingPlan | None) -> ServedLayer:
@@ -102,4 +107,5 @@ def engine_settings(
         microbatches=parallel.use_ubatching,
         dense_latents=dense if has_latents else (),
         adapted_latents=has_latents and config.lora_config is not None,
+        adapted_gpt_oss=config.lora_config is not None and config.model_config.hf_text_config.model_type == GPT_OSS,
     )
