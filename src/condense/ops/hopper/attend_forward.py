@@ -17,7 +17,7 @@ D0 width of values, D0 + D1 of queries and keys. BN keys per block.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -40,44 +40,24 @@ from condense.ops.triton.limits import MAX_SOURCES
 _LONG = 1 << 16
 
 
-class Stream(NamedTuple):
+class Stream(namedtuple("Stream", "lo left inner all edges blocks")):
     """The blocks of keys that a tile reads.
 
     Per source: lo, its first key; left, number of blocks on the left that need a mask; inner, of blocks that need none;
     all, of all blocks. Of all sources together: edges, number of blocks that need a mask; blocks, of all blocks.
     """
 
-    lo: Any
-    left: Any
-    inner: Any
-    all: Any
-    edges: Any
-    blocks: Any
 
-
-class Scores(NamedTuple):
+class Scores(namedtuple("Scores", "scale levels biases s_bias sizes")):
     """scale: of scores, base 2. Per source: its level, pointer to its biases, their strides, and its size."""
 
-    scale: Any
-    levels: Any
-    biases: Any
-    s_bias: Any
-    sizes: Any
 
-
-class View(NamedTuple):
+class View(namedtuple("View", "stream firsts lasts bias_at q piece")):
     """A tile of queries.
 
     stream: the `Stream` that it reads. firsts, lasts: per source, the span ``[first, last)`` of each row. bias_at: per
     source, offset of the biases. q: the queries. piece: tiles that the program has done before.
     """
-
-    stream: Any
-    firsts: Any
-    lasts: Any
-    bias_at: Any
-    q: Any
-    piece: Any
 
 
 @gluon.jit

@@ -13,7 +13,7 @@ Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries. B
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 from triton.experimental import gluon
@@ -29,7 +29,7 @@ ROWS = gl.constexpr(64)
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
 
-class Work(NamedTuple):
+class Work(namedtuple("Work", "K R L tiles works spans first words room")):
     """The numbers that are the same for all tiles.
 
     K: KV heads. R: query heads per KV head. L: end of the queries. tiles: tiles of queries. works: tiles times B times
@@ -37,43 +37,20 @@ class Work(NamedTuple):
     groups that have a word; room: length of a list of groups.
     """
 
-    K: Any
-    R: Any
-    L: Any
-    tiles: Any
-    works: Any
-    spans: Any
-    first: Any
-    words: Any
-    room: Any
 
-
-class Memory(NamedTuple):
+class Memory(namedtuple("Memory", "k v k_full k_empty v_full v_empty turns")):
     """Shared memory. k, v: rings of keys and of values, both in parts.
 
     k_full, k_empty, v_full, v_empty: barriers that mark a slot of a ring as full or empty. turns: barriers by which the
     two groups take turns.
     """
 
-    k: Any
-    v: Any
-    k_full: Any
-    k_empty: Any
-    v_full: Any
-    v_empty: Any
-    turns: Any
 
-
-class Online(NamedTuple):
+class Online(namedtuple("Online", "acc p m total")):
     """An online softmax.
 
     acc: weighted values, in parts. p: weights of the newest block. m, total: largest score, sum of weights.
     """
-
-    acc: Any
-    p: Any
-    m: Any
-    total: Any
 
 
 @gluon.jit

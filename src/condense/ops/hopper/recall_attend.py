@@ -14,7 +14,8 @@ queries.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import NamedTuple
 
 import triton
 from torch import Tensor
@@ -53,30 +54,19 @@ class RecallForm(NamedTuple):
     kind: str
 
 
-class Lists(NamedTuple):
+class Lists(namedtuple("Lists", "words groups of_groups counts")):
     """Pointers to the tensors of `condense.ops.triton.recall_choice.OpenedGroups`."""
 
-    words: Any
-    groups: Any
-    of_groups: Any
-    counts: Any
 
-
-class RecallStream(NamedTuple):
+class RecallStream(namedtuple("RecallStream", "window near whole entries blocks")):
     """The blocks that a tile reads, in this order.
 
     window: first key of the window. Numbers of blocks, each including those before: near, of the window; whole, with
     entries that are closed for all rows; entries, with all entries; blocks, with the tokens of opened groups.
     """
 
-    window: Any
-    near: Any
-    whole: Any
-    entries: Any
-    blocks: Any
 
-
-class RecallView(NamedTuple):
+class RecallView(namedtuple("RecallView", "q lo hi closed bit bit_of_groups words size of_groups count piece scale")):
     """A tile of queries.
 
     q: queries in shared memory. Per row: lo, hi, its span in the window; closed, its closed groups; bit, its bit mask
@@ -84,19 +74,6 @@ class RecallView(NamedTuple):
     tile. of_groups: pointer to the words of the ``count`` groups in its list. piece: tiles that the program has done
     before. scale: of scores.
     """
-
-    q: Any
-    lo: Any
-    hi: Any
-    closed: Any
-    bit: Any
-    bit_of_groups: Any
-    words: Any
-    size: Any
-    of_groups: Any
-    count: Any
-    piece: Any
-    scale: Any
 
 
 @triton.constexpr_function

@@ -9,7 +9,8 @@ BM rows and BN keys per tile.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -32,28 +33,16 @@ class OpenForm(NamedTuple):
     pool: bool
 
 
-class Store(NamedTuple):
+class Store(namedtuple("Store", "k v s_k s_v")):
     """Exact tokens of one KV head. k, v: pointers to the first key and value. s_k, s_v: strides to the next."""
 
-    k: Any
-    v: Any
-    s_k: Any
-    s_v: Any
 
-
-class TileGroups(NamedTuple):
+class TileGroups(namedtuple("TileGroups", "words size group word count bit")):
     """The groups that the queries of a tile open.
 
     words: pointer to a word per closed group; size: how many these are. group: pointer to the groups that any query
     opens. word: pointer to the words of these. count: how many these are. bit: the row's bit mask within a word.
     """
-
-    words: Any
-    size: Any
-    group: Any
-    word: Any
-    count: Any
-    bit: Any
 
 
 @triton.jit

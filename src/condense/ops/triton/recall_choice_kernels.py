@@ -12,7 +12,7 @@ tokens, cells of C groups, r groups that a query opens. T tiles of Q queries.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -141,16 +141,10 @@ def recall_cells_kernel(
     tl.store(picked_ptr + query[:, None] * PICKED + slot, tl.full([BQ, PICKED], CELLS, tl.int32), mask=unused)
 
 
-class _RowScores(NamedTuple):
+class _RowScores(namedtuple("_RowScores", "score lse query lines closed")):
     """Scores of a KV head's queries: pointers to those of groups and to log-sum-exps; indices of the queries in the
     block; rows of the block; closed groups of each query.
     """
-
-    score: Any
-    lse: Any
-    query: Any
-    lines: Any
-    closed: Any
 
 
 @triton.jit

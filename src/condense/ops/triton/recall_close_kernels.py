@@ -5,7 +5,7 @@ Shapes and names as in `condense.ops.triton.recall_step_kernels`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -40,18 +40,12 @@ from condense.ops.triton.device.signs import (
 from condense.ops.triton.recall_store_kernels import add_key_codes, chunk_tokens, fill_up, key_step, put_values
 
 
-class StepRow(NamedTuple):
+class StepRow(namedtuple("StepRow", "t live all_closed closed start")):
     """The task of a step in one row.
 
     t: position of the new token. live: whether there is one. all_closed: closed groups. closed: those that there is
     room for. start: place of the row's first group in scratch memory that all rows share; 0 if each has its own.
     """
-
-    t: Any
-    live: Any
-    all_closed: Any
-    closed: Any
-    start: Any
 
 
 @triton.jit

@@ -5,7 +5,8 @@ Shapes and names as in `condense.ops.triton.recall_step_kernels`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -40,24 +41,13 @@ class Ranking(NamedTuple):
     matched: bool
 
 
-class _Lists(NamedTuple):
+class _Lists(namedtuple("_Lists", "key candidate groups place offset held order slot_of used free")):
     """Pointers of one KV head.
 
     key, candidate: keys and groups of the candidates. groups: the open groups. place: where each of these is read, see
     `_find_slots`. offset: offsets of all groups' scores. held: group in each slot. order: slots, longest unused first.
     slot_of: scratch memory, a number per group; used, free: one per slot.
     """
-
-    key: Any
-    candidate: Any
-    groups: Any
-    place: Any
-    offset: Any
-    held: Any
-    order: Any
-    slot_of: Any
-    used: Any
-    free: Any
 
 
 @triton.jit

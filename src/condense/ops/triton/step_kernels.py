@@ -16,7 +16,8 @@ S splits, V columns of values. A summary is the mean of the newest ``num_summary
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -70,20 +71,17 @@ class Fixed(NamedTuple):
     chunk: int
 
 
-class _Scores(NamedTuple):
+class _Scores(namedtuple("_Scores", "weigh attend bias biases")):
     """Scales and biases of scores.
 
     weigh: scale of the scores that weigh a chunk's tokens. attend: scale of attention's scores, base 2. bias: of all
     entries, base 2. biases: pointer to a KV head's natural biases, if entries have their own.
     """
 
-    weigh: Any
-    attend: Any
-    bias: Any
-    biases: Any
 
-
-class _Moment(NamedTuple):
+class _Moment(
+    namedtuple("_Moment", "t first due begin slot seen_at_once base entries tokens first_entries first_single")
+):
     """The task of one step in one row.
 
     t: position of the new token. first: first position that is seen as a token. due: whether a chunk is due; then begin
@@ -93,54 +91,25 @@ class _Moment(NamedTuple):
     ``first_single`` of them stand for single tokens.
     """
 
-    t: Any
-    first: Any
-    due: Any
-    begin: Any
-    slot: Any
-    seen_at_once: Any
-    base: Any
-    entries: Any
-    tokens: Any
-    first_entries: Any
-    first_single: Any
 
-
-class _New(NamedTuple):
+class _New(namedtuple("_New", "k v")):
     """Pointers to a KV head's new key and value."""
 
-    k: Any
-    v: Any
 
-
-class _Stretch(NamedTuple):
+class _Stretch(namedtuple("_Stretch", "first count")):
     """The ``count`` slots from slot ``first`` on."""
 
-    first: Any
-    count: Any
 
-
-class _Read(NamedTuple):
+class _Read(namedtuple("_Read", "chunk key value bias ranked")):
     """The new token and its entry, as they will be read from where they are stored.
 
     chunk: the chunk that is due, if any, with the new token. key, value, bias: of its pooled entry; base 2. ranked:
     scores of the chunk's tokens, if some are focal.
     """
 
-    chunk: Any
-    key: Any
-    value: Any
-    bias: Any
-    ranked: Any
 
-
-class _Places(NamedTuple):
+class _Places(namedtuple("_Places", "part lse row S")):
     """Pointers to all splits' outputs ``[rows, S, V]`` and log-sum-exps ``[rows, S]``; row: a KV head's first row."""
-
-    part: Any
-    lse: Any
-    row: Any
-    S: Any
 
 
 @triton.jit

@@ -8,7 +8,8 @@ Shapes: n rows.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -34,16 +35,12 @@ class PageForm(NamedTuple):
         return cls(pages.slots, *pages.cache.stride()[:3], pages.table.stride(0))
 
 
-class Tokens(NamedTuple):
+class Tokens(namedtuple("Tokens", "rows new place")):
     """Keys, or values, of one KV head and the newest one of them.
 
     rows: pointer to the ring, or to the first slot of page 0. new: pointer to the newest. place: slots of the ring, or
     pointer to the numbers of the request's pages.
     """
-
-    rows: Any
-    new: Any
-    place: Any
 
 
 @triton.jit

@@ -6,7 +6,8 @@ step's inputs. Tiles hold 16 tokens of the chunk; rows are in parts, see `conden
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -63,67 +64,38 @@ class Kind(NamedTuple):
     entry_bits: int = 16
 
 
-class Buffer(NamedTuple):
+class Buffer(namedtuple("Buffer", "k v s_k s_v size")):
     """Keys and values of one KV head.
 
     k, v: pointers to the first. s_k, s_v: strides to the next. size: their number.
     """
 
-    k: Any
-    v: Any
-    s_k: Any
-    s_v: Any
-    size: Any
 
-
-class RequestPages(NamedTuple):
+class RequestPages(namedtuple("RequestPages", "k v s_k s_v table s_page")):
     """Keys and values of one request and KV head in pages.
 
     k, v: pointers to the first slot of page 0. s_k, s_v: strides from slot to slot, equal. table: pointer to the
     numbers of the request's pages. s_page: stride from page to page.
     """
 
-    k: Any
-    v: Any
-    s_k: Any
-    s_v: Any
-    table: Any
-    s_page: Any
 
-
-class Queries(NamedTuple):
+class Queries(namedtuple("Queries", "q s_q size")):
     """Queries. q: pointer to the first. s_q: stride to the next. size: their number."""
 
-    q: Any
-    s_q: Any
-    size: Any
 
-
-class Chunk(NamedTuple):
+class Chunk(namedtuple("Chunk", "first size t k v")):
     """A chunk.
 
     first: position of its first token. size: its tokens. t, k, v: position, key and value of the new token.
     """
 
-    first: Any
-    size: Any
-    t: Any
-    k: Any
-    v: Any
 
-
-class _Weights(NamedTuple):
+class _Weights(namedtuple("_Weights", "inside weight alpha chosen better")):
     """Softmax weights of one tile of tokens.
 
     inside: whether a token is to be pooled. weight: relative to the highest score so far. alpha: factor for earlier
     weights. chosen: the first token with the tile's highest score. better: that score exceeds those of earlier tiles.
     """
-
-    inside: Any
-    weight: Any
-    alpha: Any
-    chosen: Any
-    better: Any
 
 
 @triton.jit

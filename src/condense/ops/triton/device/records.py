@@ -6,21 +6,18 @@ value would compile a new kernel. No field is None, which Triton 3.6 does not al
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-from condense.ops.spans import RowStart as Start
+from collections import namedtuple
 
 
-class Rule(NamedTuple):
+class Rule(namedtuple("Rule", "chunk window entries max_chunks")):
     """The fields of `condense.ops.spans.UniformRule`."""
 
-    chunk: Any
-    window: Any
-    entries: Any
-    max_chunks: Any
+
+class Start(namedtuple("Start", "query window padding first_entries")):
+    """The fields of `condense.ops.spans.RowStart`."""
 
 
-class RowSpans(NamedTuple):
+class RowSpans(namedtuple("RowSpans", "rule start arrays strides")):
     """The spans of a program's queries, by a rule or from an array.
 
     rule, start: the rule and the start of the program's row. arrays: pointer to lo and hi of each source, int32
@@ -28,86 +25,38 @@ class RowSpans(NamedTuple):
     first of these, and that of L is 1.
     """
 
-    rule: Rule
-    start: Start
-    arrays: Any
-    strides: Any
 
-
-class RowSource(NamedTuple):
+class RowSource(namedtuple("RowSource", "k v b head level bias_at")):
     """One source as a program reads it.
 
     k, v: descriptors ``[B, K, N, width]`` in parts (`condense.ops.triton.device.parts`). b, head: the batch row and KV
     head to read. level: base-2 number added to the scores of all entries. bias_at: offset of this row's biases.
     """
 
-    k: Any
-    v: Any
-    b: Any
-    head: Any
-    level: Any
-    bias_at: Any
 
-
-class Row(NamedTuple):
+class Row(namedtuple("Row", "b head")):
     """Batch row ``b`` and KV head ``head`` of a program."""
 
-    b: Any
-    head: Any
 
-
-class BackwardQueries(NamedTuple):
+class BackwardQueries(namedtuple("BackwardQueries", "q d_out lse delta")):
     """Queries of the backward pass: tiles and vectors for dq, descriptors and pointers for dk and dv.
 
     q: queries, d_out: gradients of their outputs, both in parts. lse, delta: two numbers per row, as
     `condense.ops.triton.attend_backward` explains.
     """
 
-    q: Any
-    d_out: Any
-    lse: Any
-    delta: Any
 
-
-class Sources(NamedTuple):
+class Sources(namedtuple("Sources", "k v dk dv s_k s_v s_bias sizes levels")):
     """All sources: pointers, strides, sizes and levels, each field a tuple with one item per source."""
 
-    k: Any
-    v: Any
-    dk: Any
-    dv: Any
-    s_k: Any
-    s_v: Any
-    s_bias: Any
-    sizes: Any
-    levels: Any
 
-
-class Block(NamedTuple):
+class Block(namedtuple("Block", "k v dk dv k_at v_at at inside bias first last")):
     """A block of keys of one source.
 
     k, v, dk, dv: pointers. k_at, v_at: offsets of the rows of k and v. at: numbers of the rows of dk and dv, which are
     contiguous. inside: whether a key exists. bias: base 2. first, last: queries ``[first, last)`` see the key.
     """
 
-    k: Any
-    v: Any
-    dk: Any
-    dv: Any
-    k_at: Any
-    v_at: Any
-    at: Any
-    inside: Any
-    bias: Any
-    first: Any
-    last: Any
 
-
-class Keys(NamedTuple):
+class Keys(namedtuple("Keys", "k v bias first last")):
     """Loaded keys and values of a `Block`, in parts; bias, first, last: as there."""
-
-    k: Any
-    v: Any
-    bias: Any
-    first: Any
-    last: Any

@@ -5,7 +5,7 @@ Scores are base 2. Shapes: n rows of a tile, S splits that share a row's keys, V
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -14,17 +14,13 @@ from condense.ops.triton.device.codes import from_words, to_words
 from condense.ops.triton.device.parts import add_weighted, products, store_rows, zeros
 
 
-class Softmax(NamedTuple):
+class Softmax(namedtuple("Softmax", "acc m total")):
     """An online softmax of n rows; scores are base 2.
 
     acc: values weighted by the exponentials, ``[n, V]`` in parts. m: largest score so far, ``[n]``. total: sum of the
     exponentials relative to m, ``[n]``; or ``[n, keys]``, a sum for each place in a tile of keys, so that warps which
     share a tile need not exchange sums at every tile. `whole` adds these up.
     """
-
-    acc: Any
-    m: Any
-    total: Any
 
 
 @triton.jit
