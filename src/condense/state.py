@@ -3,11 +3,9 @@
 Shapes: B rows, K KV heads, M condensed entries, N tokens of the window, Q mean queries, D and Dv widths.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -39,11 +37,9 @@ class LayerState(NamedTuple):
     seen: PerRow
     first: FirstEntries
 
-    def map(
-        self, change: Callable[[Tensor], Tensor], change_number: Callable[[PerRow], PerRow] = lambda x: x
-    ) -> LayerState:
+    def map(self, change: Callable[[Tensor], Tensor], change_number: Callable[[PerRow], PerRow]) -> Self:
         """The state with ``change`` applied to all tensors and ``change_number`` to the numbers per row."""
-        return LayerState(
+        return type(self)(
             tuple(map(change, self.entries)),
             change(self.window_k),
             change(self.window_v),

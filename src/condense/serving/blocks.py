@@ -8,8 +8,6 @@ needed to fit; and so do the rings. A block is as large as the largest of these,
 Shapes: F tokens of a block of what is kept, N tokens of a page of the window, K KV heads, D and Dv widths.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Collection

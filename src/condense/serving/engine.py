@@ -1,7 +1,5 @@
 """The settings of vLLM that decide whether it can serve condensed models, and what keeps it from that."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from dataclasses import dataclass

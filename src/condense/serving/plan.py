@@ -21,8 +21,6 @@ read by steps.
 Shapes: g tokens per group, w tokens of window, D and Dv widths.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

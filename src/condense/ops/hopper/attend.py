@@ -2,8 +2,6 @@
 the groups of Recall.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -14,8 +14,6 @@ Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries, N
 D0 width of values, D0 + D1 of queries and keys. BN keys per block.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import namedtuple
 

@@ -1,7 +1,5 @@
 """The limits of the kernel for Hopper, and a test of when it is the fastest. Does not import Triton."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

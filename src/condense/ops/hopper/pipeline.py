@@ -11,8 +11,6 @@ Rings, queries and accumulators are cut into parts of columns.
 Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries. BN keys per block.
 """
 
-from __future__ import annotations
-
 from collections import namedtuple
 
 import triton

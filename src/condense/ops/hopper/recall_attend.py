@@ -12,8 +12,6 @@ Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries, G
 queries.
 """
 
-from __future__ import annotations
-
 from collections import namedtuple
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Shapes: B rows of the batch, H query heads, K KV heads, R = H / K, L queries, N entries of a source, D and Dv widths.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any, NamedTuple

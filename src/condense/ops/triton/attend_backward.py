@@ -10,8 +10,6 @@ where a query sees nothing, so that its weights are 0; and delta, ``sum(out * d_
 log-sum-exp has a gradient too.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -3,11 +3,9 @@
 Shapes: B rows of the batch, H query heads, K KV heads, R = H / K, L queries, N entries of a source, D and Dv widths.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, Self, get_type_hints
 
 import torch
 from torch import Tensor
@@ -104,7 +102,7 @@ class AttendShared(NamedTuple):
     levels: tuple[float | None, ...]
 
     @classmethod
-    def of(cls, call: AttendCall) -> AttendShared:
+    def of(cls, call: AttendCall) -> Self:
         """Return the shared arguments of ``call``. Raises ValueError for more rows times heads than a grid holds."""
         K = call.k[0].shape[1]
         check_programs(call.q.shape[0] * K)

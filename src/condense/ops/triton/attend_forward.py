@@ -11,8 +11,6 @@ k3 and v0 to v3 read the first parts of up to four sources, k0_rest and so on th
 BM rows and BN keys per tile.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

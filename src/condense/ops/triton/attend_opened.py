@@ -7,8 +7,6 @@ Shapes: B rows of the batch, K KV heads, R query heads per KV head, G groups of 
 BM rows and BN keys per tile.
 """
 
-from __future__ import annotations
-
 from collections import namedtuple
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Tensor descriptors, made on the host for every call."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Sizes are computed in plain Python: Triton's own functions wrap their arguments 
 microseconds per call, and a layer makes dozens of calls.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from contextlib import AbstractContextManager, nullcontext

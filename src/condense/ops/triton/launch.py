@@ -5,8 +5,6 @@ than the rest of the host's work. Here the compiled kernel is remembered: by `La
 for one caller, whose arguments are of the same kinds in every call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The limits of the Triton kernels. Does not import Triton, so that it can be read where Triton is missing."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 

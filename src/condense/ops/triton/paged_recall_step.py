@@ -6,8 +6,6 @@ requests may be long, or many short. It is bounded by the pool of pages, not by 
 Shapes: R requests, H query heads, K KV heads, D and Dv widths, P pages of N records, n columns of a table.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from condense.ops.recall.index import rotation

@@ -6,8 +6,6 @@ one's results.
 Shapes: R requests, H query heads, K KV heads, D and Dv widths.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -4,8 +4,6 @@ Shapes: B rows of the batch, H query heads, K KV heads, R = H / K, L new queries
 window, D and Dv widths, G spans of S queries or groups of c tokens.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

@@ -14,8 +14,6 @@ Spans of queries are given by KIND: "row", by arithmetic, the same in all rows; 
 each row; "columns", each span by itself.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -3,8 +3,6 @@
 Shapes as in `condense.ops.step.call` and `condense.ops.step.state`.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any
 

@@ -3,8 +3,6 @@
 Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, N window tokens, D and Dv widths.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

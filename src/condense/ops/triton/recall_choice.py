@@ -8,8 +8,6 @@ Shapes: B rows, H query heads, K KV heads, L queries, T tiles of queries, G grou
 opens, D key width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

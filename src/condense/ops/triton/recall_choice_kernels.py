@@ -10,8 +10,6 @@ Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries of
 tokens, cells of C groups, r groups that a query opens. T tiles of Q queries.
 """
 
-from __future__ import annotations
-
 from collections import namedtuple
 
 import triton

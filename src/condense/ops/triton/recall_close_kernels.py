@@ -3,8 +3,6 @@
 Shapes and names as in `condense.ops.triton.recall_step_kernels`.
 """
 
-from __future__ import annotations
-
 from collections import namedtuple
 
 import triton

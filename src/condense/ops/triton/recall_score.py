@@ -4,8 +4,6 @@ Shapes: B rows, H query heads, K KV heads, R = H / K, n queries of a block, G gr
 key width.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Shapes as in `condense.ops.step.state`; R = H / K query heads per KV head, S splits of the work on one KV head.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -3,8 +3,6 @@
 Shapes: B rows, K KV heads, n groups of g tokens, P pages of N slots, C bytes of a token, D and Dv widths.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ Shapes: B rows, H query heads, K KV heads, R = H / K, M entries of capacity, W a
 of queries, S splits, D and Dv widths.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

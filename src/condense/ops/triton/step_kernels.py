@@ -14,8 +14,6 @@ Shapes: B rows, H query heads, K KV heads, R = H / K, M entries, W and Q slots o
 S splits, V columns of values. A summary is the mean of the newest ``num_summary`` queries. Scores are base 2.
 """
 
-from __future__ import annotations
-
 from collections import namedtuple
 from typing import NamedTuple
 

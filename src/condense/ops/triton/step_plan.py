@@ -3,8 +3,6 @@
 Shapes as in `condense.ops.triton.step`.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

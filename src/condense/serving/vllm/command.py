@@ -1,7 +1,5 @@
 """The command line of vLLM's server for a condensed model, checked before vLLM starts."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

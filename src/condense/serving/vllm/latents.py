@@ -6,8 +6,6 @@ one takes. MiniCPM3's expands latents before its layer sees them; with a condens
 Shapes: T new tokens, H heads of this process; widths d_c of latents, d_n, d_r and d_v of a head's parts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

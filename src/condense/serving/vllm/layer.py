@@ -4,8 +4,6 @@ vLLM asks every layer of a model for one kind of cache. A condensed layer has up
 entries and ring are asked for by two more objects, which compute nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor, tensor, uint8

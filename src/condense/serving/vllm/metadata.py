@@ -1,7 +1,5 @@
 """A step's metadata for condensed layers: the new tokens, and the pages of each request, for each kind of page."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """vLLM's own model classes with condensed attention: built as stock models, then layer by layer replaced."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -3,8 +3,6 @@
 The configuration of a saved condensed model names such an architecture; vLLM without this plugin refuses it.
 """
 
-from __future__ import annotations
-
 from condense.architectures import condensed_architecture, read_as_written
 
 # architectures that vLLM serves with its own code and condense can condense, each with vLLM's module of it

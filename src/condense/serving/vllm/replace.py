@@ -1,7 +1,5 @@
 """Condensed layers in the place of a model's stock ones, and what keeps an engine of vLLM from serving them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

@@ -6,10 +6,8 @@ of pages. Offsets have 64 bits: pages may lie megabytes apart.
 Shapes: n rows.
 """
 
-from __future__ import annotations
-
 from collections import namedtuple
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import triton
 import triton.language as tl
@@ -30,7 +28,7 @@ class PageForm(NamedTuple):
     s_table: int
 
     @classmethod
-    def of(cls, pages: Pages) -> PageForm:
+    def of(cls, pages: Pages) -> Self:
         """Those of a cache and its table."""
         return cls(pages.slots, *pages.cache.stride()[:3], pages.table.stride(0))
 

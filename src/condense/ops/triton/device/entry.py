@@ -4,8 +4,6 @@ A chunk's tokens are read from the ring, or from pages. These may not hold the n
 step's inputs. Tiles hold 16 tokens of the chunk; rows are in parts, see `condense.ops.triton.device.parts`.
 """
 
-from __future__ import annotations
-
 from collections import namedtuple
 from typing import NamedTuple
 

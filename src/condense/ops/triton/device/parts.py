@@ -5,8 +5,6 @@ multiply columns that do not exist. D0 and D1 are the widths of the parts, D1 = 
 rounded up to a power of two, at least 16, as matrix units need.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,8 +4,6 @@ Numbers are launch arguments of their own, not in tuples: ``do_not_specialize`` 
 value would compile a new kernel. No field is None, which Triton 3.6 does not allow in a record.
 """
 
-from __future__ import annotations
-
 from collections import namedtuple
 
 

@@ -7,8 +7,6 @@ KIND: "row", the rule with the same start in all rows; "rows", the rule with a s
 each query. The rule knows two sources, the entries and the window; arrays may have any number of sources.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Soft-capped scores: ``cap * tanh(s / cap)``, as some models have them. Scores and cap are base 2."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

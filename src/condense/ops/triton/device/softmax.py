@@ -3,8 +3,6 @@
 Scores are base 2. Shapes: n rows of a tile, S splits that share a row's keys, V value columns.
 """
 
-from __future__ import annotations
-
 from collections import namedtuple
 
 import triton
