@@ -76,10 +76,8 @@ class GroupPooling(Method):
 
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
         """One entry per group (CCA Eq. 2 and 3, LCA Eq. 6 to 8): scores, key and value in one pass over the window."""
-        return make_entries(
-            chunks, summary, scale=scale, key_pooling=self.key_pooling, value_pooling=self.value_pooling,
-            matched=self.rep_bias == "matched", backend=backend,
-        )  # fmt: skip
+        pooling, matched = (self.key_pooling, self.value_pooling), self.rep_bias == "matched"
+        return make_entries(chunks, summary, pooling, scale=scale, matched=matched, backend=backend)
 
     def for_latents(self, latent_width: int) -> Method:
         """The method that pools rope keys by ``key_pooling`` and latents by ``value_pooling``.
@@ -116,11 +114,10 @@ class LatentGroups(Method):
         Chunks of window_k ``[B, 1, N, D]`` and window_v ``[B, 1, N, 0]``; summary ``[B, 1, G, D]``: the mean over heads
         of the absorbed queries. Returns ``[B, 1, G, D]``, ``[B, 1, G, 0]`` and matched biases, if any.
         """
-        groups = self.groups
+        pooling, matched = (self.groups.key_pooling, self.groups.value_pooling), self.groups.rep_bias == "matched"
         return make_entries(
-            chunks, summary, scale=scale, key_pooling=groups.key_pooling, value_pooling=groups.value_pooling,
-            matched=groups.rep_bias == "matched", backend=backend, latent=self.latent_width,
-        )  # fmt: skip
+            chunks, summary, pooling, scale=scale, matched=matched, backend=backend, latent=self.latent_width
+        )
 
     def __str__(self) -> str:
         return str(self.groups)

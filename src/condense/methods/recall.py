@@ -33,15 +33,7 @@ from condense.ops import (
     make_entries,
     unpack_store,
 )
-from condense.ops.recall import (
-    GroupIndex,
-    IndexChoice,
-    Quota,
-    RecallSources,
-    StoreFormat,
-    Unchosen,
-    split_keys,
-)
+from condense.ops.recall import GroupIndex, IndexChoice, Quota, RecallSources, StoreFormat, Unchosen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,16 +158,9 @@ class Recall(Method):
         """Entries of G groups: keys and values (of width 0 with ``unchosen="drop"``) and their biases, if matched; then
         the groups' index, ``signs`` and ``steps``, and their tokens, packed by `StoreFormat`.
         """
-        tokens_k, tokens_v = chunks.tokens()
-        index, rest = split_keys(tokens_k)
-        kept = *index, self.store_format.pack(tokens_k, tokens_v, rest)
-        if self.unchosen == "drop":
-            return tokens_k[:, :, :, 0, :0], tokens_v[:, :, :, 0, :0], *kept
-        entries = make_entries(
-            chunks, summary, scale=scale, key_pooling=self.key_pooling, value_pooling=self.value_pooling,
-            matched=self.rep_bias == "matched", backend=backend,
-        )  # fmt: skip
-        return *entries, *kept
+        pooling = (self.key_pooling, self.value_pooling) if self.unchosen == "pool" else None
+        matched, store = self.rep_bias == "matched", self.store_format
+        return make_entries(chunks, summary, pooling, scale=scale, matched=matched, backend=backend, store=store)
 
     def check_attention(self, *, scale: float, dropout_p: float, extras: Extras = NO_EXTRAS) -> None:
         """Raise ValueError for attention dropout and for a scale that is not positive."""

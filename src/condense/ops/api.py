@@ -17,7 +17,7 @@ from torch import Tensor
 from condense.ops.backends import BACKENDS, Operations, check_backend, resolve_backend, resolve_pooling, resolve_recall
 from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.recall.choice import Choice, RecallSources, Unchosen
-from condense.ops.recall.index import GroupIndex
+from condense.ops.recall.index import GroupIndex, split_keys
 from condense.ops.recall.store import StoreFormat
 from condense.ops.spans import Source, Spans
 from condense.ops.step.call import OwnEntries, StepCall
@@ -178,31 +178,41 @@ def pool_groups(
 def make_entries(
     groups: Chunks,
     summary: Tensor | None,
+    pooling: tuple[Pooling, Pooling] | None,
     *,
     scale: float,
-    key_pooling: Pooling,
-    value_pooling: Pooling,
     matched: bool,
     backend: str,
     latent: int = 0,
+    store: StoreFormat | None = None,
 ) -> tuple[Tensor, ...]:
-    """`pool_groups`, and after keys and values the entries' `matched_bias`, if ``matched``.
+    """`pool_groups`, and after keys and values the entries' `matched_bias`, if ``matched``; then what is stored of the
+    groups, if it is: their index, ``signs`` and ``steps``, and their tokens, packed in the format ``store``.
 
-    latent: if > 0, the first ``latent`` columns of keys without values are pooled by ``value_pooling``.
+    pooling: of keys and of values; None if no query sees the entries of stored groups, which are of width 0 then.
+    latent: if > 0, the first ``latent`` columns of keys without values are pooled as values.
     """
+    kept: tuple[Tensor, ...] = ()
+    if store is not None:
+        tokens_k, tokens_v = groups.tokens()
+        index, rest = split_keys(tokens_k)
+        kept = *index, store.pack(tokens_k, tokens_v, rest)
+        if pooling is None:
+            return tokens_k[:, :, :, 0, :0], tokens_v[:, :, :, 0, :0], *kept
+    assert pooling is not None
     if latent:
         # one call pools both parts: whole entries as keys, of which the others are kept, and latents as their values
         groups = groups._replace(window_v=groups.window_k[..., :latent])
     k, v, *lse = pool_groups(
-        groups, summary, scale=scale, key_pooling=key_pooling, value_pooling=value_pooling, return_lse=matched,
+        groups, summary, scale=scale, key_pooling=pooling[0], value_pooling=pooling[1], return_lse=matched,
         backend=backend,
     )  # fmt: skip
     if latent:
         k, v = torch.cat([v, k[..., latent:]], dim=-1), v[..., :0]
     if not matched:
-        return k, v
+        return k, v, *kept
     assert summary is not None
-    return k, v, matched_bias(summary, k, lse[0], scale=scale, backend=backend)
+    return k, v, matched_bias(summary, k, lse[0], scale=scale, backend=backend), *kept
 
 
 def decode_step(call: StepCall, own: OwnEntries, *, backend: str) -> Tensor:

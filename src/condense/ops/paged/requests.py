@@ -16,7 +16,7 @@ from condense.ops.api import attend, attend_recall, make_entries, summarize, unp
 from condense.ops.latents import UpProjection
 from condense.ops.paged.rows import Call, Slots, Summary, reading_of
 from condense.ops.recall.choice import IndexChoice, RecallSources
-from condense.ops.recall.index import GroupIndex, split_keys
+from condense.ops.recall.index import GroupIndex
 from condense.ops.spans import Source
 from condense.ops.step.pages import NewTokens, PagedState, Pages, Places, copied, words
 from condense.ops.step.records import record_format
@@ -124,7 +124,15 @@ class _Layer:
         chunks = Chunks(tokens[..., :D], tokens[..., D:], 0, tokens.shape[2] // g, g, 0)
         summaries = [self._summarize(call, call.summary) for call in calls if call.summary is not None]
         summary = torch.cat(summaries, dim=2) if len(summaries) > 1 else next(iter(summaries), None)
-        kept = _represent(chunks, summary, settings, scale=self.scale, backend=self.backend, latent=self.state.latent)
+        assert settings.key_pooling is not None
+        assert settings.value_pooling is not None
+        stored = settings.choice is not None
+        # a method with a choice pools whole entries of latents
+        kept = make_entries(
+            chunks, summary, (settings.key_pooling, settings.value_pooling) if settings.sees_entries else None,
+            scale=self.scale, matched=settings.matched, backend=self.backend,
+            latent=0 if stored else self.state.latent, store=settings.store_format if stored else None,
+        )  # fmt: skip
         if self.state.holds_records:
             named = dict(zip(entry_names(settings), packed(kept, settings), strict=True))
             made = record_format(settings, self.widths, tokens.dtype).pack(named)
@@ -233,26 +241,3 @@ class _Layer:
             extras=self.state.extras,
         )
         return view.finish(out)
-
-
-def _represent(
-    chunks: Chunks, summary: Tensor | None, settings: StepSettings, *, scale: float, backend: str, latent: int
-) -> tuple[Tensor, ...]:
-    """Entries ``[B, K, G, D]`` and ``[B, K, G, Dv]`` of chunks, of width 0 where no query sees them; their biases
-    ``[B, K, G, 1]``, if matched; then, with a choice, the index and the packed tokens of the groups: in the order of
-    `condense.ops.step.entry_names`. latent: as in `make_entries`; a method with a choice pools whole entries.
-    """
-    assert settings.key_pooling is not None
-    assert settings.value_pooling is not None
-    kept: tuple[Tensor, ...] = ()
-    if settings.choice is not None:
-        tokens = chunks.tokens()
-        index, rest = split_keys(tokens[0])
-        kept = *index, settings.store_format.pack(*tokens, rest)
-        if not settings.choice.pool:
-            return tokens[0][:, :, :, 0, :0], tokens[1][:, :, :, 0, :0], *kept
-    entries = make_entries(
-        chunks, summary, scale=scale, key_pooling=settings.key_pooling, value_pooling=settings.value_pooling,
-        matched=settings.matched, backend=backend, latent=latent if settings.choice is None else 0,
-    )  # fmt: skip
-    return *entries, *kept
