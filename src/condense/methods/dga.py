@@ -18,17 +18,7 @@ from condense.methods.base import Context, Method, Prompt, PromptPlan
 from condense.methods.grouped import RepBias
 from condense.methods.layout import ChunkPooling, FirstEntries, Layout, Lookahead
 from condense.methods.prompt import chosen_columns, exact_prompt, highest, real_columns, take
-from condense.ops import (
-    ArraySpans,
-    Chunks,
-    Source,
-    Span,
-    UniformRule,
-    group_scores,
-    importance,
-    matched_bias,
-    pool,
-)
+from condense.ops import ArraySpans, Chunks, Source, Span, UniformRule, group_scores, importance, matched_bias, pool
 from condense.ops.tensors.per_row import PerRow, broadcast_rows, map_rows
 from condense.ops.tensors.sampling import scramble
 

@@ -25,16 +25,7 @@ from condense.ops.triton.attend_opened import (
     where_seen,
 )
 from condense.ops.triton.device.parts import add_weighted, load_block, load_rows, parts, products, store_rows, zeros
-from condense.ops.triton.device.records import (
-    BackwardQueries,
-    Block,
-    Keys,
-    Row,
-    RowSpans,
-    Rule,
-    Sources,
-    Start,
-)
+from condense.ops.triton.device.records import BackwardQueries, Block, Keys, Row, RowSpans, Rule, Sources, Start
 from condense.ops.triton.device.rule import (
     VARYING,
     begins_at_0,
