@@ -1,4 +1,4 @@
-"""Sources and spans as most tests want them: condensed entries, then the window."""
+"""Sources, spans and choices as most tests want them: condensed entries, then the window."""
 
 import torch
 
@@ -35,3 +35,17 @@ class TwoScales:
 def attend_to(context, q, **options):
     """`condense.ops.attend` over a context, as all methods attend that have no way of their own."""
     return attend(q, context.sources, context.spans, **options)
+
+
+class ArrayChoice:
+    """A given choice: ``mask`` bool ``[B, K|1, L, G]``. Groups that are not closed for a query are ignored."""
+
+    def __init__(self, mask):
+        self.mask = mask
+
+    def most(self, closed):
+        return min(closed, int(self.mask.sum(-1).max())) if self.mask.numel() > 0 else 0
+
+    def at(self, start, stop, closed, num_groups):
+        group = torch.arange(num_groups, device=closed.device)
+        return self.mask[:, :, start:stop, :num_groups] & (group < closed[..., None])

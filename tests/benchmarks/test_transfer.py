@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import condense
 from condense import Recall
-from condense.ops.recall import build_index
+from condense.ops.recall import split_keys
 
 LENGTH = 256
 TINY = {"num_hidden_layers": 2, "hidden_size": 96, "intermediate_size": 64, "sliding_window": 32}
@@ -269,7 +269,7 @@ def test_rounded_tokens_are_within_half_a_step_and_all_that_changes():
     for bits in (4, 5, 12):
         method = variants.Rounded(group_size=8, window=16, unchosen="drop", key_bits=bits, value_bits=min(bits, 8))
         groups = k[:, :, :384].unflatten(2, (48, 8))
-        turn, index = variants.rotation(64, k.device, k.dtype) / 8, build_index(groups)
+        turn, index = variants.rotation(64, k.device, k.dtype) / 8, split_keys(groups)[0]
         key = method._key(groups, index)
         centre = 8 * index.steps[..., -1:, None] * index.centres(64, k.dtype)[..., None, :]
         most = (groups @ turn - centre).abs().amax(-1, keepdim=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from condense.ops.entries import BLOCK_WIDTH, EntryFormat
-from condense.ops.recall import StoreFormat, block_width, build_index, rotation, split_keys
+from condense.ops.recall import StoreFormat, block_width, rotation, split_keys
 from condense.ops.tensors.codes import quantise
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -106,7 +106,7 @@ def value_steps(x, bits):
 def check_keys(got, k, bits):
     """Turned, keys ``[..., D]`` are off by a step of their token, and by what is rounded."""
     D, dtype = k.shape[-1], k.dtype
-    P, turn, index = block_width(D), rotation(D, k.device, torch.float64), build_index(k)
+    P, turn, index = block_width(D), rotation(D, k.device, torch.float64), split_keys(k)[0]
     x, error = k.double() @ turn / P, ((got.double() - k.double()) @ turn / P).abs()
     rest = x - index.steps[..., -1:, None].double() * index.centres(D, torch.float64)[..., None, :]
     step = rest.abs().amax(-1, keepdim=True) / 2 ** (bits + 1) * (1 + torch.finfo(dtype).eps) ** 2
@@ -178,6 +178,6 @@ def test_float32_holds_bfloat16_numbers_of_four_bits_exactly(offset):
     x = (x + offset * middle).bfloat16()
     codes, step, zero = (y.double() for y in quantise(x, 1, 4, torch.bfloat16))
     assert torch.equal((zero.float() + step.float() * codes.float()).double(), zero + step * codes)
-    index = build_index(x[None, None])
+    index = split_keys(x[None, None])[0]
     centre = index.steps[..., -1:].float() * index.centres(64, torch.float32)
     assert torch.equal(centre, centre.bfloat16().float())

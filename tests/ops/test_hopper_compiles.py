@@ -14,7 +14,7 @@ from triton.runtime.jit import JITFunction
 import condense
 from condense.ops import unpack_store
 from condense.ops.hopper import limits as hopper_limits
-from condense.ops.recall import IndexChoice, Quota, RecallSources, StoreFormat, build_index
+from condense.ops.recall import IndexChoice, Quota, RecallSources, StoreFormat, split_keys
 from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.step import NewToken, StepCall
 from condense.ops.triton import host, limits, paged_step, recall_step_plan, step_plan
@@ -137,7 +137,7 @@ def read_prompt(attend, q, k, v, asked, keys):
     of_k, of_v = (x.unflatten(2, (-1, 16)).mean(3) for x in (k, v))
     attend(
         q, RecallSources(Source(of_k, of_v), Source(k, v), Source(k, v), RuleSpans(UniformRule(16, 64), 0, 0)),
-        IndexChoice(asked, build_index(keys.unflatten(2, (-1, 16))), 0.1, Quota(8)), scale=0.1,
+        IndexChoice(asked, split_keys(keys.unflatten(2, (-1, 16)))[0], 0.1, Quota(8)), scale=0.1,
         softcap=0.0, pool=True, return_lse=False,
     )  # fmt: skip
 
@@ -168,7 +168,7 @@ def test_a_store_is_unpacked_in_whole_words(bits, dtype, compiled, monkeypatch):
     monkeypatch.setattr(limits, "absence", lambda device: [])
     form = StoreFormat(bits, 16)
     pieces = torch.zeros(1, 2, 64, 16 * form.width(128, 128, dtype.itemsize), dtype=torch.uint8)
-    index = build_index(torch.zeros(1, 2, 64, 16, 128, dtype=dtype))
+    index = split_keys(torch.zeros(1, 2, 64, 16, 128, dtype=dtype))[0]
     unpack_store(form, pieces, index, (128, 128), dtype, backend="triton")
     ptx = compiled[0].asm["ptx"]
     assert not re.search(r"ld\.global\.b8|st\.global\.b(8|16|32|64)", ptx)

@@ -7,15 +7,14 @@ import pytest
 import torch
 from grids import grid
 from oracles import oracle, oracle_recall
+from two_sources import ArrayChoice
 
 from condense import Recall, attention
 from condense.ops import attend_recall
 from condense.ops.recall import (
-    ArrayChoice,
     Quota,
     RecallSources,
     StoreFormat,
-    build_index,
     choose_groups,
     chosen_groups,
     index_scores,
@@ -56,7 +55,7 @@ def test_other_groups_and_windows(g, w, monkeypatch):
 
 def test_the_choice_carries_no_gradient():
     q, k, v = tensors(2, 1, 11)
-    index = build_index(k[:, :, :10].requires_grad_().unflatten(2, (5, 2)))
+    index = split_keys(k[:, :, :10].requires_grad_().unflatten(2, (5, 2)))[0]
     assert not any(x.requires_grad for x in index)
     assert not index_scores(q.requires_grad_(), index, SCALE).requires_grad
 
@@ -66,7 +65,7 @@ def test_the_choice_carries_no_gradient():
 def test_an_index_holds_signs_and_steps(width, dtype):
     """Bit by bit against plain loops; signs of numbers too near to zero to be sure of are left out."""
     k = torch.randn(1, 2, 3, 4, width, generator=torch.Generator().manual_seed(width), dtype=torch.float64).to(dtype)
-    index, W, size = build_index(k), -(-width // 8), oracle_recall.block(width)
+    index, W, size = split_keys(k)[0], -(-width // 8), oracle_recall.block(width)
     assert index.signs.shape == (1, 2, 3, 8 * W)
     assert (index.signs.dtype, index.steps.dtype, index.steps.shape[3]) == (torch.uint8, dtype, 5)
     turned = k.double() @ oracle_recall.rotation(width)
@@ -105,7 +104,7 @@ def test_a_part_that_all_keys_share_hides_little():
     exact = (q @ k.mT).unflatten(3, (10, 16)).amax(-1)
     for shared in (0.0, 30.0):
         k[..., 7] += shared
-        scores = index_scores(q, build_index(k.unflatten(2, (10, 16))), 1.0)
+        scores = index_scores(q, split_keys(k.unflatten(2, (10, 16)))[0], 1.0)
         found.append(torch.stack([scores.flatten(), exact.flatten()]).corrcoef()[0, 1])
     assert found[1] > 0.75 * found[0] > 0.4
 
@@ -127,7 +126,7 @@ def test_a_group_is_kept_alike_alone_and_among_others(g, width, dtype):
 
 
 def test_keys_and_queries_of_zeros():
-    index = build_index(torch.zeros(1, 1, 2, 4, 16))
+    index = split_keys(torch.zeros(1, 1, 2, 4, 16))[0]
     assert bool((index.steps == 0).all())
     for q in (torch.zeros(1, 1, 1, 16), torch.ones(1, 1, 1, 16)):
         assert bool((index_scores(q, index, SCALE) == 0).all())

@@ -12,17 +12,17 @@ import torch
 from speed.budget import judge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from two_sources import ArrayChoice
 
 from condense.ops import attend_recall
 from condense.ops.recall import (
-    ArrayChoice,
     IndexChoice,
     Quota,
     RecallSources,
-    build_index,
     choose_groups,
     index_scores,
     rotation,
+    split_keys,
     turned_queries,
 )
 from condense.ops.spans import RuleSpans, Source, UniformRule
@@ -139,7 +139,7 @@ class Problem:
         self.asked, keys = self.inputs[0], self.inputs[3]
         if case.latent:
             self.asked, keys = random(H, case.L, case.latent), random(1, G * g, case.latent)
-        self.index = build_index(keys.unflatten(2, (G, g)))
+        self.index = split_keys(keys.unflatten(2, (G, g)))[0]
         self.closed = self.spans.at(0, case.L, torch.device(DEVICE))[0].hi
         self.scale = D**-0.5
 
@@ -233,7 +233,7 @@ def test_of_equal_scores_the_lower_groups_are_opened(chosen, L, start, r, equal)
     case = Case((2, 1), 1, L=L, start=start, window=2, r=r)
     problem, (first, last) = Problem(case), equal
     problem.inputs[3][:, :, first:last] = problem.inputs[3][:, :, first : first + 1].clone()
-    problem.index = build_index(problem.inputs[3].unflatten(2, (-1, 1)))
+    problem.index = split_keys(problem.inputs[3].unflatten(2, (-1, 1)))[0]
     with torch.no_grad():
         problem.attend(problem.inputs, problem.choice(), "triton")
     opened = problem.opened(chosen[0])

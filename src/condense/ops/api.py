@@ -85,8 +85,8 @@ def attend_recall(
 ) -> tuple[Tensor, Tensor | None]:
     """One softmax over entries of closed groups that are not open, tokens of open groups, and the window.
 
-    q ``[B, H, L, D]`` in the dtype of the sources. choice: the groups that each query opens (`IndexChoice`,
-    `ArrayChoice`); its tensors get no gradient. unchosen: "pool", or "drop" to leave out the entries (Quest). backend:
+    q ``[B, H, L, D]`` in the dtype of the sources. choice: the groups that each query opens, such as an
+    `IndexChoice`; its tensors get no gradient. unchosen: "pool", or "drop" to leave out the entries (Quest). backend:
     as of `attend`, where `condense.ops.backends.resolve_recall` allows it. extras: as in `attend`; groups are chosen
     without them.
 

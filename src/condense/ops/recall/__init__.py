@@ -1,7 +1,6 @@
 """Recall's terms: exact tokens of closed groups stay in a store; each query opens the few that an index ranks first."""
 
 from condense.ops.recall.choice import (
-    ArrayChoice,
     Choice,
     IndexChoice,
     Quota,
@@ -11,5 +10,5 @@ from condense.ops.recall.choice import (
     chosen_groups,
     index_scores,
 )
-from condense.ops.recall.index import GroupIndex, block_width, build_index, rotation, split_keys, turned_queries
+from condense.ops.recall.index import GroupIndex, block_width, rotation, split_keys, turned_queries
 from condense.ops.recall.store import StoreFormat

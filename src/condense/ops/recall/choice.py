@@ -79,22 +79,6 @@ class Choice(Protocol):
 
 
 @dataclass(frozen=True)
-class ArrayChoice:
-    """A given choice: ``mask`` bool ``[B, K|1, L, G]``. Groups that are not closed for a query are ignored."""
-
-    mask: Tensor
-
-    def most(self, closed: int) -> int:
-        """See `Choice`."""
-        return min(closed, int(self.mask.sum(-1).max())) if self.mask.numel() > 0 else 0
-
-    def at(self, start: int, stop: int, closed: Tensor, num_groups: int) -> Tensor:
-        """See `Choice`."""
-        group = torch.arange(num_groups, device=closed.device)
-        return self.mask[:, :, start:stop, :num_groups] & (group < closed[..., None])
-
-
-@dataclass(frozen=True)
 class IndexChoice:
     """The groups with the highest index scores for each query, as many as ``quota`` says.
 

@@ -104,11 +104,6 @@ def _rotation(D: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     return (signs[:, None] * torch.block_diag(*[block] * (D // P))).to(device, dtype)
 
 
-def build_index(k_groups: Tensor) -> GroupIndex:
-    """The index of groups of keys, as in `split_keys`."""
-    return split_keys(k_groups)[0]
-
-
 @torch.no_grad()
 def split_keys(k_groups: Tensor) -> tuple[GroupIndex, Tensor]:
     """The index of groups of keys ``[B, K, G, g, D]``, of any floating dtype, and what the turned keys differ by from

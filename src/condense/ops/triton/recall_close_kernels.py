@@ -124,7 +124,7 @@ def _rest(keys, rotation_ptr, centre, position, t, inside, LO: tl.constexpr, D: 
 def _put_index(
     keys, rotation_ptr, signs_ptr, steps_ptr, store_ptr, first, t, FORM: tl.constexpr, NEAR: tl.constexpr
 ):  # fmt: skip
-    """Write the index of the group that begins at position ``first``, as `condense.ops.recall.build_index` makes it,
+    """Write the index of the group that begins at position ``first``, as `condense.ops.recall.split_keys` makes it,
     and the keys of a store with fewer than 16 bits, which are what the index leaves out.
     """
     g: tl.constexpr = FORM.g
