@@ -1,47 +1,16 @@
 """The attention classes of transformers that can be condensed, and properties of the model families."""
 
 import importlib
+import json
+from importlib import resources
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
+_FILE = resources.files("condense").joinpath("assets/families.json")
 # stock attention class -> transformers.models.<family>; tests/models/test_families.py runs every one of them
-FAMILIES = {
-    "AfmoeAttention": "afmoe", "ApertusAttention": "apertus", "ArceeAttention": "arcee", "AriaTextAttention": "aria",
-    "AXK1Attention": "axk1", "BailingHybridAttention": "bailing_hybrid", "BambaAttention": "bamba",
-    "BeamAttention": "beam", "BioGptAttention": "biogpt", "BitNetAttention": "bitnet", "CohereAttention": "cohere",
-    "Cohere2Attention": "cohere2", "Cohere2MoeAttention": "cohere2_moe", "CohereCompassAttention": "cohere_compass",
-    "MultiHeadAttention": "ctrl", "CwmAttention": "cwm", "DbrxAttention": "dbrx", "DeepseekV2Attention": "deepseek_v2",
-    "DeepseekV3Attention": "deepseek_v3", "Dots1Attention": "dots1", "Emu3Attention": "emu3",
-    "Ernie4_5Attention": "ernie4_5", "Ernie4_5_MoeAttention": "ernie4_5_moe", "Exaone4Attention": "exaone4",
-    "ExaoneMoeAttention": "exaone_moe", "FlexOlmoAttention": "flex_olmo", "FlintAttention": "flint",
-    "GemmaAttention": "gemma", "Gemma2Attention": "gemma2", "Gemma3Attention": "gemma3",
-    "Gemma4TextAttention": "gemma4", "Gemma4UnifiedTextAttention": "gemma4_unified", "GlmAttention": "glm",
-    "Glm4Attention": "glm4", "Glm4MoeAttention": "glm4_moe", "Glm4MoeLiteAttention": "glm4_moe_lite",
-    "GPT2Attention": "gpt2", "GptOssAttention": "gpt_oss", "GPTBigCodeAttention": "gpt_bigcode",
-    "GPTNeoXAttention": "gpt_neox", "GraniteAttention": "granite", "GraniteMoeAttention": "granitemoe",
-    "GraniteSWAAttention": "granite_swa", "GraniteMoeSWAAttention": "granitemoe_swa",
-    "GraniteMoeHybridAttention": "granitemoehybrid", "GraniteMoeSharedAttention": "granitemoeshared",
-    "HeliumAttention": "helium", "HunYuanDenseV1Attention": "hunyuan_v1_dense",
-    "HunYuanMoEV1Attention": "hunyuan_v1_moe", "HYV3Attention": "hy_v3", "HyperCLOVAXAttention": "hyperclovax",
-    "Jais2Attention": "jais2", "JambaAttention": "jamba", "KimiLinearAttention": "kimi_linear",
-    "Kolibri1Attention": "kolibri1", "LagunaAttention": "laguna", "Lfm2Attention": "lfm2",
-    "Lfm2MoeAttention": "lfm2_moe", "Lfm3Attention": "lfm3", "LlamaAttention": "llama", "Llama4TextAttention": "llama4",
-    "LongcatFlashMLA": "longcat_flash", "MellumAttention": "mellum", "MiMoV2FlashAttention": "mimo_v2_flash",
-    "MiniCPM3Attention": "minicpm3", "MiniMaxAttention": "minimax", "MiniMaxM2Attention": "minimax_m2",
-    "MinistralAttention": "ministral", "Ministral3Attention": "ministral3", "MistralAttention": "mistral",
-    "Mistral4Attention": "mistral4", "MixtralAttention": "mixtral", "ModernBertDecoderAttention": "modernbert_decoder",
-    "NanoChatAttention": "nanochat", "NemotronAttention": "nemotron", "NemotronHAttention": "nemotron_h",
-    "OlmoAttention": "olmo", "Olmo2Attention": "olmo2", "Olmo3Attention": "olmo3", "OlmoHybridAttention": "olmo_hybrid",
-    "OlmoeAttention": "olmoe", "OPTAttention": "opt", "PersimmonAttention": "persimmon", "PhiAttention": "phi",
-    "Phi3Attention": "phi3", "Phi4MultimodalAttention": "phi4_multimodal", "PhimoeAttention": "phimoe",
-    "Qwen2Attention": "qwen2", "Qwen2MoeAttention": "qwen2_moe", "Qwen3Attention": "qwen3",
-    "Qwen3_5Attention": "qwen3_5", "Qwen3_5MoeAttention": "qwen3_5_moe", "Qwen3MoeAttention": "qwen3_moe",
-    "Qwen3NextAttention": "qwen3_next", "SeedOssAttention": "seed_oss", "SmolLM3Attention": "smollm3",
-    "SolarOpenAttention": "solar_open", "StableLmAttention": "stablelm", "Starcoder2Attention": "starcoder2",
-    "VaultGemmaAttention": "vaultgemma", "YoutuAttention": "youtu",
-}  # fmt: skip
+FAMILIES: dict[str, str] = json.loads(_FILE.read_text(encoding="utf-8"))
 # classes that `condense.register` accepted
 REGISTERED: set[type[nn.Module]] = set()
 _LEARNED_POSITIONS = ("biogpt", "gpt2", "gpt_bigcode", "opt")
