@@ -28,8 +28,7 @@ from condense.evaluate.verify_texts import passkey_sequences
 from condense.plots import COLOURS, new_figure, require_matplotlib, save_figure
 from condense.results import refuse_existing, write_results
 from condense.tasks import FORMS, SequenceBuilder, encode_corpus, load_words, read_documents
-from condense.train import prepare, run_training
-from condense.train.recipes import demo_model
+from condense.train import RECIPES, prepare, run_training
 
 KEYS = 8
 CONDENSED = condense.CCA(group_size=16, window=256, summary="streaming", key_pooling="select", rep_bias="log_size")
@@ -50,14 +49,15 @@ def methods(length: int) -> Mapping[str, condense.Method]:
 
 
 def train(options: argparse.Namespace) -> None:
-    config = demo_model(options.data, options.output, seed=options.seed, cache=options.cache, workers=options.workers)
+    recipe = RECIPES["demo_model"]
+    config = recipe(options.data, options.output, seed=options.seed, cache=options.cache, workers=options.workers)
     if options.steps is not None:
         config = config.with_steps(options.steps)
     print(run_training(config, resume=options.resume, until=options.until))
 
 
 def prepare_data(options: argparse.Namespace) -> None:
-    config = demo_model(options.data, options.cache / "unused", cache=options.cache)
+    config = RECIPES["demo_model"](options.data, options.cache / "unused", cache=options.cache)
     prepared = prepare(config)
     tokens = sum(len(corpus.tokens) for corpus in prepared.corpora)
     print(f"{len(prepared.tokenizer)} tokens in the vocabulary, {tokens} in the corpus")

@@ -9,8 +9,7 @@ import torch
 
 import condense
 from condense.results import plain
-from condense.train import PhaseConfig
-from condense.train.recipes import demo_model as recipe
+from condense.train import RECIPES, PhaseConfig
 
 
 def test_assets_are_small_and_safetensors():
@@ -32,7 +31,7 @@ def test_demo_model_is_stock():
 def test_the_recipe_is_the_one_that_made_the_model(tmp_path):
     report = Path(__file__).parents[1] / "benchmarks" / "results" / "demo-model-seed0-training.json"
     phases = json.loads(report.read_text(encoding="utf-8"))["results"]["phases"]
-    config = recipe([tmp_path / "text.jsonl"], tmp_path / "model", seed=0)
+    config = RECIPES["demo_model"]([tmp_path / "text.jsonl"], tmp_path / "model", seed=0)
     # fields that are newer than the model have their defaults, with which training is as it was
     unset = {field.name: plain(field.default) for field in fields(PhaseConfig) if field.default is not MISSING}
     made = [unset | phase["phase"] for phase in phases]

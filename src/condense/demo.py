@@ -41,7 +41,7 @@ def demo_model(dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, Pre
 
     A Llama of 11.5M parameters that reads up to 8,192 tokens of English and finds numbers hidden in them, with
     dense attention and with ``CCA(group_size=16, window=256, summary="streaming", key_pooling="select",
-    rep_bias="log_size")``; ``condense.train.recipes.demo_model`` made it.
+    rep_bias="log_size")``; the recipe ``demo_model`` of `condense train` made it.
 
     dtype: of the weights, which are stored in bfloat16.
     Raises ValueError if the installation lacks the model's files.

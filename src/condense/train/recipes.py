@@ -1,4 +1,4 @@
-"""Recipes: functions that make a training configuration; the numbers of those from scratch are in a file."""
+"""Recipes: functions that make a training configuration; those from scratch stand in ``scratch.json``."""
 
 import dataclasses
 import json
@@ -21,37 +21,6 @@ ADAPT_FIELDS = (
 )
 # the settings of the papers, as recipe files
 PRESETS: Mapping[str, Path] = {path.stem: path for path in sorted((_ASSETS / "recipes").glob("*.toml"))}
-
-_SCRATCH = json.loads((_ASSETS / "scratch.json").read_text(encoding="utf-8"))
-
-
-def demo_model(
-    data: Sequence[Path], output: Path, *, seed: int = 0, cache: Path | None = None, workers: int = 8
-) -> TrainConfig:
-    """The bundled model: a Llama of 11.5M parameters, good with dense and with condensed attention.
-
-    Three phases with dense attention, on 512, 2,048 and 8,192 tokens, until numbers are found in each. Then two with
-    dense attention in even steps and condensed attention in odd ones. While the groups grow to 16 tokens, half of the
-    loss is cross entropy, as text is still learned. Then all of it is the KL to what the dense side has become, which
-    finds all numbers, and answers weigh four times as much.
-    In half of the texts with numbers their names share words, and they stand anywhere in the text; in a part of them
-    one number opens the text, where a group holds the first token too, to which many heads attend. Half of them end
-    early, so that questions are answered at every length.
-    65,536 tokens a step. Meant for one large GPU.
-    """
-    return _from_scratch("demo_model", data, output, seed=seed, cache=cache, workers=workers)
-
-
-def tiny_mla(
-    data: Sequence[Path], output: Path, *, seed: int = 0, cache: Path | None = None, workers: int = 4
-) -> TrainConfig:
-    """A small model with latents (MLA, 11M parameters): dense until it retrieves, then adapted to LCA.
-
-    Meant for one GPU, where it takes a few minutes. The finished model loads condensed. In each of three seeds
-    condensed retrieval appeared, between step 500 and 1,800 of the second phase; with the streaming summary, LCA's
-    default, in two of three by its end, and with 1,500 steps, whose rate falls sooner, mostly not.
-    """
-    return _from_scratch("tiny_mla", data, output, seed=seed, cache=cache, workers=workers)
 
 
 def adapt(
@@ -132,18 +101,18 @@ def read_recipe(path: Path) -> dict[str, Any]:
     return fields
 
 
-def smoke(
-    data: Sequence[Path], output: Path, *, seed: int = 0, cache: Path | None = None, workers: int = 0
-) -> TrainConfig:
-    """A tiny model and a few steps on a CPU: shows in seconds that a set-up works."""
-    return _from_scratch("smoke", data, output, seed=seed, cache=cache, workers=workers)
+def _from_scratch(name: str, about: Sequence[str], workers: int, **fields: Any) -> Callable[..., TrainConfig]:
+    """The recipe of a run from random weights. about: lines of its description; workers: their default."""
 
+    def recipe(
+        data: Sequence[Path], output: Path, *, seed: int = 0, cache: Path | None = None, workers: int = workers
+    ) -> TrainConfig:
+        phases = tuple(PhaseConfig(**_with_tuples(phase)) for phase in fields["phases"])
+        options = {"seed": seed, "cache": cache, "workers": workers, "phases": phases}
+        return TrainConfig(recipe=name, data=tuple(data), output=output, **fields | options)
 
-def _from_scratch(recipe: str, data: Sequence[Path], output: Path, **options: Any) -> TrainConfig:
-    """A run from random weights, as ``scratch.json`` has it."""
-    fields = dict(_SCRATCH[recipe])
-    phases = tuple(PhaseConfig(**_with_tuples(phase)) for phase in fields.pop("phases"))
-    return TrainConfig(recipe=recipe, data=tuple(data), output=output, phases=phases, **fields, **options)
+    recipe.__doc__ = "\n".join(about)
+    return recipe
 
 
 def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,9 +122,6 @@ def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {**fields, **lists, **parsed}
 
 
-RECIPES: dict[str, Callable[..., TrainConfig]] = {
-    "adapt": adapt,
-    "demo_model": demo_model,
-    "smoke": smoke,
-    "tiny_mla": tiny_mla,
-}
+RECIPES: dict[str, Callable[..., TrainConfig]] = {"adapt": adapt}
+_SCRATCH = json.loads((_ASSETS / "scratch.json").read_text(encoding="utf-8"))
+RECIPES |= {name: _from_scratch(name, **settings) for name, settings in _SCRATCH.items()}
