@@ -1,7 +1,6 @@
 """Condensed cache layers for transformers: growing ones, and static ones for CUDA graphs."""
 
-from condense.caches.base import CondensedCacheLayer, ReadRequest, read_request
-from condense.caches.fixed import Expected
+from condense.caches.base import CondensedCacheLayer, Expected, ReadRequest, read_request
 from condense.caches.growing import CondensedLayer
 from condense.caches.nbytes import cache_nbytes
 from condense.caches.static import StaticCondensedLayer

@@ -12,9 +12,8 @@ first, as before a CUDA graph is captured, they are sized for the most entries t
 import torch
 from torch import Tensor
 
-from condense.caches.base import ReadRequest, refuse_other_dtype
+from condense.caches.base import Expected, FixedCacheLayer, HostCounts, ReadRequest, refuse_other_dtype
 from condense.caches.buffers import Room, read_state, static_bias, with_room, write_state
-from condense.caches.fixed import Expected, FixedCacheLayer, HostCounts
 from condense.caches.store import PinnedCopies, Store
 from condense.functional import extend
 from condense.methods import NO_FIRST, Context, FirstEntries, Method, Reread, step_settings
