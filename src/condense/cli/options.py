@@ -28,9 +28,6 @@ METHOD_HELP = "Such as recall-host or, with settings, 'cca:window=512'; `condens
 CHOICE_HELP = METHOD_HELP + " By layer, repeated: recall@2,3 and cca@rest; or @FILE from condense calibrate."
 CHOICES_HELP = METHOD_HELP + " Repeatable. By layer, as one: recall@2,3+cca@rest; or @FILE from condense calibrate."
 MODEL_HELP = "Folder or hub name of a causal LM. Default: bundled."
-DEVICE_HELP = "cpu, cuda, cuda:1, ..."
-DEVICE_MAP_HELP = "Spread the model over devices, as accelerate does: auto, balanced, ..."
-REMOTE_HELP = "Run the code that comes with the model."
 CHAT_HELP = "Put the prompt into the tokenizer's chat template, as a user's message."
 # what the bundled model learned
 DEMO_METHOD = "cca:window=256,summary=streaming,key_pooling=select,rep_bias=log_size"
@@ -40,9 +37,11 @@ Texts = Annotated[
     list[str] | None, typer.Option(help="Text file, or - for standard input; repeatable. Default: bundled.")
 ]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, ...")]
-Device = Annotated[str | None, typer.Option(help=DEVICE_HELP)]
-DeviceMap = Annotated[str | None, typer.Option(help=DEVICE_MAP_HELP)]
-Remote = Annotated[bool, typer.Option("--trust-remote-code", help=REMOTE_HELP)]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
+DeviceMap = Annotated[
+    str | None, typer.Option(help="Spread the model over devices, as accelerate does: auto, balanced, ...")
+]
+Remote = Annotated[bool, typer.Option("--trust-remote-code", help="Run the code that comes with the model.")]
 Json = Annotated[Path | None, typer.Option(help="Write the results to this file.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw the results into this .png or .svg file.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing result files.")]

@@ -33,10 +33,6 @@ class Operations(NamedTuple):
     unpack_store: Callable[..., tuple[Tensor, Tensor]]
 
 
-def _nothing(*args: object, **kwargs: object) -> None:
-    return None
-
-
 @dataclass(frozen=True)
 class Backend:
     """A backend's operations and limits.
@@ -49,9 +45,9 @@ class Backend:
 
     name: str
     imports: Callable[[], Operations]
-    attend_obstacle: Callable[[Problem], str | None] = _nothing
-    pool_obstacle: Callable[[Problem], str | None] = _nothing
-    recall_obstacle: Callable[..., str | None] = _nothing
+    attend_obstacle: Callable[[Problem], str | None] = lambda problem: None
+    pool_obstacle: Callable[[Problem], str | None] = lambda problem: None
+    recall_obstacle: Callable[..., str | None] = lambda *args, **kwargs: None
     instead: str = "torch"
     is_fast: Callable[[Problem], bool] = lambda problem: True
 

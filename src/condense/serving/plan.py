@@ -102,12 +102,22 @@ def serving_plan(method: Method) -> ServingPlan:
 
 def _obstacles(method: Method, settings: StepSettings) -> list[str]:
     """All settings of a method that pages cannot hold, each with its way out."""
-    if isinstance(method, StreamingLLM):
-        return []
-    if isinstance(method, Recall):
-        return _recall_obstacles(method, settings)
-    wrong = []
+    wrong: list[str] = []
     g, delay, num_summary = settings.rule.chunk, settings.summary_delay, settings.num_summary
+    if isinstance(method, StreamingLLM):
+        return wrong
+    if isinstance(method, Recall):
+        if num_summary > 0:
+            wrong.append(
+                f"entries of Recall must need no query to be served, got {method}: use key_pooling='mean', "
+                "value_pooling='mean' and rep_bias='log_size', or unchosen='drop'"
+            )
+        if method.store == "host":
+            wrong.append(
+                f"tokens in host memory are not served by vLLM yet, got {method}: use store='device', as recall-device "
+                "does"
+            )
+        return wrong
     if method.layout.lookahead is not None:
         wrong.append(
             f"{method} weighs groups by the end of the prompt, which an engine reads in pieces: use "
@@ -126,20 +136,6 @@ def _obstacles(method: Method, settings: StepSettings) -> list[str]:
         wrong.append(
             f"num_summary_queries must be at most group_size, {g}, to be served, got {num_summary}: a shared prefix "
             "ends with a whole group, and queries before it are not kept"
-        )
-    return wrong
-
-
-def _recall_obstacles(method: Recall, settings: StepSettings) -> list[str]:
-    wrong = []
-    if settings.num_summary > 0:
-        wrong.append(
-            f"entries of Recall must need no query to be served, got {method}: use key_pooling='mean', "
-            "value_pooling='mean' and rep_bias='log_size', or unchosen='drop'"
-        )
-    if method.store == "host":
-        wrong.append(
-            f"tokens in host memory are not served by vLLM yet, got {method}: use store='device', as recall-device does"
         )
     return wrong
 
