@@ -102,11 +102,7 @@ BACKENDS = {
         Backend("reference", _reference),
         Backend("torch", _torch),
         Backend(
-            "triton",
-            _triton,
-            triton_limits.attend_obstacle,
-            triton_limits.pool_obstacle,
-            triton_limits.recall_obstacle,
+            "triton", _triton, triton_limits.attend_obstacle, triton_limits.pool_obstacle, triton_limits.recall_obstacle
         ),
         Backend(
             "hopper",

@@ -10,12 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from condense.ops.triton.attend_backward import (
-    attend_dkv_kernel,
-    attend_dq_kernel,
-    opened_dkv_kernel,
-    store_dkv_kernel,
-)
+from condense.ops.triton.attend_backward import attend_dkv_kernel, attend_dq_kernel, opened_dkv_kernel, store_dkv_kernel
 from condense.ops.triton.attend_call import (
     AttendCall,
     AttendShared,
