@@ -28,7 +28,7 @@ from condense.results import refuse_existing, write_results
 from condense.tasks import SequenceBuilder, encode_corpus, load_words
 
 FOLLOWING, COPIED, LEAD, KEYS = 512, 256, 32, 16
-KINDS = {"following": Cell.of_losses, "copy": Cell.of_losses, "found": Cell.of_answers}
+KINDS = ("following", "copy", "found")
 
 
 def arms(length: int) -> dict[str, condense.Method]:
@@ -91,9 +91,9 @@ def main() -> None:
         layers = inspect(model, method, options.length, 4)
         share = sum(layer.bytes for layer in layers) / sum(layer.dense_bytes for layer in layers)
         cells = {}
-        for kind, compared in KINDS.items():
+        for kind in KINDS:
             of_text = [(a[kind][0], b[kind][0], a[kind][1]) for a, b in zip(texts, dense, strict=True)]
-            cells[kind] = compared(*np.array(of_text, float).T)
+            cells[kind] = Cell.of(*np.array(of_text, float).T, relative=kind == "found")
         print(name, f"{share:.1%}", {kind: round(cell.value, 4) for kind, cell in cells.items()}, flush=True)
         rows.append({"arm": name, "method": method, "device": share, "cells": cells})
     about = {"length": options.length, "text": [path.name for path in options.text], "dtype": "float32"}

@@ -24,11 +24,11 @@ def cells(arm: Record, dense: Record) -> dict[str, Cell]:
         pairs = [(a[name], d[name]) for part in parts for a, d in zip(arm[part], dense[part], strict=True) if name in a]
         table = np.array([(a[0], d[0], d[2]) for a, d in pairs if d[2]], float).reshape(-1, 3)
         if len(table):
-            result[name] = Cell.of_losses(*table.T)
+            result[name] = Cell.of(*table.T, relative=False)
     for name in TASKS:
         pairs = [(a[name], d[name]) for a, d in zip(arm["asked"], dense["asked"], strict=True) if name in d]
         table = np.array([(a.count("1"), d.count("1"), len(d)) for a, d in pairs], float).reshape(-1, 3)
-        if table[:, 2].sum() and (cell := Cell.of_answers(*table.T)).dense >= LEAST_FOUND:
+        if table[:, 2].sum() and (cell := Cell.of(*table.T, relative=True)).dense >= LEAST_FOUND:
             result[name] = cell
     return result
 

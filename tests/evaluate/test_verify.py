@@ -179,9 +179,9 @@ def test_tokens_that_need_far_text(demo):
 
 def test_bars_of_a_task_hold_for_its_bound_too():
     texts = np.full(8, 40.0)
-    assert Cell.of_answers(texts, texts, texts).passes(task=True)
+    assert Cell.of(texts, texts, texts, relative=True).passes(task=True)
     one_text = texts - np.eye(8)[0] * 3  # 0.9 % lost, all of it in one text
-    cell = Cell.of_answers(one_text, texts, texts)
+    cell = Cell.of(one_text, texts, texts, relative=True)
     assert cell.value == pytest.approx(3 / 320)
     assert cell.high > 0.02
     assert not cell.passes(task=True)

@@ -51,29 +51,18 @@ class Cell:
     n: int
 
     @classmethod
-    def of_losses(cls, arm: np.ndarray, dense: np.ndarray, tokens: np.ndarray) -> Self:
-        """From sums of losses and numbers of tokens per text, each ``[texts]``, with tokens in every text."""
-        n = int(tokens.sum())
-        return cls(*_paired(arm, dense, tokens, relative=False), float(dense.sum() / n), n)
-
-    @classmethod
-    def of_answers(cls, arm: np.ndarray, dense: np.ndarray, questions: np.ndarray) -> Self:
-        """From right answers and questions per text, each ``[texts]``."""
-        n = int(questions.sum())
-        return cls(*_paired(arm, dense, questions, relative=True), float(dense.sum() / n), n)
+    def of(cls, arm: np.ndarray, dense: np.ndarray, weight: np.ndarray, *, relative: bool) -> Self:
+        """From sums of losses, tokens in every text, or (relative) of right answers and questions; each ``[texts]``."""
+        draws = np.random.default_rng(0).integers(len(arm), size=(_RESAMPLES, len(arm)))
+        draws = np.concatenate([np.arange(len(arm))[None], draws])
+        a, d, w = (x[draws].sum(1) for x in (arm, dense, weight))
+        values = 1 - a / np.maximum(d, 1) if relative else (a - d) / np.maximum(w, 1)
+        low, high = np.percentile(values[1:], [2.5, 97.5])
+        n = int(weight.sum())
+        return cls(float(values[0]), float(low), float(high), float(dense.sum() / n), n)
 
     def passes(self, task: bool) -> bool:
         """True if a setting meets the bar in this cell."""
         if task:
             return self.value <= MOST_LOST and self.high <= MOST_BOUND
         return self.value <= MOST_NATS
-
-
-def _paired(arm: np.ndarray, dense: np.ndarray, weight: np.ndarray, relative: bool) -> tuple[float, float, float]:
-    """Difference of two means, or the share lost, of sums ``[texts]``, with its interval over resampled texts."""
-    draws = np.random.default_rng(0).integers(len(arm), size=(_RESAMPLES, len(arm)))
-    draws = np.concatenate([np.arange(len(arm))[None], draws])
-    a, d, w = (x[draws].sum(1) for x in (arm, dense, weight))
-    values = 1 - a / np.maximum(d, 1) if relative else (a - d) / np.maximum(w, 1)
-    low, high = np.percentile(values[1:], [2.5, 97.5])
-    return float(values[0]), float(low), float(high)

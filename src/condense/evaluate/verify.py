@@ -184,10 +184,10 @@ def _cells(
         pairs = [(a.sums[kind], d.sums[kind]) for a, d in zip(read, dense, strict=True)]
         table = np.array([(loss, of_dense, n) for (loss, n), (of_dense, _) in pairs if n], float).reshape(-1, 3)
         if len(table):
-            cells[kind] = Cell.of_losses(*table.T)
+            cells[kind] = Cell.of(*table.T, relative=False)
     for task in TASKS:
         rows = [(sum(a), sum(d), len(d)) for a, d in zip(right[task], dense_right[task], strict=True)]
-        cell = Cell.of_answers(*np.array(rows, float).T)
+        cell = Cell.of(*np.array(rows, float).T, relative=True)
         if cell.dense >= LEAST_FOUND:
             cells[task] = cell
     return cells

@@ -112,13 +112,6 @@ class DenseReading:
     written: Tensor | None = None
 
 
-class Half(NamedTuple):
-    """Losses of the tokens of a text's second half, and divergences from dense attention, ``[n]`` in nats."""
-
-    losses: Tensor
-    divergence: Tensor
-
-
 @torch.no_grad()
 def read_prompt(model: PreTrainedModel, text: Copying) -> Any:
     """Read the first half; returns the cache."""
@@ -128,9 +121,10 @@ def read_prompt(model: PreTrainedModel, text: Copying) -> Any:
 
 
 @torch.no_grad()
-def read_half(model: PreTrainedModel, text: Copying, cache: Any, dense: DenseReading) -> Half:
+def read_half(model: PreTrainedModel, text: Copying, cache: Any, dense: DenseReading) -> tuple[Tensor, Tensor]:
     """Read the second half in pieces over the cache of the first, by `read_prompt`.
 
+    Returns the losses of its tokens, and their divergences from dense attention, ``[n]`` in nats.
     Pieces say what steps lose if the model reads several tokens as it reads single ones (`condense.Method.as_steps`).
 
     dense: of this text; empty while the model has dense attention, which fills it.
@@ -149,11 +143,13 @@ def read_half(model: PreTrainedModel, text: Copying, cache: Any, dense: DenseRea
     each = torch.cat(losses)
     if is_dense:
         dense.needs_far = needs_far(model, ids[: text.copy], F.pad(each, (half, 0)))[half:]
-    return Half(each, torch.cat(divergence))
+    return each, torch.cat(divergence)
 
 
 @torch.no_grad()
-def decode_text(model: PreTrainedModel, text: Copying, half: Half, dense: DenseReading, greedy: int) -> TextReading:
+def decode_text(
+    model: PreTrainedModel, text: Copying, half: tuple[Tensor, Tensor], dense: DenseReading, greedy: int
+) -> TextReading:
     """Decode the copy, and ``greedy`` tokens, by `generate`, made to write the copy and what dense attention wrote.
 
     half: what `read_half` returned of the text. dense: filled by then.
