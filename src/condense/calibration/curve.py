@@ -9,7 +9,7 @@ import numpy as np
 from condense.calibration.config import CalibrationConfig
 from condense.calibration.measure import Allocation, Meter
 from condense.calibration.report import CurvePoint, LayerLoss, Mean, found_of
-from condense.models.inspect import LayerReport
+from condense.models.inspect import LayerReport, cache_shares
 
 # points that are measured whatever the goals are
 NUM_POINTS = 9
@@ -108,10 +108,8 @@ class Curve:
 
     def _shares(self, allocation: Allocation) -> tuple[float, float]:
         """Bytes on the device and in host memory, as shares of a dense cache's."""
-        rows = [self._reports[allocation.get(row.layer, 0)][k] for k, row in enumerate(self._reports[0])]
-        dense = sum(row.dense_bytes for row in rows)
-        host = sum(row.host_bytes for row in rows)
-        return sum(row.bytes for row in rows) / dense, host / dense
+        rows = enumerate(self._reports[0])
+        return cache_shares([self._reports[allocation.get(row.layer, 0)][k] for k, row in rows])
 
 
 def most_bytes(share: float, dense: int) -> int:

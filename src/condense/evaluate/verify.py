@@ -24,7 +24,7 @@ from condense.evaluate.verify_texts import (
 )
 from condense.methods import Dense, Recall, StreamingLLM
 from condense.models import MethodChoice, as_steps, check_stock, described
-from condense.models.inspect import inspect
+from condense.models.inspect import cache_shares, inspect
 from condense.tasks import encode_corpus
 
 DENSE, WINDOW, ALL_OPEN = "dense", "window 25 %", "all open"
@@ -166,11 +166,11 @@ def verify(
             for name in arms[length]:
                 cells = _cells(read[name], read[DENSE], right[name], right[DENSE])
                 results.setdefault(name, []).append(_at_length(length, cells, read[name], right[name], depths))
-    longest = arms[config.lengths[-1]]
-    return [
-        Verified(name, described(longest[name]), *_shares(model, longest[name], config.lengths[-1]), lengths)
-        for name, lengths in results.items()
-    ]
+    verified = []
+    for name, method in arms[config.lengths[-1]].items():
+        shares = cache_shares(inspect(model, method, config.lengths[-1], model.dtype.itemsize))
+        verified.append(Verified(name, described(method), *shares, results[name]))
+    return verified
 
 
 def _cells(
@@ -215,12 +215,3 @@ def _at_length(
     )
     greedy = Proportion.of([step for reading in read for step in reading.same])
     return AtLength(length, cells, losses, divergence, found, by_depth, greedy)
-
-
-def _shares(model: PreTrainedModel, method: MethodChoice, length: int) -> tuple[float, float]:
-    """Bytes on the device and in host memory, as shares of dense attention's, by arithmetic."""
-    if isinstance(method, Dense):
-        return 1.0, 0.0
-    rows = inspect(model, method, length, model.dtype.itemsize)
-    dense = sum(row.dense_bytes for row in rows)
-    return sum(row.bytes for row in rows) / dense, sum(row.host_bytes for row in rows) / dense

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,6 +60,12 @@ def inspect(model: nn.Module, method: MethodChoice | str, length: int, itemsize:
     check_int("length", length, 1)
     chosen, attentions = chosen_methods(model, method), attention_layers(model)
     return [_report(i, module, chosen.get(i), length, itemsize) for i, module in sorted(attentions.items())]
+
+
+def cache_shares(layers: Sequence[LayerReport]) -> tuple[float, float]:
+    """Bytes on the device and in host memory, as shares of a dense cache's."""
+    dense = sum(layer.dense_bytes for layer in layers)
+    return sum(layer.bytes for layer in layers) / dense, sum(layer.host_bytes for layer in layers) / dense
 
 
 def served_layers(model: nn.Module, method: MethodChoice, itemsize: int = 2) -> list[ServedLayer]:
