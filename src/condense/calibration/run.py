@@ -69,7 +69,11 @@ def calibrate(
     # before the first forward, as it refuses models with offloaded weights
     meter = Meter(model, config.candidates, samples, measured, on_forward)
     for method in config.candidates:
-        _check_steps(model, method)
+        try:  # one that reads whole texts may refuse to keep a cache here
+            with torch.no_grad(), use(model, chosen_methods(model, method)):
+                model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=True)
+        except ValueError as error:
+            raise ValueError(f"candidates: {method}: {error}") from error
     layers = sorted(chosen_methods(model, config.candidates[0]))
     numbers = range(len(config.candidates))
     uniform = [dict.fromkeys(layers, n) for n in numbers]
@@ -106,16 +110,6 @@ def calibrate(
         tuple(map(timed, curve.points())),
         chosen - kept,
     )
-
-
-@torch.no_grad()
-def _check_steps(model: PreTrainedModel, method: Method) -> None:
-    """Raise ValueError for a candidate that reads whole texts, but cannot keep a cache here."""
-    try:
-        with use(model, chosen_methods(model, method)):
-            model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=True)
-    except ValueError as error:
-        raise ValueError(f"candidates: {method}: {error}") from error
 
 
 def _loss(layer: int, method: Method, readings: Sequence[Measured], dense: Sequence[Measured]) -> LayerLoss:

@@ -129,9 +129,13 @@ def chosen_layers(layers: Iterable[int] | str | None, attentions: Mapping[int, n
         return full
     if not isinstance(layers, Iterable):
         raise ValueError(f"layers must be a list of layer indices, got {layers!r}")
-    chosen = [
-        _from_zero(i, attentions, count) for i in (_indices(layers, count) if isinstance(layers, str) else layers)
-    ]
+    chosen = []
+    for given in _indices(layers, count) if isinstance(layers, str) else layers:
+        is_index = isinstance(given, int) and not isinstance(given, bool)
+        index = given + count if is_index and given < 0 else given
+        if not is_index or index not in attentions:
+            raise ValueError(f"layers must be indices from 0 to {max(attentions)}, got {given!r}")
+        chosen.append(index)
     for index in chosen:
         if index not in full:
             raise ValueError(f"layers: layer {index} has a sliding window and cannot be condensed; full are {full}")
@@ -152,14 +156,6 @@ def _indices(text: str, count: int) -> list[int]:
             raise _backwards(f"{first}-{last}")
         indices += range(low, high + 1)
     return indices
-
-
-def _from_zero(index: Any, attentions: Mapping[int, nn.Module], count: int) -> int:
-    """The index counted from 0. Raises ValueError for anything but an int that names an attention module."""
-    is_index = isinstance(index, int) and not isinstance(index, bool)
-    if not is_index or (index + count if index < 0 else index) not in attentions:
-        raise ValueError(f"layers must be indices from 0 to {max(attentions)}, got {index!r}")
-    return index + count if index < 0 else index
 
 
 def _backwards(part: str) -> ValueError:

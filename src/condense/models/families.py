@@ -75,7 +75,9 @@ REFUSED = {family: reason for reason, families in _REFUSED.items() for family in
 
 def obstacle(model: nn.Module) -> str | None:
     """All reasons why a model cannot be condensed, as clauses; None if no reason is known."""
-    family, config = _family_of(model), getattr(model, "config", None)
+    # its class's folder in transformers.models, "" for a class from elsewhere
+    package, _, path = type(model).__module__.partition("transformers.models.")
+    family, config = "" if package else path.partition(".")[0], getattr(model, "config", None)
     found = [REFUSED.get(family)]
     if family not in ("", *REFUSED, *FAMILIES.values()):
         has_encoder = getattr(config, "is_encoder_decoder", False) or hasattr(config, "is_decoder")
@@ -89,12 +91,6 @@ def obstacle(model: nn.Module) -> str | None:
     if getattr(text, "use_bidirectional_attention", None) == "vision":
         found.append(_BLOCKS)
     return "; ".join(dict.fromkeys(reason for reason in found if reason is not None)) or None
-
-
-def _family_of(module: nn.Module) -> str:
-    """The folder of transformers.models that a module's class is from, "" for a class from elsewhere."""
-    package, _, path = type(module).__module__.partition("transformers.models.")
-    return "" if package else path.partition(".")[0]
 
 
 def is_chunked(module: nn.Module) -> bool:
