@@ -134,6 +134,22 @@ def _turned_part(q_ptr, s_qh, r, R, rotation_ptr, part: tl.constexpr, D: tl.cons
 
 
 @triton.jit
+def _all_parts(q_ptr, s_qh, r, R, rotation_ptr, D: tl.constexpr):
+    """What `_turned_part` gives of all eight parts, by one product, for a width of which each part fills a tile."""
+    d = tl.arange(0, D)
+    q = tl.load(q_ptr + r.to(tl.int64)[:, None] * s_qh + d[None, :], mask=(r < R)[:, None], other=0.0)
+    x = tl.reshape(_turned(q, rotation_ptr, d, d, d < D, D), (r.shape[0], 2, 2, 2, D // 8))
+    even, odd = tl.split(tl.permute(x, (0, 4, 1, 2, 3)))
+    x04, x26 = tl.split(even)
+    x15, x37 = tl.split(odd)
+    x0, x4 = tl.split(x04)
+    x1, x5 = tl.split(x15)
+    x2, x6 = tl.split(x26)
+    x3, x7 = tl.split(x37)
+    return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton.jit
 def unit_of(largest):
     """The number that a whole number 1 of a query stands for, from the largest of its turned numbers."""
     return tl.maximum(largest, _TINY * _LEVELS) * _UNIT
@@ -155,13 +171,18 @@ def turned_queries(q_ptr, s_qh, r, R, rotation_ptr, turned_ptr, writes, D: tl.co
     """
     W: tl.constexpr = sign_bytes(D)
     parts, largest = (), tl.zeros([r.shape[0], tile_width(W)], tl.float32)
+    if D == 128:
+        parts = _all_parts(q_ptr, s_qh, r, R, rotation_ptr, D)
+    else:
+        for part in tl.static_range(8):
+            parts = parts + (_turned_part(q_ptr, s_qh, r, R, rotation_ptr, part, D),)  # noqa: RUF005
     for part in tl.static_range(8):
-        x = _turned_part(q_ptr, s_qh, r, R, rotation_ptr, part, D)
+        x = parts[part]
         if turned_ptr is not None:
             c = tl.arange(0, tile_width(W))[None, :]
             there = (r < R)[:, None] & (c < W) & (part * W + c < D) & writes
             tl.store(turned_ptr + r.to(tl.int64)[:, None] * D + part * W + c, x, mask=there)
-        parts, largest = parts + (x,), tl.maximum(largest, tl.abs(x))  # noqa: RUF005
+        largest = tl.maximum(largest, tl.abs(x))
     unit = unit_of(tl.max(largest, 1))
     queries, total = (), tl.zeros_like(largest)
     for part in tl.static_range(8):
