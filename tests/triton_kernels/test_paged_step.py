@@ -31,7 +31,7 @@ RECORDS = {
     "records-matched": METHODS["streaming"].replace(rep_bias="matched"),
     "records-8-bits-matched": METHODS["streaming"].replace(rep_bias="matched", entry_bits=8),
     "records-4-bits-window-0": METHODS["window-0"].replace(entry_bits=4, rep_bias="log_size"),
-    "records-4-bits": METHODS["group-over-pages"].replace(entry_bits=4, group_size=6),
+    "records-4-bits": METHODS["group-over-pages"].replace(entry_bits=4, group_size=6, window=18),
 }
 
 

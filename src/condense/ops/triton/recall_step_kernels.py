@@ -57,6 +57,18 @@ class _Near(NamedTuple):
     count: Any
 
 
+class _Opened(NamedTuple):
+    """The open groups of one KV head. groups: pointer to their numbers. count: how many. table: pointer to the pages of
+    records, if there are any. signs, steps: pointers to those of the index, as `head_rows` finds them.
+    """
+
+    groups: Any
+    count: Any
+    table: Any
+    signs: Any
+    steps: Any
+
+
 @triton.jit
 def _load_part(at, LO: tl.constexpr, N: tl.constexpr):
     """N columns from LO on of the rows that begin at pointers ``at``."""
@@ -180,12 +192,10 @@ def _records(entries, n, FAR: tl.constexpr):
 
 
 @triton.jit
-def _open_groups(groups_ptr, far_ptr, n, count, FAR: tl.constexpr):
-    """Numbers of open groups n, or the offsets of their records in bytes; beyond the last of ``count`` groups those of
-    the last.
-    """
-    group = tl.load(groups_ptr + tl.minimum(n, count - 1), mask=count > 0, other=0)
-    return group.to(tl.int64) if FAR is None else form_row(far_ptr, group, count > 0, FAR)
+def _open_groups(opened, n, FAR: tl.constexpr):
+    """Numbers of open groups n, or the offsets of their records in bytes; beyond the last of them those of the last."""
+    group = tl.load(opened.groups + tl.minimum(n, opened.count - 1), mask=opened.count > 0, other=0)
+    return group.to(tl.int64) if FAR is None else form_row(opened.table, group, opened.count > 0, FAR)
 
 
 @triton.jit
@@ -196,27 +206,27 @@ def _of_group(ptr, row, SIZE: tl.constexpr, FAR: tl.constexpr):
 
 @triton.jit
 def _put_bases(
-    base_ptr, q, groups, signs_ptr, steps_ptr, groups_ptr, far_ptr, count, inside, FORM: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr, FAR: tl.constexpr,
+    base_ptr, q, opened, first, last, inside, FORM: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    FAR: tl.constexpr,
 ):  # fmt: skip
-    """Write the products of queries with the centres of open groups ``[groups[0], groups[1])`` to ``base_ptr``
-    ``[BR]``, where queries are ``inside``, for all threads of the program.
+    """Write the products of queries with the centres of open groups ``[first, last)`` to ``base_ptr`` ``[BR]``, where
+    queries are ``inside``, for all threads of the program.
     """
     columns: tl.constexpr = index_widths(FORM.g, FORM.D)
-    for start in range(groups[0], groups[1], 32):
+    for start in range(first, last, 32):
         n = start + tl.arange(0, 32)
-        row = _open_groups(groups_ptr, far_ptr, n, count, FAR)
-        x = load_centres(_of_group(signs_ptr, row, columns[0], FAR), q[0].dtype, FORM, EARLY)
-        unit = 2 * tl.load(_of_group(steps_ptr, row, columns[1], FAR) + FORM.g).to(tl.float32)
+        row = _open_groups(opened, n, FAR)
+        x = load_centres(_of_group(opened.signs, row, columns[0], FAR), q[0].dtype, FORM, EARLY)
+        unit = 2 * tl.load(_of_group(opened.steps, row, columns[1], FAR) + FORM.g).to(tl.float32)
         s = _scores(q, x, PRECISION) * unit[:, None]
-        tl.store(base_ptr[None, :] + n[:, None], s, mask=inside[None, :] & (n < groups[1])[:, None])
+        tl.store(base_ptr[None, :] + n[:, None], s, mask=inside[None, :] & (n < last)[:, None])
     tl.debug_barrier()
 
 
 @triton.jit
-def _load_bases(base_ptr, n, groups, inside):
-    """What `_put_bases` wrote of open groups n, ``[n, BR]``; 0 beyond the last of ``groups``."""
-    return tl.load(base_ptr[None, :] + n[:, None], mask=inside[None, :] & (n < groups[1])[:, None], other=0.0)
+def _load_bases(base_ptr, n, last, inside):
+    """Products that `_put_bases` wrote, of open groups n, ``[n, BR]``; 0 from ``last`` on."""
+    return tl.load(base_ptr[None, :] + n[:, None], mask=inside[None, :] & (n < last)[:, None], other=0.0)
 
 
 @triton.jit
@@ -358,6 +368,7 @@ def recall_attend_kernel(
     BG: tl.constexpr = BN // T
     PARTS: tl.constexpr = (g + T - 1) // T
     count = wanted_groups(closed, most_opened, part, of)
+    opened = _Opened(groups_ptr, count, groups_ptr if FAR is None else far_ptr, signs_ptr, steps_ptr)
     tiles = tl.cdiv(count, BG) * PARTS
     shares = tl.where(own > 0, own, S)
     share = tl.minimum(split, shares)
@@ -369,20 +380,18 @@ def recall_attend_kernel(
         base_ptr += head * R * most_opened if FAR is None else kvh * R * G + this.start
         base_ptr += r * (most_opened if FAR is None else G)
         q = to_words(q[0], D)
-        groups = lo // PARTS * BG, tl.minimum(tl.cdiv(hi, PARTS) * BG, count)
-        _put_bases(
-            base_ptr, q, groups, signs_ptr, steps_ptr, groups_ptr, far_ptr, count, r < R, FORM, PRECISION, EARLY, FAR
-        )
+        behind = tl.minimum(tl.cdiv(hi, PARTS) * BG, count)
+        _put_bases(base_ptr, q, opened, lo // PARTS * BG, behind, r < R, FORM, PRECISION, EARLY, FAR)
         softmax = _split(softmax, DV)
     shift = tl.zeros([BN, BR], tl.float32)
     # found one tile ahead, so that tokens need not wait for lists
-    row = _open_groups(groups_ptr, far_ptr, lo // PARTS * BG + n, count, FAR)
+    row = _open_groups(opened, lo // PARTS * BG + n, FAR)
     for tile in range(lo, hi):
         at, start = tile // PARTS * BG + n, tile % PARTS * T
         piece = _of_group(store_ptr, row, FORM.piece, FAR)
         signs, steps = _of_group(signs_ptr, row, columns[0], FAR), _of_group(steps_ptr, row, columns[1], FAR)
         pieces = Pieces(piece, piece, n < 0, signs, steps)
-        row = _open_groups(groups_ptr, far_ptr, (tile + 1) // PARTS * BG + n, count, FAR)
+        row = _open_groups(opened, (tile + 1) // PARTS * BG + n, FAR)
         if SLOTS > 0:
             # `_find_slots` of `recall_step_choice_kernels` explains these numbers
             place = tl.load(place_ptr + at, mask=at < count, other=-1)
@@ -392,7 +401,7 @@ def recall_attend_kernel(
         seen = (at < count)[:, None] & (start + token < g)[None, :]
         offset = tl.reshape(tl.where(seen, 0.0, float("-inf")), (BN,))
         if WORDS:
-            base = _load_bases(base_ptr, tile // PARTS * BG + lane // T, groups, r < R)
+            base = _load_bases(base_ptr, tile // PARTS * BG + lane // T, behind, r < R)
             words = load_words(pieces, start, T, q[0].dtype, FORM, SLOTS > 0, EARLY)
             softmax, shift = _add_words(softmax, shift, q, words, base, offset, scale, CAP, PRECISION)
         else:

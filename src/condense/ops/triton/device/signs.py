@@ -135,7 +135,7 @@ def _turned_part(q_ptr, s_qh, r, R, rotation_ptr, part: tl.constexpr, D: tl.cons
 
 @triton.jit
 def _all_parts(q_ptr, s_qh, r, R, rotation_ptr, D: tl.constexpr):
-    """What `_turned_part` gives of all eight parts, by one product, for a width of which each part fills a tile."""
+    """All eight parts of turned queries, see `_turned_part`, by one product: of 128 columns, 16 to a part."""
     d = tl.arange(0, D)
     q = tl.load(q_ptr + r.to(tl.int64)[:, None] * s_qh + d[None, :], mask=(r < R)[:, None], other=0.0)
     x = tl.reshape(_turned(q, rotation_ptr, d, d, d < D, D), (r.shape[0], 2, 2, 2, D // 8))
