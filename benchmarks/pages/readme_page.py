@@ -156,9 +156,11 @@ def _cache(name: str) -> float:
 
 
 def _generate(documents: Documents, name: str, length: int) -> tuple[float | None, float | None]:
-    """Seconds to the first token and milliseconds per token of plain `generate`, one row: the fastest readings."""
+    """Seconds to the first token and milliseconds per token of plain `generate`, one row: the fastest readings of the
+    newest run that has some, as a setting's code changes.
+    """
     settings = None if name == "dense" else Method.parse(name).to_dict()
-    first, step = [], []
+    found: dict[str, tuple[list[float | None], list[float | None]]] = {}
     for stem, document in documents.items():
         if not stem.startswith(("generate-", "recall-prompts-")):
             continue
@@ -167,10 +169,12 @@ def _generate(documents: Documents, name: str, length: int) -> tuple[float | Non
             method = None if row["attention"] == "dense" else content.get("methods", {}).get(row["attention"])
             known = row["attention"] == "dense" if settings is None else method == settings
             if known and row["tokens"] == length and row.get("rows", 1) == 1 and not row.get("chunk"):
+                first, step = found.setdefault(stem.rsplit("-", 1)[1], ([], []))
                 first.append(row.get("first_s") or row.get("first_token_s"))
                 step.append(row["step_ms_median"])
-    fastest = (min((x for x in of if x is not None), default=None) for of in (first, step))
-    return tuple(fastest)  # type: ignore[return-value]
+    newest = found[max(found)] if found else ()
+    fastest = (min((x for x in of if x is not None), default=None) for of in newest)
+    return tuple(fastest) or (None, None)  # type: ignore[return-value]
 
 
 def _engine(documents: Documents) -> dict[int, tuple[float | None, float | None]]:
