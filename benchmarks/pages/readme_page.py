@@ -81,6 +81,8 @@ def claims(documents: Documents) -> list[str]:
     running = {name: _running(documents, name) for name in ("dense", "condensed")}
     models = [model for run in _CACHE for model in transfer_page.run_of(documents, run).values()]
     sizes = sorted({round(model["parameters"] / 1e6) for model in models})
+    served = {name: _untouched(documents, name) for name in running}
+    one, most = ({name: of[i] for name, of in served.items()} for i in range(2))
     (far, copies, missed), cache = lost(documents, "recall-device"), lost(documents)
     return [
         f"lie in groups of {recall['group_size']},",
@@ -97,8 +99,9 @@ def claims(documents: Documents) -> list[str]:
         f"up to {shorter:,} tokens shorter",
         f"ran {running['condensed']} requests of {LENGTHS[-1]:,} tokens at once instead of {running['dense']}",
         f"takes {_text(engine[LENGTHS[-1]][1], 'ms')} a token after {LENGTHS[-1]:,} tokens",
-        f"takes {_text(_one_request(documents, 'condensed'), 'ms')} a token",
-        f"dense attention {_text(_one_request(documents, 'dense'), 'ms')} in the same run",
+        f"takes {_text(one['condensed'], 'ms')} a token",
+        f"dense attention {_text(one['dense'], 'ms')} in the same run",
+        f"{most['condensed']:.0f} tokens a second where most requests run, dense {most['dense']:.0f}",
     ]
 
 
@@ -134,10 +137,14 @@ def _running(documents: Documents, attention: str) -> int:
     return max(measured["answered_in_one_step"] for run in runs for measured in run.get("capacity", ()))
 
 
-def _one_request(documents: Documents, attention: str) -> float:
-    """Milliseconds per token of one request of the longest prompts, in the run of a model as it is."""
+def _untouched(documents: Documents, attention: str) -> tuple[float, float]:
+    """Milliseconds per token of one request of the longest prompts, and the most tokens a second of any number of them,
+    in the run of a model as it is.
+    """
     (run,) = (x["results"] for name, x in documents.items() if name.startswith(f"recall-speed-{attention}-"))
-    return float(next(row["step_ms"]["median"] for row in run["decode-130561"][0] if row["rows"] == 1))
+    rows = [row for row in run["decode-130561"][0] if "step_ms" in row]
+    alone = float(next(row["step_ms"]["median"] for row in rows if row["rows"] == 1))
+    return alone, max(float(row["tokens_per_second"]) for row in rows)
 
 
 def _text(value: float | None, unit: str, served: float | None = None) -> str:
