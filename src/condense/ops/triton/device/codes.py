@@ -96,61 +96,39 @@ def _codes_of_words(words, AT: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.constexpr_function
-def _number_asm(AT):
-    """Assembly for two bfloat16 numbers of the codes in bits ``[AT, AT + 4)`` of int16 words: ``zero + step * code``.
+def _codes_asm(AT, LESS, REST, MEANWHILE=""):
+    """Assembly for two bfloat16 numbers c, codes in bits ``[AT, AT + 4)`` of int16 words less a number; then REST.
 
-    A code in the last bits of 128.0 makes 128 plus the code, from which 128 is taken exactly. The product and the sum
-    are rounded once, to bfloat16; in float32 neither needs rounding, so `to_numbers` gives the same bits.
-    """
-    return f"""{{ .reg .b32 c, least;
-        mov.b32 least, 0xC300C300;
-        shr.b32 c, $1, {AT};
-        lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
-        add.rn.bf16x2 c, c, least;
-        fma.rn.bf16x2 $0, c, $2, $3; }}"""
-
-
-@triton.constexpr_function
-def _code_asm(AT):
-    """Assembly for two bfloat16 numbers ``code - 8`` of the codes in bits ``[AT, AT + 4)`` of int16 words."""
-    return f"""{{ .reg .b32 c, least;
-        mov.b32 least, 0xC308C308;
-        shr.b32 c, $1, {AT};
-        lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
-        add.rn.bf16x2 $0, c, least; }}"""
-
-
-@triton.constexpr_function
-def _signed_asm(AT):
-    """Assembly for two bfloat16 numbers ``code + 1/2``, or the opposite where a sign is not set.
-
-    codes as in `_number_asm`, 127.5 being taken from 128 plus the code. The words ``$2``, moved up by ``$3`` bits, have
-    the opposite of the number's sign as their last bit.
+    A code in the last bits of 128.0 makes 128 plus the code, from which 128 and the number are taken exactly. LESS: the
+    opposite of both together, as bits of two bfloat16 numbers. MEANWHILE: what c need not wait for, into s.
     """
     return f"""{{ .reg .b32 c, s, least;
-        mov.b32 least, 0xC2FFC2FF;
+        mov.b32 least, {LESS};
         shr.b32 c, $1, {AT};
-        shl.b32 s, $2, $3;
+        {MEANWHILE}
         lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
         add.rn.bf16x2 c, c, least;
-        lop3.b32 $0, c, s, 0x80008000, 0xD2; }}"""
+        {REST} }}"""
 
 
 @triton.jit
 def numbers_of(words, step, zero, AT: tl.constexpr, dtype: tl.constexpr):
-    """bfloat16 ``zero + step * code`` of the codes in bits ``[AT, AT + 4)`` of int16 words, as `to_numbers` rounds
-    them, on a GPU.
+    """bfloat16 ``zero + step * code`` of the codes in bits ``[AT, AT + 4)`` of int16 words, on a GPU.
+
+    The product and the sum are rounded once; in float32 neither needs rounding, so `to_numbers` gives the same bits.
     """
+    asm: tl.constexpr = _codes_asm(AT, 0xC300C300, "fma.rn.bf16x2 $0, c, $2, $3;")
     words, step = tl.broadcast(words, step.to(dtype))
     zero = tl.broadcast_to(zero.to(dtype), words.shape)
-    return tl.inline_asm_elementwise(_number_asm(AT), "=r,r,r,r", [words, step, zero], tl.bfloat16, False, 2)
+    return tl.inline_asm_elementwise(asm, "=r,r,r,r", [words, step, zero], tl.bfloat16, False, 2)
 
 
 @triton.jit
 def middle_codes(words, AT: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
     """Codes in bits ``[AT, AT + 4)`` of int16 words, less `MIDDLE`. ASM: there is a GPU that runs assembly."""
     if ASM and dtype.is_bf16():
-        return tl.inline_asm_elementwise(_code_asm(AT), "=r,r", [words], tl.bfloat16, False, 2)
+        asm: tl.constexpr = _codes_asm(AT, 0xC308C308, "mov.b32 $0, c;")
+        return tl.inline_asm_elementwise(asm, "=r,r", [words], tl.bfloat16, False, 2)
     else:
         return (((words >> AT) & 15).to(tl.float32) - MIDDLE).to(dtype)
 
@@ -161,9 +139,11 @@ def signed_codes(words, signs, bit, AT: tl.constexpr, dtype: tl.constexpr, ASM: 
     `middle_codes`. Words side by side have the same ``bit``, int32.
     """
     if ASM and dtype.is_bf16():
+        # a word of signs, moved up, has the opposite of the number's sign as its last bit
+        asm: tl.constexpr = _codes_asm(AT, 0xC2FFC2FF, "lop3.b32 $0, c, s, 0x80008000, 0xD2;", "shl.b32 s, $2, $3;")
         words, bit = tl.broadcast(words, bit)
         given = [words, signs, (15 - AT) - bit]
-        return tl.inline_asm_elementwise(_signed_asm(AT), "=r,r,r,r,r", given, tl.bfloat16, False, 2)
+        return tl.inline_asm_elementwise(asm, "=r,r,r,r,r", given, tl.bfloat16, False, 2)
     else:
         size = ((words >> AT) & 15).to(tl.float32) + 0.5
         is_set = (signs >> (AT + bit).to(tl.int16)) & 1 == 1
