@@ -195,3 +195,10 @@ def test_nothing_new_writes_nothing():
     assert outs[0].shape == (0, H, DV)
     assert outs[1].isfinite().all()
     assert empty.window == []
+
+
+def test_a_ring_without_room_for_a_summary_is_refused():
+    """Its slots would be written twice at once, in any order on a GPU."""
+    pool = RecordPool(METHODS["streaming"].replace(group_size=20, window=20, entry_bits=4), (K, D, DV), slots=8)
+    with pytest.raises(ValueError, match=r"the ring must have \d+ slots or more, got 8"):
+        pool.read([(pool.add(3), tokens_of(pool, 3))], scale=SCALE)

@@ -291,7 +291,8 @@ def load_words(
 ):  # fmt: skip
     """The `Words` of T tokens from ``first`` on of each of n groups; finite past a group's end.
 
-    COPY: also store what is read of `Pieces` that move. ASM: there is a GPU that runs assembly.
+    What they stand for is not rounded to the dtype, as `load_groups` rounds it: sums of products are multiplied by
+    steps. COPY: also store what is read of `Pieces` that move. ASM: there is a GPU that runs assembly.
     """
     i, size = first + tl.arange(0, T), dtype.primitive_bitwidth // 8
     inside, k, v = (i < FORM.g)[:, None], (), ()
