@@ -10,6 +10,7 @@ from paged_sequences import exact, random_extras, run, run_steps
 from record_pool import EXACT_PROMPTS, RECORDS, RecordPool, check_records, check_same
 from speed.budget import errors, one_ulp
 from triton_kernels.test_paged_step import DEVICE, DTYPES, SHAPES, poisoned_scratch, tokens_of  # noqa: F401
+from triton_kernels.test_recall_step import ranks_few  # noqa: F401
 
 from condense.ops import NO_EXTRAS
 from condense.ops.triton import paged_recall_step
@@ -41,6 +42,15 @@ def test_steps_are_those_of_pytorch(method, shape, dtype):
     check_same(*map(torch.stack, zip(*outs, strict=True)))
 
 
+@pytest.mark.usefixtures("ranks_few")
+@pytest.mark.parametrize("method", ["default", "store-8"])
+def test_requests_of_all_lengths_where_each_has_room_for_many_groups(method):
+    outs = [
+        steps_of(SHAPES["gqa"], RECORDS[method], torch.float32, (0, 20, 41, 77, 12), 2, x) for x in ("triton", "torch")
+    ]
+    check_same(*outs)
+
+
 EXACT_RECORDS = ("default", "window-0", "g-16", "all-open")
 
 
@@ -69,8 +79,8 @@ def test_what_a_model_adds_to_attention(softcap, dtype):
 
 @pytest.mark.parametrize("method", ["default", "drop", *EXACT_PROMPTS])
 def test_prompts_that_share_a_call(method):
-    """Rows of several lengths beside a single token, one of them a later piece."""
-    shape, tokens, outs = SHAPES["gqa"], [tokens_of(SHAPES["gqa"], 40, seed) for seed in range(4)], []
+    """Rows of several lengths beside a single token, one of them a later piece: their attention, and their records."""
+    shape, tokens, outs, pools = SHAPES["gqa"], [tokens_of(SHAPES["gqa"], 40, seed) for seed in range(4)], [], []
     for backend in ("triton", "torch"):
         pool = RecordPool((RECORDS | EXACT_PROMPTS)[method], shape[1:], dtype=torch.float32, device=DEVICE)
         single, later, *others = [pool.add(40) for _ in tokens]
@@ -79,7 +89,9 @@ def test_prompts_that_share_a_call(method):
         chunks = [(single, [x[39:] for x in tokens[0]]), (later, [x[22:] for x in tokens[0]])]
         chunks += [(r, [x[:n] for x in qkv]) for r, n, qkv in zip(others, (40, 23), tokens[1:], strict=False)]
         outs.append(torch.cat(pool.read(chunks, scale=0.1, backend=backend)))
+        pools.append(pool)
     check_same(*outs)
+    check_records(pools)
 
 
 def test_pages_that_lie_far_apart():

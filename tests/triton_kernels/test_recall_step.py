@@ -14,7 +14,7 @@ from condense import Recall
 from condense.ops.recall import choose_groups, index_scores, turned_queries
 from condense.ops.step import NewToken, StepCall
 from condense.ops.torch import step as torch_step
-from condense.ops.triton import recall_step
+from condense.ops.triton import recall_step, recall_step_plan
 from condense.ops.triton import step as triton_step
 from condense.ops.triton.host import LOG2E, power_of_2
 from condense.ops.triton.limits import DTYPES
@@ -141,6 +141,22 @@ def compare(q, k, v, settings, scratch, *, groups=None, latent=0):
 def test_every_step_against_the_definition(name, scratch):
     settings = step_settings(RECALLS[name])
     compare(*random_qkv(1, 2, 1, 45, 16, 24), settings, scratch)
+
+
+@pytest.fixture
+def ranks_few(monkeypatch):
+    """Each program ranks four groups, and rows with few groups take a shorter way than those with many."""
+    for name in ("_MOST_RANKED", "_FEW_RANKED"):
+        monkeypatch.setattr(recall_step_plan, name, 4)
+    recall_step_plan.plan_of.cache_clear()
+    yield
+    recall_step_plan.plan_of.cache_clear()
+
+
+@pytest.mark.usefixtures("ranks_few")
+@pytest.mark.parametrize("name", ["three-open", "a-third"])
+def test_few_groups_where_there_is_room_for_many(name, scratch):
+    compare(*random_qkv(1, 2, 1, 45, 16, 24), step_settings(RECALLS[name]), scratch, groups=40)
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (7, 1)], ids=str)

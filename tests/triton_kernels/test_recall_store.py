@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+from packed_groups import Packed, check_packed
 from speed.budget import judge
 from step_states import RECALLS, check_slots, empty, own_by, step_settings, with_store
 from step_states import token_at as new_token
@@ -14,7 +15,8 @@ from triton_kernels.test_recall_step import DEVICE, SCALE, check_choice, compare
 
 from condense import Recall, attention
 from condense.ops import unpack_store
-from condense.ops.recall import StoreFormat, split_keys
+from condense.ops.backends import BACKENDS
+from condense.ops.recall import GroupIndex, StoreFormat, split_keys
 from condense.ops.step import StepCall
 from condense.ops.step.pages import Places
 from condense.ops.torch import step as torch_step
@@ -49,6 +51,23 @@ def with_fields(name, store_bits=16, **fields):
 def test_stores_in_fewer_bits(name, bits, widths, scratch):  # noqa: F811
     """Bytes of the store, too: those of the definition."""
     compare(*random_qkv(1, 2, 1, 33, *widths), with_fields(name, store_bits=bits), scratch)
+
+
+GROUPS = [(4, 16, (64, 128)), (8, 6, (24, 40)), (4, 1, (16, 16)), (8, 16, (48, 0)), (4, 32, (160, 0))]
+GROUPS += [(4, 16, (128, 128)), (8, 16, (128, 128)), (4, 16, (576, 0))] if CUDA else []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16] if CUDA else [torch.float32], ids=str)
+@pytest.mark.parametrize(("bits", "g", "widths"), GROUPS, ids=str)
+def test_groups_of_a_prompt(bits, g, widths, dtype):
+    """Many groups at once, views of longer rows, are packed as the definition packs them."""
+    form, tokens = StoreFormat(bits, g), torch.randn(2, 2, 3 * g + 1, 2 * sum(widths), device=DEVICE).to(dtype)
+    k, v = (x[:, :, 1:].unflatten(2, (3, g)) for x in tokens[..., ::2].split(widths, dim=3))
+    got, want = (BACKENDS[name].load().store_groups(form, k, v) for name in ("triton", "torch"))
+    packed = (Packed(GroupIndex(*x[:2]), x[2]) for x in (got, want))
+    check_packed(*packed, k.flatten(2, 3), v.flatten(2, 3), bits)
+    nothing = BACKENDS["triton"].load().store_groups(form, k[:, :, :0], v[:, :, :0])
+    assert all(torch.equal(x, y.narrow(2, 0, 0)) for x, y in zip(nothing, want, strict=True))
 
 
 @pytest.mark.parametrize("entries", ENTRIES.values(), ids=ENTRIES)

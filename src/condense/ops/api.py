@@ -17,7 +17,7 @@ from torch import Tensor
 from condense.ops.backends import BACKENDS, Operations, check_backend, resolve_backend, resolve_pooling, resolve_recall
 from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.recall.choice import Choice, RecallSources, Unchosen
-from condense.ops.recall.index import GroupIndex, split_keys
+from condense.ops.recall.index import GroupIndex
 from condense.ops.recall.store import StoreFormat
 from condense.ops.spans import Source, Spans
 from condense.ops.step.call import OwnEntries, StepCall
@@ -195,8 +195,9 @@ def make_entries(
     kept: tuple[Tensor, ...] = ()
     if store is not None:
         tokens_k, tokens_v = groups.tokens()
-        index, rest = split_keys(tokens_k)
-        kept = *index, store.pack(tokens_k, tokens_v, rest)
+        widths = tokens_k.shape[4], tokens_v.shape[4]
+        chosen = "torch" if store.bits == 16 else resolve_pooling(backend, tokens_k.device, tokens_k.dtype, widths)
+        kept = BACKENDS[chosen].load().store_groups(store, tokens_k, tokens_v)
         if pooling is None:
             return tokens_k[:, :, :, 0, :0], tokens_v[:, :, :, 0, :0], *kept
     assert pooling is not None

@@ -20,6 +20,8 @@ class Operations(NamedTuple):
     attend is ``attend(q, sources, spans, *, scale, softcap, dropout_p, return_lse) -> (out, lse)``, and attend_recall
     ``attend_recall(q, sources, choice, *, scale, softcap, pool, return_lse) -> (out, lse)``; lse is None unless
     return_lse. pool: queries see the entries of closed groups that they do not open.
+    store_groups is ``store_groups(form, k, v) -> (signs, steps, rows)``: what `condense.ops.recall.split_keys` and
+    `condense.ops.recall.StoreFormat.pack` make of groups of tokens ``[B, K, G, g, D]`` and ``[B, K, G, g, Dv]``.
     pool_groups: None if `condense.ops.pool_groups` is to call this backend's group_scores and pool.
     """
 
@@ -30,6 +32,7 @@ class Operations(NamedTuple):
     pool: Callable[..., Tensor]
     pool_groups: Callable[..., tuple[Tensor, ...]] | None
     importance: Callable[..., Tensor]
+    store_groups: Callable[..., tuple[Tensor, Tensor, Tensor]]
     unpack_store: Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -63,10 +66,14 @@ class Backend:
 def _reference() -> Operations:
     from condense.ops.reference import attend, pool
 
-    return Operations(
-        attend.attend, attend.attend_recall, pool.summarize, pool.group_scores, pool.pool, None, pool.importance,
-        _torch().unpack_store,
-    )  # fmt: skip
+    return _torch()._replace(
+        attend=attend.attend,
+        attend_recall=attend.attend_recall,
+        summarize=pool.summarize,
+        group_scores=pool.group_scores,
+        pool=pool.pool,
+        importance=pool.importance,
+    )
 
 
 def _torch() -> Operations:
@@ -74,7 +81,7 @@ def _torch() -> Operations:
 
     return Operations(
         attend.attend, recall.attend_recall, pool.summarize, pool.group_scores, pool.pool, None, pool.importance,
-        recall.unpack_store,
+        recall.store_groups, recall.unpack_store,
     )  # fmt: skip
 
 
@@ -86,6 +93,7 @@ def _triton() -> Operations:
         attend_recall=recall_attend.attend_recall,
         summarize=pool.summarize,
         pool_groups=pool.pool_groups,
+        store_groups=recall_store.store_groups,
         unpack_store=recall_store.unpack_store,
     )
 

@@ -58,6 +58,12 @@ def read_paged(
     has_kernels = takes in ("triton", "hopper")
     if state.holds_records:
         _check_records(state, k, v, settings)
+    store, attend = _kernels(settings, new) if has_kernels else (None, None)
+    # records depend on their tokens alone, so that those of a prompt are made as a step makes them
+    read = functools.partial(
+        read_requests, qkv, state, new, settings, out, scale=scale, backend=backend,
+        close=None if settings.choice is None else store,
+    )  # fmt: skip
     steps = new.num_steps if has_kernels else 0
     if steps < len(new.seen) and q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError(
@@ -65,16 +71,17 @@ def read_paged(
             "kernels read, or run eagerly"
         )
     if steps == 0:
-        read_requests(qkv, state, new, settings, out, first=0, scale=scale, backend=backend)
+        read(first=0)
         return
+    assert store is not None
+    assert attend is not None
     (ones, *kv), first, seen = (x[:steps] for x in qkv), state.first(steps), new.seen_on_device[:steps]
     to, up = out[:steps], state.up
     if up is not None:
         ones = up.absorb(ones[:, :, None])[:, :, 0]
         to = ones.new_empty(*ones.shape[:2], up.latent_width)
-    store, attend = _kernels(settings, new)
     store(ones, *kv, first, seen, settings, scale=scale)
-    read_requests(qkv, state, new, settings, out, first=steps, scale=scale, backend=backend)
+    read(first=steps)
     attend(ones, first, seen, settings, scale=scale, out=to)
     if up is not None:
         out[:steps] = up.project_out(to[:, :, None])[:, :, 0]

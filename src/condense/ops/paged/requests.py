@@ -6,6 +6,7 @@ Shapes: B rows, H query heads, K KV heads, L queries, N tokens, T new tokens of 
 columns of a slot, D and Dv widths; on latents K is 1 and Dv is 0 but for outputs, whose width then is d_v.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,11 +15,11 @@ from torch import Tensor
 
 from condense.ops.api import attend, attend_recall, make_entries, summarize, unpack_store
 from condense.ops.latents import UpProjection
-from condense.ops.paged.rows import Call, Slots, Summary, reading_of
+from condense.ops.paged.rows import Call, DueGroups, Slots, Summary, reading_of
 from condense.ops.recall.choice import IndexChoice, RecallSources
 from condense.ops.recall.index import GroupIndex
 from condense.ops.spans import Source
-from condense.ops.step.pages import NewTokens, PagedState, Pages, Places, copied, words
+from condense.ops.step.pages import NewTokens, PagedState, Pages, Places, as_words, copied, words
 from condense.ops.step.records import record_format
 from condense.ops.step.settings import StepSettings
 from condense.ops.step.state import entry_names
@@ -37,8 +38,13 @@ def read_requests(
     first: int,
     scale: float,
     backend: str,
+    close: Callable[..., None] | None = None,
 ) -> None:
-    """See `condense.ops.paged.read_paged`: requests from ``first`` on, in three rounds."""
+    """See `condense.ops.paged.read_paged`: requests from ``first`` on, in three rounds.
+
+    close: stores a token of each row and the record of the group that it completes, as kernels of a step do; None: what
+    groups become is made by `condense.ops`.
+    """
     pages = state.window.slots, state.entries.slots, 0 if state.ring is None else state.ring.slots
     reading = new.once((first, settings.number, pages), lambda: reading_of(new, first, state, settings))
     if reading is None:
@@ -46,8 +52,10 @@ def read_requests(
     q, k, v = qkv
     layer = _Layer(qkv, state, new, settings, scale, backend)
     layer.store(state.window, reading.window, torch.cat([x[reading.new] for x in (k, v)], dim=2))
-    if reading.made is not None:
-        tokens, entries = reading.made
+    if reading.made is not None and close is not None:
+        layer.close(reading.made, close)
+    elif reading.made is not None:
+        tokens, entries = reading.made[:2]
         layer.store(state.entries, entries, layer.made(layer.load(state.window, tokens), reading.calls))
     if reading.newest is not None:
         assert state.ring is not None
@@ -60,7 +68,8 @@ def read_requests(
             out[call.queries] = rows[0].transpose(0, 1)
         else:
             row, column, token = call.real
-            out[token] = rows[row, :, column]
+            to, rows = as_words(out, rows)
+            to[token] = rows[row, :, column]
 
 
 class _View(NamedTuple):
@@ -101,7 +110,8 @@ class _Layer:
 
     def store(self, pages: Pages, at: Slots, rows: Tensor) -> None:
         """Write ``rows`` ``[n, K, c]`` to the first c columns of slots ``[n]``."""
-        pages.cache[..., : rows.shape[2]][self._page(pages, at), :, at.slot] = rows
+        to, rows = as_words(pages.cache[..., : rows.shape[2]], rows)
+        to[self._page(pages, at), :, at.slot] = rows
 
     def load(self, pages: Pages, at: Slots) -> Tensor:
         """Slots ``[B, n]`` of requests, ``[B, K, n, C]``: a copy."""
@@ -117,6 +127,18 @@ class _Layer:
         """The page of each slot, int64: found once for the layers whose pages have one table."""
         table = pages.table
         return self.new.once((id(at), table.data_ptr()), lambda: table[at.row, at.column].long())
+
+    def close(self, groups: DueGroups, close: Callable[..., None]) -> None:
+        """Make the records of groups by kernels: each is a row whose new token, stored by now, is the group's last."""
+        k, v = (x[groups.last] for x in self.qkv[1:])
+        window, entries = self.state.window, self.state.entries
+
+        def of_groups(pages: Pages) -> Pages:
+            table = pages.table
+            return pages._replace(table=self.new.once((id(groups), table.data_ptr()), lambda: table[groups.row]))
+
+        state = self.state._replace(window=of_groups(window), entries=of_groups(entries))
+        close(k, k, v, state, groups.seen, self.settings, scale=self.scale)
 
     def made(self, tokens: Tensor, calls: tuple[Call, ...]) -> Tensor:
         """Entries ``[G, K, D + Dv]``, or their records ``[G, K, C]``, of groups of tokens ``[1, K, G * g, D + Dv]``."""

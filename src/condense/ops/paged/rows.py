@@ -112,17 +112,30 @@ class Call(NamedTuple):
     summary: Summary | None
 
 
+class DueGroups(NamedTuple):
+    """The n groups that new tokens make due. tokens: slots ``[1, n * g]`` of their tokens. entries: slots ``[n]``.
+
+    row: the request of each, a row of the tables, int64. seen: tokens of the request up to the group's last one, int32;
+    last: that one's number among all new tokens, int64, if no ``summary_delay`` follows.
+    """
+
+    tokens: Slots
+    entries: Slots
+    row: Tensor
+    seen: Tensor
+    last: Tensor
+
+
 class Reading(NamedTuple):
     """The requests of a step. new: their new tokens among all. window: slots ``[T]`` of these.
 
-    made: slots ``[1, n * g]`` of the tokens of all groups that are due, and of their entries, ``[n]``; in the order of
-    the calls; None if there are none. newest: numbers among all new tokens of those whose mean queries the ring keeps,
-    and their slots; None without a ring.
+    made: the groups that are due, in the order of the calls; None if there are none. newest: numbers among all new
+    tokens of those whose mean queries the ring keeps, and their slots; None without a ring.
     """
 
     new: slice
     window: Slots
-    made: tuple[Slots, Slots] | None
+    made: DueGroups | None
     newest: tuple[Tensor, Slots] | None
     calls: tuple[Call, ...]
 
@@ -248,18 +261,20 @@ def _due(requests: Sequence[Request], settings: StepSettings) -> tuple[list[int]
     return [pooled(r.before) for r in requests], [pooled(r.seen) - pooled(r.before) for r in requests]
 
 
-def _made(requests: Sequence[Request], state: PagedState, settings: StepSettings) -> tuple[Slots, Slots] | None:
-    """Slots of the tokens of all groups that are due, and of their entries, as in `Reading`."""
+def _made(requests: Sequence[Request], state: PagedState, settings: StepSettings) -> DueGroups | None:
+    """The groups that are due, as in `Reading`."""
     first, counts = _due(requests, settings)
     if sum(counts) == 0:
         return None
     g, shift = settings.rule.chunk, settings.summary_delay // settings.rule.chunk
-    row, begin, count = _on_device([(r.row, *x) for r, *x in zip(requests, first, counts, strict=True)], state)
+    numbers = [(r.row, r.start - r.before, *x) for r, *x in zip(requests, first, counts, strict=True)]
+    row, start, begin, count = _on_device(numbers, state)
     which, own = _spread(count, sum(counts))
     group, row = begin[which] + own, row[which]
     position = (group[:, None] * g + torch.arange(g, device=row.device)).flatten()
     tokens = Slots.of(row.repeat_interleave(g)[None], position[None], state.window.slots)
-    return tokens, Slots.of(row, group + shift, state.entries.slots)
+    entries, seen = Slots.of(row, group + shift, state.entries.slots), (group + 1) * g
+    return DueGroups(tokens, entries, row, seen.int(), start[which] + seen - 1)
 
 
 def _on_device(numbers: Sequence[tuple[int, ...]], state: PagedState) -> Tensor:

@@ -145,3 +145,9 @@ def words(x: Tensor) -> Tensor:
     size, unit = x.element_size(), _WORD.itemsize
     places = x.shape[-1], x.storage_offset(), *x.stride()[:-1]
     return x.view(_WORD) if x.stride(-1) == 1 and all(n * size % unit == 0 for n in places) else x
+
+
+def as_words(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """All of some tensors as `words`, or all as they are, so that numbers of one can be written to another."""
+    seen = tuple(words(x) for x in tensors)
+    return seen if all(x.dtype == _WORD for x in seen) else tensors

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from condense.ops.recall.choice import Choice, RecallSources, chosen_groups
-from condense.ops.recall.index import GroupIndex
+from condense.ops.recall.index import GroupIndex, split_keys
 from condense.ops.recall.store import StoreFormat
 from condense.ops.spans import Hull, Source
 from condense.ops.step.pages import Places, copied
@@ -67,6 +67,12 @@ def attend_recall(
     parts = [block(q_block, start, hulls) for q_block, (start, _), hulls in work]
     out = torch.cat([part[0] for part in parts], dim=2)
     return out, torch.cat([part[1] for part in parts], dim=2) if return_lse else None
+
+
+def store_groups(form: StoreFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See `condense.ops.backends.Operations`."""
+    index, rest = split_keys(k)
+    return *index, form.pack(k, v, rest)
 
 
 def unpack_store(

@@ -6,6 +6,8 @@ requests may be long, or many short. It is bounded by the pool of pages, not by 
 Shapes: R requests, H query heads, K KV heads, D and Dv widths, P pages of N records, n columns of a table.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from condense.ops.recall.index import rotation
@@ -20,7 +22,7 @@ from condense.ops.triton.recall_close_kernels import recall_close_kernel
 from condense.ops.triton.recall_step import rounded, scratch_of
 from condense.ops.triton.recall_step_choice_kernels import recall_choose_kernel
 from condense.ops.triton.recall_step_kernels import recall_attend_kernel
-from condense.ops.triton.recall_step_plan import Plan, Room, plan_of
+from condense.ops.triton.recall_step_plan import Room, close_of, plan_of
 from condense.ops.triton.recall_step_score_kernels import recall_score_kernel
 
 _close, _score, _choose = (Launcher(x) for x in (recall_close_kernel, recall_score_kernel, recall_choose_kernel))
@@ -32,15 +34,16 @@ def store(
 ) -> None:
     """Store one token of each request, and the record of a group that it completes.
 
-    q ``[R, H, D]``, k ``[R, K, D]``, v ``[R, K, Dv]``: bfloat16, float16 or float32, one dtype with the window. seen
-    int32 ``[R]`` on the device: tokens of each request, the new one included; 0 for an unused place, where nothing is
-    stored. settings: as in `condense.ops.paged.read_paged`. On latents (``state.up``) q is absorbed, K is 1, Dv is 0.
+    q ``[R, H, D]``, of which only the shape counts, k ``[R, K, D]``, v ``[R, K, Dv]``: bfloat16, float16 or float32,
+    one dtype with the window. seen int32 ``[R]`` on the device: tokens of each request, the new one included; 0 for an
+    unused place, where nothing is stored. settings: as in `condense.ops.paged.read_paged`. On latents (``state.up``) q
+    is absorbed, K is 1, Dv is 0.
     Raises ValueError for what `condense.ops.triton.limits.step_obstacle` names.
     """
-    plan = _plan_of(q, state, settings, scale)
+    plan = close_of(*_sizes_of(q, state, settings), scale, False)
     q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
     near, far, parts = state.window, state.entries, parts_of(state, q.shape[2], settings)
-    grid, numbers, constants, options = plan.close
+    grid, numbers, constants, options = plan
     buffers = parts["entries_k"], parts["entries_v"], parts["signs"], parts["steps"], parts["store"]
     # no ring of queries, biases, rows to leave out and counters
     others = near.cache, near.cache, seen, None
@@ -74,7 +77,8 @@ def attend(
     before int64 ``[R]`` on the device: tokens of the requests before each. Requests that come behind more groups than
     `room_for` says get NaN. On latents out is d_c wide. Other arguments and errors as in `store`.
     """
-    plan, (R, H, Dv), K = _plan_of(q, state, settings, scale), out.shape, state.window.cache.shape[1]
+    plan = plan_of(*_sizes_of(q, state, settings), (scale, state.extras.softcap), False)
+    (R, H, Dv), K = out.shape, state.window.cache.shape[1]
     q, D, near, far = dense_rows(q), q.shape[2], state.window, state.entries
     parts, room = parts_of(state, D, settings), room_for(far)
     S0, S1 = plan.splits
@@ -110,8 +114,8 @@ def attend(
         join_pages(plan.join, part, lse, seen, state.extras.sink_logits, out)
 
 
-def _plan_of(q: Tensor, state: PagedState, settings: StepSettings, scale: float) -> Plan:
-    """The launch arguments for these tensors. Raises ValueError as `store`."""
+def _sizes_of(q: Tensor, state: PagedState, settings: StepSettings) -> tuple[Any, ...]:
+    """The first arguments of `plan_of` for these tensors, up to the settings' number. Raises ValueError as `store`."""
     (R, H, D), (_, K, _, C), far = q.shape, state.window.cache.shape, state.entries
     groups, widths, latent = far.table.shape[1] * far.slots, (D, C - D), state.latent
     obstacle = step_obstacle(q.device, q.dtype, widths, settings, latent=latent, entries=groups)
@@ -120,5 +124,4 @@ def _plan_of(q: Tensor, state: PagedState, settings: StepSettings, scale: float)
     assert settings.rule.window is not None
     tokens, pages = settings.rule.window + settings.rule.chunk, (PageForm.of(state.window), PageForm.of(far))
     room = Room(groups, tokens, 0, 0, 0, *pages, room_for(far))
-    scores, number = (scale, state.extras.softcap), settings.number
-    return plan_of(q.device, q.dtype, (R, H, K), (*widths, latent), room, number, scores, False)
+    return q.device, q.dtype, (R, H, K), (*widths, latent), room, settings.number

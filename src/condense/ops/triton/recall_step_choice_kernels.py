@@ -20,9 +20,10 @@ class Ranking(NamedTuple):
     """The constants of a choice.
 
     tile: groups that one program ranks. passed: groups that it passes on. candidates: groups that all programs pass on.
-    slots: of the store. passed_tile, candidates_tile, slots_tile: these numbers as powers of two. open_tile: open
-    groups, splits_tile: splits of the scores, both as powers of two. heads_tile: query heads that are read at a time.
-    pool: whether entries are read, too. matched: each entry has a bias of its own.
+    slots: of the store. passed_tile, candidates_tile, slots_tile: these numbers as powers of two. halvings: times that
+    candidates_tile is halved for rows with fewer. open_tile: open groups, splits_tile: splits of the scores, both as
+    powers of two. heads_tile: query heads that are read at a time. pool: whether entries are read, too. matched: each
+    entry has a bias of its own.
     """
 
     tile: int
@@ -32,6 +33,7 @@ class Ranking(NamedTuple):
     passed_tile: int
     candidates_tile: int
     slots_tile: int
+    halvings: int
     open_tile: int
     splits_tile: int
     heads_tile: int
@@ -52,20 +54,25 @@ class _Lists(namedtuple("_Lists", "key candidate groups place offset held order 
 def _threshold(key, valid, wanted):
     """A number that at least ``wanted`` valid keys reach (>=) and at most ``wanted`` exceed (>).
 
-    Each turn keeps a third of the interval: one sum counts the keys that reach each of two numbers, in 16 bits each.
+    Each turn keeps a fifth of the interval: one sum counts the keys that reach each of four numbers, in 16 bits each.
     There are at most 2 ** 15 groups, so a count fits.
     """
     lo = tl.min(tl.where(valid, key, _INT_MAX), 0).to(tl.int64)
     hi = tl.max(tl.where(valid, key, _INT_MIN), 0).to(tl.int64) + 1
     while lo + 1 < hi:
-        third = tl.maximum((hi - lo) // 3, 1)
-        a, b = lo + third, lo + 2 * third
-        reach = tl.sum((key >= a.to(tl.int32)).to(tl.int32) + ((key >= b.to(tl.int32)).to(tl.int32) << 16), 0)
-        reach_a, reach_b = reach & 0xFFFF, (reach >> 16) & 0xFFFF
-        hi = tl.where(reach_a < wanted, a, tl.where(reach_b < wanted, b, hi))
-        lo = tl.where(reach_b >= wanted, b, tl.where(reach_a >= wanted, a, lo))
-        # if exactly ``wanted`` keys reach one of the two, the search ends
-        hi = tl.where((reach_a == wanted) | (reach_b == wanted), lo + 1, hi)
+        fifth, first = tl.maximum((hi - lo) // 5, 1), lo
+        last, is_met = hi - 1, hi < lo
+        reach = tl.zeros(key.shape, tl.int64)
+        for i in tl.static_range(4):
+            reach += (key >= tl.minimum(first + (i + 1) * fifth, last).to(tl.int32)).to(tl.int64) << (16 * i)
+        reach = tl.sum(reach, 0)
+        for i in tl.static_range(4):
+            number, count = tl.minimum(first + (i + 1) * fifth, last), (reach >> (16 * i)) & 0xFFFF
+            hi = tl.where(count < wanted, tl.minimum(hi, number), hi)
+            lo = tl.where((count >= wanted) & ~is_met, number, lo)
+            is_met = is_met | (count == wanted)
+        # if exactly ``wanted`` keys reach one of them, the search ends
+        hi = tl.where(is_met, lo + 1, hi)
     return lo.to(tl.int32)
 
 
@@ -133,13 +140,12 @@ def _place_of(tile, RANKING: tl.constexpr, IN_STRETCH: tl.constexpr):
 
 
 @triton.jit
-def _choose(lists, num_open, closed, RANKING: tl.constexpr, IN_STRETCH: tl.constexpr):
-    """Write the open groups of a KV head in rising order: the best ``num_open`` of its candidates. Their offsets become
-    -inf if entries are read. With slots, also write where each is read, see `_find_slots`. IN_STRETCH: as of
-    `_place_of`.
-    """
-    n = tl.arange(0, RANKING.candidates_tile)
-    at, there = n, n < RANKING.candidates
+def _rank(
+    lists, num_open, closed, num, N: tl.constexpr, RANKING: tl.constexpr, IN_STRETCH: tl.constexpr
+):  # fmt: skip
+    """Write the best ``num_open`` of ``num`` candidates, at most N, as `_choose` says."""
+    n = tl.arange(0, N)
+    at, there = n, n < num
     if IN_STRETCH:
         at = _place_of(n // RANKING.passed, RANKING, IN_STRETCH) + n % RANKING.passed
         there = there & (at < closed)
@@ -153,6 +159,20 @@ def _choose(lists, num_open, closed, RANKING: tl.constexpr, IN_STRETCH: tl.const
     tl.store(lists.groups + place, candidate, mask=is_open)
     if RANKING.pool:
         tl.store(lists.offset + candidate, tl.full(n.shape, float("-inf"), tl.float32), mask=is_open)
+
+
+@triton.jit
+def _choose(lists, num_open, closed, RANKING: tl.constexpr, IN_STRETCH: tl.constexpr):
+    """Write the open groups of a KV head in rising order: the best ``num_open`` of its candidates. Their offsets become
+    -inf if entries are read. With slots, also write where each is read, see `_find_slots`. IN_STRETCH: as of
+    `_place_of`.
+    """
+    # room is for the longest text, but few candidates are soon ranked
+    num = tl.cdiv(closed, RANKING.tile) * RANKING.passed
+    for halved in tl.static_range(RANKING.halvings + 1):
+        is_least = (num > RANKING.candidates_tile >> halved + 1) | (halved == RANKING.halvings)
+        if (num <= RANKING.candidates_tile >> halved) & is_least:
+            _rank(lists, num_open, closed, num, RANKING.candidates_tile >> halved, RANKING, IN_STRETCH)
     if RANKING.slots > 0:
         # all threads of the program read what the others stored
         tl.debug_barrier()
@@ -171,16 +191,20 @@ def recall_choose_kernel(
     float32 ``[B, K, G]``, if entries are read: -inf for open groups, else ``bias``, or the group's own if biases are
     matched. With slots, also write where each open group is read.
 
-    Grid (tiles, B * K). Every program finds the best groups of its tile and writes them in rising order: the group and
-    its key, int32 ``[B, K, tiles, passed]``, by which groups of all tiles are compared. Behind the closed groups the
-    key is the lowest int32. The last program of a KV head to finish chooses among these. arrived int32 ``[B, K]``:
-    finished programs. PAGED: lists, keys and offsets are ``[K, G]``, with the groups of a row from its ``start`` on.
+    Grid (tiles, B * K). Every program with closed groups, or else the first, finds the best groups of its tile and
+    writes them in rising order: the group and its key, int32 ``[B, K, tiles, passed]``, by which groups of all tiles
+    are compared. Behind the closed groups the key is the lowest int32. The last of them to finish for a KV head chooses
+    among these. arrived int32 ``[B, K]``: finished programs. PAGED: lists, keys and offsets are ``[K, G]``, with the
+    groups of a row from its ``start`` on.
     """
     after_the_last(EARLY)
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     this = row_of_step(seen_ptr, real_ptr, before_ptr, head // K, window, G, g, HAS_REAL, PAGED)
     closed = this.closed
     BG: tl.constexpr = RANKING.tile
+    programs = tl.maximum(tl.cdiv(closed, BG), 1)
+    if tile >= programs:
+        return
     C: tl.constexpr = RANKING.passed
     group, s = tile * BG + tl.arange(0, BG), tl.arange(0, RANKING.splits_tile)
     valid = group < closed
@@ -237,5 +261,5 @@ def recall_choose_kernel(
         tl.store(lists.offset + group, offset, mask=valid)
     # all threads of the program must have stored their candidates before it is counted
     tl.debug_barrier()
-    if tl.atomic_add(arrived_ptr + head, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+    if tl.atomic_add(arrived_ptr + head, 1, sem="acq_rel") == programs - 1:
         _choose(lists, wanted_groups(closed, most_opened, part, of), closed, RANKING, PAGED)

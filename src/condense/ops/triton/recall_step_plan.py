@@ -24,6 +24,8 @@ _MIN_TILE = 32
 _MANY_HEADS = 32
 # groups that one program ranks
 _MOST_RANKED = 512
+# groups that are chosen from as fast as fewer
+_FEW_RANKED = 1024
 
 
 class _GroupTiles(NamedTuple):
@@ -63,7 +65,7 @@ def _table(device: torch.device, dtype: torch.dtype, width: int, heads: int, bit
     """Tiles by dtype, the wider of keys and values, the KV heads of all rows, and the bits of the store."""
     if device.type != "cuda":  # the interpreter
         return _Table(_GroupTiles(16, 4, 1, 1), _GroupTiles(16, 4, 1, 1), 16, False, 2)
-    early, many = gpu_of(device).capability >= (9, 0), heads >= _MANY_HEADS
+    early, many = _is_early(device), heads >= _MANY_HEADS
     if width > 256:  # latents
         rows = 16 if dtype == torch.float32 else 32
         return _Table(_GroupTiles(128, 8, 2, 1), _GroupTiles(rows, 8 if rows == 16 else 4, 2, 1), 16, early, 0)
@@ -136,6 +138,43 @@ class Room(NamedTuple):
     all: int = 0
 
 
+def _is_early(device: torch.device) -> bool:
+    """True where a kernel can be launched before the one ahead of it has ended."""
+    return device.type == "cuda" and gpu_of(device).capability >= (9, 0)
+
+
+@functools.lru_cache(maxsize=4096)
+def close_of(
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+    widths: tuple[int, int, int],
+    sizes: Room,
+    number: int,
+    scale: float,
+    has_real: bool,
+) -> tuple[Any, ...]:
+    """The launch arguments of the kernel that closes a group in each of B rows; arguments as of `plan_of`."""
+    (B, H, K), (D, Dv, latent), (G, W, N, _, Q, near, far, _) = heads, widths, sizes
+    settings: StepSettings = numbered_settings(number)
+    assert settings.choice is not None
+    parts = key_value_parts(D, Dv, latent)
+    form = Form.of(settings.store_format, dtype, (D, Dv), parts)
+    early, page = _is_early(device), 0 if near is None else near.slots
+    kind = kind_of(settings, parts, latent, early, has_real, page=page)
+    if latent:  # whole entries are pooled as keys
+        kind = kind._replace(value_pooling=settings.key_pooling)
+    # tile columns for the bytes of a stored value
+    PS = _padded(Dv * min(form.bits, 8) // 8)
+    return (
+        # the last program of a head makes entries
+        (B * K, 4 if settings.choice.pool else 3, 1),
+        (K, H // K, G, W, N, Q, settings.summary_delay, scale),
+        (_padded(D), _padded(Dv), PS, form, kind, near, far),
+        {},
+    )
+
+
 @functools.lru_cache(maxsize=4096)  # the same for all layers, in every step
 def plan_of(
     device: torch.device,
@@ -152,7 +191,7 @@ def plan_of(
     heads: B, H, K; widths: D, Dv, latent; number: `condense.ops.step.settings.Numbered.number` of the settings; scores:
     their scale and soft cap.
     """
-    (B, H, K), (D, Dv, latent), (G, W, N, S, Q, near, far, _), (scale, softcap) = heads, widths, sizes, scores
+    (B, H, K), (D, Dv, latent), (G, W, N, S, _, near, far, _), (scale, softcap) = heads, widths, sizes, scores
     settings: StepSettings = numbered_settings(number)
     check_programs(B * K)
     choice, g, window = settings.choice, settings.rule.chunk, settings.rule.window
@@ -164,10 +203,8 @@ def plan_of(
     if settings.entry_bits < 16:
         weight = min(weight, 1)  # to unpack an entry takes as long as a token
     V, parts = latent or Dv, key_value_parts(D, Dv, latent)
-    BR, P, PV = min(most, max(8, power_of_2(R))), _padded(D), _padded(Dv)
+    BR = min(most, max(8, power_of_2(R)))
     head_tiles = cdiv(R, BR)
-    # tile columns for the bytes of a stored value
-    PS = _padded(Dv * min(choice.store.bits, 8) // 8)
     (_, part, of), r, GROUPS = quota, quota.at(G), power_of_2(max(G, 1))
     BG, C, tiles = ranked(G, r)
     # numbers that a program ranks at once
@@ -185,21 +222,15 @@ def plan_of(
     opened, others = weight * r * g, (G if choice.pool else 0) + W
     own = max(1, min(S1 - 1, round(S1 * opened / (opened + others)))) if opened > 0 and S1 > 1 else 0
     form = Form.of(settings.store_format, dtype, (D, Dv), parts)
-    kind = kind_of(settings, parts, latent, early, has_real, page=0 if near is None else near.slots)
-    if latent:  # whole entries are pooled as keys
-        kind = kind._replace(value_pooling=settings.key_pooling)
     ranking = Ranking(
-        BG, C, tiles * C, S, power_of_2(C), power_of_2(tiles * C), power_of_2(max(S, 1)), RP, power_of_2(S0),
+        BG, C, tiles * C, S, power_of_2(C), power_of_2(tiles * C), power_of_2(max(S, 1)),
+        max(0, (power_of_2(tiles * C) // _FEW_RANKED).bit_length() - 1), RP, power_of_2(S0),
         min(4, power_of_2(R)), choice.pool, settings.matched,
     )  # fmt: skip
     chained = {"launch_pdl": True} if early else {}
     return Plan(
         (S0, S1),
-        (
-            # the last program of a head makes entries
-            (B * K, 4 if choice.pool else 3, 1), (K, R, G, W, N, Q, settings.summary_delay, scale),
-            (P, PV, PS, form, kind, near, far), {},
-        ),
+        close_of(device, dtype, heads, widths, sizes, number, scale, has_real),
         (
             (S0, B * K, head_tiles),
             (K, R, row, window, scale * LOG2E),

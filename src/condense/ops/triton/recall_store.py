@@ -1,4 +1,4 @@
-"""Recall's store as keys and values, for attention over a prompt: one pass over the bytes of groups where they lie.
+"""Recall's store over a prompt: groups are packed in one pass, and read as keys and values where their bytes lie.
 
 Shapes: B rows, K KV heads, n groups of g tokens, P pages of N slots, C bytes of a token, D and Dv widths.
 """
@@ -6,15 +6,61 @@ Shapes: B rows, K KV heads, n groups of g tokens, P pages of N slots, C bytes of
 import torch
 from torch import Tensor
 
-from condense.ops.recall.index import GroupIndex, rotation
+from condense.ops.recall.index import GroupIndex, index_widths, rotation
 from condense.ops.recall.store import StoreFormat
 from condense.ops.step.pages import Places
+from condense.ops.triton.device.entry import Kind
 from condense.ops.triton.device.parts import split_width
 from condense.ops.triton.host import cdiv, check_programs, on_device_of, power_of_2, whole_rows
 from condense.ops.triton.launch import Launcher
+from condense.ops.triton.recall_close_kernels import recall_close_kernel
 from condense.ops.triton.recall_store_kernels import Form, recall_unpack_kernel
 
-_UNPACK = Launcher(recall_unpack_kernel)
+_CLOSE, _UNPACK = Launcher(recall_close_kernel), Launcher(recall_unpack_kernel)
+
+
+def store_groups(form: StoreFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See `condense.ops.backends.Operations`; for 8 and 4 bits."""
+    signs, steps, store = _store(k, v, form.bits)
+    return signs, steps, store
+
+
+@torch.library.custom_op("condense::store_groups", mutates_args=())
+def _store(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    signs, steps, store = made = _stored(k, v, bits)
+    (B, K, G, g, D), Dv = k.shape, v.shape[4]
+    parts, stored = (*split_width(D), *split_width(Dv or D)), StoreFormat(bits, g)
+    # each group is a row whose last token closes it; that token is in its ring already, and written there once more
+    rows, like = B * K * G, (k.contiguous(), v.contiguous())
+    last = [x.view(rows, g, x.shape[4])[:, -1] for x in like]
+    kind = Kind(*parts, latent=Dv == 0, scored=False, key_pooling=None, value_pooling=None)
+    strides = 0, 0, *(n for x in last for n in (x.stride(0), 0))
+    columns = (max(32, power_of_2(n)) for n in (D, Dv, Dv * bits // 8))
+    with on_device_of(k):
+        if rows > 0:
+            _CLOSE(
+                (rows, 3, 1),
+                (
+                    k, *last, store, store, signs, steps, store, *like,
+                    torch.full((rows,), g - 1, dtype=torch.int32, device=k.device), k, k, k, None, None, None,
+                    rotation(D, k.device, k.dtype),
+                ),
+                (*strides, 1, 1, 1, g, g, 0, 0, 1.0),
+                (*columns, Form.of(stored, k.dtype, (D, Dv), parts), kind, None, None), {},
+            )  # fmt: skip
+    return made
+
+
+@_store.register_fake
+def _stored(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    (B, K, G, g, D), Dv = k.shape, v.shape[4]
+    of_signs, of_steps = index_widths(g, D)
+    row = StoreFormat(bits, g).width(D, Dv, k.itemsize)
+    return (
+        k.new_empty(B, K, G, of_signs, dtype=torch.uint8),
+        k.new_empty(B, K, G, of_steps),
+        k.new_empty(B, K, G * g, row, dtype=torch.uint8),
+    )
 
 
 def unpack_store(
