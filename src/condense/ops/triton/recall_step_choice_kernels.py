@@ -50,29 +50,30 @@ class _Lists(namedtuple("_Lists", "key candidate groups place offset held order 
     """
 
 
+class _Scores(namedtuple("_Scores", "score stride top total heads splits")):
+    """Pointers to the scores of one KV head's groups, of its first query head, and stride to the next one; to the
+    largest scores and sums of every split; numbers of query heads and of splits.
+    """
+
+
 @triton.jit
 def _threshold(key, valid, wanted):
     """A number that at least ``wanted`` valid keys reach (>=) and at most ``wanted`` exceed (>).
 
-    Each turn keeps a fifth of the interval: one sum counts the keys that reach each of four numbers, in 16 bits each.
+    Each turn keeps a third of the interval: one sum counts the keys that reach each of two numbers, in 16 bits each.
     There are at most 2 ** 15 groups, so a count fits.
     """
     lo = tl.min(tl.where(valid, key, _INT_MAX), 0).to(tl.int64)
     hi = tl.max(tl.where(valid, key, _INT_MIN), 0).to(tl.int64) + 1
     while lo + 1 < hi:
-        fifth, first = tl.maximum((hi - lo) // 5, 1), lo
-        last, is_met = hi - 1, hi < lo
-        reach = tl.zeros(key.shape, tl.int64)
-        for i in tl.static_range(4):
-            reach += (key >= tl.minimum(first + (i + 1) * fifth, last).to(tl.int32)).to(tl.int64) << (16 * i)
-        reach = tl.sum(reach, 0)
-        for i in tl.static_range(4):
-            number, count = tl.minimum(first + (i + 1) * fifth, last), (reach >> (16 * i)) & 0xFFFF
-            hi = tl.where(count < wanted, tl.minimum(hi, number), hi)
-            lo = tl.where((count >= wanted) & ~is_met, number, lo)
-            is_met = is_met | (count == wanted)
-        # if exactly ``wanted`` keys reach one of them, the search ends
-        hi = tl.where(is_met, lo + 1, hi)
+        third = tl.maximum((hi - lo) // 3, 1)
+        a, b = lo + third, lo + 2 * third
+        reach = tl.sum((key >= a.to(tl.int32)).to(tl.int32) + ((key >= b.to(tl.int32)).to(tl.int32) << 16), 0)
+        reach_a, reach_b = reach & 0xFFFF, (reach >> 16) & 0xFFFF
+        hi = tl.where(reach_a < wanted, a, tl.where(reach_b < wanted, b, hi))
+        lo = tl.where(reach_b >= wanted, b, tl.where(reach_a >= wanted, a, lo))
+        # if exactly ``wanted`` keys reach one of the two, the search ends
+        hi = tl.where((reach_a == wanted) | (reach_b == wanted), lo + 1, hi)
     return lo.to(tl.int32)
 
 
@@ -180,6 +181,52 @@ def _choose(lists, num_open, closed, RANKING: tl.constexpr, IN_STRETCH: tl.const
 
 
 @triton.jit
+def _rank_tile(
+    lists, scores, biases_ptr, bias, tile, closed, RANKING: tl.constexpr, IN_STRETCH: tl.constexpr
+):  # fmt: skip
+    """Write the best groups of a tile to the candidates, and the offsets of all of them, if entries are read."""
+    BG: tl.constexpr = RANKING.tile
+    C: tl.constexpr = RANKING.passed
+    group, s = tile * BG + tl.arange(0, BG), tl.arange(0, RANKING.splits_tile)
+    valid = group < closed
+    share = tl.full([BG], float("-inf"), tl.float32)
+    for start in range(0, scores.heads, RANKING.heads_tile):
+        r = start + tl.arange(0, RANKING.heads_tile)
+        there = (r < scores.heads)[:, None]
+        at = r.to(tl.int64)[:, None] * scores.stride + group[None, :]
+        score = tl.load(scores.score + at, mask=there & valid[None, :], other=float("-inf"))
+        split, is_split = r[:, None] * scores.splits + s[None, :], there & (s < scores.splits)[None, :]
+        top = tl.load(scores.top + split, mask=is_split, other=float("-inf"))
+        total = tl.load(scores.total + split, mask=is_split, other=0.0)
+        largest = tl.max(top, 1)
+        largest = tl.where(largest == float("-inf"), 0.0, largest)
+        total = tl.sum(total * tl.exp2(top - largest[:, None]), 1)
+        lse = largest + tl.log2(tl.where(total > 0, total, 1.0))
+        share = tl.maximum(share, tl.max(score - lse[:, None], 0))
+    # keys are the floats as integers in the same order: for negative ones all bits but the sign are flipped
+    bits = share.to(tl.int32, bitcast=True)
+    key = tl.where(valid, bits ^ ((bits >> 31) & _INT_MAX), _INT_MIN)
+    wanted = tl.maximum(tl.minimum(C, closed - tile * BG), 0)
+    if C == BG:
+        # every group is passed on
+        is_best, place = valid, tl.arange(0, BG)
+    else:
+        is_best, place = _best(key, valid, wanted)
+    at = _place_of(tile, RANKING, IN_STRETCH)
+    tl.store(lists.key + at + place, key, mask=is_best)
+    if C < BG:
+        tl.store(lists.candidate + at + place, group, mask=is_best)
+    if not IN_STRETCH:
+        i = tl.arange(0, RANKING.passed_tile)
+        tl.store(lists.key + at + i, tl.full(i.shape, _INT_MIN, tl.int32), mask=(i >= wanted) & (i < C))
+    if RANKING.pool:
+        offset = tl.zeros_like(share) + bias
+        if RANKING.matched:
+            offset = tl.load(biases_ptr + group, mask=valid, other=0.0) * _LOG2E
+        tl.store(lists.offset + group, offset, mask=valid)
+
+
+@triton.jit
 def recall_choose_kernel(
     score_ptr, top_ptr, total_ptr, biases_ptr, seen_ptr, real_ptr, key_ptr, candidate_ptr, groups_ptr, place_ptr,
     offset_ptr, held_ptr, order_ptr, slot_of_ptr, used_ptr, free_ptr, arrived_ptr, before_ptr,
@@ -191,55 +238,27 @@ def recall_choose_kernel(
     float32 ``[B, K, G]``, if entries are read: -inf for open groups, else ``bias``, or the group's own if biases are
     matched. With slots, also write where each open group is read.
 
-    Grid (tiles, B * K). Every program with closed groups, or else the first, finds the best groups of its tile and
-    writes them in rising order: the group and its key, int32 ``[B, K, tiles, passed]``, by which groups of all tiles
-    are compared. Behind the closed groups the key is the lowest int32. The last of them to finish for a KV head chooses
-    among these. arrived int32 ``[B, K]``: finished programs. PAGED: lists, keys and offsets are ``[K, G]``, with the
-    groups of a row from its ``start`` on.
+    Grid (programs, B * K). The tiles of closed groups are dealt out to the programs, each of which finds the best
+    groups of its tiles and writes them in rising order: the group and its key, int32 ``[B, K, tiles, passed]``, by
+    which groups of all tiles are compared. Behind the closed groups the key is the lowest int32. The last program with
+    a tile to finish for a KV head chooses among these. arrived int32 ``[B, K]``: finished programs. PAGED: lists, keys
+    and offsets are ``[K, G]``, with the groups of a row from its ``start`` on.
     """
     after_the_last(EARLY)
-    tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
     this = row_of_step(seen_ptr, real_ptr, before_ptr, head // K, window, G, g, HAS_REAL, PAGED)
     closed = this.closed
-    BG: tl.constexpr = RANKING.tile
-    programs = tl.maximum(tl.cdiv(closed, BG), 1)
-    if tile >= programs:
+    tiles = tl.maximum(tl.cdiv(closed, RANKING.tile), 1)
+    if tl.program_id(0) >= tiles:
         return
-    C: tl.constexpr = RANKING.passed
-    group, s = tile * BG + tl.arange(0, BG), tl.arange(0, RANKING.splits_tile)
-    valid = group < closed
-    share = tl.full([BG], float("-inf"), tl.float32)
-    for start in range(0, R, RANKING.heads_tile):
-        r = start + tl.arange(0, RANKING.heads_tile)
-        row, there = head * R + r, (r < R)[:, None]
-        if PAGED:
-            at = (head % K * R + r)[:, None] * G + (this.start + group)[None, :]
-            score = tl.load(score_ptr + at, mask=there & valid[None, :], other=float("-inf"))
-        else:
-            score = tl.load(score_ptr + row[:, None] * GROUPS + group[None, :], mask=there, other=float("-inf"))
-        split = row[:, None] * S + s[None, :]
-        top = tl.load(top_ptr + split, mask=there & (s < S)[None, :], other=float("-inf"))
-        total = tl.load(total_ptr + split, mask=there & (s < S)[None, :], other=0.0)
-        largest = tl.max(top, 1)
-        largest = tl.where(largest == float("-inf"), 0.0, largest)
-        total = tl.sum(total * tl.exp2(top - largest[:, None]), 1)
-        lse = largest + tl.log2(tl.where(total > 0, total, 1.0))
-        share = tl.maximum(share, tl.max(tl.where(valid[None, :], score, float("-inf")) - lse[:, None], 0))
-    # keys are the floats as integers in the same order: for negative ones all bits but the sign are flipped
-    bits = share.to(tl.int32, bitcast=True)
-    key = tl.where(valid, bits ^ ((bits >> 31) & _INT_MAX), _INT_MIN)
-    wanted = tl.maximum(tl.minimum(C, closed - tile * BG), 0)
-    if C == BG:
-        # every group is passed on
-        is_best, place = valid, tl.arange(0, BG)
-    else:
-        is_best, place = _best(key, valid, wanted)
     if PAGED:
         stretch = head % K * G + this.start
         lists = _Lists(
             key_ptr + stretch, candidate_ptr + stretch, groups_ptr + stretch, place_ptr, offset_ptr + stretch,
             held_ptr, order_ptr, slot_of_ptr, used_ptr, free_ptr,
         )  # fmt: skip
+        # scores of the row's groups, and from one query head to the next
+        score_ptr, stride = score_ptr + head % K * R * G + this.start, G
     else:
         lists = _Lists(
             key_ptr + head * RANKING.candidates, candidate_ptr + head * RANKING.candidates,
@@ -247,19 +266,11 @@ def recall_choose_kernel(
             held_ptr + head * RANKING.slots, order_ptr + head * RANKING.slots, slot_of_ptr + head * G,
             used_ptr + head * RANKING.slots, free_ptr + head * RANKING.slots,
         )  # fmt: skip
-    at = _place_of(tile, RANKING, PAGED)
-    tl.store(lists.key + at + place, key, mask=is_best)
-    if C < BG:
-        tl.store(lists.candidate + at + place, group, mask=is_best)
-    if not PAGED:
-        i = tl.arange(0, RANKING.passed_tile)
-        tl.store(lists.key + at + i, tl.full(i.shape, _INT_MIN, tl.int32), mask=(i >= wanted) & (i < C))
-    if RANKING.pool:
-        offset = tl.zeros_like(share) + bias
-        if RANKING.matched:
-            offset = tl.load(biases_ptr + head * G + group, mask=valid, other=0.0) * _LOG2E
-        tl.store(lists.offset + group, offset, mask=valid)
+        score_ptr, stride = score_ptr + head * R * GROUPS, GROUPS
+    scores = _Scores(score_ptr, stride, top_ptr + head * R * S, total_ptr + head * R * S, R, S)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        _rank_tile(lists, scores, biases_ptr + head * G, bias, tile, closed, RANKING, PAGED)
     # all threads of the program must have stored their candidates before it is counted
     tl.debug_barrier()
-    if tl.atomic_add(arrived_ptr + head, 1, sem="acq_rel") == programs - 1:
+    if tl.atomic_add(arrived_ptr + head, 1, sem="acq_rel") == tl.minimum(tiles, tl.num_programs(0)) - 1:
         _choose(lists, wanted_groups(closed, most_opened, part, of), closed, RANKING, PAGED)

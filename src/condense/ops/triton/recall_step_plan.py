@@ -26,6 +26,8 @@ _MANY_HEADS = 32
 _MOST_RANKED = 512
 # groups that are chosen from as fast as fewer
 _FEW_RANKED = 1024
+# tiles that take as long as what a program does beside them
+_TILES_OF_SPLIT = 16
 
 
 class _GroupTiles(NamedTuple):
@@ -50,8 +52,8 @@ class _Table(NamedTuple):
     """Tiles of the kernels that score and attend, and the most query heads of these; ``early``: kernels are launched
     before the one ahead of them has ended (programmatic dependent launch).
 
-    weight: some splits read open groups alone, as if one of their tokens took so many times as long as an entry of 16
-    bits; so reads over the bus go on beside those of entries. 0: every split reads of both.
+    weight: with a store in host memory some splits read open groups alone, as if one of their tokens took so many times
+    as long as an entry of 16 bits; so reads over the bus go on beside those of entries. 0: every split reads of both.
     """
 
     score: _GroupTiles
@@ -80,22 +82,32 @@ def _table(device: torch.device, dtype: torch.dtype, width: int, heads: int, bit
     return _Table(_GroupTiles(256, 4, 4, 8 if many else 4), attend, 64, early, 5)
 
 
-def _num_splits(device: torch.device, programs: int, tiles_of_keys: int, waves: int) -> int:
-    """Programs that share the work on one KV head. programs: those of a kernel if each head had one.
+class _Splits(NamedTuple):
+    """Programs that share the work on one KV head: ``most``, or ``few`` if it has fewer tiles than ``enough``."""
+
+    most: int
+    few: int
+    enough: int
+
+
+def _num_splits(device: torch.device, programs: int, tiles: int, waves: int) -> _Splits:
+    """The splits of a kernel's work. programs: those of a kernel if each head had one. tiles: the most of a head.
 
     A GPU runs ``waves`` programs per multiprocessor at once. What counts is how many rounds of these there are, over
     the shares that a head's work is cut into: with 160 heads in two shares each a fifth of 396 places stays idle, in
-    seven almost none.
+    seven almost none. But each program also has work of its own, and short texts have few tiles: then one round is
+    enough.
     """
     if device.type != "cuda":
-        return max(1, min(3, tiles_of_keys))
+        most = max(1, min(3, tiles))
+        return _Splits(most, min(2, most), 4)
     places = waves * gpu_of(device).multiprocessors
-    least = max(1, places // programs)
-    # more rounds of shorter programs, but not many: each also has work of its own
-    tried = range(least, least + 8 if least < 8 else least + 1)
+    few = max(1, places // programs)
+    tried = range(few, few + 8 if few < 8 else few + 1)
     time = {splits: cdiv(programs * splits, places) / splits for splits in tried}
     best = min(splits for splits in tried if time[splits] <= 1.05 * min(time.values()))
-    return max(1, min(best, tiles_of_keys))
+    most = max(1, min(best, tiles))
+    return _Splits(most, min(few, most), _TILES_OF_SPLIT * most)
 
 
 def ranked(G: int, r: int) -> tuple[int, int, int]:
@@ -200,7 +212,9 @@ def plan_of(
     assert choice is not None
     quota, R = choice.quota, H // K
     of_score, of_attend, most, early, weight = _table(device, dtype, max(D, Dv), B * K, choice.store.bits)
-    if settings.entry_bits < 16:
+    if not choice.store.on_host:
+        weight = 0  # shares of both lists are even at any length
+    elif settings.entry_bits < 16:
         weight = min(weight, 1)  # to unpack an entry takes as long as a token
     V, parts = latent or Dv, key_value_parts(D, Dv, latent)
     BR = min(most, max(8, power_of_2(R)))
@@ -209,12 +223,15 @@ def plan_of(
     BG, C, tiles = ranked(G, r)
     # numbers that a program ranks at once
     ranks = max(tiles * C, S)
+    # programs that rank tiles: those of many rows fill the GPU with few each
+    ranking_programs = 2 if device.type != "cuda" else cdiv(2 * gpu_of(device).multiprocessors, B * K)
     # query heads and groups of a tile of scores
     HS, GS = min(most, max(8, power_of_2(R))), max(1, of_score.rows // power_of_2(g))
     RP = power_of_2(max(r, 1))
     precision = "ieee" if dtype == torch.float32 else "tf32"
-    S0 = _num_splits(device, B * K * head_tiles, cdiv(G, GS), of_score.waves)
-    S1 = _num_splits(device, B * K * head_tiles, sum(cdiv(n, of_attend.rows) for n in (G, r * g, W)), of_attend.waves)
+    S0, *few0 = _num_splits(device, B * K * head_tiles, cdiv(G, GS), of_score.waves)
+    keys = sum(cdiv(n, of_attend.rows) for n in (G, r * g, W))
+    S1 = _num_splits(device, B * K * head_tiles, keys, of_attend.waves).most
     # parts that are joined at once, and their columns
     BS = min(256, max(64, power_of_2(S1)))
     BC = min(4096 // BS, power_of_2(V))
@@ -233,14 +250,14 @@ def plan_of(
         close_of(device, dtype, heads, widths, sizes, number, scale, has_real),
         (
             (S0, B * K, head_tiles),
-            (K, R, row, window, scale * LOG2E),
+            (K, R, row, *few0, window, scale * LOG2E),
             (g, D, HS, GS, GROUPS, has_real, early, far),
             of_score.options | UNFUSED | chained,
         ),
         (
-            (tiles, B * K, 1), (K, R, row, S0, window, settings.bias * LOG2E, r, part, of),
+            (min(tiles, ranking_programs), B * K, 1), (K, R, row, S0, window, settings.bias * LOG2E, r, part, of),
             (g, GROUPS, ranking, has_real, early, far is not None),
-            {"num_warps": 4 if ranks <= 1024 else 8 if ranks <= 8192 else 16, **chained},
+            {"num_warps": 4 if ranks <= 1024 else 8 if ranks <= 16384 else 16, **chained},
         ),
         (
             (S1, B * K, head_tiles), (K, R, row, W, N, window, r, part, of, own, scale * LOG2E),

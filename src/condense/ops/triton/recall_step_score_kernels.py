@@ -52,26 +52,33 @@ def _load_signs(signs_ptr, row, i, g: tl.constexpr, D: tl.constexpr, FAR: tl.con
 @triton.jit
 def recall_score_kernel(
     q_ptr, signs_ptr, steps_ptr, seen_ptr, real_ptr, score_ptr, top_ptr, total_ptr, turned_ptr, rotation_ptr, far_ptr,
-    before_ptr, arrived_ptr, s_qb, s_qh, K, R, G, window, scale,
+    before_ptr, arrived_ptr, s_qb, s_qh, K, R, G, few, enough, window, scale,
     g: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BG: tl.constexpr, GROUPS: tl.constexpr, HAS_REAL: tl.constexpr,
     EARLY: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Write index scores of closed groups, float32 ``[B, H, GROUPS]``; and for every split the largest score, and the
     sum of ``2 ** (score - largest)``.
 
-    Grid (S, B * K, tiles of BR query heads). Scores are those of `condense.ops.recall.index_scores` to the bit for this
+    Grid (S, B * K, tiles of BR query heads), of which only ``few`` splits have work if there are fewer tiles of groups
+    than ``enough``. Scores are those of `condense.ops.recall.index_scores` to the bit for this
     ``scale``, which holds log2(e), if the sums of turned queries are the same to the bit. rotation: as for
     `recall_close_kernel`. far: table of the pages of records, for which scores are ``[H, G]``, with the groups of a row
     from its ``start`` on; arrived then becomes 0, for the kernel that chooses. None for arrays. turned: float32
     ``[B, H, D]``, where turned queries are written for the kernel that attends; None: it does not read them.
     """
-    split, S, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K
     this = row_of_step(seen_ptr, real_ptr, before_ptr, b, window, G, g, HAS_REAL, FAR is not None)
     t, all_closed, closed = this.t, this.all_closed, this.closed
     tiles = tl.cdiv(closed, BG)
+    S = tl.where(tiles < enough, few, tl.num_programs(0))
     T: tl.constexpr = triton.next_power_of_2(g)
     r = tl.program_id(2) * BR + tl.arange(0, BR)
+    of_split = (head * R + r) * tl.num_programs(0) + split
+    if split >= S:
+        tl.store(top_ptr + of_split, tl.full([BR], float("-inf"), tl.float32), mask=r < R)
+        tl.store(total_ptr + of_split, tl.zeros([BR], tl.float32), mask=r < R)
+        return
     signs_ptr += head_rows(signs_ptr, head, kvh, G, index_widths(g, D)[0], FAR)
     steps_ptr += head_rows(steps_ptr, head, kvh, G, g + 1, FAR)
     if FAR is None:
@@ -130,9 +137,8 @@ def recall_score_kernel(
         top = larger
     larger = tl.max(top, 0)
     safe = tl.where(larger == float("-inf"), 0.0, larger)
-    at = (head * R + r) * S + split
-    tl.store(top_ptr + at, larger, mask=r < R)
-    tl.store(total_ptr + at, tl.sum(total * tl.exp2(top - safe[None, :]), 0), mask=r < R)
+    tl.store(top_ptr + of_split, larger, mask=r < R)
+    tl.store(total_ptr + of_split, tl.sum(total * tl.exp2(top - safe[None, :]), 0), mask=r < R)
     if EARLY:
         # a kernel that waits for this one also needs what the one before this one wrote
         gdc_wait()
