@@ -51,7 +51,7 @@ def read_requests(
         return
     q, k, v = qkv
     layer = _Layer(qkv, state, new, settings, scale, backend)
-    layer.store(state.window, reading.window, torch.cat([x[reading.new] for x in (k, v)], dim=2))
+    layer.store(state.window, reading.window, k[reading.new], v[reading.new])
     if reading.made is not None and close is not None:
         layer.close(reading.made, close)
     elif reading.made is not None:
@@ -108,10 +108,14 @@ class _Layer:
         _, k, v = self.qkv
         return k.shape[2], v.shape[2]
 
-    def store(self, pages: Pages, at: Slots, rows: Tensor) -> None:
-        """Write ``rows`` ``[n, K, c]`` to the first c columns of slots ``[n]``."""
-        to, rows = as_words(pages.cache[..., : rows.shape[2]], rows)
-        to[self._page(pages, at), :, at.slot] = rows
+    def store(self, pages: Pages, at: Slots, *rows: Tensor) -> None:
+        """Write rows ``[n, K, c]``, one after another, to the first columns of slots ``[n]``."""
+        start = 0
+        for part in rows:
+            stop = start + part.shape[2]
+            to, new = as_words(pages.cache[..., start:stop], part)
+            to[self._page(pages, at), :, at.slot] = new
+            start = stop
 
     def load(self, pages: Pages, at: Slots) -> Tensor:
         """Slots ``[B, n]`` of requests, ``[B, K, n, C]``: a copy."""

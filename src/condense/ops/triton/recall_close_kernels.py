@@ -86,9 +86,12 @@ def _turned_tokens(keys, rotation_ptr, position, t, inside, LO: tl.constexpr, D:
 
 @triton.jit
 def _put_centre(
-    keys, rotation_ptr, codes_ptr, step_ptr, first, t, g: tl.constexpr, D: tl.constexpr, NEAR: tl.constexpr
+    keys, turned, rotation_ptr, codes_ptr, step_ptr, first, t, g: tl.constexpr, D: tl.constexpr, NEAR: tl.constexpr
 ):  # fmt: skip
-    """Write the centre of the group that begins at position ``first``, and return its numbers by tiles of columns."""
+    """Write the centre of the group that begins at position ``first``, and return its numbers by tiles of columns.
+
+    turned: all keys of the group turned, if they are one tile, else None.
+    """
     N: tl.constexpr = turned_columns(D)
     W: tl.constexpr = sign_bytes(D)
     means, largest = (), tl.zeros([N], tl.float32)
@@ -96,7 +99,7 @@ def _put_centre(
         mean = tl.zeros([N], tl.float32)
         for start in tl.range(0, g, 16, num_stages=1):
             i = start + tl.arange(0, 16)
-            x = _turned_tokens(keys, rotation_ptr, first + i, t, i < g, LO, D, NEAR)
+            x = _turned_tokens(keys, rotation_ptr, first + i, t, i < g, LO, D, NEAR) if turned is None else turned
             mean += tl.sum(tl.where((i < g)[:, None], x, 0.0), 0)
         mean *= 1 / g
         means, largest = means + (mean,), tl.maximum(largest, tl.abs(mean))  # noqa: RUF005
@@ -113,10 +116,14 @@ def _put_centre(
 
 
 @triton.jit
-def _rest(keys, rotation_ptr, centre, position, t, inside, LO: tl.constexpr, D: tl.constexpr, NEAR: tl.constexpr):
-    """Columns from LO on of what turned keys differ by from the centre, float32; 0 past the last."""
+def _rest(
+    keys, turned, rotation_ptr, centre, position, t, inside, LO: tl.constexpr, D: tl.constexpr, NEAR: tl.constexpr
+):  # fmt: skip
+    """Columns from LO on of what turned keys differ by from the centre, float32; 0 past the last. turned: as of
+    `_put_centre`.
+    """
     N: tl.constexpr = turned_columns(D)
-    x = _turned_tokens(keys, rotation_ptr, position, t, inside, LO, D, NEAR)
+    x = _turned_tokens(keys, rotation_ptr, position, t, inside, LO, D, NEAR) if turned is None else turned
     return tl.where((LO + tl.arange(0, N) < D)[None, :], x - centre[LO // N][None, :], 0.0)
 
 
@@ -133,7 +140,11 @@ def _put_index(
     N: tl.constexpr = turned_columns(D)
     C: tl.constexpr = D * FORM.bits // 8
     dtype: tl.constexpr = steps_ptr.dtype.element_ty
-    centre = _put_centre(keys, rotation_ptr, signs_ptr + g * W, steps_ptr + g, first, t, g, D, NEAR)
+    turned = None
+    if g <= 16 and N >= D:
+        i = tl.arange(0, 16)
+        turned = _turned_tokens(keys, rotation_ptr, first + i, t, i < g, 0, D, NEAR)
+    centre = _put_centre(keys, turned, rotation_ptr, signs_ptr + g * W, steps_ptr + g, first, t, g, D, NEAR)
     c = tl.arange(0, tile_width(W))
     # not loaded ahead, for which every program of the kernel would hold memory
     for start in tl.range(0, g, 16, num_stages=1):
@@ -141,7 +152,7 @@ def _put_index(
         squares, sizes, largest = tl.zeros([16], tl.float32), tl.zeros([16], tl.float32), tl.zeros([16], tl.float32)
         bytes = tl.zeros([16, tile_width(W)], tl.float32)
         for LO in tl.static_range(0, D, N):
-            x = _rest(keys, rotation_ptr, centre, first + i, t, i < g, LO, D, NEAR)
+            x = _rest(keys, turned, rotation_ptr, centre, first + i, t, i < g, LO, D, NEAR)
             squares, sizes = squares + tl.sum(x * x, 1), sizes + tl.sum(tl.abs(x), 1)
             largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
             bytes = add_signs(bytes, x, LO, D)
@@ -153,7 +164,7 @@ def _put_index(
             tl.store((store_ptr + FORM.steps_at).to(tl.pointer_type(dtype)) + i, step, mask=i < g)
             b, codes = tl.arange(0, tile_width(C)), tl.zeros([16, tile_width(C)], tl.float32)
             for LO in tl.static_range(0, D, N):
-                x = _rest(keys, rotation_ptr, centre, first + i, t, i < g, LO, D, NEAR)
+                x = _rest(keys, turned, rotation_ptr, centre, first + i, t, i < g, LO, D, NEAR)
                 codes = add_key_codes(codes, x, step, LO, FORM)
             at = FORM.keys_at + i[:, None] * C + b[None, :]
             tl.store(store_ptr + at, codes.to(tl.int32).to(tl.uint8), mask=(i < g)[:, None] & (b < C)[None, :])

@@ -85,13 +85,15 @@ def _unpack(
     form = Form.of(StoreFormat(bits, g), dtype, (D, Dv), (*split_width(D), *split_width(Dv or D)))
     # threads read 8 bytes of codes at a time, and write 16 bytes
     T, warps, n = min(16, power_of_2(g)), 4 if bits * D <= 512 else 8, tokens // g
+    # so that the rotation is loaded for many tokens at a time
+    BG = 64 // T if max(D, Dv) <= 128 else 1
     places = (None if x is None else x.contiguous() for x in (page, slot))
     with on_device_of(pieces):
         _UNPACK(
-            (n * cdiv(g, T), B * K, 1),
+            (cdiv(n, BG) * cdiv(g, T), B * K, 1),
             (pieces, signs.contiguous(), steps.contiguous(), *places, rotation(D, pieces.device, dtype), k, v),
             (*pieces.stride()[:3], K, n),
-            (form, T),
+            (form, T, BG),
             # `StoreFormat` rounds products of float32 before it adds
             {"num_warps": warps, "enable_fp_fusion": dtype != torch.float32},
         )

@@ -373,11 +373,14 @@ def load_groups(pieces, i, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.con
 
 @triton.jit
 def _words_as_numbers(words, centres, step, dtype: tl.constexpr, FORM: tl.constexpr):
-    """Keys and values of `Words` of one group as `load_groups` gives them. centres, step: those of `load_centres`."""
+    """Keys and values of `Words` as `load_groups` gives them. centres, step: those of the groups' `load_centres`."""
     k, v = (), ()
+    n: tl.constexpr = step.shape[0]
+    C: tl.constexpr = FORM.D // 4
     for part in tl.static_range(4):
-        x = words.k[part].to(tl.float32) * words.unit[:, None] + centres[part].to(tl.float32) * (2 * step)[:, None]
-        k = k + (to_numbers(x, dtype),)  # noqa: RUF005
+        rest = tl.reshape(words.k[part].to(tl.float32) * words.unit[:, None], (n, words.unit.shape[0] // n, C))
+        x = rest + (centres[part].to(tl.float32) * (2 * step)[:, None])[:, None, :]
+        k = k + (to_numbers(_flat(x), dtype),)  # noqa: RUF005
         codes = words.v[part].to(tl.float32) + MIDDLE
         v = v + (to_numbers(words.zero[:, None] + words.step[:, None] * codes, dtype),)  # noqa: RUF005
     return (from_words(k, FORM.D),), (from_words(v, FORM.DV),)
@@ -392,23 +395,22 @@ def _turned_back(k, rotation_ptr, LO: tl.constexpr, N: tl.constexpr, FORM: tl.co
 @triton.jit(do_not_specialize=("n",))
 def recall_unpack_kernel(
     pieces_ptr, signs_ptr, steps_ptr, page_ptr, slot_ptr, rotation_ptr, k_ptr, v_ptr, s_page, s_head, s_slot, K, n,
-    FORM: tl.constexpr, T: tl.constexpr,
+    FORM: tl.constexpr, T: tl.constexpr, BG: tl.constexpr,
 ):  # fmt: skip
-    """Write keys and values of n groups of every row and KV head; grid (n times tiles of T tokens of a group, B * K).
+    """Write keys and values of n groups of every row and KV head; grid (tiles of T tokens of each of BG groups, B * K).
 
     signs, steps: the index ``[B * K, n, ...]``. page, slot: int64 ``[B, n]``, where a group's piece stands; None if in
     the place of its number, of a row's own page. rotation: `condense.ops.recall.index.rotation` in the dtype of keys.
     """
     TILES: tl.constexpr = (FORM.g + T - 1) // T
-    group, head = tl.program_id(0) // TILES, tl.program_id(1).to(tl.int64)
+    number, head = tl.program_id(0) // TILES * BG + tl.arange(0, BG), tl.program_id(1).to(tl.int64)
     start = tl.program_id(0) % TILES * T
-    i = start + tl.arange(0, T)
+    i, group = start + tl.arange(0, T), tl.minimum(number, n - 1)
     page, slot = head // K, group.to(tl.int64)
     if page_ptr is not None:
         at = page * n + group
         page, slot = tl.load(page_ptr + at), tl.load(slot_ptr + at)
-    ptr = pieces_ptr + (page * s_page + head % K * s_head + slot * s_slot + tl.zeros([1], tl.int64))
-    row = head * n + group + tl.zeros([1], tl.int64)
+    ptr, row = pieces_ptr + (page * s_page + head % K * s_head + slot * s_slot), head * n + group
     columns: tl.constexpr = index_widths(FORM.g, FORM.D)
     pieces = Pieces(ptr, ptr, False, signs_ptr + row * columns[0], steps_ptr + row * columns[1])
     dtype: tl.constexpr = k_ptr.dtype.element_ty
@@ -420,7 +422,8 @@ def recall_unpack_kernel(
         k, v = load_groups(pieces, i, dtype, FORM, False)
     first = _turned_back(k[0], rotation_ptr, 0, FORM.D0, FORM)
     k = parts(first, _turned_back(k[1], rotation_ptr, FORM.D0, FORM.D1, FORM) if FORM.D1 > 0 else None)
-    token = (head * n + group) * FORM.g + i
-    store_rows(k_ptr, token * FORM.D, k, i < FORM.g, FORM.D0, FORM.D1)
+    token = tl.reshape(row[:, None] * FORM.g + i[None, :], (BG * T,))
+    inside = tl.reshape((number < n)[:, None] & (i < FORM.g)[None, :], (BG * T,))
+    store_rows(k_ptr, token * FORM.D, k, inside, FORM.D0, FORM.D1)
     if FORM.DV > 0:
-        store_rows(v_ptr, token * FORM.DV, v, i < FORM.g, FORM.V0, FORM.V1)
+        store_rows(v_ptr, token * FORM.DV, v, inside, FORM.V0, FORM.V1)
