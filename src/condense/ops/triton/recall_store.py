@@ -86,7 +86,7 @@ def _unpack(
     # threads read 8 bytes of codes at a time, and write 16 bytes
     T, warps, n = min(16, power_of_2(g)), 4 if bits * D <= 512 else 8, tokens // g
     # so that the rotation is loaded for many tokens at a time
-    BG = 64 // T if max(D, Dv) <= 128 else 1
+    BG = 128 // T if max(D, Dv) <= 128 else 1
     places = (None if x is None else x.contiguous() for x in (page, slot))
     with on_device_of(pieces):
         _UNPACK(
