@@ -8,7 +8,7 @@ from condense.methods import methods_in, settings_of
 from condense.ops.latents import UpProjection
 from condense.ops.triton import limits
 from condense.serving import trial
-from condense.serving.blocks import ServedLayer, blocks_of_request, own_page, page_sizes
+from condense.serving.blocks import ServedLayer, blocks_of_request, own_page, page_sizes, table_columns
 from condense.serving.engine import EngineSettings, check_engine
 from condense.serving.plan import serving_plan, serving_plans
 
@@ -283,6 +283,9 @@ def test_trials_read_the_ends_of_prompts(method, length, up, has_step, monkeypat
 
     def read_one(qkv, state, new, *args, **options):
         assert state.extras is extras
+        # one form of pages for all lengths: each would compile kernels anew
+        assert state.window.table.shape[1] == table_columns(length, state.window.slots)
+        assert state.entries.cache.stride(0) * state.entries.cache.itemsize == 1 << 20
         reads.append(new)
         read(qkv, state, new, *args, **options)
 
@@ -292,7 +295,8 @@ def test_trials_read_the_ends_of_prompts(method, length, up, has_step, monkeypat
     qkv = [torch.randn(20, *shape) for shape in ((4, 16), (heads, widths[0]), (heads, widths[1]))]
     for _ in range(2):
         out = torch.full((20, 4, 16), float("nan"))
-        trial.read_trials(qkv, layer, page_sizes([layer]), length, scale=0.25, out=out, up=up, extras=extras)
+        options = {"block_bytes": 1 << 20, "scale": 0.25, "out": out, "up": up, "extras": extras}
+        trial.read_trials(qkv, layer, page_sizes([layer]), length, **options)
         read_tokens = max(new.starts[-1] for new in reads)
         assert torch.equal(out.isfinite().all(2).all(1), torch.arange(20) < read_tokens)
         assert read_tokens >= min(20, length)

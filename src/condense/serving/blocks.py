@@ -84,8 +84,7 @@ class ServedLayer:
         if self.plan is None:
             return False
         # as many groups as a table has room for; the kernels that choose take so many and no more
-        table = math.lcm(far, _TABLE)
-        groups = -(-longest // table) * (table // far) * self.plan.entry_slots(far)
+        groups = table_columns(longest, far) * self.plan.entry_slots(far)
         settings, latent = self.plan.settings, self.latent
         return step_backend(device, self.dtype, self.widths, settings, latent=latent, entries=groups) == "triton"
 
@@ -95,6 +94,12 @@ class PageSizes(NamedTuple):
 
     far: int
     near: int
+
+
+def table_columns(longest: int, page: int) -> int:
+    """Pages of so many tokens for which vLLM's tables have room, of requests of up to ``longest`` tokens."""
+    unit = math.lcm(page, _TABLE)
+    return -(-longest // unit) * (unit // page)
 
 
 def page_sizes(layers: Collection[ServedLayer]) -> PageSizes:

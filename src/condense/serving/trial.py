@@ -3,6 +3,7 @@
 Shapes: T new tokens, H query heads, K KV heads, D and Dv widths.
 """
 
+import functools
 import itertools
 
 import torch
@@ -12,7 +13,7 @@ from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.latents import UpProjection
 from condense.ops.paged import TOGETHER, NewTokens, PagedState, Pages, read_paged
 from condense.ops.spans import UniformRule
-from condense.serving.blocks import PageSizes, ServedLayer
+from condense.serving.blocks import PageSizes, ServedLayer, table_columns
 
 # layers whose kernels this process has compiled for prompts of all lengths
 _COMPILED: set[tuple[ServedLayer, int]] = set()
@@ -26,6 +27,7 @@ def read_trials(
     sizes: PageSizes,
     longest: int,
     *,
+    block_bytes: int,
     scale: float,
     out: Tensor,
     up: UpProjection | None = None,
@@ -36,12 +38,14 @@ def read_trials(
     The longest is read for every layer. The first of layers that are alike also reads two as rows of one call, half
     padding, which may take more memory, and shorter ones: kernels are compiled by closed groups, rows and queries.
 
+    block_bytes: from page to page of the engine. Kernels are compiled for that and for the length of its tables.
     qkv: q ``[T, H, D]``, k ``[T, K, D]``, v ``[T, K, Dv]``; out ``[T, H, Dv]`` gets numbers without a meaning. up: of
     latents, whose widths are as in `condense.ops.paged.read_paged`. extras: as in `condense.ops.attend`.
     """
     plan = served.plan
     assert plan is not None
     settings = plan.settings
+    empty = functools.partial(_empty, served, sizes, longest, block_bytes, out.device)
 
     def read(lengths: tuple[int, ...], counts: tuple[int, ...]) -> None:
         """So many of the last tokens of each, or as many as there are."""
@@ -49,7 +53,7 @@ def read_trials(
         seen = torch.tensor(lengths, dtype=torch.int32, device=out.device)
         new = NewTokens(list(starts), list(lengths), seen)
         q, k, v, to = (x[: new.starts[-1]] for x in (*qkv, out))
-        state = _empty(served, sizes, lengths, out.device)._replace(up=up, extras=extras)
+        state = empty(len(lengths))._replace(up=up, extras=extras)
         read_paged((q, k, v), state, new, settings, scale=scale, out=to)
 
     T, half = len(out), min(longest, TOGETHER // 2)
@@ -75,17 +79,20 @@ def _shorter(rule: UniformRule, longest: int) -> list[tuple[int, ...]]:
     return [each for n in lengths if n > 1 for each in ((n,), (n, n - 1)) if len(each) * n <= max(n, TOGETHER)]
 
 
-def _empty(served: ServedLayer, sizes: PageSizes, lengths: tuple[int, ...], device: torch.device) -> PagedState:
-    """The state of requests of these lengths, the longest first: zeros."""
+def _empty(
+    served: ServedLayer, sizes: PageSizes, longest: int, block_bytes: int, device: torch.device, requests: int
+) -> PagedState:
+    """The state of so many requests: zeros."""
     plan = served.plan
     assert plan is not None
 
-    def pages(slots: int, nbytes: int, count: int) -> Pages:
-        cache = torch.zeros(1, served.heads, slots, nbytes, dtype=torch.uint8, device=device)
-        return Pages(cache, torch.zeros(len(lengths), count, dtype=torch.int32, device=device))
+    def pages(slots: int, nbytes: int, columns: int) -> Pages:
+        cache = torch.zeros(served.heads * slots * nbytes, dtype=torch.uint8, device=device)
+        cache = cache.as_strided((1, served.heads, slots, nbytes), (block_bytes, slots * nbytes, nbytes, 1))
+        return Pages(cache, torch.zeros(requests, columns, dtype=torch.int32, device=device))
 
-    window = pages(sizes.near, served.token_bytes, -(-lengths[0] // sizes.near)).view(served.dtype)
-    entries = pages(plan.entry_slots(sizes.far), served.slot_bytes, -(-lengths[0] // sizes.far))
+    window = pages(sizes.near, served.token_bytes, table_columns(longest, sizes.near)).view(served.dtype)
+    entries = pages(plan.entry_slots(sizes.far), served.slot_bytes, table_columns(longest, sizes.far))
     ring = None
     if plan.ring_slots:
         ring = pages(plan.ring_slots, served.widths[0] * served.dtype.itemsize, 1).view(served.dtype)

@@ -26,6 +26,8 @@ _MANY_HEADS = 32
 _MOST_RANKED = 512
 # groups that are chosen from as fast as fewer
 _FEW_RANKED = 1024
+# splits of scores that are joined at once: fewer compile as many kernels more
+_LEAST_SPLITS = 128
 # tiles that take as long as what a program does beside them
 _TILES_OF_SPLIT = 16
 
@@ -241,7 +243,8 @@ def plan_of(
     form = Form.of(settings.store_format, dtype, (D, Dv), parts)
     ranking = Ranking(
         BG, C, tiles * C, S, power_of_2(C), power_of_2(tiles * C), power_of_2(max(S, 1)),
-        max(0, (power_of_2(tiles * C) // _FEW_RANKED).bit_length() - 1), RP, power_of_2(S0),
+        max(0, (power_of_2(tiles * C) // _FEW_RANKED).bit_length() - 1), RP,
+        power_of_2(max(S0, _LEAST_SPLITS)),
         min(4, power_of_2(R)), choice.pool, settings.matched,
     )  # fmt: skip
     chained = {"launch_pdl": True} if early else {}

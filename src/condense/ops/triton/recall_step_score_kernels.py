@@ -49,7 +49,7 @@ def _load_signs(signs_ptr, row, i, g: tl.constexpr, D: tl.constexpr, FAR: tl.con
     return tl.load(at) if tile_width(W) == W else tl.load(at, mask=(c < W)[None, :], other=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("few", "enough"))
 def recall_score_kernel(
     q_ptr, signs_ptr, steps_ptr, seen_ptr, real_ptr, score_ptr, top_ptr, total_ptr, turned_ptr, rotation_ptr, far_ptr,
     before_ptr, arrived_ptr, s_qb, s_qh, K, R, G, few, enough, window, scale,
