@@ -24,9 +24,9 @@ _MIN_TILE = 32
 _MANY_HEADS = 32
 # groups that one program ranks
 _MOST_RANKED = 512
-# groups that are chosen from as fast as fewer
+# fewer groups than this are not chosen from any faster
 _FEW_RANKED = 1024
-# splits of scores that are joined at once: fewer compile as many kernels more
+# a choice joins so many splits of scores at once, or more: one kernel for most numbers of rows
 _LEAST_SPLITS = 128
 # tiles that take as long as what a program does beside them
 _TILES_OF_SPLIT = 16
@@ -241,11 +241,10 @@ def plan_of(
     opened, others = weight * r * g, (G if choice.pool else 0) + W
     own = max(1, min(S1 - 1, round(S1 * opened / (opened + others)))) if opened > 0 and S1 > 1 else 0
     form = Form.of(settings.store_format, dtype, (D, Dv), parts)
+    halvings = max(0, (power_of_2(tiles * C) // _FEW_RANKED).bit_length() - 1)
     ranking = Ranking(
-        BG, C, tiles * C, S, power_of_2(C), power_of_2(tiles * C), power_of_2(max(S, 1)),
-        max(0, (power_of_2(tiles * C) // _FEW_RANKED).bit_length() - 1), RP,
-        power_of_2(max(S0, _LEAST_SPLITS)),
-        min(4, power_of_2(R)), choice.pool, settings.matched,
+        BG, C, tiles * C, S, power_of_2(C), power_of_2(tiles * C), power_of_2(max(S, 1)), halvings, RP,
+        power_of_2(max(S0, _LEAST_SPLITS)), min(4, power_of_2(R)), choice.pool, settings.matched,
     )  # fmt: skip
     chained = {"launch_pdl": True} if early else {}
     return Plan(
