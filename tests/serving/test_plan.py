@@ -285,7 +285,8 @@ def test_trials_read_the_ends_of_prompts(method, length, up, has_step, monkeypat
         assert state.extras is extras
         # one form of pages for all lengths: each would compile kernels anew
         assert state.window.table.shape[1] == table_columns(length, state.window.slots)
-        assert state.entries.cache.stride(0) * state.entries.cache.itemsize == 1 << 20
+        block_bytes = blocks_of_request([layer], length).block_bytes
+        assert state.entries.cache.stride(0) * state.entries.cache.itemsize == block_bytes
         reads.append(new)
         read(qkv, state, new, *args, **options)
 
@@ -295,8 +296,7 @@ def test_trials_read_the_ends_of_prompts(method, length, up, has_step, monkeypat
     qkv = [torch.randn(20, *shape) for shape in ((4, 16), (heads, widths[0]), (heads, widths[1]))]
     for _ in range(2):
         out = torch.full((20, 4, 16), float("nan"))
-        options = {"block_bytes": 1 << 20, "scale": 0.25, "out": out, "up": up, "extras": extras}
-        trial.read_trials(qkv, layer, page_sizes([layer]), length, **options)
+        trial.read_trials(qkv, layer, [layer], length, scale=0.25, out=out, up=up, extras=extras)
         read_tokens = max(new.starts[-1] for new in reads)
         assert torch.equal(out.isfinite().all(2).all(1), torch.arange(20) < read_tokens)
         assert read_tokens >= min(20, length)

@@ -161,7 +161,7 @@ def test_operations_do_not_grow_with_requests(monkeypatch, prompt):
 
 def read_twice(monkeypatch, chunks, pool):
     """Operations of the second layer of a step."""
-    found, original = [], requests.read_requests
+    found, original = [], requests.PagedLayer.read
 
     def layers(*args, **options):
         original(*args, **options)
@@ -170,6 +170,6 @@ def read_twice(monkeypatch, chunks, pool):
         found.append(mode.names)
 
     with monkeypatch.context() as patch:
-        patch.setattr("condense.ops.paged.api.read_requests", layers)
+        patch.setattr(requests.PagedLayer, "read", layers)
         pool.read(chunks, scale=SCALE, backend="torch")
     return found[0]

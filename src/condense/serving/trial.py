@@ -5,6 +5,7 @@ Shapes: T new tokens, H query heads, K KV heads, D and Dv widths.
 
 import functools
 import itertools
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.latents import UpProjection
 from condense.ops.paged import TOGETHER, NewTokens, PagedState, Pages, read_paged
 from condense.ops.spans import UniformRule
-from condense.serving.blocks import PageSizes, ServedLayer, table_columns
+from condense.serving.blocks import PageSizes, ServedLayer, blocks_of_request, page_sizes, table_columns
 
 # layers whose kernels this process has compiled for prompts of all lengths
 _COMPILED: set[tuple[ServedLayer, int]] = set()
@@ -24,10 +25,9 @@ _FEW = 16
 def read_trials(
     qkv: tuple[Tensor, Tensor, Tensor],
     served: ServedLayer,
-    sizes: PageSizes,
+    model: Collection[ServedLayer],
     longest: int,
     *,
-    block_bytes: int,
     scale: float,
     out: Tensor,
     up: UpProjection | None = None,
@@ -38,13 +38,15 @@ def read_trials(
     The longest is read for every layer. The first of layers that are alike also reads two as rows of one call, half
     padding, which may take more memory, and shorter ones: kernels are compiled by closed groups, rows and queries.
 
-    block_bytes: from page to page of the engine. Kernels are compiled for that and for the length of its tables.
+    Kernels are also compiled for the distance between pages and the length of tables, so these are the engine's.
+    served: one of the layers of a model.
     qkv: q ``[T, H, D]``, k ``[T, K, D]``, v ``[T, K, Dv]``; out ``[T, H, Dv]`` gets numbers without a meaning. up: of
     latents, whose widths are as in `condense.ops.paged.read_paged`. extras: as in `condense.ops.attend`.
     """
     plan = served.plan
     assert plan is not None
-    settings = plan.settings
+    settings, sizes = plan.settings, page_sizes(model)
+    block_bytes = blocks_of_request(model, longest).block_bytes
     empty = functools.partial(_empty, served, sizes, longest, block_bytes, out.device)
 
     def read(lengths: tuple[int, ...], counts: tuple[int, ...]) -> None:

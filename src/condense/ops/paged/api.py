@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from condense.ops.backends import check_backend, step_backend
-from condense.ops.paged.requests import read_requests
+from condense.ops.paged.requests import PagedLayer
 from condense.ops.step.pages import NewTokens, PagedState
 from condense.ops.step.records import RECORD_UNIT, record_format
 from condense.ops.step.settings import StepSettings
@@ -60,10 +60,7 @@ def read_paged(
         _check_records(state, k, v, settings)
     store, attend = _kernels(settings, new) if has_kernels else (None, None)
     # records depend on their tokens alone, so that those of a prompt are made as a step makes them
-    read = functools.partial(
-        read_requests, qkv, state, new, settings, out, scale=scale, backend=backend,
-        close=None if settings.choice is None else store,
-    )  # fmt: skip
+    layer = PagedLayer(qkv, state, new, settings, scale, backend, None if settings.choice is None else store)
     steps = new.num_steps if has_kernels else 0
     if steps < len(new.seen) and q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError(
@@ -71,7 +68,7 @@ def read_paged(
             "kernels read, or run eagerly"
         )
     if steps == 0:
-        read(first=0)
+        layer.read(out, first=0)
         return
     assert store is not None
     assert attend is not None
@@ -81,7 +78,7 @@ def read_paged(
         ones = up.absorb(ones[:, :, None])[:, :, 0]
         to = ones.new_empty(*ones.shape[:2], up.latent_width)
     store(ones, *kv, first, seen, settings, scale=scale)
-    read(first=steps)
+    layer.read(out, first=steps)
     attend(ones, first, seen, settings, scale=scale, out=to)
     if up is not None:
         out[:steps] = up.project_out(to[:, :, None])[:, :, 0]

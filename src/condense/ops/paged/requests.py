@@ -28,50 +28,6 @@ from condense.ops.torch.step import packed
 from condense.ops.types import Chunks
 
 
-def read_requests(
-    qkv: tuple[Tensor, Tensor, Tensor],
-    state: PagedState,
-    new: NewTokens,
-    settings: StepSettings,
-    out: Tensor,
-    *,
-    first: int,
-    scale: float,
-    backend: str,
-    close: Callable[..., None] | None = None,
-) -> None:
-    """See `condense.ops.paged.read_paged`: requests from ``first`` on, in three rounds.
-
-    close: stores a token of each row and the record of the group that it completes, as kernels of a step do; None: what
-    groups become is made by `condense.ops`.
-    """
-    pages = state.window.slots, state.entries.slots, 0 if state.ring is None else state.ring.slots
-    reading = new.once((first, settings.number, pages), lambda: reading_of(new, first, state, settings))
-    if reading is None:
-        return
-    q, k, v = qkv
-    layer = _Layer(qkv, state, new, settings, scale, backend)
-    layer.store(state.window, reading.window, k[reading.new], v[reading.new])
-    if reading.made is not None and close is not None:
-        layer.close(reading.made, close)
-    elif reading.made is not None:
-        tokens, entries = reading.made[:2]
-        layer.store(state.entries, entries, layer.made(layer.load(state.window, tokens), reading.calls))
-    if reading.newest is not None:
-        assert state.ring is not None
-        newest, slots = reading.newest
-        means = layer.mean_queries(q[newest].transpose(0, 1)[None])[0].transpose(0, 1)
-        layer.store(state.ring, slots, means)
-    for call in reading.calls:
-        rows = layer.attend(call)
-        if call.real is None:
-            out[call.queries] = rows[0].transpose(0, 1)
-        else:
-            row, column, token = call.real
-            to, rows = as_words(out, rows)
-            to[token] = rows[row, :, column]
-
-
 class _View(NamedTuple):
     """Queries of a call, and sources as these read them. q ``[B, H, L, D]``, absorbed if latents are read as they are.
 
@@ -92,8 +48,12 @@ class _View(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Layer:
-    """One layer in one step. qkv: q ``[T, H, D]``, k ``[T, K, D]`` and v ``[T, K, Dv]`` of all requests."""
+class PagedLayer:
+    """One layer in one step. qkv: q ``[T, H, D]``, k ``[T, K, D]`` and v ``[T, K, Dv]`` of all requests.
+
+    closes: stores a token of each row and the record of the group that it completes, as kernels of a step do; None:
+    what groups become is made by `condense.ops`.
+    """
 
     qkv: tuple[Tensor, Tensor, Tensor]
     state: PagedState
@@ -101,6 +61,32 @@ class _Layer:
     settings: StepSettings
     scale: float
     backend: str
+    closes: Callable[..., None] | None
+
+    def read(self, out: Tensor, first: int) -> None:
+        """See `condense.ops.paged.read_paged`: requests from ``first`` on, in three rounds."""
+        state, new, settings = self.state, self.new, self.settings
+        pages = state.window.slots, state.entries.slots, 0 if state.ring is None else state.ring.slots
+        reading = new.once((first, settings.number, pages), lambda: reading_of(new, first, state, settings))
+        if reading is None:
+            return
+        q, k, v = self.qkv
+        self.store(state.window, reading.window, k[reading.new], v[reading.new])
+        if reading.made is not None:
+            self._keep(reading.made, reading.calls)
+        if reading.newest is not None:
+            assert state.ring is not None
+            newest, slots = reading.newest
+            means = self.mean_queries(q[newest].transpose(0, 1)[None])[0].transpose(0, 1)
+            self.store(state.ring, slots, means)
+        for call in reading.calls:
+            rows = self.attend(call)
+            if call.real is None:
+                out[call.queries] = rows[0].transpose(0, 1)
+            else:
+                row, column, token = call.real
+                to, rows = as_words(out, rows)
+                to[token] = rows[row, :, column]
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -132,17 +118,20 @@ class _Layer:
         table = pages.table
         return self.new.once((id(at), table.data_ptr()), lambda: table[at.row, at.column].long())
 
-    def close(self, groups: DueGroups, close: Callable[..., None]) -> None:
-        """Make the records of groups by kernels: each is a row whose new token, stored by now, is the group's last."""
-        k, v = (x[groups.last] for x in self.qkv[1:])
+    def _keep(self, groups: DueGroups, calls: tuple[Call, ...]) -> None:
+        """Store the entries of groups, or their records; to kernels each is a row whose new token is its last."""
         window, entries = self.state.window, self.state.entries
+        if self.closes is None:
+            self.store(entries, groups.entries, self.made(self.load(window, groups.tokens), calls))
+            return
+        k, v = (x[groups.last] for x in self.qkv[1:])
 
         def of_groups(pages: Pages) -> Pages:
             table = pages.table
             return pages._replace(table=self.new.once((id(groups), table.data_ptr()), lambda: table[groups.row]))
 
         state = self.state._replace(window=of_groups(window), entries=of_groups(entries))
-        close(k, k, v, state, groups.seen, self.settings, scale=self.scale)
+        self.closes(k, k, v, state, groups.seen, self.settings, scale=self.scale)
 
     def made(self, tokens: Tensor, calls: tuple[Call, ...]) -> Tensor:
         """Entries ``[G, K, D + Dv]``, or their records ``[G, K, C]``, of groups of tokens ``[1, K, G * g, D + Dv]``."""

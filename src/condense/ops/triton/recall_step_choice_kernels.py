@@ -50,7 +50,7 @@ class _Lists(namedtuple("_Lists", "key candidate groups place offset held order 
     """
 
 
-class _Scores(namedtuple("_Scores", "score stride top total heads splits")):
+class _HeadScores(namedtuple("_HeadScores", "score stride top total heads splits")):
     """Pointers to the scores of one KV head's groups, of its first query head, and stride to the next one; to the
     largest scores and sums of every split; numbers of query heads and of splits.
     """
@@ -267,7 +267,7 @@ def recall_choose_kernel(
             used_ptr + head * RANKING.slots, free_ptr + head * RANKING.slots,
         )  # fmt: skip
         score_ptr, stride = score_ptr + head * R * GROUPS, GROUPS
-    scores = _Scores(score_ptr, stride, top_ptr + head * R * S, total_ptr + head * R * S, R, S)
+    scores = _HeadScores(score_ptr, stride, top_ptr + head * R * S, total_ptr + head * R * S, R, S)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         _rank_tile(lists, scores, biases_ptr + head * G, bias, tile, closed, RANKING, PAGED)
     # all threads of the program must have stored their candidates before it is counted

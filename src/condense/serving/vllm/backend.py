@@ -12,7 +12,6 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from condense.ops import Extras
 from condense.ops.paged import PagedState, Pages, read_paged
-from condense.serving.blocks import blocks_of_request, page_sizes
 from condense.serving.trial import read_trials
 from condense.serving.vllm.metadata import CondensedMetadata, CondensedMetadataBuilder
 
@@ -91,11 +90,10 @@ class CondensedImpl(AttentionImpl[CondensedMetadata]):
             output.zero_()
             # before there are pages, vLLM measures the memory of a forward, which should leave nothing to be compiled
             if query.is_cuda and kv_cache.numel() == 0:
-                sizes, qkv = page_sizes(layer.model), (query, key, value)
-                block = blocks_of_request(layer.model, layer.longest).block_bytes
+                qkv = query, key, value
                 read_trials(
-                    qkv, layer.served, sizes, layer.longest, block_bytes=block, scale=self.scale, out=output,
-                    up=layer.up, extras=self.extras,
+                    qkv, layer.served, layer.model, layer.longest, scale=self.scale, out=output, up=layer.up,
+                    extras=self.extras,
                 )  # fmt: skip
             return output
         tables, dtype = get_forward_context().attn_metadata, layer.served.dtype
