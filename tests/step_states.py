@@ -9,7 +9,7 @@ import torch
 
 import condense
 from condense.caches.buffers import static_bias
-from condense.methods import step_settings
+from condense.methods import step_settings as step_settings
 from condense.ops import NewToken, OwnEntries
 from condense.ops.step import StateSizes, StepCall, empty_state
 
@@ -86,17 +86,3 @@ def check_slots(state, g):
         for slot, group in enumerate(held.tolist()):
             if group >= 0:
                 assert torch.equal(slots[slot * g : (slot + 1) * g], store[group * g : (group + 1) * g])
-
-
-__all__ = [
-    "RECALLS",
-    "SELECT",
-    "call_of",
-    "check_slots",
-    "empty",
-    "own_by",
-    "own_of",
-    "step_settings",
-    "token_at",
-    "with_store",
-]

@@ -120,10 +120,8 @@ def representative(method, j, summary, c, k_rope, w_uk, scale):
     members = list(range(j * method.group_size, (j + 1) * method.group_size))
     per_head = torch.stack([scale * (summary * _key(c[i], k_rope[i], w_uk)).sum(-1) for i in members])
     scores = per_head.mean(-1)
-    return (
-        oracle.pool(c[members], scores, method.value_pooling),
-        oracle.pool(k_rope[members], scores, method.key_pooling),
-    )
+    pooled = (c, method.value_pooling), (k_rope, method.key_pooling)
+    return tuple(oracle.pool(x[members], scores, how) for x, how in pooled)
 
 
 def _rounded(method, entry):

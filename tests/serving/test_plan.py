@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import condense
-from condense.methods import methods_in, settings_of
+from condense.methods import settings_of
 from condense.ops.latents import UpProjection
 from condense.ops.triton import limits
 from condense.serving import trial
@@ -13,10 +13,69 @@ from condense.serving.engine import EngineSettings, check_engine
 from condense.serving.plan import serving_plan, serving_plans
 
 STREAMING = condense.CCA(summary="streaming", key_pooling="select", rep_bias="log_size")
-
-
 # Llama-3.1-8B
 BF16, HEADS, WIDTHS, NUM_LAYERS = torch.bfloat16, 8, (128, 128), 32
+FITS = EngineSettings(version="0.32.0", kv_heads=8)
+FIT = ("0.30.1+cpu", "0.32rc1", "0.33.0")
+# latents of 12 and rope keys of 4 columns; queries of 16, as wide as without
+LATENTS = UpProjection(torch.randn(4, 12, 12), torch.randn(4, 12, 16))
+TRIED = [STREAMING, condense.CCA(entry_bits=4), condense.StreamingLLM(sink=4, window=20)]
+TRIED += [condense.Recall(store_bits=4, window=32, prompt=prompt) for prompt in ("recall", "exact")]
+BLOCKS = [
+    ((condense.CCA(),), (256, 16)),
+    ((condense.CCA(), condense.LCA(group_size=24, window=96)), (480, 48)),
+    # beside dense layers, blocks are large, and so may the pages of windows be
+    ((condense.CCA(), None), (256, 256)),
+    ((condense.CCA(), *[condense.StreamingLLM()] * 3), (256, 16)),
+    ((condense.StreamingLLM(),), (256, 16)),
+]
+RINGS = [
+    (condense.CCA(), 0),
+    (condense.CCA(key_pooling="mean", value_pooling="mean", summary="streaming"), 0),
+    (condense.LCA(num_summary_queries=1), 0),
+    (condense.LCA(num_summary_queries=3), 16),
+    # what needs no query is made at once: then the window need be no multiple of the group
+    (condense.LCA(window=1000, key_pooling="mean", value_pooling="mean"), 0),
+    (condense.LCA(group_size=48, window=96), 48),
+    (condense.LCA(group_size=20, window=100), 32),
+    (condense.StreamingLLM(), 0),
+]
+TAKEN_BACK = [
+    (condense.Recall(), True),
+    (condense.Recall(prompt="exact"), False),
+    (condense.CCA(), True),
+    (condense.StreamingLLM(), True),
+    (condense.LCA(num_summary_queries=1), True),
+    (STREAMING, False),
+]
+REFUSED = [
+    (condense.DGA(), "one of Recall, CCA, LCA, StreamingLLM and Dense"),
+    (condense.Dense(), "one of Recall, CCA, LCA"),
+    (condense.Recall(store="host"), "use store='device', as recall-device does"),
+    (condense.Recall(key_pooling="weighted"), "use key_pooling='mean'"),
+    (condense.Recall(rep_bias="matched", store="host"), "rep_bias='log_size', or .*; tokens in host memory"),
+    (condense.CCA(group_size=1), "at least 2"),
+    (condense.CCA(summary="prompt"), "summary='streaming'"),
+    (condense.LCA(window=1000, group_size=16), "window=1008 or summary='last'"),
+    (condense.LCA(num_summary_queries=17), "at most group_size, 16"),
+    (STREAMING.replace(num_summary_queries=17, window=1000), "use window=1008 or .*; num_summary_queries must be"),
+]
+RECORDED = [
+    (STREAMING, WIDTHS, 1 << 20, True),
+    (STREAMING.replace(entry_bits=4), WIDTHS, 1 << 20, True),
+    (STREAMING.replace(entry_bits=8, rep_bias="matched"), (64, 80), 100, True),
+    (condense.StreamingLLM(), WIDTHS, 1 << 20, True),
+    (STREAMING.replace(entry_bits=4), (257, 257), 100, False),
+    (STREAMING.replace(entry_bits=4), (576, 0), 100, True),
+    # blocks of 32 channels would lie across latents and rope key
+    (STREAMING.replace(entry_bits=4), (80, 0), 100, False),
+    (STREAMING, (80, 0), 100, True),
+    (condense.Recall(), WIDTHS, 32768 * 16, True),
+    (condense.Recall(), WIDTHS, 32768 * 16 + 1, False),
+    (condense.Recall(group_size=128), WIDTHS, 100, True),
+    (condense.Recall(group_size=160), WIDTHS, 100, False),
+    (None, WIDTHS, 100, False),
+]
 
 
 def layers_of(*methods):
@@ -54,18 +113,7 @@ def test_blocks_cover_every_position_of_the_window(held):
     assert len(pages) <= blocks_of_request(layers, held).blocks - -(-held // far) - 1
 
 
-@pytest.mark.parametrize(
-    ("methods", "sizes"),
-    [
-        ((condense.CCA(),), (256, 16)),
-        ((condense.CCA(), condense.LCA(group_size=24, window=96)), (480, 48)),
-        # beside dense layers, blocks are large, and so may the pages of windows be
-        ((condense.CCA(), None), (256, 256)),
-        ((condense.CCA(), *[condense.StreamingLLM()] * 3), (256, 16)),
-        ((condense.StreamingLLM(),), (256, 16)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("methods", "sizes"), BLOCKS, ids=str)
 def test_one_size_of_blocks_for_all_layers(methods, sizes):
     layers = layers_of(*methods)
     assert page_sizes(layers) == sizes
@@ -84,73 +132,25 @@ def test_pages_of_the_engines_own_layers(dense, own):
     assert 0.1 < blocks_of_request(layers, 131072).share(layers, 131072) < 1
 
 
-@pytest.mark.parametrize(
-    ("method", "slots"),
-    [
-        (condense.CCA(), 0),
-        (condense.CCA(key_pooling="mean", value_pooling="mean", summary="streaming"), 0),
-        (condense.LCA(num_summary_queries=1), 0),
-        (condense.LCA(num_summary_queries=3), 16),
-        (condense.LCA(group_size=48, window=96), 48),
-        (condense.LCA(group_size=20, window=100), 32),
-        (condense.StreamingLLM(), 0),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("method", "slots"), RINGS, ids=str)
 def test_the_ring_holds_a_summary(method, slots):
     plan = serving_plan(method)
     assert plan.ring_slots == slots
     assert slots >= plan.settings.num_summary or plan.settings.num_summary == 1
 
 
-def test_what_needs_no_query_is_made_at_once():
-    """Then the window need be no multiple of the group."""
-    plan = serving_plan(condense.LCA(window=1000, key_pooling="mean", value_pooling="mean"))
-    assert plan.settings.summary_delay == 0
-
-
-@pytest.mark.parametrize("method", [condense.Recall(), condense.Recall(prompt="exact"), STREAMING], ids=str)
-def test_a_plan_says_how_several_tokens_are_read(method):
-    assert serving_plan(method).reads_exactly is method.reads_exactly
-
-
-@pytest.mark.parametrize(
-    ("method", "takes_back"),
-    [
-        (condense.Recall(), True),
-        (condense.Recall(prompt="exact"), False),
-        (condense.CCA(), True),
-        (condense.StreamingLLM(), True),
-        (condense.LCA(num_summary_queries=1), True),
-        (STREAMING, False),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("method", "takes_back"), TAKEN_BACK, ids=str)
 def test_tokens_that_can_be_taken_back(method, takes_back):
     """Not where drafts would lie in a ring, or be read otherwise than single tokens."""
-    assert serving_plan(method).takes_back is takes_back
+    plan = serving_plan(method)
+    assert (plan.takes_back, plan.reads_exactly) == (takes_back, method.reads_exactly)
 
 
 def test_sinks_lie_in_the_first_page():
     assert [serving_plan(condense.StreamingLLM(sink=n)).entry_slots(256) for n in (0, 1, 4, 5)] == [1, 1, 4, 8]
 
 
-@pytest.mark.parametrize(
-    ("method", "words"),
-    [
-        (condense.DGA(), "one of Recall, CCA, LCA, StreamingLLM and Dense"),
-        (condense.Dense(), "one of Recall, CCA, LCA"),
-        (condense.Recall(store="host"), "use store='device', as recall-device does"),
-        (condense.Recall(key_pooling="weighted"), "use key_pooling='mean'"),
-        (condense.Recall(rep_bias="matched", store="host"), "rep_bias='log_size', or .*; tokens in host memory"),
-        (condense.CCA(group_size=1), "at least 2"),
-        (condense.CCA(summary="prompt"), "summary='streaming'"),
-        (condense.LCA(window=1000, group_size=16), "window=1008 or summary='last'"),
-        (condense.LCA(num_summary_queries=17), "at most group_size, 16"),
-        (STREAMING.replace(num_summary_queries=17, window=1000), "use window=1008 or .*; num_summary_queries must be"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("method", "words"), REFUSED, ids=str)
 def test_methods_that_are_refused(method, words):
     with pytest.raises(ValueError, match=words):
         serving_plan(method)
@@ -162,23 +162,13 @@ def test_a_refusal_names_the_layers():
         serving_plans(saved)
 
 
-FITS = EngineSettings(version="0.32.0", kv_heads=8)
-
-
 def changed(**settings):
     return EngineSettings(**{"version": "0.32.0", "kv_heads": 8, **settings})
 
 
 @pytest.mark.parametrize(
     "engine",
-    [
-        FITS,
-        changed(tensor_parallel=8),
-        changed(cache_dtype="bfloat16"),
-        changed(version="0.30.1+cpu"),
-        changed(version="0.32rc1"),
-        changed(version="0.33.0"),
-    ],
+    [FITS, changed(tensor_parallel=8), changed(cache_dtype="bfloat16"), *(changed(version=x) for x in FIT)],
     ids=str,
 )
 def test_engines_that_fit(engine):
@@ -215,41 +205,7 @@ def test_engines_that_are_refused(engine, words):
         check_engine(engine)
 
 
-def test_the_settings_of_is_read_back():
-    choice = {0: condense.CCA(), 2: condense.LCA(window=32), 5: condense.CCA()}
-    saved = settings_of(choice)
-    assert [part["layers"] for part in saved["methods"]] == [[0, 5], [2]]
-    assert methods_in(saved) == choice
-    with pytest.raises(ValueError, match=r"config\.condense must be"):
-        methods_in({"method": "cca"})
-
-
-# latents of 12 and rope keys of 4 columns; queries of 16, as wide as without
-LATENTS = UpProjection(torch.randn(4, 12, 12), torch.randn(4, 12, 16))
-TRIED = [STREAMING, condense.CCA(entry_bits=4), condense.StreamingLLM(sink=4, window=20)]
-TRIED += [condense.Recall(store_bits=4, window=32, prompt=prompt) for prompt in ("recall", "exact")]
-
-
-@pytest.mark.parametrize(
-    ("method", "widths", "longest", "has"),
-    [
-        (STREAMING, WIDTHS, 1 << 20, True),
-        (STREAMING.replace(entry_bits=4), WIDTHS, 1 << 20, True),
-        (STREAMING.replace(entry_bits=8, rep_bias="matched"), (64, 80), 100, True),
-        (condense.StreamingLLM(), WIDTHS, 1 << 20, True),
-        (STREAMING.replace(entry_bits=4), (257, 257), 100, False),
-        (STREAMING.replace(entry_bits=4), (576, 0), 100, True),
-        # blocks of 32 channels would lie across latents and rope key
-        (STREAMING.replace(entry_bits=4), (80, 0), 100, False),
-        (STREAMING, (80, 0), 100, True),
-        (condense.Recall(), WIDTHS, 32768 * 16, True),
-        (condense.Recall(), WIDTHS, 32768 * 16 + 1, False),
-        (condense.Recall(group_size=128), WIDTHS, 100, True),
-        (condense.Recall(group_size=160), WIDTHS, 100, False),
-        (None, WIDTHS, 100, False),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("method", "widths", "longest", "has"), RECORDED, ids=str)
 def test_layers_whose_single_tokens_graphs_may_record(monkeypatch, method, widths, longest, has):
     """Those whose step the kernels over pages compute, for every length that the engine reads."""
     monkeypatch.setattr(limits, "_HAS_TRITON", True)

@@ -84,20 +84,11 @@ def boundaries(pool):
     return sorted({n for n in around if n > 0})
 
 
-def test_first_pieces_at_every_boundary(make_pool):
-    check_alone(make_pool, [(length,) for length in boundaries(make_pool())])
-
-
 def test_later_pieces_at_every_boundary(make_pool):
     """Pieces of many lengths behind as many others, new requests and single tokens among them."""
     lengths = boundaries(make_pool())
     pieces = [(length, other, 3) for length, other in zip(lengths, reversed(lengths), strict=True)]
     check_alone(make_pool, [*pieces, (1, 1, 1), (2, 40), (70,)])
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
-def test_prompts_of_odd_lengths(make_pool, count):
-    check_alone(make_pool, [(length, 7) for length in (41, 37, 43, 3, 39)[:count]])
 
 
 @pytest.mark.parametrize("bounds", [(0, 2**15), (2**12, 50), (0, 0)], ids=["alike", "few-tokens", "alone"])
