@@ -72,8 +72,6 @@ DEAR = {
         "rows_that_come_and_go": 1,
     },
 }  # fmt: skip
-
-
 # runs over every model, however few cells `--cells` asks for: with each version of transformers
 EACH_MODEL = {"models/test_laws.py::test_full_forward_chunks_and_steps_agree"}
 

@@ -14,6 +14,20 @@ from condense.plan import ForwardPlan
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 METHODS = cases.PLANS | cases.PROMPTS | cases.SELECTIONS
 WIDTHS = (5, 3, 7, 4)
+COUNTS = {"1": 1, "3": 3, "g": 4, "2g+1": 9, "more than tokens": 40}
+PACKED = {
+    "short": (0, 1, 2, 3), "empty in the middle": (0, 20, 20, 41), "empty at the ends": (0, 0, 17, 18, 45, 45),
+    "one": (0, 33), "odd": (0, 15, 16, 47),
+}  # fmt: skip
+NAMES = ("dense", "lm_infinite", "cca-window0", "lca-log_size", "lca-9-queries", "prompt", "dga", *cases.SELECTIONS)
+AHEAD = cases.PROMPTS | {"select": cases.SELECTIONS["select"]}
+PADDING = {
+    "mixed": (0, 5, 36, 17),
+    "all padded alike": (9, 9, 9, 9),
+    "one row of padding only": (37, 0, 36, 2),
+    "padding only": (37, 37, 37, 37),
+    "none": (0, 0, 0, 0),
+}
 
 
 def latents_by_definition(*tensors, **options):
@@ -74,9 +88,6 @@ def test_pooling_grid(backend, case):
     check(backend, kind, shape_of(kind, 1, 2, 31), method)
 
 
-COUNTS = {"1": 1, "3": 3, "g": 4, "2g+1": 9, "more than tokens": 40}
-
-
 @grid(96, backend=CPU_BACKENDS, kind=[*KINDS], summary=["streaming", "prompt"], window=[0, 2, 4, 7, 40], count=COUNTS)
 def test_num_summary_queries(backend, kind, summary, window, count):
     method = condense.LCA(group_size=4, window=window, summary=summary, num_summary_queries=count)
@@ -108,29 +119,10 @@ def test_focal_tokens_are_ranked_by_the_scale_that_weighs_their_group(backend):
     check(backend, "keys", shape_of("keys", 1, 2, 29), METHODS["dga"], scale=-0.5)
 
 
-PADDING = {
-    "mixed": (0, 5, 36, 17),
-    "all padded alike": (9, 9, 9, 9),
-    "one row of padding only": (37, 0, 36, 2),
-    "padding only": (37, 37, 37, 37),
-    "none": (0, 0, 0, 0),
-}
-
-
 @grid(72, backend=CPU_BACKENDS, case=of_kinds(METHODS), padding=PADDING)
 def test_left_padding(backend, case, padding):
     kind, method = case
     check(backend, kind, shape_of(kind, 4, 4, 37), method, padding=padding)
-
-
-PACKED = {
-    "short": (0, 1, 2, 3),
-    "empty in the middle": (0, 20, 20, 41),
-    "empty at the ends": (0, 0, 17, 18, 45, 45),
-    "one": (0, 33),
-    "odd": (0, 15, 16, 47),
-}
-NAMES = ("dense", "lm_infinite", "cca-window0", "lca-log_size", "lca-9-queries", "prompt", "dga", *cases.SELECTIONS)
 
 
 @grid(72, backend=CPU_BACKENDS, case=of_kinds({name: METHODS[name] for name in NAMES}), cu_seqlens=PACKED)
@@ -203,9 +195,6 @@ BAD |= {f"marks {marks}": (ROW | {"cu_seqlens": marks, "method": condense.Dense(
 def test_attention_bad_input_is_named(changes, message):
     with pytest.raises(ValueError, match=message):
         condense.attention(**inputs(**changes))
-
-
-AHEAD = cases.PROMPTS | {"select": cases.SELECTIONS["select"]}
 
 
 @grid(18, backend=CPU_BACKENDS, method=AHEAD, needs=["q", "k", "v"])

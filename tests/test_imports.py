@@ -11,7 +11,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "condense"
-
 # each unit with what it may import besides itself
 ARROWS: dict[str, set[str]] = {name: set() for name in ("named", "version", "files", "architectures")}
 ARROWS["config"] = {"named"}
@@ -36,8 +35,31 @@ ARROWS["plots"] = {"evaluate"} | ARROWS["evaluate"]
 ARROWS["condense"] = {"demo", "calibration", "baselines"} | ARROWS["demo"]
 ARROWS["__main__"] = set()  # the command's entry, which stands outside of the package
 ARROWS["cli"] = {*USES, "serving", "plots", "condense"} | ARROWS["condense"]
-
 FILES = sorted(SOURCE.rglob("*.py"))
+# folders of `ops` that are a backend, each with what it may import of `ops` besides itself and the shared modules
+BACKENDS: dict[str, set[str]] = {"reference": set(), "torch": set(), "triton": set(), "hopper": {"triton"}}
+# the rooms of `ops` from below: each may import those before it
+ROOMS = (
+    "tensors", "entries", "extras", "spans", "latents", "types", "checks", "recall", "step", "reference", "torch",
+    "triton", "hopper", "backends", "api", "paged", "__init__",
+)  # fmt: skip
+MACHINE_PATH = re.compile(r"(?<![\w.~}])/(?:work|home|root|tmp|Users|mnt|workspace)/|[A-Z]:\\\\(?:Users|Windows)")
+TEXTS = sorted(
+    path
+    for folder in ("src/condense", "tests", "benchmarks")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in {".py", ".json", ".md", ".toml", ".yaml", ".cfg"} and path != Path(__file__)
+)
+MOST_PARAMETERS = {"device": 12, "host": 8}
+# others decide what these take: schemas of operations, transformers, vLLM; and the two public functions over tensors
+LONG_SIGNATURES = {
+    "ops/triton/step.py": {"_step"},
+    "models/attention.py": {"condense_attention"},
+    "models/masks.py": {"condense_mask"},
+    "serving/vllm/backend.py": {"forward"},
+    "functional.py": {"attention"},
+    "latent.py": {"latent_attention"},
+}
 
 
 def unit_of(path):
@@ -81,23 +103,12 @@ def test_imports_point_down(unit):
         assert not wrong, f"{path.relative_to(SOURCE)} must not import {sorted(wrong)}"
 
 
-# folders of `ops` that are a backend, each with what it may import of `ops` besides itself and the shared modules
-BACKENDS: dict[str, set[str]] = {"reference": set(), "torch": set(), "triton": set(), "hopper": {"triton"}}
-
-
 def ops_of(path):
     """Folder or module of `ops` for each import of it."""
     for name in imported(path):
         parts = name.split(".")
         if parts[:2] == ["condense", "ops"] and len(parts) > 2:
             yield parts[2]
-
-
-# the rooms of `ops` from below: each may import those before it
-ROOMS = (
-    "tensors", "entries", "extras", "spans", "latents", "types", "checks", "recall", "step", "reference", "torch",
-    "triton", "hopper", "backends", "api", "paged", "__init__",
-)  # fmt: skip
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -130,29 +141,8 @@ def test_reference_needs_torch_alone():
         assert others <= {*sys.stdlib_module_names, "torch", "condense"}
 
 
-MACHINE_PATH = re.compile(r"(?<![\w.~}])/(?:work|home|root|tmp|Users|mnt|workspace)/|[A-Z]:\\\\(?:Users|Windows)")
-TEXTS = sorted(
-    path
-    for folder in ("src/condense", "tests", "benchmarks")
-    for path in (ROOT / folder).rglob("*")
-    if path.suffix in {".py", ".json", ".md", ".toml", ".yaml", ".cfg"} and path != Path(__file__)
-)
-
-
 def test_no_machine_paths():
     assert not [str(path) for path in TEXTS if MACHINE_PATH.search(path.read_text(encoding="utf-8"))]
-
-
-MOST_PARAMETERS = {"device": 12, "host": 8}
-# others decide what these take: schemas of operations, transformers, vLLM; and the two public functions over tensors
-LONG_SIGNATURES = {
-    "ops/triton/step.py": {"_step"},
-    "models/attention.py": {"condense_attention"},
-    "models/masks.py": {"condense_mask"},
-    "serving/vllm/backend.py": {"forward"},
-    "functional.py": {"attention"},
-    "latent.py": {"latent_attention"},
-}
 
 
 def too_long(path):

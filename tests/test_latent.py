@@ -15,14 +15,22 @@ from condense.latent import LatentView, UpProjection, mean_queries
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 WIDTHS = (5, 3, 7, 4)
+TURNS = (23, *(1,) * 18)
+STEPS = {"at once": (41,), "token by token": (1,) * 41, "prefill then tokens": TURNS, "ragged": (7, 1, 13, 2, 1, 17)}
+GRADIENTS = {
+    "lca-log_size": LCA(group_size=3, window=2, rep_bias="log_size"),
+    "cca": CCA(group_size=3, window=2),
+    "streaming-mean-max": LCA(group_size=4, window=3, key_pooling="mean", value_pooling="max"),
+    "last-weighted": CCA(group_size=2, window=1, key_pooling="max"),
+    "prompt": LCA(group_size=3, window=2, summary="prompt", allow_future=True),
+    "dga": DGA(group_size=3, window=1, gamma=0.3),
+    "dga-streaming": DGA(group_size=2, window=2, gamma=0.5, summary="streaming", rep_bias="log_size"),
+}
 
 
 @functools.cache
 def wanted(shape, method):
     return latent_oracle.attention(latent_oracle.random(*shape), method=method)
-
-
-# --- any amount of past, absorbed and expanded
 
 
 def read_in_steps(method, x, steps, *, absorb, hand_over=False):
@@ -46,14 +54,6 @@ def read_in_steps(method, x, steps, *, absorb, hand_over=False):
     return torch.cat(outs, 2), past
 
 
-STEPS = {
-    "at once": (41,),
-    "token by token": (1,) * 41,
-    "prefill then tokens": (23, *(1,) * 18),
-    "ragged": (7, 1, 13, 2, 1, 17),
-}
-
-
 @grid(24, method=cases.PLANS, absorb={"absorbed": True, "expanded": False, "chosen": None}, steps=STEPS)
 def test_any_chunks_absorbed_or_expanded_equal_one_call(method, absorb, steps):
     shape = (2, 3, 41, WIDTHS)
@@ -75,20 +75,6 @@ def test_after_a_prompt_the_streaming_rule_holds(method):
     want, _ = latent_oracle.attention(x, method=method, prompt=22)
     out, _ = read_in_steps(method, x, (22, *(1,) * 15), absorb=None)
     torch.testing.assert_close(out, want, **EXACT)
-
-
-# --- causality, gradients, numbers
-
-
-GRADIENTS = {
-    "lca-log_size": LCA(group_size=3, window=2, rep_bias="log_size"),
-    "cca": CCA(group_size=3, window=2),
-    "streaming-mean-max": LCA(group_size=4, window=3, key_pooling="mean", value_pooling="max"),
-    "last-weighted": CCA(group_size=2, window=1, key_pooling="max"),
-    "prompt": LCA(group_size=3, window=2, summary="prompt", allow_future=True),
-    "dga": DGA(group_size=3, window=1, gamma=0.3),
-    "dga-streaming": DGA(group_size=2, window=2, gamma=0.5, summary="streaming", rep_bias="log_size"),
-}
 
 
 @pytest.mark.parametrize("method", GRADIENTS.values(), ids=GRADIENTS)
@@ -146,9 +132,6 @@ def test_autocast_computes_in_its_dtype():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = condense.latent_attention(*x, method=cases.PLANS["lca"])
     assert torch.equal(got, condense.latent_attention(*low, method=cases.PLANS["lca"]))
-
-
-# --- refusals
 
 
 def arguments(**changes):

@@ -16,6 +16,12 @@ saved, story = test_commands.saved, test_commands.story  # fixtures
 ran, refused, run_here = (
     functools.partial(each, entry=main) for each in (test_commands.ran, test_commands.refused, test_commands.run_here)
 )
+NAMES = [
+    (["a/notes.txt", "b/story.txt"], ["notes", "story"]),
+    (["a/notes.txt", "a/notes.md"], ["notes.txt", "notes.md"]),
+    (["essays/chapter-one.txt", "b/chapter-one.txt"], ["essays/chapter-one.txt", "b/chapter-one.txt"]),
+    (["b/notes.txt", "b/../b/notes.txt"], ["b/notes.txt", "../b/notes.txt"]),
+]
 
 
 def test_deviation_of_two_texts(saved, story, tmp_path):
@@ -62,15 +68,7 @@ def test_deviation_reads_as_the_model_was_saved(saved, story, tmp_path):
         condense.apply(condense.restore(model), condense.StreamingLLM(), layers=[0])
 
 
-@pytest.mark.parametrize(
-    ("files", "names"),
-    [
-        (["a/notes.txt", "b/story.txt"], ["notes", "story"]),
-        (["a/notes.txt", "a/notes.md"], ["notes.txt", "notes.md"]),
-        (["essays/chapter-one.txt", "b/chapter-one.txt"], ["essays/chapter-one.txt", "b/chapter-one.txt"]),
-        (["b/notes.txt", "b/../b/notes.txt"], ["b/notes.txt", "../b/notes.txt"]),
-    ],
-)
+@pytest.mark.parametrize(("files", "names"), NAMES)
 def test_names_tell_all_texts_apart(files, names):
     assert report._names(files) == names
 

@@ -17,6 +17,14 @@ METHODS = {
     "last": condense.CCA(group_size=G, window=W),
     "mean-max": condense.CCA(group_size=G, window=W, key_pooling="mean", value_pooling="max"),
 }
+BAD = {
+    "baseline": ("llama", {"method": condense.Dense()}, r"method must pool groups of tokens, such as condense.LCA\(\)"),
+    "too short": ("llama", {"lengths": [11]}, "length must be such that LCA.* condenses something, got 11"),
+    "too long": ("llama", {"lengths": [200]}, "length must be at most the 150 tokens of a, got 200"),
+    "no sequences": ("llama", {"sequences": 0}, "sequences must be an integer >= 1"),
+    "layers": ("llama", {"layers": [3]}, "layers must be indices from 0 to 2"),
+    "positions": ("gpt2", {"lengths": [140]}, "length must fit the model's 128 learned positions, got 140"),
+}
 
 
 def _pairs(method, call, q, k, v, *rest):
@@ -86,16 +94,6 @@ def test_stretches_spread_and_do_not_overlap():
     assert all(len(part) == 30 for part in parts)
     assert [int(part[0]) for part in stretches(ids, 30, 2)] == [0, 70]
     assert [int(part[0]) for part in stretches(ids, 100, 8)] == [0]
-
-
-BAD = {
-    "baseline": ("llama", {"method": condense.Dense()}, r"method must pool groups of tokens, such as condense.LCA\(\)"),
-    "too short": ("llama", {"lengths": [11]}, "length must be such that LCA.* condenses something, got 11"),
-    "too long": ("llama", {"lengths": [200]}, "length must be at most the 150 tokens of a, got 200"),
-    "no sequences": ("llama", {"sequences": 0}, "sequences must be an integer >= 1"),
-    "layers": ("llama", {"layers": [3]}, "layers must be indices from 0 to 2"),
-    "positions": ("gpt2", {"lengths": [140]}, "length must fit the model's 128 learned positions, got 140"),
-}
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), BAD.values(), ids=BAD)

@@ -26,21 +26,15 @@ from condense.plan import ForwardPlan
 H, K, D = 4, 2, 8
 SCALE = D**-0.5
 PATTERNS = (
-    "a_shape:sink=60,window=150",
-    "block_sparse:blocks=2",
-    "vertical_slash:vertical=40,slash=110",
+    "a_shape:sink=60,window=150", "block_sparse:blocks=2", "vertical_slash:vertical=40,slash=110",
     "a_shape:sink=1,window=1",
-)
+)  # fmt: skip
 LINES = VerticalSlash(vertical=5, slash=3)
 FLEX = {
-    "flex-lines": FlexPrefill(gamma=0.2, tau=0.0, min_budget=1),
-    "flex-by-query": FlexPrefill(gamma=0.5, tau=1.0, min_budget=1),
+    "lines": FlexPrefill(gamma=0.2, tau=0.0, min_budget=1),
+    "queries": FlexPrefill(gamma=0.5, min_budget=1, tau=1.0),
 }
-FIXED = {
-    "a-shape": AShape(sink=60, window=100),
-    "a-shape-129": AShape(sink=129, window=1),
-    "block-sparse": BlockSparse(blocks=2),
-}
+FIXED = {"a-shape": AShape(sink=60, window=100), "a-129": AShape(sink=129, window=1), "blocks": BlockSparse(blocks=2)}
 ALL = {"vertical-slash": LINES, **FLEX, "minference": MInference(patterns=PATTERNS)}
 SNAP = SnapKV(budget=12, window=4, kernel_size=3)
 

@@ -12,6 +12,7 @@ from condense.methods import Method
 
 SETTING = Setting(HeadShape(4, 2, 16, 16), 1, torch.float32, torch.device("cpu"), 0)
 METHODS = {"cca": condense.CCA(group_size=4, window=16), "window": condense.StreamingLLM(sink=2, window=16)}
+PROMPT = condense.DGA(group_size=4, window=8, gamma=0.2, min_focal=10, selection="prompt", num_recent=8, num_random=8)
 
 
 def run(**changes):
@@ -42,9 +43,6 @@ def test_every_row_is_timed_and_compared(results):
             assert row[rate] > 0
             assert row[share] > 0
     assert content["claims"] is False
-
-
-PROMPT = condense.DGA(group_size=4, window=8, gamma=0.2, min_focal=10, selection="prompt", num_recent=8, num_random=8)
 
 
 def test_attention_that_no_gate_knows_is_refused():

@@ -15,6 +15,21 @@ import condense
 
 LCA = condense.LCA(group_size=4, window=8, rep_bias="log_size")
 METHODS = {"cca": condense.CCA(group_size=4, window=8), "lca": LCA}
+# every method of the package, and DGA on whole prompts
+ALL = {
+    "dense": condense.Dense(),
+    "cca": METHODS["cca"],
+    "lca": METHODS["lca"],
+    "streaming_llm": condense.StreamingLLM(sink=2, window=8),
+    "lm_infinite": condense.LMInfinite(n_global=2, window=8),
+    "dga": condense.DGA(group_size=4, window=8),
+    "dga_prompt": condense.DGA(group_size=4, window=8, min_focal=10, selection="prompt"),
+    "recall": condense.Recall(group_size=4, window=8, num_recall=2),
+}
+PUBLISHED = [  # as published with the models
+    *(("llama-3.1-8b", 8.03), ("llama-3.1-70b", 70.55), ("llama-2-7b", 6.74), ("qwen3-8b", 8.19)),
+    *(("qwen2.5-7b", 7.62), ("gemma-3-12b", 11.77), ("deepseek-v2-lite", 15.7), ("minicpm3-4b", 4.07)),
+]
 
 
 def run(model, lengths, methods, runners, steps=2, **options):
@@ -52,19 +67,6 @@ def test_feed_forward_can_be_compiled_for_all_runners(model, monkeypatch):
     content = run(model, (40,), METHODS, ("dense",), compile_feed_forward=True)
     assert content["compile_feed_forward"] is True
     assert compiled == [(layer.mlp, {"dynamic": True}) for layer in model.model.layers]
-
-
-# every method of the package, and DGA on whole prompts
-ALL = {
-    "dense": condense.Dense(),
-    "cca": METHODS["cca"],
-    "lca": METHODS["lca"],
-    "streaming_llm": condense.StreamingLLM(sink=2, window=8),
-    "lm_infinite": condense.LMInfinite(n_global=2, window=8),
-    "dga": condense.DGA(group_size=4, window=8),
-    "dga_prompt": condense.DGA(group_size=4, window=8, min_focal=10, selection="prompt"),
-    "recall": condense.Recall(group_size=4, window=8, num_recall=2),
-}
 
 
 def test_every_method_runs_in_every_runner(model):
@@ -150,13 +152,7 @@ def test_an_error_stands_in_its_row(model, monkeypatch):
     assert condensed["speedup"] == {"first": {}, "step": {}}
 
 
-@pytest.mark.parametrize(
-    ("name", "billions"),
-    [  # as published with the models
-        *(("llama-3.1-8b", 8.03), ("llama-3.1-70b", 70.55), ("llama-2-7b", 6.74), ("qwen3-8b", 8.19)),
-        *(("qwen2.5-7b", 7.62), ("gemma-3-12b", 11.77), ("deepseek-v2-lite", 15.7), ("minicpm3-4b", 4.07)),
-    ],
-)
+@pytest.mark.parametrize(("name", "billions"), PUBLISHED)
 def test_shapes_have_the_published_number_of_parameters(name, billions):
     model = random_model(name, dtype=torch.bfloat16, device=torch.device("meta"))
     count = sum(p.numel() for p in model.parameters())

@@ -9,6 +9,15 @@ from speed.rows import crossover, result_path, speedups
 import condense
 from condense.ops.recall import StoreFormat
 
+CROSSOVERS = [
+    ({10: 0.5, 100: 2.0, 1000: 12.5}, 100), ({10: 2.0, 100: 2.0}, 10), ({10: 2.0, 100: 0.9}, None),
+    ({10: 2.0, 100: 0.9, 1000: 1.0}, 1000), ({}, None),
+]  # fmt: skip
+CPU = torch.device("cpu")
+SETTING = Setting(HeadShape(4, 2, 8, 6), batch=1, dtype=torch.float32, device=CPU, seed=0)
+COUNTED = cases.PLANS | cases.SELECTIONS
+RECALL = {name: cases.RECALLS[name] for name in ("two-open", "drop")}
+
 
 def row(runner, length, ms, *, op="forward", condensed=False, mask=None):
     times = None if ms is None else {"median_ms": ms}
@@ -32,16 +41,7 @@ def test_ratios_are_to_baselines_of_the_same_length_and_mask():
     assert ratios == [{"cudnn": 5.0, "flex_mask": 1.5}, {"cudnn": 2.5}, {}]
 
 
-@pytest.mark.parametrize(
-    ("ratios", "length"),
-    [
-        ({10: 0.5, 100: 2.0, 1000: 12.5}, 100),
-        ({10: 2.0, 100: 2.0}, 10),
-        ({10: 2.0, 100: 0.9}, None),
-        ({10: 2.0, 100: 0.9, 1000: 1.0}, 1000),
-        ({}, None),
-    ],
-)
+@pytest.mark.parametrize(("ratios", "length"), CROSSOVERS)
 def test_crossover_is_where_it_stays_faster(ratios, length):
     assert crossover(ratios) == length
 
@@ -52,18 +52,11 @@ def test_a_result_file_says_what_was_measured_where(tmp_path):
     assert path.match("bench-kernel-h4-kv2-cpu-*-20*Z.json")
 
 
-CPU = torch.device("cpu")
-SETTING = Setting(HeadShape(4, 2, 8, 6), batch=1, dtype=torch.float32, device=CPU, seed=0)
-
-
 @pytest.mark.parametrize(
     ("text", "shape"), [("32/8/128/128", (32, 8, 128, 128)), ("64/4", (64, 4, 128, 128)), ("4/4/192", (4, 4, 192, 192))]
 )
 def test_shapes_are_read(text, shape):
     assert HeadShape.parse(text) == HeadShape(*shape)
-
-
-COUNTED = cases.PLANS | cases.SELECTIONS
 
 
 @pytest.mark.parametrize("method", COUNTED.values(), ids=COUNTED)
@@ -80,9 +73,6 @@ def test_flops_of_one_pair():
     # scores and weighted values; then scores again, dV, dP, dQ, dK
     assert attention_flops(shape, 3, 1, backward=False) == 3 * 4 * 2 * (8 + 6)
     assert attention_flops(shape, 3, 1, backward=True) == 3 * 4 * 2 * ((8 + 6) + 8 + 6 + 6 + 8 + 8)
-
-
-RECALL = {name: cases.RECALLS[name] for name in ("two-open", "drop")}
 
 
 @pytest.mark.parametrize("method", RECALL.values(), ids=RECALL)

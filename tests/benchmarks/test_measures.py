@@ -20,6 +20,14 @@ METHODS = {
     "condensed": condense.CCA(group_size=8, window=32, summary="streaming", key_pooling="select"),
     "window": condense.StreamingLLM(sink=4, window=60),
 }
+BAD = [
+    (lambda m, s: retrieval(m, {}, s), "methods: wanted methods and sequences, got 0 and 1"),
+    (lambda m, s: retrieval(m, METHODS, []), "methods: wanted methods and sequences, got 3 and 0"),
+    (lambda m, s: retrieval(m, METHODS, s, decoding="guess"), "decoding"),
+    (lambda m, s: text_loss(m, METHODS, []), "methods: wanted methods and sequences"),
+    (lambda m, s: text_loss(m, METHODS, [np.zeros(8), np.zeros(9)]), r"sequences: wanted one length, got \[8, 9\]"),
+    (lambda m, s: text_loss(m, METHODS, [np.zeros(8)], edges=(0, 8)), "edges: wanted ascending positions below 8"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -122,17 +130,7 @@ def test_wilson_interval():
     assert math.isnan(Proportion.of([]).share)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda m, s: retrieval(m, {}, s), "methods: wanted methods and sequences, got 0 and 1"),
-        (lambda m, s: retrieval(m, METHODS, []), "methods: wanted methods and sequences, got 3 and 0"),
-        (lambda m, s: retrieval(m, METHODS, s, decoding="guess"), "decoding"),
-        (lambda m, s: text_loss(m, METHODS, []), "methods: wanted methods and sequences"),
-        (lambda m, s: text_loss(m, METHODS, [np.zeros(8), np.zeros(9)]), r"sequences: wanted one length, got \[8, 9\]"),
-        (lambda m, s: text_loss(m, METHODS, [np.zeros(8)], edges=(0, 8)), "edges: wanted ascending positions below 8"),
-    ],
-)
+@pytest.mark.parametrize(("call", "message"), BAD)
 def test_bad_input(model, builder, call, message):
     sequences = passkey_sequences(builder, 1, keys=2)
     with pytest.raises(ValueError, match=message):

@@ -17,6 +17,12 @@ import condense
 from condense.named import NAMED_SETTINGS
 
 INVENTORY = [f"{paper}{n}" for paper, count in (("C", 12), ("D", 15), ("L", 17)) for n in range(1, count + 1)]
+REFUSED = [
+    (" | 131072\n", " | many\n", "a block's head must be"),
+    (" first dense\n", " first\n", "a block's row must be"),
+    (" first dense\n", " first sparse\n", "no result file holds"),
+    ("<!-- bench", "<!-- bunch", "page must have a block"),
+]
 
 
 def test_pages_are_as_the_results_fill_them():
@@ -55,15 +61,7 @@ def test_a_number_that_no_file_holds_is_refused(tmp_path):
         zero_shot_page.write_page({"none": {"results": {"runs": []}}}, tmp_path / "page.md")
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        (" | 131072\n", " | many\n", "a block's head must be"),
-        (" first dense\n", " first\n", "a block's row must be"),
-        (" first dense\n", " first sparse\n", "no result file holds"),
-        ("<!-- bench", "<!-- bunch", "page must have a block"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "message"), REFUSED)
 def test_a_page_of_speed_that_asks_for_something_else_is_refused(old, new, message):
     page = (write_pages.ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     with pytest.raises(ValueError, match=message):

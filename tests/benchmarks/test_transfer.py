@@ -25,6 +25,7 @@ LENGTH = 256
 TINY = {"num_hidden_layers": 2, "hidden_size": 96, "intermediate_size": 64, "sliding_window": 32}
 _SMALL = {key: value for key, value in TINY.items() if key != "sliding_window"}
 ALL_OPEN = Recall(group_size=8, window=16, num_recall=1000)
+SMALL = Recall(group_size=8, window=16, num_recall=0.25, unchosen="drop")
 
 
 @pytest.fixture(scope="module")
@@ -246,9 +247,6 @@ def test_turning_spreads_a_channel_that_is_large():
     x[..., 3] += 40  # 3.5 or -3.5 in each number of a turned key
     k, v = variants.Cache(True)._rounded(x, x)
     assert float((k - x).norm()) < 0.4 * float((v - x).norm())
-
-
-SMALL = Recall(group_size=8, window=16, num_recall=0.25, unchosen="drop")
 
 
 @pytest.mark.parametrize("prompt", [100, 203])

@@ -21,6 +21,16 @@ METHODS = tiny.METHODS | {
 }
 SCALE = 0.7
 PROMPT = tiny.CCA.replace(summary="prompt")
+# new tokens per row, slots at the end that are real in all rows, tokens that may be taken back
+PADDED = {"left": ([2, 9], 2, 2), "left-all-real-before": ([9, 9], 9, 15), "right": ([6, 9], 0, 0)}
+CHANGES = {
+    "reorder": (lambda layer: layer.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
+    "reorder-alike": (lambda layer: layer.reorder_cache(torch.tensor([1, 1, 1])), [1, 1, 1]),
+    "repeat": (lambda layer: layer.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+    "select": (lambda layer: layer.batch_select_indices(torch.tensor([2, 1])), [2, 1]),
+    "select-mask": (lambda layer: layer.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
+    "offload-prefetch": (lambda layer: (layer.offload(), layer.prefetch()), [0, 1, 2]),
+}
 
 
 @pytest.fixture(params=METHODS.values(), ids=METHODS.keys())
@@ -92,10 +102,6 @@ def test_crop_of_nothing():
     assert isinstance(layer.get_seq_length(), int)
 
 
-# new tokens per row, slots at the end that are real in all rows, tokens that may be taken back
-PADDED = {"left": ([2, 9], 2, 2), "left-all-real-before": ([9, 9], 9, 15), "right": ([6, 9], 0, 0)}
-
-
 @pytest.mark.parametrize(("counts", "trailing", "allowed"), PADDED.values(), ids=PADDED.keys())
 def test_crop_stops_at_padding(counts, trailing, allowed):
     layer = _filled(tiny.CCA, draw(6))
@@ -145,16 +151,6 @@ def _ragged(method):
     layer = CondensedLayer(method)
     read(layer, qkv, counts)
     return layer, [[x[row : row + 1, :, 33 - int(n) :] for x in qkv] for row, n in enumerate(counts)]
-
-
-CHANGES = {
-    "reorder": (lambda layer: layer.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
-    "reorder-alike": (lambda layer: layer.reorder_cache(torch.tensor([1, 1, 1])), [1, 1, 1]),
-    "repeat": (lambda layer: layer.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
-    "select": (lambda layer: layer.batch_select_indices(torch.tensor([2, 1])), [2, 1]),
-    "select-mask": (lambda layer: layer.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
-    "offload-prefetch": (lambda layer: (layer.offload(), layer.prefetch()), [0, 1, 2]),
-}
 
 
 @pytest.mark.parametrize(("change", "rows"), CHANGES.values(), ids=CHANGES.keys())

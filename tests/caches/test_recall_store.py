@@ -25,9 +25,25 @@ LENGTH = 200
 B, H, K, D, DV = 3, 4, 2, 6, 5
 SCALE = 0.7
 EXACT = {"rtol": 0, "atol": 1e-12}
-
-
 _qkv = partial(draw, rows=B, widths=(D, DV))
+ROWS = {
+    "repeat": (lambda layer: layer.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+    "select": (lambda layer: layer.batch_select_indices(torch.tensor([2, 0])), [2, 0]),
+    "same": (copy.deepcopy, [0, 1, 2]),
+    "pickle": (lambda layer: pickle.loads(pickle.dumps(layer)), [0, 1, 2]),
+}
+FIRST = {
+    "too-long": (METHOD, _qkv(41), 6, "got 0 and 41 more; make it longer"),
+    "odd-width": (METHOD.replace(store_bits=4), _qkv(3), 4, "keys and values of even widths, got 6 and 5"),
+    "odd-width-step": (METHOD.replace(store_bits=4), _qkv(1), 4, "keys and values of even widths, got 6 and 5"),
+}
+CHANGES = {
+    "reset": lambda layer: layer.reset(),
+    "crop": lambda layer: layer.crop(-1),
+    "rows": lambda layer: layer.batch_select_indices(torch.tensor([2, 0])),
+    "order": lambda layer: layer.reorder_cache(torch.tensor([2, 1, 0])),
+    "copy": lambda layer: copy.deepcopy(layer),
+}
 
 
 def _layers(method):
@@ -91,14 +107,6 @@ def test_crop_across_closed_groups(method):
     assert torch.equal(got, want)
 
 
-ROWS = {
-    "repeat": (lambda layer: layer.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
-    "select": (lambda layer: layer.batch_select_indices(torch.tensor([2, 0])), [2, 0]),
-    "same": (copy.deepcopy, [0, 1, 2]),
-    "pickle": (lambda layer: pickle.loads(pickle.dumps(layer)), [0, 1, 2]),
-}
-
-
 @pytest.mark.parametrize("method", [METHOD, HOSTS[2]], ids=["device", "host"])
 @pytest.mark.parametrize(("change", "rows"), ROWS.values(), ids=ROWS)
 def test_rows_and_copies(change, rows, method):
@@ -125,15 +133,6 @@ def test_static_layers_start_anew_and_are_copied():
         want = read(fresh, _qkv(1, i))
         assert torch.equal(read(layer, _qkv(1, i)), want)
         assert torch.equal(read(other, _qkv(1, i)), want)
-
-
-CHANGES = {
-    "reset": lambda layer: layer.reset(),
-    "crop": lambda layer: layer.crop(-1),
-    "rows": lambda layer: layer.batch_select_indices(torch.tensor([2, 0])),
-    "order": lambda layer: layer.reorder_cache(torch.tensor([2, 1, 0])),
-    "copy": lambda layer: copy.deepcopy(layer),
-}
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
@@ -198,13 +197,6 @@ def test_more_groups_than_kernels_choose_from_are_refused_before_memory_is_taken
         layer._take_memory(k, k, M=limits.MAX_GROUPS + 1, W=8)
 
 
-FIRST = {
-    "too-long": (METHOD, _qkv(41), 6, "got 0 and 41 more; make it longer"),
-    "odd-width": (METHOD.replace(store_bits=4), _qkv(3), 4, "keys and values of even widths, got 6 and 5"),
-    "odd-width-step": (METHOD.replace(store_bits=4), _qkv(1), 4, "keys and values of even widths, got 6 and 5"),
-}
-
-
 @pytest.mark.parametrize(("method", "qkv", "width", "message"), FIRST.values(), ids=FIRST)
 def test_a_first_call_that_is_refused_leaves_no_memory(method, qkv, width, message):
     """After it, tokens of a ``width`` that fits are read."""
@@ -228,7 +220,5 @@ def test_bytes(length, dtype):
     groups, ring = max(0, length - 6) // 4, min(length, 10)
     numbers = (groups * (1 + 4) + ring) * (D + DV) * dtype.itemsize
     index = groups * ((4 + 4) * -(-D // 8) + (4 + 1) * dtype.itemsize)
-    assert (
-        sum(x.untyped_storage().nbytes() for x in (*layer.buffers, layer.num_slots))
-        == B * (K * (numbers + index) + 8) + 8
-    )
+    held = sum(x.untyped_storage().nbytes() for x in (*layer.buffers, layer.num_slots))
+    assert held == B * (K * (numbers + index) + 8) + 8

@@ -40,18 +40,14 @@ B, K, D = 3, 2, 6
 SCALE = 0.7
 EXACT = {"rtol": 0, "atol": 1e-12}
 LENGTH = 400
+_qkv = partial(draw, rows=B)
+MANY = (9, *[1] * 40, 30, 1, 2, *[1] * 25, 17, *[1] * 15)
+SIZES = {"alike": (MANY, False), "ragged": (MANY, True), "from a first token": ([1] * 40, False)}
 
 
 @pytest.fixture(params=METHODS.values(), ids=METHODS)
 def method(request):
     return request.param
-
-
-_qkv = partial(draw, rows=B)
-
-
-MANY = (9, *[1] * 40, 30, 1, 2, *[1] * 25, 17, *[1] * 15)
-SIZES = {"alike": (MANY, False), "ragged": (MANY, True), "from a first token": ([1] * 40, False)}
 
 
 @pytest.mark.parametrize(("sizes", "ragged"), SIZES.values(), ids=SIZES)

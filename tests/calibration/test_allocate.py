@@ -9,6 +9,8 @@ import pytest
 
 from condense.calibration.curve import best_within, greedy_path, most_bytes
 
+EVERY = [dict(enumerate(numbers)) for numbers in itertools.product(range(4), repeat=4)]
+
 
 def test_it_begins_with_what_loses_least_and_never_takes_what_loses_more_and_keeps_more():
     costs, sizes = {0: [0.2, 0.0, 0.0, 0.5]}, {0: [10, 80, 60, 20]}
@@ -25,18 +27,13 @@ def total(of, allocation):
     return sum(of[i][n] for i, n in allocation.items())
 
 
-EVERY = [dict(enumerate(numbers)) for numbers in itertools.product(range(4), repeat=4)]
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_no_allocation_of_the_path_is_larger_than_one_that_loses_less(seed):
     rng = random.Random(seed)
     costs = {i: [0.0, *(float(rng.randrange(1, 50)) for _ in range(3))] for i in range(4)}
     sizes = {i: [100, *(rng.randrange(1, 100) for _ in range(3))] for i in range(4)}
-    every, path = (
-        [(total(costs, each), total(sizes, each)) for each in allocations]
-        for allocations in (EVERY, greedy_path(costs, sizes))
-    )
+    both = EVERY, greedy_path(costs, sizes)
+    every, path = ([(total(costs, x), total(sizes, x)) for x in allocations] for allocations in both)
     assert path[0] == (0.0, 400)
     assert path[-1][1] == min(size for _, size in every)
     for cost, size in path:

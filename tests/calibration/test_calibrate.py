@@ -24,6 +24,14 @@ from condense.models.inspect import inspect
 
 CANDIDATES = (Dense(), Recall(group_size=4, window=16, num_recall=4, store="host", slots=4), StreamingLLM(window=16))
 CONFIG = CalibrationConfig(budget_nats=0.2, candidates=CANDIDATES, length=128, texts=3)
+GOALS = [
+    ({"cache": 0.01, "budget_nats": None}, r"cache must be at least 0\.\d+, what the smallest of these candidates"),
+    ({"cache": 0.35, "budget_nats": 1e-6}, r"cannot both be met: at .*% of the cache .* loses .* nats; at 100"),
+    ({"candidates": CANDIDATES[1:], "budget_nats": 1e-9}, "none of these candidates stays within 1e-09: the most"),
+    ({"hidden_numbers": 40}, r"hidden_numbers must fit into texts of 128 tokens .*, got 40, of which \d+ do: hide"),
+    ({"hidden_numbers": 301}, r"hidden_numbers must be at most 300, as names are pairs of 600 words, got 301"),
+    ({"texts": 500}, r"text must have \d+ tokens, 500 texts of 128 to measure and as many to verify, got \d+"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -225,18 +233,7 @@ def test_a_size_of_the_cache(result, model, tokenizer, text):
     assert condense.calibrate(model, tokenizer, [text], far).uniform[2].cache < small.uniform[2].cache / 2
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"cache": 0.01, "budget_nats": None}, r"cache must be at least 0\.\d+, what the smallest of these candidates"),
-        ({"cache": 0.35, "budget_nats": 1e-6}, r"cannot both be met: at .*% of the cache .* loses .* nats; at 100"),
-        ({"candidates": CANDIDATES[1:], "budget_nats": 1e-9}, "none of these candidates stays within 1e-09: the most"),
-        ({"hidden_numbers": 40}, r"hidden_numbers must fit into texts of 128 tokens .*, got 40, of which \d+ do: hide"),
-        ({"hidden_numbers": 301}, r"hidden_numbers must be at most 300, as names are pairs of 600 words, got 301"),
-        ({"texts": 500}, r"text must have \d+ tokens, 500 texts of 128 to measure and as many to verify, got \d+"),
-    ],
-    ids=["cache", "both", "budget", "numbers", "names", "text"],
-)
+@pytest.mark.parametrize(("changes", "said"), GOALS, ids=["cache", "both", "budget", "numbers", "names", "text"])
 def test_goals_that_cannot_be_met(model, tokenizer, text, changes, said):
     with pytest.raises(ValueError, match=said) as error:
         condense.calibrate(model, tokenizer, [text], dataclasses.replace(CONFIG, **changes))

@@ -11,6 +11,14 @@ from transformers import LlamaForCausalLM
 import condense
 from condense.models import condensed_layers
 
+BAD = [
+    (("--cache", "0"), "cache must be a finite number > 0"),
+    (("--output", "."), "output: wanted a path that does not exist yet"),
+    (("--output", "a.json", "--measured", "./a.json"), "measured must be another file than output"),
+    (("--measured", "."), "measured: wanted a file, got the folder"),
+    (("--plot", "a.txt"), "plot must end in one of"),
+]
+
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
@@ -91,17 +99,7 @@ def test_a_copy_of_a_text_is_not_held_out(saved, tmp_path):
     assert done.stderr == once.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--cache", "0"), "cache must be a finite number > 0"),
-        (("--output", "."), "output: wanted a path that does not exist yet"),
-        (("--output", "a.json", "--measured", "./a.json"), "measured must be another file than output"),
-        (("--measured", "."), "measured: wanted a file, got the folder"),
-        (("--plot", "a.txt"), "plot must end in one of"),
-    ],
-    ids=lambda value: "" if isinstance(value, str) else value[0],
-)
+@pytest.mark.parametrize(("arguments", "said"), BAD, ids=lambda value: "" if isinstance(value, str) else value[0])
 def test_bad_input_is_one_line(saved, tmp_path, arguments, said):
     output = () if "--output" in arguments else ("--output", str(tmp_path / "a.json"))
     refused(said, "calibrate", "--model", str(saved), *output, *arguments)

@@ -25,6 +25,13 @@ from condense.named import NAMED_SETTINGS
 from condense.train.trainer import MixedTrainer
 
 LINE = "The number of the quiet bridge is 4821."
+HUGE = {
+    "length": ("--length", "1000000000"),
+    "window": ("--method", "cca:window=20000000"),
+    "group": ("--method", "dga:group_size=20000000"),
+    "share": ("--length", "1000000000", "--method", "recall:num_recall=0.05"),
+    "beyond-64-bits": ("--method", f"streaming_llm:sink=9,window={2**70}", "--length", f"{2**65}"),
+}
 
 
 def run_here(*arguments, stdin="", entry=main):
@@ -75,11 +82,8 @@ def saved(tmp_path_factory):
 def test_compare_finds_the_number_dense_and_condensed(story, tmp_path):
     results, picture = tmp_path / "out.json", tmp_path / "out.png"
     question = "Question: What is the number of the quiet bridge?\nAnswer:"
-    methods = (
-        "dense",
-        "cca:window=256,summary=streaming,key_pooling=select,rep_bias=log_size",
-        "streaming_llm:window=40",
-    )
+    pooled = "cca:window=256,summary=streaming,key_pooling=select,rep_bias=log_size"
+    methods = ("dense", pooled, "streaming_llm:window=40")
     ran(
         "compare", "--text", str(story), "--question", question, *(f"--method={m}" for m in methods),
         "--json", str(results), "--plot", str(picture),
@@ -125,15 +129,6 @@ def test_inspect_says_when_all_tokens_are_focal(tmp_path):
         assert all(cause in layer["remark"] for layer in layers)
         assert all(layer["entries"] == layer["dense_entries"] == int(length) for layer in layers)
         assert all(layer["flops"] == layer["dense_flops"] for layer in layers)
-
-
-HUGE = {
-    "length": ("--length", "1000000000"),
-    "window": ("--method", "cca:window=20000000"),
-    "group": ("--method", "dga:group_size=20000000"),
-    "share": ("--length", "1000000000", "--method", "recall:num_recall=0.05"),
-    "beyond-64-bits": ("--method", f"streaming_llm:sink=9,window={2**70}", "--length", f"{2**65}"),
-}
 
 
 @pytest.mark.parametrize("arguments", HUGE.values(), ids=HUGE)
@@ -282,9 +277,7 @@ def test_without_a_network_a_hub_is_asked_once(monkeypatch):
     assert len(asked) == 1
 
 
-def test_a_saved_model_keeps_its_layers_and_reads_standard_input_and_questions_as_they_are(
-    saved, story, tmp_path, monkeypatch
-):
+def test_a_saved_model_keeps_its_layers_and_reads_standard_input_as_it_is(saved, story, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     results, question = tmp_path / "out.json", "Who said [/b] and [red]no[/red] :smile:"
     options = ("--question", question, "--max-new-tokens", "2", "--json", str(results))

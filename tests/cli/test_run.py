@@ -17,6 +17,10 @@ if sys.argv[1:] == ["fail"]:
 model = AutoModelForCausalLM.from_pretrained(sys.argv[2])
 sys.stdout.write(f"{sys.argv[1]} {type(model.model.layers[0].self_attn).__name__}\\n")
 """
+NO_MODULE = "-m must name a module, as of python -m, got '{}': there is none of this name here"
+NO_OPTION = "run needs -m before the module, as in condense run -m lm_eval, got '{}'"
+REFUSED = [("-m", name, "--tasks", "gsm8k") for name in ("lm_evall", "lm_evall.main", ".scorer")]
+REFUSED += [("scorer", "--help"), ("-x",)]
 
 
 @pytest.fixture(autouse=True)
@@ -43,12 +47,6 @@ def test_without_a_module_it_says_what_to_give(arguments):
     done = ran("run", *arguments)
     assert "run -m MODULE [ARGUMENTS]..." in " ".join(done.stdout.split())
     assert "ValueError" not in done.stdout
-
-
-NO_MODULE = "-m must name a module, as of python -m, got '{}': there is none of this name here"
-NO_OPTION = "run needs -m before the module, as in condense run -m lm_eval, got '{}'"
-REFUSED = [("-m", name, "--tasks", "gsm8k") for name in ("lm_evall", "lm_evall.main", ".scorer")]
-REFUSED += [("scorer", "--help"), ("-x",)]
 
 
 @pytest.mark.parametrize("arguments", REFUSED, ids=" ".join)

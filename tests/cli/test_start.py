@@ -35,7 +35,6 @@ for path in commands(typer.main.get_command(app)):
     sys.stdout.write(f"{' '.join(path)}: {sorted(heavy)}\\n")
 sys.stdout.write(f"{shown('methods', 'cca').split()[0]} {'torch' in sys.modules}")
 """
-
 IMPORTING = """
 import builtins, os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)

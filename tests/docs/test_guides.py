@@ -109,9 +109,8 @@ def test_links_and_names_of_files_lead_somewhere(page):
 def test_the_reference_holds_every_public_name():
     shown = [name for text in PAGES.values() for name in re.findall(r"^::: ([\w.]+)", text, re.MULTILINE)]
     for module in ("ops", "caches"):
-        shown += [
-            f"condense.{module}.{x}" for x in re.findall(r"^ {8}- (\w+)$", PAGES[f"docs/api/{module}.md"], re.MULTILINE)
-        ]
+        names = re.findall(r"^ {8}- (\w+)$", PAGES[f"docs/api/{module}.md"], re.MULTILINE)
+        shown += [f"condense.{module}.{x}" for x in names]
     for name in shown:
         assert pkgutil.resolve_name(name).__doc__, name
     missing = set(condense.__all__) - {name.split(".")[-1] for name in shown} - {"__version__"}

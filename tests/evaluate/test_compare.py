@@ -14,6 +14,11 @@ from condense.models import condensed_layers
 
 PROMPT = Prompt("The harbour lay quiet under the moon.\n" * 8, ["Who goes there?"])
 METHOD = condense.CCA(group_size=4, window=8)
+BAD = [
+    ({"max_new_tokens": 0}, "max_new_tokens must be an integer >= 1"),
+    ({"max_new_tokens": 1.5}, "max_new_tokens must be an integer >= 1"),
+    ({"prompt": Prompt("A text", ["a", "b"], ["1"])}, "expected must hold one answer per question"),
+]
 
 
 @pytest.fixture
@@ -88,14 +93,7 @@ def test_without_pad_and_eos_and_with_the_cache_switched_off(model, text):
     assert found.token_s is not None
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"max_new_tokens": 0}, "max_new_tokens must be an integer >= 1"),
-        ({"max_new_tokens": 1.5}, "max_new_tokens must be an integer >= 1"),
-        ({"prompt": Prompt("A text", ["a", "b"], ["1"])}, "expected must hold one answer per question"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), BAD)
 def test_bad_input(model, tokenizer, changes, message):
     prompt = changes.pop("prompt", PROMPT)
     with pytest.raises(ValueError, match=message):

@@ -21,6 +21,12 @@ from condense.tasks import encode_corpus
 CONFIG = VerifyConfig((320,), texts=1, questions=2, greedy=3)
 # 14 of the 18 groups that are closed at the end, in a store in host memory
 GOOD = Recall(window=32, num_recall=14, unchosen="drop", store="host", slots=8)
+BAD = [
+    (["a", "b"], "wanted one model, or result files"),
+    (["none.json"], "no such file"),
+    (["--length", "64"], "at least 256 tokens, got 64"),
+    (["--length", "320", "--texts", "0"], "texts must be an integer >= 1"),
+]
 
 
 class Broken(Recall):
@@ -135,15 +141,7 @@ def test_the_command_writes_a_file_and_a_page_that_are_read_again(results, monke
     assert "another: few fails" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["a", "b"], "wanted one model, or result files"),
-        (["none.json"], "no such file"),
-        (["--length", "64"], "at least 256 tokens, got 64"),
-        (["--length", "320", "--texts", "0"], "texts must be an integer >= 1"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), BAD)
 def test_bad_input(arguments, said):
     with pytest.raises(ValueError, match=said):
         command(*arguments)

@@ -15,8 +15,6 @@ METHODS = {
     "mean": condense.CCA(group_size=16, window=32, key_pooling="mean", value_pooling="max"),
 }
 PROMPTS = {"cca": METHODS["last"], "recall": condense.Recall(group_size=16, window=32, num_recall=2)}
-
-
 pytestmark = [
     # advice of inductor (on TensorFloat32, for one), and Dynamo's warning that it traces into cached functions
     pytest.mark.filterwarnings("ignore::UserWarning"),

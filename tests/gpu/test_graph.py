@@ -24,6 +24,9 @@ MIXED = {
 CHOICES = {name: ("llama", method, 300) for name, method in METHODS.items()}
 CHOICES |= {"one-layer": ("llama", {1: METHODS["cca"]}, 300), "stock": ("llama", None, 100)}
 CHOICES |= {name: (*case, 100) for name, case in MIXED.items()}
+FEW = condense.CCA(group_size=4, window=8)
+HYBRIDS = dict.fromkeys(("gemma2", "gemma3_text", "gpt_oss", "llama4_text", "qwen3_next", "lfm2", "jamba"), FEW)
+HYBRIDS |= {"qwen3_5_text": FEW, "nemotron_h": FEW, "kimi_linear": condense.LCA(group_size=4, window=8)}
 
 
 @pytest.mark.parametrize(("name", "choice", "steps"), CHOICES.values(), ids=CHOICES)
@@ -89,11 +92,6 @@ def test_generate_with_a_static_cache_compiled_by_transformers(choice):
     assert out.past_key_values.is_compileable
     assert hasattr(model, "_compiled_call")
     agree(out.sequences, generate(model, ids, mask, 60, cache_implementation="dynamic"), model, mask)
-
-
-FEW = condense.CCA(group_size=4, window=8)
-HYBRIDS = dict.fromkeys(("gemma2", "gemma3_text", "gpt_oss", "llama4_text", "qwen3_next", "lfm2", "jamba"), FEW)
-HYBRIDS |= {"qwen3_5_text": FEW, "nemotron_h": FEW, "kimi_linear": condense.LCA(group_size=4, window=8)}
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

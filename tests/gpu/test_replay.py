@@ -10,8 +10,6 @@ from condense.models import replay
 
 STEPS = 100
 CHOICES = METHODS | {"selection": SELECT, "recall": condense.Recall(group_size=16, window=64, num_recall=2)}
-
-
 # latents cannot be read as one prompt with a selection of its tokens
 CELLS = (
     MIXED

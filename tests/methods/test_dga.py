@@ -17,6 +17,7 @@ from condense.ops.torch import pool as torch_pool
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 SELECT = DGA(group_size=4, gamma=0.2, min_focal=3, selection="prompt", num_recent=3, num_random=4)
+WORD = 1 << 64
 
 
 def chunk(method, k, summary):
@@ -83,9 +84,6 @@ def test_importance_ties_are_exact_and_go_to_the_earlier():
     v = torch.eye(37, dtype=torch.float64)[None, None]
     _, past = extend(method, None, q, torch.ones(1, 1, 37, 3).double(), v, scale=1.0)
     assert past.entries[1][0, 0, :5].argmax(-1).tolist() == [0, 1, 2, 3, 4]
-
-
-WORD = 1 << 64
 
 
 def by_hand(place, seed):

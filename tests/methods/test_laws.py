@@ -22,6 +22,19 @@ LENGTH = 45
 PADDING = torch.tensor([0, 6])
 # two numbers share a byte, so keys and values have an even width
 RECALLS = cases.RECALLS | {"store-4": Recall(group_size=4, window=5, num_recall=3, store_bits=4)}
+BASELINES = {"streaming_llm": (StreamingLLM, "sink"), "lm_infinite": (LMInfinite, "n_global")}
+LIMITS = [
+    Dense(),
+    CCA(group_size=4, window=64),
+    LCA(group_size=7, window=1000),
+    StreamingLLM(sink=2, window=64),
+    StreamingLLM(sink=64, window=1),
+    LMInfinite(n_global=0, window=100),
+    Recall(group_size=4, window=6, num_recall=99),
+    DGA(selection="prompt"),
+    DGA(group_size=4, selection="prompt", gamma=0.2, min_focal=64),
+    DGA(group_size=4, selection="prompt", gamma=1),
+]
 
 
 def run(method, backend, q, k, v, **options):
@@ -109,9 +122,6 @@ def test_each_past_token_counts_once_in_a_group_open_or_not(method, backend):
     check_each_counts_once(*weights(method, 50, 0, backend, equal=equal))
 
 
-BASELINES = {"streaming_llm": (StreamingLLM, "sink"), "lm_infinite": (LMInfinite, "n_global")}
-
-
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize(("method", "first"), BASELINES.values(), ids=BASELINES)
 @PROPERTY
@@ -124,20 +134,6 @@ def test_window_baselines_see_exactly_the_kept_tokens(backend, method, first, ke
         want[seen] = 1 / len(seen)
         torch.testing.assert_close(got[t], want, **EXACT)
         assert math.isclose(lse[t], math.log(len(seen)), rel_tol=1e-12, abs_tol=1e-12)
-
-
-LIMITS = [
-    Dense(),
-    CCA(group_size=4, window=64),
-    LCA(group_size=7, window=1000),
-    StreamingLLM(sink=2, window=64),
-    StreamingLLM(sink=64, window=1),
-    LMInfinite(n_global=0, window=100),
-    Recall(group_size=4, window=6, num_recall=99),
-    DGA(selection="prompt"),
-    DGA(group_size=4, selection="prompt", gamma=0.2, min_focal=64),
-    DGA(group_size=4, selection="prompt", gamma=1),
-]
 
 
 @pytest.mark.parametrize("method", LIMITS, ids=str)

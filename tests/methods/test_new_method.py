@@ -15,6 +15,7 @@ from condense.methods import ChunkPooling, Layout
 from condense.ops import UniformRule
 
 SIZE, WINDOW, DELAY = 5, 7, 3
+RULE = UniformRule(chunk=4, window=6)
 
 
 @pytest.fixture(scope="module")
@@ -127,9 +128,6 @@ def _method_of(layout, entries=_mean):
 
     Own.layout = layout
     return Own()
-
-
-RULE = UniformRule(chunk=4, window=6)
 
 
 @pytest.mark.parametrize(

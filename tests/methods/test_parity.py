@@ -108,8 +108,6 @@ CHUNKINGS = {
     "token then rest": [1, 100],
     "ragged": [7, 1, 13, 2, 1, 17],
 }
-
-
 AHEAD = cases.PROMPTS | cases.SELECTIONS
 RAGGED = {
     "left-padded prefill, then tokens": [(21, 5, 0, 13)] + [(1, 1, 1, 1)] * 12,

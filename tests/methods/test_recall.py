@@ -20,6 +20,18 @@ from condense.ops.recall import GroupIndex
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 METHODS = cases.RECALLS
+ROUNDED = {"rtol": 1e-10, "atol": 1e-10}
+SMALL = {"group_size": 4, "window": 5, "num_recall": 2}
+RECALLING = condense.Recall(group_size=4, window=8, num_recall=2)
+DENSE_FIRST = RECALLING.replace(prompt="exact")
+DENSE = condense.Dense()
+CLOSE = {"rtol": 0, "atol": 1e-12}
+REFUSED = [
+    (RECALLING, {"backend": "triton"}, "backend"),
+    (RECALLING, {"scale": -0.5}, r"scale must be > 0 for Recall, .*, got -0\.5"),
+    (RECALLING.replace(store_bits=8), {}, "keeps no gradients of stored tokens: train with store_bits=16"),
+    (DENSE_FIRST, {}, "train with prompt='recall'"),
+]
 
 
 @grid(60, method=METHODS, steps=parity.RAGGED)
@@ -54,10 +66,6 @@ def test_stored_latents_in_fewer_bits_are_read_alike(bits):
     torch.testing.assert_close(absorbed, expanded, **EXACT)
 
 
-ROUNDED = {"rtol": 1e-10, "atol": 1e-10}
-SMALL = {"group_size": 4, "window": 5, "num_recall": 2}
-
-
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_stored_bits_are_those_of_the_open_groups(bits, backend):
@@ -79,12 +87,6 @@ def test_a_static_cache_without_room_for_a_group_is_read_in_pieces():
     outs = [read(layer, columns((q, k, v), *ends)) for ends in ((0, 3), (3, 8))]
     want = condense.attention(q, k, v, method=condense.Dense(), scale=0.7)
     torch.testing.assert_close(torch.cat(outs, dim=2), want, **ROUNDED)
-
-
-RECALLING = condense.Recall(group_size=4, window=8, num_recall=2)
-DENSE_FIRST = RECALLING.replace(prompt="exact")
-DENSE = condense.Dense()
-CLOSE = {"rtol": 0, "atol": 1e-12}
 
 
 @pytest.mark.parametrize("padding", [None, torch.tensor([0, 7])], ids=["whole", "padded"])
@@ -116,13 +118,11 @@ def test_chunks_are_dense_and_steps_recall():
     dense, whole = (condense.attention(q, k, v, method=method, scale=0.3) for method in (DENSE, RECALLING))
     layer = CondensedLayer(DENSE_FIRST)
     for start, stop in ((0, 17), (17, 20), (20, 53)):
-        torch.testing.assert_close(
-            read(layer, columns((q, k, v), start, stop), scale=0.3), dense[:, :, start:stop], **CLOSE
-        )
+        got = read(layer, columns((q, k, v), start, stop), scale=0.3)
+        torch.testing.assert_close(got, dense[:, :, start:stop], **CLOSE)
     for t in range(53, 70):
-        torch.testing.assert_close(
-            read(layer, columns((q, k, v), t, t + 1), scale=0.3), whole[:, :, t : t + 1], **CLOSE
-        )
+        got = read(layer, columns((q, k, v), t, t + 1), scale=0.3)
+        torch.testing.assert_close(got, whole[:, :, t : t + 1], **CLOSE)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -133,9 +133,8 @@ def test_chunks_read_the_stored_tokens_that_a_whole_prompt_reads(layer, bits):
     q, k, v = oracle.random_qkv(1, 4, 2, 70, 8, 8)
     whole, layer = condense.attention(q, k, v, method=method, scale=0.3), layer(method)
     for start, stop in ((0, 17), (17, 45), (45, 70)):
-        torch.testing.assert_close(
-            read(layer, columns((q, k, v), start, stop), scale=0.3), whole[:, :, start:stop], **CLOSE
-        )
+        got = read(layer, columns((q, k, v), start, stop), scale=0.3)
+        torch.testing.assert_close(got, whole[:, :, start:stop], **CLOSE)
 
 
 @pytest.mark.parametrize("layer", [CondensedLayer(DENSE_FIRST), StaticCondensedLayer(DENSE_FIRST, 99)])
@@ -149,15 +148,7 @@ def test_a_turn_with_more_padding_than_tokens_is_dense(layer):
     torch.testing.assert_close(out[:, :, 40:], want[:, :, 40:], **CLOSE)
 
 
-@pytest.mark.parametrize(
-    ("method", "options", "message"),
-    [
-        (RECALLING, {"backend": "triton"}, "backend"),
-        (RECALLING, {"scale": -0.5}, r"scale must be > 0 for Recall, .*, got -0\.5"),
-        (RECALLING.replace(store_bits=8), {}, "keeps no gradients of stored tokens: train with store_bits=16"),
-        (DENSE_FIRST, {}, "train with prompt='recall'"),
-    ],
-)
+@pytest.mark.parametrize(("method", "options", "message"), REFUSED)
 def test_what_it_cannot_do_is_refused(method, options, message):
     q, k, v = (x.requires_grad_() for x in oracle.random_qkv(1, 2, 2, 40, 8, 8))
     with pytest.raises(ValueError, match=message):

@@ -20,23 +20,34 @@ from condense.named import NAMED_SETTINGS
 from condense.plots import method_labels
 
 METHODS = cases.PLANS | cases.PROMPTS | cases.SELECTIONS | cases.GRID | cases.RECALLS
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+REFUSED = {
+    r", got 'CCCA'; close: cca$": {"method": "CCCA"},
+    r"method must be one of \[.*'cca'.*'lca'.*\], got 'nothing'$": {"method": "nothing"},
+    r"cca: unknown settings \['groups'\]; known are \['group_size', ": {"method": "cca", "groups": 3},
+    r"dga: unknown settings \['entry_bits'\]": {"method": "dga", "entry_bits": 4},
+    "rep_bias='matched' .*'streaming', got 'prompt'": {"method": "dga", "rep_bias": "matched", "selection": "prompt"},
+    "method must be one of": {},
+    "must be a dict, got 'cca'": "cca",
+    r"no setting index_bits any more: .* by the signs of their keys": {"method": "recall", "index_bits": 8},
+    r"recall: there is no setting index any more: .*, got index='sub'": {"method": "recall", "index": "sub"},
+    r"dga: .* attention's scale, got weight_scale=1\.0": {"method": "dga", "weight_scale": 1.0},
+}  # fmt: skip
+DEFAULTS = [
+    (CCA(), {"group_size": 16, "window": 1024, "summary": "last", "key_pooling": "weighted", "rep_bias": "none"}),
+    (LCA(), {"group_size": 16, "window": 1024, "summary": "streaming", "key_pooling": "select"}),
+    (LCA(), {"value_pooling": "weighted", "num_summary_queries": None, "allow_future": False}),
+    (DGA(), {"group_size": 16, "window": 1, "gamma": 0.1, "min_focal": 1024, "selection": "streaming"}),
+    (DGA(), {"summary": "last", "focal": "top", "complementary": True, "num_recent": 64, "num_random": 64}),
+    (DGA(), {"seed": 0, "rep_bias": "none", "allow_future": False}),
+    (StreamingLLM(), {"sink": 4, "window": 2000}),
+    (LMInfinite(), {"n_global": 10, "window": 4096}),
+    (Dense(), {}),
+]
 
 
-@pytest.mark.parametrize(
-    ("method", "settings"),
-    [
-        (CCA(), {"group_size": 16, "window": 1024, "summary": "last", "key_pooling": "weighted", "rep_bias": "none"}),
-        (LCA(), {"group_size": 16, "window": 1024, "summary": "streaming", "key_pooling": "select"}),
-        (LCA(), {"value_pooling": "weighted", "num_summary_queries": None, "allow_future": False}),
-        (DGA(), {"group_size": 16, "window": 1, "gamma": 0.1, "min_focal": 1024, "selection": "streaming"}),
-        (DGA(), {"summary": "last", "focal": "top", "complementary": True, "num_recent": 64, "num_random": 64}),
-        (DGA(), {"seed": 0, "rep_bias": "none", "allow_future": False}),
-        (StreamingLLM(), {"sink": 4, "window": 2000}),
-        (LMInfinite(), {"n_global": 10, "window": 4096}),
-        (Dense(), {}),
-    ],
-    ids=lambda x: type(x).__name__,
-)
+@pytest.mark.parametrize(("method", "settings"), DEFAULTS, ids=lambda x: type(x).__name__)
 def test_defaults_are_the_papers(method, settings):
     assert settings.items() <= method.to_dict().items()
 
@@ -100,22 +111,6 @@ def test_a_bad_setting_is_named(cls, field, value):
             call(**settings)
 
 
-REFUSED = {
-    r", got 'CCCA'; close: cca$": {"method": "CCCA"},
-    r"method must be one of \[.*'cca'.*'lca'.*\], got 'nothing'$": {"method": "nothing"},
-    r"cca: unknown settings \['groups'\]; known are \['group_size', ": {"method": "cca", "groups": 3},
-    r"dga: unknown settings \['entry_bits'\]": {"method": "dga", "entry_bits": 4},
-    "rep_bias='matched' needs selection='streaming', got 'prompt'": {
-        "method": "dga", "rep_bias": "matched", "selection": "prompt",
-    },
-    "method must be one of": {},
-    "must be a dict, got 'cca'": "cca",
-    r"no setting index_bits any more: .* by the signs of their keys": {"method": "recall", "index_bits": 8},
-    r"recall: there is no setting index any more: .*, got index='sub'": {"method": "recall", "index": "sub"},
-    r"dga: .* attention's scale, got weight_scale=1\.0": {"method": "dga", "weight_scale": 1.0},
-}  # fmt: skip
-
-
 @pytest.mark.parametrize(("message", "settings"), REFUSED.items(), ids=str)
 def test_what_is_no_settings_says_what_there_is(message, settings):
     with pytest.raises(ValueError, match=message):
@@ -139,10 +134,6 @@ def test_settings_are_frozen_and_named():
 def test_a_method_without_a_layout_says_so():
     with pytest.raises(TypeError, match="Method must define `layout`"):
         _ = Method().layout
-
-
-ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", NAMED_SETTINGS)

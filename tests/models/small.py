@@ -15,11 +15,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 VOCAB = 64
 _MOST_PARAMETERS = 10_000_000
-
 # in names of classes that the stock models compute in float32, one token after another or many at once, which agrees
 # the better the smaller their weights are
 _RECURRENT = ("Conv", "Delta", "Lightning", "Mamba", "Mixer")
-
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers")
 # widths and heads, experts, latents, linear attention, pictures and tokens, by size
 _NAMES = {
@@ -48,7 +46,6 @@ _NAMES = {
 SIZES = {name: size for size, names in _NAMES.items() for name in names}
 # settings whose default None means something: a type that leaves them out keeps it so
 _OPTIONAL = ("q_lora_rank", "sliding_window", "num_experts", "n_inner")
-
 _BOTH = ("sliding_attention", "full_attention")
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 # chunks of 6 tokens; the layer with full attention without rotation

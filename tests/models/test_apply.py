@@ -12,13 +12,12 @@ from models import tiny
 import condense
 from condense.models import condensed_layers
 
+IDS = tiny.tokens()
+
 
 @pytest.fixture
 def model():
     return tiny.model("llama")
-
-
-IDS = tiny.tokens()
 
 
 def test_apply_replaces_what_was_applied_and_records_the_choice(model):

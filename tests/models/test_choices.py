@@ -19,8 +19,6 @@ from condense.methods import methods_in
 from condense.models import adapted, condensed_layers
 
 RECALL, WINDOW = tiny.RECALL, tiny.METHODS["streaming-llm"]
-
-
 NAMED = {
     "indices": {0: RECALL, 1: tiny.CCA, 2: tiny.CCA},
     "negative": {-3: RECALL, "-2--1": tiny.CCA},
@@ -33,6 +31,13 @@ NAMED = {
     "dicts-and-text": {0: RECALL.to_dict(), "rest": "cca:group_size=4,window=8"},
     "one-text": "recall:group_size=4,window=8,num_recall=2@-3+cca:group_size=4,window=8@rest",
 }
+POOLING = condense.CCA(group_size=4, window=8)
+FILES = [
+    ("no JSON", "wanted JSON, got "),
+    ('{"layers": []}', 'must be {"methods": [{"method": {...}, "layers": [...]}, ...]}'),
+    ('{"methods": [{"method": "cca", "layers": [0]}, {"method": "lca", "layers": [0]}]}', "layer 0 is named twice"),
+    ('{"methods": [{"method": "mystery", "layers": [0]}]}', "method must be one of"),
+]
 
 
 @pytest.mark.parametrize("choice", NAMED.values(), ids=NAMED)
@@ -114,24 +119,12 @@ def test_bad_choices_change_nothing(name, choice, layers, said):
     assert torch.equal(tiny.logits(model, tiny.tokens()), before)
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("no JSON", "wanted JSON, got "),
-        ('{"layers": []}', 'must be {"methods": [{"method": {...}, "layers": [...]}, ...]}'),
-        ('{"methods": [{"method": "cca", "layers": [0]}, {"method": "lca", "layers": [0]}]}', "layer 0 is named twice"),
-        ('{"methods": [{"method": "mystery", "layers": [0]}]}', "method must be one of"),
-    ],
-    ids=["json", "form", "twice", "method"],
-)
+@pytest.mark.parametrize(("content", "said"), FILES, ids=["json", "form", "twice", "method"])
 def test_bad_files(tmp_path, content, said):
     path = tmp_path / "a.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=re.escape(said)):
         condense.apply(tiny.model("llama"), f"@{path}")
-
-
-POOLING = condense.CCA(group_size=4, window=8)
 
 
 @pytest.fixture

@@ -28,8 +28,9 @@ CONDENSED = condense.CCA(group_size=2, window=4)
 STOCK = (condense.CCA(group_size=2, window=LENGTH), condense.CCA(group_size=1, window=0))
 # some models compute routers, rotations or linear attention in float32, where sums in another order differ by so much
 ROUNDED = {"rtol": 0, "atol": 5e-6}
-
 SCALED = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 4}
+# Llama 4 scales the queries of layers without rotation by the number of tokens in the cache
+BY_POSITION = {"ministral3": {"rope_parameters": SCALED}, "llama4_text": {"floor_scale": 4, "attn_scale": 0.5}}
 
 
 def test_the_page_knows_every_type():
@@ -81,10 +82,6 @@ def test_an_unknown_class_is_named_with_those_like_it(name, base):
         layer.self_attn.__class__ = type(name, (base,), {})
     with pytest.raises(ValueError, match=f"that condense knows, but {name}; it knows LlamaAttention[.,]"):
         condense.apply(model, CONDENSED)
-
-
-# Llama 4 scales the queries of layers without rotation by the number of tokens in the cache
-BY_POSITION = {"ministral3": {"rope_parameters": SCALED}, "llama4_text": {"floor_scale": 4, "attn_scale": 0.5}}
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])

@@ -19,6 +19,18 @@ NAMES = (
 )  # fmt: skip
 FEW = {name: tiny.CASES[name] for name in NAMES}
 ONE, SHORT = ROWS[0][None], torch.stack([row[:26] for row in ROWS])
+CACHES = pytest.mark.parametrize("kind", ["growing", "static"])
+NEW_TOKENS = torch.ones(1, 3, dtype=torch.long)
+# tokens that the cache has room for and holds; then new tokens and their mask
+CALLS = {
+    "full": (40, ONE, 40, ONE[:, :1], None, "wanted at most 40 tokens .* got 40 and 1 more; make it longer"),
+    "another batch": (
+        60, IDS, 39, torch.cat([IDS, IDS])[:, :4], None,
+        "wanted 3 rows, for which it was made, got 6; make a new cache",
+    ),
+    "mask of one": (60, ONE, 30, ONE[:, :1], NEW_TOKENS[:, :1], "cover all tokens so far, the cached ones included"),
+    "mask of three": (60, ONE, 30, ONE[:, :3], NEW_TOKENS, "cover all tokens so far, the cached ones included"),
+}  # fmt: skip
 
 
 @pytest.fixture(params=FEW.values(), ids=FEW)
@@ -31,9 +43,6 @@ def new_cache(model, kind, length=90):
     """A cache to give to generate or a forward, in either way that users make a growing one."""
     made = {"static": lambda: StaticCache(model.config, max_cache_len=length), "bare": DynamicCache}
     return made.get(kind, lambda: DynamicCache(config=model.config))()
-
-
-CACHES = pytest.mark.parametrize("kind", ["growing", "static"])
 
 
 def test_guidance_keeps_a_second_cache(few):
@@ -142,19 +151,6 @@ def test_generate_asks_for_room_before_it_starts(few):
     assert {type(layer) for layer in cache.layers} == {StaticLayer}
     want = tiny.generate(few, IDS, attention_mask=MASK)
     assert torch.equal(tiny.generate(few, IDS, attention_mask=MASK, past_key_values=new_cache(few, "static", 46)), want)
-
-
-NEW_TOKENS = torch.ones(1, 3, dtype=torch.long)
-# tokens that the cache has room for and holds; then new tokens and their mask
-CALLS = {
-    "full": (40, ONE, 40, ONE[:, :1], None, "wanted at most 40 tokens .* got 40 and 1 more; make it longer"),
-    "another batch": (
-        60, IDS, 39, torch.cat([IDS, IDS])[:, :4], None,
-        "wanted 3 rows, for which it was made, got 6; make a new cache",
-    ),
-    "mask of one": (60, ONE, 30, ONE[:, :1], NEW_TOKENS[:, :1], "cover all tokens so far, the cached ones included"),
-    "mask of three": (60, ONE, 30, ONE[:, :3], NEW_TOKENS, "cover all tokens so far, the cached ones included"),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(("room", "ids", "seen", "new", "mask", "message"), CALLS.values(), ids=CALLS)

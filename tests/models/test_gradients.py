@@ -18,6 +18,11 @@ FEW = {
 }
 IDS = tiny.tokens()
 BUDGET = {"rtol": 0, "atol": 1e-11}
+# dropout would differ between calls; it has its own test
+_GPT2 = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+_OPT = {"dropout": 0.0, "attention_dropout": 0.0}
+NO_DROPOUT = {"gpt2": _GPT2, "gpt2-layer-scale": _GPT2, "opt": _OPT, "phi3": {"resid_pdrop": 0.0}}
+LEARN = tiny.PAIRS | {"sliding": ("qwen2-mixed", tiny.CCA)}
 
 
 def _trainable(name, method, **changes):
@@ -36,19 +41,6 @@ def _gradients(model, ids=IDS, **kwargs):
 def _assert_same(a, b):
     torch.testing.assert_close(a[0], b[0], **BUDGET)
     torch.testing.assert_close(a[1], b[1], **BUDGET)
-
-
-# dropout would differ between calls; it has its own test
-_GPT2 = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-NO_DROPOUT = {
-    "gpt2": _GPT2,
-    "gpt2-layer-scale": _GPT2,
-    "opt": {"dropout": 0.0, "attention_dropout": 0.0},
-    "phi3": {"resid_pdrop": 0.0},
-}
-
-
-LEARN = tiny.PAIRS | {"sliding": ("qwen2-mixed", tiny.CCA)}
 
 
 @pytest.mark.parametrize(("name", "method"), LEARN.values(), ids=LEARN)

@@ -22,6 +22,11 @@ MODELS["kimi_linear"] = LCA
 # linear attention of the stock models is float32
 ROUNDED = {"rtol": 0, "atol": 5e-6}
 PROMPT, NEW = 17, 9
+LONG, READ = 22, 13
+SIZES = (READ, *[1] * (LONG - READ))
+FULL = {"layer_types": ["full_attention"] * 2}
+SAME = condense.CCA(group_size=1, window=0)
+ALL_OPEN = condense.Recall(group_size=2, window=4, num_recall=20)
 
 
 @pytest.fixture(params=MODELS)
@@ -78,13 +83,6 @@ def test_nothing_left_to_condense(choice):
     assert not hasattr(model.config, "condense")
 
 
-LONG, READ = 22, 13
-SIZES = (READ, *[1] * (LONG - READ))
-FULL = {"layer_types": ["full_attention"] * 2}
-SAME = condense.CCA(group_size=1, window=0)
-ALL_OPEN = condense.Recall(group_size=2, window=4, num_recall=20)
-
-
 def capped(**changes):
     """A stock model; "sdpa" of the oldest transformers would leave the cap out."""
     made = small.model("gemma2", **FULL, **{"attn_logit_softcapping": 0.5} | changes)
@@ -109,11 +107,10 @@ def test_is_the_stock_model(make, method, static):
     torch.testing.assert_close(tiny.in_chunks(model, ids, SIZES, cache), expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("make", "name", "rtol", "atol"),
-    [(ADDING["sinks"], "sinks", 1e-6, 1e-9), (capped, "q_proj.weight", 1e-5, 1e-8)],
-    ids=ADDING,
-)
+LEARNED = [(ADDING["sinks"], "sinks", 1e-6, 1e-9), (capped, "q_proj.weight", 1e-5, 1e-8)]
+
+
+@pytest.mark.parametrize(("make", "name", "rtol", "atol"), LEARNED, ids=ADDING)
 def test_gradients_are_those_of_the_stock_model(make, name, rtol, atol):
     model, ids, grads = make(), tiny.tokens(2, LONG), []
     for method in (None, SAME):

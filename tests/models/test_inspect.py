@@ -18,6 +18,16 @@ METHODS = tiny.METHODS | {
     "long-group": condense.CCA(group_size=17, window=3, summary="streaming"),
     "no-sinks": condense.StreamingLLM(sink=0, window=9),
 }
+LENGTH = 8192
+HOST = condense.Recall(group_size=16, window=256, unchosen="drop", store="host", slots=4)
+RECALLS = {
+    "two-open": condense.Recall(group_size=4, window=8, num_recall=2),
+    "wide-groups": condense.Recall(group_size=8, window=3, num_recall=1),
+    "whole-drop": condense.Recall(group_size=6, window=0, num_recall=3, unchosen="drop"),
+    "none-open": condense.Recall(group_size=4, window=5, num_recall=0),
+    "a-third-open": condense.Recall(group_size=4, window=5, num_recall=1 / 3),
+    "three-open": condense.Recall(group_size=8, window=5, num_recall=3),
+}
 
 
 def flops(name, method, length):
@@ -36,16 +46,6 @@ def flops(name, method, length):
     total += chunks * (rule.chunk - rule.entries + 1) * 2 * numbers
     total += chunks * rule.entries * 2 * H * 12 * (8 + 6) if latent else 0
     return total + (chunks * rule.chunk * 2 * scored + length * summary if method.layout.num_summary > 0 else 0)
-
-
-RECALLS = {
-    "two-open": condense.Recall(group_size=4, window=8, num_recall=2),
-    "wide-groups": condense.Recall(group_size=8, window=3, num_recall=1),
-    "whole-drop": condense.Recall(group_size=6, window=0, num_recall=3, unchosen="drop"),
-    "none-open": condense.Recall(group_size=4, window=5, num_recall=0),
-    "a-third-open": condense.Recall(group_size=4, window=5, num_recall=1 / 3),
-    "three-open": condense.Recall(group_size=8, window=5, num_recall=3),
-}
 
 
 def recall_flops(name, method, length):
@@ -128,10 +128,6 @@ def test_a_store_in_host_memory_is_counted_apart():
     assert report.entries == stored.entries - 92 + 20
     assert "of 100 tokens, 5,888 bytes per layer lie in host memory" in report.remark
     assert stored.host_bytes == 0
-
-
-LENGTH = 8192
-HOST = condense.Recall(group_size=16, window=256, unchosen="drop", store="host", slots=4)
 
 
 def skeleton(shape):

@@ -16,6 +16,12 @@ from condense.models.inspect import inspect
 IDS = tiny.tokens()
 LCA = tiny.METHODS["lca"]
 NAMES = pytest.mark.parametrize("name", tiny.LATENT)
+DEFINED = [
+    *((name, "lca") for name in tiny.LATENT),
+    *(("deepseek_v3", method) for method in ("cca", "streaming-6", "dga", "dga-streaming-log", "streaming-llm")),
+]
+SPARSE = tiny.EXPERTS | {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+EXPERTS = {"deepseek_v2": tiny.EXPERTS, "deepseek_v3": tiny.EXPERTS, "glm4_moe_lite": SPARSE}
 
 
 def recorded(monkeypatch, model, ids):
@@ -37,12 +43,6 @@ def as_latents(module, q, entries):
     weight = module.kv_b_proj.weight.unflatten(0, (4, 14))
     q, entries = q.detach(), entries.detach()[:, 0]
     return latent_oracle.Latents(*q.split([8, 4], -1), *entries.split([12, 4], -1), weight[:, :8].mT, weight[:, 8:].mT)
-
-
-DEFINED = [
-    *((name, "lca") for name in tiny.LATENT),
-    *(("deepseek_v3", method) for method in ("cca", "streaming-6", "dga", "dga-streaming-log", "streaming-llm")),
-]
 
 
 @pytest.mark.parametrize(("name", "method"), DEFINED)
@@ -94,9 +94,6 @@ def test_chunks_expand_representatives_and_window_alone(expanded):
     tiny.in_chunks(model, tiny.tokens(1, 200), (100, 100))
     assert expanded[:6] == [23, 23, 23, 48, 28, 48]
     assert max(expanded) < 100
-
-
-# --- projections that are no plain layer
 
 
 def plain(weight):
@@ -162,16 +159,6 @@ def test_gradients_pass_through_a_projection_that_only_runs():
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
-# --- experts
-
-
-EXPERTS = {
-    "deepseek_v2": tiny.EXPERTS,
-    "deepseek_v3": tiny.EXPERTS,
-    "glm4_moe_lite": tiny.EXPERTS | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
-}
-
-
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_as_models_run_them_by_default(name):
     changes = {key: value for key, value in EXPERTS[name].items() if key != "experts_implementation"}
@@ -180,9 +167,6 @@ def test_experts_as_models_run_them_by_default(name):
     wide = condense.apply(tiny.model(name, **EXPERTS[name]), LCA)
     wide.load_state_dict(model.state_dict())
     assert tiny.rounds_alike(cached, full, tiny.logits(wide, IDS))
-
-
-# --- layers, prompts, refusals
 
 
 @NAMES

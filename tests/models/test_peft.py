@@ -15,7 +15,6 @@ from condense.models import condensed_layers
 
 # peft still asks transformers by the old name
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-
 TARGETS = {
     "llama": ["q_proj", "v_proj"],
     "qwen3": ["q_proj", "k_proj", "v_proj", "o_proj"],
@@ -26,6 +25,7 @@ TARGETS = {
     "minicpm3": ["kv_a_proj_with_mqa", "kv_b_proj"],
 }
 IDS = tiny.tokens(2, 40)
+BY_LAYER = {0: tiny.CCA, 1: tiny.CCA, 2: tiny.STREAMING_6}
 
 
 def _lora(name):
@@ -111,12 +111,6 @@ def test_an_adapter_per_row():
         for row, adapter in enumerate(("default", "other")):
             model.set_adapter(adapter)
             torch.testing.assert_close(mixed[row : row + 1], tiny.logits(model, ids[row : row + 1]), **tiny.EXACT)
-
-
-# --- adapters carry the methods of the model that they were trained on
-
-
-BY_LAYER = {0: tiny.CCA, 1: tiny.CCA, 2: tiny.STREAMING_6}
 
 
 @pytest.fixture

@@ -11,6 +11,9 @@ from condense.caches import store
 
 METHOD = tiny.RECALL
 RECALLS = pytest.mark.parametrize("model", tiny.RECALLS.values(), ids=tiny.RECALLS, indirect=True)
+HOST = METHOD.replace(store="host", slots=3)
+LAYERS, CHUNKS = 3, (20, 17, 1, 16)
+LONG, LONG_MASK = tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (54, 47)])
 
 
 @RECALLS
@@ -42,11 +45,6 @@ def test_dropout_is_refused_before_a_token_is_stored():
     with torch.no_grad(), pytest.raises(ValueError, match="has no attention dropout"):
         model.train()(ids[:, :5], past_key_values=cache, use_cache=True)
     assert [layer.get_seq_length() for layer in cache.layers] == [40] * tiny.NUM_LAYERS
-
-
-HOST = METHOD.replace(store="host", slots=3)
-LAYERS, CHUNKS = 3, (20, 17, 1, 16)
-LONG, LONG_MASK = tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (54, 47)])
 
 
 @pytest.fixture

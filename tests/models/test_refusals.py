@@ -33,6 +33,20 @@ from condense.models.inspect import inspect
 IDS = tiny.tokens(2, 40)
 PROMPT = tiny.CCA.replace(summary="prompt")
 ONE = IDS[:1]
+PARTS = {
+    "chunked-prefill": ({"prefill_chunk_size": 7}, "unset prefill_chunk_size"),
+    "no-cache": ({"use_cache": False}, "leave use_cache on"),
+    "prompt-lookup": ({"prompt_lookup_num_tokens": 3}, "generate without assistant or prompt lookup"),
+}
+# the last layer refuses, after dense ones that could take back all tokens
+CROPPED = {"all": tiny.CCA, "last": {2: tiny.CCA}, "last-of-dense": {2: tiny.CCA, "rest": condense.Dense()}}
+OVERLAYS = {
+    "or": {"or_mask_function": blockwise_overlay(torch.zeros(2, 40, dtype=torch.long))},
+    "and": {"and_mask_function": lambda row, head, query, key: key != query - 1},
+    "blocks": {"block_sequence_ids": torch.arange(40).expand(2, 40) // 5},
+    "bidirectional": None,
+    "chunked": None,
+}
 
 
 @pytest.fixture
@@ -76,20 +90,17 @@ def _other_method(model):
 
 
 SLIDING = partial(DynamicSlidingWindowLayer, sliding_window=8)
-NOT_CONDENSED = "cannot be condensed: use a plain DynamicCache"
+NOT_CONDENSED, SLIDES = "cannot be condensed: use a plain DynamicCache", tiny.config("mistral-sliding")
 DENSE_ENTRIES = "already holds dense entries .* start CCA.* from an empty cache"
 CACHES = {
     "offloaded-static": (_offloaded, "offloaded static caches cannot be condensed: leave offloading out"),
-    "static-sliding": (
-        lambda m: StaticCache(tiny.config("mistral-sliding"), 128),
-        f"a StaticSlidingWindowLayer {NOT_CONDENSED}",
-    ),
+    "sliding-static": (lambda m: StaticCache(SLIDES, 128), f"a StaticSlidingWindowLayer {NOT_CONDENSED}"),
     "dense-static": (_dense_static, DENSE_ENTRIES),
     "quantized": (lambda m: _of_layers(QuantizedLayer), f"a QuantizedLayer {NOT_CONDENSED}"),
     "sliding": (lambda m: _of_layers(SLIDING), f"a DynamicSlidingWindowLayer {NOT_CONDENSED}"),
     "encoder-decoder": (
         lambda m: EncoderDecoderCache(DynamicCache(), DynamicCache()),
-        "encoder-decoder caches cannot be condensed: call condense.restore",
+        "encoder-decoder .*: call condense.restore",
     ),
     "of-a-dense-model": (lambda m: tiny.filled(tiny.model("llama"), IDS), DENSE_ENTRIES),
     "of-another-method": (_other_method, "already holds tokens condensed by CCA.*summary='streaming'"),
@@ -296,27 +307,15 @@ def test_more_tokens_than_learned_positions(name):
     assert tiny.generate(model, ids[:, : 128 - tiny.NEW]).shape == (1, 128)
 
 
-PARTS = {
-    "chunked-prefill": ({"prefill_chunk_size": 7}, "unset prefill_chunk_size"),
-    "no-cache": ({"use_cache": False}, "leave use_cache on"),
-    "prompt-lookup": ({"prompt_lookup_num_tokens": 3}, "generate without assistant or prompt lookup"),
-}
-
-
 @pytest.mark.parametrize("method", [PROMPT, tiny.SELECT], ids=["summary", "selection"])
 @pytest.mark.parametrize(("settings", "way_out"), PARTS.values(), ids=PARTS)
 def test_a_prompt_in_parts_to_a_method_that_reads_it_whole(method, settings, way_out):
     model, setting = condense.apply(tiny.model("llama"), method), "summary" if method is PROMPT else "selection"
     expected = tiny.generate(model, ONE)
-    with pytest.raises(
-        ValueError, match=f"whole prompt, alone, in .* forward: {way_out}, or use {setting}='streaming'"
-    ):
+    said = f"whole prompt, alone, in .* forward: {way_out}, or use {setting}='streaming'"
+    with pytest.raises(ValueError, match=said):
         tiny.generate(model, ONE, **settings)
     assert torch.equal(tiny.generate(model, ONE), expected)
-
-
-# the last layer refuses, after dense ones that could take back all tokens
-CROPPED = {"all": tiny.CCA, "last": {2: tiny.CCA}, "last-of-dense": {2: tiny.CCA, "rest": condense.Dense()}}
 
 
 @pytest.mark.parametrize("choice", CROPPED.values(), ids=CROPPED)
@@ -329,15 +328,6 @@ def test_a_crop_that_a_layer_refuses_leaves_all_layers_as_they_were(choice):
     more = tiny.tokens(2, 5, seed=3)
     full = tiny.logits(model, torch.cat([IDS, more], dim=1))[:, 40:]
     torch.testing.assert_close(tiny.in_chunks(model, more, (5,), cache), full, **tiny.EXACT)
-
-
-OVERLAYS = {
-    "or": {"or_mask_function": blockwise_overlay(torch.zeros(2, 40, dtype=torch.long))},
-    "and": {"and_mask_function": lambda row, head, query, key: key != query - 1},
-    "blocks": {"block_sequence_ids": torch.arange(40).expand(2, 40) // 5},
-    "bidirectional": None,
-    "chunked": None,
-}
 
 
 @pytest.mark.parametrize("layers", [None, [1]], ids=["all-layers", "one-layer"])

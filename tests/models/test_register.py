@@ -119,11 +119,7 @@ def test_a_class_that_does_not(cls, reason):
 def test_what_it_wants_to_see():
     layers = "model must be a transformers model with layers of LlamaAttention, got "
     low = r"must be in float32 or float64, .* got torch.bfloat16: make a tiny one"
-    given = (
-        (tiny.model("llama"), layers + "Llama"),
-        ("a-name", layers + "str"),
-        (_model(LlamaAttention).bfloat16(), low),
-    )
+    given = (tiny.model("llama"), layers + "Llama"), ("name", layers + "str"), (_model(LlamaAttention).bfloat16(), low)
     for model, message in given:
         with pytest.raises(ValueError, match=message):
             condense.register(LlamaAttention, model)

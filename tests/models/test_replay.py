@@ -35,6 +35,7 @@ EAGER = {
     "given": {"past_key_values": DynamicCache},
     "not-compiled": {"disable_compile": True},
 }
+BOTH = {"cca": tiny.CCA, "recall": condense.Recall(group_size=4, window=8, num_recall=2)}
 
 
 class _Recorded:
@@ -125,12 +126,7 @@ def _ends(model, prompts=IDS):
     return end, int((free[0] == end).nonzero()[0])
 
 
-@grid(
-    2,
-    "captured",
-    captured=[_Recorded, _Traced],
-    method={"cca": tiny.CCA, "recall": condense.Recall(group_size=4, window=8, num_recall=2)},
-)
+@grid(2, "captured", captured=[_Recorded, _Traced], method=BOTH)
 def test_rows_that_have_ended_are_passed_over(captured, monkeypatch, method):
     """They read no more tokens; the other row's are the same, and so is what is returned."""
     model = _model(monkeypatch, method)

@@ -142,9 +142,9 @@ BAD = {
     "no methods": ({"methods": []}, r"config.condense.* (name a layer, got none|as condense.apply writes it)"),
     "an empty list": (_assigned_to([]), r"config.condense.* name a layer, got none"),  # dense without a word
     "unknown": (_assigned_to([0], "mystery"), r"method must be one of .*, got 'mystery'"),
-    "of another version": (
+    "another": (
         _assigned_to([0], mystery=1) | {"version": "99.0"},
-        rf"written by condense 99.0, this is {condense.__version__}: .*mystery",
+        rf"99.0, this is {condense.__version__}: .*mystery",
     ),
 } | {  # some had been read as other layers, some as none
     repr(layers): (_assigned_to(layers), r"config.condense.* layers must be a list of integers >= 0, got")

@@ -20,6 +20,7 @@ NAMES = ("minicpm3", "deepseek_v2", "glm4_moe_lite", "llama")
 # two ranks want two GPUs, or none
 DEVICE = "cuda" if torch.cuda.device_count() > 1 else "cpu"
 IDS = tiny.tokens().to(DEVICE)
+TOKENS = tiny.tokens()
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +81,6 @@ def test_heads_that_are_missing_without_a_mesh_are_refused():
     assert head_group(module, 4) is None
     with pytest.raises(ValueError, match=r"2 of 4 heads are on this rank .* load the model with tp_plan='auto'"):
         head_group(module, 2)
-
-
-TOKENS = tiny.tokens()
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ EXACT = {"rtol": 0, "atol": 1e-12}
 # deepseek_v2 rotates in float32 whatever the model's dtype: the stock model's logits, some 10 in size, differ by 4e-6
 # between one forward and several
 ROUNDED = {"rtol": 0, "atol": 1e-4}
-
 G, W = 4, 8
 CCA = condense.CCA(group_size=G, window=W)
 STREAMING = condense.CCA(group_size=G, window=W, summary="streaming", key_pooling="select", rep_bias="log_size")
@@ -45,7 +44,6 @@ METHODS = {
     "lm-infinite": condense.LMInfinite(n_global=3, window=7),
     "dense": condense.Dense(),
 }
-
 _SIZES = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": NUM_LAYERS,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,

@@ -12,6 +12,24 @@ from condense.ops import Problem, RuleSpans, Source, UniformRule, api, attend, r
 from condense.ops.backends import BACKENDS, Backend
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+# B, H, K, L, M, N
+SHAPES = {
+    "one query": (1, 2, 1, 1, 3, 5),
+    "decode": (3, 6, 2, 1, 7, 20),
+    "ratio3": (2, 6, 2, 13, 9, 17),
+    "ratio7": (1, 7, 1, 20, 4, 11),
+    "no prefix": (2, 4, 4, 15, 0, 15),
+    "no band": (2, 4, 2, 15, 6, 0),
+    "nothing at all": (2, 4, 2, 7, 0, 0),
+}
+REFUSED = [
+    (CPU, {}, "needs a CUDA device, or TRITON_INTERPRET=1 .*, got cpu"),
+    (CUDA, {"dropout_p": 0.1}, "has no attention dropout .* got 0.1"),
+    (CUDA, {"dtype": torch.float64}, "takes torch.bfloat16, .*, got torch.float64"),
+    (CUDA, {"widths": (64, 72)}, "has kernels for head widths 64, .*, 256, got \\(64, 72\\)"),
+    (CUDA, {"dropout_p": 0.1, "num_sources": 5}, "has no attention dropout .*, got 0.1; takes .*, got 5"),
+]
 
 
 def sources(B, H, K, L, M, N, D=4, Dv=3, seed=0):
@@ -23,18 +41,6 @@ def sources(B, H, K, L, M, N, D=4, Dv=3, seed=0):
 def rising(B, K, L, top, seed):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, top + 1, (B, K, L), generator=generator).sort(-1).values
-
-
-# B, H, K, L, M, N
-SHAPES = {
-    "one query": (1, 2, 1, 1, 3, 5),
-    "decode": (3, 6, 2, 1, 7, 20),
-    "ratio3": (2, 6, 2, 13, 9, 17),
-    "ratio7": (1, 7, 1, 20, 4, 11),
-    "no prefix": (2, 4, 4, 15, 0, 15),
-    "no band": (2, 4, 2, 15, 6, 0),
-    "nothing at all": (2, 4, 2, 7, 0, 0),
-}
 
 
 @grid(
@@ -107,20 +113,7 @@ def test_attend_refuses_what_backends_would_not_agree_on(backend):
         attend(q[:, :3], two_sources(*rest), spans, scale=0.6, backend=backend)
 
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-
-
-@pytest.mark.parametrize(
-    ("device", "changes", "message"),
-    [
-        (CPU, {}, "needs a CUDA device, or TRITON_INTERPRET=1 .*, got cpu"),
-        (CUDA, {"dropout_p": 0.1}, "has no attention dropout .* got 0.1"),
-        (CUDA, {"dtype": torch.float64}, "takes torch.bfloat16, .*, got torch.float64"),
-        (CUDA, {"widths": (64, 72)}, "has kernels for head widths 64, .*, 256, got \\(64, 72\\)"),
-        (CUDA, {"dropout_p": 0.1, "num_sources": 5}, "has no attention dropout .*, got 0.1; takes .*, got 5"),
-    ],
-    ids=["CPU", "dropout", "dtype", "width", "all"],
-)
+@pytest.mark.parametrize(("device", "changes", "message"), REFUSED, ids=["CPU", "dropout", "dtype", "width", "all"])
 def test_triton_is_refused_where_it_cannot_run_and_auto_does_without(device, changes, message):
     options = {"dtype": torch.bfloat16, "widths": (128, 128), **changes}
     with pytest.raises(ValueError, match=f"^backend 'triton' {message}; use backend='torch'"):

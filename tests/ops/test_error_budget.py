@@ -48,13 +48,8 @@ def test_gradients_within_twice_the_eager_error(name, dtype):
     weight = oracle.random_qkv(1, inputs[0].shape[1], 1, 190, 48, 1, seed=3)[0].to(dtype)
     exact = [x.detach().double().requires_grad_() for x in inputs]
     want = torch.autograd.grad((oracle.attention(*exact, method=method)[0] * weight.double()).sum(), exact)
-    eager, got = (
-        torch.autograd.grad(out, inputs, weight)
-        for out in (
-            eager_attention(*inputs, method=method),
-            condense.attention(*inputs, method=method, backend="torch"),
-        )
-    )
+    outs = eager_attention(*inputs, method=method), condense.attention(*inputs, method=method, backend="torch")
+    eager, got = (torch.autograd.grad(out, inputs, weight) for out in outs)
     assert judge(got, want, eager).passed
 
 
@@ -98,12 +93,8 @@ def test_autocast(backend, name):
     assert torch.equal(out, want)
     assert torch.equal(lse, want_lse)
     torch.testing.assert_close(mixed, want)
-    for x, y in zip(
-        torch.autograd.grad(out.float().square().sum(), inputs),
-        torch.autograd.grad(want.float().square().sum(), low),
-        strict=True,
-    ):
-        assert torch.equal(x, y.float())
+    grads = [torch.autograd.grad(x.float().square().sum(), leaves) for x, leaves in ((out, inputs), (want, low))]
+    assert all(torch.equal(x, y.float()) for x, y in zip(*grads, strict=True))
 
 
 def test_autocast_leaves_float64_alone(backend):

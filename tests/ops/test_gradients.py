@@ -20,6 +20,7 @@ METHODS = cases.PLANS | {
 # a store of fewer bits keeps no gradients
 RECALLS = {f"recall-{name}": method for name, method in cases.RECALLS.items() if method.store_bits == 16}
 ALL = METHODS | RECALLS
+METHOD = condense.LCA(group_size=4, window=16, rep_bias="log_size")
 
 
 def leaves(*shape, **options):
@@ -134,9 +135,6 @@ def test_one_huge_key(backend):
     q = q.abs()
     out = condense.attention(q, k, v, method=cases.PLANS["cca"], backend=backend, scale=1e-3)
     torch.testing.assert_close(out[:, :, 33], v[:, :, 33].expand(-1, 2, -1))
-
-
-METHOD = condense.LCA(group_size=4, window=16, rep_bias="log_size")
 
 
 def kept_for_backward(length):

@@ -7,6 +7,7 @@ from condense.ops import POOLINGS, Chunks, SummarySpans, group_scores, pool, poo
 
 BACKENDS = ["reference", "torch"]
 EXACT = {"rtol": 1e-13, "atol": 1e-13}
+B, H, K, L, D, Q = 2, 6, 2, 23, 5, 7
 
 
 def groups(dtype=torch.float64, shape=(2, 3, 4, 5, 6)):
@@ -45,9 +46,6 @@ def test_select_ties_go_to_the_lowest_position(backend, dtype, size):
     assert bool((scores == scores[..., :1]).all())
     v = torch.arange(size).to(dtype)[:, None].expand(2, 3, 4, size, 1)
     assert bool((pool(v, scores, how="select", backend=backend) == 0).all())
-
-
-B, H, K, L, D, Q = 2, 6, 2, 23, 5, 7
 
 
 def numbers(*values):

@@ -28,6 +28,17 @@ GRID = {
 METHODS = cases.PLANS | GRID | RECALLS | {"dropped": RECALLS["three-open"].replace(unchosen="drop")}
 B, H, K, D, DV = 2, 4, 2, 6, 5
 SCALE = 0.6
+FULL = {"tokens": (condense.CCA(group_size=2, window=3), 20, None), "groups": (RECALLS["two-open"], 60, 3)}
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+BACKENDS = [
+    (CPU, torch.bfloat16, (128, 128), condense.CCA(), 0, "torch"),
+    (CUDA, torch.bfloat16, (128, 128), condense.CCA(), 0, "triton"),
+    (CUDA, torch.float64, (128, 128), condense.CCA(), 0, "torch"),
+    (CUDA, torch.bfloat16, (128, 257), condense.CCA(), 0, "torch"),
+    (CUDA, torch.bfloat16, (128, 128), condense.DGA(focal="random"), 0, "torch"),
+    (CUDA, torch.bfloat16, (576, 0), condense.LCA(), 512, "triton"),
+    (CUDA, torch.bfloat16, (577, 0), condense.LCA(), 513, "torch"),
+]
 
 
 @pytest.fixture(params=METHODS.values(), ids=METHODS)
@@ -126,9 +137,6 @@ def test_one_graph_for_all_steps(method):
     assert counter.frame_count == 1
 
 
-FULL = {"tokens": (condense.CCA(group_size=2, window=3), 20, None), "groups": (RECALLS["two-open"], 60, 3)}
-
-
 @pytest.mark.parametrize(("method", "length", "entries"), FULL.values(), ids=FULL)
 def test_a_step_too_many_stays_inside(method, length, entries):
     """A compiled step cannot look how full the buffers are: what has no room is dropped, the rest stands."""
@@ -175,22 +183,7 @@ def test_which_backends_take_a_step():
         decode_step(call, own_of(method, B, state), backend="triton")
 
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "widths", "method", "latent", "backend"),
-    [
-        (CPU, torch.bfloat16, (128, 128), condense.CCA(), 0, "torch"),
-        (CUDA, torch.bfloat16, (128, 128), condense.CCA(), 0, "triton"),
-        (CUDA, torch.float64, (128, 128), condense.CCA(), 0, "torch"),
-        (CUDA, torch.bfloat16, (128, 257), condense.CCA(), 0, "torch"),
-        (CUDA, torch.bfloat16, (128, 128), condense.DGA(focal="random"), 0, "torch"),
-        (CUDA, torch.bfloat16, (576, 0), condense.LCA(), 512, "triton"),
-        (CUDA, torch.bfloat16, (577, 0), condense.LCA(), 513, "torch"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("device", "dtype", "widths", "method", "latent", "backend"), BACKENDS, ids=str)
 def test_backends_of_a_step(monkeypatch, device, dtype, widths, method, latent, backend):
     monkeypatch.setattr(limits, "_HAS_TRITON", True)
     assert step_backend(device, dtype, widths, step_settings(method), latent=latent) == backend

@@ -21,6 +21,46 @@ from condense.serving.vllm.register import ARCHITECTURES, condensed_name
 
 METHOD = condense.CCA(summary="streaming")
 SAVED = settings_of({0: METHOD, 1: METHOD})
+REFUSED = [
+    (["--method", "dga"], "one of Recall, CCA, LCA"),
+    (["--method", "dense"], "got dense attention only"),
+    (["--method", "cca:summary=prompt"], "summary='streaming'"),
+    (["--method", "lca:window=1000"], "window=1008"),
+    (["--method", "cca", "--hf-overrides", "{"], "--hf-overrides must be JSON"),
+    (["--method", "cca", "--hf-overrides", "[]"], "must be a JSON object"),
+    (["--method", "cca", "--hf-overrides"], "must have a value"),
+    (["--method", "cca", '--hf-overrides={"condense": {}}'], "leave out 'condense'"),
+    (["--method", "cca", "--hf-overrides={}", "--hf_overrides={}"], "once and in full"),
+    (["--method", "cca", "--hf-overrides.rope_theta", "2"], "as a JSON object, got --hf-overrides.rope_theta"),
+    (["--method", "cca", "--hf-over", "{}"], "got --hf-over:"),
+    (["--method", "recall-host"], "use store='device', as recall-device does"),
+    (["--method", "dense@0+dga@rest"], "layers 1-2: method must be one of Recall"),
+    (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype must be the model's"),
+    (["--kv_cache_dtype=fp8", "--speculative-config", "{}"], "must be the model's"),
+    (["--kv_cache_dtype=fp8", "--speculative-config", "{}"], "; --speculative-config is not served"),
+    (["--method", "dga", "-tp", "3"], "model.generate; --tensor-parallel-size must divide the model's 2 KV heads"),
+]
+OF_LATENTS = [
+    (["-tp", "2"], "must divide the model's 1 KV heads, got 2"),
+    (["--enable-lora"], "--enable-lora is not served with latents (MLA)"),
+    (["--method", "lca@0"], "got dense attention in layers 1: give each a method"),
+    (["--method", "dense@0+lca@rest"], "got dense attention in layers 0: give each a method"),
+    (["--method", "dga"], "method must be one of"),
+    ([], None),
+]
+DRAFTS = [
+    ("recall:store=device", "ngram", True),
+    ("recall-device", "ngram", False),
+    ("cca:summary=streaming", "ngram", False),
+    ("cca", "ngram", True),
+    ("cca", "eagle", False),
+]
+CHECKPOINTS = [
+    ({"quant_method": "fp8", "activation_scheme": "dynamic"}, True),
+    ({"quant_method": "compressed-tensors", "kv_cache_scheme": None}, True),
+    ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}, False),
+    ({"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "FP8"}}, False),
+]
 
 
 class TakenOver(Exception):  # noqa: N818
@@ -101,29 +141,7 @@ def test_an_unadapted_model_is_warned_of(serve, stock, caplog):
     assert caplog.text.count("condense train adapt") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--method", "dga"], "one of Recall, CCA, LCA"),
-        (["--method", "dense"], "got dense attention only"),
-        (["--method", "cca:summary=prompt"], "summary='streaming'"),
-        (["--method", "lca:window=1000"], "window=1008"),
-        (["--method", "cca", "--hf-overrides", "{"], "--hf-overrides must be JSON"),
-        (["--method", "cca", "--hf-overrides", "[]"], "must be a JSON object"),
-        (["--method", "cca", "--hf-overrides"], "must have a value"),
-        (["--method", "cca", '--hf-overrides={"condense": {}}'], "leave out 'condense'"),
-        (["--method", "cca", "--hf-overrides={}", "--hf_overrides={}"], "once and in full"),
-        (["--method", "cca", "--hf-overrides.rope_theta", "2"], "as a JSON object, got --hf-overrides.rope_theta"),
-        (["--method", "cca", "--hf-over", "{}"], "got --hf-over:"),
-        (["--method", "recall-host"], "use store='device', as recall-device does"),
-        (["--method", "dense@0+dga@rest"], "layers 1-2: method must be one of Recall"),
-        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype must be the model's"),
-        (["--kv_cache_dtype=fp8", "--speculative-config", "{}"], "must be the model's"),
-        (["--kv_cache_dtype=fp8", "--speculative-config", "{}"], "; --speculative-config is not served"),
-        (["--method", "dga", "-tp", "3"], "model.generate; --tensor-parallel-size must divide the model's 2 KV heads"),
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize(("arguments", "words"), REFUSED, ids=" ".join)
 def test_what_is_refused(serve, stock, arguments, words):
     command, err = serve(stock, *arguments)
     assert command is None
@@ -131,18 +149,7 @@ def test_what_is_refused(serve, stock, arguments, words):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["-tp", "2"], "must divide the model's 1 KV heads, got 2"),
-        (["--enable-lora"], "--enable-lora is not served with latents (MLA)"),
-        (["--method", "lca@0"], "got dense attention in layers 1: give each a method"),
-        (["--method", "dense@0+lca@rest"], "got dense attention in layers 0: give each a method"),
-        (["--method", "dga"], "method must be one of"),
-        ([], None),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("flags", "words"), OF_LATENTS, ids=str)
 def test_what_is_refused_of_latents(serve, tmp_path, flags, words):
     random_latents().save_pretrained(tmp_path)
     command, err = serve(tmp_path, *flags)
@@ -154,16 +161,7 @@ def test_what_is_refused_of_latents(serve, tmp_path, flags, words):
         assert command is None
 
 
-@pytest.mark.parametrize(
-    ("method", "drafts", "passed"),
-    [
-        ("recall:store=device", "ngram", True),
-        ("recall-device", "ngram", False),
-        ("cca:summary=streaming", "ngram", False),
-        ("cca", "ngram", True),
-        ("cca", "eagle", False),
-    ],
-)
+@pytest.mark.parametrize(("method", "drafts", "passed"), DRAFTS)
 def test_drafts_that_can_be_taken_back(serve, stock, method, drafts, passed):
     """Whether it runs on a CPU, vLLM's process sees."""
     command, err = serve(stock, "--method", method, "-sc", json.dumps({"method": drafts}))
@@ -178,16 +176,7 @@ def test_weights_in_fp8_are_for_vllm(serve, stock, flags):
     assert command[-2:] == flags
 
 
-@pytest.mark.parametrize(
-    ("settings", "is_served"),
-    [
-        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, True),
-        ({"quant_method": "compressed-tensors", "kv_cache_scheme": None}, True),
-        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}, False),
-        ({"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "FP8"}}, False),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("settings", "is_served"), CHECKPOINTS, ids=str)
 def test_checkpoints_in_fp8(serve, tmp_path, settings, is_served):
     config = LlamaConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, architectures=["LlamaForCausalLM"])
     config.quantization_config = settings
@@ -287,11 +276,8 @@ def test_own_overrides_and_batch_are_kept(name):
     flags = [name + '={"rope_scaling": null}', "--max-num-batched-tokens=512"]
     config = Qwen2Config(architectures=["Qwen2ForCausalLM"], condense=SAVED)
     command = server_command("model", config, flags)
-    assert overrides(command) == {
-        "rope_scaling": None,
-        "architectures": ["CondensedQwen2ForCausalLM"],
-        "condense": SAVED,
-    }
+    given = {"architectures": ["CondensedQwen2ForCausalLM"], "condense": SAVED}
+    assert overrides(command) == {"rope_scaling": None, **given}
     assert [flag for flag in command if "batched" in flag] == ["--max-num-batched-tokens=512"]
     command = server_command("model", config, [])
     assert command[command.index("--max-num-batched-tokens") + 1] == "4096"

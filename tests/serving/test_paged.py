@@ -111,9 +111,8 @@ def test_a_shared_prefix_is_exact_and_never_written(pool, backend):
     b = pool.add(prefix + 50, a, prefix)
     shared = [page for page in {*b.window, *b.entries} if page != NULL]
     before = pool.blocks[shared].clone()
-    outs = [
-        pool.read([(b, cut(other, i, i + 5))], scale=SCALE, backend=backend)[0] for i in range(prefix, prefix + 50, 5)
-    ]
+    pieces = [(b, cut(other, i, i + 5)) for i in range(prefix, prefix + 50, 5)]
+    outs = [pool.read([piece], scale=SCALE, backend=backend)[0] for piece in pieces]
     torch.testing.assert_close(torch.cat(outs), wanted(pool, other)[prefix:], **EXACT)
     assert torch.equal(pool.blocks[shared], before)
     rest = pool.read([(a, cut(first, prefix, prefix + 30))], scale=SCALE, backend=backend)[0]

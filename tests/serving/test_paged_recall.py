@@ -22,6 +22,11 @@ from condense.ops.torch import step as torch_step
 H, K, D, DV = 4, 2, 6, 4
 SCALE = 0.6
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
+REFUSED = [
+    (RECALL.replace(key_pooling="weighted"), "must be means or maxima.*got 'weighted'"),
+    (RECALL.replace(rep_bias="matched"), "must be means or maxima.*4 queries"),
+    (RECALL.replace(store="host"), "use store='device'"),
+]
 
 
 @pytest.fixture(params=(RECORDS | EXACT_PROMPTS).values(), ids=RECORDS | EXACT_PROMPTS)
@@ -90,15 +95,7 @@ def test_a_request_that_takes_up_a_prefix_has_the_bits_of_one_that_read_all_itse
     assert all(torch.equal(x, alone.kept(cold)[name]) for name, x in pool.kept(b).items())
 
 
-@pytest.mark.parametrize(
-    ("method", "message"),
-    [
-        (RECALL.replace(key_pooling="weighted"), "must be means or maxima.*got 'weighted'"),
-        (RECALL.replace(rep_bias="matched"), "must be means or maxima.*4 queries"),
-        (RECALL.replace(store="host"), "use store='device'"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("method", "message"), REFUSED, ids=str)
 def test_settings_that_records_cannot_hold_are_refused(method, message):
     pool = RecordPool(RECORDS["default"], (K, D, DV))
     pool.plan.settings = paged_settings(method)

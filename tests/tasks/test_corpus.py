@@ -23,6 +23,13 @@ from condense.train import RECIPES
 from condense.train.record import summary
 
 DOCUMENTS = ["One line.\nA second,\u2028not a third.\n", "Code:\n\tx = 1\n"]
+UNREADABLE = [
+    ("hf:books", "data: wanted a dataset as hf:OWNER/NAME or .*, got hf:books$"),
+    ("hf:a/b/c/d", "data: wanted a dataset as hf:OWNER/NAME or"),
+    ("hf:/books", "data: wanted a dataset as hf:OWNER/NAME or"),
+    ("hf:ann/none", r"data: wanted a dataset that can be loaded, got hf:ann/none: Dataset .* doesn't exist$"),
+    ("hf:ann/other", "data: wanted a dataset with a column text, got hf:ann/other: its columns are id, body$"),
+]
 
 
 def _records(documents):
@@ -200,16 +207,7 @@ def test_name_config_and_split(stored):
     assert list(read_documents(names)) == ["a", "b", "c", "d", "e"]
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("hf:books", "data: wanted a dataset as hf:OWNER/NAME or .*, got hf:books$"),
-        ("hf:a/b/c/d", "data: wanted a dataset as hf:OWNER/NAME or"),
-        ("hf:/books", "data: wanted a dataset as hf:OWNER/NAME or"),
-        ("hf:ann/none", r"data: wanted a dataset that can be loaded, got hf:ann/none: Dataset .* doesn't exist$"),
-        ("hf:ann/other", "data: wanted a dataset with a column text, got hf:ann/other: its columns are id, body$"),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), UNREADABLE)
 def test_what_cannot_be_read_is_refused_in_one_line(stored, name, message):
     stored["ann/other", "train"] = {"id": [1], "body": ["a"]}
     with pytest.raises(ValueError, match=message):

@@ -25,6 +25,14 @@ from condense.tasks import (
 
 LINE = re.compile(r"^The number of the (\w+) (\w+) is (\d{4})\.$", re.MULTILINE)
 QUESTION = re.compile(r"^Question: What is the number of the (\w+) (\w+)\?\nAnswer: (\d{4})\.$", re.MULTILINE)
+WORDS = load_words().held_out
+BAD = [
+    (lambda: hide("", [], []), "text: wanted"),
+    (lambda: hide("x", [Key("a", "b", "1")], [2.0]), "depths: wanted 1 numbers from 0 to 1"),
+    (lambda: question_prompt(Key("a", "b", "1"), "poem"), "form: wanted one of cloze, question, got 'poem'"),
+    (lambda: draw_keys(np.random.default_rng(0), ["a", "b"], 2), "count: wanted 1 to 1 keys"),
+    (lambda: draw_keys(np.random.default_rng(0), "abcd", 3, shared=True), "count: wanted 1 to 2 keys .*, got 3"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -100,19 +108,7 @@ def test_hiding_in_a_users_text():
     assert without == text + "\n"
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: hide("", [], []), "text: wanted"),
-        (lambda: hide("x", [Key("a", "b", "1")], [2.0]), "depths: wanted 1 numbers from 0 to 1"),
-        (lambda: question_prompt(Key("a", "b", "1"), "poem"), "form: wanted one of cloze, question, got 'poem'"),
-        (lambda: draw_keys(np.random.default_rng(0), ["a", "b"], 2), "count: wanted 1 to 1 keys"),
-        (
-            lambda: draw_keys(np.random.default_rng(0), "abcd", 3, shared=True),
-            "count: wanted 1 to 2 keys for 4 words, got 3",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("call", "message"), BAD)
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=message):
         call()
@@ -139,9 +135,6 @@ def test_tokenizers_that_put_a_space_before_a_text(text):
     builder = SequenceBuilder(tokenizer, encode_corpus([text], tokenizer), load_words().trained, 1024)
     decoded = tokenizer.decode(builder.passkeys(np.random.default_rng(0), 3, "question").input_ids)
     assert len(LINE.findall(decoded)) == len(QUESTION.findall(decoded)) == 3
-
-
-WORDS = load_words().held_out
 
 
 @pytest.fixture(scope="module")

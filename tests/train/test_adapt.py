@@ -30,6 +30,27 @@ from condense.train.trainer import MixedTrainer
 # transformers' own, of PEFT
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+GATHERING = {
+    ("FSDP_VERSION", "1"): "FSDP_VERSION: wanted 2",
+    ("FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT"): "others gather weights and optimizer on one process .*, got FULL",
+    ("FSDP_AUTO_WRAP_POLICY", "NO_WRAP"): "FSDP_AUTO_WRAP_POLICY: wanted TRANSFORMER_BASED_WRAP",
+    ("FSDP_CPU_RAM_EFFICIENT_LOADING", "true"): "FSDP_CPU_RAM_EFFICIENT_LOADING: wanted false",
+    ("FSDP_VERSION", "2"): "ACCELERATE_USE_FSDP: wanted processes on GPUs, got none",
+}
+BAD_FILES = [
+    ("stepps = 40", r"recipe: wanted fields of .*; got stepps in .*recipe.toml"),
+    ("steps = ", r"recipe: wanted a TOML file, got .*recipe.toml"),
+    ('data = "a.txt"', r"data: wanted a list, got 'a.txt' in .*recipe.toml"),
+    ("method = 3", r"method: wanted a text, got 3 in .*recipe.toml"),
+    ("data_weights = [1, 2]", "data_weights: wanted one for each of 1 data files, got 2"),
+    ('steps = "40"', "steps must be an integer"),
+    ('gradient_checkpointing = "no"', "gradient_checkpointing must be True or False"),
+]
+PROJECTIONS = [
+    ("llama", {"q_proj", "k_proj", "v_proj"}, {"o_proj"}),
+    ("gpt2", {"c_attn"}, {"c_proj"}),
+    ("deepseek_v3", {"q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"}, {"o_proj"}),
+]
 
 
 @pytest.fixture
@@ -131,18 +152,7 @@ def test_a_recipe_file(tmp_path):
             adaptation(tmp_path, **{name: value})
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("stepps = 40", r"recipe: wanted fields of .*; got stepps in .*recipe.toml"),
-        ("steps = ", r"recipe: wanted a TOML file, got .*recipe.toml"),
-        ('data = "a.txt"', r"data: wanted a list, got 'a.txt' in .*recipe.toml"),
-        ("method = 3", r"method: wanted a text, got 3 in .*recipe.toml"),
-        ("data_weights = [1, 2]", "data_weights: wanted one for each of 1 data files, got 2"),
-        ('steps = "40"', "steps must be an integer"),
-        ('gradient_checkpointing = "no"', "gradient_checkpointing must be True or False"),
-    ],
-)
+@pytest.mark.parametrize(("line", "message"), BAD_FILES)
 def test_bad_recipe_files(tmp_path, line, message):
     path = tmp_path / "recipe.toml"
     path.write_text(line)
@@ -158,14 +168,7 @@ def test_the_record_tells_what_is_trained_and_shares_of_the_data_apart(tmp_path)
     assert all(one != other for one, other in itertools.combinations(records, 2))
 
 
-@pytest.mark.parametrize(
-    ("name", "qkv", "output"),
-    [
-        ("llama", {"q_proj", "k_proj", "v_proj"}, {"o_proj"}),
-        ("gpt2", {"c_attn"}, {"c_proj"}),
-        ("deepseek_v3", {"q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"}, {"o_proj"}),
-    ],
-)
+@pytest.mark.parametrize(("name", "qkv", "output"), PROJECTIONS)
 def test_the_attentions_projections(name, qkv, output, tmp_path):
     model = tiny.model(name)
     found = {which: {path.rpartition(".")[2] for path in projections(model, which)} for which in ("qkv", "qkvo")}
@@ -252,15 +255,6 @@ def test_bfloat16_adapters_under_fsdp_need_a_torch_that_keeps_two_dtypes_apart(b
     monkeypatch.setattr(phase_module, "is_torch_version", lambda *_: False)
     with pytest.raises(ValueError, match=r"train: wanted torch 2.13 or newer for bfloat16 adapters under FSDP2"):
         run_training(adaptation(base, train="lora", dtype="bfloat16"))
-
-
-GATHERING = {
-    ("FSDP_VERSION", "1"): "FSDP_VERSION: wanted 2",
-    ("FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT"): "others gather weights and optimizer on one process .*, got FULL",
-    ("FSDP_AUTO_WRAP_POLICY", "NO_WRAP"): "FSDP_AUTO_WRAP_POLICY: wanted TRANSFORMER_BASED_WRAP",
-    ("FSDP_CPU_RAM_EFFICIENT_LOADING", "true"): "FSDP_CPU_RAM_EFFICIENT_LOADING: wanted false",
-    ("FSDP_VERSION", "2"): "ACCELERATE_USE_FSDP: wanted processes on GPUs, got none",
-}
 
 
 @pytest.mark.usefixtures("fsdp2")

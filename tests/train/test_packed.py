@@ -25,6 +25,13 @@ from condense.train.phase import train_phase
 METHOD = condense.CCA(group_size=4, window=8, summary="streaming")
 LENGTH = 640
 DOCUMENTS = [f"Story {n}.\n" + f"Line {n} of a story, and what it tells.\n" * (1 + n % 7) for n in range(300)]
+SHORT = {"data": "text.jsonl", "steps": 4, "sequence_length": LENGTH, "batch_size": 4, "packed": True}
+adapted = partial(adaptation, method=METHOD, **SHORT)
+# among them llama4_text, some of whose layers get no positions, and opt, whose mask is made without positions
+SOME = (
+    "llama", "gemma2", "deepseek_v3", "gpt2", "lfm2", "qwen3_next", "bamba", "minimax", "gpt_oss", "llama4_text", "opt",
+)  # fmt: skip
+REST = [name for name in small.TYPES if STATED.get(name) == EXACT and name not in SOME]
 
 
 @pytest.fixture(scope="module")
@@ -134,11 +141,6 @@ def base(model, tokenizer, tmp_path):
     return tmp_path
 
 
-adapted = partial(
-    adaptation, data="text.jsonl", steps=4, sequence_length=LENGTH, batch_size=4, packed=True, method=METHOD
-)
-
-
 @pytest.mark.parametrize("train", ["all", "lora"])
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_the_teacher_reads_the_same_documents(base, train):
@@ -161,13 +163,6 @@ def leaks(model, method):
         own = model(input_ids=ids[:, first:], position_ids=positions[:, first:], use_cache=False).logits
     # float64 but for parts that models compute in float32
     return ((row - own).abs().max() > 5e-6 * own.std()).item()
-
-
-# among them llama4_text, some of whose layers get no positions, and opt, whose mask is made without positions
-SOME = (
-    "llama", "gemma2", "deepseek_v3", "gpt2", "lfm2", "qwen3_next", "bamba", "minimax", "gpt_oss", "llama4_text", "opt",
-)  # fmt: skip
-REST = [name for name in small.TYPES if STATED.get(name) == EXACT and name not in SOME]
 
 
 @pytest.mark.parametrize("name", [*SOME, *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])

@@ -34,6 +34,24 @@ from condense.train.optimizer import MasterAdamW
 from condense.train.phase import newest_checkpoint
 from condense.train.trainer import COMPLETE, MixedTrainer
 
+METHOD = condense.CCA(group_size=16, window=16, summary="streaming")
+CONDENSED = {"mix": "condensed", "method": METHOD}
+UNTRAINED = [
+    ("llama", condense.CCA(summary="prompt"), "lets tokens depend on later ones"),
+    ("deepseek_v3", condense.DGA(selection="prompt", allow_future=True), "which latents .MLA. do not keep apart"),
+    ("mistral-sliding", condense.CCA(), "has sliding windows in all layers"),
+]
+BAD_RUNS = [
+    ({"data": ()}, "data: wanted at least one"),
+    ({"phases": ()}, "phases: wanted at least one"),
+    ({"pretrained": "somewhere"}, "pretrained: wanted either"),
+    ({"dtype": "int8"}, "dtype"),
+    ({"seed": -1}, "seed"),
+    ({"data_weights": (1.0, 2.0)}, "data_weights: wanted one for each of 1 data files, got 2"),
+    ({"data_weights": (0.0,)}, "data_weights must be a finite number > 0, got 0.0"),
+    ({"shard_size": "12 parts"}, "shard_size: wanted a size such as '12MB', got '12 parts'"),
+]
+
 
 @pytest.fixture
 def config(text_file, tmp_path, tmp_path_factory):
@@ -183,14 +201,7 @@ def test_what_cannot_be_trained_leaves_nothing(text_file, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt2", "gptj", "llama"]
 
 
-@pytest.mark.parametrize(
-    ("name", "method", "message"),
-    [
-        ("llama", condense.CCA(summary="prompt"), "lets tokens depend on later ones"),
-        ("deepseek_v3", condense.DGA(selection="prompt", allow_future=True), "which latents .MLA. do not keep apart"),
-        ("mistral-sliding", condense.CCA(), "has sliding windows in all layers"),
-    ],
-)
+@pytest.mark.parametrize(("name", "method", "message"), UNTRAINED)
 def test_a_method_that_cannot_be_trained_is_refused(name, method, message, text_file, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "prepare", lambda *_: pytest.fail("began to work"))
     tiny.config(name).save_pretrained(tmp_path / "base")
@@ -300,10 +311,6 @@ def test_a_half_written_checkpoint_is_passed_over(tmp_path):
     assert newest_checkpoint(tmp_path / "nothing") is None
 
 
-METHOD = condense.CCA(group_size=16, window=16, summary="streaming")
-CONDENSED = {"mix": "condensed", "method": METHOD}
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -340,19 +347,7 @@ def test_bad_phases(changes, message):
         PhaseConfig(**good | changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"data": ()}, "data: wanted at least one"),
-        ({"phases": ()}, "phases: wanted at least one"),
-        ({"pretrained": "somewhere"}, "pretrained: wanted either"),
-        ({"dtype": "int8"}, "dtype"),
-        ({"seed": -1}, "seed"),
-        ({"data_weights": (1.0, 2.0)}, "data_weights: wanted one for each of 1 data files, got 2"),
-        ({"data_weights": (0.0,)}, "data_weights must be a finite number > 0, got 0.0"),
-        ({"shard_size": "12 parts"}, "shard_size: wanted a size such as '12MB', got '12 parts'"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), BAD_RUNS)
 def test_bad_runs(config, changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(config, **changes)

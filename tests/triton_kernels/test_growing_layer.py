@@ -48,6 +48,15 @@ RECALLS = {
 EITHER = METHODS | RECALLS
 B, H, K, D = 2, 2, 1, 16
 SCALE = 0.3
+draw_tokens = partial(draw, rows=B, heads=(H, K), widths=(D, D), dtype=torch.float32, device=DEVICE)
+CHANGES = {
+    "reorder": (lambda layer: layer.reorder_cache(torch.tensor([1, 0], device=DEVICE)), 2),
+    "reorder-alike": (lambda layer: layer.reorder_cache(torch.tensor([1, 1], device=DEVICE)), 2),
+    "repeat": (lambda layer: layer.batch_repeat_interleave(2), 4),
+    "select": (lambda layer: layer.batch_select_indices(torch.tensor([1], device=DEVICE)), 1),
+    "select-mask": (lambda layer: layer.batch_select_indices(torch.tensor([True, False], device=DEVICE)), 1),
+    "offload-prefetch": (lambda layer: (layer.offload(), layer.prefetch()), 2),
+}
 
 
 @pytest.fixture(params=METHODS.values(), ids=METHODS)
@@ -76,9 +85,6 @@ class Operating(CondensedLayer):
     def _keep(self, *args):
         super()._keep(*args)
         self._ring._prepare = lambda *args: None
-
-
-draw_tokens = partial(draw, rows=B, heads=(H, K), widths=(D, D), dtype=torch.float32, device=DEVICE)
 
 
 def read_by(layer, qkv, counts=None, extras=None):
@@ -199,16 +205,6 @@ def test_refused_and_unchanged_among_steps(call, message):
     _same_numbers(*layers)
     for i in range(3):
         agree(layers, 1, 9 + i)
-
-
-CHANGES = {
-    "reorder": (lambda layer: layer.reorder_cache(torch.tensor([1, 0], device=DEVICE)), 2),
-    "reorder-alike": (lambda layer: layer.reorder_cache(torch.tensor([1, 1], device=DEVICE)), 2),
-    "repeat": (lambda layer: layer.batch_repeat_interleave(2), 4),
-    "select": (lambda layer: layer.batch_select_indices(torch.tensor([1], device=DEVICE)), 1),
-    "select-mask": (lambda layer: layer.batch_select_indices(torch.tensor([True, False], device=DEVICE)), 1),
-    "offload-prefetch": (lambda layer: (layer.offload(), layer.prefetch()), 2),
-}
 
 
 @pytest.mark.parametrize("name", ["lca", "dga-prompt", "recall"])

@@ -12,11 +12,8 @@ import condense
 from condense.caches import CondensedLayer
 from condense.models import layers
 
-PAIRS = {
-    "llama-streaming-6": ("llama", "streaming-6"),
-    "llama-dga": ("llama", "dga-streaming-log"),
-    "deepseek_v3-lca": ("deepseek_v3", "lca"),
-}
+PAIRS = {"llama-streaming-6": ("llama", "streaming-6"), "llama-dga": ("llama", "dga-streaming-log")}
+PAIRS["deepseek_v3-lca"] = "deepseek_v3", "lca"
 # rows and layers keep different numbers of tokens
 REREADS = {"llama-reread": ("llama", "reread"), "deepseek_v3-reread": ("deepseek_v3", "reread")}
 METHODS = tiny.METHODS | {"reread": condense.Reread(share=0.4, piece=8, sink=1, window=2)}

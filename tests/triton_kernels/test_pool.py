@@ -19,6 +19,16 @@ DTYPES = limits.DTYPES if DEVICE == "cuda" else [torch.float32]
 WIDTHS = [(24, 16), (16, 40), (80, 80), (40, 0), (16, 1)]
 if DEVICE == "cuda":
     WIDTHS += [(64, 64), (96, 64), (128, 128), (192, 128), (256, 256), (288, 256), (576, 0), (576, 512), (1024, 1024)]
+# the forward adds one token after another: at 1000 tokens of float32 that was 4 times PyTorch's pairwise error
+LONG = [(256, dtype) for dtype in DTYPES] + [(1000, dtype) for dtype in DTYPES if dtype != torch.float32]
+# before and after are tokens read, start is where window 0 begins: row by row
+ROWS = {
+    "fresh": ((3, 3), (0, 0), (37, 37)),
+    "fresh, left padding": ((3, 3), (0, 0), (37, 29)),
+    "chunk": ((17, 17), (20, 20), (57, 57)),
+    "chunk, rows apart": ((18, 11), (20, 14), (57, 40)),
+    "before the row's start": ((-7, 2), (0, 0), (37, 29)),
+}
 
 
 def tensors(*shapes, dtype, seed=0):
@@ -81,24 +91,10 @@ def test_groups_with_tokens_between_them(values, dtype):
     check_groups(dtype, torch.tensor([[0, 4, 9, 22, 26, 33]]), g=4, keys="select", values=values, lse=True)
 
 
-# the forward adds one token after another: at 1000 tokens of float32 that was 4 times PyTorch's pairwise error
-LONG = [(256, dtype) for dtype in DTYPES] + [(1000, dtype) for dtype in DTYPES if dtype != torch.float32]
-
-
 @pytest.mark.parametrize(("g", "dtype"), LONG, ids=str)
 def test_long_groups(g, dtype):
     """Sums over many tokens must not lose more than PyTorch's."""
     check_pooling(dtype, g=g, G=2, K=1, start=(3,), keys="select")
-
-
-# before and after are tokens read, start is where window 0 begins: row by row
-ROWS = {
-    "fresh": ((3, 3), (0, 0), (37, 37)),
-    "fresh, left padding": ((3, 3), (0, 0), (37, 29)),
-    "chunk": ((17, 17), (20, 20), (57, 57)),
-    "chunk, rows apart": ((18, 11), (20, 14), (57, 40)),
-    "before the row's start": ((-7, 2), (0, 0), (37, 29)),
-}
 
 
 def check_summaries(dtype, rows, *, R=3, D=24, Q=6, S=4, stride=4, G=6):

@@ -23,6 +23,17 @@ from condense.plan import ForwardPlan
 from condense.state import first_entries, most_entries, num_entries
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# H, latent, rope
+LATENTS = (
+    [(16, 512, 64), (40, 256, 32), (128, 512, 64)] if DEVICE == "cuda" else [(2, 32, 16), (3, 48, 8), (20, 64, 32)]
+)
+SELECTIONS = {
+    "select": SELECT,
+    "select-no-bias": SELECT.replace(rep_bias="none"),
+    "select-no-focal": SELECT.replace(gamma=0),  # but a prompt keeps five even so
+    "select-window0": SELECT.replace(window=0, gamma=0.8, summary="streaming"),
+    "select-all": SELECT.replace(min_focal=99),
+}
 
 
 def empty_state(method, B, K, D, Dv, tokens, *, dtype=torch.float32, spare=0):
@@ -81,8 +92,6 @@ CASES = {name: method for name, method in cases.PLANS.items() if name not in ("d
     "dga-18-focal": condense.DGA(group_size=18, window=0, gamma=1, rep_bias="log_size"),  # tiles that are all focal
     "dga-g1": condense.DGA(group_size=1, gamma=1),
 }
-
-
 # on a GPU every width and dtype, interpreted a whole tile, one with a rest and one split in two
 WIDTHS = (64, 80, 96, 128, 256, (192, 128), (96, 64)) if DEVICE == "cuda" else ((16, 40), (96, 24))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32) if DEVICE == "cuda" else (torch.float32,)
@@ -192,15 +201,6 @@ def test_goes_on_from_a_prefill_as_the_reference_does(method, B, heads, start, s
         slot = t % state.ring_k.shape[2]
         assert torch.equal(state.ring_k[:, :, slot], qkv[1][:, :, t])
         assert torch.equal(state.ring_v[:, :, slot], qkv[2][:, :, t])
-
-
-SELECTIONS = {
-    "select": SELECT,
-    "select-no-bias": SELECT.replace(rep_bias="none"),
-    "select-no-focal": SELECT.replace(gamma=0),  # but a prompt keeps five even so
-    "select-window0": SELECT.replace(window=0, gamma=0.8, summary="streaming"),
-    "select-all": SELECT.replace(min_focal=99),
-}
 
 
 def after_prompts(method, q, k, v, lengths, tokens):
@@ -330,12 +330,6 @@ def torch_decode(method, q, k, scale, latent):
         for now in ((q[:, :, t : t + 1], k[:, :, t : t + 1]) for t in range(L))
     )
     return torch.cat(list(steps), 2)
-
-
-# H, latent, rope
-LATENTS = (
-    [(16, 512, 64), (40, 256, 32), (128, 512, 64)] if DEVICE == "cuda" else [(2, 32, 16), (3, 48, 8), (20, 64, 32)]
-)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

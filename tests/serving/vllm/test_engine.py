@@ -19,6 +19,13 @@ METHODS = {
 }
 LENGTHS = (230, 31, 1, 150, 64, 17)
 NEW = 24
+OF_LATENTS = {
+    "recall-16": ("deepseek_v2", RECALL.replace(store_bits=16, num_recall=0.3)),
+    "recall-8-drop": ("deepseek_v3", RECALL.replace(store_bits=8, unchosen="drop", group_size=8)),
+    "recall-4": ("deepseek_v3", RECALL.replace(entry_bits=4)),
+    "matched": ("deepseek_v2", METHOD.replace(rep_bias="matched", summary="last")),
+    "allocation": ("deepseek_v2", {0: condense.StreamingLLM(sink=4, window=40), "rest": METHOD}),
+}
 
 
 @pytest.fixture(scope="module", params=METHODS)
@@ -163,15 +170,6 @@ def check_tokens_of_generate(engine, greedy, folder, model):
 )  # fmt: skip
 def test_other_methods_and_layers(engine, greedy, tmp_path, method, layers):
     check_tokens_of_generate(engine, greedy, tmp_path, condense.apply(random_llama(layers=3), method, layers))
-
-
-OF_LATENTS = {
-    "recall-16": ("deepseek_v2", RECALL.replace(store_bits=16, num_recall=0.3)),
-    "recall-8-drop": ("deepseek_v3", RECALL.replace(store_bits=8, unchosen="drop", group_size=8)),
-    "recall-4": ("deepseek_v3", RECALL.replace(entry_bits=4)),
-    "matched": ("deepseek_v2", METHOD.replace(rep_bias="matched", summary="last")),
-    "allocation": ("deepseek_v2", {0: condense.StreamingLLM(sink=4, window=40), "rest": METHOD}),
-}
 
 
 @pytest.mark.parametrize(("family", "method"), OF_LATENTS.values(), ids=OF_LATENTS)

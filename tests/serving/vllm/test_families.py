@@ -26,7 +26,6 @@ from condense.serving.vllm.register import ARCHITECTURES
 
 METHOD = condense.CCA(group_size=4, window=24, summary="streaming", key_pooling="select", rep_bias="log_size")
 LENGTHS, NEW = (130, 20), 12
-
 LAYERS = {"num_hidden_layers": 2}
 CONFIGS = {
     "gemma": GemmaConfig(**SIZES, **LAYERS),
@@ -45,6 +44,12 @@ CONFIGS = {
     ),
     **LATENTS,
 }  # fmt: skip
+# all that vLLM does before it looks at a device
+START = """
+import sys
+from vllm.engine.arg_utils import EngineArgs
+EngineArgs(model=sys.argv[1], skip_tokenizer_init=True).create_model_config()
+"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,14 +70,6 @@ def test_tokens_of_generate(engine, greedy, tmp_path, family):
     assert any(len(set(row)) > 2 for row in want)
     started = engine(tmp_path, skip_tokenizer_init=True, max_model_len=512, max_num_batched_tokens=48)
     assert started.tokens(prompts_of(LENGTHS), NEW) == want
-
-
-# all that vLLM does before it looks at a device
-START = """
-import sys
-from vllm.engine.arg_utils import EngineArgs
-EngineArgs(model=sys.argv[1], skip_tokenizer_init=True).create_model_config()
-"""
 
 
 @pytest.mark.parametrize("plugins", ["", "condense"], ids=["without", "with"])

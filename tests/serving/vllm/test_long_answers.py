@@ -27,7 +27,6 @@ LENGTHS = [4096 + 1509 * i for i in range(20)]
 # every fourth length, so that parts take about as long
 PARTS = {f"part{i}": LENGTHS[i::4] for i in range(4)}
 NEW, PIECE = 512, 2048
-
 pytestmark = pytest.mark.slow
 
 
