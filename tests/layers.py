@@ -12,8 +12,6 @@ from condense.ops import NewToken
 
 
 class Counting(TorchDispatchMode):
-    """The names of the operations inside."""
-
     def __init__(self):
         super().__init__()
         self.names = []
@@ -35,7 +33,6 @@ def columns(qkv, start, stop):
 
 
 def extend(*args, **kwargs):
-    """The context and the new state of `condense.functional.extend`."""
     context, new_state = functional.extend(*args, **kwargs)
     return context, new_state()
 
@@ -45,7 +42,6 @@ def read_whole(method, q, k, v, **kwargs):
 
 
 def tensors_of(state):
-    """All tensors of a `LayerState`."""
     return *state.entries, state.window_k, state.window_v, state.mean_q
 
 

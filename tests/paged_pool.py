@@ -72,7 +72,6 @@ class Pool:
 
     @property
     def blocks(self):
-        """Bytes of the blocks, by page."""
         return self.cache
 
     def take(self):
@@ -90,7 +89,6 @@ class Pool:
         return Pages(view, self.table(tables))
 
     def table(self, tables):
-        """The tables of requests as a tensor."""
         # as in an engine, whose table is as wide for many steps: kernels are compiled for its strides
         width = -(-max(map(len, tables)) // 16) * 16
         rows = [table + [NULL] * (width - len(table)) for table in tables]

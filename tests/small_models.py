@@ -33,7 +33,6 @@ LATENTS = {
 
 
 def random_latents(name="minicpm3"):
-    """A model with latents (MLA)."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(copy.deepcopy(LATENTS[name])).eval()
 
@@ -51,7 +50,6 @@ def tiny_llama(**sizes):
 
 
 def saved_with_tokenizer(model, folder):
-    """The folder, in which the model lies with the bundled tokenizer."""
     model.save_pretrained(folder)
     condense.demo_model()[1].save_pretrained(folder)
     return folder
@@ -63,6 +61,5 @@ def prompts_of(lengths, seed=0):
 
 
 def condensed(model, **settings):
-    """Settings of the engine for a condensed model."""
     overrides = {"architectures": [f"Condensed{model.config.architectures[0]}"], "condense": model.config.condense}
     return {"hf_overrides": overrides, "skip_tokenizer_init": True, "max_model_len": 512, **settings}

@@ -15,15 +15,11 @@ from condense.ops.step import StateSizes, StepCall, empty_state
 
 _RECALL = condense.Recall(group_size=4, window=5, num_recall=2)
 RECALLS = {
-    "two-open": _RECALL,
-    "three-open": _RECALL.replace(window=9, num_recall=3),
-    "g-6": _RECALL.replace(group_size=6),
-    "window-0-opened": _RECALL.replace(window=0),
-    "g-1-opened": _RECALL.replace(group_size=1, window=3, num_recall=5),
-    "none-open": _RECALL.replace(num_recall=0),
-    "all-open": _RECALL.replace(num_recall=99),
+    "two-open": _RECALL, "three-open": _RECALL.replace(window=9, num_recall=3), "g-6": _RECALL.replace(group_size=6),
+    "window-0-opened": _RECALL.replace(window=0), "g-1-opened": _RECALL.replace(group_size=1, window=3, num_recall=5),
+    "none-open": _RECALL.replace(num_recall=0), "all-open": _RECALL.replace(num_recall=99),
     "a-third": _RECALL.replace(num_recall=1 / 3),
-}
+}  # fmt: skip
 # focal tokens of whole prompts
 SELECT = condense.DGA(
     selection="prompt", group_size=4, gamma=0.5, min_focal=5, num_recent=3, num_random=4, rep_bias="log_size"
@@ -61,13 +57,10 @@ def own_of(method, rows, state, latent=0):
 def own_by(settings):
     """As `own_of`, for settings of Recall alone."""
     choice = settings.choice
-    method = condense.Recall(
-        group_size=settings.rule.chunk, window=settings.rule.window,
-        key_pooling=settings.key_pooling, value_pooling=settings.value_pooling,
-        rep_bias="matched" if settings.matched else "none", unchosen="pool" if choice.pool else "drop",
-        store_bits=choice.store.bits,
-    )  # fmt: skip
-    return OwnEntries(method.represent)
+    kept = {"unchosen": "pool" if choice.pool else "drop", "store_bits": choice.store.bits}
+    kept |= {"rep_bias": "matched" if settings.matched else "none", "key_pooling": settings.key_pooling}
+    sizes = {"group_size": settings.rule.chunk, "window": settings.rule.window}
+    return OwnEntries(condense.Recall(value_pooling=settings.value_pooling, **kept, **sizes).represent)
 
 
 def token_at(qkv, t, real=None):

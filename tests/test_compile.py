@@ -48,9 +48,8 @@ def test_attention(method, return_lse):
 
 @grid(1, "method", method=METHODS)
 def test_attention_by_the_default_compiler(method):
-    """On a CPU, where it makes other code than for a GPU: at most twice as far from float64 as what is not compiled.
-
-    In float32, because PyTorch 2.11 does not compile the gradients of its own masked attention in float64.
+    """On a CPU, where it makes other code than for a GPU: at most twice as far from float64 as what is not compiled. In
+    float32, because PyTorch 2.11 does not compile the gradients of its own masked attention in float64.
     """
 
     def attention(q, k, v):

@@ -22,22 +22,13 @@ PACKED = {
 NAMES = ("dense", "lm_infinite", "cca-window0", "lca-log_size", "lca-9-queries", "prompt", "dga", *cases.SELECTIONS)
 AHEAD = cases.PROMPTS | {"select": cases.SELECTIONS["select"]}
 PADDING = {
-    "mixed": (0, 5, 36, 17),
-    "all padded alike": (9, 9, 9, 9),
-    "one row of padding only": (37, 0, 36, 2),
-    "padding only": (37, 37, 37, 37),
-    "none": (0, 0, 0, 0),
-}
-
-
-def latents_by_definition(*tensors, **options):
-    return latent_oracle.attention(latent_oracle.Latents(*tensors), **options)
-
-
+    "mixed": (0, 5, 36, 17), "all padded alike": (9, 9, 9, 9), "one row of padding only": (37, 0, 36, 2),
+    "padding only": (37, 37, 37, 37), "none": (0, 0, 0, 0),
+}  # fmt: skip
 # how inputs are drawn, the attention over them, and its definition
 KINDS = {
     "keys": (oracle.random_qkv, condense.attention, oracle.attention),
-    "latents": (latent_oracle.random, condense.latent_attention, latents_by_definition),
+    "latents": (latent_oracle.random, condense.latent_attention, latent_oracle.attention),
 }
 
 
@@ -47,18 +38,15 @@ def shape_of(kind, B, H, L):
 
 def of_kinds(methods):
     """Methods of either kind; latents refuse selections."""
-    return {
-        f"{kind}-{name}": (kind, method)
-        for kind in KINDS
-        for name, method in methods.items()
-        if kind == "keys" or name not in cases.SELECTIONS
-    }
+    keys = {f"keys-{name}": ("keys", method) for name, method in methods.items()}
+    return keys | {f"latents-{name}": ("latents", x) for name, x in methods.items() if name not in cases.SELECTIONS}
 
 
 @functools.cache
 def wanted(kind, shape, method, scale, padding, cu_seqlens):
     draw, _, define = KINDS[kind]
-    return define(*draw(*shape), method=method, scale=scale, padding=padding, cu_seqlens=cu_seqlens)
+    inputs = draw(*shape) if kind == "keys" else [draw(*shape)]
+    return define(*inputs, method=method, scale=scale, padding=padding, cu_seqlens=cu_seqlens)
 
 
 def check(backend, kind, shape, method, *, padding=None, cu_seqlens=None, scale=None):
@@ -115,7 +103,6 @@ def test_heads_and_widths(backend, name, shape):
 
 
 def test_focal_tokens_are_ranked_by_the_scale_that_weighs_their_group(backend):
-    """Ranks turn with the sign of the attention's scale."""
     check(backend, "keys", shape_of("keys", 1, 2, 29), METHODS["dga"], scale=-0.5)
 
 
@@ -173,13 +160,10 @@ BAD = {
     "cu_seqlens batch": ({"cu_seqlens": torch.tensor([0, 24])}, "^cu_seqlens needs a batch of 1, got 2"),
 }
 EMPTY = {
-    "rows": {name: zeros(0, 2, 5, 4) for name in "qkv"},
-    "tokens": {name: zeros(2, 2, 0, 4) for name in "qkv"},
-    "heads": {"q": zeros(2, 0, 24, 4)},
-    "KV heads": {"k": zeros(2, 0, 24, 4), "v": zeros(2, 0, 24, 4)},
-    "width": {"q": zeros(2, 4, 24, 0), "k": zeros(2, 2, 24, 0)},
-    "value width": {"v": zeros(2, 2, 24, 0)},
-}
+    "rows": {name: zeros(0, 2, 5, 4) for name in "qkv"}, "tokens": {name: zeros(2, 2, 0, 4) for name in "qkv"},
+    "heads": {"q": zeros(2, 0, 24, 4)}, "KV heads": {"k": zeros(2, 0, 24, 4), "v": zeros(2, 0, 24, 4)},
+    "width": {"q": zeros(2, 4, 24, 0), "k": zeros(2, 2, 24, 0)}, "value width": {"v": zeros(2, 2, 24, 0)},
+}  # fmt: skip
 BAD |= {f"no {what}": (changes, f"^{next(iter(changes))} must have at least 1") for what, changes in EMPTY.items()}
 BAD |= {f"{name} rank": ({name: zeros(2, 24, 4)}, f"^{name} must have 4 dimensions") for name in "kv"}
 MARKS = [

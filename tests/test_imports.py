@@ -63,14 +63,12 @@ LONG_SIGNATURES = {
 
 
 def unit_of(path):
-    """The folder or module directly under the package; the package itself is `condense`."""
     first = path.relative_to(SOURCE).parts[0].removesuffix(".py")
     return "condense" if first == "__init__" else first
 
 
 @functools.cache
 def imported(path):
-    """Full names of all modules that a file imports, also inside functions."""
     return list(_imported(path))
 
 
@@ -104,7 +102,6 @@ def test_imports_point_down(unit):
 
 
 def ops_of(path):
-    """Folder or module of `ops` for each import of it."""
     for name in imported(path):
         parts = name.split(".")
         if parts[:2] == ["condense", "ops"] and len(parts) > 2:

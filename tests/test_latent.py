@@ -34,9 +34,8 @@ def wanted(shape, method):
 
 
 def read_in_steps(method, x, steps, *, absorb, hand_over=False):
-    """Feed rows through `extend` as a model does: out ``[B, H, L, d_v]`` and the past.
-
-    hand_over: give the keys and values of new tokens along, as the stock forward expanded them.
+    """Feed rows through `extend` as a model does: out ``[B, H, L, d_v]`` and the past. hand_over: give the keys and
+    values of new tokens along, as the stock forward expanded them.
     """
     q = torch.cat([x.q_nope, x.q_rope], -1)
     entries = torch.cat([x.c, x.k_rope], -1)[:, None]
@@ -61,7 +60,6 @@ def test_any_chunks_absorbed_or_expanded_equal_one_call(method, absorb, steps):
     for hand_over in (False, True):
         out, past = read_in_steps(method, latent_oracle.random(*shape), steps, absorb=absorb, hand_over=hand_over)
         torch.testing.assert_close(out, want, **EXACT)
-        # latents and rope keys alone stay
         assert past.window_k.shape[-1] == 10
         assert past.entries[0].shape[-1] == method.layout.entry_format.width(10, 8)
         assert past.window_v.numel() == past.entries[1].numel() == 0

@@ -28,17 +28,16 @@ def test_deviation_of_two_texts(saved, story, tmp_path):
     other = tmp_path / "notes.txt"
     other.write_text(story.read_text()[2000:], encoding="utf-8")
     results, picture = tmp_path / "out.json", tmp_path / "out.png"
-    done = ran(
-        "deviation", "--model", str(saved), "--text", str(story), "--text", str(other), "--length", "64",
-        "--length", "200", "--sequences", "2", "--method", "lca:group_size=4,window=8",
-        "--json", str(results), "--plot", str(picture),
-    )  # fmt: skip
+    words = ["--length", "64", "--length", "200", "--sequences", "2", "--method", "lca:group_size=4,window=8"]
+    files = ("--text", str(story), "--text", str(other), "--json", str(results), "--plot", str(picture))
+    done = ran("deviation", "--model", str(saved), *words, *files)
     assert "story" in done.stdout
     assert "…" not in done.stdout
     found = json.loads(results.read_text())["results"]["deviations"]
     assert [(r["text"], r["length"]) for r in found] == [(t, n) for t in ("story", "notes") for n in (64, 200)]
     assert all(r["keys"]["relative"] > 0 and len(r["layers"]) == 2 for r in found)
     assert picture.read_bytes().startswith(b"\x89PNG")
+    refused("method must pool groups of tokens", "deviation", "--method", "dense")
 
 
 def test_deviation_reads_as_the_model_was_saved(saved, story, tmp_path):
@@ -71,7 +70,3 @@ def test_deviation_reads_as_the_model_was_saved(saved, story, tmp_path):
 @pytest.mark.parametrize(("files", "names"), NAMES)
 def test_names_tell_all_texts_apart(files, names):
     assert report._names(files) == names
-
-
-def test_bad_input_is_refused():
-    refused("method must pool groups of tokens", "deviation", "--method", "dense")

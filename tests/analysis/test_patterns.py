@@ -20,7 +20,6 @@ BUDGET = AShape(sink=100, window=200)
 
 
 def watched(monkeypatch):
-    """Queries, keys and scale of every layer as attention has them from now on."""
     seen, stock = {}, models_attention._condensed
 
     def condensed(target, q, k, v):

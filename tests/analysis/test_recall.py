@@ -13,6 +13,13 @@ from condense.methods import Recall
 IDS = tiny.tokens(1, 90)[0]
 STEPS = 12
 METHOD = condense.Recall(group_size=4, window=8, num_recall=3)
+REFUSED = {
+    "method": ("llama", condense.CCA(), 90, "condense.Recall"),
+    "no-groups": ("llama", METHOD.replace(num_recall=0), 90, "num_recall above 0"),
+    "short": ("llama", METHOD, 20, "closes a group before"),
+    "long": ("llama", METHOD, 91, "at most that of the longest text"),
+    "latents": ("deepseek_v3", METHOD, 90, "latents"),
+}
 
 
 def _watched(monkeypatch, model, method):
@@ -63,26 +70,14 @@ def test_hits_of_a_replayed_cache(monkeypatch):
         assert report.hits[5] >= report.hits[3]
 
 
-@pytest.mark.parametrize(
-    ("name", "method", "length", "said"),
-    [
-        ("llama", condense.CCA(), 90, "condense.Recall"),
-        ("llama", METHOD.replace(num_recall=0), 90, "num_recall above 0"),
-        ("llama", METHOD, 20, "closes a group before"),
-        ("llama", METHOD, 91, "at most that of the longest text"),
-        ("deepseek_v3", METHOD, 90, "latents"),
-    ],
-    ids=["method", "no-groups", "short", "long", "latents"],
-)
+@pytest.mark.parametrize(("name", "method", "length", "said"), REFUSED.values(), ids=REFUSED)
 def test_what_is_refused(name, method, length, said):
     with pytest.raises(ValueError, match=said):
         measure_recall(tiny.model(name), method, [IDS], length, steps=STEPS)
 
 
 def test_the_command(tmp_path):
-    shown = ran(
-        "recall", "--length", "300", "--steps", "8", "--method", "recall:window=64,num_recall=4",
-        "--json", str(tmp_path / "out.json"),
-    )  # fmt: skip
+    words = ["recall", "--length", "300", "--steps", "8", "--method", "recall:window=64,num_recall=4"]
+    shown = ran(*words, "--json", str(tmp_path / "out.json"))
     assert "lowest head" in " ".join(shown.stdout.split())
     assert (tmp_path / "out.json").exists()

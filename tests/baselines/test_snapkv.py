@@ -38,10 +38,8 @@ def test_short_prompts_stay_whole_and_later_tokens_all_stay():
         new = [x[:, :, t : t + 1] for x in (q, k, v)]
         context, state = extend(SNAP, state, *new, scale=SCALE)
         out, _ = SNAP.attend(new[0], context, scale=SCALE)
-        keys, values = (
-            torch.cat([kept, x[:, :, 40 : t + 1]], 2).repeat_interleave(H // K, 1)
-            for kept, x in zip(entries, (k, v), strict=True)
-        )
+        seen = ((kept, x[:, :, 40 : t + 1]) for kept, x in zip(entries, (k, v), strict=True))
+        keys, values = (torch.cat(parts, 2).repeat_interleave(H // K, 1) for parts in seen)
         torch.testing.assert_close(out, (SCALE * new[0] @ keys.mT).softmax(-1) @ values)
     _, state = extend(SNAP, None, q[:, :, :12], k[:, :, :12], v[:, :, :12], scale=SCALE)
     assert torch.equal(state.entries[0], k[:, :, :12])

@@ -30,10 +30,7 @@ PATTERNS = (
     "a_shape:sink=1,window=1",
 )  # fmt: skip
 LINES = VerticalSlash(vertical=5, slash=3)
-FLEX = {
-    "lines": FlexPrefill(gamma=0.2, tau=0.0, min_budget=1),
-    "queries": FlexPrefill(gamma=0.5, min_budget=1, tau=1.0),
-}
+FLEX = {"lines": FlexPrefill(gamma=0.2, tau=0.0, min_budget=1), "tau": FlexPrefill(gamma=0.5, tau=1.0, min_budget=1)}
 FIXED = {"a-shape": AShape(sink=60, window=100), "a-129": AShape(sink=129, window=1), "blocks": BlockSparse(blocks=2)}
 ALL = {"vertical-slash": LINES, **FLEX, "minference": MInference(patterns=PATTERNS)}
 SNAP = SnapKV(budget=12, window=4, kernel_size=3)
@@ -104,9 +101,8 @@ def _flex_prefill(method, q, k, weights, block, N):
     chosen[:, 0] = True
     if method.tau > 0:
         queries = torch.stack([q[block == i].mean(0) for i in range(N)])
-        scores = torch.stack(
-            [torch.cat([(SCALE * queries[i] @ mean[: i + 1].T).softmax(-1), torch.zeros(N - i - 1)]) for i in range(N)]
-        )
+        weights_of = [(SCALE * queries[i] @ mean[: i + 1].T).softmax(-1) for i in range(N)]
+        scores = torch.stack([torch.cat([x, torch.zeros(N - len(x))]) for x in weights_of])
         total, picked = 0.0, scores.flatten().argsort(descending=True, stable=True).tolist()
         for place in picked:
             if total >= method.gamma:
@@ -158,13 +154,9 @@ def test_patterns_are_saved_and_checked():
     assert again == method
     assert hash(again) == hash(method)
     assert condense.Method.parse("minference:patterns=a_shape") == MInference(patterns=("a_shape",))
-    for patterns, message in (
-        ((), "benchmarks/analyze patterns"),
-        (3, "benchmarks/analyze patterns"),
-        (("cca",), "a_shape, vertical_slash or block_sparse"),
-        ((AShape(),), "a_shape, vertical_slash or block_sparse"),
-        (("block_sparse:blocks=0",), "blocks"),
-    ):
+    way, kinds = "benchmarks/analyze patterns", "a_shape, vertical_slash or block_sparse"
+    wrong = {(): way, 3: way, ("cca",): kinds, (AShape(),): kinds, ("block_sparse:blocks=0",): "blocks"}
+    for patterns, message in wrong.items():
         with pytest.raises(ValueError, match=message):
             MInference(patterns=patterns)
     with pytest.raises(ValueError, match=r"one for each of 4 query heads, got 3"):

@@ -17,13 +17,21 @@ ran, refused, run_here = (
     functools.partial(each, entry=main) for each in (test_commands.ran, test_commands.refused, test_commands.run_here)
 )
 KERNEL = ("kernel", "--device", "cpu", "--shape", "4/2/16/16", "--budget", "0", "--method=cca:window=16")
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    model, path = tiny_llama(vocab_size=64, num_key_value_heads=1), tmp_path_factory.mktemp("model") / "tiny"
-    condense.apply(model, condense.CCA(group_size=4, window=8), layers=[1]).save_pretrained(path)
-    return path
+BAD = [
+    (("kernel", "--shape", "32/5"), "shape must be H/Hkv/D/Dv"),
+    (("kernel", "--lengths", "0"), "lengths: wanted a number of tokens >= 1"),
+    (("kernel", "--baselines", "fastest"), "baselines must be of cudnn"),
+    (("kernel", "--batch", "0"), "batch must be an integer >= 1"),
+    (("kernel", "--decode-batches", "4,x"), "decode_batches must be numbers of rows >= 1"),
+    (("kernel", "--backend", "torch,abacus"), "backend must be"),
+    (("kernel", "--method=dga:selection=prompt", "--ops=decode", "--baselines=none"), "ops: none of decode"),
+    (("kernel", "--results", "file"), "results: wanted a path that can be written"),
+    (("model", "--shape", "llama-9"), "shape must be one of llama-3.1-8b"),
+    (("model", "--runners", "fast"), "runners must be of dense"),
+    (("model", "--steps", "0"), "steps must be an integer >= 1"),
+    (("model", "--shape", "llama-3.1-8b", "--model", "x"), "shape and model exclude each other"),
+    (("model", "--layers", "2", "--model", "x"), "layers belongs to a shape"),
+]
 
 
 def rows_of(path):
@@ -31,10 +39,9 @@ def rows_of(path):
 
 
 def test_kernel_prints_and_writes_what_it_measured(tmp_path):
-    done = ran(
-        *KERNEL, "--method=recall:group_size=4,window=8,num_recall=2", "--lengths", "64,128", "--ops", "layer,decode",
-        "--decode-batches", "1,2", "--backend", "torch,reference", "--results", str(tmp_path / "results"),
-    )  # fmt: skip
+    words = ["--lengths", "64,128", "--ops", "layer,decode", "--decode-batches", "1,2", "--backend", "torch,reference"]
+    recall = "--method=recall:group_size=4,window=8,num_recall=2"
+    done = ran(*KERNEL, recall, *words, "--results", str(tmp_path / "results"))
     assert "no claims" in done.stdout
     assert "backend torch, reference" in done.stdout
     assert "attention of one decode step, 2 rows at once" in done.stdout
@@ -57,11 +64,11 @@ def test_a_wrong_kernel_is_exit_code_1(tmp_path, monkeypatch):
     assert "times" not in row
 
 
-def test_model_runs_a_saved_model_as_it_was_saved(saved, tmp_path):
-    command = (
-        "model", "--device", "cpu", "--lengths", "48", "--steps", "2", "--runners", "dense,condensed",
-        "--prefill-chunk", "20",
-    )  # fmt: skip
+def test_model_runs_a_saved_model_as_it_was_saved(tmp_path):
+    model, saved = tiny_llama(vocab_size=64, num_key_value_heads=1), tmp_path / "tiny"
+    condense.apply(model, condense.CCA(group_size=4, window=8), layers=[1]).save_pretrained(saved)
+    command = ["model", "--device", "cpu", "--lengths", "48", "--steps", "2", "--runners", "dense,condensed"]
+    command += ["--prefill-chunk", "20"]
     done = ran(*command, "--model", str(saved), "--results", str(tmp_path / "layer"))
     assert "time per further token" in done.stdout
     (path,) = (tmp_path / "layer").iterdir()
@@ -71,7 +78,6 @@ def test_model_runs_a_saved_model_as_it_was_saved(saved, tmp_path):
     assert condensed["runner"] == "condensed CCA(group_size=4, window=8) in layers 1"
     assert condensed["method"] == {"1": method.to_dict()}
     assert condensed["gate"]["passed"]
-    # one of two layers is condensed
     assert dense["cache_bytes"] / 2 < condensed["cache_bytes"] < dense["cache_bytes"]
     model = condense.apply(LlamaForCausalLM.from_pretrained(saved), condense.LCA(group_size=4, window=8))
     by_method = ("--method", "cca:group_size=4,window=8")
@@ -85,25 +91,7 @@ def test_model_runs_a_saved_model_as_it_was_saved(saved, tmp_path):
         condense.restore(model)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("kernel", "--shape", "32/5"), "shape must be H/Hkv/D/Dv"),
-        (("kernel", "--lengths", "0"), "lengths: wanted a number of tokens >= 1"),
-        (("kernel", "--baselines", "fastest"), "baselines must be of cudnn"),
-        (("kernel", "--batch", "0"), "batch must be an integer >= 1"),
-        (("kernel", "--decode-batches", "4,x"), "decode_batches must be numbers of rows >= 1"),
-        (("kernel", "--backend", "torch,abacus"), "backend must be"),
-        (("kernel", "--method=dga:selection=prompt", "--ops=decode", "--baselines=none"), "ops: none of decode"),
-        (("kernel", "--results", "file"), "results: wanted a path that can be written"),
-        (("model", "--shape", "llama-9"), "shape must be one of llama-3.1-8b"),
-        (("model", "--runners", "fast"), "runners must be of dense"),
-        (("model", "--steps", "0"), "steps must be an integer >= 1"),
-        (("model", "--shape", "llama-3.1-8b", "--model", "x"), "shape and model exclude each other"),
-        (("model", "--layers", "2", "--model", "x"), "layers belongs to a shape"),
-    ],
-    ids=lambda value: "_".join(value) if isinstance(value, tuple) else "",
-)
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=lambda x: "_".join(x) if isinstance(x, tuple) else "")
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("mine")

@@ -17,15 +17,12 @@ LCA = condense.LCA(group_size=4, window=8, rep_bias="log_size")
 METHODS = {"cca": condense.CCA(group_size=4, window=8), "lca": LCA}
 # every method of the package, and DGA on whole prompts
 ALL = {
-    "dense": condense.Dense(),
-    "cca": METHODS["cca"],
-    "lca": METHODS["lca"],
-    "streaming_llm": condense.StreamingLLM(sink=2, window=8),
-    "lm_infinite": condense.LMInfinite(n_global=2, window=8),
+    "dense": condense.Dense(), "cca": METHODS["cca"], "lca": METHODS["lca"],
+    "streaming_llm": condense.StreamingLLM(sink=2, window=8), "lm_infinite": condense.LMInfinite(n_global=2, window=8),
     "dga": condense.DGA(group_size=4, window=8),
     "dga_prompt": condense.DGA(group_size=4, window=8, min_focal=10, selection="prompt"),
     "recall": condense.Recall(group_size=4, window=8, num_recall=2),
-}
+}  # fmt: skip
 PUBLISHED = [  # as published with the models
     *(("llama-3.1-8b", 8.03), ("llama-3.1-70b", 70.55), ("llama-2-7b", 6.74), ("qwen3-8b", 8.19)),
     *(("qwen2.5-7b", 7.62), ("gemma-3-12b", 11.77), ("deepseek-v2-lite", 15.7), ("minicpm3-4b", 4.07)),
@@ -33,7 +30,6 @@ PUBLISHED = [  # as published with the models
 
 
 def run(model, lengths, methods, runners, steps=2, **options):
-    """Each prompt is read once and timed, after a first time."""
     return bench_model(model, ModelPlan(lengths, methods, runners, steps, repeats=1, **options))
 
 
@@ -89,6 +85,7 @@ def test_experts_are_named_and_pieces_are_nothing_for_a_method_that_looks_ahead(
     *errors, ahead = (row.get("error") for row in content["rows"])
     assert errors == [None, None]
     assert "needs the whole prompt in one forward" in ahead
+    assert ModelGate(model, methods["ahead"], 0).check(None) is None  # which has no gate
     assert content["experts"] == model.config._experts_implementation
 
 
@@ -121,8 +118,6 @@ def test_a_model_that_says_something_else_in_pieces_is_not_timed(model, monkeypa
 
 
 class ForgetfulDecoder(condense.GraphDecoder):
-    """Leaves out the first token of a prompt."""
-
     def prefill(self, ids, *args, **options):
         return super().prefill(ids[:, 1:] if ids.shape[1] > 1 else ids, *args, **options)
 
@@ -134,11 +129,6 @@ def test_a_graph_decoder_is_held_to_the_eager_loop(model, monkeypatch, decoder):
     for row in run(model, (40,), METHODS, ("dense_graph", "condensed_graph"), prefill_chunk=9)["rows"]:
         assert row.get("error", "").startswith("wrong: logits") is (decoder is ForgetfulDecoder)
         assert ("first" in row) is (decoder is condense.GraphDecoder)
-
-
-def test_a_method_that_looks_ahead_has_no_gate(model):
-    ahead = condense.CCA(group_size=4, window=8, summary="prompt")
-    assert ModelGate(model, ahead, 0).check(None) is None
 
 
 def test_an_error_stands_in_its_row(model, monkeypatch):

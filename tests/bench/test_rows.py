@@ -1,5 +1,7 @@
 """Shapes, the work that rows are held against, and ratios and crossovers of rows as result files hold them."""
 
+from functools import partial
+
 import pytest
 import torch
 from oracles import cases, oracle, oracle_recall
@@ -13,6 +15,7 @@ CROSSOVERS = [
     ({10: 0.5, 100: 2.0, 1000: 12.5}, 100), ({10: 2.0, 100: 2.0}, 10), ({10: 2.0, 100: 0.9}, None),
     ({10: 2.0, 100: 0.9, 1000: 1.0}, 1000), ({}, None),
 ]  # fmt: skip
+SHAPES = {"32/8/128/128": (32, 8, 128, 128), "64/4": (64, 4, 128, 128), "4/4/192": (4, 4, 192, 192)}
 CPU = torch.device("cpu")
 SETTING = Setting(HeadShape(4, 2, 8, 6), batch=1, dtype=torch.float32, device=CPU, seed=0)
 COUNTED = cases.PLANS | cases.SELECTIONS
@@ -25,17 +28,10 @@ def row(runner, length, ms, *, op="forward", condensed=False, mask=None):
 
 
 def test_ratios_are_to_baselines_of_the_same_length_and_mask():
-    rows = [
-        row("cudnn", 8, 10.0),
-        row("flash", 8, None),
-        row("cudnn", 16, 99.0),
-        row("flex_mask", 8, 3.0, mask="a"),
-        row("flex_mask", 8, 7.0, mask="b"),
-        row("cudnn", 8, 77.0, op="decode"),
-        row("ours", 8, 2.0, condensed=True, mask="a"),
-        row("ours", 8, 4.0, op="layer", condensed=True, mask="a"),
-        row("ours", 16, None, condensed=True, mask="a"),
-    ]
+    rows = [row("cudnn", 8, 10.0), row("flash", 8, None), row("cudnn", 16, 99.0), row("cudnn", 8, 77.0, op="decode")]
+    rows += [row("flex_mask", 8, 3.0, mask="a"), row("flex_mask", 8, 7.0, mask="b")]
+    ours = partial(row, "ours", condensed=True, mask="a")
+    rows += [ours(8, 2.0), ours(8, 4.0, op="layer"), ours(16, None)]
     ratios = [speedups(r, rows, "times") for r in rows if r["condensed"]]
     # the layer makes its entries, FlexAttention got them
     assert ratios == [{"cudnn": 5.0, "flex_mask": 1.5}, {"cudnn": 2.5}, {}]
@@ -52,9 +48,7 @@ def test_a_result_file_says_what_was_measured_where(tmp_path):
     assert path.match("bench-kernel-h4-kv2-cpu-*-20*Z.json")
 
 
-@pytest.mark.parametrize(
-    ("text", "shape"), [("32/8/128/128", (32, 8, 128, 128)), ("64/4", (64, 4, 128, 128)), ("4/4/192", (4, 4, 192, 192))]
-)
+@pytest.mark.parametrize(("text", "shape"), SHAPES.items())
 def test_shapes_are_read(text, shape):
     assert HeadShape.parse(text) == HeadShape(*shape)
 

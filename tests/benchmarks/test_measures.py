@@ -58,10 +58,8 @@ def test_one_forward_equals_greedy_generation(model, builder, name):
         # An untrained model answers nothing: let some answers be its own, so that both outcomes occur.
         sequences = [_answered_by_the_model(model, sequence, every=2) for sequence in sequences]
     for sequence in sequences:
-        forced, generated = (
-            retrieval(model, {name: METHODS[name]}, [sequence], decoding=decoding)[0].exact
-            for decoding in ("forced", "generate")
-        )
+        read = partial(retrieval, model, {name: METHODS[name]}, [sequence])
+        forced, generated = (read(decoding=how)[0].exact for how in ("forced", "generate"))
         assert forced == generated
         assert 0 < forced.right < forced.total == 4
 

@@ -197,10 +197,8 @@ def test_training_skips_a_step_that_overflows_and_fails_after_several(drawn, mon
 def test_what_no_arm_beats_at_its_bytes(tmp_path):
     arms = {"dense": record(98, 2.0), "a": record(90, 2.1), "b": record(80, 2.2), "c": record(97, 2.05)}
     sizes = {"dense": 1.0, "a": 0.2, "b": 0.3, "c": 0.4}
-    lines = [
-        {"make": "x", "length": 16384, "arm": name, "read": sizes[name], "device": sizes[name]} | arms[name]
-        for name in arms
-    ]
+    fixed = {"make": "x", "length": 16384}
+    lines = [fixed | {"arm": name, "read": size, "device": size} | arms[name] for name, size in sizes.items()]
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert "worst task): 20.0% a (+0.100, +0.100, 8.2%); 40.0% c (" in cells.page([tmp_path / "x.jsonl"])
 

@@ -24,13 +24,10 @@ METHODS = {
 # dtype, rows, lengths; the fused projections of gpt2 and phi3 make keys and values views of something larger
 MODELS = {
     "llama-gqa": ("llama", torch.float32, 1, (4096, 4103, 8192)),
-    "llama-bfloat16": ("llama", torch.bfloat16, 2, (4096,)),
-    "llama-mha": ("llama-mha", torch.float32, 1, (4096,)),
-    "phi3-fused": ("phi3", torch.float32, 1, (4096,)),
-    "gpt2-fused": ("gpt2", torch.float32, 1, (4096, 8192)),
-    "gpt2-bfloat16": ("gpt2", torch.bfloat16, 2, (4096,)),
-    "latents": ("deepseek_v3", torch.bfloat16, 2, (4096,)),
-}
+    "llama-bfloat16": ("llama", torch.bfloat16, 2, (4096,)), "llama-mha": ("llama-mha", torch.float32, 1, (4096,)),
+    "phi3-fused": ("phi3", torch.float32, 1, (4096,)), "gpt2-fused": ("gpt2", torch.float32, 1, (4096, 8192)),
+    "gpt2-bfloat16": ("gpt2", torch.bfloat16, 2, (4096,)), "latents": ("deepseek_v3", torch.bfloat16, 2, (4096,)),
+}  # fmt: skip
 STEPS = 50
 # every method on one model, every model with a method whose queries are kept and one whose prompt is chosen from
 CASES = [("llama-gqa", method) for method in METHODS]
@@ -103,14 +100,12 @@ def test_bytes_of_a_static_cache_are_taken_at_once(method):
         assert condense.cache_nbytes(cache) == 2 * (of_heads + counters)
 
 
-def test_bytes_of_a_stock_cache():
+def test_bytes_of_a_stock_cache_and_of_views():
     model = tiny.model("llama")
     assert condense.cache_nbytes(tiny.filled(model, tiny.tokens(2, 50))) == 2 * 50 * 2 * 16 * 8 * 3
-    assert condense.cache_nbytes(DynamicCache()) == 0
-
-
-def test_views_count_as_what_they_keep_alive():
     cache = DynamicCache()
+    assert condense.cache_nbytes(cache) == 0
+    # views count as what they keep alive
     whole = torch.zeros(1, 2, 1000, 8)
     cache.update(whole[:, :, :0], whole[:, :, :10], 0)
     cache.layers[0].keys = whole[:, :, :0]

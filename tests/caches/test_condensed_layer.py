@@ -39,7 +39,6 @@ def method(request):
 
 
 def _full(method, *parts):
-    """Outputs ``[B, H, L, D]`` of the joined parts in one go."""
     q, k, v = (torch.cat(xs, dim=2) for xs in zip(*parts, strict=True))
     return condense.attention(q, k, v, method=method, scale=SCALE)
 
@@ -145,17 +144,11 @@ def test_a_prompt_whose_end_made_its_entries_is_not_cropped():
     assert_close(read(layer, other), read(again, other), rtol=0, atol=1e-12)
 
 
-def _ragged(method):
-    """A layer whose rows have read 20, 33 and 27 tokens, and what each row read."""
-    qkv, counts = draw(33, rows=3), torch.tensor([20, 33, 27])
-    layer = CondensedLayer(method)
-    read(layer, qkv, counts)
-    return layer, [[x[row : row + 1, :, 33 - int(n) :] for x in qkv] for row, n in enumerate(counts)]
-
-
 @pytest.mark.parametrize(("change", "rows"), CHANGES.values(), ids=CHANGES.keys())
 def test_rows_follow(method, change, rows):
-    layer, past = _ragged(method)
+    qkv, counts, layer = draw(33, rows=3), (20, 33, 27), CondensedLayer(method)
+    read(layer, qkv, torch.tensor(counts))
+    past = [[x[row : row + 1, :, 33 - n :] for x in qkv] for row, n in enumerate(counts)]
     change(layer)
     new = draw(14, seed=8, rows=len(rows))  # past more group boundaries, in two steps
     out = torch.cat([read(layer, columns(new, 0, 7)), read(layer, columns(new, 7, 14))], dim=2)
@@ -168,9 +161,7 @@ def test_rows_of_an_empty_layer():
     layer = CondensedLayer(tiny.CCA)
     for change, _ in CHANGES.values():
         change(layer)
-    assert layer.state is None
-    assert layer.keys is None
-    assert layer.values is None
+    assert layer.state is layer.keys is layer.values is None
 
 
 def test_contract():

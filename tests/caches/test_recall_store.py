@@ -38,12 +38,10 @@ FIRST = {
     "odd-width-step": (METHOD.replace(store_bits=4), _qkv(1), 4, "keys and values of even widths, got 6 and 5"),
 }
 CHANGES = {
-    "reset": lambda layer: layer.reset(),
-    "crop": lambda layer: layer.crop(-1),
+    "reset": lambda layer: layer.reset(), "crop": lambda layer: layer.crop(-1),
     "rows": lambda layer: layer.batch_select_indices(torch.tensor([2, 0])),
-    "order": lambda layer: layer.reorder_cache(torch.tensor([2, 1, 0])),
-    "copy": lambda layer: copy.deepcopy(layer),
-}
+    "order": lambda layer: layer.reorder_cache(torch.tensor([2, 1, 0])), "copy": lambda layer: copy.deepcopy(layer),
+}  # fmt: skip
 
 
 def _layers(method):

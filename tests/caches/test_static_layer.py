@@ -21,21 +21,18 @@ from condense.ops import NewToken
 from condense.ops.tensors.per_row import as_rows
 from condense.state import first_entries, most_entries, num_entries
 
-METHODS = (
-    tiny.METHODS
-    | cases.RECALLS
-    | {
-        "wide-groups": condense.CCA(group_size=7, window=5, summary="streaming", num_summary_queries=9),
-        "g-1": condense.LCA(group_size=1, window=3),
-        "no-window-streaming": condense.LCA(group_size=5, window=0),
-        "entries-4": condense.CCA(group_size=4, window=5, rep_bias="log_size", entry_bits=4),
-        "recall-g-6": condense.Recall(group_size=6, window=9, num_recall=2),
-        "cca-matched": condense.CCA(group_size=4, window=5, rep_bias="matched"),
-        "dga-matched": condense.DGA(group_size=3, window=4, gamma=0.5, summary="streaming", rep_bias="matched"),
-        "select-no-focal": tiny.SELECT.replace(gamma=0, min_focal=0, rep_bias="none"),
-    }
-    | {name: method for name, (model, method) in tiny.WHOLE.items() if model == "llama"}
-)
+METHODS = tiny.METHODS | cases.RECALLS
+METHODS |= {
+    "wide-groups": condense.CCA(group_size=7, window=5, summary="streaming", num_summary_queries=9),
+    "g-1": condense.LCA(group_size=1, window=3),
+    "no-window-streaming": condense.LCA(group_size=5, window=0),
+    "entries-4": condense.CCA(group_size=4, window=5, rep_bias="log_size", entry_bits=4),
+    "recall-g-6": condense.Recall(group_size=6, window=9, num_recall=2),
+    "cca-matched": condense.CCA(group_size=4, window=5, rep_bias="matched"),
+    "dga-matched": condense.DGA(group_size=3, window=4, gamma=0.5, summary="streaming", rep_bias="matched"),
+    "select-no-focal": tiny.SELECT.replace(gamma=0, min_focal=0, rep_bias="none"),
+}
+METHODS |= {name: method for name, (model, method) in tiny.WHOLE.items() if model == "llama"}
 B, K, D = 3, 2, 6
 SCALE = 0.7
 EXACT = {"rtol": 0, "atol": 1e-12}
@@ -52,7 +49,6 @@ def method(request):
 
 @pytest.mark.parametrize(("sizes", "ragged"), SIZES.values(), ids=SIZES)
 def test_many_steps_and_chunks_equal_the_growing_layer(method, sizes, ragged):
-    """Also where a prompt is read at once and is a single token."""
     static, growing = StaticCondensedLayer(method, LENGTH), CondensedLayer(method)
     generator = torch.Generator().manual_seed(3)
     for seed, L in enumerate(sizes):
@@ -221,8 +217,7 @@ def test_contract():
     flags = layer.is_compileable, layer.is_croppable, layer.is_sliding, layer.is_initialized
     assert flags == (True, False, False, False)
     assert layer.get_seq_length() == 0
-    assert layer.keys is None
-    assert layer.values is None
+    assert layer.keys is layer.values is None
     assert layer.get_max_length() == layer.get_max_cache_shape() == 50
     layer.lazy_initialization(*_qkv(0)[1:])  # as transformers' early_initialization does
     assert layer.is_initialized
@@ -252,12 +247,9 @@ REFUSED = {
     "more-rows-step": (lambda layer: read(layer, _qkv(1, rows=4)), "wanted 3 rows, for which it was made, got 4"),
     "dtype": (
         lambda layer: read(layer, [x.float() for x in _qkv(1)]),
-        "wanted torch.float64, for which it was made, got torch.float32; .* autocast in all calls or in none",
+        "float64, .*, got torch.float32; .* autocast in all",
     ),
-    "too-many": (
-        lambda layer: read(layer, _qkv(7)),
-        r"wanted at most 40 tokens \(max_cache_len\), got 34 and 7 more; make it longer, or use a cache that grows",
-    ),
+    "too-many": (lambda layer: read(layer, _qkv(7)), r"at most 40 tokens .*, got 34 and 7 more; .* a cache that grows"),
 }
 
 
@@ -269,12 +261,9 @@ def test_refused_and_unchanged(call, message):
     with pytest.raises(ValueError, match=message):
         call(layer)
     assert all(torch.equal(x, y) for x, y in zip((*layer.buffers, layer.num_slots), before, strict=True))
-    want = condense.attention(*_joined(34, 6), method=tiny.STREAMING_6, scale=SCALE)[:, :, 34:]
+    joined = [torch.cat(xs, dim=2) for xs in zip(_qkv(34), _qkv(6, 5), strict=True)]
+    want = condense.attention(*joined, method=tiny.STREAMING_6, scale=SCALE)[:, :, 34:]
     assert_close(read(layer, _qkv(6, 5)), want, **EXACT)
-
-
-def _joined(first, second):
-    return [torch.cat(xs, dim=2) for xs in zip(_qkv(first), _qkv(second, 5), strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)

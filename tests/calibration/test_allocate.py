@@ -1,6 +1,4 @@
-"""The order in which methods are handed out, and what loses least in a size, against all allocations of small
-problems.
-"""
+"""The order in which methods are handed out, and what loses least in a size, against all allocations."""
 
 import itertools
 import random
@@ -15,9 +13,7 @@ EVERY = [dict(enumerate(numbers)) for numbers in itertools.product(range(4), rep
 def test_it_begins_with_what_loses_least_and_never_takes_what_loses_more_and_keeps_more():
     costs, sizes = {0: [0.2, 0.0, 0.0, 0.5]}, {0: [10, 80, 60, 20]}
     assert greedy_path(costs, sizes) == [{0: 2}, {0: 0}]
-
-
-def test_equals_go_to_the_lowest_layer():
+    # equals go to the lowest layer
     costs, sizes = {i: [0.0, 1.0] for i in range(3)}, {i: [2, 1] for i in range(3)}
     assert [sum(step.values()) for step in greedy_path(costs, sizes)] == [0, 1, 2, 3]
     assert greedy_path(costs, sizes)[1] == {0: 1, 1: 0, 2: 0}

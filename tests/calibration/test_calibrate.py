@@ -23,6 +23,18 @@ from condense.models import condensed_layers
 from condense.models.inspect import inspect
 
 CANDIDATES = (Dense(), Recall(group_size=4, window=16, num_recall=4, store="host", slots=4), StreamingLLM(window=16))
+BAD = {
+    "no-goal": ({"budget_nats": None}, "budget_nats and cache must not both be None"),
+    "zero": ({"budget_nats": 0.0}, "budget_nats must be a finite number > 0"),
+    "percent": ({"cache": 9.0}, r"cache must be a share of the dense cache, at most 1 \(0\.09 for 9 %\), got 9\.0"),
+    "found": ({"min_found": 1.5}, "min_found must be a finite number from 0 to 1"),
+    "texts": ({"texts": 1}, "texts must be an integer >= 2"),
+    "length": ({"length": 64}, "length must be an integer >= 128"),
+    "twice": ({"candidates": (Dense(), Dense())}, "candidates must differ"),
+    "dense": ({"candidates": (Dense(),)}, "candidates must hold one besides dense attention"),
+    "ahead": ({"candidates": (CCA(summary="prompt"),)}, "sees later tokens of a whole text: use summary="),
+}
+NO_MEMORY = [torch.OutOfMemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
 CONFIG = CalibrationConfig(budget_nats=0.2, candidates=CANDIDATES, length=128, texts=3)
 GOALS = [
     ({"cache": 0.01, "budget_nats": None}, r"cache must be at least 0\.\d+, what the smallest of these candidates"),
@@ -158,9 +170,7 @@ def _judged(measured, held_out, small=0):
 def test_a_step_back_goes_to_one_that_keeps_to_the_budget_on_both_halves():
     curve = _judged(measured=[True, False, True], held_out=[True, True, False])
     assert verify(curve, CONFIG, 2) == 0
-
-
-def test_with_a_size_one_further_on_may_be_within_the_budget():
+    # with a size, one further on may be within the budget
     both = dataclasses.replace(CONFIG, cache=0.5)
     curve = _judged(measured=[True, True, False, False], held_out=[True] * 4, small=1)
     assert choose(curve, both) == 1
@@ -228,7 +238,6 @@ def test_a_size_of_the_cache(result, model, tokenizer, text):
     assert larger.cache > 0.6
     both = dataclasses.replace(CONFIG, budget_nats=10.0, cache=0.6)
     assert condense.calibrate(model, tokenizer, [text], both).allocation == small.allocation
-    # counted at another length, the same methods keep another share
     far = dataclasses.replace(smaller, cache_length=1280)
     assert condense.calibrate(model, tokenizer, [text], far).uniform[2].cache < small.uniform[2].cache / 2
 
@@ -275,9 +284,7 @@ def test_times_of_candidates_are_measured_and_of_mixtures_their_mean(result, mod
     assert all(point.times is None for point in (*untimed.uniform, *untimed.curve, untimed.chosen))
 
 
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")], ids=["cuda", "cpu"]
-)
+@pytest.mark.parametrize("error", NO_MEMORY, ids=["cuda", "cpu"])
 def test_times_are_those_of_the_length_whatever_the_model_says(model, monkeypatch, error):
     """The model's own settings of generation do not count; what lacks memory has no times, nor has a mixture of it."""
     lengths = []
@@ -315,21 +322,7 @@ def test_small_losses_are_not_said_to_be_none():
     assert str(Mean(0.0, 0.0)) == "0.0000±0.0000"
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"budget_nats": None}, "budget_nats and cache must not both be None"),
-        ({"budget_nats": 0.0}, "budget_nats must be a finite number > 0"),
-        ({"cache": 9.0}, r"cache must be a share of the dense cache, at most 1 \(0\.09 for 9 %\), got 9\.0"),
-        ({"min_found": 1.5}, "min_found must be a finite number from 0 to 1"),
-        ({"texts": 1}, "texts must be an integer >= 2"),
-        ({"length": 64}, "length must be an integer >= 128"),
-        ({"candidates": (Dense(), Dense())}, "candidates must differ"),
-        ({"candidates": (Dense(),)}, "candidates must hold one besides dense attention"),
-        ({"candidates": (CCA(summary="prompt"),)}, "sees later tokens of a whole text: use summary="),
-    ],
-    ids=["no-goal", "zero", "percent", "found", "texts", "length", "twice", "dense", "ahead"],
-)
+@pytest.mark.parametrize(("changes", "said"), BAD.values(), ids=BAD)
 def test_bad_settings(changes, said):
     with pytest.raises(ValueError, match=said):
         dataclasses.replace(CONFIG, **changes)

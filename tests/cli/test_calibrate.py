@@ -32,12 +32,11 @@ def allocation(saved, tmp_path_factory):
     path = tmp_path_factory.mktemp("calibration") / "a.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "60")
-        done = run_here(
-            "calibrate", "--model", str(saved), "--budget-nats", "1", "--length", "160", "--texts", "2",
-            "--hidden-numbers", "1", "--min-found", "0", "--candidate", "dense", "--candidate", "cca:window=16",
-            "--candidate", "recall:window=16,num_recall=2,store=host,slots=2",
-            "--output", str(path), "--plot", str(path.with_suffix(".png")),
-        )  # fmt: skip
+        words = ["--budget-nats", "1", "--length", "160", "--texts", "2", "--hidden-numbers", "1", "--min-found", "0"]
+        words += ["--candidate=dense", "--candidate=cca:window=16"]
+        words += ["--candidate=recall:window=16,num_recall=2,store=host,slots=2"]
+        files = ("--output", str(path), "--plot", str(path.with_suffix(".png")))
+        done = run_here("calibrate", "--model", str(saved), *words, *files)
     assert done.returncode == 0, done.stderr
     assert "forwards of 160 tokens" in done.stderr
     assert "then tokens are timed at 160" in done.stderr
@@ -46,7 +45,6 @@ def allocation(saved, tmp_path_factory):
     assert "\N{HORIZONTAL ELLIPSIS}" not in done.stdout  # no figure is cut off
     kept = json.loads(path.read_text())["calibration"]["chosen"]["cache"]
     assert f"chosen, {kept:.1%} of the dense cache: " in done.stdout
-    # in a narrow terminal words are folded, too
     for heading in ("each layer alone", "answers", "quality against cache", "found", "on held-out text: loses"):
         assert heading in done.stdout
     assert " ms " in done.stdout.partition("quality against cache and")[2]
@@ -76,11 +74,8 @@ def test_commands_read_the_allocation(saved, allocation, tmp_path):
 
 
 def test_without_times_too_few_numbers_in_a_size_are_said(tmp_path):
-    done = ran(
-        "calibrate", "--cache", "0.3", "--length", "160", "--texts", "2", "--hidden-numbers", "2",
-        "--candidate", "dense", "--candidate", "streaming_llm:window=16", "--no-timed",
-        "--output", str(tmp_path / "a.json"),
-    )  # fmt: skip
+    words = ["calibrate", "--cache", "0.3", "--length", "160", "--texts", "2", "--hidden-numbers", "2", "--no-timed"]
+    done = ran(*words, "--candidate=dense", "--candidate=streaming_llm:window=16", "--output", str(tmp_path / "a.json"))
     assert "fewer than 99% of the numbers that dense attention finds: 0 of" in done.stdout
     assert "timed" not in done.stderr
     assert "quality against cache at 160 tokens" in done.stdout

@@ -24,6 +24,7 @@ from condense.models import condensed_layers
 from condense.named import NAMED_SETTINGS
 from condense.train.trainer import MixedTrainer
 
+BY_PYTORCH = {"dga:group_size=128": "up to 128 tokens, got 141", "dga:focal=random": "makes its entries itself"}
 LINE = "The number of the quiet bridge is 4821."
 HUGE = {
     "length": ("--length", "1000000000"),
@@ -32,6 +33,39 @@ HUGE = {
     "share": ("--length", "1000000000", "--method", "recall:num_recall=0.05"),
     "beyond-64-bits": ("--method", f"streaming_llm:sink=9,window={2**70}", "--length", f"{2**65}"),
 }
+BAD = [
+    (("compare", "--text", "missing.txt"), "text: no such file"),
+    (("compare", "--question", "Who?"), "question needs a text"),
+    (("compare", "--method", "cca:window"), "name=value"),
+    (("compare", "--model", "./missing"), "model: no such folder"),
+    (("compare", "--dtype", "int4"), "dtype must be one of"),
+    (("compare", "--device", "abacus"), "device must be one that PyTorch can use here (cpu"),
+    (("inspect", "--method", "recall@2", "--method", "cca@2"), "layers 2 are named twice"),
+    (("generate", "a", "--method", "@a.json", "--method", "cca@rest"), "stands alone, got @a.json cca@rest"),
+    (("compare", "--json", "."), "json"),
+    (("compare", "--json", "new/out.json"), "json: wanted a path in a folder that exists, got new/out.json"),
+    # root may write there by its permissions, and still cannot
+    (("compare", "--json", "/proc/out.json"), "json: wanted a path that can be written, got /proc/out.json"),
+    (("compare", "--nonsense"), "No such option"),
+    (("train", "smoke", "--data", "a", "--output", "b", "--method", "cca"), "belong to adapt: --method"),
+    (("compare", "--plot", "picture.doc"), "plot must end in"),
+    (("compare", "--chat"), "--chat needs a text"),
+    (("generate", "hi", "--chat"), "no chat template"),
+    (("generate", "hi", "--device", "cpu", "--device-map", "auto"), "not both"),
+    (("generate",), "prompt"),
+    (("generate", "a", "--text", "b"), "prompt"),
+    (("generate", ""), "prompt must not be empty"),
+    (("inspect", "--length", "0"), "length: wanted a number of tokens >= 1, such as 4096, 32K or 1M, got '0'"),
+    (("inspect", "--memory", "80"), "memory: wanted bytes, such as 80GB or 512GiB, got '80'"),
+    (("inspect", "--batch", "0", "--memory", "80GB"), "batch must be an integer >= 1, got 0"),
+    (("inspect", "--batch", "2"), "batch and host_memory need a memory to fit into: add --memory 80GB"),
+    (("inspect", "--shape", "qwen9"), "shape must be one of llama-3.1-8b, "),
+    (("inspect", "--shape", "qwen3-8b", "--model", "DIR"), "shape and model exclude each other"),
+    (("train", "nonsense", "--data", "a", "--output", "b"), "recipe must be one of"),
+    (("train", "adapt", "--data", "a", "--output", "b"), "add --pretrained and --method"),
+    (("train", "smoke", "--output", "b", "--sequence-length", "64"), "belong to adapt: --sequence-length"),
+    (("train", "demo_model", "--output", "b"), "add --data"),
+]
 
 
 def run_here(*arguments, stdin="", entry=main):
@@ -56,7 +90,6 @@ def ran(*arguments, **options):
 
 
 def refused(message, *arguments, **options):
-    """A command is refused in one line on stderr that holds the message."""
     done = run_here(*arguments, **options)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
@@ -84,10 +117,8 @@ def test_compare_finds_the_number_dense_and_condensed(story, tmp_path):
     question = "Question: What is the number of the quiet bridge?\nAnswer:"
     pooled = "cca:window=256,summary=streaming,key_pooling=select,rep_bias=log_size"
     methods = ("dense", pooled, "streaming_llm:window=40")
-    ran(
-        "compare", "--text", str(story), "--question", question, *(f"--method={m}" for m in methods),
-        "--json", str(results), "--plot", str(picture),
-    )  # fmt: skip
+    files = ("--text", str(story), "--json", str(results), "--plot", str(picture))
+    ran("compare", "--question", question, *(f"--method={m}" for m in methods), *files)
     document = json.loads(results.read_text())
     dense, condensed, window = document["results"]["outcomes"]
     assert dense["answers"][0].startswith("4821")
@@ -97,6 +128,9 @@ def test_compare_finds_the_number_dense_and_condensed(story, tmp_path):
     assert window["cache_bytes"] < condensed["cache_bytes"]
     assert document["provenance"]["torch"] == torch.__version__
     assert picture.read_bytes().startswith(b"\x89PNG")
+    kept = results.read_bytes()
+    refused(str(results), "compare", "--text", str(story), "--json", str(results))
+    assert results.read_bytes() == kept
 
 
 def test_default_settings_that_the_model_was_not_adapted_to_are_named(saved, story):
@@ -108,13 +142,6 @@ def test_default_settings_that_the_model_was_not_adapted_to_are_named(saved, sto
     bundled = run_here("generate", "Once", "--method", "dense@0+lca@rest", "--max-new-tokens", "1")
     assert "condense: LCA() is the default; the model was adapted to CCA(window=256, " in bundled.stderr
     assert "default" not in run_here("generate", "Once", "--max-new-tokens", "1").stderr
-
-
-def test_compare_keeps_existing_files(story, tmp_path):
-    kept = tmp_path / "kept.json"
-    kept.write_text("mine")
-    refused(str(kept), "compare", "--text", str(story), "--json", str(kept))
-    assert kept.read_text() == "mine"
 
 
 def test_inspect_says_when_all_tokens_are_focal(tmp_path):
@@ -166,10 +193,7 @@ def test_inspect_says_what_fits_and_what_to_type(tmp_path, monkeypatch):
     assert "YaRN" not in run_here("inspect", "--shape", "qwen3-8b", "--length", "32K").stdout
 
 
-@pytest.mark.parametrize(
-    ("method", "cause"),
-    [("dga:group_size=128", "chunks of up to 128 tokens, got 141"), ("dga:focal=random", "makes its entries itself")],
-)
+@pytest.mark.parametrize(("method", "cause"), BY_PYTORCH.items())
 def test_inspect_says_whose_steps_run_on_pytorch(method, cause, tmp_path):
     done = ran("inspect", "--method", method, "--json", str(tmp_path / "layers.json"))
     assert " ".join(done.stdout.split()).count(cause) == 1
@@ -181,51 +205,13 @@ def test_help_of_serve_offers_what_works(monkeypatch):
     for said in ("Such as recall-device, pooled", "Default: what the model was saved with, or recall-device"):
         assert said in shown
     assert not {"dga", "recall-host"} & set(shown.replace(",", " ").split())
-
-
-def test_help_is_shown_without_a_command():
+    # and is shown without a command
     done = run_here()
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == run_here("--help").stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("compare", "--text", "missing.txt"), "text: no such file"),
-        (("compare", "--question", "Who?"), "question needs a text"),
-        (("compare", "--method", "cca:window"), "name=value"),
-        (("compare", "--model", "./missing"), "model: no such folder"),
-        (("compare", "--dtype", "int4"), "dtype must be one of"),
-        (("compare", "--device", "abacus"), "device must be one that PyTorch can use here (cpu"),
-        (("inspect", "--method", "recall@2", "--method", "cca@2"), "layers 2 are named twice"),
-        (("generate", "a", "--method", "@a.json", "--method", "cca@rest"), "stands alone, got @a.json cca@rest"),
-        (("compare", "--json", "."), "json"),
-        (("compare", "--json", "new/out.json"), "json: wanted a path in a folder that exists, got new/out.json"),
-        # root may write there by its permissions, and still cannot
-        (("compare", "--json", "/proc/out.json"), "json: wanted a path that can be written, got /proc/out.json"),
-        (("compare", "--nonsense"), "No such option"),
-        (("train", "smoke", "--data", "a", "--output", "b", "--method", "cca"), "belong to adapt: --method"),
-        (("compare", "--plot", "picture.doc"), "plot must end in"),
-        (("compare", "--chat"), "--chat needs a text"),
-        (("generate", "hi", "--chat"), "no chat template"),
-        (("generate", "hi", "--device", "cpu", "--device-map", "auto"), "not both"),
-        (("generate",), "prompt"),
-        (("generate", "a", "--text", "b"), "prompt"),
-        (("generate", ""), "prompt must not be empty"),
-        (("inspect", "--length", "0"), "length: wanted a number of tokens >= 1, such as 4096, 32K or 1M, got '0'"),
-        (("inspect", "--memory", "80"), "memory: wanted bytes, such as 80GB or 512GiB, got '80'"),
-        (("inspect", "--batch", "0", "--memory", "80GB"), "batch must be an integer >= 1, got 0"),
-        (("inspect", "--batch", "2"), "batch and host_memory need a memory to fit into: add --memory 80GB"),
-        (("inspect", "--shape", "qwen9"), "shape must be one of llama-3.1-8b, "),
-        (("inspect", "--shape", "qwen3-8b", "--model", "DIR"), "shape and model exclude each other"),
-        (("train", "nonsense", "--data", "a", "--output", "b"), "recipe must be one of"),
-        (("train", "adapt", "--data", "a", "--output", "b"), "add --pretrained and --method"),
-        (("train", "smoke", "--output", "b", "--sequence-length", "64"), "belong to adapt: --sequence-length"),
-        (("train", "demo_model", "--output", "b"), "add --data"),
-    ],
-    ids=lambda value: "_".join(value).strip("-") if isinstance(value, tuple) else "",
-)
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=lambda x: "_".join(x) if isinstance(x, tuple) else "")
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refused(message, *arguments)
@@ -288,7 +274,6 @@ def test_a_saved_model_keeps_its_layers_and_reads_standard_input_as_it_is(saved,
     dense, condensed = json.loads(results.read_text())["results"]["outcomes"]
     assert dense["method"] == condense.Dense().to_dict()
     assert condensed["method"] == {"1": method}
-    # one of two layers is condensed
     assert dense["cache_bytes"] / 2 < condensed["cache_bytes"] < dense["cache_bytes"]
     layers = tmp_path / "layers.json"
     ran("inspect", "--model", str(saved), "--length", "1000", "--json", str(layers))
@@ -306,14 +291,12 @@ def test_generate_uses_the_layers_of_a_saved_model(saved, monkeypatch):
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     method = condense.LCA(group_size=4, window=8)
-    for arguments, expected in (
-        ((), {1: method}),
-        (("--method", "dense"), {}),
-        (("--method", "lca:group_size=4,window=8"), {0: method, 1: method}),
-        (("--method", "lca:group_size=4,window=8@0"), {0: method}),
-    ):
+    lca = "lca:group_size=4,window=8"
+    given = {(): {1: method}, ("dense",): {}, (lca,): {0: method, 1: method}, (f"{lca}@0",): {0: method}}
+    for names, expected in given.items():
         used.clear()
-        done = ran("generate", "A walk", "--model", str(saved), "--max-new-tokens", "2", *arguments)
+        options = ("--model", str(saved), "--max-new-tokens", "2", *(f"--method={name}" for name in names))
+        done = ran("generate", "A walk", *options)
         assert done.stdout.strip()
         assert used == [expected] * 2
 

@@ -37,7 +37,6 @@ def test_every_setting_of_a_method_is_explained_and_listed(name):
 
 
 def _commands(group, path=()):
-    """Names of a command and of all below it."""
     yield path
     for name, command in getattr(group, "commands", {}).items():
         yield from _commands(command, (*path, name))

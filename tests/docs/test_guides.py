@@ -1,6 +1,4 @@
-"""The pages and the README: their Python runs, their commands parse, and what they name exists; the README's numbers,
-docs/start-here.md, the notebook, and Recall on one head in 100 lines.
-"""
+"""The pages and the README: their Python runs, their commands parse, what they name exists, their numbers are true."""
 
 import importlib.util
 import json
@@ -35,23 +33,31 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TRAINERS = "docs/guides/other-trainers.md"
 # a page whose code needs a package that `make test-eval` installs runs there
 NEEDS = {TRAINERS: "trl"}
-WITH_PYTHON = [
-    page
-    for page, text in PAGES.items()
-    if BLOCK.search(text) and (page not in NEEDS or importlib.util.find_spec(NEEDS[page]))
-]
+HAS = {page: importlib.util.find_spec(package) for page, package in NEEDS.items()}
+WITH_PYTHON = [page for page, text in PAGES.items() if BLOCK.search(text) and HAS.get(page, True)]
 # names of result files, and of the documents in those that hold several
-RESULTS = {
-    name
-    for path in ROOT.glob("benchmarks/results/*.json")
-    for name in (path.stem, *json.loads(path.read_text(encoding="utf-8")))
-}
+DOCUMENTS = {path.stem: json.loads(path.read_bytes()) for path in ROOT.glob("benchmarks/results/*.json")}
+RESULTS = {*DOCUMENTS, *(name for documents in DOCUMENTS.values() for name in documents)}
 LINES = re.compile(r"^(?:\.venv/bin/)?(condense [a-z].*)", re.MULTILINE)
 SHOWN = [*(line for text in PAGES.values() for line in LINES.findall(text)), *re.findall(r"`(condense \w.*?)`", README)]
 COMMANDS = sorted({line for line in SHOWN if "--help" not in line})
 # of which page the code names a model that is not here, and what it names it
 ELSEWHERE = "docs/start-here.md"
 SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+# names and versions, which are no measurements
+NAMES = (
+    r"Llama-3\.1-8B|H200|\d+ bits|FP8|Python 3\.11|torch 2\.11|transformers 5\.17|MiniCPM3|V3|ICML 2025|ACL 2026|2\.0"
+)
+PAGE = PAGES[ELSEWHERE]
+OF_ROWS = {"recall-device": '"recall-device"', "recall-host": '"recall-host"', "dense, FP8": "kv-cache-dtype fp8"}
+OF_ROWS["pooled"] = "condense train adapt"
+NOTEBOOK = ROOT / "docs" / "notebooks" / "first_look.ipynb"
+CHEAP = "CHARACTERS, STEPS, LENGTH = 5_000, 3, 256"
+CHANGES = {"some open": {}, "none open": {"num_recall": 0}, "all open": {"num_recall": 100}}
+CHANGES["no window"] = {"group_size": 6, "window": 0}
+RECALL_PAGE = ROOT / "docs" / "recall_in_100_lines.py"
+# scores and outputs are sums of at most 16 and 100 products of normal numbers, below 5 in size, added in another order
+TOLERANCE = 2 * (16 + 100) * 5 * torch.finfo(torch.float64).eps
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON)
@@ -91,10 +97,6 @@ def test_commands_parse(line):
             choice_from_text(method)
 
 
-def test_every_command_is_shown():
-    assert {line.split()[1] for line in COMMANDS} == set(typer.main.get_command(app).commands)
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_links_and_names_of_files_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", PAGES[page]):
@@ -106,7 +108,7 @@ def test_links_and_names_of_files_lead_somewhere(page):
         assert [found for found in RESULTS if found.endswith(name)], name
 
 
-def test_the_reference_holds_every_public_name():
+def test_the_reference_holds_every_public_name_and_pages_show_every_command():
     shown = [name for text in PAGES.values() for name in re.findall(r"^::: ([\w.]+)", text, re.MULTILINE)]
     for module in ("ops", "caches"):
         names = re.findall(r"^ {8}- (\w+)$", PAGES[f"docs/api/{module}.md"], re.MULTILINE)
@@ -115,12 +117,7 @@ def test_the_reference_holds_every_public_name():
         assert pkgutil.resolve_name(name).__doc__, name
     missing = set(condense.__all__) - {name.split(".")[-1] for name in shown} - {"__version__"}
     assert not missing, f"add ::: condense.{missing} to a page of docs/api"
-
-
-# names and versions, which are no measurements
-NAMES = (
-    r"Llama-3\.1-8B|H200|\d+ bits|FP8|Python 3\.11|torch 2\.11|transformers 5\.17|MiniCPM3|V3|ICML 2025|ACL 2026|2\.0"
-)
+    assert {line.split()[1] for line in COMMANDS} == set(typer.main.get_command(app).commands)
 
 
 def test_the_readme_is_short_and_names_targets_of_make():
@@ -133,9 +130,8 @@ def test_the_readme_is_short_and_names_targets_of_make():
 
 def test_every_number_is_of_a_result_or_a_setting():
     # the table is compared with the results in benchmarks/test_pages.py
-    prose = re.sub(
-        r"^```.*?^```|<!-- figures -->.*<!-- /figures -->|^\|.*?$", "", README, flags=re.MULTILINE | re.DOTALL
-    )
+    parts = r"^```.*?^```|<!-- figures -->.*<!-- /figures -->|^\|.*?$"
+    prose = re.sub(parts, "", README, flags=re.MULTILINE | re.DOTALL)
     prose = re.sub(r"\]\([^)]*\)|`[^`]*`", " ", prose)
     prose = re.sub(r"\s+", " ", prose.replace("[", "").replace("]", ""))
     for claim in readme_page.claims(stored.stored()):
@@ -151,18 +147,13 @@ def test_sentences_have_few_numbers_and_few_cells_are_open():
     assert README.count(f" {readme_page.UNKNOWN} ") <= 2
 
 
-PAGE = PAGES[ELSEWHERE]
-
-
 @pytest.fixture(scope="module")
 def fits():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape_config("qwen3-8b"))
     choices = {name: Method.parse(name) for name in NAMED_SETTINGS}
-    free, limited = (
-        {fit.name: fit for fit in cache_fits(model, choices, 131072, memory=80 * 10**9, host_memory=host)}
-        for host in (None, 512 * 10**9)
-    )
+    fits = (cache_fits(model, choices, 131072, memory=80 * 10**9, host_memory=host) for host in (None, 512 * 10**9))
+    free, limited = ({fit.name: fit for fit in of_host} for of_host in fits)
     return free | {"limited": limited["recall-host"]}
 
 
@@ -170,15 +161,7 @@ def kept(fit):
     return f"{fit.device_bytes / 2**30:.2f} GiB"
 
 
-@pytest.mark.parametrize(
-    ("name", "of_row"),
-    [
-        ("recall-device", '"recall-device"'),
-        ("recall-host", '"recall-host"'),
-        ("dense, FP8", "kv-cache-dtype fp8"),
-        ("pooled", "condense train adapt"),
-    ],
-)
+@pytest.mark.parametrize(("name", "of_row"), OF_ROWS.items())
 def test_a_row_has_the_bytes_and_the_requests(name, of_row, fits):
     (row,) = (line for line in PAGE.splitlines() if line.startswith("|") and of_row in line)
     bytes_cell, requests_cell = (cell.strip() for cell in row.split("|")[3:5])
@@ -199,10 +182,6 @@ def test_the_prose_has_the_dense_caches_and_the_row_of_vllm_its_requests(fits):
     assert [cell.strip() for cell in row.split("|")[3:5]] == [f"{fit.served_bytes / 2**30:.2f} GiB", f"{fit.served}"]
 
 
-NOTEBOOK = ROOT / "docs" / "notebooks" / "first_look.ipynb"
-CHEAP = "CHARACTERS, STEPS, LENGTH = 5_000, 3, 256"
-
-
 def test_it_runs_and_shows_what_it_says(capsys):
     matplotlib.use("Agg")
     document = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
@@ -221,16 +200,7 @@ def test_it_runs_and_shows_what_it_says(capsys):
     assert "entries" in capsys.readouterr().out
 
 
-RECALL_PAGE = ROOT / "docs" / "recall_in_100_lines.py"
-# scores and outputs are sums of at most 16 and 100 products of normal numbers, below 5 in size, added in another order
-TOLERANCE = 2 * (16 + 100) * 5 * torch.finfo(torch.float64).eps
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"num_recall": 0}, {"num_recall": 100}, {"group_size": 6, "window": 0}],
-    ids=["some open", "none open", "all open", "no window"],
-)
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 def test_it_is_the_librarys_function(changes):
     page = runpy.run_path(str(RECALL_PAGE))
     assert page["compare"](page["Settings"](**changes)) <= TOLERANCE

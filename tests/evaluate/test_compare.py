@@ -26,7 +26,7 @@ def model():
     return tiny_llama(vocab_size=400, eos_token_id=None)
 
 
-def test_layers_that_are_left_out_are_stock(model, tokenizer):
+def test_layers_that_are_left_out_are_stock_and_condensed_models_refused(model, tokenizer):
     choices = [condense.Dense(), {1: METHOD}, {0: METHOD, 1: METHOD}, METHOD]
     outcomes = compare(model, tokenizer, choices, PROMPT, max_new_tokens=2)
     assert [outcome.method for outcome in outcomes] == choices
@@ -36,6 +36,9 @@ def test_layers_that_are_left_out_are_stock(model, tokenizer):
     assert not condensed_layers(model)
     with pytest.raises(ValueError, match="layers must be indices from 0 to 1, got 2"):
         compare(model, tokenizer, [{2: METHOD}], PROMPT)
+    condense.apply(model, METHOD)
+    with pytest.raises(ValueError, match=r"call condense.restore\(model\) first"):
+        compare(model, tokenizer, [condense.Dense()], PROMPT)
 
 
 def test_a_layer_with_a_sliding_window_counts_with_its_window(tokenizer):
@@ -73,12 +76,6 @@ def test_what_is_for_host_memory_does_not_count_as_the_devices(model, tokenizer,
     _print(plain_console(), prompt, [dense], "float32", on_cpu=True)
     _print(plain_console(), prompt, outcomes, "float32", on_cpu=False)
     assert "slow" not in capsys.readouterr().out
-
-
-def test_a_condensed_model_is_refused(model, tokenizer):
-    condense.apply(model, METHOD)
-    with pytest.raises(ValueError, match=r"call condense.restore\(model\) first"):
-        compare(model, tokenizer, [condense.Dense()], PROMPT)
 
 
 def test_without_pad_and_eos_and_with_the_cache_switched_off(model, text):

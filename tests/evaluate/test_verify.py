@@ -30,8 +30,6 @@ BAD = [
 
 
 class Broken(Recall):
-    """Recall that opens the groups that matter least."""
-
     def represent(self, chunks, summary, *, scale, backend):
         k, v, signs, *others = super().represent(chunks, summary, scale=scale, backend=backend)
         return k, v, ~signs, *others

@@ -43,7 +43,6 @@ def condensed(choice, name="llama", dtype=torch.float32, **sizes):
 
 
 def padded(*lengths):
-    """Ids and mask of prompts of so many tokens."""
     lengths = lengths or (150, 101)
     return [x.cuda() for x in tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in lengths])]
 

@@ -11,11 +11,9 @@ from speed.problems import HeadShape, Setting
 import condense
 
 METHODS = {
-    "cca": condense.CCA(group_size=16, window=256),
-    "lca": condense.LCA(group_size=16, window=256, rep_bias="log_size"),
-    "dga": condense.DGA(),
-    "dga_prompt": condense.DGA(min_focal=256, selection="prompt"),
-}
+    "cca": condense.CCA(group_size=16, window=256), "lca": condense.LCA(group_size=16, window=256, rep_bias="log_size"),
+    "dga": condense.DGA(), "dga_prompt": condense.DGA(min_focal=256, selection="prompt"),
+}  # fmt: skip
 SETTING = Setting(HeadShape(8, 2, 128, 128), 1, torch.bfloat16, torch.device("cuda"), 0)
 RECALL = {"recall": condense.Recall(group_size=16, window=256, num_recall=16)}
 

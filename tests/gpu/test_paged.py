@@ -14,6 +14,8 @@ from condense.ops.paged import NewTokens, read_paged
 H, K, D = 8, 2, 128
 _RECALL = condense.Recall(window=64, num_recall=8, store_bits=8)
 _LCA = condense.LCA(window=64, key_pooling="weighted", rep_bias="log_size")
+RECORDS = [_RECALL, _RECALL.replace(num_recall=0.2, store_bits=4, entry_bits=4), _RECALL.replace(window=0)]
+RECORDS += [_LCA.replace(entry_bits=4), _LCA.replace(entry_bits=8, rep_bias="matched")]
 
 
 @pytest.mark.parametrize("num_empty", [2, 30])
@@ -23,14 +25,7 @@ def test_replays_of_pooled_groups(method, num_empty):
     replayed(*(Pool(method, (K, D, D), dtype=torch.bfloat16, device="cuda") for _ in range(2)), num_empty=num_empty)
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        _RECALL, _RECALL.replace(num_recall=0.2, store_bits=4, entry_bits=4), _RECALL.replace(window=0),
-        _LCA.replace(entry_bits=4), _LCA.replace(entry_bits=8, rep_bias="matched"),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("method", RECORDS, ids=str)
 def test_replays_of_records(method):
     options = {"dtype": torch.bfloat16, "device": "cuda", "slots": 16, "per_page": 16}
     replayed(*(RecordPool(method, (K, D, D), **options) for _ in range(2)))
@@ -61,7 +56,6 @@ def replayed(*pools, num_empty=2):
         read_paged((q, k, v), states[0], new, pools[0].plan.settings, scale=scale, out=out, backend="triton")
 
     def plain_step():
-        """The same by PyTorch."""
         want.zero_()
         lengths = seen.tolist()
         starts = list(itertools.accumulate((int(n > 0) for n in lengths), initial=0))

@@ -3,14 +3,7 @@
 import pytest
 import torch
 from triton_kernels.conftest import poison  # noqa: F401
-from triton_kernels.test_recall_prefill import (  # noqa: F401
-    Case,
-    Problem,
-    chosen,
-    compare,
-    compare_as_one_graph,
-    poisoned_scratch,
-)
+from triton_kernels.test_recall_prefill import Case, Problem, chosen, compare, compare_as_one_graph, poisoned_scratch  # noqa: F401
 
 HALF = {"widths": (128, 128), "dtype": torch.bfloat16}
 CASES = {

@@ -7,21 +7,13 @@ from condense import FlexPrefill, MInference, VerticalSlash
 from condense.baselines.blocks import SparseKeys, sparse_attention
 
 LINES = VerticalSlash(vertical=50, slash=20)
+FLEX = FlexPrefill(gamma=0.3, min_budget=128)
 MIXED = MInference(patterns=("a_shape:sink=1,window=200", "block_sparse:blocks=2", *2 * ("vertical_slash:slash=150",)))
+CASES = [(LINES, 1024, (64, 64)), (LINES, 1500, (64, 64)), (MIXED, 1500, (64, 64)), (FLEX, 1500, (64, 64))]
+CASES.append((FLEX, 1024, (192, 128)))  # the widths of the keys and values that DeepSeek-V2's latents expand to
 
 
-# 192 and 128: the keys and values that DeepSeek-V2's latents expand to
-@pytest.mark.parametrize(
-    ("method", "length", "widths"),
-    [
-        (LINES, 1024, (64, 64)),
-        (LINES, 1500, (64, 64)),
-        (FlexPrefill(gamma=0.3, min_budget=128), 1500, (64, 64)),
-        (FlexPrefill(gamma=0.3, min_budget=128), 1024, (192, 128)),
-        (MIXED, 1500, (64, 64)),
-    ],
-    ids=lambda x: getattr(x, "name", x),
-)
+@pytest.mark.parametrize(("method", "length", "widths"), CASES, ids=lambda x: getattr(x, "name", x))
 def test_compiled_flex_attention_gives_the_definition(method, length, widths):
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (

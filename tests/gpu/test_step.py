@@ -4,16 +4,7 @@ import pytest
 import torch
 from gpu.running import methods, no_waiting
 from oracles import oracle
-from triton_kernels.test_step import (
-    DTYPES,
-    SELECT,
-    after_prompts,
-    copy_of,
-    decode,
-    empty_state,
-    same,
-    some_step,
-)
+from triton_kernels.test_step import DTYPES, SELECT, after_prompts, copy_of, decode, empty_state, same, some_step
 
 import condense
 from condense.methods import step_settings

@@ -13,6 +13,18 @@ from condense.evaluate.harness import OWN_FOLDER
 
 METHOD = "cca:group_size=4,window=16"
 TASKS = ("--task", "multikey_retrieval", "--task", "text_loss", "--length", "512", "--limit", "3")
+BAD = [
+    (("--task", "gsm8"), "gsm8k"),
+    (("--task", "question"), "the harness has none called 'question'"),  # a word in many of its files
+    (("--task", "multikey_retrieve"), "close: multikey_retrieval"),
+    (("--task", "text_loss", "--method", "caa"), "close: lca, cca"),
+    (("--task", "multidoc_em"), "lost-in-the-middle"),
+    (("--task", "gsm8k"), "hf download --repo-type dataset openai/gsm8k"),
+    (("--task", "mbpp_instruct"), "--run-generated-code"),
+    (("--task", "text_loss", "--method", "dga:selection=prompt", "--batch-size", "2"), "batch size must be 1"),
+    (("--task", "text_loss", "--data", "nowhere"), "data: wanted a folder"),
+    (("--task", "text_loss", "--length", "100000"), "documents of at least 100000 tokens"),
+]
 
 
 def predictions(folder):
@@ -137,21 +149,7 @@ def test_a_tokenizer_s_own_code_runs_only_with_the_option(base, command, tmp_pat
     assert code == 0, err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--task", "gsm8"), "gsm8k"),
-        (("--task", "question"), "the harness has none called 'question'"),  # a word in many of its files
-        (("--task", "multikey_retrieve"), "close: multikey_retrieval"),
-        (("--task", "text_loss", "--method", "caa"), "close: lca, cca"),
-        (("--task", "multidoc_em"), "lost-in-the-middle"),
-        (("--task", "gsm8k"), "hf download --repo-type dataset openai/gsm8k"),
-        (("--task", "mbpp_instruct"), "--run-generated-code"),
-        (("--task", "text_loss", "--method", "dga:selection=prompt", "--batch-size", "2"), "batch size must be 1"),
-        (("--task", "text_loss", "--data", "nowhere"), "data: wanted a folder"),
-        (("--task", "text_loss", "--length", "100000"), "documents of at least 100000 tokens"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), BAD)
 def test_bad_input_is_one_line_that_says_what_to_do(base, command, tmp_path, arguments, message):
     output = tmp_path / "run"
     code, _, err = command(*arguments, "--model", base, "--output", output)

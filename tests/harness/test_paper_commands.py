@@ -23,23 +23,18 @@ COMMANDS = {
 }
 # what a tiny model needs beside what the page says
 MORE = {
-    1: "--steps 1 --sequence-length 1056 --workers 0",
-    2: "--limit 1 --max-length 1024",
-    7: "--method lca:window=16",
+    1: "--steps 1 --sequence-length 1056 --workers 0", 2: "--limit 1 --max-length 1024", 7: "--method lca:window=16",
     8: "--sink 16 --window 64",
-}
+}  # fmt: skip
 SUBJECTS = {
     re.search(r"dataset_name\W+(\w+)", file.read_text())[1]
     for file in (Path(lm_eval.__file__).parent / "tasks" / "mmlu" / "default").glob("mmlu_*.yaml")
 }
 COLUMNS = {
-    "single": ("qasper", "multifieldqa_en"),
-    "multi": ("hotpotqa", "2wikimqa"),
-    "summarization": ("gov_report", "multi_news"),
-    "fewshot": ("trec", "triviaqa", "samsum"),
-    "synthetic": ("passage_count", "passage_retrieval_en"),
-    "code": ("lcc", "repobench-p"),
-}
+    "single": ("qasper", "multifieldqa_en"), "multi": ("hotpotqa", "2wikimqa"),
+    "summarization": ("gov_report", "multi_news"), "fewshot": ("trec", "triviaqa", "samsum"),
+    "synthetic": ("passage_count", "passage_retrieval_en"), "code": ("lcc", "repobench-p"),
+}  # fmt: skip
 LINES = [line for line in demo_text().text.split("\n") if line]
 
 
@@ -82,10 +77,9 @@ def ruler(root):
 
 
 def short_tasks(root):
-    asked = [
-        {"question": line, "subject": "", "choices": list("wxyz"), "answer": n} for n, line in enumerate(LINES[:3])
-    ]
-    examples = [{"question": x, "subject": "", "choices": list("wxyz"), "answer": 0} for x in LINES[3:9]]
+    fixed = {"subject": "", "choices": list("wxyz")}
+    asked = [fixed | {"question": line, "answer": n} for n, line in enumerate(LINES[:3])]
+    examples = [fixed | {"question": line, "answer": 0} for line in LINES[3:9]]
     splits = {"test": asked, "validation": asked, "dev": examples}
     copy_of_a_hub(root, "cais/mmlu", dict.fromkeys(sorted(SUBJECTS), splits))
     sums = [{"question": f"What is {n} and 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"} for n in range(12)]
@@ -155,9 +149,8 @@ def test_the_page_numbers_nine_commands():
 
 def test_adapting(run, here):
     run(1)
-    assert (
-        json.loads((here / "ADAPTED" / "config.json").read_text())["condense"]["methods"][0]["method"]["window"] == 1024
-    )
+    adapted = json.loads((here / "ADAPTED" / "config.json").read_text())
+    assert adapted["condense"]["methods"][0]["method"]["window"] == 1024
 
 
 def test_longbench_e_has_six_columns(run, folder):

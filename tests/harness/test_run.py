@@ -25,6 +25,11 @@ doc_to_choice: [north, south]
 doc_to_target: answer
 metric_list: [{metric: acc}]
 """
+RUNS = [
+    ("hf", "condensed", {}, 1.0),
+    ("hf", "dense", {}, 0.0),
+    ("condense", "dense", {"condense": "streaming_llm:sink=0,window=4"}, 1.0),
+]
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +64,7 @@ def _answer(model, tokenizer, text):
     return int(likelihoods[1] > likelihoods[0])
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "more", "accuracy"),
-    [
-        ("hf", "condensed", {}, 1.0),
-        ("hf", "dense", {}, 0.0),
-        ("condense", "dense", {"condense": "streaming_llm:sink=0,window=4"}, 1.0),
-    ],
-)
+@pytest.mark.parametrize(("kind", "name", "more", "accuracy"), RUNS)
 def test_a_task_that_only_the_condensed_model_answers(folders, tmp_path, monkeypatch, kind, name, more, accuracy):
     from condense.cli.main import main
 

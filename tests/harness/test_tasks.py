@@ -14,6 +14,16 @@ from condense.evaluate.harness.tasks import load_tasks
 
 HARNESS = Path(lm_eval.__file__).parent / "tasks"
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+PROGRAMS = [
+    ("def double(n):\n    return 2 * n", 1.0), ("def double(n):\n    return n", 0.0), ("def double(n):", 0.0),
+    ("raise SystemExit(0)", 0.0), ("import time\ntime.sleep(9)", 0.0), ("\0", 0.0),
+]  # fmt: skip
+ANSWERS = [
+    (r"\boxed{\frac12}", "0.5", False, True), (r"the answer is $\boxed{ 7 }$", "$7$", False, True),
+    (r"\boxed{6} or rather \boxed{7}", "7", False, True), (r"\boxed{(1,2),(3,4)}", "(3,4),(1,2)", True, True),
+    (r"\boxed{1,2}", "1,2,3", True, False), (r"\boxed{1,2,3}", "1,2", True, False),
+    (r"\boxed{1,1}", "1,2", True, False), (r"\fbox{7}", "7", False, False), ("7", "7", False, False),
+]  # fmt: skip
 
 
 def documents(data, base, *lengths):
@@ -80,17 +90,7 @@ def test_mbpp_is_the_harness_s_but_for_its_metric():
     assert ours == theirs
 
 
-@pytest.mark.parametrize(
-    ("program", "passes"),
-    [
-        ("def double(n):\n    return 2 * n", 1.0),
-        ("def double(n):\n    return n", 0.0),
-        ("def double(n):", 0.0),
-        ("raise SystemExit(0)", 0.0),
-        ("import time\ntime.sleep(9)", 0.0),
-        ("\0", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("program", "passes"), PROGRAMS)
 def test_programs_must_get_past_their_tests(program, passes, monkeypatch):
     from condense.evaluate.harness.task_files import programs
 
@@ -102,20 +102,7 @@ def test_programs_must_get_past_their_tests(program, passes, monkeypatch):
     assert programs.pass_at_1(["assert double(2) == 4"], [program]) == passes
 
 
-@pytest.mark.parametrize(
-    ("said", "wanted", "several", "right"),
-    [
-        (r"\boxed{\frac12}", "0.5", False, True),
-        (r"the answer is $\boxed{ 7 }$", "$7$", False, True),
-        (r"\boxed{6} or rather \boxed{7}", "7", False, True),
-        (r"\boxed{(1,2),(3,4)}", "(3,4),(1,2)", True, True),
-        (r"\boxed{1,2}", "1,2,3", True, False),
-        (r"\boxed{1,2,3}", "1,2", True, False),
-        (r"\boxed{1,1}", "1,2", True, False),
-        (r"\fbox{7}", "7", False, False),
-        ("7", "7", False, False),
-    ],
-)
+@pytest.mark.parametrize(("said", "wanted", "several", "right"), ANSWERS)
 def test_answers_of_olympiadbench(said, wanted, several, right):
     from condense.evaluate.harness.task_files.olympiad import scores
 

@@ -31,12 +31,8 @@ def chunk(method, k, summary):
 def test_focal_tokens_are_the_best_in_order_of_position_and_ties_go_to_the_earlier():
     method, summary = DGA(group_size=3, gamma=1), torch.ones(1, dtype=torch.float64)
     assert method.layout.rule.chunk == 6
-    for scores, focal in (
-        ([0.0, 5, 1, 9, 2, 3], [1, 3, 5]),
-        ([1.0, 2, 2, 2, 2, 1], [1, 2, 3]),
-        ([7.0] * 6, [0, 1, 2]),
-        ([-1.0, -2, -3, 0, 0, 0], [3, 4, 5]),
-    ):
+    drawn, equal = [([0.0, 5, 1, 9, 2, 3], [1, 3, 5])], [([1.0, 2, 2, 2, 2, 1], [1, 2, 3]), ([7.0] * 6, [0, 1, 2])]
+    for scores, focal in (*drawn, *equal, ([-1.0, -2, -3, 0, 0, 0], [3, 4, 5])):
         _, places = chunk(method, torch.tensor(scores, dtype=torch.float64)[:, None], summary)
         assert places[:3].argmax(-1).tolist() == focal
         assert bool((places[:3].amax(-1) == 1).all())

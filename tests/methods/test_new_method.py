@@ -16,6 +16,15 @@ from condense.ops import UniformRule
 
 SIZE, WINDOW, DELAY = 5, 7, 3
 RULE = UniformRule(chunk=4, window=6)
+LAYOUTS = [
+    (Layout(UniformRule(chunk=0, window=6)), "chunk must be an integer >= 1, got 0"),
+    (Layout(UniformRule(chunk=4, window=-1)), "window must be an integer >= 0, got -1"),
+    (Layout(RULE, summary_delay=7), "summary_delay must be at most the window, 6, .* got 7"),
+    (Layout(RULE, num_summary=-1), "num_summary must be an integer >= 0, got -1"),
+    (Layout(RULE, bias=1.5), r"each entry of a chunk, 1, or empty, got 1\.5"),
+    (Layout(RULE, bias=(1.0, 2.0)), r"each entry of a chunk, 1, or empty, got \(1\.0, 2\.0\)"),
+    (Layout(RULE, entry_bits=5), "entry_bits must be one of 16, 8, 4, got 5"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -130,18 +139,7 @@ def _method_of(layout, entries=_mean):
     return Own()
 
 
-@pytest.mark.parametrize(
-    ("layout", "said"),
-    [
-        (Layout(UniformRule(chunk=0, window=6)), "chunk must be an integer >= 1, got 0"),
-        (Layout(UniformRule(chunk=4, window=-1)), "window must be an integer >= 0, got -1"),
-        (Layout(RULE, summary_delay=7), "summary_delay must be at most the window, 6, .* got 7"),
-        (Layout(RULE, num_summary=-1), "num_summary must be an integer >= 0, got -1"),
-        (Layout(RULE, bias=1.5), r"each entry of a chunk, 1, or empty, got 1\.5"),
-        (Layout(RULE, bias=(1.0, 2.0)), r"each entry of a chunk, 1, or empty, got \(1\.0, 2\.0\)"),
-        (Layout(RULE, entry_bits=5), "entry_bits must be one of 16, 8, 4, got 5"),
-    ],
-)
+@pytest.mark.parametrize(("layout", "said"), LAYOUTS)
 def test_layouts_that_cannot_be(layout, said):
     with pytest.raises(ValueError, match=said):
         condense.attention(*oracle.random_qkv(1, 2, 1, 20, 4, 4), method=_method_of(layout))

@@ -29,7 +29,6 @@ def rows(lengths, seed=0):
 
 def read_in_steps(method, data, steps, backend):
     """Feed rows through `extend`. steps: per call, the number of new tokens of each row; the rest is NaN padding.
-
     Returns out per row ``[H, length, Dv]``, lse ``[H, length]`` and the past.
     """
     B = len(data)
@@ -100,15 +99,12 @@ def cut(length, sizes):
 
 
 CHUNKINGS = {
-    "token by token": [1],
-    "twos": [2],
-    "groups": [4],
-    "g+1": [5],
-    "prefill then tokens": [23, 1],
-    "token then rest": [1, 100],
-    "ragged": [7, 1, 13, 2, 1, 17],
-}
+    "token by token": [1], "twos": [2], "groups": [4], "g+1": [5], "prefill then tokens": [23, 1],
+    "token then rest": [1, 100], "ragged": [7, 1, 13, 2, 1, 17],
+}  # fmt: skip
 AHEAD = cases.PROMPTS | cases.SELECTIONS
+AFTER = {"tokens": [(22, 9)] + [(1, 1)] * 15, "chunks": [(17, 30), (13, 1), (2, 8), (0, 3)]}
+AFTER["a row without a prompt"] = [(0, 25), (30, 0), (4, 9)]
 RAGGED = {
     "left-padded prefill, then tokens": [(21, 5, 0, 13)] + [(1, 1, 1, 1)] * 12,
     "ragged chunks": [(9, 4, 1, 0), (3, 0, 8, 2), (0, 0, 0, 1), (5, 11, 2, 7), (1, 1, 1, 1), (0, 9, 4, 3)],
@@ -123,16 +119,7 @@ def test_extend_any_chunks_equal_one_call(backend, method, steps):
     check_rows(method, steps, backend)
 
 
-@grid(
-    24,
-    backend=CPU_BACKENDS,
-    method=AHEAD,
-    steps={
-        "tokens": [(22, 9)] + [(1, 1)] * 15,
-        "chunks": [(17, 30), (13, 1), (2, 8), (0, 3)],
-        "a row without a prompt": [(0, 25), (30, 0), (4, 9)],
-    },
-)
+@grid(24, backend=CPU_BACKENDS, method=AHEAD, steps=AFTER)
 def test_extend_after_a_prompt_follows_the_streaming_rule(backend, method, steps):
     check_rows(method, steps, backend, prompt=True)
 

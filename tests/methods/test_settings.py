@@ -63,47 +63,25 @@ def test_to_dict_and_back(method):
 
 
 BAD = [
-    (CCA, "group_size", (0, -1, 1.5, "16", None, True, np.int64(4))),
-    (CCA, "window", (-1, 2.0, "x", None, False)),
-    (CCA, "summary", ("Last", "", None, 3, True)),
-    (CCA, "num_summary_queries", (0, -2, 1.5, True, "4")),
-    (CCA, "key_pooling", ("avg", None, 1)),
-    (CCA, "value_pooling", ("", "SELECT")),
-    (CCA, "rep_bias", ("log", None, 2.77, True)),
-    (CCA, "entry_bits", (0, 2, 12, "4", 8.0, True, None)),
-    (CCA, "allow_future", (None, 0, 1, "yes")),
-    (DGA, "group_size", (0, 1.0, True)),
-    (DGA, "window", (-1, "x")),
-    (DGA, "gamma", (-0.1, 1.01, math.nan, math.inf, "0.1", None, True)),
-    (DGA, "min_focal", (-1, 2.5, None, False)),
-    (DGA, "selection", ("causal", None, 1)),
-    (DGA, "summary", ("prompt", None)),
-    (DGA, "focal", ("best", None, False)),
-    (DGA, "complementary", (None, 1, "no")),
-    (DGA, "num_recent", (0, 1.5)),
-    (DGA, "num_random", (-1, None)),
-    (DGA, "seed", (-1, 0.5, None)),
-    (DGA, "rep_bias", ("log", None)),
-    (DGA, "allow_future", (None, 1)),
-    (StreamingLLM, "sink", (-1, 0.5, True, None)),
-    (StreamingLLM, "window", (0, -1, "all", True)),
-    (Recall, "num_recall", (-1, 2.5)),
-    (Recall, "unchosen", ("keep",)),
-    (Recall, "entry_bits", (True, 0, 5, 32, 8.0, "4", None)),
-    (Reread, "share", (1.5, -0.1)),
-    (Reread, "piece", (0,)),
-    (Reread, "sink", (-1,)),
-    (Reread, "window", (-1,)),
-    (LMInfinite, "n_global", (-1, 0.5, True, None)),
+    (CCA, "group_size", (0, -1, 1.5, "16", None, True, np.int64(4))), (CCA, "window", (-1, 2.0, "x", None, False)),
+    (CCA, "summary", ("Last", "", None, 3, True)), (CCA, "num_summary_queries", (0, -2, 1.5, True, "4")),
+    (CCA, "key_pooling", ("avg", None, 1)), (CCA, "value_pooling", ("", "SELECT")),
+    (CCA, "rep_bias", ("log", None, 2.77, True)), (CCA, "entry_bits", (0, 2, 12, "4", 8.0, True, None)),
+    (CCA, "allow_future", (None, 0, 1, "yes")), (DGA, "group_size", (0, 1.0, True)), (DGA, "window", (-1, "x")),
+    (DGA, "gamma", (-0.1, 1.01, math.nan, math.inf, "0.1", None, True)), (DGA, "min_focal", (-1, 2.5, None, False)),
+    (DGA, "selection", ("causal", None, 1)), (DGA, "summary", ("prompt", None)), (DGA, "focal", ("best", None, False)),
+    (DGA, "complementary", (None, 1, "no")), (DGA, "num_recent", (0, 1.5)), (DGA, "num_random", (-1, None)),
+    (DGA, "seed", (-1, 0.5, None)), (DGA, "rep_bias", ("log", None)), (DGA, "allow_future", (None, 1)),
+    (StreamingLLM, "sink", (-1, 0.5, True, None)), (StreamingLLM, "window", (0, -1, "all", True)),
+    (Recall, "num_recall", (-1, 2.5)), (Recall, "unchosen", ("keep",)),
+    (Recall, "entry_bits", (True, 0, 5, 32, 8.0, "4", None)), (Reread, "share", (1.5, -0.1)), (Reread, "piece", (0,)),
+    (Reread, "sink", (-1,)), (Reread, "window", (-1,)), (LMInfinite, "n_global", (-1, 0.5, True, None)),
     (LMInfinite, "window", (0, -1, None, True)),
-]
+]  # fmt: skip
+VALUES = [(cls, field, value) for cls, field, values in BAD for value in values]
 
 
-@pytest.mark.parametrize(
-    ("cls", "field", "value"),
-    [(cls, field, value) for cls, field, values in BAD for value in values],
-    ids=lambda x: x.__name__ if isinstance(x, type) else repr(x),
-)
+@pytest.mark.parametrize(("cls", "field", "value"), VALUES, ids=lambda x: getattr(x, "__name__", repr(x)))
 def test_a_bad_setting_is_named(cls, field, value):
     settings = {field: value}
     for call in (cls, cls().replace, lambda **given: method_from_dict({"method": cls.name} | given)):
@@ -117,10 +95,6 @@ def test_what_is_no_settings_says_what_there_is(message, settings):
         method_from_dict(settings)
 
 
-def test_a_removed_setting_is_read_where_it_says_what_holds_now():
-    assert method_from_dict({"method": "dga", "window": 3, "weight_scale": None}) == DGA(window=3)
-
-
 def test_settings_are_frozen_and_named():
     with pytest.raises(dataclasses.FrozenInstanceError):
         CCA().window = 3
@@ -128,10 +102,9 @@ def test_settings_are_frozen_and_named():
         CCA(16)
     assert str(CCA(window=256)) == "CCA(window=256)"
     assert str(LCA()) == "LCA()"
+    # a removed setting is read where it says what holds now
+    assert method_from_dict({"method": "dga", "window": 3, "weight_scale": None}) == DGA(window=3)
     assert [f.name for f in dataclasses.fields(StreamingLLM)] == ["sink", "window"]
-
-
-def test_a_method_without_a_layout_says_so():
     with pytest.raises(TypeError, match="Method must define `layout`"):
         _ = Method().layout
 

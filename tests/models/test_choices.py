@@ -1,6 +1,4 @@
-"""Naming methods and the layers they are for: every form says the same, and what is no choice changes nothing. And the
-line that a model is told when it is pooled and its configuration does not say that it was adapted.
-"""
+"""Naming methods and the layers they are for; and the line that tells of pooling a model that was not adapted."""
 
 import json
 import logging
@@ -20,17 +18,13 @@ from condense.models import adapted, condensed_layers
 
 RECALL, WINDOW = tiny.RECALL, tiny.METHODS["streaming-llm"]
 NAMED = {
-    "indices": {0: RECALL, 1: tiny.CCA, 2: tiny.CCA},
-    "negative": {-3: RECALL, "-2--1": tiny.CCA},
-    "rest": {0: RECALL, "rest": tiny.CCA},
-    "rest-first": {"rest": tiny.CCA, 0: RECALL},
-    "text": {"0": RECALL, "1-2": tiny.CCA},
-    "open-range": {"1--1": tiny.CCA, "0": RECALL},
-    "list": {(0,): RECALL, range(1, 3): tiny.CCA},
-    "empty-rest": {0: RECALL, "1,2": tiny.CCA, "rest": condense.Dense()},
+    "indices": {0: RECALL, 1: tiny.CCA, 2: tiny.CCA}, "negative": {-3: RECALL, "-2--1": tiny.CCA},
+    "rest": {0: RECALL, "rest": tiny.CCA}, "rest-first": {"rest": tiny.CCA, 0: RECALL},
+    "text": {"0": RECALL, "1-2": tiny.CCA}, "open-range": {"1--1": tiny.CCA, "0": RECALL},
+    "list": {(0,): RECALL, range(1, 3): tiny.CCA}, "empty-rest": {0: RECALL, "1,2": tiny.CCA, "rest": condense.Dense()},
     "dicts-and-text": {0: RECALL.to_dict(), "rest": "cca:group_size=4,window=8"},
     "one-text": "recall:group_size=4,window=8,num_recall=2@-3+cca:group_size=4,window=8@rest",
-}
+}  # fmt: skip
 POOLING = condense.CCA(group_size=4, window=8)
 FILES = [
     ("no JSON", "wanted JSON, got "),

@@ -16,11 +16,8 @@ from condense.models.families import FAMILIES, REFUSED, obstacle
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
 # type -> what the page says of it
-STATED = {
-    name: said
-    for said, names in re.findall(r"^\| (.+?) \| (`.+?) \|$", PAGE, re.MULTILINE)
-    for name in re.findall(r"`([^`]+)`", names)
-}
+ROWS = re.findall(r"^\| (.+?) \| (`.+?) \|$", PAGE, re.MULTILINE)
+STATED = {name: said for said, names in ROWS for name in re.findall(r"`([^`]+)`", names)}
 EXACT = "exact"
 LENGTH, PROMPT, NUM_PADS = 18, 13, 5
 CONDENSED = condense.CCA(group_size=2, window=4)
@@ -36,6 +33,10 @@ BY_POSITION = {"ministral3": {"rope_parameters": SCALED}, "llama4_text": {"floor
 def test_the_page_knows_every_type():
     missing = set(small.TYPES) - set(STATED)
     assert not missing, f"decide: add to FAMILIES or REFUSED, and to docs/models.md: {sorted(missing)}"
+    # the lists name families that exist, and none twice
+    assert not set(FAMILIES.values()) & set(REFUSED)
+    said = set(STATED.values()) - {EXACT}
+    assert said <= {*REFUSED.values(), "its mask lets the tokens of a picture see each other"}
 
 
 # gpt_bigcode of the oldest transformers compiles a function with it
@@ -107,9 +108,3 @@ def test_a_layer_that_turns_out_to_have_a_sliding_window():
     model = small.model("minimax", sliding_window=6)
     with pytest.raises(ValueError, match="layer 0 has a sliding window and cannot be condensed"):
         tiny.logits(condense.apply(model, CONDENSED), tiny.tokens(1, LENGTH))
-
-
-def test_the_lists_name_families_that_exist_and_none_twice():
-    assert not set(FAMILIES.values()) & set(REFUSED)
-    said = set(STATED.values()) - {EXACT}
-    assert said <= {*REFUSED.values(), "its mask lets the tokens of a picture see each other"}

@@ -24,10 +24,7 @@ NEW_TOKENS = torch.ones(1, 3, dtype=torch.long)
 # tokens that the cache has room for and holds; then new tokens and their mask
 CALLS = {
     "full": (40, ONE, 40, ONE[:, :1], None, "wanted at most 40 tokens .* got 40 and 1 more; make it longer"),
-    "another batch": (
-        60, IDS, 39, torch.cat([IDS, IDS])[:, :4], None,
-        "wanted 3 rows, for which it was made, got 6; make a new cache",
-    ),
+    "another batch": (60, IDS, 39, torch.cat([IDS, IDS])[:, :4], None, "wanted 3 rows, .* got 6; make a new cache"),
     "mask of one": (60, ONE, 30, ONE[:, :1], NEW_TOKENS[:, :1], "cover all tokens so far, the cached ones included"),
     "mask of three": (60, ONE, 30, ONE[:, :3], NEW_TOKENS, "cover all tokens so far, the cached ones included"),
 }  # fmt: skip
@@ -40,7 +37,6 @@ def few(request):
 
 
 def new_cache(model, kind, length=90):
-    """A cache to give to generate or a forward, in either way that users make a growing one."""
     made = {"static": lambda: StaticCache(model.config, max_cache_len=length), "bare": DynamicCache}
     return made.get(kind, lambda: DynamicCache(config=model.config))()
 
@@ -109,7 +105,6 @@ def test_generation_in_inference_mode(few):
     with torch.inference_mode():
         assert torch.equal(tiny.generate(few, ONE), expected)
         cached = tiny.generate(few, ONE, return_dict_in_generate=True)
-    # a cache made there can be read outside
     turn = torch.cat([cached.sequences, ROWS[1][None]], dim=1)
     assert torch.equal(tiny.generate(few, turn, past_key_values=cached.past_key_values), tiny.generate(few, turn))
 

@@ -8,14 +8,12 @@ from models import tiny
 import condense
 
 FEW = {
-    "llama": ("llama", "cca"),
-    "qwen3": ("qwen3", "streaming-6"),
-    "gpt2": ("gpt2", "streaming-select-log"),
-    "opt": ("opt", "cca"),
-    "gpt2-dga": ("gpt2", "dga"),
-    "opt-dga": ("opt", "dga-streaming-log"),
+    "llama": ("llama", "cca"), "qwen3": ("qwen3", "streaming-6"), "gpt2": ("gpt2", "streaming-select-log"),
+    "opt": ("opt", "cca"), "gpt2-dga": ("gpt2", "dga"), "opt-dga": ("opt", "dga-streaming-log"),
     "minicpm3": ("minicpm3", "lca"),
-}
+}  # fmt: skip
+PACKED = {"llama-streaming-6": ("llama", "streaming-6"), "llama-dga": ("llama", "dga"), "gpt2-dga": ("gpt2", "dga")}
+PACKED["one-layer-of-latents"] = "deepseek_v3", {1: tiny.STREAMING_6}
 IDS = tiny.tokens()
 BUDGET = {"rtol": 0, "atol": 1e-11}
 # dropout would differ between calls; it has its own test
@@ -31,7 +29,6 @@ def _trainable(name, method, **changes):
 
 
 def _gradients(model, ids=IDS, **kwargs):
-    """Loss and gradients by name, with the loss of next-token prediction unless labels are given."""
     model.zero_grad()
     loss = model(ids, **({"labels": ids, "use_cache": False} | kwargs)).loss
     loss.backward()
@@ -93,11 +90,7 @@ def test_gradient_is_the_slope():
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("how", ["positions", "marks", "marks-with-cache"])
-@pytest.mark.parametrize(
-    ("name", "method"),
-    [("llama", "streaming-6"), ("llama", "dga"), ("gpt2", "dga"), ("deepseek_v3", {1: tiny.STREAMING_6})],
-    ids=["llama-streaming-6", "llama-dga", "gpt2-dga", "one-layer-of-latents"],
-)
+@pytest.mark.parametrize(("name", "method"), PACKED.values(), ids=PACKED)
 def test_packed_documents_train_as_separate_ones(name, method, how, checkpointing):
     model, lengths = _trainable(name, method), (23, 1, 30, 7)
     ids = tiny.tokens(1)

@@ -8,7 +8,26 @@ from models.tiny import IDS, MASK
 
 import condense
 
-NEW = 20
+NEW, ROPE = 20, {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+CASES = {name: case for name, case in tiny.CASES.items() if "sliding" not in name} | tiny.WHOLE
+CALLS = {
+    "rows": (lambda d: d.prefill(IDS[:2]), r"input_ids must have shape \(3, tokens\), got \(2, 39\); make another"),
+    "long": (lambda d: d.prefill(IDS.repeat(1, 3)), "prompt must fit max_length=80, got 117 tokens; make a longer"),
+    "mask": (lambda d: d.prefill(IDS, MASK[:, 1:]), r"attention_mask must have the shape of input_ids, \(3, 39\), got"),
+    "right": (lambda d: d.prefill(IDS, MASK.flip(1)), "padding must stand on the left"),
+    "chunk": (lambda d: d.prefill(IDS, chunk=0), "chunk must be an integer >= 1, got 0"),
+    "tokens": (lambda d: d.step(IDS[:2, 0]), r"tokens must have shape \(3,\), got \(2,\)"),
+}
+MODELS = {
+    "linear": (lambda: torch.nn.Linear(2, 2), {}, "must be a decoder-only transformers model .* got Linear"),
+    "headless": (lambda: tiny.model("llama").model, {}, "that can generate, got LlamaModel"),
+    "training": (lambda: tiny.model("llama").train(), {}, "call model.eval"),
+    "sliding": (lambda: tiny.model("mistral-sliding"), {}, "sliding window .* use model.generate"),
+    "positions": (lambda: tiny.model("gpt2"), {"max_length": 129}, "fit the model's 128 learned positions, got 129"),
+    "rope": (lambda: tiny.model("llama", rope_parameters=ROPE), {}, r"the length \(dynamic\) .* use model.generate"),
+    "batch": (lambda: tiny.model("llama"), {"batch_size": 0}, "batch_size must be an integer >= 1, got 0"),
+    "length": (lambda: tiny.model("llama"), {"max_length": 1}, "max_length must be an integer >= 2, got 1"),
+}
 
 
 @pytest.fixture
@@ -18,9 +37,6 @@ def decoder():
 
 def _wanted(model, ids=IDS, mask=MASK, **kwargs):
     return tiny.generate(model, ids, attention_mask=mask, max_new_tokens=NEW, **kwargs)
-
-
-CASES = {name: case for name, case in tiny.CASES.items() if "sliding" not in name} | tiny.WHOLE
 
 
 @grid(6, "model", model=CASES)
@@ -66,16 +82,6 @@ def test_under_inference_mode_and_without_gradients(decoder):
     assert not decoder.step(IDS[:, 0]).requires_grad
 
 
-CALLS = {
-    "rows": (lambda d: d.prefill(IDS[:2]), r"input_ids must have shape \(3, tokens\), got \(2, 39\); make another"),
-    "long": (lambda d: d.prefill(IDS.repeat(1, 3)), "prompt must fit max_length=80, got 117 tokens; make a longer"),
-    "mask": (lambda d: d.prefill(IDS, MASK[:, 1:]), r"attention_mask must have the shape of input_ids, \(3, 39\), got"),
-    "right": (lambda d: d.prefill(IDS, MASK.flip(1)), "padding must stand on the left"),
-    "chunk": (lambda d: d.prefill(IDS, chunk=0), "chunk must be an integer >= 1, got 0"),
-    "tokens": (lambda d: d.step(IDS[:2, 0]), r"tokens must have shape \(3,\), got \(2,\)"),
-}
-
-
 @pytest.mark.parametrize(("call", "message"), CALLS.values(), ids=CALLS)
 def test_calls_refused_and_unchanged(decoder, call, message):
     with pytest.raises(ValueError, match="step continues a prompt: call prefill first"):
@@ -88,22 +94,6 @@ def test_calls_refused_and_unchanged(decoder, call, message):
     wanted = _wanted(decoder.model)
     out = torch.cat([wanted[:, :45], logits.argmax(-1)[:, None]], dim=1)
     assert torch.equal(out, wanted[:, :46])
-
-
-MODELS = {
-    "linear": (lambda: torch.nn.Linear(2, 2), {}, "must be a decoder-only transformers model .* got Linear"),
-    "headless": (lambda: tiny.model("llama").model, {}, "that can generate, got LlamaModel"),
-    "training": (lambda: tiny.model("llama").train(), {}, "call model.eval"),
-    "sliding": (lambda: tiny.model("mistral-sliding"), {}, "sliding window .* use model.generate"),
-    "positions": (lambda: tiny.model("gpt2"), {"max_length": 129}, "fit the model's 128 learned positions, got 129"),
-    "rope": (
-        lambda: tiny.model("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
-        {},
-        r"change with the length \(dynamic\) .* use model.generate",
-    ),
-    "batch": (lambda: tiny.model("llama"), {"batch_size": 0}, "batch_size must be an integer >= 1, got 0"),
-    "length": (lambda: tiny.model("llama"), {"max_length": 1}, "max_length must be an integer >= 2, got 1"),
-}
 
 
 @pytest.mark.parametrize(("make", "sizes", "message"), MODELS.values(), ids=MODELS)

@@ -1,6 +1,4 @@
-"""Models with layers of other kinds beside full attention (sliding window, linear attention, convolution), and models
-that add to attention: a logit per head in their softmax (GPT-OSS), a cap on their scores (Gemma 2).
-"""
+"""Models with layers of other kinds beside full attention, and models that add to attention: sinks, soft caps."""
 
 import pytest
 import torch

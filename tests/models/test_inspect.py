@@ -136,7 +136,6 @@ def skeleton(shape):
 
 
 def test_layers_with_latents_are_served_if_all_are_condensed():
-    """One vector per token and layer, without values."""
     model, method = skeleton("minicpm3-4b"), condense.Method.parse("recall-device")
     layers = served_layers(model, method)
     assert {(layer.heads, layer.widths, layer.plan is not None) for layer in layers} == {(1, (288, 0), True)}

@@ -1,5 +1,7 @@
 """Multi-head latent attention in models: what reaches the cache, how up-projections are found, what is refused."""
 
+from functools import partial
+
 import pytest
 import torch
 from grids import grid
@@ -25,7 +27,6 @@ EXPERTS = {"deepseek_v2": tiny.EXPERTS, "deepseek_v3": tiny.EXPERTS, "glm4_moe_l
 
 
 def recorded(monkeypatch, model, ids):
-    """The arguments of each layer's attention, and its output."""
     calls = []
     real = models_attention.condensed_latents
 
@@ -76,19 +77,16 @@ def test_the_cache_holds_latents_and_rope_keys_alone(name):
 
 @pytest.fixture
 def expanded(monkeypatch):
-    """Numbers of latents that were expanded, call by call."""
     counts, expand = [], UpProjection.expand
     monkeypatch.setattr(UpProjection, "expand", lambda up, x: counts.append(x.shape[2]) or expand(up, x))
     return counts
 
 
-def test_no_step_expands_the_past(expanded):
+def test_no_step_expands_the_past_and_chunks_representatives_and_window_alone(expanded):
     tiny.generate(condense.apply(tiny.model("deepseek_v3"), LCA), IDS)
     # the prompt's entries in each layer; its tokens came expanded
     assert expanded == [13] * 3
-
-
-def test_chunks_expand_representatives_and_window_alone(expanded):
+    expanded.clear()
     model = condense.apply(tiny.model("deepseek_v3", kv_lora_rank=7), LCA)
     # as wide as a head's key and value together: nothing is gained by absorbing
     tiny.in_chunks(model, tiny.tokens(1, 200), (100, 100))
@@ -175,12 +173,9 @@ def test_a_prompt_selection_is_refused_and_changes_nothing(name):
     model = tiny.model(name)
     stock = tiny.logits(model, IDS)
     config = tiny.config(name, condense={"methods": [{"method": tiny.SELECT.to_dict(), "layers": [0]}]})
-    for call in (
-        lambda: condense.apply(model, tiny.SELECT),
-        lambda: condense.apply(model, tiny.SELECT, layers=[1]),
-        lambda: inspect(model, tiny.SELECT, 100),
-        lambda: AutoModelForCausalLM.from_config(config),
-    ):
+    applied = [partial(condense.apply, model, tiny.SELECT, layers=layers) for layers in (None, [1])]
+    others = partial(inspect, model, tiny.SELECT, 100), partial(AutoModelForCausalLM.from_config, config)
+    for call in (*applied, *others):
         with refused:
             call()
     assert torch.equal(tiny.logits(model, IDS), stock)

@@ -70,13 +70,8 @@ def test_full_forward_chunks_and_steps_agree(model):
     ids = tiny.tokens()
     full = tiny.logits(model, ids)
     torch.testing.assert_close(tiny.logits(model, ids, use_cache=True), full, **tiny.exact(model))
-    for cache, sizes in (
-        (None, tiny.CHUNKS),
-        (DynamicCache(), tiny.CHUNKS),
-        (None, FROM_THE_FIRST),
-        (_static(model), tiny.CHUNKS),
-        (_static(model), FROM_A_PROMPT),
-    ):
+    chunked = [(cache, tiny.CHUNKS) for cache in (None, DynamicCache(), _static(model))]
+    for cache, sizes in (*chunked, (None, FROM_THE_FIRST), (_static(model), FROM_A_PROMPT)):
         torch.testing.assert_close(tiny.in_chunks(model, ids, sizes, cache), full, **tiny.exact(model))
 
 

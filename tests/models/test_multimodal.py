@@ -16,13 +16,10 @@ PIXELS = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0), d
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    tower = CLIPVisionConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8
-    )
-    config = LlavaConfig(
-        vision_config=tower, text_config=tiny.config("llama"), image_token_index=IMAGE, image_seq_length=4,
-        vision_feature_layer=-1,
-    )  # fmt: skip
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tower = CLIPVisionConfig(**sizes, image_size=16, patch_size=8)
+    image = {"image_token_index": IMAGE, "image_seq_length": 4, "vision_feature_layer": -1}
+    config = LlavaConfig(vision_config=tower, text_config=tiny.config("llama"), **image)
     return LlavaForConditionalGeneration(config).to(torch.float64).eval()
 
 

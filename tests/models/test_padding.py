@@ -13,15 +13,14 @@ from condense.models.forward import AttentionCall, ForwardBoard
 from condense.models.masks import condense_mask
 
 L = tiny.LENGTH
+CALLS = {"cca": (condense.CCA(group_size=4, window=6), 1)}
+CALLS["recall"] = condense.Recall(group_size=4, window=6, num_recall=2), 4
 ROWS = tiny.tokens(1, 40)
 RESTARTING = torch.cat([torch.arange(25), torch.arange(15)])[None]
 LONG = condense.CCA(window=1000)  # longer than the text: nothing is condensed
 LENGTHS = (23, 1, 30, 7)
-WRITES = {
-    "pytorch": lambda x, new: x.copy_(new),
-    "data": lambda x, new: x.data.copy_(new),
-    "numpy": lambda x, new: np.copyto(x.numpy(), new.numpy()),
-}
+WRITES = {"pytorch": lambda x, new: x.copy_(new), "data": lambda x, new: x.data.copy_(new)}
+WRITES["numpy"] = lambda x, new: np.copyto(x.numpy(), new.numpy())
 
 
 # tensors made in inference mode do not tell that they were written to
@@ -42,7 +41,6 @@ def test_a_mask_may_be_changed_in_place_between_calls(layers, mode):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("how", ["positions", "marks"])
 def test_documents_may_be_marked_in_place_between_calls(how, mode, write):
-    """Positions and marks are known by what is in memory now."""
     model = condense.apply(tiny.model("llama"), tiny.CCA)
     ids = tiny.tokens(1)
     with mode():
@@ -86,10 +84,8 @@ def test_a_layer_without_marks_is_not_in_a_forward_whose_marks_are_gone():
 @pytest.mark.parametrize("layers", [None, [1]], ids=["all-layers", "one-layer"])
 def test_a_mask_is_looked_at_once_per_forward(monkeypatch, layers):
     """In inference mode too: on a GPU every look is a wait."""
-    looks = []
-    monkeypatch.setattr(
-        forward, "find_padding", lambda real, look=forward.find_padding: (looks.append(real), look(real))[1]
-    )
+    looks, look = [], forward.find_padding
+    monkeypatch.setattr(forward, "find_padding", lambda real: looks.append(real) or look(real))
     model = condense.apply(tiny.model("llama"), tiny.CCA, layers=layers)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
@@ -126,11 +122,7 @@ def test_nothing_is_remembered_of_masks_that_are_gone():
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
 @pytest.mark.parametrize("how", ["positions", "marks"])
-@pytest.mark.parametrize(
-    ("method", "calls"),
-    [(condense.CCA(group_size=4, window=6), 1), (condense.Recall(group_size=4, window=6, num_recall=2), 4)],
-    ids=["cca", "recall"],
-)
+@pytest.mark.parametrize(("method", "calls"), CALLS.values(), ids=CALLS)
 def test_calls_per_layer(name, how, method, calls, monkeypatch):
     model, count = condense.apply(tiny.model(name), method), []
     read = {"llama": "_condensed", "deepseek_v3": "condensed_latents"}[name]

@@ -16,22 +16,17 @@ from condense.models import condensed_layers
 # peft still asks transformers by the old name
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 TARGETS = {
-    "llama": ["q_proj", "v_proj"],
-    "qwen3": ["q_proj", "k_proj", "v_proj", "o_proj"],
-    "phi3": ["qkv_proj"],
-    "gpt2": ["c_attn"],
-    "opt": ["q_proj", "v_proj"],
-    "deepseek_v3": ["q_b_proj", "kv_b_proj"],
+    "llama": ["q_proj", "v_proj"], "qwen3": ["q_proj", "k_proj", "v_proj", "o_proj"], "phi3": ["qkv_proj"],
+    "gpt2": ["c_attn"], "opt": ["q_proj", "v_proj"], "deepseek_v3": ["q_b_proj", "kv_b_proj"],
     "minicpm3": ["kv_a_proj_with_mqa", "kv_b_proj"],
-}
+}  # fmt: skip
 IDS = tiny.tokens(2, 40)
 BY_LAYER = {0: tiny.CCA, 1: tiny.CCA, 2: tiny.STREAMING_6}
 
 
 def _lora(name):
-    return LoraConfig(
-        r=4, target_modules=TARGETS[name], task_type="CAUSAL_LM", init_lora_weights=False, fan_in_fan_out=name == "gpt2"
-    )
+    weights = {"init_lora_weights": False, "fan_in_fan_out": name == "gpt2"}
+    return LoraConfig(r=4, target_modules=TARGETS[name], task_type="CAUSAL_LM", **weights)
 
 
 def _with_adapter(name, order):
@@ -139,13 +134,8 @@ def test_the_base_is_condensed_when_the_adapter_loads(base, trained):
     assert json.loads((folder / "condense.json").read_text())["version"] == condense.__version__
     by_transformers = _load(base)
     by_transformers.load_adapter(str(folder))
-    for model in (
-        PeftModel.from_pretrained(_load(base), folder),
-        AutoPeftModelForCausalLM.from_pretrained(folder),
-        _load(folder),
-        by_transformers,
-        PeftModel.from_pretrained(_condensed(base), folder),
-    ):
+    by_peft = [PeftModel.from_pretrained(model, folder) for model in (_load(base), _condensed(base))]
+    for model in (*by_peft, AutoPeftModelForCausalLM.from_pretrained(folder), _load(folder), by_transformers):
         assert condensed_layers(model) == BY_LAYER
         torch.testing.assert_close(tiny.logits(model.eval(), IDS), expected, rtol=0, atol=1e-4)
 

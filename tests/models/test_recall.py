@@ -50,7 +50,6 @@ def test_dropout_is_refused_before_a_token_is_stored():
 @pytest.fixture
 def fetches(monkeypatch):
     """Copies that were begun for the next layer while a layer attends, and for each store read if it was one of them.
-
     On a CPU there is nothing to copy, so that the functions that copy are replaced by ones that only tell.
     """
     begun, used = [], []

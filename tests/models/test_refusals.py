@@ -5,24 +5,10 @@ from functools import partial
 
 import pytest
 import torch
-from models import tiny
-from transformers import (
-    AutoModelForCausalLM,
-    BloomConfig,
-    DynamicCache,
-    EncoderDecoderCache,
-    LlamaForCausalLM,
-    StaticCache,
-    T5Config,
-    T5ForConditionalGeneration,
-)
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.masking_utils import (
-    blockwise_overlay,
-    create_causal_mask,
-    create_chunked_causal_mask,
-    create_sliding_window_causal_mask,
-)
+import transformers.masking_utils as masks
+from models import small, tiny
+from transformers import DynamicCache, LlamaForCausalLM, StaticCache, T5Config, T5ForConditionalGeneration
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 from transformers.models.llama import modeling_llama
 
 import condense
@@ -41,12 +27,10 @@ PARTS = {
 # the last layer refuses, after dense ones that could take back all tokens
 CROPPED = {"all": tiny.CCA, "last": {2: tiny.CCA}, "last-of-dense": {2: tiny.CCA, "rest": condense.Dense()}}
 OVERLAYS = {
-    "or": {"or_mask_function": blockwise_overlay(torch.zeros(2, 40, dtype=torch.long))},
+    "or": {"or_mask_function": masks.blockwise_overlay(torch.zeros(2, 40, dtype=torch.long))},
     "and": {"and_mask_function": lambda row, head, query, key: key != query - 1},
-    "blocks": {"block_sequence_ids": torch.arange(40).expand(2, 40) // 5},
-    "bidirectional": None,
-    "chunked": None,
-}
+    "blocks": {"block_sequence_ids": torch.arange(40).expand(2, 40) // 5}, "bidirectional": None, "chunked": None,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -98,10 +82,7 @@ CACHES = {
     "dense-static": (_dense_static, DENSE_ENTRIES),
     "quantized": (lambda m: _of_layers(QuantizedLayer), f"a QuantizedLayer {NOT_CONDENSED}"),
     "sliding": (lambda m: _of_layers(SLIDING), f"a DynamicSlidingWindowLayer {NOT_CONDENSED}"),
-    "encoder-decoder": (
-        lambda m: EncoderDecoderCache(DynamicCache(), DynamicCache()),
-        "encoder-decoder .*: call condense.restore",
-    ),
+    "pair": (lambda m: EncoderDecoderCache(DynamicCache(), DynamicCache()), "encoder-decoder.*: call condense.restore"),
     "of-a-dense-model": (lambda m: tiny.filled(tiny.model("llama"), IDS), DENSE_ENTRIES),
     "of-another-method": (_other_method, "already holds tokens condensed by CCA.*summary='streaming'"),
 }
@@ -144,11 +125,8 @@ def test_cache_implementations(model, kind, where):
 
 
 def test_paged_and_continuous_batching(model):
-    for call in (
-        lambda: model.generate_batch(IDS.tolist(), max_new_tokens=3),
-        model.init_continuous_batching,
-        lambda: model.generate(IDS, cache_implementation="paged", max_new_tokens=3),
-    ):
+    batch = partial(model.generate_batch, IDS.tolist(), max_new_tokens=3)
+    for call in (batch, model.init_continuous_batching, partial(model.generate, IDS, cache_implementation="paged")):
         with pytest.raises(ValueError, match="batching and paged caches cannot be condensed: use model"):
             call()
     for implementation in ("condense", "sdpa"):  # continuous batching switches to flash attention
@@ -224,18 +202,11 @@ def _two_reasons():
     return model
 
 
-def _t5():
-    return T5ForConditionalGeneration(T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, vocab_size=64))
-
-
-def _bloom():
-    return AutoModelForCausalLM.from_config(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=64))
-
-
+_T5 = T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, vocab_size=64)
 BIDIRECTIONAL = "GemmaForCausalLM has bidirectional attention"
 UNSUPPORTED = {
-    "bloom": (_bloom, "BloomForCausalLM cannot be condensed: its attention is written out in its own code"),
-    "t5": (_t5, "T5ForConditionalGeneration has cross-attention"),
+    "bloom": (partial(small.outline, "bloom"), "BloomForCausalLM cannot be condensed: its attention is written out"),
+    "t5": (partial(T5ForConditionalGeneration, _T5), "T5ForConditionalGeneration has cross-attention"),
     "gpt2": (lambda: tiny.model("gpt2", add_cross_attention=True), "GPT2LMHeadModel has cross-attention: only decoder"),
     "gemma-bidirectional": (lambda: tiny.model("gemma", use_bidirectional_attention=True), BIDIRECTIONAL),
     "two-reasons": (_two_reasons, f"cannot be condensed: later layers read the keys of earlier ones; {BIDIRECTIONAL}"),
@@ -341,9 +312,9 @@ def test_mask_functions(overlay, layers, monkeypatch):
             patch.setattr(model.config, "is_causal", False, raising=False)
         elif name == "chunked":
             patch.setattr(model.config, "attention_chunk_size", 16, raising=False)
-            patch.setattr(modeling_llama, "create_causal_mask", create_chunked_causal_mask)
+            patch.setattr(modeling_llama, "create_causal_mask", masks.create_chunked_causal_mask)
         else:
-            patch.setattr(modeling_llama, "create_causal_mask", partial(create_causal_mask, **settings))
+            patch.setattr(modeling_llama, "create_causal_mask", partial(masks.create_causal_mask, **settings))
         with pytest.raises(ValueError, match=r"mask_function must be the plain causal mask.*, got .*restore"):
             tiny.logits(model, IDS)
         with pytest.raises(ValueError, match="mask_function must be"):
@@ -354,7 +325,7 @@ def test_mask_functions(overlay, layers, monkeypatch):
 def test_mask_functions_that_are_taken():
     model = condense.apply(tiny.model("llama"), tiny.CCA)
     embedded, documents = torch.zeros(2, 40, 32), torch.tensor([[*range(15), *range(25)], [*range(30), *range(10)]])
-    for create in (create_causal_mask, create_sliding_window_causal_mask):
+    for create in (masks.create_causal_mask, masks.create_sliding_window_causal_mask):
         model.config.sliding_window = 12
         for positions in (None, torch.arange(40)[None], documents):
             mask = torch.ones(2, 40, dtype=torch.long)

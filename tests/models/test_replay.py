@@ -17,24 +17,21 @@ from condense.models.replay import CacheOfOneCall, ReplayedForward
 
 ROWS = [tiny.tokens(1, n, seed=n)[0] for n in (39, 26)]
 IDS, MASK = tiny.left_padded(ROWS)
+EXPERTS = [("gpt_oss", "batched_mm"), *((name, "eager") for name in ("llama4_text", "dbrx", "gpt_oss", "llama"))]
 SETTINGS = {"attention_mask": MASK, "max_new_tokens": tiny.NEW, "do_sample": False, "pad_token_id": 1}
 MODES = {
-    "greedy": {},
-    "sampling": {"do_sample": True, "temperature": 0.9},
-    "samples": {"do_sample": True, "num_return_sequences": 3},
-    "chunks": {"prefill_chunk_size": 7},
+    "greedy": {}, "sampling": {"do_sample": True, "temperature": 0.9},
+    "samples": {"do_sample": True, "num_return_sequences": 3}, "chunks": {"prefill_chunk_size": 7},
     "token-by-token": {"prefill_chunk_size": 1},
     "logits-processor": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
-}
+}  # fmt: skip
 HYBRIDS = dict.fromkeys(("qwen3_next", "lfm2", "nemotron_h", "gpt_oss", "llama4_text"), tiny.CCA)
 HYBRIDS["kimi_linear"] = condense.LCA(group_size=4, window=8)
 EAGER = {
-    "beams": {"num_beams": 2},
-    "growing": {"cache_implementation": "dynamic"},
-    "returned": {"return_dict_in_generate": True},
-    "given": {"past_key_values": DynamicCache},
+    "beams": {"num_beams": 2}, "growing": {"cache_implementation": "dynamic"},
+    "returned": {"return_dict_in_generate": True}, "given": {"past_key_values": DynamicCache},
     "not-compiled": {"disable_compile": True},
-}
+}  # fmt: skip
 BOTH = {"cca": tiny.CCA, "recall": condense.Recall(group_size=4, window=8, num_recall=2)}
 
 
@@ -49,10 +46,9 @@ class _Recorded:
 
 
 class _Traced:
-    """The operations of a step, traced once, on the tensors that it had then: as a CUDA graph, with no Python.
-
-    Counts on the host stand still, and a tensor that a step would exchange for another is read as it was. Tracing fails
-    where the host reads a tensor that the step computes.
+    """The operations of a step, traced once, on the tensors that it had then: as a CUDA graph, with no Python. Counts
+    on the host stand still, and a tensor that a step would exchange for another is read as it was. Tracing fails where
+    the host reads a tensor that the step computes.
     """
 
     def __init__(self, forward, cache, inputs):
@@ -204,7 +200,6 @@ def test_other_arguments_are_captured_anew(captured, monkeypatch):
 
 
 def _waits(model):
-    """True if a forward reads on the host what it computes."""
     ids = tiny.tokens(1, 2)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         try:
@@ -214,10 +209,7 @@ def _waits(model):
     return False
 
 
-@pytest.mark.parametrize(
-    ("name", "experts"),
-    [("llama4_text", "eager"), ("dbrx", "eager"), ("gpt_oss", "eager"), ("gpt_oss", "batched_mm"), ("llama", "eager")],
-)
+@pytest.mark.parametrize(("name", "experts"), EXPERTS)
 def test_experts_that_wait_are_known(name, experts):
     model = small.model(name)
     model.set_experts_implementation(experts)

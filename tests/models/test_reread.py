@@ -31,7 +31,6 @@ def name(request):
 
 
 def caught(monkeypatch, model, ids, method=METHOD, **kwargs):
-    """The cache after a prompt, and the scores and choices of its layers."""
     found = {}
 
     def chosen(self, scores, tokens):
@@ -97,7 +96,6 @@ def test_later_turns_in_any_steps_see_what_was_kept_and_all_that_follows(name):
         tiny.in_chunks(model, ids[:, :40], (40,), static)
         torch.testing.assert_close(tiny.in_chunks(model, ids[:, 40:], (4, 1, 8, 8), static), steps, **tiny.EXACT)
         static.reset()
-        # a shorter prompt leaves more room for what follows
         tiny.in_chunks(model, ids[:, :9], (9,), static)
         shorter = tiny.in_chunks(model, ids[:, 9:], (1,) * 52, static)
         cache = tiny.filled(model, ids[:, :9])

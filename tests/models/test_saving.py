@@ -12,14 +12,12 @@ import condense
 from condense.models import condensed_layers, families
 
 SAVED = {
-    "llama": {0: tiny.CCA, 2: tiny.STREAMING_6},
-    "qwen3": dict.fromkeys(range(3), tiny.STREAMING),
+    "llama": {0: tiny.CCA, 2: tiny.STREAMING_6}, "qwen3": dict.fromkeys(range(3), tiny.STREAMING),
     "gemma": dict.fromkeys(range(3), tiny.METHODS["lca"]),
     "gpt2": {0: condense.Dense(), 1: tiny.METHODS["streaming-llm"]},
-    "opt": dict.fromkeys(range(3), tiny.METHODS["lm-infinite"]),
-    "qwen2-mixed": {0: tiny.CCA},
+    "opt": dict.fromkeys(range(3), tiny.METHODS["lm-infinite"]), "qwen2-mixed": {0: tiny.CCA},
     "minicpm3": {0: tiny.METHODS["lca"], 2: tiny.CCA},
-}
+}  # fmt: skip
 IDS = tiny.tokens()
 
 
@@ -44,13 +42,9 @@ def folder(models, tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def fresh(folder):
+def test_a_fresh_process_loads_condensed_after_import_and_refuses_without(models, folder):
     run(loading.without_and_with_condense, folder, list(SAVED))
-    return torch.load(folder / "fresh.pt")
-
-
-def test_a_fresh_process_loads_condensed_after_import_and_refuses_without(models, fresh):
+    fresh = torch.load(folder / "fresh.pt")
     for name, model in models.items():
         assert 'attn_implementation="condense"` is not supported' in fresh["without"][name], name
         logits, attention = fresh["with"][name]
@@ -142,10 +136,7 @@ BAD = {
     "no methods": ({"methods": []}, r"config.condense.* (name a layer, got none|as condense.apply writes it)"),
     "an empty list": (_assigned_to([]), r"config.condense.* name a layer, got none"),  # dense without a word
     "unknown": (_assigned_to([0], "mystery"), r"method must be one of .*, got 'mystery'"),
-    "another": (
-        _assigned_to([0], mystery=1) | {"version": "99.0"},
-        rf"99.0, this is {condense.__version__}: .*mystery",
-    ),
+    "another": (_assigned_to([0], mystery=1) | {"version": "99.0"}, rf"99.0, this is {condense.__version__}.*mystery"),
 } | {  # some had been read as other layers, some as none
     repr(layers): (_assigned_to(layers), r"config.condense.* layers must be a list of integers >= 0, got")
     for layers in ("12", [0.9], [True], {"5": 0}, [-1], [float("inf")], None, [0, None])

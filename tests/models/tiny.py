@@ -198,12 +198,10 @@ def in_chunks(model, ids, sizes, cache=None, mask=None):
 
 @torch.no_grad()
 def filled(model, ids):
-    """A cache that has read ``ids``."""
     return model(ids, past_key_values=DynamicCache(config=model.config), use_cache=True).past_key_values
 
 
 def enter(model, choice, **kwargs):
-    """Enter a use block and leave it."""
     with condense.use(model, choice, **kwargs):
         pass
 

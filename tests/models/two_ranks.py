@@ -24,11 +24,9 @@ def main(folder, *names):
         cache = tiny.filled(model, ids)
         result = {
             "heads": model.model.layers[0].self_attn.o_proj.weight.to_local().shape[1],
-            "logits": tiny.logits(model, ids),
-            "chunks": tiny.in_chunks(model, ids, tiny.CHUNKS),
-            "tokens": tiny.generate(model, ids),
-            "entries": [layer.state.entries[0] for layer in cache.layers],
-        }
+            "logits": tiny.logits(model, ids), "chunks": tiny.in_chunks(model, ids, tiny.CHUNKS),
+            "tokens": tiny.generate(model, ids), "entries": [layer.state.entries[0] for layer in cache.layers],
+        }  # fmt: skip
         model.train()(ids, labels=ids, use_cache=False).loss.backward()
         result["gradients"] = {key: whole(p.grad) for key, p in model.named_parameters()}
         results[name] = result

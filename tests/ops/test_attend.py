@@ -12,17 +12,14 @@ from condense.ops import Problem, RuleSpans, Source, UniformRule, api, attend, r
 from condense.ops.backends import BACKENDS, Backend
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
+EITHER = {"per_head": {"per row": False, "per KV head": True}, "with_bias": {"no bias": False, "bias": True}}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 # B, H, K, L, M, N
 SHAPES = {
-    "one query": (1, 2, 1, 1, 3, 5),
-    "decode": (3, 6, 2, 1, 7, 20),
-    "ratio3": (2, 6, 2, 13, 9, 17),
-    "ratio7": (1, 7, 1, 20, 4, 11),
-    "no prefix": (2, 4, 4, 15, 0, 15),
-    "no band": (2, 4, 2, 15, 6, 0),
+    "one query": (1, 2, 1, 1, 3, 5), "decode": (3, 6, 2, 1, 7, 20), "ratio3": (2, 6, 2, 13, 9, 17),
+    "ratio7": (1, 7, 1, 20, 4, 11), "no prefix": (2, 4, 4, 15, 0, 15), "no band": (2, 4, 2, 15, 6, 0),
     "nothing at all": (2, 4, 2, 7, 0, 0),
-}
+}  # fmt: skip
 REFUSED = [
     (CPU, {}, "needs a CUDA device, or TRITON_INTERPRET=1 .*, got cpu"),
     (CUDA, {"dropout_p": 0.1}, "has no attention dropout .* got 0.1"),
@@ -43,13 +40,7 @@ def rising(B, K, L, top, seed):
     return torch.randint(0, top + 1, (B, K, L), generator=generator).sort(-1).values
 
 
-@grid(
-    42,
-    backend=CPU_BACKENDS,
-    shape=SHAPES,
-    per_head={"per row": False, "per KV head": True},
-    with_bias={"no bias": False, "bias": True},
-)
+@grid(42, backend=CPU_BACKENDS, shape=SHAPES, **EITHER)
 def test_attend_array_spans(backend, shape, per_head, with_bias):
     B, H, K, L, M, N = shape
     q, *rest = sources(*shape)
@@ -97,18 +88,13 @@ def test_attend_dropout(backend):
     assert torch.equal(draws[0][1], lse)
 
 
-def test_a_bias_for_all_may_be_any_number(backend):
+def test_a_bias_for_all_may_be_any_number_and_heads_must_divide(backend):
     q, *rest = sources(1, 4, 2, 6, 5, 7)
     spans = array_spans(*(torch.full((1, 1, 6), n) for n in (5, 0, 7)))
     biases = (2.0, torch.full((1, 1, 5), 2.0), 2)
     outs = [attend(q, two_sources(*rest, x), spans, scale=0.6, backend=backend)[0] for x in biases]
     torch.testing.assert_close(outs[0], outs[1], **EXACT)
     assert torch.equal(outs[0], outs[2])
-
-
-def test_attend_refuses_what_backends_would_not_agree_on(backend):
-    q, *rest = sources(1, 4, 2, 6, 5, 7)
-    spans = array_spans(*(torch.full((1, 1, 6), n) for n in (5, 0, 7)))
     with pytest.raises(ValueError, match=r"heads that divide those of q, 3, got 2"):
         attend(q[:, :3], two_sources(*rest), spans, scale=0.6, backend=backend)
 

@@ -97,12 +97,6 @@ def tokens(D, Dv, dtype, g=4, G=3):
     return k.to(dtype), v.to(dtype)
 
 
-def value_steps(x, bits):
-    """Steps of tokens: of the range, rounded up twice to the dtype."""
-    spread = (x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True)).double()
-    return spread / (2**bits - 1) * (1 + torch.finfo(x.dtype).eps) ** 2
-
-
 def check_keys(got, k, bits):
     """Turned, keys ``[..., D]`` are off by a step of their token, and by what is rounded."""
     D, dtype = k.shape[-1], k.dtype
@@ -132,7 +126,9 @@ def test_errors_of_stored_tokens_are_at_most_a_step_and_a_rounding(bits, dtype, 
         return
     error = (got[1].unflatten(2, (3, 4)).double() - v.double()).abs()
     # positions are computed in float32, and off by some 2 ** -24 of up to 2 ** 8
-    allowed = value_steps(v, bits) * (0.5 + 2**-9) + v.double().abs() * torch.finfo(dtype).eps
+    spread, eps = (v.amax(-1, keepdim=True) - v.amin(-1, keepdim=True)).double(), torch.finfo(dtype).eps
+    steps = spread / (2**bits - 1) * (1 + eps) ** 2  # of the range, rounded up twice to the dtype
+    allowed = steps * (0.5 + 2**-9) + v.double().abs() * eps
     assert bool((error <= allowed).all())
 
 

@@ -20,11 +20,10 @@ import condense
 from condense.ops import attend
 from condense.ops.torch import attend as torch_attend
 
+LOGITS = {"logits x1": 1.0, "logits x5": 5.0}
 
-@grid(
-    24, backend=["torch", "reference"], name=[*METHODS], shape=SHAPES, dtype=DTYPES,
-    logits={"logits x1": 1.0, "logits x5": 5.0},
-)  # fmt: skip
+
+@grid(24, backend=["torch", "reference"], name=[*METHODS], shape=SHAPES, dtype=DTYPES, logits=LOGITS)
 def test_output_within_twice_the_eager_error(backend, name, shape, dtype, logits):
     q, k, v = inputs_for(name, shape, dtype, logits=logits)
     method = METHODS[name]
@@ -56,9 +55,8 @@ def test_gradients_within_twice_the_eager_error(name, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64, 256])
 def test_bias_survives_rounding_in_attention(backend, size, dtype):
-    """Zero queries, and as many tokens (value -1) as representatives (value 1) stand for: the output is 0.
-
-    An error d of the bias tips the balance to d / 2; half of all values' rounding is far below.
+    """Zero queries, and as many tokens (value -1) as representatives (value 1) stand for: the output is 0. An error d
+    of the bias tips the balance to d / 2; half of all values' rounding is far below.
     """
     q = torch.zeros(1, 2, 1, 8, dtype=dtype)
     M, N = 3, 3 * size

@@ -1,6 +1,4 @@
-"""Gradients through output and log-sum-exp, and what must not harm them: padding, NaN, layouts, huge logits; and the
-memory that the torch backend keeps for them, which is linear in the number of tokens.
-"""
+"""Gradients through output and log-sum-exp, what must not harm them, and the memory that is kept for them."""
 
 import pytest
 import torch
@@ -14,9 +12,8 @@ from condense.ops import NO_EXTRAS, Extras, attend
 from condense.ops.torch import attend as torch_attend
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
-METHODS = cases.PLANS | {
-    f"{name}-allowed": method.replace(allow_future=True) for name, method in (cases.PROMPTS | cases.SELECTIONS).items()
-}
+AHEAD = cases.PROMPTS | cases.SELECTIONS
+METHODS = cases.PLANS | {f"{name}-allowed": method.replace(allow_future=True) for name, method in AHEAD.items()}
 # a store of fewer bits keeps no gradients
 RECALLS = {f"recall-{name}": method for name, method in cases.RECALLS.items() if method.store_bits == 16}
 ALL = METHODS | RECALLS
@@ -32,10 +29,9 @@ def test_outputs_and_gradients_equal_the_definitions(backend, method):
     inputs = leaves(2, 4, 2, 33, 4, 3)
     weight, lse_weight = torch.randn(2, 4, 33, 3).double(), torch.randn(2, 4, 33).double()
     results = []
-    for out, lse in (
-        condense.attention(*inputs, method=method, backend=backend, return_lse=True, padding=torch.tensor([0, 9])),
-        oracle.attention(*inputs, method=method, padding=(0, 9)),
-    ):
+    given = {"method": method, "backend": backend, "return_lse": True, "padding": torch.tensor([0, 9])}
+    want = oracle.attention(*inputs, method=method, padding=(0, 9))
+    for out, lse in (condense.attention(*inputs, **given), want):
         loss = (out * weight).sum() + (lse * lse_weight)[lse > -torch.inf].sum()
         results.append((out, lse, *torch.autograd.grad(loss, inputs)))
     torch.testing.assert_close(*results, **EXACT)
@@ -117,7 +113,6 @@ def test_layouts(backend, method):
 
 @grid(24, backend=CPU_BACKENDS, method=cases.PLANS, dtype=[torch.float32, torch.bfloat16, torch.float16])
 def test_huge_logits(backend, method, dtype):
-    """Logits in the hundreds: finite, and gradients too."""
     q, k, v = oracle.random_qkv(2, 4, 2, 60, 8, 8, dtype=dtype)
     inputs = [x.requires_grad_() for x in (q * 50, k, v)]
     padding = torch.tensor([0, 11])

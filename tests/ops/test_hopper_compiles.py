@@ -59,7 +59,6 @@ def test_two_part_keys_fit_into_shared_memory(D, Dv, compiled):
 
 @pytest.fixture
 def steps_on_hopper(monkeypatch):
-    """Steps of Recall are planned and compiled for that GPU."""
     table = recall_step_plan._table
     monkeypatch.setattr(recall_step_plan, "_table", lambda device, *args: table(torch.device("cuda"), *args))
     monkeypatch.setattr(recall_step_plan, "gpu_of", lambda device: host.Gpu((9, 0), 132))
@@ -118,37 +117,26 @@ def test_the_pooled_step_over_pages_compiles(bits, compiled, monkeypatch):
     assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
 
 
-@pytest.fixture
-def for_a_gpu(monkeypatch):
-    """Sizes of tiles as on a GPU."""
-    from condense.ops.triton import attend, recall_choice, recall_score
-
-    for module, name, place in (
-        (attend, "tiles_of", 2), (recall_score, "_tiles", 1), (recall_choice, "queries_per_program", 1),
-    ):  # fmt: skip
-        original = getattr(module, name)
-        monkeypatch.setattr(
-            module, name, lambda *a, original=original, place=place: original(*a[:place], True, *a[place + 1 :])
-        )
-
-
 def read_prompt(attend, q, k, v, asked, keys):
     """A prompt whose queries ``asked`` choose by an index of ``keys``."""
     of_k, of_v = (x.unflatten(2, (-1, 16)).mean(3) for x in (k, v))
-    attend(
-        q, RecallSources(Source(of_k, of_v), Source(k, v), Source(k, v), RuleSpans(UniformRule(16, 64), 0, 0)),
-        IndexChoice(asked, split_keys(keys.unflatten(2, (-1, 16)))[0], 0.1, Quota(8)), scale=0.1,
-        softcap=0.0, pool=True, return_lse=False,
-    )  # fmt: skip
+    sources = RecallSources(Source(of_k, of_v), Source(k, v), Source(k, v), RuleSpans(UniformRule(16, 64), 0, 0))
+    choice = IndexChoice(asked, split_keys(keys.unflatten(2, (-1, 16)))[0], 0.1, Quota(8))
+    attend(q, sources, choice, scale=0.1, softcap=0.0, pool=True, return_lse=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("widths", [(64,), (128,), (192, 128, 576), (96, 64, 288)], ids=str)
-def test_the_kernels_of_a_prompt(widths, compiled, for_a_gpu, monkeypatch):
+def test_the_kernels_of_a_prompt(widths, compiled, monkeypatch):
     """Those for Hopper, and on latents Triton's: they fit, and tensor cores multiply."""
     from condense.ops.hopper import attend as hopper_attend
-    from condense.ops.triton import recall_attend
+    from condense.ops.triton import attend, recall_attend, recall_choice, recall_score
 
+    # sizes of tiles as on a GPU
+    places = (attend, "tiles_of", 2), (recall_score, "_tiles", 1), (recall_choice, "queries_per_program", 1)
+    for module, name, i in places:
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, f=original, i=i: f(*a[:i], True, *a[i + 1 :]))
     monkeypatch.setattr(hopper_attend, "gpu_of", lambda device: host.Gpu((9, 0), 132))
     if len(widths) == 1:
         q, k = (torch.zeros(1, heads, 2048, *widths, dtype=torch.bfloat16) for heads in (8, 2))

@@ -72,15 +72,9 @@ def test_whatever_triton_tells_apart_is_asked_for(tensors):
     start = Launcher(kernel)
     x, y = tensors
     meta = tuple(z.to("meta") for z in tensors)
-    kinds = [
-        (tensors, (7, 16), CONSTANTS),
-        (tensors, (1, 16), CONSTANTS),
-        (tensors, (7, 17), CONSTANTS),
-        ((x[1:], y), (7, 16), CONSTANTS),
-        ((x, y.to(torch.float16)), (7, 16), CONSTANTS),
-        (tensors, (7, 16), ("mean", True)),
-        (meta, (7, 16), CONSTANTS),
-    ]
+    kinds = [(tensors, numbers, CONSTANTS) for numbers in ((7, 16), (1, 16), (7, 17))]
+    kinds += [(given, (7, 16), CONSTANTS) for given in ((x[1:], y), (x, y.to(torch.float16)), meta)]
+    kinds.append((tensors, (7, 16), ("mean", True)))
     for _ in range(2):
         for kind in kinds:
             start(GRID, *kind, OPTIONS)
@@ -139,10 +133,8 @@ def test_steps_over_pages_are_compiled_for_few_numbers_of_requests(text, monkeyp
             launches = step_plan.launch_of.__wrapped__(*scores, sizes, torch.bfloat16, device, False)[1:]
         else:
             room = recall_step_plan.Room(8192, 272, near=form, far=form, all=1 << 19)
-            heads, widths = (rows, 32, 8), (128, 128, 0)
-            launches = recall_step_plan.plan_of.__wrapped__(
-                device, torch.bfloat16, heads, widths, room, settings.number, (0.1, 0.0), False
-            )[1:]
+            given = (rows, 32, 8), (128, 128, 0), room, settings.number, (0.1, 0.0), False
+            launches = recall_step_plan.plan_of.__wrapped__(device, torch.bfloat16, *given)[1:]
         for i, (_, numbers, constants, options) in enumerate(launches):
             # Triton compiles anew for the number 1 and for multiples of 16
             kinds = tuple([isinstance(x, int) and (x == 1, x % 16 == 0) for x in numbers])

@@ -86,7 +86,6 @@ FAULTS = {
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize(("case", "message", "plant"), FAULTS.values(), ids=FAULTS)
 def test_faults_are_found(case, message, plant, side):
-    """In either of both."""
     *packed, k, v, bits = two_packings(*CASES[case])
     plant(packed[side], k)
     with pytest.raises(AssertionError, match=message):

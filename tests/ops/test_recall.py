@@ -10,16 +10,8 @@ from oracles import oracle, oracle_recall
 from two_sources import ArrayChoice
 
 from condense import Recall, attention
-from condense.ops import attend_recall
-from condense.ops.recall import (
-    Quota,
-    RecallSources,
-    StoreFormat,
-    choose_groups,
-    chosen_groups,
-    index_scores,
-    split_keys,
-)
+from condense.ops import attend_recall, recall
+from condense.ops.recall import Quota, RecallSources, StoreFormat, choose_groups, index_scores, split_keys
 from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.torch import recall as torch_recall
 
@@ -34,7 +26,6 @@ def tensors(H, K, L, *, dtype=torch.float64, rows=B):
 
 
 def check(q, k, v, *, g=4, w=5, r=2, unchosen="pool", backend="torch"):
-    """Attention over a whole prompt."""
     settings = {"method": Recall(group_size=g, window=w, num_recall=r, unchosen=unchosen), "scale": SCALE}
     got = attention(q, k, v, backend=backend, return_lse=True, **settings)
     torch.testing.assert_close(got, oracle.attention(q, k, v, **settings), **EXACT)
@@ -126,7 +117,7 @@ def test_ties_go_to_the_lower_group():
         assert chosen[0, 0, 0].nonzero().flatten().tolist() == want
     chosen = choose_groups(scores, torch.tensor([[[3]]]), Quota(5), 1)
     assert chosen[0, 0, 0].tolist() == [True] * 3 + [False] * 3
-    assert chosen_groups(chosen, 5).tolist() == [[[[0, 1, 2, 6, 6]]]]
+    assert recall.chosen_groups(chosen, 5).tolist() == [[[[0, 1, 2, 6, 6]]]]
 
 
 def test_a_share_of_the_groups_is_rounded_up():
@@ -151,9 +142,8 @@ def test_memory_is_linear(monkeypatch):
     class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            largest[-1] = max(
-                [largest[-1], *(x.numel() for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor))]
-            )
+            made = [x for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+            largest[-1] = max([largest[-1], *(x.numel() for x in made)])
             return out
 
     monkeypatch.setattr(torch_recall, "_BLOCK", 16)

@@ -5,7 +5,7 @@ Shapes: B rows, H query heads, K KV heads, L tokens, D and Dv widths, M prefix e
 
 import pytest
 import torch
-from layers import extend
+from layers import columns, extend
 from oracles import cases, oracle
 from step_states import RECALLS, call_of, empty, own_of, token_at, with_store
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -53,10 +53,6 @@ def empty_state(method, length, **options):
 def take(method, state, token):
     call = call_of(step_settings(method), state, token, scale=SCALE)
     return decode_step(call, own_of(method, state.seen.shape[0], state), backend="torch")
-
-
-def columns(qkv, start, stop):
-    return [x[:, :, start:stop] for x in qkv]
 
 
 def test_tokens_are_taken_back_from_larger_rings(method):

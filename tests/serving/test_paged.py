@@ -21,16 +21,10 @@ WIDTHS = (5, 2, 6, 4)
 SCALE = 0.6
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 # pages of bytes hold what pages of numbers cannot: tokens in groups, entries in fewer bits, and biases of their own
-IN_RECORDS = (
-    RECORDS
-    | EXACT_PROMPTS
-    | {
-        "last-4": METHODS["last"].replace(entry_bits=4),
-        "odd-window-matched": METHODS["last-odd-window"].replace(rep_bias="matched"),
-        "streaming-matched-8": METHODS["streaming"].replace(rep_bias="matched", entry_bits=8),
-        "no-scores": METHODS["streaming-no-scores"],
-    }
-)
+IN_RECORDS = RECORDS | EXACT_PROMPTS | {"no-scores": METHODS["streaming-no-scores"]}
+IN_RECORDS["last-4"] = METHODS["last"].replace(entry_bits=4)
+IN_RECORDS["odd-window-matched"] = METHODS["last-odd-window"].replace(rep_bias="matched")
+IN_RECORDS["streaming-matched-8"] = METHODS["streaming"].replace(rep_bias="matched", entry_bits=8)
 # two codes of 4 bits share a byte, so values in records have an even width
 POOLS = {name: partial(Pool, method, (K, D, DV)) for name, method in METHODS.items()} | {
     f"records-{name}": partial(RecordPool, method, (K, D, 4)) for name, method in IN_RECORDS.items()

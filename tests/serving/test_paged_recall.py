@@ -44,9 +44,8 @@ def test_records_have_the_bits_of_steps_in_buffers(method, dtype):
     lengths, steps, settings = (0, 43, 17), 40, step_settings(method)
     pool = RecordPool(method, (K, D, DV), dtype=dtype)
     room = pool.far * -(-(max(lengths) + steps) // pool.far)
-    state = empty(
-        settings, method.window + method.group_size, K, (D, DV), rows=3, dtype=dtype, entries=room // method.group_size
-    )
+    sizes = {"rows": 3, "dtype": dtype, "entries": room // method.group_size}
+    state = empty(settings, method.window + method.group_size, K, (D, DV), **sizes)
     qkvs = [[x.to(dtype) for x in tokens_of(n + steps, seed)] for seed, n in enumerate(lengths)]
     requests = [pool.add(n + steps) for n in lengths]
     for i in range(max(lengths) + steps):

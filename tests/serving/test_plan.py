@@ -15,10 +15,11 @@ from condense.serving.plan import serving_plan, serving_plans
 STREAMING = condense.CCA(summary="streaming", key_pooling="select", rep_bias="log_size")
 # Llama-3.1-8B
 BF16, HEADS, WIDTHS, NUM_LAYERS = torch.bfloat16, 8, (128, 128), 32
-FITS = EngineSettings(version="0.32.0", kv_heads=8)
-FIT = ("0.30.1+cpu", "0.32rc1", "0.33.0")
+FIT = [{"version": version} for version in ("0.32.0", "0.30.1+cpu", "0.32rc1", "0.33.0")]
+FIT += [{"tensor_parallel": 8}, {"cache_dtype": "bfloat16"}]
 # latents of 12 and rope keys of 4 columns; queries of 16, as wide as without
 LATENTS = UpProjection(torch.randn(4, 12, 12), torch.randn(4, 12, 16))
+BY = {"steps": (None, True), "keys": (None, False), "latents": (LATENTS, False)}
 TRIED = [STREAMING, condense.CCA(entry_bits=4), condense.StreamingLLM(sink=4, window=20)]
 TRIED += [condense.Recall(store_bits=4, window=32, prompt=prompt) for prompt in ("recall", "exact")]
 BLOCKS = [
@@ -41,13 +42,9 @@ RINGS = [
     (condense.StreamingLLM(), 0),
 ]
 TAKEN_BACK = [
-    (condense.Recall(), True),
-    (condense.Recall(prompt="exact"), False),
-    (condense.CCA(), True),
-    (condense.StreamingLLM(), True),
-    (condense.LCA(num_summary_queries=1), True),
-    (STREAMING, False),
-]
+    (condense.Recall(), True), (condense.Recall(prompt="exact"), False), (condense.CCA(), True),
+    (condense.StreamingLLM(), True), (condense.LCA(num_summary_queries=1), True), (STREAMING, False),
+]  # fmt: skip
 REFUSED = [
     (condense.DGA(), "one of Recall, CCA, LCA, StreamingLLM and Dense"),
     (condense.Dense(), "one of Recall, CCA, LCA"),
@@ -76,6 +73,27 @@ RECORDED = [
     (condense.Recall(group_size=160), WIDTHS, 100, False),
     (None, WIDTHS, 100, False),
 ]
+REFUSED_ENGINES = [
+    ({"version": "0.29.2"}, "vllm>=0.30,<0.34"),
+    ({"version": "0.34.0"}, "vllm>=0.30,<0.34"),
+    ({"cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype must be the model's bfloat16"),
+    ({"cache_dtype": "float16"}, "--kv-cache-dtype"),
+    ({"version": "dev"}, "vllm>=0.30,<0.34"),
+    ({"tensor_parallel": 0}, "at least 1, got 0"),
+    ({"tensor_parallel": 16}, "8 KV heads, got 16"),
+    ({"tensor_parallel": 3}, "8 KV heads, got 3"),
+    ({"kv_transfer": True}, "--kv-transfer-config"),
+    ({"offloading": True}, "--kv-offloading-size"),
+    ({"one_manager": True}, "--disable-hybrid-kv-cache-manager"),
+    ({"speculative": True}, "--speculative-config"),
+    ({"shared_context": True}, "context parallelism"),
+    ({"microbatches": True}, "--enable-dbo"),
+    ({"adapted_latents": True}, "--enable-lora is not served with latents"),
+    ({"adapted_gpt_oss": True}, "--enable-lora is not served with condensed GPT-OSS.* or merge the adapter"),
+    ({"dense_latents": [0, 1, 4]}, "dense attention in layers 0-1, 4: give each a method"),
+    ({"offloading": True, "kv_transfer": True}, "^--kv-offloading-size is .*: leave it out$"),
+    ({"tensor_parallel": 3, "speculative": True}, "^--tensor-parallel-size .*; --speculative-config .* out$"),
+]
 
 
 def layers_of(*methods):
@@ -90,18 +108,14 @@ def test_the_pages_of_the_paper_settings():
     assert page_sizes(layers_of(STREAMING)) == (256, 16)
     # what one request of 128K tokens holds: 512 blocks of entries, 65 or 66 of the window, a ring; a page of 16 keys
     # and values of all layers each
-    assert blocks_of_request(layers_of(STREAMING), 131072) == (579, NUM_LAYERS * 16 * HEADS * 512)
-
-
-def test_short_requests_hold_their_tokens():
-    assert blocks_of_request(layers_of(STREAMING), 1).blocks == 1 + 1 + 1
-    assert blocks_of_request(layers_of(STREAMING), 100).blocks == 7 + 1 + 1
-
-
-def test_a_chunk_in_flight_is_held_too():
     layers = layers_of(STREAMING)
+    assert blocks_of_request(layers, 131072) == (579, NUM_LAYERS * 16 * HEADS * 512)
+    # short requests hold their tokens, and a chunk in flight is held too
+    assert [blocks_of_request(layers, held).blocks for held in (1, 100)] == [1 + 1 + 1, 7 + 1 + 1]
     assert blocks_of_request(layers, 131072, num_new=2048).blocks == (1040 - 1 + 2048) // 16 + 2 + 512 + 1
     assert blocks_of_request(layers, 300, num_new=2048).blocks == 19 + 2 + 1
+    # sinks lie in the first page
+    assert [serving_plan(condense.StreamingLLM(sink=n)).entry_slots(256) for n in (0, 1, 4, 5)] == [1, 1, 4, 8]
 
 
 @pytest.mark.parametrize("held", range(1, 70))
@@ -146,10 +160,6 @@ def test_tokens_that_can_be_taken_back(method, takes_back):
     assert (plan.takes_back, plan.reads_exactly) == (takes_back, method.reads_exactly)
 
 
-def test_sinks_lie_in_the_first_page():
-    assert [serving_plan(condense.StreamingLLM(sink=n)).entry_slots(256) for n in (0, 1, 4, 5)] == [1, 1, 4, 8]
-
-
 @pytest.mark.parametrize(("method", "words"), REFUSED, ids=str)
 def test_methods_that_are_refused(method, words):
     with pytest.raises(ValueError, match=words):
@@ -166,43 +176,15 @@ def changed(**settings):
     return EngineSettings(**{"version": "0.32.0", "kv_heads": 8, **settings})
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [FITS, changed(tensor_parallel=8), changed(cache_dtype="bfloat16"), *(changed(version=x) for x in FIT)],
-    ids=str,
-)
-def test_engines_that_fit(engine):
-    check_engine(engine)
+@pytest.mark.parametrize("settings", FIT, ids=str)
+def test_engines_that_fit(settings):
+    check_engine(changed(**settings))
 
 
-@pytest.mark.parametrize(
-    ("engine", "words"),
-    [
-        (changed(version="0.29.2"), "vllm>=0.30,<0.34"),
-        (changed(version="0.34.0"), "vllm>=0.30,<0.34"),
-        (changed(cache_dtype="fp8_e4m3"), "--kv-cache-dtype must be the model's bfloat16"),
-        (changed(cache_dtype="float16"), "--kv-cache-dtype"),
-        (changed(version="dev"), "vllm>=0.30,<0.34"),
-        (changed(tensor_parallel=0), "at least 1, got 0"),
-        (changed(tensor_parallel=16), "8 KV heads, got 16"),
-        (changed(tensor_parallel=3), "8 KV heads, got 3"),
-        (changed(kv_transfer=True), "--kv-transfer-config"),
-        (changed(offloading=True), "--kv-offloading-size"),
-        (changed(one_manager=True), "--disable-hybrid-kv-cache-manager"),
-        (changed(speculative=True), "--speculative-config"),
-        (changed(shared_context=True), "context parallelism"),
-        (changed(microbatches=True), "--enable-dbo"),
-        (changed(adapted_latents=True), "--enable-lora is not served with latents"),
-        (changed(adapted_gpt_oss=True), "--enable-lora is not served with condensed GPT-OSS.* or merge the adapter"),
-        (changed(dense_latents=[0, 1, 4]), "dense attention in layers 0-1, 4: give each a method"),
-        (changed(offloading=True, kv_transfer=True), "^--kv-offloading-size is .*: leave it out$"),
-        (changed(tensor_parallel=3, speculative=True), "^--tensor-parallel-size .*; --speculative-config .* out$"),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
-)
-def test_engines_that_are_refused(engine, words):
+@pytest.mark.parametrize(("settings", "words"), REFUSED_ENGINES, ids=lambda x: x if isinstance(x, str) else "")
+def test_engines_that_are_refused(settings, words):
     with pytest.raises(ValueError, match=words):
-        check_engine(engine)
+        check_engine(changed(**settings))
 
 
 @pytest.mark.parametrize(("method", "widths", "longest", "has"), RECORDED, ids=str)
@@ -226,9 +208,7 @@ def test_a_table_with_room_for_more_groups_than_kernels_choose_from(monkeypatch)
 
 @pytest.mark.parametrize("length", [7, 300])
 @pytest.mark.parametrize("method", TRIED, ids=range(5))
-@pytest.mark.parametrize(
-    ("up", "has_step"), [(None, True), (None, False), (LATENTS, False)], ids=["steps", "keys", "latents"]
-)
+@pytest.mark.parametrize(("up", "has_step"), BY.values(), ids=BY)
 def test_trials_read_the_ends_of_prompts(method, length, up, has_step, monkeypatch):
     """Of 20 tokens those that fit, each of which attends to something; two prompts, most of whose queries one has; of a
     second layer the longest prompt alone. Single tokens where no step of kernels reads them.

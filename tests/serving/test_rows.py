@@ -21,21 +21,10 @@ from condense.ops.paged import requests, rows
 H, K, D, DV = 4, 2, 8, 8
 SCALE = 0.6
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
-NUMBERS = {
-    name: METHODS[name]
-    for name in (
-        "last", "streaming-window-0", "streaming", "streaming-1-query", "streaming-3-queries", "streaming-no-scores",
-        "sinks", "window",
-    )
-}  # fmt: skip
-IN_RECORDS = (
-    RECORDS
-    | EXACT_PROMPTS
-    | {
-        "matched-8": NUMBERS["streaming"].replace(rep_bias="matched", entry_bits=8),
-        "last-4": NUMBERS["last"].replace(entry_bits=4),
-    }
-)
+NAMES = "last streaming-window-0 streaming streaming-1-query streaming-3-queries streaming-no-scores sinks window"
+NUMBERS = {name: METHODS[name] for name in NAMES.split()}
+IN_RECORDS = RECORDS | EXACT_PROMPTS | {"last-4": NUMBERS["last"].replace(entry_bits=4)}
+IN_RECORDS["matched-8"] = NUMBERS["streaming"].replace(rep_bias="matched", entry_bits=8)
 POOLS = {name: partial(Pool, method) for name, method in NUMBERS.items()} | {
     f"records-{name}": partial(RecordPool, method) for name, method in IN_RECORDS.items()
 }
@@ -56,11 +45,8 @@ def read(make_pool, pieces, together):
     qkvs = [tokens_of(sum(lengths), seed) for seed, lengths in enumerate(pieces)]
     requests, outs = [pool.add(sum(lengths)) for lengths in pieces], [[] for _ in pieces]
     for i in range(max(map(len, pieces))):
-        chunks = [
-            (n, (requests[n], cut(qkvs[n], requests[n].seen, requests[n].seen + lengths[i])))
-            for n, lengths in enumerate(pieces)
-            if i < len(lengths)
-        ]
+        left = [(n, requests[n], lengths[i]) for n, lengths in enumerate(pieces) if i < len(lengths)]
+        chunks = [(n, (r, cut(qkvs[n], r.seen, r.seen + length))) for n, r, length in left]
         for some in [chunks] if together else [[chunk] for chunk in chunks]:
             for (n, _), out in zip(some, pool.read([x for _, x in some], scale=SCALE, backend="torch"), strict=True):
                 outs[n].append(out)

@@ -1,6 +1,4 @@
-"""Corpora: files of each kind and Hugging Face datasets (by a stand-in for the package) are read, bad ones are refused,
-encodings are the whole text's and are kept on disk.
-"""
+"""Corpora: files and Hugging Face datasets are read or refused; encodings are the whole text's and kept on disk."""
 
 import io
 import json
@@ -139,9 +137,8 @@ def test_another_tokenizer_of_the_same_vocabulary_encodes_anew(text_file, tokeni
 
 
 def test_a_tokenizer_that_has_padded_and_cut_in_between_encodes_nothing_anew(text_file, tokenizer, tmp_path):
-    padding = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer.backend_tokenizer, eos_token=tokenizer.eos_token, pad_token=tokenizer.eos_token
-    )
+    ends = {"eos_token": tokenizer.eos_token, "pad_token": tokenizer.eos_token}
+    padding = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, **ends)
     load_corpus([text_file], padding, tmp_path)
     padding(["one", "and two"], padding="max_length", truncation=True, max_length=9)
     load_corpus([text_file], padding, tmp_path)
@@ -170,8 +167,6 @@ def test_a_huge_window_is_read(tmp_path):
 
 
 class Rows:
-    """A dataset in memory: the part of `datasets.Dataset` that is used."""
-
     def __init__(self, columns):
         self._columns = columns
         self.column_names = list(columns)
@@ -186,7 +181,6 @@ class Rows:
 
 @pytest.fixture
 def stored(monkeypatch):
-    """Results of `load_dataset`, by its arguments; tests add to it."""
     content = {}
 
     def load_dataset(*name, split):

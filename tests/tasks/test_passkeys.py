@@ -1,6 +1,4 @@
-"""Passkey sequences: the text they say, the same from the same generator, in a user's text, with every tokenizer; tasks
-whose names share words, and whose numbers stand anywhere in the text.
-"""
+"""Passkey sequences: the text they say, in any text and with every tokenizer; shared names, numbers anywhere."""
 
 import re
 from collections import Counter
@@ -11,17 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 import condense
-from condense.tasks import (
-    FORMS,
-    Key,
-    SequenceBuilder,
-    draw_keys,
-    encode_corpus,
-    hide,
-    key_line,
-    load_words,
-    question_prompt,
-)
+from condense.tasks import Key, SequenceBuilder, draw_keys, encode_corpus, hide, key_line, load_words, question_prompt
 
 LINE = re.compile(r"^The number of the (\w+) (\w+) is (\d{4})\.$", re.MULTILINE)
 QUESTION = re.compile(r"^Question: What is the number of the (\w+) (\w+)\?\nAnswer: (\d{4})\.$", re.MULTILINE)
@@ -40,7 +28,7 @@ def builder(tokenizer, corpus):
     return SequenceBuilder(tokenizer, corpus, load_words().trained, 1024)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", condense.tasks.FORMS)
 def test_a_sequence_is_the_text_it_says(builder, tokenizer, form):
     for seed in range(20):
         sequence = builder.passkeys(np.random.default_rng(seed), 6, form)
@@ -126,9 +114,8 @@ def test_bad_builders(tokenizer, corpus):
 def test_tokenizers_that_put_a_space_before_a_text(text):
     inner = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    inner.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    parts = decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    inner.decoder = decoders.Sequence([*parts])
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     inner.train_from_iterator([text], trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", unk_token="<unk>")

@@ -54,7 +54,6 @@ def starts(item):
 
 
 def whole(tokenizer, pieces):
-    """The texts of the pieces that are neither cut at the front nor at the end."""
     return [tokenizer.decode(ids, skip_special_tokens=True) for ids in pieces[1:-1]]
 
 
@@ -73,6 +72,8 @@ def test_plain_sequences_are_whole_documents_between_parts_of_two(tokenizer, bui
         assert torch.equal(item["loss_weights"], (positions > 0).float())
     again = TrainingSequences([builder], phase(task_share=0.0), seed=(0,))[3]
     assert all(torch.equal(x, again[name]) for name, x in dataset[3].items())
+    without_packing = TrainingSequences([builder], phase(packed=False), seed=(0,))[0]
+    assert without_packing.keys() == {"input_ids", "loss_weights"}
 
 
 def test_hidden_numbers_and_questions_are_one_document(tokenizer, builder):
@@ -88,11 +89,6 @@ def test_hidden_numbers_and_questions_are_one_document(tokenizer, builder):
         early += len(begun) > 1
         assert item["loss_weights"][begun].sum() == 0
     assert 8 <= early <= 20
-
-
-def test_sequences_without_packing_stay_what_they_are(builder):
-    item = TrainingSequences([builder], phase(packed=False), seed=(0,))[0]
-    assert item.keys() == {"input_ids", "loss_weights"}
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,9 @@ from transformers import AutoModelForCausalLM
 from condense.models import condensed_layers
 
 FSDP2 = {
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-}
+    "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}  # fmt: skip
 TOKENS = 4 * 128
 
 
@@ -34,7 +32,6 @@ def folder(tmp_path_factory, text):
 
 
 def launched(folder, *runs, count=2):
-    """Run ``processes.main`` in two processes, or as many as ``count``; the losses of each run that came to its end."""
     run_ranks(count, processes.main, folder, *runs, **FSDP2)
     parts = [run.split(":") for run in runs]
     return [losses(folder / name, how) for name, _, how in parts if how != "begun"]

@@ -11,17 +11,7 @@ from models import tiny
 from safetensors.torch import load_file
 from small_models import saved_with_tokenizer, tiny_llama
 from train.runs import interrupted_at
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTJConfig,
-    GPTJForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import condense
 from condense.models import condensed_layers
@@ -42,14 +32,37 @@ UNTRAINED = [
     ("mistral-sliding", condense.CCA(), "has sliding windows in all layers"),
 ]
 BAD_RUNS = [
-    ({"data": ()}, "data: wanted at least one"),
-    ({"phases": ()}, "phases: wanted at least one"),
-    ({"pretrained": "somewhere"}, "pretrained: wanted either"),
-    ({"dtype": "int8"}, "dtype"),
-    ({"seed": -1}, "seed"),
+    ({"data": ()}, "data: wanted at least one"), ({"phases": ()}, "phases: wanted at least one"),
+    ({"pretrained": "somewhere"}, "pretrained: wanted either"), ({"dtype": "int8"}, "dtype"), ({"seed": -1}, "seed"),
     ({"data_weights": (1.0, 2.0)}, "data_weights: wanted one for each of 1 data files, got 2"),
     ({"data_weights": (0.0,)}, "data_weights must be a finite number > 0, got 0.0"),
     ({"shard_size": "12 parts"}, "shard_size: wanted a size such as '12MB', got '12 parts'"),
+]  # fmt: skip
+BAD_PHASES = [
+    ({"steps": 0}, "steps"),
+    ({"batch_size": -1}, "batch_size"),
+    ({"batch_size": 3, "gradient_accumulation_steps": 2}, "batch_size: wanted a multiple of"),
+    ({"mix": "both"}, "mix"),
+    ({"mix": "condensed"}, "method: wanted a method for mix 'condensed', got None"),
+    ({"task_share": 1.5}, "task_share must be a finite number from 0 to 1, got 1.5"),
+    ({"first_share": -0.1}, "first_share must be a finite number from 0 to 1, got -0.1"),
+    ({"short_share": 2}, "short_share must be a finite number from 0 to 1, got 2"),
+    ({"keys": (4, 2)}, "keys: wanted the fewest and the most, got"),
+    ({"keys": (1, 2, 3)}, "keys: wanted the fewest and the most, got"),
+    ({"keys": (1, 2.5)}, "keys must be an integer >= 1, got 2.5"),
+    ({"learning_rate": 0.0}, "learning_rate must be a finite number > 0, got 0.0"),
+    ({"weight_decay": -1}, "weight_decay must be a finite number"),
+    ({"answer_weight": -1.0}, "answer_weight must be a finite number"),
+    (CONDENSED | {"group_sizes": (8, 4)}, "group_sizes: wanted ascending sizes below the method's 16"),
+    (CONDENSED | {"group_sizes": (0,)}, "group_sizes must be an integer >= 1"),
+    (CONDENSED | {"group_sizes": (4,), "mix": "dense"}, "group_sizes: wanted a method with groups"),
+    (CONDENSED | {"group_sizes": (4,), "method": condense.StreamingLLM()}, "group_sizes: wanted a method with"),
+    (CONDENSED | {"distill": 1.5}, "distill must be a finite number from 0 to 1"),
+    (CONDENSED | {"schedule": "linear"}, "schedule must be one of"),
+    (CONDENSED | {"max_grad_norm": 0}, "max_grad_norm must be a finite number > 0"),
+    (CONDENSED | {"method": condense.Recall(prompt="exact")}, "train with prompt='recall'"),
+    (CONDENSED | {"method": condense.Recall(store_bits=4)}, "train with store_bits=16"),
+    (CONDENSED | {"method": condense.CCA(window=128)}, "sequence_length: wanted at least 144 tokens, .* got 128"),
 ]
 
 
@@ -70,19 +83,6 @@ def adapt(text_file, output, base, **changes):
         "batch_size": 2, "dtype": "float32", "workers": 0,
     }  # fmt: skip
     return RECIPES["adapt"]([text_file], output, **settings | changes)
-
-
-@pytest.fixture
-def computed(monkeypatch):
-    """Attention and methods of the model whenever a loss is computed."""
-    used, compute = [], MixedTrainer.compute_loss
-
-    def record(self, model, *args, **kwargs):
-        used.append((model.config._attn_implementation, condensed_layers(model)))
-        return compute(self, model, *args, **kwargs)
-
-    monkeypatch.setattr(MixedTrainer, "compute_loss", record)
-    return used
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -142,7 +142,14 @@ def test_the_recipe_leaves_one_finished_folder(config):
         run_training(config, resume=True)
 
 
-def test_dense_steps_are_dense_whatever_the_model_was_saved_with(text_file, tmp_path, computed):
+def test_dense_steps_are_dense_whatever_the_model_was_saved_with(text_file, tmp_path, monkeypatch):
+    used, compute = [], MixedTrainer.compute_loss
+
+    def record(self, model, *args, **kwargs):
+        used.append((model.config._attn_implementation, condensed_layers(model)))
+        return compute(self, model, *args, **kwargs)
+
+    monkeypatch.setattr(MixedTrainer, "compute_loss", record)
     saved = condense.apply(tiny_llama(), condense.LCA(group_size=4, window=8), layers=[1])
     saved_with_tokenizer(saved, tmp_path / "saved")
     changes = {"mix": "alternate", "group_sizes": (), "gradient_checkpointing": True, "steps": 4}
@@ -150,7 +157,7 @@ def test_dense_steps_are_dense_whatever_the_model_was_saved_with(text_file, tmp_
     adapted = adapt(text_file, tmp_path / "adapted", tmp_path / "saved", **changes)
     run_training(adapted)
     condensed = "condense", dict.fromkeys(range(2), adapted.phases[0].method)
-    assert computed == 2 * ([("sdpa", {})] * 2 + [condensed] * 2)
+    assert used == 2 * ([("sdpa", {})] * 2 + [condensed] * 2)
 
 
 def test_another_run_is_not_resumed(config, text, tmp_path):
@@ -190,11 +197,12 @@ def test_a_run_from_other_weights_of_the_same_name_is_not_resumed(text_file, tmp
 
 def test_what_cannot_be_trained_leaves_nothing(text_file, tmp_path):
     sizes = {"vocab_size": 4096, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    for name, model, message in (
-        ("gptj", GPTJForCausalLM(GPTJConfig(rotary_dim=4, **sizes)), "cannot be condensed: its attention is written"),
-        ("gpt2", GPT2LMHeadModel(GPT2Config(n_positions=64, **sizes)), "64 learned positions"),
-        ("llama", LlamaForCausalLM(LlamaConfig(intermediate_size=32, **sizes)), "wanted more tokens"),
+    for name, more, message in (
+        ("gptj", {"rotary_dim": 4}, "cannot be condensed: its attention is written"),
+        ("gpt2", {"n_positions": 64}, "64 learned positions"),
+        ("llama", {"intermediate_size": 32}, "wanted more tokens"),
     ):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes, **more))
         options = {"pretrained": saved_with_tokenizer(model, tmp_path / name), "method": condense.CCA()}
         with pytest.raises(ValueError, match=message):
             run_training(RECIPES["adapt"]([text_file], tmp_path / "adapted", sequence_length=65536, **options))
@@ -248,9 +256,7 @@ def test_weights_decide_how_often_a_file_is_drawn_from(config, text_file, tmp_pa
 
 def test_a_share_of_the_tasks_ends_early_with_fewer_numbers(tokenizer, corpus):
     builder = SequenceBuilder(tokenizer, corpus, load_words().trained, 2048)
-    phase = PhaseConfig(
-        name="p", steps=25, sequence_length=2048, batch_size=8, keys=(16, 16), task_share=1.0, short_share=0.5
-    )
+    phase = PhaseConfig("p", 25, 2048, 8, keys=(16, 16), task_share=1.0, short_share=0.5)
     dataset = TrainingSequences([builder], phase, seed=(0,))
     ends, answers = [], []
     for index in range(len(dataset)):
@@ -311,35 +317,7 @@ def test_a_half_written_checkpoint_is_passed_over(tmp_path):
     assert newest_checkpoint(tmp_path / "nothing") is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"steps": 0}, "steps"),
-        ({"batch_size": -1}, "batch_size"),
-        ({"batch_size": 3, "gradient_accumulation_steps": 2}, "batch_size: wanted a multiple of"),
-        ({"mix": "both"}, "mix"),
-        ({"mix": "condensed"}, "method: wanted a method for mix 'condensed', got None"),
-        ({"task_share": 1.5}, "task_share must be a finite number from 0 to 1, got 1.5"),
-        ({"first_share": -0.1}, "first_share must be a finite number from 0 to 1, got -0.1"),
-        ({"short_share": 2}, "short_share must be a finite number from 0 to 1, got 2"),
-        ({"keys": (4, 2)}, "keys: wanted the fewest and the most, got"),
-        ({"keys": (1, 2, 3)}, "keys: wanted the fewest and the most, got"),
-        ({"keys": (1, 2.5)}, "keys must be an integer >= 1, got 2.5"),
-        ({"learning_rate": 0.0}, "learning_rate must be a finite number > 0, got 0.0"),
-        ({"weight_decay": -1}, "weight_decay must be a finite number"),
-        ({"answer_weight": -1.0}, "answer_weight must be a finite number"),
-        (CONDENSED | {"group_sizes": (8, 4)}, "group_sizes: wanted ascending sizes below the method's 16"),
-        (CONDENSED | {"group_sizes": (0,)}, "group_sizes must be an integer >= 1"),
-        (CONDENSED | {"group_sizes": (4,), "mix": "dense"}, "group_sizes: wanted a method with groups"),
-        (CONDENSED | {"group_sizes": (4,), "method": condense.StreamingLLM()}, "group_sizes: wanted a method with"),
-        (CONDENSED | {"distill": 1.5}, "distill must be a finite number from 0 to 1"),
-        (CONDENSED | {"schedule": "linear"}, "schedule must be one of"),
-        (CONDENSED | {"max_grad_norm": 0}, "max_grad_norm must be a finite number > 0"),
-        (CONDENSED | {"method": condense.Recall(prompt="exact")}, "train with prompt='recall'"),
-        (CONDENSED | {"method": condense.Recall(store_bits=4)}, "train with store_bits=16"),
-        (CONDENSED | {"method": condense.CCA(window=128)}, "sequence_length: wanted at least 144 tokens, .* got 128"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), BAD_PHASES)
 def test_bad_phases(changes, message):
     good = {"name": "p", "steps": 1, "sequence_length": 128, "batch_size": 2}
     PhaseConfig(**good)

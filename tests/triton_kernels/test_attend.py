@@ -183,9 +183,8 @@ def test_any_number_of_sources_within_budget(kind):
     if kind == "two scales":
         spans = RuleSpans(TwoScales(4, 16, 7, 20), torch.tensor([0, -13]), torch.tensor([0, 0]))
     q = oracle.random_qkv(B, H, K, L, D, D, dtype=dtype)[0]
-    keys_and_values = [
-        x for n, size in enumerate(sizes) for x in oracle.random_qkv(B, K, K, size, D, D, dtype=dtype, seed=n + 1)[1:]
-    ]
+    drawn = (oracle.random_qkv(B, K, K, size, D, D, dtype=dtype, seed=n + 1) for n, size in enumerate(sizes))
+    keys_and_values = [x for _, *of_source in drawn for x in of_source]
     heads = 1 if kind == "four" else K
     bias = torch.randn(B, heads, sizes[1], generator=torch.Generator().manual_seed(9), dtype=torch.float64).clamp(-4, 4)
     weight = oracle.random_qkv(B, H, 1, L, D, 1, seed=3)[0].to(dtype)

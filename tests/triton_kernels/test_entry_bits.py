@@ -52,11 +52,10 @@ def exact_outputs(method, q, state, D, Dv, dtype, latent, scale):
 
 
 def check_rows(got, want, D, dtype, form, largest):
-    """Rows of entries whose numbers, at most ``largest``, were summed in different orders: within a step.
-
-    A number lies within half a step of the one that it was rounded from, and within its last digit. The numbers before
-    differ by some of float32's digits, or, where that decides how they are rounded, by the last one of their dtype, and
-    so may the ends of a block's range, which decide its step: that is rounded to 8 digits.
+    """Rows of entries whose numbers, at most ``largest``, were summed in different orders: within a step. A number lies
+    within half a step of the one that it was rounded from, and within its last digit. The numbers before differ by some
+    of float32's digits, or, where that decides how they are rounded, by the last one of their dtype, and so may the
+    ends of a block's range, which decide its step: that is rounded to 8 digits.
     """
     start, last = form.grid_start(D, dtype.itemsize), 2 * form.num_blocks(D) * dtype.itemsize
     step = want[..., start : start + last].contiguous().view(dtype)[..., ::2].double()
@@ -68,10 +67,9 @@ def check_rows(got, want, D, dtype, form, largest):
 
 def rounded_steps(method, shape, dtype, L, *, latent=0):
     """Every token one step from the state that PyTorch's step left, one row pausing now and then: its entries, biases,
-    rings and outputs.
-
-    Outputs of both steps are held against exact attention over what their own states hold after the step. Where two
-    query heads share a KV head, their mean is the same to the bit in any order, and both steps choose the same anchors.
+    rings and outputs. Outputs of both steps are held against exact attention over what their own states hold after the
+    step. Where two query heads share a KV head, their mean is the same to the bit in any order, and both steps choose
+    the same anchors.
     """
     B, H, K, D, Dv = shape
     q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(B, H, K, L, D, Dv, dtype=dtype))

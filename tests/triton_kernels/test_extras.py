@@ -65,7 +65,7 @@ SIZE, WIDTH = (8, 128) if CUDA else (1, 16)
 PACKED = {
     "last": condense.CCA(group_size=4, window=6 * SIZE),
     "streaming": condense.CCA(group_size=4, window=5 * SIZE, summary="streaming", rep_bias="matched"),
-    "more queries than groups apart": condense.CCA(
+    "more queries": condense.CCA(
         group_size=3, window=2, summary="streaming", num_summary_queries=11, rep_bias="log_size"
     ),
     "sinks": condense.StreamingLLM(sink=3, window=5),

@@ -35,16 +35,14 @@ METHODS = {name: cases.PLANS[name] for name in NAMES.split()} | {
     "dga-prompt": SELECT,
     "lm-infinite": condense.LMInfinite(n_global=20, window=5),
 }
+TAKING_BACK = ("cca", "lca", "lca-9-queries", "dga-streaming-log_size", "dga-prompt", "streaming_llm", "recall")
 RECALL = condense.Recall(group_size=4, window=6, num_recall=2)
 RECALLS = {
-    "recall": RECALL,
-    "drop": RECALL.replace(unchosen="drop"),
-    "a-share": RECALL.replace(num_recall=0.4),
+    "recall": RECALL, "drop": RECALL.replace(unchosen="drop"), "a-share": RECALL.replace(num_recall=0.4),
     "entries-8-weighted": RECALL.replace(entry_bits=8, key_pooling="weighted", value_pooling="weighted"),
     "entries-4-matched": RECALL.replace(entry_bits=4, store_bits=4, rep_bias="matched"),
-    "host": RECALL.replace(store="host", slots=3),
-    "exact-prompt": RECALL.replace(prompt="exact", store_bits=8),
-}
+    "host": RECALL.replace(store="host", slots=3), "exact-prompt": RECALL.replace(prompt="exact", store_bits=8),
+}  # fmt: skip
 EITHER = METHODS | RECALLS
 B, H, K, D = 2, 2, 1, 16
 SCALE = 0.3
@@ -151,9 +149,7 @@ def test_steps_and_chunks_equal_extend(method, ragged):
     assert layers[1]._ring is None
 
 
-@pytest.mark.parametrize(
-    "name", ["cca", "lca", "lca-9-queries", "dga-streaming-log_size", "dga-prompt", "streaming_llm", "recall"]
-)
+@pytest.mark.parametrize("name", TAKING_BACK)
 def test_tokens_are_taken_back_in_the_middle_of_steps(name):
     """Up to the slack, across group boundaries; others stood in their slots and entries. Then chunks and steps, and all
     of it from the start.
@@ -174,8 +170,7 @@ def test_tokens_are_taken_back_in_the_middle_of_steps(name):
     _same_numbers(*layers)
     for layer in layers:
         layer.reset()
-        assert layer.state is None
-        assert layer.keys is None
+        assert layer.state is layer.keys is None
     for L in (11, 1, 1, 1):
         agree(layers, L, L)
 
@@ -190,7 +185,6 @@ REFUSED = {
 
 @pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
 def test_refused_and_unchanged_among_steps(call, message):
-    """With one token of padding among the steps."""
     layers = pair(METHODS["lca"])
     counts = torch.tensor([1, 0]) if message == "include padding" else None
     for i, L in enumerate((40, 1, 1, 1, 1, 1)):
@@ -377,7 +371,6 @@ def test_a_first_token_is_a_prompt(method):
 
 @pytest.mark.parametrize("method", RECALLS.values(), ids=RECALLS)
 def test_steps_are_the_bits_of_operations(method):
-    """Over groups that close, room that runs out, and chunks between steps."""
     layers = pair(method)
     for seed, L in enumerate((69, 1, 3, 1, 1)):
         agree(layers, L, seed)
@@ -387,7 +380,6 @@ def test_steps_are_the_bits_of_operations(method):
 
 @pytest.mark.parametrize("name", ["recall", "entries-8-weighted", "host"])
 def test_rows_that_pause(name):
-    """Left padding, and steps in which some rows have no token, by turns with steps in which all have one."""
     layers, generator = pair(RECALLS[name]), torch.Generator().manual_seed(3)
     agree(layers, 19, 0, torch.tensor([19, 12]))
     for seed in range(9):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lanes import DEVICE, check
 from layers import extend
+from ops.test_pool import numbers
 
 import condense
 from condense.ops import POOLINGS, Chunks, SummaryColumns, SummarySpans, pool_groups, summarize
@@ -23,21 +24,15 @@ if DEVICE == "cuda":
 LONG = [(256, dtype) for dtype in DTYPES] + [(1000, dtype) for dtype in DTYPES if dtype != torch.float32]
 # before and after are tokens read, start is where window 0 begins: row by row
 ROWS = {
-    "fresh": ((3, 3), (0, 0), (37, 37)),
-    "fresh, left padding": ((3, 3), (0, 0), (37, 29)),
-    "chunk": ((17, 17), (20, 20), (57, 57)),
-    "chunk, rows apart": ((18, 11), (20, 14), (57, 40)),
+    "fresh": ((3, 3), (0, 0), (37, 37)), "fresh, left padding": ((3, 3), (0, 0), (37, 29)),
+    "chunk": ((17, 17), (20, 20), (57, 57)), "chunk, rows apart": ((18, 11), (20, 14), (57, 40)),
     "before the row's start": ((-7, 2), (0, 0), (37, 29)),
-}
+}  # fmt: skip
 
 
 def tensors(*shapes, dtype, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
-
-
-def numbers(*values):
-    return torch.tensor(values, dtype=torch.int64)
 
 
 def columns(starts, G, g):
@@ -60,16 +55,15 @@ def check_groups(dtype, begins, *, g, K=2, D=24, Dv=16, keys="weighted", values=
         where = begins.to(k.device)
         # rows that agree: the number of the first column
         where = int(where[0, 0]) if B == 1 and G > 1 and set(where[0].diff().tolist()) == {g} else where
-        return pool_groups(
-            Chunks(k, v, where, G, g, 0), qbar, scale=D**-0.5, key_pooling=keys, value_pooling=values, return_lse=lse,
-            backend=backend,
-        )  # fmt: skip
+        how = {"key_pooling": keys, "value_pooling": values, "return_lse": lse, "backend": backend}
+        return pool_groups(Chunks(k, v, where, G, g, 0), qbar, scale=D**-0.5, **how)
 
     weights = tensors((B, K, G, D), (B, K, G, Dv), dtype=dtype, seed=2)[: 2 if Dv else 1]
     weights += tensors((B, K, G), dtype=dtype, seed=3) * lse
     check(run, low + summary * scored, weights)
 
 
+SPANS = [([0, 3, 9, 20], [2, 4, 12, 23], 3), ([0, 0, 0, 9, 17, 17], [4, 8, 9, 17, 23, 37], 20)]
 # every pair of poolings; scores' log-sum-exp; group sizes, one after another and rows apart; widths
 POOLED = [{"keys": how, "values": other} for how, other in itertools.product(POOLINGS, POOLINGS)]
 SCORED = (("weighted", "weighted"), ("mean", "max"), ("select", "mean"))
@@ -124,9 +118,7 @@ def test_summaries(case, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "spans", [([0, 3, 9, 20], [2, 4, 12, 23], 3), ([0, 0, 0, 9, 17, 17], [4, 8, 9, 17, 23, 37], 20)], ids=str
-)
+@pytest.mark.parametrize("spans", SPANS, ids=str)
 def test_spans_that_are_given_one_by_one(spans, dtype):
     """As in packed documents; some queries in no span, some in several."""
     lo, hi, size = spans
@@ -145,19 +137,16 @@ def test_ties_go_to_the_lowest_position(size, dtype):
     one, summary = tensors((2, 2, 3, 1, 40), (2, 2, 3, 40), dtype=dtype)
     k = one.expand(-1, -1, -1, size, -1).flatten(2, 3).to(DEVICE)
     v = torch.arange(size).to(k).repeat(3)[:, None].expand(2, 2, -1, 16)
-    _, value = pool_groups(
-        Chunks(k, v, 0, 3, size, 0), summary.float().to(DEVICE), scale=0.3, key_pooling="weighted",
-        value_pooling="select", backend="triton",
-    )  # fmt: skip
+    poolings, summary = {"key_pooling": "weighted", "value_pooling": "select"}, summary.float().to(DEVICE)
+    _, value = pool_groups(Chunks(k, v, 0, 3, size, 0), summary, scale=0.3, backend="triton", **poolings)
     assert bool((value == 0).all())
 
 
 def test_equal_largest_numbers_share_the_gradient():
     k = torch.tensor([1.0, 4.0, 4.0, 2.0, 4.0, -1.0, 0.0])[:, None].repeat(1, 16).expand(1, 1, -1, -1)
     k = k.to(DEVICE, DTYPES[0]).requires_grad_()
-    key, _ = pool_groups(
-        Chunks(k, k[..., :0], 1, 1, 5, 0), None, scale=1.0, key_pooling="max", value_pooling="mean", backend="triton"
-    )
+    chunks = Chunks(k, k[..., :0], 1, 1, 5, 0)
+    key, _ = pool_groups(chunks, None, scale=1.0, key_pooling="max", value_pooling="mean", backend="triton")
     (grad,) = torch.autograd.grad(key.sum() * 6, k)
     assert grad[0, 0, :, 0].tolist() == [0, 2, 2, 0, 2, 0, 0]
 
@@ -166,10 +155,8 @@ def both(k, v, q, start, *, g=4, G=3):
     """Summaries of the groups' own queries, then representatives; gradients of k, v and q."""
     windows = SummarySpans(numbers(0, 0), numbers(0, 0), q.shape[2] - start, G, g, g)
     summary = summarize(q, k[:, :, :0].detach(), windows, backend="triton")
-    out = pool_groups(
-        Chunks(k, v, columns(start.tolist(), G, g), G, g, 0), summary, scale=0.2, key_pooling="select",
-        value_pooling="weighted", backend="triton",
-    )  # fmt: skip
+    chunks = Chunks(k, v, columns(start.tolist(), G, g), G, g, 0)
+    out = pool_groups(chunks, summary, scale=0.2, key_pooling="select", value_pooling="weighted", backend="triton")
     return [*out, *torch.autograd.grad(sum(x.float().square().sum() for x in out), (k, v, q))]
 
 

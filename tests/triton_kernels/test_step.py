@@ -101,23 +101,19 @@ PADDED_LCA = condense.LCA(group_size=4, window=5, rep_bias="log_size")
 
 
 def exact_to_rounding(out, want, largest, width=128):
-    """Weights, sums and rounded entries in float32: a few units in the last place of the largest value.
-
-    More where a score is the sum of more products.
+    """Weights, sums and rounded entries in float32: a few units in the last place of the largest value. More where a
+    score is the sum of more products.
     """
     units = 16 * max(1.0, width / 128)
     return float((out.cpu().double() - want).abs().max()) <= units * torch.finfo(torch.float32).eps * float(largest)
 
 
-def _enough(rule):
-    """Tokens until two chunks are closed and seen; interpreted, which is slow, of large chunks one."""
-    return 64 if DEVICE == "cuda" else min(40, (rule.window or 0) + 2 * rule.chunk + 2)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_every_step_against_the_definition(name):
     method, (B, H, K, D, Dv) = CASES[name], (1, 1, 1, 16, 24)
-    L = _enough(method.layout.rule)
+    rule = method.layout.rule
+    # until two chunks are closed and seen; interpreted, which is slow, of large chunks one
+    L = 64 if DEVICE == "cuda" else min(40, (rule.window or 0) + 2 * rule.chunk + 2)
     q, k, v = oracle.random_qkv(B, H, K, L, D, Dv, dtype=torch.float32)
     state = empty_state(method, B, K, D, Dv, L)
     out = decode(method, q, k, v, state)
@@ -292,9 +288,8 @@ def test_more_steps_than_there_is_room_for_stay_inside_the_ring():
 
 
 def latent_attention(method, q, k, latent, scale):
-    """By definition, one row and one KV head: q ``[H, L, D]``, k ``[L, D]``; values are the first columns of k.
-
-    Mean queries and entries are rounded to the inputs' dtype, so that every precision chooses the same anchors.
+    """By definition, one row and one KV head: q ``[H, L, D]``, k ``[L, D]``; values are the first columns of k. Mean
+    queries and entries are rounded to the inputs' dtype, so that every precision chooses the same anchors.
     """
     qbar, dtype = q.float().mean(0).to(q.dtype).double(), k.dtype
     q, k = q.double(), k.double()
@@ -308,11 +303,9 @@ def latent_attention(method, q, k, latent, scale):
             members = slice(j * method.group_size, (j + 1) * method.group_size)
             weights = (k[members] @ summary * scale).softmax(0)
             anchor = int(weights.argmax())
-            pooled = (
-                weights @ x[members] if how == "weighted" else x[members][anchor]
-                for x, how in ((c, method.value_pooling), (rope, method.key_pooling))
-            )
-            keys.append(torch.cat(list(pooled)).to(dtype).double())
+            parts = (c, method.value_pooling), (rope, method.key_pooling)
+            pooled = [weights @ x[members] if how == "weighted" else x[members][anchor] for x, how in parts]
+            keys.append(torch.cat(pooled).to(dtype).double())
         keys = torch.stack(keys)
         logits = scale * q[:, t] @ keys.T
         logits[:, len(exact) :] += step_settings(method).bias
@@ -325,22 +318,18 @@ def torch_decode(method, q, k, scale, latent):
     own, plan, L = OwnEntries(method.for_latents(latent).represent), step_settings(method), k.shape[2]
     state = empty_state(method, 1, 1, k.shape[3], 0, L, dtype=k.dtype)
     state = StepState._make(x.zero_() for x in state)  # the step reads slots that hold nothing, and masks them
-    steps = (
-        torch_step.step(StepCall(NewToken(*now, now[1][..., :0]), state, plan, scale=scale, latent=latent), own)
-        for now in ((q[:, :, t : t + 1], k[:, :, t : t + 1]) for t in range(L))
-    )
-    return torch.cat(list(steps), 2)
+    tokens = (NewToken(*(x[:, :, t : t + 1] for x in (q, k, k[..., :0]))) for t in range(L))
+    calls = (StepCall(token, state, plan, scale=scale, latent=latent) for token in tokens)
+    return torch.cat([torch_step.step(call, own) for call in calls], 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("poolings", [("select", "weighted"), ("weighted", "select")], ids=str)
 @pytest.mark.parametrize("shape", LATENTS, ids=str)
 def test_absorbed_latents_against_the_definition(shape, poolings, dtype):
-    H, latent, rope = shape
-    key, value = poolings
-    method = condense.LCA(
-        group_size=4, window=6, num_summary_queries=1, key_pooling=key, value_pooling=value, rep_bias="log_size"
-    )
+    (H, latent, rope), (key, value) = shape, poolings
+    method = condense.LCA(group_size=4, window=6, num_summary_queries=1, rep_bias="log_size")
+    method = method.replace(key_pooling=key, value_pooling=value)
     L, scale = (64 if DEVICE == "cuda" else 20), 0.1
     q, k, _ = oracle.random_qkv(1, H, 1, L, latent + rope, 1, dtype=dtype)
     want = latent_attention(method, q[0], k[0, 0], latent, scale)
@@ -362,9 +351,8 @@ def test_focal_latents_against_the_definition(shape, window, dtype):
     q, k, _ = oracle.random_qkv(1, 1, 1, L, latent + rope, 1, dtype=dtype)
     # their mean is the first head's, to the bit in every precision
     q = q * torch.tensor([1.0, 2.0, 0.5, 0.5], dtype=dtype).repeat(H // 4)[None, :, None, None]
-    want = condense.attention(
-        q.double(), k.double(), k[..., :latent].double(), method=method, scale=scale, backend="reference"
-    )
+    exact = q.double(), k.double(), k[..., :latent].double()
+    want = condense.attention(*exact, method=method, scale=scale, backend="reference")
     state = empty_state(method, 1, 1, latent + rope, 0, L, dtype=dtype)
     out = decode(method, q.to(DEVICE), k.to(DEVICE), k[..., :0].to(DEVICE), state, scale=scale, latent=latent)
     yardstick = torch_decode(method, q.to(DEVICE), k.to(DEVICE), scale, latent)
@@ -392,9 +380,8 @@ def same(one, other):
 def test_repeats_and_layouts_change_no_bit():
     now, state, plan = some_step(seen=24)
     out = one_step(plan, now, first := copy_of(state))
-    strided = StepState(
-        *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in state[:5]), *(x.clone() for x in state[5:])
-    )
+    heads_last = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in state[:5])
+    strided = StepState(*heads_last, *(x.clone() for x in state[5:]))
     wide = [torch.cat([x, x], -1).transpose(1, 2).contiguous().transpose(1, 2)[..., : x.shape[-1]] for x in now]
     columns = [x.mT.contiguous().mT for x in now]
     repeats = [(now, copy_of(state)) for _ in range(50 if DEVICE == "cuda" else 2)]

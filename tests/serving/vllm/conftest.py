@@ -127,6 +127,14 @@ def put_back(monkeypatch):
     return watch
 
 
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    """Where the module's own ``model`` is saved."""
+    path = tmp_path_factory.mktemp("model")
+    model.save_pretrained(path)
+    return path
+
+
 @pytest.fixture(scope="session")
 def device_flags():
     """This device's settings for the server's command line."""

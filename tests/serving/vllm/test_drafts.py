@@ -29,7 +29,6 @@ def drafting(model):
 
 
 def check_answers(folder, settings, prompts, want):
-    """Anew and from the cache; some drafts were taken and others not."""
     llm = LLM(folder, **settings)
     params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
     for _ in range(2):

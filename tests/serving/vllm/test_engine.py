@@ -10,13 +10,30 @@ METHOD = condense.LCA(group_size=4, window=24, rep_bias="log_size")
 RECALL = condense.Recall(group_size=4, window=24, num_recall=6, store_bits=4)
 MEANS = condense.CCA(group_size=4, window=16, key_pooling="mean", value_pooling="mean", entry_bits=4)
 METHODS = {
-    "pooled": METHOD,
-    "recall": RECALL.replace(unchosen="drop"),
-    "exact-prompts": RECALL.replace(unchosen="drop", prompt="exact"),
-    "allocation": {0: RECALL, "rest": MEANS},
-    "latents": METHOD,
-    "latents-allocation": {0: RECALL.replace(unchosen="drop"), "rest": METHOD.replace(entry_bits=8)},
+    "pooled": METHOD, "recall": RECALL.replace(unchosen="drop"),
+    "exact-prompts": RECALL.replace(unchosen="drop", prompt="exact"), "allocation": {0: RECALL, "rest": MEANS},
+    "latents": METHOD, "latents-allocation": {0: RECALL.replace(unchosen="drop"), "rest": METHOD.replace(entry_bits=8)},
+}  # fmt: skip
+OTHERS = {
+    "last": (condense.CCA(group_size=4, window=19), None),
+    "two-of-three-layers": (condense.CCA(group_size=16, window=32, summary="streaming", key_pooling="select"), [0, 2]),
+    "larger-groups-than-pages": (
+        condense.LCA(group_size=20, window=40, num_summary_queries=3, key_pooling="mean"),
+        None,
+    ),
+    "two-methods": ({0: condense.CCA(group_size=4, window=24), "rest": condense.LCA(group_size=8, window=16)}, None),
+    "one-dense-layer": ({0: condense.Dense(), "rest": condense.LCA(group_size=8, window=16)}, None),
+    "4-bits-matched": (condense.LCA(group_size=4, window=24, rep_bias="matched", entry_bits=4), None),
+    "recall-16": (RECALL.replace(store_bits=16, num_recall=0.3), None),
+    "recall-8": (RECALL.replace(store_bits=8, entry_bits=8, group_size=8), None),
+    "recall-4-drop-beside-dense": (RECALL.replace(unchosen="drop"), [0, 2]),
+    "exact-16": (RECALL.replace(prompt="exact", store_bits=16), None),
+    # a code near a tie follows float32's noise: with layers 0 and 2 one of these answers parts from `generate`'s
+    "exact-8-beside-dense": (RECALL.replace(prompt="exact", store_bits=8), [1, 2]),
 }
+# in 16 bits: rounding makes of float32's noise other numbers, and in some texts other tokens
+OWN_GROUPS = RECALL.replace(unchosen="drop", num_recall=0.5, group_size=8, store_bits=16)
+OTHERS["allocation"] = {0: OWN_GROUPS, 1: MEANS, 2: condense.StreamingLLM(sink=4, window=40)}, None
 LENGTHS = (230, 31, 1, 150, 64, 17)
 NEW = 24
 OF_LATENTS = {
@@ -32,13 +49,6 @@ OF_LATENTS = {
 def model(request):
     stock = random_latents() if request.param.startswith("latents") else random_llama()
     return condense.apply(stock, METHODS[request.param])
-
-
-@pytest.fixture(scope="module")
-def folder(model, tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    model.save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -137,37 +147,7 @@ def check_tokens_of_generate(engine, greedy, folder, model):
     assert started.tokens(prompts_of(LENGTHS), NEW) == want
 
 
-@pytest.mark.parametrize(
-    ("method", "layers"),
-    [
-        (condense.CCA(group_size=4, window=19), None),
-        (condense.CCA(group_size=16, window=32, summary="streaming", key_pooling="select"), [0, 2]),
-        (condense.LCA(group_size=20, window=40, num_summary_queries=3, key_pooling="mean"), None),
-        ({0: condense.CCA(group_size=4, window=24), "rest": condense.LCA(group_size=8, window=16)}, None),
-        ({0: condense.Dense(), "rest": condense.LCA(group_size=8, window=16)}, None),
-        (condense.LCA(group_size=4, window=24, rep_bias="matched", entry_bits=4), None),
-        (RECALL.replace(store_bits=16, num_recall=0.3), None),
-        (RECALL.replace(store_bits=8, entry_bits=8, group_size=8), None),
-        (RECALL.replace(unchosen="drop"), [0, 2]),
-        (RECALL.replace(prompt="exact", store_bits=16), None),
-        # a code near a tie follows float32's noise: with layers 0 and 2 one of these answers parts from `generate`'s
-        (RECALL.replace(prompt="exact", store_bits=8), [1, 2]),
-        (
-            {
-                # in 16 bits: rounding makes of float32's noise other numbers, and in some texts other tokens
-                0: RECALL.replace(unchosen="drop", num_recall=0.5, group_size=8, store_bits=16),
-                1: MEANS,
-                2: condense.StreamingLLM(sink=4, window=40),
-            },
-            None,
-        ),
-    ],
-    ids=[
-        "last", "two-of-three-layers", "larger-groups-than-pages", "two-methods", "one-dense-layer", "4-bits-matched",
-        "recall-16", "recall-8", "recall-4-drop-beside-dense", "exact-16",
-        "exact-8-beside-dense", "allocation",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("method", "layers"), OTHERS.values(), ids=OTHERS)
 def test_other_methods_and_layers(engine, greedy, tmp_path, method, layers):
     check_tokens_of_generate(engine, greedy, tmp_path, condense.apply(random_llama(layers=3), method, layers))
 

@@ -6,17 +6,9 @@ import sys
 
 import pytest
 import torch
-from small_models import LATENTS, SIZES, prompts_of, random_llama
-from transformers import (
-    GemmaConfig,
-    GPT2Config,
-    MistralConfig,
-    OPTConfig,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from small_models import LATENTS, prompts_of, random_llama
+from small_models import SIZES as WIDTHS
+from transformers import AutoConfig
 from transformers.models.auto import AutoModelForCausalLM
 from vllm import ModelRegistry
 
@@ -26,23 +18,23 @@ from condense.serving.vllm.register import ARCHITECTURES
 
 METHOD = condense.CCA(group_size=4, window=24, summary="streaming", key_pooling="select", rep_bias="log_size")
 LENGTHS, NEW = (130, 20), 12
-LAYERS = {"num_hidden_layers": 2}
+SIZES = WIDTHS | {"num_hidden_layers": 2}
+# type -> settings
 CONFIGS = {
-    "gemma": GemmaConfig(**SIZES, **LAYERS),
-    "gpt2": GPT2Config(n_embd=64, n_head=2, n_layer=2, n_positions=512, vocab_size=199, initializer_range=0.2),
-    "mistral": MistralConfig(**SIZES, **LAYERS, sliding_window=None),
-    "opt": OPTConfig(
-        vocab_size=199, hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=512, word_embed_proj_dim=64, init_std=0.2, do_layer_norm_before=True,
-    ),
-    "phi3": Phi3Config(**{**SIZES, "num_attention_heads": 2}, **LAYERS, pad_token_id=0, sliding_window=None),
+    "gemma": SIZES,
+    "gpt2": {"n_embd": 64, "n_head": 2, "n_layer": 2, "n_positions": 512, "vocab_size": 199, "initializer_range": 0.2},
+    "mistral": SIZES | {"sliding_window": None},
+    "opt": {
+        "vocab_size": 199, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "max_position_embeddings": 512, "word_embed_proj_dim": 64, "init_std": 0.2, "do_layer_norm_before": True,
+    },
+    "phi3": SIZES | {"num_attention_heads": 2, "pad_token_id": 0, "sliding_window": None},
     # vLLM takes the width of a head from the hidden size
-    "qwen2": Qwen2Config(**{**SIZES, "num_attention_heads": 2, "num_key_value_heads": 1}, **LAYERS),
-    "qwen3": Qwen3Config(**SIZES, **LAYERS),
-    "qwen3_moe": Qwen3MoeConfig(
-        **SIZES, **LAYERS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
-    ),
-    **LATENTS,
+    "qwen2": SIZES | {"num_attention_heads": 2, "num_key_value_heads": 1},
+    "qwen3": SIZES,
+    "qwen3_moe": SIZES | {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True,
+    },
 }  # fmt: skip
 # all that vLLM does before it looks at a device
 START = """
@@ -60,10 +52,11 @@ def _known_classes():
         ModelRegistry.register_model(name, getattr(models, name))
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", CONFIGS | LATENTS)
 def test_tokens_of_generate(engine, greedy, tmp_path, family):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family]).eval()
+    config = LATENTS[family] if family in LATENTS else AutoConfig.for_model(family, **CONFIGS[family])
+    model = AutoModelForCausalLM.from_config(config).eval()
     condense.apply(model, METHOD)
     model.save_pretrained(tmp_path)
     want = greedy(model, prompts_of(LENGTHS), NEW)

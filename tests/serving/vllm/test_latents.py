@@ -14,16 +14,13 @@ import condense
 from condense.serving.vllm.latents import entry_widths
 
 LCA = condense.LCA(group_size=4, window=24, rep_bias="log_size")
+REFUSED = [
+    ([0], {}, "all layers of a model with latents .* dense attention in layers 1"),
+    (None, {"enable_lora": True}, "--enable-lora is not served with latents"),
+]
 
 
-@pytest.mark.parametrize(
-    ("layers", "settings", "words"),
-    [
-        ([0], {}, "all layers of a model with latents .* dense attention in layers 1"),
-        (None, {"enable_lora": True}, "--enable-lora is not served with latents"),
-    ],
-    ids=["dense-layer", "lora"],
-)
+@pytest.mark.parametrize(("layers", "settings", "words"), REFUSED, ids=["dense-layer", "lora"])
 def test_what_is_refused(engine, tmp_path, layers, settings, words):
     """Before a weight is read."""
     model = condense.apply(condense.restore(random_latents()), LCA, layers)

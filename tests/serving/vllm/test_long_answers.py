@@ -37,13 +37,6 @@ def model(request):
     return condense.apply(LlamaForCausalLM(LlamaConfig(**sizes)).eval(), choice_from_text(SETTINGS[request.param]))
 
 
-@pytest.fixture(scope="module")
-def folder(model, tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    model.save_pretrained(path)
-    return path
-
-
 @pytest.fixture(scope="module", params=PARTS)
 def prompts(request):
     return prompts_of(PARTS[request.param], seed=PARTS[request.param][0])

@@ -35,20 +35,23 @@ LAYERS, WIDTHS = 32, (128, 128)
 # vLLM's own layers that see so many tokens
 SLIDING = 1024
 SETTINGS = {
-    "pooled": [POOLED] * LAYERS,
-    "some layers": [None] * 2 + [POOLED] * (LAYERS - 2),
-    "one dense layer": [None] + [MEANS] * (LAYERS - 1),
-    "recall": [RECALL] * LAYERS,
+    "pooled": [POOLED] * LAYERS, "some layers": [None] * 2 + [POOLED] * (LAYERS - 2),
+    "one dense layer": [None] + [MEANS] * (LAYERS - 1), "recall": [RECALL] * LAYERS,
     "calibrated": [WIDE] * 16 + [condense.StreamingLLM(window=1024)] * 16,
-    "three kinds": [WIDE] * 14 + [MEANS] * 9 + [condense.StreamingLLM(window=1024)] * 9,
-    "latents": [RECALL] * 27,
-    "latents pooled": [condense.LCA()] * 27,
-    "sliding": [RECALL if i % 6 == 5 else SLIDING for i in range(48)],
+    "three kinds": [WIDE] * 14 + [MEANS] * 9 + [condense.StreamingLLM(window=1024)] * 9, "latents": [RECALL] * 27,
+    "latents pooled": [condense.LCA()] * 27, "sliding": [RECALL if i % 6 == 5 else SLIDING for i in range(48)],
     "sliding and dense": [(None if i == 5 else RECALL) if i % 6 == 5 else SLIDING for i in range(48)],
-}
+}  # fmt: skip
 # KV heads and widths; those of DeepSeek-V2-Lite, which cache one vector per token, and of Gemma 3 with 12B
 GEMMA = (8, (256, 256))
 SHAPES = {"latents": (1, (576, 0)), "latents pooled": (1, (576, 0)), "sliding": GEMMA, "sliding and dense": GEMMA}
+FLAGS = [
+    ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype"),
+    ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "--kv-transfer-config"),
+    ({"kv_offloading_size": 1.0}, "--kv-offloading-size"),
+    ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager"),
+    ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "--speculative-config"),
+]
 
 
 def served(name):
@@ -142,17 +145,7 @@ def test_settings_that_are_checked(config):
     assert engine_settings(config) == EngineSettings(version=vllm.__version__, kv_heads=5)
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype"),
-        ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "--kv-transfer-config"),
-        ({"kv_offloading_size": 1.0}, "--kv-offloading-size"),
-        ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager"),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "--speculative-config"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("flags", "words"), FLAGS, ids=str)
 def test_flags_that_are_refused(flags, words):
     config = EngineArgs(demo_model()[0].name_or_path, max_model_len=4096, **flags).create_engine_config()
     with pytest.raises(ValueError, match=words):

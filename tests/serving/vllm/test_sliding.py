@@ -1,6 +1,4 @@
-"""Gemma 3 and GPT-OSS in vLLM: sliding layers are vLLM's own, beside condensed ones; generate's tokens, anew and from
-the cache. GPT-OSS has sinks in both and experts.
-"""
+"""Gemma 3 and GPT-OSS in vLLM, whose sliding layers are its own: generate's tokens, anew and from the cache."""
 
 import pytest
 import torch
@@ -13,13 +11,11 @@ import condense
 RECALL = condense.Recall(group_size=4, window=24, num_recall=6, store_bits=4)
 LCA = condense.LCA(group_size=4, window=24, rep_bias="log_size")
 METHODS = {
-    "recall": RECALL.replace(unchosen="drop"),
-    "exact-8": RECALL.replace(prompt="exact", store_bits=8),
+    "recall": RECALL.replace(unchosen="drop"), "exact-8": RECALL.replace(prompt="exact", store_bits=8),
     "means": condense.CCA(group_size=4, window=19, key_pooling="mean", value_pooling="mean", rep_bias="log_size"),
-    "streaming": LCA,
-    "allocation": {1: RECALL, "rest": LCA.replace(entry_bits=4)},
+    "streaming": LCA, "allocation": {1: RECALL, "rest": LCA.replace(entry_bits=4)},
     "one-dense-layer": {1: condense.Dense(), "rest": RECALL},
-}
+}  # fmt: skip
 # read so that no piece of a prompt is one token, which exact prompts leave to Recall
 LENGTHS, NEW = (610, 31, 1, 301, 64), 24
 KINDS = {"num_hidden_layers": 4, "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"] * 2}

@@ -58,7 +58,6 @@ def wanted(model, tokenizer, ids, form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_answers_of_a_form(engine, case, form):
-    """Anew and from the cache, beside pieces of other prompts."""
     model, folder, tokenizer = case
     prompts = prompts_of(LENGTHS)
     want = [wanted(model, tokenizer, ids, form) for ids in prompts]
