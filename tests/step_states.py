@@ -55,7 +55,6 @@ def own_of(method, rows, state, latent=0):
 
 
 def own_by(settings):
-    """As `own_of`, for settings of Recall alone."""
     choice = settings.choice
     kept = {"unchosen": "pool" if choice.pool else "drop", "store_bits": choice.store.bits}
     kept |= {"rep_bias": "matched" if settings.matched else "none", "key_pooling": settings.key_pooling}

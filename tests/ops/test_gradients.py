@@ -133,7 +133,6 @@ def test_one_huge_key(backend):
 
 
 def kept_for_backward(length):
-    """Bytes of the storages that a forward pass keeps."""
     storages = {}
 
     def pack(x):

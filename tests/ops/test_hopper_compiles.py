@@ -40,7 +40,6 @@ class Hopper:
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """The kernels that calls would have launched."""
     kernels, run = [], JITFunction.run
     monkeypatch.setattr(driver, "_active", Hopper())
     monkeypatch.setattr(JITFunction, "run", lambda *args, **kw: kernels.append(run(*args, **kw | {"warmup": True})))

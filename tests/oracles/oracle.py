@@ -218,7 +218,6 @@ def entries_and_window(q, entries_k, entries_v, window_k, window_v, bounds, *, s
 
 
 def random_qkv(B, H, K, L, D, Dv, *, dtype=torch.float64, seed=0):
-    """Normal q, k, v, drawn in float64."""
     generator = torch.Generator().manual_seed(seed)
     shapes = ((B, H, L, D), (B, K, L, D), (B, K, L, Dv))
     q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
