@@ -5,22 +5,22 @@ Shapes: B rows, K KV heads, L tokens, D width.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from condense.config import Positive
-from condense.methods.base import Method, Prompt, PromptPlan
-from condense.methods.layout import FirstEntries, Layout, Lookahead, first_tokens
-from condense.methods.prompt import exact_prompt, highest, kept_tokens
+from condense.methods.base import Prompt, PromptPlan
+from condense.methods.layout import FirstEntries
+from condense.methods.prompt import PromptMethod, exact_prompt, highest, kept_tokens
 from condense.ops import importance
 from condense.ops.tensors.per_row import PerRow, map_rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class SnapKV(Method):
+class SnapKV(PromptMethod):
     """Dense attention over the prompt, of which ``budget`` tokens per KV head stay; later tokens all stay.
 
     The last ``window`` tokens stay. Those before them are ranked by the weights that the last ``window`` queries give
@@ -30,6 +30,7 @@ class SnapKV(Method):
     """
 
     name: ClassVar[str] = "snapkv"
+    instead: ClassVar[str] = "streaming_llm or recall"
     budget: Positive = 1024
     window: Positive = 32
     kernel_size: Positive = 7
@@ -40,16 +41,6 @@ class SnapKV(Method):
             raise ValueError(f"budget must be above window {self.window}, got {self.budget}")
         if self.kernel_size % 2 == 0:
             raise ValueError(f"kernel_size must be odd, got {self.kernel_size}")
-
-    @property
-    def layout(self) -> Layout:
-        """Tokens after the prompt stay as they are."""
-        return first_tokens(window=None, kept=0, lookahead=Lookahead(False, "streaming_llm or recall"))
-
-    @property
-    def prompt_reader(self) -> Self:
-        """Reads the whole prompt, then evicts tokens."""
-        return self
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, plan: PromptPlan, *, scale: float, backend: str) -> Prompt:
         """Dense attention; kept are the tokens with the most votes."""

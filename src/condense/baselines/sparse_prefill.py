@@ -5,33 +5,24 @@ Shapes: B rows, H query heads, K KV heads, L tokens in N blocks of `BLOCK`, D an
 """
 
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from condense.baselines.blocks import BLOCK, SparseKeys, sparse_attention
-from condense.methods.base import Context, Method, Prompt, PromptPlan
-from condense.methods.layout import Layout, Lookahead, first_tokens
-from condense.methods.prompt import exact_prompt
+from condense.methods.base import Context, Prompt, PromptPlan
+from condense.methods.prompt import PromptMethod, exact_prompt
 from condense.ops import NO_EXTRAS, Extras, RuleSpans
 from condense.ops.tensors.per_row import PerRow, as_rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparsePrefill(Method):
+class SparsePrefill(PromptMethod):
     """Base of methods that read a prompt over chosen keys; they override `choose`."""
 
-    @property
-    def layout(self) -> Layout:
-        """All tokens stay."""
-        return first_tokens(window=None, kept=0, lookahead=Lookahead(False, "cca or recall"))
-
-    @property
-    def prompt_reader(self) -> Self:
-        """Reads the whole prompt in one forward, because its last queries choose keys for all queries."""
-        return self
+    instead: ClassVar[str] = "cca or recall"
 
     def choose(self, q: Tensor, k: Tensor, *, scale: float) -> SparseKeys:
         """The keys for a prompt of one row, q ``[1, H, L, D]`` and k ``[1, K, L, D]``."""

@@ -136,10 +136,10 @@ def _print(result: Calibration) -> None:
             console.print(f"{name}: {method}", soft_wrap=True)
 
     what = "cache and time" if config.timed else "cache"
-    curve = options.plain_table(f"quality against {what} at {config.counted_length:,} tokens")
     times = ["first token", "per token"] if config.timed else []
-    for heading in ("layers", "cache", "host", *times, "divergence", "loss", *(["found"] if numbers else [])):
-        curve.add_column(heading, justify="left" if heading == "layers" else "right", overflow="fold")
+    headings = ["cache", "host", *times, "divergence", "loss", *(["found"] if numbers else [])]
+    title = f"quality against {what} at {config.counted_length:,} tokens"
+    curve = options.plain_table(title, left=["layers"], right=headings)
     for point in (*result.uniform, *(point for point in result.curve if point not in result.uniform)):
         curve.add_row(*_cells(point, names, config.timed), style="bold" if point == result.chosen else None)
     console.print(curve)
@@ -167,10 +167,7 @@ def _layers(
     """A table of ``read`` for every layer and candidate. In a narrow terminal figures are folded, not cut."""
     losses = {(loss.layer, loss.method): str(read(loss)) for loss in result.layers}
     methods = dict.fromkeys(method for _, method in losses)
-    table = options.plain_table(title)
-    table.add_column("layer", justify="right")
-    for method in methods:
-        table.add_column(names[method], justify="right", overflow="fold")
+    table = options.plain_table(title, right=["layer", *(names[method] for method in methods)])
     for layer in dict.fromkeys(layer for layer, _ in losses):
         table.add_row(str(layer), *(losses[layer, method] for method in methods))
     return table

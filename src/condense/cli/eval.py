@@ -99,11 +99,8 @@ def eval_command(
 
 def _print(scores: list[Score]) -> None:
     """A row per figure and a column per method, with standard errors."""
-    table = options.plain_table()
-    for heading in ("task", "metric"):
-        table.add_column(heading, overflow="fold")
-    for heading in (*dict.fromkeys(score.method for score in scores), "n"):
-        table.add_column(heading, justify="right", overflow="fold")
+    methods = dict.fromkeys(score.method for score in scores)
+    table = options.plain_table(left=["task", "metric"], right=[*methods, "n"])
     rows: dict[tuple[str, str], list[Score]] = {}
     for score in scores:
         part = "".join(f" {field} {value}" for field, value in score.by.items())

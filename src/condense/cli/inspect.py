@@ -108,13 +108,11 @@ def _parse_bytes(name: str, text: str) -> int:
 
 
 def _print_fits(fits: Sequence[CacheFit], title: str, batch: int | None) -> None:
-    table = options.plain_table(title)
-    table.add_column("settings")
     counted = ["requests\nthat fit", "in\nvLLM", *([] if batch is None else [f"{batch} fit"])]
     if fits[0].requests is None:
         counted = []
-    for heading in ("device\nGiB", "of\ndense", "in\nvLLM", "host\nGiB", *counted):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ["device\nGiB", "of\ndense", "in\nvLLM", "host\nGiB", *counted]
+    table = options.plain_table(title, left=["settings"], right=headings, is_whole=True)
     for fit in fits:
         host = f"{fit.host_bytes / 2**30:,.2f}" if fit.host_bytes else ""
         dense = fits[0].device_bytes
@@ -174,10 +172,9 @@ def _lines_to_type(model: PreTrainedModel, folder: str, tokens: int) -> list[str
 
 
 def _print_layers(reports: list[LayerReport], title: str) -> None:
-    table = options.plain_table(title)
     share = "of\ndense"
-    for heading in ("layer", "method", "entries", share, "cache\nMiB", share, "GFLOP", share):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ["layer", "method", "entries", share, "cache\nMiB", share, "GFLOP", share]
+    table = options.plain_table(title, right=headings, is_whole=True)
     # neighbouring layers with the same figures together
     for _, run in itertools.groupby(reports, key=lambda report: dataclasses.replace(report, layer=0)):
         same = list(run)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -275,12 +275,21 @@ def plain_console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
-def plain_table(title: str | None = None) -> Table:
-    """A table with one line, under its head."""
+def plain_table(
+    title: str | None = None, *, left: Sequence[str] = (), right: Sequence[str] = (), is_whole: bool = False
+) -> Table:
+    """A table with one line, under its head. left, right: headings by the side that their cells stand on; is_whole: in
+    a narrow terminal the cells on the right are cut, not folded.
+    """
     from rich import box
     from rich.table import Table
 
-    return Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in left:
+        table.add_column(heading, overflow="fold")
+    for heading in right:
+        table.add_column(heading, justify="right", no_wrap=is_whole, overflow="fold")
+    return table
 
 
 @contextmanager

@@ -129,11 +129,9 @@ def _print(contents: list[dict[str, Any]]) -> None:
     """One table of all models, then the verdicts."""
     from condense.evaluate.verify_report import BARS, cells_of
 
-    console, table = options.plain_console(), options.plain_table()
-    several = ["model"] if len(contents) > 1 else []
-    for heading in (*several, "setting", "cache", "at", *HEADINGS, "steps", "ok"):
-        is_name = heading in ("model", "setting")
-        table.add_column(heading, justify="left" if is_name else "right", no_wrap=not is_name, overflow="fold")
+    console, several = options.plain_console(), ["model"] if len(contents) > 1 else []
+    headings = ["cache", "at", *HEADINGS, "steps", "ok"]
+    table = options.plain_table(left=[*several, "setting"], right=headings, is_whole=True)
     for content in contents:
         for result in content["settings"]:
             for each in result["lengths"]:

@@ -1,16 +1,39 @@
-"""Entries of a prompt that is read at once: all its tokens, or chosen ones.
+"""Methods that read a whole prompt at once, and the entries that are kept of it: all its tokens, or chosen ones.
 
 Shapes: B rows, K KV heads, L tokens, D and Dv widths. Rows are right-aligned: row b's tokens are its last ``tokens[b]``
 columns.
 """
 
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
 import torch
 from torch import Tensor
 
-from condense.methods.base import Context, Prompt
-from condense.methods.layout import FirstEntries
+from condense.methods.base import Context, Method, Prompt
+from condense.methods.layout import FirstEntries, Layout, Lookahead, first_tokens
 from condense.ops import RuleSpans, Source, UniformRule
 from condense.ops.tensors.per_row import broadcast_rows, int_if_equal
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptMethod(Method):
+    """Base of methods that read a prompt at once, as a `condense.methods.base.PromptReader`, and pool nothing after it.
+
+    instead: methods that do not look ahead, for error messages.
+    """
+
+    instead: ClassVar[str]
+
+    @property
+    def layout(self) -> Layout:
+        """Tokens after the prompt stay as they are."""
+        return first_tokens(window=None, kept=0, lookahead=Lookahead(False, self.instead))
+
+    @property
+    def prompt_reader(self) -> Any:
+        """Reads the whole prompt in one forward, because its end decides what is kept or seen of it."""
+        return self
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from condense.config import Natural, Positive, Share
-from condense.methods.base import Method, Prompt, PromptPlan
-from condense.methods.layout import Layout, Lookahead, first_tokens
-from condense.methods.prompt import exact_prompt
+from condense.methods.base import Prompt, PromptPlan
+from condense.methods.prompt import PromptMethod, exact_prompt
 from condense.ops.extras import soft_cap
 from condense.ops.tensors.per_row import PerRow, map_rows
 
@@ -23,7 +22,7 @@ _BLOCK = 256  # queries whose weights are held in float32 at a time
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reread(Method):
+class Reread(PromptMethod):
     """The ``share`` of a prompt's tokens that the model needs to repeat it, exact; what follows the prompt all stays.
 
     The prompt is read with dense attention. Then the model reads it again, ``piece`` tokens at a time, as if each piece
@@ -37,20 +36,11 @@ class Reread(Method):
     """
 
     name: ClassVar[str] = "reread"
+    instead: ClassVar[str] = "recall"
     share: Share = 0.1
     piece: Positive = 1024
     sink: Natural = 4
     window: Natural = 32
-
-    @property
-    def layout(self) -> Layout:
-        """Tokens after the prompt stay as they are."""
-        return first_tokens(window=None, kept=0, lookahead=Lookahead(False, "recall"))
-
-    @property
-    def prompt_reader(self) -> Self:
-        """Reads the whole prompt and keeps it until it is read again."""
-        return self
 
     def for_latents(self, latent_width: int) -> Self:
         """The method itself: latents are one KV head, which scores by all query heads."""

@@ -160,24 +160,17 @@ def _check_generation(
             f"cache_implementation={kind!r} cannot be condensed: leave it unset, a condensed cache stays small "
             "while it grows, or choose 'static'"
         )
-    ahead = next((method for method in methods.values() if method.layout.lookahead), None)
-    if ahead is not None:
-        _check_whole_prompt(ahead, generation_config, mode)
+    # the first forward must read exactly the prompt, as a method that looks ahead needs its end
+    ahead = next((method for method in methods.values() if method.layout.lookahead is not None), None)
+    ways_out = {
+        "unset prefill_chunk_size": generation_config.prefill_chunk_size is not None,
+        "leave use_cache on": not generation_config.use_cache,
+        "generate without assistant or prompt lookup": mode == GenerationMode.ASSISTED_GENERATION,
+    }
+    way_out = next((way for way, is_needed in ways_out.items() if is_needed), None)
+    if ahead is not None and ahead.layout.lookahead is not None and way_out is not None:
+        raise ValueError(
+            f"{ahead} needs the whole prompt, alone, in one forward: {way_out}, or use "
+            f"{ahead.layout.lookahead.causal_setting}"
+        )
     check_learned_positions(model.config, "prompt and new tokens", generation_config.max_length or 0)
-
-
-def _check_whole_prompt(method: Method, generation_config: GenerationConfig, mode: GenerationMode) -> None:
-    """Raise ValueError unless the first forward reads exactly the prompt: a method that looks ahead needs its end."""
-    if generation_config.prefill_chunk_size is not None:
-        reason = "unset prefill_chunk_size"
-    elif not generation_config.use_cache:
-        reason = "leave use_cache on"
-    elif mode == GenerationMode.ASSISTED_GENERATION:
-        reason = "generate without assistant or prompt lookup"
-    else:
-        return
-    lookahead = method.layout.lookahead
-    assert lookahead is not None
-    raise ValueError(
-        f"{method} needs the whole prompt, alone, in one forward: {reason}, or use {lookahead.causal_setting}"
-    )
