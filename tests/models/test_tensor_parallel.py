@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import condense
 from condense.models import condensed_layers
-from condense.models.sharding import head_group
+from condense.models.mla import head_group
 
 NAMES = ("minicpm3", "deepseek_v2", "glm4_moe_lite", "llama")
 # two ranks want two GPUs, or none

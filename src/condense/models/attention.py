@@ -28,10 +28,9 @@ from condense.models.forward import (
     refuse_context_parallel,
 )
 from condense.models.layers import Target, condensed_layer, num_seen, read_tokens
-from condense.models.mla import condensed_latents, step_on_latents
+from condense.models.mla import condensed_latents, head_group, step_on_latents
 from condense.models.padding import ALL_REAL, is_real
 from condense.models.reread import Piece
-from condense.models.sharding import head_group
 from condense.models.stock import StockAttention
 from condense.ops import Extras, NewToken
 from condense.ops.tensors.autocast import outside_autocast

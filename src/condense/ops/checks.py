@@ -31,16 +31,13 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.numel() == 0:
             raise ValueError(f"{name} must have at least 1 in every dimension, got shape {tuple(x.shape)}")
-    if q.shape[2] != k.shape[2]:
-        raise ValueError(f"q and k must have the same number of tokens, got {q.shape[2]} and {k.shape[2]}")
+    for dim, what in ((2, "number of tokens"), (0, "batch"), (3, "width")):
+        if q.shape[dim] != k.shape[dim]:
+            raise ValueError(f"q and k must have the same {what}, got {q.shape[dim]} and {k.shape[dim]}")
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(
             f"k and v must agree in batch, heads and tokens, got {tuple(k.shape[:3])} and {tuple(v.shape[:3])}"
         )
-    if q.shape[0] != k.shape[0]:
-        raise ValueError(f"q and k must have the same batch, got {q.shape[0]} and {k.shape[0]}")
-    if q.shape[3] != k.shape[3]:
-        raise ValueError(f"q and k must have the same width, got {q.shape[3]} and {k.shape[3]}")
     if q.shape[1] % k.shape[1]:
         raise ValueError(
             f"k and v must have a number of heads that divides the heads of q, {q.shape[1]}, got {k.shape[1]}"

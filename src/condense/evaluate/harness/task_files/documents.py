@@ -29,12 +29,7 @@ SEED = 1234
 
 
 def multidoc(
-    data: str | None = None,
-    tokenizer: str = "",
-    max_seq_lengths: Sequence[int] = (),
-    *,
-    trust_remote_code: bool = False,
-    **_: Any,
+    data: str | None = None, max_seq_lengths: Sequence[int] = (), **metadata: Any
 ) -> dict[str, datasets.Dataset]:
     """Questions over many documents, one of which holds the answer, in the form of "Lost in the Middle".
 
@@ -57,7 +52,7 @@ def multidoc(
         if len(row["ctxs"]) > len(questions.get(row["question"], {"ctxs": ()})["ctxs"]):
             questions[row["question"]] = row
     pool = {each["text"]: each for row in rows for each in row["ctxs"]}
-    encoder = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trust_remote_code)
+    encoder = _encoder(**metadata)
     shown = encoder([_shown(9999, each) for each in pool.values()], add_special_tokens=False, verbose=False)
     tokens = {text: len(ids) for text, ids in zip(pool, shown["input_ids"], strict=True)}
     return _dataset(
@@ -112,19 +107,14 @@ def multidoc_scores(doc: dict[str, Any], results: Sequence[str]) -> dict[str, fl
 
 
 def multikey(
-    tokenizer: str,
-    data: str | None = None,
-    max_seq_lengths: Sequence[int] = LENGTHS,
-    *,
-    trust_remote_code: bool = False,
-    **_: Any,
+    data: str | None = None, max_seq_lengths: Sequence[int] = LENGTHS, **metadata: Any
 ) -> dict[str, datasets.Dataset]:
     """`KEYS` numbers hidden at even depths of a text, one of them asked for: per length and depth 20 questions.
 
     The text is that of ``corpus-*.jsonl[.zst]`` or ``*.txt`` in the data folder, by default the bundled novel,
     repeated where it is too short.
     """
-    encoder = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trust_remote_code)
+    encoder = _encoder(**metadata)
     lines = [line for text in _documents(data) for line in text.split("\n")]
     return _dataset(
         _multikey_question(encoder, lines, length, depth, index)
@@ -140,15 +130,10 @@ def multikey_scores(doc: dict[str, Any], results: Sequence[str]) -> dict[str, fl
 
 
 def stretches(
-    tokenizer: str,
-    data: str | None = None,
-    max_seq_lengths: Sequence[int] = LENGTHS,
-    *,
-    trust_remote_code: bool = False,
-    **_: Any,
+    data: str | None = None, max_seq_lengths: Sequence[int] = LENGTHS, **metadata: Any
 ) -> dict[str, datasets.Dataset]:
     """The last `STRETCH` tokens of the first p tokens of long documents, for p = 512, 1024, ... and each length."""
-    encoder = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trust_remote_code)
+    encoder = _encoder(**metadata)
     longest = max(max_seq_lengths)
     positions = sorted({*max_seq_lengths, *(2**n for n in range(9, 32) if 2**n < longest)})
     found = []
@@ -172,6 +157,10 @@ def stretch_scores(doc: dict[str, Any], results: Sequence[tuple[float, bool]]) -
     """nats_per_token: minus the log-likelihood of the stretch, over its tokens."""
     (log_likelihood, _), *_ = results
     return {"nats_per_token": -log_likelihood / doc["tokens"]}
+
+
+def _encoder(*, tokenizer: str, trust_remote_code: bool = False, **_: Any) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trust_remote_code)
 
 
 def _dataset(found: Any) -> dict[str, datasets.Dataset]:
