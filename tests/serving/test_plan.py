@@ -241,6 +241,6 @@ def test_trials_read_the_ends_of_prompts(method, length, up, has_step, monkeypat
         reads.clear()
     rule, g = layer.plan.settings.rule, layer.plan.group_size
     ends = [rule.window + n * g for n in (0, *(2**i for i in range(9))) if rule.window + n * g < length]
-    counts = 2 + (layer.plan.reads_exactly and not has_step)
+    counts = 2 + (layer.plan.settings.reads_exactly and not has_step)
     shorter = [lengths for end in ends for lengths in ([end], [end, end - 1]) for _ in range(counts)]
     assert found == [[[length], [length, length], *shorter], [[length]]]

@@ -33,11 +33,11 @@ def condensed_latents(target: Target, q: Tensor, k: Tensor, v: Tensor, entries: 
     method: Any = module.condense_method
     num_heads: Any = module.num_heads
     group = head_group(module, q.shape[1])
-    over_ranks = None if group is None else lambda x: (sum_over(group, x), num_heads)
+    over_ranks = None if group is None else lambda x: (_SumOverRanks.apply(x, group, True), num_heads)
     if group is not None:
-        # rope keys need no `sum_gradients`: the stock projection sums their gradients over the ranks
+        # each rank has the gradient of its own heads; those of rope keys are summed by the stock projection
         c, k_rope = entries.tensor_split([up.latent_width], dim=-1)
-        entries = torch.cat([sum_gradients(group, c), k_rope], dim=-1)
+        entries = torch.cat([_SumOverRanks.apply(c, group, False), k_rope], dim=-1)
     mean_q = mean_queries(method, q, up, over_ranks)
     context = read_tokens(target, method, mean_q, entries, entries[..., :0], latent_width=up.latent_width)
     # if old tokens come before new ones and rows are padded, the new tokens are not the last L columns in every row
@@ -125,18 +125,8 @@ def head_group(module: nn.Module, heads: int) -> dist.ProcessGroup | None:
     return weight.device_mesh.get_group()
 
 
-def sum_over(group: dist.ProcessGroup, x: Tensor) -> Tensor:
-    """The sum of every rank's x, the same on all of them; gradients are summed alike."""
-    return _Sum.apply(x, group, True)
-
-
-def sum_gradients(group: dist.ProcessGroup, x: Tensor) -> Tensor:
-    """Return x, the same on all ranks; the gradient is summed over the ranks, as each has that of its own heads."""
-    return _Sum.apply(x, group, False)
-
-
-class _Sum(torch.autograd.Function):
-    """All-reduce in the backward pass, and in the forward pass if ``forward``."""
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of every rank's x if ``forward``, else x, which is the same on all of them; gradients are summed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, forward: bool) -> Tensor:

@@ -65,18 +65,13 @@ class ServingPlan:
         return self.settings.choice is not None or self.settings.entry_bits < 16 or self.settings.matched
 
     @property
-    def reads_exactly(self) -> bool:
-        """True if several new tokens of a request are read with dense attention (``prompt="exact"``)."""
-        return self.settings.reads_exactly
-
-    @property
     def takes_back(self) -> bool:
         """True if tokens that were read can be taken back, as drafts are that a model does not agree with.
 
         What is read in their place then makes the same window and entries. Not so with a ring, in which drafts lie in
         the place of older queries, nor if several new tokens are read otherwise than single ones.
         """
-        return not self.ring_slots and not self.reads_exactly
+        return not self.ring_slots and not self.settings.reads_exactly
 
     def entry_slots(self, tokens: int) -> int:
         """Slots of a page of entries that covers so many tokens: a divisor of them.
