@@ -28,7 +28,7 @@ from condense.models.forward import (
     refuse_context_parallel,
 )
 from condense.models.layers import Target, condensed_layer, num_seen, read_tokens
-from condense.models.mla import condensed_latents, head_group, step_on_latents
+from condense.models.mla import condensed_latents, head_group, up_projection
 from condense.models.padding import ALL_REAL, is_real
 from condense.models.reread import Piece
 from condense.models.stock import StockAttention
@@ -167,9 +167,14 @@ class CacheProxy:
         real = None if call.mask is None or ALL_REAL in call.options else self._real_rows(call, call.mask, layer)
         if latent_width is None:
             return layer.step(NewToken(q, k, v, real), scale=call.scale, extras=call.extras)
-        if isinstance(layer, CondensedLayer) and head_group(module, q.shape[1]) is not None:
-            return None
-        return step_on_latents(module, layer, q, k, scale=call.scale, real=real)
+        if head_group(module, q.shape[1]) is not None:
+            # a step averages queries over the heads of this rank only
+            if isinstance(layer, CondensedLayer):
+                return None
+            raise ValueError("static caches of latents cannot be tensor parallel: leave cache_implementation unset")
+        up = up_projection(module, q.shape[1], q)
+        out = layer.step(NewToken(up.absorb(q), k, v, real), scale=call.scale, latent_width=latent_width)
+        return up.project_out(out)
 
     def _real_rows(
         self, call: AttentionCall, mask: Tensor, layer: CondensedLayer | StaticCondensedLayer

@@ -13,12 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from condense.caches import CondensedLayer, StaticCondensedLayer
 from condense.latent import LatentView, UpProjection, mean_queries
 from condense.methods import Method
 from condense.models.families import is_latent
 from condense.models.layers import Target, read_tokens
-from condense.ops import NewToken
 
 
 def condensed_latents(target: Target, q: Tensor, k: Tensor, v: Tensor, entries: Tensor) -> Tensor:
@@ -45,28 +43,6 @@ def condensed_latents(target: Target, q: Tensor, k: Tensor, v: Tensor, entries: 
     expanded = (k, v) if joined else None
     view = LatentView.of(context, q, up, new=expanded)
     return view.finish(method.attend(view.q, view.context, scale=call.scale, dropout_p=call.dropout)[0])
-
-
-def step_on_latents(
-    module: nn.Module,
-    layer: CondensedLayer | StaticCondensedLayer,
-    q: Tensor,
-    entries: Tensor,
-    *,
-    scale: float,
-    real: Tensor | None,
-) -> Tensor:
-    """One decode step on latents: attention ``[B, H, 1, d_v]`` of q ``[B, H, 1, d_n + d_r]``.
-
-    entries ``[B, 1, 1, d_c + d_r]``: the token's latent and rope key. real as in the layer's ``step``.
-
-    Raises ValueError if heads are spread over processes: the step averages queries over this rank's heads only.
-    """
-    if head_group(module, q.shape[1]) is not None:
-        raise ValueError("static caches of latents cannot be tensor parallel: leave cache_implementation unset")
-    up = up_projection(module, q.shape[1], q)
-    token = NewToken(up.absorb(q), entries, entries[..., :0], real)
-    return up.project_out(layer.step(token, scale=scale, latent_width=up.latent_width))
 
 
 def up_projection(module: Any, heads: int, like: Tensor) -> UpProjection:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -171,7 +170,7 @@ def _run_phase(
     else:
         assert config.architecture is not None
         stock = new_model(config.architecture, prepared.tokenizer, config.dtype)
-    model = set_trained(stock, config)
+    model: Any = set_trained(stock, config)
     dataset = TrainingSequences(_builders(prepared, phase), phase, (seed, index), config.data_weights)
     with processes.main_process_first():  # which removes half-written ones
         checkpoint = newest_checkpoint(folder)
@@ -192,33 +191,18 @@ def _run_phase(
     spread = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if spread else None
     if processes.is_main_process:
-        _write_phase(config, phase, prepared, model, weights, folder, report)
+        write_results(folder / REPORT, report, seed=seed, overwrite=True)
+        if phase.method is not None and phase.mix != "dense":
+            attention: Any = next(iter(attention_layers(model).values()))
+            setattr(attention.config, ADAPTED, settings_of(chosen_methods(model, phase.method)))
+        condensed = config.save_condensed and phase is config.phases[-1]
+        with whole_folder(folder / "model") as path:
+            with use(model, phase.method) if condensed and phase.method is not None else contextlib.nullcontext():
+                model.save_pretrained(path, max_shard_size=config.shard_size, state_dict=weights)
+            prepared.tokenizer.save_pretrained(path)
+        for leftover in folder.glob("checkpoint-*"):
+            shutil.rmtree(leftover)
     processes.wait_for_everyone()
-
-
-def _write_phase(
-    config: TrainConfig,
-    phase: PhaseConfig,
-    prepared: Prepared,
-    model: nn.Module,
-    weights: dict[str, torch.Tensor] | None,
-    folder: Path,
-    report: Mapping[str, Any],
-) -> None:
-    """Write a phase's report and model, ``weights`` if they are not None; then drop its checkpoints."""
-    write_results(folder / REPORT, report, seed=config.seed, overwrite=True)
-    if phase.method is not None and phase.mix != "dense":
-        attention: Any = next(iter(attention_layers(model).values()))
-        setattr(attention.config, ADAPTED, settings_of(chosen_methods(model, phase.method)))
-    condensed = config.save_condensed and phase is config.phases[-1]
-    with whole_folder(folder / "model") as path:
-        with use(model, phase.method) if condensed and phase.method is not None else contextlib.nullcontext():
-            saved: Any = model
-            saved.save_pretrained(path, max_shard_size=config.shard_size, state_dict=weights)
-        prepared.tokenizer.save_pretrained(path)
-
-    for leftover in folder.glob("checkpoint-*"):
-        shutil.rmtree(leftover)
 
 
 def _builders(prepared: Prepared, phase: PhaseConfig) -> list[SequenceBuilder]:
