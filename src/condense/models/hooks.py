@@ -33,7 +33,7 @@ from condense.models.adapters import wrap
 from condense.models.apply import condense_from_config, condensed_layers, static_methods
 from condense.models.attention import IMPLEMENTATION, condense_attention
 from condense.models.families import check_learned_positions
-from condense.models.layers import ensure_layers, expect_prompt
+from condense.models.layers import ensure_layers
 from condense.models.masks import condense_mask
 from condense.models.replay import ReplayedForward, can_replay, is_compiled, replayable_cache
 from condense.models.saving import write_card, written
@@ -115,7 +115,10 @@ def _prepare_cache(
             ensure_layers(cache, static_methods(self))
             mask = model_kwargs.get("attention_mask")
             # looking at the mask waits for the device
-            expect_prompt(cache, plain=is_compiled(self) and (mask is None or bool(mask.all())))
+            is_plain = is_compiled(self) and (mask is None or bool(mask.all()))
+            for layer in cache.layers:
+                if isinstance(layer, StaticCondensedLayer):
+                    layer.expect_prompt(plain=is_plain)
     return result
 
 

@@ -98,13 +98,6 @@ def ensure_layers(cache: Cache, methods: dict[int, Method]) -> None:
             cache.layers[index] = CondensedLayer(method)
 
 
-def expect_prompt(cache: StaticCache, *, plain: bool) -> None:
-    """Tell a static cache whether its prompt is free of padding: then a compiled forward can read it as one graph."""
-    for layer in cache.layers:
-        if isinstance(layer, StaticCondensedLayer):
-            layer.expect_prompt(plain=plain)
-
-
 def _check_static(cache: StaticCache, methods: dict[int, Method]) -> None:
     without = next((method for method in methods.values() if not method.has_step), None)
     if without is not None:
