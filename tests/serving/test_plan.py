@@ -157,7 +157,7 @@ def test_the_ring_holds_a_summary(method, slots):
 def test_tokens_that_can_be_taken_back(method, takes_back):
     """Not where drafts would lie in a ring, or be read otherwise than single tokens."""
     plan = serving_plan(method)
-    assert (plan.takes_back, plan.reads_exactly) == (takes_back, method.reads_exactly)
+    assert (plan.takes_back, plan.settings.reads_exactly) == (takes_back, method.reads_exactly)
 
 
 @pytest.mark.parametrize(("method", "words"), REFUSED, ids=str)
