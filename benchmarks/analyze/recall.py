@@ -84,7 +84,7 @@ def measure_recall(
     if isinstance(opened, float):
         opened = method.quota.at(max_row(num_entries(method, length)))
     sizes = tuple(slots or (n * opened for n in (1, 2, 4)))
-    with use(model, method):
+    with use(model, {"rest": method}):
         observers = observe(model, lambda module: _Observer(method, module, steps, sizes), parts, on_step)
     return [layer.report(i) for i, layer in observers.items()]
 

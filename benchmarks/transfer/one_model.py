@@ -152,7 +152,7 @@ def _model(options: argparse.Namespace, **changes: Any) -> PreTrainedModel:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     changes = (_TINY if options.tiny else {}) | changes
     if "num_hidden_layers" in changes and options.make.startswith("gemma3"):
-        changes["layer_types"] = ["sliding_attention", "full_attention"]
+        changes["layer_types"] = ["sliding_attention", "full_attention"] * (changes["num_hidden_layers"] // 2)
     return new_model(options.make, options.seed, **changes).to(device)
 
 

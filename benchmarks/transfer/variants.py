@@ -13,8 +13,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import PreTrainedConfig
 
-from condense import Recall
+from condense import Method, Recall
 from condense.functional import extend
 from condense.ops import Chunks, RuleSpans, Source, UniformRule, attend
 from condense.ops.recall import GroupIndex, block_width, rotation
@@ -69,17 +70,27 @@ class Cache:
 
 @dataclass(frozen=True)
 class Answers:
-    """A text as users read it: its prompt by the method with ``prompt="exact"``, what follows by the method's steps."""
+    """A text as users read it: its prompt by the method with ``prompt="exact"``, what follows by the method's steps.
+
+    first: the first full layer's method; None: as where one method is given for all layers.
+    """
 
     method: Recall
+    first: Recall | None = None
+
+    def in_layers(self, config: PreTrainedConfig) -> dict[int | str, Method]:
+        """The method of the first full layer and of the rest, as `condense.apply` takes them."""
+        kinds = getattr(config, "layer_types", None) or ["full_attention"]
+        return {kinds.index("full_attention"): self.first or self.method.of_first_layer, "rest": self.method}
 
     def after(self, prompt: int) -> Attention:
         """The attention of texts whose first ``prompt`` tokens are the prompt."""
 
         def attention(module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
             scale, state, parts = q.shape[3] ** -0.5 if scale is None else scale, None, []
-            ends = (0, prompt), (prompt, q.shape[2])
-            for method, (start, stop) in zip((self.method.replace(prompt="exact"), self.method), ends, strict=True):
+            methods, ends = self.in_layers(module.config), ((0, prompt), (prompt, q.shape[2]))
+            steps = methods.get(module.layer_idx, self.method)
+            for method, (start, stop) in zip((steps.replace(prompt="exact"), steps), ends, strict=True):
                 new = tuple(x[:, :, start:stop] for x in (q, k, v))
                 context, keep = extend(method, state, *new, scale=scale)
                 parts.append(method.attend(new[0], context, scale=scale)[0])

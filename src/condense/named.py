@@ -19,7 +19,7 @@ class NamedSettings(NamedTuple):
 
 
 _RECALL = {
-    "method": "recall", "window": 256, "num_recall": 0.25, "entry_bits": 4, "store_bits": 4, "prompt": "exact",
+    "method": "recall", "window": 256, "num_recall": 0.125, "entry_bits": 4, "store_bits": 4, "prompt": "exact",
 }  # fmt: skip
 NAMED_SETTINGS = {
     "recall-host": NamedSettings(

@@ -1,6 +1,7 @@
 """The study of what transfers: its texts, its attention, and that its evaluation sees what it must."""
 
 import json
+from types import SimpleNamespace
 
 import adapted
 import cells
@@ -247,13 +248,20 @@ def test_turning_spreads_a_channel_that_is_large():
     assert float((k - x).norm()) < 0.4 * float((v - x).norm())
 
 
+@pytest.mark.parametrize("make", ["llama-77m", "gemma3-44m"])
 @pytest.mark.parametrize("prompt", [100, 203])
-def test_answers_follow_a_prompt_read_densely(prompt):
+def test_answers_follow_a_prompt_read_densely(prompt, make):
+    """All groups are open in the first layer, of Gemma 3 the first without a sliding window."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, heads, 260, 16, dtype=torch.float64) for heads in (4, 2, 2))
-    got = variants.Answers(SMALL).after(prompt)(torch.nn.Module(), q, k, v, None)
+    config, first = tiny(make).config, int(make == "gemma3-44m")
+    of_first, got = (
+        variants.Answers(SMALL).after(prompt)(SimpleNamespace(config=config, layer_idx=layer), q, k, v, None)
+        for layer in (first, first + 2)
+    )
     dense = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     wanted = condense.attention(q, k, v, method=SMALL)
+    torch.testing.assert_close(of_first, dense, rtol=0, atol=1e-12)
     torch.testing.assert_close(got[:, :, :prompt], dense[:, :, :prompt], rtol=0, atol=1e-12)
     torch.testing.assert_close(got[:, :, prompt:], wanted[:, :, prompt:], rtol=0, atol=1e-12)
 
@@ -262,8 +270,9 @@ def test_rounded_tokens_are_within_half_a_step_and_all_that_changes():
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, heads, 400, 64, dtype=torch.float64) for heads in (2, 1, 1))
     exact, errors = condense.attention(q, k, v, method=SMALL), []
+    settings = {name: value for name, value in SMALL.to_dict().items() if name != "method"}
     for bits in (4, 5, 12):
-        method = variants.Rounded(group_size=8, window=16, unchosen="drop", key_bits=bits, value_bits=min(bits, 8))
+        method = variants.Rounded(**settings, key_bits=bits, value_bits=min(bits, 8))
         groups = k[:, :, :384].unflatten(2, (48, 8))
         turn, index = variants.rotation(64, k.device, k.dtype) / 8, split_keys(groups)[0]
         key = method._key(groups, index)

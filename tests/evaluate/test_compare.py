@@ -61,7 +61,7 @@ def test_what_is_for_host_memory_does_not_count_as_the_devices(model, tokenizer,
     groups = (dense.text_tokens + 1 - 8) // 4
     room = 1 << (groups - 1).bit_length()
     assert (recalled.host_bytes, dense.host_bytes) == (0, 0)
-    assert host.host_bytes == room * 4 * 2 * 2 * 16 * 4  # tokens of two layers, keys and values in float32
+    assert host.host_bytes == room * 4 * 2 * 16 * 4  # tokens of the second layer, keys and values in float32
     assert recalled.device_bytes > dense.device_bytes > 4 * host.device_bytes / 3
     _print(plain_console(), prompt, outcomes, "float32", on_cpu=True)
     shown = capsys.readouterr().out

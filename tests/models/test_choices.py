@@ -39,6 +39,24 @@ def test_ways_to_name_the_same_layers(choice):
     assert condensed_layers(condense.apply(tiny.model("llama"), choice)) == {0: RECALL, 1: tiny.CCA, 2: tiny.CCA}
 
 
+def test_one_method_for_all_layers_opens_all_groups_in_the_first():
+    """Of the layers that can be condensed; what is named by layer is taken as it is."""
+    some, none = RECALL.replace(num_recall=0.5, store="host"), RECALL.replace(num_recall=0)
+    first = some.replace(num_recall=1.0, store="device")
+    assert condensed_layers(condense.apply(tiny.model("llama"), some)) == {0: first, 1: some, 2: some}
+    assert condensed_layers(condense.apply(tiny.model("gemma2"), some)) == {1: first}
+    for choice, method in (({"rest": some}, some), (none, none)):
+        assert condensed_layers(condense.apply(tiny.model("llama"), choice)) == dict.fromkeys(range(3), method)
+
+
+def test_a_layer_that_opens_all_groups_is_dense():
+    model, ids = tiny.model("llama"), tiny.tokens(2, 60)
+    dense = tiny.generate(model, ids)
+    with condense.use(model, {0: RECALL.of_first_layer, "rest": condense.Dense()}):
+        torch.testing.assert_close(model(ids).logits, condense.restore(tiny.model("llama"))(ids).logits)
+        assert torch.equal(tiny.generate(model, ids), dense)
+
+
 def test_methods_as_text_and_layers_from_the_last():
     model = condense.apply(tiny.model("llama"), "cca:group_size=4,window=8", layers=[-1, 0])
     assert condensed_layers(model) == dict.fromkeys((2, 0), tiny.CCA)

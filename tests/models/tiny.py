@@ -98,7 +98,7 @@ PAIRS = {f"llama-{name}": ("llama", method) for name, method in METHODS.items()}
         strict=False,
     )
 }
-RECALLS = {f"recall-{name}": (name, RECALL) for name in ("llama", "gpt2", "deepseek_v2")}
+RECALLS = {f"recall-{name}": (name, {"rest": RECALL}) for name in ("llama", "gpt2", "deepseek_v2")}
 # what `condense.apply` is given: windows and groups of several sizes beside each other, layers that stay stock, and
 # layers that are dense by a method; then bits of entries and stores, and matched biases
 CHOICES = {

@@ -192,7 +192,7 @@ def test_gpt_oss(serve, tmp_path):
     config.save_pretrained(tmp_path)
     given = overrides(serve(tmp_path)[0])
     assert given["architectures"] == ["CondensedGptOssForCausalLM"]
-    assert [part["layers"] for part in given["condense"]["methods"]] == [[1, 3]]
+    assert [part["layers"] for part in given["condense"]["methods"]] == [[1], [3]]
     check_refused(serve(tmp_path, "--enable-lora"), "--enable-lora is not served with condensed GPT-OSS")
 
 
@@ -229,7 +229,8 @@ def test_without_vllm_it_says_how_to_install_it(serve, saved, monkeypatch):
 def test_an_untouched_model_gets_the_named_setting(serve, stock):
     """One line says what it does, what it was measured to lose and what measures it on this model."""
     command, err = serve(stock)
-    assert methods_in(overrides(command)["condense"]) == dict.fromkeys(range(3), condense.Method.parse("recall-device"))
+    named = condense.Method.parse("recall-device")
+    assert methods_in(overrides(command)["condense"]) == {0: named.of_first_layer, 1: named, 2: named}
     assert err.count("\n") == 1
     assert "recall-device. Any model as it is" in err
     assert "Measured to lose 0.051 nats" in err

@@ -16,6 +16,7 @@ from condense.calibration.samples import draw_samples
 from condense.calibration.times import TimeTable
 from condense.methods import Dense, Method
 from condense.models import attention_layers, check_stock, chosen_methods, use
+from condense.models.choice import REST
 from condense.models.families import check_learned_positions, is_latent
 from condense.models.inspect import inspect
 
@@ -63,14 +64,14 @@ def calibrate(
     if not config.candidates:
         latents = any(map(is_latent, attention_layers(model).values()))
         config = replace(config, candidates=default_candidates(config.length, latents=latents))
-    reports = [inspect(model, method, config.counted_length) for method in config.candidates]
+    reports = [inspect(model, {REST: method}, config.counted_length) for method in config.candidates]
     check_cache(reports, config)
     samples = draw_samples(tokenizer, texts, config)
     # before the first forward, as it refuses models with offloaded weights
     meter = Meter(model, config.candidates, samples, measured, on_forward)
     for method in config.candidates:
         try:  # one that reads whole texts may refuse to keep a cache here
-            with torch.no_grad(), use(model, chosen_methods(model, method)):
+            with torch.no_grad(), use(model, {REST: method}):
                 model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=True)
         except ValueError as error:
             raise ValueError(f"candidates: {method}: {error}") from error

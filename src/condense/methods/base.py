@@ -124,6 +124,11 @@ class Method(MethodConfig):
         return self
 
     @property
+    def of_first_layer(self) -> Method:
+        """The method of a model's first layer that has far attention, where this one is given for all layers."""
+        return self
+
+    @property
     def reads_packed(self) -> bool:
         """True if one call reads all documents packed into a row, False if each document needs a call of its own.
 

@@ -44,8 +44,9 @@ class Recall(Method):
     that every past token is seen once. While no more than ``num_recall`` groups are closed this is dense attention.
 
     group_size: tokens per group, >= 1. window: newest tokens that stay exact, >= 0. num_recall: groups that a query
-    opens: a number >= 0, or a share of the closed groups, above 0 and below 1, rounded up, which grows with the text.
-    Query heads that share a KV head open the same groups.
+    opens: a number >= 0, or a share of the closed groups, above 0 and at most 1.0 (all), rounded up, which grows with
+    the text. Query heads that share a KV head open the same groups. Where one method is given for all layers of a
+    model, its first layer opens all groups (`of_first_layer`).
 
     A query's score of a group is the largest that an index estimates of its tokens' scores. The index holds a centre of
     the group's keys after a fixed rotation, in 4 bits per number, and of each key the signs of what it differs by and a
@@ -82,7 +83,7 @@ class Recall(Method):
     }
     group_size: Positive = 16
     window: Natural = 1024
-    num_recall: int | float = 0.25
+    num_recall: int | float = 0.125
     key_pooling: Pooling = "mean"
     value_pooling: Pooling = "mean"
     rep_bias: RepBias = "log_size"
@@ -97,9 +98,10 @@ class Recall(Method):
         super().__post_init__()
         if not isinstance(self.num_recall, float):
             check_int("num_recall", self.num_recall, 0)
-        elif not 0 < self.num_recall < 1:
+        elif not 0 < self.num_recall <= 1:
             raise ValueError(
-                f"num_recall must be an integer >= 0, or a share of the groups between 0 and 1, got {self.num_recall!r}"
+                "num_recall must be an integer >= 0, or a share of the groups above 0 and at most 1.0 (all), got "
+                f"{self.num_recall!r}"
             )
         _ = self._choice  # cached for torch.compile
 
@@ -148,6 +150,15 @@ class Recall(Method):
     def as_steps(self) -> Method:
         """The same settings with ``prompt="recall"``."""
         return self.replace(prompt="recall") if self.reads_exactly else self
+
+    @property
+    def of_first_layer(self) -> Method:
+        """The same settings with all groups open, from the device; without open groups, these settings.
+
+        What a first layer attends to is spread over most tokens, so that a choice leaves much of it closed: in the
+        models measured nearly all that Recall loses is lost there (`docs/studies/transfer.md`).
+        """
+        return self if self.num_recall == 0 else self.replace(num_recall=1.0, store="device")
 
     @property
     def has_step(self) -> bool:

@@ -30,7 +30,8 @@ def apply(model: ModelT, method: MethodChoice | str, layers: Iterable[int] | str
     """Give a Hugging Face causal LM condensed attention, in place, and return it.
 
     method: one for all layers, or a mapping of layers to methods, such as ``{0: Dense(), "2-3,-1": Recall(), "rest":
-    CCA()}``; "rest" are the layers that can be condensed and are not named. Also as text: ``"recall-host"`` or another
+    CCA()}``; "rest" are the layers that can be condensed and are not named. With one method, the first layer gets what
+    `Method.of_first_layer` says: of `Recall` it opens all groups. Also as text: ``"recall-host"`` or another
     name for settings (`condense.named`), ``"cca:window=512"``, ``"recall@2,3+cca@rest"``, or ``"@allocation.json"`` for
     a file that `condense calibrate` wrote.
     layers: with one method, the layers to condense, as indices or as text; None means all that can be. Negative indices

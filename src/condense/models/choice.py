@@ -96,11 +96,14 @@ def parse_layers(text: str) -> list[tuple[int, int]]:
 def assign(choice: MethodChoice, attentions: Mapping[int, nn.Module], count: int) -> dict[int, Method]:
     """Layer index to method, for the layers that a choice names.
 
+    One method stands for all that can be condensed, the first of them as `Method.of_first_layer` has it; methods by
+    layer are taken as they are.
     attentions: the attention modules by layer. count: number of the model's layers. Raises ValueError for layers that
     are named twice, do not exist or cannot be condensed.
     """
     if not isinstance(choice, Mapping):
-        return dict.fromkeys(chosen_layers(None, attentions, count), choice)
+        layers = chosen_layers(None, attentions, count)
+        return dict.fromkeys(layers, choice) | {layers[0]: choice.of_first_layer}
     chosen: dict[int, Method] = {}
     for layers, method in choice.items():
         if layers == REST:

@@ -51,7 +51,7 @@ class Quota(NamedTuple):
 
     @classmethod
     def of_share(cls, share: float) -> Self:
-        """The quota for a share between 0 and 1, in exact arithmetic: 0.55 of 100 is 55, not 56.
+        """The quota for a share above 0 and at most 1, in exact arithmetic: 0.55 of 100 is 55, not 56.
 
         The share becomes the nearest fraction whose denominator fits into 31 bits: 0.3333333333333333 is a third.
         """
