@@ -201,6 +201,8 @@ def test_the_index_is_the_definition_to_the_bit(heads, D, g, dtype, scratch):
         of_sums = 2 * D * torch.finfo(torch.float32).eps + torch.finfo(dtype).eps
         torch.testing.assert_close(states[0].steps, states[1].steps, rtol=of_sums, atol=0.0)
         G, closed = states[0].signs.shape[2], t // g
+        if closed < 2:  # the one group is open, whatever its score
+            continue
         GROUPS = power_of_2(G)
         got = scratch[0].score[: 2 * H * GROUPS].view(2, H, GROUPS)[..., :closed]
         # kernels' scores are base 2

@@ -21,9 +21,9 @@ class Ranking(NamedTuple):
 
     tile: groups that one program ranks. passed: groups that it passes on. candidates: groups that all programs pass on.
     slots: of the store. passed_tile, candidates_tile, slots_tile: these numbers as powers of two. halvings: times that
-    candidates_tile is halved for rows with fewer. open_tile: open groups, splits_tile: splits of the scores, both as
-    powers of two. heads_tile: query heads that are read at a time. pool: whether entries are read, too. matched: each
-    entry has a bias of its own.
+    candidates_tile is halved for rows with fewer. open_tile: open groups, for slots, splits_tile: splits of the scores,
+    both as powers of two. heads_tile: query heads that are read at a time. pool: whether entries are read, too.
+    matched: each entry has a bias of its own.
     """
 
     tile: int
@@ -181,6 +181,20 @@ def _choose(lists, num_open, closed, RANKING: tl.constexpr, IN_STRETCH: tl.const
 
 
 @triton.jit
+def _open_all(lists, closed, RANKING: tl.constexpr, N: tl.constexpr):
+    """Write all closed groups, N at a time, as `_choose` says."""
+    for start in range(0, closed, N):
+        group = start + tl.arange(0, N)
+        tl.store(lists.groups + group, group, mask=group < closed)
+        if RANKING.pool:
+            tl.store(lists.offset + group, tl.full([N], float("-inf"), tl.float32), mask=group < closed)
+    if RANKING.slots > 0:
+        # all threads of the program read what the others stored
+        tl.debug_barrier()
+        _find_slots(lists, closed, RANKING)
+
+
+@triton.jit
 def _rank_tile(
     lists, scores, biases_ptr, bias, tile, closed, RANKING: tl.constexpr, IN_STRETCH: tl.constexpr
 ):  # fmt: skip
@@ -226,7 +240,7 @@ def _rank_tile(
         tl.store(lists.offset + group, offset, mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("part", "of"))
 def recall_choose_kernel(
     score_ptr, top_ptr, total_ptr, biases_ptr, seen_ptr, real_ptr, key_ptr, candidate_ptr, groups_ptr, place_ptr,
     offset_ptr, held_ptr, order_ptr, slot_of_ptr, used_ptr, free_ptr, arrived_ptr, before_ptr,
@@ -241,8 +255,9 @@ def recall_choose_kernel(
     Grid (programs, B * K). The tiles of closed groups are dealt out to the programs, each of which finds the best
     groups of its tiles and writes them in rising order: the group and its key, int32 ``[B, K, tiles, passed]``, by
     which groups of all tiles are compared. Behind the closed groups the key is the lowest int32. The last program with
-    a tile to finish for a KV head chooses among these. arrived int32 ``[B, K]``: finished programs. PAGED: lists, keys
-    and offsets are ``[K, G]``, with the groups of a row from its ``start`` on.
+    a tile to finish for a KV head chooses among these. arrived int32 ``[B, K]``: finished programs. Where all closed
+    groups are opened, one program writes them and reads no scores. PAGED: lists, keys and offsets are ``[K, G]``, with
+    the groups of a row from its ``start`` on.
     """
     after_the_last(EARLY)
     head = tl.program_id(1).to(tl.int64)
@@ -267,10 +282,15 @@ def recall_choose_kernel(
             used_ptr + head * RANKING.slots, free_ptr + head * RANKING.slots,
         )  # fmt: skip
         score_ptr, stride = score_ptr + head * R * GROUPS, GROUPS
+    num_open = wanted_groups(closed, most_opened, part, of)
+    if num_open == closed:
+        if tl.program_id(0) == 0:
+            _open_all(lists, closed, RANKING, 1024)
+        return
     scores = _HeadScores(score_ptr, stride, top_ptr + head * R * S, total_ptr + head * R * S, R, S)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         _rank_tile(lists, scores, biases_ptr + head * G, bias, tile, closed, RANKING, PAGED)
     # all threads of the program must have stored their candidates before it is counted
     tl.debug_barrier()
     if tl.atomic_add(arrived_ptr + head, 1, sem="acq_rel") == tl.minimum(tiles, tl.num_programs(0)) - 1:
-        _choose(lists, wanted_groups(closed, most_opened, part, of), closed, RANKING, PAGED)
+        _choose(lists, num_open, closed, RANKING, PAGED)

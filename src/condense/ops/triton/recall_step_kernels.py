@@ -239,7 +239,7 @@ def _rows_in_pages(near, entries, tile, entry_tiles, BN: tl.constexpr, NEAR: tl.
     return tl.where(is_entry, far, form_row(near.table, near.first + row, (tile >= entry_tiles) & (row >= 0), NEAR))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("part", "of"))
 def recall_attend_kernel(
     q_ptr, entries_k_ptr, entries_v_ptr, signs_ptr, steps_ptr, store_ptr, ring_k_ptr, ring_v_ptr, slots_ptr,
     turned_ptr, rotation_ptr, base_ptr, groups_ptr, place_ptr, offset_ptr, seen_ptr, real_ptr, part_ptr, lse_ptr,

@@ -243,23 +243,24 @@ def plan_of(
     form = Form.of(settings.store_format, dtype, (D, Dv), parts)
     halvings = max(0, (power_of_2(tiles * C) // _FEW_RANKED).bit_length() - 1)
     ranking = Ranking(
-        BG, C, tiles * C, S, power_of_2(C), power_of_2(tiles * C), power_of_2(max(S, 1)), halvings, RP,
+        BG, C, tiles * C, S, power_of_2(C), power_of_2(tiles * C), power_of_2(max(S, 1)), halvings, RP if S else 1,
         power_of_2(max(S0, _LEAST_SPLITS)), min(4, power_of_2(R)), choice.pool, settings.matched,
     )  # fmt: skip
     chained = {"launch_pdl": True} if early else {}
+    of_choose = {"maxnreg": 128} if device.type == "cuda" else {}  # so that two programs share a multiprocessor
     return Plan(
         (S0, S1),
         close_of(device, dtype, heads, widths, sizes, number, scale, has_real),
         (
             (S0, B * K, head_tiles),
-            (K, R, row, *few0, window, scale * LOG2E),
+            (K, R, row, *few0, window, scale * LOG2E, r, part, of),
             (g, D, HS, GS, GROUPS, has_real, early, far),
             of_score.options | UNFUSED | chained,
         ),
         (
             (min(tiles, ranking_programs), B * K, 1), (K, R, row, S0, window, settings.bias * LOG2E, r, part, of),
             (g, GROUPS, ranking, has_real, early, far is not None),
-            {"num_warps": 4 if ranks <= 1024 else 8 if ranks <= 16384 else 16, **chained},
+            {"num_warps": 4 if ranks <= 1024 else 8 if ranks <= 16384 else 16, **of_choose, **chained},
         ),
         (
             (S1, B * K, head_tiles), (K, R, row, W, N, window, r, part, of, own, scale * LOG2E),

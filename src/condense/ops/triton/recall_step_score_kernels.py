@@ -49,10 +49,10 @@ def _load_signs(signs_ptr, row, i, g: tl.constexpr, D: tl.constexpr, FAR: tl.con
     return tl.load(at) if tile_width(W) == W else tl.load(at, mask=(c < W)[None, :], other=0)
 
 
-@triton.jit(do_not_specialize=("few", "enough"))
+@triton.jit(do_not_specialize=("few", "enough", "part", "of"))
 def recall_score_kernel(
     q_ptr, signs_ptr, steps_ptr, seen_ptr, real_ptr, score_ptr, top_ptr, total_ptr, turned_ptr, rotation_ptr, far_ptr,
-    before_ptr, arrived_ptr, s_qb, s_qh, K, R, G, few, enough, window, scale,
+    before_ptr, arrived_ptr, s_qb, s_qh, K, R, G, few, enough, window, scale, most_opened, part, of,
     g: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BG: tl.constexpr, GROUPS: tl.constexpr, HAS_REAL: tl.constexpr,
     EARLY: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +61,8 @@ def recall_score_kernel(
 
     Grid (S, B * K, tiles of BR query heads), of which only ``few`` splits have work if there are fewer tiles of groups
     than ``enough``. Scores are those of `condense.ops.recall.index_scores` to the bit for this
-    ``scale``, which holds log2(e), if the sums of turned queries are the same to the bit. rotation: as for
+    ``scale``, which holds log2(e), if the sums of turned queries are the same to the bit. Where all closed groups
+    are opened, no scores are written: `condense.ops.recall.choice.Quota`. rotation: as for
     `recall_close_kernel`. far: table of the pages of records, for which scores are ``[H, G]``, with the groups of a row
     from its ``start`` on; arrived then becomes 0, for the kernel that chooses. None for arrays. turned: float32
     ``[B, H, D]``, where turned queries are written for the kernel that attends; None: it does not read them.
@@ -70,7 +71,8 @@ def recall_score_kernel(
     b, kvh = head // K, head % K
     this = row_of_step(seen_ptr, real_ptr, before_ptr, b, window, G, g, HAS_REAL, FAR is not None)
     t, all_closed, closed = this.t, this.all_closed, this.closed
-    tiles = tl.cdiv(closed, BG)
+    # nobody asks for scores where all closed groups are opened
+    tiles = tl.where((part == of) & (closed <= most_opened), 0, tl.cdiv(closed, BG))
     S = tl.where(tiles < enough, few, tl.num_programs(0))
     T: tl.constexpr = triton.next_power_of_2(g)
     r = tl.program_id(2) * BR + tl.arange(0, BR)
