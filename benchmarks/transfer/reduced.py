@@ -21,8 +21,9 @@ def reduced(folder: Path, provenance: Mapping[str, Any]) -> dict[str, Any]:
     """The document: per model its size, training, rows, and the groups that consecutive queries open together.
 
     A row has the bytes of an arm as shares of dense attention's, and per class of tokens and per task ``[value, low,
-    high, dense, n]`` of `cells.Cell`; failed: those above the bar. united: by length and group size, for each number of
-    queries the share of the closed groups, mean over layers and texts, and the largest layer's mean over texts.
+    high, dense, n]`` of `cells.Cell`; kl: divergence from dense attention, nats per token of the second half, mean over
+    texts of prose; failed: those above the bar. united: by length and group size, for each number of queries the share
+    of the closed groups, mean over layers and texts, and the largest layer's mean over texts.
     adapted: steps and tokens by form, if the study is that of adapting.
     """
     models = [
@@ -54,6 +55,7 @@ def _model(path: Path) -> dict[str, Any]:
         {"arm": arm, "length": length}
         | {size: round(record[size], 4) for size in _SIZES if record.get(size) is not None}
         | _row(cells(record, by_arm["dense"]))
+        | {"kl": round(float(np.mean([text["kl"] for text in record["prose"]])), 5)}
         for (_, length), by_arm in sorted(read([path]).items())
         for arm, record in by_arm.items()
     ]

@@ -132,7 +132,7 @@ def test_each_make_learns_from_the_first_steps(make):
 
 
 def record(right: int, nats: float, of: int = 100):
-    prose = {name: [nats * of, 50, of] for name in ("key", "other", "copy")} | {"kl": 0.0}
+    prose = {name: [nats * of, 50, of] for name in ("key", "other", "copy")} | {"kl": nats - 2}
     asked = {"number": "1" * right + "0" * (of - right)}
     return {"prose": [prose] * 8, "code": [], "asked": [asked] * 8}
 
@@ -170,6 +170,7 @@ def test_a_model_that_did_not_learn_has_no_rows(tmp_path):
     assert learned["united"] == [{"length": 16384, "group": 16, "2": [0.45, 0.55]}]
     assert learned["rows"][1]["failed"] == ["key", "other", "copy", "number"]
     assert learned["rows"][1]["key"][0] == pytest.approx(0.05)
+    assert learned["rows"][1]["kl"] == pytest.approx(0.05)
 
 
 def test_training_skips_a_step_that_overflows_and_fails_after_several(drawn, monkeypatch):
