@@ -2,15 +2,15 @@
 
 The table stands between ``<!-- figures -->`` and ``<!-- /figures -->``. Times are the fastest reading of several, of
 `benchmarks/generate.py` and `benchmarks/serving/speed.py`; the cache is counted as `condense inspect` counts it.
-Quality is that of models which were measured with these very settings, at the length at which each lost the most, the
-worst first. Where `generate` was not timed with a name's settings but vLLM was, the times are the engine's; else the
-cell says "not measured".
+Quality is that of the models which were measured with these very settings, of the one that lost the most at the length
+at which it did. Where `generate` was not timed with a name's settings but vLLM was, the times are the engine's; else
+the cell says "not measured".
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,9 +26,10 @@ from condense.models.shapes import shape_config
 LENGTHS = (32768, 131072)
 NAMES = ("recall-host", "recall-device", "pooled")
 UNKNOWN = "not measured"
-# arms of the study of what transfers, by its runs: named settings are measured as they are in the newest
-_MEASURED = {"recall-host": {6: "recall-host"}, "recall-device": {6: "recall-device"}}
-_CACHE = dict.fromkeys((3, 5, 6), "cache of 4 bits")
+# the newest run of the study of what transfers, and its arms: named settings as they are, and beside them a dense cache
+_RUN, _MEASURED, _CACHE = 8, {"recall-host": "256", "recall-device": "1/8"}, "cache of 4 bits"
+# settings that times are of, where a name has come to stand for others since
+_TIMED = {"recall-device": "recall-device:num_recall=0.25"}
 # the arm of the study of adaptation, its settings and its length
 _ARM, _ADAPTED, _ADAPTED_LENGTH = "both", "lca:window=512,rep_bias=log_size", 8192
 _BLOCK = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
@@ -79,7 +80,7 @@ def claims(documents: Documents) -> list[str]:
     recall, device = (Method.parse(f"recall-{where}").to_dict() for where in ("host", "device"))
     engine, shorter = _engine(documents), LENGTHS[-1] - _longest(documents)
     running = {name: _running(documents, name) for name in ("dense", "condensed")}
-    models = [model for run in _CACHE for model in transfer_page.run_of(documents, run).values()]
+    models = [*transfer_page.run_of(documents, _RUN).values()]
     sizes = sorted({round(model["parameters"] / 1e6) for model in models})
     served = {name: _untouched(documents, name) for name in running}
     one, most = ({name: of[i] for name, of in served.items()} for i in range(2))
@@ -87,10 +88,11 @@ def claims(documents: Documents) -> list[str]:
     return [
         f"lie in groups of {recall['group_size']},",
         f"fetches the {recall['num_recall']} groups that",
+        f"opens the {({0.25: 'quarter', 0.125: 'eighth'})[device['num_recall']]} of them",
         "sees the others as one entry each" if device["unchosen"] == "pool" else "sees no others",
         f"groups stay on the GPU, in {device['store_bits']} bits",
         "read with dense attention" if device["prompt"] == "exact" else "read like answers",
-        f"models of {' and '.join(map(str, sizes))} million parameters",
+        f"models of {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} million parameters",
         f"texts of up to {max(row['length'] for model in models for row in model['rows']):,} tokens",
         f"loses up to {far} nats",
         f"{copies} on copies",
@@ -105,25 +107,14 @@ def claims(documents: Documents) -> list[str]:
     ]
 
 
-def worst(documents: Documents, arms: Mapping[int, str], names: Iterable[str]) -> dict[str, tuple[float, int]]:
-    """The most that a setting loses of these classes of tokens or tasks, and the length, by make.
-
-    arms: its arms by run.
-    """
-    found: dict[str, list[tuple[float, int]]] = {}
-    for run, arm in arms.items():
-        for make, model in transfer_page.run_of(documents, run).items():
-            found.setdefault(make, []).append(transfer_page.worst(model, arm, names))
-    return {make: max(of) for make, of in found.items()}
-
-
 def lost(documents: Documents, name: str | None = None) -> list[str]:
     """The most that a named setting, or a dense cache of 4 bits, loses on tokens that need far text, on copies and of a
-    task, in any model at any length.
+    task, in any model at any length; "nothing" where it loses nothing in any.
     """
-    arms, names = _MEASURED[name] if name else _CACHE, (["key"], ["copy"], transfer_page.TASKS)
-    cells = [max(worst(documents, arms, of).values())[0] for of in names]
-    return [f"{cells[0]:.3f}", f"{cells[1]:.3f}", f"{cells[2]:.1%}"]
+    models, arm = transfer_page.run_of(documents, _RUN), _MEASURED[name] if name else _CACHE
+    forms = {("key",): "{:.3f}", ("copy",): "{:.3f}", tuple(transfer_page.TASKS): "{:.1%}"}
+    cells = [(transfer_page.worst(models, arm, of)[0], form) for of, form in forms.items()]
+    return [form.format(value) if value > 0 else "nothing" for value, form in cells]
 
 
 def _longest(documents: Documents) -> int:
@@ -166,7 +157,7 @@ def _generate(documents: Documents, name: str, length: int) -> tuple[float | Non
     """Seconds to the first token and milliseconds per token of plain `generate`, one row: the fastest readings of the
     newest run that has some, as a setting's code changes.
     """
-    settings = None if name == "dense" else Method.parse(name).to_dict()
+    settings = None if name == "dense" else Method.parse(_TIMED.get(name, name)).to_dict()
     found: dict[str, tuple[list[float | None], list[float | None]]] = {}
     for stem, document in documents.items():
         if not stem.startswith(("generate-", "recall-prompts-")):
@@ -221,25 +212,9 @@ def _quality(documents: Documents, name: str) -> Quality | None:
         return _adapted(documents)
     if name not in _MEASURED:
         return None
-    missed, loss = (
-        {make: value for make, (value, _) in worst(documents, _MEASURED[name], of).items()}
-        for of in (transfer_page.TASKS, ["key"])
-    )
-    lengths = {
-        row["length"]
-        for run, arm in _MEASURED[name].items()
-        for model in transfer_page.run_of(documents, run).values()
-        for row in model["rows"]
-        if row["arm"] == arm
-    }
-    alone = f"; {lengths.pop():,} tokens" if len(lengths) == 1 else ""
-    cells = _worst_first(missed, lambda x: f"{1 - x:.1%}"), _worst_first(loss, lambda x: f"{x:+.3f}")
-    return Quality(*(cell + alone for cell in cells))
-
-
-def _worst_first(values: Mapping[str, float], form: Callable[[float], str]) -> str:
-    makes = sorted(values, key=lambda make: -values[make])
-    return "; ".join(f"{form(values[make])} ({transfer_page.TITLES[make]})" for make in makes)
+    models, titles = transfer_page.run_of(documents, _RUN), transfer_page.TITLES
+    missed, loss = (transfer_page.worst(models, _MEASURED[name], of) for of in (transfer_page.TASKS, ["key"]))
+    return Quality(f"{1 - missed[0]:.1%} ({titles[missed[2]]})", f"{loss[0]:+.3f} ({titles[loss[2]]})")
 
 
 def _adapted(documents: Documents) -> Quality:

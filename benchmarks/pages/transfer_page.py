@@ -48,6 +48,7 @@ _CENTRED = (
     "recall-device", "recall-host", "cache of 4 bits", "16 bits", "values 3", "keys 4, values 3", "1/2", "1/8", "1/16",
     "groups of 8", "window 1024",
 )  # fmt: skip
+_SHORT = ("1/8", "256", "1/4", "1/4, the first layer too", "cache of 4 bits")
 _BLOCK = re.compile(r"(<!-- transfer (\d) -->\n).*?(<!-- /transfer -->)", re.DOTALL)
 _PLACE = re.compile(r"\{\{(\w+)([^}]*)\}\}")
 
@@ -83,22 +84,22 @@ def fill(page: Path, documents: Mapping[str, Any]) -> None:
     page.write_text(_BLOCK.sub(table, page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
-def worst(model: Mapping[str, Any], arm: str, names: Iterable[str]) -> tuple[float, int]:
-    """The most that an arm loses of these classes of tokens or tasks at any length, and the length."""
-    rows = [row for row in model["rows"] if row["arm"] == arm]
-    return max((row[name][0], row["length"]) for row in rows for name in names if name in row)
+def worst(models: Mapping[str, Any], arm: str, names: Iterable[str]) -> tuple[float, int, str]:
+    """The most that an arm loses of these classes of tokens or tasks in any model at any length, where and in which."""
+    rows = [(row, make) for make, model in models.items() for row in model["rows"] if row["arm"] == arm]
+    return max((row[name][0], row["length"], make) for row, make in rows for name in names if name in row)
 
 
 def _worst_cells(documents: Mapping[str, Any], run: int) -> str:
     """The arms of a run with which something is claimed: bytes, and the most that they lose in any model and length."""
     models = run_of(documents, run)
     rows = [["", "device", "host store", "read", "far text needed", "copies", "worst task"], ["---"] * 7]
-    for arm in {3: _CLAIMED, 4: _EXACT, 5: _NAMED, 6: _CENTRED}[run]:
+    for arm in {3: _CLAIMED, 4: _EXACT, 5: _NAMED, 6: _CENTRED, 8: _SHORT}[run]:
         measured = [row for model in models.values() for row in model["rows"] if row["arm"] == arm]
         sizes = [[f"{row[size]:.0%}" for row in measured if size in row] for size in ("device", "host_store", "read")]
         cells = []
         for names in (["key"], ["copy"], TASKS):
-            (lost, length), make = max((worst(model, arm, names), make) for make, model in models.items())
+            lost, length, make = worst(models, arm, names)
             cells.append(f"{_percent(lost) if names is TASKS else f'{lost:+.3f}'} ({TITLES[make]}, {length:,})")
         rows.append([arm, *(_between(of) for of in sizes), *cells])
     return _table(rows)

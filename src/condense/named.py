@@ -25,14 +25,14 @@ NAMED_SETTINGS = {
     "recall-host": NamedSettings(
         _RECALL | {"store": "host", "num_recall": 256, "slots": 256},
         "Any model as it is; far tokens in host memory, so little is kept on the device.",
-        "0.047 nats on tokens that need far text, 0.014 on copies and 8.3% of a task, all at 32,768 tokens "
-        "(the worst of models of 77 and 83M)",
+        "0.005 nats on tokens that need far text at 16,384 tokens, nothing on copies, and 1.7% of a task at 32,768 "
+        "(the worst of models of 44, 77 and 83M)",
     ),
     "recall-device": NamedSettings(
         _RECALL,
         "Any model as it is; all on the device, far tokens in 4 bits.",
-        "0.051 nats on tokens that need far text at 4,096 tokens, and 0.024 on copies and 2.9% of a task at 32,768 "
-        "(the worst of models of 77 and 83M)",
+        "0.021 nats on tokens that need far text and 0.029 on copies at 4,096 tokens, and 2.2% of a task at 32,768 "
+        "(the worst of models of 44, 77 and 83M)",
     ),
     "pooled": NamedSettings(
         {"method": "lca", "window": 512, "rep_bias": "log_size"},

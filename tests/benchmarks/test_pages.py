@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import contenders
 import papers_page
 import performance_page
 import pytest
@@ -74,12 +75,12 @@ def test_what_named_settings_lose_is_the_worst_that_was_measured():
     for name, (far, copies, task) in losses.items():
         said = NAMED_SETTINGS[name].loses if name else ""
         assert all(text in said for text in (f"{far} nats", f"{copies} on copies", f"{task} of a task")) or not name
-    # the arms are those of the settings, but for how prompts are read and for four groups more than a quarter
-    by_recall = condense.Recall(window=256, num_recall=0.25, entry_bits=4, store_bits=4)
+    # the arms are those of the settings: prompts read densely, the store's place aside
+    arms, _ = contenders.arms(16384)
     device, host = (condense.Method.parse(name) for name in ("recall-device", "recall-host"))
-    assert device.as_steps == by_recall
+    assert arms["1/8"] == contenders.Answers(device.as_steps)
+    assert arms["256"] == contenders.Answers(host.as_steps.replace(store="device", slots=device.slots))
     assert host == device.replace(store="host", num_recall=256, slots=256)
-    assert device.quota.at((16384 - 256) // 16) == 252
     start = " ".join((write_pages.ROOT / "docs" / "start-here.md").read_text(encoding="utf-8").split())
     device, host, cache = (losses[name][0] for name in ("recall-device", "recall-host", None))
     assert (
