@@ -26,8 +26,8 @@ from condense.models.shapes import shape_config
 LENGTHS = (32768, 131072)
 NAMES = ("recall-host", "recall-device", "pooled")
 UNKNOWN = "not measured"
-# the newest run of the study of what transfers, and its arms: named settings as they are, and beside them a dense cache
-_RUN, _MEASURED, _CACHE = 8, {"recall-host": "256", "recall-device": "1/8"}, "cache of 4 bits"
+# arms of the newest run of the study of what transfers: named settings as they are, and beside them a dense cache
+_MEASURED, _CACHE = {"recall-host": "256", "recall-device": "1/8"}, "cache of 4 bits"
 # settings that times are of, where a name has come to stand for others since
 _TIMED = {"recall-device": "recall-device:num_recall=0.25"}
 # the arm of the study of adaptation, its settings and its length
@@ -80,7 +80,7 @@ def claims(documents: Documents) -> list[str]:
     recall, device = (Method.parse(f"recall-{where}").to_dict() for where in ("host", "device"))
     engine, shorter = _engine(documents), LENGTHS[-1] - _longest(documents)
     running = {name: _running(documents, name) for name in ("dense", "condensed")}
-    models = [*transfer_page.run_of(documents, _RUN).values()]
+    models = [*transfer_page.run_of(documents, transfer_page.NEWEST).values()]
     sizes = sorted({round(model["parameters"] / 1e6) for model in models})
     served = {name: _untouched(documents, name) for name in running}
     one, most = ({name: of[i] for name, of in served.items()} for i in range(2))
@@ -111,7 +111,7 @@ def lost(documents: Documents, name: str | None = None) -> list[str]:
     """The most that a named setting, or a dense cache of 4 bits, loses on tokens that need far text, on copies and of a
     task, in any model at any length; "nothing" where it loses nothing in any.
     """
-    models, arm = transfer_page.run_of(documents, _RUN), _MEASURED[name] if name else _CACHE
+    models, arm = transfer_page.run_of(documents, transfer_page.NEWEST), _MEASURED[name] if name else _CACHE
     forms = {("key",): "{:.3f}", ("copy",): "{:.3f}", tuple(transfer_page.TASKS): "{:.1%}"}
     cells = [(transfer_page.worst(models, arm, of)[0], form) for of, form in forms.items()]
     return [form.format(value) if value > 0 else "nothing" for value, form in cells]
@@ -212,7 +212,7 @@ def _quality(documents: Documents, name: str) -> Quality | None:
         return _adapted(documents)
     if name not in _MEASURED:
         return None
-    models, titles = transfer_page.run_of(documents, _RUN), transfer_page.TITLES
+    models, titles = transfer_page.run_of(documents, transfer_page.NEWEST), transfer_page.TITLES
     missed, loss = (transfer_page.worst(models, _MEASURED[name], of) for of in (transfer_page.TASKS, ["key"]))
     return Quality(f"{1 - missed[0]:.1%} ({titles[missed[2]]})", f"{loss[0]:+.3f} ({titles[loss[2]]})")
 
