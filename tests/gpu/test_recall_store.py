@@ -53,8 +53,9 @@ def test_chunks_and_steps(name, cache_of, slots):
     want, _ = _logits(model, DEVICE_STORE, cache_of, sizes)
     got, cache = _logits(model, DEVICE_STORE.replace(store="host", slots=slots), cache_of, sizes)
     assert torch.equal(got, want)
-    for layer in cache.layers:
-        buffers = layer.buffers if cache_of is _static else layer._ring.buffers
+    first, *others = (layer.buffers if cache_of is _static else layer._ring.buffers for layer in cache.layers)
+    assert first.store.is_cuda  # all of its groups are open
+    for buffers in others:
         assert buffers.store.is_pinned()
         assert buffers.slots.is_cuda
 

@@ -155,8 +155,9 @@ class Recall(Method):
     def of_first_layer(self) -> Method:
         """The same settings with all groups open, from the device; without open groups, these settings.
 
-        What a first layer attends to is spread over most tokens, so that a choice leaves much of it closed: in the
-        models measured nearly all that Recall loses is lost there (`docs/studies/transfer.md`).
+        A first layer's attention is spread over many tokens, so that a choice leaves much of it closed. In one of three
+        models nearly all that Recall lost was lost there, in the others the rule does no harm
+        (`docs/studies/transfer.md`).
         """
         return self if self.num_recall == 0 else self.replace(num_recall=1.0, store="device")
 
