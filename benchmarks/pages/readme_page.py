@@ -28,8 +28,6 @@ NAMES = ("recall-host", "recall-device", "pooled")
 UNKNOWN = "not measured"
 # arms of the newest run of the study of what transfers: named settings as they are, and beside them a dense cache
 _MEASURED, _CACHE = {"recall-host": "256", "recall-device": "1/8"}, "cache of 4 bits"
-# settings that times are of, where a name has come to stand for others since
-_TIMED = {"recall-device": "recall-device:num_recall=0.25"}
 # the arm of the study of adaptation, its settings and its length
 _ARM, _ADAPTED, _ADAPTED_LENGTH = "both", "lca:window=512,rep_bias=log_size", 8192
 _BLOCK = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
@@ -155,9 +153,9 @@ def _cache(name: str) -> float:
 
 def _generate(documents: Documents, name: str, length: int) -> tuple[float | None, float | None]:
     """Seconds to the first token and milliseconds per token of plain `generate`, one row: the fastest readings of the
-    newest run that has some, as a setting's code changes.
+    newest run that has some, as a setting's code changes; of dense attention, whose code does not, those of all runs.
     """
-    settings = None if name == "dense" else Method.parse(_TIMED.get(name, name)).to_dict()
+    settings = None if name == "dense" else Method.parse(name).to_dict()
     found: dict[str, tuple[list[float | None], list[float | None]]] = {}
     for stem, document in documents.items():
         if not stem.startswith(("generate-", "recall-prompts-")):
@@ -167,7 +165,7 @@ def _generate(documents: Documents, name: str, length: int) -> tuple[float | Non
             method = None if row["attention"] == "dense" else content.get("methods", {}).get(row["attention"])
             known = row["attention"] == "dense" if settings is None else method == settings
             if known and row["tokens"] == length and row.get("rows", 1) == 1 and not row.get("chunk"):
-                first, step = found.setdefault(stem.rsplit("-", 1)[1], ([], []))
+                first, step = found.setdefault(stem.rsplit("-", 1)[1] if settings else "", ([], []))
                 first.append(row.get("first_s") or row.get("first_token_s"))
                 step.append(row["step_ms_median"])
     newest = found[max(found)] if found else ()
