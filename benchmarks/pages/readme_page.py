@@ -53,7 +53,8 @@ def table(documents: Documents) -> str:
     served = _served(documents)
     quality = {name: _quality(documents, name) for name in NAMES}
     rows = [
-        ["cache on the GPU, 131,072 tokens", *(f"{_cache(name):#.3g} GiB" for name in ("dense", *attentions))],
+        ["cache on the GPU, 131,072 tokens", *(f"{_cache(name)[0]:#.3g} GiB" for name in ("dense", *attentions))],
+        ["read by each further token", *(f"{_cache(name)[1]:#.3g} GiB" for name in ("dense", *attentions))],
         *(
             [f"first token, {n:,} tokens", _text(times["dense", n][0], "s"), _text(engine[n][0], "s")]
             + [_text(times[name, n][0], "s", served.get((name, n, 0))) for name in NAMES]
@@ -76,7 +77,7 @@ def table(documents: Documents) -> str:
 def claims(documents: Documents) -> list[str]:
     """Phrases of the README with numbers outside its table, with the numbers of the results and settings."""
     recall, device = (Method.parse(f"recall-{where}").to_dict() for where in ("host", "device"))
-    engine, shorter = _engine(documents), LENGTHS[-1] - _longest(documents)
+    shorter = LENGTHS[-1] - _longest(documents)
     running = {name: _running(documents, name) for name in ("dense", "condensed")}
     models = [*transfer_page.run_of(documents, transfer_page.NEWEST).values()]
     sizes = sorted({round(model["parameters"] / 1e6) for model in models})
@@ -98,7 +99,6 @@ def claims(documents: Documents) -> list[str]:
         f"loses {cache[0]}, {cache[1]} and {cache[2]}",
         f"up to {shorter:,} tokens shorter",
         f"ran {running['condensed']} requests of {LENGTHS[-1]:,} tokens at once instead of {running['dense']}",
-        f"takes {_text(engine[LENGTHS[-1]][1], 'ms')} a token after {LENGTHS[-1]:,} tokens",
         f"takes {_text(one['condensed'], 'ms')} a token",
         f"dense attention {_text(one['dense'], 'ms')} in the same run",
         f"{most['condensed']:.0f} tokens a second where most requests run, dense {most['dense']:.0f}",
@@ -143,12 +143,13 @@ def _text(value: float | None, unit: str, served: float | None = None) -> str:
     return f"{value:#.3g} {unit}".replace(". ", " ")
 
 
-def _cache(name: str) -> float:
-    """GiB on the device for one prompt in Llama-3.1-8B's shape, bfloat16."""
+def _cache(name: str) -> tuple[float, float]:
+    """GiB on the device for one prompt in Llama-3.1-8B's shape, bfloat16, and GiB that a token after it reads."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape_config("llama-3.1-8b"))
     reports = inspect(model, "cca" if name == "dense" else name, LENGTHS[-1])
-    return float(sum(x.dense_bytes if name == "dense" else x.bytes for x in reports) / 2**30)
+    kept, read = sum(x.bytes for x in reports) / 2**30, sum(x.read_bytes for x in reports) / 2**30
+    return (sum(x.dense_bytes for x in reports) / 2**30,) * 2 if name == "dense" else (kept, read)
 
 
 def _generate(documents: Documents, name: str, length: int) -> tuple[float | None, float | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -86,6 +85,4 @@ def _bytes(model: PreTrainedModel, choice: MethodChoice, length: int) -> dict[st
     """Bytes on the device and read by a step, as shares of dense attention's in the layers of a choice."""
     rows = [row for row in inspect(model, choice, length) if row.method is not None]
     dense = sum(row.dense_bytes for row in rows)
-    reads = [re.search(r"reads ([\d,]+) bytes", row.remark or "") for row in rows]
-    read = sum(int(found[1].replace(",", "")) if found else row.bytes for found, row in zip(reads, rows, strict=True))
-    return {"device": sum(row.bytes for row in rows) / dense, "read": read / dense}
+    return {"device": sum(row.bytes for row in rows) / dense, "read": sum(row.read_bytes for row in rows) / dense}

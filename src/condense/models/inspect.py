@@ -30,6 +30,7 @@ class LayerReport:
     of that length, with Recall's index and matched biases. Buffers that a step changes have spare room beside: 1/32 and
     some columns.
     host_bytes: exact tokens in host memory (``Recall(store="host")``); PyTorch takes it in powers of two per layer.
+    read_bytes: what a step after them reads, wherever it lies.
 
     FLOPs count attention over visible keys, pooling and the scores of Recall's index, with the products that only
     latents need for it, and no other projections. method: None for a layer that stays stock; then both columns are the
@@ -46,6 +47,7 @@ class LayerReport:
     bytes: int
     dense_flops: int
     flops: int
+    read_bytes: int
     remark: str | None = None
     host_bytes: int = 0
 
@@ -86,30 +88,32 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
     dense_entries = length if window is None else min(length, window)
     dense_bytes = dense_entries * heads.entry_numbers * itemsize
     dense_flops = heads.dense_flops(length, window)
-    figures = (dense_entries, dense_entries, dense_bytes, dense_bytes, dense_flops, dense_flops)
+    figures = (dense_entries, dense_entries, dense_bytes, dense_bytes, dense_flops, dense_flops, dense_bytes)
     stock = LayerReport(index, heads.width, heads.value_width, None, *figures)
     if method is None:
         return stock
     on_device, on_host = heads.cached.cached_bytes(method, length, itemsize)
+    chooses = method.layout.choice is not None
+    read = heads.cached.step_bytes(method, length, itemsize) if chooses else on_device
     return replace(
         stock,
         method=method,
         entries=kept_on_device(method, length),
         bytes=on_device,
         flops=heads.flops(method, length),
-        remark=_remark(heads, method, length, itemsize),
+        read_bytes=read,
+        remark=_remark(method, length, on_host, read),
         host_bytes=on_host,
     )
 
 
-def _remark(heads: _Heads, method: Method, length: int, itemsize: int) -> str | None:
+def _remark(method: Method, length: int, on_host: int, read_bytes: int) -> str | None:
     if (choice := method.layout.choice) is not None:
-        read = f"a step after them reads {heads.cached.step_bytes(method, length, itemsize):,} bytes"
+        read = f"a step after them reads {read_bytes:,} bytes"
         if method.reads_exactly:
             read = f"the prompt is read with dense attention; {read}"
         if choice.store.on_host:
-            host = heads.cached.cached_bytes(method, length, itemsize)[1]
-            return f"{method.name}: of {length} tokens, {host:,} bytes per layer lie in host memory; {read}"
+            return f"{method.name}: of {length} tokens, {on_host:,} bytes per layer lie in host memory; {read}"
         larger = ", so the cache is larger than a dense one" if choice.store.bits == 16 else ""
         return f"{method.name}: all {length} tokens stay on the device{larger}; {read} of it"
     if chooses_from_prompt(method) and method.prompt_focal(length) == length:
