@@ -30,7 +30,7 @@ RECORDS = {
     "g-16": RECALL.replace(group_size=16, window=20, num_recall=1),
     "g-32": RECALL.replace(group_size=32, window=16, num_recall=1, store_bits=8),
     "none-open": RECALL.replace(num_recall=0),
-    "all-open": RECALL.replace(num_recall=99),
+    "all-open": RECALL.replace(num_recall=1.0),
 }
 # the same with prompts that are read with dense attention
 EXACT_PROMPTS = {

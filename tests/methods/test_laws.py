@@ -25,7 +25,7 @@ RECALLS = cases.RECALLS | {"store-4": Recall(group_size=4, window=5, num_recall=
 BASELINES = {"streaming_llm": (StreamingLLM, "sink"), "lm_infinite": (LMInfinite, "n_global")}
 LIMITS = [
     Dense(), CCA(group_size=4, window=64), LCA(group_size=7, window=1000), StreamingLLM(sink=2, window=64),
-    StreamingLLM(sink=64, window=1), LMInfinite(n_global=0, window=100), Recall(group_size=4, window=6, num_recall=99),
+    StreamingLLM(sink=64, window=1), LMInfinite(n_global=0, window=100), Recall(group_size=4, window=6, num_recall=1.0),
     DGA(selection="prompt"), DGA(group_size=4, selection="prompt", gamma=0.2, min_focal=64),
     DGA(group_size=4, selection="prompt", gamma=1),
 ]  # fmt: skip

@@ -49,14 +49,6 @@ def test_one_method_for_all_layers_opens_all_groups_in_the_first():
         assert condensed_layers(condense.apply(tiny.model("llama"), choice)) == dict.fromkeys(range(3), method)
 
 
-def test_a_layer_that_opens_all_groups_is_dense():
-    model, ids = tiny.model("llama"), tiny.tokens(2, 60)
-    dense = tiny.generate(model, ids)
-    with condense.use(model, {0: RECALL.of_first_layer, "rest": condense.Dense()}):
-        torch.testing.assert_close(model(ids).logits, condense.restore(tiny.model("llama"))(ids).logits)
-        assert torch.equal(tiny.generate(model, ids), dense)
-
-
 def test_methods_as_text_and_layers_from_the_last():
     model = condense.apply(tiny.model("llama"), "cca:group_size=4,window=8", layers=[-1, 0])
     assert condensed_layers(model) == dict.fromkeys((2, 0), tiny.CCA)
