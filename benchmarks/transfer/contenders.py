@@ -15,7 +15,7 @@ from condense.models.inspect import inspect
 
 WINDOW = 256
 # what is claimed; the store's place changes no result
-EIGHTH = Recall(window=WINDOW, num_recall=0.125, entry_bits=4, store_bits=4)
+EIGHTH = Recall(window=WINDOW, num_recall=0.125, min_recall=0, entry_bits=4, store_bits=4)
 CACHE = Cache()
 Arm = Method | Mapping[str, Method] | Cache | Answers | None
 

@@ -19,7 +19,8 @@ class NamedSettings(NamedTuple):
 
 
 _RECALL = {
-    "method": "recall", "window": 256, "num_recall": 0.125, "entry_bits": 4, "store_bits": 4, "prompt": "exact",
+    "method": "recall", "window": 256, "num_recall": 0.125, "min_recall": 256, "unchosen": "drop", "store_bits": 4,
+    "prompt": "exact",
 }  # fmt: skip
 NAMED_SETTINGS = {
     "recall-host": NamedSettings(

@@ -45,8 +45,9 @@ class Recall(Method):
 
     group_size: tokens per group, >= 1. window: newest tokens that stay exact, >= 0. num_recall: groups that a query
     opens: a number >= 0, or a share of the closed groups, above 0 and at most 1.0 (all), rounded up, which grows with
-    the text. Query heads that share a KV head open the same groups. Where one method is given for all layers of a
-    model, its first layer opens all groups (`of_first_layer`).
+    the text. min_recall: the least groups that a share opens, where as many are closed, >= 0. Query heads that share a
+    KV head open the same groups. Where one method is given for all layers of a model, its first layer opens all groups
+    (`of_first_layer`).
 
     A query's score of a group is the largest that an index estimates of its tokens' scores. The index holds a centre of
     the group's keys after a fixed rotation, in 4 bits per number, and of each key the signs of what it differs by and a
@@ -84,6 +85,7 @@ class Recall(Method):
     group_size: Positive = 16
     window: Natural = 1024
     num_recall: int | float = 0.125
+    min_recall: Natural = 256
     key_pooling: Pooling = "mean"
     value_pooling: Pooling = "mean"
     rep_bias: RepBias = "log_size"
@@ -134,7 +136,9 @@ class Recall(Method):
     @cached_property
     def quota(self) -> Quota:
         """The number of closed groups that a query opens."""
-        return Quota(self.num_recall) if isinstance(self.num_recall, int) else Quota.of_share(self.num_recall)
+        if isinstance(self.num_recall, int):
+            return Quota(self.num_recall)
+        return Quota.of_share(self.num_recall, self.min_recall)
 
     @property
     def store_format(self) -> StoreFormat:

@@ -33,9 +33,14 @@ def sum_opened(rule: UniformRule, quota: Quota, length: int) -> int:
     if quota.part == quota.of:
         return sum_closed(rule, length, quota.most)
     full, rest = divmod(max(0, length - (rule.window or 0)), rule.chunk)
-    # a share of the groups has no largest number
-    opened = _floor_sum(full, quota.part, quota.of - 1, quota.of)
-    return rule.chunk * opened + (rest + 1) * quota.at(full) if full else 0
+    # a share of the groups has no largest number; it is above the least number from ``first`` groups on
+    first = quota.least * quota.of // quota.part + 1
+    opened = sum_closed(rule, length, quota.least)
+    if full < first:
+        return opened
+    shares = sum(sign * _floor_sum(n, quota.part, quota.of - 1, quota.of) for sign, n in ((1, full), (-1, first)))
+    above = shares - (full - first) * quota.least
+    return opened + rule.chunk * above + (rest + 1) * (quota.at(full) - quota.least)
 
 
 def _floor_sum(count: int, step: int, start: int, of: int) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from condense.ops.recall.index import GroupIndex, turned_queries
 from condense.ops.spans import Source, Spans
-from condense.ops.tensors.per_row import IntT, at_most
+from condense.ops.tensors.per_row import IntT, at_least, at_most
 
 Unchosen = Literal["pool", "drop"]
 # more groups than any row has
@@ -43,25 +43,30 @@ class RecallSources(NamedTuple):
 
 
 class Quota(NamedTuple):
-    """The number of closed groups that a query opens: ``ceil(closed * part / of)``, at most ``most``."""
+    """The number of closed groups that a query opens: ``ceil(closed * part / of)``, at least ``least`` where there are
+    as many, at most ``most``.
+    """
 
     most: int = _UNLIMITED
+    least: int = 0
     part: int = 1
     of: int = 1
 
     @classmethod
-    def of_share(cls, share: float) -> Self:
+    def of_share(cls, share: float, least: int = 0) -> Self:
         """The quota for a share above 0 and at most 1, in exact arithmetic: 0.55 of 100 is 55, not 56.
 
         The share becomes the nearest fraction whose denominator fits into 31 bits: 0.3333333333333333 is a third.
         """
         nearest = Fraction(str(share)).limit_denominator(_MAX_DENOMINATOR)
         part, of = max(nearest, Fraction(1, _MAX_DENOMINATOR)).as_integer_ratio()
-        return cls(part=part, of=of)
+        return cls(least=least, part=part, of=of)
 
     def at(self, closed: IntT) -> IntT:
         """Groups to open of ``closed`` groups, an int or int64 of any shape."""
-        return at_most((closed * self.part + (self.of - 1)) // self.of, self.most)
+        share = (closed * self.part + (self.of - 1)) // self.of
+        # no more than are closed: a share never is
+        return at_most(share + at_least(at_most(closed, self.least) - share, 0), self.most)
 
 
 class Choice(Protocol):

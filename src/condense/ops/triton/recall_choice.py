@@ -91,7 +91,7 @@ def choose(
     picked = power_of_2(min(r, ranked))
     # if as many groups are opened as there are cells, none can be left out
     looked, some = picked * C, picked < ranked
-    of_quota = (r, quota.part, quota.of)
+    of_quota = (r, *quota[1:])
     n = min(L, max(1, _SCRATCH // bytes_per_query(q, cells, C) // _BLOCK) * _BLOCK)
     scratch = _scratch(q.device, heads, n, R, cells, C, picked if some else 0)
     with on_device_of(q):

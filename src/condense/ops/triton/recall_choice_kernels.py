@@ -50,9 +50,10 @@ def _best_share(score_ptr, at, step, lse_ptr, query, there, valid, R: tl.constex
 
 
 @triton.jit
-def wanted_groups(closed, most, part, of):
-    """Number of groups that a query opens of ``closed``; most, part, of: as in `condense.ops.recall.choice.Quota`."""
-    return tl.minimum((closed.to(tl.int64) * part + (of - 1)) // of, most).to(tl.int32)
+def wanted_groups(closed, most, least, part, of):
+    """Number of groups that a query opens of ``closed``; the others are those of `condense.ops.recall.choice.Quota`."""
+    share = (closed.to(tl.int64) * part + (of - 1)) // of
+    return tl.minimum(tl.maximum(share, tl.minimum(closed, least)), most).to(tl.int32)
 
 
 @triton.jit
@@ -101,11 +102,11 @@ def _best(share, valid, wanted, floor):
     return best != 0, tl.cumsum(best, 1) - best, worst
 
 
-@triton.jit(do_not_specialize=(*VARYING, *BLOCK, "r"))
+@triton.jit(do_not_specialize=(*VARYING, *BLOCK, "r", "least"))
 def recall_cells_kernel(
     cell_ptr, lse_ptr, starts_ptr, picked_ptr, floor_ptr,
     K, L, G, first, stop, cells,
-    chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, r, part, of,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, r, least, part, of,
     R: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr, CELLS: tl.constexpr, PICKED: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
     """Write the cells with the best shares, as many as groups are wanted, in rising order, int32 ``[B * K, n,
@@ -128,7 +129,7 @@ def recall_cells_kernel(
         cell_ptr + head * cells * lines, at, CELLS_PER_LINE, lse_ptr + head * lines, query, there, valid, R
     )
     query += head * (stop - first)
-    wanted = wanted_groups(closed, r, part, of)
+    wanted = wanted_groups(closed, r, least, part, of)
     picked, place, worst = _best(share, valid, wanted, _INT_MIN)
     # each picked cell holds a group at least as good as the worst picked cell's best one, so lower groups can be
     # skipped
@@ -167,11 +168,11 @@ def _open(scores, cell, wanted, floor, groups_at, R: tl.constexpr, C: tl.constex
     tl.store(groups_at + place, group, mask=is_open)
 
 
-@triton.jit(do_not_specialize=(*VARYING, *BLOCK, "r"))
+@triton.jit(do_not_specialize=(*VARYING, *BLOCK, "r", "least"))
 def recall_groups_kernel(
     score_ptr, lse_ptr, picked_ptr, floor_ptr, starts_ptr, groups_ptr,
     K, L, G, first, stop, cells,
-    chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, r, part, of,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, r, least, part, of,
     R: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr, PICKED: tl.constexpr, PLACES: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
     """Write the groups that queries ``[first, stop)`` open in rising order, int32 ``[B * K, L, r]``; G where fewer.
@@ -187,7 +188,7 @@ def recall_groups_kernel(
     query = tl.minimum(i, stop - 1) - first
     line = head * (stop - first) + query
     place = tl.arange(0, PLACES)[None, :]
-    wanted = wanted_groups(closed, r, part, of)
+    wanted = wanted_groups(closed, r, least, part, of)
     groups_at = groups_ptr + ((tl.program_id(1).to(tl.int64) * L + i) * r)[:, None]
     unused = (place >= wanted[:, None]) & (place < r) & (i < stop)[:, None]
     tl.store(groups_at + place, tl.zeros([BQ, PLACES], tl.int32) + G, mask=unused)

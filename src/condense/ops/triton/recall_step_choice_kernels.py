@@ -240,11 +240,11 @@ def _rank_tile(
         tl.store(lists.offset + group, offset, mask=valid)
 
 
-@triton.jit(do_not_specialize=("part", "of"))
+@triton.jit(do_not_specialize=("least", "part", "of"))
 def recall_choose_kernel(
     score_ptr, top_ptr, total_ptr, biases_ptr, seen_ptr, real_ptr, key_ptr, candidate_ptr, groups_ptr, place_ptr,
     offset_ptr, held_ptr, order_ptr, slot_of_ptr, used_ptr, free_ptr, arrived_ptr, before_ptr,
-    K, R, G, S, window, bias, most_opened, part, of,
+    K, R, G, S, window, bias, most_opened, least, part, of,
     g: tl.constexpr, GROUPS: tl.constexpr, RANKING: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
     PAGED: tl.constexpr,
 ):  # fmt: skip
@@ -282,7 +282,7 @@ def recall_choose_kernel(
             used_ptr + head * RANKING.slots, free_ptr + head * RANKING.slots,
         )  # fmt: skip
         score_ptr, stride = score_ptr + head * R * GROUPS, GROUPS
-    num_open = wanted_groups(closed, most_opened, part, of)
+    num_open = wanted_groups(closed, most_opened, least, part, of)
     if num_open == closed:
         if tl.program_id(0) == 0:
             _open_all(lists, closed, RANKING, 1024)

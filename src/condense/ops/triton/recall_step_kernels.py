@@ -239,12 +239,12 @@ def _rows_in_pages(near, entries, tile, entry_tiles, BN: tl.constexpr, NEAR: tl.
     return tl.where(is_entry, far, form_row(near.table, near.first + row, (tile >= entry_tiles) & (row >= 0), NEAR))
 
 
-@triton.jit(do_not_specialize=("part", "of"))
+@triton.jit(do_not_specialize=("least", "part", "of"))
 def recall_attend_kernel(
     q_ptr, entries_k_ptr, entries_v_ptr, signs_ptr, steps_ptr, store_ptr, ring_k_ptr, ring_v_ptr, slots_ptr,
     turned_ptr, rotation_ptr, base_ptr, groups_ptr, place_ptr, offset_ptr, seen_ptr, real_ptr, part_ptr, lse_ptr,
     near_ptr, far_ptr, before_ptr,
-    s_qb, s_qh, K, R, G, W, N, window, most_opened, part, of, own, scale,
+    s_qb, s_qh, K, R, G, W, N, window, most_opened, least, part, of, own, scale,
     SLOTS: tl.constexpr, FORM: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
     POOL: tl.constexpr, BITS: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr,
     CAP: tl.constexpr, EARLY: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
@@ -367,7 +367,7 @@ def recall_attend_kernel(
     T: tl.constexpr = tokens_of_tile(g, BN)
     BG: tl.constexpr = BN // T
     PARTS: tl.constexpr = (g + T - 1) // T
-    count = wanted_groups(closed, most_opened, part, of)
+    count = wanted_groups(closed, most_opened, least, part, of)
     opened = _Opened(groups_ptr, count, groups_ptr if FAR is None else far_ptr, signs_ptr, steps_ptr)
     tiles = tl.cdiv(count, BG) * PARTS
     shares = tl.where(own > 0, own, S)

@@ -221,7 +221,8 @@ def plan_of(
     V, parts = latent or Dv, key_value_parts(D, Dv, latent)
     BR = min(most, max(8, power_of_2(R)))
     head_tiles = cdiv(R, BR)
-    (_, part, of), r, GROUPS = quota, quota.at(G), power_of_2(max(G, 1))
+    r, GROUPS = quota.at(G), power_of_2(max(G, 1))
+    of_quota = (r, *quota[1:])
     BG, C, tiles = ranked(G, r)
     # numbers that a program ranks at once
     ranks = max(tiles * C, S)
@@ -253,17 +254,17 @@ def plan_of(
         close_of(device, dtype, heads, widths, sizes, number, scale, has_real),
         (
             (S0, B * K, head_tiles),
-            (K, R, row, *few0, window, scale * LOG2E, r, part, of),
+            (K, R, row, *few0, window, scale * LOG2E, *of_quota),
             (g, D, HS, GS, GROUPS, has_real, early, far),
             of_score.options | UNFUSED | chained,
         ),
         (
-            (min(tiles, ranking_programs), B * K, 1), (K, R, row, S0, window, settings.bias * LOG2E, r, part, of),
+            (min(tiles, ranking_programs), B * K, 1), (K, R, row, S0, window, settings.bias * LOG2E, *of_quota),
             (g, GROUPS, ranking, has_real, early, far is not None),
             {"num_warps": 4 if ranks <= 1024 else 8 if ranks <= 16384 else 16, **of_choose, **chained},
         ),
         (
-            (S1, B * K, head_tiles), (K, R, row, W, N, window, r, part, of, own, scale * LOG2E),
+            (S1, B * K, head_tiles), (K, R, row, W, N, window, *of_quota, own, scale * LOG2E),
             (S, form, BR, of_attend.rows, choice.pool, settings.entry_bits, has_real, precision,
              softcap * LOG2E, early, near, far),
             of_attend.options | chained,

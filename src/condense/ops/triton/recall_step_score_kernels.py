@@ -13,6 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from condense.ops.triton.device.address import form_row, head_rows, part_at
 from condense.ops.triton.device.parts import tile_width
 from condense.ops.triton.device.signs import centre_products, index_widths, sign_bytes, sign_products, turned_queries
+from condense.ops.triton.recall_choice_kernels import wanted_groups
 from condense.ops.triton.recall_close_kernels import row_of_step
 
 # groups whose centres are multiplied, and scores added up, at a time
@@ -49,10 +50,10 @@ def _load_signs(signs_ptr, row, i, g: tl.constexpr, D: tl.constexpr, FAR: tl.con
     return tl.load(at) if tile_width(W) == W else tl.load(at, mask=(c < W)[None, :], other=0)
 
 
-@triton.jit(do_not_specialize=("few", "enough", "part", "of"))
+@triton.jit(do_not_specialize=("few", "enough", "least", "part", "of"))
 def recall_score_kernel(
     q_ptr, signs_ptr, steps_ptr, seen_ptr, real_ptr, score_ptr, top_ptr, total_ptr, turned_ptr, rotation_ptr, far_ptr,
-    before_ptr, arrived_ptr, s_qb, s_qh, K, R, G, few, enough, window, scale, most_opened, part, of,
+    before_ptr, arrived_ptr, s_qb, s_qh, K, R, G, few, enough, window, scale, most_opened, least, part, of,
     g: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BG: tl.constexpr, GROUPS: tl.constexpr, HAS_REAL: tl.constexpr,
     EARLY: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
@@ -72,7 +73,7 @@ def recall_score_kernel(
     this = row_of_step(seen_ptr, real_ptr, before_ptr, b, window, G, g, HAS_REAL, FAR is not None)
     t, all_closed, closed = this.t, this.all_closed, this.closed
     # nobody asks for scores where all closed groups are opened
-    tiles = tl.where((part == of) & (closed <= most_opened), 0, tl.cdiv(closed, BG))
+    tiles = tl.where(wanted_groups(closed, most_opened, least, part, of) == closed, 0, tl.cdiv(closed, BG))
     S = tl.where(tiles < enough, few, tl.num_programs(0))
     T: tl.constexpr = triton.next_power_of_2(g)
     r = tl.program_id(2) * BR + tl.arange(0, BR)
