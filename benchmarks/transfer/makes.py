@@ -32,6 +32,7 @@ def _rope(theta: float) -> dict[str, Any]:
 
 
 _LARGE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12}
+_SMALL = {"hidden_size": 512, "intermediate_size": 1408}
 # heads of width 128, four query heads per KV head
 _WIDE = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128}
 MAKES: Mapping[str, Mapping[str, Any]] = {
@@ -42,13 +43,18 @@ MAKES: Mapping[str, Mapping[str, Any]] = {
     "qwen3-83m": {"model_type": "qwen3", **_LARGE, **_WIDE, **_rope(1e6)},
     # every second layer has a sliding window
     "gemma3-44m": {
-        "model_type": "gemma3_text", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 12, **_WIDE,
-        "query_pre_attn_scalar": 128,
+        "model_type": "gemma3_text", **_SMALL, "num_hidden_layers": 12, **_WIDE, "query_pre_attn_scalar": 128,
         "sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"] * 6,
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             "full_attention": {"rope_type": "default", "rope_theta": 1e6},
         },
+    },
+    # latents; all layers dense, none of experts
+    "mla-28m": {
+        "model_type": "deepseek_v3", **_SMALL, "num_hidden_layers": 8, "first_k_dense_replace": 99,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": None, "kv_lora_rank": 160,
+        "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64, **_rope(5e5),
     },
 }  # fmt: skip
 # tokens of a sequence, share of the time, tokens of a step

@@ -16,7 +16,7 @@ import weights
 from adapted import FORMS, OPENED, adapt, by_clock
 from contenders import CACHE, Arm, arms, costs
 from makes import STAGES, batches, new_model, train
-from reading import Reference, forced, under
+from reading import Reference, forced, logits_of
 from texts import HeldOut, Texts, held_out, unpacked
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -65,6 +65,9 @@ def run(options: argparse.Namespace) -> None:
     else:
         place = _Place(_in_bfloat16(model), options.until, note)
         sizes = {length: arms(length) for length in lengths}
+        if getattr(model.config, "kv_lora_rank", None):
+            for first, _ in sizes.values():
+                del first["cache of 4 bits"]  # a cache of latents has no heads to round
         for length in lengths:
             place.measure(length, sizes[length][0], held[length], references[length])
         for length in lengths:
@@ -131,8 +134,7 @@ def warm(options: argparse.Namespace) -> None:
     tasks = [(length, *arm) for length in LENGTHS for group in arms(length) for arm in group.items()]
     for length, name, arm in tasks[index::of]:
         try:
-            with under(model, arm, length // 2), torch.no_grad():
-                model(input_ids=torch.randint(4096, (1, length), device=model.device), use_cache=False)
+            logits_of(model, arm, torch.randint(4096, (length,), device=model.device), length // 2)
         except Exception as error:
             print(f"{name} at {length}: {error}", flush=True)
 
@@ -144,8 +146,7 @@ def _warm_adapting(options: argparse.Namespace, index: int, of: int) -> None:
         ids = torch.randint(4096, (2, LENGTHS[0]))
         batch = ids, torch.ones_like(ids, dtype=torch.float32)
         adapt(model, form, [batch] * 6, lambda step: step / 6, print)
-        with under(_in_bfloat16(model), form.measured(4), 0), torch.no_grad():
-            model(input_ids=ids[:1].to(model.device), use_cache=False)
+        logits_of(_in_bfloat16(model), form.measured(4), ids[0].to(model.device), LENGTHS[0] // 2)
 
 
 def _model(options: argparse.Namespace, **changes: Any) -> PreTrainedModel:
