@@ -18,7 +18,7 @@ from condense.ops.paged import PagedState, Pages
 from condense.ops.step import record_format
 
 # methods over records
-RECALL = condense.Recall(group_size=4, window=8, num_recall=3)
+RECALL = condense.Recall(group_size=4, window=8, num_recall=3, min_recall=2)
 RECORDS = {
     "default": RECALL,
     "window-5": RECALL.replace(window=5),

@@ -13,7 +13,7 @@ from condense.methods import step_settings as step_settings
 from condense.ops import NewToken, OwnEntries
 from condense.ops.step import StateSizes, StepCall, empty_state
 
-_RECALL = condense.Recall(group_size=4, window=5, num_recall=2)
+_RECALL = condense.Recall(group_size=4, window=5, num_recall=2, min_recall=2)
 RECALLS = {
     "two-open": _RECALL, "three-open": _RECALL.replace(window=9, num_recall=3), "g-6": _RECALL.replace(group_size=6),
     "window-0-opened": _RECALL.replace(window=0), "g-1-opened": _RECALL.replace(group_size=1, window=3, num_recall=5),

@@ -200,7 +200,7 @@ def methods_of(text, layers=LAYERS):
     """The method of each layer, of text as after `condense serve --method`: one method, or ``a@0-15+b@16-31``."""
     choice = choice_from_text(text)
     if not isinstance(choice, dict):
-        return dict.fromkeys(range(layers), choice) | {0: choice.of_first_layer}
+        return {i: choice.of_layer(is_first=i == 0, has_latents=False) for i in range(layers)}
     return {
         i: method
         for named, method in choice.items()

@@ -61,8 +61,12 @@ def costs(model: PreTrainedModel, arm: Arm, length: int) -> dict[str, Any]:
         return {"device": 1.0, "read": 1.0}
     result = _bytes(model, arm, length)
     if isinstance(arm, Recall):
-        opened = arm.quota.at((length - arm.window) // arm.group_size)
-        result["host_store"] = _bytes(model, arm.replace(store="host", slots=opened), length)["device"]
+        latents = bool(getattr(config, "kv_lora_rank", None))
+        other = arm.of_layer(is_first=False, has_latents=latents)
+        opened = other.quota.at((length - arm.window) // arm.group_size)
+        # given for all layers, latents get four times the slots
+        hosted = arm.replace(store="host", slots=opened // 4 if latents else opened)
+        result["host_store"] = _bytes(model, hosted, length)["device"]
     return result
 
 

@@ -124,8 +124,11 @@ def test_a_share_of_the_groups_is_rounded_up():
     assert [Quota(part=3, of=10).at(n) for n in (0, 1, 3, 4, 6, 7, 10, 11)] == [0, 1, 1, 2, 2, 3, 3, 4]
     assert Recall(num_recall=0.55, min_recall=0).quota.at(100) == 55  # 56 in floating point
     groups = torch.tensor([1, 300, 2**20])  # times a numerator of 16 digits they would not fit into int64
-    assert Recall(num_recall=1 / 3).quota.at(groups).tolist() == [1, 100, 349526]
-    assert Recall(num_recall=1e-20).quota.at(groups).tolist() == [1, 1, 1]
+    assert Recall(num_recall=1 / 3, min_recall=0).quota.at(groups).tolist() == [1, 100, 349526]
+    assert Recall(num_recall=1e-20, min_recall=0).quota.at(groups).tolist() == [1, 1, 1]
+    assert Recall(num_recall=1 / 3, min_recall=101).quota.at(groups).tolist() == [1, 101, 349526]
+    assert [Quota(least=3, part=3, of=10).at(n) for n in (0, 1, 3, 4, 10, 11)] == [0, 1, 3, 3, 3, 4]
+    assert Recall(num_recall=2).quota.at(groups).tolist() == [1, 2, 2]
     scores = torch.randn(1, 2, 5, 9, generator=torch.Generator().manual_seed(0))
     closed = torch.tensor([[[0, 1, 4, 7, 9]]])
     chosen = choose_groups(scores, closed, Quota(part=3, of=10), 1)

@@ -83,7 +83,7 @@ SELECTIONS = {
     "select-gamma1": DGA(group_size=4, gamma=1, min_focal=0, selection="prompt"),
 }
 
-RECALL = Recall(group_size=4, window=6, num_recall=2)
+RECALL = Recall(group_size=4, window=6, num_recall=2, min_recall=2)
 RECALLS = {
     "two-open": RECALL,
     "drop": RECALL.replace(window=5, num_recall=3, unchosen="drop"),

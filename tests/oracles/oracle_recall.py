@@ -84,7 +84,9 @@ def opened(method, queries, k, closed, scale):
 def num_opened(method, closed):
     """Number of groups that a query opens, of ``closed``."""
     r = method.num_recall
-    return min(r, closed) if isinstance(r, int) else math.ceil(Decimal(str(r)) * closed)
+    if isinstance(r, int):
+        return min(r, closed)
+    return min(closed, max(method.min_recall, math.ceil(Decimal(str(r)) * closed)))
 
 
 def seen(method, q, k, v, t, scale, entry):

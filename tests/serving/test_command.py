@@ -230,7 +230,11 @@ def test_an_untouched_model_gets_the_named_setting(serve, stock):
     """One line says what it does, what it was measured to lose and what measures it on this model."""
     command, err = serve(stock)
     named = condense.Method.parse("recall-device")
-    assert methods_in(overrides(command)["condense"]) == {0: named.of_first_layer, 1: named, 2: named}
+    assert methods_in(overrides(command)["condense"]) == {
+        0: named.of_layer(is_first=True, has_latents=False),
+        1: named,
+        2: named,
+    }
     assert err.count("\n") == 1
     assert "recall-device. Any model as it is" in err
     assert "Measured to lose 0.021 nats" in err

@@ -36,7 +36,7 @@ METHODS = {name: cases.PLANS[name] for name in NAMES.split()} | {
     "lm-infinite": condense.LMInfinite(n_global=20, window=5),
 }
 TAKING_BACK = ("cca", "lca", "lca-9-queries", "dga-streaming-log_size", "dga-prompt", "streaming_llm", "recall")
-RECALL = condense.Recall(group_size=4, window=6, num_recall=2)
+RECALL = condense.Recall(group_size=4, window=6, num_recall=2, min_recall=2)
 RECALLS = {
     "recall": RECALL, "drop": RECALL.replace(unchosen="drop"), "a-share": RECALL.replace(num_recall=0.4),
     "entries-8-weighted": RECALL.replace(entry_bits=8, key_pooling="weighted", value_pooling="weighted"),

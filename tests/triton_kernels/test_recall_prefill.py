@@ -62,7 +62,7 @@ CASES = {
     "ratio-3-padded": Case((3, 1), L=29, pads=(0, 11)),
     "ratio-7": Case((7, 1), L=23, unchosen="drop"),
     "later-queries": Case((2, 1), 3, L=9, start=40, window=3, bias=None),
-    "a-fifth-padded": Case((3, 1), r=Quota(part=1, of=5), pads=(0, 13)),
+    "a-fifth-padded": Case((3, 1), r=Quota(least=2, part=1, of=5), pads=(0, 13)),
     "own-biases": Case((2, 1), L=25, pads=(0, 6), bias="own"),
     "no-window": Case((2, 2), 1, L=13, window=0, r=2),
     "latents-padded": Case((3, 3), L=29, pads=(0, 11), latent=288),

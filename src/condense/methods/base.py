@@ -123,9 +123,10 @@ class Method(MethodConfig):
         """
         return self
 
-    @property
-    def of_first_layer(self) -> Method:
-        """The method of a model's first layer that has far attention, where this one is given for all layers."""
+    def of_layer(self, *, is_first: bool, has_latents: bool) -> Method:
+        """The method of a layer, where this one is given for all: of the first one that has far attention, and of those
+        that cache latents (MLA).
+        """
         return self
 
     @property

@@ -47,7 +47,7 @@ class Recall(Method):
     opens: a number >= 0, or a share of the closed groups, above 0 and at most 1.0 (all), rounded up, which grows with
     the text. min_recall: the least groups that a share opens, where as many are closed, >= 0. Query heads that share a
     KV head open the same groups. Where one method is given for all layers of a model, its first layer opens all groups
-    (`of_first_layer`).
+    and those that cache latents four times as many (`of_layer`).
 
     A query's score of a group is the largest that an index estimates of its tokens' scores. The index holds a centre of
     the group's keys after a fixed rotation, in 4 bits per number, and of each key the signs of what it differs by and a
@@ -155,15 +155,19 @@ class Recall(Method):
         """The same settings with ``prompt="recall"``."""
         return self.replace(prompt="recall") if self.reads_exactly else self
 
-    @property
-    def of_first_layer(self) -> Method:
-        """The same settings with all groups open, from the device; without open groups, these settings.
+    def of_layer(self, *, is_first: bool, has_latents: bool) -> Method:
+        """The same settings, with all groups open from the device in the first layer; in others that cache latents,
+        with four times as many open (and slots), as all query heads of latents open the same ones.
 
-        A first layer's attention is spread over many tokens, so that a choice leaves much of it closed. In one of three
-        models nearly all that Recall lost was lost there, in the others the rule does no harm
-        (`docs/studies/transfer.md`).
+        A first layer's attention is spread over many tokens, so that a choice leaves much of it closed; for what both
+        rules save see `docs/studies/transfer.md`. Without open groups, these settings.
         """
-        return self if self.num_recall == 0 else self.replace(num_recall=1.0, store="device")
+        if self.num_recall == 0 or not (is_first or has_latents):
+            return self
+        if is_first:
+            return self.replace(num_recall=1.0, store="device")
+        opened = self.num_recall * 4 if isinstance(self.num_recall, int) else min(1.0, self.num_recall * 4)
+        return self.replace(num_recall=opened, min_recall=self.min_recall * 4, slots=self.slots * 4)
 
     @property
     def has_step(self) -> bool:

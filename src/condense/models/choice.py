@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from condense.methods import Method, layers_as_text, methods_in
-from condense.models.families import sliding_window
+from condense.models.families import is_latent, sliding_window
 
 # one method for all layers, or layers -> method; layers that are left out stay as they are
 MethodChoice = Method | Mapping[Any, Method]
@@ -96,14 +96,14 @@ def parse_layers(text: str) -> list[tuple[int, int]]:
 def assign(choice: MethodChoice, attentions: Mapping[int, nn.Module], count: int) -> dict[int, Method]:
     """Layer index to method, for the layers that a choice names.
 
-    One method stands for all that can be condensed, the first of them as `Method.of_first_layer` has it; methods by
-    layer are taken as they are.
+    One method stands for all that can be condensed, as `Method.of_layer` has it for each; methods by layer are taken as
+    they are.
     attentions: the attention modules by layer. count: number of the model's layers. Raises ValueError for layers that
     are named twice, do not exist or cannot be condensed.
     """
     if not isinstance(choice, Mapping):
         layers = chosen_layers(None, attentions, count)
-        return dict.fromkeys(layers, choice) | {layers[0]: choice.of_first_layer}
+        return {i: choice.of_layer(is_first=i == layers[0], has_latents=is_latent(attentions[i])) for i in layers}
     chosen: dict[int, Method] = {}
     for layers, method in choice.items():
         if layers == REST:

@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 
 import condense
 
-RECALL = condense.Recall(group_size=4, window=24, num_recall=6, store_bits=4)
+RECALL = condense.Recall(group_size=4, window=24, num_recall=6, min_recall=4, store_bits=4)
 METHODS = {
     "recall": RECALL,
     "recall-drop-8": RECALL.replace(store_bits=8, unchosen="drop"),

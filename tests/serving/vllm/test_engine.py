@@ -7,7 +7,7 @@ import condense
 from condense.methods import methods_in
 
 METHOD = condense.LCA(group_size=4, window=24, rep_bias="log_size")
-RECALL = condense.Recall(group_size=4, window=24, num_recall=6, store_bits=4)
+RECALL = condense.Recall(group_size=4, window=24, num_recall=6, min_recall=4, store_bits=4)
 MEANS = condense.CCA(group_size=4, window=16, key_pooling="mean", value_pooling="mean", entry_bits=4)
 METHODS = {
     "pooled": METHOD, "recall": RECALL.replace(unchosen="drop"),

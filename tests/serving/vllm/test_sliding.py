@@ -8,7 +8,7 @@ from vllm.distributed import cleanup_dist_env_and_memory
 
 import condense
 
-RECALL = condense.Recall(group_size=4, window=24, num_recall=6, store_bits=4)
+RECALL = condense.Recall(group_size=4, window=24, num_recall=6, min_recall=4, store_bits=4)
 LCA = condense.LCA(group_size=4, window=24, rep_bias="log_size")
 METHODS = {
     "recall": RECALL.replace(unchosen="drop"), "exact-8": RECALL.replace(prompt="exact", store_bits=8),
