@@ -27,7 +27,9 @@ LENGTHS = (32768, 131072)
 NAMES = ("recall-host", "recall-device", "pooled")
 UNKNOWN = "not measured"
 # arms of the newest run of the study of what transfers: named settings as they are, and beside them a dense cache
-_MEASURED, _CACHE = {"recall-host": "256", "recall-device": "1/8"}, "cache of 4 bits"
+_MEASURED, _CACHE = ("recall-host", "recall-device"), "cache of 4 bits"
+_WORDS = {3: "three", 4: "four", 5: "five", 6: "six"}
+_TEXT = ("key", "other")  # tokens that need far text, and the others
 # the arm of the study of adaptation, its settings and its length
 _ARM, _ADAPTED, _ADAPTED_LENGTH = "both", "lca:window=512,rep_bias=log_size", 8192
 _BLOCK = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
@@ -68,7 +70,7 @@ def table(documents: Documents) -> str:
             if n == LENGTHS[-1] or all(times[name, n][1] for name in NAMES)
         ),
         ["hidden numbers found, worst task", "all", "all", *(_cell(quality[name], "found") for name in NAMES)],
-        ["loss on tokens that need far text", "0", "0", *(_cell(quality[name], "loss") for name in NAMES)],
+        ["loss on text", "0", "0", *(_cell(quality[name], "loss") for name in NAMES)],
     ]
     head = ["", "dense, `generate`", "dense, vLLM", *(f"`{name}`" for name in NAMES)]
     return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *rows))
@@ -88,12 +90,13 @@ def claims(documents: Documents) -> list[str]:
         f"lie in groups of {recall['group_size']},",
         f"fetches the {recall['num_recall']} groups that",
         f"opens the {({0.25: 'quarter', 0.125: 'eighth'})[device['num_recall']]} of them",
-        "sees the others as one entry each" if device["unchosen"] == "pool" else "sees no others",
+        f"and at least {device['min_recall']}",
+        "sees the others as one entry each" if device["unchosen"] == "pool" else "does not see the others",
         f"groups stay on the GPU, in {device['store_bits']} bits",
         "read with dense attention" if device["prompt"] == "exact" else "read like answers",
-        f"models of {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} million parameters",
+        f"{_WORDS[len(sizes)]} models of {sizes[0]} to {sizes[-1]} million parameters",
         f"texts of up to {max(row['length'] for model in models for row in model['rows']):,} tokens",
-        f"loses up to {far} nats",
+        f"loses up to {far} nats a token of text",
         f"{copies} on copies",
         f"{missed} of a task",
         f"loses {cache[0]}, {cache[1]} and {cache[2]}",
@@ -106,11 +109,11 @@ def claims(documents: Documents) -> list[str]:
 
 
 def lost(documents: Documents, name: str | None = None) -> list[str]:
-    """The most that a named setting, or a dense cache of 4 bits, loses on tokens that need far text, on copies and of a
-    task, in any model at any length; "nothing" where it loses nothing in any.
+    """The most that a named setting, or a dense cache of 4 bits, loses on text, be it tokens that need far text or the
+    others, on copies and of a task, in any model at any length; "nothing" where it loses nothing in any.
     """
-    models, arm = transfer_page.run_of(documents, transfer_page.NEWEST), _MEASURED[name] if name else _CACHE
-    forms = {("key",): "{:.3f}", ("copy",): "{:.3f}", tuple(transfer_page.TASKS): "{:.1%}"}
+    models, arm = transfer_page.run_of(documents, transfer_page.NEWEST), name or _CACHE
+    forms = {_TEXT: "{:.3f}", ("copy",): "{:.3f}", tuple(transfer_page.TASKS): "{:.1%}"}
     cells = [(transfer_page.worst(models, arm, of)[0], form) for of, form in forms.items()]
     return [form.format(value) if value > 0 else "nothing" for value, form in cells]
 
@@ -212,7 +215,7 @@ def _quality(documents: Documents, name: str) -> Quality | None:
     if name not in _MEASURED:
         return None
     models, titles = transfer_page.run_of(documents, transfer_page.NEWEST), transfer_page.TITLES
-    missed, loss = (transfer_page.worst(models, _MEASURED[name], of) for of in (transfer_page.TASKS, ["key"]))
+    missed, loss = (transfer_page.worst(models, name, of) for of in (transfer_page.TASKS, _TEXT))
     return Quality(f"{1 - missed[0]:.1%} ({titles[missed[2]]})", f"{loss[0]:+.3f} ({titles[loss[2]]})")
 
 

@@ -1,6 +1,6 @@
 """`docs/studies/transfer.md`, from its template, and the table of the same study in `docs/recall.md`.
 
-In the template stand ``{{WORST}}``, ``{{LAYERS}}``, ``{{LENGTHS}}``, ``{{DEVICE}}`` and ``{{ADAPTED}}``; in the page of
+In the template stand ``{{WORST}}``, ``{{LENGTHS}}``, ``{{DEVICE}}`` and ``{{ADAPTED}}``; in the page of
 Recall the worst cells of the named settings between ``<!-- transfer -->`` and ``<!-- /transfer -->``.
 """
 
@@ -11,16 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-TITLES = {"llama-77m": "77M Llama", "qwen3-83m": "83M Qwen3", "gemma3-44m": "44M Gemma 3"}
+TITLES = {"llama-77m": "77M Llama", "qwen3-83m": "83M Qwen3", "gemma3-44m": "44M Gemma 3", "mla-28m": "25M latents"}
 TOKENS = {"key": "far text needed", "copy": "copies", "identifier": "far identifiers", "other": "other tokens"}
 TASKS = {"number": "numbers", "shared": "names that share words", "several": "several at once"}
-# the run whose arms are the named settings, and the one in which layers opened all groups one by one
-NEWEST, BY_LAYER = "transfer-20261126T173848Z", "transfer-20261126T171618Z"
-_DEVICE = "1/8"
-_NAMED = (_DEVICE, "256", "1/4", "1/4, the first layer too", "cache of 4 bits")
-_OPENED = {"none": "window 1024", **{f"{n}": f"window 1024, {n} open" for n in range(12)}}
-_OPENED |= {"0 and 1": "window 1024, 0 1 open", "all": "window 1024, all open"}
-_LENGTH = 16384  # at which they did
+NEWEST = "transfer-20261126T204608Z"
+_DEVICE = "recall-device"
+_NAMED = (_DEVICE, "recall-host", "1/4", "with entries", "the first layer too", "cache of 4 bits")
+_LOST = {"far text needed": "key", "other tokens": "other", "copies": "copy"}
 _BLOCK = re.compile(r"(<!-- transfer -->\n).*?(<!-- /transfer -->)", re.DOTALL)
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
@@ -38,7 +35,6 @@ def write_page(documents: Mapping[str, Any], page: Path) -> None:
     adapted = [of for name, of in sorted(documents.items()) if name.startswith("adapted-")]
     tables = {
         "WORST": _worst_cells(newest, [*_NAMED, *(arm for arm in arms if arm not in _NAMED)]),
-        "LAYERS": _layers(run_of(documents, BY_LAYER)),
         "LENGTHS": _lengths(newest),
         "DEVICE": _device(newest),
         "ADAPTED": _adapted(adapted),
@@ -67,12 +63,12 @@ def row_of(model: Mapping[str, Any], arm: str, length: int) -> Mapping[str, Any]
 
 def _worst_cells(models: Mapping[str, Any], arms: Iterable[str]) -> str:
     """Arms: bytes, and the most that they lose and diverge in any model at any length."""
-    rows = [["", "device", "host store", "read", "far text needed", "copies", "worst task", "divergence"], ["---"] * 8]
+    rows = [["", "device", "host store", "read", *_LOST, "worst task", "divergence"], ["---"] * 9]
     for arm in arms:
         measured = [(row, make) for make, model in models.items() for row in model["rows"] if row["arm"] == arm]
-        sizes = [[f"{row[size]:.0%}" for row, _ in measured] for size in ("device", "host_store", "read")]
+        sizes = [[f"{row[size]:.0%}" for row, _ in measured if size in row] for size in ("device", "host_store", "read")]
         cells = []
-        for names in (["key"], ["copy"], TASKS):
+        for names in (*([name] for name in _LOST.values()), TASKS):
             lost, length, make = worst(models, arm, names)
             cells.append(f"{_percent(lost) if names is TASKS else f'{lost:+.3f}'} ({TITLES[make]}, {length:,})")
         kl, length, make = max((row["kl"], row["length"], make) for row, make in measured)
@@ -81,23 +77,14 @@ def _worst_cells(models: Mapping[str, Any], arms: Iterable[str]) -> str:
 
 
 def _between(shares: Sequence[str]) -> str:
+    if not shares:
+        return ""
     ends = sorted(set(shares), key=lambda share: float(share[:-1]))
     return f"{ends[0][:-1]} to {ends[-1]}" if len(ends) > 1 else "".join(ends)
 
 
-def _layers(models: Mapping[str, Any]) -> str:
-    """Losses with all groups open in one layer alone, by layer."""
-    names = ("far text needed", "copies", "worst task", "divergence")
-    rows = [["open in", *(f"{TITLES[make]}: {name}" for make in models for name in names)]]
-    rows += [["---"] * len(rows[0])]
-    for layers, arm in _OPENED.items():
-        of_arm = [row_of(model, arm, _LENGTH) for model in models.values()]
-        rows.append([layers, *(cell for row in of_arm for cell in (*_nats(row).split(", "), _worst(row), _kl(row)))])
-    return _table(rows)
-
-
 def _lengths(models: Mapping[str, Any]) -> str:
-    """Far text needed, copies, the worst task and the divergence of the named settings, by model and length."""
+    """Text, copies, the worst task and the divergence of the named settings, by model and length."""
     rows = [["", *_NAMED], ["---"] * (1 + len(_NAMED))]
     for make, length in _places(models):
         of_arms = [row_of(models[make], arm, length) for arm in _NAMED]
@@ -132,7 +119,7 @@ def _percent(value: float) -> str:
 
 
 def _nats(row: Mapping[str, Any]) -> str:
-    return ", ".join(f"{row[name][0]:+.3f}" for name in ("key", "copy"))
+    return ", ".join(f"{row[name][0]:+.3f}" for name in _LOST.values())
 
 
 def _worst(row: Mapping[str, Any]) -> str:

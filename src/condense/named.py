@@ -26,14 +26,14 @@ NAMED_SETTINGS = {
     "recall-host": NamedSettings(
         _RECALL | {"store": "host", "num_recall": 256, "slots": 256},
         "Any model as it is; far tokens in host memory, so little is kept on the device.",
-        "0.005 nats on tokens that need far text at 16,384 tokens, nothing on copies, and 1.7% of a task at 32,768 "
-        "(the worst of models of 44, 77 and 83M)",
+        "0.013 nats on text and 0.008 on copies, and 1.7% of a task (the worst of models of 25 to 83M, texts of up to "
+        "32,768 tokens)",
     ),
     "recall-device": NamedSettings(
         _RECALL,
         "Any model as it is; all on the device, far tokens in 4 bits.",
-        "0.021 nats on tokens that need far text and 0.029 on copies at 4,096 tokens, and 2.2% of a task at 32,768 "
-        "(the worst of models of 44, 77 and 83M)",
+        "0.013 nats on text and 0.008 on copies, and 1.7% of a task (the worst of models of 25 to 83M, texts of up to "
+        "32,768 tokens)",
     ),
     "pooled": NamedSettings(
         {"method": "lca", "window": 512, "rep_bias": "log_size"},

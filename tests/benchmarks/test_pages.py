@@ -72,18 +72,18 @@ def test_a_page_of_speed_that_asks_for_something_else_is_refused(old, new, messa
 def test_what_named_settings_lose_is_the_worst_that_was_measured():
     documents = stored.of("transfer.json")
     losses = {name: readme_page.lost(documents, name) for name in ("recall-device", "recall-host", None)}
-    for name, (far, copies, task) in losses.items():
+    for name, (text, copies, task) in losses.items():
         said = NAMED_SETTINGS[name].loses if name else ""
-        assert all(text in said for text in (f"{far} nats", f"{copies} on copies", f"{task} of a task")) or not name
+        assert all(x in said for x in (f"{text} nats on text", f"{copies} on copies", f"{task} of a task")) or not name
     # the arms are those of the settings: prompts read densely, the store's place aside
     arms, _ = contenders.arms(16384)
     device, host = (condense.Method.parse(name) for name in ("recall-device", "recall-host"))
-    assert arms["1/8"] == contenders.Answers(device.as_steps)
-    assert arms["256"] == contenders.Answers(host.as_steps.replace(store="device", slots=device.slots))
+    assert arms["recall-device"] == device
+    assert arms["recall-host"] == host.replace(store="device")
     assert host == device.replace(store="host", num_recall=256, slots=256)
     start = " ".join((write_pages.ROOT / "docs" / "start-here.md").read_text(encoding="utf-8").split())
     device, host, cache = (losses[name][0] for name in ("recall-device", "recall-host", None))
     assert (
-        f"lost at most {cache} nats a token where far text is needed, `recall-device` {device} and `recall-host` {host}"
+        f"lost at most {cache} nats a token of text, `recall-device` {device} and `recall-host` {host}"
         in start
     )
