@@ -34,7 +34,7 @@ from condense.ops import Extras, NewToken
 from condense.ops.paged import NewTokens, PagedState, Pages, read_paged
 from condense.serving.plan import SLOTS, serving_plan
 
-_RECALL = "recall:group_size=4,window=6,num_recall=3"
+_RECALL = "recall:group_size=4,window=6,num_recall=3,min_recall=0"
 METHODS = {
     "cca": "cca:group_size=4,window=9",
     "cca-0": "cca:group_size=3,window=0,rep_bias=log_size,summary=streaming",
@@ -49,10 +49,10 @@ METHODS = {
     "lm-infinite": "lm_infinite:n_global=5,window=7",
     "dense": "dense",
     "recall": _RECALL,
-    "recall-share": _RECALL.replace("=3", "=0.4") + ",entry_bits=4,rep_bias=matched",
+    "recall-share": _RECALL.replace("=3", "=0.4") + ",entry_bits=4",
     "recall-drop": _RECALL + ",unchosen=drop",
-    "recall-host": _RECALL + ",store=host,slots=5,store_bits=4,key_pooling=weighted,value_pooling=select",
-    "recall-slots": _RECALL + ",store=host,slots=2,rep_bias=none",
+    "recall-host": _RECALL + ",store=host,slots=5,store_bits=4",
+    "recall-slots": _RECALL + ",store=host,slots=2",
     "recall-exact": _RECALL + ",prompt=exact,store_bits=8",
     "recall-none": _RECALL.replace("=3", "=0"),
     "snapkv": "snapkv:window=8,budget=24",
@@ -183,7 +183,7 @@ def paged(cells: Cells, name: str, method: Method, dtype: torch.dtype, backend: 
             read_paged((q, k, v), state, new, plan.settings, scale=SCALE, out=outs[-1], backend=backend)
         except ValueError as error:
             return put(cells, name, str(error))
-    return put(cells, name, *outs, *(x.cache for x in state if x is not None))
+    return put(cells, name, *outs, *(x.cache for x in state[:3] if x is not None))
 
 
 def generated(cells: Cells, name: str, method: Method) -> None:

@@ -22,10 +22,10 @@ RECALL = condense.Recall(group_size=4, window=8, num_recall=3, min_recall=2)
 RECORDS = {
     "default": RECALL,
     "window-5": RECALL.replace(window=5),
-    "window-0": RECALL.replace(window=0, rep_bias="none"),
+    "window-0": RECALL.replace(window=0),
     "store-8": RECALL.replace(store_bits=8, num_recall=0.3),
     "store-4": RECALL.replace(store_bits=4, entry_bits=4),
-    "entry-8-max": RECALL.replace(entry_bits=8, key_pooling="max"),
+    "entry-8": RECALL.replace(entry_bits=8),
     "drop": RECALL.replace(unchosen="drop", store_bits=4),
     "g-16": RECALL.replace(group_size=16, window=20, num_recall=1),
     "g-32": RECALL.replace(group_size=32, window=16, num_recall=1, store_bits=8),

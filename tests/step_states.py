@@ -57,9 +57,8 @@ def own_of(method, rows, state, latent=0):
 def own_by(settings):
     choice = settings.choice
     kept = {"unchosen": "pool" if choice.pool else "drop", "store_bits": choice.store.bits}
-    kept |= {"rep_bias": "matched" if settings.matched else "none", "key_pooling": settings.key_pooling}
     sizes = {"group_size": settings.rule.chunk, "window": settings.rule.window}
-    return OwnEntries(condense.Recall(value_pooling=settings.value_pooling, **kept, **sizes).represent)
+    return OwnEntries(condense.Recall(**kept, **sizes).represent)
 
 
 def token_at(qkv, t, real=None):

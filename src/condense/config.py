@@ -80,9 +80,8 @@ def method_from_dict(settings: dict[str, Any]) -> MethodConfig:
         raise ValueError(f"method settings must be a dict, got {settings!r}")
     fields = dict(full_settings(settings))
     cls = method_class(fields.pop("method", None))
-    for name in fields.keys() & cls.removed.keys():
-        kept, instead = cls.removed[name]
-        if (value := fields.pop(name)) != kept:
+    for name, (kept, instead) in cls.removed.items():
+        if (value := fields.pop(name, kept)) != kept:
             raise ValueError(f"{cls.name}: there is no setting {name} any more: {instead}, got {name}={value!r}")
     known = [f.name for f in dataclasses.fields(cls)]
     if unknown := set(fields) - set(known):

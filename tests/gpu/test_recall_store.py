@@ -15,8 +15,7 @@ SLOTS = (0, 2, 12, 100)
 # settings of what is kept of a group: its tokens, its entry, its row of the index
 KEPT = {
     "defaults": {}, "8-bits": {"store_bits": 8},
-    "4-bits-matched": {"store_bits": 4, "key_pooling": "weighted", "rep_bias": "matched"},
-    "entries-4": {"entry_bits": 4}, "entries-8-matched": {"entry_bits": 8, "store_bits": 4, "rep_bias": "matched"},
+    "4-bits": {"store_bits": 4}, "entries-4": {"entry_bits": 4}, "entries-8": {"entry_bits": 8, "store_bits": 4},
 }  # fmt: skip
 IDS = tiny.tokens(2, 90, seed=4)
 

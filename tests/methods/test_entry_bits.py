@@ -41,7 +41,7 @@ def test_what_is_read_is_what_is_kept_to_the_bit(method, bits, dtype):
         assert torch.equal(whole[i], form.unpack(rows, width, dtype))
         assert torch.equal(context.sources[0][i], whole[i])
         assert not torch.equal(whole[i], exact[i])
-    if method.rep_bias == "matched":  # biases are those of the pooled keys
+    if method.layout.matched:  # biases are those of the pooled keys
         assert torch.equal(whole.bias, exact.bias)
 
 

@@ -1,4 +1,4 @@
-"""Recall as a method: the same function whole, in chunks, on latents; entries of any pooling; and exact prompts."""
+"""Recall as a method: the same function whole, in chunks, on latents; and exact prompts."""
 
 from functools import partial
 
@@ -34,7 +34,7 @@ REFUSED = [
 ]
 
 
-@grid(60, method=METHODS, steps=parity.RAGGED)
+@grid(40, method=METHODS, steps=parity.RAGGED)
 def test_any_chunks_and_padding_give_what_whole_rows_give(method, steps):
     lengths = [sum(counts) for counts in zip(*steps, strict=True)]
     data = parity.rows(lengths)
@@ -47,7 +47,7 @@ def test_any_chunks_and_padding_give_what_whole_rows_give(method, steps):
 
 @pytest.mark.parametrize("steps", [(41,), (7, 1, 13, 2, 1, 17)], ids=str)
 @pytest.mark.parametrize("absorb", [True, False, None], ids=["absorbed", "expanded", "chosen"])
-@pytest.mark.parametrize("name", ["two-open", "drop", "no-bias", "window0", "weighted", "matched", "a-quarter"])
+@pytest.mark.parametrize("name", ["two-open", "drop", "g6", "window0", "a-quarter"])
 def test_latents_are_one_kv_head_however_they_are_read(name, absorb, steps):
     """By definition: absorbed queries on keys ``[c ; k_rope]`` and values c, with one choice for all heads."""
     x, d_c = latent_oracle.random(2, 3, 41, (5, 4, 6, 3)), 6
@@ -82,7 +82,7 @@ def test_stored_bits_are_those_of_the_open_groups(bits, backend):
 
 
 def test_a_static_cache_without_room_for_a_group_is_read_in_pieces():
-    method, (q, k, v) = METHODS["matched"], oracle.random_qkv(1, 4, 2, 8, 6, 5)
+    method, (q, k, v) = METHODS["two-open"], oracle.random_qkv(1, 4, 2, 8, 6, 5)
     layer = StaticCondensedLayer(method, 8)
     outs = [read(layer, columns((q, k, v), *ends)) for ends in ((0, 3), (3, 8))]
     want = condense.attention(q, k, v, method=condense.Dense(), scale=0.7)

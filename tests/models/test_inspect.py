@@ -67,10 +67,10 @@ def recall_flops(name, method, length):
 
 STORED = RECALLS | {
     "entries-4": condense.Recall(group_size=4, window=8, num_recall=2, entry_bits=4),
-    "entries-8-matched": condense.Recall(group_size=4, window=8, num_recall=2, entry_bits=8, rep_bias="matched"),
+    "entries-8": condense.Recall(group_size=4, window=8, num_recall=2, entry_bits=8),
     "entries-8-pooled": condense.CCA(group_size=4, window=8, entry_bits=8),
     "store-8": condense.Recall(group_size=4, window=8, num_recall=2, store_bits=8),
-    "store-4-matched": condense.Recall(group_size=6, window=5, num_recall=2, store_bits=4, rep_bias="matched"),
+    "store-4": condense.Recall(group_size=6, window=5, num_recall=2, store_bits=4),
 }
 COUNTED = [(method, flops) for method in METHODS.values()] + [(method, recall_flops) for method in RECALLS.values()]
 

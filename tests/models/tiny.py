@@ -118,7 +118,7 @@ CASES = {
     "sliding-cca": ("qwen2-mixed", CCA),
     "recall-4-drop": ("gpt2", RECALL.replace(num_recall=3, unchosen="drop")),
     "recall-latents": ("deepseek_v2", RECALL.replace(window=5)),
-    "recall-share-matched": ("llama", RECALL.replace(num_recall=0.3, min_recall=2, key_pooling="weighted", rep_bias="matched")),
+    "recall-share": ("llama", RECALL.replace(num_recall=0.3, min_recall=2)),
     "recall-store-and-entries-4": ("deepseek_v2", RECALL.replace(store_bits=4, entry_bits=4)),
     "recall-store-8-host": ("llama", RECALL.replace(store_bits=8, store="host", slots=3)),
     "cca-matched": ("deepseek_v2", CCA.replace(rep_bias="matched")),

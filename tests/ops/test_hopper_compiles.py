@@ -71,7 +71,7 @@ def steps_on_hopper(monkeypatch):
 @pytest.mark.parametrize(("D", "slots"), [(128, 0), (96, 16)])
 def test_the_index_is_multiplied_in_halves(D, slots, compiled):
     """Bits become float16 two at a time, which the interpreter does not do, and tensor cores multiply them."""
-    method = condense.Recall(window=64, num_recall=8, rep_bias="none")
+    method = condense.Recall(window=64, num_recall=8)
     settings = with_store(step_settings(method), slots=slots)
     state = empty(settings, 1024, 2, (D, 128), rows=1, dtype=torch.bfloat16)
     heads = ((8, D), (2, D), (2, 128))

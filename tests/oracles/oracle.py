@@ -44,13 +44,13 @@ def num_visible(method, q, k, scale):
 
 def summary_positions(method, j, prompt):
     """Positions of the queries whose mean weighs group j of a row that began with ``prompt`` tokens at once."""
-    g, summary = method.group_size, getattr(method, "summary", "streaming")
-    if summary == "last":
+    g = method.group_size
+    if method.summary == "last":
         return range((j + 1) * g - 1, (j + 1) * g)
-    count = getattr(method, "num_summary_queries", None) or g
+    count = method.num_summary_queries or g
     closing = (j + 1) * g + method.window
     # groups that close after the prompt follow the streaming rule
-    end = prompt if summary == "prompt" and closing <= prompt else closing
+    end = prompt if method.summary == "prompt" and closing <= prompt else closing
     return range(max(0, end - count), end)
 
 
@@ -172,11 +172,11 @@ def _row(method, q, k, v, scale, prompt):
 
 def _recall_row(method, q, k, v, scale, prompt):
     """As `_row`; what came at once makes no difference."""
-    qbar = q.sum(0) / len(q)
+    g = method.group_size
 
     def entry(j):
-        key, value = representative(method, j, qbar, k, v, scale)
-        return *rounded_entry(method, (key, value)), entry_bias(method, j, key, qbar, k, scale)
+        members = slice(j * g, (j + 1) * g)
+        return *rounded_entry(method, (k[members].sum(0) / g, v[members].sum(0) / g)), math.log(g)
 
     return oracle_recall.row(method, q, k, v, scale, entry)
 

@@ -23,8 +23,6 @@ H, K, D, DV = 4, 2, 6, 4
 SCALE = 0.6
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 REFUSED = [
-    (RECALL.replace(key_pooling="weighted"), "must be means or maxima.*got 'weighted'"),
-    (RECALL.replace(rep_bias="matched"), "must be means or maxima.*4 queries"),
     (RECALL.replace(store="host"), "use store='device'"),
 ]
 

@@ -49,8 +49,6 @@ REFUSED = [
     (condense.DGA(), "one of Recall, CCA, LCA, StreamingLLM and Dense"),
     (condense.Dense(), "one of Recall, CCA, LCA"),
     (condense.Recall(store="host"), "use store='device', as recall-device does"),
-    (condense.Recall(key_pooling="weighted"), "use key_pooling='mean'"),
-    (condense.Recall(rep_bias="matched", store="host"), "rep_bias='log_size', or .*; tokens in host memory"),
     (condense.CCA(group_size=1), "at least 2"),
     (condense.CCA(summary="prompt"), "summary='streaming'"),
     (condense.LCA(window=1000, group_size=16), "window=1008 or summary='last'"),

@@ -20,7 +20,7 @@ POOLS = {
     "no-scores": (Pool, condense.LCA(group_size=4, window=8, key_pooling="mean", value_pooling="max")),
     "sinks": (Pool, condense.StreamingLLM(sink=5, window=9)),
     "entry-4-matched": (RecordPool, condense.LCA(group_size=4, window=8, entry_bits=4, rep_bias="matched")),
-    **{f"records-{name}": (RecordPool, RECORDS[name]) for name in ("default", "store-4", "drop", "entry-8-max")},
+    **{f"records-{name}": (RecordPool, RECORDS[name]) for name in ("default", "store-4", "drop", "entry-8")},
 }
 
 

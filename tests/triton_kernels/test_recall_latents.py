@@ -18,7 +18,6 @@ WIDTHS = [(128, 64, 512, 128), (64, 32, 256, 64), (64, 32, 160, 64)] if CUDA els
 METHOD = condense.Recall(group_size=4, window=6, num_recall=3)
 METHODS = {
     "recall": METHOD,
-    "scored": METHOD.replace(key_pooling="select", value_pooling="weighted", rep_bias="matched"),
     "drop": METHOD.replace(unchosen="drop", window=0),
 }
 

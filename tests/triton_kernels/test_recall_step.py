@@ -185,7 +185,7 @@ def test_the_index_is_the_definition_to_the_bit(heads, D, g, dtype, scratch):
         torch.randint(-9, 10, (2, n, L, d), generator=torch.Generator().manual_seed(d)).to(DEVICE, dtype)
         for n, d in ((H, D), (K, D), (K, 16))
     )
-    settings = step_settings(Recall(group_size=g, window=1, num_recall=1, rep_bias="none"))
+    settings = step_settings(Recall(group_size=g, window=1, num_recall=1))
     states = [empty(settings, L, K, (D, 16), dtype=dtype, device=DEVICE) for _ in range(2)]
     for t in range(L):
         new = new_token((q, k, v), t)
@@ -244,7 +244,7 @@ def test_before_there_is_room_for_a_group(scratch):
 def test_more_steps_than_there_is_room_for_stay_inside_the_ring():
     """As where somebody's own graph is replayed too often: what lies behind the ring is NaN, and nobody reads it."""
     L, W = 24, 8
-    settings = step_settings(RECALLS["two-open"].replace(window=20, num_recall=1, rep_bias="none"))
+    settings = step_settings(RECALLS["two-open"].replace(window=20, num_recall=1))
     q, k, v = random_qkv(1, 2, 1, L, 16, 16)
     state = empty(settings, L, 1, (16, 16), rows=1, dtype=torch.float32, device=DEVICE)
     rings = [torch.full((1, 1, 4 * W, 16), torch.nan, device=DEVICE) for _ in range(2)]
@@ -272,8 +272,7 @@ def test_ties_go_to_the_lower_group(scratch):
 
 def test_many_groups(scratch):
     """Groups of one token: scores fill several tiles and splits, and ties are rare and looked up."""
-    method = Recall(group_size=1, window=2, num_recall=17, rep_bias="none")
-    settings = step_settings(method)
+    settings = step_settings(Recall(group_size=1, window=2, num_recall=17))
     q, k, v = random_qkv(1, 3, 1, 90, 16, 16)
     state = empty(settings, 90, 1, (16, 16), rows=1, dtype=torch.float32, device=DEVICE)
     for t in range(90):

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from condense.config import Bits, Natural, Positive, Removed, check_int
 from condense.methods.base import Context, Method
-from condense.methods.grouped import RepBias
 from condense.methods.layout import ChunkPooling, Layout
 from condense.ops import (
     NO_EXTRAS,
@@ -35,13 +34,17 @@ from condense.ops import (
 )
 from condense.ops.recall import GroupIndex, IndexChoice, Quota, RecallSources, StoreFormat, Unchosen
 
+# of keys and of values
+_MEANS: tuple[Pooling, Pooling] = ("mean", "mean")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recall(Method):
     """The last ``window`` tokens exact; of the groups behind them, each query opens the ``num_recall`` that matter.
 
-    Open groups are seen token by token, the others as one entry each: the mean of their keys and of their values, so
-    that every past token is seen once. While no more than ``num_recall`` groups are closed this is dense attention.
+    Open groups are seen token by token, the others as one entry each: the mean of their keys and of their values, with
+    ln(group_size) added to its score, as it stands for that many tokens. So every past token is seen once. While no
+    more than ``num_recall`` groups are closed this is dense attention.
 
     group_size: tokens per group, >= 1. window: newest tokens that stay exact, >= 0. num_recall: groups that a query
     opens: a number >= 0, or a share of the closed groups, above 0 and at most 1.0 (all), rounded up, which grows with
@@ -53,18 +56,11 @@ class Recall(Method):
     the group's keys after a fixed rotation, in 4 bits per number, and of each key the signs of what it differs by and a
     step (`condense.ops.recall.index`).
 
-    key_pooling, value_pooling: how a group's entry is made: "mean", "max" per channel, "weighted" by the softmax of the
-    tokens' scores, or "select" the token with the highest. Scores are for the group's summary query, the mean of the
-    ``group_size`` newest queries when it closes. For latents, whole entries are pooled by ``key_pooling``.
-
-    rep_bias: what is added to an entry's score. "none"; "log_size": ln(group_size), as it stands for that many tokens;
-    "matched": a number for each entry, by which it weighs for the summary query what the group's tokens weigh together.
-
     entry_bits: bits per number of an entry: 16 keeps the dtype of the tokens, 8 or 4 round it once, when it is made
     (`condense.ops.EntryFormat`). All queries see the rounded entry; gradients flow as if it had not been rounded.
 
     unchosen: what queries see of groups that are not open. "pool": their entries; "drop": nothing (as in Quest), so no
-    entries are made, and key_pooling, value_pooling, rep_bias and entry_bits have no effect.
+    entries are made, and entry_bits has no effect.
 
     prompt: "recall", or "exact": calls of several tokens (prompts, their pieces, later turns, tokens that an assistant
     proposes) are read with dense attention, single tokens with Recall. Then a prompt loses only what ``store_bits``
@@ -81,14 +77,14 @@ class Recall(Method):
     removed: ClassVar = {
         name: Removed("signs", "groups are found by the signs of their keys")
         for name in ("index", "index_size", "index_bits")
+    } | {
+        name: Removed(value, "an entry is the mean of a group's keys and of its values, with a bias of ln(group_size)")
+        for name, value in (("key_pooling", "mean"), ("value_pooling", "mean"), ("rep_bias", "log_size"))
     }
     group_size: Positive = 16
     window: Natural = 1024
     num_recall: int | float = 0.125
     min_recall: Natural = 256
-    key_pooling: Pooling = "mean"
-    value_pooling: Pooling = "mean"
-    rep_bias: RepBias = "log_size"
     entry_bits: Bits = 16
     unchosen: Unchosen = "pool"
     prompt: Literal["recall", "exact"] = "recall"
@@ -110,21 +106,13 @@ class Recall(Method):
     @property
     def layout(self) -> Layout:
         """Groups of g behind the window, one entry each, pooled when the group is closed; a mean needs no summary."""
-        rule = UniformRule(chunk=self.group_size, window=self.window)
-        is_overridden = type(self).represent is not Recall.represent
-        pooling = None if is_overridden else ChunkPooling(self.key_pooling, self.value_pooling)
-        if self.unchosen == "drop":
-            return Layout(rule, summary_delay=self.window, pooling=pooling, choice=self._choice)
-        matched = self.rep_bias == "matched"
-        scored = matched or bool({"weighted", "select"} & {self.key_pooling, self.value_pooling})
+        pool, is_overridden = self.unchosen == "pool", type(self).represent is not Recall.represent
         return Layout(
-            rule=rule,
+            rule=UniformRule(chunk=self.group_size, window=self.window),
             summary_delay=self.window,
-            num_summary=self.group_size if scored else 0,
-            pooling=pooling,
-            bias=(math.log(self.group_size),) if self.rep_bias == "log_size" else (),
-            matched=matched,
-            entry_bits=self.entry_bits,
+            pooling=None if is_overridden else ChunkPooling(*_MEANS),
+            bias=(math.log(self.group_size),) if pool else (),
+            entry_bits=self.entry_bits if pool else 16,
             choice=self._choice,
         )
 
@@ -175,12 +163,11 @@ class Recall(Method):
         return type(self).attend is Recall.attend
 
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
-        """Entries of G groups: keys and values (of width 0 with ``unchosen="drop"``) and their biases, if matched; then
-        the groups' index, ``signs`` and ``steps``, and their tokens, packed by `StoreFormat`.
+        """Entries of G groups, keys and values (of width 0 with ``unchosen="drop"``); then the groups' index, ``signs``
+        and ``steps``, and their tokens, packed by `StoreFormat`.
         """
-        pooling = (self.key_pooling, self.value_pooling) if self.unchosen == "pool" else None
-        matched, store = self.rep_bias == "matched", self.store_format
-        return make_entries(chunks, summary, pooling, scale=scale, matched=matched, backend=backend, store=store)
+        pooling, store = _MEANS if self.unchosen == "pool" else None, self.store_format
+        return make_entries(chunks, None, pooling, scale=scale, matched=False, backend=backend, store=store)
 
     def check_attention(self, *, scale: float, dropout_p: float, extras: Extras = NO_EXTRAS) -> None:
         """Raise ValueError for attention dropout and for a scale that is not positive."""
