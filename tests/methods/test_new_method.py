@@ -15,7 +15,7 @@ from condense.methods import ChunkPooling, Layout
 from condense.ops import UniformRule
 
 SIZE, WINDOW, DELAY = 5, 7, 3
-RULE = UniformRule(chunk=4, window=6)
+RULE, CHOICE = UniformRule(chunk=4, window=6), condense.Recall().layout.choice
 LAYOUTS = [
     (Layout(UniformRule(chunk=0, window=6)), "chunk must be an integer >= 1, got 0"),
     (Layout(UniformRule(chunk=4, window=-1)), "window must be an integer >= 0, got -1"),
@@ -23,6 +23,8 @@ LAYOUTS = [
     (Layout(RULE, num_summary=-1), "num_summary must be an integer >= 0, got -1"),
     (Layout(RULE, bias=1.5), r"each entry of a chunk, 1, or empty, got 1\.5"),
     (Layout(RULE, bias=(1.0, 2.0)), r"each entry of a chunk, 1, or empty, got \(1\.0, 2\.0\)"),
+    (Layout(RULE, pooling=ChunkPooling("mean", "max"), choice=CHOICE), "with a choice, pooling must be means .*'max'"),
+    (Layout(RULE, pooling=ChunkPooling("mean", "mean"), choice=CHOICE, matched=True), "and matched=True"),
     (Layout(RULE, entry_bits=5), "entry_bits must be one of 16, 8, 4, got 5"),
 ]
 

@@ -27,6 +27,10 @@ class ChunkPooling(NamedTuple):
     num_focal: int = 0
 
 
+# of a chunk of one token the token itself
+MEANS = ChunkPooling("mean", "mean")
+
+
 class Lookahead(NamedTuple):
     """Marks a method that looks ahead: a query can see entries that depend on queries after it.
 
@@ -101,6 +105,11 @@ def check_layout(layout: Layout) -> None:
     check_int("layout: num_summary", layout.num_summary, 0)
     check_int("layout: summary_delay", layout.summary_delay, 0)
     check_choice("layout: entry_bits", layout.entry_bits, get_args(Bits))
+    if layout.choice is not None and layout.pooling is not None and (layout.pooling != MEANS or layout.matched):
+        raise ValueError(
+            "layout: with a choice, pooling must be means without biases of their own, as kernels make them, or None, "
+            f"got {layout.pooling} and matched={layout.matched}"
+        )
     if rule.window is not None and layout.summary_delay > rule.window:
         raise ValueError(
             f"layout: summary_delay must be at most the window, {rule.window}, after which queries see a chunk's "
@@ -113,10 +122,6 @@ def check_layout(layout: Layout) -> None:
         )
 
 
-# a chunk of one token, whose mean is the token itself
-EACH_TOKEN = ChunkPooling("mean", "mean")
-
-
 def first_tokens(window: int | None, kept: int, lookahead: Lookahead | None = None) -> Layout:
     """A layout without pooling: the first ``kept`` tokens, as entries, and the last ``window``, None for all tokens."""
-    return Layout(UniformRule(chunk=1, window=window, max_chunks=kept), pooling=EACH_TOKEN, lookahead=lookahead)
+    return Layout(UniformRule(chunk=1, window=window, max_chunks=kept), pooling=MEANS, lookahead=lookahead)

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from condense.config import Bits, Natural, Positive, Removed, check_int
 from condense.methods.base import Context, Method
-from condense.methods.layout import ChunkPooling, Layout
+from condense.methods.layout import MEANS, Layout
 from condense.ops import (
     NO_EXTRAS,
     ChoiceSettings,
     Chunks,
     Extras,
-    Pooling,
     RuleSpans,
     Source,
     Spans,
@@ -29,13 +28,10 @@ from condense.ops import (
     UniformRule,
     attend,
     attend_recall,
-    make_entries,
+    keep_groups,
     unpack_store,
 )
 from condense.ops.recall import GroupIndex, IndexChoice, Quota, RecallSources, StoreFormat, Unchosen
-
-# of keys and of values
-_MEANS: tuple[Pooling, Pooling] = ("mean", "mean")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +106,7 @@ class Recall(Method):
         return Layout(
             rule=UniformRule(chunk=self.group_size, window=self.window),
             summary_delay=self.window,
-            pooling=None if is_overridden else ChunkPooling(*_MEANS),
+            pooling=None if is_overridden else MEANS,
             bias=(math.log(self.group_size),) if pool else (),
             entry_bits=self.entry_bits if pool else 16,
             choice=self._choice,
@@ -166,8 +162,7 @@ class Recall(Method):
         """Entries of G groups, keys and values (of width 0 with ``unchosen="drop"``); then the groups' index, ``signs``
         and ``steps``, and their tokens, packed by `StoreFormat`.
         """
-        pooling, store = _MEANS if self.unchosen == "pool" else None, self.store_format
-        return make_entries(chunks, None, pooling, scale=scale, matched=False, backend=backend, store=store)
+        return keep_groups(chunks, self.store_format, pool=self.unchosen == "pool", backend=backend)
 
     def check_attention(self, *, scale: float, dropout_p: float, extras: Extras = NO_EXTRAS) -> None:
         """Raise ValueError for attention dropout and for a scale that is not positive."""

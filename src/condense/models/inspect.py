@@ -226,6 +226,4 @@ class _Heads:
         asked += length * self.absorb_flops if closed else 0
         made = groups if choice.pool else 0
         pooled = made * rule.chunk * 2 * self.entry_numbers
-        if method.layout.num_summary > 0:
-            pooled += made * rule.chunk * 2 * self.scored + length * self.summary_flops
         return visible * self._per_key + asked + pooled + (made + groups * rule.chunk) * self.entry_flops

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import Cache, StaticCache
 
 from condense.methods import Layout, Method, StreamingLLM
-from condense.methods.layout import EACH_TOKEN
+from condense.methods.layout import MEANS
 from condense.models.families import is_chunked, sliding_window
 from condense.models.forward import AttentionCall, ForwardBoard, assert_one_document, refuse_cached_documents
 from condense.models.padding import is_real
@@ -30,7 +30,7 @@ class LocalChunks(Method):
     @property
     def layout(self) -> Layout:
         """A chunk's first token closes the chunks before it, which leave no entries."""
-        return Layout(UniformRule(chunk=self.size, window=1, max_chunks=0), pooling=EACH_TOKEN)
+        return Layout(UniformRule(chunk=self.size, window=1, max_chunks=0), pooling=MEANS)
 
 
 def local_method(module: nn.Module) -> LocalChunks | StreamingLLM | None:

@@ -6,6 +6,7 @@ from condense.ops.api import (
     decode_step,
     group_scores,
     importance,
+    keep_groups,
     make_entries,
     matched_bias,
     pool,

@@ -178,29 +178,18 @@ def pool_groups(
 def make_entries(
     groups: Chunks,
     summary: Tensor | None,
-    pooling: tuple[Pooling, Pooling] | None,
+    pooling: tuple[Pooling, Pooling],
     *,
     scale: float,
     matched: bool,
     backend: str,
     latent: int = 0,
-    store: StoreFormat | None = None,
 ) -> tuple[Tensor, ...]:
-    """`pool_groups`, and after keys and values the entries' `matched_bias`, if ``matched``; then what is stored of the
-    groups, if it is: their index, ``signs`` and ``steps``, and their tokens, packed in the format ``store``.
+    """`pool_groups`, and after keys and values the entries' `matched_bias`, if ``matched``.
 
-    pooling: of keys and of values; None if no query sees the entries of stored groups, which are of width 0 then.
-    latent: if > 0, the first ``latent`` columns of keys without values are pooled as values.
+    pooling: of keys and of values. latent: if > 0, the first ``latent`` columns of keys without values are pooled as
+    values.
     """
-    kept: tuple[Tensor, ...] = ()
-    if store is not None:
-        tokens_k, tokens_v = groups.tokens()
-        widths = tokens_k.shape[4], tokens_v.shape[4]
-        chosen = "torch" if store.bits == 16 else resolve_pooling(backend, tokens_k.device, tokens_k.dtype, widths)
-        kept = BACKENDS[chosen].load().store_groups(store, tokens_k, tokens_v)
-        if pooling is None:
-            return tokens_k[:, :, :, 0, :0], tokens_v[:, :, :, 0, :0], *kept
-    assert pooling is not None
     if latent:
         # one call pools both parts: whole entries as keys, of which the others are kept, and latents as their values
         groups = groups._replace(window_v=groups.window_k[..., :latent])
@@ -211,9 +200,23 @@ def make_entries(
     if latent:
         k, v = torch.cat([v, k[..., latent:]], dim=-1), v[..., :0]
     if not matched:
-        return k, v, *kept
+        return k, v
     assert summary is not None
-    return k, v, matched_bias(summary, k, lse[0], scale=scale, backend=backend), *kept
+    return k, v, matched_bias(summary, k, lse[0], scale=scale, backend=backend)
+
+
+def keep_groups(groups: Chunks, store: StoreFormat, *, pool: bool, backend: str) -> tuple[Tensor, ...]:
+    """Keys and values of the entries of stored groups, which are means, or of width 0 unless ``pool``; then the groups'
+    index, ``signs`` and ``steps``, and their tokens, packed in the format ``store``.
+    """
+    k, v = groups.tokens()
+    widths = k.shape[4], v.shape[4]
+    chosen = "torch" if store.bits == 16 else resolve_pooling(backend, k.device, k.dtype, widths)
+    kept = BACKENDS[chosen].load().store_groups(store, k, v)
+    if not pool:
+        return k[:, :, :, 0, :0], v[:, :, :, 0, :0], *kept
+    means = pool_groups(groups, None, scale=1.0, key_pooling="mean", value_pooling="mean", backend=backend)
+    return *means, *kept
 
 
 def decode_step(call: StepCall, own: OwnEntries, *, backend: str) -> Tensor:

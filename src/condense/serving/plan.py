@@ -101,12 +101,9 @@ def _obstacles(method: Method, settings: StepSettings) -> list[str]:
     g, delay, num_summary = settings.rule.chunk, settings.summary_delay, settings.num_summary
     if isinstance(method, StreamingLLM):
         return wrong
+    if settings.key_pooling is None:
+        wrong.append(f"{method} makes its entries itself, which pages do not: use CCA, LCA or Recall")
     if isinstance(method, Recall):
-        if num_summary > 0:
-            wrong.append(
-                f"entries of Recall must need no query to be served, got {method}: use key_pooling='mean', "
-                "value_pooling='mean' and rep_bias='log_size', or unchosen='drop'"
-            )
         if method.store == "host":
             wrong.append(
                 f"tokens in host memory are not served by vLLM yet, got {method}: use store='device', as recall-device "
@@ -118,8 +115,6 @@ def _obstacles(method: Method, settings: StepSettings) -> list[str]:
             f"{method} weighs groups by the end of the prompt, which an engine reads in pieces: use "
             f"{method.layout.lookahead.causal_setting}"
         )
-    if settings.key_pooling is None:
-        wrong.append(f"{method} makes its entries itself, which pages do not: use CCA or LCA")
     if g < 2:
         wrong.append(f"group_size must be at least 2 to be served, got {g}: entries of one token save nothing")
     if delay % g:

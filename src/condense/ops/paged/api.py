@@ -37,8 +37,8 @@ def read_paged(
 
     settings, without a choice: groups whose ``summary_delay`` is a multiple of g, at most g queries in a summary query,
     no focal tokens; entries of 16 bits without biases of their own, or pages of records. With a choice: a store on the
-    device, ``num_summary`` 0, and ``summary_delay`` 0, so that a record depends on the tokens of its group alone and is
-    made when the last of them is read. Delays do not change what such a method computes: take
+    device, and ``summary_delay`` 0, so that a record depends on the tokens of its group alone and is made when the last
+    of them is read. Delays do not change what such a method computes: take
     `condense.methods.step_settings` and set it to 0. If the choice says so, several new tokens of a request see the
     stored tokens of all closed groups (``reads_exactly``).
     backend: single tokens are read by a step of kernels with "triton", and with "auto" on CUDA where it can run. All
@@ -58,7 +58,7 @@ def read_paged(
     has_kernels = takes in ("triton", "hopper")
     if state.holds_records:
         _check_records(state, k, v, settings)
-    store, attend = _kernels(settings, new) if has_kernels else (None, None)
+    store, attend = _kernels(settings, new, scale) if has_kernels else (None, None)
     # records depend on their tokens alone, so that those of a prompt are made as a step makes them
     layer = PagedLayer(qkv, state, new, settings, scale, backend, None if settings.choice is None else store)
     steps = new.num_steps if has_kernels else 0
@@ -77,22 +77,22 @@ def read_paged(
     if up is not None:
         ones = up.absorb(ones[:, :, None])[:, :, 0]
         to = ones.new_empty(*ones.shape[:2], up.latent_width)
-    store(ones, *kv, first, seen, settings, scale=scale)
+    store(ones, *kv, first, seen, settings)
     layer.read(out, first=steps)
-    attend(ones, first, seen, settings, scale=scale, out=to)
+    attend(ones, first, seen, settings, out=to)
     if up is not None:
         out[:steps] = up.project_out(to[:, :, None])[:, :, 0]
 
 
-def _kernels(settings: StepSettings, new: NewTokens) -> tuple[Callable[..., None], ...]:
+def _kernels(settings: StepSettings, new: NewTokens, scale: float) -> tuple[Callable[..., None], ...]:
     """The two halves of a step of kernels: one stores tokens, entries and records, the other attends."""
     if settings.choice is None:
         from condense.ops.triton import paged_step
 
-        return paged_step.store, paged_step.attend
+        return functools.partial(paged_step.store, scale=scale), functools.partial(paged_step.attend, scale=scale)
     from condense.ops.triton import paged_recall_step
 
-    return paged_recall_step.store, functools.partial(paged_recall_step.attend, before=new.before)
+    return paged_recall_step.store, functools.partial(paged_recall_step.attend, scale=scale, before=new.before)
 
 
 def _check_settings(settings: StepSettings, state: PagedState) -> None:
@@ -106,12 +106,6 @@ def _check_settings(settings: StepSettings, state: PagedState) -> None:
         )
     if settings.choice is None:
         return
-    if settings.num_summary > 0:
-        raise ValueError(
-            "entries in records of groups must be means or maxima, which need no queries, with a bias of 'none' or "
-            f"'log_size', got {settings.key_pooling!r}, {settings.value_pooling!r} and {settings.num_summary} queries "
-            "in a summary"
-        )
     if settings.summary_delay != 0:
         raise ValueError(f"summary_delay of records must be 0, got {settings.summary_delay}")
     if settings.choice.store.on_host:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from condense.ops.api import attend, attend_recall, make_entries, summarize, unpack_store
+from condense.ops.api import attend, attend_recall, keep_groups, make_entries, summarize, unpack_store
 from condense.ops.latents import UpProjection
 from condense.ops.paged.rows import Call, DueGroups, Slots, Summary, reading_of
 from condense.ops.recall.choice import IndexChoice, RecallSources
@@ -131,23 +131,23 @@ class PagedLayer:
             return pages._replace(table=self.new.once((id(groups), table.data_ptr()), lambda: table[groups.row]))
 
         state = self.state._replace(window=of_groups(window), entries=of_groups(entries))
-        self.closes(k, k, v, state, groups.seen, self.settings, scale=self.scale)
+        self.closes(k, k, v, state, groups.seen, self.settings)
 
     def made(self, tokens: Tensor, calls: tuple[Call, ...]) -> Tensor:
         """Entries ``[G, K, D + Dv]``, or their records ``[G, K, C]``, of groups of tokens ``[1, K, G * g, D + Dv]``."""
         settings, (D, _), g = self.settings, self.widths, self.settings.rule.chunk
         chunks = Chunks(tokens[..., :D], tokens[..., D:], 0, tokens.shape[2] // g, g, 0)
-        summaries = [self._summarize(call, call.summary) for call in calls if call.summary is not None]
-        summary = torch.cat(summaries, dim=2) if len(summaries) > 1 else next(iter(summaries), None)
         assert settings.key_pooling is not None
         assert settings.value_pooling is not None
-        stored = settings.choice is not None
-        # a method with a choice pools whole entries of latents
-        kept = make_entries(
-            chunks, summary, (settings.key_pooling, settings.value_pooling) if settings.sees_entries else None,
-            scale=self.scale, matched=settings.matched, backend=self.backend,
-            latent=0 if stored else self.state.latent, store=settings.store_format if stored else None,
-        )  # fmt: skip
+        if settings.choice is not None:
+            kept = keep_groups(chunks, settings.store_format, pool=settings.choice.pool, backend=self.backend)
+        else:
+            summaries = [self._summarize(call, call.summary) for call in calls if call.summary is not None]
+            summary = torch.cat(summaries, dim=2) if len(summaries) > 1 else next(iter(summaries), None)
+            kept = make_entries(
+                chunks, summary, (settings.key_pooling, settings.value_pooling), scale=self.scale,
+                matched=settings.matched, backend=self.backend, latent=self.state.latent,
+            )  # fmt: skip
         if self.state.holds_records:
             named = dict(zip(entry_names(settings), packed(kept, settings), strict=True))
             made = record_format(settings, self.widths, tokens.dtype).pack(named)

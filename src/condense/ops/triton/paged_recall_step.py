@@ -29,9 +29,7 @@ _close, _score, _choose = (Launcher(x) for x in (recall_close_kernel, recall_sco
 _attend = Launcher(recall_attend_kernel)
 
 
-def store(
-    q: Tensor, k: Tensor, v: Tensor, state: PagedState, seen: Tensor, settings: StepSettings, *, scale: float
-) -> None:
+def store(q: Tensor, k: Tensor, v: Tensor, state: PagedState, seen: Tensor, settings: StepSettings) -> None:
     """Store one token of each request, and the record of a group that it completes.
 
     q ``[R, H, D]``, of which only the shape counts, k ``[R, K, D]``, v ``[R, K, Dv]``: bfloat16, float16 or float32,
@@ -40,33 +38,15 @@ def store(
     is absorbed, K is 1, Dv is 0.
     Raises ValueError for what `condense.ops.triton.limits.step_obstacle` names.
     """
-    plan = close_of(*_sizes_of(q, state, settings), scale, False)
-    q, k, v = dense_rows(q), dense_rows(k), dense_rows(v)
-    near, far, parts = state.window, state.entries, parts_of(state, q.shape[2], settings)
-    grid, numbers, constants, options = plan
+    grid, numbers, constants, options = close_of(*_sizes_of(q, state, settings), False)
+    k, v, D = dense_rows(k), dense_rows(v), q.shape[2]
+    near, far, parts = state.window, state.entries, parts_of(state, D, settings)
     buffers = parts["entries_k"], parts["entries_v"], parts["signs"], parts["steps"], parts["store"]
-    # no ring of queries, biases, rows to leave out and counters
-    others = near.cache, near.cache, seen, None
+    # no rows to leave out, and no counters
+    others = near.cache, near.cache[..., D:], seen, seen, None
+    tensors = k, v, *buffers, *others, near.table, far.table, rotation(D, k.device, k.dtype)
     with on_device_of(q):
-        _close(
-            grid,
-            (
-                q,
-                k,
-                v,
-                *buffers,
-                near.cache,
-                near.cache[..., k.shape[2] :],
-                seen,
-                *others,
-                near.table,
-                far.table,
-                rotation(k.shape[2], k.device, k.dtype),
-            ),
-            (*(n for x in (q, k, v) for n in x.stride()[:2]), *numbers),
-            constants,
-            options,
-        )
+        _close(grid, tensors, (*k.stride()[:2], *v.stride()[:2], *numbers), constants, options)
 
 
 def attend(
@@ -90,7 +70,7 @@ def attend(
     score, top, total, offset, part, lse, turned, base, key, candidate, groups, place, *_, arrived = scratch
     asked = turned if width > 0 else None
     of_q, turn = q.stride()[:2], rotation(D, q.device, q.dtype)
-    # kernels get the window in place of what they do not read: rings, biases, slots
+    # kernels get the window in place of what they do not read: rings, slots
     other = near.cache
     of_groups = (parts[name] for name in ("entries_k", "entries_v", "signs", "steps", "store"))
     buffers = *of_groups, near.cache, near.cache[..., D:], other, asked, turn
@@ -104,7 +84,7 @@ def attend(
                     before, arrived,
                 ), of_q,
             ),
-            (_choose, plan.choose, (score, top, total, other, seen, seen, *lists, before), ()),
+            (_choose, plan.choose, (score, top, total, seen, seen, *lists, before), ()),
             (
                 _attend, plan.attend,
                 (q, *buffers, base, groups, place, offset, seen, seen, part, lse, near.table, far.table, before), of_q,
@@ -123,5 +103,5 @@ def _sizes_of(q: Tensor, state: PagedState, settings: StepSettings) -> tuple[Any
         raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
     assert settings.rule.window is not None
     tokens, pages = settings.rule.window + settings.rule.chunk, (PageForm.of(state.window), PageForm.of(far))
-    room = Room(groups, tokens, 0, 0, 0, *pages, room_for(far))
+    room = Room(groups, tokens, 0, 0, *pages, room_for(far))
     return q.device, q.dtype, (R, H, K), (*widths, latent), room, settings.number

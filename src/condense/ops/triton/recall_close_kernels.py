@@ -14,15 +14,11 @@ from condense.ops.triton.device.codes import row_width
 from condense.ops.triton.device.entry import (
     Buffer,
     Chunk,
-    Queries,
     RequestPages,
     make_entries,
-    matched_bias,
-    mean_query,
     put_entry,
-    summary_query,
 )
-from condense.ops.triton.device.parts import load_row, store_row, tile_width
+from condense.ops.triton.device.parts import load_row, tile_width
 from condense.ops.triton.device.signs import (
     add_codes,
     add_signs,
@@ -195,31 +191,10 @@ def _put_group(
 
 
 @triton.jit
-def _put_entry(heads, past_queries, entries, ring, biases_ptr, group, chunk, closes, scale, KIND: tl.constexpr):
-    """Write the mean of the new token's queries to their ring, if entries need it, and, if the token closes a group,
-    the group's entry and bias.
-    """
-    summary = chunk.k
-    if KIND.scored:
-        mean = mean_query(heads, KIND.D0, KIND.D1)
-        at = (chunk.t % past_queries.size).to(tl.int64)
-        store_row(past_queries.q + at * past_queries.s_q, mean, KIND.D0, KIND.D1)
-        summary = [x.to(tl.float32) for x in mean]
-    if closes:
-        if KIND.scored:
-            summary = summary_query(mean, past_queries, chunk.t, chunk.size, KIND.D0, KIND.D1)
-        key, value = make_entries(entries, ring, chunk, summary, 0.0, 0, False, scale, KIND)
-        put_entry(entries, group, key, value, True, KIND)
-        if KIND.matched:
-            bias = matched_bias(ring, chunk, summary, 0.0, key, scale, KIND)
-            tl.store(biases_ptr + group.to(tl.int64) + tl.arange(0, 1), bias)
-
-
-@triton.jit
 def recall_close_kernel(
-    q_ptr, k_ptr, v_ptr, entries_k_ptr, entries_v_ptr, signs_ptr, steps_ptr, store_ptr, ring_k_ptr, ring_v_ptr,
-    seen_ptr, ring_q_ptr, biases_ptr, real_ptr, arrived_ptr, near_ptr, far_ptr, rotation_ptr,
-    s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, K, R, G, W, N, Q, delay, scale,
+    k_ptr, v_ptr, entries_k_ptr, entries_v_ptr, signs_ptr, steps_ptr, store_ptr, ring_k_ptr, ring_v_ptr,
+    seen_ptr, real_ptr, arrived_ptr, near_ptr, far_ptr, rotation_ptr,
+    s_kb, s_kh, s_vb, s_vh, K, G, W, N, delay,
     P: tl.constexpr, PV: tl.constexpr, PS: tl.constexpr,
     FORM: tl.constexpr, KIND: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
@@ -282,12 +257,10 @@ def recall_close_kernel(
             signs_ptr += part_at(signs_ptr, record)
             steps_ptr += part_at(steps_ptr, record)
         _put_index(keys, rotation_ptr, signs_ptr, steps_ptr, store_ptr, first, t, FORM, NEAR)
-    if live & (work == 3):
+    if closes & (work == 3):
         k = load_row(k_ptr, KIND.D0, KIND.D1)
         v = (k[0],) if KIND.latent else load_row(v_ptr, KIND.V0, KIND.V1)
         chunk = Chunk(first, g, t, k, v)
-        heads = Queries(q_ptr + b * s_qb + kvh * R * s_qh, s_qh, R)
-        past_queries = Queries(ring_q_ptr + head * Q * D, D, Q)
         ROW: tl.constexpr = row_width(D, KIND.entry_bits, k_ptr.dtype.element_ty)
         ROW_V: tl.constexpr = row_width(DV, KIND.entry_bits, k_ptr.dtype.element_ty)
         if FAR is None:
@@ -298,4 +271,6 @@ def recall_close_kernel(
             entries = Buffer(entries_k_ptr + at, entries_v_ptr + at, ROW, ROW_V, G)
             ring = RequestPages(ring_k_ptr, ring_v_ptr, NEAR.s_slot, NEAR.s_slot, place, NEAR.s_page)
             slot = group * 0
-        _put_entry(heads, past_queries, entries, ring, biases_ptr + head * G, slot, chunk, closes, scale, KIND)
+        # no query weighs the tokens of a mean
+        key, value = make_entries(entries, ring, chunk, k, 0.0, 0, False, 1.0, KIND)
+        put_entry(entries, slot, key, value, True, KIND)

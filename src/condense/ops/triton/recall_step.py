@@ -94,14 +94,14 @@ class RecallKernels(PreparedStep):
         assert choice is not None
         q, k, v = self._dense(token)
         (B, H, _, D), (_, K, _, Dv), G, S = q.shape, v.shape, state.entries_k.shape[2], state.held.shape[2]
-        sizes = Room(G, state.ring_k.shape[2], state.store.shape[2], S, state.ring_q.shape[2])
+        sizes = Room(G, state.ring_k.shape[2], state.store.shape[2], S)
         widths, scores, has_real = (D, Dv, latent), (scale, extras.softcap), token.real is not None
         plan = plan_of(q.device, q.dtype, (B, H, K), widths, sizes, settings.number, scores, has_real)
         self._width, turned = latent or Dv, D if choice.store.bits < 16 else 0
         self._sizes = _scratch_sizes((B * H, B * K), G, choice.quota.at(G), S, plan.splits, turned, self._width)
         self._rotation = rotation(D, q.device, q.dtype)
         of_q = q.stride()[:2]
-        self._close = prepared(_close, plan.close, (*of_q, *k.stride()[:2], *v.stride()[:2]))
+        self._close = prepared(_close, plan.close, (*k.stride()[:2], *v.stride()[:2]))
         self._score = prepared(_score, plan.score, of_q)
         self._choose = prepared(_choose, plan.choose, ())
         self._attend = prepared(_attend, plan.attend, of_q)
@@ -111,22 +111,20 @@ class RecallKernels(PreparedStep):
     def __call__(self, token: NewToken, sink: Tensor | None) -> Tensor:
         """Attention ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]``."""
         q, k, v = self._dense(token)
-        entries_k, entries_v, ring_k, ring_v, ring_q, seen, _, _, biases, signs, steps, store, slots, held, order = (
-            self.state
-        )
+        entries_k, entries_v, ring_k, ring_v, _, seen, _, _, _, signs, steps, store, slots, held, order = self.state
         scratch = scratch_of(self._sizes, q.device)
         score, top, total, offset, part, lse, turned, base, key, candidate, groups, place, *found, arrived = scratch
         asked = turned if turned.numel() > 0 else None
         out = torch.empty(*q.shape[:3], self._width, dtype=q.dtype, device=q.device)
         counts = seen if token.real is None else token.real.contiguous()
-        changed = (entries_k, entries_v, signs, steps, store, ring_k, ring_v, seen, ring_q, biases)
+        changed = (entries_k, entries_v, signs, steps, store, ring_k, ring_v, seen)
         # kernels start on the current device, which may not be that of the tensors in a model spread over several
         with on_device_of(q):
-            self._close((q, k, v, *changed, counts, arrived, None, None, self._rotation))
+            self._close((k, v, *changed, counts, arrived, None, None, self._rotation))
             if entries_k.shape[2] > 0:
                 self._score((q, signs, steps, seen, counts, score, top, total, asked, self._rotation, None, None, None))
                 chosen = (key, candidate, groups, place, offset, held, order, *found, arrived)
-                self._choose((score, top, total, biases, seen, counts, *chosen, None))
+                self._choose((score, top, total, seen, counts, *chosen, None))
             keys = (entries_k, entries_v, signs, steps, store, ring_k, ring_v, slots, asked, self._rotation)
             self._attend((q, *keys, base, groups, place, offset, seen, counts, part, lse, None, None, None))
             self._join((part, lse, out, seen, counts, sink, token.counter))

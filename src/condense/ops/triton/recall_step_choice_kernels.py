@@ -12,7 +12,6 @@ import triton.language as tl
 from condense.ops.triton.recall_choice_kernels import wanted_groups
 from condense.ops.triton.recall_close_kernels import after_the_last, row_of_step
 
-_LOG2E = tl.constexpr(1.4426950408889634)
 _INT_MIN, _INT_MAX = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 
 
@@ -23,7 +22,6 @@ class Ranking(NamedTuple):
     slots: of the store. passed_tile, candidates_tile, slots_tile: these numbers as powers of two. halvings: times that
     candidates_tile is halved for rows with fewer. open_tile: open groups, for slots, splits_tile: splits of the scores,
     both as powers of two. heads_tile: query heads that are read at a time. pool: whether entries are read, too.
-    matched: each entry has a bias of its own.
     """
 
     tile: int
@@ -38,7 +36,6 @@ class Ranking(NamedTuple):
     splits_tile: int
     heads_tile: int
     pool: bool
-    matched: bool
 
 
 class _Lists(namedtuple("_Lists", "key candidate groups place offset held order slot_of used free")):
@@ -195,9 +192,7 @@ def _open_all(lists, closed, RANKING: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _rank_tile(
-    lists, scores, biases_ptr, bias, tile, closed, RANKING: tl.constexpr, IN_STRETCH: tl.constexpr
-):  # fmt: skip
+def _rank_tile(lists, scores, bias, tile, closed, RANKING: tl.constexpr, IN_STRETCH: tl.constexpr):
     """Write the best groups of a tile to the candidates, and the offsets of all of them, if entries are read."""
     BG: tl.constexpr = RANKING.tile
     C: tl.constexpr = RANKING.passed
@@ -234,23 +229,20 @@ def _rank_tile(
         i = tl.arange(0, RANKING.passed_tile)
         tl.store(lists.key + at + i, tl.full(i.shape, _INT_MIN, tl.int32), mask=(i >= wanted) & (i < C))
     if RANKING.pool:
-        offset = tl.zeros_like(share) + bias
-        if RANKING.matched:
-            offset = tl.load(biases_ptr + group, mask=valid, other=0.0) * _LOG2E
-        tl.store(lists.offset + group, offset, mask=valid)
+        tl.store(lists.offset + group, tl.zeros_like(share) + bias, mask=valid)
 
 
 @triton.jit(do_not_specialize=("least", "part", "of"))
 def recall_choose_kernel(
-    score_ptr, top_ptr, total_ptr, biases_ptr, seen_ptr, real_ptr, key_ptr, candidate_ptr, groups_ptr, place_ptr,
+    score_ptr, top_ptr, total_ptr, seen_ptr, real_ptr, key_ptr, candidate_ptr, groups_ptr, place_ptr,
     offset_ptr, held_ptr, order_ptr, slot_of_ptr, used_ptr, free_ptr, arrived_ptr, before_ptr,
     K, R, G, S, window, bias, most_opened, least, part, of,
     g: tl.constexpr, GROUPS: tl.constexpr, RANKING: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
     PAGED: tl.constexpr,
 ):  # fmt: skip
     """Write the open groups in rising order, int32 ``[B, K, most_opened]``, as many as `wanted_groups` says; and offset
-    float32 ``[B, K, G]``, if entries are read: -inf for open groups, else ``bias``, or the group's own if biases are
-    matched. With slots, also write where each open group is read.
+    float32 ``[B, K, G]``, if entries are read: -inf for open groups, else ``bias``. With slots, also write where each
+    open group is read.
 
     Grid (programs, B * K). The tiles of closed groups are dealt out to the programs, each of which finds the best
     groups of its tiles and writes them in rising order: the group and its key, int32 ``[B, K, tiles, passed]``, by
@@ -289,7 +281,7 @@ def recall_choose_kernel(
         return
     scores = _HeadScores(score_ptr, stride, top_ptr + head * R * S, total_ptr + head * R * S, R, S)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        _rank_tile(lists, scores, biases_ptr + head * G, bias, tile, closed, RANKING, PAGED)
+        _rank_tile(lists, scores, bias, tile, closed, RANKING, PAGED)
     # all threads of the program must have stored their candidates before it is counted
     tl.debug_barrier()
     if tl.atomic_add(arrived_ptr + head, 1, sem="acq_rel") == tl.minimum(tiles, tl.num_programs(0)) - 1:

@@ -138,15 +138,14 @@ class Plan(NamedTuple):
 class Room(NamedTuple):
     """The room that a step's buffers have, of one row.
 
-    groups, tokens, stored, slots, queries: G, W, tokens that the store has room for, its slots, and Q. In pages: near,
-    far: of tokens and of records, and all: groups of all rows together that scratch memory has room for.
+    groups, tokens, stored, slots: G, W, tokens that the store has room for, and its slots. In pages: near, far: of
+    tokens and of records, and all: groups of all rows together that scratch memory has room for.
     """
 
     groups: int
     tokens: int
     stored: int = 0
     slots: int = 0
-    queries: int = 0
     near: PageForm | None = None
     far: PageForm | None = None
     all: int = 0
@@ -165,25 +164,22 @@ def close_of(
     widths: tuple[int, int, int],
     sizes: Room,
     number: int,
-    scale: float,
     has_real: bool,
 ) -> tuple[Any, ...]:
     """The launch arguments of the kernel that closes a group in each of B rows; arguments as of `plan_of`."""
-    (B, H, K), (D, Dv, latent), (G, W, N, _, Q, near, far, _) = heads, widths, sizes
+    (B, _, K), (D, Dv, latent), (G, W, N, _, near, far, _) = heads, widths, sizes
     settings: StepSettings = numbered_settings(number)
     assert settings.choice is not None
     parts = key_value_parts(D, Dv, latent)
     form = Form.of(settings.store_format, dtype, (D, Dv), parts)
     early, page = _is_early(device), 0 if near is None else near.slots
     kind = kind_of(settings, parts, latent, early, has_real, page=page)
-    if latent:  # whole entries are pooled as keys
-        kind = kind._replace(value_pooling=settings.key_pooling)
     # tile columns for the bytes of a stored value
     PS = _padded(Dv * min(form.bits, 8) // 8)
     return (
         # the last program of a head makes entries
         (B * K, 4 if settings.choice.pool else 3, 1),
-        (K, H // K, G, W, N, Q, settings.summary_delay, scale),
+        (K, G, W, N, settings.summary_delay),
         (_padded(D), _padded(Dv), PS, form, kind, near, far),
         {},
     )
@@ -205,7 +201,7 @@ def plan_of(
     heads: B, H, K; widths: D, Dv, latent; number: `condense.ops.step.settings.Numbered.number` of the settings; scores:
     their scale and soft cap.
     """
-    (B, H, K), (D, Dv, latent), (G, W, N, S, _, near, far, _), (scale, softcap) = heads, widths, sizes, scores
+    (B, H, K), (D, Dv, latent), (G, W, N, S, near, far, _), (scale, softcap) = heads, widths, sizes, scores
     settings: StepSettings = numbered_settings(number)
     check_programs(B * K)
     choice, g, window = settings.choice, settings.rule.chunk, settings.rule.window
@@ -245,13 +241,13 @@ def plan_of(
     halvings = max(0, (power_of_2(tiles * C) // _FEW_RANKED).bit_length() - 1)
     ranking = Ranking(
         BG, C, tiles * C, S, power_of_2(C), power_of_2(tiles * C), power_of_2(max(S, 1)), halvings, RP if S else 1,
-        power_of_2(max(S0, _LEAST_SPLITS)), min(4, power_of_2(R)), choice.pool, settings.matched,
+        power_of_2(max(S0, _LEAST_SPLITS)), min(4, power_of_2(R)), choice.pool,
     )  # fmt: skip
     chained = {"launch_pdl": True} if early else {}
     of_choose = {"maxnreg": 128} if device.type == "cuda" else {}  # so that two programs share a multiprocessor
     return Plan(
         (S0, S1),
-        close_of(device, dtype, heads, widths, sizes, number, scale, has_real),
+        close_of(device, dtype, heads, widths, sizes, number, has_real),
         (
             (S0, B * K, head_tiles),
             (K, R, row, *few0, window, scale * LOG2E, *of_quota),

@@ -34,18 +34,18 @@ def _store(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     rows, like = B * K * G, (k.contiguous(), v.contiguous())
     last = [x.view(rows, g, x.shape[4])[:, -1] for x in like]
     kind = Kind(*parts, latent=Dv == 0, scored=False, key_pooling=None, value_pooling=None)
-    strides = 0, 0, *(n for x in last for n in (x.stride(0), 0))
+    strides = [n for x in last for n in (x.stride(0), 0)]
     columns = (max(32, power_of_2(n)) for n in (D, Dv, Dv * bits // 8))
     with on_device_of(k):
         if rows > 0:
             _CLOSE(
                 (rows, 3, 1),
                 (
-                    k, *last, store, store, signs, steps, store, *like,
-                    torch.full((rows,), g - 1, dtype=torch.int32, device=k.device), k, k, k, None, None, None,
+                    *last, store, store, signs, steps, store, *like,
+                    torch.full((rows,), g - 1, dtype=torch.int32, device=k.device), k, None, None, None,
                     rotation(D, k.device, k.dtype),
                 ),
-                (*strides, 1, 1, 1, g, g, 0, 0, 1.0),
+                (*strides, 1, 1, g, g, 0),
                 (*columns, Form.of(stored, k.dtype, (D, Dv), parts), kind, None, None), {},
             )  # fmt: skip
     return made

@@ -23,7 +23,7 @@ def step(call: StepCall) -> Tensor:
 
     bfloat16, float16 or float32, one dtype; K divides H; the token may have any strides. Without a choice the buffers'
     last dimensions are contiguous; with a choice all buffers are. Rows without a token are not touched and give 0. An
-    entry's latent is pooled by value_pooling, the rest by key_pooling; with a choice all of it by key_pooling.
+    entry's latent is pooled by value_pooling, the rest by key_pooling.
     Entries beyond the capacity are dropped and never seen, without an error: ``seen`` is on the device.
     Raises ValueError for what `condense.ops.triton.limits.step_obstacle` names and for a state that does not fit.
     """
