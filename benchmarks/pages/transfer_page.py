@@ -66,7 +66,9 @@ def _worst_cells(models: Mapping[str, Any], arms: Iterable[str]) -> str:
     rows = [["", "device", "host store", "read", *_LOST, "worst task", "divergence"], ["---"] * 9]
     for arm in arms:
         measured = [(row, make) for make, model in models.items() for row in model["rows"] if row["arm"] == arm]
-        sizes = [[f"{row[size]:.0%}" for row, _ in measured if size in row] for size in ("device", "host_store", "read")]
+        sizes = [
+            [f"{row[size]:.0%}" for row, _ in measured if size in row] for size in ("device", "host_store", "read")
+        ]
         cells = []
         for names in (*([name] for name in _LOST.values()), TASKS):
             lost, length, make = worst(models, arm, names)

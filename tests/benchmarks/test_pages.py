@@ -83,7 +83,4 @@ def test_what_named_settings_lose_is_the_worst_that_was_measured():
     assert host == device.replace(store="host", num_recall=256, slots=256)
     start = " ".join((write_pages.ROOT / "docs" / "start-here.md").read_text(encoding="utf-8").split())
     device, host, cache = (losses[name][0] for name in ("recall-device", "recall-host", None))
-    assert (
-        f"lost at most {cache} nats a token of text, `recall-device` {device} and `recall-host` {host}"
-        in start
-    )
+    assert f"lost at most {cache} nats a token of text, `recall-device` {device} and `recall-host` {host}" in start
