@@ -104,7 +104,7 @@ def claims(documents: Documents) -> list[str]:
         f"ran {running['condensed']} requests of {LENGTHS[-1]:,} tokens at once instead of {running['dense']}",
         f"takes {_text(one['condensed'], 'ms')} a token",
         f"dense attention {_text(one['dense'], 'ms')} in the same run",
-        f"{most['condensed']:.0f} tokens a second where most requests run, dense {most['dense']:.0f}",
+        f"up to {most['condensed']:.0f} tokens a second, dense {most['dense']:.0f}",
     ]
 
 
