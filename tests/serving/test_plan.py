@@ -27,7 +27,7 @@ BLOCKS = [
     ((condense.CCA(), condense.LCA(group_size=24, window=96)), (480, 48)),
     # beside dense layers, blocks are large, and so may the pages of windows be
     ((condense.CCA(), None), (256, 256)),
-    ((condense.CCA(), *[condense.StreamingLLM()] * 3), (256, 16)),
+    ((condense.CCA(), *[condense.StreamingLLM()] * 3), (224, 16)),
     ((condense.StreamingLLM(),), (256, 16)),
 ]
 RINGS = [
@@ -139,9 +139,17 @@ def test_pages_of_the_engines_own_layers(dense, own):
     layers = [ServedLayer(None, *shape, sliding=1024)] * 40 + [ServedLayer(plan, *shape)] * 8
     layers[-1] = ServedLayer(None, *shape) if dense else layers[-1]
     sizes = page_sizes(layers)
-    assert own_page(layers) == (sizes.far if dense else sizes.near) == own
+    assert own_page(layers, sizes) == (sizes.far if dense else sizes.near) == own
     # dense attention keeps the windows of the 40 too
     assert 0.1 < blocks_of_request(layers, 131072).share(layers, 131072) < 1
+
+
+def test_windows_are_dealt_out_evenly_to_the_tables_they_need():
+    """Where 40 windows take 16.3 times the bytes of what 8 layers keep, two tables have 20 each."""
+    recall, shape = condense.Method.parse("recall-device"), (8, (256, 256), BF16)
+    layers = [ServedLayer(None, *shape, sliding=1024)] * 40 + [ServedLayer(serving_plan(recall), *shape)] * 8
+    assert page_sizes(layers) == (144, 16)
+    assert blocks_of_request(layers, 131072).share(layers, 131072) < 0.34
 
 
 @pytest.mark.parametrize(("method", "slots"), RINGS, ids=str)

@@ -24,6 +24,8 @@ from condense.serving.plan import SLOTS, ServingPlan
 _LEAST_GROUPS = 8
 # and take so many pages of the widest window at most
 _MOST_PARTS = 16
+# windows in a request for which sizes are chosen where they need several tables
+_WINDOWS = 16
 # vLLM's kernels for dense attention take pages of a multiple of so many tokens; on a CPU 32, elsewhere 16
 _DENSE = 32
 # vLLM's tables of blocks have room for a multiple of so many tokens
@@ -106,8 +108,9 @@ def page_sizes(layers: Collection[ServedLayer]) -> PageSizes:
     """The sizes for the layers of a model: one F, so that all that is kept has one table of blocks.
 
     Windows use the same blocks. F = k N, where k makes N tokens of the widest window as many bytes as F tokens of what
-    is kept, or fewer; where very little is kept, k is smaller and vLLM gives the layers of a window several tables. F
-    is the smallest multiple of all group sizes for which kernels load whole tiles: larger ones cost short requests.
+    is kept, or fewer; where so little is kept that vLLM gives the layers of a window several tables, k is the one with
+    which these take the fewest bytes. F is the smallest multiple of all group sizes for which kernels load whole tiles:
+    larger ones cost short requests.
     """
     groups = [layer.group_size for layer in layers]
     sample = SLOTS * math.lcm(*groups)
@@ -117,15 +120,24 @@ def page_sizes(layers: Collection[ServedLayer]) -> PageSizes:
     for layer in layers:
         if layer.kept_tokens is not None:
             of_window[layer.kept_tokens] += layer.heads * layer.token_bytes * sample
-    k = min(_MOST_PARTS, -(-max(of_window.values()) // kept))
-    unit = math.lcm(SLOTS * k, *groups)
-    far = -(-_LEAST_GROUPS * max(groups) // unit) * unit
-    return PageSizes(far, far // k)
+    k = -(-max(of_window.values()) // kept)
+
+    def sizes(k: int) -> PageSizes:
+        unit = math.lcm(SLOTS * k, *groups)
+        far = -(-_LEAST_GROUPS * max(groups) // unit) * unit
+        return PageSizes(far, far // k)
+
+    if k <= _MOST_PARTS:
+        return sizes(k)
+    # as many tables as the most parts need
+    tables = -(-k // _MOST_PARTS)
+    tried = [sizes(k) for k in range(_MOST_PARTS, (k - 1) // tables, -1)]
+    return min(tried, key=lambda sizes: _blocks(layers, _WINDOWS * max(of_window), 1, sizes).total_bytes)
 
 
-def own_page(layers: Collection[ServedLayer]) -> int:
+def own_page(layers: Collection[ServedLayer], sizes: PageSizes) -> int:
     """Tokens of a page of the engine's own layers, for which it takes one size: N if all of them slide, else F."""
-    sizes, own = page_sizes(layers), [layer.sliding for layer in layers if layer.plan is None]
+    own = [layer.sliding for layer in layers if layer.plan is None]
     return sizes.near if own and all(own) else sizes.far
 
 
@@ -153,7 +165,11 @@ def blocks_of_request(layers: Collection[ServedLayer], length: int, num_new: int
 
     Counted as vLLM forms its groups; `tests/serving/vllm/test_manager.py` holds both together.
     """
-    (far, near), own = page_sizes(layers), own_page(layers)
+    return _blocks(layers, length, num_new, page_sizes(layers))
+
+
+def _blocks(layers: Collection[ServedLayer], length: int, num_new: int, sizes: PageSizes) -> BlockCount:
+    (far, near), own = sizes, own_page(layers, sizes)
     of_far = sum(layer.far_bytes(far) for layer in layers)
     # pages by what they share a table with: the tokens that windows keep, 0 for rings, and those of a page
     pages: dict[tuple[int, int], list[int]] = {}

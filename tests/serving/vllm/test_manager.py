@@ -67,7 +67,7 @@ def specs_of(name):
     for i, layer in enumerate(layers):
         if layer.plan is None:
             page = {"num_kv_heads": layer.heads, "head_size": layer.widths[0], "dtype": torch.bfloat16}
-            page |= {"block_size": own_page(layers)}
+            page |= {"block_size": own_page(layers, page_sizes(layers))}
             sliding = layer.sliding and SlidingWindowSpec(sliding_window=layer.sliding, **page)
             specs[f"model.layers.{i}.self_attn"] = sliding or FullAttentionSpec(**page)
         else:

@@ -10,7 +10,7 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 
-from condense.serving.blocks import ServedLayer, own_page
+from condense.serving.blocks import ServedLayer, own_page, page_sizes
 from condense.serving.engine import GPT_OSS, EngineSettings, check_engine
 from condense.serving.plan import ServingPlan, serving_plans
 from condense.serving.vllm.layer import CondensedAttention
@@ -49,7 +49,7 @@ def condense_layers(model: nn.Module, vllm_config: VllmConfig) -> None:
         else ServedLayer(plans.get(number), 1, (sum(latents), 0), dtype, latents[0])
         for (_, _, child), number, latents in zip(places, numbers, widths, strict=True)
     ]
-    page, cache = own_page(layers), vllm_config.cache_config
+    page, cache = own_page(layers, page_sizes(layers)), vllm_config.cache_config
     if cache.user_specified_block_size and cache.block_size != page:
         raise ValueError(f"--block-size must be {page} for these methods, got {cache.block_size}: leave it out")
     # of vLLM's own layers, so that their pages lie in the same blocks as entries, or as windows; vLLM reads it once the
