@@ -23,7 +23,7 @@ import condense
 LENGTH = 256
 TINY = {"num_hidden_layers": 2, "hidden_size": 96, "intermediate_size": 64, "sliding_window": 32}
 _SMALL = {key: value for key, value in TINY.items() if key != "sliding_window"}
-SMALL = contenders.DEVICE.replace(group_size=8, window=16, store_bits=16, min_recall=0, num_recall=0.25)
+SMALL = contenders.DEVICE.replace(group_size=8, window=16, store_bits=16, min_recall=0, num_recall=0.1)
 
 
 @pytest.fixture(scope="module")
