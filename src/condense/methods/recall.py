@@ -151,7 +151,8 @@ class Recall(Method):
         if is_first:
             return self.replace(num_recall=1.0, store="device")
         opened = self.num_recall * 4 if isinstance(self.num_recall, int) else min(1.0, self.num_recall * 4)
-        return self.replace(num_recall=opened, min_recall=self.min_recall * 4, slots=self.slots * 4)
+        slots = self.slots * 4 if self.store == "host" else self.slots
+        return self.replace(num_recall=opened, min_recall=self.min_recall * 4, slots=slots)
 
     @property
     def has_step(self) -> bool:
