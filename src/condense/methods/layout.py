@@ -27,7 +27,7 @@ class ChunkPooling(NamedTuple):
     num_focal: int = 0
 
 
-# of a chunk of one token the token itself
+# means of keys and of values: of a chunk of one token that token
 MEANS = ChunkPooling("mean", "mean")
 
 

@@ -132,7 +132,7 @@ def page_sizes(layers: Collection[ServedLayer]) -> PageSizes:
     # as many tables as the most parts need
     tables = -(-k // _MOST_PARTS)
     tried = [sizes(k) for k in range(_MOST_PARTS, (k - 1) // tables, -1)]
-    return min(tried, key=lambda sizes: _blocks(layers, _WINDOWS * max(of_window), 1, sizes).total_bytes)
+    return min(tried, key=lambda tried: _blocks(layers, _WINDOWS * max(of_window), 1, tried).total_bytes)
 
 
 def own_page(layers: Collection[ServedLayer], sizes: PageSizes) -> int:

@@ -55,7 +55,7 @@ class GroupIndex(NamedTuple):
         g = self.group_size
         bytes = self.signs[..., : g * sign_bytes(D)].unflatten(3, (g, 1, -1))
         bit = torch.arange(8, device=bytes.device, dtype=torch.uint8)[:, None]
-        return ((bytes >> bit) & 1).flatten(4)[..., :D].to(dtype) * 2 - 1
+        return ((bytes >> bit) & 1).flatten(4)[..., :D].to(dtype).mul_(2).sub_(1)
 
     def centres(self, D: int, dtype: torch.dtype) -> Tensor:
         """The numbers of all centres in steps, whole numbers, ``[B, K, G, D]`` in ``dtype``."""

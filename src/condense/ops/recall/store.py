@@ -131,10 +131,12 @@ class StoreFormat:
     def _keys(self, codes: Tensor, steps: Tensor, index: GroupIndex, dtype: torch.dtype) -> Tensor:
         """Keys ``[B, K, G, g, D]`` in ``dtype``, turned back."""
         D, wide = codes.shape[4], torch.promote_types(dtype, torch.float32)
-        x = index.turned(D, wide) * (2 * codes.to(wide) + 1) * steps.to(wide) + _centres(index, D, wide)
+        # in place, as a CPU takes longer to get memory than to write it
+        x = codes.to(wide).mul_(2).add_(1).mul_(index.turned(D, wide)).mul_(steps.to(wide))
+        x.add_(_centres(index, D, wide))
         most = min(torch.finfo(dtype).max, torch.finfo(wide).max)
-        turned = x.clamp(-most, most).to(dtype).to(wide)
-        return (turned @ rotation(D, codes.device, wide).mT).clamp(-most, most).to(dtype)
+        turned = x.clamp_(-most, most).to(dtype).to(wide)
+        return (turned @ rotation(D, codes.device, wide).mT).clamp_(-most, most).to(dtype)
 
     def _quantise_values(self, v: Tensor) -> tuple[Tensor, Tensor]:
         """Codes, and steps and zeros ``[B, K, G, 2, g]`` in the dtype of v."""

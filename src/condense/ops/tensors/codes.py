@@ -33,7 +33,8 @@ def quantise(x: Tensor, dim: int, bits: int, step_dtype: torch.dtype) -> tuple[T
 def dequantise(codes: Tensor, step: Tensor, zero: Tensor) -> Tensor:
     """``zero + step * code``, computed in float32 or wider, rounded to the dtype of ``zero``, at most its maximum."""
     wide = torch.promote_types(zero.dtype, torch.float32)
-    return (zero.to(wide) + step.to(wide) * codes.to(wide)).clamp(max=torch.finfo(zero.dtype).max).to(zero.dtype)
+    x = (step.to(wide) * codes.to(wide)).add_(zero.to(wide))
+    return x.clamp_(max=torch.finfo(zero.dtype).max).to(zero.dtype)
 
 
 def to_bytes(codes: Tensor, bits: int) -> Tensor:

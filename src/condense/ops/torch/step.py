@@ -113,8 +113,8 @@ def attend(call: StepCall, seen: Tensor, alive: Tensor, own: OwnEntries) -> tupl
         groups, chosen = _choose(call, closed)
         rows = _open_groups(state, groups, (groups < M) & alive[:, None, None], c)
         index = state.group_index
-        if settings.choice.store.bits < 16:
-            index = index.opened(groups.clamp(max=max(M - 1, 0)))
+        if settings.choice.store.bits < 16 and groups.shape[2] < M:
+            index = index.opened(groups.clamp(max=M - 1))
         opened = settings.store_format.unpack(rows, D, Dv, q.dtype, index)
         sources.insert(0, (*opened, (groups < M).repeat_interleave(c, -1)))
         pooled = pooled & ~chosen
@@ -159,6 +159,10 @@ def _choose(call: StepCall, closed: Tensor) -> tuple[Tensor, Tensor]:
     (q, *_), state, choice = call.token, call.state, call.settings.choice
     assert choice is not None
     M, K = state.entries_k.shape[2], state.ring_k.shape[1]
+    if choice.quota.at(M) == M:  # all are open, each in the place of its number
+        group = torch.arange(M, device=q.device)
+        chosen = (group < closed[:, None])[:, None].expand(-1, K, -1)
+        return torch.where(chosen, group, M), chosen
     scores = index_scores(q, state.group_index, call.scale)
     chosen = choose_groups(scores, closed.clamp(max=M)[:, None, None], choice.quota, K)
     return chosen_groups(chosen, choice.quota.at(M))[:, :, 0], chosen[:, :, 0]
@@ -166,8 +170,10 @@ def _choose(call: StepCall, closed: Tensor) -> tuple[Tensor, Tensor]:
 
 def _open_groups(state: StepState, groups: Tensor, is_open: Tensor, g: int) -> Tensor:
     """Stored tokens of ``groups`` ``[B, K, r]`` where ``is_open``, ``[B, K, r * g, C]``; undefined for other groups."""
-    slots, S = state.slots, state.held.shape[2]
-    stored = _tokens(state.store, groups.clamp(max=max(state.entries_k.shape[2] - 1, 0)), g)
+    slots, S, M = state.slots, state.held.shape[2], state.entries_k.shape[2]
+    stored = state.store[:, :, : M * g]
+    if groups.shape[2] < M:
+        stored = _tokens(state.store, groups.clamp(max=M - 1), g)
     if S == 0 or groups.shape[2] == 0:
         return stored
     slot, is_new = _take_slots(state, groups, is_open)
