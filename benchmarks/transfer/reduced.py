@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,11 @@ _SIZES = ("device", "host_store", "read")
 
 
 def reduced(folder: Path, provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """The document: per model its size, training, rows, and the groups that consecutive queries open together.
+    """The document: per model its size, training and rows.
 
     A row has the bytes of an arm as shares of dense attention's, and per class of tokens and per task ``[value, low,
     high, dense, n]`` of `cells.Cell`; kl: divergence from dense attention, nats per token of the second half, mean over
-    texts of prose; failed: those above the bar. united: by length and group size, for each number of queries the share
-    of the closed groups, mean over layers and texts, and the largest layer's mean over texts.
+    texts of prose; failed: those above the bar.
     adapted: steps and tokens by form, if the study is that of adapting.
     """
     models = [
@@ -50,7 +49,6 @@ def _model(path: Path) -> dict[str, Any]:
         # the last record of each form
         forms = {step["form"]: step for step in _lines(adapting)}
         model["adapted"] = {form: {name: step[name] for name in ("step", "tokens")} for form, step in forms.items()}
-    model["united"] = _united([record for record in records if "united" in record and "error" not in record])
     model["rows"] = [
         {"arm": arm, "length": length}
         | {size: round(record[size], 4) for size in _SIZES if record.get(size) is not None}
@@ -68,18 +66,6 @@ def _row(found: Mapping[str, Cell]) -> dict[str, Any]:
         for name, cell in found.items()
     }
     return values | {"failed": [name for name, cell in found.items() if not cell.passes(name in TASKS)]}
-
-
-def _united(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    found = []
-    for length, group in sorted({(record["length"], record["group"]) for record in records}):
-        texts = [record["layers"] for record in records if (record["length"], record["group"]) == (length, group)]
-        shares = {n: np.mean([[layer[n] for layer in layers] for layers in texts], 0) for n in texts[0][0]}
-        found.append(
-            {"length": length, "group": group}
-            | {n: [round(float(share), 4) for share in (of.mean(), of.max())] for n, of in shares.items()}
-        )
-    return found
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

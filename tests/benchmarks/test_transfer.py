@@ -153,8 +153,6 @@ def test_a_model_that_did_not_learn_has_no_rows(tmp_path):
     for make, last in (("a", 2.0), ("b", 8.3)):
         steps = [{"step": i, "tokens": 8 * i, "loss": loss, "time": 0} for i, loss in enumerate((8.3, last))]
         lines = [{"parameters": 1, "torch": "2", "config": {"transformers_version": "5"}}, {"trained_seconds": 1.0}]
-        layers = ([{"2": 0.3}, {"2": 0.5}], [{"2": 0.4}, {"2": 0.6}])
-        lines += [{"length": 16384, "united": i, "group": 16, "layers": of} for i, of in enumerate(layers)]
         lines += [{"length": 16384, "arm": arm, **of} for arm, of in arms.items()]
         of_make = [{"make": make, "seed": 0, "time": 0} | line for line in lines]
         for name, content in ((f"{make}.jsonl", of_make), (f"{make}-training.jsonl", steps)):
@@ -163,7 +161,6 @@ def test_a_model_that_did_not_learn_has_no_rows(tmp_path):
     (document,) = json.loads((tmp_path / "results.json").read_text()).values()
     learned, other = document["results"]["models"]
     assert "rows" not in other
-    assert learned["united"] == [{"length": 16384, "group": 16, "2": [0.45, 0.55]}]
     assert learned["rows"][1]["failed"] == ["key", "other", "copy", "number"]
     assert learned["rows"][1]["key"][0] == pytest.approx(0.05)
     assert learned["rows"][1]["kl"] == pytest.approx(0.05)
