@@ -26,6 +26,7 @@ RECALLS = {
     "whole-drop": condense.Recall(group_size=6, window=0, num_recall=3, unchosen="drop"),
     "none-open": condense.Recall(group_size=4, window=5, num_recall=0),
     "a-third-open": condense.Recall(group_size=4, window=5, num_recall=1 / 3, min_recall=3),
+    "a-tenth-open": condense.Recall(group_size=4, window=5, num_recall=0.1, min_recall=0),
     "three-open": condense.Recall(group_size=8, window=5, num_recall=3),
 }
 
