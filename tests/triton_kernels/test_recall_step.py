@@ -25,6 +25,7 @@ SCALE = 0.4
 # query and KV heads, key widths, tokens per group: bytes of signs of all kinds, several columns of tiles, odd groups
 INDICES = [((2, 2), 24, 1), ((6, 2), 40, 4), ((20, 1), 144, 3), ((9, 1), 33, 20)]
 if DEVICE == "cuda":
+    INDICES += [((6, 1), 128, 16), ((6, 2), 128, 16)]
     INDICES += [((8, 2), D, g) for D, g in ((64, 16), (80, 16), (96, 6), (128, 16), (192, 16), (256, 128), (128, 1))]
 # steps from one that the kernels take to the next, where each is compared by itself: none left out on a GPU;
 # interpreted, which is slow, few, at every place within a group of 4 tokens and of 6

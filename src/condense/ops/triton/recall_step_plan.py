@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from condense.ops.step.settings import StepSettings, numbered_settings
+from condense.ops.triton.device import lanes
 from condense.ops.triton.device.address import PageForm
 from condense.ops.triton.device.parts import key_value_parts
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
@@ -48,6 +49,10 @@ class _GroupTiles(NamedTuple):
         """Triton's options."""
         most = {"maxnreg": self.registers} if self.registers else {}
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **most}
+
+
+# tiles of scores for `condense.ops.triton.device.lanes`, 128 tokens to a warp: for few heads and for many
+_LANES = (_GroupTiles(1024, 8, 1, 2, 128), _GroupTiles(512, 4, 1, 5, 96))
 
 
 class _Table(NamedTuple):
@@ -225,10 +230,14 @@ def plan_of(
     # programs that rank tiles: those of many rows fill the GPU with few each
     ranking_programs = 2 if device.type != "cuda" else cdiv(2 * gpu_of(device).multiprocessors, B * K)
     # query heads and groups of a tile of scores
-    HS, GS = min(most, max(8, power_of_2(R))), max(1, of_score.rows // power_of_2(g))
+    HS = min(most, max(8, power_of_2(R)))
+    if early and lanes.fits(g, D):
+        HS, of_score = lanes.HEADS, _LANES[B * K >= _MANY_HEADS]
+    GS = max(1, of_score.rows // power_of_2(g))
     RP = power_of_2(max(r, 1))
     precision = "ieee" if dtype == torch.float32 else "tf32"
-    S0, *few0 = _num_splits(device, B * K * head_tiles, cdiv(G, GS), of_score.waves)
+    score_tiles = cdiv(R, HS)
+    S0, *few0 = _num_splits(device, B * K * score_tiles, cdiv(G, GS), of_score.waves)
     keys = sum(cdiv(n, of_attend.rows) for n in (G, r * g, W))
     S1 = _num_splits(device, B * K * head_tiles, keys, of_attend.waves).most
     # parts that are joined at once, and their columns
@@ -249,7 +258,7 @@ def plan_of(
         (S0, S1),
         close_of(device, dtype, heads, widths, sizes, number, has_real),
         (
-            (S0, B * K, head_tiles),
+            (S0, B * K, score_tiles),
             (K, R, row, *few0, window, scale * LOG2E, *of_quota),
             (g, D, HS, GS, GROUPS, has_real, early, far),
             of_score.options | UNFUSED | chained,

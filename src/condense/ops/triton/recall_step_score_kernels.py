@@ -1,7 +1,8 @@
 """Kernel of Recall's decode step that scores the index of closed groups.
 
 Shapes and names as in `condense.ops.triton.recall_step_kernels`. A tile holds T tokens of each of BG groups; T is g
-as a power of two, and the last token of a group fills it up.
+as a power of two, and the last token of a group fills it up. Where a GPU counts bits, a warp reads 8 groups at a time
+instead, for 4 query heads (`condense.ops.triton.device.lanes`).
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from condense.ops.recall.index import CENTRE_LEVELS
+from condense.ops.triton.device import lanes
 from condense.ops.triton.device.address import form_row, head_rows, part_at
 from condense.ops.triton.device.parts import tile_width
 from condense.ops.triton.device.signs import centre_products, index_widths, sign_bytes, sign_products, turned_queries
 from condense.ops.triton.recall_choice_kernels import wanted_groups
 from condense.ops.triton.recall_close_kernels import row_of_step
 
+_CENTRE = tl.constexpr(float(CENTRE_LEVELS))
 # groups whose centres are multiplied, and scores added up, at a time
 _ADDED = tl.constexpr(64)
 
@@ -48,6 +52,62 @@ def _load_signs(signs_ptr, row, i, g: tl.constexpr, D: tl.constexpr, FAR: tl.con
     c = tl.arange(0, tile_width(W))
     at = signs_ptr + _signs_at(signs_ptr, row, i, g, D, FAR)[:, None] + c[None, :]
     return tl.load(at) if tile_width(W) == W else tl.load(at, mask=(c < W)[None, :], other=0)
+
+
+@triton.jit
+def _found_by_lanes(far_ptr, first, closed, e, FAR: tl.constexpr):
+    """What `_found` gives for group ``first + e // 4``, ``[E]``."""
+    return tl.maximum(_found(far_ptr, first + e // 4, closed, FAR), 0)
+
+
+@triton.jit
+def _load_lanes(signs_ptr, steps_ptr, row, e, g: tl.constexpr, D: tl.constexpr, FAR: tl.constexpr):
+    """What is kept of the 8 groups of a warp, which `_found_by_lanes` gives: words of signs and steps of each, for
+    `lanes.sign_products`; and words and step of its centre, for `lanes.centre_product`.
+    """
+    tokens = ()
+    for i in tl.static_range(8):
+        # each group is found by four lanes, which tell the others
+        of_group = lanes.from_lane(row, 4 * i)
+        signs = signs_ptr + e % 32 * 4 + _signs_at(signs_ptr, of_group, 0, g, D, FAR)
+        steps = steps_ptr + e // 4 % 8 + (of_group * (g + 1) if FAR is None else part_at(steps_ptr, of_group))
+        words = signs.to(tl.pointer_type(tl.int32))
+        tokens = tokens + ((tl.load(words), tl.load(words + 32), tl.load(steps), tl.load(steps + 8)),)  # noqa: RUF005
+    words = (signs_ptr + e % 4 * 4 + _signs_at(signs_ptr, row, g, g, D, FAR)).to(tl.pointer_type(tl.int32))
+    steps = steps_ptr + (row * (g + 1) if FAR is None else part_at(steps_ptr, row))
+    return tokens, (tl.load(words), tl.load(words + 4), tl.load(words + 8), tl.load(words + 12)), tl.load(steps + g)
+
+
+@triton.jit
+def _lane_scores(kept, planes, numbers, total, e):
+    """Scores of 8 groups in whole numbers of the query, ``[E]``: group ``e // 4 % 8`` of the warp, head ``e % 4``."""
+    best = ()
+    for i in tl.static_range(8):
+        first, second, step, second_step = kept[0][i]
+        first, second = lanes.lane_products(first, second, total * -lanes.COUNT, planes)
+        best = best + (tl.maximum(first * step.to(tl.float32), second * second_step.to(tl.float32)),)  # noqa: RUF005
+    centre = lanes.centre_product(kept[1], numbers) * 2.0**21 - total * _CENTRE
+    return lanes.largest_of_rows(best, e) * (1 / lanes.COUNT) + centre * kept[2].to(tl.float32)
+
+
+@triton.jit
+def _added(top, total, s):
+    """The largest scores, and the sums of ``2 ** (score - largest)``, with more scores, -inf where there are none.
+
+    Kept per place in a tile: to join them, warps would wait for each other.
+    """
+    larger = tl.maximum(top, s)
+    safe = tl.where(larger == float("-inf"), 0.0, larger)
+    return larger, total * tl.exp2(top - safe) + tl.exp2(s - safe)
+
+
+@triton.jit
+def _store_total(top_ptr, total_ptr, top, total, inside):
+    """Store what `_added` gives for each query head, of all places ``[n, BR]``."""
+    larger = tl.max(top, 0)
+    safe = tl.where(larger == float("-inf"), 0.0, larger)
+    tl.store(top_ptr, larger, mask=inside)
+    tl.store(total_ptr, tl.sum(total * tl.exp2(top - safe[None, :]), 0), mask=inside)
 
 
 @triton.jit(do_not_specialize=("few", "enough", "least", "part", "of"))
@@ -104,44 +164,57 @@ def recall_score_kernel(
         if (FAR is not None) | (t + 1 - window == all_closed * g):
             gdc_wait()
     lo, hi = tiles * split // S, tiles * (split + 1) // S
-    n = tl.arange(0, BG * T)
-    i = tl.minimum(n % T, g - 1)
-    # found and loaded one tile ahead
-    row = _found(far_ptr, lo * BG + n // T, closed, FAR)
-    step = _load_steps(steps_ptr, row, i, closed, g, FAR)
-    for tile in range(lo, hi):
-        next_row = _found(far_ptr, (tile + 1) * BG + n // T, closed, FAR)
-        next_step = _load_steps(steps_ptr, next_row, i, closed, g, FAR)
-        signs = _load_signs(signs_ptr, row, i, g, D, FAR)
-        # programmatic launches and this assembly are what a GPU has and the interpreter has not
-        s = sign_products(signs, queries, sums, step, EARLY)
-        best = tl.max(tl.reshape(s, (BG, T, BR)), 1)
-        group = tile * BG + tl.arange(0, BG)
-        tl.store(score_ptr[None, :] + group[:, None], best, mask=(group < closed)[:, None] & (r < R)[None, :])
-        row, step = next_row, next_step
-    # read again, from the cache, in larger tiles: those of centres would be small beside those of their tokens
-    tl.debug_barrier()
-    last = tl.minimum(hi * BG, closed)
-    top = tl.full([_ADDED, BR], float("-inf"), tl.float32)
-    total = tl.zeros([_ADDED, BR], tl.float32)
-    for start in range(lo * BG, last, _ADDED):
-        group = start + tl.arange(0, _ADDED)
-        found = _found(far_ptr, group, closed, FAR)
-        at, there = score_ptr[None, :] + group[:, None], (group < last)[:, None] & (r < R)[None, :]
-        centre = centre_products(signs_ptr, _signs_at(signs_ptr, found, g, g, D, FAR), queries, sums, D, EARLY)
-        centre *= _load_steps(steps_ptr, found, g, closed, g, FAR)[:, None]
-        s = (tl.load(at, mask=there, other=0.0) + centre) * (unit * scale)[None, :]
-        tl.store(at, s, mask=there)
-        s = tl.where(there, s, float("-inf"))
-        # kept per place in a tile: to join them, warps would wait for each other
-        larger = tl.maximum(top, s)
-        safe = tl.where(larger == float("-inf"), 0.0, larger)
-        total = total * tl.exp2(top - safe) + tl.exp2(s - safe)
-        top = larger
-    larger = tl.max(top, 0)
-    safe = tl.where(larger == float("-inf"), 0.0, larger)
-    tl.store(top_ptr + of_split, larger, mask=r < R)
-    tl.store(total_ptr + of_split, tl.sum(total * tl.exp2(top - safe[None, :]), 0), mask=r < R)
+    # such matrix units, programmatic launches and assembly are what a GPU has and the interpreter has not
+    if EARLY and lanes.fits(g, D):
+        e = tl.arange(0, BG * BR)
+        lanes.check_lanes(e)
+        planes, numbers = lanes.query_planes(queries, BG * BR), lanes.query_numbers(queries, BG * BR)
+        sums, unit = lanes.of_heads(sums, BG * BR), lanes.of_heads(unit * scale, BG * BR)
+        score_ptr, inside = lanes.of_heads(score_ptr, BG * BR), lanes.of_heads(r, BG * BR) < R
+        top, total = tl.full([BG * BR], float("-inf"), tl.float32), tl.zeros([BG * BR], tl.float32)
+        kept = _load_lanes(signs_ptr, steps_ptr, _found_by_lanes(far_ptr, lo * BG, closed, e, FAR), e, g, D, FAR)
+        # found two tiles ahead, and loaded one
+        row = _found_by_lanes(far_ptr, (lo + 1) * BG, closed, e, FAR)
+        for tile in range(lo, hi):
+            next_row = _found_by_lanes(far_ptr, (tile + 2) * BG, closed, e, FAR)
+            ahead = _load_lanes(signs_ptr, steps_ptr, row, e, g, D, FAR)
+            s = _lane_scores(kept, planes, numbers, sums, e) * unit
+            group = tile * BG + e // BR
+            there = (group < closed) & inside
+            tl.store(score_ptr + group, s, mask=there)
+            top, total = _added(top, total, tl.where(there, s, float("-inf")))
+            kept, row = ahead, next_row
+        top, total = tl.reshape(top, (BG, BR)), tl.reshape(total, (BG, BR))
+    else:
+        n = tl.arange(0, BG * T)
+        i = tl.minimum(n % T, g - 1)
+        # found and loaded one tile ahead
+        row = _found(far_ptr, lo * BG + n // T, closed, FAR)
+        step = _load_steps(steps_ptr, row, i, closed, g, FAR)
+        for tile in range(lo, hi):
+            next_row = _found(far_ptr, (tile + 1) * BG + n // T, closed, FAR)
+            next_step = _load_steps(steps_ptr, next_row, i, closed, g, FAR)
+            signs = _load_signs(signs_ptr, row, i, g, D, FAR)
+            s = sign_products(signs, queries, sums, step, EARLY)
+            best = tl.max(tl.reshape(s, (BG, T, BR)), 1)
+            group = tile * BG + tl.arange(0, BG)
+            tl.store(score_ptr[None, :] + group[:, None], best, mask=(group < closed)[:, None] & (r < R)[None, :])
+            row, step = next_row, next_step
+        # read again, from the cache, in larger tiles: those of centres would be small beside those of their tokens
+        tl.debug_barrier()
+        last = tl.minimum(hi * BG, closed)
+        top = tl.full([_ADDED, BR], float("-inf"), tl.float32)
+        total = tl.zeros([_ADDED, BR], tl.float32)
+        for start in range(lo * BG, last, _ADDED):
+            group = start + tl.arange(0, _ADDED)
+            found = _found(far_ptr, group, closed, FAR)
+            at, there = score_ptr[None, :] + group[:, None], (group < last)[:, None] & (r < R)[None, :]
+            centre = centre_products(signs_ptr, _signs_at(signs_ptr, found, g, g, D, FAR), queries, sums, D, EARLY)
+            centre *= _load_steps(steps_ptr, found, g, closed, g, FAR)[:, None]
+            s = (tl.load(at, mask=there, other=0.0) + centre) * (unit * scale)[None, :]
+            tl.store(at, s, mask=there)
+            top, total = _added(top, total, tl.where(there, s, float("-inf")))
+    _store_total(top_ptr + of_split, total_ptr + of_split, top, total, r < R)
     if EARLY:
         # a kernel that waits for this one also needs what the one before this one wrote
         gdc_wait()
