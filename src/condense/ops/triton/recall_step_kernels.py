@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from condense.ops.triton.device import lane_tokens, lanes
 from condense.ops.triton.device.address import form_row, head_rows, part_at
 from condense.ops.triton.device.codes import MIDDLE, entries_in_words, from_words, load_vectors, row_width, to_words
 from condense.ops.triton.device.parts import load_rows, parts, products, tile_width, zeros
@@ -239,6 +240,41 @@ def _rows_in_pages(near, entries, tile, entry_tiles, BN: tl.constexpr, NEAR: tl.
     return tl.where(is_entry, far, form_row(near.table, near.first + row, (tile >= entry_tiles) & (row >= 0), NEAR))
 
 
+@triton.jit
+def _add_lanes(
+    softmax, opened, lo, hi, store_ptr, queries, base_ptr, inside, scale, FORM: tl.constexpr, CAP: tl.constexpr,
+    FAR: tl.constexpr,
+):  # fmt: skip
+    """Add open groups ``[lo, hi)``. queries: turned, float32 ``[BR, D]``; base ``[BR]``: as `_put_bases` writes it."""
+    e = tl.arange(0, 32)
+    lanes.check_lanes(e)
+    queries, sums = lane_tokens.lane_queries(queries), lane_tokens.no_sums()
+    base_ptr, inside = lanes.of_heads(base_ptr, 32), lanes.of_heads(inside, 32)
+    dtype: tl.constexpr = opened.steps.dtype.element_ty
+    columns: tl.constexpr = index_widths(FORM.g, FORM.D)
+    row = _open_groups(opened, lo, FAR)
+    piece, signs = _of_group(store_ptr, row, FORM.piece, FAR), _of_group(opened.signs, row, columns[0], FAR)
+    kept = lane_tokens.load_group(piece, signs, e, dtype, FORM)
+    base = tl.load(base_ptr + lo, mask=inside & (lo < hi), other=0.0)
+    row = _open_groups(opened, lo + 1, FAR)
+    for n in range(lo, hi):
+        # found two groups ahead, and loaded one
+        next_row = _open_groups(opened, n + 2, FAR)
+        piece, signs = _of_group(store_ptr, row, FORM.piece, FAR), _of_group(opened.signs, row, columns[0], FAR)
+        ahead = lane_tokens.load_group(piece, signs, e, dtype, FORM)
+        next_base = tl.load(base_ptr + n + 1, mask=inside & (n + 1 < hi), other=0.0)
+        sums = lane_tokens.add_group(sums, queries, kept, base, scale, e, CAP)
+        kept, base, row = ahead, next_base, next_row
+    acc, m, total = lane_tokens.whole_sums(sums)
+    larger = tl.maximum(softmax.m, m)
+    safe = tl.where(larger == float("-inf"), 0.0, larger)
+    before, now = tl.exp2(softmax.m - safe), tl.exp2(m - safe)
+    # the sums of weights are added up over the places of a tile
+    first = (tl.arange(0, softmax.total.shape[0]) == 0)[:, None]
+    total = softmax.total * before[None, :] + tl.where(first, (total * now)[None, :], 0.0)
+    return Softmax((softmax.acc[0] * before[None, :] + acc * now[None, :],), larger, total)
+
+
 @triton.jit(do_not_specialize=("least", "part", "of"))
 def recall_attend_kernel(
     q_ptr, entries_k_ptr, entries_v_ptr, signs_ptr, steps_ptr, store_ptr, ring_k_ptr, ring_v_ptr, slots_ptr,
@@ -376,41 +412,48 @@ def recall_attend_kernel(
     n, token = tl.arange(0, BG), tl.arange(0, T)
     # sums of codes would be too large or too small for float16
     WORDS: tl.constexpr = in_words(FORM) and not q[0].dtype.is_fp16()
+    IN_LANES: tl.constexpr = lane_tokens.fits(FORM.bits, g, D, DV, BN, SLOTS)
+    LANES: tl.constexpr = EARLY and q[0].dtype.is_bf16() and BR == lanes.HEADS and IN_LANES
     if WORDS:
         base_ptr += head * R * most_opened if FAR is None else kvh * R * G + this.start
         base_ptr += r * (most_opened if FAR is None else G)
         q = to_words(q[0], D)
         behind = tl.minimum(tl.cdiv(hi, PARTS) * BG, count)
         _put_bases(base_ptr, q, opened, lo // PARTS * BG, behind, r < R, FORM, PRECISION, EARLY, FAR)
-        softmax = _split(softmax, DV)
-    shift = tl.zeros([BN, BR], tl.float32)
-    # found one tile ahead, so that tokens need not wait for lists
-    row = _open_groups(opened, lo // PARTS * BG + n, FAR)
-    for tile in range(lo, hi):
-        at, start = tile // PARTS * BG + n, tile % PARTS * T
-        piece = _of_group(store_ptr, row, FORM.piece, FAR)
-        signs, steps = _of_group(signs_ptr, row, columns[0], FAR), _of_group(steps_ptr, row, columns[1], FAR)
-        pieces = Pieces(piece, piece, n < 0, signs, steps)
-        row = _open_groups(opened, (tile + 1) // PARTS * BG + n, FAR)
-        if SLOTS > 0:
-            # `_find_slots` of `recall_step_choice_kernels` explains these numbers
-            place = tl.load(place_ptr + at, mask=at < count, other=-1)
-            slot = slots_ptr + (place >> 1).to(tl.int64) * FORM.piece
-            held = (place >= 0) & (place % 2 == 0)
-            pieces = Pieces(tl.where(held, slot, piece), slot, (place >= 0) & (place % 2 == 1), signs, steps)
-        seen = (at < count)[:, None] & (start + token < g)[None, :]
-        offset = tl.reshape(tl.where(seen, 0.0, float("-inf")), (BN,))
+    if LANES:
+        x = turned[0] * (1 / block_width(D))
+        softmax = _add_lanes(softmax, opened, lo, hi, store_ptr, x, base_ptr, r < R, scale, FORM, CAP, FAR)
+    else:
         if WORDS:
-            base = _load_bases(base_ptr, tile // PARTS * BG + lane // T, behind, r < R)
-            words = load_words(pieces, start, T, q[0].dtype, FORM, SLOTS > 0, EARLY)
-            softmax, shift = _add_words(softmax, shift, q, words, base, offset, scale, CAP, PRECISION)
-        else:
-            k, v = load_groups(pieces, start + token, q[0].dtype, FORM, SLOTS > 0)
-            softmax = _add_keys(softmax, q, k, v, offset, scale, CAP, PRECISION)
-    if WORDS:
-        # to all columns, in all parts
-        shift = tl.sum(shift, 0)[None, :]
-        softmax = _joined(Softmax([x + shift for x in softmax.acc], softmax.m, softmax.total), DV)
+            softmax = _split(softmax, DV)
+        shift = tl.zeros([BN, BR], tl.float32)
+        # found one tile ahead, so that tokens need not wait for lists
+        row = _open_groups(opened, lo // PARTS * BG + n, FAR)
+        for tile in range(lo, hi):
+            at, start = tile // PARTS * BG + n, tile % PARTS * T
+            piece = _of_group(store_ptr, row, FORM.piece, FAR)
+            signs, steps = _of_group(signs_ptr, row, columns[0], FAR), _of_group(steps_ptr, row, columns[1], FAR)
+            pieces = Pieces(piece, piece, n < 0, signs, steps)
+            row = _open_groups(opened, (tile + 1) // PARTS * BG + n, FAR)
+            if SLOTS > 0:
+                # `_find_slots` of `recall_step_choice_kernels` explains these numbers
+                place = tl.load(place_ptr + at, mask=at < count, other=-1)
+                slot = slots_ptr + (place >> 1).to(tl.int64) * FORM.piece
+                held = (place >= 0) & (place % 2 == 0)
+                pieces = Pieces(tl.where(held, slot, piece), slot, (place >= 0) & (place % 2 == 1), signs, steps)
+            seen = (at < count)[:, None] & (start + token < g)[None, :]
+            offset = tl.reshape(tl.where(seen, 0.0, float("-inf")), (BN,))
+            if WORDS:
+                base = _load_bases(base_ptr, tile // PARTS * BG + lane // T, behind, r < R)
+                words = load_words(pieces, start, T, q[0].dtype, FORM, SLOTS > 0, EARLY)
+                softmax, shift = _add_words(softmax, shift, q, words, base, offset, scale, CAP, PRECISION)
+            else:
+                k, v = load_groups(pieces, start + token, q[0].dtype, FORM, SLOTS > 0)
+                softmax = _add_keys(softmax, q, k, v, offset, scale, CAP, PRECISION)
+        if WORDS:
+            # to all columns, in all parts
+            shift = tl.sum(shift, 0)[None, :]
+            softmax = _joined(Softmax([x + shift for x in softmax.acc], softmax.m, softmax.total), DV)
     acc = [tl.trans(x) for x in softmax.acc]
     if FORM.bits < 16 and DV == 0:
         acc = (turned_part(acc[0], rotation_ptr, 0, FORM.V0, D, True, EXACT),)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from condense.ops.step.settings import StepSettings, numbered_settings
-from condense.ops.triton.device import lanes
+from condense.ops.triton.device import lane_tokens, lanes
 from condense.ops.triton.device.address import PageForm
 from condense.ops.triton.device.parts import key_value_parts
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
@@ -221,6 +221,10 @@ def plan_of(
         weight = min(weight, 1)  # to unpack an entry takes as long as a token
     V, parts = latent or Dv, key_value_parts(D, Dv, latent)
     BR = min(most, max(8, power_of_2(R)))
+    form = Form.of(settings.store_format, dtype, (D, Dv), parts)
+    in_lanes = lane_tokens.fits(form.bits, g, D, form.DV, of_attend.rows, S)
+    if early and dtype == torch.bfloat16 and R <= lanes.HEADS and in_lanes:
+        BR = lanes.HEADS
     head_tiles = cdiv(R, BR)
     r, GROUPS = quota.at(G), power_of_2(max(G, 1))
     of_quota = (r, *quota[1:])
@@ -246,7 +250,6 @@ def plan_of(
     # splits that read open groups alone, by their share of the work; at least 1, or 0 for no such split
     opened, others = weight * r * g, (G if choice.pool else 0) + W
     own = max(1, min(S1 - 1, round(S1 * opened / (opened + others)))) if opened > 0 and S1 > 1 else 0
-    form = Form.of(settings.store_format, dtype, (D, Dv), parts)
     halvings = max(0, (power_of_2(tiles * C) // _FEW_RANKED).bit_length() - 1)
     ranking = Ranking(
         BG, C, tiles * C, S, power_of_2(C), power_of_2(tiles * C), power_of_2(max(S, 1)), halvings, RP if S else 1,

@@ -56,14 +56,14 @@ def _load_signs(signs_ptr, row, i, g: tl.constexpr, D: tl.constexpr, FAR: tl.con
 
 @triton.jit
 def _found_by_lanes(far_ptr, first, closed, e, FAR: tl.constexpr):
-    """What `_found` gives for group ``first + e // 4``, ``[E]``."""
+    """Numbers or offsets of groups ``first + e // 4``, ``[E]``, as `_found` gives them."""
     return tl.maximum(_found(far_ptr, first + e // 4, closed, FAR), 0)
 
 
 @triton.jit
 def _load_lanes(signs_ptr, steps_ptr, row, e, g: tl.constexpr, D: tl.constexpr, FAR: tl.constexpr):
-    """What is kept of the 8 groups of a warp, which `_found_by_lanes` gives: words of signs and steps of each, for
-    `lanes.sign_products`; and words and step of its centre, for `lanes.centre_product`.
+    """The index of the 8 groups of a warp, which `_found_by_lanes` finds: words of signs and steps of their tokens,
+    for `lanes.sign_products`; words and step of the centre of a thread's group, for `lanes.centre_product`.
     """
     tokens = ()
     for i in tl.static_range(8):
@@ -84,7 +84,7 @@ def _lane_scores(kept, planes, numbers, total, e):
     best = ()
     for i in tl.static_range(8):
         first, second, step, second_step = kept[0][i]
-        first, second = lanes.lane_products(first, second, total * -lanes.COUNT, planes)
+        first, second = lanes.sign_products(first, second, total * -lanes.COUNT, planes)
         best = best + (tl.maximum(first * step.to(tl.float32), second * second_step.to(tl.float32)),)  # noqa: RUF005
     centre = lanes.centre_product(kept[1], numbers) * 2.0**21 - total * _CENTRE
     return lanes.largest_of_rows(best, e) * (1 / lanes.COUNT) + centre * kept[2].to(tl.float32)

@@ -57,6 +57,14 @@ def _crossed(x, MASK: tl.constexpr):
 
 
 @triton.jit
+def largest_of_lanes(x):
+    """The largest of float32 x ``[E]`` in all lanes of a warp that differ by a multiple of 4."""
+    for bit in tl.static_range(2, 5):
+        x = tl.maximum(x, _crossed(x, 1 << bit))
+    return x
+
+
+@triton.jit
 def largest_of_rows(x, e):
     """The largest numbers of 8 groups, ``[E]``: lane ``4 i + h`` gets those of group i of all lanes ``4 j + h``.
 
@@ -90,7 +98,7 @@ def of_heads(x, E: tl.constexpr):
 
 
 @triton.jit
-def _for_lanes(x, E: tl.constexpr):
+def for_lanes(x, E: tl.constexpr):
     """Numbers x ``[4, 2, 4, n]`` as the instruction asks for its second matrix, ``[E, n]``: those of ``e // 8 % 4``, of
     ``e // 4 % 2``, and of ``e % 4``.
     """
@@ -99,19 +107,13 @@ def _for_lanes(x, E: tl.constexpr):
 
 
 @triton.jit
-def _columns(x):
-    """The columns ``[E]`` of x ``[E, n]``, where n is 4 or 16."""
-    if x.shape[1] == 4:
-        even, odd = tl.split(tl.reshape(x, (x.shape[0], 2, 2)))
-        x0, x2 = tl.split(even)
-        x1, x3 = tl.split(odd)
-        return x0, x1, x2, x3
+def columns(x):
+    """The columns ``[E]`` of x ``[E, n]``, n a power of two."""
+    if x.shape[1] == 1:
+        return (tl.reshape(x, (x.shape[0],)),)
     else:
-        # of each four columns, then of the fours
-        even, odd = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, 2, 4)), (0, 3, 1, 2)))
-        x0, x2 = tl.split(even)
-        x1, x3 = tl.split(odd)
-        return _columns(x0), _columns(x1), _columns(x2), _columns(x3)
+        first, second = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+        return columns(first) + columns(second)
 
 
 @triton.jit
@@ -129,7 +131,7 @@ def query_planes(queries, E: tl.constexpr):
     plane = tl.arange(0, 2)[:, None] + 2 * tl.arange(0, 4)[None, :]
     byte = tl.arange(0, 4)[None, None, None, :, None]
     x = ((x >> (8 * plane).to(tl.uint64)[None, :, None, None, :]) & 255).to(tl.int32) << (8 * byte)
-    return _columns(_for_lanes(tl.sum(x, 3), E))
+    return columns(for_lanes(tl.sum(x, 3), E))
 
 
 @triton.jit
@@ -141,7 +143,7 @@ def _two_words(number):
 
 @triton.jit
 def query_numbers(queries, E: tl.constexpr):
-    """Numbers of 4 query heads for `centre_product`, 4 times 4 int32 tensors ``[E]`` of two float16 numbers each: 16
+    """Numbers of 4 query heads for `centre_product`, 16 int32 tensors ``[E]`` of two float16 numbers each: 16
     times those whose codes are in low halves of bytes.
 
     queries: as for `query_planes`.
@@ -153,7 +155,7 @@ def query_numbers(queries, E: tl.constexpr):
     # [4, 4, odd, high, i % 2, i // 2]
     x = tl.permute(tl.join(tl.join(x[0], x[1]), tl.join(x[2], x[3])), (0, 1, 5, 4, 2, 3))
     x = tl.reshape(x, (x.shape[0], 1, 4, 16))
-    return _columns(_for_lanes(tl.broadcast_to(x, (x.shape[0], 2, 4, 16)), E))
+    return columns(for_lanes(tl.broadcast_to(x, (x.shape[0], 2, 4, 16)), E))
 
 
 @triton.constexpr_function
@@ -180,17 +182,17 @@ def centre_product(words, numbers):
     `query_numbers`.
     """
     asm: tl.constexpr = _centre_asm()
-    x0, x1, x2, x3 = numbers
     given = [
-        words[0], words[1], words[2], words[3], x0[0], x0[1], x0[2], x0[3], x1[0], x1[1], x1[2], x1[3],
-        x2[0], x2[1], x2[2], x2[3], x3[0], x3[1], x3[2], x3[3],
+        words[0], words[1], words[2], words[3], numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5],
+        numbers[6], numbers[7], numbers[8], numbers[9], numbers[10], numbers[11], numbers[12], numbers[13], numbers[14],
+        numbers[15],
     ]  # fmt: skip
     return tl.inline_asm_elementwise(asm, "=f" + ",r" * 20, given, tl.float32, False, 1)
 
 
 @triton.constexpr_function
 def _product_asm():
-    """Assembly of `lane_products`: counts of four pairs of planes, then sums over pairs, and of the two sums."""
+    """Assembly of `sign_products`: counts of four pairs of planes, then sums over pairs, and of the two sums."""
     lines = [".reg .b32 z, c<16>; .reg .f32 f<16>, even, odd;", "mov.b32 z, 0;"]
     for t in range(4):
         c = ", ".join(f"c{4 * t + i}" for i in range(4))
@@ -210,7 +212,7 @@ def _product_asm():
 
 
 @triton.jit
-def lane_products(first, second, less, planes):
+def sign_products(first, second, less, planes):
     """Products of a query with signs, times `COUNT`, two float32 tensors ``[E]``.
 
     first, second: word ``e % 4`` of tokens ``e // 4 % 8``, and of those 8 further on, of a group. less: the opposite of
@@ -219,4 +221,4 @@ def lane_products(first, second, less, planes):
     """
     asm: tl.constexpr = _product_asm()
     given = [first, second, less, planes[0], planes[1], planes[2], planes[3]]
-    return tl.inline_asm_elementwise(asm, "=f,=f,r,r,f,r,r,r,r", given, (tl.float32, tl.float32), False, 1)
+    return tl.inline_asm_elementwise(asm, "=&f,=&f,r,r,f,r,r,r,r", given, (tl.float32, tl.float32), False, 1)
