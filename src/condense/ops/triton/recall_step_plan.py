@@ -223,8 +223,8 @@ def plan_of(
     BR = min(most, max(8, power_of_2(R)))
     form = Form.of(settings.store_format, dtype, (D, Dv), parts)
     in_lanes = lane_tokens.fits(form.bits, g, D, form.DV, of_attend.rows, S)
-    if early and dtype == torch.bfloat16 and R <= lanes.HEADS and in_lanes:
-        BR = lanes.HEADS
+    if early and dtype == torch.bfloat16 and R <= lanes.HEADS.value and in_lanes:
+        BR = lanes.HEADS.value
     head_tiles = cdiv(R, BR)
     r, GROUPS = quota.at(G), power_of_2(max(G, 1))
     of_quota = (r, *quota[1:])
@@ -236,7 +236,7 @@ def plan_of(
     # query heads and groups of a tile of scores
     HS = min(most, max(8, power_of_2(R)))
     if early and lanes.fits(g, D):
-        HS, of_score = lanes.HEADS, _LANES[B * K >= _MANY_HEADS]
+        HS, of_score = lanes.HEADS.value, _LANES[B * K >= _MANY_HEADS]
     GS = max(1, of_score.rows // power_of_2(g))
     RP = power_of_2(max(r, 1))
     precision = "ieee" if dtype == torch.float32 else "tf32"
