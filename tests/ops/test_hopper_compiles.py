@@ -68,7 +68,7 @@ def steps_on_hopper(monkeypatch):
 
 
 @pytest.mark.usefixtures("steps_on_hopper")
-@pytest.mark.parametrize(("D", "slots"), [(128, 0), (96, 16)])
+@pytest.mark.parametrize(("D", "slots"), [(64, 0), (96, 16)])
 def test_the_index_is_multiplied_in_halves(D, slots, compiled):
     """Bits become float16 two at a time, which the interpreter does not do, and tensor cores multiply them."""
     method = condense.Recall(window=64, num_recall=8)
@@ -84,18 +84,85 @@ def test_the_index_is_multiplied_in_halves(D, slots, compiled):
     assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
 
 
+# what kernels that work by lanes have in their assembly
+BY_LANES = {
+    "recall_score_kernel": ("%laneid", "shfl.sync.", ".b1.b1."),
+    "recall_attend_kernel": ("%laneid", "shfl.sync.", "movmatrix.sync.", ".s8.s8."),
+}
+
+
+def lane_assembly(kernel):
+    """The assembly for which it matters what each lane holds. Element e of each of its tensors must be what lane
+    ``e % 32`` of warp ``e // 32`` holds.
+    """
+    text, warps = kernel.asm["ttgir"], kernel.metadata.num_warps
+    layouts = dict(re.findall(r"^(#\w+) = #(.*)$", text, re.MULTILINE))
+    one_each = f"ttg.blocked<{{sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [{warps}], "
+    operations = re.findall(r'tt\.elementwise_inline_asm "([^"]*)" (.*)$', text, re.MULTILINE)
+    # none is printed in another way
+    assert len(operations) == text.count("tt.elementwise_inline_asm")
+    found = [(asm, rest) for asm, rest in operations if re.search(r"(shfl|mma|movmatrix)\.sync|%laneid", asm)]
+    for asm, rest in found:
+        tensors = re.findall(rf"tensor<{32 * warps}x[a-z]\w*, (#\w+)>", rest)
+        # all of one dimension and an element for each thread
+        assert len(tensors) == rest.count("tensor<") >= 2, (asm, rest)
+        assert all(layouts[name].startswith(one_each) for name in tensors), (asm, rest)
+    return "\n".join(asm for asm, _ in found)
+
+
+def check_lanes(compiled):
+    kernels = {kernel.metadata.name: kernel for kernel in compiled}
+    assert len(kernels) == len(compiled) == 5
+    for name, instructions in BY_LANES.items():
+        asm = lane_assembly(kernels[name])
+        assert all(instruction in asm for instruction in instructions)
+    assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
+
+
 @pytest.mark.usefixtures("steps_on_hopper")
-@pytest.mark.parametrize("method", [condense.Recall(), condense.Recall(store_bits=4, entry_bits=4, num_recall=0.3)])
-def test_the_step_over_pages_compiles(method, compiled):
-    """The same kernels with rows found by tables, within shared memory; bits are multiplied in halves."""
-    pool = RecordPool(method, (2, 128, 128), num_pages=60, dtype=torch.bfloat16, slots=16, per_page=16)
+@pytest.mark.parametrize("rows", [1, 8])
+def test_steps_by_lanes(rows, compiled):
+    """Programs that score have eight warps, or with many rows four."""
+    settings = step_settings(condense.Method.parse("recall-device"))
+    state = empty(settings, 1024, 8, (128, 128), rows=rows, dtype=torch.bfloat16, entries=64)
+    token = NewToken(*(torch.zeros(rows, heads, 1, 128, dtype=torch.bfloat16) for heads in (32, 8, 8)))
+    triton_step.step(StepCall(token, state, settings, scale=0.1))
+    check_lanes(compiled)
+
+
+@pytest.mark.usefixtures("steps_on_hopper")
+@pytest.mark.parametrize("rows", [1, 5, 12, 20, 48])
+def test_numbers_of_kernels_are_plain(rows):
+    """A constant of Triton's among them would compile a kernel for each of its values."""
+    settings = step_settings(condense.Method.parse("recall-device"))
+    sizes = (rows, 32, 8), (128, 128, 0), recall_step_plan.Room(8192, 272, 131072)
+    plan = recall_step_plan.plan_of(torch.device("cuda"), torch.bfloat16, *sizes, settings.number, (0.1, 0.0), False)
+    given = [x for grid, numbers, *_ in plan[1:] for x in (*grid, *numbers)]
+    assert {type(x) for x in (*plan.splits, *given)} == {int, float}
+
+
+def step_over_pages(method, width):
+    """Read one token of a request over pages of records."""
+    pool = RecordPool(method, (2, width, width), num_pages=60, dtype=torch.bfloat16, slots=16, per_page=16)
     request = pool.add(300)
     request.reserve(300)
-    token = [torch.zeros(1, heads, 128, dtype=torch.bfloat16) for heads in (8, 2, 2)]
+    token = [torch.zeros(1, heads, width, dtype=torch.bfloat16) for heads in (8, 2, 2)]
     pool.read([(request, token)], scale=0.1, backend="triton")
+
+
+@pytest.mark.usefixtures("steps_on_hopper")
+def test_the_step_over_pages_compiles(compiled):
+    """The same kernels with rows found by tables, within shared memory; bits are multiplied in halves."""
+    step_over_pages(condense.Recall(), 64)
     assert all(f", {0x00010001 << bit};" in compiled[1].asm["ptx"] for bit in range(8))
     assert len(compiled) == 5
     assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
+
+
+@pytest.mark.usefixtures("steps_on_hopper")
+def test_the_step_over_pages_by_lanes(compiled):
+    step_over_pages(condense.Recall(store_bits=4, entry_bits=4, num_recall=0.3), 128)
+    check_lanes(compiled)
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
