@@ -222,9 +222,9 @@ def plan_of(
     V, parts = latent or Dv, key_value_parts(D, Dv, latent)
     BR = min(most, max(8, power_of_2(R)))
     form = Form.of(settings.store_format, dtype, (D, Dv), parts)
-    in_lanes = lane_tokens.fits(form.bits, g, D, form.DV, of_attend.rows, S)
-    if early and dtype == torch.bfloat16 and R <= lanes.HEADS.value and in_lanes:
-        BR = lanes.HEADS.value
+    in_lanes, of_lanes = lane_tokens.fits(form.bits, g, D, form.DV, of_attend.rows, S), lanes.HEADS.value
+    if early and dtype == torch.bfloat16 and cdiv(R, of_lanes) == 1 and in_lanes:
+        BR = of_lanes
     head_tiles = cdiv(R, BR)
     r, GROUPS = quota.at(G), power_of_2(max(G, 1))
     of_quota = (r, *quota[1:])
@@ -235,8 +235,9 @@ def plan_of(
     ranking_programs = 2 if device.type != "cuda" else cdiv(2 * gpu_of(device).multiprocessors, B * K)
     # query heads and groups of a tile of scores
     HS = min(most, max(8, power_of_2(R)))
-    if early and lanes.fits(g, D):
-        HS, of_score = lanes.HEADS.value, _LANES[B * K >= _MANY_HEADS]
+    # later matrix units do not count bits: there each such instruction is some sixty others
+    if early and gpu_of(device).capability[0] == 9 and lanes.fits(g, D):
+        HS, of_score = of_lanes, _LANES[B * K >= _MANY_HEADS]
     GS = max(1, of_score.rows // power_of_2(g))
     RP = power_of_2(max(r, 1))
     precision = "ieee" if dtype == torch.float32 else "tf32"

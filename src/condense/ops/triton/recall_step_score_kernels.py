@@ -165,7 +165,7 @@ def recall_score_kernel(
             gdc_wait()
     lo, hi = tiles * split // S, tiles * (split + 1) // S
     # such matrix units, programmatic launches and assembly are what a GPU has and the interpreter has not
-    if EARLY and lanes.fits(g, D):
+    if EARLY and BR == lanes.HEADS:
         e = tl.arange(0, BG * BR)
         lanes.check_lanes(e)
         planes, numbers = lanes.query_planes(queries, BG * BR), lanes.query_numbers(queries, BG * BR)

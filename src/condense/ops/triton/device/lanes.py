@@ -24,7 +24,7 @@ HEADS = tl.constexpr(4)
 
 @triton.constexpr_function
 def fits(g, D):
-    """Whether groups of g tokens of width D are read so."""
+    """Whether groups of g tokens of width D can be read so."""
     return g == 16 and D == 128
 
 
