@@ -72,7 +72,7 @@ def _load_lanes(signs_ptr, steps_ptr, row, e, g: tl.constexpr, D: tl.constexpr, 
         signs = signs_ptr + e % 32 * 4 + _signs_at(signs_ptr, of_group, 0, g, D, FAR)
         steps = steps_ptr + e // 4 % 8 + (of_group * (g + 1) if FAR is None else part_at(steps_ptr, of_group))
         words = signs.to(tl.pointer_type(tl.int32))
-        tokens = tokens + ((tl.load(words), tl.load(words + 32), tl.load(steps), tl.load(steps + 8)),)  # noqa: RUF005
+        tokens = tokens + (lanes.load_pair(words, 32) + lanes.load_pair(steps, 8),)  # noqa: RUF005
     words = (signs_ptr + e % 4 * 4 + _signs_at(signs_ptr, row, g, g, D, FAR)).to(tl.pointer_type(tl.int32))
     steps = steps_ptr + (row * (g + 1) if FAR is None else part_at(steps_ptr, row))
     return tokens, (tl.load(words), tl.load(words + 4), tl.load(words + 8), tl.load(words + 12)), tl.load(steps + g)

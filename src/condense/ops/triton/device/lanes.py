@@ -49,6 +49,35 @@ def from_lane(x, LANE: tl.constexpr):
         return tl.inline_asm_elementwise(wide, "=l,l", [x], tl.int64, False, 1)
 
 
+@triton.constexpr_function
+def _pair_asm(bits, apart):
+    return f"ld.global.b{bits} $0, [$2]; ld.global.b{bits} $1, [$2+{int(apart) * bits // 8}];"
+
+
+@triton.constexpr_function
+def _pair_constraints(bits):
+    return "=&h,=&h,l" if bits == 16 else "=&r,=&r,l"
+
+
+@triton.constexpr_function
+def _pair_types(bits):
+    return (tl.int16 if bits == 16 else tl.int32,) * 2
+
+
+@triton.jit
+def load_pair(ptr, APART: tl.constexpr):
+    """Two numbers of 16 or 32 bits, so many numbers apart, from pointers ``[E]``, two tensors ``[E]``.
+
+    By assembly: Triton's compiler compares each load with all others, and would take more than twice as long.
+    """
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    BITS: tl.constexpr = dtype.primitive_bitwidth
+    asm: tl.constexpr = _pair_asm(BITS, APART)
+    types: tl.constexpr = _pair_types(BITS)
+    first, second = tl.inline_asm_elementwise(asm, _pair_constraints(BITS), [ptr.to(tl.int64)], types, False, 1)
+    return first.to(dtype, bitcast=True), second.to(dtype, bitcast=True)
+
+
 @triton.jit
 def _crossed(x, MASK: tl.constexpr):
     """float32 x ``[E]`` of the lane whose number differs in the bits of MASK."""
