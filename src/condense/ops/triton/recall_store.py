@@ -85,8 +85,9 @@ def _unpack(
     form = Form.of(StoreFormat(bits, g), dtype, (D, Dv), (*split_width(D), *split_width(Dv or D)))
     # threads read 8 bytes of codes at a time, and write 16 bytes
     T, warps, n = min(16, power_of_2(g)), 4 if bits * D <= 512 else 8, tokens // g
-    # so that the rotation is loaded for many tokens at a time
-    BG = 128 // T if max(D, Dv) <= 128 else 1
+    # so that the rotation is loaded for many tokens at a time; of float32, which no matrix unit multiplies exactly, all
+    # products of a tile are written out, and large tiles take minutes to compile
+    BG = 128 // T if max(D, Dv) <= 128 and dtype != torch.float32 else 1
     places = (None if x is None else x.contiguous() for x in (page, slot))
     with on_device_of(pieces):
         _UNPACK(
