@@ -235,8 +235,10 @@ def plan_of(
     ranking_programs = 2 if device.type != "cuda" else cdiv(2 * gpu_of(device).multiprocessors, B * K)
     # query heads and groups of a tile of scores
     HS = min(most, max(8, power_of_2(R)))
-    # later matrix units do not count bits: there each such instruction is some sixty others
-    if early and gpu_of(device).capability[0] == 9 and lanes.fits(g, D):
+    # later matrix units do not count bits: there each such instruction is some sixty others. Every four heads read the
+    # index anew
+    counts_bits = early and gpu_of(device).capability[0] == 9 and cdiv(R, of_lanes) <= 2
+    if counts_bits and lanes.fits(g, D):
         HS, of_score = of_lanes, _LANES[B * K >= _MANY_HEADS]
     GS = max(1, of_score.rows // power_of_2(g))
     RP = power_of_2(max(r, 1))
