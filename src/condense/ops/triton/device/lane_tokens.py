@@ -131,11 +131,8 @@ def _key_products(keys, queries, e):
     asm: tl.constexpr = _keys_asm()
     # words of threads 2 and 3 have the signs of the next columns
     shift = (e % 4 // 2).to(tl.int64)
-    q = queries.words
-    given = [
-        keys[0], keys[1], keys[2], keys[3], keys[4] >> shift, keys[5] >> shift,
-        q[0], q[1], q[2], q[3], q[4], q[5], q[6], q[7], queries.less,
-    ]  # fmt: skip
+    codes = (keys[0], keys[1], keys[2], keys[3], keys[4] >> shift, keys[5] >> shift)
+    given = codes + queries.words + (queries.less,)
     constraints: tl.constexpr = "=&f,=&f" + ",l" * 6 + ",r" * 9
     return tl.inline_asm_elementwise(asm, constraints, given, (tl.float32, tl.float32), False, 1)
 
@@ -181,12 +178,7 @@ def _values_asm(WORD):
 def _weighted(acc, values, p0, p1, WORD: tl.constexpr):
     """acc, 16 tensors, plus weighted values of the columns in word WORD of the two that a thread has of each token."""
     asm: tl.constexpr = _values_asm(WORD)
-    v = values
-    given = [
-        v[0], v[1], v[2], v[3], p0, p1,
-        acc[0], acc[1], acc[2], acc[3], acc[4], acc[5], acc[6], acc[7],
-        acc[8], acc[9], acc[10], acc[11], acc[12], acc[13], acc[14], acc[15],
-    ]  # fmt: skip
+    given = values + (p0, p1) + acc  # noqa: RUF005
     constraints: tl.constexpr = "=&f" + ",=&f" * 15 + ",l" * 4 + ",r" * 2 + ",f" * 16
     kinds: tl.constexpr = _float32s(16)
     return tl.inline_asm_elementwise(asm, constraints, given, kinds, False, 1)

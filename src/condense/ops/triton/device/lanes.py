@@ -211,12 +211,7 @@ def centre_product(words, numbers):
     `query_numbers`.
     """
     asm: tl.constexpr = _centre_asm()
-    given = [
-        words[0], words[1], words[2], words[3], numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5],
-        numbers[6], numbers[7], numbers[8], numbers[9], numbers[10], numbers[11], numbers[12], numbers[13], numbers[14],
-        numbers[15],
-    ]  # fmt: skip
-    return tl.inline_asm_elementwise(asm, "=f" + ",r" * 20, given, tl.float32, False, 1)
+    return tl.inline_asm_elementwise(asm, "=f" + ",r" * 20, words + numbers, tl.float32, False, 1)
 
 
 @triton.constexpr_function
@@ -249,5 +244,5 @@ def sign_products(first, second, less, planes):
     query head ``e % 4``.
     """
     asm: tl.constexpr = _product_asm()
-    given = [first, second, less, planes[0], planes[1], planes[2], planes[3]]
+    given = (first, second, less) + planes  # noqa: RUF005
     return tl.inline_asm_elementwise(asm, "=&f,=&f,r,r,f,r,r,r,r", given, (tl.float32, tl.float32), False, 1)
