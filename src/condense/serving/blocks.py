@@ -131,8 +131,8 @@ def page_sizes(layers: Collection[ServedLayer]) -> PageSizes:
         return sizes(k)
     # as many tables as the most parts need
     tables = -(-k // _MOST_PARTS)
-    tried = [sizes(k) for k in range(_MOST_PARTS, (k - 1) // tables, -1)]
-    return min(tried, key=lambda tried: _blocks(layers, _WINDOWS * max(of_window), 1, tried).total_bytes)
+    tried = [sizes(parts) for parts in range(_MOST_PARTS, (k - 1) // tables, -1)]
+    return min(tried, key=lambda size: _blocks(layers, _WINDOWS * max(of_window), 1, size).total_bytes)
 
 
 def own_page(layers: Collection[ServedLayer], sizes: PageSizes) -> int:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from condense.ops.step.settings import StepSettings, numbered_settings
-from condense.ops.triton.device import lane_tokens, lanes
+from condense.ops.triton.device import lane_signs, lane_tokens, lanes
 from condense.ops.triton.device.address import PageForm
 from condense.ops.triton.device.parts import key_value_parts
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
@@ -51,7 +51,7 @@ class _GroupTiles(NamedTuple):
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **most}
 
 
-# tiles of scores for `condense.ops.triton.device.lanes`, 128 tokens to a warp: for few heads and for many
+# tiles of scores for `condense.ops.triton.device.lane_signs`, 128 tokens to a warp: for few heads and for many
 _LANES = (_GroupTiles(1024, 8, 1, 2, 128), _GroupTiles(512, 4, 1, 5, 96))
 
 
@@ -222,9 +222,9 @@ def plan_of(
     V, parts = latent or Dv, key_value_parts(D, Dv, latent)
     BR = min(most, max(8, power_of_2(R)))
     form = Form.of(settings.store_format, dtype, (D, Dv), parts)
-    in_lanes, of_lanes = lane_tokens.fits(form.bits, g, D, form.DV, of_attend.rows, S), lanes.HEADS.value
-    if early and dtype == torch.bfloat16 and cdiv(R, of_lanes) == 1 and in_lanes:
-        BR = of_lanes
+    in_lanes, lane_heads = lane_tokens.fits(form.bits, g, D, form.DV, of_attend.rows, S), lanes.HEADS.value
+    if early and dtype == torch.bfloat16 and cdiv(R, lane_heads) == 1 and in_lanes:
+        BR = lane_heads
     head_tiles = cdiv(R, BR)
     r, GROUPS = quota.at(G), power_of_2(max(G, 1))
     of_quota = (r, *quota[1:])
@@ -237,9 +237,9 @@ def plan_of(
     HS = min(most, max(8, power_of_2(R)))
     # later matrix units do not count bits: there each such instruction is some sixty others. Every four heads read the
     # index anew
-    counts_bits = early and gpu_of(device).capability[0] == 9 and cdiv(R, of_lanes) <= 2
-    if counts_bits and lanes.fits(g, D):
-        HS, of_score = of_lanes, _LANES[B * K >= _MANY_HEADS]
+    counts_bits = early and gpu_of(device).capability[0] == 9 and cdiv(R, lane_heads) <= 2
+    if counts_bits and lane_signs.fits(g, D):
+        HS, of_score = lane_heads, _LANES[B * K >= _MANY_HEADS]
     GS = max(1, of_score.rows // power_of_2(g))
     RP = power_of_2(max(r, 1))
     precision = "ieee" if dtype == torch.float32 else "tf32"

@@ -2,7 +2,7 @@
 
 Shapes and names as in `condense.ops.triton.recall_step_kernels`. A tile holds T tokens of each of BG groups; T is g
 as a power of two, and the last token of a group fills it up. Where a GPU counts bits, a warp reads 8 groups at a time
-instead, for 4 query heads (`condense.ops.triton.device.lanes`).
+instead, for 4 query heads (`condense.ops.triton.device.lane_signs`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from condense.ops.recall.index import CENTRE_LEVELS
-from condense.ops.triton.device import lanes
+from condense.ops.triton.device import lane_signs, lanes
 from condense.ops.triton.device.address import form_row, head_rows, part_at
 from condense.ops.triton.device.parts import tile_width
 from condense.ops.triton.device.signs import centre_products, index_widths, sign_bytes, sign_products, turned_queries
@@ -63,7 +63,7 @@ def _found_by_lanes(far_ptr, first, closed, e, FAR: tl.constexpr):
 @triton.jit
 def _load_lanes(signs_ptr, steps_ptr, row, e, g: tl.constexpr, D: tl.constexpr, FAR: tl.constexpr):
     """The index of the 8 groups of a warp, which `_found_by_lanes` finds: words of signs and steps of their tokens,
-    for `lanes.sign_products`; words and step of the centre of a thread's group, for `lanes.centre_product`.
+    for `lane_signs.sign_products`; words and step of the centre of a thread's group, for `lane_signs.centre_product`.
     """
     tokens = ()
     for i in tl.static_range(8):
@@ -84,10 +84,11 @@ def _lane_scores(kept, planes, numbers, total, e):
     best = ()
     for i in tl.static_range(8):
         first, second, step, second_step = kept[0][i]
-        first, second = lanes.sign_products(first, second, total * -lanes.COUNT, planes)
+        first, second = lane_signs.sign_products(first, second, total * -lane_signs.COUNT, planes)
         best = best + (tl.maximum(first * step.to(tl.float32), second * second_step.to(tl.float32)),)  # noqa: RUF005
-    centre = lanes.centre_product(kept[1], numbers) * 2.0**21 - total * _CENTRE
-    return lanes.largest_of_rows(best, e) * (1 / lanes.COUNT) + centre * kept[2].to(tl.float32)
+    # a number is twice its code, less a constant
+    centre = lane_signs.centre_product(kept[1], numbers) * 2.0**21 - total * _CENTRE
+    return lanes.largest_of_rows(best, e) * (1 / lane_signs.COUNT) + centre * kept[2].to(tl.float32)
 
 
 @triton.jit
@@ -168,7 +169,7 @@ def recall_score_kernel(
     if EARLY and BR == lanes.HEADS:
         e = tl.arange(0, BG * BR)
         lanes.check_lanes(e)
-        planes, numbers = lanes.query_planes(queries, BG * BR), lanes.query_numbers(queries, BG * BR)
+        planes, numbers = lane_signs.query_planes(queries, BG * BR), lane_signs.query_numbers(queries, BG * BR)
         sums, unit = lanes.of_heads(sums, BG * BR), lanes.of_heads(unit * scale, BG * BR)
         score_ptr, inside = lanes.of_heads(score_ptr, BG * BR), lanes.of_heads(r, BG * BR) < R
         top, total = tl.full([BG * BR], float("-inf"), tl.float32), tl.zeros([BG * BR], tl.float32)

@@ -152,7 +152,9 @@ def _float32s(n):
 
 @triton.constexpr_function
 def _values_asm(WORD):
-    """Assembly of `_weighted`: codes of two tokens side by side, as bfloat16 numbers less `MIDDLE`."""
+    """Assembly of `_weighted`: codes of two tokens side by side, as bfloat16 numbers less `MIDDLE`: a code in the last
+    bits of 128.0 makes 128 plus the code, of which 136 is taken.
+    """
     lines = [".reg .b32 t<4>, other, u, n<4>, a<4>, less;", "mov.b32 less, 0xC308C308;"]
     kept = "{other, t%d}" if WORD else "{t%d, other}"
     lines += [f"mov.b64 {kept % i}, ${16 + i};" for i in range(4)]
