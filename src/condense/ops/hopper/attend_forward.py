@@ -29,7 +29,7 @@ from condense.ops.hopper.pipeline import ROWS, Online, Work
 from condense.ops.triton.attend_call import AttendCall, AttendShared, not_empty, results
 from condense.ops.triton.descriptors import descriptor
 from condense.ops.triton.device.records import RowSpans, Rule, Start
-from condense.ops.triton.device.rule import VARYING, begins_at_0, visible
+from condense.ops.triton.device.rule import VARYING, begins_at_0, tile_rows, visible
 from condense.ops.triton.host import LOG2E, cdiv, on_device_of, whole_rows
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.limits import MAX_SOURCES
@@ -213,7 +213,7 @@ def _consume(
 
         spans = pipeline.spans_of_row(problem.spans, row, KIND)
         stream = _stream(first, row, problem, spans, len(scores.sizes), BN, KIND)
-        i, r, real = pipeline.tile_rows(first, j, L, R)
+        i, r, real = tile_rows(first, j, L, R, 2 * ROWS)
         view = _view(i, row, stream, q, piece, problem, spans, scores, KIND)
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, narrow))
         total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, narrow))

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from condense.ops.triton.device.records import Row, RowSpans
-from condense.ops.triton.device.rule import start_of_row
+from condense.ops.triton.device.rule import start_of_row, tile_rows
 
 ROWS = gl.constexpr(64)
 # 12 warps start with 168 registers each; the loading warps then give most of theirs to the others
@@ -68,15 +68,6 @@ def memory_of(k_rings, v_rings, STAGES: gl.constexpr):
         mbarrier.init(turns.index(group), count=1)
     hopper.fence_async_shared()
     return Memory(k_rings, v_rings, k_full, k_empty, v_full, v_empty, turns)
-
-
-@gluon.jit
-def tile_rows(first, j, L, R):
-    """`condense.ops.triton.device.rule.tile_rows` for rows j of a tile of 128."""
-    rows = 2 * ROWS // R * R
-    kept = gl.minimum(j, rows - 1)
-    i = first + kept // R
-    return gl.minimum(i, L - 1), kept % R, (j < rows) & (i < L)
 
 
 @gluon.jit
@@ -177,10 +168,9 @@ def end_turn(added, p, alpha, memory, count, STAGES: gl.constexpr):
 def last_values(online, memory, count, STAGES: gl.constexpr):
     """The accumulators with the values of block ``count``, the last one of a tile."""
     added = add_values(online.p, online.acc, memory, count, STAGES)
+    acc = hopper.warpgroup_mma_wait(0, deps=added)
     if len(added) == 1:
-        acc = (hopper.warpgroup_mma_wait(0, deps=[added[0]]),)
-    else:
-        acc = hopper.warpgroup_mma_wait(0, deps=[added[0], added[1]])
+        acc = (acc,)
     mbarrier.arrive(memory.v_empty.index(count % STAGES))
     return acc
 
@@ -201,7 +191,7 @@ def packed_layout(width):
 def fetch_queries(place, q_ptr, s_q, first, row, R, L, COLUMN: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr):
     """Copy columns ``[COLUMN, COLUMN + WIDTH)`` of a group's queries to shared memory."""
     packed: gl.constexpr = packed_layout(WIDTH)
-    i, r, real = tile_rows(first, GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, packed)), L, R)
+    i, r, real = tile_rows(first, GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, packed)), L, R, 2 * ROWS)
     at = row.b.to(gl.int64) * s_q[0] + (row.head.to(gl.int64) * R + r) * s_q[1] + i.to(gl.int64) * s_q[2] + COLUMN
     d = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, packed))[None, :]
     place.store(gl.load(q_ptr + at[:, None] + d, mask=real[:, None], other=0.0))
@@ -244,7 +234,7 @@ def store_tile(q, acc, online, pointers, places, packed_j, first, head, R, L):
     safe = _by_rows(safe, acc[0])
     if len(acc) == 1:  # before the places are known, for which registers are then free
         q[0].store((acc[0] / safe).to(out_ptr.dtype.element_ty))
-    i, r, real = tile_rows(first, packed_j, L, R)
+    i, r, real = tile_rows(first, packed_j, L, R, 2 * ROWS)
     at = ((head + r) * length + i) * (len(acc) * WIDTH)
     d = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, packed))[None, :]
     for part in gl.static_range(len(acc)):

@@ -30,7 +30,7 @@ from condense.ops.triton.attend_call import AttendCall, not_empty, results
 from condense.ops.triton.attend_opened import BLOCK
 from condense.ops.triton.descriptors import descriptor
 from condense.ops.triton.device.records import RowSpans, Rule, Start
-from condense.ops.triton.device.rule import VARYING, visible
+from condense.ops.triton.device.rule import VARYING, tile_rows, visible
 from condense.ops.triton.host import LOG2E, cdiv, on_device_of, whole_rows
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.recall_choice_kernels import row_of_words
@@ -267,7 +267,7 @@ def _consume(
         hopper.fence_async_shared()
         stream = _stream(first, row, count, problem, FORM)
         spans = pipeline.spans_of_row(problem.spans, row, KIND)
-        i, r, real = pipeline.tile_rows(first, j, L, R)
+        i, r, real = tile_rows(first, j, L, R, 2 * ROWS)
         lo, hi = visible(1, i, row, spans, KIND)
         _, closed = visible(0, i, row, spans, KIND)
         bit = gl.full([ROWS], 1, lists.words.dtype.element_ty, of_rows) << (i % Q)

@@ -17,9 +17,8 @@ VARYING = ("L", "query_start", "window_start", "padding", "first_entries", "chun
 
 
 @triton.jit
-def tile_rows(first, L, R, BM: tl.constexpr):
-    """Query, query head, and whether it counts, of each row of a tile that begins at query ``first``."""
-    j = tl.arange(0, BM)
+def tile_rows(first, j, L, R, BM: tl.constexpr):
+    """Query, query head, and whether it counts, of rows j of a tile of BM rows that begins at query ``first``."""
     rows = BM // R * R
     kept = tl.minimum(j, rows - 1)
     i = first + kept // R
@@ -54,7 +53,7 @@ def program_rows(first, stop, R, BM: tl.constexpr):
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     begin = tile * (BM // R)
-    return tile_rows(begin if first is None else first + begin, stop, R, BM)
+    return tile_rows(begin if first is None else first + begin, tl.arange(0, BM), stop, R, BM)
 
 
 @triton.jit
