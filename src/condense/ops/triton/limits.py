@@ -151,7 +151,8 @@ def step_obstacle(
         )
     if not latent and not (1 <= D <= MAX_STEP_WIDTH and 1 <= Dv <= MAX_STEP_WIDTH):
         found.append(f"decodes widths up to {MAX_STEP_WIDTH}, got {D} and {Dv}")
-    found += _settings_obstacles(settings)
+    if (obstacle := settings_obstacle(settings)) is not None:
+        found.append(obstacle)
     if settings.entry_bits < 16 and latent % BLOCK_WIDTH and settings.sees_entries:
         found.append(
             f"rounds entries in blocks of {BLOCK_WIDTH} channels, whole ones of latents, got latents of {latent} "
@@ -183,10 +184,6 @@ def _choice_obstacles(settings: StepSettings, entries: int) -> list[str]:
 
 def settings_obstacle(settings: StepSettings) -> str | None:
     """All reasons why the decode step kernel cannot run a method's steps on any device, None if it can."""
-    return clauses(_settings_obstacles(settings))
-
-
-def _settings_obstacles(settings: StepSettings) -> list[str]:
     focal, chunk, num_summary, found = settings.num_focal, settings.rule.chunk, settings.num_summary, []
     if settings.key_pooling is None or settings.value_pooling is None:
         found.append("supports built-in pooling only in a decode step, and this method makes its entries itself")
@@ -200,4 +197,4 @@ def _settings_obstacles(settings: StepSettings) -> list[str]:
         found.append(
             f"chooses some tokens of a chunk by a summary query, got {focal} of {chunk}, {num_summary} queries"
         )
-    return found
+    return clauses(found)
