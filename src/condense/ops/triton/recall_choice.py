@@ -27,11 +27,11 @@ from condense.ops.triton.recall_choice_kernels import (
 )
 from condense.ops.triton.recall_score import (
     MOST_GROUPS,
-    Positions,
     Scratch,
     bytes_per_query,
     groups_per_cell,
     in_cells,
+    kind_of,
     score,
 )
 from condense.ops.triton.recall_score_kernels import CELLS_PER_LINE
@@ -78,10 +78,11 @@ def choose(
     """Return the groups that each query opens, in rising order, int32 ``[B, K, L, r]`` with r = ``quota.at(closed)``.
 
     A query that opens fewer has G in the places that are left. q: ``[B, H, L, D]``. signs, steps: of a `GroupIndex`.
-    starts, rule: of `Positions`. quota: the numbers of a `Quota`. closed: the most closed groups that a query sees.
+    starts, rule: spans as `condense.ops.triton.attend_call.describe` returns them. quota: the numbers of a `Quota`.
+    closed: the most closed groups that a query sees.
     r >= 1 and scale > 0.
     """
-    index, positions, quota = GroupIndex(signs, steps), Positions(starts, tuple(rule)), Quota(*quota)
+    index, quota, kind = GroupIndex(signs, steps), Quota(*quota), kind_of(starts)
     (B, H, L, D), (_, K, G, _), g = q.shape, index.steps.shape, index.group_size
     R, r, heads, C = H // K, quota.at(closed), B * K, groups_per_cell(g)
     check_programs(heads)
@@ -97,23 +98,23 @@ def choose(
     with on_device_of(q):
         for first in range(0, L, n):
             stop = min(first + n, L)
-            sizes = (K, L, G, first, stop, cells, *positions.rule)
-            score(q[:, :, first:stop], tokens, positions, scratch, sizes, scale=scale * LOG2E)
+            sizes = (K, L, G, first, stop, cells, *rule)
+            score(q[:, :, first:stop], tokens, starts, scratch, sizes, scale=scale * LOG2E)
             if some:
                 _CELLS(
                     (cdiv(stop - first, queries_per_program(ranked, q.is_cuda)), heads, 1),
-                    (scratch.cell, scratch.lse, positions.starts, scratch.picked, scratch.floor), (*sizes, *of_quota),
-                    (R, positions.kind, C, ranked, picked, queries_per_program(ranked, q.is_cuda)),
+                    (scratch.cell, scratch.lse, starts, scratch.picked, scratch.floor), (*sizes, *of_quota),
+                    (R, kind, C, ranked, picked, queries_per_program(ranked, q.is_cuda)),
                     {"num_warps": warps(ranked)},
                 )  # fmt: skip
             _GROUPS(
                 (cdiv(stop - first, _ranking_queries(looked, q.is_cuda)), heads, 1),
                 (
                     scratch.score, scratch.lse, *((scratch.picked, scratch.floor) if some else (None, None)),
-                    positions.starts, groups,
+                    starts, groups,
                 ),
                 (*sizes, *of_quota),
-                (R, positions.kind, C, picked, power_of_2(r), _ranking_queries(looked, q.is_cuda)),
+                (R, kind, C, picked, power_of_2(r), _ranking_queries(looked, q.is_cuda)),
                 {"num_warps": warps(looked)},
             )  # fmt: skip
     return groups

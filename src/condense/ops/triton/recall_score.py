@@ -49,16 +49,9 @@ def _tiles(D: int, is_cuda: bool) -> ScoreTiles:
     return ScoreTiles(rows, 256, 64, UNFUSED | {"num_warps": 8, "num_stages": 3})
 
 
-class Positions(NamedTuple):
-    """Positions of a call's queries: `RuleSpans` as `condense.ops.triton.attend_call.describe` returns them."""
-
-    starts: Tensor | None
-    rule: tuple[int, ...]
-
-    @property
-    def kind(self) -> str:
-        """As `condense.ops.triton.device.rule` names it."""
-        return "row" if self.starts is None else "rows"
+def kind_of(starts: Tensor | None) -> str:
+    """The kind of the spans of queries, see `condense.ops.triton.device.rule`."""
+    return "row" if starts is None else "rows"
 
 
 class Scratch(NamedTuple):
@@ -142,11 +135,11 @@ def turned(q: Tensor, K: int, scale: float) -> tuple[Tensor, Tensor]:
 
 
 def score(
-    q: Tensor, index: CellIndex, positions: Positions, scratch: Scratch, sizes: tuple[int, ...], *, scale: float
+    q: Tensor, index: CellIndex, starts: Tensor | None, scratch: Scratch, sizes: tuple[int, ...], *, scale: float
 ) -> None:
     """Fill the scratch tensors score, lse and, if it has any cells, cell for a block of queries ``[B, H, n, D]``.
 
-    sizes: the kernel's numbers. scale: of base-2 scores.
+    starts: as of `condense.ops.triton.recall_choice.choose`. sizes: the kernel's numbers. scale: of base-2 scores.
     """
     (B, H, n, D), (signs, steps, centres, of_centres, group) = q.shape, index
     K = signs.shape[0] // B
@@ -160,9 +153,9 @@ def score(
             unit,
             descriptor(TensorDescriptor, numbers, [1, tiles.rows, tiles.width]),
             descriptor(TensorDescriptor, signs, [1, groups * group, tiles.width]), steps, centres, of_centres,
-            positions.starts, *scratch[:3],
+            starts, *scratch[:3],
         ),
         (centres.stride(1), *sizes),
-        (R, D, positions.kind, form),
+        (R, D, kind_of(starts), form),
         tiles.options,
     )  # fmt: skip
