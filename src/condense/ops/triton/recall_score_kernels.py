@@ -138,18 +138,13 @@ def _products(tile, token, FORM: tl.constexpr):
         return s
 
 
-@triton.constexpr_function
-def _repeats(BG):
-    """Times that a tile repeats the centres of its groups, because matrix units take 16 rows at least."""
-    return max(1, 16 // BG)
-
-
 @triton.jit
 def _of_centres(tile, group, FORM: tl.constexpr, D: tl.constexpr):
     """Products of a tile of queries with the centres of ``BG`` groups from ``group`` on, ``[BM, BG / C, C]``."""
     BM: tl.constexpr = FORM.BM
     C: tl.constexpr = FORM.C
-    N: tl.constexpr = _repeats(FORM.BG)
+    # a tile repeats the centres of its groups, because matrix units take 16 rows at least
+    N: tl.constexpr = max(1, 16 // FORM.BG)
     PARTS: tl.constexpr = FORM.parts
     n = tl.arange(0, FORM.BG * N)
     row = (group + n // (C * N) * C + n % C).to(tl.int64)

@@ -98,12 +98,6 @@ class Words(NamedTuple):
     zero: Any
 
 
-@triton.constexpr_function
-def _tile(g):
-    """Tokens that are quantised at a time."""
-    return min(16, triton.next_power_of_2(g))
-
-
 @triton.jit
 def chunk_tokens(
     tokens, position, t, inside, LO: tl.constexpr, D: tl.constexpr, P: tl.constexpr, NEAR: tl.constexpr
@@ -160,7 +154,7 @@ def put_values(tokens, piece_ptr, first, t, FORM: tl.constexpr, P: tl.constexpr,
     """Quantise and write the values of the group that begins at position ``first``. P: columns of a tile of bytes."""
     PARTS: tl.constexpr = 8 // FORM.bits
     C: tl.constexpr = FORM.DV // PARTS
-    T: tl.constexpr = _tile(FORM.g)
+    T: tl.constexpr = tokens_of_tile(FORM.g, 16)
     dtype: tl.constexpr = tokens.rows.dtype.element_ty
     numbers, codes_ptr = piece_ptr.to(tl.pointer_type(dtype)), piece_ptr + FORM.values_at
     c = tl.arange(0, P)
@@ -265,14 +259,6 @@ def _load_centre(pieces, column, there, FORM: tl.constexpr):
 
 
 @triton.jit
-def _load_sign_bytes(pieces, i, column, there, FORM: tl.constexpr):
-    """The bytes ``[n, T, P]`` in which the signs of tokens i stand, in a column ``[1, P]``."""
-    W: tl.constexpr = sign_bytes(FORM.D)
-    at = tl.minimum(i, FORM.g - 1)[:, None] * W + column % W
-    return tl.load(pieces.signs[:, None, None] + at[None], mask=there[None], other=0)
-
-
-@triton.jit
 def load_centres(signs_ptr, dtype: tl.constexpr, FORM: tl.constexpr, ASM: tl.constexpr):
     """The centres of the groups whose signs begin at ``signs_ptr`` ``[n]``, in the parts of `to_words`; their numbers
     in two steps.
@@ -332,7 +318,10 @@ def _load_keys(
         column = d[None, :]
         centre = _load_centre(pieces, column, (d < LO + N)[None, :], FORM)
         codes = _load_codes(pieces, FORM.keys_at + i * (D * FORM.bits // 8), d, there, D, FORM, COPY)
-        bits = _load_sign_bytes(pieces, i, column, there, FORM).to(tl.int32) >> (column // sign_bytes(D))[None]
+        W: tl.constexpr = sign_bytes(D)
+        at = tl.minimum(i, FORM.g - 1)[:, None] * W + column % W
+        bytes = tl.load(pieces.signs[:, None, None] + at[None], mask=there[None], other=0)
+        bits = bytes.to(tl.int32) >> (column // W)[None]
         size_of = step * (2 * codes + 1)
         x = tl.where(bits & 1 == 1, size_of, -size_of) + centre
         return _flat(to_numbers(tl.where((d < LO + N)[None, None, :], x, 0.0), dtype))

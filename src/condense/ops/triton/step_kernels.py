@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from condense.ops.triton.device.address import form_row, part_at
-from condense.ops.triton.device.codes import entries_in_words, load_vectors, row_width, to_words
+from condense.ops.triton.device.codes import entries_in_words, from_words, load_vectors, row_width, to_words
 from condense.ops.triton.device.entry import (
     Buffer,
     Chunk,
@@ -47,9 +47,7 @@ from condense.ops.triton.device.softmax import (
     add_keys,
     empty_softmax,
     join_parts,
-    join_words,
     key_products,
-    split_words,
     store_part,
     whole,
 )
@@ -88,10 +86,6 @@ class _Moment(
     the entries begin in slot ``base``. first_entries: entries that stand before those of chunk 0; the first
     ``first_single`` of them stand for single tokens.
     """
-
-
-class _New(namedtuple("_New", "k v")):
-    """Pointers to a KV head's new key and value."""
 
 
 class _Stretch(namedtuple("_Stretch", "first count")):
@@ -141,7 +135,7 @@ def _attend_keys(
     if KEYS:
         q = to_words(q[0], KIND.D0)
     if VALUES:
-        softmax = split_words(softmax, KIND.V0)
+        softmax = Softmax(to_words(softmax.acc[0], KIND.V0), softmax.m, softmax.total)
     if FORM is not None:
         # found one tile ahead, so that keys need not wait for tables
         place = _rows_in_pages(source, stretch, lo, FORM, KIND)
@@ -173,7 +167,7 @@ def _attend_keys(
         if not KIND.latent:
             v = load_vectors(source.v, at * s_v, q[0].dtype, KIND.V0, KIND.V1, KIND.entry_bits, KIND.early)
         softmax = add_keys(softmax, s, v, PRECISION)
-    return join_words(softmax, KIND.V0) if VALUES else softmax
+    return Softmax((from_words(softmax.acc, KIND.V0),), softmax.m, softmax.total) if VALUES else softmax
 
 
 @triton.jit
@@ -203,9 +197,12 @@ def _read_token(
     heads, new, entries, ring, past_queries, num_summary, moment, chunk_size, scores, writes, FAR: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """The `_Read` of a step. Store its token, mean query and entries if ``writes``."""
-    k = load_row(new.k, KIND.D0, KIND.D1)
-    v = (k[0],) if KIND.latent else load_row(new.v, KIND.V0, KIND.V1)
+    """The `_Read` of a step. Store its token, mean query and entries if ``writes``.
+
+    new: pointers to a KV head's new key and value.
+    """
+    k = load_row(new[0], KIND.D0, KIND.D1)
+    v = (k[0],) if KIND.latent else load_row(new[1], KIND.V0, KIND.V1)
     chunk = Chunk(moment.begin, chunk_size, moment.t, k, v)
     mean = mean_query(heads, KIND.D0, KIND.D1) if KIND.scored else k
     # without a due chunk, the new entry is zero and not seen
@@ -314,10 +311,10 @@ def _attend_share(
 
 
 @triton.jit
-def _join(places, sink_ptr, kvh, out_ptr, R, KIND: tl.constexpr):
+def _join(places, sink_ptr, kvh, out_ptr, R: tl.constexpr, KIND: tl.constexpr):
     """Join all splits of a KV head and store its outputs ``[R, V]``; zeros if there are no splits."""
     V: tl.constexpr = KIND.V0 + KIND.V1
-    r, column = tl.arange(0, KIND.joined_rows), tl.arange(0, KIND.joined_columns)
+    r, column = tl.arange(0, triton.next_power_of_2(R)), tl.arange(0, triton.next_power_of_2(V))
     row = (places.row + r).to(tl.int64)
     out = join_parts(places.part, places.lse, row, r < R, places.S, column, V, KIND.joined_parts, sink_ptr, kvh * R + r)
     there = (r < R)[:, None] & (column < V)[None, :]
@@ -397,7 +394,7 @@ def step_kernel(
         first_entries = tl.load(first_ptr + b * s_first).to(tl.int32)
         first_single = tl.load(first_ptr + b * s_first + s_first_n).to(tl.int32)
     heads = Queries(q_ptr + b * s_qb + kvh * R * s_qh, s_qh, R)
-    new = _New(k_ptr + b * s_kb + kvh * s_kh, v_ptr + b * s_vb + kvh * s_vh)
+    new = (k_ptr + b * s_kb + kvh * s_kh, v_ptr + b * s_vb + kvh * s_vh)
     past_queries = Queries(ring_q_ptr + b * s_rqb + kvh * s_rqh, s_rqn, Q)
     if NEAR is None:
         entries = Buffer(

@@ -51,12 +51,6 @@ def tiles_of(device: torch.device, dtype: torch.dtype, width: int, latent: int =
     return _StepTiles(64, 32 if few else 64, 4, 3, 2)
 
 
-def _num_shares(device: torch.device, programs: int, capacity: int, tiles: _StepTiles, less: int) -> int:
-    """Number of splits that share the keys, at most ``less`` fewer than fill the device."""
-    wanted = tiles.waves * gpu_of(device).multiprocessors // programs if device.type == "cuda" else 3
-    return max(1, min(wanted - less, cdiv(capacity, tiles.keys)))
-
-
 def kind_of(
     settings: StepSettings, parts: tuple[int, int, int, int], latent: int, early: bool, has_real: bool, **more: Any
 ) -> Kind:
@@ -125,10 +119,10 @@ def launch_of(
     early = gpu is not None and gpu.capability >= (9, 0) and (not paged or B * K < EARLY_PAIRS)
     # one more split reads what is new; it takes as long as others where it also makes entries, but not in pages
     apart = early or not paged
-    S = apart + _num_shares(device, row_tiles * B * K, M + W, tiles, 0 if paged else 1)
+    wanted = 3 if gpu is None else tiles.waves * gpu.multiprocessors // (row_tiles * B * K)
+    S = apart + max(1, min(wanted - (0 if paged else 1), cdiv(M + W, tiles.keys)))
     joins = not paged and row_tiles == 1 and (host_bound or not few) and R * S * Dv <= _MOST_JOINED
     early = early and not joins
-    joined_rows, columns = power_of_2(R), power_of_2(Dv)
     kind = kind_of(
         settings, key_value_parts(D, Dv, latent), latent, early, has_real,
         focal=settings.num_focal,
@@ -139,9 +133,7 @@ def launch_of(
         keys=tiles.keys,
         precision="ieee" if dtype == torch.float32 else "tf32",
         joins=joins,
-        joined_rows=joined_rows if joins else 1,
-        joined_parts=max(1, min(power_of_2(S), _JOINED_AT_ONCE // (joined_rows * columns))) if joins else 1,
-        joined_columns=columns if joins else 1,
+        joined_parts=max(1, min(power_of_2(S), _JOINED_AT_ONCE // (power_of_2(R) * power_of_2(Dv)))) if joins else 1,
         softcap=softcap * LOG2E,
         page=0 if near is None else near.slots,
         stores=not paged,

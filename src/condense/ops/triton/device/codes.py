@@ -48,18 +48,6 @@ def _step_unit(BITS):
     return EntryFormat(BITS).step_unit()
 
 
-@triton.constexpr_function
-def _smallest_step(dtype):
-    """The smallest step: the smallest normal number of ``dtype``."""
-    return 2.0**-14 if dtype.is_fp16() else 2.0**-126
-
-
-@triton.constexpr_function
-def _block_width(P):
-    """Channels of a block in a tile of P columns."""
-    return min(P, BLOCK_WIDTH)
-
-
 @triton.jit
 def codes_of(x, step, zero, BITS: tl.constexpr):
     """The codes of numbers x, int32."""
@@ -175,7 +163,7 @@ def pair_of(word, dtype: tl.constexpr):
 def _load_columns(ptr, LO: tl.constexpr, N: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
     """Columns ``[LO, LO + N)`` of the vectors of width D in the rows that begin at ``ptr`` ``[n]``, zeros behind."""
     P: tl.constexpr = tile_width(N)
-    W: tl.constexpr = _block_width(P)
+    W: tl.constexpr = min(P, _BLOCK)
     C: tl.constexpr = _code_bytes(D, BITS)
     d, block = LO + tl.arange(0, P), tl.arange(0, P // W) + LO // _BLOCK
     # a step and a zero are loaded as one word, which is wide enough to be prefetched
@@ -244,17 +232,17 @@ def load_vectors(
 
 @triton.jit
 def _step(zero, largest, BITS: tl.constexpr, dtype: tl.constexpr):
-    """Steps of blocks, rounded to 8 significant bits, ties to even."""
+    """Steps of blocks, normal numbers of ``dtype``, rounded to 8 significant bits, ties to even."""
     step = ((largest - zero) * _step_unit(BITS)).to(tl.int32, bitcast=True)
     step = (step + 0x7FFF + ((step >> 16) & 1)) & -65536
-    return tl.maximum(step.to(tl.float32, bitcast=True), _smallest_step(dtype))
+    return tl.maximum(step.to(tl.float32, bitcast=True), 2.0**-14 if dtype.is_fp16() else 2.0**-126)
 
 
 @triton.jit
 def _quantised(x, N: tl.constexpr, BITS: tl.constexpr):
     """Codes ``[1, P]`` of x ``[1, P]``, a part of N columns; steps and zeros ``[1, blocks]``; the numbers they give."""
     P: tl.constexpr = x.shape[1]
-    W: tl.constexpr = _block_width(P)
+    W: tl.constexpr = min(P, _BLOCK)
     inside = tl.reshape(tl.arange(0, P) < N, (1, P // W, W))
     wide = tl.reshape(x.to(tl.float32), (1, P // W, W))
     zero = tl.min(tl.where(inside, wide, float("inf")), 2)
@@ -307,21 +295,17 @@ def put_vector(ptr, x, writes, D0: tl.constexpr, D1: tl.constexpr, BITS: tl.cons
     else:
         D: tl.constexpr = D0 + D1
         grid = (ptr + _grid_start(D, BITS, x[0].dtype)).to(tl.pointer_type(x[0].dtype))
-        codes, step, zero, first = _quantised(x[0], D0, BITS)
-        numbers = parts(first, None)
-        if writes:
-            _store_grid(grid, step, zero, 0, D0)
-            _store_codes(ptr, codes, 0, D0, D, BITS, False)
-        if D1 > 0:
-            more, step, zero, rest = _quantised(x[1], D1, BITS)
-            numbers = parts(first, rest)
+        WIDTHS: tl.constexpr = (D0, D1)
+        codes, numbers = (), ()
+        for part in tl.static_range(len(x)):
+            own, step, zero, rounded = _quantised(x[part], WIDTHS[part], BITS)
+            codes, numbers = codes + (own,), numbers + (rounded,)  # noqa: RUF005
             if writes:
-                _store_grid(grid, step, zero, D0, D1)
-                _store_codes(ptr, more, D0, D1, D, BITS, False)
+                _store_grid(grid, step, zero, part * D0, WIDTHS[part])
+                _store_codes(ptr, own, part * D0, WIDTHS[part], D, BITS, False)
         if BITS == 4:  # noqa: SIM102 - known when the kernel is compiled
             if writes:
                 tl.debug_barrier()
-                _store_codes(ptr, codes, 0, D0, D, BITS, True)
-                if D1 > 0:
-                    _store_codes(ptr, more, D0, D1, D, BITS, True)
+                for part in tl.static_range(len(x)):
+                    _store_codes(ptr, codes[part], part * D0, WIDTHS[part], D, BITS, True)
         return numbers

@@ -27,7 +27,7 @@ class Kind(NamedTuple):
     rows: query heads per tile. keys: keys per tile. precision: of products.
     early: a kernel is launched while the one before still runs (programmatic dependent launch).
     joins: the last program of a KV head to finish joins the outputs of all splits; otherwise a second kernel does.
-    joined_rows, joined_parts, joined_columns: query heads, splits and columns per tile of that join.
+    joined_parts: splits per tile of that join.
     page: slots of a page if tokens lie in `RequestPages`; 0 if they lie in a ring. stores, attends: what a launch does.
     matched: each entry has a bias of its own. softcap: cap of attention's scores, base 2, 0.0 for none.
     entry_bits: bits per number of an entry, see `condense.ops.entries.EntryFormat`.
@@ -51,9 +51,7 @@ class Kind(NamedTuple):
     precision: str = "ieee"
     early: bool = False
     joins: bool = False
-    joined_rows: int = 1
     joined_parts: int = 1
-    joined_columns: int = 1
     page: int = 0
     stores: bool = True
     attends: bool = True
@@ -137,8 +135,9 @@ def slot_places(ring, stride, position, inside, KIND: tl.constexpr):
 
 
 @triton.jit
-def _tokens(ptr, at, new, chunk, i, D0: tl.constexpr, D1: tl.constexpr):
-    """Rows of tokens i of the chunk, zeros past its end. They are read at ``ptr + at``, the new token from ``new``."""
+def _tokens(ring, ptr, stride, new, chunk, i, D0: tl.constexpr, D1: tl.constexpr, KIND: tl.constexpr):
+    """Rows of tokens i of the chunk, zeros past its end. They are read at ``ptr``, the new token from ``new``."""
+    at = slot_places(ring, stride, chunk.first + i, i < chunk.size, KIND)
     position = chunk.first + i
     x = load_rows(ptr, at, (i < chunk.size) & (position < chunk.t), D0, D1)
     is_new = ((i < chunk.size) & (position == chunk.t))[:, None]
@@ -149,17 +148,13 @@ def _tokens(ptr, at, new, chunk, i, D0: tl.constexpr, D1: tl.constexpr):
 @triton.jit
 def chunk_keys(ring, chunk, i, KIND: tl.constexpr):
     """Keys of tokens i of the chunk."""
-    return _tokens(
-        ring.k, slot_places(ring, ring.s_k, chunk.first + i, i < chunk.size, KIND), chunk.k, chunk, i, KIND.D0, KIND.D1
-    )
+    return _tokens(ring, ring.k, ring.s_k, chunk.k, chunk, i, KIND.D0, KIND.D1, KIND)
 
 
 @triton.jit
 def chunk_values(ring, chunk, i, KIND: tl.constexpr):
     """Values of tokens i of the chunk, unless they are latents."""
-    return _tokens(
-        ring.v, slot_places(ring, ring.s_v, chunk.first + i, i < chunk.size, KIND), chunk.v, chunk, i, KIND.V0, KIND.V1
-    )
+    return _tokens(ring, ring.v, ring.s_v, chunk.v, chunk, i, KIND.V0, KIND.V1, KIND)
 
 
 @triton.jit

@@ -8,7 +8,6 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from condense.ops.triton.device.codes import from_words, to_words
 from condense.ops.triton.device.parts import add_weighted, products, store_rows, zeros
 
 
@@ -35,43 +34,17 @@ def whole(softmax):
 
 
 @triton.jit
-def split_words(softmax, V: tl.constexpr):
-    """The softmax with values in the parts of `to_words`."""
-    return Softmax(to_words(softmax.acc[0], V), softmax.m, softmax.total)
-
-
-@triton.jit
-def join_words(softmax, V: tl.constexpr):
-    """The opposite of `split_words`."""
-    return Softmax((from_words(softmax.acc, V),), softmax.m, softmax.total)
-
-
-@triton.jit
-def add_weights(total, alpha, p):
-    """Add weights p ``[n, keys]`` to the sums. alpha ``[n]``: factor for earlier sums."""
-    if len(total.shape) == 2:
-        return total * alpha[:, None] + p
-    else:
-        return total * alpha + tl.sum(p, 1)
-
-
-@triton.jit
-def _sum_of_blocks(q, k, PRECISION: tl.constexpr):
-    """Products of rows ``[n, P]`` with rows ``[keys, P]``: one per block of 128 columns, added up at the end.
-
-    Without matrix units a product is one chain of P additions, and its error grows with P.
-    """
-    C: tl.constexpr = q.shape[1] // 128
-    q = tl.permute(tl.reshape(q, [q.shape[0], C, 128]), (1, 0, 2))
-    k = tl.permute(tl.reshape(k, [k.shape[0], C, 128]), (1, 2, 0))
-    return tl.sum(tl.dot(q, k, input_precision=PRECISION), 0)
-
-
-@triton.jit
 def key_products(q, k, PRECISION: tl.constexpr):
-    """The product of every row of q with every key, as `products`; in float32 without long chains of additions."""
+    """The product of every row of q with every key, as `products`.
+
+    Without matrix units a product of rows of P columns is one chain of P additions, and its error grows with P: of wide
+    rows in float32 it is one per block of 128 columns, added up at the end.
+    """
     if PRECISION == "ieee" and q[0].shape[1] > 128:
-        s = _sum_of_blocks(q[0], k[0], PRECISION)
+        C: tl.constexpr = q[0].shape[1] // 128
+        blocks = tl.permute(tl.reshape(q[0], [q[0].shape[0], C, 128]), (1, 0, 2))
+        of_keys = tl.permute(tl.reshape(k[0], [k[0].shape[0], C, 128]), (1, 2, 0))
+        s = tl.sum(tl.dot(blocks, of_keys, input_precision=PRECISION), 0)
         if len(q) == 2:
             s = tl.dot(q[1], tl.trans(k[1]), s, input_precision=PRECISION)
     else:
@@ -86,7 +59,10 @@ def add_keys(softmax, s, v, PRECISION: tl.constexpr):
     p = tl.exp2(s - m[:, None])
     alpha = tl.exp2(softmax.m - m)
     acc = add_weighted([x * alpha[:, None] for x in softmax.acc], p, v, PRECISION)
-    return Softmax(acc, m, add_weights(softmax.total, alpha, p))
+    if len(softmax.total.shape) == 2:
+        return Softmax(acc, m, softmax.total * alpha[:, None] + p)
+    else:
+        return Softmax(acc, m, softmax.total * alpha + tl.sum(p, 1))
 
 
 @triton.jit
