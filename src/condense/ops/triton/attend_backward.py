@@ -21,7 +21,6 @@ from condense.ops.triton.attend_opened import (
     load_biases,
     over_entries,
     over_opened,
-    store_of,
     where_seen,
 )
 from condense.ops.triton.device.parts import add_weighted, load_block, load_rows, parts, products, store_rows, zeros
@@ -108,7 +107,7 @@ def attend_dq_kernel(
     tl.store(delta_ptr + at, delta, mask=real)
     queries = BackwardQueries(q, d_out, lse, delta)
     if OPEN is not None:
-        groups = groups_of(lists, words, room, row, choosers, i, BM // OPEN.R)
+        groups = groups_of(lists, words, room, store, s_store, row, choosers, i, BM // OPEN.R)
     dq = zeros(BM, D0, D1)
     for n in tl.static_range(N):
         source = source_of(
@@ -119,9 +118,7 @@ def attend_dq_kernel(
             if OPEN.pool:
                 dq = over_entries(_dq_add, dq, queries, source, biases[n], groups, seen[1], scale, CAP, PRECISION)
             widths: tl.constexpr = (D0, D1, V0, V1)
-            dq = over_opened(
-                _dq_add, dq, queries, store_of(store, s_store, row), groups, scale, OPEN.g, widths, BN, CAP, PRECISION
-            )
+            dq = over_opened(_dq_add, dq, queries, groups, scale, OPEN.g, widths, BN, CAP, PRECISION)
         else:
             dq = over_source(dq_keys, dq, queries, source, biases[n], seen, scale, begins_at_0(n, KIND), CAP, PRECISION)
     store_rows(dq_ptr, at * (D0 + D1), [x * softmax_scale for x in dq], real, D0, D1)

@@ -20,7 +20,6 @@ from condense.ops.triton.attend_opened import (
     load_biases,
     over_entries,
     over_opened,
-    store_of,
     where_seen,
 )
 from condense.ops.triton.device.parts import add_weighted, load_block, load_rows, parts, products, store_rows, zeros
@@ -135,7 +134,7 @@ def attend_fwd_kernel(
     head = kvh * heads + r
     q = load_rows(q_ptr, b * s_q[0] + head * s_q[1] + i.to(tl.int64) * s_q[2], real, D0, D1)  # [BM, D]
     if OPEN is not None:
-        groups = groups_of(lists, words, room, row, choosers, i, BM // OPEN.R)
+        groups = groups_of(lists, words, room, store, s_store, row, choosers, i, BM // OPEN.R)
     softmax = Softmax(zeros(BM, V0, V1), tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32))
     for n in tl.static_range(N):
         source = source_of(
@@ -146,9 +145,7 @@ def attend_fwd_kernel(
             if OPEN.pool:
                 softmax = over_entries(add_keys, softmax, q, source, biases[n], groups, seen[1], scale, CAP, PRECISION)
             widths: tl.constexpr = (D0, D1, V0, V1)
-            softmax = over_opened(
-                add_keys, softmax, q, store_of(store, s_store, row), groups, scale, OPEN.g, widths, BN, CAP, PRECISION
-            )
+            softmax = over_opened(add_keys, softmax, q, groups, scale, OPEN.g, widths, BN, CAP, PRECISION)
         else:
             softmax = over_source(
                 forward_keys, softmax, q, source, biases[n], seen, scale, begins_at_0(n, KIND), CAP, PRECISION

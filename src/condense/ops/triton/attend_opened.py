@@ -31,15 +31,12 @@ class OpenForm(NamedTuple):
     pool: bool
 
 
-class Store(namedtuple("Store", "k v s_k s_v")):
-    """Exact tokens of one KV head. k, v: pointers to the first key and value. s_k, s_v: strides to the next."""
-
-
-class TileGroups(namedtuple("TileGroups", "words size group word count bit")):
+class TileGroups(namedtuple("TileGroups", "words size group word count bit store s_store row")):
     """The groups that the queries of a tile open.
 
     words: pointer to a word per closed group; size: how many these are. group: pointer to the groups that any query
-    opens. word: pointer to the words of these. count: how many these are. bit: the row's bit mask within a word.
+    opens. word: pointer to the words of these. count: how many these are. bit: the row's bit mask within a word. store:
+    pointers to exact keys and values; s_store: three strides of each; row: whose they are.
     """
 
 
@@ -78,23 +75,13 @@ def chooser(row, choosers):
 
 
 @triton.jit
-def groups_of(lists, words, room, row, choosers, i, Q: tl.constexpr):
+def groups_of(lists, words, room, store, s_store, row, choosers, i, Q: tl.constexpr):
     """The `TileGroups` of a program. lists: pointers to the tensors of `condense.ops.triton.recall_choice`."""
     words_ptr, group_ptr, word_ptr, count_ptr = lists
     tile = chooser(row, choosers) * tl.num_programs(0) + tl.num_programs(0) - 1 - tl.program_id(0)
     return TileGroups(
         words_ptr + tile * row_of_words(words), words, group_ptr + tile * room, word_ptr + tile * room,
-        tl.load(count_ptr + tile), tl.full(i.shape, 1, words_ptr.dtype.element_ty) << (i % Q),
-    )  # fmt: skip
-
-
-@triton.jit
-def store_of(store, s_store, row):
-    """The `Store` of a program. store: pointers to keys and values; s_store: three strides of each."""
-    b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
-    return Store(
-        store[0] + b * s_store[0] + kvh * s_store[1], store[1] + b * s_store[3] + kvh * s_store[4],
-        s_store[2], s_store[5],
+        tl.load(count_ptr + tile), tl.full(i.shape, 1, words_ptr.dtype.element_ty) << (i % Q), store, s_store, row,
     )  # fmt: skip
 
 
@@ -140,20 +127,22 @@ def over_entries(
 
 @triton.jit
 def over_opened(
-    ADD: tl.constexpr, state, queries, store, groups, scale, g: tl.constexpr, WIDTHS: tl.constexpr, BN: tl.constexpr,
+    ADD: tl.constexpr, state, queries, groups, scale, g: tl.constexpr, WIDTHS: tl.constexpr, BN: tl.constexpr,
     CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state with the tokens of all groups that a query of the tile opens, counted through; a row sees those of its
     query. ADD: as of `over_entries`.
     """
+    store, strides, b, kvh = groups.store, groups.s_store, groups.row.b.to(tl.int64), groups.row.head.to(tl.int64)
+    k_ptr, v_ptr = store[0] + b * strides[0] + kvh * strides[1], store[1] + b * strides[3] + kvh * strides[4]
     for start in range(0, groups.count * g, BN):
         t = start + tl.arange(0, BN)
         inside = t < groups.count * g
         group = tl.load(groups.group + t // g, mask=inside, other=0)
         word = tl.load(groups.word + t // g, mask=inside, other=0)
         token = (group * g + t % g).to(tl.int64)
-        k = load_rows(store.k, token * store.s_k, inside, WIDTHS[0], WIDTHS[1])  # [BN, D]
-        v = load_rows(store.v, token * store.s_v, inside, WIDTHS[2], WIDTHS[3])  # [BN, Dv]
+        k = load_rows(k_ptr, token * strides[2], inside, WIDTHS[0], WIDTHS[1])  # [BN, D]
+        v = load_rows(v_ptr, token * strides[5], inside, WIDTHS[2], WIDTHS[3])  # [BN, Dv]
         seen = (word[None, :] & groups.bit[:, None]) != 0  # [BM, BN]
         state = ADD(state, queries, k, v, (seen,), 0.0, (), scale, CAP, PRECISION)
     return state
