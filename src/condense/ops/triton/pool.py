@@ -48,10 +48,7 @@ def _tile(dtype: torch.dtype, *widths: int) -> _Tile:
 
 
 class _Place(NamedTuple):
-    """Summary spans as kernels take them: numbers, tensors and KIND.
-
-    numbers: start, before and after if the rows agree; else rows: int32 ``[3, B]``, or ``[2, G]`` for spans of columns.
-    """
+    """Summary spans as kernels take them. numbers: start, before and after if the rows agree, else in ``rows``."""
 
     numbers: tuple[int, int, int]
     rows: Tensor | None

@@ -161,8 +161,7 @@ class OpenedGroups(NamedTuple):
 def opened(groups: Tensor, num_groups: int, closed: int, tile: int, first: int, stop: int) -> OpenedGroups:
     """Return the groups that tiles of ``tile`` queries open, 64 at most, for queries ``[first, stop)``.
 
-    groups: from `choose`, where ``num_groups`` stands for none. closed: the most
-    closed groups that a query sees.
+    groups: from `choose`, where ``num_groups`` stands for none.
     """
     B, K, L, r = groups.shape
     T, closed = cdiv(stop - first, tile), max(closed, 1)

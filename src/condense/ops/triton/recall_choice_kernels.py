@@ -109,8 +109,8 @@ def recall_cells_kernel(
     chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, r, least, part, of,
     R: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr, CELLS: tl.constexpr, PICKED: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
-    """Write the cells with the best shares, as many as groups are wanted, in rising order, int32 ``[B * K, n,
-    PICKED]``, CELLS where there are fewer; and the floor for `_best` among their groups, int32 ``[B * K, n]``.
+    """Write the cells with the best shares, as many as groups are wanted, in rising order, CELLS where there are fewer;
+    and the floor for `_best` among their groups: picked and floor of `condense.ops.triton.recall_score.Scratch`.
 
     CELLS and PICKED are powers of two. A program has BQ queries of one KV head.
     """

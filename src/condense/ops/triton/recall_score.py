@@ -78,7 +78,8 @@ def groups_per_cell(g: int) -> int:
 class CellIndex(NamedTuple):
     """An index of whole cells as `recall_score_kernel` reads it.
 
-    signs int8 ``[B * K, tokens, D]``, 1 and -1; their steps float32 ``[B * K, tokens]``. centres int8 ``[B * K, groups,
+    signs int8 ``[B * K, tokens, D]``, 1 and -1; their steps float32 ``[B * K, tokens]``. The tokens of a cell are
+    ordered as ``[group, C]``, so that a thread holds all or many tokens of its groups. centres int8 ``[B * K, groups,
     D]``, in steps; of_centres: these, float32 ``[B * K, groups]``. group: tokens per group, a power of two.
     """
 

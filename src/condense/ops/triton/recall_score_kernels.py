@@ -74,7 +74,7 @@ def recall_turn_kernel(
     R: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Write queries as `condense.ops.recall.turned_queries` returns them: int8 ``[B * K, n * R, width]``, of which D
-    columns are written, and what one of these stands for, times the scale, float32 ``[B * K, n * R]``.
+    columns are written, and what one of these stands for, times the scale, above 0, float32 ``[B * K, n * R]``.
 
     Grid (tiles of BM rows, B * K). Rows of a query's R heads lie side by side. rotation: in float32.
     """
@@ -215,17 +215,12 @@ def recall_score_kernel(
     chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries,
     R: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Write, for queries ``[first, stop)``, all float32: the scores of closed groups ``[B * K, cells, n * R, C]``, base
-    2; the best score of every cell ``[B * K, cells / 4, n * R, 4]``, if it is asked for; the log-sum-exp ``[B * K, n *
-    R]``.
+    """Write score, cell and lse of `condense.ops.triton.recall_score.Scratch` for queries ``[first, stop)``, base 2.
 
     Grid (tiles of BM rows, B * K). Tiles of groups behind the last closed group of a tile of queries are not written.
 
-    q: descriptor of queries as whole numbers, ``[B * K, n * R, D]``. unit: float32 ``[B * K, n * R]``, what one of them
-    stands for, times the scale, above 0. signs: descriptor of 1 and -1, ``[B * K, cells * GP * C, D]``, in the dtype of
-    q. steps: float32 ``[B * K, cells * GP * C]``. The tokens of a cell are ordered as ``[GP, C]``, so that a thread
-    holds all or many tokens of its groups. centres ``[B * K, cells * C, D]``, whole numbers of the dtype of q, rows
-    s_centre apart; of_centres: their steps.
+    unit, q: as `recall_turn_kernel` writes them, queries as a descriptor. signs, also a descriptor, steps, centres,
+    of_centres: those of a `condense.ops.triton.recall_score.CellIndex`; rows of centres are s_centre apart.
     """
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
     row, spans = row_of_program(rule, start, starts_ptr, K, KIND)
