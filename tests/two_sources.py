@@ -3,6 +3,7 @@
 import torch
 
 from condense.ops import ArraySpans, Source, Span, attend
+from condense.ops.recall import choose_groups, index_scores, turned_queries
 from condense.ops.tensors.per_row import at_least
 
 
@@ -49,3 +50,21 @@ class ArrayChoice:
     def at(self, start, stop, closed, num_groups):
         group = torch.arange(num_groups, device=closed.device)
         return self.mask[:, :, start:stop, :num_groups] & (group < closed[..., None])
+
+
+def others_are_near_ties(mask, closed, quota, q, index, scale):
+    """Queries, bool ``[B, K, L]``, for which ``mask``, bool ``[B, K, L, G]``, opens other groups than the definition;
+    those groups' shares differ by at most the scores' own error.
+    """
+    scores, K = index_scores(q, index, scale).double(), mask.shape[1]
+    others = choose_groups(scores, closed, quota, K) != mask
+    if others.any():
+        is_closed = torch.arange(scores.shape[-1], device=scores.device) < closed[..., None]
+        # products of D numbers, accumulated in float32, and a query's two numbers that are rounded to the other side
+        error = 64 * torch.finfo(torch.float32).eps * scores[is_closed.expand_as(scores)].abs().max()
+        error += 2 * scale * turned_queries(q)[1].max() * index.steps.max()
+        scores = scores.masked_fill(~is_closed, -torch.inf)
+        shares = (scores - scores.logsumexp(-1, keepdim=True)).unflatten(1, (K, -1)).amax(2)
+        largest, least = (shares.masked_fill(~others, x) for x in (-torch.inf, torch.inf))
+        assert bool(((largest.amax(-1) - least.amin(-1))[others.any(-1)] <= error).all())
+    return others.any(-1)

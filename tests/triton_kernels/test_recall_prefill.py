@@ -12,19 +12,10 @@ import torch
 from speed.budget import judge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from two_sources import ArrayChoice
+from two_sources import ArrayChoice, others_are_near_ties
 
 from condense.ops import attend_recall
-from condense.ops.recall import (
-    IndexChoice,
-    Quota,
-    RecallSources,
-    choose_groups,
-    index_scores,
-    rotation,
-    split_keys,
-    turned_queries,
-)
+from condense.ops.recall import IndexChoice, Quota, RecallSources, index_scores, rotation, split_keys
 from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.triton import attend_call, recall_attend, recall_choice, recall_score
 from condense.ops.triton.attend_call import describe
@@ -175,21 +166,9 @@ class Problem:
 
     def check_choice(self, mask):
         """The definition in float64 opens what ``mask`` opens, but for near ties."""
-        scores = index_scores(self.asked.double(), self.index, self.scale)
-        K = mask.shape[1]
-        want = choose_groups(scores, self.closed, quota_of(self.case.r), K)
-        is_closed = torch.arange(scores.shape[-1], device=scores.device) < self.closed[..., None]
-        largest = scores[is_closed.expand_as(scores)].abs().max()
-        scores = scores.masked_fill(~is_closed, -math.inf)
-        shares = (scores - scores.logsumexp(-1, keepdim=True)).unflatten(1, (K, -1)).amax(2)
-        others = want != mask
-        assert int(others.any(-1).sum()) <= 0.02 * others[..., 0].numel()
-        asked = torch.where(others, shares, math.nan).flatten(0, 2)[others.any(-1).flatten()]
-        if asked.numel() > 0:
-            spread = asked.nan_to_num(-math.inf).amax(-1) - asked.nan_to_num(math.inf).amin(-1)
-            # a sum in float32 rounds a number of a query to the other side, whose sign counts for both groups
-            number = self.scale * float(turned_queries(self.asked.double())[1].max() * self.index.steps.max())
-            assert float(spread.max()) <= 64 * torch.finfo(torch.float32).eps * float(largest) + 2 * number
+        of = self.asked.double(), self.index, self.scale
+        others = others_are_near_ties(mask, self.closed, quota_of(self.case.r), *of)
+        assert int(others.sum()) <= 0.02 * others.numel()
 
 
 def compare(case, chosen, backend="triton"):
@@ -257,8 +236,8 @@ def scored(problem, monkeypatch):
     """The chosen groups; scores ``[B, H, L, G]``, the best of each cell, and log-sum-exps, all base 2."""
     asked, results, original = problem.asked, [], recall_choice.score
 
-    def keep(q, index, positions, scratch, sizes, *, scale):
-        original(q, index, positions, scratch, sizes, scale=scale)
+    def keep(q, index, starts, scratch, sizes, *, scale):
+        original(q, index, starts, scratch, sizes, scale=scale)
         results.append([x.clone() for x in scratch[:3]])
 
     monkeypatch.setattr(recall_choice, "score", keep)
@@ -329,9 +308,9 @@ def test_turned_queries_take_of_the_scratch_memory(monkeypatch):
         sizes[-1] += living.most
         return results
 
-    def counted(q, index, positions, scratch, *args, **kwargs):
+    def counted(q, index, starts, scratch, *args, **kwargs):
         sizes.append(scratch.score.nbytes)
-        score(q, index, positions, scratch, *args, **kwargs)
+        score(q, index, starts, scratch, *args, **kwargs)
 
     rotation(288, torch.device(DEVICE))
     # the interpreter makes tensors of its own

@@ -9,9 +9,10 @@ import torch
 from packed_groups import Packed, check_packed
 from step_states import RECALLS, empty, own_by, step_settings
 from step_states import token_at as new_token
+from two_sources import others_are_near_ties
 
 from condense import Recall
-from condense.ops.recall import choose_groups, index_scores, turned_queries
+from condense.ops.recall import index_scores
 from condense.ops.step import NewToken, StepCall
 from condense.ops.torch import step as torch_step
 from condense.ops.triton import recall_step, recall_step_plan
@@ -63,23 +64,9 @@ def opened(scratch, state, settings):
 def check_choice(scratch, q, state, settings, scale):
     """True if the kernel opened the groups that the definition opens; near ties are looked at one by one."""
     chosen, closed = opened(scratch, state, settings)
-    K = state.ring_k.shape[1]
-    # of queries in float32, in which kernels round them to whole numbers
-    scores = index_scores(q, state.group_index, scale).double()
-    want = choose_groups(scores, closed[:, None, None], settings.choice.quota, K)[:, :, 0]
-    others = chosen != want
-    if not others.any():
-        return True
-    is_closed = torch.arange(scores.shape[-1], device=q.device) < closed[:, None, None, None]
-    scores = scores.masked_fill(~is_closed, float("-inf"))
-    shares = (scores - scores.logsumexp(-1, keepdim=True)).unflatten(1, (K, -1)).amax(2)[:, :, 0]
-    # products of D numbers, accumulated in float32, and a query's two numbers that are rounded to the other side
-    error = 64 * torch.finfo(torch.float32).eps * scores[is_closed.expand_as(scores)].abs().max()
-    error += 2 * scale * turned_queries(q)[1].max() * state.steps.max()
-    for row, head in others.any(-1).nonzero().tolist():
-        asked = shares[row, head][others[row, head]]
-        assert float(asked.max() - asked.min()) <= float(error)
-    return False
+    # queries in float32, in which kernels round them to whole numbers
+    of = settings.choice.quota, q, state.group_index, scale
+    return not others_are_near_ties(chosen[:, :, None], closed[:, None, None], *of).any()
 
 
 def take(t, *args):
@@ -138,10 +125,25 @@ def compare(q, k, v, settings, scratch, *, groups=None, latent=0):
     assert num_same >= 0.98 * num_steps
 
 
-@pytest.mark.parametrize("name", RECALLS)
-def test_every_step_against_the_definition(name, scratch):
-    settings = step_settings(RECALLS[name])
-    compare(*random_qkv(1, 2, 1, 45, 16, 24), settings, scratch)
+# settings; query and KV heads, tokens and widths; groups that there is room for
+COMPARED = {name: (method, (2, 1, 45, 16, 24), None) for name, method in RECALLS.items()}
+COMPARED |= {
+    f"{heads}-{unchosen}": (RECALLS["three-open"].replace(unchosen=unchosen), (*heads, 33, 16, 16), None)
+    for heads in ((2, 2), (6, 2), (7, 1))
+    for unchosen in ("pool", "drop")
+}
+COMPARED |= {
+    f"{width}-{name}": (RECALLS[name], (2, 1, 30, *(width if isinstance(width, tuple) else (width, width))), None)
+    for width in WIDTHS
+    for name in ("two-open", "three-open", "g-6")
+}
+COMPARED["more groups than there is room for"] = RECALLS["two-open"], (2, 1, 40, 16, 16), 3
+COMPARED["before there is room for a group"] = RECALLS["two-open"], (2, 1, 6, 16, 16), 0
+
+
+@pytest.mark.parametrize(("method", "sizes", "groups"), COMPARED.values(), ids=COMPARED)
+def test_every_step_against_the_definition(method, sizes, groups, scratch):
+    compare(*random_qkv(1, *sizes), step_settings(method), scratch, groups=groups)
 
 
 @pytest.fixture
@@ -158,20 +160,6 @@ def ranks_few(monkeypatch):
 @pytest.mark.parametrize("name", ["three-open", "a-third"])
 def test_few_groups_where_there_is_room_for_many(name, scratch):
     compare(*random_qkv(1, 2, 1, 45, 16, 24), step_settings(RECALLS[name]), scratch, groups=40)
-
-
-@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (7, 1)], ids=str)
-@pytest.mark.parametrize("unchosen", ["pool", "drop"])
-def test_heads_share_a_choice(heads, unchosen, scratch):
-    settings = step_settings(RECALLS["three-open"].replace(unchosen=unchosen))
-    compare(*random_qkv(1, *heads, 33, 16, 16), settings, scratch)
-
-
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
-@pytest.mark.parametrize("name", ["two-open", "three-open", "g-6"])
-def test_widths(widths, name, scratch):
-    D, Dv = widths if isinstance(widths, tuple) else (widths, widths)
-    compare(*random_qkv(1, 2, 1, 30, D, Dv), step_settings(RECALLS[name]), scratch)
 
 
 @pytest.mark.parametrize(("heads", "D", "g"), INDICES, ids=str)
@@ -232,14 +220,6 @@ def test_rows_that_come_and_go():
         for t in range(mine[0].shape[2]):
             triton_step.step(StepCall(new_token(mine, t), alone, settings, scale=SCALE))
         assert all(torch.equal(x[row : row + 1], y) for x, y in zip(state, alone, strict=True))
-
-
-def test_groups_beyond_the_capacity(scratch):
-    compare(*random_qkv(1, 2, 1, 40, 16, 16), step_settings(RECALLS["two-open"]), scratch, groups=3)
-
-
-def test_before_there_is_room_for_a_group(scratch):
-    compare(*random_qkv(1, 2, 1, 6, 16, 16), step_settings(RECALLS["two-open"]), scratch, groups=0)
 
 
 def test_more_steps_than_there_is_room_for_stay_inside_the_ring():
