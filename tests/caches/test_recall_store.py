@@ -32,11 +32,12 @@ ROWS = {
     "same": (copy.deepcopy, [0, 1, 2]),
     "pickle": (lambda layer: pickle.loads(pickle.dumps(layer)), [0, 1, 2]),
 }
+ODD = METHOD.replace(store_bits=4), 4, "store_bits=4 needs keys and values of even widths, got 6 and 5"
 FIRST = {
-    "too-long": (METHOD, _qkv(41), 6, "got 0 and 41 more; make it longer"),
-    "odd-width": (METHOD.replace(store_bits=4), _qkv(3), 4, "keys and values of even widths, got 6 and 5"),
-    "odd-width-step": (METHOD.replace(store_bits=4), _qkv(1), 4, "keys and values of even widths, got 6 and 5"),
-}
+    "too-long": (StaticCondensedLayer, 41, METHOD, 6, "got 0 and 41 more; make it longer"),
+    "odd-width": (StaticCondensedLayer, 3, *ODD), "odd-width-step": (StaticCondensedLayer, 1, *ODD),
+    "odd-width-growing": (lambda method, _: CondensedLayer(method), 3, *ODD),
+}  # fmt: skip
 CHANGES = {
     "reset": lambda layer: layer.reset(), "crop": lambda layer: layer.crop(-1),
     "rows": lambda layer: layer.batch_select_indices(torch.tensor([2, 0])),
@@ -152,14 +153,6 @@ def test_what_a_store_in_host_memory_refuses(layer):
         layer.offload()
 
 
-def test_an_odd_width_with_4_bits_is_refused_before_anything_is_kept():
-    layer = CondensedLayer(METHOD.replace(store_bits=4))
-    with pytest.raises(ValueError, match="store_bits=4 needs keys and values of even widths, got 5"):
-        read(layer, [x[..., :5] for x in _qkv(3)])
-    assert not layer.is_initialized
-    assert layer.get_seq_length() == 0
-
-
 def test_memory_that_cannot_be_pinned_names_the_way_out(monkeypatch):
     def refuse(*args, **kwargs):
         raise RuntimeError("out of memory")
@@ -195,15 +188,15 @@ def test_more_groups_than_kernels_choose_from_are_refused_before_memory_is_taken
         layer._take_memory(k, k, M=limits.MAX_GROUPS + 1, W=8)
 
 
-@pytest.mark.parametrize(("method", "qkv", "width", "message"), FIRST.values(), ids=FIRST)
-def test_a_first_call_that_is_refused_leaves_no_memory(method, qkv, width, message):
+@pytest.mark.parametrize(("make", "tokens", "method", "width", "message"), FIRST.values(), ids=FIRST)
+def test_a_first_call_that_is_refused_leaves_no_memory(make, tokens, method, width, message):
     """After it, tokens of a ``width`` that fits are read."""
-    layer = StaticCondensedLayer(method, 40)
+    layer = make(method, 40)
     with pytest.raises(ValueError, match=message):
-        read(layer, qkv)
-    assert layer.buffers is None
+        read(layer, _qkv(tokens))
     assert not layer.is_initialized
-    assert layer.get_seq_length() == layer.count_slots() == 0
+    assert layer.get_seq_length() == 0
+    assert isinstance(layer, CondensedLayer) or (layer.buffers is None and layer.count_slots() == 0)
     fits = [x[..., :width] for x in _qkv(40)]
     want = condense.attention(*fits, method=method, scale=SCALE, backend="reference")
     assert_close(read(layer, fits), want, **EXACT)

@@ -22,9 +22,6 @@ from condense.ops.torch import step as torch_step
 H, K, D, DV = 4, 2, 6, 4
 SCALE = 0.6
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
-REFUSED = [
-    (RECALL.replace(store="host"), "use store='device'"),
-]
 
 
 @pytest.fixture(params=(RECORDS | EXACT_PROMPTS).values(), ids=RECORDS | EXACT_PROMPTS)
@@ -92,26 +89,18 @@ def test_a_request_that_takes_up_a_prefix_has_the_bits_of_one_that_read_all_itse
     assert all(torch.equal(x, alone.kept(cold)[name]) for name, x in pool.kept(b).items())
 
 
-@pytest.mark.parametrize(("method", "message"), REFUSED, ids=str)
-def test_settings_that_records_cannot_hold_are_refused(method, message):
+def test_settings_and_records_of_another_kind_are_refused():
     pool = RecordPool(RECORDS["default"], (K, D, DV))
-    pool.plan.settings = paged_settings(method)
-    with pytest.raises(ValueError, match=message):
-        pool.read([(pool.add(3), tokens_of(3))], scale=SCALE)
-
-
-def test_records_of_another_kind_are_refused():
-    pool = RecordPool(RECORDS["default"], (K, D, DV))
-    pool.plan.settings = replace(pool.plan.settings, summary_delay=8)
-    with pytest.raises(ValueError, match="summary_delay of records must be 0, got 8"):
-        pool.read([(pool.add(3), tokens_of(3))], scale=SCALE)
-    pool.plan.settings, records = paged_settings(RECORDS["store-8"]), pool.records
-    with pytest.raises(ValueError, match=r"entries must be pages uint8 \[P, 2, N, \d+\], got"):
-        pool.read([(pool.add(3), tokens_of(3))], scale=SCALE)
-    pool.plan.settings = paged_settings(RECORDS["default"])
-    pool.records = records.as_strided(records.shape, (pool.block - 8, *records.stride()[1:]))
-    with pytest.raises(ValueError, match="must begin at multiples of 16 bytes"):
-        pool.read([(pool.add(3), tokens_of(3))], scale=SCALE)
+    own, records = pool.plan.settings, pool.records
+    odd = records.as_strided(records.shape, (pool.block - 8, *records.stride()[1:]))
+    for pool.plan.settings, pool.records, message in (
+        (paged_settings(RECALL.replace(store="host")), records, "use store='device'"),
+        (replace(own, summary_delay=8), records, "summary_delay of records must be 0, got 8"),
+        (paged_settings(RECORDS["store-8"]), records, r"entries must be pages uint8 \[P, 2, N, \d+\], got"),
+        (own, odd, "must begin at multiples of 16 bytes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pool.read([(pool.add(3), tokens_of(3))], scale=SCALE)
 
 
 def test_a_backend_is_chosen_for_as_many_groups_as_tables_have_room_for(monkeypatch):
