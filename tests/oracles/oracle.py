@@ -54,12 +54,16 @@ def summary_positions(method, j, prompt):
     return range(max(0, end - count), end)
 
 
+def summary_query(method, j, qbar, prompt):
+    """The mean query ``[D]`` that weighs group j; qbar ``[L, D]``; prompt: None if all tokens came at once."""
+    positions = summary_positions(method, j, len(qbar) if prompt is None else prompt)
+    return torch.stack([qbar[i] for i in positions]).sum(0) / len(positions)
+
+
 def representative(method, j, qbar, k, v, scale, prompt=None):
     """Key ``[D]`` and value ``[Dv]`` of group j; qbar and k ``[L, D]``, v ``[L, Dv]``."""
     g = method.group_size
-    members = range(j * g, (j + 1) * g)
-    positions = summary_positions(method, j, len(k) if prompt is None else prompt)
-    summary = torch.stack([qbar[i] for i in positions]).sum(0) / len(positions)
+    members, summary = range(j * g, (j + 1) * g), summary_query(method, j, qbar, prompt)
     scores = torch.stack([scale * (summary * k[i]).sum() for i in members])
     return pool(k[members], scores, method.key_pooling), pool(v[members], scores, method.value_pooling)
 
@@ -75,9 +79,7 @@ def entry_bias(method, j, entry, qbar, k, scale, prompt=None):
     g = method.group_size
     if method.rep_bias != "matched":
         return k.new_tensor(math.log(g) if method.rep_bias == "log_size" else 0.0)
-    positions = summary_positions(method, j, len(k) if prompt is None else prompt)
-    summary = torch.stack([qbar[i] for i in positions]).sum(0) / len(positions)
-    return match(summary, k[j * g : (j + 1) * g], entry, scale)
+    return match(summary_query(method, j, qbar, prompt), k[j * g : (j + 1) * g], entry, scale)
 
 
 def rounded(x, bits):
@@ -148,9 +150,7 @@ def placed(x, at, parts):
 def _row(method, q, k, v, scale, prompt):
     """One row and KV head. q ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``; per query out ``[R, Dv]`` and lse ``[R]``."""
     qbar = q.sum(0) / len(q)
-    made = {}
-    biases = {}
-    outs, lses = [], []
+    made, biases, outs, lses = {}, {}, [], []
     for t in range(len(k)):
         groups, exact = visible(method, t)
         for j in groups:
@@ -163,10 +163,8 @@ def _row(method, q, k, v, scale, prompt):
         logits = scale * q[:, t] @ keys.T
         if groups:
             logits = logits + torch.cat([torch.stack([biases[j] for j in groups]), logits.new_zeros(len(exact))])
-        top = logits.amax(-1, keepdim=True)
-        weights = (logits - top).exp()
-        outs.append(weights @ values / weights.sum(-1, keepdim=True))
-        lses.append(top[:, 0] + weights.sum(-1).log())
+        outs.append(logits.softmax(-1) @ values)
+        lses.append(logits.logsumexp(-1))
     return outs, lses
 
 
