@@ -86,11 +86,15 @@ def test_training_forward_of_a_model(method):
     torch.testing.assert_close(loss_and_gradients(compiled), loss_and_gradients(eager), rtol=1e-10, atol=1e-12)
 
 
-@torch.no_grad()
-def test_a_compiled_forward_fails_on_what_it_cannot_look_at():
+@pytest.fixture
+def one_layer():
     torch._dynamo.reset()
-    ids = tiny.tokens()
-    _, compiled = _compiled_loss(condense.apply(tiny.model("llama", num_hidden_layers=1), METHODS["cca"]))
+    return condense.apply(tiny.model("llama", num_hidden_layers=1), METHODS["cca"])
+
+
+@torch.no_grad()
+def test_a_compiled_forward_fails_on_what_it_cannot_look_at(one_layer):
+    ids, (_, compiled) = tiny.tokens(), _compiled_loss(one_layer)
     mask, positions = torch.ones_like(ids), torch.arange(ids.shape[1])[None]
     padded = mask.clone()
     padded[0, :5] = 0
@@ -100,13 +104,12 @@ def test_a_compiled_forward_fails_on_what_it_cannot_look_at():
         compiled(ids, ids, mask, position_ids=positions % 20)
 
 
-def test_a_compiled_forward_without_a_mask():
+def test_a_compiled_forward_without_a_mask(one_layer):
     """With transformers' mask function, a closure, not read: rows as without compilation, and no documents."""
-    torch._dynamo.reset()
-    model, ids = condense.apply(tiny.model("llama", num_hidden_layers=1), METHODS["cca"]), tiny.tokens()
+    ids = tiny.tokens()
 
     def logits(**kwargs):
-        return model(input_ids=ids, use_cache=False, **kwargs).logits
+        return one_layer(input_ids=ids, use_cache=False, **kwargs).logits
 
     compiled = torch.compile(logits, fullgraph=True, backend="eager")
     positions = torch.arange(ids.shape[1])[None]
@@ -115,41 +118,36 @@ def test_a_compiled_forward_without_a_mask():
         compiled(position_ids=positions % 20)
 
 
-def test_a_compiled_layer_names_documents_that_its_mask_numbers():
+def test_a_compiled_layer_names_documents_that_its_mask_numbers(one_layer):
     """A layer compiled alone gets a mask that was made outside of the graph."""
-    torch._dynamo.reset()
-    model, ids = condense.apply(tiny.model("llama", num_hidden_layers=1), METHODS["cca"]), tiny.tokens(1)
-    model.model.layers[0].forward = torch.compile(model.model.layers[0].forward, backend="eager")
+    ids, layer = tiny.tokens(1), one_layer.model.layers[0]
+    layer.forward = torch.compile(layer.forward, backend="eager")
     with torch.no_grad(), pytest.raises(RuntimeError, match="several documents"):
-        model(input_ids=ids, position_ids=torch.arange(ids.shape[1])[None] % 20, use_cache=False)
+        one_layer(input_ids=ids, position_ids=torch.arange(ids.shape[1])[None] % 20, use_cache=False)
 
 
-def test_prompts_and_steps_of_generate():
+def test_prompts_and_steps_of_generate(one_layer):
     """Transformers' recipe: a compiled forward, generate over a static cache. The second prompt is not pooled."""
-    torch._dynamo.reset()
-    model = condense.apply(tiny.model("llama", num_hidden_layers=1), METHODS["cca"])
     prompts = [tiny.tokens(2, n, seed=n) for n in (30, 9)]
-    want = [tiny.generate(model, ids) for ids in prompts]
-    model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
+    want = [tiny.generate(one_layer, ids) for ids in prompts]
+    one_layer.forward = torch.compile(one_layer.forward, fullgraph=True, backend="eager")
     for ids, tokens in zip(prompts, want, strict=True):
-        assert torch.equal(tiny.generate(model, ids, cache_implementation="static"), tokens)
+        assert torch.equal(tiny.generate(one_layer, ids, cache_implementation="static"), tokens)
 
 
-def test_a_prompt_that_needs_counts_is_not_compiled():
-    torch._dynamo.reset()
-    model = condense.apply(tiny.model("llama", num_hidden_layers=1), METHODS["cca"])
+def test_a_prompt_that_needs_counts_is_not_compiled(one_layer):
     ids, mask = tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (19, 12)])
     settings = {"attention_mask": mask, "cache_implementation": "static", "max_new_tokens": 1}
-    stock, want = model.forward, tiny.generate(model, ids, **settings)
-    model.forward = torch.compile(stock, fullgraph=True, backend="eager")
+    stock, want = one_layer.forward, tiny.generate(one_layer, ids, **settings)
+    one_layer.forward = torch.compile(stock, fullgraph=True, backend="eager")
     with pytest.raises(torch._dynamo.exc.Unsupported, match="compile single steps instead"):
-        tiny.generate(model, ids, **settings)
-    model.forward = torch.compile(stock, backend="eager")
-    assert torch.equal(tiny.generate(model, ids, **settings), want)
+        tiny.generate(one_layer, ids, **settings)
+    one_layer.forward = torch.compile(stock, backend="eager")
+    assert torch.equal(tiny.generate(one_layer, ids, **settings), want)
 
 
-def test_export_of_a_forward_without_a_cache():
-    model, ids = condense.apply(tiny.model("llama", num_hidden_layers=1), METHODS["cca"]), tiny.tokens()
-    exported = torch.export.export(model, (), {"input_ids": ids, "use_cache": False}, strict=False).module()
+def test_export_of_a_forward_without_a_cache(one_layer):
+    ids = tiny.tokens()
+    exported = torch.export.export(one_layer, (), {"input_ids": ids, "use_cache": False}, strict=False).module()
     with torch.no_grad():
-        torch.testing.assert_close(*(each(input_ids=ids, use_cache=False).logits for each in (exported, model)))
+        torch.testing.assert_close(*(each(input_ids=ids, use_cache=False).logits for each in (exported, one_layer)))
