@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from layers import extend
+from layers import columns, extend
 from oracles import cases, oracle
 from speed.budget import judge
 from step_states import SELECT, empty
@@ -46,10 +46,6 @@ def empty_state(method, B, K, D, Dv, tokens, *, dtype=torch.float32, spare=0):
 
 def drawn(B, H, K, L, D=16, Dv=16, dtype=torch.float32):
     return [x.to(DEVICE) for x in oracle.random_qkv(B, H, K, L, D, Dv, dtype=dtype)]
-
-
-def columns(qkv, start, stop=None):
-    return [x[:, :, start : start + 1 if stop is None else stop] for x in qkv]
 
 
 def one_step(plan, now, state, real=None, *, scale=0.25, counter=None, latent=0):
@@ -157,7 +153,7 @@ def follow_the_reference(method, past, state, qkv, start, stop):
     """Steps that go on from ``past`` give what the reference gives, whose past after them is returned."""
     largest = qkv[2].abs().max()
     for t in range(start, stop):
-        now = columns(qkv, t)
+        now = columns(qkv, t, t + 1)
         sources, past = extend(method, past, *now, scale=0.3, backend="reference")
         want = attend_to(sources, now[0], scale=0.3, backend="reference")[0]
         out = one_step(step_settings(method), now, state, scale=0.3)
@@ -363,7 +359,7 @@ def some_step(dtype=torch.float32, seen=23):
     """Inputs, state and keywords of a step that closes a chunk and sees its entry."""
     q, k, v = drawn(2, 4, 2, 60, dtype=dtype)
     _, past = extend(PADDED_LCA, None, *columns((q, k, v), 0, seen), scale=0.25)
-    now = columns((q, k, v), seen)
+    now = columns((q, k, v), seen, seen + 1)
     plan = step_settings(PADDED_LCA)
     assert (seen + 1 - plan.summary_delay) % plan.rule.chunk == 0
     return now, filled_state(PADDED_LCA, past, 60), plan
@@ -414,7 +410,7 @@ def test_counts_with_gaps_between_them():
 def test_prompts_with_gaps_between_them():
     q, k, v = drawn(2, 4, 2, 40)
     _, state = after_prompts(SELECT, q, k, v, (31, 22), 9)
-    now = columns((q, k, v), 31)
+    now = columns((q, k, v), 31, 32)
     out = one_step(step_settings(SELECT), now, tight := copy_of(state), scale=0.3)
     gaps = copy_of(state)._replace(first=column_of(state.first))
     assert torch.equal(one_step(step_settings(SELECT), now, gaps, scale=0.3), out)
