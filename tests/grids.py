@@ -1,4 +1,7 @@
-"""Grids of parameters as covering arrays: few cells in which every value occurs, and as many pairs of values as fit."""
+"""Grids of parameters as covering arrays: few cells in which every value occurs, and as many pairs of values as fit.
+
+And fixtures that are every value of a mapping.
+"""
 
 import hashlib
 import itertools
@@ -22,6 +25,11 @@ def grid(count, /, *fixtures, **axes):
     cells = [(name, [named[axis][x] for axis, x in zip(named, ids, strict=True)]) for name, ids in cells]
     values = [pytest.param(*cell, id=name) for name, cell in cells]
     return pytest.mark.parametrize(list(named), values, indirect=[x for x in named if x in ("backend", *fixtures)])
+
+
+def fixture_of(cases):
+    """A fixture that is each of the values of a mapping in turn, by its name."""
+    return pytest.fixture(params=cases.values(), ids=cases)(lambda request: request.param)
 
 
 def covering(names, values, count=None):

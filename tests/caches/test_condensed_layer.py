@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from grids import fixture_of
 from layers import columns, draw, read
 from models import tiny
 from torch.testing import assert_close
@@ -31,11 +32,7 @@ CHANGES = {
     "select-mask": (lambda layer: layer.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
     "offload-prefetch": (lambda layer: (layer.offload(), layer.prefetch()), [0, 1, 2]),
 }
-
-
-@pytest.fixture(params=METHODS.values(), ids=METHODS.keys())
-def method(request):
-    return request.param
+method = fixture_of(METHODS)
 
 
 def _full(method, *parts):

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from grids import fixture_of
 from layers import Counting, draw, read
 from models import tiny
 from oracles import cases
@@ -40,11 +41,7 @@ LENGTH = 400
 _qkv = partial(draw, rows=B)
 MANY = (9, *[1] * 40, 30, 1, 2, *[1] * 25, 17, *[1] * 15)
 SIZES = {"alike": (MANY, False), "ragged": (MANY, True), "from a first token": ([1] * 40, False)}
-
-
-@pytest.fixture(params=METHODS.values(), ids=METHODS)
-def method(request):
-    return request.param
+method = fixture_of(METHODS)
 
 
 @pytest.mark.parametrize(("sizes", "ragged"), SIZES.values(), ids=SIZES)

@@ -1,8 +1,8 @@
 """On a CUDA device (collected only there): a growing cache decodes by the step, as a static one, without a wait."""
 
-import pytest
 import torch
 from gpu.running import SELECT, condensed, methods, no_waiting
+from grids import fixture_of
 from layers import Counting
 from models import tiny
 from oracles import oracle
@@ -11,11 +11,7 @@ from condense.caches import CondensedLayer, StaticCondensedLayer, read_request
 from condense.ops import NewToken
 
 METHODS = methods("cca", "lca", "entries-8", "streaming-llm", "dga") | {"dga-prompt": SELECT}
-
-
-@pytest.fixture(params=METHODS.values(), ids=METHODS)
-def method(request):
-    return request.param
+method = fixture_of(METHODS)
 
 
 def test_a_layer_in_bfloat16_gives_what_a_static_one_does(method):

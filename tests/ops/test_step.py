@@ -5,6 +5,7 @@ Shapes: B rows, H query heads, K KV heads, L tokens, D and Dv widths, M prefix e
 
 import pytest
 import torch
+from grids import fixture_of
 from layers import columns, extend
 from oracles import cases, oracle
 from step_states import RECALLS, call_of, empty, own_of, token_at, with_store
@@ -39,11 +40,7 @@ BACKENDS = [
     (CUDA, torch.bfloat16, (576, 0), condense.LCA(), 512, "triton"),
     (CUDA, torch.bfloat16, (577, 0), condense.LCA(), 513, "torch"),
 ]
-
-
-@pytest.fixture(params=METHODS.values(), ids=METHODS)
-def method(request):
-    return request.param
+method = fixture_of(METHODS)
 
 
 def empty_state(method, length, **options):

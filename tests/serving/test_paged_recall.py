@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from grids import fixture_of
 from paged_sequences import cut, random_tokens
 from record_pool import EXACT_PROMPTS, RECALL, RECORDS, RecordPool, paged_settings
 from step_states import call_of, empty, own_by
@@ -22,11 +23,7 @@ from condense.ops.torch import step as torch_step
 H, K, D, DV = 4, 2, 6, 4
 SCALE = 0.6
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
-
-
-@pytest.fixture(params=(RECORDS | EXACT_PROMPTS).values(), ids=RECORDS | EXACT_PROMPTS)
-def method(request):
-    return request.param
+method = fixture_of(RECORDS | EXACT_PROMPTS)
 
 
 def tokens_of(length, seed=0):

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from grids import fixture_of
 from layers import Counting, draw, read, tensors_of
 from oracles import cases
 from step_states import SELECT
@@ -54,11 +55,7 @@ CHANGES = {
     "select-mask": (lambda layer: layer.batch_select_indices(torch.tensor([True, False], device=DEVICE)), 1),
     "offload-prefetch": (lambda layer: (layer.offload(), layer.prefetch()), 2),
 }
-
-
-@pytest.fixture(params=METHODS.values(), ids=METHODS)
-def method(request):
-    return request.param
+method = fixture_of(METHODS)
 
 
 @pytest.fixture(autouse=True)
