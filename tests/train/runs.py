@@ -16,9 +16,9 @@ def adaptation(folder, name="adapted", data="text.txt", **fields):
     """An adaptation of ``base`` in the folder, in float32, with an entry of the log for each step."""
     settings = {
         "steps": 6, "sequence_length": 128, "batch_size": 2, "keys": (1, 2), "checkpoint_steps": 2, "logging_steps": 1,
-        "dtype": "float32", "workers": 0, "method": METHOD,
+        "dtype": "float32", "workers": 0, "method": METHOD, "pretrained": folder / "base",
     }  # fmt: skip
-    return RECIPES["adapt"]([folder / data], folder / name, pretrained=folder / "base", **settings | fields)
+    return RECIPES["adapt"]([folder / data], folder / name, **settings | fields)
 
 
 def logged(output):

@@ -10,7 +10,7 @@ import torch
 from models import tiny
 from safetensors.torch import load_file
 from small_models import saved_with_tokenizer, tiny_llama
-from train.runs import interrupted_at
+from train.runs import adaptation, interrupted_at
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import condense
@@ -75,14 +75,6 @@ def config(text_file, tmp_path, tmp_path_factory):
 def _one_phase(config, output, **changes):
     phase = dataclasses.replace(config.phases[1], **changes)
     return dataclasses.replace(config, output=output, phases=(phase,))
-
-
-def adapt(text_file, output, base, **changes):
-    settings = {
-        "pretrained": base, "method": condense.CCA(group_size=8, window=16), "steps": 2, "sequence_length": 128,
-        "batch_size": 2, "dtype": "float32", "workers": 0,
-    }  # fmt: skip
-    return RECIPES["adapt"]([text_file], output, **settings | changes)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -154,7 +146,7 @@ def test_dense_steps_are_dense_whatever_the_model_was_saved_with(text_file, tmp_
     saved_with_tokenizer(saved, tmp_path / "saved")
     changes = {"mix": "alternate", "group_sizes": (), "gradient_checkpointing": True, "steps": 4}
     changes["gradient_accumulation_steps"] = 2
-    adapted = adapt(text_file, tmp_path / "adapted", tmp_path / "saved", **changes)
+    adapted = adaptation(tmp_path, data=text_file, pretrained=tmp_path / "saved", **changes)
     run_training(adapted)
     condensed = "condense", dict.fromkeys(range(2), adapted.phases[0].method)
     assert used == 2 * ([("sdpa", {})] * 2 + [condensed] * 2)
@@ -185,7 +177,7 @@ def test_a_run_from_other_weights_of_the_same_name_is_not_resumed(text_file, tmp
         saved_with_tokenizer(tiny_llama(num_hidden_layers=1, initializer_range=spread), tmp_path / place / "base")
 
     def adapted(place):
-        return adapt(text_file, tmp_path / "adapted", tmp_path / place / "base")
+        return adaptation(tmp_path, data=text_file, pretrained=tmp_path / place / "base", steps=2)
 
     with interrupted_at(1):
         run_training(adapted("one"))
