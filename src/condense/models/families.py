@@ -8,9 +8,18 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-_FILE = resources.files("condense").joinpath("assets/families.json")
+
+def _asset(name: str) -> Any:
+    return json.loads(resources.files("condense").joinpath("assets", name).read_text(encoding="utf-8"))
+
+
 # stock attention class -> transformers.models.<family>; tests/models/test_families.py runs every one of them
-FAMILIES: dict[str, str] = json.loads(_FILE.read_text(encoding="utf-8"))
+FAMILIES: dict[str, str] = _asset("families.json")
+# folder in transformers.models of a family that is refused -> why, as a clause after "<class> cannot be condensed: "
+REFUSED = {family: reason for reason, families in _asset("refused_families.json").items() for family in families}
+# reasons that also hold for models from elsewhere
+_HAS_ENCODER, _INDEXER, _SHARED_KEYS = (REFUSED[family] for family in ("whisper", "deepseek_v32", "gemma3n"))
+_BLOCKS = "its mask lets the tokens of a picture see each other"
 # classes that `condense.register` accepted
 REGISTERED: set[type[nn.Module]] = set()
 _LEARNED_POSITIONS = ("biogpt", "gpt2", "gpt_bigcode", "opt")
@@ -42,35 +51,6 @@ def is_supported(module: nn.Module) -> bool:
 def is_latent(module: nn.Module) -> bool:
     """True for multi-head latent attention (MLA) among the supported classes, condensed or stock."""
     return getattr(module, "kv_lora_rank", None) is not None
-
-
-# reasons why models are refused, as clauses after "<class> cannot be condensed: "
-_HAS_ENCODER = "it is an encoder, or the decoder of a model that has one"
-_INDEXER = "its queries choose their keys by an indexer (sparse attention, DSA)"
-_SHARED_KEYS = "later layers read the keys of earlier ones"
-_BLOCKS = "its mask lets the tokens of a picture see each other"
-# of whole families, by their folder in transformers.models
-_REFUSED = {
-    _HAS_ENCODER: "musicgen musicgen_melody whisper",  # whose decoders' configurations do not say so
-    "its attention is written out in its own code and calls no attention function":
-        "bloom codegen cpmant falcon git gpt_neo gpt_neox_japanese gptj mpt openai reformer xglm xlm xlnet",
-    _INDEXER: "axk2 deepseek_v32 dots3_note glm_moe_dsa hy_v4 minimax_m3_vl qwen4_exp",
-    "its layers have no softmax attention": "falcon_mamba mamba mamba2 rwkv xlstm",
-    "its attention layers keep a recurrent state or a convolution's beside their keys":
-        "falcon_h1 inkling inkling2 zaya",
-    "it has two stacks of layers, which read different tokens": "blt moshi",
-    "it has no keys of its own: it reads those of the model that it assists":
-        "gemma4_assistant gemma4_unified_assistant",
-    "one attention module serves several of its layers": "zamba zamba2",
-    "each layer calls attention twice, with halves of its values": "diffllama",
-    "its mask depends on its values": "doge",
-    _SHARED_KEYS: "gemma3n",
-    "its layers run several times for each token": "hrm_text",
-    "it copies keys and values for several experts, and a condensed cache would hold the copies": "jetmoe",
-    "some of its layers attend to pictures (cross-attention)": "mllama",
-    "its attention layers all have a sliding window": "recurrent_gemma",
-}  # fmt: skip
-REFUSED = {family: reason for reason, families in _REFUSED.items() for family in families.split()}
 
 
 def obstacle(model: nn.Module) -> str | None:
