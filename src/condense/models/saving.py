@@ -1,6 +1,7 @@
 """Writing a condensed model's configuration so that no program silently loads it as a dense one."""
 
 import os
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,6 @@ from condense.models.attention import IMPLEMENTATION
 from condense.version import __version__
 
 KEY = "condense"
-CARD = """---
-library_name: transformers
----
-
-This model's attention is condensed: {methods}. Saved by `condense` {version}. To load it:
-
-```python
-import condense
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained(path)
-```
-
-Programs that load models by themselves run as `condense run -m <module> ...`. Without `condense` loading fails; with an
-`attn_implementation` of their own, transformers without `condense` load it with full attention, as another model.
-"""
 
 
 def written(config: PreTrainedConfig, output: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +35,8 @@ def write_card(folder: str | os.PathLike[str], methods: dict[int, Method]) -> No
     path = Path(folder) / "README.md"
     if path.parent.is_dir() and not path.exists():
         text = ", ".join(f"`{method}`" for method in dict.fromkeys(methods.values()))
-        path.write_text(CARD.format(methods=text, version=__version__), encoding="utf-8")
+        card = resources.files("condense").joinpath("assets/model_card.md").read_text(encoding="utf-8")
+        path.write_text(card.format(methods=text, version=__version__), encoding="utf-8")
 
 
 def _is_condensed(config: Any) -> bool:
