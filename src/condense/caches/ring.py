@@ -26,7 +26,6 @@ from condense.ops import (
     StepCall,
     StepState,
     decode_step,
-    prepare_step,
     step_backend,
 )
 from condense.ops.step import StateSizes, empty_state, entry_names
@@ -142,7 +141,11 @@ class RingState(PinnedCopies):
 
     def _prepare(self, call: StepCall) -> PreparedStep | None:
         """A prepared step for tokens of this one's layout, which is not read; None if the operation must be called."""
-        return prepare_step(call) if self.backend == "triton" else None
+        if self.backend != "triton":
+            return None
+        from condense.ops.triton.step import prepare_step  # Triton may be missing
+
+        return prepare_step(call)
 
     def crop(self, count: int) -> None:
         """Take the newest ``count`` tokens back; the caller has checked that enough tokens and queries are kept.

@@ -11,7 +11,6 @@ from condense.ops.api import (
     matched_bias,
     pool,
     pool_groups,
-    prepare_step,
     summarize,
     unpack_store,
 )

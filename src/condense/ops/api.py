@@ -9,7 +9,6 @@ Dv value width, G groups of c tokens or spans of queries, Q mean queries kept fr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,9 +25,6 @@ from condense.ops.tensors.sampling import Sample
 from condense.ops.torch import step as torch_step
 from condense.ops.triton import limits as triton_limits
 from condense.ops.types import Chunks, Pooling, Problem, SummaryColumns, SummarySpans
-
-if TYPE_CHECKING:
-    from condense.ops.triton.prepared import PreparedStep
 
 
 def attend(
@@ -241,16 +237,6 @@ def decode_step(call: StepCall, own: OwnEntries, *, backend: str) -> Tensor:
             f"a store in host memory needs the Triton step, which {obstacle or 'was not asked for'}; use store='device'"
         )
     return torch_step.step(call, own)
-
-
-def prepare_step(call: StepCall) -> PreparedStep:
-    """Return `decode_step` of the Triton backend for one state and tokens of this one's layout, prepared for a loop.
-
-    It is no torch operation, so it cannot be compiled or traced. Arguments as in `decode_step`; the token is not read.
-    """
-    from condense.ops.triton import step as triton_step
-
-    return triton_step.prepare_step(call)
 
 
 def group_scores(summary: Tensor, k: Tensor, *, scale: float, backend: str = "auto") -> Tensor:
