@@ -43,25 +43,6 @@ class Hull(NamedTuple):
     hi: int
 
 
-class Spans(Protocol):
-    """The spans of a list of sources, as backends read them."""
-
-    def at(self, start: int, stop: int, device: torch.device) -> list[Span]:
-        """Spans of queries ``[start, stop)``, one per source."""
-
-    def hulls(self, blocks: Sequence[tuple[int, int]]) -> list[list[Hull]]:
-        """For each block ``(start, stop)`` of queries the hull of every source, as ints on the host."""
-
-    def is_hull(self, start: int, stop: int) -> bool:
-        """True if every query ``[start, stop)`` sees the whole hulls of this block; False also if that is not known."""
-
-    def is_causal(self, num_queries: int, num_tokens: int) -> bool:
-        """True if query i sees columns ``[0, num_tokens - L + i]`` of the window and nothing else.
-
-        False also if that is not known.
-        """
-
-
 class SpanRule(Protocol):
     """The span of each source that a query sees, computed from its position."""
 
@@ -142,11 +123,14 @@ class RuleSpans:
             object.__setattr__(self, name, int_if_equal(x))
 
     def at(self, start: int, stop: int, device: torch.device) -> list[Span]:
-        """Spans of queries ``[start, stop)``: int64 ``[B|1, 1, L]``."""
+        """Spans of queries ``[start, stop)``, one per source: int64 ``[B|1, 1, L]``."""
         return self._at(torch.arange(start, stop, device=device)[None, None])
 
     def hulls(self, blocks: Sequence[tuple[int, int]]) -> list[list[Hull]]:
-        """Hulls per block, from its first and last real query: lo and hi never decrease."""
+        """For each block ``(start, stop)`` of queries the hull of every source, as ints on the host.
+
+        Taken from the first and last real query of the block: lo and hi never decrease.
+        """
         if (row := self.same_in_all_rows()) is not None:
             # ints, because a decode step comes here in every layer and one-element tensors are slow
             return [self._hulls_of(row, start, stop - 1) for start, stop in blocks]
@@ -192,11 +176,17 @@ class RuleSpans:
         return replace(self, rule=UniformRule(rule.chunk, window, entries=rule.chunk))
 
     def is_hull(self, start: int, stop: int) -> bool:
-        """True for a single query at the same position in all rows, as in a decode step without padding."""
+        """True if every query ``[start, stop)`` is known to see the whole hulls of this block.
+
+        So it is for a single query at the same position in all rows, as in a decode step without padding.
+        """
         return stop - start == 1 and self.same_in_all_rows() is not None
 
     def is_causal(self, num_queries: int, num_tokens: int) -> bool:
-        """True if rows have no padding, the window holds them from position 0 on, and no query sees another source."""
+        """True if query i sees columns ``[0, num_tokens - L + i]`` of the window and nothing else.
+
+        Then rows have no padding, and the window holds them from position 0 on.
+        """
         if self.same_in_all_rows() != (num_tokens - num_queries, 0, 0, 0):
             return False
         *others, (lo, _) = self.rule.spans(num_tokens)
@@ -260,6 +250,10 @@ class ArraySpans:
     def is_causal(self, num_queries: int, num_tokens: int) -> bool:
         """False: to know it, the spans would have to be copied to the host."""
         return False
+
+
+# the spans of a list of sources, as backends read them
+Spans = RuleSpans | ArraySpans
 
 
 def document_spans(rule: SpanRule, lengths: Tensor, device: torch.device) -> ArraySpans:
