@@ -216,7 +216,7 @@ class CacheProxy:
             refuse_cached_documents(call.module, self.cache, seen)
             no_cache = Target(call, None, 0)
             if method_of(call.module).reads_packed:
-                return condensed(no_cache._replace(plan=forward.packed_plan(documents)), *tensors)
+                return condensed(no_cache._replace(plan=forward.plan(None, documents)), *tensors)
             parts = zip(*(x.split(documents, dim=2) for x in tensors), strict=True)
             return torch.cat([condensed(no_cache, *part) for part in parts], dim=2)
         start = None if all_real else seen

@@ -60,8 +60,7 @@ class Forward:
         self.B, self.L = call.q.shape[0], call.q.shape[2]
         self._asked: set[int] = set()
         self._paddings: dict[tuple[int, int], Padding | None] = {}
-        self._plans: dict[int | None, ForwardPlan] = {}
-        self._packed: ForwardPlan | None = None
+        self._plans: dict[tuple[int | None, bool], ForwardPlan] = {}
         self._lengths: dict[bool, list[int] | None] = {}
 
     def takes(self, call: AttentionCall, cache: Cache | None, layer_idx: int) -> bool:
@@ -98,18 +97,17 @@ class Forward:
             self._paddings[slots] = None if mask is None else find_padding(mask[:, 0, 0, start : start + length])
         return self._paddings[slots]
 
-    def plan(self, start: int | None) -> ForwardPlan:
-        """The plan of the new tokens; start: the column of the mask at which they begin, None: all are real."""
-        if start not in self._plans:
-            padding = None if start is None else self.padding(start, self.L)
-            self._plans[start] = ForwardPlan(self.L, None if padding is None else padding.counts)
-        return self._plans[start]
+    def plan(self, start: int | None, documents: list[int] | None = None) -> ForwardPlan:
+        """The plan of the new tokens; start: the column of the mask at which they begin, None: all are real.
 
-    def packed_plan(self, lengths: list[int]) -> ForwardPlan:
-        """The plan of packed documents; lengths: as `documents` returns them."""
-        if self._packed is None:
-            self._packed = ForwardPlan(self.L, documents=lengths)
-        return self._packed
+        documents: lengths of those packed into the row, as `documents` returns them, with start None.
+        """
+        key = (start, documents is None)
+        if key not in self._plans:
+            padding = None if start is None else self.padding(start, self.L)
+            counts = None if padding is None else padding.counts
+            self._plans[key] = ForwardPlan(self.L, counts, documents=documents)
+        return self._plans[key]
 
     def documents(self, *, plain: bool) -> list[int] | None:
         """Lengths of the documents packed into a row, None if there is one; as transformers recognises them.
