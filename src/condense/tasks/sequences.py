@@ -140,7 +140,8 @@ class SequenceBuilder:
             depths[0] = 0
         if anywhere:
             allowed = np.union1d(allowed[:1], np.flatnonzero(self._begins_word[text]))
-        body, offsets = _inserted(text, lines, allowed[_nearest(allowed, depths)])
+        nearest = np.abs(allowed[:, None] - depths).argmin(0)
+        body, offsets = _inserted(text, lines, allowed[nearest])
         pieces = [self._bos, *body, self._newline]
         length = sum(map(len, pieces))
 
@@ -195,11 +196,3 @@ def _inserted(text: np.ndarray, lines: list[np.ndarray], places: np.ndarray) -> 
         offsets[index] = places[index] + added
         at, added = places[index], added + len(lines[index])
     return [*pieces, text[at:]], offsets
-
-
-def _nearest(ascending: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """For every value the index of the entry that lies nearest to it."""
-    right = np.clip(np.searchsorted(ascending, values), 1, max(1, len(ascending) - 1))
-    right = np.minimum(right, len(ascending) - 1)
-    left = np.maximum(right - 1, 0)
-    return np.where(values - ascending[left] <= ascending[right] - values, left, right)
