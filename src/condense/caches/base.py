@@ -5,6 +5,7 @@ Shapes: B rows, K KV heads, L new tokens, N exact tokens, D and Dv widths.
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any, NamedTuple, NoReturn
 
@@ -84,20 +85,20 @@ class CondensedCacheLayer(CacheLayerMixin):
     def fetch(self) -> bool:
         """Begin to copy stored tokens to the device for the next `read`; False for a layer without a store."""
 
+    @property
     @abstractmethod
-    def _held(self) -> StepState | None:
+    def buffers(self) -> StepState | None:
         """The buffers of the layer, None while it has none."""
 
     def after_attention(self) -> None:
         """Make later work wait for what `read` has begun to store while the layer attended."""
-        if (buffers := self._held()) is not None and buffers.is_apart:
-            join_writes(buffers.seen.device)
+        if self.buffers is not None and self.buffers.is_apart:
+            join_writes(self.buffers.seen.device)
 
     @property
     def host_bytes(self) -> int:
         """Bytes of a store for host memory, which on a CPU is the same memory; 0 without one."""
-        buffers = self._held()
-        return buffers.store.nbytes if buffers is not None and self.store.on_host else 0
+        return self.buffers.store.nbytes if self.buffers is not None and self.store.on_host else 0
 
     @abstractmethod
     def check_crop(self, tokens_to_remove: int) -> int:
@@ -144,6 +145,15 @@ class HostCounts(NamedTuple):
     rows: tuple[PerRow, FirstEntries] | None = None
 
 
+def _refused(what: str) -> Callable[..., NoReturn]:
+    """A method of static layers that raises ValueError, saying what such a cache does instead."""
+
+    def refuse(layer: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ValueError(f"a static condensed cache {what}: use a cache that grows (cache_implementation unset)")
+
+    return refuse
+
+
 class FixedCacheLayer(CondensedCacheLayer):
     """Base of static condensed layers: the sizes that they give, and the calls that they refuse."""
 
@@ -166,26 +176,7 @@ class FixedCacheLayer(CondensedCacheLayer):
             "make it longer, or use a cache that grows (cache_implementation unset)"
         )
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """As `check_crop`."""
-        self.check_crop(tokens_to_remove)
-
-    def check_crop(self, tokens_to_remove: int) -> int:
-        """Refused with ValueError: the ring has no room for tokens that might be taken back."""
-        _refuse("cannot take tokens back (assisted decoding, prompt lookup)")
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Refused with ValueError, as `batch_select_indices`."""
-        _refuse("keeps its number of rows")
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Refused with ValueError: buffers at fixed addresses cannot change their size."""
-        _refuse("keeps its number of rows")
-
-    def offload(self) -> None:
-        """Refused with ValueError: the buffers' addresses are fixed."""
-        _refuse("stays where it is")
-
-
-def _refuse(what: str) -> NoReturn:
-    raise ValueError(f"a static condensed cache {what}: use a cache that grows (cache_implementation unset)")
+    # the ring has no room for tokens that might be taken back, and buffers at fixed addresses cannot change their size
+    crop = check_crop = _refused("cannot take tokens back (assisted decoding, prompt lookup)")
+    batch_repeat_interleave = batch_select_indices = _refused("keeps its number of rows")
+    offload = _refused("stays where it is")

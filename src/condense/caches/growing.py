@@ -1,14 +1,10 @@
 """A growing condensed cache layer under transformers' cache contract.
 
-Its length is the number of tokens seen, though it stores entries, the exact window and a few tokens more. What it keeps
-has one of two forms:
-
-- a `LayerState`, made anew by `condense.functional.extend` when tokens are read; on a CPU it has no other form;
-- a `condense.caches.ring.RingState`: buffers to which a step adds single tokens in place.
-
-The first step after a read copies the state into buffers, the first read after a step copies it out of them. With a
-store (`condense.Recall`) that would be too much to copy: there are buffers from the first read on, to which both reads
-and steps write. Shapes as in `condense.state`.
+Its length is the number of tokens seen, though it stores entries, the exact window and a few tokens more. It keeps a
+`LayerState`, which `condense.functional.extend` makes anew when tokens are read, or a `condense.caches.ring.RingState`,
+buffers to which a step adds single tokens in place. The first step after a read copies the state into buffers, the
+first read after a step copies it out of them. With a store (`condense.Recall`) that would be too much to copy: there
+are buffers from the first read on, to which both reads and steps write. Shapes as in `condense.state`.
 """
 
 from collections.abc import Callable
@@ -123,7 +119,9 @@ class CondensedLayer(CondensedCacheLayer):
             self._ring.fetch()
         return self._keeps_buffers
 
-    def _held(self) -> StepState | None:
+    @property
+    def buffers(self) -> StepState | None:
+        """The buffers to which steps add tokens, None while there are none."""
         return None if self._ring is None else self._ring.buffers
 
     def can_step(self, k: Tensor, v: Tensor, latent_width: int | None = None) -> bool:
@@ -205,9 +203,8 @@ class CondensedLayer(CondensedCacheLayer):
     def check_crop(self, tokens_to_remove: int) -> int:
         """The number of tokens that `crop` takes back, 0 before the first ones.
 
-        Raises ValueError for more tokens than are kept, for tokens of a prompt whose entries depend on its end
-        (``summary="prompt"``), for padding among them (also in rows that were dropped since), and for a positive
-        number.
+        Raises ValueError for a positive number, for more tokens than are kept, for tokens of a prompt whose entries
+        depend on its end, and for padding among them (also in rows that were dropped since).
         """
         count = -int(tokens_to_remove)  # transformers 5.17 passes a tensor
         if count < 0:

@@ -51,11 +51,9 @@ def _blocks(slots: int) -> int:
 class RingState(PinnedCopies):
     """The buffers of one layer, and numbers on the host: of `condense.Recall` always, of others while they decode.
 
-    A store in host memory has room for a power of two groups, since PyTorch takes pinned memory in powers of two, and
-    doubles once that is full; all else grows by 1/32.
-
-    first: as in `condense.state.LayerState`. num_window, num_queries: columns of tokens and queries that
-    `state` returns, at most those that the rings hold.
+    Buffers grow by 1/32, a store in host memory by doubling, since PyTorch takes pinned memory in powers of two.
+    first: as in `condense.state.LayerState`. num_window, num_queries: columns of tokens and queries that `state`
+    returns.
     """
 
     def __init__(self, method: Method, store: Store, state: LayerState, latent: int) -> None:
@@ -110,8 +108,7 @@ class RingState(PinnedCopies):
 
     def fetch(self) -> None:
         """Begin to copy the stored tokens to the device for the next `view`."""
-        tokens = max_row(num_entries(self.method, self.seen)) * self.settings.rule.chunk
-        self.store.fetch(self.buffers.store, tokens, self.buffers.seen.device)
+        self.store.fetch(self.buffers, num_entries(self.method, self.seen))
 
     def step(self, token: NewToken, *, scale: float, extras: Extras = NO_EXTRAS) -> Tensor:
         """`condense.ops.decode_step`; the token's ``real``: whether it counts, int64 CPU ``[B]``, None for all rows."""

@@ -1,12 +1,11 @@
 """A condensed cache layer of fixed size at fixed addresses, for compiled decode and CUDA graphs.
 
 Its buffers have room for the entries of ``max_cache_len`` tokens and for the window, a ring. A single new token is one
-`condense.ops.decode_step`. Several tokens are read by `condense.functional.extend`, and the new state is written back.
+`condense.ops.decode_step`; several are read by `condense.functional.extend`, and the new state is written back.
 
-A method may make first entries of the first tokens (`condense.methods.FirstEntries`), not as many as its chunks would.
-If several tokens come first, the buffers are sized for these entries and the chunks that can follow. If a step comes
-first, as before a CUDA graph is captured, they are sized for the most entries that there can be: for DGA about
-``min_focal * (1 - p / c)`` entries more than chunks need. Shapes as in `condense.state` and `condense.ops.step.state`.
+If several tokens come first, of which the method makes first entries (`condense.methods.FirstEntries`), buffers are
+sized for these and the chunks that can follow; if a step comes first, as before a CUDA graph is captured, for the most
+entries that there can be. Shapes as in `condense.state` and `condense.ops.step.state`.
 """
 
 import torch
@@ -26,24 +25,24 @@ from condense.state import LayerState, first_entries, most_entries, num_entries,
 class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
     """One attention layer's state for up to ``max_cache_len`` slots, padding included.
 
-    Memory is taken when the first tokens come, for their rows, heads, widths, dtype and device, which stay fixed. It
-    stays where it is, unless after `reset` more first entries are made than there is room for.
-    Another number of rows, or more tokens than fit, raise ValueError and change nothing; so do, with no memory taken,
-    tokens that `condense.caches.store.Store.check` refuses. RuntimeError where the host cannot pin what a store needs.
+    Memory is taken when the first tokens come, for their rows, heads, widths, dtype and device, and stays where it is,
+    unless after `reset` more first entries are made than there is room for. Another number of rows, or more tokens than
+    fit, raise ValueError and change nothing; so do, with no memory taken, tokens that
+    `condense.caches.store.Store.check` refuses. RuntimeError where the host cannot pin what a store needs.
 
-    Slots are counted on the device, in ``num_slots`` (int64 ``[]``), so that a replayed CUDA graph counts too, and on
-    the host, which would wait for the device if it read ``num_slots``. The host's count ends when a step is captured or
-    compiled, because that step may be replayed at any time; `know_slots` begins it again.
-    ``expected``: the tokens that come next, by which a model chooses between `read` and `step`.
+    Slots are counted in ``num_slots`` (int64 ``[]``) on the device, so that a replayed CUDA graph counts too, and on
+    the host, until a step is captured or compiled, which may be replayed at any time; `know_slots` begins that count
+    again. ``expected``: the tokens that come next, by which a model chooses between `read` and `step`.
     """
+
+    buffers: StepState | None = None
+    bias: Tensor | None = None
 
     def __init__(self, method: Method, max_cache_len: int) -> None:
         self.method = method
         self.max_cache_len = max_cache_len
         self.settings = step_settings(method)
         self.store = Store(self.settings)
-        self.buffers: StepState | None = None
-        self.bias: Tensor | None = None
         self.num_slots = torch.zeros((), dtype=torch.int64)
         self.expected = self._expected_first
         # None: only ``num_slots``, on the device, has the count
@@ -102,10 +101,9 @@ class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
         """Read one token per row and return its attention ``[B, H, 1, Dv]``: no gradients, one graph, no waiting.
 
         token: its ``real`` on the device. latent_width: for latents: the token's k holds latents, q absorbed queries, v
-        has width 0, and values are the first ``latent_width`` columns of k, which is also the width of the output.
-        extras: as in `condense.ops.Extras`.
-        Raises ValueError, state unchanged, for another number of rows, another dtype and a full cache. While it is
-        compiled or captured it cannot check for a full cache: one step too many writes inside the buffers all the same.
+        has width 0, and values are the first ``latent_width`` columns of k. extras: as in `condense.ops.Extras`.
+        Raises ValueError, state unchanged, for another number of rows, another dtype and a full cache; not for a full
+        one while it is compiled or captured: then one step too many writes inside the buffers all the same.
         """
         buffers = self._checked_buffers(token.k, token.v, latent_width)
         token = token._replace(counter=self.num_slots)  # to which the step adds 1
@@ -177,12 +175,8 @@ class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
         if self.settings.choice is None:
             return False
         if self.buffers is not None and (slots := self.count_slots()) > 0:
-            tokens = max_row(num_entries(self.method, slots)) * self.settings.rule.chunk
-            self.store.fetch(self.buffers.store, tokens, self.buffers.seen.device)
+            self.store.fetch(self.buffers, num_entries(self.method, slots))
         return True
-
-    def _held(self) -> StepState | None:
-        return self.buffers
 
     def skip_prompt(self) -> None:
         """Count the prompt as read though none was, so that `step` reads the next token."""

@@ -1,9 +1,8 @@
 """The store of exact tokens of closed groups: on the device of the other buffers, or in host memory.
 
 Beside tensors on a CUDA device, host memory is pinned: kernels read and write it in place. The tokens of a prompt are
-copied to it on a stream for writing, while attention of the same layer runs; `join_writes` makes later work wait for
-that. A later piece of a prompt needs the stored tokens on the device: they are copied there on a stream for fetching,
-while the layer before runs. Beside tensors on the CPU, host memory is ordinary memory.
+copied to it on a stream of their own while the same layer attends, and fetched for a later piece of the prompt, on
+another, while the layer before runs. Beside tensors on the CPU, host memory is ordinary memory.
 
 Shapes: B rows, K KV heads, N tokens, D and Dv widths of keys and values; a stored token has a width of its own.
 """
@@ -18,6 +17,7 @@ from torch import Tensor
 from condense.ops import StepSettings, StepState
 from condense.ops.step import fields_of
 from condense.ops.step.state import pinned_zeros
+from condense.ops.tensors.per_row import PerRow, max_row
 from condense.ops.triton.limits import step_obstacle
 
 
@@ -94,13 +94,14 @@ class Store:
                 there[start : start + n].copy_(here, non_blocking=True)
         tokens.record_stream(stream)
 
-    def fetch(self, store: Tensor, count: int, device: torch.device) -> None:
-        """Begin to copy the first ``count`` columns of a store in host memory to ``device``, while other work runs.
+    def fetch(self, buffers: StepState, groups: PerRow) -> None:
+        """Begin to copy the first groups of a store in host memory to the device, while other work runs.
 
-        `read` waits for the copy. Nothing is begun if the store is on ``device``, or if that was done before.
+        `read` waits for the copy. Nothing is begun if the store is on the device, or if that was done before.
         """
         if self._fetched is None:
-            self._fetched = _begin_to_fetch(store, count, device)
+            tokens = max_row(groups) * self.settings.rule.chunk
+            self._fetched = _begin_to_fetch(buffers.store, tokens, buffers.seen.device)
 
     def read(self, store: Tensor, count: int, device: torch.device) -> Tensor:
         """The first ``count`` columns of a store on ``device``: a view of a store there, else a copy, for one call."""
