@@ -3,7 +3,6 @@
 Shapes: T new tokens, H query heads, K KV heads, D and Dv widths.
 """
 
-import functools
 import itertools
 from collections.abc import Collection
 
@@ -14,7 +13,7 @@ from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.latents import UpProjection
 from condense.ops.paged import TOGETHER, NewTokens, PagedState, Pages, read_paged
 from condense.ops.spans import UniformRule
-from condense.serving.blocks import PageSizes, ServedLayer, blocks_of_request, page_sizes, table_columns
+from condense.serving.blocks import ServedLayer, blocks_of_request, page_sizes, table_columns
 
 # layers whose kernels this process has compiled for prompts of all lengths
 _COMPILED: set[tuple[ServedLayer, int]] = set()
@@ -45,9 +44,23 @@ def read_trials(
     """
     plan = served.plan
     assert plan is not None
-    settings, sizes = plan.settings, page_sizes(model)
+    sizes = page_sizes(model)
     block_bytes = blocks_of_request(model, longest).block_bytes
-    empty = functools.partial(_empty, served, sizes, longest, block_bytes, out.device)
+    heads, dtype = served.heads, served.dtype
+
+    def pages(requests: int, slots: int, nbytes: int, columns: int) -> Pages:
+        cache = torch.zeros(heads * slots * nbytes, dtype=torch.uint8, device=out.device)
+        cache = cache.as_strided((1, heads, slots, nbytes), (block_bytes, slots * nbytes, nbytes, 1))
+        return Pages(cache, torch.zeros(requests, columns, dtype=torch.int32, device=out.device))
+
+    def empty(requests: int) -> PagedState:
+        window = pages(requests, sizes.near, served.token_bytes, table_columns(longest, sizes.near)).view(dtype)
+        slots, columns = plan.entry_slots(sizes.far), table_columns(longest, sizes.far)
+        entries = pages(requests, slots, served.slot_bytes, columns)
+        ring = None
+        if plan.ring_slots:
+            ring = pages(requests, plan.ring_slots, served.widths[0] * dtype.itemsize, 1).view(dtype)
+        return PagedState(window, entries if plan.has_records else entries.view(dtype), ring, up, extras)
 
     def read(lengths: tuple[int, ...], counts: tuple[int, ...]) -> None:
         """So many of the last tokens of each, or as many as there are."""
@@ -55,8 +68,7 @@ def read_trials(
         seen = torch.tensor(lengths, dtype=torch.int32, device=out.device)
         new = NewTokens(list(starts), list(lengths), seen)
         q, k, v, to = (x[: new.starts[-1]] for x in (*qkv, out))
-        state = empty(len(lengths))._replace(up=up, extras=extras)
-        read_paged((q, k, v), state, new, settings, scale=scale, out=to)
+        read_paged((q, k, v), empty(len(lengths)), new, plan.settings, scale=scale, out=to)
 
     T, half = len(out), min(longest, TOGETHER // 2)
     read((longest,), (T,))
@@ -66,8 +78,8 @@ def read_trials(
             # two of one request are the fewest that share a call with more
             read((half, half), (T - 2, 2))
         # a method may read single tokens otherwise than several: a step of kernels, or these
-        singles = (1,) if settings.reads_exactly and not served.has_step(out.device, longest, sizes.far) else ()
-        for lengths in _shorter(settings.rule, longest):
+        singles = (1,) if plan.settings.reads_exactly and not served.has_step(out.device, longest, sizes.far) else ()
+        for lengths in _shorter(plan.settings.rule, longest):
             # not whole prompts: where nothing is closed, kernels of PyTorch's read those
             for num in (*singles, _FEW, lengths[0] // 2):
                 read(lengths, (min(num, *lengths, T // len(lengths)),) * len(lengths))
@@ -79,23 +91,3 @@ def _shorter(rule: UniformRule, longest: int) -> list[tuple[int, ...]]:
     powers = itertools.chain([0], (2**i for i in itertools.count()))
     lengths = itertools.takewhile(lambda n: n < longest, (rule.window + i * rule.chunk for i in powers))
     return [each for n in lengths if n > 1 for each in ((n,), (n, n - 1)) if len(each) * n <= max(n, TOGETHER)]
-
-
-def _empty(
-    served: ServedLayer, sizes: PageSizes, longest: int, block_bytes: int, device: torch.device, requests: int
-) -> PagedState:
-    """The state of so many requests: zeros."""
-    plan = served.plan
-    assert plan is not None
-
-    def pages(slots: int, nbytes: int, columns: int) -> Pages:
-        cache = torch.zeros(served.heads * slots * nbytes, dtype=torch.uint8, device=device)
-        cache = cache.as_strided((1, served.heads, slots, nbytes), (block_bytes, slots * nbytes, nbytes, 1))
-        return Pages(cache, torch.zeros(requests, columns, dtype=torch.int32, device=device))
-
-    window = pages(sizes.near, served.token_bytes, table_columns(longest, sizes.near)).view(served.dtype)
-    entries = pages(plan.entry_slots(sizes.far), served.slot_bytes, table_columns(longest, sizes.far))
-    ring = None
-    if plan.ring_slots:
-        ring = pages(plan.ring_slots, served.widths[0] * served.dtype.itemsize, 1).view(served.dtype)
-    return PagedState(window, entries if plan.has_records else entries.view(served.dtype), ring)
