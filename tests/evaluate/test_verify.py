@@ -147,14 +147,14 @@ def test_bad_input(arguments, said):
 
 def test_copies_repeat_the_first_half(demo):
     corpus = encode_corpus([demo_text().text], demo[1])
-    drawn = verify_texts(demo[1], corpus, 512, 2, questions=1, seed=3)
-    for text in drawn.copying:
+    drawn, _ = verify_texts(demo[1], corpus, 512, 2, questions=1, seed=3)
+    for text in drawn:
         copied = text.ids[text.copy :]
         windows = np.lib.stride_tricks.sliding_window_view(text.ids[:256], len(copied))
         assert len(copied) == 64
         assert (windows == copied).all(1).any()
-    again = verify_texts(demo[1], corpus, 512, 2, questions=1, seed=3)
-    assert all((a.ids == b.ids).all() for a, b in zip(drawn.copying, again.copying, strict=True))
+    again, _ = verify_texts(demo[1], corpus, 512, 2, questions=1, seed=3)
+    assert all((a.ids == b.ids).all() for a, b in zip(drawn, again, strict=True))
 
 
 def test_tokens_that_need_far_text(demo):

@@ -102,12 +102,12 @@ def _measured(
             loaded, tokenizer, documents, chosen, config,
             on_step=lambda total: bar.update(task, total=total, advance=1),
         )  # fmt: skip
-    settings = [plain(result) for result in results]
-    for written, result in zip(settings, results, strict=True):
-        for entry, each in zip(written["lengths"], result.lengths, strict=True):
-            entry["failed"] = each.failed
     about = {"model": name or "bundled", "text": ", ".join(text) or "bundled", "dtype": str(loaded.dtype)[6:]}
-    return about | {"config": plain(config), "settings": settings, "verdict": plain(verdict(results))}
+    written = plain({"config": config, "settings": results, "verdict": verdict(results)})
+    for setting, result in zip(written["settings"], results, strict=True):
+        for entry, each in zip(setting["lengths"], result.lengths, strict=True):
+            entry["failed"] = each.failed
+    return about | written
 
 
 def _read(path: Path) -> dict[str, Any]:

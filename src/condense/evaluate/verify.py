@@ -138,13 +138,13 @@ def verify(
     total = len(config.lengths) * (len(methods) + 3) * config.texts * (1 + len(TASKS))
     results: dict[str, list[AtLength]] = {}
     with in_eval_mode(model):
-        for length, texts in zip(config.lengths, drawn, strict=True):
+        for length, (copying, asked) in zip(config.lengths, drawn, strict=True):
             read: dict[str, list[TextReading]] = {name: [] for name in arms[length]}
             right: dict[str, dict[str, list[list[bool]]]] = {
                 name: {task: [] for task in TASKS} for name in arms[length]
             }
             # text by text, so that dense attention's logits of one text are held at a time
-            for index, text in enumerate(texts.copying):
+            for index, text in enumerate(copying):
                 dense = DenseReading()
                 for name, method in arms[length].items():
                     with attention_of(model, method):
@@ -157,12 +157,12 @@ def verify(
                         read[name].append(decode_text(model, text, half, dense, greedy))
                     on_step(total)
             for name, method in arms[length].items():
-                for task, sequences in texts.asked.items():
+                for task, sequences in asked.items():
                     for sequence in sequences:
                         with attention_of(model, method):
                             right[name][task].append(answers(model, sequence))
                         on_step(total)
-            depths = {task: [depth_of(sequence) for sequence in of] for task, of in texts.asked.items()}
+            depths = {task: [depth_of(sequence) for sequence in of] for task, of in asked.items()}
             for name in arms[length]:
                 cells = _cells(read[name], read[DENSE], right[name], right[DENSE])
                 results.setdefault(name, []).append(_at_length(length, cells, read[name], right[name], depths))

@@ -37,18 +37,10 @@ class Copying:
     copy: int
 
 
-@dataclass(frozen=True)
-class VerifyTexts:
-    """The texts of one length: with a copy at the end, and with hidden numbers by task."""
-
-    copying: list[Copying]
-    asked: dict[str, list[PasskeySequence]]
-
-
 def verify_texts(
     tokenizer: PreTrainedTokenizerBase, corpus: Corpus, length: int, count: int, *, questions: int, seed: int
-) -> VerifyTexts:
-    """``count`` texts of each kind, the same for the same arguments.
+) -> tuple[list[Copying], dict[str, list[PasskeySequence]]]:
+    """``count`` texts with a copy at the end, and as many with hidden numbers by task; the same for the same arguments.
 
     The two tasks ask for numbers on lines of their own, and for numbers anywhere in the text whose names share words;
     as many of the ``questions`` as fit.
@@ -68,7 +60,7 @@ def verify_texts(
     shared = passkey_sequences(
         builder, count, keys=questions, form="question", seed=seed + 1, shared=True, anywhere=True
     )
-    return VerifyTexts(copying, dict(zip(TASKS, (numbers, shared), strict=True)))
+    return copying, dict(zip(TASKS, (numbers, shared), strict=True))
 
 
 def passkey_sequences(
