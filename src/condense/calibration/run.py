@@ -43,12 +43,11 @@ def calibrate(
 ) -> Calibration:
     """Find a method for every layer that keeps to a budget on these texts, or to a size of the cache.
 
-    The model reads each text with each candidate in each layer alone, all others dense. What is measured is the mean
-    divergence of its predictions from the dense ones, and with hidden numbers that on their answers. From the most
-    faithful candidate everywhere, layers then get smaller ones, at the least loss per byte saved; asked for a size of
-    the cache, they get what loses least in it. Allocations on that path are measured whole, and the one that meets the
-    goals is verified on other texts; where it fails a budget there, the one before it is tried. Weights are not
-    touched, and the same arguments give the same allocation.
+    Each candidate is measured in each layer alone, all others dense, by the mean divergence of the model's predictions
+    from the dense ones, with hidden numbers also of their answers. From the most faithful candidate everywhere, layers
+    then get smaller ones, at the least loss per byte saved; asked for a size of the cache, they get what loses least in
+    it. Allocations on that path are measured whole, and the one that meets the goals is verified on other texts; where
+    it fails there, the one before it is tried. The same arguments give the same allocation.
 
     model: a causal LM with stock attention, in evaluation mode, left as it was. texts: of documents like those that the
     model is to read. measured: a file that keeps what was measured, as it comes; if there is one, it is gone on with.

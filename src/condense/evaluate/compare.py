@@ -68,11 +68,10 @@ def compare(
 ) -> list[Outcome]:
     """Read the text once per method, then answer each question on a copy of that cache.
 
-    model: a causal LM with stock attention, which it has afterwards too. methods: each a method, or layer index to
-    method; layers with Dense and layers that are left out are stock. on_step is called after the text and after every
-    answer.
-    Raises ValueError for an unsupported or condensed model, an empty text, sizes below 1, expected answers that do
-    not match the questions, a prompt longer than the model's learned positions, and as `chat_message`.
+    model: a causal LM with stock attention, which it has afterwards too. methods: layers with Dense and layers that are
+    left out are stock. on_step is called after the text and after every answer.
+    Raises ValueError for an unsupported or condensed model, an empty text, sizes below 1, expected answers that do not
+    match the questions, a prompt longer than the model's learned positions, and as `chat_message`.
     """
     check_int("max_new_tokens", max_new_tokens, 1)
     attention_layers(model)

@@ -55,8 +55,7 @@ class GroupPooling(Method):
         """Groups of g behind the window, one entry each.
 
         With ``summary="last"`` a group is pooled as soon as it is complete, otherwise when it leaves the window,
-        because it needs later queries. ``rep_bias="log_size"`` is the version of LCA that the paper's Theorem 1 bounds;
-        "matched" needs a summary query whatever the pooling.
+        because it needs later queries. ``rep_bias="log_size"`` is the version of LCA that the paper's Theorem 1 bounds.
         """
         matched = self.rep_bias == "matched"
         scored = matched or bool({"weighted", "select"} & {self.key_pooling, self.value_pooling})

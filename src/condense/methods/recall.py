@@ -143,8 +143,7 @@ class Recall(Method):
         """The same settings, with all groups open from the device in the first layer; in others that cache latents,
         with four times as many open (and slots), as all query heads of latents open the same ones.
 
-        A first layer's attention is spread over many tokens, so that a choice leaves much of it closed; for what both
-        rules save see `docs/studies/transfer.md`. Without open groups, these settings.
+        A first layer's attention is spread over many tokens; what both rules save: `docs/studies/transfer.md`.
         """
         if self.num_recall == 0 or not (is_first or has_latents):
             return self

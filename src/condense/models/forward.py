@@ -1,11 +1,10 @@
 """Padding, packed documents and the plan of one forward, which all its attention layers share.
 
-Transformers gives every layer of a forward the same mask, position and document objects. The first layer of a forward
-reads them and stores the result in the model's `ForwardBoard`; the other layers look it up there by the identity of
-these objects. If a layer asks twice, a new forward has begun, and the objects are read again, as they may have been
-changed in place. They are read again, too, if PyTorch's version counter says that they were changed (tensors made in
-inference mode have none). Layers that run again in a backward pass (activation checkpointing) count as a forward of
-their own.
+Transformers gives every layer of a forward the same mask, position and document objects. The first layer reads them and
+stores the result in the model's `ForwardBoard`; the others look it up there by the identity of these objects. They are
+read again if a layer asks twice, as then a new forward has begun, and if PyTorch's version counter says that they were
+changed (tensors made in inference mode have none). Layers that run again in a backward pass (activation checkpointing)
+count as a forward of their own.
 
 Shapes: B rows, L new slots.
 """

@@ -74,10 +74,9 @@ def can_replay(model: PreTrainedModel) -> bool:
 class ReplayedForward:
     """A model's forward whose steps of one token are one CUDA graph, for a single call of `generate`.
 
-    The first step runs eagerly, which compiles kernels and takes workspaces; the second is captured. A step runs
-    eagerly too if the cache is not static, because its addresses may change, or if its arguments differ from those of
-    the step before. `generate` drops further tokens of a row that has ended; such a row counts as padding from then on:
-    condensed layers neither store its tokens nor compute its attention.
+    The first step runs eagerly, which compiles kernels and takes workspaces; the second is captured. A step also runs
+    eagerly if the cache is not static, or its arguments differ from those of the step before. `generate` drops further
+    tokens of a row that has ended: from then on it counts as padding, which condensed layers neither store nor compute.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

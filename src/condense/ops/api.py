@@ -6,8 +6,6 @@ Shapes: B rows, H query heads, K KV heads, L queries, N entries of a source, D k
 Dv value width, G groups of c tokens or spans of queries, Q mean queries kept from earlier calls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

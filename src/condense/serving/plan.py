@@ -1,7 +1,6 @@
 """The pages that a serving engine keeps per request, and the methods that cannot be served.
 
-An engine keeps the tokens of requests in pages of bytes. A condensed layer asks for up to three kinds of them
-(`condense.ops.paged`):
+A condensed layer asks for up to three kinds of pages (`condense.ops.paged`):
 
 - window: the exact tokens; pages behind the last ``window + group_size`` tokens go back to the pool;
 - entries: what is kept of closed groups, a slot for each; they stay as long as the request;
@@ -13,10 +12,8 @@ of these tokens completes, that of group ``j = s - summary_delay / g``. Groups t
 their own last token, so the delay is 0; the numbers are those of caches, which make them when they leave the window.
 
 `Recall(prompt="exact")` reads new tokens of a request with dense attention if there are several, and as a step if there
-is one. Pages do not tell which of the two wrote them. So a request that the engine puts back, which it then reads
-again with the answer so far as part of the prompt, may go on otherwise than undisturbed: that part was read by steps
-before, and now as dense attention reads it. The part of an answer that a later request finds in the prefix cache was
-read by steps.
+is one. So a request that the engine puts back, and then reads again with the answer so far as part of the prompt, may
+go on otherwise than undisturbed, and what a later request finds of an answer in the prefix cache was read by steps.
 
 Shapes: g tokens per group, w tokens of window, D and Dv widths.
 """

@@ -29,18 +29,14 @@ def read_paged(
     """Read the new tokens of all requests into ``state``, in place, and write their attention to ``out``.
 
     qkv: q ``[T, H, D]``, k ``[T, K, D]``, v ``[T, K, Dv]``; out ``[T, H, Dv]``, one dtype; K divides H. On latents
-    (``state.up``) q ``[T, H, d_n + d_r]``, k ``[T, 1, d_c + d_r]``, v of width 0 and out ``[T, H, d_v]``. The key and
-    value of every new token go to the window, and its mean query to the ring; groups that are due become entries, or
-    with a choice records. Its query attends to the entries of closed groups and the tokens behind them, as in
-    `condense.ops.attend`, or as in `condense.ops.attend_recall`. All keys and values are stored first, then all entries
-    or records, then comes attention: a request may read pages that another one writes in the same call.
-
-    settings, without a choice: groups whose ``summary_delay`` is a multiple of g, at most g queries in a summary query,
-    no focal tokens; entries of 16 bits without biases of their own, or pages of records. With a choice: a store on the
-    device, and ``summary_delay`` 0, so that a record depends on the tokens of its group alone and is made when the last
-    of them is read. Delays do not change what such a method computes: take
-    `condense.methods.step_settings` and set it to 0. If the choice says so, several new tokens of a request see the
-    stored tokens of all closed groups (``reads_exactly``).
+    (``state.up``) q ``[T, H, d_n + d_r]``, k ``[T, 1, d_c + d_r]``, v of width 0 and out ``[T, H, d_v]``. All keys and
+    values are stored in the window first, and mean queries in the ring, then groups that are due as entries or records;
+    then queries attend, as in `condense.ops.attend`, with a choice as in `condense.ops.attend_recall`: a request may
+    read pages that another one writes in the same call.
+    settings: without a choice, groups whose ``summary_delay`` is a multiple of g, at most g queries in a summary query,
+    no focal tokens; with one, a store on the device and ``summary_delay`` 0, which does not change what such a method
+    computes (`PagedState` says why). Where they say so, several new tokens of a request see the stored tokens of all
+    closed groups (``reads_exactly``).
     backend: single tokens are read by a step of kernels with "triton", and with "auto" on CUDA where it can run. All
     others are read as in `condense.ops.attend`, those of like lengths as rows of one call (`condense.ops.paged.rows`).
     Raises ValueError for an unknown backend, for an explicit one that cannot run here, for settings that pages cannot
