@@ -22,9 +22,9 @@ from condense.train import loss as loss_module
 from condense.train import phase as phase_module
 from condense.train import run as run_module
 from condense.train.loss import token_loss
-from condense.train.plan import forecast
+from condense.train.optimizer import projections, set_trained
+from condense.train.phase import forecast
 from condense.train.record import summary
-from condense.train.trained import projections, set_trained
 from condense.train.trainer import MixedTrainer
 
 # transformers' own, of PEFT
