@@ -15,10 +15,9 @@ import condense
 from condense import CCA, CalibrationConfig, Dense, Recall, StreamingLLM
 from condense.calibration import default_candidates
 from condense.calibration.curve import Curve, choose, verify
-from condense.calibration.measure import Meter
+from condense.calibration.measure import Meter, Times, TimeTable
 from condense.calibration.report import LayerLoss, Mean
 from condense.calibration.samples import draw_samples
-from condense.calibration.times import Times, TimeTable
 from condense.models import condensed_layers
 from condense.models.inspect import inspect
 
@@ -298,7 +297,7 @@ def test_times_are_those_of_the_length_whatever_the_model_says(model, monkeypatc
         return watch
 
     timed_generate = condense.models.stopwatch.timed_generate
-    monkeypatch.setattr("condense.calibration.times.timed_generate", read)
+    monkeypatch.setattr("condense.calibration.measure.timed_generate", read)
     ends = {"eos_token_id": list(range(model.config.vocab_size)), "stop_strings": ["a"], "max_time": 1e-6}
     own = GenerationConfig(**ends, do_sample=True, num_beams=4)
     monkeypatch.setattr(model, "generation_config", own)

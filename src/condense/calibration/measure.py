@@ -1,4 +1,5 @@
-"""Distances of a model's predictions under an allocation from its dense ones, text by text; measured once and kept.
+"""Distances of a model's predictions under an allocation from its dense ones, text by text, measured once and kept; and
+times to its first token after a prompt and to each further one.
 
 Shapes: n tokens whose predictions are compared, V vocabulary.
 """
@@ -6,9 +7,11 @@ Shapes: n tokens whose predictions are compared, V vocabulary.
 import hashlib
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +24,7 @@ from condense.files import whole_file
 from condense.methods import Method
 from condense.models import use
 from condense.models.choice import described
+from condense.models.stopwatch import timed_generate
 from condense.results import fingerprint, plain
 from condense.version import __version__
 
@@ -40,13 +44,12 @@ class Measured(NamedTuple):
     right: tuple[bool, ...]
 
 
-class MeasuredFile:
-    """Readings by text and allocation, kept in a file that is whole at any time, or in memory only."""
+class MeasuredFile(dict[str, Measured]):
+    """Readings by text and allocation (`_key`), kept in a file that is whole at any time, or in memory only."""
 
     def __init__(self, path: Path | None, fingerprint: str) -> None:
         """path: a file of the same fingerprint is gone on with. Raises ValueError for any other, and for a folder."""
         self._path, self._fingerprint = path, fingerprint
-        self._readings: dict[str, Measured] = {}
         if path is None or not path.exists():
             return
         try:
@@ -59,17 +62,12 @@ class MeasuredFile:
                 f"measured: {path} holds measurements of another model, text, length, seed or other candidates: remove "
                 "it, or name another file"
             )
-        self._readings = held
+        self.update(held)
 
-    def get(self, sample: int, allocation: Allocation) -> Measured | None:
-        """The reading of a text (by its number) under an allocation, None if there is none yet."""
-        return self._readings.get(_key(sample, allocation))
-
-    def put(self, sample: int, allocation: Allocation, reading: Measured) -> None:
-        """Keep a reading."""
-        self._readings[_key(sample, allocation)] = reading
+    def __setitem__(self, key: str, reading: Measured) -> None:
+        super().__setitem__(key, reading)
         if self._path is not None:
-            content = {"fingerprint": self._fingerprint, "readings": self._readings}
+            content = {"fingerprint": self._fingerprint, "readings": self}
             with whole_file(self._path, overwrite=True) as file:
                 file.write(json.dumps(content).encode())
 
@@ -110,7 +108,7 @@ class Meter:
 
     def missing(self, sample: int, allocations: Sequence[Allocation]) -> int:
         """Forwards that `read` would take."""
-        missing = [allocation for allocation in allocations if self._store.get(sample, allocation) is None]
+        missing = [allocation for allocation in allocations if self._store.get(_key(sample, allocation)) is None]
         return bool(missing) + sum(map(bool, missing))
 
     @torch.no_grad()
@@ -134,7 +132,7 @@ class Meter:
         dense: Tensor | None = None
         readings = []
         for allocation in allocations:
-            reading = self._store.get(sample, allocation)
+            reading = self._store.get(_key(sample, allocation))
             if reading is None:
                 if dense is None:
                     dense = self._logits(sample, {})
@@ -148,7 +146,7 @@ class Meter:
                         f"with {described(methods) if methods else 'dense attention'}: use another dtype, or leave "
                         "the candidate out"
                     )
-                self._store.put(sample, allocation, reading)
+                self._store[_key(sample, allocation)] = reading
                 self._on_forward()
             readings.append(reading)
         return readings
@@ -188,3 +186,70 @@ def _conditions(model: PreTrainedModel, candidates: Sequence[Method], samples: S
     for sample in samples:
         digest.update(sample.ids.numpy().tobytes() + sample.compared.numpy().tobytes())
     return digest.hexdigest()
+
+
+STEPS = 16  # tokens after the first; their median time counts
+_LONG_S = 3.0  # a prompt that takes longer is timed once, others three times; one reading before warms up
+
+
+@dataclass(frozen=True)
+class Times:
+    """first_s: seconds to the first token. step_s: seconds of each further one. measured: not reckoned from others."""
+
+    first_s: float
+    step_s: float
+    measured: bool
+
+
+class TimeTable:
+    """Times of plain greedy `generate`, batch 1: measured of the allocations that it is given, reckoned of all others.
+
+    An allocation that was not measured takes the mean over its layers of what the model takes with that layer's method
+    in all of them: exact where layers are alike and a step takes as long as its layers together.
+    """
+
+    def __init__(self, model: PreTrainedModel, ids: Tensor, length: int) -> None:
+        """ids ``[n]``: a text, repeated up to ``length`` tokens, of which the last `STEPS` + 1 are made."""
+        self._model = model
+        size = max(1, length - STEPS - 1)
+        self._ids = ids.repeat(-(-size // len(ids)))[None, :size].to(model.device)
+        self._known: dict[frozenset[tuple[int, Method]], Times | None] = {}
+
+    def measure(self, allocation: Mapping[int, Method]) -> None:
+        """Take the times of an allocation, None where there is too little memory for it."""
+        key = frozenset(allocation.items())
+        if key in self._known:
+            return
+        times: Times | None = None
+        with use(self._model, allocation):
+            try:
+                times = self._read()
+            except RuntimeError as error:
+                # of PyTorch's allocators: of a device, of the host, and of pinned memory
+                said = str(error).lower()
+                is_known = isinstance(error, torch.OutOfMemoryError)
+                if not (is_known or "out of memory" in said or "can't allocate memory" in said):
+                    raise
+        self._known[key] = times
+        if self._ids.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def of(self, allocation: Mapping[int, Method]) -> Times | None:
+        """An allocation's times, None where they cannot be known."""
+        key = frozenset(allocation.items())
+        if key in self._known:
+            return self._known[key]
+        each = [self._known.get(frozenset(dict.fromkeys(allocation, m).items())) for m in allocation.values()]
+        known = [times for times in each if times is not None]
+        if len(known) < len(each):
+            return None
+        first_s, step_s = (statistics.mean(getattr(times, name) for times in known) for name in ("first_s", "step_s"))
+        return Times(first_s, step_s, measured=False)
+
+    def _read(self) -> Times:
+        cold = timed_generate(self._model, self._ids, STEPS)
+        runs = 1 if cold.first_s > _LONG_S else 3
+        watches = [timed_generate(self._model, self._ids, STEPS) for _ in range(runs)]
+        first_s = statistics.median(watch.first_s for watch in watches)
+        step_s = statistics.median(step for watch in watches for step in watch.further_s)
+        return Times(first_s, step_s, measured=True)

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from condense.calibration.config import CalibrationConfig
-from condense.calibration.measure import Measured
-from condense.calibration.times import Times
+from condense.calibration.measure import Measured, Times
 from condense.files import whole_file
 from condense.methods import Method, settings_of
 from condense.results import plain, provenance

@@ -10,10 +10,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from condense.calibration.config import CalibrationConfig, default_candidates
 from condense.calibration.curve import NUM_POINTS, Curve, check_cache, choose, verify
-from condense.calibration.measure import Measured, Meter
+from condense.calibration.measure import Measured, Meter, TimeTable
 from condense.calibration.report import Calibration, CurvePoint, LayerLoss, Mean, found_of
 from condense.calibration.samples import draw_samples
-from condense.calibration.times import TimeTable
 from condense.methods import Dense, Method
 from condense.models import attention_layers, check_stock, chosen_methods, use
 from condense.models.choice import REST
