@@ -28,8 +28,8 @@ from condense.models.forward import (
     refuse_context_parallel,
 )
 from condense.models.layers import Target, condensed_layer, num_seen, read_tokens
+from condense.models.masks import ALL_REAL, is_real
 from condense.models.mla import condensed_latents, head_group, up_projection
-from condense.models.padding import ALL_REAL, is_real
 from condense.models.reread import Piece
 from condense.models.stock import StockAttention
 from condense.ops import Extras, NewToken

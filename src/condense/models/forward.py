@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache
 
-from condense.models.padding import Padding, check_mask, find_padding
+from condense.models.masks import Padding, check_mask, find_padding
 from condense.ops import NO_EXTRAS, Extras
 from condense.plan import ForwardPlan
 

@@ -15,7 +15,7 @@ from condense.methods import Reread
 from condense.models.apply import condensed_layers, static_methods
 from condense.models.families import check_learned_positions, has_eager_experts, rope_that_changes, transformers_model
 from condense.models.layers import ensure_layers
-from condense.models.padding import ALL_REAL
+from condense.models.masks import ALL_REAL
 
 # calls before the capture: the first ones compile kernels and allocate workspaces, which a graph must not record
 _WARM_UPS = 3

@@ -10,7 +10,7 @@ from condense.caches import CondensedCacheLayer, CondensedLayer, ReadRequest, St
 from condense.functional import extend
 from condense.methods import Context, Method, StreamingLLM
 from condense.models.forward import AttentionCall
-from condense.models.padding import Padding
+from condense.models.masks import Padding
 from condense.models.stock import LocalChunks
 from condense.plan import ForwardPlan
 

@@ -13,7 +13,7 @@ from condense.methods import Layout, Method, StreamingLLM
 from condense.methods.layout import MEANS
 from condense.models.families import is_chunked, sliding_window
 from condense.models.forward import AttentionCall, ForwardBoard, assert_one_document, refuse_cached_documents
-from condense.models.padding import is_real
+from condense.models.masks import is_real
 from condense.ops import RuleSpans, Source, UniformRule, attend
 from condense.ops.torch.attend import BlockKeys, attend_block
 
