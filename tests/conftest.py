@@ -155,9 +155,9 @@ def corpus(text: str, tokenizer: PreTrainedTokenizerBase) -> Corpus:
 @pytest.fixture(params=["reference", "torch", "torch-blocks"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each backend, and the torch backend with blocks so small that short sequences take many."""
-    from condense.ops.torch import attend, recall
+    from condense.ops.torch import attend
 
     if request.param == "torch-blocks":
         monkeypatch.setattr(attend, "_block_size", lambda device, ratio: 6)
-        monkeypatch.setattr(recall, "_BLOCK", 16)
+        monkeypatch.setattr(attend, "_RECALL_BLOCK", 16)
     return request.param.removesuffix("-blocks")

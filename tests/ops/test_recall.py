@@ -13,7 +13,7 @@ from condense import Recall, attention
 from condense.ops import attend_recall, recall
 from condense.ops.recall import Quota, RecallSources, StoreFormat, choose_groups, index_scores, split_keys
 from condense.ops.spans import RuleSpans, Source, UniformRule
-from condense.ops.torch import recall as torch_recall
+from condense.ops.torch import attend as torch_attend
 
 EXACT = {"rtol": 1e-11, "atol": 1e-11}
 B, D, DV, SCALE = 2, 6, 5, 0.6
@@ -39,7 +39,7 @@ def test_against_plain_loops(heads, unchosen, backend):
 @pytest.mark.parametrize(("g", "w"), [(1, 0), (1, 3), (3, 0), (4, 9), (6, 2)])
 def test_other_groups_and_windows(g, w, monkeypatch):
     """In blocks of seven queries, the last of one query alone: it gathers its groups."""
-    monkeypatch.setattr(torch_recall, "_BLOCK", 7)
+    monkeypatch.setattr(torch_attend, "_RECALL_BLOCK", 7)
     for backend in BACKENDS:
         check(*tensors(2, 1, 29), g=g, w=w, r=3, backend=backend)
 
@@ -149,7 +149,7 @@ def test_memory_is_linear(monkeypatch):
             largest[-1] = max([largest[-1], *(x.numel() for x in made)])
             return out
 
-    monkeypatch.setattr(torch_recall, "_BLOCK", 16)
+    monkeypatch.setattr(torch_attend, "_RECALL_BLOCK", 16)
     for L in (512, 1024):
         q, k, v = tensors(1, 1, L, rows=1, dtype=torch.float32)
         largest.append(0)

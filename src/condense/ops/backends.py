@@ -77,11 +77,11 @@ def _reference() -> Operations:
 
 
 def _torch() -> Operations:
-    from condense.ops.torch import attend, pool, recall
+    from condense.ops.torch import attend, pool
 
     return Operations(
-        attend.attend, recall.attend_recall, pool.summarize, pool.group_scores, pool.pool, None, pool.importance,
-        recall.store_groups, recall.unpack_store,
+        attend.attend, attend.attend_recall, pool.summarize, pool.group_scores, pool.pool, None, pool.importance,
+        pool.store_groups, pool.unpack_store,
     )  # fmt: skip
 
 

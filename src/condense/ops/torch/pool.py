@@ -1,4 +1,4 @@
-"""The `torch` backend of summaries, pooling and importance; any device, all but importance differentiable.
+"""The `torch` backend of summaries, pooling, importance and stores; any device, all but the last two differentiable.
 
 Shapes: B rows, H query heads, K KV heads, L new queries, Q mean queries kept from earlier calls, D width,
 G spans of S queries or groups of c tokens.
@@ -7,6 +7,9 @@ G spans of S queries or groups of c tokens.
 import torch
 from torch import Tensor
 
+from condense.ops.recall.index import GroupIndex, split_keys
+from condense.ops.recall.store import StoreFormat
+from condense.ops.step.pages import Places, copied
 from condense.ops.tensors.right_aligned import head_mean
 from condense.ops.tensors.sampling import Sample
 from condense.ops.types import SummaryColumns, SummarySpans
@@ -122,3 +125,19 @@ def importance(q: Tensor, k: Tensor, sample: Sample, *, scale: float) -> Tensor:
         # rows without a query (-1) see no key: their softmax is NaN and is set to 0
         total += scores.masked_fill_(hidden, float("-inf")).softmax(-1).masked_fill_(hidden, 0.0).sum(2)
     return total
+
+
+def store_groups(form: StoreFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See `condense.ops.backends.Operations`."""
+    index, rest = split_keys(k)
+    return *index, form.pack(k, v, rest)
+
+
+def unpack_store(
+    form: StoreFormat, pieces: Tensor, index: GroupIndex, widths: tuple[int, int], dtype: torch.dtype,
+    places: Places | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See `condense.ops.unpack_store`."""
+    if places is not None:
+        pieces = copied(pieces, places)
+    return form.unpack(pieces.unflatten(3, (form.group_size, -1)).flatten(2, 3), *widths, dtype, index)
