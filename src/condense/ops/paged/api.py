@@ -51,23 +51,22 @@ def read_paged(
         room = state.entries.table.shape[1] * state.entries.slots
         widths = k.shape[2], v.shape[2]
         takes = step_backend(q.device, q.dtype, widths, settings, latent=state.latent, entries=room)
-    has_kernels = takes in ("triton", "hopper")
     if state.holds_records:
         _check_records(state, k, v, settings)
-    store, attend = _kernels(settings, new, scale) if has_kernels else (None, None)
+    kernels = _kernels(settings, new, scale) if takes in ("triton", "hopper") else None
     # records depend on their tokens alone, so that those of a prompt are made as a step makes them
-    layer = PagedLayer(qkv, state, new, settings, scale, backend, None if settings.choice is None else store)
-    steps = new.num_steps if has_kernels else 0
+    closes = None if kernels is None or settings.choice is None else kernels[0]
+    layer = PagedLayer(qkv, state, new, settings, scale, backend, closes)
+    steps = 0 if kernels is None else new.num_steps
     if steps < len(new.seen) and q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError(
             "requests that no step of kernels reads cannot be captured in a CUDA graph: capture single tokens that "
             "kernels read, or run eagerly"
         )
-    if steps == 0:
+    if kernels is None or steps == 0:
         layer.read(out, first=0)
         return
-    assert store is not None
-    assert attend is not None
+    store, attend = kernels
     (ones, *kv), first, seen = (x[:steps] for x in qkv), state.first(steps), new.seen_on_device[:steps]
     to, up = out[:steps], state.up
     if up is not None:
