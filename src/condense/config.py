@@ -50,7 +50,6 @@ class MethodConfig:
             _REGISTRY[cls.name] = cls
 
     def __post_init__(self) -> None:
-        """See the class."""
         check_fields(self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -149,23 +148,17 @@ def check_fields(settings: Any) -> None:
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, got {value!r}")
         elif get_origin(kind) is Annotated:
-            number, allowed = get_args(kind)
+            number, (least, most) = get_args(kind)
             if number is int:
-                check_int(name, value, allowed.least)
-            else:
-                check_number(name, value, *allowed)
+                check_int(name, value, least)
+            elif not _is_number(value) or not least <= value <= most or not math.isfinite(value):
+                raise ValueError(f"{name} must be a finite number from {least} to {most}, got {value!r}")
 
 
 def check_int(name: str, value: object, minimum: int) -> None:
     """Raise ValueError unless ``value`` is an int (not a bool) of at least ``minimum``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
-
-
-def check_number(name: str, value: object, minimum: float, maximum: float) -> None:
-    """Raise ValueError unless ``value`` is a finite number (not a bool) from ``minimum`` to ``maximum``."""
-    if not _is_number(value) or not minimum <= value <= maximum or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number from {minimum} to {maximum}, got {value!r}")
 
 
 def check_positive(name: str, value: object) -> None:

@@ -22,18 +22,20 @@ _RECALL = {
     "method": "recall", "window": 256, "num_recall": 0.125, "min_recall": 256, "unchosen": "drop", "store_bits": 4,
     "prompt": "exact",
 }  # fmt: skip
+_LOSES = (
+    "0.013 nats on text and 0.008 on copies, and 1.7% of a task (the worst of models of 25 to 83M, texts of up to "
+    "32,768 tokens)"
+)
 NAMED_SETTINGS = {
     "recall-host": NamedSettings(
         _RECALL | {"store": "host", "num_recall": 256, "slots": 256},
         "Any model as it is; far tokens in host memory, so little is kept on the device.",
-        "0.013 nats on text and 0.008 on copies, and 1.7% of a task (the worst of models of 25 to 83M, texts of up to "
-        "32,768 tokens)",
+        _LOSES,
     ),
     "recall-device": NamedSettings(
         _RECALL,
         "Any model as it is; all on the device, far tokens in 4 bits.",
-        "0.013 nats on text and 0.008 on copies, and 1.7% of a task (the worst of models of 25 to 83M, texts of up to "
-        "32,768 tokens)",
+        _LOSES,
     ),
     "pooled": NamedSettings(
         {"method": "lca", "window": 512, "rep_bias": "log_size"},

@@ -104,13 +104,9 @@ def _print(console: Console, prompt: Prompt, outcomes: Sequence[Outcome], dtype:
         answers.add_row(" ".join(question.split()), *expected, *first_lines)
     console.print(answers)
     base = next((i for i, outcome in enumerate(outcomes) if isinstance(outcome.method, Dense)), 0)
-    table = options.plain_table(
-        f"{outcomes[0].text_tokens} tokens of text, {len(prompt.questions)} questions, greedy, {dtype}"
-    )
+    title = f"{outcomes[0].text_tokens} tokens of text, {len(prompt.questions)} questions, greedy, {dtype}"
     headings = ("right", "first token", "per token", "cache on\nthe device", f"of\n{labels[base]}", "in host\nmemory")
-    table.add_column("method", no_wrap=True)
-    for heading in headings:
-        table.add_column(heading, justify="right")
+    table = options.plain_table(title, left=["method"], right=headings)
     for label, outcome in zip(labels, outcomes, strict=True):
         table.add_row(
             label,

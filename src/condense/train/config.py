@@ -91,8 +91,7 @@ class PhaseConfig:
             raise ValueError(f"keys: wanted the fewest and the most, got {self.keys}")
         check_positive("learning_rate", self.learning_rate)
         check_positive("max_grad_norm", self.max_grad_norm)
-        if self.mix != "dense":
-            assert self.method is not None
+        if self.mix != "dense" and self.method is not None:
             self.method.check_gradients()
             rule = self.method.layout.rule
             if rule.window is not None and self.sequence_length < rule.window + rule.chunk:
@@ -113,9 +112,8 @@ class PhaseConfig:
 
     def attention_at(self, step: int) -> Method | None:
         """The method of an optimizer step, counted from 0; None: the step has dense attention."""
-        if self.mix == "dense" or (self.mix == "alternate" and step % 2 == 0):
+        if self.method is None or self.mix == "dense" or (self.mix == "alternate" and step % 2 == 0):
             return None
-        assert self.method is not None
         stage = int(step / (self.steps * _GROWING) * (len(self.group_sizes) + 1))
         if stage >= len(self.group_sizes):
             return self.method

@@ -133,7 +133,7 @@ class StoreFormat:
         D, wide = codes.shape[4], torch.promote_types(dtype, torch.float32)
         # in place, as a CPU takes longer to get memory than to write it
         x = codes.to(wide).mul_(2).add_(1).mul_(index.turned(D, wide)).mul_(steps.to(wide))
-        x.add_(_centres(index, D, wide))
+        x.add_((index.steps[..., -1:].to(wide) * index.centres(D, wide))[:, :, :, None])
         most = min(torch.finfo(dtype).max, torch.finfo(wide).max)
         turned = x.clamp_(-most, most).to(dtype).to(wide)
         return (turned @ rotation(D, codes.device, wide).mT).clamp_(-most, most).to(dtype)
@@ -144,8 +144,3 @@ class StoreFormat:
             return v.to(torch.uint8), v.new_zeros(*v.shape[:3], 2, 0)
         codes, step, zero = quantise(v, 4, self.bits, v.dtype)
         return to_bytes(codes, self.bits), torch.stack([step.flatten(3), zero.flatten(3)], dim=3)
-
-
-def _centres(index: GroupIndex, D: int, dtype: torch.dtype) -> Tensor:
-    """The numbers of centres ``[B, K, G, 1, D]``, divided by the width of the rotation's blocks."""
-    return (index.steps[..., -1:].to(dtype) * index.centres(D, dtype))[:, :, :, None]
