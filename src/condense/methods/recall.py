@@ -32,6 +32,7 @@ from condense.ops import (
     unpack_store,
 )
 from condense.ops.recall import GroupIndex, IndexChoice, Quota, RecallSources, StoreFormat, Unchosen
+from condense.ops.tensors.per_row import max_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,6 +246,6 @@ class Recall(Method):
         """
         spans, (k, v, _) = context.spans, context.window
         assert isinstance(spans, RuleSpans)
-        window_alone = self.store_bits == 16 and spans.window_is_whole()
+        window_alone = self.store_bits == 16 and max_row(spans.window_start + spans.padding) <= 0
         tokens = Source(k[:, :, :0], v[:, :, :0]) if window_alone else self._asked_and_tokens(q, context, backend)[1]
         return (tokens, context.window), spans.of_tokens(window_alone=window_alone)

@@ -8,13 +8,13 @@ Shapes: B rows, K KV heads, L queries, N entries of a source, D and Dv widths. `
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, Self
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from condense.ops.tensors.per_row import IntT, PerRow, as_rows, at_least, at_most, broadcast_rows, int_if_equal, max_row
+from condense.ops.tensors.per_row import IntT, PerRow, as_rows, at_least, at_most, broadcast_rows, int_if_equal
 
 
 class Source(NamedTuple):
@@ -105,16 +105,17 @@ class RuleSpans:
 
     query_start: query i is at position ``query_start + i``; negative if a row's first queries are padding.
     window_start: position of column 0 of the window; negative if a row's first columns are padding.
-    padding: number of queries before a row's first real one; None: those at negative positions.
+    padding: number of queries before a row's first real one; by default those at negative positions.
     first_entries: entries that stand before the rule's own in the first source; all queries see them.
-    Tensors whose rows agree become ints.
+    Tensors whose rows agree become ints. Layers may share the spans: what one has asked for is found once.
     """
 
     rule: SpanRule
     query_start: PerRow
     window_start: PerRow
-    padding: PerRow | None = None
+    padding: PerRow = None  # type: ignore[assignment]
     first_entries: PerRow = 0
+    _found: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         padding = at_least(-self.query_start, 0) if self.padding is None else self.padding
@@ -127,16 +128,21 @@ class RuleSpans:
         return self._at(torch.arange(start, stop, device=device)[None, None])
 
     def hulls(self, blocks: Sequence[tuple[int, int]]) -> list[list[Hull]]:
-        """For each block ``(start, stop)`` of queries the hull of every source, as ints on the host.
+        """For each block ``(start, stop)`` of queries the hull of every source, as ints on the host."""
+        key = tuple(blocks)
+        if key not in self._found:
+            self._found[key] = self._hulls(key)
+        hulls: list[list[Hull]] = self._found[key]
+        return hulls
 
-        Taken from the first and last real query of the block: lo and hi never decrease.
-        """
+    def _hulls(self, blocks: Sequence[tuple[int, int]]) -> list[list[Hull]]:
+        """`hulls`, from the first and last real query of each block: lo and hi never decrease."""
         if (row := self.same_in_all_rows()) is not None:
             # ints, because a decode step comes here in every layer and one-element tensors are slow
             return [self._hulls_of(row, start, stop - 1) for start, stop in blocks]
         starts, stops = (x[None, None] for x in torch.tensor(blocks, dtype=torch.int64).T)
         # the first query of a block that is real: padding sees nothing
-        first, last = self._at(starts.clamp(min=broadcast_rows(self._padding, 3))), self._at(stops - 1)
+        first, last = self._at(starts.clamp(min=broadcast_rows(self.padding, 3))), self._at(stops - 1)
         is_real = last[-1].hi > 0
         largest = torch.iinfo(torch.int64).max
         hulls = []
@@ -149,20 +155,16 @@ class RuleSpans:
 
     def same_in_all_rows(self) -> RowStart | None:
         """The `RowStart` of all rows if it is the same, else None."""
-        numbers = (self.query_start, self.window_start, self._padding, self.first_entries)
+        numbers = (self.query_start, self.window_start, self.padding, self.first_entries)
         return None if any(isinstance(x, Tensor) for x in numbers) else RowStart(*numbers)  # type: ignore[arg-type]
 
     def starts(self) -> Tensor:
         """The numbers of `RowStart` for each row, int64 CPU ``[B, 4]``; ``[1, 4]`` if all agree."""
-        numbers = (self.query_start, self.window_start, self._padding, self.first_entries)
-        return torch.stack(torch.broadcast_tensors(*(as_rows(x, 1) for x in numbers)), dim=1)
-
-    def window_is_whole(self) -> bool:
-        """True if the window holds every row from its first token on.
-
-        A row with padding has as many columns without tokens at the start of the window, also in later calls.
-        """
-        return max_row(self.window_start + self._padding) <= 0
+        if "starts" not in self._found:
+            numbers = (self.query_start, self.window_start, self.padding, self.first_entries)
+            self._found["starts"] = torch.stack(torch.broadcast_tensors(*(as_rows(x, 1) for x in numbers)), dim=1)
+        starts: Tensor = self._found["starts"]
+        return starts
 
     def of_tokens(self, *, window_alone: bool) -> Self:
         """The spans of the same queries over all tokens, of rows whose closed chunks are stored token by token.
@@ -176,10 +178,7 @@ class RuleSpans:
         return replace(self, rule=UniformRule(rule.chunk, window, entries=rule.chunk))
 
     def is_hull(self, start: int, stop: int) -> bool:
-        """True if every query ``[start, stop)`` is known to see the whole hulls of this block.
-
-        So it is for a single query at the same position in all rows, as in a decode step without padding.
-        """
+        """True if every query ``[start, stop)`` sees the whole hulls of this block: a single one, in equal rows."""
         return stop - start == 1 and self.same_in_all_rows() is not None
 
     def is_causal(self, num_queries: int, num_tokens: int) -> bool:
@@ -191,11 +190,6 @@ class RuleSpans:
             return False
         *others, (lo, _) = self.rule.spans(num_tokens)
         return lo == 0 and all(first >= last for first, last in others)
-
-    @property
-    def _padding(self) -> PerRow:
-        assert self.padding is not None
-        return self.padding
 
     def _hulls_of(self, row: RowStart, first: int, last: int) -> list[Hull]:
         """Hulls of the queries ``first`` to ``last``, where all rows have the same `RowStart`."""
@@ -212,7 +206,7 @@ class RuleSpans:
         """Spans of the queries in columns ``steps`` ``[B|1, 1, L]``, on their device."""
         query_start, window_start, padding, first_entries = (
             broadcast_rows(x, 3, steps.device)
-            for x in (self.query_start, self.window_start, self._padding, self.first_entries)
+            for x in (self.query_start, self.window_start, self.padding, self.first_entries)
         )
         real = steps >= padding
         *others, (lo, hi) = self.rule.spans(query_start + steps + 1)

@@ -6,13 +6,12 @@ Shapes: B rows of a call, L queries, N window tokens, G groups of g tokens, T ne
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from condense.ops.spans import Hull, RuleSpans
+from condense.ops.spans import RuleSpans
 from condense.ops.step.pages import NewTokens, PagedState
 from condense.ops.step.settings import StepSettings
 from condense.ops.types import SummarySpans
@@ -60,28 +59,6 @@ class Slots(NamedTuple):
         return cls(row, torch.zeros_like(position), position % size)
 
 
-@dataclass(frozen=True)
-class SharedSpans(RuleSpans):
-    """The spans of a call in all layers: what one has asked for is found once."""
-
-    _found: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def hulls(self, blocks: Sequence[tuple[int, int]]) -> list[list[Hull]]:
-        """Hulls per block, as in `RuleSpans`."""
-        key = tuple(blocks)
-        if key not in self._found:
-            self._found[key] = super().hulls(blocks)
-        hulls: list[list[Hull]] = self._found[key]
-        return hulls
-
-    def starts(self) -> Tensor:
-        """The numbers of each row, as in `RuleSpans`."""
-        if "starts" not in self._found:
-            self._found["starts"] = super().starts()
-        starts: Tensor = self._found["starts"]
-        return starts
-
-
 class Summary(NamedTuple):
     """The queries that weigh the groups which a call makes. tail: slots ``[B, Q]`` of the mean queries before the new
     ones in the ring, None for none. made: row and number of each group; None if all of one row are made.
@@ -98,9 +75,8 @@ class Call(NamedTuple):
     queries: number of each query among all new tokens, int64 ``[B, L]``, padding is any; of one request, a slice.
     real: row and column of each query that is none of padding, and its number, int64; None for one request. window:
     slots ``[B, N]`` of the newest tokens; None if all tokens of the requests are new, so that those of the queries are
-    the window. entries: slots ``[B, G]``. Both repeat one where a row has fewer. exact: the
-    stored tokens of groups are seen, all of them, and not their entries. summary: None if no group is made or none
-    needs a query.
+    the window. entries: slots ``[B, G]``. Both repeat one where a row has fewer. exact: the stored tokens of groups are
+    seen, all of them, and not their entries. summary: None if none is needed.
     """
 
     queries: Tensor | slice
@@ -195,7 +171,7 @@ def _call(requests: Sequence[Request], state: PagedState, settings: StepSettings
     visible = rule.visible_entries(rule.closed(seen))
     L, is_new = int(num.max()), torch.equal(seen, num)
     N = L if is_new else int((seen - oldest).max())
-    spans, exact = SharedSpans(rule, seen - L, seen - N, L - num), settings.reads_exactly and L > 1
+    spans, exact = RuleSpans(rule, seen - L, seen - N, L - num), settings.reads_exactly and L > 1
     if exact:
         # a store of 16 bits has the numbers of the window, which may hold all tokens
         window_alone = settings.store_format.bits == 16 and not oldest.any()
