@@ -109,8 +109,7 @@ def page_sizes(layers: Collection[ServedLayer]) -> PageSizes:
 
     Windows use the same blocks. F = k N, where k makes N tokens of the widest window as many bytes as F tokens of what
     is kept, or fewer; where so little is kept that vLLM gives the layers of a window several tables, k is the one with
-    which these take the fewest bytes. F is the smallest multiple of all group sizes for which kernels load whole tiles:
-    larger ones cost short requests.
+    which these take the fewest bytes. F is the smallest multiple of all group sizes for which kernels load whole tiles.
     """
     groups = [layer.group_size for layer in layers]
     sample = SLOTS * math.lcm(*groups)

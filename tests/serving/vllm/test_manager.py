@@ -18,8 +18,8 @@ from condense.demo import demo_model
 from condense.serving.blocks import ServedLayer, blocks_of_request, own_page, page_sizes
 from condense.serving.engine import EngineSettings, check_engine
 from condense.serving.plan import serving_plan
-from condense.serving.vllm.layer import page_specs
-from condense.serving.vllm.replace import engine_settings
+from condense.serving.vllm.backend import page_specs
+from condense.serving.vllm.models import engine_settings
 
 try:  # from vLLM 0.33 on
     from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups

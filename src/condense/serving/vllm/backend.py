@@ -1,16 +1,24 @@
-"""The attention backend of condensed layers: one call reads a step's tokens into the pages and attends."""
+"""A layer of vLLM with condensed attention, the pages that it asks for, and its backend: one call reads a step's tokens
+into the pages and attends.
+
+vLLM asks every layer of a model for one kind of cache. A condensed layer has up to three: the window is its own,
+entries and ring are asked for by two more objects, which compute nothing.
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -19,11 +27,19 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
-from vllm.v1.kv_cache_interface import KVCacheLayout, KVCacheSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    CircularBufferSpec,
+    FullAttentionSpec,
+    KVCacheLayout,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 
 from condense.ops import Extras
+from condense.ops.latents import UpProjection
 from condense.ops.paged import NewTokens, PagedState, Pages, read_paged
-from condense.serving.blocks import blocks_of_request
+from condense.serving.blocks import PageSizes, ServedLayer, blocks_of_request, page_sizes
 from condense.serving.trial import read_trials
 
 # a child of vLLM's own logger, which alone has a handler
@@ -91,10 +107,6 @@ class CondensedMetadataBuilder(AttentionMetadataBuilder[CondensedMetadata]):
         )
 
 
-if TYPE_CHECKING:
-    from condense.serving.vllm.layer import CondensedAttention
-
-
 class CondensedBackend(AttentionBackend):
     """The backend that condensed layers name; vLLM never chooses it."""
 
@@ -117,7 +129,7 @@ class CondensedBackend(AttentionBackend):
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        """False: see `condense.serving.plan.check_engine`."""
+        """False: see `condense.serving.engine.check_engine`."""
         return False
 
     @classmethod
@@ -182,3 +194,85 @@ class CondensedImpl(AttentionImpl[CondensedMetadata]):
         qkv = query, key, value
         read_paged(qkv, state, attn_metadata.new, layer.plan.settings, scale=self.scale, out=output)
         return output
+
+
+class CondensedAttention(Attention):
+    """A layer that takes the place of a stock one, under its name, with the backend that reads and writes pages.
+
+    up: the up-projections of a layer on latents ; None for others. has_step: graphs may record single tokens.
+    """
+
+    up: UpProjection | None = None
+
+    def __init__(
+        self,
+        stock: Attention | MLAAttention,
+        served: ServedLayer,
+        model: Sequence[ServedLayer],
+        vllm_config: VllmConfig,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """served: this layer; model: all layers, dense ones too. sinks: as in `CondensedImpl`."""
+        super().__init__(
+            stock.num_heads,
+            stock.head_size,
+            stock.impl.scale,
+            num_kv_heads=stock.num_kv_heads,
+            cache_config=vllm_config.cache_config,
+            quant_config=stock.quant_config,
+            prefix=stock.layer_name,
+            attn_backend=CondensedBackend,
+            sinks=sinks,
+        )
+        assert served.plan is not None
+        self.plan, self.served, self.model = served.plan, served, model
+        self.longest = vllm_config.model_config.max_model_len
+        sizes = page_sizes(model)
+        self.has_step = served.has_step(vllm_config.device_config.device, self.longest, sizes.far)
+        specs = page_specs(served, sizes)
+        self.window_spec = specs.pop("window")
+        self.sides = {kind: SideCache(f"{stock.layer_name}.{kind}", spec) for kind, spec in specs.items()}
+        context = vllm_config.compilation_config.static_forward_context
+        context.update({side.layer_name: side for side in self.sides.values()})
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
+        """Pages of the window."""
+        return self.window_spec
+
+
+class SideCache(AttentionLayerBase):
+    """An object that asks for the pages of a condensed layer's entries, or of its ring, and holds them."""
+
+    def __init__(self, layer_name: str, spec: AttentionSpec) -> None:
+        self.layer_name, self.spec = layer_name, spec
+        self.kv_cache: Tensor = torch.tensor([])
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        """The backend of condensed layers, which makes the metadata of their pages too."""
+        return CondensedBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
+        """Pages of this kind."""
+        return self.spec
+
+
+def page_specs(served: ServedLayer, sizes: PageSizes) -> dict[str, AttentionSpec]:
+    """The pages to ask for, by kind; all of bytes: vLLM would zero each block that it hands out if dtypes differed."""
+    plan, (D, _) = served.plan, served.widths
+    assert plan is not None
+    page = {"num_kv_heads": served.heads, "head_size": D, "dtype": torch.uint8}
+    specs: dict[str, AttentionSpec] = {
+        "window": SlidingWindowSpec(
+            block_size=sizes.near, state_content_bytes=served.token_bytes, sliding_window=plan.kept_tokens, **page
+        ),
+        "entries": FullAttentionSpec(
+            block_size=sizes.far,
+            state_content_bytes=served.slot_bytes,
+            tokens_per_state=sizes.far // plan.entry_slots(sizes.far),
+            **page,
+        ),
+    }
+    if plan.ring_slots:
+        means = {"block_size": plan.ring_slots, "state_content_bytes": D * served.dtype.itemsize}
+        specs["ring"] = CircularBufferSpec(**means, **page)
+    return specs

@@ -26,8 +26,7 @@ _ADAPTERS = "--lora-modules"
 def server_command(model: str, config: Any, flags: list[str]) -> list[str]:
     """The command that serves ``model``, whose configuration names its stock architecture and methods (``condense``).
 
-    flags: vLLM's, which come last. Raises ValueError, with all reasons, for an architecture, methods or flags that
-    cannot be served.
+    flags: vLLM's, which come last. Raises ValueError, with all reasons, for what cannot be served.
     """
     wrong = []
     for check in (
@@ -66,10 +65,7 @@ def _version() -> str | None:
 
 
 def file_flags(flags: list[str]) -> list[str]:
-    """The flags in the YAML file that ``--config`` names, as on the command line; none without such a file.
-
-    What is wrong with the file is left for vLLM to say.
-    """
+    """The flags in the YAML file that ``--config`` names, as on the command line; none without such a file."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", nargs="?")
     path = parser.parse_known_args(flags)[0].config
@@ -84,10 +80,7 @@ def file_flags(flags: list[str]) -> list[str]:
 
 
 def adapters_in(flags: list[str]) -> list[str]:
-    """Paths of the adapters that ``--lora-modules`` names, each as ``name=path`` or as a JSON object.
-
-    Anything else is left for vLLM to refuse.
-    """
+    """Paths of the adapters that ``--lora-modules`` names, each as ``name=path`` or as a JSON object."""
     adapters, is_adapter = [], False
     for word in flags:
         given = word

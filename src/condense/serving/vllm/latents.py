@@ -22,7 +22,7 @@ from vllm.utils.torch_utils import _encode_layer_name
 
 from condense.ops.latents import UpProjection
 from condense.serving.blocks import ServedLayer
-from condense.serving.vllm.layer import CondensedAttention
+from condense.serving.vllm.backend import CondensedAttention
 
 
 class CondensedLatents(CondensedAttention):

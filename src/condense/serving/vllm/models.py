@@ -1,13 +1,117 @@
-"""vLLM's own model classes with condensed attention: built as stock models, then layer by layer replaced."""
+"""vLLM's own model classes with condensed attention: built as stock models, then layer by layer replaced; and what
+keeps an engine of vLLM from serving them.
+"""
 
 import importlib
+from collections.abc import Collection
 from typing import Any
 
+import vllm
+from torch import nn
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 
 from condense.architectures import condensed_architecture
+from condense.serving.blocks import ServedLayer, own_page, page_sizes
+from condense.serving.engine import GPT_OSS, EngineSettings, check_engine
+from condense.serving.plan import ServingPlan, serving_plans
+from condense.serving.vllm.backend import CondensedAttention
 from condense.serving.vllm.register import ARCHITECTURES
-from condense.serving.vllm.replace import condense_layers
+
+
+def condense_layers(model: nn.Module, vllm_config: VllmConfig) -> None:
+    """Replace the attention of the layers that ``config.condense`` names, except for those that it names dense.
+
+    Raises ValueError if the engine, a method or a layer cannot be served condensed.
+    """
+    settings = getattr(vllm_config.model_config.hf_text_config, "condense", None)
+    if settings is None:
+        raise ValueError(
+            "the model's configuration must name its methods as `condense`, got none: start it with `condense serve`"
+        )
+    plans = serving_plans(settings)
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, Attention | MLAAttention)
+    ]
+    numbers = [extract_layer_index(child.layer_name) for _, _, child in places]
+    widths: list[tuple[int, int] | None] = [None] * len(places)
+    if any(hasattr(parent, "kv_lora_rank") for parent, _, _ in places):
+        # imported here, as it takes more of vLLM's insides than other models need
+        from condense.serving.vllm.latents import CondensedLatents, entry_widths
+
+        widths = [entry_widths(parent) for parent, _, _ in places]
+    takes_back = all(plan.takes_back for plan in plans.values())
+    check_engine(engine_settings(vllm_config, any(widths), sorted({*numbers} - {*plans}), takes_back=takes_back))
+    dtype = vllm_config.model_config.dtype
+    layers = [
+        _served(child, plans.get(number))
+        if latents is None
+        else ServedLayer(plans.get(number), 1, (sum(latents), 0), dtype, latents[0])
+        for (_, _, child), number, latents in zip(places, numbers, widths, strict=True)
+    ]
+    page, cache = own_page(layers, page_sizes(layers)), vllm_config.cache_config
+    if cache.user_specified_block_size and cache.block_size != page:
+        raise ValueError(f"--block-size must be {page} for these methods, got {cache.block_size}: leave it out")
+    # of vLLM's own layers, so that their pages lie in the same blocks as entries, or as windows; vLLM reads it once the
+    # model is built
+    cache.block_size, cache.user_specified_block_size = page, True
+    for (parent, name, child), latents, served in zip(places, widths, layers, strict=True):
+        if served.plan is not None:
+            del vllm_config.compilation_config.static_forward_context[child.layer_name]
+            others = served, layers, vllm_config
+            if latents is None:
+                # the module's own, which are loaded later; backends may keep copies
+                sinks: Any = parent.sinks if child.has_sink else None
+                setattr(parent, name, CondensedAttention(child, *others, sinks))
+            else:
+                setattr(parent, name, CondensedLatents(child, parent, *others))
+
+
+def _served(stock: Attention, plan: ServingPlan | None) -> ServedLayer:
+    properties = (
+        (stock.sliding_window is not None, "a sliding window"),
+        (getattr(stock.impl, "logits_soft_cap", None), "soft-capped scores"),
+        (getattr(stock.impl, "alibi_slopes", None) is not None, "scores shifted by position (ALiBi)"),
+        (stock.kv_sharing_target_layer_name is not None, "the cache of another layer"),
+    )
+    found = " and ".join(name for holds, name in properties if holds)
+    if found and plan is not None:
+        raise ValueError(f"layer {stock.layer_name} has {found} and cannot be condensed: leave it out of the layers")
+    widths, sliding = (stock.head_size, stock.head_size_v), stock.sliding_window
+    return ServedLayer(plan, stock.num_kv_heads, widths, stock.kv_cache_torch_dtype, sliding=sliding)
+
+
+def engine_settings(
+    config: VllmConfig, has_latents: bool = False, dense: Collection[int] = (), *, takes_back: bool = False
+) -> EngineSettings:
+    """The settings of an engine that are checked.
+
+    dense: numbers of the layers that stay vLLM's own. takes_back: tokens of all others can be taken back.
+    """
+    parallel, cache, drafts = config.parallel_config, config.cache_config, config.speculative_config
+    # drafts are found on the host, and lengths known there, only so; on a GPU it was not tried
+    served = takes_back and current_platform.is_cpu() and not config.scheduler_config.async_scheduling
+    return EngineSettings(
+        version=vllm.__version__,
+        kv_heads=1 if has_latents else config.model_config.get_total_num_kv_heads(),
+        tensor_parallel=parallel.tensor_parallel_size,
+        cache_dtype=cache.cache_dtype,
+        model_dtype=str(config.model_config.dtype).removeprefix("torch."),
+        kv_transfer=config.kv_transfer_config is not None,
+        offloading=bool(cache.kv_offloading_size),
+        one_manager=bool(config.scheduler_config.disable_hybrid_kv_cache_manager),
+        speculative=drafts is not None and not (served and drafts.method == "ngram"),
+        shared_context=max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
+        microbatches=parallel.use_ubatching,
+        dense_latents=dense if has_latents else (),
+        adapted_latents=has_latents and config.lora_config is not None,
+        adapted_gpt_oss=config.lora_config is not None and config.model_config.hf_text_config.model_type == GPT_OSS,
+    )
 
 
 class _Condensed:
