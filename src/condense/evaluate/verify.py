@@ -1,7 +1,7 @@
 """Measuring what settings lose of one's own model and text, through the caches, stores and steps that they are for."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -139,10 +139,7 @@ def verify(
     results: dict[str, list[AtLength]] = {}
     with in_eval_mode(model):
         for length, (copying, asked) in zip(config.lengths, drawn, strict=True):
-            read: dict[str, list[TextReading]] = {name: [] for name in arms[length]}
-            right: dict[str, dict[str, list[list[bool]]]] = {
-                name: {task: [] for task in TASKS} for name in arms[length]
-            }
+            outcomes = {name: _Outcome() for name in arms[length]}
             # text by text, so that dense attention's logits of one text are held at a time
             for index, text in enumerate(copying):
                 dense = DenseReading()
@@ -154,18 +151,17 @@ def verify(
                     del cache
                     with attention_of(model, method):
                         greedy = config.greedy if index == 0 else 0
-                        read[name].append(decode_text(model, text, half, dense, greedy))
+                        outcomes[name].read.append(decode_text(model, text, half, dense, greedy))
                     on_step(total)
             for name, method in arms[length].items():
                 for task, sequences in asked.items():
                     for sequence in sequences:
                         with attention_of(model, method):
-                            right[name][task].append(answers(model, sequence))
+                            outcomes[name].right[task].append(answers(model, sequence))
                         on_step(total)
             depths = {task: [depth_of(sequence) for sequence in of] for task, of in asked.items()}
-            for name in arms[length]:
-                cells = _cells(read[name], read[DENSE], right[name], right[DENSE])
-                results.setdefault(name, []).append(_at_length(length, cells, read[name], right[name], depths))
+            for name, outcome in outcomes.items():
+                results.setdefault(name, []).append(_at_length(length, outcome, outcomes[DENSE], depths))
     verified = []
     for name, method in arms[config.lengths[-1]].items():
         shares = cache_shares(inspect(model, method, config.lengths[-1], model.dtype.itemsize))
@@ -173,36 +169,28 @@ def verify(
     return verified
 
 
-def _cells(
-    read: Sequence[TextReading],
-    dense: Sequence[TextReading],
-    right: Mapping[str, list[list[bool]]],
-    dense_right: Mapping[str, list[list[bool]]],
-) -> dict[str, Cell]:
-    cells = {}
+@dataclass(frozen=True)
+class _Outcome:
+    """One setting at one length: how it reads each text, and by task which answers of each text are right."""
+
+    read: list[TextReading] = field(default_factory=list)
+    right: dict[str, list[list[bool]]] = field(default_factory=lambda: {task: [] for task in TASKS})
+
+
+def _at_length(length: int, arm: _Outcome, dense: _Outcome, depths: Mapping[str, list[list[int]]]) -> AtLength:
+    """The figures of ``arm`` beside dense attention. depths: by task and text, the fifth that each answer stands in."""
+    cells, found, by_depth = {}, {}, {}
     for kind in KINDS:
-        pairs = [(a.sums[kind], d.sums[kind]) for a, d in zip(read, dense, strict=True)]
+        pairs = [(a.sums[kind], d.sums[kind]) for a, d in zip(arm.read, dense.read, strict=True)]
         table = np.array([(loss, of_dense, n) for (loss, n), (of_dense, _) in pairs if n], float).reshape(-1, 3)
         if len(table):
             cells[kind] = Cell.of(*table.T, relative=False)
     for task in TASKS:
-        rows = [(sum(a), sum(d), len(d)) for a, d in zip(right[task], dense_right[task], strict=True)]
+        rows = [(sum(a), sum(d), len(d)) for a, d in zip(arm.right[task], dense.right[task], strict=True)]
         cell = Cell.of(*np.array(rows, float).T, relative=True)
         if cell.dense >= LEAST_FOUND:
             cells[task] = cell
-    return cells
-
-
-def _at_length(
-    length: int,
-    cells: dict[str, Cell],
-    read: Sequence[TextReading],
-    right: Mapping[str, list[list[bool]]],
-    depths: Mapping[str, list[list[int]]],
-) -> AtLength:
-    found, by_depth = {}, {}
-    for task in TASKS:
-        outcomes = [outcome for of_text in right[task] for outcome in of_text]
+        outcomes = [outcome for of_text in arm.right[task] for outcome in of_text]
         places = [place for of_text in depths[task] for place in of_text]
         found[task] = Proportion.of(outcomes)
         by_depth[task] = [
@@ -210,8 +198,8 @@ def _at_length(
             for fifth in range(DEPTHS)
         ]
     losses, divergence = (
-        [float(np.mean([getattr(reading, name)[part] for reading in read])) for part in range(BINS)]
+        [float(np.mean([getattr(reading, name)[part] for reading in arm.read])) for part in range(BINS)]
         for name in ("losses", "divergence")
     )
-    greedy = Proportion.of([step for reading in read for step in reading.same])
+    greedy = Proportion.of([step for reading in arm.read for step in reading.same])
     return AtLength(length, cells, losses, divergence, found, by_depth, greedy)
