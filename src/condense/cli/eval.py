@@ -1,18 +1,12 @@
 """`condense eval`: lm-evaluation-harness's tasks under several attention methods."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from condense.cli import options
-
-if TYPE_CHECKING:
-    from condense.evaluate.harness import Score
-    from condense.models import MethodChoice
 
 
 def eval_command(
@@ -52,9 +46,9 @@ def eval_command(
 
     The output folder holds predictions.jsonl, metrics.json and env.json.
     """
-    from condense.evaluate.harness import Settings, check_names, evaluate
+    from condense.evaluate.harness import Score, Settings, check_names, evaluate
     from condense.methods import Dense, Method
-    from condense.models import choice_from_text, described
+    from condense.models import MethodChoice, choice_from_text, described
     from condense.results import refuse_existing
 
     check_names(task)
@@ -93,19 +87,15 @@ def eval_command(
         resume=resume,
         on_method=lambda label: err.print(label, style="dim"),
     )
-    _print(scores)
-    options.plain_console().print(str(output), soft_wrap=True)
-
-
-def _print(scores: list[Score]) -> None:
-    """A row per figure and a column per method, with standard errors."""
-    methods = dict.fromkeys(score.method for score in scores)
-    table = options.plain_table(left=["task", "metric"], right=[*methods, "n"])
+    # a row per figure and a column per method, with standard errors
     rows: dict[tuple[str, str], list[Score]] = {}
     for score in scores:
         part = "".join(f" {field} {value}" for field, value in score.by.items())
         rows.setdefault((score.task + part, score.metric.removesuffix(",none")), []).append(score)
-    for (task, metric), row in rows.items():
+    table = options.plain_table(left=["task", "metric"], right=[*dict.fromkeys(score.method for score in scores), "n"])
+    for (name, metric), row in rows.items():
         cells = [f"{s.value:.3f}" + ("" if s.stderr is None else f" ± {s.stderr:.3f}") for s in row]
-        table.add_row(task, metric, *cells, str(row[0].n))
-    options.plain_console().print(table)
+        table.add_row(name, metric, *cells, str(row[0].n))
+    console = options.plain_console()
+    console.print(table)
+    console.print(str(output), soft_wrap=True)

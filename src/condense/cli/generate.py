@@ -1,16 +1,10 @@
 """`condense generate`: text from a model with condensed attention."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from condense.cli import options
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
-    from transformers import PreTrainedTokenizerBase, TextStreamer
 
 
 def generate_command(
@@ -31,11 +25,19 @@ def generate_command(
 ) -> None:
     """Continue a prompt, token by token as it comes."""
     import torch
+    from transformers import TextStreamer
 
     from condense.evaluate.compare import attention_of, chat_message, encode, pad_token
     from condense.methods import Dense
     from condense.models import choice_from_text
     from condense.models.families import check_learned_positions
+
+    class Streamer(TextStreamer):
+        def put(self, value: Any) -> None:
+            """Print text as it comes; with the first new token the bar goes that stood for reading the prompt."""
+            if not self.next_tokens_are_prompt:
+                bar.stop()
+            super().put(value)
 
     if (prompt is None) == (text is None):
         raise ValueError("give the prompt either as an argument or with --text FILE")
@@ -62,21 +64,7 @@ def generate_command(
             attention_mask=torch.ones_like(ids),
             use_cache=True,
             max_new_tokens=max_new_tokens,
-            streamer=_streamer(tokenizer, bar),
+            streamer=Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
             pad_token_id=pad_token(tokenizer),
             **sampling,
         )
-
-
-def _streamer(tokenizer: PreTrainedTokenizerBase, bar: Progress) -> TextStreamer:
-    """Prints text as it comes; the bar that stood for reading the prompt goes with the first new token."""
-    from transformers import TextStreamer
-
-    class Streamer(TextStreamer):
-        def put(self, value: Any) -> None:
-            """The prompt first, then token by token."""
-            if not self.next_tokens_are_prompt:
-                bar.stop()
-            super().put(value)
-
-    return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -1,19 +1,14 @@
 """`condense recipes`: the recipes of `condense train`, and the settings of one."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from condense.cli.methods import paragraphs
 from condense.cli.options import plain_console
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 def recipes_command(
@@ -45,7 +40,7 @@ def recipes_command(
         raise ValueError(f"recipe must be one of {', '.join((*sorted(RECIPES), *PRESETS))}, got {name!r}")
 
 
-def _settings_of_adapt() -> Table:
+def _settings_of_adapt() -> Any:
     """A table of the settings of a recipe file, with their values for a method with groups of 16."""
     from rich.table import Table
 
@@ -65,7 +60,7 @@ def _settings_of_adapt() -> Table:
     return table
 
 
-def _phases(config: Any) -> Table:
+def _phases(config: Any) -> Any:
     """The settings of a training from scratch, phase by phase."""
     from rich.table import Table
 

@@ -1,16 +1,11 @@
 """`condense verify`: measuring what the named settings lose of one's own model, on one's own text."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from condense.cli import options
-
-if TYPE_CHECKING:
-    from condense.models import MethodChoice
 
 LENGTHS, DEMO_LENGTHS = ("4K", "16K"), ("3K",)
 HEADINGS = ("far", "other", "copy", "plain", "names")
@@ -85,7 +80,7 @@ def verify_command(
 
 
 def _measured(
-    loaded: Any, tokenizer: Any, name: str | None, text: list[str], chosen: dict[str, MethodChoice], **numbers: Any
+    loaded: Any, tokenizer: Any, name: str | None, text: list[str], chosen: dict[str, Any], **numbers: Any
 ) -> dict[str, Any]:
     """The content of a result file."""
     from condense.demo import demo_text
