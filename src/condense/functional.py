@@ -1,7 +1,5 @@
 """Condensed attention from q, k and v: plan, pool chunks into entries, attend over a list of sources, keep the state.
 
-Training, prefill, chunked prefill and decode all call `extend`; they differ in how many tokens were read before.
-
 Shapes: B rows, H query heads, K KV heads, L new tokens, N tokens of the window, D and Dv widths, Q mean queries,
 G chunks of c tokens. Positions count a row's real tokens from 0.
 Rows are right-aligned: new tokens end at column L - 1, padding stands to their left.
@@ -37,8 +35,7 @@ def extend(
 
     q ``[B, H, L, D]``, k ``[B, K, L, D]``, v ``[B, K, L, Dv]``; summary queries are means of q. state: kept from
     earlier tokens, None before the first ones. plan: which of the tokens are real (default: all), or where packed
-    documents begin, of which no state is kept; one plan serves all layers of a forward. The context carries gradients
-    of q, k and v; the state is detached.
+    documents begin, of which no state is kept; one plan serves all layers of a forward. The state is detached.
     Raises ValueError if an input requires a gradient and the method looks ahead without ``allow_future``.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):

@@ -2,8 +2,7 @@
 
 A token is cached as one vector ``[c ; k_rope]``, shared by all heads. `condense.functional.extend` reads it as the key
 of a single KV head; the value is a part of that key, so the value tensor has width 0. Attention then either expands
-keys and values per head (prefill, training) or absorbs the up-projections into queries and outputs (decode); the
-results are equal.
+keys and values per head or absorbs the up-projections into queries and outputs.
 
 Shapes: B rows, H heads, L new tokens, S entries and tokens, d_c latent width, d_n, d_r, d_v widths of a head's parts:
 key and query without position, key and query with position, value.
@@ -41,11 +40,10 @@ def latent_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Condensed causal MLA of whole sequences, on latents (Latent-Condensed Attention, section 4).
 
-    q_nope ``[B, H, L, d_n]``, q_rope ``[B, H, L, d_r]``; c ``[B, L, d_c]``, the latents after their norm; k_rope
-    ``[B, L, d_r]``; both rope parts rotated already. w_uk ``[H, d_c, d_n]``, w_uv ``[H, d_c, d_v]``: head h has keys
-    ``[c w_uk[h] ; k_rope]`` and values ``c w_uv[h]``. With a model's ``kv_b_proj.weight`` viewed as
-    ``[H, d_n + d_v, d_c]``, that is ``weight[:, :d_n].mT`` and ``weight[:, d_n:].mT``. One dtype and device for all:
-    float64, float32, bfloat16 or float16.
+    q_nope ``[B, H, L, d_n]``, q_rope ``[B, H, L, d_r]``; c ``[B, L, d_c]``, the latents after their norm; k_rope ``[B,
+    L, d_r]``; both rope parts rotated already. w_uk ``[H, d_c, d_n]``, w_uv ``[H, d_c, d_v]``: head h has keys ``[c
+    w_uk[h] ; k_rope]`` and values ``c w_uv[h]``. Of a model's ``kv_b_proj.weight`` as ``[H, d_n + d_v, d_c]``, they are
+    ``weight[:, :d_n].mT`` and ``weight[:, d_n:].mT``. One dtype and device for all.
     method: `condense.LCA` and `condense.CCA` pool latents by value_pooling and rope keys by key_pooling; `condense.DGA`
     keeps and weighs whole entries ``[c ; k_rope]``, with ``selection="streaming"`` only.
     scale: softmax scale, default ``(d_n + d_r) ** -0.5``; models with YaRN have their own.
@@ -83,8 +81,7 @@ def mean_queries(
 class LatentView(NamedTuple):
     """Queries and context for a method's `attend`: over latents, or over keys and values per head made from them.
 
-    q: absorbed queries for latents, else the heads' own. up: the projections for the output over latents, None for keys
-    and values per head.
+    q: absorbed queries for latents, else the heads' own. up: for the output over latents, else None.
     """
 
     q: Tensor
@@ -104,8 +101,7 @@ class LatentView(NamedTuple):
         """The view of a context of latents, as `condense.functional.extend` returns it, for q ``[B, H, L, d_n + d_r]``.
 
         new: keys and values per head of the window's last L tokens, if the caller has expanded them already.
-        absorb: True attends on latents, False on keys and values per head; None takes the one with fewer
-        multiplications.
+        absorb: True attends on latents, False on keys and values per head; None takes the cheaper.
         """
         entries, window = context.sources
         if absorb is None:

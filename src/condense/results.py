@@ -88,8 +88,7 @@ def write_results(
     none. Dataclasses, paths, methods (anything with ``to_dict``), tuples and scalars of NumPy or PyTorch are
     converted; a number that is not finite becomes ``null``, because JSON has no other way to say it.
 
-    path: where to; missing folders are made. content: what was measured. seed, device: recorded in
-    the provenance. overwrite: replace an existing file.
+    path: missing folders are made. seed, device: of the provenance. overwrite: replace an existing file.
     Returns the path.
     Raises ValueError as `refuse_existing`, also for a file that somebody else wrote in the meantime.
     """

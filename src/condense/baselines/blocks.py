@@ -151,7 +151,6 @@ def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
 def _flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Beyond this number of shapes, stop with an error: by default PyTorch would go on uncompiled, with the scores of
-    # all queries and keys in memory.
+    # beyond this number of shapes, stop with an error: PyTorch would go on uncompiled, with all scores in memory
     limit = torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024)
     return limit(torch.compile(flex_attention, dynamic=False, fullgraph=True))

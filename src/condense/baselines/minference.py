@@ -42,8 +42,7 @@ class AShape(SparsePrefill):
 class BlockSparse(SparsePrefill):
     """MInference's block-sparse pattern (Jiang et al., 2024): a block of queries sees the ``blocks`` best key blocks.
 
-    Blocks of 128 (the paper's: 64) are ranked by the product of their mean queries and mean keys; the queries' own
-    block is always seen.
+    Blocks of 128 (the paper's: 64) are ranked by mean queries times mean keys; the queries' own block is always seen.
     """
 
     name: ClassVar[str] = "block_sparse"
@@ -95,9 +94,8 @@ class VerticalSlash(SparsePrefill):
 class MInference(SparsePrefill):
     """MInference (Jiang et al., 2024): every query head has a pattern of its own, found by a search beforehand.
 
-    patterns: one per query head, or one for all, as text: ``a_shape``, ``vertical_slash`` or ``block_sparse`` with
-    their settings, as in ``"vertical_slash:vertical=500,slash=1500"``. ``python benchmarks/analyze patterns`` finds
-    them.
+    patterns: one per query head, or one for all, as text: ``"vertical_slash:vertical=500,slash=1500"``, ``a_shape`` or
+    ``block_sparse`` with settings. ``python benchmarks/analyze patterns`` finds them.
     Raises ValueError for anything else.
     """
 

@@ -94,8 +94,7 @@ class SparsePrefill(PromptMethod):
     def read(self, q: Tensor, k: Tensor, v: Tensor, plan: PromptPlan, *, scale: float, backend: str) -> Prompt:
         """Keep all tokens and choose keys; the context's ``extra`` holds the chosen blocks and columns, row by row.
 
-        For latents, whose values have width 0, ``extra`` is empty: `SparsePrefill.attend` chooses, as only there each
-        head's queries and keys are known.
+        For latents (values of width 0) ``extra`` is empty: `attend` chooses, which knows each head's queries and keys.
         """
         tokens = plan.tokens(k.shape[0])
         prompt = exact_prompt(k, v, tokens)

@@ -38,8 +38,7 @@ class CondensedLayer(CondensedCacheLayer):
         super().__init__()
         self.method = method
         self.store = Store(step_settings(method))
-        # Only one of `_state` (after a prefill) and `_ring` (buffers, while decoding) is set. Converting copies, so it
-        # is done when a call needs the other.
+        # only one of `_state` (after a prefill) and `_ring` (while decoding) is set: converting to the other copies
         self._state: LayerState | None = None
         self._ring: RingState | None = None
         self.device = torch.device("cpu")
@@ -143,8 +142,7 @@ class CondensedLayer(CondensedCacheLayer):
     ) -> Tensor:
         """Read one token per row and return its attention ``[B, H, 1, Dv]``, without gradients; only if `can_step`.
 
-        token: its ``real`` on the CPU. latent_width, extras as in `condense.caches.StaticCondensedLayer.step`. Does not
-        wait for the device.
+        token: its ``real`` on the CPU. latent_width, extras as in `condense.caches.StaticCondensedLayer.step`.
         """
         if self._ring is None:
             assert self._state is not None

@@ -52,8 +52,7 @@ class RingState(PinnedCopies):
     """The buffers of one layer, and numbers on the host: of `condense.Recall` always, of others while they decode.
 
     Buffers grow by 1/32, a store in host memory by doubling, since PyTorch takes pinned memory in powers of two.
-    first: as in `condense.state.LayerState`. num_window, num_queries: columns of tokens and queries that `state`
-    returns.
+    first: as in `condense.state.LayerState`. num_window, num_queries: columns that `state` returns.
     """
 
     def __init__(self, method: Method, store: Store, state: LayerState, latent: int) -> None:
@@ -66,8 +65,7 @@ class RingState(PinnedCopies):
         # with num_summary = 1 the step's own query is the summary, so no query is kept
         self._most_queries = 0 if S <= 1 else S - 1 + SLACK
         self.first = state.first
-        # `seen` is the sum of both; `_taken` counts steps that all rows took, so that an ordinary step changes no
-        # tensor
+        # `seen` is the sum of both; `_taken` counts steps of all rows, so that an ordinary step changes no tensor
         self._before, self._taken = state.seen, 0
         M, W = self._entry_slots(state.entries[0].shape[2]), self._token_slots(max_row(state.seen))
         k, widths = state.window_k, (state.window_k.shape[3], state.window_v.shape[3])
@@ -147,8 +145,7 @@ class RingState(PinnedCopies):
     def crop(self, count: int) -> None:
         """Take the newest ``count`` tokens back; the caller has checked that enough tokens and queries are kept.
 
-        Only ``seen`` is lowered: slots of rings past it are overwritten before they are read again. Slots of a store
-        are emptied: groups that close again may be others.
+        Only ``seen`` is lowered: slots of rings past it are overwritten before they are read again.
         """
         self.store.forget()
         self._taken -= count

@@ -16,8 +16,7 @@ class CalibrationConfig:
     per token, over the second half of each text. cache: at most this share of the dense model's cache is kept on the
     device, counted at ``cache_length`` tokens (None: ``length``). min_found: with hidden numbers, so many must be
     found as this share of those that the dense model finds; with a cache alone only where that can be had in it.
-    candidates: the methods to choose from in each layer; empty for `default_candidates`. Texts are read as their steps
-    read (`Method.as_steps`).
+    candidates: the methods to choose from in each layer; empty for `default_candidates`.
     length: tokens of each text, >= 128. texts: how many are measured, and as many others verify the result, >= 2.
     timed: whether the first token and further ones are timed too, at ``cache_length`` tokens, on the model's device.
     hidden_numbers: so many numbers are hidden in each of as many further texts and asked for at its end, 0 for none.
@@ -62,8 +61,7 @@ class CalibrationConfig:
 
 def default_candidates(length: int, *, latents: bool) -> tuple[Method, ...]:
     """Dense attention, Recall with all groups open and tokens in 4 bits, Recall with its store in host memory, with
-    entries and without, pooling and a window, for texts of ``length`` tokens; of 4,096 tokens all but the first keep
-    33, 12, 10, 6 and 4 % of the dense cache, of more tokens less.
+    entries and without, pooling and a window, for texts of ``length`` tokens.
 
     Windows are a thirty-second of the text, 64 to 1,024 tokens. Recall opens an eighth of the groups, at most 128, and
     keeps slots for a sixty-fourth, at most 64. Entries are of 4 bits.

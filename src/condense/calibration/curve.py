@@ -1,6 +1,4 @@
-"""The curve of quality against cache: allocations from the most faithful to the smallest, measured when they are asked
-for, and the choice among them.
-"""
+"""The curve of quality against cache: allocations from the most faithful to the smallest, and the choice among them."""
 
 from collections.abc import Mapping, Sequence
 
@@ -28,9 +26,8 @@ class Curve:
     ) -> None:
         """reports: per candidate, one of each layer of the model; the path goes through the layers in ``losses``.
 
-        Added to the greedy path are each candidate in all layers and, where a size of the cache is asked for, the
-        allocation that loses least within it; but none that another on the path equals or beats, both in bytes and in
-        what its layers lose alone.
+        Added to the greedy path are each candidate in all layers and, for a size of the cache, what loses least within
+        it; but none that another on the path equals or beats, both in bytes and in what its layers lose alone.
         """
         self._meter, self._config, self._reports = meter, config, reports
         methods = config.candidates
@@ -133,8 +130,7 @@ def check_cache(reports: Sequence[Sequence[LayerReport]], config: CalibrationCon
 
 
 def choose(curve: Curve, config: CalibrationConfig) -> int:
-    """The place on the path that meets the goals on the measured texts: the smallest cache within the budget, or the
-    first one that is small enough.
+    """The place on the path that meets the goals on measured texts: the smallest within the budget, or small enough.
 
     Raises ValueError if none meets the goals, saying what can be had.
     """
@@ -216,9 +212,8 @@ def best_within(costs: Mapping[int, Sequence[float]], sizes: Mapping[int, Sequen
     """The allocation that loses least, of all that keep at most ``room`` bytes.
 
     costs, sizes: as of `greedy_path`; the smallest candidates must fit. By dynamic programming over the layers (the
-    multiple-choice knapsack problem) in whole units: a 16,384th of what the smallest candidates leave over, to which
-    everything beyond them is rounded up, so an allocation that fits by less may be missed. Among candidates of equal
-    loss a layer gets the smaller one.
+    multiple-choice knapsack problem) in whole units: a 16,384th of what the smallest candidates leave over, rounded up,
+    so an allocation that fits by less may be missed. Of equal losses the smaller one is taken.
     """
     least = {layer: min(size) for layer, size in sizes.items()}
     unit = max(1, -(-(room - sum(least.values())) // _UNITS))

@@ -59,8 +59,7 @@ class CurvePoint:
 
     cache, host: bytes on the device and in host memory as shares of a dense cache's, by arithmetic. kl: mean divergence
     from the dense predictions. nats: mean loss above the dense model's. found: hidden numbers, those that the dense
-    model finds, and all; None without any. times: see `TimeTable`; None where they were not taken, or there is too
-    little memory for a method.
+    model finds, and all; None without any. times: see `TimeTable`; None where they were not or could not be taken.
     """
 
     methods: Mapping[int, Method]
@@ -95,10 +94,9 @@ def found_of(readings: Sequence[Measured], dense: Sequence[Measured]) -> tuple[i
 class Calibration:
     """The result of `condense.calibrate`.
 
-    layers: every layer under every candidate alone. uniform: every candidate in all layers. curve: allocations from
-    the largest to the smallest. chosen: the one that meets the goals, on the measured texts; verified: the same on the
-    texts that were held out, by which one of several may have been chosen. steps_back: how many others were tried and
-    failed the goals on one kind of text or the other.
+    layers: every layer under every candidate alone. uniform: every candidate in all layers. curve: allocations from the
+    largest to the smallest. chosen: the one that meets the goals, on the measured texts; verified: the same on those
+    held out. steps_back: how many others were tried and failed the goals on one of both.
     """
 
     config: CalibrationConfig

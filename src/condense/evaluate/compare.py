@@ -154,16 +154,6 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _bytes_after_a_token(model: PreTrainedModel, cache: DynamicCache, token: Tensor) -> tuple[int, int]:
-    """Bytes of a copy of the cache that has read one token more: all, and those of Recall's stores in host memory.
-
-    Until then stock layers with a sliding window keep the keys and values of a whole prompt, of which they use the end.
-    """
-    cache = copy.deepcopy(cache)
-    model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return cache_nbytes(cache), sum(x.host_bytes for x in cache.layers if isinstance(x, CondensedCacheLayer))
-
-
 @torch.no_grad()
 def _run(
     model: PreTrainedModel,
@@ -184,7 +174,12 @@ def _run(
             start = now(model.device)
             model(body, past_key_values=cache, use_cache=True, logits_to_keep=1)
             read_s = now(model.device) - start
-        cache_bytes, host_bytes = _bytes_after_a_token(model, cache, text[:, -1:])
+        # counted after one token more: until then stock layers with a sliding window keep a whole prompt
+        grown = copy.deepcopy(cache)
+        model(text[:, -1:], past_key_values=grown, use_cache=True, logits_to_keep=1)
+        cache_bytes = cache_nbytes(grown)
+        host_bytes = sum(layer.host_bytes for layer in grown.layers if isinstance(layer, CondensedCacheLayer))
+        del grown
         on_step()
         answers, first_s, further_s = [], [], []
         for question in questions or [text[:, -1:]]:

@@ -168,8 +168,7 @@ def needs_far(model: PreTrainedModel, ids: Tensor, losses: Tensor) -> Tensor:
 
     The context is of 2,048 to 2,560 tokens, or a quarter of shorter texts.
 
-    model: with dense attention. ids ``[L]`` int64, L >= 16. losses ``[L]``: with all context; those of the first half
-    are not read.
+    model: with dense attention. ids ``[L]`` int64, L >= 16. losses ``[L]``: with all context.
     """
     L = len(ids)
     short = min(SHORT, L // 4)

@@ -1,7 +1,6 @@
 """The base class of methods: a layout, and how a chunk of tokens becomes entries.
 
 A new method is one file in this folder: a frozen dataclass derived from `Method` with a ``name``.
-Training, prefill, chunked prefill, decode, caches and Hugging Face models work with it unchanged.
 
 Shapes: B rows, H query heads, K KV heads, L new tokens, N tokens of the window, G chunks of c tokens, p entries per
 chunk, D and Dv widths.
@@ -133,8 +132,7 @@ class Method(MethodConfig):
     def reads_packed(self) -> bool:
         """True if one call reads all documents packed into a row, False if each document needs a call of its own.
 
-        The plan restarts chunks and windows at every document. Methods that read a prompt at once, or override
-        `attend`, assume that the row is one document.
+        Methods that read a prompt at once, or override `attend`, assume that the row is one document.
         """
         return self.prompt_reader is None and type(self).attend is Method.attend
 
@@ -192,8 +190,7 @@ class Method(MethodConfig):
 
     @classmethod
     def parse(cls, settings: Self | dict[str, object] | str) -> Method:
-        """A method from itself, its `to_dict` form or text: ``"recall-host"`` or another name of `condense.named`,
-        ``"cca:window=512"``.
+        """A method from itself, its `to_dict` form or text: ``"recall-host"`` (`condense.named`), ``"cca:window=512"``.
 
         Raises ValueError for anything else, and for a `layout` with numbers that no method can have; TypeError for a
         method without one.
@@ -254,14 +251,10 @@ def split_bias(
 def step_settings(method: Method) -> StepSettings:
     """The method's settings as `condense.ops.decode_step` takes them."""
     layout = method.layout
-    fixed = (layout.rule, layout.summary_delay, layout.num_summary)
-    has_first = method.prompt_reader is not None
-    if layout.pooling is None:
-        key, value, bias, num_focal = None, None, 0.0, 0
-    else:
-        key, value, num_focal = layout.pooling
-        bias = layout.bias[-1] if layout.bias else 0.0
+    key, value, num_focal = layout.pooling or (None, None, 0)
+    bias = layout.bias[-1] if layout.bias and layout.pooling is not None else 0.0
     return StepSettings(
-        *fixed, key, value, bias, num_focal, has_first=has_first, matched=layout.matched,
-        entry_bits=layout.entry_bits, choice=layout.choice,
+        layout.rule, layout.summary_delay, layout.num_summary, key, value, bias, num_focal,
+        has_first=method.prompt_reader is not None, matched=layout.matched, entry_bits=layout.entry_bits,
+        choice=layout.choice,
     )  # fmt: skip

@@ -172,8 +172,7 @@ class DGA(Method):
 
         Entries: both, in order of their last token. Window: the grouped tokens. Query t sees the entries whose last
         token is at or before t, and those tokens of the window that are at or before t and in a group that is not
-        complete at t. So it sees each token up to t once. If not ``complementary``, it sees at most its own token of
-        the window.
+        complete at t. So it sees each token up to t once; if not ``complementary``, at most its own of the window.
         """
         g, L = self.group_size, k.shape[2]
         grouped = real_columns(tokens, L, k.device) & ~focal
@@ -221,8 +220,7 @@ class DGA(Method):
 def _mean_queries(q: Tensor, columns: Tensor, num_groups: Tensor) -> Tensor:
     """Summary queries ``[B, K, G, D]`` in the dtype of q: the query in ``columns`` ``[B, K, G]``, averaged over heads.
 
-    num_groups: groups of each row, int64 CPU ``[B]``. In rows with fewer than G the others get 0: their column may be
-    padding, which may hold NaN.
+    num_groups: groups of each row, int64 CPU ``[B]``. Others of G get 0: their column may be padding, and NaN.
     """
     K, G = columns.shape[1:]
     queries = take(q.unflatten(1, (K, -1)), columns[:, :, None].expand(-1, -1, q.shape[1] // K, -1))

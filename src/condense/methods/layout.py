@@ -17,9 +17,8 @@ from condense.ops.tensors.per_row import PerRow, int_if_equal
 class ChunkPooling(NamedTuple):
     """A method's `condense.Method.represent` described as data, by which kernels make the same entries.
 
-    key, value: how a chunk's tokens are pooled into its last entry. num_focal: how many tokens are not pooled but
-    become entries of their own: those with the highest scores, ties to the earlier; they come first, in order of
-    position.
+    key, value: how a chunk's tokens are pooled into its last entry. num_focal: how many tokens become entries of their
+    own: those with the highest scores, ties to the earlier; they come first, by position.
     """
 
     key: Pooling

@@ -38,8 +38,7 @@ def methods_in(settings: Any, where: str = "config.condense") -> dict[int, Metho
     """The method of each layer, from ``config.condense`` or the content of a file; ``where`` names it in errors.
 
     Raises ValueError for settings of another form than `settings_of` makes, for layers that are not a list of integers
-    >= 0, for a layer that is named twice, and if none is named. If another version of the library wrote the settings,
-    the message names that version.
+    >= 0, for a layer that is named twice, and if none is named; the message names another version that wrote them.
     """
     methods: dict[int, Method] = {}
     try:

@@ -1,7 +1,6 @@
 """The mark of a model that was adapted to pooling, and the warning for models without it.
 
-``config.condense_adapted`` has the form of ``config.condense``: the methods that the weights learned. `condense train`
-writes it, and it stays when attention is restored.
+``config.condense_adapted`` has the form of ``config.condense``: what the weights learned. `condense train` writes it.
 """
 
 import functools

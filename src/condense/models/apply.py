@@ -31,9 +31,8 @@ def apply(model: ModelT, method: MethodChoice | str, layers: Iterable[int] | str
 
     method: one for all layers, or a mapping of layers to methods, such as ``{0: Dense(), "2-3,-1": Recall(), "rest":
     CCA()}``; "rest" are the layers that can be condensed and are not named. With one method, each layer gets what
-    `Method.of_layer` says: of `Recall` the first one opens all groups. Also as text: ``"recall-host"`` or another name
-    for settings (`condense.named`), ``"cca:window=512"``, ``"recall@2,3+cca@rest"``, or ``"@allocation.json"`` for a
-    file that `condense calibrate` wrote.
+    `Method.of_layer` says: of `Recall` the first one opens all groups. Also as text: ``"recall-host"``
+    (`condense.named`), ``"cca:window=512"``, ``"recall@2,3+cca@rest"``, or ``"@FILE"`` of `condense calibrate`.
     layers: with one method, the layers to condense, as indices or as text; None means all that can be. Negative indices
     count from the last layer. Layers that are not named stay as they are, condensed or stock; so do layers with a
     sliding window. If ``layers`` is None, all of these are logged; so is, once, pooling without adaptation.

@@ -110,8 +110,7 @@ class CacheProxy:
     ) -> tuple[Tensor, Tensor]:
         """As ``Cache.update``, but stores nothing and returns the new tokens alone.
 
-        MLA calls it with latents and rope keys, together ``[B, 1, L, d_c + d_r]``. The attention function does not get
-        them, so they are kept here for `attend`.
+        MLA calls it with latents and rope keys, together ``[B, 1, L, d_c + d_r]``. They are kept here for `attend`.
         """
         self.layer_idx = layer_idx
         self.latents = torch.cat([key_states, value_states], dim=-1) if self.is_latent else None

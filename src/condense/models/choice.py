@@ -96,8 +96,7 @@ def parse_layers(text: str) -> list[tuple[int, int]]:
 def assign(choice: MethodChoice, attentions: Mapping[int, nn.Module], count: int) -> dict[int, Method]:
     """Layer index to method, for the layers that a choice names.
 
-    One method stands for all that can be condensed, as `Method.of_layer` has it for each; methods by layer are taken as
-    they are.
+    One method stands for all that can be condensed, as `Method.of_layer` has it for each.
     attentions: the attention modules by layer. count: number of the model's layers. Raises ValueError for layers that
     are named twice, do not exist or cannot be condensed.
     """

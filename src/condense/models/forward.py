@@ -3,8 +3,7 @@
 Transformers gives every layer of a forward the same mask, position and document objects. The first layer reads them and
 stores the result in the model's `ForwardBoard`; the others look it up there by the identity of these objects. They are
 read again if a layer asks twice, as then a new forward has begun, and if PyTorch's version counter says that they were
-changed (tensors made in inference mode have none). Layers that run again in a backward pass (activation checkpointing)
-count as a forward of their own.
+changed (tensors made in inference mode have none). Layers that run again in a backward pass count as another forward.
 
 Shapes: B rows, L new slots.
 """
@@ -26,8 +25,7 @@ from condense.models.masks import Padding, check_mask, find_padding
 from condense.ops import NO_EXTRAS, Extras
 from condense.plan import ForwardPlan
 
-# forwards kept at a time: layers with and without a sliding window get different masks and so make two, and several
-# threads may run the same model
+# forwards kept at a time: sliding layers and others get masks of their own, and several threads may run the same model
 _MOST_FORWARDS = 4
 
 
@@ -35,8 +33,7 @@ class AttentionCall(NamedTuple):
     """One call of the registered attention function: q ``[B, H, L, D]``, k ``[B, K, L, D]``, v ``[B, K, L, Dv]``.
 
     mask: from `condense.models.masks.condense_mask`: bool ``[B, 1, 1, n]``, True at tokens; int32 ``[B, 1, 1, L]``, the
-    numbers of packed documents; or None. options: further keywords of the call. extras: soft cap and sinks of the
-    model.
+    numbers of packed documents; or None. options: further keywords of the call.
     """
 
     module: nn.Module

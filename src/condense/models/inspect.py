@@ -54,7 +54,6 @@ class LayerReport:
 def inspect(model: nn.Module, method: MethodChoice | str, length: int, itemsize: int = 2) -> list[LayerReport]:
     """Entries, bytes and FLOPs per layer for ``length`` tokens under this method, or this choice of methods by layer.
 
-    Layers that the choice leaves out are counted as stock ones.
     itemsize: bytes per cached number (2 for bfloat16). Works on a model on the meta device.
     Raises ValueError as `condense.apply` does, and for a length below 1.
     """

@@ -45,8 +45,7 @@ def read_tokens(
     trailing = q.shape[2] if target.padding is None else target.padding.trailing
     request = ReadRequest(q, scale, target.plan, trailing, latent_width)
     context = cache.update(k, v, target.layer_idx, request=request)[0]
-    # begin to copy the stored tokens of the next layer that has a store, while this layer attends; not for a single
-    # token, which the next layer most often reads in a step
+    # begin to copy the stored tokens of the next layer that has a store; not for a single token, mostly read in a step
     if q.shape[2] > 1:
         for layer in cache.layers[target.layer_idx + 1 :]:
             if isinstance(layer, CondensedCacheLayer) and layer.fetch():

@@ -29,8 +29,7 @@ def register(cls: type[nn.Module], model: nn.Module) -> type[nn.Module]:
     steps give the logits of one forward, stock and condensed; that a row padded on the left has the logits that it has
     alone. Logits may differ by rounding, and by twice the difference of the stock model's own forward and steps.
     Register before loading a saved condensed model with this class.
-    Raises ValueError, with the reason, and registers nothing, if a check fails, for a model without such layers and for
-    another dtype.
+    Raises ValueError, and registers nothing, if a check fails, for a model without such layers and for another dtype.
     """
     base = transformers_model(model)
     found = [] if base is None else [m for m in base.modules() if type(m) is cls]

@@ -37,8 +37,7 @@ class Stopwatch(StoppingCriteria):
 
 
 def timed_generate(model: PreTrainedModel, ids: Tensor, steps: int, **settings: Any) -> Stopwatch:
-    """The times of plain greedy ``model.generate`` that reads ids ``[B, L]`` and makes ``steps`` tokens after the
-    first.
+    """The times of plain greedy ``model.generate`` of ids ``[B, L]``, the first new token and ``steps`` more.
 
     settings: further ones of `generate`. Those of the model (beams, penalties, tokens that end a text) are not used.
     """

@@ -45,8 +45,7 @@ def attend(
     Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp (natural, biases included,
     sink logits not) ``[B, H, L]`` in float32 or wider, else None. A query that sees nothing gives 0 and -inf, even if
     it holds NaN; keys and values must be finite, also those that no query sees.
-    Raises ValueError for an unknown backend, for an explicit one that cannot run here, and for heads that K does not
-    divide.
+    Raises ValueError for an unknown backend, for one that cannot run here, and for heads that K does not divide.
     """
     window = sources[-1]
     if q.shape[1] % window.k.shape[1]:
@@ -79,15 +78,13 @@ def attend_recall(
 ) -> tuple[Tensor, Tensor | None]:
     """One softmax over entries of closed groups that are not open, tokens of open groups, and the window.
 
-    q ``[B, H, L, D]`` in the dtype of the sources. choice: the groups that each query opens, such as an
-    `IndexChoice`; its tensors get no gradient. unchosen: "pool", or "drop" to leave out the entries (Quest). backend:
-    as of `attend`, where `condense.ops.backends.resolve_recall` allows it. extras: as in `attend`; groups are chosen
-    without them.
+    q ``[B, H, L, D]`` in the dtype of the sources. choice: the groups that each query opens, such as an `IndexChoice`;
+    its tensors get no gradient. unchosen: "pool", or "drop" to leave out the entries (Quest). backend, extras: as of
+    `attend`; groups are chosen without extras.
 
     Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp ``[B, H, L]`` in float32
     or wider, else None. A query that sees nothing gives 0 and -inf.
-    Raises ValueError for an unknown backend, an explicit one that cannot run, another ``unchosen`` and a store that
-    does not fit the entries.
+    Raises ValueError for a backend that is unknown or cannot run, another ``unchosen`` and a store that does not fit.
     """
     if unchosen not in ("pool", "drop"):
         raise ValueError(f"unchosen must be 'pool' or 'drop', got {unchosen!r}")
@@ -181,8 +178,7 @@ def make_entries(
 ) -> tuple[Tensor, ...]:
     """`pool_groups`, and after keys and values the entries' `matched_bias`, if ``matched``.
 
-    pooling: of keys and of values. latent: if > 0, the first ``latent`` columns of keys without values are pooled as
-    values.
+    pooling: of keys and of values. latent: if > 0, so many first columns of keys are pooled as values.
     """
     if latent:
         # one call pools both parts: whole entries as keys, of which the others are kept, and latents as their values

@@ -51,8 +51,7 @@ class UpProjection(NamedTuple):
         return Source(*self.expand(source.k), source.bias) if source.k.shape[3] > 0 else source
 
     def absorbing_pays(self, L: int, S: int) -> bool:
-        """True if absorbing takes fewer multiplications for L queries over S keys, of which the last L are expanded
-        anyway.
+        """True if absorbing takes fewer multiplications for L queries over S keys, the last L expanded anyway.
 
         Absorbed, a query costs ``2 d_c`` per key instead of ``d_n + d_v`` (rope apart), and no key is expanded.
         """

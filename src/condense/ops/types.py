@@ -86,8 +86,7 @@ class SummaryColumns(NamedTuple):
 class Problem(NamedTuple):
     """The properties of a call for which backends have limits.
 
-    widths: of keys and values. rows, heads: of q; rows is 0 if they are not known. kv_heads: of k. softcap: as in
-    `condense.ops.Extras`.
+    widths: of keys and values. rows, heads: of q; 0 rows are not known. kv_heads: of k. softcap: as in `Extras`.
     """
 
     device: torch.device

@@ -24,8 +24,7 @@ class Corpus:
     """Encoded documents, one after the other, each followed by the separator token.
 
     tokens: ``[N]``, uint16 if the vocabulary allows it, else int32. line_starts: ``[lines]`` int64, ascending:
-    positions in ``tokens`` at which a line begins. document_starts: ``[documents]`` int64, ascending: positions at
-    which a document begins.
+    positions in ``tokens`` at which a line begins. document_starts: ``[documents]`` int64: the same of documents.
     """
 
     tokens: np.ndarray
@@ -36,8 +35,7 @@ class Corpus:
 def encode_corpus(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Corpus:
     """Encode documents without special tokens, and put the separator (``eos``) after each.
 
-    Long documents are encoded in pieces that end at a newline, so that encoding runs in parallel. With a
-    tokenizer that never merges across a newline (the library's own) the pieces give the same tokens as the whole.
+    Long documents are encoded in parallel, in pieces that end at a newline, across which a tokenizer should not merge.
 
     Raises ValueError if there is no document with text, or the tokenizer has no ``eos`` token.
     """

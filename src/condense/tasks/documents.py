@@ -41,8 +41,7 @@ def read_documents(paths: Sequence[str | Path], *, skipped: Skipped | None = Non
     takes, such as ``train[:1%]``, by default ``train``; it has a column ``text``. The package datasets downloads it
     into its own cache, or finds it there, and maps it into memory.
 
-    paths: files to read, and names of datasets. skipped: counts the records without text, which are left out; None:
-    such a record raises.
+    paths: files to read, and names of datasets. skipped: counts records without text, left out; None: they raise.
     Raises ValueError for a missing file or one that is not what its name says, for a dataset that is named otherwise,
     cannot be loaded or has no column ``text``, and where one needs a package that is not installed.
     """

@@ -51,8 +51,7 @@ class Key:
 def draw_keys(rng: np.random.Generator, words: Sequence[str], count: int, *, shared: bool = False) -> list[Key]:
     """``count`` keys with different numbers and names.
 
-    shared: names share words with each other (quiet bridge, quiet garden, narrow bridge); otherwise no word is used
-    twice.
+    shared: names share words with each other (quiet bridge, quiet garden); otherwise no word is used twice.
     Raises ValueError if ``count`` is not positive, or needs more words than there are.
     """
     most = len(words) ** 2 // 8 if shared else len(words) // 2
@@ -92,8 +91,7 @@ def question_prompt(key: Key, form: str = "cloze") -> str:
 def hide(text: str, keys: Sequence[Key], depths: Sequence[float]) -> str:
     """``text`` with one line per key, put at the line starts nearest to the given depths.
 
-    text: the haystack, with lines. keys: what to hide. depths: for every key a share of the text's length, 0 (top) to 1
-    (bottom).
+    text: the haystack, with lines. keys: what to hide. depths: for every key a share of the text, 0 (top) to 1.
     Raises ValueError if the text is empty, or there are not as many depths as keys, or a depth lies outside 0 to 1.
     """
     if not text:

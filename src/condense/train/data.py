@@ -29,10 +29,9 @@ def keeps_documents_apart(config: PreTrainedConfig) -> bool:
 class TrainingSequences(Dataset[dict[str, torch.Tensor]]):
     """The sequences of one phase, in the order in which they are trained on.
 
-    An item has ``input_ids`` (int64) and ``loss_weights`` (float32), both ``[L]``: the weight of a token as a
-    target, which is 0 for the first one (nothing predicts it), ``answer_weight`` in answers and 1 elsewhere. If
-    documents are packed it has ``position_ids`` too (int64 ``[L]``), which begin anew at each, and the first token of
-    each has weight 0.
+    An item has ``input_ids`` (int64) and ``loss_weights`` (float32), both ``[L]``: the weight of a token as a target,
+    which is 0 for the first one (nothing predicts it), ``answer_weight`` in answers and 1 elsewhere. If documents are
+    packed it has ``position_ids`` too (int64 ``[L]``), which begin anew at each, whose first token has weight 0.
 
     builders: of the phase's length, one for each corpus. weights: how often a sequence is drawn from each, positive, of
     any sum; empty for a single corpus. phase: how many, with which tasks. seed: of this phase.

@@ -15,8 +15,7 @@ class TokenLoss(NamedTuple):
     """Sums over the tokens of one batch, each weighted; scalars, all but ``loss`` without gradients.
 
     loss: what is trained on, ``(1 - distill) * ce + distill * kl``. ce: cross entropy. kl: forward KL, 0 without a
-    teacher. weights: the weights themselves. answers, right: tokens of weight above 1, and how many of those the most
-    likely prediction gets right.
+    teacher. answers, right: tokens of weight above 1, and how many of those the likeliest prediction gets right.
     """
 
     loss: Tensor
@@ -38,9 +37,8 @@ def token_loss(
 
     logits: ``[N, V]``, any floating dtype. targets: ``[N]`` int64. weights: ``[N]`` float32, not negative.
     teacher: ``[N, V]`` logits of the model that is imitated, any floating dtype; its contents are lost. None: no
-    distillation. distill: share of the KL in the loss, 0 to 1.
-    The gradient is kept once and scaled in place: a second backward pass of the same loss, and a gradient of the
-    gradient, raise RuntimeError.
+    distillation. distill: share of the KL in the loss, 0 to 1. The gradient is kept once and scaled in place: a second
+    backward pass, and a gradient of the gradient, raise RuntimeError.
     """
     return TokenLoss(*_TokenLoss.apply(logits, targets, weights, teacher, distill))
 

@@ -76,9 +76,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 class MasterAdamW(torch.optim.AdamW):
     """AdamW whose parameters are float32 copies of the model's; every step rounds them back into the model.
 
-    In bfloat16 a weight of 1 cannot change by less than 0.4 %, so small steps would be lost; the copies keep
-    them, while the forward and backward pass run entirely in the model's own dtype. Matrices get weight
-    decay, vectors (norms, biases) do not. For a float32 model this is plain AdamW on the same weights.
+    In bfloat16 a weight of 1 cannot change by less than 0.4 %, so small steps would be lost; the copies keep them,
+    while the forward and backward pass run entirely in the model's own dtype. For a float32 model this is plain AdamW.
 
     model: its parameters that require gradients are trained, on the device where they are now. lr: learning rate.
     weight_decay: on parameters of two or more dimensions.

@@ -37,8 +37,7 @@ def adapt(
     """Adapt a saved Hugging Face model to a method, on any text, half of it with hidden numbers.
 
     By default it learns from its dense self alone (``distill`` 1), in condensed steps whose groups grow from a quarter
-    of their size; docs/studies/adaptation.md tells what each is worth. The adapted model is saved condensed: it loads
-    with the method it was adapted to.
+    of their size; docs/studies/adaptation.md tells what each is worth. The adapted model is saved condensed.
 
     method: also as text, such as ``"cca:window=512"``. fields: any of `PhaseConfig` but its name, and ``data_weights``,
     ``dtype``, ``train``, ``lora_rank``, ``lora_targets``, ``shard_size``, ``report_to`` of `TrainConfig`.

@@ -56,8 +56,7 @@ class Prepared:
 def prepare(config: TrainConfig) -> Prepared:
     """Train (or load) the tokenizer and encode the data; both are kept in ``config.cache_folder``.
 
-    Raises ValueError if a data file is missing or empty, or the pretrained model's tokenizer knows tokens that the
-    model does not.
+    Raises ValueError for a missing or empty data file, and a tokenizer with tokens that the pretrained model lacks.
     """
     if config.pretrained is not None:
         tokenizer = AutoTokenizer.from_pretrained(config.pretrained)
@@ -103,8 +102,7 @@ def run_training(config: TrainConfig, *, resume: bool = False, until: str | None
     until: stop after the phase of this name; a later call with ``resume`` goes on.
     Returns the folder of the finished model: ``config.output``, or a phase's model if ``until`` stopped it.
     Raises ValueError for an output that exists; for unfinished work without ``resume``, or of another run; for bad data
-    and for no such phase; for a model that the method cannot condense or that is too short for a phase, and for a
-    method that cannot be trained.
+    and no such phase; for a model that is too short for a phase, and a method that cannot condense it or be trained.
     """
     processes = PartialState(cpu=not torch.accelerator.is_available())
     if processes.is_main_process:

@@ -15,9 +15,8 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Learn a tokenizer from texts; every text survives encoding and decoding unchanged.
 
-    Each newline and each digit is a token of its own, so the encodings of pieces that end at a newline are
-    those of the whole, and a number is read digit by digit. One token, ``<|endoftext|>``, starts every
-    text (it is added when special tokens are) and separates documents: bos and eos in one.
+    Each newline and each digit is a token of its own, so the encodings of pieces that end at a newline are those of the
+    whole, and a number is read digit by digit. One token, ``<|endoftext|>``, is bos and eos in one.
 
     documents: texts to learn from. vocab_size: entries, special tokens included; at least 258 (256 bytes, 2 special
     tokens). max_positions: the length that the tokenizer warns beyond.

@@ -63,10 +63,7 @@ class MixedTrainer(Trainer):
 
     Beside the loss it logs, separately for dense and condensed steps since the last entry, the cross entropy, the KL to
     the teacher and the share of answer tokens whose most likely prediction is right; tokens per second, and the most
-    memory that was allocated. The loss is a mean over all tokens of a step, in whatever parts and processes it is
-    computed.
-
-    phase: what is trained. arguments: Trainer's own.
+    memory that was allocated. The loss is a mean over all tokens of a step, of all parts and processes.
     """
 
     def __init__(self, phase: PhaseConfig, **arguments: Any) -> None:

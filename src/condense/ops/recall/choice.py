@@ -43,9 +43,7 @@ class RecallSources(NamedTuple):
 
 
 class Quota(NamedTuple):
-    """The number of closed groups that a query opens: ``ceil(closed * part / of)``, at least ``least`` where there are
-    as many, at most ``most``.
-    """
+    """The number of closed groups that a query opens: ``ceil(closed * part / of)``, from ``least`` to ``most``."""
 
     most: int = _UNLIMITED
     least: int = 0
@@ -87,8 +85,7 @@ class Choice(Protocol):
 class IndexChoice:
     """The groups with the highest index scores for each query, as many as ``quota`` says.
 
-    q ``[B, H, L, D]``: the queries to score the index with, as wide as its keys (absorbed queries for latents). scale:
-    attention's, > 0.
+    q ``[B, H, L, D]``: queries as wide as the keys of the index (for latents, absorbed ones). scale: attention's, > 0.
     """
 
     q: Tensor
@@ -111,8 +108,7 @@ class IndexChoice:
 def index_scores(q: Tensor, index: GroupIndex, scale: float) -> Tensor:
     """Score of each group for each query, estimated from the index, ``[B, H, L, G]`` float32 or wider, no gradient.
 
-    q ``[B, H, L, D]``, scale > 0. The largest of the estimates of its tokens' scaled scores: their centre's score, and
-    the largest of what they differ by.
+    q ``[B, H, L, D]``, scale > 0. A group's score is its centre's and the largest of what its tokens differ by.
     """
     B, H, L, D = q.shape
     (_, K, G, _), (numbers, unit) = index.steps.shape, turned_queries(q)

@@ -34,8 +34,7 @@ class GroupIndex(NamedTuple):
 
     signs uint8 ``[B, K, G, (g + 4) * W]``: first those of the tokens, one after another: bit i of a token's byte c is
     set if its turned key is not below the centre in column ``i * W + c``. Then the 4-bit codes of the centre, of ``8 *
-    W`` columns (`condense.ops.tensors.codes`). steps ``[B, K, G, g + 1]`` in the dtype of the keys, the last one the
-    centre's.
+    W`` columns (`condense.ops.tensors.codes`). steps ``[B, K, G, g + 1]`` in the dtype of the keys, the centre's last.
     """
 
     signs: Tensor

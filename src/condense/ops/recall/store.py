@@ -65,9 +65,7 @@ class StoreFormat:
         return tokens if self.bits == 16 else torch.uint8
 
     def step_unit(self, dtype: torch.dtype) -> float:
-        """`condense.ops.tensors.codes.step_unit` for values of a dtype, in which their steps are stored; for 8 or 4
-        bits.
-        """
+        """`condense.ops.tensors.codes.step_unit` for values of a dtype, which their steps have; for 8 or 4 bits."""
         return step_unit(self.bits, dtype)
 
     def key_unit(self, dtype: torch.dtype) -> float:

@@ -1,5 +1,4 @@
-"""The definition of attention, of Recall's too: plain PyTorch, the whole mask at once, any device, made for float64 on
-the CPU.
+"""The definition of attention, of Recall's too: plain PyTorch, the whole mask at once, made for float64 on the CPU.
 
 Shapes: B rows, H query heads, K KV heads, L queries, N entries of one source, S of all sources, D and Dv widths; of
 Recall G groups of g tokens, N tokens of the window.

@@ -67,8 +67,7 @@ class StepCall(NamedTuple):
 class OwnEntries(NamedTuple):
     """A method's own function that makes entries and whatever else it keeps of a chunk.
 
-    represent: `condense.Method.represent`. bias: float ``[B|1, 1, M]``, replaces the bias in the settings; None: the
-    settings' bias is used.
+    represent: `condense.Method.represent`. bias: float ``[B|1, 1, M]``, in place of the settings' bias, if not None.
     """
 
     represent: Represent

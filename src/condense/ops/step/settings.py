@@ -55,8 +55,7 @@ class ChoiceSettings:
     """The choice of the closed groups that a query opens, to see their exact tokens. Every group has one entry.
 
     quota: number of groups to open. store: of their tokens. pool: queries see the entries of closed groups that they do
-    not open. reads_exactly: queries that are read several at once choose no groups and see the tokens of all; a step
-    reads one.
+    not open. reads_exactly: queries read several at once choose no groups and see the tokens of all.
     """
 
     quota: Quota

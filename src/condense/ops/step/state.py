@@ -48,9 +48,7 @@ class Field(NamedTuple):
 
 
 class StateSizes(NamedTuple):
-    """Sizes of a layer's keys and values, and of what is kept of them: rows B, KV heads K, widths D and Dv, M, W, Q and
-    N; S is in the settings.
-    """
+    """Sizes of a layer's keys and values and of what is kept: B, K, D and Dv, M, W, Q and N; S is in the settings."""
 
     rows: int
     heads: int

@@ -19,8 +19,7 @@ def step_unit(bits: int, dtype: torch.dtype) -> float:
 def quantise(x: Tensor, dim: int, bits: int, step_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Codes uint8 of x, and steps and zeros in the dtype of x, of size 1 along ``dim``: numbers along it share them.
 
-    A zero is the smallest of these numbers; a step is (largest - smallest) / (2 ** bits - 1), rounded up to step_dtype.
-    Computed in float32 or wider.
+    A zero is the smallest of these; a step is (largest - smallest) / (2 ** bits - 1), rounded up. In float32 or wider.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     zero, largest = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)

@@ -22,9 +22,8 @@ from condense.ops.recall.choice import Choice, RecallSources, chosen_groups
 from condense.ops.spans import Hull, Source, Spans
 from condense.ops.tensors.bias import joined_bias, per_entry
 
-# With more keys per query than this, with a soft cap, or with biases of keys' own, blocks are computed again in the
-# backward pass, because keeping their keys, masks and scores would take too much memory: the number of entries grows
-# with L.
+# With more keys per query than this, a soft cap, or biases of keys' own, blocks are computed again in the backward
+# pass, as keeping their keys, masks and scores would take too much memory.
 _MAX_KEPT = 4
 # queries per block of Recall's; the mask of a block has as many rows per query head
 _RECALL_BLOCK = 128
