@@ -72,8 +72,7 @@ class MethodConfig:
 def method_from_dict(settings: dict[str, Any]) -> MethodConfig:
     """The inverse of `MethodConfig.to_dict`; also of the name of settings and what is changed of them.
 
-    Raises ValueError for anything but a dict, an unknown method name or field, and a removed field with a value other
-    than the one that holds now.
+    Raises ValueError for anything but a dict, an unknown name or field, and a removed one with another value than now.
     """
     if not isinstance(settings, dict):
         raise ValueError(f"method settings must be a dict, got {settings!r}")

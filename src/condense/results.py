@@ -30,8 +30,7 @@ _EXISTS = "{}: wanted a path that does not exist yet, got {}"
 def provenance(seed: int | None = None, device: torch.device | None = None) -> dict[str, Any]:
     """The origin of a number: versions, device, git commit, seed and the date (UTC, ISO 8601).
 
-    seed: the seed that the run was started with; ``None`` if it drew no random numbers. device: where it ran; by
-    default the current CUDA device if there is one.
+    seed: of the run, None if it drew no numbers. device: where it ran, by default the current CUDA device if any.
     """
     return {
         "condense": __version__,

@@ -63,9 +63,8 @@ class BlockSparse(SparsePrefill):
 class VerticalSlash(SparsePrefill):
     """MInference's vertical-slash pattern (Jiang et al., 2024), the same numbers of lines for all heads.
 
-    The last 64 queries choose, per head: the ``vertical`` tokens with the largest sum of weights, the first 30 always,
-    seen by all later queries; and the ``slash`` distances with the largest sum, the last 100 always, seen in whole
-    blocks (of 128; the authors' kernel has 64).
+    The last 64 queries choose, per head: the ``vertical`` tokens with the largest sum of weights, the first 30 always;
+    and the ``slash`` distances with the largest sum, the last 100 always, in whole blocks (of 128; the authors' 64).
     """
 
     name: ClassVar[str] = "vertical_slash"

@@ -35,8 +35,7 @@ class Samples(NamedTuple):
 def draw_samples(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], config: CalibrationConfig) -> Samples:
     """Stretches of the texts, measured or held out; a text with hidden numbers is made of stretches of its own kind.
 
-    Raises ValueError for one text that is not in a list, if the texts are too short, also for the hidden numbers, and
-    for a tokenizer without a token that ends texts.
+    Raises ValueError for a text not in a list, for too few tokens, and for a tokenizer without a token that ends texts.
     """
     if isinstance(texts, str):
         raise ValueError("texts must be a list of texts, got one alone: put it into a list")

@@ -22,8 +22,7 @@ from condense.models.stopwatch import Stopwatch, now
 class Prompt:
     """A text and questions that are asked after it; without questions the model continues the text.
 
-    expected: the right answers, one per question; empty if they are not known. chat: text and question are one message
-    of a user, put into the tokenizer's chat template.
+    expected: the right answers, one per question, or empty. chat: text and question go into the tokenizer's template.
     """
 
     text: str

@@ -83,8 +83,7 @@ class PromptPlan(Protocol):
 class Method(MethodConfig):
     """Base of all methods, which may override `layout`, `represent`, `prompt_reader`, `attend` and `for_latents`.
 
-    A method with an `attend` of its own says in `check_attention` which arguments that refuses, and in
-    `check_gradients` if it cannot be trained.
+    One with an own `attend` says in `check_attention` what that refuses, in `check_gradients` if it cannot be trained.
     """
 
     @property
@@ -192,8 +191,7 @@ class Method(MethodConfig):
     def parse(cls, settings: Self | dict[str, object] | str) -> Method:
         """A method from itself, its `to_dict` form or text: ``"recall-host"`` (`condense.named`), ``"cca:window=512"``.
 
-        Raises ValueError for anything else, and for a `layout` with numbers that no method can have; TypeError for a
-        method without one.
+        Raises ValueError for anything else, and for a `layout` that no method can have; TypeError without one.
         """
         method: object = settings
         if isinstance(settings, dict):

@@ -46,8 +46,7 @@ class DGA(Method):
     complementary: True: a prompt's query sees the tokens so far of a group that is not complete yet; False: of that
     group it sees its own token only. (This and ``focal`` are the paper's ablations, Tables 5 and 7.)
 
-    The scores that rank the tokens of a chunk and weigh a group have attention's scale; where that is negative, the
-    ranking is reversed.
+    The scores that rank and weigh have attention's scale; where that is negative, the ranking is reversed.
 
     rep_bias: what is added to a group's score. "none": it weighs as one token; "log_size": ln(group_size), as it stands
     for that many tokens; "matched": a number for each group, by which it weighs for its summary query what its tokens

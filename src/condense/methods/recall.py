@@ -66,8 +66,7 @@ class Recall(Method):
 
     store: where caches keep the exact tokens of closed groups: "device", or "host", in pinned host memory. slots: for
     "host", how many groups per KV head and row that were open lately are kept on the device too, >= 0. store_bits: 16
-    keeps these tokens as they are, 8 or 4 quantise a group when it closes (`condense.ops.recall.StoreFormat`); not for
-    training.
+    keeps these tokens as they are, 8 or 4 quantise a group when it closes; not for training.
     """
 
     name: ClassVar[str] = "recall"

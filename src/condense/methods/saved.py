@@ -1,7 +1,6 @@
 """The form in which a choice of methods stands in a model's configuration, as ``config.condense``.
 
-``{"methods": [{"method": {"method": "cca", ...}, "layers": [0, 1, ...]}, ...]}``, in JSON types; a saved configuration
-also names the version that wrote it.
+``{"methods": [{"method": {"method": "cca", ...}, "layers": [0, 1, ...]}, ...]}``; once saved, with a version.
 """
 
 from collections.abc import Iterable, Mapping

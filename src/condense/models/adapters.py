@@ -7,6 +7,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import json
 import logging
 import os
@@ -31,14 +32,15 @@ _WHERE = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace the method ``name`` of a class by ``around``, which gets the stock one before the method's arguments."""
-    stock = getattr(owner, name)
+    """Replace a method or class method by ``around``, which gets the stock function before the method's arguments."""
+    found = inspect.getattr_static(owner, name)
+    stock = found.__func__ if isinstance(found, classmethod) else found
 
     @functools.wraps(stock)
     def method(*args: Any, **kwargs: Any) -> Any:
         return around(stock, *args, **kwargs)
 
-    setattr(owner, name, method)
+    setattr(owner, name, classmethod(method) if isinstance(found, classmethod) else method)
 
 
 def install() -> None:

@@ -98,11 +98,10 @@ def restore(model: ModelT) -> ModelT:
 def use(model: ModelT, method: MethodChoice | str, layers: Iterable[int] | str | None = None) -> Iterator[ModelT]:
     """`apply` for the length of a ``with`` block; afterwards the model is as before. Methods need no ``name`` there.
 
-    In training the block must hold the backward pass too: gradient checkpointing runs layers again there, and after the
-    block they have the earlier attention again (with ``use_reentrant=True`` without an error).
-    The block changes the model itself and is for the thread that enters it. In every other thread the model's forward,
-    `apply`, `restore` and `use` raise ValueError meanwhile; graphs that were compiled do not check. To stream tokens,
-    enter the block in the thread that generates.
+    In training the block must hold the backward pass too: gradient checkpointing runs layers again there. The block
+    changes the model itself and is for the thread that enters it. In every other thread the model's forward, `apply`,
+    `restore` and `use` raise ValueError meanwhile; graphs that were compiled do not check. To stream tokens, enter the
+    block in the thread that generates.
     """
     base, attentions = _attentions(model)
     with _ENTERING:

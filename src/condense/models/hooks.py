@@ -10,7 +10,6 @@ whether the cache can be cropped; on CUDA it chooses a static cache where its st
 are saved and loaded with their base's methods, see `condense.models.adapters`.
 """
 
-import functools
 from typing import Any
 
 from transformers import (
@@ -48,7 +47,7 @@ def install() -> None:
     AttentionInterface.register(IMPLEMENTATION, condense_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, condense_mask)
     wrap(PreTrainedConfig, "to_dict", lambda stock, self: written(self, stock(self)))
-    PreTrainedConfig.from_dict = classmethod(_read_config(PreTrainedConfig.from_dict.__func__))
+    wrap(PreTrainedConfig, "from_dict", _from_dict)
     wrap(PreTrainedModel, "save_pretrained", _save_pretrained)
     wrap(PreTrainedModel, "post_init", _post_init)
     PreTrainedModel.post_init._condense = True
@@ -66,12 +65,8 @@ def _crop(stock: Any, self: Cache, tokens_to_remove: int) -> None:
     stock(self, tokens_to_remove)
 
 
-def _read_config(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def from_dict(cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        return stock(cls, as_read(config_dict), **kwargs)
-
-    return from_dict
+def _from_dict(stock: Any, cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwargs: Any) -> Any:
+    return stock(cls, as_read(config_dict), **kwargs)
 
 
 def _save_pretrained(stock: Any, self: PreTrainedModel, save_directory: Any, *args: Any, **kwargs: Any) -> Any:

@@ -214,8 +214,7 @@ def decode_step(call: StepCall, own: OwnEntries, *, backend: str) -> Tensor:
 
     own: the method's function that makes entries, called by "torch". backend: "triton" or "torch", from `step_backend`.
     Returns ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]``; no gradient flows through a step.
-    Raises ValueError for another backend, for "triton" where it cannot run, and for "torch" with a store in host memory
-    beside tensors on a GPU.
+    Raises ValueError for another backend, "triton" where it cannot run, "torch" with a store apart in host memory.
     """
     if backend == "triton":
         from condense.ops.triton import step as triton_step

@@ -28,8 +28,7 @@ class Extras(NamedTuple):
     def finish(self, out: Tensor, lse: Tensor | None) -> Tensor:
         """Add sink logits to an output ``[B, H, L, Dv]`` without them. lse: its log-sum-exp ``[B, H, L]``.
 
-        The softmax over the scores s and a sink logit z gives every key ``exp(lse - logaddexp(lse, z))`` times the
-        weight that it has without z.
+        With a sink logit z every key has ``exp(lse - logaddexp(lse, z))`` times the weight that it has without.
         """
         if self.sink_logits is None:
             return out

@@ -169,8 +169,7 @@ class RuleSpans:
     def of_tokens(self, *, window_alone: bool) -> Self:
         """The spans of the same queries over all tokens, of rows whose closed chunks are stored token by token.
 
-        The first source holds the stored tokens. window_alone: it holds none, as the window has all tokens of each row.
-        The rule must be a `UniformRule`.
+        The rule is uniform. The first source holds stored tokens; window_alone: none, as the window has all.
         """
         rule = self.rule
         assert isinstance(rule, UniformRule)

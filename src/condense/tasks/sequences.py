@@ -117,8 +117,7 @@ class SequenceBuilder:
 
         shared: see `draw_keys`. anywhere: the numbers stand between any two words, as sentences; otherwise on lines of
         their own. opening: one of them is the first thing in the text. size: tokens up to the end of the answers, after
-        which other text follows; None: the whole sequence. If ``count`` numbers with their questions do not fit into
-        a short sequence, as many are hidden as fit.
+        which other text follows; None: the whole sequence. Of ``count`` numbers as many are hidden as fit.
 
         Raises ValueError for an unknown form, or a ``count`` that ``draw_keys`` refuses.
         """

@@ -10,12 +10,7 @@ from typing import Annotated, Any, Literal
 from condense.config import Natural, Positive, Range, Share, check_fields, check_int, check_positive
 from condense.methods import Method
 
-Mix = Literal["dense", "condensed", "alternate"]
-Schedule = Literal["cosine", "constant"]
 Trained = Literal["all", "qkv", "qkvo", "lora"]
-DType = Literal["float32", "bfloat16"]
-Report = Literal["none", "tensorboard"]
-LoraTargets = Literal["qkv", "qkvo", "all-linear"]
 NotNegative = Annotated[float, Range(0)]
 _SIZE = re.compile(r"\d+(\.\d+)?[KMGT]B")
 _GROWING = 2 / 3  # of the steps: by then the groups have their full size
@@ -28,8 +23,7 @@ class PhaseConfig:
     name: names the folder of the phase's checkpoints. steps: optimizer steps. sequence_length: tokens per sequence.
     batch_size: sequences per optimizer step.
     mix: ``"dense"``: stock attention; ``"condensed"``: ``method`` in every step; ``"alternate"``: stock attention in
-    even steps, ``method`` in odd ones, on the same weights. method: the condensed attention; needed unless ``mix`` is
-    ``"dense"``.
+    even steps, ``method`` in odd ones, on the same weights. method: the condensed attention, for these.
     group_sizes: the method's group sizes at the start, ascending, all below its own: the first two thirds of the steps
     are divided evenly among these and its own, which the last third has too. Empty: its own throughout.
     distill: share of the KL to the model's dense self in the loss of every step, 0 to 1; the rest is cross entropy. The
@@ -47,8 +41,7 @@ class PhaseConfig:
     answer_weight: weight in the loss of an answer's tokens; all others weigh 1.
     gradient_accumulation_steps: parts that a batch is computed in, for devices with little memory.
     gradient_checkpointing: recompute activations in the backward pass, for devices with little memory.
-    checkpoint_steps: steps between checkpoints to resume from. logging_steps: steps between entries of the loss
-    history.
+    checkpoint_steps: steps between checkpoints to resume from. logging_steps: steps between entries of the log.
     Raises ValueError for a number out of its range, for a mix without the method that it needs, and for a method that
     gives no gradients or reads sequences of this length with dense attention.
     """
@@ -57,13 +50,13 @@ class PhaseConfig:
     steps: Positive
     sequence_length: Positive
     batch_size: Positive
-    mix: Mix = "dense"
+    mix: Literal["dense", "condensed", "alternate"] = "dense"
     method: Method | None = None
     group_sizes: tuple[int, ...] = ()
     distill: Share = 0.0
     learning_rate: float = 2e-3
     warmup_steps: Natural = 100
-    schedule: Schedule = "cosine"
+    schedule: Literal["cosine", "constant"] = "cosine"
     task_share: Share = 0.5
     keys: tuple[int, int] = (2, 8)
     varied_share: Share = 0.0
@@ -146,8 +139,7 @@ class TrainConfig:
     lora_targets: the layers that get one: ``"qkv"``, ``"qkvo"`` or ``"all-linear"``.
     cache: folder for the tokenizer and the encoded text; runs can share it. By default in ``work``. workers: processes
     that build sequences; 0 builds them in the training process.
-    report_to: ``"tensorboard"``: the log is written for it too, in ``runs`` of each phase's folder and of the finished
-    model.
+    report_to: ``"tensorboard"``: the log is written for it too, in ``runs`` of each phase and the finished model.
     save_condensed: the finished model is saved with the last phase's method, so that it loads condensed. shard_size: no
     file of the finished model is larger, as Hugging Face writes sizes (``"12MB"``).
     Raises ValueError for a run without data or with weights that do not fit them, without phases or with two of one
@@ -162,13 +154,13 @@ class TrainConfig:
     architecture: Mapping[str, Any] | None = None
     pretrained: str | Path | None = None
     data_weights: tuple[float, ...] = ()
-    dtype: DType = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     train: Trained = "all"
     lora_rank: Positive = 16
-    lora_targets: LoraTargets = "all-linear"
+    lora_targets: Literal["qkv", "qkvo", "all-linear"] = "all-linear"
     cache: Path | None = None
     workers: Natural = 0
-    report_to: Report = "none"
+    report_to: Literal["none", "tensorboard"] = "none"
     save_condensed: bool = False
     shard_size: str = "5GB"
 

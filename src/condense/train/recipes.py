@@ -82,8 +82,7 @@ def adapt(
 def read_recipe(path: Path) -> dict[str, Any]:
     """The fields of a recipe file (TOML), as `adapt` takes them.
 
-    Raises ValueError for a file that is missing or no TOML, for a field that `adapt` does not know, and for one that is
-    no list or no text where `adapt` takes one.
+    Raises ValueError for a file that is missing or no TOML, and for a field unknown to `adapt` or of another type.
     """
     try:
         fields = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -31,8 +31,7 @@ class Settings:
     make documents of several lengths; empty: the tasks' own. limit: number of documents of each task, the first ones;
     None: all. num_fewshot: None: each task's own number. max_length: tokens that the model may read, None: as its
     configuration says. chat: prompts are put into the tokenizer's chat template. data: folder of local files.
-    run_generated_code: allow tasks that run programs written by the model. trust_remote_code: tasks that load the
-    tokenizer may run code that comes with it.
+    run_generated_code: allow tasks that run the model's programs. trust_remote_code: and code of the tokenizer.
     """
 
     tasks: tuple[str, ...]
@@ -77,8 +76,7 @@ def evaluate(
     """Run the tasks under every method and write the run's folder; on_method is called before each.
 
     model: a causal LM with stock attention, which it has afterwards too. methods: method by the name that its results
-    get. output: a folder that does not exist yet; with ``resume`` the folder of the same run, interrupted earlier: then
-    only the missing answers are computed.
+    get. output: a new folder, or with ``resume`` that of the same run, whose missing answers alone are computed.
     Raises ValueError as `load_tasks`, for a tokenizer without a chat template if one is wanted, for a method that the
     model cannot take, for a folder that exists or belongs to another run, and for a batch of methods that read a prompt
     at once; torch.OutOfMemoryError if a batch does not fit.

@@ -76,8 +76,7 @@ class Choice(Protocol):
     def at(self, start: int, stop: int, closed: Tensor, num_groups: int) -> Tensor:
         """Groups that queries ``[start, stop)`` open, bool ``[B, K|1, stop - start, num_groups]``.
 
-        closed int64 ``[B|1, 1, stop - start]``: the number of groups that are closed for each query, at most
-        ``num_groups``; only these may be open.
+        closed int64 ``[B|1, 1, stop - start]``: the closed groups of each query, which alone may be open.
         """
 
 

@@ -69,9 +69,7 @@ class StoreFormat:
         return step_unit(self.bits, dtype)
 
     def key_unit(self, dtype: torch.dtype) -> float:
-        """A key's step as a fraction of its largest number, before it is rounded to ``dtype``: not below half of that
-        number / 2 ** bits once it is rounded.
-        """
+        """A key's step as a fraction of its largest number: half of 2 ** -bits, or more once rounded to ``dtype``."""
         return (1 + torch.finfo(dtype).eps) / 2 ** (self.bits + 1)
 
     def pack(self, k: Tensor, v: Tensor, rest: Tensor) -> Tensor:

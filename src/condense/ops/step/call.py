@@ -38,8 +38,7 @@ class NewToken(NamedTuple):
     """A new token of every row: q ``[B, H, 1, D]``, k ``[B, K, 1, D]``, v ``[B, K, 1, Dv]`` in the dtype of the state.
 
     For latents Dv is 0: their values are columns of their keys. real: bool or integer ``[B]``, whether a row's token
-    counts; None: all do. counter: int64 ``[]`` on the device, to which the step adds 1, also if no row is real; None
-    for none.
+    counts; None: all do. counter: int64 ``[]`` on the device, to which the step adds 1; or None.
     """
 
     q: Tensor

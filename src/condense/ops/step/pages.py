@@ -55,8 +55,7 @@ class Places(NamedTuple):
 class PagedState(NamedTuple):
     """The state of all requests in one layer, on one device.
 
-    window: in the dtype of k, slot t holds the token at position t, ``[k | v]``, C = D + Dv. A method with a choice
-    reads the newest ``window + g`` tokens.
+    window: in the dtype of k, slot t holds the token at position t, ``[k | v]``, C = D + Dv.
     entries: slot ``j + summary_delay / g`` holds the entry of group j, ``[k | v]`` in the dtype of k. Or uint8, for any
     settings, and always with a choice: it holds the record of group j, C bytes as `condense.ops.step.record_format`
     lays them out. With a choice the delay is 0: a record is written when the last token of its group is read, and

@@ -71,8 +71,7 @@ class StepSettings(Numbered):
     key_pooling, value_pooling: poolings that make a chunk's last entry; None if only ``represent`` can make it.
     bias: added to the scaled score of every pooled entry, 0.0 for none.
     num_focal: number of tokens of a chunk that become entries of their own: those with the highest scores, ties to the
-    earlier; they come first, in order of position. The others are pooled. has_first: True if rows may have first
-    entries, so that ``StepState.first`` is read.
+    earlier; they come first, in order of position. has_first: True if rows may have first entries.
     matched: each entry has a bias of its own (`condense.ops.matched_bias`) in place of ``bias``.
     entry_bits: of `condense.ops.entries.EntryFormat`; with 8 or 4 bits, an entry is rounded when it is made.
     choice: the groups whose exact tokens a query sees; None for a method that keeps no tokens of closed groups.

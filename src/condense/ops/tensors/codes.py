@@ -1,7 +1,6 @@
 """Numbers as codes of 8 or 4 bits on a grid of steps and zeros: a number is ``zero + step * code``.
 
-With 4 bits two codes share a byte: byte c of a row holds column c in its low half, and column ``c + width / 2`` in its
-high half.
+With 4 bits two codes share a byte: byte c of a row holds column c in its low half, ``c + width / 2`` in its high half.
 """
 
 import torch

@@ -1,11 +1,9 @@
 """The `torch` backend: blocks of queries over PyTorch's fused attention; any device, differentiable.
 
 A block of queries reads only its hull of every source, so memory is linear in L, also with gradients. With Recall it
-reads the tokens of all closed groups under a mask, which takes as long as dense attention; a single query reads only
-the tokens of the groups that it opens.
+reads all closed groups under a mask, which takes as long as dense attention; a single query reads those it opens.
 
-Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, N tokens of the window, G groups of g tokens, S keys
-that a block sees.
+Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, N window tokens, G groups of g tokens, S keys.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,4 @@
-"""A layer of vLLM with condensed attention, the pages that it asks for, and its backend: one call reads a step's tokens
-into the pages and attends.
+"""A layer of vLLM with condensed attention, the pages that it asks for, and its backend, which reads tokens into them.
 
 vLLM asks every layer of a model for one kind of cache. A condensed layer has up to three: the window is its own,
 entries and ring are asked for by two more objects, which compute nothing.
