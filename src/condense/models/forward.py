@@ -8,13 +8,11 @@ changed (tensors made in inference mode have none). Layers that run again in a b
 Shapes: B rows, L new slots.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -175,8 +173,8 @@ class ForwardBoard:
         self._forwards = [forward, *self._forwards[: _MOST_FORWARDS - 1]]
         return forward
 
-    def __reduce__(self) -> tuple[type[ForwardBoard], tuple[()]]:
-        return ForwardBoard, ()
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()
 
 
 def _shared_by_layers(call: AttentionCall, cache: Cache | None) -> tuple[Any, ...]:

@@ -1,10 +1,8 @@
 """Entries, bytes and FLOPs of each layer, dense and condensed, by arithmetic alone: no weights, no forward."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
@@ -148,7 +146,7 @@ class _Heads:
     absorb_flops: int = 0
 
     @classmethod
-    def of(cls, module: Any) -> _Heads:
+    def of(cls, module: Any) -> Self:
         config = module.config
         num_q = config.num_attention_heads
         if is_latent(module):
