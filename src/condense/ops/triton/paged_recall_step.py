@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from condense.ops.recall.index import rotation
-from condense.ops.step.pages import PagedState, room_for
+from condense.ops.step.pages import PagedState, Pages, room_for
 from condense.ops.step.settings import StepSettings
 from condense.ops.triton.device.address import PageForm
-from condense.ops.triton.host import dense_rows, on_device_of
+from condense.ops.triton.host import cdiv, dense_rows, on_device_of
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.limits import step_obstacle
 from condense.ops.triton.paged_step import join_pages, parts_of
@@ -42,8 +42,8 @@ def store(q: Tensor, k: Tensor, v: Tensor, state: PagedState, seen: Tensor, sett
     k, v, D = dense_rows(k), dense_rows(v), q.shape[2]
     near, far, parts = state.window, state.entries, parts_of(state, D, settings)
     buffers = parts["entries_k"], parts["entries_v"], parts["signs"], parts["steps"], parts["store"]
-    # no rows to leave out, and no counters
-    others = near.cache, near.cache[..., D:], seen, seen, None
+    # no rows to leave out
+    others = near.cache, near.cache[..., D:], seen, seen
     tensors = k, v, *buffers, *others, near.table, far.table, rotation(D, k.device, k.dtype)
     with on_device_of(q):
         _close(grid, tensors, (*k.stride()[:2], *v.stride()[:2], *numbers), constants, options)
@@ -60,29 +60,27 @@ def attend(
     plan = plan_of(*_sizes_of(q, state, settings), (scale, state.extras.softcap), False)
     (R, H, Dv), K = out.shape, state.window.cache.shape[1]
     q, D, near, far = dense_rows(q), q.shape[2], state.window, state.entries
-    parts, room = parts_of(state, D, settings), room_for(far)
+    parts, room = parts_of(state, D, settings), _room(far)
     S0, S1 = plan.splits
     assert settings.choice is not None
     width = D if settings.choice.store.bits < 16 else 0
     floats = H * room, R * H * S0, R * H * S0, K * room, R * H * S1 * Dv, R * H * S1
     turns = R * H * width, H * room if width else 0
-    scratch = scratch_of(rounded((*floats, *turns, K * room, K * room, K * room, 1, 1, 1, 1, R * K)), q.device)
-    score, top, total, offset, part, lse, turned, base, key, candidate, groups, place, *_, arrived = scratch
+    scratch = scratch_of(rounded((*floats, *turns, K * room, 1, 1, 1, 1)), q.device)
+    score, top, total, offset, part, lse, turned, base, groups, place, *_ = scratch
     asked = turned if width > 0 else None
     of_q, turn = q.stride()[:2], rotation(D, q.device, q.dtype)
     # kernels get the window in place of what they do not read: rings, slots
     other = near.cache
     of_groups = (parts[name] for name in ("entries_k", "entries_v", "signs", "steps", "store"))
     buffers = *of_groups, near.cache, near.cache[..., D:], other, asked, turn
-    lists = key, candidate, groups, place, offset, other, other, place, place, place, arrived
+    lists = groups, place, offset, other, other, place, place, place
     with on_device_of(q):
         for kernel, (grid, numbers, constants, options), tensors, strides in (
             (
                 _score, plan.score,
-                (
-                    q, parts["signs"], parts["steps"], seen, seen, score, top, total, asked, turn, far.table,
-                    before, arrived,
-                ), of_q,
+                (q, parts["signs"], parts["steps"], seen, seen, score, top, total, asked, turn, far.table, before),
+                of_q,
             ),
             (_choose, plan.choose, (score, top, total, seen, seen, *lists, before), ()),
             (
@@ -94,6 +92,11 @@ def attend(
         join_pages(plan.join, part, lse, seen, state.extras.sink_logits, out)
 
 
+def _room(far: Pages) -> int:
+    """Groups of all requests together, where those of each begin at a multiple of four."""
+    return room_for(far) + cdiv(4 * far.table.shape[0], 16) * 16
+
+
 def _sizes_of(q: Tensor, state: PagedState, settings: StepSettings) -> tuple[Any, ...]:
     """The first arguments of `plan_of` for these tensors, up to the settings' number. Raises ValueError as `store`."""
     (R, H, D), (_, K, _, C), far = q.shape, state.window.cache.shape, state.entries
@@ -103,5 +106,5 @@ def _sizes_of(q: Tensor, state: PagedState, settings: StepSettings) -> tuple[Any
         raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
     assert settings.rule.window is not None
     tokens, pages = settings.rule.window + settings.rule.chunk, (PageForm.of(state.window), PageForm.of(far))
-    room = Room(groups, tokens, 0, 0, *pages, room_for(far))
+    room = Room(groups, tokens, 0, 0, *pages, _room(far))
     return q.device, q.dtype, (R, H, K), (*widths, latent), room, settings.number

@@ -38,7 +38,8 @@ class StepRow(namedtuple("StepRow", "t live all_closed closed start")):
     """The task of a step in one row.
 
     t: position of the new token. live: whether there is one. all_closed: closed groups. closed: those that there is
-    room for. start: place of the row's first group in scratch memory that all rows share; 0 if each has its own.
+    room for. start: place of the row's first group in scratch memory that all rows share, a multiple of
+    four; 0 if each has its own.
     """
 
 
@@ -69,7 +70,8 @@ def row_of_step(
     if before_ptr is None:
         return StepRow(t, live, closed, tl.minimum(closed, G), 0)
     else:
-        start = (tl.load(before_ptr + b) // g).to(tl.int32)
+        # so that four groups are read at a time
+        start = ((tl.load(before_ptr + b) // (4 * g)).to(tl.int32) + b) * 4
         return StepRow(t, live, closed, tl.where(start + closed <= G, closed, 0), start)
 
 
@@ -193,7 +195,7 @@ def _put_group(
 @triton.jit
 def recall_close_kernel(
     k_ptr, v_ptr, entries_k_ptr, entries_v_ptr, signs_ptr, steps_ptr, store_ptr, ring_k_ptr, ring_v_ptr,
-    seen_ptr, real_ptr, arrived_ptr, near_ptr, far_ptr, rotation_ptr,
+    seen_ptr, real_ptr, near_ptr, far_ptr, rotation_ptr,
     s_kb, s_kh, s_vb, s_vh, K, G, W, N, delay,
     P: tl.constexpr, PV: tl.constexpr, PS: tl.constexpr,
     FORM: tl.constexpr, KIND: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
@@ -201,16 +203,13 @@ def recall_close_kernel(
     """Write the new token to rings, entries, index and store; grid (B * K, 4): keys, values, index and
     the keys that a store holds in fewer than 16 bits, entry.
 
-    A group is kept once ``delay`` tokens have followed it. PS: columns of bytes of a stored value. arrived int32
-    ``[B, K]`` becomes 0, for the kernel that chooses; None: it is not needed. near, far: tables of the pages of tokens
-    and of records; None for rings and arrays. rotation: `condense.ops.recall.index.rotation` in the dtype of the keys.
+    A group is kept once ``delay`` tokens have followed it. PS: columns of bytes of a stored value. near, far: tables
+    of the pages of tokens and of records; None for rings and arrays. rotation: `condense.ops.recall.index.rotation` in
+    the dtype of the keys.
     """
     if KIND.early:
         gdc_launch_dependents()
     head, work = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if arrived_ptr is not None:  # noqa: SIM102 - known when the kernel is compiled
-        if work == 0:
-            tl.store(arrived_ptr + head, 0)
     b, kvh = head // K, head % K
     g: tl.constexpr = FORM.g
     D: tl.constexpr = FORM.D

@@ -16,7 +16,7 @@ from condense.ops.triton.prepared import PreparedStep
 from condense.ops.triton.recall_close_kernels import recall_close_kernel
 from condense.ops.triton.recall_step_choice_kernels import recall_choose_kernel
 from condense.ops.triton.recall_step_kernels import recall_attend_kernel
-from condense.ops.triton.recall_step_plan import Room, plan_of, ranked
+from condense.ops.triton.recall_step_plan import Room, plan_of
 from condense.ops.triton.recall_step_score_kernels import recall_score_kernel
 from condense.ops.triton.step_kernels import step_join_kernel
 
@@ -28,9 +28,8 @@ class _Scratch(NamedTuple):
     """Scratch memory of one step; all tensors have one dimension and hold, in order, numbers of the shapes given here.
 
     float32: score ``[B, H, G as a power of two]``, top and total ``[B, H, S0]``, offset ``[B, K, G]``, part
-    ``[B, H, S1, Dv]``, lse ``[B, H, S1]``, turned ``[B, H, D]``, base ``[B, H, r]``; int32: key and candidate ``[B, K,
-    N]``, groups and place ``[B, K, r]``, slot_of ``[B, K, G]``, used and free ``[B, K, S]`` of S slots, arrived ``[B,
-    K]``.
+    ``[B, H, S1, Dv]``, lse ``[B, H, S1]``, turned ``[B, H, D]``, base ``[B, H, r]``; int32: groups and
+    place ``[B, K, r]``, slot_of ``[B, K, G]``, used and free ``[B, K, S]`` of S slots.
     """
 
     score: Tensor
@@ -41,14 +40,11 @@ class _Scratch(NamedTuple):
     lse: Tensor
     turned: Tensor
     base: Tensor
-    key: Tensor
-    candidate: Tensor
     groups: Tensor
     place: Tensor
     slot_of: Tensor
     used: Tensor
     free: Tensor
-    arrived: Tensor
 
 
 # fields of `_Scratch` that are float32
@@ -59,12 +55,10 @@ def _scratch_sizes(
     rows: tuple[int, int], G: int, r: int, slots: int, splits: tuple[int, int], D: int, Dv: int
 ) -> tuple[int, ...]:
     """The `rounded` sizes of the fields of `_Scratch`. rows: B * H, B * K; D: 0 if nobody reads turned queries."""
-    (queries, heads), (S0, S1), (_, C, tiles) = rows, splits, ranked(G, r)
-    scores = power_of_2(max(G, 1))
-    floats = queries * scores, queries * S0, queries * S0, heads * G, queries * S1 * Dv, queries * S1
+    (queries, heads), (S0, S1) = rows, splits
+    floats = queries * power_of_2(max(G, 4)), queries * S0, queries * S0, heads * G, queries * S1 * Dv, queries * S1
     turns = queries * D, queries * r if D else 0
-    lists = heads * tiles * C, heads * tiles * C, heads * r, heads * r
-    return rounded((*floats, *turns, *lists, heads * G if slots else 0, heads * slots, heads * slots, heads))
+    return rounded((*floats, *turns, heads * r, heads * r, heads * G if slots else 0, heads * slots, heads * slots))
 
 
 def rounded(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -113,17 +107,17 @@ class RecallKernels(PreparedStep):
         q, k, v = self._dense(token)
         entries_k, entries_v, ring_k, ring_v, _, seen, _, _, _, signs, steps, store, slots, held, order = self.state
         scratch = scratch_of(self._sizes, q.device)
-        score, top, total, offset, part, lse, turned, base, key, candidate, groups, place, *found, arrived = scratch
+        score, top, total, offset, part, lse, turned, base, groups, place, *found = scratch
         asked = turned if turned.numel() > 0 else None
         out = torch.empty(*q.shape[:3], self._width, dtype=q.dtype, device=q.device)
         counts = seen if token.real is None else token.real.contiguous()
         changed = (entries_k, entries_v, signs, steps, store, ring_k, ring_v, seen)
         # kernels start on the current device, which may not be that of the tensors in a model spread over several
         with on_device_of(q):
-            self._close((k, v, *changed, counts, arrived, None, None, self._rotation))
+            self._close((k, v, *changed, counts, None, None, self._rotation))
             if entries_k.shape[2] > 0:
-                self._score((q, signs, steps, seen, counts, score, top, total, asked, self._rotation, None, None, None))
-                chosen = (key, candidate, groups, place, offset, held, order, *found, arrived)
+                self._score((q, signs, steps, seen, counts, score, top, total, asked, self._rotation, None, None))
+                chosen = (groups, place, offset, held, order, *found)
                 self._choose((score, top, total, seen, counts, *chosen, None))
             keys = (entries_k, entries_v, signs, steps, store, ring_k, ring_v, slots, asked, self._rotation)
             self._attend((q, *keys, base, groups, place, offset, seen, counts, part, lse, None, None, None))

@@ -23,10 +23,10 @@ from condense.ops.triton.step_plan import kind_of
 _MIN_TILE = 32
 # KV heads of all rows from which on a step counts as one of many rows: four of Llama 3.1 8B
 _MANY_HEADS = 32
-# groups that one program ranks
-_MOST_RANKED = 512
 # fewer groups than this are not chosen from any faster
 _FEW_RANKED = 1024
+# groups of a thread that chooses: more if a multiprocessor runs more than one program
+_OF_THREAD = 16
 # a choice joins so many splits of scores at once, or more: one kernel for most numbers of rows
 _LEAST_SPLITS = 128
 # tiles that take as long as what a program does beside them
@@ -115,13 +115,6 @@ def _num_splits(device: torch.device, programs: int, tiles: int, waves: int) -> 
     best = min(splits for splits in tried if time[splits] <= 1.05 * min(time.values()))
     most = max(1, min(best, tiles))
     return _Splits(most, min(few, most), _TILES_OF_SPLIT * most)
-
-
-def ranked(G: int, r: int) -> tuple[int, int, int]:
-    """Groups that one program ranks, how many of them it passes on, and how many programs do so for a KV head."""
-    BG = min(_MOST_RANKED, power_of_2(max(G, 1)))
-    # a power of two, because each number compiles a kernel, and a share of the groups grows with them
-    return BG, min(power_of_2(max(r, 1)), BG), cdiv(max(G, 1), BG)
 
 
 def _padded(width: int) -> int:
@@ -224,15 +217,11 @@ def plan_of(
     form = Form.of(settings.store_format, dtype, (D, Dv), parts)
     in_lanes, lane_heads = lane_tokens.fits(form.bits, g, D, form.DV, of_attend.rows, S), lanes.HEADS.value
     if early and dtype == torch.bfloat16 and cdiv(R, lane_heads) == 1 and in_lanes:
-        BR = lane_heads
+        # these load the next tile themselves
+        BR, of_attend = lane_heads, of_attend._replace(num_stages=1)
     head_tiles = cdiv(R, BR)
-    r, GROUPS = quota.at(G), power_of_2(max(G, 1))
+    r, GROUPS = quota.at(G), power_of_2(max(G, 4))
     of_quota = (r, *quota[1:])
-    BG, C, tiles = ranked(G, r)
-    # numbers that a program ranks at once
-    ranks = max(tiles * C, S)
-    # programs that rank tiles: those of many rows fill the GPU with few each
-    ranking_programs = 2 if device.type != "cuda" else cdiv(2 * gpu_of(device).multiprocessors, B * K)
     # query heads and groups of a tile of scores
     HS = min(most, max(8, power_of_2(R)))
     # later matrix units do not count bits: there each such instruction is some sixty others. Every four heads read the
@@ -241,7 +230,6 @@ def plan_of(
     if counts_bits and lane_signs.fits(g, D):
         HS, of_score = lane_heads, _LANES[B * K >= _MANY_HEADS]
     GS = max(1, of_score.rows // power_of_2(g))
-    RP = power_of_2(max(r, 1))
     precision = "ieee" if dtype == torch.float32 else "tf32"
     score_tiles = cdiv(R, HS)
     S0, *few0 = _num_splits(device, B * K * score_tiles, cdiv(G, GS), of_score.waves)
@@ -253,13 +241,15 @@ def plan_of(
     # splits that read open groups alone, by their share of the work; at least 1, or 0 for no such split
     opened, others = weight * r * g, (G if choice.pool else 0) + W
     own = max(1, min(S1 - 1, round(S1 * opened / (opened + others)))) if opened > 0 and S1 > 1 else 0
-    halvings = max(0, (power_of_2(tiles * C) // _FEW_RANKED).bit_length() - 1)
+    RP = power_of_2(max(r, 1))
     ranking = Ranking(
-        BG, C, tiles * C, S, power_of_2(C), power_of_2(tiles * C), power_of_2(max(S, 1)), halvings, RP if S else 1,
-        power_of_2(max(S0, _LEAST_SPLITS)), min(4, power_of_2(R)), choice.pool,
+        GROUPS, max(0, (GROUPS // _FEW_RANKED).bit_length() - 1), S, power_of_2(max(S, 1)), RP if S else 1,
+        power_of_2(max(S0, _LEAST_SPLITS)), min(16, power_of_2(R)), choice.pool,
     )  # fmt: skip
+    shared = device.type == "cuda" and gpu_of(device).multiprocessors < B * K
+    ranking_warps = max(4, min(16, power_of_2(max(GROUPS // (_OF_THREAD << shared), S)) // 32))
     chained = {"launch_pdl": True} if early else {}
-    of_choose = {"maxnreg": 128} if device.type == "cuda" else {}  # so that two programs share a multiprocessor
+    of_choose = {"maxnreg": 128} if device.type == "cuda" else {}  # the most that 16 warps can have
     return Plan(
         (S0, S1),
         close_of(device, dtype, heads, widths, sizes, number, has_real),
@@ -270,9 +260,10 @@ def plan_of(
             of_score.options | UNFUSED | chained,
         ),
         (
-            (min(tiles, ranking_programs), B * K, 1), (K, R, row, S0, window, settings.bias * LOG2E, *of_quota),
+            (B * K, 1, 1),
+            (K, R, row, S0, window, settings.bias * LOG2E, *of_quota),
             (g, GROUPS, ranking, has_real, early, far is not None),
-            {"num_warps": 4 if ranks <= 1024 else 8 if ranks <= 16384 else 16, **of_choose, **chained},
+            {"num_warps": ranking_warps, **of_choose, **chained},
         ),
         (
             (S1, B * K, head_tiles), (K, R, row, W, N, window, *of_quota, own, scale * LOG2E),

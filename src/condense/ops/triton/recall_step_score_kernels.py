@@ -114,7 +114,7 @@ def _store_total(top_ptr, total_ptr, top, total, inside):
 @triton.jit(do_not_specialize=("few", "enough", "least", "part", "of"))
 def recall_score_kernel(
     q_ptr, signs_ptr, steps_ptr, seen_ptr, real_ptr, score_ptr, top_ptr, total_ptr, turned_ptr, rotation_ptr, far_ptr,
-    before_ptr, arrived_ptr, s_qb, s_qh, K, R, G, few, enough, window, scale, most_opened, least, part, of,
+    before_ptr, s_qb, s_qh, K, R, G, few, enough, window, scale, most_opened, least, part, of,
     g: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BG: tl.constexpr, GROUPS: tl.constexpr, HAS_REAL: tl.constexpr,
     EARLY: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
@@ -126,7 +126,7 @@ def recall_score_kernel(
     ``scale``, which holds log2(e), if the sums of turned queries are the same to the bit. Where all closed groups
     are opened, no scores are written: `condense.ops.recall.choice.Quota`. rotation: as for
     `recall_close_kernel`. far: table of the pages of records, for which scores are ``[H, G]``, with the groups of a row
-    from its ``start`` on; arrived then becomes 0, for the kernel that chooses. None for arrays. turned: float32
+    from its ``start`` on; None for arrays. turned: float32
     ``[B, H, D]``, where turned queries are written for the kernel that attends; None: it does not read them.
     """
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -150,8 +150,6 @@ def recall_score_kernel(
     else:
         score_ptr += (kvh * R + r) * G + this.start
         far_ptr += b * FAR.s_table
-        if (split == 0) & (tl.program_id(2) == 0):
-            tl.store(arrived_ptr + head, 0)
     # each split turns the queries anew, from a matrix in the L2 cache: if the kernel before this one turned them, this
     # one would have to wait for it, but runs beside it in most steps, which close no group
     asked = tl.where(closed > 0, R, 0)

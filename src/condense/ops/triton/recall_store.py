@@ -42,7 +42,7 @@ def _store(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
                 (rows, 3, 1),
                 (
                     *last, store, store, signs, steps, store, *like,
-                    torch.full((rows,), g - 1, dtype=torch.int32, device=k.device), k, None, None, None,
+                    torch.full((rows,), g - 1, dtype=torch.int32, device=k.device), k, None, None,
                     rotation(D, k.device, k.dtype),
                 ),
                 (*strides, 1, 1, g, g, 0),
