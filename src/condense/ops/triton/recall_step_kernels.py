@@ -241,6 +241,15 @@ def _rows_in_pages(near, entries, tile, entry_tiles, BN: tl.constexpr, NEAR: tl.
 
 
 @triton.jit
+def _lane_bases(base_ptr, n, last, inside):
+    """Products that `_put_bases` wrote of open group n, for each of a thread's query heads; 0 from ``last`` on."""
+    base = ()
+    for s in tl.static_range(len(base_ptr)):
+        base = base + (tl.load(base_ptr[s] + n, mask=inside[s] & (n < last), other=0.0),)  # noqa: RUF005
+    return base
+
+
+@triton.jit
 def _add_lanes(
     softmax, opened, lo, hi, store_ptr, queries, base_ptr, inside, scale, FORM: tl.constexpr, CAP: tl.constexpr,
     FAR: tl.constexpr,
@@ -248,21 +257,22 @@ def _add_lanes(
     """Add open groups ``[lo, hi)``. queries: turned, float32 ``[BR, D]``; base ``[BR]``: as `_put_bases` writes it."""
     e = tl.arange(0, 32)
     lanes.check_lanes(e)
-    queries, sums = lane_tokens.lane_queries(queries), lane_tokens.no_sums()
-    base_ptr, inside = lanes.of_heads(base_ptr, 32), lanes.of_heads(inside, 32)
+    PER: tl.constexpr = queries.shape[0] // 4
+    queries, sums = lane_tokens.lane_queries(queries), lane_tokens.no_sums(PER)
+    base_ptr, inside = lane_tokens.of_threads(base_ptr), lane_tokens.of_threads(inside)
     dtype: tl.constexpr = opened.steps.dtype.element_ty
     columns: tl.constexpr = index_widths(FORM.g, FORM.D)
     row = _open_groups(opened, lo, FAR)
     piece, signs = _of_group(store_ptr, row, FORM.piece, FAR), _of_group(opened.signs, row, columns[0], FAR)
     kept = lane_tokens.load_group(piece, signs, e, dtype, FORM)
-    base = tl.load(base_ptr + lo, mask=inside & (lo < hi), other=0.0)
+    base = _lane_bases(base_ptr, lo, hi, inside)
     row = _open_groups(opened, lo + 1, FAR)
     for n in range(lo, hi):
         # found two groups ahead, and loaded one
         next_row = _open_groups(opened, n + 2, FAR)
         piece, signs = _of_group(store_ptr, row, FORM.piece, FAR), _of_group(opened.signs, row, columns[0], FAR)
         ahead = lane_tokens.load_group(piece, signs, e, dtype, FORM)
-        next_base = tl.load(base_ptr + n + 1, mask=inside & (n + 1 < hi), other=0.0)
+        next_base = _lane_bases(base_ptr, n + 1, hi, inside)
         sums = lane_tokens.add_group(sums, queries, kept, base, scale, e, CAP)
         kept, base, row = ahead, next_base, next_row
     acc, m, total = lane_tokens.whole_sums(sums)
@@ -413,7 +423,7 @@ def recall_attend_kernel(
     # sums of codes would be too large or too small for float16
     WORDS: tl.constexpr = in_words(FORM) and not q[0].dtype.is_fp16()
     IN_LANES: tl.constexpr = lane_tokens.fits(FORM.bits, g, D, DV, BN, SLOTS)
-    LANES: tl.constexpr = EARLY and q[0].dtype.is_bf16() and BR == lanes.HEADS and IN_LANES
+    LANES: tl.constexpr = EARLY and q[0].dtype.is_bf16() and BR <= 8 and IN_LANES
     if WORDS:
         base_ptr += head * R * most_opened if FAR is None else kvh * R * G + this.start
         base_ptr += r * (most_opened if FAR is None else G)

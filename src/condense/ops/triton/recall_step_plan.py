@@ -216,9 +216,9 @@ def plan_of(
     BR = min(most, max(8, power_of_2(R)))
     form = Form.of(settings.store_format, dtype, (D, Dv), parts)
     in_lanes, lane_heads = lane_tokens.fits(form.bits, g, D, form.DV, of_attend.rows, S), lanes.HEADS.value
-    if early and dtype == torch.bfloat16 and cdiv(R, lane_heads) == 1 and in_lanes:
+    if early and dtype == torch.bfloat16 and cdiv(R, lane_heads) <= 2 and in_lanes:
         # these load the next tile themselves
-        BR, of_attend = lane_heads, of_attend._replace(num_stages=1)
+        BR, of_attend = cdiv(R, lane_heads) * lane_heads, of_attend._replace(num_stages=1)
     head_tiles = cdiv(R, BR)
     r, GROUPS = quota.at(G), power_of_2(max(G, 4))
     of_quota = (r, *quota[1:])

@@ -2,10 +2,12 @@
 through shared memory (`condense.ops.triton.device.lanes`).
 
 Keys are multiplied as whole numbers of 5 bits with queries of 15 bits: a query is 128 times one number of 8 bits plus
-another, which have a column of the product each. Values are weighted in bfloat16, as elsewhere.
+another. A product has eight columns: of four query heads both numbers have one each, of eight heads each number has a
+product. Values are weighted in bfloat16, as elsewhere.
 
-Shapes: E = 32 threads of one warp. In scores, thread e has tokens ``e // 4`` and ``e // 4 + 8`` of a group, and query
-head ``e % 4``; in sums of values the 16 columns ``8 * (e // 4)`` to ``8 * (e // 4) + 7``, and those 64 further on.
+Shapes: E = 32 threads of one warp; PER query heads of each, 1 or 2: those of thread e are ``e % 4 * PER`` and the next.
+In scores it has tokens ``e // 4`` and ``e // 4 + 8`` of a group; in sums of values the 16 columns ``8 * (e // 4)`` to
+``8 * (e // 4) + 7``, and those 64 further on.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ def fits(bits, g, D, DV, BN, SLOTS):
 
 
 class LaneQueries(NamedTuple):
-    """Query heads. words: 8 tensors ``[E]`` of four numbers of 8 bits each. Of head ``e % 4``, ``[E]``: unit, what a
-    whole number 1 stands for, float32; less, the opposite of `_LESS` times the sum of the whole numbers, int32.
+    """Query heads. words: 8 PER tensors ``[E]`` of four numbers of 8 bits each. For each head of a thread, unit,
+    what a whole number 1 stands for, float32; less, the opposite of `_LESS` times the sum of the whole numbers, int32.
     """
 
     words: Any
@@ -43,9 +45,9 @@ class LaneQueries(NamedTuple):
 
 
 class LaneSums(NamedTuple):
-    """An online softmax. acc: 32 tensors ``[E]``, of each four the first and the third are sums, the others 0. m: the
-    largest score, the same in all threads of a head. total, shift: sums of weights, and of what is to be added to all
-    columns, of the tokens of a thread.
+    """An online softmax. acc: 32 tensors ``[E]``, of each four two of one column and two of another, for the thread's
+    first head and its second one, 0 where it has none. For each head: m, the largest score, the same in all of its
+    threads; total and shift, sums of weights, and of what is to be added to all columns, of the thread's tokens.
     """
 
     acc: Any
@@ -67,20 +69,38 @@ class LaneGroup(NamedTuple):
 
 
 @triton.jit
+def of_threads(x):
+    """For each thread the numbers of its query heads, a tensor ``[E]`` for each, from x ``[4 * PER]``."""
+    if x.shape[0] == 4:
+        return (lanes.of_heads(x, 32),)
+    else:
+        first, second = tl.split(tl.reshape(x, (4, 2)))
+        return lanes.of_heads(first, 32), lanes.of_heads(second, 32)
+
+
+@triton.jit
+def _query_words(number):
+    """Numbers of 8 bits, int32 ``[8, 128]``, four to a word, whose columns are those of the codes in low halves of four
+    bytes, or in high ones: 8 tensors ``[E]``.
+    """
+    words = tl.sum(tl.reshape(number & 255, (8, 32, 4)) << (8 * tl.arange(0, 4))[None, None, :], 2)
+    # half, then first or second 32 bytes, then thread, then word of two
+    words = tl.permute(tl.reshape(words, (8, 2, 2, 4, 2)), (0, 3, 1, 2, 4))
+    return lanes.columns(lanes.for_lanes(tl.reshape(words, (4, 2, 4, 8)), 32))
+
+
+@triton.jit
 def lane_queries(x):
-    """`LaneQueries` of queries x, float32 ``[4, 128]``."""
-    D: tl.constexpr = x.shape[1]
+    """`LaneQueries` of queries x, float32 ``[4 * PER, 128]``."""
     unit = tl.maximum(tl.max(tl.abs(x), 1), _TINY) * (1 / _LEVELS)
     number = tl.floor(x / unit[:, None] + 0.5).to(tl.int32)
     first = (number + 64) >> 7
-    both = tl.permute(tl.join(first, number - 128 * first), (0, 2, 1))
-    # four to a word, whose columns are those of the codes in low halves of four bytes, or in high ones
-    both = tl.reshape(both & 255, (4, 2, D // 4, 4)) << (8 * tl.arange(0, 4))[None, None, None, :]
-    # half, then first or second 32 bytes, then thread, then word of two
-    words = tl.permute(tl.reshape(tl.sum(both, 3), (4, 2, 4, 4, 2)), (0, 1, 3, 2, 4))
-    words = lanes.columns(lanes.for_lanes(tl.reshape(words, (4, 2, 4, 8)), 32))
-    less = tl.sum(number, 1) * -_LESS
-    return LaneQueries(words, lanes.of_heads(unit, 32), lanes.of_heads(less, 32))
+    second = number - 128 * first
+    if x.shape[0] == 4:
+        words = _query_words(tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), (8, 128)))
+    else:
+        words = _query_words(first) + _query_words(second)
+    return LaneQueries(words, of_threads(unit), of_threads(tl.sum(number, 1) * -_LESS))
 
 
 @triton.jit
@@ -101,12 +121,13 @@ def load_group(store_ptr, signs_ptr, e, dtype: tl.constexpr, FORM: tl.constexpr)
 
 
 @triton.constexpr_function
-def _keys_asm():
+def _keys_asm(PER):
     """Assembly of `_key_products`. A code and its sign make a number from 0 to 31: the code after 16, or 15 less it."""
-    lines = [".reg .b32 w<8>, s<4>, t, x, a<4>, c<4>;"]
-    lines += [f"mov.b64 {{w{2 * i}, w{2 * i + 1}}}, ${2 + i};" for i in range(4)]
-    lines += [f"mov.b64 {{s{2 * i}, s{2 * i + 1}}}, ${6 + i};" for i in range(2)]
-    lines += [f"mov.b32 c{i}, 0;" for i in range(4)]
+    outs, n = 2 * PER, 4 * PER
+    lines = [f".reg .b32 w<8>, s<4>, t, x, a<4>, c<{n}>;"]
+    lines += [f"mov.b64 {{w{2 * i}, w{2 * i + 1}}}, ${outs + i};" for i in range(4)]
+    lines += [f"mov.b64 {{s{2 * i}, s{2 * i + 1}}}, ${outs + 4 + i};" for i in range(2)]
+    lines += [f"mov.b32 c{i}, 0;" for i in range(n)]
     for j in range(4):
         for row in range(2):
             w, s = f"w{4 * row + j}", f"s{2 * row + j % 2}"
@@ -115,34 +136,54 @@ def _keys_asm():
                     f"shr.u32 t, {s}, {2 * (j // 2) + 4 * high}; and.b32 t, t, 0x01010101; add.u32 t, t, 0x0F0F0F0F;",
                     f"shr.u32 x, {w}, {4 * high}; lop3.b32 a{2 * high + row}, x, 0x0F0F0F0F, t, 0x6A;",
                 ]
-        lines.append(
-            "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
-            f"{{c0, c1, c2, c3}}, {{a0, a1, a2, a3}}, {{${8 + j}, ${12 + j}}}, {{c0, c1, c2, c3}};"
-        )
-    for row in range(2):
-        c = 2 * row
-        lines.append(f"mad.lo.s32 x, c{c}, 256, $16; mad.lo.s32 x, c{c + 1}, 2, x; cvt.rn.f32.s32 ${row}, x;")
+        for number in range(PER):
+            c, q = ", ".join(f"c{4 * number + i}" for i in range(4)), outs + 6 + 8 * number + j
+            lines.append(
+                "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+                f"{{{c}}}, {{a0, a1, a2, a3}}, {{${q}, ${q + 4}}}, {{{c}}};"
+            )
+    for i in range(outs):
+        # one head has its two numbers side by side, of two heads each number has a product
+        first, second = (2 * i, 2 * i + 1) if PER == 1 else (i, 4 + i)
+        less = outs + 6 + 8 * PER + i % PER
+        lines.append(f"mad.lo.s32 x, c{first}, 256, ${less}; mad.lo.s32 x, c{second}, 2, x; cvt.rn.f32.s32 ${i}, x;")
     return "{ " + "\n".join(lines) + " }"
+
+
+@triton.constexpr_function
+def _keys_constraints(PER):
+    return "=&f" + ",=&f" * (2 * PER - 1) + ",l" * 6 + ",r" * (9 * PER)
 
 
 @triton.jit
 def _key_products(keys, queries, e):
-    """Products of a query's whole numbers with the keys of two tokens, in their steps: two float32 tensors ``[E]``."""
-    asm: tl.constexpr = _keys_asm()
+    """Products of the whole numbers of a thread's query heads with the keys of its two tokens, in their steps: float32
+    ``[E]`` of the first token for each head, then of the second.
+    """
+    PER: tl.constexpr = len(queries.unit)
+    asm: tl.constexpr = _keys_asm(PER)
+    constraints: tl.constexpr = _keys_constraints(PER)
+    types: tl.constexpr = _float32s(2 * PER)
     # words of threads 2 and 3 have the signs of the next columns
     shift = (e % 4 // 2).to(tl.int64)
     codes = (keys[0], keys[1], keys[2], keys[3], keys[4] >> shift, keys[5] >> shift)
-    given = codes + queries.words + (queries.less,)
-    constraints: tl.constexpr = "=&f,=&f" + ",l" * 6 + ",r" * 9
-    return tl.inline_asm_elementwise(asm, constraints, given, (tl.float32, tl.float32), False, 1)
+    given = codes + queries.words + queries.less
+    return tl.inline_asm_elementwise(asm, constraints, given, types, False, 1)
 
 
 @triton.jit
 def _as_second_matrix(x):
-    """Weights ``[E]`` as the instruction asks for its second matrix: of two tokens, in bfloat16, in a word."""
-    asm: tl.constexpr = """{ .reg .b32 x; .reg .f32 z; mov.f32 z, 0f00000000;
+    """Weights of a token, ``[E]`` for each head, as the instruction asks for its second matrix: in bfloat16, of two
+    tokens in a word.
+    """
+    zero: tl.constexpr = """{ .reg .b32 x; .reg .f32 z; mov.f32 z, 0f00000000;
         cvt.rn.bf16x2.f32 x, z, $1; movmatrix.sync.aligned.m8n8.trans.b16 $0, x; }"""
-    return tl.inline_asm_elementwise(asm, "=r,f", [x], tl.int32, False, 1)
+    both: tl.constexpr = """{ .reg .b32 x;
+        cvt.rn.bf16x2.f32 x, $2, $1; movmatrix.sync.aligned.m8n8.trans.b16 $0, x; }"""
+    if len(x) == 1:
+        return tl.inline_asm_elementwise(zero, "=r,f", [x[0]], tl.int32, False, 1)
+    else:
+        return tl.inline_asm_elementwise(both, "=r,f,f", [x[0], x[1]], tl.int32, False, 1)
 
 
 @triton.constexpr_function
@@ -187,45 +228,67 @@ def _weighted(acc, values, p0, p1, WORD: tl.constexpr):
 
 
 @triton.jit
-def no_sums():
+def no_sums(PER: tl.constexpr):
     """The `LaneSums` before the first token."""
-    zero, acc = tl.zeros([32], tl.float32), ()
+    zero, acc, m, none = tl.zeros([32], tl.float32), (), (), ()
     for _ in tl.static_range(32):
         acc = acc + (zero,)  # noqa: RUF005
-    return LaneSums(acc, tl.full([32], float("-inf"), tl.float32), zero, zero)
+    for _ in tl.static_range(PER):
+        m, none = m + (tl.full([32], float("-inf"), tl.float32),), none + (zero,)  # noqa: RUF005
+    return LaneSums(acc, m, none, none)
 
 
 @triton.jit
 def add_group(sums, queries, group, base, scale, e, CAP: tl.constexpr):
-    """Add a `LaneGroup`. base ``[E]``: product of each thread's query head with the group's centre."""
-    x0, x1 = _key_products(group.key_codes, queries, e)
-    s0 = soft_cap((x0 * (queries.unit * group.key_steps[0].to(tl.float32)) + base) * scale, CAP)[0]
-    s1 = soft_cap((x1 * (queries.unit * group.key_steps[1].to(tl.float32)) + base) * scale, CAP)[0]
-    m = tl.maximum(sums.m, lanes.largest_of_lanes(tl.maximum(s0, s1)))
-    p0, p1, alpha = tl.exp2(s0 - m), tl.exp2(s1 - m), tl.exp2(sums.m - m)
+    """Add a `LaneGroup`. base: product of each of a thread's query heads with the group's centre, ``[E]`` for each."""
+    PER: tl.constexpr = len(base)
+    x, m, total, shift, alpha, w0, w1 = _key_products(group.key_codes, queries, e), (), (), (), (), (), ()
+    key_step0, key_step1 = group.key_steps[0].to(tl.float32), group.key_steps[1].to(tl.float32)
     step0, step1 = group.steps[0].to(tl.float32), group.steps[1].to(tl.float32)
-    zero0, zero1 = group.zeros[0].to(tl.float32), group.zeros[1].to(tl.float32)
-    shift = sums.shift * alpha + p0 * (zero0 + MIDDLE * step0) + p1 * (zero1 + MIDDLE * step1)
-    w0, w1, first, second = _as_second_matrix(p0 * step0), _as_second_matrix(p1 * step1), (), ()
+    middle0, middle1 = group.zeros[0].to(tl.float32) + MIDDLE * step0, group.zeros[1].to(tl.float32) + MIDDLE * step1
+    for s in tl.static_range(PER):
+        s0 = soft_cap((x[s] * (queries.unit[s] * key_step0) + base[s]) * scale, CAP)[0]
+        s1 = soft_cap((x[PER + s] * (queries.unit[s] * key_step1) + base[s]) * scale, CAP)[0]
+        larger = tl.maximum(sums.m[s], lanes.largest_of_lanes(tl.maximum(s0, s1)))
+        p0, p1, before = tl.exp2(s0 - larger), tl.exp2(s1 - larger), tl.exp2(sums.m[s] - larger)
+        m, alpha, w0, w1 = m + (larger,), alpha + (before,), w0 + (p0 * step0,), w1 + (p1 * step1,)  # noqa: RUF005
+        total = total + (sums.total[s] * before + p0 + p1,)  # noqa: RUF005
+        shift = shift + (sums.shift[s] * before + p0 * middle0 + p1 * middle1,)  # noqa: RUF005
+    first, second = (), ()
     for i in tl.static_range(16):
-        first = first + (sums.acc[i] * alpha if i % 2 == 0 else sums.acc[i],)  # noqa: RUF005
-        second = second + (sums.acc[i + 16] * alpha if i % 2 == 0 else sums.acc[i + 16],)  # noqa: RUF005
-    acc = _weighted(first, group.value_codes, w0, w1, 0) + _weighted(second, group.value_codes, w0, w1, 1)
-    return LaneSums(acc, m, sums.total * alpha + p0 + p1, shift)
+        if i % 2 < PER:
+            first = first + (sums.acc[i] * alpha[i % 2],)  # noqa: RUF005
+            second = second + (sums.acc[i + 16] * alpha[i % 2],)  # noqa: RUF005
+        else:
+            first, second = first + (sums.acc[i],), second + (sums.acc[i + 16],)  # noqa: RUF005
+    p0, p1 = _as_second_matrix(w0), _as_second_matrix(w1)
+    acc = _weighted(first, group.value_codes, p0, p1, 0) + _weighted(second, group.value_codes, p0, p1, 1)
+    return LaneSums(acc, m, total, shift)
+
+
+@triton.jit
+def _of_heads(x):
+    """Numbers ``[8, 4]`` of each of a thread's query heads, for threads by ``e // 4`` and ``e % 4``, for all heads."""
+    return x[0] if len(x) == 1 else tl.reshape(tl.join(x[0], x[1]), (x[0].shape[0], 8))
 
 
 @triton.jit
 def whole_sums(sums):
-    """Sums of values ``[128, 4]``, largest scores ``[4]`` and sums of weights ``[4]`` of all tokens."""
-    x = ()
+    """Sums of values ``[128, 4 * PER]``, largest scores and sums of weights ``[4 * PER]`` of all tokens."""
+    PER: tl.constexpr = len(sums.m)
+    x, shift, m, total = (), (), (), ()
     for high in tl.static_range(2):
         for i in tl.static_range(8):
-            x = x + (sums.acc[4 * i + 2 * high],)  # noqa: RUF005
-    for _ in tl.static_range(4):
+            for s in tl.static_range(PER):
+                x = x + (sums.acc[4 * i + 2 * high + s],)  # noqa: RUF005
+    for _ in tl.static_range(3 + PER):
         halves = ()
         for i in tl.static_range(len(x) // 2):
             halves = halves + (tl.join(x[i], x[i + len(x) // 2]),)  # noqa: RUF005
         x = halves
-    acc = tl.reshape(tl.permute(tl.reshape(x[0], (8, 4, 2, 8)), (2, 0, 3, 1)), (128, 4))
-    shift, m = tl.sum(tl.reshape(sums.shift, (8, 4)), 0), tl.max(tl.reshape(sums.m, (8, 4)), 0)
-    return acc + shift[None, :], m, tl.sum(tl.reshape(sums.total, (8, 4)), 0)
+    for s in tl.static_range(PER):
+        shift = shift + (tl.reshape(sums.shift[s], (8, 4)),)  # noqa: RUF005
+        m = m + (tl.reshape(sums.m[s], (8, 4)),)  # noqa: RUF005
+        total = total + (tl.reshape(sums.total[s], (8, 4)),)  # noqa: RUF005
+    acc = tl.reshape(tl.permute(tl.reshape(x[0], (8, 4, 2, 8, PER)), (2, 0, 3, 1, 4)), (128, 4 * PER))
+    return acc + tl.sum(_of_heads(shift), 0)[None, :], tl.max(_of_heads(m), 0), tl.sum(_of_heads(total), 0)
