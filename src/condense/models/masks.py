@@ -47,11 +47,11 @@ def condense_mask(
     Transformers calls this once per forward and, for some caches, passes the result through it again.
 
     - If the caller gave no mask, all tokens are real: returns the numbers of packed documents, int32 ``[B, 1, 1, L]``,
-    if positions mark several, else None. Every layer gets these numbers, while some models give positions to none.
+      if positions mark several, else None. Every layer gets these numbers, while some models give positions to none.
     - For a single token after others in a growing cache, returns None if all tokens are real.
     - Unused slots of a static cache count as padding.
     - A mask that is too short is returned too short, and the attention function raises. With one token and a static
-    cache on a GPU the missing columns count as padding, because a check would wait for the device.
+      cache on a GPU the missing columns count as padding, because a check would wait for the device.
 
     Raises ValueError for a mask function other than a causal, sliding, chunked or packed one.
     """
