@@ -28,6 +28,8 @@ from condense.models.stopwatch import timed_generate
 from condense.results import fingerprint, plain
 from condense.version import __version__
 
+STEPS = 16  # tokens after the first; their median time counts
+_LONG_S = 3.0  # a prompt that takes longer is timed once, others three times; one reading before warms up
 _SLICE = 1024  # rows of logits that are held in float32 at a time
 
 # layer index -> number of a candidate; layers that are left out stay stock
@@ -186,10 +188,6 @@ def _conditions(model: PreTrainedModel, candidates: Sequence[Method], samples: S
     for sample in samples:
         digest.update(sample.ids.numpy().tobytes() + sample.compared.numpy().tobytes())
     return digest.hexdigest()
-
-
-STEPS = 16  # tokens after the first; their median time counts
-_LONG_S = 3.0  # a prompt that takes longer is timed once, others three times; one reading before warms up
 
 
 @dataclass(frozen=True)

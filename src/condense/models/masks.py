@@ -27,6 +27,9 @@ _COMPOSED = {
     "and_masks.<locals>.and_mask": "mask_functions",
     "remap_positions_for_packed_sequence.<locals>.inner_mask": "mask_function",
 }
+# Keyword argument of a model's forward, by which the caller promises that all new tokens are real and that, without
+# cu_seq_lens_q, each row is one document. Then no layer reads the mask on the host, which a compiled forward cannot.
+ALL_REAL = "condense_all_real"
 
 
 def condense_mask(
@@ -128,11 +131,6 @@ def _documents(mask_function: Callable[..., Any]) -> Tensor | None:
         return numbers[:, None, None].to(torch.int32)
     parts = _parts(mask_function) if mask_function.__qualname__ in _COMPOSED else ()
     return next((found for part in parts if (found := _documents(part)) is not None), None)
-
-
-# Keyword argument of a model's forward, by which the caller promises that all new tokens are real and that, without
-# cu_seq_lens_q, each row is one document. Then no layer reads the mask on the host, which a compiled forward cannot.
-ALL_REAL = "condense_all_real"
 
 
 class Padding(NamedTuple):

@@ -13,6 +13,7 @@ from condense.train.config import TrainConfig, Trained
 
 _OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense", "wo")  # the projection behind attention, in the supported families
 _LORA_SCALE = 2
+BETAS = (0.9, 0.95)
 
 
 def set_trained(model: PreTrainedModel, config: TrainConfig) -> nn.Module:
@@ -58,9 +59,6 @@ def projections(model: PreTrainedModel, which: Trained | str) -> list[str]:
     if not names:
         raise ValueError(f"train: wanted a model whose attention has projections for {which!r}, got none in it")
     return names
-
-
-BETAS = (0.9, 0.95)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

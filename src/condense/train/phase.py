@@ -17,6 +17,16 @@ from condense.train.config import PhaseConfig
 from condense.train.data import TrainingSequences
 from condense.train.trainer import COMPLETE, MixedTrainer
 
+LOG = "log.jsonl"
+_EARLY = 10  # steps, after which the time that the run will take is known
+# a variable of accelerate's, its default, the value that is needed and why
+_SHARDING = (
+    ("FSDP_VERSION", "1", "2", "the first version spreads weights in another way, which is not supported"),
+    ("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT", "SHARDED_STATE_DICT",
+     "others gather weights and optimizer on one process for every checkpoint"),
+    ("FSDP_AUTO_WRAP_POLICY", "NO_WRAP", "TRANSFORMER_BASED_WRAP",
+     "others do not spread layer by layer, and a step may gather all weights on every GPU"),
+)  # fmt: skip
 _GIB = 2**30
 
 
@@ -87,18 +97,6 @@ def _count(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return str(number)
-
-
-LOG = "log.jsonl"
-_EARLY = 10  # steps, after which the time that the run will take is known
-# a variable of accelerate's, its default, the value that is needed and why
-_SHARDING = (
-    ("FSDP_VERSION", "1", "2", "the first version spreads weights in another way, which is not supported"),
-    ("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT", "SHARDED_STATE_DICT",
-     "others gather weights and optimizer on one process for every checkpoint"),
-    ("FSDP_AUTO_WRAP_POLICY", "NO_WRAP", "TRANSFORMER_BASED_WRAP",
-     "others do not spread layer by layer, and a step may gather all weights on every GPU"),
-)  # fmt: skip
 
 
 class Watch(TrainerCallback):
