@@ -19,6 +19,7 @@ from condense.ops.triton import recall_step, recall_step_plan
 from condense.ops.triton import step as triton_step
 from condense.ops.triton.host import LOG2E, power_of_2
 from condense.ops.triton.limits import DTYPES
+from condense.ops.triton.recall_step_choice_kernels import Ranking, recall_choose_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDTHS = (64, 80, 96, 128, 256, (192, 128)) if DEVICE == "cuda" else ((16, 40), (24, 16))
@@ -235,19 +236,29 @@ def test_more_steps_than_there_is_room_for_stay_inside_the_ring():
     assert all(bool(x[:, :, W:].isnan().all()) for x in rings)
 
 
-def test_ties_go_to_the_lower_group(scratch):
-    """Equal keys: every group has the same score."""
-    q, k, v = random_qkv(1, 2, 1, 45, 16, 16)
-    settings = step_settings(RECALLS["two-open"])
-    state = empty(settings, 45, 1, (16, 16), rows=1, dtype=torch.float32, device=DEVICE)
-    for t in range(45):
-        take(t, NewToken(q[:, :, :1], k[:, :, :1], v[:, :, t : t + 1]), state, settings)
-        if t % EVERY != EVERY - 1:
-            continue
-        chosen, closed = opened(scratch, state, settings)
-        n = min(2, int(closed))
-        assert bool(chosen[..., :n].all())
-        assert not chosen[..., n:].any()
+@pytest.mark.parametrize(
+    ("levels", "apart", "first"), [(1, 1, 0), (3, 1, -1), (40, 1, -20), (40, 2**-21, 4), (40, 2**-21, -6)]
+)
+@pytest.mark.parametrize(("closed", "wanted"), [(5, 1), (63, 62), (64, 17), (1000, 125), (2047, 256), (3001, 1500)])
+def test_the_best_groups_are_chosen_and_of_equals_the_first(closed, wanted, levels, apart, first):
+    """Scores above and below 0, of which many are equal or neighbours; there are others where no group is closed."""
+    K, R, groups, generator = 2, 3, power_of_2(closed + 1000), torch.Generator().manual_seed(closed)
+    score = first + apart * (torch.rand(K, R, groups, generator=generator) * levels).round().to(DEVICE)
+    # two splits, the sum of which is 1
+    top, total = torch.zeros(K, R, 2, device=DEVICE), torch.full((K, R, 2), 0.5, device=DEVICE)
+    chosen = torch.full((K, groups), -1, dtype=torch.int32, device=DEVICE)
+    offset = torch.zeros(K, groups, device=DEVICE)
+    seen, none = torch.tensor([[closed - 1], [0]], dtype=torch.int32, device=DEVICE)
+    ranking = Ranking(groups, max(0, (groups // 1024).bit_length() - 1), 0, 1, 1, 2, 2, True)
+    recall_choose_kernel[(K,)](
+        score, top, total, seen, none, chosen, none, offset, none, none, none, none, none, None,
+        K, R, groups, 2, 0, 0.5, groups, wanted, 0, 1, 1, groups, ranking, False, False, False, num_warps=8,
+    )  # fmt: skip
+    order = score.amax(1)[:, :closed].sort(dim=1, descending=True, stable=True).indices
+    best = order[:, :wanted].sort(1).values
+    assert torch.equal(chosen[:, :wanted].long(), best)
+    is_open = torch.zeros(K, closed, dtype=torch.bool, device=DEVICE).scatter_(1, best, True)
+    assert torch.equal(offset[:, :closed], torch.where(is_open, -torch.inf, 0.5))
 
 
 def test_many_groups(scratch):
