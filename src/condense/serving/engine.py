@@ -64,25 +64,38 @@ def check_engine(engine: EngineSettings) -> None:
         )
     # vLLM turns offloading into a KV transfer: the error names the flag that the user gave
     transfer = engine.kv_transfer and not engine.offloading
-    refused = {
-        "--kv-offloading-size is not served with condensed models: leave it out": engine.offloading,
-        "--kv-transfer-config is not served with condensed models: leave it out": transfer,
-        "--disable-hybrid-kv-cache-manager would keep every token of a condensed model: leave it "
-        "out": engine.one_manager,
-        "--speculative-config is not served with condensed models, but for the method ngram on a CPU, with Recall "
-        "that reads prompts as steps (prompt='recall') and groups that one query weighs, or none (summary='last'): "
-        "leave it out": engine.speculative,
-        "context parallelism is not served with condensed models: use tensor parallelism": engine.shared_context,
-        "--enable-dbo is not served with condensed models: leave it out": engine.microbatches,
-        "--enable-lora is not served with latents (MLA), whose up-projections are read without their adapters: "
-        "leave it out": engine.adapted_latents,
-        "--enable-lora is not served with condensed GPT-OSS: vLLM knows the order of gates and values in adapters "
-        "of its experts by the name of the stock architecture alone; leave it out, or merge the "
-        "adapter": engine.adapted_gpt_oss,
-        "all layers of a model with latents (MLA) must be condensed to be served, got dense attention in layers "
-        f"{layers_as_text(engine.dense_latents)}: give each a method": engine.dense_latents,
-    }
-    wrong += [message for message, is_used in refused.items() if is_used]
+    uses = (
+        (engine.offloading, "--kv-offloading-size is not served with condensed models: leave it out"),
+        (transfer, "--kv-transfer-config is not served with condensed models: leave it out"),
+        (
+            engine.one_manager,
+            "--disable-hybrid-kv-cache-manager would keep every token of a condensed model: leave it out",
+        ),
+        (
+            engine.speculative,
+            "--speculative-config is not served with condensed models, but for the method ngram on a CPU, with Recall "
+            "that reads prompts as steps (prompt='recall') and groups that one query weighs, or none (summary='last'): "
+            "leave it out",
+        ),
+        (engine.shared_context, "context parallelism is not served with condensed models: use tensor parallelism"),
+        (engine.microbatches, "--enable-dbo is not served with condensed models: leave it out"),
+        (
+            engine.adapted_latents,
+            "--enable-lora is not served with latents (MLA), whose up-projections are read without their adapters: "
+            "leave it out",
+        ),
+        (
+            engine.adapted_gpt_oss,
+            "--enable-lora is not served with condensed GPT-OSS: vLLM knows the order of gates and values in adapters "
+            "of its experts by the name of the stock architecture alone; leave it out, or merge the adapter",
+        ),
+        (
+            engine.dense_latents,
+            "all layers of a model with latents (MLA) must be condensed to be served, got dense attention in layers "
+            f"{layers_as_text(engine.dense_latents)}: give each a method",
+        ),
+    )
+    wrong += [message for is_used, message in uses if is_used]
     if wrong:
         raise ValueError("; ".join(wrong))
 
