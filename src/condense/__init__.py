@@ -15,7 +15,7 @@ from condense.demo import demo_model
 from condense.functional import attention
 from condense.latent import latent_attention
 from condense.methods import CCA, DGA, LCA, Dense, LMInfinite, Method, Recall, Reread, StreamingLLM
-from condense.models import GraphDecoder, apply, install, register, restore, use
+from condense.models import GraphDecoder, apply, closed_mass, install, register, restore, use
 from condense.version import __version__
 
 install()
@@ -44,6 +44,7 @@ __all__ = [
     "attention",
     "cache_nbytes",
     "calibrate",
+    "closed_mass",
     "demo_model",
     "latent_attention",
     "register",

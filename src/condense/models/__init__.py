@@ -5,3 +5,4 @@ from condense.models.choice import MethodChoice, as_steps, choice_from_text, des
 from condense.models.graph import GraphDecoder
 from condense.models.hooks import install
 from condense.models.registration import register
+from condense.models.watch import closed_mass

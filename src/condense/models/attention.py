@@ -165,15 +165,21 @@ class CacheProxy:
             return None
         real = None if call.mask is None or ALL_REAL in call.options else self._real_rows(call, call.mask, layer)
         if latent_width is None:
-            return layer.step(NewToken(q, k, v, real), scale=call.scale, extras=call.extras)
-        if head_group(module, q.shape[1]) is not None:
+            out = layer.step(NewToken(q, k, v, real), scale=call.scale, extras=call.extras)
+        elif head_group(module, q.shape[1]) is not None:
             # a step averages queries over the heads of this rank only
             if isinstance(layer, CondensedLayer):
                 return None
             raise ValueError("static caches of latents cannot be tensor parallel: leave cache_implementation unset")
-        up = up_projection(module, q.shape[1], q)
-        out = layer.step(NewToken(up.absorb(q), k, v, real), scale=call.scale, latent_width=latent_width)
-        return up.project_out(out)
+        else:
+            up = up_projection(module, q.shape[1], q)
+            q = up.absorb(q)
+            out = layer.step(NewToken(q, k, v, real), scale=call.scale, latent_width=latent_width)
+            out = up.project_out(out)
+        watch: Any = module.condense_watch
+        if watch is not None:
+            watch.note(q, real, layer, call.scale)
+        return out
 
     def _real_rows(
         self, call: AttentionCall, mask: Tensor, layer: CondensedLayer | StaticCondensedLayer
@@ -248,13 +254,15 @@ class CondensedAttention(nn.Module):
     condense_method: None for a layer that stays stock. condense_window: a method that computes the same as a stock
     layer with a sliding window or chunks, None for other layers. It is used in static caches, because stock layers
     count tokens on the host, which a replayed graph does not do. condense_previous: the attention implementation that
-    `condense.restore` returns to. condense_board: shared by the layers, see `condense.models.forward`.
+    `condense.restore` returns to. condense_board: shared by the layers, see `condense.models.forward`. condense_watch:
+    a `condense.models.watch.Watch` that looks at steps, or None.
     """
 
     condense_method: Method | None
     condense_window: Method | None
     condense_previous: str
     condense_board: ForwardBoard
+    condense_watch: Any = None
     # set by MLA's stock classes; declared here because `is_latent` reads it of every layer in every step, and a missing
     # attribute is slow: nn.Module searches all parameters for it
     kv_lora_rank: int | None = None

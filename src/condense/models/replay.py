@@ -14,6 +14,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.masking_utils import create_chunked_causal_mask
 
 from condense.models.families import has_eager_experts, rope_that_changes
+from condense.models.watch import is_watched
 
 # cache sizes are multiples of this, because Triton compiles kernels anew for numbers of groups that 16 does not divide,
 # and a group has 16 tokens by default
@@ -63,11 +64,11 @@ def is_compiled(model: PreTrainedModel) -> bool:
 def can_replay(model: PreTrainedModel) -> bool:
     """True for a model on one CUDA device and in one process whose steps can be captured.
 
-    Not if its user compiled the forward, nor if its experts wait for the device.
+    Not if its user compiled the forward, nor if its experts wait for the device or each step is watched.
     """
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     devices = set(getattr(model, "hf_device_map", {}).values())
-    captures = not is_compiled(model) and not has_eager_experts(model)
+    captures = not is_compiled(model) and not has_eager_experts(model) and not is_watched(model)
     return model.device.type == "cuda" and not distributed and len(devices) <= 1 and captures
 
 

@@ -109,15 +109,30 @@ def index_scores(q: Tensor, index: GroupIndex, scale: float) -> Tensor:
 
     q ``[B, H, L, D]``, scale > 0. A group's score is its centre's and the largest of what its tokens differ by.
     """
+    of_tokens, of_centres, unit = _products(q, index)
+    return (of_tokens.amax(-1) + of_centres) * (unit * scale)
+
+
+@torch.no_grad()
+def token_scores(q: Tensor, index: GroupIndex, scale: float) -> Tensor:
+    """Score of each token of each group, of which `index_scores` takes the largest, ``[B, H, L, G, g]``."""
+    of_tokens, of_centres, unit = _products(q, index)
+    return (of_tokens + of_centres[..., None]) * (unit * scale)[..., None]
+
+
+def _products(q: Tensor, index: GroupIndex) -> tuple[Tensor, Tensor, Tensor]:
+    """Whole numbers of queries times what tokens differ by ``[B, H, L, G, g]`` and times centres ``[B, H, L, G]``, and
+    what 1 stands for ``[B, H, L, 1]``.
+    """
     B, H, L, D = q.shape
-    (_, K, G, _), (numbers, unit) = index.steps.shape, turned_queries(q)
+    (_, K, G, _), g, (numbers, unit) = index.steps.shape, index.group_size, turned_queries(q)
     signs, centres = index.turned(D, numbers.dtype).flatten(2, 3), index.centres(D, numbers.dtype)
-    steps, of_centres = index.steps.to(numbers.dtype)[:, :, None].split([index.group_size, 1], dim=4)
+    steps, of_centres = index.steps.to(numbers.dtype)[:, :, None].split([g, 1], dim=4)
     # whole numbers below 2 ** 24, so that no order of the sum rounds them
     numbers = numbers.reshape(B, K, H // K * L, D)
-    of_tokens = ((numbers @ signs.mT).unflatten(3, (G, index.group_size)) * steps).amax(-1)
-    scores = of_tokens + (numbers @ centres.mT) * of_centres[..., 0]
-    return scores.reshape(B, H, L, G) * (unit * scale)
+    of_tokens = (numbers @ signs.mT).unflatten(3, (G, g)) * steps
+    centre = (numbers @ centres.mT) * of_centres[..., 0]
+    return of_tokens.reshape(B, H, L, G, g), centre.reshape(B, H, L, G), unit
 
 
 @torch.no_grad()
