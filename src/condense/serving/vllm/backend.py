@@ -198,7 +198,7 @@ class CondensedImpl(AttentionImpl[CondensedMetadata]):
 class CondensedAttention(Attention):
     """A layer that takes the place of a stock one, under its name, with the backend that reads and writes pages.
 
-    up: the up-projections of a layer on latents ; None for others. has_step: graphs may record single tokens.
+    up: the up-projections of a layer on latents; None for others. has_step: graphs may record single tokens.
     """
 
     up: UpProjection | None = None
