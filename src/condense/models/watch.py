@@ -22,10 +22,11 @@ class Watch:
     def __init__(self) -> None:
         self.shares: list[Tensor] = []
 
+    @torch.compiler.disable(reason="condense.closed_mass looks at every step: compile without fullgraph in its block")
     def note(self, q: Tensor, real: Tensor | None, layer: CondensedCacheLayer, scale: float) -> None:
         """Add the share of a step that ``layer`` has just made; q ``[B, H, 1, D]``, real as in the step."""
-        if torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
-            raise ValueError("closed_mass looks at every step, got one that is compiled or captured: leave the block")
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ValueError("closed_mass looks at every step, got one captured in a CUDA graph: leave the block")
         assert layer.buffers is not None
         share = mass_of(q, layer.buffers, layer.store.settings, scale).float().cpu()
         self.shares.append(share if real is None else share.masked_fill(real.cpu()[:, None] == 0, float("nan")))
@@ -43,9 +44,9 @@ def closed_mass(model: nn.Module) -> Iterator[dict[int, list[Tensor]]]:
     Yields a dict from the index of each layer with `Recall` to a list, to which every step of one token adds the share
     of dense attention's weights that falls to closed groups which are not open, float32 ``[B, H]`` on the CPU; NaN for
     rows whose token is padding. It is estimated from the index, see `condense.ops.step.mass`. In the block
-    `generate` runs step by step, and each step waits for the device.
-    Raises ValueError for a model without such layers, one that is watched already, and steps that are compiled or
-    captured.
+    `generate` runs step by step, and each step waits for the device. Steps replayed from a graph that was captured
+    before are not seen; a compiled forward is left at each layer.
+    Raises ValueError for a model without such layers, one that is watched already, and steps that are captured.
     """
     condensed = [module for module in model.modules() if isinstance(module, CondensedAttention)]
     layers: list[Any] = [module for module in condensed if isinstance(module.condense_method, Recall)]
