@@ -102,9 +102,9 @@ class RecordPool(Pool):
         """The parts of the records of a request's complete groups, by name: ``[1, K, G, columns]``, or of tokens."""
         g = self.method.group_size
         slots = slice(self.plan.settings.summary_delay // g, request.seen // g)
-        records = self.records[torch.tensor(request.entries, device=self.bytes.device)]
-        records = records.transpose(0, 1).flatten(1, 2)[None, :, slots]
-        return {x.name: x.of(records).unflatten(3, x.shape).flatten(2, -2) for x in self.form.parts}
+        views = self.form.views(self.records[torch.tensor(request.entries, device=self.bytes.device)])
+        kept = {name: x.transpose(0, 1).flatten(1, 2)[None, :, slots] for name, x in views.items()}
+        return {part.name: kept[part.name].unflatten(3, part.shape).flatten(2, -2) for part in self.form.parts}
 
 
 def check_same(got, want):

@@ -116,13 +116,16 @@ def test_the_bytes_of_a_record():
     form = record_format(settings, (128, 128), torch.bfloat16)
     starts = {part.name: (part.start, part.columns) for part in form.parts}
     assert starts == {
-        "entries_k": (0, 128), "entries_v": (256, 128), "signs": (512, 320), "steps": (832, 17), "store": (880, 4192),
+        "signs": (0, 320), "steps": (320, 17), "entries_k": (368, 128), "entries_v": (624, 128), "store": (880, 4192),
     }  # fmt: skip
     assert form.nbytes == 880 + 16 * 262
+    assert form.sizes == (368, 512 + 16 * 262)
     k, v = (torch.randn(1, 2, 3, 16, 128).bfloat16() for _ in range(2))
     index, rest = split_keys(k)
     kept = {"signs": index.signs, "steps": index.steps, "entries_k": k[..., 0, :], "entries_v": v[..., 0, :]}
     kept |= {"store": settings.store_format.pack(k, v, rest)}
-    records = form.pack(kept)
-    assert records.shape == (1, 2, 3, form.nbytes)
-    assert all(torch.equal(x, kept[name].reshape(x.shape)) for name, x in form.views(records).items())
+    pages = torch.empty(1, 2, 3, form.nbytes, dtype=torch.uint8)
+    for plane, rows in zip(form.planes(pages), form.pack(kept), strict=True):
+        plane.copy_(rows)
+    assert all(torch.equal(x, kept[name].reshape(x.shape)) for name, x in form.views(pages).items())
+    assert torch.equal(pages[0, 1].flatten()[: 3 * 368], form.pack(kept)[0][0, 1].flatten())

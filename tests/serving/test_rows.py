@@ -133,7 +133,7 @@ def test_operations_do_not_grow_with_requests(monkeypatch, prompt):
         asked = [pool.add(40 + i % 3) for i in range(num)]
         once = read_twice(monkeypatch, [(r, tokens_of(r.length, 0)) for r in asked], pool)
         counts[num] = sum(once.values())
-    assert counts[1] <= counts[2] == counts[14] <= 123, counts
+    assert counts[1] <= counts[2] == counts[14] <= 124, counts
 
 
 def read_twice(monkeypatch, chunks, pool):

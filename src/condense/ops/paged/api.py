@@ -113,8 +113,8 @@ def _check_records(state: PagedState, k: Tensor, v: Tensor, settings: StepSettin
     nbytes = record_format(settings, (D, Dv), k.dtype).nbytes
     if x.dtype != torch.uint8 or x.dim() != 4 or x.shape[1] != K or x.shape[3] != nbytes:
         raise ValueError(f"entries must be pages uint8 [P, {K}, N, {nbytes}], got {tuple(x.shape)} in {x.dtype}")
-    if x.stride(3) != 1 or any(n % RECORD_UNIT for n in (*x.stride()[:3], x.data_ptr())):
+    if x.stride()[2:] != (nbytes, 1) or any(n % RECORD_UNIT for n in (*x.stride()[:2], x.data_ptr())):
         raise ValueError(
-            f"records must begin at multiples of {RECORD_UNIT} bytes and be contiguous, got pages with strides "
-            f"{x.stride()} at address {x.data_ptr()}"
+            f"records must begin at multiples of {RECORD_UNIT} bytes, those of a page side by side, got pages with "
+            f"strides {x.stride()} at address {x.data_ptr()}"
         )

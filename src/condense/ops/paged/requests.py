@@ -122,7 +122,11 @@ class PagedLayer:
         """Store the entries of groups, or their records; to kernels each is a row whose new token is its last."""
         window, entries = self.state.window, self.state.entries
         if self.closes is None:
-            self.store(entries, groups.entries, self.made(self.load(window, groups.tokens), calls))
+            form = record_format(self.settings, self.widths, window.cache.dtype)
+            planes = form.planes(entries.cache) if self.state.holds_records else (entries.cache,)
+            made = self.made(self.load(window, groups.tokens), calls)
+            for plane, rows in zip(planes, made, strict=True):
+                self.store(entries._replace(cache=plane), groups.entries, rows)
             return
         k, v = (x[groups.last] for x in self.qkv[1:])
 
@@ -133,8 +137,10 @@ class PagedLayer:
         state = self.state._replace(window=of_groups(window), entries=of_groups(entries))
         self.closes(k, k, v, state, groups.seen, self.settings)
 
-    def made(self, tokens: Tensor, calls: tuple[Call, ...]) -> Tensor:
-        """Entries ``[G, K, D + Dv]``, or their records ``[G, K, C]``, of groups of tokens ``[1, K, G * g, D + Dv]``."""
+    def made(self, tokens: Tensor, calls: tuple[Call, ...]) -> tuple[Tensor, ...]:
+        """Entries ``[G, K, D + Dv]``, or both planes of their records ``[G, K, n]``, of groups of tokens
+        ``[1, K, G * g, D + Dv]``.
+        """
         settings, (D, _), g = self.settings, self.widths, self.settings.rule.chunk
         chunks = Chunks(tokens[..., :D], tokens[..., D:], 0, tokens.shape[2] // g, g, 0)
         assert settings.key_pooling is not None
@@ -150,10 +156,10 @@ class PagedLayer:
             )  # fmt: skip
         if self.state.holds_records:
             named = dict(zip(entry_names(settings), packed(kept, settings), strict=True))
-            made = record_format(settings, self.widths, tokens.dtype).pack(named)
+            made: tuple[Tensor, ...] = record_format(settings, self.widths, tokens.dtype).pack(named)
         else:
-            made = torch.cat(kept, dim=3)
-        return made[0].transpose(0, 1)
+            made = (torch.cat(kept, dim=3),)
+        return tuple(x[0].transpose(0, 1) for x in made)
 
     def mean_queries(self, q: Tensor) -> Tensor:
         """Means ``[B, K, L, D]`` of the queries that share a KV head, of q ``[B, H, L, D]``."""

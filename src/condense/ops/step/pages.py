@@ -57,9 +57,10 @@ class PagedState(NamedTuple):
 
     window: in the dtype of k, slot t holds the token at position t, ``[k | v]``, C = D + Dv.
     entries: slot ``j + summary_delay / g`` holds the entry of group j, ``[k | v]`` in the dtype of k. Or uint8, for any
-    settings, and always with a choice: it holds the record of group j, C bytes as `condense.ops.step.record_format`
-    lays them out. With a choice the delay is 0: a record is written when the last token of its group is read, and
-    depends on the group's tokens alone. Pages of records lie at multiples of 16 bytes, at any distance.
+    settings, and always with a choice: there it is the record of group j, C bytes, those of a page side by side, as
+    `condense.ops.step.record_format` lays them out. With a choice the delay is 0: a record is written when the last
+    token of its group is read, and depends on the group's tokens alone. Pages of records lie at multiples of 16 bytes,
+    at any distance.
     ring: in the dtype of k, slot ``t % N`` of a request's only page holds the mean query of position t in its first D
     columns; None for methods that need one query or none (`condense.serving.plan`).
     up: the up-projections, if tokens are latents (MLA): K is 1, a key is ``[c ; k_rope]`` and Dv is 0. Else None.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from condense.ops.recall.index import rotation
 from condense.ops.step.pages import PagedState, Pages, room_for
+from condense.ops.step.records import record_format
 from condense.ops.step.settings import StepSettings
 from condense.ops.triton.device.address import PageForm
 from condense.ops.triton.host import cdiv, dense_rows, on_device_of
@@ -105,6 +106,7 @@ def _sizes_of(q: Tensor, state: PagedState, settings: StepSettings) -> tuple[Any
     if obstacle is not None:
         raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
     assert settings.rule.window is not None
-    tokens, pages = settings.rule.window + settings.rule.chunk, (PageForm.of(state.window), PageForm.of(far))
+    records = PageForm.of_records(far, record_format(settings, (D, C - D), q.dtype))
+    tokens, pages = settings.rule.window + settings.rule.chunk, (PageForm.of(state.window), records)
     room = Room(groups, tokens, 0, 0, *pages, _room(far))
     return q.device, q.dtype, (R, H, K), (*widths, latent), room, settings.number

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from condense.ops.triton.device.address import Tokens, form_row, part_at, token_rows
+from condense.ops.triton.device.address import Tokens, form_place, part_at, place_row, token_rows
 from condense.ops.triton.device.codes import row_width
 from condense.ops.triton.device.entry import (
     Buffer,
@@ -229,7 +229,9 @@ def recall_close_kernel(
         place = near_ptr + b * NEAR.s_table
         ring_k_ptr += kvh * NEAR.s_head
         ring_v_ptr += kvh * NEAR.s_head
-        record = kvh * FAR.s_head + form_row(far_ptr + b * FAR.s_table, group, closes, FAR)
+        found = form_place(far_ptr + b * FAR.s_table, group, closes, FAR)
+        record = kvh * FAR.s_head + place_row(found, FAR.s_slot, FAR)
+        index = kvh * FAR.s_head + place_row(found, FAR.s_index, FAR)
     keys, values = Tokens(ring_k_ptr, k_ptr, place), Tokens(ring_v_ptr, v_ptr, place)
     if FAR is None:
         store_ptr += (head * (N // g) + group) * FORM.piece
@@ -253,8 +255,8 @@ def recall_close_kernel(
             at = head * G + group
             signs_ptr, steps_ptr = signs_ptr + at * index_widths(g, D)[0], steps_ptr + at * index_widths(g, D)[1]
         else:
-            signs_ptr += part_at(signs_ptr, record)
-            steps_ptr += part_at(steps_ptr, record)
+            signs_ptr += part_at(signs_ptr, index)
+            steps_ptr += part_at(steps_ptr, index)
         _put_index(keys, rotation_ptr, signs_ptr, steps_ptr, store_ptr, first, t, FORM, NEAR)
     if closes & (work == 3):
         k = load_row(k_ptr, KIND.D0, KIND.D1)

@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from condense.ops.triton.device import lane_tokens, lanes
-from condense.ops.triton.device.address import form_row, head_rows, part_at
+from condense.ops.triton.device.address import form_place, form_row, head_rows, part_at, place_row
 from condense.ops.triton.device.codes import MIDDLE, entries_in_words, from_words, load_vectors, row_width, to_words
 from condense.ops.triton.device.parts import load_rows, parts, products, tile_width, zeros
 from condense.ops.triton.device.scores import soft_cap
@@ -194,15 +194,21 @@ def _records(entries, n, FAR: tl.constexpr):
 
 @triton.jit
 def _open_groups(opened, n, FAR: tl.constexpr):
-    """Numbers of open groups n, or the offsets of their records in bytes; beyond the last of them those of the last."""
+    """Numbers of open groups n, or the places of their records; beyond the last of them those of the last."""
     group = tl.load(opened.groups + tl.minimum(n, opened.count - 1), mask=opened.count > 0, other=0)
-    return group.to(tl.int64) if FAR is None else form_row(opened.table, group, opened.count > 0, FAR)
+    return group.to(tl.int64) if FAR is None else form_place(opened.table, group, opened.count > 0, FAR)
 
 
 @triton.jit
 def _of_group(ptr, row, SIZE: tl.constexpr, FAR: tl.constexpr):
-    """Pointers to what is kept of the groups that `_open_groups` gives, SIZE numbers of each."""
-    return ptr + (row * SIZE if FAR is None else part_at(ptr, row))
+    """Pointers to what is kept of the groups that `_open_groups` gives, SIZE numbers of each, beside their index."""
+    return ptr + (row * SIZE if FAR is None else part_at(ptr, place_row(row, FAR.s_slot, FAR)))
+
+
+@triton.jit
+def _of_index(ptr, row, SIZE: tl.constexpr, FAR: tl.constexpr):
+    """`_of_group` for what the index has of them."""
+    return ptr + (row * SIZE if FAR is None else part_at(ptr, place_row(row, FAR.s_index, FAR)))
 
 
 @triton.jit
@@ -217,8 +223,8 @@ def _put_bases(
     for start in range(first, last, 32):
         n = start + tl.arange(0, 32)
         row = _open_groups(opened, n, FAR)
-        x = load_centres(_of_group(opened.signs, row, columns[0], FAR), q[0].dtype, FORM, EARLY)
-        unit = 2 * tl.load(_of_group(opened.steps, row, columns[1], FAR) + FORM.g).to(tl.float32)
+        x = load_centres(_of_index(opened.signs, row, columns[0], FAR), q[0].dtype, FORM, EARLY)
+        unit = 2 * tl.load(_of_index(opened.steps, row, columns[1], FAR) + FORM.g).to(tl.float32)
         s = _scores(q, x, PRECISION) * unit[:, None]
         tl.store(base_ptr[None, :] + n[:, None], s, mask=inside[None, :] & (n < last)[:, None])
     tl.debug_barrier()
@@ -263,14 +269,14 @@ def _add_lanes(
     dtype: tl.constexpr = opened.steps.dtype.element_ty
     columns: tl.constexpr = index_widths(FORM.g, FORM.D)
     row = _open_groups(opened, lo, FAR)
-    piece, signs = _of_group(store_ptr, row, FORM.piece, FAR), _of_group(opened.signs, row, columns[0], FAR)
+    piece, signs = _of_group(store_ptr, row, FORM.piece, FAR), _of_index(opened.signs, row, columns[0], FAR)
     kept = lane_tokens.load_group(piece, signs, e, dtype, FORM)
     base = _lane_bases(base_ptr, lo, hi, inside)
     row = _open_groups(opened, lo + 1, FAR)
     for n in range(lo, hi):
         # found two groups ahead, and loaded one
         next_row = _open_groups(opened, n + 2, FAR)
-        piece, signs = _of_group(store_ptr, row, FORM.piece, FAR), _of_group(opened.signs, row, columns[0], FAR)
+        piece, signs = _of_group(store_ptr, row, FORM.piece, FAR), _of_index(opened.signs, row, columns[0], FAR)
         ahead = lane_tokens.load_group(piece, signs, e, dtype, FORM)
         next_base = _lane_bases(base_ptr, n + 1, hi, inside)
         sums = lane_tokens.add_group(sums, queries, kept, base, scale, e, CAP)
@@ -442,7 +448,7 @@ def recall_attend_kernel(
         for tile in range(lo, hi):
             at, start = tile // PARTS * BG + n, tile % PARTS * T
             piece = _of_group(store_ptr, row, FORM.piece, FAR)
-            signs, steps = _of_group(signs_ptr, row, columns[0], FAR), _of_group(steps_ptr, row, columns[1], FAR)
+            signs, steps = _of_index(signs_ptr, row, columns[0], FAR), _of_index(steps_ptr, row, columns[1], FAR)
             pieces = Pieces(piece, piece, n < 0, signs, steps)
             row = _open_groups(opened, (tile + 1) // PARTS * BG + n, FAR)
             if SLOTS > 0:

@@ -52,7 +52,7 @@ class _GroupTiles(NamedTuple):
 
 
 # tiles of scores for `condense.ops.triton.device.lane_signs`, 128 tokens to a warp: for few heads and for many
-_LANES = (_GroupTiles(1024, 8, 1, 2, 128), _GroupTiles(512, 4, 1, 5, 96))
+_LANES = (_GroupTiles(1024, 8, 1, 2, 128), _GroupTiles(512, 4, 1, 4, 128))
 
 
 class _Table(NamedTuple):

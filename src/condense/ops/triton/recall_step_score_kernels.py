@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from condense.ops.recall.index import CENTRE_LEVELS
 from condense.ops.triton.device import lane_signs, lanes
-from condense.ops.triton.device.address import form_row, head_rows, part_at
+from condense.ops.triton.device.address import form_place, head_rows, part_at, place_row
 from condense.ops.triton.device.parts import tile_width
 from condense.ops.triton.device.signs import centre_products, index_widths, sign_bytes, sign_products, turned_queries
 from condense.ops.triton.recall_choice_kernels import wanted_groups
@@ -26,23 +26,27 @@ _ADDED = tl.constexpr(64)
 
 @triton.jit
 def _found(far_ptr, group, closed, FAR: tl.constexpr):
-    """Numbers of groups, or the offsets of their records in bytes; beyond the closed groups those of the last one."""
+    """Numbers of groups, or the places of their records; beyond the closed groups those of the last one."""
     row = tl.minimum(group, closed - 1)
-    return row if FAR is None else form_row(far_ptr, row, closed > 0, FAR)
+    return row if FAR is None else form_place(far_ptr, row, closed > 0, FAR)
+
+
+@triton.jit
+def _of_index(ptr, row, SIZE: tl.constexpr, FAR: tl.constexpr):
+    """Offsets of what an index has of the groups that `_found` gives, SIZE numbers of each."""
+    return row.to(tl.int64) * SIZE if FAR is None else part_at(ptr, place_row(row, FAR.s_index, FAR))
 
 
 @triton.jit
 def _load_steps(steps_ptr, row, i, closed, g: tl.constexpr, FAR: tl.constexpr):
     """Steps i of the groups that `_found` gives, of which the last is the centre's; 0 if no group is closed."""
-    at = row * (g + 1) if FAR is None else part_at(steps_ptr, row)
-    return tl.load(steps_ptr + at + i, mask=closed > 0, other=0.0).to(tl.float32)
+    return tl.load(steps_ptr + _of_index(steps_ptr, row, g + 1, FAR) + i, mask=closed > 0, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _signs_at(signs_ptr, row, i, g: tl.constexpr, D: tl.constexpr, FAR: tl.constexpr):
     """Offsets of the signs of tokens i of the groups that `_found` gives; those of token g are the centre's codes."""
-    at = row.to(tl.int64) * index_widths(g, D)[0] if FAR is None else part_at(signs_ptr, row)
-    return at + i * sign_bytes(D)
+    return _of_index(signs_ptr, row, index_widths(g, D)[0], FAR) + i * sign_bytes(D)
 
 
 @triton.jit
@@ -56,7 +60,7 @@ def _load_signs(signs_ptr, row, i, g: tl.constexpr, D: tl.constexpr, FAR: tl.con
 
 @triton.jit
 def _found_by_lanes(far_ptr, first, closed, e, FAR: tl.constexpr):
-    """Numbers or offsets of groups ``first + e // 4``, ``[E]``, as `_found` gives them."""
+    """Numbers or places of groups ``first + e // 4``, ``[E]``, as `_found` gives them."""
     return tl.maximum(_found(far_ptr, first + e // 4, closed, FAR), 0)
 
 
@@ -70,11 +74,11 @@ def _load_lanes(signs_ptr, steps_ptr, row, e, g: tl.constexpr, D: tl.constexpr, 
         # each group is found by four lanes, which tell the others
         of_group = lanes.from_lane(row, 4 * i)
         signs = signs_ptr + e % 32 * 4 + _signs_at(signs_ptr, of_group, 0, g, D, FAR)
-        steps = steps_ptr + e // 4 % 8 + (of_group * (g + 1) if FAR is None else part_at(steps_ptr, of_group))
+        steps = steps_ptr + e // 4 % 8 + _of_index(steps_ptr, of_group, g + 1, FAR)
         words = signs.to(tl.pointer_type(tl.int32))
         tokens = tokens + (lanes.load_pair(words, 32) + lanes.load_pair(steps, 8),)  # noqa: RUF005
     words = (signs_ptr + e % 4 * 4 + _signs_at(signs_ptr, row, g, g, D, FAR)).to(tl.pointer_type(tl.int32))
-    steps = steps_ptr + (row * (g + 1) if FAR is None else part_at(steps_ptr, row))
+    steps = steps_ptr + _of_index(steps_ptr, row, g + 1, FAR)
     return tokens, (tl.load(words), tl.load(words + 4), tl.load(words + 8), tl.load(words + 12)), tl.load(steps + g)
 
 

@@ -13,12 +13,14 @@ import triton
 import triton.language as tl
 
 from condense.ops.step.pages import Pages
+from condense.ops.step.records import RecordFormat
 
 
 class PageForm(NamedTuple):
     """The constants of pages.
 
     slots: of a page. s_page, s_head, s_slot: strides of the cache. s_table: from one request's pages to the next one's.
+    s_index: stride of the slots of an index, which pages of records have in a plane of its own.
     """
 
     slots: int
@@ -26,11 +28,18 @@ class PageForm(NamedTuple):
     s_head: int
     s_slot: int
     s_table: int
+    s_index: int = 0
 
     @classmethod
     def of(cls, pages: Pages) -> Self:
         """Those of a cache and its table."""
         return cls(pages.slots, *pages.cache.stride()[:3], pages.table.stride(0))
+
+    @classmethod
+    def of_records(cls, pages: Pages, form: RecordFormat) -> Self:
+        """Those of pages of records, in bytes."""
+        index, rest = form.sizes
+        return cls.of(pages)._replace(s_slot=rest, s_index=index)
 
 
 class Tokens(namedtuple("Tokens", "rows new place")):
@@ -55,6 +64,21 @@ def page_row(table_ptr, slot, inside, N: tl.constexpr, s_page, s_slot):
 def form_row(table_ptr, slot, inside, FORM: tl.constexpr):
     """`page_row` for a `PageForm`."""
     return page_row(table_ptr, slot, inside, FORM.slots, FORM.s_page, FORM.s_slot)
+
+
+@triton.jit
+def form_place(table_ptr, slot, inside, FORM: tl.constexpr):
+    """The page of a slot of a request times the slots of a page, plus the slot there, for `place_row`; that of a slot
+    of page 0 where not inside.
+    """
+    return tl.load(table_ptr + slot // FORM.slots, mask=inside, other=0) * FORM.slots + slot % FORM.slots
+
+
+@triton.jit
+def place_row(place, s_slot, FORM: tl.constexpr):
+    """Offset of what `form_place` found, int64, where slots are s_slot apart."""
+    place = place.to(tl.uint32)  # divided without a look at its sign
+    return (place // FORM.slots).to(tl.int64) * FORM.s_page + (place % FORM.slots).to(tl.int64) * s_slot
 
 
 @triton.jit

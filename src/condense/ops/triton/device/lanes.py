@@ -25,15 +25,9 @@ def check_lanes(e):
 
 @triton.jit
 def from_lane(x, LANE: tl.constexpr):
-    """The numbers x ``[E]`` of one lane of each warp, int32 or int64, for all of its lanes."""
-    if x.dtype == tl.int32:
-        asm: tl.constexpr = f"shfl.sync.idx.b32 $0, $1, {LANE}, 31, -1;"
-        return tl.inline_asm_elementwise(asm, "=r,r", [x], tl.int32, False, 1)
-    else:
-        wide: tl.constexpr = f"""{{ .reg .b32 lo, hi; mov.b64 {{lo, hi}}, $1;
-            shfl.sync.idx.b32 lo, lo, {LANE}, 31, -1; shfl.sync.idx.b32 hi, hi, {LANE}, 31, -1;
-            mov.b64 $0, {{lo, hi}}; }}"""
-        return tl.inline_asm_elementwise(wide, "=l,l", [x], tl.int64, False, 1)
+    """The numbers x ``[E]`` of one lane of each warp, int32, for all of its lanes."""
+    asm: tl.constexpr = f"shfl.sync.idx.b32 $0, $1, {LANE}, 31, -1;"
+    return tl.inline_asm_elementwise(asm, "=r,r", [x], tl.int32, False, 1)
 
 
 @triton.constexpr_function
