@@ -81,7 +81,7 @@ def claims(documents: Documents) -> list[str]:
     recall, device = (Method.parse(f"recall-{where}").to_dict() for where in ("host", "device"))
     shorter = LENGTHS[-1] - _longest(documents)
     running = {name: _running(documents, name) for name in ("dense", "condensed")}
-    models = [*transfer_page.run_of(documents, transfer_page.NEWEST).values()]
+    models = [*transfer_page.models_of(documents).values()]
     sizes = sorted({round(model["parameters"] / 1e6) for model in models})
     served = {name: _untouched(documents, name) for name in running}
     one, most = ({name: of[i] for name, of in served.items()} for i in range(2))
@@ -94,7 +94,7 @@ def claims(documents: Documents) -> list[str]:
         "sees the others as one entry each" if device["unchosen"] == "pool" else "does not see the others",
         f"groups stay on the GPU, in {device['store_bits']} bits",
         "read with dense attention" if device["prompt"] == "exact" else "read like answers",
-        f"{_WORDS[len(sizes)]} models of {sizes[0]} to {sizes[-1]} million parameters",
+        f"{_WORDS[len(models)]} models of {sizes[0]} to {sizes[-1]} million parameters",
         f"texts of up to {max(row['length'] for model in models for row in model['rows']):,} tokens",
         f"loses up to {far} nats a token of text",
         f"{copies} on copies",
@@ -112,7 +112,7 @@ def lost(documents: Documents, name: str | None = None) -> list[str]:
     """The most that a named setting, or a dense cache of 4 bits, loses on text, be it tokens that need far text or the
     others, on copies and of a task, in any model at any length; "nothing" where it loses nothing in any.
     """
-    models, arm = transfer_page.run_of(documents, transfer_page.NEWEST), name or _CACHE
+    models, arm = transfer_page.models_of(documents), name or _CACHE
     forms = {_TEXT: "{:.3f}", ("copy",): "{:.3f}", tuple(transfer_page.TASKS): "{:.1%}"}
     cells = [(transfer_page.worst(models, arm, of)[0], form) for of, form in forms.items()]
     return [form.format(value) if value > 0 else "nothing" for value, form in cells]
@@ -214,7 +214,7 @@ def _quality(documents: Documents, name: str) -> Quality | None:
         return _adapted(documents)
     if name not in _MEASURED:
         return None
-    models, titles = transfer_page.run_of(documents, transfer_page.NEWEST), transfer_page.TITLES
+    models, titles = transfer_page.models_of(documents), transfer_page.TITLES
     missed, loss = (transfer_page.worst(models, name, of) for of in (transfer_page.TASKS, _TEXT))
     return Quality(f"{1 - missed[0]:.1%} ({titles[missed[2]]})", f"{loss[0]:+.3f} ({titles[loss[2]]})")
 

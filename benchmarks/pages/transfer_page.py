@@ -11,10 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-TITLES = {"llama-77m": "77M Llama", "qwen3-83m": "83M Qwen3", "gemma3-44m": "44M Gemma 3", "mla-28m": "25M latents"}
+TITLES = {
+    "llama-77m": "77M Llama", "qwen3-83m": "83M Qwen3", "gemma3-44m": "44M Gemma 3", "mla-28m": "25M latents",
+    "cohere2-44m": "44M Cohere 2", "olmo2-77m": "77M OLMo 2",
+}  # fmt: skip
 TOKENS = {"key": "far text needed", "copy": "copies", "identifier": "far identifiers", "other": "other tokens"}
 TASKS = {"number": "numbers", "shared": "names that share words", "several": "several at once"}
-NEWEST = "transfer-20261126T204608Z"
+# of a model that several have, the last one's rows count
+_RUNS = ("transfer-20261126T204608Z",)
 _DEVICE = "recall-device"
 _NAMED = (_DEVICE, "recall-host", "1/4", "with entries", "the first layer too", "cache of 4 bits")
 _LOST = {"far text needed": "key", "other tokens": "other", "copies": "copy"}
@@ -22,15 +26,15 @@ _BLOCK = re.compile(r"(<!-- transfer -->\n).*?(<!-- /transfer -->)", re.DOTALL)
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
-def run_of(documents: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Models of a run, by make, as `TITLES` has them."""
-    models = {model["make"]: model for model in documents[name]["results"]["models"]}
+def models_of(documents: Mapping[str, Any]) -> dict[str, Any]:
+    """The newest of each make, as `TITLES` has them."""
+    models = {model["make"]: model for name in _RUNS for model in documents[name]["results"]["models"]}
     return {make: models[make] for make in TITLES if make in models}
 
 
 def write_page(documents: Mapping[str, Any], page: Path) -> None:
     """Write the study's page."""
-    newest = run_of(documents, NEWEST)
+    newest = models_of(documents)
     arms = dict.fromkeys(row["arm"] for row in newest["llama-77m"]["rows"] if row["arm"] != "dense")
     adapted = [of for name, of in sorted(documents.items()) if name.startswith("adapted-")]
     tables = {
@@ -45,7 +49,7 @@ def write_page(documents: Mapping[str, Any], page: Path) -> None:
 
 def fill(page: Path, documents: Mapping[str, Any]) -> None:
     """Write the table of another page anew."""
-    table = _worst_cells(run_of(documents, NEWEST), _NAMED)
+    table = _worst_cells(models_of(documents), _NAMED)
     text = page.read_text(encoding="utf-8")
     page.write_text(_BLOCK.sub(lambda block: block[1] + table + block[2], text), encoding="utf-8")
 

@@ -28,14 +28,14 @@ def arms(length: int) -> tuple[dict[str, Arm], dict[str, Arm]]:
     pooled = {"unchosen": "pool", "entry_bits": 4}
     first: dict[str, Arm] = {"dense": None, "recall-device": DEVICE, "recall-host": HOST, "cache of 4 bits": CACHE}
     second: dict[str, Arm] = {
-        "with entries": DEVICE.replace(**pooled),
         "1/4": DEVICE.replace(num_recall=0.25),
+        "window 1024": DEVICE.replace(window=1024),
+        "16 bits": DEVICE.replace(store_bits=16),
+        "the first layer too": {"rest": DEVICE},
+        "with entries": DEVICE.replace(**pooled),
         "1/16": DEVICE.replace(num_recall=0.0625),
         "128 at least": DEVICE.replace(min_recall=128),
         "128 at least, with entries": DEVICE.replace(min_recall=128, **pooled),
-        "the first layer too": {"rest": DEVICE},
-        "window 1024": DEVICE.replace(window=1024),
-        "16 bits": DEVICE.replace(store_bits=16),
         "groups of 8": DEVICE.replace(group_size=8, min_recall=512),
         "groups of 32": DEVICE.replace(group_size=32, min_recall=128),
     }

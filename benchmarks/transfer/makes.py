@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-LONGEST = 32768
+_LONGEST: Mapping[str, int] = {"cohere2-44m": 65536}  # of the others 32,768
 _COMMON: dict[str, Any] = {
-    "vocab_size": 4096, "max_position_embeddings": LONGEST, "tie_word_embeddings": True, "bos_token_id": None,
+    "vocab_size": 4096, "tie_word_embeddings": True, "bos_token_id": None,
     # no padding: its embedding would be zero, and where it stands first it stays zero in all layers, so that each of
     # Gemma's norms multiplies its gradient by a thousand until it overflows
     "eos_token_id": 0, "pad_token_id": None,
@@ -50,6 +50,13 @@ MAKES: Mapping[str, Mapping[str, Any]] = {
             "full_attention": {"rope_type": "default", "rope_theta": 1e6},
         },
     },
+    # every second layer has a sliding window, the others no positions
+    "cohere2-44m": {
+        "model_type": "cohere2", **_SMALL, "num_hidden_layers": 12, **_WIDE, "sliding_window": 512, "logit_scale": 1.0,
+        "layer_types": ["sliding_attention", "full_attention"] * 6, **_rope(5e4),
+    },
+    # norms behind attention and feed-forward, and over all heads of q and k
+    "olmo2-77m": {"model_type": "olmo2", **_LARGE, "num_attention_heads": 12, "num_key_value_heads": 3, **_rope(5e5)},
     # latents; all layers dense, none of experts
     "mla-28m": {
         "model_type": "deepseek_v3", **_SMALL, "num_hidden_layers": 8, "first_k_dense_replace": 99,
@@ -57,8 +64,10 @@ MAKES: Mapping[str, Mapping[str, Any]] = {
         "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64, **_rope(5e5),
     },
 }  # fmt: skip
-# tokens of a sequence, share of the time, tokens of a step
-STAGES = ((512, 0.45, 32_768), (4096, 0.22, 65_536), (16384, 0.23, 65_536), (LONGEST, 0.10, 65_536))
+# tokens of a sequence, share of the time, tokens of a step; as far as a make's longest texts
+_STAGES = (
+    (512, 0.45, 32_768), (4096, 0.22, 65_536), (16384, 0.23, 65_536), (32768, 0.10, 65_536), (65536, 0.10, 65_536),
+)  # fmt: skip
 _LEARNED = 0.8  # share of answers' tokens that are right, below which the first stage goes on, for at most a third more
 _EVERY = 25  # steps from one record to the next
 _MOST_SKIPPED = 5  # steps without a finite gradient, one after another, at which training fails
@@ -119,9 +128,20 @@ def _local(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int) ->
 AttentionInterface.register("transfer", attend)
 
 
+def longest(make: str) -> int:
+    """Tokens of the longest texts that a make is trained and measured on."""
+    return _LONGEST.get(make, 32768)
+
+
+def stages_of(make: str) -> tuple[tuple[int, float, int], ...]:
+    """The stages of a make's training."""
+    return tuple(stage for stage in _STAGES if stage[0] <= longest(make))
+
+
 def new_model(make: str, seed: int, **changes: Any) -> PreTrainedModel:
     """A model with random weights in float32; changes: of its configuration."""
-    config = AutoConfig.for_model(**(_COMMON | dict(MAKES[make]) | changes))
+    given = {"max_position_embeddings": longest(make)} | dict(MAKES[make]) | changes
+    config = AutoConfig.for_model(**(_COMMON | given))
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="transfer")
     return model
@@ -166,7 +186,7 @@ def new_optimizer(model: PreTrainedModel, rate: float) -> torch.optim.Optimizer:
 
 def train(
     model: PreTrainedModel, texts: Texts, seconds: float, *, seed: int, workers: int,
-    stages: Sequence[tuple[int, float, int]] = STAGES, log: Callable[[dict[str, Any]], None],
+    stages: Sequence[tuple[int, float, int]], log: Callable[[dict[str, Any]], None],
 ) -> None:  # fmt: skip
     """Train all weights for so many seconds of wall clock, shared out over the stages; ``log`` gets a record at times.
 

@@ -15,7 +15,7 @@ import torch
 import weights
 from adapted import FORMS, OPENED, adapt, by_clock
 from contenders import CACHE, Arm, arms, costs
-from makes import STAGES, batches, new_model, train
+from makes import batches, longest, new_model, stages_of, train
 from reading import Reference, forced, logits_of
 from texts import HeldOut, Texts, held_out, unpacked
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -23,9 +23,9 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 import condense
 from condense import Dense
 
-LENGTHS = (16384, 32768, 4096)
+LENGTHS = (16384, 32768, 4096, 65536)
 # texts of prose, of code and with questions, by length
-COUNTS = {4096: (16, 8, 24), 16384: (12, 6, 24), 32768: (8, 4, 20)}
+COUNTS = {4096: (32, 16, 48), 16384: (32, 16, 64), 32768: (24, 12, 64), 65536: (12, 6, 32)}
 _TINY: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 96, "intermediate_size": 128}
 
 
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> None:
     note({"parameters": parameters, "config": model.config.to_diff_dict(), "torch": torch.__version__})
 
     began, log = time.time(), _noting(options.out / f"{options.make}-s{options.seed}-training.jsonl", {})
-    lengths: tuple[int, ...] = (LENGTHS[:2] if options.adapt else LENGTHS) if not options.tiny else (1024, 512)
+    lengths: tuple[int, ...] = (1024, 512) if options.tiny else LENGTHS[:2] if options.adapt else _lengths(options.make)
     counts = {1024: (3, 1, 2), 512: (2, 1, 2)} if options.tiny else COUNTS
     name = f"{options.make}-s{options.seed}.weights"
     torch.set_float32_matmul_precision("high")
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
         text = Texts(unpacked(options.corpus, "train-*.xz"), tokenizer, "trained")
         train(
             model, text, options.train_seconds, seed=options.seed, workers=options.workers, log=log,
-            stages=((256, 0.5, 512), (512, 0.5, 512)) if options.tiny else STAGES,
+            stages=((256, 0.5, 512), (512, 0.5, 512)) if options.tiny else stages_of(options.make),
         )  # fmt: skip
         if options.save_bits:
             weights.save(model, options.out / name, options.save_bits)
@@ -70,8 +70,10 @@ def run(options: argparse.Namespace) -> None:
                 del first["cache of 4 bits"]  # a cache of latents has no heads to round
         for length in lengths:
             place.measure(length, sizes[length][0], held[length], references[length])
-        for length in lengths:
-            place.measure(length, sizes[length][1], held[length], references[length])
+        for name in dict.fromkeys(name for _, others in sizes.values() for name in others):
+            for length in lengths:
+                arm = {name: sizes[length][1][name]} if name in sizes[length][1] else {}
+                place.measure(length, arm, held[length], references[length])
     note({"measured_seconds": time.time() - began})
 
 
@@ -81,7 +83,7 @@ def _adapt(
 ) -> None:  # fmt: skip
     """Measure the model as it is, then adapted to each form, from the same weights, for ``options.adapt`` seconds."""
     text = Texts(unpacked(options.corpus, "train-*.xz"), _tokenizer(), "trained")
-    layers, longest, seed = int(model.config.num_hidden_layers), max(held), options.seed
+    layers, most, seed = int(model.config.num_hidden_layers), max(held), options.seed
     untouched: dict[str, Arm] = {"dense": None, "recall-device": OPENED, "cache of 4 bits": CACHE}
     untouched |= {f"{name}, not adapted": form.measured(layers) for name, form in FORMS.items()}
     before = _in_bfloat16(copy.deepcopy(model))
@@ -93,7 +95,7 @@ def _adapt(
             return
         form, log = FORMS[name], _noting(options.out / f"{options.make}-s{seed}-adapting.jsonl", {"form": name})
         adapted = copy.deepcopy(model)
-        data = batches(text, longest // 2, longest, seed=seed + 1, workers=options.workers)
+        data = batches(text, most // 2, most, seed=seed + 1, workers=options.workers)
         adapt(adapted, form, data, by_clock(options.adapt), log)
         adapted = _in_bfloat16(adapted)
         arm = {f"{name}, adapted": form.measured(layers), f"{name}, adapted, run densely": {"rest": Dense()}}
@@ -131,7 +133,7 @@ def warm(options: argparse.Namespace) -> None:
         _warm_adapting(options, index, of)
         return
     model = _in_bfloat16(_model(options, num_hidden_layers=2))
-    tasks = [(length, *arm) for length in LENGTHS for group in arms(length) for arm in group.items()]
+    tasks = [(length, *arm) for length in _lengths(options.make) for group in arms(length) for arm in group.items()]
     for length, name, arm in tasks[index::of]:
         try:
             logits_of(model, arm, torch.randint(4096, (length,), device=model.device), length // 2)
@@ -149,10 +151,14 @@ def _warm_adapting(options: argparse.Namespace, index: int, of: int) -> None:
         logits_of(_in_bfloat16(model), form.measured(4), ids[0].to(model.device), LENGTHS[0] // 2)
 
 
+def _lengths(make: str) -> tuple[int, ...]:
+    return tuple(length for length in LENGTHS if length <= longest(make))
+
+
 def _model(options: argparse.Namespace, **changes: Any) -> PreTrainedModel:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     changes = (_TINY if options.tiny else {}) | changes
-    if "num_hidden_layers" in changes and options.make.startswith("gemma3"):
+    if "num_hidden_layers" in changes and options.make.startswith(("gemma3", "cohere2")):
         changes["layer_types"] = ["sliding_attention", "full_attention"] * (changes["num_hidden_layers"] // 2)
     return new_model(options.make, options.seed, **changes).to(device)
 
