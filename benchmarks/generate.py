@@ -4,10 +4,11 @@ r"""Plain `model.generate` of Llama-3.1-8B's shape, random weights, on a GPU: de
         --cell 32768=recall-host --cell 131072=recall-host --cell 32768=recall-device --cell 131072=recall-device \
         --cell 32768=pooled --cell 131072=pooled
     python benchmarks/generate.py OUT.json --cell 4096x8=cca --cell 524288/32768=recall:store=host
+    python benchmarks/generate.py OUT.json --liger --cell 131072=recall-device  # pip install liger-kernel
 
 The first gives the figures of the README. A cell is tokens, then x and rows if there are several, then / and tokens per
 chunk if the prompt is read in chunks, and after "=" the attention: "dense", or what `--method` of the commands takes.
-Greedy, random tokens.
+Greedy, random tokens. With ``--liger`` norms, rotations and gates are Liger's kernels (arXiv:2410.10989).
 
 Before anything is timed, each method's logits, read at once, in pieces and by token, must agree (the gate of
 `python benchmarks/speed model`): one that fails is not timed. Each cell is read by a model of one layer first, which
@@ -139,10 +140,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24, help="tokens after the first, at least 3")
     parser.add_argument("--seconds", type=float, default=600, help="no reading begins after so long")
     parser.add_argument("--layers", type=int, help="only so many of the shape's 32")
+    parser.add_argument("--liger", action="store_true", help="all but attention by liger-kernel, in every cell")
     arguments = parser.parse_args()
     refuse_existing(arguments.out, "OUT.json", overwrite=False)
     if not torch.cuda.is_available():
         sys.exit("generate: needs a CUDA device")
+    if arguments.liger:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama(fused_linear_cross_entropy=False)
     device, begin = torch.device("cuda"), time.monotonic()
     model = random_model(SHAPE, num_layers=arguments.layers, dtype=torch.bfloat16, device=device)
     cells: list[Cell] = arguments.cell
@@ -153,7 +159,8 @@ def main() -> None:
     prepared: dict[Cell, dict[str, Any]] = {}
     rows: list[dict[str, Any]] = []
     content = {
-        "shape": SHAPE, "layers": model.config.num_hidden_layers, "dtype": "bfloat16", "not_timed": errors,
+        "shape": SHAPE, "layers": model.config.num_hidden_layers, "dtype": "bfloat16", "liger": arguments.liger,
+        "not_timed": errors,
         "methods": {name: cell.method for name, cell in checked.items()}, "rows": rows,
     }  # fmt: skip
     for turn in range(arguments.rounds):
