@@ -98,11 +98,7 @@ def _measured(
             on_step=lambda total: bar.update(task, total=total, advance=1),
         )  # fmt: skip
     about = {"model": name or "bundled", "text": ", ".join(text) or "bundled", "dtype": str(loaded.dtype)[6:]}
-    written = plain({"config": config, "settings": results, "verdict": verdict(results)})
-    for setting, result in zip(written["settings"], results, strict=True):
-        for entry, each in zip(setting["lengths"], result.lengths, strict=True):
-            entry["failed"] = each.failed
-    return about | written
+    return about | plain({"config": config, "settings": results, "verdict": verdict(results)})
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -9,26 +9,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from condense.config import Natural, Positive, check_fields
 from condense.evaluate.compare import attention_of, in_eval_mode
 from condense.evaluate.intervals import LEAST_FOUND, Cell, Proportion
-from condense.evaluate.verify_texts import (
-    BINS,
-    DEPTHS,
-    TASKS,
-    DenseReading,
-    TextReading,
-    answers,
-    decode_text,
-    depth_of,
-    read_half,
-    read_prompt,
-    verify_texts,
-)
+from condense.evaluate.verify_texts import TASKS, DenseReading, TextReading, answers, read_text, verify_texts
 from condense.methods import Dense, Recall, StreamingLLM
-from condense.models import MethodChoice, as_steps, check_stock, described
+from condense.models import MethodChoice, check_stock, described
 from condense.models.inspect import cache_shares, inspect
-from condense.tasks import encode_corpus
+from condense.tasks import PasskeySequence, encode_corpus
 
 DENSE, WINDOW, ALL_OPEN = "dense", "window 25 %", "all open"
 KINDS = ("far", "other", "copy")
+_DEPTHS = 5  # parts of a text by which answers are given
 
 
 @dataclass(frozen=True)
@@ -60,7 +49,8 @@ class AtLength:
     cells: by kind of token (``far``: those that need far text; ``other``; ``copy``) and by task, without tasks of which
     dense attention finds less than 60 %. losses, divergence: means over stretches of the texts' second half, in nats
     per token. found, by_depth: of each task, over all and in each fifth of the text, the first one first. greedy: steps
-    at which the setting takes the token that dense attention wrote, given those before it.
+    at which the setting takes the token that dense attention wrote, given those before it. failed: cells that miss the
+    bar.
     """
 
     length: int
@@ -70,11 +60,11 @@ class AtLength:
     found: dict[str, Proportion]
     by_depth: dict[str, list[Proportion]]
     greedy: Proportion
+    failed: list[str] = field(init=False)
 
-    @property
-    def failed(self) -> list[str]:
-        """The cells in which the bar is not met."""
-        return [name for name, cell in self.cells.items() if not cell.passes(name in TASKS)]
+    def __post_init__(self) -> None:
+        missed = [name for name, cell in self.cells.items() if not cell.passes(name in TASKS)]
+        object.__setattr__(self, "failed", missed)
 
 
 @dataclass(frozen=True)
@@ -144,14 +134,8 @@ def verify(
             for index, text in enumerate(copying):
                 dense = DenseReading()
                 for name, method in arms[length].items():
-                    with attention_of(model, method):
-                        cache = read_prompt(model, text)
-                    with attention_of(model, as_steps(method)):
-                        half = read_half(model, text, cache, dense)
-                    del cache
-                    with attention_of(model, method):
-                        greedy = config.greedy if index == 0 else 0
-                        outcomes[name].read.append(decode_text(model, text, half, dense, greedy))
+                    greedy = config.greedy if index == 0 else 0
+                    outcomes[name].read.append(read_text(model, text, method, dense, greedy))
                     on_step(total)
             for name, method in arms[length].items():
                 for task, sequences in asked.items():
@@ -159,9 +143,8 @@ def verify(
                         with attention_of(model, method):
                             outcomes[name].right[task].append(answers(model, sequence))
                         on_step(total)
-            depths = {task: [depth_of(sequence) for sequence in of] for task, of in asked.items()}
             for name, outcome in outcomes.items():
-                results.setdefault(name, []).append(_at_length(length, outcome, outcomes[DENSE], depths))
+                results.setdefault(name, []).append(_at_length(length, outcome, outcomes[DENSE], asked))
     verified = []
     for name, method in arms[config.lengths[-1]].items():
         shares = cache_shares(inspect(model, method, config.lengths[-1], model.dtype.itemsize))
@@ -177,8 +160,8 @@ class _Outcome:
     right: dict[str, list[list[bool]]] = field(default_factory=lambda: {task: [] for task in TASKS})
 
 
-def _at_length(length: int, arm: _Outcome, dense: _Outcome, depths: Mapping[str, list[list[int]]]) -> AtLength:
-    """The figures of ``arm`` beside dense attention. depths: by task and text, the fifth that each answer stands in."""
+def _at_length(length: int, arm: _Outcome, dense: _Outcome, asked: Mapping[str, Sequence[PasskeySequence]]) -> AtLength:
+    """The figures of ``arm`` beside dense attention; asked: by task, the sequences whose questions were answered."""
     cells, found, by_depth = {}, {}, {}
     for kind in KINDS:
         pairs = [(a.sums[kind], d.sums[kind]) for a, d in zip(arm.read, dense.read, strict=True)]
@@ -191,15 +174,13 @@ def _at_length(length: int, arm: _Outcome, dense: _Outcome, depths: Mapping[str,
         if cell.dense >= LEAST_FOUND:
             cells[task] = cell
         outcomes = [outcome for of_text in arm.right[task] for outcome in of_text]
-        places = [place for of_text in depths[task] for place in of_text]
+        places = [int(depth * _DEPTHS) for sequence in asked[task] for depth in sequence.depths]
         found[task] = Proportion.of(outcomes)
         by_depth[task] = [
-            Proportion.of([outcome for outcome, place in zip(outcomes, places, strict=True) if place == fifth])
-            for fifth in range(DEPTHS)
+            Proportion.of([outcome for outcome, at in zip(outcomes, places, strict=True) if at == place])
+            for place in range(_DEPTHS)
         ]
-    losses, divergence = (
-        [float(np.mean([getattr(reading, name)[part] for reading in arm.read])) for part in range(BINS)]
-        for name in ("losses", "divergence")
-    )
+    losses = np.mean([reading.losses for reading in arm.read], axis=0).tolist()
+    divergence = np.mean([reading.divergence for reading in arm.read], axis=0).tolist()
     greedy = Proportion.of([step for reading in arm.read for step in reading.same])
     return AtLength(length, cells, losses, divergence, found, by_depth, greedy)

@@ -1,9 +1,8 @@
 """Texts by which settings are verified, and how they are read: prompts, pieces, turns and steps over the real caches.
 
-Shapes: L tokens of a text, T tokens decoded, V vocabulary.
+Shapes: L tokens of a text, V vocabulary.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,17 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from condense.config import check_int
-from condense.evaluate.compare import new_cache
+from condense.evaluate.compare import attention_of, new_cache
+from condense.models import MethodChoice, as_steps
 from condense.tasks import Corpus, PasskeySequence, SequenceBuilder, load_words
 
 COPIED = 128  # tokens of the copy that ends a text, an eighth of shorter texts
 BINS = 8  # stretches of the second half by which losses are given
 _SURE = 4  # the first quarter of a copy, which nothing announces, is not counted
 _PIECE = 512  # tokens read at a time, so that few logits are held
-DEPTHS = 5
 TASKS = ("numbers", "shared names")
 # tokens that need far text are those that a short context predicts worse (LongPPL, arXiv:2410.23771)
 _ROWS = 4  # short contexts read at a time
@@ -105,26 +104,45 @@ class DenseReading:
 
 
 @torch.no_grad()
-def read_prompt(model: PreTrainedModel, text: Copying) -> Any:
-    """Read the first half; returns the cache."""
-    ids, cache = torch.from_numpy(text.ids).to(model.device), new_cache(model)
-    model(ids[None, : text.copy // 2 - 1], past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return cache
+def read_text(
+    model: PreTrainedModel, text: Copying, method: MethodChoice, dense: DenseReading, greedy: int
+) -> TextReading:
+    """Read the first half as a prompt and the second in pieces, then decode the copy, and ``greedy`` tokens.
 
-
-@torch.no_grad()
-def read_half(model: PreTrainedModel, text: Copying, cache: Any, dense: DenseReading) -> tuple[Tensor, Tensor]:
-    """Read the second half in pieces over the cache of the first, by `read_prompt`.
-
-    Returns the losses of its tokens, and their divergences from dense attention, ``[n]`` in nats.
     Pieces say what steps lose if the model reads several tokens as it reads single ones (`condense.Method.as_steps`).
+    Decoded is by `generate`, made to write the copy and what dense attention wrote.
 
-    dense: of this text; empty while the model has dense attention, which fills it.
+    dense: of this text; empty while the method is dense attention, which fills it.
     """
-    ids = torch.from_numpy(text.ids).to(model.device)
-    half, is_dense = text.copy // 2, not dense.logits
+    ids, half, cache = torch.from_numpy(text.ids).to(model.device), text.copy // 2, new_cache(model)
+    with attention_of(model, method):
+        model(ids[None, : half - 1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    with attention_of(model, as_steps(method)):
+        each, apart = _read_half(model, ids[: text.copy], cache, dense)
+    del cache
+    needed, same = dense.needs_far, []
+    assert needed is not None
+    sure = text.copy + (len(ids) - text.copy) // _SURE
+    with attention_of(model, method):
+        copied = _decoded(model, ids[:sure], len(ids) - sure, ids[sure:])
+        if greedy:
+            wrote = _decoded(model, ids[: text.copy], greedy, dense.written).argmax(-1)
+            dense.written = wrote if dense.written is None else dense.written
+            same = (wrote == dense.written).tolist()
+    sums = {name: (float(each[of].sum()), int(of.sum())) for name, of in (("far", needed), ("other", ~needed))}
+    sums["copy"] = (float(F.cross_entropy(copied, ids[sure:], reduction="sum")), len(copied))
+    by_place, apart_by_place = ([float(part.mean()) for part in x.tensor_split(BINS)] for x in (each, apart))
+    return TextReading(sums, by_place, apart_by_place, same)
+
+
+def _read_half(model: PreTrainedModel, ids: Tensor, cache: Any, dense: DenseReading) -> tuple[Tensor, Tensor]:
+    """The losses of the second half of ids ``[L]``, and their divergences from dense attention, ``[n]`` in nats.
+
+    cache: of the first half but its last token.
+    """
+    half, is_dense = len(ids) // 2, not dense.logits
     losses, divergence = [], []
-    pieces = zip(ids[half - 1 : text.copy - 1].split(_PIECE), ids[half : text.copy].split(_PIECE), strict=True)
+    pieces = zip(ids[half - 1 : -1].split(_PIECE), ids[half:].split(_PIECE), strict=True)
     for index, (piece, targets) in enumerate(pieces):
         logits = model(piece[None], past_key_values=cache, use_cache=True).logits[0]
         if is_dense:
@@ -134,32 +152,21 @@ def read_half(model: PreTrainedModel, text: Copying, cache: Any, dense: DenseRea
         divergence.append((of_dense.exp() * (of_dense - p)).sum(-1))
     each = torch.cat(losses)
     if is_dense:
-        dense.needs_far = needs_far(model, ids[: text.copy], F.pad(each, (half, 0)))[half:]
+        dense.needs_far = needs_far(model, ids, F.pad(each, (half, 0)))[half:]
     return each, torch.cat(divergence)
 
 
-@torch.no_grad()
-def decode_text(
-    model: PreTrainedModel, text: Copying, half: tuple[Tensor, Tensor], dense: DenseReading, greedy: int
-) -> TextReading:
-    """Decode the copy, and ``greedy`` tokens, by `generate`, made to write the copy and what dense attention wrote.
-
-    half: what `read_half` returned of the text. dense: filled by then.
-    """
-    ids, (each, apart), needed = torch.from_numpy(text.ids).to(model.device), half, dense.needs_far
-    assert needed is not None
-    sure = text.copy + (len(ids) - text.copy) // _SURE
-    copied = torch.stack(_decoded(model, ids[:sure], ids[sure:]).logits)
-    sums = {name: (float(each[of].sum()), int(of.sum())) for name, of in (("far", needed), ("other", ~needed))}
-    sums["copy"] = (float(F.cross_entropy(copied, ids[sure:].cpu(), reduction="sum")), len(copied))
-    same: list[bool] = []
-    if greedy:
-        steps = _decoded(model, ids[: text.copy], dense.written, greedy)
-        wrote = torch.stack(steps.logits).argmax(-1)
-        dense.written = wrote.to(ids.device) if dense.written is None else dense.written
-        same = (wrote == dense.written.cpu()).tolist()
-    by_place, apart_by_place = ([float(part.mean()) for part in x.tensor_split(BINS)] for x in (each, apart))
-    return TextReading(sums, by_place, apart_by_place, same)
+def _decoded(model: PreTrainedModel, ids: Tensor, count: int, tokens: Tensor | None) -> Tensor:
+    """The logits ``[count, V]`` by which `generate` would write each token after ids; None: of its own choice."""
+    forced = None if tokens is None else tokens.tolist()
+    written: Any = model.generate(
+        input_ids=ids[None], attention_mask=torch.ones_like(ids[None]), max_new_tokens=count, do_sample=False,
+        repetition_penalty=1.0, use_cache=True, output_logits=True, return_dict_in_generate=True, pad_token_id=0,
+        prefix_allowed_tokens_fn=None if forced is None else lambda _, so_far: [forced[len(so_far) - len(ids)]],
+        # a token that is never written, so that none ends the text
+        eos_token_id=model.config.get_text_config(decoder=True).vocab_size,
+    )  # fmt: skip
+    return torch.cat(written.logits)
 
 
 @torch.no_grad()
@@ -200,38 +207,3 @@ def answers(model: PreTrainedModel, sequence: PasskeySequence) -> list[bool]:
         outcomes.append(right)
         at = stop - 1
     return outcomes
-
-
-def depth_of(sequence: PasskeySequence) -> list[int]:
-    """The fifth of the text in which the number of each question stands, 0 for the first."""
-    return [min(int(depth * DEPTHS), DEPTHS - 1) for depth in sequence.depths]
-
-
-class _Writer(LogitsProcessor):
-    """Keeps the logits ``[V]`` of each step, float32 on the CPU, and lets only the given tokens be written."""
-
-    def __init__(self, tokens: Sequence[int] | None) -> None:
-        self.logits: list[Tensor] = []
-        self._tokens = tokens
-
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """See the class; scores ``[1, V]``."""
-        self.logits.append(scores[0].float().cpu())
-        if self._tokens is None:
-            return scores
-        forced = torch.full_like(scores, float("-inf"))
-        forced[:, self._tokens[len(self.logits) - 1]] = 0
-        return forced
-
-
-def _decoded(model: PreTrainedModel, ids: Tensor, tokens: Tensor | None, count: int | None = None) -> _Writer:
-    """The logits by which `generate` would write each of the tokens after ``ids``; None: ``count`` of its own."""
-    writer = _Writer(None if tokens is None else tokens.tolist())
-    count = len(tokens) if tokens is not None else count
-    model.generate(
-        input_ids=ids[None], attention_mask=torch.ones_like(ids[None]), max_new_tokens=count, do_sample=False,
-        repetition_penalty=1.0, use_cache=True, logits_processor=LogitsProcessorList([writer]), pad_token_id=0,
-        # a token that is never written, so that none ends the text
-        eos_token_id=model.config.get_text_config(decoder=True).vocab_size,
-    )  # fmt: skip
-    return writer
