@@ -16,10 +16,9 @@ from condense.cli.generate import generate_command
 from condense.cli.inspect import inspect_command
 from condense.cli.methods import methods_command
 from condense.cli.options import Command
-from condense.cli.recipes import recipes_command
 from condense.cli.run import SETTINGS, USAGE, run_command
 from condense.cli.serve import serve_command
-from condense.cli.train import train_command
+from condense.cli.train import recipes_command, train_command
 from condense.cli.verify import verify_command
 from condense.version import __version__
 
