@@ -1,4 +1,4 @@
-"""One phase of training: its sizes, Hugging Face's Trainer set up for it, its log, and checkpoints to resume from."""
+"""One phase of training: its sizes, Hugging Face's Trainer set up for it, and checkpoints to resume from."""
 
 import json
 import os
@@ -11,14 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.utils import is_torch_version, parse_flag_from_env
 from torch import nn
-from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from condense.train.config import PhaseConfig
 from condense.train.data import TrainingSequences
 from condense.train.trainer import COMPLETE, MixedTrainer
 
-LOG = "log.jsonl"
-_EARLY = 10  # steps, after which the time that the run will take is known
 # a variable of accelerate's, its default, the value that is needed and why
 _SHARDING = (
     ("FSDP_VERSION", "1", "2", "the first version spreads weights in another way, which is not supported"),
@@ -99,42 +97,6 @@ def _count(number: int) -> str:
     return str(number)
 
 
-class Watch(TrainerCallback):
-    """Appends every entry of Trainer's log to ``folder/log.jsonl``, and prints it if ``lines``.
-
-    There is one after ten steps, too, which tells how long the run will take, and one after the last.
-    After a resumed checkpoint the steps behind it stand there twice; the later entry counts.
-    """
-
-    def __init__(self, name: str, folder: Path, *, lines: bool) -> None:
-        self._name = name
-        self._file = folder / LOG
-        self._lines = lines
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Ask for the early entry and the last."""
-        if state.global_step in (_EARLY, state.max_steps):
-            control.should_log = True
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Write and print one entry; other processes than the first do neither."""
-        if not state.is_world_process_zero or not logs or "train_runtime" in logs:  # Trainer's summary at the end
-            return
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
-        if self._lines:
-            numbers = "  ".join(f"{name} {value:.4g}" for name, value in logs.items() if "_" in name)
-            print(f"{self._name} step {state.global_step}/{state.max_steps}  {numbers}", flush=True)
-
-
 def train_phase(
     model: nn.Module,
     dataset: TrainingSequences,
@@ -198,7 +160,7 @@ def train_phase(
     arguments.per_device_train_batch_size = phase.part_size(arguments.world_size)
     config: Any = model.config
     use_cache = config.use_cache
-    trainer = MixedTrainer(phase, model=model, args=arguments, train_dataset=dataset)
+    trainer = MixedTrainer(phase, model=model, args=arguments, train_dataset=dataset, callbacks=[*callbacks])
     if sharded and not trainer.is_fsdp_enabled:
         raise ValueError(
             "ACCELERATE_USE_FSDP: wanted processes on GPUs, got none: start them with torchrun or accelerate launch, "
@@ -213,8 +175,6 @@ def train_phase(
         # this method's name differs between the supported versions of transformers, as does Trainer's own argument
         enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-    for callback in (*callbacks, Watch(phase.name, folder, lines=not interactive)):
-        trainer.add_callback(callback)
     if not interactive:
         trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

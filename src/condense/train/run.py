@@ -34,9 +34,10 @@ from condense.tasks.documents import Skipped
 from condense.train.config import PhaseConfig, TrainConfig
 from condense.train.data import TrainingSequences, keeps_documents_apart
 from condense.train.optimizer import set_trained
-from condense.train.phase import LOG, newest_checkpoint, train_phase
+from condense.train.phase import newest_checkpoint, train_phase
 from condense.train.record import check_same_run, summary
 from condense.train.tokenizer import train_tokenizer
+from condense.train.trainer import LOG
 
 REPORT = "training.json"
 _RUNS = "runs"  # TensorBoard's files, by the name that transformers gives their folder
