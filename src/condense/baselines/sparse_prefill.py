@@ -62,27 +62,17 @@ class SparsePrefill(PromptMethod):
             raise ValueError(f"backend {backend!r} has no kernels for prompts of {self}; use backend='auto'")
         assert isinstance(context.spans, RuleSpans)
         window, tokens = context.window, as_rows(L + context.spans.query_start, q.shape[0])
-        # keys that were chosen when the prompt was read, row by row
-        pairs = zip(context.extra[::2], context.extra[1::2], strict=True)
-        chosen = [SparseKeys(*pair) for pair in pairs] or self.choose_rows(q, window.k, tokens, scale=scale)
         out = q.new_zeros(*q.shape[:3], window.v.shape[3])
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32))
-        for row, (n, keys) in enumerate(zip(tokens.tolist(), chosen, strict=True)):
+        for row, n in enumerate(tokens.tolist()):
             if n == 0:  # a row of padding alone
                 continue
             q_row, k_row, v_row = (x[row : row + 1, :, L - n :] for x in (q, window.k, window.v))
+            with torch.no_grad():
+                keys = self.choose(q_row, k_row, scale=scale)
             of_row, lse_row = sparse_attention(q_row, k_row, v_row, keys, scale=scale)
             out[row, :, L - n :], lse[row, :, L - n :] = of_row[0], lse_row[0]
         return extras.finish(out, lse), lse if return_lse else None
-
-    def choose_rows(self, q: Tensor, k: Tensor, tokens: Tensor, *, scale: float) -> list[SparseKeys]:
-        """`choose` for each row of q ``[B, H, L, D]`` and k ``[B, K, L, D]``, whose last ``tokens[b]`` are real."""
-        L, none = q.shape[2], SparseKeys(q.new_empty(q.shape[1], 0, 0, dtype=torch.bool), no_columns(q))
-        with torch.no_grad():
-            return [
-                self.choose(*(x[row : row + 1, :, L - n :] for x in (q, k)), scale=scale) if n > 0 else none
-                for row, n in enumerate(tokens.tolist())
-            ]
 
     def check_attention(self, *, scale: float, dropout_p: float, extras: Extras = NO_EXTRAS) -> None:
         """Raise ValueError for dropout, as the method is for inference, and for soft-capped scores."""
@@ -92,16 +82,8 @@ class SparsePrefill(PromptMethod):
             raise ValueError(f"{self} has no dropout: set the model's attention_dropout to 0, got {dropout_p}")
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, plan: PromptPlan, *, scale: float, backend: str) -> Prompt:
-        """Keep all tokens and choose keys; the context's ``extra`` holds the chosen blocks and columns, row by row.
-
-        For latents (values of width 0) ``extra`` is empty: `attend` chooses, which knows each head's queries and keys.
-        """
-        tokens = plan.tokens(k.shape[0])
-        prompt = exact_prompt(k, v, tokens)
-        if v.shape[3] == 0:
-            return prompt
-        chosen = self.choose_rows(q, k, tokens, scale=scale)
-        return prompt._replace(context=prompt.context._replace(extra=tuple(x for keys in chosen for x in keys)))
+        """Keep all tokens; `attend` chooses, which knows each head's queries and keys."""
+        return exact_prompt(k, v, plan.tokens(k.shape[0]))
 
     def num_entries(self, tokens: PerRow) -> PerRow:
         """All tokens stay."""
