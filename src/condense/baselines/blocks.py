@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 BLOCK = 128
 
@@ -76,8 +77,6 @@ def _by_flex(q: Tensor, k: Tensor, v: Tensor, keys: SparseKeys, scale: float) ->
 
 def _over_blocks(q: Tensor, k: Tensor, v: Tensor, lower: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Causal attention ``[1, H, L, Dv]`` over chosen blocks ``lower`` bool ``[H, N, N]``, and its log-sum-exp."""
-    from torch.nn.attention.flex_attention import BlockMask
-
     H, N, L = q.shape[1], lower.shape[1], q.shape[2]
     diagonal = torch.arange(N, device=q.device, dtype=torch.int32)
 
@@ -102,8 +101,6 @@ def _over_columns(
     """Causal attention ``[1, H, L, Dv]`` over the tokens ``columns`` int64 ``[H, C]`` that lie outside of the blocks
     ``lower``, and its log-sum-exp; L in ``columns`` stands for none.
     """
-    from torch.nn.attention.flex_attention import BlockMask
-
     N, L = lower.shape[1], q.shape[2]
     padded = F.pad(columns, (0, -columns.shape[1] % BLOCK), value=L)
     inside = padded.clamp(max=L - 1)
@@ -122,9 +119,7 @@ def _over_columns(
     return _attend(q, k_columns, v_columns, mask, scale)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> tuple[Tensor, Tensor]:
-    from torch.nn.attention.flex_attention import AuxRequest
-
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
     # FlexAttention has tiles for widths of 64, 128 and 256; for widths between 128 and 256 (MLA's 192) use smaller ones
     options = {"kernel_options": {"BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 2}} if 128 < q.shape[-1] < 256 else {}
     out, aux = _flex()(q, k, v, block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True), **options)
@@ -149,8 +144,6 @@ def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _flex() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
     # beyond this number of shapes, stop with an error: PyTorch would go on uncompiled, with all scores in memory
     limit = torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=1024)
     return limit(torch.compile(flex_attention, dynamic=False, fullgraph=True))

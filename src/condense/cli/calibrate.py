@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -194,6 +195,7 @@ def _seconds(value: float) -> str:
 
 def _plot(result: Calibration, path: Path) -> None:
     """Divergence against the share of the cache and against times: the path, and each candidate in all layers."""
+    from condense.calibration.measure import Times
     from condense.plots import method_labels, plot_lines
 
     names = method_labels(result.config.candidates)
@@ -201,18 +203,13 @@ def _plot(result: Calibration, path: Path) -> None:
         f"{name} in all layers": (point,) for name, point in zip(names, result.uniform, strict=True)
     }
 
-    def panel(read: Callable[[CurvePoint], float | None]) -> dict[str, tuple[list[float], list[float]]]:
-        """The points that have this figure, with their divergences."""
-        pairs = {name: [(read(point), point.kl.mean) for point in points] for name, points in kinds.items()}
-        known = {name: [(x, y) for x, y in of if x is not None] for name, of in pairs.items()}
-        return {name: ([x for x, _ in of], [y for _, y in of]) for name, of in known.items()}
+    def panel(read: Callable[[CurvePoint], float]) -> dict[str, tuple[list[float], list[float]]]:
+        return {name: ([read(point) for point in of], [point.kl.mean for point in of]) for name, of in kinds.items()}
 
-    panels = {"cache on the device, % of dense": panel(lambda point: 100 * point.cache)}
-    times = {}
+    panels, times = {"cache on the device, % of dense": panel(lambda point: 100 * point.cache)}, {}
     if result.config.timed:
-        times["first token, s"] = panel(lambda point: None if point.times is None else point.times.first_s)
-        times["further tokens, ms each"] = panel(
-            lambda point: None if point.times is None else 1e3 * point.times.step_s
-        )
+        unknown = Times(math.nan, math.nan, measured=False)  # which is not drawn
+        times["first token, s"] = panel(lambda point: (point.times or unknown).first_s)
+        times["further tokens, ms each"] = panel(lambda point: 1e3 * (point.times or unknown).step_s)
     # no line joins times, as their order is that of the cache
     plot_lines(panels | times, path, x_label="", y_label="divergence, nats per token", dots=times)

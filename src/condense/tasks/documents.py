@@ -46,11 +46,7 @@ def read_documents(paths: Sequence[str | Path], *, skipped: Skipped | None = Non
     cannot be loaded or has no column ``text``, and where one needs a package that is not installed.
     """
     for path in map(Path, paths):
-        records = _records(path)
-        if records is None:
-            yield _text(path)
-            continue
-        for number, record in records:
+        for number, record in _records(path):
             if isinstance(record, dict) and isinstance(record.get("text"), str):
                 yield record["text"]
             elif skipped is None:
@@ -59,22 +55,13 @@ def read_documents(paths: Sequence[str | Path], *, skipped: Skipped | None = Non
                 skipped.add(f"{path} line {number}")
 
 
-def _text(path: Path) -> str:
-    """A file that is one document."""
-    with _opened(path) as stream:
-        try:
-            return str(stream.read(), "utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"data: wanted UTF-8 text, got {path}: {error}") from error
-
-
 def is_dataset(source: str | Path) -> bool:
     """True if a source of documents is the name of a dataset, False if it is a local file."""
     return str(source).startswith(_PREFIX)
 
 
-def _records(path: Path) -> Iterator[tuple[int, Any]] | None:
-    """The records of a file or dataset with their numbers from 1; None for a file that is one document."""
+def _records(path: Path) -> Iterator[tuple[int, Any]]:
+    """The records of a file or dataset with their numbers from 1."""
     if is_dataset(path):
         return _dataset(path)
     if not path.is_file():
@@ -82,7 +69,16 @@ def _records(path: Path) -> Iterator[tuple[int, Any]] | None:
     suffixes = [suffix for suffix in path.suffixes if suffix != ".zst"]
     if suffixes and suffixes[-1] == ".parquet":
         return _parquet(path)
-    return _json_lines(path) if suffixes and suffixes[-1] == ".jsonl" else None
+    return _json_lines(path) if suffixes and suffixes[-1] == ".jsonl" else _text(path)
+
+
+def _text(path: Path) -> Iterator[tuple[int, Any]]:
+    """A file that is one document."""
+    with _opened(path) as stream:
+        try:
+            yield 1, {"text": str(stream.read(), "utf-8")}
+        except UnicodeDecodeError as error:
+            raise ValueError(f"data: wanted UTF-8 text, got {path}: {error}") from error
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
