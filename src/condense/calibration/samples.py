@@ -58,9 +58,8 @@ def _of_stretches(
 ) -> list[Sample]:
     """Samples of the stretches with these numbers."""
     size = config.length - len(bos)
-    parts = [corpus.tokens[i * size : (i + 1) * size] for i in stretches]
-    far = torch.arange(config.length // 2, config.length)
-    samples = [Sample(torch.tensor([*bos, *part.tolist()]), far) for part in parts]
+    own, far = _joined(corpus, stretches, size), torch.arange(config.length // 2, config.length)
+    samples = [Sample(torch.tensor([*bos, *part]), far) for part in own.tokens.reshape(-1, size).tolist()]
     if config.hidden_numbers == 0:
         return samples
     words = load_words().held_out
@@ -69,7 +68,7 @@ def _of_stretches(
             f"hidden_numbers must be at most {len(words) // 2}, as names are pairs of {len(words)} words, got "
             f"{config.hidden_numbers}"
         )
-    builder = SequenceBuilder(tokenizer, _joined(corpus, stretches, size), words, config.length)
+    builder = SequenceBuilder(tokenizer, own, words, config.length)
     for i, stretch in enumerate(stretches):
         rng = np.random.default_rng([config.seed, int(stretch)])
         sequence = builder.passkeys(rng, config.hidden_numbers, FORMS[i % len(FORMS)])
@@ -87,9 +86,6 @@ def _of_stretches(
 
 def _joined(corpus: Corpus, stretches: np.ndarray, size: int) -> Corpus:
     """The stretches as a corpus, each of which begins a line."""
-    parts, starts = [], []
-    for number, i in enumerate(stretches):
-        parts.append(corpus.tokens[i * size : (i + 1) * size])
-        low, high = np.searchsorted(corpus.line_starts, [i * size, (i + 1) * size])
-        starts.append(np.union1d([0], corpus.line_starts[low:high] - i * size) + number * size)
-    return Corpus(np.concatenate(parts), np.concatenate(starts), np.arange(len(stretches)) * size)
+    columns = (stretches[:, None] * size + np.arange(size)).flatten()
+    begins_line = np.isin(columns, np.concatenate([corpus.line_starts, stretches * size]))
+    return Corpus(corpus.tokens[columns], np.flatnonzero(begins_line), np.arange(len(stretches)) * size)

@@ -44,29 +44,23 @@ def encode_corpus(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) 
         raise ValueError("tokenizer: wanted one with an eos token to separate documents by, got none")
     dtype: type[np.generic] = np.uint16 if len(tokenizer) <= 2**16 else np.int32
     chunks: list[np.ndarray] = []
-    document_starts: list[int] = []
-    total = 0
-    pieces = chain.from_iterable(_pieces(document) for document in documents)
+    ends_document: list[bool] = []
+    pieces = chain.from_iterable(map(_pieces, documents))
     while batch := list(islice(pieces, _PIECES_PER_BATCH)):
         texts = [text for text, _ in batch]
         # verbose=False: no warning for texts longer than the model's positions, because most are
         encoding = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        for ids, (_, first) in zip(encoding["input_ids"], batch, strict=True):
-            if first:
-                if document_starts:
-                    chunks.append(np.array([separator], dtype))
-                    total += 1
-                document_starts.append(total)
-            chunks.append(np.array(ids, dtype))
-            total += len(ids)
-    if total == 0:
+        for ids, (_, is_last) in zip(encoding["input_ids"], batch, strict=True):
+            chunks.append(np.array([*ids, separator] if is_last else ids, dtype))
+            ends_document.append(is_last)
+    if sum(map(len, chunks)) == sum(ends_document):
         raise ValueError("documents: wanted at least one document with text, got none")
-    tokens = np.concatenate([*chunks, np.array([separator], dtype)])
+    tokens, ends = np.concatenate(chunks), np.cumsum(list(map(len, chunks)))[ends_document]
     texts_of_tokens = tokenizer.batch_decode([[index] for index in range(len(tokenizer))])
     ends_line = np.array([text.endswith("\n") for text in texts_of_tokens])
     ends_line[separator] = True
     line_starts = np.concatenate([[0], np.flatnonzero(ends_line[tokens[:-1]]) + 1])
-    return Corpus(tokens, line_starts.astype(np.int64), np.array(document_starts, np.int64))
+    return Corpus(tokens, line_starts.astype(np.int64), np.array([0, *ends[:-1]], np.int64))
 
 
 def load_corpus(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase, cache: str | Path) -> Corpus:
@@ -114,11 +108,11 @@ def sha256(path: Path) -> str:
 
 
 def _pieces(document: str) -> Iterator[tuple[str, bool]]:
-    """A document in pieces that end at a newline, each with whether it is the document's first."""
+    """A document in pieces that end at a newline, each with whether it is the document's last."""
     start = 0
     while start < len(document):
         end = document.find("\n", start + _PIECE_CHARACTERS) + 1 or len(document)
-        yield document[start:end], start == 0
+        yield document[start:end], end == len(document)
         start = end
 
 
