@@ -3,7 +3,6 @@
 All functions raise ValueError if the installation lacks a file.
 """
 
-import importlib.resources
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,7 @@ from transformers import (
 from condense.evaluate.compare import Prompt
 from condense.tasks.passkeys import Key, question_prompt
 
-_ASSETS = ("assets", "demo")
-_TEXT = "text.jsonl"
+_FOLDER = Path(__file__).parent / "assets" / "demo"
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ def demo_text() -> DemoText:
 
 def demo_text_file() -> Path:
     """The file of `demo_text`, with one document and its numbers, as training data for a try-out."""
-    return _asset(_TEXT)
+    return _asset("text.jsonl")
 
 
 def demo_prompt() -> Prompt:
@@ -75,8 +73,7 @@ def demo_prompt() -> Prompt:
 
 
 def _asset(name: str) -> Path:
-    # needs the package unpacked on disk: safetensors maps files into memory, which an archive (zipimport) cannot offer
-    path = Path(str(importlib.resources.files("condense").joinpath(*_ASSETS, name)))
+    path = _FOLDER / name
     if not path.is_file():
         raise ValueError(
             f"demo model: wanted the package's own files, got an installation without {path.name}; "

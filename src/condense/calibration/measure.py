@@ -216,21 +216,11 @@ class TimeTable:
     def measure(self, allocation: Mapping[int, Method]) -> None:
         """Take the times of an allocation, None where there is too little memory for it."""
         key = frozenset(allocation.items())
-        if key in self._known:
-            return
-        times: Times | None = None
-        with use(self._model, allocation):
-            try:
-                times = self._read()
-            except RuntimeError as error:
-                # of PyTorch's allocators: of a device, of the host, and of pinned memory
-                said = str(error).lower()
-                is_known = isinstance(error, torch.OutOfMemoryError)
-                if not (is_known or "out of memory" in said or "can't allocate memory" in said):
-                    raise
-        self._known[key] = times
-        if self._ids.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if key not in self._known:
+            with use(self._model, allocation):
+                self._known[key] = self._read()
+            if self._ids.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def of(self, allocation: Mapping[int, Method]) -> Times | None:
         """An allocation's times, None where they cannot be known."""
@@ -244,10 +234,17 @@ class TimeTable:
         first_s, step_s = (statistics.mean(getattr(times, name) for times in known) for name in ("first_s", "step_s"))
         return Times(first_s, step_s, measured=False)
 
-    def _read(self) -> Times:
-        cold = timed_generate(self._model, self._ids, STEPS)
-        runs = 1 if cold.first_s > _LONG_S else 3
-        watches = [timed_generate(self._model, self._ids, STEPS) for _ in range(runs)]
+    def _read(self) -> Times | None:
+        try:
+            cold = timed_generate(self._model, self._ids, STEPS)
+            runs = 1 if cold.first_s > _LONG_S else 3
+            watches = [timed_generate(self._model, self._ids, STEPS) for _ in range(runs)]
+        except RuntimeError as error:
+            # of PyTorch's allocators: of a device, of the host, and of pinned memory
+            said = str(error).lower()
+            if isinstance(error, torch.OutOfMemoryError) or "out of memory" in said or "can't allocate memory" in said:
+                return None
+            raise
         first_s = statistics.median(watch.first_s for watch in watches)
         step_s = statistics.median(step for watch in watches for step in watch.further_s)
         return Times(first_s, step_s, measured=True)

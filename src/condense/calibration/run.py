@@ -10,10 +10,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from condense.calibration.config import CalibrationConfig, default_candidates
 from condense.calibration.curve import NUM_POINTS, Curve, check_cache, choose, verify
-from condense.calibration.measure import Measured, Meter, TimeTable
+from condense.calibration.measure import Meter, TimeTable
 from condense.calibration.report import Calibration, CurvePoint, LayerLoss, Mean, found_of
 from condense.calibration.samples import draw_samples
-from condense.methods import Dense, Method
+from condense.methods import Dense
 from condense.models import attention_layers, check_stock, chosen_methods, use
 from condense.models.choice import REST
 from condense.models.families import check_learned_positions, is_latent
@@ -84,10 +84,12 @@ def calibrate(
     on_estimate(Estimate(forwards + later * len(meter.measured), meter.seconds_each(uniform)))
     readings = [meter.read(i, [{}, *uniform, *alone]) for i in meter.measured]
     dense = [of_text[0] for of_text in readings]
-    losses = [
-        _loss(layer, config.candidates[number], [of_text[k] for of_text in readings], dense)
-        for k, ((layer, number),) in enumerate((allocation.items() for allocation in alone), 1 + len(uniform))
-    ]
+    losses = []
+    for k, allocation in enumerate(alone, 1 + len(uniform)):
+        ((layer, number),), own = allocation.items(), [of_text[k] for of_text in readings]
+        plain, asked = ([reading.kl for reading in own if bool(reading.right) is kind] for kind in (False, True))
+        answers = Mean.of(asked) if asked else None
+        losses.append(LayerLoss(layer, config.candidates[number], Mean.of(plain), answers, found_of(own, dense)))
     curve = Curve(meter, config, losses, reports)
     chosen = choose(curve, config)
     kept = verify(curve, config, chosen)
@@ -109,9 +111,3 @@ def calibrate(
         tuple(map(timed, curve.points())),
         chosen - kept,
     )
-
-
-def _loss(layer: int, method: Method, readings: Sequence[Measured], dense: Sequence[Measured]) -> LayerLoss:
-    """The loss of one candidate in one layer, from one reading per text, and the dense ones."""
-    plain, asked = ([reading.kl for reading in readings if bool(reading.right) is kind] for kind in (False, True))
-    return LayerLoss(layer, method, Mean.of(plain), Mean.of(asked) if asked else None, found_of(readings, dense))

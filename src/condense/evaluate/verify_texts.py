@@ -63,24 +63,15 @@ def verify_texts(
 
 
 def passkey_sequences(
-    builder: SequenceBuilder,
-    count: int,
-    *,
-    keys: int = 8,
-    form: str = "cloze",
-    seed: int = 0,
-    shared: bool = False,
-    anywhere: bool = False,
+    builder: SequenceBuilder, count: int, *, keys: int = 8, form: str = "cloze", seed: int = 0, **placed: bool
 ) -> list[PasskeySequence]:
     """``count`` sequences with ``keys`` hidden numbers each; the same for the same arguments.
 
-    form, shared, anywhere: as in `SequenceBuilder.passkeys`.
+    form, and in ``placed`` shared and anywhere: as in `SequenceBuilder.passkeys`.
     """
     check_int("count", count, 1)
-    return [
-        builder.passkeys(np.random.default_rng([seed, index]), keys, form, shared=shared, anywhere=anywhere)
-        for index in range(count)
-    ]
+    rngs = (np.random.default_rng([seed, index]) for index in range(count))
+    return [builder.passkeys(rng, keys, form, **placed) for rng in rngs]
 
 
 class TextReading(NamedTuple):

@@ -26,9 +26,8 @@ def set_trained(model: PreTrainedModel, config: TrainConfig) -> nn.Module:
         return model
     if config.train != "lora":
         names = projections(model, config.train)
-        for name, module in model.named_modules():
-            for parameter in module.parameters(recurse=False):
-                parameter.requires_grad_(name in names)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.rpartition(".")[0] in names)
         return model
     try:
         from peft import LoraConfig, get_peft_model
@@ -48,14 +47,10 @@ def projections(model: PreTrainedModel, which: Trained | str) -> list[str]:
 
     Raises ValueError if there are none.
     """
-    attentions = set(attention_layers(model).values())
-    parts = ((name, part) for module in attentions for name, part in module.named_modules())
-    inner = {id(part): name for name, part in parts if getattr(getattr(part, "weight", None), "ndim", 0) == 2}
-    names = [
-        name
-        for name, part in model.named_modules()
-        if id(part) in inner and (which == "qkvo" or inner[id(part)] not in _OUTPUTS)
-    ]
+    parts = {part: name for module in attention_layers(model).values() for name, part in module.named_modules()}
+    inner = {part for part in parts if getattr(getattr(part, "weight", None), "ndim", 0) == 2}
+    chosen = {part for part in inner if which == "qkvo" or parts[part] not in _OUTPUTS}
+    names = [name for name, part in model.named_modules() if part in chosen]
     if not names:
         raise ValueError(f"train: wanted a model whose attention has projections for {which!r}, got none in it")
     return names
