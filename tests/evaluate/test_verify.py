@@ -147,13 +147,13 @@ def test_bad_input(arguments, said):
 
 def test_copies_repeat_the_first_half(demo):
     corpus = encode_corpus([demo_text().text], demo[1])
-    drawn, _ = verify_texts(demo[1], corpus, 512, 2, questions=1, seed=3)
+    drawn = verify_texts(demo[1], corpus, 512, 2, questions=1, seed=3)
     for text in drawn:
         copied = text.ids[text.copy :]
         windows = np.lib.stride_tricks.sliding_window_view(text.ids[:256], len(copied))
         assert len(copied) == 64
         assert (windows == copied).all(1).any()
-    again, _ = verify_texts(demo[1], corpus, 512, 2, questions=1, seed=3)
+    again = verify_texts(demo[1], corpus, 512, 2, questions=1, seed=3)
     assert all((a.ids == b.ids).all() for a, b in zip(drawn, again, strict=True))
 
 

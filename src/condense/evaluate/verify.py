@@ -9,11 +9,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from condense.config import Natural, Positive, check_fields
 from condense.evaluate.compare import attention_of, in_eval_mode
 from condense.evaluate.intervals import LEAST_FOUND, Cell, Proportion
-from condense.evaluate.verify_texts import TASKS, DenseReading, TextReading, answers, read_text, verify_texts
+from condense.evaluate.verify_texts import TASKS, DenseReading, TextReading, VerifyText, read_text, verify_texts
 from condense.methods import Dense, Recall, StreamingLLM
 from condense.models import MethodChoice, check_stock, described
 from condense.models.inspect import cache_shares, inspect
-from condense.tasks import PasskeySequence, encode_corpus
+from condense.tasks import encode_corpus
 
 DENSE, WINDOW, ALL_OPEN = "dense", "window 25 %", "all open"
 KINDS = ("far", "other", "copy")
@@ -125,26 +125,19 @@ def verify(
     for method in arms[config.lengths[-1]].values():  # fail now if the model cannot take one
         with attention_of(model, method):
             pass
-    total = len(config.lengths) * (len(methods) + 3) * config.texts * (1 + len(TASKS))
+    total = len(config.lengths) * (len(methods) + 3) * config.texts
     results: dict[str, list[AtLength]] = {}
     with in_eval_mode(model):
-        for length, (copying, asked) in zip(config.lengths, drawn, strict=True):
-            outcomes = {name: _Outcome() for name in arms[length]}
+        for length, texts in zip(config.lengths, drawn, strict=True):
+            read: dict[str, list[TextReading]] = {name: [] for name in arms[length]}
             # text by text, so that dense attention's logits of one text are held at a time
-            for index, text in enumerate(copying):
+            for index, text in enumerate(texts):
                 dense = DenseReading()
                 for name, method in arms[length].items():
-                    greedy = config.greedy if index == 0 else 0
-                    outcomes[name].read.append(read_text(model, text, method, dense, greedy))
+                    read[name].append(read_text(model, text, method, dense, config.greedy if index == 0 else 0))
                     on_step(total)
-            for name, method in arms[length].items():
-                for task, sequences in asked.items():
-                    for sequence in sequences:
-                        with attention_of(model, method):
-                            outcomes[name].right[task].append(answers(model, sequence))
-                        on_step(total)
-            for name, outcome in outcomes.items():
-                results.setdefault(name, []).append(_at_length(length, outcome, outcomes[DENSE], asked))
+            for name, arm in read.items():
+                results.setdefault(name, []).append(_at_length(length, texts, arm, read[DENSE]))
     verified = []
     for name, method in arms[config.lengths[-1]].items():
         shares = cache_shares(inspect(model, method, config.lengths[-1], model.dtype.itemsize))
@@ -152,35 +145,30 @@ def verify(
     return verified
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """One setting at one length: how it reads each text, and by task which answers of each text are right."""
-
-    read: list[TextReading] = field(default_factory=list)
-    right: dict[str, list[list[bool]]] = field(default_factory=lambda: {task: [] for task in TASKS})
-
-
-def _at_length(length: int, arm: _Outcome, dense: _Outcome, asked: Mapping[str, Sequence[PasskeySequence]]) -> AtLength:
-    """The figures of ``arm`` beside dense attention; asked: by task, the sequences whose questions were answered."""
+def _at_length(
+    length: int, texts: Sequence[VerifyText], arm: Sequence[TextReading], dense: Sequence[TextReading]
+) -> AtLength:
+    """The figures of a setting, from its reading of each text and dense attention's."""
     cells, found, by_depth = {}, {}, {}
     for kind in KINDS:
-        pairs = [(a.sums[kind], d.sums[kind]) for a, d in zip(arm.read, dense.read, strict=True)]
+        pairs = [(a.sums[kind], d.sums[kind]) for a, d in zip(arm, dense, strict=True)]
         table = np.array([(loss, of_dense, n) for (loss, n), (of_dense, _) in pairs if n], float).reshape(-1, 3)
         if len(table):
             cells[kind] = Cell.of(*table.T, relative=False)
     for task in TASKS:
-        rows = [(sum(a), sum(d), len(d)) for a, d in zip(arm.right[task], dense.right[task], strict=True)]
+        right = [(a.right[task], d.right[task]) for a, d in zip(arm, dense, strict=True)]
+        rows = [(sum(a), sum(d), len(d)) for a, d in right]
         cell = Cell.of(*np.array(rows, float).T, relative=True)
         if cell.dense >= LEAST_FOUND:
             cells[task] = cell
-        outcomes = [outcome for of_text in arm.right[task] for outcome in of_text]
-        places = [int(depth * _DEPTHS) for sequence in asked[task] for depth in sequence.depths]
+        outcomes = [outcome for of_text, _ in right for outcome in of_text]
+        places = [int(depth * _DEPTHS) for text in texts for depth in text.asked[task].depths]
         found[task] = Proportion.of(outcomes)
         by_depth[task] = [
             Proportion.of([outcome for outcome, at in zip(outcomes, places, strict=True) if at == place])
             for place in range(_DEPTHS)
         ]
-    losses = np.mean([reading.losses for reading in arm.read], axis=0).tolist()
-    divergence = np.mean([reading.divergence for reading in arm.read], axis=0).tolist()
-    greedy = Proportion.of([step for reading in arm.read for step in reading.same])
+    losses = np.mean([reading.losses for reading in arm], axis=0).tolist()
+    divergence = np.mean([reading.divergence for reading in arm], axis=0).tolist()
+    greedy = Proportion.of([step for reading in arm for step in reading.same])
     return AtLength(length, cells, losses, divergence, found, by_depth, greedy)

@@ -29,17 +29,21 @@ NEEDS = 1.0  # nats that all the text must be worth more than the short context
 
 
 @dataclass(frozen=True)
-class Copying:
-    """A text ``ids`` [L] int64 whose end, from ``copy`` on, repeats what stands in its first half."""
+class VerifyText:
+    """A text ``ids`` [L] int64 whose end, from ``copy`` on, repeats what stands in its first half.
+
+    asked: by task, a text with hidden numbers.
+    """
 
     ids: np.ndarray
     copy: int
+    asked: dict[str, PasskeySequence]
 
 
 def verify_texts(
     tokenizer: PreTrainedTokenizerBase, corpus: Corpus, length: int, count: int, *, questions: int, seed: int
-) -> tuple[list[Copying], dict[str, list[PasskeySequence]]]:
-    """``count`` texts with a copy at the end, and as many with hidden numbers by task; the same for the same arguments.
+) -> list[VerifyText]:
+    """``count`` texts with a copy at the end, each with others for the tasks; the same for the same arguments.
 
     The two tasks ask for numbers on lines of their own, and for numbers anywhere in the text whose names share words;
     as many of the ``questions`` as fit.
@@ -48,18 +52,18 @@ def verify_texts(
     if length < 256:
         raise ValueError(f"length: wanted at least 256 tokens, got {length}")
     builder = SequenceBuilder(tokenizer, corpus, load_words().held_out, length)
-    copied, copying = min(COPIED, length // 8), []
-    for index in range(count):
-        rng = np.random.default_rng([seed, index])
-        ids = builder.plain(rng)
-        start = int(rng.integers(1, length // 2 - copied))
-        ids[-copied:] = ids[start : start + copied]
-        copying.append(Copying(ids, length - copied))
     numbers = passkey_sequences(builder, count, keys=questions, seed=seed)
     shared = passkey_sequences(
         builder, count, keys=questions, form="question", seed=seed + 1, shared=True, anywhere=True
     )
-    return copying, dict(zip(TASKS, (numbers, shared), strict=True))
+    copied, texts = min(COPIED, length // 8), []
+    for index, asked in enumerate(zip(numbers, shared, strict=True)):
+        rng = np.random.default_rng([seed, index])
+        ids = builder.plain(rng)
+        start = int(rng.integers(1, length // 2 - copied))
+        ids[-copied:] = ids[start : start + copied]
+        texts.append(VerifyText(ids, length - copied, dict(zip(TASKS, asked, strict=True))))
+    return texts
 
 
 def passkey_sequences(
@@ -77,12 +81,14 @@ def passkey_sequences(
 class TextReading(NamedTuple):
     """One text under one setting: sums of losses and numbers of tokens by kind, and per stretch of the second half the
     mean loss and divergence from dense. same: per greedy step, whether the setting takes dense attention's token.
+    right: by task, which answers are right.
     """
 
     sums: dict[str, tuple[float, int]]
     losses: list[float]
     divergence: list[float]
     same: list[bool]
+    right: dict[str, list[bool]]
 
 
 @dataclass
@@ -96,9 +102,9 @@ class DenseReading:
 
 @torch.no_grad()
 def read_text(
-    model: PreTrainedModel, text: Copying, method: MethodChoice, dense: DenseReading, greedy: int
+    model: PreTrainedModel, text: VerifyText, method: MethodChoice, dense: DenseReading, greedy: int
 ) -> TextReading:
-    """Read the first half as a prompt and the second in pieces, then decode the copy, and ``greedy`` tokens.
+    """Read the first half as a prompt and the second in pieces; decode the copy, ``greedy`` tokens, and the answers.
 
     Pieces say what steps lose if the model reads several tokens as it reads single ones (`condense.Method.as_steps`).
     Decoded is by `generate`, made to write the copy and what dense attention wrote.
@@ -120,10 +126,11 @@ def read_text(
             wrote = _decoded(model, ids[: text.copy], greedy, dense.written).argmax(-1)
             dense.written = wrote if dense.written is None else dense.written
             same = (wrote == dense.written).tolist()
+        right = {task: _answers(model, sequence) for task, sequence in text.asked.items()}
     sums = {name: (float(each[of].sum()), int(of.sum())) for name, of in (("far", needed), ("other", ~needed))}
     sums["copy"] = (float(F.cross_entropy(copied, ids[sure:], reduction="sum")), len(copied))
     by_place, apart_by_place = ([float(part.mean()) for part in x.tensor_split(BINS)] for x in (each, apart))
-    return TextReading(sums, by_place, apart_by_place, same)
+    return TextReading(sums, by_place, apart_by_place, same, right)
 
 
 def _read_half(model: PreTrainedModel, ids: Tensor, cache: Any, dense: DenseReading) -> tuple[Tensor, Tensor]:
@@ -184,8 +191,7 @@ def needs_far(model: PreTrainedModel, ids: Tensor, losses: Tensor) -> Tensor:
     return result
 
 
-@torch.no_grad()
-def answers(model: PreTrainedModel, sequence: PasskeySequence) -> list[bool]:
+def _answers(model: PreTrainedModel, sequence: PasskeySequence) -> list[bool]:
     """Ask every question as a turn over one cache, answers token by token; whether greedy decoding writes each."""
     ids = torch.from_numpy(sequence.input_ids).to(model.device)
     cache, at, outcomes = new_cache(model), 0, []
