@@ -42,7 +42,6 @@ def demo_model(dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, Pre
     rep_bias="log_size")``; the recipe ``demo_model`` of `condense train` made it.
 
     dtype: of the weights, which are stored in bfloat16.
-    Raises ValueError if the installation lacks the model's files.
     """
     folder = _asset("config.json").parent
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)

@@ -1,7 +1,5 @@
 """MInference (Jiang et al., 2024): three patterns of sparse prefill, and a pattern for each head, found beforehand.
 
-`python benchmarks/analyze patterns` finds the patterns of a model's heads.
-
 Shapes: H query heads, K KV heads, L tokens in N blocks of `BLOCK`, D width. One row.
 """
 

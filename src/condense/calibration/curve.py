@@ -59,15 +59,12 @@ class Curve:
 
     def _add(self, allocation: dict[int, int]) -> None:
         """Put an allocation into the path by its size, unless one there keeps no more bytes and loses no more."""
-        size, lost = self._sum(self._sizes, allocation), self._sum(self._lost, allocation)
-        known = [(self._sum(self._sizes, each), self._sum(self._lost, each)) for each in self.path]
+        (size, lost), *known = [
+            [sum(of[layer][number] for layer, number in each.items()) for of in (self._sizes, self._lost)]
+            for each in (allocation, *self.path)
+        ]
         if not any(its_size <= size and its_lost <= lost for its_size, its_lost in known):
             self.path.insert(sum(its_size > size for its_size, _ in known), allocation)
-
-    @staticmethod
-    def _sum(figures: Mapping[int, Sequence[float]], allocation: Allocation) -> float:
-        """A figure of an allocation's layers, added up."""
-        return sum(figures[layer][number] for layer, number in allocation.items())
 
     def measure_grid(self) -> None:
         """Measure the points of the grid, with one dense forward per text."""

@@ -179,12 +179,10 @@ def _cells(point: CurvePoint, names: dict[Method, str], timed: bool) -> list[str
     kinds = " + ".join(f"{used.count(method)} {names[method]}" for method in names if method in used)
     found = [] if point.found is None else [f"{point.found[0]}/{point.found[2]}"]
     shares = [f"{share:.1%}" for share in (point.cache, point.host)]
-    times: list[str] = []
-    if timed:  # none where there is too little memory
-        times = ["", ""]
-        if point.times is not None:
-            sign = "" if point.times.measured else "~"
-            times = [sign + _seconds(value) for value in (point.times.first_s, point.times.step_s)]
+    times = ["", ""] if timed else []
+    if point.times is not None:  # there was enough memory
+        sign = "" if point.times.measured else "~"
+        times = [sign + _seconds(value) for value in (point.times.first_s, point.times.step_s)]
     return [kinds, *shares, *times, str(point.kl), f"{point.nats.mean:+.4f}", *found]
 
 

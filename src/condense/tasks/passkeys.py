@@ -7,10 +7,10 @@ The questions stand after the text. They come in two forms, so that a model does
 - ``"question"``: ``Question: What is the number of the quiet bridge?`` / ``Answer:`` -> `` 4821.``
 """
 
-import importlib.resources
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -29,8 +29,7 @@ class Words:
 
 def load_words() -> Words:
     """The bundled 3,000 words, a fixed fifth of them held out; where they are from: `assets/demo/README.md`."""
-    text = (importlib.resources.files("condense") / "assets" / "words.txt").read_text(encoding="utf-8")
-    words = text.split()
+    words = (Path(__file__).parents[1] / "assets" / "words.txt").read_text(encoding="utf-8").split()
     order = np.random.default_rng(_SPLIT_SEED).permutation(len(words))
     held_out = set(order[: round(len(words) * _HELD_OUT_SHARE)].tolist())
     return Words(

@@ -25,40 +25,19 @@ LOG = "log.jsonl"
 _EARLY = 10  # steps, after which the time that the run will take is known
 
 
-class Teacher:
-    """Gives the dense self's logits.
-
-    With adapters (LoRA) it is the model itself with its adapters off and takes no memory. Otherwise it is a frozen copy
-    of all weights, in the dtype they are loaded in, on every GPU; or spread over them (``sharded``), as FSDP2 spreads
-    the model. Either way a step has one more forward pass.
+def frozen_copy(model: nn.Module, device: torch.device, *, sharded: bool) -> nn.Module:
+    """A copy of all weights, in the dtype they are loaded in, on every GPU; or spread over them as FSDP2 does it.
 
     model: as training begins, with stock attention. device: where the copy goes. sharded: spread it over the processes.
     """
-
-    def __init__(self, model: nn.Module, device: torch.device, *, sharded: bool = False) -> None:
-        self._model: Any = None
-        if hasattr(model, "disable_adapter"):
-            return
-        self._model = copy.deepcopy(model).requires_grad_(False).eval()
-        if sharded:
-            layers = [part for part in self._model.modules() if isinstance(part, nn.ModuleList)]
-            for layer in max(layers, key=len):
-                fully_shard(layer)
-            fully_shard(self._model)
-        else:
-            self._model.to(device)
-
-    @torch.no_grad()
-    def logits(self, student: Any, **inputs: Tensor) -> Tensor:
-        """``[B, L, V]``, by stock attention; ``student``: the model in training; inputs: the model's, ``[B, L]``."""
-        if self._model is not None:
-            return self._model(**inputs, use_cache=False).logits
-        training = student.training
-        student.eval()
-        with student.disable_adapter():
-            logits: Tensor = student(**inputs, use_cache=False).logits
-        student.train(training)
-        return logits
+    copied = copy.deepcopy(model).requires_grad_(False).eval()
+    if not sharded:
+        return copied.to(device)
+    layers = [part for part in copied.modules() if isinstance(part, nn.ModuleList)]
+    for layer in max(layers, key=len):
+        fully_shard(layer)
+    fully_shard(copied)
+    return copied
 
 
 class MixedTrainer(Trainer):
@@ -75,9 +54,9 @@ class MixedTrainer(Trainer):
     def __init__(self, phase: PhaseConfig, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._phase = phase
-        self._teacher: Teacher | None = None
-        if phase.distill:
-            self._teacher = Teacher(self.model, self.args.device, sharded=self.is_fsdp_enabled)
+        self._teacher: Any = None
+        if phase.distill and not hasattr(self.model, "disable_adapter"):
+            self._teacher = frozen_copy(self.model, self.args.device, sharded=self.is_fsdp_enabled)
         # so that Trainer counts the weights of all parts of a batch before the first is computed
         self.model_accepts_loss_kwargs = True
         self._sums: dict[str, torch.Tensor] = {}
@@ -106,9 +85,9 @@ class MixedTrainer(Trainer):
             self.control.should_log = True
         inputs = self._prepare_inputs(inputs)
         stock: nn.Module = self.accelerator.unwrap_model(model)
-        if self._teacher is not None:
+        if self._phase.distill:
             with self.compute_loss_context_manager():
-                inputs["teacher"] = self._teacher.logits(stock, **_of_model(inputs))
+                inputs["teacher"] = self._dense_logits(stock, _of_model(inputs))
         method = self._phase.attention_at(self.state.global_step)
         # the block holds the backward pass too, because gradient checkpointing runs the forward pass again there
         attention = contextlib.nullcontext() if method is None else use(stock, method)
@@ -153,7 +132,7 @@ class MixedTrainer(Trainer):
         for kind, values in self._totals().items():
             ce, kl, weights, answers, right = values
             logs[f"{kind}_loss"] = round(ce / weights, 4)
-            if self._teacher is not None:
+            if self._phase.distill:
                 logs[f"{kind}_kl"] = round(kl / weights, 4)
             if answers:
                 logs[f"{kind}_answer_accuracy"] = round(right / answers, 4)
@@ -205,6 +184,18 @@ class MixedTrainer(Trainer):
         """The weights of all tokens of a step, over all its parts and processes."""
         weights = torch.stack([batch["loss_weights"].sum() for batch in batch_samples]).sum()
         return self.accelerator.reduce(weights.to(device), "sum")
+
+    @torch.no_grad()
+    def _dense_logits(self, student: Any, inputs: dict[str, Tensor]) -> Tensor:
+        """Logits ``[B, L, V]`` of the copy, or of the model with its adapters (LoRA) off, which takes no memory."""
+        if self._teacher is not None:
+            return self._teacher(**inputs, use_cache=False).logits
+        training = student.training
+        student.eval()
+        with student.disable_adapter():
+            logits: Tensor = student(**inputs, use_cache=False).logits
+        student.train(training)
+        return logits
 
     def _count(self, sums: TokenLoss) -> None:
         # Sums stay on the device, because reading one would wait for it.

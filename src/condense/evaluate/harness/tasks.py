@@ -57,7 +57,7 @@ def load_tasks(
     manager = TaskManager(include_path=OWN_FOLDER, include_defaults=not set(names) <= set(OWN), metadata=metadata)
     found: dict[str, Any] = {}
     parts: set[str] = set()
-    with _in_folder(data):
+    with contextlib.nullcontext() if data is None else _in_folder(data):
         for name in names:
             if name not in manager.task_index:
                 raise _unknown(name, manager.all_tasks)
@@ -93,15 +93,12 @@ def _load(manager: Any, name: str) -> Any:
 
 
 @contextlib.contextmanager
-def _in_folder(folder: Path | None) -> Iterator[None]:
+def _in_folder(folder: Path) -> Iterator[None]:
     """Work in the folder, where `datasets` and `evaluate` find copies of repositories by name before they ask a hub.
 
     What the harness downloads by address (RULER's questions) is found there by the last part of the address, and what
     NLTK downloads in ``nltk_data``.
     """
-    if folder is None:
-        yield
-        return
     import datasets
     import nltk
     import requests
