@@ -8,14 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from condense.evaluate.compare import Prompt
 from condense.tasks.passkeys import Key, question_prompt
@@ -43,14 +36,14 @@ def demo_model(dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, Pre
 
     dtype: of the weights, which are stored in bfloat16.
     """
-    folder = _asset("config.json").parent
+    folder = demo_folder()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     return model.eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-def demo_config() -> PreTrainedConfig:
-    """The bundled model's configuration, without its weights."""
-    return AutoConfig.from_pretrained(_asset("config.json").parent, local_files_only=True)
+def demo_folder() -> Path:
+    """The folder of the bundled model and its tokenizer."""
+    return _asset("config.json").parent
 
 
 def demo_text() -> DemoText:

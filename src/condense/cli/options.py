@@ -91,7 +91,7 @@ def load_model(
     from transformers import AutoModelForCausalLM, logging
     from transformers.utils import is_accelerate_available
 
-    from condense.demo import demo_model
+    from condense.demo import demo_folder
     from condense.models import restore
 
     if device_map is not None and device is not None:
@@ -100,15 +100,13 @@ def load_model(
         raise ValueError("--device-map needs the package accelerate: pip install accelerate")
     chosen = parse_device(device)
     torch_dtype = parse_dtype(dtype, chosen)
-    if model is None:
-        loaded, tokenizer = demo_model(dtype=torch_dtype)
-        return loaded.to(chosen), tokenizer, None
-    if sys.stderr.isatty():
+    if model is not None and sys.stderr.isatty():
         logging.enable_progress_bar()  # of downloads and of weights, which may take minutes
+    source = str(demo_folder()) if model is None else model
     settings: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    tokenizer = _read_tokenizer(model, settings)
+    tokenizer = _read_tokenizer(source, settings)
     settings |= {"dtype": torch_dtype} if device_map is None else {"dtype": torch_dtype, "device_map": device_map}
-    loaded = read_saved(model, lambda name: AutoModelForCausalLM.from_pretrained(name, **settings))
+    loaded = read_saved(source, lambda name: AutoModelForCausalLM.from_pretrained(name, **settings))
     saved = saved_choice(loaded)
     return restore(loaded if device_map is not None else loaded.to(chosen)).eval(), tokenizer, saved
 
@@ -161,17 +159,15 @@ def read_skeleton(model: str | None, shape: str | None = None) -> PreTrainedMode
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from condense.demo import demo_config
+    from condense.demo import demo_folder
     from condense.models.shapes import shape_config
 
-    if shape is not None:
-        config: Any = shape_config(shape)
-    else:
-        config = demo_config() if model is None else read_saved(model, AutoConfig.from_pretrained)
     with torch.device("meta"):
-        if model is None:
-            return AutoModelForCausalLM.from_config(config).eval()
-        return read_saved(model, lambda _: AutoModelForCausalLM.from_config(config).eval())
+        if shape is not None:
+            return AutoModelForCausalLM.from_config(shape_config(shape)).eval()
+        source = str(demo_folder()) if model is None else model
+        config = read_saved(source, AutoConfig.from_pretrained)
+        return read_saved(source, lambda _: AutoModelForCausalLM.from_config(config).eval())
 
 
 def parse_device(name: str | None) -> torch.device:
