@@ -26,7 +26,6 @@ INTERRUPTED = 130  # what shells expect after Ctrl-C
 
 app = typer.Typer(
     name="condense",
-    help="Condensed attention for Hugging Face causal language models.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # whole words at 80 columns, where boxes cut long options off
 )
