@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from condense.config import check_int
 from condense.evaluate.compare import attention_of, new_cache
@@ -154,17 +154,32 @@ def _read_half(model: PreTrainedModel, ids: Tensor, cache: Any, dense: DenseRead
     return each, torch.cat(divergence)
 
 
+class _Writer(LogitsProcessor):
+    """Keeps the logits ``[1, V]`` of each step, and lets only the given tokens be written; None: any."""
+
+    def __init__(self, tokens: Tensor | None) -> None:
+        self.logits: list[Tensor] = []
+        self._tokens = tokens
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """See the class; scores ``[1, V]``."""
+        self.logits.append(scores.float())
+        if self._tokens is None:
+            return scores
+        return torch.full_like(scores, float("-inf")).index_fill_(1, self._tokens[len(self.logits) - 1], 0)
+
+
 def _decoded(model: PreTrainedModel, ids: Tensor, count: int, tokens: Tensor | None) -> Tensor:
     """The logits ``[count, V]`` by which `generate` would write each token after ids; None: of its own choice."""
-    forced = None if tokens is None else tokens.tolist()
-    written: Any = model.generate(
+    # its own output of logits would make it keep a growing cache, whose steps are not replayed
+    writer = _Writer(tokens)
+    model.generate(
         input_ids=ids[None], attention_mask=torch.ones_like(ids[None]), max_new_tokens=count, do_sample=False,
-        repetition_penalty=1.0, use_cache=True, output_logits=True, return_dict_in_generate=True, pad_token_id=0,
-        prefix_allowed_tokens_fn=None if forced is None else lambda _, so_far: [forced[len(so_far) - len(ids)]],
+        repetition_penalty=1.0, use_cache=True, logits_processor=LogitsProcessorList([writer]), pad_token_id=0,
         # a token that is never written, so that none ends the text
         eos_token_id=model.config.get_text_config(decoder=True).vocab_size,
     )  # fmt: skip
-    return torch.cat(written.logits)
+    return torch.cat(writer.logits)
 
 
 @torch.no_grad()
