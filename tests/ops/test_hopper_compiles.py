@@ -12,14 +12,14 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 import condense
-from condense.ops import unpack_store
+from condense.ops import RuleSpans, Source, UniformRule, unpack_store
 from condense.ops.hopper import limits as hopper_limits
 from condense.ops.recall import IndexChoice, Quota, RecallSources, StoreFormat, split_keys
-from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.step import NewToken, StepCall
 from condense.ops.triton import host, limits, paged_step, recall_step_plan, step_plan
 from condense.ops.triton import step as triton_step
 from condense.ops.triton.attend_call import call_of
+from condense.ops.types import AttendOptions
 
 WIDTHS = [widths for widths in hopper_limits.WIDTHS if len(set(widths)) > 1]
 SHARED_MEMORY = 227 * 1024
@@ -188,7 +188,7 @@ def read_prompt(attend, q, k, v, asked, keys):
     of_k, of_v = (x.unflatten(2, (-1, 16)).mean(3) for x in (k, v))
     sources = RecallSources(Source(of_k, of_v), Source(k, v), Source(k, v), RuleSpans(UniformRule(16, 64), 0, 0))
     choice = IndexChoice(asked, split_keys(keys.unflatten(2, (-1, 16)))[0], 0.1, Quota(8))
-    attend(q, sources, choice, scale=0.1, softcap=0.0, pool=True, return_lse=False)
+    attend(q, sources, choice, AttendOptions(0.1), pool=True)
 
 
 @pytest.mark.slow

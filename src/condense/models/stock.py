@@ -16,6 +16,7 @@ from condense.models.forward import AttentionCall, ForwardBoard, assert_one_docu
 from condense.models.masks import is_real
 from condense.ops import RuleSpans, Source, UniformRule, attend
 from condense.ops.torch.attend import BlockKeys, attend_block
+from condense.ops.types import AttendOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,14 +81,8 @@ class StockAttention:
         pad = torch.zeros_like(sees[..., :1]) if real is None else ~real[:, None, None, None]
         if mask is not None and real is not None:
             sees = sees & mask | pad
-        out, lse = attend_block(
-            q,
-            BlockKeys(k, call.v, sees, pad, None),
-            scale=call.scale,
-            softcap=call.extras.softcap,
-            dropout_p=call.dropout,
-            return_lse=call.extras.needs_lse,
-        )
+        options = AttendOptions(call.scale, call.extras.softcap, call.dropout, call.extras.needs_lse)
+        out, lse = attend_block(q, BlockKeys(k, call.v, sees, pad, None), options)
         return call.extras.finish(out, lse)
 
     def _read(self, call: AttentionCall, filled: int | None = None) -> Tensor:

@@ -22,7 +22,7 @@ from condense.ops.step.pages import Places
 from condense.ops.tensors.sampling import Sample
 from condense.ops.torch import step as torch_step
 from condense.ops.triton import limits as triton_limits
-from condense.ops.types import Chunks, Pooling, Problem, SummaryColumns, SummarySpans
+from condense.ops.types import AttendOptions, Chunks, Pooling, Problem, SummaryColumns, SummarySpans
 
 
 def attend(
@@ -56,12 +56,11 @@ def attend(
         len(sources), extras.softcap,
     )  # fmt: skip
     chosen = resolve_backend(backend, problem)
-    wants_lse = return_lse or extras.needs_lse
-    is_plain = not (wants_lse or extras.softcap)
+    options = AttendOptions(scale, extras.softcap, dropout_p, return_lse or extras.needs_lse)
+    is_plain = not (options.return_lse or options.softcap)
     if backend == "auto" and chosen in ("triton", "hopper") and L == N and is_plain and spans.is_causal(L, N):
         chosen = "torch"  # ordinary causal attention of whole sequences: PyTorch's own kernel is the fastest
-    run = BACKENDS[chosen].load().attend
-    out, lse = run(q, sources, spans, scale=scale, softcap=extras.softcap, dropout_p=dropout_p, return_lse=wants_lse)
+    out, lse = BACKENDS[chosen].load().attend(q, sources, spans, options)
     return extras.finish(out, lse), lse if return_lse else None
 
 
@@ -92,9 +91,8 @@ def attend_recall(
     if (tokens % G if G > 0 else tokens) or (G > 0 and tokens == 0):
         raise ValueError(f"store must hold g tokens for each of the {G} entries, got {tokens} tokens")
     run = BACKENDS[resolve_recall(backend, q, sources, choice, softcap=extras.softcap)].load().attend_recall
-    wants_lse = return_lse or extras.needs_lse
-    pool = unchosen == "pool"
-    out, lse = run(q, sources, choice, scale=scale, softcap=extras.softcap, pool=pool, return_lse=wants_lse)
+    options = AttendOptions(scale, extras.softcap, return_lse=return_lse or extras.needs_lse)
+    out, lse = run(q, sources, choice, options, pool=unchosen == "pool")
     return extras.finish(out, lse), lse if return_lse else None
 
 

@@ -17,9 +17,9 @@ from condense.ops.types import Problem
 class Operations(NamedTuple):
     """One backend's version of the functions of `condense.ops` that have these names.
 
-    attend is ``attend(q, sources, spans, *, scale, softcap, dropout_p, return_lse) -> (out, lse)``, and attend_recall
-    ``attend_recall(q, sources, choice, *, scale, softcap, pool, return_lse) -> (out, lse)``; lse is None unless
-    return_lse. pool: queries see the entries of closed groups that they do not open.
+    attend is ``attend(q, sources, spans, options) -> (out, lse)``, and attend_recall ``attend_recall(q, sources,
+    choice, options, *, pool) -> (out, lse)``, with `AttendOptions`; lse may be None unless they ask for it. pool:
+    queries see the entries of closed groups that they do not open.
     store_groups is ``store_groups(form, k, v) -> (signs, steps, rows)``: what `condense.ops.recall.split_keys` and
     `condense.ops.recall.StoreFormat.pack` make of groups of tokens ``[B, K, G, g, D]`` and ``[B, K, G, g, Dv]``.
     pool_groups: None if `condense.ops.pool_groups` is to call this backend's group_scores and pool.

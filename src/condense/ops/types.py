@@ -83,6 +83,18 @@ class SummaryColumns(NamedTuple):
         return self.lo.shape[0]
 
 
+class AttendOptions(NamedTuple):
+    """Options of attention. scale: factor of the scores. softcap: as in `Extras`. dropout_p: of attention's weights.
+
+    return_lse: whether the log-sum-exp is wanted.
+    """
+
+    scale: float
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    return_lse: bool = False
+
+
 class Problem(NamedTuple):
     """The properties of a call for which backends have limits.
 

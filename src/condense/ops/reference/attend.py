@@ -14,6 +14,7 @@ from condense.ops.extras import soft_cap
 from condense.ops.recall.choice import Choice, RecallSources
 from condense.ops.spans import Source, Spans
 from condense.ops.tensors.bias import joined_bias, per_entry
+from condense.ops.types import AttendOptions
 
 
 def visible(spans: Spans, start: int, stop: int, sizes: Sequence[int], device: torch.device) -> Tensor:
@@ -26,35 +27,17 @@ def visible(spans: Spans, start: int, stop: int, sizes: Sequence[int], device: t
     return torch.cat([mask.expand(rows, heads, -1, -1) for mask in masks], dim=-1)
 
 
-def attend(
-    q: Tensor,
-    sources: Sequence[Source],
-    spans: Spans,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    dropout_p: float,
-    return_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
+def attend(q: Tensor, sources: Sequence[Source], spans: Spans, options: AttendOptions) -> tuple[Tensor, Tensor]:
     """See `condense.ops.attend`. Materialises ``[B, H, L, S]`` scores."""
     sizes = [source.k.shape[2] for source in sources]
     k, v = torch.cat([source.k for source in sources], dim=2), torch.cat([source.v for source in sources], dim=2)
     mask = visible(spans, 0, q.shape[2], sizes, q.device)[:, :, None]
     bias = joined_bias([source.bias for source in sources], sizes, q.device)
-    out, lse = attend_masked(q, k, v, mask, bias, scale=scale, softcap=softcap, dropout_p=dropout_p)
-    return out, lse if return_lse else None
+    return attend_masked(q, k, v, mask, bias, options)
 
 
 def attend_masked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    bias: Tensor | None,
-    *,
-    scale: float,
-    softcap: float,
-    dropout_p: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None, options: AttendOptions
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of queries over keys k and values v of all sources, where mask ``[B|1, K|1, 1, L, S]``.
 
@@ -64,25 +47,18 @@ def attend_masked(
     empty = ~mask.any(-1, keepdim=True)
     # a query that sees nothing, which may hold NaN, is set to 0 and sees all keys here; its output is zeroed below
     q_BKRLD = q.to(wide).unflatten(1, (K, -1)).masked_fill(empty, 0.0)
-    scores = soft_cap(torch.einsum("bkrld,bksd->bkrls", q_BKRLD, k.to(wide)) * scale, softcap)
+    scores = soft_cap(torch.einsum("bkrld,bksd->bkrls", q_BKRLD, k.to(wide)) * options.scale, options.softcap)
     if bias is not None:
         scores = scores + bias.to(wide)[:, :, None, None, :]
     scores = scores.masked_fill(~(mask | empty), float("-inf"))
-    weights = F.dropout(scores.softmax(-1), dropout_p)
+    weights = F.dropout(scores.softmax(-1), options.dropout_p)
     out = torch.einsum("bkrls,bksd->bkrld", weights, v.to(wide)).masked_fill(empty, 0.0)
     lse = scores.logsumexp(-1).masked_fill(empty[..., 0], float("-inf"))
     return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
 
 
 def attend_recall(
-    q: Tensor,
-    sources: RecallSources,
-    choice: Choice,
-    *,
-    scale: float,
-    softcap: float,
-    pool: bool,
-    return_lse: bool = True,
+    q: Tensor, sources: RecallSources, choice: Choice, options: AttendOptions, *, pool: bool
 ) -> tuple[Tensor, Tensor]:
     """See `condense.ops.attend_recall`. pool: queries see the entries of closed groups that they do not open."""
     (entries, store, window, spans), L = sources, q.shape[2]
@@ -97,4 +73,4 @@ def attend_recall(
     k, v = (torch.cat(parts, dim=2) for parts in ([entries.k, store.k, window.k], [entries.v, store.v, window.v]))
     bias = per_entry(entries.bias, G, q.device)
     bias = None if bias is None else F.pad(bias, (0, k.shape[2] - G))
-    return attend_masked(q, k, v, mask, bias, scale=scale, softcap=softcap)
+    return attend_masked(q, k, v, mask, bias, options)

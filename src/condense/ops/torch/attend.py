@@ -19,6 +19,7 @@ from condense.ops.extras import soft_cap
 from condense.ops.recall.choice import Choice, RecallSources, chosen_groups
 from condense.ops.spans import Hull, Source, Spans
 from condense.ops.tensors.bias import joined_bias, per_entry
+from condense.ops.types import AttendOptions
 
 # With more keys per query than this, a soft cap, or biases of keys' own, blocks are computed again in the backward
 # pass, as keeping their keys, masks and scores would take too much memory.
@@ -43,19 +44,10 @@ class BlockKeys(NamedTuple):
     own: bool = False
 
 
-def attend(
-    q: Tensor,
-    sources: Sequence[Source],
-    spans: Spans,
-    *,
-    scale: float,
-    softcap: float,
-    dropout_p: float,
-    return_lse: bool,
-) -> tuple[Tensor, Tensor | None]:
+def attend(q: Tensor, sources: Sequence[Source], spans: Spans, options: AttendOptions) -> tuple[Tensor, Tensor | None]:
     """See `condense.ops.attend`."""
     H, L = q.shape[1], q.shape[2]
-    window = sources[-1]
+    (scale, softcap, dropout_p, return_lse), window = options, sources[-1]
     K, N = window.k.shape[1], window.k.shape[2]
     # scale > 0, because PyTorch's causal kernel gives NaN on a CPU for scale <= 0
     if not return_lse and not softcap and scale > 0 and (L == N or L == 1) and spans.is_causal(L, N):
@@ -75,7 +67,7 @@ def attend(
         stop = start + q.shape[2]
         mask, empty = (None, None) if spans.is_hull(start, stop) else _visible(spans, start, stop, hulls, q.device)
         keys = BlockKeys(k, v, mask, empty, _bias(sources, hulls, q.device), own)
-        return attend_block(q, keys, scale=scale, softcap=softcap, dropout_p=dropout_p, return_lse=return_lse)
+        return attend_block(q, keys, options)
 
     work = zip(q.split(size, dim=2), blocks, hulls, strict=True)
     tensors = [q, *(x for source in sources for x in (source.k, source.v))]
@@ -132,14 +124,12 @@ def _visible(spans: Spans, start: int, stop: int, hulls: list[Hull], device: tor
     return torch.cat(masks, dim=-1), empty
 
 
-def attend_block(
-    q: Tensor, keys: BlockKeys, *, scale: float, softcap: float = 0.0, dropout_p: float = 0.0, return_lse: bool = False
-) -> tuple[Tensor, Tensor]:
+def attend_block(q: Tensor, keys: BlockKeys, options: AttendOptions) -> tuple[Tensor, Tensor]:
     """Output ``[B, H, L, Dv]`` of one block of queries ``[B, H, L, D]``.
 
     Then log-sum-exp ``[B, H, L]`` if asked for, else an empty tensor.
     """
-    k, v, mask, empty, bias, own = keys
+    (k, v, mask, empty, bias, own), (scale, softcap, dropout_p, return_lse) = keys, options
     B, H, L, _ = q.shape
     K, S = k.shape[1], k.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -203,7 +193,7 @@ def _key_offsets(bias: Tensor, S: int, dtype: torch.dtype) -> Tensor:
 
 
 def attend_recall(
-    q: Tensor, sources: RecallSources, choice: Choice, *, scale: float, softcap: float, pool: bool, return_lse: bool
+    q: Tensor, sources: RecallSources, choice: Choice, options: AttendOptions, *, pool: bool
 ) -> tuple[Tensor, Tensor | None]:
     """See `condense.ops.attend_recall`. pool: queries see the entries of closed groups that they do not open."""
     (entries, store, window, spans), L, g = sources, q.shape[2], sources.group_size
@@ -235,7 +225,7 @@ def attend_recall(
         k, v = torch.cat([source.k for source in seen], dim=2), torch.cat([source.v for source in seen], dim=2)
         of_entries = bias[..., :n] if pool and bias is not None else None
         keys = BlockKeys(k, v, mask | empty, empty, of_entries, isinstance(entries.bias, Tensor))
-        return attend_block(q, keys, scale=scale, softcap=softcap, return_lse=return_lse)
+        return attend_block(q, keys, options)
 
     tensors = (q, entries.k, entries.v, store.k, store.v, window.k, window.v)
     if len(blocks) > 1 and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
@@ -244,7 +234,7 @@ def attend_recall(
     work = zip(q.split(_RECALL_BLOCK, dim=2), blocks, spans.hulls(blocks), strict=True)
     parts = [block(q_block, start, hulls) for q_block, (start, _), hulls in work]
     out = torch.cat([part[0] for part in parts], dim=2)
-    return out, torch.cat([part[1] for part in parts], dim=2) if return_lse else None
+    return out, torch.cat([part[1] for part in parts], dim=2) if options.return_lse else None
 
 
 def _columns(source: Source, start: int, stop: int) -> Source:

@@ -16,7 +16,7 @@ from condense.ops.step.settings import StepSettings
 from condense.ops.step.state import StepState
 from condense.ops.tensors.right_aligned import head_mean
 from condense.ops.torch.attend import BlockKeys, attend_block
-from condense.ops.types import Chunks
+from condense.ops.types import AttendOptions, Chunks
 
 
 def step(call: StepCall, own: OwnEntries) -> Tensor:
@@ -129,7 +129,8 @@ def attend(call: StepCall, seen: Tensor, alive: Tensor, own: OwnEntries) -> tupl
     empty = ~(alive[:, None, None, None] & sees.any(-1, keepdim=True))
     differ = settings.matched or own.bias is not None
     block = BlockKeys(keys, values, sees | empty, empty, _bias(state, settings, own), differ)
-    return attend_block(q, block, scale=call.scale, softcap=call.extras.softcap, return_lse=call.extras.needs_lse)
+    options = AttendOptions(call.scale, call.extras.softcap, return_lse=call.extras.needs_lse)
+    return attend_block(q, block, options)
 
 
 def _bias(state: StepState, settings: StepSettings, own: OwnEntries) -> Tensor | None:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from condense.ops.spans import RuleSpans, Source, Spans, UniformRule
 from condense.ops.triton.host import LOG2E, check_programs, whole_rows
 from condense.ops.triton.recall_choice import OpenedGroups, opened
+from condense.ops.types import AttendOptions
 
 # largest size in bytes of the words of a block of queries
 _WORDS = 2**29
@@ -202,20 +203,11 @@ class Attention(NamedTuple):
         return (self.operation if needs else self.forward)(*call)
 
     def attend(
-        self,
-        q: Tensor,
-        sources: Sequence[Source],
-        spans: Spans,
-        *,
-        scale: float,
-        softcap: float,
-        dropout_p: float,
-        return_lse: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+        self, q: Tensor, sources: Sequence[Source], spans: Spans, options: AttendOptions
+    ) -> tuple[Tensor, Tensor]:
         """See `condense.ops.attend`."""
-        assert dropout_p == 0, "the backend's limits"
-        out, lse = self.run(call_of(q, sources, spans, scale, softcap))
-        return out, lse if return_lse else None
+        assert options.dropout_p == 0, "the backend's limits"
+        return self.run(call_of(q, sources, spans, options.scale, options.softcap))
 
 
 def operation(

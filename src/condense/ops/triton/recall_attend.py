@@ -13,19 +13,18 @@ from condense.ops.spans import RuleSpans, UniformRule
 from condense.ops.triton.attend import ATTENTION
 from condense.ops.triton.attend_call import Attention, call_of, needs_operation
 from condense.ops.triton.recall_choice import choice_operation, choose
+from condense.ops.types import AttendOptions
 
 
 def attend_recall(
     q: Tensor,
     sources: RecallSources,
     choice: Choice,
+    options: AttendOptions,
     *,
-    scale: float,
-    softcap: float,
     pool: bool,
-    return_lse: bool,
     attention: Attention = ATTENTION,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """See `condense.ops.attend_recall`. pool: queries see the entries of closed groups that they do not open.
 
     If every query opens no group, or all of them, this is attention over two sources: entries or store, and the window.
@@ -45,7 +44,7 @@ def attend_recall(
     elif not opens:
         entries, rule = store, replace(rule, entries=sources.group_size)
     spans = replace(spans, rule=rule)
-    call = call_of(q, [entries, window], spans, scale, softcap, store=store if opens else None)
+    call = call_of(q, [entries, window], spans, options.scale, options.softcap, store=store if opens else None)
     if opens and isinstance(choice, IndexChoice):
         choose_groups = choice_operation if needs_operation(choice.q) else choose
         groups = choose_groups(choice.q, *choice.index, call.spans, call.rule, choice.scale, choice.quota, closed)
@@ -53,5 +52,4 @@ def attend_recall(
     elif opens:
         chosen = choice.at(0, L, spans.at(0, L, q.device)[0].hi, G)
         call = call._replace(groups=chosen_groups(chosen, r).to(torch.int32), closed=closed, pool=pool)
-    out, lse = attention.run(call)
-    return out, lse if return_lse else None
+    return attention.run(call)
