@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from condense.ops.recall.index import GroupIndex, block_width, rotation
-from condense.ops.tensors.codes import dequantise, from_bytes, quantise, step_unit, to_bytes
+from condense.ops.tensors.codes import dequantise, from_bytes, quantise, to_bytes
 
 # pieces and their codes begin at multiples of so many bytes
 _UNIT = 16
@@ -63,10 +63,6 @@ class StoreFormat:
     def dtype(self, tokens: torch.dtype) -> torch.dtype:
         """The dtype of the rows for tokens of a dtype."""
         return tokens if self.bits == 16 else torch.uint8
-
-    def step_unit(self, dtype: torch.dtype) -> float:
-        """`condense.ops.tensors.codes.step_unit` for values of a dtype, which their steps have; for 8 or 4 bits."""
-        return step_unit(self.bits, dtype)
 
     def key_unit(self, dtype: torch.dtype) -> float:
         """A key's step as a fraction of its largest number: half of 2 ** -bits, or more once rounded to ``dtype``."""

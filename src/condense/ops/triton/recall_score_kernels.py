@@ -9,7 +9,8 @@ Shapes: B rows of the batch, K KV heads, R query heads per KV head, n queries of
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -97,7 +98,9 @@ def recall_turn_kernel(
         tl.store(at_numbers, numbers.to(tl.int8), mask=real[:, None] & (d < D)[None, :])
 
 
-class _TileRows(NamedTuple):
+class _TileRows(
+    namedtuple("_TileRows", "q signs head line steps centres of_centres s_centre unit closed real score cell lines")
+):
     """A tile of queries, and the index that it is multiplied with.
 
     q: the queries, or their descriptor if they are read in parts. signs: descriptor. head: index of a KV head in both.
@@ -105,21 +108,6 @@ class _TileRows(NamedTuple):
     s_centre: stride of centres. Per row: unit, what one of its whole numbers stands for; closed, its closed groups;
     real, whether it counts; score and cell, pointers to its results. lines: rows of the block of queries.
     """
-
-    q: Any
-    signs: Any
-    head: Any
-    line: Any
-    steps: Any
-    centres: Any
-    of_centres: Any
-    s_centre: Any
-    unit: Any
-    closed: Any
-    real: Any
-    score: Any
-    cell: Any
-    lines: Any
 
 
 @triton.jit

@@ -9,7 +9,8 @@ Shapes: n groups of a tile, T tokens of each, P columns of a tile.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,6 +18,7 @@ import triton.language as tl
 
 from condense.ops.recall.index import CENTRE_LEVELS
 from condense.ops.recall.store import StoreFormat
+from condense.ops.tensors.codes import step_unit
 from condense.ops.triton.device.address import token_rows
 from condense.ops.triton.device.codes import (
     MIDDLE,
@@ -40,8 +42,8 @@ class Form(NamedTuple):
     bits: per number. g: tokens per group. D, DV: widths of keys and of values; DV is 0 for latents. D0, D1, V0, V1:
     widths of their parts (`condense.ops.triton.device.parts`); V0 is D0 for latents. piece: elements of a group's
     piece, numbers for 16 bits and bytes for fewer. steps_at, keys_at, values_at: bytes before the steps of keys, and
-    before the codes of keys, and of values. unit, key_unit: `StoreFormat.step_unit` and `key_unit`. tiny: the smallest
-    step of values.
+    before the codes of keys, and of values. unit: `step_unit` of values. key_unit: `StoreFormat.key_unit`. tiny: the
+    smallest step of values.
     """
 
     bits: int
@@ -68,34 +70,22 @@ class Form(NamedTuple):
         piece, codes_at = form.group_size * form.width(*widths, dtype.itemsize), form.codes_at(*widths, dtype.itemsize)
         return cls(
             form.bits, form.group_size, *widths, *parts, piece, form.key_steps_at(widths[1], dtype.itemsize), *codes_at,
-            form.step_unit(dtype), form.key_unit(dtype), torch.finfo(dtype).tiny,
+            step_unit(form.bits, dtype), form.key_unit(dtype), torch.finfo(dtype).tiny,
         )  # fmt: skip
 
 
-class Pieces(NamedTuple):
+class Pieces(namedtuple("Pieces", "ptr slot moves signs steps")):
     """The pieces of n groups. ptr: pointers to them. slot: pointers to their places in slots. moves: whether what is
     read of a piece is stored there, too. signs, steps: pointers to those of each group's index.
     """
 
-    ptr: Any
-    slot: Any
-    moves: Any
-    signs: Any
-    steps: Any
 
-
-class Words(NamedTuple):
+class Words(namedtuple("Words", "k v unit step zero")):
     """Tokens of groups as `load_words` reads them, N of them; their keys less the centres of their groups.
 
     k, v: `signed_codes` and `middle_codes` in the parts of `to_words`. unit: what 1 in a key stands for. step, zero: a
     value is ``zero + step * code``. All three float32 ``[N]``.
     """
-
-    k: Any
-    v: Any
-    unit: Any
-    step: Any
-    zero: Any
 
 
 @triton.jit
