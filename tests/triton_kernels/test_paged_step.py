@@ -153,8 +153,8 @@ def early(monkeypatch):
     launch, store, attend, stored = paged_step.launch_of, paged_step.store, paged_step.attend, []
 
     def early_plan(plan):
-        grid, numbers, (fixed, kind, *forms), options = plan
-        return grid, numbers, (fixed, kind._replace(early=True), *forms), options
+        grid, numbers, (kind, *forms), options = plan
+        return grid, numbers, (kind._replace(early=True), *forms), options
 
     def launch_early(*args):
         made = launch(*args)

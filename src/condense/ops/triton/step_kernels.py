@@ -15,7 +15,6 @@ S splits, V columns of values. A summary is the mean of the newest ``num_summary
 """
 
 from collections import namedtuple
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -53,18 +52,6 @@ from condense.ops.triton.device.softmax import (
 )
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-
-
-class Fixed(NamedTuple):
-    """Numbers of a model and a method for which the kernel is compiled, because dividing by them would take long.
-
-    K: KV heads. R: query heads per KV head. num_summary: mean queries in a summary query. chunk: tokens of a chunk.
-    """
-
-    K: int
-    R: int
-    num_summary: int
-    chunk: int
 
 
 class _Scores(namedtuple("_Scores", "weigh attend bias biases")):
@@ -364,7 +351,7 @@ def step_kernel(
     s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_ekb, s_ekh, s_ekn, s_evb, s_evh, s_evn,
     s_rkb, s_rkh, s_rkn, s_rvb, s_rvh, s_rvn, s_rqb, s_rqh, s_rqn,
     s_seen, s_first, s_first_n, s_arrived, s_arrived_n, s_real,
-    M, W, Q, window, max_chunks, summary_delay, scale, score_scale, bias, FIXED: tl.constexpr, KIND: tl.constexpr,
+    M, W, Q, window, max_chunks, summary_delay, scale, score_scale, bias, KIND: tl.constexpr,
     NEAR: tl.constexpr, FAR: tl.constexpr, PAST: tl.constexpr,
 ):  # fmt: skip
     """part float32 ``[B, H, S, V]`` and log-sum-exp ``[B, H, S]``, or out ``[B, H, 1, V]``; grid (S, row tiles, B * K).
@@ -374,10 +361,10 @@ def step_kernel(
     value, None for none. counter int64 ``[]``: 1 is added to it; None for none. near, far, past: tables of the pages of
     tokens, entries and queries, None where rows lie side by side; a row's queries lie in one page.
     """
-    K: tl.constexpr = FIXED.K
-    R: tl.constexpr = FIXED.R
-    num_summary: tl.constexpr = FIXED.num_summary
-    chunk: tl.constexpr = FIXED.chunk
+    K: tl.constexpr = KIND.K
+    R: tl.constexpr = KIND.R
+    num_summary: tl.constexpr = KIND.num_summary
+    chunk: tl.constexpr = KIND.chunk
     if KIND.early:
         if not KIND.attends:
             # the kernel that attends reads before it waits, so what earlier kernels write must be there by then

@@ -13,7 +13,6 @@ from condense.ops.triton.device.address import PageForm
 from condense.ops.triton.device.entry import Kind
 from condense.ops.triton.device.parts import key_value_parts
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
-from condense.ops.triton.step_kernels import Fixed
 
 # stands for "no limit": positions are int32
 _NEVER = 2**31 - 1
@@ -129,25 +128,24 @@ def launch_of(
         tile=power_of_2(rule.chunk) if settings.num_focal > 0 else 1,
         period=settings.num_focal + 1 if settings.bias_differs else 0,
         has_first=settings.has_first,
-        rows=rows,
-        keys=tiles.keys,
+        rows=rows, keys=tiles.keys,
         precision="ieee" if dtype == torch.float32 else "tf32",
         joins=joins,
         joined_parts=max(1, min(power_of_2(S), _JOINED_AT_ONCE // (power_of_2(R) * power_of_2(Dv)))) if joins else 1,
         softcap=softcap * LOG2E,
         page=0 if near is None else near.slots,
         stores=not paged,
+        K=K, R=R, num_summary=settings.num_summary, chunk=rule.chunk,
     )  # fmt: skip
     window, max_chunks = (_NEVER if x is None else min(x, _NEVER) for x in (rule.window, rule.max_chunks))
     BC = min(64, power_of_2(Dv))
     starts_early = {"launch_pdl": True} if early else {}
     numbers = M, W, Q, window, max_chunks, settings.summary_delay, scale, scale * LOG2E, settings.bias * LOG2E
-    fixed, forms = Fixed(K, R, settings.num_summary, rule.chunk), (near, *others)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages} | (starts_early if paged else {})
     store = kind._replace(stores=True, attends=False)
     return Launch(
         S,
-        ((S, row_tiles, B * K), numbers, (fixed, kind, *forms), options),
+        ((S, row_tiles, B * K), numbers, (kind, near, *others), options),
         None if joins else ((B * H, cdiv(Dv, BC), 1), (H, S), (Dv, BC, 64, has_real, early, None), starts_early),
-        ((1, 1, B * K), numbers, (fixed, store, *forms), {"num_warps": 4} | starts_early),
+        ((1, 1, B * K), numbers, (store, near, *others), {"num_warps": 4} | starts_early),
     )

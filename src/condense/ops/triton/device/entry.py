@@ -31,6 +31,8 @@ class Kind(NamedTuple):
     page: slots of a page if tokens lie in `RequestPages`; 0 if they lie in a ring. stores, attends: what a launch does.
     matched: each entry has a bias of its own. softcap: cap of attention's scores, base 2, 0.0 for none.
     entry_bits: bits per number of an entry, see `condense.ops.entries.EntryFormat`.
+    K: KV heads. R: query heads per KV head. num_summary: mean queries in a summary query. chunk: tokens of a chunk.
+    Only `condense.ops.triton.step_kernels.step_kernel` reads these four: to divide by what varies would take long.
     """
 
     D0: int
@@ -58,6 +60,10 @@ class Kind(NamedTuple):
     matched: bool = False
     softcap: float = 0.0
     entry_bits: int = 16
+    K: int = 0
+    R: int = 0
+    num_summary: int = 0
+    chunk: int = 0
 
 
 class Buffer(namedtuple("Buffer", "k v s_k s_v size")):
