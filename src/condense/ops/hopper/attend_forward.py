@@ -26,11 +26,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from condense.ops.hopper import pipeline
 from condense.ops.hopper.pipeline import ROWS, Online, Work
-from condense.ops.triton.attend_call import AttendCall, AttendShared, not_empty, results
-from condense.ops.triton.descriptors import descriptor
+from condense.ops.triton.attend_call import AttendCall, AttendShared, results
+from condense.ops.triton.descriptors import described, descriptor
 from condense.ops.triton.device.records import RowSpans, Rule, Start
 from condense.ops.triton.device.rule import VARYING, begins_at_0, tile_rows, visible
-from condense.ops.triton.host import LOG2E, cdiv, on_device_of, whole_rows
+from condense.ops.triton.host import LOG2E, cdiv, on_device_of
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.limits import MAX_SOURCES
 
@@ -281,20 +281,14 @@ _FORWARD = Launcher(attend_fwd_hopper_kernel)
 
 
 @functools.cache
-def shared_layout(width: int) -> gl.NVMMASharedLayout:
+def _shared_layout(width: int) -> gl.NVMMASharedLayout:
     """Layout of 16-bit rows in shared memory."""
     return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * width), element_bitwidth=16, rank=4)
 
 
-def _described(tensors: list[Tensor], first: int, last: int, BN: int) -> list[TensorDescriptor | None]:
-    """Descriptors of columns ``[first, last)`` of each source, None for sources that are not there."""
-    found: list[TensorDescriptor | None] = [None] * MAX_SOURCES
-    if last > first:
-        block, layout = [1, 1, BN, last - first], shared_layout(last - first)
-        for n, x in enumerate(tensors):
-            columns = x[..., first:last] if x.shape[3] > last - first else x
-            found[n] = descriptor(TensorDescriptor, columns, block, layout=layout)
-    return found
+def of_block(x: Tensor, block: list[int]) -> TensorDescriptor:
+    """The descriptor of tiles of 16-bit rows."""
+    return descriptor(TensorDescriptor, x, block, layout=_shared_layout(block[3]))
 
 
 def launch(call: AttendCall, programs: int) -> tuple[Tensor, Tensor]:
@@ -303,9 +297,8 @@ def launch(call: AttendCall, programs: int) -> tuple[Tensor, Tensor]:
     Values are 64 or 128 wide, queries and keys as wide or half as wide again. programs: most programs to start, one per
     multiprocessor.
     """
-    shared = AttendShared.of(call)
-    q, (out, lse) = whole_rows(call.q), results(call.q, call.v)
-    k, v = not_empty(call.k), not_empty(call.v)
+    shared, (out, lse) = AttendShared(call), results(call.q, call.v)
+    q, k, v = shared.q, shared.k, shared.v
     (B, _, L, D), D0, K, R = q.shape, out.shape[3], shared.K, shared.R
     tiles = cdiv(L, 2 * ROWS.value // R)
     works = tiles * B * K
@@ -313,10 +306,9 @@ def launch(call: AttendCall, programs: int) -> tuple[Tensor, Tensor]:
     biased = sum(1 << n for n, x in enumerate(shared.biases) if x is not None)
     biases = tuple([lse if x is None else x for x in shared.biases])
     BN, stages = (64, 3) if biased or max(x.shape[2] for x in k) < _LONG else (128, 2)
-    tensors = (
-        q, *_described(k, 0, D0, BN), *_described(k, D0, D, BN), *_described(v, 0, D0, BN), biases, shared.spans,
-        out, lse,
-    )  # fmt: skip
+    described_k, described_v = (described(x, BN, MAX_SOURCES, of_block) for x in (k, v))
+    # values have one part
+    tensors = (q, *described_k, *described_v[:MAX_SOURCES], biases, shared.spans, out, lse)
     numbers = (
         q.stride()[:3], shared.s_bias, shared.s_spans, shared.levels, K, R, L, *call.rule, call.scale * LOG2E,
         tiles, works,

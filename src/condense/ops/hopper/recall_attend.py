@@ -21,14 +21,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from condense.ops.hopper import pipeline
-from condense.ops.hopper.attend_forward import shared_layout
+from condense.ops.hopper.attend_forward import of_block
 from condense.ops.hopper.pipeline import ROWS, Online, Work
 from condense.ops.triton.attend_call import AttendCall, not_empty, results
 from condense.ops.triton.attend_opened import BLOCK
-from condense.ops.triton.descriptors import descriptor
 from condense.ops.triton.device.records import RowSpans, Rule, Start
 from condense.ops.triton.device.rule import VARYING, tile_rows, visible
 from condense.ops.triton.host import LOG2E, cdiv, on_device_of, whole_rows
@@ -350,13 +348,10 @@ def launch_opened(call: AttendCall, programs: int) -> tuple[Tensor, Tensor]:
     Q = 2 * ROWS.value // R
     near = [not_empty(x[:2]) for x in (call.k, call.v)]
     store = [whole_rows(x[2]) for x in (call.k, call.v)]
-
-    def described(x: Tensor, keys: int) -> TensorDescriptor:
-        return descriptor(TensorDescriptor, x, [1, 1, keys, PART.value], layout=shared_layout(PART.value))
-
+    keys, of_group = [1, 1, _KEYS, PART.value], [1, 1, g, PART.value]
     sources = (
-        *[described(x[0], _KEYS) for x in near], *[described(x, g) for x in store],
-        *[described(x[1], _KEYS) for x in near],
+        *[of_block(x[0], keys) for x in near], *[of_block(x, of_group) for x in store],
+        *[of_block(x[1], keys) for x in near],
     )  # fmt: skip
     with on_device_of(q):
         for first, stop, lists in call.blocks(Q):

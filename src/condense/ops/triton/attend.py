@@ -16,7 +16,6 @@ from condense.ops.triton.attend_call import (
     AttendShared,
     Attention,
     backward_operation,
-    not_empty,
     operation,
     results,
     row_strides,
@@ -73,20 +72,18 @@ def tiles_of(kernel: str, dtype: torch.dtype, is_cuda: bool, widest: int, R: int
     return Tiles(64, 64, {"num_warps": 4 if narrow else 8, "num_stages": 2})
 
 
-class _Launches:
-    """Arguments that the kernels of a call share."""
+class _Launches(AttendShared):
+    """Arguments that the kernels of a call share, and their launches."""
 
     def __init__(self, call: AttendCall) -> None:
-        self.call, self.shared = call, AttendShared.of(call)
-        self.q = whole_rows(call.q)
-        self.k, self.v = (not_empty(x[: call.num_sources]) for x in (call.k, call.v))
+        super().__init__(call)
         self.store = None if call.groups is None else (dense_rows(call.k[2]), dense_rows(call.v[2]))
         self.choosers = None if call.groups is None else call.groups.shape[1]
 
     def tiles(self, kernel: str) -> Tiles:
         """The tiles of a kernel."""
         q, v, opens = self.q, self.v[0], self.store is not None
-        return tiles_of(kernel, q.dtype, q.is_cuda, max(q.shape[3], v.shape[3]), self.shared.R, opens)
+        return tiles_of(kernel, q.dtype, q.is_cuda, max(q.shape[3], v.shape[3]), self.R, opens)
 
     def constants(self, *more: Any, sources: bool = True) -> tuple[Any, ...]:
         """Constants that kernels are compiled for: number of sources, widths, kind of spans, precision, cap, ``more``.
@@ -104,8 +101,8 @@ class _Launches:
         results: tuple[Tensor, ...], strides: tuple[Any, ...] = (), scales: tuple[float, ...] = (),
     ) -> None:  # fmt: skip
         """Start a kernel that owns tiles of rows. results: tensors behind the spans; strides: of these, behind q's."""
-        call, shared, (first, stop, lists) = self.call, self.shared, block
-        (B, _, L, _), K, R = self.q.shape, shared.K, shared.R
+        call, (first, stop, lists) = self.call, block
+        (B, _, L, _), K, R = self.q.shape, self.K, self.R
         described_k, described_v = (described(x, tiles.keys, MAX_SOURCES) for x in (self.k, self.v))
         if lists is None or self.store is None:
             of_lists: tuple[Any, ...] = (L, None, None, None, None)
@@ -116,11 +113,11 @@ class _Launches:
         kernel(
             (cdiv(stop - first, tiles.rows // R), B * K, 1),
             (
-                self.q, *described_k, *described_v, self.store, shared.biases, None if lists is None else lists.tensors,
-                shared.spans, *results,
+                self.q, *described_k, *described_v, self.store, self.biases, None if lists is None else lists.tensors,
+                self.spans, *results,
             ),
             (
-                self.q.stride()[:3], *strides, s_store, shared.s_bias, shared.s_spans, shared.levels, K, heads,
+                self.q.stride()[:3], *strides, s_store, self.s_bias, self.s_spans, self.levels, K, heads,
                 self.choosers, *of_lists, *call.rule, call.scale * LOG2E, *scales,
             ),
             self.constants(form, tiles.rows, tiles.keys), tiles.options,
@@ -138,7 +135,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     launches, (out, lse) = _Launches(call), results(call.q, call.v)
     tiles = launches.tiles("fwd")
     with on_device_of(call.q):
-        for block in call.blocks(tiles.rows // launches.shared.R):
+        for block in call.blocks(tiles.rows // launches.R):
             launches.by_rows(_FORWARD, tiles, block, (out, lse))
     return out, lse
 
@@ -151,13 +148,13 @@ def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Atte
     k, v = [*launches.k, *stored[0]], [*launches.v, *stored[1]]
     dq, *grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (launches.q, *k, *v))
     dk, dv = tuple(grads[: len(k)]), tuple(grads[len(k) :])
-    is_biased = any(x is not None for x in launches.shared.biases)
+    is_biased = any(x is not None for x in launches.biases)
     d_biases = None
     if is_biased:
         d_biases = tuple([x.new_empty(x.shape[:3], dtype=torch.float32) for x in launches.k])
     queries = row_lse, delta, launches.q, d_out
     tiles = launches.tiles("dq")
-    Q, L = tiles.rows // launches.shared.R, call.q.shape[2]
+    Q, L = tiles.rows // launches.R, call.q.shape[2]
     lists = None if call.groups is None else opened(call.groups, k[0].shape[2], call.closed, Q, 0, L)
     with on_device_of(call.q):
         launches.by_rows(
@@ -184,19 +181,19 @@ def _source_gradients(
     d_biases: tuple[Tensor, ...] | None,
 ) -> None:  # fmt: skip
     """Write the gradients of all sources' keys, values and biases. queries: lse, delta, q and the output's gradient."""
-    call, shared, k, v = launches.call, launches.shared, launches.k, launches.v
-    tiles, K, R = launches.tiles("dkv"), shared.K, shared.R
+    call, k, v = launches.call, launches.k, launches.v
+    tiles, K, R = launches.tiles("dkv"), launches.K, launches.R
     # heads in a tile: the largest power of two that divides R
     heads, sizes = min(R & -R, tiles.rows), [x.shape[2] for x in k]
     seen = _seen(call.spans, sizes) if call.spans is not None and call.kind == "arrays" else None
     grouped = (described([x.unflatten(1, (-1, heads))], tiles.rows // heads) for x in queries[2:])
     tensors = (
-        *queries[:2], *itertools.chain(*grouped), tuple(k), tuple(v), shared.biases, shared.spans, seen, dk, dv,
+        *queries[:2], *itertools.chain(*grouped), tuple(k), tuple(v), launches.biases, launches.spans, seen, dk, dv,
         d_biases,
     )  # fmt: skip
     numbers = (
-        tuple([x.stride()[:3] for x in k]), tuple([x.stride()[:3] for x in v]), shared.s_bias, shared.s_spans,
-        None if seen is None else tuple([(x.stride(0), *row_strides(x)) for x in seen]), shared.levels, K, R,
+        tuple([x.stride()[:3] for x in k]), tuple([x.stride()[:3] for x in v]), launches.s_bias, launches.s_spans,
+        None if seen is None else tuple([(x.stride(0), *row_strides(x)) for x in seen]), launches.levels, K, R,
         call.q.shape[2], *sizes, *[0] * (MAX_SOURCES - len(sizes)), *call.rule, call.scale * LOG2E, call.scale,
     )  # fmt: skip
     grid = (call.q.shape[0] * K, sum(cdiv(size, tiles.keys) for size in sizes), 1)
@@ -210,30 +207,29 @@ def _opened_gradients(
     """Write the gradients of keys, values and biases of entries and window. rows: of a tile whose queries share a word;
     lists: the groups that these open.
     """
-    call, shared = launches.call, launches.shared
-    tiles, K, words = launches.tiles("dkv"), shared.K, lists.words
+    call, tiles, K, words = launches.call, launches.tiles("dkv"), launches.K, lists.words
     for n in (0, 1):
         if n == 0 and not call.pool:
             for x in (dk[0], dv[0], *(d_biases or ())):
                 x.zero_()
             continue
         keys = dense_rows(call.k[n]), dense_rows(call.v[n])
-        biases, of_biases = (None, None) if n == 1 or d_biases is None else (shared.biases[0], d_biases[0])
+        biases, of_biases = (None, None) if n == 1 or d_biases is None else (launches.biases[0], d_biases[0])
         _OPENED_DKV(
             (cdiv(keys[0].shape[2], tiles.keys), call.q.shape[0] * K, 1),
             (*queries, *keys, biases, words, call.spans, dk[n], dv[n], of_biases),
             (
-                *(x.stride()[:3] for x in queries[2:]), _strides(*keys), shared.s_bias[0], shared.levels[n] or 0.0, K,
-                launches.choosers, call.q.shape[2], keys[0].shape[2], words.shape[2], words.shape[1], *call.rule,
+                *(x.stride()[:3] for x in queries[2:]), _strides(*keys), launches.s_bias[0], launches.levels[n] or 0.0,
+                K, launches.choosers, call.q.shape[2], keys[0].shape[2], words.shape[2], words.shape[1], *call.rule,
                 call.scale * LOG2E, call.scale,
             ),
-            (shared.R, n == 0, *launches.constants(rows, tiles.rows, tiles.keys)[1:]), tiles.options,
+            (launches.R, n == 0, *launches.constants(rows, tiles.rows, tiles.keys)[1:]), tiles.options,
         )  # fmt: skip
 
 
 def _store_gradients(launches: _Launches, queries: tuple[Tensor, ...], dk: Tensor, dv: Tensor) -> None:
     """Write the gradients of the store's keys and values."""
-    call, R, tiles, store = launches.call, launches.shared.R, launches.tiles("store"), launches.store
+    call, R, tiles, store = launches.call, launches.R, launches.tiles("store"), launches.store
     assert call.groups is not None, "queries open groups"
     assert store is not None, "queries open groups"
     (B, choosers, L, r), G, g = call.groups.shape, call.k[0].shape[2], call.group_size
@@ -242,10 +238,10 @@ def _store_gradients(launches: _Launches, queries: tuple[Tensor, ...], dk: Tenso
     first = torch.searchsorted(by_group, bounds)
     BN = min(64, max(16, power_of_2(g)))
     _STORE_DKV(
-        (B * launches.shared.K, G, cdiv(g, BN)),
+        (B * launches.K, G, cdiv(g, BN)),
         (*queries, *store, first, order, dk, dv),
         (
-            *(x.stride()[:3] for x in queries[2:]), _strides(*store), launches.shared.K, choosers, L, G, r,
+            *(x.stride()[:3] for x in queries[2:]), _strides(*store), launches.K, choosers, L, G, r,
             call.scale * LOG2E, call.scale,
         ),
         (R, g, *launches.constants(tiles.rows, BN, sources=False)), tiles.options,

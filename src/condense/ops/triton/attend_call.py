@@ -5,7 +5,7 @@ Shapes: B rows of the batch, H query heads, K KV heads, R = H / K, L queries, N 
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Self, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -87,39 +87,30 @@ class AttendCall(NamedTuple):
 _SCHEMA = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(AttendCall).items())
 
 
-class AttendShared(NamedTuple):
+class AttendShared:
     """Numbers and tensors that every kernel of a call takes. Strides are 0 in dimensions of size 1.
 
-    biases, s_bias: one per source with a span, float32 times log2(e), None for a source without. levels: base 2; that
-    of the window is None where queries open groups. spans, s_spans: see `describe`.
+    q, k, v: whole rows, k and v of the sources with a span. biases, s_bias: one per such source, float32 times log2(e),
+    None for a source without. levels: base 2; that of the window is None where queries open groups. spans, s_spans: see
+    `describe`.
     """
 
-    K: int
-    R: int
-    biases: tuple[Tensor | None, ...]
-    s_bias: tuple[tuple[int, int], ...]
-    spans: Tensor
-    s_spans: tuple[int, int, int]
-    levels: tuple[float | None, ...]
-
-    @classmethod
-    def of(cls, call: AttendCall) -> Self:
-        """Return the shared arguments of ``call``. Raises ValueError for more rows times heads than a grid holds."""
-        K = call.k[0].shape[1]
-        check_programs(call.q.shape[0] * K)
-        biases: tuple[Tensor | None, ...] = (None,) * call.num_sources
-        if call.biases:
-            # a source without entries gets no bias either
-            known = [(x.float() * LOG2E).contiguous() if x.shape[2] > 0 else None for x in call.biases]
-            biases = tuple([None if n < 0 else known[n] for n in call.bias_of[: call.num_sources]])
-        s_bias = tuple([(0, 0) if x is None else row_strides(x) for x in biases])
-        spans, s_spans = call.q if call.spans is None else call.spans, (0, 0, 0)
+    def __init__(self, call: AttendCall) -> None:
+        """Raise ValueError for more rows times heads than a grid holds."""
+        self.call, self.q, self.K = call, whole_rows(call.q), call.k[0].shape[1]
+        self.R = call.q.shape[1] // self.K
+        check_programs(call.q.shape[0] * self.K)
+        self.k, self.v = (not_empty(x[: call.num_sources]) for x in (call.k, call.v))
+        # a source without entries gets no bias either
+        known = [(x.float() * LOG2E).contiguous() if x.shape[2] > 0 else None for x in call.biases]
+        self.biases = tuple([None if n < 0 else known[n] for n in call.bias_of[: call.num_sources]])
+        self.s_bias = tuple([(0, 0) if x is None else row_strides(x) for x in self.biases])
+        self.spans, self.s_spans = call.q if call.spans is None else call.spans, (0, 0, 0)
         if call.spans is not None and call.kind == "arrays":
-            s_spans = (call.spans.stride(1), *row_strides(call.spans))
-        levels: tuple[float | None, ...] = tuple([x * LOG2E for x in call.levels])
+            self.s_spans = (call.spans.stride(1), *row_strides(call.spans))
+        self.levels: tuple[float | None, ...] = tuple([x * LOG2E for x in call.levels])
         if call.groups is not None:
-            levels = levels[0], None
-        return cls(K, call.q.shape[1] // K, biases, s_bias, spans, s_spans, levels)
+            self.levels = self.levels[0], None
 
 
 def row_strides(x: Tensor) -> tuple[int, int]:

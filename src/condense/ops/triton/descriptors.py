@@ -1,7 +1,7 @@
 """Tensor descriptors, made on the host for every call."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,20 +11,28 @@ from condense.ops.triton.device.parts import split_width
 from condense.ops.triton.host import power_of_2
 
 
-def described(tensors: Sequence[Tensor], rows: int, count: int = 1) -> list[TensorDescriptor | None]:
+def of_tile(x: Tensor, block: list[int]) -> TensorDescriptor:
+    """Triton's descriptor of blocks of x."""
+    return descriptor(TensorDescriptor, x, block)
+
+
+def described(
+    tensors: Sequence[Tensor], rows: int, count: int = 1, make: Callable[[Tensor, list[int]], Any] = of_tile
+) -> list[Any]:
     """Tensor descriptors of ``[B, K, n, D]`` or ``[B, K, heads, n, D]``: tiles of ``rows`` rows and all heads.
 
     ``count`` descriptors of the first parts of the tensors' width, then ``count`` of the second parts; None fills up.
+    make: makes one of a tensor and a block.
     """
     *heads, _, width = tensors[0].shape[2:]
     first, rest = split_width(width)
     none = [None] * (count - len(tensors))
     if rest == 0:
         block = _block(rows, width, *heads)
-        return [*[descriptor(TensorDescriptor, x, block) for x in tensors], *none, *[None] * count]
+        return [*[make(x, block) for x in tensors], *none, *[None] * count]
     blocks = _block(rows, first, *heads), _block(rows, rest, *heads)
-    firsts = [descriptor(TensorDescriptor, x[..., :first], blocks[0]) for x in tensors]
-    return [*firsts, *none, *[descriptor(TensorDescriptor, x[..., first:], blocks[1]) for x in tensors], *none]
+    firsts = [make(x[..., :first], blocks[0]) for x in tensors]
+    return [*firsts, *none, *[make(x[..., first:], blocks[1]) for x in tensors], *none]
 
 
 @functools.cache

@@ -10,10 +10,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from condense.ops.recall.index import GroupIndex, rotation
-from condense.ops.triton.descriptors import descriptor
+from condense.ops.triton.descriptors import of_tile
 from condense.ops.triton.device.parts import tile_width
 from condense.ops.triton.host import cdiv, dense_rows, power_of_2, whole_rows
 from condense.ops.triton.launch import Launcher
@@ -152,8 +151,8 @@ def score(
         (cdiv(n * R, tiles.rows), B * K, 1),
         (
             unit,
-            descriptor(TensorDescriptor, numbers, [1, tiles.rows, tiles.width]),
-            descriptor(TensorDescriptor, signs, [1, groups * group, tiles.width]), steps, centres, of_centres,
+            of_tile(numbers, [1, tiles.rows, tiles.width]),
+            of_tile(signs, [1, groups * group, tiles.width]), steps, centres, of_centres,
             starts, *scratch[:3],
         ),
         (centres.stride(1), *sizes),
