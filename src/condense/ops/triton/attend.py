@@ -16,7 +16,6 @@ from condense.ops.triton.attend_call import (
     AttendShared,
     Attention,
     backward_operation,
-    operation,
     results,
     row_strides,
 )
@@ -24,7 +23,7 @@ from condense.ops.triton.attend_forward import attend_fwd_kernel
 from condense.ops.triton.attend_opened import OpenForm
 from condense.ops.triton.descriptors import described
 from condense.ops.triton.device.parts import split_width
-from condense.ops.triton.host import LOG2E, cdiv, dense_rows, on_device_of, power_of_2, whole_rows
+from condense.ops.triton.host import LOG2E, cdiv, dense_rows, holders, on_device_of, power_of_2, whole_rows
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.limits import MAX_SOURCES
 from condense.ops.triton.recall_choice import OpenedGroups, opened
@@ -129,9 +128,8 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple([stride for x in tensors for stride in x.stride()[:3]])
 
 
-def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of an `AttendCall`."""
-    call = AttendCall(*arguments)
+def _forward(call: AttendCall) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp."""
     launches, (out, lse) = _Launches(call), results(call.q, call.v)
     tiles = launches.tiles("fwd")
     with on_device_of(call.q):
@@ -185,7 +183,7 @@ def _source_gradients(
     tiles, K, R = launches.tiles("dkv"), launches.K, launches.R
     # heads in a tile: the largest power of two that divides R
     heads, sizes = min(R & -R, tiles.rows), [x.shape[2] for x in k]
-    seen = _seen(call.spans, sizes) if call.spans is not None and call.kind == "arrays" else None
+    seen = holders(call.spans, max(sizes)).unbind() if call.spans is not None and call.kind == "arrays" else None
     grouped = (described([x.unflatten(1, (-1, heads))], tiles.rows // heads) for x in queries[2:])
     tensors = (
         *queries[:2], *itertools.chain(*grouped), tuple(k), tuple(v), launches.biases, launches.spans, seen, dk, dv,
@@ -248,16 +246,6 @@ def _store_gradients(launches: _Launches, queries: tuple[Tensor, ...], dk: Tenso
     )  # fmt: skip
 
 
-def _seen(spans: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    """Per source the queries ``[lo, hi)`` that see each key, int32 ``[2, B|1, K|1, max(sizes)]``; hi < lo for none.
-
-    spans: int32 ``[sources, 2, B|1, K|1, L]``, never decreasing along L: the queries that see a key begin behind those
-    whose spans end before it, and end with the last whose span begins at it or before.
-    """
-    key = torch.arange(max(sizes), device=spans.device, dtype=torch.int32).expand(*spans.shape[:-1], -1)
-    return torch.searchsorted(spans.flip(1), key.contiguous(), right=True, out_int32=True).unbind()
-
-
 attend_backward = backward_operation("attend_backward", _backward)
-ATTENTION = Attention(_forward, operation("attend", _forward, attend_backward))
+ATTENTION = Attention("attend", _forward, attend_backward)
 attend = ATTENTION.attend

@@ -182,16 +182,38 @@ def needs_operation(q: Tensor, *others: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in (q, *others))
 
 
-class Attention(NamedTuple):
-    """A backend's attention: ``forward`` of the fields of an `AttendCall`, and the same as `operation` makes it."""
+class Attention:
+    """A backend's attention: ``forward`` of an `AttendCall`, and the same as a torch operation of its fields.
 
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    operation: Callable[..., tuple[Tensor, Tensor]]
+    torch.compile keeps the operation whole. The first four fields have gradients, by what `backward_operation` returns.
+    """
+
+    def __init__(
+        self, name: str, forward: Callable[[AttendCall], tuple[Tensor, Tensor]], backward: Callable[..., list[Tensor]]
+    ) -> None:
+        self.forward = forward
+        self.operation = torch.library.custom_op(
+            f"condense::{name}", lambda *fields: forward(AttendCall(*fields)), mutates_args=(),
+            schema=f"({_SCHEMA}) -> (Tensor, Tensor)",
+        )  # fmt: skip
+        self.operation.register_fake(lambda q, k, v, *_: results(q, v))
+
+        def differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
+            out, lse, *tensors = ctx.saved_tensors
+            leaves = [number if x is None else x for x, number in zip(tensors, ctx.numbers, strict=True)]
+            fields = tree_unflatten(leaves, ctx.structure)
+            grads = iter(backward(d_out, d_lse, out, lse, *fields))
+            of_fields = (tree_map_only(Tensor, lambda _: next(grads), x) for x in fields[:4])
+            return *of_fields, *[None] * (len(fields) - 4)
+
+        self.operation.register_autograd(differentiate, setup_context=_keep)
 
     def run(self, call: AttendCall) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp, by the operation where it is needed."""
-        needs = needs_operation(call.q, *call.k, *call.v, *call.biases)
-        return (self.operation if needs else self.forward)(*call)
+        if not needs_operation(call.q, *call.k, *call.v, *call.biases):
+            return self.forward(call)
+        out, lse = self.operation(*call)
+        return out, lse
 
     def attend(
         self, q: Tensor, sources: Sequence[Source], spans: Spans, options: AttendOptions
@@ -201,34 +223,8 @@ class Attention(NamedTuple):
         return self.run(call_of(q, sources, spans, options.scale, options.softcap))
 
 
-def operation(
-    name: str, forward: Callable[..., tuple[Tensor, Tensor]], backward: Callable[..., list[Tensor]]
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``forward`` of the fields of an `AttendCall` as a torch operation, which torch.compile keeps whole.
-
-    The first four fields have gradients. backward: see `backward_operation`.
-    """
-    op = torch.library.custom_op(
-        f"condense::{name}",
-        lambda *fields: forward(*fields),
-        mutates_args=(),
-        schema=f"({_SCHEMA}) -> (Tensor, Tensor)",
-    )
-    op.register_fake(lambda q, k, v, *_: results(q, v))
-
-    def differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
-        out, lse, *tensors = ctx.saved_tensors
-        leaves = [number if x is None else x for x, number in zip(tensors, ctx.numbers, strict=True)]
-        fields = tree_unflatten(leaves, ctx.structure)
-        grads = iter(backward(d_out, d_lse, out, lse, *fields))
-        return *(tree_map_only(Tensor, lambda _: next(grads), x) for x in fields[:4]), *[None] * (len(fields) - 4)
-
-    op.register_autograd(differentiate, setup_context=_keep)
-    return op
-
-
 def backward_operation(name: str, backward: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-    """``backward`` of d_out, d_lse, out, lse and an `AttendCall` as a torch operation of these and of its fields.
+    """``backward`` of d_out, d_lse, out, lse and an `AttendCall`, as a torch operation of these and of its fields.
 
     It returns gradients of all tensors in the first four fields, contiguous.
     """

@@ -42,6 +42,16 @@ def whole_rows(x: Tensor) -> Tensor:
     return padded.copy_(x)
 
 
+def holders(spans: Tensor, size: int) -> Tensor:
+    """The spans ``[lo, hi)`` that hold each of ``size`` columns, int32 ``[n, 2, ..., size]``; hi < lo for none.
+
+    spans: int32 ``[n, 2, ..., L]``, n lists of L spans that never decrease: those that hold a column begin behind those
+    that end before it, and end with the last that begins at it or before.
+    """
+    column = torch.arange(size, device=spans.device, dtype=torch.int32).expand(*spans.shape[:-1], -1)
+    return torch.searchsorted(spans.flip(1), column.contiguous(), right=True, out_int32=True)
+
+
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     """Make the device of x the current one, on which kernels start: a model may be spread over several."""
     if not x.is_cuda or x.get_device() == torch.cuda.current_device():

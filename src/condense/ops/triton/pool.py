@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, on_device_of, power_of_2
+from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, holders, on_device_of, power_of_2
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.pool_kernels import (
     pool_bwd_kernel,
@@ -26,25 +26,25 @@ _SUMMARIZE, _SUMMARIZE_BACKWARD, _POOL, _POOL_BACKWARD = (
 )
 
 
+# on an H200 two or four warps per program took 3 to 15 times as long, as they exchange data in shared memory
+_OPTIONS = {"num_warps": 1}
+
+
 class _Tile(NamedTuple):
-    """groups: per program. warps: Triton's option. width: of its vectors. vectors: loads in flight per thread."""
+    """groups: per program. width: of its vectors. vectors: loads in flight per thread."""
 
     groups: int
-    warps: dict[str, int]
     width: int
     vectors: int
 
 
 @functools.cache
 def _tile(dtype: torch.dtype, *widths: int) -> _Tile:
-    """A thread reads 16 bytes at a time, a warp holds whole vectors, and eight loads are in flight.
-
-    One warp per program: on an H200 two or four took 3 to 15 times as long, as they exchange data in shared memory.
-    """
+    """A thread reads 16 bytes at a time, a warp holds whole vectors, and eight loads are in flight."""
     width = power_of_2(max(16, *widths))
     threads = max(1, width * dtype.itemsize // 16)
     reads = max(1, threads // 32) * sum(width > 0 for width in widths)
-    return _Tile(max(1, 32 // threads), {"num_warps": 1}, width, max(1, 8 // reads))
+    return _Tile(max(1, 32 // threads), width, max(1, 8 // reads))
 
 
 class _Place(NamedTuple):
@@ -84,7 +84,7 @@ def _summarize(q: Tensor, tail: Tensor, G: int, place: _Place) -> Tensor:
             (q, tail, q if place.rows is None else place.rows, out),
             (*q.stride()[:3], *tail.stride()[:3], *place.numbers, B, K, L, Q, G, place.size, place.stride),
             (R, D, tokens, heads, tile.groups, tile.width, Q > 0, place.kind),
-            tile.warps,
+            _OPTIONS,
         )
     return out
 
@@ -109,18 +109,12 @@ class _Summarize(torch.autograd.Function):
         with on_device_of(d_out):
             _SUMMARIZE_BACKWARD(
                 (cdiv(L, tile.groups), B * K, 1),
-                (d_out, rows, _holders(rows, L) if place.kind == "columns" else rows, dq),
+                (d_out, rows, holders(rows[None], L) if place.kind == "columns" else rows, dq),
                 (*d_out.stride()[:3], *place.numbers, B, K, L, G, place.size, place.stride),
                 (H // K, D, tile.groups, tile.width, place.kind),
-                tile.warps,
+                _OPTIONS,
             )
         return dq, None, None, None
-
-
-def _holders(ends: Tensor, L: int) -> Tensor:
-    """Spans ``[first, last)`` that hold each of L columns, int32 ``[2, L]``. ends: int32 ``[2, G]``, rising."""
-    column = torch.arange(L, device=ends.device, dtype=torch.int32).expand(2, L).contiguous()
-    return torch.searchsorted(ends.flip(0), column, right=True, out_int32=True)
 
 
 class _Groups(NamedTuple):
@@ -152,7 +146,7 @@ def _pool(k: Tensor, v: Tensor, summary: Tensor | None, columns: Tensor | None, 
             (k, v, summary, columns, key, value, lse),
             (*_strides(k, v, summary, columns), groups.start, K, N, G, groups.size, groups.scale * LOG2E),
             groups.constants(D, Dv, tile, scored=summary is not None),
-            tile.warps,
+            _OPTIONS,
         )
     return (key, value) if lse is None else (key, value, lse)
 
@@ -191,7 +185,7 @@ class _Pool(torch.autograd.Function):
                     *_strides(k, v, summary, columns), groups.start, K, N, G, c, groups.scale, groups.scale * LOG2E,
                 ),
                 groups.constants(D, Dv, tile, scored=summary is not None),
-                tile.warps,
+                _OPTIONS,
             )  # fmt: skip
         return dk, dv, d_summary, None, None
 

@@ -3,6 +3,8 @@
 Shapes: B rows, K KV heads, n groups of g tokens, P pages of N slots, C bytes of a token, D and Dv widths.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -79,7 +81,7 @@ def _unpack(
     pieces: Tensor, signs: Tensor, steps: Tensor, page: Tensor | None, slot: Tensor | None, bits: int, D: int, Dv: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    k, v = _results(pieces, signs, steps, page, slot, bits, D, Dv, dtype)
+    k, v = _results(pieces, signs, steps, D, Dv, dtype)
     pieces, (B, K, tokens, _), g = whole_rows(pieces), k.shape, steps.shape[3] - 1
     check_programs(B * K)
     form = Form.of(StoreFormat(bits, g), dtype, (D, Dv), (*split_width(D), *split_width(Dv or D)))
@@ -102,10 +104,8 @@ def _unpack(
 
 
 @_unpack.register_fake
-def _results(
-    pieces: Tensor, signs: Tensor, steps: Tensor, page: Tensor | None, slot: Tensor | None, bits: int, D: int, Dv: int,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _results(pieces: Tensor, signs: Tensor, steps: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    *_, D, Dv, dtype = others
     (B, K, n, columns) = steps.shape
     k, v = (pieces.new_empty(B, K, n * (columns - 1), width, dtype=dtype) for width in (D, Dv))
     return k, v
