@@ -176,10 +176,6 @@ class RuleSpans:
         window = None if window_alone else rule.window
         return replace(self, rule=UniformRule(rule.chunk, window, entries=rule.chunk))
 
-    def is_hull(self, start: int, stop: int) -> bool:
-        """True if every query ``[start, stop)`` sees the whole hulls of this block: a single one, in equal rows."""
-        return stop - start == 1 and self.same_in_all_rows() is not None
-
     def is_causal(self, num_queries: int, num_tokens: int) -> bool:
         """True if query i sees columns ``[0, num_tokens - L + i]`` of the window and nothing else.
 
@@ -235,10 +231,6 @@ class ArraySpans:
                 hulls.append(torch.stack([torch.minimum(first, end), end]))
         ends = [Hull(*pair) for pair in torch.stack(hulls).tolist()] if hulls else []
         return [ends[i : i + len(self.spans)] for i in range(0, len(ends), len(self.spans))]
-
-    def is_hull(self, start: int, stop: int) -> bool:
-        """False, as `is_causal`."""
-        return False
 
     def is_causal(self, num_queries: int, num_tokens: int) -> bool:
         """False: to know it, the spans would have to be copied to the host."""

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from condense.ops.extras import soft_cap
 from condense.ops.recall.choice import Choice, RecallSources, chosen_groups
-from condense.ops.spans import Hull, Source, Spans
+from condense.ops.spans import Hull, RuleSpans, Source, Spans
 from condense.ops.tensors.bias import joined_bias, per_entry
 from condense.ops.types import AttendOptions
 
@@ -65,7 +65,9 @@ def attend(q: Tensor, sources: Sequence[Source], spans: Spans, options: AttendOp
         k = torch.cat([source.k[:, :, lo:hi] for source, (lo, hi) in zip(sources, hulls, strict=True)], dim=2)
         v = torch.cat([source.v[:, :, lo:hi] for source, (lo, hi) in zip(sources, hulls, strict=True)], dim=2)
         stop = start + q.shape[2]
-        mask, empty = (None, None) if spans.is_hull(start, stop) else _visible(spans, start, stop, hulls, q.device)
+        # a single query sees the whole hulls, if rows are alike
+        is_hull = q.shape[2] == 1 and isinstance(spans, RuleSpans) and spans.same_in_all_rows() is not None
+        mask, empty = (None, None) if is_hull else _visible(spans, start, stop, hulls, q.device)
         keys = BlockKeys(k, v, mask, empty, _bias(sources, hulls, q.device), own)
         return attend_block(q, keys, options)
 
@@ -211,9 +213,7 @@ def attend_recall(
         if q.shape[2] == 1:
             groups = chosen_groups(chosen, choice.most(n))[:, :, 0]
             masks.insert(0, (groups < n).repeat_interleave(g, -1)[:, :, None])
-            token = groups.clamp(max=n - 1)[..., None] * g + torch.arange(g, device=q.device)
-            token = token.flatten(2)[..., None].expand(-1, store.k.shape[1], -1, -1)
-            seen.insert(0, Source(*(x.gather(2, token.expand(-1, -1, -1, x.shape[3])) for x in (store.k, store.v))))
+            seen.insert(0, Source(*(group_tokens(x, groups.clamp(max=n - 1), g) for x in (store.k, store.v))))
         else:
             masks.insert(0, chosen.repeat_interleave(g, -1))
             seen.insert(0, _columns(store, 0, n * g))
@@ -235,6 +235,16 @@ def attend_recall(
     parts = [block(q_block, start, hulls) for q_block, (start, _), hulls in work]
     out = torch.cat([part[0] for part in parts], dim=2)
     return out, torch.cat([part[1] for part in parts], dim=2) if options.return_lse else None
+
+
+def group_columns(numbers: Tensor, g: int) -> Tensor:
+    """The columns ``[B, K, r * g, 1]`` of groups or slots, g columns each, by their ``numbers`` ``[B, K, r]``."""
+    return (numbers[..., None] * g + torch.arange(g, device=numbers.device)).flatten(2)[..., None]
+
+
+def group_tokens(x: Tensor, numbers: Tensor, g: int) -> Tensor:
+    """The tokens ``[B, K, r * g, width]`` of groups or slots by number ``[B, K|1, r]``, from x ``[B, K, N, width]``."""
+    return x.gather(2, group_columns(numbers, g).expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 def _columns(source: Source, start: int, stop: int) -> Source:

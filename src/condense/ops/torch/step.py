@@ -15,7 +15,7 @@ from condense.ops.step.call import OwnEntries, StepCall
 from condense.ops.step.settings import StepSettings
 from condense.ops.step.state import StepState
 from condense.ops.tensors.right_aligned import head_mean
-from condense.ops.torch.attend import BlockKeys, attend_block
+from condense.ops.torch.attend import BlockKeys, attend_block, group_columns, group_tokens
 from condense.ops.types import AttendOptions, Chunks
 
 
@@ -174,14 +174,14 @@ def _open_groups(state: StepState, groups: Tensor, is_open: Tensor, g: int) -> T
     slots, S, M = state.slots, state.held.shape[2], state.entries_k.shape[2]
     stored = state.store[:, :, : M * g]
     if groups.shape[2] < M:
-        stored = _tokens(state.store, groups.clamp(max=M - 1), g)
+        stored = group_tokens(state.store, groups.clamp(max=M - 1), g)
     if S == 0 or groups.shape[2] == 0:
         return stored
     slot, is_new = _take_slots(state, groups, is_open)
     in_slot = ((slot >= 0) & ~is_new).repeat_interleave(g, 2)[..., None]
-    opened = torch.where(in_slot, _tokens(slots, slot.clamp(min=0), g), stored)
+    opened = torch.where(in_slot, group_tokens(slots, slot.clamp(min=0), g), stored)
     # groups without a slot are written behind the last slot, into columns that are dropped
-    column = _columns(torch.where(slot >= 0, slot, S), g).expand_as(opened)
+    column = group_columns(torch.where(slot >= 0, slot, S), g).expand_as(opened)
     slots.copy_(F.pad(slots, (0, 0, 0, g)).scatter(2, column, opened)[:, :, :-g])
     return opened
 
@@ -204,13 +204,3 @@ def _take_slots(state: StepState, groups: Tensor, is_open: Tensor) -> tuple[Tens
     state.held.copy_(held.scatter(2, order, now))
     state.order.copy_(order.gather(2, (is_used.int() + 2 * is_taken.int()).argsort(dim=2, stable=True)))
     return slot, is_new
-
-
-def _columns(numbers: Tensor, g: int) -> Tensor:
-    """The columns ``[B, K, r * g, 1]`` of groups or slots, g columns each, by their ``numbers`` ``[B, K, r]``."""
-    return (numbers[..., None] * g + torch.arange(g, device=numbers.device)).flatten(2)[..., None]
-
-
-def _tokens(x: Tensor, numbers: Tensor, g: int) -> Tensor:
-    """The tokens ``[B, K, r * g, width]`` of groups or slots by number, from x ``[B, K, N, width]``."""
-    return x.gather(2, _columns(numbers, g).expand(-1, -1, -1, x.shape[3]))

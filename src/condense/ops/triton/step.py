@@ -69,11 +69,6 @@ def _step(*fields: Any) -> Tensor:
     return (RingKernels if call.settings.choice is None else RecallKernels)(call)(token, sink)
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
-    latent = args[-2]
-    return q.new_empty(*q.shape[:3], latent or v.shape[3])
-
-
 _REST = 3 + len(StepState._fields)
 # a step writes to all buffers but one
 _BUFFERS = (f"Tensor{'' if name == 'first' else f'(a{i}!)'} {name}" for i, name in enumerate(StepState._fields))
@@ -86,4 +81,6 @@ _SCHEMA = (
 _LIBRARY = torch.library.Library("condense", "FRAGMENT")
 _LIBRARY.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.impl("step", _step, "CompositeExplicitAutograd")
-torch.library.register_fake("condense::step", _fake, lib=_LIBRARY)
+torch.library.register_fake(
+    "condense::step", lambda q, k, v, *args: q.new_empty(*q.shape[:3], args[-2] or v.shape[3]), lib=_LIBRARY
+)
