@@ -12,8 +12,8 @@ from torch import Tensor
 from condense.caches.store import Store
 from condense.methods import NO_FIRST, FirstEntries, Method, entry_bias
 from condense.ops import StepSettings, StepState
+from condense.ops.spans import per_entry
 from condense.ops.step import entry_names
-from condense.ops.tensors.bias import per_entry
 from condense.ops.tensors.per_row import PerRow, as_rows, max_row, min_row
 from condense.state import LayerState, num_entries
 

@@ -29,6 +29,25 @@ class Source(NamedTuple):
     bias: Tensor | float | None = None
 
 
+def per_entry(bias: Tensor | float | None, num_entries: int, device: torch.device) -> Tensor | None:
+    """A bias as a tensor ``[B|1, K|1, N]``: a number is repeated for all entries, a tensor and None are returned."""
+    if bias is None or isinstance(bias, Tensor):
+        return bias
+    return torch.full((1, 1, num_entries), bias, dtype=torch.float64, device=device)
+
+
+def joined_bias(biases: Sequence[Tensor | float | None], sizes: Sequence[int], device: torch.device) -> Tensor | None:
+    """The biases of all sources, ``[B|1, K|1, n]`` for n entries; None if no source has one. sizes: entries of each."""
+    if all(bias is None for bias in biases):
+        return None
+    known = [per_entry(0.0 if bias is None else bias, size, device) for bias, size in zip(biases, sizes, strict=True)]
+    parts = [bias.double() for bias in known if bias is not None]
+    rows, heads = 1, 1
+    for part in parts:
+        rows, heads = max(rows, part.shape[0]), max(heads, part.shape[1])
+    return torch.cat([part.expand(rows, heads, -1) for part in parts], dim=2)
+
+
 class Span(NamedTuple):
     """Entries ``[lo, hi)`` of one source that each query of a block sees: lo and hi int64 ``[B|1, K|1, L]``."""
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from condense.ops.extras import soft_cap
 from condense.ops.recall.choice import Choice, RecallSources
-from condense.ops.spans import Source, Spans
-from condense.ops.tensors.bias import joined_bias, per_entry
+from condense.ops.spans import Source, Spans, joined_bias, per_entry
 from condense.ops.types import AttendOptions
 
 

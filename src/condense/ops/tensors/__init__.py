@@ -1,1 +1,1 @@
-"""Functions on tensors that all backends share: a number per row, right-aligned columns, biases, codes, samples."""
+"""Functions on tensors that all backends share: a number per row, right-aligned columns, codes, samples."""

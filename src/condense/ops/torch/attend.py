@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from condense.ops.extras import soft_cap
 from condense.ops.recall.choice import Choice, RecallSources, chosen_groups
-from condense.ops.spans import Hull, RuleSpans, Source, Spans
-from condense.ops.tensors.bias import joined_bias, per_entry
+from condense.ops.spans import Hull, RuleSpans, Source, Spans, joined_bias, per_entry
 from condense.ops.types import AttendOptions
 
 # With more keys per query than this, a soft cap, or biases of keys' own, blocks are computed again in the backward
