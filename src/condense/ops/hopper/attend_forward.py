@@ -267,12 +267,8 @@ def attend_fwd_hopper_kernel(
     tensors = (q_ptr, s_q, out_ptr, lse_ptr)
     memory = pipeline.memory_of(k_rings, (v_ring,), STAGES)
     gl.warp_specialize([
-        (_consume, (
-            tensors, queries, problem, scores, memory, D0, D1, BN, STAGES, KIND, BIASED, 0,
-        )),
-        (_consume, (
-            tensors, queries, problem, scores, memory, D0, D1, BN, STAGES, KIND, BIASED, 1,
-        )),
+        (_consume, (tensors, queries, problem, scores, memory, D0, D1, BN, STAGES, KIND, BIASED, 0)),
+        (_consume, (tensors, queries, problem, scores, memory, D0, D1, BN, STAGES, KIND, BIASED, 1)),
         (_produce, (k, k_rest, v, problem, memory, BN, STAGES, KIND)),
     ], [4, 1], [240, 24])  # fmt: skip
 

@@ -235,9 +235,7 @@ def _step(
 
 
 @gluon.jit
-def _consume(
-    tensors, queries, lists, problem, level, scale, memory, FORM: gl.constexpr, GROUP: gl.constexpr
-):  # fmt: skip
+def _consume(tensors, queries, lists, problem, level, scale, memory, FORM: gl.constexpr, GROUP: gl.constexpr):
     """Run a multiplying warp group, which owns 64 of the 128 rows of each tile."""
     g: gl.constexpr = FORM.g
     BN: gl.constexpr = FORM.BN
@@ -281,9 +279,7 @@ def _consume(
         for _ in gl.static_range(1, PARTS):
             acc += (gl.zeros([ROWS, PART], gl.float32, wide),)
         online = Online(acc, p, m, total)
-        online = _step(
-            online, stream.near - 1, at + 1, stream.window + BN, view, 0.0, memory, FORM, "window", GROUP
-        )  # fmt: skip
+        online = _step(online, stream.near - 1, at + 1, stream.window + BN, view, 0.0, memory, FORM, "window", GROUP)
         online = _step(
             online, stream.whole - stream.near, at + stream.near, 0, view, level, memory, FORM, "entries", GROUP
         )  # fmt: skip

@@ -85,8 +85,8 @@ def attend_dq_kernel(
     out ``[B, H, L, Dv]``, lse and d_lse ``[B, H, L]`` contiguous; d_out with strides s_out. The rest as of
     `condense.ops.triton.attend_forward.attend_fwd_kernel`.
     """
-    k, k_rest = (k0, k1, k2, k3)[:N], (k0_rest, k1_rest, k2_rest, k3_rest)[: N if D1 > 0 else 0]
-    v, v_rest = (v0, v1, v2, v3)[:N], (v0_rest, v1_rest, v2_rest, v3_rest)[: N if V1 > 0 else 0]
+    k, k_rest = (k0, k1, k2, k3), (k0_rest, k1_rest, k2_rest, k3_rest)
+    v, v_rest = (v0, v1, v2, v3), (v0_rest, v1_rest, v2_rest, v3_rest)
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
     row, spans = row_of_program(rule, start, spans_ptr, K, KIND, s_spans)
     b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
@@ -110,9 +110,7 @@ def attend_dq_kernel(
         groups = groups_of(lists, words, room, store, s_store, row, choosers, i, BM // OPEN.R)
     dq = zeros(BM, D0, D1)
     for n in tl.static_range(N):
-        source = source_of(
-            k[n], k_rest[n] if D1 > 0 else None, v[n], v_rest[n] if V1 > 0 else None, levels[n], s_bias[n], row
-        )
+        source = source_of(k[n], k_rest[n], v[n], v_rest[n], levels[n], s_bias[n], row)
         seen = visible(n, i, row, spans, KIND)
         if OPEN is not None and n == 0:
             if OPEN.pool:

@@ -14,14 +14,7 @@ BM rows and BN keys per tile.
 import triton
 import triton.language as tl
 
-from condense.ops.triton.attend_opened import (
-    BLOCK,
-    groups_of,
-    load_biases,
-    over_entries,
-    over_opened,
-    where_seen,
-)
+from condense.ops.triton.attend_opened import BLOCK, groups_of, load_biases, over_entries, over_opened, where_seen
 from condense.ops.triton.device.parts import add_weighted, load_block, load_rows, parts, products, store_rows, zeros
 from condense.ops.triton.device.records import RowSource, Rule, Start
 from condense.ops.triton.device.rule import VARYING, begins_at_0, cut, program_rows, row_of_program, visible
@@ -86,9 +79,7 @@ def forward_keys(
 def source_of(k, k_rest, v, v_rest, level, s_bias, row):
     """The `RowSource` of a program. k_rest, v_rest: None without second parts. level: None for 0."""
     bias_at = row.b.to(tl.int64) * s_bias[0] + row.head.to(tl.int64) * s_bias[1]
-    return RowSource(
-        parts(k, k_rest), parts(v, v_rest), row.b, row.head, 0.0 if level is None else level, bias_at
-    )  # fmt: skip
+    return RowSource(parts(k, k_rest), parts(v, v_rest), row.b, row.head, 0.0 if level is None else level, bias_at)
 
 
 @triton.jit
@@ -124,8 +115,8 @@ def attend_fwd_kernel(
     values), lists (see `groups_of`), and the numbers of these. first, stop: the queries that are read, None for all;
     first is a multiple of the queries of a tile.
     """
-    k, k_rest = (k0, k1, k2, k3)[:N], (k0_rest, k1_rest, k2_rest, k3_rest)[: N if D1 > 0 else 0]
-    v, v_rest = (v0, v1, v2, v3)[:N], (v0_rest, v1_rest, v2_rest, v3_rest)[: N if V1 > 0 else 0]
+    k, k_rest = (k0, k1, k2, k3), (k0_rest, k1_rest, k2_rest, k3_rest)
+    v, v_rest = (v0, v1, v2, v3), (v0_rest, v1_rest, v2_rest, v3_rest)
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
     row, spans = row_of_program(rule, start, spans_ptr, K, KIND, s_spans)
     b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
@@ -137,9 +128,7 @@ def attend_fwd_kernel(
         groups = groups_of(lists, words, room, store, s_store, row, choosers, i, BM // OPEN.R)
     softmax = Softmax(zeros(BM, V0, V1), tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32))
     for n in tl.static_range(N):
-        source = source_of(
-            k[n], k_rest[n] if D1 > 0 else None, v[n], v_rest[n] if V1 > 0 else None, levels[n], s_bias[n], row
-        )
+        source = source_of(k[n], k_rest[n], v[n], v_rest[n], levels[n], s_bias[n], row)
         seen = visible(n, i, row, spans, KIND)
         if OPEN is not None and n == 0:
             if OPEN.pool:

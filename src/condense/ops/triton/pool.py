@@ -181,9 +181,7 @@ class _Pool(torch.autograd.Function):
                     k, v, summary, columns, d_key.contiguous(), d_value.contiguous(),
                     d_lse[0].contiguous() if d_lse else None, dk, dv, d_summary,
                 ),
-                (
-                    *_strides(k, v, summary, columns), groups.start, K, N, G, c, groups.scale, groups.scale * LOG2E,
-                ),
+                (*_strides(k, v, summary, columns), groups.start, K, N, G, c, groups.scale, groups.scale * LOG2E),
                 groups.constants(D, Dv, tile, scored=summary is not None),
                 _OPTIONS,
             )  # fmt: skip

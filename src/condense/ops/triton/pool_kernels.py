@@ -179,11 +179,8 @@ def pool_fwd_kernel(
     d = tl.arange(0, BD)
     k_width, v_width = (j < G)[:, None] & (d < D)[None, :], (j < G)[:, None] & (d < DV)[None, :]
     k_row, v_row = k_ptr + b * s_kb + kvh * s_kh + d, v_ptr + b * s_vb + kvh * s_vh + d
-    best, total, alpha = (
-        tl.full([BG], float("-inf"), tl.float32),
-        tl.zeros([BG], tl.float32),
-        tl.zeros([BG], tl.float32),
-    )
+    best = tl.full([BG], float("-inf"), tl.float32)
+    total, alpha = tl.zeros([BG], tl.float32), tl.zeros([BG], tl.float32)
     p, chosen, better = tl.zeros([BT, BG], tl.float32), tl.full([BT, BG], False, tl.int1), j < 0
     if SCORED:
         at = summary_ptr + b * s_sb + kvh * s_sh + j[:, None].to(tl.int64) * s_sg + d[None, :]

@@ -89,9 +89,7 @@ class Words(namedtuple("Words", "k v unit step zero")):
 
 
 @triton.jit
-def chunk_tokens(
-    tokens, position, t, inside, LO: tl.constexpr, D: tl.constexpr, P: tl.constexpr, NEAR: tl.constexpr
-):  # fmt: skip
+def chunk_tokens(tokens, position, t, inside, LO: tl.constexpr, D: tl.constexpr, P: tl.constexpr, NEAR: tl.constexpr):
     """Columns from LO on of `Tokens` at ``position``, ``[n, P]`` float32; the newest, at t, is not in its row yet."""
     d = LO + tl.arange(0, P)
     there = inside[:, None] & (d < D)[None, :]

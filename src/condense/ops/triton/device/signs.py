@@ -241,9 +241,8 @@ def centre_products(centre_ptr, at, queries, total, D: tl.constexpr, ASM: tl.con
     s = tl.zeros([at.shape[0], total.shape[0]], tl.float32)
     for plane in tl.static_range(3, -1, -1):
         there = (c < W)[None, :]
-        words = (tl.load(ptr + plane * W) if tile_width(W) == W else tl.load(ptr + plane * W, mask=there, other=0)).to(
-            tl.int16
-        )
+        words = tl.load(ptr + plane * W) if tile_width(W) == W else tl.load(ptr + plane * W, mask=there, other=0)
+        words = words.to(tl.int16)
         s = tl.dot(_codes(words, plane + 4, ASM), tl.trans(queries[plane + 4]), s)
         if plane == 3:
             # the last part first, as it counts twice

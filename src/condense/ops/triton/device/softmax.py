@@ -75,9 +75,7 @@ def store_part(part_ptr, lse_ptr, softmax, at, inside, V0: tl.constexpr, V1: tl.
 
 
 @triton.jit
-def join_parts(
-    part_ptr, lse_ptr, row, inside, S, column, V: tl.constexpr, SB: tl.constexpr, sink_ptr=None, head=None
-):  # fmt: skip
+def join_parts(part_ptr, lse_ptr, row, inside, S, column, V: tl.constexpr, SB: tl.constexpr, sink_ptr=None, head=None):
     """Outputs ``[rows, columns]`` of rows from their S adjacent parts, SB at a time; 0 for rows that saw no key.
 
     sink_ptr: a logit without a value per query head (`condense.ops.Extras`), or None; head: the rows' query heads.
