@@ -78,10 +78,8 @@ def _stretch(n: gl.constexpr, first, row, problem, spans, BN: gl.constexpr, KIND
 @gluon.jit
 def _stream(first, row, problem, spans, N: gl.constexpr, BN: gl.constexpr, KIND: gl.constexpr):
     """The `Stream` of a tile whose first query is ``first``, over N sources."""
-    lo, left, inner, size = _stretch(0, first, row, problem, spans, BN, KIND)
-    edges, blocks = size - inner, size
-    los, lefts, inners, sizes = (lo,), (left,), (inner,), (size,)
-    for n in gl.static_range(1, N):
+    los, lefts, inners, sizes, edges, blocks = (), (), (), (), 0, 0
+    for n in gl.static_range(N):
         lo, left, inner, size = _stretch(n, first, row, problem, spans, BN, KIND)
         edges += size - inner
         blocks += size
@@ -248,8 +246,8 @@ def attend_fwd_hopper_kernel(
     """
     k, v = (k0, k1, k2, k3)[:N], (v0, v1, v2, v3)[:N]
     k_rest = (k0_rest, k1_rest, k2_rest, k3_rest)[: N if D1 > 0 else 0]
-    sizes = (k0.shape[2],)
-    for n in gl.static_range(1, N):
+    sizes = ()
+    for n in gl.static_range(N):
         sizes += (k[n].shape[2],)
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
     problem = Work(K, R, L, tiles, works, RowSpans(rule, start, spans_ptr, s_spans), 0, 0, 0)

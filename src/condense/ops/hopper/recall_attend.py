@@ -275,8 +275,8 @@ def _consume(tensors, queries, lists, problem, level, scale, memory, FORM: gl.co
         )  # fmt: skip
         nothing = (gl.full([ROWS], float("-inf"), gl.float32, of_rows), gl.zeros([ROWS], gl.float32, of_rows))
         p, m, total = _first(view, stream, memory, at, nothing, FORM)
-        acc = (gl.zeros([ROWS, PART], gl.float32, wide),)
-        for _ in gl.static_range(1, PARTS):
+        acc = ()
+        for _ in gl.static_range(PARTS):
             acc += (gl.zeros([ROWS, PART], gl.float32, wide),)
         online = Online(acc, p, m, total)
         online = _step(online, stream.near - 1, at + 1, stream.window + BN, view, 0.0, memory, FORM, "window", GROUP)
