@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from condense.methods import Context, Dense
-from condense.ops.tensors.bias import per_entry
+from condense.ops.spans import per_entry
 from speed.problems import Inputs, pooled
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

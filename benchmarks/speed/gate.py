@@ -21,7 +21,7 @@ from condense.methods import Context, Method, step_settings
 from condense.ops import ChoiceSettings
 from condense.ops.recall import GroupIndex, choose_groups, index_scores, rotation, turned_queries
 from condense.ops.recall.index import QUERY_LEVELS
-from condense.ops.tensors.bias import joined_bias
+from condense.ops.spans import joined_bias
 from speed.budget import Verdict, judge
 from speed.problems import Inputs, pooled
 
