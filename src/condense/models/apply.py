@@ -19,7 +19,7 @@ from condense.models.forward import ForwardBoard
 from condense.models.mla import check_latents
 from condense.models.reread import watch
 from condense.models.saving import KEY
-from condense.models.stock import local_method
+from condense.models.stock import method_of, stock_method
 
 logger = logging.getLogger(__name__)
 _ENTERING = threading.Lock()
@@ -128,9 +128,10 @@ def check_stock(model: nn.Module) -> None:
 
 
 def static_methods(model: nn.Module) -> dict[int, Method]:
-    """Layer index to method in a static cache: `condensed_layers`, and the sliding windows of the other layers."""
-    attentions: dict[int, Any] = _by_layer(m for m in model.modules() if isinstance(m, CondensedAttention))
-    return {i: method for i, m in attentions.items() if (method := m.condense_method or m.condense_window) is not None}
+    """Layer index to method in a static cache: `condensed_layers`, and what computes the same as the other layers."""
+    return {
+        i: method_of(m) for i, m in _by_layer(m for m in model.modules() if isinstance(m, CondensedAttention)).items()
+    }
 
 
 def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
@@ -194,7 +195,7 @@ def _assign(
         for module in condensed:
             previous = module.condense_previous
             module.__class__ = type(module).__mro__[2]  # the stock class: 0 is the condensed subclass, 1 its mixin
-            del module.condense_method, module.condense_window, module.condense_previous, module.condense_board
+            del module.condense_method, module.condense_stock, module.condense_previous, module.condense_board
             _rebind_hooks(module)
         delattr(config, KEY)
         if config._attn_implementation == IMPLEMENTATION:
@@ -227,7 +228,7 @@ def _set_methods(
             module.__class__ = condensed_class(type(module))
             _rebind_hooks(module)
         module.condense_method = assignment.get(index)  # type: ignore[assignment]
-        module.condense_window = local_method(module)  # type: ignore[assignment]
+        module.condense_stock = stock_method(module)  # type: ignore[assignment]
         module.condense_board = board  # type: ignore[assignment]
 
 

@@ -31,7 +31,7 @@ from condense.models.layers import Target, condensed_layer, num_seen, read_token
 from condense.models.masks import ALL_REAL, is_real
 from condense.models.mla import condensed_latents, head_group, up_projection
 from condense.models.reread import Piece
-from condense.models.stock import StockAttention
+from condense.models.stock import StockAttention, method_of
 from condense.ops import Extras, NewToken
 from condense.ops.tensors.autocast import outside_autocast
 
@@ -242,24 +242,17 @@ def _condensed(target: Target, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return method.attend(q, context, scale=call.scale, dropout_p=call.dropout, extras=call.extras)[0]
 
 
-def method_of(module: nn.Module) -> Method:
-    """The method that a layer computes: its own, or for a stock layer in a static cache that of its sliding window."""
-    method: Any = module.condense_method or module.condense_window
-    return method
-
-
 class CondensedAttention(nn.Module):
     """Mixin in front of a stock attention class.
 
-    condense_method: None for a layer that stays stock. condense_window: a method that computes the same as a stock
-    layer with a sliding window or chunks, None for other layers. It is used in static caches, because stock layers
-    count tokens on the host, which a replayed graph does not do. condense_previous: the attention implementation that
-    `condense.restore` returns to. condense_board: shared by the layers, see `condense.models.forward`. condense_watch:
-    a `condense.models.watch.Watch` that looks at steps, or None.
+    condense_method: None for a layer that stays stock. condense_stock: a method that computes the same as the stock
+    layer; static caches use it, because stock layers count tokens on the host, which a replayed graph does not do.
+    condense_previous: the attention implementation that `condense.restore` returns to. condense_board: shared by the
+    layers, see `condense.models.forward`. condense_watch: a `condense.models.watch.Watch` that looks at steps, or None.
     """
 
     condense_method: Method | None
-    condense_window: Method | None
+    condense_stock: Method
     condense_previous: str
     condense_board: ForwardBoard
     condense_watch: Any = None
@@ -284,10 +277,9 @@ class CondensedAttention(nn.Module):
         name = "layer_past" if "layer_past" in kwargs else "past_key_values"
         cache: Cache | None = kwargs.pop(name, None)
         layer_idx: int = self.layer_idx  # type: ignore[assignment]
-        is_window = self.condense_window is not None and isinstance(cache, StaticCache)
-        if self.condense_method is None and not is_window:
-            state: CacheProxy | StockAttention = StockAttention(self.condense_window, cache, layer_idx)
-            return super().forward(*args, **{name: cache}, condense_state=state, **kwargs)
+        if self.condense_method is None and not isinstance(cache, StaticCache):
+            stock = StockAttention(self.condense_stock.layout.rule, cache, layer_idx)
+            return super().forward(*args, **{name: cache}, condense_state=stock, **kwargs)
         state = CacheProxy(cache, layer_idx, is_latent=is_latent(self))
         return super().forward(*args, **{name: state}, condense_state=state, **kwargs)
 

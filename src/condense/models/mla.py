@@ -17,6 +17,7 @@ from condense.latent import LatentView, UpProjection, mean_queries
 from condense.methods import Method
 from condense.models.families import is_latent
 from condense.models.layers import Target, read_tokens
+from condense.models.stock import method_of
 
 
 def condensed_latents(target: Target, q: Tensor, k: Tensor, v: Tensor, entries: Tensor) -> Tensor:
@@ -28,7 +29,7 @@ def condensed_latents(target: Target, q: Tensor, k: Tensor, v: Tensor, entries: 
     call = target.call
     module = call.module
     up = up_projection(module, q.shape[1], q)
-    method: Any = module.condense_method
+    method = method_of(module)
     num_heads: Any = module.num_heads
     group = head_group(module, q.shape[1])
     over_ranks = None if group is None else lambda x: (_SumOverRanks.apply(x, group, True), num_heads)
