@@ -18,16 +18,7 @@ from torch import Tensor
 from condense.caches.buffers import read_state, write_state
 from condense.caches.store import PinnedCopies, Store, finish_writes, with_pinned_store
 from condense.methods import FirstEntries, Method
-from condense.ops import (
-    NO_EXTRAS,
-    Extras,
-    NewToken,
-    OwnEntries,
-    StepCall,
-    StepState,
-    decode_step,
-    step_backend,
-)
+from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepCall, StepState, decode_step, step_backend
 from condense.ops.step import StateSizes, empty_state, entry_names
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
 from condense.state import SLACK, LayerState, num_entries
