@@ -74,8 +74,8 @@ def test_a_layer_without_marks_is_not_in_a_forward_whose_marks_are_gone():
     q = torch.zeros(1, 1, 40, 4)
 
     def documents(layer_idx, options):
-        call = AttentionCall(layer, q, q, q, None, 1.0, 0.0, options)
-        return board.forward_of(call, None, layer_idx).documents(plain=True)
+        call = AttentionCall(layer, q, q, q, None, 1.0, 0.0, options, layer_idx=layer_idx)
+        return board.forward_of(call).documents(plain=True)
 
     assert documents(1, {"cu_seq_lens_q": torch.tensor([0, 30, 40])}) == [30, 10]
     assert documents(0, {}) is None

@@ -21,9 +21,9 @@ from condense.methods import Method
 from condense.models.families import FAMILIES, REGISTERED, is_latent, stock_class
 from condense.models.forward import (
     AttentionCall,
-    Forward,
     ForwardBoard,
     assert_one_document,
+    forward_of,
     refuse_cached_documents,
     refuse_context_parallel,
 )
@@ -69,20 +69,20 @@ def condense_attention(
             "attn_implementation='condense' works through condense.apply(model, method): call that instead. If this "
             "model was built from the configuration of a condensed one, give it a copy: copy.deepcopy(config)"
         )
-    _refuse_options(module, condense_state, kwargs)
+    _refuse_options(module, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     with outside_autocast(query, key, value) as (q, k, v):
-        call = AttentionCall(module, q, k, v, attention_mask, scale, dropout, kwargs, Extras(softcap or 0.0, s_aux))
+        extras, where = Extras(softcap or 0.0, s_aux), (condense_state.cache, condense_state.layer_idx)
+        call = AttentionCall(module, q, k, v, attention_mask, scale, dropout, kwargs, extras, *where)
         out = condense_state.attend(call)
     return out.transpose(1, 2).contiguous(), None  # contiguous as from stock functions, because some forwards view it
 
 
-def _refuse_options(module: nn.Module, state: CacheProxy | StockAttention, options: Mapping[str, Any]) -> None:
+def _refuse_options(module: nn.Module, options: Mapping[str, Any]) -> None:
     """Raise ValueError for keywords of a call that condensed attention cannot honour."""
     if options.get("position_bias") is not None:
         raise ValueError("condensed attention has no bias by position (position_bias): call condense.restore(model)")
-    sliding = options.get("sliding_window") is not None
-    if sliding and isinstance(state, CacheProxy) and module.condense_method is not None:
+    if options.get("sliding_window") is not None and module.condense_method is not None:
         raise ValueError(
             f"layer {module.layer_idx} has a sliding window and cannot be condensed: call condense.restore(model), and "
             "name the other layers"
@@ -135,24 +135,24 @@ class CacheProxy:
             raise ValueError("attention over latents (MLA) has no soft cap and no sinks: call condense.restore(model)")
         method = method_of(call.module)
         method.check_attention(scale=call.scale, dropout_p=call.dropout, extras=call.extras)
-        if isinstance(self.cache, Piece) and self.cache.holds(self.layer_idx):
-            return self.cache.attend(call, self.layer_idx)
-        if self.cache is not None and call.q.shape[2] == 1:
-            out = self._step(call, method)
+        cache = call.cache
+        if isinstance(cache, Piece) and cache.holds(call.layer_idx):
+            return cache.attend(call)
+        if cache is not None and call.q.shape[2] == 1:
+            out = self._step(call, cache, method)
             if out is not None:
                 return out
-        if self.cache is None or self._is_plain_prompt():
+        if cache is None or _is_plain_prompt(call):
             return self._read(call)
         return self._read_eagerly(call)
 
-    def _step(self, call: AttentionCall, method: Method) -> Tensor | None:
+    def _step(self, call: AttentionCall, cache: Cache, method: Method) -> Tensor | None:
         """Add one token per row to the layer of the cache in place, and attend; None if that cannot be done."""
         module, q, k, v = call.module, call.q, call.k, call.v
         with_gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         if with_gradients or call.dropout != 0 or call.options.get("cu_seq_lens_q") is not None:
             return None
-        assert self.cache is not None
-        layer = condensed_layer(self.cache, self.layer_idx, method)
+        layer = condensed_layer(cache, call.layer_idx, method)
         if layer.is_sliding and not layer.is_initialized:
             # on the first forward the stock layer sized a sliding layer's mask: it covers the window only
             return None
@@ -161,9 +161,9 @@ class CacheProxy:
             latent_width, k = module.kv_lora_rank, self.latents.to(q.dtype)  # type: ignore[assignment]
             v = k[..., :0]
         # an offloading cache moves layers back to the GPU in `update`, which a step does not call
-        if self.cache.offloading or not layer.can_step(k, v, latent_width):
+        if cache.offloading or not layer.can_step(k, v, latent_width):
             return None
-        real = None if call.mask is None or ALL_REAL in call.options else self._real_rows(call, call.mask, layer)
+        real = None if call.mask is None or ALL_REAL in call.options else _real_rows(call, call.mask, layer)
         if latent_width is None:
             out = layer.step(NewToken(q, k, v, real), scale=call.scale, extras=call.extras)
         elif head_group(module, q.shape[1]) is not None:
@@ -181,24 +181,6 @@ class CacheProxy:
             watch.note(q, real, layer, call.scale)
         return out
 
-    def _real_rows(
-        self, call: AttentionCall, mask: Tensor, layer: CondensedLayer | StaticCondensedLayer
-    ) -> Tensor | None:
-        """Rows whose new token is real, None for all; on the host for growing layers, on the device for static ones."""
-        if isinstance(layer, StaticCondensedLayer):
-            return is_real(mask, layer.num_slots, layer.max_cache_len, call.q.shape[0])
-        padding = self._forward_of(call).padding(layer.get_seq_length(), 1)
-        return None if padding is None else padding.counts
-
-    def _is_plain_prompt(self) -> bool:
-        """True for the first tokens of a static layer that is known to get them without padding."""
-        layer = self.cache.layers[self.layer_idx] if isinstance(self.cache, StaticCache) else None
-        return isinstance(layer, StaticCondensedLayer) and layer.expected is Expected.PLAIN_PROMPT
-
-    def _forward_of(self, call: AttentionCall) -> Forward:
-        board: ForwardBoard = call.module.condense_board  # type: ignore[assignment]
-        return board.forward_of(call, self.cache, self.layer_idx)
-
     @torch.compiler.disable(reason=_PROMPT_NOT_COMPILED)
     def _read_eagerly(self, call: AttentionCall) -> Tensor:
         """`_read` outside of compiled graphs, because reading a prompt into a cache needs counts on the host."""
@@ -210,28 +192,42 @@ class CacheProxy:
         if self.latents is not None:
             tensors += (self.latents.to(call.q.dtype),)
         condensed = _condensed if self.latents is None else condensed_latents
-        forward = self._forward_of(call)
-        seen = 0 if self.cache is None else num_seen(self.cache, self.layer_idx)
-        all_real = ALL_REAL in call.options or self._is_plain_prompt()
+        forward, cache = forward_of(call), call.cache
+        seen = 0 if cache is None else num_seen(cache, call.layer_idx)
+        all_real = ALL_REAL in call.options or _is_plain_prompt(call)
         if torch.compiler.is_compiling() and not all_real:
             assert_one_document(call)
             all_real = True
-        documents = forward.documents(plain=self.cache is None and call.mask is None and not all_real)
+        documents = forward.documents(plain=cache is None and call.mask is None and not all_real)
         if documents is not None:
-            refuse_cached_documents(call.module, self.cache, seen)
-            no_cache = Target(call, None, 0)
+            refuse_cached_documents(call, seen)
+            no_cache = Target(call._replace(cache=None))
             if method_of(call.module).reads_packed:
                 return condensed(no_cache._replace(plan=forward.plan(None, documents)), *tensors)
             parts = zip(*(x.split(documents, dim=2) for x in tensors), strict=True)
             return torch.cat([condensed(no_cache, *part) for part in parts], dim=2)
         start = None if all_real else seen
         padding = None if start is None else forward.padding(start, forward.L)
-        target = Target(call, self.cache, self.layer_idx, padding, forward.plan(start))
+        target = Target(call, padding, forward.plan(start))
         aligned = tensors if padding is None else tuple(map(padding.align, tensors))
         out = condensed(target, *aligned)
-        if self.cache is not None:
-            self.cache.layers[self.layer_idx].after_attention()
+        if cache is not None:
+            cache.layers[call.layer_idx].after_attention()
         return out if padding is None else padding.restore(out)
+
+
+def _is_plain_prompt(call: AttentionCall) -> bool:
+    """True for the first tokens of a static layer that is known to get them without padding."""
+    layer = call.cache.layers[call.layer_idx] if isinstance(call.cache, StaticCache) else None
+    return isinstance(layer, StaticCondensedLayer) and layer.expected is Expected.PLAIN_PROMPT
+
+
+def _real_rows(call: AttentionCall, mask: Tensor, layer: CondensedLayer | StaticCondensedLayer) -> Tensor | None:
+    """Rows whose new token is real, None for all; on the host for growing layers, on the device for static ones."""
+    if isinstance(layer, StaticCondensedLayer):
+        return is_real(mask, layer.num_slots, layer.max_cache_len, call.q.shape[0])
+    padding = forward_of(call).padding(layer.get_seq_length(), 1)
+    return None if padding is None else padding.counts
 
 
 def _condensed(target: Target, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -31,7 +31,8 @@ class AttentionCall(NamedTuple):
     """One call of the registered attention function: q ``[B, H, L, D]``, k ``[B, K, L, D]``, v ``[B, K, L, Dv]``.
 
     mask: from `condense.models.masks.condense_mask`: bool ``[B, 1, 1, n]``, True at tokens; int32 ``[B, 1, 1, L]``, the
-    numbers of packed documents; or None. options: further keywords of the call.
+    numbers of packed documents; or None. options: further keywords of the call. cache: with the layer ``layer_idx`` for
+    the new tokens, None without one.
     """
 
     module: nn.Module
@@ -43,29 +44,35 @@ class AttentionCall(NamedTuple):
     dropout: float
     options: Mapping[str, Any]
     extras: Extras = NO_EXTRAS
+    cache: Cache | None = None
+    layer_idx: int = 0
+
+    @property
+    def shared(self) -> tuple[Any, ...]:
+        """The objects that a forward hands to every layer: mask, marks, positions and cache."""
+        return self.mask, self.options.get("cu_seq_lens_q"), self.options.get("position_ids"), self.cache
 
 
 class Forward:
     """The padding, documents and plans of one forward of a model, for all of its layers."""
 
-    def __init__(self, call: AttentionCall, cache: Cache | None) -> None:
+    def __init__(self, call: AttentionCall) -> None:
         # weak references, so that the board does not keep a caller's mask or cache alive
-        self._shared = [_Shared(x) for x in _shared_by_layers(call, cache)]
+        self._shared = [_Shared(x) for x in call.shared]
         self.B, self.L = call.q.shape[0], call.q.shape[2]
         self._asked: set[int] = set()
         self._paddings: dict[tuple[int, int], Padding | None] = {}
         self._plans: dict[tuple[int | None, bool], ForwardPlan] = {}
         self._lengths: dict[bool, list[int] | None] = {}
 
-    def takes(self, call: AttentionCall, cache: Cache | None, layer_idx: int) -> bool:
+    def takes(self, call: AttentionCall) -> bool:
         """True if the call belongs to this forward: the same objects, from a layer that has not asked yet."""
-        if layer_idx in self._asked or (call.q.shape[0], call.q.shape[2]) != (self.B, self.L):
+        if call.layer_idx in self._asked or (call.q.shape[0], call.q.shape[2]) != (self.B, self.L):
             return False
-        for held, x in zip(self._shared, _shared_by_layers(call, cache), strict=True):
-            if not held.equals(x):
-                return False
-        self._asked.add(layer_idx)
-        return True
+        is_same = all(held.equals(x) for held, x in zip(self._shared, call.shared, strict=True))
+        if is_same:
+            self._asked.add(call.layer_idx)
+        return is_same
 
     @property
     def mask(self) -> Tensor | None:
@@ -160,16 +167,16 @@ class ForwardBoard:
             "the thread that runs the model, once no other is in one, or use condense.apply"
         )
 
-    def forward_of(self, call: AttentionCall, cache: Cache | None, layer_idx: int) -> Forward:
+    def forward_of(self, call: AttentionCall) -> Forward:
         """The forward that a layer's call belongs to; a new one for the first layer of a forward."""
         if torch.compiler.is_compiling():
-            return Forward(call, cache)
+            return Forward(call)
         # a copy: other threads may run the same model
         for forward in list(self._forwards):
-            if forward.takes(call, cache, layer_idx):
+            if forward.takes(call):
                 return forward
-        forward = Forward(call, cache)
-        forward.takes(call, cache, layer_idx)
+        forward = Forward(call)
+        forward.takes(call)
         self._forwards = [forward, *self._forwards[: _MOST_FORWARDS - 1]]
         return forward
 
@@ -177,9 +184,10 @@ class ForwardBoard:
         return type(self), ()
 
 
-def _shared_by_layers(call: AttentionCall, cache: Cache | None) -> tuple[Any, ...]:
-    """The objects that a forward hands to every layer: mask, marks, positions and cache."""
-    return call.mask, call.options.get("cu_seq_lens_q"), call.options.get("position_ids"), cache
+def forward_of(call: AttentionCall) -> Forward:
+    """`ForwardBoard.forward_of`, on the board of the call's model."""
+    board: ForwardBoard = call.module.condense_board  # type: ignore[assignment]
+    return board.forward_of(call)
 
 
 class _Shared:
@@ -235,10 +243,10 @@ def refuse_context_parallel() -> None:
         )
 
 
-def refuse_cached_documents(module: nn.Module, cache: Cache | None, seen: int) -> None:
+def refuse_cached_documents(call: AttentionCall, seen: int) -> None:
     """Raise ValueError for packed documents with a cache, which later calls would continue.
 
     In training an empty cache is allowed: transformers makes one by default and nothing uses it.
     """
-    if cache is not None and (seen > 0 or not module.training):
+    if call.cache is not None and (seen > 0 or not call.module.training):
         raise ValueError("packed documents (cu_seq_lens_q) cannot be cached: pass use_cache=False")

@@ -16,14 +16,12 @@ from condense.plan import ForwardPlan
 
 
 class Target(NamedTuple):
-    """A call with new tokens, and the layer of a cache that stores them; cache is None without one.
+    """A call with new tokens.
 
     padding: the padding that was moved when the tokens were aligned. plan: the plan of these tokens.
     """
 
     call: AttentionCall
-    cache: Cache | None
-    layer_idx: int
     padding: Padding | None = None
     plan: ForwardPlan | None = None
 
@@ -31,23 +29,23 @@ class Target(NamedTuple):
 def read_tokens(
     target: Target, method: Method, q: Tensor, k: Tensor, v: Tensor, *, latent_width: int | None = None
 ) -> Context:
-    """Read new tokens into a layer of the cache; without a cache, read them alone and keep nothing.
+    """Read new tokens into the call's layer of the cache; without a cache, read them alone and keep nothing.
 
     q ``[B, H, L, D]``, k ``[B, K, L, D]``, v ``[B, K, L, Dv]``, aligned. latent_width: as in
     `condense.Method.for_latents`, None for ordinary keys.
     """
-    cache, scale = target.cache, target.call.scale
+    cache, layer_idx, scale = target.call.cache, target.call.layer_idx, target.call.scale
     if cache is None:
         method = method if latent_width is None else method.for_latents(latent_width)
         return extend(method, None, q, k, v, scale=scale, plan=target.plan)[0]
     assert target.plan is not None
-    condensed_layer(cache, target.layer_idx, method)
+    condensed_layer(cache, layer_idx, method)
     trailing = q.shape[2] if target.padding is None else target.padding.trailing
     request = ReadRequest(q, scale, target.plan, trailing, latent_width)
-    context = cache.update(k, v, target.layer_idx, request=request)[0]
+    context = cache.update(k, v, layer_idx, request=request)[0]
     # begin to copy the stored tokens of the next layer that has a store; not for a single token, mostly read in a step
     if q.shape[2] > 1:
-        for layer in cache.layers[target.layer_idx + 1 :]:
+        for layer in cache.layers[layer_idx + 1 :]:
             if isinstance(layer, CondensedCacheLayer) and layer.fetch():
                 break
     return context

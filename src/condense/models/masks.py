@@ -173,14 +173,12 @@ def find_padding(real: Tensor) -> Padding | None:
     return Padding(counts, trailing, pad, order.to(real.device), order.argsort(dim=1).to(real.device))
 
 
-def is_real(mask: Tensor | None, slot: Tensor, num_slots: int, B: int) -> Tensor | None:
-    """Rows whose single new token is real, bool ``[B]``, or None for all; slot: the token's slot, int64 ``[]``.
+def is_real(mask: Tensor, slot: Tensor, num_slots: int, B: int) -> Tensor:
+    """Rows whose single new token is real, bool ``[B]``; slot: the token's slot, int64 ``[]``.
 
     For static caches: does not read the mask on the host. Raises ValueError for a mask of another shape than
     ``[B, 1, 1, num_slots]``, which `condense.models.masks.condense_mask` makes of one that covers all tokens.
     """
-    if mask is None:
-        return None
     check_mask(mask, B)
     if mask.shape[3] != num_slots:
         raise ValueError(

@@ -70,7 +70,7 @@ class Piece(DynamicCache):
         """True for a layer whose tokens are scored."""
         return layer_idx in self._held
 
-    def attend(self, call: AttentionCall, layer_idx: int) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         """Attention ``[B, H, c, Dv]`` over the piece where it stands in the prompt, the sinks and the piece so far.
 
         Raises ValueError for heads that are spread over processes.
@@ -82,7 +82,7 @@ class Piece(DynamicCache):
                 f"reread cannot be tensor parallel: its choice is for all heads, and {q.shape[1]} of {heads} are here"
             )
         columns = self._columns.to(q.device)
-        k, v = (x.index_select(2, columns) for x in self._held[layer_idx])
+        k, v = (x.index_select(2, columns) for x in self._held[call.layer_idx])
         if is_latent(call.module):
             k, v = up_projection(call.module, heads, q).expand(k)
         spans = RuleSpans(_CAUSAL, 0, 0, 0, self._seen)
@@ -93,7 +93,7 @@ class Piece(DynamicCache):
             lse = torch.logaddexp(lse, logits.to(lse.dtype)[:, None])
         lse = lse.masked_fill(self._padding.to(q.device)[:, None], torch.inf)
         best = largest_weights(q, k, lse, scale=call.scale, softcap=call.extras.softcap)
-        scores = self._scores[layer_idx]
+        scores = self._scores[call.layer_idx]
         best = best.unflatten(1, (scores.shape[1], -1)).amax(2)  # latents are one KV head, expanded for each query head
         scores.index_copy_(2, columns, torch.maximum(scores.index_select(2, columns), best))
         return out

@@ -13,7 +13,7 @@ from transformers import Cache
 from condense.methods import Dense, Layout, Method, StreamingLLM
 from condense.methods.layout import MEANS
 from condense.models.families import is_chunked, sliding_window
-from condense.models.forward import AttentionCall, ForwardBoard, assert_one_document, refuse_cached_documents
+from condense.models.forward import AttentionCall, assert_one_document, forward_of, refuse_cached_documents
 from condense.ops import RuleSpans, Source, UniformRule, attend
 
 
@@ -66,8 +66,7 @@ class StockAttention:
         if torch.compiler.is_compiling() and self.cache is None:
             assert_one_document(call)
             return self._attend(call, q, k, v, L)
-        board: ForwardBoard = call.module.condense_board  # type: ignore[assignment]
-        forward = board.forward_of(call, self.cache, self.layer_idx)
+        forward = forward_of(call)
         S = k.shape[2]
         # the mask has a column for every slot; the cache of a layer with a sliding window holds the keys of the last S
         num_columns = 0 if call.mask is None else call.mask.shape[-1]
@@ -75,7 +74,7 @@ class StockAttention:
         queries = keys if S == L else forward.padding(num_columns - L, L)
         documents = forward.documents(plain=self.cache is None and call.mask is None)
         if documents is not None:
-            refuse_cached_documents(call.module, self.cache, self.seen)
+            refuse_cached_documents(call, self.seen)
             parts = zip(*(x.split(documents, dim=2) for x in (q, k, v)), strict=True)
             return torch.cat([self._attend(call, a, b, c, a.shape[2]) for a, b, c in parts], dim=2)
         everything = forward.padding(0, num_columns)
