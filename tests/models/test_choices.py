@@ -137,10 +137,10 @@ def test_bad_files(tmp_path, content, said):
 @pytest.fixture
 def told(caplog):
     """The log of it, in a process that has not said it yet."""
-    adapted._warn_once.cache_clear()
+    logging.Logger.warning_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger=adapted.__name__):
         yield caplog
-    adapted._warn_once.cache_clear()
+    logging.Logger.warning_once.cache_clear()
 
 
 @pytest.mark.parametrize("method", [POOLING, "pooled", "dga", "cca@0-1", {"rest": POOLING}], ids=str)

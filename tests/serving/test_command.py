@@ -134,7 +134,7 @@ def test_dense_layers_of_an_allocation_stay_the_engines(serve, stock, tmp_path):
 
 
 def test_an_unadapted_model_is_warned_of(serve, stock, caplog):
-    adapted._warn_once.cache_clear()
+    logging.Logger.warning_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger=adapted.__name__):
         command, _ = serve(stock, "--method", "cca:summary=streaming")
     assert methods_in(overrides(command)["condense"]) == dict.fromkeys(range(3), METHOD)

@@ -3,17 +3,16 @@
 ``config.condense_adapted`` has the form of ``config.condense``: what the weights learned. `condense train` writes it.
 """
 
-import functools
-import logging
 from collections.abc import Mapping
 
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from condense.methods import DGA
 from condense.methods.grouped import GroupPooling
 from condense.models.choice import MethodChoice, methods_of
 
-logger = logging.getLogger(__name__)
+logger = logging.get_logger(__name__)
 ADAPTED = "condense_adapted"
 
 
@@ -27,14 +26,9 @@ def warn_of_pooling(model: PreTrainedModel, choice: MethodChoice) -> None:
     by_layer = isinstance(choice, Mapping) and not all(isinstance(layers, str) for layers in choice)
     method, *others = methods_of(choice)
     if isinstance(method, GroupPooling | DGA) and not (others or by_layer or adapted):
-        _warn_once()
-
-
-@functools.cache
-def _warn_once() -> None:
-    logger.warning(
-        "condense: the model's configuration does not say that it was adapted to pooling (CCA, LCA, DGA), without "
-        "which it loses text behind the window: use 'recall-host' or 'recall-device', which need no training, adapt it "
-        "(condense train adapt), or, if that was done elsewhere, set model.config.condense_adapted = "
-        "model.config.condense before it is saved"
-    )
+        logger.warning_once(
+            "condense: the model's configuration does not say that it was adapted to pooling (CCA, LCA, DGA), without "
+            "which it loses text behind the window: use 'recall-host' or 'recall-device', which need no training, "
+            "adapt it (condense train adapt), or, if that was done elsewhere, set model.config.condense_adapted = "
+            "model.config.condense before it is saved"
+        )
