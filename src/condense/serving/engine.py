@@ -37,6 +37,27 @@ GPT_OSS = "gpt_oss"  # a `model_type`
 # releases of vLLM whose interfaces the plugin is known to fit: from the first, below the second
 RELEASES = ("0.30", "0.34")
 REQUIREMENT = f"vllm>={RELEASES[0]},<{RELEASES[1]}"
+# settings that are not served -> why, and the way out
+_UNSERVED = {
+    "offloading": "--kv-offloading-size is not served with condensed models: leave it out",
+    "kv_transfer": "--kv-transfer-config is not served with condensed models: leave it out",
+    "one_manager": "--disable-hybrid-kv-cache-manager would keep every token of a condensed model: leave it out",
+    "speculative": (
+        "--speculative-config is not served with condensed models, but for the method ngram on a CPU, with Recall "
+        "that reads prompts as steps (prompt='recall') and groups that one query weighs, or none (summary='last'): "
+        "leave it out"
+    ),
+    "shared_context": "context parallelism is not served with condensed models: use tensor parallelism",
+    "microbatches": "--enable-dbo is not served with condensed models: leave it out",
+    "adapted_latents": (
+        "--enable-lora is not served with latents (MLA), whose up-projections are read without their adapters: "
+        "leave it out"
+    ),
+    "adapted_gpt_oss": (
+        "--enable-lora is not served with condensed GPT-OSS: vLLM knows the order of gates and values in adapters of "
+        "its experts by the name of the stock architecture alone; leave it out, or merge the adapter"
+    ),
+}
 
 
 def check_engine(engine: EngineSettings) -> None:
@@ -63,39 +84,13 @@ def check_engine(engine: EngineSettings) -> None:
             f"{engine.tensor_parallel}: a group is weighed by all query heads of its KV head"
         )
     # vLLM turns offloading into a KV transfer: the error names the flag that the user gave
-    transfer = engine.kv_transfer and not engine.offloading
-    uses = (
-        (engine.offloading, "--kv-offloading-size is not served with condensed models: leave it out"),
-        (transfer, "--kv-transfer-config is not served with condensed models: leave it out"),
-        (
-            engine.one_manager,
-            "--disable-hybrid-kv-cache-manager would keep every token of a condensed model: leave it out",
-        ),
-        (
-            engine.speculative,
-            "--speculative-config is not served with condensed models, but for the method ngram on a CPU, with Recall "
-            "that reads prompts as steps (prompt='recall') and groups that one query weighs, or none (summary='last'): "
-            "leave it out",
-        ),
-        (engine.shared_context, "context parallelism is not served with condensed models: use tensor parallelism"),
-        (engine.microbatches, "--enable-dbo is not served with condensed models: leave it out"),
-        (
-            engine.adapted_latents,
-            "--enable-lora is not served with latents (MLA), whose up-projections are read without their adapters: "
-            "leave it out",
-        ),
-        (
-            engine.adapted_gpt_oss,
-            "--enable-lora is not served with condensed GPT-OSS: vLLM knows the order of gates and values in adapters "
-            "of its experts by the name of the stock architecture alone; leave it out, or merge the adapter",
-        ),
-        (
-            engine.dense_latents,
+    hidden = {"kv_transfer"} if engine.offloading else set()
+    wrong += [message for name, message in _UNSERVED.items() if getattr(engine, name) and name not in hidden]
+    if engine.dense_latents:
+        wrong.append(
             "all layers of a model with latents (MLA) must be condensed to be served, got dense attention in layers "
-            f"{layers_as_text(engine.dense_latents)}: give each a method",
-        ),
-    )
-    wrong += [message for is_used, message in uses if is_used]
+            f"{layers_as_text(engine.dense_latents)}: give each a method"
+        )
     if wrong:
         raise ValueError("; ".join(wrong))
 
