@@ -4,12 +4,12 @@ A ring stores the token at position t of its row in slot ``t % W``.
 Shapes: B rows, K KV heads, M entries, W ring slots, N columns, D width.
 """
 
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from condense.caches.store import Store
+from condense.caches.store import Store, finish_writes, with_pinned_store
 from condense.methods import NO_FIRST, FirstEntries, Method, entry_bias
 from condense.ops import StepSettings, StepState
 from condense.ops.spans import per_entry
@@ -41,48 +41,63 @@ def with_room(buffers: StepState, settings: StepSettings, room: Room) -> StepSta
     return buffers._replace(**longer)
 
 
-def read_state(
-    method: Method,
-    store: Store,
-    buffers: StepState,
-    seen: PerRow,
-    first: FirstEntries,
-    num_window: int,
-    num_queries: int,
-) -> LayerState:
-    """The state in the buffers, with the newest ``num_window`` tokens and ``num_queries`` queries, or all if fewer.
+class Buffered:
+    """Mixin for what keeps a layer's state in ``buffers``: reads and writes it.
 
-    seen and first as in `condense.state.LayerState`. store: reads the stored tokens.
+    Copies and unpickled objects have a pinned store too, where it is in host memory.
     """
-    entries, device = max_row(num_entries(method, seen, first.num)), buffers.ring_k.device
-    return LayerState(
-        tuple(
-            store.read(x, entries * n, device) if x is buffers.store else x[:, :, : entries * n]
-            for x, n in _entries_of(buffers, store.settings)
-        ),
-        newest_columns(buffers.ring_k, seen, num_window),
-        newest_columns(buffers.ring_v, seen, num_window),
-        newest_columns(buffers.ring_q, seen, num_queries),
-        seen,
-        first,
-    )
 
+    method: Method
+    store: Store
+    buffers: Any
 
-def write_state(method: Method, store: Store, buffers: StepState, before: LayerState | None, state: LayerState) -> None:
-    """Copy ``state`` into buffers that hold the state ``before`` (None: they are empty); of entries, only new ones."""
-    first = 0 if before is None else min_row(num_entries(method, before.seen, before.first.num))
-    last = max_row(num_entries(method, state.seen, state.first.num))
-    if last > first:  # before the first group is pooled, a state has no tensors of the method's own
-        for (buffer, n), made in zip(_entries_of(buffers, store.settings), state.entries, strict=True):
-            store.write(buffer, n * first, made[:, :, n * first : n * last])
-    store_newest(buffers.ring_k, state.window_k, state.seen)
-    store_newest(buffers.ring_v, state.window_v, state.seen)
-    store_newest(buffers.ring_q, state.mean_q, state.seen)
-    rows = buffers.seen.shape[0]
-    # pageable memory is staged before `copy_` returns, so the host does not wait for the GPU
-    buffers.seen.copy_(as_rows(state.seen, rows), non_blocking=True)
-    if before is None and state.first.exist:
-        buffers.first.copy_(torch.stack([as_rows(x, rows) for x in state.first], dim=1), non_blocking=True)
+    def __getstate__(self) -> dict[str, Any]:
+        finish_writes(self.buffers)
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.buffers is not None:
+            self.buffers = with_pinned_store(self.buffers)
+
+    def _read_state(self, seen: PerRow, first: FirstEntries, num_window: int, num_queries: int) -> LayerState:
+        """The state in the buffers, with the newest ``num_window`` tokens and ``num_queries`` queries, or all if fewer.
+
+        seen and first as in `condense.state.LayerState`.
+        """
+        buffers, entries = self.buffers, max_row(num_entries(self.method, seen, first.num))
+        return LayerState(
+            tuple(
+                self.store.read(x, entries * n, buffers.seen.device) if x is buffers.store else x[:, :, : entries * n]
+                for x, n in self._entries()
+            ),
+            newest_columns(buffers.ring_k, seen, num_window),
+            newest_columns(buffers.ring_v, seen, num_window),
+            newest_columns(buffers.ring_q, seen, num_queries),
+            seen,
+            first,
+        )
+
+    def _write_state(self, before: LayerState | None, state: LayerState) -> None:
+        """Copy in ``state``, where the buffers hold the state ``before`` (None: nothing); of entries, only new ones."""
+        buffers, rows = self.buffers, self.buffers.seen.shape[0]
+        first = 0 if before is None else min_row(num_entries(self.method, before.seen, before.first.num))
+        last = max_row(num_entries(self.method, state.seen, state.first.num))
+        if last > first:  # before the first group is pooled, a state has no tensors of the method's own
+            for (buffer, n), made in zip(self._entries(), state.entries, strict=True):
+                self.store.write(buffer, n * first, made[:, :, n * first : n * last])
+        store_newest(buffers.ring_k, state.window_k, state.seen)
+        store_newest(buffers.ring_v, state.window_v, state.seen)
+        store_newest(buffers.ring_q, state.mean_q, state.seen)
+        # pageable memory is staged before `copy_` returns, so the host does not wait for the GPU
+        buffers.seen.copy_(as_rows(state.seen, rows), non_blocking=True)
+        if before is None and state.first.exist:
+            buffers.first.copy_(torch.stack([as_rows(x, rows) for x in state.first], dim=1), non_blocking=True)
+
+    def _entries(self) -> list[tuple[Tensor, int]]:
+        """All buffers of entries, each with its columns per entry: g in a store of exact tokens, 1 in the others."""
+        settings, store = self.store.settings, self.buffers.store
+        return [(x, settings.rule.chunk if x is store else 1) for x in self.buffers.entries(settings)]
 
 
 def static_bias(
@@ -95,17 +110,12 @@ def static_bias(
     return None if bias is None else bias.expand(rows, 1, capacity).contiguous()
 
 
-def _entries_of(buffers: StepState, settings: StepSettings) -> list[tuple[Tensor, int]]:
-    """All buffers of entries, each with its columns per entry: g in a store of exact tokens, 1 in the others."""
-    return [(x, settings.rule.chunk if x is buffers.store else 1) for x in buffers.entries(settings)]
-
-
 def newest_columns(ring: Tensor, seen: PerRow, limit: int) -> Tensor:
     """The newest ``limit`` columns (at most W) of a ring ``[B, K, W, D]``, in order of position, right-aligned."""
     n = min(limit, ring.shape[2])
     if n == 0:
         return ring[:, :, :0]
-    return ring.gather(2, _slots(seen, n, ring).expand(-1, ring.shape[1], -1, ring.shape[3]))
+    return ring.take_along_dim(_slots(seen, n, ring), 2)
 
 
 def store_newest(ring: Tensor, columns: Tensor, seen: PerRow) -> None:

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from condense.caches.buffers import read_state, write_state
-from condense.caches.store import PinnedCopies, Store, finish_writes, with_pinned_store
+from condense.caches.buffers import Buffered
+from condense.caches.store import Store, finish_writes, with_pinned_store
 from condense.methods import FirstEntries, Method
 from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepCall, StepState, decode_step, step_backend
 from condense.ops.step import StateSizes, empty_state, entry_names
@@ -39,7 +39,7 @@ def _blocks(slots: int) -> int:
     return (slots + _BLOCK - 1) // _BLOCK * _BLOCK
 
 
-class RingState(PinnedCopies):
+class RingState(Buffered):
     """The buffers of one layer, and numbers on the host: of `condense.Recall` always, of others while they decode.
 
     Buffers grow by 1/32, a store in host memory by doubling, since PyTorch takes pinned memory in powers of two.
@@ -63,7 +63,7 @@ class RingState(PinnedCopies):
         queries, stored = max(S, self._most_queries), store.room_for(M) * rule.chunk
         self.buffers = empty_state(k, settings, StateSizes(k.shape[0], k.shape[1], widths, M, W, queries, stored))
         self._choose_backend()
-        write_state(method, store, self.buffers, None, state)
+        self._write_state(None, state)
         self._steps_left = self._count_steps()
         # launch arguments of the last step, reused while token layout and buffers stay the same
         self._prepared: PreparedStep | None = None
@@ -84,13 +84,12 @@ class RingState(PinnedCopies):
 
     def view(self) -> LayerState:
         """The state, whose entries share memory with the buffers; the next step changes it."""
-        held = self.num_window, self.num_queries
-        return read_state(self.method, self.store, self.buffers, self.seen, self.first, *held)
+        return self._read_state(self.seen, self.first, self.num_window, self.num_queries)
 
     def write(self, before: LayerState, after: LayerState) -> None:
         """Copy in the state ``after``, which `condense.functional.extend` made from ``before``, the buffers' state."""
         self._make_room(after.seen)
-        write_state(self.method, self.store, self.buffers, before, after)
+        self._write_state(before, after)
         self._before, self._taken = after.seen, 0
         self.num_window, self.num_queries = after.window_k.shape[2], after.mean_q.shape[2]
         self._steps_left = self._count_steps()

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from condense.caches.base import Expected, FixedCacheLayer, HostCounts, ReadRequest, refuse_other_dtype
-from condense.caches.buffers import Room, read_state, static_bias, with_room, write_state
-from condense.caches.store import PinnedCopies, Store
+from condense.caches.buffers import Buffered, Room, static_bias, with_room
+from condense.caches.store import Store
 from condense.functional import extend
 from condense.methods import NO_FIRST, Context, FirstEntries, Method, Reread, step_settings
 from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepCall, StepState, decode_step, step_backend
@@ -22,7 +22,7 @@ from condense.ops.tensors.per_row import int_if_equal, max_row
 from condense.state import LayerState, first_entries, most_entries, num_entries, with_kept
 
 
-class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
+class StaticCondensedLayer(Buffered, FixedCacheLayer):
     """One attention layer's state for up to ``max_cache_len`` slots, padding included.
 
     Memory is taken when the first tokens come, for their rows, heads, widths, dtype and device, and stays where it is,
@@ -133,19 +133,19 @@ class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
             entries = max_row(num_entries(self.method, max(0, self.max_cache_len - L), first))
             needed = Room.of(self.method, entries, self.max_cache_len - L)
         buffers = self._checked_buffers(k, v, request.latent_width, needed)
-        before = None if fresh else self._state(buffers)
+        before = None if fresh else self._held_state(buffers)
         try:
             context, new_state = extend(self.latent_method, before, request.q, k, v, scale=request.scale, plan=plan)
         except ValueError:
             # nothing was read: free memory that this call allocated, so that the next one may have other rows and dtype
             self.buffers, self.bias = held
             raise
-        self._write(buffers, before, new_state(), L)
+        self._write(before, new_state(), L)
         return context
 
-    def _write(self, buffers: StepState, before: LayerState | None, after: LayerState, slots: int) -> None:
+    def _write(self, before: LayerState | None, after: LayerState, slots: int) -> None:
         """Write the state ``after`` that ``slots`` new slots have made of ``before``, None if they are the first."""
-        write_state(self.method, self.store, buffers, before, after)
+        self._write_state(before, after)
         if before is None:
             self._set_bias(after.first)
         self.num_slots.add_(slots)
@@ -168,7 +168,8 @@ class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
         after, self.prompt = with_kept(self.prompt, kept, counts), None
         (k, v), L = after.entries, self._prompt_slots
         needed = Room.of(self.method, k.shape[2], self.max_cache_len - L)
-        self._write(self._checked_buffers(k, v, self.latent_width or None, needed), None, after, L)
+        self._checked_buffers(k, v, self.latent_width or None, needed)
+        self._write(None, after, L)
 
     def fetch(self) -> bool:
         """As `condense.caches.CondensedLayer.fetch`, of as many tokens as rows without padding would have stored."""
@@ -222,7 +223,7 @@ class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
             self.buffers = with_room(self.buffers, self.settings, needed)
         return self.buffers
 
-    def _state(self, buffers: StepState) -> LayerState:
+    def _held_state(self, buffers: StepState) -> LayerState:
         """The state in the buffers."""
         if self._counts is not None and self._counts.rows is not None:
             seen, first = self._counts.rows
@@ -232,7 +233,7 @@ class StaticCondensedLayer(PinnedCopies, FixedCacheLayer):
             first = NO_FIRST
             if self.settings.has_first:
                 first = FirstEntries.of(*buffers.first.to("cpu", copy=True).T)
-        return read_state(self.method, self.store, buffers, seen, first, max_row(seen), max_row(seen))
+        return self._read_state(seen, first, max_row(seen), max_row(seen))
 
     def _set_bias(self, first: FirstEntries) -> None:
         """Update the bias of entries that begin with ``first``, if the step does not derive it from settings."""

@@ -118,21 +118,6 @@ class Store:
         self._fetched = None
 
 
-class PinnedCopies:
-    """Mixin for classes with ``buffers``: copies and unpickled objects have a pinned store too."""
-
-    buffers: Any
-
-    def __getstate__(self) -> dict[str, Any]:
-        finish_writes(self.buffers)
-        return self.__dict__.copy()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if self.buffers is not None:
-            self.buffers = with_pinned_store(self.buffers)
-
-
 def finish_writes(buffers: StepState | None) -> None:
     """Wait on the host until a store in its memory holds all tokens that copies and kernels were to write so far."""
     if buffers is not None and buffers.is_apart:
