@@ -14,6 +14,7 @@ import condense
 from condense import Recall
 from condense.caches import StaticCondensedLayer
 from condense.models import condensed_layers
+from condense.models.apply import all_methods
 from condense.models.inspect import inspect
 
 L = tiny.LENGTH
@@ -93,7 +94,7 @@ def test_every_layer_counts_every_token_and_inspect_reports_each_by_its_method(m
     length, held = 50, condensed_layers(model)
     cache = tiny.filled(model, tiny.tokens(1, length))
     assert [layer.get_seq_length() for layer in cache.layers] == [length] * tiny.NUM_LAYERS
-    assert {i: layer.method for i, layer in enumerate(cache.layers) if hasattr(layer, "method")} == held
+    assert {i: layer.method for i, layer in enumerate(cache.layers)} == all_methods(model)
     for i, report in enumerate(inspect(model, held, length)):
         assert report.method == held.get(i)
         others = {j: method for j, method in held.items() if j != i}
@@ -101,8 +102,7 @@ def test_every_layer_counts_every_token_and_inspect_reports_each_by_its_method(m
         assert i not in held or report == inspect(model, {i: held[i]}, length)[i]
 
 
-# stock layers with a sliding window count padding as tokens of it
-@grid(24, "model", model={name: case for name, case in tiny.CASES.items() if "sliding" not in name}, mask=MASKS)
+@grid(24, "model", model=tiny.CASES, mask=MASKS)
 def test_rows_equal_their_compacted_sequences(model, mask):
     mask, ids = torch.stack(mask), tiny.tokens(3)
     positions = (mask.cumsum(1) - 1).clamp(min=0)

@@ -127,8 +127,8 @@ def check_stock(model: nn.Module) -> None:
         raise ValueError("model must have stock attention: call condense.restore(model) first")
 
 
-def static_methods(model: nn.Module) -> dict[int, Method]:
-    """Layer index to method in a static cache: `condensed_layers`, and what computes the same as the other layers."""
+def all_methods(model: nn.Module) -> dict[int, Method]:
+    """Layer index to method in a cache: `condensed_layers`, and for the others what computes the same as they do."""
     return {
         i: method_of(m) for i, m in _by_layer(m for m in model.modules() if isinstance(m, CondensedAttention)).items()
     }

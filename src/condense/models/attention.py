@@ -31,7 +31,7 @@ from condense.models.layers import Target, condensed_layer, num_seen, read_token
 from condense.models.masks import ALL_REAL, is_real
 from condense.models.mla import condensed_latents, head_group, up_projection
 from condense.models.reread import Piece
-from condense.models.stock import StockAttention, method_of
+from condense.models.stock import method_of
 from condense.ops import Extras, NewToken
 from condense.ops.tensors.autocast import outside_autocast
 
@@ -53,7 +53,7 @@ def condense_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    condense_state: CacheProxy | StockAttention | None = None,
+    condense_state: CacheProxy | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function registered as `condense`.
@@ -207,7 +207,7 @@ class CacheProxy:
             parts = zip(*(x.split(documents, dim=2) for x in tensors), strict=True)
             return torch.cat([condensed(no_cache, *part) for part in parts], dim=2)
         start = None if all_real else seen
-        padding = None if start is None else forward.padding(start, forward.L)
+        padding = None if start is None else forward.padding(start)
         target = Target(call, padding, forward.plan(start))
         aligned = tensors if padding is None else tuple(map(padding.align, tensors))
         out = condensed(target, *aligned)
@@ -226,7 +226,7 @@ def _real_rows(call: AttentionCall, mask: Tensor, layer: CondensedLayer | Static
     """Rows whose new token is real, None for all; on the host for growing layers, on the device for static ones."""
     if isinstance(layer, StaticCondensedLayer):
         return is_real(mask, layer.num_slots, layer.max_cache_len, call.q.shape[0])
-    padding = forward_of(call).padding(layer.get_seq_length(), 1)
+    padding = forward_of(call).padding(layer.get_seq_length())
     return None if padding is None else padding.counts
 
 
@@ -241,8 +241,7 @@ def _condensed(target: Target, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class CondensedAttention(nn.Module):
     """Mixin in front of a stock attention class.
 
-    condense_method: None for a layer that stays stock. condense_stock: a method that computes the same as the stock
-    layer; static caches use it, because stock layers count tokens on the host, which a replayed graph does not do.
+    condense_method: None for a layer that stays stock. It attends by condense_stock, a method that computes the same.
     condense_previous: the attention implementation that `condense.restore` returns to. condense_board: shared by the
     layers, see `condense.models.forward`. condense_watch: a `condense.models.watch.Watch` that looks at steps, or None.
     """
@@ -273,9 +272,6 @@ class CondensedAttention(nn.Module):
         name = "layer_past" if "layer_past" in kwargs else "past_key_values"
         cache: Cache | None = kwargs.pop(name, None)
         layer_idx: int = self.layer_idx  # type: ignore[assignment]
-        if self.condense_method is None and not isinstance(cache, StaticCache):
-            stock = StockAttention(self.condense_stock.layout.rule, cache, layer_idx)
-            return super().forward(*args, **{name: cache}, condense_state=stock, **kwargs)
         state = CacheProxy(cache, layer_idx, is_latent=is_latent(self))
         return super().forward(*args, **{name: state}, condense_state=state, **kwargs)
 

@@ -61,7 +61,7 @@ class Forward:
         self._shared = [_Shared(x) for x in call.shared]
         self.B, self.L = call.q.shape[0], call.q.shape[2]
         self._asked: set[int] = set()
-        self._paddings: dict[tuple[int, int], Padding | None] = {}
+        self._paddings: dict[int, Padding | None] = {}
         self._plans: dict[tuple[int | None, bool], ForwardPlan] = {}
         self._lengths: dict[bool, list[int] | None] = {}
 
@@ -85,18 +85,17 @@ class Forward:
         mask: Tensor | None = self._shared[0].get()
         return mask if isinstance(mask, Tensor) and mask.dtype == torch.int32 else None
 
-    def padding(self, start: int, length: int) -> Padding | None:
-        """Padding in columns ``[start, start + length)`` of the mask, None if all are real.
+    def padding(self, start: int) -> Padding | None:
+        """The padding of new slots that begin at a column of the mask, None if all are real.
 
         Raises ValueError for a mask of another shape than ``[B, 1, 1, n]``, and for one that is too short.
         """
-        slots = (start, length)
-        if slots not in self._paddings:
-            mask = self.mask
+        if start not in self._paddings:
+            mask, stop = self.mask, start + self.L
             if mask is not None:
-                check_mask(mask, self.B, max(0, -start, start + length - mask.shape[-1]))
-            self._paddings[slots] = None if mask is None else find_padding(mask[:, 0, 0, start : start + length])
-        return self._paddings[slots]
+                check_mask(mask, self.B, max(0, stop - mask.shape[-1]))
+            self._paddings[start] = None if mask is None else find_padding(mask[:, 0, 0, start:stop])
+        return self._paddings[start]
 
     def plan(self, start: int | None, documents: list[int] | None = None) -> ForwardPlan:
         """The plan of the new tokens; start: the column of the mask at which they begin, None: all are real.
@@ -105,7 +104,7 @@ class Forward:
         """
         key = (start, documents is None)
         if key not in self._plans:
-            padding = None if start is None else self.padding(start, self.L)
+            padding = None if start is None else self.padding(start)
             counts = None if padding is None else padding.counts
             self._plans[key] = ForwardPlan(self.L, counts, documents=documents)
         return self._plans[key]

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, StaticCache
 from condense.caches import StaticCondensedLayer
 from condense.config import check_int
 from condense.methods import Reread
-from condense.models.apply import condensed_layers, static_methods
+from condense.models.apply import all_methods, condensed_layers
 from condense.models.families import check_learned_positions, has_eager_experts, rope_that_changes, transformers_model
 from condense.models.layers import ensure_layers
 from condense.models.masks import ALL_REAL
@@ -44,7 +44,7 @@ class GraphDecoder:
                 "use model.generate, which replays its steps on CUDA"
             )
         if self.methods:
-            ensure_layers(self.cache, static_methods(self.model))
+            ensure_layers(self.cache, all_methods(self.model))
         elif any(self.cache.is_sliding):
             raise ValueError(
                 "a stock model's layers with a sliding window cannot be decoded by a graph: condense the model, or use "

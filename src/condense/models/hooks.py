@@ -29,7 +29,7 @@ from condense.caches import CondensedCacheLayer, StaticCondensedLayer
 from condense.methods import Method
 from condense.models import adapters
 from condense.models.adapters import wrap
-from condense.models.apply import condense_from_config, condensed_layers, static_methods
+from condense.models.apply import all_methods, condense_from_config, condensed_layers
 from condense.models.attention import IMPLEMENTATION, condense_attention
 from condense.models.families import check_learned_positions
 from condense.models.layers import ensure_layers
@@ -103,11 +103,10 @@ def _prepare_cache(
         if given is None and all(method.has_step for method in methods.values()):
             cache = replayable_cache(self, cache, generation_config, mode, max_cache_length)
             model_kwargs["past_key_values"] = cache
-        if not isinstance(cache, StaticCache):
-            ensure_layers(cache, methods)
-        else:
+        if isinstance(cache, StaticCache):
             _check_room(cache, max_cache_length)
-            ensure_layers(cache, static_methods(self))
+        ensure_layers(cache, all_methods(self))
+        if isinstance(cache, StaticCache):
             mask = model_kwargs.get("attention_mask")
             # looking at the mask waits for the device
             is_plain = is_compiled(self) and (mask is None or bool(mask.all()))

@@ -4,7 +4,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import Cache, EncoderDecoderCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticCache, StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 from condense.caches import CondensedCacheLayer, CondensedLayer, ReadRequest, StaticCondensedLayer
 from condense.functional import extend
@@ -88,11 +95,9 @@ def ensure_layers(cache: Cache, methods: dict[int, Method]) -> None:
     room = max((layer.max_cache_len for layer in static), default=0)  # in tokens; 0 for a cache that grows
     for index, method in new.items():
         layer = cache.layers[index]
-        if isinstance(layer, StaticLayer | StaticCondensedLayer):
-            cache.layers[index] = StaticCondensedLayer(method, room)
-            cache.layers[index].is_sliding = layer.is_sliding  # transformers reads it to choose a layer's mask
-        else:
-            cache.layers[index] = CondensedLayer(method)
+        is_static = isinstance(layer, StaticLayer | StaticCondensedLayer)
+        cache.layers[index] = StaticCondensedLayer(method, room) if is_static else CondensedLayer(method)
+        cache.layers[index].is_sliding = layer.is_sliding  # transformers reads it to choose a layer's mask
 
 
 def _check_static(cache: StaticCache, methods: dict[int, Method]) -> None:
@@ -121,8 +126,9 @@ def _is_ready(layer: CacheLayerMixin, method: Method) -> bool:
     if _holds(layer, method):
         return True
     condensed = isinstance(layer, CondensedCacheLayer)
-    windows = (StaticSlidingWindowLayer,) if isinstance(method, StreamingLLM | LocalChunks) else ()
-    if not condensed and type(layer) not in (DynamicLayer, StaticLayer, *windows):
+    windows = (DynamicSlidingWindowLayer, StaticSlidingWindowLayer)
+    own = windows if isinstance(method, StreamingLLM | LocalChunks) else ()
+    if not condensed and type(layer) not in (DynamicLayer, StaticLayer, *own):
         raise ValueError(
             f"a {type(layer).__name__} cannot be condensed: use a plain DynamicCache (cache_implementation unset), or "
             "call condense.restore(model) first"
