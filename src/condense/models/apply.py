@@ -48,7 +48,7 @@ def apply(model: ModelT, method: MethodChoice | str, layers: Iterable[int] | str
     base, attentions = _attentions(model)
     chosen = _chosen(base, attentions, method, layers)
     check_names(chosen.values())
-    _assign(base, attentions, _methods(attentions) | chosen, _owner(attentions))
+    _assign(base, attentions, condensed_layers(base) | chosen, _owner(attentions))
     warn_of_pooling(base, parse_choice(method))
     if layers is None:
         others = sorted(set(attentions) - set(chosen))
@@ -105,7 +105,7 @@ def use(model: ModelT, method: MethodChoice | str, layers: Iterable[int] | str |
     """
     base, attentions = _attentions(model)
     with _ENTERING:
-        owner, before = _owner(attentions), _methods(attentions)
+        owner, before = _owner(attentions), condensed_layers(base)
         implementation = _config(attentions)._attn_implementation
         _assign(base, attentions, before | _chosen(base, attentions, method, layers), threading.get_ident())
     warn_of_pooling(base, parse_choice(method))
@@ -118,7 +118,8 @@ def use(model: ModelT, method: MethodChoice | str, layers: Iterable[int] | str |
 
 def condensed_layers(model: nn.Module) -> dict[int, Method]:
     """Layer index to method for the layers that `apply` condensed, also while another implementation is set."""
-    return _methods(_by_layer(m for m in model.modules() if isinstance(m, CondensedAttention)))
+    methods = {i: m.condense_method for i, m in _condensed(model).items()}
+    return {i: method for i, method in methods.items() if method is not None}
 
 
 def check_stock(model: nn.Module) -> None:
@@ -129,19 +130,17 @@ def check_stock(model: nn.Module) -> None:
 
 def all_methods(model: nn.Module) -> dict[int, Method]:
     """Layer index to method in a cache: `condensed_layers`, and for the others what computes the same as they do."""
-    return {
-        i: method_of(m) for i, m in _by_layer(m for m in model.modules() if isinstance(m, CondensedAttention)).items()
-    }
+    return {i: method_of(m) for i, m in _condensed(model).items()}
+
+
+def _condensed(model: nn.Module) -> dict[int, CondensedAttention]:
+    """The attention modules of a model in which layers are condensed, stock layers too; none of a stock model."""
+    return _by_layer(m for m in model.modules() if isinstance(m, CondensedAttention))
 
 
 def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
     """The attention modules that condense knows, by layer index. Raises ValueError if the model has none."""
     return _attentions(model)[1]
-
-
-def _methods(attentions: dict[int, nn.Module]) -> dict[int, Method]:
-    methods = {i: m.condense_method for i, m in attentions.items() if isinstance(m, CondensedAttention)}
-    return {i: method for i, method in methods.items() if method is not None}
 
 
 def condense_from_config(model: PreTrainedModel) -> None:
@@ -271,9 +270,9 @@ def _closest(base: PreTrainedModel) -> str:
     return f", but {', '.join(sorted(classes))}{like}. condense.register(cls, model) takes a class that proves right"
 
 
-def _by_layer(modules: Iterable[nn.Module]) -> dict[int, nn.Module]:
+def _by_layer(modules: Iterable[ModelT]) -> dict[int, ModelT]:
     """Attention modules by their layer's index. Raises ValueError if two have the same, as in two stacks of layers."""
-    by_layer: dict[int, nn.Module] = {}
+    by_layer: dict[int, ModelT] = {}
     for module in modules:
         index = int(module.layer_idx)  # type: ignore[arg-type]
         if by_layer.setdefault(index, module) is not module:

@@ -149,11 +149,11 @@ class Padding(NamedTuple):
 
     def align(self, x: Tensor) -> Tensor:
         """``[B, H, L, D]`` with each row's real tokens at the end."""
-        return x if self.order is None else _take(x, self.order)
+        return x if self.order is None else x.take_along_dim(self.order[:, None, :, None], 2)
 
     def restore(self, out: Tensor) -> Tensor:
         """Outputs ``[B, H, L, D]`` back in slot order, zero at padding."""
-        out = out if self.inverse is None else _take(out, self.inverse)
+        out = out if self.inverse is None else out.take_along_dim(self.inverse[:, None, :, None], 2)
         return out.masked_fill(self.pad[:, None, :, None], 0)
 
 
@@ -200,7 +200,3 @@ def check_mask(mask: Tensor, B: int, num_missing: int = 0) -> None:
             "attention_mask must have a row per sequence and cover all tokens so far, the cached ones included: "
             f"wanted {B} rows, got {mask.shape[0]} rows and {num_missing} tokens too few"
         )
-
-
-def _take(x: Tensor, index: Tensor) -> Tensor:
-    return x.gather(2, index[:, None, :, None].expand_as(x))
