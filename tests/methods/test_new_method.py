@@ -111,7 +111,7 @@ def test_steps_use_the_methods_own_attend(colder, monkeypatch):
     """The shared decode step attends as `condense.ops.attend` does; it must not stand in for another `attend`."""
     ids = tiny.tokens(2, 40)
     whole = tiny.logits(colder, ids)
-    monkeypatch.setattr("condense.caches.growing.step_backend", lambda *args, **kwargs: "triton")  # as on CUDA
+    monkeypatch.setattr("condense.caches.store.step_backend", lambda *args, **kwargs: "triton")  # as on CUDA
     torch.testing.assert_close(tiny.in_chunks(colder, ids, (17, 1, 1, 20, 1)), whole, **tiny.exact(colder))
 
 

@@ -13,7 +13,7 @@ from oracles import oracle
 from speed.budget import judge
 
 import condense
-from condense.caches import static
+from condense.caches import store
 from condense.ops.hopper import limits as hopper_limits
 from condense.ops.triton import limits
 
@@ -25,7 +25,7 @@ KINDS = ("cap", "both") if DEVICE == "cpu" else tuple(every_kind())
 
 def decode_by(monkeypatch, backend):
     """Steps of static caches take this backend, on any device."""
-    monkeypatch.setattr(static, "step_backend", lambda *args, **kwargs: backend)
+    monkeypatch.setattr(store, "step_backend", lambda *args, **kwargs: backend)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import DynamicCache
 
 import condense
-from condense.caches import CondensedLayer, cache_nbytes, growing, ring
+from condense.caches import CondensedLayer, cache_nbytes, store
 from condense.caches.ring import room_for
 from condense.caches.store import finish_writes
 from condense.ops import Extras, NewToken
@@ -62,8 +62,7 @@ method = fixture_of(METHODS)
 def stepping(monkeypatch):
     """As on a GPU: "auto" takes the kernels."""
     if DEVICE == "cpu":
-        for module in (growing, ring):
-            monkeypatch.setattr(module, "step_backend", lambda *args, **kwargs: "triton")
+        monkeypatch.setattr(store, "step_backend", lambda *args, **kwargs: "triton")
 
 
 class Reading(CondensedLayer):

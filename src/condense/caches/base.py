@@ -1,13 +1,12 @@
-"""The arguments of ``read``, and transformers' cache contract: the part that growing and static layers share, and the
-part that follows from static layers' buffers of fixed size at fixed addresses.
+"""The arguments of ``read``, the part of transformers' cache contract that growing and static layers share, and what
+static layers know of the tokens to come and of those seen.
 
 Shapes: B rows, K KV heads, L new tokens, N exact tokens, D and Dv widths.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
 from enum import Enum, auto
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -143,40 +142,3 @@ class HostCounts(NamedTuple):
 
     slots: int = 0
     rows: tuple[PerRow, FirstEntries] | None = None
-
-
-def _refused(what: str) -> Callable[..., NoReturn]:
-    """A method of static layers that raises ValueError, saying what such a cache does instead."""
-
-    def refuse(layer: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ValueError(f"a static condensed cache {what}: use a cache that grows (cache_implementation unset)")
-
-    return refuse
-
-
-class FixedCacheLayer(CondensedCacheLayer):
-    """Base of static condensed layers: the sizes that they give, and the calls that they refuse."""
-
-    is_compileable = True
-    is_croppable = False
-    is_sliding = False
-    max_cache_len: int
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The mask has a column for every slot that there will ever be."""
-        return self.max_cache_len, 0
-
-    def get_max_length(self) -> int:
-        """``max_cache_len``."""
-        return self.max_cache_len
-
-    def _refuse_length(self, num_slots: int, L: int) -> NoReturn:
-        raise ValueError(
-            f"static cache: wanted at most {self.max_cache_len} tokens (max_cache_len), got {num_slots} and {L} more; "
-            "make it longer, or use a cache that grows (cache_implementation unset)"
-        )
-
-    # the ring has no room for tokens that might be taken back, and buffers at fixed addresses cannot change their size
-    crop = check_crop = _refused("cannot take tokens back (assisted decoding, prompt lookup)")
-    batch_repeat_interleave = batch_select_indices = _refused("keeps its number of rows")
-    offload = _refused("stays where it is")

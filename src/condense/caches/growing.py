@@ -17,7 +17,7 @@ from condense.caches.ring import RingState
 from condense.caches.store import Store
 from condense.functional import extend
 from condense.methods import Context, Method, Reread, step_settings
-from condense.ops import NO_EXTRAS, Extras, NewToken, StepState, step_backend
+from condense.ops import NO_EXTRAS, Extras, NewToken, StepState
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
 from condense.state import LayerState, first_needed, num_entries, with_kept
 
@@ -134,8 +134,7 @@ class CondensedLayer(CondensedCacheLayer):
             return self._ring.fits(k)
         if self._state is None or self._state.window_k.dtype != k.dtype:
             return False
-        widths, latent = (k.shape[3], v.shape[3]), latent_width or 0
-        return step_backend(k.device, k.dtype, widths, self.store.settings, latent=latent) == "triton"
+        return self.store.backend(k, v, latent_width or 0) == "triton"
 
     def step(
         self, token: NewToken, *, scale: float, latent_width: int | None = None, extras: Extras = NO_EXTRAS

@@ -18,7 +18,7 @@ from torch import Tensor
 from condense.caches.buffers import Buffered
 from condense.caches.store import Store, finish_writes, with_pinned_store
 from condense.methods import FirstEntries, Method
-from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepCall, StepState, decode_step, step_backend
+from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepCall, StepState, decode_step
 from condense.ops.step import StateSizes, empty_state, entry_names
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
 from condense.state import SLACK, LayerState, num_entries
@@ -58,11 +58,11 @@ class RingState(Buffered):
         self.first = state.first
         # `seen` is the sum of both; `_taken` counts steps of all rows, so that an ordinary step changes no tensor
         self._before, self._taken = state.seen, 0
-        M, W = self._entry_slots(state.entries[0].shape[2]), self._token_slots(max_row(state.seen))
+        M, W = self._entry_slots(state.entries[0].shape[2]), min(room_for(max_row(state.seen)), self._most_window)
         k, widths = state.window_k, (state.window_k.shape[3], state.window_v.shape[3])
         queries, stored = max(S, self._most_queries), store.room_for(M) * rule.chunk
         self.buffers = empty_state(k, settings, StateSizes(k.shape[0], k.shape[1], widths, M, W, queries, stored))
-        self._choose_backend()
+        self.backend = self._backend()
         self._write_state(None, state)
         self._steps_left = self._count_steps()
         # launch arguments of the last step, reused while token layout and buffers stay the same
@@ -172,21 +172,18 @@ class RingState(Buffered):
             buffers = buffers._replace(store=store, **{name: longer(getattr(buffers, name), M) for name in names})
         # a ring below its final size has never wrapped around: slot t holds position t, so padding the end is enough
         if buffers.ring_k.shape[2] < min(tokens, self._most_window):
-            slots = self._token_slots(tokens)
+            slots = min(room_for(tokens), self._most_window)
             buffers = buffers._replace(ring_k=longer(buffers.ring_k, slots), ring_v=longer(buffers.ring_v, slots))
         if buffers is not self.buffers:
             self._prepared = None  # it would keep the shorter buffers in memory until the next step
             self.buffers = buffers
-            self._choose_backend()
+            self.backend = self._backend()
         self._steps_left = self._count_steps()
 
-    def _choose_backend(self) -> None:
-        """Note the backend of the steps over these buffers."""
-        k, v = self.buffers.ring_k, self.buffers.ring_v
-        self.backend = step_backend(
-            k.device, k.dtype, (k.shape[3], v.shape[3]), self.settings, latent=self.latent,
-            entries=self.buffers.entries_k.shape[2],
-        )  # fmt: skip
+    def _backend(self) -> str:
+        """The backend of the steps over these buffers."""
+        buffers = self.buffers
+        return self.store.backend(buffers.ring_k, buffers.ring_v, self.latent, buffers.entries_k.shape[2])
 
     def _entry_slots(self, entries: int) -> int:
         """Columns to allocate for ``entries`` entries: with spare room, but at most what the rule ever needs."""
@@ -197,10 +194,6 @@ class RingState(Buffered):
             # pinned memory is taken in powers of two, so one group more than fits would double a store in host memory
             return min(slots, self.store.room_for(max(entries, room_for(0))))
         return slots
-
-    def _token_slots(self, tokens: int) -> int:
-        """Slots of a ring to allocate for ``tokens`` tokens: with spare room, at most as many as the window needs."""
-        return min(room_for(tokens), self._most_window)
 
     def _count_steps(self) -> int:
         """The number of further steps for which every row has room."""

@@ -8,21 +8,33 @@ sized for these and the chunks that can follow; if a step comes first, as before
 entries that there can be. Shapes as in `condense.state` and `condense.ops.step.state`.
 """
 
+from collections.abc import Callable
+from typing import Any, NoReturn
+
 import torch
 from torch import Tensor
 
-from condense.caches.base import Expected, FixedCacheLayer, HostCounts, ReadRequest, refuse_other_dtype
+from condense.caches.base import CondensedCacheLayer, Expected, HostCounts, ReadRequest, refuse_other_dtype
 from condense.caches.buffers import Buffered, Room, static_bias, with_room
 from condense.caches.store import Store
 from condense.functional import extend
 from condense.methods import NO_FIRST, Context, FirstEntries, Method, Reread, step_settings
-from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepCall, StepState, decode_step, step_backend
+from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepCall, StepState, decode_step
 from condense.ops.step import StateSizes, clear_state, empty_state
 from condense.ops.tensors.per_row import int_if_equal, max_row
 from condense.state import LayerState, first_entries, most_entries, num_entries, with_kept
 
 
-class StaticCondensedLayer(Buffered, FixedCacheLayer):
+def _refused(what: str) -> Callable[..., NoReturn]:
+    """A method of static layers that raises ValueError, saying what such a cache does instead."""
+
+    def refuse(layer: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ValueError(f"a static condensed cache {what}: use a cache that grows (cache_implementation unset)")
+
+    return refuse
+
+
+class StaticCondensedLayer(Buffered, CondensedCacheLayer):
     """One attention layer's state for up to ``max_cache_len`` slots, padding included.
 
     Memory is taken when the first tokens come, for their rows, heads, widths, dtype and device, and stays where it is,
@@ -35,8 +47,15 @@ class StaticCondensedLayer(Buffered, FixedCacheLayer):
     again. ``expected``: the tokens that come next, by which a model chooses between `read` and `step`.
     """
 
+    is_compileable = True
+    is_croppable = False
+    is_sliding = False
     buffers: StepState | None = None
     bias: Tensor | None = None
+    # the ring has no room for tokens that might be taken back, and buffers at fixed addresses cannot change their size
+    crop = check_crop = _refused("cannot take tokens back (assisted decoding, prompt lookup)")
+    batch_repeat_interleave = batch_select_indices = _refused("keeps its number of rows")
+    offload = _refused("stays where it is")
 
     def __init__(self, method: Method, max_cache_len: int) -> None:
         self.method = method
@@ -44,23 +63,10 @@ class StaticCondensedLayer(Buffered, FixedCacheLayer):
         self.settings = step_settings(method)
         self.store = Store(self.settings)
         self.num_slots = torch.zeros((), dtype=torch.int64)
-        self.expected = self._expected_first
+        self.expected = self._first_expected = Expected.FIRST_ENTRIES if self.settings.has_first else Expected.ANY
         # None: only ``num_slots``, on the device, has the count
         self._counts: HostCounts | None = HostCounts()
         super().__init__()
-
-    @property
-    def is_initialized(self) -> bool:
-        """True once memory is taken."""
-        return self.buffers is not None
-
-    @is_initialized.setter
-    def is_initialized(self, value: bool) -> None:
-        """Ignore the value: transformers' base class sets it, but here buffers decide."""
-
-    @property
-    def _expected_first(self) -> Expected:
-        return Expected.FIRST_ENTRIES if self.settings.has_first else Expected.ANY
 
     def lazy_initialization(
         self, key_states: Tensor, value_states: Tensor, latent_width: int | None = None, room: Room | None = None
@@ -75,6 +81,7 @@ class StaticCondensedLayer(Buffered, FixedCacheLayer):
         self.latent_width = latent_width or 0
         self.latent_method = self.method.for_latents(latent_width) if latent_width else self.method
         self.buffers = self._take_memory(key_states, value_states, M, W)
+        self.is_initialized = True
         self.num_slots = self.num_slots.to(key_states.device)
         self.batch_size, self.dtype, self.device = B, key_states.dtype, key_states.device
         if not torch.compiler.is_compiling():
@@ -84,11 +91,10 @@ class StaticCondensedLayer(Buffered, FixedCacheLayer):
     def _take_memory(self, k: Tensor, v: Tensor, M: int, W: int) -> StepState:
         """Buffers for M entries and W exact tokens, and what else a step needs for tensors like k and v."""
         self.store.check(k, v, self.latent_width, groups=M)
-        widths = (k.shape[3], v.shape[3])
-        self.backend = step_backend(k.device, k.dtype, widths, self.settings, latent=self.latent_width, entries=M)
+        self.backend = self.store.backend(k, v, self.latent_width, M)
         self.bias = static_bias(self.method, k.shape[0], M, k.device)
         stored = 0 if self.settings.choice is None else M * self.settings.rule.chunk
-        sizes = StateSizes(k.shape[0], k.shape[1], widths, M, W, self.settings.num_summary, stored)
+        sizes = StateSizes(k.shape[0], k.shape[1], (k.shape[3], v.shape[3]), M, W, self.settings.num_summary, stored)
         return empty_state(k, self.settings, sizes)
 
     def can_step(self, k: Tensor, v: Tensor, latent_width: int | None = None) -> bool:
@@ -117,14 +123,13 @@ class StaticCondensedLayer(Buffered, FixedCacheLayer):
         return out
 
     def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
-        """Read new tokens and return the sources that their queries attend to; as `condense.caches.CondensedLayer`.
+        """As `condense.caches.CondensedLayer.read`; after steps it waits for the device.
 
-        After steps it waits for the device.
         Raises ValueError, state unchanged, for another number of rows, another dtype, too many tokens, and as
         `condense.functional.extend` does.
         """
         fresh, L, plan = self.count_slots() == 0, k.shape[2], request.plan
-        held = self.buffers, self.bias
+        held = self.buffers, self.bias, self.is_initialized
         needed = None
         if fresh and isinstance(self.method, Reread):
             return self._read_whole(k, v, request)
@@ -138,7 +143,7 @@ class StaticCondensedLayer(Buffered, FixedCacheLayer):
             context, new_state = extend(self.latent_method, before, request.q, k, v, scale=request.scale, plan=plan)
         except ValueError:
             # nothing was read: free memory that this call allocated, so that the next one may have other rows and dtype
-            self.buffers, self.bias = held
+            self.buffers, self.bias, self.is_initialized = held
             raise
         self._write(before, new_state(), L)
         return context
@@ -223,6 +228,12 @@ class StaticCondensedLayer(Buffered, FixedCacheLayer):
             self.buffers = with_room(self.buffers, self.settings, needed)
         return self.buffers
 
+    def _refuse_length(self, num_slots: int, L: int) -> NoReturn:
+        raise ValueError(
+            f"static cache: wanted at most {self.max_cache_len} tokens (max_cache_len), got {num_slots} and {L} more; "
+            "make it longer, or use a cache that grows (cache_implementation unset)"
+        )
+
     def _held_state(self, buffers: StepState) -> LayerState:
         """The state in the buffers."""
         if self._counts is not None and self._counts.rows is not None:
@@ -246,6 +257,14 @@ class StaticCondensedLayer(Buffered, FixedCacheLayer):
         """Keys ``[B, K, W, D]`` and values ``[B, K, W, Dv]``, rings."""
         return None if self.buffers is None else (self.buffers.ring_k, self.buffers.ring_v)
 
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The mask has a column for every slot that there will ever be."""
+        return self.max_cache_len, 0
+
+    def get_max_length(self) -> int:
+        """``max_cache_len``."""
+        return self.max_cache_len
+
     def get_seq_length(self) -> Tensor | int:
         """Slots seen, padding included; once there are any, the counter itself, as transformers' static layers."""
         return self.num_slots if self.is_initialized else 0
@@ -257,7 +276,7 @@ class StaticCondensedLayer(Buffered, FixedCacheLayer):
             self.store.forget()
             self.num_slots.zero_()
             self._set_bias(NO_FIRST)
-        self.expected, self.prompt = self._expected_first, None
+        self.expected, self.prompt = self._first_expected, None
         if self._counts is not None:  # a host without a count keeps none, because a replay may precede the next prompt
             self._counts = HostCounts()
 

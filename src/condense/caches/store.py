@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from condense.ops import StepSettings, StepState
+from condense.ops import StepSettings, StepState, step_backend
 from condense.ops.step import fields_of
 from condense.ops.step.state import pinned_zeros
 from condense.ops.tensors.per_row import PerRow, max_row
@@ -49,6 +49,11 @@ class Store:
             obstacle = step_obstacle(k.device, k.dtype, widths, self.settings, latent=latent, entries=groups)
             if obstacle is not None:
                 raise ValueError(f"store='host' needs the Triton step, which {obstacle}; use store='device'")
+
+    def backend(self, k: Tensor, v: Tensor, latent: int, groups: int = 0) -> str:
+        """The backend of steps that read tokens like k and v; latent, groups: as in `check`."""
+        widths = (k.shape[3], v.shape[3])
+        return step_backend(k.device, k.dtype, widths, self.settings, latent=latent, entries=groups)
 
     def refuse_reorder(self) -> None:
         """Raise ValueError if rows would move in host memory at every step."""
