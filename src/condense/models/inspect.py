@@ -12,6 +12,7 @@ from condense.models.apply import attention_layers, chosen_methods
 from condense.models.choice import MethodChoice
 from condense.models.counts import DTYPES, CachedHeads, chooses_from_prompt, kept_on_device, sum_closed, sum_opened
 from condense.models.families import is_latent, sliding_window
+from condense.models.stock import stock_method
 from condense.ops import ChoiceSettings
 from condense.ops.triton.limits import settings_obstacle
 from condense.serving.blocks import ServedLayer
@@ -83,7 +84,7 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
     heads, window = _Heads.of(module), sliding_window(module)
     dense_entries = length if window is None else min(length, window)
     dense_bytes = dense_entries * heads.entry_numbers * itemsize
-    dense_flops = heads.dense_flops(length, window)
+    dense_flops = heads.flops(stock_method(module), length)
     figures = (dense_entries, dense_entries, dense_bytes, dense_bytes, dense_flops, dense_flops, dense_bytes)
     stock = LayerReport(index, heads.width, heads.value_width, None, *figures)
     if method is None:
@@ -167,10 +168,6 @@ class _Heads:
     def entry_numbers(self) -> int:
         """Numbers in one entry, or one token, of all KV heads."""
         return self.scored + self.cached.num * self.cached.value_width
-
-    def dense_flops(self, length: int, window: int | None = None) -> int:
-        least = length if window is None else min(length, window)
-        return (least * (least + 1) // 2 + (length - least) * least) * self._per_key
 
     def flops(self, method: Method, length: int) -> int:
         """FLOPs of a prompt of ``length`` tokens."""
