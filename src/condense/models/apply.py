@@ -118,7 +118,7 @@ def use(model: ModelT, method: MethodChoice | str, layers: Iterable[int] | str |
 
 def condensed_layers(model: nn.Module) -> dict[int, Method]:
     """Layer index to method for the layers that `apply` condensed, also while another implementation is set."""
-    methods = {i: m.condense_method for i, m in _condensed(model).items()}
+    methods = {i: m.condense_method for i, m in condensed_modules(model).items()}
     return {i: method for i, method in methods.items() if method is not None}
 
 
@@ -130,10 +130,10 @@ def check_stock(model: nn.Module) -> None:
 
 def all_methods(model: nn.Module) -> dict[int, Method]:
     """Layer index to method in a cache: `condensed_layers`, and for the others what computes the same as they do."""
-    return {i: method_of(m) for i, m in _condensed(model).items()}
+    return {i: method_of(m) for i, m in condensed_modules(model).items()}
 
 
-def _condensed(model: nn.Module) -> dict[int, CondensedAttention]:
+def condensed_modules(model: nn.Module) -> dict[int, CondensedAttention]:
     """The attention modules of a model in which layers are condensed, stock layers too; none of a stock model."""
     return _by_layer(m for m in model.modules() if isinstance(m, CondensedAttention))
 

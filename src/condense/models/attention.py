@@ -136,7 +136,7 @@ class CacheProxy:
         method = method_of(call.module)
         method.check_attention(scale=call.scale, dropout_p=call.dropout, extras=call.extras)
         cache = call.cache
-        if isinstance(cache, Piece) and cache.holds(call.layer_idx):
+        if isinstance(cache, Piece) and call.layer_idx in cache.held:
             return cache.attend(call)
         if cache is not None and call.q.shape[2] == 1:
             out = self._step(call, cache, method)

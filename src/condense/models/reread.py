@@ -60,15 +60,11 @@ class Piece(DynamicCache):
         tokens: Tensor, start: int, stop: int,
     ) -> None:  # fmt: skip
         super().__init__(config=config)
-        self._held, self._scores = held, scores
+        self.held, self._scores = held, scores
         sink = min(method.sink, start)
         self._columns = torch.tensor([*range(sink), *range(start, stop)])
         real = (tokens - start).clamp(0, stop - start)
         self._seen, self._padding = sink + real, torch.arange(stop - start) >= real[:, None]
-
-    def holds(self, layer_idx: int) -> bool:
-        """True for a layer whose tokens are scored."""
-        return layer_idx in self._held
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attention ``[B, H, c, Dv]`` over the piece where it stands in the prompt, the sinks and the piece so far.
@@ -82,7 +78,7 @@ class Piece(DynamicCache):
                 f"reread cannot be tensor parallel: its choice is for all heads, and {q.shape[1]} of {heads} are here"
             )
         columns = self._columns.to(q.device)
-        k, v = (x.index_select(2, columns) for x in self._held[call.layer_idx])
+        k, v = (x.index_select(2, columns) for x in self.held[call.layer_idx])
         if is_latent(call.module):
             k, v = up_projection(call.module, heads, q).expand(k)
         spans = RuleSpans(_CAUSAL, 0, 0, 0, self._seen)

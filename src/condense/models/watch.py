@@ -5,14 +5,13 @@ Shapes: B rows, H query heads, D width.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from condense.caches import CondensedCacheLayer
 from condense.methods import Recall
-from condense.models.attention import CondensedAttention
+from condense.models.apply import condensed_modules
 from condense.ops.step.mass import closed_mass as mass_of
 
 
@@ -48,17 +47,16 @@ def closed_mass(model: nn.Module) -> Iterator[dict[int, list[Tensor]]]:
     before are not seen; a compiled forward is left at each layer.
     Raises ValueError for a model without such layers, one that is watched already, and steps that are captured.
     """
-    condensed = [module for module in model.modules() if isinstance(module, CondensedAttention)]
-    layers: list[Any] = [module for module in condensed if isinstance(module.condense_method, Recall)]
+    layers = {i: m for i, m in condensed_modules(model).items() if isinstance(m.condense_method, Recall)}
     if not layers:
         raise ValueError("model must have layers with Recall, got none: call condense.apply(model, 'recall-device')")
     if is_watched(model):
         raise ValueError("model is watched already: leave the other block first")
-    watches = {module.layer_idx: Watch() for module in layers}
-    for module in layers:
-        module.condense_watch = watches[module.layer_idx]
+    watches = {i: Watch() for i in layers}
+    for i, module in layers.items():
+        module.condense_watch = watches[i]
     try:
-        yield {index: watch.shares for index, watch in watches.items()}
+        yield {i: watch.shares for i, watch in watches.items()}
     finally:
-        for module in layers:
+        for module in layers.values():
             del module.condense_watch
