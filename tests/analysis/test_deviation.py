@@ -60,9 +60,9 @@ def test_distances_one_by_one(monkeypatch, name, method):
     def watch(kind):
         real = getattr(models_attention, kind)
 
-        def record(target, *tensors):
-            found.setdefault(target.call.module.layer_idx, []).extend(_pairs(method, target.call, *tensors))
-            return real(target, *tensors)
+        def record(call, *tensors):
+            found.setdefault(call.module.layer_idx, []).extend(_pairs(method, call, *tensors))
+            return real(call, *tensors)
 
         monkeypatch.setattr(models_attention, kind, record)
 

@@ -22,9 +22,9 @@ BUDGET = AShape(sink=100, window=200)
 def watched(monkeypatch):
     seen, stock = {}, models_attention._condensed
 
-    def condensed(target, q, k, v):
-        seen[target.call.module.layer_idx] = (q, k, target.call.scale)
-        return stock(target, q, k, v)
+    def condensed(call, q, k, v):
+        seen[call.module.layer_idx] = (q, k, call.scale)
+        return stock(call, q, k, v)
 
     monkeypatch.setattr(models_attention, "_condensed", condensed)
     return seen

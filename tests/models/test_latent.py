@@ -30,9 +30,9 @@ def recorded(monkeypatch, model, ids):
     calls = []
     real = models_attention.condensed_latents
 
-    def record(target, q, k, v, entries):
-        out = real(target, q, k, v, entries)
-        calls.append((target.call.module, q, entries, target.call.scale, out))
+    def record(call, q, k, v, entries):
+        out = real(call, q, k, v, entries)
+        calls.append((call.module, q, entries, call.scale, out))
         return out
 
     monkeypatch.setattr(models_attention, "condensed_latents", record)

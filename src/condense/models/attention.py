@@ -27,7 +27,7 @@ from condense.models.forward import (
     refuse_cached_documents,
     refuse_context_parallel,
 )
-from condense.models.layers import Target, condensed_layer, num_seen, read_tokens
+from condense.models.layers import condensed_layer, num_seen, read_tokens
 from condense.models.masks import ALL_REAL, is_real
 from condense.models.mla import condensed_latents, head_group, up_projection
 from condense.models.reread import Piece
@@ -201,16 +201,15 @@ class CacheProxy:
         documents = forward.documents(plain=cache is None and call.mask is None and not all_real)
         if documents is not None:
             refuse_cached_documents(call, seen)
-            no_cache = Target(call._replace(cache=None))
+            no_cache = call._replace(cache=None)
             if method_of(call.module).reads_packed:
                 return condensed(no_cache._replace(plan=forward.plan(None, documents)), *tensors)
             parts = zip(*(x.split(documents, dim=2) for x in tensors), strict=True)
             return torch.cat([condensed(no_cache, *part) for part in parts], dim=2)
         start = None if all_real else seen
         padding = None if start is None else forward.padding(start)
-        target = Target(call, padding, forward.plan(start))
         aligned = tensors if padding is None else tuple(map(padding.align, tensors))
-        out = condensed(target, *aligned)
+        out = condensed(call._replace(padding=padding, plan=forward.plan(start)), *aligned)
         if cache is not None:
             cache.layers[call.layer_idx].after_attention()
         return out if padding is None else padding.restore(out)
@@ -230,11 +229,10 @@ def _real_rows(call: AttentionCall, mask: Tensor, layer: CondensedLayer | Static
     return None if padding is None else padding.counts
 
 
-def _condensed(target: Target, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _condensed(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention ``[B, H, L, Dv]`` of new right-aligned tokens, over these and what the cache holds."""
-    call = target.call
     method = method_of(call.module)
-    context = read_tokens(target, method, q, k, v)
+    context = read_tokens(call, method, q, k, v)
     return method.attend(q, context, scale=call.scale, dropout_p=call.dropout, extras=call.extras)[0]
 
 

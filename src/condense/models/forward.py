@@ -32,7 +32,8 @@ class AttentionCall(NamedTuple):
 
     mask: from `condense.models.masks.condense_mask`: bool ``[B, 1, 1, n]``, True at tokens; int32 ``[B, 1, 1, L]``, the
     numbers of packed documents; or None. options: further keywords of the call. cache: with the layer ``layer_idx`` for
-    the new tokens, None without one.
+    the new tokens, None without one. plan: of the new tokens, once it is known, and padding: what was moved to align
+    them, None if nothing was.
     """
 
     module: nn.Module
@@ -46,6 +47,8 @@ class AttentionCall(NamedTuple):
     extras: Extras = NO_EXTRAS
     cache: Cache | None = None
     layer_idx: int = 0
+    padding: Padding | None = None
+    plan: ForwardPlan | None = None
 
     @property
     def shared(self) -> tuple[Any, ...]:

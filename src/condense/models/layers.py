@@ -1,6 +1,6 @@
 """Putting condensed layers into transformers' caches, and refusing what cannot work."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from transformers import Cache, EncoderDecoderCache
@@ -17,38 +17,25 @@ from condense.caches import CondensedCacheLayer, CondensedLayer, ReadRequest, St
 from condense.functional import extend
 from condense.methods import Context, Method, StreamingLLM
 from condense.models.forward import AttentionCall
-from condense.models.masks import Padding
 from condense.models.stock import LocalChunks
-from condense.plan import ForwardPlan
-
-
-class Target(NamedTuple):
-    """A call with new tokens.
-
-    padding: the padding that was moved when the tokens were aligned. plan: the plan of these tokens.
-    """
-
-    call: AttentionCall
-    padding: Padding | None = None
-    plan: ForwardPlan | None = None
 
 
 def read_tokens(
-    target: Target, method: Method, q: Tensor, k: Tensor, v: Tensor, *, latent_width: int | None = None
+    call: AttentionCall, method: Method, q: Tensor, k: Tensor, v: Tensor, *, latent_width: int | None = None
 ) -> Context:
     """Read new tokens into the call's layer of the cache; without a cache, read them alone and keep nothing.
 
     q ``[B, H, L, D]``, k ``[B, K, L, D]``, v ``[B, K, L, Dv]``, aligned. latent_width: as in
     `condense.Method.for_latents`, None for ordinary keys.
     """
-    cache, layer_idx, scale = target.call.cache, target.call.layer_idx, target.call.scale
+    cache, layer_idx = call.cache, call.layer_idx
     if cache is None:
         method = method if latent_width is None else method.for_latents(latent_width)
-        return extend(method, None, q, k, v, scale=scale, plan=target.plan)[0]
-    assert target.plan is not None
+        return extend(method, None, q, k, v, scale=call.scale, plan=call.plan)[0]
+    assert call.plan is not None
     condensed_layer(cache, layer_idx, method)
-    trailing = q.shape[2] if target.padding is None else target.padding.trailing
-    request = ReadRequest(q, scale, target.plan, trailing, latent_width)
+    trailing = q.shape[2] if call.padding is None else call.padding.trailing
+    request = ReadRequest(q, call.scale, call.plan, trailing, latent_width)
     context = cache.update(k, v, layer_idx, request=request)[0]
     # begin to copy the stored tokens of the next layer that has a store; not for a single token, mostly read in a step
     if q.shape[2] > 1:

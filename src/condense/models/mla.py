@@ -16,17 +16,17 @@ from torch.distributed.tensor import DTensor
 from condense.latent import LatentView, UpProjection, mean_queries
 from condense.methods import Method
 from condense.models.families import is_latent
-from condense.models.layers import Target, read_tokens
+from condense.models.forward import AttentionCall
+from condense.models.layers import read_tokens
 from condense.models.stock import method_of
 
 
-def condensed_latents(target: Target, q: Tensor, k: Tensor, v: Tensor, entries: Tensor) -> Tensor:
+def condensed_latents(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, entries: Tensor) -> Tensor:
     """Condensed attention ``[B, H, L, d_v]`` of new right-aligned tokens, over these and what the cache holds.
 
     q and k ``[B, H, L, d_n + d_r]``, v ``[B, H, L, d_v]``: as the stock forward expanded the new tokens;
     entries ``[B, 1, L, d_c + d_r]``: their latents and rope keys; only these are cached.
     """
-    call = target.call
     module = call.module
     up = up_projection(module, q.shape[1], q)
     method = method_of(module)
@@ -38,9 +38,9 @@ def condensed_latents(target: Target, q: Tensor, k: Tensor, v: Tensor, entries: 
         c, k_rope = entries.tensor_split([up.latent_width], dim=-1)
         entries = torch.cat([_SumOverRanks.apply(c, group, False), k_rope], dim=-1)
     mean_q = mean_queries(method, q, up, over_ranks)
-    context = read_tokens(target, method, mean_q, entries, entries[..., :0], latent_width=up.latent_width)
+    context = read_tokens(call, method, mean_q, entries, entries[..., :0], latent_width=up.latent_width)
     # if old tokens come before new ones and rows are padded, the new tokens are not the last L columns in every row
-    joined = target.padding is None or context.window.k.shape[2] == q.shape[2]
+    joined = call.padding is None or context.window.k.shape[2] == q.shape[2]
     expanded = (k, v) if joined else None
     view = LatentView.of(context, q, up, new=expanded)
     return view.finish(method.attend(view.q, view.context, scale=call.scale, dropout_p=call.dropout)[0])
