@@ -24,7 +24,6 @@ from condense.models.forward import (
     ForwardBoard,
     assert_one_document,
     forward_of,
-    refuse_cached_documents,
     refuse_context_parallel,
 )
 from condense.models.layers import condensed_layer, num_seen, read_tokens
@@ -200,7 +199,9 @@ class CacheProxy:
             all_real = True
         documents = forward.documents(plain=cache is None and call.mask is None and not all_real)
         if documents is not None:
-            refuse_cached_documents(call, seen)
+            # an empty cache is allowed in training: transformers makes one by default and nothing uses it
+            if cache is not None and (seen > 0 or not call.module.training):
+                raise ValueError("packed documents (cu_seq_lens_q) cannot be cached: pass use_cache=False")
             no_cache = call._replace(cache=None)
             if method_of(call.module).reads_packed:
                 return condensed(no_cache._replace(plan=forward.plan(None, documents)), *tensors)

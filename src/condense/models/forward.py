@@ -243,12 +243,3 @@ def refuse_context_parallel() -> None:
             "context parallelism cannot be condensed: it gives each process a part of every text, and groups are made "
             "of whole ones. Leave context_parallel out; FSDP2 and tp_plan='auto' leave texts whole"
         )
-
-
-def refuse_cached_documents(call: AttentionCall, seen: int) -> None:
-    """Raise ValueError for packed documents with a cache, which later calls would continue.
-
-    In training an empty cache is allowed: transformers makes one by default and nothing uses it.
-    """
-    if call.cache is not None and (seen > 0 or not call.module.training):
-        raise ValueError("packed documents (cu_seq_lens_q) cannot be cached: pass use_cache=False")
