@@ -1,12 +1,12 @@
-"""Base class of methods: a frozen dataclass of settings with checked fields, saved to JSON and loaded by name."""
+"""Settings of methods, fields of frozen dataclasses: their ranges and checks, and methods from JSON and from text."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeGuard, get_args, get_origin
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, get_args, get_origin
 
 from condense.named import NAMED_SETTINGS, full_settings
 
@@ -30,47 +30,12 @@ Natural = Annotated[int, Range(0)]
 Share = Annotated[float, Range(0, 1)]
 Bits = Literal[16, 8, 4]
 
-_REGISTRY: dict[str, type[MethodConfig]] = {}
+# the class of each method by its name; classes add themselves (`condense.Method`)
+REGISTRY: dict[str, type[Any]] = {}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MethodConfig:
-    """Settings of one attention method. Defining a subclass with a ``name`` registers it under that name.
-
-    Raises ValueError as `check_fields`, for a field that is not what its type says.
-    """
-
-    name: ClassVar[str] = ""
-    removed: ClassVar[Mapping[str, Removed]] = {}
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Register the subclass under its ``name`` (abstract bases leave it empty)."""
-        super().__init_subclass__(**kwargs)
-        if cls.__dict__.get("name"):
-            _REGISTRY[cls.name] = cls
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: ``{"method": name, **fields}``."""
-        return {"method": self.name, **dataclasses.asdict(self)}
-
-    def replace(self, **changes: Any) -> Self:
-        """The same method with some fields changed; all fields are checked again."""
-        return dataclasses.replace(self, **changes)
-
-    def __str__(self) -> str:
-        fields = ", ".join(
-            f"{f.name}={getattr(self, f.name)!r}"
-            for f in dataclasses.fields(self)
-            if getattr(self, f.name) != f.default
-        )
-        return f"{type(self).__name__}({fields})"
-
-
-def method_from_dict(settings: dict[str, Any]) -> MethodConfig:
-    """The inverse of `MethodConfig.to_dict`; also of the name of settings and what is changed of them.
+def method_from_dict(settings: dict[str, Any]) -> Any:
+    """The inverse of `condense.Method.to_dict`; also of the name of settings and what is changed of them.
 
     Raises ValueError for anything but a dict, an unknown name or field, and a removed one with another value than now.
     """
@@ -87,7 +52,7 @@ def method_from_dict(settings: dict[str, Any]) -> MethodConfig:
     return cls(**fields)
 
 
-def method_from_text(text: str) -> MethodConfig:
+def method_from_text(text: str) -> Any:
     """A method from ``name`` or ``name:setting=value,...``, as on the command line.
 
     Raises ValueError for anything else, as `method_from_dict`.
@@ -115,19 +80,19 @@ def _value(text: str) -> bool | int | float | str:
     return text
 
 
-def method_class(name: object) -> type[MethodConfig]:
+def method_class(name: object) -> type[Any]:
     """The registered class of that name. Raises ValueError naming the known methods."""
-    if not isinstance(name, str) or name not in _REGISTRY:
+    if not isinstance(name, str) or name not in REGISTRY:
         known = [*method_names(), *NAMED_SETTINGS]
         close = difflib.get_close_matches(str(name).lower(), known, 2)
         like = f"; close: {', '.join(close)}" if close else ""
         raise ValueError(f"method must be one of {known}, got {name!r}{like}")
-    return _REGISTRY[name]
+    return REGISTRY[name]
 
 
 def method_names() -> list[str]:
     """All registered method names, sorted."""
-    return sorted(_REGISTRY)
+    return sorted(REGISTRY)
 
 
 def check_fields(settings: Any) -> None:

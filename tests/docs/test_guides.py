@@ -62,7 +62,7 @@ TOLERANCE = 2 * (16 + 100) * 5 * torch.finfo(torch.float64).eps
 
 @pytest.mark.parametrize("page", WITH_PYTHON)
 def test_python_runs_as_it_stands(page, tmp_path, monkeypatch):
-    monkeypatch.setattr(config, "_REGISTRY", dict(config._REGISTRY))  # a guide's method is known to its guide alone
+    monkeypatch.setattr(config, "REGISTRY", dict(config.REGISTRY))  # a guide's method is known to its guide alone
     monkeypatch.setattr(torch.nn.Module, "compile", lambda *args, **kwargs: None)  # which takes minutes on a CPU
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "guide"}

@@ -51,7 +51,7 @@ def method():
             return keys.flatten(2, 3), values.flatten(2, 3)
 
     yield NewestAndRest()
-    del config._REGISTRY["newest-and-rest"]
+    del config.REGISTRY["newest-and-rest"]
 
 
 def by_hand(method, q, k, v, scale):
@@ -104,7 +104,7 @@ def colder(request):
             return super().attend(q, context, scale=scale / 3, **options)
 
     yield condense.apply(tiny.model(request.param), Colder())
-    del config._REGISTRY["colder"]
+    del config.REGISTRY["colder"]
 
 
 def test_steps_use_the_methods_own_attend(colder, monkeypatch):
@@ -180,7 +180,7 @@ def test_a_built_in_method_with_another_represent_keeps_it_on_latents():
     assert (whole - pooled).abs().max() > 0.1
     for cache in (None, StaticCache(model.config, 40)):
         torch.testing.assert_close(tiny.in_chunks(model, ids, (17, 1, 1, 20, 1), cache), whole, **tiny.EXACT)
-    del config._REGISTRY["newest"]
+    del config.REGISTRY["newest"]
 
 
 @pytest.mark.parametrize(("base", "said"), [(condense.CCA, "and inherits 'cca': give"), (condense.Method, "it: give")])

@@ -8,14 +8,15 @@ chunk, D and Dv widths.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from condense.config import MethodConfig, method_from_dict, method_from_text
+from condense import config
 from condense.methods.layout import NO_FIRST, FirstEntries, Layout, check_layout
 from condense.ops import NO_EXTRAS, Chunks, Extras, Source, Spans, StepSettings, attend
 from condense.ops.latents import UpProjection
@@ -80,11 +81,36 @@ class PromptPlan(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method(MethodConfig):
+class Method:
     """Base of all methods, which may override `layout`, `represent`, `prompt_reader`, `attend` and `for_latents`.
 
+    Its fields are settings: ValueError, as `condense.config.check_fields`, for one that is not what its type says. A
+    subclass with a ``name`` is saved and loaded by it; removed: settings that it had once.
     One with an own `attend` says in `check_attention` what that refuses, in `check_gradients` if it cannot be trained.
     """
+
+    name: ClassVar[str] = ""
+    removed: ClassVar[Mapping[str, config.Removed]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if vars(cls).get("name"):
+            config.REGISTRY[cls.name] = cls
+
+    def __post_init__(self) -> None:
+        config.check_fields(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: ``{"method": name, **fields}``."""
+        return {"method": self.name, **dataclasses.asdict(self)}
+
+    def replace(self, **changes: Any) -> Self:
+        """The same method with some fields changed; all fields are checked again."""
+        return dataclasses.replace(self, **changes)
+
+    def __str__(self) -> str:
+        changed = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
 
     @property
     def layout(self) -> Layout:
@@ -195,9 +221,9 @@ class Method(MethodConfig):
         """
         method: object = settings
         if isinstance(settings, dict):
-            method = method_from_dict(settings)
+            method = config.method_from_dict(settings)
         elif isinstance(settings, str):
-            method = method_from_text(settings)
+            method = config.method_from_text(settings)
         if not isinstance(method, Method):
             raise ValueError(f"method must be a condense method such as condense.Recall(), got {method!r}")
         check_layout(method.layout)
