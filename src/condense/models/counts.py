@@ -30,9 +30,28 @@ def sum_closed(rule: UniformRule, length: int, most: int | None) -> int:
 
 def sum_opened(rule: UniformRule, quota: Quota, length: int) -> int:
     """Number of open groups, summed over the queries of a text of ``length`` tokens."""
+    if quota.part == quota.of:
+        return sum_closed(rule, length, quota.most)
     full, rest = divmod(max(0, length - (rule.window or 0)), rule.chunk)
-    opened = quota.at(torch.arange(full + 1, device="cpu"))
-    return rule.chunk * int(opened[:-1].sum()) + (rest + 1) * int(opened[-1])
+    # a share of the groups has no largest number; it is above the least number from ``first`` groups on
+    first = quota.least * quota.of // quota.part + 1
+    opened = sum_closed(rule, length, quota.least)
+    if full < first:
+        return opened
+    shares = sum(sign * _floor_sum(n, quota.part, quota.of - 1, quota.of) for sign, n in ((1, full), (-1, first)))
+    above = shares - (full - first) * quota.least
+    return opened + rule.chunk * above + (rest + 1) * (quota.at(full) - quota.least)
+
+
+def _floor_sum(count: int, step: int, start: int, of: int) -> int:
+    """``(start + i * step) // of`` summed over i below ``count``, by Euclid's algorithm: for counts of any size."""
+    total = 0
+    while count:
+        total += count * (count - 1) // 2 * (step // of) + count * (start // of)
+        step, start = step % of, start % of
+        last = step * count + start
+        count, start, step, of = last // of, last % of, of, step
+    return total
 
 
 def kept(method: Method, length: int) -> dict[Per, int]:
