@@ -47,6 +47,17 @@ def test_dropout_is_refused_before_a_token_is_stored():
     assert [layer.get_seq_length() for layer in cache.layers] == [40] * tiny.NUM_LAYERS
 
 
+def test_beams_move_rows_in_no_layer_if_one_refuses():
+    """The first layer alone, whose store is on the device, could move them."""
+    model = condense.apply(tiny.model("llama"), HOST)
+    cache, untouched = (tiny.filled(model, tiny.tokens(2, 40)) for _ in range(2))
+    with pytest.raises(ValueError, match="beams"):
+        cache.reorder_cache(torch.tensor([1, 1]))
+    more = tiny.tokens(2, 5, seed=3)
+    got, expected = (tiny.logits(model, more, past_key_values=c, use_cache=True) for c in (cache, untouched))
+    assert got.equal(expected)
+
+
 @pytest.fixture
 def fetches(monkeypatch):
     """Copies that were begun for the next layer while a layer attends, and for each store read if it was one of them.

@@ -1,11 +1,12 @@
-"""Changes that `import condense` makes to transformers: two registered functions and eight wrapped methods.
+"""Changes that `import condense` makes to transformers: two registered functions and nine wrapped methods.
 
 `post_init`: condenses a saved condensed model when it is loaded. `to_dict` and `from_dict` of configurations and
 `save_pretrained`: write and read the methods of a model, see `condense.models.saving` and `condense.architectures`.
 `_prepare_cache_for_generation`: puts condensed layers into the cache before generate decides whether to compile and
 whether the cache can be cropped; on CUDA it chooses a static cache where its steps can be replayed.
 `get_compiled_call`: replays these as a CUDA graph, unless the caller gave a ``compile_config``.
-`Cache.crop`: takes tokens back in all layers, or in none if a condensed one refuses.
+`Cache.crop` and `Cache.reorder_cache`: take tokens back, or move rows, in all layers, or in none if a condensed one
+refuses.
 `init_continuous_batching`: raises ValueError. For models that are not condensed, none of them does anything. Adapters
 are saved and loaded with their base's methods, see `condense.models.adapters`.
 """
@@ -55,6 +56,7 @@ def install() -> None:
     wrap(PreTrainedModel, "get_compiled_call", _compiled_call)
     wrap(GenerationMixin, "init_continuous_batching", _continuous_batching)
     wrap(Cache, "crop", _crop)
+    wrap(Cache, "reorder_cache", _reorder_cache)
     adapters.install()
 
 
@@ -63,6 +65,13 @@ def _crop(stock: Any, self: Cache, tokens_to_remove: int) -> None:
         if isinstance(layer, CondensedCacheLayer):
             layer.check_crop(tokens_to_remove)
     stock(self, tokens_to_remove)
+
+
+def _reorder_cache(stock: Any, self: Cache, beam_idx: Any) -> None:
+    for layer in self.layers:
+        if isinstance(layer, CondensedCacheLayer):
+            layer.store.refuse_reorder()
+    stock(self, beam_idx)
 
 
 def _from_dict(stock: Any, cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwargs: Any) -> Any:
