@@ -36,7 +36,8 @@ def extend(
     q ``[B, H, L, D]``, k ``[B, K, L, D]``, v ``[B, K, L, Dv]``; summary queries are means of q. state: kept from
     earlier tokens, None before the first ones. plan: which of the tokens are real (default: all), or where packed
     documents begin, of which no state is kept; one plan serves all layers of a forward. The state is detached.
-    Raises ValueError if an input requires a gradient and the method looks ahead without ``allow_future``.
+    Raises ValueError if an input requires a gradient and the method looks ahead without ``allow_future``, and as
+    `condense.Method.check_context`.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         check_trainable(method)
@@ -89,7 +90,10 @@ def extend(
             before.first,
         )
 
-    return Context(sources, reading.spans, extra), new_state
+    context = Context(sources, reading.spans, extra)
+    if torch.is_grad_enabled() and q.requires_grad:
+        method.check_context(q, context)
+    return context, new_state
 
 
 def _check_entries(method: Method, new: object, k: Tensor, v: Tensor, num_chunks: int) -> None:

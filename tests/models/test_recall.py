@@ -39,11 +39,13 @@ def test_a_store_is_checked_for_latents_of_their_width(kind, monkeypatch):
     assert widths == {(latent + model.config.qk_rope_head_dim, latent)}
 
 
-def test_dropout_is_refused_before_a_token_is_stored():
-    model, ids = condense.apply(tiny.model("llama", attention_dropout=0.5), METHOD), tiny.tokens(1, 40)
+@pytest.mark.parametrize("cause", ["has no attention dropout", "keeps no gradients"])
+def test_a_call_is_refused_before_a_token_is_stored(cause):
+    changes, bits = ({"attention_dropout": 0.5}, 16) if "dropout" in cause else ({}, 8)
+    model, ids = condense.apply(tiny.model("llama", **changes), METHOD.replace(store_bits=bits)), tiny.tokens(1, 40)
     cache = tiny.filled(model, ids)
-    with torch.no_grad(), pytest.raises(ValueError, match="has no attention dropout"):
-        model.train()(ids[:, :5], past_key_values=cache, use_cache=True)
+    with torch.set_grad_enabled(bits < 16), pytest.raises(ValueError, match=cause):
+        model.train(bits == 16)(ids[:, :5], past_key_values=cache, use_cache=True)
     assert [layer.get_seq_length() for layer in cache.layers] == [40] * tiny.NUM_LAYERS
 
 

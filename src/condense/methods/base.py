@@ -86,7 +86,8 @@ class Method:
 
     Its fields are settings: ValueError, as `condense.config.check_fields`, for one that is not what its type says. A
     subclass with a ``name`` is saved and loaded by it; removed: settings that it had once.
-    One with an own `attend` says in `check_attention` what that refuses, in `check_gradients` if it cannot be trained.
+    One with an own `attend` says in `check_attention` and `check_context` what that refuses, in `check_gradients` if it
+    cannot be trained.
     """
 
     name: ClassVar[str] = ""
@@ -195,6 +196,9 @@ class Method:
 
     def check_attention(self, *, scale: float, dropout_p: float, extras: Extras = NO_EXTRAS) -> None:
         """Raise ValueError if `attend` does not support these arguments; models ask before they store any token."""
+
+    def check_context(self, q: Tensor, context: Context) -> None:
+        """Raise ValueError for queries ``[B, H, L, D]`` with gradients that `attend` has not; no token is kept then."""
 
     def check_gradients(self) -> None:
         """Raise ValueError if `attend` gives no gradients with these settings; training asks before its first step."""

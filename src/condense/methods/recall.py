@@ -171,6 +171,11 @@ class Recall(Method):
         if scale <= 0:
             raise ValueError(f"scale must be > 0 for Recall, whose index ranks groups by their scores, got {scale}")
 
+    def check_context(self, q: Tensor, context: Context) -> None:
+        """As `condense.Method.check_context`: nothing is refused before there are groups to choose from."""
+        if context.extra and (self.store_bits < 16 or (self.reads_exactly and q.shape[2] > 1)):
+            self.check_gradients()
+
     def check_gradients(self) -> None:
         """Raise ValueError for ``store_bits`` below 16 and ``prompt="exact"``."""
         wrong = ["keeps no gradients of stored tokens: train with store_bits=16"] if self.store_bits < 16 else []
@@ -192,15 +197,12 @@ class Recall(Method):
         """One softmax over the entries of groups that are not open, the tokens of open groups, and the window.
 
         q ``[B, H, L, D]``; backend as in `condense.ops.attend_recall`. Raises ValueError as `check_attention`,
-        with gradients as `check_gradients`, and once there are groups to choose from, for a backend that cannot run.
+        and once there are groups to choose from, for a backend that cannot run.
         """
         self.check_attention(scale=scale, dropout_p=dropout_p)
         if not context.extra:
             return super().attend(q, context, scale=scale, backend=backend, return_lse=return_lse, extras=extras)
-        all_exact = self.reads_exactly and q.shape[2] > 1
-        if torch.is_grad_enabled() and q.requires_grad and (self.store_bits < 16 or all_exact):
-            self.check_gradients()
-        if all_exact:
+        if self.reads_exactly and q.shape[2] > 1:
             sources, spans = self._all_tokens(q, context, backend)
             return attend(q, sources, spans, scale=scale, backend=backend, return_lse=return_lse, extras=extras)
         signs, steps, _ = context.extra

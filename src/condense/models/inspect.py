@@ -84,8 +84,11 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
     heads, window = _Heads.of(module), sliding_window(module)
     dense_entries = length if window is None else min(length, window)
     dense_bytes = dense_entries * heads.entry_numbers * itemsize
-    dense_flops = heads.flops(stock_method(module), length)
-    figures = (dense_entries, dense_entries, dense_bytes, dense_bytes, dense_flops, dense_flops, dense_bytes)
+    # a stock layer of a condensed model keeps a few tokens more than its window, so that some can be taken back
+    own = stock_method(module)
+    entries, (kept_bytes, _) = kept_on_device(own, length), heads.cached.cached_bytes(own, length, itemsize)
+    dense_flops = heads.flops(own, length)
+    figures = (dense_entries, entries, dense_bytes, kept_bytes, dense_flops, dense_flops, dense_bytes)
     stock = LayerReport(index, heads.width, heads.value_width, None, *figures)
     if method is None:
         return stock
