@@ -17,8 +17,8 @@ TITLES = {
 }  # fmt: skip
 TOKENS = {"key": "far text needed", "copy": "copies", "identifier": "far identifiers", "other": "other tokens"}
 TASKS = {"number": "numbers", "shared": "names that share words", "several": "several at once"}
-# of a model that several have, the last one's rows count
-_RUNS = ("transfer-20261126T204608Z",)
+# of rows that several have, the last one's count
+_RUNS = ("transfer-20261126T204608Z", "transfer-20261127T063959Z")
 _DEVICE = "recall-device"
 _NAMED = (_DEVICE, "recall-host", "1/4", "with entries", "the first layer too", "cache of 4 bits")
 _LOST = {"far text needed": "key", "other tokens": "other", "copies": "copy"}
@@ -27,9 +27,14 @@ _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
 def models_of(documents: Mapping[str, Any]) -> dict[str, Any]:
-    """The newest of each make, as `TITLES` has them."""
-    models = {model["make"]: model for name in _RUNS for model in documents[name]["results"]["models"]}
-    return {make: models[make] for make in TITLES if make in models}
+    """Models by make, as `TITLES` has them, with the newest row of each arm and length."""
+    runs = [{model["make"]: model for model in documents[name]["results"]["models"]} for name in _RUNS]
+    found = {}
+    for make in TITLES:
+        of_runs = [run[make] for run in runs if make in run]
+        rows = {(row["arm"], row["length"]): row for model in of_runs for row in model["rows"]}
+        found[make] = of_runs[-1] | {"rows": [*rows.values()]}
+    return found
 
 
 def write_page(documents: Mapping[str, Any], page: Path) -> None:

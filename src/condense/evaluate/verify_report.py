@@ -14,7 +14,10 @@ BARS = (
     f"Bars: at most {MOST_NATS} nats above dense attention on each kind of token; net at most {MOST_LOST:.0%} of each "
     f"task lost, with the paired 95 % bound at most {MOST_BOUND:.0%}."
 )
-MORE = "No setting passes. More open groups lose less: --method recall-host:num_recall=512,slots=512."
+MORE = (
+    "No setting passes. An entry for each closed group may help, --method recall-device:unchosen=pool,entry_bits=4, and "
+    "more open groups lose less: --method recall-host:num_recall=512,slots=512."
+)
 
 
 @dataclass(frozen=True)
