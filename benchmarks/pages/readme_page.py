@@ -86,6 +86,7 @@ def claims(documents: Documents) -> list[str]:
     served = {name: _untouched(documents, name) for name in running}
     one, most = ({name: of[i] for name, of in served.items()} for i in range(2))
     (far, copies, missed), cache = lost(documents, "recall-device"), lost(documents)
+    entries = lost(documents, "with entries")
     return [
         f"lie in groups of {recall['group_size']},",
         f"fetches the {recall['num_recall']} groups that",
@@ -99,6 +100,7 @@ def claims(documents: Documents) -> list[str]:
         f"loses up to {far} nats a token of text",
         f"{copies} on copies",
         f"{missed} of a task",
+        f"not timed yet, {entries[0]}, {entries[1]} and {entries[2]}",
         f"loses {cache[0]}, {cache[1]} and {cache[2]}",
         f"up to {shorter:,} tokens shorter",
         f"ran {running['condensed']} requests of {LENGTHS[-1]:,} tokens at once instead of {running['dense']}",

@@ -15,7 +15,7 @@ BARS = (
     f"task lost, with the paired 95 % bound at most {MOST_BOUND:.0%}."
 )
 MORE = (
-    "No setting passes. An entry for each closed group may help, --method recall-device:unchosen=pool,entry_bits=4, and "
+    "No setting passes. An entry for each closed group may help, --method recall-device:unchosen=pool,entry_bits=4; "
     "more open groups lose less: --method recall-host:num_recall=512,slots=512."
 )
 
