@@ -1,7 +1,7 @@
 """Entries, bytes and FLOPs of each layer, dense and condensed, by arithmetic alone: no weights, no forward."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 from torch import nn
@@ -86,25 +86,17 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
     dense_bytes = dense_entries * heads.entry_numbers * itemsize
     # a stock layer of a condensed model keeps a few tokens more than its window, so that some can be taken back
     own = stock_method(module)
-    entries, (kept_bytes, _) = kept_on_device(own, length), heads.cached.cached_bytes(own, length, itemsize)
-    dense_flops = heads.flops(own, length)
-    figures = (dense_entries, entries, dense_bytes, kept_bytes, dense_flops, dense_flops, dense_bytes)
-    stock = LayerReport(index, heads.width, heads.value_width, None, *figures)
-    if method is None:
-        return stock
-    on_device, on_host = heads.cached.cached_bytes(method, length, itemsize)
-    chooses = method.layout.choice is not None
-    read = heads.cached.step_bytes(method, length, itemsize) if chooses else on_device
-    return replace(
-        stock,
-        method=method,
-        entries=kept_on_device(method, length),
-        bytes=on_device,
-        flops=heads.flops(method, length),
-        read_bytes=read,
-        remark=_remark(method, length, on_host, read),
-        host_bytes=on_host,
-    )
+    used = own if method is None else method
+    on_device, on_host = heads.cached.cached_bytes(used, length, itemsize)
+    read = dense_bytes if method is None else on_device
+    if used.layout.choice is not None:
+        read = heads.cached.step_bytes(used, length, itemsize)
+    remark = None if method is None else _remark(method, length, on_host, read)
+    return LayerReport(
+        index, heads.width, heads.value_width, method, dense_entries=dense_entries, dense_bytes=dense_bytes,
+        entries=kept_on_device(used, length), bytes=on_device, host_bytes=on_host, read_bytes=read, remark=remark,
+        dense_flops=heads.flops(own, length), flops=heads.flops(used, length),
+    )  # fmt: skip
 
 
 def _remark(method: Method, length: int, on_host: int, read_bytes: int) -> str | None:
