@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import condense
 from condense.models import condensed_layers
-from condense.models.mla import head_group
+from condense.models.mla import head_mesh
 
 NAMES = ("minicpm3", "deepseek_v2", "glm4_moe_lite", "llama")
 # two ranks want two GPUs, or none
@@ -78,9 +78,9 @@ def test_two_ranks_learn_what_one_learns(models, ranks, name):
 def test_heads_that_are_missing_without_a_mesh_are_refused():
     module = nn.Module()
     module.num_heads, module.kv_b_proj = 4, nn.Linear(2, 2)
-    assert head_group(module, 4) is None
+    assert head_mesh(module, 4) is None
     with pytest.raises(ValueError, match=r"2 of 4 heads are on this rank .* load the model with tp_plan='auto'"):
-        head_group(module, 2)
+        head_mesh(module, 2)
 
 
 @pytest.fixture

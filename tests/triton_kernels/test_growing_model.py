@@ -76,7 +76,7 @@ def test_tensor_parallel_latents_are_read(monkeypatch):
     model = _condensed("deepseek_v3", "lca")
     ids = ROWS[0][None]
     want = _generate(model, ids).sequences
-    monkeypatch.setattr("condense.models.attention.head_group", lambda *args: "some ranks")
+    monkeypatch.setattr("condense.models.attention.head_mesh", lambda *args: "some ranks")
     out = _generate(model, ids)
     assert torch.equal(out.sequences, want)
     assert all(layer._ring is None for layer in out.past_key_values.layers)

@@ -28,7 +28,7 @@ from condense.models.forward import (
 )
 from condense.models.layers import condensed_layer, num_seen, read_tokens
 from condense.models.masks import ALL_REAL, is_real
-from condense.models.mla import condensed_latents, head_group, up_projection
+from condense.models.mla import condensed_latents, head_mesh, up_projection
 from condense.models.reread import Piece
 from condense.models.stock import method_of
 from condense.ops import Extras, NewToken
@@ -165,7 +165,7 @@ class CacheProxy:
         real = None if call.mask is None or ALL_REAL in call.options else _real_rows(call, call.mask, layer)
         if latent_width is None:
             out = layer.step(NewToken(q, k, v, real), scale=call.scale, extras=call.extras)
-        elif head_group(module, q.shape[1]) is not None:
+        elif head_mesh(module, q.shape[1]) is not None:
             # a step averages queries over the heads of this rank only
             if isinstance(layer, CondensedLayer):
                 return None

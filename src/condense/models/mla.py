@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate
 
 from condense.latent import LatentView, UpProjection, mean_queries
 from condense.methods import Method
@@ -31,12 +30,12 @@ def condensed_latents(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, entr
     up = up_projection(module, q.shape[1], q)
     method = method_of(module)
     num_heads: Any = module.num_heads
-    group = head_group(module, q.shape[1])
-    over_ranks = None if group is None else lambda x: (_SumOverRanks.apply(x, group, True), num_heads)
-    if group is not None:
+    mesh = head_mesh(module, q.shape[1])
+    over_ranks = None if mesh is None else lambda x: (_shared(x, mesh, Partial()), num_heads)
+    if mesh is not None:
         # each rank has the gradient of its own heads; those of rope keys are summed by the stock projection
         c, k_rope = entries.tensor_split([up.latent_width], dim=-1)
-        entries = torch.cat([_SumOverRanks.apply(c, group, False), k_rope], dim=-1)
+        entries = torch.cat([_shared(c, mesh, Replicate()), k_rope], dim=-1)
     mean_q = mean_queries(method, q, up, over_ranks)
     context = read_tokens(call, method, mean_q, entries, entries[..., :0], latent_width=up.latent_width)
     # if old tokens come before new ones and rows are padded, the new tokens are not the last L columns in every row
@@ -85,7 +84,7 @@ def check_latents(methods: Mapping[int, Method], attentions: dict[int, nn.Module
                 raise ValueError(f"layer {index}: {error}") from error
 
 
-def head_group(module: nn.Module, heads: int) -> dist.ProcessGroup | None:
+def head_mesh(module: nn.Module, heads: int) -> DeviceMesh | None:
     """The processes that a module's heads are spread over, None if this one has all of them.
 
     Raises ValueError if heads are on other ranks and kv_b_proj.weight is not sharded over a mesh of one dimension.
@@ -99,23 +98,10 @@ def head_group(module: nn.Module, heads: int) -> dist.ProcessGroup | None:
             f"{heads} of {total} heads are on this rank and kv_b_proj.weight is no DTensor on a mesh of one dimension: "
             "load the model with tp_plan='auto' and nothing else, or on one device"
         )
-    return weight.device_mesh.get_group()
+    return weight.device_mesh
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """The sum of every rank's x if ``forward``, else x, which is the same on all of them; gradients are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, forward: bool) -> Tensor:
-        ctx.group = group
-        return _summed(x, group) if forward else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _summed(gradient, ctx.group), None, None
-
-
-def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    x = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x, group=group)
-    return x
+def _shared(x: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
+    """The same tensor on every rank, of its parts (`Partial`) or of copies (`Replicate`); gradients are summed."""
+    whole = DTensor.from_local(x, mesh, [placement]).redistribute(placements=[Replicate()])
+    return whole.to_local(grad_placements=[Partial()])
