@@ -12,13 +12,12 @@ from transformers import PreTrainedModel
 
 from condense.methods import Method, check_names, methods_in, settings_of
 from condense.models.adapted import warn_of_pooling
-from condense.models.attention import IMPLEMENTATION, CondensedAttention, condensed_class
+from condense.models.attention import IMPLEMENTATION, KEY, CondensedAttention, condensed_class
 from condense.models.choice import MethodChoice, assign, chosen_layers, parse_choice
 from condense.models.families import FAMILIES, is_supported, obstacle, sliding_window, transformers_model
 from condense.models.forward import ForwardBoard
 from condense.models.mla import check_latents
 from condense.models.reread import watch
-from condense.models.saving import KEY
 from condense.models.stock import method_of, stock_method
 
 logger = logging.getLogger(__name__)

@@ -35,6 +35,7 @@ from condense.ops import Extras, NewToken
 from condense.ops.tensors.autocast import outside_autocast
 
 IMPLEMENTATION = "condense"
+KEY = "condense"  # of the methods in a configuration
 _PROMPT_NOT_COMPILED = (
     "a prompt is read into a condensed cache with counts on the host, unless generate knows that it has no padding and "
     "reads it at once into a new static cache; compile single steps instead: "

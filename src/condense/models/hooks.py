@@ -1,7 +1,8 @@
 """Changes that `import condense` makes to transformers: two registered functions and nine wrapped methods.
 
 `post_init`: condenses a saved condensed model when it is loaded. `to_dict` and `from_dict` of configurations and
-`save_pretrained`: write and read the methods of a model, see `condense.models.saving` and `condense.architectures`.
+`save_pretrained`: write and read the methods of a model, so that no program silently loads it as a dense one, see
+`condense.architectures`.
 `_prepare_cache_for_generation`: puts condensed layers into the cache before generate decides whether to compile and
 whether the cache can be cropped; on CUDA it chooses a static cache where its steps can be replayed.
 `get_compiled_call`: replays these as a CUDA graph, unless the caller gave a ``compile_config``.
@@ -11,6 +12,8 @@ refuses.
 are saved and loaded with their base's methods, see `condense.models.adapters`.
 """
 
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from transformers import (
@@ -25,18 +28,18 @@ from transformers.cache_utils import StaticCache, StaticLayer
 from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
-from condense.architectures import as_read
+from condense.architectures import as_read, as_written
 from condense.caches import CondensedCacheLayer, StaticCondensedLayer
 from condense.methods import Method
 from condense.models import adapters
 from condense.models.adapters import wrap
 from condense.models.apply import all_methods, condense_from_config, condensed_layers
-from condense.models.attention import IMPLEMENTATION, condense_attention
+from condense.models.attention import IMPLEMENTATION, KEY, condense_attention
 from condense.models.families import check_learned_positions
 from condense.models.layers import ensure_layers
 from condense.models.masks import condense_mask
 from condense.models.replay import ReplayedForward, can_replay, is_compiled, replayable_cache
-from condense.models.saving import write_card, written
+from condense.version import __version__
 
 _CACHES = (None, "dynamic", "offloaded", "static")
 
@@ -47,7 +50,7 @@ def install() -> None:
         return
     AttentionInterface.register(IMPLEMENTATION, condense_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, condense_mask)
-    wrap(PreTrainedConfig, "to_dict", lambda stock, self: written(self, stock(self)))
+    wrap(PreTrainedConfig, "to_dict", _to_dict)
     wrap(PreTrainedConfig, "from_dict", _from_dict)
     wrap(PreTrainedModel, "save_pretrained", _save_pretrained)
     wrap(PreTrainedModel, "post_init", _post_init)
@@ -74,6 +77,26 @@ def _reorder_cache(stock: Any, self: Cache, beam_idx: Any) -> None:
     stock(self, beam_idx)
 
 
+def _to_dict(stock: Any, self: PreTrainedConfig) -> dict[str, Any]:
+    """The stock result, changed so that it says which attention runs.
+
+    A condensed configuration is written with its methods, the version of this library and ``attn_implementation``,
+    which transformers without `condense` refuse to load, and with the name of a condensed architecture, which engines
+    without it refuse. A configuration that was set to another implementation is written as a stock one.
+    """
+    output: dict[str, Any] = stock(self)
+    settings = output.pop(KEY, None)
+    if isinstance(settings, dict) and _says_condensed(self):
+        output = as_written(output) | {KEY: settings | {"version": __version__}, "attn_implementation": IMPLEMENTATION}
+    # loading sets the implementation of a whole model in all its parts, so a condensed part is named by itself
+    parts = {key: IMPLEMENTATION for key in self.sub_configs if _says_condensed(getattr(self, key, None))}
+    return as_written(output) | {"attn_implementation": parts} if parts else output
+
+
+def _says_condensed(config: Any) -> bool:
+    return bool(getattr(config, KEY, None)) and config._attn_implementation == IMPLEMENTATION
+
+
 def _from_dict(stock: Any, cls: type[PreTrainedConfig], config_dict: dict[str, Any], **kwargs: Any) -> Any:
     return stock(cls, as_read(config_dict), **kwargs)
 
@@ -81,9 +104,17 @@ def _from_dict(stock: Any, cls: type[PreTrainedConfig], config_dict: dict[str, A
 def _save_pretrained(stock: Any, self: PreTrainedModel, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
     result = stock(self, save_directory, *args, **kwargs)
     if _is_condensed(self):
-        write_card(save_directory, condensed_layers(self))
+        _write_card(Path(save_directory) / "README.md", condensed_layers(self))
         adapters.write_record(save_directory, self)
     return result
+
+
+def _write_card(path: Path, methods: dict[int, Method]) -> None:
+    """Write a README that says how to load the model, unless there is one."""
+    if path.parent.is_dir() and not path.exists():
+        text = ", ".join(f"`{method}`" for method in dict.fromkeys(methods.values()))
+        card = resources.files("condense").joinpath("assets/model_card.md").read_text(encoding="utf-8")
+        path.write_text(card.format(methods=text, version=__version__), encoding="utf-8")
 
 
 def _post_init(stock: Any, self: PreTrainedModel) -> None:
