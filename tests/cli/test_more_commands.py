@@ -78,7 +78,7 @@ def test_eval_without_the_harness_says_what_to_install(monkeypatch, tmp_path):
 def test_recipes_says_what_each_setting_of_adapt_is(monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     shown = run_here("recipes", "adapt").stdout.splitlines()[5:]
-    lines = {line.split()[0]: " ".join(line.split()[1:]) for line in shown}
+    lines = {line.split()[0]: " ".join(line.split()[1:]) for line in shown if line.strip()}
     assert {*ADAPT_FIELDS} <= {*lines}
     assert lines["steps"] == "1000 optimizer steps."
     assert lines["group_sizes"].startswith("4, 8 the method's group sizes at the start")

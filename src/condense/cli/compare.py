@@ -85,19 +85,13 @@ def compare_command(
 
 
 def _print(console: Console, prompt: Prompt, outcomes: Sequence[Outcome], dtype: str, *, on_cpu: bool) -> None:
-    from rich.table import Table
-
     from condense.methods import Dense
     from condense.models import described, methods_of
     from condense.plots import method_labels
 
     labels = method_labels([outcome.method for outcome in outcomes])
-    answers = Table(title="answers")
-    answers.add_column("question")
-    if prompt.expected:
-        answers.add_column("right answer")
-    for label in labels:
-        answers.add_column(label, overflow="fold")
+    known = ["right answer"] if prompt.expected else []
+    answers = options.plain_table("answers", left=["question", *known, *labels])
     for i, question in enumerate(prompt.questions or ["(the text goes on)"]):
         expected = [prompt.expected[i]] if prompt.expected else []
         first_lines = [(o.answers[i].splitlines() or [""])[0] for o in outcomes]

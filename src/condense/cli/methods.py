@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from condense.cli.options import plain_console
+from condense.cli.options import plain_console, plain_table
 
 
 def methods_command(
@@ -15,19 +15,16 @@ def methods_command(
     ] = None,
 ) -> None:
     """The methods and the names for settings, or one's settings, explained, with their types and defaults."""
-    from rich.table import Table
-
     from condense.config import method_class, method_names
     from condense.named import NAMED_SETTINGS, full_settings
 
     console = plain_console()
     if name is None:
-        table = Table("name for settings", "what they are for", box=None)
+        table = plain_table(left=["name for settings", "what they are for"])
         for each, named in NAMED_SETTINGS.items():
             table.add_row(each, named.use)
         console.print(table)
-        console.print()
-        table = Table("method", "what it does", box=None)
+        table = plain_table(left=["method", "what it does"])
         for each in method_names():
             table.add_row(each, paragraphs(method_class(each)).partition("\n")[0])
         console.print(table)
@@ -45,7 +42,7 @@ def methods_command(
     if not fields:
         return
     own = [name] if name in NAMED_SETTINGS else []
-    table = Table("setting", "values", "default", *own, box=None)
+    table = plain_table(left=["setting", "values", "default", *own])
     for field in fields:
         default = _default(field)
         table.add_row(

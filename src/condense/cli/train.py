@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from condense.cli.methods import paragraphs
-from condense.cli.options import METHOD_HELP, plain_console, read_saved
+from condense.cli.options import METHOD_HELP, plain_console, plain_table, read_saved
 
 
 def train_command(
@@ -103,13 +103,11 @@ def recipes_command(
     name: Annotated[str | None, typer.Argument(help="A recipe, to see its settings. Default: list all.")] = None,
 ) -> None:
     """The recipes that train takes, or one recipe's settings."""
-    from rich.table import Table
-
     with _packages_for("recipes"):
         from condense.train import PRESETS, RECIPES
     console = plain_console()
     if name is None:
-        table = Table("recipe", "what it is", box=None)
+        table = plain_table(left=["recipe", "what it is"])
         for each in sorted(RECIPES):
             table.add_row(each, paragraphs(RECIPES[each]).partition("\n")[0])
         for each in PRESETS:
@@ -127,8 +125,6 @@ def recipes_command(
 
 def _settings_of_adapt() -> Any:
     """A table of the settings of a recipe file, with their values for a method with groups of 16."""
-    from rich.table import Table
-
     from condense.train import PhaseConfig, TrainConfig
     from condense.train.recipes import ADAPT_FIELDS, adapt
 
@@ -138,7 +134,7 @@ def _settings_of_adapt() -> Any:
         names = "|".join(field.name for field in dataclasses.fields(cls))
         _, *parts = re.split(rf"(?:^|\s)({names}): ", paragraphs(cls))
         said |= dict(zip(parts[::2], parts[1::2], strict=True))
-    table = Table("setting", "default", "in a file: condense train FILE.toml --output DIR", box=None)
+    table = plain_table(left=["setting", "default", "in a file: condense train FILE.toml --output DIR"])
     for field in ADAPT_FIELDS:
         holder = config.phases[0] if hasattr(config.phases[0], field) else config
         table.add_row(field, _shown(getattr(holder, field)), " ".join(said[field].split()))
@@ -147,9 +143,7 @@ def _settings_of_adapt() -> Any:
 
 def _phases(config: Any) -> Any:
     """The settings of a training from scratch, phase by phase."""
-    from rich.table import Table
-
-    table = Table("setting", *(phase.name for phase in config.phases), box=None)
+    table = plain_table(left=["setting", *(phase.name for phase in config.phases)])
     for field in dataclasses.fields(config.phases[0]):
         if field.name != "name":
             table.add_row(field.name, *(_shown(getattr(phase, field.name)) for phase in config.phases))
