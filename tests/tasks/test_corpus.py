@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerFast
 from condense.tasks import corpus as corpus_module
 from condense.tasks import documents, encode_corpus, load_corpus, read_documents, read_json_lines
 from condense.tasks.corpus import sha256
-from condense.tasks.documents import Skipped
 from condense.train import RECIPES
 from condense.train.record import summary
 
@@ -77,9 +76,9 @@ def test_bad_records_are_counted_and_named(tmp_path, tokenizer, capsys):
     path, other = tmp_path / "some.jsonl", tmp_path / "other.parquet"
     path.write_bytes(b'{"text": "fine"}\nnone\n{"text": 3}\n\n{"text": "caf\xe9"}\n[1]\n{"text": "well"}\n')
     parquet.write_table(Table.from_pylist([{"text": None}, {"text": "good"}]), other)
-    skipped = Skipped()
+    skipped = []
     assert list(read_documents([path, other], skipped=skipped)) == ["fine", "well", "good"]
-    assert (skipped.count, skipped.first) == (5, [f"{path} line {number}" for number in (2, 3, 5)])
+    assert skipped == [*(f"{path} line {number}" for number in (2, 3, 5, 6)), f"{other} line 1"]
     corpus = load_corpus([path, other], tokenizer, tmp_path / "cache")
     assert len(corpus.document_starts) == 3
     said = " ".join(capsys.readouterr().err.replace("\n", "").split())

@@ -13,10 +13,11 @@ from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
 from condense.files import whole_folder
-from condense.tasks.documents import Skipped, is_dataset, read_documents
+from condense.tasks.documents import is_dataset, read_documents
 
 _PIECE_CHARACTERS = 20_000
 _PIECES_PER_BATCH = 512
+_NAMED = 3  # how many of the records left out are named in the report
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,14 @@ def load_corpus(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase,
     """
     folder = Path(cache) / f"tokens-{_fingerprint(paths, tokenizer)}"
     if not folder.is_dir():
-        skipped = Skipped()
+        skipped: list[str] = []
         console = Console(stderr=True, markup=False, emoji=False)  # names of files are shown as they are
         documents = track(read_documents(paths, skipped=skipped), "Encoding", transient=True, console=console)
         corpus = encode_corpus(documents, tokenizer)
-        if skipped.count:
-            console.print(str(skipped), highlight=False, soft_wrap=True)
+        if skipped:
+            more = f"; and {len(skipped) - _NAMED} more" if len(skipped) > _NAMED else ""
+            said = f"{len(skipped)}: {'; '.join(skipped[:_NAMED])}{more}"
+            console.print(f"condense: records without usable text, left out: {said}", highlight=False, soft_wrap=True)
         try:
             with whole_folder(folder) as part:
                 for name, array in vars(corpus).items():
@@ -97,7 +100,7 @@ def sha256(path: Path) -> str:
     """
     if is_dataset(path):
         digest = hashlib.sha256()
-        for text in read_documents([path], skipped=Skipped()):
+        for text in read_documents([path], skipped=[]):
             # hashes of texts have one length, so that moving text from one document to the next changes the result
             digest.update(hashlib.sha256(text.encode()).digest())
         return digest.hexdigest()

@@ -4,35 +4,15 @@ import contextlib
 import io
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 _ZSTD_WINDOW = 2**27  # what `zstd --ultra --long=27` needs at most
-_NAMED = 3  # how many of the records left out are named in the report
 _PREFIX = "hf:"
 _ROWS = 1000  # of a dataset, read at a time
 
 
-@dataclass
-class Skipped:
-    """Records that were left out: how many, and where the first of them stand and why."""
-
-    count: int = 0
-    first: list[str] = field(default_factory=list)
-
-    def add(self, reason: str) -> None:
-        """Count one more."""
-        self.count += 1
-        if len(self.first) < _NAMED:
-            self.first.append(reason)
-
-    def __str__(self) -> str:
-        more = f"; and {self.count - len(self.first)} more" if self.count > len(self.first) else ""
-        return f"condense: records without usable text, left out: {self.count}: {'; '.join(self.first)}{more}"
-
-
-def read_documents(paths: Sequence[str | Path], *, skipped: Skipped | None = None) -> Iterator[str]:
+def read_documents(paths: Sequence[str | Path], *, skipped: list[str] | None = None) -> Iterator[str]:
     """The documents of text files and datasets, in order.
 
     ``.jsonl`` files have one JSON object per line with a ``text`` field, ``.parquet`` files a column ``text``; any
@@ -41,7 +21,7 @@ def read_documents(paths: Sequence[str | Path], *, skipped: Skipped | None = Non
     takes, such as ``train[:1%]``, by default ``train``; it has a column ``text``. The package datasets downloads it
     into its own cache, or finds it there, and maps it into memory.
 
-    paths: files to read, and names of datasets. skipped: counts records without text, left out; None: they raise.
+    paths: files to read, and names of datasets. skipped: gets the places of records without text, left out; None: they raise.
     Raises ValueError for a missing file or one that is not what its name says, for a dataset that is named otherwise,
     cannot be loaded or has no column ``text``, and where one needs a package that is not installed.
     """
@@ -52,7 +32,7 @@ def read_documents(paths: Sequence[str | Path], *, skipped: Skipped | None = Non
             elif skipped is None:
                 raise ValueError(f"data: wanted records with a text field, got another line {number} in {path}")
             else:
-                skipped.add(f"{path} line {number}")
+                skipped.append(f"{path} line {number}")
 
 
 def is_dataset(source: str | Path) -> bool:

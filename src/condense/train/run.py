@@ -30,7 +30,6 @@ from condense.models.adapted import ADAPTED
 from condense.models.families import check_learned_positions
 from condense.results import refuse_existing, write_results
 from condense.tasks import Corpus, SequenceBuilder, load_corpus, load_words, read_documents
-from condense.tasks.documents import Skipped
 from condense.train.config import PhaseConfig, TrainConfig
 from condense.train.data import TrainingSequences, keeps_documents_apart
 from condense.train.optimizer import set_trained
@@ -240,7 +239,7 @@ def _own_tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase:
     assert config.architecture is not None
     vocab_size = config.architecture["vocab_size"]
     digest = hashlib.sha256()
-    documents = list(read_documents(config.data, skipped=Skipped()))  # which encoding reports
+    documents = list(read_documents(config.data, skipped=[]))  # which encoding reports
     for document in documents:
         digest.update(document.encode())
     folder = config.cache_folder / f"tokenizer-{vocab_size}-{digest.hexdigest()[:16]}"
