@@ -126,10 +126,7 @@ class CacheProxy:
     def attend(self, call: AttentionCall) -> Tensor:
         """Condensed attention ``[B, H, L, Dv]`` of the new tokens, which are added to the real cache.
 
-        A prompt that is read again is looked up, and nothing is added (`condense.models.reread.Piece`). `_step` takes
-        one token per row, without gradients, which the layer of the cache can add in place; `_read` tokens without a
-        cache, or a prompt without padding for a static cache, as a compiled graph may hold it; and `_read_eagerly` all
-        others, whose padding and layer's counts are read on the host.
+        Of a prompt that is read again nothing is added (`condense.models.reread.Piece`).
         """
         if self.is_latent and (call.extras.softcap or call.extras.sink_logits is not None):
             raise ValueError("attention over latents (MLA) has no soft cap and no sinks: call condense.restore(model)")

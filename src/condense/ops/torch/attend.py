@@ -76,9 +76,8 @@ def attend(q: Tensor, sources: Sequence[Source], spans: Spans, options: AttendOp
         num_keys = sum(hi - lo for hulls_of_block in hulls for lo, hi in hulls_of_block)
         if num_keys > _MAX_KEPT * L or softcap or own:
             block = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=dropout_p > 0)
-        parts = [block(q_block, start, hulls_of_block) for q_block, (start, _), hulls_of_block in work]
-        out = torch.cat([part[0] for part in parts], dim=2)
-        return out, torch.cat([part[1] for part in parts], dim=2) if return_lse else None
+        outs, lses = zip(*(block(q_block, start, of_block) for q_block, (start, _), of_block in work), strict=True)
+        return torch.cat(outs, dim=2), torch.cat(lses, dim=2) if return_lse else None
     if len(blocks) == 1:
         only, only_lse = block(q, 0, hulls[0])
         return only, only_lse if return_lse else None
@@ -231,9 +230,8 @@ def attend_recall(
         # compute each block again in the backward pass: its masks and copied keys would take memory of order L * L
         block = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
     work = zip(q.split(_RECALL_BLOCK, dim=2), blocks, spans.hulls(blocks), strict=True)
-    parts = [block(q_block, start, hulls) for q_block, (start, _), hulls in work]
-    out = torch.cat([part[0] for part in parts], dim=2)
-    return out, torch.cat([part[1] for part in parts], dim=2) if options.return_lse else None
+    outs, lses = zip(*(block(q_block, start, hulls) for q_block, (start, _), hulls in work), strict=True)
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2) if options.return_lse else None
 
 
 def group_columns(numbers: Tensor, g: int) -> Tensor:
