@@ -44,12 +44,12 @@ def methods_command(
     own = [name] if name in NAMED_SETTINGS else []
     table = plain_table(left=["setting", "values", "default", *own])
     for field in fields:
-        default = _default(field)
+        default = shown(field.default)
         table.add_row(
             field.name, _values(types[field.name]), default, *(str(settings.get(field.name, default)) for _ in own)
         )
     console.print(table)
-    example = f"--method {name}:{fields[0].name}={_default(fields[0])}"
+    example = f"--method {name}:{fields[0].name}={shown(fields[0].default)}"
     console.print(f"As an option: {example}")
 
 
@@ -59,8 +59,9 @@ def paragraphs(documented: Any) -> str:
     return "\n\n".join(" ".join(part.split()) for part in text.strip().split("\n\n")) + "\n"
 
 
-def _default(field: dataclasses.Field[Any]) -> str:
-    return ", ".join(field.default) if isinstance(field.default, tuple) else str(field.default)
+def shown(value: Any) -> str:
+    """A setting's value as text: of several those between commas."""
+    return (", ".join(map(str, value)) or "none") if isinstance(value, tuple) else str(value)
 
 
 def _values(kind: Any) -> str:

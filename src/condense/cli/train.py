@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from condense.cli.methods import paragraphs
+from condense.cli.methods import paragraphs, shown
 from condense.cli.options import METHOD_HELP, plain_console, plain_table, read_saved
 
 
@@ -137,7 +137,7 @@ def _settings_of_adapt() -> Any:
     table = plain_table(left=["setting", "default", "in a file: condense train FILE.toml --output DIR"])
     for field in ADAPT_FIELDS:
         holder = config.phases[0] if hasattr(config.phases[0], field) else config
-        table.add_row(field, _shown(getattr(holder, field)), " ".join(said[field].split()))
+        table.add_row(field, shown(getattr(holder, field)), " ".join(said[field].split()))
     return table
 
 
@@ -146,12 +146,8 @@ def _phases(config: Any) -> Any:
     table = plain_table(left=["setting", *(phase.name for phase in config.phases)])
     for field in dataclasses.fields(config.phases[0]):
         if field.name != "name":
-            table.add_row(field.name, *(_shown(getattr(phase, field.name)) for phase in config.phases))
+            table.add_row(field.name, *(shown(getattr(phase, field.name)) for phase in config.phases))
     return table
-
-
-def _shown(value: Any) -> str:
-    return (", ".join(map(str, value)) or "none") if isinstance(value, tuple) else str(value)
 
 
 @contextmanager

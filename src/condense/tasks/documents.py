@@ -21,7 +21,7 @@ def read_documents(paths: Sequence[str | Path], *, skipped: list[str] | None = N
     takes, such as ``train[:1%]``, by default ``train``; it has a column ``text``. The package datasets downloads it
     into its own cache, or finds it there, and maps it into memory.
 
-    paths: files to read, and names of datasets. skipped: gets the places of records without text, left out; None: they raise.
+    paths: files to read, and names of datasets. skipped: gets where records without text stand; None: they raise.
     Raises ValueError for a missing file or one that is not what its name says, for a dataset that is named otherwise,
     cannot be loaded or has no column ``text``, and where one needs a package that is not installed.
     """

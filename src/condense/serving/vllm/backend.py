@@ -173,11 +173,11 @@ class CondensedImpl(AttentionImpl[CondensedMetadata]):
 
         On latents their widths are as in `condense.ops.paged.read_paged`.
         """
+        qkv = query, key, value
         if attn_metadata is None:
             output.zero_()
             # before there are pages, vLLM measures the memory of a forward, which should leave nothing to be compiled
             if query.is_cuda and kv_cache.numel() == 0:
-                qkv = query, key, value
                 read_trials(
                     qkv, layer.served, layer.model, layer.longest, scale=self.scale, out=output, up=layer.up,
                     extras=self.extras,
@@ -190,7 +190,6 @@ class CondensedImpl(AttentionImpl[CondensedMetadata]):
             entries = entries.view(dtype)
         window = Pages(kv_cache, attn_metadata.table).view(dtype)
         state = PagedState(window, entries, None if ring is None else ring.view(dtype), layer.up, self.extras)
-        qkv = query, key, value
         read_paged(qkv, state, attn_metadata.new, layer.plan.settings, scale=self.scale, out=output)
         return output
 
