@@ -168,10 +168,9 @@ def _layers(
     """A table of ``read`` for every layer and candidate. In a narrow terminal figures are folded, not cut."""
     losses = {(loss.layer, loss.method): str(read(loss)) for loss in result.layers}
     methods = dict.fromkeys(method for _, method in losses)
-    table = options.plain_table(title, right=["layer", *(names[method] for method in methods)])
-    for layer in dict.fromkeys(layer for layer, _ in losses):
-        table.add_row(str(layer), *(losses[layer, method] for method in methods))
-    return table
+    layers = dict.fromkeys(layer for layer, _ in losses)
+    rows = [(str(layer), *(losses[layer, method] for method in methods)) for layer in layers]
+    return options.plain_table(title, right=["layer", *(names[method] for method in methods)], rows=rows)
 
 
 def _cells(point: CurvePoint, names: dict[Method, str], timed: bool) -> list[str]:

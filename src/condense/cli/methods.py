@@ -20,14 +20,10 @@ def methods_command(
 
     console = plain_console()
     if name is None:
-        table = plain_table(left=["name for settings", "what they are for"])
-        for each, named in NAMED_SETTINGS.items():
-            table.add_row(each, named.use)
-        console.print(table)
-        table = plain_table(left=["method", "what it does"])
-        for each in method_names():
-            table.add_row(each, paragraphs(method_class(each)).partition("\n")[0])
-        console.print(table)
+        named = [(each, named.use) for each, named in NAMED_SETTINGS.items()]
+        console.print(plain_table(left=["name for settings", "what they are for"], rows=named))
+        methods = [(each, paragraphs(method_class(each)).partition("\n")[0]) for each in method_names()]
+        console.print(plain_table(left=["method", "what it does"], rows=methods))
         return
     settings = full_settings({"method": name})
     cls = method_class(settings["method"])

@@ -272,8 +272,9 @@ def plain_console(*, stderr: bool = False) -> Console:
 
 
 def plain_table(
-    title: str | None = None, *, left: Sequence[str] = (), right: Sequence[str] = (), is_whole: bool = False
-) -> Table:
+    title: str | None = None, *, left: Sequence[str] = (), right: Sequence[str] = (), is_whole: bool = False,
+    rows: Iterable[Sequence[str]] = (),
+) -> Table:  # fmt: skip
     """A table with one line, under its head. left, right: headings by the side that their cells stand on; is_whole: in
     a narrow terminal the cells on the right are cut, not folded.
     """
@@ -285,6 +286,8 @@ def plain_table(
         table.add_column(heading, overflow="fold")
     for heading in right:
         table.add_column(heading, justify="right", no_wrap=is_whole, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

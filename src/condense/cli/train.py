@@ -107,12 +107,9 @@ def recipes_command(
         from condense.train import PRESETS, RECIPES
     console = plain_console()
     if name is None:
-        table = plain_table(left=["recipe", "what it is"])
-        for each in sorted(RECIPES):
-            table.add_row(each, paragraphs(RECIPES[each]).partition("\n")[0])
-        for each in PRESETS:
-            table.add_row(each, "A recipe file with a paper's settings, for adapt.")
-        console.print(table)
+        rows = [(each, paragraphs(RECIPES[each]).partition("\n")[0]) for each in sorted(RECIPES)]
+        rows += [(each, "A recipe file with a paper's settings, for adapt.") for each in PRESETS]
+        console.print(plain_table(left=["recipe", "what it is"], rows=rows))
     elif name in PRESETS:
         console.print(PRESETS[name].read_text(encoding="utf-8").rstrip(), soft_wrap=True)
     elif name in RECIPES:
@@ -143,11 +140,9 @@ def _settings_of_adapt() -> Any:
 
 def _phases(config: Any) -> Any:
     """The settings of a training from scratch, phase by phase."""
-    table = plain_table(left=["setting", *(phase.name for phase in config.phases)])
-    for field in dataclasses.fields(config.phases[0]):
-        if field.name != "name":
-            table.add_row(field.name, *(shown(getattr(phase, field.name)) for phase in config.phases))
-    return table
+    _, *names = (field.name for field in dataclasses.fields(config.phases[0]))
+    rows = [(name, *(shown(getattr(phase, name)) for phase in config.phases)) for name in names]
+    return plain_table(left=["setting", *(phase.name for phase in config.phases)], rows=rows)
 
 
 @contextmanager
