@@ -86,14 +86,14 @@ def test_a_prepared_kernel_gets_addresses(tensors, monkeypatch):
     monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_stream=lambda device: "stream"))
     kernel = Kernel()
     launcher = Launcher(kernel)
-    start = Prepared(launcher, GRID, (7, 0.5), CONSTANTS, OPTIONS)
+    start = Prepared(launcher, (GRID, (0.5,), CONSTANTS, OPTIONS), (7,))
     start((*tensors, None))
     others = tuple(x.clone() for x in tensors)
     start((*others, None))
     assert kernel.calls == [(GRID, (*tensors, None, 7, 0.5, *CONSTANTS), OPTIONS)]
     assert kernel.again == [(1, GRID, (*(x.data_ptr() for x in others), None, 7, 0.5, *CONSTANTS))]
     # another caller's first start finds the compiled kernel, too
-    Prepared(launcher, GRID, (7, 0.5), CONSTANTS, OPTIONS)((*tensors, None))
+    Prepared(launcher, (GRID, (0.5,), CONSTANTS, OPTIONS), (7,))((*tensors, None))
     assert len(kernel.calls) == 1
 
 
@@ -102,7 +102,7 @@ def test_an_interpreted_kernel_is_interpreted_every_time(tensors):
     start = Launcher(kernel)
     for _ in range(3):
         start(GRID, tensors, (7,), CONSTANTS, OPTIONS)
-    prepared = Prepared(start, GRID, (7,), CONSTANTS, OPTIONS)
+    prepared = Prepared(start, (GRID, (7,), CONSTANTS, OPTIONS), ())
     for _ in range(3):
         prepared(tensors)
     assert len(kernel.calls) == 6

@@ -55,32 +55,30 @@ class Launcher:
             self._compiled[key] = compiled
         return compiled
 
+    def start(self, plan: tuple[Any, ...], tensors: tuple[Any, ...], strides: tuple[int, ...]) -> Any:
+        """Start the kernel with a plan: grid, numbers behind the strides, constants and options."""
+        grid, numbers, constants, options = plan
+        return self(grid, tensors, (*strides, *numbers), constants, options)
+
 
 class Prepared:
-    """A kernel with its grid, numbers and constants, started on other tensors in every call.
+    """A kernel with its plan and strides, as in `Launcher.start`, started on other tensors in every call.
 
-    The tensors have the same dtypes, alignment to 16 bytes, and device in every call. Arguments as in `Launcher`, but
-    without descriptors and tuples.
+    The tensors have the same dtypes, alignment to 16 bytes, and device in every call; none are descriptors or tuples.
     """
 
-    def __init__(
-        self,
-        launcher: Launcher,
-        grid: tuple[int, int, int],
-        numbers: tuple[Any, ...],
-        constants: tuple[Any, ...],
-        options: Mapping[str, Any],
-    ) -> None:
-        self._first = launcher, numbers, constants, options
-        self._grid, self._rest = grid, (*numbers, *constants)
+    def __init__(self, launcher: Launcher, plan: tuple[Any, ...], strides: tuple[int, ...]) -> None:
+        self._first = launcher, plan, strides
+        self._grid, numbers, constants, _ = plan
+        self._rest = *strides, *numbers, *constants
         self._compiled: Any = None
 
     def __call__(self, tensors: tuple[Tensor | None, ...]) -> None:
         """Start the kernel on the current device, which is the tensors'; the first is a tensor."""
         compiled = self._compiled
         if compiled is None:
-            launcher, numbers, constants, options = self._first
-            self._compiled = launcher(self._grid, tensors, numbers, constants, options)
+            launcher, plan, strides = self._first
+            self._compiled = launcher.start(plan, tensors, strides)
             return
         # as Triton's `compiled[grid](...)`, but faster: that asks the driver about every tensor's address and calls
         # hooks of Triton's profiler; here addresses are passed as integers, which it takes as they are
@@ -90,12 +88,6 @@ class Prepared:
         compiled.run(
             *self._grid, stream, compiled.function, compiled.packed_metadata, *no_hooks, *addresses, *self._rest
         )
-
-
-def prepared(kernel: Launcher, plan: tuple[Any, ...], strides: tuple[int, ...]) -> Prepared:
-    """The kernel with a plan: grid, numbers behind the strides, constants and options."""
-    grid, numbers, constants, options = plan
-    return Prepared(kernel, grid, (*strides, *numbers), constants, options)
 
 
 def _kind(x: Any) -> Any:

@@ -39,7 +39,7 @@ def store(q: Tensor, k: Tensor, v: Tensor, state: PagedState, seen: Tensor, sett
     is absorbed, K is 1, Dv is 0.
     Raises ValueError for what `condense.ops.triton.limits.step_obstacle` names.
     """
-    grid, numbers, constants, options = close_of(*_sizes_of(q, state, settings), False)
+    plan = close_of(*_sizes_of(q, state, settings), False)
     k, v, D = dense_rows(k), dense_rows(v), q.shape[2]
     near, far, parts = state.window, state.entries, parts_of(state, D, settings)
     buffers = parts["entries_k"], parts["entries_v"], parts["signs"], parts["steps"], parts["store"]
@@ -47,7 +47,7 @@ def store(q: Tensor, k: Tensor, v: Tensor, state: PagedState, seen: Tensor, sett
     others = near.cache, near.cache[..., D:], seen, seen
     tensors = k, v, *buffers, *others, near.table, far.table, rotation(D, k.device, k.dtype)
     with on_device_of(q):
-        _close(grid, tensors, (*k.stride()[:2], *v.stride()[:2], *numbers), constants, options)
+        _close.start(plan, tensors, (*k.stride()[:2], *v.stride()[:2]))
 
 
 def attend(
@@ -77,19 +77,11 @@ def attend(
     buffers = *of_groups, near.cache, near.cache[..., D:], other, asked, turn
     lists = groups, place, offset, other, other, place, place, place
     with on_device_of(q):
-        for kernel, (grid, numbers, constants, options), tensors, strides in (
-            (
-                _score, plan.score,
-                (q, parts["signs"], parts["steps"], seen, seen, score, top, total, asked, turn, far.table, before),
-                of_q,
-            ),
-            (_choose, plan.choose, (score, top, total, seen, seen, *lists, before), ()),
-            (
-                _attend, plan.attend,
-                (q, *buffers, base, groups, place, offset, seen, seen, part, lse, near.table, far.table, before), of_q,
-            ),
-        ):  # fmt: skip
-            kernel(grid, tensors, (*strides, *numbers), constants, options)
+        scored = parts["signs"], parts["steps"], seen, seen, score, top, total, asked, turn
+        _score.start(plan.score, (q, *scored, far.table, before), of_q)
+        _choose.start(plan.choose, (score, top, total, seen, seen, *lists, before), ())
+        attended = *buffers, base, groups, place, offset, seen, seen, part, lse
+        _attend.start(plan.attend, (q, *attended, near.table, far.table, before), of_q)
         join_pages(plan.join, part, lse, seen, state.extras.sink_logits, out)
 
 

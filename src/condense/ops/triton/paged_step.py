@@ -64,8 +64,8 @@ def join_pages(
     """
     assert plan is not None
     grid, numbers, (*sizes, _, early, _), options = plan
-    constants = (*sizes, True, early, out.stride()[:2])
-    _join(grid, (part, lse, out, None, seen, sinks, None), (0, seen.stride(0), *numbers), constants, options)
+    plan = grid, numbers, (*sizes, True, early, out.stride()[:2]), options
+    _join.start(plan, (part, lse, out, None, seen, sinks, None), (0, seen.stride(0)))
 
 
 def _start(
@@ -77,7 +77,6 @@ def _start(
     splits: tuple[Tensor, Tensor],
 ) -> None:
     """Start the kernel over pages. splits: outputs and log-sum-exps of all splits."""
-    grid, numbers, constants, options = plan
     near, far, past, D = state.window, state.entries, state.ring, qkv[0].shape[2]
     qkv = dense_rows(qkv[0]), dense_rows(qkv[1]), dense_rows(qkv[2])
     kept = parts_of(state, D, settings)
@@ -87,13 +86,8 @@ def _start(
     tables = near.table, far.table, None if past is None else past.table
     # strides of rings and arrays, which pages have in their forms
     none = (0,) * 15
-    _step(
-        grid,
-        (*qkv, *buffers, None, None, *splits, splits[0], *tables),
-        (*(n for x in qkv for n in x.stride()[:2]), *none, seen.stride(0), 0, 0, 0, 0, 0, *numbers),
-        constants,
-        options,
-    )
+    strides = (*(n for x in qkv for n in x.stride()[:2]), *none, seen.stride(0), 0, 0, 0, 0, 0)
+    _step.start(plan, (*qkv, *buffers, None, None, *splits, splits[0], *tables), strides)
 
 
 def parts_of(state: PagedState, D: int, settings: StepSettings) -> dict[str, Tensor]:

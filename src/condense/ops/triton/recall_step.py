@@ -11,7 +11,7 @@ from torch import Tensor
 from condense.ops.recall.index import rotation
 from condense.ops.step.call import NewToken, StepCall
 from condense.ops.triton.host import cdiv, on_device_of, power_of_2
-from condense.ops.triton.launch import Launcher, prepared
+from condense.ops.triton.launch import Launcher, Prepared
 from condense.ops.triton.prepared import PreparedStep
 from condense.ops.triton.recall_close_kernels import recall_close_kernel
 from condense.ops.triton.recall_step_choice_kernels import recall_choose_kernel
@@ -95,12 +95,12 @@ class RecallKernels(PreparedStep):
         self._sizes = _scratch_sizes((B * H, B * K), G, choice.quota.at(G), S, plan.splits, turned, self._width)
         self._rotation = rotation(D, q.device, q.dtype)
         of_q = q.stride()[:2]
-        self._close = prepared(_close, plan.close, (*k.stride()[:2], *v.stride()[:2]))
-        self._score = prepared(_score, plan.score, of_q)
-        self._choose = prepared(_choose, plan.choose, ())
-        self._attend = prepared(_attend, plan.attend, of_q)
+        self._close = Prepared(_close, plan.close, (*k.stride()[:2], *v.stride()[:2]))
+        self._score = Prepared(_score, plan.score, of_q)
+        self._choose = Prepared(_choose, plan.choose, ())
+        self._attend = Prepared(_attend, plan.attend, of_q)
         # strides 1: `seen` and the rows that count are contiguous
-        self._join = prepared(_join, plan.join, (1, 1))
+        self._join = Prepared(_join, plan.join, (1, 1))
 
     def __call__(self, token: NewToken, sink: Tensor | None) -> Tensor:
         """Attention ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]``."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from condense.ops.step.call import NewToken, StepCall
 from condense.ops.triton.host import on_device_of
-from condense.ops.triton.launch import Launcher, Prepared, prepared
+from condense.ops.triton.launch import Launcher, Prepared
 from condense.ops.triton.prepared import PreparedStep
 from condense.ops.triton.step_kernels import step_join_kernel, step_kernel
 from condense.ops.triton.step_plan import StepSizes, launch_of
@@ -43,10 +43,10 @@ class RingKernels(PreparedStep):
             state.seen.stride(0), *state.first.stride(), *state.arrived.stride(), has_token.stride(0),
         )  # fmt: skip
         self._num_splits = launch.num_splits
-        self._step = prepared(_step_kernel, launch.step, strides)
+        self._step = Prepared(_step_kernel, launch.step, strides)
         self._join: Prepared | None = None
         if launch.join is not None:
-            self._join = prepared(_join_kernel, launch.join, (state.seen.stride(0), has_token.stride(0)))
+            self._join = Prepared(_join_kernel, launch.join, (state.seen.stride(0), has_token.stride(0)))
 
     def __call__(self, token: NewToken, sink: Tensor | None) -> Tensor:
         """Attention ``[B, H, 1, Dv]``."""
