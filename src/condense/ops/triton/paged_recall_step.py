@@ -16,18 +16,10 @@ from condense.ops.step.records import record_format
 from condense.ops.step.settings import StepSettings
 from condense.ops.triton.device.address import PageForm
 from condense.ops.triton.host import cdiv, dense_rows, on_device_of
-from condense.ops.triton.launch import Launcher
 from condense.ops.triton.limits import step_obstacle
-from condense.ops.triton.paged_step import join_pages, parts_of
-from condense.ops.triton.recall_close_kernels import recall_close_kernel
-from condense.ops.triton.recall_step import rounded, scratch_of
-from condense.ops.triton.recall_step_choice_kernels import recall_choose_kernel
-from condense.ops.triton.recall_step_kernels import recall_attend_kernel
+from condense.ops.triton.paged_step import buffers_of, join_pages
+from condense.ops.triton.recall_step import ATTEND, CHOOSE, CLOSE, SCORE, kept_of, scratch_of, tensors_of
 from condense.ops.triton.recall_step_plan import Room, close_of, plan_of
-from condense.ops.triton.recall_step_score_kernels import recall_score_kernel
-
-_close, _score, _choose = (Launcher(x) for x in (recall_close_kernel, recall_score_kernel, recall_choose_kernel))
-_attend = Launcher(recall_attend_kernel)
 
 
 def store(q: Tensor, k: Tensor, v: Tensor, state: PagedState, seen: Tensor, settings: StepSettings) -> None:
@@ -41,13 +33,11 @@ def store(q: Tensor, k: Tensor, v: Tensor, state: PagedState, seen: Tensor, sett
     """
     plan = close_of(*_sizes_of(q, state, settings), False)
     k, v, D = dense_rows(k), dense_rows(v), q.shape[2]
-    near, far, parts = state.window, state.entries, parts_of(state, D, settings)
-    buffers = parts["entries_k"], parts["entries_v"], parts["signs"], parts["steps"], parts["store"]
-    # no rows to leave out
-    others = near.cache, near.cache[..., D:], seen, seen
-    tensors = k, v, *buffers, *others, near.table, far.table, rotation(D, k.device, k.dtype)
+    kept, tables = kept_of(buffers_of(state, D, seen, settings)), (state.window.table, state.entries.table)
     with on_device_of(q):
-        _close.start(plan, tensors, (*k.stride()[:2], *v.stride()[:2]))
+        # no rows to leave out
+        tensors = k, v, *kept, seen, *tables, rotation(D, k.device, k.dtype)
+        CLOSE.start(plan, tensors, (*k.stride()[:2], *v.stride()[:2]))
 
 
 def attend(
@@ -59,30 +49,15 @@ def attend(
     `room_for` says get NaN. On latents out is d_c wide. Other arguments and errors as in `store`.
     """
     plan = plan_of(*_sizes_of(q, state, settings), (scale, state.extras.softcap), False)
-    (R, H, Dv), K = out.shape, state.window.cache.shape[1]
-    q, D, near, far = dense_rows(q), q.shape[2], state.window, state.entries
-    parts, room = parts_of(state, D, settings), _room(far)
-    S0, S1 = plan.splits
-    assert settings.choice is not None
-    width = D if settings.choice.store.bits < 16 else 0
-    floats = H * room, R * H * S0, R * H * S0, K * room, R * H * S1 * Dv, R * H * S1
-    turns = R * H * width, H * room if width else 0
-    scratch = scratch_of(rounded((*floats, *turns, K * room, 1, 1, 1, 1)), q.device)
-    score, top, total, offset, part, lse, turned, base, groups, place, *_ = scratch
-    asked = turned if width > 0 else None
-    of_q, turn = q.stride()[:2], rotation(D, q.device, q.dtype)
-    # kernels get the window in place of what they do not read: rings, slots
-    other = near.cache
-    of_groups = (parts[name] for name in ("entries_k", "entries_v", "signs", "steps", "store"))
-    buffers = *of_groups, near.cache, near.cache[..., D:], other, asked, turn
-    lists = groups, place, offset, other, other, place, place, place
+    q, D = dense_rows(q), q.shape[2]
+    pages, tables = buffers_of(state, D, seen, settings), (state.window.table, state.entries.table, before)
+    scratch, of_q = scratch_of(plan.scratch, q.device), q.stride()[:2]
+    scored, chosen, attended = tensors_of(q, pages, seen, scratch, rotation(D, q.device, q.dtype), tables)
     with on_device_of(q):
-        scored = parts["signs"], parts["steps"], seen, seen, score, top, total, asked, turn
-        _score.start(plan.score, (q, *scored, far.table, before), of_q)
-        _choose.start(plan.choose, (score, top, total, seen, seen, *lists, before), ())
-        attended = *buffers, base, groups, place, offset, seen, seen, part, lse
-        _attend.start(plan.attend, (q, *attended, near.table, far.table, before), of_q)
-        join_pages(plan.join, part, lse, seen, state.extras.sink_logits, out)
+        SCORE.start(plan.score, scored, of_q)
+        CHOOSE.start(plan.choose, chosen, ())
+        ATTEND.start(plan.attend, attended, of_q)
+        join_pages(plan.join, scratch.part, scratch.lse, seen, state.extras.sink_logits, out)
 
 
 def _room(far: Pages) -> int:

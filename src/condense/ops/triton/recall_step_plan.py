@@ -122,10 +122,18 @@ def _padded(width: int) -> int:
     return max(_MIN_TILE, power_of_2(width))
 
 
-class Plan(NamedTuple):
-    """Launch arguments of a step's kernels, without tensors and strides: grid, numbers, constants, options of each."""
+def _apart(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes of pieces of memory, rounded up so that each begins at a multiple of 128 bytes."""
+    return tuple(cdiv(n, 32) * 32 for n in sizes)
 
-    splits: tuple[int, int]
+
+class Plan(NamedTuple):
+    """Launch arguments of a step's kernels, without tensors and strides: grid, numbers, constants, options of each.
+
+    scratch: sizes of the tensors of `condense.ops.triton.recall_step.Scratch`, float32 and int32.
+    """
+
+    scratch: tuple[tuple[int, ...], tuple[int, ...]]
     close: tuple[Any, ...]
     score: tuple[Any, ...]
     choose: tuple[Any, ...]
@@ -248,10 +256,19 @@ def plan_of(
     )  # fmt: skip
     shared = device.type == "cuda" and gpu_of(device).multiprocessors < B * K
     ranking_warps = max(4, min(16, power_of_2(max(GROUPS // (_OF_THREAD << shared), S)) // 32))
+    queries, pairs, width = B * H, B * K, D if choice.store.bits < 16 else 0
+    # in pages, rows share what is kept by groups
+    of_scores, of_offsets = (queries * GROUPS, pairs * G) if far is None else (H * row, K * row)
+    of_bases, of_lists = (queries * r, pairs * r) if far is None else (H * row, K * row)
+    floats = (
+        queries * S1 * V, queries * S1, of_scores, queries * S0, queries * S0, of_offsets, queries * width,
+        of_bases if width else 0,
+    )  # fmt: skip
+    integers = of_lists, *((pairs * r, pairs * G, pairs * S, pairs * S) if S else (0, 0, 0, 0))
     chained = {"launch_pdl": True} if early else {}
     of_choose = {"maxnreg": 128} if device.type == "cuda" else {}  # the most that 16 warps can have
     return Plan(
-        (S0, S1),
+        (_apart(floats), _apart(integers)),
         close_of(device, dtype, heads, widths, sizes, number, has_real),
         (
             (S0, B * K, score_tiles),

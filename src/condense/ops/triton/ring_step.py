@@ -14,9 +14,9 @@ from condense.ops.triton.prepared import PreparedStep
 from condense.ops.triton.step_kernels import step_join_kernel, step_kernel
 from condense.ops.triton.step_plan import StepSizes, launch_of
 
-_step_kernel, _join_kernel = Launcher(step_kernel), Launcher(step_join_kernel)
+STEP, JOIN = Launcher(step_kernel), Launcher(step_join_kernel)
 # the kernel takes the first nine buffers of a state, up to the biases, and the strides of the first five
-_NUM_BUFFERS, _NUM_STRIDED = 9, 5
+NUM_BUFFERS, _NUM_STRIDED = 9, 5
 
 
 class RingKernels(PreparedStep):
@@ -43,10 +43,10 @@ class RingKernels(PreparedStep):
             state.seen.stride(0), *state.first.stride(), *state.arrived.stride(), has_token.stride(0),
         )  # fmt: skip
         self._num_splits = launch.num_splits
-        self._step = Prepared(_step_kernel, launch.step, strides)
+        self._step = Prepared(STEP, launch.step, strides)
         self._join: Prepared | None = None
         if launch.join is not None:
-            self._join = Prepared(_join_kernel, launch.join, (state.seen.stride(0), has_token.stride(0)))
+            self._join = Prepared(JOIN, launch.join, (state.seen.stride(0), has_token.stride(0)))
 
     def __call__(self, token: NewToken, sink: Tensor | None) -> Tensor:
         """Attention ``[B, H, 1, Dv]``."""
@@ -58,7 +58,7 @@ class RingKernels(PreparedStep):
         has_token = state.seen if real is None else real
         # kernels start on the current device, which may not be that of the tensors in a model spread over several
         with on_device_of(q):
-            self._step((q, k, v, *state[:_NUM_BUFFERS], has_token, sink, counter, part, lse, out, None, None, None))
+            self._step((q, k, v, *state[:NUM_BUFFERS], has_token, sink, counter, part, lse, out, None, None, None))
             if self._join is not None:
                 self._join((part, lse, out, state.seen, has_token, sink, counter))
         return out
