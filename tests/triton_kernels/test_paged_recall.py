@@ -12,7 +12,7 @@ from record_pool import EXACT_PROMPTS, RECORDS, RecordPool, check_records, check
 from triton_kernels.test_paged_step import DEVICE, DTYPES, SHAPES, poisoned_scratch, tokens_of  # noqa: F401
 from triton_kernels.test_recall_step import ranks_few  # noqa: F401
 
-from condense.ops.triton import paged_recall_step
+from condense.ops.triton import paged_step
 
 
 def steps_of(shape, method, lengths, num, backend):
@@ -90,7 +90,7 @@ def test_pages_that_lie_far_apart():
 
 def test_more_groups_than_there_is_room_for(monkeypatch):
     """Many requests on one long prefix: whoever has no room gets NaN, not less."""
-    monkeypatch.setattr(paged_recall_step, "room_for", lambda records: 20)
+    monkeypatch.setattr(paged_step, "room_for", lambda records: 20)
     outs = steps_of(SHAPES["gqa"], RECORDS["default"], (0, 50, 80, 3), 1, "triton")
     assert bool(outs[0, :2].isfinite().all())
     assert bool(outs[0, 2].isnan().all())

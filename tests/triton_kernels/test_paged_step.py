@@ -13,7 +13,7 @@ from record_pool import RecordPool, check_records, check_same
 from speed.budget import errors, one_ulp
 
 import condense
-from condense.ops.triton import paged_recall_step, paged_step, step_kernels
+from condense.ops.triton import paged_step, step_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]
@@ -50,7 +50,7 @@ POOLS |= {name: (RecordPool, method) for name, method in (RECORDS | RECALLS).ite
 def poisoned_scratch(poison):
     """What a split does not write must not be read."""
     poison(paged_step, "split_scratch")
-    poison(paged_recall_step, "scratch_of")
+    poison(paged_step, "scratch_of")
 
 
 def tokens_of(shape, length, seed=0):

@@ -81,13 +81,10 @@ def read_paged(
 
 def _kernels(settings: StepSettings, new: NewTokens, scale: float) -> tuple[Callable[..., None], ...]:
     """The two halves of a step of kernels: one stores tokens, entries and records, the other attends."""
-    if settings.choice is None:
-        from condense.ops.triton import paged_step
+    from condense.ops.triton import paged_step
 
-        return functools.partial(paged_step.store, scale=scale), functools.partial(paged_step.attend, scale=scale)
-    from condense.ops.triton import paged_recall_step
-
-    return paged_recall_step.store, functools.partial(paged_recall_step.attend, scale=scale, before=new.before)
+    attend = functools.partial(paged_step.attend, before=None if settings.choice is None else new.before)
+    return functools.partial(paged_step.store, scale=scale), functools.partial(attend, scale=scale)
 
 
 def _check_settings(settings: StepSettings, state: PagedState) -> None:

@@ -1,22 +1,29 @@
-"""One decode step over pages in Triton: the kernel of rings, once to store and once to attend. Nobody waits.
+"""One decode step over pages in Triton: the kernels of a step in buffers, rows found by tables. Nobody waits.
 
-On Hopper, for few requests, each kernel starts while the one before still runs, and waits for it before it reads that
-one's results.
+Without a choice the kernel of rings is started once to store and once to attend. On Hopper, for few requests, each
+kernel starts while the one before still runs, and waits for it before it reads that one's results.
 
-Shapes: R requests, H query heads, K KV heads, D and Dv widths.
+With a choice, scratch memory by groups is one stretch for all requests, in which each has as many places as it has
+groups: a few requests may be long, or many short. It is bounded by the pool of pages, not by requests times the longest
+text.
+
+Shapes: R requests, H query heads, K KV heads, D and Dv widths, P pages.
 """
 
 from typing import Any
 
 from torch import Tensor
 
-from condense.ops.step.pages import PagedState
+from condense.ops.recall.index import rotation
+from condense.ops.step.pages import PagedState, room_for
 from condense.ops.step.records import record_format
 from condense.ops.step.settings import StepSettings
 from condense.ops.step.state import StepState
 from condense.ops.triton.device.address import PageForm
-from condense.ops.triton.host import dense_rows, on_device_of
+from condense.ops.triton.host import cdiv, dense_rows, on_device_of
 from condense.ops.triton.limits import step_obstacle
+from condense.ops.triton.recall_step import ATTEND, CHOOSE, CLOSE, SCORE, kept_of, scratch_of, tensors_of
+from condense.ops.triton.recall_step_plan import Room, close_of, plan_of
 from condense.ops.triton.ring_step import JOIN, NUM_BUFFERS, STEP, split_scratch
 from condense.ops.triton.step_plan import Launch, StepSizes, launch_of
 
@@ -24,47 +31,74 @@ from condense.ops.triton.step_plan import Launch, StepSizes, launch_of
 def store(
     q: Tensor, k: Tensor, v: Tensor, state: PagedState, seen: Tensor, settings: StepSettings, *, scale: float
 ) -> None:
-    """Store one token of each request, and the entry of a group that is due.
+    """Store one token of each request, and the entry of a group that is due, or the record of one that it completes.
 
-    q ``[R, H, D]``, k ``[R, K, D]``, v ``[R, K, Dv]``: bfloat16, float16 or float32, one dtype with the window. seen
-    int32 ``[R]`` on the device: tokens of each request, the new one included; 0 for an unused place, where nothing is
-    stored. settings: as in `condense.ops.paged.read_paged`.
+    q ``[R, H, D]``, of which only the shape counts with a choice, k ``[R, K, D]``, v ``[R, K, Dv]``: bfloat16, float16
+    or float32, one dtype with the window. seen int32 ``[R]`` on the device: tokens of each request, the new one
+    included; 0 for an unused place, where nothing is stored. settings: as in `condense.ops.paged.read_paged`.
     On latents (``state.up``) q is absorbed, K is 1 and Dv is 0.
     Raises ValueError for what `condense.ops.triton.limits.step_obstacle` names.
     """
-    pages = buffers_of(state, q.shape[2], seen, settings)
-    launch = _launch_of(q, state, pages, settings, scale)
+    _check(q, state, settings)
+    pages = _buffers_of(state, q.shape[2], seen, settings)
     with on_device_of(q):
-        # no outputs
-        _start(launch.store, (q, k, v), state, pages, (seen, seen))
+        if settings.choice is None:
+            # no outputs
+            _start(_launch_of(q, state, pages, settings, scale).store, (q, k, v), state, pages, (seen, seen))
+            return
+        k, v, tables = dense_rows(k), dense_rows(v), (state.window.table, state.entries.table)
+        # no rows to leave out
+        tensors = k, v, *kept_of(pages), seen, *tables, rotation(q.shape[2], k.device, k.dtype)
+        plan = close_of(*_sizes_of(q, state, settings), False)
+        CLOSE.start(plan, tensors, (*k.stride()[:2], *v.stride()[:2]))
 
 
-def attend(q: Tensor, state: PagedState, seen: Tensor, settings: StepSettings, *, scale: float, out: Tensor) -> None:
+def attend(
+    q: Tensor,
+    state: PagedState,
+    seen: Tensor,
+    settings: StepSettings,
+    *,
+    scale: float,
+    out: Tensor,
+    before: Tensor | None,
+) -> None:
     """Write the attention of one token of each request, after `store`, to ``out`` ``[R, H, Dv]``; 0 for unused places.
 
-    On latents out is d_c wide. Arguments and errors as in `store`.
+    before int64 ``[R]`` on the device, with a choice: tokens of the requests before each. Requests that come behind
+    more groups than `room_for` says get NaN. On latents out is d_c wide. Other arguments and errors as in `store`.
     """
-    pages = buffers_of(state, q.shape[2], seen, settings)
-    launch = _launch_of(q, state, pages, settings, scale)
-    part, lse = split_scratch(q, launch.num_splits, out.shape[2])
+    _check(q, state, settings)
+    q, pages = dense_rows(q), _buffers_of(state, q.shape[2], seen, settings)
     with on_device_of(q):
-        # keys and values are in pages by now
-        _start(launch.step, (q, q, q), state, pages, (part, lse))
-        join_pages(launch.join, part, lse, seen, state.extras.sink_logits, out)
+        if settings.choice is None:
+            launch = _launch_of(q, state, pages, settings, scale)
+            join, splits = launch.join, split_scratch(q, launch.num_splits, out.shape[2])
+            # keys and values are in pages by now
+            _start(launch.step, (q, q, q), state, pages, splits)
+        else:
+            plan = plan_of(*_sizes_of(q, state, settings), (scale, state.extras.softcap), False)
+            scratch, of_q = scratch_of(plan.scratch, q.device), q.stride()[:2]
+            tables = state.window.table, state.entries.table, before
+            turn = rotation(q.shape[2], q.device, q.dtype)
+            scored, chosen, attended = tensors_of(q, pages, seen, scratch, turn, tables)
+            SCORE.start(plan.score, scored, of_q)
+            CHOOSE.start(plan.choose, chosen, ())
+            ATTEND.start(plan.attend, attended, of_q)
+            join, splits = plan.join, (scratch.part, scratch.lse)
+        assert join is not None
+        grid, numbers, (*sizes, _, early, _), options = join
+        join = grid, numbers, (*sizes, True, early, out.stride()[:2]), options
+        JOIN.start(join, (*splits, out, None, seen, state.extras.sink_logits, None), (0, seen.stride(0)))
 
 
-def join_pages(
-    plan: tuple[Any, ...] | None, part: Tensor, lse: Tensor, seen: Tensor, sinks: Tensor | None, out: Tensor
-) -> None:
-    """Write all splits' outputs, joined under one softmax with ``sinks``, to ``out``; seen as in `store`.
-
-    plan: of `step_join_kernel`. part, lse: as many numbers as `condense.ops.triton.ring_step.split_scratch` has. sinks:
-    `condense.ops.Extras.sink_logits`.
-    """
-    assert plan is not None
-    grid, numbers, (*sizes, _, early, _), options = plan
-    plan = grid, numbers, (*sizes, True, early, out.stride()[:2]), options
-    JOIN.start(plan, (part, lse, out, None, seen, sinks, None), (0, seen.stride(0)))
+def _check(q: Tensor, state: PagedState, settings: StepSettings) -> None:
+    """Raise ValueError as `store` says."""
+    D, C, table = q.shape[2], state.window.cache.shape[3], state.entries.table
+    groups = table.shape[1] * state.entries.slots
+    obstacle = step_obstacle(q.device, q.dtype, (D, C - D), settings, latent=state.latent, entries=groups)
+    if obstacle is not None:
+        raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
 
 
 def _start(
@@ -83,7 +117,7 @@ def _start(
     STEP.start(plan, (*qkv, *pages[:NUM_BUFFERS], seen, None, None, *splits, splits[0], *tables), strides)
 
 
-def buffers_of(state: PagedState, D: int, seen: Tensor, settings: StepSettings) -> StepState:
+def _buffers_of(state: PagedState, D: int, seen: Tensor, settings: StepSettings) -> StepState:
     """The buffers of a step in pages, views ``[P, K, N, columns]``; the window, or ``seen``, in place of those that
     kernels do not read there.
     """
@@ -100,15 +134,24 @@ def buffers_of(state: PagedState, D: int, seen: Tensor, settings: StepSettings) 
 
 
 def _launch_of(q: Tensor, state: PagedState, pages: StepState, settings: StepSettings, scale: float) -> Launch:
-    """The launch arguments for these tensors. Raises ValueError as `store`."""
+    """The launch arguments of a step without a choice."""
     (R, H, D), (_, K, _, C), rule = q.shape, state.window.cache.shape, settings.rule
-    latent, Dv, far, past = state.latent, C - D, state.entries, state.ring
-    obstacle = step_obstacle(q.device, q.dtype, (D, Dv), settings, latent=latent)
-    if obstacle is not None:
-        raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
+    latent, far, past = state.latent, state.entries, state.ring
     assert rule.window is not None
     entries = far._replace(cache=pages.entries_k)
     forms = PageForm.of(state.window), PageForm.of(entries), None if past is None else PageForm.of(past)
     room = far.table.shape[1] * far.slots, rule.window + rule.chunk, 0
-    sizes = StepSizes(R, H, K, D, latent or Dv, *room, *forms)
+    sizes = StepSizes(R, H, K, D, latent or C - D, *room, *forms)
     return launch_of(settings.number, (scale, state.extras.softcap), latent, sizes, q.dtype, q.device, False)
+
+
+def _sizes_of(q: Tensor, state: PagedState, settings: StepSettings) -> tuple[Any, ...]:
+    """The first arguments of `plan_of` for these tensors, up to the settings' number."""
+    (R, H, D), (_, K, _, C), far = q.shape, state.window.cache.shape, state.entries
+    assert settings.rule.window is not None
+    records = PageForm.of_records(far, record_format(settings, (D, C - D), q.dtype))
+    tokens, pages = settings.rule.window + settings.rule.chunk, (PageForm.of(state.window), records)
+    # the groups of each request begin at a multiple of four
+    room_for_all = room_for(far) + cdiv(4 * far.table.shape[0], 16) * 16
+    room = Room(far.table.shape[1] * far.slots, tokens, 0, 0, *pages, room_for_all)
+    return q.device, q.dtype, (R, H, K), (D, C - D, state.latent), room, settings.number
