@@ -187,9 +187,8 @@ def _score_groups(tile, lse, stretch, D: tl.constexpr, FORM: tl.constexpr, MASKE
 
 
 @triton.jit
-def _log_of_sum(lse):
-    """Log-sum-exp of each row, base 2, from what `_score_groups` returns; 0 if no group is closed."""
-    top, total = lse
+def log_of_sum(top, total):
+    """Log-sum-exp of each row, base 2, from largest scores and sums of ``2 ** (score - largest)``; 0 for sums of 0."""
     largest = tl.max(top, 1)
     largest = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.sum(total * tl.exp2(top - largest[:, None]), 1)
@@ -235,4 +234,4 @@ def recall_score_kernel(
     whole = tl.min(closed) // FORM.BG * FORM.BG
     lse = _score_groups(queries, lse, (0, whole), D, FORM, False)
     lse = _score_groups(queries, lse, (whole, tl.max(closed)), D, FORM, True)
-    tl.store(lse_ptr + of_head + line, _log_of_sum(lse), mask=real)
+    tl.store(lse_ptr + of_head + line, log_of_sum(lse[0], lse[1]), mask=real)

@@ -25,7 +25,9 @@ CLOSE, SCORE, CHOOSE = (Launcher(x) for x in (recall_close_kernel, recall_score_
 ATTEND, _JOIN = Launcher(recall_attend_kernel), Launcher(step_join_kernel)
 
 
-class Scratch(namedtuple("Scratch", "part lse score top total offset turned base groups place slot_of used free")):
+class StepScratch(
+    namedtuple("StepScratch", "part lse score top total offset turned base groups place slot_of used free")
+):
     """Scratch memory of one step; all tensors have one dimension and hold, in order, numbers of the shapes given here.
 
     float32: part ``[B, H, S1, Dv]``, lse ``[B, H, S1]``, score ``[B, H, G as a power of two]``, top and total
@@ -35,10 +37,10 @@ class Scratch(namedtuple("Scratch", "part lse score top total offset turned base
     """
 
 
-def scratch_of(sizes: tuple[tuple[int, ...], tuple[int, ...]], device: torch.device) -> Scratch:
+def scratch_of(sizes: tuple[tuple[int, ...], tuple[int, ...]], device: torch.device) -> StepScratch:
     """Allocate scratch memory in two pieces, because each allocation takes time on the host. sizes: of the plan."""
     floats, integers = sizes
-    return Scratch(
+    return StepScratch(
         *torch.empty(sum(floats), dtype=torch.float32, device=device).split_with_sizes(floats),
         *torch.empty(sum(integers), dtype=torch.int32, device=device).split_with_sizes(integers),
     )
@@ -54,7 +56,7 @@ def tensors_of(
     q: Tensor,
     state: StepState,
     counts: Tensor,
-    scratch: Scratch,
+    scratch: StepScratch,
     turn: Tensor,
     tables: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> tuple[tuple[Tensor | None, ...], ...]:

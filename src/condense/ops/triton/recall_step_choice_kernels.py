@@ -11,6 +11,7 @@ import triton.language as tl
 
 from condense.ops.triton.recall_choice_kernels import wanted_groups
 from condense.ops.triton.recall_close_kernels import after_the_last, row_of_step
+from condense.ops.triton.recall_score_kernels import log_of_sum
 
 
 class Ranking(NamedTuple):
@@ -58,10 +59,7 @@ def _keys_of(scores, group, closed, RANKING: tl.constexpr):
         is_split = there & (s < scores.splits)[None, :]
         top = tl.load(scores.top + split, mask=is_split, other=float("-inf"))
         total = tl.load(scores.total + split, mask=is_split, other=0.0)
-        largest = tl.max(top, 1)
-        largest = tl.where(largest == float("-inf"), 0.0, largest)
-        total = tl.sum(total * tl.exp2(top - largest[:, None]), 1)
-        lse = largest + tl.log2(tl.where(total > 0, total, 1.0))
+        lse = log_of_sum(top, total)
         # passed on in place of what all threads of the program have read
         tl.debug_barrier()
         tl.store(scores.top + r * scores.splits, lse, mask=r < scores.heads)
@@ -108,7 +106,9 @@ def _before(counts):
 
 @triton.jit
 def _rank(lists, scores, bias, num_open, closed, N: tl.constexpr, RANKING: tl.constexpr):
-    """Write the best ``num_open`` of the closed groups, at most N, as `_choose` says."""
+    """Write the open groups of a KV head in rising order: the best ``num_open`` of the closed ones, at most N, of
+    equals the first. And the offsets of all groups, if entries are read.
+    """
     group = tl.arange(0, N)
     key = _keys_of(scores, group, closed, RANKING)
     threshold, above = _threshold(key, group < closed, num_open)
@@ -122,18 +122,6 @@ def _rank(lists, scores, bias, num_open, closed, N: tl.constexpr, RANKING: tl.co
     tl.store(lists.groups + place, group, mask=is_open)
     if RANKING.pool:
         tl.store(lists.offset + group, tl.where(is_open, float("-inf"), 0.0) + bias, mask=group < closed)
-
-
-@triton.jit
-def _choose(lists, scores, bias, num_open, closed, RANKING: tl.constexpr):
-    """Write the open groups of a KV head in rising order: the best ``num_open``, of equals the first. And the offsets
-    of all groups, if entries are read.
-    """
-    # room is for the longest text, but few groups are soon ranked
-    for halved in tl.static_range(RANKING.halvings + 1):
-        is_least = (closed > RANKING.groups >> halved + 1) | (halved == RANKING.halvings)
-        if (closed <= RANKING.groups >> halved) & is_least:
-            _rank(lists, scores, bias, num_open, closed, RANKING.groups >> halved, RANKING)
 
 
 @triton.jit
@@ -177,7 +165,7 @@ def _find_slots(lists, num_open, RANKING: tl.constexpr):
 
 @triton.jit
 def _open_all(lists, closed, N: tl.constexpr, RANKING: tl.constexpr):
-    """Write all closed groups, N at a time, as `_choose` says."""
+    """Write all closed groups, N at a time, as `_rank` does."""
     for start in range(0, closed, N):
         group = start + tl.arange(0, N)
         tl.store(lists.groups + group, group, mask=group < closed)
@@ -222,7 +210,11 @@ def recall_choose_kernel(
         _open_all(lists, closed, 1024, RANKING)
     else:
         scores = _HeadScores(score_ptr, stride, top_ptr + head * R * S, total_ptr + head * R * S, R, S)
-        _choose(lists, scores, bias, num_open, closed, RANKING)
+        # room is for the longest text, but few groups are soon ranked
+        for halved in tl.static_range(RANKING.halvings + 1):
+            is_least = (closed > RANKING.groups >> halved + 1) | (halved == RANKING.halvings)
+            if (closed <= RANKING.groups >> halved) & is_least:
+                _rank(lists, scores, bias, num_open, closed, RANKING.groups >> halved, RANKING)
     if RANKING.slots > 0:
         # all threads of the program read what the others stored
         tl.debug_barrier()

@@ -130,7 +130,7 @@ def _apart(sizes: tuple[int, ...]) -> tuple[int, ...]:
 class Plan(NamedTuple):
     """Launch arguments of a step's kernels, without tensors and strides: grid, numbers, constants, options of each.
 
-    scratch: sizes of the tensors of `condense.ops.triton.recall_step.Scratch`, float32 and int32.
+    scratch: sizes of the tensors of `condense.ops.triton.recall_step.StepScratch`, float32 and int32.
     """
 
     scratch: tuple[tuple[int, ...], tuple[int, ...]]

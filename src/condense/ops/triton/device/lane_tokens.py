@@ -122,7 +122,10 @@ def load_group(store_ptr, signs_ptr, e, dtype: tl.constexpr, FORM: tl.constexpr)
 
 @triton.constexpr_function
 def _keys_asm(PER):
-    """Assembly of `_key_products`. A code and its sign make a number from 0 to 31: the code after 16, or 15 less it."""
+    """Assembly of `_key_products`, its constraints and types.
+
+    A code and its sign make a number from 0 to 31: the code after 16, or 15 less it.
+    """
     outs, n = 2 * PER, 4 * PER
     lines = [f".reg .b32 w<8>, s<4>, t, x, a<4>, c<{n}>;"]
     lines += [f"mov.b64 {{w{2 * i}, w{2 * i + 1}}}, ${outs + i};" for i in range(4)]
@@ -147,12 +150,8 @@ def _keys_asm(PER):
         first, second = (2 * i, 2 * i + 1) if PER == 1 else (i, 4 + i)
         less = outs + 6 + 8 * PER + i % PER
         lines.append(f"mad.lo.s32 x, c{first}, 256, ${less}; mad.lo.s32 x, c{second}, 2, x; cvt.rn.f32.s32 ${i}, x;")
-    return "{ " + "\n".join(lines) + " }"
-
-
-@triton.constexpr_function
-def _keys_constraints(PER):
-    return "=&f" + ",=&f" * (2 * PER - 1) + ",l" * 6 + ",r" * (9 * PER)
+    constraints = "=&f" + ",=&f" * (outs - 1) + ",l" * 6 + ",r" * (9 * PER)
+    return "{ " + "\n".join(lines) + " }", constraints, (tl.float32,) * outs
 
 
 @triton.jit
@@ -162,13 +161,11 @@ def _key_products(keys, queries, e):
     """
     PER: tl.constexpr = len(queries.unit)
     asm: tl.constexpr = _keys_asm(PER)
-    constraints: tl.constexpr = _keys_constraints(PER)
-    types: tl.constexpr = _float32s(2 * PER)
     # words of threads 2 and 3 have the signs of the next columns
     shift = (e % 4 // 2).to(tl.int64)
     codes = (keys[0], keys[1], keys[2], keys[3], keys[4] >> shift, keys[5] >> shift)
     given = codes + queries.words + queries.less
-    return tl.inline_asm_elementwise(asm, constraints, given, types, False, 1)
+    return tl.inline_asm_elementwise(asm[0], asm[1], given, asm[2], False, 1)
 
 
 @triton.jit
@@ -187,14 +184,9 @@ def _as_second_matrix(x):
 
 
 @triton.constexpr_function
-def _float32s(n):
-    return (tl.float32,) * n
-
-
-@triton.constexpr_function
 def _values_asm(WORD):
-    """Assembly of `_weighted`: codes of two tokens side by side, as bfloat16 numbers less `MIDDLE`: a code in the last
-    bits of 128.0 makes 128 plus the code, of which 136 is taken.
+    """Assembly of `_weighted`, its constraints and types: codes of two tokens side by side, as bfloat16 numbers less
+    `MIDDLE`: a code in the last bits of 128.0 makes 128 plus the code, of which 136 is taken.
     """
     lines = [".reg .b32 t<4>, other, u, n<4>, a<4>, less;", "mov.b32 less, 0xC308C308;"]
     kept = "{other, t%d}" if WORD else "{t%d, other}"
@@ -214,7 +206,8 @@ def _values_asm(WORD):
         lines.append(
             f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{c}}}, {{a0, a1, a2, a3}}, {{$20, $21}}, {{{was}}};"
         )
-    return "{ " + "\n".join(lines) + " }"
+    constraints = "=&f" + ",=&f" * 15 + ",l" * 4 + ",r" * 2 + ",f" * 16
+    return "{ " + "\n".join(lines) + " }", constraints, (tl.float32,) * 16
 
 
 @triton.jit
@@ -222,20 +215,14 @@ def _weighted(acc, values, p0, p1, WORD: tl.constexpr):
     """acc, 16 tensors, plus weighted values of the columns in word WORD of the two that a thread has of each token."""
     asm: tl.constexpr = _values_asm(WORD)
     given = values + (p0, p1) + acc  # noqa: RUF005
-    constraints: tl.constexpr = "=&f" + ",=&f" * 15 + ",l" * 4 + ",r" * 2 + ",f" * 16
-    kinds: tl.constexpr = _float32s(16)
-    return tl.inline_asm_elementwise(asm, constraints, given, kinds, False, 1)
+    return tl.inline_asm_elementwise(asm[0], asm[1], given, asm[2], False, 1)
 
 
 @triton.jit
 def no_sums(PER: tl.constexpr):
     """The `LaneSums` before the first token."""
-    zero, acc, m, none = tl.zeros([32], tl.float32), (), (), ()
-    for _ in tl.static_range(32):
-        acc = acc + (zero,)  # noqa: RUF005
-    for _ in tl.static_range(PER):
-        m, none = m + (tl.full([32], float("-inf"), tl.float32),), none + (zero,)  # noqa: RUF005
-    return LaneSums(acc, m, none, none)
+    zero = (tl.zeros([32], tl.float32),)
+    return LaneSums(zero * 32, (tl.full([32], float("-inf"), tl.float32),) * PER, zero * PER, zero * PER)
 
 
 @triton.jit
@@ -268,7 +255,8 @@ def add_group(sums, queries, group, base, scale, e, CAP: tl.constexpr):
 
 @triton.jit
 def _of_heads(x):
-    """Numbers ``[8, 4]`` of each of a thread's query heads, for threads by ``e // 4`` and ``e % 4``, for all heads."""
+    """Numbers ``[E]`` of each of a thread's query heads, for all heads: of threads ``e // 4``, ``[8, 4 * PER]``."""
+    x = [tl.reshape(of_head, (8, 4)) for of_head in x]
     return x[0] if len(x) == 1 else tl.reshape(tl.join(x[0], x[1]), (x[0].shape[0], 8))
 
 
@@ -276,7 +264,7 @@ def _of_heads(x):
 def whole_sums(sums):
     """Sums of values ``[128, 4 * PER]``, largest scores and sums of weights ``[4 * PER]`` of all tokens."""
     PER: tl.constexpr = len(sums.m)
-    x, shift, m, total = (), (), (), ()
+    x = ()
     for high in tl.static_range(2):
         for i in tl.static_range(8):
             for s in tl.static_range(PER):
@@ -286,9 +274,6 @@ def whole_sums(sums):
         for i in tl.static_range(len(x) // 2):
             halves = halves + (tl.join(x[i], x[i + len(x) // 2]),)  # noqa: RUF005
         x = halves
-    for s in tl.static_range(PER):
-        shift = shift + (tl.reshape(sums.shift[s], (8, 4)),)  # noqa: RUF005
-        m = m + (tl.reshape(sums.m[s], (8, 4)),)  # noqa: RUF005
-        total = total + (tl.reshape(sums.total[s], (8, 4)),)  # noqa: RUF005
     acc = tl.reshape(tl.permute(tl.reshape(x[0], (8, 4, 2, 8, PER)), (2, 0, 3, 1, 4)), (128, 4 * PER))
-    return acc + tl.sum(_of_heads(shift), 0)[None, :], tl.max(_of_heads(m), 0), tl.sum(_of_heads(total), 0)
+    acc += tl.sum(_of_heads(sums.shift), 0)[None, :]
+    return acc, tl.max(_of_heads(sums.m), 0), tl.sum(_of_heads(sums.total), 0)

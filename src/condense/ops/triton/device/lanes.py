@@ -32,17 +32,9 @@ def from_lane(x, LANE: tl.constexpr):
 
 @triton.constexpr_function
 def _pair_asm(bits, apart):
-    return f"ld.global.b{bits} $0, [$2]; ld.global.b{bits} $1, [$2+{int(apart) * bits // 8}];"
-
-
-@triton.constexpr_function
-def _pair_constraints(bits):
-    return "=&h,=&h,l" if bits == 16 else "=&r,=&r,l"
-
-
-@triton.constexpr_function
-def _pair_types(bits):
-    return (tl.int16 if bits == 16 else tl.int32,) * 2
+    """Assembly, constraints and types of `load_pair`."""
+    asm = f"ld.global.b{bits} $0, [$2]; ld.global.b{bits} $1, [$2+{int(apart) * bits // 8}];"
+    return (asm, "=&h,=&h,l", (tl.int16, tl.int16)) if bits == 16 else (asm, "=&r,=&r,l", (tl.int32, tl.int32))
 
 
 @triton.jit
@@ -52,10 +44,8 @@ def load_pair(ptr, APART: tl.constexpr):
     By assembly: Triton's compiler compares each load with all others, and would take more than twice as long.
     """
     dtype: tl.constexpr = ptr.dtype.element_ty
-    BITS: tl.constexpr = dtype.primitive_bitwidth
-    asm: tl.constexpr = _pair_asm(BITS, APART)
-    types: tl.constexpr = _pair_types(BITS)
-    first, second = tl.inline_asm_elementwise(asm, _pair_constraints(BITS), [ptr.to(tl.int64)], types, False, 1)
+    asm: tl.constexpr = _pair_asm(dtype.primitive_bitwidth, APART)
+    first, second = tl.inline_asm_elementwise(asm[0], asm[1], [ptr.to(tl.int64)], asm[2], False, 1)
     return first.to(dtype, bitcast=True), second.to(dtype, bitcast=True)
 
 
