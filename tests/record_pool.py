@@ -104,7 +104,7 @@ class RecordPool(Pool):
         slots = slice(self.plan.settings.summary_delay // g, request.seen // g)
         views = self.form.views(self.records[torch.tensor(request.entries, device=self.bytes.device)])
         kept = {name: x.transpose(0, 1).flatten(1, 2)[None, :, slots] for name, x in views.items()}
-        return {part.name: kept[part.name].unflatten(3, part.shape).flatten(2, -2) for part in self.form.parts}
+        return {part.name: kept[part.name].unflatten(3, part.shape).flatten(2, -2) for part in sum(self.form.parts, ())}
 
 
 def check_same(got, want):

@@ -33,11 +33,12 @@ CELLS += [] if DEVICE == "cpu" else [(method, shape, torch.bfloat16) for method 
 @pytest.mark.parametrize(("method", "shape", "dtype"), CELLS, ids=str)
 def test_steps_are_those_of_pytorch(method, shape, dtype):
     """Both read the bytes that the kernels have stored, so that a code at a border counts once, where it is made."""
-    lengths, steps, outs = (0, 61, 18, 41), 4 if DEVICE == "cpu" else 40, []
+    lengths, steps, outs, made = (0, 61, 18, 41), 4 if DEVICE == "cpu" else 40, [], {"dtype": dtype, "device": DEVICE}
     if shape in WIDE:
-        lengths = tuple(7 * n for n in lengths)
+        # pages of 16 records, as engines have them
+        lengths, made = tuple(7 * n for n in lengths), made | {"per_page": 16}
     method, shape = (OF_16 if shape in WIDE else RECORDS)[method], (SHAPES | WIDE)[shape]
-    mine, theirs = pools = [RecordPool(method, shape[1:], num_pages=200, dtype=dtype, device=DEVICE) for _ in range(2)]
+    mine, theirs = pools = [RecordPool(method, shape[1:], num_pages=200, **made) for _ in range(2)]
     both = (run_steps(pool, shape, lengths, steps, x) for pool, x in zip(pools, ("triton", "torch"), strict=True))
     for step in zip(*both, strict=True):
         outs.append(step)

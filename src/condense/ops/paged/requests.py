@@ -138,7 +138,7 @@ class PagedLayer:
         self.closes(k, k, v, state, groups.seen, self.settings)
 
     def made(self, tokens: Tensor, calls: tuple[Call, ...]) -> tuple[Tensor, ...]:
-        """Entries ``[G, K, D + Dv]``, or both planes of their records ``[G, K, n]``, of groups of tokens
+        """Entries ``[G, K, D + Dv]``, or all planes of their records ``[G, K, n]``, of groups of tokens
         ``[1, K, G * g, D + Dv]``.
         """
         settings, (D, _), g = self.settings, self.widths, self.settings.rule.chunk

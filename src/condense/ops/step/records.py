@@ -4,8 +4,9 @@ A record holds the parts that `condense.ops.step.state.fields_of` names for entr
 values of the entry, its bias, the index, the exact tokens. So pages need one kind of row for every method, and another
 part is another line of that table. Each part begins at a multiple of 16 bytes, so that kernels load whole words.
 
-A page has N records of each KV head side by side, in two planes: first the index of all, then the rest of all. A step
-reads the index of every group, but the rest of few: so it reads long stretches.
+A page has N records of each KV head side by side, in three planes: first the index of all, then the entries of all,
+then the stored tokens. A step reads index and entries of every group, one after the other, but tokens of few: so it
+reads long stretches.
 
 Shapes: K KV heads, G groups of g tokens, P pages of N records, C bytes of a record, D and Dv widths.
 """
@@ -20,8 +21,8 @@ from torch import Tensor
 from condense.ops.step.settings import StepSettings
 from condense.ops.step.state import Per, fields_of
 
-# parts that are read of every group
-_INDEX = "signs", "steps"
+# parts of each plane
+_PLANES = ("signs", "steps"), ("entries_k", "entries_v", "biases"), ("store",)
 # parts and records begin at multiples of so many bytes
 RECORD_UNIT = 16
 
@@ -29,8 +30,8 @@ RECORD_UNIT = 16
 class Part(NamedTuple):
     """One part of a record.
 
-    name: of its buffer in `condense.ops.step.StepState`. start: offset in bytes. shape: of a group's numbers there,
-    ``(columns,)``, or ``(g, columns)`` of what is kept per token. dtype: of these numbers.
+    name: of its buffer in `condense.ops.step.StepState`. start: offset in bytes in its plane. shape: of a group's
+    numbers there, ``(columns,)``, or ``(g, columns)`` of what is kept per token. dtype: of these numbers.
     """
 
     name: str
@@ -50,46 +51,51 @@ class Part(NamedTuple):
 
 
 class RecordFormat(NamedTuple):
-    """The layout of a record. parts: those that are not empty, in their order: first the index. index_bytes: of these,
-    0 without one. nbytes: C.
+    """The layout of a record. parts: those of each plane that are not empty, in their order. sizes: bytes of a record
+    in each plane.
     """
 
-    parts: tuple[Part, ...]
-    index_bytes: int
-    nbytes: int
+    parts: tuple[tuple[Part, ...], ...]
+    sizes: tuple[int, ...]
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """Bytes of a record in each plane."""
-        return self.index_bytes, self.nbytes - self.index_bytes
+    def nbytes(self) -> int:
+        """Bytes of a record, C."""
+        return sum(self.sizes)
 
-    def pack(self, kept: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Rows of both planes, uint8 ``[B, K, G, n]`` of the `sizes` n, of the parts ``[B, K, G, columns]`` by name, or
-        ``[B, K, G * g, columns]``.
-        """
-        first, like = self.parts[0], kept[self.parts[0].name]
-        num_groups = like.shape[2] // math.prod(first.shape[:-1])
-        records = like.new_zeros(*like.shape[:2], num_groups, self.nbytes, dtype=torch.uint8)
-        for part in self.parts:
-            of_groups = kept[part.name].unflatten(2, (-1, *part.shape[:-1])).flatten(3).contiguous()
-            records[..., part.start : part.stop] = of_groups.view(torch.uint8)
-        return records[..., : self.index_bytes], records[..., self.index_bytes :]
+    @property
+    def _kept(self) -> tuple[tuple[tuple[Part, ...], int], ...]:
+        """Parts and sizes of the planes that are not empty."""
+        return tuple((parts, size) for parts, size in zip(self.parts, self.sizes, strict=True) if size > 0)
 
-    def planes(self, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Both planes of pages uint8 ``[..., N, C]``, whose last two dimensions are contiguous: views ``[..., N, n]``
-        of the `sizes` n.
+    def pack(self, kept: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Rows of each plane that is not empty, uint8 ``[B, K, G, n]`` of the `sizes` n, of the parts ``[B, K, G,
+        columns]`` by name, or ``[B, K, G * g, columns]``.
         """
-        N = pages.shape[-2]
-        index, rest = pages.flatten(-2).split_with_sizes([N * size for size in self.sizes], -1)
-        return index.unflatten(-1, (N, self.sizes[0])), rest.unflatten(-1, (N, self.sizes[1]))
+        given = {
+            part.name: kept[part.name].unflatten(2, (-1, *part.shape[:-1])).flatten(3).contiguous()
+            for part in sum(self.parts, ())
+        }
+        like = next(iter(given.values()))
+        records = like.new_zeros(*like.shape[:3], self.nbytes, dtype=torch.uint8)
+        planes = records.split_with_sizes([size for _, size in self._kept], -1)
+        for plane, (parts, _) in zip(planes, self._kept, strict=True):
+            for part in parts:
+                plane[..., part.start : part.stop] = given[part.name].view(torch.uint8)
+        return planes
+
+    def planes(self, pages: Tensor) -> tuple[Tensor, ...]:
+        """The planes that are not empty, of pages uint8 ``[..., N, C]``, whose last two dimensions are contiguous:
+        views ``[..., N, n]`` of the `sizes` n.
+        """
+        N, sizes = pages.shape[-2], [size for _, size in self._kept]
+        planes = pages.flatten(-2).split_with_sizes([N * size for size in sizes], -1)
+        return tuple(x.unflatten(-1, (N, size)) for x, size in zip(planes, sizes, strict=True))
 
     def views(self, pages: Tensor) -> dict[str, Tensor]:
         """The parts of pages as of `planes`, by name: views ``[..., N, columns]``."""
-        views, (index, rest) = {}, self.planes(pages)
-        for part in self.parts:
-            plane, before = (index, 0) if part.name in _INDEX else (rest, self.index_bytes)
-            views[part.name] = plane[..., part.start - before : part.stop - before].view(part.dtype)
-        return views
+        planes = zip(self.planes(pages), self._kept, strict=True)
+        return {x.name: plane[..., x.start : x.stop].view(x.dtype) for plane, (parts, _) in planes for x in parts}
 
 
 @functools.lru_cache(maxsize=256)  # the same for all layers, in every step
@@ -98,11 +104,14 @@ def record_format(settings: StepSettings, widths: tuple[int, int], dtype: torch.
 
     Raises ValueError for widths that the store cannot hold.
     """
-    parts, end, index_bytes = [], 0, 0
-    for field in sorted(fields_of(settings, 1, widths, dtype), key=lambda field: field.name not in _INDEX):
-        shape = {Per.ENTRY: field.width, Per.STORED: (settings.rule.chunk, *field.width)}.get(field.per)
-        if shape is not None and math.prod(shape) > 0:
-            parts.append(Part(field.name, end, shape, field.dtype))
-            end = -(-parts[-1].stop // RECORD_UNIT) * RECORD_UNIT
-            index_bytes = end if field.name in _INDEX else index_bytes
-    return RecordFormat(tuple(parts), index_bytes, end)
+    fields, planes, sizes = {field.name: field for field in fields_of(settings, 1, widths, dtype)}, [], []
+    for names in _PLANES:
+        parts, end = [], 0
+        for field in map(fields.__getitem__, names):
+            shape = {Per.ENTRY: field.width, Per.STORED: (settings.rule.chunk, *field.width)}.get(field.per)
+            if shape is not None and math.prod(shape) > 0:
+                parts.append(Part(field.name, end, shape, field.dtype))
+                end = -(-parts[-1].stop // RECORD_UNIT) * RECORD_UNIT
+        planes.append(tuple(parts))
+        sizes.append(end)
+    return RecordFormat(tuple(planes), tuple(sizes))

@@ -268,7 +268,7 @@ def recall_close_kernel(
             entries = Buffer(entries_k_ptr + head * G * ROW, entries_v_ptr + head * G * ROW_V, ROW, ROW_V, G)
             ring, slot = Buffer(ring_k_ptr, ring_v_ptr, D, DV, W), group
         else:
-            at = part_at(entries_k_ptr, record)
+            at = part_at(entries_k_ptr, kvh * FAR.s_head + place_row(found, FAR.s_entry, FAR))
             entries = Buffer(entries_k_ptr + at, entries_v_ptr + at, ROW, ROW_V, G)
             ring = RequestPages(ring_k_ptr, ring_v_ptr, NEAR.s_slot, NEAR.s_slot, place, NEAR.s_page)
             slot = group * 0

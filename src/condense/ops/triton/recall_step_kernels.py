@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from condense.ops.triton.device import lane_tokens, lanes
-from condense.ops.triton.device.address import form_place, form_row, head_rows, part_at, place_row
+from condense.ops.triton.device import lane_entries, lane_tokens, lanes
+from condense.ops.triton.device.address import form_place, form_row, head_rows, page_row, part_at, place_row
 from condense.ops.triton.device.codes import MIDDLE, entries_in_words, from_words, load_vectors, row_width, to_words
 from condense.ops.triton.device.parts import load_rows, parts, products, tile_width, zeros
 from condense.ops.triton.device.scores import soft_cap
@@ -186,10 +186,16 @@ def _add_entries(
 
 
 @triton.jit
+def _record(entries, row, inside, FAR: tl.constexpr):
+    """Offsets in bytes of the records of entries; inside: as of `page_row`."""
+    return page_row(entries.table, row, inside, FAR.slots, FAR.s_page, FAR.s_entry)
+
+
+@triton.jit
 def _records(entries, n, FAR: tl.constexpr):
     """Offsets in bytes of the records of entries n; beyond the last entry that of the last."""
     row = tl.minimum(n, entries.size - 1)
-    return form_row(entries.table, row, row >= 0, FAR)
+    return _record(entries, row, row >= 0, FAR)
 
 
 @triton.jit
@@ -242,8 +248,44 @@ def _rows_in_pages(near, entries, tile, entry_tiles, BN: tl.constexpr, NEAR: tl.
     is_entry = tile < entry_tiles
     n = (tile - tl.where(is_entry, 0, entry_tiles)) * BN + tl.arange(0, BN)
     row = tl.minimum(n, tl.where(is_entry, entries.size, near.count) - 1)
-    far = part_at(entries.k, form_row(entries.table, row, is_entry & (row >= 0), FAR))
+    far = part_at(entries.k, _record(entries, row, is_entry & (row >= 0), FAR))
     return tl.where(is_entry, far, form_row(near.table, near.first + row, (tile >= entry_tiles) & (row >= 0), NEAR))
+
+
+@triton.jit
+def _lane_tile(entries, tile, e, ROW: tl.constexpr, ROW_V: tl.constexpr, FAR: tl.constexpr):
+    """A tile of entries for `condense.ops.triton.device.lane_entries`; beyond the last tile that one."""
+    first = tl.minimum(tile, (entries.size - 1) // 16) * 16
+    last = entries.size - 1 - first
+    if FAR is None:
+        at = first.to(tl.int64)
+        return lane_entries.load_entries(entries.k + at * ROW, entries.v + at * ROW_V, last, e, ROW, ROW_V)
+    else:
+        at = _record(entries, first, None, FAR)
+        return lane_entries.load_entries(entries.k + at, entries.v + at, last, e, FAR.s_entry, FAR.s_entry)
+
+
+@triton.jit
+def _lane_offsets(entries, tile, e):
+    """Offsets of a thread's two entries of a tile; -inf for those beyond the last."""
+    n = tile * 16 + e // 4
+    near = tl.load(entries.offset + n, mask=n < entries.size, other=float("-inf"))
+    return near, tl.load(entries.offset + n + 8, mask=n + 8 < entries.size, other=float("-inf"))
+
+
+@triton.jit
+def _lane_entries(
+    sums, q, entries, lo, hi, scale, ROW: tl.constexpr, ROW_V: tl.constexpr, CAP: tl.constexpr, FAR: tl.constexpr
+):  # fmt: skip
+    """Add tiles ``[lo, hi)`` of entries to sums by lanes."""
+    e = tl.arange(0, 32)
+    lanes.check_lanes(e)
+    if lo < hi:
+        queries = lane_entries.entry_queries(q)
+        for tile in range(lo, hi):
+            kept, offset = _lane_tile(entries, tile, e, ROW, ROW_V, FAR), _lane_offsets(entries, tile, e)
+            sums = lane_entries.add_entries(sums, queries, kept, offset, scale, CAP)
+    return sums
 
 
 @triton.jit
@@ -256,15 +298,16 @@ def _lane_bases(base_ptr, n, last, inside):
 
 
 @triton.jit
-def _add_lanes(
-    softmax, opened, lo, hi, store_ptr, queries, base_ptr, inside, scale, FORM: tl.constexpr, CAP: tl.constexpr,
+def _lane_groups(
+    sums, opened, lo, hi, store_ptr, queries, base_ptr, inside, scale, FORM: tl.constexpr, CAP: tl.constexpr,
     FAR: tl.constexpr,
 ):  # fmt: skip
-    """Add open groups ``[lo, hi)``. queries: turned, float32 ``[BR, D]``; base ``[BR]``: as `_put_bases` writes it."""
+    """Add open groups ``[lo, hi)`` to sums by lanes. queries: turned, float32 ``[BR, D]``; base ``[BR]``: as
+    `_put_bases` writes it.
+    """
     e = tl.arange(0, 32)
     lanes.check_lanes(e)
-    PER: tl.constexpr = queries.shape[0] // 4
-    queries, sums = lane_tokens.lane_queries(queries), lane_tokens.no_sums(PER)
+    queries = lane_tokens.lane_queries(queries)
     base_ptr, inside = lane_tokens.of_threads(base_ptr), lane_tokens.of_threads(inside)
     dtype: tl.constexpr = opened.steps.dtype.element_ty
     columns: tl.constexpr = index_widths(FORM.g, FORM.D)
@@ -281,10 +324,15 @@ def _add_lanes(
         next_base = _lane_bases(base_ptr, n + 1, hi, inside)
         sums = lane_tokens.add_group(sums, queries, kept, base, scale, e, CAP)
         kept, base, row = ahead, next_base, next_row
+    return sums
+
+
+@triton.jit
+def _with_lanes(softmax, sums):
+    """The softmax with what was added by lanes."""
     acc, m, total = lane_tokens.whole_sums(sums)
     larger = tl.maximum(softmax.m, m)
-    safe = tl.where(larger == float("-inf"), 0.0, larger)
-    before, now = tl.exp2(softmax.m - safe), tl.exp2(m - safe)
+    before, now = tl.exp2(softmax.m - larger), tl.exp2(m - larger)
     # the sums of weights are added up over the places of a tile
     first = (tl.arange(0, softmax.total.shape[0]) == 0)[:, None]
     total = softmax.total * before[None, :] + tl.where(first, (total * now)[None, :], 0.0)
@@ -351,11 +399,16 @@ def recall_attend_kernel(
     lo, hi = tiles * share // (S - own), tiles * (share + 1) // (S - own)
     hi = tl.where(split < own, lo, hi)
     keys = _Entries(entries_k_ptr, entries_v_ptr, entries, offset_ptr, offset_ptr if FAR is None else far_ptr)
+    BY_LANES: tl.constexpr = EARLY and q_ptr.dtype.element_ty.is_bf16() and BR <= 8
+    LANE_ENTRIES: tl.constexpr = BY_LANES and POOL and lane_entries.fits(BITS, D, DV, BN, FAR)
+    LANES: tl.constexpr = BY_LANES and lane_tokens.fits(FORM.bits, g, D, DV, BN, SLOTS)
+    of_entries, scale_entries = (lo, tl.minimum(hi, entry_tiles)), scale
     if BITS < 16:
         # entries are read by themselves, the tokens in the loop below
-        last = tl.minimum(hi, entry_tiles)
-        softmax = _add_entries(softmax, q, keys, lo, last, scale, FORM, BITS, CAP, PRECISION, EARLY, FAR)
-        lo = tl.maximum(lo, entry_tiles)
+        if not LANE_ENTRIES:
+            softmax = _add_entries(softmax, q, keys, *of_entries, scale, FORM, BITS, CAP, PRECISION, EARLY, FAR)
+        lo, hi = tl.maximum(lo - entry_tiles, 0), tl.maximum(hi - entry_tiles, 0)
+        entries, entry_tiles = 0, 0
     lane, oldest = tl.arange(0, BN), first % W
     offset = tl.zeros([BN], tl.float32)
     if NEAR is not None:
@@ -428,8 +481,6 @@ def recall_attend_kernel(
     n, token = tl.arange(0, BG), tl.arange(0, T)
     # sums of codes would be too large or too small for float16
     WORDS: tl.constexpr = in_words(FORM) and not q[0].dtype.is_fp16()
-    IN_LANES: tl.constexpr = lane_tokens.fits(FORM.bits, g, D, DV, BN, SLOTS)
-    LANES: tl.constexpr = EARLY and q[0].dtype.is_bf16() and BR <= 8 and IN_LANES
     if WORDS:
         base_ptr += head * R * most_opened if FAR is None else kvh * R * G + this.start
         base_ptr += r * (most_opened if FAR is None else G)
@@ -437,8 +488,8 @@ def recall_attend_kernel(
         behind = tl.minimum(tl.cdiv(hi, PARTS) * BG, count)
         _put_bases(base_ptr, q, opened, lo // PARTS * BG, behind, r < R, FORM, PRECISION, EARLY, FAR)
     if LANES:
-        x = turned[0] * (1 / block_width(D))
-        softmax = _add_lanes(softmax, opened, lo, hi, store_ptr, x, base_ptr, r < R, scale, FORM, CAP, FAR)
+        x, sums = turned[0] * (1 / block_width(D)), lane_tokens.no_sums(BR // 4)
+        sums = _lane_groups(sums, opened, lo, hi, store_ptr, x, base_ptr, r < R, scale, FORM, CAP, FAR)
     else:
         if WORDS:
             softmax = _split(softmax, DV)
@@ -470,6 +521,14 @@ def recall_attend_kernel(
             # to all columns, in all parts
             shift = tl.sum(shift, 0)[None, :]
             softmax = _joined(Softmax([x + shift for x in softmax.acc], softmax.m, softmax.total), DV)
+    if LANE_ENTRIES:
+        if not LANES:
+            sums = lane_tokens.no_sums(BR // 4)
+        # behind the groups, which need more registers; queries are read again, not turned
+        q = load_rows(q_ptr + b * s_qb + kvh * R * s_qh, r.to(tl.int64) * s_qh, r < R, FORM.D0, FORM.D1)
+        sums = _lane_entries(sums, q[0], keys, *of_entries, scale_entries, ROW, ROW_V, CAP, FAR)
+    if LANE_ENTRIES or LANES:
+        softmax = _with_lanes(softmax, sums)
     acc = [tl.trans(x) for x in softmax.acc]
     if FORM.bits < 16 and DV == 0:
         acc = (turned_part(acc[0], rotation_ptr, 0, FORM.V0, D, True, EXACT),)

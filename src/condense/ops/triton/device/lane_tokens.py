@@ -24,6 +24,8 @@ from condense.ops.triton.device.scores import soft_cap
 # a query's number in whole numbers: 127 times 128
 _LEVELS = tl.constexpr(16256.0)
 _TINY = tl.constexpr(2.0**-100)
+# below all scores
+_LEAST = tl.constexpr(-3.0e38)
 # a key's number, in steps, is twice a whole number from 0 to 31, less this
 _LESS = tl.constexpr(31)
 
@@ -184,73 +186,101 @@ def _as_second_matrix(x):
 
 
 @triton.constexpr_function
-def _values_asm(WORD):
-    """Assembly of `_weighted`, its constraints and types: codes of two tokens side by side, as bfloat16 numbers less
-    `MIDDLE`: a code in the last bits of 128.0 makes 128 plus the code, of which 136 is taken.
+def _values_asm(WORD, OWN):
+    """Assembly of `_weighted`, its constraints and types: codes of two tokens side by side, as bfloat16 numbers. A code
+    in the last bits of 128.0 makes 128 plus the code, of which 136 is taken: the code less `MIDDLE`. OWN: 128 is taken,
+    and the code is multiplied and added to.
     """
-    lines = [".reg .b32 t<4>, other, u, n<4>, a<4>, less;", "mov.b32 less, 0xC308C308;"]
+    lines = [f".reg .b32 t<4>, other, u, n<4>, a<4>, less; mov.b32 less, {'0xC300C300' if OWN else '0xC308C308'};"]
     kept = "{other, t%d}" if WORD else "{t%d, other}"
     lines += [f"mov.b64 {kept % i}, ${16 + i};" for i in range(4)]
     for i in (0, 2):
         lines += [f"prmt.b32 n{i}, t{i}, t{i + 1}, 0x5410;", f"prmt.b32 n{i + 1}, t{i}, t{i + 1}, 0x7632;"]
+    before = 30 if OWN else 22
     for b in range(4):
         for later in range(2):
             for high in range(2):
+                i = 2 * later + high
                 lines += [
                     f"shr.u32 u, n{2 * later + b // 2}, {8 * (b % 2) + 4 * high};",
                     "lop3.b32 u, u, 0x000F000F, 0x43004300, 0xEA;",
-                    f"add.rn.bf16x2 a{2 * later + high}, u, less;",
+                    f"add.rn.bf16x2 a{i}, u, less;",
                 ]
+                lines += [f"fma.rn.bf16x2 a{i}, a{i}, ${22 + i}, ${26 + i};"] if OWN else []
         c = ", ".join(f"${4 * b + i}" for i in range(4))
-        was = ", ".join(f"${22 + 4 * b + i}" for i in range(4))
+        was = ", ".join(f"${before + 4 * b + i}" for i in range(4))
         lines.append(
             f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{c}}}, {{a0, a1, a2, a3}}, {{$20, $21}}, {{{was}}};"
         )
-    constraints = "=&f" + ",=&f" * 15 + ",l" * 4 + ",r" * 2 + ",f" * 16
+    constraints = "=&f" + ",=&f" * 15 + ",l" * 4 + ",r" * (before - 20) + ",f" * 16
     return "{ " + "\n".join(lines) + " }", constraints, (tl.float32,) * 16
 
 
 @triton.jit
-def _weighted(acc, values, p0, p1, WORD: tl.constexpr):
-    """acc, 16 tensors, plus weighted values of the columns in word WORD of the two that a thread has of each token."""
-    asm: tl.constexpr = _values_asm(WORD)
-    given = values + (p0, p1) + acc  # noqa: RUF005
-    return tl.inline_asm_elementwise(asm[0], asm[1], given, asm[2], False, 1)
+def _weighted(acc, values, given, WORD: tl.constexpr):
+    """acc, 16 tensors, plus weighted values of the columns in word WORD of the two that a thread has of each token.
+
+    given: weights as `_as_second_matrix` has them; then steps and zeros, if values have their own.
+    """
+    asm: tl.constexpr = _values_asm(WORD, len(given) > 2)
+    return tl.inline_asm_elementwise(asm[0], asm[1], values + given + acc, asm[2], False, 1)
 
 
 @triton.jit
 def no_sums(PER: tl.constexpr):
-    """The `LaneSums` before the first token."""
+    """The `LaneSums` before the first token: no score is below its m, which is finite, so that scores may be -inf."""
     zero = (tl.zeros([32], tl.float32),)
-    return LaneSums(zero * 32, (tl.full([32], float("-inf"), tl.float32),) * PER, zero * PER, zero * PER)
+    return LaneSums(zero * 32, (tl.full([32], _LEAST, tl.float32),) * PER, zero * PER, zero * PER)
+
+
+@triton.jit
+def weigh(sums, s0, s1):
+    """Weights of a thread's two tokens by their scores, for each of its heads, the largest scores with these, and the
+    factors of what was added before.
+    """
+    p0, p1, m, alpha = (), (), (), ()
+    for s in tl.static_range(len(s0)):
+        larger = tl.maximum(sums.m[s], lanes.largest_of_lanes(tl.maximum(s0[s], s1[s])))
+        p0, p1 = p0 + (tl.exp2(s0[s] - larger),), p1 + (tl.exp2(s1[s] - larger),)  # noqa: RUF005
+        m, alpha = m + (larger,), alpha + (tl.exp2(sums.m[s] - larger),)  # noqa: RUF005
+    return p0, p1, m, alpha
+
+
+@triton.jit
+def add_values(acc, alpha, codes, grids, p0, p1):
+    """The sums of values times their factors, plus weighted values. codes: as in `LaneGroup`. grids: steps and zeros,
+    of two tokens in a word, of `_values_asm`'s numbers in their order; () for codes that are less `MIDDLE`.
+    """
+    first, second = (), ()
+    for i in tl.static_range(16):
+        if i % 2 < len(alpha):
+            first = first + (acc[i] * alpha[i % 2],)  # noqa: RUF005
+            second = second + (acc[i + 16] * alpha[i % 2],)  # noqa: RUF005
+        else:
+            first, second = first + (acc[i],), second + (acc[i + 16],)  # noqa: RUF005
+    given = (_as_second_matrix(p0), _as_second_matrix(p1)) + grids  # noqa: RUF005
+    return _weighted(first, codes, given, 0) + _weighted(second, codes, given, 1)
 
 
 @triton.jit
 def add_group(sums, queries, group, base, scale, e, CAP: tl.constexpr):
     """Add a `LaneGroup`. base: product of each of a thread's query heads with the group's centre, ``[E]`` for each."""
     PER: tl.constexpr = len(base)
-    x, m, total, shift, alpha, w0, w1 = _key_products(group.key_codes, queries, e), (), (), (), (), (), ()
+    x, s0, s1 = _key_products(group.key_codes, queries, e), (), ()
     key_step0, key_step1 = group.key_steps[0].to(tl.float32), group.key_steps[1].to(tl.float32)
     step0, step1 = group.steps[0].to(tl.float32), group.steps[1].to(tl.float32)
     middle0, middle1 = group.zeros[0].to(tl.float32) + MIDDLE * step0, group.zeros[1].to(tl.float32) + MIDDLE * step1
     for s in tl.static_range(PER):
-        s0 = soft_cap((x[s] * (queries.unit[s] * key_step0) + base[s]) * scale, CAP)[0]
-        s1 = soft_cap((x[PER + s] * (queries.unit[s] * key_step1) + base[s]) * scale, CAP)[0]
-        larger = tl.maximum(sums.m[s], lanes.largest_of_lanes(tl.maximum(s0, s1)))
-        p0, p1, before = tl.exp2(s0 - larger), tl.exp2(s1 - larger), tl.exp2(sums.m[s] - larger)
-        m, alpha, w0, w1 = m + (larger,), alpha + (before,), w0 + (p0 * step0,), w1 + (p1 * step1,)  # noqa: RUF005
-        total = total + (sums.total[s] * before + p0 + p1,)  # noqa: RUF005
-        shift = shift + (sums.shift[s] * before + p0 * middle0 + p1 * middle1,)  # noqa: RUF005
-    first, second = (), ()
-    for i in tl.static_range(16):
-        if i % 2 < PER:
-            first = first + (sums.acc[i] * alpha[i % 2],)  # noqa: RUF005
-            second = second + (sums.acc[i + 16] * alpha[i % 2],)  # noqa: RUF005
-        else:
-            first, second = first + (sums.acc[i],), second + (sums.acc[i + 16],)  # noqa: RUF005
-    p0, p1 = _as_second_matrix(w0), _as_second_matrix(w1)
-    acc = _weighted(first, group.value_codes, p0, p1, 0) + _weighted(second, group.value_codes, p0, p1, 1)
-    return LaneSums(acc, m, total, shift)
+        first = (x[s] * (queries.unit[s] * key_step0) + base[s]) * scale
+        second = (x[PER + s] * (queries.unit[s] * key_step1) + base[s]) * scale
+        s0, s1 = s0 + (soft_cap(first, CAP)[0],), s1 + (soft_cap(second, CAP)[0],)  # noqa: RUF005
+    p0, p1, m, alpha = weigh(sums, s0, s1)
+    total, shift, w0, w1 = (), (), (), ()
+    for s in tl.static_range(PER):
+        w0, w1 = w0 + (p0[s] * step0,), w1 + (p1[s] * step1,)  # noqa: RUF005
+        total = total + (sums.total[s] * alpha[s] + p0[s] + p1[s],)  # noqa: RUF005
+        shift = shift + (sums.shift[s] * alpha[s] + p0[s] * middle0 + p1[s] * middle1,)  # noqa: RUF005
+    return LaneSums(add_values(sums.acc, alpha, group.value_codes, (), w0, w1), m, total, shift)
 
 
 @triton.jit
