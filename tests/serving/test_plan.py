@@ -146,7 +146,7 @@ def test_pages_of_the_engines_own_layers(dense, own):
 
 def test_windows_are_dealt_out_evenly_to_the_tables_they_need():
     """Where 40 windows take 16.3 times the bytes of what 8 layers keep, two tables have 20 each."""
-    recall, shape = condense.Method.parse("recall-device"), (8, (256, 256), BF16)
+    recall, shape = condense.Method.parse("recall-device:unchosen=drop"), (8, (256, 256), BF16)
     layers = [ServedLayer(None, *shape, sliding=1024)] * 40 + [ServedLayer(serving_plan(recall), *shape)] * 8
     assert page_sizes(layers) == (144, 16)
     assert blocks_of_request(layers, 131072).share(layers, 131072) < 0.34
