@@ -25,17 +25,14 @@ def arms(length: int) -> tuple[dict[str, Arm], dict[str, Arm]]:
     Where another setting would open all groups, as the named one for the device does in the shortest texts, it is left
     out.
     """
-    pooled = {"unchosen": "pool", "entry_bits": 4}
     first: dict[str, Arm] = {"dense": None, "recall-device": DEVICE, "recall-host": HOST, "cache of 4 bits": CACHE}
     second: dict[str, Arm] = {
-        "1/4": DEVICE.replace(num_recall=0.25),
+        "dropped, 1/8": DEVICE.replace(unchosen="drop", num_recall=0.125),
+        "1/8": DEVICE.replace(num_recall=0.125),
+        "128 at least": DEVICE.replace(min_recall=128),
+        "the first layer too": {"rest": DEVICE},
         "window 1024": DEVICE.replace(window=1024),
         "16 bits": DEVICE.replace(store_bits=16),
-        "the first layer too": {"rest": DEVICE},
-        "with entries": DEVICE.replace(**pooled),
-        "1/16": DEVICE.replace(num_recall=0.0625),
-        "128 at least": DEVICE.replace(min_recall=128),
-        "128 at least, with entries": DEVICE.replace(min_recall=128, **pooled),
         "groups of 8": DEVICE.replace(group_size=8, min_recall=512),
         "groups of 32": DEVICE.replace(group_size=32, min_recall=128),
     }

@@ -57,6 +57,8 @@ MAKES: Mapping[str, Mapping[str, Any]] = {
     },
     # norms behind attention and feed-forward, and over all heads of q and k
     "olmo2-77m": {"model_type": "olmo2", **_LARGE, "num_attention_heads": 12, "num_key_value_heads": 3, **_rope(5e5)},
+    # biases of q, k and v; three query heads per KV head
+    "qwen2-79m": {"model_type": "qwen2", **_LARGE, "num_attention_heads": 6, "num_key_value_heads": 2, **_rope(1e6)},
     # latents; all layers dense, none of experts
     "mla-28m": {
         "model_type": "deepseek_v3", **_SMALL, "num_hidden_layers": 8, "first_k_dense_replace": 99,
