@@ -16,9 +16,10 @@ def test_shares_are_those_of_a_cpu_and_captured_steps_are_refused(family):
             tiny.generate(model, tiny.ROWS[0][None].to(device))
         noted.append(torch.stack([torch.stack(of_layer) for of_layer in shares.values()]))
     torch.testing.assert_close(*noted, rtol=0, atol=1e-3)
-    cache = model(tiny.ROWS[0][None].cuda(), use_cache=True).past_key_values
+    ids = tiny.ROWS[0][None].cuda()
+    cache = model(ids, use_cache=True).past_key_values
     with (
         torch.no_grad(), condense.closed_mass(model), pytest.raises(ValueError, match="got one captured"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):  # fmt: skip
-        model(tiny.ROWS[0][None, :1].cuda(), past_key_values=cache)
+        model(ids[:, :1], past_key_values=cache)
