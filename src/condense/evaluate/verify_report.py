@@ -15,8 +15,8 @@ BARS = (
     f"task lost, with the paired 95 % bound at most {MOST_BOUND:.0%}."
 )
 MORE = (
-    "No setting passes. An entry for each closed group may help, --method recall-device:unchosen=pool,entry_bits=4; "
-    "more open groups lose less: --method recall-host:num_recall=512,slots=512."
+    "No setting passes. More open groups lose less: --method recall-device:min_recall=512, or "
+    "recall-host:num_recall=512,slots=512."
 )
 
 
