@@ -65,7 +65,8 @@ def _as_now(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def write_page(documents: Mapping[str, Any], page: Path) -> None:
     """Write the study's page."""
     newest = models_of(documents)
-    arms = dict.fromkeys(row["arm"] for of in newest.values() for row in of["rows"] if row["arm"] not in ("dense", _HOST))
+    rows = [row for model in newest.values() for row in model["rows"]]
+    arms = dict.fromkeys(row["arm"] for row in rows if row["arm"] not in ("dense", _HOST))
     adapted = [of for name, of in sorted(documents.items()) if name.startswith("adapted-")]
     tables = {
         "WORST": _worst_cells(newest, [*_NAMED, *(arm for arm in arms if arm not in _NAMED)]),
