@@ -70,7 +70,7 @@ def test_documents_may_be_marked_in_place_between_steps_of_training():
 
 
 def test_a_layer_without_marks_is_not_in_a_forward_whose_marks_are_gone():
-    board, layer = ForwardBoard(), torch.nn.Identity()
+    board, layer = ForwardBoard(None, {}), torch.nn.Identity()
     q = torch.zeros(1, 1, 40, 4)
 
     def documents(layer_idx, options):

@@ -68,14 +68,15 @@ def _dense_static(model):
     return cache
 
 
-def _other_method(model):
-    with condense.use(model, tiny.STREAMING):
+def _other_method(model, layers=None):
+    with condense.use(model, tiny.STREAMING, layers):
         return tiny.filled(model, IDS)
 
 
 SLIDING = partial(DynamicSlidingWindowLayer, sliding_window=8)
 NOT_CONDENSED, SLIDES = "cannot be condensed: use a plain DynamicCache", tiny.config("mistral-sliding")
 DENSE_ENTRIES = "already holds dense entries .* start CCA.* from an empty cache"
+OTHER = "already holds tokens condensed by CCA.*summary='streaming'"
 CACHES = {
     "offloaded-static": (_offloaded, "offloaded static caches cannot be condensed: leave offloading out"),
     "sliding-static": (lambda m: StaticCache(SLIDES, 128), f"a StaticSlidingWindowLayer {NOT_CONDENSED}"),
@@ -84,7 +85,8 @@ CACHES = {
     "sliding": (lambda m: _of_layers(SLIDING), f"a DynamicSlidingWindowLayer {NOT_CONDENSED}"),
     "pair": (lambda m: EncoderDecoderCache(DynamicCache(), DynamicCache()), "encoder-decoder.*: call condense.restore"),
     "of-a-dense-model": (lambda m: tiny.filled(tiny.model("llama"), IDS), DENSE_ENTRIES),
-    "of-another-method": (_other_method, "already holds tokens condensed by CCA.*summary='streaming'"),
+    "of-another-method": (_other_method, OTHER),
+    "last-of-another-method": (partial(_other_method, layers=[2]), OTHER),
 }
 
 
@@ -93,14 +95,14 @@ CACHES = {
 def test_caches(model, make, message, how):
     cache = make(model)
     layers = [] if isinstance(cache, EncoderDecoderCache) else list(cache.layers)
-    seen = cache.get_seq_length()
+    seen = [layer.get_seq_length() for layer in layers]
     read = {
         "forward": lambda: tiny.logits(model, IDS, past_key_values=cache, use_cache=True),
         "generate": lambda: tiny.generate(model, torch.cat([IDS, IDS], dim=1), past_key_values=cache),
     }[how]
     with pytest.raises(ValueError, match=message):
         read()
-    assert cache.get_seq_length() == seen
+    assert [layer.get_seq_length() for layer in layers] == seen
     assert isinstance(cache, EncoderDecoderCache) or all(a is b for a, b in zip(cache.layers, layers, strict=False))
 
 

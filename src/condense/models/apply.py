@@ -166,7 +166,9 @@ def condense_from_config(model: PreTrainedModel) -> None:
 
 def _owner(attentions: dict[int, nn.Module]) -> int | None:
     """The thread whose `use` block the model is in, None outside of one. Raises ValueError in another thread."""
-    board = next((m.condense_board for m in attentions.values() if isinstance(m, CondensedAttention)), ForwardBoard())
+    board = next((m.condense_board for m in attentions.values() if isinstance(m, CondensedAttention)), None)
+    if board is None:
+        return None
     board.check_thread()
     return board.owner
 
@@ -218,7 +220,7 @@ def _set_methods(
 ) -> None:
     """Condense the modules; each keeps the name of the attention implementation that `restore` returns to."""
     watch(model, attentions, assignment)
-    board = ForwardBoard(owner)
+    board = ForwardBoard(owner, {index: assignment.get(index) or stock_method(x) for index, x in attentions.items()})
     for index, module in attentions.items():
         if implementation != IMPLEMENTATION:
             module.condense_previous = implementation  # type: ignore[assignment]

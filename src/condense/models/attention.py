@@ -26,7 +26,7 @@ from condense.models.forward import (
     forward_of,
     refuse_context_parallel,
 )
-from condense.models.layers import condensed_layer, num_seen, read_tokens
+from condense.models.layers import condensed_layer, ensure_layers, num_seen, read_tokens
 from condense.models.masks import ALL_REAL, is_real
 from condense.models.mla import condensed_latents, head_mesh, up_projection
 from condense.models.reread import Piece
@@ -264,11 +264,15 @@ class CondensedAttention(nn.Module):
         if config._attn_implementation_internal != IMPLEMENTATION:
             # another implementation was set after condense.apply: use that one
             return super().forward(*args, **kwargs)
-        if not torch.compiler.is_compiling():
-            self.condense_board.check_thread()
         name = "layer_past" if "layer_past" in kwargs else "past_key_values"
         cache: Cache | None = kwargs.pop(name, None)
         layer_idx: int = self.layer_idx  # type: ignore[assignment]
+        if not torch.compiler.is_compiling():
+            self.condense_board.check_thread()
+            methods = self.condense_board.methods
+            if cache is not None and layer_idx == next(iter(methods)) and not isinstance(cache, Piece):
+                # before any layer takes a token
+                ensure_layers(cache, methods)
         state = CacheProxy(cache, layer_idx, is_latent=is_latent(self))
         return super().forward(*args, **{name: state}, condense_state=state, **kwargs)
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache
 
+from condense.methods import Method
 from condense.models.masks import Padding, check_mask, find_padding
 from condense.ops import NO_EXTRAS, Extras
 from condense.plan import ForwardPlan
@@ -153,11 +154,11 @@ class Forward:
 class ForwardBoard:
     """The newest forwards of a model, by which its layers share plans. Copies and pickles of a board are empty.
 
-    owner: the thread in whose `condense.use` block the model is, None outside of one.
+    owner: the thread in whose `condense.use` block the model is, None outside of one. methods: of all layers, by layer.
     """
 
-    def __init__(self, owner: int | None = None) -> None:
-        self.owner = owner
+    def __init__(self, owner: int | None, methods: dict[int, Method]) -> None:
+        self.owner, self.methods = owner, methods
         self._forwards: list[Forward] = []
 
     def check_thread(self) -> None:
@@ -182,8 +183,8 @@ class ForwardBoard:
         self._forwards = [forward, *self._forwards[: _MOST_FORWARDS - 1]]
         return forward
 
-    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
-        return type(self), ()
+    def __reduce__(self) -> tuple[type[Self], tuple[None, dict[int, Method]]]:
+        return type(self), (None, self.methods)
 
 
 def forward_of(call: AttentionCall) -> Forward:
