@@ -202,7 +202,7 @@ def _served(documents: Documents) -> dict[tuple[str, int, int], float]:
     for stem, document in documents.items():
         if stem.startswith("recall-speed-condensed-"):
             run = document["results"]
-            of = [name for name in NAMES if Method.parse(name) == Method.parse(run["method"])]
+            of = [name for name in NAMES if Method.parse(name).to_dict() == run["settings"]]
             steps = [row["step_ms"]["median"] for row in run["decode-130561"][0] if row["rows"] == 1]
             found |= {(name, LENGTHS[-1], i): min(of) for name in of for i, of in enumerate((run["first"], steps))}
     return found

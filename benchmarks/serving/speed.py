@@ -231,10 +231,13 @@ def main():
         start = time.perf_counter() - begun
         found = check and check.result()
     engine.condensed, engine.longest = is_condensed, LONG // shorter
+    # a name stands for other settings in other versions
+    one = is_condensed and args.method is not None and "@" not in args.method
     content = {
         "vllm": VLLM, "attention": args.attention, "mode": args.mode,
         "shape": "trial" if args.trial else "llama-3.1-8b", "method": (args.method or str(METHOD)) if engine.condensed
-        else None, "batched_tokens": BATCHED_TOKENS[args.attention], "cache": args.cache, "checked": found,
+        else None, "settings": condense.Method.parse(args.method).to_dict() if one else None,
+        "batched_tokens": BATCHED_TOKENS[args.attention], "cache": args.cache, "checked": found,
         "engine_start_s": start,
     }  # fmt: skip
 
