@@ -120,14 +120,27 @@ def check_lanes(compiled):
 
 
 @pytest.mark.usefixtures("steps_on_hopper")
-@pytest.mark.parametrize("rows", [1, 8])
-def test_steps_by_lanes(rows, compiled):
-    """Programs that score have eight warps, or with many rows four."""
-    settings = step_settings(condense.Method.parse("recall-device"))
-    state = empty(settings, 1024, 8, (128, 128), rows=rows, dtype=torch.bfloat16, entries=64)
-    token = NewToken(*(torch.zeros(rows, heads, 1, 128, dtype=torch.bfloat16) for heads in (32, 8, 8)))
-    triton_step.step(StepCall(token, state, settings, scale=0.1))
+@pytest.mark.parametrize(("rows", "heads"), [(1, 32), (8, 32), (1, 64)])
+def test_steps_by_lanes(rows, heads, compiled):
+    """Programs that score have eight warps, or with many rows four; a warp has four query heads, or eight."""
+    step_of(step_settings(condense.Method.parse("recall-device")), rows, heads)
     check_lanes(compiled)
+
+
+def step_of(settings, rows, heads):
+    """Read one token per row, of which eight KV heads of width 128 each serve as many query heads."""
+    state = empty(settings, 1024, 8, (128, 128), rows=rows, dtype=torch.bfloat16, entries=64)
+    token = NewToken(*(torch.zeros(rows, n, 1, 128, dtype=torch.bfloat16) for n in (heads, 8, 8)))
+    triton_step.step(StepCall(token, state, settings, scale=0.1))
+
+
+@pytest.mark.usefixtures("steps_on_hopper")
+def test_entries_by_lanes_beside_slots(compiled):
+    """Groups with slots are read by the kernel of other shapes."""
+    step_of(with_store(step_settings(condense.Method.parse("recall-device")), slots=256), 1, 32)
+    asm = lane_assembly(next(kernel for kernel in compiled if kernel.metadata.name == "recall_attend_kernel"))
+    assert "movmatrix.sync." in asm
+    assert ".s8.s8." not in asm
 
 
 @pytest.mark.usefixtures("steps_on_hopper")
