@@ -29,6 +29,35 @@ def poison(monkeypatch):
     return poison
 
 
+@pytest.fixture
+def lanes(monkeypatch):
+    """Without a GPU, steps of Recall are those of a Hopper GPU with one multiprocessor, which read by lanes."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    import torch
+    from triton_kernels import ptx
+
+    from condense.ops.triton import host, recall_close_kernels, recall_step_kernels, recall_step_plan, step_kernels
+    from condense.ops.triton import recall_step_score_kernels as score_kernels
+
+    ran = ptx.install(monkeypatch)
+    for module in (recall_close_kernels, recall_step_kernels, score_kernels, step_kernels):
+        for name in {"gdc_wait", "gdc_launch_dependents"} & vars(module).keys():
+            monkeypatch.setattr(module, name, lambda: None)
+    for name in ("_table", "_num_splits"):
+        original = getattr(recall_step_plan, name)
+        monkeypatch.setattr(recall_step_plan, name, lambda _, *a, f=original: f(torch.device("cuda"), *a))
+    monkeypatch.setattr(recall_step_plan, "_is_early", lambda device: True)
+    monkeypatch.setattr(recall_step_plan, "gpu_of", lambda device: host.Gpu((9, 0), 1))
+    for known in (recall_step_plan.plan_of, recall_step_plan.close_of):
+        known.cache_clear()
+    yield
+    for known in (recall_step_plan.plan_of, recall_step_plan.close_of):
+        known.cache_clear()
+    assert {"mma", "movmatrix", "shfl"} <= ran
+
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     from triton.language.core import block_type, tensor
     from triton.runtime import interpreter

@@ -141,20 +141,31 @@ def exactly(state, settings, D, Dv, dtype):
     [(2, 16, 3), (16, 16, 3), (2, 16, 20), (16, 16, 20), (2, 32, 3), (16, 32, 3)] if CUDA else [(2, 4, 3)],
 )
 def test_outputs_are_within_the_error_budget(rows, g, opened, bits, dtype, scratch):  # noqa: F811
-    """Twice the error of the same step in PyTorch, all of them over one quantised store and its quantised entries.
-
-    On a GPU also with as many rows as are read by programs of another size.
-    """
-    w, L, (D, Dv) = (40, 420, (128, 128)) if CUDA else (6, 40, (16, 24))
+    """On a GPU also with as many rows as are read by programs of another size."""
+    w, L, widths = (40, 420, (128, 128)) if CUDA else (6, 40, (16, 24))
     settings = step_settings(Recall(group_size=g, window=w, num_recall=opened, entry_bits=bits, store_bits=bits))
-    exact = dataclasses.replace(with_store(settings, bits=16), entry_bits=16)
-    qkv, results = random_qkv(rows, 8, 2, L, D, Dv, dtype=dtype), []
-    state = empty(settings, L, 2, (D, Dv), rows=rows, dtype=dtype, device=DEVICE)
+    check_budget(settings, random_qkv(rows, 8, 2, L, *widths, dtype=dtype), scratch)
+
+
+@pytest.mark.usefixtures("lanes")
+@pytest.mark.parametrize("slots", [0, 4])
+@pytest.mark.parametrize("heads", [(8, 2), (3, 1), (8, 1)])
+def test_lanes_are_within_the_error_budget(heads, slots, scratch):  # noqa: F811
+    settings = step_settings(Recall(group_size=16, window=40, num_recall=3, min_recall=0, entry_bits=4, store_bits=4))
+    qkv = random_qkv(1, *heads, 330, 128, 128, dtype=torch.bfloat16)
+    check_budget(with_store(settings, slots=slots), qkv, scratch, last=2)
+
+
+def check_budget(settings, qkv, scratch, last=6):  # noqa: F811
+    """Twice the error of the same step in PyTorch, all of them over one quantised store and its quantised entries."""
+    exact, (q, k, v), results = dataclasses.replace(with_store(settings, bits=16), entry_bits=16), qkv, []
+    (rows, K, L, D), Dv, dtype = k.shape, v.shape[3], q.dtype
+    state = empty(settings, L, K, (D, Dv), rows=rows, dtype=dtype, device=DEVICE)
     for t in range(L):
         new = new_token(qkv, t)
         before = type(state)(*(x.clone() for x in state))
         plain = torch_step.step(StepCall(new, state, settings, scale=SCALE / 4), own_by(settings))
-        if t < L - 6:
+        if t < L - last:
             continue
         wide = exactly(before, settings, D, Dv, dtype)
         got = triton_step.step(StepCall(new, before, settings, scale=SCALE / 4))
