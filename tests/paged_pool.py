@@ -43,10 +43,17 @@ class Pool:
     """
 
     up, extras = None, NO_EXTRAS
+    # where in its block a page of each kind begins, and bytes of a block more than pages need: they need no neighbours
+    offsets, spare = {"window": 0, "entries": 0, "ring": 0}, 64
 
-    def __init__(self, method, heads, num_pages=400, dtype=torch.float64, device="cpu", seed=0, sizes=None):
-        self.method, self.plan, self.dtype = method, serving_plan(method), dtype
+    def __init__(
+        self, method, heads, num_pages=400, dtype=torch.float64, device="cpu", seed=0, *, sizes=None, block=None,
+        fill=255,
+    ):  # fmt: skip
+        """sizes: tokens of a page; block: bytes from page to page; fill: every byte that no request has written."""
+        self.method, self.plan, self.dtype, self.fill = method, serving_plan(method), dtype, fill
         self.kv_heads, self.width, self.value_width = heads
+        self.in_records = self.plan.has_records
         layer = ServedLayer(self.plan, self.kv_heads, heads[1:], dtype)
         self.far, self.near = sizes or page_sizes([layer])
         # slots of a page and bytes of a slot
@@ -55,12 +62,19 @@ class Pool:
             "entries": (self.plan.entry_slots(self.far), layer.slot_bytes),
             "ring": (self.plan.ring_slots, self.width * dtype.itemsize),
         }
-        largest = max(slots * self.kv_heads * nbytes for slots, nbytes in self.kinds.values())
-        # some bytes more: pages need not be neighbours
-        self.cache = torch.full((num_pages, -(-largest // 16) * 16 + 64), 255, dtype=torch.uint8, device=device)
+        self.take_memory(num_pages, block, device)
         self.free = list(range(1, num_pages))
         random.Random(seed).shuffle(self.free)
         self.requests = []
+
+    def take_memory(self, num_pages, block, device):
+        largest = max(slots * self.kv_heads * nbytes for slots, nbytes in self.kinds.values())
+        # where blocks lie far apart, memory between pages is never touched, and so not taken
+        self.blocks = torch.empty(
+            num_pages, block or -(-largest // 16) * 16 + self.spare, dtype=torch.uint8, device=device
+        )
+        for part in [self.view(kind) for kind in self.kinds] if block else [self.blocks]:
+            part.fill_(self.fill)
 
     def add(self, length, shared=None, shared_tokens=0):
         """A request of up to ``length`` tokens; it begins with ``shared_tokens`` tokens in the pages of another."""
@@ -70,33 +84,31 @@ class Pool:
         self.requests.append(request)
         return request
 
-    @property
-    def blocks(self):
-        return self.cache
-
     def take(self):
         return self.free.pop()
 
     def give_back(self, page):
-        self.cache[page] = 255
+        for kind in self.kinds:
+            self.view(kind)[page] = self.fill
         self.free.append(page)
 
-    def pages(self, kind, tables):
-        """Pages of one kind in the blocks of these tables."""
+    def view(self, kind):
+        """All blocks as pages of one kind, bytes ``[P, K, N, nbytes]``."""
         slots, nbytes = self.kinds[kind]
-        strides = (self.cache.stride(0), slots * nbytes, nbytes, 1)
-        view = self.cache.as_strided((len(self.cache), self.kv_heads, slots, nbytes), strides)
-        return Pages(view, self.table(tables))
+        strides = (self.blocks.stride(0), slots * nbytes, nbytes, 1)
+        return self.blocks.as_strided((len(self.blocks), self.kv_heads, slots, nbytes), strides, self.offsets[kind])
 
     def table(self, tables):
         # as in an engine, whose table is as wide for many steps: kernels are compiled for its strides
         width = -(-max(map(len, tables)) // 16) * 16
         rows = [table + [NULL] * (width - len(table)) for table in tables]
-        return torch.tensor(rows, dtype=torch.int32, device=self.cache.device)
+        return torch.tensor(rows, dtype=torch.int32, device=self.blocks.device)
 
     def state(self, requests):
-        window, entries, ring = (self.pages(kind, [getattr(r, kind) for r in requests]) for kind in self.kinds)
-        if not self.plan.has_records:
+        window, entries, ring = (
+            Pages(self.view(kind), self.table([getattr(r, kind) for r in requests])) for kind in self.kinds
+        )
+        if not self.in_records:
             entries = entries.view(self.dtype)
         ring = ring.view(self.dtype) if self.plan.ring_slots else None
         return PagedState(window.view(self.dtype), entries, ring, self.up, self.extras)
@@ -114,7 +126,7 @@ class Pool:
         steps = 0
         while steps < len(lengths) and lengths[steps] <= 1:
             steps += 1
-        device = self.cache.device
+        device = self.blocks.device
         new = NewTokens(starts, seen, torch.tensor(seen, dtype=torch.int32, device=device), steps)
         q, k, v = (torch.cat([qkv[i] for _, qkv in chunks]).to(device) for i in range(3))
         width = v.shape[2] if self.up is None else self.up.w_uv.shape[2]
@@ -160,7 +172,7 @@ def complete_a_prefix(pool, num_new, heads, tolerance, *, scale, backend):
     """A request completes a prefix by a single token; in the same step another goes on with ``num_new`` tokens."""
     prefix = pool.far * (1 + 64 // pool.far)
     sizes = (heads, pool.kv_heads, prefix + num_new, pool.width, pool.value_width)
-    qkv = [x[0].transpose(0, 1).to(pool.cache.device, pool.dtype) for x in oracle.random_qkv(1, *sizes)]
+    qkv = [x[0].transpose(0, 1).to(pool.blocks.device, pool.dtype) for x in oracle.random_qkv(1, *sizes)]
     a = pool.add(prefix)
     pool.read([(a, [x[: prefix - 1] for x in qkv])], scale=scale, backend="torch")
     a.reserve(prefix)

@@ -82,7 +82,7 @@ def run_steps(pool, shape, lengths, steps, backend):
 
     shape: H, K, D, Dv; of latents H, and d_n, d_r, d_c and d_v.
     """
-    options = {"dtype": pool.dtype, "device": pool.cache.device}
+    options = {"dtype": pool.dtype, "device": pool.blocks.device}
     qkvs, pool.up = _sequences(shape, lengths, steps, **options)
     requests, scale = [pool.add(length + steps) for length in lengths], _scale_of(shape)
     for request, qkv, length in zip(requests, qkvs, lengths, strict=True):

@@ -3,18 +3,12 @@
 Blocks lie far apart, tables are shuffled, and every byte that no request has written is 255: NaN as a number.
 """
 
-import dataclasses
-import random
-from types import SimpleNamespace
-
 import torch
 from packed_groups import Packed, check_packed
-from paged_pool import Pool
+from paged_pool import NULL, Pool
 
 import condense
-from condense.methods import step_settings
 from condense.ops.entries import EntryFormat
-from condense.ops.paged import PagedState, Pages
 from condense.ops.step import record_format
 
 # methods over records
@@ -40,69 +34,25 @@ EXACT_PROMPTS = {
 }
 
 
-def paged_settings(method):
-    """The settings of a method over records. With a choice these are made when their groups are complete."""
-    settings = step_settings(method)
-    return settings if settings.choice is None else dataclasses.replace(settings, summary_delay=0)
-
-
 class RecordPool(Pool):
-    """Pages of one layer: N tokens of a window, or the records of F tokens, at some offset in each block."""
+    """Pages of one layer, each at some offset in its block: ``slots`` tokens of a window, or ``per_page`` records."""
 
-    def __init__(
-        self, method, heads, num_pages=400, dtype=torch.float64, device="cpu", seed=0, *, slots=8, per_page=4,
-        block=None, fill=255,
-    ):  # fmt: skip
-        """block: bytes from page to page; fill: every byte that no request has written."""
-        self.method, (K, D, Dv) = method, heads
-        self.kv_heads, self.width, self.value_width = heads
-        settings, g = paged_settings(method), method.group_size
-        self.near, self.far, self.dtype = slots, per_page * g, dtype
-        ring_slots = slots if settings.num_summary > 1 else 0
-        self.plan = SimpleNamespace(settings=settings, kept_tokens=method.window + g, ring_slots=ring_slots)
-        self.form, self.fill = record_format(settings, (D, Dv), dtype), fill
-        row, record = (D + Dv) * dtype.itemsize, self.form.nbytes
-        self.block = block or -(-max(K * slots * row, K * per_page * record) // 16) * 16 + 4096
-        # far apart, memory between pages is never touched, and so not taken
-        self.bytes = torch.empty(num_pages * self.block, dtype=torch.uint8, device=device)
-        tokens = self._pages((K, slots, row), 1024)
-        self.cache, self.records = tokens.view(dtype), self._pages((K, per_page, record), 2048)
-        self.kinds = tokens, self.records
-        for pages in self.kinds:
-            pages.fill_(fill)
-        if block is None:
-            self.bytes.fill_(fill)
-        self.free = list(range(1, num_pages))
-        random.Random(seed).shuffle(self.free)
-        self.requests = []
+    offsets, spare = {"window": 1024, "entries": 2048, "ring": 1024}, 4096
 
-    @property
-    def blocks(self):
-        return self.bytes.view(-1, self.block)
+    def __init__(self, method, heads, *args, slots=8, per_page=4, **options):
+        super().__init__(method, heads, *args, sizes=(per_page * method.group_size, slots), **options)
 
-    def _pages(self, shape, offset):
-        K, N, C = shape
-        pages = len(self.bytes) // self.block
-        return self.bytes.as_strided((pages, K, N, C), (self.block, N * C, C, 1), offset)
-
-    def give_back(self, page):
-        for pages in self.kinds:
-            pages[page] = self.fill
-        self.free.append(page)
-
-    def state(self, requests):
-        """The ring's pages, of mean queries, are those of tokens."""
-        window, entries, ring = (
-            self.table([getattr(r, kind) for r in requests]) for kind in ("window", "entries", "ring")
-        )
-        means = Pages(self.cache, ring) if self.plan.ring_slots else None
-        return PagedState(Pages(self.cache, window), Pages(self.records, entries), means, self.up, self.extras)
+    def take_memory(self, *args):
+        """In records also what an engine would keep as numbers."""
+        self.in_records, self.form = True, record_format(self.plan.settings, (self.width, self.value_width), self.dtype)
+        self.kinds["entries"] = self.kinds["entries"][0], self.form.nbytes
+        super().take_memory(*args)
 
     def kept(self, request):
         """The parts of the records of a request's complete groups, by name: ``[1, K, G, columns]``, or of tokens."""
         g = self.method.group_size
         slots = slice(self.plan.settings.summary_delay // g, request.seen // g)
-        views = self.form.views(self.records[torch.tensor(request.entries, device=self.bytes.device)])
+        views = self.form.views(self.view("entries")[torch.tensor(request.entries, device=self.blocks.device)])
         kept = {name: x.transpose(0, 1).flatten(1, 2)[None, :, slots] for name, x in views.items()}
         return {part.name: kept[part.name].unflatten(3, part.shape).flatten(2, -2) for part in sum(self.form.parts, ())}
 
@@ -129,9 +79,10 @@ def check_records(pools):
     a GPU keys are turned by sums in another order, see `packed_groups`.
     """
     mine, theirs = pools
-    eps = torch.finfo(mine.cache.dtype).eps
+    eps = torch.finfo(mine.dtype).eps
+    mine_window, their_window = (pool.view("window").view(pool.dtype) for pool in pools)
     for a, b in zip(mine.requests, theirs.requests, strict=True):
-        assert torch.equal(mine.cache[a.window[-1]].nan_to_num(7), theirs.cache[b.window[-1]].nan_to_num(7))
+        assert torch.equal(mine_window[a.window[-1]].nan_to_num(7), their_window[b.window[-1]].nan_to_num(7))
         kept, wanted = mine.kept(a), theirs.kept(b)
         if mine.plan.settings.choice is not None and a.seen >= mine.method.group_size:
             complete = a.seen // mine.method.group_size * mine.method.group_size
@@ -148,4 +99,4 @@ def check_records(pools):
                 check_entries(mine, kept[name], x, name)
             else:
                 assert torch.equal(kept[name], x), name
-    assert bool((mine.bytes[: mine.block] == mine.fill).all())
+    assert bool((mine.blocks[NULL] == mine.fill).all())

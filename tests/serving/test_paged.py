@@ -192,6 +192,7 @@ def test_nothing_new_writes_nothing():
 
 def test_a_ring_without_room_for_a_summary_is_refused():
     """Its slots would be written twice at once, in any order on a GPU."""
-    pool = RecordPool(METHODS["streaming"].replace(group_size=20, window=20, entry_bits=4), (K, D, DV), slots=8)
+    pool = RecordPool(METHODS["streaming"].replace(group_size=20, window=20, entry_bits=4), (K, D, 4))
+    pool.kinds["ring"] = 8, pool.kinds["ring"][1]
     with pytest.raises(ValueError, match=r"the ring must have \d+ slots or more, got 8"):
         pool.read([(pool.add(3), tokens_of(pool, 3))], scale=SCALE)

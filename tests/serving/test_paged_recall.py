@@ -9,7 +9,7 @@ import pytest
 import torch
 from grids import fixture_of
 from paged_sequences import cut, random_tokens
-from record_pool import EXACT_PROMPTS, RECALL, RECORDS, RecordPool, paged_settings
+from record_pool import EXACT_PROMPTS, RECALL, RECORDS, RecordPool
 from step_states import call_of, empty, own_by
 
 import condense
@@ -19,6 +19,7 @@ from condense.ops.paged import api
 from condense.ops.recall import split_keys
 from condense.ops.step import record_format
 from condense.ops.torch import step as torch_step
+from condense.serving.plan import ServingPlan, serving_plan
 
 H, K, D, DV = 4, 2, 6, 4
 SCALE = 0.6
@@ -88,14 +89,15 @@ def test_a_request_that_takes_up_a_prefix_has_the_bits_of_one_that_read_all_itse
 
 def test_settings_and_records_of_another_kind_are_refused():
     pool = RecordPool(RECORDS["default"], (K, D, DV))
-    own, records = pool.plan.settings, pool.records
-    odd = records.as_strided(records.shape, (pool.block - 8, *records.stride()[1:]))
-    for pool.plan.settings, pool.records, message in (
-        (paged_settings(RECALL.replace(store="host")), records, "use store='device'"),
-        (replace(own, summary_delay=8), records, "summary_delay of records must be 0, got 8"),
-        (paged_settings(RECORDS["store-8"]), records, r"entries must be pages uint8 \[P, 2, N, \d+\], got"),
-        (own, odd, "must begin at multiples of 16 bytes"),
+    own, blocks = pool.plan.settings, pool.blocks
+    on_host = replace(step_settings(RECALL.replace(store="host")), summary_delay=0)
+    for settings, pool.blocks, message in (
+        (on_host, blocks, "use store='device'"),
+        (replace(own, summary_delay=8), blocks, "summary_delay of records must be 0, got 8"),
+        (serving_plan(RECORDS["store-8"]).settings, blocks, r"entries must be pages uint8 \[P, 2, N, \d+\], got"),
+        (own, torch.empty_like(blocks[:, 8:]), "must begin at multiples of 16 bytes"),
     ):
+        pool.plan = ServingPlan(settings)
         with pytest.raises(ValueError, match=message):
             pool.read([(pool.add(3), tokens_of(3))], scale=SCALE)
 
@@ -112,7 +114,7 @@ def test_a_backend_is_chosen_for_as_many_groups_as_tables_have_room_for(monkeypa
 
 def test_the_bytes_of_a_record():
     """Llama's shape: groups of 16, two entries, the index, a store of 8 bits."""
-    settings = paged_settings(condense.Recall(store_bits=8))
+    settings = step_settings(condense.Recall(store_bits=8))
     form = record_format(settings, (128, 128), torch.bfloat16)
     starts = [{part.name: (part.start, part.columns) for part in parts} for parts in form.parts]
     entries = {"entries_k": (0, 128), "entries_v": (256, 128)}

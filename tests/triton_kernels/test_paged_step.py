@@ -162,14 +162,14 @@ def early(monkeypatch):
         return made._replace(step=early_plan(made.step), store=early_plan(made.store))
 
     def kept_store(*args, **options):
-        before = pools[0].cache.clone()
+        before = pools[0].blocks.clone()
         store(*args, **options)
-        stored[:] = [before, pools[0].cache.clone()]
+        stored[:] = [before, pools[0].blocks.clone()]
 
     def late_attend(*args, **options):
         with monkeypatch.context() as patch:
-            patch.setattr(step_kernels, "gdc_launch_dependents", lambda: pools[0].cache.copy_(stored[0]))
-            patch.setattr(step_kernels, "gdc_wait", lambda: pools[0].cache.copy_(stored[1]))
+            patch.setattr(step_kernels, "gdc_launch_dependents", lambda: pools[0].blocks.copy_(stored[0]))
+            patch.setattr(step_kernels, "gdc_wait", lambda: pools[0].blocks.copy_(stored[1]))
             attend(*args, **options)
 
     for name in ("gdc_launch_dependents", "gdc_wait"):
