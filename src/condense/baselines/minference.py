@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from condense.baselines.blocks import BLOCK, SparseKeys
 from condense.baselines.sparse_prefill import SparsePrefill, block_scores, by_distance, last_weights, no_columns
@@ -126,9 +127,9 @@ class MInference(SparsePrefill):
             keys = pattern_of(text).choose(q[:, heads], k[:, heads // (H // k.shape[1])], scale=scale)
             blocks[heads] = keys.blocks
             columns |= dict(zip(heads.tolist(), keys.columns, strict=True))
-        longest = max(map(len, columns.values()))
-        padded = [F.pad(columns[h], (0, longest - len(columns[h])), value=q.shape[2]) for h in range(H)]
-        return SparseKeys(blocks, torch.stack(padded))
+        return SparseKeys(
+            blocks, pad_sequence([columns[h] for h in range(H)], batch_first=True, padding_value=q.shape[2])
+        )
 
 
 def pattern_of(text: object) -> AShape | VerticalSlash | BlockSparse:

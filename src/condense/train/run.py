@@ -30,6 +30,7 @@ from condense.models.adapted import ADAPTED
 from condense.models.families import check_learned_positions
 from condense.results import refuse_existing, write_results
 from condense.tasks import Corpus, SequenceBuilder, load_corpus, load_words, read_documents
+from condense.tasks.corpus import sha256
 from condense.train.config import PhaseConfig, TrainConfig
 from condense.train.data import TrainingSequences, keeps_documents_apart
 from condense.train.optimizer import set_trained
@@ -238,14 +239,11 @@ def _check_model(config: TrainConfig) -> None:
 def _own_tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase:
     assert config.architecture is not None
     vocab_size = config.architecture["vocab_size"]
-    digest = hashlib.sha256()
-    documents = list(read_documents(config.data, skipped=[]))  # which encoding reports
-    for document in documents:
-        digest.update(document.encode())
+    digest = hashlib.sha256("".join(map(sha256, config.data)).encode())
     folder = config.cache_folder / f"tokenizer-{vocab_size}-{digest.hexdigest()[:16]}"
     if not folder.exists():
-        positions = config.architecture["max_position_embeddings"]
-        trained = train_tokenizer(documents, vocab_size, positions)
+        documents = read_documents(config.data, skipped=[])  # which encoding reports
+        trained = train_tokenizer(documents, vocab_size, config.architecture["max_position_embeddings"])
         with whole_folder(folder) as part:
             trained.save_pretrained(part)
     # loaded from the folder even if it is new, so that first and later runs use the same

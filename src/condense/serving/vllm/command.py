@@ -66,9 +66,7 @@ def _version() -> str | None:
 
 def file_flags(flags: list[str]) -> list[str]:
     """The flags in the YAML file that ``--config`` names, as on the command line; none without such a file."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", nargs="?")
-    path = parser.parse_known_args(flags)[0].config
+    path = _read_flags(flags, ("--config",), nargs="?").config
     if path is None or not Path(path).is_file():
         return []
     content = yaml.safe_load(Path(path).read_text())
@@ -81,20 +79,23 @@ def file_flags(flags: list[str]) -> list[str]:
 
 def adapters_in(flags: list[str]) -> list[str]:
     """Paths of the adapters that ``--lora-modules`` names, each as ``name=path`` or as a JSON object."""
-    adapters, is_adapter = [], False
-    for word in flags:
-        given = word
-        if word.startswith("--"):
-            _, _, given = word.partition("=")
-            is_adapter = _name(word) == _ADAPTERS
-        if not is_adapter:
-            continue
+    adapters = []
+    for given in _read_flags(flags, (_ADAPTERS,), nargs="*", action="extend", default=[]).lora_modules:
         if given.startswith("{"):
             with suppress(json.JSONDecodeError, KeyError):
                 adapters.append(json.loads(given)["path"])
         elif "=" in given:
             adapters.append(given.partition("=")[2])
     return adapters
+
+
+def _read_flags(flags: list[str], *names: tuple[str, ...], **how: Any) -> argparse.Namespace:
+    """The values of flags, written in full with ``-`` or ``_``. how: as in argparse's ``add_argument``."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for each in names:
+        parser.add_argument(*each, **how)
+    words = [_name(word) + word[len(_name(word)) :] if word.startswith("--") else word for word in flags]
+    return parser.parse_known_args(words)[0]
 
 
 def _name(flag: str) -> str:
@@ -104,18 +105,15 @@ def _name(flag: str) -> str:
 
 def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
     """The settings that flags in full spelling name; vLLM's process checks the same again, however they are spelled."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for names in (
+    valued = (
         ("--dtype",), ("--kv-cache-dtype",), ("--kv-transfer-config",), ("--kv-offloading-size",),
         ("--speculative-config", "-sc"), ("--tensor-parallel-size", "-tp"), ("--decode-context-parallel-size", "-dcp"),
         ("--prefill-context-parallel-size", "-pcp"),
-    ):  # fmt: skip
-        # a missing value is for vLLM to refuse
-        parser.add_argument(*names, nargs="?")
-    for name in ("--disable-hybrid-kv-cache-manager", "--enable-dbo", "--enable-lora"):
-        parser.add_argument(name, action="store_true")
-    words = [_name(word) + word[len(_name(word)) :] if word.startswith("--") else word for word in flags]
-    given = vars(parser.parse_known_args([*file_flags(flags), *words])[0])
+    )  # fmt: skip
+    switches = ("--disable-hybrid-kv-cache-manager",), ("--enable-dbo",), ("--enable-lora",)
+    words = [*file_flags(flags), *flags]
+    # a missing value is for vLLM to refuse
+    given = vars(_read_flags(words, *valued, nargs="?")) | vars(_read_flags(words, *switches, action="store_true"))
 
     def number(name: str) -> int:
         return int(given[name]) if str(given[name]).isdecimal() else 1
