@@ -23,7 +23,7 @@ from condense.train import phase as phase_module
 from condense.train import run as run_module
 from condense.train.loss import token_loss
 from condense.train.optimizer import projections, set_trained
-from condense.train.phase import forecast
+from condense.train.phase import forecast, plan_of
 from condense.train.record import summary
 from condense.train.trainer import MixedTrainer
 
@@ -230,15 +230,16 @@ def test_the_plan_counts_bytes():
     model = tiny_llama(vocab_size=100, num_hidden_layers=1).to(torch.bfloat16)
     count = sum(weight.numel() for weight in model.parameters())
     phase = PhaseConfig("p", 10, 128, 8, distill=1.0, gradient_accumulation_steps=2)
-    plan = forecast(model, phase)
-    assert (plan.parameters, plan.trained, plan.tokens) == (count, count, 10 * 8 * 128)
-    assert (plan.weights, plan.gradients, plan.optimizer, plan.teacher) == (2 * count, 2 * count, 12 * count, 2 * count)
-    assert plan.logits == 2 * 4 * 128 * 100 * 2
-    spread = forecast(model, phase, processes=4, sharded=True, sharded_teacher=True)
-    assert (spread.weights, spread.gradients, spread.optimizer) == (count, count, 2 * count)
-    assert (spread.teacher, spread.logits) == (count // 2, plan.logits // 4)
-    assert forecast(model, phase, processes=4, sharded=True).teacher == 2 * count
-    assert "trains 5.81K of 5.81K parameters, 10 steps, 10.2K tokens" in str(plan)
+    sizes = {"weights": 2 * count, "gradients": 2 * count, "optimizer": 12 * count, "teacher": 2 * count}
+    sizes["logits"] = 2 * 4 * 128 * 100 * 2
+    assert forecast(model, phase) == sizes
+    sharded = {"weights": count, "gradients": count, "optimizer": 2 * count, "logits": sizes["logits"] // 4}
+    assert forecast(model, phase, processes=4, sharded=True, sharded_teacher=True) == sharded | {"teacher": count // 2}
+    assert forecast(model, phase, processes=4, sharded=True) == sharded | {"teacher": 2 * count}
+    assert phase.tokens == 10 * 8 * 128
+    model.lm_head.requires_grad_(False)
+    said = plan_of(model, phase, 1, sizes)
+    assert f"trains {(count - 1600) / 1000:.3g}K of {count / 1000:.3g}K parameters, 10 steps, 10.2K tokens" in said
 
 
 def test_what_does_not_fit_is_refused_before_the_first_step(base):

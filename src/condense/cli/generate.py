@@ -27,7 +27,7 @@ def generate_command(
     import torch
     from transformers import TextStreamer
 
-    from condense.evaluate.compare import attention_of, chat_message, encode, pad_token
+    from condense.evaluate.compare import attention_of, chat_message, encode
     from condense.methods import Dense
     from condense.models import choice_from_text
     from condense.models.families import check_learned_positions
@@ -65,6 +65,6 @@ def generate_command(
             use_cache=True,
             max_new_tokens=max_new_tokens,
             streamer=Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-            pad_token_id=pad_token(tokenizer),
+            pad_token_id=0,  # a single row is not padded, but without one generate warns
             **sampling,
         )

@@ -127,11 +127,6 @@ def new_cache(model: PreTrainedModel) -> DynamicCache:
     return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
-def pad_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token that generate pads with. A single row is never padded, but without one generate warns."""
-    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-
-
 @contextmanager
 def attention_of(model: PreTrainedModel, choice: MethodChoice) -> Iterator[None]:
     """Condense the model as chosen for the length of the block; layers with Dense stay stock."""
@@ -192,7 +187,7 @@ def _run(
                 max_new_tokens=max_new_tokens,
                 do_sample=False,
                 stopping_criteria=StoppingCriteriaList([watch]),
-                pad_token_id=pad_token(tokenizer),
+                pad_token_id=0,  # a single row is not padded, but without one generate warns
             )
             answers.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip())
             first_s.append(watch.first_s)

@@ -93,6 +93,11 @@ class PhaseConfig:
                     f"attention by {self.method}, got {self.sequence_length}"
                 )
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole phase."""
+        return self.steps * self.batch_size * self.sequence_length
+
     def part_size(self, processes: int = 1) -> int:
         """Sequences in one part of a batch on one process. Raises ValueError if the parts would not be equal."""
         parts = self.gradient_accumulation_steps * processes

@@ -4,9 +4,9 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate.utils import is_torch_version, parse_flag_from_env
@@ -28,66 +28,46 @@ _SHARDING = (
 _GIB = 2**30
 
 
-class Forecast(NamedTuple):
-    """Sizes of a phase, per process (GPU) where they are bytes; activations are not among them.
-
-    parameters, trained: numbers of weights. processes: their number. weights, gradients, optimizer, teacher: bytes.
-    logits: bytes of one part's logits and their gradient, or of the teacher's logits.
-    """
-
-    phase: PhaseConfig
-    processes: int
-    parameters: int
-    trained: int
-    weights: int
-    gradients: int
-    optimizer: int
-    teacher: int
-    logits: int
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the whole phase."""
-        return self.phase.steps * self.phase.batch_size * self.phase.sequence_length
-
-    def __str__(self) -> str:
-        names, sizes = self._fields[4:], self[4:]
-        parts = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in zip(names, sizes, strict=True))
-        return (
-            f"{self.phase.name}: trains {_count(self.trained)} of {_count(self.parameters)} parameters, "
-            f"{self.phase.steps} steps, {_count(self.tokens)} tokens, processes: {self.processes}\n"
-            f"{self.phase.name}: {sum(sizes) / _GIB:.2f} GiB each ({parts}), before activations"
-        )
-
-
 def forecast(
     model: nn.Module, phase: PhaseConfig, *, processes: int = 1, sharded: bool = False, sharded_teacher: bool = False
-) -> Forecast:
-    """Sizes of a phase for a model whose trained weights are marked by ``requires_grad``.
+) -> dict[str, int]:
+    """Bytes of a phase per process (GPU) by what they are for, for a model whose trained weights have requires_grad.
 
+    Activations are not among them. ``logits``: those of one part and their gradient, or the teacher's.
     processes: their number. sharded: whether they share weights, gradients and optimizer too (FSDP2, ZeRO-3),
     whose trained weights are float32. sharded_teacher: and the teacher (FSDP2).
     """
-    parameters = list(model.parameters())
-    width = parameters[0].element_size()
-    total, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    width = next(model.parameters()).element_size()
+    total, trained = _sizes(model)
     shares = processes if sharded else 1
     stored = 4 if sharded else width  # bytes of a trained weight
     copies = 0 if sharded or width == 4 else 4
     own_teacher = phase.distill > 0 and not hasattr(model, "disable_adapter")
     causal_lm: Any = model
     vocabulary = causal_lm.get_input_embeddings().weight.shape[0]
-    return Forecast(
-        phase,
-        processes,
-        total,
-        trained,
-        weights=((total - trained) * width + trained * stored) // shares,
-        gradients=trained * stored // shares,
-        optimizer=trained * (8 + copies) // shares,
-        teacher=total * width // (processes if sharded_teacher else 1) if own_teacher else 0,
-        logits=2 * phase.part_size(processes) * phase.sequence_length * vocabulary * width,
+    return {
+        "weights": ((total - trained) * width + trained * stored) // shares,
+        "gradients": trained * stored // shares,
+        "optimizer": trained * (8 + copies) // shares,
+        "teacher": total * width // (processes if sharded_teacher else 1) if own_teacher else 0,
+        "logits": 2 * phase.part_size(processes) * phase.sequence_length * vocabulary * width,
+    }
+
+
+def plan_of(model: nn.Module, phase: PhaseConfig, processes: int, sizes: Mapping[str, int]) -> str:
+    """Two lines that say how much a phase trains, and the bytes of its `forecast`."""
+    total, trained = map(_count, _sizes(model))
+    parts = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in sizes.items())
+    return (
+        f"{phase.name}: trains {trained} of {total} parameters, {phase.steps} steps, {_count(phase.tokens)} tokens, "
+        f"processes: {processes}\n{phase.name}: {sum(sizes.values()) / _GIB:.2f} GiB each ({parts}), before activations"
     )
+
+
+def _sizes(model: nn.Module) -> tuple[int, int]:
+    """Numbers of weights, and of those that are trained."""
+    parameters = list(model.parameters())
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
 
 def _count(number: int) -> str:
@@ -167,10 +147,8 @@ def train_phase(
             "or unset it"
         )
     if arguments.process_index == 0:
-        plan = forecast(
-            model, phase, processes=arguments.world_size, sharded=sharded or deepspeed, sharded_teacher=sharded
-        )
-        print(plan, flush=True)
+        spread = {"processes": arguments.world_size, "sharded": sharded or deepspeed, "sharded_teacher": sharded}
+        print(plan_of(model, phase, arguments.world_size, forecast(model, phase, **spread)), flush=True)
     if phase.gradient_checkpointing:
         # this method's name differs between the supported versions of transformers, as does Trainer's own argument
         enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

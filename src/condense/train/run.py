@@ -181,7 +181,7 @@ def _run_phase(
     report = {
         "phase": phase,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "tokens": phase.steps * phase.batch_size * phase.sequence_length,
+        "tokens": phase.tokens,
         "seconds": round(time.monotonic() - began, 1),
         "resumed_from": checkpoint.name if checkpoint else None,
         "history": trainer.state.log_history,
