@@ -69,9 +69,7 @@ def _by_flex(q: Tensor, k: Tensor, v: Tensor, keys: SparseKeys, scale: float) ->
     columns = torch.where(keys.columns < length, keys.columns, L)
     more, more_lse = _over_columns(q, k, v, lower, columns, scale)
     total = torch.logaddexp(lse, more_lse)
-    parts = ((out, lse), (more, more_lse))
-    joined = sum(part.float() * (each - total).exp()[..., None].float() for part, each in parts)
-    assert isinstance(joined, Tensor)
+    joined = torch.lerp(out.float(), more.float(), (more_lse - total).exp()[..., None].float())
     return joined[:, :, :length].to(q.dtype), total[:, :, :length]
 
 

@@ -118,15 +118,14 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _print(contents: list[dict[str, Any]]) -> None:
     """One table of all models, then the verdicts."""
-    from condense.evaluate.verify_report import BARS, cells_of
+    from condense.evaluate.verify_report import BARS, at_lengths, cells_of
 
     console, several = options.plain_console(), ["model"] if len(contents) > 1 else []
     headings = ["cache", "at", *HEADINGS, "steps", "ok"]
     table = options.plain_table(left=[*several, "setting"], right=headings, is_whole=True)
     for content in contents:
-        for result in content["settings"]:
-            for each in result["lengths"]:
-                table.add_row(*([content["model"]] if several else []), *cells_of(result, each, short=True))
+        for result, each in at_lengths(content):
+            table.add_row(*([content["model"]] if several else []), *cells_of(result, each, short=True))
     console.print(table)
     console.print(LEGEND, soft_wrap=True)
     console.print(BARS, soft_wrap=True)

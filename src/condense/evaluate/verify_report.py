@@ -78,12 +78,7 @@ def page(files: Sequence[Content]) -> str:
     heads = [
         "model", "setting", "device", "host", "tokens", *(WORDS[name] for name in WORDS), "greedy steps alike", "passes"
     ]  # fmt: skip
-    rows = [
-        [content["model"], *cells_of(result, each)]
-        for content in files
-        for result in content["settings"]
-        for each in result["lengths"]
-    ]
+    rows = [[content["model"], *cells_of(*both)] for content in files for both in at_lengths(content)]
     lines = ["# What settings lose", "", BARS, "", *_table(heads, rows)]
     for content in files:
         config = content["config"]
@@ -97,6 +92,11 @@ def page(files: Sequence[Content]) -> str:
         lines += [f"- `{result['name']}`: {result['settings']}" for result in content["settings"]]
         lines += _places(content)
     return "\n".join(lines) + "\n"
+
+
+def at_lengths(content: Content) -> list[tuple[Content, Content]]:
+    """Each setting of a result file with each of its lengths."""
+    return [(result, each) for result in content["settings"] for each in result["lengths"]]
 
 
 def cells_of(result: Content, each: Content, *, short: bool = False) -> list[str]:
@@ -129,19 +129,17 @@ def _places(content: Content) -> list[str]:
         lines += ["", f"{title.capitalize()} by stretch of the second half, nats per token:", ""]
         rows = [
             [result["name"], f"{each['length']:,}", *(f"{value:.4f}" for value in each[name])]
-            for result in content["settings"]
-            for each in result["lengths"]
+            for result, each in at_lengths(content)
         ]
         lines += _table(["setting", "tokens", *map(str, range(1, len(rows[0]) - 1))], rows)
     for task in TASKS:
         title = f"{task.capitalize()} found, by fifth of the text in which they stand (95 % Wilson interval):"
         lines += ["", title, ""]
         rows = []
-        for result in content["settings"]:
-            for each in result["lengths"]:
-                parts = [each["found"][task], *each["by_depth"][task]]
-                shown = [f"{p['right']}/{p['total']} [{p['low']:.0%}, {p['high']:.0%}]" for p in parts]
-                rows.append([result["name"], f"{each['length']:,}", *shown])
+        for result, each in at_lengths(content):
+            parts = [each["found"][task], *each["by_depth"][task]]
+            shown = [f"{p['right']}/{p['total']} [{p['low']:.0%}, {p['high']:.0%}]" for p in parts]
+            rows.append([result["name"], f"{each['length']:,}", *shown])
         lines += _table(["setting", "tokens", "all", *map(str, range(1, len(rows[0]) - 2))], rows)
     return lines
 
