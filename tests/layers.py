@@ -4,7 +4,9 @@ Shapes: B rows, H query heads, K KV heads, L tokens, D and Dv widths.
 """
 
 import torch
+from oracles import oracle
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from condense import functional
 from condense.caches import read_request
@@ -12,20 +14,21 @@ from condense.ops import NewToken
 
 
 class Counting(TorchDispatchMode):
+    """Names of the operations that are called, and the most numbers of a tensor that one makes."""
+
     def __init__(self):
         super().__init__()
-        self.names = []
+        self.names, self.largest = [], 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        self.largest = max([self.largest, *(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))])
+        return out
 
 
 def draw(L, seed=0, rows=2, heads=(4, 2), widths=(6, 6), dtype=torch.float64, device="cpu"):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = ((heads[0], widths[0]), (heads[1], widths[0]), (heads[1], widths[1]))
-    drawn = (torch.randn(rows, n, L, width, generator=generator, dtype=dtype) for n, width in shapes)
-    return [x.to(device) for x in drawn]
+    return [x.to(device) for x in oracle.random_qkv(rows, *heads, L, *widths, dtype=dtype, seed=seed)]
 
 
 def columns(qkv, start, stop):

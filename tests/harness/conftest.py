@@ -3,16 +3,15 @@
 `make test-eval` runs this folder, in an environment of its own; without lm_eval installed it is not collected.
 """
 
-import contextlib
 import functools
 import importlib.util
-import io
 import json
 import os
 import sys
 
 import pytest
 import torch
+from cli.test_commands import run_here
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from condense.demo import demo_text
@@ -39,15 +38,11 @@ def one_index():
 @pytest.fixture
 def condense_line(monkeypatch):
     """`condense ARGUMENTS` in this process: its exit code, its output and its messages."""
-    from condense.cli.main import main
 
-    def run(*arguments, entry=main):
-        out, err = io.StringIO(), io.StringIO()
-        monkeypatch.setattr(sys, "argv", ["condense", *map(str, arguments)])
+    def run(*arguments, **options):
         monkeypatch.setattr(sys, "path", list(sys.path))
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as done:
-            entry()
-        return done.value.code or 0, out.getvalue(), err.getvalue()
+        done = run_here(*map(str, arguments), **options)
+        return done.returncode, done.stdout, done.stderr
 
     return run
 

@@ -1,9 +1,6 @@
 """lm-evaluation-harness's own command line, started by `condense run`, scores a condensed folder as condensed."""
 
-import contextlib
-import io
 import json
-import sys
 
 import pytest
 import torch
@@ -65,16 +62,11 @@ def _answer(model, tokenizer, text):
 
 
 @pytest.mark.parametrize(("kind", "name", "more", "accuracy"), RUNS)
-def test_a_task_that_only_the_condensed_model_answers(folders, tmp_path, monkeypatch, kind, name, more, accuracy):
-    from condense.cli.main import main
-
-    words = ["condense", "run", "-m", "lm_eval", "--model", kind, "--device", "cpu", "--batch_size", "1"]
+def test_a_task_that_only_the_condensed_model_answers(folders, condense_line, tmp_path, kind, name, more, accuracy):
     arguments = json.dumps({"pretrained": str(folders / name), "dtype": "float32"} | more)
-    words += ["--model_args", arguments, "--tasks", "far"]
-    monkeypatch.setattr(sys, "argv", [*words, "--include_path", str(folders), "--output_path", str(tmp_path / "out")])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    with contextlib.redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as done:
-        main()
-    assert not done.value.code
+    words = ["--model", kind, "--model_args", arguments, "--device", "cpu", "--batch_size", "1", "--tasks", "far"]
+    places = "--include_path", folders, "--output_path", tmp_path / "out"
+    code, _, err = condense_line("run", "-m", "lm_eval", *words, *places)
+    assert code == 0, err
     (results,) = (tmp_path / "out").rglob("results_*.json")
     assert json.loads(results.read_text())["results"]["far"]["acc,none"] == accuracy
