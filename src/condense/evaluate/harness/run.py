@@ -94,8 +94,7 @@ def evaluate(
             )  # fmt: skip
         with attention_of(model, choice):  # fail now if the model cannot take a method, not after hours of others
             pass
-    source = {"settings": plain(settings), "methods": {k: plain(v) for k, v in methods.items()}}
-    source["model"] = fingerprint(model)
+    source = {"settings": plain(settings), "methods": plain(methods), "model": fingerprint(model)}
     # tasks are loaded in the folder of data
     folder, name = settings.data and settings.data.absolute(), Path(tokenizer.name_or_path)
     metadata = {"tokenizer": str(name.absolute()) if name.is_dir() else tokenizer.name_or_path}
