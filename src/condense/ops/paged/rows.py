@@ -53,11 +53,6 @@ class Slots(NamedTuple):
         """Slots by their numbers in a request. size: slots of a page."""
         return cls(row, number // size, number % size)
 
-    @classmethod
-    def of_ring(cls, row: Tensor, position: Tensor, size: int) -> Self:
-        """Slots of positions in a ring, a request's only page."""
-        return cls(row, torch.zeros_like(position), position % size)
-
 
 class Summary(NamedTuple):
     """The queries that weigh the groups which a call makes. tail: slots ``[B, Q]`` of the mean queries before the new
@@ -131,7 +126,8 @@ def reading_of(new: NewTokens, first: int, state: PagedState, settings: StepSett
         kept = num.clamp(max=settings.num_summary)
         of, number = _spread(kept, sum(min(r.num, settings.num_summary) for r in requests))
         number = number + (num - kept)[of]
-        newest = start[of] + number, Slots.of_ring(row[of], before[of] + number, state.ring.slots)
+        # a ring is a request's only page
+        newest = start[of] + number, Slots.of(row[of], (before[of] + number) % state.ring.slots, state.ring.slots)
     return Reading(
         slice(requests[0].start, requests[-1].stop),
         Slots.of(row[which], before[which] + own, state.window.slots),
@@ -223,8 +219,8 @@ def _summary(requests: Sequence[Request], state: PagedState, settings: StepSetti
     row, end, count = _on_device([(r.row, r.before, n) for r, n in zip(requests, counts, strict=True)], state)
     Q, tail = int((before - start).max()), None
     if state.ring is not None and Q > 0:
-        position = end[:, None] - Q + torch.arange(Q, device=end.device)
-        tail = Slots.of_ring(row[:, None], position, state.ring.slots)
+        slot = (end[:, None] - Q + torch.arange(Q, device=end.device)) % state.ring.slots
+        tail = Slots.of(row[:, None], slot, state.ring.slots)
     return Summary(spans, tail, _spread(count, sum(counts)) if B > 1 else None)
 
 
