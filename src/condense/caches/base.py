@@ -170,11 +170,6 @@ def _tensors(value: Any, visited: set[int]) -> Iterator[Tensor]:
     if id(value) in visited or isinstance(value, type):
         return
     visited.add(id(value))
-    if isinstance(value, dict):
-        children = list(value.values())
-    elif isinstance(value, (list, tuple, set)):
-        children = list(value)
-    else:
-        children = list(vars(value).values()) if hasattr(value, "__dict__") else []
-    for child in children:
+    children = value if isinstance(value, dict | list | tuple | set) else getattr(value, "__dict__", {})
+    for child in list(children.values() if isinstance(children, dict) else children):
         yield from _tensors(child, visited)
