@@ -11,7 +11,7 @@ from oracles.latent_oracle import Latents
 
 import condense
 from condense import CCA, DGA, LCA
-from condense.latent import LatentView, UpProjection, mean_queries
+from condense.latent import UpProjection, attend_latents, mean_queries
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 WIDTHS = (5, 3, 7, 4)
@@ -47,8 +47,7 @@ def read_in_steps(method, x, steps, *, absorb, hand_over=False):
         summary = mean_queries(method, new_q, up)
         sources, past = extend(view, past, summary, new, new[..., :0], scale=q.shape[-1] ** -0.5)
         handed = up.expand(new) if hand_over else None
-        latents = LatentView.of(sources, new_q, up, new=handed, absorb=absorb)
-        out = latents.finish(method.attend(latents.q, latents.context, scale=q.shape[-1] ** -0.5)[0])
+        out, _ = attend_latents(method, new_q, sources, up, new=handed, absorb=absorb, scale=q.shape[-1] ** -0.5)
         outs.append(out)
     return torch.cat(outs, 2), past
 

@@ -9,7 +9,7 @@ key and query without position, key and query with position, value.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,9 +62,7 @@ def latent_attention(
         def run(q: Tensor, entries: Tensor, plan: ForwardPlan) -> tuple[Tensor, Tensor | None]:
             mean_q, values = mean_queries(method, q, up), entries[..., :0]
             context, _ = extend(latent_method, None, mean_q, entries, values, scale=scale, plan=plan, backend=backend)
-            view = LatentView.of(context, q, up)
-            out, lse = method.attend(view.q, view.context, scale=scale, backend=backend, return_lse=return_lse)
-            return view.finish(out), lse
+            return attend_latents(method, q, context, up, scale=scale, backend=backend, return_lse=return_lse)
 
         entries = torch.cat([c, k_rope], dim=-1)[:, None]
         out, lse = run_planned(method, run, (q, entries), cu_seqlens, padding)
@@ -78,55 +76,41 @@ def mean_queries(
     return q[:, :1, :, :0] if method.layout.num_summary == 0 else up.mean_queries(q, over_ranks)
 
 
-class LatentView(NamedTuple):
-    """Queries and context for a method's `attend`: over latents, or over keys and values per head made from them.
+def attend_latents(
+    method: Method,
+    q: Tensor,
+    context: Context,
+    up: UpProjection,
+    *,
+    new: tuple[Tensor, Tensor] | None = None,
+    absorb: bool | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`Method.attend` of q ``[B, H, L, d_n + d_r]`` over a context of latents: out ``[B, H, L, d_v]``, and lse or None.
 
-    q: absorbed queries for latents, else the heads' own. up: for the output over latents, else None.
+    context: as `condense.functional.extend` returns it. new: keys and values per head of the window's last L tokens, if
+    the caller has expanded them already. absorb: True attends on latents, False on keys and values per head; None takes
+    the cheaper. options: of `Method.attend`.
     """
-
-    q: Tensor
-    context: Context
-    up: UpProjection | None
-
-    @classmethod
-    def of(
-        cls,
-        context: Context,
-        q: Tensor,
-        up: UpProjection,
-        *,
-        new: tuple[Tensor, Tensor] | None = None,
-        absorb: bool | None = None,
-    ) -> Self:
-        """The view of a context of latents, as `condense.functional.extend` returns it, for q ``[B, H, L, d_n + d_r]``.
-
-        new: keys and values per head of the window's last L tokens, if the caller has expanded them already.
-        absorb: True attends on latents, False on keys and values per head; None takes the cheaper.
-        """
-        entries, window = context.sources
-        if absorb is None:
-            # a store holds latents, too, which are expanded with the others
-            lengths = [x.shape[2] for x in (entries.k, window.k, *context.extra[2:])]
-            absorb = up.absorbing_pays(q.shape[2], sum(lengths))
-        if absorb:
-            latents = tuple(up.view(source, absorb=True) for source in context.sources)
-            return cls(up.absorb(q), context._replace(sources=latents), up)
-        heads = up.view(entries, absorb=False), Source(*_expanded_window(window.k, up, new))
-        return cls(q, context._replace(sources=heads, projection=up), None)
-
-    def finish(self, out: Tensor) -> Tensor:
-        """The method's output as ``[B, H, L, d_v]``."""
-        return out if self.up is None else self.up.project_out(out)
-
-
-def _expanded_window(window: Tensor, up: UpProjection, new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    entries, window = context.sources
+    if absorb is None:
+        # a store holds latents, too, which are expanded with the others
+        lengths = [x.shape[2] for x in (entries.k, window.k, *context.extra[2:])]
+        absorb = up.absorbing_pays(q.shape[2], sum(lengths))
+    if absorb:
+        latents = tuple(up.view(source, absorb=True) for source in context.sources)
+        out, lse = method.attend(up.absorb(q), context._replace(sources=latents), **options)
+        return up.project_out(out), lse
+    of_entries = up.view(entries, absorb=False)
     if new is None:
-        return up.expand(window)
-    L = new[0].shape[2]
-    if window.shape[2] == L:
-        return new
-    k, v = up.expand(window[:, :, :-L])
-    return torch.cat([k, new[0]], dim=2), torch.cat([v, new[1]], dim=2)
+        expanded = up.expand(window.k)
+    elif (before := window.k.shape[2] - new[0].shape[2]) == 0:
+        expanded = new
+    else:
+        k, v = up.expand(window.k[:, :, :before])
+        expanded = torch.cat([k, new[0]], dim=2), torch.cat([v, new[1]], dim=2)
+    heads = context._replace(sources=(of_entries, Source(*expanded)), projection=up)
+    return method.attend(q, heads, **options)
 
 
 def _check_shapes(q_nope: Tensor, q_rope: Tensor, c: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> None:

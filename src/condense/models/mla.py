@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate
 
-from condense.latent import LatentView, UpProjection, mean_queries
+from condense.latent import UpProjection, attend_latents, mean_queries
 from condense.methods import Method
 from condense.models.families import is_latent
 from condense.models.forward import AttentionCall
@@ -40,9 +40,8 @@ def condensed_latents(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, entr
     context = read_tokens(call, method, mean_q, entries, entries[..., :0], latent_width=up.latent_width)
     # if old tokens come before new ones and rows are padded, the new tokens are not the last L columns in every row
     joined = call.padding is None or context.window.k.shape[2] == q.shape[2]
-    expanded = (k, v) if joined else None
-    view = LatentView.of(context, q, up, new=expanded)
-    return view.finish(method.attend(view.q, view.context, scale=call.scale, dropout_p=call.dropout)[0])
+    new = (k, v) if joined else None
+    return attend_latents(method, q, context, up, new=new, scale=call.scale, dropout_p=call.dropout)[0]
 
 
 def up_projection(module: Any, heads: int, like: Tensor) -> UpProjection:
