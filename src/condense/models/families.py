@@ -9,14 +9,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 
-def _asset(name: str) -> Any:
+def asset(name: str) -> Any:
+    """The content of a JSON file of the package."""
     return json.loads(resources.files("condense").joinpath("assets", name).read_text(encoding="utf-8"))
 
 
 # stock attention class -> transformers.models.<family>; tests/models/test_families.py runs every one of them
-FAMILIES: dict[str, str] = _asset("families.json")
+FAMILIES: dict[str, str] = asset("families.json")
 # folder in transformers.models of a family that is refused -> why, as a clause after "<class> cannot be condensed: "
-REFUSED = {family: reason for reason, families in _asset("refused_families.json").items() for family in families}
+REFUSED = {family: reason for reason, families in asset("refused_families.json").items() for family in families}
 # reasons that also hold for models from elsewhere
 _HAS_ENCODER, _INDEXER, _SHARED_KEYS = (REFUSED[family] for family in ("whisper", "deepseek_v32", "gemma3n"))
 _BLOCKS = "its mask lets the tokens of a picture see each other"

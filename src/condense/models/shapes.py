@@ -1,16 +1,14 @@
 """Shapes of well-known models, from their public configurations: enough for times and bytes, without a hub."""
 
-import json
-from importlib import resources
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from condense.models.families import asset
+
 # The values that decide time and memory, and the positions. minicpm3-4b has another initializer_range than its own,
 # 0.1, with which no comparison of logits is meaningful.
-MODEL_SHAPES: dict[str, dict[str, Any]] = json.loads(
-    resources.files("condense").joinpath("assets/model_shapes.json").read_text(encoding="utf-8")
-)
+MODEL_SHAPES: dict[str, dict[str, Any]] = asset("model_shapes.json")
 
 
 def check_shape(name: str) -> str:
