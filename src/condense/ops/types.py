@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from condense.ops.tensors.per_row import PerRow, as_rows, int_if_equal
-from condense.ops.tensors.right_aligned import chunks
 
 Pooling = Literal["weighted", "mean", "max", "select"]
 POOLINGS: tuple[Pooling, ...] = ("weighted", "mean", "max", "select")
@@ -32,9 +31,16 @@ class Chunks(NamedTuple):
     numbers: int | Tensor
 
     def tokens(self) -> tuple[Tensor, Tensor]:
-        """Keys ``[B, K, G, c, D]`` and values ``[B, K, G, c, Dv]``."""
-        k, v = (chunks(x, self.columns, self.num, self.size) for x in (self.window_k, self.window_v))
-        return k, v
+        """Keys ``[B, K, G, c, D]`` and values ``[B, K, G, c, Dv]``; beyond the window its last token is repeated."""
+        return self._of(self.window_k), self._of(self.window_v)
+
+    def _of(self, window: Tensor) -> Tensor:
+        G, c, columns = self.num, self.size, self.columns
+        if not isinstance(columns, Tensor):
+            return window[:, :, columns : columns + G * c].unflatten(2, (G, c))
+        column = (columns[..., None] + torch.arange(c, device=columns.device)).flatten(1).clamp(max=window.shape[2] - 1)
+        B, K, _, D = window.shape
+        return window.gather(2, column[:, None, :, None].expand(B, K, -1, D)).unflatten(2, (G, c))
 
 
 # `condense.Method.represent`

@@ -1,8 +1,8 @@
-"""Tokens of right-aligned rows: append, cut into chunks, keep the newest; and queries averaged over heads.
+"""Tokens of right-aligned rows: append, keep the newest; and queries averaged over heads.
 
 All functions are differentiable. If all rows agree (`condense.ops.tensors.per_row`), slices replace gathers.
 
-Shapes: B rows, K KV heads, N columns, M entries, D width, G chunks of c tokens.
+Shapes: B rows, K KV heads, N columns, M entries, D width.
 """
 
 import torch
@@ -48,18 +48,6 @@ def append_entries(old: Tensor, new: Tensor, start: PerRow, stop: PerRow) -> Ten
     wide = F.pad(old, (0, 0, 0, max_row(start) + new.shape[2] - old.shape[2]))
     index = (start[:, None] + torch.arange(new.shape[2])).to(new.device, non_blocking=True)[:, None, :, None]
     return wide.scatter(2, index.expand_as(new), new)[:, :, : max_row(stop)]
-
-
-def chunks(window: Tensor, columns: int | Tensor, G: int, c: int) -> Tensor:
-    """``[B, K, G, c, D]``: G chunks of c columns. columns: their first columns, see `condense.ops.types.Chunks`.
-
-    The last column is repeated past the end of the window.
-    """
-    if not isinstance(columns, Tensor):
-        return window[:, :, columns : columns + G * c].unflatten(2, (G, c))
-    column = (columns[..., None] + torch.arange(c, device=columns.device)).flatten(1).clamp(max=window.shape[2] - 1)
-    B, K, _, D = window.shape
-    return window.gather(2, column[:, None, :, None].expand(B, K, -1, D)).unflatten(2, (G, c))
 
 
 def newest(x: Tensor, count: int) -> Tensor:
