@@ -6,9 +6,9 @@ from models import tiny
 from step_states import RECALLS, empty, own_by, step_settings, token_at
 
 import condense
+from condense.models.watch import unread_share
 from condense.ops.recall.choice import choose_groups, index_scores, token_scores
 from condense.ops.step import StepCall
-from condense.ops.step.mass import closed_mass
 from condense.ops.torch import step as torch_step
 
 
@@ -25,7 +25,7 @@ def test_it_is_the_share_of_the_weights_of_closed_groups(name):
         far = token_scores(asked, state.group_index, 0.4)[:, :, 0, :closed].exp().sum(-1)
         near = (0.4 * asked @ k[:, :, closed * g : t + 1].repeat_interleave(2, 1).mT).exp().sum((2, 3))
         want = (far * ~chosen.repeat_interleave(2, 1)).sum(-1) / (far.sum(-1) + near)
-        torch.testing.assert_close(closed_mass(asked, state, settings, 0.4), want, rtol=0, atol=1e-12)
+        torch.testing.assert_close(unread_share(asked, state, settings, 0.4), want, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v2"])

@@ -1,6 +1,6 @@
 """A number while a model runs: how much of attention stays closed in the steps of layers with Recall.
 
-Shapes: B rows, H query heads, D width.
+Shapes: B rows, H query heads, K KV heads, G groups of g tokens, W slots of the window's ring, D width.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from condense.caches import CondensedCacheLayer
 from condense.methods import Recall
 from condense.models.apply import condensed_modules
-from condense.ops.step.mass import closed_mass as mass_of
+from condense.ops import StepSettings, StepState
+from condense.ops.recall.choice import choose_groups, index_scores, token_scores
 
 
 class Watch:
@@ -27,8 +28,34 @@ class Watch:
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
             raise ValueError("closed_mass looks at every step, got one captured in a CUDA graph: leave the block")
         assert layer.buffers is not None
-        share = mass_of(q, layer.buffers, layer.store.settings, scale).float().cpu()
+        share = unread_share(q, layer.buffers, layer.store.settings, scale).float().cpu()
         self.shares.append(share if real is None else share.masked_fill(real.cpu()[:, None] == 0, float("nan")))
+
+
+@torch.no_grad()
+def unread_share(q: Tensor, state: StepState, settings: StepSettings, scale: float) -> Tensor:
+    """The share of dense attention's weights that closed groups have which the query does not open, ``[B, H]`` float32
+    or wider, from 0 to 1.
+
+    q ``[B, H, 1, D]``: the query of a row's newest token, after the step that has added it to the state; of latents the
+    absorbed one. Tokens of all closed groups are scored by the index, those of the window exactly; soft caps and sinks
+    are left out.
+    """
+    assert settings.choice is not None
+    (B, H, _, D), (_, K, W, _), g = q.shape, state.ring_k.shape, settings.rule.chunk
+    G, index, seen = state.entries_k.shape[2], state.group_index, state.seen
+    closed = settings.rule.closed(seen).clamp(max=G)
+    chosen = choose_groups(index_scores(q, index, scale), closed[:, None, None], settings.choice.quota, K)[:, :, 0]
+    is_closed = (torch.arange(G, device=q.device) < closed[:, None])[:, None]
+    far = token_scores(q, index, scale)[:, :, 0].logsumexp(-1).masked_fill(~is_closed, float("-inf"))
+    # the newest position stored in each slot of the ring, as in a step
+    last = (seen - 1)[:, None]
+    position = last - (last - torch.arange(W, device=q.device)) % W
+    is_near = ((position >= closed[:, None] * g) & (position >= 0))[:, None]
+    near = (q.to(far.dtype).reshape(B, K, H // K, D) @ state.ring_k.to(far.dtype).mT).reshape(B, H, W) * scale
+    near = near.masked_fill(~is_near, float("-inf")).logsumexp(-1)
+    unread = far.masked_fill(chosen.repeat_interleave(H // K, 1), float("-inf")).logsumexp(-1)
+    return (unread - torch.logaddexp(far.logsumexp(-1), near)).exp()
 
 
 def is_watched(model: nn.Module) -> bool:
@@ -42,7 +69,7 @@ def closed_mass(model: nn.Module) -> Iterator[dict[int, list[Tensor]]]:
 
     Yields a dict from the index of each layer with `Recall` to a list, to which every step of one token adds the share
     of dense attention's weights that falls to closed groups which are not open, float32 ``[B, H]`` on the CPU; NaN for
-    rows whose token is padding. It is estimated from the index, see `condense.ops.step.mass`. In the block
+    rows whose token is padding. It is estimated from the index, see `unread_share`. In the block
     `generate` runs step by step, and each step waits for the device. Steps replayed from a graph that was captured
     before are not seen; a compiled forward is left at each layer.
     Raises ValueError for a model without such layers, one that is watched already, and steps that are captured.
