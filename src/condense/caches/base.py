@@ -1,5 +1,5 @@
 """The arguments of ``read``, the part of transformers' cache contract that growing and static layers share, what static
-layers know of the tokens to come and of those seen, and the memory that a cache holds.
+layers know of the tokens to come, and the memory that a cache holds.
 
 Shapes: B rows, K KV heads, L new tokens, N exact tokens, D and Dv widths.
 """
@@ -14,9 +14,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from condense.caches.store import Store, join_writes
-from condense.methods import Context, FirstEntries, Method
+from condense.methods import Context, Method
 from condense.ops import StepState
-from condense.ops.tensors.per_row import PerRow
 from condense.plan import ForwardPlan
 from condense.state import LayerState
 
@@ -132,17 +131,6 @@ class Expected(Enum):
     FIRST_ENTRIES = auto()  # tokens of which first entries are made: by `read`, even of a single one
     PLAIN_PROMPT = auto()  # its first tokens, none of them padding: a compiled forward can read them as one graph
     ANY = auto()
-
-
-class HostCounts(NamedTuple):
-    """Numbers of a static layer that the host knows without waiting for the device.
-
-    slots: slots seen. rows: ``seen`` and ``first`` of the state (`condense.state.LayerState`) after a `read`;
-    None after a step, which counts tokens on the device alone.
-    """
-
-    slots: int = 0
-    rows: tuple[PerRow, FirstEntries] | None = None
 
 
 def cache_nbytes(past_key_values: Cache, device: str | None = None) -> int:

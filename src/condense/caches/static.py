@@ -14,14 +14,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from condense.caches.base import CondensedCacheLayer, Expected, HostCounts, ReadRequest, refuse_other_dtype
+from condense.caches.base import CondensedCacheLayer, Expected, ReadRequest, refuse_other_dtype
 from condense.caches.buffers import Buffered, Room, static_bias, with_room
 from condense.caches.store import Store
 from condense.functional import extend
 from condense.methods import NO_FIRST, Context, FirstEntries, Method, Reread, step_settings
 from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepCall, StepState, decode_step
 from condense.ops.step import StateSizes, clear_state, empty_state
-from condense.ops.tensors.per_row import int_if_equal, max_row
+from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row
 from condense.state import LayerState, first_entries, most_entries, num_entries, with_kept
 
 
@@ -64,8 +64,10 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         self.store = Store(self.settings)
         self.num_slots = torch.zeros((), dtype=torch.int64)
         self.expected = self._first_expected = Expected.FIRST_ENTRIES if self.settings.has_first else Expected.ANY
-        # None: only ``num_slots``, on the device, has the count
-        self._counts: HostCounts | None = HostCounts()
+        # slots seen, None: only ``num_slots``, on the device, has the count
+        self._slots: int | None = 0
+        # ``seen`` and ``first`` of the state after a `read`; a step counts tokens on the device alone
+        self._rows: tuple[PerRow, FirstEntries] | None = None
         super().__init__()
 
     def lazy_initialization(
@@ -116,10 +118,8 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         call = StepCall(token, buffers, self.settings, scale, self.latent_width, extras)
         out = decode_step(call, OwnEntries(self.latent_method.represent, self.bias), backend=self.backend)
         self.expected = Expected.ANY
-        if _is_recorded(self.device):
-            self._counts = None
-        elif self._counts is not None:
-            self._counts = HostCounts(self._counts.slots + 1)
+        slots = None if _is_recorded(self.device) or self._slots is None else self._slots + 1
+        self.know_slots(slots)
         return out
 
     def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
@@ -154,8 +154,8 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         if before is None:
             self._set_bias(after.first)
         self.num_slots.add_(slots)
-        if self._counts is not None:
-            self._counts = HostCounts(self._counts.slots + slots, (after.seen, after.first))
+        if self._slots is not None:
+            self._slots, self._rows = self._slots + slots, (after.seen, after.first)
         self.expected = Expected.ANY
 
     def _read_whole(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
@@ -191,16 +191,15 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
     def expect_prompt(self, *, plain: bool) -> None:
         """Expect a prompt without padding if ``plain`` and if the host knows that the next tokens are the first."""
         if not self.settings.has_first:
-            is_first = self._counts is not None and self._counts.slots == 0
-            self.expected = Expected.PLAIN_PROMPT if plain and is_first else Expected.ANY
+            self.expected = Expected.PLAIN_PROMPT if plain and self._slots == 0 else Expected.ANY
 
     def count_slots(self) -> int:
         """``num_slots`` as an int; waits for the device if the host does not know it."""
-        return int(self.num_slots) if self._counts is None else self._counts.slots
+        return int(self.num_slots) if self._slots is None else self._slots
 
     def know_slots(self, count: int | None) -> None:
         """Set the host's count of slots. None: no count, because a replayed step may advance ``num_slots``."""
-        self._counts = None if count is None else HostCounts(count)
+        self._slots, self._rows = count, None
 
     def _checked_buffers(self, k: Tensor, v: Tensor, latent_width: int | None, needed: Room | None = None) -> StepState:
         """The buffers, made or enlarged if necessary. Raises ValueError if tokens like k and v do not fit in.
@@ -236,8 +235,8 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
 
     def _held_state(self, buffers: StepState) -> LayerState:
         """The state in the buffers."""
-        if self._counts is not None and self._counts.rows is not None:
-            seen, first = self._counts.rows
+        if self._rows is not None:
+            seen, first = self._rows
         else:
             # copy=True also on a CPU: the shared plan keeps this tensor, and the next step adds 1 to `seen` in place
             seen = int_if_equal(buffers.seen.to("cpu", copy=True))
@@ -277,8 +276,8 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
             self.num_slots.zero_()
             self._set_bias(NO_FIRST)
         self.expected, self.prompt = self._first_expected, None
-        if self._counts is not None:  # a host without a count keeps none, because a replay may precede the next prompt
-            self._counts = HostCounts()
+        # a host without a count keeps none, because a replay may precede the next prompt
+        self.know_slots(None if self._slots is None else 0)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in the order of ``beam_idx`` (int ``[B]``), in place. Raises ValueError for a store in host memory."""
@@ -287,8 +286,7 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         of_rows = [*(self.buffers or ())]
         if self.bias is not None:
             of_rows.append(self.bias)
-        if self._counts is not None:
-            self._counts = HostCounts(self._counts.slots)
+        self._rows = None
         for tensor in of_rows:
             tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
