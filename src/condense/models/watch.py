@@ -34,12 +34,10 @@ class Watch:
 
 @torch.no_grad()
 def unread_share(q: Tensor, state: StepState, settings: StepSettings, scale: float) -> Tensor:
-    """The share of dense attention's weights that closed groups have which the query does not open, ``[B, H]`` float32
-    or wider, from 0 to 1.
+    """The share of dense attention's weights on closed groups that are not open, ``[B, H]`` float32 or wider, 0 to 1.
 
     q ``[B, H, 1, D]``: the query of a row's newest token, after the step that has added it to the state; of latents the
-    absorbed one. Tokens of all closed groups are scored by the index, those of the window exactly; soft caps and sinks
-    are left out.
+    absorbed one. Tokens of closed groups are scored by the index, those of the window exactly, without caps and sinks.
     """
     assert settings.choice is not None
     (B, H, _, D), (_, K, W, _), g = q.shape, state.ring_k.shape, settings.rule.chunk
@@ -69,9 +67,9 @@ def closed_mass(model: nn.Module) -> Iterator[dict[int, list[Tensor]]]:
 
     Yields a dict from the index of each layer with `Recall` to a list, to which every step of one token adds the share
     of dense attention's weights that falls to closed groups which are not open, float32 ``[B, H]`` on the CPU; NaN for
-    rows whose token is padding. It is estimated from the index, see `unread_share`. In the block
-    `generate` runs step by step, and each step waits for the device. Steps replayed from a graph that was captured
-    before are not seen; a compiled forward is left at each layer.
+    rows whose token is padding. It is estimated from the index (`unread_share`). In the block `generate`
+    runs step by step, and each step waits for the device. Steps replayed from a graph that was captured before are not
+    seen; a compiled forward is left at each layer.
     Raises ValueError for a model without such layers, one that is watched already, and steps that are captured.
     """
     layers = {i: m for i, m in condensed_modules(model).items() if isinstance(m.condense_method, Recall)}

@@ -226,11 +226,9 @@ def _summary(requests: Sequence[Request], state: PagedState, settings: StepSetti
 
 def _due(requests: Sequence[Request], settings: StepSettings) -> tuple[list[int], list[int]]:
     """The first group of each request that its new tokens make due, and how many are."""
-
-    def pooled(seen: int) -> int:
-        return settings.rule.pooled(seen, settings.summary_delay)
-
-    return [pooled(r.before) for r in requests], [pooled(r.seen) - pooled(r.before) for r in requests]
+    rule, delay = settings.rule, settings.summary_delay
+    first = [rule.pooled(r.before, delay) for r in requests]
+    return first, [rule.pooled(r.seen, delay) - begin for r, begin in zip(requests, first, strict=True)]
 
 
 def _made(requests: Sequence[Request], state: PagedState, settings: StepSettings) -> DueGroups | None:

@@ -5,8 +5,7 @@ values of the entry, its bias, the index, the exact tokens. So pages need one ki
 part is another line of that table. Each part begins at a multiple of 16 bytes, so that kernels load whole words.
 
 A page has N records of each KV head side by side, in three planes: first the index of all, then the entries of all,
-then the stored tokens. A step reads index and entries of every group, one after the other, but tokens of few: so it
-reads long stretches.
+then the stored tokens. A step reads index and entries of all groups in long stretches, but tokens of few.
 
 Shapes: K KV heads, G groups of g tokens, P pages of N records, C bytes of a record, D and Dv widths.
 """
