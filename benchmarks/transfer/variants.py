@@ -1,5 +1,5 @@
-"""What the study measures beside the library's methods: a dense cache in few bits, and Recall with one mean for all
-groups that are not open.
+"""Attention that the study measures beside the library's methods: a dense cache in few bits, and Recall with one mean
+for all groups that are not open.
 
 Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, D key width.
 """
