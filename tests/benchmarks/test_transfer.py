@@ -218,7 +218,7 @@ def test_every_arm_is_measured(drawn):
 
 
 def test_one_mean_counts_every_token_once():
-    """Where all tokens weigh alike, it is dense attention, to the 4 bits of centres whose scores are 0."""
+    """With queries of zeros all tokens weigh alike, and the mean is that of dense attention."""
     shape = {"window": 16, "group_size": 8, "num_recall": 3, "unchosen": "drop"}
     model = tiny("llama-77m").float()
     for name, x in model.named_parameters():

@@ -220,7 +220,6 @@ def _set_methods(
 ) -> None:
     """Condense the modules; each keeps the name of the attention implementation that `restore` returns to."""
     watch(model, attentions, assignment)
-    board = ForwardBoard(owner, {index: assignment.get(index) or stock_method(x) for index, x in attentions.items()})
     for index, module in attentions.items():
         if implementation != IMPLEMENTATION:
             module.condense_previous = implementation  # type: ignore[assignment]
@@ -229,6 +228,8 @@ def _set_methods(
             _rebind_hooks(module)
         module.condense_method = assignment.get(index)  # type: ignore[assignment]
         module.condense_stock = stock_method(module)  # type: ignore[assignment]
+    board = ForwardBoard(owner, {index: method_of(module) for index, module in attentions.items()})
+    for module in attentions.values():
         module.condense_board = board  # type: ignore[assignment]
 
 

@@ -44,7 +44,7 @@ class LaneEntries(NamedTuple):
 def entry_queries(q):
     """Query heads for `add_entries`, from bfloat16 q ``[4 * PER, 128]``: 16 tensors ``[E]`` of two numbers each."""
     x = tl.reshape(q.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF, (q.shape[0], 2, 4, 4, 2, 2))
-    # of four numbers in a row the first and third make a word, and the others: as codes come out of words
+    # columns 0 and 2 of every four make a word, columns 1 and 3 the next, as masks cut codes out of words
     x = tl.sum(x << (16 * tl.arange(0, 2))[None, None, None, None, :, None], 4)
     x = tl.reshape(tl.permute(x, (0, 2, 1, 3, 4)), (q.shape[0], 4, 16))
     if q.shape[0] == 4:
@@ -55,8 +55,8 @@ def entry_queries(q):
 
 @triton.jit
 def load_entries(k_ptr, v_ptr, last, e, STRIDE: tl.constexpr, STRIDE_V: tl.constexpr):
-    """The `LaneEntries` of the 16 entries whose rows begin at these pointers to bytes, so many bytes apart; past the
-    ``last`` of them, that one.
+    """The `LaneEntries` of a tile. k_ptr, v_ptr: to the bytes of its first key and value. last: number in the tile of
+    the last entry, which stands for all behind it. STRIDE, STRIDE_V: bytes from one row to the next.
     """
     k, kg, v, vg = (), (), (), ()
     for far in tl.static_range(2):
