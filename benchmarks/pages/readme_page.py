@@ -87,24 +87,24 @@ def claims(documents: Documents) -> list[str]:
     one, most = ({name: of[i] for name, of in served.items()} for i in range(2))
     (far, copies, missed), cache = lost(documents, "recall-device"), lost(documents)
     return [
-        f"lie in groups of {recall['group_size']},",
-        f"fetches the {recall['num_recall']} groups that",
-        f"opens the {({0.125: 'eighth', 0.0625: 'sixteenth'})[device['num_recall']]} of them",
+        f"form groups of {recall['group_size']},",
+        f"opens the {recall['num_recall']} groups that",
+        f"most to it: a {({0.125: 'eighth', 0.0625: 'sixteenth'})[device['num_recall']]} of them",
         f"and at least {device['min_recall']}",
-        "sees the others as one entry each" if device["unchosen"] == "pool" else "does not see the others",
-        f"groups stay on the GPU, in {device['store_bits']} bits",
-        "read with dense attention" if device["prompt"] == "exact" else "read like answers",
+        "sees each group that is not open as one entry" if device["unchosen"] == "pool" else "does not see the others",
+        f"old tokens stay on the GPU, in {device['store_bits']} bits",
+        "read prompts with dense attention" if device["prompt"] == "exact" else "read prompts like answers",
         f"{_WORDS[len(models)]} models of {sizes[0]} to {sizes[-1]} million parameters",
         f"texts of up to {max(row['length'] for model in models for row in model['rows']):,} tokens",
         f"loses up to {far} nats a token of text",
         f"{copies} on copies",
-        f"{missed} of a task",
+        f"{missed} of a task's answers",
         f"loses {cache[0]}, {cache[1]} and {cache[2]}",
         f"up to {shorter:,} tokens shorter",
         f"ran {running['condensed']} requests of {LENGTHS[-1]:,} tokens at once instead of {running['dense']}",
-        f"takes {_text(one['condensed'], 'ms')} a token",
+        f"one request took {_text(one['condensed'], 'ms')} a token",
         f"dense attention {_text(one['dense'], 'ms')} in the same run",
-        f"up to {most['condensed']:.0f} tokens a second, dense {most['dense']:.0f}",
+        f"the most was {most['condensed']:.0f} tokens a second, dense {most['dense']:.0f}",
     ]
 
 
