@@ -86,6 +86,7 @@ def claims(documents: Documents) -> list[str]:
     served = {name: _untouched(documents, name) for name in running}
     one, most = ({name: of[i] for name, of in served.items()} for i in range(2))
     (far, copies, missed), cache = lost(documents, "recall-device"), lost(documents)
+    both = lost(documents, "recall-host") == [far, copies, missed]
     return [
         f"form groups of {recall['group_size']},",
         f"opens the {recall['num_recall']} groups that",
@@ -96,7 +97,7 @@ def claims(documents: Documents) -> list[str]:
         "read prompts with dense attention" if device["prompt"] == "exact" else "read prompts like answers",
         f"{_WORDS[len(models)]} models of {sizes[0]} to {sizes[-1]} million parameters",
         f"texts of up to {max(row['length'] for model in models for row in model['rows']):,} tokens",
-        f"loses up to {far} nats a token of text",
+        f"{'Both Recall settings lose' if both else 'loses'} up to {far} nats a token of text",
         f"{copies} on copies",
         f"{missed} of a task's answers",
         f"loses {cache[0]}, {cache[1]} and {cache[2]}",
