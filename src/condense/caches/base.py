@@ -52,16 +52,6 @@ def refuse_other_dtype(held: torch.dtype, new: torch.dtype) -> None:
         )
 
 
-def _exact(part: int) -> property:
-    """The keys (part 0) or values (1) of `exact_tokens`; setting them, as the base class does, does nothing."""
-
-    def get(layer: Any) -> Tensor | None:
-        tokens = layer.exact_tokens()
-        return None if tokens is None else tokens[part]
-
-    return property(get, lambda layer, value: None)
-
-
 class CondensedCacheLayer(CacheLayerMixin):
     """Base of condensed cache layers: each holds the state of one attention layer under ``method``.
 
@@ -91,8 +81,7 @@ class CondensedCacheLayer(CacheLayerMixin):
 
     def after_attention(self) -> None:
         """Make later work wait for what `read` has begun to store while the layer attended."""
-        if self.buffers is not None and self.buffers.is_apart:
-            join_writes(self.buffers.seen.device)
+        join_writes(self.buffers)
 
     @property
     def host_bytes(self) -> int:
@@ -104,7 +93,7 @@ class CondensedCacheLayer(CacheLayerMixin):
         """The number of tokens that ``crop`` takes back. Raises ValueError if it cannot take back so many."""
 
     @abstractmethod
-    def exact_tokens(self) -> tuple[Tensor, Tensor] | None:
+    def exact_tokens(self) -> tuple[Tensor | None, Tensor | None]:
         """Keys ``[B, K, N, D]`` and values ``[B, K, N, Dv]`` of the window, None before the first tokens."""
 
     def update(
@@ -118,7 +107,9 @@ class CondensedCacheLayer(CacheLayerMixin):
             )
         return self.read(key_states, value_states, request), None
 
-    keys, values = _exact(0), _exact(1)
+    # setting them, as the base class does, does nothing
+    keys = property(lambda self: self.exact_tokens()[0], lambda self, value: None)
+    values = property(lambda self: self.exact_tokens()[1], lambda self, value: None)
 
     def get_max_cache_shape(self) -> int:
         """``get_max_length``, by its name up to transformers 5.17."""

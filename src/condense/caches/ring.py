@@ -168,8 +168,8 @@ class RingState(Buffered):
         entries = max_row(num_entries(self.method, seen, self.first.num))
         if entries > buffers.entries_k.shape[2]:
             M, names = self._entry_slots(entries), [name for name in entry_names(self.settings) if name != "store"]
-            store = self.store.longer(buffers.store, M, buffers.seen.device)
-            buffers = buffers._replace(store=store, **{name: longer(getattr(buffers, name), M) for name in names})
+            enlarged = {name: longer(getattr(buffers, name), M) for name in names}
+            buffers = buffers._replace(store=self.store.longer(buffers, M), **enlarged)
         # a ring below its final size has never wrapped around: slot t holds position t, so padding the end is enough
         if buffers.ring_k.shape[2] < min(tokens, self._most_window):
             slots = min(room_for(tokens), self._most_window)

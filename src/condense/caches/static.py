@@ -252,9 +252,9 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
             assert bias is not None
             self.bias.copy_(bias)
 
-    def exact_tokens(self) -> tuple[Tensor, Tensor] | None:
+    def exact_tokens(self) -> tuple[Tensor | None, Tensor | None]:
         """Keys ``[B, K, W, D]`` and values ``[B, K, W, Dv]``, rings."""
-        return None if self.buffers is None else (self.buffers.ring_k, self.buffers.ring_v)
+        return (None, None) if self.buffers is None else (self.buffers.ring_k, self.buffers.ring_v)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The mask has a column for every slot that there will ever be."""
@@ -283,12 +283,10 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         """Rows in the order of ``beam_idx`` (int ``[B]``), in place. Raises ValueError for a store in host memory."""
         self.store.refuse_reorder()
         self.store.forget()
-        of_rows = [*(self.buffers or ())]
-        if self.bias is not None:
-            of_rows.append(self.bias)
         self._rows = None
-        for tensor in of_rows:
-            tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
+        for tensor in (*(self.buffers or ()), self.bias):
+            if tensor is not None:
+                tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
 
 def _is_recorded(device: torch.device) -> bool:

@@ -69,14 +69,14 @@ class Store:
             return 0
         return 1 << (groups - 1).bit_length() if self.on_host else groups
 
-    def longer(self, store: Tensor, groups: int, device: torch.device) -> Tensor:
-        """The store, or a longer copy with room for ``groups`` groups. device: that of the other buffers."""
-        tokens = self.room_for(groups) * self.settings.rule.chunk
+    def longer(self, buffers: StepState, groups: int) -> Tensor:
+        """The store among the buffers, or a longer copy with room for ``groups`` groups."""
+        store, tokens = buffers.store, self.room_for(groups) * self.settings.rule.chunk
         if self.settings.choice is None or tokens <= store.shape[2]:
             return store
-        if store.device == device:
+        if not buffers.is_apart:
             return F.pad(store, (0, 0, 0, tokens - store.shape[2]))
-        _finish_writes(device)
+        finish_writes(buffers)
         longer = pinned_zeros((*store.shape[:2], tokens, store.shape[3]), store.dtype)
         longer[:, :, : store.shape[2]].copy_(store)
         return longer
@@ -123,10 +123,18 @@ class Store:
         self._fetched = None
 
 
+def join_writes(buffers: StepState | None) -> None:
+    """Make what is given to the device's current stream from now on wait for all that `Store.write` has begun."""
+    if buffers is not None and buffers.is_apart:
+        device = buffers.seen.device
+        torch.cuda.current_stream(device).wait_stream(_stream(device, "write"))
+
+
 def finish_writes(buffers: StepState | None) -> None:
     """Wait on the host until a store in its memory holds all tokens that copies and kernels were to write so far."""
+    join_writes(buffers)
     if buffers is not None and buffers.is_apart:
-        _finish_writes(buffers.seen.device)
+        torch.cuda.current_stream(buffers.seen.device).synchronize()
 
 
 def with_pinned_store(buffers: StepState) -> StepState:
@@ -156,13 +164,3 @@ def _begin_to_fetch(store: Tensor, count: int, device: torch.device) -> Tensor |
             here.copy_(there[:count], non_blocking=True)
     tokens.record_stream(stream)
     return tokens
-
-
-def join_writes(device: torch.device) -> None:
-    """Make what is given to the device's current stream from now on wait for all that `Store.write` has begun."""
-    torch.cuda.current_stream(device).wait_stream(_stream(device, "write"))
-
-
-def _finish_writes(device: torch.device) -> None:
-    join_writes(device)
-    torch.cuda.current_stream(device).synchronize()
