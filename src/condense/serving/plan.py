@@ -87,26 +87,24 @@ def serving_plan(method: Method) -> ServingPlan:
     settings = step_settings(method)
     if settings.num_summary == 0:
         settings = replace(settings, summary_delay=0)
-    if wrong := _obstacles(method, settings):
+    wrong: list[str] = []
+    if settings.key_pooling is None:
+        wrong.append(f"{method} makes its entries itself, which pages do not: use CCA, LCA or Recall")
+    if isinstance(method, Recall) and method.store == "host":
+        wrong.append(
+            f"tokens in host memory are not served by vLLM yet, got {method}: use store='device', as recall-device does"
+        )
+    if isinstance(method, GroupPooling):
+        wrong += _group_obstacles(method, settings)
+    if wrong:
         raise ValueError("; ".join(wrong))
     return ServingPlan(settings)
 
 
-def _obstacles(method: Method, settings: StepSettings) -> list[str]:
-    """All settings of a method that pages cannot hold, each with its way out."""
+def _group_obstacles(method: GroupPooling, settings: StepSettings) -> list[str]:
+    """All settings of groups that pages cannot hold, each with its way out."""
     wrong: list[str] = []
     g, delay, num_summary = settings.rule.chunk, settings.summary_delay, settings.num_summary
-    if isinstance(method, StreamingLLM):
-        return wrong
-    if settings.key_pooling is None:
-        wrong.append(f"{method} makes its entries itself, which pages do not: use CCA, LCA or Recall")
-    if isinstance(method, Recall):
-        if method.store == "host":
-            wrong.append(
-                f"tokens in host memory are not served by vLLM yet, got {method}: use store='device', as recall-device "
-                "does"
-            )
-        return wrong
     if method.layout.lookahead is not None:
         wrong.append(
             f"{method} weighs groups by the end of the prompt, which an engine reads in pieces: use "
