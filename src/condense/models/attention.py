@@ -19,13 +19,7 @@ from transformers import Cache, StaticCache
 from condense.caches import CondensedLayer, Expected, StaticCondensedLayer
 from condense.methods import Method
 from condense.models.families import FAMILIES, REGISTERED, is_latent, stock_class
-from condense.models.forward import (
-    AttentionCall,
-    ForwardBoard,
-    assert_one_document,
-    forward_of,
-    refuse_context_parallel,
-)
+from condense.models.forward import AttentionCall, ForwardBoard, assert_one_document, refuse_context_parallel
 from condense.models.layers import condensed_layer, ensure_layers, num_seen, read_tokens
 from condense.models.masks import ALL_REAL, is_real
 from condense.models.mla import condensed_latents, head_mesh, up_projection
@@ -155,7 +149,7 @@ class CacheProxy:
             return None
         latent_width: int | None = None
         if self.latents is not None:
-            latent_width, k = module.kv_lora_rank, self.latents.to(q.dtype)  # type: ignore[assignment]
+            latent_width, k = module.kv_lora_rank, self.latents.to(q.dtype)
             v = k[..., :0]
         # an offloading cache moves layers back to the GPU in `update`, which a step does not call
         if cache.offloading or not layer.can_step(k, v, latent_width):
@@ -173,9 +167,8 @@ class CacheProxy:
             q = up.absorb(q)
             out = layer.step(NewToken(q, k, v, real), scale=call.scale, latent_width=latent_width)
             out = up.project_out(out)
-        watch: Any = module.condense_watch
-        if watch is not None:
-            watch.note(q, real, layer, call.scale)
+        if module.condense_watch is not None:
+            module.condense_watch(q, real, layer, call.scale)
         return out
 
     @torch.compiler.disable(reason=_PROMPT_NOT_COMPILED)
@@ -189,7 +182,7 @@ class CacheProxy:
         if self.latents is not None:
             tensors += (self.latents.to(call.q.dtype),)
         condensed = _condensed if self.latents is None else condensed_latents
-        forward, cache = forward_of(call), call.cache
+        forward, cache = call.module.condense_board.forward_of(call), call.cache
         seen = 0 if cache is None else num_seen(cache, call.layer_idx)
         all_real = ALL_REAL in call.options or _is_plain_prompt(call)
         if torch.compiler.is_compiling() and not all_real:
@@ -224,7 +217,7 @@ def _real_rows(call: AttentionCall, mask: Tensor, layer: CondensedLayer | Static
     """Rows whose new token is real, None for all; on the host for growing layers, on the device for static ones."""
     if isinstance(layer, StaticCondensedLayer):
         return is_real(mask, layer.num_slots, layer.max_cache_len, call.q.shape[0])
-    padding = forward_of(call).padding(layer.get_seq_length())
+    padding = call.module.condense_board.forward_of(call).padding(layer.get_seq_length())
     return None if padding is None else padding.counts
 
 
@@ -240,7 +233,7 @@ class CondensedAttention(nn.Module):
 
     condense_method: None for a layer that stays stock. It attends by condense_stock, a method that computes the same.
     condense_previous: the attention implementation that `condense.restore` returns to. condense_board: shared by the
-    layers, see `condense.models.forward`. condense_watch: a `condense.models.watch.Watch` that looks at steps, or None.
+    layers, see `condense.models.forward`. condense_watch: called after each step, see `condense.models.watch`, or None.
     """
 
     condense_method: Method | None

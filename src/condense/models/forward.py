@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache
 
 from condense.methods import Method
@@ -31,13 +31,13 @@ _MOST_FORWARDS = 4
 class AttentionCall(NamedTuple):
     """One call of the registered attention function: q ``[B, H, L, D]``, k ``[B, K, L, D]``, v ``[B, K, L, Dv]``.
 
-    mask: from `condense.models.masks.condense_mask`: bool ``[B, 1, 1, n]``, True at tokens; int32 ``[B, 1, 1, L]``, the
-    numbers of packed documents; or None. options: further keywords of the call. cache: with the layer ``layer_idx`` for
-    the new tokens, None without one. plan: of the new tokens, once it is known, and padding: what was moved to align
-    them, None if nothing was.
+    module: a `condense.models.attention.CondensedAttention`. mask: from `condense.models.masks.condense_mask`: bool
+    ``[B, 1, 1, n]``, True at tokens; int32 ``[B, 1, 1, L]``, the numbers of packed documents; or None. options: further
+    keywords of the call. cache: with the layer ``layer_idx`` for the new tokens, None without one. plan: of the new
+    tokens, once it is known, and padding: what was moved to align them, None if nothing was.
     """
 
-    module: nn.Module
+    module: Any
     q: Tensor
     k: Tensor
     v: Tensor
@@ -185,12 +185,6 @@ class ForwardBoard:
 
     def __reduce__(self) -> tuple[type[Self], tuple[None, dict[int, Method]]]:
         return type(self), (None, self.methods)
-
-
-def forward_of(call: AttentionCall) -> Forward:
-    """`ForwardBoard.forward_of`, on the board of the call's model."""
-    board: ForwardBoard = call.module.condense_board  # type: ignore[assignment]
-    return board.forward_of(call)
 
 
 class _Shared:

@@ -50,6 +50,7 @@ class GraphDecoder:
                 "a stock model's layers with a sliding window cannot be decoded by a graph: condense the model, or use "
                 "model.generate"
             )
+        self._condensed = [layer for layer in self.cache.layers if isinstance(layer, StaticCondensedLayer)]
         device = self.model.device
         self._ids = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         self._positions = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
@@ -172,10 +173,6 @@ class GraphDecoder:
     def _know_slots(self, count: int | None) -> None:
         for layer in self._condensed:
             layer.know_slots(count)
-
-    @property
-    def _condensed(self) -> list[StaticCondensedLayer]:
-        return [layer for layer in self.cache.layers if isinstance(layer, StaticCondensedLayer)]
 
     def _reset(self) -> None:
         self.cache.reset()

@@ -29,9 +29,8 @@ def condensed_latents(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, entr
     module = call.module
     up = up_projection(module, q.shape[1], q)
     method = method_of(module)
-    num_heads: Any = module.num_heads
     mesh = head_mesh(module, q.shape[1])
-    over_ranks = None if mesh is None else lambda x: (_shared(x, mesh, Partial()), num_heads)
+    over_ranks = None if mesh is None else lambda x: (_shared(x, mesh, Partial()), module.num_heads)
     if mesh is not None:
         # each rank has the gradient of its own heads; those of rope keys are summed by the stock projection
         c, k_rope = entries.tensor_split([up.latent_width], dim=-1)

@@ -9,7 +9,7 @@ Shapes: B rows, L slots of the prompt, c tokens of a piece, S keys, N layers.
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,8 +71,7 @@ class Piece(DynamicCache):
 
         Raises ValueError for heads that are spread over processes.
         """
-        q, config = call.q, cast(Any, call.module.config)
-        heads: int = config.num_attention_heads
+        q, heads = call.q, call.module.config.num_attention_heads
         if q.shape[1] != heads:
             raise ValueError(
                 f"reread cannot be tensor parallel: its choice is for all heads, and {q.shape[1]} of {heads} are here"

@@ -5,6 +5,7 @@ Shapes: B rows, H query heads, K KV heads, G groups of g tokens, W slots of the 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +17,14 @@ from condense.ops import StepSettings, StepState
 from condense.ops.recall.choice import choose_groups, index_scores, token_scores
 
 
-class Watch:
-    """The shares of one layer's steps, float32 ``[B, H]`` on the CPU each; NaN for rows whose token is padding."""
-
-    def __init__(self) -> None:
-        self.shares: list[Tensor] = []
-
-    @torch.compiler.disable(reason="condense.closed_mass looks at every step: compile without fullgraph in its block")
-    def note(self, q: Tensor, real: Tensor | None, layer: CondensedCacheLayer, scale: float) -> None:
-        """Add the share of a step that ``layer`` has just made; q ``[B, H, 1, D]``, real as in the step."""
-        if q.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise ValueError("closed_mass looks at every step, got one captured in a CUDA graph: leave the block")
-        assert layer.buffers is not None
-        share = unread_share(q, layer.buffers, layer.store.settings, scale).float().cpu()
-        self.shares.append(share if real is None else share.masked_fill(real.cpu()[:, None] == 0, float("nan")))
+@torch.compiler.disable(reason="condense.closed_mass looks at every step: compile without fullgraph in its block")
+def _note(shares: list[Tensor], q: Tensor, real: Tensor | None, layer: CondensedCacheLayer, scale: float) -> None:
+    """Add to ``shares`` that of a step that ``layer`` has just made; q ``[B, H, 1, D]``, real as in the step."""
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValueError("closed_mass looks at every step, got one captured in a CUDA graph: leave the block")
+    assert layer.buffers is not None
+    share = unread_share(q, layer.buffers, layer.store.settings, scale).float().cpu()
+    shares.append(share if real is None else share.masked_fill(real.cpu()[:, None] == 0, float("nan")))
 
 
 @torch.no_grad()
@@ -77,11 +72,11 @@ def closed_mass(model: nn.Module) -> Iterator[dict[int, list[Tensor]]]:
         raise ValueError("model must have layers with Recall, got none: call condense.apply(model, 'recall-device')")
     if is_watched(model):
         raise ValueError("model is watched already: leave the other block first")
-    watches = {i: Watch() for i in layers}
+    shares: dict[int, list[Tensor]] = {i: [] for i in layers}
     for i, module in layers.items():
-        module.condense_watch = watches[i]
+        module.condense_watch = partial(_note, shares[i])
     try:
-        yield {i: watch.shares for i, watch in watches.items()}
+        yield shares
     finally:
         for module in layers.values():
             del module.condense_watch
