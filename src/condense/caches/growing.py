@@ -38,6 +38,7 @@ class CondensedLayer(CondensedCacheLayer):
         super().__init__()
         self.method = method
         self.store = Store(step_settings(method))
+        self._keeps_buffers = self.store.settings.choice is not None
         # only one of `_state` (after a prefill) and `_ring` (while decoding) is set: converting to the other copies
         self._state: LayerState | None = None
         self._ring: RingState | None = None
@@ -56,10 +57,6 @@ class CondensedLayer(CondensedCacheLayer):
     @state.setter
     def state(self, state: LayerState | None) -> None:
         self._state, self._ring = state, None
-
-    @property
-    def _keeps_buffers(self) -> bool:
-        return self.store.settings.choice is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor, latent_width: int | None = None) -> None:
         """Note the device, once it is clear that tokens like these can be kept; latent_width: as in `ReadRequest`."""
@@ -131,7 +128,7 @@ class CondensedLayer(CondensedCacheLayer):
         if not self.method.has_step:
             return False
         if self._ring is not None:
-            return self._ring.fits(k)
+            return self._ring.is_writable and self._ring.buffers.ring_k.dtype == k.dtype
         if self._state is None or self._state.window_k.dtype != k.dtype:
             return False
         return self.store.backend(k, v, latent_width or 0) == "triton"

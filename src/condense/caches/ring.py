@@ -153,10 +153,6 @@ class RingState(Buffered):
         self._prepared = None  # it would keep the old buffers alive
         self._before, self.first = change_number(self._before), FirstEntries(*map(change_number, self.first))
 
-    def fits(self, k: Tensor) -> bool:
-        """True if a step can add tokens like k in place."""
-        return k.dtype == self.buffers.ring_k.dtype and self.is_writable
-
     @property
     def is_writable(self) -> bool:
         """False for buffers made in inference mode once that is left, because then they cannot be changed in place."""

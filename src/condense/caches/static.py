@@ -22,7 +22,7 @@ from condense.methods import NO_FIRST, Context, FirstEntries, Method, Reread, st
 from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepCall, StepState, decode_step
 from condense.ops.step import StateSizes, clear_state, empty_state
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row
-from condense.state import LayerState, first_entries, most_entries, num_entries, with_kept
+from condense.state import LayerState, most_entries, num_entries, with_kept
 
 
 def _refused(what: str) -> Callable[..., NoReturn]:
@@ -113,9 +113,12 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         Raises ValueError, state unchanged, for another number of rows, another dtype and a full cache; not for a full
         one while it is compiled or captured: then one step too many writes inside the buffers all the same.
         """
-        buffers = self._checked_buffers(token.k, token.v, latent_width)
+        self._check_fit(token.k)
+        if not self.is_initialized:
+            self.lazy_initialization(token.k, token.v, latent_width)
+        assert self.buffers is not None
         token = token._replace(counter=self.num_slots)  # to which the step adds 1
-        call = StepCall(token, buffers, self.settings, scale, self.latent_width, extras)
+        call = StepCall(token, self.buffers, self.settings, scale, self.latent_width, extras)
         out = decode_step(call, OwnEntries(self.latent_method.represent, self.bias), backend=self.backend)
         self.expected = Expected.ANY
         slots = None if _is_recorded(self.device) or self._slots is None else self._slots + 1
@@ -128,28 +131,29 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         Raises ValueError, state unchanged, for another number of rows, another dtype, too many tokens, and as
         `condense.functional.extend` does.
         """
-        fresh, L, plan = self.count_slots() == 0, k.shape[2], request.plan
-        held = self.buffers, self.bias, self.is_initialized
-        needed = None
-        if fresh and isinstance(self.method, Reread):
-            return self._read_whole(k, v, request)
-        if fresh and self.settings.has_first:
-            first = first_entries(self.method, plan.num_tokens - plan.padding)
-            entries = max_row(num_entries(self.method, max(0, self.max_cache_len - L), first))
-            needed = Room.of(self.method, entries, self.max_cache_len - L)
-        buffers = self._checked_buffers(k, v, request.latent_width, needed)
-        before = None if fresh else self._held_state(buffers)
-        try:
-            context, new_state = extend(self.latent_method, before, request.q, k, v, scale=request.scale, plan=plan)
-        except ValueError:
-            # nothing was read: free memory that this call allocated, so that the next one may have other rows and dtype
-            self.buffers, self.bias, self.is_initialized = held
-            raise
-        self._write(before, new_state(), L)
+        self._check_fit(k)
+        L, latent_width = k.shape[2], request.latent_width
+        before = None if self.count_slots() == 0 else self._held_state()
+        method = self.method if latent_width is None else self.method.for_latents(latent_width)
+        context, new_state = extend(method, before, request.q, k, v, scale=request.scale, plan=request.plan)
+        if before is None and isinstance(method, Reread):
+            # tokens of a prompt that is to be read again stay outside of the buffers until `keep`
+            self.prompt, self._prompt_slots, self.latent_width = new_state(), L, latent_width or 0
+        else:
+            self._write(before, new_state(), L, latent_width)
         return context
 
-    def _write(self, before: LayerState | None, after: LayerState, slots: int) -> None:
-        """Write the state ``after`` that ``slots`` new slots have made of ``before``, None if they are the first."""
+    def _write(self, before: LayerState | None, after: LayerState, slots: int, latent_width: int | None) -> None:
+        """Write the state ``after`` that ``slots`` new slots have made of ``before``, None if they are the first.
+
+        Then there is room for these and for the entries and tokens that can follow.
+        """
+        if before is None:
+            room = None
+            if self.settings.has_first:
+                left = self.max_cache_len - slots
+                room = Room.of(self.method, max_row(num_entries(self.method, left, after.first.num)), left)
+            self._make_room(after.window_k, after.window_v, latent_width, room)
         self._write_state(before, after)
         if before is None:
             self._set_bias(after.first)
@@ -158,23 +162,11 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
             self._slots, self._rows = self._slots + slots, (after.seen, after.first)
         self.expected = Expected.ANY
 
-    def _read_whole(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
-        """Read a prompt that is to be read again; its tokens stay outside of the buffers until `keep`."""
-        if k.shape[2] > self.max_cache_len:
-            self._refuse_length(0, k.shape[2])
-        context, new_state = extend(self.method, None, request.q, k, v, scale=request.scale, plan=request.plan)
-        self.prompt = new_state()
-        self._prompt_slots, self.latent_width = k.shape[2], request.latent_width or 0
-        return context
-
     def keep(self, kept: Tensor, counts: Tensor) -> None:
         """As `condense.caches.CondensedLayer.keep`; the memory is taken now."""
         assert self.prompt is not None
         after, self.prompt = with_kept(self.prompt, kept, counts), None
-        (k, v), L = after.entries, self._prompt_slots
-        needed = Room.of(self.method, k.shape[2], self.max_cache_len - L)
-        self._checked_buffers(k, v, self.latent_width or None, needed)
-        self._write(None, after, L)
+        self._write(None, after, self._prompt_slots, self.latent_width or None)
 
     def fetch(self) -> bool:
         """As `condense.caches.CondensedLayer.fetch`, of as many tokens as rows without padding would have stored."""
@@ -201,48 +193,44 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         """Set the host's count of slots. None: no count, because a replayed step may advance ``num_slots``."""
         self._slots, self._rows = count, None
 
-    def _checked_buffers(self, k: Tensor, v: Tensor, latent_width: int | None, needed: Room | None = None) -> StepState:
-        """The buffers, made or enlarged if necessary. Raises ValueError if tokens like k and v do not fit in.
-
-        needed: for first entries, the chunks and tokens that can follow; None if the tokens make no first entries.
-        """
-        B, L = k.shape[0], k.shape[2]
-        if not self.is_initialized:
-            if self.max_cache_len < L:
-                self._refuse_length(0, L)
-            self.lazy_initialization(k, v, latent_width, needed)
-        elif self.batch_size != B:
-            raise ValueError(
-                f"static cache: wanted {self.batch_size} rows, for which it was made, got {B}; make a new cache for "
-                "another batch"
-            )
-        else:
+    def _check_fit(self, k: Tensor) -> None:
+        """Raise ValueError if tokens like k ``[B, K, L, D]`` do not fit in."""
+        B, L, held = k.shape[0], k.shape[2], 0
+        if self.is_initialized:
+            if self.batch_size != B:
+                raise ValueError(
+                    f"static cache: wanted {self.batch_size} rows, for which it was made, got {B}; make a new cache "
+                    "for another batch"
+                )
             refuse_other_dtype(self.dtype, k.dtype)
-            if not _is_recorded(self.device) and (num_slots := self.count_slots()) + L > self.max_cache_len:
-                self._refuse_length(num_slots, L)
-        assert self.buffers is not None
-        if needed is not None:
-            if needed.entries > self.buffers.entries_k.shape[2]:
-                self.bias = static_bias(self.method, B, needed.entries, self.device)
-            self.buffers = with_room(self.buffers, self.settings, needed)
-        return self.buffers
+            held = 0 if _is_recorded(self.device) else self.count_slots()
+        if held + L > self.max_cache_len:
+            raise ValueError(
+                f"static cache: wanted at most {self.max_cache_len} tokens (max_cache_len), got {held} and {L} more; "
+                "make it longer, or use a cache that grows (cache_implementation unset)"
+            )
 
-    def _refuse_length(self, num_slots: int, L: int) -> NoReturn:
-        raise ValueError(
-            f"static cache: wanted at most {self.max_cache_len} tokens (max_cache_len), got {num_slots} and {L} more; "
-            "make it longer, or use a cache that grows (cache_implementation unset)"
-        )
+    def _make_room(self, k: Tensor, v: Tensor, latent_width: int | None, room: Room | None) -> None:
+        """Take the memory for tokens like k and v, as `lazy_initialization`; enlarge it if that was done before."""
+        if not self.is_initialized:
+            self.lazy_initialization(k, v, latent_width, room)
+        elif room is not None:
+            assert self.buffers is not None
+            if room.entries > self.buffers.entries_k.shape[2]:
+                self.bias = static_bias(self.method, self.batch_size, room.entries, self.device)
+            self.buffers = with_room(self.buffers, self.settings, room)
 
-    def _held_state(self, buffers: StepState) -> LayerState:
+    def _held_state(self) -> LayerState:
         """The state in the buffers."""
+        assert self.buffers is not None
         if self._rows is not None:
             seen, first = self._rows
         else:
             # copy=True also on a CPU: the shared plan keeps this tensor, and the next step adds 1 to `seen` in place
-            seen = int_if_equal(buffers.seen.to("cpu", copy=True))
+            seen = int_if_equal(self.buffers.seen.to("cpu", copy=True))
             first = NO_FIRST
             if self.settings.has_first:
-                first = FirstEntries.of(*buffers.first.to("cpu", copy=True).T)
+                first = FirstEntries.of(*self.buffers.first.to("cpu", copy=True).T)
         return self._read_state(seen, first, max_row(seen), max_row(seen))
 
     def _set_bias(self, first: FirstEntries) -> None:
