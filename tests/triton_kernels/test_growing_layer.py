@@ -75,9 +75,10 @@ class Reading(CondensedLayer):
 class Operating(CondensedLayer):
     """Every token is read by one operation, not by a step that was prepared."""
 
-    def _keep(self, *args):
-        super()._keep(*args)
+    def read(self, *args):
+        context = super().read(*args)
         self._ring._prepare = lambda *args: None
+        return context
 
 
 def read_by(layer, qkv, counts=None, extras=None):

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from condense.caches.store import Store, join_writes
+from condense.caches.store import Store
 from condense.methods import Context, Method
 from condense.ops import StepState
 from condense.plan import ForwardPlan
-from condense.state import LayerState
+from condense.state import LayerState, num_entries
 
 
 class ReadRequest(NamedTuple):
@@ -70,18 +70,24 @@ class CondensedCacheLayer(CacheLayerMixin):
     def keep(self, kept: Tensor, counts: Tensor) -> None:
         """Drop all tokens of ``prompt`` but those where kept, bool ``[B, K, L]``, is True; counts int64 CPU ``[B]``."""
 
-    @abstractmethod
     def fetch(self) -> bool:
-        """Begin to copy stored tokens to the device for the next `read`; False for a layer without a store."""
+        """Begin to copy stored tokens to the device for the next `read`; False for a layer without a store.
+
+        They are as many as rows without padding would have stored.
+        """
+        has_store = self.store.settings.choice is not None
+        if has_store and self.buffers is not None:
+            self.store.fetch(self.buffers, int(num_entries(self.method, self.count_slots())))
+        return has_store
 
     @property
     @abstractmethod
     def buffers(self) -> StepState | None:
         """The buffers of the layer, None while it has none."""
 
-    def after_attention(self) -> None:
-        """Make later work wait for what `read` has begun to store while the layer attended."""
-        join_writes(self.buffers)
+    def count_slots(self) -> int:
+        """Tokens seen, padding included; waits for the device if only it has the count."""
+        return int(self.get_seq_length())
 
     @property
     def host_bytes(self) -> int:

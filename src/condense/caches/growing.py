@@ -78,7 +78,12 @@ class CondensedLayer(CondensedCacheLayer):
         method = self.method if request.latent_width is None else self.method.for_latents(request.latent_width)
         context, new_state = extend(method, before, request.q, k, v, scale=request.scale, plan=request.plan)
         after = new_state()
-        self._keep(method, before, after, request.latent_width or 0)
+        if not self._keeps_buffers:
+            self.state = after
+        elif before is None or self._ring is None:
+            self._ring = RingState(method, self.store, after, request.latent_width or 0)
+        else:
+            self._ring.write(before, after)
         if before is None and method.layout.lookahead is not None:
             self._num_fixed_slots = k.shape[2]
             self.prompt = after if isinstance(method, Reread) else None
@@ -99,21 +104,6 @@ class CondensedLayer(CondensedCacheLayer):
             self._map_tensors(torch.clone)
         # autograd may keep what attention reads, and later tokens are written to the buffers in place
         return ring.state() if torch.is_grad_enabled() else ring.view()
-
-    def _keep(self, method: Method, before: LayerState | None, after: LayerState, latent: int) -> None:
-        """Keep the state ``after``, which ``method`` made from ``before``. latent: width of latents, 0 for none."""
-        if not self._keeps_buffers:
-            self.state = after
-        elif before is None or self._ring is None:
-            self._ring = RingState(method, self.store, after, latent)
-        else:
-            self._ring.write(before, after)
-
-    def fetch(self) -> bool:
-        """Begin to copy stored tokens to the device for the next `read`; False for a layer without a store."""
-        if self._keeps_buffers and self._ring is not None:
-            self._ring.fetch()
-        return self._keeps_buffers
 
     @property
     def buffers(self) -> StepState | None:
@@ -189,8 +179,17 @@ class CondensedLayer(CondensedCacheLayer):
             return
         if self._ring is not None:
             self._ring.crop(count)
-        else:
-            self._crop_state(count)
+        if (state := self._state) is not None:
+            N, Q, seen = state.window_k.shape[2], state.mean_q.shape[2], state.seen - count
+            before, after = (max_row(num_entries(self.method, n, state.first.num)) for n in (state.seen, seen))
+            self._state = state._replace(
+                # the method's own tensors may have several columns per entry
+                entries=tuple(x[:, :, : x.shape[2] * after // before] if before else x for x in state.entries),
+                window_k=state.window_k[:, :, : N - count],
+                window_v=state.window_v[:, :, : N - count],
+                mean_q=state.mean_q[:, :, : max(0, Q - count)],
+                seen=seen,
+            )
         self._num_slots -= count
         self._num_real_slots -= count
 
@@ -230,21 +229,6 @@ class CondensedLayer(CondensedCacheLayer):
                 "time (num_assistant_tokens, prompt_lookup_num_tokens) or start from a new cache"
             )
         return count
-
-    def _crop_state(self, count: int) -> None:
-        """Take the newest ``count`` tokens out of `_state`."""
-        state = self._state
-        assert state is not None
-        N, Q, seen = state.window_k.shape[2], state.mean_q.shape[2], state.seen - count
-        before, after = (max_row(num_entries(self.method, n, state.first.num)) for n in (state.seen, seen))
-        self._state = state._replace(
-            # the method's own tensors may have several columns per entry
-            entries=tuple(x[:, :, : x.shape[2] * after // before] if before else x for x in state.entries),
-            window_k=state.window_k[:, :, : N - count],
-            window_v=state.window_v[:, :, : N - count],
-            mean_q=state.mean_q[:, :, : max(0, Q - count)],
-            seen=seen,
-        )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in the order of ``beam_idx`` (int ``[B]``). Raises ValueError for a store in host memory."""

@@ -94,10 +94,6 @@ class RingState(Buffered):
         self.num_window, self.num_queries = after.window_k.shape[2], after.mean_q.shape[2]
         self._steps_left = self._count_steps()
 
-    def fetch(self) -> None:
-        """Begin to copy the stored tokens to the device for the next `view`."""
-        self.store.fetch(self.buffers, num_entries(self.method, self.seen))
-
     def step(self, token: NewToken, *, scale: float, extras: Extras = NO_EXTRAS) -> Tensor:
         """`condense.ops.decode_step`; the token's ``real``: whether it counts, int64 CPU ``[B]``, None for all rows."""
         if self._steps_left <= 0:

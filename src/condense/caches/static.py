@@ -121,8 +121,7 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         call = StepCall(token, self.buffers, self.settings, scale, self.latent_width, extras)
         out = decode_step(call, OwnEntries(self.latent_method.represent, self.bias), backend=self.backend)
         self.expected = Expected.ANY
-        slots = None if _is_recorded(self.device) or self._slots is None else self._slots + 1
-        self.know_slots(slots)
+        self.know_slots(None if _is_recorded(self.device) or self._slots is None else self._slots + 1)
         return out
 
     def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
@@ -144,9 +143,9 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         return context
 
     def _write(self, before: LayerState | None, after: LayerState, slots: int, latent_width: int | None) -> None:
-        """Write the state ``after`` that ``slots`` new slots have made of ``before``, None if they are the first.
+        """Write the state ``after`` that ``slots`` new slots have made of ``before``.
 
-        Then there is room for these and for the entries and tokens that can follow.
+        before: None if they are the first; then memory is taken for what they left and for what can follow.
         """
         if before is None:
             room = None
@@ -167,14 +166,6 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         assert self.prompt is not None
         after, self.prompt = with_kept(self.prompt, kept, counts), None
         self._write(None, after, self._prompt_slots, self.latent_width or None)
-
-    def fetch(self) -> bool:
-        """As `condense.caches.CondensedLayer.fetch`, of as many tokens as rows without padding would have stored."""
-        if self.settings.choice is None:
-            return False
-        if self.buffers is not None and (slots := self.count_slots()) > 0:
-            self.store.fetch(self.buffers, num_entries(self.method, slots))
-        return True
 
     def skip_prompt(self) -> None:
         """Count the prompt as read though none was, so that `step` reads the next token."""

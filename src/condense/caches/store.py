@@ -17,7 +17,6 @@ from torch import Tensor
 from condense.ops import StepSettings, StepState, step_backend
 from condense.ops.step import fields_of
 from condense.ops.step.state import pinned_zeros
-from condense.ops.tensors.per_row import PerRow, max_row
 from condense.ops.triton.limits import step_obstacle
 
 
@@ -52,8 +51,7 @@ class Store:
 
     def backend(self, k: Tensor, v: Tensor, latent: int, groups: int = 0) -> str:
         """The backend of steps that read tokens like k and v; latent, groups: as in `check`."""
-        widths = (k.shape[3], v.shape[3])
-        return step_backend(k.device, k.dtype, widths, self.settings, latent=latent, entries=groups)
+        return step_backend(k.device, k.dtype, (k.shape[3], v.shape[3]), self.settings, latent=latent, entries=groups)
 
     def refuse_reorder(self) -> None:
         """Raise ValueError if rows would move in host memory at every step."""
@@ -99,13 +97,14 @@ class Store:
                 there[start : start + n].copy_(here, non_blocking=True)
         tokens.record_stream(stream)
 
-    def fetch(self, buffers: StepState, groups: PerRow) -> None:
+    def fetch(self, buffers: StepState, groups: int) -> None:
         """Begin to copy the first groups of a store in host memory to the device, while other work runs.
 
-        `read` waits for the copy. Nothing is begun if the store is on the device, or if that was done before.
+        All are copied if it has fewer. `read` waits for the copy. Nothing is begun if the store is on the device, or if
+        that was done before.
         """
         if self._fetched is None:
-            tokens = max_row(groups) * self.settings.rule.chunk
+            tokens = min(groups * self.settings.rule.chunk, buffers.store.shape[2])
             self._fetched = _begin_to_fetch(buffers.store, tokens, buffers.seen.device)
 
     def read(self, store: Tensor, count: int, device: torch.device) -> Tensor:

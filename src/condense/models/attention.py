@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from transformers import Cache, StaticCache
 
 from condense.caches import CondensedLayer, Expected, StaticCondensedLayer
+from condense.caches.store import join_writes
 from condense.methods import Method
 from condense.models.families import FAMILIES, REGISTERED, is_latent, stock_class
 from condense.models.forward import AttentionCall, ForwardBoard, assert_one_document, refuse_context_parallel
-from condense.models.layers import condensed_layer, ensure_layers, num_seen, read_tokens
+from condense.models.layers import condensed_layer, ensure_layers, read_tokens
 from condense.models.masks import ALL_REAL, is_real
 from condense.models.mla import condensed_latents, head_mesh, up_projection
 from condense.models.reread import Piece
@@ -154,22 +155,18 @@ class CacheProxy:
         # an offloading cache moves layers back to the GPU in `update`, which a step does not call
         if cache.offloading or not layer.can_step(k, v, latent_width):
             return None
-        real = None if call.mask is None or ALL_REAL in call.options else _real_rows(call, call.mask, layer)
-        if latent_width is None:
-            out = layer.step(NewToken(q, k, v, real), scale=call.scale, extras=call.extras)
-        elif head_mesh(module, q.shape[1]) is not None:
+        if latent_width is not None and head_mesh(module, q.shape[1]) is not None:
             # a step averages queries over the heads of this rank only
             if isinstance(layer, CondensedLayer):
                 return None
             raise ValueError("static caches of latents cannot be tensor parallel: leave cache_implementation unset")
-        else:
-            up = up_projection(module, q.shape[1], q)
-            q = up.absorb(q)
-            out = layer.step(NewToken(q, k, v, real), scale=call.scale, latent_width=latent_width)
-            out = up.project_out(out)
+        real = None if call.mask is None or ALL_REAL in call.options else _real_rows(call, call.mask, layer)
+        up = None if latent_width is None else up_projection(module, q.shape[1], q)
+        q = q if up is None else up.absorb(q)
+        out = layer.step(NewToken(q, k, v, real), scale=call.scale, latent_width=latent_width, extras=call.extras)
         if module.condense_watch is not None:
             module.condense_watch(q, real, layer, call.scale)
-        return out
+        return out if up is None else up.project_out(out)
 
     @torch.compiler.disable(reason=_PROMPT_NOT_COMPILED)
     def _read_eagerly(self, call: AttentionCall) -> Tensor:
@@ -182,19 +179,20 @@ class CacheProxy:
         if self.latents is not None:
             tensors += (self.latents.to(call.q.dtype),)
         condensed = _condensed if self.latents is None else condensed_latents
-        forward, cache = call.module.condense_board.forward_of(call), call.cache
-        seen = 0 if cache is None else num_seen(cache, call.layer_idx)
+        forward, method = call.module.condense_board.forward_of(call), method_of(call.module)
+        layer = None if call.cache is None else condensed_layer(call.cache, call.layer_idx, method)
+        seen = 0 if layer is None else layer.count_slots()
         all_real = ALL_REAL in call.options or _is_plain_prompt(call)
         if torch.compiler.is_compiling() and not all_real:
             assert_one_document(call)
             all_real = True
-        documents = forward.documents(plain=cache is None and call.mask is None and not all_real)
+        documents = forward.documents(plain=layer is None and call.mask is None and not all_real)
         if documents is not None:
             # an empty cache is allowed in training: transformers makes one by default and nothing uses it
-            if cache is not None and (seen > 0 or not call.module.training):
+            if layer is not None and (seen > 0 or not call.module.training):
                 raise ValueError("packed documents (cu_seq_lens_q) cannot be cached: pass use_cache=False")
             no_cache = call._replace(cache=None)
-            if method_of(call.module).reads_packed:
+            if method.reads_packed:
                 return condensed(no_cache._replace(plan=forward.plan(None, documents)), *tensors)
             parts = zip(*(x.split(documents, dim=2) for x in tensors), strict=True)
             return torch.cat([condensed(no_cache, *part) for part in parts], dim=2)
@@ -202,8 +200,9 @@ class CacheProxy:
         padding = None if start is None else forward.padding(start)
         aligned = tensors if padding is None else tuple(map(padding.align, tensors))
         out = condensed(call._replace(padding=padding, plan=forward.plan(start)), *aligned)
-        if cache is not None:
-            cache.layers[call.layer_idx].after_attention()
+        if layer is not None:
+            # later work waits for what has been written to host memory while the layer attended
+            join_writes(layer.buffers)
         return out if padding is None else padding.restore(out)
 
 

@@ -23,7 +23,7 @@ from condense.models.stock import LocalChunks
 def read_tokens(
     call: AttentionCall, method: Method, q: Tensor, k: Tensor, v: Tensor, *, latent_width: int | None = None
 ) -> Context:
-    """Read new tokens into the call's layer of the cache; without a cache, read them alone and keep nothing.
+    """Read new tokens into the call's layer of the cache, a condensed one; without a cache, alone, and keep nothing.
 
     q ``[B, H, L, D]``, k ``[B, K, L, D]``, v ``[B, K, L, Dv]``, aligned. latent_width: as in
     `condense.Method.for_latents`, None for ordinary keys.
@@ -33,7 +33,6 @@ def read_tokens(
         method = method if latent_width is None else method.for_latents(latent_width)
         return extend(method, None, q, k, v, scale=call.scale, plan=call.plan)[0]
     assert call.plan is not None
-    condensed_layer(cache, layer_idx, method)
     trailing = q.shape[2] if call.padding is None else call.padding.trailing
     request = ReadRequest(q, call.scale, call.plan, trailing, latent_width)
     context = cache.update(k, v, layer_idx, request=request)[0]
@@ -43,13 +42,6 @@ def read_tokens(
             if isinstance(layer, CondensedCacheLayer) and layer.fetch():
                 break
     return context
-
-
-def num_seen(cache: Cache, layer_idx: int) -> int:
-    """Tokens that a layer of the cache has seen, padding included; waits for the device if only it has the count."""
-    layers = getattr(cache, "layers", ())  # an encoder-decoder cache has none, and is refused later
-    layer = layers[layer_idx] if layer_idx < len(layers) else None
-    return layer.count_slots() if isinstance(layer, StaticCondensedLayer) else int(cache.get_seq_length(layer_idx))
 
 
 def condensed_layer(cache: Cache, layer_idx: int, method: Method) -> CondensedLayer | StaticCondensedLayer:
