@@ -145,8 +145,13 @@ class DGA(Method):
         return focal + (tokens - focal) % self.group_size
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, plan: PromptPlan, *, scale: float, backend: str) -> Prompt:
-        """The paper's prefill (Algorithm 1): rank all tokens, keep the highest, group the others."""
-        B, K, L, _ = k.shape
+        """The paper's prefill (Algorithms 1 and 2): rank all tokens, keep the highest, group the others.
+
+        Entries: both, in order of their last token. Window: the grouped tokens. Query t sees the entries whose last
+        token is at or before t, and those tokens of the window that are at or before t and in a group that is not
+        complete at t. So it sees each token up to t once; if not ``complementary``, at most its own of the window.
+        """
+        (B, K, L, _), g = k.shape, self.group_size
         tokens = plan.tokens(B)
         num_focal = self.prompt_focal(tokens)
         assert isinstance(num_focal, Tensor)
@@ -159,21 +164,6 @@ class DGA(Method):
             sample = plan.sample(B, self.num_recent, self.num_random, self.seed, q.device)
             scores = importance(q, k, sample, scale=scale, backend=backend)
         focal = highest(scores, num_focal, tokens).expand(-1, K, -1)
-        return self.with_focal(q, k, v, focal, num_focal, tokens, scale=scale, backend=backend)
-
-    def with_focal(
-        self, q: Tensor, k: Tensor, v: Tensor, focal: Tensor, num_focal: Tensor, tokens: Tensor, *, scale: float,
-        backend: str,
-    ) -> Prompt:  # fmt: skip
-        """The prompt of chosen focal tokens and groups of the others (Algorithms 1 and 2).
-
-        focal: bool ``[B, K, L]``. num_focal, tokens: focal and real tokens of each row, int64 CPU ``[B]``.
-
-        Entries: both, in order of their last token. Window: the grouped tokens. Query t sees the entries whose last
-        token is at or before t, and those tokens of the window that are at or before t and in a group that is not
-        complete at t. So it sees each token up to t once; if not ``complementary``, at most its own of the window.
-        """
-        g, L = self.group_size, k.shape[2]
         grouped = real_columns(tokens, L, k.device) & ~focal
         focal_seen, grouped_seen = focal.cumsum(2), grouped.cumsum(2)
         complete = grouped_seen // g

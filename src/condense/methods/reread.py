@@ -48,8 +48,7 @@ class Reread(PromptMethod):
 
     def num_kept(self, tokens: int) -> int:
         """Tokens that a layer keeps of a prompt of ``tokens``, on the mean over the layers."""
-        always = min(tokens, self.sink + self.window)
-        return max(always, math.ceil(Fraction(str(self.share)) * tokens))
+        return max(min(tokens, self.sink + self.window), math.ceil(Fraction(str(self.share)) * tokens))
 
     def num_pairs(self, tokens: int) -> int:
         """Keys that the queries of the second reading see, summed over them; 0 if all tokens stay."""

@@ -12,11 +12,10 @@ from condense.version import __version__
 
 def settings_of(assignment: Mapping[int, Method]) -> dict[str, Any]:
     """``config.condense``: each method once, with its layers, in JSON types."""
-    methods = dict.fromkeys(assignment.values())
     return {
         "methods": [
             {"method": method.to_dict(), "layers": [i for i in sorted(assignment) if assignment[i] == method]}
-            for method in methods
+            for method in dict.fromkeys(assignment.values())
         ]
     }
 
