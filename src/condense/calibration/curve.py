@@ -35,8 +35,8 @@ class Curve:
         layers = list(dict.fromkeys(loss.layer for loss in losses))
         # by layer, of each candidate; 0 for dense attention, which was not measured
         self._lost = {i: [known[i, m].total if (i, m) in known else 0.0 for m in methods] for i in layers}
-        sizes = {row.layer: [report[k].bytes for report in reports] for k, row in enumerate(reports[0])}
-        self._sizes = {i: sizes[i] for i in layers}
+        of_layers = {rows[0].layer: [row.bytes for row in rows] for rows in zip(*reports, strict=True)}
+        self._sizes = {i: of_layers[i] for i in layers}
         self.path = greedy_path(self._lost, self._sizes)
         if config.cache is not None:
             room = most_bytes(config.cache, sum(row.dense_bytes for row in reports[0]))
@@ -87,8 +87,7 @@ class Curve:
 
     def point(self, allocation: Allocation, samples: Sequence[int]) -> CurvePoint:
         """The point of any allocation on these texts."""
-        both = [self._meter.read(i, [{}, allocation]) for i in samples]
-        dense, readings = zip(*both, strict=True)
+        dense, readings = zip(*(self._meter.read(i, [{}, allocation]) for i in samples), strict=True)
         plain = [reading for reading in readings if not reading.right]
         cache, host = self._shares(allocation)
         return CurvePoint(
@@ -102,8 +101,8 @@ class Curve:
 
     def _shares(self, allocation: Allocation) -> tuple[float, float]:
         """Bytes on the device and in host memory, as shares of a dense cache's."""
-        rows = enumerate(self._reports[0])
-        return cache_shares([self._reports[allocation.get(row.layer, 0)][k] for k, row in rows])
+        layers = zip(*self._reports, strict=True)
+        return cache_shares([rows[allocation.get(rows[0].layer, 0)] for rows in layers])
 
 
 def most_bytes(share: float, dense: int) -> int:

@@ -69,9 +69,8 @@ class MeasuredFile(dict[str, Measured]):
     def __setitem__(self, key: str, reading: Measured) -> None:
         super().__setitem__(key, reading)
         if self._path is not None:
-            content = {"fingerprint": self._fingerprint, "readings": self}
             with whole_file(self._path, overwrite=True) as file:
-                file.write(json.dumps(content).encode())
+                file.write(json.dumps({"fingerprint": self._fingerprint, "readings": self}).encode())
 
 
 def _checked(kl: Any, nats: Any, right: Any) -> Measured:
@@ -180,8 +179,7 @@ def _compared(dense: Tensor, logits: Tensor, sample: Sample) -> Measured:
 
 def _conditions(model: PreTrainedModel, candidates: Sequence[Method], samples: Sequence[Sample]) -> str:
     """A hash of what readings depend on: weights, configuration, candidates, texts, this library."""
-    config: Any = model.config
-    config = {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
+    config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
     digest = hashlib.sha256()
     settings = {"version": __version__, "config": config, "candidates": plain(list(candidates))}
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode() + fingerprint(model).encode())

@@ -48,8 +48,7 @@ def draw_samples(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], confi
             f"text must have {wanted * size} tokens, {config.texts} texts of {config.length} to measure and as many "
             f"to verify, got {len(corpus.tokens)}: give more text, or a smaller texts or length"
         )
-    chosen = np.random.default_rng(config.seed).permutation(there)[:wanted]
-    halves = chosen[: config.texts], chosen[config.texts :]
+    halves = np.split(np.random.default_rng(config.seed).permutation(there)[:wanted], 2)
     return Samples(*(_of_stretches(tokenizer, corpus, half, bos, config) for half in halves))
 
 
