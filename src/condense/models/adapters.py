@@ -4,15 +4,14 @@ Importing PEFT takes long, so its classes are wrapped only once somebody else im
 """
 
 import functools
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import inspect
 import json
 import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -115,16 +114,14 @@ def _load(stock: Any, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return stock(self, *args, **kwargs)
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _Finder:
     """A finder that finds `peft.peft_model` once, by the ordinary finders, and wraps its classes when it has run."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != _MODULE:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        spec = find_spec(name)
         loader: Any = None if spec is None else spec.loader
         if loader is not None:
             execute = loader.exec_module

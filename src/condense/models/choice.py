@@ -114,8 +114,7 @@ def assign(choice: MethodChoice, attentions: Mapping[int, nn.Module], count: int
                 raise ValueError(f"method: layer {index} is named twice, for {chosen[index]} and {method}")
             chosen[index] = method
     if REST in choice:
-        rest = (i for i in chosen_layers(None, attentions, count) if i not in chosen)
-        chosen |= dict.fromkeys(rest, choice[REST])
+        chosen |= {i: choice[REST] for i in chosen_layers(None, attentions, count) if i not in chosen}
     return chosen
 
 
@@ -137,10 +136,9 @@ def chosen_layers(layers: Iterable[int] | str | None, attentions: Mapping[int, n
         index = given + count if is_index and given < 0 else given
         if not is_index or index not in attentions:
             raise ValueError(f"layers must be indices from 0 to {max(attentions)}, got {given!r}")
-        chosen.append(index)
-    for index in chosen:
         if index not in full:
             raise ValueError(f"layers: layer {index} has a sliding window and cannot be condensed; full are {full}")
+        chosen.append(index)
     if not chosen:
         raise ValueError("layers must name at least one layer, got none; leave it out to condense all")
     return chosen

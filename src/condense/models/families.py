@@ -74,19 +74,18 @@ def obstacle(model: nn.Module) -> str | None:
     return "; ".join(dict.fromkeys(reason for reason in found if reason is not None)) or None
 
 
-def is_chunked(module: nn.Module) -> bool:
+def is_chunked(module: Any) -> bool:
     """True for a layer whose queries see the tokens of their own chunk of the text (Llama 4)."""
-    config: Any = module.config
-    layer_types = getattr(config, "layer_types", None)
+    layer_types = getattr(module.config, "layer_types", None)
     return layer_types is not None and layer_types[module.layer_idx] == "chunked_attention"
 
 
-def sliding_window(module: nn.Module) -> int | None:
+def sliding_window(module: Any) -> int | None:
     """Sliding window of a layer, or the chunk that it attends within (Llama 4); None for full attention.
 
     Read from the configuration, as transformers' caches do, because Mistral's modules do not have the value.
     """
-    config: Any = module.config
+    config = module.config
     if is_chunked(module):
         return config.attention_chunk_size
     layer_types = getattr(config, "layer_types", None)
@@ -107,10 +106,9 @@ def check_learned_positions(config: Any, what: str, length: int) -> None:
         raise ValueError(f"{what} must fit the model's {positions} learned positions, got {length}")
 
 
-def has_eager_experts(model: nn.Module) -> bool:
+def has_eager_experts(model: PreTrainedModel) -> bool:
     """True if a mixture's experts run one by one, which waits for the device to learn which of them have tokens."""
-    config: Any = model.config
-    implementation = getattr(config.get_text_config(decoder=True), "_experts_implementation", None)
+    implementation = getattr(model.config.get_text_config(decoder=True), "_experts_implementation", None)
     experts = (type(m).__name__ for name, m in model.named_modules() if name.rpartition(".")[2] == "experts")
     return implementation == "eager" and any(name not in _EXPERTS_AT_ONCE for name in experts)
 

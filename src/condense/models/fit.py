@@ -1,7 +1,7 @@
 """Number of requests that fit into a memory under each choice of methods and with dense caches, by arithmetic."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -55,12 +55,17 @@ def cache_fits(
     reports = {name: inspect(model, choice, length, itemsize) for name, choice in choices.items()}
     dense = sum(report.dense_bytes for report in next(iter(reports.values())))
     dense_in = {"dense": 8 * itemsize, "dense, FP8": 8, "dense, 4 bits": _FOUR_BITS}
-    fits = [_fit(name, int(dense * bits / (8 * itemsize)), [], room, None) for name, bits in dense_in.items()]
+    fits = []
+    for name, bits in dense_in.items():
+        device_bytes = int(dense * bits / (8 * itemsize))
+        fits.append(CacheFit(name, device_bytes, 0, None if room is None else max(0, room // device_bytes)))
     for name, layers in reports.items():
-        hosts = [layer.host_bytes for layer in layers]
-        fit = _fit(name, sum(layer.bytes for layer in layers), hosts, room, host_memory)
-        in_vllm = _served(model, choices[name], length, itemsize, room)
-        fits.append(replace(fit, served_bytes=in_vllm[0], served=in_vllm[1]))
+        device_bytes, hosts = sum(layer.bytes for layer in layers), [layer.host_bytes for layer in layers]
+        pinned = sum(1 << (each - 1).bit_length() for each in hosts if each)
+        limits = (room, device_bytes), (host_memory, pinned)
+        counts = [max(0, limit // each) for limit, each in limits if limit is not None and each]
+        served = _served(model, choices[name], length, itemsize, room)
+        fits.append(CacheFit(name, device_bytes, sum(hosts), min(counts, default=None), *served))
     return fits
 
 
@@ -77,13 +82,3 @@ def _served(
     one = blocks_of_request(layers, length)
     # one block belongs to no request
     return one.total_bytes, None if room is None else max(0, room // one.block_bytes - 1) // one.blocks
-
-
-def _fit(name: str, device_bytes: int, hosts: list[int], room: int | None, host_room: int | None) -> CacheFit:
-    pinned = sum(1 << (each - 1).bit_length() for each in hosts if each)
-    counts = [
-        max(0, limit // each)
-        for limit, each in ((room, device_bytes), (host_room, pinned))
-        if limit is not None and each
-    ]
-    return CacheFit(name, device_bytes, sum(hosts), min(counts, default=None))

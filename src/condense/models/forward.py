@@ -64,7 +64,7 @@ class Forward:
         # weak references, so that the board does not keep a caller's mask or cache alive
         self._shared = [_Shared(x) for x in call.shared]
         self.B, self.L = call.q.shape[0], call.q.shape[2]
-        self._asked: set[int] = set()
+        self._asked = {call.layer_idx}
         self._paddings: dict[int, Padding | None] = {}
         self._plans: dict[tuple[int | None, bool], ForwardPlan] = {}
         self._lengths: dict[bool, list[int] | None] = {}
@@ -179,7 +179,6 @@ class ForwardBoard:
             if forward.takes(call):
                 return forward
         forward = Forward(call)
-        forward.takes(call)
         self._forwards = [forward, *self._forwards[: _MOST_FORWARDS - 1]]
         return forward
 

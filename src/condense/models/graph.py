@@ -86,7 +86,8 @@ class GraphDecoder:
             self._is_prepared = True
         self._reset()
         # no graph is replayed during the prefill, so the host can count slots instead of reading them from the device
-        self._know_slots(0)
+        for layer in self._condensed:
+            layer.know_slots(0)
         device = self._ids.device
         input_ids = input_ids.to(device)
         mask = None if attention_mask is None else attention_mask.to(device, torch.bool)
@@ -108,7 +109,8 @@ class GraphDecoder:
                 use_cache=True,
                 **keep,
             )
-        self._know_slots(None)
+        for layer in self._condensed:
+            layer.know_slots(None)
         self._positions.copy_(positions[:, -1:] + 1)
         self._length = L
         return out.logits[:, -1]
@@ -170,10 +172,6 @@ class GraphDecoder:
         if any(self.cache.is_linear):
             self._decode()  # a recurrent layer reads the first token as a prompt, and steps from then on
 
-    def _know_slots(self, count: int | None) -> None:
-        for layer in self._condensed:
-            layer.know_slots(count)
-
     def _reset(self) -> None:
         self.cache.reset()
         self._positions.zero_()
@@ -216,8 +214,7 @@ def _decodable(model: nn.Module, max_length: int) -> PreTrainedModel:
         raise ValueError("model must be in eval mode: call model.eval()")
     config = base.config.get_text_config(decoder=True)
     check_learned_positions(config, "max_length", max_length)
-    rope = rope_that_changes(config)
-    if rope is not None:
+    if (rope := rope_that_changes(config)) is not None:
         raise ValueError(
             f"rotary frequencies that change with the length ({rope}) cannot be decoded by a graph: use model.generate"
         )

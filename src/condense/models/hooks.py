@@ -16,15 +16,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    Cache,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
-from transformers.cache_utils import StaticCache, StaticLayer
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, StaticCache, StaticLayer
 from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 

@@ -38,8 +38,7 @@ def condensed_latents(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, entr
     mean_q = mean_queries(method, q, up, over_ranks)
     context = read_tokens(call, method, mean_q, entries, entries[..., :0], latent_width=up.latent_width)
     # if old tokens come before new ones and rows are padded, the new tokens are not the last L columns in every row
-    joined = call.padding is None or context.window.k.shape[2] == q.shape[2]
-    new = (k, v) if joined else None
+    new = (k, v) if call.padding is None or context.window.k.shape[2] == q.shape[2] else None
     return attend_latents(method, q, context, up, new=new, scale=call.scale, dropout_p=call.dropout)[0]
 
 

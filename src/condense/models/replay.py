@@ -25,9 +25,7 @@ _ONE_FORWARD_PER_TOKEN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 class CacheOfOneCall(StaticCache):
     """A static cache that one call of `generate` makes for itself, and the tokens ``ends`` that end its rows."""
 
-    def __init__(self, config: Any, max_cache_len: int, ends: list[int]) -> None:
-        super().__init__(config=config, max_cache_len=max_cache_len)
-        self.ends = ends
+    ends: list[int]
 
 
 def replayable_cache(
@@ -49,9 +47,8 @@ def replayable_cache(
     has_chunks = "chunked_attention" in (getattr(config, "layer_types", None) or ())
     if has_chunks and "block_sequence_ids" not in inspect.signature(create_chunked_causal_mask).parameters:
         return cache
-    ends = generation_config.eos_token_id
-    ends = [] if ends is None else torch.as_tensor(ends).reshape(-1).tolist()
-    static = CacheOfOneCall(config, -(-length // _BLOCK) * _BLOCK, ends)
+    static, ends = CacheOfOneCall(config, -(-length // _BLOCK) * _BLOCK), generation_config.eos_token_id
+    static.ends = [] if ends is None else torch.as_tensor(ends).reshape(-1).tolist()
     compilable = model._valid_auto_compile_criteria({"past_key_values": static}, generation_config)
     return static if can_replay(model) and compilable else cache
 

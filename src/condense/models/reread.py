@@ -116,8 +116,7 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
     method: Any = layers[waiting[0]].method
     held = {i: layer.prompt.entries for i, layer in layers.items() if layer.prompt is not None}
     inputs: dict[str, Tensor] = {name: given[name] for name in _INPUTS if given.get(name) is not None}
-    first = next(iter(inputs.values()))
-    real = _real(given.get("attention_mask"), first)
+    real = _real(given.get("attention_mask"), next(iter(inputs.values())))
     tokens = real.sum(1).cpu()
     length = int(tokens.max())
     scores = {

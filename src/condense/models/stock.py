@@ -38,7 +38,6 @@ def stock_method(module: nn.Module) -> Method:
     return LocalChunks(size=size) if is_chunked(module) else StreamingLLM(sink=0, window=size)
 
 
-def method_of(module: nn.Module) -> Method:
+def method_of(module: Any) -> Method:
     """The method that a layer computes: its own, or for a layer that stays stock that of `stock_method`."""
-    method: Any = module.condense_method or module.condense_stock
-    return method
+    return module.condense_method or module.condense_stock
