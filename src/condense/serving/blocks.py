@@ -131,7 +131,7 @@ def page_sizes(layers: Collection[ServedLayer]) -> PageSizes:
     # as many tables as the most parts need
     tables = -(-k // _MOST_PARTS)
     tried = [sizes(parts) for parts in range(_MOST_PARTS, (k - 1) // tables, -1)]
-    return min(tried, key=lambda size: _blocks(layers, _WINDOWS * max(of_window), 1, size).total_bytes)
+    return min(tried, key=lambda size: blocks_of_request(layers, _WINDOWS * max(of_window), sizes=size).total_bytes)
 
 
 def own_page(layers: Collection[ServedLayer], sizes: PageSizes) -> int:
@@ -153,21 +153,19 @@ class BlockCount(NamedTuple):
 
     def share(self, layers: Collection[ServedLayer], length: int) -> float:
         """Its bytes as a share of those of the tokens that the model's own attention sees."""
-        seen = ((length if layer.sliding is None else min(length, layer.sliding)) for layer in layers)
-        return self.total_bytes / sum(
-            n * layer.heads * layer.token_bytes for n, layer in zip(seen, layers, strict=True)
-        )
+        seen = sum(min(length, layer.sliding or length) * layer.heads * layer.token_bytes for layer in layers)
+        return self.total_bytes / seen
 
 
-def blocks_of_request(layers: Collection[ServedLayer], length: int, num_new: int = 1) -> BlockCount:
+def blocks_of_request(
+    layers: Collection[ServedLayer], length: int, num_new: int = 1, sizes: PageSizes | None = None
+) -> BlockCount:
     """The most blocks that a request of ``length`` tokens holds while its last ``num_new`` are read.
 
-    Counted as vLLM forms its groups; `tests/serving/vllm/test_manager.py` holds both together.
+    Counted as vLLM forms its groups; `tests/serving/vllm/test_manager.py` holds both together. sizes: those of
+    `page_sizes` by default.
     """
-    return _blocks(layers, length, num_new, page_sizes(layers))
-
-
-def _blocks(layers: Collection[ServedLayer], length: int, num_new: int, sizes: PageSizes) -> BlockCount:
+    sizes = page_sizes(layers) if sizes is None else sizes
     (far, near), own = sizes, own_page(layers, sizes)
     of_far = sum(layer.far_bytes(far) for layer in layers)
     # pages by what they share a table with: the tokens that windows keep, 0 for rings, and those of a page

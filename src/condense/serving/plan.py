@@ -87,30 +87,20 @@ def serving_plan(method: Method) -> ServingPlan:
     settings = step_settings(method)
     if settings.num_summary == 0:
         settings = replace(settings, summary_delay=0)
-    wrong: list[str] = []
+    g, delay, num_summary = settings.rule.chunk, settings.summary_delay, settings.num_summary
+    wrong = []
     if settings.key_pooling is None:
         wrong.append(f"{method} makes its entries itself, which pages do not: use CCA, LCA or Recall")
     if isinstance(method, Recall) and method.store == "host":
         wrong.append(
             f"tokens in host memory are not served by vLLM yet, got {method}: use store='device', as recall-device does"
         )
-    if isinstance(method, GroupPooling):
-        wrong += _group_obstacles(method, settings)
-    if wrong:
-        raise ValueError("; ".join(wrong))
-    return ServingPlan(settings)
-
-
-def _group_obstacles(method: GroupPooling, settings: StepSettings) -> list[str]:
-    """All settings of groups that pages cannot hold, each with its way out."""
-    wrong: list[str] = []
-    g, delay, num_summary = settings.rule.chunk, settings.summary_delay, settings.num_summary
     if method.layout.lookahead is not None:
         wrong.append(
             f"{method} weighs groups by the end of the prompt, which an engine reads in pieces: use "
             f"{method.layout.lookahead.causal_setting}"
         )
-    if g < 2:
+    if g < 2 and isinstance(method, GroupPooling):
         wrong.append(f"group_size must be at least 2 to be served, got {g}: entries of one token save nothing")
     if delay % g:
         wrong.append(
@@ -122,7 +112,9 @@ def _group_obstacles(method: GroupPooling, settings: StepSettings) -> list[str]:
             f"num_summary_queries must be at most group_size, {g}, to be served, got {num_summary}: a shared prefix "
             "ends with a whole group, and queries before it are not kept"
         )
-    return wrong
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    return ServingPlan(settings)
 
 
 def serving_plans(saved: Any) -> dict[int, ServingPlan]:

@@ -65,8 +65,7 @@ def read_trials(
     def read(lengths: tuple[int, ...], counts: tuple[int, ...]) -> None:
         """So many of the last tokens of each, or as many as there are."""
         starts = itertools.accumulate(map(min, lengths, counts), initial=0)
-        seen = torch.tensor(lengths, dtype=torch.int32, device=out.device)
-        new = NewTokens(list(starts), list(lengths), seen)
+        new = NewTokens(list(starts), list(lengths), torch.tensor(lengths, dtype=torch.int32, device=out.device))
         q, k, v, to = (x[: new.starts[-1]] for x in (*qkv, out))
         read_paged((q, k, v), empty(len(lengths)), new, plan.settings, scale=scale, out=to)
 

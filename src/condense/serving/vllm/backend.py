@@ -144,13 +144,7 @@ class CondensedImpl(AttentionImpl[CondensedMetadata]):
     """One layer's attention over its pages."""
 
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        *args: Any,
-        sinks: Tensor | None = None,
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, *args: Any, sinks: Tensor | None = None
     ) -> None:
         """sinks: a logit without a value for each head of this process; its numbers may come later."""
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, num_kv_heads
