@@ -148,7 +148,8 @@ class Meter:
                         "the candidate out"
                     )
                 self._store[_key(sample, allocation)] = reading
-                self._on_forward()
+                if allocation:
+                    self._on_forward()
             readings.append(reading)
         return readings
 
