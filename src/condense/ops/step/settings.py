@@ -15,26 +15,6 @@ from condense.ops.spans import UniformRule
 from condense.ops.types import Pooling
 
 
-class Numbered:
-    """Mixin for frozen dataclasses of settings: gives each a number, because a torch operation cannot take an object.
-
-    The operation gets the number and finds the settings by `numbered_settings`.
-    """
-
-    def __post_init__(self) -> None:
-        """Enter the settings into the table that `numbered_settings` reads."""
-        assert _NUMBERED.setdefault(self.number, self) == self
-
-    @functools.cached_property
-    def number(self) -> int:
-        """An int that stands for these settings in a torch operation's arguments; the same in every process."""
-        return int.from_bytes(hashlib.blake2b(repr(self).encode(), digest_size=7).digest())
-
-    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
-        """Unpickle by calling the class, so that the settings enter the table of that process."""
-        return type(self), tuple(getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
-
-
 class StoreSettings(NamedTuple):
     """The store of exact tokens.
 
@@ -65,8 +45,10 @@ class ChoiceSettings:
 
 
 @dataclass(frozen=True)
-class StepSettings(Numbered):
+class StepSettings:
     """The settings of a method that a decode step needs.
+
+    A torch operation cannot take an object: it gets their ``number`` and finds them by `numbered_settings`.
 
     key_pooling, value_pooling: poolings that make a chunk's last entry; None if only ``represent`` can make it.
     bias: added to the scaled score of every pooled entry, 0.0 for none.
@@ -88,6 +70,19 @@ class StepSettings(Numbered):
     matched: bool = False
     entry_bits: int = 16
     choice: ChoiceSettings | None = None
+
+    def __post_init__(self) -> None:
+        """Enter the settings into the table that `numbered_settings` reads."""
+        assert _NUMBERED.setdefault(self.number, self) == self
+
+    @functools.cached_property
+    def number(self) -> int:
+        """An int that stands for these settings in a torch operation's arguments; the same in every process."""
+        return int.from_bytes(hashlib.blake2b(repr(self).encode(), digest_size=7).digest())
+
+    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
+        """Unpickle by calling the class, so that the settings enter the table of that process."""
+        return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
     @property
     def entry_format(self) -> EntryFormat:
@@ -116,9 +111,9 @@ class StepSettings(Numbered):
         return self.bias != 0.0 and (self.num_focal > 0 or self.has_first)
 
 
-_NUMBERED: dict[int, Any] = {}
+_NUMBERED: dict[int, StepSettings] = {}
 
 
-def numbered_settings(number: int) -> Any:
-    """The settings that have this number (`Numbered`)."""
+def numbered_settings(number: int) -> StepSettings:
+    """The settings that have this number."""
     return _NUMBERED[number]

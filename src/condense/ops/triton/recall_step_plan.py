@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from condense.ops.step.settings import StepSettings, numbered_settings
+from condense.ops.step.settings import numbered_settings
 from condense.ops.triton.device import lane_signs, lane_tokens, lanes
 from condense.ops.triton.device.address import PageForm
 from condense.ops.triton.device.parts import key_value_parts
@@ -174,7 +174,7 @@ def close_of(
 ) -> tuple[Any, ...]:
     """The launch arguments of the kernel that closes a group in each of B rows; arguments as of `plan_of`."""
     (B, _, K), (D, Dv, latent), (G, W, N, _, near, far, _) = heads, widths, sizes
-    settings: StepSettings = numbered_settings(number)
+    settings = numbered_settings(number)
     assert settings.choice is not None
     parts = key_value_parts(D, Dv, latent)
     form = Form.of(settings.store_format, dtype, (D, Dv), parts)
@@ -204,11 +204,11 @@ def plan_of(
 ) -> Plan:
     """The launch arguments of a step with these sizes.
 
-    heads: B, H, K; widths: D, Dv, latent; number: `condense.ops.step.settings.Numbered.number` of the settings; scores:
+    heads: B, H, K; widths: D, Dv, latent; number: `condense.ops.step.settings.StepSettings.number`; scores:
     their scale and soft cap.
     """
     (B, H, K), (D, Dv, latent), (G, W, N, S, near, far, _), (scale, softcap) = heads, widths, sizes, scores
-    settings: StepSettings = numbered_settings(number)
+    settings = numbered_settings(number)
     check_programs(B * K)
     choice, g, window = settings.choice, settings.rule.chunk, settings.rule.window
     # row stride of scratch memory by groups

@@ -103,7 +103,7 @@ def launch_of(
 ) -> Launch:
     """The launch arguments of a step with these sizes.
 
-    number: `condense.ops.step.settings.Numbered.number` of the settings. scores: their scale and soft cap. host_bound:
+    number: `condense.ops.step.settings.StepSettings.number`. scores: their scale and soft cap. host_bound:
     the host takes longer than the GPU, so one kernel is launched even if two are faster on the GPU.
     """
     scale, softcap = scores
