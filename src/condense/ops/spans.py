@@ -40,11 +40,9 @@ def joined_bias(biases: Sequence[Tensor | float | None], sizes: Sequence[int], d
     """The biases of all sources, ``[B|1, K|1, n]`` for n entries; None if no source has one. sizes: entries of each."""
     if all(bias is None for bias in biases):
         return None
-    known = [per_entry(0.0 if bias is None else bias, size, device) for bias, size in zip(biases, sizes, strict=True)]
+    known = (per_entry(0.0 if bias is None else bias, size, device) for bias, size in zip(biases, sizes, strict=True))
     parts = [bias.double() for bias in known if bias is not None]
-    rows, heads = 1, 1
-    for part in parts:
-        rows, heads = max(rows, part.shape[0]), max(heads, part.shape[1])
+    rows, heads = (max(part.shape[dim] for part in parts) for dim in (0, 1))
     return torch.cat([part.expand(rows, heads, -1) for part in parts], dim=2)
 
 
@@ -144,7 +142,17 @@ class RuleSpans:
 
     def at(self, start: int, stop: int, device: torch.device) -> list[Span]:
         """Spans of queries ``[start, stop)``, one per source: int64 ``[B|1, 1, L]``."""
-        return self._at(torch.arange(start, stop, device=device)[None, None])
+        steps = torch.arange(start, stop, device=device)[None, None]
+        query_start, window_start, padding, first_entries = (
+            broadcast_rows(x, 3, device)
+            for x in (self.query_start, self.window_start, self.padding, self.first_entries)
+        )
+        real = steps >= padding
+        *others, (lo, hi) = self.rule.spans(query_start + steps + 1)
+        spans = [*others, ((lo - window_start).clamp(min=0), hi - window_start)]
+        if others:
+            spans[0] = (spans[0][0], spans[0][1] + first_entries)
+        return [Span(*(torch.where(real, x, 0) for x in torch.broadcast_tensors(*span))) for span in spans]
 
     def hulls(self, blocks: Sequence[tuple[int, int]]) -> list[list[Hull]]:
         """For each block ``(start, stop)`` of queries the hull of every source, as ints on the host."""
@@ -159,18 +167,14 @@ class RuleSpans:
         if (row := self.same_in_all_rows()) is not None:
             # ints, because a decode step comes here in every layer and one-element tensors are slow
             return [self._hulls_of(row, start, stop - 1) for start, stop in blocks]
-        starts, stops = (x[None, None] for x in torch.tensor(blocks, dtype=torch.int64).T)
-        # the first query of a block that is real: padding sees nothing
-        first, last = self._at(starts.clamp(min=broadcast_rows(self.padding, 3))), self._at(stops - 1)
-        is_real = last[-1].hi > 0
-        largest = torch.iinfo(torch.int64).max
+        rows = [RowStart(*numbers) for numbers in self.starts().tolist()]
         hulls = []
-        for low, high in zip(first, last, strict=True):
-            hi = high.hi.amax((0, 1))
-            # a row whose queries in the block are all padding must not lower the start
-            lo = torch.where(is_real, low.lo, largest).amin((0, 1))
-            hulls.append(torch.stack([torch.minimum(lo, hi), hi], dim=1).tolist())
-        return [[Hull(*ends) for ends in block] for block in zip(*hulls, strict=True)]
+        for start, stop in blocks:
+            of_sources = zip(*(self._hulls_of(row, start, stop - 1) for row in rows), strict=True)
+            # a row that sees nothing, as all of its queries are padding, must not lower the start
+            ends = [(min((lo for lo, hi in x if hi > 0), default=0), max(hi for _, hi in x)) for x in of_sources]
+            hulls.append([Hull(*pair) for pair in ends])
+        return hulls
 
     def same_in_all_rows(self) -> RowStart | None:
         """The `RowStart` of all rows if it is the same, else None."""
@@ -206,7 +210,7 @@ class RuleSpans:
         return lo == 0 and all(first >= last for first, last in others)
 
     def _hulls_of(self, row: RowStart, first: int, last: int) -> list[Hull]:
-        """Hulls of the queries ``first`` to ``last``, where all rows have the same `RowStart`."""
+        """Hulls of the queries ``first`` to ``last`` of one row."""
         begin = self.rule.spans(row.query + max(first, row.padding) + 1)
         end = self.rule.spans(row.query + last + 1)
         if last < row.padding:
@@ -215,19 +219,6 @@ class RuleSpans:
         spans[0] = (spans[0][0], spans[0][1] + row.first_entries) if len(spans) > 1 else spans[0]
         spans[-1] = (max(spans[-1][0] - row.window, 0), spans[-1][1] - row.window)
         return [Hull(min(lo, hi), hi) for lo, hi in spans]
-
-    def _at(self, steps: Tensor) -> list[Span]:
-        """Spans of the queries in columns ``steps`` ``[B|1, 1, L]``, on their device."""
-        query_start, window_start, padding, first_entries = (
-            broadcast_rows(x, 3, steps.device)
-            for x in (self.query_start, self.window_start, self.padding, self.first_entries)
-        )
-        real = steps >= padding
-        *others, (lo, hi) = self.rule.spans(query_start + steps + 1)
-        spans = [*others, ((lo - window_start).clamp(min=0), hi - window_start)]
-        if others:
-            spans[0] = (spans[0][0], spans[0][1] + first_entries)
-        return [Span(*(torch.where(real, x, 0) for x in torch.broadcast_tensors(*span))) for span in spans]
 
 
 @dataclass(frozen=True)

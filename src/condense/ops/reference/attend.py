@@ -12,7 +12,7 @@ from torch import Tensor
 
 from condense.ops.extras import soft_cap
 from condense.ops.recall.choice import Choice, RecallSources
-from condense.ops.spans import Source, Spans, joined_bias, per_entry
+from condense.ops.spans import Source, Spans, joined_bias
 from condense.ops.types import AttendOptions
 
 
@@ -70,6 +70,5 @@ def attend_recall(
     opened = chosen.repeat_interleave(sources.group_size, -1) if G > 0 else chosen
     mask = torch.cat([pooled, opened, near.expand(*chosen.shape[:3], N)], dim=-1)[:, :, None]
     k, v = (torch.cat(parts, dim=2) for parts in ([entries.k, store.k, window.k], [entries.v, store.v, window.v]))
-    bias = per_entry(entries.bias, G, q.device)
-    bias = None if bias is None else F.pad(bias, (0, k.shape[2] - G))
+    bias = joined_bias([entries.bias, None], [G, k.shape[2] - G], q.device)
     return attend_masked(q, k, v, mask, bias, options)

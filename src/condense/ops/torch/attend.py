@@ -92,10 +92,7 @@ def attend(q: Tensor, sources: Sequence[Source], spans: Spans, options: AttendOp
 
 def _bias(sources: Sequence[Source], hulls: list[Hull], device: torch.device) -> Tensor | None:
     """Biases of a block's keys up to the last source that has one, ``[B|1, K|1, n]``."""
-    num_biased = 0
-    for n, source in enumerate(sources):
-        if source.bias is not None:
-            num_biased = n + 1
+    num_biased = max([n for n, source in enumerate(sources, start=1) if source.bias is not None], default=0)
     biases = [
         source.bias[..., lo:hi] if isinstance(source.bias, Tensor) else source.bias
         for source, (lo, hi) in zip(sources[:num_biased], hulls[:num_biased], strict=True)
