@@ -53,20 +53,22 @@ def read_paged(
         takes = step_backend(q.device, q.dtype, widths, settings, latent=state.latent, entries=room)
     if state.holds_records:
         _check_records(state, k, v, settings)
-    kernels = _kernels(settings, new, scale) if takes in ("triton", "hopper") else None
+    store: Callable[..., None] | None = None
+    if takes in ("triton", "hopper"):
+        from condense.ops.triton import paged_step
+
+        store = functools.partial(paged_step.store, scale=scale)
+    steps = 0 if store is None else new.num_steps
     # records depend on their tokens alone, so that those of a prompt are made as a step makes them
-    closes = None if kernels is None or settings.choice is None else kernels[0]
-    layer = PagedLayer(qkv, state, new, settings, scale, backend, closes)
-    steps = 0 if kernels is None else new.num_steps
+    layer = PagedLayer(qkv, state, new, settings, scale, backend, None if settings.choice is None else store)
     if steps < len(new.seen) and q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError(
             "requests that no step of kernels reads cannot be captured in a CUDA graph: capture single tokens that "
             "kernels read, or run eagerly"
         )
-    if kernels is None or steps == 0:
+    if store is None or steps == 0:
         layer.read(out, first=0)
         return
-    store, attend = kernels
     (ones, *kv), first, seen = (x[:steps] for x in qkv), state.first(steps), new.seen_on_device[:steps]
     to, up = out[:steps], state.up
     if up is not None:
@@ -74,17 +76,10 @@ def read_paged(
         to = ones.new_empty(*ones.shape[:2], up.latent_width)
     store(ones, *kv, first, seen, settings)
     layer.read(out, first=steps)
-    attend(ones, first, seen, settings, out=to)
+    before = None if settings.choice is None else new.before
+    paged_step.attend(ones, first, seen, settings, scale=scale, out=to, before=before)
     if up is not None:
         out[:steps] = up.project_out(to[:, :, None])[:, :, 0]
-
-
-def _kernels(settings: StepSettings, new: NewTokens, scale: float) -> tuple[Callable[..., None], ...]:
-    """The two halves of a step of kernels: one stores tokens, entries and records, the other attends."""
-    from condense.ops.triton import paged_step
-
-    attend = functools.partial(paged_step.attend, before=None if settings.choice is None else new.before)
-    return functools.partial(paged_step.store, scale=scale), functools.partial(attend, scale=scale)
 
 
 def _check_settings(settings: StepSettings, state: PagedState) -> None:
