@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,10 +31,10 @@ class Operations(NamedTuple):
     summarize: Callable[..., Tensor]
     group_scores: Callable[..., Tensor]
     pool: Callable[..., Tensor]
-    pool_groups: Callable[..., tuple[Tensor, ...]] | None
     importance: Callable[..., Tensor]
     store_groups: Callable[..., tuple[Tensor, Tensor, Tensor]]
     unpack_store: Callable[..., tuple[Tensor, Tensor]]
+    pool_groups: Callable[..., tuple[Tensor, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,45 +64,33 @@ class Backend:
         return self._loaded[0]
 
 
+def _operations_in(*modules: ModuleType) -> dict[str, Any]:
+    """The functions of modules that have the name of an operation, by this name."""
+    return {name: getattr(module, name) for module in modules for name in Operations._fields if hasattr(module, name)}
+
+
 def _reference() -> Operations:
     from condense.ops.reference import attend, pool
 
-    return _torch()._replace(
-        attend=attend.attend,
-        attend_recall=attend.attend_recall,
-        summarize=pool.summarize,
-        group_scores=pool.group_scores,
-        pool=pool.pool,
-        importance=pool.importance,
-    )
+    return _torch()._replace(**_operations_in(attend, pool))
 
 
 def _torch() -> Operations:
     from condense.ops.torch import attend, pool
 
-    return Operations(
-        attend.attend, attend.attend_recall, pool.summarize, pool.group_scores, pool.pool, None, pool.importance,
-        pool.store_groups, pool.unpack_store,
-    )  # fmt: skip
+    return Operations(**_operations_in(attend, pool))
 
 
 def _triton() -> Operations:
     from condense.ops.triton import attend, pool, recall_attend, recall_store
 
-    return _torch()._replace(
-        attend=attend.attend,
-        attend_recall=recall_attend.attend_recall,
-        summarize=pool.summarize,
-        pool_groups=pool.pool_groups,
-        store_groups=recall_store.store_groups,
-        unpack_store=recall_store.unpack_store,
-    )
+    return _torch()._replace(**_operations_in(attend, pool, recall_attend, recall_store))
 
 
 def _hopper() -> Operations:
     from condense.ops.hopper import attend
 
-    return _triton()._replace(attend=attend.attend, attend_recall=attend.attend_recall)
+    return _triton()._replace(**_operations_in(attend))
 
 
 BACKENDS = {
