@@ -76,18 +76,13 @@ def attend(q: Tensor, sources: Sequence[Source], spans: Spans, options: AttendOp
         num_keys = sum(hi - lo for hulls_of_block in hulls for lo, hi in hulls_of_block)
         if num_keys > _MAX_KEPT * L or softcap or own:
             block = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=dropout_p > 0)
-        outs, lses = zip(*(block(q_block, start, of_block) for q_block, (start, _), of_block in work), strict=True)
-        return torch.cat(outs, dim=2), torch.cat(lses, dim=2) if return_lse else None
-    if len(blocks) == 1:
-        only, only_lse = block(q, 0, hulls[0])
-        return only, only_lse if return_lse else None
-    out = q.new_empty(*q.shape[:3], window.v.shape[3])
-    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32)) if return_lse else None
-    for q_block, (start, stop), hulls_of_block in work:
-        out[:, :, start:stop], block_lse = block(q_block, start, hulls_of_block)
-        if lse is not None:
-            lse[:, :, start:stop] = block_lse
-    return out, lse
+    outs, lses = zip(*(block(q_block, start, of_block) for q_block, (start, _), of_block in work), strict=True)
+    return _joined(outs), _joined(lses) if return_lse else None
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """All blocks of queries, one after another; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim=2)
 
 
 def _bias(sources: Sequence[Source], hulls: list[Hull], device: torch.device) -> Tensor | None:
@@ -228,7 +223,7 @@ def attend_recall(
         block = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
     work = zip(q.split(_RECALL_BLOCK, dim=2), blocks, spans.hulls(blocks), strict=True)
     outs, lses = zip(*(block(q_block, start, hulls) for q_block, (start, _), hulls in work), strict=True)
-    return torch.cat(outs, dim=2), torch.cat(lses, dim=2) if options.return_lse else None
+    return _joined(outs), _joined(lses) if options.return_lse else None
 
 
 def group_columns(numbers: Tensor, g: int) -> Tensor:
