@@ -99,12 +99,9 @@ def recall_call_obstacles(q: Tensor, sources: RecallSources, choice: Choice) -> 
         found.append(f"takes up to {most} query heads per KV head in {q.dtype}, got {R}")
     if G > MAX_GROUPS:
         found.append(f"chooses from up to {MAX_GROUPS:,} groups, got {G:,}")
-    return found + (_index_obstacles(choice, K) if isinstance(choice, IndexChoice) else [])
-
-
-def _index_obstacles(choice: IndexChoice, K: int) -> list[str]:
-    """The obstacles to choosing for K KV heads."""
-    (_, H, _, D), choosers, found = choice.q.shape, choice.index.steps.shape[1], []
+    if not isinstance(choice, IndexChoice):
+        return found
+    (_, H, _, D), choosers = choice.q.shape, choice.index.steps.shape[1]
     if choosers not in (1, K):
         found.append(f"takes an index for each of {K} KV heads or one for all, got {choosers}")
     if choice.q.device.type == "cuda" and D not in WIDTHS + LATENT_WIDTHS:
@@ -158,20 +155,15 @@ def step_obstacle(
             f"rounds entries in blocks of {BLOCK_WIDTH} channels, whole ones of latents, got latents of {latent} "
             f"columns and entry_bits={settings.entry_bits}"
         )
-    stored = 16 if settings.choice is None else settings.choice.store.bits
+    if settings.choice is None:
+        return clauses(found)
+    stored, _, slots = settings.choice.store
     if stored < 16 and latent % block_width(D):
         found.append(
             f"reads stored latents turned in blocks of {block_width(D)} columns, whole ones of values, got latents of "
             f"{latent} of {D} columns and store_bits={stored}"
         )
-    return clauses(found + _choice_obstacles(settings, entries))
-
-
-def _choice_obstacles(settings: StepSettings, entries: int) -> list[str]:
-    """The obstacles to choosing among groups by an index of keys of width D in a decode step."""
-    if settings.choice is None:
-        return []
-    slots, found = settings.choice.store.slots, _group_obstacles(settings.rule.chunk)
+    found += _group_obstacles(settings.rule.chunk)
     if entries > MAX_GROUPS:
         found.append(
             f"chooses from up to {MAX_GROUPS:,} groups, got room for {entries:,} (a larger group_size or a shorter "
@@ -179,7 +171,7 @@ def _choice_obstacles(settings: StepSettings, entries: int) -> list[str]:
         )
     if slots > MAX_SLOTS:
         found.append(f"looks through up to {MAX_SLOTS:,} slots, got {slots:,}")
-    return found
+    return clauses(found)
 
 
 def settings_obstacle(settings: StepSettings) -> str | None:

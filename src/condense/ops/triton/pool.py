@@ -210,11 +210,8 @@ def pool_groups(
     groups: Chunks, summary: Tensor | None, *, scale: float, key_pooling: str, value_pooling: str, return_lse: bool
 ) -> tuple[Tensor, ...]:
     """See `condense.ops.pool_groups`."""
-    start, columns = 0, None
-    if isinstance(groups.columns, Tensor):
-        columns = groups.columns.to(torch.int32).contiguous()
-    else:
-        start = groups.columns
+    at = groups.columns
+    start, columns = (0, at.to(torch.int32).contiguous()) if isinstance(at, Tensor) else (at, None)
     settings = _Groups(start, groups.num, groups.size, scale, key_pooling, value_pooling, return_lse)
     k, v = dense_rows(groups.window_k), dense_rows(groups.window_v)
     summary = None if summary is None else dense_rows(summary.float())
