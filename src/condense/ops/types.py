@@ -3,7 +3,6 @@
 Shapes: B rows, K KV heads, N tokens of the window, G chunks of c tokens, D and Dv widths.
 """
 
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -41,10 +40,6 @@ class Chunks(NamedTuple):
         column = (columns[..., None] + torch.arange(c, device=columns.device)).flatten(1).clamp(max=window.shape[2] - 1)
         B, K, _, D = window.shape
         return window.gather(2, column[:, None, :, None].expand(B, K, -1, D)).unflatten(2, (G, c))
-
-
-# `condense.Method.represent`
-Represent = Callable[..., tuple[Tensor, ...]]
 
 
 class SummarySpans(NamedTuple):

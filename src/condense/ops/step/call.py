@@ -24,6 +24,7 @@ Shapes: B rows, H query heads, K KV heads, M entries of capacity, c tokens per c
 widths.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -31,7 +32,6 @@ from torch import Tensor
 from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.step.settings import StepSettings
 from condense.ops.step.state import StepState, check_state
-from condense.ops.types import Represent
 
 
 class NewToken(NamedTuple):
@@ -69,7 +69,7 @@ class OwnEntries(NamedTuple):
     represent: `condense.Method.represent`. bias: float ``[B|1, 1, M]``, in place of the settings' bias, if not None.
     """
 
-    represent: Represent
+    represent: Callable[..., tuple[Tensor, ...]]
     bias: Tensor | None = None
 
 

@@ -27,9 +27,6 @@ class StoreSettings(NamedTuple):
     slots: int = 0
 
 
-_ON_DEVICE = StoreSettings()
-
-
 @dataclass(frozen=True)
 class ChoiceSettings:
     """The choice of the closed groups that a query opens, to see their exact tokens. Every group has one entry.
@@ -39,9 +36,9 @@ class ChoiceSettings:
     """
 
     quota: Quota
-    store: StoreSettings = _ON_DEVICE
-    pool: bool = True
-    reads_exactly: bool = False
+    store: StoreSettings
+    pool: bool
+    reads_exactly: bool
 
 
 @dataclass(frozen=True)
