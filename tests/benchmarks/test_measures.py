@@ -48,7 +48,7 @@ def _answered_by_the_model(model, sequence, every):
     ids = torch.from_numpy(sequence.input_ids.copy())[None]
     for start, stop in sequence.answers[::every]:
         ids[:, start:stop] = model.generate(ids[:, :start], max_new_tokens=stop - start, do_sample=False)[:, start:]
-    return PasskeySequence(ids[0].numpy(), sequence.keys, sequence.answers, sequence.depths, sequence.form)
+    return PasskeySequence(ids[0].numpy(), sequence.keys, sequence.answers, sequence.depths)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from condense.evaluate.compare import Outcome, Prompt
-    from condense.models import MethodChoice
 
 DEMO_METHODS = ("dense", "recall-device", options.DEMO_METHOD, "streaming_llm:sink=4,window=492")
 METHODS = ("dense", "recall-device", "pooled", "streaming_llm")
@@ -54,11 +53,8 @@ def compare_command(
     prompt = demo_prompt() if text is None else Prompt(options.read_text(text), question or [], chat=chat)
     given = [choice_from_text(text) for text in method or []]
     loaded, tokenizer, saved = options.load_model(model, dtype, device, device_map, trust_remote_code)
-    methods: list[MethodChoice]
-    if saved is not None and not given:
-        methods = [Dense(), saved]
-    else:
-        methods = given or [choice_from_text(each) for each in (DEMO_METHODS if model is None else METHODS)]
+    shown = [choice_from_text(each) for each in (DEMO_METHODS if model is None else METHODS)]
+    methods = given or (shown if saved is None else [Dense(), saved])
     steps = len(methods) * (1 + max(1, len(prompt.questions)))
     with options.progress() as bar:
         task = bar.add_task("comparing", total=steps)

@@ -108,9 +108,8 @@ def _parse_bytes(name: str, text: str) -> int:
 
 
 def _print_fits(fits: Sequence[CacheFit], title: str, batch: int | None) -> None:
-    counted = ["requests\nthat fit", "in\nvLLM", *([] if batch is None else [f"{batch} fit"])]
-    if fits[0].requests is None:
-        counted = []
+    counted = ["requests\nthat fit", "in\nvLLM"] if fits[0].requests is not None else []
+    counted += [] if batch is None else [f"{batch} fit"]
     headings = ["device\nGiB", "of\ndense", "in\nvLLM", "host\nGiB", *counted]
     table = options.plain_table(title, left=["settings"], right=headings, is_whole=True)
     for fit in fits:

@@ -18,14 +18,13 @@ class PasskeySequence:
 
     input_ids: ``[L]`` int64. keys: the hidden numbers, in the order of the questions. answers: for every question the
     span ``[start, stop)`` of the tokens of its answer (space and digits). depths: for every question the place of its
-    line, from 0 (the beginning of the text) to 1 (its end, where the questions begin). form: the form of the questions.
+    line, from 0 (the beginning of the text) to 1 (its end, where the questions begin).
     """
 
     input_ids: np.ndarray
     keys: tuple[Key, ...]
     answers: tuple[tuple[int, int], ...]
     depths: tuple[float, ...]
-    form: str
 
 
 class SequenceBuilder:
@@ -159,7 +158,6 @@ class SequenceBuilder:
             keys=tuple(keys[index] for index in asked),
             answers=tuple(answers),
             depths=tuple(float(depth[index]) for index in asked),
-            form=form,
         )
 
     def _text(self, rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
