@@ -8,7 +8,6 @@ columns of a slot, D and Dv widths; on latents K is 1 and Dv is 0 but for output
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,25 +25,6 @@ from condense.ops.step.state import entry_names
 from condense.ops.tensors.right_aligned import head_mean
 from condense.ops.torch.step import packed
 from condense.ops.types import Chunks
-
-
-class _View(NamedTuple):
-    """Queries of a call, and sources as these read them. q ``[B, H, L, D]``, absorbed if latents are read as they are.
-
-    up: as in `PagedState`. absorbs: False if latents are read as keys and values of heads.
-    """
-
-    q: Tensor
-    up: UpProjection | None
-    absorbs: bool
-
-    def of(self, source: Source) -> Source:
-        """A source of what pages hold, as the queries read it."""
-        return source if self.up is None else self.up.view(source, self.absorbs)
-
-    def finish(self, out: Tensor) -> Tensor:
-        """The output of attention as ``[B, H, L, Dv]``."""
-        return self.up.project_out(out) if self.up is not None and self.absorbs else out
 
 
 @dataclass(frozen=True)
@@ -199,18 +179,21 @@ class PagedLayer:
             if self.settings.choice is not None and not call.exact:
                 return self._attend_groups(call, *records, window)
             entries = self._tokens(*records, self._index(*records)) if call.exact else self._entries(*records)
-        view = self._view(call, entries, window)
-        sources = view.of(entries), view.of(window)
-        out, _ = attend(view.q, sources, call.spans, scale=self.scale, backend=self.backend, extras=self.state.extras)
-        return view.finish(out)
+        q, sources, up = self._seen(call, entries, window)
+        out, _ = attend(q, sources, call.spans, scale=self.scale, backend=self.backend, extras=self.state.extras)
+        return out if up is None else up.project_out(out)
 
-    def _view(self, call: Call, *sources: Source) -> _View:
-        """The view of a call's queries on these sources and others like them."""
+    def _seen(self, call: Call, *sources: Source) -> tuple[Tensor, tuple[Source, ...], UpProjection | None]:
+        """A call's queries ``[B, H, L, D]``, and sources of what pages hold as these read them.
+
+        Also what their outputs are to be projected by, if latents are read as they are; None otherwise.
+        """
         q, up = self._rows(self.qkv[0], call), self.state.up
         if up is None:
-            return _View(q, None, absorbs=False)
+            return q, sources, None
         absorbs = up.absorbing_pays(q.shape[2], sum(x.k.shape[2] for x in sources))
-        return _View(up.absorb(q) if absorbs else q, up, absorbs)
+        seen = tuple(up.view(x, absorbs) for x in sources)
+        return (up.absorb(q), seen, up) if absorbs else (q, seen, None)
 
     def _rows(self, x: Tensor, call: Call) -> Tensor:
         """Numbers of new tokens ``[T, heads, C]``, those of a call's queries: ``[B, heads, L, C]``."""
@@ -245,15 +228,15 @@ class PagedLayer:
     def _attend_groups(self, call: Call, parts: dict[str, Tensor], places: Places, window: Source) -> Tensor:
         """Attention to the window and to closed groups, of which each query opens some, by the parts of records."""
         choice, g, index = self.settings.choice, self.settings.rule.chunk, self._index(parts, places)
-        store = self._tokens(parts, places, index)
         assert choice is not None
-        view = self._view(call, store, window)
-        store, window = view.of(store), view.of(window)
+        pooled = [self._entries(parts, places)] if choice.pool else []
+        q, sources, up = self._seen(call, window, self._tokens(parts, places, index), *pooled)
+        window, store = sources[:2]
         # if no query sees entries, the first token of each group takes the place of its entry
-        entries = view.of(self._entries(parts, places)) if choice.pool else Source(*(x[:, :, ::g] for x in store[:2]))
-        on_latents = view.q if view.up is None or view.absorbs else view.up.absorb(view.q)
+        entries = sources[2] if choice.pool else Source(*(x[:, :, ::g] for x in store[:2]))
+        on_latents = q if self.state.up is None or up is not None else self.state.up.absorb(q)
         out, _ = attend_recall(
-            view.q,
+            q,
             RecallSources(entries, store, window, call.spans),
             IndexChoice(on_latents, index, self.scale, choice.quota),
             scale=self.scale,
@@ -261,4 +244,4 @@ class PagedLayer:
             backend=self.backend,
             extras=self.state.extras,
         )
-        return view.finish(out)
+        return out if up is None else up.project_out(out)
