@@ -14,6 +14,7 @@ from condense.ops.paged.requests import PagedLayer
 from condense.ops.step.pages import NewTokens, PagedState
 from condense.ops.step.records import RECORD_UNIT, record_format
 from condense.ops.step.settings import StepSettings
+from condense.ops.triton.limits import check_step
 
 
 def read_paged(
@@ -46,11 +47,12 @@ def read_paged(
     """
     q, k, v = qkv
     _check_settings(settings, state)
-    takes = check_backend(backend)
+    takes, widths, room = check_backend(backend), (k.shape[2], v.shape[2]), state.entries.table.shape[1]
+    options = {"latent": state.latent, "entries": room * state.entries.slots}
     if takes == "auto":
-        room = state.entries.table.shape[1] * state.entries.slots
-        widths = k.shape[2], v.shape[2]
-        takes = step_backend(q.device, q.dtype, widths, settings, latent=state.latent, entries=room)
+        takes = step_backend(q.device, q.dtype, widths, settings, **options)
+    elif takes in ("triton", "hopper"):
+        check_step(q, widths, settings, **options)
     if state.holds_records:
         _check_records(state, k, v, settings)
     store: Callable[..., None] | None = None

@@ -174,6 +174,15 @@ def step_obstacle(
     return clauses(found)
 
 
+def check_step(
+    q: Tensor, widths: tuple[int, int], settings: StepSettings, *, latent: int = 0, entries: int = 0
+) -> None:
+    """Raise ValueError for what `step_obstacle` names; arguments as there."""
+    obstacle = step_obstacle(q.device, q.dtype, widths, settings, latent=latent, entries=entries)
+    if obstacle is not None:
+        raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
+
+
 def settings_obstacle(settings: StepSettings) -> str | None:
     """All reasons why the decode step kernel cannot run a method's steps on any device, None if it can."""
     focal, chunk, num_summary, found = settings.num_focal, settings.rule.chunk, settings.num_summary, []

@@ -21,7 +21,6 @@ from condense.ops.step.settings import StepSettings
 from condense.ops.step.state import StepState
 from condense.ops.triton.device.address import PageForm
 from condense.ops.triton.host import cdiv, dense_rows, on_device_of
-from condense.ops.triton.limits import step_obstacle
 from condense.ops.triton.recall_step import ATTEND, CHOOSE, CLOSE, SCORE, kept_of, scratch_of, tensors_of
 from condense.ops.triton.recall_step_plan import Room, close_of, plan_of
 from condense.ops.triton.ring_step import JOIN, NUM_BUFFERS, STEP, split_scratch
@@ -36,10 +35,8 @@ def store(
     q ``[R, H, D]``, of which only the shape counts with a choice, k ``[R, K, D]``, v ``[R, K, Dv]``: bfloat16, float16
     or float32, one dtype with the window. seen int32 ``[R]`` on the device: tokens of each request, the new one
     included; 0 for an unused place, where nothing is stored. settings: as in `condense.ops.paged.read_paged`.
-    On latents (``state.up``) q is absorbed, K is 1 and Dv is 0.
-    Raises ValueError for what `condense.ops.triton.limits.step_obstacle` names.
+    On latents (``state.up``) q is absorbed, K is 1 and Dv is 0. Nothing is checked, as `read_paged` has checked all.
     """
-    _check(q, state, settings)
     pages = _buffers_of(state, q.shape[2], seen, settings)
     with on_device_of(q):
         if settings.choice is None:
@@ -66,9 +63,8 @@ def attend(
     """Write the attention of one token of each request, after `store`, to ``out`` ``[R, H, Dv]``; 0 for unused places.
 
     before int64 ``[R]`` on the device, with a choice: tokens of the requests before each. Requests that come behind
-    more groups than `room_for` says get NaN. On latents out is d_c wide. Other arguments and errors as in `store`.
+    more groups than `room_for` says get NaN. On latents out is d_c wide. Other arguments as in `store`.
     """
-    _check(q, state, settings)
     q, pages = dense_rows(q), _buffers_of(state, q.shape[2], seen, settings)
     with on_device_of(q):
         if settings.choice is None:
@@ -90,15 +86,6 @@ def attend(
         grid, numbers, (*sizes, _, early, _), options = join
         join = grid, numbers, (*sizes, True, early, out.stride()[:2]), options
         JOIN.start(join, (*splits, out, None, seen, state.extras.sink_logits, None), (0, seen.stride(0)))
-
-
-def _check(q: Tensor, state: PagedState, settings: StepSettings) -> None:
-    """Raise ValueError as `store` says."""
-    D, C, table = q.shape[2], state.window.cache.shape[3], state.entries.table
-    groups = table.shape[1] * state.entries.slots
-    obstacle = step_obstacle(q.device, q.dtype, (D, C - D), settings, latent=state.latent, entries=groups)
-    if obstacle is not None:
-        raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
 
 
 def _start(

@@ -12,7 +12,7 @@ from condense.ops.extras import Extras
 from condense.ops.step.call import NewToken, StepCall, check_call
 from condense.ops.step.settings import numbered_settings
 from condense.ops.step.state import StepState
-from condense.ops.triton.limits import step_obstacle
+from condense.ops.triton.limits import check_step
 from condense.ops.triton.prepared import PreparedStep
 from condense.ops.triton.recall_step import RecallKernels
 from condense.ops.triton.ring_step import RingKernels
@@ -47,13 +47,8 @@ def prepare_step(call: StepCall) -> PreparedStep:
 
 
 def _check(call: StepCall) -> None:
-    (q, k, v, *_), state = call.token, call.state
-    obstacle = step_obstacle(
-        q.device, q.dtype, (k.shape[3], v.shape[3]), call.settings, latent=call.latent,
-        entries=state.entries_k.shape[2],
-    )  # fmt: skip
-    if obstacle is not None:
-        raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
+    (q, k, v, *_), room = call.token, call.state.entries_k.shape[2]
+    check_step(q, (k.shape[3], v.shape[3]), call.settings, latent=call.latent, entries=room)
     check_call(call)
 
 
