@@ -4,7 +4,7 @@ Shapes: H query heads, K KV heads, L tokens in N blocks of `BLOCK`, C columns, D
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,11 @@ class SparseKeys(NamedTuple):
 
     blocks: Tensor
     columns: Tensor
+
+    @classmethod
+    def of_blocks(cls, blocks: Tensor) -> Self:
+        """Blocks alone."""
+        return cls(blocks, blocks.new_empty(len(blocks), 0, dtype=torch.int64))
 
 
 def sparse_attention(

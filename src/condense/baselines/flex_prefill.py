@@ -11,14 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from condense.baselines.blocks import BLOCK, SparseKeys
-from condense.baselines.sparse_prefill import (
-    SparsePrefill,
-    block_means,
-    block_scores,
-    by_distance,
-    last_weights,
-    no_columns,
-)
+from condense.baselines.sparse_prefill import SparsePrefill, block_means, block_scores, by_distance, last_weights
 from condense.config import Positive, Share
 
 
@@ -66,7 +59,7 @@ class FlexPrefill(SparsePrefill):
 
         blocks[:, :, 0] = True
         blocks[:, block, block] = True
-        return SparseKeys(blocks.tril(), no_columns(q))
+        return SparseKeys.of_blocks(blocks.tril())
 
 
 def _cover(shares: Tensor, gamma: float, minimum: int) -> Tensor:

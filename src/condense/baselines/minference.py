@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from condense.baselines.blocks import BLOCK, SparseKeys
-from condense.baselines.sparse_prefill import SparsePrefill, block_scores, by_distance, last_weights, no_columns
+from condense.baselines.sparse_prefill import SparsePrefill, block_scores, by_distance, last_weights
 from condense.config import Natural, Positive
 from condense.methods.base import Method
 
@@ -34,7 +34,7 @@ class AShape(SparsePrefill):
         # the first query of a block sees window - 1 tokens back
         near = block[:, None] - block <= -(-(self.window - 1) // BLOCK)
         blocks = (near | (block * BLOCK < self.sink)).tril()
-        return SparseKeys(blocks.expand(q.shape[1], -1, -1), no_columns(q))
+        return SparseKeys.of_blocks(blocks.expand(q.shape[1], -1, -1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class BlockSparse(SparsePrefill):
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(2, best, True)
         own = torch.arange(scores.shape[1], device=q.device)
         chosen[:, own, own] = True
-        return SparseKeys(chosen.tril(), no_columns(q))
+        return SparseKeys.of_blocks(chosen.tril())
 
 
 @dataclass(frozen=True, kw_only=True)

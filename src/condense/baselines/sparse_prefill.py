@@ -90,11 +90,6 @@ class SparsePrefill(PromptMethod):
         return tokens
 
 
-def no_columns(q: Tensor) -> Tensor:
-    """`SparseKeys.columns` without any, for as many heads as q ``[B, H, L, D]`` has."""
-    return torch.empty(q.shape[1], 0, dtype=torch.int64, device=q.device)
-
-
 def last_weights(q: Tensor, k: Tensor, count: int, scale: float) -> Tensor:
     """Dense weights of the last ``count`` queries, ``[H, count, L]`` float32 or wider."""
     wide, L = torch.promote_types(q.dtype, torch.float32), q.shape[2]
