@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -291,12 +291,10 @@ def plain_table(
     return table
 
 
-@contextmanager
-def progress() -> Iterator[Progress]:
-    """A bar on stderr that moves while it waits and goes when it is done."""
+def progress() -> Progress:
+    """A bar on stderr for a ``with`` block: it moves while it waits and goes when it is done."""
     from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), *Progress.get_default_columns(), TimeElapsedColumn())
     console = plain_console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        yield bar
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
