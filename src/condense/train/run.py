@@ -18,7 +18,6 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    TrainerCallback,
     set_seed,
 )
 from transformers.integrations import TensorBoardCallback, is_tensorboard_available
@@ -174,9 +173,9 @@ def _run_phase(
     with processes.main_process_first():  # which removes half-written ones
         checkpoint = newest_checkpoint(folder)
     began = time.monotonic()
-    reports: list[TrainerCallback] = [TensorBoardCallback()] if config.report_to == "tensorboard" else []
+    loggers = [TensorBoardCallback()] if config.report_to == "tensorboard" else []
     trainer = train_phase(
-        model, dataset, phase, folder, seed=seed, workers=config.workers, checkpoint=checkpoint, callbacks=reports
+        model, dataset, phase, folder, seed=seed, workers=config.workers, checkpoint=checkpoint, callbacks=loggers
     )
     report = {
         "phase": phase,
