@@ -168,19 +168,12 @@ def _resolve(
 
 
 def step_backend(
-    device: torch.device,
-    dtype: torch.dtype,
-    widths: tuple[int, int],
-    settings: StepSettings,
-    *,
-    latent: int = 0,
-    entries: int = 0,
+    device: torch.device, dtype: torch.dtype, widths: tuple[int, int], settings: StepSettings, **room: int
 ) -> str:
     """The backend of decode steps: "triton" on CUDA where it can run, else "torch".
 
-    Arguments as of `condense.ops.triton.limits.step_obstacle`.
+    Arguments as of `condense.ops.triton.limits.step_obstacle`; room: latent and entries.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or triton_limits.step_obstacle(device, dtype, widths, settings, **room) is not None:
         return "torch"
-    obstacle = triton_limits.step_obstacle(device, dtype, widths, settings, latent=latent, entries=entries)
-    return "torch" if obstacle else "triton"
+    return "triton"

@@ -174,12 +174,9 @@ def step_obstacle(
     return clauses(found)
 
 
-def check_step(
-    q: Tensor, widths: tuple[int, int], settings: StepSettings, *, latent: int = 0, entries: int = 0
-) -> None:
-    """Raise ValueError for what `step_obstacle` names; arguments as there."""
-    obstacle = step_obstacle(q.device, q.dtype, widths, settings, latent=latent, entries=entries)
-    if obstacle is not None:
+def check_step(q: Tensor, widths: tuple[int, int], settings: StepSettings, **room: int) -> None:
+    """Raise ValueError for what `step_obstacle` names; room: latent and entries, as there."""
+    if (obstacle := step_obstacle(q.device, q.dtype, widths, settings, **room)) is not None:
         raise ValueError(f"backend 'triton' {obstacle}; use backend='torch'")
 
 
