@@ -118,7 +118,7 @@ def test_ties_go_to_the_lower_group():
         assert chosen[0, 0, 0].nonzero().flatten().tolist() == want
     chosen = choose_groups(scores, torch.tensor([[[3]]]), Quota(5), 1)
     assert chosen[0, 0, 0].tolist() == [True] * 3 + [False] * 3
-    assert recall.chosen_groups(chosen, 5).tolist() == [[[[0, 1, 2, 6, 6]]]]
+    assert recall.choice.chosen_groups(chosen, 5).tolist() == [[[[0, 1, 2, 6, 6]]]]
 
 
 def test_a_share_of_the_groups_is_rounded_up():
