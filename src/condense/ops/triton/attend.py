@@ -147,9 +147,7 @@ def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Atte
     dq, *grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (launches.q, *k, *v))
     dk, dv = tuple(grads[: len(k)]), tuple(grads[len(k) :])
     is_biased = any(x is not None for x in launches.biases)
-    d_biases = None
-    if is_biased:
-        d_biases = tuple([x.new_empty(x.shape[:3], dtype=torch.float32) for x in launches.k])
+    d_biases = tuple([x.new_empty(x.shape[:3], dtype=torch.float32) for x in launches.k]) if is_biased else None
     queries = row_lse, delta, launches.q, d_out
     tiles = launches.tiles("dq")
     Q, L = tiles.rows // launches.R, call.q.shape[2]

@@ -233,11 +233,7 @@ def backward_operation(name: str, backward: Callable[..., list[Tensor]]) -> Call
         schema=f"(Tensor d_out, Tensor d_lse, Tensor out, Tensor lse, {_SCHEMA}) -> Tensor[]",
     )  # fmt: skip
     op.register_fake(
-        lambda *x: [
-            torch.empty_like(leaf, memory_format=torch.contiguous_format)
-            for leaf in tree_leaves(x[4:8])
-            if leaf is not None
-        ]
+        lambda *x: [torch.empty_like(leaf, memory_format=torch.contiguous_format) for leaf in tree_leaves(x[4:8])]
     )
     return op
 

@@ -11,21 +11,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from condense.ops.triton import pool_kernels as kernels
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, holders, on_device_of, power_of_2
 from condense.ops.triton.launch import Launcher
-from condense.ops.triton.pool_kernels import (
-    pool_bwd_kernel,
-    pool_fwd_kernel,
-    summarize_bwd_kernel,
-    summarize_fwd_kernel,
-)
 from condense.ops.types import Chunks, SummaryColumns, SummarySpans
 
-_SUMMARIZE, _SUMMARIZE_BACKWARD, _POOL, _POOL_BACKWARD = (
-    Launcher(kernel) for kernel in (summarize_fwd_kernel, summarize_bwd_kernel, pool_fwd_kernel, pool_bwd_kernel)
-)
-
-
+_SUMMARIZE, _SUMMARIZE_BACKWARD = Launcher(kernels.summarize_fwd_kernel), Launcher(kernels.summarize_bwd_kernel)
+_POOL, _POOL_BACKWARD = Launcher(kernels.pool_fwd_kernel), Launcher(kernels.pool_bwd_kernel)
 # on an H200 two or four warps per program took 3 to 15 times as long, as they exchange data in shared memory
 _OPTIONS = {"num_warps": 1}
 

@@ -16,28 +16,14 @@ from torch import Tensor
 
 from condense.ops.recall.choice import Quota
 from condense.ops.recall.index import GroupIndex
+from condense.ops.triton import recall_choice_kernels as kernels
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, on_device_of, power_of_2
 from condense.ops.triton.launch import Launcher
-from condense.ops.triton.recall_choice_kernels import (
-    WORDS,
-    recall_cells_kernel,
-    recall_groups_kernel,
-    recall_list_kernel,
-    recall_mark_kernel,
-)
-from condense.ops.triton.recall_score import (
-    MOST_GROUPS,
-    Scratch,
-    bytes_per_query,
-    groups_per_cell,
-    in_cells,
-    kind_of,
-    score,
-)
+from condense.ops.triton.recall_score import MOST_GROUPS, Scratch, bytes_per_query, groups_per_cell, in_cells, score
 from condense.ops.triton.recall_score_kernels import CELLS_PER_LINE
 
-_CELLS, _GROUPS = Launcher(recall_cells_kernel), Launcher(recall_groups_kernel)
-_MARK, _LIST = Launcher(recall_mark_kernel), Launcher(recall_list_kernel)
+_CELLS, _GROUPS = Launcher(kernels.recall_cells_kernel), Launcher(kernels.recall_groups_kernel)
+_MARK, _LIST = Launcher(kernels.recall_mark_kernel), Launcher(kernels.recall_list_kernel)
 # bytes of scratch memory for a block of queries; a block is a multiple of so many queries
 _SCRATCH, _BLOCK = 2**31, 128
 
@@ -82,7 +68,7 @@ def choose(
     closed: the most closed groups that a query sees.
     r >= 1 and scale > 0.
     """
-    index, quota, kind = GroupIndex(signs, steps), Quota(*quota), kind_of(starts)
+    index, quota, kind = GroupIndex(signs, steps), Quota(*quota), "row" if starts is None else "rows"
     (B, H, L, D), (_, K, G, _), g = q.shape, index.steps.shape, index.group_size
     R, r, heads, C = H // K, quota.at(closed), B * K, groups_per_cell(g)
     check_programs(heads)
@@ -165,9 +151,9 @@ def opened(groups: Tensor, num_groups: int, closed: int, tile: int, first: int, 
     """
     B, K, L, r = groups.shape
     T, closed = cdiv(stop - first, tile), max(closed, 1)
-    room = min(closed, tile * r)
+    room, words_at_once = min(closed, tile * r), kernels.WORDS.value
     dtype = torch.int32 if tile <= 32 else torch.int64
-    words = torch.zeros(B * K, T, cdiv(closed, WORDS.value) * WORDS.value, dtype=dtype, device=groups.device)
+    words = torch.zeros(B * K, T, cdiv(closed, words_at_once) * words_at_once, dtype=dtype, device=groups.device)
     lists = words.new_empty(B * K, T, room, dtype=torch.int32), words.new_empty(B * K, T, room)
     counts = torch.empty(B * K, T, dtype=torch.int32, device=groups.device)
     with on_device_of(groups):

@@ -48,11 +48,6 @@ def _tiles(D: int, is_cuda: bool) -> ScoreTiles:
     return ScoreTiles(rows, 256, 64, UNFUSED | {"num_warps": 8, "num_stages": 3})
 
 
-def kind_of(starts: Tensor | None) -> str:
-    """The kind of the spans of queries, see `condense.ops.triton.device.rule`."""
-    return "row" if starts is None else "rows"
-
-
 class Scratch(NamedTuple):
     """Scratch memory for a block of n queries. A last block with fewer queries fills the beginning of each tensor.
 
@@ -156,6 +151,6 @@ def score(
             starts, *scratch[:3],
         ),
         (centres.stride(1), *sizes),
-        (R, D, kind_of(starts), form),
+        (R, D, "row" if starts is None else "rows", form),
         tiles.options,
     )  # fmt: skip

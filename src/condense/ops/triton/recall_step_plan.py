@@ -89,17 +89,10 @@ def _table(device: torch.device, dtype: torch.dtype, width: int, heads: int, bit
     return _Table(_GroupTiles(256, 4, 4, 8 if many else 4), attend, 64, early, 5)
 
 
-class _Splits(NamedTuple):
-    """Programs that share the work on one KV head: ``most``, or ``few`` if it has fewer tiles than ``enough``."""
+def _num_splits(device: torch.device, programs: int, tiles: int, waves: int) -> tuple[int, int, int]:
+    """Numbers ``most``, ``few``, ``enough``: most programs share the work on one KV head; few, below enough tiles.
 
-    most: int
-    few: int
-    enough: int
-
-
-def _num_splits(device: torch.device, programs: int, tiles: int, waves: int) -> _Splits:
-    """The splits of a kernel's work. programs: those of a kernel if each head had one. tiles: the most of a head.
-
+    programs: those of a kernel if each head had one. tiles: the most of a head.
     A GPU runs ``waves`` programs per multiprocessor at once. What counts is how many rounds of these there are, over
     the shares that a head's work is cut into: with 160 heads in two shares each a fifth of 396 places stays idle, in
     seven almost none. But each program also has work of its own, and short texts have few tiles: then one round is
@@ -107,14 +100,14 @@ def _num_splits(device: torch.device, programs: int, tiles: int, waves: int) -> 
     """
     if device.type != "cuda":
         most = max(1, min(3, tiles))
-        return _Splits(most, min(2, most), 4)
+        return most, min(2, most), 4
     places = waves * gpu_of(device).multiprocessors
     few = max(1, places // programs)
     tried = range(few, few + 8 if few < 8 else few + 1)
     time = {splits: cdiv(programs * splits, places) / splits for splits in tried}
     best = min(splits for splits in tried if time[splits] <= 1.05 * min(time.values()))
     most = max(1, min(best, tiles))
-    return _Splits(most, min(few, most), _TILES_OF_SPLIT * most)
+    return most, min(few, most), _TILES_OF_SPLIT * most
 
 
 def _padded(width: int) -> int:
@@ -242,7 +235,7 @@ def plan_of(
     score_tiles = cdiv(R, HS)
     S0, *few0 = _num_splits(device, B * K * score_tiles, cdiv(G, GS), of_score.waves)
     keys = sum(cdiv(n, of_attend.rows) for n in (G, r * g, W))
-    S1 = _num_splits(device, B * K * head_tiles, keys, of_attend.waves).most
+    S1, *_ = _num_splits(device, B * K * head_tiles, keys, of_attend.waves)
     # parts that are joined at once, and their columns
     BS = min(256, max(64, power_of_2(S1)))
     BC = min(4096 // BS, power_of_2(V))
