@@ -10,27 +10,25 @@ import torch
 from oracles import oracle, oracle_dga
 
 
-def eager_attention(q, k, v, *, method, scale=None):
+def eager_attention(q, k, v, *, method):
     """`oracle.attention` without padding, in the dtype of the inputs; out ``[B, H, L, Dv]``.
 
     Entries are pooled in float32 from summary queries in the inputs' dtype and rounded to that dtype once,
     as defined; scores, softmax and weighted sum are ordinary eager operations in that dtype.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    B, H, L, D = q.shape
-    K = k.shape[1]
+    (B, H, L, D), K = q.shape, k.shape[1]
+    scale = D**-0.5
     wide = torch.promote_types(q.dtype, torch.float32)
     qbar, wide_k, wide_v = q.unflatten(1, (K, H // K)).mean(2).to(wide), k.to(wide), v.to(wide)
     if method.name == "dga":
         seen, pooled = oracle_dga.seen_and_pooled(method, qbar, wide_k, wide_v, scale)
-        M = len(pooled[0][0])
     else:
         seen = [oracle.visible(method, t) for t in range(L)]
-        M = max(len(groups) for groups, _ in seen)
-        pooled = oracle.pooled_groups(method, qbar, wide_k, wide_v, scale, range(M))
-    keys, values = k, v
+        heads = list(zip(*(x.flatten(0, 1) for x in (qbar, wide_k, wide_v)), strict=True))
+        pooled = [oracle.representative(method, j, *head, scale) for head in heads for j in seen[-1].groups]
+    keys, values, M = k, v, len(pooled) // (B * K)
     if M:
-        entries_k, entries_v = (oracle.stacked(pooled, i) for i in (0, 1))
+        entries_k, entries_v = (torch.stack(x).unflatten(0, (B, K, M)) for x in zip(*pooled, strict=True))
         keys, values = torch.cat([entries_k.to(k.dtype), k], 2), torch.cat([entries_v.to(v.dtype), v], 2)
     mask = torch.zeros(L, M + L, dtype=torch.bool)
     for t, (groups, exact) in enumerate(seen):

@@ -73,19 +73,17 @@ def _row(method, q, c, k_rope, w_uk, w_uv, scale, prompt):
     """
     H, L, _ = q.shape
     dga = _dga(method, q, c, k_rope, w_uk, scale) if method.name == "dga" else None
-    own = [_expand(c[i], k_rope[i], w_uk, w_uv) for i in range(L)]
-    made = {}
-    biases = {}
+    own = [(*_expand(c[i], k_rope[i], w_uk, w_uv), c.new_zeros(())) for i in range(L)]
     groups: Any
-    results = []
+    made, results = {}, []
     for t in range(L):
         if dga is not None:
             exact, parts = dga.sees(t)
             groups = [tuple(members) for members, _ in parts]
             for group, (members, weights) in zip(groups, parts, strict=True):
                 if group not in made:
-                    made[group] = _expand(weights @ c[members], weights @ k_rope[members], w_uk, w_uv)
-                    biases[group] = oracle_dga.group_bias(method, weights)
+                    expanded = _expand(weights @ c[members], weights @ k_rope[members], w_uk, w_uv)
+                    made[group] = *expanded, oracle_dga.group_bias(method, weights)
         else:
             groups, exact = oracle.visible(method, t)
             for j in groups:
@@ -93,26 +91,17 @@ def _row(method, q, c, k_rope, w_uk, w_uv, scale, prompt):
                     positions = oracle.summary_positions(method, j, L if prompt is None else prompt)
                     summary = q[:, list(positions)].mean(1)
                     pooled = representative(method, j, summary, c, k_rope, w_uk, scale)
-                    entry = _key(*pooled, w_uk)
-                    biases[j] = _bias(method, j, entry, summary, [key for key, _ in own], scale)
-                    made[j] = _expand(*_rounded(method, pooled), w_uk, w_uv)
+                    # scores are means over the heads
+                    keys = [key.flatten() for key, *_ in own[j * method.group_size : (j + 1) * method.group_size]]
+                    of_heads = summary.flatten() / H, keys, _key(*pooled, w_uk).flatten()
+                    bias = oracle.entry_bias(method, *of_heads, scale)
+                    made[j] = *_expand(*_rounded(method, pooled), w_uk, w_uv), bias
         seen = [made[j] for j in groups] + [own[i] for i in exact]
-        keys, values = (torch.stack(parts, 1) for parts in zip(*seen, strict=True))
-        logits = scale * (q[:, t, None] * keys).sum(-1)
-        if groups:
-            logits = logits + torch.cat([torch.stack([biases[j] for j in groups]), logits.new_zeros(len(exact))])
+        keys, values, biases = zip(*seen, strict=True)
+        logits = scale * (q[:, t, None] * torch.stack(keys, 1)).sum(-1) + torch.stack(biases)
         weights = logits.softmax(-1)
-        results.append(((weights[..., None] * values).sum(1), logits.logsumexp(-1)))
+        results.append(((weights[..., None] * torch.stack(values, 1)).sum(1), logits.logsumexp(-1)))
     return results
-
-
-def _bias(method, j, entry, summary, keys, scale):
-    """The bias of group j's entry, with keys ``[H, width]`` of heads; summary ``[H, width]``: scores are their mean."""
-    g = method.group_size
-    if method.rep_bias != "matched":
-        return entry.new_tensor(math.log(g) if method.rep_bias == "log_size" else 0.0)
-    members = torch.stack([key.flatten() for key in keys[j * g : (j + 1) * g]])
-    return oracle.match(summary.flatten() / len(summary), members, entry.flatten(), scale)
 
 
 def representative(method, j, summary, c, k_rope, w_uk, scale):

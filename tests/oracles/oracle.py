@@ -74,12 +74,13 @@ def rounded_entry(method, entry):
     return rounded(entry[0], bits), rounded(entry[1], bits)
 
 
-def entry_bias(method, j, entry, qbar, k, scale, prompt=None):
-    """The bias added to the scaled score of group j's entry, whose key is ``entry`` ``[D]``; others as above."""
-    g = method.group_size
+def entry_bias(method, summary, keys, entry, scale):
+    """The bias added to the scaled score of an entry with key ``entry`` ``[D]``. A matched one is that by which it
+    weighs for ``summary`` ``[D]`` what the keys ``[g, D]`` weigh together.
+    """
     if method.rep_bias != "matched":
-        return k.new_tensor(math.log(g) if method.rep_bias == "log_size" else 0.0)
-    return match(summary_query(method, j, qbar, prompt), k[j * g : (j + 1) * g], entry, scale)
+        return entry.new_tensor(math.log(method.group_size) if method.rep_bias == "log_size" else 0.0)
+    return torch.stack([scale * ((key - entry) * summary).sum() for key in keys]).exp().sum().log()
 
 
 def rounded(x, bits):
@@ -93,11 +94,6 @@ def rounded(x, bits):
         step = ((block.max() - lowest) * (1 + 2**-7) / levels).to(torch.bfloat16).to(x.dtype)
         parts.append(lowest + step * ((block - lowest) / step.clamp(min=1e-30) + 0.5).floor())
     return x + (torch.cat(parts) - x.detach())
-
-
-def match(summary, keys, entry, scale):
-    """The bias by which ``entry`` ``[D]`` weighs for ``summary`` ``[D]`` what the keys ``[g, D]`` weigh together."""
-    return torch.stack([scale * ((key - entry) * summary).sum() for key in keys]).exp().sum().log()
 
 
 def pool(x, scores, how):
@@ -122,14 +118,17 @@ def attention(q, k, v, *, method, scale=None, padding=None, cu_seqlens=None, pro
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     B, H, L, _ = q.shape
     R, outs, lses, at = H // k.shape[1], [], [], []
-    compute = {"dga": oracle_dga.row, "recall": _recall_row}.get(method.name, _row)
+    seen_keys = {"dga": oracle_dga.seen_keys, "recall": _recalled_keys}.get(method.name, _seen_keys)
     for b, start, stop in texts(B, L, padding, cu_seqlens):
         for head in range(k.shape[1]):
             queries = q[b, head * R : (head + 1) * R, start:stop]
-            parts = compute(method, queries, k[b, head, start:stop], v[b, head, start:stop], scale, prompt)
-            outs.extend(parts[0])
-            lses.extend(parts[1])
-            at.extend((b, head, t) for t in range(start, stop))
+            row = seen_keys(method, queries, k[b, head, start:stop], v[b, head, start:stop], scale, prompt)
+            for t, seen in enumerate(row):
+                keys, values, biases = map(torch.stack, zip(*seen, strict=True))
+                logits = scale * queries[:, t] @ keys.T + biases
+                outs.append(logits.softmax(-1) @ values)
+                lses.append(logits.logsumexp(-1))
+                at.append((b, head, start + t))
     out = placed(q.new_zeros(B, k.shape[1], L, R, v.shape[3]), at, outs)
     lse = placed(q.new_full((B, k.shape[1], L, R), -math.inf), at, lses)
     return out.transpose(2, 3).flatten(1, 2), lse.transpose(2, 3).flatten(1, 2)
@@ -147,50 +146,32 @@ def placed(x, at, parts):
     return x.index_put(tuple(torch.tensor(at).T), torch.stack(parts)) if at else x
 
 
-def _row(method, q, k, v, scale, prompt):
-    """One row and KV head. q ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``; per query out ``[R, Dv]`` and lse ``[R]``."""
-    qbar = q.sum(0) / len(q)
-    made, biases, outs, lses = {}, {}, [], []
+def _seen_keys(method, q, k, v, scale, prompt):
+    """For each query of one row and KV head a list of what it sees: key ``[D]``, value ``[Dv]`` and bias. q
+    ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``.
+    """
+    qbar, g, made = q.sum(0) / len(q), getattr(method, "group_size", 0), {}
     for t in range(len(k)):
         groups, exact = visible(method, t)
         for j in groups:
             if j not in made:
                 pooled = representative(method, j, qbar, k, v, scale, prompt)
-                biases[j] = entry_bias(method, j, pooled[0], qbar, k, scale, prompt)
-                made[j] = rounded_entry(method, pooled)
-        keys = torch.stack([made[j][0] for j in groups] + [k[i] for i in exact])
-        values = torch.stack([made[j][1] for j in groups] + [v[i] for i in exact])
-        logits = scale * q[:, t] @ keys.T
-        if groups:
-            logits = logits + torch.cat([torch.stack([biases[j] for j in groups]), logits.new_zeros(len(exact))])
-        outs.append(logits.softmax(-1) @ values)
-        lses.append(logits.logsumexp(-1))
-    return outs, lses
+                summary = summary_query(method, j, qbar, prompt)
+                bias = entry_bias(method, summary, k[j * g : (j + 1) * g], pooled[0], scale)
+                made[j] = *rounded_entry(method, pooled), bias
+        yield [made[j] for j in groups] + [(k[i], v[i], k.new_zeros(())) for i in exact]
 
 
-def _recall_row(method, q, k, v, scale, prompt):
-    """As `_row`; what came at once makes no difference."""
+def _recalled_keys(method, q, k, v, scale, prompt):
+    """As `_seen_keys`; what came at once makes no difference."""
     g = method.group_size
 
     def entry(j):
         members = slice(j * g, (j + 1) * g)
-        return *rounded_entry(method, (k[members].sum(0) / g, v[members].sum(0) / g)), math.log(g)
+        pooled = k[members].sum(0) / g, v[members].sum(0) / g
+        return *rounded_entry(method, pooled), k.new_tensor(math.log(g))
 
-    return oracle_recall.row(method, q, k, v, scale, entry)
-
-
-def pooled_groups(method, qbar, k, v, scale, groups):
-    """Per row, head and group key and value."""
-
-    def entry(b, h, j):
-        return rounded_entry(method, representative(method, j, qbar[b, h], k[b, h], v[b, h], scale))
-
-    return [[[entry(b, h, j) for j in groups] for h in range(k.shape[1])] for b in range(len(k))]
-
-
-def stacked(pooled, part):
-    """Keys (part 0) or values (part 1), ``[B, K, M, width]``."""
-    return torch.stack([torch.stack([torch.stack([pair[part] for pair in head]) for head in row]) for row in pooled])
+    return (oracle_recall.seen(method, q, k, v, t, scale, entry) for t in range(len(k)))
 
 
 def entries_and_window(q, entries_k, entries_v, window_k, window_v, bounds, *, scale, bias=None):

@@ -71,7 +71,7 @@ class Row:
         return self.chunks[number]
 
     def _group(self, members, summary):
-        return Group(members, group_weights(summary, self.k[members], self.scale))
+        return Group(members, torch.stack([self.scale * summary @ self.k[i] for i in members]).softmax(0))
 
     def _split_prompt(self):
         L, method = self.origin, self.method
@@ -83,17 +83,19 @@ class Row:
         else:
             scores = dict(enumerate(self.importance(L).tolist()))
         focal = sorted(sorted(range(L), key=lambda i: (-scores[i], i))[:count])
-        return focal, [self._group(part, self.qbar[part[-1]]) for part in grouped(method, focal, L)]
+        rest, g = [i for i in range(L) if i not in focal], method.group_size
+        parts = [rest[j : j + g] for j in range(0, len(rest), g)]
+        return focal, [self._group(part, self.qbar[part[-1]]) for part in parts]
 
     def importance(self, L):
-        """The scores by which the tokens of a prompt of L tokens are ranked, ``[L]``."""
-        at = torch.tensor(sampled(self.method, L), dtype=torch.int64)
-        return importance(self.q[:, at].detach(), self.k[:L].detach(), at, self.scale)
-
-
-def group_weights(summary, k, scale):
-    """Weights of a group's tokens; summary ``[D]``, k ``[g, D]``."""
-    return torch.stack([scale * summary @ key for key in k]).softmax(0)
+        """The scores by which the tokens of a prompt of L tokens are ranked, ``[L]``: the mean attention that each gets
+        from the sampled queries that see it, summed over heads.
+        """
+        at, k = torch.tensor(sampled(self.method, L), dtype=torch.int64), self.k[:L].detach()
+        hidden, total = torch.arange(L) > at[:, None], k.new_zeros(L)
+        for head in self.q[:, at].detach():
+            total += (head @ k.T * self.scale).masked_fill(hidden, -math.inf).softmax(-1).sum(0)
+        return total / (~hidden).sum(0).clamp(min=1)
 
 
 def num_focal(method, L):
@@ -104,30 +106,11 @@ def num_focal(method, L):
     return count
 
 
-def grouped(method, focal, L):
-    """The tokens of a prompt that are not focal, in order, group by group."""
-    chosen = set(focal)
-    rest = [i for i in range(L) if i not in chosen]
-    return [rest[j : j + method.group_size] for j in range(0, len(rest), method.group_size)]
-
-
 def sampled(method, L):
     """Positions of the queries that rank a prompt's tokens: the newest, and some of the others at random."""
     recent = list(range(max(0, L - method.num_recent), L))
     drawn = lots(range(recent[0] if recent else L), method.seed)
     return sorted(sorted(drawn, key=lambda i: -drawn[i])[: method.num_random] + recent)
-
-
-def importance(q, k, at, scale):
-    """The mean attention that each token gets from the sampled queries that see it, summed over heads, ``[L]``.
-
-    q ``[R, S, D]``: the queries at positions ``at`` ``[S]``; k ``[L, D]``. Plain operations in their dtype.
-    """
-    hidden = torch.arange(len(k), device=k.device) > at[:, None]
-    total = k.new_zeros(len(k))
-    for head in q:
-        total += (head @ k.T * scale).masked_fill(hidden, -math.inf).softmax(-1).sum(0)
-    return total / (~hidden).sum(0).clamp(min=1)
 
 
 def share(gamma, count):
@@ -141,18 +124,14 @@ def lots(places, seed, names=None):
     return dict(zip(places if names is None else names, drawn, strict=True))
 
 
-def row(method, q, k, v, scale, prompt):
-    """One row and KV head: per query out ``[R, Dv]`` and lse ``[R]``; q ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``."""
-    visible = Row(method, q, k, scale, len(k) if prompt is None else prompt)
-    outs, lses = [], []
-    for t in range(len(k)):
-        exact, groups = visible.sees(t)
-        bias = [group_bias(method, weights)[None] for _, weights in groups]
-        keys, values = ([x[i] for i in exact] + [weights @ x[members] for members, weights in groups] for x in (k, v))
-        logits = scale * q[:, t] @ torch.stack(keys).T + torch.cat([k.new_zeros(len(exact)), *bias])
-        outs.append(logits.softmax(-1) @ torch.stack(values))
-        lses.append(logits.logsumexp(-1))
-    return outs, lses
+def seen_keys(method, q, k, v, scale, prompt):
+    """For each query of one row and KV head a list of what it sees: key ``[D]``, value ``[Dv]`` and bias. q
+    ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``.
+    """
+    row = Row(method, q, k, scale, len(k) if prompt is None else prompt)
+    for exact, groups in map(row.sees, range(len(k))):
+        tokens = [(k[i], v[i], k.new_zeros(())) for i in exact]
+        yield tokens + [(w @ k[members], w @ v[members], group_bias(method, w)) for members, w in groups]
 
 
 def group_bias(method, weights):
@@ -165,15 +144,15 @@ def group_bias(method, weights):
 def seen_and_pooled(method, qbar, k, v, scale):
     """For `eager.eager_attention`, with focal tokens chosen at random: the keys that each query sees, and all groups.
 
-    Per query the numbers of its groups and its exact tokens; per row and head the groups' keys and values. qbar and k
-    ``[B, K, L, D]``, v ``[B, K, L, Dv]``.
+    Per query the numbers of its groups and its exact tokens; the keys and values of each row, head and group. qbar and
+    k ``[B, K, L, D]``, v ``[B, K, L, Dv]``.
     """
     assert method.focal == "random"
     (B, K, L, _), pooled = k.shape, []
     for b in range(B):
         rows = [Row(method, qbar[b, h : h + 1], k[b, h], scale, L) for h in range(K)]
-        groups = [row.sees(L - 1)[1] for row in rows]
-        pooled.append([[(w @ k[b, h, members], w @ v[b, h, members]) for members, w in groups[h]] for h in range(K)])
+        for h, row in enumerate(rows):
+            pooled += [(w @ k[b, h, members], w @ v[b, h, members]) for members, w in row.sees(L - 1)[1]]
         # a query's groups are the first ones: they stand in the order in which they become visible
         seen = [(range(len(near)), exact) for exact, near in (rows[0].sees(t) for t in range(L))]
     return seen, pooled

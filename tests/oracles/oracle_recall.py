@@ -9,19 +9,8 @@ import functools
 import math
 import random
 from decimal import Decimal
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
-
-
-class Key(NamedTuple):
-    """Something that a query sees: its vectors, what is added to its score, and the positions that it stands for."""
-
-    k: Tensor
-    v: Tensor
-    bias: Tensor | float
-    tokens: list[int]
 
 
 @functools.cache
@@ -77,40 +66,22 @@ def opened(method, queries, k, closed, scale):
         scores = [score(query, keys, scale) for keys in groups]
         total = math.log(sum(math.exp(s) for s in scores))
         shares.append([s - total for s in scores])
-    best = [max(of_heads) for of_heads in zip(*shares, strict=True)]
-    return sorted(sorted(range(closed), key=lambda j: (-best[j], j))[: num_opened(method, closed)])
-
-
-def num_opened(method, closed):
-    """Number of groups that a query opens, of ``closed``."""
-    r = method.num_recall
-    if isinstance(r, int):
-        return min(r, closed)
-    return min(closed, max(method.min_recall, math.ceil(Decimal(str(r)) * closed)))
+    best, r = [max(of_heads) for of_heads in zip(*shares, strict=True)], method.num_recall
+    count = r if isinstance(r, int) else max(method.min_recall, math.ceil(Decimal(str(r)) * closed))
+    return sorted(sorted(range(closed), key=lambda j: (-best[j], j))[:count])
 
 
 def seen(method, q, k, v, t, scale, entry):
-    """The keys that the query at position t sees; q ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``."""
-    g = method.group_size
+    """What the query at position t sees: key, value and bias of each, of a closed group's entry by ``entry(j)``. q
+    ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``.
+    """
+    g, tokens = method.group_size, [(*pair, k.new_zeros(())) for pair in zip(k, v, strict=True)]
     closed = max(0, t + 1 - method.window) // g
     chosen = opened(method, q[:, t].detach(), k.detach(), closed, scale)
     keys = []
     for j in range(closed):
-        tokens = list(range(j * g, (j + 1) * g))
         if j in chosen:
-            keys += [Key(k[i], v[i], 0.0, [i]) for i in tokens]
+            keys += tokens[j * g : (j + 1) * g]
         elif method.unchosen == "pool":
-            keys.append(Key(*entry(j), tokens))
-    return keys + [Key(k[i], v[i], 0.0, [i]) for i in range(closed * g, t + 1)]
-
-
-def row(method, q, k, v, scale, entry):
-    """One row and KV head: per query out ``[R, Dv]`` and lse ``[R]``; q ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``."""
-    outs, lses = [], []
-    for t in range(len(k)):
-        keys = seen(method, q, k, v, t, scale, entry)
-        bias = torch.stack([torch.as_tensor(key.bias, dtype=k.dtype) for key in keys])
-        scores = scale * q[:, t] @ torch.stack([key.k for key in keys]).T + bias
-        outs.append(scores.softmax(-1) @ torch.stack([key.v for key in keys]))
-        lses.append(scores.logsumexp(-1))
-    return outs, lses
+            keys.append(entry(j))
+    return keys + tokens[closed * g : t + 1]
