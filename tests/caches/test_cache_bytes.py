@@ -47,11 +47,6 @@ def _bytes(model, method, length):
     return sum(report.bytes for report in inspect(model, method, length, model.dtype.itemsize))
 
 
-def _row_bytes(method, dtype):
-    """Bytes of a vector of 8 channels of an entry: of 4 bits, codes, a step and a zero, up to a multiple of 8."""
-    return (4 + 2 * dtype.itemsize + 7) // 8 * 8 if getattr(method, "entry_bits", 16) == 4 else 8 * dtype.itemsize
-
-
 @pytest.mark.parametrize(("model", "method"), CASES, ids=str)
 def test_bytes_after_prefill_and_decode(model, method):
     (name, dtype, rows, lengths), method = MODELS[model], METHODS[method]
@@ -96,7 +91,9 @@ def test_bytes_of_a_static_cache_are_taken_at_once(method):
         # two layers of two heads of width 8 in float32, and counters: two counters and two of first entries in int64;
         # in int32 how many parts of a step are done, by head and in all
         counters = 4 * 8 + (2 + 1) * 4
-        of_heads = 2 * (2 * entries * _row_bytes(method, torch.float32) + numbers * 8 * 4)
+        # of 4 bits an entry has codes, a step and a zero, up to a multiple of 8 bytes
+        of_an_entry = 16 if getattr(method, "entry_bits", 16) == 4 else 8 * 4
+        of_heads = 2 * (2 * entries * of_an_entry + numbers * 8 * 4)
         assert condense.cache_nbytes(cache) == 2 * (of_heads + counters)
 
 

@@ -1,5 +1,6 @@
 """`compare` beyond the bundled model: choices by layer, tokenizers and configurations that lack things."""
 
+import copy
 import re
 
 import pytest
@@ -78,10 +79,8 @@ def test_what_is_for_host_memory_does_not_count_as_the_devices(model, tokenizer,
     assert "slow" not in capsys.readouterr().out
 
 
-def test_without_pad_and_eos_and_with_the_cache_switched_off(model, text):
-    from condense.train import train_tokenizer
-
-    tokenizer = train_tokenizer([text], vocab_size=400)
+def test_without_pad_and_eos_and_with_the_cache_switched_off(model, tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
     expected = compare(model, tokenizer, [METHOD], PROMPT, max_new_tokens=3)[0]
     tokenizer.pad_token = tokenizer.eos_token = None
     model.config.use_cache = model.generation_config.use_cache = False

@@ -40,10 +40,12 @@ class Hopper:
 
 @pytest.fixture
 def compiled(monkeypatch):
+    """The kernels that are compiled; all fit into shared memory."""
     kernels, run = [], JITFunction.run
     monkeypatch.setattr(driver, "_active", Hopper())
     monkeypatch.setattr(JITFunction, "run", lambda *args, **kw: kernels.append(run(*args, **kw | {"warmup": True})))
-    return kernels
+    yield kernels
+    assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in kernels)
 
 
 @pytest.mark.parametrize(("D", "Dv"), WIDTHS)
@@ -52,7 +54,6 @@ def test_two_part_keys_fit_into_shared_memory(D, Dv, compiled):
 
     q, k, v = (torch.zeros(1, 2, 128, width, dtype=torch.bfloat16) for width in (D, D, Dv))
     launch(call_of(q, [Source(k, v), Source(k, v)], RuleSpans(UniformRule(16, 64, max_chunks=8), 0, 0), 0.1), 132)
-    assert compiled[0].metadata.shared <= SHARED_MEMORY
     assert "wgmma.mma_async" in compiled[0].asm["ptx"]
 
 
@@ -81,7 +82,6 @@ def test_the_index_is_multiplied_in_halves(D, slots, compiled):
     assert "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" in score.asm["ptx"]
     assert all(f", {0x00010001 << bit};" in score.asm["ptx"] for bit in range(8))
     assert len(compiled) == 5
-    assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
 
 
 # what kernels that work by lanes have in their assembly
@@ -116,7 +116,6 @@ def check_lanes(compiled):
     for name, instructions in BY_LANES.items():
         asm = lane_assembly(kernels[name])
         assert all(instruction in asm for instruction in instructions)
-    assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
 
 
 @pytest.mark.usefixtures("steps_on_hopper")
@@ -154,9 +153,9 @@ def test_numbers_of_kernels_are_plain(rows):
     assert {type(x) for x in (*sum(plan.scratch, ()), *given)} == {int, float}
 
 
-def step_over_pages(method, width):
-    """Read one token of a request over pages of records."""
-    pool = RecordPool(method, (2, width, width), num_pages=60, dtype=torch.bfloat16, slots=16, per_page=16)
+def step_over_pages(make, method, width, **options):
+    """Read one token of a request over the pages of a pool that is made."""
+    pool = make(method, (2, width, width), num_pages=60, dtype=torch.bfloat16, **options)
     request = pool.add(300)
     request.reserve(300)
     token = [torch.zeros(1, heads, width, dtype=torch.bfloat16) for heads in (8, 2, 2)]
@@ -166,15 +165,15 @@ def step_over_pages(method, width):
 @pytest.mark.usefixtures("steps_on_hopper")
 def test_the_step_over_pages_compiles(compiled):
     """The same kernels with rows found by tables, within shared memory; bits are multiplied in halves."""
-    step_over_pages(condense.Recall(), 64)
+    step_over_pages(RecordPool, condense.Recall(), 64, slots=16, per_page=16)
     assert all(f", {0x00010001 << bit};" in compiled[1].asm["ptx"] for bit in range(8))
     assert len(compiled) == 5
-    assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
 
 
 @pytest.mark.usefixtures("steps_on_hopper")
 def test_the_step_over_pages_by_lanes(compiled):
-    step_over_pages(condense.Recall(store_bits=4, entry_bits=4, num_recall=0.3), 128)
+    method = condense.Recall(store_bits=4, entry_bits=4, num_recall=0.3)
+    step_over_pages(RecordPool, method, 128, slots=16, per_page=16)
     check_lanes(compiled)
 
 
@@ -186,14 +185,9 @@ def test_the_pooled_step_over_pages_compiles(bits, compiled, monkeypatch):
     monkeypatch.setattr(step_plan, "gpu_of", lambda device: host.Gpu((9, 0), 132))
     monkeypatch.setattr(paged_step, "launch_of", lambda *args: launch_of(*args[:5], torch.device("cuda"), *args[6:]))
     method = condense.LCA(window=64, entry_bits=bits, rep_bias="log_size" if bits == 16 else "matched")
-    pool = Pool(method, (2, 128, 128), num_pages=60, dtype=torch.bfloat16)
-    request = pool.add(300)
-    request.reserve(300)
-    token = [torch.zeros(1, heads, 128, dtype=torch.bfloat16) for heads in (8, 2, 2)]
-    pool.read([(request, token)], scale=0.1, backend="triton")
+    step_over_pages(Pool, method, 128)
     assert len(compiled) == 3
     assert all("griddepcontrol.wait" in kernel.asm["ptx"] for kernel in compiled)
-    assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
 
 
 def read_prompt(attend, q, k, v, asked, keys):
@@ -224,7 +218,6 @@ def test_the_kernels_of_a_prompt(widths, compiled, monkeypatch):
         q, v, latents = (torch.zeros(1, 4, 2048, width, dtype=torch.bfloat16) for width in widths)
         read_prompt(recall_attend.attend_recall, q, q, v, latents, latents[:, :1])
     assert len(compiled) == 7
-    assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in compiled)
     assert sum("wgmma.mma_async" in kernel.asm["ptx"] for kernel in compiled) == 2
 
 

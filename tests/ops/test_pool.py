@@ -10,11 +10,12 @@ EXACT = {"rtol": 1e-13, "atol": 1e-13}
 B, H, K, L, D, Q = 2, 6, 2, 23, 5, 7
 
 
-def groups(dtype=torch.float64, shape=(2, 3, 4, 5, 6)):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-    scores = torch.randn(shape[:4], generator=generator, dtype=torch.float64)
-    return x, scores.to(torch.promote_types(dtype, torch.float32))
+def numbers(*values):
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def draw(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -22,7 +23,7 @@ def groups(dtype=torch.float64, shape=(2, 3, 4, 5, 6)):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_pool_rounds_once(backend, how, dtype):
     """Weights and sums are float32 and the result is rounded once."""
-    x, scores = groups(dtype)
+    x, scores = draw(2, 3, 4, 5, 6, dtype=dtype), draw(2, 3, 4, 5, seed=1, dtype=torch.float32)
     got = pool(x, scores, how=how, backend=backend)
     assert got.dtype == dtype
     want = pool(x.double(), scores.double(), how=how, backend="reference")
@@ -37,23 +38,12 @@ def test_pool_rounds_once(backend, how, dtype):
 @pytest.mark.parametrize("size", [2, 3, 7, 16, 33])
 def test_select_ties_go_to_the_lowest_position(backend, dtype, size):
     """Equal keys have equal scores, bit by bit, wherever they stand in the group."""
-    generator = torch.Generator().manual_seed(size)
-    one = torch.randn(2, 3, 4, 1, 17, generator=generator, dtype=torch.float64).to(dtype)
-    summary = torch.randn(2, 3, 4, 17, generator=generator, dtype=torch.float64)
-    summary = summary.to(torch.promote_types(dtype, torch.float32))
-    k = one.repeat(1, 1, 1, size, 1)
+    summary = draw(2, 3, 4, 17, dtype=torch.promote_types(dtype, torch.float32))
+    k = draw(2, 3, 4, 1, 17, seed=size, dtype=dtype).repeat(1, 1, 1, size, 1)
     scores = group_scores(summary, k, scale=0.25, backend=backend)
     assert bool((scores == scores[..., :1]).all())
     v = torch.arange(size).to(dtype)[:, None].expand(2, 3, 4, size, 1)
     assert bool((pool(v, scores, how="select", backend=backend) == 0).all())
-
-
-def numbers(*values):
-    return torch.tensor(values, dtype=torch.int64)
-
-
-def draw(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -19,6 +19,7 @@ import condense
 from condense.ops.paged import requests, rows
 
 H, K, D, DV = 4, 2, 8, 8
+tokens_of = partial(random_tokens, (H, K, D, DV))
 SCALE = 0.6
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 NAMES = "last streaming-window-0 streaming streaming-1-query streaming-3-queries streaming-no-scores sinks window"
@@ -35,14 +36,10 @@ def make_pool(request):
     return partial(request.param, (K, D, DV))
 
 
-def tokens_of(length, seed):
-    return random_tokens((H, K, D, DV), length, seed=seed)
-
-
 def read(make_pool, pieces, together):
     """Requests of such pieces and what they give: first pieces, then second ones, in one call or alone."""
     pool = make_pool()
-    qkvs = [tokens_of(sum(lengths), seed) for seed, lengths in enumerate(pieces)]
+    qkvs = [tokens_of(sum(lengths), seed=seed) for seed, lengths in enumerate(pieces)]
     requests, outs = [pool.add(sum(lengths)) for lengths in pieces], [[] for _ in pieces]
     for i in range(max(map(len, pieces))):
         left = [(n, requests[n], lengths[i]) for n, lengths in enumerate(pieces) if i < len(lengths)]
@@ -131,7 +128,7 @@ def test_operations_do_not_grow_with_requests(monkeypatch, prompt):
     for num in (1, 2, 14):
         pool = RecordPool(method, (K, D, DV))
         asked = [pool.add(40 + i % 3) for i in range(num)]
-        once = read_twice(monkeypatch, [(r, tokens_of(r.length, 0)) for r in asked], pool)
+        once = read_twice(monkeypatch, [(r, tokens_of(r.length)) for r in asked], pool)
         counts[num] = sum(once.values())
     assert counts[1] <= counts[2] == counts[14] <= 124, counts
 

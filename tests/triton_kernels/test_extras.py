@@ -76,16 +76,6 @@ LENGTHS = [1, 8 * SIZE, 0, 3, 29 * SIZE, 11 * SIZE + 3]
 MARKS = torch.tensor([0, *LENGTHS]).cumsum(0)
 
 
-def check(method, dtype, backend):
-    low = oracle.random_qkv(1, 4, 2, int(MARKS[-1]), WIDTH, WIDTH, dtype=dtype)
-    weight = oracle.random_qkv(1, 4, 1, int(MARKS[-1]), WIDTH, 1, seed=3)[0].to(dtype)
-
-    def call(backend, *inputs):
-        return condense.attention(*inputs, method=method, cu_seqlens=MARKS, backend=backend, return_lse=True)
-
-    lanes.check(call, low, [weight, torch.ones(weight.shape[:3])], backend)
-
-
 # every method in one dtype, one method in every dtype
 PACKED_CASES = [
     (name, dtype, backend)
@@ -98,7 +88,13 @@ PACKED_CASES = [
 
 @pytest.mark.parametrize(("name", "dtype", "backend"), PACKED_CASES, ids=str)
 def test_documents_within_budget(name, dtype, backend):
-    check(PACKED[name], dtype, backend)
+    low = oracle.random_qkv(1, 4, 2, int(MARKS[-1]), WIDTH, WIDTH, dtype=dtype)
+    weight = oracle.random_qkv(1, 4, 1, int(MARKS[-1]), WIDTH, 1, seed=3)[0].to(dtype)
+
+    def call(backend, *inputs):
+        return condense.attention(*inputs, method=PACKED[name], cu_seqlens=MARKS, backend=backend, return_lse=True)
+
+    lanes.check(call, low, [weight, torch.ones(weight.shape[:3])], backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
