@@ -226,17 +226,19 @@ def test_padded_rows_equal_single_rows(method):
 
 
 @torch.no_grad()
-def test_a_model_decodes_over_all_tokens_in_growing_and_static_caches():
+def test_a_model_decodes_over_what_was_kept_in_growing_and_static_caches():
+    """A prompt of one block is read densely, and all of its tokens are kept but by SnapKV."""
     model, ids = tiny.model("llama"), tiny.tokens(1, 40)
     dense = tiny.generate(model, ids)
-    for method in ALL.values():
+    for method in (*ALL.values(), SNAP):
         with condense.use(model, method):
             growing, static = (tiny.generate(model, ids, cache_implementation=kind) for kind in ("dynamic", "static"))
+            cache = model(ids, use_cache=True).past_key_values
         assert torch.equal(growing, static)
-        assert torch.equal(growing, dense), "a prompt of one block is read densely"
-    with condense.use(model, LINES):
-        cache = model(ids, use_cache=True).past_key_values
-    assert sum(report.bytes for report in inspect(model, LINES, 40, itemsize=8)) == condense.cache_nbytes(cache)
+        assert torch.equal(growing, dense) is (method is not SNAP)
+        reports = inspect(model, method, 40, itemsize=8)
+        assert sum(report.bytes for report in reports) == condense.cache_nbytes(cache)
+        assert {report.entries for report in reports} == {SNAP.budget if method is SNAP else 40}
 
 
 @of(ALL)

@@ -27,7 +27,7 @@ LIMITS = [
     Dense(), CCA(group_size=4, window=64), LCA(group_size=7, window=1000), StreamingLLM(sink=2, window=64),
     StreamingLLM(sink=64, window=1), LMInfinite(n_global=0, window=100), Recall(group_size=4, window=6, num_recall=1.0),
     DGA(selection="prompt"), DGA(group_size=4, selection="prompt", gamma=0.2, min_focal=64),
-    DGA(group_size=4, selection="prompt", gamma=1),
+    DGA(group_size=4, selection="prompt", gamma=1), Recall(group_size=4, window=8, num_recall=2, prompt="exact"),
 ]  # fmt: skip
 
 
@@ -130,8 +130,11 @@ def test_window_baselines_see_exactly_the_kept_tokens(backend, method, first, ke
 
 @pytest.mark.parametrize("method", LIMITS, ids=str)
 def test_limits_are_ordinary_causal_attention(backend, method):
-    """A window over all, all tokens kept, all groups open, all tokens focal."""
-    for heads, length in ((6, 1), (2, 2), (4, 31), (6, 64)):
+    """A window over all, all tokens kept, all groups open, all tokens focal; prompts that are read exactly."""
+    for heads, length, pads in ((6, 1, 0), (2, 2, 1), (4, 8, 0), (4, 12, 7), (4, 31, 0), (6, 64, 7)):
         q, k, v = oracle.random_qkv(2, heads, 2, length, 8, 6)
-        got = condense.attention(q, k, v, method=method, backend=backend)
-        torch.testing.assert_close(got, oracle.attention(q, k, v, method=Dense())[0], **EXACT)
+        options = {"method": method, "backend": backend, "padding": torch.tensor([0, pads])}
+        want = oracle.attention(q, k, v, method=Dense(), padding=(0, pads))
+        torch.testing.assert_close(condense.attention(q, k, v, return_lse=True, **options), want, **EXACT)
+        # without the log-sum-exp the torch backend may take another way
+        torch.testing.assert_close(condense.attention(q, k, v, **options), want[0], **EXACT)

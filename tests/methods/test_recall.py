@@ -89,17 +89,6 @@ def test_a_static_cache_without_room_for_a_group_is_read_in_pieces():
     torch.testing.assert_close(torch.cat(outs, dim=2), want, **ROUNDED)
 
 
-@pytest.mark.parametrize("padding", [None, torch.tensor([0, 7])], ids=["whole", "padded"])
-@pytest.mark.parametrize("L", [2, 8, 12, 61])
-def test_a_prompt_is_dense_attention(L, padding):
-    padding = None if padding is None else padding.clamp(max=L - 1)
-    q, k, v = oracle.random_qkv(2, 6, 2, L, 8, 6)
-    for backend in ("reference", "torch"):
-        options = {"padding": padding, "return_lse": True}
-        got = condense.attention(q, k, v, method=DENSE_FIRST, backend=backend, **options)
-        torch.testing.assert_close(got, condense.attention(q, k, v, method=DENSE, **options), **CLOSE)
-
-
 def test_a_prompt_on_latents_expands_each_token_once(monkeypatch):
     """The window holds all of them; the store has those of closed groups a second time."""
     columns, expand = [], UpProjection.expand

@@ -68,7 +68,7 @@ def test_requests_of_all_lengths_where_each_has_room_for_many_groups(method):
 @pytest.mark.parametrize("method", ["default", "drop", *EXACT_PROMPTS])
 def test_prompts_that_share_a_call(method):
     """Rows of several lengths beside a single token, one of them a later piece: their attention, and their records."""
-    shape, tokens, outs, pools = SHAPES["gqa"], [tokens_of(SHAPES["gqa"], 40, seed) for seed in range(4)], [], []
+    shape, tokens, outs, pools = SHAPES["gqa"], [tokens_of(SHAPES["gqa"], 40, seed=n) for n in range(4)], [], []
     for backend in ("triton", "torch"):
         pool = RecordPool((RECORDS | EXACT_PROMPTS)[method], shape[1:], dtype=torch.float32, device=DEVICE)
         single, later, *others = [pool.add(40) for _ in tokens]
@@ -89,7 +89,7 @@ def test_pages_that_lie_far_apart():
         RecordPool(method, shape[1:], num_pages=130, dtype=torch.float32, device=DEVICE, block=block)
         for block in (None, 80 << 20)
     ]
-    tokens, outs = tokens_of(shape, 44, 0), []
+    tokens, outs = tokens_of(shape, 44), []
     for pool in pools:
         request = pool.add(44)
         pool.read([(request, [x[:42] for x in tokens])], scale=0.1, backend="torch")
@@ -115,7 +115,7 @@ def test_no_token_is_read_before_it_is_there():
     shape, outs = SHAPES["gqa"], []
     for fill in (0, 255):
         pool = RecordPool(RECORDS["store-8"], shape[1:], num_pages=60, dtype=torch.float32, device=DEVICE, fill=fill)
-        request, tokens = pool.add(60), tokens_of(shape, 60, 0)
+        request, tokens = pool.add(60), tokens_of(shape, 60)
         request.reserve(60)
         pool.read([(request, [x[:41] for x in tokens])], scale=0.1, backend="torch")
         outs += pool.read([(request, [x[41:42] for x in tokens])], scale=0.1, backend="triton")

@@ -44,6 +44,7 @@ RECORDS = {
 RECALLS = {f"recall-{name}": method for name, method in record_pool.RECORDS.items()}
 POOLS = {name: (Pool, method) for name, method in METHODS.items()}
 POOLS |= {name: (RecordPool, method) for name, method in (RECORDS | RECALLS).items()}
+tokens_of = partial(random_tokens, dtype=torch.float32, device=DEVICE)
 
 
 @pytest.fixture(autouse=True)
@@ -51,10 +52,6 @@ def poisoned_scratch(poison):
     """What a split does not write must not be read."""
     poison(paged_step, "split_scratch")
     poison(paged_step, "scratch_of")
-
-
-def tokens_of(shape, length, seed=0):
-    return random_tokens(shape, length, seed=seed, dtype=torch.float32, device=DEVICE)
 
 
 # the mean of two queries has the same bits in any order, so both backends choose the same anchors of records
@@ -117,7 +114,7 @@ def test_places_left_empty(make):
 def test_single_tokens_and_prompts_in_one_call():
     shape, method = SHAPES["gqa"], METHODS["streaming"]
     pool = Pool(method, shape[1:], dtype=torch.float32, device=DEVICE)
-    a, b = tokens_of(shape, 41, 0), tokens_of(shape, 30, 1)
+    a, b = tokens_of(shape, 41), tokens_of(shape, 30, seed=1)
     first, second = pool.add(41), pool.add(30)
     pool.read([(first, [x[:40] for x in a])], scale=0.1, backend="torch")
     outs = pool.read([(first, [x[40:] for x in a]), (second, b)], scale=0.1, backend="triton")

@@ -70,12 +70,6 @@ def check_choice(scratch, q, state, settings, scale):
     return not others_are_near_ties(chosen[:, :, None], closed[:, None, None], *of).any()
 
 
-def take(t, *args):
-    """The step of token t: by the kernels, or where others are left out by PyTorch."""
-    call = StepCall(*args, scale=SCALE)
-    return triton_step.step(call) if t % EVERY == EVERY - 1 else torch_step.step(call, own_by(call.settings))
-
-
 def check_buffers(states, settings, t, k, v):
     """The kernels' buffers after the step of token t have the bytes of PyTorch's, which were the same before. On a GPU
     those of the group that closes now need not, as its keys are turned by sums in another order, see `packed_groups`;
@@ -268,21 +262,11 @@ def test_many_groups(scratch):
     state = empty(settings, 90, 1, (16, 16), rows=1, dtype=torch.float32, device=DEVICE)
     for t in range(90):
         new, before = new_token((q, k, v), t), [x.clone() for x in state]
-        got = take(t, new, state, settings)
+        call = StepCall(new, state, settings, scale=SCALE)
+        got = triton_step.step(call) if t % EVERY == EVERY - 1 else torch_step.step(call, own_by(settings))
         if t % 10 == 9 and check_choice(scratch, new.q, state, settings, SCALE):
             want = torch_step.step(StepCall(new, type(state)(*before), settings, scale=SCALE), own_by(settings))
             torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
-
-
-def test_twice_gives_the_same_bits():
-    q, k, v = random_qkv(2, 2, 1, 24, 16, 16)
-    settings = step_settings(RECALLS["three-open"])
-    outs = []
-    for _ in range(2):
-        state = empty(settings, 24, 1, (16, 16), rows=2, dtype=torch.float32, device=DEVICE)
-        steps = [take(t, new_token((q, k, v), t), state, settings) for t in range(24)]
-        outs.append(torch.cat(steps, dim=2))
-    assert torch.equal(*outs)
 
 
 def test_refusals():

@@ -288,19 +288,15 @@ def latent_attention(method, q, k, latent, scale):
     queries and entries are rounded to the inputs' dtype, so that every precision chooses the same anchors.
     """
     qbar, dtype = q.float().mean(0).to(q.dtype).double(), k.dtype
-    q, k = q.double(), k.double()
-    c, rope = k[:, :latent], k[:, latent:]
-    outs = []
+    q, k, outs = q.double(), k.double(), []
+    parts = (k[:, :latent], method.value_pooling), (k[:, latent:], method.key_pooling)
     for t in range(len(k)):
         groups, exact = oracle.visible(method, t)
         keys = [k[i] for i in exact]
         for j in groups:
-            summary = qbar[list(oracle.summary_positions(method, j, len(k)))].mean(0)
             members = slice(j * method.group_size, (j + 1) * method.group_size)
-            weights = (k[members] @ summary * scale).softmax(0)
-            anchor = int(weights.argmax())
-            parts = (c, method.value_pooling), (rope, method.key_pooling)
-            pooled = [weights @ x[members] if how == "weighted" else x[members][anchor] for x, how in parts]
+            scores = k[members] @ oracle.summary_query(method, j, qbar, None) * scale
+            pooled = [oracle.pool(x[members], scores, how) for x, how in parts]
             keys.append(torch.cat(pooled).to(dtype).double())
         keys = torch.stack(keys)
         logits = scale * q[:, t] @ keys.T
@@ -319,6 +315,15 @@ def torch_decode(method, q, k, scale, latent):
     return torch.cat([torch_step.step(call, own) for call in calls], 2)
 
 
+def check_latents(method, q, k, latent, want, scale):
+    """Steps over absorbed latents q ``[1, H, L, D]`` and k ``[1, 1, L, D]`` are within the budget of PyTorch's."""
+    q, k = q.to(DEVICE), k.to(DEVICE)
+    state = empty_state(method, 1, 1, k.shape[3], 0, k.shape[2], dtype=k.dtype)
+    out = decode(method, q, k, k[..., :0], state, scale=scale, latent=latent)
+    yardstick = torch_decode(method, q, k, scale, latent)
+    assert judge([out.cpu()], [want], [yardstick.cpu()]).passed
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("poolings", [("select", "weighted"), ("weighted", "select")], ids=str)
 @pytest.mark.parametrize("shape", LATENTS, ids=str)
@@ -328,12 +333,7 @@ def test_absorbed_latents_against_the_definition(shape, poolings, dtype):
     method = method.replace(key_pooling=key, value_pooling=value)
     L, scale = (64 if DEVICE == "cuda" else 20), 0.1
     q, k, _ = oracle.random_qkv(1, H, 1, L, latent + rope, 1, dtype=dtype)
-    want = latent_attention(method, q[0], k[0, 0], latent, scale)
-    state = empty_state(method, 1, 1, latent + rope, 0, L, dtype=dtype)
-    nothing = k[..., :0].to(DEVICE)
-    out = decode(method, q.to(DEVICE), k.to(DEVICE), nothing, state, scale=scale, latent=latent)[0]
-    yardstick = torch_decode(method, q.to(DEVICE), k.to(DEVICE), scale, latent)[0]
-    assert judge([out.cpu()], [want], [yardstick.cpu()]).passed
+    check_latents(method, q, k, latent, latent_attention(method, q[0], k[0, 0], latent, scale)[None], scale)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -349,10 +349,7 @@ def test_focal_latents_against_the_definition(shape, window, dtype):
     q = q * torch.tensor([1.0, 2.0, 0.5, 0.5], dtype=dtype).repeat(H // 4)[None, :, None, None]
     exact = q.double(), k.double(), k[..., :latent].double()
     want = condense.attention(*exact, method=method, scale=scale, backend="reference")
-    state = empty_state(method, 1, 1, latent + rope, 0, L, dtype=dtype)
-    out = decode(method, q.to(DEVICE), k.to(DEVICE), k[..., :0].to(DEVICE), state, scale=scale, latent=latent)
-    yardstick = torch_decode(method, q.to(DEVICE), k.to(DEVICE), scale, latent)
-    assert judge([out.cpu()], [want], [yardstick.cpu()]).passed
+    check_latents(method, q, k, latent, want, scale)
 
 
 def some_step(dtype=torch.float32, seen=23):
