@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 DEAR = {
     "caches/test_cache_bytes.py": {"bytes_after_prefill_and_decode": 3},
     "caches/test_condensed_layer.py": {"crop_is_exact_for_every_count_at_every_boundary": 7, "rows_follow": 36},
-    "caches/test_recall_store.py": {"device_and_host_give_the_same_bits": 2},
     "caches/test_static_layer.py": {"many_steps_and_chunks_equal_the_growing_layer": 6,
         "prompts_of_any_length_follow_one_another_at_the_same_addresses": 3,
         "the_host_does_not_trust_its_count_once_steps_are_recorded": 2},
@@ -150,6 +149,16 @@ def corpus(text: str, tokenizer: PreTrainedTokenizerBase) -> Corpus:
     from condense.tasks import encode_corpus
 
     return encode_corpus([text], tokenizer)
+
+
+@pytest.fixture
+def expanded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of latents that are expanded, call by call."""
+    from condense.latent import UpProjection
+
+    counts, expand = [], UpProjection.expand
+    monkeypatch.setattr(UpProjection, "expand", lambda up, x: counts.append(x.shape[2]) or expand(up, x))
+    return counts
 
 
 @pytest.fixture(params=["reference", "torch", "torch-blocks"])

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from analysis.test_command import ran, run_here
+from analysis.test_deviation import ran, run_here
 from analyze.patterns import patterns_by_layer, search_patterns, seen_pairs
 from models import tiny
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from analysis.test_command import ran
+from analysis.test_deviation import ran
 from analysis.test_patterns import watched
 from analyze.recall import measure_recall
 from models import tiny

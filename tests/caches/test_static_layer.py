@@ -285,10 +285,3 @@ def test_entries_after_a_prompts_selection(prompt, length):
     assert sum(x.shape[2] for x in (layer.buffers.entries_k, layer.buffers.ring_k)) <= 1.02 * wanted
     streaming = num_entries(method.replace(selection="streaming"), length)
     assert needed <= most_entries(method, length) <= streaming + (1024 + 16) * (1 - 3 / 18) + 3
-
-
-def test_bytes_of_a_short_cache_are_at_most_those_of_tokens_and_their_entries():
-    layer, of_tokens = StaticCondensedLayer(condense.CCA(), 512), 512 * 2 * 8 * 4
-    layer.lazy_initialization(*[torch.zeros(1, 1, 0, 8)] * 2)
-    held = sum(x.untyped_storage().nbytes() for x in (*layer.buffers, layer.num_slots))
-    assert held <= of_tokens * (1 + 1 / 16) + 8 * 8 * 4

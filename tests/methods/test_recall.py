@@ -89,16 +89,14 @@ def test_a_static_cache_without_room_for_a_group_is_read_in_pieces():
     torch.testing.assert_close(torch.cat(outs, dim=2), want, **ROUNDED)
 
 
-def test_a_prompt_on_latents_expands_each_token_once(monkeypatch):
+def test_a_prompt_on_latents_expands_each_token_once(expanded):
     """The window holds all of them; the store has those of closed groups a second time."""
-    columns, expand = [], UpProjection.expand
-    monkeypatch.setattr(UpProjection, "expand", lambda up, c: columns.append(c.shape[2]) or expand(up, c))
     inputs = latent_oracle.random(1, 2, 61, (8, 4, 16, 8), torch.float64)
     dense = condense.latent_attention(*inputs, method=DENSE)
-    columns.clear()
+    expanded.clear()
     torch.testing.assert_close(condense.latent_attention(*inputs, method=DENSE_FIRST), dense, **CLOSE)
     # entries of groups, tokens
-    assert columns == [(61 - DENSE_FIRST.window) // DENSE_FIRST.group_size, 61]
+    assert expanded == [(61 - DENSE_FIRST.window) // DENSE_FIRST.group_size, 61]
 
 
 def test_chunks_are_dense_and_steps_recall():

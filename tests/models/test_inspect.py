@@ -5,6 +5,7 @@ import torch
 from grids import grid
 from layers import tensors_of
 from models import tiny
+from oracles import cases
 from transformers import AutoModelForCausalLM
 
 import condense
@@ -20,15 +21,7 @@ METHODS = tiny.METHODS | {
 }
 LENGTH = 8192
 HOST = condense.Recall(group_size=16, window=256, unchosen="drop", store="host", slots=4)
-RECALLS = {
-    "two-open": condense.Recall(group_size=4, window=8, num_recall=2),
-    "wide-groups": condense.Recall(group_size=8, window=3, num_recall=1),
-    "whole-drop": condense.Recall(group_size=6, window=0, num_recall=3, unchosen="drop"),
-    "none-open": condense.Recall(group_size=4, window=5, num_recall=0),
-    "a-third-open": condense.Recall(group_size=4, window=5, num_recall=1 / 3, min_recall=3),
-    "a-tenth-open": condense.Recall(group_size=4, window=5, num_recall=0.1, min_recall=0),
-    "three-open": condense.Recall(group_size=8, window=5, num_recall=3),
-}
+RECALLS = cases.RECALLS | {"two-open": tiny.RECALL, "a-tenth": tiny.RECALL.replace(num_recall=0.1, min_recall=0)}
 
 
 def flops(name, method, length):
@@ -67,16 +60,14 @@ def recall_flops(name, method, length):
 
 
 STORED = RECALLS | {
-    "entries-4": condense.Recall(group_size=4, window=8, num_recall=2, entry_bits=4),
-    "entries-8": condense.Recall(group_size=4, window=8, num_recall=2, entry_bits=8),
-    "entries-8-pooled": condense.CCA(group_size=4, window=8, entry_bits=8),
-    "store-8": condense.Recall(group_size=4, window=8, num_recall=2, store_bits=8),
+    "entries-4": tiny.RECALL.replace(entry_bits=4), "entries-8": tiny.RECALL.replace(entry_bits=8),
+    "entries-8-pooled": tiny.CCA.replace(entry_bits=8),
     "store-4": condense.Recall(group_size=6, window=5, num_recall=2, store_bits=4),
-}
+}  # fmt: skip
 COUNTED = [(method, flops) for method in METHODS.values()] + [(method, recall_flops) for method in RECALLS.values()]
 
 
-@grid(16, name=["llama", "deepseek_v3"], counted=dict(zip([*METHODS, *RECALLS], COUNTED, strict=True)))
+@grid(20, name=["llama", "deepseek_v3"], counted=dict(zip([*METHODS, *RECALLS], COUNTED, strict=True)))
 def test_flops(name, counted):
     method, count = counted
     model = tiny.model(name)

@@ -11,7 +11,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import condense
-from condense.latent import UpProjection
 from condense.models import attention as models_attention
 from condense.models.inspect import inspect
 
@@ -73,13 +72,6 @@ def test_the_cache_holds_latents_and_rope_keys_alone(name):
         assert past.entries[1].numel() == past.window_v.numel() == 0
     expected = inspect(condense.restore(model), LCA, tiny.LENGTH, itemsize=8)
     assert condense.cache_nbytes(cache) == 2 * sum(report.bytes for report in expected)
-
-
-@pytest.fixture
-def expanded(monkeypatch):
-    counts, expand = [], UpProjection.expand
-    monkeypatch.setattr(UpProjection, "expand", lambda up, x: counts.append(x.shape[2]) or expand(up, x))
-    return counts
 
 
 def test_no_step_expands_the_past_and_chunks_representatives_and_window_alone(expanded):

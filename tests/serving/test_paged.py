@@ -14,7 +14,6 @@ from paged_sequences import cut, random_extras, random_latents, random_tokens, r
 from record_pool import EXACT_PROMPTS, RECORDS, RecordPool
 
 import condense
-from condense.ops.latents import UpProjection
 
 H, K, D, DV = 4, 2, 6, 5
 WIDTHS = (5, 2, 6, 4)
@@ -137,10 +136,9 @@ def test_a_prefix_that_a_single_token_completes_in_the_same_step(name, backend, 
 
 
 @pytest.mark.parametrize("name", ["streaming", "records-default", "records-drop"])
-def test_single_tokens_expand_no_latents(name, monkeypatch):
+def test_single_tokens_expand_no_latents(name, expanded):
     """Prompts expand what they read once: entries, window and stored tokens."""
-    pool, expanded, expand = LATENTS[f"latents-{name}"](), [], UpProjection.expand
-    monkeypatch.setattr(UpProjection, "expand", lambda up, x: expanded.append(x.shape[2]) or expand(up, x))
+    pool = LATENTS[f"latents-{name}"]()
     request, qkv = pool.add(141), tokens_of(pool, 141)
     pool.read([(request, cut(qkv, 0, 140))], scale=SCALE)
     assert 140 < sum(expanded) <= 3 * 140

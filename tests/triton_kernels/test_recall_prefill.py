@@ -5,16 +5,19 @@ kernels opened other groups, the shares are compared; and attention is compared 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from oracles import latent_oracle
 from speed.budget import judge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from two_sources import ArrayChoice, others_are_near_ties
 
+import condense
 from condense.ops import attend_recall
+from condense.ops.backends import BACKENDS
 from condense.ops.recall import IndexChoice, Quota, RecallSources, index_scores, rotation, split_keys
 from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.triton import attend_call, recall_attend, recall_choice, recall_score
@@ -24,6 +27,9 @@ from condense.ops.triton.limits import DTYPES
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 WIDTHS = [(D, D) for D in (64, 80, 96, 192, 256)] + [(192, 128)] if CUDA else [(40, 24)]
+# d_n, d_r, d_c, d_v
+LATENTS = [(128, 64, 512, 128), (64, 32, 256, 64), (64, 32, 160, 64)] if CUDA else [(16, 8, 256, 16)]
+METHOD = condense.Recall(group_size=4, window=6, num_recall=3)
 
 
 @dataclass(frozen=True)
@@ -379,3 +385,31 @@ def test_compiled_as_one_graph(name):
 def test_the_choice_is_a_whole_operation():
     """Its schema, and what it says of its result before it runs."""
     torch.library.opcheck(recall_choice.choice_operation, Problem(CASES["a-fifth-padded"]).arguments())
+
+
+@pytest.mark.parametrize("widths", LATENTS, ids=str)
+@pytest.mark.parametrize("method", [METHOD, METHOD.replace(unchosen="drop", window=0)], ids=["pool", "drop"])
+def test_a_prompt_of_latents_is_what_the_definition_says(method, widths, chosen):
+    """Output and gradients in float32, where both choose the same groups, all heads by one choice."""
+    L, padding = 31, torch.tensor([0, 9])
+    given = [x.to(DEVICE) for x in latent_oracle.random(2, 3, L, widths, torch.float32)]
+    weights = torch.randn(2, 3, L, widths[3], generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    results = []
+    for backend, dtype in (("triton", torch.float32), ("reference", torch.float64), ("torch", torch.float32)):
+        inputs = [x.to(dtype).requires_grad_() for x in given]
+        out = condense.latent_attention(*inputs, method=method, backend=backend, padding=padding)
+        results.append([out.detach(), *torch.autograd.grad((out * weights.to(dtype)).sum(), inputs)])
+    assert len(chosen) == 1
+    assert chosen[0].shape[1] == 1
+    verdict = judge(*results)
+    assert verdict.passed, verdict
+
+
+def test_auto_takes_the_kernels_where_they_run(monkeypatch):
+    taken, operations = [], BACKENDS["triton"].load()
+    counted = operations._replace(attend_recall=lambda *a, **kw: taken.append(a) or operations.attend_recall(*a, **kw))
+    monkeypatch.setitem(BACKENDS, "triton", replace(BACKENDS["triton"], imports=lambda: counted, _loaded=[]))
+    inputs = [x.to(DEVICE) for x in latent_oracle.random(1, 2, 40, LATENTS[0], torch.float32)]
+    auto, _ = (condense.latent_attention(*inputs, method=METHOD, backend=name) for name in ("auto", "triton"))
+    assert len(taken) == (2 if CUDA else 1)
+    assert bool(auto.isfinite().all())
