@@ -32,14 +32,14 @@ def fixture_of(cases):
     return pytest.fixture(params=cases.values(), ids=cases)(lambda request: request.param)
 
 
-def covering(names, values, count=None):
+def covering(names, values, count):
     """Numbers of ``count`` cells, of which each has the most values that no cell before it has, of equals the most new
-    pairs of values; in an order that is mixed but fixed by the cells' names. count None: until all values occur.
+    pairs of values; in an order that is mixed but fixed by the cells' names.
     """
     left = sorted(range(len(names)), key=lambda i: hashlib.sha256(names[i].encode()).digest())
     values, kept = list(values), []
     pairs = [set(itertools.combinations(sorted(x), 2)) for x in values]
-    while any(values[i] for i in left) if count is None else len(kept) < count:
+    while len(kept) < count:
         best = max(left, key=lambda i: (len(values[i]), len(pairs[i])))
         seen, seen_pairs = values[best], pairs[best]
         for i in left:

@@ -29,9 +29,13 @@ def whole(qkv, method, scale, singles=(), up=None, extras=NO_EXTRAS):
     """Attention of a whole sequence by the definition, ``[L, H, Dv]``. singles: positions that are read one by one. up:
     the up-projections, if tokens are latents, which have no extras.
     """
-    if up is not None:
-        return _whole_latents(qkv, up, method, scale)
     rows = [x.transpose(0, 1)[None] for x in qkv]
+    if up is not None:
+        (d_c, d_n), q, k = up.w_uk.shape[1:], rows[0], rows[1][:, 0]
+        parts = q[..., :d_n], q[..., d_n:], k[..., :d_c], k[..., d_c:]
+        return condense.latent_attention(*parts, *up, method=method, scale=scale, backend="reference")[0].transpose(
+            0, 1
+        )
 
     def by(method):
         context = read_whole(method, *rows, scale=scale, backend="reference")
@@ -51,13 +55,6 @@ def random_latents(heads, widths, length, *, seed=0, dtype=torch.float64, device
     q = torch.cat([x.q_nope, x.q_rope], -1)[0].transpose(0, 1).to(device)
     fixed = latent_oracle.random(1, heads, 1, widths, dtype, seed=0)
     return [q, k, k[..., :0]], UpProjection(fixed.w_uk.to(device), fixed.w_uv.to(device))
-
-
-def _whole_latents(qkv, up, method, scale):
-    (d_c, d_n), (q, k, _) = up.w_uk.shape[1:], qkv
-    q, k = q.transpose(0, 1)[None], k.transpose(0, 1)
-    parts = q[..., :d_n], q[..., d_n:], k[..., :d_c], k[..., d_c:]
-    return condense.latent_attention(*parts, *up, method=method, scale=scale, backend="reference")[0].transpose(0, 1)
 
 
 def cut(qkv, start, stop):

@@ -69,21 +69,18 @@ def unit_of(path):
 
 @functools.cache
 def imported(path):
-    return list(_imported(path))
-
-
-def _imported(path):
-    package = [*path.relative_to(SOURCE.parent).parts[:-1]]
+    package, names = [*path.relative_to(SOURCE.parent).parts[:-1]], []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             module = ".".join(part for part in (base, node.module) if part)
             for alias in node.names:
                 below = SOURCE.parent.joinpath(*module.split("."), alias.name)
                 is_module = below.is_dir() or below.with_suffix(".py").is_file()
-                yield f"{module}.{alias.name}" if is_module else module
+                names.append(f"{module}.{alias.name}" if is_module else module)
+    return names
 
 
 def own(path):

@@ -36,17 +36,8 @@ def test_content_is_converted_and_stamped(tmp_path):
     assert {"condense", "transformers", "python", "device", "commit", "date"} <= stamp.keys()
 
 
-def test_an_existing_file_is_kept_unless_told(tmp_path):
-    path = write_results(tmp_path / "r.json", {"a": 1})
-    with pytest.raises(ValueError, match=r"path: wanted a path that does not exist yet, got .*r.json"):
-        write_results(path, {"a": 2})
-    assert json.loads(path.read_text())["results"] == {"a": 1}
-    write_results(path, {"a": 2}, overwrite=True)
-    assert json.loads(path.read_text())["results"] == {"a": 2}
-
-
 @pytest.mark.parametrize("links", [True, False], ids=["hard-links", "none"])
-def test_a_file_that_appears_in_between_is_kept(links, tmp_path, monkeypatch):
+def test_a_file_that_appears_in_between_is_kept_unless_told(links, tmp_path, monkeypatch):
     path, dump = tmp_path / "r.json", json.dump
     if not links:
         monkeypatch.setattr(os, "link", Mock(side_effect=OSError(1, "Operation not permitted")))

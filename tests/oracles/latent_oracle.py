@@ -6,7 +6,7 @@ Shapes: B rows, H heads, L tokens, d_c latent width, d_n, d_r, d_v widths of the
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,11 +71,11 @@ def _row(method, q, c, k_rope, w_uk, w_uv, scale, prompt):
     """Lists over the queries of out ``[H, d_v]`` and lse ``[H]``; q ``[H, L, d_n + d_r]``, c ``[L, d_c]``, k_rope
     ``[L, d_r]``.
     """
-    H, L, _ = q.shape
-    dga = _dga(method, q, c, k_rope, w_uk, scale) if method.name == "dga" else None
+    (H, L, _), d_c, made, results = q.shape, c.shape[1], {}, []
     own = [(*_expand(c[i], k_rope[i], w_uk, w_uv), c.new_zeros(())) for i in range(L)]
-    groups: Any
-    made, results = {}, []
+    # the heads' queries and keys side by side: one product is the mean over heads of each head's own score
+    queries, keys = q.transpose(0, 1).flatten(1)[None] / H, torch.stack([key.flatten() for key, *_ in own])
+    dga = oracle_dga.Row(method, queries, keys, scale, prompt=0) if method.name == "dga" else None
     for t in range(L):
         if dga is not None:
             exact, parts = dga.sees(t)
@@ -91,16 +91,17 @@ def _row(method, q, c, k_rope, w_uk, w_uv, scale, prompt):
                     positions = oracle.summary_positions(method, j, L if prompt is None else prompt)
                     summary = q[:, list(positions)].mean(1)
                     pooled = representative(method, j, summary, c, k_rope, w_uk, scale)
-                    # scores are means over the heads
-                    keys = [key.flatten() for key, *_ in own[j * method.group_size : (j + 1) * method.group_size]]
-                    of_heads = summary.flatten() / H, keys, _key(*pooled, w_uk).flatten()
-                    bias = oracle.entry_bias(method, *of_heads, scale)
-                    made[j] = *_expand(*_rounded(method, pooled), w_uk, w_uv), bias
+                    members = keys[j * method.group_size : (j + 1) * method.group_size]
+                    entry = _key(*pooled, w_uk).flatten()
+                    bias = oracle.entry_bias(method, summary.flatten() / H, members, entry, scale)
+                    # as queries see it: rounded as the one vector that a cache keeps
+                    whole = oracle.rounded(torch.cat(pooled), getattr(method, "entry_bits", 16))
+                    made[j] = *_expand(whole[:d_c], whole[d_c:], w_uk, w_uv), bias
         seen = [made[j] for j in groups] + [own[i] for i in exact]
-        keys, values, biases = zip(*seen, strict=True)
-        logits = scale * (q[:, t, None] * torch.stack(keys, 1)).sum(-1) + torch.stack(biases)
+        seen_k, seen_v, biases = zip(*seen, strict=True)
+        logits = scale * (q[:, t, None] * torch.stack(seen_k, 1)).sum(-1) + torch.stack(biases)
         weights = logits.softmax(-1)
-        results.append(((weights[..., None] * torch.stack(values, 1)).sum(1), logits.logsumexp(-1)))
+        results.append(((weights[..., None] * torch.stack(seen_v, 1)).sum(1), logits.logsumexp(-1)))
     return results
 
 
@@ -111,18 +112,3 @@ def representative(method, j, summary, c, k_rope, w_uk, scale):
     scores = per_head.mean(-1)
     pooled = (c, method.value_pooling), (k_rope, method.key_pooling)
     return tuple(oracle.pool(x[members], scores, how) for x, how in pooled)
-
-
-def _rounded(method, entry):
-    """Latent and rope key as queries see them: rounded as the one vector that a cache keeps."""
-    whole = oracle.rounded(torch.cat(entry), getattr(method, "entry_bits", 16))
-    return whole[: len(entry[0])], whole[len(entry[0]) :]
-
-
-def _dga(method, q, c, k_rope, w_uk, scale):
-    """Focal tokens and groups of streaming DGA, the same for all heads.
-
-    The heads' queries and keys side by side, so that one product is the mean over heads of each head's own score.
-    """
-    keys = torch.stack([_key(c[i], k_rope[i], w_uk).flatten() for i in range(len(c))])
-    return oracle_dga.Row(method, q.transpose(0, 1).flatten(1)[None] / len(q), keys, scale, prompt=0)

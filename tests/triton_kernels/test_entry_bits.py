@@ -28,9 +28,11 @@ METHODS = {
 }
 
 
-def seen_now(method, state, D, Dv, dtype, latent):
-    """Keys, values and biases that queries see after a step, row by row: entries as numbers, then tokens."""
-    rule, form = method.layout.rule, method.layout.entry_format
+def exact_outputs(method, q, state, D, Dv, dtype, latent, scale):
+    """Attention of queries q ``[B, H, 1, D]`` over the state that a step left, entries as numbers, then tokens; in
+    float64 ``[B, H, 1, V]``.
+    """
+    rule, form, outs = method.layout.rule, method.layout.entry_format, []
     entries_k, entries_v = (form.unpack(x, width, dtype) for x, width in ((state.entries_k, D), (state.entries_v, Dv)))
     for b, seen in enumerate(state.seen.tolist()):
         closed = rule.closed(seen)
@@ -39,13 +41,6 @@ def seen_now(method, state, D, Dv, dtype, latent):
         v = k[..., :latent] if latent else torch.cat([entries_v[b, :, :M], state.ring_v[b][:, at.to(DEVICE)]], 1)
         bias = torch.zeros(k.shape[:2], dtype=torch.float64, device=DEVICE)
         bias[:, :M] = state.biases[b, :, :M, 0] if method.layout.matched else step_settings(method).bias
-        yield k, v, bias
-
-
-def exact_outputs(method, q, state, D, Dv, dtype, latent, scale):
-    """Attention of queries q ``[B, H, 1, D]`` over the state that a step left, in float64 ``[B, H, 1, V]``."""
-    outs = []
-    for b, (k, v, bias) in enumerate(seen_now(method, state, D, Dv, dtype, latent)):
         scores = q[b].double().unflatten(0, (len(k), -1))[:, :, 0] @ k.double().mT * scale + bias[:, None]
         outs.append((scores.softmax(-1) @ v.double()).flatten(0, 1)[:, None])
     return torch.stack(outs)
