@@ -65,14 +65,11 @@ def weights(method, length, pads, backend, *, equal="queries"):
     return out[0, 0, pads:], (lse - offset)[0, 0, pads:]
 
 
-def once(length):
-    """Each token up to the query's own has the same weight."""
-    return torch.ones(length, length, dtype=torch.float64).tril() / torch.arange(1, length + 1)[:, None]
-
-
 def check_each_counts_once(got, lse):
-    torch.testing.assert_close(got, once(len(got)), **EXACT)
-    torch.testing.assert_close(lse, torch.arange(1, len(got) + 1).double().log(), **EXACT)
+    """Each token up to the query's own has the same weight."""
+    seen = torch.arange(1, len(got) + 1).double()
+    torch.testing.assert_close(got, torch.ones_like(got).tril() / seen[:, None], **EXACT)
+    torch.testing.assert_close(lse, seen.log(), **EXACT)
 
 
 COUNTED = {

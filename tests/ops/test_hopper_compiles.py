@@ -40,11 +40,17 @@ class Hopper:
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """The kernels that are compiled; all fit into shared memory."""
-    kernels, run = [], JITFunction.run
+    """The kernels that are compiled, as on a machine with such a GPU; all fit into its shared memory."""
+    kernels, run, table = [], JITFunction.run, recall_step_plan._table
     monkeypatch.setattr(driver, "_active", Hopper())
     monkeypatch.setattr(JITFunction, "run", lambda *args, **kw: kernels.append(run(*args, **kw | {"warmup": True})))
+    monkeypatch.setattr(limits, "absence", lambda device: [])
+    monkeypatch.setattr(recall_step_plan, "_table", lambda device, *args: table(torch.device("cuda"), *args))
+    for module in (recall_step_plan, step_plan):
+        monkeypatch.setattr(module, "gpu_of", lambda device: host.Gpu((9, 0), 132))
+    recall_step_plan.plan_of.cache_clear()
     yield kernels
+    recall_step_plan.plan_of.cache_clear()
     assert all(kernel.metadata.shared <= SHARED_MEMORY for kernel in kernels)
 
 
@@ -57,18 +63,6 @@ def test_two_part_keys_fit_into_shared_memory(D, Dv, compiled):
     assert "wgmma.mma_async" in compiled[0].asm["ptx"]
 
 
-@pytest.fixture
-def steps_on_hopper(monkeypatch):
-    table = recall_step_plan._table
-    monkeypatch.setattr(recall_step_plan, "_table", lambda device, *args: table(torch.device("cuda"), *args))
-    monkeypatch.setattr(recall_step_plan, "gpu_of", lambda device: host.Gpu((9, 0), 132))
-    monkeypatch.setattr(limits, "absence", lambda device: [])
-    recall_step_plan.plan_of.cache_clear()
-    yield
-    recall_step_plan.plan_of.cache_clear()
-
-
-@pytest.mark.usefixtures("steps_on_hopper")
 @pytest.mark.parametrize(("D", "slots"), [(64, 0), (96, 16)])
 def test_the_index_is_multiplied_in_halves(D, slots, compiled):
     """Bits become float16 two at a time, which the interpreter does not do, and tensor cores multiply them."""
@@ -118,7 +112,6 @@ def check_lanes(compiled):
         assert all(instruction in asm for instruction in instructions)
 
 
-@pytest.mark.usefixtures("steps_on_hopper")
 @pytest.mark.parametrize(("rows", "heads"), [(1, 32), (8, 32), (1, 64)])
 def test_steps_by_lanes(rows, heads, compiled):
     """Programs that score have eight warps, or with many rows four; a warp has four query heads, or eight."""
@@ -133,7 +126,6 @@ def step_of(settings, rows, heads):
     triton_step.step(StepCall(token, state, settings, scale=0.1))
 
 
-@pytest.mark.usefixtures("steps_on_hopper")
 def test_entries_by_lanes_beside_slots(compiled):
     """Groups with slots are read by the kernel of other shapes."""
     step_of(with_store(step_settings(condense.Method.parse("recall-device")), slots=256), 1, 32)
@@ -142,7 +134,7 @@ def test_entries_by_lanes_beside_slots(compiled):
     assert ".s8.s8." not in asm
 
 
-@pytest.mark.usefixtures("steps_on_hopper")
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("rows", [1, 5, 12, 20, 48])
 def test_numbers_of_kernels_are_plain(rows):
     """A constant of Triton's among them would compile a kernel for each of its values."""
@@ -162,7 +154,6 @@ def step_over_pages(make, method, width, **options):
     pool.read([(request, token)], scale=0.1, backend="triton")
 
 
-@pytest.mark.usefixtures("steps_on_hopper")
 def test_the_step_over_pages_compiles(compiled):
     """The same kernels with rows found by tables, within shared memory; bits are multiplied in halves."""
     step_over_pages(RecordPool, condense.Recall(), 64, slots=16, per_page=16)
@@ -170,7 +161,6 @@ def test_the_step_over_pages_compiles(compiled):
     assert len(compiled) == 5
 
 
-@pytest.mark.usefixtures("steps_on_hopper")
 def test_the_step_over_pages_by_lanes(compiled):
     method = condense.Recall(store_bits=4, entry_bits=4, num_recall=0.3)
     step_over_pages(RecordPool, method, 128, slots=16, per_page=16)
@@ -181,8 +171,6 @@ def test_the_step_over_pages_by_lanes(compiled):
 def test_the_pooled_step_over_pages_compiles(bits, compiled, monkeypatch):
     """Stores, attends and joins in pages of numbers and of records, early, within shared memory."""
     launch_of = step_plan.launch_of.__wrapped__
-    monkeypatch.setattr(limits, "absence", lambda device: [])
-    monkeypatch.setattr(step_plan, "gpu_of", lambda device: host.Gpu((9, 0), 132))
     monkeypatch.setattr(paged_step, "launch_of", lambda *args: launch_of(*args[:5], torch.device("cuda"), *args[6:]))
     method = condense.LCA(window=64, entry_bits=bits, rep_bias="log_size" if bits == 16 else "matched")
     step_over_pages(Pool, method, 128)
@@ -223,9 +211,8 @@ def test_the_kernels_of_a_prompt(widths, compiled, monkeypatch):
 
 @pytest.mark.parametrize("dtype", limits.DTYPES, ids=str)
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_store_is_unpacked_in_whole_words(bits, dtype, compiled, monkeypatch):
+def test_a_store_is_unpacked_in_whole_words(bits, dtype, compiled):
     """Codes 8 bytes at a time, numbers 16."""
-    monkeypatch.setattr(limits, "absence", lambda device: [])
     form = StoreFormat(bits, 16)
     pieces = torch.zeros(1, 2, 64, 16 * form.width(128, 128, dtype.itemsize), dtype=torch.uint8)
     index = split_keys(torch.zeros(1, 2, 64, 16, 128, dtype=dtype))[0]

@@ -151,8 +151,9 @@ def test_equal_largest_numbers_share_the_gradient():
     assert grad[0, 0, :, 0].tolist() == [0, 2, 2, 0, 2, 0, 0]
 
 
-def both(k, v, q, start, *, g=4, G=3):
-    """Summaries of the groups' own queries, then representatives; gradients of k, v and q."""
+def both(k, v, q, start):
+    """Summaries of three groups' own queries, then representatives; gradients of k, v and q."""
+    g, G = 4, 3
     windows = SummarySpans(numbers(0, 0), numbers(0, 0), q.shape[2] - start, G, g, g)
     summary = summarize(q, k[:, :, :0].detach(), windows, backend="triton")
     chunks = Chunks(k, v, columns(start.tolist(), G, g), G, g, 0)
@@ -160,14 +161,11 @@ def both(k, v, q, start, *, g=4, G=3):
     return [*out, *torch.autograd.grad(sum(x.float().square().sum() for x in out), (k, v, q))]
 
 
-def leaves(dtype):
-    return [x.to(DEVICE).requires_grad_() for x in tensors((2, 2, 19, 24), (2, 2, 19, 40), (2, 4, 19, 24), dtype=dtype)]
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_layouts_repeats_and_tokens_of_no_group_change_no_bit(dtype):
     """NaN before and behind the groups gets no gradient either."""
-    start, inputs = numbers(6, 2), leaves(dtype)
+    start, drawn = numbers(6, 2), tensors((2, 2, 19, 24), (2, 2, 19, 40), (2, 4, 19, 24), dtype=dtype)
+    inputs = [x.to(DEVICE).requires_grad_() for x in drawn]
     want = both(*inputs, start)
     outside = torch.ones(2, 1, 19, 1, dtype=torch.bool)
     outside[0, :, 6:18], outside[1, :, 2:14] = False, False
