@@ -18,7 +18,6 @@ METHODS = {
     "lca": condense.LCA(group_size=4, window=20),
     "log_size": condense.CCA(group_size=4, window=20, summary="streaming", rep_bias="log_size"),
 }
-DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(params=["whole", "part"])
@@ -34,7 +33,7 @@ def inputs_of(length, dtype):
     return Setting(HeadShape(4, 2, 32, 32), 2, dtype, torch.device("cpu"), 0).inputs(length)
 
 
-@pytest.fixture(params=DTYPES, ids=str)
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
 def inputs(request, length):
     return inputs_of(length, request.param)
 

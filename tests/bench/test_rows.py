@@ -16,8 +16,7 @@ CROSSOVERS = [
     ({10: 2.0, 100: 0.9, 1000: 1.0}, 1000), ({}, None),
 ]  # fmt: skip
 SHAPES = {"32/8/128/128": (32, 8, 128, 128), "64/4": (64, 4, 128, 128), "4/4/192": (4, 4, 192, 192)}
-CPU = torch.device("cpu")
-SETTING = Setting(HeadShape(4, 2, 8, 6), batch=1, dtype=torch.float32, device=CPU, seed=0)
+SETTING = Setting(HeadShape(4, 2, 8, 6), batch=1, dtype=torch.float32, device=torch.device("cpu"), seed=0)
 COUNTED = cases.PLANS | cases.SELECTIONS
 RECALL = {name: cases.RECALLS[name] for name in ("two-open", "drop")}
 

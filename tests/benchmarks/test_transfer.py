@@ -20,7 +20,6 @@ from torch.nn import functional as F
 
 import condense
 
-LENGTH = 256
 TINY = {"num_hidden_layers": 2, "hidden_size": 96, "intermediate_size": 64, "sliding_window": 32}
 _SMALL = {key: value for key, value in TINY.items() if key != "sliding_window"}
 SMALL = contenders.DEVICE.replace(group_size=8, window=16, store_bits=16, min_recall=0, num_recall=0.1)
@@ -35,7 +34,7 @@ def drawn():
 
 @pytest.fixture(scope="module")
 def held(drawn):
-    return texts.held_out(drawn, drawn, LENGTH, (2, 1, 2))
+    return texts.held_out(drawn, drawn, 256, (2, 1, 2))
 
 
 def tiny(make: str, **changes):

@@ -17,13 +17,11 @@ from condense.evaluate.compare import Prompt, chat_message, compare
 from condense.train import PRESETS, RECIPES
 from condense.train.recipes import ADAPT_FIELDS
 
-TEMPLATE = "<s>{% for m in messages %}[{{ m.role }}] {{ m.content }} [end]{% endfor %}[assistant]"
-
 
 @pytest.fixture(scope="module")
 def demo():
     model, tokenizer = condense.demo_model()
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = "<s>{% for m in messages %}[{{ m.role }}] {{ m.content }} [end]{% endfor %}[assistant]"
     return model, tokenizer
 
 

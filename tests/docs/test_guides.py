@@ -52,7 +52,6 @@ PAGE = PAGES[ELSEWHERE]
 OF_ROWS = {"recall-device": '"recall-device"', "recall-host": '"recall-host"', "dense, FP8": "kv-cache-dtype fp8"}
 OF_ROWS["pooled"] = "condense train adapt"
 NOTEBOOK = ROOT / "docs" / "notebooks" / "first_look.ipynb"
-CHEAP = "CHARACTERS, STEPS, LENGTH = 5_000, 3, 256"
 CHANGES = {"some open": {}, "none open": {"num_recall": 0}, "all open": {"num_recall": 100}}
 CHANGES["no window"] = {"group_size": 6, "window": 0}
 RECALL_PAGE = ROOT / "docs" / "recall_in_100_lines.py"
@@ -190,7 +189,7 @@ def test_it_runs_and_shows_what_it_says(capsys):
     # a reader sees what it gives without running it
     assert all(x["outputs"] for x in document["cells"] if x["cell_type"] == "code" and x["execution_count"] > 1)
     names = {}
-    for source in [CHEAP, *sources[1:]]:
+    for source in ["CHARACTERS, STEPS, LENGTH = 5_000, 3, 256", *sources[1:]]:
         exec(compile(source, str(NOTEBOOK), "exec"), names)
     dense, learned, recall, window = names["outcomes"]
     assert dense.correct == recall.correct == len(names["keys"]) > 0

@@ -102,7 +102,6 @@ CHUNKINGS = {
     "token by token": [1], "twos": [2], "groups": [4], "g+1": [5], "prefill then tokens": [23, 1],
     "token then rest": [1, 100], "ragged": [7, 1, 13, 2, 1, 17],
 }  # fmt: skip
-AHEAD = cases.PROMPTS | cases.SELECTIONS
 AFTER = {"tokens": [(22, 9)] + [(1, 1)] * 15, "chunks": [(17, 30), (13, 1), (2, 8), (0, 3)]}
 AFTER["a row without a prompt"] = [(0, 25), (30, 0), (4, 9)]
 RAGGED = {
@@ -119,7 +118,7 @@ def test_extend_any_chunks_equal_one_call(backend, method, steps):
     check_rows(method, steps, backend)
 
 
-@grid(24, backend=CPU_BACKENDS, method=AHEAD, steps=AFTER)
+@grid(24, backend=CPU_BACKENDS, method=cases.PROMPTS | cases.SELECTIONS, steps=AFTER)
 def test_extend_after_a_prompt_follows_the_streaming_rule(backend, method, steps):
     check_rows(method, steps, backend, prompt=True)
 

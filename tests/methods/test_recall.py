@@ -21,7 +21,6 @@ from condense.ops.recall import GroupIndex
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 METHODS = cases.RECALLS
 ROUNDED = {"rtol": 1e-10, "atol": 1e-10}
-SMALL = {"group_size": 4, "window": 5, "num_recall": 2}
 RECALLING = condense.Recall(group_size=4, window=8, num_recall=2)
 DENSE_FIRST = RECALLING.replace(prompt="exact")
 DENSE = condense.Dense()
@@ -71,7 +70,7 @@ def test_stored_latents_in_fewer_bits_are_read_alike(bits):
 def test_stored_bits_are_those_of_the_open_groups(bits, backend):
     """An open group is read from the stored tokens; entries and window are those of the exact ones."""
     q, k, v = oracle.random_qkv(1, 4, 2, 34, 6, 4)
-    method, exact = (Recall(**SMALL, store_bits=n) for n in (bits, 16))
+    method, exact = (Recall(group_size=4, window=5, num_recall=2, store_bits=n) for n in (bits, 16))
     context = read_whole(method, q, k, v, scale=0.7)
     *index, store = context.extra
     tokens = torch.cat(method.store_format.unpack(store, 6, 4, k.dtype, GroupIndex(*index)), dim=3)

@@ -21,7 +21,6 @@ TARGETS = {
     "minicpm3": ["kv_a_proj_with_mqa", "kv_b_proj"],
 }  # fmt: skip
 IDS = tiny.tokens(2, 40)
-BY_LAYER = {0: tiny.CCA, 1: tiny.CCA, 2: tiny.STREAMING_6}
 
 
 def _lora(name):
@@ -136,7 +135,7 @@ def test_the_base_is_condensed_when_the_adapter_loads(base, trained):
     by_transformers.load_adapter(str(folder))
     by_peft = [PeftModel.from_pretrained(model, folder) for model in (_load(base), _condensed(base))]
     for model in (*by_peft, AutoPeftModelForCausalLM.from_pretrained(folder), _load(folder), by_transformers):
-        assert condensed_layers(model) == BY_LAYER
+        assert condensed_layers(model) == {0: tiny.CCA, 1: tiny.CCA, 2: tiny.STREAMING_6}
         torch.testing.assert_close(tiny.logits(model.eval(), IDS), expected, rtol=0, atol=1e-4)
 
 

@@ -75,7 +75,9 @@ class Row:
 
     def _split_prompt(self):
         L, method = self.origin, self.method
-        count = num_focal(method, L)
+        count = min(L, max(share(method.gamma, L), method.min_focal))
+        while (L - count) % method.group_size:  # the others fill whole groups
+            count += 1
         if count == L:
             return list(range(L)), []
         if method.focal == "random":
@@ -89,28 +91,16 @@ class Row:
 
     def importance(self, L):
         """The scores by which the tokens of a prompt of L tokens are ranked, ``[L]``: the mean attention that each gets
-        from the sampled queries that see it, summed over heads.
+        from the sampled queries that see it, the newest and some of the others at random, summed over heads.
         """
-        at, k = torch.tensor(sampled(self.method, L), dtype=torch.int64), self.k[:L].detach()
+        recent = list(range(max(0, L - self.method.num_recent), L))
+        drawn = lots(range(recent[0] if recent else L), self.method.seed)
+        others = sorted(drawn, key=lambda i: -drawn[i])[: self.method.num_random]
+        at, k = torch.tensor(sorted(others + recent), dtype=torch.int64), self.k[:L].detach()
         hidden, total = torch.arange(L) > at[:, None], k.new_zeros(L)
         for head in self.q[:, at].detach():
             total += (head @ k.T * self.scale).masked_fill(hidden, -math.inf).softmax(-1).sum(0)
         return total / (~hidden).sum(0).clamp(min=1)
-
-
-def num_focal(method, L):
-    """Focal tokens of a prompt of L tokens, enlarged until the others fill whole groups."""
-    count = min(L, max(share(method.gamma, L), method.min_focal))
-    while (L - count) % method.group_size:
-        count += 1
-    return count
-
-
-def sampled(method, L):
-    """Positions of the queries that rank a prompt's tokens: the newest, and some of the others at random."""
-    recent = list(range(max(0, L - method.num_recent), L))
-    drawn = lots(range(recent[0] if recent else L), method.seed)
-    return sorted(sorted(drawn, key=lambda i: -drawn[i])[: method.num_random] + recent)
 
 
 def share(gamma, count):

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import condense
 from condense.models import use
 from condense.tasks import SequenceBuilder, encode_corpus, load_words
-from condense.train import PhaseConfig, run_training, train_tokenizer
+from condense.train import PhaseConfig, run_training
 from condense.train.data import TrainingSequences, keeps_documents_apart
 from condense.train.loss import token_loss
 from condense.train.phase import train_phase
@@ -32,11 +32,6 @@ SOME = (
     "llama", "gemma2", "deepseek_v3", "gpt2", "lfm2", "qwen3_next", "bamba", "minimax", "gpt_oss", "llama4_text", "opt",
 )  # fmt: skip
 REST = [name for name in small.TYPES if STATED.get(name) == EXACT and name not in SOME]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer(DOCUMENTS, vocab_size=400)
 
 
 @pytest.fixture(scope="module")
