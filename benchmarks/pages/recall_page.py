@@ -1,4 +1,4 @@
-"""The tables of `docs/recall.md`: models that were not trained for it.
+"""The tables of `docs/studies/recall-settings.md`: settings of Recall in models that were not trained for it.
 
 A table stands between ``<!-- zero-shot ARCHITECTURE LENGTH -->`` and ``<!-- /zero-shot -->``. Its rows are those that
 stand there, by their labels; what follows the labels is written anew. How many groups must be open stands between

@@ -31,7 +31,10 @@ _KERNEL = "bench-kernel-h32-kv8-d128-v128-b1-bfloat16-nvidia-h200"
 _COSTS = ("bench-model-deepseek-v2-lite-bfloat16-nvidia-h200-20261121T120455Z",)
 _LAYERS = (f"{_KERNEL}-20261121T151300Z", f"{_KERNEL}-20261121T163413Z")
 # filled where they stand; the others are written from templates
-FILLED = ("README.md", "docs/performance.md", "docs/recall.md", "docs/serving.md", "docs/studies/reread.md")
+FILLED = (
+    *("README.md", "docs/performance.md", "docs/recall.md", "docs/serving.md"),
+    *("docs/studies/recall-settings.md", "docs/studies/reread.md"),
+)
 _STUDIES = ("adaptation", "experiments", "result-files", "results", "transfer", "zero-shot")
 PAGES = (*FILLED, *(f"docs/studies/{name}.md" for name in _STUDIES))
 
@@ -41,7 +44,7 @@ def write(docs: Path) -> None:
     everything, studies = stored(), docs / "studies"
     readme_page.fill(docs.parent / "README.md", everything)
     performance_page.fill(docs / "performance.md", everything)
-    recall_page.fill(docs / "recall.md", everything["zero-shot-h200-20261122T020720Z"])
+    recall_page.fill(studies / "recall-settings.md", everything["zero-shot-h200-20261122T020720Z"])
     transfer_page.fill(docs / "recall.md", of("transfer.json"))
     reread_page.fill(studies / "reread.md", everything["reread"])
     serving_page.fill(docs / "serving.md", everything, docs / "images" / "serving.png")
