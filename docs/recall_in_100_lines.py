@@ -18,8 +18,8 @@ class Settings(NamedTuple):
     """The settings of `condense.Recall` that say who sees what, small enough for a text of a hundred tokens."""
 
     group_size: int = 4  # tokens per group, g
-    window: int = 8  # newest tokens that stay exact
-    num_recall: int = 3  # groups that a query opens
+    window: int = 8  # number of newest tokens, which are always seen exactly
+    num_recall: int = 3  # number of groups that a query opens
 
 
 class Group(NamedTuple):
@@ -27,16 +27,16 @@ class Group(NamedTuple):
 
     k: Tensor  # the exact tokens [g, D] and [g, Dv], read only when a query opens the group
     v: Tensor
-    entry_k: Tensor  # one key [D] and one value [Dv] in place of the tokens while the group is not open
+    entry_k: Tensor  # one key [D] and one value [Dv], seen instead of the tokens if the group is not open
     entry_v: Tensor
-    centre: Tensor  # the index: the mean [D] of the turned keys, in 4 bits; and of what each key differs by
-    signs: Tensor  # the signs [g, D] of 1 and -1, and one number [g] for all of them
-    steps: Tensor
+    centre: Tensor  # the index: the mean [D] of the rotated keys, in 4 bits; for each key's difference from it:
+    signs: Tensor  # its signs [g, D], 1 or -1
+    steps: Tensor  # and one size [g] per key for all its signs
 
 
 def close(k: Tensor, v: Tensor) -> Group:
     """Make a group of its tokens k ``[g, D]`` and v ``[g, Dv]``, once they have left the window."""
-    # a rotation leaves products as they are and makes a key's numbers alike, so that their signs say most of it
+    # the rotation keeps scores and makes a key's numbers similar in size, so their signs hold most of the key
     turned = k @ rotation(k.shape[1], k.device).double()
     mean, P = turned.mean(0), block_width(k.shape[1])
     digits, power = torch.frexp(mean.abs().max() / 15)
@@ -69,13 +69,13 @@ def recall(q: Tensor, k: Tensor, v: Tensor, settings: Settings, scale: float) ->
     groups: list[Group] = []
     outputs = []
     for t in range(len(q)):
-        # close: a group closes when its last token is `window` tokens back; from then on nothing in it changes
+        # close: a group closes when its last token has left the window; after that it never changes
         if max(0, t + 1 - settings.window) // g > len(groups):
             tokens = slice(len(groups) * g, (len(groups) + 1) * g)
             groups.append(close(k[tokens], v[tokens]))
-        # choose: the index is read, no token of a group
+        # choose: reads the index only, no tokens of groups
         opened = choose(q[t], groups, settings, scale)
-        # attend: every past token counts once, as itself or in its group's entry, which weighs as much as g tokens
+        # attend: each past token counts once: itself, or in its group's entry, which weighs as much as g tokens
         first = len(groups) * g
         keys, values, biases = list(k[first : t + 1]), list(v[first : t + 1]), [0.0] * (t + 1 - first)
         for j, group in enumerate(groups):
