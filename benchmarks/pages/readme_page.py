@@ -3,8 +3,8 @@
 The table stands between ``<!-- figures -->`` and ``<!-- /figures -->``. Times are the fastest reading of several, of
 `benchmarks/generate.py` and `benchmarks/serving/speed.py`; the cache is counted as `condense inspect` counts it.
 Quality is that of the models which were measured with these very settings, of the one that lost the most at the length
-at which it did. Where `generate` was not timed with a name's settings but vLLM was, the times are the engine's; else
-the cell says "not measured".
+at which it did. Behind a name's times in `generate` stand the engine's, where it was timed with these settings; a cell
+that nobody timed says "not measured".
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from condense import Method
 from condense.models.inspect import inspect
 from condense.models.shapes import shape_config
 
-LENGTHS = (32768, 131072)
+LENGTH = 131072
 NAMES = ("recall-host", "recall-device", "pooled")
 UNKNOWN = "not measured"
 # arms of the newest run of the study of what transfers: named settings as they are, and beside them a dense cache
@@ -50,36 +50,28 @@ def fill(page: Path, documents: Documents) -> None:
 
 def table(documents: Documents) -> str:
     """In Markdown."""
-    attentions, engine = ("dense", *NAMES), _engine(documents)
-    times = {(name, n): _generate(documents, name, n) for name in attentions for n in LENGTHS}
-    served = _served(documents)
-    quality = {name: _quality(documents, name) for name in NAMES}
+    attentions, quality = ("dense", *NAMES), {name: _quality(documents, name) for name in NAMES}
+    engine, served = _engine(documents), _served(documents)
     rows = [
-        ["cache on the GPU, 131,072 tokens", *(f"{_cache(name)[0]:#.3g} GiB" for name in ("dense", *attentions))],
+        ["cache on the GPU", *(f"{_cache(name)[0]:#.3g} GiB" for name in ("dense", *attentions))],
         ["read by each further token", *(f"{_cache(name)[1]:#.3g} GiB" for name in ("dense", *attentions))],
-        *(
-            [f"first token, {n:,} tokens", _text(times["dense", n][0], "s"), _text(engine[n][0], "s")]
-            + [_text(times[name, n][0], "s", served.get((name, n, 0))) for name in NAMES]
-            for n in LENGTHS
-            if n == LENGTHS[-1] or all(times[name, n][0] for name in NAMES)
-        ),
-        *(
-            [f"each further token, after {n:,}", _text(times["dense", n][1], "ms"), _text(engine[n][1], "ms")]
-            + [_text(times[name, n][1], "ms", served.get((name, n, 1))) for name in NAMES]
-            for n in LENGTHS
-            if n == LENGTHS[-1] or all(times[name, n][1] for name in NAMES)
-        ),
+    ]
+    for i, (name, unit) in enumerate((("first token", "s"), ("each further token", "ms"))):
+        dense = _generate(documents, "dense")[i], engine[i]
+        named = [_text(_generate(documents, each)[i], unit, served.get((each, i))) for each in NAMES]
+        rows.append([name, *(_text(x, unit) for x in dense), *named])
+    rows += [
         ["hidden numbers found, worst task", "all", "all", *(_cell(quality[name], "found") for name in NAMES)],
         ["loss on text", "0", "0", *(_cell(quality[name], "loss") for name in NAMES)],
     ]
-    head = ["", "dense, `generate`", "dense, vLLM", *(f"`{name}`" for name in NAMES)]
+    head = [f"{LENGTH:,} tokens", "dense, `generate`", "dense, vLLM", *(f"`{name}`" for name in NAMES)]
     return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *rows))
 
 
 def claims(documents: Documents) -> list[str]:
     """Phrases of the README with numbers outside its table, with the numbers of the results and settings."""
     recall, device = (Method.parse(f"recall-{where}").to_dict() for where in ("host", "device"))
-    shorter = LENGTHS[-1] - _longest(documents)
+    shorter = LENGTH - _longest(documents)
     running = {name: _running(documents, name) for name in ("dense", "condensed")}
     models = [*transfer_page.models_of(documents).values()]
     sizes = sorted({round(model["parameters"] / 1e6) for model in models})
@@ -102,7 +94,7 @@ def claims(documents: Documents) -> list[str]:
         f"{missed} of a task's answers",
         f"loses {cache[0]}, {cache[1]} and {cache[2]}",
         f"up to {shorter:,} tokens shorter",
-        f"ran {running['condensed']} requests of {LENGTHS[-1]:,} tokens at once instead of {running['dense']}",
+        f"ran {running['condensed']} requests of {LENGTH:,} tokens at once instead of {running['dense']}",
         f"one request took {_text(one['condensed'], 'ms')} a token",
         f"dense attention {_text(one['dense'], 'ms')} in the same run",
         f"the most was {most['condensed']:.0f} tokens a second, dense {most['dense']:.0f}",
@@ -141,22 +133,22 @@ def _untouched(documents: Documents, attention: str) -> tuple[float, float]:
 
 
 def _text(value: float | None, unit: str, served: float | None = None) -> str:
-    """The value, else the engine's."""
-    if value is None:
-        return UNKNOWN if served is None else f"{_text(served, unit)} (vLLM)"
-    return f"{value:#.3g} {unit}".replace(". ", " ")
+    """The value, and the engine's behind it."""
+    texts = [] if value is None else [f"{value:#.3g} {unit}".replace(". ", " ")]
+    texts += [] if served is None else [f"vLLM {_text(served, unit)}"]
+    return "; ".join(texts) or UNKNOWN
 
 
 def _cache(name: str) -> tuple[float, float]:
     """GiB on the device for one prompt in Llama-3.1-8B's shape, bfloat16, and GiB that a token after it reads."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape_config("llama-3.1-8b"))
-    reports = inspect(model, "cca" if name == "dense" else name, LENGTHS[-1])
+    reports = inspect(model, "cca" if name == "dense" else name, LENGTH)
     kept, read = sum(x.bytes for x in reports) / 2**30, sum(x.read_bytes for x in reports) / 2**30
     return (sum(x.dense_bytes for x in reports) / 2**30,) * 2 if name == "dense" else (kept, read)
 
 
-def _generate(documents: Documents, name: str, length: int) -> tuple[float | None, float | None]:
+def _generate(documents: Documents, name: str) -> tuple[float | None, float | None]:
     """Seconds to the first token and milliseconds per token of plain `generate`, one row: the fastest readings of the
     newest run that has some, as a setting's code changes; of dense attention, whose code does not, those of all runs.
     """
@@ -166,10 +158,12 @@ def _generate(documents: Documents, name: str, length: int) -> tuple[float | Non
         if not stem.startswith(("generate-", "recall-prompts-")):
             continue
         content = document["results"]
+        if content.get("liger"):
+            continue
         for row in content["rows"]:
             method = None if row["attention"] == "dense" else content.get("methods", {}).get(row["attention"])
             known = row["attention"] == "dense" if settings is None else method == settings
-            if known and row["tokens"] == length and row.get("rows", 1) == 1 and not row.get("chunk"):
+            if known and row["tokens"] == LENGTH and row.get("rows", 1) == 1 and not row.get("chunk"):
                 first, step = found.setdefault(stem.rsplit("-", 1)[1] if settings else "", ([], []))
                 first.append(row.get("first_s") or row.get("first_token_s"))
                 step.append(row["step_ms_median"])
@@ -178,34 +172,25 @@ def _generate(documents: Documents, name: str, length: int) -> tuple[float | Non
     return tuple(fastest) or (None, None)  # type: ignore[return-value]
 
 
-def _engine(documents: Documents) -> dict[int, tuple[float | None, float | None]]:
+def _engine(documents: Documents) -> tuple[float | None, float | None]:
     """The same of dense vLLM, whose prompts are a few hundred tokens shorter."""
     runs = [x["results"] for name, x in documents.items() if name.startswith("serving-speed-dense-")]
-    found: dict[int, tuple[float | None, float | None]] = {}
-    for length in LENGTHS:
-        steps = [
-            row["step_ms"]["median"]
-            for run in runs
-            for key, rounds in run.items()
-            if re.fullmatch(r"decode-\d+", key) and 0.99 < int(key[7:]) / length < 1.01
-            for rows in rounds
-            for row in rows
-            if row["rows"] == 1 and "step_ms" in row
-        ]
-        alone = [x["first_token_s"]["min"] for run in runs for x in run.get("long", ())] if length == 131072 else []
-        found[length] = min(alone, default=None), min(steps, default=None)
-    return found
+    near = [rounds for run in runs for key, rounds in run.items() if re.fullmatch(r"decode-13\d{4}", key)]
+    timed = [row for rounds in near for rows in rounds for row in rows if row["rows"] == 1 and "step_ms" in row]
+    steps = [row["step_ms"]["median"] for row in timed]
+    alone = [x["first_token_s"]["min"] for run in runs for x in run.get("long", ())]
+    return min(alone, default=None), min(steps, default=None)
 
 
-def _served(documents: Documents) -> dict[tuple[str, int, int], float]:
-    """The engine's seconds to a first token (0) and milliseconds per token (1) under named settings, by length."""
+def _served(documents: Documents) -> dict[tuple[str, int], float]:
+    """The engine's seconds to a first token (0) and milliseconds per token (1) under named settings."""
     found = {}
     for stem, document in documents.items():
         if stem.startswith("recall-speed-condensed-"):
             run = document["results"]
             of = [name for name in NAMES if Method.parse(name).to_dict() == run["settings"]]
             steps = [row["step_ms"]["median"] for row in run["decode-130561"][0] if row["rows"] == 1]
-            found |= {(name, LENGTHS[-1], i): min(of) for name in of for i, of in enumerate((run["first"], steps))}
+            found |= {(name, i): min(of) for name in of for i, of in enumerate((run["first"], steps))}
     return found
 
 
