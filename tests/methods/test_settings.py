@@ -51,6 +51,20 @@ DEFAULTS = [
 ]
 
 
+def test_one_group_is_not_all_groups():
+    one, every = Recall(num_recall=1), Recall(num_recall=1.0)
+    assert one != every
+    assert len({one, every, Recall(num_recall=1)}) == 2
+    saved = condense.apply(random_llama(), one).config.condense["methods"]
+    assert [(str(each["method"]["num_recall"]), each["layers"]) for each in saved] == [("1.0", [0]), ("1", [1])]
+
+
+def test_names_of_the_library_are_taken():
+    with pytest.raises(ValueError, match="name must differ from those of the library's methods, got 'cca'"):
+        type("Mine", (StreamingLLM,), {"name": "cca"})
+    assert type(Method.parse("cca")) is CCA
+
+
 @pytest.mark.parametrize(("method", "settings"), DEFAULTS, ids=lambda x: type(x).__name__)
 def test_defaults_are_the_papers(method, settings):
     assert settings.items() <= method.to_dict().items()

@@ -23,6 +23,8 @@ from condense.ops.latents import UpProjection
 from condense.ops.tensors.per_row import PerRow, broadcast_rows
 from condense.ops.tensors.sampling import Sample
 
+_OWN = ("condense.methods.", "condense.baselines.")  # packages whose methods keep their names
+
 
 class Context(NamedTuple):
     """The sources that queries attend to, and their spans.
@@ -95,8 +97,12 @@ class Method:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if vars(cls).get("name"):
-            config.REGISTRY[cls.name] = cls
+        if not vars(cls).get("name"):
+            return
+        known = config.REGISTRY.get(cls.name)
+        if known is not None and known.__module__ != cls.__module__ and known.__module__.startswith(_OWN):
+            raise ValueError(f"name must differ from those of the library's methods, got {cls.name!r} of {cls}")
+        config.REGISTRY[cls.name] = cls
 
     def __post_init__(self) -> None:
         config.check_fields(self)
@@ -198,7 +204,10 @@ class Method:
         """Raise ValueError if `attend` does not support these arguments; models ask before they store any token."""
 
     def check_context(self, q: Tensor, context: Context) -> None:
-        """Raise ValueError for queries ``[B, H, L, D]`` with gradients that `attend` has not; no token is kept then."""
+        """Raise ValueError for gradients that `attend` has not, of queries ``[B, H, L, D]`` or of what they attend to.
+
+        It is asked where any of them requires one; no token is kept then.
+        """
 
     def check_gradients(self) -> None:
         """Raise ValueError if `attend` gives no gradients with these settings; training asks before its first step."""
@@ -238,9 +247,10 @@ def check_trainable(method: Method) -> None:
     """Raise ValueError if ``method`` looks ahead and ``allow_future`` is not set: it must not be trained then."""
     lookahead = method.layout.lookahead
     if lookahead is not None and not lookahead.permitted:
+        instead = lookahead.causal_setting + (" or pass allow_future=True" if hasattr(method, "allow_future") else "")
         raise ValueError(
             f"{method} lets tokens depend on later ones, so it is for inference under torch.no_grad(); train with "
-            f"{lookahead.causal_setting} or pass allow_future=True"
+            f"{instead}"
         )
 
 

@@ -6,7 +6,7 @@ Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, D an
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import ClassVar, Literal
 
@@ -97,7 +97,18 @@ class Recall(Method):
                 "num_recall must be an integer >= 0, or a share of the groups above 0 and at most 1.0 (all), got "
                 f"{self.num_recall!r}"
             )
-        _ = self._choice  # cached for torch.compile
+        _ = self._choice, self._key  # cached for torch.compile
+
+    def __eq__(self, other: object) -> bool:
+        """True for the same settings: one group, ``num_recall=1``, is not all of them, ``1.0``."""
+        return isinstance(other, Recall) and type(self) is type(other) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @cached_property
+    def _key(self) -> tuple[object, ...]:
+        return type(self.num_recall), *(getattr(self, field.name) for field in fields(self))
 
     @property
     def layout(self) -> Layout:
