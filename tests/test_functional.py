@@ -149,6 +149,7 @@ BAD = {
     "method settings": ({"method": {"method": "cca", "size": 3}}, r"unknown settings \['size'\]"),
     "backend triton": ({"backend": "triton"}, "^backend 'triton' needs a CUDA device.*; use backend='torch'"),
     "backend": ({"backend": "numpy", "method": condense.Dense()}, "^backend must be .*, got 'numpy'"),
+    "backend of sparse prefill": ({"backend": "numpy", "method": condense.AShape()}, "^backend must be .*'numpy'"),
     "scale": ({"scale": "0.1"}, "^scale must be a finite number, got '0.1'"),
     "scale NaN": ({"scale": float("nan")}, "^scale must be a finite number, got nan"),
     "both": (dict.fromkeys(("padding", "cu_seqlens"), torch.tensor([0, 24])), "^cu_seqlens and padding exclude each"),

@@ -91,7 +91,7 @@ def extend(
         )
 
     context = Context(sources, reading.spans, extra)
-    if torch.is_grad_enabled() and q.requires_grad:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         method.check_context(q, context)
     return context, new_state
 

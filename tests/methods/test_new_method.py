@@ -183,6 +183,21 @@ def test_a_built_in_method_with_another_represent_keeps_it_on_latents():
     del config.REGISTRY["newest"]
 
 
+def test_biases_may_be_wider_than_those_of_the_cache():
+    class Wide(condense.Method):
+        name: ClassVar[str] = "wide"
+        layout = property(lambda self: Layout(RULE, matched=True))
+
+        def represent(self, chunks, summary, *, scale, backend):
+            return *_mean(chunks), chunks.tokens()[0].double().square().mean((3, 4))[..., None]
+
+    model, ids = condense.apply(tiny.model("llama").float(), Wide()), tiny.tokens(1, 40)
+    whole = tiny.logits(model, ids)
+    for cache in (None, StaticCache(model.config, 40)):
+        torch.testing.assert_close(tiny.in_chunks(model, ids, (17, 1, 1, 20, 1), cache), whole, rtol=0, atol=1e-5)
+    del config.REGISTRY["wide"]
+
+
 @pytest.mark.parametrize(("base", "said"), [(condense.CCA, "and inherits 'cca': give"), (condense.Method, "it: give")])
 def test_a_method_without_a_name_is_no_models(base, said):
     """A saved model would be loaded with the method that the name belongs to."""

@@ -136,9 +136,11 @@ def test_a_turn_with_more_padding_than_tokens_is_dense(layer):
 
 @pytest.mark.parametrize(("method", "options", "message"), REFUSED)
 def test_what_it_cannot_do_is_refused(method, options, message):
-    q, k, v = (x.requires_grad_() for x in oracle.random_qkv(1, 2, 2, 40, 8, 8))
-    with pytest.raises(ValueError, match=message):
-        condense.attention(q, k, v, method=method, **options)
+    for learned in range(3):
+        tensors = oracle.random_qkv(1, 2, 2, 40, 8, 8)
+        tensors[learned].requires_grad_()
+        with pytest.raises(ValueError, match=message):
+            condense.attention(*tensors, method=method, **options)
 
 
 def test_inspect_says_so():

@@ -15,6 +15,7 @@ from condense.baselines.blocks import BLOCK, SparseKeys, sparse_attention
 from condense.methods.base import Context, Prompt, PromptPlan
 from condense.methods.prompt import PromptMethod, exact_prompt
 from condense.ops import NO_EXTRAS, Extras, RuleSpans
+from condense.ops.backends import check_backend
 from condense.ops.tensors.per_row import PerRow, as_rows
 
 
@@ -50,7 +51,7 @@ class SparsePrefill(PromptMethod):
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of a prompt over its chosen keys, and of later tokens over all keys.
 
-        Raises ValueError as `check_attention` does and, in a prompt, for the backends "triton" and "hopper".
+        Raises ValueError as `check_attention` does, for an unknown backend and, in a prompt, for "triton" and "hopper".
         """
         L = q.shape[2]
         if context.entries.k.shape[2] > 0 or context.window.k.shape[2] > L:  # there are earlier tokens
@@ -58,7 +59,7 @@ class SparsePrefill(PromptMethod):
                 q, context, scale=scale, dropout_p=dropout_p, backend=backend, return_lse=return_lse, extras=extras
             )
         self.check_attention(scale=scale, dropout_p=dropout_p, extras=extras)
-        if backend in ("triton", "hopper"):
+        if check_backend(backend) in ("triton", "hopper"):
             raise ValueError(f"backend {backend!r} has no kernels for prompts of {self}; use backend='auto'")
         assert isinstance(context.spans, RuleSpans)
         window, tokens = context.window, as_rows(L + context.spans.query_start, q.shape[0])

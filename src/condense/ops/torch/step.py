@@ -67,7 +67,8 @@ def _close(call: StepCall, t: Tensor, seen: Tensor, own: OwnEntries) -> None:
     kept = own.represent(Chunks(k, v, 0, 1, c, chunk[:, None]), summary, scale=call.scale, backend="torch")
     for buffer, made in zip(state.entries(settings), packed(kept, settings), strict=True):
         # a chunk's tokens have as many columns in the store as it has tokens, one entry each in the others
-        write_columns(buffer, chunk * c if buffer is state.store else first, made, due)
+        # biases of a method of one's own may be wider than the buffer
+        write_columns(buffer, chunk * c if buffer is state.store else first, made.to(buffer.dtype), due)
 
 
 def packed(kept: tuple[Tensor, ...], settings: StepSettings) -> tuple[Tensor, ...]:
