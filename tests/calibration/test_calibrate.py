@@ -29,7 +29,7 @@ BAD = {
     "found": ({"min_found": 1.5}, "min_found must be a finite number from 0 to 1"),
     "texts": ({"texts": 1}, "texts must be an integer >= 2"),
     "length": ({"length": 64}, "length must be an integer >= 128"),
-    "twice": ({"candidates": (Dense(), Dense())}, "candidates must differ"),
+    "twice": ({"candidates": (Dense(), "dense")}, "candidates must differ"),
     "dense": ({"candidates": (Dense(),)}, "candidates must hold one besides dense attention"),
     "ahead": ({"candidates": (CCA(summary="prompt"),)}, "sees later tokens of a whole text: use summary="),
 }

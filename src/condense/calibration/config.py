@@ -16,7 +16,7 @@ class CalibrationConfig:
     per token, over the second half of each text. cache: at most this share of the dense model's cache is kept on the
     device, counted at ``cache_length`` tokens (None: ``length``). min_found: with hidden numbers, so many must be
     found as this share of those that the dense model finds; with a cache alone only where that can be had in it.
-    candidates: the methods to choose from in each layer; empty for `default_candidates`.
+    candidates: the methods, or their names, to choose from in each layer; empty for `default_candidates`.
     length: tokens of each text, >= 128. texts: how many are measured, and as many others verify the result, >= 2.
     timed: whether the first token and further ones are timed too, at ``cache_length`` tokens, on the model's device.
     hidden_numbers: so many numbers are hidden in each of as many further texts and asked for at its end, 0 for none.
@@ -41,6 +41,7 @@ class CalibrationConfig:
         return self.length if self.cache_length is None else self.cache_length
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "candidates", tuple(map(Method.parse, self.candidates)))
         check_fields(self)
         if self.budget_nats is None and self.cache is None:
             raise ValueError("budget_nats and cache must not both be None: say what may be lost, or how much is kept")

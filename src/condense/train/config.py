@@ -141,7 +141,7 @@ class TrainConfig:
     the optimizer keeps a float32 copy.
     train: the weights that are trained: ``"all"``, those of the attention's projections (``"qkv"``, or ``"qkvo"`` with
     the output's), or ``"lora"``: adapters (PEFT), which alone are saved. lora_rank: their rank; they are scaled by 2.
-    lora_targets: the layers that get one: ``"qkv"``, ``"qkvo"`` or ``"all-linear"``.
+    lora_targets: the layers that get one: ``"qkv"``, ``"qkvo"`` or ``"all-linear"``; both for ``"lora"`` alone.
     cache: folder for the tokenizer and the encoded text; runs can share it. By default in ``work``. workers: processes
     that build sequences; 0 builds them in the training process.
     report_to: ``"tensorboard"``: the log is written for it too, in ``runs`` of each phase and the finished model.
@@ -187,6 +187,9 @@ class TrainConfig:
             raise ValueError("pretrained: wanted either an architecture or a pretrained model, got both or neither")
         if not _SIZE.fullmatch(str(self.shard_size)):
             raise ValueError(f"shard_size: wanted a size such as '12MB', got {self.shard_size!r}")
+        defaults = TrainConfig.lora_rank, TrainConfig.lora_targets
+        if self.train != "lora" and (self.lora_rank, self.lora_targets) != defaults:
+            raise ValueError(f"lora_rank, lora_targets: wanted train='lora' for adapters, got train={self.train!r}")
         if self.train == "lora" and (self.pretrained is None or len(self.phases) > 1):
             raise ValueError("train: wanted 'lora' with a pretrained model and one phase, got another run")
         if self.save_condensed and self.phases[-1].method is None:

@@ -13,9 +13,10 @@ from accelerate.utils import is_torch_version, parse_flag_from_env
 from torch import nn
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
+from condense.files import whole_file
 from condense.train.config import PhaseConfig
 from condense.train.data import TrainingSequences
-from condense.train.trainer import COMPLETE, MixedTrainer
+from condense.train.trainer import COMPLETE, LOG, MixedTrainer
 
 # a variable of accelerate's, its default, the value that is needed and why
 _SHARDING = (
@@ -177,7 +178,10 @@ def _check_sharding(*, adapters: bool, low_precision: bool) -> None:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint in a phase's folder; half-written ones are removed."""
+    """The newest complete checkpoint in a phase's folder.
+
+    Half-written ones are removed, and entries of the log that were written after it, as their steps come again.
+    """
     complete = []
     for path in folder.glob("checkpoint-*"):
         try:
@@ -187,4 +191,9 @@ def newest_checkpoint(folder: Path) -> Path | None:
             complete.append((int(state["global_step"]), path))
         except (OSError, ValueError, KeyError):
             shutil.rmtree(path)
-    return max(complete)[1] if complete else None
+    step, newest = max(complete, default=(0, None))
+    if (log := folder / LOG).exists():
+        entries = log.read_text(encoding="utf-8").splitlines(keepends=True)
+        with whole_file(log, overwrite=True) as file:
+            file.writelines(entry.encode() for entry in entries if json.loads(entry)["step"] <= step)
+    return newest
