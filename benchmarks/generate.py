@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="only so many of the shape's 32")
     parser.add_argument("--liger", action="store_true", help="all but attention by liger-kernel, in every cell")
     arguments = parser.parse_args()
-    refuse_existing(arguments.out, "OUT.json", overwrite=False)
+    refuse_existing(arguments.out, "OUT.json")
     if not torch.cuda.is_available():
         sys.exit("generate: needs a CUDA device")
     if arguments.liger:

@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--texts", type=int, default=4)
     options = parser.parse_args()
-    refuse_existing(options.out, "OUT.json", overwrite=False)
+    refuse_existing(options.out, "OUT.json")
     model, tokenizer = condense.demo_model()
     corpus = encode_corpus([path.read_text(encoding="utf-8") for path in options.text], tokenizer)
     builder = SequenceBuilder(tokenizer, corpus, load_words().held_out, options.length)

@@ -25,6 +25,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AT_ONCE = 2**24  # numbers that are widened to 64 bits at a time
 
 _EXISTS = "{}: wanted a path that does not exist yet, got {}"
+_REPLACES = "; overwrite=True (--overwrite) replaces it"
 
 
 def provenance(seed: int | None = None, device: torch.device | None = None) -> dict[str, Any]:
@@ -99,14 +100,17 @@ def write_results(
             json.dump(document, file, separators=(",", ":"), allow_nan=False)
             file.write("\n")
     except FileExistsError as error:
-        raise ValueError(_EXISTS.format("path", target)) from error
+        raise ValueError(_EXISTS.format("path", target) + _REPLACES) from error
     return target
 
 
-def refuse_existing(path: Path, argument: str, *, overwrite: bool = False) -> None:
-    """Raise ``ValueError`` if ``path`` exists and ``overwrite`` is False, or if no file can be written there."""
+def refuse_existing(path: Path, argument: str, *, overwrite: bool | None = None) -> None:
+    """Raise ``ValueError`` if ``path`` exists and ``overwrite`` is not True, or if no file can be written there.
+
+    overwrite: None where nothing is ever replaced, so that the message offers no such way.
+    """
     if path.exists() and not overwrite:
-        raise ValueError(_EXISTS.format(argument, path))
+        raise ValueError(_EXISTS.format(argument, path) + ("" if overwrite is None else _REPLACES))
     if path.is_dir():
         raise ValueError(f"{argument}: wanted a file, got the folder {path}")
     parent = next((folder for folder in path.absolute().parents if folder.exists()), path.absolute().parent)

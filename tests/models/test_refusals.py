@@ -81,7 +81,7 @@ def _behind_empty_layers(model):
 
 SLIDING = partial(DynamicSlidingWindowLayer, sliding_window=8)
 NOT_CONDENSED, SLIDES = "cannot be condensed: use a plain DynamicCache", tiny.config("mistral-sliding")
-DENSE_ENTRIES = "already holds dense entries .* start CCA.* from an empty cache"
+DENSE_ENTRIES = "already holds dense entries .* give the model a new cache, for CCA"
 OTHER = "already holds tokens condensed by CCA.*summary='streaming'"
 CACHES = {
     "offloaded-static": (_offloaded, "offloaded static caches cannot be condensed: leave offloading out"),

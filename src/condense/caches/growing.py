@@ -19,7 +19,7 @@ from condense.functional import extend
 from condense.methods import Context, Method, Reread, step_settings
 from condense.ops import NO_EXTRAS, Extras, NewToken, StepState
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
-from condense.state import LayerState, first_needed, num_entries, with_kept
+from condense.state import SLACK, LayerState, first_needed, num_entries, with_kept
 
 
 class CondensedLayer(CondensedCacheLayer):
@@ -225,8 +225,9 @@ class CondensedLayer(CondensedCacheLayer):
         too_few = N - count < needed or (queries_needed > 0 and Q - count < queries_needed)
         if too_few or min_row(seen) < 0:  # seen < 0: a prompt that was read at once has no exact tokens to return to
             raise ValueError(
-                f"crop: {count} tokens lie beyond what a condensed cache can take back; propose fewer tokens at a "
-                "time (num_assistant_tokens, prompt_lookup_num_tokens) or start from a new cache"
+                f"crop: {count} tokens lie beyond the {SLACK} that a condensed cache can take back for sure; copy the "
+                "cache before a turn that may be taken back (copy.deepcopy), or propose fewer tokens at a time "
+                "(num_assistant_tokens, prompt_lookup_num_tokens)"
             )
         return count
 

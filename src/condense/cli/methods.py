@@ -25,6 +25,9 @@ def methods_command(
         methods = [(each, paragraphs(method_class(each)).partition("\n")[0]) for each in method_names()]
         console.print(plain_table(left=["method", "what it does"], rows=methods))
         return
+    name, _, changes = name.partition(":")
+    if changes:
+        raise ValueError(f"name must be that of a method or of settings, without settings of its own, got :{changes}")
     settings = full_settings({"method": name})
     cls = method_class(settings["method"])
     if name in NAMED_SETTINGS:

@@ -161,4 +161,5 @@ def _value(value: float, name: str) -> str:
 
 def _figure(cell: Content, name: str) -> str:
     value, low, high = (_value(cell[part], name) for part in ("value", "low", "high"))
-    return f"{value}{' lost' if name in TASKS else ' nats'} [{low}, {high}], n {cell['n']:,}"
+    interval = f"[{low}, {high}], " if cell["low"] < cell["high"] else ""  # one text gives none
+    return f"{value}{' lost' if name in TASKS else ' nats'} {interval}n {cell['n']:,}"

@@ -126,7 +126,9 @@ def chosen_layers(layers: Iterable[int] | str | None, attentions: Mapping[int, n
     full = [i for i, module in sorted(attentions.items()) if sliding_window(module) is None]
     if layers is None:
         if not full:
-            raise ValueError("model has sliding windows in all layers: nothing is left to condense")
+            raise ValueError(
+                "model has sliding windows in all layers, which bound its cache: nothing is left to condense"
+            )
         return full
     if not isinstance(layers, Iterable):
         raise ValueError(f"layers must be a list of layer indices, got {layers!r}")

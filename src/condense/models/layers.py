@@ -118,5 +118,5 @@ def _is_ready(layer: CacheLayerMixin, method: Method) -> bool:
             if condensed
             else "dense entries (from a stock model, or from prefix tuning, which condensed attention does not support)"
         )
-        raise ValueError(f"the cache already holds {held}; start {method} from an empty cache")
+        raise ValueError(f"the cache already holds {held}; give the model a new cache, for {method}")
     return False
