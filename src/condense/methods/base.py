@@ -247,7 +247,7 @@ def check_trainable(method: Method) -> None:
     """Raise ValueError if ``method`` looks ahead and ``allow_future`` is not set: it must not be trained then."""
     lookahead = method.layout.lookahead
     if lookahead is not None and not lookahead.permitted:
-        instead = lookahead.causal_setting + (" or pass allow_future=True" if hasattr(method, "allow_future") else "")
+        instead = lookahead.causal_setting + ("" if lookahead.permitted is None else " or pass allow_future=True")
         raise ValueError(
             f"{method} lets tokens depend on later ones, so it is for inference under torch.no_grad(); train with "
             f"{instead}"

@@ -33,11 +33,12 @@ MEANS = ChunkPooling("mean", "mean")
 class Lookahead(NamedTuple):
     """Marks a method that looks ahead: a query can see entries that depend on queries after it.
 
-    Such a method is for inference. permitted: the user allows training all the same (``allow_future``).
+    Such a method is for inference. permitted: the user allows training all the same (``allow_future``); None for a
+    method without this setting.
     causal_setting: a setting or method that does not look ahead, for error messages.
     """
 
-    permitted: bool
+    permitted: bool | None
     causal_setting: str
 
 

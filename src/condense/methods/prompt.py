@@ -28,7 +28,7 @@ class PromptMethod(Method):
     @property
     def layout(self) -> Layout:
         """Tokens after the prompt stay as they are."""
-        return first_tokens(window=None, kept=0, lookahead=Lookahead(False, self.instead))
+        return first_tokens(window=None, kept=0, lookahead=Lookahead(None, self.instead))
 
     @property
     def prompt_reader(self) -> Any:
