@@ -344,6 +344,8 @@ def test_the_rate_stands_in_the_log_also_of_a_resumed_run(tmp_path, text_file, m
     config = dataclasses.replace(recipe, phases=(mixed,))  # 6 steps, an entry every 2, a checkpoint every 3
     with interrupted_at(4):
         run_training(config)
+    with next(config.work.rglob("log.jsonl")).open("a") as file:
+        file.write('{"step": 4, "lo')  # as of a process that was killed meanwhile
     run_training(config, resume=True)
     log = [json.loads(line) for line in (config.output / "log-mixed.jsonl").read_text().splitlines()]
     tokens = mixed.batch_size * mixed.sequence_length

@@ -1,6 +1,7 @@
 """One phase of training: its sizes, Hugging Face's Trainer set up for it, and checkpoints to resume from."""
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -195,5 +196,13 @@ def newest_checkpoint(folder: Path) -> Path | None:
     if (log := folder / LOG).exists():
         entries = log.read_text(encoding="utf-8").splitlines(keepends=True)
         with whole_file(log, overwrite=True) as file:
-            file.writelines(entry.encode() for entry in entries if json.loads(entry)["step"] <= step)
+            file.writelines(entry.encode() for entry in entries if _step_of(entry) <= step)
     return newest
+
+
+def _step_of(entry: str) -> float:
+    """The step of a line of the log; infinity for one that a killed process has not finished."""
+    try:
+        return int(json.loads(entry)["step"])
+    except ValueError:
+        return math.inf
