@@ -13,11 +13,12 @@ from torch import Tensor
 from condense.methods import Chunks, Context, Method, check_trainable, split_bias
 from condense.ops import Source, SummarySpans, summarize
 from condense.ops.checks import check_cu_seqlens, check_padding, check_qkv, check_scale, check_tensors
+from condense.ops.recall import GroupMeans
 from condense.ops.tensors.autocast import outside_autocast
-from condense.ops.tensors.per_row import PerRow, as_rows, at_least, max_row
+from condense.ops.tensors.per_row import PerRow, as_rows, at_least, broadcast_rows, max_row
 from condense.ops.tensors.right_aligned import append_entries, append_window, detach_compact, newest
-from condense.plan import ForwardPlan, Reading
-from condense.state import SLACK, LayerState, empty_state, first_needed
+from condense.plan import ForwardPlan, Reading, WholeGroups
+from condense.state import SLACK, LayerState, empty_state, first_needed, kept_sums
 
 
 def extend(
@@ -75,6 +76,9 @@ def extend(
         else:
             rounded = tuple(map(form.rounded, new[:2], rows))
             keys_and_values = _append(keys_and_values, rounded, reading, num_first)
+    sums, means = before.sums, None
+    if reading.whole is not None:
+        sums, means = _sums(before.sums, window_v if v.shape[3] > 0 else window_k, reading.whole, method)
     bias, extra = split_bias(method, entries, before.first)
     sources = (Source(keys_and_values[0], keys_and_values[1], bias), Source(window_k, window_v))
 
@@ -86,14 +90,33 @@ def extend(
             _detached(newest(window_k, num_window), before.window_k),
             _detached(newest(window_v, num_window), before.window_k),
             _newest_queries(method.layout.num_summary, before.mean_q, q, padding, backend),
+            sums.detach(),
             reading.seen,
             before.first,
         )
 
-    context = Context(sources, reading.spans, extra)
+    context = Context(sources, reading.spans, extra, means)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         method.check_context(q, context)
     return context, new_state
+
+
+def _sums(before: Tensor, v: Tensor, whole: WholeGroups, method: Method) -> tuple[Tensor, GroupMeans]:
+    """The newest sums of values of whole groups, as in `condense.state.LayerState`, and the means that queries see.
+
+    before: the sums before the new tokens; v ``[B, K, N, Dv]``: values of window and new tokens.
+    """
+    (first, counts, num, columns), g = whole, method.layout.rule.chunk
+    groups = Chunks(v, v[..., :0], columns, num, g, 0).tokens()[0]
+    base = before[:, :, -1:]
+    new = base + groups.sum(3, dtype=torch.float64).cumsum(2)
+    sums, kept = torch.cat([before, new], dim=2), min(kept_sums(g), before.shape[2] + num)
+    column = before.shape[2] - kept + broadcast_rows(counts, 2) + torch.arange(kept)[None]
+    newest = sums.take_along_dim(column.clamp(min=0).to(v.device, non_blocking=True)[:, None, :, None], 2)
+    tokens = (broadcast_rows(first, 2) + torch.arange(num + 1)[None]) * g
+    tokens = tokens.clamp(min=1).to(v.device, non_blocking=True)[:, None, :, None]
+    means = torch.cat([base, new], dim=2) / tokens
+    return newest, GroupMeans(means.to(torch.promote_types(v.dtype, torch.float32)), first)
 
 
 def _check_entries(method: Method, new: object, k: Tensor, v: Tensor, num_chunks: int) -> None:

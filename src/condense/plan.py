@@ -16,12 +16,24 @@ from condense.ops.tensors.sampling import Sample, sampled_queries
 from condense.state import LayerState
 
 
+class WholeGroups(NamedTuple):
+    """The groups that are whole after new tokens and were not before: of each row those from number ``first`` on, so
+    many as ``counts``. num: the most in any row. columns: of these groups, as in `condense.ops.Chunks`.
+    """
+
+    first: PerRow
+    counts: PerRow
+    num: int
+    columns: int | Tensor
+
+
 class Reading(NamedTuple):
     """The chunks to pool when new tokens are read, and the spans of their queries, for one method and one state.
 
     seen: real tokens per row afterwards. first_chunk, last_chunk: chunks ``[first_chunk, last_chunk)`` of each row are
     pooled now; num_chunks: the most in any row. columns, numbers: of these chunks, as in `condense.ops.Chunks`.
-    summaries: the queries that weigh the chunks, None if no chunk needs any. spans: of the new queries.
+    summaries: the queries that weigh the chunks, None if no chunk needs any. spans: of the new queries. whole: the
+    groups that new tokens complete; None where their values are not summed up.
     """
 
     seen: PerRow
@@ -32,6 +44,7 @@ class Reading(NamedTuple):
     numbers: int | Tensor
     summaries: SummarySpans | SummaryColumns | None
     spans: RuleSpans | ArraySpans
+    whole: WholeGroups | None = None
 
 
 class ForwardPlan:
@@ -110,7 +123,14 @@ class ForwardPlan:
         spans = RuleSpans(rule, seen - self.num_tokens, window_start, self.padding, first_entries)
         columns = _each_chunk(first * rule.chunk - window_start, rule.chunk, num, device)
         numbers = _each_chunk(first, 1, num, device)
-        return Reading(seen, first, last, num, columns, numbers, summaries, spans)
+        whole = None
+        if layout.choice is not None and layout.choice.mean:
+            begin = int_if_equal(before // rule.chunk)
+            counts = int_if_equal(seen // rule.chunk - begin)
+            most = max_row(counts)
+            starts = begin * rule.chunk - window_start
+            whole = WholeGroups(begin, counts, most, _each_chunk(starts, rule.chunk, most, device))
+        return Reading(seen, first, last, num, columns, numbers, summaries, spans, whole)
 
 
 def _each_chunk(first: PerRow, step: int, num: int, device: torch.device) -> int | Tensor:

@@ -26,14 +26,17 @@ class LayerState(NamedTuple):
     if they have fewer than 16 bits (`condense.ops.EntryFormat`); then the method's own tensors as
     `condense.Method.represent` makes them. window_k ``[B, K, N, D]``, window_v ``[B, K, N, Dv]``: exact tokens,
     right-aligned. mean_q ``[B, K, Q, D]``: the newest queries, each the mean over the heads of its KV head,
-    right-aligned; a group's summary query is a mean of these. first: entries that stand before those of chunk 0. seen:
-    real tokens per row without those that ``first`` stands for; an int if all rows agree, else int64 CPU ``[B]``.
+    right-aligned; a group's summary query is a mean of these. sums float64 ``[B, K, n, Dv]``: of the values of the first
+    groups, right-aligned: the last one that of all whole groups (`condense.ops.step.StepState`); of width 0 where no
+    query sees them. first: entries that stand before those of chunk 0. seen: real tokens per row without those that
+    ``first`` stands for; an int if all rows agree, else int64 CPU ``[B]``.
     """
 
     entries: tuple[Tensor, ...]
     window_k: Tensor
     window_v: Tensor
     mean_q: Tensor
+    sums: Tensor
     seen: PerRow
     first: FirstEntries
 
@@ -44,6 +47,7 @@ class LayerState(NamedTuple):
             change(self.window_k),
             change(self.window_v),
             change(self.mean_q),
+            change(self.sums),
             change_number(self.seen),
             FirstEntries(*map(change_number, self.first)),
         )
@@ -52,7 +56,13 @@ class LayerState(NamedTuple):
 def empty_state(k: Tensor, v: Tensor) -> LayerState:
     """The state before the first token; k ``[B, K, L, D]`` and v ``[B, K, L, Dv]`` give shapes, dtype and device."""
     no_k, no_v = (x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (k, v))
-    return LayerState((no_k, no_v), no_k, no_v, no_k, 0, NO_FIRST)
+    sums = k.new_zeros((*k.shape[:2], 1, v.shape[3] or k.shape[3]), dtype=torch.float64)
+    return LayerState((no_k, no_v), no_k, no_v, no_k, sums, 0, NO_FIRST)
+
+
+def kept_sums(group_size: int) -> int:
+    """Sums of groups to keep, so that `SLACK` tokens can be taken back."""
+    return SLACK // group_size + 2
 
 
 def with_kept(prompt: LayerState, kept: Tensor, counts: Tensor) -> LayerState:

@@ -74,6 +74,7 @@ class Buffered:
             newest_columns(buffers.ring_k, seen, num_window),
             newest_columns(buffers.ring_v, seen, num_window),
             newest_columns(buffers.ring_q, seen, num_queries),
+            self._read_sums(seen),
             seen,
             first,
         )
@@ -89,10 +90,17 @@ class Buffered:
         store_newest(buffers.ring_k, state.window_k, state.seen)
         store_newest(buffers.ring_v, state.window_v, state.seen)
         store_newest(buffers.ring_q, state.mean_q, state.seen)
+        if self.store.settings.sees_rest:
+            store_newest(buffers.sums, state.sums, state.seen // self.store.settings.rule.chunk + 1)
         # pageable memory is staged before `copy_` returns, so the host does not wait for the GPU
         buffers.seen.copy_(as_rows(state.seen, rows), non_blocking=True)
         if before is None and state.first.exist:
             buffers.first.copy_(torch.stack([as_rows(x, rows) for x in state.first], dim=1), non_blocking=True)
+
+    def _read_sums(self, seen: PerRow) -> Tensor:
+        """The sums in the buffers, up to that of all whole groups."""
+        sums, g = self.buffers.sums, self.store.settings.rule.chunk
+        return newest_columns(sums, seen // g + 1, sums.shape[2]) if self.store.settings.sees_rest else sums
 
     def _entries(self) -> list[tuple[Tensor, int]]:
         """All buffers of entries, each with its columns per entry: g in a store of exact tokens, 1 in the others."""

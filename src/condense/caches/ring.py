@@ -21,7 +21,7 @@ from condense.methods import FirstEntries, Method
 from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepCall, StepState, decode_step
 from condense.ops.step import StateSizes, empty_state, entry_names
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
-from condense.state import SLACK, LayerState, num_entries
+from condense.state import SLACK, LayerState, kept_sums, num_entries
 
 if TYPE_CHECKING:
     from condense.ops.triton.prepared import PreparedStep
@@ -61,7 +61,8 @@ class RingState(Buffered):
         M, W = self._entry_slots(state.entries[0].shape[2]), min(room_for(max_row(state.seen)), self._most_window)
         k, widths = state.window_k, (state.window_k.shape[3], state.window_v.shape[3])
         queries, stored = max(S, self._most_queries), store.room_for(M) * rule.chunk
-        self.buffers = empty_state(k, settings, StateSizes(k.shape[0], k.shape[1], widths, M, W, queries, stored))
+        sums = kept_sums(rule.chunk)
+        self.buffers = empty_state(k, settings, StateSizes(*k.shape[:2], widths, M, W, queries, stored, sums))
         self.backend = self._backend()
         self._write_state(None, state)
         self._steps_left = self._count_steps()

@@ -20,6 +20,7 @@ from condense import config
 from condense.methods.layout import NO_FIRST, FirstEntries, Layout, check_layout
 from condense.ops import NO_EXTRAS, Chunks, Extras, Source, Spans, StepSettings, attend
 from condense.ops.latents import UpProjection
+from condense.ops.recall import GroupMeans
 from condense.ops.tensors.per_row import PerRow, broadcast_rows
 from condense.ops.tensors.sampling import Sample
 
@@ -30,13 +31,15 @@ class Context(NamedTuple):
     """The sources that queries attend to, and their spans.
 
     sources: the condensed entries first, the window last; spans: one per source. extra: the method's own tensors, which
-    its `Method.represent` made for its `Method.attend`. projection: the up-projections of a model with latents, if the
+    its `Method.represent` made for its `Method.attend`. means: the values of what `condense.Recall` does not open, of
+    latents whole keys; None in other methods. projection: the up-projections of a model with latents, if the
     sources are keys and values of its heads, made from latents; ``extra`` holds latents in that case too. Else None.
     """
 
     sources: tuple[Source, ...]
     spans: Spans
     extra: tuple[Tensor, ...] = ()
+    means: GroupMeans | None = None
     projection: UpProjection | None = None
 
     @property

@@ -5,7 +5,6 @@ After Quest, ArkVale, InfLLM and NSA; no training needed. Defined in `docs/metho
 Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, D and Dv widths.
 """
 
-import math
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import ClassVar, Literal
@@ -31,7 +30,7 @@ from condense.ops import (
     keep_groups,
     unpack_store,
 )
-from condense.ops.recall import GroupIndex, IndexChoice, Quota, RecallSources, StoreFormat, Unchosen
+from condense.ops.recall import GroupIndex, IndexChoice, Quota, RecallSources, StoreFormat
 from condense.ops.tensors.per_row import max_row
 
 
@@ -39,12 +38,12 @@ from condense.ops.tensors.per_row import max_row
 class Recall(Method):
     """The last ``window`` tokens exact; of the groups behind them, each query opens the ``num_recall`` that matter.
 
-    Open groups are seen token by token, the others as one entry each: the mean of their keys and of their values, with
-    ln(group_size) added to its score, as it stands for that many tokens. So every past token is seen once. While no
-    more than ``num_recall`` groups are closed this is dense attention.
+    Open groups are seen token by token, all others together as one token more: it weighs as much as their tokens would
+    if each had the centre of its group's keys, and its value is the mean of the values so far. So every past token is
+    seen once. While no more than ``num_recall`` groups are closed this is dense attention.
 
     group_size: tokens per group, >= 1. window: newest tokens that stay exact, >= 0. num_recall: groups that a query
-    opens: a number >= 0, or a share of the closed groups, above 0 and at most 1.0 (all), rounded up, which grows with
+    opens: a number >= 1, or a share of the closed groups, above 0 and at most 1.0 (all), rounded up, which grows with
     the text. min_recall: the least groups that a share opens, where as many are closed, >= 0. Query heads that share a
     KV head open the same groups. Where one method is given for all layers of a model, its first layer opens all groups
     and those that cache latents four times as many (`of_layer`).
@@ -53,11 +52,8 @@ class Recall(Method):
     the group's keys after a fixed rotation, in 4 bits per number, and of each key the signs of what it differs by and a
     step (`condense.ops.recall.index`).
 
-    entry_bits: bits per number of an entry: 16 keeps the dtype of the tokens, 8 or 4 round it once, when it is made
-    (`condense.ops.EntryFormat`). All queries see the rounded entry; gradients flow as if it had not been rounded.
-
-    unchosen: what queries see of groups that are not open. "pool": their entries; "drop": nothing (as in Quest), so no
-    entries are made, and entry_bits has no effect.
+    unchosen: what queries see of groups that are not open: "mean", that one token, or "drop", nothing (as in Quest).
+    Gradients flow through the token's value, not through its weight.
 
     prompt: "recall", or "exact": calls of several tokens (prompts, their pieces, later turns, tokens that an assistant
     proposes) are read with dense attention, single tokens with Recall. Then a prompt loses only what ``store_bits``
@@ -74,15 +70,16 @@ class Recall(Method):
         name: Removed("signs", "groups are found by the signs of their keys")
         for name in ("index", "index_size", "index_bits")
     } | {
-        name: Removed(value, "an entry is the mean of a group's keys and of its values, with a bias of ln(group_size)")
-        for name, value in (("key_pooling", "mean"), ("value_pooling", "mean"), ("rep_bias", "log_size"))
-    }
+        name: Removed(value, "groups that are not open have no entries: one token stands for them all")
+        for name, value in (
+            ("key_pooling", "mean"), ("value_pooling", "mean"), ("rep_bias", "log_size"), ("entry_bits", 16),
+        )
+    }  # fmt: skip
     group_size: Positive = 16
     window: Natural = 1024
     num_recall: int | float = 0.125
     min_recall: Natural = 256
-    entry_bits: Bits = 16
-    unchosen: Unchosen = "pool"
+    unchosen: Literal["mean", "drop"] = "mean"
     prompt: Literal["recall", "exact"] = "recall"
     store: Literal["device", "host"] = "device"
     slots: Natural = 64
@@ -91,10 +88,10 @@ class Recall(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.num_recall, float):
-            check_int("num_recall", self.num_recall, 0)
+            check_int("num_recall", self.num_recall, 1)
         elif not 0 < self.num_recall <= 1:
             raise ValueError(
-                "num_recall must be an integer >= 0, or a share of the groups above 0 and at most 1.0 (all), got "
+                "num_recall must be an integer >= 1, or a share of the groups above 0 and at most 1.0 (all), got "
                 f"{self.num_recall!r}"
             )
         _ = self._choice, self._key  # cached for torch.compile
@@ -112,21 +109,19 @@ class Recall(Method):
 
     @property
     def layout(self) -> Layout:
-        """Groups of g behind the window, one entry each, pooled when the group is closed; a mean needs no summary."""
-        pool, is_overridden = self.unchosen == "pool", type(self).represent is not Recall.represent
+        """Groups of g behind the window, stored when they close."""
+        is_overridden = type(self).represent is not Recall.represent
         return Layout(
             rule=UniformRule(chunk=self.group_size, window=self.window),
             summary_delay=self.window,
             pooling=None if is_overridden else MEANS,
-            bias=(math.log(self.group_size),) if pool else (),
-            entry_bits=self.entry_bits if pool else 16,
             choice=self._choice,
         )
 
     @cached_property
     def _choice(self) -> ChoiceSettings:
         store = StoreSettings(self.store_bits, self.store == "host", self.slots if self.store == "host" else 0)
-        return ChoiceSettings(self.quota, store, self.unchosen == "pool", self.reads_exactly)
+        return ChoiceSettings(self.quota, store, self.unchosen == "mean", self.reads_exactly)
 
     @cached_property
     def quota(self) -> Quota:
@@ -156,7 +151,7 @@ class Recall(Method):
 
         A first layer's attention is spread over many tokens; what both rules save: `docs/studies/transfer.md`.
         """
-        if self.num_recall == 0 or not (is_first or has_latents):
+        if not (is_first or has_latents):
             return self
         if is_first:
             return self.replace(num_recall=1.0, store="device")
@@ -170,10 +165,10 @@ class Recall(Method):
         return type(self).attend is Recall.attend
 
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
-        """Entries of G groups, keys and values (of width 0 with ``unchosen="drop"``); then the groups' index, ``signs``
-        and ``steps``, and their tokens, packed by `StoreFormat`.
+        """Keys and values of width 0; then the index of G groups, ``signs`` and ``steps``, and their tokens, packed by
+        `StoreFormat`.
         """
-        return keep_groups(chunks, self.store_format, pool=self.unchosen == "pool", backend=backend)
+        return keep_groups(chunks, self.store_format, backend=backend)
 
     def check_attention(self, *, scale: float, dropout_p: float, extras: Extras = NO_EXTRAS) -> None:
         """Raise ValueError for attention dropout and for a scale that is not positive."""
@@ -205,7 +200,7 @@ class Recall(Method):
         return_lse: bool = False,
         extras: Extras = NO_EXTRAS,
     ) -> tuple[Tensor, Tensor | None]:
-        """One softmax over the entries of groups that are not open, the tokens of open groups, and the window.
+        """One softmax over the tokens of open groups, the window, and one token for all groups that are not open.
 
         q ``[B, H, L, D]``; backend as in `condense.ops.attend_recall`. Raises ValueError as `check_attention`,
         and once there are groups to choose from, for a backend that cannot run.
@@ -218,16 +213,18 @@ class Recall(Method):
             return attend(q, sources, spans, scale=scale, backend=backend, return_lse=return_lse, extras=extras)
         signs, steps, _ = context.extra
         asked, tokens = self._asked_and_tokens(q, context, backend)
-        # if no query sees entries, the first token of each group takes the place of its entry
-        entries = context.entries
-        if self.unchosen == "drop":
-            entries = Source(*(x[:, :, :: self.group_size] for x in tokens[:2]))
+        means = context.means
+        if means is not None and context.projection is not None:
+            # the mean of latents is a latent, which the heads' projections expand as any other
+            means = means._replace(means=context.projection.expand(means.means.to(q.dtype))[1])
+        elif means is not None:
+            means = means._replace(means=means.means[..., : context.window.v.shape[3]])
         return attend_recall(
             q,
-            RecallSources(entries, tokens, context.window, context.spans),
+            RecallSources(tokens, context.window, context.spans),
             IndexChoice(asked, GroupIndex(signs, steps), scale, self.quota),
             scale=scale,
-            unchosen=self.unchosen,
+            means=means,
             backend=backend,
             return_lse=return_lse,
             extras=extras,

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from condense.ops.backends import BACKENDS, Operations, check_backend, resolve_backend, resolve_pooling, resolve_recall
 from condense.ops.extras import NO_EXTRAS, Extras
-from condense.ops.recall.choice import Choice, RecallSources, Unchosen
+from condense.ops.recall.choice import Choice, IndexChoice, RecallSources
 from condense.ops.recall.index import GroupIndex
+from condense.ops.recall.rest import GroupMeans
 from condense.ops.recall.store import StoreFormat
 from condense.ops.spans import Source, Spans
 from condense.ops.step.call import OwnEntries, StepCall
@@ -70,29 +71,30 @@ def attend_recall(
     choice: Choice,
     *,
     scale: float,
-    unchosen: Unchosen = "pool",
+    means: GroupMeans | None = None,
     backend: str = "auto",
     return_lse: bool = False,
     extras: Extras = NO_EXTRAS,
 ) -> tuple[Tensor, Tensor | None]:
-    """One softmax over entries of closed groups that are not open, tokens of open groups, and the window.
+    """One softmax over the tokens of open groups, the window, and one token for all other closed groups.
 
     q ``[B, H, L, D]`` in the dtype of the sources. choice: the groups that each query opens, such as an `IndexChoice`;
-    its tensors get no gradient. unchosen: "pool", or "drop" to leave out the entries (Quest). backend, extras: as of
-    `attend`; groups are chosen without extras.
+    its tensors get no gradient. means: the values of that one token (`condense.ops.recall.rest`), for an `IndexChoice`
+    alone; None to leave it out (Quest). backend, extras: as of `attend`; groups are chosen without extras.
 
     Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp ``[B, H, L]`` in float32
     or wider, else None. A query that sees nothing gives 0 and -inf.
-    Raises ValueError for a backend that is unknown or cannot run, another ``unchosen`` and a store that does not fit.
+    Raises ValueError for a backend that is unknown or cannot run, another choice with means and a store of other than
+    whole groups.
     """
-    if unchosen not in ("pool", "drop"):
-        raise ValueError(f"unchosen must be 'pool' or 'drop', got {unchosen!r}")
-    G, tokens = sources.entries.k.shape[2], sources.store.k.shape[2]
-    if (tokens % G if G > 0 else tokens) or (G > 0 and tokens == 0):
-        raise ValueError(f"store must hold g tokens for each of the {G} entries, got {tokens} tokens")
+    if means is not None and not isinstance(choice, IndexChoice):
+        raise ValueError(f"choice must be an IndexChoice, whose index weighs groups that are not open, got {choice!r}")
+    if (tokens := sources.store.k.shape[2]) % sources.group_size:
+        raise ValueError(f"store must hold whole groups of {sources.group_size} tokens, got {tokens} tokens")
     run = BACKENDS[resolve_recall(backend, q, sources, choice, softcap=extras.softcap)].load().attend_recall
-    options = AttendOptions(scale, extras.softcap, return_lse=return_lse or extras.needs_lse)
-    out, lse = run(q, sources, choice, options, pool=unchosen == "pool")
+    needs_lse = return_lse or extras.needs_lse or means is not None
+    options = AttendOptions(scale, extras.softcap, return_lse=needs_lse)
+    out, lse = run(q, sources, choice, options, means)
     return extras.finish(out, lse), lse if return_lse else None
 
 
@@ -193,18 +195,15 @@ def make_entries(
     return k, v, matched_bias(summary, k, lse[0], scale=scale, backend=backend)
 
 
-def keep_groups(groups: Chunks, store: StoreFormat, *, pool: bool, backend: str) -> tuple[Tensor, ...]:
-    """Keys and values of the entries of stored groups, which are means, or of width 0 unless ``pool``; then the groups'
-    index, ``signs`` and ``steps``, and their tokens, packed in the format ``store``.
+def keep_groups(groups: Chunks, store: StoreFormat, *, backend: str) -> tuple[Tensor, ...]:
+    """The entries of stored groups, keys and values of width 0; then the groups' index, ``signs`` and ``steps``, and
+    their tokens, packed in the format ``store``.
     """
     k, v = groups.tokens()
     widths = k.shape[4], v.shape[4]
     chosen = "torch" if store.bits == 16 else resolve_pooling(backend, k.device, k.dtype, widths)
     kept = BACKENDS[chosen].load().store_groups(store, k, v)
-    if not pool:
-        return k[:, :, :, 0, :0], v[:, :, :, 0, :0], *kept
-    means = pool_groups(groups, None, scale=1.0, key_pooling="mean", value_pooling="mean", backend=backend)
-    return *means, *kept
+    return k[:, :, :, 0, :0], v[:, :, :, 0, :0], *kept
 
 
 def decode_step(call: StepCall, own: OwnEntries, *, backend: str) -> Tensor:

@@ -19,8 +19,8 @@ class Operations(NamedTuple):
     """One backend's version of the functions of `condense.ops` that have these names.
 
     attend is ``attend(q, sources, spans, options) -> (out, lse)``, and attend_recall ``attend_recall(q, sources,
-    choice, options, *, pool) -> (out, lse)``, with `AttendOptions`; lse may be None unless they ask for it. pool:
-    queries see the entries of closed groups that they do not open.
+    choice, options, means) -> (out, lse)``, with `AttendOptions`; lse may be None unless they ask for it. means: as of
+    `condense.ops.attend_recall`.
     store_groups is ``store_groups(form, k, v) -> (signs, steps, rows)``: what `condense.ops.recall.split_keys` and
     `condense.ops.recall.StoreFormat.pack` make of groups of tokens ``[B, K, G, g, D]`` and ``[B, K, G, g, Dv]``.
     pool_groups: None if `condense.ops.pool_groups` is to call this backend's group_scores and pool.

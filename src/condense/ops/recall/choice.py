@@ -5,16 +5,15 @@ Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, G groups of g t
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from condense.ops.recall.index import GroupIndex, turned_queries
-from condense.ops.spans import Source, Spans
+from condense.ops.spans import RuleSpans, Source, Spans, UniformRule
 from condense.ops.tensors.per_row import IntT, at_least, at_most
 
-Unchosen = Literal["pool", "drop"]
 # more groups than any row has
 _UNLIMITED = 2**31 - 1
 # largest denominator of a share of the groups, so that a number of groups times its numerator fits into int64
@@ -24,22 +23,27 @@ _MAX_DENOMINATOR = 2**31 - 1
 class RecallSources(NamedTuple):
     """The sources that queries attend to, all in one dtype; keys and values must be finite, seen or not.
 
-    entries: k ``[B, K, G, D]``, v ``[B, K, G, Dv]``, one per group, and their bias. store: k ``[B, K, G * g, D]``, v
-    ``[B, K, G * g, Dv]``, the exact tokens: those of group j stand in columns ``[j * g, (j + 1) * g)``, groups counted
-    from a row's first real token. window: k ``[B, K, N, D]``, v ``[B, K, N, Dv]``. spans: of entries
-    (``[0, closed groups)``) and window, those of a `condense.ops.spans.UniformRule`; queries at padding see nothing.
+    store: k ``[B, K, G * g, D]``, v ``[B, K, G * g, Dv]``, the exact tokens: those of group j stand in columns
+    ``[j * g, (j + 1) * g)``, groups counted from a row's first real token. window: k ``[B, K, N, D]``, v
+    ``[B, K, N, Dv]``. spans: of groups (``[0, closed groups)``) and window, those of a
+    `condense.ops.spans.UniformRule`; queries at padding see nothing.
     """
 
-    entries: Source
     store: Source
     window: Source
     spans: Spans
 
     @property
     def group_size(self) -> int:
-        """Tokens per group, g; 0 without groups."""
-        G = self.entries.k.shape[2]
-        return self.store.k.shape[2] // G if G > 0 else 0
+        """Tokens per group, g."""
+        assert isinstance(self.spans, RuleSpans)
+        assert isinstance(self.spans.rule, UniformRule)
+        return self.spans.rule.chunk
+
+    @property
+    def num_groups(self) -> int:
+        """Groups in the store, G."""
+        return self.store.k.shape[2] // self.group_size
 
 
 class Quota(NamedTuple):
@@ -114,6 +118,13 @@ def index_scores(q: Tensor, index: GroupIndex, scale: float) -> Tensor:
 
 
 @torch.no_grad()
+def centre_scores(q: Tensor, index: GroupIndex, scale: float) -> Tensor:
+    """Score of the centre of each group's keys for each query, a part of `index_scores`, of the same shape and dtype."""
+    (B, H, L, D), (_, K, G, _), (numbers, unit) = q.shape, index.steps.shape, turned_queries(q)
+    return _of_centres(numbers.reshape(B, K, -1, D), index).reshape(B, H, L, G) * (unit * scale)
+
+
+@torch.no_grad()
 def token_scores(q: Tensor, index: GroupIndex, scale: float) -> Tensor:
     """Score of each token of each group, of which `index_scores` takes the largest, ``[B, H, L, G, g]``."""
     of_tokens, of_centres, unit = _products(q, index)
@@ -126,13 +137,17 @@ def _products(q: Tensor, index: GroupIndex) -> tuple[Tensor, Tensor, Tensor]:
     """
     B, H, L, D = q.shape
     (_, K, G, _), g, (numbers, unit) = index.steps.shape, index.group_size, turned_queries(q)
-    signs, centres = index.turned(D, numbers.dtype).flatten(2, 3), index.centres(D, numbers.dtype)
-    steps, of_centres = index.steps.to(numbers.dtype)[:, :, None].split([g, 1], dim=4)
+    signs, steps = index.turned(D, numbers.dtype).flatten(2, 3), index.steps.to(numbers.dtype)[:, :, None, :, :g]
     # whole numbers below 2 ** 24, so that no order of the sum rounds them
     numbers = numbers.reshape(B, K, H // K * L, D)
     of_tokens = (numbers @ signs.mT).unflatten(3, (G, g)) * steps
-    centre = (numbers @ centres.mT) * of_centres[..., 0]
-    return of_tokens.reshape(B, H, L, G, g), centre.reshape(B, H, L, G), unit
+    return of_tokens.reshape(B, H, L, G, g), _of_centres(numbers, index).reshape(B, H, L, G), unit
+
+
+def _of_centres(numbers: Tensor, index: GroupIndex) -> Tensor:
+    """Whole numbers of queries ``[B, K, n, D]`` times centres, ``[B, K, n, G]``."""
+    centres = index.centres(numbers.shape[3], numbers.dtype)
+    return (numbers @ centres.mT) * index.steps[:, :, None, :, -1].to(numbers.dtype)
 
 
 @torch.no_grad()

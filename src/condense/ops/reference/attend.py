@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from condense.ops.extras import soft_cap
-from condense.ops.recall.choice import Choice, RecallSources
-from condense.ops.spans import Source, Spans, joined_bias
+from condense.ops.recall.choice import Choice, IndexChoice, RecallSources
+from condense.ops.recall.rest import GroupMeans, rest_weights, with_rest
+from condense.ops.spans import RuleSpans, Source, Spans, joined_bias
 from condense.ops.types import AttendOptions
 
 
@@ -57,18 +58,20 @@ def attend_masked(
 
 
 def attend_recall(
-    q: Tensor, sources: RecallSources, choice: Choice, options: AttendOptions, *, pool: bool
+    q: Tensor, sources: RecallSources, choice: Choice, options: AttendOptions, means: GroupMeans | None
 ) -> tuple[Tensor, Tensor]:
-    """See `condense.ops.attend_recall`. pool: queries see the entries of closed groups that they do not open."""
-    (entries, store, window, spans), L = sources, q.shape[2]
-    G, N = entries.k.shape[2], window.k.shape[2]
-    of_entries, of_window = spans.at(0, L, q.device)
-    group, column = torch.arange(G, device=q.device), torch.arange(N, device=q.device)
-    chosen = choice.at(0, L, of_entries.hi, G)
-    pooled = (group < of_entries.hi[..., None]) & ~chosen & pool
+    """See `condense.ops.attend_recall`."""
+    (store, window, spans), L, g = sources, q.shape[2], sources.group_size
+    of_groups, of_window = spans.at(0, L, q.device)
+    column = torch.arange(window.k.shape[2], device=q.device)
+    chosen = choice.at(0, L, of_groups.hi, sources.num_groups)
     near = (column >= of_window.lo[..., None]) & (column < of_window.hi[..., None])
-    opened = chosen.repeat_interleave(sources.group_size, -1) if G > 0 else chosen
-    mask = torch.cat([pooled, opened, near.expand(*chosen.shape[:3], N)], dim=-1)[:, :, None]
-    k, v = (torch.cat(parts, dim=2) for parts in ([entries.k, store.k, window.k], [entries.v, store.v, window.v]))
-    bias = joined_bias([entries.bias, None], [G, k.shape[2] - G], q.device)
-    return attend_masked(q, k, v, mask, bias, options)
+    mask = torch.cat([chosen.repeat_interleave(g, -1), near.expand(*chosen.shape[:3], -1)], dim=-1)[:, :, None]
+    k, v = torch.cat([store.k, window.k], dim=2), torch.cat([store.v, window.v], dim=2)
+    out, lse = attend_masked(q, k, v, mask, None, options)
+    if means is None:
+        return out, lse
+    assert isinstance(choice, IndexChoice)
+    assert isinstance(spans, RuleSpans)
+    weight = rest_weights(choice, 0, L, chosen, of_groups.hi, options.softcap)
+    return with_rest(out, lse, weight, means.at(0, L, spans, g))

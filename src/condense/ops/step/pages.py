@@ -14,6 +14,7 @@ from torch import Tensor
 
 from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.latents import UpProjection
+from condense.ops.step.settings import StepSettings
 
 T = TypeVar("T")
 # slots are copied in such words
@@ -55,7 +56,9 @@ class Places(NamedTuple):
 class PagedState(NamedTuple):
     """The state of all requests in one layer, on one device.
 
-    window: in the dtype of k, slot t holds the token at position t, ``[k | v]``, C = D + Dv.
+    window: in the dtype of k, slot t holds the token at position t, ``[k | v]``, C = D + Dv. If queries see what they do
+    not open, ``[k | v | s]``, C as `window_columns`: the g tokens of a group hold the sum of the values of all groups
+    up to it, float64, token i the i-th part of `sum_part` numbers; no other token's s is read.
     entries: slot ``j + summary_delay / g`` holds the entry of group j, ``[k | v]`` in the dtype of k. Or uint8, for any
     settings, and always with a choice: there it is the record of group j, C bytes, those of a page side by side, as
     `condense.ops.step.record_format` lays them out. With a choice the delay is 0: a record is written when the last
@@ -119,6 +122,22 @@ class NewTokens:
         In a captured graph it is computed anew by every replay, if it was not asked for before the capture.
         """
         return self.seen_on_device.cumsum(0) - self.seen_on_device
+
+
+def sum_part(width: int, g: int) -> int:
+    """Numbers of a sum ``width`` wide that each of the g tokens of a group holds; the last ones may hold fewer."""
+    return -(-width // g)
+
+
+def window_columns(D: int, Dv: int, settings: StepSettings, itemsize: int) -> tuple[int, int]:
+    """Columns of a token of the window before its part of a sum, and all, in numbers of ``itemsize`` bytes.
+
+    Sums begin at multiples of 8 bytes. Both are D + Dv if there are none.
+    """
+    if not settings.sees_rest:
+        return D + Dv, D + Dv
+    start = -(-(D + Dv) * itemsize // 8) * 8
+    return start // itemsize, (start + 8 * sum_part(Dv or D, settings.rule.chunk)) // itemsize
 
 
 # requests share the pages of common prefixes, so all together may have more groups than there are pages for: up to so

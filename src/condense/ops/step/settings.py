@@ -29,15 +29,16 @@ class StoreSettings(NamedTuple):
 
 @dataclass(frozen=True)
 class ChoiceSettings:
-    """The choice of the closed groups that a query opens, to see their exact tokens. Every group has one entry.
+    """The choice of the closed groups that a query opens, to see their exact tokens; no group has an entry.
 
-    quota: number of groups to open. store: of their tokens. pool: queries see the entries of closed groups that they do
-    not open. reads_exactly: queries read several at once choose no groups and see the tokens of all.
+    quota: number of groups to open. store: of their tokens. mean: queries see the closed groups that they do not open
+    as one token (`condense.ops.recall.rest`). reads_exactly: queries read several at once choose no groups and see the
+    tokens of all.
     """
 
     quota: Quota
     store: StoreSettings
-    pool: bool
+    mean: bool
     reads_exactly: bool
 
 
@@ -95,7 +96,12 @@ class StepSettings:
     @property
     def sees_entries(self) -> bool:
         """True if queries see entries."""
-        return self.choice is None or self.choice.pool
+        return self.choice is None
+
+    @property
+    def sees_rest(self) -> bool:
+        """True if queries see the groups that they do not open, as one token."""
+        return self.choice is not None and self.choice.mean
 
     @property
     def reads_exactly(self) -> bool:

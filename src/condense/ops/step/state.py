@@ -1,7 +1,7 @@
 """The state of one layer in buffers: one table says what it holds, by which it is made, checked, cleared and counted.
 
 Shapes: B rows, K KV heads, M entries of capacity, W and Q slots of the rings of tokens and of queries, N tokens that
-the store has room for, S slots of the store, g tokens per group, D and Dv widths.
+the store has room for, S slots of the store, T sums, g tokens per group, D and Dv widths.
 """
 
 import functools
@@ -24,6 +24,7 @@ class Per(Enum):
     QUERY = auto()
     STORED = auto()  # token of a closed group
     COPIED = auto()  # token of a group in a slot of the store
+    SUM = auto()  # of the values of all whole groups at some time
     SLOT = auto()
     ROW = auto()
 
@@ -48,7 +49,7 @@ class Field(NamedTuple):
 
 
 class StateSizes(NamedTuple):
-    """Sizes of a layer's keys and values and of what is kept: B, K, D and Dv, M, W, Q and N; S is in the settings."""
+    """Sizes of a layer's keys and values and of what is kept: B, K, D and Dv, M, W, Q, N and T; S is in the settings."""
 
     rows: int
     heads: int
@@ -57,6 +58,7 @@ class StateSizes(NamedTuple):
     tokens: int = 0
     queries: int = 0
     stored: int = 0
+    sums: int = 2
 
     def shape(self, field: Field, settings: StepSettings) -> tuple[int, ...]:
         """The shape of a buffer."""
@@ -65,7 +67,7 @@ class StateSizes(NamedTuple):
         slots = 0 if settings.choice is None else settings.choice.store.slots
         counts = {
             Per.ENTRY: self.entries, Per.TOKEN: self.tokens, Per.QUERY: self.queries, Per.STORED: self.stored,
-            Per.SLOT: slots, Per.COPIED: slots * settings.rule.chunk,
+            Per.SLOT: slots, Per.COPIED: slots * settings.rule.chunk, Per.SUM: self.sums,
         }  # fmt: skip
         return self.rows, self.heads, counts[field.per], *field.width
 
@@ -101,6 +103,10 @@ class StepState(NamedTuple):
     in ascending order, each take the first slot of ``order`` whose group is not open now, while there is one. Then the
     slots that were read move to the end of ``order``, and behind them those that were taken. A row that is not real
     leaves all as it is. Slots decide from where numbers are read, never which numbers.
+    sums float64 ``[B, K, T, Dv]``, if queries see what they do not open: the sum of the values of a row's first j whole
+    groups, before they are rounded, stands in slot ``j % T``; of latents, whose Dv is 0, of keys, ``[B, K, T, D]``. A
+    step that reads the last token of group j writes sum j + 1. So as many tokens can be taken back as T - 1 groups
+    hold. In float64 sums of 16-bit numbers hardly round, so that they do not depend on their order.
     """
 
     entries_k: Tensor
@@ -118,6 +124,7 @@ class StepState(NamedTuple):
     slots: Tensor
     held: Tensor
     order: Tensor
+    sums: Tensor
 
     def entries(self, settings: StepSettings) -> tuple[Tensor, ...]:
         """All that is kept of entries, in the order in which `condense.Method.represent` makes it."""
@@ -173,6 +180,7 @@ def fields_of(settings: StepSettings, heads: int, widths: tuple[int, int], dtype
         Field("slots", Per.COPIED, (stored,), of_store),
         Field("held", Per.SLOT, (), torch.int32, fill=-1),
         Field("order", Per.SLOT, (), torch.int32, fill=None),
+        Field("sums", Per.SUM, (Dv or D if choice.mean else 0,), torch.float64),
     )
 
 
@@ -226,10 +234,10 @@ def _layout_beside(state: StepState, settings: StepSettings) -> _Layout:
     """The buffers of a state, each with the shape that it is to have beside the others."""
     (B, K, W, D), Dv = state.ring_k.shape, state.ring_v.shape[3]
     M, g = state.entries_k.shape[2], settings.rule.chunk
-    queries, stored = max(settings.num_summary, state.ring_q.shape[2]), 0
+    queries, stored, sums = max(settings.num_summary, state.ring_q.shape[2]), 0, 2
     if settings.choice is not None:
-        stored = max(M * g, state.store.shape[2])
-    sizes = StateSizes(B, K, (D, Dv), M, W, queries, stored)
+        stored, sums = max(M * g, state.store.shape[2]), max(2, state.sums.shape[2])
+    sizes = StateSizes(B, K, (D, Dv), M, W, queries, stored, sums)
     # a trace would go through the cache to what it calls, with a warning
     find = _layout if torch.compiler.is_compiling() else _known_layout
     return find(settings, sizes, state.ring_k.dtype)

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from condense.ops.extras import soft_cap
-from condense.ops.recall.choice import Choice, RecallSources, chosen_groups
-from condense.ops.spans import Hull, RuleSpans, Source, Spans, joined_bias, per_entry
+from condense.ops.recall.choice import Choice, IndexChoice, RecallSources, chosen_groups
+from condense.ops.recall.rest import GroupMeans, rest_weights, with_rest
+from condense.ops.spans import Hull, RuleSpans, Source, Spans, joined_bias
 from condense.ops.types import AttendOptions
 
 # With more keys per query than this, a soft cap, or biases of keys' own, blocks are computed again in the backward
@@ -185,12 +186,10 @@ def _key_offsets(bias: Tensor, S: int, dtype: torch.dtype) -> Tensor:
 
 
 def attend_recall(
-    q: Tensor, sources: RecallSources, choice: Choice, options: AttendOptions, *, pool: bool
+    q: Tensor, sources: RecallSources, choice: Choice, options: AttendOptions, means: GroupMeans | None
 ) -> tuple[Tensor, Tensor | None]:
-    """See `condense.ops.attend_recall`. pool: queries see the entries of closed groups that they do not open."""
-    (entries, store, window, spans), L, g = sources, q.shape[2], sources.group_size
-    G = entries.k.shape[2]
-    bias = per_entry(entries.bias, G, q.device)
+    """See `condense.ops.attend_recall`."""
+    (store, window, spans), L, g = sources, q.shape[2], sources.group_size
     blocks = [(start, min(start + _RECALL_BLOCK, L)) for start in range(0, L, _RECALL_BLOCK)]
 
     def block(q: Tensor, start: int, hulls: list[Hull]) -> tuple[Tensor, Tensor]:
@@ -207,17 +206,18 @@ def attend_recall(
         else:
             masks.insert(0, chosen.repeat_interleave(g, -1))
             seen.insert(0, _columns(store, 0, n * g))
-        if pool:
-            masks.insert(0, (torch.arange(n, device=q.device) < closed.hi[..., None]) & ~chosen)
-            seen.insert(0, _columns(entries, 0, n))
         mask = torch.cat(masks, dim=-1)
         empty = ~mask.any(-1, keepdim=True)
         k, v = torch.cat([source.k for source in seen], dim=2), torch.cat([source.v for source in seen], dim=2)
-        of_entries = bias[..., :n] if pool and bias is not None else None
-        keys = BlockKeys(k, v, mask | empty, empty, of_entries, isinstance(entries.bias, Tensor))
-        return attend_block(q, keys, options)
+        out, lse = attend_block(q, BlockKeys(k, v, mask | empty, empty, None), options)
+        if means is None:
+            return out, lse
+        assert isinstance(choice, IndexChoice)
+        assert isinstance(spans, RuleSpans)
+        weight = rest_weights(choice, start, stop, chosen, closed.hi, options.softcap)
+        return with_rest(out, lse, weight, means.at(start, stop, spans, g))
 
-    tensors = (q, entries.k, entries.v, store.k, store.v, window.k, window.v)
+    tensors = (q, store.k, store.v, window.k, window.v, *(() if means is None else (means.means,)))
     if len(blocks) > 1 and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         # compute each block again in the backward pass: its masks and copied keys would take memory of order L * L
         block = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from condense.ops.recall.choice import choose_groups, chosen_groups, index_scores
+from condense.ops.recall.choice import IndexChoice, choose_groups, chosen_groups, index_scores
+from condense.ops.recall.rest import rest_weights, with_rest
 from condense.ops.step.call import OwnEntries, StepCall
 from condense.ops.step.settings import StepSettings
 from condense.ops.step.state import StepState
@@ -30,6 +31,8 @@ def step(call: StepCall, own: OwnEntries) -> Tensor:
         write_columns(state.ring_q, t, head_mean(q, k.shape[1]), alive)
     if state.entries_k.shape[2] > 0:
         _close(call, t, seen, own)
+    if call.settings.sees_rest:
+        _add_to_sums(state, seen, alive, call.settings.rule.chunk)
     out, lse = attend(call, seen, alive, own)
     state.seen.copy_(seen)
     if counter is not None:
@@ -69,6 +72,15 @@ def _close(call: StepCall, t: Tensor, seen: Tensor, own: OwnEntries) -> None:
         # a chunk's tokens have as many columns in the store as it has tokens, one entry each in the others
         # biases of a method of one's own may be wider than the buffer
         write_columns(buffer, chunk * c if buffer is state.store else first, made.to(buffer.dtype), due)
+
+
+def _add_to_sums(state: StepState, seen: Tensor, alive: Tensor, g: int) -> None:
+    """Write the sum of the values of all whole groups where the new token is the last of one."""
+    count = seen // g
+    before = read_columns(state.sums, count - 1, 1)
+    new = read_columns(state.ring_v if state.ring_v.shape[3] > 0 else state.ring_k, (count - 1) * g, g)
+    total = torch.where((count > 1)[:, None, None, None], before, 0.0) + new.sum(2, keepdim=True, dtype=torch.float64)
+    write_columns(state.sums, count, total, alive & (seen % g == 0))
 
 
 def packed(kept: tuple[Tensor, ...], settings: StepSettings) -> tuple[Tensor, ...]:
@@ -118,7 +130,6 @@ def attend(call: StepCall, seen: Tensor, alive: Tensor, own: OwnEntries) -> tupl
             index = index.opened(groups.clamp(max=M - 1))
         opened = settings.store_format.unpack(rows, D, Dv, q.dtype, index)
         sources.insert(0, (*opened, (groups < M).repeat_interleave(c, -1)))
-        pooled = pooled & ~chosen
     if settings.sees_entries:
         form = settings.entry_format
         entries = form.unpack(state.entries_k, D, q.dtype), form.unpack(state.entries_v, Dv, q.dtype)
@@ -130,8 +141,17 @@ def attend(call: StepCall, seen: Tensor, alive: Tensor, own: OwnEntries) -> tupl
     empty = ~(alive[:, None, None, None] & sees.any(-1, keepdim=True))
     differ = settings.matched or own.bias is not None
     block = BlockKeys(keys, values, sees | empty, empty, _bias(state, settings, own), differ)
-    options = AttendOptions(call.scale, call.extras.softcap, return_lse=call.extras.needs_lse)
-    return attend_block(q, block, options)
+    options = AttendOptions(call.scale, call.extras.softcap, return_lse=call.extras.needs_lse or settings.sees_rest)
+    out, lse = attend_block(q, block, options)
+    if not settings.sees_rest:
+        return out, lse
+    assert settings.choice is not None
+    index = IndexChoice(q, state.group_index, call.scale, settings.choice.quota)
+    hi = (closed.clamp(max=M) * alive)[:, None, None]
+    weight = rest_weights(index, 0, 1, chosen[:, :, None], hi, options.softcap)
+    whole = (seen // c)[:, None, None, None]
+    mean = read_columns(state.sums, seen // c, 1) / (whole * c).clamp(min=1)
+    return with_rest(out, lse, weight, mean[..., : values.shape[3]])
 
 
 def _bias(state: StepState, settings: StepSettings, own: OwnEntries) -> Tensor | None:

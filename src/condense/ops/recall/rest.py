@@ -1,0 +1,65 @@
+"""The one token that stands for all closed groups which a query does not open.
+
+Its weight is what the centres of these groups weigh in the index, g times each: ``g * sum_j exp(b_j)`` with the scores
+b of `condense.ops.recall.choice.centre_scores`, soft-capped where attention's scores are. Its value is the mean of the
+values of all whole groups up to the query, before they are rounded: so it takes one sum per KV head and no memory per
+group. Gradients flow through the value, not through the weight.
+
+Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, G groups of g tokens, Dv value width.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from condense.ops.extras import soft_cap
+from condense.ops.recall.choice import IndexChoice, centre_scores
+from condense.ops.spans import RuleSpans
+from condense.ops.tensors.per_row import PerRow, broadcast_rows
+
+
+class GroupMeans(NamedTuple):
+    """Means of values, float32 or wider ``[B, K, n, Dv]``: column i is that of the first ``first + i`` whole groups of
+    a row, 0 for none of them. first: an int or int64 CPU ``[B]``.
+    """
+
+    means: Tensor
+    first: PerRow
+
+    def at(self, start: int, stop: int, spans: RuleSpans, g: int) -> Tensor:
+        """The means that queries ``[start, stop)`` see, ``[B, K, stop - start, Dv]``; of padding any."""
+        position = torch.arange(start, stop)[None] + broadcast_rows(spans.query_start, 2)
+        column = ((position + 1) // g - broadcast_rows(self.first, 2)).clamp(min=0, max=self.means.shape[2] - 1)
+        if column.shape[0] == 1:
+            return self.means.index_select(2, column[0].to(self.means.device, non_blocking=True))
+        return self.means.take_along_dim(column.to(self.means.device, non_blocking=True)[:, None, :, None], 2)
+
+
+@torch.no_grad()
+def rest_weights(choice: IndexChoice, start: int, stop: int, chosen: Tensor, closed: Tensor, softcap: float) -> Tensor:
+    """Logarithm of the weight of what queries ``[start, stop)`` do not open, ``[B, H, L]`` float32 or wider; -inf where
+    all closed groups are open.
+
+    chosen: bool ``[B, K, L, G]`` of the first G groups; closed: as in `condense.ops.recall.choice.Choice`.
+    """
+    G, K, g = chosen.shape[3], chosen.shape[1], choice.index.group_size
+    scores = soft_cap(centre_scores(choice.q[:, :, start:stop], choice.index.narrow(0, G), choice.scale), softcap)
+    rest = (torch.arange(G, device=scores.device) < closed[..., None]) & ~chosen
+    rest = rest.repeat_interleave(scores.shape[1] // K, 1)
+    return scores.masked_fill(~rest, float("-inf")).logsumexp(-1) + math.log(g)
+
+
+def with_rest(out: Tensor, lse: Tensor, weight: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention ``[B, H, L, Dv]`` and its log-sum-exp ``[B, H, L]`` with one token more.
+
+    weight ``[B, H, L]``: the logarithm of its weight; mean ``[B, K, L, Dv]``: its value. Where both have no weight, the
+    output stays 0. Where the token has none, the output stays the same to the bit.
+    """
+    wide = torch.promote_types(out.dtype, torch.float32)
+    total = torch.logaddexp(lse, weight)
+    whole = total.masked_fill(total == float("-inf"), 0.0)
+    mean = mean.to(wide).repeat_interleave(out.shape[1] // mean.shape[1], 1)
+    seen = out.to(wide) * (lse - whole).exp()[..., None] + mean * (weight - whole).exp()[..., None]
+    return seen.to(out.dtype), total
