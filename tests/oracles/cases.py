@@ -91,9 +91,7 @@ RECALLS = {
     "window0": Recall(group_size=3, window=0, num_recall=2),
     "g1": Recall(group_size=1, window=4, num_recall=5),
     "store-8": RECALL.replace(store_bits=8),
-    "entries-4": RECALL.replace(entry_bits=4),
     "a-quarter": RECALL.replace(num_recall=0.25),
-    "none-open": RECALL.replace(num_recall=0),
     "all-open": RECALL.replace(num_recall=999),
 }
 

@@ -124,8 +124,9 @@ def attention(q, k, v, *, method, scale=None, padding=None, cu_seqlens=None, pro
             queries = q[b, head * R : (head + 1) * R, start:stop]
             row = seen_keys(method, queries, k[b, head, start:stop], v[b, head, start:stop], scale, prompt)
             for t, seen in enumerate(row):
-                keys, values, biases = map(torch.stack, zip(*seen, strict=True))
-                logits = scale * queries[:, t] @ keys.T + biases
+                keys, values = (torch.stack([each[i] for each in seen]) for i in range(2))
+                # a bias may differ between the query heads
+                logits = scale * queries[:, t] @ keys.T + torch.stack([bias.expand(R) for *_, bias in seen], 1)
                 outs.append(logits.softmax(-1) @ values)
                 lses.append(logits.logsumexp(-1))
                 at.append((b, head, start + t))
@@ -164,14 +165,7 @@ def _seen_keys(method, q, k, v, scale, prompt):
 
 def _recalled_keys(method, q, k, v, scale, prompt):
     """As `_seen_keys`; what came at once makes no difference."""
-    g = method.group_size
-
-    def entry(j):
-        members = slice(j * g, (j + 1) * g)
-        pooled = k[members].sum(0) / g, v[members].sum(0) / g
-        return *rounded_entry(method, pooled), k.new_tensor(math.log(g))
-
-    return (oracle_recall.seen(method, q, k, v, t, scale, entry) for t in range(len(k)))
+    return (oracle_recall.seen(method, q, k, v, t, scale) for t in range(len(k)))
 
 
 def entries_and_window(q, entries_k, entries_v, window_k, window_v, bounds, *, scale, bias=None):

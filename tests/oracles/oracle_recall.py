@@ -40,13 +40,24 @@ def centre(turned):
     return [unit * (2 * min(15, math.floor(x / (2 * unit) + 8)) - 15) if unit else 0.0 for x in mean]
 
 
+def rounded(query):
+    """The turned query ``[D]`` in whole numbers, and what 1 of these stands for."""
+    turned = (query.double() @ rotation(len(query))).tolist()
+    unit = max(map(abs, turned)) / 127
+    return [round(x / unit) for x in turned], unit / block(len(query))
+
+
+def centre_score(query, keys, scale):
+    """The score of the centre of a group of keys ``[g, D]`` for one query ``[D]``."""
+    whole, unit = rounded(query)
+    middle = centre((keys.double() @ rotation(len(query))).tolist())
+    return scale * unit * sum(n * x for n, x in zip(whole, middle, strict=True))
+
+
 def score(query, keys, scale):
     """The index score of a group of keys ``[g, D]`` for one query ``[D]``: the largest estimate of a token's score."""
-    turn, size = rotation(len(query)), block(len(query))
-    turned = (query.double() @ turn).tolist()
-    unit = max(map(abs, turned)) / 127
-    whole = [round(x / unit) for x in turned]
-    keys = (keys.double() @ turn).tolist()
+    whole, unit = rounded(query)
+    keys = (keys.double() @ rotation(len(query))).tolist()
     middle = centre(keys)
     estimates = []
     for key in keys:
@@ -54,7 +65,7 @@ def score(query, keys, scale):
         step = sum(x * x for x in rest) / sum(map(abs, rest)) if any(rest) else 0.0
         numbers = [y + (step if x >= 0 else -step) for x, y in zip(rest, middle, strict=True)]
         estimates.append(sum(n * x for n, x in zip(whole, numbers, strict=True)))
-    return scale * unit * max(estimates) / size
+    return scale * unit * max(estimates)
 
 
 def opened(method, queries, k, closed, scale):
@@ -71,17 +82,27 @@ def opened(method, queries, k, closed, scale):
     return sorted(sorted(range(closed), key=lambda j: (-best[j], j))[:count])
 
 
-def seen(method, q, k, v, t, scale, entry):
-    """What the query at position t sees: key, value and bias of each, of a closed group's entry by ``entry(j)``. q
-    ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``.
+def rest(method, queries, k, v, t, groups, scale):
+    """Key ``[D]``, value ``[Dv]`` and bias ``[R]`` of the one token that stands for some groups, for the queries
+    ``[R, D]`` at position t.
     """
+    g, keys = method.group_size, k.detach()
+    weights = [
+        sum(g * math.exp(centre_score(query, keys[j * g : (j + 1) * g], scale)) for j in groups)
+        for query in queries.detach()
+    ]
+    whole = (t + 1) // g * g
+    return torch.zeros_like(k[0]), v[:whole].sum(0) / whole, k.new_tensor(weights).log()
+
+
+def seen(method, q, k, v, t, scale):
+    """What the query at position t sees: key, value and bias of each. q ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``."""
     g, tokens = method.group_size, [(*pair, k.new_zeros(())) for pair in zip(k, v, strict=True)]
     closed = max(0, t + 1 - method.window) // g
     chosen = opened(method, q[:, t].detach(), k.detach(), closed, scale)
-    keys = []
-    for j in range(closed):
-        if j in chosen:
-            keys += tokens[j * g : (j + 1) * g]
-        elif method.unchosen == "pool":
-            keys.append(entry(j))
+    keys, others = [], [j for j in range(closed) if j not in chosen]
+    for j in chosen:
+        keys += tokens[j * g : (j + 1) * g]
+    if others and method.unchosen == "mean":
+        keys.append(rest(method, q[:, t], k, v, t, others, scale))
     return keys + tokens[closed * g : t + 1]

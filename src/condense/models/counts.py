@@ -8,7 +8,7 @@ from condense.methods import DGA, Method, step_settings
 from condense.ops import UniformRule
 from condense.ops.recall import Quota
 from condense.ops.step import Per, fields_of
-from condense.state import SLACK, first_entries, first_needed, num_entries
+from condense.state import SLACK, first_entries, first_needed, kept_sums, num_entries
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
@@ -64,7 +64,7 @@ def kept(method: Method, length: int) -> dict[Per, int]:
     counts = {Per.ENTRY: groups, Per.TOKEN: exact, Per.QUERY: tail}
     if layout.choice is not None:
         g, slots = layout.rule.chunk, layout.choice.store.slots
-        counts |= {Per.STORED: groups * g, Per.COPIED: slots * g, Per.SLOT: slots}
+        counts |= {Per.STORED: groups * g, Per.COPIED: slots * g, Per.SLOT: slots, Per.SUM: kept_sums(g)}
     return counts
 
 
@@ -73,8 +73,8 @@ def kept_on_device(method: Method, length: int) -> int:
     counts, choice = kept(method, length), method.layout.choice
     per = {Per.ENTRY, Per.TOKEN, Per.STORED, Per.COPIED}
     if choice is not None:
-        per -= {Per.STORED} if choice.store.on_host else set()
-        per -= set() if choice.pool else {Per.ENTRY}
+        # of a group that is not stored token by token only the index is kept
+        per -= {Per.ENTRY, Per.STORED} if choice.store.on_host else {Per.ENTRY}
     return sum(counts.get(each, 0) for each in per)
 
 
@@ -105,10 +105,12 @@ class CachedHeads(NamedTuple):
         return held[False], held[True]
 
     def step_bytes(self, method: Method, length: int, itemsize: int) -> int:
-        """Bytes that a step after ``length`` tokens reads: index, entries and their biases, open groups, the window."""
+        """Bytes that a step after ``length`` tokens reads: index, entries and their biases, open groups, the window, and
+        a sum.
+        """
         choice, groups, g = method.layout.choice, int(num_entries(method, length)), method.layout.rule.chunk
         opened = 0 if choice is None else choice.quota.at(groups)
-        counts = dict.fromkeys(("signs", "steps", "biases"), groups) | {"store": opened * g}
-        counts |= dict.fromkeys(("entries_k", "entries_v"), groups - opened)
+        counts = dict.fromkeys(("signs", "steps", "biases"), groups) | {"store": opened * g, "sums": 1}
+        counts |= dict.fromkeys(("entries_k", "entries_v"), groups)
         counts |= dict.fromkeys(("ring_k", "ring_v"), length - groups * g)
         return sum(counts.get(name, 0) * nbytes for (name, _), nbytes in self.row_bytes(method, itemsize).items())

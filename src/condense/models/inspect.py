@@ -202,16 +202,14 @@ class _Heads:
         """FLOPs of a prompt that Recall reads: every query scores the index of all closed groups, then attends.
 
         With ``prompt="exact"`` it attends to all tokens and scores nothing. With latents, absorbed queries score the
-        index, and entries and stored tokens are expanded.
+        index, and stored tokens are expanded.
         """
         rule, groups = method.layout.rule, int(num_entries(method, length))
         closed, opened = sum_closed(rule, length, None), sum_opened(rule, choice.quota, length)
         if method.reads_exactly:
             closed = opened = 0
         visible = length * (length + 1) // 2 - (closed - opened) * rule.chunk
-        visible += closed - opened if choice.pool else 0
+        visible += length if choice.mean and closed > opened else 0
         asked = self.num_q * 2 * closed * rule.chunk * self.cached.width
         asked += length * self.absorb_flops if closed else 0
-        made = groups if choice.pool else 0
-        pooled = made * rule.chunk * 2 * self.entry_numbers
-        return visible * self._per_key + asked + pooled + (made + groups * rule.chunk) * self.entry_flops
+        return visible * self._per_key + asked + groups * rule.chunk * self.entry_flops
