@@ -45,7 +45,7 @@ def read_whole(method, q, k, v, **kwargs):
 
 
 def tensors_of(state):
-    return *state.entries, state.window_k, state.window_v, state.mean_q
+    return *state.entries, state.window_k, state.window_v, state.mean_q, state.sums
 
 
 def read(layer, qkv, counts=None, *, scale=0.7, backend="auto", trailing=None):

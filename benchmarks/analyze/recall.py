@@ -66,8 +66,8 @@ def measure_recall(
     """
     for name, number in (("sequences", sequences), ("steps", steps)):
         check_int(name, number, 1)
-    if not isinstance(method, Recall) or method.num_recall == 0:
-        raise ValueError(f"method must be condense.Recall with num_recall above 0, got {method}")
+    if not isinstance(method, Recall):
+        raise ValueError(f"method must be condense.Recall, got {method}")
     check_stock(model)
     if any(map(is_latent, attention_layers(model).values())):
         raise ValueError(f"{type(model).__name__} has latents (MLA), whose weights are not measured")

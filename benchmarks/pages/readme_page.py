@@ -84,7 +84,7 @@ def claims(documents: Documents) -> list[str]:
         f"opens the {recall['num_recall']} groups that",
         f"most to it: a {({0.125: 'eighth', 0.0625: 'sixteenth'})[device['num_recall']]} of them",
         f"and at least {device['min_recall']}",
-        "sees each group that is not open as one entry" if device["unchosen"] == "pool" else "does not see the others",
+        "sees all others as one token" if device["unchosen"] == "mean" else "does not see the others",
         f"old tokens stay on the GPU, in {device['store_bits']} bits",
         "read prompts with dense attention" if device["prompt"] == "exact" else "read prompts like answers",
         f"{_WORDS[len(models)]} models of {sizes[0]} to {sizes[-1]} million parameters",

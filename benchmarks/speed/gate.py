@@ -19,8 +19,9 @@ from torch import Tensor
 
 from condense.methods import Context, Method, step_settings
 from condense.ops import ChoiceSettings
-from condense.ops.recall import GroupIndex, choose_groups, index_scores, rotation, turned_queries
+from condense.ops.recall import GroupIndex, IndexChoice, choose_groups, index_scores, rotation, turned_queries
 from condense.ops.recall.index import QUERY_LEVELS
+from condense.ops.recall.rest import rest_weights, with_rest
 from condense.ops.spans import joined_bias
 from speed.budget import Verdict, judge
 from speed.problems import Inputs, pooled
@@ -44,8 +45,9 @@ class Seen(NamedTuple):
     """The checked queries and the keys that they see.
 
     at int64 ``[S]``: positions of the queries. q ``[B, H, S, D]``. tensors: keys and values, source by source: entries,
-    the tokens in Recall's store if there is one, window. mask ``[B|1, K|1, S, n]``, bias float64 ``[B|1, K|1, 1, n]``.
-    clear bool ``[B|1, H|1, S, 1]``: False where rounding decides which groups Recall opens.
+    or the tokens in Recall's store, and window. mask ``[B|1, K|1, S, n]``, bias float64 ``[B|1, K|1, 1, n]``. clear bool
+    ``[B|1, H|1, S, 1]``: False where rounding decides which groups Recall opens. rest: weight ``[B, H, S]`` and value
+    ``[B, K, S, Dv]`` of the token that stands for all others, float64, as of `condense.ops.recall.rest.with_rest`.
     """
 
     at: Tensor
@@ -54,6 +56,7 @@ class Seen(NamedTuple):
     mask: Tensor
     bias: Tensor
     clear: Tensor
+    rest: tuple[Tensor, Tensor] | None = None
 
     @property
     def near_ties(self) -> int:
@@ -77,6 +80,10 @@ class Seen(NamedTuple):
                 outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=scale))
             else:
                 outs.append((q @ k.mT * scale + bias).masked_fill(~mask, -math.inf).softmax(-1) @ v)
+            if self.rest is not None:
+                lse = (q @ k.mT * scale + bias).masked_fill(~mask, -math.inf).logsumexp(-1)
+                weight, mean = self.rest[0].chunk(K, dim=1)[head].to(lse.dtype), self.rest[1][:, head, None]
+                outs[-1], _ = with_rest(outs[-1], lse, weight, mean)
         return torch.cat(outs, dim=1) * self.clear
 
     def gradients(self, upstream: Tensor, scale: float) -> tuple[Tensor, ...]:
@@ -94,9 +101,7 @@ def seen(q: Tensor, context: Context, *, scale: float, method: Method) -> Seen:
     spans = [[x[..., at, None] for x in span] for span in context.spans.at(0, L, q.device)]
     columns = [torch.arange(source.k.shape[2], device=q.device) for source in context.sources]
     masks = [(x >= lo) & (x < hi) for x, (lo, hi) in zip(columns, spans, strict=True)]
-    # entries that a method leaves out have width 0; nobody sees them
-    pairs = zip(entries[:2], window[:2], strict=True)
-    tensors = [x if x.shape[3] else y.new_zeros(*x.shape[:3], y.shape[3]) for x, y in pairs]
+    tensors, bias, rest = [*entries[:2]], entries.bias, None
     clear = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=q.device)
     choice = method.layout.choice
     if choice is not None and context.extra:
@@ -106,15 +111,21 @@ def seen(q: Tensor, context: Context, *, scale: float, method: Method) -> Seen:
         if method.reads_exactly and L > 1:
             opened, is_clear = masks[0].expand_as(opened), torch.ones_like(is_clear)
         clear = is_clear.repeat_interleave(q.shape[1] // signs.shape[1], 1)[..., None]
-        masks[0] = masks[0] & ~opened & choice.pool
-        masks.insert(1, opened.repeat_interleave(method.layout.rule.chunk, -1))
+        index, g = GroupIndex(signs, steps), method.layout.rule.chunk
+        if choice.mean and not (method.reads_exactly and L > 1):
+            asked = IndexChoice(q[:, :, at].double(), index, scale, choice.quota)
+            weight = rest_weights(asked, 0, len(at), opened, closed, 0.0)
+            whole = (at + 1) // g * g
+            sums = F.pad(window.v.double().cumsum(2), (0, 0, 1, 0))
+            rest = weight, sums[:, :, whole] / whole.clamp(min=1)[:, None]
+        masks[0] = opened.repeat_interleave(g, -1)
         form = step_settings(method).store_format
-        tensors += form.unpack(store, window.k.shape[3], window.v.shape[3], window.k.dtype, GroupIndex(signs, steps))
+        tensors = [*form.unpack(store, window.k.shape[3], window.v.shape[3], window.k.dtype, index)]
     rows, heads = (max(x.shape[dim] for x in masks) for dim in (0, 1))
     mask = torch.cat([x.expand(rows, heads, -1, -1) for x in masks], dim=-1)
-    bias = joined_bias([entries.bias, *[None] * (len(masks) - 1)], [x.shape[3] for x in masks], q.device)
+    bias = joined_bias([bias, *[None] * (len(masks) - 1)], [x.shape[3] for x in masks], q.device)
     bias = torch.zeros(1, 1, mask.shape[3], dtype=torch.float64, device=q.device) if bias is None else bias
-    return Seen(at, q[:, :, at], (*tensors, *window[:2]), mask, bias[:, :, None], clear)
+    return Seen(at, q[:, :, at], (*tensors, *window[:2]), mask, bias[:, :, None], clear, rest)
 
 
 def _opened(
@@ -156,19 +167,19 @@ def check_gradients(
     """Check gradients of q and of keys and values, source by source, that flow from the checked queries.
 
     gradients: from an output gradient ``[B, H, L, Dv]``, which is 0 at all other queries, those of q, keys and values
-    of the entries, of Recall's store, and of the window.
+    of the entries, of Recall's store, and of the window. The value of the token that stands for others gets none.
     """
     part, Dv = seen(q, context, scale=scale, method=method), context.window.v.shape[3]
     generator = torch.Generator(q.device).manual_seed(1)
     upstream = torch.randn(*part.q.shape[:3], Dv, generator=generator, dtype=q.dtype, device=q.device) * part.clear
     whole = upstream.new_zeros(*q.shape[:3], Dv).index_copy(2, part.at, upstream)
-    of_q, of_k, of_v, *store, window_k, window_v = gradients(whole)
-    of_store = [half for x in store for half in (x[..., : q.shape[3]], x[..., q.shape[3] :])]
-    results = (of_q[:, :, part.at], of_k, of_v, *of_store, window_k, window_v)
-    exact = (part.to(dtype).gradients(upstream, scale) for dtype in (torch.float64, q.dtype))
-    # entries of width 0 have no gradient
-    kept = [x for x in zip(results, *exact, strict=True) if x[0].shape[3] > 0]
-    return judge(*map(list, zip(*kept, strict=True)), near_ties=part.near_ties)
+    of_q, *of_sources = gradients(whole)
+    if len(of_sources) == 5:
+        # Recall has no entries, but a store
+        _, _, store, *of_window = of_sources
+        of_sources = [store[..., : q.shape[3]], store[..., q.shape[3] :], *of_window]
+    exact = [list(part.to(dtype).gradients(upstream, scale)) for dtype in (torch.float64, q.dtype)]
+    return judge([of_q[:, :, part.at], *of_sources], *exact, near_ties=part.near_ties)
 
 
 def check_entries(method: Method, inputs: Inputs, context: Context) -> Verdict:

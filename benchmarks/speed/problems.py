@@ -93,12 +93,12 @@ def sees_by_position(method: Method) -> bool:
 def visible_pairs(method: Method, context: Context, length: int) -> int:
     """Keys that the queries of one row and one head see, summed over queries (the mean over rows and heads).
 
-    An open group of Recall counts as its tokens.
+    An open group of Recall counts as its tokens, all others as one key.
     """
     entries, window = (span.hi - span.lo for span in context.spans.at(0, length, context.window.k.device))
     if (choice := method.layout.choice) is not None:
         opened = choice.quota.at(entries)
-        entries = opened * method.layout.rule.chunk + (entries - opened) * choice.pool
+        entries = opened * method.layout.rule.chunk + ((entries > opened) & choice.mean)
     return round(sum(float(seen.sum(-1).double().mean()) for seen in (entries, window)))
 
 
@@ -111,20 +111,20 @@ def attention_flops(shape: HeadShape, batch: int, pairs: int, *, backward: bool)
 
 
 def beside_keys(method: Method, setting: Setting, entries: int) -> int:
-    """Bytes that a step reads per row and KV head beside whole keys and values: those of Recall's index, less what
-    entries and stored tokens in fewer than 16 bits save.
+    """Bytes that a step reads per row and KV head beside whole keys and values: those of Recall's index and of a sum,
+    less what entries and stored tokens in fewer than 16 bits save.
     """
-    heads, choice, pooled_entries = setting.shape, method.layout.choice, entries
+    heads, choice = setting.shape, method.layout.choice
     widths = (heads.width, heads.value_width)
     fields = fields_of(step_settings(method), heads.num_kv, widths, setting.dtype)
     nbytes = {field.name: field.nbytes for field in fields}
-    whole, opened, of_tokens = sum(widths) * setting.dtype.itemsize, 0, 0
-    if choice is not None:
-        opened = choice.quota.at(entries) * method.layout.rule.chunk
-        pooled_entries = entries - choice.quota.at(entries) if choice.pool else 0
-        of_tokens = whole - nbytes["store"]
-    saved = pooled_entries * (whole - nbytes["entries_k"] - nbytes["entries_v"]) + opened * of_tokens
-    return entries * (nbytes["signs"] + nbytes["steps"]) - saved
+    whole = sum(widths) * setting.dtype.itemsize
+    if choice is None:
+        return entries * (nbytes["entries_k"] + nbytes["entries_v"] - whole)
+    opened = choice.quota.at(entries) * method.layout.rule.chunk
+    # in place of the one key that stands for all others
+    rest = nbytes["sums"] - whole if choice.mean and opened < entries * method.layout.rule.chunk else 0
+    return entries * (nbytes["signs"] + nbytes["steps"]) + rest - opened * (whole - nbytes["store"])
 
 
 def step_bytes(setting: Setting, keys: int, more: int = 0) -> int:

@@ -105,7 +105,7 @@ class Task:
         def run(q: Tensor, entries_k: Tensor, entries_v: Tensor, *others: Tensor) -> Tensor:
             *opened, window_k, window_v = others
             sources = Source(entries_k, entries_v, context.entries.bias), Source(window_k, window_v)
-            parts = Context(sources, context.spans, (*extra, *opened))
+            parts = Context(sources, context.spans, (*extra, *opened), context.means)
             return method.attend(q, parts, scale=scale, backend=backend)[0]
 
         def check() -> Verdict:

@@ -108,6 +108,8 @@ def _sums(before: Tensor, v: Tensor, whole: WholeGroups, method: Method) -> tupl
     """
     (first, counts, num, columns), g = whole, method.layout.rule.chunk
     groups = Chunks(v, v[..., :0], columns, num, g, 0).tokens()[0]
+    if before.shape[2] == 0:
+        before = v.new_zeros(*v.shape[:2], 1, v.shape[3], dtype=torch.float64)
     base = before[:, :, -1:]
     new = base + groups.sum(3, dtype=torch.float64).cumsum(2)
     sums, kept = torch.cat([before, new], dim=2), min(kept_sums(g), before.shape[2] + num)

@@ -95,7 +95,7 @@ def attend_latents(
     entries, window = context.sources
     if absorb is None:
         # a store holds latents, too, which are expanded with the others
-        lengths = [x.shape[2] for x in (entries.k, window.k, *context.extra[2:])]
+        lengths = [x.shape[2] for x in (entries.k, window.k, *context.extra[2:]) if x.shape[3] > 0]
         absorb = up.absorbing_pays(q.shape[2], sum(lengths))
     if absorb:
         latents = tuple(up.view(source, absorb=True) for source in context.sources)

@@ -27,8 +27,8 @@ class LayerState(NamedTuple):
     `condense.Method.represent` makes them. window_k ``[B, K, N, D]``, window_v ``[B, K, N, Dv]``: exact tokens,
     right-aligned. mean_q ``[B, K, Q, D]``: the newest queries, each the mean over the heads of its KV head,
     right-aligned; a group's summary query is a mean of these. sums float64 ``[B, K, n, Dv]``: of the values of the first
-    groups, right-aligned: the last one that of all whole groups (`condense.ops.step.StepState`); of width 0 where no
-    query sees them. first: entries that stand before those of chunk 0. seen: real tokens per row without those that
+    groups, right-aligned: the last one that of all whole groups (`condense.ops.step.StepState`); empty where no query sees
+    them. first: entries that stand before those of chunk 0. seen: real tokens per row without those that
     ``first`` stands for; an int if all rows agree, else int64 CPU ``[B]``.
     """
 
@@ -56,7 +56,7 @@ class LayerState(NamedTuple):
 def empty_state(k: Tensor, v: Tensor) -> LayerState:
     """The state before the first token; k ``[B, K, L, D]`` and v ``[B, K, L, Dv]`` give shapes, dtype and device."""
     no_k, no_v = (x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (k, v))
-    sums = k.new_zeros((*k.shape[:2], 1, v.shape[3] or k.shape[3]), dtype=torch.float64)
+    sums = k.new_empty((*k.shape[:2], 0, v.shape[3] or k.shape[3]), dtype=torch.float64)
     return LayerState((no_k, no_v), no_k, no_v, no_k, sums, 0, NO_FIRST)
 
 

@@ -15,7 +15,6 @@ STEPS = 12
 METHOD = condense.Recall(group_size=4, window=8, num_recall=3)
 REFUSED = {
     "method": ("llama", condense.CCA(), 90, "condense.Recall"),
-    "no-groups": ("llama", METHOD.replace(num_recall=0), 90, "num_recall above 0"),
     "short": ("llama", METHOD, 20, "closes a group before"),
     "long": ("llama", METHOD, 91, "at most that of the longest text"),
     "latents": ("deepseek_v3", METHOD, 90, "latents"),

@@ -73,9 +73,11 @@ def test_recall_counts_open_groups_as_tokens_and_reads_the_index(method):
     inputs = SETTING.inputs(37)
     sources = pooled(method, inputs)
     q, k, v = inputs.q[0, :2], inputs.k[0, 0], inputs.v[0, 0]
-    seen = [len(oracle_recall.seen(method, q, k, v, t, 1.0, lambda j: (k[j], v[j], 0.0))) for t in range(37)]
+    seen = [len(oracle_recall.seen(method, q, k, v, t, 1.0)) for t in range(37)]
     assert visible_pairs(method, sources, 37) == sum(seen)
     kept = sum(x[0, 0].nbytes for x in sources.extra[:2])
+    # a sum in float64 in place of a key and a value in float32
+    kept += 6 * 8 - 4 * (8 + 6) if method.unchosen == "mean" else 0
     assert kept == beside_keys(method, SETTING, sources.entries.k.shape[2]) > 0
 
 
@@ -84,9 +86,7 @@ def test_entries_in_fewer_bits_are_read_as_such():
     form = cca.layout.entry_format
     saved = 4 * (8 + 6) - sum(form.pack(torch.randn(1, 1, 1, width)).nbytes for width in (8, 6))
     assert beside_keys(cca, SETTING, 5) == -5 * saved
-    # all but the open groups
     index = beside_keys(recall, SETTING, 5)
-    assert beside_keys(recall.replace(entry_bits=8), SETTING, 5) == index - (5 - 2) * saved
     # the tokens of open groups: rows of bytes that hold codes, and steps and zeros of the group
     g, row = recall.group_size, StoreFormat(8, recall.group_size).width(8, 6, 4)
     assert beside_keys(recall.replace(store_bits=8), SETTING, 5) == index - 2 * g * (4 * (8 + 6) - row)

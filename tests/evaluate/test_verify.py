@@ -43,7 +43,7 @@ def demo():
 @pytest.fixture(scope="module")
 def results(demo):
     broken = Broken(**{field.name: getattr(GOOD, field.name) for field in dataclasses.fields(GOOD)})
-    few = GOOD.replace(num_recall=0)
+    few = GOOD.replace(num_recall=1)
     methods = {"few": few, "few, prompt exact": few.replace(prompt="exact"), "good": GOOD, "broken": broken}
     steps = []
     found = verify(*demo, [demo_text().text], methods, CONFIG, on_step=steps.append)

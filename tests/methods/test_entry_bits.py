@@ -1,7 +1,7 @@
 """Entries in 8 and 4 bits: rounded once, when they are made, and the same to the bit wherever they are read.
 
 What all methods promise (parity, causality, gradients, buffers) is tested where the other methods are, with cases of
-`oracles.cases` and of Recall's tests.
+`oracles.cases`.
 """
 
 import itertools
@@ -16,7 +16,6 @@ from condense.caches import CondensedLayer, StaticCondensedLayer, read_request
 from condense.ops import EntryFormat
 
 POOLED = condense.CCA(group_size=4, window=6, summary="streaming", rep_bias="matched")
-METHODS = {"cca": POOLED, "recall": condense.Recall(group_size=4, window=6, num_recall=2)}
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SCALE = 0.3
 
@@ -28,10 +27,9 @@ def inputs(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_what_is_read_is_what_is_kept_to_the_bit(method, bits, dtype):
+def test_what_is_read_is_what_is_kept_to_the_bit(bits, dtype):
     q, k, v = inputs(dtype)
-    form, method = EntryFormat(bits), method.replace(entry_bits=bits)
+    form, method = EntryFormat(bits), POOLED.replace(entry_bits=bits)
     exact = read_whole(method.replace(entry_bits=16), k=k, v=v, q=q, scale=SCALE).sources[0]
     whole = read_whole(method, k=k, v=v, q=q, scale=SCALE).sources[0]
     context, state = extend(method, None, k=k, v=v, q=q, scale=SCALE)
@@ -41,15 +39,14 @@ def test_what_is_read_is_what_is_kept_to_the_bit(method, bits, dtype):
         assert torch.equal(whole[i], form.unpack(rows, width, dtype))
         assert torch.equal(context.sources[0][i], whole[i])
         assert not torch.equal(whole[i], exact[i])
-    if method.layout.matched:  # biases are those of the pooled keys
-        assert torch.equal(whole.bias, exact.bias)
+    # biases are those of the pooled keys
+    assert torch.equal(whole.bias, exact.bias)
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["grow", "fix"])
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_pieces_before_the_first_entry_read_none(method, fixed):
+def test_pieces_before_the_first_entry_read_none(fixed):
     """Buffers without entries hold rows of bytes already, and so does a growing layer that took all of them back."""
-    (q, k, v), method = inputs(torch.float64), method.replace(entry_bits=4)
+    (q, k, v), method = inputs(torch.float64), POOLED.replace(entry_bits=4)
     layer = StaticCondensedLayer(method, 41) if fixed else CondensedLayer(method)
     want = method.attend(q, read_whole(method, q, k, v, scale=SCALE), scale=SCALE)[0]
 

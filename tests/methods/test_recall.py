@@ -33,7 +33,7 @@ REFUSED = [
 ]
 
 
-@grid(40, method=METHODS, steps=parity.RAGGED)
+@grid(32, method=METHODS, steps=parity.RAGGED)
 def test_any_chunks_and_padding_give_what_whole_rows_give(method, steps):
     lengths = [sum(counts) for counts in zip(*steps, strict=True)]
     data = parity.rows(lengths)
@@ -94,8 +94,7 @@ def test_a_prompt_on_latents_expands_each_token_once(expanded):
     dense = condense.latent_attention(*inputs, method=DENSE)
     expanded.clear()
     torch.testing.assert_close(condense.latent_attention(*inputs, method=DENSE_FIRST), dense, **CLOSE)
-    # entries of groups, tokens
-    assert expanded == [(61 - DENSE_FIRST.window) // DENSE_FIRST.group_size, 61]
+    assert expanded == [61]
 
 
 def test_chunks_are_dense_and_steps_recall():
@@ -147,4 +146,4 @@ def test_inspect_says_so():
     model = tiny.model("llama")
     exact, dense, recall = (inspect(model, method, 4096, 2)[1] for method in (DENSE_FIRST, DENSE, RECALLING))
     assert "dense attention" in exact.remark
-    assert exact.flops > dense.flops > recall.flops  # beside attention, entries are made
+    assert exact.flops == dense.flops > recall.flops

@@ -34,8 +34,8 @@ REFUSED = {
     "must be a dict, got 'cca'": "cca",
     r"no setting index_bits any more: .* by the signs of their keys": {"method": "recall", "index_bits": 8},
     r"recall: there is no setting index any more: .*, got index='sub'": {"method": "recall", "index": "sub"},
-    r"key_pooling any more: an entry is the mean .*, got key_pooling='max'": {"method": "recall", "key_pooling": "max"},
-    r"recall: .* a bias of ln\(group_size\), got rep_bias='none'": {"method": "recall-host", "rep_bias": "none"},
+    r"key_pooling any more: .* one token stands for them all, got key_pooling='max'": {"method": "recall", "key_pooling": "max"},
+    r"recall: .* no entries: .*, got rep_bias='none'": {"method": "recall-host", "rep_bias": "none"},
     r"dga: .* attention's scale, got weight_scale=1\.0": {"method": "dga", "weight_scale": 1.0},
 }  # fmt: skip
 DEFAULTS = [
@@ -91,8 +91,8 @@ BAD = [
     (DGA, "complementary", (None, 1, "no")), (DGA, "num_recent", (0, 1.5)), (DGA, "num_random", (-1, None)),
     (DGA, "seed", (-1, 0.5, None)), (DGA, "rep_bias", ("log", None)), (DGA, "allow_future", (None, 1)),
     (StreamingLLM, "sink", (-1, 0.5, True, None)), (StreamingLLM, "window", (0, -1, "all", True)),
-    (Recall, "num_recall", (-1, 2.5)), (Recall, "unchosen", ("keep",)),
-    (Recall, "entry_bits", (True, 0, 5, 32, 8.0, "4", None)), (Reread, "share", (1.5, -0.1)), (Reread, "piece", (0,)),
+    (Recall, "num_recall", (0, -1, 2.5)), (Recall, "unchosen", ("keep",)),
+    (Reread, "share", (1.5, -0.1)), (Reread, "piece", (0,)),
     (Reread, "sink", (-1,)), (Reread, "window", (-1,)), (LMInfinite, "n_global", (-1, 0.5, True, None)),
     (LMInfinite, "window", (0, -1, None, True)),
 ]  # fmt: skip
@@ -122,7 +122,7 @@ def test_settings_are_frozen_and_named():
     assert str(LCA()) == "LCA()"
     # a removed setting is read where it says what holds now
     assert method_from_dict({"method": "dga", "window": 3, "weight_scale": None}) == DGA(window=3)
-    means = {"key_pooling": "mean", "value_pooling": "mean", "rep_bias": "log_size", "index": "signs"}
+    means = {"key_pooling": "mean", "rep_bias": "log_size", "entry_bits": 16, "index": "signs"}
     assert method_from_dict({"method": "recall", "window": 3} | means) == Recall(window=3)
     assert [f.name for f in dataclasses.fields(StreamingLLM)] == ["sink", "window"]
     with pytest.raises(TypeError, match="Method must define `layout`"):

@@ -41,15 +41,14 @@ def test_ways_to_name_the_same_layers(choice):
 
 def test_one_method_for_all_layers_opens_all_groups_in_the_first():
     """Of the layers that can be condensed; what is named by layer is taken as it is."""
-    some, none = RECALL.replace(num_recall=0.5, store="host"), RECALL.replace(num_recall=0)
+    some = RECALL.replace(num_recall=0.5, store="host")
     first = some.replace(num_recall=1.0, store="device")
     assert condensed_layers(condense.apply(tiny.model("llama"), some)) == {0: first, 1: some, 2: some}
     assert condensed_layers(condense.apply(tiny.model("gemma2"), some)) == {1: first}
     more = some.replace(num_recall=1.0, min_recall=4 * some.min_recall, slots=4 * some.slots)
     assert condensed_layers(condense.apply(tiny.model("deepseek_v3"), some)) == {0: first, 1: more, 2: more}
     assert condensed_layers(condense.apply(tiny.model("deepseek_v3"), RECALL))[2].num_recall == 4 * RECALL.num_recall
-    for choice, method in (({"rest": some}, some), (none, none)):
-        assert condensed_layers(condense.apply(tiny.model("llama"), choice)) == dict.fromkeys(range(3), method)
+    assert condensed_layers(condense.apply(tiny.model("llama"), {"rest": some})) == dict.fromkeys(range(3), some)
 
 
 def test_methods_as_text_and_layers_from_the_last():

@@ -44,23 +44,20 @@ def flops(name, method, length):
 
 def recall_flops(name, method, length):
     """FLOPs of one layer of Recall; of latents, absorbed queries ask the index, and what is read is expanded."""
-    H, D, Dv, numbers, asked, absorb, expand = 4, 8, 8, 32, 8, 0, 0
+    H, D, Dv, asked, absorb, expand = 4, 8, 8, 8, 0, 0
     if name == "deepseek_v3":
-        D, Dv, numbers, asked, absorb, expand = 12, 6, 16, 16, 2 * 4 * 12 * 8, 2 * 4 * 12 * (8 + 6)
+        D, Dv, asked, absorb, expand = 12, 6, 16, 2 * 4 * 12 * 8, 2 * 4 * 12 * (8 + 6)
     g, total = method.group_size, 0
-    pool = method.unchosen == "pool"
     for t in range(length):
         closed = max(0, t + 1 - method.window) // g
         opened = method.quota.at(closed)
-        entries = closed - opened if pool else 0
-        total += (entries + opened * g + t + 1 - closed * g) * H * 2 * (D + Dv)
+        total += (opened * g + t + 1 - closed * g) * H * 2 * (D + Dv)
         total += closed * g * H * 2 * asked
     total += length * absorb if closed > 0 else 0
-    return total + closed * (g * 2 * numbers * pool + (g + pool) * expand)
+    return total + closed * g * expand
 
 
 STORED = RECALLS | {
-    "entries-4": tiny.RECALL.replace(entry_bits=4), "entries-8": tiny.RECALL.replace(entry_bits=8),
     "entries-8-pooled": tiny.CCA.replace(entry_bits=8),
     "store-4": condense.Recall(group_size=6, window=5, num_recall=2, store_bits=4),
 }  # fmt: skip
@@ -102,17 +99,14 @@ def test_what_a_step_of_recall_reads():
     """In 100 tokens 92 are behind the window, in 23 groups, two of them open."""
     report = inspect(tiny.model("llama"), RECALLS["two-open"], 100)[1]
     # a byte of signs and a step of 2 bytes per token, and of a centre 4 bytes and a step
-    keys, index = 21 + 2 * 4 + 8, 2 * (4 * (1 + 2) + 4 + 2)
-    assert f"a step after them reads {keys * 32 * 2 + 23 * index:,} bytes of it" in report.remark
+    keys, index, of_sum = 2 * 4 + 8, 2 * (4 * (1 + 2) + 4 + 2), 2 * 8 * 8
+    assert f"a step after them reads {keys * 32 * 2 + 23 * index + of_sum:,} bytes of it" in report.remark
     assert "all 100 tokens stay on the device, so the cache is larger than a dense one" in report.remark
     assert report.bytes > report.dense_bytes
-    # a row of 4 bits is 8 codes, and a step and a zero of 2 bytes
-    report = inspect(tiny.model("llama"), STORED["entries-4"], 100)[1]
-    assert f"a step after them reads {(2 * 4 + 8) * 32 * 2 + 21 * 4 * 8 + 23 * index:,} bytes of it" in report.remark
 
 
 def test_a_store_in_host_memory_is_counted_apart():
-    """92 tokens in 23 groups; on the device entries, window, index, and slots, each with two numbers of 4 bytes."""
+    """92 tokens in 23 groups; on the device window, index, sums, and slots, each with two numbers of 4 bytes."""
     method = RECALLS["two-open"].replace(store="host", slots=5)
     report, stored = (inspect(tiny.model("llama"), m, 100)[1] for m in (method, RECALLS["two-open"]))
     assert report.host_bytes == 92 * 32 * 2

@@ -28,7 +28,7 @@ def test_exact_prompts_read_the_same_stored_tokens_in_a_padded_batch(model):
 @pytest.mark.parametrize("kind", ["growing", "static"])
 def test_a_store_is_checked_for_latents_of_their_width(kind, monkeypatch):
     """As on a GPU, where steps with a host store round entries in blocks, of which latents must be whole ones."""
-    model, widths = condense.apply(tiny.model("deepseek_v3"), METHOD.replace(store="host", entry_bits=4)), set()
+    model, widths = condense.apply(tiny.model("deepseek_v3"), METHOD.replace(store="host")), set()
     monkeypatch.setattr(
         "condense.caches.store.Store.check",
         lambda store, k, v, latent, groups=None: widths.add((k.shape[3] - v.shape[3], latent)),

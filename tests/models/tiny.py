@@ -119,7 +119,7 @@ CASES = {
     "recall-4-drop": ("gpt2", RECALL.replace(num_recall=3, unchosen="drop")),
     "recall-latents": ("deepseek_v2", RECALL.replace(window=5)),
     "recall-share": ("llama", RECALL.replace(num_recall=0.3, min_recall=2)),
-    "recall-store-and-entries-4": ("deepseek_v2", RECALL.replace(store_bits=4, entry_bits=4)),
+    "recall-store-4": ("deepseek_v2", RECALL.replace(store_bits=4)),
     "recall-store-8-host": ("llama", RECALL.replace(store_bits=8, store="host", slots=3)),
     "cca-matched": ("deepseek_v2", CCA.replace(rep_bias="matched")),
     "lca-matched-entries-4": ("llama", METHODS["lca"].replace(window=6, rep_bias="matched", entry_bits=4)),

@@ -209,7 +209,6 @@ class _Heads:
         if method.reads_exactly:
             closed = opened = 0
         visible = length * (length + 1) // 2 - (closed - opened) * rule.chunk
-        visible += length if choice.mean and closed > opened else 0
         asked = self.num_q * 2 * closed * rule.chunk * self.cached.width
         asked += length * self.absorb_flops if closed else 0
         return visible * self._per_key + asked + groups * rule.chunk * self.entry_flops
