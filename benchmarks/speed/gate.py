@@ -115,9 +115,7 @@ def seen(q: Tensor, context: Context, *, scale: float, method: Method) -> Seen:
         if choice.mean and not (method.reads_exactly and L > 1):
             asked = IndexChoice(q[:, :, at].double(), index, scale, choice.quota)
             weight = rest_weights(asked, 0, len(at), opened, closed, 0.0)
-            whole = (at + 1) // g * g
-            sums = F.pad(window.v.double().cumsum(2), (0, 0, 1, 0))
-            rest = weight, sums[:, :, whole] / whole.clamp(min=1)[:, None]
+            rest = weight, context.means.at(0, L, context.spans, g)[:, :, at]
         masks[0] = opened.repeat_interleave(g, -1)
         form = step_settings(method).store_format
         tensors = [*form.unpack(store, window.k.shape[3], window.v.shape[3], window.k.dtype, index)]

@@ -43,8 +43,9 @@ def demo():
 @pytest.fixture(scope="module")
 def results(demo):
     broken = Broken(**{field.name: getattr(GOOD, field.name) for field in dataclasses.fields(GOOD)})
-    few = GOOD.replace(num_recall=1)
-    methods = {"few": few, "few, prompt exact": few.replace(prompt="exact"), "good": GOOD, "broken": broken}
+    few = GOOD.replace(group_size=4, num_recall=1)
+    methods = {"few": {"rest": few}, "few, prompt exact": {"rest": few.replace(prompt="exact")}}
+    methods |= {"good": GOOD, "broken": broken}
     steps = []
     found = verify(*demo, [demo_text().text], methods, CONFIG, on_step=steps.append)
     assert steps == [len(steps)] * len(steps)
