@@ -27,12 +27,12 @@ def arms(length: int) -> tuple[dict[str, Arm], dict[str, Arm]]:
     """
     first: dict[str, Arm] = {"dense": None, "recall-device": DEVICE, "recall-host": HOST, "cache of 4 bits": CACHE}
     second: dict[str, Arm] = {
-        "dropped, 1/8": DEVICE.replace(unchosen="drop", num_recall=0.125),
-        "1/8": DEVICE.replace(num_recall=0.125),
-        "128 at least": DEVICE.replace(min_recall=128),
+        "dropped": DEVICE.replace(unchosen="drop"),
         "the first layer too": {"rest": DEVICE},
-        "window 1024": DEVICE.replace(window=1024),
+        "128 at least": DEVICE.replace(min_recall=128),
+        "1/8": DEVICE.replace(num_recall=0.125),
         "16 bits": DEVICE.replace(store_bits=16),
+        "window 1024": DEVICE.replace(window=1024),
         "groups of 8": DEVICE.replace(group_size=8, min_recall=512),
         "groups of 32": DEVICE.replace(group_size=32, min_recall=128),
     }
