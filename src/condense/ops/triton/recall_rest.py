@@ -60,7 +60,7 @@ def rest_weights(
                 (unit, of_tile(numbers, [1, rows, width]), centres, of_centres, words, starts, weights),
                 (centres.stride(1), math.log2(g), K, L, G, first, stop, closed, columns, *rule),
                 (R, D, "row" if starts is None else "rows", softcap * LOG2E, form),
-                {},
+                {"num_stages": 3 if form.parts == 1 else 2},
             )  # fmt: skip
     return weights
 

@@ -32,12 +32,15 @@ def _centre_products(q, held, head, line, centres_ptr, s_centre, group, D: tl.co
 
     q: descriptor of queries, of which the tile begins at ``line``. held: the tile, if a row takes one read.
     """
+    BM: tl.constexpr = FORM.BM
+    BN: tl.constexpr = FORM.BN
     P: tl.constexpr = FORM.P
-    at = centres_ptr + (group + tl.arange(0, FORM.BN)).to(tl.int64)[:, None] * s_centre
-    s = tl.zeros([FORM.BM, FORM.BN], tl.int32)
-    for part in tl.static_range(FORM.parts):
+    PARTS: tl.constexpr = FORM.parts
+    at = centres_ptr + (group + tl.arange(0, BN)).to(tl.int64)[:, None] * s_centre
+    s = tl.zeros([BM, BN], tl.int32)
+    for part in tl.static_range(PARTS):
         d = part * P + tl.arange(0, P)[None, :]
-        tile = held if FORM.parts == 1 else q.load([head, line, part * P]).reshape(FORM.BM, P)
+        tile = held if PARTS == 1 else q.load([head, line, part * P]).reshape(BM, P)
         s = tl.dot(tile, tl.trans(tl.load(at + d, mask=d < D, other=0)), s, out_dtype=tl.int32)
     return s
 
