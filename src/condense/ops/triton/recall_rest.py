@@ -66,7 +66,7 @@ def rest_weights(
 
 
 # `rest_weights` as a torch operation, which torch.compile keeps whole
-rest_operation = torch.library.custom_op("condense::recall_rest_weights", rest_weights, mutates_args=())
+rest_operation = torch.library.custom_op("condense::weigh_recall", rest_weights, mutates_args=())
 
 
 @rest_operation.register_fake
