@@ -319,12 +319,12 @@ def test_scores_are_the_definitions_to_the_bit(g, D, heads, dtype, monkeypatch):
     assert float((lse[..., 0] - exact).abs().max()) <= float(error)
 
 
-@pytest.mark.parametrize("softcap", [0.0, 0.5])
 @pytest.mark.parametrize(
-    ("g", "D", "heads", "r", "dtype"),
+    ("g", "D", "heads", "r", "dtype", "softcap"),
     [
-        (1, 40, (3, 1), 9, torch.float32), (3, 64, (2, 2), 60, torch.bfloat16), (8, 80, (7, 1), 1, torch.float16),
-        (16, 128, (1, 1), 2, torch.bfloat16), (4, 288, (20, 1), Quota(least=3, part=1, of=2), torch.float32),
+        (1, 40, (3, 1), 9, torch.float32, 0.0), (3, 64, (2, 2), 60, torch.bfloat16, 0.5),
+        (8, 80, (7, 1), 1, torch.float16, 0.0), (16, 128, (1, 1), 2, torch.bfloat16, 0.0),
+        (4, 288, (20, 1), Quota(least=3, part=1, of=2), torch.float32, 0.5),
     ],
     ids=str,
 )  # fmt: skip

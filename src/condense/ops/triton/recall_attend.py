@@ -49,7 +49,8 @@ def attend_recall(
     if not isinstance(choice, IndexChoice):
         chosen = choice.at(0, L, spans.at(0, L, q.device)[0].hi, G)
         return attention.run(call._replace(groups=chosen_groups(chosen, r).to(torch.int32), closed=closed))
-    as_operation, asked = needs_operation(choice.q), choice.q.detach()
+    asked = choice.q.detach()
+    as_operation = needs_operation(asked)
     choose_groups = choice_operation if as_operation else choose
     groups = choose_groups(asked, *choice.index, call.spans, call.rule, choice.scale, choice.quota, closed)
     out, lse = attention.run(call._replace(groups=groups, closed=closed))
