@@ -3,7 +3,15 @@
 import pytest
 import torch
 from triton_kernels.conftest import poison  # noqa: F401
-from triton_kernels.test_recall_prefill import Case, Problem, chosen, compare, compare_as_one_graph, poisoned_scratch  # noqa: F401
+from triton_kernels.test_recall_prefill import (
+    Case,
+    Problem,
+    chosen,  # noqa: F401
+    compare,
+    compare_as_one_graph,
+    poisoned_scratch,  # noqa: F401
+    weighed,  # noqa: F401
+)
 
 HALF = {"widths": (128, 128), "dtype": torch.bfloat16}
 CASES = {
@@ -14,12 +22,12 @@ CASES = {
 }  # fmt: skip
 CASES |= {f"groups of {g}": Case((4, 1), g, 333, 2048, g, 9, **HALF) for g in (8, 32, 64)}
 CASES["one index for all heads"] = Case((8, 2), 16, 901, 0, 100, 9, (0, 77), latent=128, **HALF)
-CASES["entries left out"] = Case((4, 1), 16, 901, 0, 0, 9, unchosen="drop", **HALF)
+CASES["the others left out"] = Case((4, 1), 16, 901, 0, 0, 9, unchosen="drop", **HALF)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_choice_output_and_gradients(case, chosen):  # noqa: F811
-    compare(case, chosen, "hopper")
+def test_choice_output_and_gradients(case, chosen, weighed):  # noqa: F811
+    compare(case, chosen, weighed, "hopper")
 
 
 def test_long_prompts_agree_with_the_plain_kernels_and_are_read_by_auto(chosen):  # noqa: F811

@@ -14,7 +14,7 @@ from triton.runtime.jit import JITFunction
 import condense
 from condense.ops import RuleSpans, Source, UniformRule, unpack_store
 from condense.ops.hopper import limits as hopper_limits
-from condense.ops.recall import IndexChoice, Quota, RecallSources, StoreFormat, split_keys
+from condense.ops.recall import GroupMeans, IndexChoice, Quota, RecallSources, StoreFormat, split_keys
 from condense.ops.step import NewToken, StepCall
 from condense.ops.triton import host, limits, paged_step, recall_step_plan, step_plan
 from condense.ops.triton import step as triton_step
@@ -180,10 +180,9 @@ def test_the_pooled_step_over_pages_compiles(bits, compiled, monkeypatch):
 
 def read_prompt(attend, q, k, v, asked, keys):
     """A prompt whose queries ``asked`` choose by an index of ``keys``."""
-    of_k, of_v = (x.unflatten(2, (-1, 16)).mean(3) for x in (k, v))
-    sources = RecallSources(Source(of_k, of_v), Source(k, v), Source(k, v), RuleSpans(UniformRule(16, 64), 0, 0))
+    sources = RecallSources(Source(k, v), Source(k, v), RuleSpans(UniformRule(16, 64), 0, 0))
     choice = IndexChoice(asked, split_keys(keys.unflatten(2, (-1, 16)))[0], 0.1, Quota(8))
-    attend(q, sources, choice, AttendOptions(0.1), pool=True)
+    attend(q, sources, choice, AttendOptions(0.1), GroupMeans(v[:, :, :1].float(), 0))
 
 
 @pytest.mark.slow
@@ -191,11 +190,11 @@ def read_prompt(attend, q, k, v, asked, keys):
 def test_the_kernels_of_a_prompt(widths, compiled, monkeypatch):
     """Those for Hopper, and on latents Triton's: they fit, and tensor cores multiply."""
     from condense.ops.hopper import attend as hopper_attend
-    from condense.ops.triton import attend, recall_attend, recall_choice, recall_score
+    from condense.ops.triton import attend, recall_attend, recall_choice, recall_rest, recall_score
 
     # sizes of tiles as on a GPU
     places = (attend, "tiles_of", 2), (recall_score, "_tiles", 1), (recall_choice, "queries_per_program", 1)
-    for module, name, i in places:
+    for module, name, i in (*places, (recall_rest, "_rows", 1)):
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, f=original, i=i: f(*a[:i], True, *a[i + 1 :]))
     monkeypatch.setattr(hopper_attend, "gpu_of", lambda device: host.Gpu((9, 0), 132))
@@ -205,8 +204,8 @@ def test_the_kernels_of_a_prompt(widths, compiled, monkeypatch):
     else:
         q, v, latents = (torch.zeros(1, 4, 2048, width, dtype=torch.bfloat16) for width in widths)
         read_prompt(recall_attend.attend_recall, q, q, v, latents, latents[:, :1])
-    assert len(compiled) == 7
-    assert sum("wgmma.mma_async" in kernel.asm["ptx"] for kernel in compiled) == 2
+    assert len(compiled) == 10
+    assert sum("wgmma.mma_async" in kernel.asm["ptx"] for kernel in compiled) == 3
 
 
 @pytest.mark.parametrize("dtype", limits.DTYPES, ids=str)

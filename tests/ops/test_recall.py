@@ -12,7 +12,16 @@ from two_sources import ArrayChoice
 
 from condense import Recall, attention
 from condense.ops import attend_recall, recall
-from condense.ops.recall import Quota, RecallSources, StoreFormat, choose_groups, index_scores, split_keys
+from condense.ops.recall import (
+    GroupMeans,
+    Quota,
+    RecallSources,
+    StoreFormat,
+    choose_groups,
+    index_scores,
+    split_keys,
+)
+from condense.ops.recall.rest import with_rest
 from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.torch import attend as torch_attend
 
@@ -153,13 +162,36 @@ def test_memory_is_linear(monkeypatch):
 
 def test_bad_input():
     q, k, v = tensors(2, 1, 8)
-    for entries, options, message in (
-        (2, {"unchosen": "keep"}, "unchosen must"),
-        (2, {"backend": "cuda"}, "backend must"),
-        (2, {"backend": "triton"}, r"backend 'triton' .*; use backend='torch'"),  # no CUDA, or float64
-        (3, {}, "store must hold"),
+    for stored, options, message in (
+        (8, {"means": GroupMeans(v, 0)}, "choice must be an IndexChoice"),
+        (8, {"backend": "cuda"}, "backend must"),
+        (8, {"backend": "triton"}, r"backend 'triton' .*; use backend='torch'"),  # no CUDA, or float64
+        (7, {}, "store must hold"),
     ):
-        of_groups, choice = Source(k[:, :, :entries], v[:, :, :entries]), ArrayChoice(torch.ones(2, 1, 8, entries) > 0)
-        sources = RecallSources(of_groups, Source(k, v), Source(k, v), RuleSpans(UniformRule(4, 1), 0, 0))
+        store, choice = Source(k[:, :, :stored], v[:, :, :stored]), ArrayChoice(torch.ones(2, 1, 8, 2) > 0)
         with pytest.raises(ValueError, match=message):
-            attend_recall(q, sources, choice, scale=1.0, **options)
+            attend_recall(
+                q, RecallSources(store, Source(k, v), RuleSpans(UniformRule(4, 1), 0, 0)), choice, scale=1.0, **options
+            )
+
+
+def test_with_all_groups_open_the_mean_changes_no_bit():
+    q, k, v = tensors(6, 2, 23)
+    for backend in BACKENDS:
+        mean, drop = (
+            attention(q, k, v, method=Recall(group_size=4, window=5, num_recall=r, unchosen=unchosen), backend=backend)
+            for r, unchosen in ((5, "mean"), (5, "drop"))
+        )
+        assert torch.equal(mean, drop)
+
+
+def test_a_query_that_sees_nothing_has_finite_gradients():
+    """Joined with no weight: what the one token does where neither has any."""
+    out, lse = torch.zeros(1, 2, 2, 4), torch.tensor([[[-torch.inf, 1.0], [-torch.inf, 2.0]]])
+    weight, mean = torch.tensor([[[-torch.inf, 0.5], [-torch.inf, -torch.inf]]]), torch.ones(1, 1, 2, 4)
+    inputs = [x.requires_grad_() for x in (out, lse, mean)]
+    joined, total = with_rest(*inputs[:2], weight, inputs[2])
+    assert bool((total[..., 0] == -torch.inf).all())
+    assert torch.equal(joined[0, 1], out[0, 1])
+    loss = joined.sum() + total.masked_fill(total == -torch.inf, 0).sum()
+    assert all(bool(x.isfinite().all()) for x in torch.autograd.grad(loss, inputs))

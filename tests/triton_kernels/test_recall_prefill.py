@@ -1,7 +1,8 @@
 """Recall's kernels over a prompt against its definition: interpreted in float32 on a CPU, compiled on a GPU.
 
 A choice may differ where two groups' shares differ by less than the scores' own error. No test hides that: wherever the
-kernels opened other groups, the shares are compared; and attention is compared over what the kernels opened.
+kernels opened other groups, the shares are compared; and attention is compared over what the kernels opened, with the
+weight that they gave to the other groups, which is compared on its own.
 """
 
 import math
@@ -19,9 +20,20 @@ from two_sources import ArrayChoice, others_are_near_ties
 import condense
 from condense.ops import attend_recall
 from condense.ops.backends import BACKENDS
-from condense.ops.recall import IndexChoice, Quota, RecallSources, index_scores, rotation, split_keys
+from condense.ops.extras import soft_cap
+from condense.ops.recall import (
+    GroupMeans,
+    IndexChoice,
+    Quota,
+    RecallSources,
+    index_scores,
+    rotation,
+    split_keys,
+    turned_queries,
+)
+from condense.ops.recall.rest import with_rest
 from condense.ops.spans import RuleSpans, Source, UniformRule
-from condense.ops.triton import attend_call, recall_attend, recall_choice, recall_score
+from condense.ops.triton import attend_call, recall_attend, recall_choice, recall_rest, recall_score
 from condense.ops.triton.attend_call import describe
 from condense.ops.triton.limits import DTYPES
 
@@ -37,8 +49,8 @@ METHOD = condense.Recall(group_size=4, window=6, num_recall=3)
 class Case:
     """Queries from position ``start`` on over what a row has read; pads: left padding of each row, then start is 0.
 
-    g: tokens per group. bias: "own": a number of each entry, which gets a gradient. latent: width of one index and of
-    queries that all heads choose by together; 0: each KV head by its own keys.
+    g: tokens per group. latent: width of one index and of queries that all heads choose by together; 0: each KV head by
+    its own keys.
     """
 
     heads: tuple[int, int]
@@ -48,8 +60,7 @@ class Case:
     window: int = 5
     r: int | Quota = 3
     pads: tuple[int, ...] = (0,)
-    unchosen: str = "pool"
-    bias: float | str | None = math.log(4)
+    unchosen: str = "mean"
     widths: tuple[int, int] = (64, 64) if DEVICE == "cuda" else (16, 16)  # compiled kernels have widths of their own
     dtype: torch.dtype = torch.float32
     latent: int = 0
@@ -59,13 +70,12 @@ CASES = {
     "ratio-1": Case((1, 1), L=45),
     "ratio-3-padded": Case((3, 1), L=29, pads=(0, 11)),
     "ratio-7": Case((7, 1), L=23, unchosen="drop"),
-    "later-queries": Case((2, 1), 3, L=9, start=40, window=3, bias=None),
+    "later-queries": Case((2, 1), 3, L=9, start=40, window=3),
     "a-fifth-padded": Case((3, 1), r=Quota(least=2, part=1, of=5), pads=(0, 13)),
-    "own-biases": Case((2, 1), L=25, pads=(0, 6), bias="own"),
     "no-window": Case((2, 2), 1, L=13, window=0, r=2),
     "latents-padded": Case((3, 3), L=29, pads=(0, 11), latent=288),
     "latents-later": Case((2, 2), L=33, start=40, latent=288, unchosen="drop"),
-    "one-index-for-two-heads": Case((4, 2), L=37, pads=(0, 6), bias="own", latent=64),
+    "one-index-for-two-heads": Case((4, 2), L=37, pads=(0, 6), latent=64),
 }
 if CUDA:
     CASES |= {
@@ -86,10 +96,10 @@ if CUDA:
         f"{dtype}-latents-{name}".removeprefix("torch."): Case(*fields, dtype=dtype, latent=latent)
         for dtype in DTYPES
         for name, (latent, *fields) in {
-            "deepseek": (576, (16, 16), 16, 1300, 0, 100, 20, (0, 301), "pool", 0.5, (192, 128)),
-            "many-heads": (576, (64, 64), 16, 400, 500, 64, 9, (0,), "pool", 0.5, (192, 128)),
-            "minicpm": (288, (40, 40), 16, 333, 1024, 64, 9, (0,), "pool", 0.5, (96, 64)),
-            "groups-of-32": (576, (5, 5), 32, 901, 0, 64, 9, (0,), "drop", 0.5, (192, 128)),
+            "deepseek": (576, (16, 16), 16, 1300, 0, 100, 20, (0, 301), "mean", (192, 128)),
+            "many-heads": (576, (64, 64), 16, 400, 500, 64, 9, (0,), "mean", (192, 128)),
+            "minicpm": (288, (40, 40), 16, 333, 1024, 64, 9, (0,), "mean", (96, 64)),
+            "groups-of-32": (576, (5, 5), 32, 901, 0, 64, 9, (0,), "drop", (192, 128)),
         }.items()
     }
 
@@ -103,16 +113,27 @@ def poisoned_scratch(poison):
     poison(recall_choice, "_scratch")
 
 
+def results_of(name, monkeypatch):
+    """The results of a function that `recall_attend` calls, the last one first."""
+    results, original = [], getattr(recall_attend, name)
+    monkeypatch.setattr(recall_attend, name, lambda *a: results.insert(0, original(*a)) or results[0])
+    return results
+
+
 @pytest.fixture
 def chosen(monkeypatch):
-    """The lists of groups that the kernels made, the last one first."""
-    lists, original = [], recall_attend.choose
-    monkeypatch.setattr(recall_attend, "choose", lambda *a, **kw: lists.insert(0, original(*a, **kw)) or lists[0])
-    return lists
+    """The lists of groups that the kernels made."""
+    return results_of("choose", monkeypatch)
+
+
+@pytest.fixture
+def weighed(monkeypatch):
+    """The weights that the kernels gave to what queries do not open."""
+    return results_of("rest_weights", monkeypatch)
 
 
 class Problem:
-    """Queries, sources, spans and index of a case; entries are no means, so that no test depends on what they are."""
+    """Queries, sources, spans and index of a case; its means are any numbers, so that no test depends on them."""
 
     def __init__(self, case, seed=0):
         (H, K), (D, Dv), g, rows = case.heads, case.widths, case.g, len(case.pads)
@@ -125,16 +146,18 @@ class Problem:
             return torch.randn(rows, *shape, generator=generator).to(DEVICE, case.dtype)
 
         self.case = case
-        self.inputs = [
-            random(H, case.L, D), random(K, G, D), random(K, G, Dv), random(K, G * g, D), random(K, G * g, Dv),
-            random(K, tokens - first, D), random(K, tokens - first, Dv),
-            *([random(K, G)] if case.bias == "own" else []),
-        ]  # fmt: skip
         starts = torch.tensor([case.start - pad for pad in case.pads])
+        self.first = (starts + 1).clamp(min=0) // g
+        self.inputs = [
+            random(H, case.L, D), random(K, G * g, D), random(K, G * g, Dv), random(K, tokens - first, D),
+            random(K, tokens - first, Dv),
+        ]  # fmt: skip
+        if case.unchosen == "mean":
+            self.inputs.append(random(K, G + 1 - int(self.first.min()), Dv).float())
         windows = torch.tensor([first - pad for pad in case.pads])
         self.spans = RuleSpans(UniformRule(g, case.window), starts, windows)
         # what chooses, by which keys
-        self.asked, keys = self.inputs[0], self.inputs[3]
+        self.asked, keys = self.inputs[0], self.inputs[1]
         if case.latent:
             self.asked, keys = random(H, case.L, case.latent), random(1, G * g, case.latent)
         self.index = split_keys(keys.unflatten(2, (G, g)))[0]
@@ -149,14 +172,21 @@ class Problem:
         starts, rule = describe(self.spans, 2, self.case.L, torch.device(DEVICE))
         return self.asked, *self.index, starts, rule, self.scale, list(quota_of(self.case.r)), int(self.closed.max())
 
-    def attend(self, inputs, choice, backend, **kwargs):
-        """Output and log-sum-exp, 0 for queries that see nothing."""
-        q, keys, biases = inputs[0], inputs[1:7], inputs[7:]
-        entries, store, window = (Source(k, v) for k, v in zip(keys[::2], keys[1::2], strict=True))
-        bias = biases[0] if biases else self.case.bias
-        sources = RecallSources(entries._replace(bias=bias), store, window, self.spans)
-        settings = {"scale": self.scale, "unchosen": self.case.unchosen, "backend": backend, "return_lse": True}
-        out, lse = attend_recall(q, sources, choice, **settings, **kwargs)
+    def rest_arguments(self, softcap):
+        """The arguments of `recall_rest.rest_weights`."""
+        asked, signs, steps, starts, rule, scale, _, closed = self.arguments()
+        return asked, signs, steps, recall_choice.choose(*self.arguments()), starts, rule, scale, softcap, closed
+
+    def attend(self, inputs, choice, backend, weight=None, **kwargs):
+        """Output and log-sum-exp, 0 for queries that see nothing. weight: of what they do not open, if it is given."""
+        sources = RecallSources(Source(*inputs[1:3]), Source(*inputs[3:5]), self.spans)
+        means = GroupMeans(inputs[5], self.first) if len(inputs) > 5 else None
+        of_choice = means if isinstance(choice, IndexChoice) else None
+        settings = {"scale": self.scale, "means": of_choice, "backend": backend, "return_lse": True}
+        out, lse = attend_recall(inputs[0], sources, choice, **settings, **kwargs)
+        if weight is not None:
+            seen = means.at(0, self.case.L, self.spans, self.case.g)
+            out, lse = with_rest(out, lse, weight.to(lse.dtype), seen)
         return out, torch.where(lse == -math.inf, 0.0, lse)
 
     def leaves(self, dtype=None):
@@ -164,7 +194,7 @@ class Problem:
 
     def opened(self, groups):
         """Lists of groups ``[B, K, L, r]`` as a mask, checked to be in order and full."""
-        G = self.inputs[1].shape[2]
+        G = self.index.steps.shape[2]
         real = groups < G
         assert torch.equal(real.sum(-1), quota_of(self.case.r).at(self.closed).expand(groups.shape[:3]))
         assert bool((groups.diff(dim=-1) > 0)[real[..., 1:]].all())
@@ -178,14 +208,15 @@ class Problem:
         assert int(others.sum()) <= 0.02 * others.numel()
 
 
-def compare(case, chosen, backend="triton"):
+def compare(case, chosen, weighed, backend="triton"):
     """Choice, output, log-sum-exp and all gradients."""
     problem = Problem(case)
     inputs, exact, plain = problem.leaves(), problem.leaves(torch.float64), problem.leaves()
     got = problem.attend(inputs, problem.choice(), backend)
     mask = problem.opened(chosen[0])
     problem.check_choice(mask)
-    want, yardstick = (problem.attend(x, ArrayChoice(mask), "torch") for x in (exact, plain))
+    assert len(weighed) == (case.unchosen == "mean")
+    want, yardstick = (problem.attend(x, ArrayChoice(mask), "torch", *weighed) for x in (exact, plain))
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(x.shape, generator=generator).to(DEVICE, case.dtype) for x in got]
     results = []
@@ -195,20 +226,20 @@ def compare(case, chosen, backend="triton"):
         results.append([outputs[0].detach(), *grads])
     verdict = judge(*results)
     assert verdict.passed, verdict
-    size = problem.inputs[0].double().norm(dim=-1).amax() * problem.inputs[3].double().norm(dim=-1).amax()
+    size = problem.inputs[0].double().norm(dim=-1).amax() * problem.inputs[1].double().norm(dim=-1).amax()
     error = torch.finfo(case.dtype).eps * problem.scale * float(size)
     assert float((got[1] - want[1]).detach().abs().max()) <= error
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_choice_output_and_gradients(name, chosen):
-    compare(CASES[name], chosen)
+def test_choice_output_and_gradients(name, chosen, weighed):
+    compare(CASES[name], chosen, weighed)
 
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
-def test_widths(widths, chosen):
+def test_widths(widths, chosen, weighed):
     dtype = DTYPES[0] if CUDA else torch.float32
-    compare(Case((2, 1), L=700 if CUDA else 21, widths=widths, dtype=dtype), chosen)
+    compare(Case((2, 1), L=700 if CUDA else 21, widths=widths, dtype=dtype), chosen, weighed)
 
 
 @pytest.mark.parametrize(
@@ -218,8 +249,8 @@ def test_of_equal_scores_the_lower_groups_are_opened(chosen, L, start, r, equal)
     """Ties of whole cells of groups, where there are more cells than groups to open, and where all are equal."""
     case = Case((2, 1), 1, L=L, start=start, window=2, r=r)
     problem, (first, last) = Problem(case), equal
-    problem.inputs[3][:, :, first:last] = problem.inputs[3][:, :, first : first + 1].clone()
-    problem.index = split_keys(problem.inputs[3].unflatten(2, (-1, 1)))[0]
+    problem.inputs[1][:, :, first:last] = problem.inputs[1][:, :, first : first + 1].clone()
+    problem.index = split_keys(problem.inputs[1].unflatten(2, (-1, 1)))[0]
     with torch.no_grad():
         problem.attend(problem.inputs, problem.choice(), "triton")
     opened = problem.opened(chosen[0])
@@ -228,12 +259,13 @@ def test_of_equal_scores_the_lower_groups_are_opened(chosen, L, start, r, equal)
 
 
 def test_blocks_of_queries_change_nothing(chosen, monkeypatch):
-    """Scores and words of a few queries at a time give the bits of all at once."""
+    """Scores, words, weights and outputs of a few queries at a time give the bits of all at once."""
     problem = Problem(Case((2, 1), L=25))
     with torch.no_grad():
         whole = problem.attend(problem.inputs, problem.choice(), "triton")
         monkeypatch.setattr(recall_choice, "_SCRATCH", 1)
-        monkeypatch.setattr(attend_call, "_WORDS", 1)
+        for module, name in ((attend_call, "_WORDS"), (recall_rest, "_SCRATCH"), (recall_attend, "_JOINED")):
+            monkeypatch.setattr(module, name, 1)
         parts = problem.attend(problem.inputs, problem.choice(), "triton")
     assert torch.equal(chosen[0], chosen[1])
     assert all(torch.equal(x, y) for x, y in zip(whole, parts, strict=True))
@@ -287,6 +319,53 @@ def test_scores_are_the_definitions_to_the_bit(g, D, heads, dtype, monkeypatch):
     assert float((lse[..., 0] - exact).abs().max()) <= float(error)
 
 
+@pytest.mark.parametrize(
+    ("g", "D", "heads", "r", "dtype", "softcap"),
+    [
+        (1, 40, (3, 1), 9, torch.float32, 0.0), (3, 64, (2, 2), 60, torch.bfloat16, 0.5),
+        (8, 80, (7, 1), 1, torch.float16, 0.0), (16, 128, (1, 1), 2, torch.bfloat16, 0.0),
+        (4, 288, (20, 1), Quota(least=3, part=1, of=2), torch.float32, 0.5),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_weights_are_the_definitions(g, D, heads, r, dtype, softcap):
+    """For queries of whole numbers, as above; over more groups than a tile has, in scratch memory that holds NaN."""
+    case = Case(heads, g, L=3 * g + 21, start=80 * g, r=r, pads=(0, 82 * g), widths=(D, D), dtype=dtype)
+    problem = Problem(case)
+    problem.asked = (problem.asked * 4).round()
+    arguments = problem.rest_arguments(softcap)
+    torch.use_deterministic_algorithms(True)
+    try:
+        got = recall_rest.rest_weights(*arguments)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    numbers, unit = (x.double() for x in turned_queries(problem.asked))
+    centres = problem.index.centres(D, torch.float64) * problem.index.steps[..., -1:].double()
+    per_head = centres.repeat_interleave(heads[0] // heads[1], 1)
+    scores, G = soft_cap(numbers @ per_head.mT * unit * problem.scale, softcap), centres.shape[2]
+    is_rest = ~problem.opened(arguments[3]) & (torch.arange(G, device=DEVICE) < problem.closed[..., None])
+    scores = scores.masked_fill(~is_rest.repeat_interleave(heads[0] // heads[1], 1), -math.inf)
+    want = scores.logsumexp(-1) + math.log(g)
+    assert torch.equal(got == -math.inf, want == -math.inf)
+    some = want > -math.inf
+    # of the largest score that is rounded, a sum of G rounded powers, and tanh
+    error = torch.finfo(torch.float32).eps * (4 * scores[scores > -math.inf].abs().max() + G + 8 * softcap)
+    assert float((got - want)[some].abs().max()) <= float(error)
+    assert not bool(some.all())
+
+
+def test_later_tokens_change_no_bit_of_earlier_outputs():
+    method, n = METHOD.replace(num_recall=0.3, min_recall=1), 30
+    inputs = [torch.randn(1, heads, 45, 64, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2)]
+    others = [torch.cat([x[:, :, :n], -2 * x[:, :, n:]], 2) for x in inputs]
+    with torch.no_grad():
+        one, other = (
+            condense.attention(*(x.to(DEVICE) for x in y), method=method, backend="triton") for y in (inputs, others)
+        )
+    assert torch.equal(one[:, :, :n], other[:, :, :n])
+    assert not torch.equal(one[:, :, n:], other[:, :, n:])
+
+
 class Living(TorchDispatchMode):
     """The most bytes of tensors that were made within and lived at one time."""
 
@@ -330,11 +409,8 @@ def test_turned_queries_take_of_the_scratch_memory(monkeypatch):
     assert limit / 2 < max(sizes) <= limit
 
 
-LIMITS = [(5, 0, "pool"), (5, 0, "drop"), (5, 100, "pool"), (5, 100, "drop"), (30, 3, "pool")]
-
-
-@pytest.mark.parametrize(("window", "r", "unchosen"), LIMITS)
-def test_no_group_every_group_and_a_prompt_in_which_nothing_closes(window, r, unchosen):
+@pytest.mark.parametrize(("window", "r", "unchosen"), [(5, 100, "mean"), (5, 100, "drop"), (30, 3, "mean")])
+def test_every_group_and_a_prompt_in_which_nothing_closes(window, r, unchosen):
     problem = Problem(Case((2, 1), L=21, window=window, unchosen=unchosen))
     with torch.no_grad():
         got, want = (problem.attend(problem.inputs, problem.choice(r), x) for x in ("triton", "reference"))
@@ -374,7 +450,8 @@ def compare_as_one_graph(case, backend):
         inputs = problem.leaves()
         out, lse = function(*inputs)
         results.append([out, lse, *torch.autograd.grad(out.square().sum(), inputs)])
-    assert sum("choose_recall" in node for node in nodes) == 1
+    for name, count in (("choose_recall", 1), ("weigh_recall", case.unchosen == "mean")):
+        assert sum(name in node for node in nodes) == count
     assert all(map(torch.equal, *results))
 
 
@@ -383,13 +460,15 @@ def test_compiled_as_one_graph(name):
     compare_as_one_graph(CASES[name], "triton")
 
 
-def test_the_choice_is_a_whole_operation():
-    """Its schema, and what it says of its result before it runs."""
-    torch.library.opcheck(recall_choice.choice_operation, Problem(CASES["a-fifth-padded"]).arguments())
+def test_choice_and_weights_are_whole_operations():
+    """Their schemas, and what they say of their results before they run."""
+    problem = Problem(CASES["a-fifth-padded"])
+    torch.library.opcheck(recall_choice.choice_operation, problem.arguments())
+    torch.library.opcheck(recall_rest.rest_operation, problem.rest_arguments(0.0))
 
 
 @pytest.mark.parametrize("widths", LATENTS, ids=str)
-@pytest.mark.parametrize("method", [METHOD, METHOD.replace(unchosen="drop", window=0)], ids=["pool", "drop"])
+@pytest.mark.parametrize("method", [METHOD, METHOD.replace(unchosen="drop", window=0)], ids=["mean", "drop"])
 def test_a_prompt_of_latents_is_what_the_definition_says(method, widths, chosen):
     """Output and gradients in float32, where both choose the same groups, all heads by one choice."""
     L, padding = 31, torch.tensor([0, 9])

@@ -250,7 +250,7 @@ def attend_fwd_hopper_kernel(
     for n in gl.static_range(N):
         sizes += (k[n].shape[2],)
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
-    problem = Work(K, R, L, tiles, works, RowSpans(rule, start, spans_ptr, s_spans), 0, 0, 0)
+    problem = Work(K, R, L, tiles, works, RowSpans(rule, start, spans_ptr, s_spans), 0, 0)
     scores = Scores(scale, levels, biases, s_bias, sizes)
 
     dtype: gl.constexpr = q_ptr.dtype.element_ty

@@ -51,9 +51,7 @@ def fills_gpu(problem: Problem) -> bool:
 def recall_obstacle(q: Tensor, sources: RecallSources, choice: Choice, *, softcap: float) -> str | None:
     """All reasons why the kernels cannot run `condense.ops.attend_recall` with these arguments, None if they can."""
     found = [*_absence(q.device, softcap), *triton_limits.takes(DTYPES, q.dtype)]
-    bias, window = sources.entries.bias, sources.window
-    if isinstance(bias, Tensor):
-        found.append(f"takes one bias for all entries, got a tensor of shape {tuple(bias.shape)}")
+    window = sources.window
     widths, R = (q.shape[3], window.v.shape[3]), q.shape[1] // window.k.shape[1]
     if widths not in RECALL_WIDTHS:
         found.append(f"takes keys and values of widths {', '.join(map(str, RECALL_WIDTHS))}, got {widths}")

@@ -27,12 +27,12 @@ ROWS = gl.constexpr(64)
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
 
-class Work(namedtuple("Work", "K R L tiles works spans first words room")):
+class Work(namedtuple("Work", "K R L tiles works spans first room")):
     """The numbers that are the same for all tiles.
 
     K: KV heads. R: query heads per KV head. L: end of the queries. tiles: tiles of queries. works: tiles times B times
-    K. spans: `RowSpans` without the start of a row. Where queries open groups, else 0: first, the first query; words:
-    groups that have a word; room: length of a list of groups.
+    K. spans: `RowSpans` without the start of a row. Where queries open groups, else 0: first, the first query; room:
+    length of a list of groups.
     """
 
 

@@ -2,8 +2,8 @@
 
 Computes what `condense.ops.triton.attend_forward.attend_fwd_kernel` does where queries open groups, and is arranged as
 `condense.ops.hopper.attend_forward`: a persistent program loops over tiles of ``2 * 64`` rows. A tile reads blocks of
-BN keys: those of the window, of the entries, and of the tokens of groups that any of its queries opens, which the
-loading warp fetches group by group from their places in the store.
+BN keys: those of the window, and of the tokens of groups that any of its queries opens, which the loading warp fetches
+group by group from their places in the store.
 
 Keys and values are cut into parts of 64 columns, each with a buffer of its own: then the part of a group is one stretch
 of shared memory, which one TMA transfer fills.
@@ -31,7 +31,6 @@ from condense.ops.triton.device.records import RowSpans, Rule, Start
 from condense.ops.triton.device.rule import VARYING, tile_rows, visible
 from condense.ops.triton.host import LOG2E, cdiv, on_device_of, whole_rows
 from condense.ops.triton.launch import Launcher
-from condense.ops.triton.recall_choice_kernels import row_of_words
 
 PART = gl.constexpr(64)
 
@@ -39,36 +38,33 @@ PART = gl.constexpr(64)
 class RecallForm(NamedTuple):
     """The constants that the kernel is compiled for.
 
-    g: tokens per group. BN: keys per block. stages: blocks that are loaded ahead. pool: whether queries see entries.
-    kind: of positions.
+    g: tokens per group. BN: keys per block. stages: blocks that are loaded ahead. kind: of positions.
     """
 
     g: int
     BN: int
     stages: int
-    pool: bool
     kind: str
 
 
-class Lists(namedtuple("Lists", "words groups of_groups counts")):
+class Lists(namedtuple("Lists", "groups words counts")):
     """Pointers to the tensors of `condense.ops.triton.recall_choice.OpenedGroups`."""
 
 
-class RecallStream(namedtuple("RecallStream", "window near whole entries blocks")):
+class RecallStream(namedtuple("RecallStream", "window near blocks")):
     """The blocks that a tile reads, in this order.
 
-    window: first key of the window. Numbers of blocks, each including those before: near, of the window; whole, with
-    entries that are closed for all rows; entries, with all entries; blocks, with the tokens of opened groups.
+    window: first key of the window. near: number of blocks of the window. blocks: of these and of the tokens of opened
+    groups.
     """
 
 
-class RecallView(namedtuple("RecallView", "q lo hi closed bit bit_of_groups words size of_groups count piece scale")):
+class RecallView(namedtuple("RecallView", "q lo hi bit words count piece scale")):
     """A tile of queries.
 
-    q: queries in shared memory. Per row: lo, hi, its span in the window; closed, its closed groups; bit, its bit mask
-    within a word; bit_of_groups, the same in the layout of `_of_tokens`. words: pointer to the ``size`` words of the
-    tile. of_groups: pointer to the words of the ``count`` groups in its list. piece: tiles that the program has done
-    before. scale: of scores.
+    q: queries in shared memory. Per row: lo, hi, its span in the window; bit, its bit mask within a word, in the layout
+    of `_of_tokens`. words: pointer to the words of the ``count`` groups in the list of the tile. piece: tiles that the
+    program has done before. scale: of scores.
     """
 
 
@@ -103,12 +99,7 @@ def _stream(first, row, count, problem, FORM: gl.constexpr):
     _, hi = visible(1, last, row, spans, KIND)
     # a tile that sees nothing reads one block, all masked
     near = gl.maximum(gl.cdiv(gl.maximum(hi - lo, 0), BN), 1)
-    whole, entries = near, near
-    if FORM.pool:
-        closed = gl.minimum(visible(0, first, row, spans, KIND)[1], problem.words)
-        closed_last = gl.minimum(visible(0, last, row, spans, KIND)[1], problem.words)
-        whole, entries = near + closed // BN, near + gl.cdiv(closed_last, BN)
-    return RecallStream(lo, near, whole, entries, entries + gl.cdiv(count * FORM.g, BN))
+    return RecallStream(lo, near, near + gl.cdiv(count * FORM.g, BN))
 
 
 @gluon.jit
@@ -128,11 +119,11 @@ def _load_groups(source, row, groups, rings, full, empty, count, FORM: gl.conste
 
 @gluon.jit
 def _produce(sources, lists, problem, memory, FORM: gl.constexpr):
-    """Run the loading warp. sources: descriptors of keys and values of entries, store and window."""
+    """Run the loading warp. sources: descriptors of keys and values of store and window."""
     g: gl.constexpr = FORM.g
     BN: gl.constexpr = FORM.BN
     STAGES: gl.constexpr = FORM.stages
-    entries_k, entries_v, store_k, store_v, window_k, window_v = sources
+    store_k, store_v, window_k, window_v = sources
     at = 0
     for work in range(gl.program_id(0), problem.works, gl.num_programs(0)):
         first, row = pipeline.tile_of_work(work, problem)
@@ -145,11 +136,7 @@ def _produce(sources, lists, problem, memory, FORM: gl.constexpr):
             pipeline.load_block((window_k,), row, start, memory.k, memory.k_full, memory.k_empty, at, STAGES)
             pipeline.load_block((window_v,), row, start, memory.v, memory.v_full, memory.v_empty, at, STAGES)
             at += 1
-        for t in range(stream.entries - stream.near):
-            pipeline.load_block((entries_k,), row, t * BN, memory.k, memory.k_full, memory.k_empty, at, STAGES)
-            pipeline.load_block((entries_v,), row, t * BN, memory.v, memory.v_full, memory.v_empty, at, STAGES)
-            at += 1
-        for t in range(stream.blocks - stream.entries):
+        for t in range(stream.blocks - stream.near):
             groups = ()
             for n in gl.static_range(BN // g):
                 # past the end of the list the last group is loaded once more; no row sees it there
@@ -174,68 +161,58 @@ def _first(view, stream, memory, at, rows, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _words(view, start, FORM: gl.constexpr, SOURCE: gl.constexpr):
-    """Words of the block at key ``start``: one per entry, or per group of opened tokens; 0 for the window."""
+def _words(view, start, FORM: gl.constexpr, OPENED: gl.constexpr):
+    """Words of the groups whose tokens are the block at key ``start``; 0 for the window."""
     g: gl.constexpr = FORM.g
     BN: gl.constexpr = FORM.BN
-    columns: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]))
-    if SOURCE == "window":
-        return 0
-    elif SOURCE == "opened":
+    if OPENED:
         n = start // g + gl.arange(0, BN // g, layout=gl.SliceLayout(0, gl.SliceLayout(2, _of_tokens(BN, g))))
-        return gl.load(view.of_groups + n, mask=n < view.count, other=0)
+        return gl.load(view.words + n, mask=n < view.count, other=0)
     else:
-        # past the end of the row the last block's words are read and not used
-        return gl.load(view.words + (gl.minimum(start, view.size - BN) + gl.arange(0, BN, layout=columns)))
+        return 0
 
 
 @gluon.jit
-def _step(
-    online, count, now, start, view, level, memory, FORM: gl.constexpr, SOURCE: gl.constexpr, GROUP: gl.constexpr
-):  # fmt: skip
+def _step(online, count, now, start, view, memory, FORM: gl.constexpr, OPENED: gl.constexpr, GROUP: gl.constexpr):
     """Read ``count`` blocks of one source from key ``start`` on. On entry and exit, the values of the last block are
     not added yet.
 
-    now: number of the first block among all that the program reads. level: base-2 number added to all scores. SOURCE:
-    "window"; "entries" that are closed for all rows; "edge", entries that are not; "opened", tokens of opened groups.
+    now: number of the first block among all that the program reads. OPENED: the source is the list of opened groups,
+    else the window.
     """
     g: gl.constexpr = FORM.g
     BN: gl.constexpr = FORM.BN
     STAGES: gl.constexpr = FORM.stages
     acc, p, m, total = online.acc, online.p, online.m, online.total
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    word = _words(view, start, FORM, SOURCE)
+    word = _words(view, start, FORM, OPENED)
     for t in range(count):
         at = now + t
         s, added = pipeline.start_turn(view.q, p, acc, memory, at, view.piece, BN, STAGES, GROUP)
-        n = start + t * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
         # the words of the next block are loaded now, because a load from global memory takes long
-        next_word = _words(view, start + (t + 1) * BN, FORM, SOURCE)
-        if SOURCE == "opened":
-            seen = (word[None, :] & view.bit_of_groups[:, None]) != 0
-        elif SOURCE == "window":
-            seen = (n[None, :] >= view.lo[:, None]) & (n[None, :] < view.hi[:, None])
+        next_word = _words(view, start + (t + 1) * BN, FORM, OPENED)
+        if OPENED:
+            seen = (word[None, :] & view.bit[:, None]) != 0
         else:
-            seen = (word[None, :] & view.bit[:, None]) == 0
-            if SOURCE == "edge":
-                seen = seen & (n[None, :] < view.closed[:, None])
+            n = start + t * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
+            seen = (n[None, :] >= view.lo[:, None]) & (n[None, :] < view.hi[:, None])
         word = next_word
         s = hopper.warpgroup_mma_wait(len(acc), deps=[s])
         mbarrier.arrive(memory.k_empty.index(at % STAGES))
-        if SOURCE == "opened":
+        if OPENED:
             of_tokens: gl.constexpr = _of_tokens(BN, g)
             tokens = gl.convert_layout(gl.reshape(s, [ROWS, BN // g, g]), of_tokens, assert_trivial=True)
             tokens = gl.where(gl.expand_dims(seen, 2), tokens, float("-inf"))
             s = gl.convert_layout(gl.reshape(tokens, [ROWS, BN]), layout, assert_trivial=True)
         else:
             s = gl.where(seen, s, float("-inf"))
-        p, m, total, alpha = pipeline.softmax_step(s, m, total, level, view.scale, True, False)
+        p, m, total, alpha = pipeline.softmax_step(s, m, total, 0.0, view.scale, True, False)
         acc, p = pipeline.end_turn(added, p, alpha, memory, at, STAGES)
     return Online(acc, p, m, total)
 
 
 @gluon.jit
-def _consume(tensors, queries, lists, problem, level, scale, memory, FORM: gl.constexpr, GROUP: gl.constexpr):
+def _consume(tensors, queries, lists, problem, scale, memory, FORM: gl.constexpr, GROUP: gl.constexpr):
     """Run a multiplying warp group, which owns 64 of the 128 rows of each tile."""
     g: gl.constexpr = FORM.g
     BN: gl.constexpr = FORM.BN
@@ -265,31 +242,17 @@ def _consume(tensors, queries, lists, problem, level, scale, memory, FORM: gl.co
         spans = pipeline.spans_of_row(problem.spans, row, KIND)
         i, r, real = tile_rows(first, j, L, R, 2 * ROWS)
         lo, hi = visible(1, i, row, spans, KIND)
-        _, closed = visible(0, i, row, spans, KIND)
         bit = gl.full([ROWS], 1, lists.words.dtype.element_ty, of_rows) << (i % Q)
-        size = row_of_words(problem.words)
-        bit_of_groups = gl.convert_layout(bit, gl.SliceLayout(1, gl.SliceLayout(2, _of_tokens(BN, g))))
-        view = RecallView(
-            q, lo, hi, closed, bit, bit_of_groups, lists.words + tile * size, size,
-            lists.of_groups + tile * problem.room, count, piece, scale,
-        )  # fmt: skip
+        bit = gl.convert_layout(bit, gl.SliceLayout(1, gl.SliceLayout(2, _of_tokens(BN, g))))
+        view = RecallView(q, lo, hi, bit, lists.words + tile * problem.room, count, piece, scale)
         nothing = (gl.full([ROWS], float("-inf"), gl.float32, of_rows), gl.zeros([ROWS], gl.float32, of_rows))
         p, m, total = _first(view, stream, memory, at, nothing, FORM)
         acc = ()
         for _ in gl.static_range(PARTS):
             acc += (gl.zeros([ROWS, PART], gl.float32, wide),)
         online = Online(acc, p, m, total)
-        online = _step(online, stream.near - 1, at + 1, stream.window + BN, view, 0.0, memory, FORM, "window", GROUP)
-        online = _step(
-            online, stream.whole - stream.near, at + stream.near, 0, view, level, memory, FORM, "entries", GROUP
-        )  # fmt: skip
-        online = _step(
-            online, stream.entries - stream.whole, at + stream.whole, (stream.whole - stream.near) * BN, view, level,
-            memory, FORM, "edge", GROUP,
-        )  # fmt: skip
-        online = _step(
-            online, stream.blocks - stream.entries, at + stream.entries, 0, view, 0.0, memory, FORM, "opened", GROUP
-        )  # fmt: skip
+        online = _step(online, stream.near - 1, at + 1, stream.window + BN, view, memory, FORM, False, GROUP)
+        online = _step(online, stream.blocks - stream.near, at + stream.near, 0, view, memory, FORM, True, GROUP)
         at, piece = at + stream.blocks, piece + 1
         acc = pipeline.last_values(online, memory, at - 1, STAGES)
         pipeline.store_tile(q, acc, online, (out_ptr, lse_ptr, length), (i, r, real), packed_j, first, head, R, L)
@@ -297,9 +260,8 @@ def _consume(tensors, queries, lists, problem, level, scale, memory, FORM: gl.co
 
 @gluon.jit(do_not_specialize=(*VARYING, *BLOCK, "tiles", "works"))
 def recall_fwd_hopper_kernel(
-    q_ptr, entries_k, entries_v, store_k, store_v, window_k, window_v, words_ptr, group_ptr, word_ptr, count_ptr,
-    starts_ptr, out_ptr, lse_ptr,
-    s_q, level, K, L, first, stop, words, room,
+    q_ptr, store_k, store_v, window_k, window_v, group_ptr, word_ptr, count_ptr, starts_ptr, out_ptr, lse_ptr,
+    s_q, K, L, first, stop, room,
     chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, scale, tiles, works,
     R: gl.constexpr, PARTS: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
@@ -311,7 +273,7 @@ def recall_fwd_hopper_kernel(
     BN: gl.constexpr = FORM.BN
     STAGES: gl.constexpr = FORM.stages
     rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
-    problem = Work(K, R, stop, tiles, works, RowSpans(rule, start, starts_ptr, 0), first, words, room)
+    problem = Work(K, R, stop, tiles, works, RowSpans(rule, start, starts_ptr, 0), first, room)
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     of_queries: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, PART], dtype)
     queries, k_rings, v_rings = (), (), ()
@@ -319,12 +281,12 @@ def recall_fwd_hopper_kernel(
         queries += (gl.allocate_shared_memory(dtype, [2, ROWS, PART], of_queries),)
         k_rings += (gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, PART], window_k.layout),)
         v_rings += (gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, PART], window_v.layout),)
-    sources = (entries_k, entries_v, store_k, store_v, window_k, window_v)
-    tensors, lists = (q_ptr, s_q, out_ptr, lse_ptr, L), Lists(words_ptr, group_ptr, word_ptr, count_ptr)
+    sources = (store_k, store_v, window_k, window_v)
+    tensors, lists = (q_ptr, s_q, out_ptr, lse_ptr, L), Lists(group_ptr, word_ptr, count_ptr)
     memory = pipeline.memory_of(k_rings, v_rings, STAGES)
     gl.warp_specialize([
-        (_consume, (tensors, queries, lists, problem, level, scale, memory, FORM, 0)),
-        (_consume, (tensors, queries, lists, problem, level, scale, memory, FORM, 1)),
+        (_consume, (tensors, queries, lists, problem, scale, memory, FORM, 0)),
+        (_consume, (tensors, queries, lists, problem, scale, memory, FORM, 1)),
         (_produce, (sources, lists, problem, memory, FORM)),
     ], [4, 1], [232, 40])  # fmt: skip
 
@@ -342,25 +304,21 @@ def launch_opened(call: AttendCall, programs: int) -> tuple[Tensor, Tensor]:
     call = call._replace(groups=call.groups.expand(-1, K, -1, -1).contiguous())
     R = H // K
     Q = 2 * ROWS.value // R
-    near = [not_empty(x[:2]) for x in (call.k, call.v)]
-    store = [whole_rows(x[2]) for x in (call.k, call.v)]
     keys, of_group = [1, 1, _KEYS, PART.value], [1, 1, g, PART.value]
-    sources = (
-        *[of_block(x[0], keys) for x in near], *[of_block(x, of_group) for x in store],
-        *[of_block(x[1], keys) for x in near],
-    )  # fmt: skip
+    store = [of_block(whole_rows(x[0]), of_group) for x in (call.k, call.v)]
+    window = [of_block(not_empty(x[1:])[0], keys) for x in (call.k, call.v)]
     with on_device_of(q):
         for first, stop, lists in call.blocks(Q):
             assert lists is not None, "queries open groups"
             tiles = cdiv(stop - first, Q)
             _FORWARD(
                 (min(tiles * B * K, programs), 1, 1),
-                (q, *sources, *lists.tensors, q if call.spans is None else call.spans, out, lse),
+                (q, *store, *window, *lists, q if call.spans is None else call.spans, out, lse),
                 (
-                    q.stride()[:3], call.levels[0] * LOG2E, K, L, first, stop, *lists.numbers, *call.rule,
-                    call.scale * LOG2E, tiles, tiles * B * K,
+                    q.stride()[:3], K, L, first, stop, lists.groups.shape[2], *call.rule, call.scale * LOG2E, tiles,
+                    tiles * B * K,
                 ),
-                (R, D // PART.value, RecallForm(g, _KEYS, _STAGES, call.pool, call.kind)),
+                (R, D // PART.value, RecallForm(g, _KEYS, _STAGES, call.kind)),
                 pipeline.OPTIONS,
             )  # fmt: skip
     return out, lse

@@ -58,8 +58,9 @@ def with_rest(out: Tensor, lse: Tensor, weight: Tensor, mean: Tensor) -> tuple[T
     output stays 0. Where the token has none, the output stays the same to the bit.
     """
     wide = torch.promote_types(out.dtype, torch.float32)
-    total = torch.logaddexp(lse, weight)
-    whole = total.masked_fill(total == float("-inf"), 0.0)
+    nothing = torch.maximum(lse, weight) == float("-inf")
+    # the gradient of logaddexp is NaN where both are -inf
+    total = torch.logaddexp(lse.masked_fill(nothing, 0.0), weight)
     mean = mean.to(wide).repeat_interleave(out.shape[1] // mean.shape[1], 1)
-    seen = out.to(wide) * (lse - whole).exp()[..., None] + mean * (weight - whole).exp()[..., None]
-    return seen.to(out.dtype), total
+    seen = out.to(wide) * (lse - total).exp()[..., None] + mean * (weight - total).exp()[..., None]
+    return seen.to(out.dtype), total.masked_fill(nothing, float("-inf"))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from condense.ops.triton.attend_backward import attend_dkv_kernel, attend_dq_kernel, opened_dkv_kernel, store_dkv_kernel
+from condense.ops.triton.attend_backward import attend_dkv_kernel, attend_dq_kernel, store_dkv_kernel
 from condense.ops.triton.attend_call import (
     AttendCall,
     AttendShared,
@@ -23,13 +23,13 @@ from condense.ops.triton.attend_forward import attend_fwd_kernel
 from condense.ops.triton.attend_opened import OpenForm
 from condense.ops.triton.descriptors import described
 from condense.ops.triton.device.parts import split_width
-from condense.ops.triton.host import LOG2E, cdiv, dense_rows, holders, on_device_of, power_of_2, whole_rows
+from condense.ops.triton.host import LOG2E, cdiv, holders, on_device_of, power_of_2, whole_rows
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.limits import MAX_SOURCES
 from condense.ops.triton.recall_choice import OpenedGroups, opened
 
-_FORWARD, _DQ, _DKV = (Launcher(kernel) for kernel in (attend_fwd_kernel, attend_dq_kernel, attend_dkv_kernel))
-_OPENED_DKV, _STORE_DKV = Launcher(opened_dkv_kernel), Launcher(store_dkv_kernel)
+_FORWARD, _DQ = Launcher(attend_fwd_kernel), Launcher(attend_dq_kernel)
+_DKV, _STORE_DKV = Launcher(attend_dkv_kernel), Launcher(store_dkv_kernel)
 
 
 class Tiles(NamedTuple):
@@ -48,9 +48,8 @@ def tiles_of(kernel: str, dtype: torch.dtype, is_cuda: bool, widest: int, R: int
     5 to 30 percent: two programs share a multiprocessor, and one multiplies while the other computes its softmax. The
     kernel of dk and dv holds two accumulators in registers, which leaves room for 32 queries at a time.
 
-    Where queries open groups, a tile of "fwd" or "dq" holds the queries whose bits share a word; "dkv" reads such a
-    tile in parts. For keys 192 and values 128 wide (expanded latents), 32 keys per tile took 80 ms and 64 took 144
-    (128K tokens, 16 heads, H200).
+    Where queries open groups, a tile of "fwd" or "dq" holds the queries whose bits share a word. For keys 192 and
+    values 128 wide (expanded latents), 32 keys per tile took 80 ms and 64 took 144 (128K tokens, 16 heads, H200).
     """
     rows, narrow = power_of_2(R), widest <= 128
     if not is_cuda:  # the interpreter
@@ -76,7 +75,7 @@ class _Launches(AttendShared):
 
     def __init__(self, call: AttendCall) -> None:
         super().__init__(call)
-        self.store = None if call.groups is None else (dense_rows(call.k[2]), dense_rows(call.v[2]))
+        self.store = None if call.groups is None else (self.k[0], self.v[0])
         self.choosers = None if call.groups is None else call.groups.shape[1]
 
     def tiles(self, kernel: str) -> Tiles:
@@ -93,7 +92,7 @@ class _Launches(AttendShared):
         # tf32x3, three products of the matrix units, is within the error of PyTorch's float32 attention
         numerics = "tf32x3" if self.q.dtype == torch.float32 else "tf32", call.softcap * LOG2E
         widths = *split_width(self.q.shape[3]), *split_width(self.v[0].shape[3])
-        return (call.num_sources, *widths, call.kind, *numerics, *more) if sources else (*widths, *numerics, *more)
+        return (len(call.k), *widths, call.kind, *numerics, *more) if sources else (*widths, *numerics, *more)
 
     def by_rows(
         self, kernel: Launcher, tiles: Tiles, block: tuple[int, int, OpenedGroups | None],
@@ -102,17 +101,19 @@ class _Launches(AttendShared):
         """Start a kernel that owns tiles of rows. results: tensors behind the spans; strides: of these, behind q's."""
         call, (first, stop, lists) = self.call, block
         (B, _, L, _), K, R = self.q.shape, self.K, self.R
-        described_k, described_v = (described(x, tiles.keys, MAX_SOURCES) for x in (self.k, self.v))
+        sources: list[list[Tensor | None]] = [[*self.k], [*self.v]]
         if lists is None or self.store is None:
-            of_lists: tuple[Any, ...] = (L, None, None, None, None)
+            of_lists: tuple[Any, ...] = (L, None, None, None)
             s_store, heads, form = None, R, None
         else:
-            of_lists = (L, first, stop, *lists.numbers)
-            s_store, heads, form = _strides(*self.store), None, OpenForm(R, call.group_size, call.pool)
+            of_lists = (L, first, stop, lists.groups.shape[2])
+            s_store, heads, form = _strides(*self.store), None, OpenForm(R, call.group_size)
+            sources = [[None, *x[1:]] for x in sources]
+        described_k, described_v = (described(x, tiles.keys, MAX_SOURCES) for x in sources)
         kernel(
             (cdiv(stop - first, tiles.rows // R), B * K, 1),
             (
-                self.q, *described_k, *described_v, self.store, self.biases, None if lists is None else lists.tensors,
+                self.q, *described_k, *described_v, self.store, self.biases, None if lists is None else tuple(lists),
                 self.spans, *results,
             ),
             (
@@ -142,26 +143,23 @@ def _backward(d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, call: Atte
     """Gradients of q, of the sources' keys and of their values, and of the biases."""
     launches, d_out = _Launches(call), whole_rows(d_out)
     row_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
-    stored = [[] if launches.store is None else [x[2]] for x in (call.k, call.v)]
-    k, v = [*launches.k, *stored[0]], [*launches.v, *stored[1]]
-    dq, *grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (launches.q, *k, *v))
-    dk, dv = tuple(grads[: len(k)]), tuple(grads[len(k) :])
+    tensors = launches.q, *launches.k, *launches.v
+    dq, *grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)
+    dk, dv = tuple(grads[: len(call.k)]), tuple(grads[len(call.k) :])
     is_biased = any(x is not None for x in launches.biases)
     d_biases = tuple([x.new_empty(x.shape[:3], dtype=torch.float32) for x in launches.k]) if is_biased else None
     queries = row_lse, delta, launches.q, d_out
     tiles = launches.tiles("dq")
     Q, L = tiles.rows // launches.R, call.q.shape[2]
-    lists = None if call.groups is None else opened(call.groups, k[0].shape[2], call.closed, Q, 0, L)
+    lists = None if call.groups is None else opened(call.groups, call.num_groups, call.closed, Q, 0, L)
     with on_device_of(call.q):
         launches.by_rows(
             _DQ, tiles, (0, L, lists), (out, d_out, lse, d_lse.contiguous(), row_lse, delta, dq),
             (d_out.stride()[:3],), (call.scale,),
         )  # fmt: skip
-        if lists is None:
-            _source_gradients(launches, queries, dk, dv, d_biases)
-        else:
-            _opened_gradients(launches, queries, tiles.rows, lists, dk, dv, d_biases)
-            _store_gradients(launches, queries, dk[2], dv[2])
+        _source_gradients(launches, queries, dk, dv, d_biases)
+        if launches.store is not None:
+            _store_gradients(launches, queries, dk[0], dv[0])
     of_biases = []
     for n, bias in enumerate(call.biases):
         if d_biases is None:  # of an empty source
@@ -176,11 +174,15 @@ def _source_gradients(
     launches: _Launches, queries: tuple[Tensor, ...], dk: tuple[Tensor, ...], dv: tuple[Tensor, ...],
     d_biases: tuple[Tensor, ...] | None,
 ) -> None:  # fmt: skip
-    """Write the gradients of all sources' keys, values and biases. queries: lse, delta, q and the output's gradient."""
+    """Write the gradients of the keys, values and biases of all sources but the store. queries: lse, delta, q and the
+    output's gradient.
+    """
     call, k, v = launches.call, launches.k, launches.v
     tiles, K, R = launches.tiles("dkv"), launches.K, launches.R
     # heads in a tile: the largest power of two that divides R
     heads, sizes = min(R & -R, tiles.rows), [x.shape[2] for x in k]
+    if launches.store is not None:
+        sizes[0] = 0
     seen = holders(call.spans, max(sizes)).unbind() if call.spans is not None and call.kind == "arrays" else None
     grouped = (described([x.unflatten(1, (-1, heads))], tiles.rows // heads) for x in queries[2:])
     tensors = (
@@ -196,39 +198,12 @@ def _source_gradients(
     _DKV(grid, tensors, numbers, launches.constants(heads, tiles.rows, tiles.keys), tiles.options)
 
 
-def _opened_gradients(
-    launches: _Launches, queries: tuple[Tensor, ...], rows: int, lists: OpenedGroups, dk: tuple[Tensor, ...],
-    dv: tuple[Tensor, ...], d_biases: tuple[Tensor, ...] | None,
-) -> None:  # fmt: skip
-    """Write the gradients of keys, values and biases of entries and window. rows: of a tile whose queries share a word;
-    lists: the groups that these open.
-    """
-    call, tiles, K, words = launches.call, launches.tiles("dkv"), launches.K, lists.words
-    for n in (0, 1):
-        if n == 0 and not call.pool:
-            for x in (dk[0], dv[0], *(d_biases or ())):
-                x.zero_()
-            continue
-        keys = dense_rows(call.k[n]), dense_rows(call.v[n])
-        biases, of_biases = (None, None) if n == 1 or d_biases is None else (launches.biases[0], d_biases[0])
-        _OPENED_DKV(
-            (cdiv(keys[0].shape[2], tiles.keys), call.q.shape[0] * K, 1),
-            (*queries, *keys, biases, words, call.spans, dk[n], dv[n], of_biases),
-            (
-                *(x.stride()[:3] for x in queries[2:]), _strides(*keys), launches.s_bias[0], launches.levels[n] or 0.0,
-                K, launches.choosers, call.q.shape[2], keys[0].shape[2], words.shape[2], words.shape[1], *call.rule,
-                call.scale * LOG2E, call.scale,
-            ),
-            (launches.R, n == 0, *launches.constants(rows, tiles.rows, tiles.keys)[1:]), tiles.options,
-        )  # fmt: skip
-
-
 def _store_gradients(launches: _Launches, queries: tuple[Tensor, ...], dk: Tensor, dv: Tensor) -> None:
     """Write the gradients of the store's keys and values."""
     call, R, tiles, store = launches.call, launches.R, launches.tiles("store"), launches.store
     assert call.groups is not None, "queries open groups"
     assert store is not None, "queries open groups"
-    (B, choosers, L, r), G, g = call.groups.shape, call.k[0].shape[2], call.group_size
+    (B, choosers, L, r), G, g = call.groups.shape, call.num_groups, call.group_size
     by_group, order = call.groups.flatten(2).sort(dim=-1, stable=True)
     bounds = torch.arange(G + 1, device=dk.device, dtype=torch.int32).expand(B, choosers, G + 1).contiguous()
     first = torch.searchsorted(by_group, bounds)

@@ -2,8 +2,8 @@
 
 No atomics, so results are deterministic: a program owns a tile of rows (dq) or a block of keys (dk, dv) and goes
 through what it needs in order. `attend_dkv_kernel` reads all queries from the first that sees one of its keys. Where
-queries open groups, `opened_dkv_kernel` does so for entries or window, and `store_dkv_kernel` goes through the queries
-that open its group, from a list.
+queries open groups, it does so for the window, and `store_dkv_kernel` goes through the queries that open its group,
+from a list.
 
 The dq kernel hands two numbers per query to the others, float32 ``[B, H, L]``: the base-2 log-sum-exp, infinite
 where a query sees nothing, so that its weights are 0; and delta, ``sum(out * d_out) - d_lse``, so that the
@@ -13,16 +13,8 @@ log-sum-exp has a gradient too.
 import triton
 import triton.language as tl
 
-from condense.ops.triton.attend_forward import over_source, source_of
-from condense.ops.triton.attend_opened import (
-    BLOCK,
-    chooser,
-    groups_of,
-    load_biases,
-    over_entries,
-    over_opened,
-    where_seen,
-)
+from condense.ops.triton.attend_forward import load_biases, over_source, source_of, where_seen
+from condense.ops.triton.attend_opened import BLOCK, chooser, groups_of, over_opened
 from condense.ops.triton.device.parts import add_weighted, load_block, load_rows, parts, products, store_rows, zeros
 from condense.ops.triton.device.records import BackwardQueries, Block, Keys, Row, RowSpans, Rule, Sources, Start
 from condense.ops.triton.device.rule import (
@@ -74,7 +66,7 @@ def attend_dq_kernel(
     q_ptr,
     k0, k1, k2, k3, k0_rest, k1_rest, k2_rest, k3_rest, v0, v1, v2, v3, v0_rest, v1_rest, v2_rest, v3_rest,
     store, biases, lists, spans_ptr, out_ptr, d_out_ptr, lse_ptr, d_lse_ptr, row_lse_ptr, delta_ptr, dq_ptr,
-    s_q, s_out, s_store, s_bias, s_spans, levels, K, R, choosers, L, first, stop, words, room,
+    s_q, s_out, s_store, s_bias, s_spans, levels, K, R, choosers, L, first, stop, room,
     chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, scale, softmax_scale,
     N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, OPEN: tl.constexpr, BM: tl.constexpr,
@@ -107,38 +99,33 @@ def attend_dq_kernel(
     tl.store(delta_ptr + at, delta, mask=real)
     queries = BackwardQueries(q, d_out, lse, delta)
     if OPEN is not None:
-        groups = groups_of(lists, words, room, store, s_store, row, choosers, i, BM // OPEN.R)
+        groups = groups_of(lists, room, store, s_store, row, choosers, i, BM // OPEN.R)
     dq = zeros(BM, D0, D1)
     for n in tl.static_range(N):
-        source = source_of(k[n], k_rest[n], v[n], v_rest[n], levels[n], s_bias[n], row)
-        seen = visible(n, i, row, spans, KIND)
         if OPEN is not None and n == 0:
-            if OPEN.pool:
-                dq = over_entries(_dq_add, dq, queries, source, biases[n], groups, seen[1], scale, CAP, PRECISION)
             widths: tl.constexpr = (D0, D1, V0, V1)
             dq = over_opened(_dq_add, dq, queries, groups, scale, OPEN.g, widths, BN, CAP, PRECISION)
         else:
+            source = source_of(k[n], k_rest[n], v[n], v_rest[n], levels[n], s_bias[n], row)
+            seen = visible(n, i, row, spans, KIND)
             dq = over_source(dq_keys, dq, queries, source, biases[n], seen, scale, begins_at_0(n, KIND), CAP, PRECISION)
     store_rows(dq_ptr, at * (D0 + D1), [x * softmax_scale for x in dq], real, D0, D1)
 
 
 @triton.jit
-def _add_queries(grads, k, v, rows, seen, level, bias, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
+def _add_queries(grads, k, v, rows, seen, bias, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
     """Gradients dk ``[BN, D]`` (up to the softmax scale), dv ``[BN, Dv]`` and, if there are three, d_bias ``[BN]``, and
     in them a tile of rows.
 
-    seen ``[BN, BM]``: as of `where_seen`, for keys in place of rows. level: base-2 number added to all scores, None if
-    it is in the biases. bias ``[BN]``: each key's own, None for none.
+    seen ``[BN, BM]``: as of `where_seen`, for keys in place of rows. bias ``[BN]``: each key's own, None for none.
     """
     s = products(k, rows.q, PRECISION)  # [BN, BM]
     dp = products(v, rows.d_out, PRECISION)
     s, slope = soft_cap(s * scale, CAP)
-    if level is None:
-        s += bias[:, None] - rows.lse[None, :]
+    if bias is None:
+        s -= rows.lse[None, :]
     else:
-        if bias is not None:
-            s += bias[:, None]
-        s -= (rows.lse - level)[None, :]
+        s += bias[:, None] - rows.lse[None, :]
     p = where_seen(tl.exp2(s), seen, 0.0)
     ds = p * (dp - rows.delta[None, :])
     dv = add_weighted(grads[1], p, rows.d_out, PRECISION)
@@ -175,7 +162,7 @@ def _dkv_queries(
                 tl.load(queries.delta + stat_rows + start, mask=inside, other=0.0),
             )
             seen = (i, keys.first, keys.last) if MASKED else ()
-            grads = _add_queries(grads, keys.k, keys.v, rows, seen, None, keys.bias, scale, CAP, PRECISION)
+            grads = _add_queries(grads, keys.k, keys.v, rows, seen, keys.bias, scale, CAP, PRECISION)
     return grads
 
 
@@ -269,60 +256,6 @@ def _load_queries(
     )
 
 
-@triton.jit(do_not_specialize=(*VARYING, "size", "words", "tiles"))
-def opened_dkv_kernel(
-    lse_ptr, delta_ptr, q_ptr, d_out_ptr, k_ptr, v_ptr, biases, words_ptr, starts_ptr, dk_ptr, dv_ptr, d_biases_ptr,
-    s_q, s_out, s_keys, s_bias, level, K, choosers, L, size, words, tiles,
-    chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, scale, softmax_scale,
-    R: tl.constexpr, ENTRIES: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr,
-    BS: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Write dk ``[B, K, size, D]`` and dv ``[B, K, size, Dv]``, contiguous, of the entries if ENTRIES, else of the
-    window; and d_biases float32 ``[B, K, size]``, if entries have biases of their own.
-
-    BM: rows of a tile, whose queries share a word. BS: rows that are read at a time.
-    """
-    Q: tl.constexpr = BM // R
-    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
-    row, spans = row_of_program(rule, start, starts_ptr, K, KIND)
-    b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    inside = n < size
-    key = n.to(tl.int64)
-    k = load_rows(k_ptr, b * s_keys[0] + kvh * s_keys[1] + key * s_keys[2], inside, D0, D1)
-    v = load_rows(v_ptr, b * s_keys[3] + kvh * s_keys[4] + key * s_keys[5], inside, V0, V1)
-    lo, hi = seen_by(0 if ENTRIES else 1, n, size, L, row, spans, 0, 0, KIND)
-    queries = BackwardQueries(q_ptr, d_out_ptr, lse_ptr, delta_ptr)
-    grads = (zeros(BN, D0, D1), zeros(BN, V0, V1))
-    if biases is not None:
-        bias = tl.load(biases + b * s_bias[0] + kvh * s_bias[1] + key, mask=inside, other=0.0)
-        grads = grads + (tl.zeros([BN], tl.float32),)  # noqa: RUF005
-    first = tl.min(tl.where(lo < hi, lo, L)) // Q
-    STEPS: tl.constexpr = BM // BS
-    for step in range(first * STEPS, tl.cdiv(tl.max(hi), Q) * STEPS):
-        tile, j = step // STEPS, step % STEPS * BS + tl.arange(0, BS)
-        i = tl.minimum(tile * Q + j // R, L - 1)
-        real = (j < Q * R) & (tile * Q + j // R < L)
-        head = kvh * R + j % R
-        at_q = b * s_q[0] + head * s_q[1] + i.to(tl.int64) * s_q[2]
-        at_out = b * s_out[0] + head * s_out[1] + i.to(tl.int64) * s_out[2]
-        rows = _load_queries(queries, at_q, at_out, (b * K * R + head) * L + i, real, D0, D1, V0, V1)
-        sees = real[None, :] & (i[None, :] >= lo[:, None]) & (i[None, :] < hi[:, None])
-        if ENTRIES:
-            word_at = (chooser(row, choosers) * tiles + tile) * words + n
-            word = tl.load(words_ptr + word_at, mask=n < words, other=0)
-            sees = sees & (((word[:, None] >> (i % Q)[None, :]) & 1) == 0)
-        grads = _add_queries(
-            grads, k, v, rows, (sees,), level, bias if biases is not None else None, scale, CAP, PRECISION
-        )
-    at = (b * K + kvh) * size + key
-    store_rows(dk_ptr, at * (D0 + D1), [x * softmax_scale for x in grads[0]], inside, D0, D1)
-    store_rows(dv_ptr, at * (V0 + V1), grads[1], inside, V0, V1)
-    if biases is not None:
-        tl.store(d_biases_ptr + at, grads[2], mask=inside)
-
-
 @triton.jit(do_not_specialize=("L", "G"))
 def store_dkv_kernel(
     lse_ptr, delta_ptr, q_ptr, d_out_ptr, k_ptr, v_ptr, first_ptr, order_ptr, dk_ptr, dv_ptr,
@@ -356,7 +289,7 @@ def store_dkv_kernel(
         i = tl.load(order_ptr + place, mask=there, other=0) // r
         at_q, at_out = b * s_q[0] + head * s_q[1] + i * s_q[2], b * s_out[0] + head * s_out[1] + i * s_out[2]
         rows = _load_queries(queries, at_q, at_out, (b * K * R + head) * L + i, there, D0, D1, V0, V1)
-        grads = _add_queries(grads, k, v, rows, (there[None, :],), 0.0, None, scale, CAP, PRECISION)
+        grads = _add_queries(grads, k, v, rows, (there[None, :],), None, scale, CAP, PRECISION)
     at = (b * K + kvh) * G * g + key
     store_rows(dk_ptr, at * (D0 + D1), [x * softmax_scale for x in grads[0]], inside, D0, D1)
     store_rows(dv_ptr, at * (V0 + V1), grads[1], inside, V0, V1)

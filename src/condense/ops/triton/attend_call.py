@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from condense.ops.spans import RuleSpans, Source, Spans, UniformRule
-from condense.ops.triton.host import LOG2E, check_programs, whole_rows
+from condense.ops.triton.host import LOG2E, check_programs, dense_rows, whole_rows
 from condense.ops.triton.recall_choice import OpenedGroups, opened
 from condense.ops.types import AttendOptions
 
@@ -35,8 +35,8 @@ class AttendCall(NamedTuple):
     levels: for each source the one bias that all of its entries share, 0.0 for none.
 
     groups: int32 ``[B, K|1, L, r]``, the groups that each query opens, from `condense.ops.triton.recall_choice.choose`;
-    None where no group can be opened. With groups, the sources are entries, window and store, of which the last has no
-    span; closed is the most closed groups that a query sees, and pool says whether queries see entries.
+    None if the spans say all that queries see. With groups, the sources are store, of whose closed groups queries see
+    those that they open, and window; closed is the most closed groups that a query sees.
     """
 
     q: Tensor
@@ -51,17 +51,16 @@ class AttendCall(NamedTuple):
     softcap: float = 0.0
     groups: Tensor | None = None
     closed: int = 0
-    pool: bool = True
-
-    @property
-    def num_sources(self) -> int:
-        """Sources with spans."""
-        return len(self.k) - (self.groups is not None)
 
     @property
     def group_size(self) -> int:
         """Tokens per group."""
-        return self.k[2].shape[2] // self.k[0].shape[2]
+        return self.rule[0]
+
+    @property
+    def num_groups(self) -> int:
+        """Groups in the store."""
+        return self.k[0].shape[2] // self.group_size
 
     @property
     def kind(self) -> str:
@@ -78,10 +77,10 @@ class AttendCall(NamedTuple):
             yield 0, L, None
             return
         # a word for each group takes at most 8 bytes
-        step = max(1, _WORDS // (8 * self.groups.shape[0] * self.groups.shape[1] * max(self.closed, 1))) * tile
+        step = max(1, _WORDS // (8 * self.groups.shape[0] * self.groups.shape[1] * self.closed)) * tile
         for first in range(0, L, step):
             stop = min(first + step, L)
-            yield first, stop, opened(self.groups, self.k[0].shape[2], self.closed, tile, first, stop)
+            yield first, stop, opened(self.groups, self.num_groups, self.closed, tile, first, stop)
 
 
 _SCHEMA = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(AttendCall).items())
@@ -90,9 +89,8 @@ _SCHEMA = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(At
 class AttendShared:
     """Numbers and tensors that every kernel of a call takes. Strides are 0 in dimensions of size 1.
 
-    q, k, v: whole rows, k and v of the sources with a span. biases, s_bias: one per such source, float32 times log2(e),
-    None for a source without. levels: base 2; that of the window is None where queries open groups. spans, s_spans: see
-    `describe`.
+    q, k, v: whole rows, but for the store, whose rows are dense. biases, s_bias: one per source, float32 times log2(e),
+    None for a source without. levels: base 2. spans, s_spans: see `describe`.
     """
 
     def __init__(self, call: AttendCall) -> None:
@@ -100,17 +98,16 @@ class AttendShared:
         self.call, self.q, self.K = call, whole_rows(call.q), call.k[0].shape[1]
         self.R = call.q.shape[1] // self.K
         check_programs(call.q.shape[0] * self.K)
-        self.k, self.v = (not_empty(x[: call.num_sources]) for x in (call.k, call.v))
+        near = 0 if call.groups is None else 1  # the first source behind the store
+        self.k, self.v = ([*map(dense_rows, x[:near]), *not_empty(x[near:])] for x in (call.k, call.v))
         # a source without entries gets no bias either
         known = [(x.float() * LOG2E).contiguous() if x.shape[2] > 0 else None for x in call.biases]
-        self.biases = tuple([None if n < 0 else known[n] for n in call.bias_of[: call.num_sources]])
+        self.biases = tuple([None if n < 0 else known[n] for n in call.bias_of])
         self.s_bias = tuple([(0, 0) if x is None else row_strides(x) for x in self.biases])
         self.spans, self.s_spans = call.q if call.spans is None else call.spans, (0, 0, 0)
         if call.spans is not None and call.kind == "arrays":
             self.s_spans = (call.spans.stride(1), *row_strides(call.spans))
-        self.levels: tuple[float | None, ...] = tuple([x * LOG2E for x in call.levels])
-        if call.groups is not None:
-            self.levels = self.levels[0], None
+        self.levels = tuple([x * LOG2E for x in call.levels])
 
 
 def row_strides(x: Tensor) -> tuple[int, int]:
@@ -151,18 +148,9 @@ def describe(spans: Spans, num_sources: int, L: int, device: torch.device) -> tu
     return spans.starts().to(device, torch.int32, non_blocking=True), [*numbers, 0, 0, 0, 0]
 
 
-def call_of(
-    q: Tensor,
-    sources: Sequence[Source],
-    spans: Spans,
-    scale: float,
-    softcap: float = 0.0,
-    *,
-    store: Source | None = None,
-) -> AttendCall:
-    """Return the arguments of the operations. store: the source without a span, for a call that gets groups."""
+def call_of(q: Tensor, sources: Sequence[Source], spans: Spans, scale: float, softcap: float = 0.0) -> AttendCall:
+    """Return the arguments of the operations."""
     described = describe(spans, len(sources), q.shape[2], q.device)
-    sources = sources if store is None else [*sources, store]
     k, v = [source.k for source in sources], [source.v for source in sources]
     biases, numbers = [source.bias for source in sources if isinstance(source.bias, Tensor)], itertools.count()
     bias_of = [next(numbers) if isinstance(source.bias, Tensor) else -1 for source in sources]

@@ -2,8 +2,8 @@
 
 A program owns a tile of rows, see `condense.ops.triton.device.rule`. Blocks of keys that all its rows see whole are
 not masked. Keys and values are read through tensor descriptors ``[B, K, N, D]``, which give zeros past the end. Where
-queries open groups, the sources are entries and window; behind the entries stand the tokens of the open groups, which
-`condense.ops.triton.attend_opened` reads from a store.
+queries open groups, the sources are store and window, and `condense.ops.triton.attend_opened` reads the tokens of open
+groups from the store.
 
 Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries, N entries of a source,
 D0 + D1 width of queries and keys, V0 + V1 of values: parts, see `condense.ops.triton.device.parts`. Descriptors k0 to
@@ -14,12 +14,37 @@ BM rows and BN keys per tile.
 import triton
 import triton.language as tl
 
-from condense.ops.triton.attend_opened import BLOCK, groups_of, load_biases, over_entries, over_opened, where_seen
+from condense.ops.triton.attend_opened import BLOCK, groups_of, over_opened
 from condense.ops.triton.device.parts import add_weighted, load_block, load_rows, parts, products, store_rows, zeros
 from condense.ops.triton.device.records import RowSource, Rule, Start
 from condense.ops.triton.device.rule import VARYING, begins_at_0, cut, program_rows, row_of_program, visible
 from condense.ops.triton.device.scores import soft_cap
 from condense.ops.triton.device.softmax import Softmax
+
+
+@triton.jit
+def where_seen(x, seen, other):
+    """x ``[n, m]`` where it is seen, else ``other``.
+
+    seen: a tuple, empty if all is; of a mask ``[n, m]``; or of numbers ``[m]`` and the ends of spans ``[first, last)``
+    of them, both ``[n]``, that are seen.
+    """
+    if len(seen) == 0:
+        return x
+    elif len(seen) == 1:
+        return tl.where(seen[0], x, other)
+    else:
+        return tl.where((seen[0][None, :] >= seen[1][:, None]) & (seen[0][None, :] < seen[2][:, None]), x, other)
+
+
+@triton.jit
+def load_biases(bias):
+    """Biases ``[1, BN]`` of a block of entries. bias: a pointer to those of all rows, base 2, the `RowSource`, and the
+    block's first entry.
+    """
+    biases, source, start = bias
+    n = start + tl.arange(0, source.k[0].block_shape[2])
+    return tl.load(biases + source.bias_at + n, mask=n < source.k[0].shape[2], other=0.0)[None, :]
 
 
 @triton.jit
@@ -77,9 +102,9 @@ def forward_keys(
 
 @triton.jit
 def source_of(k, k_rest, v, v_rest, level, s_bias, row):
-    """The `RowSource` of a program. k_rest, v_rest: None without second parts. level: None for 0."""
+    """The `RowSource` of a program. k_rest, v_rest: None without second parts."""
     bias_at = row.b.to(tl.int64) * s_bias[0] + row.head.to(tl.int64) * s_bias[1]
-    return RowSource(parts(k, k_rest), parts(v, v_rest), row.b, row.head, 0.0 if level is None else level, bias_at)
+    return RowSource(parts(k, k_rest), parts(v, v_rest), row.b, row.head, level, bias_at)
 
 
 @triton.jit
@@ -103,7 +128,7 @@ def attend_fwd_kernel(
     q_ptr,
     k0, k1, k2, k3, k0_rest, k1_rest, k2_rest, k3_rest, v0, v1, v2, v3, v0_rest, v1_rest, v2_rest, v3_rest,
     store, biases, lists, spans_ptr, out_ptr, lse_ptr,
-    s_q, s_store, s_bias, s_spans, levels, K, R, choosers, L, first, stop, words, room,
+    s_q, s_store, s_bias, s_spans, levels, K, R, choosers, L, first, stop, room,
     chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, scale,
     N: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, OPEN: tl.constexpr, BM: tl.constexpr,
@@ -112,8 +137,8 @@ def attend_fwd_kernel(
     """out ``[B, H, L, Dv]`` and natural log-sum-exp ``[B, H, L]``, both contiguous. scale > 0, base 2.
 
     OPEN: the `OpenForm` of a call in which queries open groups, else None, and so are store (pointers to its keys and
-    values), lists (see `groups_of`), and the numbers of these. first, stop: the queries that are read, None for all;
-    first is a multiple of the queries of a tile.
+    values, for which there are no descriptors), lists (see `groups_of`), and the numbers of these. first, stop: the
+    queries that are read, None for all; first is a multiple of the queries of a tile.
     """
     k, k_rest = (k0, k1, k2, k3), (k0_rest, k1_rest, k2_rest, k3_rest)
     v, v_rest = (v0, v1, v2, v3), (v0_rest, v1_rest, v2_rest, v3_rest)
@@ -125,17 +150,15 @@ def attend_fwd_kernel(
     head = kvh * heads + r
     q = load_rows(q_ptr, b * s_q[0] + head * s_q[1] + i.to(tl.int64) * s_q[2], real, D0, D1)  # [BM, D]
     if OPEN is not None:
-        groups = groups_of(lists, words, room, store, s_store, row, choosers, i, BM // OPEN.R)
+        groups = groups_of(lists, room, store, s_store, row, choosers, i, BM // OPEN.R)
     softmax = Softmax(zeros(BM, V0, V1), tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32))
     for n in tl.static_range(N):
-        source = source_of(k[n], k_rest[n], v[n], v_rest[n], levels[n], s_bias[n], row)
-        seen = visible(n, i, row, spans, KIND)
         if OPEN is not None and n == 0:
-            if OPEN.pool:
-                softmax = over_entries(add_keys, softmax, q, source, biases[n], groups, seen[1], scale, CAP, PRECISION)
             widths: tl.constexpr = (D0, D1, V0, V1)
             softmax = over_opened(add_keys, softmax, q, groups, scale, OPEN.g, widths, BN, CAP, PRECISION)
         else:
+            source = source_of(k[n], k_rest[n], v[n], v_rest[n], levels[n], s_bias[n], row)
+            seen = visible(n, i, row, spans, KIND)
             softmax = over_source(
                 forward_keys, softmax, q, source, biases[n], seen, scale, begins_at_0(n, KIND), CAP, PRECISION
             )

@@ -17,22 +17,24 @@ def of_tile(x: Tensor, block: list[int]) -> TensorDescriptor:
 
 
 def described(
-    tensors: Sequence[Tensor], rows: int, count: int = 1, make: Callable[[Tensor, list[int]], Any] = of_tile
+    tensors: Sequence[Tensor | None], rows: int, count: int = 1, make: Callable[[Tensor, list[int]], Any] = of_tile
 ) -> list[Any]:
     """Tensor descriptors of ``[B, K, n, D]`` or ``[B, K, heads, n, D]``: tiles of ``rows`` rows and all heads.
 
-    ``count`` descriptors of the first parts of the tensors' width, then ``count`` of the second parts; None fills up.
-    make: makes one of a tensor and a block.
+    ``count`` descriptors of the first parts of the tensors' width, then ``count`` of the second parts; None stands for
+    None, which the last tensor is not, and fills up. make: makes one of a tensor and a block.
     """
-    *heads, _, width = tensors[0].shape[2:]
+    last = tensors[-1]
+    assert last is not None
+    *heads, _, width = last.shape[2:]
     first, rest = split_width(width)
     none = [None] * (count - len(tensors))
     if rest == 0:
         block = _block(rows, width, *heads)
-        return [*[make(x, block) for x in tensors], *none, *[None] * count]
+        return [*[x if x is None else make(x, block) for x in tensors], *none, *[None] * count]
     blocks = _block(rows, first, *heads), _block(rows, rest, *heads)
-    firsts = [make(x[..., :first], blocks[0]) for x in tensors]
-    return [*firsts, *none, *[make(x[..., first:], blocks[1]) for x in tensors], *none]
+    firsts = [x if x is None else make(x[..., :first], blocks[0]) for x in tensors]
+    return [*firsts, *none, *[x if x is None else make(x[..., first:], blocks[1]) for x in tensors], *none]
 
 
 @functools.cache

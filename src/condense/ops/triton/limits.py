@@ -9,7 +9,6 @@ from torch import Tensor
 from condense.ops.entries import BLOCK_WIDTH
 from condense.ops.recall.choice import Choice, IndexChoice, RecallSources
 from condense.ops.recall.index import block_width
-from condense.ops.spans import RuleSpans, UniformRule
 from condense.ops.step.settings import StepSettings
 from condense.ops.types import Problem
 
@@ -91,9 +90,7 @@ def recall_obstacle(q: Tensor, sources: RecallSources, choice: Choice, *, softca
 
 def recall_call_obstacles(q: Tensor, sources: RecallSources, choice: Choice) -> list[str]:
     """The obstacles in arguments of `condense.ops.attend_recall` that are neither device nor dtype and widths."""
-    found, spans, K, G = [], sources.spans, sources.window.k.shape[1], sources.entries.k.shape[2]
-    if not isinstance(spans, RuleSpans) or not isinstance(spans.rule, UniformRule):
-        found.append(f"takes the spans of a uniform rule, got {spans}")
+    found, K, G = [], sources.window.k.shape[1], sources.num_groups
     most, R = MAX_HEADS_FLOAT32 if q.dtype == torch.float32 else MAX_HEADS, q.shape[1] // K
     if most < R:
         found.append(f"takes up to {most} query heads per KV head in {q.dtype}, got {R}")

@@ -1,4 +1,5 @@
-"""The `triton` backend of Recall's attention over a prompt: the groups that queries open, and attention with these.
+"""The `triton` backend of Recall's attention over a prompt: the groups that queries open, attention with these, and the
+one token that stands for the others.
 
 Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, N window tokens, D and Dv widths.
 """
@@ -9,11 +10,16 @@ import torch
 from torch import Tensor
 
 from condense.ops.recall.choice import Choice, IndexChoice, RecallSources, chosen_groups
+from condense.ops.recall.rest import GroupMeans, with_rest
 from condense.ops.spans import RuleSpans, UniformRule
 from condense.ops.triton.attend import ATTENTION
 from condense.ops.triton.attend_call import Attention, call_of, needs_operation
 from condense.ops.triton.recall_choice import choice_operation, choose
+from condense.ops.triton.recall_rest import rest_operation, rest_weights
 from condense.ops.types import AttendOptions
+
+# most numbers of outputs that are joined with the one token's value at a time: that takes several tensors in float32
+_JOINED = 2**26
 
 
 def attend_recall(
@@ -21,35 +27,51 @@ def attend_recall(
     sources: RecallSources,
     choice: Choice,
     options: AttendOptions,
+    means: GroupMeans | None,
     *,
-    pool: bool,
     attention: Attention = ATTENTION,
 ) -> tuple[Tensor, Tensor]:
-    """See `condense.ops.attend_recall`. pool: queries see the entries of closed groups that they do not open.
+    """See `condense.ops.attend_recall`.
 
-    If every query opens no group, or all of them, this is attention over two sources: entries or store, and the window.
+    If every query opens all of its groups, this is attention over store and window.
     """
-    entries, store, window, spans = sources
-    L, G = q.shape[2], entries.k.shape[2]
-    assert isinstance(spans, RuleSpans), "the backend's limits"
-    rule = spans.rule
-    assert isinstance(rule, UniformRule), "the backend's limits"
+    store, window, spans = sources
+    L, G, g = q.shape[2], sources.num_groups, sources.group_size
+    assert isinstance(spans, RuleSpans), "as of the sources"
+    assert isinstance(spans.rule, UniformRule), "as of the sources"
     closed = min(spans.hulls([(0, L)])[0][0].hi, G)
-    # if a share of `closed` groups rounds up to all of them, it does so for every smaller number too: then every query
-    # opens all its groups
     r = choice.most(closed)
-    opens = r > 0 and not (r == closed and isinstance(choice, IndexChoice))
-    if r == 0:
-        rule = rule if pool else replace(rule, max_chunks=0)
-    elif not opens:
-        entries, rule = store, replace(rule, entries=sources.group_size)
-    spans = replace(spans, rule=rule)
-    call = call_of(q, [entries, window], spans, options.scale, options.softcap, store=store if opens else None)
-    if opens and isinstance(choice, IndexChoice):
-        choose_groups = choice_operation if needs_operation(choice.q) else choose
-        groups = choose_groups(choice.q, *choice.index, call.spans, call.rule, choice.scale, choice.quota, closed)
-        call = call._replace(groups=groups, closed=closed, pool=pool)
-    elif opens:
+    # if a share of `closed` groups rounds up to all of them, it does so for every smaller number too
+    if closed == 0 or (r == closed and isinstance(choice, IndexChoice)):
+        all_open = replace(spans, rule=replace(spans.rule, entries=g))
+        return attention.run(call_of(q, [store, window], all_open, options.scale, options.softcap))
+    call = call_of(q, [store, window], spans, options.scale, options.softcap)
+    if not isinstance(choice, IndexChoice):
         chosen = choice.at(0, L, spans.at(0, L, q.device)[0].hi, G)
-        call = call._replace(groups=chosen_groups(chosen, r).to(torch.int32), closed=closed, pool=pool)
-    return attention.run(call)
+        return attention.run(call._replace(groups=chosen_groups(chosen, r).to(torch.int32), closed=closed))
+    asked = choice.q.detach()
+    as_operation = needs_operation(asked)
+    choose_groups = choice_operation if as_operation else choose
+    groups = choose_groups(asked, *choice.index, call.spans, call.rule, choice.scale, choice.quota, closed)
+    out, lse = attention.run(call._replace(groups=groups, closed=closed))
+    if means is None:
+        return out, lse
+    weigh = rest_operation if as_operation else rest_weights
+    weights = weigh(asked, *choice.index, groups, call.spans, call.rule, choice.scale, options.softcap, closed)
+    return _joined(out, lse, weights, means, spans, g)
+
+
+def _joined(
+    out: Tensor, lse: Tensor, weights: Tensor, means: GroupMeans, spans: RuleSpans, g: int
+) -> tuple[Tensor, Tensor]:
+    """`with_rest` block of queries by block."""
+    (B, H, L, Dv), joined = out.shape, []
+    n = max(1, _JOINED // (B * H * Dv))
+    for start in range(0, L, n):
+        stop = min(start + n, L)
+        of_block, weight = (out[:, :, start:stop], lse[:, :, start:stop]), weights[:, :, start:stop]
+        joined.append(with_rest(*of_block, weight, means.at(start, stop, spans, g)))
+    if len(joined) == 1:
+        return joined[0]
+    outs, lses = zip(*joined, strict=True)
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)

@@ -1,5 +1,5 @@
 """The groups that each query of a prompt opens, chosen by kernels block of queries by block; and tile by tile, words
-with a bit per query and lists of the groups that any query opens.
+with a bit per query, and lists of the groups that any query opens.
 
 The scores of a block of queries stand in scratch memory of limited size; only a list of groups per query is kept.
 Nothing waits for the host.
@@ -65,7 +65,7 @@ def choose(
 
     A query that opens fewer has G in the places that are left. q: ``[B, H, L, D]``. signs, steps: of a `GroupIndex`.
     starts, rule: spans as `condense.ops.triton.attend_call.describe` returns them. quota: the numbers of a `Quota`.
-    closed: the most closed groups that a query sees.
+    closed: the most closed groups that a query sees, >= 1.
     r >= 1 and scale > 0.
     """
     index, quota, kind = GroupIndex(signs, steps), Quota(*quota), "row" if starts is None else "rows"
@@ -73,7 +73,7 @@ def choose(
     R, r, heads, C = H // K, quota.at(closed), B * K, groups_per_cell(g)
     check_programs(heads)
     groups = torch.empty(B, K, L, r, dtype=torch.int32, device=q.device)
-    cells = cdiv(max(closed, 1), MOST_GROUPS) * MOST_GROUPS // C
+    cells = cdiv(closed, MOST_GROUPS) * MOST_GROUPS // C
     tokens, ranked = in_cells(index.narrow(0, closed), cells, D), power_of_2(cells)
     picked = power_of_2(min(r, ranked))
     # if as many groups are opened as there are cells, none can be left out
@@ -119,49 +119,41 @@ def _(q: Tensor, signs: Tensor, *others: Any) -> Tensor:
 class OpenedGroups(NamedTuple):
     """The groups that T tiles of queries open, for every row and KV head.
 
-    words: ``[B * K, T, n]``, a word per group; bit i says whether query i of the tile opens it. n is ``closed`` rounded
-    up to a multiple of 64; the words at the end are 0.
     groups: int32 ``[B * K, T, room]``, the groups that any query of the tile opens, in rising order.
-    of_groups: ``[B * K, T, room]``, the words of these groups.
+    words: ``[B * K, T, room]``, a word for each of these, as of `marked`.
     counts: int32 ``[B * K, T]``, how many these are.
-    closed: the most closed groups that a query sees.
     """
 
-    words: Tensor
     groups: Tensor
-    of_groups: Tensor
+    words: Tensor
     counts: Tensor
-    closed: int
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors, in the order in which kernels take them."""
-        return self[:4]
-
-    @property
-    def numbers(self) -> tuple[int, int]:
-        """``closed`` and ``room``, in the order in which kernels take them."""
-        return self.closed, self.groups.shape[2]
 
 
-def opened(groups: Tensor, num_groups: int, closed: int, tile: int, first: int, stop: int) -> OpenedGroups:
-    """Return the groups that tiles of ``tile`` queries open, 64 at most, for queries ``[first, stop)``.
+def marked(groups: Tensor, num_groups: int, closed: int, tile: int, first: int, stop: int) -> Tensor:
+    """Return a word for each of ``closed`` groups and tile of ``tile`` queries, 64 at most, ``[B * K, T, closed]``; bit
+    i says whether query i of the tile opens the group, for queries ``[first, stop)``.
 
     groups: from `choose`, where ``num_groups`` stands for none.
     """
-    B, K, L, r = groups.shape
-    T, closed = cdiv(stop - first, tile), max(closed, 1)
-    room, words_at_once = min(closed, tile * r), kernels.WORDS.value
-    dtype = torch.int32 if tile <= 32 else torch.int64
-    words = torch.zeros(B * K, T, cdiv(closed, words_at_once) * words_at_once, dtype=dtype, device=groups.device)
-    lists = words.new_empty(B * K, T, room, dtype=torch.int32), words.new_empty(B * K, T, room)
-    counts = torch.empty(B * K, T, dtype=torch.int32, device=groups.device)
+    (B, K, L, r), dtype = groups.shape, torch.int32 if tile <= 32 else torch.int64
+    words = torch.zeros(B * K, cdiv(stop - first, tile), closed, dtype=dtype, device=groups.device)
+    places = power_of_2(r)
+    queries = queries_per_program(places, groups.is_cuda)
     with on_device_of(groups):
-        places = power_of_2(r)
-        queries = queries_per_program(places, groups.is_cuda)
         _MARK(
             (cdiv(stop - first, queries), B * K, 1), (groups, words), (L, num_groups, first, stop, closed, r),
             (tile, places, queries), {"num_warps": warps(places)},
         )  # fmt: skip
-        _LIST((T, B * K, 1), (words, *lists, counts), (closed, room), (min(1024, power_of_2(closed)),), {})
-    return OpenedGroups(words, *lists, counts, closed)
+    return words
+
+
+def opened(groups: Tensor, num_groups: int, closed: int, tile: int, first: int, stop: int) -> OpenedGroups:
+    """Return the groups that tiles of queries open; the arguments are those of `marked`."""
+    words = marked(groups, num_groups, closed, tile, first, stop)
+    heads, T, _ = words.shape
+    room = min(closed, tile * groups.shape[3])
+    lists = words.new_empty(heads, T, room, dtype=torch.int32), words.new_empty(heads, T, room)
+    counts = words.new_empty(heads, T, dtype=torch.int32)
+    with on_device_of(groups):
+        _LIST((T, heads, 1), (words, *lists, counts), (closed, room), (min(1024, power_of_2(closed)),), {})
+    return OpenedGroups(*lists, counts)

@@ -21,15 +21,6 @@ from condense.ops.triton.recall_score_kernels import BLOCK, CELLS_PER_LINE, clos
 
 _INT_MIN, _INT_MAX = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 
-# rows of words are padded to a multiple of so many: the words of a block of keys, which are read at once
-WORDS = tl.constexpr(64)
-
-
-@triton.jit
-def row_of_words(words):
-    """Length of a row of ``words`` words, padded with 0."""
-    return (words + WORDS - 1) // WORDS * WORDS
-
 
 @triton.jit
 def _best_share(score_ptr, at, step, lse_ptr, query, there, valid, R: tl.constexpr):
@@ -221,7 +212,7 @@ def recall_mark_kernel(
     group = tl.load(groups_ptr + ((head * L + first + i) * r)[:, None] + place, mask=there, other=G)
     bit = tl.full([BQ, PLACES], 1, mark_ptr.dtype.element_ty) << (i % Q)[:, None]
     tile = head * tl.cdiv(stop - first, Q) + i // Q
-    tl.atomic_or(mark_ptr + tile[:, None] * row_of_words(words) + group, bit, mask=group < G, sem="relaxed")
+    tl.atomic_or(mark_ptr + tile[:, None] * words + group, bit, mask=group < G, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=("words", "room"))
@@ -233,7 +224,7 @@ def recall_list_kernel(mark_ptr, group_ptr, opens_ptr, count_ptr, words, room, B
     count = tl.full([], 0, tl.int32)
     for start in range(0, words, BW):
         n = start + tl.arange(0, BW)
-        word = tl.load(mark_ptr + tile * row_of_words(words) + n, mask=n < words, other=0)
+        word = tl.load(mark_ptr + tile * words + n, mask=n < words, other=0)
         some = (word != 0).to(tl.int32)
         place = count + tl.cumsum(some, 0) - some
         tl.store(group_ptr + tile * room + place, n, mask=some != 0)

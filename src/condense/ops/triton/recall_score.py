@@ -23,8 +23,6 @@ _SCORE, _TURN = Launcher(recall_score_kernel), Launcher(recall_turn_kernel)
 MOST_GROUPS, _CELL_TOKENS, _CELL = 128, 128, 16
 # a program holds queries up to this width; it reads wider ones again for every tile of scores, part by part
 _WIDE = 128
-
-
 # products are rounded before they are added, as on a CPU
 UNFUSED = {"enable_fp_fusion": False}
 
@@ -40,12 +38,17 @@ class ScoreTiles(NamedTuple):
 
 @functools.cache
 def _tiles(D: int, is_cuda: bool) -> ScoreTiles:
-    rows = 128 if is_cuda else 16  # the interpreter
-    if D <= _WIDE:
+    rows, width = 128 if is_cuda else 16, width_at_once(D)  # the interpreter
+    if width >= D:
         # as few registers as let a multiprocessor hold three programs: while one multiplies, others find largest scores
         options = {"num_warps": 4, "num_stages": 3, "maxnreg": 168} if is_cuda else {}
-        return ScoreTiles(rows, 128, max(32, tile_width(D)), UNFUSED | options)
-    return ScoreTiles(rows, 256, 64, UNFUSED | {"num_warps": 8, "num_stages": 3})
+        return ScoreTiles(rows, 128, width, UNFUSED | options)
+    return ScoreTiles(rows, 256, width, UNFUSED | {"num_warps": 8, "num_stages": 3})
+
+
+def width_at_once(D: int) -> int:
+    """Columns of queries that a program reads at a time."""
+    return max(32, tile_width(D)) if D <= _WIDE else 64
 
 
 class Scratch(NamedTuple):
@@ -96,16 +99,28 @@ def in_cells(index: GroupIndex, cells: int, D: int) -> CellIndex:
         return x.unflatten(2, (cells, C)).transpose(3, 4).flatten(2, 4).flatten(0, 1)
 
     signs, steps = index.turned(D, torch.int8), index.steps.float()
-    centres = F.pad(index.centres(D, torch.int8), (0, 0, 0, cells * C - G)).flatten(0, 1)
-    of_centres = F.pad(steps[..., g], (0, cells * C - G)).flatten(0, 1)
     of_tokens = whole_rows(arranged(signs)), arranged(steps[..., :g, None])[..., 0]
-    return CellIndex(*of_tokens, whole_rows(centres), of_centres, group)
+    return CellIndex(*of_tokens, *centres_of(index, cells * C, D), group)
+
+
+def centres_of(index: GroupIndex, count: int, D: int) -> tuple[Tensor, Tensor]:
+    """The centres of an index and what one of their steps stands for, int8 ``[B * K, count, D]`` and float32 ``[B * K,
+    count]``; those of groups that are not there are 0.
+    """
+    (_, _, G, _), g = index.steps.shape, index.group_size
+    centres = F.pad(index.centres(D, torch.int8), (0, 0, 0, count - G)).flatten(0, 1)
+    return whole_rows(centres), F.pad(index.steps[..., g].float(), (0, count - G)).flatten(0, 1)
 
 
 def bytes_per_query(q: Tensor, cells: int, C: int) -> int:
     """Bytes of scratch memory per query in all rows and heads: its scores of ``cells`` cells; it turned and rounded."""
+    return q.shape[0] * q.shape[1] * cells * C * 4 + bytes_turned(q)
+
+
+def bytes_turned(q: Tensor) -> int:
+    """Bytes of a query in all rows and heads as `turned` makes it."""
     B, H, _, D = q.shape
-    return B * H * (cells * C * 4 + _stride(D) + 4)
+    return B * H * (_stride(D) + 4)
 
 
 def _stride(D: int) -> int:

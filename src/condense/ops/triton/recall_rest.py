@@ -1,0 +1,74 @@
+"""The weight of what each query of a prompt does not open, by a kernel, block of queries by block.
+
+Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, G groups of g tokens, r groups that a query opens, D
+key width.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from condense.ops.recall.index import GroupIndex
+from condense.ops.triton.descriptors import of_tile
+from condense.ops.triton.host import LOG2E, cdiv, check_programs, on_device_of, power_of_2
+from condense.ops.triton.launch import Launcher
+from condense.ops.triton.recall_choice import marked
+from condense.ops.triton.recall_rest_kernels import RestForm, recall_rest_kernel
+from condense.ops.triton.recall_score import bytes_turned, centres_of, turned, width_at_once
+
+_REST = Launcher(recall_rest_kernel)
+# groups of a tile
+_GROUPS = 64
+# bytes of scratch memory for a block of queries
+_SCRATCH = 2**29
+
+
+def _rows(R: int, is_cuda: bool) -> int:
+    """Rows of a tile: no more queries than a word has bits."""
+    return 64 if is_cuda else max(16, power_of_2(R))
+
+
+def rest_weights(
+    q: Tensor, signs: Tensor, steps: Tensor, groups: Tensor, starts: Tensor | None, rule: Sequence[int], scale: float,
+    softcap: float, closed: int,
+) -> Tensor:  # fmt: skip
+    """Return the weights of `condense.ops.recall.rest.rest_weights` for all queries, float32 ``[B, H, L]``.
+
+    groups int32 ``[B, K, L, r]``: those that queries open, from `condense.ops.triton.recall_choice.choose`, and so are
+    the other arguments; softcap: 0.0 for none.
+    """
+    index = GroupIndex(signs, steps).narrow(0, closed)
+    (B, H, L, D), (_, K, G, _), g = q.shape, signs.shape, index.group_size
+    R, columns = H // K, cdiv(closed, _GROUPS) * _GROUPS
+    check_programs(B * K)
+    weights = torch.empty(B, H, L, dtype=torch.float32, device=q.device)
+    centres, of_centres = centres_of(index, columns, D)
+    rows, width = _rows(R, q.is_cuda), width_at_once(D)
+    Q, form = rows // R, RestForm(rows, _GROUPS, width, cdiv(D, width))
+    # a word takes at most 8 bytes
+    n = max(1, _SCRATCH // (bytes_turned(q) * Q + 8 * B * K * closed)) * Q
+    with on_device_of(q):
+        for first in range(0, L, n):
+            stop = min(first + n, L)
+            numbers, unit = turned(q[:, :, first:stop], K, scale * LOG2E)
+            words = marked(groups, G, closed, Q, first, stop)
+            _REST(
+                (cdiv(stop - first, Q), B * K, 1),
+                (unit, of_tile(numbers, [1, rows, width]), centres, of_centres, words, starts, weights),
+                (centres.stride(1), math.log2(g), K, L, G, first, stop, closed, columns, *rule),
+                (R, D, "row" if starts is None else "rows", softcap * LOG2E, form),
+                {"num_stages": 3 if form.parts == 1 else 2},
+            )  # fmt: skip
+    return weights
+
+
+# `rest_weights` as a torch operation, which torch.compile keeps whole
+rest_operation = torch.library.custom_op("condense::weigh_recall", rest_weights, mutates_args=())
+
+
+@rest_operation.register_fake
+def _(q: Tensor, *others: Any) -> Tensor:
+    return q.new_empty(q.shape[:3], dtype=torch.float32)

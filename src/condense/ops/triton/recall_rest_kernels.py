@@ -1,0 +1,95 @@
+"""The kernel that weighs what queries of a prompt do not open: the closed groups' centres, as the index scores them.
+
+Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries of which a block has n, G groups of g
+tokens, T tiles of Q queries, D width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from condense.ops.triton.device.records import Rule, Start
+from condense.ops.triton.device.rule import VARYING, program_rows, row_of_program
+from condense.ops.triton.device.scores import soft_cap
+from condense.ops.triton.recall_score_kernels import closed_groups, log_of_sum
+
+
+class RestForm(NamedTuple):
+    """The constants of a tile: BM rows, BN groups, P columns that are read at a time, the reads per row."""
+
+    BM: int
+    BN: int
+    P: int
+    parts: int
+
+
+@triton.jit
+def _centre_products(q, held, head, line, centres_ptr, s_centre, group, D: tl.constexpr, FORM: tl.constexpr):
+    """Products of a tile of queries with the centres of BN groups from ``group`` on, int32 ``[BM, BN]``.
+
+    q: descriptor of queries, of which the tile begins at ``line``. held: the tile, if a row takes one read.
+    """
+    BM: tl.constexpr = FORM.BM
+    BN: tl.constexpr = FORM.BN
+    P: tl.constexpr = FORM.P
+    PARTS: tl.constexpr = FORM.parts
+    at = centres_ptr + (group + tl.arange(0, BN)).to(tl.int64)[:, None] * s_centre
+    s = tl.zeros([BM, BN], tl.int32)
+    for part in tl.static_range(PARTS):
+        d = part * P + tl.arange(0, P)[None, :]
+        tile = held if PARTS == 1 else q.load([head, line, part * P]).reshape(BM, P)
+        s = tl.dot(tile, tl.trans(tl.load(at + d, mask=d < D, other=0)), s, out_dtype=tl.int32)
+    return s
+
+
+@triton.jit(do_not_specialize=(*VARYING, "G", "first", "stop", "words", "columns"))
+def recall_rest_kernel(
+    unit_ptr, q, centres_ptr, of_centres_ptr, words_ptr, starts_ptr, weight_ptr,
+    s_centre, level, K, L, G, first, stop, words, columns,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries,
+    R: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, CAP: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Write the natural logarithm of the weight of what queries ``[first, stop)`` do not open, float32 ``[B * K, R,
+    L]``; -inf where they open all closed groups.
+
+    Grid (tiles of ``BM // R`` queries, B * K). unit, q: as `condense.ops.triton.recall_score.turned` returns them, in
+    base 2, queries as a descriptor. centres int8 ``[B * K, columns, D]``, of_centres float32 ``[B * K, columns]``:
+    those of the index, up to whole tiles; rows of centres are s_centre apart. words ``[B * K, T, words]``: as of
+    `condense.ops.triton.recall_choice.marked`. level: what is added to scores, base 2. CAP: soft cap, base 2, 0.0 for
+    none.
+    """
+    BM: tl.constexpr = FORM.BM
+    BN: tl.constexpr = FORM.BN
+    Q: tl.constexpr = BM // R
+    # a thread has two neighbouring groups of eight
+    PLACES: tl.constexpr = 8
+    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
+    row, spans = row_of_program(rule, start, starts_ptr, K, KIND)
+    tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i, r, real = program_rows(first, stop, R, BM)
+    closed = closed_groups(i, row, spans, G, KIND)
+    unit = tl.load(unit_ptr + (head * (stop - first) + i - first) * R + r)
+    words_ptr += (head * tl.num_programs(0) + tile) * words
+    bit = tl.full([BM], 1, words_ptr.dtype.element_ty) << ((i - first) % Q)
+    centres_ptr += head * columns * s_centre
+    line = tile * (Q * R)
+    held = q if FORM.parts > 1 else q.load([tl.program_id(1), line, 0]).reshape(BM, FORM.P)
+    # kept per place: to join them, threads would wait for each other
+    top, total = tl.full([BM, PLACES], float("-inf"), tl.float32), tl.zeros([BM, PLACES], tl.float32)
+    for group in range(0, tl.max(closed), BN):
+        n = group + tl.arange(0, BN)
+        s = _centre_products(q, held, tl.program_id(1), line, centres_ptr, s_centre, group, D, FORM)
+        s = s.to(tl.float32) * tl.load(of_centres_ptr + head * columns + n)[None, :] * unit[:, None]
+        word = tl.load(words_ptr + n, mask=n < words, other=0)
+        is_rest = ((word[None, :] & bit[:, None]) == 0) & (n[None, :] < closed[:, None])
+        s = tl.reshape(tl.where(is_rest, soft_cap(s, CAP)[0], float("-inf")), [BM, BN // PLACES, PLACES])
+        larger = tl.maximum(top, tl.max(s, 1))
+        safe = tl.where(larger == float("-inf"), 0.0, larger)
+        total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(s - safe[:, None, :]), 1)
+        top = larger
+    weight = (log_of_sum(top, total) + level) * 0.6931471805599453
+    weight = tl.where(tl.max(top, 1) == float("-inf"), float("-inf"), weight)
+    tl.store(weight_ptr + (head * R + r) * L + i, weight, mask=real)
