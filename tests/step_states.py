@@ -17,8 +17,7 @@ _RECALL = condense.Recall(group_size=4, window=5, num_recall=2, min_recall=2)
 RECALLS = {
     "two-open": _RECALL, "three-open": _RECALL.replace(window=9, num_recall=3), "g-6": _RECALL.replace(group_size=6),
     "window-0-opened": _RECALL.replace(window=0), "g-1-opened": _RECALL.replace(group_size=1, window=3, num_recall=5),
-    "none-open": _RECALL.replace(num_recall=0), "all-open": _RECALL.replace(num_recall=1.0),
-    "a-third": _RECALL.replace(num_recall=1 / 3),
+    "all-open": _RECALL.replace(num_recall=1.0), "a-third": _RECALL.replace(num_recall=1 / 3),
 }  # fmt: skip
 # focal tokens of whole prompts
 SELECT = condense.DGA(
@@ -56,7 +55,7 @@ def own_of(method, rows, state, latent=0):
 
 def own_by(settings):
     choice = settings.choice
-    kept = {"unchosen": "pool" if choice.pool else "drop", "store_bits": choice.store.bits}
+    kept = {"unchosen": "mean" if choice.mean else "drop", "store_bits": choice.store.bits}
     sizes = {"group_size": settings.rule.chunk, "window": settings.rule.window}
     return OwnEntries(condense.Recall(**kept, **sizes).represent)
 
