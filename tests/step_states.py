@@ -17,7 +17,8 @@ _RECALL = condense.Recall(group_size=4, window=5, num_recall=2, min_recall=2)
 RECALLS = {
     "two-open": _RECALL, "three-open": _RECALL.replace(window=9, num_recall=3), "g-6": _RECALL.replace(group_size=6),
     "window-0-opened": _RECALL.replace(window=0), "g-1-opened": _RECALL.replace(group_size=1, window=3, num_recall=5),
-    "all-open": _RECALL.replace(num_recall=1.0), "a-third": _RECALL.replace(num_recall=1 / 3),
+    "all-open": _RECALL.replace(num_recall=1.0),
+    "a-third": _RECALL.replace(num_recall=1 / 3),
 }  # fmt: skip
 # focal tokens of whole prompts
 SELECT = condense.DGA(
