@@ -23,7 +23,7 @@ from condense.ops.triton.device.signs import (
     turned_columns,
     turned_keys,
 )
-from condense.ops.triton.device.sums import head_sums, sum_columns
+from condense.ops.triton.device.sums import head_sums, num_columns, sum_columns
 from condense.ops.triton.recall_store_kernels import add_key_codes, chunk_tokens, fill_up, key_step, put_values
 
 
@@ -187,17 +187,18 @@ def _put_group(
 
 @triton.jit
 def _put_sum(sums, tokens, t, g: tl.constexpr, D: tl.constexpr, NEAR: tl.constexpr):
-    """Write the sum of all groups up to the one that token t completes, of `Tokens` D wide."""
+    """Write the sum of all groups up to the one that token t completes, of `Tokens` D wide; zeros behind."""
     N: tl.constexpr = 64
+    C: tl.constexpr = num_columns(D, g, NEAR)
     j = (t + 1) // g
-    for LO in tl.static_range(0, D, N):
+    for LO in tl.static_range(0, C, N):
         x = tl.zeros([16, N], tl.float64)
         # not loaded ahead, for which every program of the kernel would hold memory
         for start in tl.range(0, g, 16, num_stages=1):
             i = start + tl.arange(0, 16)
             x += chunk_tokens(tokens, t + 1 - g + i, t, i < g, LO, D, N, NEAR).to(tl.float64)
         d = LO + tl.arange(0, N)
-        there, older = d < D, (d < D) & (j > 1)
+        there, older = d < C, (d < D) & (j > 1)
         before = tl.load(sum_columns(sums, j - 1, d, older, D, g, NEAR), mask=older, other=0.0)
         tl.store(sum_columns(sums, j, d, there, D, g, NEAR), before + tl.sum(x, 0), mask=there)
 
@@ -205,15 +206,15 @@ def _put_sum(sums, tokens, t, g: tl.constexpr, D: tl.constexpr, NEAR: tl.constex
 @triton.jit
 def recall_close_kernel(
     k_ptr, v_ptr, signs_ptr, steps_ptr, store_ptr, ring_k_ptr, ring_v_ptr, sums_ptr, seen_ptr, real_ptr, near_ptr,
-    far_ptr, rotation_ptr, s_kb, s_kh, s_vb, s_vh, K, G, W, N, T, delay,
+    far_ptr, rotation_ptr, s_kb, s_kh, s_vb, s_vh, K, G, W, N, num_sums, delay,
     P: tl.constexpr, PV: tl.constexpr, PS: tl.constexpr, FORM: tl.constexpr, HAS_REAL: tl.constexpr,
     EARLY: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Write the new token to rings, index and store, and the sum of values; grid (B * K, 4): keys, values, index and
     the keys that a store holds in fewer than 16 bits, the sum; 3 without sums.
 
-    A group is kept once ``delay`` tokens have followed it; its values are summed up at once. T: slots of the ring of
-    sums, which are None if nobody sees them. PS: columns of bytes of a stored value. near, far: tables of the pages of
+    A group is kept once ``delay`` tokens have followed it; its values are summed up at once. sums: None if nobody
+    sees them; of which a ring has ``num_sums``. PS: columns of bytes of a stored value. near, far: tables of the pages of
     tokens and of records; None for rings and arrays. rotation: `condense.ops.recall.index.rotation` in the dtype of the
     keys.
     """
@@ -271,6 +272,6 @@ def recall_close_kernel(
     if sums_ptr is not None:  # noqa: SIM102 - known when the kernel is compiled
         if live & (work == 3) & ((t + 1) % g == 0):
             if DV > 0:
-                _put_sum(head_sums(sums_ptr, head, kvh, T, place, DV, NEAR), values, t, g, DV, NEAR)
+                _put_sum(head_sums(sums_ptr, head, kvh, num_sums, place, DV, NEAR), values, t, g, DV, NEAR)
             else:
-                _put_sum(head_sums(sums_ptr, head, kvh, T, place, D, NEAR), keys, t, g, D, NEAR)
+                _put_sum(head_sums(sums_ptr, head, kvh, num_sums, place, D, NEAR), keys, t, g, D, NEAR)

@@ -239,7 +239,7 @@ def recall_attend_kernel(
     q_ptr, signs_ptr, steps_ptr, store_ptr, ring_k_ptr, ring_v_ptr, sums_ptr, slots_ptr, turned_ptr, rotation_ptr,
     base_ptr, groups_ptr, place_ptr, centre_ptr, centre_top_ptr, centre_total_ptr, seen_ptr, real_ptr, part_ptr,
     lse_ptr, near_ptr, far_ptr, before_ptr,
-    s_qb, s_qh, K, R, G, W, N, T, window, most_opened, least, part, of, own, s_centre, splits, scale,
+    s_qb, s_qh, K, R, G, W, N, num_sums, window, most_opened, least, part, of, own, s_centre, splits, scale,
     SLOTS: tl.constexpr, FORM: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
     HAS_REAL: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, EARLY: tl.constexpr, NEAR: tl.constexpr,
     FAR: tl.constexpr,
@@ -252,7 +252,7 @@ def recall_attend_kernel(
     groups, BN tokens at a time, of one group or of several. own: splits that read open groups alone; 0 if all read of
     both lists. BM: above 0, the last program has no share: its part is the one token that stands for the closed groups
     that are not open. It reads so many at once of the scores of centres, whose rows are ``s_centre`` long, and of the
-    ``splits`` that `recall_score_kernel` wrote of them; and the ring of T sums.
+    ``splits`` that `recall_score_kernel` wrote of them; and one of the sums, of which a ring has ``num_sums``.
 
     most_opened: stride of ``groups`` and ``place``; with part and of the numbers of
     `condense.ops.recall.choice.Quota`. near, far: tables of the pages of tokens and of records, for which scores and
@@ -286,10 +286,9 @@ def recall_attend_kernel(
         S -= 1
         if split == S:
             after_the_last(EARLY)
-            of_head = head * R * splits
-            centre_ptr += ((head if FAR is None else kvh) * R + r) * s_centre + this.start
-            centres = Centres(centre_ptr, centre_top_ptr + of_head, centre_total_ptr + of_head)
-            sums = head_sums(sums_ptr, head, kvh, T, near_ptr, DV if DV > 0 else D, NEAR)
+            scores, of_head = ((head if FAR is None else kvh) * R + r) * s_centre + this.start, head * R * splits
+            centres = Centres(centre_ptr + scores, centre_top_ptr + of_head, centre_total_ptr + of_head)
+            sums = head_sums(sums_ptr, head, kvh, num_sums, near_ptr, DV if DV > 0 else D, NEAR)
             rest = rest_of(centres, splits, sums, groups_ptr, count, closed, (t + 1) // g, r, R, BM, FORM, NEAR)
             store_part(part_ptr, lse_ptr, rest, part_row, r < R, FORM.V0, FORM.V1)
             return

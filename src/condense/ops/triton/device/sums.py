@@ -21,6 +21,12 @@ class Sums(namedtuple("Sums", "rows place")):
     """
 
 
+@triton.constexpr_function
+def num_columns(WIDTH, g, NEAR):
+    """Columns that there are for a sum WIDTH wide: in pages as many for each token of a group."""
+    return WIDTH if NEAR is None else g * _sum_part(WIDTH, g)
+
+
 @triton.jit
 def head_sums(ptr, head, kvh, slots, table_ptr, WIDTH: tl.constexpr, NEAR: tl.constexpr):
     """The `Sums` of a KV head, WIDTH wide. slots: of a ring; table: of a request's pages."""
