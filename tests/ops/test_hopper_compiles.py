@@ -126,14 +126,6 @@ def step_of(settings, rows, heads):
     triton_step.step(StepCall(token, state, settings, scale=0.1))
 
 
-def test_entries_by_lanes_beside_slots(compiled):
-    """Groups with slots are read by the kernel of other shapes."""
-    step_of(with_store(step_settings(condense.Method.parse("recall-device")), slots=256), 1, 32)
-    asm = lane_assembly(next(kernel for kernel in compiled if kernel.metadata.name == "recall_attend_kernel"))
-    assert "movmatrix.sync." in asm
-    assert ".s8.s8." not in asm
-
-
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("rows", [1, 5, 12, 20, 48])
 def test_numbers_of_kernels_are_plain(rows):
@@ -162,7 +154,7 @@ def test_the_step_over_pages_compiles(compiled):
 
 
 def test_the_step_over_pages_by_lanes(compiled):
-    method = condense.Recall(store_bits=4, entry_bits=4, num_recall=0.3)
+    method = condense.Recall(store_bits=4, num_recall=0.3)
     step_over_pages(RecordPool, method, 128, slots=16, per_page=16)
     check_lanes(compiled)
 

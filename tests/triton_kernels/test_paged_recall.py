@@ -26,7 +26,7 @@ CELLS = [(method, "gqa", dtype) for method in RECORDS for dtype in DTYPES if dty
 CELLS += [("store-8", "one-head", DTYPES[-1]), ("store-4", "seven", DTYPES[0])]
 # wide heads and groups of 16, of which up to eight query heads share one: a GPU reads these by lanes
 WIDE = {"wide": (8, 2, 128, 128), "wide-three": (6, 2, 128, 128), "wide-seven": (7, 1, 128, 128)}
-OF_16 = {name: RECORDS[name].replace(group_size=16, num_recall=9) for name in ("store-4", "drop")}
+OF_16 = {name: RECORDS[name].replace(group_size=16, window=16, num_recall=9) for name in ("store-4", "drop")}
 
 
 @pytest.mark.parametrize(("method", "shape", "dtype"), CELLS, ids=str)

@@ -13,6 +13,7 @@ from two_sources import others_are_near_ties
 
 from condense import Recall
 from condense.ops.recall import index_scores
+from condense.ops.recall.choice import centre_scores
 from condense.ops.step import NewToken, StepCall
 from condense.ops.torch import step as torch_step
 from condense.ops.triton import recall_step, recall_step_plan
@@ -46,19 +47,14 @@ def random_qkv(B, H, K, L, D, Dv, *, dtype=torch.float32):
 
 def opened(scratch, state, settings):
     """What the kernel opened, bool ``[B, K, G]``, from its list of groups."""
-    B, K, G, _ = state.entries_k.shape
+    (B, K, G, _), most = state.signs.shape, settings.choice.quota.at(state.signs.shape[2])
     closed = settings.rule.closed(state.seen).clamp(max=G)
-    lists, offset = (
-        x[: B * K * n].view(B, K, n)
-        for x, n in ((scratch[0].groups, settings.choice.quota.at(G)), (scratch[0].offset, G))
-    )
-    chosen = torch.zeros_like(offset, dtype=torch.bool)
+    lists = scratch[0].groups[: B * K * most].view(B, K, most)
+    chosen = torch.zeros(B, K, G, dtype=torch.bool, device=lists.device)
     for row, n in enumerate(closed.tolist()):
         groups = lists[row, :, : settings.choice.quota.at(n)].long()
         assert bool((groups.diff(dim=-1) > 0).all())
         chosen[row].scatter_(1, groups, True)
-        if settings.choice.pool:
-            assert torch.equal(offset[row, :, :n] == -torch.inf, chosen[row, :, :n])
     return chosen, closed
 
 
@@ -92,7 +88,7 @@ def check_buffers(states, settings, t, k, v):
 def compare(q, k, v, settings, scratch, *, groups=None, latent=0):
     """Every token one step of the PyTorch backend, every so many one of the kernels on the same state.
 
-    Compared are entries, index, store and outputs. Wide keys take a wider tolerance: the partial sums of a score of D
+    Compared are index, store, sums and outputs. Wide keys take a wider tolerance: the partial sums of a score of D
     normal products grow like sqrt(D), so that two orders of summation in float32 give scores some ``scale * D * eps``
     apart; weights differ by as large a share, and values lie within 4 of the output.
     """
@@ -110,7 +106,7 @@ def compare(q, k, v, settings, scratch, *, groups=None, latent=0):
             continue
         num_steps += 1
         got = triton_step.step(StepCall(new, states[0], settings, scale=SCALE, latent=latent))
-        same = states[0].entries_k.shape[2] == 0 or check_choice(scratch, new.q, states[0], settings, SCALE)
+        same = states[0].signs.shape[2] == 0 or check_choice(scratch, new.q, states[0], settings, SCALE)
         num_same += same
         # a group may be opened in the step that closes it: both then read what they packed themselves
         if check_buffers(states, settings, t, k, v) and same:
@@ -125,7 +121,7 @@ COMPARED = {name: (method, (2, 1, 45, 16, 24), None) for name, method in RECALLS
 COMPARED |= {
     f"{heads}-{unchosen}": (RECALLS["three-open"].replace(unchosen=unchosen), (*heads, 33, 16, 16), None)
     for heads in ((2, 2), (6, 2), (7, 1))
-    for unchosen in ("pool", "drop")
+    for unchosen in ("mean", "drop")
 }
 COMPARED |= {
     f"{width}-{name}": (RECALLS[name], (2, 1, 30, *(width if isinstance(width, tuple) else (width, width))), None)
@@ -145,6 +141,8 @@ def test_every_step_against_the_definition(method, sizes, groups, scratch):
 def ranks_few(monkeypatch):
     """Rows with few groups take a shorter way than those with many."""
     monkeypatch.setattr(recall_step_plan, "_FEW_RANKED", 4)
+    # and what is not open is read in several tiles
+    monkeypatch.setattr(recall_step_plan, "_GATHERED", 4)
     recall_step_plan.plan_of.cache_clear()
     yield
     recall_step_plan.plan_of.cache_clear()
@@ -187,10 +185,11 @@ def test_the_index_is_the_definition_to_the_bit(heads, D, g, dtype, scratch):
         if closed < 2:  # the one group is open, whatever its score
             continue
         GROUPS = power_of_2(G)
-        got = scratch[0].score[: 2 * H * GROUPS].view(2, H, GROUPS)[..., :closed]
-        # kernels' scores are base 2
-        scores = index_scores(new.q, states[0].group_index.narrow(0, closed), SCALE * LOG2E)
-        assert torch.equal(got, scores[:, :, 0])
+        index = states[0].group_index.narrow(0, closed)
+        for name, of in (("score", index_scores), ("centre", centre_scores)):
+            got = getattr(scratch[0], name)[: 2 * H * GROUPS].view(2, H, GROUPS)[..., :closed]
+            # kernels' scores are base 2
+            assert torch.equal(got, of(new.q, index, SCALE * LOG2E)[:, :, 0])
 
 
 def test_rows_that_come_and_go():
@@ -241,18 +240,15 @@ def test_the_best_groups_are_chosen_and_of_equals_the_first(closed, wanted, leve
     # two splits, the sum of which is 1
     top, total = torch.zeros(K, R, 2, device=DEVICE), torch.full((K, R, 2), 0.5, device=DEVICE)
     chosen = torch.full((K, groups), -1, dtype=torch.int32, device=DEVICE)
-    offset = torch.zeros(K, groups, device=DEVICE)
     seen, none = torch.tensor([[closed - 1], [0]], dtype=torch.int32, device=DEVICE)
-    ranking = Ranking(groups, max(0, (groups // 1024).bit_length() - 1), 0, 1, 1, 2, 2, True)
+    ranking = Ranking(groups, max(0, (groups // 1024).bit_length() - 1), 0, 1, 1, 2, 2)
     recall_choose_kernel[(K,)](
-        score, top, total, seen, none, chosen, none, offset, none, none, none, none, none, None,
-        K, R, groups, 2, 0, 0.5, groups, wanted, 0, 1, 1, groups, ranking, False, False, False, num_warps=8,
+        score, top, total, seen, none, chosen, none, none, none, none, none, none, None,
+        K, R, groups, 2, 0, groups, wanted, 0, 1, 1, groups, ranking, False, False, False, num_warps=8,
     )  # fmt: skip
     order = score.amax(1)[:, :closed].sort(dim=1, descending=True, stable=True).indices
     best = order[:, :wanted].sort(1).values
     assert torch.equal(chosen[:, :wanted].long(), best)
-    is_open = torch.zeros(K, closed, dtype=torch.bool, device=DEVICE).scatter_(1, best, True)
-    assert torch.equal(offset[:, :closed], torch.where(is_open, -torch.inf, 0.5))
 
 
 def test_many_groups(scratch):

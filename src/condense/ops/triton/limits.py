@@ -147,7 +147,7 @@ def step_obstacle(
         found.append(f"decodes widths up to {MAX_STEP_WIDTH}, got {D} and {Dv}")
     if (obstacle := settings_obstacle(settings)) is not None:
         found.append(obstacle)
-    if settings.entry_bits < 16 and latent % BLOCK_WIDTH and settings.sees_entries:
+    if settings.entry_bits < 16 and latent % BLOCK_WIDTH:
         found.append(
             f"rounds entries in blocks of {BLOCK_WIDTH} channels, whole ones of latents, got latents of {latent} "
             f"columns and entry_bits={settings.entry_bits}"

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from condense.ops.recall.index import rotation
-from condense.ops.step.pages import PagedState, room_for
+from condense.ops.step.pages import PagedState, room_for, window_columns
 from condense.ops.step.records import record_format
 from condense.ops.step.settings import StepSettings
 from condense.ops.step.state import StepState
@@ -37,7 +37,8 @@ def store(
     included; 0 for an unused place, where nothing is stored. settings: as in `condense.ops.paged.read_paged`.
     On latents (``state.up``) q is absorbed, K is 1 and Dv is 0. Nothing is checked, as `read_paged` has checked all.
     """
-    pages = _buffers_of(state, q.shape[2], seen, settings)
+    widths = q.shape[2], v.shape[2]
+    pages = _buffers_of(state, widths, seen, settings)
     with on_device_of(q):
         if settings.choice is None:
             # no outputs
@@ -46,7 +47,7 @@ def store(
         k, v, tables = dense_rows(k), dense_rows(v), (state.window.table, state.entries.table)
         # no rows to leave out
         tensors = k, v, *kept_of(pages), seen, *tables, rotation(q.shape[2], k.device, k.dtype)
-        plan = close_of(*_sizes_of(q, state, settings), False)
+        plan = close_of(*_sizes_of(q, widths, state, settings), False)
         CLOSE.start(plan, tensors, (*k.stride()[:2], *v.stride()[:2]))
 
 
@@ -65,7 +66,8 @@ def attend(
     before int64 ``[R]`` on the device, with a choice: tokens of the requests before each. Requests that come behind
     more groups than `room_for` says get NaN. On latents out is d_c wide. Other arguments as in `store`.
     """
-    q, pages = dense_rows(q), _buffers_of(state, q.shape[2], seen, settings)
+    widths = q.shape[2], 0 if state.latent else out.shape[2]
+    q, pages = dense_rows(q), _buffers_of(state, widths, seen, settings)
     with on_device_of(q):
         if settings.choice is None:
             launch = _launch_of(q, state, pages, settings, scale)
@@ -73,7 +75,7 @@ def attend(
             # keys and values are in pages by now
             _start(launch.step, (q, q, q), state, pages, splits)
         else:
-            plan = plan_of(*_sizes_of(q, state, settings), (scale, state.extras.softcap), False)
+            plan = plan_of(*_sizes_of(q, widths, state, settings), (scale, state.extras.softcap), False)
             scratch, of_q = scratch_of(plan.scratch, q.device), q.stride()[:2]
             tables = state.window.table, state.entries.table, before
             turn = rotation(q.shape[2], q.device, q.dtype)
@@ -104,15 +106,16 @@ def _start(
     STEP.start(plan, (*qkv, *pages[:NUM_BUFFERS], seen, None, None, *splits, splits[0], *tables), strides)
 
 
-def _buffers_of(state: PagedState, D: int, seen: Tensor, settings: StepSettings) -> StepState:
+def _buffers_of(state: PagedState, widths: tuple[int, int], seen: Tensor, settings: StepSettings) -> StepState:
     """The buffers of a step in pages, views ``[P, K, N, columns]``; the window, or ``seen``, in place of those that
-    kernels do not read there.
+    kernels do not read there. widths: D and Dv.
     """
     near, far, past = state.window.cache, state.entries.cache, state.ring
     kept = dict.fromkeys(StepState._fields, near)
-    kept |= {"ring_v": near[..., D:], "seen": seen, "first": seen, "arrived": seen}
+    D, sums = widths[0], near[..., window_columns(*widths, settings, near.itemsize)[0] :]
+    kept |= {"ring_v": near[..., D:], "sums": sums, "seen": seen, "first": seen, "arrived": seen}
     if state.holds_records:
-        kept |= record_format(settings, (D, near.shape[3] - D), near.dtype).views(far)
+        kept |= record_format(settings, widths, near.dtype).views(far)
     else:
         kept |= {"entries_k": far, "entries_v": far[..., D:]}
     if past is not None:
@@ -132,13 +135,13 @@ def _launch_of(q: Tensor, state: PagedState, pages: StepState, settings: StepSet
     return launch_of(settings.number, (scale, state.extras.softcap), latent, sizes, q.dtype, q.device, False)
 
 
-def _sizes_of(q: Tensor, state: PagedState, settings: StepSettings) -> tuple[Any, ...]:
-    """The first arguments of `plan_of` for these tensors, up to the settings' number."""
-    (R, H, D), (_, K, _, C), far = q.shape, state.window.cache.shape, state.entries
+def _sizes_of(q: Tensor, widths: tuple[int, int], state: PagedState, settings: StepSettings) -> tuple[Any, ...]:
+    """The first arguments of `plan_of` for these tensors, up to the settings' number. widths: D and Dv."""
+    (R, H, _), K, far = q.shape, state.window.cache.shape[1], state.entries
     assert settings.rule.window is not None
-    records = PageForm.of_records(far, record_format(settings, (D, C - D), q.dtype))
+    records = PageForm.of_records(far, record_format(settings, widths, q.dtype))
     tokens, pages = settings.rule.window + settings.rule.chunk, (PageForm.of(state.window), records)
     # the groups of each request begin at a multiple of four
     room_for_all = room_for(far) + cdiv(4 * far.table.shape[0], 16) * 16
-    room = Room(far.table.shape[1] * far.slots, tokens, 0, 0, *pages, room_for_all)
-    return q.device, q.dtype, (R, H, K), (D, C - D, state.latent), room, settings.number
+    room = Room(far.table.shape[1] * far.slots, tokens, 0, 0, 0, *pages, room_for_all)
+    return q.device, q.dtype, (R, H, K), (*widths, state.latent), room, settings.number

@@ -10,15 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from condense.ops.triton.device.address import Tokens, form_place, part_at, place_row, token_rows
-from condense.ops.triton.device.codes import row_width
-from condense.ops.triton.device.entry import (
-    Buffer,
-    Chunk,
-    RequestPages,
-    make_entries,
-    put_entry,
-)
-from condense.ops.triton.device.parts import load_row, tile_width
+from condense.ops.triton.device.parts import tile_width
 from condense.ops.triton.device.signs import (
     add_codes,
     add_signs,
@@ -31,6 +23,7 @@ from condense.ops.triton.device.signs import (
     turned_columns,
     turned_keys,
 )
+from condense.ops.triton.device.sums import head_sums, num_columns, sum_columns
 from condense.ops.triton.recall_store_kernels import add_key_codes, chunk_tokens, fill_up, key_step, put_values
 
 
@@ -193,28 +186,46 @@ def _put_group(
 
 
 @triton.jit
-def recall_close_kernel(
-    k_ptr, v_ptr, entries_k_ptr, entries_v_ptr, signs_ptr, steps_ptr, store_ptr, ring_k_ptr, ring_v_ptr,
-    seen_ptr, real_ptr, near_ptr, far_ptr, rotation_ptr,
-    s_kb, s_kh, s_vb, s_vh, K, G, W, N, delay,
-    P: tl.constexpr, PV: tl.constexpr, PS: tl.constexpr,
-    FORM: tl.constexpr, KIND: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
-):  # fmt: skip
-    """Write the new token to rings, entries, index and store; grid (B * K, 4): keys, values, index and
-    the keys that a store holds in fewer than 16 bits, entry.
+def _put_sum(sums, tokens, t, g: tl.constexpr, D: tl.constexpr, NEAR: tl.constexpr):
+    """Write the sum of all groups up to the one that token t completes, of `Tokens` D wide; zeros behind."""
+    N: tl.constexpr = 64
+    C: tl.constexpr = num_columns(D, g, NEAR)
+    j = (t + 1) // g
+    for LO in tl.static_range(0, C, N):
+        x = tl.zeros([16, N], tl.float64)
+        # not loaded ahead, for which every program of the kernel would hold memory
+        for start in tl.range(0, g, 16, num_stages=1):
+            i = start + tl.arange(0, 16)
+            x += chunk_tokens(tokens, t + 1 - g + i, t, i < g, LO, D, N, NEAR).to(tl.float64)
+        d = LO + tl.arange(0, N)
+        there, older = d < C, (d < D) & (j > 1)
+        before = tl.load(sum_columns(sums, j - 1, d, older, D, g, NEAR), mask=older, other=0.0)
+        tl.store(sum_columns(sums, j, d, there, D, g, NEAR), before + tl.sum(x, 0), mask=there)
 
-    A group is kept once ``delay`` tokens have followed it. PS: columns of bytes of a stored value. near, far: tables
-    of the pages of tokens and of records; None for rings and arrays. rotation: `condense.ops.recall.index.rotation` in
-    the dtype of the keys.
+
+@triton.jit
+def recall_close_kernel(
+    k_ptr, v_ptr, signs_ptr, steps_ptr, store_ptr, ring_k_ptr, ring_v_ptr, sums_ptr, seen_ptr, real_ptr, near_ptr,
+    far_ptr, rotation_ptr, s_kb, s_kh, s_vb, s_vh, K, G, W, N, num_sums, delay,
+    P: tl.constexpr, PV: tl.constexpr, PS: tl.constexpr, FORM: tl.constexpr, HAS_REAL: tl.constexpr,
+    EARLY: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
+):  # fmt: skip
+    """Write the new token to rings, index and store, and the sum of values; grid (B * K, 4): keys, values, index and
+    the keys that a store holds in fewer than 16 bits, the sum; 3 without sums.
+
+    A group is kept once ``delay`` tokens have followed it; its values are summed up at once. sums: None if nobody
+    sees them; of which a ring has ``num_sums``. PS: columns of bytes of a stored value. near, far: tables of the pages of
+    tokens and of records; None for rings and arrays. rotation: `condense.ops.recall.index.rotation` in the dtype of the
+    keys.
     """
-    if KIND.early:
+    if EARLY:
         gdc_launch_dependents()
     head, work = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, kvh = head // K, head % K
     g: tl.constexpr = FORM.g
     D: tl.constexpr = FORM.D
     DV: tl.constexpr = FORM.DV
-    row = row_of_step(seen_ptr, real_ptr, None, b, delay, G, g, KIND.has_real, NEAR is not None)
+    row = row_of_step(seen_ptr, real_ptr, None, b, delay, G, g, HAS_REAL, NEAR is not None)
     t, live, closed = row.t, row.live, row.all_closed
     group = closed - 1
     first = group * g
@@ -258,20 +269,9 @@ def recall_close_kernel(
             signs_ptr += part_at(signs_ptr, index)
             steps_ptr += part_at(steps_ptr, index)
         _put_index(keys, rotation_ptr, signs_ptr, steps_ptr, store_ptr, first, t, FORM, NEAR)
-    if closes & (work == 3):
-        k = load_row(k_ptr, KIND.D0, KIND.D1)
-        v = (k[0],) if KIND.latent else load_row(v_ptr, KIND.V0, KIND.V1)
-        chunk = Chunk(first, g, t, k, v)
-        ROW: tl.constexpr = row_width(D, KIND.entry_bits, k_ptr.dtype.element_ty)
-        ROW_V: tl.constexpr = row_width(DV, KIND.entry_bits, k_ptr.dtype.element_ty)
-        if FAR is None:
-            entries = Buffer(entries_k_ptr + head * G * ROW, entries_v_ptr + head * G * ROW_V, ROW, ROW_V, G)
-            ring, slot = Buffer(ring_k_ptr, ring_v_ptr, D, DV, W), group
-        else:
-            at = part_at(entries_k_ptr, kvh * FAR.s_head + place_row(found, FAR.s_entry, FAR))
-            entries = Buffer(entries_k_ptr + at, entries_v_ptr + at, ROW, ROW_V, G)
-            ring = RequestPages(ring_k_ptr, ring_v_ptr, NEAR.s_slot, NEAR.s_slot, place, NEAR.s_page)
-            slot = group * 0
-        # no query weighs the tokens of a mean
-        key, value = make_entries(entries, ring, chunk, k, 0.0, 0, False, 1.0, KIND)
-        put_entry(entries, slot, key, value, True, KIND)
+    if sums_ptr is not None:  # noqa: SIM102 - known when the kernel is compiled
+        if live & (work == 3) & ((t + 1) % g == 0):
+            if DV > 0:
+                _put_sum(head_sums(sums_ptr, head, kvh, num_sums, place, DV, NEAR), values, t, g, DV, NEAR)
+            else:
+                _put_sum(head_sums(sums_ptr, head, kvh, num_sums, place, D, NEAR), keys, t, g, D, NEAR)

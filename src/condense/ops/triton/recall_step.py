@@ -26,14 +26,18 @@ ATTEND, _JOIN = Launcher(recall_attend_kernel), Launcher(step_join_kernel)
 
 
 class StepScratch(
-    namedtuple("StepScratch", "part lse score top total offset turned base groups place slot_of used free")
+    namedtuple(
+        "StepScratch",
+        "part lse score top total centre centre_top centre_total turned base groups place slot_of used free",
+    )
 ):
     """Scratch memory of one step; all tensors have one dimension and hold, in order, numbers of the shapes given here.
 
     float32: part ``[B, H, S1, Dv]``, lse ``[B, H, S1]``, score ``[B, H, G as a power of two]``, top and total
-    ``[B, H, S0]``, offset ``[B, K, G]``, turned ``[B, H, D]``, empty where nobody reads turned queries, and base
-    ``[B, H, r]``; int32: groups and place ``[B, K, r]``, slot_of ``[B, K, G]``, used and free ``[B, K, S]`` of S slots.
-    In pages score and base are ``[H, all]``, offset and groups ``[K, all]``, with places for all groups of all rows.
+    ``[B, H, S0]``; centre, centre_top and centre_total the same of centres, empty where nobody reads these; turned
+    ``[B, H, D]``, empty where nobody reads turned queries, and base ``[B, H, r]``; int32: groups and place ``[B, K,
+    r]``, slot_of ``[B, K, G]``, used and free ``[B, K, S]`` of S slots. In pages score, centre and base are ``[H,
+    all]``, groups ``[K, all]``, with places for all groups of all rows.
     """
 
 
@@ -46,10 +50,10 @@ def scratch_of(sizes: tuple[tuple[int, ...], tuple[int, ...]], device: torch.dev
     )
 
 
-def kept_of(state: StepState) -> tuple[Tensor, ...]:
+def kept_of(state: StepState) -> tuple[Tensor | None, ...]:
     """The buffers that the kernel which closes a group takes behind the new token."""
-    entries_k, entries_v, ring_k, ring_v, _, seen, _, _, _, signs, steps, store, *_ = state
-    return entries_k, entries_v, signs, steps, store, ring_k, ring_v, seen
+    sums = state.sums if state.sums.numel() > 0 else None
+    return state.signs, state.steps, state.store, state.ring_k, state.ring_v, sums, state.seen
 
 
 def tensors_of(
@@ -65,15 +69,16 @@ def tensors_of(
     counts: which rows count. turn: the rotation. tables: of the pages of tokens and of records, and the tokens of the
     rows before each; None for buffers.
     """
-    entries_k, entries_v, ring_k, ring_v, _, seen, _, _, _, signs, steps, store, slots, held, order = state
-    part, lse, score, top, total, offset, turned, base, groups, place, *found = scratch
-    asked, (near, far, before) = turned if turned.numel() > 0 else None, tables
+    _, _, ring_k, ring_v, _, seen, _, _, _, signs, steps, store, slots, held, order, sums = state
+    part, lse, score, top, total, *optional, base, groups, place, slot_of, used, free = scratch
+    *centres, asked = (x if x.numel() > 0 else None for x in optional)
+    near, far, before = tables
     return (
-        (q, signs, steps, seen, counts, score, top, total, asked, turn, far, before),
-        (score, top, total, seen, counts, groups, place, offset, held, order, *found, before),
+        (q, signs, steps, seen, counts, score, top, total, *centres, asked, turn, far, before),
+        (score, top, total, seen, counts, groups, place, held, order, slot_of, used, free, before),
         (
-            q, entries_k, entries_v, signs, steps, store, ring_k, ring_v, slots, asked, turn, base, groups, place,
-            offset, seen, counts, part, lse, near, far, before,
+            q, signs, steps, store, ring_k, ring_v, sums, slots, asked, turn, base, groups, place, *centres, seen,
+            counts, part, lse, near, far, before,
         ),
     )  # fmt: skip
 
@@ -88,8 +93,8 @@ class RecallKernels(PreparedStep):
         super().__init__(call)
         token, state, settings, scale, latent, extras = call
         q, k, v = self._dense(token)
-        (B, H, _, D), (_, K, _, Dv), G, S = q.shape, v.shape, state.entries_k.shape[2], state.held.shape[2]
-        sizes = Room(G, state.ring_k.shape[2], state.store.shape[2], S)
+        (B, H, _, D), (_, K, _, Dv), rows = q.shape, v.shape, (state.ring_k, state.store, state.held, state.sums)
+        sizes = Room(state.signs.shape[2], *(x.shape[2] for x in rows))
         widths, scores, has_real = (D, Dv, latent), (scale, extras.softcap), token.real is not None
         plan = plan_of(q.device, q.dtype, (B, H, K), widths, sizes, settings.number, scores, has_real)
         self._width, self._sizes, self._kept = latent or Dv, plan.scratch, kept_of(state)
@@ -113,7 +118,7 @@ class RecallKernels(PreparedStep):
         # kernels start on the current device, which may not be that of the tensors in a model spread over several
         with on_device_of(q):
             self._close((k, v, *self._kept, counts, None, None, self._rotation))
-            if state.entries_k.shape[2] > 0:
+            if state.signs.shape[2] > 0:
                 self._score(scored)
                 self._choose(chosen)
             self._attend(attended)

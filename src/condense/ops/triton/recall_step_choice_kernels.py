@@ -19,7 +19,7 @@ class Ranking(NamedTuple):
 
     groups: that a KV head has room for, as a power of two. halvings: times that this is halved for rows with fewer.
     slots: of the store. slots_tile, open_tile, splits_tile, heads_tile: slots, open groups, for slots, splits of the
-    scores, and query heads that are read at once, as powers of two. pool: whether entries are read, too.
+    scores, and query heads that are read at once, as powers of two.
     """
 
     groups: int
@@ -29,15 +29,13 @@ class Ranking(NamedTuple):
     open_tile: int
     splits_tile: int
     heads_tile: int
-    pool: bool
 
 
-class _Lists(namedtuple("_Lists", "groups place offset held order slot_of used free")):
+class _Lists(namedtuple("_Lists", "groups place held order slot_of used free")):
     """Pointers of one KV head.
 
-    groups: the open groups. place: where each of these is read, see `_find_slots`. offset: offsets of all groups'
-    scores. held: group in each slot. order: slots, longest unused first. slot_of: scratch memory, a number per group;
-    used, free: one per slot.
+    groups: the open groups. place: where each of these is read, see `_find_slots`. held: group in each slot. order:
+    slots, longest unused first. slot_of: scratch memory, a number per group; used, free: one per slot.
     """
 
 
@@ -105,9 +103,9 @@ def _before(counts):
 
 
 @triton.jit
-def _rank(lists, scores, bias, num_open, closed, N: tl.constexpr, RANKING: tl.constexpr):
+def _rank(lists, scores, num_open, closed, N: tl.constexpr, RANKING: tl.constexpr):
     """Write the open groups of a KV head in rising order: the best ``num_open`` of the closed ones, at most N, of
-    equals the first. And the offsets of all groups, if entries are read.
+    equals the first.
     """
     group = tl.arange(0, N)
     key = _keys_of(scores, group, closed, RANKING)
@@ -120,8 +118,6 @@ def _rank(lists, scores, bias, num_open, closed, N: tl.constexpr, RANKING: tl.co
         before = _before(equal.to(tl.int32))
         is_open, place = is_open | (equal & (before < room)), place + tl.minimum(before, room)
     tl.store(lists.groups + place, group, mask=is_open)
-    if RANKING.pool:
-        tl.store(lists.offset + group, tl.where(is_open, float("-inf"), 0.0) + bias, mask=group < closed)
 
 
 @triton.jit
@@ -164,57 +160,52 @@ def _find_slots(lists, num_open, RANKING: tl.constexpr):
 
 
 @triton.jit
-def _open_all(lists, closed, N: tl.constexpr, RANKING: tl.constexpr):
+def _open_all(lists, closed, N: tl.constexpr):
     """Write all closed groups, N at a time, as `_rank` does."""
     for start in range(0, closed, N):
         group = start + tl.arange(0, N)
         tl.store(lists.groups + group, group, mask=group < closed)
-        if RANKING.pool:
-            tl.store(lists.offset + group, tl.full([N], float("-inf"), tl.float32), mask=group < closed)
 
 
 @triton.jit(do_not_specialize=("least", "part", "of"))
 def recall_choose_kernel(
-    score_ptr, top_ptr, total_ptr, seen_ptr, real_ptr, groups_ptr, place_ptr, offset_ptr, held_ptr, order_ptr,
-    slot_of_ptr, used_ptr, free_ptr, before_ptr, K, R, G, S, window, bias, most_opened, least, part, of,
+    score_ptr, top_ptr, total_ptr, seen_ptr, real_ptr, groups_ptr, place_ptr, held_ptr, order_ptr, slot_of_ptr,
+    used_ptr, free_ptr, before_ptr, K, R, G, S, window, most_opened, least, part, of,
     g: tl.constexpr, GROUPS: tl.constexpr, RANKING: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
     PAGED: tl.constexpr,
 ):  # fmt: skip
-    """Write the open groups in rising order, int32 ``[B, K, most_opened]``, as many as `wanted_groups` says; and offset
-    float32 ``[B, K, G]``, if entries are read: -inf for open groups, else ``bias``. With slots, also write where each
-    open group is read.
+    """Write the open groups in rising order, int32 ``[B, K, most_opened]``, as many as `wanted_groups` says. With
+    slots, also write where each of them is read.
 
-    Grid (B * K,). Where all closed groups are opened, no scores are read. PAGED: lists and offsets are ``[K, G]``, with
-    the groups of a row from its ``start`` on.
+    Grid (B * K,). Where all closed groups are opened, no scores are read. PAGED: lists are ``[K, G]``, with the groups
+    of a row from its ``start`` on.
     """
     after_the_last(EARLY)
     head = tl.program_id(0).to(tl.int64)
     this = row_of_step(seen_ptr, real_ptr, before_ptr, head // K, window, G, g, HAS_REAL, PAGED)
     closed = this.closed
     if PAGED:
-        stretch = head % K * G + this.start
-        lists = _Lists(
-            groups_ptr + stretch, place_ptr, offset_ptr + stretch, held_ptr, order_ptr, slot_of_ptr, used_ptr, free_ptr
-        )
+        groups_ptr += head % K * G + this.start
+        lists = _Lists(groups_ptr, place_ptr, held_ptr, order_ptr, slot_of_ptr, used_ptr, free_ptr)
         # scores of the row's groups, and from one query head to the next
         score_ptr, stride = score_ptr + head % K * R * G + this.start, G
     else:
         lists = _Lists(
-            groups_ptr + head * most_opened, place_ptr + head * most_opened, offset_ptr + head * G,
-            held_ptr + head * RANKING.slots, order_ptr + head * RANKING.slots, slot_of_ptr + head * G,
-            used_ptr + head * RANKING.slots, free_ptr + head * RANKING.slots,
+            groups_ptr + head * most_opened, place_ptr + head * most_opened, held_ptr + head * RANKING.slots,
+            order_ptr + head * RANKING.slots, slot_of_ptr + head * G, used_ptr + head * RANKING.slots,
+            free_ptr + head * RANKING.slots,
         )  # fmt: skip
         score_ptr, stride = score_ptr + head * R * GROUPS, GROUPS
     num_open = wanted_groups(closed, most_opened, least, part, of)
     if num_open == closed:
-        _open_all(lists, closed, 1024, RANKING)
+        _open_all(lists, closed, 1024)
     else:
         scores = _HeadScores(score_ptr, stride, top_ptr + head * R * S, total_ptr + head * R * S, R, S)
         # room is for the longest text, but few groups are soon ranked
         for halved in tl.static_range(RANKING.halvings + 1):
             is_least = (closed > RANKING.groups >> halved + 1) | (halved == RANKING.halvings)
             if (closed <= RANKING.groups >> halved) & is_least:
-                _rank(lists, scores, bias, num_open, closed, RANKING.groups >> halved, RANKING)
+                _rank(lists, scores, num_open, closed, RANKING.groups >> halved, RANKING)
     if RANKING.slots > 0:
         # all threads of the program read what the others stored
         tl.debug_barrier()

@@ -1,4 +1,5 @@
-"""Kernel of Recall's decode step that attends: to entries, to the ring's tokens, and to the groups that are open.
+"""Kernel of Recall's decode step that attends: to the ring's tokens, to the groups that are open, and to the one token
+that stands for all others (`condense.ops.recall.rest`).
 
 A step is five kernels: close a group (`condense.ops.triton.recall_close_kernels`), score the index
 (`recall_step_score_kernels`), choose the groups to open (`recall_step_choice_kernels`), attend, and join the splits
@@ -17,15 +18,17 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from condense.ops.triton.device import lane_entries, lane_tokens, lanes
-from condense.ops.triton.device.address import form_place, form_row, head_rows, page_row, part_at, place_row
-from condense.ops.triton.device.codes import MIDDLE, entries_in_words, from_words, load_vectors, row_width, to_words
+from condense.ops.triton.device import lane_tokens, lanes
+from condense.ops.triton.device.address import form_place, form_row, head_rows, part_at, place_row
+from condense.ops.triton.device.codes import MIDDLE, from_words, to_words
 from condense.ops.triton.device.parts import load_rows, parts, products, tile_width, zeros
 from condense.ops.triton.device.scores import soft_cap
 from condense.ops.triton.device.signs import block_width, index_widths, turned_part
 from condense.ops.triton.device.softmax import Softmax, key_products, store_part
+from condense.ops.triton.device.sums import head_sums
 from condense.ops.triton.recall_choice_kernels import wanted_groups
 from condense.ops.triton.recall_close_kernels import after_the_last, row_of_step
+from condense.ops.triton.recall_step_rest_kernels import Centres, rest_of
 from condense.ops.triton.recall_store_kernels import (
     Pieces,
     in_words,
@@ -34,18 +37,6 @@ from condense.ops.triton.recall_store_kernels import (
     load_words,
     tokens_of_tile,
 )
-
-
-class _Entries(NamedTuple):
-    """Entries of one KV head. k, v: pointers to the first, or to its place in the first record of page 0. size: their
-    number. offset: pointer to what is added to their scores. table: pointer to the pages of records, if there are any.
-    """
-
-    k: Any
-    v: Any
-    size: Any
-    offset: Any
-    table: Any
 
 
 class _Near(NamedTuple):
@@ -142,63 +133,6 @@ def _add_words(softmax, shift, q, words, base, offset, scale, CAP: tl.constexpr,
 
 
 @triton.jit
-def _add_entries(
-    softmax, q, entries, lo, hi, scale, FORM: tl.constexpr, BITS: tl.constexpr, CAP: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr, FAR: tl.constexpr,
-):  # fmt: skip
-    """Add tiles ``[lo, hi)`` of entries in fewer than 16 bits; each score gets its entry's offset; no tile is empty."""
-    dtype: tl.constexpr = q[0].dtype
-    BN: tl.constexpr = softmax.total.shape[0]
-    ROW: tl.constexpr = row_width(FORM.D, BITS, dtype)
-    ROW_V: tl.constexpr = row_width(FORM.DV, BITS, dtype)
-    offset_ptr = entries.offset
-    offset = tl.zeros([BN], tl.float32)
-    KEYS: tl.constexpr = entries_in_words(entries.k.dtype, dtype, FORM.D0, FORM.D1, BITS, EARLY)
-    VALUES: tl.constexpr = FORM.DV > 0 and entries_in_words(entries.v.dtype, dtype, FORM.V0, FORM.V1, BITS, EARLY)
-    if KEYS:
-        q = to_words(q[0], FORM.D)
-    if VALUES:
-        softmax = _split(softmax, FORM.DV)
-    if FAR is not None:
-        # found one tile ahead, so that keys need not wait for tables
-        record = _records(entries, lo * BN + tl.arange(0, BN), FAR)
-    for tile in range(lo, hi):
-        n = tile * BN + tl.arange(0, BN)
-        # wait and load ahead as in `recall_attend_kernel`: the compiler would load this tile's own offsets too early
-        if tile == lo:
-            after_the_last(EARLY)
-            offset = tl.load(offset_ptr + n, mask=n < entries.size, other=float("-inf"))
-        next_offset = tl.load(offset_ptr + n + BN, mask=n + BN < entries.size, other=float("-inf"))
-        if FAR is None:
-            at = tl.minimum(n, entries.size - 1).to(tl.int64)
-            at_k, at_v = at * ROW, at * ROW_V
-        else:
-            at_k, at_v = record, record
-        k = load_vectors(entries.k, at_k, dtype, FORM.D0, FORM.D1, BITS, EARLY)
-        v = (k[0],)
-        if FORM.DV > 0:
-            v = load_vectors(entries.v, at_v, dtype, FORM.V0, FORM.V1, BITS, EARLY)
-        softmax = _add_keys(softmax, q, k, v, offset, scale, CAP, PRECISION)
-        offset = next_offset
-        if FAR is not None:
-            record = _records(entries, n + BN, FAR)
-    return _joined(softmax, FORM.DV) if VALUES else softmax
-
-
-@triton.jit
-def _record(entries, row, inside, FAR: tl.constexpr):
-    """Offsets in bytes of the records of entries; inside: as of `page_row`."""
-    return page_row(entries.table, row, inside, FAR.slots, FAR.s_page, FAR.s_entry)
-
-
-@triton.jit
-def _records(entries, n, FAR: tl.constexpr):
-    """Offsets in bytes of the records of entries n; beyond the last entry that of the last."""
-    row = tl.minimum(n, entries.size - 1)
-    return _record(entries, row, row >= 0, FAR)
-
-
-@triton.jit
 def _open_groups(opened, n, FAR: tl.constexpr):
     """Numbers of open groups n, or the places of their records; beyond the last of them those of the last."""
     group = tl.load(opened.groups + tl.minimum(n, opened.count - 1), mask=opened.count > 0, other=0)
@@ -243,49 +177,10 @@ def _load_bases(base_ptr, n, last, inside):
 
 
 @triton.jit
-def _rows_in_pages(near, entries, tile, entry_tiles, BN: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr):
-    """Offsets ``[BN]`` of the keys, and of the values, of a tile of entries or tokens; behind the last, its own."""
-    is_entry = tile < entry_tiles
-    n = (tile - tl.where(is_entry, 0, entry_tiles)) * BN + tl.arange(0, BN)
-    row = tl.minimum(n, tl.where(is_entry, entries.size, near.count) - 1)
-    far = part_at(entries.k, _record(entries, row, is_entry & (row >= 0), FAR))
-    return tl.where(is_entry, far, form_row(near.table, near.first + row, (tile >= entry_tiles) & (row >= 0), NEAR))
-
-
-@triton.jit
-def _lane_tile(entries, tile, e, ROW: tl.constexpr, ROW_V: tl.constexpr, FAR: tl.constexpr):
-    """A tile of entries for `condense.ops.triton.device.lane_entries`; beyond the last tile that one."""
-    first = tl.minimum(tile, (entries.size - 1) // 16) * 16
-    last = entries.size - 1 - first
-    if FAR is None:
-        at = first.to(tl.int64)
-        return lane_entries.load_entries(entries.k + at * ROW, entries.v + at * ROW_V, last, e, ROW, ROW_V)
-    else:
-        at = _record(entries, first, None, FAR)
-        return lane_entries.load_entries(entries.k + at, entries.v + at, last, e, FAR.s_entry, FAR.s_entry)
-
-
-@triton.jit
-def _lane_offsets(entries, tile, e):
-    """Offsets of a thread's two entries of a tile; -inf for those beyond the last."""
-    n = tile * 16 + e // 4
-    near = tl.load(entries.offset + n, mask=n < entries.size, other=float("-inf"))
-    return near, tl.load(entries.offset + n + 8, mask=n + 8 < entries.size, other=float("-inf"))
-
-
-@triton.jit
-def _lane_entries(
-    sums, q, entries, lo, hi, scale, ROW: tl.constexpr, ROW_V: tl.constexpr, CAP: tl.constexpr, FAR: tl.constexpr
-):  # fmt: skip
-    """Add tiles ``[lo, hi)`` of entries to sums by lanes."""
-    e = tl.arange(0, 32)
-    lanes.check_lanes(e)
-    if lo < hi:
-        queries = lane_entries.entry_queries(q)
-        for tile in range(lo, hi):
-            kept, offset = _lane_tile(entries, tile, e, ROW, ROW_V, FAR), _lane_offsets(entries, tile, e)
-            sums = lane_entries.add_entries(sums, queries, kept, offset, scale, CAP)
-    return sums
+def _near_rows(near, tile, BN: tl.constexpr, NEAR: tl.constexpr):
+    """Offsets ``[BN]`` of a tile of tokens in pages; behind the last, its own."""
+    row = tl.minimum(tile * BN + tl.arange(0, BN), near.count - 1)
+    return form_row(near.table, near.first + row, row >= 0, NEAR)
 
 
 @triton.jit
@@ -341,25 +236,28 @@ def _with_lanes(softmax, sums):
 
 @triton.jit(do_not_specialize=("least", "part", "of"))
 def recall_attend_kernel(
-    q_ptr, entries_k_ptr, entries_v_ptr, signs_ptr, steps_ptr, store_ptr, ring_k_ptr, ring_v_ptr, slots_ptr,
-    turned_ptr, rotation_ptr, base_ptr, groups_ptr, place_ptr, offset_ptr, seen_ptr, real_ptr, part_ptr, lse_ptr,
-    near_ptr, far_ptr, before_ptr,
-    s_qb, s_qh, K, R, G, W, N, window, most_opened, least, part, of, own, scale,
-    SLOTS: tl.constexpr, FORM: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
-    POOL: tl.constexpr, BITS: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr,
-    CAP: tl.constexpr, EARLY: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
+    q_ptr, signs_ptr, steps_ptr, store_ptr, ring_k_ptr, ring_v_ptr, sums_ptr, slots_ptr, turned_ptr, rotation_ptr,
+    base_ptr, groups_ptr, place_ptr, centre_ptr, centre_top_ptr, centre_total_ptr, seen_ptr, real_ptr, part_ptr,
+    lse_ptr, near_ptr, far_ptr, before_ptr,
+    s_qb, s_qh, K, R, G, W, N, num_sums, window, most_opened, least, part, of, own, s_centre, splits, scale,
+    SLOTS: tl.constexpr, FORM: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+    HAS_REAL: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, EARLY: tl.constexpr, NEAR: tl.constexpr,
+    FAR: tl.constexpr,
 ):  # fmt: skip
     """part float32 ``[B, H, S, V]`` and base 2 log-sum-exp ``[B, H, S]`` of every split.
 
-    Grid (S, B * K, tiles of BR query heads).
+    Grid (S, B * K, tiles of BR query heads); one more if there is a mean.
 
-    A split reads its share of two lists. First the tiles of entries, whose scores get an offset each (-inf if the group
-    is open), and of the ring's tokens of groups that are not closed, counted through; then the open groups, BN tokens
-    at a time, of one group or of several. own: splits that read open groups alone; 0 if all read of both lists. BITS:
-    bits of entries, see `condense.ops.entries.EntryFormat`. most_opened: stride of ``groups`` and ``place``; with part
-    and of the numbers of `condense.ops.recall.choice.Quota`. near, far: tables of the pages of tokens and of records,
-    for which lists of groups and offsets are as `recall_choose_kernel` says; rows whose groups have no room there get
-    NaN. For stores of fewer than 16 bits, turned: the turned queries, float32 ``[B, H, D]``; rotation:
+    A split reads its share of two lists. First tiles of the ring's tokens of groups that are not closed; then the open
+    groups, BN tokens at a time, of one group or of several. own: splits that read open groups alone; 0 if all read of
+    both lists. BM: above 0, the last program has no share: its part is the one token that stands for the closed groups
+    that are not open. It reads so many at once of the scores of centres, whose rows are ``s_centre`` long, and of the
+    ``splits`` that `recall_score_kernel` wrote of them; and one of the sums, of which a ring has ``num_sums``.
+
+    most_opened: stride of ``groups`` and ``place``; with part and of the numbers of
+    `condense.ops.recall.choice.Quota`. near, far: tables of the pages of tokens and of records, for which scores and
+    lists of groups are as `recall_score_kernel` and `recall_choose_kernel` say; rows whose groups have no room there
+    get NaN. For stores of fewer than 16 bits, turned: the turned queries, float32 ``[B, H, D]``; rotation:
     `condense.ops.recall.index.rotation` in the dtype of q; base: room for a number of each query head and open group.
     """
     split, S, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
@@ -370,22 +268,12 @@ def recall_attend_kernel(
     this = row_of_step(seen_ptr, real_ptr, before_ptr, b, window, G, g, HAS_REAL, FAR is not None)
     t, live, all_closed, closed = this.t, this.live, this.all_closed, this.closed
     first = all_closed * g
-    entries = closed if POOL else 0
     # limited to the ring, because a replayed graph may run more steps than the cache has room for
     tokens = tl.where(live, tl.minimum(t + 1 - first, W), 0)
-    entry_tiles = tl.cdiv(entries, BN)
-    tiles = entry_tiles + tl.cdiv(tokens, BN)
     r = tl.program_id(2) * BR + tl.arange(0, BR)
-    q = load_rows(q_ptr + b * s_qb + kvh * R * s_qh, r.to(tl.int64) * s_qh, r < R, FORM.D0, FORM.D1)
-    if EARLY:  # noqa: SIM102 - known when the kernel is compiled
-        if G == 0:
-            # there is nothing to choose from: the kernel before this one writes the new token to the ring
-            gdc_wait()
-    offset_ptr += head * G if FAR is None else kvh * G + this.start
-    ROW: tl.constexpr = row_width(D, BITS, q_ptr.dtype.element_ty)
-    ROW_V: tl.constexpr = row_width(DV, BITS, q_ptr.dtype.element_ty)
-    entries_k_ptr += head_rows(entries_k_ptr, head, kvh, G, ROW, FAR)
-    entries_v_ptr += head_rows(entries_v_ptr, head, kvh, G, ROW_V, FAR)
+    part_row = (head * R + r) * S + split
+    count = wanted_groups(closed, most_opened, least, part, of)
+    groups_ptr += head * most_opened if FAR is None else kvh * G + this.start
     if NEAR is None:
         ring_k_ptr += head * W * D
         ring_v_ptr += head * W * DV
@@ -394,63 +282,58 @@ def recall_attend_kernel(
         far_ptr += b * FAR.s_table
         ring_k_ptr += kvh * NEAR.s_head
         ring_v_ptr += kvh * NEAR.s_head
+    if BM > 0:
+        S -= 1
+        if split == S:
+            after_the_last(EARLY)
+            scores, of_head = ((head if FAR is None else kvh) * R + r) * s_centre + this.start, head * R * splits
+            centres = Centres(centre_ptr + scores, centre_top_ptr + of_head, centre_total_ptr + of_head)
+            sums = head_sums(sums_ptr, head, kvh, num_sums, near_ptr, DV if DV > 0 else D, NEAR)
+            rest = rest_of(centres, splits, sums, groups_ptr, count, closed, (t + 1) // g, r, R, BM, FORM, NEAR)
+            store_part(part_ptr, lse_ptr, rest, part_row, r < R, FORM.V0, FORM.V1)
+            return
+    tiles = tl.cdiv(tokens, BN)
+    q = load_rows(q_ptr + b * s_qb + kvh * R * s_qh, r.to(tl.int64) * s_qh, r < R, FORM.D0, FORM.D1)
+    if EARLY:  # noqa: SIM102 - known when the kernel is compiled
+        if G == 0:
+            # there is nothing to choose from: the kernel before this one writes the new token to the ring
+            gdc_wait()
     softmax = _empty(BN, BR, FORM.V0, FORM.V1)
     share = tl.maximum(split - own, 0)
     lo, hi = tiles * share // (S - own), tiles * (share + 1) // (S - own)
     hi = tl.where(split < own, lo, hi)
-    keys = _Entries(entries_k_ptr, entries_v_ptr, entries, offset_ptr, offset_ptr if FAR is None else far_ptr)
     BY_LANES: tl.constexpr = EARLY and q_ptr.dtype.element_ty.is_bf16() and BR <= 8
-    LANE_ENTRIES: tl.constexpr = BY_LANES and POOL and lane_entries.fits(BITS, D, DV, BN, FAR)
     LANES: tl.constexpr = BY_LANES and lane_tokens.fits(FORM.bits, g, D, DV, BN, SLOTS)
-    of_entries, scale_entries = (lo, tl.minimum(hi, entry_tiles)), scale
-    if BITS < 16:
-        # entries are read by themselves, the tokens in the loop below
-        if not LANE_ENTRIES:
-            softmax = _add_entries(softmax, q, keys, *of_entries, scale, FORM, BITS, CAP, PRECISION, EARLY, FAR)
-        lo, hi = tl.maximum(lo - entry_tiles, 0), tl.maximum(hi - entry_tiles, 0)
-        entries, entry_tiles = 0, 0
     lane, oldest = tl.arange(0, BN), first % W
-    offset = tl.zeros([BN], tl.float32)
     if NEAR is not None:
         near = _Near(near_ptr, first, tokens)
         # found one tile ahead, so that keys need not wait for tables
-        place = _rows_in_pages(near, keys, lo, entry_tiles, BN, NEAR, FAR)
+        place = _near_rows(near, lo, BN, NEAR)
     for tile in range(lo, hi):
-        is_entry = tile < entry_tiles
-        n, count = (tile - tl.where(is_entry, 0, entry_tiles)) * BN + lane, tl.where(is_entry, entries, tokens)
-        # places beyond the last key read that key again
-        row = tl.minimum(n, count - 1)
+        n = tile * BN + lane
         if NEAR is None:
-            slot = oldest + row
-            at = tl.where(is_entry, row, tl.where(slot >= W, slot - W, slot)).to(tl.int64)
-            at_k, at_v = at * D, at * DV
+            # places beyond the last key read that key again
+            slot = oldest + tl.minimum(n, tokens - 1)
+            at_k = tl.where(slot >= W, slot - W, slot).to(tl.int64)
+            at_k, at_v = at_k * D, at_k * DV
         else:
             at_k, at_v = place, place
-        if tile == lo:
-            # the choosing kernel writes offsets and open groups, but neither entries nor ring. Waiting for it only here
-            # lets the compiler's pipeline of the loop load the first keys and values before
-            after_the_last(EARLY)
-            offset = tl.load(offset_ptr + lo * BN + lane, mask=lo * BN + lane < entries, other=0.0)
-        # loaded one tile ahead; 0 for tokens
-        next_offset = tl.load(offset_ptr + (tile + 1) * BN + lane, mask=(tile + 1) * BN + lane < entries, other=0.0)
-        k_at = (tl.where(is_entry, entries_k_ptr, ring_k_ptr) if BITS == 16 else ring_k_ptr) + at_k
+        k_at = ring_k_ptr + at_k
         k = parts(_load_part(k_at, 0, FORM.D0), None)
         if FORM.D1 > 0:
             k = parts(k[0], _load_part(k_at, FORM.D0, FORM.D1))
         v = (k[0],)
         if DV > 0:
-            v_at = (tl.where(is_entry, entries_v_ptr, ring_v_ptr) if BITS == 16 else ring_v_ptr) + at_v
+            v_at = ring_v_ptr + at_v
             v = parts(_load_part(v_at, 0, FORM.V0), None)
             if FORM.V1 > 0:
                 v = parts(v[0], _load_part(v_at, FORM.V0, FORM.V1))
-        offset = tl.where(n < count, tl.where(is_entry, offset, 0.0), float("-inf"))
+        offset = tl.where(n < tokens, 0.0, float("-inf"))
         softmax = _add_keys(softmax, q, k, v, offset, scale, CAP, PRECISION)
-        offset = next_offset
         if NEAR is not None:
-            place = _rows_in_pages(near, keys, tile + 1, entry_tiles, BN, NEAR, FAR)
-    # splits without a tile have not waited yet
+            place = _near_rows(near, tile + 1, BN, NEAR)
+    # the kernel before this one chooses groups; the ring was written by one that had ended before that one began
     after_the_last(EARLY)
-    groups_ptr += head * most_opened if FAR is None else kvh * G + this.start
     place_ptr += head * most_opened
     store_ptr += head_rows(store_ptr, head, kvh, N // g, FORM.piece, FAR)
     columns: tl.constexpr = index_widths(g, D)
@@ -472,7 +355,6 @@ def recall_attend_kernel(
     T: tl.constexpr = tokens_of_tile(g, BN)
     BG: tl.constexpr = BN // T
     PARTS: tl.constexpr = (g + T - 1) // T
-    count = wanted_groups(closed, most_opened, least, part, of)
     opened = _Opened(groups_ptr, count, groups_ptr if FAR is None else far_ptr, signs_ptr, steps_ptr)
     tiles = tl.cdiv(count, BG) * PARTS
     shares = tl.where(own > 0, own, S)
@@ -521,13 +403,7 @@ def recall_attend_kernel(
             # to all columns, in all parts
             shift = tl.sum(shift, 0)[None, :]
             softmax = _joined(Softmax([x + shift for x in softmax.acc], softmax.m, softmax.total), DV)
-    if LANE_ENTRIES:
-        if not LANES:
-            sums = lane_tokens.no_sums(BR // 4)
-        # behind the groups, which need more registers; queries are read again, not turned
-        q = load_rows(q_ptr + b * s_qb + kvh * R * s_qh, r.to(tl.int64) * s_qh, r < R, FORM.D0, FORM.D1)
-        sums = _lane_entries(sums, q[0], keys, *of_entries, scale_entries, ROW, ROW_V, CAP, FAR)
-    if LANE_ENTRIES or LANES:
+    if LANES:
         softmax = _with_lanes(softmax, sums)
     acc = [tl.trans(x) for x in softmax.acc]
     if FORM.bits < 16 and DV == 0:
@@ -536,6 +412,5 @@ def recall_attend_kernel(
     if FAR is not None:
         refused = tl.where(all_closed > closed, float("nan"), 0.0)
         acc = [x + refused for x in acc]
-    at = (head * R + r) * S + split
     # splits without a key write zeros, because the join reads every part
-    store_part(part_ptr, lse_ptr, Softmax(acc, softmax.m, total), at, r < R, FORM.V0, FORM.V1)
+    store_part(part_ptr, lse_ptr, Softmax(acc, softmax.m, total), part_row, r < R, FORM.V0, FORM.V1)

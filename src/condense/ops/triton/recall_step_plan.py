@@ -18,7 +18,6 @@ from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_
 from condense.ops.triton.recall_score import UNFUSED
 from condense.ops.triton.recall_step_choice_kernels import Ranking
 from condense.ops.triton.recall_store_kernels import Form
-from condense.ops.triton.step_plan import kind_of
 
 _MIN_TILE = 32
 # KV heads of all rows from which on a step counts as one of many rows: four of Llama 3.1 8B
@@ -31,10 +30,12 @@ _OF_THREAD = 16
 _LEAST_SPLITS = 128
 # tiles that take as long as what a program does beside them
 _TILES_OF_SPLIT = 16
+# numbers that a warp reads at once of the scores of centres
+_GATHERED = 512
 
 
 class _GroupTiles(NamedTuple):
-    """rows: tokens or entries per tile. num_warps, num_stages: Triton's. waves: programs wanted per multiprocessor.
+    """rows: tokens per tile. num_warps, num_stages: Triton's. waves: programs wanted per multiprocessor.
     registers: the most of a thread; 0: as many as the compiler likes.
     """
 
@@ -60,7 +61,7 @@ class _Table(NamedTuple):
     before the one ahead of them has ended (programmatic dependent launch).
 
     weight: with a store in host memory some splits read open groups alone, as if one of their tokens took so many times
-    as long as an entry of 16 bits; so reads over the bus go on beside those of entries. 0: every split reads of both.
+    as long as one of the ring; so reads over the bus go on beside those of the ring. 0: every split reads of both.
     """
 
     score: _GroupTiles
@@ -137,14 +138,15 @@ class Plan(NamedTuple):
 class Room(NamedTuple):
     """The room that a step's buffers have, of one row.
 
-    groups, tokens, stored, slots: G, W, tokens that the store has room for, and its slots. In pages: near, far: of
-    tokens and of records, and all: groups of all rows together that scratch memory has room for.
+    groups, tokens, stored, slots, sums: G, W, tokens that the store has room for, its slots, and T. In pages: near,
+    far: of tokens and of records, and all: groups of all rows together that scratch memory has room for.
     """
 
     groups: int
     tokens: int
     stored: int = 0
     slots: int = 0
+    sums: int = 0
     near: PageForm | None = None
     far: PageForm | None = None
     all: int = 0
@@ -166,20 +168,18 @@ def close_of(
     has_real: bool,
 ) -> tuple[Any, ...]:
     """The launch arguments of the kernel that closes a group in each of B rows; arguments as of `plan_of`."""
-    (B, _, K), (D, Dv, latent), (G, W, N, _, near, far, _) = heads, widths, sizes
+    (B, _, K), (D, Dv, latent), (G, W, N, _, T, near, far, _) = heads, widths, sizes
     settings = numbered_settings(number)
     assert settings.choice is not None
     parts = key_value_parts(D, Dv, latent)
     form = Form.of(settings.store_format, dtype, (D, Dv), parts)
-    early, page = _is_early(device), 0 if near is None else near.slots
-    kind = kind_of(settings, parts, latent, early, has_real, page=page)
     # tile columns for the bytes of a stored value
     PS = _padded(Dv * min(form.bits, 8) // 8)
     return (
-        # the last program of a head makes entries
-        (B * K, 4 if settings.choice.pool else 3, 1),
-        (K, G, W, N, settings.summary_delay),
-        (_padded(D), _padded(Dv), PS, form, kind, near, far),
+        # the last program of a head adds to sums
+        (B * K, 4 if settings.sees_rest else 3, 1),
+        (K, G, W, N, T, settings.summary_delay),
+        (_padded(D), _padded(Dv), PS, form, has_real, _is_early(device), near, far),
         {},
     )
 
@@ -200,7 +200,7 @@ def plan_of(
     heads: B, H, K; widths: D, Dv, latent; number: `condense.ops.step.settings.StepSettings.number`; scores:
     their scale and soft cap.
     """
-    (B, H, K), (D, Dv, latent), (G, W, N, S, near, far, _), (scale, softcap) = heads, widths, sizes, scores
+    (B, H, K), (D, Dv, latent), (G, W, N, S, T, near, far, _), (scale, softcap) = heads, widths, sizes, scores
     settings = numbered_settings(number)
     check_programs(B * K)
     choice, g, window = settings.choice, settings.rule.chunk, settings.rule.window
@@ -211,8 +211,6 @@ def plan_of(
     of_score, of_attend, most, early, weight = _table(device, dtype, max(D, Dv), B * K, choice.store.bits)
     if not choice.store.on_host:
         weight = 0  # shares of both lists are even at any length
-    elif settings.entry_bits < 16:
-        weight = min(weight, 1)  # to unpack an entry takes as long as a token
     V, parts = latent or Dv, key_value_parts(D, Dv, latent)
     BR = min(most, max(8, power_of_2(R)))
     form = Form.of(settings.store_format, dtype, (D, Dv), parts)
@@ -234,28 +232,32 @@ def plan_of(
     precision = "ieee" if dtype == torch.float32 else "tf32"
     score_tiles = cdiv(R, HS)
     S0, *few0 = _num_splits(device, B * K * score_tiles, cdiv(G, GS), of_score.waves)
-    keys = sum(cdiv(n, of_attend.rows) for n in (G, r * g, W))
+    keys = sum(cdiv(n, of_attend.rows) for n in (r * g, W))
     S1, *_ = _num_splits(device, B * K * head_tiles, keys, of_attend.waves)
+    # one more program reads what is not open, if anything can be; and so many centres at once
+    mean = choice.mean and r < G
+    BM, S2 = (max(1, _GATHERED * of_attend.num_warps // BR), S1 + 1) if mean else (0, S1)
     # parts that are joined at once, and their columns
-    BS = min(256, max(64, power_of_2(S1)))
+    BS = min(256, max(64, power_of_2(S2)))
     BC = min(4096 // BS, power_of_2(V))
     # splits that read open groups alone, by their share of the work; at least 1, or 0 for no such split
-    opened, others = weight * r * g, (G if choice.pool else 0) + W
-    own = max(1, min(S1 - 1, round(S1 * opened / (opened + others)))) if opened > 0 and S1 > 1 else 0
+    opened = weight * r * g
+    own = max(1, min(S1 - 1, round(S1 * opened / (opened + W)))) if opened > 0 and S1 > 1 else 0
     RP = power_of_2(max(r, 1))
     ranking = Ranking(
         GROUPS, max(0, (GROUPS // _FEW_RANKED).bit_length() - 1), S, power_of_2(max(S, 1)), RP if S else 1,
-        power_of_2(max(S0, _LEAST_SPLITS)), min(16, power_of_2(R)), choice.pool,
+        power_of_2(max(S0, _LEAST_SPLITS)), min(16, power_of_2(R)),
     )  # fmt: skip
     shared = device.type == "cuda" and gpu_of(device).multiprocessors < B * K
     ranking_warps = max(4, min(16, power_of_2(max(GROUPS // (_OF_THREAD << shared), S)) // 32))
     queries, pairs, width = B * H, B * K, D if choice.store.bits < 16 else 0
     # in pages, rows share what is kept by groups
-    of_scores, of_offsets = (queries * GROUPS, pairs * G) if far is None else (H * row, K * row)
+    of_scores = queries * GROUPS if far is None else H * row
     of_bases, of_lists = (queries * r, pairs * r) if far is None else (H * row, K * row)
+    of_splits = queries * S0
     floats = (
-        queries * S1 * V, queries * S1, of_scores, queries * S0, queries * S0, of_offsets, queries * width,
-        of_bases if width else 0,
+        queries * S2 * V, queries * S2, of_scores, of_splits, of_splits,
+        *((of_scores, of_splits, of_splits) if mean else (0, 0, 0)), queries * width, of_bases if width else 0,
     )  # fmt: skip
     integers = of_lists, *((pairs * r, pairs * G, pairs * S, pairs * S) if S else (0, 0, 0, 0))
     chained = {"launch_pdl": True} if early else {}
@@ -266,20 +268,20 @@ def plan_of(
         (
             (S0, B * K, score_tiles),
             (K, R, row, *few0, window, scale * LOG2E, *of_quota),
-            (g, D, HS, GS, GROUPS, has_real, early, far),
+            (g, D, HS, GS, GROUPS, softcap * LOG2E if mean else 0.0, has_real, early, far),
             of_score.options | UNFUSED | chained,
         ),
         (
             (B * K, 1, 1),
-            (K, R, row, S0, window, settings.bias * LOG2E, *of_quota),
+            (K, R, row, S0, window, *of_quota),
             (g, GROUPS, ranking, has_real, early, far is not None),
             {"num_warps": ranking_warps, **of_choose, **chained},
         ),
         (
-            (S1, B * K, head_tiles), (K, R, row, W, N, window, *of_quota, own, scale * LOG2E),
-            (S, form, BR, of_attend.rows, choice.pool, settings.entry_bits, has_real, precision,
-             softcap * LOG2E, early, near, far),
+            (S2, B * K, head_tiles),
+            (K, R, row, W, N, T, window, *of_quota, own, GROUPS if far is None else row, S0, scale * LOG2E),
+            (S, form, BR, of_attend.rows, BM, has_real, precision, softcap * LOG2E, early, near, far),
             of_attend.options | chained,
         ),
-        ((B * H, cdiv(V, BC), 1), (H, S1), (V, BC, BS, has_real, early, None), chained),
+        ((B * H, cdiv(V, BC), 1), (H, S2), (V, BC, BS, has_real, early, None), chained),
     )  # fmt: skip

@@ -15,6 +15,7 @@ from condense.ops.recall.index import CENTRE_LEVELS
 from condense.ops.triton.device import lane_signs, lanes
 from condense.ops.triton.device.address import form_place, head_rows, part_at, place_row
 from condense.ops.triton.device.parts import tile_width
+from condense.ops.triton.device.scores import soft_cap
 from condense.ops.triton.device.signs import centre_products, index_widths, sign_bytes, sign_products, turned_queries
 from condense.ops.triton.recall_choice_kernels import wanted_groups
 from condense.ops.triton.recall_close_kernels import row_of_step
@@ -84,7 +85,9 @@ def _load_lanes(signs_ptr, steps_ptr, row, e, g: tl.constexpr, D: tl.constexpr, 
 
 @triton.jit
 def _lane_scores(kept, planes, numbers, total, e):
-    """Scores of 8 groups in whole numbers of the query, ``[E]``: group ``e // 4 % 8`` of the warp, head ``e % 4``."""
+    """Scores of 8 groups in whole numbers of the query, ``[E]``: group ``e // 4 % 8`` of the warp, head ``e % 4``. They
+    are sums of what is returned: of the best of a group's tokens, and of its centre.
+    """
     best = ()
     for i in tl.static_range(8):
         first, second, step, second_step = kept[0][i]
@@ -92,7 +95,7 @@ def _lane_scores(kept, planes, numbers, total, e):
         best = best + (tl.maximum(first * step.to(tl.float32), second * second_step.to(tl.float32)),)  # noqa: RUF005
     # a number is twice its code, less a constant
     centre = lane_signs.centre_product(kept[1], numbers) * 2.0**21 - total * _CENTRE
-    return lanes.largest_of_rows(best, e) * (1 / lane_signs.COUNT) + centre * kept[2].to(tl.float32)
+    return lanes.largest_of_rows(best, e) * (1 / lane_signs.COUNT), centre * kept[2].to(tl.float32)
 
 
 @triton.jit
@@ -117,21 +120,22 @@ def _store_total(top_ptr, total_ptr, top, total, inside):
 
 @triton.jit(do_not_specialize=("few", "enough", "least", "part", "of"))
 def recall_score_kernel(
-    q_ptr, signs_ptr, steps_ptr, seen_ptr, real_ptr, score_ptr, top_ptr, total_ptr, turned_ptr, rotation_ptr, far_ptr,
-    before_ptr, s_qb, s_qh, K, R, G, few, enough, window, scale, most_opened, least, part, of,
-    g: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BG: tl.constexpr, GROUPS: tl.constexpr, HAS_REAL: tl.constexpr,
-    EARLY: tl.constexpr, FAR: tl.constexpr,
+    q_ptr, signs_ptr, steps_ptr, seen_ptr, real_ptr, score_ptr, top_ptr, total_ptr, centre_ptr, centre_top_ptr,
+    centre_total_ptr, turned_ptr, rotation_ptr, far_ptr, before_ptr,
+    s_qb, s_qh, K, R, G, few, enough, window, scale, most_opened, least, part, of,
+    g: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BG: tl.constexpr, GROUPS: tl.constexpr, CAP: tl.constexpr,
+    HAS_REAL: tl.constexpr, EARLY: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Write index scores of closed groups, float32 ``[B, H, GROUPS]``; and for every split the largest score, and the
-    sum of ``2 ** (score - largest)``.
+    sum of ``2 ** (score - largest)``. centre, centre_top, centre_total: the same of the scores of centres, soft-capped
+    with CAP, for the kernel that attends; None: it does not read them.
 
     Grid (S, B * K, tiles of BR query heads), of which only ``few`` splits have work if there are fewer tiles of groups
-    than ``enough``. Scores are those of `condense.ops.recall.index_scores` to the bit for this
-    ``scale``, which holds log2(e), if the sums of turned queries are the same to the bit. Where all closed groups
-    are opened, no scores are written: `condense.ops.recall.choice.Quota`. rotation: as for
-    `recall_close_kernel`. far: table of the pages of records, for which scores are ``[H, G]``, with the groups of a row
-    from its ``start`` on; None for arrays. turned: float32
-    ``[B, H, D]``, where turned queries are written for the kernel that attends; None: it does not read them.
+    than ``enough``. Scores are those of `condense.ops.recall.choice` to the bit, those of centres before the cap, for
+    this ``scale``, which holds log2(e), if the sums of turned queries are the same to the bit. Where all closed groups are opened, no scores are written: `condense.ops.recall.choice.Quota`.
+    rotation: as for `recall_close_kernel`. far: table of the pages of records, for which scores are ``[H, G]``, with
+    the groups of a row from its ``start`` on; None for arrays. turned: float32 ``[B, H, D]``, where turned queries are
+    written for the kernel that attends; None: it does not read them.
     """
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K
@@ -144,16 +148,23 @@ def recall_score_kernel(
     r = tl.program_id(2) * BR + tl.arange(0, BR)
     of_split = (head * R + r) * tl.num_programs(0) + split
     if split >= S:
-        tl.store(top_ptr + of_split, tl.full([BR], float("-inf"), tl.float32), mask=r < R)
-        tl.store(total_ptr + of_split, tl.zeros([BR], tl.float32), mask=r < R)
+        none, zero = tl.full([BR], float("-inf"), tl.float32), tl.zeros([BR], tl.float32)
+        tl.store(top_ptr + of_split, none, mask=r < R)
+        tl.store(total_ptr + of_split, zero, mask=r < R)
+        if centre_ptr is not None:
+            tl.store(centre_top_ptr + of_split, none, mask=r < R)
+            tl.store(centre_total_ptr + of_split, zero, mask=r < R)
         return
     signs_ptr += head_rows(signs_ptr, head, kvh, G, index_widths(g, D)[0], FAR)
     steps_ptr += head_rows(steps_ptr, head, kvh, G, g + 1, FAR)
     if FAR is None:
-        score_ptr += (head * R + r) * GROUPS
+        of_scores = (head * R + r) * GROUPS
     else:
-        score_ptr += (kvh * R + r) * G + this.start
+        of_scores = (kvh * R + r) * G + this.start
         far_ptr += b * FAR.s_table
+    score_ptr += of_scores
+    if centre_ptr is not None:
+        centre_ptr += of_scores
     # each split turns the queries anew, from a matrix in the L2 cache: if the kernel before this one turned them, this
     # one would have to wait for it, but runs beside it in most steps, which close no group
     asked = tl.where(closed > 0, R, 0)
@@ -174,20 +185,29 @@ def recall_score_kernel(
         planes, numbers = lane_signs.query_planes(queries, BG * BR), lane_signs.query_numbers(queries, BG * BR)
         sums, unit = lanes.of_heads(sums, BG * BR), lanes.of_heads(unit * scale, BG * BR)
         score_ptr, inside = lanes.of_heads(score_ptr, BG * BR), lanes.of_heads(r, BG * BR) < R
+        if centre_ptr is not None:
+            centre_ptr = lanes.of_heads(centre_ptr, BG * BR)
         top, total = tl.full([BG * BR], float("-inf"), tl.float32), tl.zeros([BG * BR], tl.float32)
+        centre_top, centre_total = top, total
         kept = _load_lanes(signs_ptr, steps_ptr, _found_by_lanes(far_ptr, lo * BG, closed, e, FAR), e, g, D, FAR)
         # found two tiles ahead, and loaded one
         row = _found_by_lanes(far_ptr, (lo + 1) * BG, closed, e, FAR)
         for tile in range(lo, hi):
             next_row = _found_by_lanes(far_ptr, (tile + 2) * BG, closed, e, FAR)
             ahead = _load_lanes(signs_ptr, steps_ptr, row, e, g, D, FAR)
-            s = _lane_scores(kept, planes, numbers, sums, e) * unit
+            of_tokens, centre = _lane_scores(kept, planes, numbers, sums, e)
+            s = (of_tokens + centre) * unit
             group = tile * BG + e // BR
             there = (group < closed) & inside
             tl.store(score_ptr + group, s, mask=there)
             top, total = _added(top, total, tl.where(there, s, float("-inf")))
+            if centre_ptr is not None:
+                s = soft_cap(centre * unit, CAP)[0]
+                tl.store(centre_ptr + group, s, mask=there)
+                centre_top, centre_total = _added(centre_top, centre_total, tl.where(there, s, float("-inf")))
             kept, row = ahead, next_row
         top, total = tl.reshape(top, (BG, BR)), tl.reshape(total, (BG, BR))
+        centre_top, centre_total = tl.reshape(centre_top, (BG, BR)), tl.reshape(centre_total, (BG, BR))
     else:
         n = tl.arange(0, BG * T)
         i = tl.minimum(n % T, g - 1)
@@ -208,6 +228,7 @@ def recall_score_kernel(
         last = tl.minimum(hi * BG, closed)
         top = tl.full([_ADDED, BR], float("-inf"), tl.float32)
         total = tl.zeros([_ADDED, BR], tl.float32)
+        centre_top, centre_total = top, total
         for start in range(lo * BG, last, _ADDED):
             group = start + tl.arange(0, _ADDED)
             found = _found(far_ptr, group, closed, FAR)
@@ -217,7 +238,13 @@ def recall_score_kernel(
             s = (tl.load(at, mask=there, other=0.0) + centre) * (unit * scale)[None, :]
             tl.store(at, s, mask=there)
             top, total = _added(top, total, tl.where(there, s, float("-inf")))
+            if centre_ptr is not None:
+                s = soft_cap(centre * (unit * scale)[None, :], CAP)[0]
+                tl.store(centre_ptr[None, :] + group[:, None], s, mask=there)
+                centre_top, centre_total = _added(centre_top, centre_total, tl.where(there, s, float("-inf")))
     _store_total(top_ptr + of_split, total_ptr + of_split, top, total, r < R)
+    if centre_ptr is not None:
+        _store_total(centre_top_ptr + of_split, centre_total_ptr + of_split, centre_top, centre_total, r < R)
     if EARLY:
         # a kernel that waits for this one also needs what the one before this one wrote
         gdc_wait()

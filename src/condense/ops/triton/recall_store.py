@@ -11,7 +11,6 @@ from torch import Tensor
 from condense.ops.recall.index import GroupIndex, index_widths, rotation
 from condense.ops.recall.store import StoreFormat
 from condense.ops.step.pages import Places
-from condense.ops.triton.device.entry import Kind
 from condense.ops.triton.device.parts import split_width
 from condense.ops.triton.host import cdiv, check_programs, on_device_of, power_of_2, whole_rows
 from condense.ops.triton.launch import Launcher
@@ -35,7 +34,6 @@ def _store(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     # each group is a row whose last token closes it; that token is in its ring already, and written there once more
     rows, like = B * K * G, (k.contiguous(), v.contiguous())
     last = [x.view(rows, g, x.shape[4])[:, -1] for x in like]
-    kind = Kind(*parts, latent=Dv == 0, scored=False, key_pooling=None, value_pooling=None)
     strides = [n for x in last for n in (x.stride(0), 0)]
     columns = (max(32, power_of_2(n)) for n in (D, Dv, Dv * bits // 8))
     with on_device_of(k):
@@ -43,12 +41,12 @@ def _store(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
             _CLOSE(
                 (rows, 3, 1),
                 (
-                    *last, store, store, signs, steps, store, *like,
+                    *last, signs, steps, store, *like, None,
                     torch.full((rows,), g - 1, dtype=torch.int32, device=k.device), k, None, None,
                     rotation(D, k.device, k.dtype),
                 ),
-                (*strides, 1, 1, g, g, 0),
-                (*columns, Form.of(stored, k.dtype, (D, Dv), parts), kind, None, None), {},
+                (*strides, 1, 1, g, g, 0, 0),
+                (*columns, Form.of(stored, k.dtype, (D, Dv), parts), False, False, None, None), {},
             )  # fmt: skip
     return made
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from condense.ops.step.settings import StepSettings, numbered_settings
+from condense.ops.step.settings import numbered_settings
 from condense.ops.triton.device.address import PageForm
 from condense.ops.triton.device.entry import Kind
 from condense.ops.triton.device.parts import key_value_parts
@@ -48,16 +48,6 @@ def tiles_of(device: torch.device, dtype: torch.dtype, width: int, latent: int =
         return _StepTiles(64, 32, 4, 3, 2)
     # many programs share the keys of few KV heads: smaller tiles divide them more evenly
     return _StepTiles(64, 32 if few else 64, 4, 3, 2)
-
-
-def kind_of(
-    settings: StepSettings, parts: tuple[int, int, int, int], latent: int, early: bool, has_real: bool, **more: Any
-) -> Kind:
-    """The constants of a step's kernels. parts: `key_value_parts`. more: further fields."""
-    return Kind(
-        *parts, latent > 0, settings.num_summary > 0, settings.key_pooling, settings.value_pooling, early=early,
-        has_real=has_real, matched=settings.matched, entry_bits=settings.entry_bits, **more,
-    )  # fmt: skip
 
 
 class Launch(NamedTuple):
@@ -122,8 +112,12 @@ def launch_of(
     S = apart + max(1, min(wanted - (0 if paged else 1), cdiv(M + W, tiles.keys)))
     joins = not paged and row_tiles == 1 and (host_bound or not few) and R * S * Dv <= _MOST_JOINED
     early = early and not joins
-    kind = kind_of(
-        settings, key_value_parts(D, Dv, latent), latent, early, has_real,
+    kind = Kind(
+        *key_value_parts(D, Dv, latent), latent > 0, settings.num_summary > 0,
+        settings.key_pooling, settings.value_pooling,
+        early=early, has_real=has_real,
+        matched=settings.matched,
+        entry_bits=settings.entry_bits,
         focal=settings.num_focal,
         tile=power_of_2(rule.chunk) if settings.num_focal > 0 else 1,
         period=settings.num_focal + 1 if settings.bias_differs else 0,

@@ -20,8 +20,8 @@ class PageForm(NamedTuple):
     """The constants of pages.
 
     slots: of a page. s_page, s_head, s_slot: strides of the cache. s_table: from one request's pages to the next one's.
-    s_index, s_entry: strides of the slots of an index and of entries, which pages of records have in planes of their
-    own; s_slot is then that of stored tokens.
+    s_index: stride of the slots of an index, which pages of records have in a plane of its own; s_slot is then that of
+    stored tokens.
     """
 
     slots: int
@@ -30,7 +30,6 @@ class PageForm(NamedTuple):
     s_slot: int
     s_table: int
     s_index: int = 0
-    s_entry: int = 0
 
     @classmethod
     def of(cls, pages: Pages) -> Self:
@@ -39,9 +38,9 @@ class PageForm(NamedTuple):
 
     @classmethod
     def of_records(cls, pages: Pages, form: RecordFormat) -> Self:
-        """Those of pages of records, in bytes."""
-        index, entry, stored = form.sizes
-        return cls.of(pages)._replace(s_slot=stored, s_index=index, s_entry=entry)
+        """Those of pages of records of stored groups, in bytes."""
+        index, _, stored = form.sizes
+        return cls.of(pages)._replace(s_slot=stored, s_index=index)
 
 
 class Tokens(namedtuple("Tokens", "rows new place")):

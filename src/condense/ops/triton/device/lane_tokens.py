@@ -186,17 +186,15 @@ def _as_second_matrix(x):
 
 
 @triton.constexpr_function
-def _values_asm(WORD, OWN):
+def _values_asm(WORD):
     """Assembly of `_weighted`, its constraints and types: codes of two tokens side by side, as bfloat16 numbers. A code
-    in the last bits of 128.0 makes 128 plus the code, of which 136 is taken: the code less `MIDDLE`. OWN: 128 is taken,
-    and the code is multiplied and added to.
+    in the last bits of 128.0 makes 128 plus the code, of which 136 is taken: the code less `MIDDLE`.
     """
-    lines = [f".reg .b32 t<4>, other, u, n<4>, a<4>, less; mov.b32 less, {'0xC300C300' if OWN else '0xC308C308'};"]
+    lines = [".reg .b32 t<4>, other, u, n<4>, a<4>, less; mov.b32 less, 0xC308C308;"]
     kept = "{other, t%d}" if WORD else "{t%d, other}"
     lines += [f"mov.b64 {kept % i}, ${16 + i};" for i in range(4)]
     for i in (0, 2):
         lines += [f"prmt.b32 n{i}, t{i}, t{i + 1}, 0x5410;", f"prmt.b32 n{i + 1}, t{i}, t{i + 1}, 0x7632;"]
-    before = 30 if OWN else 22
     for b in range(4):
         for later in range(2):
             for high in range(2):
@@ -206,24 +204,22 @@ def _values_asm(WORD, OWN):
                     "lop3.b32 u, u, 0x000F000F, 0x43004300, 0xEA;",
                     f"add.rn.bf16x2 a{i}, u, less;",
                 ]
-                lines += [f"fma.rn.bf16x2 a{i}, a{i}, ${22 + i}, ${26 + i};"] if OWN else []
         c = ", ".join(f"${4 * b + i}" for i in range(4))
-        was = ", ".join(f"${before + 4 * b + i}" for i in range(4))
+        was = ", ".join(f"${22 + 4 * b + i}" for i in range(4))
         lines.append(
             f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{c}}}, {{a0, a1, a2, a3}}, {{$20, $21}}, {{{was}}};"
         )
-    constraints = "=&f" + ",=&f" * 15 + ",l" * 4 + ",r" * (before - 20) + ",f" * 16
+    constraints = "=&f" + ",=&f" * 15 + ",l" * 4 + ",r" * 2 + ",f" * 16
     return "{ " + "\n".join(lines) + " }", constraints, (tl.float32,) * 16
 
 
 @triton.jit
-def _weighted(acc, values, given, WORD: tl.constexpr):
+def _weighted(acc, values, weights, WORD: tl.constexpr):
     """acc, 16 tensors, plus weighted values of the columns in word WORD of the two that a thread has of each token.
-
-    given: weights as `_as_second_matrix` has them; then steps and zeros, if values have their own.
+    weights: as `_as_second_matrix` has them.
     """
-    asm: tl.constexpr = _values_asm(WORD, len(given) > 2)
-    return tl.inline_asm_elementwise(asm[0], asm[1], values + given + acc, asm[2], False, 1)
+    asm: tl.constexpr = _values_asm(WORD)
+    return tl.inline_asm_elementwise(asm[0], asm[1], values + weights + acc, asm[2], False, 1)
 
 
 @triton.jit
@@ -234,7 +230,7 @@ def no_sums(PER: tl.constexpr):
 
 
 @triton.jit
-def weigh(sums, s0, s1):
+def _weigh(sums, s0, s1):
     """Weights of a thread's two tokens by their scores, for each of its heads, the largest scores with these, and the
     factors of what was added before.
     """
@@ -247,10 +243,8 @@ def weigh(sums, s0, s1):
 
 
 @triton.jit
-def add_values(acc, alpha, codes, grids, p0, p1):
-    """The sums of values times their factors, plus weighted values. codes: as in `LaneGroup`. grids: steps and zeros,
-    of two tokens in a word, of `_values_asm`'s numbers in their order; () for codes that are less `MIDDLE`.
-    """
+def _add_values(acc, alpha, codes, w0, w1):
+    """The sums of values times their factors, plus codes less `MIDDLE` of a thread's two tokens by their weights."""
     first, second = (), ()
     for i in tl.static_range(16):
         if i % 2 < len(alpha):
@@ -258,8 +252,8 @@ def add_values(acc, alpha, codes, grids, p0, p1):
             second = second + (acc[i + 16] * alpha[i % 2],)  # noqa: RUF005
         else:
             first, second = first + (acc[i],), second + (acc[i + 16],)  # noqa: RUF005
-    given = (_as_second_matrix(p0), _as_second_matrix(p1)) + grids  # noqa: RUF005
-    return _weighted(first, codes, given, 0) + _weighted(second, codes, given, 1)
+    weights = _as_second_matrix(w0), _as_second_matrix(w1)
+    return _weighted(first, codes, weights, 0) + _weighted(second, codes, weights, 1)
 
 
 @triton.jit
@@ -274,13 +268,13 @@ def add_group(sums, queries, group, base, scale, e, CAP: tl.constexpr):
         first = (x[s] * (queries.unit[s] * key_step0) + base[s]) * scale
         second = (x[PER + s] * (queries.unit[s] * key_step1) + base[s]) * scale
         s0, s1 = s0 + (soft_cap(first, CAP)[0],), s1 + (soft_cap(second, CAP)[0],)  # noqa: RUF005
-    p0, p1, m, alpha = weigh(sums, s0, s1)
+    p0, p1, m, alpha = _weigh(sums, s0, s1)
     total, shift, w0, w1 = (), (), (), ()
     for s in tl.static_range(PER):
         w0, w1 = w0 + (p0[s] * step0,), w1 + (p1[s] * step1,)  # noqa: RUF005
         total = total + (sums.total[s] * alpha[s] + p0[s] + p1[s],)  # noqa: RUF005
         shift = shift + (sums.shift[s] * alpha[s] + p0[s] * middle0 + p1[s] * middle1,)  # noqa: RUF005
-    return LaneSums(add_values(sums.acc, alpha, group.value_codes, (), w0, w1), m, total, shift)
+    return LaneSums(_add_values(sums.acc, alpha, group.value_codes, w0, w1), m, total, shift)
 
 
 @triton.jit
