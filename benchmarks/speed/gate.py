@@ -22,7 +22,7 @@ from condense.ops import ChoiceSettings
 from condense.ops.recall import GroupIndex, IndexChoice, choose_groups, index_scores, rotation, turned_queries
 from condense.ops.recall.index import QUERY_LEVELS
 from condense.ops.recall.rest import rest_weights, with_rest
-from condense.ops.spans import joined_bias
+from condense.ops.spans import RuleSpans, joined_bias
 from speed.budget import Verdict, judge
 from speed.problems import Inputs, pooled
 
@@ -45,9 +45,9 @@ class Seen(NamedTuple):
     """The checked queries and the keys that they see.
 
     at int64 ``[S]``: positions of the queries. q ``[B, H, S, D]``. tensors: keys and values, source by source: entries,
-    or the tokens in Recall's store, and window. mask ``[B|1, K|1, S, n]``, bias float64 ``[B|1, K|1, 1, n]``. clear bool
-    ``[B|1, H|1, S, 1]``: False where rounding decides which groups Recall opens. rest: weight ``[B, H, S]`` and value
-    ``[B, K, S, Dv]`` of the token that stands for all others, float64, as of `condense.ops.recall.rest.with_rest`.
+    or the tokens in Recall's store, and window. mask ``[B|1, K|1, S, n]``, bias float64 ``[B|1, K|1, 1, n]``. clear
+    bool ``[B|1, H|1, S, 1]``: False where rounding decides which groups Recall opens. rest: weight ``[B, H, S]`` and
+    value ``[B, K, S, Dv]`` of the token that stands for all others, as of `condense.ops.recall.rest.with_rest`.
     """
 
     at: Tensor
@@ -115,6 +115,8 @@ def seen(q: Tensor, context: Context, *, scale: float, method: Method) -> Seen:
         if choice.mean and not (method.reads_exactly and L > 1):
             asked = IndexChoice(q[:, :, at].double(), index, scale, choice.quota)
             weight = rest_weights(asked, 0, len(at), opened, closed, 0.0)
+            assert context.means is not None
+            assert isinstance(context.spans, RuleSpans)
             rest = weight, context.means.at(0, L, context.spans, g)[:, :, at]
         masks[0] = opened.repeat_interleave(g, -1)
         form = step_settings(method).store_format

@@ -26,9 +26,9 @@ class LayerState(NamedTuple):
     if they have fewer than 16 bits (`condense.ops.EntryFormat`); then the method's own tensors as
     `condense.Method.represent` makes them. window_k ``[B, K, N, D]``, window_v ``[B, K, N, Dv]``: exact tokens,
     right-aligned. mean_q ``[B, K, Q, D]``: the newest queries, each the mean over the heads of its KV head,
-    right-aligned; a group's summary query is a mean of these. sums float64 ``[B, K, n, Dv]``: of the values of the first
-    groups, right-aligned: the last one that of all whole groups (`condense.ops.step.StepState`); empty where no query sees
-    them. first: entries that stand before those of chunk 0. seen: real tokens per row without those that
+    right-aligned; a group's summary query is a mean of these. sums float64 ``[B, K, n, Dv]``: of the values of a row's
+    first groups, right-aligned: the last one that of all whole groups (`condense.ops.step.StepState`); empty where no
+    query sees them. first: entries that stand before those of chunk 0. seen: real tokens per row without those that
     ``first`` stands for; an int if all rows agree, else int64 CPU ``[B]``.
     """
 

@@ -34,7 +34,7 @@ REFUSED = {
     "must be a dict, got 'cca'": "cca",
     r"no setting index_bits any more: .* by the signs of their keys": {"method": "recall", "index_bits": 8},
     r"recall: there is no setting index any more: .*, got index='sub'": {"method": "recall", "index": "sub"},
-    r"key_pooling any more: .* one token stands for them all, got key_pooling='max'": {"method": "recall", "key_pooling": "max"},
+    r"key_pooling any more: .* for them all, got key_pooling='max'": {"method": "recall", "key_pooling": "max"},
     r"recall: .* no entries: .*, got rep_bias='none'": {"method": "recall-host", "rep_bias": "none"},
     r"dga: .* attention's scale, got weight_scale=1\.0": {"method": "dga", "weight_scale": 1.0},
 }  # fmt: skip

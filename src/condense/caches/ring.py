@@ -61,8 +61,8 @@ class RingState(Buffered):
         M, W = self._entry_slots(state.entries[0].shape[2]), min(room_for(max_row(state.seen)), self._most_window)
         k, widths = state.window_k, (state.window_k.shape[3], state.window_v.shape[3])
         queries, stored = max(S, self._most_queries), store.room_for(M) * rule.chunk
-        sums = kept_sums(rule.chunk)
-        self.buffers = empty_state(k, settings, StateSizes(*k.shape[:2], widths, M, W, queries, stored, sums))
+        sizes = StateSizes(k.shape[0], k.shape[1], widths, M, W, queries, stored, kept_sums(rule.chunk))
+        self.buffers = empty_state(k, settings, sizes)
         self.backend = self._backend()
         self._write_state(None, state)
         self._steps_left = self._count_steps()

@@ -119,7 +119,7 @@ def index_scores(q: Tensor, index: GroupIndex, scale: float) -> Tensor:
 
 @torch.no_grad()
 def centre_scores(q: Tensor, index: GroupIndex, scale: float) -> Tensor:
-    """Score of the centre of each group's keys for each query, a part of `index_scores`, of the same shape and dtype."""
+    """Score of the centre of each group for each query, a part of `index_scores`, of the same shape and dtype."""
     (B, H, L, D), (_, K, G, _), (numbers, unit) = q.shape, index.steps.shape, turned_queries(q)
     return _of_centres(numbers.reshape(B, K, -1, D), index).reshape(B, H, L, G) * (unit * scale)
 

@@ -56,9 +56,9 @@ class Places(NamedTuple):
 class PagedState(NamedTuple):
     """The state of all requests in one layer, on one device.
 
-    window: in the dtype of k, slot t holds the token at position t, ``[k | v]``, C = D + Dv. If queries see what they do
-    not open, ``[k | v | s]``, C as `window_columns`: the g tokens of a group hold the sum of the values of all groups
-    up to it, float64, token i the i-th part of `sum_part` numbers; no other token's s is read.
+    window: in the dtype of k, slot t holds the token at position t, ``[k | v]``, C = D + Dv. If queries see what they
+    do not open, ``[k | v | s]``, C as `window_columns`: the g tokens of a group hold the sum of the values of all
+    groups up to it, float64, token i the i-th part of `sum_part` numbers; no other token's s is read.
     entries: slot ``j + summary_delay / g`` holds the entry of group j, ``[k | v]`` in the dtype of k. Or uint8, for any
     settings, and always with a choice: there it is the record of group j, C bytes, those of a page side by side, as
     `condense.ops.step.record_format` lays them out. With a choice the delay is 0: a record is written when the last

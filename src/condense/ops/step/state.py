@@ -49,7 +49,7 @@ class Field(NamedTuple):
 
 
 class StateSizes(NamedTuple):
-    """Sizes of a layer's keys and values and of what is kept: B, K, D and Dv, M, W, Q, N and T; S is in the settings."""
+    """Sizes of keys and values of a layer and of what is kept: B, K, D and Dv, M, W, Q, N, T; S is in the settings."""
 
     rows: int
     heads: int
