@@ -146,9 +146,9 @@ def attend(call: StepCall, seen: Tensor, alive: Tensor, own: OwnEntries) -> tupl
     if not settings.sees_rest:
         return out, lse
     assert settings.choice is not None
-    index = IndexChoice(q, state.group_index, call.scale, settings.choice.quota)
+    choice = IndexChoice(q, state.group_index, call.scale, settings.choice.quota)
     hi = (closed.clamp(max=M) * alive)[:, None, None]
-    weight = rest_weights(index, 0, 1, chosen[:, :, None], hi, options.softcap)
+    weight = rest_weights(choice, 0, 1, chosen[:, :, None], hi, options.softcap)
     whole = (seen // c)[:, None, None, None]
     mean = read_columns(state.sums, seen // c, 1) / (whole * c).clamp(min=1)
     return with_rest(out, lse, weight, mean[..., : values.shape[3]])
