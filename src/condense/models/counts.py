@@ -105,7 +105,7 @@ class CachedHeads(NamedTuple):
         return held[False], held[True]
 
     def step_bytes(self, method: Method, length: int, itemsize: int) -> int:
-        """Bytes that a step after ``length`` tokens reads: index, entries and biases, open groups, a sum, the window."""
+        """Bytes that a step after ``length`` tokens reads: index, entries and biases, open groups, a sum, window."""
         choice, groups, g = method.layout.choice, int(num_entries(method, length)), method.layout.rule.chunk
         opened = 0 if choice is None else choice.quota.at(groups)
         counts = dict.fromkeys(("signs", "steps", "biases"), groups) | {"store": opened * g, "sums": 1}
