@@ -222,11 +222,41 @@ def test_more_steps_than_there_is_room_for_stay_inside_the_ring():
     q, k, v = random_qkv(1, 2, 1, L, 16, 16)
     state = empty(settings, L, 1, (16, 16), rows=1, dtype=torch.float32, device=DEVICE)
     rings = [torch.full((1, 1, 4 * W, 16), torch.nan, device=DEVICE) for _ in range(2)]
-    state = state._replace(ring_k=rings[0][:, :, :W], ring_v=rings[1][:, :, :W])
+    sums = torch.full((1, 1, W, 16), torch.nan, dtype=torch.float64, device=DEVICE)
+    state = state._replace(ring_k=rings[0][:, :, :W], ring_v=rings[1][:, :, :W], sums=sums[:, :, :2])
     for t in range(L):
         out = triton_step.step(StepCall(new_token((q, k, v), t), state, settings, scale=SCALE))
         assert bool(out.isfinite().all())
     assert all(bool(x[:, :, W:].isnan().all()) for x in rings)
+    assert bool(sums[:, :, 2:].isnan().all())
+
+
+@pytest.mark.parametrize(("g", "widths"), [(4, (16, 80)), (20, (16, 24)), (6, (96, 0))], ids=str)
+def test_sums_of_16_bits_are_those_of_pytorch_to_the_bit(g, widths):
+    """As float64 rounds none of them; of latents whole keys. Rows without a token keep theirs."""
+    L, settings = 5 * g, step_settings(Recall(group_size=g, window=g, num_recall=1))
+    qkv = random_qkv(2, 2, 1, L, *widths, dtype=torch.float16)
+    states = [empty(settings, L, 1, widths, dtype=torch.float16, device=DEVICE) for _ in range(2)]
+    real, latent = torch.ones(2, L, dtype=torch.bool), 64 if widths[1] == 0 else 0
+    real[1, 1] = False
+    for t in range(L):
+        calls = [StepCall(new_token(qkv, t, real), x, settings, scale=SCALE, latent=latent) for x in states]
+        # the last token of a group in either row
+        step = triton_step.step if t % g in (0, g - 1) else lambda call: torch_step.step(call, own_by(settings))
+        step(calls[0])
+        torch_step.step(calls[1], own_by(settings))
+        assert torch.equal(states[0].sums, states[1].sums)
+
+
+def test_nothing_is_added_where_all_closed_groups_are_open():
+    """The bits of the output without a mean."""
+    L, settings = 13, [step_settings(RECALLS["two-open"].replace(unchosen=x)) for x in ("mean", "drop")]
+    qkv = random_qkv(1, 2, 1, L, 16, 24)
+    made = {"rows": 1, "dtype": torch.float32, "entries": 6, "device": DEVICE}
+    states = [empty(x, L, 1, (16, 24), **made) for x in settings]
+    for t in range(L):
+        calls = [StepCall(new_token(qkv, t), *x, scale=SCALE) for x in zip(states, settings, strict=True)]
+        assert torch.equal(*map(triton_step.step, calls))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from step_states import token_at as new_token
 from triton_kernels.test_recall_step import DEVICE, SCALE, check_choice, compare, random_qkv, scratch  # noqa: F401
 
 from condense import Recall, attention
-from condense.ops import unpack_store
+from condense.ops import Extras, unpack_store
 from condense.ops.backends import BACKENDS
 from condense.ops.recall import GroupIndex, StoreFormat, split_keys
 from condense.ops.step import StepCall
@@ -116,46 +116,51 @@ def exactly(state, settings, D, Dv):
     return type(state)(*(x.double() if x.is_floating_point() else x.clone() for x in state))
 
 
+# rows, tokens per group, open groups, heads, soft cap
+BUDGETS = [(2, 4, 3, (8, 2), 0.0), (1, 16, 1, (3, 1), 0.5), (1, 32, 1, (2, 2), 1.0)]
+if CUDA:
+    BUDGETS += [(rows, g, r, (8, 2), 0.0) for rows in (2, 16) for g, r in ((16, 3), (16, 20), (32, 3))]
+
+
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("dtype", DTYPES if CUDA else [torch.float32], ids=str)
-@pytest.mark.parametrize(
-    ("rows", "g", "opened"),
-    [(2, 16, 3), (16, 16, 3), (2, 16, 20), (16, 16, 20), (2, 32, 3), (16, 32, 3)] if CUDA else [(2, 4, 3)],
-)
-def test_outputs_are_within_the_error_budget(rows, g, opened, bits, dtype, scratch):  # noqa: F811
+@pytest.mark.parametrize(("rows", "g", "opened", "heads", "softcap"), BUDGETS, ids=str)
+def test_outputs_are_within_the_error_budget(rows, g, opened, heads, softcap, bits, dtype, scratch):  # noqa: F811
     """On a GPU also with as many rows as are read by programs of another size."""
-    w, L, widths = (40, 420, (128, 128)) if CUDA else (6, 40, (16, 24))
+    w, L, widths = (40, 420, (128, 128)) if CUDA else (6, max(40, 5 * g), (16, 24))
     settings = step_settings(Recall(group_size=g, window=w, num_recall=opened, store_bits=bits))
-    check_budget(settings, random_qkv(rows, 8, 2, L, *widths, dtype=dtype), scratch)
+    check_budget(settings, random_qkv(rows, *heads, L, *widths, dtype=dtype), scratch, softcap=softcap)
 
 
 @pytest.mark.usefixtures("lanes")
-@pytest.mark.parametrize(("heads", "slots"), [((8, 2), 0), ((3, 1), 4), ((8, 1), 0)])
-def test_lanes_are_within_the_error_budget(heads, slots, scratch):  # noqa: F811
+@pytest.mark.parametrize(("heads", "softcap"), [((8, 2), 0.0), ((3, 1), 0.5), ((8, 1), 0.0)])
+def test_lanes_are_within_the_error_budget(heads, softcap, scratch):  # noqa: F811
     settings = step_settings(Recall(group_size=16, window=40, num_recall=3, min_recall=0, store_bits=4))
     qkv = random_qkv(1, *heads, 330, 128, 128, dtype=torch.bfloat16)
-    check_budget(with_store(settings, slots=slots), qkv, scratch, last=2)
+    check_budget(settings, qkv, scratch, last=2, softcap=softcap)
 
 
-def check_budget(settings, qkv, scratch, last=6):  # noqa: F811
-    """Twice the error of the same step in PyTorch, all of them over one quantised store."""
+def check_budget(settings, qkv, scratch, last=6, softcap=0.0):  # noqa: F811
+    """Twice the error of the same step in PyTorch, all of them over one quantised store. Soft caps come with sinks."""
     exact, (q, k, v), results = with_store(settings, bits=16), qkv, []
     (rows, K, L, D), Dv, dtype = k.shape, v.shape[3], q.dtype
+    sinks = torch.linspace(-3, 3, q.shape[1], device=DEVICE) if softcap else None
+    given = {"scale": SCALE / 4, "extras": Extras(softcap, sinks)}
     state = empty(settings, L, K, (D, Dv), rows=rows, dtype=dtype, device=DEVICE)
     for t in range(L):
         new = new_token(qkv, t)
         before = type(state)(*(x.clone() for x in state))
-        plain = torch_step.step(StepCall(new, state, settings, scale=SCALE / 4), own_by(settings))
+        plain = torch_step.step(StepCall(new, state, settings, **given), own_by(settings))
         if t < L - last:
             continue
         wide = exactly(before, settings, D, Dv)
-        got = triton_step.step(StepCall(new, before, settings, scale=SCALE / 4))
+        got = triton_step.step(StepCall(new, before, settings, **given))
         # a group that closes now is rounded and quantised in one of the two only
         if settings.rule.closed(t + 1) == settings.rule.closed(t) and check_choice(
             scratch, new.q, before, settings, SCALE / 4
         ):
             double = type(new)(*(x.double() for x in new[:3]))
-            results.append((got, torch_step.step(StepCall(double, wide, exact, scale=SCALE / 4), own_by(exact)), plain))
+            results.append((got, torch_step.step(StepCall(double, wide, exact, **given), own_by(exact)), plain))
     assert len(results) > 1
     verdict = judge(*(list(x) for x in zip(*results, strict=True)))
     assert verdict.passed, verdict
