@@ -31,7 +31,7 @@ POOLS = {name: partial(Pool, method, (K, D, DV)) for name, method in METHODS.ite
 LATENT = (1, WIDTHS[2] + WIDTHS[1], 0)
 LATENTS = {f"latents-{name}": partial(Pool, method, LATENT) for name, method in METHODS.items()} | {
     f"latents-records-{name}": partial(RecordPool, RECORDS[name], LATENT)
-    for name in ("default", "window-0", "store-8", "store-4", "entry-8", "drop", "all-open")
+    for name in ("default", "window-0", "window-5", "store-8", "store-4", "drop", "g-16", "all-open")
 }
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "torch"])
 
