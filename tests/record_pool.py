@@ -21,7 +21,7 @@ RECORDS = {
     "store-8": RECALL.replace(store_bits=8, num_recall=0.3),
     "store-4": RECALL.replace(store_bits=4),
     "drop": RECALL.replace(unchosen="drop", store_bits=4),
-    "g-3": RECALL.replace(group_size=3, window=7),
+    "g-6": RECALL.replace(group_size=6, window=7),
     "g-16": RECALL.replace(group_size=16, window=20, num_recall=1),
     "g-32": RECALL.replace(group_size=32, window=32, num_recall=1, store_bits=8),
     "all-open": RECALL.replace(num_recall=1.0),

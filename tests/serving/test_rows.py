@@ -102,12 +102,12 @@ VIEWS = (
 @pytest.mark.parametrize("prompt", ["recall", "exact"])
 def test_operations_do_not_grow_with_requests(monkeypatch, prompt):
     """In every layer but the first, which finds out where things lie: 7 of a prompt when 14 are read together."""
-    method, counts = RECALL.replace(store_bits=4, num_recall=0.25, unchosen="drop", prompt=prompt), {}
+    method, counts = RECALL.replace(store_bits=4, num_recall=0.25, prompt=prompt), {}
     for num in (1, 2, 14):
         pool = RecordPool(method, (K, D, DV))
         asked = [pool.add(40 + i % 3) for i in range(num)]
         counts[num] = count_again(monkeypatch, [(r, tokens_of(r.length)) for r in asked], pool)
-    assert counts[1] <= counts[2] == counts[14] <= 124, counts
+    assert counts[1] <= counts[2] == counts[14] <= 137, counts
 
 
 def count_again(monkeypatch, chunks, pool):
