@@ -93,6 +93,25 @@ def test_calls_are_bounded(lengths):
         assert len(call) * max(new) - sum(new) <= sum(new) + rows._PADDING
 
 
+@pytest.mark.parametrize(
+    ("read", "passes"),
+    [
+        ([(0, 40), (0, 9), (5, 30), (48, 60)], 1),
+        # behind whole pages that the first fills; in the middle of one; not yet filled
+        ([(32, 40), (0, 40)], 2),
+        ([(33, 41), (0, 40)], 1),
+        ([(48, 60), (0, 47)], 1),
+        ([(0, 40), (64, 70), (48, 66), (32, 50)], 4),
+    ],
+    ids=str,
+)
+def test_passes_over_sums(read, passes):
+    """One more for each prefix that a request may take up from another one in the same step; pages of 16 tokens."""
+    asked = [rows.Request(i, 0, seen - before, seen) for i, (before, seen) in enumerate(read)]
+    pool = RecordPool(RECALL, (K, D, DV))
+    assert rows.num_passes(asked, pool.state([pool.add(1)]), pool.plan.settings) == passes
+
+
 VIEWS = (
     "alias", "as_strided", "detach", "expand", "permute", "select", "slice", "split", "split_with_sizes", "squeeze",
     "transpose", "unbind", "unfold", "unsqueeze", "view", "_unsafe_view",

@@ -36,8 +36,8 @@ def read_paged(
     read pages that another one writes in the same call.
     settings: without a choice, groups whose ``summary_delay`` is a multiple of g, at most g queries in a summary query,
     no focal tokens; with one, a store on the device and ``summary_delay`` 0, which does not change what such a method
-    computes (`PagedState` says why); where queries see what they do not open, a window and groups that
-    `condense.serving.plan` allows. Where they say so, several new tokens of a request see the stored tokens of all
+    computes (`PagedState` says why); where queries see what they do not open, groups of 2 tokens or more and a window
+    of at least one group. Where they say so, several new tokens of a request see the stored tokens of all
     closed groups (``reads_exactly``).
     backend: single tokens are read by a step of kernels with "triton", and with "auto" on CUDA where it can run. All
     others are read as in `condense.ops.attend`, those of like lengths as rows of one call (`condense.ops.paged.rows`).

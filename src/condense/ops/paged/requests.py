@@ -165,8 +165,8 @@ class PagedLayer:
         return tuple(x[0].transpose(0, 1) for x in made)
 
     def _sum(self, at: Sums) -> GroupMeans:
-        """Store the sums that a call's tokens complete; return all that its queries see as means, float64, of latents
-        ``[B, K, 1 + n, D]``.
+        """Store the sums that a call's tokens complete; return all that its queries see, as means: float64
+        ``[B, K, 1 + n, Dv]``, of latents ``[B, K, 1 + n, D]``.
         """
         window, (D, Dv), g = self.state.window, self.widths, self.settings.rule.chunk
         width, part = Dv or D, sum_part(Dv or D, g)
