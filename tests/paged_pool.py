@@ -58,7 +58,7 @@ class Pool:
         self.far, self.near = sizes or page_sizes([layer])
         # slots of a page and bytes of a slot
         self.kinds = {
-            "window": (self.near, layer.token_bytes),
+            "window": (self.near, layer.window_bytes),
             "entries": (self.plan.entry_slots(self.far), layer.slot_bytes),
             "ring": (self.plan.ring_slots, self.width * dtype.itemsize),
         }

@@ -16,20 +16,20 @@ RECALL = condense.Recall(group_size=4, window=8, num_recall=3, min_recall=2)
 RECORDS = {
     "default": RECALL,
     "window-5": RECALL.replace(window=5),
-    "window-0": RECALL.replace(window=0),
+    "window-4": RECALL.replace(window=4),
+    "window-0": RECALL.replace(window=0, unchosen="drop"),
     "store-8": RECALL.replace(store_bits=8, num_recall=0.3),
-    "store-4": RECALL.replace(store_bits=4, entry_bits=4),
-    "entry-8": RECALL.replace(entry_bits=8),
+    "store-4": RECALL.replace(store_bits=4),
     "drop": RECALL.replace(unchosen="drop", store_bits=4),
+    "g-6": RECALL.replace(group_size=6, window=7),
     "g-16": RECALL.replace(group_size=16, window=20, num_recall=1),
-    "g-32": RECALL.replace(group_size=32, window=16, num_recall=1, store_bits=8),
-    "none-open": RECALL.replace(num_recall=0),
+    "g-32": RECALL.replace(group_size=32, window=32, num_recall=1, store_bits=8),
     "all-open": RECALL.replace(num_recall=1.0),
 }
 # the same with prompts that are read with dense attention
 EXACT_PROMPTS = {
     "exact": RECALL.replace(prompt="exact"),
-    "exact-8-window-0": RECALL.replace(prompt="exact", store_bits=8, window=0, num_recall=0.3),
+    "exact-8-window-4": RECALL.replace(prompt="exact", store_bits=8, window=4, num_recall=0.3),
     "exact-4-drop-window-5": RECALL.replace(prompt="exact", store_bits=4, window=5, unchosen="drop"),
 }
 

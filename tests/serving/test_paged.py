@@ -31,7 +31,7 @@ POOLS = {name: partial(Pool, method, (K, D, DV)) for name, method in METHODS.ite
 LATENT = (1, WIDTHS[2] + WIDTHS[1], 0)
 LATENTS = {f"latents-{name}": partial(Pool, method, LATENT) for name, method in METHODS.items()} | {
     f"latents-records-{name}": partial(RecordPool, RECORDS[name], LATENT)
-    for name in ("default", "window-0", "store-8", "store-4", "entry-8", "drop", "all-open")
+    for name in ("default", "window-0", "window-5", "store-8", "store-4", "drop", "g-16", "all-open")
 }
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "torch"])
 
@@ -126,6 +126,23 @@ def test_a_prefix_that_is_written_in_the_same_step(name, order, backend):
     rest, out = pool.read(chunks[::order], scale=SCALE, backend=backend)[::order]
     torch.testing.assert_close(out, wanted(pool, first), **EXACT)
     torch.testing.assert_close(rest, wanted(pool, other)[prefix:], **EXACT)
+
+
+@pytest.mark.parametrize("name", POOLS)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)], ids=str)
+def test_prefixes_of_prefixes_that_are_written_in_the_same_step(name, order):
+    pool = POOLS[name]()
+    prefix, first, other = two_with_a_prefix(pool, pool.far + 9)
+    third = [torch.cat([x[: prefix + pool.far], y[-9:]]) for x, y in zip(other, first, strict=True)]
+    requests = [pool.add(prefix + 30)]
+    for i, shared in enumerate((prefix, prefix + pool.far)):
+        requests[i].reserve(shared)
+        requests.append(pool.add(shared + 9, requests[i], shared))
+    chunks = [(r, cut(qkv, r.seen, len(qkv[0]))) for r, qkv in zip(requests, (first, other, third), strict=True)]
+    outs = pool.read([chunks[i] for i in order], scale=SCALE)
+    for i, out in zip(order, outs, strict=True):
+        want = wanted(pool, (first, other, third)[i])[requests[i].shared :]
+        torch.testing.assert_close(out, want, **EXACT)
 
 
 @pytest.mark.parametrize("new", [1, 9])

@@ -8,16 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 from grids import fixture_of
-from paged_sequences import cut, random_tokens
+from paged_sequences import cut, random_latents, random_tokens
 from record_pool import EXACT_PROMPTS, RECALL, RECORDS, RecordPool
 from step_states import call_of, empty, own_by
 
 import condense
 from condense.methods import step_settings
 from condense.ops import NewToken
+from condense.ops.latents import UpProjection
 from condense.ops.paged import api
 from condense.ops.recall import split_keys
 from condense.ops.step import record_format
+from condense.ops.step.pages import window_columns
 from condense.ops.torch import step as torch_step
 from condense.serving.plan import ServingPlan, serving_plan
 
@@ -87,15 +89,66 @@ def test_a_request_that_takes_up_a_prefix_has_the_bits_of_one_that_read_all_itse
     assert all(torch.equal(x, alone.kept(cold)[name]) for name, x in pool.kept(b).items())
 
 
+def last_sum(pool, request):
+    """What stands beside the tokens of a request's last whole group: a sum ``[K, Dv]``, of latents ``[K, D]``, and what
+    fills its last part up.
+    """
+    widths, g = (pool.width, pool.value_width), pool.method.group_size
+    start, _ = window_columns(*widths, pool.plan.settings, pool.dtype.itemsize)
+    token = torch.arange(request.seen // g * g - g, request.seen // g * g)
+    slots = torch.tensor(request.window)[token // pool.near], slice(None), token % pool.near
+    return pool.view("window").view(pool.dtype)[..., start:].view(torch.float64)[slots].transpose(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("Dv", [DV, 0], ids=["values", "latents"])
+@pytest.mark.parametrize("name", ["default", "window-4", "window-5", "g-6", "g-16", "exact"])
+def test_sums_do_not_depend_on_how_tokens_come(name, Dv, dtype):
+    """All at once, in pieces, one by one; after a prefix that another request read, in other pieces."""
+    method, length, found = (RECORDS | EXACT_PROMPTS)[name], 131, []
+    qkv, up = (tokens_of(length), None) if Dv else random_latents(H, (5, 2, 4, 4), length)
+    qkv = [x.to(dtype) for x in qkv]
+    for pieces in ([length], [1] * length, [7, 30, 2, 64, 28], [64, 67], [64, *[3] * 22, 1]):
+        pool = RecordPool(method, (qkv[1].shape[1], D, Dv), dtype=dtype)
+        pool.up = None if up is None else UpProjection(*(w.to(dtype) for w in up))
+        request = pool.add(length)
+        for i, n in enumerate(pieces):
+            if i == 1 and pieces[0] % pool.far == 0:
+                request = pool.add(length, request, pieces[0])
+            pool.read([(request, cut(qkv, request.seen, request.seen + n))], scale=SCALE, backend="torch")
+        found.append(last_sum(pool, request))
+    want = qkv[2 if Dv else 1][: length // method.group_size * method.group_size].double().sum(0)
+    torch.testing.assert_close(found[0][:, : want.shape[1]], want, **EXACT)
+    assert all(torch.equal(x[:, : want.shape[1]], found[0][:, : want.shape[1]]) for x in found)
+
+
+@pytest.mark.parametrize("name", ["default", "window-4", "window-5", "store-4", "g-16", "drop"])
+def test_tokens_that_are_taken_back_leave_no_trace(name):
+    """Drafts complete groups; what is read in their place makes other records and sums."""
+    pool, alone = (RecordPool(RECORDS[name], (K, D, DV)) for _ in range(2))
+    qkv, drafts = tokens_of(90), tokens_of(90, seed=1)
+    request, cold = pool.add(90), alone.add(90)
+    want = alone.read([(cold, cut(qkv, 0, 60))], scale=SCALE)[0]
+    pool.read([(request, cut(qkv, 0, 60))], scale=SCALE)
+    for i in range(60, 90, 3):
+        # three of eight are kept
+        chunk = [torch.cat([x[i : i + 3], y[i + 3 : i + 8]]) for x, y in zip(qkv, drafts, strict=True)]
+        out = pool.read([(request, chunk)], scale=SCALE)[0][:3]
+        request.seen = i + 3
+        want = alone.read([(cold, cut(qkv, i, i + 3))], scale=SCALE)[0]
+        torch.testing.assert_close(out, want, **EXACT)
+
+
 def test_settings_and_records_of_another_kind_are_refused():
     pool = RecordPool(RECORDS["default"], (K, D, DV))
-    own, blocks = pool.plan.settings, pool.blocks
+    own, blocks, drop = pool.plan.settings, pool.blocks, RECALL.replace(unchosen="drop")
     on_host = replace(step_settings(RECALL.replace(store="host")), summary_delay=0)
     for settings, pool.blocks, message in (
         (on_host, blocks, "use store='device'"),
         (replace(own, summary_delay=8), blocks, "summary_delay of records must be 0, got 8"),
         (serving_plan(RECORDS["store-8"]).settings, blocks, r"entries must be pages uint8 \[P, 2, N, \d+\], got"),
         (own, torch.empty_like(blocks[:, 8:]), "must begin at multiples of 16 bytes"),
+        (serving_plan(drop).settings, blocks, r"window must be pages \[P, 2, N, 10\]"),
     ):
         pool.plan = ServingPlan(settings)
         with pytest.raises(ValueError, match=message):
@@ -113,18 +166,16 @@ def test_a_backend_is_chosen_for_as_many_groups_as_tables_have_room_for(monkeypa
 
 
 def test_the_bytes_of_a_record():
-    """Llama's shape: groups of 16, two entries, the index, a store of 8 bits."""
+    """Llama's shape: groups of 16, the index, a store of 8 bits."""
     settings = step_settings(condense.Recall(store_bits=8))
     form = record_format(settings, (128, 128), torch.bfloat16)
     starts = [{part.name: (part.start, part.columns) for part in parts} for parts in form.parts]
-    entries = {"entries_k": (0, 128), "entries_v": (256, 128)}
-    assert starts == [{"signs": (0, 320), "steps": (320, 17)}, entries, {"store": (0, 4192)}]
-    assert form.sizes == (368, 512, 16 * 262)
-    assert form.nbytes == 880 + 16 * 262
+    assert starts == [{"signs": (0, 320), "steps": (320, 17)}, {}, {"store": (0, 4192)}]
+    assert form.sizes == (368, 0, 16 * 262)
+    assert form.nbytes == 368 + 16 * 262
     k, v = (torch.randn(1, 2, 3, 16, 128).bfloat16() for _ in range(2))
     index, rest = split_keys(k)
-    kept = {"signs": index.signs, "steps": index.steps, "entries_k": k[..., 0, :], "entries_v": v[..., 0, :]}
-    kept |= {"store": settings.store_format.pack(k, v, rest)}
+    kept = {"signs": index.signs, "steps": index.steps, "store": settings.store_format.pack(k, v, rest)}
     pages = torch.empty(1, 2, 3, form.nbytes, dtype=torch.uint8)
     for plane, rows in zip(form.planes(pages), form.pack(kept), strict=True):
         plane.copy_(rows)

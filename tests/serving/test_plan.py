@@ -50,6 +50,11 @@ REFUSED = [
     (condense.Dense(), "one of Recall, CCA, LCA"),
     (condense.Recall(store="host"), "use store='device', as recall-device does"),
     (condense.CCA(group_size=1), "at least 2"),
+    (condense.Recall(group_size=1), "group_size must be at least 2 to be served, got 1: use unchosen='drop'"),
+    (
+        condense.Recall(window=15, store="host"),
+        "use store='device'.*; window must be at least group_size, 16, .* got 15: .* unchosen='drop' or window=16$",
+    ),
     (condense.CCA(summary="prompt"), "summary='streaming'"),
     (condense.LCA(window=1000, group_size=16), "window=1008 or summary='last'"),
     (condense.LCA(num_summary_queries=17), "at most group_size, 16"),
@@ -164,6 +169,30 @@ def test_tokens_that_can_be_taken_back(method, takes_back):
     """Not where drafts would lie in a ring, or be read otherwise than single tokens."""
     plan = serving_plan(method)
     assert (plan.takes_back, plan.settings.reads_exactly) == (takes_back, method.reads_exactly)
+
+
+@pytest.mark.parametrize("settings", [{"window": 16}, {"window": 0, "unchosen": "drop"}], ids=str)
+def test_the_shortest_windows_of_recall(settings):
+    serving_plan(condense.Recall(**settings))
+
+
+@pytest.mark.parametrize(
+    ("method", "widths", "dtype", "nbytes"),
+    [
+        (condense.Recall(), WIDTHS, BF16, 512 + 8 * 128 // 16),
+        (condense.Recall(), (576, 0), BF16, 1152 + 8 * 576 // 16),
+        # a sum begins at a multiple of 8 bytes; its last part is not full
+        (condense.Recall(group_size=4), (5, 6), BF16, 24 + 8 * 2),
+        (condense.Recall(unchosen="drop"), WIDTHS, BF16, 512),
+        (condense.CCA(), WIDTHS, BF16, 512),
+        (None, WIDTHS, torch.float32, 1024),
+    ],
+    ids=str,
+)
+def test_bytes_of_a_token_in_the_window(method, widths, dtype, nbytes):
+    """Beside the tokens of a group stands one sum of values, of latents of keys."""
+    layer = ServedLayer(None if method is None else serving_plan(method), HEADS, widths, dtype)
+    assert layer.window_bytes == nbytes
 
 
 @pytest.mark.parametrize(("method", "words"), REFUSED, ids=str)

@@ -93,6 +93,25 @@ def test_calls_are_bounded(lengths):
         assert len(call) * max(new) - sum(new) <= sum(new) + rows._PADDING
 
 
+@pytest.mark.parametrize(
+    ("read", "passes"),
+    [
+        ([(0, 40), (0, 9), (5, 30), (48, 60)], 1),
+        # behind whole pages that the first fills; in the middle of one; not yet filled
+        ([(32, 40), (0, 40)], 2),
+        ([(33, 41), (0, 40)], 1),
+        ([(48, 60), (0, 47)], 1),
+        ([(0, 40), (64, 70), (48, 66), (32, 50)], 4),
+    ],
+    ids=str,
+)
+def test_passes_over_sums(read, passes):
+    """One more for each prefix that a request may take up from another one in the same step; pages of 16 tokens."""
+    asked = [rows.Request(i, 0, seen - before, seen) for i, (before, seen) in enumerate(read)]
+    pool = RecordPool(RECALL, (K, D, DV))
+    assert rows.num_passes(asked, pool.state([pool.add(1)]), pool.plan.settings) == passes
+
+
 VIEWS = (
     "alias", "as_strided", "detach", "expand", "permute", "select", "slice", "split", "split_with_sizes", "squeeze",
     "transpose", "unbind", "unfold", "unsqueeze", "view", "_unsafe_view",
@@ -102,12 +121,12 @@ VIEWS = (
 @pytest.mark.parametrize("prompt", ["recall", "exact"])
 def test_operations_do_not_grow_with_requests(monkeypatch, prompt):
     """In every layer but the first, which finds out where things lie: 7 of a prompt when 14 are read together."""
-    method, counts = RECALL.replace(store_bits=4, num_recall=0.25, unchosen="drop", prompt=prompt), {}
+    method, counts = RECALL.replace(store_bits=4, num_recall=0.25, prompt=prompt), {}
     for num in (1, 2, 14):
         pool = RecordPool(method, (K, D, DV))
         asked = [pool.add(40 + i % 3) for i in range(num)]
         counts[num] = count_again(monkeypatch, [(r, tokens_of(r.length)) for r in asked], pool)
-    assert counts[1] <= counts[2] == counts[14] <= 124, counts
+    assert counts[1] <= counts[2] == counts[14] <= 137, counts
 
 
 def count_again(monkeypatch, chunks, pool):

@@ -175,7 +175,7 @@ class Problem:
     def rest_arguments(self, softcap):
         """The arguments of `recall_rest.rest_weights`."""
         asked, signs, steps, starts, rule, scale, _, closed = self.arguments()
-        return asked, signs, steps, recall_choice.choose(*self.arguments()), starts, rule, scale, softcap, closed
+        return asked, signs, steps, recall_choice.choose(*self.arguments()), starts, rule, [scale, softcap], closed
 
     def attend(self, inputs, choice, backend, weight=None, **kwargs):
         """Output and log-sum-exp, 0 for queries that see nothing. weight: of what they do not open, if it is given."""

@@ -18,6 +18,7 @@ import torch
 
 from condense.ops.backends import step_backend
 from condense.ops.step import record_format
+from condense.ops.step.pages import window_columns
 from condense.serving.plan import SLOTS, ServingPlan
 
 # pages of what is kept hold at least so many groups
@@ -63,6 +64,14 @@ class ServedLayer:
     def token_bytes(self) -> int:
         """Bytes of the key and the value of a token, of one KV head."""
         return sum(self.widths) * self.dtype.itemsize
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of a token in pages of the window, of one KV head: also of its part of a sum, if there is one."""
+        if self.plan is None:
+            return self.token_bytes
+        _, columns = window_columns(*self.widths, self.plan.settings, self.dtype.itemsize)
+        return columns * self.dtype.itemsize
 
     @property
     def slot_bytes(self) -> int:
@@ -118,7 +127,7 @@ def page_sizes(layers: Collection[ServedLayer]) -> PageSizes:
     of_window: Counter[int] = Counter()
     for layer in layers:
         if layer.kept_tokens is not None:
-            of_window[layer.kept_tokens] += layer.heads * layer.token_bytes * sample
+            of_window[layer.kept_tokens] += layer.heads * layer.window_bytes * sample
     k = -(-max(of_window.values()) // kept)
 
     def sizes(k: int) -> PageSizes:
@@ -173,7 +182,7 @@ def blocks_of_request(
     for layer in layers:
         if layer.kept_tokens is not None:
             size = own if layer.plan is None else near
-            pages.setdefault((layer.kept_tokens, size), []).append(size * layer.heads * layer.token_bytes)
+            pages.setdefault((layer.kept_tokens, size), []).append(size * layer.heads * layer.window_bytes)
         if layer.plan is not None and layer.plan.ring_slots:
             ring = layer.heads * layer.widths[0] * layer.dtype.itemsize
             pages.setdefault((0, 1), []).append(layer.plan.ring_slots * ring)

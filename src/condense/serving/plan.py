@@ -2,7 +2,8 @@
 
 A condensed layer asks for up to three kinds of pages (`condense.ops.paged`):
 
-- window: the exact tokens; pages behind the last ``window + group_size`` tokens go back to the pool;
+- window: the exact tokens, and beside them the sums of values of which `Recall` sees the mean; pages behind the last
+  ``window + group_size`` tokens go back to the pool;
 - entries: what is kept of closed groups, a slot for each; they stay as long as the request;
 - ring: the newest mean queries, one page per request, for methods whose groups are weighed by several queries.
 
@@ -102,6 +103,14 @@ def serving_plan(method: Method) -> ServingPlan:
         )
     if g < 2 and isinstance(method, GroupPooling):
         wrong.append(f"group_size must be at least 2 to be served, got {g}: entries of one token save nothing")
+    if g < 2 and settings.sees_rest:
+        # a token behind a shared prefix, read by kernels before the prompt that fills it, must not complete a group
+        wrong.append(f"group_size must be at least 2 to be served, got {g}: use unchosen='drop' or larger groups")
+    if settings.sees_rest and (settings.rule.window or 0) < g:
+        wrong.append(
+            f"window must be at least group_size, {g}, to be served, got {settings.rule.window}: the sum of the values "
+            f"so far stands beside the tokens of the last whole group: use unchosen='drop' or window={g}"
+        )
     if delay % g:
         wrong.append(
             f"window must be a multiple of group_size, {g}, to be served with summary='streaming', got {delay}: use "

@@ -54,7 +54,7 @@ def read_trials(
         return Pages(cache, torch.zeros(requests, columns, dtype=torch.int32, device=out.device))
 
     def empty(requests: int) -> PagedState:
-        window = pages(requests, sizes.near, served.token_bytes, table_columns(longest, sizes.near)).view(dtype)
+        window = pages(requests, sizes.near, served.window_bytes, table_columns(longest, sizes.near)).view(dtype)
         slots, columns = plan.entry_slots(sizes.far), table_columns(longest, sizes.far)
         entries = pages(requests, slots, served.slot_bytes, columns)
         ring = None

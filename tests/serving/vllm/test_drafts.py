@@ -16,7 +16,7 @@ METHODS = {
     "recall": RECALL,
     "recall-drop-8": RECALL.replace(store_bits=8, unchosen="drop"),
     "last": condense.CCA(group_size=4, window=24),
-    "window": {0: condense.StreamingLLM(sink=4, window=40), "rest": RECALL.replace(entry_bits=4)},
+    "window": {0: condense.StreamingLLM(sink=4, window=40), "rest": RECALL},
 }
 REFUSED = {"exact": RECALL.replace(prompt="exact"), "ring": condense.LCA(group_size=4, window=24)}
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}

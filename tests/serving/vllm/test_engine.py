@@ -10,8 +10,8 @@ METHOD = condense.LCA(group_size=4, window=24, rep_bias="log_size")
 RECALL = condense.Recall(group_size=4, window=24, num_recall=6, min_recall=4, store_bits=4)
 MEANS = condense.CCA(group_size=4, window=16, key_pooling="mean", value_pooling="mean", entry_bits=4)
 METHODS = {
-    "pooled": METHOD, "recall": RECALL.replace(unchosen="drop"),
-    "exact-prompts": RECALL.replace(unchosen="drop", prompt="exact"), "allocation": {0: RECALL, "rest": MEANS},
+    "pooled": METHOD, "recall": RECALL,
+    "exact-prompts": RECALL.replace(prompt="exact"), "allocation": {0: RECALL, "rest": MEANS},
     "latents": METHOD, "latents-allocation": {0: RECALL.replace(unchosen="drop"), "rest": METHOD.replace(entry_bits=8)},
 }  # fmt: skip
 OTHERS = {
@@ -25,7 +25,7 @@ OTHERS = {
     "one-dense-layer": ({0: condense.Dense(), "rest": condense.LCA(group_size=8, window=16)}, None),
     "4-bits-matched": (condense.LCA(group_size=4, window=24, rep_bias="matched", entry_bits=4), None),
     "recall-16": (RECALL.replace(store_bits=16, num_recall=0.3), None),
-    "recall-8": (RECALL.replace(store_bits=8, entry_bits=8, group_size=8), None),
+    "recall-8": (RECALL.replace(store_bits=8, group_size=8), None),
     "recall-4-drop-beside-dense": (RECALL.replace(unchosen="drop"), [0, 2]),
     "exact-16": (RECALL.replace(prompt="exact", store_bits=16), None),
     # a code near a tie follows float32's noise: with layers 0 and 2 one of these answers parts from `generate`'s
@@ -39,7 +39,7 @@ NEW = 24
 OF_LATENTS = {
     "recall-16": ("deepseek_v2", RECALL.replace(store_bits=16, num_recall=0.3)),
     "recall-8-drop": ("deepseek_v3", RECALL.replace(store_bits=8, unchosen="drop", group_size=8)),
-    "recall-4": ("deepseek_v3", RECALL.replace(entry_bits=4)),
+    "recall-4": ("deepseek_v3", RECALL),
     "matched": ("deepseek_v2", METHOD.replace(rep_bias="matched", summary="last")),
     "allocation": ("deepseek_v2", {0: condense.StreamingLLM(sink=4, window=40), "rest": METHOD}),
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from condense.ops.backends import check_backend, step_backend
 from condense.ops.paged.requests import PagedLayer
-from condense.ops.step.pages import NewTokens, PagedState
+from condense.ops.step.pages import NewTokens, PagedState, window_columns
 from condense.ops.step.records import RECORD_UNIT, record_format
 from condense.ops.step.settings import StepSettings
 from condense.ops.triton.limits import check_step
@@ -36,7 +36,8 @@ def read_paged(
     read pages that another one writes in the same call.
     settings: without a choice, groups whose ``summary_delay`` is a multiple of g, at most g queries in a summary query,
     no focal tokens; with one, a store on the device and ``summary_delay`` 0, which does not change what such a method
-    computes (`PagedState` says why). Where they say so, several new tokens of a request see the stored tokens of all
+    computes (`PagedState` says why); where queries see what they do not open, groups of 2 tokens or more and a window
+    of at least one group. Where they say so, several new tokens of a request see the stored tokens of all
     closed groups (``reads_exactly``).
     backend: single tokens are read by a step of kernels with "triton", and with "auto" on CUDA where it can run. All
     others are read as in `condense.ops.attend`, those of like lengths as rows of one call (`condense.ops.paged.rows`).
@@ -103,7 +104,10 @@ def _check_settings(settings: StepSettings, state: PagedState) -> None:
 
 def _check_records(state: PagedState, k: Tensor, v: Tensor, settings: StepSettings) -> None:
     """Raise ValueError unless the pages of entries hold records of these tokens that kernels can read."""
-    x, (K, D), Dv = state.entries.cache, k.shape[1:], v.shape[2]
+    x, (K, D), Dv, window = state.entries.cache, k.shape[1:], v.shape[2], state.window.cache
+    _, columns = window_columns(D, Dv, settings, k.itemsize)
+    if window.shape[3] != columns:
+        raise ValueError(f"window must be pages [P, {K}, N, {columns}], got {tuple(window.shape)}")
     nbytes = record_format(settings, (D, Dv), k.dtype).nbytes
     if x.dtype != torch.uint8 or x.dim() != 4 or x.shape[1] != K or x.shape[3] != nbytes:
         raise ValueError(f"entries must be pages uint8 [P, {K}, N, {nbytes}], got {tuple(x.shape)} in {x.dtype}")

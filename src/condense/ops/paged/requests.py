@@ -10,15 +10,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from condense.ops.api import attend, attend_recall, keep_groups, make_entries, summarize, unpack_store
 from condense.ops.latents import UpProjection
-from condense.ops.paged.rows import Call, DueGroups, Slots, Summary, reading_of
+from condense.ops.paged.rows import Call, DueGroups, Summary, reading_of
+from condense.ops.paged.slots import Slots
+from condense.ops.paged.sums import CallSums
 from condense.ops.recall.choice import IndexChoice, RecallSources
 from condense.ops.recall.index import GroupIndex
+from condense.ops.recall.rest import GroupMeans
 from condense.ops.spans import Source
-from condense.ops.step.pages import NewTokens, PagedState, Pages, Places, as_words, copied, words
+from condense.ops.step.pages import (
+    NewTokens,
+    PagedState,
+    Pages,
+    Places,
+    as_words,
+    copied,
+    sum_part,
+    window_columns,
+    words,
+)
 from condense.ops.step.records import record_format
 from condense.ops.step.settings import StepSettings
 from condense.ops.step.state import entry_names
@@ -44,7 +58,7 @@ class PagedLayer:
     closes: Callable[..., None] | None
 
     def read(self, out: Tensor, first: int) -> None:
-        """See `condense.ops.paged.read_paged`: requests from ``first`` on, in three rounds."""
+        """See `condense.ops.paged.read_paged`: requests from ``first`` on, what they store first."""
         state, new, settings = self.state, self.new, self.settings
         pages = state.window.slots, state.entries.slots, 0 if state.ring is None else state.ring.slots
         reading = new.once((first, settings.number, pages), lambda: reading_of(new, first, state, settings))
@@ -57,10 +71,14 @@ class PagedLayer:
         if reading.newest is not None:
             assert state.ring is not None
             newest, slots = reading.newest
-            means = self.mean_queries(q[newest].transpose(0, 1)[None])[0].transpose(0, 1)
-            self.store(state.ring, slots, means)
-        for call in reading.calls:
-            rows = self.attend(call)
+            mean_q = self.mean_queries(q[newest].transpose(0, 1)[None])[0].transpose(0, 1)
+            self.store(state.ring, slots, mean_q)
+        seen: list[GroupMeans | None] = [None] * len(reading.calls)
+        # kernels that keep groups write a sum for each, of whatever stands beside the group before: so after them
+        for _ in range(reading.passes):
+            seen = [None if call.sums is None else self._sum(call.sums) for call in reading.calls]
+        for call, means in zip(reading.calls, seen, strict=True):
+            rows = self.attend(call, means)
             if call.real is None:
                 out[call.queries] = rows[0].transpose(0, 1)
             else:
@@ -73,6 +91,11 @@ class PagedLayer:
         """D and Dv."""
         _, k, v = self.qkv
         return k.shape[2], v.shape[2]
+
+    @property
+    def tokens(self) -> Pages:
+        """Keys and values in pages of the window, ``[k | v]``."""
+        return self.state.window.columns(0, sum(self.widths))
 
     def store(self, pages: Pages, at: Slots, *rows: Tensor) -> None:
         """Write rows ``[n, K, c]``, one after another, to the first columns of slots ``[n]``."""
@@ -104,7 +127,7 @@ class PagedLayer:
         if self.closes is None:
             form = record_format(self.settings, self.widths, window.cache.dtype)
             planes = form.planes(entries.cache) if self.state.holds_records else (entries.cache,)
-            made = self.made(self.load(window, groups.tokens), calls)
+            made = self.made(self.load(self.tokens, groups.tokens), calls)
             for plane, rows in zip(planes, made, strict=True):
                 self.store(entries._replace(cache=plane), groups.entries, rows)
             return
@@ -126,7 +149,7 @@ class PagedLayer:
         assert settings.key_pooling is not None
         assert settings.value_pooling is not None
         if settings.choice is not None:
-            kept = keep_groups(chunks, settings.store_format, pool=settings.choice.pool, backend=self.backend)
+            kept = keep_groups(chunks, settings.store_format, backend=self.backend)
         else:
             summaries = [self._summarize(call, call.summary) for call in calls if call.summary is not None]
             summary = torch.cat(summaries, dim=2) if len(summaries) > 1 else next(iter(summaries), None)
@@ -140,6 +163,23 @@ class PagedLayer:
         else:
             made = (torch.cat(kept, dim=3),)
         return tuple(x[0].transpose(0, 1) for x in made)
+
+    def _sum(self, at: CallSums) -> GroupMeans:
+        """Store the sums that a call's tokens complete; return all that its queries see, as means: float64
+        ``[B, K, 1 + n, Dv]``, of latents ``[B, K, 1 + n, D]``.
+        """
+        window, (D, Dv), g = self.state.window, self.widths, self.settings.rule.chunk
+        width, part = Dv or D, sum_part(Dv or D, g)
+        start, _ = window_columns(D, Dv, self.settings, window.cache.itemsize)
+        pages, values = window.columns(start).view(torch.float64), self.tokens.columns(-width)
+        base = self.load(pages, at.base).flatten(2)[:, :, None, :width]
+        tokens = self.load(values, at.tokens).unflatten(2, (at.counts.shape[2] - 1, g))
+        new = tokens.sum(3, dtype=torch.float64)
+        sums = torch.cat([base.masked_fill(~at.exists[..., None], 0.0), new], dim=2).cumsum(2)
+        row, number = at.made
+        parts = F.pad(sums[row, :, number], (0, g * part - width)).unflatten(2, (g, part))
+        self.store(pages, at.slots, parts.transpose(1, 2).flatten(0, 1))
+        return GroupMeans(sums / at.counts, at.first)
 
     def mean_queries(self, q: Tensor) -> Tensor:
         """Means ``[B, K, L, D]`` of the queries that share a KV head, of q ``[B, H, L, D]``."""
@@ -161,13 +201,13 @@ class PagedLayer:
         row, group = summary.made
         return means[row, :, group].transpose(0, 1)[None]
 
-    def attend(self, call: Call) -> Tensor:
-        """Attention of a call's queries, ``[B, H, L, Dv]``."""
+    def attend(self, call: Call, means: GroupMeans | None) -> Tensor:
+        """Attention of a call's queries, ``[B, H, L, Dv]``. means: as of `_sum`."""
         (_, k, v), D = self.qkv, self.widths[0]
         if call.window is None:
             window = Source(self._rows(k, call), self._rows(v, call))
         else:
-            tokens = self.load(self.state.window, call.window)
+            tokens = self.load(self.tokens, call.window)
             window = Source(tokens[..., :D], tokens[..., D:])
         if not self.state.holds_records:
             rows = self.load(self.state.entries, call.entries)
@@ -177,7 +217,7 @@ class PagedLayer:
         else:
             records = self._records(call.entries)
             if self.settings.choice is not None and not call.exact:
-                return self._attend_groups(call, *records, window)
+                return self._attend_groups(call, *records, window, means)
             entries = self._tokens(*records, self._index(*records)) if call.exact else self._entries(*records)
         q, sources, up = self._seen(call, entries, window)
         out, _ = attend(q, sources, call.spans, scale=self.scale, backend=self.backend, extras=self.state.extras)
@@ -225,23 +265,29 @@ class PagedLayer:
         """The index in records."""
         return GroupIndex(*(copied(parts[name], places) for name in ("signs", "steps")))
 
-    def _attend_groups(self, call: Call, parts: dict[str, Tensor], places: Places, window: Source) -> Tensor:
+    def _attend_groups(
+        self, call: Call, parts: dict[str, Tensor], places: Places, window: Source, means: GroupMeans | None
+    ) -> Tensor:
         """Attention to the window and to closed groups, of which each query opens some, by the parts of records."""
-        choice, g, index = self.settings.choice, self.settings.rule.chunk, self._index(parts, places)
+        choice, index = self.settings.choice, self._index(parts, places)
         assert choice is not None
-        pooled = [self._entries(parts, places)] if choice.pool else []
-        q, sources, up = self._seen(call, window, self._tokens(parts, places, index), *pooled)
-        window, store = sources[:2]
-        # if no query sees entries, the first token of each group takes the place of its entry
-        entries = sources[2] if choice.pool else Source(*(x[:, :, ::g] for x in store[:2]))
+        q, (window, store), up = self._seen(call, window, self._tokens(parts, places, index))
         on_latents = q if self.state.up is None or up is not None else self.state.up.absorb(q)
         out, _ = attend_recall(
             q,
-            RecallSources(entries, store, window, call.spans),
+            RecallSources(store, window, call.spans),
             IndexChoice(on_latents, index, self.scale, choice.quota),
             scale=self.scale,
-            unchosen="pool" if choice.pool else "drop",
+            means=None if means is None else self._seen_means(means, absorbed=up is not None),
             backend=self.backend,
             extras=self.state.extras,
         )
         return out if up is None else up.project_out(out)
+
+    def _seen_means(self, means: GroupMeans, *, absorbed: bool) -> GroupMeans:
+        """The values of means as queries see those of tokens, which `_seen` makes of latents."""
+        x, up, dtype = means.means, self.state.up, self.state.window.cache.dtype
+        if up is not None:
+            # the mean of latents is a latent
+            x = x[..., : up.latent_width] if absorbed else up.expand(x.to(dtype))[1]
+        return means._replace(means=x.to(torch.promote_types(dtype, torch.float32)))

@@ -6,11 +6,13 @@ Shapes: B rows of a call, L queries, N window tokens, G groups of g tokens, T ne
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from condense.ops.paged.slots import Request, Slots, on_device, spread
+from condense.ops.paged.sums import CallSums, num_passes, sums_of
 from condense.ops.spans import RuleSpans
 from condense.ops.step.pages import NewTokens, PagedState
 from condense.ops.step.settings import StepSettings
@@ -20,38 +22,6 @@ from condense.ops.types import SummarySpans
 TOGETHER = 2**15
 # a call has at most as many queries of padding as real ones, and so many more
 _PADDING = 2**12
-
-
-class Request(NamedTuple):
-    """One request: its row in the tables, its new tokens ``[start, stop)`` among all, the tokens that it then has."""
-
-    row: int
-    start: int
-    stop: int
-    seen: int
-
-    @property
-    def num(self) -> int:
-        """Number of new tokens."""
-        return self.stop - self.start
-
-    @property
-    def before(self) -> int:
-        """Number of tokens read before."""
-        return self.seen - self.num
-
-
-class Slots(NamedTuple):
-    """Slots of pages: row and column of the page in the tables, slot in the page; int64 of any one shape."""
-
-    row: Tensor
-    column: Tensor
-    slot: Tensor
-
-    @classmethod
-    def of(cls, row: Tensor, number: Tensor, size: int) -> Self:
-        """Slots by their numbers in a request. size: slots of a page."""
-        return cls(row, number // size, number % size)
 
 
 class Summary(NamedTuple):
@@ -71,7 +41,7 @@ class Call(NamedTuple):
     real: row and column of each query that is none of padding, and its number, int64; None for one request. window:
     slots ``[B, N]`` of the newest tokens; None if all tokens of the requests are new, so that those of the queries are
     the window. entries: slots ``[B, G]``. Both repeat one where a row has fewer. exact: the stored tokens of groups are
-    seen, all of them, and not their entries. summary: None if none is needed.
+    seen, all of them, and not their entries. summary, sums: None if none are needed.
     """
 
     queries: Tensor | slice
@@ -81,6 +51,7 @@ class Call(NamedTuple):
     entries: Slots
     exact: bool
     summary: Summary | None
+    sums: CallSums | None
 
 
 class DueGroups(NamedTuple):
@@ -101,7 +72,8 @@ class Reading(NamedTuple):
     """The requests of a step. new: their new tokens among all. window: slots ``[T]`` of these.
 
     made: the groups that are due, in the order of the calls; None if there are none. newest: numbers among all new
-    tokens of those whose mean queries the ring keeps, and their slots; None without a ring.
+    tokens of those whose mean queries the ring keeps, and their slots; None without a ring. passes: to make sums, as of
+    `num_passes`; 0 where there are none.
     """
 
     new: slice
@@ -109,6 +81,7 @@ class Reading(NamedTuple):
     made: DueGroups | None
     newest: tuple[Tensor, Slots] | None
     calls: tuple[Call, ...]
+    passes: int
 
 
 def reading_of(new: NewTokens, first: int, state: PagedState, settings: StepSettings) -> Reading | None:
@@ -119,12 +92,12 @@ def reading_of(new: NewTokens, first: int, state: PagedState, settings: StepSett
     if not requests:
         return None
     together = calls_of(requests, singles_apart=settings.reads_exactly)
-    row, start, before, num = _on_device([(r.row, r.start, r.before, r.num) for r in requests], state)
-    which, own = _spread(num, sum(r.num for r in requests))
+    row, start, before, num = on_device([(r.row, r.start, r.before, r.num) for r in requests], state)
+    which, own = spread(num, sum(r.num for r in requests))
     newest = None
     if state.ring is not None:
         kept = num.clamp(max=settings.num_summary)
-        of, number = _spread(kept, sum(min(r.num, settings.num_summary) for r in requests))
+        of, number = spread(kept, sum(min(r.num, settings.num_summary) for r in requests))
         number = number + (num - kept)[of]
         # a ring is a request's only page
         newest = start[of] + number, Slots.of(row[of], (before[of] + number) % state.ring.slots, state.ring.slots)
@@ -134,6 +107,7 @@ def reading_of(new: NewTokens, first: int, state: PagedState, settings: StepSett
         _made([r for call in together for r in call], state, settings),
         newest,
         tuple(_call(call, state, settings) for call in together),
+        num_passes(requests, state, settings) if settings.sees_rest else 0,
     )
 
 
@@ -180,7 +154,7 @@ def _call(requests: Sequence[Request], state: PagedState, settings: StepSettings
         (r.row, r.start, r.stop, r.seen, begin, count, r.row if count else most)
         for r, begin, count in zip(requests, oldest.tolist(), visible.tolist(), strict=True)
     ]
-    row, start, stop, end, begin, count, lender = _on_device(rows, state)[..., None]
+    row, start, stop, end, begin, count, lender = on_device(rows, state)[..., None]
 
     def columns(num: int) -> Tensor:
         return torch.arange(num, device=row.device)
@@ -189,7 +163,7 @@ def _call(requests: Sequence[Request], state: PagedState, settings: StepSettings
     real = None
     if B > 1:
         queries = (stop - L + columns(L)).clamp(min=0)
-        which, own = _spread((stop - start)[:, 0], int(num.sum()))
+        which, own = spread((stop - start)[:, 0], int(num.sum()))
         real = which, (L - stop + start)[which, 0] + own, start[which, 0] + own
     window = None
     if not is_new:
@@ -205,6 +179,7 @@ def _call(requests: Sequence[Request], state: PagedState, settings: StepSettings
         Slots.of(lender, group, state.entries.slots),
         exact,
         _summary(requests, state, settings) if settings.num_summary > 0 else None,
+        sums_of(requests, state, settings) if settings.sees_rest else None,
     )
 
 
@@ -216,12 +191,12 @@ def _summary(requests: Sequence[Request], state: PagedState, settings: StepSetti
     before, seen = (torch.tensor(x) for x in ([r.before for r in requests], [r.seen for r in requests]))
     start = (torch.tensor(first) + 1) * g + settings.summary_delay - S
     spans = SummarySpans(start, before, seen, max(counts), S, g)
-    row, end, count = _on_device([(r.row, r.before, n) for r, n in zip(requests, counts, strict=True)], state)
+    row, end, count = on_device([(r.row, r.before, n) for r, n in zip(requests, counts, strict=True)], state)
     Q, tail = int((before - start).max()), None
     if state.ring is not None and Q > 0:
         slot = (end[:, None] - Q + torch.arange(Q, device=end.device)) % state.ring.slots
         tail = Slots.of(row[:, None], slot, state.ring.slots)
-    return Summary(spans, tail, _spread(count, sum(counts)) if B > 1 else None)
+    return Summary(spans, tail, spread(count, sum(counts)) if B > 1 else None)
 
 
 def _due(requests: Sequence[Request], settings: StepSettings) -> tuple[list[int], list[int]]:
@@ -238,21 +213,10 @@ def _made(requests: Sequence[Request], state: PagedState, settings: StepSettings
         return None
     g, shift = settings.rule.chunk, settings.summary_delay // settings.rule.chunk
     numbers = [(r.row, r.start - r.before, *x) for r, *x in zip(requests, first, counts, strict=True)]
-    row, start, begin, count = _on_device(numbers, state)
-    which, own = _spread(count, sum(counts))
+    row, start, begin, count = on_device(numbers, state)
+    which, own = spread(count, sum(counts))
     group, row = begin[which] + own, row[which]
     position = (group[:, None] * g + torch.arange(g, device=row.device)).flatten()
     tokens = Slots.of(row.repeat_interleave(g)[None], position[None], state.window.slots)
     entries, seen = Slots.of(row, group + shift, state.entries.slots), (group + 1) * g
     return DueGroups(tokens, entries, row, seen.int(), start[which] + seen - 1)
-
-
-def _on_device(numbers: Sequence[tuple[int, ...]], state: PagedState) -> Tensor:
-    """Numbers of each request, int64 ``[numbers, R]``."""
-    return torch.tensor(numbers, dtype=torch.int64).T.to(state.window.table.device, non_blocking=True)
-
-
-def _spread(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """For each of ``total`` things, ``counts`` of each request, its request and its number among those of it."""
-    which = torch.repeat_interleave(counts, output_size=total)
-    return which, torch.arange(total, device=counts.device) - (counts.cumsum(0) - counts)[which]

@@ -40,6 +40,10 @@ class Pages(NamedTuple):
         """The same pages, their bytes read as numbers of another dtype."""
         return self._replace(cache=self.cache.view(dtype))
 
+    def columns(self, start: int, stop: int | None = None) -> Self:
+        """The same pages, of each slot the columns ``[start, stop)``, the last ones by default."""
+        return self._replace(cache=self.cache[..., start:stop])
+
     def first(self, count: int) -> Self:
         """The pages of the first ``count`` requests."""
         return self._replace(table=self.table[:count])
@@ -58,7 +62,8 @@ class PagedState(NamedTuple):
 
     window: in the dtype of k, slot t holds the token at position t, ``[k | v]``, C = D + Dv. If queries see what they
     do not open, ``[k | v | s]``, C as `window_columns`: the g tokens of a group hold the sum of the values of all
-    groups up to it, float64, token i the i-th part of `sum_part` numbers; no other token's s is read.
+    groups up to it, float64, token i the i-th part of `sum_part` numbers; no other token's s is read. Requests that
+    share a prefix share whole pages of entries.
     entries: slot ``j + summary_delay / g`` holds the entry of group j, ``[k | v]`` in the dtype of k. Or uint8, for any
     settings, and always with a choice: there it is the record of group j, C bytes, those of a page side by side, as
     `condense.ops.step.record_format` lays them out. With a choice the delay is 0: a record is written when the last

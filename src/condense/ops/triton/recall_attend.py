@@ -57,7 +57,8 @@ def attend_recall(
     if means is None:
         return out, lse
     weigh = rest_operation if as_operation else rest_weights
-    weights = weigh(asked, *choice.index, groups, call.spans, call.rule, choice.scale, options.softcap, closed)
+    scores = choice.scale, options.softcap
+    weights = weigh(asked, *choice.index, groups, call.spans, call.rule, scores, closed)
     return _joined(out, lse, weights, means, spans, g)
 
 

@@ -32,14 +32,15 @@ def _rows(R: int, is_cuda: bool) -> int:
 
 
 def rest_weights(
-    q: Tensor, signs: Tensor, steps: Tensor, groups: Tensor, starts: Tensor | None, rule: Sequence[int], scale: float,
-    softcap: float, closed: int,
+    q: Tensor, signs: Tensor, steps: Tensor, groups: Tensor, starts: Tensor | None, rule: Sequence[int],
+    scores: Sequence[float], closed: int,
 ) -> Tensor:  # fmt: skip
     """Return the weights of `condense.ops.recall.rest.rest_weights` for all queries, float32 ``[B, H, L]``.
 
     groups int32 ``[B, K, L, r]``: those that queries open, from `condense.ops.triton.recall_choice.choose`, and so are
-    the other arguments; softcap: 0.0 for none.
+    the other arguments; scores: their scale and soft cap.
     """
+    scale, softcap = scores
     index = GroupIndex(signs, steps).narrow(0, closed)
     (B, H, L, D), (_, K, G, _), g = q.shape, signs.shape, index.group_size
     R, columns = H // K, cdiv(closed, _GROUPS) * _GROUPS

@@ -255,7 +255,7 @@ def page_specs(served: ServedLayer, sizes: PageSizes) -> dict[str, AttentionSpec
     page = {"num_kv_heads": served.heads, "head_size": D, "dtype": torch.uint8}
     specs: dict[str, AttentionSpec] = {
         "window": SlidingWindowSpec(
-            block_size=sizes.near, state_content_bytes=served.token_bytes, sliding_window=plan.kept_tokens, **page
+            block_size=sizes.near, state_content_bytes=served.window_bytes, sliding_window=plan.kept_tokens, **page
         ),
         "entries": FullAttentionSpec(
             block_size=sizes.far,
