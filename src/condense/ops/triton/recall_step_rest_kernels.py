@@ -14,7 +14,7 @@ from condense.ops.triton.device.sums import sum_columns
 
 
 class Centres(namedtuple("Centres", "score top total")):
-    """Scores of centres, as `condense.ops.triton.recall_step_score_kernels.recall_score_kernel` writes them, of a KV head.
+    """Scores of centres of one KV head, as `condense.ops.triton.recall_step_score_kernels` writes them.
 
     score: pointers ``[BR]`` to the scores of each query head. top, total: pointers to the largest scores and sums of
     all splits of the first query head.
