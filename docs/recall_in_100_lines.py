@@ -1,7 +1,7 @@
 """Recall on one head, token by token: the whole method, without caches, padding, batches or kernels.
 
 `python docs/recall_in_100_lines.py` compares it with `condense.attention`; docs/methods.md defines the method.
-Shapes: L tokens, groups of g tokens, N keys that a query sees, D and Dv widths of keys and values.
+Shapes: L tokens, groups of g tokens, N tokens that a query sees, D and Dv widths of keys and values.
 """
 
 import math
@@ -27,8 +27,6 @@ class Group(NamedTuple):
 
     k: Tensor  # the exact tokens [g, D] and [g, Dv], read only when a query opens the group
     v: Tensor
-    entry_k: Tensor  # one key [D] and one value [Dv], seen instead of the tokens if the group is not open
-    entry_v: Tensor
     centre: Tensor  # the index: the mean [D] of the rotated keys, in 4 bits; for each key's difference from it:
     signs: Tensor  # its signs [g, D], 1 or -1
     steps: Tensor  # and one size [g] per key for all its signs
@@ -42,48 +40,48 @@ def close(k: Tensor, v: Tensor) -> Group:
     digits, power = torch.frexp(mean.abs().max() / 15)
     unit = torch.ldexp((16 * digits).ceil() / 16, power)
     rest = turned - (centre := unit * (2 * (mean / (2 * unit) + 8).floor().clamp(0, 15) - 15))
-    return Group(k, v, k.mean(0), v.mean(0), centre / P, rest.sign(), rest.square().sum(1) / rest.abs().sum(1) / P)
+    return Group(k, v, centre / P, rest.sign(), rest.square().sum(1) / rest.abs().sum(1) / P)
 
 
-def score(q: Tensor, group: Group, scale: float) -> Tensor:
-    """Estimate the largest score of a group's tokens for a query ``[D]``, from the group's index alone."""
+def score(q: Tensor, group: Group, scale: float) -> tuple[Tensor, Tensor]:
+    """Score a group for a query ``[D]`` by its index alone: its centre, and the largest of its tokens, estimated."""
     turned = q @ rotation(len(q), q.device).double()
     turned = (turned / (unit := turned.abs().max() / 127)).round()  # to 8 bits
-    return scale * unit * (group.centre @ turned + (group.signs @ turned * group.steps).max())
+    centre = group.centre @ turned
+    return scale * unit * centre, scale * unit * (centre + (group.signs @ turned * group.steps).max())
 
 
-def choose(q: Tensor, groups: list[Group], settings: Settings, scale: float) -> set[int]:
-    """Choose the groups to open: those with the highest scores, ties to the older."""
-    scores = [float(score(q, group, scale)) for group in groups]
-    return set(sorted(range(len(groups)), key=lambda j: (-scores[j], j))[: settings.num_recall])
-
-
-def attend(q: Tensor, keys: Tensor, values: Tensor, biases: Tensor, scale: float) -> Tensor:
-    """Attention ``[Dv]`` of one query ``[D]``: one softmax over N keys, whatever they stand for."""
-    return (scale * keys @ q + biases).softmax(0) @ values
+def attend(scores: list[Tensor], values: list[Tensor]) -> Tensor:
+    """Attention ``[Dv]`` of one query: one softmax over N tokens, of which the lists hold parts."""
+    return torch.cat(scores).softmax(0) @ torch.cat(values)
 
 
 def recall(q: Tensor, k: Tensor, v: Tensor, settings: Settings, scale: float) -> Tensor:
     """Read tokens q and k ``[L, D]``, v ``[L, Dv]`` one after another and return their attention ``[L, Dv]``."""
     g = settings.group_size
     groups: list[Group] = []
-    outputs = []
+    total, outputs = torch.zeros_like(v[0]), []
     for t in range(len(q)):
+        # sum: the values of all whole groups so far, be they closed or not
+        whole = (t + 1) // g * g
+        if whole == t + 1:
+            total = total + v[whole - g : whole].sum(0)
         # close: a group closes when its last token has left the window; after that it never changes
         if max(0, t + 1 - settings.window) // g > len(groups):
             tokens = slice(len(groups) * g, (len(groups) + 1) * g)
             groups.append(close(k[tokens], v[tokens]))
-        # choose: reads the index only, no tokens of groups
-        opened = choose(q[t], groups, settings, scale)
-        # attend: each past token counts once: itself, or in its group's entry, which weighs as much as g tokens
+        # choose: reads the index only, no tokens of groups; the highest scores, ties to the older group
+        centres, best = zip(*[score(q[t], group, scale) for group in groups], strict=True) if groups else ((), ())
+        ranked = sorted(range(len(groups)), key=lambda j: (-best[j], j))
+        opened, others = ranked[: settings.num_recall], ranked[settings.num_recall :]
+        # attend: each past token counts once: itself, or in the one token that stands for all groups that are not open
         first = len(groups) * g
-        keys, values, biases = list(k[first : t + 1]), list(v[first : t + 1]), [0.0] * (t + 1 - first)
-        for j, group in enumerate(groups):
-            if j in opened:
-                keys, values, biases = [*keys, *group.k], [*values, *group.v], [*biases, *[0.0] * g]
-            else:
-                keys, values, biases = [*keys, group.entry_k], [*values, group.entry_v], [*biases, math.log(g)]
-        outputs.append(attend(q[t], torch.stack(keys), torch.stack(values), q.new_tensor(biases), scale))
+        scores = [scale * x @ q[t] for x in (k[first : t + 1], *(groups[j].k for j in opened))]
+        values = [v[first : t + 1], *(groups[j].v for j in opened)]
+        if others:
+            weight = torch.stack([centres[j] for j in others]).logsumexp(0) + math.log(g)
+            scores, values = [*scores, weight[None]], [*values, total[None] / whole]
+        outputs.append(attend(scores, values))
     return torch.stack(outputs)
 
 
@@ -91,7 +89,7 @@ def compare(settings: Settings, length: int = 100, width: int = 16) -> float:
     """Largest difference from `condense.attention` on random tokens of one head."""
     random, scale = torch.Generator().manual_seed(0), width**-0.5
     q, k, v = torch.randn(3, length, width, dtype=torch.float64, generator=random).unbind()
-    method = condense.Recall(**settings._asdict(), unchosen="pool")
+    method = condense.Recall(**settings._asdict())
     library = condense.attention(*(x[None, None] for x in (q, k, v)), method=method, scale=scale)[0, 0]
     return float((recall(q, k, v, settings, scale) - library).abs().max())
 

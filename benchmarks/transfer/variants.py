@@ -1,26 +1,18 @@
-"""Attention that the study measures beside the library's methods: a dense cache in few bits, and Recall with one mean
-for all groups that are not open.
+"""Attention that the study measures beside the library's methods: a dense cache in few bits.
 
-Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, D key width.
+Shapes: K KV heads, G groups of g tokens, D width.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from condense import Recall
-from condense.methods import Context
 from condense.ops import RuleSpans, Source, UniformRule, attend
-from condense.ops.recall import GroupIndex, IndexChoice, rotation
 from condense.ops.tensors.codes import dequantise, quantise
-
-_AT_ONCE = 256  # queries whose weights of groups are held at a time
 
 
 @dataclass(frozen=True)
@@ -55,45 +47,3 @@ class Cache:
         """Numbers ``[1, K, G, g, D]`` as they are read, with a step and a zero along a dimension."""
         codes, step, zero = quantise(x, dim, self.bits, x.dtype)
         return dequantise(codes, step, zero)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OneMean(Recall):
-    """Recall that sees all groups which are not open as one key more, which weighs what the centres of the index weigh,
-    g times each; its value is the mean of the values of their tokens.
-
-    unchosen: must be "drop". Not on latents. Without gradients, and without a cache's steps.
-    """
-
-    @torch.no_grad()
-    def attend(
-        self, q: Tensor, context: Context, *, scale: float, return_lse: bool = False, **options: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """As of `condense.Recall`."""
-        if not context.extra or (self.reads_exactly and q.shape[2] > 1):
-            return super().attend(q, context, scale=scale, return_lse=return_lse, **options)
-        assert self.unchosen == "drop"
-        assert context.projection is None
-        out, lse = super().attend(q, context, scale=scale, return_lse=True, **options)
-        assert lse is not None
-        (signs, steps, _), (B, H, L, D) = context.extra, q.shape
-        index, (_, K, G, _) = GroupIndex(signs, steps), steps.shape
-        centres = (steps[..., -1:].float() * index.centres(D, torch.float32)) @ rotation(D, q.device).mT
-        tokens = self._asked_and_tokens(q, context, options.get("backend", "auto"))[1]
-        means, choice = tokens.v.unflatten(2, (G, -1)).float().mean(3), IndexChoice(q, index, scale, self.quota)
-        parts = []
-        for start in range(0, L, _AT_ONCE):
-            stop = min(L, start + _AT_ONCE)
-            closed = context.spans.at(start, stop, q.device)[0].hi
-            rest = torch.arange(G, device=q.device) < closed[..., None]
-            rest = rest & ~choice.at(start, stop, closed[:, :1], G)
-            asked = q[:, :, start:stop].reshape(B, K, H // K, stop - start, D).float()
-            s = torch.einsum("bkrld,bkgd->bkrlg", asked, centres) * scale + math.log(self.group_size)
-            mass = s.masked_fill(~rest[:, :, None], float("-inf")).logsumexp(-1).reshape(B, H, stop - start)
-            share = rest.float() / rest.sum(-1, keepdim=True).clamp(min=1)
-            mean = torch.einsum("bklg,bkgd->bkld", share, means).repeat_interleave(H // K, 1)
-            total = torch.logaddexp(lse[:, :, start:stop].float(), mass)
-            seen = out[:, :, start:stop].float() * (lse[:, :, start:stop] - total).exp()[..., None]
-            parts.append((seen + mean * (mass - total).exp()[..., None], total))
-        both = [torch.cat(x, dim=2) for x in zip(*parts, strict=True)]
-        return both[0].to(q.dtype), both[1] if return_lse else None

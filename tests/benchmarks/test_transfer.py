@@ -216,21 +216,6 @@ def test_every_arm_is_measured(drawn):
     assert [record for record in records if {"error", "costs_error"} & set(record)] == []
 
 
-def test_one_mean_counts_every_token_once():
-    """With queries of zeros all tokens weigh alike, and the mean is that of dense attention."""
-    shape = {"window": 16, "group_size": 8, "num_recall": 3, "unchosen": "drop"}
-    model = tiny("llama-77m").float()
-    for name, x in model.named_parameters():
-        if "q_proj" in name:
-            torch.nn.init.zeros_(x)
-    ids = torch.randint(4096, (300,), generator=torch.Generator().manual_seed(0))
-    dense, mean, drop = (
-        reading.logits_of(model, arm, ids, 20) for arm in (None, variants.OneMean(**shape), condense.Recall(**shape))
-    )
-    torch.testing.assert_close(mean, dense, rtol=0, atol=1e-5)
-    assert float((drop - dense).abs().max()) > 1e-3
-
-
 def test_a_dense_cache_in_many_bits_is_dense_attention():
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, n, 400, 32, generator=generator) for n in (4, 2, 2))
