@@ -40,8 +40,8 @@ TAKING_BACK = ("cca", "lca", "lca-9-queries", "dga-streaming-log_size", "dga-pro
 RECALL = condense.Recall(group_size=4, window=6, num_recall=2, min_recall=2)
 RECALLS = {
     "recall": RECALL, "drop": RECALL.replace(unchosen="drop"), "a-share": RECALL.replace(num_recall=0.4),
-    "entries-8": RECALL.replace(entry_bits=8), "entries-4": RECALL.replace(entry_bits=4, store_bits=4),
-    "host": RECALL.replace(store="host", slots=3), "exact-prompt": RECALL.replace(prompt="exact", store_bits=8),
+    "store-4": RECALL.replace(store_bits=4), "host": RECALL.replace(store="host", slots=3),
+    "exact-prompt": RECALL.replace(prompt="exact", store_bits=8),
 }  # fmt: skip
 EITHER = METHODS | RECALLS
 B, H, K, D = 2, 2, 1, 16
