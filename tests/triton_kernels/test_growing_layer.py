@@ -240,7 +240,7 @@ def started(monkeypatch):
     return kernels
 
 
-STEPPED = METHODS | {name: RECALLS[name] for name in ("recall", "entries-4", "host")}
+STEPPED = METHODS | {name: RECALLS[name] for name in ("recall", "store-4", "host")}
 
 
 @pytest.mark.parametrize("method", STEPPED.values(), ids=STEPPED)

@@ -214,9 +214,8 @@ def recall_close_kernel(
     the keys that a store holds in fewer than 16 bits, the sum; 3 without sums.
 
     A group is kept once ``delay`` tokens have followed it; its values are summed up at once. sums: None if nobody
-    sees them; of which a ring has ``num_sums``. PS: columns of bytes of a stored value. near, far: tables of the pages of
-    tokens and of records; None for rings and arrays. rotation: `condense.ops.recall.index.rotation` in the dtype of the
-    keys.
+    sees them; a ring has ``num_sums``. PS: columns of bytes of a stored value. near, far: tables of the pages of tokens
+    and of records; None for rings and arrays. rotation: `condense.ops.recall.index.rotation` in the dtype of the keys.
     """
     if EARLY:
         gdc_launch_dependents()

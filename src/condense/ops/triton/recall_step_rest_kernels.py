@@ -72,8 +72,8 @@ def rest_of(
 ):  # fmt: skip
     """The `Softmax` of BR query heads over the one token, which has no weight where all closed groups are open.
 
-    groups: the ``count`` open groups. sums: `condense.ops.triton.device.sums.HeadSums`, of which that of the first j groups
-    is read. Others as of `_log_rest`.
+    groups: the ``count`` open groups. sums: `condense.ops.triton.device.sums.HeadSums`, of which that of the first j
+    groups is read. Others as of `_log_rest`.
     """
     # nothing is written of the scores where all closed groups are open
     some, one = count < closed, tl.full([r.shape[0]], 1.0, tl.float32)

@@ -132,10 +132,11 @@ def recall_score_kernel(
 
     Grid (S, B * K, tiles of BR query heads), of which only ``few`` splits have work if there are fewer tiles of groups
     than ``enough``. Scores are those of `condense.ops.recall.choice` to the bit, those of centres before the cap, for
-    this ``scale``, which holds log2(e), if the sums of turned queries are the same to the bit. Where all closed groups are opened, no scores are written: `condense.ops.recall.choice.Quota`.
-    rotation: as for `recall_close_kernel`. far: table of the pages of records, for which scores are ``[H, G]``, with
-    the groups of a row from its ``start`` on; None for arrays. turned: float32 ``[B, H, D]``, where turned queries are
-    written for the kernel that attends; None: it does not read them.
+    this ``scale``, which holds log2(e), if the sums of turned queries are the same to the bit. Where all closed groups
+    are opened, no scores are written: `condense.ops.recall.choice.Quota`. rotation: as for `recall_close_kernel`. far:
+    table of the pages of records, for which scores are ``[H, G]``, with the groups of a row from its ``start`` on; None
+    for arrays. turned: float32 ``[B, H, D]``, where turned queries are written for the kernel that attends; None: it
+    does not read them.
     """
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K
