@@ -374,7 +374,7 @@ def test_steps_are_the_bits_of_operations(method):
     assert layers[0]._ring.buffers.entries_k.shape[2] > room_for(layers[0].method.layout.rule.closed(69))
 
 
-@pytest.mark.parametrize("name", ["recall", "entries-8", "host"])
+@pytest.mark.parametrize("name", ["recall", "store-4", "host"])
 def test_rows_that_pause(name):
     layers, generator = pair(RECALLS[name]), torch.Generator().manual_seed(3)
     agree(layers, 19, 0, torch.tensor([19, 12]))
