@@ -47,7 +47,7 @@ DEAR = {
     "triton_kernels/test_pool.py": {"chunks_give_what_one_call_gives": 3, "pooling": 18, "summaries": 16},
     "triton_kernels/test_recall_prefill.py": {"choice_output_and_gradients": 4, "compiled_as_one_graph": 1},
     "triton_kernels/test_recall_step.py": {"every_step_against_the_definition": 11},
-    "triton_kernels/test_recall_store.py": {"latents": 1, "outputs_are_within_the_error_budget": 1, "slots": 2,
+    "triton_kernels/test_recall_store.py": {"latents": 1, "outputs_are_within_the_error_budget": 3, "slots": 2,
         "stores_in_fewer_bits": 2},
     "triton_kernels/test_step.py": {"a_window_longer_than_any_text": 1, "absorbed_latents_against_the_definition": 2,
         "every_step_against_the_definition": 8, "focal_latents_against_the_definition": 2,

@@ -174,7 +174,6 @@ OPERATIONS = {
     "prmt": prmt,
     "mad.lo.s32": lambda a, b, c: [a[0] * b[0] + c[0]],
     "add.rn.bf16x2": pairs(lambda a, b: a + b),
-    "fma.rn.bf16x2": pairs(lambda a, b, c: a * b + c),
     "fma.rn.f32": floats(lambda a, b, c: a * b + c),
     "mul.rn.f32": floats(lambda a, b: a * b),
     "cvt.rn.f32.s32": lambda a: [a[0].view(np.int32).astype(np.float32).view(np.uint32)],

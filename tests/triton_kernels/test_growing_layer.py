@@ -40,8 +40,8 @@ TAKING_BACK = ("cca", "lca", "lca-9-queries", "dga-streaming-log_size", "dga-pro
 RECALL = condense.Recall(group_size=4, window=6, num_recall=2, min_recall=2)
 RECALLS = {
     "recall": RECALL, "drop": RECALL.replace(unchosen="drop"), "a-share": RECALL.replace(num_recall=0.4),
-    "entries-8": RECALL.replace(entry_bits=8), "entries-4": RECALL.replace(entry_bits=4, store_bits=4),
-    "host": RECALL.replace(store="host", slots=3), "exact-prompt": RECALL.replace(prompt="exact", store_bits=8),
+    "store-4": RECALL.replace(store_bits=4), "host": RECALL.replace(store="host", slots=3),
+    "exact-prompt": RECALL.replace(prompt="exact", store_bits=8),
 }  # fmt: skip
 EITHER = METHODS | RECALLS
 B, H, K, D = 2, 2, 1, 16
@@ -240,7 +240,7 @@ def started(monkeypatch):
     return kernels
 
 
-STEPPED = METHODS | {name: RECALLS[name] for name in ("recall", "entries-4", "host")}
+STEPPED = METHODS | {name: RECALLS[name] for name in ("recall", "store-4", "host")}
 
 
 @pytest.mark.parametrize("method", STEPPED.values(), ids=STEPPED)
@@ -374,7 +374,7 @@ def test_steps_are_the_bits_of_operations(method):
     assert layers[0]._ring.buffers.entries_k.shape[2] > room_for(layers[0].method.layout.rule.closed(69))
 
 
-@pytest.mark.parametrize("name", ["recall", "entries-8", "host"])
+@pytest.mark.parametrize("name", ["recall", "store-4", "host"])
 def test_rows_that_pause(name):
     layers, generator = pair(RECALLS[name]), torch.Generator().manual_seed(3)
     agree(layers, 19, 0, torch.tensor([19, 12]))

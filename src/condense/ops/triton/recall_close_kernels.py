@@ -213,9 +213,9 @@ def recall_close_kernel(
     """Write the new token to rings, index and store, and the sum of values; grid (B * K, 4): keys, values, index and
     the keys that a store holds in fewer than 16 bits, the sum; 3 without sums.
 
-    A group is kept once ``delay`` tokens have followed it; its values are summed up at once. sums: None if nobody sees
-    them; a ring has ``num_sums``. PS: columns of bytes of a stored value. near, far: tables of the pages of tokens and
-    of records; None for rings and arrays. rotation: `condense.ops.recall.index.rotation` in the dtype of the keys.
+    A group is kept once ``delay`` tokens have followed it; its values are summed up at once. sums: None if nobody
+    sees them; a ring has ``num_sums``. PS: columns of bytes of a stored value. near, far: tables of the pages of tokens
+    and of records; None for rings and arrays. rotation: `condense.ops.recall.index.rotation` in the dtype of the keys.
     """
     if EARLY:
         gdc_launch_dependents()

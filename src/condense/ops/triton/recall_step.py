@@ -94,10 +94,10 @@ class RecallKernels(PreparedStep):
         token, state, settings, scale, latent, extras = call
         q, k, v = self._dense(token)
         (B, H, _, D), (_, K, _, Dv) = q.shape, v.shape
-        W, N, S, T = (x.shape[2] for x in (state.ring_k, state.store, state.held, state.sums))
-        sizes = Room(state.signs.shape[2], W, N, S, T)
+        rooms = state.signs, state.ring_k, state.store, state.held, state.sums
+        G, W, N, S, T = (x.shape[2] for x in rooms)
         widths, scores, has_real = (D, Dv, latent), (scale, extras.softcap), token.real is not None
-        plan = plan_of(q.device, q.dtype, (B, H, K), widths, sizes, settings.number, scores, has_real)
+        plan = plan_of(q.device, q.dtype, (B, H, K), widths, Room(G, W, N, S, T), settings.number, scores, has_real)
         self._width, self._sizes, self._kept = latent or Dv, plan.scratch, kept_of(state)
         self._rotation = rotation(D, q.device, q.dtype)
         of_q = q.stride()[:2]

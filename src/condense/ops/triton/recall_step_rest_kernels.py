@@ -14,7 +14,7 @@ from condense.ops.triton.device.sums import sum_columns
 
 
 class Centres(namedtuple("Centres", "score top total")):
-    """Scores of centres of one KV head, as `condense.ops.triton.recall_step_score_kernels` writes them.
+    """Scores of centres as `condense.ops.triton.recall_step_score_kernels` writes them, of one KV head.
 
     score: pointers ``[BR]`` to the scores of each query head. top, total: pointers to the largest scores and sums of
     all splits of the first query head.
@@ -72,8 +72,8 @@ def rest_of(
 ):  # fmt: skip
     """The `Softmax` of BR query heads over the one token, which has no weight where all closed groups are open.
 
-    groups: the ``count`` open groups. sums: `condense.ops.triton.device.sums.Sums`, of which that of the first j groups
-    is read. Others as of `_log_rest`.
+    groups: the ``count`` open groups. sums: `condense.ops.triton.device.sums.HeadSums`, of which that of the first j
+    groups is read. Others as of `_log_rest`.
     """
     # nothing is written of the scores where all closed groups are open
     some, one = count < closed, tl.full([r.shape[0]], 1.0, tl.float32)

@@ -13,7 +13,7 @@ from condense.ops.triton.device.address import form_row
 _sum_part = triton.constexpr_function(sum_part)
 
 
-class Sums(namedtuple("Sums", "rows place")):
+class HeadSums(namedtuple("HeadSums", "rows place")):
     """The sums of one KV head.
 
     rows: pointer to the ring, or in the dtype of tokens to what the first slot of page 0 holds of a sum. place: slots
@@ -29,11 +29,11 @@ def num_columns(WIDTH, g, NEAR):
 
 @triton.jit
 def head_sums(ptr, head, kvh, slots, table_ptr, WIDTH: tl.constexpr, NEAR: tl.constexpr):
-    """The `Sums` of a KV head, WIDTH wide. slots: of a ring; table: of a request's pages."""
+    """The `HeadSums` of a KV head, WIDTH wide. slots: of a ring; table: of a request's pages."""
     if NEAR is None:
-        return Sums(ptr + head * slots * WIDTH, slots)
+        return HeadSums(ptr + head * slots * WIDTH, slots)
     else:
-        return Sums(ptr + kvh * NEAR.s_head, table_ptr)
+        return HeadSums(ptr + kvh * NEAR.s_head, table_ptr)
 
 
 @triton.jit
