@@ -14,7 +14,7 @@ from condense.ops.paged import NewTokens, read_paged
 H, K, D = 8, 2, 128
 _RECALL = condense.Recall(window=64, num_recall=8, min_recall=4, store_bits=8)
 _LCA = condense.LCA(window=64, key_pooling="weighted", rep_bias="log_size")
-RECORDS = [_RECALL, _RECALL.replace(num_recall=0.2, store_bits=4, entry_bits=4), _RECALL.replace(window=0)]
+RECORDS = [_RECALL, _RECALL.replace(num_recall=0.2, store_bits=4), _RECALL.replace(window=0, unchosen="drop")]
 RECORDS += [_LCA.replace(entry_bits=4), _LCA.replace(entry_bits=8, rep_bias="matched")]
 
 

@@ -12,11 +12,8 @@ from condense.ops.step.state import pinned_zeros
 
 DEVICE_STORE = condense.Recall(group_size=4, window=8, num_recall=3)
 SLOTS = (0, 2, 12, 100)
-# settings of what is kept of a group: its tokens, its entry, its row of the index
-KEPT = {
-    "defaults": {}, "8-bits": {"store_bits": 8},
-    "4-bits": {"store_bits": 4}, "entries-4": {"entry_bits": 4}, "entries-8": {"entry_bits": 8, "store_bits": 4},
-}  # fmt: skip
+# settings of what is kept of a group
+KEPT = {"defaults": {}, "8-bits": {"store_bits": 8}, "4-bits": {"store_bits": 4}, "drop": {"unchosen": "drop"}}
 IDS = tiny.tokens(2, 90, seed=4)
 
 

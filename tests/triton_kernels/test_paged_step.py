@@ -61,7 +61,7 @@ CELLS += [(x, "one-head") for x in (METHODS | RECORDS if DEVICE == "cuda" else (
 # of tokens that the store keeps exactly
 CELLS += [(f"recall-{name}", "gqa") for name in ("default", "window-0", "g-16", "all-open")]
 OF_LATENTS = ["streaming", "last-odd-window", "no-scores", "sinks", "records-4-bits-matched"]
-OF_LATENTS += [f"recall-{name}" for name in ("default", "store-4", "drop", "entry-8")]
+OF_LATENTS += [f"recall-{name}" for name in ("default", "store-8", "store-4", "drop")]
 CELLS = [(*cell, dtype) for cell in CELLS for dtype in DTYPES]
 CELLS += [(name, shape, dtype) for name in OF_LATENTS for shape in LATENTS for dtype in DTYPES[:2]]
 
