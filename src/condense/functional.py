@@ -110,15 +110,14 @@ def _sums(before: Tensor, v: Tensor, whole: WholeGroups, method: Method) -> tupl
     groups = Chunks(v, v[..., :0], columns, num, g, 0).tokens()[0]
     if before.shape[2] == 0:
         before = v.new_zeros(*v.shape[:2], 1, v.shape[3], dtype=torch.float64)
-    base = before[:, :, -1:]
-    new = base + groups.sum(3, dtype=torch.float64).cumsum(2)
-    sums, kept = torch.cat([before, new], dim=2), min(kept_sums(g), before.shape[2] + num)
+    # one after another, so that a sum does not depend on the number of tokens at a time
+    new = torch.cat([before[:, :, -1:], groups.sum(3, dtype=torch.float64)], dim=2).cumsum(2)
+    sums, kept = torch.cat([before[:, :, :-1], new], dim=2), min(kept_sums(g), before.shape[2] + num)
     column = before.shape[2] - kept + broadcast_rows(counts, 2) + torch.arange(kept)[None]
     newest = sums.take_along_dim(column.clamp(min=0).to(v.device, non_blocking=True)[:, None, :, None], 2)
     tokens = (broadcast_rows(first, 2) + torch.arange(num + 1)[None]) * g
     tokens = tokens.clamp(min=1).to(v.device, non_blocking=True)[:, None, :, None]
-    means = torch.cat([base, new], dim=2) / tokens
-    return newest, GroupMeans(means.to(torch.promote_types(v.dtype, torch.float32)), first)
+    return newest, GroupMeans((new / tokens).to(torch.promote_types(v.dtype, torch.float32)), first)
 
 
 def _check_entries(method: Method, new: object, k: Tensor, v: Tensor, num_chunks: int) -> None:

@@ -1,4 +1,4 @@
-"""Calibrations on a GPU: stores and entries in few bits, on keys and values and on latents, with times."""
+"""Calibrations on a GPU: stores in few bits, on keys and values and on latents, with times."""
 
 import pytest
 import torch
@@ -9,9 +9,9 @@ from condense import CCA, LCA, CalibrationConfig, Dense, Recall, StreamingLLM
 
 RECALL = Recall(group_size=16, window=64, num_recall=4)
 STORES = {
-    "host": RECALL.replace(store="host", slots=2, entry_bits=4),
+    "host": RECALL.replace(store="host", slots=2),
     "host, drop": RECALL.replace(store="host", slots=2, unchosen="drop"),
-    "device": RECALL.replace(store_bits=4, entry_bits=4),
+    "device": RECALL.replace(store_bits=4),
     "device, drop": RECALL.replace(store_bits=8, unchosen="drop"),
 }
 SIZES = {

@@ -17,7 +17,7 @@ from torch import Tensor
 from condense.ops.extras import soft_cap
 from condense.ops.recall.choice import IndexChoice, centre_scores
 from condense.ops.spans import RuleSpans
-from condense.ops.tensors.per_row import PerRow, broadcast_rows
+from condense.ops.tensors.per_row import PerRow, at_least, broadcast_rows, max_row, min_row
 
 
 class GroupMeans(NamedTuple):
@@ -30,11 +30,17 @@ class GroupMeans(NamedTuple):
 
     def at(self, start: int, stop: int, spans: RuleSpans, g: int) -> Tensor:
         """The means that queries ``[start, stop)`` see, ``[B, K, stop - start, Dv]``; of padding any."""
-        position = torch.arange(start, stop)[None] + broadcast_rows(spans.query_start, 2)
-        column = ((position + 1) // g - broadcast_rows(self.first, 2)).clamp(min=0, max=self.means.shape[2] - 1)
-        if column.shape[0] == 1:
-            return self.means.index_select(2, column[0].to(self.means.device, non_blocking=True))
-        return self.means.take_along_dim(column.to(self.means.device, non_blocking=True)[:, None, :, None], 2)
+        # g queries in a row see a mean; it is repeated first, as a gradient of gathered ones has sums in any order
+        stops = spans.query_start + (stop + 1) - self.first * g
+        lo = min_row(at_least(stops - (stop - start), 0)) // g
+        hi = max(lo + 1, (max_row(stops) - 1) // g + 1)
+        repeated = self.means[:, :, lo:hi, None].expand(-1, -1, -1, g, -1).flatten(2, 3)
+        begins = stops - (stop - start) - lo * g
+        if not isinstance(begins, Tensor) and begins >= 0:
+            return repeated[:, :, begins : begins + stop - start]
+        column = broadcast_rows(begins, 2) + torch.arange(stop - start)[None]
+        column = column.clamp(min=0, max=repeated.shape[2] - 1).to(repeated.device, non_blocking=True)
+        return repeated.take_along_dim(column[:, None, :, None], 2)
 
 
 @torch.no_grad()
