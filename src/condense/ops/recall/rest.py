@@ -17,7 +17,7 @@ from torch import Tensor
 from condense.ops.extras import soft_cap
 from condense.ops.recall.choice import IndexChoice, centre_scores
 from condense.ops.spans import RuleSpans
-from condense.ops.tensors.per_row import PerRow, at_least, broadcast_rows, max_row, min_row
+from condense.ops.tensors.per_row import PerRow, at_least, broadcast_rows
 
 
 class GroupMeans(NamedTuple):
@@ -31,16 +31,19 @@ class GroupMeans(NamedTuple):
     def at(self, start: int, stop: int, spans: RuleSpans, g: int) -> Tensor:
         """The means that queries ``[start, stop)`` see, ``[B, K, stop - start, Dv]``; of padding any."""
         # g queries in a row see a mean; it is repeated first, as a gradient of gathered ones has sums in any order
-        stops = spans.query_start + (stop + 1) - self.first * g
-        lo = min_row(at_least(stops - (stop - start), 0)) // g
-        hi = max(lo + 1, (max_row(stops) - 1) // g + 1)
-        repeated = self.means[:, :, lo:hi, None].expand(-1, -1, -1, g, -1).flatten(2, 3)
-        begins = stops - (stop - start) - lo * g
-        if not isinstance(begins, Tensor) and begins >= 0:
-            return repeated[:, :, begins : begins + stop - start]
-        column = broadcast_rows(begins, 2) + torch.arange(stop - start)[None]
-        column = column.clamp(min=0, max=repeated.shape[2] - 1).to(repeated.device, non_blocking=True)
-        return repeated.take_along_dim(column[:, None, :, None], 2)
+        begin, L = spans.query_start + (start + 1) - self.first * g, stop - start
+        group = at_least(begin, 0) // g
+        means = _columns(self.means, group, (L - 1) // g + 2)
+        return _columns(means[:, :, :, None].expand(-1, -1, -1, g, -1).flatten(2, 3), begin - group * g, L)
+
+
+def _columns(x: Tensor, start: PerRow, count: int) -> Tensor:
+    """Columns ``[start, start + count)`` of x ``[B, K, n, Dv]``; those before the first and past the last are any."""
+    if not isinstance(start, Tensor) and 0 <= start <= x.shape[2] - count:
+        return x[:, :, start : start + count]
+    column = broadcast_rows(start, 2) + torch.arange(count)[None]
+    column = column.clamp(min=0, max=x.shape[2] - 1).to(x.device, non_blocking=True)
+    return x.take_along_dim(column[:, None, :, None], 2)
 
 
 @torch.no_grad()

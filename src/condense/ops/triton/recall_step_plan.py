@@ -234,9 +234,12 @@ def plan_of(
     S0, *few0 = _num_splits(device, B * K * score_tiles, cdiv(G, GS), of_score.waves)
     keys = sum(cdiv(n, of_attend.rows) for n in (r * g, W))
     S1, *_ = _num_splits(device, B * K * head_tiles, keys, of_attend.waves)
-    # one more program reads what is not open, if anything can be; and so many centres at once
-    mean = choice.mean and r < G
-    BM, S2 = (max(1, _GATHERED * of_attend.num_warps // BR), S1 + 1) if mean else (0, S1)
+    # one of the programs reads what is not open, if anything can be, and so many centres at once
+    mean, S2 = choice.mean and r < G, S1
+    if mean:
+        S1 = max(1, S1 - 1)
+        S2 = S1 + 1
+    BM = max(1, _GATHERED * of_attend.num_warps // BR) if mean else 0
     # parts that are joined at once, and their columns
     BS = min(256, max(64, power_of_2(S2)))
     BC = min(4096 // BS, power_of_2(V))
