@@ -17,49 +17,18 @@ TITLES = {
 }  # fmt: skip
 TOKENS = {"key": "far text needed", "copy": "copies", "identifier": "far identifiers", "other": "other tokens"}
 TASKS = {"number": "numbers", "shared": "names that share words", "several": "several at once"}
-# of rows that several have, the last one's count; in the first ones names stood for other settings
-_BEFORE = ("transfer-20261126T204608Z", "transfer-20261127T063959Z")
-_RUNS = (*_BEFORE, "transfer-20261127T085614Z")
 _DEVICE, _HOST = "recall-device", "recall-host"
-_NAMED = (_DEVICE, "dropped, 1/8", "dropped, 1/4", "dropped, the first layer too", "cache of 4 bits")
-# an eighth of the groups of longer texts is more than the least number that is opened
-_SAME = 32768
+_NAMED = (_DEVICE, "dropped", "cache of 4 bits")
 _LOST = {"far text needed": "key", "other tokens": "other", "copies": "copy"}
 _BLOCK = re.compile(r"(<!-- transfer -->\n).*?(<!-- /transfer -->)", re.DOTALL)
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
 def models_of(documents: Mapping[str, Any]) -> dict[str, Any]:
-    """Models by make, as `TITLES` has them, with the newest row of each arm and length."""
-    found: dict[str, Any] = {}
-    for make in TITLES:
-        rows: dict[tuple[str, int], Any] = {}
-        for name in _RUNS:
-            for model in documents[name]["results"]["models"]:
-                if model["make"] == make:
-                    found[make] = found.get(make, {}) | model
-                    named = [x for row in model["rows"] for x in (_as_now(row) if name in _BEFORE else [row])]
-                    rows |= {(row["arm"], row["length"]): row for row in named}
-        # the same groups are open in all texts of the study
-        rows |= {(_HOST, length): row | {"arm": _HOST} for (arm, length), row in rows.items() if arm == _DEVICE}
-        found[make]["rows"] = [*rows.values()]
-    return found
-
-
-def _as_now(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A row by the arms of today, from when names opened an eighth of the groups and dropped the others."""
-    arm, length = row["arm"], row["length"]
-    if arm in ("dense", "cache of 4 bits"):
-        return [row]
-    if arm == "with entries":
-        return [row | {"arm": _DEVICE if length <= _SAME else "1/8"}]
-    if arm == "128 at least, with entries":
-        return [row | {"arm": "1/8 and 128 at least"}]
-    dropped = row | {"arm": "dropped, " + {_DEVICE: "1/8", _HOST: "256 groups"}.get(arm, arm)}
-    if arm != _DEVICE or length > 4096:
-        return [dropped]
-    # all groups are open; the bytes of entries are not in these
-    return [dropped, {name: x for name, x in row.items() if name not in ("device", "host_store", "read")}]
+    """The models of the newest run by make, as `TITLES` has them."""
+    newest = max(name for name in documents if name.startswith("transfer-"))
+    found = {model["make"]: model for model in documents[newest]["results"]["models"]}
+    return {make: found[make] for make in TITLES}
 
 
 def write_page(documents: Mapping[str, Any], page: Path) -> None:
