@@ -15,21 +15,8 @@ from torch import Tensor
 from condense.config import Bits, Natural, Positive, Removed, check_int
 from condense.methods.base import Context, Method
 from condense.methods.layout import MEANS, Layout
-from condense.ops import (
-    NO_EXTRAS,
-    ChoiceSettings,
-    Chunks,
-    Extras,
-    RuleSpans,
-    Source,
-    Spans,
-    StoreSettings,
-    UniformRule,
-    attend,
-    attend_recall,
-    keep_groups,
-    unpack_store,
-)
+from condense.ops import NO_EXTRAS, ChoiceSettings, Chunks, Extras, RuleSpans, Source, Spans, StoreSettings, UniformRule
+from condense.ops.api import attend, attend_recall, keep_groups, unpack_store
 from condense.ops.recall import GroupIndex, IndexChoice, Quota, RecallSources, StoreFormat
 from condense.ops.tensors.per_row import max_row
 
