@@ -12,15 +12,9 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    set_seed,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import TensorBoardCallback, is_tensorboard_available
+from transformers.trainer_utils import set_seed
 
 from condense.files import whole_folder
 from condense.methods import check_trainable, settings_of
