@@ -22,17 +22,7 @@ from condense.ops.recall.choice import IndexChoice, RecallSources
 from condense.ops.recall.index import GroupIndex
 from condense.ops.recall.rest import GroupMeans
 from condense.ops.spans import Source
-from condense.ops.step.pages import (
-    NewTokens,
-    PagedState,
-    Pages,
-    Places,
-    as_words,
-    copied,
-    sum_part,
-    window_columns,
-    words,
-)
+from condense.ops.step.pages import NewTokens, PagedState, Pages, Places, as_words, copied, window_columns, words
 from condense.ops.step.records import record_format
 from condense.ops.step.settings import StepSettings
 from condense.ops.step.state import entry_names
@@ -169,9 +159,9 @@ class PagedLayer:
         ``[B, K, 1 + n, Dv]``, of latents ``[B, K, 1 + n, D]``.
         """
         window, (D, Dv), g = self.state.window, self.widths, self.settings.rule.chunk
-        width, part = Dv or D, sum_part(Dv or D, g)
-        start, _ = window_columns(D, Dv, self.settings, window.cache.itemsize)
+        width, (start, _) = Dv or D, window_columns(D, Dv, self.settings, window.cache.itemsize)
         pages, values = window.columns(start).view(torch.float64), self.tokens.columns(-width)
+        part = pages.cache.shape[3]
         base = self.load(pages, at.base).flatten(2)[:, :, None, :width]
         tokens = self.load(values, at.tokens).unflatten(2, (at.counts.shape[2] - 1, g))
         new = tokens.sum(3, dtype=torch.float64)
