@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from condense.methods import Chunks, Context, Method, check_trainable, split_bias
-from condense.ops import Source, SummarySpans, summarize
+from condense.ops import EntryFormat, Source, SummarySpans, summarize
 from condense.ops.checks import check_cu_seqlens, check_padding, check_qkv, check_scale, check_tensors
 from condense.ops.recall import GroupMeans
 from condense.ops.tensors.autocast import outside_autocast
@@ -53,7 +53,7 @@ def extend(
     # new tokens follow those of the window; a chunk that is due may have tokens of both
     padding = plan.padding
     window_k, window_v = append_window(before.window_k, k, padding), append_window(before.window_v, v, padding)
-    entries, form = before.entries, method.layout.entry_format
+    entries, form = before.entries, EntryFormat(method.layout.entry_bits)
     keys_and_values = entries[:2]
     if entries[0].dtype != k.dtype:  # neither entries of 16 bits nor a new state, which has no entries yet
         pairs = zip(entries, (k, v), strict=False)

@@ -83,7 +83,7 @@ def test_recall_counts_open_groups_as_tokens_and_reads_the_index(method):
 
 def test_entries_in_fewer_bits_are_read_as_such():
     cca, recall = condense.CCA(group_size=4, window=8, entry_bits=8), RECALL["two-open"]
-    form = cca.layout.entry_format
+    form = condense.methods.step_settings(cca).entry_format
     saved = 4 * (8 + 6) - sum(form.pack(torch.randn(1, 1, 1, width)).nbytes for width in (8, 6))
     assert beside_keys(cca, SETTING, 5) == -5 * saved
     index = beside_keys(recall, SETTING, 5)

@@ -134,7 +134,7 @@ class Method:
         ``[B, K, G * n, ...]`` are kept beside the entries, n per chunk, for `attend`; if the layout is ``matched``,
         the first of these holds the entries' biases, float32 or wider ``[B, K, G * p, 1]``. By default every token is
         its own entry. On the latents of MLA, K is 1, a token's key is ``[c ; k_rope]`` and Dv is 0 (`condense.latent`).
-        The caller rounds the keys and values as the layout's ``entry_format`` says.
+        The caller rounds the keys and values as the layout's ``entry_bits`` say.
         """
         k, v = chunks.tokens()
         return k.flatten(2, 3), v.flatten(2, 3)
