@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from layers import read_request
 from oracles import cases, oracle, oracle_recall
 from speed.problems import HeadShape, Setting, attention_flops, beside_keys, pooled, step_bytes, visible_pairs
 from speed.rows import crossover, result_path, speedups
@@ -97,9 +98,9 @@ def test_a_step_reads_what_its_query_sees(method):
     inputs = SETTING.inputs(38)
     q, k, v = (x[:, :, :-1] for x in inputs)
     cache = condense.caches.CondensedLayer(method)
-    cache.read(k, v, condense.caches.read_request(q, scale=1.0))
+    cache.read(k, v, read_request(q, scale=1.0))
     q, k, v = (x[:, :, -1:] for x in inputs)
-    real = cache.read(k, v, condense.caches.read_request(q, scale=1.0))
+    real = cache.read(k, v, read_request(q, scale=1.0))
     keys = oracle.num_visible(method, inputs.k[0, :1], inputs.k[0, 0], 1.0)[-1]
     assert visible_pairs(method, real, 1) == keys
     assert step_bytes(SETTING, keys, 5) == 4 * (keys * 2 * (8 + 6) + 4 * (8 + 6)) + 2 * 5
