@@ -192,15 +192,9 @@ class Method:
         extras: Extras = NO_EXTRAS,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of q ``[B, H, L, D]`` over the context; arguments and results as in `condense.ops.attend`."""
+        sources, spans, *_ = context
         return attend(
-            q,
-            context.sources,
-            context.spans,
-            scale=scale,
-            dropout_p=dropout_p,
-            backend=backend,
-            return_lse=return_lse,
-            extras=extras,
+            q, sources, spans, scale=scale, dropout_p=dropout_p, backend=backend, return_lse=return_lse, extras=extras
         )
 
     def check_attention(self, *, scale: float, dropout_p: float, extras: Extras = NO_EXTRAS) -> None:
