@@ -259,18 +259,14 @@ class PagedLayer:
         self, call: Call, parts: dict[str, Tensor], places: Places, window: Source, means: GroupMeans | None
     ) -> Tensor:
         """Attention to the window and to closed groups, of which each query opens some, by the parts of records."""
-        choice, index = self.settings.choice, self._index(parts, places)
-        assert choice is not None
+        assert self.settings.choice is not None
+        quota, index = self.settings.choice.quota, self._index(parts, places)
         q, (window, store), up = self._seen(call, window, self._tokens(parts, places, index))
         on_latents = q if self.state.up is None or up is not None else self.state.up.absorb(q)
+        means = None if means is None else self._seen_means(means, absorbed=up is not None)
+        sources, by_index = RecallSources(store, window, call.spans), IndexChoice(on_latents, index, self.scale, quota)
         out, _ = attend_recall(
-            q,
-            RecallSources(store, window, call.spans),
-            IndexChoice(on_latents, index, self.scale, choice.quota),
-            scale=self.scale,
-            means=None if means is None else self._seen_means(means, absorbed=up is not None),
-            backend=self.backend,
-            extras=self.state.extras,
+            q, sources, by_index, scale=self.scale, means=means, backend=self.backend, extras=self.state.extras
         )
         return out if up is None else up.project_out(out)
 
