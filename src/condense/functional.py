@@ -85,15 +85,10 @@ def extend(
     def new_state() -> LayerState:
         assert plan.documents is None, "no state is kept of packed documents"
         num_window = min(window_k.shape[2], max_row(reading.seen - first_needed(method, reading.seen - SLACK)))
-        return LayerState(
-            tuple(_detached(x, before.window_k) for x in entries),
-            _detached(newest(window_k, num_window), before.window_k),
-            _detached(newest(window_v, num_window), before.window_k),
-            _newest_queries(method.layout.num_summary, before.mean_q, q, padding, backend),
-            sums.detach(),
-            reading.seen,
-            before.first,
-        )
+        kept = tuple(_detached(x, before.window_k) for x in entries)
+        newest_k, newest_v = (_detached(newest(x, num_window), before.window_k) for x in (window_k, window_v))
+        mean_q = _newest_queries(method.layout.num_summary, before.mean_q, q, padding, backend)
+        return LayerState(kept, newest_k, newest_v, mean_q, sums.detach(), reading.seen, before.first)
 
     context = Context(sources, reading.spans, extra, means)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):

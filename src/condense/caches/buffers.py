@@ -69,18 +69,13 @@ class Buffered:
         settings, sums = self.store.settings, self.buffers.sums
         if settings.sees_rest:  # up to that of all whole groups
             sums = newest_columns(sums, seen // settings.rule.chunk + 1, sums.shape[2])
-        return LayerState(
-            tuple(
-                self.store.read(x, entries * n, buffers.seen.device) if x is buffers.store else x[:, :, : entries * n]
-                for x, n in self._entries()
-            ),
-            newest_columns(buffers.ring_k, seen, num_window),
-            newest_columns(buffers.ring_v, seen, num_window),
-            newest_columns(buffers.ring_q, seen, num_queries),
-            sums,
-            seen,
-            first,
+        held = tuple(
+            self.store.read(x, entries * n, buffers.seen.device) if x is buffers.store else x[:, :, : entries * n]
+            for x, n in self._entries()
         )
+        window_k, window_v = (newest_columns(ring, seen, num_window) for ring in (buffers.ring_k, buffers.ring_v))
+        queries = newest_columns(buffers.ring_q, seen, num_queries)
+        return LayerState(held, window_k, window_v, queries, sums, seen, first)
 
     def _write_state(self, before: LayerState | None, state: LayerState) -> None:
         """Copy in ``state``, where the buffers hold the state ``before`` (None: nothing); of entries, only new ones."""
