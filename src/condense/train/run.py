@@ -72,12 +72,8 @@ def new_model(architecture: Mapping[str, Any], tokenizer: PreTrainedTokenizerBas
     architecture: the arguments of ``AutoConfig.for_model``. tokenizer: whose special tokens the model gets. dtype: of
     the weights, ``"float32"`` or ``"bfloat16"``; drawn in float32.
     """
-    settings = AutoConfig.for_model(
-        **architecture,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    settings = AutoConfig.for_model(**architecture, **special)
     model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
     # Casts parameters only: model.to(dtype) would also round the frequencies of rotary embeddings.
     for parameter in model.parameters():
