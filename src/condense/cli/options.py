@@ -187,8 +187,7 @@ def parse_dtype(name: str | None, device: torch.device) -> torch.dtype:
 
     if name is not None and name not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
-    dtype: torch.dtype = getattr(torch, name or ("float32" if device.type == "cpu" else "bfloat16"))
-    return dtype
+    return getattr(torch, name or ("float32" if device.type == "cpu" else "bfloat16"))
 
 
 def parse_tokens(name: str, text: str) -> int:

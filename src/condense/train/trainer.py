@@ -92,8 +92,7 @@ class MixedTrainer(Trainer):
         # the block holds the backward pass too, because gradient checkpointing runs the forward pass again there
         attention = contextlib.nullcontext() if method is None else use(stock, method)
         with attention:
-            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
-        return loss
+            return super().training_step(model, inputs, num_items_in_batch)
 
     def compute_loss(
         self,
