@@ -27,11 +27,12 @@ from transformers.models.deepseek_v3 import DeepseekV3Config, DeepseekV3ForCausa
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 import condense
-from condense.caches import CondensedCacheLayer, cache_nbytes, read_request
+from condense.caches import CondensedCacheLayer, ReadRequest, cache_nbytes
 from condense.methods import Method, check_trainable
 from condense.models.layers import ensure_layers
 from condense.ops import Extras, NewToken
 from condense.ops.paged import NewTokens, PagedState, Pages, read_paged
+from condense.plan import ForwardPlan
 from condense.serving.plan import SLOTS, serving_plan
 
 _RECALL = "recall:group_size=4,window=6,num_recall=3,min_recall=0"
@@ -137,7 +138,8 @@ def outputs(
             extras = Extras() if latent or i % 3 else Extras(2.0, torch.linspace(-1, 1, H) if i % 2 else None)
             yield layer.step(NewToken(q, k, v, counts), scale=SCALE, latent_width=latent, extras=extras)
             continue
-        context = layer.read(k, v, read_request(q, scale=SCALE, counts=counts, latent_width=latent))
+        request = ReadRequest(q, SCALE, ForwardPlan(L, counts), last if padded else L, latent)
+        context = layer.read(k, v, request)
         tensors = *context.entries[:2], *context.window[:2]
         yield from tensors if latent else method.attend(q, context, scale=SCALE, return_lse=L > 1)
 

@@ -3,11 +3,11 @@
 import math
 
 import torch
-from layers import read_whole
+from layers import read_request, read_whole
 from oracles import oracle
 
 import condense
-from condense.caches import StaticCondensedLayer, read_request
+from condense.caches import StaticCondensedLayer
 from condense.ops import Extras, NewToken
 from condense.ops.reference.attend import visible
 

@@ -9,8 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from condense import functional
-from condense.caches import read_request
+from condense.caches import ReadRequest
 from condense.ops import NewToken
+from condense.plan import ForwardPlan
 
 
 class Counting(TorchDispatchMode):
@@ -46,6 +47,12 @@ def read_whole(method, q, k, v, **kwargs):
 
 def tensors_of(state):
     return *state.entries, state.window_k, state.window_v, state.mean_q, state.sums
+
+
+def read_request(q, *, scale, counts=None):
+    """A request with a plan of its own. counts: real tokens at the end of each row, None: all."""
+    L = q.shape[2]
+    return ReadRequest(q, scale, ForwardPlan(L, counts), L if counts is None else int(counts.min()))
 
 
 def read(layer, qkv, counts=None, *, scale=0.7, backend="auto", trailing=None):

@@ -60,7 +60,7 @@ def test_any_chunks_absorbed_or_expanded_equal_one_call(method, absorb, steps):
         out, past = read_in_steps(method, latent_oracle.random(*shape), steps, absorb=absorb, hand_over=hand_over)
         torch.testing.assert_close(out, want, **EXACT)
         assert past.window_k.shape[-1] == 10
-        assert past.entries[0].shape[-1] == method.layout.entry_format.width(10, 8)
+        assert past.entries[0].shape[-1] == condense.methods.step_settings(method).entry_format.width(10, 8)
         assert past.window_v.numel() == past.entries[1].numel() == 0
         for tensor in tensors_of(past):
             assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from condense.caches import CondensedLayer, StaticCondensedLayer, read_request
+from condense.caches import CondensedLayer, ReadRequest, StaticCondensedLayer
 from condense.functional import attention
 from condense.methods import Context, Dense, Method
 from condense.ops import NewToken, Source
+from condense.plan import ForwardPlan
 from speed import gate
 from speed.baselines import dense_attention, dense_step, flex_attention, joined_keys
 from speed.budget import Verdict
@@ -153,9 +154,9 @@ class Task:
         scale, layer, growing = inputs.scale, StaticCondensedLayer(method, self.length + _ROOM), CondensedLayer(method)
         q, k, v = (x[:, :, :-1] for x in inputs)
         for cache in (layer, growing):
-            cache.read(k, v, read_request(q, scale=scale))
+            cache.read(k, v, ReadRequest(q, scale, ForwardPlan(self.length), self.length))
         q, k, v = (x[:, :, -1:].clone() for x in inputs)
-        context = growing.read(k, v, read_request(q, scale=scale))
+        context = growing.read(k, v, ReadRequest(q, scale, ForwardPlan(1), 1))
         more = beside_keys(method, self.setting, context.entries.k.shape[2])
         nbytes = step_bytes(self.setting, visible_pairs(method, context, 1), more)
         layers = [layer, *(copy.deepcopy(layer) for _ in range(1, _num_caches(self.setting.device, nbytes)))]

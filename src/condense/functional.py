@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from condense.methods import Chunks, Context, Method, check_trainable, split_bias
-from condense.ops import Source, SummarySpans, summarize
+from condense.ops import EntryFormat, Source, SummarySpans, summarize
 from condense.ops.checks import check_cu_seqlens, check_padding, check_qkv, check_scale, check_tensors
 from condense.ops.recall import GroupMeans
 from condense.ops.tensors.autocast import outside_autocast
@@ -53,7 +53,7 @@ def extend(
     # new tokens follow those of the window; a chunk that is due may have tokens of both
     padding = plan.padding
     window_k, window_v = append_window(before.window_k, k, padding), append_window(before.window_v, v, padding)
-    entries, form = before.entries, method.layout.entry_format
+    entries, form = before.entries, EntryFormat(method.layout.entry_bits)
     keys_and_values = entries[:2]
     if entries[0].dtype != k.dtype:  # neither entries of 16 bits nor a new state, which has no entries yet
         pairs = zip(entries, (k, v), strict=False)
@@ -85,15 +85,10 @@ def extend(
     def new_state() -> LayerState:
         assert plan.documents is None, "no state is kept of packed documents"
         num_window = min(window_k.shape[2], max_row(reading.seen - first_needed(method, reading.seen - SLACK)))
-        return LayerState(
-            tuple(_detached(x, before.window_k) for x in entries),
-            _detached(newest(window_k, num_window), before.window_k),
-            _detached(newest(window_v, num_window), before.window_k),
-            _newest_queries(method.layout.num_summary, before.mean_q, q, padding, backend),
-            sums.detach(),
-            reading.seen,
-            before.first,
-        )
+        kept = tuple(_detached(x, before.window_k) for x in entries)
+        newest_k, newest_v = (_detached(newest(x, num_window), before.window_k) for x in (window_k, window_v))
+        mean_q = _newest_queries(method.layout.num_summary, before.mean_q, q, padding, backend)
+        return LayerState(kept, newest_k, newest_v, mean_q, sums.detach(), reading.seen, before.first)
 
     context = Context(sources, reading.spans, extra, means)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from layers import read_request
 from oracles import cases, oracle, oracle_recall
 from speed.problems import HeadShape, Setting, attention_flops, beside_keys, pooled, step_bytes, visible_pairs
 from speed.rows import crossover, result_path, speedups
@@ -83,7 +84,7 @@ def test_recall_counts_open_groups_as_tokens_and_reads_the_index(method):
 
 def test_entries_in_fewer_bits_are_read_as_such():
     cca, recall = condense.CCA(group_size=4, window=8, entry_bits=8), RECALL["two-open"]
-    form = cca.layout.entry_format
+    form = condense.methods.step_settings(cca).entry_format
     saved = 4 * (8 + 6) - sum(form.pack(torch.randn(1, 1, 1, width)).nbytes for width in (8, 6))
     assert beside_keys(cca, SETTING, 5) == -5 * saved
     index = beside_keys(recall, SETTING, 5)
@@ -97,9 +98,9 @@ def test_a_step_reads_what_its_query_sees(method):
     inputs = SETTING.inputs(38)
     q, k, v = (x[:, :, :-1] for x in inputs)
     cache = condense.caches.CondensedLayer(method)
-    cache.read(k, v, condense.caches.read_request(q, scale=1.0))
+    cache.read(k, v, read_request(q, scale=1.0))
     q, k, v = (x[:, :, -1:] for x in inputs)
-    real = cache.read(k, v, condense.caches.read_request(q, scale=1.0))
+    real = cache.read(k, v, read_request(q, scale=1.0))
     keys = oracle.num_visible(method, inputs.k[0, :1], inputs.k[0, 0], 1.0)[-1]
     assert visible_pairs(method, real, 1) == keys
     assert step_bytes(SETTING, keys, 5) == 4 * (keys * 2 * (8 + 6) + 4 * (8 + 6)) + 2 * 5

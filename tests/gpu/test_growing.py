@@ -3,11 +3,11 @@
 import torch
 from gpu.running import SELECT, condensed, methods, no_waiting
 from grids import fixture_of
-from layers import Counting
+from layers import Counting, read_request
 from models import tiny
 from oracles import oracle
 
-from condense.caches import CondensedLayer, StaticCondensedLayer, read_request
+from condense.caches import CondensedLayer, StaticCondensedLayer
 from condense.ops import NewToken
 
 METHODS = methods("cca", "lca", "entries-8", "streaming-llm", "dga") | {"dga-prompt": SELECT}

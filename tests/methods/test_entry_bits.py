@@ -8,11 +8,11 @@ import itertools
 
 import pytest
 import torch
-from layers import extend, read_whole
+from layers import extend, read_request, read_whole
 from oracles import oracle
 
 import condense
-from condense.caches import CondensedLayer, StaticCondensedLayer, read_request
+from condense.caches import CondensedLayer, StaticCondensedLayer
 from condense.ops import EntryFormat
 
 POOLED = condense.CCA(group_size=4, window=6, summary="streaming", rep_bias="matched")

@@ -32,7 +32,7 @@ def exact_outputs(method, q, state, D, Dv, dtype, latent, scale):
     """Attention of queries q ``[B, H, 1, D]`` over the state that a step left, entries as numbers, then tokens; in
     float64 ``[B, H, 1, V]``.
     """
-    rule, form, outs = method.layout.rule, method.layout.entry_format, []
+    rule, form, outs = method.layout.rule, step_settings(method).entry_format, []
     entries_k, entries_v = (form.unpack(x, width, dtype) for x, width in ((state.entries_k, D), (state.entries_v, Dv)))
     for b, seen in enumerate(state.seen.tolist()):
         closed = rule.closed(seen)
@@ -68,7 +68,8 @@ def rounded_steps(method, shape, dtype, L, *, latent=0):
     """
     B, H, K, D, Dv = shape
     q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(B, H, K, L, D, Dv, dtype=dtype))
-    form, plan, scale = method.layout.entry_format, step_settings(method), 0.1
+    plan, scale = step_settings(method), 0.1
+    form = plan.entry_format
     own = OwnEntries((method.for_latents(latent) if latent else method).represent)
     theirs = StepState._make(x.nan_to_num(0.0) for x in empty_state(method, B, K, D, Dv, L, dtype=dtype))
     exact_bytes = {"max", "select"} >= {method.key_pooling, method.value_pooling}

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from condense.baselines.blocks import BLOCK, SparseKeys, sparse_attention
-from condense.methods.base import Context, Prompt, PromptPlan
-from condense.methods.prompt import PromptMethod, exact_prompt
+from condense.methods.base import Context
+from condense.methods.prompt import PromptMethod
 from condense.ops import NO_EXTRAS, Extras, RuleSpans
 from condense.ops.backends import check_backend
 from condense.ops.tensors.per_row import PerRow, as_rows
@@ -49,7 +49,8 @@ class SparsePrefill(PromptMethod):
         return_lse: bool = False,
         extras: Extras = NO_EXTRAS,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of a prompt over its chosen keys, and of later tokens over all keys.
+        """Attention of a prompt over its chosen keys, and of later tokens over all keys: here, and not in `read`, each
+        head's queries and keys are known.
 
         Raises ValueError as `check_attention` does, for an unknown backend and, in a prompt, for "triton" and "hopper".
         """
@@ -81,10 +82,6 @@ class SparsePrefill(PromptMethod):
             raise ValueError(f"{self} has no soft-capped scores, got a cap of {extras.softcap}: use another method")
         if dropout_p > 0:
             raise ValueError(f"{self} has no dropout: set the model's attention_dropout to 0, got {dropout_p}")
-
-    def read(self, q: Tensor, k: Tensor, v: Tensor, plan: PromptPlan, *, scale: float, backend: str) -> Prompt:
-        """Keep all tokens; `attend` chooses, which knows each head's queries and keys."""
-        return exact_prompt(k, v, plan.tokens(k.shape[0]))
 
     def num_entries(self, tokens: PerRow) -> PerRow:
         """All tokens stay."""

@@ -35,14 +35,6 @@ class ReadRequest(NamedTuple):
     latent_width: int | None = None
 
 
-def read_request(
-    q: Tensor, *, scale: float, counts: Tensor | None = None, latent_width: int | None = None
-) -> ReadRequest:
-    """A request with a plan of its own. counts: real tokens at the end of each row, int64 CPU ``[B]``, None: all."""
-    trailing = q.shape[2] if counts is None else int(counts.min())
-    return ReadRequest(q, scale, ForwardPlan(q.shape[2], counts), trailing, latent_width)
-
-
 def refuse_other_dtype(held: torch.dtype, new: torch.dtype) -> None:
     """Raise ValueError if ``new``, the dtype of new tokens, is not that of the tokens that a layer holds."""
     if new != held:

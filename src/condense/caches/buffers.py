@@ -66,18 +66,16 @@ class Buffered:
         seen and first as in `condense.state.LayerState`.
         """
         buffers, entries = self.buffers, max_row(num_entries(self.method, seen, first.num))
-        return LayerState(
-            tuple(
-                self.store.read(x, entries * n, buffers.seen.device) if x is buffers.store else x[:, :, : entries * n]
-                for x, n in self._entries()
-            ),
-            newest_columns(buffers.ring_k, seen, num_window),
-            newest_columns(buffers.ring_v, seen, num_window),
-            newest_columns(buffers.ring_q, seen, num_queries),
-            self._read_sums(seen),
-            seen,
-            first,
+        settings, sums = self.store.settings, self.buffers.sums
+        if settings.sees_rest:  # up to that of all whole groups
+            sums = newest_columns(sums, seen // settings.rule.chunk + 1, sums.shape[2])
+        held = tuple(
+            self.store.read(x, entries * n, buffers.seen.device) if x is buffers.store else x[:, :, : entries * n]
+            for x, n in self._entries()
         )
+        window_k, window_v = (newest_columns(ring, seen, num_window) for ring in (buffers.ring_k, buffers.ring_v))
+        queries = newest_columns(buffers.ring_q, seen, num_queries)
+        return LayerState(held, window_k, window_v, queries, sums, seen, first)
 
     def _write_state(self, before: LayerState | None, state: LayerState) -> None:
         """Copy in ``state``, where the buffers hold the state ``before`` (None: nothing); of entries, only new ones."""
@@ -96,11 +94,6 @@ class Buffered:
         buffers.seen.copy_(as_rows(state.seen, rows), non_blocking=True)
         if before is None and state.first.exist:
             buffers.first.copy_(torch.stack([as_rows(x, rows) for x in state.first], dim=1), non_blocking=True)
-
-    def _read_sums(self, seen: PerRow) -> Tensor:
-        """The sums in the buffers, up to that of all whole groups."""
-        sums, g = self.buffers.sums, self.store.settings.rule.chunk
-        return newest_columns(sums, seen // g + 1, sums.shape[2]) if self.store.settings.sees_rest else sums
 
     def _entries(self) -> list[tuple[Tensor, int]]:
         """All buffers of entries, each with its columns per entry: g in a store of exact tokens, 1 in the others."""

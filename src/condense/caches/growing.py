@@ -182,14 +182,11 @@ class CondensedLayer(CondensedCacheLayer):
         if (state := self._state) is not None:
             N, Q, seen = state.window_k.shape[2], state.mean_q.shape[2], state.seen - count
             before, after = (max_row(num_entries(self.method, n, state.first.num)) for n in (state.seen, seen))
-            self._state = state._replace(
-                # the method's own tensors may have several columns per entry
-                entries=tuple(x[:, :, : x.shape[2] * after // before] if before else x for x in state.entries),
-                window_k=state.window_k[:, :, : N - count],
-                window_v=state.window_v[:, :, : N - count],
-                mean_q=state.mean_q[:, :, : max(0, Q - count)],
-                seen=seen,
-            )
+            # the method's own tensors may have several columns per entry
+            entries = tuple(x[:, :, : x.shape[2] * after // before] if before else x for x in state.entries)
+            window_k, window_v = (x[:, :, : N - count] for x in (state.window_k, state.window_v))
+            mean_q = state.mean_q[:, :, : max(0, Q - count)]
+            self._state = LayerState(entries, window_k, window_v, mean_q, state.sums, seen, state.first)
         self._num_slots -= count
         self._num_real_slots -= count
 

@@ -90,14 +90,9 @@ class Curve:
         dense, readings = zip(*(self._meter.read(i, [{}, allocation]) for i in samples), strict=True)
         plain = [reading for reading in readings if not reading.right]
         cache, host = self._shares(allocation)
-        return CurvePoint(
-            {i: self._config.candidates[n] for i, n in allocation.items()},
-            cache,
-            host,
-            Mean.of([reading.kl for reading in plain]),
-            Mean.of([reading.nats for reading in plain]),
-            found_of(readings, dense),
-        )
+        methods = {i: self._config.candidates[n] for i, n in allocation.items()}
+        kl, nats = Mean.of([reading.kl for reading in plain]), Mean.of([reading.nats for reading in plain])
+        return CurvePoint(methods, cache, host, kl, nats, found_of(readings, dense))
 
     def _shares(self, allocation: Allocation) -> tuple[float, float]:
         """Bytes on the device and in host memory, as shares of a dense cache's."""

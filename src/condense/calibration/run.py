@@ -102,12 +102,6 @@ def calibrate(
     def timed(point: CurvePoint) -> CurvePoint:
         return replace(point, times=table.of(point.methods))
 
-    return Calibration(
-        config,
-        tuple(losses),
-        tuple(map(timed, points)),
-        timed(curve.measured(kept)),
-        timed(curve.verified(kept)),
-        tuple(map(timed, curve.points())),
-        chosen - kept,
-    )
+    measured_point, verified = timed(curve.measured(kept)), timed(curve.verified(kept))
+    of_uniform, path = (tuple(map(timed, each)) for each in (points, curve.points()))
+    return Calibration(config, tuple(losses), of_uniform, measured_point, verified, path, chosen - kept)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -104,14 +105,9 @@ def calibrate_command(
             )
             bar.update(task, total=estimate.forwards)
 
+        on_forward = partial(bar.advance, task)
         result = calibrate(
-            loaded,
-            tokenizer,
-            contents,
-            config,
-            measured=kept,
-            on_estimate=on_estimate,
-            on_forward=lambda: bar.advance(task),
+            loaded, tokenizer, contents, config, measured=kept, on_estimate=on_estimate, on_forward=on_forward
         )
     result.save(output, device=loaded.device, overwrite=overwrite)
     _print(result)

@@ -1,6 +1,7 @@
 """`condense eval`: lm-evaluation-harness's tasks under several attention methods."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -76,16 +77,9 @@ def eval_command(
         run_generated_code=run_generated_code,
         trust_remote_code=trust_remote_code,
     )
-    err = options.plain_console(stderr=True)
+    on_method = partial(options.plain_console(stderr=True).print, style="dim")
     scores = evaluate(
-        loaded,
-        tokenizer,
-        methods,
-        settings,
-        output,
-        batch_size=batch_size,
-        resume=resume,
-        on_method=lambda label: err.print(label, style="dim"),
+        loaded, tokenizer, methods, settings, output, batch_size=batch_size, resume=resume, on_method=on_method
     )
     # a row per figure and a column per method, with standard errors
     rows: dict[tuple[str, str], list[Score]] = {}

@@ -76,11 +76,7 @@ def saved_choice(model: PreTrainedModel) -> MethodChoice | None:
 
 
 def load_model(
-    model: str | None,
-    dtype: str | None,
-    device: str | None,
-    device_map: str | None = None,
-    trust_remote_code: bool = False,
+    model: str | None, dtype: str | None, device: str | None, device_map: str | None, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, MethodChoice | None]:
     """The bundled model, or the one in a local folder or on the hub, in evaluation mode on its device, with stock
     attention; its tokenizer; and `saved_choice`.
@@ -191,8 +187,7 @@ def parse_dtype(name: str | None, device: torch.device) -> torch.dtype:
 
     if name is not None and name not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
-    dtype: torch.dtype = getattr(torch, name or ("float32" if device.type == "cpu" else "bfloat16"))
-    return dtype
+    return getattr(torch, name or ("float32" if device.type == "cpu" else "bfloat16"))
 
 
 def parse_tokens(name: str, text: str) -> int:

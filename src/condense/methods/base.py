@@ -134,7 +134,7 @@ class Method:
         ``[B, K, G * n, ...]`` are kept beside the entries, n per chunk, for `attend`; if the layout is ``matched``,
         the first of these holds the entries' biases, float32 or wider ``[B, K, G * p, 1]``. By default every token is
         its own entry. On the latents of MLA, K is 1, a token's key is ``[c ; k_rope]`` and Dv is 0 (`condense.latent`).
-        The caller rounds the keys and values as the layout's ``entry_format`` says.
+        The caller rounds the keys and values as the layout's ``entry_bits`` say.
         """
         k, v = chunks.tokens()
         return k.flatten(2, 3), v.flatten(2, 3)
@@ -192,15 +192,9 @@ class Method:
         extras: Extras = NO_EXTRAS,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of q ``[B, H, L, D]`` over the context; arguments and results as in `condense.ops.attend`."""
+        sources, spans, *_ = context
         return attend(
-            q,
-            context.sources,
-            context.spans,
-            scale=scale,
-            dropout_p=dropout_p,
-            backend=backend,
-            return_lse=return_lse,
-            extras=extras,
+            q, sources, spans, scale=scale, dropout_p=dropout_p, backend=backend, return_lse=return_lse, extras=extras
         )
 
     def check_attention(self, *, scale: float, dropout_p: float, extras: Extras = NO_EXTRAS) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple, Self, get_args
 from torch import Tensor
 
 from condense.config import Bits, check_choice, check_int
-from condense.ops import ChoiceSettings, EntryFormat, Pooling, UniformRule
+from condense.ops import ChoiceSettings, Pooling, UniformRule
 from condense.ops.tensors.per_row import PerRow, int_if_equal
 
 
@@ -88,11 +88,6 @@ class Layout:
     entry_bits: int = 16
     choice: ChoiceSettings | None = None
     lookahead: Lookahead | None = None
-
-    @property
-    def entry_format(self) -> EntryFormat:
-        """The format in which entries are rounded and kept."""
-        return EntryFormat(self.entry_bits)
 
 
 def check_layout(layout: Layout) -> None:

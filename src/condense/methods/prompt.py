@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from condense.methods.base import Context, Method, Prompt
+from condense.methods.base import Context, Method, Prompt, PromptPlan
 from condense.methods.layout import FirstEntries, Layout, Lookahead, first_tokens
 from condense.ops import RuleSpans, Source, UniformRule
 from condense.ops.tensors.per_row import broadcast_rows, int_if_equal
@@ -19,6 +19,8 @@ from condense.ops.tensors.per_row import broadcast_rows, int_if_equal
 @dataclass(frozen=True, kw_only=True)
 class PromptMethod(Method):
     """Base of methods that read a prompt at once, as a `condense.methods.base.PromptReader`, and pool nothing after it.
+
+    They keep all of it unless they override `read`.
 
     instead: methods that do not look ahead, for error messages.
     """
@@ -34,6 +36,10 @@ class PromptMethod(Method):
     def prompt_reader(self) -> Any:
         """Reads the whole prompt in one forward, because its end decides what is kept or seen of it."""
         return self
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor, plan: PromptPlan, *, scale: float, backend: str) -> Prompt:
+        """Dense attention; all tokens are kept."""
+        return exact_prompt(k, v, plan.tokens(k.shape[0]))
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, D an
 
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -15,21 +15,8 @@ from torch import Tensor
 from condense.config import Bits, Natural, Positive, Removed, check_int
 from condense.methods.base import Context, Method
 from condense.methods.layout import MEANS, Layout
-from condense.ops import (
-    NO_EXTRAS,
-    ChoiceSettings,
-    Chunks,
-    Extras,
-    RuleSpans,
-    Source,
-    Spans,
-    StoreSettings,
-    UniformRule,
-    attend,
-    attend_recall,
-    keep_groups,
-    unpack_store,
-)
+from condense.ops import NO_EXTRAS, ChoiceSettings, Chunks, Extras, RuleSpans, Source, Spans, StoreSettings, UniformRule
+from condense.ops.api import attend, attend_recall, keep_groups, unpack_store
 from condense.ops.recall import GroupIndex, IndexChoice, Quota, RecallSources, StoreFormat
 from condense.ops.tensors.per_row import max_row
 
@@ -110,13 +97,9 @@ class Recall(Method):
     @property
     def layout(self) -> Layout:
         """Groups of g behind the window, stored when they close."""
-        is_overridden = type(self).represent is not Recall.represent
-        return Layout(
-            rule=UniformRule(chunk=self.group_size, window=self.window),
-            summary_delay=self.window,
-            pooling=None if is_overridden else MEANS,
-            choice=self._choice,
-        )
+        rule = UniformRule(chunk=self.group_size, window=self.window)
+        pooling = None if type(self).represent is not Recall.represent else MEANS
+        return Layout(rule, summary_delay=self.window, pooling=pooling, choice=self._choice)
 
     @cached_property
     def _choice(self) -> ChoiceSettings:
@@ -206,11 +189,11 @@ class Recall(Method):
         and once there are groups to choose from, for a backend that cannot run.
         """
         self.check_attention(scale=scale, dropout_p=dropout_p)
+        options: dict[str, Any] = {"scale": scale, "backend": backend, "return_lse": return_lse, "extras": extras}
         if not context.extra:
-            return super().attend(q, context, scale=scale, backend=backend, return_lse=return_lse, extras=extras)
+            return super().attend(q, context, **options)
         if self.reads_exactly and q.shape[2] > 1:
-            sources, spans = self._all_tokens(q, context, backend)
-            return attend(q, sources, spans, scale=scale, backend=backend, return_lse=return_lse, extras=extras)
+            return attend(q, *self._all_tokens(q, context, backend), **options)
         signs, steps, _ = context.extra
         asked, tokens = self._asked_and_tokens(q, context, backend)
         means = context.means
@@ -219,16 +202,9 @@ class Recall(Method):
             means = means._replace(means=context.projection.expand(means.means.to(q.dtype))[1])
         elif means is not None:
             means = means._replace(means=means.means[..., : context.window.v.shape[3]])
-        return attend_recall(
-            q,
-            RecallSources(tokens, context.window, context.spans),
-            IndexChoice(asked, GroupIndex(signs, steps), scale, self.quota),
-            scale=scale,
-            means=means,
-            backend=backend,
-            return_lse=return_lse,
-            extras=extras,
-        )
+        sources = RecallSources(tokens, context.window, context.spans)
+        choice = IndexChoice(asked, GroupIndex(signs, steps), scale, self.quota)
+        return attend_recall(q, sources, choice, means=means, **options)
 
     def _asked_and_tokens(self, q: Tensor, context: Context, backend: str) -> tuple[Tensor, Source]:
         """The queries that score the index, and the tokens in the store; of latents, absorbed and expanded."""

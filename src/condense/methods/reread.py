@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from condense.config import Natural, Positive, Share
-from condense.methods.base import Prompt, PromptPlan
-from condense.methods.prompt import PromptMethod, exact_prompt
+from condense.methods.prompt import PromptMethod
 from condense.ops.extras import soft_cap
 from condense.ops.tensors.per_row import PerRow, map_rows
 
@@ -86,10 +85,6 @@ class Reread(PromptMethod):
             for (_, places), count in zip(ranked, counts, strict=True)
         ]
         return kept, counts
-
-    def read(self, q: Tensor, k: Tensor, v: Tensor, plan: PromptPlan, *, scale: float, backend: str) -> Prompt:
-        """Dense attention; all tokens are kept."""
-        return exact_prompt(k, v, plan.tokens(k.shape[0]))
 
     def num_entries(self, tokens: PerRow) -> PerRow:
         """Tokens that stay in the end, on the mean over the layers."""

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from condense.methods import Method, check_names, methods_in, settings_of
 from condense.models.adapted import warn_of_pooling
 from condense.models.attention import IMPLEMENTATION, KEY, CondensedAttention, condensed_class
-from condense.models.choice import MethodChoice, assign, chosen_layers, parse_choice
+from condense.models.choice import Layers, MethodChoice, assign, chosen_layers, parse_choice
 from condense.models.families import FAMILIES, is_supported, obstacle, sliding_window, transformers_model
 from condense.models.forward import ForwardBoard
 from condense.models.mla import check_latents
@@ -25,7 +25,7 @@ _ENTERING = threading.Lock()
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
-def apply(model: ModelT, method: MethodChoice | str, layers: Iterable[int] | str | None = None) -> ModelT:
+def apply(model: ModelT, method: MethodChoice | str, layers: Layers = None) -> ModelT:
     """Give a Hugging Face causal LM condensed attention, in place, and return it.
 
     method: one for all layers, or a mapping of layers to methods, such as ``{0: Dense(), "2-3,-1": Recall(), "rest":
@@ -65,10 +65,7 @@ def chosen_methods(model: nn.Module, method: MethodChoice | str) -> dict[int, Me
 
 
 def _chosen(
-    base: PreTrainedModel,
-    attentions: dict[int, nn.Module],
-    method: MethodChoice | str,
-    layers: Iterable[int] | str | None,
+    base: PreTrainedModel, attentions: dict[int, nn.Module], method: MethodChoice | str, layers: Layers
 ) -> dict[int, Method]:
     count = int(base.config.get_text_config(decoder=True).num_hidden_layers)
     choice = parse_choice(method)
@@ -94,7 +91,7 @@ def restore(model: ModelT) -> ModelT:
 
 
 @contextmanager
-def use(model: ModelT, method: MethodChoice | str, layers: Iterable[int] | str | None = None) -> Iterator[ModelT]:
+def use(model: ModelT, method: MethodChoice | str, layers: Layers = None) -> Iterator[ModelT]:
     """`apply` for the length of a ``with`` block; afterwards the model is as before. Methods need no ``name`` there.
 
     In training the block must hold the backward pass too: gradient checkpointing runs layers again there. The block

@@ -17,6 +17,8 @@ from condense.models.families import is_latent, sliding_window
 
 # one method for all layers, or layers -> method; layers that are left out stay as they are
 MethodChoice = Method | Mapping[Any, Method]
+# layers by index or as text, None for all that can be condensed
+Layers = Iterable[int] | str | None
 
 REST = "rest"
 _RANGE = re.compile(r"\s*(-?\d+)\s*(?:-\s*(-?\d+)\s*)?", re.ASCII)
@@ -118,7 +120,7 @@ def assign(choice: MethodChoice, attentions: Mapping[int, nn.Module], count: int
     return chosen
 
 
-def chosen_layers(layers: Iterable[int] | str | None, attentions: Mapping[int, nn.Module], count: int) -> list[int]:
+def chosen_layers(layers: Layers, attentions: Mapping[int, nn.Module], count: int) -> list[int]:
     """The layers as a list of indices from 0; None: all that can be condensed. Other arguments as in `assign`.
 
     Raises ValueError for indices that do not exist, for an empty list, and for layers that cannot be condensed.

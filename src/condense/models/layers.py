@@ -3,15 +3,8 @@
 from typing import Any
 
 from torch import Tensor
-from transformers import Cache, EncoderDecoderCache
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticCache,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+from transformers import Cache, EncoderDecoderCache, StaticCache, cache_utils
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
 
 from condense.caches import CondensedCacheLayer, CondensedLayer, ReadRequest, StaticCondensedLayer
 from condense.functional import extend
@@ -105,7 +98,7 @@ def _is_ready(layer: CacheLayerMixin, method: Method) -> bool:
     if _holds(layer, method):
         return True
     condensed = isinstance(layer, CondensedCacheLayer)
-    windows = (DynamicSlidingWindowLayer, StaticSlidingWindowLayer)
+    windows = (cache_utils.DynamicSlidingWindowLayer, cache_utils.StaticSlidingWindowLayer)
     own = windows if isinstance(method, StreamingLLM | LocalChunks) else ()
     if not condensed and type(layer) not in (DynamicLayer, StaticLayer, *own):
         raise ValueError(

@@ -10,7 +10,11 @@ from torch import Tensor
 
 from condense.ops.hopper import limits as hopper_limits
 from condense.ops.recall.choice import Choice, RecallSources
+from condense.ops.reference import attend as reference_attend
+from condense.ops.reference import pool as reference_pool
 from condense.ops.step.settings import StepSettings
+from condense.ops.torch import attend as torch_attend
+from condense.ops.torch import pool as torch_pool
 from condense.ops.triton import limits as triton_limits
 from condense.ops.types import Problem
 
@@ -69,22 +73,14 @@ def _operations_in(*modules: ModuleType) -> dict[str, Any]:
     return {name: getattr(module, name) for module in modules for name in Operations._fields if hasattr(module, name)}
 
 
-def _reference() -> Operations:
-    from condense.ops.reference import attend, pool
-
-    return _torch()._replace(**_operations_in(attend, pool))
-
-
-def _torch() -> Operations:
-    from condense.ops.torch import attend, pool
-
-    return Operations(**_operations_in(attend, pool))
+_TORCH = Operations(**_operations_in(torch_attend, torch_pool))
+_REFERENCE = _TORCH._replace(**_operations_in(reference_attend, reference_pool))
 
 
 def _triton() -> Operations:
     from condense.ops.triton import attend, pool, recall_attend, recall_store
 
-    return _torch()._replace(**_operations_in(attend, pool, recall_attend, recall_store))
+    return _TORCH._replace(**_operations_in(attend, pool, recall_attend, recall_store))
 
 
 def _hopper() -> Operations:
@@ -93,24 +89,13 @@ def _hopper() -> Operations:
     return _triton()._replace(**_operations_in(attend))
 
 
+_TRITON_LIMITS = triton_limits.attend_obstacle, triton_limits.pool_obstacle, triton_limits.recall_obstacle
+_HOPPER_LIMITS = hopper_limits.attend_obstacle, triton_limits.pool_obstacle, hopper_limits.recall_obstacle
 BACKENDS = {
-    backend.name: backend
-    for backend in (
-        Backend("reference", _reference),
-        Backend("torch", _torch),
-        Backend(
-            "triton", _triton, triton_limits.attend_obstacle, triton_limits.pool_obstacle, triton_limits.recall_obstacle
-        ),
-        Backend(
-            "hopper",
-            _hopper,
-            hopper_limits.attend_obstacle,
-            triton_limits.pool_obstacle,
-            hopper_limits.recall_obstacle,
-            instead="triton",
-            is_fast=hopper_limits.fills_gpu,
-        ),
-    )
+    "reference": Backend("reference", lambda: _REFERENCE),
+    "torch": Backend("torch", lambda: _TORCH),
+    "triton": Backend("triton", _triton, *_TRITON_LIMITS),
+    "hopper": Backend("hopper", _hopper, *_HOPPER_LIMITS, instead="triton", is_fast=hopper_limits.fills_gpu),
 }
 # those with kernels, in the order in which "auto" tries them
 _KERNELS = ("hopper", "triton")

@@ -159,8 +159,7 @@ class RuleSpans:
         key = tuple(blocks)
         if key not in self._found:
             self._found[key] = self._hulls(key)
-        hulls: list[list[Hull]] = self._found[key]
-        return hulls
+        return self._found[key]
 
     def _hulls(self, blocks: Sequence[tuple[int, int]]) -> list[list[Hull]]:
         """`hulls`, from the first and last real query of each block: lo and hi never decrease."""
@@ -186,8 +185,7 @@ class RuleSpans:
         if "starts" not in self._found:
             numbers = (self.query_start, self.window_start, self.padding, self.first_entries)
             self._found["starts"] = torch.stack(torch.broadcast_tensors(*(as_rows(x, 1) for x in numbers)), dim=1)
-        starts: Tensor = self._found["starts"]
-        return starts
+        return self._found["starts"]
 
     def of_tokens(self, *, window_alone: bool) -> Self:
         """The spans of the same queries over all tokens, of rows whose closed chunks are stored token by token.

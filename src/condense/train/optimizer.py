@@ -38,8 +38,7 @@ def set_trained(model: PreTrainedModel, config: TrainConfig) -> nn.Module:
         r=config.lora_rank, lora_alpha=_LORA_SCALE * config.lora_rank, target_modules=targets, task_type="CAUSAL_LM"
     )
     # in the dtype of the weights, of which the optimizer keeps float32 copies: float32 adapters would copy every input
-    adapted: nn.Module = get_peft_model(model, settings, autocast_adapter_dtype=False)
-    return adapted
+    return get_peft_model(model, settings, autocast_adapter_dtype=False)
 
 
 def projections(model: PreTrainedModel, which: Trained | str) -> list[str]:

@@ -12,15 +12,9 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    set_seed,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import TensorBoardCallback, is_tensorboard_available
+from transformers.trainer_utils import set_seed
 
 from condense.files import whole_folder
 from condense.methods import check_trainable, settings_of
@@ -78,12 +72,8 @@ def new_model(architecture: Mapping[str, Any], tokenizer: PreTrainedTokenizerBas
     architecture: the arguments of ``AutoConfig.for_model``. tokenizer: whose special tokens the model gets. dtype: of
     the weights, ``"float32"`` or ``"bfloat16"``; drawn in float32.
     """
-    settings = AutoConfig.for_model(
-        **architecture,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    settings = AutoConfig.for_model(**architecture, **special)
     model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
     # Casts parameters only: model.to(dtype) would also round the frequencies of rotary embeddings.
     for parameter in model.parameters():

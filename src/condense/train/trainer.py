@@ -92,8 +92,7 @@ class MixedTrainer(Trainer):
         # the block holds the backward pass too, because gradient checkpointing runs the forward pass again there
         attention = contextlib.nullcontext() if method is None else use(stock, method)
         with attention:
-            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
-        return loss
+            return super().training_step(model, inputs, num_items_in_batch)
 
     def compute_loss(
         self,
@@ -111,14 +110,8 @@ class MixedTrainer(Trainer):
         # shifts the targets, not the logits: slicing the last position off the logits would copy all of them
         targets = inputs["input_ids"].roll(-1, dims=1).flatten()
         weights = inputs["loss_weights"].roll(-1, dims=1).flatten()
-        teacher = inputs.get("teacher")
-        sums = token_loss(
-            output.logits.flatten(0, 1),
-            targets,
-            weights,
-            None if teacher is None else teacher.flatten(0, 1),
-            self._phase.distill,
-        )
+        teacher = inputs["teacher"].flatten(0, 1) if "teacher" in inputs else None
+        sums = token_loss(output.logits.flatten(0, 1), targets, weights, teacher, self._phase.distill)
         self._count(sums)
         # the gradients of the processes are averaged, so each must hold its part times their number
         loss = sums.loss * (self.accelerator.num_processes / num_items_in_batch)

@@ -22,17 +22,7 @@ from condense.ops.recall.choice import IndexChoice, RecallSources
 from condense.ops.recall.index import GroupIndex
 from condense.ops.recall.rest import GroupMeans
 from condense.ops.spans import Source
-from condense.ops.step.pages import (
-    NewTokens,
-    PagedState,
-    Pages,
-    Places,
-    as_words,
-    copied,
-    sum_part,
-    window_columns,
-    words,
-)
+from condense.ops.step.pages import NewTokens, PagedState, Pages, Places, as_words, copied, window_columns, words
 from condense.ops.step.records import record_format
 from condense.ops.step.settings import StepSettings
 from condense.ops.step.state import entry_names
@@ -169,9 +159,9 @@ class PagedLayer:
         ``[B, K, 1 + n, Dv]``, of latents ``[B, K, 1 + n, D]``.
         """
         window, (D, Dv), g = self.state.window, self.widths, self.settings.rule.chunk
-        width, part = Dv or D, sum_part(Dv or D, g)
-        start, _ = window_columns(D, Dv, self.settings, window.cache.itemsize)
+        width, (start, _) = Dv or D, window_columns(D, Dv, self.settings, window.cache.itemsize)
         pages, values = window.columns(start).view(torch.float64), self.tokens.columns(-width)
+        part = pages.cache.shape[3]
         base = self.load(pages, at.base).flatten(2)[:, :, None, :width]
         tokens = self.load(values, at.tokens).unflatten(2, (at.counts.shape[2] - 1, g))
         new = tokens.sum(3, dtype=torch.float64)
@@ -269,18 +259,14 @@ class PagedLayer:
         self, call: Call, parts: dict[str, Tensor], places: Places, window: Source, means: GroupMeans | None
     ) -> Tensor:
         """Attention to the window and to closed groups, of which each query opens some, by the parts of records."""
-        choice, index = self.settings.choice, self._index(parts, places)
-        assert choice is not None
+        assert self.settings.choice is not None
+        quota, index = self.settings.choice.quota, self._index(parts, places)
         q, (window, store), up = self._seen(call, window, self._tokens(parts, places, index))
         on_latents = q if self.state.up is None or up is not None else self.state.up.absorb(q)
+        means = None if means is None else self._seen_means(means, absorbed=up is not None)
+        sources, by_index = RecallSources(store, window, call.spans), IndexChoice(on_latents, index, self.scale, quota)
         out, _ = attend_recall(
-            q,
-            RecallSources(store, window, call.spans),
-            IndexChoice(on_latents, index, self.scale, choice.quota),
-            scale=self.scale,
-            means=None if means is None else self._seen_means(means, absorbed=up is not None),
-            backend=self.backend,
-            extras=self.state.extras,
+            q, sources, by_index, scale=self.scale, means=means, backend=self.backend, extras=self.state.extras
         )
         return out if up is None else up.project_out(out)
 

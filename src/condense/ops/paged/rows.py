@@ -101,14 +101,11 @@ def reading_of(new: NewTokens, first: int, state: PagedState, settings: StepSett
         number = number + (num - kept)[of]
         # a ring is a request's only page
         newest = start[of] + number, Slots.of(row[of], (before[of] + number) % state.ring.slots, state.ring.slots)
-    return Reading(
-        slice(requests[0].start, requests[-1].stop),
-        Slots.of(row[which], before[which] + own, state.window.slots),
-        _made([r for call in together for r in call], state, settings),
-        newest,
-        tuple(_call(call, state, settings) for call in together),
-        num_passes(requests, state, settings) if settings.sees_rest else 0,
-    )
+    window = Slots.of(row[which], before[which] + own, state.window.slots)
+    made = _made([r for call in together for r in call], state, settings)
+    calls = tuple(_call(call, state, settings) for call in together)
+    passes = num_passes(requests, state, settings) if settings.sees_rest else 0
+    return Reading(slice(requests[0].start, requests[-1].stop), window, made, newest, calls, passes)
 
 
 def calls_of(requests: Sequence[Request], *, singles_apart: bool = False) -> list[list[Request]]:
@@ -171,16 +168,10 @@ def _call(requests: Sequence[Request], state: PagedState, settings: StepSettings
         position = torch.minimum(torch.maximum(end - N + columns(N), begin), end - 1)
         window = Slots.of(row, position, state.window.slots)
     group = torch.minimum(columns(G), (count - 1).clamp(min=0)) + settings.summary_delay // rule.chunk
-    return Call(
-        queries,
-        real,
-        spans,
-        window,
-        Slots.of(lender, group, state.entries.slots),
-        exact,
-        _summary(requests, state, settings) if settings.num_summary > 0 else None,
-        sums_of(requests, state, settings) if settings.sees_rest else None,
-    )
+    entries = Slots.of(lender, group, state.entries.slots)
+    summary = _summary(requests, state, settings) if settings.num_summary > 0 else None
+    sums = sums_of(requests, state, settings) if settings.sees_rest else None
+    return Call(queries, real, spans, window, entries, exact, summary, sums)
 
 
 def _summary(requests: Sequence[Request], state: PagedState, settings: StepSettings) -> Summary | None:

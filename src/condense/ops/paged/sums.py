@@ -51,15 +51,10 @@ def sums_of(requests: Sequence[Request], state: PagedState, settings: StepSettin
     position = torch.minimum(begin * g + steps(-g, n * g), seen - 1).clamp(min=0)
     which, own = spread(count[:, 0], sum(counts))
     token = ((begin[which, 0] + own)[:, None] * g + steps(0, g)).flatten()
-    return CallSums(
-        torch.tensor(first),
-        (begin > 0)[..., None],
-        ((begin + steps(0, n + 1)) * g).clamp(min=1)[:, None, :, None],
-        Slots.of(row, position[:, :g], size),
-        Slots.of(row, position[:, g:], size),
-        (which, own + 1),
-        Slots.of(row[which, 0].repeat_interleave(g), token, size),
-    )
+    in_sums = ((begin + steps(0, n + 1)) * g).clamp(min=1)[:, None, :, None]
+    base, tokens = Slots.of(row, position[:, :g], size), Slots.of(row, position[:, g:], size)
+    slots = Slots.of(row[which, 0].repeat_interleave(g), token, size)
+    return CallSums(torch.tensor(first), (begin > 0)[..., None], in_sums, base, tokens, (which, own + 1), slots)
 
 
 def num_passes(requests: Sequence[Request], state: PagedState, settings: StepSettings) -> int:

@@ -11,9 +11,9 @@ methods whose settings do not say how entries are made):
    columns ``[j * c, (j + 1) * c)`` of the store;
 2. choose: with a choice, the query opens the best ``quota.at(closed)`` of the ``closed = rule.closed(n)`` closed
    groups, as `condense.ops.recall.choose_groups` does; `StepState` says from where their tokens are read;
-3. attend: to entries ``[0, a + rule.visible_entries(closed))`` but for those of open groups, to the tokens of open
-   groups, and to the tokens from position ``closed * c`` on, as `condense.ops.attend` and
-   `condense.ops.attend_recall` do;
+3. attend: to entries ``[0, a + rule.visible_entries(closed))``, or with a choice to the tokens of open groups and, if
+   its ``mean`` says so, to one token for all others; and to the tokens from position ``closed * c`` on, as
+   `condense.ops.attend` and `condense.ops.attend_recall` do;
 4. join: parts of the work that ran in parallel become one output, and seen becomes n.
 
 A row that is not ``real`` changes nothing and gets 0; a query that sees nothing gets 0. Every decision that depends on

@@ -117,8 +117,7 @@ class NewTokens:
         """Return what ``find`` returns, called by the first layer that asks under ``key``; all others share it."""
         if key not in self._found:
             self._found[key] = find()
-        found: T = self._found[key]
-        return found
+        return self._found[key]
 
     @functools.cached_property
     def before(self) -> Tensor:

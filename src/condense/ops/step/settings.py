@@ -94,11 +94,6 @@ class StepSettings:
         return StoreFormat(self.choice.store.bits, self.rule.chunk)
 
     @property
-    def sees_entries(self) -> bool:
-        """True if queries see entries."""
-        return self.choice is None
-
-    @property
     def sees_rest(self) -> bool:
         """True if queries see the groups that they do not open, as one token."""
         return self.choice is not None and self.choice.mean

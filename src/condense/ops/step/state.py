@@ -155,7 +155,7 @@ def fields_of(settings: StepSettings, heads: int, widths: tuple[int, int], dtype
     (D, Dv), form, choice = widths, settings.entry_format, settings.choice
     # not `torch.promote_types`, which is an operation, and buffers grow between steps that start kernels alone
     of_entry, wide = form.dtype(dtype), torch.float64 if dtype == torch.float64 else torch.float32
-    C, Cv = (form.width(x, dtype.itemsize) if settings.sees_entries else 0 for x in widths)
+    C, Cv = (form.width(x, dtype.itemsize) if choice is None else 0 for x in widths)
     of_all = (
         Field("entries_k", Per.ENTRY, (C,), of_entry),
         Field("entries_v", Per.ENTRY, (Cv,), of_entry),

@@ -107,48 +107,44 @@ def newest_mean(ring_q: Tensor, seen: Tensor, S: int, chunk: int) -> Tensor:
 def attend(call: StepCall, seen: Tensor, alive: Tensor, own: OwnEntries) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of the step's queries. seen: tokens per row with this one; alive: rows whose token counts.
 
-    Under one softmax: entries of closed chunks that are not open, tokens of open ones, and the window.
+    Under one softmax: entries of closed chunks, or tokens of open groups, and the window.
     """
     (q, *_), state, settings, latent = call.token, call.state, call.settings, call.latent
     (D, Dv), c, M = (state.ring_k.shape[3], state.ring_v.shape[3]), settings.rule.chunk, state.entries_k.shape[2]
-    closed = settings.rule.closed(seen)
+    closed, choice = settings.rule.closed(seen), settings.choice
     # the newest position stored in each slot of the ring, negative if it is empty
     last, W = (seen - 1)[:, None], state.ring_k.shape[2]
     position = last - (last - torch.arange(W, device=q.device)) % W
-    # keys, values, and which of them each row sees, bool ``[B, K|1, n]``
-    near = (position >= closed[:, None] * c) & (position >= 0)
-    sources = [(state.ring_k, state.ring_v, near[:, None])]
-    # first entries, and those of closed chunks that did fit into the buffer
-    of_first, p = state.first[:, 0] if settings.has_first else torch.zeros_like(closed), settings.rule.entries
-    count = of_first + torch.minimum(settings.rule.visible_entries(closed), (M - of_first) // p * p)
-    pooled = (torch.arange(M, device=q.device) < count[:, None])[:, None]
-    if settings.choice is not None:
+    near = ((position >= closed[:, None] * c) & (position >= 0))[:, None]
+    # what each row sees of the far keys, bool ``[B, K|1, n]``
+    if choice is None:
+        form, p = settings.entry_format, settings.rule.entries
+        far_k, far_v = form.unpack(state.entries_k, D, q.dtype), form.unpack(state.entries_v, Dv, q.dtype)
+        # first entries, and those of closed chunks that did fit into the buffer
+        of_first = state.first[:, 0] if settings.has_first else torch.zeros_like(closed)
+        count = of_first + torch.minimum(settings.rule.visible_entries(closed), (M - of_first) // p * p)
+        far = (torch.arange(M, device=q.device) < count[:, None])[:, None]
+    else:
         groups, chosen = _choose(call, closed)
         rows = _open_groups(state, groups, (groups < M) & alive[:, None, None], c)
         index = state.group_index
-        if settings.choice.store.bits < 16 and groups.shape[2] < M:
+        if choice.store.bits < 16 and groups.shape[2] < M:
             index = index.opened(groups.clamp(max=M - 1))
-        opened = settings.store_format.unpack(rows, D, Dv, q.dtype, index)
-        sources.insert(0, (*opened, (groups < M).repeat_interleave(c, -1)))
-    if settings.sees_entries:
-        form = settings.entry_format
-        entries = form.unpack(state.entries_k, D, q.dtype), form.unpack(state.entries_v, Dv, q.dtype)
-        sources.insert(0, (*entries, pooled))
-    k, v, masks = zip(*sources, strict=True)
-    heads = max(x.shape[1] for x in masks)
-    keys, sees = torch.cat(k, dim=2), torch.cat([x.expand(-1, heads, -1) for x in masks], dim=2)[:, :, None]
-    values = keys[..., :latent] if latent else torch.cat(v, dim=2)
+        far_k, far_v = settings.store_format.unpack(rows, D, Dv, q.dtype, index)
+        far = (groups < M).repeat_interleave(c, -1)
+    keys = torch.cat([far_k, state.ring_k], dim=2)
+    sees = torch.cat([far, near.expand(-1, far.shape[1], -1)], dim=2)[:, :, None]
+    values = keys[..., :latent] if latent else torch.cat([far_v, state.ring_v], dim=2)
     empty = ~(alive[:, None, None, None] & sees.any(-1, keepdim=True))
     differ = settings.matched or own.bias is not None
     block = BlockKeys(keys, values, sees | empty, empty, _bias(state, settings, own), differ)
     options = AttendOptions(call.scale, call.extras.softcap, return_lse=call.extras.needs_lse or settings.sees_rest)
     out, lse = attend_block(q, block, options)
-    if not settings.sees_rest:
+    if choice is None or not choice.mean:
         return out, lse
-    assert settings.choice is not None
-    choice = IndexChoice(q, state.group_index, call.scale, settings.choice.quota)
     hi = (closed.clamp(max=M) * alive)[:, None, None]
-    weight = rest_weights(choice, 0, 1, chosen[:, :, None], hi, options.softcap)
+    by_index = IndexChoice(q, state.group_index, call.scale, choice.quota)
+    weight = rest_weights(by_index, 0, 1, chosen[:, :, None], hi, options.softcap)
     whole = (seen // c)[:, None, None, None]
     mean = read_columns(state.sums, seen // c, 1) / (whole * c).clamp(min=1)
     return with_rest(out, lse, weight, mean[..., : values.shape[3]])
@@ -158,7 +154,7 @@ def _bias(state: StepState, settings: StepSettings, own: OwnEntries) -> Tensor |
     """Biases of the entries: their own, ``settings.bias`` for pooled ones and 0 for single tokens, float64
     ``[B|1, 1, M]``; None for none.
     """
-    if not settings.sees_entries:
+    if settings.choice is not None:
         return None
     if settings.matched:
         return state.biases[..., 0]
