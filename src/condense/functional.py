@@ -13,7 +13,7 @@ from torch import Tensor
 from condense.methods import Chunks, Context, Method, check_trainable, split_bias
 from condense.ops import EntryFormat, Source, SummarySpans, summarize
 from condense.ops.checks import check_cu_seqlens, check_padding, check_qkv, check_scale, check_tensors
-from condense.ops.recall import GroupMeans
+from condense.ops.recall.rest import GroupMeans, running_sums
 from condense.ops.tensors.autocast import outside_autocast
 from condense.ops.tensors.per_row import PerRow, as_rows, at_least, broadcast_rows, max_row
 from condense.ops.tensors.right_aligned import append_entries, append_window, detach_compact, newest
@@ -105,8 +105,7 @@ def _sums(before: Tensor, v: Tensor, whole: WholeGroups, method: Method) -> tupl
     groups = Chunks(v, v[..., :0], columns, num, g, 0).tokens()[0]
     if before.shape[2] == 0:
         before = v.new_zeros(*v.shape[:2], 1, v.shape[3], dtype=torch.float64)
-    # one after another, so that a sum does not depend on the number of tokens at a time
-    new = torch.cat([before[:, :, -1:], groups.sum(3, dtype=torch.float64)], dim=2).cumsum(2)
+    new = running_sums(before[:, :, -1:], groups)
     sums, kept = torch.cat([before[:, :, :-1], new], dim=2), min(kept_sums(g), before.shape[2] + num)
     column = before.shape[2] - kept + broadcast_rows(counts, 2) + torch.arange(kept)[None]
     newest = sums.take_along_dim(column.clamp(min=0).to(v.device, non_blocking=True)[:, None, :, None], 2)

@@ -48,7 +48,7 @@ def test_against_plain_loops(heads, unchosen, backend):
 
 @pytest.mark.parametrize(("g", "w"), [(1, 0), (1, 3), (3, 0), (4, 9), (6, 2)])
 def test_other_groups_and_windows(g, w, monkeypatch):
-    """In blocks of seven queries, the last of one query alone: it gathers its groups."""
+    """In blocks of seven queries, the last of one query alone."""
     monkeypatch.setattr(torch_attend, "_RECALL_BLOCK", 7)
     for backend in BACKENDS:
         check(*tensors(2, 1, 29), g=g, w=w, r=3, backend=backend)

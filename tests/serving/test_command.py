@@ -14,6 +14,7 @@ import condense
 from condense.cli.main import main
 from condense.methods import methods_in, settings_of, step_settings
 from condense.models import adapted
+from condense.named import NAMED_SETTINGS
 from condense.serving.plan import serving_plans
 from condense.serving.vllm import command as command_module
 from condense.serving.vllm.command import server_command
@@ -230,7 +231,7 @@ def test_an_untouched_model_gets_the_named_setting(serve, stock):
     assert methods_in(overrides(command)["condense"]) == {0: first, 1: named, 2: named}
     assert err.count("\n") == 1
     assert "recall-device. Any model as it is" in err
-    assert "Measured to lose 0.016 nats" in err
+    assert f"Measured to lose {NAMED_SETTINGS['recall-device'].loses}" in err
     assert f"condense verify {stock} --text FILE" in err
 
 

@@ -20,7 +20,7 @@ from condense.ops.paged.slots import Slots
 from condense.ops.paged.sums import CallSums
 from condense.ops.recall.choice import IndexChoice, RecallSources
 from condense.ops.recall.index import GroupIndex
-from condense.ops.recall.rest import GroupMeans
+from condense.ops.recall.rest import GroupMeans, running_sums
 from condense.ops.spans import Source
 from condense.ops.step.pages import NewTokens, PagedState, Pages, Places, as_words, copied, window_columns, words
 from condense.ops.step.records import record_format
@@ -164,8 +164,7 @@ class PagedLayer:
         part = pages.cache.shape[3]
         base = self.load(pages, at.base).flatten(2)[:, :, None, :width]
         tokens = self.load(values, at.tokens).unflatten(2, (at.counts.shape[2] - 1, g))
-        new = tokens.sum(3, dtype=torch.float64)
-        sums = torch.cat([base.masked_fill(~at.exists[..., None], 0.0), new], dim=2).cumsum(2)
+        sums = running_sums(base.masked_fill(~at.exists[..., None], 0.0), tokens)
         row, number = at.made
         parts = F.pad(sums[row, :, number], (0, g * part - width)).unflatten(2, (g, part))
         self.store(pages, at.slots, parts.transpose(1, 2).flatten(0, 1))

@@ -46,6 +46,15 @@ def _columns(x: Tensor, start: PerRow, count: int) -> Tensor:
     return x.take_along_dim(column[:, None, :, None], 2)
 
 
+def running_sums(before: Tensor, groups: Tensor) -> Tensor:
+    """Sums of values, ``[B, K, 1 + n, Dv]`` float64: one before, ``[B, K, 1, Dv]``, and after each of n whole groups
+    ``[B, K, n, g, Dv]``; one after another, so that a sum does not depend on the number of groups at a time.
+    """
+    sums = torch.cat([before, groups.sum(3, dtype=torch.float64)], dim=2)
+    # along the last dimension, where a GPU adds up many in parallel
+    return sums.mT.cumsum(-1).mT
+
+
 @torch.no_grad()
 def rest_weights(choice: IndexChoice, start: int, stop: int, chosen: Tensor, closed: Tensor, softcap: float) -> Tensor:
     """Logarithm of the weight of what queries ``[start, stop)`` do not open, ``[B, H, L]`` float32 or wider; -inf where

@@ -1,7 +1,7 @@
 """The `torch` backend: blocks of queries over PyTorch's fused attention; any device, differentiable.
 
 A block of queries reads only its hull of every source, so memory is linear in L, also with gradients. With Recall it
-reads all closed groups under a mask, which takes as long as dense attention; a single query reads those it opens.
+reads all closed groups under a mask, which takes as long as dense attention.
 
 Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, N window tokens, G groups of g tokens, S keys.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from condense.ops.extras import soft_cap
-from condense.ops.recall.choice import Choice, IndexChoice, RecallSources, chosen_groups
+from condense.ops.recall.choice import Choice, IndexChoice, RecallSources
 from condense.ops.recall.rest import GroupMeans, rest_weights, with_rest
 from condense.ops.spans import Hull, RuleSpans, Source, Spans, joined_bias
 from condense.ops.types import AttendOptions
@@ -197,18 +197,13 @@ def attend_recall(
         closed, near = spans.at(start, stop, q.device)
         chosen = choice.at(start, stop, closed.hi, n)
         column = torch.arange(*hulls[1], device=q.device)
-        masks = [((column >= near.lo[..., None]) & (column < near.hi[..., None])).expand(*chosen.shape[:3], -1)]
-        seen = [_columns(window, *hulls[1])]
-        if q.shape[2] == 1:
-            groups = chosen_groups(chosen, choice.most(n))[:, :, 0]
-            masks.insert(0, (groups < n).repeat_interleave(g, -1)[:, :, None])
-            seen.insert(0, Source(*(group_tokens(x, groups.clamp(max=n - 1), g) for x in (store.k, store.v))))
-        else:
-            masks.insert(0, chosen.repeat_interleave(g, -1))
-            seen.insert(0, _columns(store, 0, n * g))
-        mask = torch.cat(masks, dim=-1)
+        is_near = ((column >= near.lo[..., None]) & (column < near.hi[..., None])).expand(*chosen.shape[:3], -1)
+        mask = torch.cat([chosen.repeat_interleave(g, -1), is_near], dim=-1)
         empty = ~mask.any(-1, keepdim=True)
-        k, v = torch.cat([source.k for source in seen], dim=2), torch.cat([source.v for source in seen], dim=2)
+        k, v = (
+            torch.cat([stored[:, :, : n * g], x[:, :, slice(*hulls[1])]], dim=2)
+            for stored, x in zip(store[:2], window[:2], strict=True)
+        )
         out, lse = attend_block(q, BlockKeys(k, v, mask | empty, empty, None), options)
         if means is None:
             return out, lse
@@ -234,7 +229,3 @@ def group_columns(numbers: Tensor, g: int) -> Tensor:
 def group_tokens(x: Tensor, numbers: Tensor, g: int) -> Tensor:
     """The tokens ``[B, K, r * g, width]`` of groups or slots by number ``[B, K|1, r]``, from x ``[B, K, N, width]``."""
     return x.gather(2, group_columns(numbers, g).expand(-1, x.shape[1], -1, x.shape[3]))
-
-
-def _columns(source: Source, start: int, stop: int) -> Source:
-    return Source(source.k[:, :, start:stop], source.v[:, :, start:stop])
