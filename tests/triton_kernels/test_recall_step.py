@@ -129,6 +129,8 @@ COMPARED |= {
     for name in ("two-open", "three-open", "g-6")
 }
 COMPARED["more groups than there is room for"] = RECALLS["two-open"], (2, 1, 40, 16, 16), 3
+# whose scores fill several tiles and splits, and ties are rare and looked up
+COMPARED["many groups"] = Recall(group_size=1, window=2, num_recall=17), (3, 1, 90, 16, 16), None
 COMPARED["before there is room for a group"] = RECALLS["two-open"], (2, 1, 6, 16, 16), 0
 
 
@@ -279,20 +281,6 @@ def test_the_best_groups_are_chosen_and_of_equals_the_first(closed, wanted, leve
     order = score.amax(1)[:, :closed].sort(dim=1, descending=True, stable=True).indices
     best = order[:, :wanted].sort(1).values
     assert torch.equal(chosen[:, :wanted].long(), best)
-
-
-def test_many_groups(scratch):
-    """Groups of one token: scores fill several tiles and splits, and ties are rare and looked up."""
-    settings = step_settings(Recall(group_size=1, window=2, num_recall=17))
-    q, k, v = random_qkv(1, 3, 1, 90, 16, 16)
-    state = empty(settings, 90, 1, (16, 16), rows=1, dtype=torch.float32, device=DEVICE)
-    for t in range(90):
-        new, before = new_token((q, k, v), t), [x.clone() for x in state]
-        call = StepCall(new, state, settings, scale=SCALE)
-        got = triton_step.step(call) if t % EVERY == EVERY - 1 else torch_step.step(call, own_by(settings))
-        if t % 10 == 9 and check_choice(scratch, new.q, state, settings, SCALE):
-            want = torch_step.step(StepCall(new, type(state)(*before), settings, scale=SCALE), own_by(settings))
-            torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 
 
 def test_refusals():
