@@ -113,24 +113,9 @@ def test_a_shared_prefix_is_exact_and_never_written(pool, backend):
 
 
 @pytest.mark.parametrize("name", POOLS)
-@pytest.mark.parametrize("order", [1, -1], ids=["taker first", "taker last"])
-@BACKENDS
-def test_a_prefix_that_is_written_in_the_same_step(name, order, backend):
-    """An engine hands out the pages of a prompt as soon as it is to be read, and may put who takes them first."""
-    pool = POOLS[name]()
-    prefix, first, other = two_with_a_prefix(pool, 9)
-    a = pool.add(prefix + 30)
-    a.reserve(prefix + 30)
-    b = pool.add(prefix + 9, a, prefix)
-    chunks = [(b, cut(other, prefix, prefix + 9)), (a, first)]
-    rest, out = pool.read(chunks[::order], scale=SCALE, backend=backend)[::order]
-    torch.testing.assert_close(out, wanted(pool, first), **EXACT)
-    torch.testing.assert_close(rest, wanted(pool, other)[prefix:], **EXACT)
-
-
-@pytest.mark.parametrize("name", POOLS)
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)], ids=str)
 def test_prefixes_of_prefixes_that_are_written_in_the_same_step(name, order):
+    """An engine hands out the pages of a prompt as soon as it is to be read, and may put who takes them first."""
     pool = POOLS[name]()
     prefix, first, other = two_with_a_prefix(pool, pool.far + 9)
     third = [torch.cat([x[: prefix + pool.far], y[-9:]]) for x, y in zip(other, first, strict=True)]
