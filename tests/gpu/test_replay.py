@@ -7,7 +7,6 @@ from gpu.test_graph import METHODS, MIXED
 from models import tiny
 
 import condense
-from condense.models import replay
 
 STEPS = 100
 CHOICES = METHODS | {"selection": SELECT, "recall": condense.Recall(group_size=16, window=64, num_recall=2)}
@@ -31,28 +30,6 @@ def test_tokens_are_those_of_the_growing_cache(graphs, name, method):
         else:
             agree(got, want, model, mask)
         assert len(graphs) == times
-
-
-@pytest.mark.parametrize("name", ["cca", "recall"])
-def test_rows_that_have_ended_are_passed_over(graphs, monkeypatch, name):
-    """They read no more tokens; what is returned is the same."""
-    caches = []
-
-    class Kept(replay.CacheOfOneCall):
-        def __init__(self, *args):
-            super().__init__(*args)
-            caches.append(self)
-
-    monkeypatch.setattr(replay, "CacheOfOneCall", Kept)
-    model, (ids, mask) = condensed(CHOICES[name]), padded()
-    free = generate(model, ids, mask, 24, cache_implementation="dynamic")[:, ids.shape[1] :]
-    end = next(int(x) for x in free[0, 4:12] if x not in free[1])
-    want = generate(model, ids, mask, 24, cache_implementation="dynamic", eos_token_id=end)
-    got = generate(model, ids, mask, 24, eos_token_id=end)
-    assert torch.equal(got, want)
-    assert len(graphs) == len(caches) == 1
-    read = 150 + int((free[0] == end).nonzero()[0]), 101 + 23
-    assert {tuple(layer.buffers.seen.tolist()) for layer in caches[0].layers} == {read}
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
