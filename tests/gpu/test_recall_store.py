@@ -1,7 +1,5 @@
 """Recall with its store in pinned memory: the bits of the store on the device, however it is read, moved and copied."""
 
-import copy
-
 import pytest
 import torch
 from models import tiny
@@ -72,16 +70,6 @@ def test_graph_of_two_prompts(model, of_groups):
         outs.append(runs)
     for runs in outs[1:]:
         assert all(torch.equal(x, y) for x, y in zip(runs, outs[0], strict=True))
-
-
-def test_a_copied_cache_goes_on_as_its_original(model):
-    method = DEVICE_STORE.replace(store="host", slots=3)
-    for cache_of in (_static, _growing):
-        _, cache = _logits(model, method, cache_of, [60, *[1] * 30])
-        other = copy.deepcopy(cache)
-        with condense.use(model, method), torch.no_grad():
-            for token in tiny.tokens(2, 20, seed=5).cuda().split(1, dim=1):
-                assert torch.equal(*(model(token, past_key_values=x, use_cache=True).logits for x in (cache, other)))
 
 
 def test_memory_that_the_host_cannot_pin():
