@@ -1,4 +1,4 @@
-"""Answers of 512 tokens to prompts of 4K to 32K: those of generate, read anew, found in the cache, and put back.
+"""Answers of 512 tokens to prompts of 4K to 32K: those of generate, read anew and found in the cache.
 
 Takes an hour or more on a CPU, so it is no part of `make test-vllm`:
 
@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import condense
 from condense.models import choice_from_text
-from condense.serving.plan import serving_plans
 
 SETTINGS = {
     # in 16 bits: with 4 in three layers float32's noise decides. Weights that differ by 3e-7 of their size change
@@ -26,7 +25,7 @@ SETTINGS = {
 LENGTHS = [4096 + 1509 * i for i in range(20)]
 # every fourth length, so that parts take about as long
 PARTS = {f"part{i}": LENGTHS[i::4] for i in range(4)}
-NEW, PIECE = 512, 2048
+NEW = 512
 pytestmark = pytest.mark.slow
 
 
@@ -47,12 +46,9 @@ def wanted(model, prompts, greedy):
     return greedy(model, prompts, NEW)
 
 
-def settings_of_engine(model, **more):
-    return condensed(model, max_model_len=LENGTHS[-1] + NEW, max_num_batched_tokens=PIECE, **more)
-
-
 def test_read_anew_and_found_in_the_cache(engine, model, folder, prompts, wanted):
-    started = engine(folder, **settings_of_engine(model))
+    settings = {"max_model_len": LENGTHS[-1] + NEW, "max_num_batched_tokens": 2048}
+    started = engine(folder, **condensed(model, **settings))
     started.scheduler.reset_prefix_cache()
     page = started.page
     for is_cached in (False, True):
@@ -60,37 +56,3 @@ def test_read_anew_and_found_in_the_cache(engine, model, folder, prompts, wanted
         assert [list(output.outputs[0].token_ids) for output in outputs] == wanted
         found = [output.num_cached_tokens for output in outputs]
         assert found == [(len(ids) - 1) // page * page if is_cached else 0 for ids in prompts]
-
-
-def test_put_back(engine, model, folder, prompts, wanted, greedy):
-    """Twice, all that run, amid their answers: their pages go. So a request is read again as a prompt that ends with
-    its answer so far, as `generate` reads one.
-    """
-    from vllm import SamplingParams
-
-    started = engine(folder, **settings_of_engine(model))
-    vllm, scheduler = started.llm.llm_engine, started.scheduler
-    scheduler.reset_prefix_cache()
-    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
-    for i, ids in enumerate(prompts):
-        vllm.add_request(str(i), {"prompt_token_ids": ids}, params)
-    cuts, marks, got = {str(i): [] for i in range(len(prompts))}, [NEW // 5, NEW // 2], {}
-    while vllm.has_unfinished_requests():
-        got |= {o.request_id: list(o.outputs[0].token_ids) for o in vllm.step() if o.finished}
-        if marks and len(scheduler.running) == len(prompts):
-            answered = {
-                request.request_id.partition("-")[0]: request.num_output_tokens for request in scheduler.running
-            }
-            if min(answered.values()) >= marks[0]:
-                marks.pop(0)
-                for name, num in answered.items():
-                    cuts[name].append(num)
-                assert scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert all(len(each) == 2 for each in cuts.values())
-    is_exact = any(plan.settings.reads_exactly for plan in serving_plans(model.config.condense).values())
-    for i, (ids, want) in enumerate(zip(prompts, wanted, strict=True)):
-        expected = want
-        for cut in cuts[str(i)] if is_exact else ():
-            (rest,) = greedy(model, [[*ids, *expected[:cut]]], NEW - cut)
-            expected = [*expected[:cut], *rest]
-        assert got[str(i)] == expected
