@@ -1,18 +1,21 @@
-"""The decode step on a CUDA device: replayed by a graph without a wait, and on addresses beyond 32 bits."""
+"""The decode step on a CUDA device: in growing layers, replayed by a graph without a wait, beyond 32 bits."""
 
 import pytest
 import torch
+from gpu import running
 from gpu.running import methods, no_waiting
 from oracles import oracle
 from triton_kernels.test_step import DTYPES, SELECT, after_prompts, copy_of, decode, empty_state, same, some_step
 
 import condense
+from condense.caches import CondensedLayer, StaticCondensedLayer, read_request
 from condense.methods import step_settings
 from condense.ops.step import NewToken, StepCall, StepState
 from condense.ops.triton import step as triton_step
 
 METHODS = methods("lca", "entries-4", "entries-8", "dga")
 METHODS["dga-streaming"] = condense.DGA(gamma=0.5, window=64, summary="streaming")
+GROWING = methods("cca", "lca", "entries-8", "streaming-llm", "dga") | {"dga-prompt": running.SELECT}
 
 
 def captured(now, state, method, scale):
@@ -66,6 +69,21 @@ def test_a_replayed_graph_goes_on_from_prompts_of_any_lengths():
                 graph.replay()
             assert torch.equal(out, triton_step.step(StepCall(NewToken(*now), eager, step_settings(method), scale=0.3)))
         assert same(state, eager)
+
+
+@pytest.mark.parametrize("method", GROWING.values(), ids=GROWING)
+def test_a_layer_in_bfloat16_gives_what_a_static_one_does(method):
+    """To the rounding of the output: the same entries, summed in another order. A model would make much of a little."""
+    q, k, v = (x.cuda() for x in oracle.random_qkv(2, 8, 2, 300, 128, 128, dtype=torch.bfloat16))
+    growing, static = CondensedLayer(method), StaticCondensedLayer(method, 300)
+    for layer in (growing, static):
+        layer.read(k[:, :, :100], v[:, :, :100], read_request(q[:, :, :100], scale=0.1))
+    for t in range(100, 300):
+        now = [x[:, :, t : t + 1] for x in (q, k, v)]
+        got, want = (layer.step(NewToken(*now), scale=0.1).float() for layer in (growing, static))
+        assert float((got - want).abs().max()) <= torch.finfo(torch.bfloat16).eps * float(v.abs().max())
+    for mine, theirs in zip(growing.state.entries, static.buffers.entries(static.settings), strict=True):
+        assert torch.equal(mine, theirs[:, :, : mine.shape[2]])
 
 
 def test_addresses_beyond_32_bits():
