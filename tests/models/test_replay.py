@@ -3,7 +3,7 @@
 import pytest
 import torch
 from grids import grid
-from models import small, tiny
+from models import small, test_laws, tiny
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -19,12 +19,8 @@ ROWS = [tiny.tokens(1, n, seed=n)[0] for n in (39, 26)]
 IDS, MASK = tiny.left_padded(ROWS)
 EXPERTS = [("gpt_oss", "batched_mm"), *((name, "eager") for name in ("llama4_text", "dbrx", "gpt_oss", "llama"))]
 SETTINGS = {"attention_mask": MASK, "max_new_tokens": tiny.NEW, "do_sample": False, "pad_token_id": 1}
-MODES = {
-    "greedy": {}, "sampling": {"do_sample": True, "temperature": 0.9},
-    "samples": {"do_sample": True, "num_return_sequences": 3}, "chunks": {"prefill_chunk_size": 7},
-    "token-by-token": {"prefill_chunk_size": 1},
-    "logits-processor": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
-}  # fmt: skip
+MODES = {name: test_laws.MODES[name] for name in ("greedy", "sampling", "three-samples", "chunks", "token-by-token")}
+MODES["logits-processor"] = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
 CALLS = {name: (tiny.CCA, mode) for name, mode in MODES.items()} | {"select": (tiny.SELECT, {})}
 CALLS |= {name: (tiny.METHODS[name], {}) for name in ("streaming-select-log", "dga")}
 HYBRIDS = dict.fromkeys(("qwen3_next", "lfm2", "nemotron_h", "gpt_oss", "llama4_text"), tiny.CCA)
