@@ -29,26 +29,17 @@ NEW = 512
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
-def model(request):
+@pytest.mark.parametrize("lengths", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize("text", SETTINGS.values(), ids=SETTINGS)
+def test_read_anew_and_found_in_the_cache(engine, greedy, tmp_path, text, lengths):
     torch.manual_seed(0)
     sizes = SIZES | {"max_position_embeddings": LENGTHS[-1] + NEW, "num_hidden_layers": 3}
-    return condense.apply(LlamaForCausalLM(LlamaConfig(**sizes)).eval(), choice_from_text(SETTINGS[request.param]))
-
-
-@pytest.fixture(scope="module", params=PARTS)
-def prompts(request):
-    return prompts_of(PARTS[request.param], seed=PARTS[request.param][0])
-
-
-@pytest.fixture(scope="module")
-def wanted(model, prompts, greedy):
-    return greedy(model, prompts, NEW)
-
-
-def test_read_anew_and_found_in_the_cache(engine, model, folder, prompts, wanted):
+    model = condense.apply(LlamaForCausalLM(LlamaConfig(**sizes)).eval(), choice_from_text(text))
+    model.save_pretrained(tmp_path)
+    prompts = prompts_of(lengths, seed=lengths[0])
+    wanted = greedy(model, prompts, NEW)
     settings = {"max_model_len": LENGTHS[-1] + NEW, "max_num_batched_tokens": 2048}
-    started = engine(folder, **condensed(model, **settings))
+    started = engine(tmp_path, **condensed(model, **settings))
     started.scheduler.reset_prefix_cache()
     page = started.page
     for is_cached in (False, True):
