@@ -27,7 +27,7 @@ def test_exact_prompts_read_the_same_stored_tokens_in_a_padded_batch(model):
 
 @pytest.mark.parametrize("kind", ["growing", "static"])
 def test_a_store_is_checked_for_latents_of_their_width(kind, monkeypatch):
-    """As on a GPU, where steps with a host store round entries in blocks, of which latents must be whole ones."""
+    """As on a GPU, where what is stored in few bits is turned back in blocks, of which latents must be whole ones."""
     model, widths = condense.apply(tiny.model("deepseek_v3"), METHOD.replace(store="host")), set()
     monkeypatch.setattr(
         "condense.caches.store.Store.check",
