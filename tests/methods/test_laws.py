@@ -103,22 +103,6 @@ def test_each_past_token_counts_once(backend, methods, data, length, pads, equal
     check_each_counts_once(*weights(data.draw(methods), length, pads, backend, equal=equal))
 
 
-@pytest.mark.parametrize("method", RECALLS.values(), ids=RECALLS)
-def test_each_past_token_counts_once_in_a_group_open_or_not(method, backend):
-    """One by one or, of groups that are not open, by one token, whose value is the mean over all whole groups."""
-    method, g = method.replace(unchosen="mean"), method.group_size
-    got, lse = weights(method, 50, 0, backend)
-    for t in range(50):
-        closed = max(0, t + 1 - method.window) // g
-        # of equal scores the first are opened
-        opened, whole = method.quota.at(closed), (t + 1) // g * g
-        want = torch.zeros(50, dtype=torch.float64)
-        want[[i for i in range(t + 1) if not opened * g <= i < closed * g]] = 1 / (t + 1)
-        want[:whole] += (closed - opened) * g / (t + 1) / max(whole, 1)
-        torch.testing.assert_close(got[t], want, **EXACT)
-        assert math.isclose(lse[t], math.log(t + 1), rel_tol=1e-12, abs_tol=1e-12)
-
-
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize(("method", "first"), BASELINES.values(), ids=BASELINES)
 @PROPERTY
