@@ -9,6 +9,7 @@ import torch
 from packed_groups import Packed, check_packed
 from step_states import RECALLS, empty, own_by, step_settings
 from step_states import token_at as new_token
+from triton_kernels.test_step import drawn as random_qkv
 from two_sources import others_are_near_ties
 
 from condense import Recall
@@ -38,11 +39,6 @@ EVERY = 1 if DEVICE == "cuda" else 5
 @pytest.fixture(autouse=True)
 def scratch(poison):
     return poison(recall_step, "scratch_of")
-
-
-def random_qkv(B, H, K, L, D, Dv, *, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(B, n, L, d, generator=generator).to(DEVICE, dtype) for n, d in ((H, D), (K, D), (K, Dv))]
 
 
 def opened(scratch, state, settings):
