@@ -175,12 +175,6 @@ def test_bfloat16_is_within_the_budget_of_the_whole():
     assert (got.double() - exact).abs().max() <= 2 * (want.double() - exact).abs().max()
 
 
-def test_an_unknown_backend_is_refused():
-    pool = POOLS["last"]()
-    with pytest.raises(ValueError, match="backend must be"):
-        pool.read([(pool.add(3), tokens_of(pool, 3))], scale=SCALE, backend="paged")
-
-
 def test_nothing_new_writes_nothing():
     pool = POOLS["streaming"]()
     empty, other = pool.add(3), pool.add(3)
@@ -190,9 +184,12 @@ def test_nothing_new_writes_nothing():
     assert empty.window == []
 
 
-def test_a_ring_without_room_for_a_summary_is_refused():
-    """Its slots would be written twice at once, in any order on a GPU."""
+def test_an_unknown_backend_and_a_ring_without_room_for_a_summary_are_refused():
     pool = RecordPool(METHODS["streaming"].replace(group_size=20, window=20, entry_bits=4), (K, D, 4))
+    read = partial(pool.read, [(pool.add(3), tokens_of(pool, 3))], scale=SCALE)
+    with pytest.raises(ValueError, match="backend must be"):
+        read(backend="paged")
+    # its slots would be written twice at once, in any order on a GPU
     pool.kinds["ring"] = 8, pool.kinds["ring"][1]
     with pytest.raises(ValueError, match=r"the ring must have \d+ slots or more, got 8"):
-        pool.read([(pool.add(3), tokens_of(pool, 3))], scale=SCALE)
+        read()
