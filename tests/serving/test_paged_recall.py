@@ -76,8 +76,7 @@ def last_sum(pool, request):
 @grid(42, method=METHODS, Dv={"values": DV, "latents": 0}, dtype=[torch.float64, torch.float32, torch.bfloat16])
 def test_records_and_sums_do_not_depend_on_how_tokens_come(method, Dv, dtype):
     """All at once, in pieces, one by one; after a prefix that another request read, in other pieces."""
-    # pages of four groups
-    far = 4 * method.group_size
+    far = 4 * method.group_size  # a page has four records
     prefix = far * max(1, 64 // far)
     length, made = prefix + 67, []
     qkv, up = (tokens_of(length), None) if Dv else random_latents(H, (5, 2, 4, 4), length)

@@ -40,7 +40,6 @@ def test_read_anew_and_found_in_the_cache(engine, greedy, tmp_path, text, length
     wanted = greedy(model, prompts, NEW)
     settings = {"max_model_len": LENGTHS[-1] + NEW, "max_num_batched_tokens": 2048}
     started = engine(tmp_path, **condensed(model, **settings))
-    started.scheduler.reset_prefix_cache()
     page = started.page
     for is_cached in (False, True):
         outputs = started.generate(prompts, NEW)
