@@ -176,7 +176,7 @@ def test_gradients_flow_past_a_cache_that_goes_on():
 
 
 def test_more_groups_than_kernels_choose_from_are_refused_before_memory_is_taken(monkeypatch):
-    """As above: a long prompt would otherwise be read whole before its first step says so."""
+    """A long prompt would otherwise be read whole before its first step says so."""
     monkeypatch.setattr(limits, "absence", lambda device: [])
     monkeypatch.setattr(static, "empty_state", lambda *args, **kwargs: None)
     with FakeTensorMode():

@@ -97,29 +97,22 @@ def test_a_prompt_on_latents_expands_each_token_once(expanded):
     assert expanded == [61]
 
 
-def test_chunks_are_dense_and_steps_recall():
-    """The state is Recall's, whatever read the prompt, so the steps after it are its own."""
-    q, k, v = oracle.random_qkv(1, 4, 2, 70, 8, 8)
-    dense, whole = (condense.attention(q, k, v, method=method, scale=0.3) for method in (DENSE, RECALLING))
-    layer = CondensedLayer(DENSE_FIRST)
-    for start, stop in ((0, 17), (17, 20), (20, 53)):
-        got = read(layer, columns((q, k, v), start, stop), scale=0.3)
-        torch.testing.assert_close(got, dense[:, :, start:stop], **CLOSE)
-    for t in range(53, 70):
-        got = read(layer, columns((q, k, v), t, t + 1), scale=0.3)
-        torch.testing.assert_close(got, whole[:, :, t : t + 1], **CLOSE)
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("layer", [CondensedLayer, partial(StaticCondensedLayer, max_cache_len=70)])
-def test_chunks_read_the_stored_tokens_that_a_whole_prompt_reads(layer, bits):
-    """Also in the first chunk, all of whose tokens the window still holds unquantised."""
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("layer", [CondensedLayer, partial(StaticCondensedLayer, max_cache_len=90)])
+def test_chunks_are_dense_over_stored_tokens_and_steps_recall(layer, bits):
+    """Also the first chunk, all of whose tokens the window still holds unquantised. The state is Recall's, whatever
+    read the prompt, so the steps after it are its own.
+    """
     method = DENSE_FIRST.replace(store_bits=bits)
-    q, k, v = oracle.random_qkv(1, 4, 2, 70, 8, 8)
-    whole, layer = condense.attention(q, k, v, method=method, scale=0.3), layer(method)
-    for start, stop in ((0, 17), (17, 45), (45, 70)):
+    q, k, v = oracle.random_qkv(1, 4, 2, 90, 8, 8)
+    dense, recalled = (
+        condense.attention(q, k, v, method=x, scale=0.3) for x in (method, method.replace(prompt="recall"))
+    )
+    layer = layer(method)
+    for start, stop in ((0, 17), (17, 20), (20, 45), (45, 70), *((t, t + 1) for t in range(70, 90))):
         got = read(layer, columns((q, k, v), start, stop), scale=0.3)
-        torch.testing.assert_close(got, whole[:, :, start:stop], **CLOSE)
+        want = recalled if stop == start + 1 else dense
+        torch.testing.assert_close(got, want[:, :, start:stop], **CLOSE)
 
 
 @pytest.mark.parametrize("layer", [CondensedLayer(DENSE_FIRST), StaticCondensedLayer(DENSE_FIRST, 99)])

@@ -20,7 +20,6 @@ NAMES = (
 )  # fmt: skip
 FEW = {name: tiny.CASES[name] for name in NAMES}
 ONE, SHORT = ROWS[0][None], torch.stack([row[:26] for row in ROWS])
-CACHES = pytest.mark.parametrize("kind", ["growing", "static"])
 NEW_TOKENS = torch.ones(1, 3, dtype=torch.long)
 # tokens that the cache has room for and holds; then new tokens and their mask
 CALLS = {
@@ -59,7 +58,7 @@ def test_a_cache_from_the_user_is_condensed_and_starts_anew_when_reset(few, kind
     assert cache.get_seq_length() == 39 + tiny.NEW - 1
 
 
-@CACHES
+@pytest.mark.parametrize("kind", ["growing", "static"])
 def test_a_conversation_of_a_batch_with_ragged_second_turns(few, kind):
     """Padding stands inside the rows; a static cache is made long enough for both turns."""
     cache = new_cache(few, kind)

@@ -10,13 +10,12 @@ import condense
 from condense.caches import store
 
 METHOD = tiny.RECALL
-RECALLS = pytest.mark.parametrize("model", tiny.RECALLS.values(), ids=tiny.RECALLS, indirect=True)
 HOST = METHOD.replace(store="host", slots=3)
 LAYERS, CHUNKS = 3, (20, 17, 1, 16)
 LONG, LONG_MASK = tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (54, 47)])
 
 
-@RECALLS
+@pytest.mark.parametrize("model", tiny.RECALLS.values(), ids=tiny.RECALLS, indirect=True)
 def test_exact_prompts_read_the_same_stored_tokens_in_a_padded_batch(model):
     """As the rows alone, whose prompts are read with dense attention over the tokens as they are stored."""
     condense.apply(model, METHOD.replace(prompt="exact", store_bits=8))
@@ -27,7 +26,7 @@ def test_exact_prompts_read_the_same_stored_tokens_in_a_padded_batch(model):
 
 @pytest.mark.parametrize("kind", ["growing", "static"])
 def test_a_store_is_checked_for_latents_of_their_width(kind, monkeypatch):
-    """As on a GPU, where steps with a host store round entries in blocks, of which latents must be whole ones."""
+    """As on a GPU, where what is stored in few bits is turned back in blocks, of which latents must be whole ones."""
     model, widths = condense.apply(tiny.model("deepseek_v3"), METHOD.replace(store="host")), set()
     monkeypatch.setattr(
         "condense.caches.store.Store.check",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from grids import grid
-from models import small, tiny
+from models import small, test_laws, tiny
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -19,12 +19,10 @@ ROWS = [tiny.tokens(1, n, seed=n)[0] for n in (39, 26)]
 IDS, MASK = tiny.left_padded(ROWS)
 EXPERTS = [("gpt_oss", "batched_mm"), *((name, "eager") for name in ("llama4_text", "dbrx", "gpt_oss", "llama"))]
 SETTINGS = {"attention_mask": MASK, "max_new_tokens": tiny.NEW, "do_sample": False, "pad_token_id": 1}
-MODES = {
-    "greedy": {}, "sampling": {"do_sample": True, "temperature": 0.9},
-    "samples": {"do_sample": True, "num_return_sequences": 3}, "chunks": {"prefill_chunk_size": 7},
-    "token-by-token": {"prefill_chunk_size": 1},
-    "logits-processor": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
-}  # fmt: skip
+MODES = {name: test_laws.MODES[name] for name in ("greedy", "sampling", "three-samples", "chunks", "token-by-token")}
+MODES["logits-processor"] = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
+CALLS = {name: (tiny.CCA, mode) for name, mode in MODES.items()} | {"select": (tiny.SELECT, {})}
+CALLS |= {name: (tiny.METHODS[name], {}) for name in ("streaming-select-log", "dga")}
 HYBRIDS = dict.fromkeys(("qwen3_next", "lfm2", "nemotron_h", "gpt_oss", "llama4_text"), tiny.CCA)
 HYBRIDS["kimi_linear"] = condense.LCA(group_size=4, window=8)
 EAGER = {
@@ -105,13 +103,15 @@ def _generate(model, **settings):
     return model.generate(IDS, **SETTINGS | settings)
 
 
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-def test_tokens_are_those_of_the_growing_cache(captured, monkeypatch, mode):
-    model = _model(monkeypatch)
+@pytest.mark.parametrize(("method", "mode"), CALLS.values(), ids=CALLS)
+def test_tokens_are_those_of_the_growing_cache(captured, monkeypatch, method, mode):
+    """Every call has a cache of its own."""
+    model = _model(monkeypatch, method)
     want = _generate(model, cache_implementation="dynamic", **mode)
     assert not captured
-    assert torch.equal(_generate(model, **mode), want)
-    assert len(set(map(id, captured))) == 1
+    for calls in (1, 2):
+        assert torch.equal(_generate(model, **mode), want)
+        assert len(set(map(id, captured))) == calls
     assert type(captured[0]) is CacheOfOneCall
 
 
@@ -122,7 +122,8 @@ def _ends(model, prompts=IDS):
     return end, int((free[0] == end).nonzero()[0])
 
 
-@grid(2, "captured", captured=[_Recorded, _Traced], method=BOTH)
+@pytest.mark.parametrize("captured", [_Traced], ids=["traced"], indirect=True)
+@pytest.mark.parametrize("method", BOTH.values(), ids=BOTH)
 def test_rows_that_have_ended_are_passed_over(captured, monkeypatch, method):
     """They read no more tokens; the other row's are the same, and so is what is returned."""
     model = _model(monkeypatch, method)
@@ -141,15 +142,6 @@ def test_end_tokens_of_a_prompt_end_nothing(captured, monkeypatch, chunk):
     assert end in IDS[1, -20:]
     want = _generate(model, cache_implementation="dynamic", eos_token_id=end)
     assert torch.equal(_generate(model, eos_token_id=end, prefill_chunk_size=chunk), want)
-
-
-@pytest.mark.parametrize("method", ["streaming-select-log", "dga", "select"])
-def test_every_call_has_a_cache_of_its_own(captured, monkeypatch, method):
-    model = _model(monkeypatch, {**tiny.METHODS, "select": tiny.SELECT}[method])
-    want = _generate(model, cache_implementation="dynamic")
-    for _ in range(2):
-        assert torch.equal(_generate(model), want)
-    assert len(set(map(id, captured))) == 2
 
 
 @grid(4, "captured", captured=[_Traced], name=[*HYBRIDS])

@@ -35,23 +35,18 @@ def tensors(H, K, L, *, dtype=torch.float64, rows=B):
     return oracle.random_qkv(rows, H, K, L, D, DV, dtype=dtype)
 
 
-def check(q, k, v, *, g=4, w=5, r=2, unchosen="mean", backend="torch"):
-    settings = {"method": Recall(group_size=g, window=w, num_recall=r, unchosen=unchosen), "scale": SCALE}
-    got = attention(q, k, v, backend=backend, return_lse=True, **settings)
-    torch.testing.assert_close(got, oracle.attention(q, k, v, **settings), **EXACT)
+# tokens per group and window
+SIZES = [(4, 5), (1, 0), (1, 3), (3, 0), (4, 9), (6, 2)]
 
 
-@grid(6, heads=HEADS, unchosen=["mean", "drop"], backend=BACKENDS)
-def test_against_plain_loops(heads, unchosen, backend):
-    check(*tensors(*heads, 23), unchosen=unchosen, backend=backend)
-
-
-@pytest.mark.parametrize(("g", "w"), [(1, 0), (1, 3), (3, 0), (4, 9), (6, 2)])
-def test_other_groups_and_windows(g, w, monkeypatch):
+@grid(18, heads=HEADS, sizes=SIZES, r=[2, 3], unchosen=["mean", "drop"], backend=BACKENDS)
+def test_against_plain_loops(heads, sizes, r, unchosen, backend, monkeypatch):
     """In blocks of seven queries, the last of one query alone."""
     monkeypatch.setattr(torch_attend, "_RECALL_BLOCK", 7)
-    for backend in BACKENDS:
-        check(*tensors(2, 1, 29), g=g, w=w, r=3, backend=backend)
+    q, k, v = tensors(*heads, 29)
+    method = Recall(group_size=sizes[0], window=sizes[1], num_recall=r, unchosen=unchosen)
+    got = attention(q, k, v, method=method, scale=SCALE, backend=backend, return_lse=True)
+    torch.testing.assert_close(got, oracle.attention(q, k, v, method=method, scale=SCALE), **EXACT)
 
 
 def test_the_choice_carries_no_gradient():

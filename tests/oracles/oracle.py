@@ -68,12 +68,6 @@ def representative(method, j, qbar, k, v, scale, prompt=None):
     return pool(k[members], scores, method.key_pooling), pool(v[members], scores, method.value_pooling)
 
 
-def rounded_entry(method, entry):
-    """A key and value as queries see them, in the method's ``entry_bits``."""
-    bits = getattr(method, "entry_bits", 16)
-    return rounded(entry[0], bits), rounded(entry[1], bits)
-
-
 def entry_bias(method, summary, keys, entry, scale):
     """The bias added to the scaled score of an entry with key ``entry`` ``[D]``. A matched one is that by which it
     weighs for ``summary`` ``[D]`` what the keys ``[g, D]`` weigh together.
@@ -159,7 +153,8 @@ def _seen_keys(method, q, k, v, scale, prompt):
                 pooled = representative(method, j, qbar, k, v, scale, prompt)
                 summary = summary_query(method, j, qbar, prompt)
                 bias = entry_bias(method, summary, k[j * g : (j + 1) * g], pooled[0], scale)
-                made[j] = *rounded_entry(method, pooled), bias
+                # as queries see them
+                made[j] = *(rounded(x, getattr(method, "entry_bits", 16)) for x in pooled), bias
         yield [made[j] for j in groups] + [(k[i], v[i], k.new_zeros(())) for i in exact]
 
 

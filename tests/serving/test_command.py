@@ -110,9 +110,11 @@ def overrides(command):
 
 
 def test_a_saved_model_is_served_as_it_was_saved(serve, saved):
-    command, err = serve(saved, "--port", "8123", "--enable-prefix-caching")
+    # of flags for weights in FP8 too nothing is refused
+    flags = ["--port", "8123", "--enable-prefix-caching", "--quantization", "fp8", "--kv-cache-dtype", "bfloat16"]
+    command, err = serve(saved, *flags)
     assert command[:5] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(saved)]
-    assert command[-3:] == ["--port", "8123", "--enable-prefix-caching"]
+    assert command[-7:] == flags
     assert overrides(command)["architectures"] == ["CondensedLlamaForCausalLM"]
     assert methods_in(overrides(command)["condense"]) == {0: METHOD, 2: METHOD}
     assert err == ""
@@ -161,13 +163,6 @@ def test_drafts_that_can_be_taken_back(serve, stock, method, drafts, passed):
     command, err = serve(stock, "--method", method, "-sc", json.dumps({"method": drafts}))
     assert (command is not None) is passed
     assert ("--speculative-config is not served" in err) is not passed
-
-
-@pytest.mark.parametrize("flags", [["--quantization", "fp8"], ["--kv-cache-dtype", "bfloat16"]], ids=str)
-def test_weights_in_fp8_are_for_vllm(serve, stock, flags):
-    """The flag is passed on; of a checkpoint in FP8 nothing but a cache that it names is refused."""
-    command, _ = serve(stock, *flags)
-    assert command[-2:] == flags
 
 
 @pytest.mark.parametrize(("settings", "is_served"), CHECKPOINTS, ids=str)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from grids import fixture_of
+from grids import fixture_of, grid
 from paged_sequences import cut, random_latents, random_tokens
 from record_pool import EXACT_PROMPTS, RECALL, RECORDS, RecordPool
 from step_states import call_of, empty, own_by
@@ -17,7 +17,6 @@ from condense.methods import step_settings
 from condense.ops import NewToken
 from condense.ops.latents import UpProjection
 from condense.ops.paged import api
-from condense.ops.recall import split_keys
 from condense.ops.step import record_format
 from condense.ops.step.pages import window_columns
 from condense.ops.torch import step as torch_step
@@ -26,7 +25,8 @@ from condense.serving.plan import ServingPlan, serving_plan
 H, K, D, DV = 4, 2, 6, 4
 SCALE = 0.6
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
-method = fixture_of(RECORDS | EXACT_PROMPTS)
+METHODS = RECORDS | EXACT_PROMPTS
+method = fixture_of(METHODS)
 
 
 def tokens_of(length, seed=0):
@@ -62,33 +62,6 @@ def test_records_have_the_bits_of_steps_in_buffers(method, dtype):
             assert torch.equal(x[0, :, :n_rows], getattr(state, name)[n][:, :n_rows]), name
 
 
-def test_records_do_not_depend_on_how_tokens_come(method):
-    made = []
-    for chunk in (1, 7, 100):
-        pool = RecordPool(method, (K, D, DV), dtype=torch.float32)
-        request, qkv = pool.add(100), [x.float() for x in tokens_of(100)]
-        for i in range(0, 100, chunk):
-            pool.read([(request, cut(qkv, i, i + chunk))], scale=SCALE)
-        made.append(pool.kept(request))
-    for name, x in made[0].items():
-        assert torch.equal(x, made[1][name])
-        assert torch.equal(x, made[2][name])
-
-
-def test_a_request_that_takes_up_a_prefix_has_the_bits_of_one_that_read_all_itself(method):
-    pool, alone = (RecordPool(method, (K, D, DV)) for _ in range(2))
-    prefix = pool.far * (1 + 64 // pool.far)
-    tokens = tokens_of(prefix + 50)
-    a = pool.add(prefix)
-    pool.read([(a, cut(tokens, 0, prefix))], scale=SCALE)
-    b, cold = pool.add(prefix + 50, a, prefix), alone.add(prefix + 50)
-    alone.read([(cold, cut(tokens, 0, prefix))], scale=SCALE)
-    for i in range(prefix, prefix + 50, 5):
-        outs = [each.read([(r, cut(tokens, i, i + 5))], scale=SCALE)[0] for each, r in ((pool, b), (alone, cold))]
-        assert torch.equal(*outs)
-    assert all(torch.equal(x, alone.kept(cold)[name]) for name, x in pool.kept(b).items())
-
-
 def last_sum(pool, request):
     """What stands beside the tokens of a request's last whole group: a sum ``[K, Dv]``, of latents ``[K, D]``, and what
     fills its last part up.
@@ -100,26 +73,28 @@ def last_sum(pool, request):
     return pool.view("window").view(pool.dtype)[..., start:].view(torch.float64)[slots].transpose(0, 1).flatten(1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("Dv", [DV, 0], ids=["values", "latents"])
-@pytest.mark.parametrize("name", ["default", "window-4", "window-5", "g-6", "g-16", "exact"])
-def test_sums_do_not_depend_on_how_tokens_come(name, Dv, dtype):
+@grid(42, method=METHODS, Dv={"values": DV, "latents": 0}, dtype=[torch.float64, torch.float32, torch.bfloat16])
+def test_records_and_sums_do_not_depend_on_how_tokens_come(method, Dv, dtype):
     """All at once, in pieces, one by one; after a prefix that another request read, in other pieces."""
-    method, length, found = (RECORDS | EXACT_PROMPTS)[name], 131, []
+    far = 4 * method.group_size  # a page has four records
+    prefix = far * max(1, 64 // far)
+    length, made = prefix + 67, []
     qkv, up = (tokens_of(length), None) if Dv else random_latents(H, (5, 2, 4, 4), length)
     qkv = [x.to(dtype) for x in qkv]
-    for pieces in ([length], [1] * length, [7, 30, 2, 64, 28], [64, 67], [64, *[3] * 22, 1]):
+    want = qkv[2 if Dv else 1][: length // method.group_size * method.group_size].double().sum(0)
+    for pieces in ([length], [1] * length, [7, 30, 2, length - 39], [prefix, 67], [prefix, *[3] * 22, 1]):
         pool = RecordPool(method, (qkv[1].shape[1], D, Dv), dtype=dtype)
         pool.up = None if up is None else UpProjection(*(w.to(dtype) for w in up))
         request = pool.add(length)
         for i, n in enumerate(pieces):
-            if i == 1 and pieces[0] % pool.far == 0:
-                request = pool.add(length, request, pieces[0])
+            if i == 1 and pieces[0] == prefix:
+                request = pool.add(length, request, prefix)
             pool.read([(request, cut(qkv, request.seen, request.seen + n))], scale=SCALE, backend="torch")
-        found.append(last_sum(pool, request))
-    want = qkv[2 if Dv else 1][: length // method.group_size * method.group_size].double().sum(0)
-    torch.testing.assert_close(found[0][:, : want.shape[1]], want, **EXACT)
-    assert all(torch.equal(x[:, : want.shape[1]], found[0][:, : want.shape[1]]) for x in found)
+        made.append(pool.kept(request))
+        if method.unchosen == "mean":
+            made[-1]["sum"] = last_sum(pool, request)[:, : want.shape[1]]
+            torch.testing.assert_close(made[-1]["sum"], want, **EXACT)
+    assert all(torch.equal(x, other[name]) for name, x in made[0].items() for other in made)
 
 
 @pytest.mark.parametrize("name", ["default", "window-4", "window-5", "store-4", "g-16", "drop"])
@@ -173,11 +148,3 @@ def test_the_bytes_of_a_record():
     assert starts == [{"signs": (0, 320), "steps": (320, 17)}, {}, {"store": (0, 4192)}]
     assert form.sizes == (368, 0, 16 * 262)
     assert form.nbytes == 368 + 16 * 262
-    k, v = (torch.randn(1, 2, 3, 16, 128).bfloat16() for _ in range(2))
-    index, rest = split_keys(k)
-    kept = {"signs": index.signs, "steps": index.steps, "store": settings.store_format.pack(k, v, rest)}
-    pages = torch.empty(1, 2, 3, form.nbytes, dtype=torch.uint8)
-    for plane, rows in zip(form.planes(pages), form.pack(kept), strict=True):
-        plane.copy_(rows)
-    assert all(torch.equal(x, kept[name].reshape(x.shape)) for name, x in form.views(pages).items())
-    assert torch.equal(pages[0, 1].flatten()[: 3 * 368], form.pack(kept)[0][0, 1].flatten())

@@ -171,11 +171,6 @@ def test_tokens_that_can_be_taken_back(method, takes_back):
     assert (plan.takes_back, plan.settings.reads_exactly) == (takes_back, method.reads_exactly)
 
 
-@pytest.mark.parametrize("settings", [{"window": 16}, {"window": 0, "unchosen": "drop"}], ids=str)
-def test_the_shortest_windows_of_recall(settings):
-    serving_plan(condense.Recall(**settings))
-
-
 @pytest.mark.parametrize(
     ("method", "widths", "dtype", "nbytes"),
     [

@@ -111,19 +111,6 @@ def test_places_left_empty(make):
     leave_a_place_empty(make(shape[1:], dtype=torch.float32, device=DEVICE), tokens_of(shape, 40))
 
 
-def test_single_tokens_and_prompts_in_one_call():
-    shape, method = SHAPES["gqa"], METHODS["streaming"]
-    pool = Pool(method, shape[1:], dtype=torch.float32, device=DEVICE)
-    a, b = tokens_of(shape, 41), tokens_of(shape, 30, seed=1)
-    first, second = pool.add(41), pool.add(30)
-    pool.read([(first, [x[:40] for x in a])], scale=0.1, backend="torch")
-    outs = pool.read([(first, [x[40:] for x in a]), (second, b)], scale=0.1, backend="triton")
-    for out, qkv in zip(outs, (a, b), strict=True):
-        rows = [x.double().transpose(0, 1)[None].cpu() for x in qkv]
-        want = condense.attention(*rows, method=method, scale=0.1, backend="reference")[0].transpose(0, 1)
-        torch.testing.assert_close(out.double().cpu(), want[-out.shape[0] :], rtol=1e-4, atol=1e-5)
-
-
 # and what outputs may differ by: of 4 bits, a code near the middle may round otherwise
 PREFIXES = {
     "streaming": (PLACES["streaming"], 1e-5),

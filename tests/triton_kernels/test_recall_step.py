@@ -9,6 +9,7 @@ import torch
 from packed_groups import Packed, check_packed
 from step_states import RECALLS, empty, own_by, step_settings
 from step_states import token_at as new_token
+from triton_kernels.test_step import drawn as random_qkv
 from two_sources import others_are_near_ties
 
 from condense import Recall
@@ -38,11 +39,6 @@ EVERY = 1 if DEVICE == "cuda" else 5
 @pytest.fixture(autouse=True)
 def scratch(poison):
     return poison(recall_step, "scratch_of")
-
-
-def random_qkv(B, H, K, L, D, Dv, *, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(B, n, L, d, generator=generator).to(DEVICE, dtype) for n, d in ((H, D), (K, D), (K, Dv))]
 
 
 def opened(scratch, state, settings):
@@ -129,6 +125,8 @@ COMPARED |= {
     for name in ("two-open", "three-open", "g-6")
 }
 COMPARED["more groups than there is room for"] = RECALLS["two-open"], (2, 1, 40, 16, 16), 3
+# whose scores fill several tiles and splits, and ties are rare and looked up
+COMPARED["many groups"] = Recall(group_size=1, window=2, num_recall=17), (3, 1, 90, 16, 16), None
 COMPARED["before there is room for a group"] = RECALLS["two-open"], (2, 1, 6, 16, 16), 0
 
 
@@ -281,29 +279,13 @@ def test_the_best_groups_are_chosen_and_of_equals_the_first(closed, wanted, leve
     assert torch.equal(chosen[:, :wanted].long(), best)
 
 
-def test_many_groups(scratch):
-    """Groups of one token: scores fill several tiles and splits, and ties are rare and looked up."""
-    settings = step_settings(Recall(group_size=1, window=2, num_recall=17))
-    q, k, v = random_qkv(1, 3, 1, 90, 16, 16)
-    state = empty(settings, 90, 1, (16, 16), rows=1, dtype=torch.float32, device=DEVICE)
-    for t in range(90):
-        new, before = new_token((q, k, v), t), [x.clone() for x in state]
-        call = StepCall(new, state, settings, scale=SCALE)
-        got = triton_step.step(call) if t % EVERY == EVERY - 1 else torch_step.step(call, own_by(settings))
-        if t % 10 == 9 and check_choice(scratch, new.q, state, settings, SCALE):
-            want = torch_step.step(StepCall(new, type(state)(*before), settings, scale=SCALE), own_by(settings))
-            torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
-
-
 def test_refusals():
-    q, k, v, *_ = new = NewToken(*random_qkv(1, 2, 1, 1, 16, 16))
+    """Beside what every step refuses."""
     settings = step_settings(RECALLS["three-open"])
     state = empty(settings, 40, 1, (16, 16), rows=1, dtype=torch.float32, device=DEVICE)
-    for token, of, message in (
-        (NewToken(q.double(), k.double(), v.double()), state, "takes torch"),
-        (new, state._replace(signs=state.signs.int()), "signs must be"),
-        (new, state._replace(ring_k=torch.zeros(1, 1, 16, 13, device=DEVICE).mT), "ring_k must be contiguous"),
-        (new._replace(real=torch.ones(2, dtype=torch.bool)), state, "real must be"),
+    for of, message in (
+        (state._replace(signs=state.signs.int()), "signs must be"),
+        (state._replace(ring_k=torch.zeros(1, 1, 16, 13, device=DEVICE).mT), "ring_k must be contiguous"),
     ):
         with pytest.raises(ValueError, match=message):
-            triton_step.step(StepCall(token, of, settings, scale=1.0))
+            triton_step.step(StepCall(NewToken(*random_qkv(1, 2, 1, 1, 16, 16)), of, settings, scale=1.0))
