@@ -21,7 +21,6 @@ from condense.ops.recall import (
     index_scores,
     split_keys,
 )
-from condense.ops.recall.rest import with_rest
 from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.torch import attend as torch_attend
 
@@ -178,15 +177,3 @@ def test_with_all_groups_open_the_mean_changes_no_bit():
             for r, unchosen in ((5, "mean"), (5, "drop"))
         )
         assert torch.equal(mean, drop)
-
-
-def test_a_query_that_sees_nothing_has_finite_gradients():
-    """Joined with no weight: what the one token does where neither has any."""
-    out, lse = torch.zeros(1, 2, 2, 4), torch.tensor([[[-torch.inf, 1.0], [-torch.inf, 2.0]]])
-    weight, mean = torch.tensor([[[-torch.inf, 0.5], [-torch.inf, -torch.inf]]]), torch.ones(1, 1, 2, 4)
-    inputs = [x.requires_grad_() for x in (out, lse, mean)]
-    joined, total = with_rest(*inputs[:2], weight, inputs[2])
-    assert bool((total[..., 0] == -torch.inf).all())
-    assert torch.equal(joined[0, 1], out[0, 1])
-    loss = joined.sum() + total.masked_fill(total == -torch.inf, 0).sum()
-    assert all(bool(x.isfinite().all()) for x in torch.autograd.grad(loss, inputs))
