@@ -102,8 +102,8 @@ def check_layout(layout: Layout) -> None:
     check_choice("layout: entry_bits", layout.entry_bits, get_args(Bits))
     if layout.choice is not None and layout.pooling is not None and (layout.pooling != MEANS or layout.matched):
         raise ValueError(
-            "layout: with a choice groups have no entries: pooling must be means without biases of their own, or None for "
-            f"an own represent, got {layout.pooling} and matched={layout.matched}"
+            "layout: with a choice, pooling must be means without biases of their own, or None for an own represent, "
+            f"got {layout.pooling} and matched={layout.matched}"
         )
     if rule.window is not None and layout.summary_delay > rule.window:
         raise ValueError(
