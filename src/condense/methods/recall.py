@@ -201,6 +201,7 @@ class Recall(Method):
             # the mean of latents is a latent, which the heads' projections expand as any other
             means = means._replace(means=context.projection.expand(means.means.to(q.dtype))[1])
         elif means is not None:
+            # means of latents are as wide as keys, whose first columns are the values
             means = means._replace(means=means.means[..., : context.window.v.shape[3]])
         sources = RecallSources(tokens, context.window, context.spans)
         choice = IndexChoice(asked, GroupIndex(signs, steps), scale, self.quota)

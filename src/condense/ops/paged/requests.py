@@ -64,7 +64,8 @@ class PagedLayer:
             mean_q = self.mean_queries(q[newest].transpose(0, 1)[None])[0].transpose(0, 1)
             self.store(state.ring, slots, mean_q)
         seen: list[GroupMeans | None] = [None] * len(reading.calls)
-        # kernels that keep groups write a sum for each, of whatever stands beside the group before: so after them
+        # the kernel that keeps groups has added each one to the sum before it, which may not have been written yet;
+        # these sums overwrite its
         for _ in range(reading.passes):
             seen = [None if call.sums is None else self._sum(call.sums) for call in reading.calls]
         for call, means in zip(reading.calls, seen, strict=True):

@@ -23,7 +23,7 @@ class CallSums(NamedTuple):
 
     first: number of groups in a row's first sum, an int64 CPU ``[B]``; exists: bool ``[B, 1, 1]``, False where it is 0.
     counts: tokens in each sum, at least 1, int64 ``[B, 1, 1 + n, 1]``. base: slots ``[B, g]`` that hold a row's first
-    sum. tokens: slots ``[B, n * g]`` of the groups of the others. Both are any where there is none.
+    sum. tokens: slots ``[B, n * g]`` of the groups of the others. Rows with fewer sums repeat a slot.
     made, slots: row and number of each sum that new tokens complete, and the slots ``[m * g]`` that are to hold them.
     """
 
@@ -61,7 +61,8 @@ def num_passes(requests: Sequence[Request], state: PagedState, settings: StepSet
     """The passes over all requests after which every sum stands on right ones: 1 plus the most requests in a row of
     which each may begin with a prefix that the one before it completes in the same step.
 
-    Requests share whole pages of entries, and only what the tables say, which are on the device, whether they do.
+    Requests share whole pages of entries. Whether they do, only the tables on the device say: so all that may are
+    counted.
     """
     page = state.entries.slots * settings.rule.chunk
     passes: dict[Request, int] = {}

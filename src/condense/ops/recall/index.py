@@ -30,7 +30,7 @@ _BELOW = (1 << CENTRE_DROPPED) - 1
 
 
 class GroupIndex(NamedTuple):
-    """The index of G groups; dimension 2 of both tensors counts groups, as in the entries.
+    """The index of G groups; dimension 2 of both tensors counts groups.
 
     signs uint8 ``[B, K, G, (g + 4) * W]``: first those of the tokens, one after another: bit i of a token's byte c is
     set if its turned key is not below the centre in column ``i * W + c``. Then the 4-bit codes of the centre, of ``8 *

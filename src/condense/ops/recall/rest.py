@@ -29,8 +29,9 @@ class GroupMeans(NamedTuple):
     first: PerRow
 
     def at(self, start: int, stop: int, spans: RuleSpans, g: int) -> Tensor:
-        """The means that queries ``[start, stop)`` see, ``[B, K, stop - start, Dv]``; of padding any."""
-        # g queries in a row see a mean; it is repeated first, as a gradient of gathered ones has sums in any order
+        """The means that queries ``[start, stop)`` see, ``[B, K, stop - start, Dv]``; padding may see any of them."""
+        # g queries in a row see the same mean. Gathering it g times would add up its gradient in an order that varies
+        # on a GPU; so it is repeated, and then columns are taken once
         begin, L = spans.query_start + (start + 1) - self.first * g, stop - start
         group = at_least(begin, 0) // g
         means = _columns(self.means, group, (L - 1) // g + 2)
@@ -38,7 +39,7 @@ class GroupMeans(NamedTuple):
 
 
 def _columns(x: Tensor, start: PerRow, count: int) -> Tensor:
-    """Columns ``[start, start + count)`` of x ``[B, K, n, Dv]``; those before the first and past the last are any."""
+    """Columns ``[start, start + count)`` of x ``[B, K, n, Dv]``; where there is none, the first or the last."""
     if not isinstance(start, Tensor) and 0 <= start <= x.shape[2] - count:
         return x[:, :, start : start + count]
     column = broadcast_rows(start, 2) + torch.arange(count)[None]

@@ -37,8 +37,8 @@ def rest_weights(
 ) -> Tensor:  # fmt: skip
     """Return the weights of `condense.ops.recall.rest.rest_weights` for all queries, float32 ``[B, H, L]``.
 
-    groups int32 ``[B, K, L, r]``: those that queries open, from `condense.ops.triton.recall_choice.choose`, and so are
-    the other arguments; scores: their scale and soft cap.
+    groups int32 ``[B, K, L, r]``: those that queries open, as `condense.ops.triton.recall_choice.choose` returns them.
+    q, signs, steps, starts, rule, closed: the arguments of that function. scores: their scale and soft cap.
     """
     scale, softcap = scores
     index = GroupIndex(signs, steps).narrow(0, closed)
