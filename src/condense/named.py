@@ -19,7 +19,7 @@ class NamedSettings(NamedTuple):
 
 
 _RECALL = {
-    "method": "recall", "window": 256, "num_recall": 0.0625, "min_recall": 256, "store_bits": 4,
+    "method": "recall", "window": 256, "num_recall": 0.0625, "min_recall": 512, "store_bits": 4,
     "prompt": "exact",
 }  # fmt: skip
 _LOSES = (

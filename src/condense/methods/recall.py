@@ -65,7 +65,7 @@ class Recall(Method):
     group_size: Positive = 16
     window: Natural = 1024
     num_recall: int | float = 0.125
-    min_recall: Natural = 256
+    min_recall: Natural = 512
     unchosen: Literal["mean", "drop"] = "mean"
     prompt: Literal["recall", "exact"] = "recall"
     store: Literal["device", "host"] = "device"
