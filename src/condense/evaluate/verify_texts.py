@@ -3,6 +3,7 @@
 Shapes: L tokens of a text, V vocabulary.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,10 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.configuration_utils import GenerationMode
 
 from condense.config import check_int
 from condense.evaluate.compare import attention_of, new_cache
-from condense.models import MethodChoice, as_steps
+from condense.models import GraphDecoder, MethodChoice, as_steps, condensed_layers
+from condense.models.families import rope_that_changes
+from condense.models.replay import replayable_cache
 from condense.tasks import Corpus, PasskeySequence, SequenceBuilder, load_words
 
 COPIED = 128  # tokens of the copy that ends a text, an eighth of shorter texts
@@ -107,7 +111,8 @@ def read_text(
     """Read the first half as a prompt and the second in pieces; decode the copy, ``greedy`` tokens, and the answers.
 
     Pieces say what steps lose if the model reads several tokens as it reads single ones (`condense.Method.as_steps`).
-    Decoded is by `generate`, made to write the copy and what dense attention wrote.
+    Decoded is by `generate`, made to write the copy and what dense attention wrote, and for answers by a `GraphDecoder`
+    where steps can be replayed. Of dense attention, where the tokens are given, one forward decodes them all.
 
     dense: of this text; empty while the method is dense attention, which fills it.
     """
@@ -126,7 +131,8 @@ def read_text(
             wrote = _decoded(model, ids[: text.copy], greedy, dense.written).argmax(-1)
             dense.written = wrote if dense.written is None else dense.written
             same = (wrote == dense.written).tolist()
-        right = {task: _answers(model, sequence) for task, sequence in text.asked.items()}
+        decoder = _decoder(model, len(ids))
+        right = {task: _answers(model, sequence, decoder) for task, sequence in text.asked.items()}
     sums = {name: (float(each[of].sum()), int(of.sum())) for name, of in (("far", needed), ("other", ~needed))}
     sums["copy"] = (float(F.cross_entropy(copied, ids[sure:], reduction="sum")), len(copied))
     by_place, apart_by_place = ([float(part.mean()) for part in x.tensor_split(BINS)] for x in (each, apart))
@@ -143,15 +149,28 @@ def _read_half(model: PreTrainedModel, ids: Tensor, cache: Any, dense: DenseRead
     pieces = zip(ids[half - 1 : -1].split(_PIECE), ids[half:].split(_PIECE), strict=True)
     for index, (piece, targets) in enumerate(pieces):
         logits = model(piece[None], past_key_values=cache, use_cache=True).logits[0]
+        p = logits.float().log_softmax(-1)
+        losses.append(F.nll_loss(p, targets, reduction="none"))
         if is_dense:
             dense.logits.append(logits.cpu())
-        losses.append(F.cross_entropy(logits.float(), targets, reduction="none"))
-        p, of_dense = (x.float().log_softmax(-1) for x in (logits, dense.logits[index].to(logits.device)))
-        divergence.append((of_dense.exp() * (of_dense - p)).sum(-1))
+            divergence.append(torch.zeros_like(losses[-1]))
+        else:
+            of_dense = dense.logits[index].to(logits.device).float().log_softmax(-1)
+            divergence.append((of_dense.exp() * (of_dense - p)).sum(-1))
     each = torch.cat(losses)
     if is_dense:
         dense.needs_far = needs_far(model, ids, F.pad(each, (half, 0)))[half:]
     return each, torch.cat(divergence)
+
+
+def _reads_alike(model: PreTrainedModel) -> bool:
+    """True for dense attention, which reads many tokens as it reads single ones: then one forward replaces steps."""
+    return not condensed_layers(model) and rope_that_changes(model.config.get_text_config(decoder=True)) is None
+
+
+def _logits(model: PreTrainedModel, ids: Tensor, count: int) -> Tensor:
+    """The logits ``[count, V]`` of the last tokens of ids ``[L]``, from one forward."""
+    return model(ids[None], use_cache=False, logits_to_keep=count).logits[0]
 
 
 class _Writer(LogitsProcessor):
@@ -171,6 +190,8 @@ class _Writer(LogitsProcessor):
 
 def _decoded(model: PreTrainedModel, ids: Tensor, count: int, tokens: Tensor | None) -> Tensor:
     """The logits ``[count, V]`` by which `generate` would write each token after ids; None: of its own choice."""
+    if tokens is not None and _reads_alike(model):
+        return _logits(model, torch.cat([ids, tokens[:-1]]), count).float()
     # its own output of logits would make it keep a growing cache, whose steps are not replayed
     writer = _Writer(tokens)
     model.generate(
@@ -206,16 +227,33 @@ def needs_far(model: PreTrainedModel, ids: Tensor, losses: Tensor) -> Tensor:
     return result
 
 
-def _answers(model: PreTrainedModel, sequence: PasskeySequence) -> list[bool]:
+def _decoder(model: PreTrainedModel, length: int) -> GraphDecoder | None:
+    """What replays the steps of texts of ``length`` tokens; None for models whose steps `generate` does not replay."""
+    growing, greedy = new_cache(model), GenerationMode.GREEDY_SEARCH
+    is_growing = replayable_cache(model, growing, model.generation_config, greedy, length) is growing
+    if condensed_layers(model) and not is_growing:
+        with suppress(ValueError):  # of methods for which buffers cannot be made before the prompt
+            return GraphDecoder(model, batch_size=1, max_length=length)
+    return None
+
+
+def _answers(model: PreTrainedModel, sequence: PasskeySequence, decoder: GraphDecoder | None) -> list[bool]:
     """Ask every question as a turn over one cache, answers token by token; whether greedy decoding writes each."""
     ids = torch.from_numpy(sequence.input_ids).to(model.device)
-    cache, at, outcomes = new_cache(model), 0, []
-    for start, stop in sequence.answers:
-        right = True
+    spans, cache, wrote = sequence.answers, new_cache(model), ids.clone()
+    if _reads_alike(model):
+        wrote[spans[0][0] :] = _logits(model, ids[:-1], len(ids) - spans[0][0]).argmax(-1)
+        spans = ()
+    at = 0
+    for start, stop in spans:
         # the turn up to the answer, then its tokens but the last one, which the next turn begins with
         for begin, end in [(at, start), *((i, i + 1) for i in range(start, stop - 1))]:
-            out = model(ids[None, begin:end], past_key_values=cache, use_cache=True, logits_to_keep=1)
-            right &= bool(out.logits[0, -1].argmax() == ids[end])
-        outcomes.append(right)
+            new = ids[None, begin:end]
+            if decoder is None:
+                logits = model(new, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+            else:
+                logits = decoder.extend(new) if begin else decoder.prefill(new)
+            wrote[end] = logits[0].argmax()
         at = stop - 1
-    return outcomes
+    right = (wrote == ids).tolist()
+    return [all(right[start:stop]) for start, stop in sequence.answers]
