@@ -18,15 +18,15 @@ NEW, ROPE = 20, {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 CASES = {name: case for name, case in tiny.CASES.items() if "sliding" not in name} | tiny.WHOLE
 CALLS = {
     "rows": (lambda d: d.prefill(IDS[:2]), r"input_ids must have shape \(3, tokens\), got \(2, 39\); make another"),
-    "long": (lambda d: d.prefill(IDS.repeat(1, 3)), "prompt must fit max_length=80, got 117 tokens; make a longer"),
+    "long": (lambda d: d.prefill(IDS.repeat(1, 3)), "at most max_length=80 tokens, got 0 and 117 more; make a longer"),
     "mask": (lambda d: d.prefill(IDS, MASK[:, 1:]), r"attention_mask must have the shape of input_ids, \(3, 39\), got"),
     "right": (lambda d: d.prefill(IDS, MASK.flip(1)), "padding must stand on the left"),
     "chunk": (lambda d: d.prefill(IDS, chunk=0), "chunk must be an integer >= 1, got 0"),
     "tokens": (lambda d: d.step(IDS[:2, 0]), r"tokens must have shape \(3,\), got \(2,\)"),
-    "turn": (lambda d: d.extend(IDS[:, :0]), r"input_ids must have shape \(3, 1\), got \(3, 0\)"),
+    "turn": (lambda d: d.extend(IDS[:, :0]), r"input_ids must have shape \(3, tokens\), got \(3, 0\)"),
     "long-turn": (
         lambda d: d.extend(IDS.repeat(1, 2)),
-        r"room for 80 tokens \(max_length\), got \d+ and 78 more",
+        r"at most max_length=80 tokens, got \d+ and 78 more",
     ),
 }
 MODELS = {
@@ -80,7 +80,7 @@ def test_logits_of_prefill_and_steps(model):
     torch.testing.assert_close(decoder.prefill(ids[:, :20]), want[:, 19], **tiny.EXACT)
     for i in range(20, 61):
         torch.testing.assert_close(decoder.step(ids[:, i]), want[:, i], **tiny.EXACT)
-    with pytest.raises(ValueError, match=r"room for 61 tokens \(max_length\), got 61 and 1 more; make"):
+    with pytest.raises(ValueError, match="at most max_length=61 tokens, got 61 and 1 more; make"):
         decoder.step(ids[:, 0])
     torch.testing.assert_close(decoder.prefill(ids), want[:, -1], **tiny.EXACT)
 

@@ -73,7 +73,14 @@ class GraphDecoder:
         Raises ValueError, state unchanged, for another number of rows, a prompt that is too long, padding on the right,
         and a chunk smaller than the prompt if a method looks ahead.
         """
-        B, L = self._check_prompt(input_ids, attention_mask)
+        self._check_tokens(input_ids)
+        B, L = input_ids.shape
+        if attention_mask is not None and attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"attention_mask must have the shape of input_ids, {(B, L)}, got {tuple(attention_mask.shape)}"
+            )
+        if attention_mask is not None and not bool((attention_mask[:, -1] != 0).all()):
+            raise ValueError("padding must stand on the left: the last column of attention_mask has zeros")
         chunk = L if chunk is None else chunk
         check_int("chunk", chunk, 1)
         ahead = next((method for method in self.methods.values() if method.layout.lookahead), None)
@@ -101,9 +108,8 @@ class GraphDecoder:
         input_ids int64 ``[B, L]``, read in one forward; a single token is a `step`.
         Raises ValueError, state unchanged, before a prefill, for another shape, and if the cache has no room for them.
         """
-        L = max(1, input_ids.shape[-1])
-        self._check_next("extend", "input_ids", input_ids, (self.batch_size, L))
-        if L == 1:
+        self._check_tokens(input_ids, "extend")
+        if (L := input_ids.shape[1]) == 1:
             return self.step(input_ids[:, 0])
         return self._read(input_ids, self._positions + torch.arange(L, device=self._ids.device), L)
 
@@ -114,7 +120,9 @@ class GraphDecoder:
 
         Raises ValueError, state unchanged, before a prefill, for another number of rows, and if the cache is full.
         """
-        self._check_next("step", "tokens", tokens, (self.batch_size,))
+        if tokens.shape != (self.batch_size,):
+            raise ValueError(f"tokens must have shape ({self.batch_size},), got {tuple(tokens.shape)}")
+        self._check_tokens(tokens[:, None], "step")
         self._ids.copy_(tokens[:, None])
         self._length += 1
         if self._graph is None:
@@ -195,38 +203,21 @@ class GraphDecoder:
         self._is_padded = False
         self._length = 0
 
-    def _check_next(self, call: str, name: str, tokens: Tensor, shape: tuple[int, ...]) -> None:
-        """Raise ValueError unless tokens, a call's argument, have the shape and can follow those read."""
-        if self._length == 0:
+    def _check_tokens(self, input_ids: Tensor, call: str | None = None) -> None:
+        """Raise ValueError unless tokens ``[B, L]`` fit in; call: its name if it continues a prompt."""
+        held = 0 if call is None else self._length
+        if call is not None and held == 0:
             raise ValueError(f"{call} continues a prompt: call prefill first")
-        if tokens.shape != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(tokens.shape)}")
-        if self._length + (new := tokens.numel() // self.batch_size) > self.max_length:
-            raise ValueError(
-                f"the cache has room for {self.max_length} tokens (max_length), got {self._length} and {new} more; "
-                "make a longer decoder"
-            )
-
-    def _check_prompt(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[int, int]:
         if input_ids.ndim != 2 or input_ids.shape[0] != self.batch_size or input_ids.shape[1] == 0:
             raise ValueError(
                 f"input_ids must have shape ({self.batch_size}, tokens), got {tuple(input_ids.shape)}; make another "
                 "decoder for another batch"
             )
-        if input_ids.shape[1] > self.max_length:
+        if held + input_ids.shape[1] > self.max_length:
             raise ValueError(
-                f"the prompt must fit max_length={self.max_length}, got {input_ids.shape[1]} tokens; make a longer "
-                "decoder"
+                f"wanted at most max_length={self.max_length} tokens, got {held} and {input_ids.shape[1]} more; make a "
+                "longer decoder"
             )
-        if attention_mask is not None:
-            if attention_mask.shape != input_ids.shape:
-                raise ValueError(
-                    f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}, got "
-                    f"{tuple(attention_mask.shape)}"
-                )
-            if not bool((attention_mask[:, -1] != 0).all()):
-                raise ValueError("padding must stand on the left: the last column of attention_mask has zeros")
-        return input_ids.shape[0], input_ids.shape[1]
 
 
 def _decodable(model: nn.Module, max_length: int) -> PreTrainedModel:
