@@ -1,6 +1,7 @@
-"""The methods' settings, recipes, help, chat templates, and what is missing where."""
+"""The methods' settings, recipes, help, chat templates, progress, and what is missing where."""
 
 import dataclasses
+import io
 import re
 import sys
 import tomllib
@@ -8,9 +9,11 @@ import tomllib
 import pytest
 import typer
 from cli.test_commands import refused, run_here
+from rich.console import Console
 
 import condense
 from condense.cli.main import app
+from condense.cli.progress import progress_on
 from condense.config import method_class, method_names
 from condense.demo import demo_prompt
 from condense.evaluate.compare import Prompt, chat_message, compare
@@ -100,3 +103,13 @@ def test_a_folder_without_a_tokenizer(demo, tmp_path):
     refused(wanted, "generate", "hello", "--model", str(tmp_path))
     demo[1].save_pretrained(tmp_path)
     assert run_here("generate", "hello", "--model", str(tmp_path), "--max-new-tokens", "1").returncode == 0
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then():
+    seconds, out = [0.0], io.StringIO()
+    with progress_on(Console(file=out, get_time=lambda: seconds[0])) as bar:
+        task = bar.add_task("verifying", total=None)
+        for seconds[0] in (4, 6, 20, 36, 40):
+            bar.update(task, total=5, advance=1)
+    lines = "verifying: 2/5 0:00:06", "verifying: 4/5 0:00:36", "verifying: 5/5 0:00:40"
+    assert [line.rstrip() for line in out.getvalue().splitlines()] == [*lines]

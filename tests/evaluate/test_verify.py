@@ -8,14 +8,17 @@ import pytest
 import torch
 import typer
 
+import condense
 from condense import Recall
 from condense.cli.main import app
 from condense.demo import demo_model, demo_text
 from condense.evaluate import verify as verify_module
+from condense.evaluate import verify_texts as verify_texts_module
+from condense.evaluate.compare import attention_of
 from condense.evaluate.intervals import MOST_NATS, Cell
 from condense.evaluate.verify import ALL_OPEN, DENSE, WINDOW, VerifyConfig, verify
 from condense.evaluate.verify_report import verdict
-from condense.evaluate.verify_texts import NEEDS, TASKS, needs_far, verify_texts
+from condense.evaluate.verify_texts import NEEDS, TASKS, _decoder, _Growing, _turns, needs_far, verify_texts
 from condense.tasks import encode_corpus
 
 CONFIG = VerifyConfig((320,), texts=1, questions=2, greedy=3)
@@ -172,6 +175,20 @@ def test_tokens_that_need_far_text(demo):
     assert (needs_far(demo[0], ids, losses) == wanted).all()
     losses[wanted] = 100.0
     assert not needs_far(demo[0], ids, losses).any()
+
+
+def test_a_graphs_cache_a_growing_one_and_one_forward_read_alike(demo, monkeypatch):
+    monkeypatch.setattr(verify_texts_module, "replayable_cache", lambda *given: None)  # as on CUDA
+    ids, ends = torch.from_numpy(np.random.default_rng(0).integers(4, 400, 90)), (40, 41, 42, 60, 61, 90)
+    read = {}
+    for method in (condense.Recall(num_recall=90), condense.Reread(share=1.0), condense.Dense()):
+        with torch.no_grad(), attention_of(demo[0], method):
+            decoder = _decoder(demo[0], 90)
+            read[type(decoder), type(method)] = _turns(demo[0], decoder, ids, ends)
+    graph, growing, dense = read.values()
+    assert [decoder for decoder, _ in read] == [condense.GraphDecoder, _Growing, _Growing]
+    torch.testing.assert_close(graph, dense, rtol=0, atol=1e-4)
+    torch.testing.assert_close(growing, dense, rtol=0, atol=1e-4)
 
 
 def test_bars_of_a_task_hold_for_its_bound_too():

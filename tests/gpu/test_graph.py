@@ -24,6 +24,8 @@ MIXED = {
 CHOICES = {name: ("llama", method, 300) for name, method in METHODS.items()}
 CHOICES |= {"one-layer": ("llama", {1: METHODS["cca"]}, 300), "stock": ("llama", None, 100)}
 CHOICES |= {name: (*case, 100) for name, case in MIXED.items()}
+EXACT = RECALL.replace(prompt="exact", store_bits=4)
+TURNS = {"stock": None, "cca": METHODS["cca"], "exact": EXACT, "exact-host": EXACT.replace(store="host")}
 FEW = condense.CCA(group_size=4, window=8)
 HYBRIDS = dict.fromkeys(("gemma2", "gemma3_text", "gpt_oss", "llama4_text", "qwen3_next", "lfm2", "jamba"), FEW)
 HYBRIDS |= {"qwen3_5_text": FEW, "nemotron_h": FEW, "kimi_linear": condense.LCA(group_size=4, window=8)}
@@ -52,6 +54,23 @@ def test_graph_after_prompts_with_a_selection():
         # what follows is read in steps, not as another prompt: a near tie cannot be looked up; the first 20 must agree
         assert not bool(parted[: prompt.shape[1] + 20].any())
     assert {layer.backend for layer in decoder.cache.layers} == {"triton"}
+
+
+@pytest.mark.parametrize("choice", TURNS.values(), ids=TURNS)
+def test_turns_between_replayed_steps(choice):
+    """Over padded rows and then over others; float32 logits, of which no choice among groups may depend on rounding."""
+    model = condensed(choice)
+    ids, mask = padded()
+    ids = torch.cat([ids, tiny.tokens(2, 80, seed=9).cuda()], dim=1)
+    sizes = (150, *[1] * 20, 17, *[1] * 40, 2, 1)
+    decoder = condense.GraphDecoder(model, batch_size=2, max_length=256)
+    for real in (torch.cat([mask, torch.ones_like(ids[:, 150:])], dim=1), torch.ones_like(ids)):
+        want = tiny.in_chunks(model, ids, sizes, mask=real)
+        prompt, *turns = ids.split(sizes, dim=1)
+        got = torch.stack([decoder.prefill(prompt, real[:, :150]), *map(decoder.extend, turns)], dim=1)
+        want = want[:, torch.tensor(sizes).cumsum(0) - 1]
+        assert (got - want).abs().max() < 1e-3 * want.abs().max()
+    assert decoder._graph is not None
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)

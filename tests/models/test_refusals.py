@@ -81,7 +81,7 @@ def _behind_empty_layers(model):
 
 SLIDING = partial(DynamicSlidingWindowLayer, sliding_window=8)
 NOT_CONDENSED, SLIDES = "cannot be condensed: use a plain DynamicCache", tiny.config("mistral-sliding")
-DENSE_ENTRIES = "already holds dense entries .* give the model a new cache, for CCA"
+DENSE_ENTRIES = r"already holds dense entries .* give the model a new cache: past_key_values unset, or DynamicCache\("
 OTHER = "already holds tokens condensed by CCA.*summary='streaming'"
 CACHES = {
     "offloaded-static": (_offloaded, "offloaded static caches cannot be condensed: leave offloading out"),
@@ -111,6 +111,16 @@ def test_caches(model, make, message, how):
         read()
     assert [layer.get_seq_length() for layer in layers] == seen
     assert isinstance(cache, EncoderDecoderCache) or all(a is b for a, b in zip(cache.layers, layers, strict=False))
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "llama4_text"])
+def test_a_dense_cache_for_a_model_whose_first_layer_is_not_condensed(name):
+    """The message does not name the method that stands in for the stock layer, which nobody chose."""
+    stock = small.model(name)
+    cache = tiny.filled(stock, IDS)
+    with pytest.raises(ValueError, match=DENSE_ENTRIES) as refused:
+        tiny.logits(condense.apply(stock, tiny.CCA), IDS, past_key_values=cache, use_cache=True)
+    assert not any(method in str(refused.value) for method in ("StreamingLLM", "LocalChunks"))
 
 
 @pytest.mark.parametrize("where", ["call", "generation_config"])

@@ -39,6 +39,7 @@ BAD_RUNS = [
     ({"shard_size": "12 parts"}, "shard_size: wanted a size such as '12MB', got '12 parts'"),
 ]  # fmt: skip
 BAD_PHASES = [
+    ({"warmup_steps": 2}, "warmup_steps: wanted at most steps, 1, got 2"),
     ({"steps": 0}, "steps"),
     ({"batch_size": -1}, "batch_size"),
     ({"batch_size": 3, "gradient_accumulation_steps": 2}, "batch_size: wanted a multiple of"),

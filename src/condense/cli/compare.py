@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -58,9 +59,8 @@ def compare_command(
     steps = len(methods) * (1 + max(1, len(prompt.questions)))
     with options.progress() as bar:
         task = bar.add_task("comparing", total=steps)
-        outcomes = compare(
-            loaded, tokenizer, methods, prompt, max_new_tokens=max_new_tokens, on_step=lambda: bar.advance(task)
-        )
+        on_step = partial(bar.update, task, advance=1)
+        outcomes = compare(loaded, tokenizer, methods, prompt, max_new_tokens=max_new_tokens, on_step=on_step)
     options.warn_of_defaults(loaded, methods, saved)
     options.warn_of_length(loaded, outcomes[0].text_tokens)
     dtype_name = str(loaded.dtype).removeprefix("torch.")

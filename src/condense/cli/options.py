@@ -287,9 +287,10 @@ def plain_table(
 
 
 def progress() -> Progress:
-    """A bar on stderr for a ``with`` block: it moves while it waits and goes when it is done."""
-    from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
+    """A bar on stderr for a ``with`` block: it moves while it waits and goes when it is done.
 
-    columns = (SpinnerColumn(), *Progress.get_default_columns(), TimeElapsedColumn())
-    console = plain_console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    Without a terminal `update`, but not `advance`, prints lines.
+    """
+    from condense.cli.progress import progress_on
+
+    return progress_on(plain_console(stderr=True))

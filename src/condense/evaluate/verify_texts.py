@@ -3,18 +3,24 @@
 Shapes: L tokens of a text, V vocabulary.
 """
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.configuration_utils import GenerationMode
 
 from condense.config import check_int
 from condense.evaluate.compare import attention_of, new_cache
-from condense.models import MethodChoice, as_steps
+from condense.models import GraphDecoder, MethodChoice, as_steps, condensed_layers
+from condense.models.families import rope_that_changes
+from condense.models.replay import replayable_cache
 from condense.tasks import Corpus, PasskeySequence, SequenceBuilder, load_words
 
 COPIED = 128  # tokens of the copy that ends a text, an eighth of shorter texts
@@ -107,7 +113,7 @@ def read_text(
     """Read the first half as a prompt and the second in pieces; decode the copy, ``greedy`` tokens, and the answers.
 
     Pieces say what steps lose if the model reads several tokens as it reads single ones (`condense.Method.as_steps`).
-    Decoded is by `generate`, made to write the copy and what dense attention wrote.
+    Decoding is token by token, given the copy, what dense attention wrote, and the answers.
 
     dense: of this text; empty while the method is dense attention, which fills it.
     """
@@ -119,14 +125,24 @@ def read_text(
     del cache
     needed, same = dense.needs_far, []
     assert needed is not None
-    sure = text.copy + (len(ids) - text.copy) // _SURE
+    sure, right = text.copy + (len(ids) - text.copy) // _SURE, {}
     with attention_of(model, method):
-        copied = _decoded(model, ids[:sure], len(ids) - sure, ids[sure:])
+        decoder = _decoder(model, max(len(ids), text.copy + greedy))
+        copied = _turns(model, decoder, ids, range(sure, len(ids))).float()
         if greedy:
-            wrote = _decoded(model, ids[: text.copy], greedy, dense.written).argmax(-1)
-            dense.written = wrote if dense.written is None else dense.written
+            if dense.written is None:
+                dense.written = wrote = _written(decoder, ids[: text.copy], greedy)
+            else:
+                given = torch.cat([ids[: text.copy], dense.written])
+                wrote = _turns(model, decoder, given, range(text.copy, len(given))).argmax(-1)
             same = (wrote == dense.written).tolist()
-        right = {task: _answers(model, sequence) for task, sequence in text.asked.items()}
+        for task, sequence in text.asked.items():
+            asked = torch.from_numpy(sequence.input_ids).to(model.device)
+            # the turn up to an answer, then its tokens but the last one, which the next turn begins with
+            ends = [end for span in sequence.answers for end in range(*span)]
+            wrote = _turns(model, decoder, asked, ends).argmax(-1)
+            found = dict(zip(ends, (wrote == asked[ends]).tolist(), strict=True))
+            right[task] = [all(found[end] for end in range(*span)) for span in sequence.answers]
     sums = {name: (float(each[of].sum()), int(of.sum())) for name, of in (("far", needed), ("other", ~needed))}
     sums["copy"] = (float(F.cross_entropy(copied, ids[sure:], reduction="sum")), len(copied))
     by_place, apart_by_place = ([float(part.mean()) for part in x.tensor_split(BINS)] for x in (each, apart))
@@ -143,43 +159,18 @@ def _read_half(model: PreTrainedModel, ids: Tensor, cache: Any, dense: DenseRead
     pieces = zip(ids[half - 1 : -1].split(_PIECE), ids[half:].split(_PIECE), strict=True)
     for index, (piece, targets) in enumerate(pieces):
         logits = model(piece[None], past_key_values=cache, use_cache=True).logits[0]
+        p = logits.float().log_softmax(-1)
+        losses.append(F.nll_loss(p, targets, reduction="none"))
         if is_dense:
             dense.logits.append(logits.cpu())
-        losses.append(F.cross_entropy(logits.float(), targets, reduction="none"))
-        p, of_dense = (x.float().log_softmax(-1) for x in (logits, dense.logits[index].to(logits.device)))
-        divergence.append((of_dense.exp() * (of_dense - p)).sum(-1))
+            divergence.append(torch.zeros_like(losses[-1]))
+        else:
+            of_dense = dense.logits[index].to(logits.device).float().log_softmax(-1)
+            divergence.append((of_dense.exp() * (of_dense - p)).sum(-1))
     each = torch.cat(losses)
     if is_dense:
         dense.needs_far = needs_far(model, ids, F.pad(each, (half, 0)))[half:]
     return each, torch.cat(divergence)
-
-
-class _Writer(LogitsProcessor):
-    """Keeps the logits ``[1, V]`` of each step, and lets only the given tokens be written; None: any."""
-
-    def __init__(self, tokens: Tensor | None) -> None:
-        self.logits: list[Tensor] = []
-        self._tokens = tokens
-
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """See the class; scores ``[1, V]``."""
-        self.logits.append(scores.float())
-        if self._tokens is None:
-            return scores
-        return torch.full_like(scores, float("-inf")).index_fill_(1, self._tokens[len(self.logits) - 1], 0)
-
-
-def _decoded(model: PreTrainedModel, ids: Tensor, count: int, tokens: Tensor | None) -> Tensor:
-    """The logits ``[count, V]`` by which `generate` would write each token after ids; None: of its own choice."""
-    # its own output of logits would make it keep a growing cache, whose steps are not replayed
-    writer = _Writer(tokens)
-    model.generate(
-        input_ids=ids[None], attention_mask=torch.ones_like(ids[None]), max_new_tokens=count, do_sample=False,
-        repetition_penalty=1.0, use_cache=True, logits_processor=LogitsProcessorList([writer]), pad_token_id=0,
-        # a token that is never written, so that none ends the text
-        eos_token_id=model.config.get_text_config(decoder=True).vocab_size,
-    )  # fmt: skip
-    return torch.cat(writer.logits)
 
 
 @torch.no_grad()
@@ -206,16 +197,45 @@ def needs_far(model: PreTrainedModel, ids: Tensor, losses: Tensor) -> Tensor:
     return result
 
 
-def _answers(model: PreTrainedModel, sequence: PasskeySequence) -> list[bool]:
-    """Ask every question as a turn over one cache, answers token by token; whether greedy decoding writes each."""
-    ids = torch.from_numpy(sequence.input_ids).to(model.device)
-    cache, at, outcomes = new_cache(model), 0, []
-    for start, stop in sequence.answers:
-        right = True
-        # the turn up to the answer, then its tokens but the last one, which the next turn begins with
-        for begin, end in [(at, start), *((i, i + 1) for i in range(start, stop - 1))]:
-            out = model(ids[None, begin:end], past_key_values=cache, use_cache=True, logits_to_keep=1)
-            right &= bool(out.logits[0, -1].argmax() == ids[end])
-        outcomes.append(right)
-        at = stop - 1
-    return outcomes
+class _Growing:
+    """Reads as a `GraphDecoder` does, over a cache that grows: for models whose steps cannot be replayed."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def prefill(self, input_ids: Tensor) -> Tensor:
+        self._cache = new_cache(self._model)
+        return self.extend(input_ids)
+
+    def extend(self, input_ids: Tensor) -> Tensor:
+        out = self._model(input_ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+        return out.logits[:, -1]
+
+
+def _decoder(model: PreTrainedModel, length: int) -> GraphDecoder | _Growing:
+    """The reader of texts of up to ``length`` tokens, turn by turn: it replays steps where `generate` would."""
+    growing, greedy = new_cache(model), GenerationMode.GREEDY_SEARCH
+    is_growing = replayable_cache(model, growing, model.generation_config, greedy, length) is growing
+    if condensed_layers(model) and not is_growing:
+        with suppress(ValueError):  # of methods for which buffers cannot be made before the prompt
+            return GraphDecoder(model, batch_size=1, max_length=length)
+    return _Growing(model)
+
+
+def _turns(model: PreTrainedModel, decoder: GraphDecoder | _Growing, ids: Tensor, ends: Sequence[int]) -> Tensor:
+    """The logits ``[n, V]`` after each turn of ids ``[L]``; ends: where these end, the first one at the prompt's."""
+    if not condensed_layers(model) and rope_that_changes(model.config.get_text_config(decoder=True)) is None:
+        # dense attention reads many tokens as it reads single ones
+        kept = ends[-1] - ends[0] + 1
+        logits = model(ids[None, : ends[-1]], use_cache=False, logits_to_keep=kept).logits[0]
+        return logits[torch.tensor(ends) - ends[0]]
+    turns = (ids[None, begin:end] for begin, end in pairwise(ends))
+    return torch.cat([decoder.prefill(ids[None, : ends[0]]), *map(decoder.extend, turns)])
+
+
+def _written(decoder: GraphDecoder | _Growing, ids: Tensor, count: int) -> Tensor:
+    """The ``count`` tokens that follow ids ``[L]``, greedily."""
+    tokens = [decoder.prefill(ids[None]).argmax(-1)]
+    while len(tokens) < count:
+        tokens.append(decoder.extend(tokens[-1][None]).argmax(-1))
+    return torch.cat(tokens)

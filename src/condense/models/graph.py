@@ -25,9 +25,9 @@ class GraphDecoder:
     """Prefill and token-by-token decode of a causal LM over a static cache of its own.
 
     model: a Hugging Face causal LM in eval mode, condensed, or stock without sliding windows; it must not be changed
-    afterwards. batch_size and max_length (prompt and new tokens, padding included) are fixed; `prefill`
-    starts a new prompt. On CUDA the decode step is captured before the first prompt and replayed; on other devices
-    it runs eagerly. compile: `torch.compile` the step first, as one graph.
+    afterwards. batch_size and max_length (all tokens, padding included) are fixed; `prefill` starts a new prompt, which
+    `extend` and `step` continue. On CUDA the decode step is captured before the first prompt and replayed; on other
+    devices it runs eagerly. compile: `torch.compile` the step first, as one graph.
     Raises ValueError for a model or sizes that cannot work.
     """
 
@@ -56,7 +56,8 @@ class GraphDecoder:
         self._positions = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         # False at the prompt's padding, True at all later slots
         self._mask = torch.ones(batch_size, max_length, dtype=torch.bool, device=device)
-        self._forward = torch.compile(self._decode, fullgraph=True, dynamic=False) if compile else self._decode
+        # None: `_decode` itself, which held here would keep the cache until Python collects cycles
+        self._compiled = torch.compile(self._decode, fullgraph=True, dynamic=False) if compile else None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits: Tensor | None = None
         self._is_prepared = False
@@ -72,7 +73,14 @@ class GraphDecoder:
         Raises ValueError, state unchanged, for another number of rows, a prompt that is too long, padding on the right,
         and a chunk smaller than the prompt if a method looks ahead.
         """
-        B, L = self._check_prompt(input_ids, attention_mask)
+        self._check_tokens(input_ids)
+        B, L = input_ids.shape
+        if attention_mask is not None and attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"attention_mask must have the shape of input_ids, {(B, L)}, got {tuple(attention_mask.shape)}"
+            )
+        if attention_mask is not None and not bool((attention_mask[:, -1] != 0).all()):
+            raise ValueError("padding must stand on the left: the last column of attention_mask has zeros")
         chunk = L if chunk is None else chunk
         check_int("chunk", chunk, 1)
         ahead = next((method for method in self.methods.values() if method.layout.lookahead), None)
@@ -85,35 +93,25 @@ class GraphDecoder:
                 self._capture()
             self._is_prepared = True
         self._reset()
-        # no graph is replayed during the prefill, so the host can count slots instead of reading them from the device
-        for layer in self._condensed:
-            layer.know_slots(0)
-        device = self._ids.device
-        input_ids = input_ids.to(device)
-        mask = None if attention_mask is None else attention_mask.to(device, torch.bool)
-        if mask is None or bool(mask.all()):
-            mask = None
-            positions = torch.arange(L, device=device).expand(B, L)
-        else:
-            self._mask[:, :L] = mask
-            positions = (mask.cumsum(1) - 1).clamp(min=0)
-        # ask for the logits of the last token alone, if the model has that argument
-        keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
-        for start in range(0, L, chunk):
-            stop = min(start + chunk, L)
-            out = self.model(
-                input_ids=input_ids[:, start:stop],
-                attention_mask=None if mask is None else mask[:, :stop],
-                position_ids=positions[:, start:stop],
-                past_key_values=self.cache,
-                use_cache=True,
-                **keep,
-            )
-        for layer in self._condensed:
-            layer.know_slots(None)
-        self._positions.copy_(positions[:, -1:] + 1)
-        self._length = L
-        return out.logits[:, -1]
+        positions = torch.arange(L, device=self._ids.device).expand(B, L)
+        if attention_mask is not None and not bool(attention_mask.all()):
+            self._is_padded = True
+            self._mask[:, :L] = attention_mask
+            positions = (self._mask[:, :L].cumsum(1) - 1).clamp(min=0)
+        return self._read(input_ids, positions, chunk)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def extend(self, input_ids: Tensor) -> Tensor:
+        """Read further tokens, such as a next turn, and return the logits ``[B, V]`` of the last one.
+
+        input_ids int64 ``[B, L]``, read in one forward; a single token is a `step`.
+        Raises ValueError, state unchanged, before a prefill, for another shape, and if the cache has no room for them.
+        """
+        self._check_tokens(input_ids, "extend")
+        if (L := input_ids.shape[1]) == 1:
+            return self.step(input_ids[:, 0])
+        return self._read(input_ids, self._positions + torch.arange(L, device=self._ids.device), L)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -122,12 +120,9 @@ class GraphDecoder:
 
         Raises ValueError, state unchanged, before a prefill, for another number of rows, and if the cache is full.
         """
-        if self._length == 0:
-            raise ValueError("step continues a prompt: call prefill first")
         if tokens.shape != (self.batch_size,):
             raise ValueError(f"tokens must have shape ({self.batch_size},), got {tuple(tokens.shape)}")
-        if self._length == self.max_length:
-            raise ValueError(f"the cache is full: {self.max_length} tokens (max_length) have been read; make it longer")
+        self._check_tokens(tokens[:, None], "step")
         self._ids.copy_(tokens[:, None])
         self._length += 1
         if self._graph is None:
@@ -135,6 +130,35 @@ class GraphDecoder:
         self._graph.replay()
         assert self._logits is not None
         return self._logits.clone()
+
+    def _read(self, input_ids: Tensor, positions: Tensor, chunk: int) -> Tensor:
+        """Read tokens after those read before, ``chunk`` per forward; input_ids and positions ``[B, L]``."""
+        # a forward that fails may leave some of the tokens, and then only a prefill goes on
+        stop, self._length = self._length, 0
+        # no graph is replayed meanwhile, so the host can count slots instead of reading them from the device
+        for layer in self._condensed:
+            layer.know_slots(stop)
+        # ask for the logits of the last token alone, if the model has that argument
+        keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
+        pieces = (x.split(chunk, dim=1) for x in (input_ids.to(positions.device), positions))
+        for ids, at in zip(*pieces, strict=True):
+            stop += ids.shape[1]
+            out = self.model(
+                input_ids=ids,
+                attention_mask=self._mask[:, :stop] if self._is_padded else None,
+                position_ids=at,
+                past_key_values=self.cache,
+                use_cache=True,
+                **keep,
+            )
+        for layer in self._condensed:
+            layer.know_slots(None)
+        self._positions.copy_(positions[:, -1:] + 1)
+        self._length = stop
+        return out.logits[:, -1]
+
+    def _forward(self) -> Tensor:
+        return self._decode() if self._compiled is None else self._compiled()
 
     def _decode(self) -> Tensor:
         """One step on the tokens in ``_ids``; this is what the graph captures."""
@@ -176,28 +200,24 @@ class GraphDecoder:
         self.cache.reset()
         self._positions.zero_()
         self._mask.fill_(True)
+        self._is_padded = False
         self._length = 0
 
-    def _check_prompt(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[int, int]:
+    def _check_tokens(self, input_ids: Tensor, call: str | None = None) -> None:
+        """Raise ValueError unless tokens ``[B, L]`` fit in; call: its name if it continues a prompt."""
+        held = 0 if call is None else self._length
+        if call is not None and held == 0:
+            raise ValueError(f"{call} continues a prompt: call prefill first")
         if input_ids.ndim != 2 or input_ids.shape[0] != self.batch_size or input_ids.shape[1] == 0:
             raise ValueError(
                 f"input_ids must have shape ({self.batch_size}, tokens), got {tuple(input_ids.shape)}; make another "
                 "decoder for another batch"
             )
-        if input_ids.shape[1] > self.max_length:
+        if held + input_ids.shape[1] > self.max_length:
             raise ValueError(
-                f"the prompt must fit max_length={self.max_length}, got {input_ids.shape[1]} tokens; make a longer "
-                "decoder"
+                f"wanted at most max_length={self.max_length} tokens, got {held} and {input_ids.shape[1]} more; make a "
+                "longer decoder"
             )
-        if attention_mask is not None:
-            if attention_mask.shape != input_ids.shape:
-                raise ValueError(
-                    f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}, got "
-                    f"{tuple(attention_mask.shape)}"
-                )
-            if not bool((attention_mask[:, -1] != 0).all()):
-                raise ValueError("padding must stand on the left: the last column of attention_mask has zeros")
-        return input_ids.shape[0], input_ids.shape[1]
 
 
 def _decodable(model: nn.Module, max_length: int) -> PreTrainedModel:

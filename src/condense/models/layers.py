@@ -105,11 +105,15 @@ def _is_ready(layer: CacheLayerMixin, method: Method) -> bool:
             f"a {type(layer).__name__} cannot be condensed: use a plain DynamicCache (cache_implementation unset), or "
             "call condense.restore(model) first"
         )
-    if layer.get_seq_length() > 0:
-        held = (
-            f"tokens condensed by {layer.method}"
-            if condensed
-            else "dense entries (from a stock model, or from prefix tuning, which condensed attention does not support)"
+    if layer.get_seq_length() > 0 and condensed:
+        raise ValueError(
+            f"the cache already holds tokens condensed by {layer.method}; give the model a new cache, for {method}"
         )
-        raise ValueError(f"the cache already holds {held}; give the model a new cache, for {method}")
+    if layer.get_seq_length() > 0:
+        # no method is named: nobody chose that of a layer with a sliding window
+        raise ValueError(
+            "the cache already holds dense entries (from a stock model, or from prefix tuning, which condensed "
+            "attention does not support); give the model a new cache: past_key_values unset, or "
+            "DynamicCache(config=model.config)"
+        )
     return False

@@ -28,8 +28,9 @@ class PhaseConfig:
     are divided evenly among these and its own, which the last third has too. Empty: its own throughout.
     distill: share of the KL to the model's dense self in the loss of every step, 0 to 1; the rest is cross entropy. The
     dense self is the model as the phase begins, with dense attention.
-    learning_rate: its peak. warmup_steps: steps until the peak. schedule: what follows it, ``"cosine"`` down to 0 or
-    ``"constant"``. weight_decay: AdamW's, on matrices. max_grad_norm: longer gradients are scaled down to it.
+    learning_rate: its peak. warmup_steps: steps until the peak, at most all; None: a tenth of them, at most 100.
+    schedule: what follows it, ``"cosine"`` down to 0 or ``"constant"``. weight_decay: AdamW's, on matrices.
+    max_grad_norm: longer gradients are scaled down to it.
     task_share: share of the sequences with hidden numbers and questions; the others are plain text. keys: fewest and
     most hidden numbers in one sequence, drawn uniformly. varied_share: share of these sequences in which names share
     words with each other and numbers stand anywhere in the text, not on lines of their own. first_share: share of those
@@ -55,7 +56,7 @@ class PhaseConfig:
     group_sizes: tuple[int, ...] = ()
     distill: Share = 0.0
     learning_rate: float = 2e-3
-    warmup_steps: Natural = 100
+    warmup_steps: Natural | None = None
     schedule: Literal["cosine", "constant"] = "cosine"
     task_share: Share = 0.5
     keys: tuple[int, int] = (2, 8)
@@ -73,6 +74,10 @@ class PhaseConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.warmup_steps is None:
+            object.__setattr__(self, "warmup_steps", _warmup(self.steps, None))
+        elif self.warmup_steps > self.steps:
+            raise ValueError(f"warmup_steps: wanted at most steps, {self.steps}, got {self.warmup_steps}")
         self.part_size()
         if self.mix != "dense" and self.method is None:
             raise ValueError(f"method: wanted a method for mix {self.mix!r}, got None")
@@ -212,9 +217,14 @@ class TrainConfig:
             dataclasses.replace(
                 phase,
                 steps=steps,
-                warmup_steps=min(phase.warmup_steps, steps // 10),
+                warmup_steps=_warmup(steps, phase.warmup_steps),
                 checkpoint_steps=min(phase.checkpoint_steps, max(1, steps // 4)),
             )
             for phase in self.phases
         )
         return dataclasses.replace(self, phases=phases)
+
+
+def _warmup(steps: int, most: int | None) -> int:
+    """A tenth of the steps, at most ``most`` of them; None: at most 100."""
+    return min(100 if most is None else most, steps // 10)

@@ -58,7 +58,6 @@ def adapt(
         "distill": 1.0,
         "learning_rate": 3e-4,
         "dtype": "bfloat16",
-        "warmup_steps": min(100, steps // 10),
         "checkpoint_steps": max(1, steps // 4),
         **fields,
     }
