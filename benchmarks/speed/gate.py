@@ -19,7 +19,16 @@ from torch import Tensor
 
 from condense.methods import Context, Method, step_settings
 from condense.ops import ChoiceSettings
-from condense.ops.recall import GroupIndex, IndexChoice, choose_groups, index_scores, rotation, turned_queries
+from condense.ops.recall import (
+    Askers,
+    GroupIndex,
+    IndexChoice,
+    RecallSources,
+    choose_groups,
+    index_scores,
+    rotation,
+    turned_queries,
+)
 from condense.ops.recall.index import QUERY_LEVELS
 from condense.ops.recall.rest import rest_weights, with_rest
 from condense.ops.spans import RuleSpans, joined_bias
@@ -106,13 +115,16 @@ def seen(q: Tensor, context: Context, *, scale: float, method: Method) -> Seen:
     choice = method.layout.choice
     if choice is not None and context.extra:
         signs, steps, store = context.extra
-        closed = spans[0][1][..., 0]
-        opened, is_clear = _opened(choice, q[:, :, at], GroupIndex(signs, steps), closed, scale)
-        if method.reads_exactly and L > 1:
+        closed, asked = spans[0][1][..., 0], q[:, :, at]
+        if choice.prompt == "shared" and L > 1:
+            askers = Askers.of_call(RecallSources(window, window, context.spans), L)
+            asked = q.take_along_dim(askers.columns.take_along_dim(askers.queries[0].long(), 1)[:, None, at, None], 2)
+        opened, is_clear = _opened(choice, asked, GroupIndex(signs, steps), closed, scale)
+        if choice.prompt == "exact" and L > 1:
             opened, is_clear = masks[0].expand_as(opened), torch.ones_like(is_clear)
         clear = is_clear.repeat_interleave(q.shape[1] // signs.shape[1], 1)[..., None]
         index, g = GroupIndex(signs, steps), method.layout.rule.chunk
-        if choice.mean and not (method.reads_exactly and L > 1):
+        if choice.mean and not (choice.prompt == "exact" and L > 1):
             asked = IndexChoice(q[:, :, at].double(), index, scale, choice.quota)
             weight = rest_weights(asked, 0, len(at), opened, closed, 0.0)
             assert context.means is not None

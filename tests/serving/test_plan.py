@@ -168,7 +168,7 @@ def test_the_ring_holds_a_summary(method, slots):
 def test_tokens_that_can_be_taken_back(method, takes_back):
     """Not where drafts would lie in a ring, or be read otherwise than single tokens."""
     plan = serving_plan(method)
-    assert (plan.takes_back, plan.settings.reads_exactly) == (takes_back, method.reads_exactly)
+    assert (plan.takes_back, plan.settings.reads_otherwise) == (takes_back, method.reads_otherwise)
 
 
 @pytest.mark.parametrize(
@@ -271,6 +271,6 @@ def test_trials_read_the_ends_of_prompts(method, length, up, has_step, monkeypat
         reads.clear()
     rule, g = layer.plan.settings.rule, layer.plan.group_size
     ends = [rule.window + n * g for n in (0, *(2**i for i in range(9))) if rule.window + n * g < length]
-    counts = 2 + (layer.plan.settings.reads_exactly and not has_step)
+    counts = 2 + (layer.plan.settings.reads_otherwise and not has_step)
     shorter = [lengths for end in ends for lengths in ([end], [end, end - 1]) for _ in range(counts)]
     assert found == [[[length], [length, length], *shorter], [[length]]]

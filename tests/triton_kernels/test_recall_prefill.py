@@ -22,6 +22,7 @@ from condense.ops import attend_recall
 from condense.ops.backends import BACKENDS
 from condense.ops.extras import soft_cap
 from condense.ops.recall import (
+    Askers,
     GroupMeans,
     IndexChoice,
     Quota,
@@ -31,6 +32,7 @@ from condense.ops.recall import (
     split_keys,
     turned_queries,
 )
+from condense.ops.recall import choice as choice_module
 from condense.ops.recall.rest import with_rest
 from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.triton import attend_call, recall_attend, recall_choice, recall_rest, recall_score
@@ -175,7 +177,8 @@ class Problem:
     def rest_arguments(self, softcap):
         """The arguments of `recall_rest.rest_weights`."""
         asked, signs, steps, starts, rule, scale, _, closed = self.arguments()
-        return asked, signs, steps, recall_choice.choose(*self.arguments()), starts, rule, [scale, softcap], closed
+        groups = recall_choice.choose(*self.arguments())
+        return asked, signs, steps, groups, None, starts, rule, [scale, softcap], closed
 
     def attend(self, inputs, choice, backend, weight=None, **kwargs):
         """Output and log-sum-exp, 0 for queries that see nothing. weight: of what they do not open, if it is given."""
@@ -234,6 +237,26 @@ def compare(case, chosen, weighed, backend="triton"):
 @pytest.mark.parametrize("name", CASES)
 def test_choice_output_and_gradients(name, chosen, weighed):
     compare(CASES[name], chosen, weighed)
+
+
+SHARED = [name for name in CASES if not name.startswith(("torch.", "float", "bfloat"))]
+SHARED += [f"bfloat16-{name}" for name in ("ratio-4", "a-twelfth", "later-queries", "latents-deepseek")] if CUDA else []
+
+
+@pytest.mark.parametrize("own", [1, 5])
+@pytest.mark.parametrize("name", SHARED)
+def test_choices_for_others(name, own, monkeypatch):
+    """Where the first of several queries chooses for them, kernels open what PyTorch opens; the last ``own`` choose."""
+    monkeypatch.setattr(choice_module, "OWN_CHOICES", own)
+    problem = Problem(CASES[name])
+    sources = RecallSources(Source(*problem.inputs[1:3]), Source(*problem.inputs[3:5]), problem.spans)
+    choice = replace(problem.choice(), askers=Askers.of_call(sources, CASES[name].L))
+    exact = [x.double() for x in problem.inputs]
+    with torch.no_grad():
+        got = problem.attend(problem.inputs, choice, "triton")
+        want, plain = (problem.attend(x, choice, "torch") for x in (exact, problem.inputs))
+    verdict = judge(got, want, plain)
+    assert verdict.passed, verdict
 
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)

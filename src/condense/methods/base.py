@@ -145,13 +145,13 @@ class Method:
         return None
 
     @property
-    def reads_exactly(self) -> bool:
-        """True if calls of several tokens are read with dense attention, so that steps compute another function."""
+    def reads_otherwise(self) -> bool:
+        """True if calls of several tokens are read otherwise than single ones: steps then compute another function."""
         return False
 
     @property
     def as_steps(self) -> Method:
-        """The method that reads several tokens at once as this one's steps read each: itself, unless `reads_exactly`.
+        """The method that reads several tokens at once as this one's steps read each: itself, unless `reads_otherwise`.
 
         By it one forward over a text shows what steps lose.
         """

@@ -17,7 +17,7 @@ from condense.methods.base import Context, Method
 from condense.methods.layout import MEANS, Layout
 from condense.ops import NO_EXTRAS, ChoiceSettings, Chunks, Extras, RuleSpans, Source, Spans, StoreSettings, UniformRule
 from condense.ops.api import attend, attend_recall, keep_groups, unpack_store
-from condense.ops.recall import GroupIndex, IndexChoice, Quota, RecallSources, StoreFormat
+from condense.ops.recall import Askers, GroupIndex, IndexChoice, Quota, RecallSources, StoreFormat
 from condense.ops.tensors.per_row import max_row
 
 
@@ -45,6 +45,8 @@ class Recall(Method):
     prompt: "recall", or "exact": calls of several tokens (prompts, their pieces, later turns, tokens that an assistant
     proposes) are read with dense attention, single tokens with Recall. Then a prompt loses only what ``store_bits``
     rounds and takes as long as with dense attention; prompt and decode are not the same function: not for training.
+    "shared": of the queries of such a call that see the same closed groups, the first one chooses for all; the last 64
+    choose for themselves. Not for training either.
     `as_steps` is the method that reads several tokens as the steps do.
 
     store: where caches keep the exact tokens of closed groups: "device", or "host", in pinned host memory. slots: for
@@ -67,7 +69,7 @@ class Recall(Method):
     num_recall: int | float = 0.125
     min_recall: Natural = 512
     unchosen: Literal["mean", "drop"] = "mean"
-    prompt: Literal["recall", "exact"] = "recall"
+    prompt: Literal["recall", "exact", "shared"] = "recall"
     store: Literal["device", "host"] = "device"
     slots: Natural = 64
     store_bits: Bits = 16
@@ -104,7 +106,7 @@ class Recall(Method):
     @cached_property
     def _choice(self) -> ChoiceSettings:
         store = StoreSettings(self.store_bits, self.store == "host", self.slots if self.store == "host" else 0)
-        return ChoiceSettings(self.quota, store, self.unchosen == "mean", self.reads_exactly)
+        return ChoiceSettings(self.quota, store, self.unchosen == "mean", self.prompt)
 
     @cached_property
     def quota(self) -> Quota:
@@ -119,14 +121,14 @@ class Recall(Method):
         return StoreFormat(self.store_bits, self.group_size)
 
     @property
-    def reads_exactly(self) -> bool:
-        """True for ``prompt="exact"``."""
-        return self.prompt == "exact"
+    def reads_otherwise(self) -> bool:
+        """True but for ``prompt="recall"``."""
+        return self.prompt != "recall"
 
     @property
     def as_steps(self) -> Method:
         """The same settings with ``prompt="recall"``."""
-        return self.replace(prompt="recall") if self.reads_exactly else self
+        return self.replace(prompt="recall") if self.reads_otherwise else self
 
     def of_layer(self, *, is_first: bool, has_latents: bool) -> Method:
         """The same settings, with all groups open from the device in the first layer; in others that cache latents,
@@ -162,13 +164,13 @@ class Recall(Method):
 
     def check_context(self, q: Tensor, context: Context) -> None:
         """As `condense.Method.check_context`: nothing is refused before there are groups to choose from."""
-        if context.extra and (self.store_bits < 16 or (self.reads_exactly and q.shape[2] > 1)):
+        if context.extra and (self.store_bits < 16 or (self.reads_otherwise and q.shape[2] > 1)):
             self.check_gradients()
 
     def check_gradients(self) -> None:
         """Raise ValueError for ``store_bits`` below 16 and ``prompt="exact"``."""
         wrong = ["keeps no gradients of stored tokens: train with store_bits=16"] if self.store_bits < 16 else []
-        wrong += ["reads prompts as its steps do not: train with prompt='recall'"] if self.reads_exactly else []
+        wrong += ["reads prompts as its steps do not: train with prompt='recall'"] if self.reads_otherwise else []
         if wrong:
             raise ValueError(f"{self} {'; '.join(wrong)}, or run it under torch.no_grad()")
 
@@ -192,7 +194,7 @@ class Recall(Method):
         options: dict[str, Any] = {"scale": scale, "backend": backend, "return_lse": return_lse, "extras": extras}
         if not context.extra:
             return super().attend(q, context, **options)
-        if self.reads_exactly and q.shape[2] > 1:
+        if self.prompt == "exact" and q.shape[2] > 1:
             return attend(q, *self._all_tokens(q, context, backend), **options)
         signs, steps, _ = context.extra
         asked, tokens = self._asked_and_tokens(q, context, backend)
@@ -204,7 +206,8 @@ class Recall(Method):
             # means of latents are as wide as keys, whose first columns are the values
             means = means._replace(means=means.means[..., : context.window.v.shape[3]])
         sources = RecallSources(tokens, context.window, context.spans)
-        choice = IndexChoice(asked, GroupIndex(signs, steps), scale, self.quota)
+        askers = Askers.of_call(sources, q.shape[2]) if self.prompt == "shared" and q.shape[2] > 1 else None
+        choice = IndexChoice(asked, GroupIndex(signs, steps), scale, self.quota, askers)
         return attend_recall(q, sources, choice, means=means, **options)
 
     def _asked_and_tokens(self, q: Tensor, context: Context, backend: str) -> tuple[Tensor, Source]:

@@ -102,7 +102,7 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
 def _remark(method: Method, length: int, on_host: int, read_bytes: int) -> str | None:
     if (choice := method.layout.choice) is not None:
         read = f"a step after them reads {read_bytes:,} bytes"
-        if method.reads_exactly:
+        if choice.prompt == "exact":
             read = f"the prompt is read with dense attention; {read}"
         if choice.store.on_host:
             return f"{method.name}: of {length} tokens, {on_host:,} bytes per layer lie in host memory; {read}"
@@ -206,7 +206,7 @@ class _Heads:
         """
         rule, groups = method.layout.rule, int(num_entries(method, length))
         closed, opened = sum_closed(rule, length, None), sum_opened(rule, choice.quota, length)
-        if method.reads_exactly:
+        if choice.prompt == "exact":
             closed = opened = 0
         visible = length * (length + 1) // 2 - (closed - opened) * rule.chunk
         asked = self.num_q * 2 * closed * rule.chunk * self.cached.width

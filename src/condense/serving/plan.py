@@ -69,7 +69,8 @@ class ServingPlan:
         What is read in their place then makes the same window and entries. Not so with a ring, in which drafts lie in
         the place of older queries, nor if several new tokens are read otherwise than single ones.
         """
-        return not self.ring_slots and not self.settings.reads_exactly
+        choice = self.settings.choice
+        return not self.ring_slots and (choice is None or choice.prompt == "recall")
 
     def entry_slots(self, tokens: int) -> int:
         """Slots of a page of entries that covers so many tokens: a divisor of them.

@@ -87,7 +87,7 @@ def test_put_back(engine, model, folder, prompts, wanted, greedy):
                     cuts[name].append(num)
                 assert scheduler.reset_prefix_cache(reset_running_requests=True)
     assert all(len(each) == 2 for each in cuts.values())
-    is_exact = any(plan.settings.reads_exactly for plan in serving_plans(model.config.condense).values())
+    is_exact = any(plan.settings.reads_otherwise for plan in serving_plans(model.config.condense).values())
     for i, (ids, want) in enumerate(zip(prompts, wanted, strict=True)):
         expected = want
         for cut in cuts[str(i)] if is_exact else ():

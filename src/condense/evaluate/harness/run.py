@@ -87,7 +87,7 @@ def evaluate(
         )
     for label, choice in methods.items():
         check_batch(label, choice, batch_size)
-        if any(each.reads_exactly for each in methods_of(choice)):
+        if any(each.reads_otherwise for each in methods_of(choice)):
             _log.warning(
                 "%s reads prompts with dense attention: tasks scored by likelihoods show nothing else of it, "
                 "prompt='recall' what its steps lose", label,

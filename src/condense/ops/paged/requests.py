@@ -18,7 +18,7 @@ from condense.ops.latents import UpProjection
 from condense.ops.paged.rows import Call, DueGroups, Summary, reading_of
 from condense.ops.paged.slots import Slots
 from condense.ops.paged.sums import CallSums
-from condense.ops.recall.choice import IndexChoice, RecallSources
+from condense.ops.recall.choice import Askers, IndexChoice, RecallSources
 from condense.ops.recall.index import GroupIndex
 from condense.ops.recall.rest import GroupMeans, running_sums
 from condense.ops.spans import Source
@@ -264,7 +264,9 @@ class PagedLayer:
         q, (window, store), up = self._seen(call, window, self._tokens(parts, places, index))
         on_latents = q if self.state.up is None or up is not None else self.state.up.absorb(q)
         means = None if means is None else self._seen_means(means, absorbed=up is not None)
-        sources, by_index = RecallSources(store, window, call.spans), IndexChoice(on_latents, index, self.scale, quota)
+        sources, L = RecallSources(store, window, call.spans), q.shape[2]
+        askers = Askers.of_call(sources, L) if self.settings.shares_choices and L > 1 else None
+        by_index = IndexChoice(on_latents, index, self.scale, quota, askers)
         out, _ = attend_recall(
             q, sources, by_index, scale=self.scale, means=means, backend=self.backend, extras=self.state.extras
         )

@@ -91,7 +91,7 @@ def reading_of(new: NewTokens, first: int, state: PagedState, settings: StepSett
     requests = [Request(row, *ends, seen) for row, ends, seen in spans if row >= first and ends[0] < ends[1]]
     if not requests:
         return None
-    together = calls_of(requests, singles_apart=settings.reads_exactly)
+    together = calls_of(requests, singles_apart=settings.reads_otherwise)
     row, start, before, num = on_device([(r.row, r.start, r.before, r.num) for r in requests], state)
     which, own = spread(num, sum(r.num for r in requests))
     newest = None

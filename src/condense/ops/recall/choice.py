@@ -12,7 +12,7 @@ from torch import Tensor
 
 from condense.ops.recall.index import GroupIndex, turned_queries
 from condense.ops.spans import RuleSpans, Source, Spans, UniformRule
-from condense.ops.tensors.per_row import IntT, at_least, at_most
+from condense.ops.tensors.per_row import IntT, as_rows, at_least, at_most
 
 # more groups than any row has
 _UNLIMITED = 2**31 - 1
@@ -71,6 +71,44 @@ class Quota(NamedTuple):
         return at_most(share + at_least(at_most(closed, self.least) - share, 0), self.most)
 
 
+# so many of the last queries of a call choose for themselves: those of a question, and the one that begins its answer
+OWN_CHOICES = 64
+
+
+class Askers(NamedTuple):
+    """The queries of a call that choose groups, and whose choice each query opens.
+
+    columns int64 ``[B|1, A]``: the A queries that choose, of which the first ``num_shared`` choose for others too.
+    queries int32 ``[2, B|1, L]``: for each query the number of the one whose groups it opens, and the column of the
+    next query that opens those of another.
+    """
+
+    columns: Tensor
+    queries: Tensor
+    num_shared: int
+
+    @classmethod
+    def of_call(cls, sources: RecallSources, L: int) -> Self:
+        """Askers of L queries: the first of those that see the same closed groups asks for all of them, but for the
+        last `OWN_CHOICES`, which ask for themselves.
+        """
+        spans, device, num_own, g = sources.spans, sources.window.k.device, min(OWN_CHOICES, L), sources.group_size
+        assert isinstance(spans, RuleSpans)
+        assert isinstance(spans.rule, UniformRule)
+        assert spans.rule.window is not None
+        start, padding = (as_rows(x, 1)[:, None] for x in (spans.query_start, spans.padding))
+        ahead = start + 1 - spans.rule.window
+        block, column = ahead // g, torch.arange(L)[None]
+        number = (ahead + column) // g - block
+        num_shared = int(number.max()) + 1
+        first = torch.maximum((block + torch.arange(num_shared)) * g - ahead, padding).clamp(max=L - 1)
+        is_own = column >= L - num_own
+        of = torch.where(is_own, num_shared + column - (L - num_own), number)
+        until = torch.where(is_own, column + 1, ((block + number + 1) * g - ahead).clamp(max=L - num_own))
+        columns = torch.cat([first, column[:, L - num_own :].expand(len(first), -1)], dim=1)
+        return cls(columns.to(device), torch.stack([of, until]).int().to(device), num_shared)
+
+
 class Choice(Protocol):
     """The groups that each query opens, as attention reads them."""
 
@@ -89,12 +127,14 @@ class IndexChoice:
     """The groups with the highest index scores for each query, as many as ``quota`` says.
 
     q ``[B, H, L, D]``: queries as wide as the keys of the index (for latents, absorbed ones). scale: attention's, > 0.
+    askers: which of these choose; None: each for itself.
     """
 
     q: Tensor
     index: GroupIndex
     scale: float
     quota: Quota
+    askers: Askers | None = None
 
     def most(self, closed: int) -> int:
         """See `Choice`."""
@@ -102,8 +142,11 @@ class IndexChoice:
 
     def at(self, start: int, stop: int, closed: Tensor, num_groups: int) -> Tensor:
         """See `Choice`."""
-        index = self.index.narrow(0, num_groups)
-        scores = index_scores(self.q[:, :, start:stop], index, self.scale)
+        index, q = self.index.narrow(0, num_groups), self.q[:, :, start:stop]
+        if self.askers is not None:
+            asker = self.askers.columns.take_along_dim(self.askers.queries[0, :, start:stop].long(), 1)
+            q = self.q.take_along_dim(asker[:, None, :, None], 2)
+        scores = index_scores(q, index, self.scale)
         return choose_groups(scores, closed, self.quota, self.index.signs.shape[1])
 
 

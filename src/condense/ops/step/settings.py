@@ -6,7 +6,7 @@ Shapes: g tokens per group.
 import functools
 import hashlib
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from condense.ops.entries import EntryFormat
 from condense.ops.recall.choice import Quota
@@ -32,14 +32,15 @@ class ChoiceSettings:
     """The choice of the closed groups that a query opens, to see their exact tokens; no group has an entry.
 
     quota: number of groups to open. store: of their tokens. mean: queries see the closed groups that they do not open
-    as one token (`condense.ops.recall.rest`). reads_exactly: queries read several at once choose no groups and see the
-    tokens of all.
+    as one token (`condense.ops.recall.rest`). prompt: how queries are read of which a call has several: as single ones
+    ("recall"); they choose no groups and see the tokens of all ("exact"); or those that see the same closed groups open
+    the same ones, `condense.ops.recall.choice.Askers` ("shared").
     """
 
     quota: Quota
     store: StoreSettings
     mean: bool
-    reads_exactly: bool
+    prompt: Literal["recall", "exact", "shared"]
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,17 @@ class StepSettings:
     @property
     def reads_exactly(self) -> bool:
         """True if queries that are read several at once see the tokens of all groups."""
-        return self.choice is not None and self.choice.reads_exactly
+        return self.choice is not None and self.choice.prompt == "exact"
+
+    @property
+    def reads_otherwise(self) -> bool:
+        """True if queries that are read several at once are read otherwise than single ones."""
+        return self.choice is not None and self.choice.prompt != "recall"
+
+    @property
+    def shares_choices(self) -> bool:
+        """True if queries that are read several at once open groups in common."""
+        return self.choice is not None and self.choice.prompt == "shared"
 
     @property
     def bias_differs(self) -> bool:

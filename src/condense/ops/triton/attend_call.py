@@ -36,7 +36,8 @@ class AttendCall(NamedTuple):
 
     groups: int32 ``[B, K|1, L, r]``, the groups that each query opens, from `condense.ops.triton.recall_choice.choose`;
     None if the spans say all that queries see. With groups, the sources are store, of whose closed groups queries see
-    those that they open, and window; closed is the most closed groups that a query sees.
+    those that they open, and window; closed is the most closed groups that a query sees. asked: as of
+    `condense.ops.triton.recall_choice.marked`; then groups are of those that choose, and there are no gradients.
     """
 
     q: Tensor
@@ -51,6 +52,7 @@ class AttendCall(NamedTuple):
     softcap: float = 0.0
     groups: Tensor | None = None
     closed: int = 0
+    asked: Tensor | None = None
 
     @property
     def group_size(self) -> int:
@@ -80,7 +82,7 @@ class AttendCall(NamedTuple):
         step = max(1, _WORDS // (8 * self.groups.shape[0] * self.groups.shape[1] * self.closed)) * tile
         for first in range(0, L, step):
             stop = min(first + step, L)
-            yield first, stop, opened(self.groups, self.num_groups, self.closed, tile, first, stop)
+            yield first, stop, opened(self.groups, self.num_groups, self.closed, tile, first, stop, self.asked)
 
 
 _SCHEMA = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(AttendCall).items())

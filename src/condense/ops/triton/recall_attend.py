@@ -4,6 +4,7 @@ one token that stands for the others.
 Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, N window tokens, D and Dv widths.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 from condense.ops.recall.choice import Choice, IndexChoice, RecallSources, chosen_groups
 from condense.ops.recall.rest import GroupMeans, with_rest
 from condense.ops.spans import RuleSpans, UniformRule
+from condense.ops.tensors.per_row import at_least
 from condense.ops.triton.attend import ATTENTION
-from condense.ops.triton.attend_call import Attention, call_of, needs_operation
+from condense.ops.triton.attend_call import Attention, call_of, describe, needs_operation
 from condense.ops.triton.recall_choice import choice_operation, choose
 from condense.ops.triton.recall_rest import rest_operation, rest_weights
 from condense.ops.types import AttendOptions
@@ -50,16 +52,42 @@ def attend_recall(
         chosen = choice.at(0, L, spans.at(0, L, q.device)[0].hi, G)
         return attention.run(call._replace(groups=chosen_groups(chosen, r).to(torch.int32), closed=closed))
     asked = choice.q.detach()
-    as_operation = needs_operation(asked)
+    as_operation, by = needs_operation(asked), None if choice.askers is None else choice.askers.queries
     choose_groups = choice_operation if as_operation else choose
-    groups = choose_groups(asked, *choice.index, call.spans, call.rule, choice.scale, choice.quota, closed)
-    out, lse = attention.run(call._replace(groups=groups, closed=closed))
+    if by is None:
+        groups = choose_groups(asked, *choice.index, call.spans, call.rule, choice.scale, choice.quota, closed)
+    else:
+        groups = _choose_shared(choice, spans, closed, choose_groups)
+    out, lse = attention.run(call._replace(groups=groups, closed=closed, asked=by))
     if means is None:
         return out, lse
     weigh = rest_operation if as_operation else rest_weights
     scores = choice.scale, options.softcap
-    weights = weigh(asked, *choice.index, groups, call.spans, call.rule, scores, closed)
+    weights = weigh(asked, *choice.index, groups, by, call.spans, call.rule, scores, closed)
     return _joined(out, lse, weights, means, spans, g)
+
+
+def _choose_shared(choice: IndexChoice, spans: RuleSpans, closed: int, choose_groups: Callable[..., Tensor]) -> Tensor:
+    """The groups that each asker opens, as `choose` returns them, int32 ``[B, K, A, r]``.
+
+    Of those that ask for others too, each sees one closed group more than the one before it.
+    """
+    q, askers, rule = choice.q.detach(), choice.askers, spans.rule
+    assert askers is not None
+    assert isinstance(rule, UniformRule)
+    assert rule.window is not None
+    shared = q.take_along_dim(askers.columns[:, None, : askers.num_shared, None], 2)
+    first = q.shape[2] - (askers.columns.shape[1] - askers.num_shared)
+    parts = (
+        (shared, RuleSpans(UniformRule(1, 0), (spans.query_start + (1 - rule.window)) // rule.chunk - 1, 0, 0)),
+        (q[:, :, first:], RuleSpans(rule, spans.query_start + first, 0, at_least(spans.padding - first, 0))),
+    )
+    numbers = choice.scale, choice.quota, closed
+    chosen = [
+        choose_groups(asked, *choice.index, *describe(seen, 2, asked.shape[2], q.device), *numbers)
+        for asked, seen in parts
+    ]
+    return torch.cat(chosen, dim=2)
 
 
 def _joined(

@@ -129,27 +129,34 @@ class OpenedGroups(NamedTuple):
     counts: Tensor
 
 
-def marked(groups: Tensor, num_groups: int, closed: int, tile: int, first: int, stop: int) -> Tensor:
+def marked(
+    groups: Tensor, num_groups: int, closed: int, tile: int, first: int, stop: int, asked: Tensor | None = None
+) -> Tensor:
     """Return a word for each of ``closed`` groups and tile of ``tile`` queries, 64 at most, ``[B * K, T, closed]``; bit
     i says whether query i of the tile opens the group, for queries ``[first, stop)``.
 
-    groups: from `choose`, where ``num_groups`` stands for none.
+    groups: from `choose`, where ``num_groups`` stands for none. asked: ``queries`` of the
+    `condense.ops.recall.choice.Askers` whose groups these are; None: each query has its own.
     """
     (B, K, L, r), dtype = groups.shape, torch.int32 if tile <= 32 else torch.int64
     words = torch.zeros(B * K, cdiv(stop - first, tile), closed, dtype=dtype, device=groups.device)
     places = power_of_2(r)
     queries = queries_per_program(places, groups.is_cuda)
+    strides = (0, 0) if asked is None else (asked.stride(0), 0 if asked.shape[1] == 1 else asked.stride(1))
     with on_device_of(groups):
         _MARK(
-            (cdiv(stop - first, queries), B * K, 1), (groups, words), (L, num_groups, first, stop, closed, r),
+            (cdiv(stop - first, queries), B * K, 1), (groups, words, asked),
+            (K, L, num_groups, first, stop, closed, r, *strides),
             (tile, places, queries), {"num_warps": warps(places)},
         )  # fmt: skip
     return words
 
 
-def opened(groups: Tensor, num_groups: int, closed: int, tile: int, first: int, stop: int) -> OpenedGroups:
+def opened(
+    groups: Tensor, num_groups: int, closed: int, tile: int, first: int, stop: int, asked: Tensor | None = None
+) -> OpenedGroups:
     """Return the groups that tiles of queries open; the arguments are those of `marked`."""
-    words = marked(groups, num_groups, closed, tile, first, stop)
+    words = marked(groups, num_groups, closed, tile, first, stop, asked)
     heads, T, _ = words.shape
     room = min(closed, tile * groups.shape[3])
     lists = words.new_empty(heads, T, room, dtype=torch.int32), words.new_empty(heads, T, room)

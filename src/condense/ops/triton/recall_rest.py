@@ -32,12 +32,12 @@ def _rows(R: int, is_cuda: bool) -> int:
 
 
 def rest_weights(
-    q: Tensor, signs: Tensor, steps: Tensor, groups: Tensor, starts: Tensor | None, rule: Sequence[int],
-    scores: Sequence[float], closed: int,
+    q: Tensor, signs: Tensor, steps: Tensor, groups: Tensor, asked: Tensor | None, starts: Tensor | None,
+    rule: Sequence[int], scores: Sequence[float], closed: int,
 ) -> Tensor:  # fmt: skip
     """Return the weights of `condense.ops.recall.rest.rest_weights` for all queries, float32 ``[B, H, L]``.
 
-    groups int32 ``[B, K, L, r]``: those that queries open, as `condense.ops.triton.recall_choice.choose` returns them.
+    groups, asked: the groups that queries open, as `condense.ops.triton.recall_choice.marked` takes them.
     q, signs, steps, starts, rule, closed: the arguments of that function. scores: their scale and soft cap.
     """
     scale, softcap = scores
@@ -55,7 +55,7 @@ def rest_weights(
         for first in range(0, L, n):
             stop = min(first + n, L)
             numbers, unit = turned(q[:, :, first:stop], K, scale * LOG2E)
-            words = marked(groups, G, closed, Q, first, stop)
+            words = marked(groups, G, closed, Q, first, stop, asked)
             _REST(
                 (cdiv(stop - first, Q), B * K, 1),
                 (unit, of_tile(numbers, [1, rows, width]), centres, of_centres, words, starts, weights),
