@@ -125,8 +125,8 @@ def seen(q: Tensor, context: Context, *, scale: float, method: Method) -> Seen:
         clear = is_clear.repeat_interleave(q.shape[1] // signs.shape[1], 1)[..., None]
         index, g = GroupIndex(signs, steps), method.layout.rule.chunk
         if choice.mean and not (choice.prompt == "exact" and L > 1):
-            asked = IndexChoice(q[:, :, at].double(), index, scale, choice.quota)
-            weight = rest_weights(asked, 0, len(at), opened, closed, 0.0)
+            by_index = IndexChoice(q[:, :, at].double(), index, scale, choice.quota)
+            weight = rest_weights(by_index, 0, len(at), opened, closed, 0.0)
             assert context.means is not None
             assert isinstance(context.spans, RuleSpans)
             rest = weight, context.means.at(0, L, context.spans, g)[:, :, at]

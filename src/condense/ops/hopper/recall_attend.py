@@ -242,7 +242,7 @@ def _consume(tensors, queries, lists, problem, scale, memory, FORM: gl.constexpr
         spans = pipeline.spans_of_row(problem.spans, row, KIND)
         i, r, real = tile_rows(first, j, L, R, 2 * ROWS)
         lo, hi = visible(1, i, row, spans, KIND)
-        bit = gl.full([ROWS], 1, lists.words.dtype.element_ty, of_rows) << (i % Q)
+        bit = gl.full([ROWS], 1, lists.words.dtype.element_ty, of_rows) << ((i - problem.first) % Q)
         bit = gl.convert_layout(bit, gl.SliceLayout(1, gl.SliceLayout(2, _of_tokens(BN, g))))
         view = RecallView(q, lo, hi, bit, lists.words + tile * problem.room, count, piece, scale)
         nothing = (gl.full([ROWS], float("-inf"), gl.float32, of_rows), gl.zeros([ROWS], gl.float32, of_rows))

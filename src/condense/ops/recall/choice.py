@@ -12,7 +12,7 @@ from torch import Tensor
 
 from condense.ops.recall.index import GroupIndex, turned_queries
 from condense.ops.spans import RuleSpans, Source, Spans, UniformRule
-from condense.ops.tensors.per_row import IntT, as_rows, at_least, at_most
+from condense.ops.tensors.per_row import IntT, as_rows, at_least, at_most, max_row
 
 # more groups than any row has
 _UNLIMITED = 2**31 - 1
@@ -80,12 +80,14 @@ class Askers(NamedTuple):
 
     columns int64 ``[B|1, A]``: the A queries that choose, of which the first ``num_shared`` choose for others too.
     queries int32 ``[2, B|1, L]``: for each query the number of the one whose groups it opens, and the column of the
-    next query that opens those of another.
+    next query that opens those of another. lead: queries before the first one that chooses for g of them, if that is
+    the same in all rows, else 0.
     """
 
     columns: Tensor
     queries: Tensor
     num_shared: int
+    lead: int
 
     @classmethod
     def of_call(cls, sources: RecallSources, L: int) -> Self:
@@ -96,17 +98,17 @@ class Askers(NamedTuple):
         assert isinstance(spans, RuleSpans)
         assert isinstance(spans.rule, UniformRule)
         assert spans.rule.window is not None
-        start, padding = (as_rows(x, 1)[:, None] for x in (spans.query_start, spans.padding))
-        ahead = start + 1 - spans.rule.window
-        block, column = ahead // g, torch.arange(L)[None]
+        ahead = spans.query_start + (1 - spans.rule.window)
+        num_shared = max_row((ahead + (L - 1)) // g - ahead // g) + 1
+        lead = 0 if isinstance(ahead, Tensor) else -ahead % g
+        ahead, padding, column = as_rows(ahead, 1)[:, None], as_rows(spans.padding, 1)[:, None], torch.arange(L)[None]
+        block, is_own = ahead // g, column >= L - num_own
         number = (ahead + column) // g - block
-        num_shared = int(number.max()) + 1
         first = torch.maximum((block + torch.arange(num_shared)) * g - ahead, padding).clamp(max=L - 1)
-        is_own = column >= L - num_own
+        columns = torch.cat([first, column[:, L - num_own :].expand(len(first), -1)], dim=1)
         of = torch.where(is_own, num_shared + column - (L - num_own), number)
         until = torch.where(is_own, column + 1, ((block + number + 1) * g - ahead).clamp(max=L - num_own))
-        columns = torch.cat([first, column[:, L - num_own :].expand(len(first), -1)], dim=1)
-        return cls(columns.to(device), torch.stack([of, until]).int().to(device), num_shared)
+        return cls(columns.to(device), torch.stack([of, until]).int().to(device), num_shared, lead)
 
 
 class Choice(Protocol):

@@ -99,7 +99,7 @@ def attend_dq_kernel(
     tl.store(delta_ptr + at, delta, mask=real)
     queries = BackwardQueries(q, d_out, lse, delta)
     if OPEN is not None:
-        groups = groups_of(lists, room, store, s_store, row, choosers, i, BM // OPEN.R)
+        groups = groups_of(lists, room, store, s_store, row, choosers, i - first, BM // OPEN.R)
     dq = zeros(BM, D0, D1)
     for n in tl.static_range(N):
         if OPEN is not None and n == 0:

@@ -37,7 +37,8 @@ class AttendCall(NamedTuple):
     groups: int32 ``[B, K|1, L, r]``, the groups that each query opens, from `condense.ops.triton.recall_choice.choose`;
     None if the spans say all that queries see. With groups, the sources are store, of whose closed groups queries see
     those that they open, and window; closed is the most closed groups that a query sees. asked: as of
-    `condense.ops.triton.recall_choice.marked`; then groups are of those that choose, and there are no gradients.
+    `condense.ops.triton.recall_choice.marked`; then groups are of those that choose, and there are no gradients. lead:
+    queries that come before the first tile, so that few tiles hold queries of three that choose.
     """
 
     q: Tensor
@@ -53,6 +54,7 @@ class AttendCall(NamedTuple):
     groups: Tensor | None = None
     closed: int = 0
     asked: Tensor | None = None
+    lead: int = 0
 
     @property
     def group_size(self) -> int:
@@ -80,8 +82,10 @@ class AttendCall(NamedTuple):
             return
         # a word for each group takes at most 8 bytes
         step = max(1, _WORDS // (8 * self.groups.shape[0] * self.groups.shape[1] * self.closed)) * tile
-        for first in range(0, L, step):
-            stop = min(first + step, L)
+        lead = min(self.lead, L)
+        for first, stop in ((0, lead), *((n, min(n + step, L)) for n in range(lead, L, step))):
+            if first == stop:
+                continue
             yield first, stop, opened(self.groups, self.num_groups, self.closed, tile, first, stop, self.asked)
 
 

@@ -138,7 +138,7 @@ def attend_fwd_kernel(
 
     OPEN: the `OpenForm` of a call in which queries open groups, else None, and so are store (pointers to its keys and
     values, for which there are no descriptors), lists (see `groups_of`), and the numbers of these. first, stop: the
-    queries that are read, None for all; first is a multiple of the queries of a tile.
+    queries that are read, None for all.
     """
     k, k_rest = (k0, k1, k2, k3), (k0_rest, k1_rest, k2_rest, k3_rest)
     v, v_rest = (v0, v1, v2, v3), (v0_rest, v1_rest, v2_rest, v3_rest)
@@ -150,7 +150,7 @@ def attend_fwd_kernel(
     head = kvh * heads + r
     q = load_rows(q_ptr, b * s_q[0] + head * s_q[1] + i.to(tl.int64) * s_q[2], real, D0, D1)  # [BM, D]
     if OPEN is not None:
-        groups = groups_of(lists, room, store, s_store, row, choosers, i, BM // OPEN.R)
+        groups = groups_of(lists, room, store, s_store, row, choosers, i - first, BM // OPEN.R)
     softmax = Softmax(zeros(BM, V0, V1), tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32))
     for n in tl.static_range(N):
         if OPEN is not None and n == 0:

@@ -49,7 +49,9 @@ def chooser(row, choosers):
 
 @triton.jit
 def groups_of(lists, room, store, s_store, row, choosers, i, Q: tl.constexpr):
-    """The `TileGroups` of a program. lists: pointers to the `condense.ops.triton.recall_choice.OpenedGroups`."""
+    """The `TileGroups` of a program. lists: pointers to the `condense.ops.triton.recall_choice.OpenedGroups`, i: number
+    of each row's query among those that these are of.
+    """
     group_ptr, word_ptr, count_ptr = lists
     tile = chooser(row, choosers) * tl.num_programs(0) + tl.num_programs(0) - 1 - tl.program_id(0)
     return TileGroups(

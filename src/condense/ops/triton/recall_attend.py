@@ -52,13 +52,15 @@ def attend_recall(
         chosen = choice.at(0, L, spans.at(0, L, q.device)[0].hi, G)
         return attention.run(call._replace(groups=chosen_groups(chosen, r).to(torch.int32), closed=closed))
     asked = choice.q.detach()
-    as_operation, by = needs_operation(asked), None if choice.askers is None else choice.askers.queries
+    as_operation, by, lead = needs_operation(asked), None, 0
+    if choice.askers is not None:
+        by, lead = choice.askers.queries, choice.askers.lead
     choose_groups = choice_operation if as_operation else choose
     if by is None:
         groups = choose_groups(asked, *choice.index, call.spans, call.rule, choice.scale, choice.quota, closed)
     else:
         groups = _choose_shared(choice, spans, closed, choose_groups)
-    out, lse = attention.run(call._replace(groups=groups, closed=closed, asked=by))
+    out, lse = attention.run(call._replace(groups=groups, closed=closed, asked=by, lead=lead))
     if means is None:
         return out, lse
     weigh = rest_operation if as_operation else rest_weights
