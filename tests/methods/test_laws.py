@@ -15,6 +15,7 @@ from oracles import cases, oracle
 
 import condense
 from condense import CCA, DGA, LCA, Dense, LMInfinite, Recall, StreamingLLM
+from condense.ops.recall import choice
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=40)
@@ -22,6 +23,7 @@ LENGTH = 45
 PADDING = torch.tensor([0, 6])
 # two numbers share a byte, so keys and values have an even width
 RECALLS = cases.RECALLS | {"store-4": Recall(group_size=4, window=5, num_recall=3, store_bits=4)}
+RECALLS["shared"] = RECALLS["store-4"].replace(store_bits=16, prompt="shared")
 BASELINES = {"streaming_llm": (StreamingLLM, "sink"), "lm_infinite": (LMInfinite, "n_global")}
 LIMITS = [
     Dense(), CCA(group_size=4, window=64), LCA(group_size=7, window=1000), StreamingLLM(sink=2, window=64),
@@ -29,6 +31,12 @@ LIMITS = [
     DGA(selection="prompt"), DGA(group_size=4, selection="prompt", gamma=0.2, min_focal=64),
     DGA(group_size=4, selection="prompt", gamma=1), Recall(group_size=4, window=8, num_recall=2, prompt="exact"),
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def few_own_choices(monkeypatch):
+    """Most queries of these texts open what others choose, if the method says so."""
+    monkeypatch.setattr(choice, "OWN_CHOICES", 5)
 
 
 def run(method, backend, q, k, v, **options):

@@ -10,13 +10,15 @@ from methods import test_parity as parity
 from models import tiny
 from oracles import cases, latent_oracle, oracle
 from test_latent import read_in_steps
+from two_sources import ArrayChoice
 
 import condense
 from condense import Recall
 from condense.caches import CondensedLayer, StaticCondensedLayer
 from condense.latent import UpProjection
 from condense.models.inspect import inspect
-from condense.ops.recall import GroupIndex
+from condense.ops import Source, attend_recall
+from condense.ops.recall import GroupIndex, IndexChoice, RecallSources, choice
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 METHODS = cases.RECALLS
@@ -30,6 +32,7 @@ REFUSED = [
     (RECALLING, {"scale": -0.5}, r"scale must be > 0 for Recall, .*, got -0\.5"),
     (RECALLING.replace(store_bits=8), {}, "keeps no gradients of stored tokens: train with store_bits=16"),
     (DENSE_FIRST, {}, "train with prompt='recall'"),
+    (DENSE_FIRST.replace(prompt="shared"), {}, "train with prompt='recall'"),
 ]
 
 
@@ -113,6 +116,25 @@ def test_chunks_are_dense_over_stored_tokens_and_steps_recall(layer, bits):
         got = read(layer, columns((q, k, v), start, stop), scale=0.3)
         want = recalled if stop == start + 1 else dense
         torch.testing.assert_close(got, want[:, :, start:stop], **CLOSE)
+
+
+@pytest.mark.parametrize("layer", [CondensedLayer, partial(StaticCondensedLayer, max_cache_len=90)])
+def test_the_first_query_chooses_for_all_that_see_the_same_groups(layer, monkeypatch):
+    """But for the last of a call. A call may begin in the middle of such queries."""
+    monkeypatch.setattr(choice, "OWN_CHOICES", 3)
+    method, (q, k, v) = RECALLING.replace(prompt="shared", unchosen="drop"), oracle.random_qkv(1, 4, 2, 90, 8, 8)
+    context, asker, layer = read_whole(method, q, k, v, scale=0.3), list(range(90)), layer(method)
+    calls = [(0, 17), (17, 20), (20, 45), (45, 70), *((t, t + 1) for t in range(70, 90))]
+    for start, stop in calls:
+        for t in range(start, stop - 3):
+            asker[t] = max(start, max(t + 1 - 8, 0) // 4 * 4 + 7) if t >= 7 else start
+    got = torch.cat([read(layer, columns((q, k, v), *ends), scale=0.3) for ends in calls], dim=2)
+    *index, store = context.extra
+    sources = RecallSources(Source(*store.split(8, dim=3)), context.window, context.spans)
+    chosen = IndexChoice(q[:, :, asker], GroupIndex(*index), 0.3, method.quota)
+    mask = chosen.at(0, 90, context.spans.at(0, 90, q.device)[0].hi, store.shape[2] // 4)
+    want, _ = attend_recall(q, sources, ArrayChoice(mask), scale=0.3, backend="reference")
+    torch.testing.assert_close(got, want, **CLOSE)
 
 
 @pytest.mark.parametrize("layer", [CondensedLayer(DENSE_FIRST), StaticCondensedLayer(DENSE_FIRST, 99)])
