@@ -27,6 +27,8 @@ def arms(length: int) -> tuple[dict[str, Arm], dict[str, Arm]]:
     """
     first: dict[str, Arm] = {"dense": None, "recall-device": DEVICE, "recall-host": HOST, "cache of 4 bits": CACHE}
     second: dict[str, Arm] = {
+        "prompts shared": DEVICE.replace(prompt="shared"),
+        "128, prompts shared": DEVICE.replace(min_recall=128, prompt="shared"),
         "384 at least": DEVICE.replace(min_recall=384),
         "prompts by Recall": DEVICE.replace(prompt="recall"),
         "128 at least": DEVICE.replace(min_recall=128),

@@ -6,14 +6,18 @@ Shapes: H query heads, K KV heads, L tokens, D and Dv widths; of latents d_n, d_
 
 import random
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
+from layers import read
 from paged_pool import METHODS, NULL, Pool, complete_a_prefix
 from paged_sequences import cut, random_extras, random_latents, random_tokens, read_in_pieces, whole
-from record_pool import EXACT_PROMPTS, RECORDS, RecordPool
+from record_pool import EXACT_PROMPTS, RECALL, RECORDS, RecordPool
 
 import condense
+from condense.caches import CondensedLayer
+from condense.ops.recall import choice
 
 H, K, D, DV = 4, 2, 6, 5
 WIDTHS = (5, 2, 6, 4)
@@ -68,6 +72,20 @@ def test_equal_to_the_whole(pool, chunk, backend):
     out = read_in_pieces(pool, qkv, chunk, scale=SCALE, backend=backend)
     singles = range(len(out)) if chunk == 1 else ()
     torch.testing.assert_close(out, wanted(pool, qkv, singles), **EXACT)
+
+
+@BACKENDS
+@pytest.mark.parametrize("bits", [16, 4])
+def test_choices_for_others_are_those_of_a_layer(bits, backend, monkeypatch):
+    """Which queries choose depends on where calls begin and end."""
+    monkeypatch.setattr(choice, "OWN_CHOICES", 3)
+    method = RECALL.replace(prompt="shared", store_bits=bits)
+    pool, layer = RecordPool(method, (K, D, 4)), CondensedLayer(method)
+    qkv, request = tokens_of(pool, 90), pool.add(90)
+    for ends in pairwise((0, 40, 60, 61, 90)):
+        got = pool.read([(request, cut(qkv, *ends))], scale=SCALE, backend=backend)[0]
+        want = read(layer, [x.transpose(0, 1)[None] for x in cut(qkv, *ends)], scale=SCALE, backend=backend)[0]
+        torch.testing.assert_close(got, want.transpose(0, 1), **EXACT)
 
 
 @BACKENDS
