@@ -61,7 +61,7 @@ def rest_weights(choice: IndexChoice, start: int, stop: int, chosen: Tensor, clo
     """Logarithm of the weight of what queries ``[start, stop)`` do not open, ``[B, H, L]`` float32 or wider; -inf where
     all closed groups are open.
 
-    chosen: bool ``[B, K, L, G]`` of the first G groups; closed: as in `condense.ops.recall.choice.Choice`.
+    chosen: bool ``[B, K, L, G]`` of the first G groups; closed: as in `IndexChoice.at`.
     """
     G, K, g = chosen.shape[3], chosen.shape[1], choice.index.group_size
     scores = soft_cap(centre_scores(choice.q[:, :, start:stop], choice.index.narrow(0, G), choice.scale), softcap)
