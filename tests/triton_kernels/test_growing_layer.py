@@ -21,7 +21,7 @@ import condense
 from condense.caches import CondensedLayer, cache_nbytes, store
 from condense.caches.ring import room_for
 from condense.caches.store import finish_writes
-from condense.ops import Extras, NewToken
+from condense.ops import Extras, NewToken, decode_step
 from condense.ops.tensors.per_row import as_rows
 from condense.ops.triton.launch import Prepared
 from condense.state import SLACK
@@ -77,7 +77,7 @@ class Operating(CondensedLayer):
 
     def read(self, *args):
         context = super().read(*args)
-        self._ring._prepare = lambda *args: None
+        self._ring._decode = partial(decode_step, own=None, backend="triton")
         return context
 
 
