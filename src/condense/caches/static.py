@@ -144,11 +144,15 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         before: None if they are the first; then memory is taken for what they left and for what can follow.
         """
         if before is None:
-            room = None
+            room, left = None, self.max_cache_len - slots
             if self.settings.has_first:
-                left = self.max_cache_len - slots
                 room = Room.of(self.method, max_row(num_entries(self.method, left, after.first.num)), left)
-            self._make_room(after.window_k, after.window_v, latent_width, room)
+            if self.buffers is None:
+                self.lazy_initialization(after.window_k, after.window_v, latent_width, room)
+            elif room is not None:
+                if room.entries > self.buffers.entries_k.shape[2]:
+                    self.bias = static_bias(self.method, self.batch_size, room.entries, self.device)
+                self.buffers = with_room(self.buffers, self.settings, room)
         self._write_state(before, after)
         if before is None:
             self._set_bias(after.first)
@@ -196,16 +200,6 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
                 f"static cache: wanted at most {self.max_cache_len} tokens (max_cache_len), got {held} and {L} more; "
                 "make it longer, or use a cache that grows (cache_implementation unset)"
             )
-
-    def _make_room(self, k: Tensor, v: Tensor, latent_width: int | None, room: Room | None) -> None:
-        """Take the memory for tokens like k and v, as `lazy_initialization`; enlarge it if that was done before."""
-        if not self.is_initialized:
-            self.lazy_initialization(k, v, latent_width, room)
-        elif room is not None:
-            assert self.buffers is not None
-            if room.entries > self.buffers.entries_k.shape[2]:
-                self.bias = static_bias(self.method, self.batch_size, room.entries, self.device)
-            self.buffers = with_room(self.buffers, self.settings, room)
 
     def _held_state(self) -> LayerState:
         """The state in the buffers."""
