@@ -251,7 +251,7 @@ def test_a_step_allocates_and_starts_kernels(method, started):
     memory = [*memory, *memory, memory[0]]
     for L in (50, 1):
         read_by(layer, draw_tokens(L))
-    for i in range(20 if DEVICE == "cuda" else 5 if recalls else 12):
+    for i in range(20 if DEVICE == "cuda" else 4 if recalls else 8):
         started.clear()
         new, before = draw_tokens(1, i), layer._ring.buffers
         with Counting() as counting:
