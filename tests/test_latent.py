@@ -35,11 +35,12 @@ def wanted(shape, method):
 
 def read_in_steps(method, x, steps, *, absorb, hand_over=False):
     """Feed rows through `extend` as a model does: out ``[B, H, L, d_v]`` and the past. hand_over: give the keys and
-    values of new tokens along, as the stock forward expanded them.
+    values of new tokens along, as the stock forward expanded them. absorb: None where that pays.
     """
     q = torch.cat([x.q_nope, x.q_rope], -1)
     entries = torch.cat([x.c, x.k_rope], -1)[:, None]
-    up, past, outs, start = UpProjection(x.w_uk, x.w_uv), None, [], 0
+    told = {} if absorb is None else {"absorbing_pays": lambda *_: absorb}
+    up, past, outs, start = type("Up", (UpProjection,), told)(x.w_uk, x.w_uv), None, [], 0
     for size in steps:
         new_q, new = q[:, :, start : start + size], entries[:, :, start : start + size]
         start += size
@@ -47,7 +48,7 @@ def read_in_steps(method, x, steps, *, absorb, hand_over=False):
         summary = mean_queries(method, new_q, up)
         sources, past = extend(view, past, summary, new, new[..., :0], scale=q.shape[-1] ** -0.5)
         handed = up.expand(new) if hand_over else None
-        out, _ = attend_latents(method, new_q, sources, up, new=handed, absorb=absorb, scale=q.shape[-1] ** -0.5)
+        out, _ = attend_latents(method, new_q, sources, up, new=handed, scale=q.shape[-1] ** -0.5)
         outs.append(out)
     return torch.cat(outs, 2), past
 

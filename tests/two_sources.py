@@ -39,13 +39,12 @@ def attend_to(context, q, **options):
 
 
 class ArrayChoice:
-    """A given choice: ``mask`` bool ``[B, K|1, L, G]``. Groups that are not closed for a query are ignored."""
+    """A given choice, as the torch backend asks for it: ``mask`` bool ``[B, K|1, L, G]``. Groups that are not closed
+    for a query are ignored.
+    """
 
     def __init__(self, mask):
         self.mask = mask
-
-    def most(self, closed):
-        return min(closed, int(self.mask.sum(-1).max())) if self.mask.numel() > 0 else 0
 
     def at(self, start, stop, closed, num_groups):
         group = torch.arange(num_groups, device=closed.device)

@@ -17,7 +17,7 @@ from condense.ops.recall.rest import GroupMeans, running_sums
 from condense.ops.tensors.autocast import outside_autocast
 from condense.ops.tensors.per_row import PerRow, as_rows, at_least, broadcast_rows, max_row
 from condense.ops.tensors.right_aligned import append_entries, append_window, detach_compact, newest
-from condense.plan import ForwardPlan, Reading, WholeGroups
+from condense.plan import ChunkRange, ForwardPlan
 from condense.state import SLACK, LayerState, empty_state, first_needed, kept_sums
 
 
@@ -58,24 +58,22 @@ def extend(
     if entries[0].dtype != k.dtype:  # neither entries of 16 bits nor a new state, which has no entries yet
         pairs = zip(entries, (k, v), strict=False)
         keys_and_values = tuple(form.unpack(rows, x.shape[3], x.dtype) for rows, x in pairs)
-    if reading.num_chunks > 0:
+    due, num_first = reading.due, before.first.num
+    if due.num > 0:
         summary = None
         if reading.summaries is not None:
             summary = summarize(q, before.mean_q, reading.summaries, backend=backend)
-            summary = summary.expand(-1, -1, reading.num_chunks, -1)
-        chunks = Chunks(
-            window_k, window_v, reading.columns, reading.num_chunks, method.layout.rule.chunk, reading.numbers
-        )
+            summary = summary.expand(-1, -1, due.num, -1)
+        chunks = Chunks(window_k, window_v, due.columns, due.num, method.layout.rule.chunk, due.numbers)
         new = method.represent(chunks, summary, scale=scale, backend=backend)
-        _check_entries(method, new, k, v, reading.num_chunks)
-        num_first = before.first.num
+        _check_entries(method, new, k, v, due.num)
         rows = tuple(map(form.pack, new[:2]))
-        entries = _append(before.entries, (*rows, *new[2:]), reading, num_first)
+        entries = _append(before.entries, (*rows, *new[2:]), due, num_first)
         if form.bits == 16:
             keys_and_values = entries[:2]
         else:
             rounded = tuple(map(form.rounded, new[:2], rows))
-            keys_and_values = _append(keys_and_values, rounded, reading, num_first)
+            keys_and_values = _append(keys_and_values, rounded, due, num_first)
     sums, means = before.sums, None
     if reading.whole is not None:
         sums, means = _sums(before.sums, window_v if v.shape[3] > 0 else window_k, reading.whole, method)
@@ -96,18 +94,18 @@ def extend(
     return context, new_state
 
 
-def _sums(before: Tensor, v: Tensor, whole: WholeGroups, method: Method) -> tuple[Tensor, GroupMeans]:
+def _sums(before: Tensor, v: Tensor, whole: ChunkRange, method: Method) -> tuple[Tensor, GroupMeans]:
     """The newest sums of values of whole groups, as in `condense.state.LayerState`, and the means that queries see.
 
     before: the sums before the new tokens; v ``[B, K, N, Dv]``: values of window and new tokens.
     """
-    (first, counts, num, columns), g = whole, method.layout.rule.chunk
+    (first, last, num, columns, _), g = whole, method.layout.rule.chunk
     groups = Chunks(v, v[..., :0], columns, num, g, 0).tokens()[0]
     if before.shape[2] == 0:
         before = v.new_zeros(*v.shape[:2], 1, v.shape[3], dtype=torch.float64)
     new = running_sums(before[:, :, -1:], groups)
     sums, kept = torch.cat([before[:, :, :-1], new], dim=2), min(kept_sums(g), before.shape[2] + num)
-    column = before.shape[2] - kept + broadcast_rows(counts, 2) + torch.arange(kept)[None]
+    column = before.shape[2] - kept + broadcast_rows(last - first, 2) + torch.arange(kept)[None]
     newest = sums.take_along_dim(column.clamp(min=0).to(v.device, non_blocking=True)[:, None, :, None], 2)
     tokens = (broadcast_rows(first, 2) + torch.arange(num + 1)[None]) * g
     tokens = tokens.clamp(min=1).to(v.device, non_blocking=True)[:, None, :, None]
@@ -136,17 +134,15 @@ def _check_entries(method: Method, new: object, k: Tensor, v: Tensor, num_chunks
         )
 
 
-def _append(
-    old: tuple[Tensor, ...], new: tuple[Tensor, ...], reading: Reading, num_first: PerRow
-) -> tuple[Tensor, ...]:
+def _append(old: tuple[Tensor, ...], new: tuple[Tensor, ...], due: ChunkRange, num_first: PerRow) -> tuple[Tensor, ...]:
     """The old entries, then those of the new chunks. Keys and values begin with ``num_first`` first entries."""
     old = (*old, *(x[:, :, :0] for x in new[len(old) :]))
     appended = []
     for i, (kept, added) in enumerate(zip(old, new, strict=True)):
         if kept.shape[2] == 0:  # before the first entries, their width is that of the tokens
             kept = added[:, :, :0]
-        per_chunk = added.shape[2] // reading.num_chunks
-        start, stop = (n * per_chunk + (num_first if i < 2 else 0) for n in (reading.first_chunk, reading.last_chunk))
+        per_chunk = added.shape[2] // due.num
+        start, stop = (n * per_chunk + (num_first if i < 2 else 0) for n in due[:2])
         appended.append(append_entries(kept, added, start, stop))
     return tuple(appended)
 
@@ -233,7 +229,7 @@ def run_planned(
         return run(*tensors, ForwardPlan(L, None if padding is None else L - check_padding(padding, q)))
     if padding is not None:
         raise ValueError("cu_seqlens and padding exclude each other, got both")
-    lengths = check_cu_seqlens(cu_seqlens, q)
+    lengths = check_cu_seqlens(cu_seqlens, q.shape[0], L)
     if method.reads_packed:
         return run(*tensors, ForwardPlan(L, documents=lengths))
     documents = zip(*(x.split(lengths, dim=2) for x in tensors), strict=True)

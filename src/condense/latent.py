@@ -83,21 +83,18 @@ def attend_latents(
     up: UpProjection,
     *,
     new: tuple[Tensor, Tensor] | None = None,
-    absorb: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`Method.attend` of q ``[B, H, L, d_n + d_r]`` over a context of latents: out ``[B, H, L, d_v]``, and lse or None.
 
+    It attends on latents, or on keys and values per head, whichever is cheaper.
     context: as `condense.functional.extend` returns it. new: keys and values per head of the window's last L tokens, if
-    the caller has expanded them already. absorb: True attends on latents, False on keys and values per head; None takes
-    the cheaper. options: of `Method.attend`.
+    the caller has expanded them already. options: of `Method.attend`.
     """
     entries, window = context.sources
-    if absorb is None:
-        # a store holds latents, too, which are expanded with the others
-        lengths = [x.shape[2] for x in (entries.k, window.k, *context.extra[2:]) if x.shape[3] > 0]
-        absorb = up.absorbing_pays(q.shape[2], sum(lengths))
-    if absorb:
+    # a store holds latents, too, which are expanded with the others
+    lengths = [x.shape[2] for x in (entries.k, window.k, *context.extra[2:]) if x.shape[3] > 0]
+    if up.absorbing_pays(q.shape[2], sum(lengths)):
         latents = tuple(up.view(source, absorb=True) for source in context.sources)
         out, lse = method.attend(up.absorb(q), context._replace(sources=latents), **options)
         return up.project_out(out), lse

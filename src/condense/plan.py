@@ -16,35 +16,29 @@ from condense.ops.tensors.sampling import Sample, sampled_queries
 from condense.state import LayerState
 
 
-class WholeGroups(NamedTuple):
-    """The groups that are whole after new tokens and were not before: of each row those from number ``first`` on, so
-    many as ``counts``. num: the most in any row. columns: of these groups, as in `condense.ops.Chunks`.
-    """
+class ChunkRange(NamedTuple):
+    """Chunks ``[first, last)`` of each row. num: the most in any. columns, numbers: as in `condense.ops.Chunks`."""
 
     first: PerRow
-    counts: PerRow
+    last: PerRow
     num: int
     columns: int | Tensor
+    numbers: int | Tensor
 
 
 class Reading(NamedTuple):
     """The chunks to pool when new tokens are read, and the spans of their queries, for one method and one state.
 
-    seen: real tokens per row afterwards. first_chunk, last_chunk: chunks ``[first_chunk, last_chunk)`` of each row are
-    pooled now; num_chunks: the most in any row. columns, numbers: of these chunks, as in `condense.ops.Chunks`.
-    summaries: the queries that weigh the chunks, None if no chunk needs any. spans: of the new queries. whole: the
-    groups that new tokens complete; None where their values are not summed up.
+    seen: real tokens per row afterwards. due: the chunks that are pooled now. summaries: the queries that weigh them,
+    None if no chunk needs any. spans: of the new queries. whole: the chunks that new tokens complete; None where their
+    values are not summed up.
     """
 
     seen: PerRow
-    first_chunk: PerRow
-    last_chunk: PerRow
-    num_chunks: int
-    columns: int | Tensor
-    numbers: int | Tensor
+    due: ChunkRange
     summaries: SummarySpans | SummaryColumns | None
     spans: RuleSpans | ArraySpans
-    whole: WholeGroups | None = None
+    whole: ChunkRange | None = None
 
 
 class ForwardPlan:
@@ -111,26 +105,26 @@ class ForwardPlan:
         num_window = 0 if state is None else state.window_k.shape[2]
         seen = int_if_equal(before + (self.num_tokens - self.padding))
         window_start = seen - (num_window + self.num_tokens)
-        first, last = rule.pooled(before, delay), rule.pooled(seen, delay)
-        num = max_row(last - first)
+        due = _chunks(rule.pooled(before, delay), rule.pooled(seen, delay), rule.chunk, window_start, device)
         summaries = None
-        if S > 0 and num > 0:
+        if S > 0 and due.num > 0:
             # with summary="prompt" one summary, of the prompt's last queries, weighs all chunks; else each has its own
             looks_ahead = layout.lookahead is not None and state is None
-            start, count = (seen, 1) if looks_ahead else ((first + 1) * rule.chunk + delay, num)
+            start, count = (seen, 1) if looks_ahead else ((due.first + 1) * rule.chunk + delay, due.num)
             summaries = SummarySpans(start - S, before, seen, count, S, rule.chunk)
         first_entries = 0 if state is None else state.first.num
         spans = RuleSpans(rule, seen - self.num_tokens, window_start, self.padding, first_entries)
-        columns = _each_chunk(first * rule.chunk - window_start, rule.chunk, num, device)
-        numbers = _each_chunk(first, 1, num, device)
         whole = None
         if layout.choice is not None and layout.choice.mean:
-            begin = int_if_equal(before // rule.chunk)
-            counts = int_if_equal(seen // rule.chunk - begin)
-            most = max_row(counts)
-            starts = begin * rule.chunk - window_start
-            whole = WholeGroups(begin, counts, most, _each_chunk(starts, rule.chunk, most, device))
-        return Reading(seen, first, last, num, columns, numbers, summaries, spans, whole)
+            whole = _chunks(before // rule.chunk, seen // rule.chunk, rule.chunk, window_start, device)
+        return Reading(seen, due, summaries, spans, whole)
+
+
+def _chunks(first: PerRow, last: PerRow, size: int, window_start: PerRow, device: torch.device) -> ChunkRange:
+    """Chunks of ``size`` tokens, in a window that begins at position ``window_start``."""
+    first, num = int_if_equal(first), max_row(last - first)
+    columns = _each_chunk(first * size - window_start, size, num, device)
+    return ChunkRange(first, last, num, columns, _each_chunk(first, 1, num, device))
 
 
 def _each_chunk(first: PerRow, step: int, num: int, device: torch.device) -> int | Tensor:
@@ -164,4 +158,4 @@ def _read_documents(layout: Layout, lengths: Tensor, device: torch.device) -> Re
     columns, numbers, begins, ends = torch.stack([columns, numbers, begins, ends]).to(device, non_blocking=True)
     summaries = SummaryColumns(begins, ends, S) if S > 0 and num > 0 else None
     spans = document_spans(rule, lengths, device)
-    return Reading(num_tokens, 0, num, num, columns[None], numbers[None], summaries, spans)
+    return Reading(num_tokens, ChunkRange(0, num, num, columns[None], numbers[None]), summaries, spans)

@@ -23,12 +23,12 @@ METHODS = {
 }
 # dtype, rows, lengths; the fused projections of gpt2 and phi3 make keys and values views of something larger
 MODELS = {
-    "llama-gqa": ("llama", torch.float32, 1, (4096, 4103, 8192)),
+    "llama-gqa": ("llama", torch.float32, 1, (4096, 4103)),
     "llama-bfloat16": ("llama", torch.bfloat16, 2, (4096,)), "llama-mha": ("llama-mha", torch.float32, 1, (4096,)),
-    "phi3-fused": ("phi3", torch.float32, 1, (4096,)), "gpt2-fused": ("gpt2", torch.float32, 1, (4096, 8192)),
+    "phi3-fused": ("phi3", torch.float32, 1, (4096,)), "gpt2-fused": ("gpt2", torch.float32, 1, (4103,)),
     "gpt2-bfloat16": ("gpt2", torch.bfloat16, 2, (4096,)), "latents": ("deepseek_v3", torch.bfloat16, 2, (4096,)),
 }  # fmt: skip
-STEPS = 50
+STEPS = 20
 # every method on one model, every model with a method whose queries are kept and one whose prompt is chosen from
 CASES = [("llama-gqa", method) for method in METHODS]
 CASES += [(model, method) for model in MODELS if model != "llama-gqa" for method in ("streaming-256", "dga-select")]
@@ -37,7 +37,7 @@ CASES = [case for case in CASES if case != ("latents", "dga-select")]  # refused
 
 def _model(name, dtype):
     changes = {"num_key_value_heads": 4} if name == "llama-mha" else {}
-    changes |= {"n_positions" if name == "gpt2" else "max_position_embeddings": 8192 + STEPS}
+    changes |= {"n_positions" if name == "gpt2" else "max_position_embeddings": 4103 + STEPS}
     changes |= {"n_layer" if name == "gpt2" else "num_hidden_layers": 2}
     return tiny.model(name.removesuffix("-mha"), dtype, **changes)
 

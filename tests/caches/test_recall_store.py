@@ -15,7 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 import condense
-from condense.caches import CondensedLayer, StaticCondensedLayer, static
+from condense.caches import CondensedLayer, StaticCondensedLayer
+from condense.caches.store import Store
+from condense.methods import step_settings
 from condense.ops.step.state import pinned_zeros
 from condense.ops.triton import limits
 
@@ -58,7 +60,7 @@ def test_device_and_host_give_the_same_bits(ragged):
     """Growing layers and static ones, which hold their tokens in another order, among themselves."""
     generator = torch.Generator().manual_seed(3)
     layers = [layer for method in (METHOD, *HOSTS) for layer in _layers(method)]
-    for seed, L in enumerate((23, *[1] * 40, 17, *[1] * 30)):
+    for seed, L in enumerate((23, *[1] * 24, 17, *[1] * 18)):
         counts = torch.randint(0, L + 1, (3,), generator=generator) if ragged else None
         assert L > 1 or all(layer.can_step(*_qkv(1)[1:]) for layer in layers)
         outs = [read(layer, _qkv(L, seed), counts) for layer in layers]
@@ -178,14 +180,12 @@ def test_gradients_flow_past_a_cache_that_goes_on():
 def test_more_groups_than_kernels_choose_from_are_refused_before_memory_is_taken(monkeypatch):
     """A long prompt would otherwise be read whole before its first step says so."""
     monkeypatch.setattr(limits, "absence", lambda device: [])
-    monkeypatch.setattr(static, "empty_state", lambda *args, **kwargs: None)
     with FakeTensorMode():
         k = torch.empty(1, 1, 3, 16, device="cuda")
-    layer = StaticCondensedLayer(METHOD.replace(store="host"), LENGTH)
-    layer.latent_width = 0
-    layer._take_memory(k, k, M=limits.MAX_GROUPS, W=8)
+    held = Store(step_settings(METHOD.replace(store="host")))
+    held.check(k, k, 0, groups=limits.MAX_GROUPS)
     with pytest.raises(ValueError, match=r"up to 32,768 groups, got room for 32,769 .a larger group_size"):
-        layer._take_memory(k, k, M=limits.MAX_GROUPS + 1, W=8)
+        held.check(k, k, 0, groups=limits.MAX_GROUPS + 1)
 
 
 @pytest.mark.parametrize(("make", "tokens", "method", "width", "message"), FIRST.values(), ids=FIRST)

@@ -34,7 +34,7 @@ BAD = {
     "ahead": ({"candidates": (CCA(summary="prompt"),)}, "sees later tokens of a whole text: use summary="),
 }
 NO_MEMORY = [torch.OutOfMemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
-CONFIG = CalibrationConfig(budget_nats=0.2, candidates=CANDIDATES, length=128, texts=3)
+CONFIG = CalibrationConfig(budget_nats=0.2, candidates=CANDIDATES, length=128, texts=3, timed=False)
 GOALS = [
     ({"cache": 0.35, "budget_nats": 1e-6}, r"cannot both be met: at .*% of the cache .* loses .* nats; at 100"),
     ({"candidates": CANDIDATES[1:], "budget_nats": 1e-9}, "none of these candidates stays within 1e-09: the most"),
@@ -265,6 +265,9 @@ def test_what_can_be_known_beforehand_is_said_before_anything_is_measured(model,
 
 
 def test_times_of_candidates_are_measured_and_of_mixtures_their_mean(result, model, tokenizer, text):
+    assert all(point.times is None for point in (*result.uniform, *result.curve, result.chosen))
+    untimed, result = result, condense.calibrate(model, tokenizer, [text], dataclasses.replace(CONFIG, timed=True))
+    assert untimed.curve == result.curve
     assert all(min(each.times.first_s, each.times.step_s) > 0 for each in (*result.uniform, *result.curve))
     measured = dict(zip(CANDIDATES, (point.times for point in result.uniform), strict=True))
     mixed = [point for point in result.curve if len(set(point.methods.values())) > 1 and point != result.chosen]
@@ -277,9 +280,6 @@ def test_times_of_candidates_are_measured_and_of_mixtures_their_mean(result, mod
     assert all(point.times.measured for point in (*result.uniform, result.chosen))
     assert len(set(result.chosen.methods.values())) > 1
     assert result.verified.times == result.chosen.times
-    untimed = condense.calibrate(model, tokenizer, [text], dataclasses.replace(CONFIG, timed=False))
-    assert untimed.curve == result.curve
-    assert all(point.times is None for point in (*untimed.uniform, *untimed.curve, untimed.chosen))
 
 
 @pytest.mark.parametrize("error", NO_MEMORY, ids=["cuda", "cpu"])
@@ -339,7 +339,7 @@ def test_by_default_a_tenth_of_the_cache_is_enough_to_recall_in_all_layers(lengt
 
 def test_latents_by_default(tokenizer, text):
     model = tiny.model("deepseek_v3", vocab_size=len(tokenizer))
-    config = CalibrationConfig(cache=0.9, length=192, texts=2)
+    config = CalibrationConfig(cache=0.9, length=192, texts=2, timed=False)
     result = condense.calibrate(model, tokenizer, [text], config)
     assert result.config.candidates == default_candidates(192, latents=True)
     assert default_candidates(4096, latents=True)[2].num_recall == 64  # half of the groups of 32
@@ -372,7 +372,7 @@ def test_models_and_texts_that_are_not_ready(tokenizer, text):
     learned = tiny.model("gpt2", vocab_size=len(tokenizer))
     with pytest.raises(ValueError, match="length must fit the model's 128 learned positions, got 129"):
         condense.calibrate(learned, tokenizer, [text], dataclasses.replace(CONFIG, length=129))
-    config = dataclasses.replace(CONFIG, budget_nats=None, cache=0.9, length=128, texts=2)
+    config = dataclasses.replace(CONFIG, budget_nats=None, cache=0.9, texts=2, timed=True)
     assert condense.calibrate(learned, tokenizer, [text], config).chosen.times.measured
     with pytest.raises(ValueError, match="cache_length must fit the model's 128 learned positions, got 129"):
         condense.calibrate(learned, tokenizer, [text], dataclasses.replace(CONFIG, cache_length=129))

@@ -189,7 +189,7 @@ def test_it_runs_and_shows_what_it_says(capsys):
     # a reader sees what it gives without running it
     assert all(x["outputs"] for x in document["cells"] if x["cell_type"] == "code" and x["execution_count"] > 1)
     names = {}
-    for source in ["CHARACTERS, STEPS, LENGTH = 5_000, 3, 256", *sources[1:]]:
+    for source in ["CHARACTERS, STEPS, LENGTH = 4_000, 3, 192", *sources[1:]]:
         exec(compile(source, str(NOTEBOOK), "exec"), names)
     dense, learned, recall, window = names["outcomes"]
     assert dense.correct == recall.correct == len(names["keys"]) > 0

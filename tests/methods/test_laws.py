@@ -4,6 +4,7 @@ baselines, those that are kept), and in its limits a method is dense attention.
 With equal scores and the value of token i a one at place i, an output *is* the weight of every token.
 """
 
+import functools
 import math
 
 import pytest
@@ -19,8 +20,7 @@ from condense.ops.recall import choice
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=40)
-LENGTH = 45
-PADDING = torch.tensor([0, 6])
+CHANGED = (1, 7, 8, 12, 13, 19, 20, 31, 32, 44)
 # two numbers share a byte, so keys and values have an even width
 RECALLS = cases.RECALLS | {"store-4": Recall(group_size=4, window=5, num_recall=3, store_bits=4)}
 RECALLS["shared"] = RECALLS["store-4"].replace(store_bits=16, prompt="shared")
@@ -39,22 +39,29 @@ def few_own_choices(monkeypatch):
     monkeypatch.setattr(choice, "OWN_CHOICES", 5)
 
 
-def run(method, backend, q, k, v, **options):
-    return condense.attention(q, k, v, method=method, backend=backend, padding=PADDING, **options)
+@functools.cache
+def dense(heads, length, pads):
+    inputs = oracle.random_qkv(2, heads, 2, length, 8, 6)
+    return inputs, oracle.attention(*inputs, method=Dense(), padding=(0, pads))
 
 
 @grid(100, backend=CPU_BACKENDS, method=cases.PLANS | RECALLS, dtype=[torch.float64, torch.float32, torch.bfloat16])
 def test_a_changed_token_leaves_earlier_outputs_bit_equal(backend, method, dtype):
-    inputs = oracle.random_qkv(2, 4, 2, LENGTH, 4, 4, dtype=dtype)
+    # two rows for each token, of which one is padded
+    inputs = [x.repeat(len(CHANGED), 1, 1, 1) for x in oracle.random_qkv(2, 4, 2, 45, 4, 4, dtype=dtype)]
+    changed = [x.clone() for x in inputs]
+    for x in changed:
+        for rows, t in zip(x.split(2), CHANGED, strict=True):
+            rows[:, :, t] = 100 * rows[:, :, t].flip(-1) + 1
+    options = {"method": method, "backend": backend, "padding": torch.tensor([0, 6] * len(CHANGED))}
     # without the log-sum-exp the torch backend may take another way
-    before = run(method, backend, *inputs), *run(method, backend, *inputs, return_lse=True)
-    for t in (1, 7, 8, 12, 13, 19, 20, 31, 32, 44):
-        changed = [x.clone() for x in inputs]
-        for x in changed:
-            x[:, :, t] = 100 * x[:, :, t].flip(-1) + 1
-        after = run(method, backend, *changed), *run(method, backend, *changed, return_lse=True)
-        for x, y in zip(before, after, strict=True):
-            assert torch.equal(x[:, :, :t], y[:, :, :t])
+    outs = [
+        (condense.attention(*x, **options), *condense.attention(*x, **options, return_lse=True))
+        for x in (inputs, changed)
+    ]
+    for number, t in enumerate(CHANGED):
+        before, after = ([x[2 * number : 2 * number + 2] for x in out] for out in outs)
+        assert all(torch.equal(x[:, :, :t], y[:, :, :t]) for x, y in zip(before, after, strict=True))
         assert not torch.equal(before[0][:, :, t], after[0][:, :, t])
 
 
@@ -145,9 +152,8 @@ def test_window_baselines_see_exactly_the_kept_tokens(backend, method, first, ke
 def test_limits_are_ordinary_causal_attention(backend, method):
     """A window over all, all tokens kept, all groups open, all tokens focal; prompts that are read exactly."""
     for heads, length, pads in ((6, 1, 0), (2, 2, 1), (4, 8, 0), (4, 12, 7), (4, 31, 0), (6, 64, 7)):
-        q, k, v = oracle.random_qkv(2, heads, 2, length, 8, 6)
+        (q, k, v), want = dense(heads, length, pads)
         options = {"method": method, "backend": backend, "padding": torch.tensor([0, pads])}
-        want = oracle.attention(q, k, v, method=Dense(), padding=(0, pads))
         torch.testing.assert_close(condense.attention(q, k, v, return_lse=True, **options), want, **EXACT)
         # without the log-sum-exp the torch backend may take another way
         torch.testing.assert_close(condense.attention(q, k, v, **options), want[0], **EXACT)

@@ -133,7 +133,7 @@ def test_the_first_query_chooses_for_all_that_see_the_same_groups(layer, monkeyp
     sources = RecallSources(Source(*store.split(8, dim=3)), context.window, context.spans)
     chosen = IndexChoice(q[:, :, asker], GroupIndex(*index), 0.3, method.quota)
     mask = chosen.at(0, 90, context.spans.at(0, 90, q.device)[0].hi, store.shape[2] // 4)
-    want, _ = attend_recall(q, sources, ArrayChoice(mask), scale=0.3, backend="reference")
+    want, _ = attend_recall(q, sources, ArrayChoice(mask), scale=0.3, backend="torch")
     torch.testing.assert_close(got, want, **CLOSE)
 
 

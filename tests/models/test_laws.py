@@ -19,7 +19,7 @@ from condense.models.inspect import inspect
 
 L = tiny.LENGTH
 # steps past several ends of windows and groups, from the first token on and from a prompt on, and a chunk behind them
-FROM_THE_FIRST, FROM_A_PROMPT = (*[1] * 30, 31), (17, 1, 1, 1, 12, *[1] * 13, 16)
+FROM_THE_FIRST, FROM_A_PROMPT = (*[1] * 19, 42), (17, 1, 1, 1, 12, *[1] * 9, 20)
 MODES = {
     "greedy": {},
     "sampling": {"do_sample": True, "temperature": 0.9, "top_k": 20},

@@ -8,12 +8,11 @@ import torch
 from grids import grid
 from layers import Counting
 from oracles import oracle, oracle_recall
-from two_sources import ArrayChoice
 
 from condense import Recall, attention
 from condense.ops import attend_recall, recall
 from condense.ops.recall import (
-    GroupMeans,
+    IndexChoice,
     Quota,
     RecallSources,
     StoreFormat,
@@ -156,17 +155,16 @@ def test_memory_is_linear(monkeypatch):
 
 def test_bad_input():
     q, k, v = tensors(2, 1, 8)
+    choice = IndexChoice(q, split_keys(k.unflatten(2, (2, 4)))[0], 1.0, Quota(1))
     for stored, options, message in (
-        (8, {"means": GroupMeans(v, 0)}, "choice must be an IndexChoice"),
         (8, {"backend": "cuda"}, "backend must"),
         (8, {"backend": "triton"}, r"backend 'triton' .*; use backend='torch'"),  # no CUDA, or float64
         (7, {}, "store must hold"),
     ):
-        store, choice = Source(k[:, :, :stored], v[:, :, :stored]), ArrayChoice(torch.ones(2, 1, 8, 2) > 0)
+        store = Source(k[:, :, :stored], v[:, :, :stored])
+        sources = RecallSources(store, Source(k, v), RuleSpans(UniformRule(4, 1), 0, 0))
         with pytest.raises(ValueError, match=message):
-            attend_recall(
-                q, RecallSources(store, Source(k, v), RuleSpans(UniformRule(4, 1), 0, 0)), choice, scale=1.0, **options
-            )
+            attend_recall(q, sources, choice, scale=1.0, **options)
 
 
 def test_with_all_groups_open_the_mean_changes_no_bit():

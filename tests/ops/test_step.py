@@ -70,9 +70,9 @@ def test_entries_are_those_of_the_growing_path_to_the_bit(method, dtype):
     """An anchor is a discontinuous choice: what differs in the last bit would part sooner or later. With the same
     entries and keys under one softmax outputs differ by the order of sums: a unit or two in the last place.
     """
-    qkv = [x.to(dtype) for x in oracle.random_qkv(B, H, K, 90, D, DV)]
-    state, past = empty_state(method, 90, dtype=dtype), None
-    for i in range(90):
+    qkv = [x.to(dtype) for x in oracle.random_qkv(B, H, K, 60, D, DV)]
+    state, past = empty_state(method, 60, dtype=dtype), None
+    for i in range(60):
         new = columns(qkv, i, i + 1)
         sources, past = extend(method, past, *new, scale=SCALE, backend="torch")
         want, got = method.attend(new[0], sources, scale=SCALE, backend="torch")[0], take(method, state, new)

@@ -36,7 +36,9 @@ def tokens_of(length, seed=0):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_records_have_the_bits_of_steps_in_buffers(method, dtype):
     """Rows of several lengths, 0 among them: records are those of a step in rings, outputs but for rounding."""
-    lengths, steps, settings = (0, 43, 17), 40, step_settings(method)
+    g, settings = method.group_size, step_settings(method)
+    before, steps = method.window + g + 3, max(24, g + 8)
+    lengths = 0, before, before // 2
     pool = RecordPool(method, (K, D, DV), dtype=dtype)
     room = pool.far * -(-(max(lengths) + steps) // pool.far)
     sizes = {"rows": 3, "dtype": dtype, "entries": room // method.group_size}
@@ -77,12 +79,12 @@ def last_sum(pool, request):
 def test_records_and_sums_do_not_depend_on_how_tokens_come(method, Dv, dtype):
     """All at once, in pieces, one by one; after a prefix that another request read, in other pieces."""
     far = 4 * method.group_size  # a page has four records
-    prefix = far * max(1, 64 // far)
-    length, made = prefix + 67, []
+    prefix = far * max(1, 32 // far)
+    length, made = prefix + 43, []
     qkv, up = (tokens_of(length), None) if Dv else random_latents(H, (5, 2, 4, 4), length)
     qkv = [x.to(dtype) for x in qkv]
     want = qkv[2 if Dv else 1][: length // method.group_size * method.group_size].double().sum(0)
-    for pieces in ([length], [1] * length, [7, 30, 2, length - 39], [prefix, 67], [prefix, *[3] * 22, 1]):
+    for pieces in ([length], [1] * length, [7, 30, 2, length - 39], [prefix, 43], [prefix, *[3] * 14, 1]):
         pool = RecordPool(method, (qkv[1].shape[1], D, Dv), dtype=dtype)
         pool.up = None if up is None else UpProjection(*(w.to(dtype) for w in up))
         request = pool.add(length)

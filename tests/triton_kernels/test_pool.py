@@ -203,7 +203,7 @@ def test_chunks_give_what_one_call_gives(summary, queries):
 def test_what_triton_cannot_pool_is_named():
     k = torch.zeros(1, 1, 8, 16, dtype=torch.float64, device=DEVICE)
     settings = {"scale": 1.0, "key_pooling": "mean", "value_pooling": "mean", "backend": "triton"}
-    with pytest.raises(ValueError, match=r"^backend 'triton' pools .*float32, got torch.float64; use backend='torch'"):
+    with pytest.raises(ValueError, match=r"^backend 'triton' takes .*float32, got torch.float64; use backend='torch'"):
         pool_groups(Chunks(k, k, 0, 2, 4, 0), None, **settings)
     wide = torch.zeros(1, 1, 8, limits.MAX_POOLING_WIDTH + 1, device=DEVICE)
     with pytest.raises(ValueError, match=r"^backend 'triton' pools head widths up to 1024, got \(1025, 16\)"):

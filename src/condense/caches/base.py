@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from condense.caches.store import Store, join_writes
+from condense.caches.store import Store
 from condense.methods import Context, Method
 from condense.ops import StepState
 from condense.plan import ForwardPlan
@@ -71,10 +71,6 @@ class CondensedCacheLayer(CacheLayerMixin):
         if has_store and self.buffers is not None:
             self.store.fetch(self.buffers, int(num_entries(self.method, self.count_slots())))
         return has_store
-
-    def after_attention(self) -> None:
-        """Make later work wait for what `read` has begun to store while the layer attended."""
-        join_writes(self.buffers)
 
     @property
     @abstractmethod

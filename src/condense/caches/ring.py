@@ -115,19 +115,13 @@ class RingState(Buffered):
     def _decode(self, call: StepCall) -> Tensor:
         # a prepared step is no torch operation, which a trace or a subclass of tensors needs
         can_prepare = not torch.compiler.is_compiling() and type(call.token.q) is Tensor
-        if can_prepare and (self._prepared is None or not self._prepared.takes(call)):
-            self._prepared = self._prepare(call)
-        if can_prepare and self._prepared is not None:
-            return self._prepared(call.token, call.extras.sink_logits)
-        return decode_step(call, OwnEntries(self.method.represent), backend=self.backend)
+        if self.backend != "triton" or not can_prepare:
+            return decode_step(call, OwnEntries(self.method.represent), backend=self.backend)
+        if self._prepared is None or not self._prepared.takes(call):
+            from condense.ops.triton.step import prepare_step  # Triton may be missing
 
-    def _prepare(self, call: StepCall) -> PreparedStep | None:
-        """A prepared step for tokens of this one's layout, which is not read; None if the operation must be called."""
-        if self.backend != "triton":
-            return None
-        from condense.ops.triton.step import prepare_step  # Triton may be missing
-
-        return prepare_step(call)
+            self._prepared = prepare_step(call)
+        return self._prepared(call.token, call.extras.sink_logits)
 
     def crop(self, count: int) -> None:
         """Take the newest ``count`` tokens back; the caller has checked that enough tokens and queries are kept.

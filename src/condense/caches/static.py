@@ -78,26 +78,22 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         latent_width: as in `condense.Method.for_latents`, None for ordinary keys. room: for what a prompt left and what
         can follow it, None: for all that ``max_cache_len`` tokens can need.
         """
-        B, N = key_states.shape[0], self.max_cache_len
+        k, v, N, settings = key_states, value_states, self.max_cache_len, self.settings
         M, W = Room.of(self.method, most_entries(self.method, N), N) if room is None else room
         self.latent_width = latent_width or 0
         self.latent_method = self.method.for_latents(latent_width) if latent_width else self.method
-        self.buffers = self._take_memory(key_states, value_states, M, W)
-        self.is_initialized = True
-        self.num_slots = self.num_slots.to(key_states.device)
-        self.batch_size, self.dtype, self.device = B, key_states.dtype, key_states.device
-        if not torch.compiler.is_compiling():
-            for tensor in (*self.buffers, self.num_slots):
-                torch._dynamo.mark_static_address(tensor)
-
-    def _take_memory(self, k: Tensor, v: Tensor, M: int, W: int) -> StepState:
-        """Buffers for M entries and W exact tokens, and what else a step needs for tensors like k and v."""
         self.store.check(k, v, self.latent_width, groups=M)
         self.backend = self.store.backend(k, v, self.latent_width, M)
         self.bias = static_bias(self.method, k.shape[0], M, k.device)
-        stored = 0 if self.settings.choice is None else M * self.settings.rule.chunk
-        sizes = StateSizes(k.shape[0], k.shape[1], (k.shape[3], v.shape[3]), M, W, self.settings.num_summary, stored)
-        return empty_state(k, self.settings, sizes)
+        stored = 0 if settings.choice is None else M * settings.rule.chunk
+        sizes = StateSizes(k.shape[0], k.shape[1], (k.shape[3], v.shape[3]), M, W, settings.num_summary, stored)
+        self.buffers = empty_state(k, settings, sizes)
+        self.is_initialized = True
+        self.num_slots = self.num_slots.to(k.device)
+        self.batch_size, self.dtype, self.device = k.shape[0], k.dtype, k.device
+        if not torch.compiler.is_compiling():
+            for tensor in (*self.buffers, self.num_slots):
+                torch._dynamo.mark_static_address(tensor)
 
     def can_step(self, k: Tensor, v: Tensor, latent_width: int | None = None) -> bool:
         """True unless first entries are made of the next tokens; see `condense.caches.CondensedLayer`."""
@@ -148,11 +144,15 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         before: None if they are the first; then memory is taken for what they left and for what can follow.
         """
         if before is None:
-            room = None
+            room, left = None, self.max_cache_len - slots
             if self.settings.has_first:
-                left = self.max_cache_len - slots
                 room = Room.of(self.method, max_row(num_entries(self.method, left, after.first.num)), left)
-            self._make_room(after.window_k, after.window_v, latent_width, room)
+            if self.buffers is None:
+                self.lazy_initialization(after.window_k, after.window_v, latent_width, room)
+            elif room is not None:
+                if room.entries > self.buffers.entries_k.shape[2]:
+                    self.bias = static_bias(self.method, self.batch_size, room.entries, self.device)
+                self.buffers = with_room(self.buffers, self.settings, room)
         self._write_state(before, after)
         if before is None:
             self._set_bias(after.first)
@@ -200,16 +200,6 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
                 f"static cache: wanted at most {self.max_cache_len} tokens (max_cache_len), got {held} and {L} more; "
                 "make it longer, or use a cache that grows (cache_implementation unset)"
             )
-
-    def _make_room(self, k: Tensor, v: Tensor, latent_width: int | None, room: Room | None) -> None:
-        """Take the memory for tokens like k and v, as `lazy_initialization`; enlarge it if that was done before."""
-        if not self.is_initialized:
-            self.lazy_initialization(k, v, latent_width, room)
-        elif room is not None:
-            assert self.buffers is not None
-            if room.entries > self.buffers.entries_k.shape[2]:
-                self.bias = static_bias(self.method, self.batch_size, room.entries, self.device)
-            self.buffers = with_room(self.buffers, self.settings, room)
 
     def _held_state(self) -> LayerState:
         """The state in the buffers."""

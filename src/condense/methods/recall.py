@@ -198,14 +198,10 @@ class Recall(Method):
             return attend(q, *self._all_tokens(q, context, backend), **options)
         signs, steps, _ = context.extra
         asked, tokens = self._asked_and_tokens(q, context, backend)
-        means = context.means
-        if means is not None and context.projection is not None:
-            # the mean of latents is a latent, which the heads' projections expand as any other
-            means = means._replace(means=context.projection.expand(means.means.to(q.dtype))[1])
-        elif means is not None:
-            # means of latents are as wide as keys, whose first columns are the values
-            means = means._replace(means=means.means[..., : context.window.v.shape[3]])
-        sources = RecallSources(tokens, context.window, context.spans)
+        means, window = context.means, context.window
+        if means is not None:
+            means = means.as_values(q.dtype, window.v.shape[3], context.projection)
+        sources = RecallSources(tokens, window, context.spans)
         askers = Askers.of_call(sources, q.shape[2]) if self.prompt == "shared" and q.shape[2] > 1 else None
         choice = IndexChoice(asked, GroupIndex(signs, steps), scale, self.quota, askers)
         return attend_recall(q, sources, choice, means=means, **options)

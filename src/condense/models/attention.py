@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import Cache, StaticCache
 
 from condense.caches import CondensedLayer, Expected, StaticCondensedLayer
+from condense.caches.store import join_writes
 from condense.methods import Method
 from condense.models.families import FAMILIES, REGISTERED, is_latent, stock_class
 from condense.models.forward import AttentionCall, ForwardBoard, assert_one_document, refuse_context_parallel
@@ -200,7 +201,7 @@ class CacheProxy:
         aligned = tensors if padding is None else tuple(map(padding.align, tensors))
         out = condensed(call._replace(padding=padding, plan=forward.plan(start)), *aligned)
         if layer is not None:
-            layer.after_attention()
+            join_writes(layer.buffers)
         return out if padding is None else padding.restore(out)
 
 

@@ -22,6 +22,7 @@ from transformers import Cache
 from condense.methods import Method
 from condense.models.masks import Padding, check_mask, find_padding
 from condense.ops import NO_EXTRAS, Extras
+from condense.ops.checks import check_cu_seqlens
 from condense.plan import ForwardPlan
 
 # forwards kept at a time: sliding layers and others get masks of their own, and several threads may run the same model
@@ -124,22 +125,13 @@ class Forward:
             marks: Tensor | None = self._shared[1].get()
             positions: Tensor | None = self._shared[2].get() if plain else None
             if marks is not None:
-                self._lengths[plain] = self._marked(marks)
+                lengths = check_cu_seqlens(marks, self.B, self.L, "cu_seq_lens_q")
+                self._lengths[plain] = [n for n in lengths if n]
             elif self._numbers is not None:
                 self._lengths[plain] = self._runs(self._numbers[:, 0, 0].diff() != 0)
             else:
                 self._lengths[plain] = None if positions is None else self._runs(positions.diff() != 1)
         return self._lengths[plain]
-
-    def _marked(self, marks: Tensor) -> list[int]:
-        ends = marks.tolist()
-        lengths = [stop - start for start, stop in itertools.pairwise(ends)]
-        if self.B != 1 or not lengths or ends[0] != 0 or ends[-1] != self.L or min(lengths) < 0:
-            raise ValueError(
-                f"cu_seq_lens_q must rise from 0 to the {self.L} tokens of one row of packed documents, got {ends} and "
-                f"{self.B} rows"
-            )
-        return [n for n in lengths if n]
 
     def _runs(self, begins: Tensor) -> list[int] | None:
         """Lengths of the documents if some row has one that begins at ``1 + i`` (bool ``[B, L - 1]``); None for one."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from condense.ops.backends import BACKENDS, Operations, check_backend, resolve_backend, resolve_pooling, resolve_recall
 from condense.ops.extras import NO_EXTRAS, Extras
-from condense.ops.recall.choice import Choice, IndexChoice, RecallSources
+from condense.ops.recall.choice import IndexChoice, RecallSources
 from condense.ops.recall.index import GroupIndex
 from condense.ops.recall.rest import GroupMeans
 from condense.ops.recall.store import StoreFormat
@@ -68,7 +68,7 @@ def attend(
 def attend_recall(
     q: Tensor,
     sources: RecallSources,
-    choice: Choice,
+    choice: IndexChoice,
     *,
     scale: float,
     means: GroupMeans | None = None,
@@ -78,17 +78,14 @@ def attend_recall(
 ) -> tuple[Tensor, Tensor | None]:
     """One softmax over the tokens of open groups, the window, and one token for all other closed groups.
 
-    q ``[B, H, L, D]`` in the dtype of the sources. choice: the groups that each query opens, such as an `IndexChoice`;
-    its tensors get no gradient. means: the values of that one token (`condense.ops.recall.rest`), for an `IndexChoice`
-    alone; None to leave it out (Quest). backend, extras: as of `attend`; groups are chosen without extras.
+    q ``[B, H, L, D]`` in the dtype of the sources. choice: the groups that each query opens; its tensors get no
+    gradient. means: the values of that one token (`condense.ops.recall.rest`); None to leave it out (Quest). backend,
+    extras: as of `attend`; groups are chosen without extras.
 
     Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp ``[B, H, L]`` in float32
     or wider, else None. A query that sees nothing gives 0 and -inf.
-    Raises ValueError for a backend that is unknown or cannot run, another choice with means and a store of other than
-    whole groups.
+    Raises ValueError for a backend that is unknown or cannot run, and for a store of other than whole groups.
     """
-    if means is not None and not isinstance(choice, IndexChoice):
-        raise ValueError(f"choice must be an IndexChoice, whose index weighs groups that are not open, got {choice!r}")
     if (tokens := sources.store.k.shape[2]) % sources.group_size:
         raise ValueError(f"store must hold whole groups of {sources.group_size} tokens, got {tokens} tokens")
     run = BACKENDS[resolve_recall(backend, q, sources, choice, softcap=extras.softcap)].load().attend_recall

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from condense.ops.hopper import limits as hopper_limits
-from condense.ops.recall.choice import Choice, RecallSources
+from condense.ops.recall.choice import IndexChoice, RecallSources
 from condense.ops.reference import attend as reference_attend
 from condense.ops.reference import pool as reference_pool
 from condense.ops.step.settings import StepSettings
@@ -122,7 +122,7 @@ def resolve_backend(backend: str, problem: Problem) -> str:
     )
 
 
-def resolve_recall(backend: str, q: Tensor, sources: RecallSources, choice: Choice, *, softcap: float) -> str:
+def resolve_recall(backend: str, q: Tensor, sources: RecallSources, choice: IndexChoice, *, softcap: float) -> str:
     """The backend of `condense.ops.attend_recall`, chosen as in `resolve_backend`, but "auto" always tries "hopper"."""
     names = _KERNELS if q.shape[2] > 1 else ()
     return _resolve(backend, q.device, names, lambda each: each.recall_obstacle(q, sources, choice, softcap=softcap))

@@ -63,18 +63,20 @@ def check_scale(scale: object, q: Tensor) -> float:
     return float(scale)
 
 
-def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> list[int]:
-    """Return the lengths of the packed documents that ``cu_seqlens`` marks in q. Raises ValueError for other marks."""
+def check_cu_seqlens(cu_seqlens: Tensor, rows: int, tokens: int, name: str = "cu_seqlens") -> list[int]:
+    """Return the lengths of the documents that ``cu_seqlens`` marks in a packed row. Raises ValueError for other marks.
+
+    rows, tokens: of the batch that holds them.
+    """
     usable = isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim == 1 and cu_seqlens.dtype in _INTEGERS
     marks = cu_seqlens.tolist() if usable else []
     lengths = [stop - start for start, stop in itertools.pairwise(marks)]
-    if not lengths or marks[0] != 0 or marks[-1] != q.shape[2] or min(lengths) < 0:
+    if not lengths or marks[0] != 0 or marks[-1] != tokens or min(lengths) < 0:
         raise ValueError(
-            f"cu_seqlens must be a tensor of integers that rise from 0 to the number of tokens, {q.shape[2]}, "
-            f"got {cu_seqlens}"
+            f"{name} must be a tensor of integers that rise from 0 to the number of tokens, {tokens}, got {cu_seqlens}"
         )
-    if q.shape[0] != 1:
-        raise ValueError(f"cu_seqlens needs a batch of 1, got {q.shape[0]}")
+    if rows != 1:
+        raise ValueError(f"{name} needs a batch of 1, got {rows}")
     return lengths
 
 

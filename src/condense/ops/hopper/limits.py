@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from condense.ops.recall.choice import Choice, RecallSources
+from condense.ops.recall.choice import IndexChoice, RecallSources
 from condense.ops.triton import limits as triton_limits
 from condense.ops.triton.host import gpu_of
 from condense.ops.types import Problem
@@ -48,7 +48,7 @@ def fills_gpu(problem: Problem) -> bool:
     return tiles * problem.rows * problem.kv_heads >= gpu_of(problem.device).multiprocessors
 
 
-def recall_obstacle(q: Tensor, sources: RecallSources, choice: Choice, *, softcap: float) -> str | None:
+def recall_obstacle(q: Tensor, sources: RecallSources, choice: IndexChoice, *, softcap: float) -> str | None:
     """All reasons why the kernels cannot run `condense.ops.attend_recall` with these arguments, None if they can."""
     found = [*_absence(q.device, softcap), *triton_limits.takes(DTYPES, q.dtype)]
     window = sources.window

@@ -262,8 +262,10 @@ class PagedLayer:
         assert self.settings.choice is not None
         quota, index = self.settings.choice.quota, self._index(parts, places)
         q, (window, store), up = self._seen(call, window, self._tokens(parts, places, index))
-        on_latents = q if self.state.up is None or up is not None else self.state.up.absorb(q)
-        means = None if means is None else self._seen_means(means, absorbed=up is not None)
+        expands = self.state.up if up is None else None
+        on_latents = q if expands is None else expands.absorb(q)
+        if means is not None:
+            means = means.as_values(window.v.dtype, window.v.shape[3], expands)
         sources, L = RecallSources(store, window, call.spans), q.shape[2]
         askers = Askers.of_call(sources, L) if self.settings.shares_choices and L > 1 else None
         by_index = IndexChoice(on_latents, index, self.scale, quota, askers)
@@ -271,11 +273,3 @@ class PagedLayer:
             q, sources, by_index, scale=self.scale, means=means, backend=self.backend, extras=self.state.extras
         )
         return out if up is None else up.project_out(out)
-
-    def _seen_means(self, means: GroupMeans, *, absorbed: bool) -> GroupMeans:
-        """The values of means as queries see those of tokens, which `_seen` makes of latents."""
-        x, up, dtype = means.means, self.state.up, self.state.window.cache.dtype
-        if up is not None:
-            # the mean of latents is a latent
-            x = x[..., : up.latent_width] if absorbed else up.expand(x.to(dtype))[1]
-        return means._replace(means=x.to(torch.promote_types(dtype, torch.float32)))

@@ -5,7 +5,7 @@ Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, G groups of g t
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -111,19 +111,6 @@ class Askers(NamedTuple):
         return cls(columns.to(device), torch.stack([of, until]).int().to(device), num_shared, lead)
 
 
-class Choice(Protocol):
-    """The groups that each query opens, as attention reads them."""
-
-    def most(self, closed: int) -> int:
-        """The most groups that any query can open, if at most ``closed`` groups are closed for each."""
-
-    def at(self, start: int, stop: int, closed: Tensor, num_groups: int) -> Tensor:
-        """Groups that queries ``[start, stop)`` open, bool ``[B, K|1, stop - start, num_groups]``.
-
-        closed int64 ``[B|1, 1, stop - start]``: the closed groups of each query, which alone may be open.
-        """
-
-
 @dataclass(frozen=True)
 class IndexChoice:
     """The groups with the highest index scores for each query, as many as ``quota`` says.
@@ -138,12 +125,11 @@ class IndexChoice:
     quota: Quota
     askers: Askers | None = None
 
-    def most(self, closed: int) -> int:
-        """See `Choice`."""
-        return self.quota.at(closed)
-
     def at(self, start: int, stop: int, closed: Tensor, num_groups: int) -> Tensor:
-        """See `Choice`."""
+        """Groups that queries ``[start, stop)`` open, bool ``[B, K|1, stop - start, num_groups]``.
+
+        closed int64 ``[B|1, 1, stop - start]``: the closed groups of each query, which alone may be open.
+        """
         index, q = self.index.narrow(0, num_groups), self.q[:, :, start:stop]
         if self.askers is not None:
             asker = self.askers.columns.take_along_dim(self.askers.queries[0, :, start:stop].long(), 1)

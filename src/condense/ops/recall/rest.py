@@ -9,24 +9,33 @@ Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, G groups of g t
 """
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from condense.ops.extras import soft_cap
+from condense.ops.latents import UpProjection
 from condense.ops.recall.choice import IndexChoice, centre_scores
 from condense.ops.spans import RuleSpans
 from condense.ops.tensors.per_row import PerRow, at_least, broadcast_rows
 
 
 class GroupMeans(NamedTuple):
-    """Means of values, float32 or wider ``[B, K, n, Dv]``: column i is that of the first ``first + i`` whole groups of
-    a row, 0 for none of them. first: an int or int64 CPU ``[B]``.
+    """Means of values or of latents, float32 or wider ``[B, K, n, Dv]``: column i is that of the first ``first + i``
+    whole groups of a row, 0 for none of them. first: an int or int64 CPU ``[B]``.
     """
 
     means: Tensor
     first: PerRow
+
+    def as_values(self, dtype: torch.dtype, width: int, up: UpProjection | None) -> Self:
+        """The same as values of queries in ``dtype``: of latents the first ``width`` columns, or those that ``up``
+        expands them to, as the mean of latents is a latent.
+        """
+        if up is not None:
+            return self._replace(means=up.expand(self.means.to(dtype))[1])
+        return self._replace(means=self.means[..., :width].to(torch.promote_types(dtype, torch.float32)))
 
     def at(self, start: int, stop: int, spans: RuleSpans, g: int) -> Tensor:
         """The means that queries ``[start, stop)`` see, ``[B, K, stop - start, Dv]``; padding may see any of them."""
@@ -61,7 +70,7 @@ def rest_weights(choice: IndexChoice, start: int, stop: int, chosen: Tensor, clo
     """Logarithm of the weight of what queries ``[start, stop)`` do not open, ``[B, H, L]`` float32 or wider; -inf where
     all closed groups are open.
 
-    chosen: bool ``[B, K, L, G]`` of the first G groups; closed: as in `condense.ops.recall.choice.Choice`.
+    chosen: bool ``[B, K, L, G]`` of the first G groups; closed: as in `IndexChoice.at`.
     """
     G, K, g = chosen.shape[3], chosen.shape[1], choice.index.group_size
     scores = soft_cap(centre_scores(choice.q[:, :, start:stop], choice.index.narrow(0, G), choice.scale), softcap)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from condense.ops.extras import soft_cap
-from condense.ops.recall.choice import Choice, IndexChoice, RecallSources
+from condense.ops.recall.choice import IndexChoice, RecallSources
 from condense.ops.recall.rest import GroupMeans, rest_weights, with_rest
 from condense.ops.spans import RuleSpans, Source, Spans, joined_bias
 from condense.ops.types import AttendOptions
@@ -58,7 +58,7 @@ def attend_masked(
 
 
 def attend_recall(
-    q: Tensor, sources: RecallSources, choice: Choice, options: AttendOptions, means: GroupMeans | None
+    q: Tensor, sources: RecallSources, choice: IndexChoice, options: AttendOptions, means: GroupMeans | None
 ) -> tuple[Tensor, Tensor]:
     """See `condense.ops.attend_recall`."""
     (store, window, spans), L, g = sources, q.shape[2], sources.group_size
@@ -71,7 +71,6 @@ def attend_recall(
     out, lse = attend_masked(q, k, v, mask, None, options)
     if means is None:
         return out, lse
-    assert isinstance(choice, IndexChoice)
     assert isinstance(spans, RuleSpans)
     weight = rest_weights(choice, 0, L, chosen, of_groups.hi, options.softcap)
     return with_rest(out, lse, weight, means.at(0, L, spans, g))

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from condense.ops.extras import soft_cap
-from condense.ops.recall.choice import Choice, IndexChoice, RecallSources
+from condense.ops.recall.choice import IndexChoice, RecallSources
 from condense.ops.recall.rest import GroupMeans, rest_weights, with_rest
 from condense.ops.spans import Hull, RuleSpans, Source, Spans, joined_bias
 from condense.ops.types import AttendOptions
@@ -186,7 +186,7 @@ def _key_offsets(bias: Tensor, S: int, dtype: torch.dtype) -> Tensor:
 
 
 def attend_recall(
-    q: Tensor, sources: RecallSources, choice: Choice, options: AttendOptions, means: GroupMeans | None
+    q: Tensor, sources: RecallSources, choice: IndexChoice, options: AttendOptions, means: GroupMeans | None
 ) -> tuple[Tensor, Tensor | None]:
     """See `condense.ops.attend_recall`."""
     (store, window, spans), L, g = sources, q.shape[2], sources.group_size
@@ -207,7 +207,6 @@ def attend_recall(
         out, lse = attend_block(q, BlockKeys(k, v, mask | empty, empty, None), options)
         if means is None:
             return out, lse
-        assert isinstance(choice, IndexChoice)
         assert isinstance(spans, RuleSpans)
         weight = rest_weights(choice, start, stop, chosen, closed.hi, options.softcap)
         return with_rest(out, lse, weight, means.at(start, stop, spans, g))

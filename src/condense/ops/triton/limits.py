@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from condense.ops.entries import BLOCK_WIDTH
-from condense.ops.recall.choice import Choice, IndexChoice, RecallSources
+from condense.ops.recall.choice import IndexChoice, RecallSources
 from condense.ops.recall.index import block_width
 from condense.ops.step.settings import StepSettings
 from condense.ops.types import Problem
@@ -79,7 +79,7 @@ def call_obstacles(problem: Problem) -> list[str]:
     return found
 
 
-def recall_obstacle(q: Tensor, sources: RecallSources, choice: Choice, *, softcap: float = 0.0) -> str | None:
+def recall_obstacle(q: Tensor, sources: RecallSources, choice: IndexChoice, *, softcap: float = 0.0) -> str | None:
     """All reasons why the kernels cannot run `condense.ops.attend_recall` with these arguments, None if they can."""
     found = [*absence(q.device), *takes(DTYPES, q.dtype), *recall_call_obstacles(q, sources, choice)]
     D, Dv = q.shape[3], sources.window.v.shape[3]
@@ -88,7 +88,7 @@ def recall_obstacle(q: Tensor, sources: RecallSources, choice: Choice, *, softca
     return clauses(found)
 
 
-def recall_call_obstacles(q: Tensor, sources: RecallSources, choice: Choice) -> list[str]:
+def recall_call_obstacles(q: Tensor, sources: RecallSources, choice: IndexChoice) -> list[str]:
     """The obstacles in arguments of `condense.ops.attend_recall` that are neither device nor dtype and widths."""
     found, K, G = [], sources.window.k.shape[1], sources.num_groups
     most, R = MAX_HEADS_FLOAT32 if q.dtype == torch.float32 else MAX_HEADS, q.shape[1] // K
@@ -96,8 +96,6 @@ def recall_call_obstacles(q: Tensor, sources: RecallSources, choice: Choice) -> 
         found.append(f"takes up to {most} query heads per KV head in {q.dtype}, got {R}")
     if G > MAX_GROUPS:
         found.append(f"chooses from up to {MAX_GROUPS:,} groups, got {G:,}")
-    if not isinstance(choice, IndexChoice):
-        return found
     (_, H, _, D), choosers = choice.q.shape, choice.index.steps.shape[1]
     if choosers not in (1, K):
         found.append(f"takes an index for each of {K} KV heads or one for all, got {choosers}")
@@ -115,9 +113,7 @@ def _group_obstacles(g: int) -> list[str]:
 
 def pool_obstacle(problem: Problem) -> str | None:
     """All reasons why the kernels of summaries and pooling cannot take a problem, None if they can."""
-    found = absence(problem.device)
-    if problem.dtype not in DTYPES:
-        found.append(f"pools {', '.join(map(str, DTYPES))}, got {problem.dtype}")
+    found = [*absence(problem.device), *takes(DTYPES, problem.dtype)]
     if max(problem.widths) > MAX_POOLING_WIDTH:
         found.append(f"pools head widths up to {MAX_POOLING_WIDTH}, got {problem.widths}")
     return clauses(found)

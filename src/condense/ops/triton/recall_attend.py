@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from condense.ops.recall.choice import Choice, IndexChoice, RecallSources, chosen_groups
+from condense.ops.recall.choice import IndexChoice, RecallSources
 from condense.ops.recall.rest import GroupMeans, with_rest
 from condense.ops.spans import RuleSpans, UniformRule
 from condense.ops.tensors.per_row import at_least
@@ -27,7 +27,7 @@ _JOINED = 2**26
 def attend_recall(
     q: Tensor,
     sources: RecallSources,
-    choice: Choice,
+    choice: IndexChoice,
     options: AttendOptions,
     means: GroupMeans | None,
     *,
@@ -42,15 +42,11 @@ def attend_recall(
     assert isinstance(spans, RuleSpans), "as of the sources"
     assert isinstance(spans.rule, UniformRule), "as of the sources"
     closed = min(spans.hulls([(0, L)])[0][0].hi, G)
-    r = choice.most(closed)
     # if a share of `closed` groups rounds up to all of them, it does so for every smaller number too
-    if closed == 0 or (r == closed and isinstance(choice, IndexChoice)):
+    if choice.quota.at(closed) == closed:
         all_open = replace(spans, rule=replace(spans.rule, entries=g))
         return attention.run(call_of(q, [store, window], all_open, options.scale, options.softcap))
     call = call_of(q, [store, window], spans, options.scale, options.softcap)
-    if not isinstance(choice, IndexChoice):
-        chosen = choice.at(0, L, spans.at(0, L, q.device)[0].hi, G)
-        return attention.run(call._replace(groups=chosen_groups(chosen, r).to(torch.int32), closed=closed))
     asked = choice.q.detach()
     as_operation, by, lead = needs_operation(asked), None, 0
     if choice.askers is not None:

@@ -19,7 +19,7 @@ from condense.ops.recall.index import GroupIndex
 from condense.ops.triton import recall_choice_kernels as kernels
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, on_device_of, power_of_2
 from condense.ops.triton.launch import Launcher
-from condense.ops.triton.recall_score import MOST_GROUPS, Scratch, bytes_per_query, groups_per_cell, in_cells, score
+from condense.ops.triton.recall_score import MOST_GROUPS, Scratch, bytes_turned, groups_per_cell, in_cells, score
 from condense.ops.triton.recall_score_kernels import CELLS_PER_LINE
 
 _CELLS, _GROUPS = Launcher(kernels.recall_cells_kernel), Launcher(kernels.recall_groups_kernel)
@@ -79,7 +79,9 @@ def choose(
     # if as many groups are opened as there are cells, none can be left out
     looked, some = picked * C, picked < ranked
     of_quota = (r, *quota[1:])
-    n = min(L, max(1, _SCRATCH // bytes_per_query(q, cells, C) // _BLOCK) * _BLOCK)
+    # its scores of all cells; it turned and rounded
+    bytes_per_query = B * H * cells * C * 4 + bytes_turned(q)
+    n = min(L, max(1, _SCRATCH // bytes_per_query // _BLOCK) * _BLOCK)
     scratch = _scratch(q.device, heads, n, R, cells, C, picked if some else 0)
     with on_device_of(q):
         for first in range(0, L, n):

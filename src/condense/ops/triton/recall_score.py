@@ -112,11 +112,6 @@ def centres_of(index: GroupIndex, count: int, D: int) -> tuple[Tensor, Tensor]:
     return whole_rows(centres), F.pad(index.steps[..., g].float(), (0, count - G)).flatten(0, 1)
 
 
-def bytes_per_query(q: Tensor, cells: int, C: int) -> int:
-    """Bytes of scratch memory per query in all rows and heads: its scores of ``cells`` cells; it turned and rounded."""
-    return q.shape[0] * q.shape[1] * cells * C * 4 + bytes_turned(q)
-
-
 def bytes_turned(q: Tensor) -> int:
     """Bytes of a query in all rows and heads as `turned` makes it."""
     B, H, _, D = q.shape
