@@ -7,14 +7,16 @@ padding sees nothing. From one query to the next, lo and hi of a source never de
 Shapes: B rows, K KV heads, L queries, N entries of a source, D and Dv widths. ``B|1`` is 1 if all rows are alike.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from condense.ops.tensors.per_row import IntT, PerRow, as_rows, at_least, at_most, broadcast_rows, int_if_equal
+
+T = TypeVar("T")
 
 
 class Source(NamedTuple):
@@ -157,8 +159,12 @@ class RuleSpans:
     def hulls(self, blocks: Sequence[tuple[int, int]]) -> list[list[Hull]]:
         """For each block ``(start, stop)`` of queries the hull of every source, as ints on the host."""
         key = tuple(blocks)
+        return self.once(key, lambda: self._hulls(key))
+
+    def once(self, key: Any, find: Callable[[], T]) -> T:
+        """Return what ``find`` returns, called by the first layer that asks under ``key``; all others share it."""
         if key not in self._found:
-            self._found[key] = self._hulls(key)
+            self._found[key] = find()
         return self._found[key]
 
     def _hulls(self, blocks: Sequence[tuple[int, int]]) -> list[list[Hull]]:
@@ -182,10 +188,9 @@ class RuleSpans:
 
     def starts(self) -> Tensor:
         """The numbers of `RowStart` for each row, int64 CPU ``[B, 4]``; ``[1, 4]`` if all agree."""
-        if "starts" not in self._found:
-            numbers = (self.query_start, self.window_start, self.padding, self.first_entries)
-            self._found["starts"] = torch.stack(torch.broadcast_tensors(*(as_rows(x, 1) for x in numbers)), dim=1)
-        return self._found["starts"]
+        numbers = (self.query_start, self.window_start, self.padding, self.first_entries)
+        rows = lambda: torch.stack(torch.broadcast_tensors(*(as_rows(x, 1) for x in numbers)), dim=1)  # noqa: E731
+        return self.once("starts", rows)
 
     def of_tokens(self, *, window_alone: bool) -> Self:
         """The spans of the same queries over all tokens, of rows whose closed chunks are stored token by token.

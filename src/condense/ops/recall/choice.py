@@ -94,11 +94,17 @@ class Askers(NamedTuple):
         """Askers of L queries: the first of those that see the same closed groups asks for all of them, but for the
         last `OWN_CHOICES`, which ask for themselves.
         """
-        spans, device, num_own, g = sources.spans, sources.window.k.device, min(OWN_CHOICES, L), sources.group_size
+        spans, device = sources.spans, sources.window.k.device
         assert isinstance(spans, RuleSpans)
-        assert isinstance(spans.rule, UniformRule)
-        assert spans.rule.window is not None
-        ahead = spans.query_start + (1 - spans.rule.window)
+        return spans.once(("askers", L, device), lambda: cls._of_spans(spans, L, device))
+
+    @classmethod
+    def _of_spans(cls, spans: RuleSpans, L: int, device: torch.device) -> Self:
+        rule, num_own = spans.rule, min(OWN_CHOICES, L)
+        assert isinstance(rule, UniformRule)
+        assert rule.window is not None
+        g = rule.chunk
+        ahead = spans.query_start + (1 - rule.window)
         num_shared = max_row((ahead + (L - 1)) // g - ahead // g) + 1
         lead = 0 if isinstance(ahead, Tensor) else -ahead % g
         ahead, padding, column = as_rows(ahead, 1)[:, None], as_rows(spans.padding, 1)[:, None], torch.arange(L)[None]
