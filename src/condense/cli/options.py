@@ -291,6 +291,11 @@ def progress() -> Progress:
 
     Without a terminal `update`, but not `advance`, prints lines.
     """
-    from condense.cli.progress import progress_on
+    from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
-    return progress_on(plain_console(stderr=True))
+    from condense.cli.progress import Lines
+
+    if not (console := plain_console(stderr=True)).is_terminal:
+        return Lines(console)
+    columns = (SpinnerColumn(), *Progress.get_default_columns(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)

@@ -1,9 +1,9 @@
-"""Progress of a command on a console: a bar, or lines where no terminal shows one, as in the log of a batch job."""
+"""Progress of a command where no terminal shows a bar, as in the log of a batch job."""
 
 from typing import Any
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 _FIRST, _BETWEEN = 5, 30  # seconds: a short command prints nothing
 
@@ -23,11 +23,3 @@ class Lines(Progress):
         if now >= self._next or (self._has_begun and self.finished):
             self._next, self._has_begun = now + _BETWEEN, True
             self.console.print(self.get_renderable())
-
-
-def progress_on(console: Console) -> Progress:
-    """See `condense.cli.options.progress`."""
-    if not console.is_terminal:
-        return Lines(console)
-    columns = (SpinnerColumn(), *Progress.get_default_columns(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True)
