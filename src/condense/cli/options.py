@@ -287,10 +287,7 @@ def plain_table(
 
 
 def progress() -> Progress:
-    """A bar on stderr for a ``with`` block: it moves while it waits and goes when it is done.
-
-    Without a terminal `update`, but not `advance`, prints lines.
-    """
+    """A bar on stderr for a ``with`` block, which goes when it is done; lines where there is no terminal."""
     from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
     from condense.cli.progress import Lines

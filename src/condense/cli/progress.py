@@ -9,12 +9,16 @@ _FIRST, _BETWEEN = 5, 30  # seconds: a short command prints nothing
 
 
 class Lines(Progress):
-    """Lines as ``verifying: 3/16 0:01:42``: at the first `update` after 5 seconds, every 30 seconds, and at the end."""
+    """Lines as ``verifying: 3/16 0:01:42``: at the first change after 5 seconds, every 30 seconds, and at the end."""
 
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("{task.description}:"), MofNCompleteColumn(), TimeElapsedColumn())
         super().__init__(*columns, console=console, disable=True)
         self._next, self._has_begun = self.get_time() + _FIRST, False
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        """As `update`."""
+        self.update(task_id, advance=advance)
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
         """As of `Progress`, and print the line if it is time."""
