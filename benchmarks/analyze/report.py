@@ -48,7 +48,7 @@ def steps(total: int | None) -> Iterator[Callable[[], None]]:
     """A bar of ``total`` steps (None: not known); the function takes one."""
     with options.progress() as bar:
         task = bar.add_task("reading", total=total)
-        yield lambda: bar.update(task, advance=1)
+        yield lambda: bar.advance(task)
 
 
 class Outputs(NamedTuple):

@@ -35,7 +35,6 @@ def arms(length: int) -> tuple[dict[str, Arm], dict[str, Arm]]:
         "128, prompts too": DEVICE.replace(min_recall=128, prompt="recall"),
         "groups of 8": DEVICE.replace(group_size=8, min_recall=512),
         "dropped": DEVICE.replace(unchosen="drop"),
-        "1/8": DEVICE.replace(num_recall=0.125),
         "the first layer too": {"rest": DEVICE},
         "16 bits": DEVICE.replace(store_bits=16),
         "window 1024": DEVICE.replace(window=1024),

@@ -13,7 +13,7 @@ from rich.console import Console
 
 import condense
 from condense.cli.main import app
-from condense.cli.progress import progress_on
+from condense.cli.progress import Lines
 from condense.config import method_class, method_names
 from condense.demo import demo_prompt
 from condense.evaluate.compare import Prompt, chat_message, compare
@@ -107,7 +107,7 @@ def test_a_folder_without_a_tokenizer(demo, tmp_path):
 
 def test_progress_without_a_terminal_is_a_line_now_and_then():
     seconds, out = [0.0], io.StringIO()
-    with progress_on(Console(file=out, get_time=lambda: seconds[0])) as bar:
+    with Lines(Console(file=out, get_time=lambda: seconds[0])) as bar:
         task = bar.add_task("verifying", total=None)
         for seconds[0] in (4, 6, 20, 36, 40):
             bar.update(task, total=5, advance=1)

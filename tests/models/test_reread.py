@@ -135,7 +135,6 @@ def test_embeddings_in_place_of_ids_and_beams():
     assert torch.equal(beams[:1], alone)
 
 
-@pytest.mark.skipif("gemma4" not in small.TYPES, reason="the oldest transformers that we support has no Gemma 4")
 def test_inputs_of_each_layer_are_repeated_too():
     model, ids = small.model("gemma4"), tiny.tokens(2, 18)
     padded, mask = tiny.left_padded([ids[0], ids[1, 5:]])

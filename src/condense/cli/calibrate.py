@@ -105,7 +105,7 @@ def calibrate_command(
             )
             bar.update(task, total=estimate.forwards)
 
-        on_forward = partial(bar.update, task, advance=1)
+        on_forward = partial(bar.advance, task)
         result = calibrate(
             loaded, tokenizer, contents, config, measured=kept, on_estimate=on_estimate, on_forward=on_forward
         )

@@ -59,7 +59,7 @@ def compare_command(
     steps = len(methods) * (1 + max(1, len(prompt.questions)))
     with options.progress() as bar:
         task = bar.add_task("comparing", total=steps)
-        on_step = partial(bar.update, task, advance=1)
+        on_step = partial(bar.advance, task)
         outcomes = compare(loaded, tokenizer, methods, prompt, max_new_tokens=max_new_tokens, on_step=on_step)
     options.warn_of_defaults(loaded, methods, saved)
     options.warn_of_length(loaded, outcomes[0].text_tokens)

@@ -287,10 +287,12 @@ def plain_table(
 
 
 def progress() -> Progress:
-    """A bar on stderr for a ``with`` block: it moves while it waits and goes when it is done.
+    """A bar on stderr for a ``with`` block, which goes when it is done; lines where there is no terminal."""
+    from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
-    Without a terminal `update`, but not `advance`, prints lines.
-    """
-    from condense.cli.progress import progress_on
+    from condense.cli.progress import Lines
 
-    return progress_on(plain_console(stderr=True))
+    if not (console := plain_console(stderr=True)).is_terminal:
+        return Lines(console)
+    columns = (SpinnerColumn(), *Progress.get_default_columns(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)

@@ -1,20 +1,24 @@
-"""Progress of a command on a console: a bar, or lines where no terminal shows one, as in the log of a batch job."""
+"""Progress of a command where no terminal shows a bar, as in the log of a batch job."""
 
 from typing import Any
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 _FIRST, _BETWEEN = 5, 30  # seconds: a short command prints nothing
 
 
 class Lines(Progress):
-    """Lines as ``verifying: 3/16 0:01:42``: at the first `update` after 5 seconds, every 30 seconds, and at the end."""
+    """Lines as ``verifying: 3/16 0:01:42``: at the first change after 5 seconds, every 30 seconds, and at the end."""
 
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("{task.description}:"), MofNCompleteColumn(), TimeElapsedColumn())
         super().__init__(*columns, console=console, disable=True)
         self._next, self._has_begun = self.get_time() + _FIRST, False
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        """As `update`."""
+        self.update(task_id, advance=advance)
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
         """As of `Progress`, and print the line if it is time."""
@@ -23,11 +27,3 @@ class Lines(Progress):
         if now >= self._next or (self._has_begun and self.finished):
             self._next, self._has_begun = now + _BETWEEN, True
             self.console.print(self.get_renderable())
-
-
-def progress_on(console: Console) -> Progress:
-    """See `condense.cli.options.progress`."""
-    if not console.is_terminal:
-        return Lines(console)
-    columns = (SpinnerColumn(), *Progress.get_default_columns(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True)

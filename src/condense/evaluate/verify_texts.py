@@ -4,7 +4,6 @@ Shapes: L tokens of a text, V vocabulary.
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from condense.config import check_int
 from condense.evaluate.compare import attention_of, new_cache
+from condense.methods import Reread
 from condense.models import GraphDecoder, MethodChoice, as_steps, condensed_layers
 from condense.models.families import rope_that_changes
 from condense.models.replay import replayable_cache
@@ -214,12 +214,12 @@ class _Growing:
 
 def _decoder(model: PreTrainedModel, length: int) -> GraphDecoder | _Growing:
     """The reader of texts of up to ``length`` tokens, turn by turn: it replays steps where `generate` would."""
-    growing, greedy = new_cache(model), GenerationMode.GREEDY_SEARCH
-    is_growing = replayable_cache(model, growing, model.generation_config, greedy, length) is growing
-    if condensed_layers(model) and not is_growing:
-        with suppress(ValueError):  # of methods for which buffers cannot be made before the prompt
-            return GraphDecoder(model, batch_size=1, max_length=length)
-    return _Growing(model)
+    growing, methods = new_cache(model), condensed_layers(model).values()
+    held = replayable_cache(model, growing, model.generation_config, GenerationMode.GREEDY_SEARCH, length)
+    # how much Reread keeps is known only once it has read a prompt
+    if held is growing or not methods or any(isinstance(method, Reread) for method in methods):
+        return _Growing(model)
+    return GraphDecoder(model, batch_size=1, max_length=length)
 
 
 def _turns(model: PreTrainedModel, decoder: GraphDecoder | _Growing, ids: Tensor, ends: Sequence[int]) -> Tensor:

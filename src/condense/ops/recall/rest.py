@@ -30,8 +30,10 @@ class GroupMeans(NamedTuple):
     first: PerRow
 
     def as_values(self, dtype: torch.dtype, width: int, up: UpProjection | None) -> Self:
-        """The same as values of queries in ``dtype``: of latents the first ``width`` columns, or those that ``up``
-        expands them to, as the mean of latents is a latent.
+        """The means as attention weighs them, for queries in ``dtype``: ``[B, K, n, width]`` in float32 or wider.
+
+        up: expands latents to the values of each head, ``[B, H, n, d_v]`` in ``dtype``; the mean of latents is a
+        latent. None: the first ``width`` columns are the values.
         """
         if up is not None:
             return self._replace(means=up.expand(self.means.to(dtype))[1])

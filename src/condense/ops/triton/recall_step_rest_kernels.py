@@ -50,8 +50,8 @@ def _log_rest(centres, splits, groups_ptr, count, r, R, BM: tl.constexpr):
         score = tl.load(centres.score[None, :] + group[:, None], mask=inside & there, other=float("-inf"))
         total += tl.exp2(score - largest[None, :])
         group = next_group
-    # off by a rounding of the sum of all groups, to which attention gives at least about this weight, as it sees the
-    # tokens of those taken out; it may lie below 0
+    # the difference has the rounding error of the sum over all groups, so it may lie below 0. That error is small in
+    # the end: the tokens of the groups that are taken out weigh about as much as these do, and attention sees them
     rest -= tl.sum(total, 0)
     return tl.where(rest > 0, largest + tl.log2(tl.where(rest > 0, rest, 1.0)), float("-inf"))
 
