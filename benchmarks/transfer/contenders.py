@@ -27,12 +27,9 @@ def arms(length: int) -> tuple[dict[str, Arm], dict[str, Arm]]:
     """
     first: dict[str, Arm] = {"dense": None, "recall-device": DEVICE, "recall-host": HOST, "cache of 4 bits": CACHE}
     second: dict[str, Arm] = {
-        "prompts shared": DEVICE.replace(prompt="shared"),
-        "128, prompts shared": DEVICE.replace(min_recall=128, prompt="shared"),
-        "384 at least": DEVICE.replace(min_recall=384),
+        "prompts exact": DEVICE.replace(prompt="exact"),
         "prompts by Recall": DEVICE.replace(prompt="recall"),
         "128 at least": DEVICE.replace(min_recall=128),
-        "128, prompts too": DEVICE.replace(min_recall=128, prompt="recall"),
         "groups of 8": DEVICE.replace(group_size=8, min_recall=512),
         "dropped": DEVICE.replace(unchosen="drop"),
         "the first layer too": {"rest": DEVICE},
