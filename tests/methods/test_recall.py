@@ -119,20 +119,25 @@ def test_chunks_are_dense_over_stored_tokens_and_steps_recall(layer, bits):
 
 
 @pytest.mark.parametrize("layer", [CondensedLayer, partial(StaticCondensedLayer, max_cache_len=90)])
-def test_the_first_query_chooses_for_all_that_see_the_same_groups(layer, monkeypatch):
-    """But for the last of a call. A call may begin in the middle of such queries."""
+def test_one_query_chooses_until_two_more_groups_have_closed(layer, monkeypatch):
+    """But for the last of a call. A call may begin in between. The first of the two is open as soon as it has closed."""
     monkeypatch.setattr(choice, "OWN_CHOICES", 3)
-    method, (q, k, v) = RECALLING.replace(prompt="shared", unchosen="drop"), oracle.random_qkv(1, 4, 2, 90, 8, 8)
-    context, asker, layer = read_whole(method, q, k, v, scale=0.3), list(range(90)), layer(method)
+    method = RECALLING.replace(prompt="shared", unchosen="drop")
+    q, k, v = oracle.random_qkv(1, 4, 2, 90, 8, 8)
+    context, asker, newer = read_whole(method, q, k, v, scale=0.3), list(range(90)), [-1] * 90
+    layer = layer(method)
     calls = [(0, 17), (17, 20), (20, 45), (45, 70), *((t, t + 1) for t in range(70, 90))]
     for start, stop in calls:
         for t in range(start, stop - 3):
-            asker[t] = max(start, max(t + 1 - 8, 0) // 4 * 4 + 7) if t >= 7 else start
+            closed = max(t + 1 - 8, 0) // 4
+            asker[t], newer[t] = max(start, closed // 2 * 8 + 7) if t >= 7 else start, closed - 1 if closed % 2 else -1
     got = torch.cat([read(layer, columns((q, k, v), *ends), scale=0.3) for ends in calls], dim=2)
     *index, store = context.extra
     sources = RecallSources(Source(*store.split(8, dim=3)), context.window, context.spans)
     chosen = IndexChoice(q[:, :, asker], GroupIndex(*index), 0.3, method.quota)
-    mask = chosen.at(0, 90, context.spans.at(0, 90, q.device)[0].hi, store.shape[2] // 4)
+    G, newer = store.shape[2] // 4, torch.tensor(newer)
+    mask = chosen.at(0, 90, context.spans.at(0, 90, q.device)[0].hi - (newer >= 0).long(), G)
+    mask = mask | (torch.arange(G) == newer[:, None])
     want, _ = attend_recall(q, sources, ArrayChoice(mask), scale=0.3, backend="torch")
     torch.testing.assert_close(got, want, **CLOSE)
 

@@ -45,8 +45,8 @@ class Recall(Method):
     prompt: "recall", or "exact": calls of several tokens (prompts, their pieces, later turns, tokens that an assistant
     proposes) are read with dense attention, single tokens with Recall. Then a prompt loses only what ``store_bits``
     rounds and takes as long as with dense attention; prompt and decode are not the same function: not for training.
-    "shared": of the queries of such a call that see the same closed groups, the first one chooses for all; the last 64
-    choose for themselves. Not for training either.
+    "shared": in such a call, one query chooses for all up to where two more groups have closed; the last 64 choose for
+    themselves. Not for training either.
     `as_steps` is the method that reads several tokens as the steps do.
 
     store: where caches keep the exact tokens of closed groups: "device", or "host", in pinned host memory. slots: for

@@ -89,8 +89,8 @@ def evaluate(
         check_batch(label, choice, batch_size)
         if any(each.reads_otherwise for each in methods_of(choice)):
             _log.warning(
-                "%s reads prompts with dense attention: tasks scored by likelihoods show nothing else of it, "
-                "prompt='recall' what its steps lose", label,
+                "%s reads prompts otherwise than single tokens: tasks scored by likelihoods do not show what its steps "
+                "lose, prompt='recall' does", label,
             )  # fmt: skip
         with attention_of(model, choice):  # fail now if the model cannot take a method, not after hours of others
             pass

@@ -73,15 +73,18 @@ class Quota(NamedTuple):
 
 # so many of the last queries of a call choose for themselves: those of a question, and the one that begins its answer
 OWN_CHOICES = 64
+# a query chooses for those of so many groups' time, at most 2: then each opens at most one group more
+SHARED = 2
 
 
 class Askers(NamedTuple):
     """The queries of a call that choose groups, and whose choice each query opens.
 
     columns int64 ``[B|1, A]``: the A queries that choose, of which the first ``num_shared`` choose for others too.
-    queries int32 ``[2, B|1, L]``: for each query the number of the one whose groups it opens, and the column of the
-    next query that opens those of another. lead: queries before the first one that chooses for g of them, if that is
-    the same in all rows, else 0.
+    queries int32 ``[3, B|1, L]``: for each query the number of the one whose groups it opens; the column of the next
+    query that opens those of another; and the group that it opens besides, as it was not closed for the one that
+    chose, -1 for none. lead: queries before the first one that chooses for ``SHARED * g`` of them, if that is the same
+    in all rows, else 0.
     """
 
     columns: Tensor
@@ -91,8 +94,8 @@ class Askers(NamedTuple):
 
     @classmethod
     def of_call(cls, sources: RecallSources, L: int) -> Self:
-        """Askers of L queries: the first of those that see the same closed groups asks for all of them, but for the
-        last `OWN_CHOICES`, which ask for themselves.
+        """Askers of L queries: where every second group closes, a query begins to ask for those up to the next such
+        one. The last `OWN_CHOICES` ask for themselves.
         """
         spans, device = sources.spans, sources.window.k.device
         assert isinstance(spans, RuleSpans)
@@ -103,18 +106,20 @@ class Askers(NamedTuple):
         rule, num_own = spans.rule, min(OWN_CHOICES, L)
         assert isinstance(rule, UniformRule)
         assert rule.window is not None
-        g = rule.chunk
+        n = SHARED * rule.chunk
         ahead = spans.query_start + (1 - rule.window)
-        num_shared = max_row((ahead + (L - 1)) // g - ahead // g) + 1
-        lead = 0 if isinstance(ahead, Tensor) else -ahead % g
+        num_shared = max_row((ahead + (L - 1)) // n - ahead // n) + 1
+        lead = 0 if isinstance(ahead, Tensor) else -ahead % n
         ahead, padding, column = as_rows(ahead, 1)[:, None], as_rows(spans.padding, 1)[:, None], torch.arange(L)[None]
-        block, is_own = ahead // g, column >= L - num_own
-        number = (ahead + column) // g - block
-        first = torch.maximum((block + torch.arange(num_shared)) * g - ahead, padding).clamp(max=L - 1)
+        block, is_own = ahead // n, column >= L - num_own
+        number, closed = (ahead + column) // n - block, (ahead + column) // rule.chunk
+        first = torch.maximum((block + torch.arange(num_shared)) * n - ahead, padding).clamp(max=L - 1)
         columns = torch.cat([first, column[:, L - num_own :].expand(len(first), -1)], dim=1)
         of = torch.where(is_own, num_shared + column - (L - num_own), number)
-        until = torch.where(is_own, column + 1, ((block + number + 1) * g - ahead).clamp(max=L - num_own))
-        return cls(columns.to(device), torch.stack([of, until]).int().to(device), num_shared, lead)
+        until = torch.where(is_own, column + 1, ((block + number + 1) * n - ahead).clamp(max=L - num_own))
+        is_newer = (closed > (block + number) * SHARED) & (closed > 0) & (column >= padding) & ~is_own
+        queries = torch.stack([of, until, torch.where(is_newer, closed - 1, -1)])
+        return cls(columns.to(device), queries.int().to(device), num_shared, lead)
 
 
 @dataclass(frozen=True)
@@ -136,12 +141,14 @@ class IndexChoice:
 
         closed int64 ``[B|1, 1, stop - start]``: the closed groups of each query, which alone may be open.
         """
-        index, q = self.index.narrow(0, num_groups), self.q[:, :, start:stop]
-        if self.askers is not None:
-            asker = self.askers.columns.take_along_dim(self.askers.queries[0, :, start:stop].long(), 1)
-            q = self.q.take_along_dim(asker[:, None, :, None], 2)
-        scores = index_scores(q, index, self.scale)
-        return choose_groups(scores, closed, self.quota, self.index.signs.shape[1])
+        index, q, K = self.index.narrow(0, num_groups), self.q[:, :, start:stop], self.index.signs.shape[1]
+        if self.askers is None:
+            return choose_groups(index_scores(q, index, self.scale), closed, self.quota, K)
+        number, _, newer = self.askers.queries[:, :, start:stop].long()
+        q = self.q.take_along_dim(self.askers.columns.take_along_dim(number, 1)[:, None, :, None], 2)
+        newer = newer[:, None]
+        chosen = choose_groups(index_scores(q, index, self.scale), closed - (newer >= 0).long(), self.quota, K)
+        return chosen | (torch.arange(num_groups, device=q.device) == newer[..., None])
 
 
 @torch.no_grad()

@@ -87,10 +87,10 @@ def with_rest(out: Tensor, lse: Tensor, weight: Tensor, mean: Tensor) -> tuple[T
     weight ``[B, H, L]``: the logarithm of its weight; mean ``[B, K, L, Dv]``: its value. Where both have no weight, the
     output stays 0. Where the token has none, the output stays the same to the bit.
     """
-    wide = torch.promote_types(out.dtype, torch.float32)
     nothing = torch.maximum(lse, weight) == float("-inf")
     # the gradient of logaddexp is NaN where both are -inf
     total = torch.logaddexp(lse.masked_fill(nothing, 0.0), weight)
-    mean = mean.to(wide).repeat_interleave(out.shape[1] // mean.shape[1], 1)
-    seen = out.to(wide) * (lse - total).exp()[..., None] + mean * (weight - total).exp()[..., None]
-    return seen.to(out.dtype), total.masked_fill(nothing, float("-inf"))
+    # in float32 or wider, as the weights are
+    of_out, of_mean = ((x - total).exp()[..., None].unflatten(1, (mean.shape[1], -1)) for x in (lse, weight))
+    seen = torch.addcmul(out.unflatten(1, (mean.shape[1], -1)) * of_out, mean.to(of_mean.dtype)[:, :, None], of_mean)
+    return seen.flatten(1, 2).to(out.dtype), total.masked_fill(nothing, float("-inf"))

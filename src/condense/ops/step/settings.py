@@ -33,8 +33,8 @@ class ChoiceSettings:
 
     quota: number of groups to open. store: of their tokens. mean: queries see the closed groups that they do not open
     as one token (`condense.ops.recall.rest`). prompt: how queries are read of which a call has several: as single ones
-    ("recall"); they choose no groups and see the tokens of all ("exact"); or those that see the same closed groups open
-    the same ones, `condense.ops.recall.choice.Askers` ("shared").
+    ("recall"); they choose no groups and see the tokens of all ("exact"); or one chooses for those after it, see
+    `condense.ops.recall.choice.Askers` ("shared").
     """
 
     quota: Quota

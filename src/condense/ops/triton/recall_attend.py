@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from condense.ops.recall.choice import IndexChoice, RecallSources
+from condense.ops.recall.choice import SHARED, IndexChoice, RecallSources
 from condense.ops.recall.rest import GroupMeans, with_rest
 from condense.ops.spans import RuleSpans, UniformRule
 from condense.ops.tensors.per_row import at_least
@@ -68,7 +68,7 @@ def attend_recall(
 def _choose_shared(choice: IndexChoice, spans: RuleSpans, closed: int, choose_groups: Callable[..., Tensor]) -> Tensor:
     """The groups that each asker opens, as `choose` returns them, int32 ``[B, K, A, r]``.
 
-    Of those that ask for others too, each sees one closed group more than the one before it.
+    Of those that ask for others too, each sees `SHARED` closed groups more than the one before it.
     """
     q, askers, rule = choice.q.detach(), choice.askers, spans.rule
     assert askers is not None
@@ -76,8 +76,9 @@ def _choose_shared(choice: IndexChoice, spans: RuleSpans, closed: int, choose_gr
     assert rule.window is not None
     shared = q.take_along_dim(askers.columns[:, None, : askers.num_shared, None], 2)
     first = q.shape[2] - (askers.columns.shape[1] - askers.num_shared)
+    block = (spans.query_start + (1 - rule.window)) // (SHARED * rule.chunk)
     parts = (
-        (shared, RuleSpans(UniformRule(1, 0), (spans.query_start + (1 - rule.window)) // rule.chunk - 1, 0, 0)),
+        (shared, RuleSpans(UniformRule(1, 0, entries=SHARED), block - 1, 0, 0)),
         (q[:, :, first:], RuleSpans(rule, spans.query_start + first, 0, at_least(spans.padding - first, 0))),
     )
     numbers = choice.scale, choice.quota, closed

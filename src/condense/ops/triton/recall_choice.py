@@ -160,7 +160,7 @@ def opened(
     """Return the groups that tiles of queries open; the arguments are those of `marked`."""
     words = marked(groups, num_groups, closed, tile, first, stop, asked)
     heads, T, _ = words.shape
-    room = min(closed, tile * groups.shape[3])
+    room = min(closed, tile * (groups.shape[3] + (asked is not None)))
     lists = words.new_empty(heads, T, room, dtype=torch.int32), words.new_empty(heads, T, room)
     counts = words.new_empty(heads, T, dtype=torch.int32)
     with on_device_of(groups):

@@ -198,36 +198,39 @@ def recall_groups_kernel(
             _open(scores, _all_cells(BQ, PICKED), wanted, _INT_MIN, groups_at, R, C)
 
 
-@triton.jit(do_not_specialize=("L", "G", "first", "stop", "words", "r", "s_until", "s_row"))
+@triton.jit(do_not_specialize=("L", "G", "first", "stop", "words", "r", "s_asked", "s_row"))
 def recall_mark_kernel(
-    groups_ptr, mark_ptr, asked_ptr, K, L, G, first, stop, words, r, s_until, s_row,
+    groups_ptr, mark_ptr, asked_ptr, K, L, G, first, stop, words, r, s_asked, s_row,
     Q: tl.constexpr, PLACES: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
     """Set bit ``i % Q`` of word ``[B * K, T, words]`` for every group that query i opens; all were 0 before.
 
     The atomic "or" of integers gives the same result in any order. A program has BQ queries of one KV head.
     asked: as of `condense.ops.triton.recall_choice.marked`; of the queries of a tile that open the same groups, the
-    first one sets the bits of all. L: queries whose groups these are.
+    first one sets the bits of all, and each its own for the group that it opens besides. L: queries whose groups these
+    are.
     """
+    WORD: tl.constexpr = mark_ptr.dtype.element_ty
+    BITS: tl.constexpr = WORD.primitive_bitwidth
+    of_word: tl.constexpr = tl.uint32 if BITS == 32 else tl.uint64
     head, place = tl.program_id(1).to(tl.int64), tl.arange(0, PLACES)[None, :]
     i = tl.program_id(0) * BQ + tl.arange(0, BQ)
     there, count = i < stop - first, tl.full([BQ], 1, tl.int32)
     row = first + i
+    mark_ptr += (head * tl.cdiv(stop - first, Q) + i // Q) * words
     if asked_ptr is not None:
         at = asked_ptr + head // K * s_row + row
         row = tl.load(at, mask=there, other=0)
-        until = tl.load(at + s_until, mask=there, other=0)
+        until, newer = tl.load(at + s_asked, mask=there, other=0), tl.load(at + 2 * s_asked, mask=there, other=-1)
+        own = (tl.full([BQ], 1, of_word) << (i % Q).to(of_word)).to(WORD, bitcast=True)
+        tl.atomic_or(mark_ptr + newer, own, mask=newer >= 0, sem="relaxed")
         count = tl.minimum(until - first, tl.minimum((i // Q + 1) * Q, stop - first)) - i
         there &= (i % Q == 0) | (row != tl.load(at - 1, mask=there & (i % Q > 0), other=-1))
     group = tl.load(groups_ptr + ((head * L + row) * r)[:, None] + place, mask=there[:, None] & (place < r), other=G)
     # as many bits as queries, all ones
-    BITS: tl.constexpr = mark_ptr.dtype.element_ty.primitive_bitwidth
-    of_word: tl.constexpr = tl.uint32 if BITS == 32 else tl.uint64
     ones = tl.full([BQ], 2**BITS - 1, of_word) >> (BITS - count).to(of_word)
-    bit = (ones << (i % Q).to(of_word)).to(mark_ptr.dtype.element_ty, bitcast=True)
-    bit = bit[:, None] + tl.zeros([BQ, PLACES], mark_ptr.dtype.element_ty)
-    tile = head * tl.cdiv(stop - first, Q) + i // Q
-    tl.atomic_or(mark_ptr + tile[:, None] * words + group, bit, mask=group < G, sem="relaxed")
+    bit = (ones << (i % Q).to(of_word)).to(WORD, bitcast=True)[:, None] + tl.zeros([BQ, PLACES], WORD)
+    tl.atomic_or(mark_ptr[:, None] + group, bit, mask=group < G, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=("words", "room"))
