@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM
 from condense import Method, Recall
 from condense.models.inspect import inspect
 from condense.models.shapes import shape_config
-from condense.ops.recall.choice import SHARED
 
 LENGTH = 131072
 NAMES = ("recall-host", "recall-device", "pooled")
@@ -30,7 +29,6 @@ UNKNOWN = "not measured"
 # arms of the newest run of the study of what transfers: named settings as they are, and beside them a dense cache
 _MEASURED, _CACHE = ("recall-host", "recall-device"), "cache of 4 bits"
 _WORDS = {3: "three", 4: "four", 5: "five", 6: "six", 7: "seven"}
-_ASK = {"shared": SHARED}  # groups of tokens of a prompt for which one of them chooses
 _TEXT = ("key", "other")  # tokens that need far text, and the others
 # the arm of the study of adaptation, its settings and its length
 _ARM, _ADAPTED, _ADAPTED_LENGTH = "both", "lca:window=512,rep_bias=log_size", 8192
@@ -90,7 +88,7 @@ def claims(documents: Documents) -> list[str]:
         f"and at least {device['min_recall']}",
         "sees all others as one token" if device["unchosen"] == "mean" else "does not see the others",
         f"old tokens stay on the GPU, in {device['store_bits']} bits",
-        f"one of {_ASK[device['prompt']] * device['group_size']} tokens chooses for all",
+        "read prompts with dense attention" if device["prompt"] == "exact" else "read prompts like answers",
         f"{_WORDS[len(models)]} models of {sizes[0]} to {sizes[-1]} million parameters",
         f"texts of up to {max(row['length'] for model in models for row in model['rows']):,} tokens",
         f"loses up to {far} nats a token of text, {copies} on copies, and {missed} of a task's answers",

@@ -27,9 +27,10 @@ def arms(length: int) -> tuple[dict[str, Arm], dict[str, Arm]]:
     """
     first: dict[str, Arm] = {"dense": None, "recall-device": DEVICE, "recall-host": HOST, "cache of 4 bits": CACHE}
     second: dict[str, Arm] = {
-        "prompts exact": DEVICE.replace(prompt="exact"),
+        "prompts shared": DEVICE.replace(prompt="shared"),
         "prompts by Recall": DEVICE.replace(prompt="recall"),
         "128 at least": DEVICE.replace(min_recall=128),
+        "128, prompts too": DEVICE.replace(min_recall=128, prompt="recall"),
         "groups of 8": DEVICE.replace(group_size=8, min_recall=512),
         "dropped": DEVICE.replace(unchosen="drop"),
         "the first layer too": {"rest": DEVICE},

@@ -20,7 +20,7 @@ class NamedSettings(NamedTuple):
 
 _RECALL = {
     "method": "recall", "window": 256, "num_recall": 0.0625, "min_recall": 512, "store_bits": 4,
-    "prompt": "shared",
+    "prompt": "exact",
 }  # fmt: skip
 _LOSES = (
     "{} nats on text and 0.038 on copies (latents; others 0.010), and {} of a task (the worst of models of 25 to 83M, "

@@ -120,7 +120,7 @@ def test_chunks_are_dense_over_stored_tokens_and_steps_recall(layer, bits):
 
 @pytest.mark.parametrize("layer", [CondensedLayer, partial(StaticCondensedLayer, max_cache_len=90)])
 def test_one_query_chooses_until_two_more_groups_have_closed(layer, monkeypatch):
-    """But for the last of a call. A call may begin in between. The first of the two is open as soon as it has closed."""
+    """But for the last of a call. A call may begin in between. The first of the two is open once it has closed."""
     monkeypatch.setattr(choice, "OWN_CHOICES", 3)
     method = RECALLING.replace(prompt="shared", unchosen="drop")
     q, k, v = oracle.random_qkv(1, 4, 2, 90, 8, 8)

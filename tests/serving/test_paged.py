@@ -6,7 +6,6 @@ Shapes: H query heads, K KV heads, L tokens, D and Dv widths; of latents d_n, d_
 
 import random
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
@@ -77,15 +76,17 @@ def test_equal_to_the_whole(pool, chunk, backend):
 @BACKENDS
 @pytest.mark.parametrize("bits", [16, 4])
 def test_choices_for_others_are_those_of_a_layer(bits, backend, monkeypatch):
-    """Which queries choose depends on where calls begin and end."""
+    """Which queries choose depends on where calls begin and end. The two requests end alike, and begin apart."""
     monkeypatch.setattr(choice, "OWN_CHOICES", 3)
     method = RECALL.replace(prompt="shared", store_bits=bits)
-    pool, layer = RecordPool(method, (K, D, 4)), CondensedLayer(method)
-    qkv, request = tokens_of(pool, 90), pool.add(90)
-    for ends in pairwise((0, 40, 60, 61, 90)):
-        got = pool.read([(request, cut(qkv, *ends))], scale=SCALE, backend=backend)[0]
-        want = read(layer, [x.transpose(0, 1)[None] for x in cut(qkv, *ends)], scale=SCALE, backend=backend)[0]
-        torch.testing.assert_close(got, want.transpose(0, 1), **EXACT)
+    pool = RecordPool(method, (K, D, 4))
+    qkv, requests, layers = tokens_of(pool, 90), [pool.add(90), pool.add(90)], [CondensedLayer(method) for _ in "ab"]
+    for calls in ([None, (0, 10)], [(0, 40), (10, 40)], [(40, 60), (40, 61)], [(60, 61), (61, 90)], [(61, 90), None]):
+        there = [x for x in zip(requests, layers, calls, strict=True) if x[2] is not None]
+        outs = pool.read([(request, cut(qkv, *ends)) for request, _, ends in there], scale=SCALE, backend=backend)
+        for got, (_, layer, ends) in zip(outs, there, strict=True):
+            want = read(layer, [x.transpose(0, 1)[None] for x in cut(qkv, *ends)], scale=SCALE, backend=backend)[0]
+            torch.testing.assert_close(got, want.transpose(0, 1), **EXACT)
 
 
 @BACKENDS

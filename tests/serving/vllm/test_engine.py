@@ -155,3 +155,11 @@ def test_other_methods_and_layers(engine, greedy, tmp_path, method, layers):
 @pytest.mark.parametrize(("family", "method"), OF_LATENTS.values(), ids=OF_LATENTS)
 def test_other_methods_on_latents(engine, greedy, tmp_path, family, method):
     check_tokens_of_generate(engine, greedy, tmp_path, condense.apply(random_latents(family), method))
+
+
+def test_prompts_in_which_few_tokens_choose(engine, greedy, tmp_path):
+    """Read at once, as `generate` reads them: what queries open depends on where calls begin and end."""
+    model = condense.apply(random_llama(layers=3), RECALL.replace(prompt="shared", store_bits=16))
+    model.save_pretrained(tmp_path)
+    started = engine(tmp_path, **condensed(model, max_num_batched_tokens=2048, enable_prefix_caching=False))
+    assert started.tokens(prompts_of(LENGTHS), NEW) == greedy(model, prompts_of(LENGTHS), NEW)

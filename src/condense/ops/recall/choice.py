@@ -118,7 +118,7 @@ class Askers(NamedTuple):
         of = torch.where(is_own, num_shared + column - (L - num_own), number)
         until = torch.where(is_own, column + 1, ((block + number + 1) * n - ahead).clamp(max=L - num_own))
         is_newer = (closed > (block + number) * SHARED) & (closed > 0) & (column >= padding) & ~is_own
-        queries = torch.stack([of, until, torch.where(is_newer, closed - 1, -1)])
+        queries = torch.stack(torch.broadcast_tensors(of, until, torch.where(is_newer, closed - 1, -1)))
         return cls(columns.to(device), queries.int().to(device), num_shared, lead)
 
 
