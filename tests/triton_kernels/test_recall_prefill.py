@@ -178,7 +178,7 @@ class Problem:
         """The arguments of `recall_rest.rest_weights`."""
         asked, signs, steps, starts, rule, scale, _, closed = self.arguments()
         groups = recall_choice.choose(*self.arguments())
-        return asked, signs, steps, groups, None, starts, rule, [scale, softcap], closed
+        return asked, signs, steps, [groups], starts, rule, [scale, softcap], closed
 
     def attend(self, inputs, choice, backend, weight=None, **kwargs):
         """Output and log-sum-exp, 0 for queries that see nothing. weight: of what they do not open, if it is given."""
@@ -366,7 +366,7 @@ def test_weights_are_the_definitions(g, D, heads, r, dtype, softcap):
     centres = problem.index.centres(D, torch.float64) * problem.index.steps[..., -1:].double()
     per_head = centres.repeat_interleave(heads[0] // heads[1], 1)
     scores, G = soft_cap(numbers @ per_head.mT * unit * problem.scale, softcap), centres.shape[2]
-    is_rest = ~problem.opened(arguments[3]) & (torch.arange(G, device=DEVICE) < problem.closed[..., None])
+    is_rest = ~problem.opened(arguments[3][0]) & (torch.arange(G, device=DEVICE) < problem.closed[..., None])
     scores = scores.masked_fill(~is_rest.repeat_interleave(heads[0] // heads[1], 1), -math.inf)
     want = scores.logsumexp(-1) + math.log(g)
     assert torch.equal(got == -math.inf, want == -math.inf)

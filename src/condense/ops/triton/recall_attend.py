@@ -61,7 +61,8 @@ def attend_recall(
         return out, lse
     weigh = rest_operation if as_operation else rest_weights
     scores = choice.scale, options.softcap
-    weights = weigh(asked, *choice.index, groups, by, call.spans, call.rule, scores, closed)
+    chosen = [groups] if by is None else [groups, by]
+    weights = weigh(asked, *choice.index, chosen, call.spans, call.rule, scores, closed)
     return _joined(out, lse, weights, means, spans, g)
 
 

@@ -27,12 +27,12 @@ _SCRATCH = 2**29
 
 
 def rest_weights(
-    q: Tensor, signs: Tensor, steps: Tensor, groups: Tensor, asked: Tensor | None, starts: Tensor | None,
-    rule: Sequence[int], scores: Sequence[float], closed: int,
+    q: Tensor, signs: Tensor, steps: Tensor, chosen: Sequence[Tensor], starts: Tensor | None, rule: Sequence[int],
+    scores: Sequence[float], closed: int,
 ) -> Tensor:  # fmt: skip
     """Return the weights of `condense.ops.recall.rest.rest_weights` for all queries, float32 ``[B, H, L]``.
 
-    groups, asked: the groups that queries open, as `condense.ops.triton.recall_choice.marked` takes them.
+    chosen: groups and, if some chose for others, asked, as `condense.ops.triton.recall_choice.marked` takes them.
     q, signs, steps, starts, rule, closed: the arguments of that function. scores: their scale and soft cap.
     """
     scale, softcap = scores
@@ -51,7 +51,7 @@ def rest_weights(
         for first in range(0, L, n):
             stop = min(first + n, L)
             numbers, unit = turned(q[:, :, first:stop], K, scale * LOG2E)
-            words = marked(groups, G, closed, Q, first, stop, asked)
+            words = marked(chosen[0], G, closed, Q, first, stop, *chosen[1:])
             _REST(
                 (cdiv(stop - first, Q), B * K, 1),
                 (unit, of_tile(numbers, [1, rows, width]), centres, of_centres, words, starts, weights),
