@@ -40,9 +40,10 @@ METHODS = {
 class Pool:
     """Pages of one layer in blocks of bytes. Every block is given to one request and one kind; what no request has
     written is 255 in every byte: NaN as a number. up: the up-projections, if tokens are latents. extras: of the layer.
+    host: pages of stored tokens in host memory.
     """
 
-    up, extras = None, NO_EXTRAS
+    up, extras, host = None, NO_EXTRAS, None
     # where in its block a page of each kind begins, and bytes of a block more than pages need: they need no neighbours
     offsets, spare = {"window": 0, "entries": 0, "ring": 0}, 64
 
@@ -90,6 +91,8 @@ class Pool:
     def give_back(self, page):
         for kind in self.kinds:
             self.view(kind)[page] = self.fill
+        if self.host is not None:
+            self.host[page] = self.fill
         self.free.append(page)
 
     def view(self, kind):
@@ -111,7 +114,7 @@ class Pool:
         if not self.in_records:
             entries = entries.view(self.dtype)
         ring = ring.view(self.dtype) if self.plan.ring_slots else None
-        return PagedState(window.view(self.dtype), entries, ring, self.up, self.extras)
+        return PagedState(window.view(self.dtype), entries, ring, self.up, self.extras, self.host)
 
     def read(self, chunks, **options):
         """Reads ``[(request, qkv of its new tokens [., heads, width])]`` in one step; outputs, one per request."""

@@ -25,6 +25,8 @@ RECORDS = {
     "g-16": RECALL.replace(group_size=16, window=20, num_recall=1),
     "g-32": RECALL.replace(group_size=32, window=32, num_recall=1, store_bits=8),
     "all-open": RECALL.replace(num_recall=1.0),
+    "host-4": RECALL.replace(store_bits=4, store="host"),
+    "host-8-drop": RECALL.replace(store_bits=8, unchosen="drop", store="host", group_size=8),
 }
 # the same with prompts that are read with dense attention
 EXACT_PROMPTS = {
@@ -47,12 +49,17 @@ class RecordPool(Pool):
         self.in_records, self.form = True, record_format(self.plan.settings, (self.width, self.value_width), self.dtype)
         self.kinds["entries"] = self.kinds["entries"][0], self.form.nbytes
         super().take_memory(*args)
+        if self.form.apart:
+            slots, shape = self.kinds["entries"][0], (len(self.blocks), self.kv_heads)
+            host = torch.full((*shape, slots, self.form.nbytes_apart), self.fill, dtype=torch.uint8)
+            self.host = host.pin_memory() if self.blocks.is_cuda else host
 
     def kept(self, request):
         """The parts of the records of a request's complete groups, by name: ``[1, K, G, columns]``, or of tokens."""
         g = self.method.group_size
         slots = slice(self.plan.settings.summary_delay // g, request.seen // g)
-        views = self.form.views(self.view("entries")[torch.tensor(request.entries, device=self.blocks.device)])
+        pages = torch.tensor(request.entries, device=self.blocks.device)
+        views = self.form.views(self.view("entries")[pages], None if self.host is None else self.host[pages.cpu()])
         kept = {name: x.transpose(0, 1).flatten(1, 2)[None, :, slots] for name, x in views.items()}
         return {part.name: kept[part.name].unflatten(3, part.shape).flatten(2, -2) for part in sum(self.form.parts, ())}
 

@@ -121,7 +121,7 @@ def test_settings_and_records_of_another_kind_are_refused():
     own, blocks, drop = pool.plan.settings, pool.blocks, RECALL.replace(unchosen="drop")
     on_host = replace(step_settings(RECALL.replace(store="host")), summary_delay=0)
     for settings, pool.blocks, message in (
-        (on_host, blocks, "use store='device'"),
+        (on_host, blocks, "got a store on the host of 16 bits and no pages for it"),
         (replace(own, summary_delay=8), blocks, "summary_delay of records must be 0, got 8"),
         (serving_plan(RECORDS["store-8"]).settings, blocks, r"entries must be pages uint8 \[P, 2, N, \d+\], got"),
         (own, torch.empty_like(blocks[:, 8:]), "must begin at multiples of 16 bytes"),

@@ -48,12 +48,12 @@ TAKEN_BACK = [
 REFUSED = [
     (condense.DGA(), "one of Recall, CCA, LCA, StreamingLLM and Dense"),
     (condense.Dense(), "one of Recall, CCA, LCA"),
-    (condense.Recall(store="host"), "use store='device', as recall-device does"),
+    (condense.Recall(store="host"), "in 8 or 4 bits, .*: use store_bits=4"),
     (condense.CCA(group_size=1), "at least 2"),
     (condense.Recall(group_size=1), "group_size must be at least 2 to be served, got 1: use unchosen='drop'"),
     (
         condense.Recall(window=15, store="host"),
-        "use store='device'.*; window must be at least group_size, 16, .* got 15: .* unchosen='drop' or window=16$",
+        "use store_bits=4; window must be at least group_size, 16, .* got 15: .* unchosen='drop' or window=16$",
     ),
     (condense.CCA(summary="prompt"), "summary='streaming'"),
     (condense.LCA(window=1000, group_size=16), "window=1008 or summary='last'"),

@@ -8,6 +8,7 @@ from torch import nn
 from condense.models.choice import MethodChoice
 from condense.models.inspect import inspect, served_layers
 from condense.serving.blocks import blocks_of_request
+from condense.serving.host import host_bytes
 
 # share of the device's memory for weights and caches; the rest is for activations
 USED = 0.9
@@ -64,15 +65,17 @@ def cache_fits(
         pinned = sum(1 << (each - 1).bit_length() for each in hosts if each)
         limits = (room, device_bytes), (host_memory, pinned)
         counts = [max(0, limit // each) for limit, each in limits if limit is not None and each]
-        served = _served(model, choices[name], length, itemsize, room)
+        served = _served(model, choices[name], length, itemsize, (room, host_memory))
         fits.append(CacheFit(name, device_bytes, sum(hosts), min(counts, default=None), *served))
     return fits
 
 
 def _served(
-    model: nn.Module, choice: MethodChoice, length: int, itemsize: int, room: int | None
+    model: nn.Module, choice: MethodChoice, length: int, itemsize: int, rooms: tuple[int | None, int | None]
 ) -> tuple[int | None, int | None]:
-    """Bytes of a request of ``length`` tokens in vLLM, and requests in so many bytes; None as in `CacheFit`."""
+    """Bytes of a request of ``length`` tokens in vLLM, and requests in so many bytes on the device and in host memory;
+    None as in `CacheFit`.
+    """
     try:
         layers = served_layers(model, choice, itemsize)
     except ValueError:
@@ -80,5 +83,7 @@ def _served(
     if not any(layer.plan for layer in layers):
         return None, None
     one = blocks_of_request(layers, length)
+    limits = zip(rooms, (one.block_bytes, host_bytes(layers)), strict=True)
+    blocks = [max(0, room) // each for room, each in limits if room is not None and each]
     # one block belongs to no request
-    return one.total_bytes, None if room is None else max(0, room // one.block_bytes - 1) // one.blocks
+    return one.total_bytes, max(0, min(blocks) - 1) // one.blocks if blocks else None

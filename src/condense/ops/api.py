@@ -108,11 +108,11 @@ def unpack_store(
     """Keys ``[B, K, n * g, D]`` and values ``[B, K, n * g, Dv]`` in ``dtype`` of groups in a store, by `StoreFormat`.
 
     pieces ``[B, K, n, g * C]``: what is stored of each group; or pages of them, ``[P, K, N, g * C]``, of which n stand
-    at ``places``. index: of the n groups, one for each KV head. widths: D and Dv, 0 for latents. With 16 bits, and
-    without places, the results are views.
+    at ``places``, and which may lie in pinned host memory. index: of the n groups, one for each KV head. widths: D and
+    Dv, 0 for latents. With 16 bits, and without places, the results are views.
     Raises ValueError for a backend that is unknown, or was asked for and cannot run.
     """
-    chosen = "torch" if form.bits == 16 else resolve_pooling(backend, pieces.device, dtype, widths)
+    chosen = "torch" if form.bits == 16 else resolve_pooling(backend, index.steps.device, dtype, widths)
     return BACKENDS[chosen].load().unpack_store(form, pieces, index, widths, dtype, places)
 
 

@@ -81,6 +81,13 @@ class ServedLayer:
             return record_format(self.plan.settings, self.widths, self.dtype).nbytes
         return self.token_bytes
 
+    def host_bytes(self, far: int) -> int:
+        """Bytes in host memory of what is kept of ``far`` tokens as long as the request."""
+        if self.plan is None or not self.plan.has_records:
+            return 0
+        form = record_format(self.plan.settings, self.widths, self.dtype)
+        return self.heads * self.plan.entry_slots(far) * form.nbytes_apart
+
     def far_bytes(self, far: int) -> int:
         """Bytes of what is kept of ``far`` tokens as long as the request."""
         if self.plan is None:

@@ -4,7 +4,8 @@ A condensed layer asks for up to three kinds of pages (`condense.ops.paged`):
 
 - window: the exact tokens, and beside them the sums of values of which `Recall` sees the mean; pages behind the last
   ``window + group_size`` tokens go back to the pool;
-- entries: what is kept of closed groups, a slot for each; they stay as long as the request;
+- entries: what is kept of closed groups, a slot for each; they stay as long as the request. `Recall(store="host")`
+  keeps their exact tokens in host memory (`condense.serving.host`);
 - ring: the newest mean queries, one page per request, for methods whose groups are weighed by several queries.
 
 An engine's prefix cache shares a page of entries among requests that begin with the same tokens. So a slot of the
@@ -93,10 +94,11 @@ def serving_plan(method: Method) -> ServingPlan:
     wrong = []
     if settings.key_pooling is None:
         wrong.append(f"{method} makes its entries itself, which pages do not: use CCA, LCA or Recall")
-    if isinstance(method, Recall) and method.store == "host":
-        wrong.append(
-            f"tokens in host memory are not served by vLLM yet, got {method}: use store='device', as recall-device does"
-        )
+    if settings.choice is not None and settings.choice.store.on_host:
+        # a slot has no owner: it is not cleared when its page changes hands
+        settings = replace(settings, choice=replace(settings.choice, store=settings.choice.store._replace(slots=0)))
+        if settings.store_format.bits == 16:
+            wrong.append(f"tokens in host memory are served in 8 or 4 bits, got {method}: use store_bits=4")
     if method.layout.lookahead is not None:
         wrong.append(
             f"{method} weighs groups by the end of the prompt, which an engine reads in pieces: use "

@@ -14,6 +14,7 @@ from condense.ops.latents import UpProjection
 from condense.ops.paged import TOGETHER, NewTokens, PagedState, Pages, read_paged
 from condense.ops.spans import UniformRule
 from condense.serving.blocks import ServedLayer, blocks_of_request, page_sizes, table_columns
+from condense.serving.host import host_pages
 
 # layers whose kernels this process has compiled for prompts of all lengths
 _COMPILED: set[tuple[ServedLayer, int]] = set()
@@ -60,7 +61,8 @@ def read_trials(
         ring = None
         if plan.ring_slots:
             ring = pages(requests, plan.ring_slots, served.widths[0] * dtype.itemsize, 1).view(dtype)
-        return PagedState(window, entries if plan.has_records else entries.view(dtype), ring, up, extras)
+        kept = entries if plan.has_records else entries.view(dtype)
+        return PagedState(window, kept, ring, up, extras, host_pages(served, sizes.far, 1, out.device))
 
     def read(lengths: tuple[int, ...], counts: tuple[int, ...]) -> None:
         """So many of the last tokens of each, or as many as there are."""

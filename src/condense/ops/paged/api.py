@@ -35,10 +35,10 @@ def read_paged(
     then queries attend, as in `condense.ops.attend`, with a choice as in `condense.ops.attend_recall`: a request may
     read pages that another one writes in the same call.
     settings: without a choice, groups whose ``summary_delay`` is a multiple of g, at most g queries in a summary query,
-    no focal tokens; with one, a store on the device and ``summary_delay`` 0, which does not change what such a method
-    computes (`PagedState` says why); where queries see what they do not open, groups of 2 tokens or more and a window
-    of at least one group. Where they say so, several new tokens of a request see the stored tokens of all
-    closed groups (``reads_exactly``).
+    no focal tokens; with one, ``summary_delay`` 0, which does not change what such a method computes (`PagedState` says
+    why), and no slots; for a store in host memory, 8 or 4 bits, and on CUDA a step of kernels; where queries see what
+    they do not open, groups of 2 tokens or more and a window of at least one group. Where they say so, several new
+    tokens of a request see the stored tokens of all closed groups (``reads_exactly``).
     backend: single tokens are read by a step of kernels with "triton", and with "auto" on CUDA where it can run. All
     others are read as in `condense.ops.attend`, those of like lengths as rows of one call (`condense.ops.paged.rows`).
     Raises ValueError for an unknown backend, for an explicit one that cannot run here, for settings that pages cannot
@@ -61,6 +61,8 @@ def read_paged(
         from condense.ops.triton import paged_step
 
         store = functools.partial(paged_step.store, scale=scale)
+    if store is None and state.store is not None and q.is_cuda:
+        raise ValueError("a store in host memory needs a step of kernels on CUDA, which cannot run: use store='device'")
     steps = 0 if store is None else new.num_steps
     # records depend on their tokens alone, so that those of a prompt are made as a step makes them
     layer = PagedLayer(qkv, state, new, settings, scale, backend, None if settings.choice is None else store)
@@ -98,8 +100,12 @@ def _check_settings(settings: StepSettings, state: PagedState) -> None:
         return
     if settings.summary_delay != 0:
         raise ValueError(f"summary_delay of records must be 0, got {settings.summary_delay}")
-    if settings.choice.store.on_host:
-        raise ValueError("records hold a store on the device, got a store in host memory: use store='device'")
+    form, on_host = settings.choice.store, state.store is not None
+    if form.on_host != on_host or (on_host and form.bits == 16):
+        raise ValueError(
+            "stored tokens stand in records, or with 8 or 4 bits in pages of their own in host memory, got a store on "
+            f"the {'host' if form.on_host else 'device'} of {form.bits} bits and {'' if on_host else 'no '}pages for it"
+        )
 
 
 def _check_records(state: PagedState, k: Tensor, v: Tensor, settings: StepSettings) -> None:
@@ -111,6 +117,15 @@ def _check_records(state: PagedState, k: Tensor, v: Tensor, settings: StepSettin
     nbytes = record_format(settings, (D, Dv), k.dtype).nbytes
     if x.dtype != torch.uint8 or x.dim() != 4 or x.shape[1] != K or x.shape[3] != nbytes:
         raise ValueError(f"entries must be pages uint8 [P, {K}, N, {nbytes}], got {tuple(x.shape)} in {x.dtype}")
+    stored = state.store
+    if stored is not None:
+        shape = (*x.shape[:3], record_format(settings, (D, Dv), k.dtype).nbytes_apart)
+        is_host = stored.device.type == "cpu" and (not k.is_cuda or stored.is_pinned())
+        if stored.shape != shape or stored.dtype != torch.uint8 or not is_host or not stored.is_contiguous():
+            raise ValueError(
+                f"store must be contiguous pages uint8 {shape} in host memory, pinned beside a GPU, got "
+                f"{tuple(stored.shape)} in {stored.dtype} on {stored.device}"
+            )
     if x.stride()[2:] != (nbytes, 1) or any(n % RECORD_UNIT for n in (*x.stride()[:2], x.data_ptr())):
         raise ValueError(
             f"records must begin at multiples of {RECORD_UNIT} bytes, those of a page side by side, got pages with "

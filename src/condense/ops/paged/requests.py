@@ -117,7 +117,7 @@ class PagedLayer:
         window, entries = self.state.window, self.state.entries
         if self.closes is None:
             form = record_format(self.settings, self.widths, window.cache.dtype)
-            planes = form.planes(entries.cache) if self.state.holds_records else (entries.cache,)
+            planes = form.planes(entries.cache, self.state.store) if self.state.holds_records else (entries.cache,)
             made = self.made(self.load(self.tokens, groups.tokens), calls)
             for plane, rows in zip(planes, made, strict=True):
                 self.store(entries._replace(cache=plane), groups.entries, rows)
@@ -235,7 +235,7 @@ class PagedLayer:
         """The parts of all records by name, views of the pages, and the places of those at slots ``[B, G]``."""
         pages = self.state.entries
         form = record_format(self.settings, self.widths, self.state.window.cache.dtype)
-        return form.views(pages.cache), self._places(pages, at)
+        return form.views(pages.cache, self.state.store), self._places(pages, at)
 
     def _entries(self, parts: dict[str, Tensor], places: Places) -> Source:
         """The entries in records."""

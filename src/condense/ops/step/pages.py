@@ -69,6 +69,8 @@ class PagedState(NamedTuple):
     `condense.ops.step.record_format` lays them out. With a choice the delay is 0: a record is written when the last
     token of its group is read, and depends on the group's tokens alone. Pages of records lie at multiples of 16 bytes,
     at any distance.
+    store: of a store in host memory, the stored tokens of records: uint8 ``[P, K, N, n]``, contiguous, in pages and
+    slots of the same numbers as those of the entries; pinned beside a GPU. Else None: they stand in the records.
     ring: in the dtype of k, slot ``t % N`` of a request's only page holds the mean query of position t in its first D
     columns; None for methods that need one query or none (`condense.serving.plan`).
     up: the up-projections, if tokens are latents (MLA): K is 1, a key is ``[c ; k_rope]`` and Dv is 0. Else None.
@@ -81,6 +83,7 @@ class PagedState(NamedTuple):
     ring: Pages | None
     up: UpProjection | None = None
     extras: Extras = NO_EXTRAS
+    store: Tensor | None = None
 
     @property
     def latent(self) -> int:

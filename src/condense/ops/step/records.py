@@ -5,7 +5,8 @@ values of the entry, its bias, the index, the exact tokens. So pages need one ki
 part is another line of that table. Each part begins at a multiple of 16 bytes, so that kernels load whole words.
 
 A page has N records of each KV head side by side, in three planes: first the index of all, then the entries of all,
-then the stored tokens. A step reads index and entries of all groups in long stretches, but tokens of few.
+then the stored tokens. A step reads index and entries of all groups in long stretches, but tokens of few. A store in
+host memory has its plane there, in pages with the same numbers (`condense.ops.step.pages.PagedState.store`).
 
 Shapes: K KV heads, G groups of g tokens, P pages of N records, C bytes of a record, D and Dv widths.
 """
@@ -51,16 +52,22 @@ class Part(NamedTuple):
 
 class RecordFormat(NamedTuple):
     """The layout of a record. parts: those of each plane that are not empty, in their order. sizes: bytes of a record
-    in each plane.
+    in each plane. apart: the last plane lies in pages of its own.
     """
 
     parts: tuple[tuple[Part, ...], ...]
     sizes: tuple[int, ...]
+    apart: bool
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a record, C."""
-        return sum(self.sizes)
+        """Bytes of a record, C, without a plane that lies apart."""
+        return sum(self.sizes[: len(self.sizes) - self.apart])
+
+    @property
+    def nbytes_apart(self) -> int:
+        """Bytes of a record in the plane that lies apart; 0 without one."""
+        return self.sizes[-1] if self.apart else 0
 
     @property
     def _kept(self) -> tuple[tuple[tuple[Part, ...], int], ...]:
@@ -76,24 +83,25 @@ class RecordFormat(NamedTuple):
             for part in sum(self.parts, ())
         }
         like = next(iter(given.values()))
-        records = like.new_zeros(*like.shape[:3], self.nbytes, dtype=torch.uint8)
+        records = like.new_zeros(*like.shape[:3], sum(self.sizes), dtype=torch.uint8)
         planes = records.split_with_sizes([size for _, size in self._kept], -1)
         for plane, (parts, _) in zip(planes, self._kept, strict=True):
             for part in parts:
                 plane[..., part.start : part.stop] = given[part.name].view(torch.uint8)
         return planes
 
-    def planes(self, pages: Tensor) -> tuple[Tensor, ...]:
+    def planes(self, pages: Tensor, store: Tensor | None = None) -> tuple[Tensor, ...]:
         """The planes that are not empty, of pages uint8 ``[..., N, C]``, whose last two dimensions are contiguous:
-        views ``[..., N, n]`` of the `sizes` n.
+        views ``[..., N, n]`` of the `sizes` n. store: the plane that lies apart.
         """
-        N, sizes = pages.shape[-2], [size for _, size in self._kept]
+        N, sizes = pages.shape[-2], [size for _, size in self._kept[: len(self._kept) - self.apart]]
         planes = pages.flatten(-2).split_with_sizes([N * size for size in sizes], -1)
-        return tuple(x.unflatten(-1, (N, size)) for x, size in zip(planes, sizes, strict=True))
+        views = tuple(x.unflatten(-1, (N, size)) for x, size in zip(planes, sizes, strict=True))
+        return views if store is None else (*views, store)
 
-    def views(self, pages: Tensor) -> dict[str, Tensor]:
+    def views(self, pages: Tensor, store: Tensor | None = None) -> dict[str, Tensor]:
         """The parts of pages as of `planes`, by name: views ``[..., N, columns]``."""
-        planes = zip(self.planes(pages), self._kept, strict=True)
+        planes = zip(self.planes(pages, store), self._kept, strict=True)
         return {x.name: plane[..., x.start : x.stop].view(x.dtype) for plane, (parts, _) in planes for x in parts}
 
 
@@ -113,4 +121,4 @@ def record_format(settings: StepSettings, widths: tuple[int, int], dtype: torch.
                 end = -(-parts[-1].stop // RECORD_UNIT) * RECORD_UNIT
         planes.append(tuple(parts))
         sizes.append(end)
-    return RecordFormat(tuple(planes), tuple(sizes))
+    return RecordFormat(tuple(planes), tuple(sizes), settings.choice is not None and settings.choice.store.on_host)

@@ -115,7 +115,7 @@ def _buffers_of(state: PagedState, widths: tuple[int, int], seen: Tensor, settin
     D, sums = widths[0], near[..., window_columns(*widths, settings, near.itemsize)[0] :]
     kept |= {"ring_v": near[..., D:], "sums": sums, "seen": seen, "first": seen, "arrived": seen}
     if state.holds_records:
-        kept |= record_format(settings, widths, near.dtype).views(far)
+        kept |= record_format(settings, widths, near.dtype).views(far, state.store)
     else:
         kept |= {"entries_k": far, "entries_v": far[..., D:]}
     if past is not None:
@@ -139,7 +139,7 @@ def _sizes_of(q: Tensor, widths: tuple[int, int], state: PagedState, settings: S
     """The first arguments of `plan_of` for these tensors, up to the settings' number. widths: D and Dv."""
     (R, H, _), K, far = q.shape, state.window.cache.shape[1], state.entries
     assert settings.rule.window is not None
-    records = PageForm.of_records(far, record_format(settings, widths, q.dtype))
+    records = PageForm.of_records(far, record_format(settings, widths, q.dtype), state.store)
     tokens, pages = settings.rule.window + settings.rule.chunk, (PageForm.of(state.window), records)
     # the groups of each request begin at a multiple of four
     room_for_all = room_for(far) + cdiv(4 * far.table.shape[0], 16) * 16

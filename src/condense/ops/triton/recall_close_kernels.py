@@ -240,8 +240,8 @@ def recall_close_kernel(
         ring_k_ptr += kvh * NEAR.s_head
         ring_v_ptr += kvh * NEAR.s_head
         found = form_place(far_ptr + b * FAR.s_table, group, closes, FAR)
-        record = kvh * FAR.s_head + place_row(found, FAR.s_slot, FAR)
-        index = kvh * FAR.s_head + place_row(found, FAR.s_index, FAR)
+        record = kvh * FAR.s_stored_head + place_row(found, FAR, True)
+        index = kvh * FAR.s_head + place_row(found, FAR)
     keys, values = Tokens(ring_k_ptr, k_ptr, place), Tokens(ring_v_ptr, v_ptr, place)
     if FAR is None:
         store_ptr += (head * (N // g) + group) * FORM.piece

@@ -142,13 +142,13 @@ def _open_groups(opened, n, FAR: tl.constexpr):
 @triton.jit
 def _of_group(ptr, row, SIZE: tl.constexpr, FAR: tl.constexpr):
     """Pointers to what is kept of the groups that `_open_groups` gives, SIZE numbers of each, beside their index."""
-    return ptr + (row * SIZE if FAR is None else part_at(ptr, place_row(row, FAR.s_slot, FAR)))
+    return ptr + (row * SIZE if FAR is None else part_at(ptr, place_row(row, FAR, True)))
 
 
 @triton.jit
 def _of_index(ptr, row, SIZE: tl.constexpr, FAR: tl.constexpr):
     """`_of_group` for what the index has of them."""
-    return ptr + (row * SIZE if FAR is None else part_at(ptr, place_row(row, FAR.s_index, FAR)))
+    return ptr + (row * SIZE if FAR is None else part_at(ptr, place_row(row, FAR)))
 
 
 @triton.jit
@@ -335,7 +335,7 @@ def recall_attend_kernel(
     # the kernel before this one chooses groups; the ring was written by one that had ended before that one began
     after_the_last(EARLY)
     place_ptr += head * most_opened
-    store_ptr += head_rows(store_ptr, head, kvh, N // g, FORM.piece, FAR)
+    store_ptr += head_rows(store_ptr, head, kvh, N // g, FORM.piece, FAR, True)
     columns: tl.constexpr = index_widths(g, D)
     signs_ptr += head_rows(signs_ptr, head, kvh, G, columns[0], FAR)
     steps_ptr += head_rows(steps_ptr, head, kvh, G, columns[1], FAR)

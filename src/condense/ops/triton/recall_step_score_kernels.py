@@ -35,7 +35,7 @@ def _found(far_ptr, group, closed, FAR: tl.constexpr):
 @triton.jit
 def _of_index(ptr, row, SIZE: tl.constexpr, FAR: tl.constexpr):
     """Offsets of what an index has of the groups that `_found` gives, SIZE numbers of each."""
-    return row.to(tl.int64) * SIZE if FAR is None else part_at(ptr, place_row(row, FAR.s_index, FAR))
+    return row.to(tl.int64) * SIZE if FAR is None else part_at(ptr, place_row(row, FAR))
 
 
 @triton.jit

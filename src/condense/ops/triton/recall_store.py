@@ -80,7 +80,8 @@ def _unpack(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     k, v = _results(pieces, signs, steps, D, Dv, dtype)
-    pieces, (B, K, tokens, _), g = whole_rows(pieces), k.shape, steps.shape[3] - 1
+    # pieces may lie in pinned host memory
+    pieces, (B, K, tokens, _), g, device = whole_rows(pieces), k.shape, steps.shape[3] - 1, steps.device
     check_programs(B * K)
     form = Form.of(StoreFormat(bits, g), dtype, (D, Dv), (*split_width(D), *split_width(Dv or D)))
     # threads read 8 bytes of codes at a time, and write 16 bytes
@@ -89,10 +90,10 @@ def _unpack(
     # products of a tile are written out, and large tiles take minutes to compile
     BG = 128 // T if max(D, Dv) <= 128 and dtype != torch.float32 else 1
     places = (None if x is None else x.contiguous() for x in (page, slot))
-    with on_device_of(pieces):
+    with on_device_of(steps):
         _UNPACK(
             (cdiv(n, BG) * cdiv(g, T), B * K, 1),
-            (pieces, signs.contiguous(), steps.contiguous(), *places, rotation(D, pieces.device, dtype), k, v),
+            (pieces, signs.contiguous(), steps.contiguous(), *places, rotation(D, device, dtype), k, v),
             (*pieces.stride()[:3], K, n),
             (form, T, BG),
             # `StoreFormat` rounds products of float32 before it adds
@@ -105,5 +106,5 @@ def _unpack(
 def _results(pieces: Tensor, signs: Tensor, steps: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     *_, D, Dv, dtype = others
     (B, K, n, columns) = steps.shape
-    k, v = (pieces.new_empty(B, K, n * (columns - 1), width, dtype=dtype) for width in (D, Dv))
+    k, v = (steps.new_empty(B, K, n * (columns - 1), width, dtype=dtype) for width in (D, Dv))
     return k, v

@@ -7,10 +7,10 @@ entries and ring are asked for by two more objects, which compute nothing.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import psutil
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
@@ -39,6 +39,7 @@ from condense.ops import Extras
 from condense.ops.latents import UpProjection
 from condense.ops.paged import NewTokens, PagedState, Pages, read_paged
 from condense.serving.blocks import PageSizes, ServedLayer, blocks_of_request, page_sizes
+from condense.serving.host import HostMemory, host_bytes
 from condense.serving.trial import read_trials
 
 # a child of vLLM's own logger, which alone has a handler
@@ -100,9 +101,10 @@ class CondensedMetadataBuilder(AttentionMetadataBuilder[CondensedMetadata]):
         held = (layers[self.layer_names[0]].kv_cache.shape[0] - 1) / one.blocks
         logger.info_once(
             "Concurrency for %s tokens per request, once their prompts are read: %.2fx; each takes %.1f MiB, %.0f%% of "
-            "dense attention's, a request of 1,024 tokens %.0f%%",
+            "dense attention's, a request of 1,024 tokens %.0f%%; in host memory each takes %.1f MiB",
             *(f"{longest:,}", held, one.total_bytes / 2**20, 100 * one.share(served, longest)),
             100 * blocks_of_request(served, 1024).share(served, 1024),
+            one.blocks * host_bytes(served) / 2**20,
         )
 
 
@@ -183,7 +185,8 @@ class CondensedImpl(AttentionImpl[CondensedMetadata]):
         if not layer.plan.has_records:
             entries = entries.view(dtype)
         window = Pages(kv_cache, attn_metadata.table).view(dtype)
-        state = PagedState(window, entries, None if ring is None else ring.view(dtype), layer.up, self.extras)
+        past, store = None if ring is None else ring.view(dtype), layer.sides["entries"].store
+        state = PagedState(window, entries, past, layer.up, self.extras, store)
         read_paged(qkv, state, attn_metadata.new, layer.plan.settings, scale=self.scale, out=output)
         return output
 
@@ -200,11 +203,11 @@ class CondensedAttention(Attention):
         self,
         stock: Attention | MLAAttention,
         served: ServedLayer,
-        model: Sequence[ServedLayer],
+        host: HostMemory,
         vllm_config: VllmConfig,
         sinks: Tensor | None = None,
     ) -> None:
-        """served: this layer; model: all layers, dense ones too. sinks: as in `CondensedImpl`."""
+        """served: this layer. host: of all layers, dense ones too. sinks: as in `CondensedImpl`."""
         super().__init__(
             stock.num_heads,
             stock.head_size,
@@ -217,14 +220,16 @@ class CondensedAttention(Attention):
             sinks=sinks,
         )
         assert served.plan is not None
-        self.plan, self.served, self.model = served.plan, served, model
+        self.plan, self.served, self.model = served.plan, served, host.layers
         self.longest = vllm_config.model_config.max_model_len
-        sizes = page_sizes(model)
+        sizes, context = page_sizes(self.model), vllm_config.compilation_config.static_forward_context
         self.has_step = served.has_step(vllm_config.device_config.device, self.longest, sizes.far)
         specs = page_specs(served, sizes)
         self.window_spec = specs.pop("window")
-        self.sides = {kind: SideCache(f"{stock.layer_name}.{kind}", spec) for kind, spec in specs.items()}
-        context = vllm_config.compilation_config.static_forward_context
+        self.sides = {
+            kind: SideCache(f"{stock.layer_name}.{kind}", spec, served, host if kind == "entries" else None)
+            for kind, spec in specs.items()
+        }
         context.update({side.layer_name: side for side in self.sides.values()})
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
@@ -233,11 +238,28 @@ class CondensedAttention(Attention):
 
 
 class SideCache(AttentionLayerBase):
-    """An object that asks for the pages of a condensed layer's entries, or of its ring, and holds them."""
+    """An object that asks for the pages of a condensed layer's entries, or of its ring, and holds them.
 
-    def __init__(self, layer_name: str, spec: AttentionSpec) -> None:
-        self.layer_name, self.spec = layer_name, spec
-        self.kv_cache: Tensor = torch.tensor([])
+    store: as of `condense.ops.paged.PagedState`, made when the pages come.
+    """
+
+    def __init__(self, layer_name: str, spec: AttentionSpec, served: ServedLayer, host: HostMemory | None) -> None:
+        """served: the layer. host: of the whole model, for pages that have a part there."""
+        self.layer_name, self.spec, self._served, self._host = layer_name, spec, served, host
+        self.store: Tensor | None = None
+        self.kv_cache = torch.tensor([])
+
+    @property
+    def kv_cache(self) -> Tensor:
+        """The pages, none before vLLM has measured its memory."""
+        return self._pages
+
+    @kv_cache.setter
+    def kv_cache(self, pages: Tensor) -> None:
+        self._pages, self.store = pages, None
+        if self._host is not None:
+            available = psutil.virtual_memory().available
+            self.store = self._host.pages_of(self.layer_name, self._served, pages, available)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         """The backend of condensed layers, which makes the metadata of their pages too."""

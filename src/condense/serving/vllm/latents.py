@@ -6,7 +6,6 @@ one takes. MiniCPM3's expands latents before its layer sees them; with a condens
 Shapes: T new tokens, H heads of this process; widths d_c of latents, d_n, d_r and d_v of a head's parts.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from vllm.utils.torch_utils import _encode_layer_name
 
 from condense.ops.latents import UpProjection
 from condense.serving.blocks import ServedLayer
+from condense.serving.host import HostMemory
 from condense.serving.vllm.backend import CondensedAttention
 
 
@@ -33,11 +33,11 @@ class CondensedLatents(CondensedAttention):
         stock: Attention | MLAAttention,
         module: Any,
         served: ServedLayer,
-        model: Sequence[ServedLayer],
+        host: HostMemory,
         vllm_config: VllmConfig,
     ) -> None:
         """module: that of which ``stock`` is a part, with the up-projections. Others as in `CondensedAttention`."""
-        super().__init__(stock, served, model, vllm_config)
+        super().__init__(stock, served, host, vllm_config)
         self.kv_b_proj, self.widths = module.kv_b_proj, (module.qk_nope_head_dim, module.v_head_dim)
         # on a CPU vLLM would pack the matrix in a form that none but its own product reads
         self.kv_b_proj._cpu_skip_gemm_dispatch = True

@@ -16,6 +16,7 @@ from vllm.platforms import current_platform
 from condense.architectures import condensed_architecture
 from condense.serving.blocks import ServedLayer, own_page, page_sizes
 from condense.serving.engine import GPT_OSS, EngineSettings, check_engine
+from condense.serving.host import HostMemory
 from condense.serving.plan import ServingPlan, serving_plans
 from condense.serving.vllm.backend import CondensedAttention
 from condense.serving.vllm.register import ARCHITECTURES
@@ -60,10 +61,11 @@ def condense_layers(model: nn.Module, vllm_config: VllmConfig) -> None:
     # of vLLM's own layers, so that their pages lie in the same blocks as entries, or as windows; vLLM reads it once the
     # model is built
     cache.block_size, cache.user_specified_block_size = page, True
+    host = HostMemory(layers, vllm_config.parallel_config.tensor_parallel_size)
     for (parent, name, child), latents, served in zip(places, widths, layers, strict=True):
         if served.plan is not None:
             del vllm_config.compilation_config.static_forward_context[child.layer_name]
-            others = served, layers, vllm_config
+            others = served, host, vllm_config
             if latents is None:
                 # the module's own, which are loaded later; backends may keep copies
                 sinks: Any = parent.sinks if child.has_sink else None

@@ -11,6 +11,7 @@ from typing import NamedTuple, Self
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from condense.ops.step.pages import Pages
 from condense.ops.step.records import RecordFormat
@@ -19,9 +20,9 @@ from condense.ops.step.records import RecordFormat
 class PageForm(NamedTuple):
     """The constants of pages.
 
-    slots: of a page. s_page, s_head, s_slot: strides of the cache. s_table: from one request's pages to the next one's.
-    s_index: stride of the slots of an index, which pages of records have in a plane of its own; s_slot is then that of
-    stored tokens.
+    slots: of a page. s_page, s_head, s_slot: strides of the cache, of records those of the index. s_table: from one
+    request's pages to the next one's. s_stored_page, s_stored_head, s_stored: strides of stored tokens, which have
+    planes, or pages, of their own.
     """
 
     slots: int
@@ -29,7 +30,9 @@ class PageForm(NamedTuple):
     s_head: int
     s_slot: int
     s_table: int
-    s_index: int = 0
+    s_stored_page: int = 0
+    s_stored_head: int = 0
+    s_stored: int = 0
 
     @classmethod
     def of(cls, pages: Pages) -> Self:
@@ -37,10 +40,11 @@ class PageForm(NamedTuple):
         return cls(pages.slots, *pages.cache.stride()[:3], pages.table.stride(0))
 
     @classmethod
-    def of_records(cls, pages: Pages, form: RecordFormat) -> Self:
-        """Those of pages of records of stored groups, in bytes."""
+    def of_records(cls, pages: Pages, form: RecordFormat, store: Tensor | None) -> Self:
+        """Those of pages of records of stored groups, in bytes. store: the pages of a plane that lies apart."""
         index, _, stored = form.sizes
-        return cls.of(pages)._replace(s_slot=stored, s_index=index)
+        s_page, s_head, *_ = (pages.cache if store is None else store).stride()
+        return cls.of(pages)._replace(s_slot=index, s_stored_page=s_page, s_stored_head=s_head, s_stored=stored)
 
 
 class Tokens(namedtuple("Tokens", "rows new place")):
@@ -76,10 +80,12 @@ def form_place(table_ptr, slot, inside, FORM: tl.constexpr):
 
 
 @triton.jit
-def place_row(place, s_slot, FORM: tl.constexpr):
-    """Offset of what `form_place` found, int64, where slots are s_slot apart."""
+def place_row(place, FORM: tl.constexpr, STORED: tl.constexpr = False):
+    """Offset of what `form_place` found, int64. STORED: of stored tokens, not of the index."""
+    s_page: tl.constexpr = FORM.s_stored_page if STORED else FORM.s_page
+    s_slot: tl.constexpr = FORM.s_stored if STORED else FORM.s_slot
     place = place.to(tl.uint32)  # divided without a look at its sign
-    return (place // FORM.slots).to(tl.int64) * FORM.s_page + (place % FORM.slots).to(tl.int64) * s_slot
+    return (place // FORM.slots).to(tl.int64) * s_page + (place % FORM.slots).to(tl.int64) * s_slot
 
 
 @triton.jit
@@ -98,9 +104,12 @@ def part_at(ptr, record):
 
 
 @triton.jit
-def head_rows(ptr, head, kvh, rows, WIDTH: tl.constexpr, FAR: tl.constexpr):
-    """Offset of what is kept for a KV head: ``rows`` rows of WIDTH numbers for each, or its records in page 0."""
+def head_rows(ptr, head, kvh, rows, WIDTH: tl.constexpr, FAR: tl.constexpr, STORED: tl.constexpr = False):
+    """Offset of what is kept for a KV head: ``rows`` rows of WIDTH numbers for each, or its records in page 0.
+
+    STORED: as of `place_row`.
+    """
     if FAR is None:
         return head * rows * WIDTH
     else:
-        return part_at(ptr, kvh * FAR.s_head)
+        return part_at(ptr, kvh * (FAR.s_stored_head if STORED else FAR.s_head))

@@ -1,0 +1,66 @@
+"""Pages in host memory: the exact tokens of layers that keep them there, one page for each block of the engine's pool.
+
+A page has the number of the block that holds the index of the same groups. So whoever owns the block owns both, and
+what an engine does with blocks (prefixes that requests share, requests that are put back) needs no code here. Blocks
+that hold windows have such a page too, which nobody reads.
+
+Shapes: P blocks, K KV heads, N groups of a page, n bytes of a group's tokens.
+"""
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from condense.serving.blocks import ServedLayer, page_sizes
+
+# of the memory that is free, so much may be pinned
+_SHARE = 0.9
+
+
+def host_bytes(layers: Collection[ServedLayer]) -> int:
+    """Bytes in host memory for each block."""
+    far = page_sizes(layers).far
+    return sum(layer.host_bytes(far) for layer in layers)
+
+
+def host_pages(served: ServedLayer, far: int, num: int, device: torch.device) -> Tensor | None:
+    """Pages for ``num`` blocks, uint8 ``[P, K, N, n]``, pinned beside a GPU; None for a layer that needs none.
+
+    far: tokens of a block.
+    """
+    nbytes = served.host_bytes(far)
+    if nbytes == 0:
+        return None
+    assert served.plan is not None
+    slots = served.plan.entry_slots(far)
+    shape = num, served.heads, slots, nbytes // (served.heads * slots)
+    return torch.empty(shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+class HostMemory:
+    """The pages in host memory of all layers of a model in one process. ranks: processes that have as many."""
+
+    def __init__(self, layers: Sequence[ServedLayer], ranks: int) -> None:
+        self.layers, self._ranks = layers, ranks
+        self._taken: dict[str, int] = {}
+
+    def pages_of(self, name: str, served: ServedLayer, pages: Tensor, available: int) -> Tensor | None:
+        """The pages of a layer, for as many blocks as the engine's ``pages`` have, which replace those of that name.
+
+        available: bytes that the host has left. Raises ValueError if all layers need more.
+        """
+        self._taken.pop(name, None)
+        far = page_sizes(self.layers).far
+        if pages.numel() == 0 or served.host_bytes(far) == 0:
+            return None
+        num, block = len(pages), host_bytes(self.layers) * self._ranks
+        free = int(available * _SHARE) + sum(self._taken.values()) * self._ranks
+        if num * block > free:
+            raise ValueError(
+                f"tokens in host memory take {num * block / 2**30:.1f} GiB for {num:,} blocks, of which the host has "
+                f"{free / 2**30:.1f}: give --num-gpu-blocks-override {free // block}, or store='device'"
+            )
+        made = host_pages(served, far, num, pages.device)
+        self._taken[name] = num * served.host_bytes(far)
+        return made

@@ -1,0 +1,50 @@
+"""Pages in host memory: as many as blocks, refused with the number that fits."""
+
+import re
+
+import pytest
+import torch
+
+import condense
+from condense.ops.step import record_format
+from condense.serving.blocks import ServedLayer, page_sizes
+from condense.serving.host import HostMemory, host_bytes
+from condense.serving.plan import serving_plan
+
+HOST = condense.Recall(group_size=4, window=24, store="host", store_bits=4)
+LAYERS = [
+    ServedLayer(serving_plan(method), 2, (16, 32), torch.float32)
+    for method in (
+        HOST.replace(store="device"),
+        HOST,
+        HOST.replace(store_bits=8),
+        condense.CCA(group_size=4, window=24),
+    )
+] + [ServedLayer(None, 2, (16, 32), torch.float32)]
+BLOCKS = torch.empty(10, 1)
+
+
+def test_a_page_holds_what_records_leave_out():
+    far = page_sizes(LAYERS).far
+    memory, whole = HostMemory(LAYERS, ranks=1), record_format(LAYERS[0].plan.settings, (16, 32), torch.float32)
+    device, four, eight, *others = (memory.pages_of(str(i), x, BLOCKS, 10**9) for i, x in enumerate(LAYERS))
+    assert device is None
+    assert others == [None, None]
+    assert four.shape == (10, 2, far // 4, whole.nbytes - LAYERS[1].slot_bytes)
+    assert four[0].nbytes + eight[0].nbytes == host_bytes(LAYERS)
+    assert LAYERS[0].far_bytes(far) == LAYERS[1].far_bytes(far) + four[0].nbytes
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_more_than_the_host_has_is_refused_with_the_number_of_blocks_that_fit(ranks):
+    memory, needed = HostMemory(LAYERS, ranks), ranks * host_bytes(LAYERS)
+    with pytest.raises(ValueError, match=r"for 10 blocks, of which the host has 0\.0") as error:
+        memory.pages_of("a", LAYERS[1], BLOCKS, 9 * needed)
+    fitting = int(re.search(r"--num-gpu-blocks-override (\d+), or store='device'", str(error.value))[1])
+    assert fitting == 8
+    taken = memory.pages_of("a", LAYERS[1], BLOCKS[:fitting], 9 * needed)
+    # what one layer has taken counts for all; vLLM may ask again with another pool
+    left = 9 * needed - ranks * taken.nbytes
+    assert memory.pages_of("b", LAYERS[2], BLOCKS[:fitting], left) is not None
+    assert memory.pages_of("a", LAYERS[1], BLOCKS[:5], 9 * needed).shape[0] == 5
+    assert memory.pages_of("a", LAYERS[1], BLOCKS[:0], 0) is None
