@@ -187,8 +187,8 @@ def test_inspect_says_what_fits_and_what_to_type(tmp_path, monkeypatch):
     assert yarn in done.stdout
     assert yarn.replace('"', "'") in done.stdout
     assert "condense serve DIR --max-model-len 65536 (recall-device) or, once adapted, --method pooled" in done.stdout
-    # vLLM holds about as many as the bytes say; in host memory more, as it pins no powers of two
-    assert 64 * 2**30 // settings["recall-host"]["host_bytes"] - 3 <= settings["recall-host"]["served"]
+    # vLLM holds about as many as the bytes say; in host memory fewer, as blocks of windows have pages there too
+    assert 0.7 * settings["recall-host"]["requests"] <= settings["recall-host"]["served"]
     assert 0 <= settings["recall-device"]["requests"] - settings["recall-device"]["served"] <= 1
     assert "YaRN" not in run_here("inspect", "--shape", "qwen3-8b", "--length", "32K").stdout
 

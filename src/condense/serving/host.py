@@ -7,6 +7,7 @@ that hold windows have such a page too, which nobody reads.
 Shapes: P blocks, K KV heads, N groups of a page, n bytes of a group's tokens.
 """
 
+import weakref
 from collections.abc import Collection, Sequence
 
 import torch
@@ -34,8 +35,13 @@ def host_pages(served: ServedLayer, far: int, num: int, device: torch.device) ->
         return None
     assert served.plan is not None
     slots = served.plan.entry_slots(far)
-    shape = num, served.heads, slots, nbytes // (served.heads * slots)
-    return torch.empty(shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    made = torch.empty(num, served.heads, slots, nbytes // (served.heads * slots), dtype=torch.uint8)
+    if device.type == "cuda":
+        # PyTorch would pin a power of two
+        cuda = torch.cuda.cudart()
+        torch.cuda.check_error(cuda.cudaHostRegister(made.data_ptr(), made.nbytes, 0))
+        weakref.finalize(made.untyped_storage(), cuda.cudaHostUnregister, made.data_ptr())
+    return made
 
 
 class HostMemory:

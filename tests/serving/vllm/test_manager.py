@@ -39,7 +39,8 @@ SETTINGS = {
     "one dense layer": [None] + [MEANS] * (LAYERS - 1), "recall": [RECALL] * LAYERS,
     "calibrated": [WIDE] * 16 + [condense.StreamingLLM(window=1024)] * 16,
     "three kinds": [WIDE] * 14 + [MEANS] * 9 + [condense.StreamingLLM(window=1024)] * 9, "latents": [RECALL] * 27,
-    "latents pooled": [condense.LCA()] * 27, "sliding": [RECALL if i % 6 == 5 else SLIDING for i in range(48)],
+    "host": [RECALL] + [condense.Method.parse("recall-host")] * (LAYERS - 1), "latents pooled": [condense.LCA()] * 27,
+    "sliding": [RECALL if i % 6 == 5 else SLIDING for i in range(48)],
     "sliding and dense": [(None if i == 5 else RECALL) if i % 6 == 5 else SLIDING for i in range(48)],
 }  # fmt: skip
 # KV heads and widths; those of DeepSeek-V2-Lite, which cache one vector per token, and of Gemma 3 with 12B
@@ -195,7 +196,9 @@ def count_requests(config, specs):
     return count
 
 
-@pytest.mark.parametrize(("name", "least"), [("pooled", 90), ("recall", 17), ("calibrated", 32), ("three kinds", 35)])
+@pytest.mark.parametrize(
+    ("name", "least"), [("pooled", 90), ("recall", 17), ("host", 100), ("calibrated", 32), ("three kinds", 35)]
+)
 def test_many_times_as_many_long_requests(config, name, least):
     """What 107 GiB hold: figures for the shape of Llama-3.1-8B, of whose dense requests they hold 6."""
     assert count_requests(config, specs_of(name)) >= least
