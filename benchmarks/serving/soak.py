@@ -1,0 +1,132 @@
+"""Mixed requests at a small model in vLLM for a while: no wrong token, no lost page, no memory that grows.
+
+    python benchmarks/serving/soak.py OUT.json --seconds 1800 \\
+        --method recall:window=64,num_recall=8,store=host,store_bits=8
+
+Requests arrive in bursts: prompts of 1 to 1,200 tokens, of which half begin as one of six texts does, answers of 1 to
+48 tokens; some are given up on the way. The pool of blocks holds a few of the longest, so that some are put back.
+Every tenth answer is compared with `generate` of the same model in float32. A method that reads prompts otherwise than
+single tokens may part from it after a request was put back: take prompt=recall. Ends with an error if a token is wrong,
+or if blocks are missing once all requests are done. The memory of the process is noted four times.
+"""
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import psutil
+import torch
+from correct import DEVICE, wide
+from engine import VLLM, Engine, mode_settings
+from vllm import SamplingParams
+
+import condense
+from condense.results import write_results
+
+LONGEST, ANSWER, TEXTS, CHECKED = 1200, 48, 6, 10
+
+
+class Traffic:
+    """Requests at random, and what became of them."""
+
+    def __init__(self, engine, model, seed):
+        self.engine, self.model, self.random = engine, model, random.Random(seed)
+        self.vocabulary = model.config.vocab_size
+        self.texts = [self.tokens(LONGEST) for _ in range(TEXTS)]
+        self.prompts, self.answers, self.found = (
+            {},
+            {},
+            {"requests": 0, "given_up": 0, "cached_tokens": 0, "checked": 0},
+        )
+        self.wrong = []
+
+    def tokens(self, count):
+        return [self.random.randrange(self.vocabulary) for _ in range(count)]
+
+    def arrive(self):
+        """A burst of one to six requests."""
+        for _ in range(self.random.randint(1, 6)):
+            length = int(LONGEST ** self.random.random())
+            begins = self.random.randrange(length) if self.random.random() < 0.5 else 0
+            ids = self.random.choice(self.texts)[:begins] + self.tokens(length - begins)
+            name, count = str(self.found["requests"]), self.random.randint(1, ANSWER)
+            params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+            self.engine.engine.add_request(name, {"prompt_token_ids": ids}, params)
+            self.prompts[name] = ids, count
+            self.found["requests"] += 1
+
+    def give_up(self):
+        name = self.random.choice([*self.prompts])
+        self.engine.engine.abort_request([name])
+        del self.prompts[name]
+        self.found["given_up"] += 1
+
+    def step(self):
+        for output in self.engine.engine.step():
+            if output.finished and output.request_id in self.prompts:
+                ids, count = self.prompts.pop(output.request_id)
+                self.found["cached_tokens"] += output.num_cached_tokens or 0
+                if int(output.request_id) % CHECKED == 0:
+                    self.check(ids, list(output.outputs[0].token_ids), count)
+
+    @torch.no_grad()
+    def check(self, ids, answer, count):
+        row = torch.tensor([ids], device=DEVICE)
+        fixed = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": count}
+        want = self.model.generate(row, attention_mask=torch.ones_like(row), **fixed)[0, len(ids) :].tolist()
+        self.found["checked"] += 1
+        if answer != want:
+            self.wrong.append({"prompt": len(ids), "answer": answer, "generate": want})
+
+
+def run(args):
+    """Requests for so many seconds, then none until all are done."""
+    model = condense.apply(wide()[0], args.method)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        engine = Engine(
+            folder, dtype="float32", max_model_len=LONGEST + ANSWER, max_num_seqs=16, max_num_batched_tokens=512,
+            num_gpu_blocks_override=args.blocks, enable_prefix_caching=True, kv_cache_memory_bytes=1 << 30,
+            **mode_settings(args.mode),
+        )  # fmt: skip
+        traffic, began, memory = Traffic(engine, model.to(DEVICE), args.seed), time.time(), []
+        while (passed := time.time() - began) < args.seconds or traffic.prompts:
+            if passed < args.seconds and len(traffic.prompts) < 24 and traffic.random.random() < 0.2:
+                traffic.arrive()
+            if traffic.prompts and traffic.random.random() < 0.005:
+                traffic.give_up()
+            traffic.step()
+            if passed > args.seconds * (len(memory) + 1) / 4 and len(memory) < 4:
+                memory.append(psutil.Process().memory_info().rss)
+        engine.scheduler.reset_prefix_cache()
+        total, free = engine.pages
+    return {
+        "vllm": VLLM, "method": str(args.method), "mode": args.mode, "seconds": round(time.time() - began),
+        "pages": total, "free_pages": free, "preempted": engine.preempted, **traffic.found, "memory_bytes": memory,
+        "wrong": traffic.wrong,
+    }  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--method", required=True, type=condense.Method.parse)
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--blocks", type=int, default=60, help="blocks of the pool")
+    parser.add_argument("--mode", choices=["default", "graph", "eager"], default="eager")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    result = run(args)
+    write_results(args.out, result, seed=args.seed)
+    print(result)
+    if result["wrong"] or result["free_pages"] != result["pages"]:
+        sys.exit("soak: tokens are wrong, or blocks are missing")
+
+
+if __name__ == "__main__":
+    main()
