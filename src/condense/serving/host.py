@@ -17,6 +17,9 @@ from condense.serving.blocks import ServedLayer, page_sizes
 
 # of the memory that is free, so much may be pinned
 _SHARE = 0.9
+# PyTorch pins powers of two, which matters from so many bytes on; smaller tensors may share a page of memory with
+# others, and then cannot be pinned alone
+_SMALL = 2**25
 
 
 def host_bytes(layers: Collection[ServedLayer]) -> int:
@@ -35,9 +38,9 @@ def host_pages(served: ServedLayer, far: int, num: int, device: torch.device) ->
         return None
     assert served.plan is not None
     slots = served.plan.entry_slots(far)
-    made = torch.empty(num, served.heads, slots, nbytes // (served.heads * slots), dtype=torch.uint8)
-    if device.type == "cuda":
-        # PyTorch would pin a power of two
+    shape, is_small = (num, served.heads, slots, nbytes // (served.heads * slots)), num * nbytes <= _SMALL
+    made = torch.empty(shape, dtype=torch.uint8, pin_memory=is_small and device.type == "cuda")
+    if device.type == "cuda" and not is_small:
         cuda = torch.cuda.cudart()
         torch.cuda.check_error(cuda.cudaHostRegister(made.data_ptr(), made.nbytes, 0))
         weakref.finalize(made.untyped_storage(), cuda.cudaHostUnregister, made.data_ptr())
