@@ -148,7 +148,7 @@ def _softmax(s, m, total, t, view, scores, BN: gl.constexpr, MASKED: gl.constexp
                 here = (n < scores.sizes[i]) & (source == i)
                 s += gl.load(scores.biases[i] + view.bias_at[i] + n, mask=here, other=0.0)[None, :]
     if MASKED:
-        lo, hi = _of_source(source, view.firsts), _of_source(source, view.lasts)
+        lo, hi = _of_source(source, view.firsts), _of_source(source, view.lasts)  # [ROWS]
         s = gl.where((n[None, :] >= lo[:, None]) & (n[None, :] < hi[:, None]), s, float("-inf"))
     return pipeline.softmax_step(s, m, total, level, scale, MASKED, BIASED > 0)
 
@@ -166,7 +166,7 @@ def _step(
     for t in range(lo, hi):
         count = now + t - lo
         s, added = pipeline.start_turn(view.q, p, acc, memory, count, view.piece, BN, STAGES, GROUP)
-        s = hopper.warpgroup_mma_wait(1, deps=[s])
+        s = hopper.warpgroup_mma_wait(1, deps=[s])  # [ROWS, BN]
         mbarrier.arrive(memory.k_empty.index(count % STAGES))
         p, m, total, alpha = _softmax(s, m, total, t, view, scores, BN, MASKED, BIASED)
         acc, p = pipeline.end_turn(added, p, alpha, memory, count, STAGES)
@@ -179,7 +179,7 @@ def _view(i, row, stream, q, piece, problem, spans, scores, KIND: gl.constexpr):
     b, kvh = row.b.to(gl.int64), row.head.to(gl.int64)
     firsts, lasts, bias_at = (), (), ()
     for n in gl.static_range(len(stream.lo)):
-        first, last = visible(n, i, row, spans, KIND)
+        first, last = visible(n, i, row, spans, KIND)  # [ROWS]
         firsts += (first,)
         lasts += (last,)
         bias_at += (b * scores.s_bias[n][0] + kvh * scores.s_bias[n][1],)
@@ -197,7 +197,7 @@ def _consume(
     K, R, L = problem.K, problem.R, problem.L
     narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D0, 16])
-    q = [place.index(GROUP) for place in queries]
+    q = [place.index(GROUP) for place in queries]  # [ROWS, D0], [ROWS, D1]
     packed_j = GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, pipeline.packed_layout(D0)))
     j = GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, narrow))
     count, piece = 0, 0
@@ -211,14 +211,14 @@ def _consume(
 
         spans = pipeline.spans_of_row(problem.spans, row, KIND)
         stream = _stream(first, row, problem, spans, len(scores.sizes), BN, KIND)
-        i, r, real = tile_rows(first, j, L, R, 2 * ROWS)
+        i, r, real = tile_rows(first, j, L, R, 2 * ROWS)  # [ROWS]
         view = _view(i, row, stream, q, piece, problem, spans, scores, KIND)
         m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, narrow))
         total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, narrow))
         acc = (gl.zeros([ROWS, D0], gl.float32, wide),)
 
-        s = pipeline.first_scores(q, memory, count, BN, STAGES)
-        p, m, total, _ = _softmax(s, m, total, 0, view, scores, BN, True, BIASED)
+        s = pipeline.first_scores(q, memory, count, BN, STAGES)  # [ROWS, BN]
+        p, m, total, _ = _softmax(s, m, total, 0, view, scores, BN, True, BIASED)  # [ROWS, BN], [ROWS], [ROWS]
         mbarrier.wait(memory.v_full.index(count % STAGES), count // STAGES & 1)
         online = Online(acc, p, m, total)
         whole = gl.maximum(stream.edges, 1)
@@ -227,7 +227,7 @@ def _consume(
             online, whole, stream.blocks, count + whole, view, scores, memory, BN, STAGES, False, BIASED, GROUP
         )
         count, piece = count + stream.blocks, piece + 1
-        acc = pipeline.last_values(online, memory, count - 1, STAGES)
+        acc = pipeline.last_values(online, memory, count - 1, STAGES)  # ([ROWS, D0],)
         pipeline.store_tile(q, acc, online, (out_ptr, lse_ptr, L), (i, r, real), packed_j, first, head, R, L)
 
 

@@ -101,11 +101,11 @@ def start_scores(q, memory, count, BN: gl.constexpr, STAGES: gl.constexpr):
 def add_values(p, acc, memory, count, STAGES: gl.constexpr):
     """Start adding one block's weighted values, which have arrived, to the accumulators."""
     operand: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
-    p = gl.convert_layout(p.to(memory.v[0].dtype), operand)
+    p = gl.convert_layout(p.to(memory.v[0].dtype), operand)  # [ROWS, BN]
     found = ()
     for part in gl.static_range(len(acc)):
         v = memory.v[part].index(count % STAGES).reshape([p.shape[1], acc[part].type.shape[1]])
-        found += (hopper.warpgroup_mma(p, v, acc[part], is_async=True),)
+        found += (hopper.warpgroup_mma(p, v, acc[part], is_async=True),)  # [ROWS, width]
     return found
 
 
@@ -116,17 +116,17 @@ def softmax_step(s, m, total, level, scale, MASKED: gl.constexpr, SCALED: gl.con
     level: base-2 number added to all scores. MASKED: a row may have seen no key. SCALED: s is scaled, with its level.
     """
     # scale > 0, so the maximum can be taken before scaling: one fused multiply-add per score remains
-    m_new = gl.maximum(m, gl.max(s, 1) if SCALED else gl.max(s, 1) * scale + level)
+    m_new = gl.maximum(m, gl.max(s, 1) if SCALED else gl.max(s, 1) * scale + level)  # [ROWS]
     safe = gl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
-    p = gl.exp2(s - safe[:, None] if SCALED else s * scale - (safe - level)[:, None])
-    alpha = gl.exp2(m - safe)
+    p = gl.exp2(s - safe[:, None] if SCALED else s * scale - (safe - level)[:, None])  # [ROWS, BN]
+    alpha = gl.exp2(m - safe)  # [ROWS]
     return p, m_new, total * alpha + gl.sum(p, 1), alpha
 
 
 @gluon.jit
 def first_scores(q, memory, count, BN: gl.constexpr, STAGES: gl.constexpr):
     """Scores of the first block of a tile, beside which no values are added."""
-    s = hopper.warpgroup_mma_wait(0, deps=[start_scores(q, memory, count, BN, STAGES)])
+    s = hopper.warpgroup_mma_wait(0, deps=[start_scores(q, memory, count, BN, STAGES)])  # [ROWS, BN]
     mbarrier.arrive(memory.k_empty.index(count % STAGES))
     return s
 
@@ -138,7 +138,7 @@ def start_turn(q, p, acc, memory, count, piece, BN: gl.constexpr, STAGES: gl.con
     piece: tiles that the program has done before.
     """
     mbarrier.wait(memory.turns.index(GROUP), ((count - 1 - piece) & 1) ^ (1 - GROUP))
-    s = start_scores(q, memory, count, BN, STAGES)
+    s = start_scores(q, memory, count, BN, STAGES)  # [ROWS, BN]
     added = add_values(p, acc, memory, count - 1, STAGES)
     mbarrier.arrive(memory.turns.index(1 - GROUP))
     return s, added
@@ -158,7 +158,7 @@ def end_turn(added, p, alpha, memory, count, STAGES: gl.constexpr):
         return (first * _by_rows(alpha, first),), p
     else:
         first, second, p = hopper.warpgroup_mma_wait(0, deps=[added[0], added[1], p])
-        factor = _by_rows(alpha, first)
+        factor = _by_rows(alpha, first)  # [ROWS, 1]
         acc = (first * factor, second * factor)
         mbarrier.arrive(memory.v_empty.index((count - 1) % STAGES))
         return acc, p
@@ -194,7 +194,7 @@ def fetch_queries(place, q_ptr, s_q, first, row, R, L, COLUMN: gl.constexpr, WID
     i, r, real = tile_rows(first, GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, packed)), L, R, 2 * ROWS)
     at = row.b.to(gl.int64) * s_q[0] + (row.head.to(gl.int64) * R + r) * s_q[1] + i.to(gl.int64) * s_q[2] + COLUMN
     d = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, packed))[None, :]
-    place.store(gl.load(q_ptr + at[:, None] + d, mask=real[:, None], other=0.0))
+    place.store(gl.load(q_ptr + at[:, None] + d, mask=real[:, None], other=0.0))  # [ROWS, WIDTH]
 
 
 @gluon.jit
@@ -231,7 +231,7 @@ def store_tile(q, acc, online, pointers, places, packed_j, first, head, R, L):
     safe = gl.where(online.total > 0, online.total, 1.0)
     lse = gl.where(online.total > 0, (online.m + gl.log2(safe)) * 0.6931471805599453, float("-inf"))
     gl.store(lse_ptr + (head + r) * length + i, lse, mask=real)
-    safe = _by_rows(safe, acc[0])
+    safe = _by_rows(safe, acc[0])  # [ROWS, 1]
     if len(acc) == 1:  # before the places are known, for which registers are then free
         q[0].store((acc[0] / safe).to(out_ptr.dtype.element_ty))
     i, r, real = tile_rows(first, packed_j, L, R, 2 * ROWS)

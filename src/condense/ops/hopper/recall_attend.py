@@ -150,9 +150,9 @@ def _produce(sources, lists, problem, memory, FORM: gl.constexpr):
 def _first(view, stream, memory, at, rows, FORM: gl.constexpr):
     """Read the first block of a tile, which is one of the window's; its values are not added yet."""
     STAGES: gl.constexpr = FORM.stages
-    s = pipeline.first_scores(view.q, memory, at, FORM.BN, STAGES)
+    s = pipeline.first_scores(view.q, memory, at, FORM.BN, STAGES)  # [ROWS, BN]
     n = stream.window + gl.arange(0, FORM.BN, layout=gl.SliceLayout(0, s.type.layout))
-    seen = (n[None, :] >= view.lo[:, None]) & (n[None, :] < view.hi[:, None])
+    seen = (n[None, :] >= view.lo[:, None]) & (n[None, :] < view.hi[:, None])  # [ROWS, BN]
     p, m, total, _ = pipeline.softmax_step(
         gl.where(seen, s, float("-inf")), rows[0], rows[1], 0.0, view.scale, True, False
     )
@@ -167,7 +167,7 @@ def _words(view, start, FORM: gl.constexpr, OPENED: gl.constexpr):
     BN: gl.constexpr = FORM.BN
     if OPENED:
         n = start // g + gl.arange(0, BN // g, layout=gl.SliceLayout(0, gl.SliceLayout(2, _of_tokens(BN, g))))
-        return gl.load(view.words + n, mask=n < view.count, other=0)
+        return gl.load(view.words + n, mask=n < view.count, other=0)  # [BN // g]
     else:
         return 0
 
@@ -192,17 +192,17 @@ def _step(online, count, now, start, view, memory, FORM: gl.constexpr, OPENED: g
         # the words of the next block are loaded now, because a load from global memory takes long
         next_word = _words(view, start + (t + 1) * BN, FORM, OPENED)
         if OPENED:
-            seen = (word[None, :] & view.bit[:, None]) != 0
+            seen = (word[None, :] & view.bit[:, None]) != 0  # [ROWS, BN // g]
         else:
             n = start + t * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
-            seen = (n[None, :] >= view.lo[:, None]) & (n[None, :] < view.hi[:, None])
+            seen = (n[None, :] >= view.lo[:, None]) & (n[None, :] < view.hi[:, None])  # [ROWS, BN]
         word = next_word
-        s = hopper.warpgroup_mma_wait(len(acc), deps=[s])
+        s = hopper.warpgroup_mma_wait(len(acc), deps=[s])  # [ROWS, BN]
         mbarrier.arrive(memory.k_empty.index(at % STAGES))
         if OPENED:
             of_tokens: gl.constexpr = _of_tokens(BN, g)
             tokens = gl.convert_layout(gl.reshape(s, [ROWS, BN // g, g]), of_tokens, assert_trivial=True)
-            tokens = gl.where(gl.expand_dims(seen, 2), tokens, float("-inf"))
+            tokens = gl.where(gl.expand_dims(seen, 2), tokens, float("-inf"))  # [ROWS, BN // g, g]
             s = gl.convert_layout(gl.reshape(tokens, [ROWS, BN]), layout, assert_trivial=True)
         else:
             s = gl.where(seen, s, float("-inf"))
@@ -241,12 +241,12 @@ def _consume(tensors, queries, lists, problem, scale, memory, FORM: gl.constexpr
         stream = _stream(first, row, count, problem, FORM)
         spans = pipeline.spans_of_row(problem.spans, row, KIND)
         i, r, real = tile_rows(first, j, L, R, 2 * ROWS)
-        lo, hi = visible(1, i, row, spans, KIND)
+        lo, hi = visible(1, i, row, spans, KIND)  # [ROWS]
         bit = gl.full([ROWS], 1, lists.words.dtype.element_ty, of_rows) << ((i - problem.first) % Q)
         bit = gl.convert_layout(bit, gl.SliceLayout(1, gl.SliceLayout(2, _of_tokens(BN, g))))
         view = RecallView(q, lo, hi, bit, lists.words + tile * problem.room, count, piece, scale)
         nothing = (gl.full([ROWS], float("-inf"), gl.float32, of_rows), gl.zeros([ROWS], gl.float32, of_rows))
-        p, m, total = _first(view, stream, memory, at, nothing, FORM)
+        p, m, total = _first(view, stream, memory, at, nothing, FORM)  # [ROWS, BN], [ROWS], [ROWS]
         acc = ()
         for _ in gl.static_range(PARTS):
             acc += (gl.zeros([ROWS, PART], gl.float32, wide),)

@@ -56,13 +56,13 @@ def summarize_fwd_kernel(
     total = tl.zeros([BG, BD], tl.float32)
     for s0 in range(0, S, BT):
         s = s0 + tl.arange(0, BT)
-        p = begin[None, :] + s[:, None]
+        p = begin[None, :] + s[:, None]  # [BT, BG]
         wanted = real[None, :] & (s[:, None] < size[None, :])
-        new = (wanted & (p >= before) & (p < after))[:, None, :, None] & width[None, None, None, :]
+        new = (wanted & (p >= before) & (p < after))[:, None, :, None] & width[None, None, None, :]  # [BT, 1, BG, BD]
         at = q_row[None, None, None, :] + (first + p - before)[:, None, :, None].to(tl.int64) * s_ql
         mean = tl.zeros([BT, BG, BD], tl.float32)
         for r0 in range(0, R, BR):
-            r = r0 + tl.arange(0, BR)[None, :, None, None]
+            r = r0 + tl.arange(0, BR)[None, :, None, None]  # [1, BR, 1, 1]
             mean += tl.sum(tl.load(at + r * s_qh, mask=new & (r < R), other=0.0).to(tl.float32), 1)
         # rounded to the dtype of q, as the mean queries in a cache are, so that summaries are equal with and without it
         mean = (mean * (1.0 / R)).to(q_ptr.dtype.element_ty).to(tl.float32)
@@ -111,7 +111,7 @@ def summarize_bwd_kernel(
             holds = holds & (p < end)
             count = tl.minimum(end, S)
         count = tl.maximum(count, 1).to(tl.float32)
-        at = d_row + j[:, None].to(tl.int64) * s_dg
+        at = d_row + j[:, None].to(tl.int64) * s_dg  # [BG, BD]
         total += tl.load(at, mask=holds[:, None] & width, other=0.0) / count[:, None]
     dq = (total * (1.0 / R)).to(dq_ptr.dtype.element_ty)
     inside = (column < L)[:, None] & width
@@ -191,13 +191,13 @@ def pool_fwd_kernel(
         step = tl.arange(0, BT)
         valid = i + step < c
         # groups past the end read the last token: no query sees them, but they must be finite
-        n = tl.minimum(begin[None, :] + (i + step)[:, None], N - 1)
+        n = tl.minimum(begin[None, :] + (i + step)[:, None], N - 1)  # [BT, BG]
         k = _load(k_row, n, s_kn, valid[:, None, None] & k_width[None, :, :])
         if DV > 0:
             v = _load(v_row, n, s_vn, valid[:, None, None] & v_width[None, :, :])
         if SCORED:
-            score = tl.where(valid[:, None], tl.sum(k * summary[None, :, :], 2), float("-inf"))
-            highest = tl.max(score, 0)
+            score = tl.where(valid[:, None], tl.sum(k * summary[None, :, :], 2), float("-inf"))  # [BT, BG]
+            highest = tl.max(score, 0)  # [BG]
             # ties go to the earliest token
             chosen = step[:, None] == tl.argmax(score, 0)[None, :]
             better = highest > best
@@ -291,7 +291,7 @@ def pool_bwd_kernel(
         for i in range(0, c, BT):
             valid = i + step < c
             n = begin[None, :] + (i + step)[:, None]
-            seen = (valid[:, None] & real[None, :] & (n < N))[:, :, None]
+            seen = (valid[:, None] & real[None, :] & (n < N))[:, :, None]  # [BT, BG, 1]
             k = _load(k_row, n, s_kn, seen & k_width)
             gain = tl.zeros([BT, BG], tl.float32)
             if KEYS == "weighted":
@@ -330,7 +330,7 @@ def pool_bwd_kernel(
             v += _load(v_row, n, s_vn, seen & v_width)
         weight, gain = tl.zeros([BT, BG], tl.float32), tl.zeros([BT, BG], tl.float32)
         if SCORED:
-            score = tl.sum(k * summary[None, :, :], 2) * base2
+            score = tl.sum(k * summary[None, :, :], 2) * base2  # [BT, BG]
             weight += tl.where(valid[:, None], tl.exp2(score - best[None, :]) * inverse[None, :], 0.0)
         chosen = (i + step)[:, None] == anchor[None, :]
         dk = _shares(d_key, k, k_max, k_ties, weight, chosen, c, KEYS)
@@ -344,7 +344,7 @@ def pool_bwd_kernel(
             at_v = dv_ptr + out * DV + d[None, None, :]
             tl.store(at_v, dv.to(dv_ptr.dtype.element_ty), mask=seen & v_width)
         if KEYS == "weighted" or (VALUES == "weighted" and DV > 0) or d_lse_ptr is not None:
-            d_score = (weight * (gain - slope[None, :]) * scale)[:, :, None]
+            d_score = (weight * (gain - slope[None, :]) * scale)[:, :, None]  # [BT, BG, 1]
             dk += d_score * summary[None, :, :]
             d_summary += tl.sum(d_score * k, 0)
         at_k = dk_ptr + out * D + d[None, None, :]

@@ -34,7 +34,7 @@ def _best_share(score_ptr, at, step, lse_ptr, query, there, valid, R: tl.constex
     for r in tl.static_range(R):
         score = tl.load(score_ptr + at + r * step, mask=there, other=float("-inf"))
         if R > 1:
-            lse = tl.load(lse_ptr + query * R + r)
+            lse = tl.load(lse_ptr + query * R + r)  # [BQ]
             score -= tl.reshape(lse, [valid.shape[0]] + [1] * (len(valid.shape) - 1))
         share = tl.maximum(share, score)
     return tl.where(valid, share, float("-inf"))
@@ -60,7 +60,7 @@ def _reached(key, lo, hi, wanted):
         third = (hi - lo + 2) // 3
         a, b = lo + third, lo + 2 * third
         both = (key >= a.to(tl.int32)[:, None]).to(COUNTS) + ((key >= b.to(tl.int32)[:, None]).to(COUNTS) << BITS)
-        both = tl.sum(both, 1)
+        both = tl.sum(both, 1)  # [BQ]
         reach_a, reach_b = both & ((1 << BITS) - 1), both >> BITS
         hi = tl.where(reach_a < wanted, a, tl.where(reach_b < wanted, b, hi))
         lo = tl.where(reach_b >= wanted, b, tl.where(reach_a >= wanted, a, lo))
@@ -79,8 +79,8 @@ def _best(share, valid, wanted, floor):
     """
     # keys are the floats as integers in the same order: for negative ones all bits but the sign are flipped
     bits = share.to(tl.int32, bitcast=True)
-    key = tl.where(valid, bits ^ ((bits >> 31) & _INT_MAX), _INT_MIN)
-    lo = tl.maximum(tl.min(tl.where(valid, key, _INT_MAX), 1), floor).to(tl.int64)
+    key = tl.where(valid, bits ^ ((bits >> 31) & _INT_MAX), _INT_MIN)  # [BQ, N]
+    lo = tl.maximum(tl.min(tl.where(valid, key, _INT_MAX), 1), floor).to(tl.int64)  # [BQ]
     # rows with fewer, which keep all, need no search
     hi = tl.where(tl.sum(valid.to(tl.int32), 1) > wanted, tl.max(key, 1).to(tl.int64) + 1, lo)
     worst = _reached(key, lo, hi, wanted)
@@ -118,7 +118,7 @@ def recall_cells_kernel(
     at = query[:, None] * (R * CELLS_PER_LINE) + place_of_cell(n, lines)
     share = _best_share(
         cell_ptr + head * cells * lines, at, CELLS_PER_LINE, lse_ptr + head * lines, query, there, valid, R
-    )
+    )  # [BQ, CELLS]
     query += head * (stop - first)
     wanted = wanted_groups(closed, r, least, part, of)
     picked, place, worst = _best(share, valid, wanted, _INT_MIN)
@@ -148,12 +148,12 @@ def _open(scores, cell, wanted, floor, groups_at, R: tl.constexpr, C: tl.constex
     """Write the best ``wanted`` groups of cells ``[BQ, n]`` at ``groups_at``. floor: as in `_best`."""
     c, closed = tl.arange(0, C)[None, None, :], scores.closed
     N: tl.constexpr = cell.shape[1] * C
-    group = cell[:, :, None] * C + c
+    group = cell[:, :, None] * C + c  # [BQ, n, C]
     valid = group < closed[:, None, None]
     # the mask is per cell, so that several scores are loaded at once
-    there = (cell * C < closed[:, None])[:, :, None]
+    there = (cell * C < closed[:, None])[:, :, None]  # [BQ, n, 1]
     at = (cell * scores.lines + scores.query[:, None] * R)[:, :, None] * C + c
-    share = _best_share(scores.score, at, C, scores.lse, scores.query, there, valid, R)
+    share = _best_share(scores.score, at, C, scores.lse, scores.query, there, valid, R)  # [BQ, n, C]
     group, valid = tl.reshape(group, [cell.shape[0], N]), tl.reshape(valid, [cell.shape[0], N])
     is_open, place, _ = _best(tl.reshape(share, [cell.shape[0], N]), valid, wanted, floor)
     tl.store(groups_at + place, group, mask=is_open)
@@ -185,7 +185,7 @@ def recall_groups_kernel(
     tl.store(groups_at + place, tl.zeros([BQ, PLACES], tl.int32) + G, mask=unused)
     scores = _RowScores(score_ptr + head * cells * lines * C, lse_ptr + head * lines, query, lines, closed)
     if picked_ptr is not None:
-        cell = tl.load(picked_ptr + line[:, None] * PICKED + tl.arange(0, PICKED)[None, :])
+        cell = tl.load(picked_ptr + line[:, None] * PICKED + tl.arange(0, PICKED)[None, :])  # [BQ, PICKED]
         _open(scores, cell, wanted, tl.load(floor_ptr + line), groups_at, R, C)
     else:
         # the first queries see few of the groups
@@ -226,6 +226,7 @@ def recall_mark_kernel(
         tl.atomic_or(mark_ptr + newer, own, mask=newer >= 0, sem="relaxed")
         count = tl.minimum(until - first, tl.minimum((i // Q + 1) * Q, stop - first)) - i
         there &= (i % Q == 0) | (row != tl.load(at - 1, mask=there & (i % Q > 0), other=-1))
+    # [BQ, PLACES]
     group = tl.load(groups_ptr + ((head * L + row) * r)[:, None] + place, mask=there[:, None] & (place < r), other=G)
     # as many bits as queries, all ones
     ones = tl.full([BQ], 2**BITS - 1, of_word) >> (BITS - count).to(of_word)

@@ -91,14 +91,14 @@ def _put_centre(
         for start in tl.range(0, g, 16, num_stages=1):
             i = start + tl.arange(0, 16)
             x = _turned_tokens(keys, rotation_ptr, first + i, t, i < g, LO, D, NEAR) if turned is None else turned
-            mean += tl.sum(tl.where((i < g)[:, None], x, 0.0), 0)
+            mean += tl.sum(tl.where((i < g)[:, None], x, 0.0), 0)  # [N]
         mean *= 1 / g
         means, largest = means + (mean,), tl.maximum(largest, tl.abs(mean))  # noqa: RUF005
     step, unit = centre_unit(tl.max(largest, 0), keys.rows.dtype.element_ty, D)
     tl.store(step_ptr, step)
     numbers, bytes = (), tl.zeros([16, tile_width(4 * W)], tl.float32)
     for LO in tl.static_range(0, D, N):
-        codes = centre_codes(means[LO // N], unit)
+        codes = centre_codes(means[LO // N], unit)  # [N]
         numbers = numbers + (centre_numbers(codes, unit),)  # noqa: RUF005
         bytes = add_codes(bytes, tl.broadcast_to(codes[None, :], (16, N)), LO, 4 * W, D)
     c, row = tl.arange(0, tile_width(4 * W))[None, :], tl.arange(0, 16)[:, None]
@@ -115,7 +115,7 @@ def _rest(
     """
     N: tl.constexpr = turned_columns(D)
     x = _turned_tokens(keys, rotation_ptr, position, t, inside, LO, D, NEAR) if turned is None else turned
-    return tl.where((LO + tl.arange(0, N) < D)[None, :], x - centre[LO // N][None, :], 0.0)
+    return tl.where((LO + tl.arange(0, N) < D)[None, :], x - centre[LO // N][None, :], 0.0)  # [16, N]
 
 
 @triton.jit
@@ -134,7 +134,7 @@ def _put_index(
     turned = None
     if g <= 16 and N >= D:
         i = tl.arange(0, 16)
-        turned = _turned_tokens(keys, rotation_ptr, first + i, t, i < g, 0, D, NEAR)
+        turned = _turned_tokens(keys, rotation_ptr, first + i, t, i < g, 0, D, NEAR)  # [16, N]
     centre = _put_centre(keys, turned, rotation_ptr, signs_ptr + g * W, steps_ptr + g, first, t, g, D, NEAR)
     c = tl.arange(0, tile_width(W))
     # not loaded ahead, for which every program of the kernel would hold memory
@@ -143,21 +143,21 @@ def _put_index(
         squares, sizes, largest = tl.zeros([16], tl.float32), tl.zeros([16], tl.float32), tl.zeros([16], tl.float32)
         bytes = tl.zeros([16, tile_width(W)], tl.float32)
         for LO in tl.static_range(0, D, N):
-            x = _rest(keys, turned, rotation_ptr, centre, first + i, t, i < g, LO, D, NEAR)
+            x = _rest(keys, turned, rotation_ptr, centre, first + i, t, i < g, LO, D, NEAR)  # [16, N]
             squares, sizes = squares + tl.sum(x * x, 1), sizes + tl.sum(tl.abs(x), 1)
             largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
             bytes = add_signs(bytes, x, LO, D)
         tl.store(steps_ptr + i, key_steps(squares, sizes, D).to(dtype), mask=i < g)
-        at = i[:, None] * W + c[None, :]
+        at = i[:, None] * W + c[None, :]  # [16, tile_width(W)]
         tl.store(signs_ptr + at, bytes.to(tl.int32).to(tl.uint8), mask=(i < g)[:, None] & (c < W)[None, :])
         if FORM.bits < 16:
-            step = key_step(largest, dtype, FORM)
+            step = key_step(largest, dtype, FORM)  # [16]
             tl.store((store_ptr + FORM.steps_at).to(tl.pointer_type(dtype)) + i, step, mask=i < g)
             b, codes = tl.arange(0, tile_width(C)), tl.zeros([16, tile_width(C)], tl.float32)
             for LO in tl.static_range(0, D, N):
                 x = _rest(keys, turned, rotation_ptr, centre, first + i, t, i < g, LO, D, NEAR)
                 codes = add_key_codes(codes, x, step, LO, FORM)
-            at = FORM.keys_at + i[:, None] * C + b[None, :]
+            at = FORM.keys_at + i[:, None] * C + b[None, :]  # [16, tile_width(C)]
             tl.store(store_ptr + at, codes.to(tl.int32).to(tl.uint8), mask=(i < g)[:, None] & (b < C)[None, :])
     if FORM.bits < 16:
         fill_up(store_ptr, dtype.primitive_bitwidth // 8, FORM)
@@ -180,7 +180,7 @@ def _put_group(
     d = tl.arange(0, P)
     for start in range(0, g, 16):
         i = start + tl.arange(0, 16)
-        x = chunk_tokens(tokens, first + i, t, i < g, 0, D, P, NEAR)
+        x = chunk_tokens(tokens, first + i, t, i < g, 0, D, P, NEAR)  # [16, P]
         at = i[:, None] * WIDTH + d[None, :]
         tl.store(store_ptr + at, x.to(store_ptr.dtype.element_ty), mask=(i < g)[:, None] & (d < D)[None, :])
 
@@ -199,7 +199,7 @@ def _put_sum(sums, tokens, t, g: tl.constexpr, D: tl.constexpr, NEAR: tl.constex
             x += chunk_tokens(tokens, t + 1 - g + i, t, i < g, LO, D, N, NEAR).to(tl.float64)
         d = LO + tl.arange(0, N)
         there, older = d < C, (d < D) & (j > 1)
-        before = tl.load(sum_columns(sums, j - 1, d, older, D, g, NEAR), mask=older, other=0.0)
+        before = tl.load(sum_columns(sums, j - 1, d, older, D, g, NEAR), mask=older, other=0.0)  # [N]
         tl.store(sum_columns(sums, j, d, there, D, g, NEAR), before + tl.sum(x, 0), mask=there)
 
 

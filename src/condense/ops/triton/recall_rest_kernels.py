@@ -36,7 +36,7 @@ def _centre_products(q, held, head, line, centres_ptr, s_centre, group, D: tl.co
     BN: tl.constexpr = FORM.BN
     P: tl.constexpr = FORM.P
     PARTS: tl.constexpr = FORM.parts
-    at = centres_ptr + (group + tl.arange(0, BN)).to(tl.int64)[:, None] * s_centre
+    at = centres_ptr + (group + tl.arange(0, BN)).to(tl.int64)[:, None] * s_centre  # [BN, 1]
     s = tl.zeros([BM, BN], tl.int32)
     for part in tl.static_range(PARTS):
         d = part * P + tl.arange(0, P)[None, :]
@@ -71,7 +71,7 @@ def recall_rest_kernel(
     tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)
     i, r, real = program_rows(first, stop, R, BM)
     closed = closed_groups(i, row, spans, G, KIND)
-    unit = tl.load(unit_ptr + (head * (stop - first) + i - first) * R + r)
+    unit = tl.load(unit_ptr + (head * (stop - first) + i - first) * R + r)  # [BM]
     words_ptr += (head * tl.num_programs(0) + tile) * words
     bit = tl.full([BM], 1, words_ptr.dtype.element_ty) << ((i - first) % Q)
     centres_ptr += head * columns * s_centre
@@ -81,15 +81,15 @@ def recall_rest_kernel(
     top, total = tl.full([BM, PLACES], float("-inf"), tl.float32), tl.zeros([BM, PLACES], tl.float32)
     for group in range(0, tl.max(closed), BN):
         n = group + tl.arange(0, BN)
-        s = _centre_products(q, held, tl.program_id(1), line, centres_ptr, s_centre, group, D, FORM)
+        s = _centre_products(q, held, tl.program_id(1), line, centres_ptr, s_centre, group, D, FORM)  # [BM, BN]
         s = s.to(tl.float32) * tl.load(of_centres_ptr + head * columns + n)[None, :] * unit[:, None]
-        word = tl.load(words_ptr + n, mask=n < words, other=0)
-        is_rest = ((word[None, :] & bit[:, None]) == 0) & (n[None, :] < closed[:, None])
+        word = tl.load(words_ptr + n, mask=n < words, other=0)  # [BN]
+        is_rest = ((word[None, :] & bit[:, None]) == 0) & (n[None, :] < closed[:, None])  # [BM, BN]
         s = tl.reshape(tl.where(is_rest, soft_cap(s, CAP)[0], float("-inf")), [BM, BN // PLACES, PLACES])
-        larger = tl.maximum(top, tl.max(s, 1))
+        larger = tl.maximum(top, tl.max(s, 1))  # [BM, PLACES]
         safe = tl.where(larger == float("-inf"), 0.0, larger)
         total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(s - safe[:, None, :]), 1)
         top = larger
-    weight = (log_of_sum(top, total) + level) * 0.6931471805599453
+    weight = (log_of_sum(top, total) + level) * 0.6931471805599453  # [BM]
     weight = tl.where(tl.max(top, 1) == float("-inf"), float("-inf"), weight)
     tl.store(weight_ptr + (head * R + r) * L + i, weight, mask=real)

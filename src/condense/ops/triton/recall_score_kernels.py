@@ -66,7 +66,7 @@ def _turned(q_ptr, at, real, rotation_ptr, LO: tl.constexpr, D: tl.constexpr):
     x = tl.load(q_ptr + at[:, None] + d[None, :], mask=real[:, None] & there[None, :], other=0.0)
     matrix = tl.load(rotation_ptr + d[:, None] * D + d[None, :], mask=there[:, None] & there[None, :], other=0.0)
     PRECISION: tl.constexpr = "ieee" if x.dtype == tl.float32 else "tf32"
-    return tl.dot(x.to(tl.float32), matrix, input_precision=PRECISION)
+    return tl.dot(x.to(tl.float32), matrix, input_precision=PRECISION)  # [BM, columns]
 
 
 @triton.jit(do_not_specialize=("n",))
@@ -93,7 +93,7 @@ def recall_turn_kernel(
     tl.store(unit_ptr + line, unit * scale, mask=real)
     for lo in tl.static_range(0, D, N):
         d = lo + tl.arange(0, N)
-        numbers = whole_numbers(_turned(q_ptr, at, real, rotation_ptr, lo, D), unit[:, None])
+        numbers = whole_numbers(_turned(q_ptr, at, real, rotation_ptr, lo, D), unit[:, None])  # [BM, N]
         at_numbers = number_ptr + line[:, None] * width + d[None, :]
         tl.store(at_numbers, numbers.to(tl.int8), mask=real[:, None] & (d < D)[None, :])
 
@@ -117,7 +117,7 @@ def _products(tile, token, FORM: tl.constexpr):
     BN: tl.constexpr = FORM.BG * FORM.GP
     P: tl.constexpr = FORM.P
     if FORM.parts == 1:
-        return tl.dot(tile.q, tl.trans(tile.signs.load([tile.head, token, 0]).reshape(BN, P)))
+        return tl.dot(tile.q, tl.trans(tile.signs.load([tile.head, token, 0]).reshape(BN, P)))  # [BM, BN]
     else:
         s = tl.zeros([BM, BN], tl.int32)
         for part in range(FORM.parts):
@@ -136,7 +136,7 @@ def _of_centres(tile, group, FORM: tl.constexpr, D: tl.constexpr):
     PARTS: tl.constexpr = FORM.parts
     n = tl.arange(0, FORM.BG * N)
     row = (group + n // (C * N) * C + n % C).to(tl.int64)
-    at = tile.centres + row[:, None] * tile.s_centre
+    at = tile.centres + row[:, None] * tile.s_centre  # [BG * N, 1]
     s = tl.zeros([BM, FORM.BG * N], tl.int32)
     for part in tl.static_range(PARTS):
         d = part * FORM.P + tl.arange(0, FORM.P)[None, :]
@@ -159,27 +159,27 @@ def _score_groups(tile, lse, stretch, D: tl.constexpr, FORM: tl.constexpr, MASKE
     C: tl.constexpr = FORM.C
     BC: tl.constexpr = BG // C
     steps_at = tile.steps + tl.arange(0, BG * GP)
-    next_steps = tl.load(steps_at + lo * GP)
+    next_steps = tl.load(steps_at + lo * GP)  # [BG * GP]
     for group in range(lo, hi, BG):
         cell, c = group // C + tl.arange(0, BC), tl.arange(0, C)
         steps = next_steps
         # one tile ahead, because a load takes long; after the last tile it is read once more
         next_steps = tl.load(steps_at + tl.minimum(group + BG, hi - 1) // BG * BG * GP)
         # in the order of `condense.ops.recall.choice.index_scores`: the unit is above 0 and comes last
-        s = _products(tile, group * GP, FORM).to(tl.float32) * steps[None, :]
-        n = cell[:, None] * C + c[None, :]
+        s = _products(tile, group * GP, FORM).to(tl.float32) * steps[None, :]  # [BM, BG * GP]
+        n = cell[:, None] * C + c[None, :]  # [BC, C]
         of_centres = _of_centres(tile, group, FORM, D).to(tl.float32) * tl.load(tile.of_centres + n)[None]
-        s = (tl.max(tl.reshape(s, [FORM.BM, BC, GP, C]), 2) + of_centres) * tile.unit[:, None, None]
+        s = (tl.max(tl.reshape(s, [FORM.BM, BC, GP, C]), 2) + of_centres) * tile.unit[:, None, None]  # [BM, BC, C]
         if MASKED:
             s = tl.where(n[None] < tile.closed[:, None, None], s, float("-inf"))
         if FORM.best:
-            of_cells = tl.max(s, 2)
+            of_cells = tl.max(s, 2)  # [BM, BC]
             tl.store(tile.cell[:, None] + place_of_cell(cell, tile.lines)[None, :], of_cells, mask=tile.real[:, None])
         at = (cell * tile.lines)[:, None] * C + c[None, :]
         tl.store(tile.score[:, None, None] + at[None], s, mask=tile.real[:, None, None])
         # kept per place in a tile: to join them, threads would wait for each other
         s = tl.reshape(s, [FORM.BM, top.shape[1], BG // top.shape[1]])
-        larger = tl.maximum(top, tl.max(s, 2))
+        larger = tl.maximum(top, tl.max(s, 2))  # [BM, places]
         safe = tl.where(larger == float("-inf"), 0.0, larger) if MASKED else larger
         total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(s - safe[:, :, None]), 2)
         top = larger

@@ -55,9 +55,9 @@ def _keys_of(scores, group, closed, RANKING: tl.constexpr):
         r = first + tl.arange(0, RANKING.heads_tile)
         split, there = r[:, None] * scores.splits + s[None, :], (r < scores.heads)[:, None]
         is_split = there & (s < scores.splits)[None, :]
-        top = tl.load(scores.top + split, mask=is_split, other=float("-inf"))
+        top = tl.load(scores.top + split, mask=is_split, other=float("-inf"))  # [heads_tile, splits_tile]
         total = tl.load(scores.total + split, mask=is_split, other=0.0)
-        lse = log_of_sum(top, total)
+        lse = log_of_sum(top, total)  # [heads_tile]
         # passed on in place of what all threads of the program have read
         tl.debug_barrier()
         tl.store(scores.top + r * scores.splits, lse, mask=r < scores.heads)
@@ -67,7 +67,7 @@ def _keys_of(scores, group, closed, RANKING: tl.constexpr):
         # a mask that changes every four groups lets a thread read four at a time
         score = tl.load(scores.score + r * scores.stride + group, mask=group < tl.cdiv(closed, 4) * 4, other=0.0)
         share = tl.maximum(share, score - tl.load(scores.top + r * scores.splits))
-    bits = share.to(tl.uint32, bitcast=True)
+    bits = share.to(tl.uint32, bitcast=True)  # [n]
     return tl.where(group < closed, tl.where(bits >> 31 != 0, bits ^ (2**32 - 1), bits | (1 << 31)), 0)
 
 
@@ -98,7 +98,7 @@ def _threshold(key, valid, wanted):
 def _before(counts):
     """The sum of all counts before each ``[n]``, n a multiple of four: first of four within a thread."""
     four = tl.reshape(counts, [counts.shape[0] // 4, 4])
-    sums = tl.sum(four, 1)
+    sums = tl.sum(four, 1)  # [n // 4]
     return tl.reshape((tl.cumsum(sums, 0) - sums)[:, None] + tl.cumsum(four, 1), counts.shape) - counts
 
 
@@ -108,7 +108,7 @@ def _rank(lists, scores, num_open, closed, N: tl.constexpr, RANKING: tl.constexp
     equals the first.
     """
     group = tl.arange(0, N)
-    key = _keys_of(scores, group, closed, RANKING)
+    key = _keys_of(scores, group, closed, RANKING)  # [N]
     threshold, above = _threshold(key, group < closed, num_open)
     is_open, room = key >= threshold, num_open - above
     place = _before(is_open.to(tl.int32))
@@ -129,18 +129,18 @@ def _find_slots(lists, num_open, RANKING: tl.constexpr):
     """
     s, i = tl.arange(0, RANKING.slots_tile), tl.arange(0, RANKING.open_tile)
     is_slot, is_open = s < RANKING.slots, i < num_open
-    slot = tl.load(lists.order + s, mask=is_slot, other=0)
+    slot = tl.load(lists.order + s, mask=is_slot, other=0)  # [slots_tile]
     held = tl.load(lists.held + slot, mask=is_slot, other=-1)
-    group = tl.load(lists.groups + i, mask=is_open, other=0)
+    group = tl.load(lists.groups + i, mask=is_open, other=0)  # [open_tile]
     tl.store(lists.slot_of + group, tl.full(i.shape, -1, tl.int32), mask=is_open)
     tl.store(lists.used + s, tl.zeros_like(s), mask=is_slot)
     tl.debug_barrier()
     tl.store(lists.slot_of + held, slot, mask=held >= 0)
     tl.debug_barrier()
-    found = tl.load(lists.slot_of + group, mask=is_open, other=-1)
+    found = tl.load(lists.slot_of + group, mask=is_open, other=-1)  # [open_tile]
     tl.store(lists.used + found, tl.full(i.shape, 1, tl.int32), mask=found >= 0)
     tl.debug_barrier()
-    is_used = tl.load(lists.used + slot, mask=is_slot, other=0)
+    is_used = tl.load(lists.used + slot, mask=is_slot, other=0)  # [slots_tile]
     is_free, is_missing = tl.where(is_slot, 1 - is_used, 0), (is_open & (found < 0)).to(tl.int32)
     num_free = tl.sum(is_free, 0)
     num_taken = tl.minimum(num_free, tl.sum(is_missing, 0))
@@ -154,7 +154,7 @@ def _find_slots(lists, num_open, RANKING: tl.constexpr):
     tl.store(lists.order + behind, slot, mask=is_slot)
     tl.debug_barrier()
     takes = (is_missing > 0) & (missing_rank < num_taken)
-    taken = tl.load(lists.free + missing_rank, mask=takes, other=0)
+    taken = tl.load(lists.free + missing_rank, mask=takes, other=0)  # [open_tile]
     tl.store(lists.held + taken, group, mask=takes)
     tl.store(lists.place + i, tl.where(takes, 2 * taken + 1, tl.where(found >= 0, 2 * found, -1)), mask=is_open)
 

@@ -66,7 +66,7 @@ def _load_part(at, LO: tl.constexpr, N: tl.constexpr):
     """N columns from LO on of the rows that begin at pointers ``at``."""
     d = LO + tl.arange(0, tile_width(N))
     if tile_width(N) == N:
-        return tl.load(at[:, None] + d[None, :])
+        return tl.load(at[:, None] + d[None, :])  # [n, P]
     else:
         return tl.load(at[:, None] + d[None, :], mask=(d < LO + N)[None, :], other=0.0)
 
@@ -106,11 +106,11 @@ def _add(softmax, s, v, step, PRECISION: tl.constexpr):
     """
     m = tl.maximum(softmax.m, tl.max(s, 0))
     safe = tl.where(m == float("-inf"), 0.0, m)
-    p, alpha = tl.exp2(s - safe[None, :]), tl.exp2(softmax.m - safe)
+    p, alpha = tl.exp2(s - safe[None, :]), tl.exp2(softmax.m - safe)  # [BN, BR], [BR]
     weights = (p if step is None else p * step[:, None]).to(v[0].dtype)
     acc = ()
     for part in tl.static_range(len(v)):
-        x = softmax.acc[part] * alpha[None, :]
+        x = softmax.acc[part] * alpha[None, :]  # [columns, BR]
         acc = acc + (tl.dot(tl.trans(v[part]), weights, x, input_precision=PRECISION),)  # noqa: RUF005
     return Softmax(acc, m, softmax.total * alpha[None, :] + p), p, alpha
 
@@ -118,7 +118,7 @@ def _add(softmax, s, v, step, PRECISION: tl.constexpr):
 @triton.jit
 def _add_keys(softmax, q, k, v, offset, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
     """`_add` keys k. offset: added to the scores of each key, -inf for keys that are not seen."""
-    s = soft_cap(_scores(q, k, PRECISION) * scale, CAP)[0] + offset[:, None]
+    s = soft_cap(_scores(q, k, PRECISION) * scale, CAP)[0] + offset[:, None]  # [BN, BR]
     return _add(softmax, s, v, None, PRECISION)[0]
 
 
@@ -163,9 +163,9 @@ def _put_bases(
     for start in range(first, last, 32):
         n = start + tl.arange(0, 32)
         row = _open_groups(opened, n, FAR)
-        x = load_centres(_of_index(opened.signs, row, columns[0], FAR), q[0].dtype, FORM, EARLY)
+        x = load_centres(_of_index(opened.signs, row, columns[0], FAR), q[0].dtype, FORM, EARLY)  # [32, D // 4]
         unit = 2 * tl.load(_of_index(opened.steps, row, columns[1], FAR) + FORM.g).to(tl.float32)
-        s = _scores(q, x, PRECISION) * unit[:, None]
+        s = _scores(q, x, PRECISION) * unit[:, None]  # [32, BR]
         tl.store(base_ptr[None, :] + n[:, None], s, mask=inside[None, :] & (n < last)[:, None])
     tl.debug_barrier()
 
@@ -225,7 +225,7 @@ def _lane_groups(
 @triton.jit
 def _with_lanes(softmax, sums):
     """The softmax with what was added by lanes."""
-    acc, m, total = lane_tokens.whole_sums(sums)
+    acc, m, total = lane_tokens.whole_sums(sums)  # [V, BR], [BR], [BR]
     larger = tl.maximum(softmax.m, m)
     before, now = tl.exp2(softmax.m - larger), tl.exp2(m - larger)
     # the sums of weights are added up over the places of a tile
@@ -293,7 +293,7 @@ def recall_attend_kernel(
             store_part(part_ptr, lse_ptr, rest, part_row, r < R, FORM.V0, FORM.V1)
             return
     tiles = tl.cdiv(tokens, BN)
-    q = load_rows(q_ptr + b * s_qb + kvh * R * s_qh, r.to(tl.int64) * s_qh, r < R, FORM.D0, FORM.D1)
+    q = load_rows(q_ptr + b * s_qb + kvh * R * s_qh, r.to(tl.int64) * s_qh, r < R, FORM.D0, FORM.D1)  # [BR, D]
     if EARLY:  # noqa: SIM102 - known when the kernel is compiled
         if G == 0:
             # there is nothing to choose from: the kernel before this one writes the new token to the ring
@@ -319,7 +319,7 @@ def recall_attend_kernel(
         else:
             at_k, at_v = place, place
         k_at = ring_k_ptr + at_k
-        k = parts(_load_part(k_at, 0, FORM.D0), None)
+        k = parts(_load_part(k_at, 0, FORM.D0), None)  # [BN, P]
         if FORM.D1 > 0:
             k = parts(k[0], _load_part(k_at, FORM.D0, FORM.D1))
         v = (k[0],)
@@ -366,7 +366,7 @@ def recall_attend_kernel(
     if WORDS:
         base_ptr += head * R * most_opened if FAR is None else kvh * R * G + this.start
         base_ptr += r * (most_opened if FAR is None else G)
-        q = to_words(q[0], D)
+        q = to_words(q[0], D)  # [BR, D // 4]
         behind = tl.minimum(tl.cdiv(hi, PARTS) * BG, count)
         _put_bases(base_ptr, q, opened, lo // PARTS * BG, behind, r < R, FORM, PRECISION, EARLY, FAR)
     if LANES:
@@ -390,14 +390,14 @@ def recall_attend_kernel(
                 slot = slots_ptr + (place >> 1).to(tl.int64) * FORM.piece
                 held = (place >= 0) & (place % 2 == 0)
                 pieces = Pieces(tl.where(held, slot, piece), slot, (place >= 0) & (place % 2 == 1), signs, steps)
-            seen = (at < count)[:, None] & (start + token < g)[None, :]
+            seen = (at < count)[:, None] & (start + token < g)[None, :]  # [BG, T]
             offset = tl.reshape(tl.where(seen, 0.0, float("-inf")), (BN,))
             if WORDS:
                 base = _load_bases(base_ptr, tile // PARTS * BG + lane // T, behind, r < R)
                 words = load_words(pieces, start, T, q[0].dtype, FORM, SLOTS > 0, EARLY)
                 softmax, shift = _add_words(softmax, shift, q, words, base, offset, scale, CAP, PRECISION)
             else:
-                k, v = load_groups(pieces, start + token, q[0].dtype, FORM, SLOTS > 0)
+                k, v = load_groups(pieces, start + token, q[0].dtype, FORM, SLOTS > 0)  # [BN, D], [BN, V]
                 softmax = _add_keys(softmax, q, k, v, offset, scale, CAP, PRECISION)
         if WORDS:
             # to all columns, in all parts
@@ -405,7 +405,7 @@ def recall_attend_kernel(
             softmax = _joined(Softmax([x + shift for x in softmax.acc], softmax.m, softmax.total), DV)
     if LANES:
         softmax = _with_lanes(softmax, sums)
-    acc = [tl.trans(x) for x in softmax.acc]
+    acc = [tl.trans(x) for x in softmax.acc]  # [BR, V]
     if FORM.bits < 16 and DV == 0:
         acc = (turned_part(acc[0], rotation_ptr, 0, FORM.V0, D, True, EXACT),)
     total = tl.sum(softmax.total, 0)

@@ -32,22 +32,22 @@ def _log_rest(centres, splits, groups_ptr, count, r, R, BM: tl.constexpr):
     for start in range(0, splits, BM):
         at = r[None, :] * splits + (start + n)[:, None]
         there = inside & (start + n < splits)[:, None]
-        own = tl.load(centres.top + at, mask=there, other=float("-inf"))
+        own = tl.load(centres.top + at, mask=there, other=float("-inf"))  # [BM, BR]
         larger = tl.maximum(top, own)
         safe = tl.where(larger == float("-inf"), 0.0, larger)
         total *= tl.exp2(top - safe)
         total += tl.load(centres.total + at, mask=there, other=0.0) * tl.exp2(own - safe)
         top = larger
-    largest = tl.max(top, 0)
+    largest = tl.max(top, 0)  # [BR]
     largest = tl.where(largest == float("-inf"), 0.0, largest)
-    rest = tl.sum(total * tl.exp2(top - largest[None, :]), 0)
+    rest = tl.sum(total * tl.exp2(top - largest[None, :]), 0)  # [BR]
     total = tl.zeros([BM, r.shape[0]], tl.float32)
     # read one tile ahead, so that scores need not wait for lists
-    group = tl.load(groups_ptr + n, mask=n < count, other=0)
+    group = tl.load(groups_ptr + n, mask=n < count, other=0)  # [BM]
     for start in range(0, count, BM):
         there, behind = (start + n < count)[:, None], start + BM + n
         next_group = tl.load(groups_ptr + behind, mask=behind < count, other=0)
-        score = tl.load(centres.score[None, :] + group[:, None], mask=inside & there, other=float("-inf"))
+        score = tl.load(centres.score[None, :] + group[:, None], mask=inside & there, other=float("-inf"))  # [BM, BR]
         total += tl.exp2(score - largest[None, :])
         group = next_group
     # the difference has the rounding error of the sum over all groups, so it may lie below 0. That error is small in
@@ -62,7 +62,7 @@ def _load_mean(sums, j, there, FORM: tl.constexpr, LO: tl.constexpr, N: tl.const
     d = LO + tl.arange(0, tile_width(N))
     there = there & (d < LO + N)
     WIDTH: tl.constexpr = FORM.DV if FORM.DV > 0 else FORM.D
-    ptr = sum_columns(sums, j, d, there, WIDTH, FORM.g, NEAR)
+    ptr = sum_columns(sums, j, d, there, WIDTH, FORM.g, NEAR)  # [P]
     return (tl.load(ptr, mask=there, other=0.0) / tl.maximum(FORM.g * j, 1).to(tl.float64)).to(tl.float32)[None, :]
 
 
@@ -79,6 +79,6 @@ def rest_of(
     # nothing is written of the scores where all closed groups are open
     some, one = count < closed, tl.full([r.shape[0]], 1.0, tl.float32)
     weight = _log_rest(centres, tl.where(some, splits, 0), groups_ptr, tl.where(some, count, 0), r, R, BM)
-    mean = one[:, None] * _load_mean(sums, j, some, FORM, 0, FORM.V0, NEAR)
+    mean = one[:, None] * _load_mean(sums, j, some, FORM, 0, FORM.V0, NEAR)  # [BR, P]
     mean = parts(mean, one[:, None] * _load_mean(sums, j, some, FORM, FORM.V0, FORM.V1, NEAR) if FORM.V1 > 0 else None)
     return Softmax(mean, weight + tl.log2(one * FORM.g), one)

@@ -55,7 +55,7 @@ def _load_signs(signs_ptr, row, i, g: tl.constexpr, D: tl.constexpr, FAR: tl.con
     """Bytes of signs of tokens i of the groups that `_found` gives."""
     W: tl.constexpr = sign_bytes(D)
     c = tl.arange(0, tile_width(W))
-    at = signs_ptr + _signs_at(signs_ptr, row, i, g, D, FAR)[:, None] + c[None, :]
+    at = signs_ptr + _signs_at(signs_ptr, row, i, g, D, FAR)[:, None] + c[None, :]  # [n, bytes]
     return tl.load(at) if tile_width(W) == W else tl.load(at, mask=(c < W)[None, :], other=0)
 
 
@@ -112,7 +112,7 @@ def _added(top, total, s):
 @triton.jit
 def _store_total(top_ptr, total_ptr, top, total, inside):
     """Store what `_added` gives for each query head, of all places ``[n, BR]``."""
-    larger = tl.max(top, 0)
+    larger = tl.max(top, 0)  # [BR]
     safe = tl.where(larger == float("-inf"), 0.0, larger)
     tl.store(top_ptr, larger, mask=inside)
     tl.store(total_ptr, tl.sum(total * tl.exp2(top - safe[None, :]), 0), mask=inside)
@@ -147,7 +147,7 @@ def recall_score_kernel(
     S = tl.where(tiles < enough, few, tl.num_programs(0))
     T: tl.constexpr = triton.next_power_of_2(g)
     r = tl.program_id(2) * BR + tl.arange(0, BR)
-    of_split = (head * R + r) * tl.num_programs(0) + split
+    of_split = (head * R + r) * tl.num_programs(0) + split  # [BR]
     if split >= S:
         none, zero = tl.full([BR], float("-inf"), tl.float32), tl.zeros([BR], tl.float32)
         tl.store(top_ptr + of_split, none, mask=r < R)
@@ -172,6 +172,7 @@ def recall_score_kernel(
     if turned_ptr is not None:
         turned_ptr += head * R * D
     q_ptr += b * s_qb + kvh * R * s_qh
+    # [BR, bytes], [BR], [BR]
     queries, sums, unit = turned_queries(q_ptr, s_qh, r, asked, rotation_ptr, turned_ptr, split == 0, D)
     if EARLY:
         gdc_launch_dependents()
@@ -197,7 +198,7 @@ def recall_score_kernel(
             next_row = _found_by_lanes(far_ptr, (tile + 2) * BG, closed, e, FAR)
             ahead = _load_lanes(signs_ptr, steps_ptr, row, e, g, D, FAR)
             of_tokens, centre = _lane_scores(kept, planes, numbers, sums, e)
-            s = (of_tokens + centre) * unit
+            s = (of_tokens + centre) * unit  # [BG * BR]
             group = tile * BG + e // BR
             there = (group < closed) & inside
             tl.store(score_ptr + group, s, mask=there)
@@ -214,13 +215,13 @@ def recall_score_kernel(
         i = tl.minimum(n % T, g - 1)
         # found and loaded one tile ahead
         row = _found(far_ptr, lo * BG + n // T, closed, FAR)
-        step = _load_steps(steps_ptr, row, i, closed, g, FAR)
+        step = _load_steps(steps_ptr, row, i, closed, g, FAR)  # [BG * T]
         for tile in range(lo, hi):
             next_row = _found(far_ptr, (tile + 1) * BG + n // T, closed, FAR)
             next_step = _load_steps(steps_ptr, next_row, i, closed, g, FAR)
-            signs = _load_signs(signs_ptr, row, i, g, D, FAR)
-            s = sign_products(signs, queries, sums, step, EARLY)
-            best = tl.max(tl.reshape(s, (BG, T, BR)), 1)
+            signs = _load_signs(signs_ptr, row, i, g, D, FAR)  # [BG * T, bytes]
+            s = sign_products(signs, queries, sums, step, EARLY)  # [BG * T, BR]
+            best = tl.max(tl.reshape(s, (BG, T, BR)), 1)  # [BG, BR]
             group = tile * BG + tl.arange(0, BG)
             tl.store(score_ptr[None, :] + group[:, None], best, mask=(group < closed)[:, None] & (r < R)[None, :])
             row, step = next_row, next_step
@@ -236,7 +237,7 @@ def recall_score_kernel(
             at, there = score_ptr[None, :] + group[:, None], (group < last)[:, None] & (r < R)[None, :]
             centre = centre_products(signs_ptr, _signs_at(signs_ptr, found, g, g, D, FAR), queries, sums, D, EARLY)
             centre *= _load_steps(steps_ptr, found, g, closed, g, FAR)[:, None]
-            s = (tl.load(at, mask=there, other=0.0) + centre) * (unit * scale)[None, :]
+            s = (tl.load(at, mask=there, other=0.0) + centre) * (unit * scale)[None, :]  # [_ADDED, BR]
             tl.store(at, s, mask=there)
             top, total = _added(top, total, tl.where(there, s, float("-inf")))
             if centre_ptr is not None:

@@ -153,10 +153,10 @@ def put_values(tokens, piece_ptr, first, t, FORM: tl.constexpr, P: tl.constexpr,
         zero = tl.full([T], float("inf"), tl.float32)
         largest = tl.full([T], float("-inf"), tl.float32)
         for part in tl.static_range(PARTS):
-            x = chunk_tokens(tokens, first + i, t, inside, part * C, FORM.DV, P, NEAR)
+            x = chunk_tokens(tokens, first + i, t, inside, part * C, FORM.DV, P, NEAR)  # [T, P]
             zero = tl.minimum(zero, tl.min(tl.where(is_column, x, float("inf")), 1))
             largest = tl.maximum(largest, tl.max(tl.where(is_column, x, float("-inf")), 1))
-        step = _step(zero, largest, dtype, FORM)
+        step = _step(zero, largest, dtype, FORM)  # [T]
         tl.store(numbers + i, step.to(dtype), mask=inside)
         tl.store(numbers + FORM.g + i, zero.to(dtype), mask=inside)
         codes = tl.zeros([T, P], tl.int32)
@@ -210,7 +210,7 @@ def _load_numbers(
     if dtype.primitive_bitwidth == 16 and FORM.g % 2 == 0:
         # two are loaded as one word, which is wide enough to be prefetched
         j = first // 2 + tl.arange(0, T // 2)
-        words = _load(_as(pieces, tl.int32), AT // 2 + j[:, None], (j < FORM.g // 2)[:, None], COPY)
+        words = _load(_as(pieces, tl.int32), AT // 2 + j[:, None], (j < FORM.g // 2)[:, None], COPY)  # [n, T // 2, 1]
         x = pair_of(words, dtype)
         return tl.reshape(tl.join(x[0], x[1]), (N,)).to(tl.float32)
     else:
@@ -223,7 +223,7 @@ def _load_codes(pieces, at, d, there, WIDTH: tl.constexpr, FORM: tl.constexpr, C
     """Codes of columns d, float32 ``[n, T, P]``, of tokens whose vectors, WIDTH wide, begin ``at`` ``[T]``."""
     C: tl.constexpr = WIDTH * FORM.bits // 8
     at = at[:, None] + (d % C)[None, :]
-    codes = tl.load(pieces.ptr[:, None, None] + at[None], mask=there[None], other=0)
+    codes = tl.load(pieces.ptr[:, None, None] + at[None], mask=there[None], other=0)  # [n, T, P]
     if COPY:
         first = (there & (d < C)[None, :])[None] & pieces.moves[:, None, None]
         tl.store(pieces.slot[:, None, None] + at[None], codes, mask=first)
@@ -241,7 +241,7 @@ def _load_centre(pieces, column, there, FORM: tl.constexpr):
     """The numbers of the centres in a column ``[1, P]``, float32 ``[n, 1, P]``."""
     C: tl.constexpr = 4 * sign_bytes(FORM.D)
     at = FORM.g * sign_bytes(FORM.D) + column % C
-    bytes = tl.load(pieces.signs[:, None, None] + at[None], mask=there[None], other=0).to(tl.int32)
+    bytes = tl.load(pieces.signs[:, None, None] + at[None], mask=there[None], other=0).to(tl.int32)  # [n, 1, P]
     step = tl.load(pieces.steps + FORM.g).to(tl.float32)[:, None, None]
     return step * (2 * ((bytes >> (column // C * 4)[None]) & 15) - _CENTRE).to(tl.float32)
 
@@ -275,12 +275,12 @@ def load_words(
     column = tl.arange(0, 4 * N)[None, :]
     words = _load(_as(pieces, tl.int16), FORM.keys_at // 2 + i[:, None] * (4 * N) + column, inside, COPY)
     of_token = tl.minimum(i, FORM.g - 1)[:, None] * N + column % N
-    signs = tl.load(pieces.signs.to(tl.pointer_type(tl.int16))[:, None, None] + of_token[None])
+    signs = tl.load(pieces.signs.to(tl.pointer_type(tl.int16))[:, None, None] + of_token[None])  # [n, T, 4 * N]
     for part in tl.static_range(4):
         k = k + (_flat(signed_codes(words, signs, (column // N)[None], 4 * part, dtype, ASM)),)  # noqa: RUF005
     C: tl.constexpr = FORM.DV // 4
     at = FORM.values_at // 2 + i[:, None] * C + tl.arange(0, C)[None, :]
-    words = _load(_as(pieces, tl.int16), at, inside, COPY)
+    words = _load(_as(pieces, tl.int16), at, inside, COPY)  # [n, T, C]
     for part in tl.static_range(4):
         v = v + (_flat(middle_codes(words, 4 * part, dtype, ASM)),)  # noqa: RUF005
     unit = 2 * _load_numbers(pieces, FORM.steps_at // size, first, T, dtype, FORM, COPY)
@@ -302,13 +302,13 @@ def _load_keys(
         return _flat(_load(pieces, i[:, None] * (D + FORM.DV) + d[None, :], there, COPY))
     else:
         size: tl.constexpr = dtype.primitive_bitwidth // 8
-        step = _load(_as(pieces, dtype), FORM.steps_at // size + i[:, None], inside, COPY).to(tl.float32)
+        step = _load(_as(pieces, dtype), FORM.steps_at // size + i[:, None], inside, COPY).to(tl.float32)  # [n, T, 1]
         column = d[None, :]
         centre = _load_centre(pieces, column, (d < LO + N)[None, :], FORM)
         codes = _load_codes(pieces, FORM.keys_at + i * (D * FORM.bits // 8), d, there, D, FORM, COPY)
         W: tl.constexpr = sign_bytes(D)
         at = tl.minimum(i, FORM.g - 1)[:, None] * W + column % W
-        bytes = tl.load(pieces.signs[:, None, None] + at[None], mask=there[None], other=0)
+        bytes = tl.load(pieces.signs[:, None, None] + at[None], mask=there[None], other=0)  # [n, T, P]
         bits = bytes.to(tl.int32) >> (column // W)[None]
         size_of = step * (2 * codes + 1)
         x = tl.where(bits & 1 == 1, size_of, -size_of) + centre
@@ -356,7 +356,7 @@ def _words_as_numbers(words, centres, step, dtype: tl.constexpr, FORM: tl.conste
     C: tl.constexpr = FORM.D // 4
     for part in tl.static_range(4):
         rest = tl.reshape(words.k[part].to(tl.float32) * words.unit[:, None], (n, words.unit.shape[0] // n, C))
-        x = rest + (centres[part].to(tl.float32) * (2 * step)[:, None])[:, None, :]
+        x = rest + (centres[part].to(tl.float32) * (2 * step)[:, None])[:, None, :]  # [n, T, C]
         k = k + (to_numbers(_flat(x), dtype),)  # noqa: RUF005
         codes = words.v[part].to(tl.float32) + MIDDLE
         v = v + (to_numbers(words.zero[:, None] + words.step[:, None] * codes, dtype),)  # noqa: RUF005

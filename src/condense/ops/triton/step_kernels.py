@@ -120,7 +120,7 @@ def _attend_keys(
         source.v.dtype, q[0].dtype, KIND.V0, KIND.V1, KIND.entry_bits, KIND.early
     )
     if KEYS:
-        q = to_words(q[0], KIND.D0)
+        q = to_words(q[0], KIND.D0)  # 4 parts [rows, D0 // 4]
     if VALUES:
         softmax = Softmax(to_words(softmax.acc[0], KIND.V0), softmax.m, softmax.total)
     if FORM is not None:
@@ -137,8 +137,8 @@ def _attend_keys(
         else:
             at, s_k, s_v = place, 1, 1
             place = _rows_in_pages(source, stretch, tile + 1, FORM, KIND)
-        k = load_vectors(source.k, at * s_k, q[0].dtype, KIND.D0, KIND.D1, KIND.entry_bits, KIND.early)
-        s = soft_cap(key_products(q, k, PRECISION) * scale, KIND.softcap)[0]
+        k = load_vectors(source.k, at * s_k, q[0].dtype, KIND.D0, KIND.D1, KIND.entry_bits, KIND.early)  # [keys, D]
+        s = soft_cap(key_products(q, k, PRECISION) * scale, KIND.softcap)[0]  # [rows, keys]
         if PERIOD > 0:
             pooled = tl.where(
                 i < moment.first_entries, i >= moment.first_single, (i - moment.first_entries) % PERIOD == PERIOD - 1
@@ -165,7 +165,7 @@ def _attend_focal(softmax, q, ring, chunk, scores, count, scale, KIND: tl.conste
         i = start + tl.arange(0, 16)
         _, focal = focal_tokens(scores, i, i < count, KIND)
         k = chunk_keys(ring, chunk, i, KIND)
-        s = soft_cap(key_products(q, k, PRECISION) * scale, KIND.softcap)[0]
+        s = soft_cap(key_products(q, k, PRECISION) * scale, KIND.softcap)[0]  # [16, 16]
         s = tl.where(focal[None, :], s, float("-inf"))
         v = (k[0],) if KIND.latent else chunk_values(ring, chunk, i, KIND)
         softmax = add_keys(softmax, s, v, PRECISION)
@@ -188,8 +188,8 @@ def _read_token(
 
     new: pointers to a KV head's new key and value.
     """
-    k = load_row(new[0], KIND.D0, KIND.D1)
-    v = (k[0],) if KIND.latent else load_row(new[1], KIND.V0, KIND.V1)
+    k = load_row(new[0], KIND.D0, KIND.D1)  # [1, D]
+    v = (k[0],) if KIND.latent else load_row(new[1], KIND.V0, KIND.V1)  # [1, V]
     chunk = Chunk(moment.begin, chunk_size, moment.t, k, v)
     mean = mean_query(heads, KIND.D0, KIND.D1) if KIND.scored else k
     # without a due chunk, the new entry is zero and not seen
@@ -236,8 +236,8 @@ def _new_token(heads, ring, read, moment, places, scores, row_tile, KIND: tl.con
     first_row = row_tile * KIND.rows
     for start in range(first_row, tl.minimum(first_row + KIND.rows, heads.size), 16):
         r = start + tl.arange(0, 16)
-        q = load_rows(heads.q, r.to(tl.int64) * heads.s_q, r < heads.size, KIND.D0, KIND.D1)
-        to_token = soft_cap(row_products(q, chunk.k) * scores.attend, KIND.softcap)[0]
+        q = load_rows(heads.q, r.to(tl.int64) * heads.s_q, r < heads.size, KIND.D0, KIND.D1)  # [16, D]
+        to_token = soft_cap(row_products(q, chunk.k) * scores.attend, KIND.softcap)[0]  # [16]
         to_token = tl.where(moment.first <= moment.t, to_token, float("-inf"))
         to_entry = soft_cap(row_products(q, read.key) * scores.attend, KIND.softcap)[0] + read.bias
         to_entry = tl.where(moment.seen_at_once, to_entry, float("-inf"))
@@ -259,7 +259,7 @@ def _attend_share(
 ):  # fmt: skip
     """Attention of a split to its share: of what buffers held before the step, or of all that pages hold."""
     r = row_tile * KIND.rows + tl.arange(0, KIND.rows)
-    q = load_rows(heads.q, r.to(tl.int64) * heads.s_q, r < heads.size, KIND.D0, KIND.D1)
+    q = load_rows(heads.q, r.to(tl.int64) * heads.s_q, r < heads.size, KIND.D0, KIND.D1)  # [rows, D]
     tokens = moment.tokens
     if NEAR is None:
         # limited to the ring, because a replayed graph may run more steps than the cache has room for
@@ -303,6 +303,7 @@ def _join(places, sink_ptr, kvh, out_ptr, R: tl.constexpr, KIND: tl.constexpr):
     V: tl.constexpr = KIND.V0 + KIND.V1
     r, column = tl.arange(0, triton.next_power_of_2(R)), tl.arange(0, triton.next_power_of_2(V))
     row = (places.row + r).to(tl.int64)
+    # [R, V], both rounded up to powers of two
     out = join_parts(places.part, places.lse, row, r < R, places.S, column, V, KIND.joined_parts, sink_ptr, kvh * R + r)
     there = (r < R)[:, None] & (column < V)[None, :]
     tl.store(out_ptr + row[:, None] * V + column[None, :], out.to(out_ptr.dtype.element_ty), mask=there)
@@ -460,7 +461,7 @@ def step_join_kernel(
         live = (tl.load(real_ptr + b * s_real) != 0).to(tl.int32)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
     one = tl.arange(0, 1)
-    out = join_parts(part_ptr, lse_ptr, row + one, one < 1, live * S, column, V, BS, sink_ptr, row % H + one)
+    out = join_parts(part_ptr, lse_ptr, row + one, one < 1, live * S, column, V, BS, sink_ptr, row % H + one)  # [1, BC]
     out_ptr += row * V if OUT is None else b * OUT[0] + row % H * OUT[1]
     tl.store(out_ptr + column[None, :], out.to(out_ptr.dtype.element_ty), mask=(column < V)[None, :])
 

@@ -78,7 +78,7 @@ def _codes_at(words, AT: tl.constexpr, BITS: tl.constexpr):
 @triton.jit
 def _codes_of_words(words, AT: tl.constexpr, BITS: tl.constexpr):
     """Codes that begin at bit AT of each byte of words ``[n, m]``, float32 ``[n, 4 m]``."""
-    even = tl.join(_codes_at(words, AT, BITS), _codes_at(words, AT + 16, BITS))
+    even = tl.join(_codes_at(words, AT, BITS), _codes_at(words, AT + 16, BITS))  # [n, m, 2]
     odd = tl.join(_codes_at(words, AT + 8, BITS), _codes_at(words, AT + 24, BITS))
     return tl.reshape(tl.join(even, odd), (words.shape[0], 4 * words.shape[1]))
 
@@ -141,14 +141,14 @@ def signed_codes(words, signs, bit, AT: tl.constexpr, dtype: tl.constexpr, ASM: 
 @triton.jit
 def to_words(x, D: tl.constexpr):
     """The four parts ``[n, D / 4]`` of vectors ``[n, D]``: columns whose codes are in bits 0, 4, 8 and 12 of words."""
-    even, odd = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, D // 4, 2)), (0, 2, 1, 3)))
+    even, odd = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, D // 4, 2)), (0, 2, 1, 3)))  # [n, D // 4, 2]
     return tl.split(even) + tl.split(odd)
 
 
 @triton.jit
 def from_words(x, D: tl.constexpr):
     """Vectors ``[n, D]`` of four parts, the opposite of `to_words`."""
-    x = tl.permute(tl.join(tl.join(x[0], x[1]), tl.join(x[2], x[3])), (0, 2, 1, 3))
+    x = tl.permute(tl.join(tl.join(x[0], x[1]), tl.join(x[2], x[3])), (0, 2, 1, 3))  # [n, 2, D // 4, 2]
     return tl.reshape(x, (x.shape[0], D))
 
 
@@ -172,14 +172,14 @@ def _load_columns(ptr, LO: tl.constexpr, N: tl.constexpr, D: tl.constexpr, BITS:
     if P == N and (BITS == 8 or P == D):
         # whole words of codes take a third of the instructions
         word = LO // 4 + tl.arange(0, P * BITS // 32)
-        words = tl.load(ptr[:, None].to(tl.pointer_type(tl.uint32)) + word[None, :])
+        words = tl.load(ptr[:, None].to(tl.pointer_type(tl.uint32)) + word[None, :])  # [n, P * BITS // 32]
         codes = _codes_of_words(words, 0, BITS)
         if BITS == 4:
-            codes = tl.permute(tl.join(codes, _codes_of_words(words, 4, BITS)), (0, 2, 1))
+            codes = tl.permute(tl.join(codes, _codes_of_words(words, 4, BITS)), (0, 2, 1))  # [n, 2, P // 2]
     else:
         bytes = tl.load(ptr[:, None] + (d % C)[None, :], mask=(d < LO + N)[None, :], other=0)
         codes = unpacked(bytes, d, C, BITS)
-    step, zero = pair_of(grid, dtype)
+    step, zero = pair_of(grid, dtype)  # [n, P // W]
     codes = tl.reshape(codes, (ptr.shape[0], P // W, W))
     numbers = to_numbers(zero.to(tl.float32)[:, :, None] + step.to(tl.float32)[:, :, None] * codes, dtype)
     return tl.reshape(numbers, (ptr.shape[0], P))
@@ -195,10 +195,11 @@ def _load_words(ptr, D: tl.constexpr, dtype: tl.constexpr):
     SIZE: tl.constexpr = _BLOCK // 2
     block, x = tl.arange(0, BLOCKS)[None, :, None], ()
     ptr = ptr[:, None, None]
+    # [n, BLOCKS, SIZE]
     words = tl.load(ptr.to(tl.pointer_type(tl.int16)) + block * SIZE + tl.arange(0, SIZE)[None, None, :])
     # a step and a zero are loaded as one word, which is wide enough to be prefetched
     grid = (ptr + _grid_start(D, 4, dtype)).to(tl.pointer_type(_bits_of(dtype, 2))) + block
-    first, second = tl.load(grid), tl.load(grid + BLOCKS)
+    first, second = tl.load(grid), tl.load(grid + BLOCKS)  # [n, BLOCKS, 1]
     for part in tl.static_range(4):
         step, zero = pair_of(second if part % 2 else first, dtype)
         x = x + (tl.reshape(numbers_of(words, step, zero, 4 * part, dtype), (ptr.shape[0], D // 4)),)  # noqa: RUF005
@@ -245,9 +246,9 @@ def _quantised(x, N: tl.constexpr, BITS: tl.constexpr):
     W: tl.constexpr = min(P, _BLOCK)
     inside = tl.reshape(tl.arange(0, P) < N, (1, P // W, W))
     wide = tl.reshape(x.to(tl.float32), (1, P // W, W))
-    zero = tl.min(tl.where(inside, wide, float("inf")), 2)
+    zero = tl.min(tl.where(inside, wide, float("inf")), 2)  # [1, P // W]
     step = _step(zero, tl.max(tl.where(inside, wide, float("-inf")), 2), BITS, x.dtype)
-    codes = codes_of(wide, step[:, :, None], zero[:, :, None], BITS)
+    codes = codes_of(wide, step[:, :, None], zero[:, :, None], BITS)  # [1, P // W, W]
     # a latent may end before its tile, in which then whole blocks are outside
     numbers = tl.where(inside, zero[:, :, None] + step[:, :, None] * codes.to(tl.float32), 0.0)
     return tl.reshape(codes, (1, P)), step, zero, tl.reshape(to_numbers(numbers, x.dtype), (1, P))

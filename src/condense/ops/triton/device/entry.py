@@ -145,8 +145,8 @@ def _tokens(ring, ptr, stride, new, chunk, i, D0: tl.constexpr, D1: tl.constexpr
     """Rows of tokens i of the chunk, zeros past its end. They are read at ``ptr``, the new token from ``new``."""
     at = slot_places(ring, stride, chunk.first + i, i < chunk.size, KIND)
     position = chunk.first + i
-    x = load_rows(ptr, at, (i < chunk.size) & (position < chunk.t), D0, D1)
-    is_new = ((i < chunk.size) & (position == chunk.t))[:, None]
+    x = load_rows(ptr, at, (i < chunk.size) & (position < chunk.t), D0, D1)  # [16, P]
+    is_new = ((i < chunk.size) & (position == chunk.t))[:, None]  # [16, 1]
     first = tl.where(is_new, new[0], x[0])
     return parts(first, tl.where(is_new, new[1], x[1]) if len(x) == 2 else None)
 
@@ -187,7 +187,7 @@ def all_scores(ring, chunk, summary, scale, KIND: tl.constexpr):
     for start in range(0, chunk.size, 16):
         i = start + tl.arange(0, 16)
         s = _scores(chunk_keys(ring, chunk, i, KIND), summary, i < chunk.size, scale, True)
-        s = tl.sum(tl.where(j[:, None] == i[None, :], s[None, :], 0.0), 1)
+        s = tl.sum(tl.where(j[:, None] == i[None, :], s[None, :], 0.0), 1)  # [tile]
         scores = tl.where((j >= start) & (j < start + 16), s, scores)
     return scores
 
@@ -196,14 +196,14 @@ def all_scores(ring, chunk, summary, scale, KIND: tl.constexpr):
 def focal_tokens(scores, i, inside, KIND: tl.constexpr):
     """Scores of tokens i, and which of them are focal: the chunk's best, ties to the earlier."""
     j = tl.arange(0, KIND.tile)[None, :]
-    s = tl.sum(tl.where(j == i[:, None], scores[None, :], 0.0), 1)
-    better = (scores[None, :] > s[:, None]) | ((scores[None, :] == s[:, None]) & (j < i[:, None]))
+    s = tl.sum(tl.where(j == i[:, None], scores[None, :], 0.0), 1)  # [16]
+    better = (scores[None, :] > s[:, None]) | ((scores[None, :] == s[:, None]) & (j < i[:, None]))  # [16, tile]
     return s, inside & (tl.sum(better.to(tl.int32), 1) < KIND.focal)
 
 
 @triton.jit
 def _pool_part(acc, x, w, HOW: tl.constexpr):
-    x = x.to(tl.float32)
+    x = x.to(tl.float32)  # [16, P]
     if HOW == "weighted":
         return acc * w.alpha + tl.sum(w.weight[:, None] * x, 0, keep_dims=True)
     elif HOW == "mean":
@@ -261,7 +261,7 @@ def make_entries(entries, ring, chunk, summary, scores, slot, writes, scale, KIN
     for start in range(0, chunk.size, 16):
         i = start + tl.arange(0, 16)
         inside = i < chunk.size
-        x = chunk_keys(ring, chunk, i, KIND)
+        x = chunk_keys(ring, chunk, i, KIND)  # [16, P]
         focal, place = inside, i
         if KIND.focal > 0:
             s, focal = focal_tokens(scores, i, inside, KIND)
@@ -281,7 +281,7 @@ def make_entries(entries, ring, chunk, summary, scores, slot, writes, scale, KIN
         # ties go to the lowest position, across tiles and within one
         w = _Weights(inside, weight, alpha, i == tl.min(tl.where(s == best, i, start + 16), 0), best > m)
         m, total = m_new, total * alpha + tl.sum(weight, 0)
-        key = _pool(key, x, w, HEAD, KEY)
+        key = _pool(key, x, w, HEAD, KEY)  # [1, P]
         if not KIND.latent:
             y = chunk_values(ring, chunk, i, KIND)
             value = _pool(value, y, w, VALUE, VALUE)
@@ -320,7 +320,7 @@ def matched_bias(ring, chunk, summary, scores, entry, scale, KIND: tl.constexpr)
         if KIND.focal > 0:
             s, focal = focal_tokens(scores, i, i < chunk.size, KIND)
             s = tl.where((i < chunk.size) & ~focal, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 0))
+        m_new = tl.maximum(m, tl.max(s, 0))  # [1]
         finite = tl.where(m_new == float("-inf"), 0.0, m_new)
         total = total * tl.exp(m - finite) + tl.sum(tl.exp(s - finite), 0)
         m = m_new

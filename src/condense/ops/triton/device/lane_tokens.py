@@ -76,7 +76,7 @@ def of_threads(x):
     if x.shape[0] == 4:
         return (lanes.of_heads(x, 32),)
     else:
-        first, second = tl.split(tl.reshape(x, (4, 2)))
+        first, second = tl.split(tl.reshape(x, (4, 2)))  # [4], [4]
         return lanes.of_heads(first, 32), lanes.of_heads(second, 32)
 
 
@@ -85,17 +85,17 @@ def _query_words(number):
     """Numbers of 8 bits, int32 ``[8, 128]``, four to a word, whose columns are those of the codes in low halves of four
     bytes, or in high ones: 8 tensors ``[E]``.
     """
-    words = tl.sum(tl.reshape(number & 255, (8, 32, 4)) << (8 * tl.arange(0, 4))[None, None, :], 2)
+    words = tl.sum(tl.reshape(number & 255, (8, 32, 4)) << (8 * tl.arange(0, 4))[None, None, :], 2)  # [8, 32]
     # half, then first or second 32 bytes, then thread, then word of two
-    words = tl.permute(tl.reshape(words, (8, 2, 2, 4, 2)), (0, 3, 1, 2, 4))
+    words = tl.permute(tl.reshape(words, (8, 2, 2, 4, 2)), (0, 3, 1, 2, 4))  # [8, 4, 2, 2, 2]
     return lanes.columns(lanes.for_lanes(tl.reshape(words, (4, 2, 4, 8)), 32))
 
 
 @triton.jit
 def lane_queries(x):
     """`LaneQueries` of queries x, float32 ``[4 * PER, 128]``."""
-    unit = tl.maximum(tl.max(tl.abs(x), 1), _TINY) * (1 / _LEVELS)
-    number = tl.floor(x / unit[:, None] + 0.5).to(tl.int32)
+    unit = tl.maximum(tl.max(tl.abs(x), 1), _TINY) * (1 / _LEVELS)  # [4 * PER]
+    number = tl.floor(x / unit[:, None] + 0.5).to(tl.int32)  # [4 * PER, 128]
     first = (number + 64) >> 7
     second = number - 128 * first
     if x.shape[0] == 4:
@@ -108,7 +108,7 @@ def lane_queries(x):
 @triton.jit
 def load_group(store_ptr, signs_ptr, e, dtype: tl.constexpr, FORM: tl.constexpr):
     """The `LaneGroup` of the group whose piece, and whose signs, begin at these pointers."""
-    codes = (store_ptr + FORM.keys_at + e // 4 * 64 + e % 4 * 8).to(tl.pointer_type(tl.int64))
+    codes = (store_ptr + FORM.keys_at + e // 4 * 64 + e % 4 * 8).to(tl.pointer_type(tl.int64))  # [E]
     signs = (signs_ptr + e // 4 * 16 + e % 2 * 8).to(tl.pointer_type(tl.int64))
     values = (store_ptr + FORM.values_at + e % 4 * 128 + e // 4 * 8).to(tl.pointer_type(tl.int64))
     numbers = store_ptr.to(tl.pointer_type(dtype)) + e // 4
@@ -236,7 +236,7 @@ def _weigh(sums, s0, s1):
     """
     p0, p1, m, alpha = (), (), (), ()
     for s in tl.static_range(len(s0)):
-        larger = tl.maximum(sums.m[s], lanes.largest_of_lanes(tl.maximum(s0[s], s1[s])))
+        larger = tl.maximum(sums.m[s], lanes.largest_of_lanes(tl.maximum(s0[s], s1[s])))  # [E]
         p0, p1 = p0 + (tl.exp2(s0[s] - larger),), p1 + (tl.exp2(s1[s] - larger),)  # noqa: RUF005
         m, alpha = m + (larger,), alpha + (tl.exp2(sums.m[s] - larger),)  # noqa: RUF005
     return p0, p1, m, alpha
@@ -265,7 +265,7 @@ def add_group(sums, queries, group, base, scale, e, CAP: tl.constexpr):
     step0, step1 = group.steps[0].to(tl.float32), group.steps[1].to(tl.float32)
     middle0, middle1 = group.zeros[0].to(tl.float32) + MIDDLE * step0, group.zeros[1].to(tl.float32) + MIDDLE * step1
     for s in tl.static_range(PER):
-        first = (x[s] * (queries.unit[s] * key_step0) + base[s]) * scale
+        first = (x[s] * (queries.unit[s] * key_step0) + base[s]) * scale  # [E]
         second = (x[PER + s] * (queries.unit[s] * key_step1) + base[s]) * scale
         s0, s1 = s0 + (soft_cap(first, CAP)[0],), s1 + (soft_cap(second, CAP)[0],)  # noqa: RUF005
     p0, p1, m, alpha = _weigh(sums, s0, s1)
@@ -297,7 +297,7 @@ def whole_sums(sums):
         halves = ()
         for i in tl.static_range(len(x) // 2):
             halves = halves + (tl.join(x[i], x[i + len(x) // 2]),)  # noqa: RUF005
-        x = halves
+        x = halves  # [E, 2, ..., 2]
     acc = tl.reshape(tl.permute(tl.reshape(x[0], (8, 4, 2, 8, PER)), (2, 0, 3, 1, 4)), (128, 4 * PER))
     acc += tl.sum(_of_heads(sums.shift), 0)[None, :]
     return acc, tl.max(_of_heads(sums.m), 0), tl.sum(_of_heads(sums.total), 0)

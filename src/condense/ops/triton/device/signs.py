@@ -42,7 +42,7 @@ def _turned(x, rotation_ptr, row, column, there, D: tl.constexpr):
     x ``[n, rows]``: the numbers of the vectors by which rows of the rotation are multiplied.
     """
     mask = (row < D)[:, None] & there[None, :]
-    matrix = tl.load(rotation_ptr + row[:, None] * D + column[None, :], mask=mask, other=0.0)
+    matrix = tl.load(rotation_ptr + row[:, None] * D + column[None, :], mask=mask, other=0.0)  # [rows, columns]
     return tl.dot(x, matrix, input_precision="ieee")
 
 
@@ -65,7 +65,7 @@ def add_signs(bytes, x, LO: tl.constexpr, D: tl.constexpr):
     W: tl.constexpr = sign_bytes(D)
     d, c = LO + tl.arange(0, turned_columns(D)), tl.arange(0, tile_width(W))
     is_place = ((d % W)[:, None] == c[None, :]) & (d < D)[:, None]
-    places = tl.where(is_place, (1 << (d // W))[:, None], 0)
+    places = tl.where(is_place, (1 << (d // W))[:, None], 0)  # [columns, bytes]
     return tl.dot((x >= 0).to(tl.float16), places.to(tl.float16), bytes)
 
 
@@ -99,7 +99,7 @@ def add_codes(bytes, codes, LO: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
     """
     d, c = LO + tl.arange(0, codes.shape[1]), tl.arange(0, bytes.shape[1])
     is_place = ((d % C)[:, None] == c[None, :]) & (d < D)[:, None]
-    places = tl.where(is_place, tl.where(d < C, 1, 16)[:, None], 0)
+    places = tl.where(is_place, tl.where(d < C, 1, 16)[:, None], 0)  # [columns, bytes]
     return tl.dot(codes.to(tl.float16), places.to(tl.float16), bytes)
 
 
@@ -129,7 +129,7 @@ def _turned_part(q_ptr, s_qh, r, R, rotation_ptr, part: tl.constexpr, D: tl.cons
     c = tl.arange(0, tile_width(W))
     row = _first_row(part, D) + tl.arange(0, _num_rows(D))
     there = (r < R)[:, None] & (row < D)[None, :]
-    q = tl.load(q_ptr + r.to(tl.int64)[:, None] * s_qh + row[None, :], mask=there, other=0.0)
+    q = tl.load(q_ptr + r.to(tl.int64)[:, None] * s_qh + row[None, :], mask=there, other=0.0)  # [BR, rows]
     return _turned(q, rotation_ptr, row, part * W + c, (c < W) & (part * W + c < D), D)
 
 
@@ -139,10 +139,10 @@ def _all_parts(q_ptr, s_qh, r, R, rotation_ptr, D: tl.constexpr):
     d = tl.arange(0, D)
     q = tl.load(q_ptr + r.to(tl.int64)[:, None] * s_qh + d[None, :], mask=(r < R)[:, None], other=0.0)
     x = tl.reshape(_turned(q, rotation_ptr, d, d, d < D, D), (r.shape[0], 2, 2, 2, D // 8))
-    even, odd = tl.split(tl.permute(x, (0, 4, 1, 2, 3)))
+    even, odd = tl.split(tl.permute(x, (0, 4, 1, 2, 3)))  # [BR, D // 8, 2, 2]
     x04, x26 = tl.split(even)
     x15, x37 = tl.split(odd)
-    x0, x4 = tl.split(x04)
+    x0, x4 = tl.split(x04)  # [BR, D // 8]
     x1, x5 = tl.split(x15)
     x2, x6 = tl.split(x26)
     x3, x7 = tl.split(x37)
@@ -177,7 +177,7 @@ def turned_queries(q_ptr, s_qh, r, R, rotation_ptr, turned_ptr, writes, D: tl.co
         for part in tl.static_range(8):
             parts = parts + (_turned_part(q_ptr, s_qh, r, R, rotation_ptr, part, D),)  # noqa: RUF005
     for part in tl.static_range(8):
-        x = parts[part]
+        x = parts[part]  # [BR, bytes]
         if turned_ptr is not None:
             c = tl.arange(0, tile_width(W))[None, :]
             there = (r < R)[:, None] & (c < W) & (part * W + c < D) & writes
@@ -242,7 +242,7 @@ def centre_products(centre_ptr, at, queries, total, D: tl.constexpr, ASM: tl.con
     for plane in tl.static_range(3, -1, -1):
         there = (c < W)[None, :]
         words = tl.load(ptr + plane * W) if tile_width(W) == W else tl.load(ptr + plane * W, mask=there, other=0)
-        words = words.to(tl.int16)
+        words = words.to(tl.int16)  # [n, bytes]
         s = tl.dot(_codes(words, plane + 4, ASM), tl.trans(queries[plane + 4]), s)
         if plane == 3:
             # the last part first, as it counts twice
@@ -279,10 +279,10 @@ def turned_part(
     n: tl.constexpr = x.shape[0]
     T: tl.constexpr = x.shape[1]
     d, row = LO + tl.arange(0, T), tl.arange(0, SIDE)
-    signs = tl.load(rotation_ptr + d * D + d // W * W, mask=d < LO + N, other=0.0)[None, :]
+    signs = tl.load(rotation_ptr + d * D + d // W * W, mask=d < LO + N, other=0.0)[None, :]  # [1, T]
     at = rotation_ptr + row % W * D
     there = (row // W)[:, None] == (row // W)[None, :]
-    block = tl.load(at[:, None] + (row % W)[None, :], mask=there, other=0.0) * tl.load(at)[:, None]
+    block = tl.load(at[:, None] + (row % W)[None, :], mask=there, other=0.0) * tl.load(at)[:, None]  # [SIDE, SIDE]
     if not BACK:
         x = x * signs.to(x.dtype)
     x = tl.dot(tl.reshape(x, (n * T // SIDE, SIDE)), block.to(x.dtype), input_precision=PRECISION)

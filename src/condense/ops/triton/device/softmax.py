@@ -42,9 +42,9 @@ def key_products(q, k, PRECISION: tl.constexpr):
     """
     if PRECISION == "ieee" and q[0].shape[1] > 128:
         C: tl.constexpr = q[0].shape[1] // 128
-        blocks = tl.permute(tl.reshape(q[0], [q[0].shape[0], C, 128]), (1, 0, 2))
-        of_keys = tl.permute(tl.reshape(k[0], [k[0].shape[0], C, 128]), (1, 2, 0))
-        s = tl.sum(tl.dot(blocks, of_keys, input_precision=PRECISION), 0)
+        blocks = tl.permute(tl.reshape(q[0], [q[0].shape[0], C, 128]), (1, 0, 2))  # [C, n, 128]
+        of_keys = tl.permute(tl.reshape(k[0], [k[0].shape[0], C, 128]), (1, 2, 0))  # [C, 128, keys]
+        s = tl.sum(tl.dot(blocks, of_keys, input_precision=PRECISION), 0)  # [n, keys]
         if len(q) == 2:
             s = tl.dot(q[1], tl.trans(k[1]), s, input_precision=PRECISION)
     else:
@@ -56,9 +56,9 @@ def key_products(q, k, PRECISION: tl.constexpr):
 def add_keys(softmax, s, v, PRECISION: tl.constexpr):
     """Add keys with scores s ``[n, keys]`` and values v. Every row must see a key of this tile or of an earlier one."""
     m = tl.maximum(softmax.m, tl.max(s, 1))
-    p = tl.exp2(s - m[:, None])
-    alpha = tl.exp2(softmax.m - m)
-    acc = add_weighted([x * alpha[:, None] for x in softmax.acc], p, v, PRECISION)
+    p = tl.exp2(s - m[:, None])  # [n, keys]
+    alpha = tl.exp2(softmax.m - m)  # [n]
+    acc = add_weighted([x * alpha[:, None] for x in softmax.acc], p, v, PRECISION)  # [n, V]
     if len(softmax.total.shape) == 2:
         return Softmax(acc, m, softmax.total * alpha[:, None] + p)
     else:
@@ -90,13 +90,13 @@ def join_parts(part_ptr, lse_ptr, row, inside, S, column, V: tl.constexpr, SB: t
         m = tl.load(sink_ptr + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
         total = tl.full(row.shape, 1.0, tl.float32)
     for start in range(0, S, SB):
-        at = row[:, None] * S + start + s
+        at = row[:, None] * S + start + s  # [rows, SB]
         there = inside[:, None] & (start + s < S)
         lse = tl.load(lse_ptr + at, mask=there, other=float("-inf"), cache_modifier=".cg")
         there = there[:, :, None] & (column < V)[None, None, :]
         part_at = at[:, :, None] * V + column[None, None, :]
-        part = tl.load(part_ptr + part_at, mask=there, other=0.0, cache_modifier=".cg")
-        m_new = tl.maximum(m, tl.max(lse, 1))
+        part = tl.load(part_ptr + part_at, mask=there, other=0.0, cache_modifier=".cg")  # [rows, SB, columns]
+        m_new = tl.maximum(m, tl.max(lse, 1))  # [rows]
         finite = tl.where(m_new == float("-inf"), 0.0, m_new)
         weight, alpha = tl.exp2(lse - finite[:, None]), tl.exp2(m - finite)
         acc = acc * alpha[:, None] + tl.sum(weight[:, :, None] * part, 1)
