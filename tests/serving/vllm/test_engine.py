@@ -41,6 +41,7 @@ OF_LATENTS = {
     "recall-16": ("deepseek_v2", RECALL.replace(store_bits=16, num_recall=0.3)),
     "recall-8-drop": ("deepseek_v3", RECALL.replace(store_bits=8, unchosen="drop", group_size=8)),
     "recall-4": ("deepseek_v3", RECALL),
+    "host-4": ("deepseek_v2", {0: RECALL, "rest": RECALL.replace(store="host")}),
     "matched": ("deepseek_v2", METHOD.replace(rep_bias="matched", summary="last")),
     "allocation": ("deepseek_v2", {0: condense.StreamingLLM(sink=4, window=40), "rest": METHOD}),
 }
