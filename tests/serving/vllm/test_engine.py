@@ -29,6 +29,7 @@ OTHERS = {
     "recall-8": (RECALL.replace(store_bits=8, group_size=8), None),
     "recall-4-drop-beside-dense": (RECALL.replace(unchosen="drop"), [0, 2]),
     "exact-16": (RECALL.replace(prompt="exact", store_bits=16), None),
+    "exact-8-host": (RECALL.replace(prompt="exact", store_bits=8, store="host"), [1, 2]),
     # a code near a tie follows float32's noise: with layers 0 and 2 one of these answers parts from `generate`'s
     "exact-8-beside-dense": (RECALL.replace(prompt="exact", store_bits=8), [1, 2]),
 }
