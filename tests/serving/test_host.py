@@ -21,18 +21,21 @@ LAYERS = [
         condense.CCA(group_size=4, window=24),
     )
 ] + [ServedLayer(None, 2, (16, 32), torch.float32)]
-BLOCKS = torch.empty(10, 1)
+FAR = page_sizes(LAYERS).far
+BLOCKS = torch.empty(10, 2, FAR // 4, 1, dtype=torch.uint8)
 
 
 def test_a_page_holds_what_records_leave_out():
-    far = page_sizes(LAYERS).far
     memory, whole = HostMemory(LAYERS, ranks=1), record_format(LAYERS[0].plan.settings, (16, 32), torch.float32)
     device, four, eight, *others = (memory.pages_of(str(i), x, BLOCKS, 10**9) for i, x in enumerate(LAYERS))
     assert device is None
     assert others == [None, None]
-    assert four.shape == (10, 2, far // 4, whole.nbytes - LAYERS[1].slot_bytes)
+    assert four.shape == (10, 2, FAR // 4, whole.nbytes - LAYERS[1].slot_bytes)
     assert four[0].nbytes + eight[0].nbytes == host_bytes(LAYERS)
-    assert LAYERS[0].far_bytes(far) == LAYERS[1].far_bytes(far) + four[0].nbytes
+    # where an engine pads pages to one size, a page is as large as several
+    padded = memory.pages_of("1", LAYERS[1], BLOCKS.repeat(1, 1, 3, 1), 10**9)
+    assert padded.nbytes == 3 * four.nbytes
+    assert LAYERS[0].far_bytes(FAR) == LAYERS[1].far_bytes(FAR) + four[0].nbytes
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -81,12 +81,16 @@ class ServedLayer:
             return record_format(self.plan.settings, self.widths, self.dtype).nbytes
         return self.token_bytes
 
-    def host_bytes(self, far: int) -> int:
-        """Bytes in host memory of what is kept of ``far`` tokens as long as the request."""
+    @property
+    def host_slot_bytes(self) -> int:
+        """Bytes in host memory of a slot of entries, of one KV head."""
         if self.plan is None or not self.plan.has_records:
             return 0
-        form = record_format(self.plan.settings, self.widths, self.dtype)
-        return self.heads * self.plan.entry_slots(far) * form.nbytes_apart
+        return record_format(self.plan.settings, self.widths, self.dtype).nbytes_apart
+
+    def host_bytes(self, far: int) -> int:
+        """Bytes in host memory of what is kept of ``far`` tokens as long as the request."""
+        return 0 if self.plan is None else self.heads * self.plan.entry_slots(far) * self.host_slot_bytes
 
     def far_bytes(self, far: int) -> int:
         """Bytes of what is kept of ``far`` tokens as long as the request."""

@@ -7,6 +7,7 @@ that hold windows have such a page too, which nobody reads.
 Shapes: P blocks, K KV heads, N groups of a page, n bytes of a group's tokens.
 """
 
+import math
 import weakref
 from collections.abc import Collection, Sequence
 
@@ -28,19 +29,16 @@ def host_bytes(layers: Collection[ServedLayer]) -> int:
     return sum(layer.host_bytes(far) for layer in layers)
 
 
-def host_pages(served: ServedLayer, far: int, num: int, device: torch.device) -> Tensor | None:
-    """Pages for ``num`` blocks, uint8 ``[P, K, N, n]``, pinned beside a GPU; None for a layer that needs none.
-
-    far: tokens of a block.
+def host_pages(served: ServedLayer, pages: Tensor) -> Tensor | None:
+    """The part in host memory of a layer's pages of records ``[P, K, N, ...]``: uint8 ``[P, K, N, n]``, pinned beside a
+    GPU; None for a layer that needs none.
     """
-    nbytes = served.host_bytes(far)
-    if nbytes == 0:
+    shape = *pages.shape[:3], served.host_slot_bytes
+    if math.prod(shape) == 0:
         return None
-    assert served.plan is not None
-    slots = served.plan.entry_slots(far)
-    shape, is_small = (num, served.heads, slots, nbytes // (served.heads * slots)), num * nbytes <= _SMALL
-    made = torch.empty(shape, dtype=torch.uint8, pin_memory=is_small and device.type == "cuda")
-    if device.type == "cuda" and not is_small:
+    is_small = math.prod(shape) <= _SMALL
+    made = torch.empty(shape, dtype=torch.uint8, pin_memory=is_small and pages.is_cuda)
+    if pages.is_cuda and not is_small:
         cuda = torch.cuda.cudart()
         torch.cuda.check_error(cuda.cudaHostRegister(made.data_ptr(), made.nbytes, 0))
         weakref.finalize(made.untyped_storage(), cuda.cudaHostUnregister, made.data_ptr())
@@ -55,21 +53,23 @@ class HostMemory:
         self._taken: dict[str, int] = {}
 
     def pages_of(self, name: str, served: ServedLayer, pages: Tensor, available: int) -> Tensor | None:
-        """The pages of a layer, for as many blocks as the engine's ``pages`` have, which replace those of that name.
+        """The `host_pages` of a layer, which replace those of that name. pages: the engine's, of the same groups.
 
         available: bytes that the host has left. Raises ValueError if all layers need more.
         """
         self._taken.pop(name, None)
-        far = page_sizes(self.layers).far
-        if pages.numel() == 0 or served.host_bytes(far) == 0:
+        if pages.numel() == 0 or served.host_slot_bytes == 0:
             return None
-        num, block = len(pages), host_bytes(self.layers) * self._ranks
+        assert served.plan is not None
+        far, num = page_sizes(self.layers).far, len(pages)
+        # an engine that pads pages to one size makes a page of several
+        block = host_bytes(self.layers) * self._ranks * pages.shape[2] // served.plan.entry_slots(far)
         free = int(available * _SHARE) + sum(self._taken.values()) * self._ranks
         if num * block > free:
             raise ValueError(
                 f"tokens in host memory take {num * block / 2**30:.1f} GiB for {num:,} blocks, of which the host has "
                 f"{free / 2**30:.1f}: give --num-gpu-blocks-override {free // block}, or store='device'"
             )
-        made = host_pages(served, far, num, pages.device)
-        self._taken[name] = num * served.host_bytes(far)
+        made = host_pages(served, pages)
+        self._taken[name] = 0 if made is None else made.nbytes
         return made
