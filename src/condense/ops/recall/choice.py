@@ -73,7 +73,8 @@ class Quota(NamedTuple):
 
 # so many of the last queries of a call choose for themselves: those of a question, and the one that begins its answer
 OWN_CHOICES = 64
-# a query chooses for those of so many groups' time, at most 2: then each opens at most one group more
+# so many groups close before another query chooses; at most 2, so that a query opens one group at most besides those
+# that were chosen
 SHARED = 2
 
 
