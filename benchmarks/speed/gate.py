@@ -116,10 +116,14 @@ def seen(q: Tensor, context: Context, *, scale: float, method: Method) -> Seen:
     if choice is not None and context.extra:
         signs, steps, store = context.extra
         closed, asked = spans[0][1][..., 0], q[:, :, at]
+        newer = torch.full_like(closed, -1)
         if choice.prompt == "shared" and L > 1:
             askers = Askers.of_call(RecallSources(window, window, context.spans), L)
-            asked = q.take_along_dim(askers.columns.take_along_dim(askers.queries[0].long(), 1)[:, None, at, None], 2)
-        opened, is_clear = _opened(choice, asked, GroupIndex(signs, steps), closed, scale)
+            number, _, newer = askers.queries[:, :, at].long()
+            column, newer = askers.columns.take_along_dim(number, 1), newer[:, None]
+            asked = q.take_along_dim(column[:, None, :, None], 2)
+        opened, is_clear = _opened(choice, asked, GroupIndex(signs, steps), closed - (newer >= 0).long(), scale)
+        opened |= torch.arange(opened.shape[3], device=q.device) == newer[..., None]
         if choice.prompt == "exact" and L > 1:
             opened, is_clear = masks[0].expand_as(opened), torch.ones_like(is_clear)
         clear = is_clear.repeat_interleave(q.shape[1] // signs.shape[1], 1)[..., None]

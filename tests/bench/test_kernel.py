@@ -9,6 +9,7 @@ from speed.problems import HeadShape, Setting
 import condense
 from condense.caches import StaticCondensedLayer
 from condense.methods import Method
+from condense.ops.recall import choice
 
 SETTING = Setting(HeadShape(4, 2, 16, 16), 1, torch.float32, torch.device("cpu"), 0)
 METHODS = {"cca": condense.CCA(group_size=4, window=16), "window": condense.StreamingLLM(sink=2, window=16)}
@@ -42,7 +43,8 @@ def test_every_row_is_timed_and_compared_or_says_that_it_needs_a_gpu():
     assert content["claims"] is False
 
 
-def test_every_method_is_right_in_every_row():
+def test_every_method_is_right_in_every_row(monkeypatch):
+    monkeypatch.setattr(choice, "OWN_CHOICES", 5)
     methods = {
         "dense": condense.Dense(),
         "lca": condense.LCA(group_size=4, window=16, rep_bias="log_size"),
@@ -52,12 +54,13 @@ def test_every_method_is_right_in_every_row():
         "recall": condense.Recall(group_size=4, window=8, num_recall=3),
         "drop": condense.Recall(group_size=4, window=8, num_recall=3, unchosen="drop"),
         "exact": condense.Recall(group_size=4, window=8, num_recall=3, prompt="exact", store_bits=4),
+        "shared": condense.Recall(group_size=4, window=8, num_recall=3, prompt="shared", store_bits=4),
     }
     plan, content = run(methods=methods, lengths=(64,), baselines=())
     assert len(content["rows"]) == len([*plan.tasks()])
     assert all(row["gate"]["passed"] and row["times"] for row in content["rows"])
     rows = {name: {row["op"] for row in content["rows"] if row["runner"] == name} for name in methods}
-    some = {"log_size": {"forward", "layer"}, "exact": {"forward", "layer", "decode"}}
+    some = {"log_size": {"forward", "layer"}} | {name: {"forward", "layer", "decode"} for name in ("exact", "shared")}
     assert rows == {name: {"forward", "backward", "layer", "decode"} for name in methods} | some
     with pytest.raises(ValueError, match="method: lines attends in a way of its own"):
         run(methods={"lines": condense.VerticalSlash(vertical=3, slash=1)})

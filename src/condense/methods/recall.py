@@ -168,7 +168,7 @@ class Recall(Method):
             self.check_gradients()
 
     def check_gradients(self) -> None:
-        """Raise ValueError for ``store_bits`` below 16 and ``prompt="exact"``."""
+        """Raise ValueError for ``store_bits`` below 16 and any ``prompt`` but "recall"."""
         wrong = ["keeps no gradients of stored tokens: train with store_bits=16"] if self.store_bits < 16 else []
         wrong += ["reads prompts as its steps do not: train with prompt='recall'"] if self.reads_otherwise else []
         if wrong:

@@ -13,9 +13,10 @@ entries, which covers tokens ``[s * g, (s + 1) * g)``, must not depend on later 
 of these tokens completes, that of group ``j = s - summary_delay / g``. Groups that need no query are complete with
 their own last token, so the delay is 0; the numbers are those of caches, which make them when they leave the window.
 
-`Recall(prompt="exact")` reads new tokens of a request with dense attention if there are several, and as a step if there
-is one. So a request that the engine puts back, and then reads again with the answer so far as part of the prompt, may
-go on otherwise than undisturbed, and what a later request finds of an answer in the prefix cache was read by steps.
+`Recall` with a ``prompt`` other than "recall" reads several new tokens of a request otherwise than single ones. So a
+request that the engine puts back, and then reads again with the answer so far as part of the prompt, may go on
+otherwise than undisturbed, and what a later request finds of an answer in the prefix cache was read by steps. With
+"shared" it also matters in which pieces an engine reads a prompt.
 
 Shapes: g tokens per group, w tokens of window, D and Dv widths.
 """
@@ -70,8 +71,7 @@ class ServingPlan:
         What is read in their place then makes the same window and entries. Not so with a ring, in which drafts lie in
         the place of older queries, nor if several new tokens are read otherwise than single ones.
         """
-        choice = self.settings.choice
-        return not self.ring_slots and (choice is None or choice.prompt == "recall")
+        return not self.ring_slots and not self.settings.reads_otherwise
 
     def entry_slots(self, tokens: int) -> int:
         """Slots of a page of entries that covers so many tokens: a divisor of them.
