@@ -22,7 +22,8 @@ def steps_of(shape, method, lengths, num, backend):
 
 
 # every shape of pages compiles kernels of its own, so most dtypes and head shapes are seen with some methods alone
-CELLS = [(method, "gqa", dtype) for method in RECORDS for dtype in DTYPES if dtype != torch.float16 or "4" in method]
+HOST = [name for name, method in RECORDS.items() if method.store == "host"]
+CELLS = [(m, "gqa", dtype) for m in RECORDS if m not in HOST for dtype in DTYPES if dtype != torch.float16 or "4" in m]
 CELLS += [("store-8", "one-head", DTYPES[-1]), ("store-4", "seven", DTYPES[0])]
 # wide heads and groups of 16, of which up to eight query heads share one: a GPU reads these by lanes
 WIDE = {"wide": (8, 2, 128, 128), "wide-three": (6, 2, 128, 128), "wide-seven": (7, 1, 128, 128)}
@@ -57,6 +58,19 @@ def check_steps(method, shape, dtype):
         check_records(pools)
         theirs.blocks.copy_(mine.blocks)
     check_same(*map(torch.stack, zip(*outs, strict=True)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("method", HOST)
+def test_tokens_in_host_memory_are_those_of_the_device(method, dtype):
+    """The same bytes; outputs are sums in another order, as other programs read the window."""
+    shape, made, parts = SHAPES["gqa"], {"num_pages": 200, "dtype": dtype, "device": DEVICE}, ("signs", "steps", "store")
+    pools = [RecordPool(RECORDS[method].replace(store=where), shape[1:], **made) for where in ("host", "device")]
+    outs = [run(pool, shape, (0, 61, 18, 41), 3 if DEVICE == "cpu" else 40, "triton") for pool in pools]
+    check_same(*outs)
+    for one, other in zip(*(pool.requests for pool in pools), strict=True):
+        kept, wanted = (pool.kept(request) for pool, request in zip(pools, (one, other), strict=True))
+        assert all(torch.equal(kept[part].cpu(), wanted[part].cpu()) for part in parts)
 
 
 @pytest.mark.usefixtures("ranks_few")
