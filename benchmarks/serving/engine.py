@@ -187,6 +187,12 @@ class Engine:
                     cache.view(torch.uint8).random_(0, 64)
                 else:
                     cache.normal_(std=0.5)
+        layers = self.engine.vllm_config.compilation_config.static_forward_context.values()
+        for store in (layer.store for layer in layers if getattr(layer, "store", None) is not None):
+            # drawn on the device: a host takes a minute for as many
+            part = torch.randint(64, (min(store.numel(), 1 << 28),), dtype=torch.uint8, device=self.runner.device)
+            for piece in store.view(-1).split(len(part)):
+                piece.copy_(part[: len(piece)])
 
     def close(self):
         from vllm.distributed import cleanup_dist_env_and_memory

@@ -99,12 +99,13 @@ class CondensedMetadataBuilder(AttentionMetadataBuilder[CondensedMetadata]):
         one = blocks_of_request(served, longest)
         # vLLM gives one block to no request
         held = (layers[self.layer_names[0]].kv_cache.shape[0] - 1) / one.blocks
+        on_host = one.blocks * host_bytes(served) / 2**20
         logger.info_once(
             "Concurrency for %s tokens per request, once their prompts are read: %.2fx; each takes %.1f MiB, %.0f%% of "
-            "dense attention's, a request of 1,024 tokens %.0f%%; in host memory each takes %.1f MiB",
+            "dense attention's, a request of 1,024 tokens %.0f%%%s",
             *(f"{longest:,}", held, one.total_bytes / 2**20, 100 * one.share(served, longest)),
             100 * blocks_of_request(served, 1024).share(served, 1024),
-            one.blocks * host_bytes(served) / 2**20,
+            f"; in host memory each takes {on_host:,.1f} MiB" if on_host else "",
         )
 
 
