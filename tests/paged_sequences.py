@@ -74,19 +74,17 @@ def run(*args):
     return torch.stack(list(run_steps(*args)))
 
 
-def run_steps(pool, shape, lengths, steps, backend):
-    """Prompts of different lengths, which PyTorch reads but where kernels alone reach the pages, then single tokens of
-    all requests: yields outputs of these, ``[R, H, Dv]``.
+def run_steps(pool, shape, lengths, steps, backend, prompts="torch"):
+    """Prompts of different lengths, then single tokens of all requests: yields outputs of these, ``[R, H, Dv]``.
 
-    shape: H, K, D, Dv; of latents H, and d_n, d_r, d_c and d_v.
+    shape: H, K, D, Dv; of latents H, and d_n, d_r, d_c and d_v. prompts: the backend that reads them.
     """
     options = {"dtype": pool.dtype, "device": pool.blocks.device}
     qkvs, pool.up = _sequences(shape, lengths, steps, **options)
     requests, scale = [pool.add(length + steps) for length in lengths], _scale_of(shape)
-    reads = "triton" if pool.host is not None and pool.blocks.is_cuda else "torch"
     for request, qkv, length in zip(requests, qkvs, lengths, strict=True):
         if length:
-            pool.read([(request, cut(qkv, 0, length))], scale=scale, backend=reads)
+            pool.read([(request, cut(qkv, 0, length))], scale=scale, backend=prompts)
     for _ in range(steps):
         chunks = [(r, cut(qkv, r.seen, r.seen + 1)) for r, qkv in zip(requests, qkvs, strict=True)]
         yield torch.cat(pool.read(chunks, scale=scale, backend=backend))

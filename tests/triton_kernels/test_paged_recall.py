@@ -66,7 +66,8 @@ def test_tokens_in_host_memory_are_those_of_the_device(method, dtype):
     """The same bytes; outputs are sums in another order, as other programs read the window."""
     shape, made = SHAPES["gqa"], {"num_pages": 200, "dtype": dtype, "device": DEVICE}
     pools = [RecordPool(RECORDS[method].replace(store=where), shape[1:], **made) for where in ("host", "device")]
-    outs = [run(pool, shape, (0, 61, 18, 41), 3 if DEVICE == "cpu" else 40, "triton") for pool in pools]
+    steps, reader = (3, "torch") if DEVICE == "cpu" else (40, "triton")
+    outs = [run(pool, shape, (0, 61, 18, 41), steps, "triton", reader) for pool in pools]
     check_same(*outs)
     for one, other in zip(*(pool.requests for pool in pools), strict=True):
         kept, wanted = (pool.kept(request) for pool, request in zip(pools, (one, other), strict=True))

@@ -72,7 +72,8 @@ class StepSettings:
 
     def __post_init__(self) -> None:
         """Enter the settings into the table that `numbered_settings` reads."""
-        assert _NUMBERED.setdefault(self.number, self) == self
+        known = _NUMBERED.setdefault(self.number, self)
+        assert known == self, "other settings have this number"
 
     @functools.cached_property
     def number(self) -> int:
