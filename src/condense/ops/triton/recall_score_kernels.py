@@ -159,7 +159,8 @@ def _score_groups(tile, lse, stretch, D: tl.constexpr, FORM: tl.constexpr, MASKE
     C: tl.constexpr = FORM.C
     BC: tl.constexpr = BG // C
     steps_at = tile.steps + tl.arange(0, BG * GP)
-    next_steps = tl.load(steps_at + lo * GP)  # [BG * GP]
+    # an empty stretch may begin where the steps end
+    next_steps = tl.load(steps_at + tl.maximum(tl.minimum(lo, hi - 1), 0) // BG * BG * GP)  # [BG * GP]
     for group in range(lo, hi, BG):
         cell, c = group // C + tl.arange(0, BC), tl.arange(0, C)
         steps = next_steps
