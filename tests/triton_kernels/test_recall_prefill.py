@@ -75,6 +75,7 @@ CASES = {
     "later-queries": Case((2, 1), 3, L=9, start=40, window=3),
     "a-fifth-padded": Case((3, 1), r=Quota(least=2, part=1, of=5), pads=(0, 13)),
     "no-window": Case((2, 2), 1, L=13, window=0, r=2),
+    "all-groups-of-whole-tiles": Case((2, 1), 1, L=1, start=127, window=0),
     "latents-padded": Case((3, 3), L=29, pads=(0, 11), latent=288),
     "latents-later": Case((2, 2), L=33, start=40, latent=288, unchosen="drop"),
     "one-index-for-two-heads": Case((4, 2), L=37, pads=(0, 6), latent=64),
