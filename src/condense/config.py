@@ -63,6 +63,8 @@ def method_from_text(text: str) -> Any:
         key, equals, value = part.partition("=")
         if not equals:
             raise ValueError(f"method settings must look like name=value, got {part!r} in {text!r}")
+        if key.strip() in fields:
+            raise ValueError(f"method settings must name each setting once, got {key.strip()!r} again in {text!r}")
         fields[key.strip()] = _value(value.strip())
     return method_from_dict(fields)
 

@@ -37,6 +37,8 @@ BAD = [
     (("compare", "--text", "missing.txt"), "text: no such file"),
     (("compare", "--question", "Who?"), "question needs a text"),
     (("compare", "--method", "cca:window"), "name=value"),
+    (("compare", "--method", "recall-host:method=cca"), "must name each setting once, got 'method' again"),
+    (("inspect", "--method", "cca:window=5,window=6"), "must name each setting once, got 'window' again"),
     (("compare", "--model", "./missing"), "model: no such folder"),
     (("compare", "--dtype", "int4"), "dtype must be one of"),
     (("compare", "--device", "abacus"), "device must be one that PyTorch can use here (cpu"),
@@ -44,6 +46,7 @@ BAD = [
     (("generate", "a", "--method", "@a.json", "--method", "cca@rest"), "stands alone, got @a.json cca@rest"),
     (("compare", "--json", "."), "json"),
     (("compare", "--json", "new/out.json"), "json: wanted a path in a folder that exists, got new/out.json"),
+    (("inspect", "--json", "new/out.json"), "json: wanted a path in a folder that exists, got new/out.json"),
     # root may write there by its permissions, and still cannot
     (("compare", "--json", "/proc/out.json"), "json: wanted a path that can be written, got /proc/out.json"),
     (("compare", "--nonsense"), "No such option"),
@@ -180,13 +183,14 @@ def test_inspect_says_what_fits_and_what_to_type(tmp_path, monkeypatch):
         assert line.split()[-len(counts) :] == counts
         dense = settings["dense"]["device_bytes"]
         assert row["served_bytes"] is None or f"{row['served_bytes'] / dense:.1%}" in line.split()
-    pinned = 1 << (settings["recall-host"]["host_bytes"] // 36 - 1).bit_length()  # in each of 36 layers
-    assert settings["recall-host"]["requests"] == 64 * 2**30 // (36 * pinned) < settings["pooled"]["requests"]
+    pinned = 35 << (settings["recall-host"]["host_bytes"] // 35 - 1).bit_length()  # in all layers but the first
+    assert settings["recall-host"]["pinned_bytes"] == pinned
+    assert settings["recall-host"]["requests"] == 64 * 2**30 // pinned < settings["pooled"]["requests"]
     yarn = '"factor": 2.0, "original_max_position_embeddings": 32768'
     assert "The model has 40,960 positions, fewer than 65,536 tokens need. YaRN" in done.stdout
     assert yarn in done.stdout
     assert yarn.replace('"', "'") in done.stdout
-    assert "condense serve DIR --max-model-len 65536 (recall-device) or, once adapted, --method pooled" in done.stdout
+    assert "condense serve DIR --max-model-len 65536 (recall-device); with --method recall-host" in done.stdout
     # vLLM holds about as many as the bytes say; in host memory fewer, as blocks of windows have pages there too
     assert 0.7 * settings["recall-host"]["requests"] <= settings["recall-host"]["served"]
     assert 0 <= settings["recall-device"]["requests"] - settings["recall-device"]["served"] <= 1
@@ -359,3 +363,8 @@ def test_an_interrupted_adaptation_is_resumed(saved, story, tmp_path, monkeypatc
 def test_the_try_out_needs_no_data(tmp_path):
     ran("train", "smoke", "--output", str(tmp_path / "tiny"), "--steps", "1")
     assert (tmp_path / "tiny" / "model.safetensors").is_file()
+
+
+def test_a_folder_with_an_adapter_alone(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "BASE"}')
+    refused(f"{tmp_path} is an adapter of BASE: name that model", "inspect", "--model", str(tmp_path))

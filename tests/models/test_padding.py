@@ -57,6 +57,13 @@ def test_documents_may_be_marked_in_place_between_calls(how, mode, write):
     torch.testing.assert_close(packed[:, 30:], alone, **tiny.EXACT)
 
 
+def test_documents_stay_apart_in_training_with_the_cache_that_transformers_makes():
+    model, ids = condense.apply(tiny.model("llama"), tiny.CCA).train(), tiny.tokens(1)
+    packed = model(ids, position_ids=torch.cat([torch.arange(30), torch.arange(L - 30)])[None])
+    assert packed.past_key_values is not None
+    torch.testing.assert_close(packed.logits[:, 30:], model(ids[:, 30:]).logits, **tiny.EXACT)
+
+
 def test_documents_may_be_marked_in_place_between_steps_of_training():
     """Checkpointing runs only those layers again that gradients go through; the next forward is not theirs."""
     model = condense.apply(tiny.model("llama"), tiny.CCA).train()

@@ -81,6 +81,10 @@ def test_a_class_that_proves_right(tmp_path):
     stock = tiny.logits(model, IDS)
     with pytest.raises(ValueError, match=r"no attention that condense knows, but LlamaAttention"):
         condense.apply(model, tiny.CCA)
+    partly = tiny.model("llama")
+    partly.model.layers[1].self_attn.__class__ = LlamaAttention
+    with pytest.raises(ValueError, match="has layers of LlamaAttention beside those that condense knows"):
+        condense.apply(partly, "recall-host")
     assert condense.register(LlamaAttention, model) is LlamaAttention
     assert torch.equal(tiny.logits(model, IDS), stock)
     condense.apply(model, tiny.CCA)

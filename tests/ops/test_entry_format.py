@@ -150,6 +150,9 @@ def test_bytes_of_a_token():
     assert StoreFormat(16, 16).width(128, 128, 2) == 256
     assert StoreFormat(8, 16).width(128, 128, 2) == 256 + 4 + 2
     assert StoreFormat(4, 16).width(128, 128, 2) == 128 + 4 + 2
+    k, v = tokens(5, 4, torch.float32)
+    with pytest.raises(ValueError, match="store_bits=4 needs keys and values of even widths, got 5 and 4: use"):
+        StoreFormat(4, 4).pack(k, v, split_keys(k)[1])
     with pytest.raises(ValueError, match="store_bits=4 needs keys and values of even widths, got 5 and 4: use"):
         StoreFormat(4, 16).width(5, 4, 2)
 

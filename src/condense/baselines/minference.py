@@ -110,7 +110,7 @@ class MInference(SparsePrefill):
                 f"{given!r}; python benchmarks/analyze patterns --output FILE finds them, for --method @FILE"
             )
         object.__setattr__(self, "patterns", tuple(given))
-        for text in dict.fromkeys(self.patterns):
+        for text in self.patterns:
             pattern_of(text)
 
     def choose(self, q: Tensor, k: Tensor, *, scale: float) -> SparseKeys:

@@ -50,7 +50,7 @@ def inspect_command(
     from condense.models.inspect import inspect
     from condense.named import NAMED_SETTINGS
     from condense.ops import Problem, resolve_backend
-    from condense.results import refuse_existing, write_results
+    from condense.results import write_results
 
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device!r}")
@@ -63,11 +63,11 @@ def inspect_command(
     texts = {"memory": memory, "host_memory": host_memory}
     room = {name: None if text is None else _parse_bytes(name, text) for name, text in texts.items()}
     torch_dtype = options.parse_dtype(dtype, where)
-    if to_json is not None:
-        refuse_existing(to_json, "json", overwrite=overwrite)
+    options.check_targets(json=to_json, overwrite=overwrite)
     given = choice_from_text(*method) if method else None
     skeleton = options.read_skeleton(model, shape)
-    chosen = given or options.saved_choice(skeleton) or choice_from_text(DEFAULT)
+    saved = options.saved_choice(skeleton)
+    chosen = given or saved or choice_from_text(DEFAULT)
     reports = inspect(restore(skeleton), chosen, tokens, torch_dtype.itemsize)
     choices = {name: choice_from_text(name) for name in NAMED_SETTINGS}
     if chosen not in choices.values():
@@ -85,7 +85,7 @@ def inspect_command(
     _print_fits(fits, f"{name}: one request of {tokens:,} tokens, {dtype}", batch)
     if memory is not None:
         _print_room(fits, memory, weights, host_memory)
-    for line in _lines_to_type(skeleton, model or "DIR", tokens):
+    for line in _lines_to_type(skeleton, model or "DIR", tokens, is_saved=saved is not None):
         options.plain_console().print(line, soft_wrap=True)
     if to_json is not None:
         content = {"model": name, "length": tokens, "dtype": dtype, "backend": backend, "layers": reports}
@@ -130,20 +130,29 @@ def _print_room(fits: Sequence[CacheFit], memory: str, weights: int, host_memory
     )
     for fit in fits:
         if fit.host_bytes and fit.requests and host_memory is None:
-            needed = fit.requests * fit.host_bytes / 2**30
-            console.print(f"{fit.name}: {fit.requests:,} requests need {needed:,.0f} GiB on the host (--host-memory)")
+            needed = fit.requests * fit.pinned_bytes / 2**30
+            console.print(
+                f"{fit.name}: {fit.requests:,} requests need {needed:,.0f} GiB on the host (--host-memory): PyTorch "
+                "pins powers of two per layer; vLLM's plugin pins what is used",
+                soft_wrap=True,
+            )
 
 
-def _lines_to_type(model: PreTrainedModel, folder: str, tokens: int) -> list[str]:
-    """Commands for the named settings, and the settings that a model with fewer positions needs."""
+def _lines_to_type(model: PreTrainedModel, folder: str, tokens: int, *, is_saved: bool) -> list[str]:
+    """Commands for the named settings, and the settings that a model with fewer positions needs.
+
+    is_saved: the folder says how the model is condensed.
+    """
     from condense.models.families import max_learned_positions
     from condense.serving.vllm.register import ARCHITECTURES
 
     lines = ['transformers: condense.apply(model, "recall-host"), "recall-device" or, once adapted, "pooled"']
     served = type(model).__name__ in ARCHITECTURES
     if served:
+        default = "as saved" if is_saved else "recall-device"
         lines.append(
-            f"vLLM: condense serve {folder} --max-model-len {tokens} (recall-device) or, once adapted, --method pooled"
+            f"vLLM: condense serve {folder} --max-model-len {tokens} ({default}); with --method recall-host or, once "
+            "adapted, pooled"
         )
     config: Any = model.config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None)
@@ -173,7 +182,7 @@ def _print_layers(reports: list[LayerReport], title: str) -> None:
         same = list(run)
         r = same[0]
         table.add_row(
-            str(r.layer) if len(same) == 1 else f"{r.layer}-{same[-1].layer}",
+            _numbers(same),
             "stock" if r.method is None else r.method.name,
             f"{r.entries:,}",
             f"{r.entries / r.dense_entries:.1%}",
@@ -193,5 +202,13 @@ def _print_layers(reports: list[LayerReport], title: str) -> None:
     host = sum(r.host_bytes for r in reports)
     if host > 0:
         console.print(f"in host memory: {host / 2**20:,.1f} MiB, pinned on CUDA")
-    for remark in dict.fromkeys(report.remark for report in reports if report.remark is not None):
-        console.print(remark)
+    for remark, run in itertools.groupby(reports, key=lambda report: report.remark):
+        same = list(run)
+        if remark is not None:
+            console.print(f"layer{'s' if len(same) > 1 else ''} {_numbers(same)}: {remark}")
+
+
+def _numbers(neighbours: Sequence[LayerReport]) -> str:
+    """The number of a layer, or the first and last of several."""
+    first, last = neighbours[0].layer, neighbours[-1].layer
+    return str(first) if first == last else f"{first}-{last}"

@@ -150,18 +150,20 @@ def _ask_hub(model: str) -> None:
 def read_skeleton(model: str | None, shape: str | None = None) -> PreTrainedModel:
     """The bundled model, the one in a folder or on the hub, or one of a known shape, without weights.
 
-    Raises ValueError as `read_saved`, and for an unknown shape.
+    Raises ValueError as `read_saved`, for a folder that holds an adapter alone, and for an unknown shape.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from condense.demo import demo_folder
+    from condense.models.adapters import refuse_adapter
     from condense.models.shapes import shape_config
 
     with torch.device("meta"):
         if shape is not None:
             return AutoModelForCausalLM.from_config(shape_config(shape)).eval()
         source = str(demo_folder()) if model is None else model
+        refuse_adapter(Path(source).expanduser())
         config = read_saved(source, AutoConfig.from_pretrained)
         return read_saved(source, lambda _: AutoModelForCausalLM.from_config(config).eval())
 

@@ -132,3 +132,14 @@ class _Finder:
 
             loader.exec_module = exec_module
         return spec
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise ValueError for a folder with an adapter and no model."""
+    path = folder / "adapter_config.json"
+    if path.is_file() and not (folder / "config.json").exists():
+        base = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        raise ValueError(
+            f"model: {folder} is an adapter of {base}: name that model, and in vLLM the adapter with --enable-lora "
+            f"--lora-modules NAME={folder}; or merge the two"
+        )

@@ -253,7 +253,17 @@ def _attentions(model: nn.Module) -> tuple[PreTrainedModel, dict[int, nn.Module]
         raise ValueError("; ".join(wrong))
     if not found:
         raise ValueError(f"{name} has no attention that condense knows{_closest(base)}")
+    if unknown := {type(m).__name__ for m in base.modules() if m not in found and _resembles_known(m)}:
+        raise ValueError(
+            f"{name} has layers of {', '.join(sorted(unknown))} beside those that condense knows: "
+            "condense.register(cls, model) takes a class that proves right"
+        )
     return base, _by_layer(found)
+
+
+def _resembles_known(module: nn.Module) -> bool:
+    """True for an attention of a class of its own that derives from a known one."""
+    return hasattr(module, "layer_idx") and any(parent.__name__ in FAMILIES for parent in type(module).__mro__[1:])
 
 
 def _closest(base: PreTrainedModel) -> str:

@@ -186,10 +186,11 @@ class CacheProxy:
         if torch.compiler.is_compiling() and not all_real:
             assert_one_document(call)
             all_real = True
-        documents = forward.documents(plain=layer is None and call.mask is None and not all_real)
+        # an empty cache counts for none in training: transformers makes one by default and nothing uses it
+        is_cached = layer is not None and (seen > 0 or not call.module.training)
+        documents = forward.documents(plain=not is_cached and call.mask is None and not all_real)
         if documents is not None:
-            # an empty cache is allowed in training: transformers makes one by default and nothing uses it
-            if layer is not None and (seen > 0 or not call.module.training):
+            if is_cached:
                 raise ValueError("packed documents (cu_seq_lens_q) cannot be cached: pass use_cache=False")
             no_cache = call._replace(cache=None)
             if method.reads_packed:

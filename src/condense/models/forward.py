@@ -118,7 +118,7 @@ class Forward:
         """Lengths of the documents packed into a row, None if there is one; as transformers recognises them.
 
         Either ``cu_seq_lens_q`` (int ``[n + 1]``, from 0 to L), or the documents' numbers in place of a mask, or, in a
-        call with neither cache nor mask (``plain``), ``position_ids`` (int ``[B, L]``) that start again.
+        call with neither tokens in a cache nor a mask (``plain``), ``position_ids`` (int ``[B, L]``) that start again.
         Raises ValueError if several rows are packed, and for marks that do not fit.
         """
         if plain not in self._lengths:

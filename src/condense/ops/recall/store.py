@@ -76,16 +76,17 @@ class StoreFormat:
         With fewer than 16 bits no gradient flows. The error of a number of a turned key is at most a step, which is
         1 / 2 ** (bits + 1) of the largest difference from the centre, rounded up to the dtype; of a value half a step,
         which is (largest - smallest) / (2 ** bits - 1), rounded up too. Rounding to the dtype adds to both.
+        Raises ValueError as `width`.
         """
         if self.bits == 16:
             return torch.cat([k, v], dim=4).flatten(2, 3)
+        room = self.group_size * self.width(k.shape[4], v.shape[4], k.itemsize)
         with torch.no_grad():
             codes_k, steps_k = self._quantise_keys(rest, k.dtype)
             codes_v, steps_v = self._quantise_values(v)
             grid = torch.cat([steps_v.flatten(3), steps_k], dim=3).view(torch.uint8)
             start, *_ = self._sizes(k.shape[4], v.shape[4], k.itemsize)
             piece = torch.cat([F.pad(grid, (0, start - grid.shape[3])), codes_k.flatten(3), codes_v.flatten(3)], dim=3)
-            room = self.group_size * self.width(k.shape[4], v.shape[4], k.itemsize)
             return F.pad(piece, (0, room - piece.shape[3])).unflatten(3, (self.group_size, -1)).flatten(2, 3)
 
     def unpack(self, rows: Tensor, D: int, Dv: int, dtype: torch.dtype, index: GroupIndex) -> tuple[Tensor, Tensor]:
