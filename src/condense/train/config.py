@@ -148,7 +148,7 @@ class TrainConfig:
     the output's), or ``"lora"``: adapters (PEFT), which alone are saved. lora_rank: their rank; they are scaled by 2.
     lora_targets: the layers that get one: ``"qkv"``, ``"qkvo"`` or ``"all-linear"``; both for ``"lora"`` alone.
     cache: folder for the tokenizer and the encoded text; runs can share it. By default in ``work``. workers: processes
-    that build sequences; 0 builds them in the training process.
+    that build sequences, at most one per core; 0 builds them in the training process.
     report_to: ``"tensorboard"``: the log is written for it too, in ``runs`` of each phase and the finished model.
     save_condensed: the finished model is saved with the last phase's method, so that it loads condensed. shard_size: no
     file of the finished model is larger, as Hugging Face writes sizes (``"12MB"``).

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -164,8 +165,10 @@ def _run_phase(
         checkpoint = newest_checkpoint(folder)
     began = time.monotonic()
     loggers = [TensorBoardCallback()] if config.report_to == "tensorboard" else []
+    # what a process builds depends on the seed alone, so that fewer change nothing
+    workers = min(config.workers, os.cpu_count() or 1)
     trainer = train_phase(
-        model, dataset, phase, folder, seed=seed, workers=config.workers, checkpoint=checkpoint, callbacks=loggers
+        model, dataset, phase, folder, seed=seed, workers=workers, checkpoint=checkpoint, callbacks=loggers
     )
     report = {
         "phase": phase,
