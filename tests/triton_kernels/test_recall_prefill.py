@@ -23,6 +23,7 @@ from condense.ops.backends import BACKENDS
 from condense.ops.extras import soft_cap
 from condense.ops.recall import (
     Askers,
+    GroupIndex,
     GroupMeans,
     IndexChoice,
     Quota,
@@ -258,6 +259,26 @@ def test_choices_for_others(name, own, monkeypatch):
         want, plain = (problem.attend(x, choice, "torch") for x in (exact, problem.inputs))
     verdict = judge(got, want, plain)
     assert verdict.passed, verdict
+
+
+def test_those_that_nobody_asks_see_no_group_that_is_not_closed():
+    """The row that starts first has one more; the index has room for more groups than are closed, as in static caches
+    it has.
+    """
+    start, window, index = torch.tensor([249, 250]), 3, split_keys(torch.randn(2, 1, 140, 2, 16, device=DEVICE))[0]
+    q, rule, rows = torch.randn(2, 2, 10, 16, device=DEVICE), UniformRule(2, window), []
+    for row in (slice(None), slice(0, 1), slice(1, 2)):
+        spans = RuleSpans(rule, start[row], start[row] * 0)
+        source = Source(q[row, :1], q[row, :1])
+        askers = Askers.of_call(RecallSources(source, source, spans), 10)
+        choice = IndexChoice(q[row], GroupIndex(*(x[row] for x in index)), 0.3, Quota(5), askers)
+        rows.append(recall_attend._choose_shared(choice, spans, 128, recall_choice.choose))
+    shared = [x.shape[2] - 10 for x in rows]
+    assert shared[0] == shared[1] > shared[2]
+    for row, alone in enumerate(rows[1:]):
+        used = shared[1 + row]
+        assert torch.equal(rows[0][row : row + 1, :, :used], alone[:, :, :used])
+        assert torch.equal(rows[0][row : row + 1, :, -10:], alone[:, :, -10:])
 
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)

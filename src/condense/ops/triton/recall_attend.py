@@ -78,8 +78,10 @@ def _choose_shared(choice: IndexChoice, spans: RuleSpans, closed: int, choose_gr
     shared = q.take_along_dim(askers.columns[:, None, : askers.num_shared, None], 2)
     first = q.shape[2] - (askers.columns.shape[1] - askers.num_shared)
     block = (spans.query_start + (1 - rule.window)) // (SHARED * rule.chunk)
+    # a row that needs fewer than another has some that nobody asks, which would see more than are closed
+    sees = UniformRule(1, 0, entries=SHARED, max_chunks=closed // SHARED)
     parts = (
-        (shared, RuleSpans(UniformRule(1, 0, entries=SHARED), block - 1, 0, 0)),
+        (shared, RuleSpans(sees, block - 1, 0, 0)),
         (q[:, :, first:], RuleSpans(rule, spans.query_start + first, 0, at_least(spans.padding - first, 0))),
     )
     numbers = choice.scale, choice.quota, closed
