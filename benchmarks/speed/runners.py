@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from condense.caches import cache_nbytes
 from condense.models import GraphDecoder, condensed_layers
-from condense.models.stopwatch import Stopwatch, now, timed_generate
+from condense.models.stopwatch import Stopwatch, now
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,28 @@ def read_by_graph(
         tokens = decoder.step(tokens).argmax(-1)
         watch.note()
     return _reading(watch, decoder.cache, ids.device, watch.times[0] - start)
+
+
+def timed_generate(model: PreTrainedModel, ids: Tensor, steps: int, **settings: Any) -> Stopwatch:
+    """The times of plain greedy ``model.generate`` of ids ``[B, L]``, the first new token and ``steps`` more.
+
+    settings: further ones of `generate`. Those of the model (beams, penalties, tokens that end a text) are not used.
+    """
+    watch, own = Stopwatch(ids.device), model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            use_cache=True,
+            max_new_tokens=steps + 1,
+            do_sample=False,
+            stopping_criteria=StoppingCriteriaList([watch]),
+            **settings,
+        )
+    finally:
+        model.generation_config = own
+    return watch
 
 
 def _reading(watch: Stopwatch, cache: Cache, device: torch.device, setup_s: float = 0.0) -> TimedRun:

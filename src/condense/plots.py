@@ -1,7 +1,7 @@
 """Pictures of measured data. matplotlib is an extra, imported only when a picture is drawn."""
 
 import importlib.util
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +62,12 @@ def plot_lines(
     x_label: str,
     y_label: str,
     log: bool = False,
-    dots: Collection[str] = (),
 ) -> None:
-    """Lines in panels: title -> label -> x and y; log: both on log scales; dots: titles of panels without lines."""
+    """Lines in panels: title -> label -> x and y; log: both on log scales."""
     figure, axes = new_figure(len(panels), width=3.6)
     for axis, (title, lines) in zip(axes if len(panels) > 1 else [axes], panels.items(), strict=True):
         for i, (label, (x, y)) in enumerate(lines.items()):
-            axis.plot(x, y, "o" if title in dots else "o-", markersize=3, color=COLOURS[i % len(COLOURS)], label=label)
+            axis.plot(x, y, "o-", markersize=3, color=COLOURS[i % len(COLOURS)], label=label)
         if log:
             axis.set_xscale("log", base=2)
             axis.set_yscale("log")

@@ -10,6 +10,7 @@ from speed import model_gate, runners
 from speed.model import ModelPlan, bench_model
 from speed.model_gate import ModelGate
 from speed.model_shapes import random_model, ready
+from transformers import GenerationConfig
 
 import condense
 
@@ -55,6 +56,15 @@ def test_every_row_has_its_figures(model, chunk):
             assert row["speedup"]["first"].keys() == row["speedup"]["step"].keys() == {"dense"}
     assert content["parameters"] == sum(p.numel() for p in model.parameters())
     assert not condense.models.condensed_layers(model)
+
+
+def test_the_models_own_settings_of_generation_do_not_count(model, monkeypatch):
+    ends = {"eos_token_id": list(range(model.config.vocab_size)), "stop_strings": ["a"], "max_time": 1e-6}
+    own = GenerationConfig(**ends, do_sample=True, num_beams=4)
+    monkeypatch.setattr(model, "generation_config", own)
+    reading = runners.read_by_loop(model, torch.arange(20)[None], 16, None)
+    assert len(reading.steps_s) == 16
+    assert model.generation_config is own
 
 
 def test_feed_forward_can_be_compiled_for_all_runners(model, monkeypatch):

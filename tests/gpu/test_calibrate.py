@@ -1,4 +1,4 @@
-"""Calibrations on a GPU: stores in few bits, on keys and values and on latents, with times."""
+"""Calibrations on a GPU: stores in few bits, on keys and values and on latents."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_every_candidate_is_measured_and_timed(tokenizer, text, name):
+def test_every_candidate_is_measured(tokenizer, text, name):
     model = tiny.model(name, torch.bfloat16, vocab_size=len(tokenizer), **SIZES[name]).to("cuda").eval()
     pooled = LCA if name == "deepseek_v3" else CCA
     pooled = pooled(group_size=16, window=64, rep_bias="log_size", entry_bits=4)
@@ -31,6 +31,4 @@ def test_every_candidate_is_measured_and_timed(tokenizer, text, name):
     )
     result = condense.calibrate(model, tokenizer, [text], config)
     assert len(result.layers) == tiny.NUM_LAYERS * (len(candidates) - 1)
-    for point in (*result.uniform, *result.curve, result.chosen):
-        assert min(point.times.first_s, point.times.step_s) > 0
     assert result.verified.kl.mean <= 10

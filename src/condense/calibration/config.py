@@ -18,7 +18,6 @@ class CalibrationConfig:
     found as this share of those that the dense model finds; with a cache alone only where that can be had in it.
     candidates: the methods, or their names, to choose from in each layer; empty for `default_candidates`.
     length: tokens of each text, >= 128. texts: how many are measured, and as many others verify the result, >= 2.
-    timed: whether the first token and further ones are timed too, at ``cache_length`` tokens, on the model's device.
     hidden_numbers: so many numbers are hidden in each of as many further texts and asked for at its end, 0 for none.
     seed: decides which stretches of text are taken, and which numbers.
     Raises ValueError for a field out of range, for candidates that look ahead, and for two with the same steps.
@@ -32,12 +31,11 @@ class CalibrationConfig:
     texts: Annotated[int, Range(2)] = 8
     hidden_numbers: Natural = 0
     cache_length: Positive | None = None
-    timed: bool = True
     seed: Natural = 0
 
     @property
     def counted_length(self) -> int:
-        """Tokens at which the cache is counted and times are taken."""
+        """Tokens at which the cache is counted."""
         return self.length if self.cache_length is None else self.cache_length
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from condense.calibration.config import CalibrationConfig
-from condense.calibration.measure import Measured, Times
+from condense.calibration.measure import Measured
 from condense.files import whole_file
 from condense.methods import Method, settings_of
 from condense.results import plain, provenance
@@ -59,7 +59,7 @@ class CurvePoint:
 
     cache, host: bytes on the device and in host memory as shares of a dense cache's, by arithmetic. kl: mean divergence
     from the dense predictions. nats: mean loss above the dense model's. found: hidden numbers, those that the dense
-    model finds, and all; None without any. times: see `TimeTable`; None where they were not or could not be taken.
+    model finds, and all; None without any.
     """
 
     methods: Mapping[int, Method]
@@ -68,7 +68,6 @@ class CurvePoint:
     kl: Mean
     nats: Mean
     found: tuple[int, int, int] | None
-    times: Times | None = field(default=None, compare=False)
 
     def within(self, config: CalibrationConfig) -> bool:
         """True if it keeps to the budget, if there is one, and with one finds enough of the hidden numbers."""

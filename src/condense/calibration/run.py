@@ -10,8 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from condense.calibration.config import CalibrationConfig, default_candidates
 from condense.calibration.curve import NUM_POINTS, Curve, check_cache, choose, verify
-from condense.calibration.measure import Meter, TimeTable
-from condense.calibration.report import Calibration, CurvePoint, LayerLoss, Mean, found_of
+from condense.calibration.measure import Meter
+from condense.calibration.report import Calibration, LayerLoss, Mean, found_of
 from condense.calibration.samples import draw_samples
 from condense.methods import Dense
 from condense.models import attention_layers, check_stock, chosen_methods, use
@@ -93,15 +93,6 @@ def calibrate(
     curve = Curve(meter, config, losses, reports)
     chosen = choose(curve, config)
     kept = verify(curve, config, chosen)
-    points = [curve.point(allocation, meter.measured) for allocation in uniform]
-    table = TimeTable(model, samples.measured[0].ids, config.counted_length)
-    if config.timed:
-        for point in (*points, curve.measured(kept)):
-            table.measure(point.methods)
-
-    def timed(point: CurvePoint) -> CurvePoint:
-        return replace(point, times=table.of(point.methods))
-
-    measured_point, verified = timed(curve.measured(kept)), timed(curve.verified(kept))
-    of_uniform, path = (tuple(map(timed, each)) for each in (points, curve.points()))
-    return Calibration(config, tuple(losses), of_uniform, measured_point, verified, path, chosen - kept)
+    points = tuple(curve.point(allocation, meter.measured) for allocation in uniform)
+    measured_point, verified = curve.measured(kept), curve.verified(kept)
+    return Calibration(config, tuple(losses), points, measured_point, verified, curve.points(), chosen - kept)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -33,9 +32,8 @@ def calibrate_command(
         float | None, typer.Option(help="The share of the dense cache on the device that is small enough, as in 0.09.")
     ] = None,
     cache_length: Annotated[
-        int | None, typer.Option(help="Tokens at which the cache is counted and times are taken. Default: --length.")
+        int | None, typer.Option(help="Tokens at which the cache is counted. Default: --length.")
     ] = None,
-    timed: Annotated[bool, typer.Option(help="Time the first token and the further ones, too.")] = True,
     candidate: Annotated[
         list[str] | None,
         typer.Option(
@@ -55,9 +53,7 @@ def calibrate_command(
     measured: Annotated[
         Path | None, typer.Option(help="Keeps what was measured, to go on with. Default: beside the output.")
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw quality against cache and times into this .png or .svg.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw quality against cache into this .png or .svg.")] = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
     device_map: options.DeviceMap = None,
@@ -84,7 +80,6 @@ def calibrate_command(
         texts=texts if texts is not None else DEMO_TEXTS if is_demo else 8,
         hidden_numbers=hidden_numbers,
         cache_length=cache_length,
-        timed=timed,
         seed=seed,
     )
     # a text counts once, also if two files hold it: of copies, one could be measured and the other held out
@@ -97,10 +92,9 @@ def calibrate_command(
 
         def on_estimate(estimate: Estimate) -> None:
             count, each = estimate
-            then = f"; then tokens are timed at {config.counted_length:,}" if config.timed else ""
             console.print(
                 f"about {count:,} forwards of {config.length:,} tokens, {each:.2g} s each: {count * each / 60:.1f} "
-                f"minutes{then}. {kept} keeps what is measured",
+                f"minutes. {kept} keeps what is measured",
                 soft_wrap=True,
             )
             bar.update(task, total=estimate.forwards)
@@ -132,13 +126,11 @@ def _print(result: Calibration) -> None:
         if name != type(method).__name__:  # several candidates are of this kind
             console.print(f"{name}: {method}", soft_wrap=True)
 
-    what = "cache and time" if config.timed else "cache"
-    times = ["first token", "per token"] if config.timed else []
-    headings = ["cache", "host", *times, "divergence", "loss", *(["found"] if numbers else [])]
-    title = f"quality against {what} at {config.counted_length:,} tokens"
+    headings = ["cache", "host", "divergence", "loss", *(["found"] if numbers else [])]
+    title = f"quality against cache at {config.counted_length:,} tokens"
     curve = options.plain_table(title, left=["layers"], right=headings)
     for point in (*result.uniform, *(point for point in result.curve if point not in result.uniform)):
-        curve.add_row(*_cells(point, names, config.timed), style="bold" if point == result.chosen else None)
+        curve.add_row(*_cells(point, names), style="bold" if point == result.chosen else None)
     console.print(curve)
     share = f"{result.chosen.cache:.1%} of the dense cache"
     console.print(f"chosen, {share}: {described(result.allocation)}", soft_wrap=True)
@@ -169,40 +161,21 @@ def _layers(
     return options.plain_table(title, right=["layer", *(names[method] for method in methods)], rows=rows)
 
 
-def _cells(point: CurvePoint, names: dict[Method, str], timed: bool) -> list[str]:
+def _cells(point: CurvePoint, names: dict[Method, str]) -> list[str]:
     used = list(point.methods.values())
     kinds = " + ".join(f"{used.count(method)} {names[method]}" for method in names if method in used)
     found = [] if point.found is None else [f"{point.found[0]}/{point.found[2]}"]
     shares = [f"{share:.1%}" for share in (point.cache, point.host)]
-    times = ["", ""] if timed else []
-    if point.times is not None:  # there was enough memory
-        sign = "" if point.times.measured else "~"
-        times = [sign + _seconds(value) for value in (point.times.first_s, point.times.step_s)]
-    return [kinds, *shares, *times, str(point.kl), f"{point.nats.mean:+.4f}", *found]
-
-
-def _seconds(value: float) -> str:
-    number, unit = (value, "s") if value >= 0.9995 else (1e3 * value, "ms")
-    return f"{number:.0f} {unit}" if number >= 99.5 else f"{number:.3g} {unit}"
+    return [kinds, *shares, str(point.kl), f"{point.nats.mean:+.4f}", *found]
 
 
 def _plot(result: Calibration, path: Path) -> None:
-    """Divergence against the share of the cache and against times: the path, and each candidate in all layers."""
-    from condense.calibration.measure import Times
+    """Divergence against the share of the cache: the path, and each candidate in all layers."""
     from condense.plots import method_labels, plot_lines
 
     names = method_labels(result.config.candidates)
     kinds = {"by layer": result.curve} | {
         f"{name} in all layers": (point,) for name, point in zip(names, result.uniform, strict=True)
     }
-
-    def panel(read: Callable[[CurvePoint], float]) -> dict[str, tuple[list[float], list[float]]]:
-        return {name: ([read(point) for point in of], [point.kl.mean for point in of]) for name, of in kinds.items()}
-
-    panels, times = {"cache on the device, % of dense": panel(lambda point: 100 * point.cache)}, {}
-    if result.config.timed:
-        unknown = Times(math.nan, math.nan, measured=False)  # which is not drawn
-        times["first token, s"] = panel(lambda point: (point.times or unknown).first_s)
-        times["further tokens, ms each"] = panel(lambda point: 1e3 * (point.times or unknown).step_s)
-    # no line joins times, as their order is that of the cache
-    plot_lines(panels | times, path, x_label="", y_label="divergence, nats per token", dots=times)
+    lines = {name: ([100 * point.cache for point in of], [point.kl.mean for point in of]) for name, of in kinds.items()}
+    plot_lines({"cache on the device, % of dense": lines}, path, x_label="", y_label="divergence, nats per token")

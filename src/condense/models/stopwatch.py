@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria
 
 
 class Stopwatch(StoppingCriteria):
@@ -34,28 +34,6 @@ class Stopwatch(StoppingCriteria):
     def further_s(self) -> list[float]:
         """Seconds of each further token."""
         return [b - a for a, b in itertools.pairwise(self.times[1:])]
-
-
-def timed_generate(model: PreTrainedModel, ids: Tensor, steps: int, **settings: Any) -> Stopwatch:
-    """The times of plain greedy ``model.generate`` of ids ``[B, L]``, the first new token and ``steps`` more.
-
-    settings: further ones of `generate`. Those of the model (beams, penalties, tokens that end a text) are not used.
-    """
-    watch, own = Stopwatch(ids.device), model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            use_cache=True,
-            max_new_tokens=steps + 1,
-            do_sample=False,
-            stopping_criteria=StoppingCriteriaList([watch]),
-            **settings,
-        )
-    finally:
-        model.generation_config = own
-    return watch
 
 
 def now(device: torch.device) -> float:
