@@ -11,13 +11,6 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, get_args, get
 from condense.named import NAMED_SETTINGS, full_settings
 
 
-class Removed(NamedTuple):
-    """A setting that a method had once: the value that saved models may still name, and what holds in its place."""
-
-    value: object
-    instead: str
-
-
 class Range(NamedTuple):
     """The numbers that a setting may be, in its type: ``Annotated[int, Range(1)]``."""
 
@@ -35,17 +28,14 @@ REGISTRY: dict[str, type[Any]] = {}
 
 
 def method_from_dict(settings: dict[str, Any]) -> Any:
-    """The inverse of `condense.Method.to_dict`; also of the name of settings and what is changed of them.
+    """Make a method from the form of `condense.Method.to_dict`; also from a name for settings and fields that differ.
 
-    Raises ValueError for anything but a dict, an unknown name or field, and a removed one with another value than now.
+    Raises ValueError for anything but a dict, and for an unknown name or field.
     """
     if not isinstance(settings, dict):
         raise ValueError(f"method settings must be a dict, got {settings!r}")
     fields = dict(full_settings(settings))
     cls = method_class(fields.pop("method", None))
-    for name, (kept, instead) in cls.removed.items():
-        if (value := fields.pop(name, kept)) != kept:
-            raise ValueError(f"{cls.name}: there is no setting {name} any more: {instead}, got {name}={value!r}")
     known = [f.name for f in dataclasses.fields(cls)]
     if unknown := set(fields) - set(known):
         raise ValueError(f"{cls.name}: unknown settings {sorted(unknown)}; known are {known}")

@@ -32,11 +32,6 @@ REFUSED = {
     "rep_bias='matched' .*'streaming', got 'prompt'": {"method": "dga", "rep_bias": "matched", "selection": "prompt"},
     "method must be one of": {},
     "must be a dict, got 'cca'": "cca",
-    r"no setting index_bits any more: .* by the signs of their keys": {"method": "recall", "index_bits": 8},
-    r"recall: there is no setting index any more: .*, got index='sub'": {"method": "recall", "index": "sub"},
-    r"key_pooling any more: .* for them all, got key_pooling='max'": {"method": "recall", "key_pooling": "max"},
-    r"recall: .* no entries: .*, got rep_bias='none'": {"method": "recall-host", "rep_bias": "none"},
-    r"dga: .* attention's scale, got weight_scale=1\.0": {"method": "dga", "weight_scale": 1.0},
 }  # fmt: skip
 DEFAULTS = [
     (CCA(), {"group_size": 16, "window": 1024, "summary": "last", "key_pooling": "weighted", "rep_bias": "none"}),
@@ -120,10 +115,6 @@ def test_settings_are_frozen_and_named():
         CCA(16)
     assert str(CCA(window=256)) == "CCA(window=256)"
     assert str(LCA()) == "LCA()"
-    # a removed setting is read where it says what holds now
-    assert method_from_dict({"method": "dga", "window": 3, "weight_scale": None}) == DGA(window=3)
-    means = {"key_pooling": "mean", "rep_bias": "log_size", "entry_bits": 16, "index": "signs"}
-    assert method_from_dict({"method": "recall", "window": 3} | means) == Recall(window=3)
     assert [f.name for f in dataclasses.fields(StreamingLLM)] == ["sink", "window"]
     with pytest.raises(TypeError, match="Method must define `layout`"):
         _ = Method().layout

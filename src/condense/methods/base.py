@@ -9,7 +9,7 @@ chunk, D and Dv widths.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
@@ -90,13 +90,12 @@ class Method:
     """Base of all methods, which may override `layout`, `represent`, `prompt_reader`, `attend` and `for_latents`.
 
     Its fields are settings: ValueError, as `condense.config.check_fields`, for one that is not what its type says. A
-    subclass with a ``name`` is saved and loaded by it; removed: settings that it had once.
+    subclass with a ``name`` is saved and loaded by it.
     One with an own `attend` says in `check_attention` and `check_context` what that refuses, in `check_gradients` if it
     cannot be trained.
     """
 
     name: ClassVar[str] = ""
-    removed: ClassVar[Mapping[str, config.Removed]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

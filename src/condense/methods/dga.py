@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from condense.config import Natural, Positive, Removed, Share
+from condense.config import Natural, Positive, Share
 from condense.methods.base import Context, Method, Prompt, PromptPlan
 from condense.methods.grouped import RepBias
 from condense.methods.layout import ChunkPooling, FirstEntries, Layout, Lookahead
@@ -54,7 +54,6 @@ class DGA(Method):
     """
 
     name: ClassVar[str] = "dga"
-    removed: ClassVar = {"weight_scale": Removed(None, "groups are weighed by attention's scale")}
     group_size: Positive = 16
     window: Natural = 1
     gamma: Share = 0.1

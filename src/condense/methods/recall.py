@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from condense.config import Bits, Natural, Positive, Removed, check_int
+from condense.config import Bits, Natural, Positive, check_int
 from condense.methods.base import Context, Method
 from condense.methods.layout import MEANS, Layout
 from condense.ops import NO_EXTRAS, ChoiceSettings, Chunks, Extras, RuleSpans, Source, Spans, StoreSettings, UniformRule
@@ -55,15 +55,6 @@ class Recall(Method):
     """
 
     name: ClassVar[str] = "recall"
-    removed: ClassVar = {
-        name: Removed("signs", "groups are found by the signs of their keys")
-        for name in ("index", "index_size", "index_bits")
-    } | {
-        name: Removed(value, "groups that are not open have no entries: one token stands for them all")
-        for name, value in (
-            ("key_pooling", "mean"), ("value_pooling", "mean"), ("rep_bias", "log_size"), ("entry_bits", 16),
-        )
-    }  # fmt: skip
     group_size: Positive = 16
     window: Natural = 1024
     num_recall: int | float = 0.125
