@@ -110,7 +110,7 @@ def whole(cells: Cells, name: str, method: Method, dtype: torch.dtype, backend: 
 def cached(cells: Cells, name: str, method: Method, dtype: torch.dtype, *, padded: bool, static: bool, n: int) -> None:
     """Two chunks and ``n`` steps over a cache, of ordinary keys and of latents: outputs, buffers, bytes."""
     for latent in (None, 8):
-        if latent and (method.prompt_reader is not None or not method.has_step):
+        if latent and (method.reads_prompt or not method.has_step):
             continue
         cache = StaticCache(config=LLAMA, max_cache_len=sum(CHUNKS) + n) if static else DynamicCache()
         case = f"{name}/latent" if latent else name

@@ -87,7 +87,7 @@ def pooled(method: Method, inputs: Inputs, backend: str = "auto") -> Context:
 
 def sees_by_position(method: Method) -> bool:
     """True if a query's position alone says what it sees, whatever the tokens are."""
-    return method.prompt_reader is None and method.layout.choice is None
+    return not method.reads_prompt and method.layout.choice is None
 
 
 def visible_pairs(method: Method, context: Context, length: int) -> int:

@@ -88,7 +88,7 @@ class Task:
 
         def check() -> Verdict:
             verdict = _check(call, inputs.q, context, scale=inputs.scale, method=method)
-            if method.prompt_reader is not None:
+            if method.reads_prompt:
                 return verdict
             return verdict.and_also(gate.check_entries(method, inputs, context))
 
@@ -172,9 +172,9 @@ def has_op(op: str, method: Method) -> bool:
     if op == "backward":
         with contextlib.suppress(ValueError):
             method.check_gradients()
-            return method.prompt_reader is None
+            return not method.reads_prompt
         return False
-    return op in ("forward", "layer") or method.prompt_reader is None
+    return op in ("forward", "layer") or not method.reads_prompt
 
 
 def _check(call: Callable[[], Any], q: Tensor, context: Context, *, scale: float, method: Method) -> Verdict:

@@ -44,9 +44,9 @@ def extend(
         check_trainable(method)
     plan = ForwardPlan(k.shape[2]) if plan is None else plan
     k, v = plan.without_padding(k), plan.without_padding(v)
-    if state is None and method.prompt_reader is not None:  # all tokens of a prompt are read at once
+    if state is None and method.reads_prompt:  # all tokens of a prompt are read at once
         assert method.layout.entry_bits == 16, "entries of a prompt that is read at once are not rounded"
-        prompt, fresh = method.prompt_reader.read(q, k, v, plan, scale=scale, backend=backend), empty_state(k, v)
+        prompt, fresh = method.read(q, k, v, plan, scale=scale, backend=backend), empty_state(k, v)
         return prompt.context, lambda: fresh._replace(entries=prompt.kept(), first=prompt.first)
     reading = plan.reading(method, state, k.device)
     before = empty_state(k, v) if state is None else state

@@ -82,7 +82,7 @@ def first_needed(method: Method, seen: PerRow) -> PerRow:
 
 def first_entries(method: Method, tokens: PerRow) -> PerRow:
     """Number of first entries if ``tokens`` tokens (int or int64 CPU ``[B]``) are read at once; in most methods 0."""
-    return tokens * 0 if method.prompt_reader is None else method.prompt_reader.num_entries(tokens)
+    return method.num_entries(tokens) if method.reads_prompt else tokens * 0
 
 
 def num_entries(method: Method, seen: PerRow, first: PerRow = 0) -> PerRow:
@@ -96,7 +96,7 @@ def num_entries(method: Method, seen: PerRow, first: PerRow = 0) -> PerRow:
 
 def most_entries(method: Method, tokens: int) -> int:
     """The largest number of condensed entries in a row of up to ``tokens`` tokens, however long its prompt is."""
-    return max_row(num_entries(method, tokens)) if method.prompt_reader is None else _most_after_prompts(method, tokens)
+    return _most_after_prompts(method, tokens) if method.reads_prompt else max_row(num_entries(method, tokens))
 
 
 @lru_cache(maxsize=64)  # once for all layers of a model

@@ -75,7 +75,7 @@ def test_bytes_after_crop_and_row_changes():
     assert condense.cache_nbytes(cache) == 0
 
 
-STATIC = {name: method for name, method in METHODS.items() if method.prompt_reader is None}
+STATIC = {name: method for name, method in METHODS.items() if not method.reads_prompt}
 
 
 @pytest.mark.parametrize("method", STATIC.values(), ids=STATIC.keys())

@@ -85,7 +85,7 @@ def test_reset_is_in_place(method):
     layer.reset()
     assert int(layer.get_seq_length()) == 0
     assert not any(bool(x.any()) for x in layer.buffers)
-    assert layer.can_step(*_qkv(1)[1:]) == (method.prompt_reader is None)
+    assert layer.can_step(*_qkv(1)[1:]) == (not method.reads_prompt)
     fresh = StaticCondensedLayer(method, LENGTH)
     fresh.lazy_initialization(*_qkv(0)[1:], room=Room(layer.buffers.entries_k.shape[2], layer.buffers.ring_k.shape[2]))
     for L in (21, 1, 1, 5):
@@ -94,7 +94,7 @@ def test_reset_is_in_place(method):
 
 
 # all methods but those that choose: tokens of a prompt, or groups, for which the host must know how many
-UNCHOOSING = [x for x in METHODS.values() if x.prompt_reader is None and x.layout.choice is None]
+UNCHOOSING = [x for x in METHODS.values() if not x.reads_prompt and x.layout.choice is None]
 
 
 @pytest.mark.parametrize("method", UNCHOOSING, ids=str)
@@ -129,7 +129,7 @@ def test_the_host_does_not_trust_its_count_once_steps_are_recorded(method):
     assert static.count_slots() == 2
 
 
-SELECTIONS = {name: method for name, method in METHODS.items() if method.prompt_reader is not None}
+SELECTIONS = {name: method for name, method in METHODS.items() if method.reads_prompt}
 
 
 @pytest.mark.parametrize("method", SELECTIONS.values(), ids=SELECTIONS)
@@ -182,8 +182,8 @@ def test_a_longer_prompt_that_is_refused_leaves_the_room_as_it_was():
 
 
 def test_tokens_that_are_expected(method):
-    first = Expected.ANY if method.prompt_reader is None else Expected.FIRST_ENTRIES
-    told = Expected.PLAIN_PROMPT if method.prompt_reader is None else Expected.FIRST_ENTRIES
+    first = Expected.FIRST_ENTRIES if method.reads_prompt else Expected.ANY
+    told = Expected.FIRST_ENTRIES if method.reads_prompt else Expected.PLAIN_PROMPT
     layer = StaticCondensedLayer(method, LENGTH)
     assert layer.expected is first
     layer.expect_prompt(plain=True)

@@ -52,7 +52,7 @@ def test_gamma_means_what_is_written():
     lengths = torch.tensor([0, 1, 7, 100, 101, 1000])
     method = DGA(group_size=4, gamma=0.07, min_focal=2, selection="prompt")
     assert method.prompt_focal(lengths).tolist() == [0, 1, 3, 8, 9, 72]
-    assert method.prompt_reader.num_entries(lengths).tolist() == [0, 1, 4, 31, 32, 304]
+    assert method.num_entries(lengths).tolist() == [0, 1, 4, 31, 32, 304]
 
 
 @grid(5, backend=CPU_BACKENDS, block=[1, 1000, 1 << 24], sampled=[(1, 0), (3, 4), (64, 64)])

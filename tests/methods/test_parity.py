@@ -55,12 +55,12 @@ def read_in_steps(method, data, steps, backend):
 def check_past(method, past, position, B):
     """The state keeps what is needed and the slack, in tensors that own their storage."""
     seen, first = past.seen, past.first
-    if method.prompt_reader is None:
+    if method.reads_prompt:
+        prompt = as_rows(torch.tensor(position) - seen, B)
+        assert torch.equal(as_rows(first.num, B), method.num_entries(prompt))
+    else:
         assert first == NO_FIRST
         assert as_rows(seen, B).tolist() == position
-    else:
-        prompt = as_rows(torch.tensor(position) - seen, B)
-        assert torch.equal(as_rows(first.num, B), method.prompt_reader.num_entries(prompt))
     # NaN of the padding must not have got in
     assert all(bool(x.isfinite().all()) for x in tensors_of(past))
     for x in tensors_of(past):

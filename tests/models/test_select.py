@@ -50,7 +50,7 @@ def test_bytes_are_those_that_inspect_counts(llama):
 
 def _first(*tokens):
     """Entries of prompts of so many tokens, and how many of these are focal tokens."""
-    return [[count(n) for n in tokens] for count in (tiny.SELECT.prompt_reader.num_entries, tiny.SELECT.prompt_focal)]
+    return [[count(n) for n in tokens] for count in (tiny.SELECT.num_entries, tiny.SELECT.prompt_focal)]
 
 
 def test_rows_follow_with_prompts_of_different_lengths(llama):

@@ -203,7 +203,7 @@ def after_prompts(method, q, k, v, lengths, tokens):
     B, K, _, D = past.entries[0].shape
     spare = most_entries(method, L + tokens) - method.layout.rule.visible_entries(tokens // method.layout.rule.chunk)
     state = empty_state(method, B, K, D, past.entries[1].shape[3], tokens, dtype=k.dtype, spare=spare)
-    made = [method.prompt_reader.num_entries(n) for n in lengths]
+    made = [method.num_entries(n) for n in lengths]
     for b, n in enumerate(made):
         state.entries_k[b, :, :n], state.entries_v[b, :, :n] = past.entries[0][b, :, :n], past.entries[1][b, :, :n]
     state.first.copy_(torch.tensor([[m, method.prompt_focal(n)] for n, m in zip(lengths, made, strict=True)]))

@@ -16,7 +16,7 @@ from condense.methods.base import Context
 from condense.methods.prompt import PromptMethod
 from condense.ops import NO_EXTRAS, Extras, RuleSpans
 from condense.ops.backends import check_backend
-from condense.ops.tensors.per_row import PerRow, as_rows
+from condense.ops.tensors.per_row import as_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +82,6 @@ class SparsePrefill(PromptMethod):
             raise ValueError(f"{self} has no soft-capped scores, got a cap of {extras.softcap}: use another method")
         if dropout_p > 0:
             raise ValueError(f"{self} has no dropout: set the model's attention_dropout to 0, got {dropout_p}")
-
-    def num_entries(self, tokens: PerRow) -> PerRow:
-        """All tokens stay."""
-        return tokens
 
 
 def last_weights(q: Tensor, k: Tensor, count: int, scale: float) -> Tensor:

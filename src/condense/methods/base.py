@@ -65,18 +65,8 @@ class Prompt(NamedTuple):
     kept: Callable[[], tuple[Tensor, ...]]
 
 
-class PromptReader(Protocol):
-    """Reads a whole prompt at once, for methods that do. Chunks of later tokens are counted from the prompt's end."""
-
-    def read(self, q: Tensor, k: Tensor, v: Tensor, plan: PromptPlan, *, scale: float, backend: str) -> Prompt:
-        """Read q ``[B, H, L, D]``, k ``[B, K, L, D]``, v ``[B, K, L, Dv]``, right-aligned, k and v 0 in padding."""
-
-    def num_entries(self, tokens: PerRow) -> PerRow:
-        """Number of entries that will be kept of prompts of ``tokens`` tokens, both an int or int64 CPU ``[B]``."""
-
-
 class PromptPlan(Protocol):
-    """The part of `condense.plan.ForwardPlan` that a `PromptReader` uses."""
+    """The part of `condense.plan.ForwardPlan` that `Method.read` uses."""
 
     def tokens(self, num_rows: int) -> Tensor:
         """Real tokens per row, int64 CPU ``[B]``."""
@@ -87,7 +77,8 @@ class PromptPlan(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """Base of all methods, which may override `layout`, `represent`, `prompt_reader`, `attend` and `for_latents`.
+    """Base of all methods, which may override `layout`, `represent`, `attend` and `for_latents`; `read` and
+    `num_entries` if it `reads_prompt`.
 
     Its fields are settings: ValueError, as `condense.config.check_fields`, for one that is not what its type says. A
     subclass with a ``name`` is saved and loaded by it.
@@ -139,9 +130,19 @@ class Method:
         return k.flatten(2, 3), v.flatten(2, 3)
 
     @property
-    def prompt_reader(self) -> PromptReader | None:
-        """Reads a whole prompt at once; None for a method that reads prompts like other tokens."""
-        return None
+    def reads_prompt(self) -> bool:
+        """True if `read` reads a whole prompt at once, False if prompts are read like other tokens."""
+        return False
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor, plan: PromptPlan, *, scale: float, backend: str) -> Prompt:
+        """Read a whole prompt: q ``[B, H, L, D]``, k ``[B, K, L, D]``, v ``[B, K, L, Dv]``, right-aligned, k and v 0 in
+        padding. Chunks of later tokens are counted from the prompt's end.
+        """
+        raise TypeError(f"{type(self).__name__} must define `read`")
+
+    def num_entries(self, tokens: PerRow) -> PerRow:
+        """Number of entries that `read` keeps of prompts of ``tokens`` tokens, both an int or int64 CPU ``[B]``."""
+        raise TypeError(f"{type(self).__name__} must define `num_entries`")
 
     @property
     def reads_otherwise(self) -> bool:
@@ -168,7 +169,7 @@ class Method:
 
         Methods that read a prompt at once, or override `attend`, assume that the row is one document.
         """
-        return self.prompt_reader is None and type(self).attend is Method.attend
+        return not self.reads_prompt and type(self).attend is Method.attend
 
     @property
     def has_step(self) -> bool:
@@ -214,7 +215,7 @@ class Method:
         By default the method itself, which is right if it treats all channels of a key alike. Raises ValueError for a
         method that reads prompts at once: it needs a summary query per head, and latents have one for all heads.
         """
-        if self.prompt_reader is not None:
+        if self.reads_prompt:
             assert self.layout.lookahead is not None
             raise ValueError(
                 f"{self} chooses a prompt's tokens by each head's own queries, which latents (MLA) do not keep apart: "
@@ -289,6 +290,6 @@ def step_settings(method: Method) -> StepSettings:
     bias = layout.bias[-1] if layout.bias and layout.pooling is not None else 0.0
     return StepSettings(
         layout.rule, layout.summary_delay, layout.num_summary, key, value, bias, num_focal,
-        has_first=method.prompt_reader is not None, matched=layout.matched, entry_bits=layout.entry_bits,
+        has_first=method.reads_prompt, matched=layout.matched, entry_bits=layout.entry_bits,
         choice=layout.choice,
     )  # fmt: skip

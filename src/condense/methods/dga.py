@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -97,9 +97,9 @@ class DGA(Method):
         )
 
     @property
-    def prompt_reader(self) -> Self | None:
-        """Reads the whole prompt, as in the paper's prefill, with ``selection="prompt"``."""
-        return self if self.selection == "prompt" else None
+    def reads_prompt(self) -> bool:
+        """True, as in the paper's prefill, with ``selection="prompt"``."""
+        return self.selection == "prompt"
 
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
         """The paper's decode rule: the tokens with the highest scores stay, the others become one weighted mean."""

@@ -5,7 +5,7 @@ columns.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,14 +13,14 @@ from torch import Tensor
 from condense.methods.base import Context, Method, Prompt, PromptPlan
 from condense.methods.layout import FirstEntries, Layout, Lookahead, first_tokens
 from condense.ops import RuleSpans, Source, UniformRule
-from condense.ops.tensors.per_row import broadcast_rows, int_if_equal
+from condense.ops.tensors.per_row import PerRow, broadcast_rows, int_if_equal
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptMethod(Method):
-    """Base of methods that read a prompt at once, as a `condense.methods.base.PromptReader`, and pool nothing after it.
+    """Base of methods that read a prompt at once and pool nothing after it.
 
-    They keep all of it unless they override `read`.
+    They keep all of it unless they override `read` and `num_entries`.
 
     instead: methods that do not look ahead, for error messages.
     """
@@ -33,13 +33,17 @@ class PromptMethod(Method):
         return first_tokens(window=None, kept=0, lookahead=Lookahead(None, self.instead))
 
     @property
-    def prompt_reader(self) -> Any:
-        """Reads the whole prompt in one forward, because its end decides what is kept or seen of it."""
-        return self
+    def reads_prompt(self) -> bool:
+        """True, because a prompt's end decides what is kept or seen of it."""
+        return True
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, plan: PromptPlan, *, scale: float, backend: str) -> Prompt:
         """Dense attention; all tokens are kept."""
         return exact_prompt(k, v, plan.tokens(k.shape[0]))
+
+    def num_entries(self, tokens: PerRow) -> PerRow:
+        """All tokens stay."""
+        return tokens
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def _floor_sum(count: int, step: int, start: int, of: int) -> int:
 
 def kept(method: Method, length: int) -> dict[Per, int]:
     """Rows that a cache keeps after ``length`` tokens, per KV head, by what a row stands for."""
-    if method.prompt_reader is not None:
+    if method.reads_prompt:
         return {Per.ENTRY: int(first_entries(method, length))}
     layout, groups = method.layout, int(num_entries(method, length))
     tail = min(length, layout.num_summary - 1 + SLACK) if layout.num_summary > 1 else 0

@@ -116,7 +116,7 @@ def _remark(method: Method, length: int, on_host: int, read_bytes: int) -> str |
             "reread: the prompt is read twice, over a dense cache; entries and bytes are means over the layers: "
             "each keeps its own number"
         )
-    if method.prompt_reader is not None and not chooses_from_prompt(method):
+    if method.reads_prompt and not chooses_from_prompt(method):
         return f"{method.name}: FLOPs are those of dense attention over the prompt; what it leaves out is its own"
     obstacle = settings_obstacle(step_settings(method))
     if obstacle is not None:
