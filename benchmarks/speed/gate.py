@@ -118,6 +118,7 @@ def seen(q: Tensor, context: Context, *, scale: float, method: Method) -> Seen:
         closed, asked = spans[0][1][..., 0], q[:, :, at]
         newer = torch.full_like(closed, -1)
         if choice.prompt == "shared" and L > 1:
+            assert isinstance(context.spans, RuleSpans)
             askers = Askers.of_call(RecallSources(window, window, context.spans), L)
             number, _, newer = askers.queries[:, :, at].long()
             column, newer = askers.columns.take_along_dim(number, 1), newer[:, None]

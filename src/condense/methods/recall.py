@@ -189,10 +189,11 @@ class Recall(Method):
             return attend(q, *self._all_tokens(q, context, backend), **options)
         signs, steps, _ = context.extra
         asked, tokens = self._asked_and_tokens(q, context, backend)
-        means, window = context.means, context.window
+        means, window, spans = context.means, context.window, context.spans
         if means is not None:
             means = means.as_values(q.dtype, window.v.shape[3], context.projection)
-        sources = RecallSources(tokens, window, context.spans)
+        assert isinstance(spans, RuleSpans)
+        sources = RecallSources(tokens, window, spans)
         askers = Askers.of_call(sources, q.shape[2]) if self.prompt == "shared" and q.shape[2] > 1 else None
         choice = IndexChoice(asked, GroupIndex(signs, steps), scale, self.quota, askers)
         return attend_recall(q, sources, choice, means=means, **options)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from condense.ops.recall.index import GroupIndex, turned_queries
-from condense.ops.spans import RuleSpans, Source, Spans, UniformRule
+from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.tensors.per_row import IntT, as_rows, at_least, at_most, max_row
 
 # more groups than any row has
@@ -25,18 +25,17 @@ class RecallSources(NamedTuple):
 
     store: k ``[B, K, G * g, D]``, v ``[B, K, G * g, Dv]``, the exact tokens: those of group j stand in columns
     ``[j * g, (j + 1) * g)``, groups counted from a row's first real token. window: k ``[B, K, N, D]``, v
-    ``[B, K, N, Dv]``. spans: of groups (``[0, closed groups)``) and window, those of a
+    ``[B, K, N, Dv]``. spans: of groups (``[0, closed groups)``) and window, of a
     `condense.ops.spans.UniformRule`; queries at padding see nothing.
     """
 
     store: Source
     window: Source
-    spans: Spans
+    spans: RuleSpans
 
     @property
     def group_size(self) -> int:
         """Tokens per group, g."""
-        assert isinstance(self.spans, RuleSpans)
         assert isinstance(self.spans.rule, UniformRule)
         return self.spans.rule.chunk
 
@@ -99,7 +98,6 @@ class Askers(NamedTuple):
         one. The last `OWN_CHOICES` ask for themselves.
         """
         spans, device = sources.spans, sources.window.k.device
-        assert isinstance(spans, RuleSpans)
         return spans.once(("askers", L, device), lambda: cls._of_spans(spans, L, device))
 
     @classmethod

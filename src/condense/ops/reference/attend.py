@@ -13,7 +13,7 @@ from torch import Tensor
 from condense.ops.extras import soft_cap
 from condense.ops.recall.choice import IndexChoice, RecallSources
 from condense.ops.recall.rest import GroupMeans, rest_weights, with_rest
-from condense.ops.spans import RuleSpans, Source, Spans, joined_bias
+from condense.ops.spans import Source, Spans, joined_bias
 from condense.ops.types import AttendOptions
 
 
@@ -71,6 +71,5 @@ def attend_recall(
     out, lse = attend_masked(q, k, v, mask, None, options)
     if means is None:
         return out, lse
-    assert isinstance(spans, RuleSpans)
     weight = rest_weights(choice, 0, L, chosen, of_groups.hi, options.softcap)
     return with_rest(out, lse, weight, means.at(0, L, spans, g))

@@ -207,7 +207,6 @@ def attend_recall(
         out, lse = attend_block(q, BlockKeys(k, v, mask | empty, empty, None), options)
         if means is None:
             return out, lse
-        assert isinstance(spans, RuleSpans)
         weight = rest_weights(choice, start, stop, chosen, closed.hi, options.softcap)
         return with_rest(out, lse, weight, means.at(start, stop, spans, g))
 

@@ -39,7 +39,6 @@ def attend_recall(
     """
     store, window, spans = sources
     L, G, g = q.shape[2], sources.num_groups, sources.group_size
-    assert isinstance(spans, RuleSpans), "as of the sources"
     assert isinstance(spans.rule, UniformRule), "as of the sources"
     closed = min(spans.hulls([(0, L)])[0][0].hi, G)
     # if a share of `closed` groups rounds up to all of them, it does so for every smaller number too
