@@ -43,7 +43,7 @@ def whole(qkv, method, scale, singles=(), up=None, extras=NO_EXTRAS):
         return out[0].transpose(0, 1)
 
     out = by(method)
-    if method.reads_otherwise and singles:
+    if method.as_steps is not method and singles:
         out[singles] = by(method.replace(prompt="recall"))[singles]
     return out
 

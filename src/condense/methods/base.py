@@ -145,15 +145,10 @@ class Method:
         raise TypeError(f"{type(self).__name__} must define `num_entries`")
 
     @property
-    def reads_otherwise(self) -> bool:
-        """True if calls of several tokens are read otherwise than single ones: steps then compute another function."""
-        return False
-
-    @property
     def as_steps(self) -> Method:
-        """The method that reads several tokens at once as this one's steps read each: itself, unless `reads_otherwise`.
+        """The method that reads several tokens at once as this one's steps read each; itself if this one does so.
 
-        By it one forward over a text shows what steps lose.
+        With it one forward measures what decoding token by token loses.
         """
         return self
 

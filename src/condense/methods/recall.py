@@ -112,14 +112,9 @@ class Recall(Method):
         return StoreFormat(self.store_bits, self.group_size)
 
     @property
-    def reads_otherwise(self) -> bool:
-        """True but for ``prompt="recall"``."""
-        return self.prompt != "recall"
-
-    @property
     def as_steps(self) -> Method:
         """The same settings with ``prompt="recall"``."""
-        return self.replace(prompt="recall") if self.reads_otherwise else self
+        return self if self.prompt == "recall" else self.replace(prompt="recall")
 
     def of_layer(self, *, is_first: bool, has_latents: bool) -> Method:
         """The same settings, with all groups open from the device in the first layer; in others that cache latents,
@@ -155,13 +150,13 @@ class Recall(Method):
 
     def check_context(self, q: Tensor, context: Context) -> None:
         """As `condense.Method.check_context`: nothing is refused before there are groups to choose from."""
-        if context.extra and (self.store_bits < 16 or (self.reads_otherwise and q.shape[2] > 1)):
+        if context.extra and (self.store_bits < 16 or (self.prompt != "recall" and q.shape[2] > 1)):
             self.check_gradients()
 
     def check_gradients(self) -> None:
         """Raise ValueError for ``store_bits`` below 16 and any ``prompt`` but "recall"."""
         wrong = ["keeps no gradients of stored tokens: train with store_bits=16"] if self.store_bits < 16 else []
-        wrong += ["reads prompts as its steps do not: train with prompt='recall'"] if self.reads_otherwise else []
+        wrong += ["reads prompts as its steps do not: train with prompt='recall'"] if self.prompt != "recall" else []
         if wrong:
             raise ValueError(f"{self} {'; '.join(wrong)}, or run it under torch.no_grad()")
 

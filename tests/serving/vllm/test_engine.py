@@ -134,7 +134,7 @@ def test_a_pool_that_is_too_small_for_all(engine, model, folder, greedy, put_bac
     found = put_back(started)
     got = started.tokens(prompts, 70)
     assert len(found) >= 2
-    if any(method.reads_otherwise for method in methods_in(model.config.condense).values()):
+    if any(method.as_steps is not method for method in methods_in(model.config.condense).values()):
         for prompt, num in found:
             answer = want[prompts.index(prompt)]
             (answer[num:],) = greedy(model, [[*prompt, *answer[:num]]], 70 - num)

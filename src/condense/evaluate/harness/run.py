@@ -87,7 +87,7 @@ def evaluate(
         )
     for label, choice in methods.items():
         check_batch(label, choice, batch_size)
-        if any(each.reads_otherwise for each in methods_of(choice)):
+        if any(each.as_steps is not each for each in methods_of(choice)):
             _log.warning(
                 "%s reads prompts otherwise than single tokens: tasks scored by likelihoods do not show what its steps "
                 "lose, prompt='recall' does", label,
