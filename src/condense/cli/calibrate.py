@@ -37,7 +37,9 @@ def calibrate_command(
     candidate: Annotated[
         list[str] | None,
         typer.Option(
-            help=options.METHOD_HELP + " Repeatable. Default: dense, recall, cca (lca on latents) and a window."
+            help=options.METHOD_HELP
+            + " Repeatable. Default: dense, recall with all groups open and with some, cca (lca on latents) "
+            "and a window."
         ),
     ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens of each text. Default: 4096.")] = None,

@@ -136,7 +136,7 @@ def results(q: Tensor, v: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 def describe(spans: Spans, num_sources: int, L: int, device: torch.device) -> tuple[Tensor | None, list[int]]:
     """Spans as kernels take them: a tensor on the device or None, and eight numbers: those of a `UniformRule`, then
-    those of a `condense.ops.spans.Start`.
+    those of a `condense.ops.spans.RowStart`.
 
     None: the rule, with the same start in all rows. int32 ``[B, 4]``: the rule, and the start of each row. int32
     ``[sources, 2, B|1, K|1, L]``: lo and hi of each source; the numbers are not used.

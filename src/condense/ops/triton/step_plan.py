@@ -1,6 +1,6 @@
 """Launch arguments of a decode step that are no tensors: tiles, splits of the keys, numbers, constants.
 
-Shapes as in `condense.ops.triton.step`.
+Shapes as in `condense.ops.step.call` and `condense.ops.step.state`.
 """
 
 import functools
