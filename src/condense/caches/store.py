@@ -98,10 +98,10 @@ class Store:
         tokens.record_stream(stream)
 
     def fetch(self, buffers: StepState, groups: int) -> None:
-        """Begin to copy the first groups of a store in host memory to the device, while other work runs.
+        """Begin to copy the first ``groups`` groups of a store in host memory to the device, while other work runs.
 
-        All are copied if it has fewer. `read` waits for the copy. Nothing is begun if the store is on the device, or if
-        that was done before.
+        A store with room for fewer is copied whole. `read` waits for the copy. Nothing is begun if the store is on the
+        device, or if a copy was begun before.
         """
         if self._fetched is None:
             tokens = min(groups * self.settings.rule.chunk, buffers.store.shape[2])

@@ -46,8 +46,8 @@ class AtLength:
     """One setting at one length.
 
     cells: by kind of token (``far``: those that need far text; ``other``; ``copy``) and by task, without tasks of which
-    dense attention finds less than 60 %. found: of each task. greedy: steps at which the setting takes the token that
-    dense attention wrote, given those before it. failed: cells that miss the bar.
+    dense attention finds less than 60 %. found: of each task. greedy: share of steps whose most likely token is dense
+    attention's, given the same text. failed: cells that miss the bar.
     """
 
     length: int

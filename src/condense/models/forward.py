@@ -1,9 +1,9 @@
 """Padding, packed documents and the plan of one forward, which all its attention layers share.
 
 Transformers gives every layer of a forward the same mask, position and document objects. The first layer reads them and
-stores the result in the model's `ForwardBoard`; the others look it up there by the identity of these objects. They are
-read again if a layer asks twice, as then a new forward has begun, and if PyTorch's version counter says that they were
-changed (tensors made in inference mode have none). Layers that run again in a backward pass count as another forward.
+stores the result in the model's `ForwardBoard`; the others look it up there by the identity of these objects. A layer
+that asks a second time starts a new forward, and so does one that finds the objects changed, by PyTorch's version
+counter (tensors made in inference mode have none). Layers that run again in a backward pass count as another forward.
 
 Shapes: B rows, L new slots.
 """

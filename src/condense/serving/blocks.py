@@ -25,7 +25,7 @@ from condense.serving.plan import SLOTS, ServingPlan
 _LEAST_GROUPS = 8
 # and take so many pages of the widest window at most
 _MOST_PARTS = 16
-# windows in a request for which sizes are chosen where they need several tables
+# length, in windows, of the request for which page sizes are chosen where several tables are needed
 _WINDOWS = 16
 # vLLM's kernels for dense attention take pages of a multiple of so many tokens; on a CPU 32, elsewhere 16
 _DENSE = 32

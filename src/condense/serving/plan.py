@@ -10,8 +10,9 @@ A condensed layer asks for up to three kinds of pages (`condense.ops.paged`):
 
 An engine's prefix cache shares a page of entries among requests that begin with the same tokens. So a slot of the
 entries, which covers tokens ``[s * g, (s + 1) * g)``, must not depend on later ones: it holds the entry that the last
-of these tokens completes, that of group ``j = s - summary_delay / g``. Groups that need no query are complete with
-their own last token, so the delay is 0; the numbers are those of caches, which make them when they leave the window.
+of these tokens completes. The entry of group j lies in slot ``j + summary_delay / g``. Groups that need no query are
+complete with their own last token, so the delay is 0; the numbers are those of caches, which make them when they leave
+the window.
 
 `Recall` with a ``prompt`` other than "recall" reads several new tokens of a request otherwise than single ones. So a
 request that the engine puts back, and then reads again with the answer so far as part of the prompt, may go on

@@ -64,8 +64,8 @@ class PagedLayer:
             mean_q = self.mean_queries(q[newest].transpose(0, 1)[None])[0].transpose(0, 1)
             self.store(state.ring, slots, mean_q)
         seen: list[GroupMeans | None] = [None] * len(reading.calls)
-        # the kernel that keeps groups has added each one to the sum before it, which may not have been written yet;
-        # these sums overwrite its
+        # the kernel that closes groups wrote these sums too, each perhaps on top of one that was not final: write them
+        # again
         for _ in range(reading.passes):
             seen = [None if call.sums is None else self._sum(call.sums) for call in reading.calls]
         for call, means in zip(reading.calls, seen, strict=True):

@@ -20,7 +20,7 @@ from condense.ops.types import SummarySpans
 
 # rows that share a call have so many tokens at most, padding included
 TOGETHER = 2**15
-# a call has at most as many queries of padding as real ones, and so many more
+# a call may have as many queries of padding as real ones, plus this number
 _PADDING = 2**12
 
 

@@ -58,10 +58,10 @@ def sums_of(requests: Sequence[Request], state: PagedState, settings: StepSettin
 
 
 def num_passes(requests: Sequence[Request], state: PagedState, settings: StepSettings) -> int:
-    """The passes over all requests after which every sum stands on right ones: 1 plus the most requests in a row of
-    which each may begin with a prefix that the one before it completes in the same step.
+    """Number of times that sums are written until each was added to a final one: a request may begin with a prefix that
+    another request completes in the same step, and that one with a prefix of a third.
 
-    Requests share whole pages of entries. Whether they do, only the tables on the device say: so all that may are
+    Requests share whole pages of entries. Only the tables on the device say whether they do, so all that may are
     counted.
     """
     page = state.entries.slots * settings.rule.chunk

@@ -61,8 +61,8 @@ class PagedState(NamedTuple):
     """The state of all requests in one layer, on one device.
 
     window: in the dtype of k, slot t holds the token at position t, ``[k | v]``, C = D + Dv. If queries see what they
-    do not open, ``[k | v | s]``, C as `window_columns`: the g tokens of a group hold the sum of the values of all
-    groups up to it, float64, token i the i-th part of `sum_part` numbers; no other token's s is read. Requests that
+    do not open, ``[k | v | s]``, C as `window_columns`: the sum of the values of all groups up to one, float64, lies in
+    the slots of that group's g tokens, `sum_part` numbers in each, in order; no other token's s is read. Requests that
     share a prefix share whole pages of entries.
     entries: slot ``j + summary_delay / g`` holds the entry of group j, ``[k | v]`` in the dtype of k. Or uint8, for any
     settings, and always with a choice: there it is the record of group j, C bytes, those of a page side by side, as

@@ -28,7 +28,7 @@ _FEW_RANKED = 1024
 _OF_THREAD = 16
 # a choice joins so many splits of scores at once, or more: one kernel for most numbers of rows
 _LEAST_SPLITS = 128
-# tiles that take as long as what a program does beside them
+# a program's fixed cost in tiles: with fewer tiles per split, fewer splits are faster
 _TILES_OF_SPLIT = 16
 # numbers that a warp reads at once of the scores of centres
 _GATHERED = 512

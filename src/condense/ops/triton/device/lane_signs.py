@@ -14,8 +14,8 @@ import triton.language as tl
 
 from condense.ops.triton.device import lanes
 
-# what a count of 1 is in a sum: counts are added as the float32 numbers whose bits they are, 2 ** -149 each, and their
-# sum is multiplied by the largest power of two
+# a count of 1 in a sum: counts are read as bits of float32 numbers, so that a count n is the denormal number
+# n * 2**-149, and sums are scaled by 2**127
 COUNT = tl.constexpr(2.0**-22)
 
 
