@@ -241,7 +241,6 @@ REFUSED = {
     "offload": (lambda layer: layer.offload(), "stays where it is"),
     "stock": (lambda layer: layer.update(*_qkv(3)[1:]), "fill: call condense.apply"),
     "more-rows": (lambda layer: read(layer, _qkv(2, rows=4)), "wanted 3 rows, for which it was made, got 4"),
-    "more-rows-step": (lambda layer: read(layer, _qkv(1, rows=4)), "wanted 3 rows, for which it was made, got 4"),
     "dtype": (
         lambda layer: read(layer, [x.float() for x in _qkv(1)]),
         "float64, .*, got torch.float32; .* autocast in all",
