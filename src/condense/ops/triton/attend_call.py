@@ -206,8 +206,7 @@ class Attention:
         """Output and log-sum-exp, by the operation where it is needed."""
         if not needs_operation(call.q, *call.k, *call.v, *call.biases):
             return self.forward(call)
-        out, lse = self.operation(*call)
-        return out, lse
+        return self.operation(*call)
 
     def attend(
         self, q: Tensor, sources: Sequence[Source], spans: Spans, options: AttendOptions

@@ -22,8 +22,7 @@ _CLOSE, _UNPACK = Launcher(recall_close_kernel), Launcher(recall_unpack_kernel)
 
 def store_groups(form: StoreFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See `condense.ops.backends.Operations`; for 8 and 4 bits."""
-    signs, steps, store = _store(k, v, form.bits)
-    return signs, steps, store
+    return _store(k, v, form.bits)
 
 
 @torch.library.custom_op("condense::store_groups", mutates_args=())
@@ -69,8 +68,7 @@ def unpack_store(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `condense.ops.unpack_store`; for 8 and 4 bits."""
     page, _, slot = (None, None, None) if places is None else places
-    k, v = _unpack(pieces, *index, page, slot, form.bits, *widths, dtype)
-    return k, v
+    return _unpack(pieces, *index, page, slot, form.bits, *widths, dtype)
 
 
 # a torch operation, which torch.compile keeps whole
