@@ -81,6 +81,7 @@ def test_a_good_setting_passes_and_planted_faults_fail(results):
     said = verdict(list(results.values()))
     assert (said.cheapest, said.passing) == ("good", ["good"])
     assert "few fails: tokens that need far text at 320: +" in said.text
+    assert f"n {results['few'].lengths[0].cells['far'].n} (too few tokens to be sure)" in said.text
     assert 0.5 < results["good"].host < 1
     assert results["few"].device < results["good"].device + results["good"].host
 

@@ -9,6 +9,7 @@ from condense.evaluate.verify import ALL_OPEN, DENSE, WINDOW, Verified
 from condense.evaluate.verify_texts import TASKS
 
 Content = Mapping[str, Any]
+_FEW = 100  # tokens of a kind, of which fewer say little
 WORDS = {"far": "tokens that need far text", "other": "other tokens", "copy": "copies"} | {task: task for task in TASKS}
 BARS = (
     f"Bars: at most {MOST_NATS} nats above dense attention on each kind of token; net at most {MOST_LOST:.0%} of each "
@@ -69,7 +70,9 @@ def _failures(result: Verified) -> str:
     for each in result.lengths:
         for name in each.failed:
             cell = each.cells[name]
-            near = " (too few questions to be sure)" if name in TASKS and cell.value <= MOST_LOST else ""
+            is_task = name in TASKS
+            unsure = cell.value <= MOST_LOST if is_task else cell.n < _FEW
+            near = f" (too few {'questions' if is_task else 'tokens'} to be sure)" if unsure else ""
             said.append(f"{WORDS[name]} at {each.length:,}: {_figure(vars(cell), name)}{near}")
     return "; ".join(said)
 
