@@ -60,7 +60,7 @@ app.command(
     "serve",
     cls=Command,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    short_help="Serve a condensed model with vLLM.",
+    short_help="Serve a model with vLLM, condensed.",
 )(serve_command)
 app.command("train", cls=Command, short_help="Train a model by a recipe, from scratch or further.")(train_command)
 app.command("verify", cls=Command, short_help="What settings lose of your model, on your text.")(verify_command)

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from condense.models import MethodChoice
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-METHOD_HELP = "Such as recall-host or, with settings, 'cca:window=512'; `condense methods` lists and explains them."
+METHODS_HELP = "`condense methods` lists and explains them."
+METHOD_HELP = f"Such as recall-host or, with settings, 'cca:window=512'; {METHODS_HELP}"
 CHOICE_HELP = METHOD_HELP + " By layer, repeated: recall@2,3 and cca@rest; or @FILE from condense calibrate."
 CHOICES_HELP = METHOD_HELP + " Repeatable. By layer, as one: recall@2,3+cca@rest; or @FILE from condense calibrate."
 MODEL_HELP = "Folder or hub name of a causal LM. Default: bundled."

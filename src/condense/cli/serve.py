@@ -24,7 +24,7 @@ def serve_command(
         ),
     ] = None,
 ) -> None:
-    """Serve a condensed model with vLLM; all other options are vLLM's: condense serve DIR --port 8000."""
+    """Serve a model with vLLM, condensed; all other options are vLLM's: condense serve DIR --port 8000."""
     from condense.models import apply, choice_from_text, restore
     from condense.models.adapters import read_record
     from condense.serving.engine import REQUIREMENT

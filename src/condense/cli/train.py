@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from condense.cli.methods import paragraphs, shown
-from condense.cli.options import METHOD_HELP, plain_console, plain_table, read_saved
+from condense.cli.options import METHODS_HELP, plain_console, plain_table, read_saved
 
 
 def train_command(
@@ -36,7 +36,10 @@ def train_command(
     ] = None,
     method: Annotated[
         str | None,
-        typer.Option(help=f"adapt: {METHOD_HELP} summary=prompt and selection=prompt need allow_future=true."),
+        typer.Option(
+            help=f"adapt: such as pooled or, with settings, 'cca:window=512'; {METHODS_HELP} "
+            "summary=prompt and selection=prompt need allow_future=true."
+        ),
     ] = None,
     train: Annotated[
         str | None,

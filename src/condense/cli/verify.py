@@ -23,7 +23,8 @@ def verify_command(
     ] = None,
     text: options.Texts = None,
     length: Annotated[
-        list[str] | None, typer.Option(help="Tokens of a text, as 16384 or 16K; repeatable. Default: 4K and 16K.")
+        list[str] | None,
+        typer.Option(help="Tokens of a text, as 16384 or 16K; repeatable. Default: 4K and 16K; bundled: 3K."),
     ] = None,
     method: Annotated[
         list[str] | None, typer.Option(help=options.CHOICES_HELP + " Default: every name for settings.")
