@@ -13,6 +13,7 @@ from condense.plots import plot_lines
 
 LENGTHS = (4097, 32769, 130561)
 NAMES = ("dense", "condensed")
+CCA, RECALL = "`CCA`", "`recall-device`"
 _BLOCK = re.compile(r"(<!-- ((?:decode|first|paged|recall).*?) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 
 
@@ -23,10 +24,10 @@ def fill(page, documents, picture=None):
     if not speed or not paged:
         raise ValueError(f"{page} must name its results, got none of serving-speed-* or of paged-step-*")
     rounds = {name: [content for content in speed if content["attention"] == name] for name in NAMES}
-    makers = {f"decode {length}": lambda length=length: _decode_table(rounds, length) for length in LENGTHS}
+    makers = {f"decode {length}": lambda length=length: _decode_table(rounds, length, CCA) for length in LENGTHS}
     makers |= {"first and traffic": lambda: _traffic_table(rounds), "paged": lambda: _paged_table(paged)}
     recall = {content["attention"]: [content] for content in _named(text, documents, "recall-speed")}
-    makers["recall"] = lambda: _decode_table(recall, LENGTHS[-1])
+    makers["recall"] = lambda: _decode_table(recall, LENGTHS[-1], RECALL)
     page.write_text(_BLOCK.sub(lambda block: block[1] + makers[block[2]]() + block[3], text), encoding="utf-8")
     if picture is not None:
         _draw(rounds, picture)
@@ -48,10 +49,10 @@ def decode_rows(rounds, length):
     return rows
 
 
-def _decode_table(rounds, length):
+def _decode_table(rounds, length, setting):
     dense, condensed = (decode_rows(rounds[name], length) for name in NAMES)
     best = max(rows / median(ms) for rows, ms in dense.items())
-    table = "| requests | dense: ms, tokens/s | condensed: ms, tokens/s | tokens/s |\n|---|---|---|---|\n"
+    table = f"| requests | dense: ms, tokens/s | {setting}: ms, tokens/s | tokens/s |\n|---|---|---|---|\n"
     for rows in sorted(dense | condensed):
         rates = [rows / median(steps[rows]) if rows in steps else None for steps in (dense, condensed)]
         ratio = f"{rates[1] / rates[0]:.2f}x" if rates[0] and rates[1] else f"{rates[1] / best:.1f}x of its best"
@@ -94,7 +95,7 @@ def _traffic_table(rounds):
         ("first token of such a question", "as unread",
          spread([1000 * run["first_token_s"]["median"] for run in documents["condensed"]], ".0f") + " ms", "300 ms"),
     ]  # fmt: skip
-    head = "| | dense vLLM | condensed | goal |\n|---|---|---|---|\n"
+    head = f"| | dense vLLM | {CCA} | goal |\n|---|---|---|---|\n"
     return head + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -126,6 +127,6 @@ def _draw(rounds, path):
         lines = {}
         for name in NAMES:
             steps = sorted((rows, median(ms)) for rows, ms in decode_rows(rounds[name], length).items())
-            lines[name] = [ms for _, ms in steps], [1000 * rows / ms for rows, ms in steps]
+            lines[name.replace("condensed", "CCA")] = [ms for _, ms in steps], [1000 * rows / ms for rows, ms in steps]
         panels[f"{length:,} tokens"] = lines
     plot_lines(panels, path, x_label="ms between tokens", y_label="tokens/s")

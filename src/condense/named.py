@@ -1,4 +1,4 @@
-"""Names for settings: each stands for full settings of a method, and says for which resource they are.
+"""Named settings: each stands for full settings of a method, and says for which resource they are.
 
 A name is accepted wherever a method's is, also with settings changed: ``"recall-host:window=512"``. What a name stands
 for may change between versions, so a model is saved with the settings and never with a name.

@@ -1,4 +1,4 @@
-"""`condense methods`: the methods, names for settings, and the settings of one."""
+"""`condense methods`: the methods, named settings, and the settings of one."""
 
 import dataclasses
 import inspect
@@ -11,17 +11,17 @@ from condense.cli.options import plain_console, plain_table
 
 def methods_command(
     name: Annotated[
-        str | None, typer.Argument(help="A method, or a name for settings, to see them all. Default: list all.")
+        str | None, typer.Argument(help="A method, or a named setting, to see all its settings. Default: list all.")
     ] = None,
 ) -> None:
-    """The methods and the names for settings, or one's settings, explained, with their types and defaults."""
+    """The methods and the named settings, or one's settings, explained, with their types and defaults."""
     from condense.config import method_class, method_names
     from condense.named import NAMED_SETTINGS, full_settings
 
     console = plain_console()
     if name is None:
         named = [(each, named.use) for each, named in NAMED_SETTINGS.items()]
-        console.print(plain_table(left=["name for settings", "what they are for"], rows=named))
+        console.print(plain_table(left=["named setting", "what they are for"], rows=named))
         methods = [(each, paragraphs(method_class(each)).partition("\n")[0]) for each in method_names()]
         console.print(plain_table(left=["method", "what it does"], rows=methods))
         return

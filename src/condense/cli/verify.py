@@ -27,7 +27,7 @@ def verify_command(
         typer.Option(help="Tokens of a text, as 16384 or 16K; repeatable. Default: 4K and 16K; bundled: 3K."),
     ] = None,
     method: Annotated[
-        list[str] | None, typer.Option(help=options.CHOICES_HELP + " Default: every name for settings.")
+        list[str] | None, typer.Option(help=options.CHOICES_HELP + " Default: every named setting.")
     ] = None,
     texts: Annotated[int, typer.Option(help="Texts of each kind and length.")] = 4,
     questions: Annotated[int, typer.Option(help="Hidden numbers per text and task, fewer where they do not fit.")] = 32,

@@ -153,7 +153,7 @@ def condense_from_config(model: PreTrainedModel) -> None:
     if not attentions:
         return  # an inner model without attention of its own, or one of unknown classes, which raises when it is called
     methods = methods_in(settings)
-    # written by hand, it may hold names for settings, which mean something else in another version
+    # written by hand, it may hold named settings, which mean something else in another version
     config.condense = settings | settings_of(methods)
     # a model loaded with fewer layers than it was saved with ignores the methods of the others
     assignment = {i: method for i, method in methods.items() if i in attentions}
