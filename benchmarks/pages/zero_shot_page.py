@@ -1,11 +1,11 @@
 """`docs/studies/zero-shot.md`: tables and a picture where ``zero-shot.md`` asks for them.
 
 ``{{table PART ARCHITECTURE LENGTH}}`` stands for a table of what a part of the study measured, of several parts as
-``methods+calibrated``. Of such parts ``{{goals ...}}`` is a table of the study's goals, ``{{overall ...}}`` one of them
-over several runs, each as ``PARTS/ARCHITECTURE/LENGTH/FILE``, ``{{equal ...}}`` one of the best of each kind at equal
-bytes, and ``{{picture ...}}`` a picture. ``{{needed ARCHITECTURE ...}}`` stands for a table of the groups that must be
-open, and ``{{origin}}`` for text. Each is of the first document that has it all; after the length a document may be
-named by a part of its name.
+``methods+calibrated``. Of such parts ``{{overall ...}}`` is a table of the study's goals over several runs, each as
+``PARTS/ARCHITECTURE/LENGTH/FILE``, ``{{equal ...}}`` one of the best of each kind at equal bytes, and
+``{{picture ...}}`` a picture. ``{{needed ARCHITECTURE ...}}`` stands for a table of the groups that must be open, and
+``{{origin}}`` for text. Each is of the first document that has it all; after the length a document may be named by a
+part of its name.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ def write_page(documents: Documents, output: Path) -> None:
     makers: Mapping[str, Callable[..., str]] = {
         "table": lambda *of: zero_shot_tables.methods(by_label(pick(*of))),
         "equal": lambda *of: zero_shot_tables.equal(by_label(pick(*of))),
-        "goals": lambda *of: zero_shot_tables.goals(pick(*of)),
         "overall": lambda *of: zero_shot_tables.overall([pick(*one.split("/")) for one in of]),
         "needed": lambda *of: zero_shot_tables.needed({name: pick("opened", name) for name in of}),
         "picture": picture,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from statistics import mean
-from typing import Any
 
 from needed import TARGET, predicted
 from needed import needed as groups_needed
@@ -78,38 +76,6 @@ def equal(rows: Mapping[str, Sequence[Row]]) -> str:
     return _table(("", *(f"{share:.0%}" for share in SHARES)), [row for row in cells if any(row[1:])])
 
 
-def goals(runs: Runs) -> str:
-    """Seed by seed: bytes, loss and numbers, and how many seeds meet the goals; rows that every seed has. Of calibrated
-    allocations also the numbers found in the texts that the calibration held out.
-    """
-    losses = ("text loss", "second half")
-    head = ("at most", "device", *losses, "found, of dense's", "met", "found, held out", "met")
-    seeds = sorted({run["seed"] for run in runs})
-    by_seed = [[run for run in runs if run["seed"] == seed] for seed in seeds]
-    tables = [{label: of[0] for label, of in by_label(of_seed).items()} for of_seed in by_seed]
-    cells = []
-    for label, name in _GOALS.items():
-        rows = [table[label] for table in tables if label in table]
-        if len(rows) < len(seeds):
-            continue
-        found = [row.found / table["dense"].found for row, table in zip(rows, tables, strict=True)]
-        met = [_meets(row, table["dense"]) for row, table in zip(rows, tables, strict=True)]
-        columns = [
-            ("{:.1%}", [row.share for row in rows]),
-            ("{:+.3f}", [row.above for row in rows]),
-            ("{:+.3f}", [row.half for row in rows]),
-            ("{:.3f}", found),
-        ]
-        row_cells = [name, *(", ".join(map(form.format, of)) for form, of in columns), f"{sum(met)} of {len(met)}"]
-        if label.startswith("calibrated"):
-            said = [_held_out(run["goals"], label) for run in runs if run["part"] == "calibrated"]
-            later = [int(there) / int(dense) for _, there, dense in said]
-            many = sum(share >= _LEAST for share in later)
-            row_cells += [", ".join(f"{share:.3f}" for share in later), f"{many} of {len(later)}"]
-        cells.append([*row_cells, "", ""][: len(head)])
-    return _table(head, cells)
-
-
 def overall(runs: Sequence[Runs]) -> str:
     """The goals over the models of several runs: their numbers together, losses from the least to the greatest."""
     head = ("at most", "models", "found, of dense's numbers", "share", "text loss", "models that meet it")
@@ -132,14 +98,6 @@ def overall(runs: Sequence[Runs]) -> str:
 def _meets(row: Row, dense: Row) -> bool:
     """True if a row loses little enough text and finds enough of the numbers that dense attention finds."""
     return row.above is not None and row.above <= BUDGET and row.found / dense.found >= _LEAST
-
-
-def _held_out(goals: Mapping[str, Any], label: str) -> tuple[str, ...]:
-    """Divergence from dense attention, numbers found, and those that it finds."""
-    _, place, goal = label.split(", ")
-    said = re.fullmatch(r"loses (\S+) nats, finds (\d+) of \d+ \(dense (\d+)\)", goals[place][goal]["held_out"])
-    assert said is not None
-    return said.groups()
 
 
 def needed(runs: Mapping[str, Runs]) -> str:
