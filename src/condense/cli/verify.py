@@ -34,7 +34,7 @@ def verify_command(
     greedy: Annotated[int, typer.Option(help="Steps for which to compare greedy tokens.")] = 512,
     seed: Annotated[int, typer.Option(help="Decides which stretches of text and which numbers.")] = 0,
     json: options.Json = None,
-    page: Annotated[Path | None, typer.Option(help="Write the table with all figures to this Markdown file.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Write all tables to this Markdown file.")] = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
     device_map: options.DeviceMap = None,

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from condense.config import Natural, Positive, check_fields
 from condense.evaluate.compare import attention_of, in_eval_mode
 from condense.evaluate.intervals import LEAST_FOUND, Cell, Proportion
-from condense.evaluate.verify_texts import TASKS, DenseReading, TextReading, read_text, verify_texts
+from condense.evaluate.verify_texts import TASKS, DenseReading, TextReading, VerifyText, read_text, verify_texts
 from condense.methods import Dense, Recall, StreamingLLM
 from condense.models import MethodChoice, check_stock, described
 from condense.models.inspect import cache_shares, inspect
@@ -17,6 +17,7 @@ from condense.tasks import encode_corpus
 
 DENSE, WINDOW, ALL_OPEN = "dense", "window 25 %", "all open"
 KINDS = ("far", "other", "copy")
+_DEPTHS = 5  # parts of a text by which answers are given
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,17 @@ class AtLength:
     """One setting at one length.
 
     cells: by kind of token (``far``: those that need far text; ``other``; ``copy``) and by task, without tasks of which
-    dense attention finds less than 60 %. found: of each task. greedy: share of steps whose most likely token is dense
-    attention's, given the same text. failed: cells that miss the bar.
+    dense attention finds less than 60 %. losses, divergence: means over stretches of the texts' second half, in nats
+    per token. found, by_depth: of each task, over all and in each fifth of the text, the first one first. greedy: share
+    of steps whose most likely token is dense attention's, given the same text. failed: cells that miss the bar.
     """
 
     length: int
     cells: dict[str, Cell]
+    losses: list[float]
+    divergence: list[float]
     found: dict[str, Proportion]
+    by_depth: dict[str, list[Proportion]]
     greedy: Proportion
     failed: list[str] = field(init=False)
 
@@ -124,14 +129,14 @@ def verify(
     with in_eval_mode(model):
         for length, texts in zip(config.lengths, drawn, strict=True):
             read: dict[str, list[TextReading]] = {name: [] for name in arms[length]}
-            # text by text, because the others are measured against dense attention's reading of the text
+            # text by text, so that dense attention's logits of one text are held at a time
             for index, text in enumerate(texts):
                 dense = DenseReading()
                 for name, method in arms[length].items():
                     read[name].append(read_text(model, text, method, dense, config.greedy if index == 0 else 0))
                     on_step(total)
             for name, arm in read.items():
-                results.setdefault(name, []).append(_at_length(length, arm, read[DENSE]))
+                results.setdefault(name, []).append(_at_length(length, texts, arm, read[DENSE]))
     verified = []
     for name, method in arms[config.lengths[-1]].items():
         shares = cache_shares(inspect(model, method, config.lengths[-1], model.dtype.itemsize))
@@ -139,9 +144,11 @@ def verify(
     return verified
 
 
-def _at_length(length: int, arm: Sequence[TextReading], dense: Sequence[TextReading]) -> AtLength:
+def _at_length(
+    length: int, texts: Sequence[VerifyText], arm: Sequence[TextReading], dense: Sequence[TextReading]
+) -> AtLength:
     """The figures of a setting, from its reading of each text and dense attention's."""
-    cells, found = {}, {}
+    cells, found, by_depth = {}, {}, {}
     for kind in KINDS:
         pairs = [(a.sums[kind], d.sums[kind]) for a, d in zip(arm, dense, strict=True)]
         table = np.array([(loss, of_dense, n) for (loss, n), (of_dense, _) in pairs if n], float).reshape(-1, 3)
@@ -153,6 +160,14 @@ def _at_length(length: int, arm: Sequence[TextReading], dense: Sequence[TextRead
         cell = Cell.of(*np.array(rows, float).T, relative=True)
         if cell.dense >= LEAST_FOUND:
             cells[task] = cell
-        found[task] = Proportion.of([outcome for of_text, _ in right for outcome in of_text])
+        outcomes = [outcome for of_text, _ in right for outcome in of_text]
+        places = [int(depth * _DEPTHS) for text in texts for depth in text.asked[task].depths]
+        found[task] = Proportion.of(outcomes)
+        by_depth[task] = [
+            Proportion.of([outcome for outcome, at in zip(outcomes, places, strict=True) if at == place])
+            for place in range(_DEPTHS)
+        ]
+    losses = np.mean([reading.losses for reading in arm], axis=0).tolist()
+    divergence = np.mean([reading.divergence for reading in arm], axis=0).tolist()
     greedy = Proportion.of([step for reading in arm for step in reading.same])
-    return AtLength(length, cells, found, greedy)
+    return AtLength(length, cells, losses, divergence, found, by_depth, greedy)

@@ -94,6 +94,7 @@ def page(files: Sequence[Content]) -> str:
         )
         lines += ["", f"## {content['model']}", "", *content["verdict"]["text"].splitlines(), "", about, ""]
         lines += [f"- `{result['name']}`: {result['settings']}" for result in content["settings"]]
+        lines += _places(content)
     return "\n".join(lines) + "\n"
 
 
@@ -123,6 +124,28 @@ def cells_of(result: Content, each: Content, *, short: bool = False) -> list[str
     passes = "" if is_dense else "no" if each["failed"] else "yes"
     sizes = [_percent(result["device"]), *([] if short else [_percent(result["host"]) if result["host"] else ""])]
     return [result["name"], *sizes, f"{each['length']:,}", *figures, alike, passes]
+
+
+def _places(content: Content) -> list[str]:
+    """Tables by place in the text: losses and divergence by stretch of the second half, answers by fifth."""
+    lines = []
+    for name, title in (("losses", "loss"), ("divergence", "divergence from dense")):
+        lines += ["", f"{title.capitalize()} by stretch of the second half, nats per token:", ""]
+        rows = [
+            [result["name"], f"{each['length']:,}", *(f"{value:.4f}" for value in each[name])]
+            for result, each in at_lengths(content)
+        ]
+        lines += _table(["setting", "tokens", *map(str, range(1, len(rows[0]) - 1))], rows)
+    for task in TASKS:
+        title = f"{task.capitalize()} found, by fifth of the text in which they stand (95 % Wilson interval):"
+        lines += ["", title, ""]
+        rows = []
+        for result, each in at_lengths(content):
+            parts = [each["found"][task], *each["by_depth"][task]]
+            shown = [f"{p['right']}/{p['total']} [{p['low']:.0%}, {p['high']:.0%}]" for p in parts]
+            rows.append([result["name"], f"{each['length']:,}", *shown])
+        lines += _table(["setting", "tokens", "all", *map(str, range(1, len(rows[0]) - 2))], rows)
+    return lines
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -4,7 +4,7 @@ Shapes: L tokens of a text, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from condense.models.replay import replayable_cache
 from condense.tasks import Corpus, PasskeySequence, SequenceBuilder, load_words
 
 COPIED = 128  # tokens of the copy that ends a text, an eighth of shorter texts
+BINS = 8  # stretches of the second half by which losses are given
 _SURE = 4  # the first quarter of a copy, which nothing announces, is not counted
 _PIECE = 512  # tokens read at a time, so that few logits are held
 TASKS = ("numbers", "shared names")
@@ -84,19 +85,23 @@ def passkey_sequences(
 
 
 class TextReading(NamedTuple):
-    """One text under one setting. sums: by kind, the sum of losses and the number of tokens. same: per greedy step,
-    whether the setting takes dense attention's token. right: by task, which answers are right.
+    """One text under one setting: sums of losses and numbers of tokens by kind, and per stretch of the second half the
+    mean loss and divergence from dense. same: per greedy step, whether the setting takes dense attention's token.
+    right: by task, which answers are right.
     """
 
     sums: dict[str, tuple[float, int]]
+    losses: list[float]
+    divergence: list[float]
     same: list[bool]
     right: dict[str, list[bool]]
 
 
 @dataclass
 class DenseReading:
-    """Dense attention on one text: tokens of the second half that need far text, and tokens written."""
+    """Dense attention on one text: logits per piece of the second half, tokens that need far text, tokens written."""
 
+    logits: list[Tensor] = field(default_factory=list)
     needs_far: Tensor | None = None
     written: Tensor | None = None
 
@@ -116,11 +121,10 @@ def read_text(
     with attention_of(model, method):
         model(ids[None, : half - 1], past_key_values=cache, use_cache=True, logits_to_keep=1)
     with attention_of(model, as_steps(method)):
-        each = _read_half(model, ids[: text.copy], cache)
-        if dense.needs_far is None:
-            dense.needs_far = needs_far(model, ids[: text.copy], F.pad(each, (half, 0)))[half:]
+        each, apart = _read_half(model, ids[: text.copy], cache, dense)
     del cache
     needed, same = dense.needs_far, []
+    assert needed is not None
     sure, right = text.copy + (len(ids) - text.copy) // _SURE, {}
     with attention_of(model, method):
         decoder = _decoder(model, max(len(ids), text.copy + greedy))
@@ -141,16 +145,32 @@ def read_text(
             right[task] = [all(found[end] for end in range(*span)) for span in sequence.answers]
     sums = {name: (float(each[of].sum()), int(of.sum())) for name, of in (("far", needed), ("other", ~needed))}
     sums["copy"] = (float(F.cross_entropy(copied, ids[sure:], reduction="sum")), len(copied))
-    return TextReading(sums, same, right)
+    by_place, apart_by_place = ([float(part.mean()) for part in x.tensor_split(BINS)] for x in (each, apart))
+    return TextReading(sums, by_place, apart_by_place, same, right)
 
 
-def _read_half(model: PreTrainedModel, ids: Tensor, cache: Any) -> Tensor:
-    """The losses of the second half of ids ``[L]``, ``[n]`` in nats. cache: of the first half but its last token."""
-    half, losses = len(ids) // 2, []
-    for piece, targets in zip(ids[half - 1 : -1].split(_PIECE), ids[half:].split(_PIECE), strict=True):
+def _read_half(model: PreTrainedModel, ids: Tensor, cache: Any, dense: DenseReading) -> tuple[Tensor, Tensor]:
+    """The losses of the second half of ids ``[L]``, and their divergences from dense attention, ``[n]`` in nats.
+
+    cache: of the first half but its last token.
+    """
+    half, is_dense = len(ids) // 2, not dense.logits
+    losses, divergence = [], []
+    pieces = zip(ids[half - 1 : -1].split(_PIECE), ids[half:].split(_PIECE), strict=True)
+    for index, (piece, targets) in enumerate(pieces):
         logits = model(piece[None], past_key_values=cache, use_cache=True).logits[0]
-        losses.append(F.cross_entropy(logits.float(), targets, reduction="none"))
-    return torch.cat(losses)
+        p = logits.float().log_softmax(-1)
+        losses.append(F.nll_loss(p, targets, reduction="none"))
+        if is_dense:
+            dense.logits.append(logits.cpu())
+            divergence.append(torch.zeros_like(losses[-1]))
+        else:
+            of_dense = dense.logits[index].to(logits.device).float().log_softmax(-1)
+            divergence.append((of_dense.exp() * (of_dense - p)).sum(-1))
+    each = torch.cat(losses)
+    if is_dense:
+        dense.needs_far = needs_far(model, ids, F.pad(each, (half, 0)))[half:]
+    return each, torch.cat(divergence)
 
 
 @torch.no_grad()
