@@ -18,7 +18,7 @@ from condense.evaluate.compare import attention_of
 from condense.evaluate.intervals import MOST_NATS, Cell
 from condense.evaluate.verify import ALL_OPEN, DENSE, WINDOW, VerifyConfig, verify
 from condense.evaluate.verify_report import verdict
-from condense.evaluate.verify_texts import NEEDS, TASKS, _decoder, _Growing, _turns, needs_far, verify_texts
+from condense.evaluate.verify_texts import BINS, NEEDS, TASKS, _decoder, _Growing, _turns, needs_far, verify_texts
 from condense.tasks import encode_corpus
 
 CONFIG = VerifyConfig((320,), texts=1, questions=2, greedy=3)
@@ -200,3 +200,12 @@ def test_bars_of_a_task_hold_for_its_bound_too():
     assert cell.value == pytest.approx(3 / 320)
     assert cell.high > 0.02
     assert not cell.passes(task=True)
+
+
+def test_divergence_is_that_of_one_piece_of_a_stretch(demo, monkeypatch):
+    monkeypatch.setattr(verify_texts_module, "_PIECE", 7)
+    config = VerifyConfig((256,), texts=1, questions=1, greedy=0)
+    dense, window, whole = (each.lengths[0] for each in verify(*demo, [demo_text().text], {}, config))
+    assert dense.divergence == [0.0] * BINS
+    assert all(apart > 0.001 for apart in window.divergence)
+    assert all(abs(apart) < 1e-4 for apart in whole.divergence)

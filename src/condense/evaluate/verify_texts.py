@@ -85,9 +85,9 @@ def passkey_sequences(
 
 
 class TextReading(NamedTuple):
-    """One text under one setting: sums of losses and numbers of tokens by kind, and per stretch of the second half the
-    mean loss and divergence from dense. same: per greedy step, whether the setting takes dense attention's token.
-    right: by task, which answers are right.
+    """One text under one setting. sums: by kind, the sum of losses and the number of tokens. losses, divergence: per
+    stretch of the second half the mean loss and divergence from dense, which is that of its first piece. same: per
+    greedy step, whether the setting takes dense attention's token. right: by task, which answers are right.
     """
 
     sums: dict[str, tuple[float, int]]
@@ -99,9 +99,11 @@ class TextReading(NamedTuple):
 
 @dataclass
 class DenseReading:
-    """Dense attention on one text: logits per piece of the second half, tokens that need far text, tokens written."""
+    """Dense attention on one text: logits of some pieces of the second half, the tokens there that need far text, and
+    those that are written after it.
+    """
 
-    logits: list[Tensor] = field(default_factory=list)
+    logits: dict[int, Tensor] = field(default_factory=dict)
     needs_far: Tensor | None = None
     written: Tensor | None = None
 
@@ -145,28 +147,32 @@ def read_text(
             right[task] = [all(found[end] for end in range(*span)) for span in sequence.answers]
     sums = {name: (float(each[of].sum()), int(of.sum())) for name, of in (("far", needed), ("other", ~needed))}
     sums["copy"] = (float(F.cross_entropy(copied, ids[sure:], reduction="sum")), len(copied))
-    by_place, apart_by_place = ([float(part.mean()) for part in x.tensor_split(BINS)] for x in (each, apart))
+    by_place, apart_by_place = ([float(part.nanmean()) for part in x.tensor_split(BINS)] for x in (each, apart))
     return TextReading(sums, by_place, apart_by_place, same, right)
 
 
 def _read_half(model: PreTrainedModel, ids: Tensor, cache: Any, dense: DenseReading) -> tuple[Tensor, Tensor]:
-    """The losses of the second half of ids ``[L]``, and their divergences from dense attention, ``[n]`` in nats.
+    """The losses of the second half of ids ``[L]``, and their divergences from dense attention, ``[n]`` in nats; NaN
+    where these were not taken: logits of half a text are gigabytes, so one piece of a stretch stands for all.
 
     cache: of the first half but its last token.
     """
     half, is_dense = len(ids) // 2, not dense.logits
     losses, divergence = [], []
-    pieces = zip(ids[half - 1 : -1].split(_PIECE), ids[half:].split(_PIECE), strict=True)
+    pieces = list(zip(ids[half - 1 : -1].split(_PIECE), ids[half:].split(_PIECE), strict=True))
     for index, (piece, targets) in enumerate(pieces):
         logits = model(piece[None], past_key_values=cache, use_cache=True).logits[0]
         p = logits.float().log_softmax(-1)
         losses.append(F.nll_loss(p, targets, reduction="none"))
-        if is_dense:
-            dense.logits.append(logits.cpu())
-            divergence.append(torch.zeros_like(losses[-1]))
+        apart = torch.zeros_like(losses[-1])
+        if index % max(1, len(pieces) // BINS):
+            apart.fill_(torch.nan)
+        elif is_dense:
+            dense.logits[index] = logits.cpu()
         else:
             of_dense = dense.logits[index].to(logits.device).float().log_softmax(-1)
-            divergence.append((of_dense.exp() * (of_dense - p)).sum(-1))
+            apart = (of_dense.exp() * (of_dense - p)).sum(-1)
+        divergence.append(apart)
     each = torch.cat(losses)
     if is_dense:
         dense.needs_far = needs_far(model, ids, F.pad(each, (half, 0)))[half:]
