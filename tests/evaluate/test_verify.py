@@ -9,16 +9,27 @@ import torch
 import typer
 
 import condense
-from condense import Recall
+from condense import Dense, Recall, StreamingLLM
 from condense.cli.main import app
 from condense.demo import demo_model, demo_text
 from condense.evaluate import verify as verify_module
 from condense.evaluate import verify_texts as verify_texts_module
-from condense.evaluate.compare import attention_of
+from condense.evaluate.compare import attention_of, new_cache
 from condense.evaluate.intervals import MOST_NATS, Cell
 from condense.evaluate.verify import ALL_OPEN, DENSE, WINDOW, VerifyConfig, verify
 from condense.evaluate.verify_report import verdict
-from condense.evaluate.verify_texts import BINS, NEEDS, TASKS, _decoder, _Growing, _turns, needs_far, verify_texts
+from condense.evaluate.verify_texts import (
+    BINS,
+    NEEDS,
+    TASKS,
+    DenseReading,
+    _decoder,
+    _Growing,
+    _read_half,
+    _turns,
+    needs_far,
+    verify_texts,
+)
 from condense.tasks import encode_corpus
 
 CONFIG = VerifyConfig((320,), texts=1, questions=2, greedy=3)
@@ -203,9 +214,16 @@ def test_bars_of_a_task_hold_for_its_bound_too():
 
 
 def test_divergence_is_that_of_one_piece_of_a_stretch(demo, monkeypatch):
-    monkeypatch.setattr(verify_texts_module, "_PIECE", 7)
-    config = VerifyConfig((256,), texts=1, questions=1, greedy=0)
-    dense, window, whole = (each.lengths[0] for each in verify(*demo, [demo_text().text], {}, config))
-    assert dense.divergence == [0.0] * BINS
-    assert all(apart > 0.001 for apart in window.divergence)
-    assert all(abs(apart) < 1e-4 for apart in whole.divergence)
+    """Two pieces per stretch; a window diverges everywhere from dense attention."""
+    monkeypatch.setattr(verify_texts_module, "_PIECE", 4)
+    model, _ = demo
+    ids, dense, apart = torch.arange(100, 100 + 8 * BINS * 2), DenseReading(), []
+    for method in (Dense(), StreamingLLM(sink=0, window=8)):
+        cache = new_cache(model)
+        with torch.no_grad(), attention_of(model, method):
+            model(ids[None, : len(ids) // 2 - 1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            apart.append(_read_half(model, ids, cache, dense)[1].unflatten(0, (BINS, 2, 4)))
+    assert sorted(dense.logits) == list(range(0, 2 * BINS, 2))
+    assert bool((apart[0][:, 0] == 0).all())
+    assert bool((apart[1][:, 0] > 0).all())
+    assert all(bool(x[:, 1].isnan().all()) for x in apart)

@@ -20,11 +20,20 @@ class _Memory:
         pieces = sorted(set(_storages(arguments)))
         self.starts, self.ends = (np.array(x, dtype=np.uint64) for x in zip(*pieces, strict=True))
 
+    def _in_one_piece(self, first, end):
+        """True, as mostly, if all bytes of ``[first, end)`` are in one piece."""
+        piece = int(np.searchsorted(self.starts, first, side="right")) - 1
+        return piece >= 0 and end <= self.ends[piece]
+
     def check(self, pointers, mask):
-        """Raise OutOfBoundsError if some address that is not masked lies in no piece. mask: None for all."""
-        at = np.asarray(pointers.data)
-        at = (at if mask is None else at[np.broadcast_to(np.asarray(mask.data).astype(bool), at.shape)]).ravel()
+        """Raise OutOfBoundsError if some address that is not masked lies in no piece."""
+        at, real = np.asarray(pointers.data), np.asarray(mask.data)
         size = np.uint64(np.dtype(interpreter._get_np_dtype(pointers.get_element_ty())).itemsize)
+        if not real.all():
+            at = at[np.broadcast_to(real.astype(bool), at.shape)]
+        if at.size == 0 or self._in_one_piece(at.min(), at.max() + size):
+            return
+        at = at.ravel()
         piece = np.searchsorted(self.starts, at, side="right").astype(np.int64) - 1
         wrong = (piece < 0) | (at + size > self.ends[np.maximum(piece, 0)])
         if wrong.any():
