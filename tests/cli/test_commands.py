@@ -365,6 +365,14 @@ def test_the_try_out_needs_no_data(tmp_path):
     assert (tmp_path / "tiny" / "model.safetensors").is_file()
 
 
+def test_inspect_names_layers_and_what_a_folder_was_saved_with(saved):
+    out = ran("inspect", "--shape", "qwen3-8b", "--length", "64K").stdout
+    assert "\nlayer 0: recall: all 65536 tokens stay" in out
+    assert "\nlayers 1-35: recall: of 65536 tokens" in out
+    out = ran("inspect", "--model", saved, "--length", "512").stdout
+    assert f"condense serve {saved} --max-model-len 512 (as saved)" in out
+
+
 def test_a_folder_with_an_adapter_alone(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "BASE"}')
     refused(f"{tmp_path} is an adapter of BASE: name that model", "inspect", "--model", str(tmp_path))

@@ -151,6 +151,17 @@ def test_dense_steps_are_dense_whatever_the_model_was_saved_with(text_file, tmp_
     assert used == 2 * ([("sdpa", {})] * 2 + [condensed] * 2)
 
 
+def test_no_more_processes_build_sequences_than_there_are_cores(config, monkeypatch):
+    def trained(*args, workers, **options):
+        assert workers == 2
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(run, "train_phase", trained)
+    with pytest.raises(KeyboardInterrupt):
+        run_training(dataclasses.replace(config, workers=4))
+
+
 def test_another_run_is_not_resumed(config, text, tmp_path):
     """Other phases, another seed, and other data in a file of the same name; the same data may lie elsewhere."""
     config = config.with_steps(2)

@@ -261,7 +261,7 @@ def test_choices_for_others(name, own, monkeypatch):
     assert verdict.passed, verdict
 
 
-def test_those_that_nobody_asks_see_no_group_that_is_not_closed():
+def test_askers_that_a_row_does_not_need_see_closed_groups_alone():
     """The row that starts first has one more; the index has room for more groups than are closed, as in static caches
     it has.
     """

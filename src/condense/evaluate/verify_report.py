@@ -9,7 +9,7 @@ from condense.evaluate.verify import ALL_OPEN, DENSE, WINDOW, Verified
 from condense.evaluate.verify_texts import TASKS
 
 Content = Mapping[str, Any]
-_FEW = 100  # tokens of a kind, of which fewer say little
+_FEW = 100  # a verdict on fewer tokens than this says that they are few
 WORDS = {"far": "tokens that need far text", "other": "other tokens", "copy": "copies"} | {task: task for task in TASKS}
 BARS = (
     f"Bars: at most {MOST_NATS} nats above dense attention on each kind of token; net at most {MOST_LOST:.0%} of each "

@@ -77,7 +77,8 @@ def _choose_shared(choice: IndexChoice, spans: RuleSpans, closed: int, choose_gr
     shared = q.take_along_dim(askers.columns[:, None, : askers.num_shared, None], 2)
     first = q.shape[2] - (askers.columns.shape[1] - askers.num_shared)
     block = (spans.query_start + (1 - rule.window)) // (SHARED * rule.chunk)
-    # a row that needs fewer than another has some that nobody asks, which would see more than are closed
+    # All rows get as many askers as the one that needs most. In another row the last asker stands at the next choice,
+    # for which more groups are closed than the scores have room for; no query takes its choice
     sees = UniformRule(1, 0, entries=SHARED, max_chunks=closed // SHARED)
     parts = (
         (shared, RuleSpans(sees, block - 1, 0, 0)),
