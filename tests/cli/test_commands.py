@@ -183,9 +183,8 @@ def test_inspect_says_what_fits_and_what_to_type(tmp_path, monkeypatch):
         assert line.split()[-len(counts) :] == counts
         dense = settings["dense"]["device_bytes"]
         assert row["served_bytes"] is None or f"{row['served_bytes'] / dense:.1%}" in line.split()
-    pinned = 35 << (settings["recall-host"]["host_bytes"] // 35 - 1).bit_length()  # in all layers but the first
-    assert settings["recall-host"]["pinned_bytes"] == pinned
-    assert settings["recall-host"]["requests"] == 64 * 2**30 // pinned < settings["pooled"]["requests"]
+    on_host = settings["recall-host"]["host_bytes"]
+    assert settings["recall-host"]["requests"] == 64 * 2**30 // on_host < settings["pooled"]["requests"]
     yarn = '"factor": 2.0, "original_max_position_embeddings": 32768'
     assert "The model has 40,960 positions, fewer than 65,536 tokens need. YaRN" in done.stdout
     assert yarn in done.stdout
@@ -326,7 +325,8 @@ def test_ctrl_c_leaves_no_result_files(story, tmp_path, monkeypatch):
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     outputs = "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")
     done = run_here("compare", "--text", str(story), *outputs)
-    assert (done.returncode, done.stderr) == (130, "condense: interrupted\n")
+    # where this takes longer than ten seconds, progress is said before
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (130, "condense: interrupted")
     assert not list(tmp_path.iterdir())
 
 

@@ -8,7 +8,7 @@ from models import tiny
 from transformers import DynamicCache, StaticCache
 
 import condense
-from condense.ops.step.state import pinned_zeros
+from condense.ops.tensors.pinned import pinned_zeros
 
 DEVICE_STORE = condense.Recall(group_size=4, window=8, num_recall=3)
 SLOTS = (0, 2, 12, 100)
@@ -82,6 +82,20 @@ def test_a_copied_cache_goes_on_as_its_original(model):
         with condense.use(model, method), torch.no_grad():
             for token in tiny.tokens(2, 20, seed=5).cuda().split(1, dim=1):
                 assert torch.equal(*(model(token, past_key_values=x, use_cache=True).logits for x in (cache, other)))
+
+
+def test_pinned_memory_is_unpinned_before_it_is_freed():
+    """Memory that is taken anew mostly lies where the freed one lay, and cannot be pinned twice."""
+    addresses = set()
+    for i in range(5):
+        pinned = pinned_zeros((2, 3, 2**20 + 5, 16), torch.uint8)
+        view = pinned[1]
+        del pinned
+        assert view.is_pinned()
+        assert torch.equal(view[2, -3:].cuda() + i, torch.full((3, 16), i, dtype=torch.uint8, device="cuda"))
+        view.fill_(9)
+        addresses.add(view.data_ptr())
+    assert len(addresses) < 5
 
 
 def test_memory_that_the_host_cannot_pin():

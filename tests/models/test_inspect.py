@@ -163,13 +163,11 @@ def test_requests_share_what_weights_leave_and_the_host():
     room = int((weights + 7 * own.device_bytes) / 0.9)
     for memory, count in ((room + 2, 7), (room - 2, 6), (weights, 0)):
         assert cache_fits(model, choices, 4096, memory=memory)[3].requests == count
-    # 3,840 tokens are stored, which in each layer take the power of two above
     layers = model.config.num_hidden_layers
     stored = 3840 * 2 * 2 * 8 * 2
     assert host.host_bytes == (layers - 1) * stored  # the first layer's lie on the device
     for spare, count in ((0, 3), (-1, 2)):
-        host_memory = 3 * (layers - 1) * 4096 * 2 * 2 * 8 * 2 + spare
-        (*_, limited) = cache_fits(model, choices, 4096, memory=2**40, host_memory=host_memory)
+        (*_, limited) = cache_fits(model, choices, 4096, memory=2**40, host_memory=3 * host.host_bytes + spare)
         assert limited.requests == count
     (*_, free) = cache_fits(model, choices, 4096, memory=2**40)
     assert free.requests > 1000

@@ -42,7 +42,7 @@ def _blocks(slots: int) -> int:
 class RingState(Buffered):
     """The buffers of one layer, and numbers on the host: of `condense.Recall` always, of others while they decode.
 
-    Buffers grow by 1/32, a store in host memory by doubling, since PyTorch takes pinned memory in powers of two.
+    Buffers grow by 1/32, a store in host memory by a quarter, because it takes long to pin.
     first: as in `condense.state.LayerState`. num_window, num_queries: columns that `state` returns.
     """
 
@@ -60,7 +60,7 @@ class RingState(Buffered):
         self._before, self._taken = state.seen, 0
         M, W = self._entry_slots(state.entries[0].shape[2]), min(room_for(max_row(state.seen)), self._most_window)
         k, widths = state.window_k, (state.window_k.shape[3], state.window_v.shape[3])
-        queries, stored = max(S, self._most_queries), store.room_for(M) * rule.chunk
+        queries, stored = max(S, self._most_queries), 0 if settings.choice is None else M * rule.chunk
         sizes = StateSizes(k.shape[0], k.shape[1], widths, M, W, queries, stored, kept_sums(rule.chunk))
         self.buffers = empty_state(k, settings, sizes)
         self.backend = self._backend()
@@ -175,12 +175,7 @@ class RingState(Buffered):
     def _entry_slots(self, entries: int) -> int:
         """Columns to allocate for ``entries`` entries: with spare room, but at most what the rule ever needs."""
         limit, slots = self.settings.rule.max_chunks, room_for(entries)
-        if limit is not None:
-            return min(slots, limit * self.settings.rule.entries + max_row(self.first.num))
-        if self.store.on_host:
-            # pinned memory is taken in powers of two, so one group more than fits would double a store in host memory
-            return min(slots, self.store.room_for(max(entries, room_for(0))))
-        return slots
+        return slots if limit is None else min(slots, limit * self.settings.rule.entries + max_row(self.first.num))
 
     def _count_steps(self) -> int:
         """The number of further steps for which every row has room."""

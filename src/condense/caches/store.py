@@ -16,7 +16,7 @@ from torch import Tensor
 
 from condense.ops import StepSettings, StepState, step_backend
 from condense.ops.step import fields_of
-from condense.ops.step.state import pinned_zeros
+from condense.ops.tensors.pinned import pinned_zeros
 from condense.ops.triton.limits import step_obstacle
 
 
@@ -61,21 +61,18 @@ class Store:
                 "decode greedily or by sampling"
             )
 
-    def room_for(self, groups: int) -> int:
-        """Groups to take memory for: PyTorch takes pinned memory in powers of two."""
-        if self.settings.choice is None:
-            return 0
-        return 1 << (groups - 1).bit_length() if self.on_host else groups
-
     def longer(self, buffers: StepState, groups: int) -> Tensor:
-        """The store among the buffers, or a longer copy with room for ``groups`` groups."""
-        store, tokens = buffers.store, self.room_for(groups) * self.settings.rule.chunk
-        if self.settings.choice is None or tokens <= store.shape[2]:
+        """The store among the buffers, or a longer copy with room for at least ``groups`` groups."""
+        store, g = buffers.store, self.settings.rule.chunk
+        held = store.shape[2] // g
+        if self.settings.choice is None or groups <= held:
             return store
+        if self.on_host:
+            groups = max(groups, held + held // 4)
         if not buffers.is_apart:
-            return F.pad(store, (0, 0, 0, tokens - store.shape[2]))
+            return F.pad(store, (0, 0, 0, (groups - held) * g))
         finish_writes(buffers)
-        longer = pinned_zeros((*store.shape[:2], tokens, store.shape[3]), store.dtype)
+        longer = pinned_zeros((*store.shape[:2], groups * g, store.shape[3]), store.dtype)
         longer[:, :, : store.shape[2]].copy_(store)
         return longer
 
@@ -140,7 +137,8 @@ def with_pinned_store(buffers: StepState) -> StepState:
     """The buffers with their store in pinned memory, if it is in host memory: copies of tensors are not pinned."""
     if not buffers.is_apart or buffers.store.is_pinned():
         return buffers
-    return buffers._replace(store=buffers.store.pin_memory())
+    store = buffers.store
+    return buffers._replace(store=pinned_zeros(tuple(store.shape), store.dtype).copy_(store))
 
 
 @functools.cache

@@ -130,10 +130,9 @@ def _print_room(fits: Sequence[CacheFit], memory: str, weights: int, host_memory
     )
     for fit in fits:
         if fit.host_bytes and fit.requests and host_memory is None:
-            needed = fit.requests * fit.pinned_bytes / 2**30
+            needed = fit.requests * fit.host_bytes / 2**30
             console.print(
-                f"{fit.name}: {fit.requests:,} requests need {needed:,.0f} GiB on the host (--host-memory): PyTorch "
-                "pins powers of two per layer; vLLM's plugin pins what is used",
+                f"{fit.name}: {fit.requests:,} requests need {needed:,.0f} GiB on the host (--host-memory)",
                 soft_wrap=True,
             )
 

@@ -20,15 +20,13 @@ _FOUR_BITS = 4 + 2 * 16 / 64
 class CacheFit:
     """The cache of one request: bytes on the device and in host memory.
 
-    pinned_bytes: of host memory, as PyTorch pins it: powers of two per layer. requests: how many fit; None without a
-    limit. In vLLM's blocks (`condense serve`), served_bytes: the device bytes of one, served: how many run at once;
-    None for what is not served, and the second without a limit.
+    requests: how many fit; None without a limit. In vLLM's blocks (`condense serve`), served_bytes: the device bytes of
+    one, served: how many run at once; None for what is not served, and the second without a limit.
     """
 
     name: str
     device_bytes: int
     host_bytes: int
-    pinned_bytes: int
     requests: int | None
     served_bytes: int | None = None
     served: int | None = None
@@ -51,8 +49,7 @@ def cache_fits(
     """The dense cache, the same in 8 and 4 bits, and that of each choice, for one request of ``length`` tokens.
 
     model: stock, also on the meta device. memory, host_memory: bytes for all requests together, None if not limited;
-    of the first, `USED` is for weights and caches; in the second, each takes ``pinned_bytes``. Raises ValueError as
-    `condense.models.inspect.inspect`.
+    of the first, `USED` is for weights and caches. Raises ValueError as `condense.models.inspect.inspect`.
     """
     room = None if memory is None else int(USED * memory) - weight_bytes(model, itemsize)
     reports = {name: inspect(model, choice, length, itemsize) for name, choice in choices.items()}
@@ -61,14 +58,13 @@ def cache_fits(
     fits = []
     for name, bits in dense_in.items():
         device_bytes = int(dense * bits / (8 * itemsize))
-        fits.append(CacheFit(name, device_bytes, 0, 0, None if room is None else max(0, room // device_bytes)))
+        fits.append(CacheFit(name, device_bytes, 0, None if room is None else max(0, room // device_bytes)))
     for name, layers in reports.items():
-        device_bytes, hosts = sum(layer.bytes for layer in layers), [layer.host_bytes for layer in layers]
-        pinned = sum(1 << (each - 1).bit_length() for each in hosts if each)
-        limits = (room, device_bytes), (host_memory, pinned)
+        device_bytes, on_host = sum(layer.bytes for layer in layers), sum(layer.host_bytes for layer in layers)
+        limits = (room, device_bytes), (host_memory, on_host)
         counts = [max(0, limit // each) for limit, each in limits if limit is not None and each]
         served = _served(model, choices[name], length, itemsize, (room, host_memory))
-        fits.append(CacheFit(name, device_bytes, sum(hosts), pinned, min(counts, default=None), *served))
+        fits.append(CacheFit(name, device_bytes, on_host, min(counts, default=None), *served))
     return fits
 
 

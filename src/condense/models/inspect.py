@@ -27,8 +27,7 @@ class LayerReport:
     width, value_width: of a head's keys and values. Entries per KV head, or for all heads where latents are cached
     (MLA), with the exact tokens in Recall's store or slots; bytes of what a cache keeps on the device after a prefill
     of that length, without the spare room of buffers that a step changes: 1/32 and some columns. host_bytes: exact
-    tokens in host memory (``Recall(store="host")``); PyTorch takes it in powers of two per layer. read_bytes: what a
-    step after them reads, wherever it lies.
+    tokens in host memory (``Recall(store="host")``). read_bytes: what a step after them reads, wherever it lies.
 
     FLOPs count attention over visible keys, pooling and the scores of Recall's index, with the products that only
     latents need for it, and no other projections. method: None for a layer that stays stock; then both columns are the

@@ -7,20 +7,16 @@ that hold windows have such a page too, which nobody reads.
 Shapes: P blocks, K KV heads, N groups of a page, n bytes of a group's tokens.
 """
 
-import math
-import weakref
 from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
+from condense.ops.tensors.pinned import pinned_zeros
 from condense.serving.blocks import ServedLayer, page_sizes
 
 # of the memory that is free, so much may be pinned
 _SHARE = 0.9
-# PyTorch pins powers of two, which matters from so many bytes on; smaller tensors may share a page of memory with
-# others, and then cannot be pinned alone
-_SMALL = 2**25
 
 
 def host_bytes(layers: Collection[ServedLayer]) -> int:
@@ -34,15 +30,9 @@ def host_pages(served: ServedLayer, pages: Tensor) -> Tensor | None:
     GPU; None for a layer that needs none.
     """
     shape = *pages.shape[:3], served.host_slot_bytes
-    if math.prod(shape) == 0:
+    if pages.numel() == 0 or served.host_slot_bytes == 0:
         return None
-    is_small = math.prod(shape) <= _SMALL
-    made = torch.empty(shape, dtype=torch.uint8, pin_memory=is_small and pages.is_cuda)
-    if pages.is_cuda and not is_small:
-        cuda = torch.cuda.cudart()
-        torch.cuda.check_error(cuda.cudaHostRegister(made.data_ptr(), made.nbytes, 0))
-        weakref.finalize(made.untyped_storage(), cuda.cudaHostUnregister, made.data_ptr())
-    return made
+    return pinned_zeros(shape, torch.uint8) if pages.is_cuda else torch.zeros(shape, dtype=torch.uint8)
 
 
 class HostMemory:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from condense.ops.recall.index import GroupIndex, index_widths
 from condense.ops.step.settings import StepSettings
+from condense.ops.tensors.pinned import pinned_zeros
 
 
 class Per(Enum):
@@ -207,17 +208,6 @@ def _fill(x: Tensor, field: Field) -> None:
         x.copy_(torch.arange(x.shape[2], device=x.device))
     else:
         x.fill_(field.fill)
-
-
-def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros of a store in pinned host memory. Raises RuntimeError where the host does not give so much."""
-    try:
-        return torch.zeros(shape, dtype=dtype, pin_memory=True)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"store='host' wants {math.prod(shape) * dtype.itemsize:,} bytes of pinned host memory for a layer of "
-            f"{shape[2]:,} tokens, which the host does not give: use store='device', a shorter cache or fewer rows"
-        ) from error
 
 
 def _layout(settings: StepSettings, sizes: StateSizes, dtype: torch.dtype) -> _Layout:
