@@ -110,12 +110,16 @@ class Engine:
         return pool.num_gpu_blocks - 1, pool.get_num_free_blocks()
 
     def fits(self, length):
-        """Requests of ``length`` tokens whose pages lie in the pool at once, once their prompts are read."""
+        """Requests of ``length`` tokens whose pages lie in the pool at once while the prompt of one is read."""
         layers = self.engine.vllm_config.compilation_config.static_forward_context.values()
         served = next((layer.model for layer in layers if hasattr(layer, "served")), None)
-        page = self.engine.vllm_config.cache_config.block_size
-        one = -(-length // page) if served is None else blocks_of_request(served, length).blocks
-        return self.pages[0] // one
+        config = self.engine.vllm_config
+        if served is None:
+            return self.pages[0] // -(-length // config.cache_config.block_size)
+        one = blocks_of_request(served, length).blocks
+        # a piece of a prompt needs more pages of windows for itself, taken from the oldest prompt in the cache
+        reading = blocks_of_request(served, length, config.scheduler_config.max_num_batched_tokens).blocks - one
+        return (self.pages[0] - reading) // one
 
     def add(self, prompts, max_tokens):
         """Requests that wait from now on; their names."""
