@@ -206,6 +206,8 @@ def _lane_groups(
     base_ptr, inside = lane_tokens.of_threads(base_ptr), lane_tokens.of_threads(inside)
     dtype: tl.constexpr = opened.steps.dtype.element_ty
     columns: tl.constexpr = index_widths(FORM.g, FORM.D)
+    # behind the last group its own again, which lies in a cache: another split's may lie in host memory
+    opened = _Opened(opened.groups, hi, opened.table, opened.signs, opened.steps)
     row = _open_groups(opened, lo, FAR)
     piece, signs = _of_group(store_ptr, row, FORM.piece, FAR), _of_index(opened.signs, row, columns[0], FAR)
     kept = lane_tokens.load_group(piece, signs, e, dtype, FORM)
