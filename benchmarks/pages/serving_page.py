@@ -1,8 +1,8 @@
 """The tables of `docs/serving.md` and its picture: what `benchmarks/serving` measured.
 
 The page names its results; a table stands between ``<!-- NAME -->`` and ``<!-- /NAME -->`` and is written anew:
-``decode LENGTH``, ``first and traffic``, ``paged`` and ``recall``. Every process of `speed.py` is a round; a cell is
-the median of rounds, with the least and the most in brackets.
+``decode LENGTH``, ``first and traffic``, ``paged``, ``recall`` and ``recall h100``. Every process of `speed.py` is a
+round; a cell is the median of rounds, with the least and the most in brackets.
 """
 
 import re
@@ -28,6 +28,7 @@ def fill(page, documents, picture=None):
     makers |= {"first and traffic": lambda: _traffic_table(rounds), "paged": lambda: _paged_table(paged)}
     recall = {content["attention"]: [content] for content in _named(text, documents, "recall-speed")}
     makers["recall"] = lambda: _decode_table(recall, LENGTHS[-1], RECALL)
+    makers["recall h100"] = lambda: _columns_table(_named(text, documents, "h100"), LENGTHS[-1])
     page.write_text(_BLOCK.sub(lambda block: block[1] + makers[block[2]]() + block[3], text), encoding="utf-8")
     if picture is not None:
         _draw(rounds, picture)
@@ -58,6 +59,24 @@ def _decode_table(rounds, length, setting):
         ratio = f"{rates[1] / rates[0]:.2f}x" if rates[0] and rates[1] else f"{rates[1] / best:.1f}x of its best"
         table += f"| {rows} | {_step(dense, rows)} | {_step(condensed, rows)} | {ratio} |\n"
     return table
+
+
+def _columns_table(contents, length):
+    """A column for each process: first token, milliseconds between tokens by requests, and the most tokens a second."""
+    names = [
+        f"`{content['method']}`" if content["method"] else f"dense{', FP8' * (content['cache'] == 'fp8')}"
+        for content in contents
+    ]
+    steps = [{rows: ms for rows, (ms,) in decode_rows([content], length).items()} for content in contents]
+    table = f"| | {' | '.join(names)} |\n{'|---' * (len(names) + 1)}|\n"
+    first = [f"{min(content['first']):.2f} s" for content in contents]
+    table += f"| first token | {' | '.join(first)} |\n"
+    for rows in (1, 2, 4):
+        cells = [f"{each[rows]:.2f} ms" if rows in each else "" for each in steps]
+        table += f"| {rows} request{'s' * (rows > 1)} | {' | '.join(cells)} |\n"
+    most = [max(each, key=lambda rows, each=each: rows / each[rows]) for each in steps]
+    cells = [f"{1000 * rows / each[rows]:,.0f} with {rows}" for rows, each in zip(most, steps, strict=True)]
+    return table + f"| most tokens/s | {' | '.join(cells)} |\n"
 
 
 def _step(steps, rows):
