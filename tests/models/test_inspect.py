@@ -6,7 +6,7 @@ from grids import grid
 from layers import tensors_of
 from models import tiny
 from oracles import cases
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Olmo2Config
 
 import condense
 from condense.models.fit import cache_fits, weight_bytes
@@ -151,6 +151,15 @@ def test_sliding_layers_keep_their_window_beside_full_ones():
     # entries, the window, and beside it the newest queries and what waits to be pooled
     kept = (LENGTH - 512) // 16 + 512
     assert kept * token <= full < (kept + 64) * token
+
+
+def test_models_that_no_engine_serves_have_no_figures_of_one():
+    choices = {"own": condense.CCA(group_size=4, window=8)}
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    other = AutoModelForCausalLM.from_config(Olmo2Config(**small, vocab_size=32, pad_token_id=0))
+    for model, is_served in ((tiny.model("llama", torch.bfloat16), True), (other, False)):
+        (*_, own) = cache_fits(model, choices, 4096, memory=2**30)
+        assert (own.served is not None, own.served_bytes is not None) == (is_served, is_served)
 
 
 def test_requests_share_what_weights_leave_and_the_host():

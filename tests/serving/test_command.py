@@ -248,6 +248,9 @@ def test_flags_in_a_file(serve, stock, tmp_path):
     file.write_text("kv_cache_dtype: fp8\nenable-dbo: true\n")
     words = "--kv-cache-dtype must be the model's", "--enable-dbo is not served"
     check_refused(serve(stock, "--config", file), *words)
+    # vLLM leaves out what a file turns off
+    file.write_text("enable-dbo: false\ndisable-hybrid-kv-cache-manager: false\n")
+    assert serve(stock, "--config", file)[0] is not None
     file.write_text("hf-overrides:\n  rope_theta: 2\n")
     check_refused(serve(stock, "--config", file), "not in the file of --config")
 

@@ -10,6 +10,7 @@ from condense.ops.step import record_format
 from condense.serving.blocks import ServedLayer, page_sizes
 from condense.serving.host import HostMemory, host_bytes
 from condense.serving.plan import serving_plan
+from condense.serving.vllm.memory import available_bytes
 
 HOST = condense.Recall(group_size=4, window=24, store="host", store_bits=4)
 LAYERS = [
@@ -51,3 +52,12 @@ def test_more_than_the_host_has_is_refused_with_the_number_of_blocks_that_fit(ra
     assert memory.pages_of("b", LAYERS[2], BLOCKS[:fitting], left) is not None
     assert memory.pages_of("a", LAYERS[1], BLOCKS[:3], free).shape[0] == 3
     assert memory.pages_of("a", LAYERS[1], BLOCKS[:0], 0) is None
+
+
+def test_a_container_has_what_its_limit_leaves(tmp_path):
+    assert available_bytes(tmp_path / "none") > 2**20
+    for name, text in (("memory.stat", "anon 5\ninactive_file 300\n"), ("memory.current", "1000\n")):
+        (tmp_path / name).write_text(text)
+    for limit, left in (("1500\n", 800), ("max\n", None)):
+        (tmp_path / "memory.max").write_text(limit)
+        assert (available_bytes(tmp_path) == left) is (left is not None)

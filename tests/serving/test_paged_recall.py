@@ -138,8 +138,9 @@ def test_a_backend_is_chosen_for_as_many_groups_as_tables_have_room_for(monkeypa
     monkeypatch.setattr(api, "step_backend", lambda *args, **options: asked.append(options["entries"]) or "torch")
     request, qkv = pool.add(30), [x.float() for x in tokens_of(30)]
     pool.read([(request, qkv)], scale=SCALE)
-    entries = pool.state([request]).entries
-    assert asked == [entries.table.shape[1] * entries.slots]
+    state = pool.state([request])
+    assert asked == [state.entries.table.shape[1] * state.entries.slots]
+    assert [state._replace(longest=n).most_groups(4) for n in (1, 9, 10**6)] == [1, 3, *asked]
 
 
 def test_the_bytes_of_a_record():

@@ -229,11 +229,20 @@ def test_layers_whose_single_tokens_graphs_may_record(monkeypatch, method, width
     assert not layer.has_step(torch.device("cpu"), longest, far)
 
 
-def test_a_table_with_room_for_more_groups_than_kernels_choose_from(monkeypatch):
-    """vLLM's tables of pages of 144 tokens have room for whole numbers of 1,152 tokens."""
+@pytest.mark.parametrize("sink", [16, 128, 129, 300, 5000])
+def test_a_page_has_room_for_all_sinks(sink):
+    layer = ServedLayer(serving_plan(condense.StreamingLLM(sink=sink)), 1, WIDTHS, BF16)
+    far = page_sizes([layer, layer]).far
+    assert layer.plan.entry_slots(far) >= sink
+    assert blocks_of_request([layer], 100_000).blocks > 1
+
+
+def test_as_many_groups_as_kernels_choose_from(monkeypatch):
+    """vLLM's tables of pages of 144 tokens have room for whole numbers of 1,152 tokens: for more than the longest."""
     monkeypatch.setattr(limits, "_HAS_TRITON", True)
-    layer, most = ServedLayer(serving_plan(condense.Recall()), 1, WIDTHS, BF16), 32768 * 16 // 1152 * 1152
+    layer, most = ServedLayer(serving_plan(condense.Recall()), 1, WIDTHS, BF16), 32768 * 16
     assert [layer.has_step(torch.device("cuda"), n, 144) for n in (most, most + 1)] == [True, False]
+    assert table_columns(most, 144) * 9 > 32768
 
 
 @pytest.mark.parametrize("length", [7, 300])

@@ -116,14 +116,13 @@ def test_pages_that_lie_far_apart():
     assert torch.equal(outs[1], outs[3])
 
 
-def test_more_groups_than_there_is_room_for(monkeypatch):
-    """Many requests on one long prefix: whoever has no room gets NaN, not less."""
-    monkeypatch.setattr(paged_step, "room_for", lambda records: 20)
-    outs = steps_of(SHAPES["gqa"], RECORDS["default"], (0, 50, 80, 3), 1, "triton")
-    assert bool(outs[0, :2].isfinite().all())
-    assert bool(outs[0, 2].isnan().all())
-    # no group of it is closed, so it needs no room
-    assert bool(outs[0, 3].isfinite().all())
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_requests_that_attend_one_part_after_another(rows, monkeypatch):
+    """As they do where many share a long prefix, so that their groups fill the pool many times."""
+    lengths = (0, 50, 80, 3, 61)
+    want = steps_of(SHAPES["gqa"], RECORDS["default"], lengths, 1, "triton")
+    monkeypatch.setattr(paged_step, "rows_at_once", lambda records: rows)
+    check_same(steps_of(SHAPES["gqa"], RECORDS["default"], lengths, 1, "triton"), want)
 
 
 def test_no_token_is_read_before_it_is_there():

@@ -9,6 +9,7 @@ from condense.models.choice import MethodChoice
 from condense.models.inspect import inspect, served_layers
 from condense.serving.blocks import blocks_of_request
 from condense.serving.host import host_bytes
+from condense.serving.vllm.register import ARCHITECTURES
 
 # share of the device's memory for weights and caches; the rest is for activations
 USED = 0.9
@@ -74,6 +75,8 @@ def _served(
     """Bytes of a request of ``length`` tokens in vLLM, and requests in so many bytes on the device and in host memory;
     None as in `CacheFit`.
     """
+    if type(model).__name__ not in ARCHITECTURES:
+        return None, None
     try:
         layers = served_layers(model, choice, itemsize)
     except ValueError:

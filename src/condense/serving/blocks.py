@@ -61,6 +61,13 @@ class ServedLayer:
         return SLOTS if self.plan.settings.rule.max_chunks is not None else self.plan.group_size
 
     @property
+    def least_page(self) -> int:
+        """The fewest tokens of a page of what is kept; where only the first groups have entries, all of these."""
+        most = None if self.plan is None else self.plan.settings.rule.max_chunks
+        of_first = 0 if self.plan is None or most is None else most * self.plan.group_size
+        return max(_LEAST_GROUPS * self.group_size, of_first)
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of the key and the value of a token, of one KV head."""
         return sum(self.widths) * self.dtype.itemsize
@@ -105,8 +112,8 @@ class ServedLayer:
         """
         if self.plan is None:
             return False
-        # as many groups as a table has room for; the kernels that choose take so many and no more
-        groups = table_columns(longest, far) * self.plan.entry_slots(far)
+        # the kernels that choose take so many groups and no more
+        groups = min(table_columns(longest, far) * self.plan.entry_slots(far), -(-longest // self.plan.group_size))
         settings, latent = self.plan.settings, self.latent
         return step_backend(device, self.dtype, self.widths, settings, latent=latent, entries=groups) == "triton"
 
@@ -131,8 +138,9 @@ def page_sizes(layers: Collection[ServedLayer]) -> PageSizes:
     is kept, or fewer; where so little is kept that vLLM gives the layers of a window several tables, k is the one with
     which these take the fewest bytes. F is the smallest multiple of all group sizes for which kernels load whole tiles.
     """
-    groups = [layer.group_size for layer in layers]
+    groups, least = [layer.group_size for layer in layers], max(layer.least_page for layer in layers)
     sample = SLOTS * math.lcm(*groups)
+    sample *= -(-least // sample)
     kept = sum(layer.far_bytes(sample) for layer in layers)
     # bytes of the sample in the windows that most layers share
     of_window: Counter[int] = Counter()
@@ -143,7 +151,7 @@ def page_sizes(layers: Collection[ServedLayer]) -> PageSizes:
 
     def sizes(k: int) -> PageSizes:
         unit = math.lcm(SLOTS * k, *groups)
-        far = -(-_LEAST_GROUPS * max(groups) // unit) * unit
+        far = -(-least // unit) * unit
         return PageSizes(far, far // k)
 
     if k <= _MOST_PARTS:

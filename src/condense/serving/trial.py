@@ -62,7 +62,7 @@ def read_trials(
         if plan.ring_slots:
             ring = pages(requests, plan.ring_slots, served.widths[0] * dtype.itemsize, 1).view(dtype)
         kept = entries if plan.has_records else entries.view(dtype)
-        return PagedState(window, kept, ring, up, extras, host_pages(served, entries.cache))
+        return PagedState(window, kept, ring, up, extras, host_pages(served, entries.cache), longest)
 
     def read(lengths: tuple[int, ...], counts: tuple[int, ...]) -> None:
         """So many of the last tokens of each, or as many as there are."""

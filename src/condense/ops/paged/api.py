@@ -44,12 +44,11 @@ def read_paged(
     Raises ValueError for an unknown backend, for an explicit one that cannot run here, for settings that pages cannot
     hold, for pages of records that are not as `PagedState` says, and while a graph is captured for requests that no
     step of kernels reads.
-    Single tokens behind more groups than `room_for` says get NaN: lengths are on the device, and a graph cannot raise.
     """
     q, k, v = qkv
     _check_settings(settings, state)
-    takes, widths, room = check_backend(backend), (k.shape[2], v.shape[2]), state.entries.table.shape[1]
-    options = {"latent": state.latent, "entries": room * state.entries.slots}
+    takes, widths = check_backend(backend), (k.shape[2], v.shape[2])
+    options = {"latent": state.latent, "entries": state.most_groups(settings.rule.chunk)}
     if takes == "auto":
         takes = step_backend(q.device, q.dtype, widths, settings, **options)
     elif takes in ("triton", "hopper"):
@@ -74,7 +73,7 @@ def read_paged(
     if store is None or steps == 0:
         layer.read(out, first=0)
         return
-    (ones, *kv), first, seen = (x[:steps] for x in qkv), state.first(steps), new.seen_on_device[:steps]
+    (ones, *kv), first, seen = (x[:steps] for x in qkv), state.rows(0, steps), new.seen_on_device[:steps]
     to, up = out[:steps], state.up
     if up is not None:
         ones = up.absorb(ones[:, :, None])[:, :, 0]

@@ -44,9 +44,9 @@ class Pages(NamedTuple):
         """The same pages, of each slot the columns ``[start, stop)``, the last ones by default."""
         return self._replace(cache=self.cache[..., start:stop])
 
-    def first(self, count: int) -> Self:
-        """The pages of the first ``count`` requests."""
-        return self._replace(table=self.table[:count])
+    def rows(self, start: int, stop: int) -> Self:
+        """The pages of requests ``[start, stop)``."""
+        return self._replace(table=self.table[start:stop])
 
 
 class Places(NamedTuple):
@@ -75,6 +75,7 @@ class PagedState(NamedTuple):
     columns; None for methods that need one query or none (`condense.serving.plan`).
     up: the up-projections, if tokens are latents (MLA): K is 1, a key is ``[c ; k_rope]`` and Dv is 0. Else None.
     extras: of the layer, as in `condense.ops.attend`; groups are chosen without them.
+    longest: the most tokens of a request; None: as many as tables have room for.
     Slots that a request has not filled, or needs no more, are not read and may hold anything.
     """
 
@@ -84,6 +85,7 @@ class PagedState(NamedTuple):
     up: UpProjection | None = None
     extras: Extras = NO_EXTRAS
     store: Tensor | None = None
+    longest: int | None = None
 
     @property
     def latent(self) -> int:
@@ -95,10 +97,15 @@ class PagedState(NamedTuple):
         """True if entries stand in records."""
         return self.entries.cache.dtype == torch.uint8
 
-    def first(self, count: int) -> Self:
-        """The state of the first ``count`` requests."""
-        ring = None if self.ring is None else self.ring.first(count)
-        return self._replace(window=self.window.first(count), entries=self.entries.first(count), ring=ring)
+    def most_groups(self, g: int) -> int:
+        """The most groups of g tokens that a request can have."""
+        room = self.entries.table.shape[1] * self.entries.slots
+        return room if self.longest is None else min(room, -(-self.longest // g))
+
+    def rows(self, start: int, stop: int) -> Self:
+        """The state of requests ``[start, stop)``."""
+        ring = None if self.ring is None else self.ring.rows(start, stop)
+        return self._replace(window=self.window.rows(start, stop), entries=self.entries.rows(start, stop), ring=ring)
 
 
 @dataclass(frozen=True)
@@ -147,18 +154,16 @@ def window_columns(D: int, Dv: int, settings: StepSettings, itemsize: int) -> tu
     return start // itemsize, (start + 8 * sum_part(Dv or D, settings.rule.chunk)) // itemsize
 
 
-# requests share the pages of common prefixes, so all together may have more groups than there are pages for: up to so
-# many times as many
-_SHARED = 8
+# groups of requests that a step of kernels attends to at once, in pools of pages: requests share the pages of common
+# prefixes, so all together may have many times as many groups as a pool has room for
+_AT_ONCE = 8
 
 
-def room_for(records: Pages) -> int:
-    """Groups of all requests together for which a step of kernels over these pages of records has scratch memory.
-
-    An engine must not run requests that have more.
+def rows_at_once(records: Pages) -> int:
+    """Requests that a step of kernels over these pages of records attends to at once, however long they are: their
+    groups fill `_AT_ONCE` pools of pages at most, for which there is scratch memory.
     """
-    requests, columns = records.table.shape
-    return records.slots * min(requests * columns, _SHARED * records.cache.shape[0])
+    return max(1, _AT_ONCE * records.cache.shape[0] // records.table.shape[1])
 
 
 def copied(cache: Tensor, places: Places) -> Tensor:

@@ -5,7 +5,7 @@ kernel starts while the one before still runs, and waits for it before it reads 
 
 With a choice, scratch memory by groups is one stretch for all requests, in which each has as many places as it has
 groups: a few requests may be long, or many short. It is bounded by the pool of pages, not by requests times the longest
-text.
+text: where these are more, requests attend one part after another.
 
 Shapes: R requests, H query heads, K KV heads, D and Dv widths, P pages.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from condense.ops.recall.index import rotation
-from condense.ops.step.pages import PagedState, room_for, window_columns
+from condense.ops.step.pages import PagedState, rows_at_once, window_columns
 from condense.ops.step.records import record_format
 from condense.ops.step.settings import StepSettings
 from condense.ops.step.state import StepState
@@ -63,31 +63,58 @@ def attend(
 ) -> None:
     """Write the attention of one token of each request, after `store`, to ``out`` ``[R, H, Dv]``; 0 for unused places.
 
-    before int64 ``[R]`` on the device, with a choice: tokens of the requests before each. Requests that come behind
-    more groups than `room_for` says get NaN. On latents out is d_c wide. Other arguments as in `store`.
+    before int64 ``[R]`` on the device, with a choice: tokens of the requests before each. On latents out is d_c wide.
+    Other arguments as in `store`.
     """
-    widths = q.shape[2], 0 if state.latent else out.shape[2]
-    q, pages = dense_rows(q), _buffers_of(state, widths, seen, settings)
+    widths, R = (q.shape[2], 0 if state.latent else out.shape[2]), len(q)
+    q = dense_rows(q)
     with on_device_of(q):
         if settings.choice is None:
+            pages = _buffers_of(state, widths, seen, settings)
             launch = _launch_of(q, state, pages, settings, scale)
-            join, splits = launch.join, split_scratch(q, launch.num_splits, out.shape[2])
+            splits = split_scratch(q, launch.num_splits, out.shape[2])
             # keys and values are in pages by now
             _start(launch.step, (q, q, q), state, pages, splits)
-        else:
-            plan = plan_of(*_sizes_of(q, widths, state, settings), (scale, state.extras.softcap), False)
-            scratch, of_q = scratch_of(plan.scratch, q.device), q.stride()[:2]
-            tables = state.window.table, state.entries.table, before
-            turn = rotation(q.shape[2], q.device, q.dtype)
-            scored, chosen, attended = tensors_of(q, pages, seen, scratch, turn, tables)
-            SCORE.start(plan.score, scored, of_q)
-            CHOOSE.start(plan.choose, chosen, ())
-            ATTEND.start(plan.attend, attended, of_q)
-            join, splits = plan.join, (scratch.part, scratch.lse)
-        assert join is not None
-        grid, numbers, (*sizes, _, early, _), options = join
-        join = grid, numbers, (*sizes, True, early, out.stride()[:2]), options
-        JOIN.start(join, (*splits, out, None, seen, state.extras.sink_logits, None), (0, seen.stride(0)))
+            _join(launch.join, splits, out, seen, state)
+            return
+        assert before is not None
+        rows = cdiv(R, cdiv(R, rows_at_once(state.entries)))
+        for i in range(0, R, rows):
+            part = slice(i, i + rows)
+            parts = q[part], state.rows(i, i + rows), seen[part], before[part], out[part]
+            _attend_to_open(*parts, widths, settings, scale)
+
+
+def _attend_to_open(
+    q: Tensor,
+    state: PagedState,
+    seen: Tensor,
+    before: Tensor,
+    out: Tensor,
+    widths: tuple[int, int],
+    settings: StepSettings,
+    scale: float,
+) -> None:
+    """`attend` with a choice, of no more requests than `rows_at_once`. widths: D and Dv."""
+    plan = plan_of(*_sizes_of(q, widths, state, settings), (scale, state.extras.softcap), False)
+    scratch, of_q = scratch_of(plan.scratch, q.device), q.stride()[:2]
+    tables = state.window.table, state.entries.table, before
+    turn, pages = rotation(q.shape[2], q.device, q.dtype), _buffers_of(state, widths, seen, settings)
+    scored, chosen, attended = tensors_of(q, pages, seen, scratch, turn, tables)
+    SCORE.start(plan.score, scored, of_q)
+    CHOOSE.start(plan.choose, chosen, ())
+    ATTEND.start(plan.attend, attended, of_q)
+    _join(plan.join, (scratch.part, scratch.lse), out, seen, state)
+
+
+def _join(
+    join: tuple[Any, ...] | None, splits: tuple[Tensor, Tensor], out: Tensor, seen: Tensor, state: PagedState
+) -> None:
+    """Write outputs from those of all splits."""
+    assert join is not None
+    grid, numbers, (*sizes, _, early, _), options = join
+    join = grid, numbers, (*sizes, True, early, out.stride()[:2]), options
+    JOIN.start(join, (*splits, out, None, seen, state.extras.sink_logits, None), (0, seen.stride(0)))
 
 
 def _start(
@@ -137,11 +164,10 @@ def _launch_of(q: Tensor, state: PagedState, pages: StepState, settings: StepSet
 
 def _sizes_of(q: Tensor, widths: tuple[int, int], state: PagedState, settings: StepSettings) -> tuple[Any, ...]:
     """The first arguments of `plan_of` for these tensors, up to the settings' number. widths: D and Dv."""
-    (R, H, _), K, far = q.shape, state.window.cache.shape[1], state.entries
+    (R, H, _), K, far, g = q.shape, state.window.cache.shape[1], state.entries, settings.rule.chunk
     assert settings.rule.window is not None
     records = PageForm.of_records(far, record_format(settings, widths, q.dtype), state.store)
-    tokens, pages = settings.rule.window + settings.rule.chunk, (PageForm.of(state.window), records)
+    tokens, pages, groups = settings.rule.window + g, (PageForm.of(state.window), records), state.most_groups(g)
     # the groups of each request begin at a multiple of four
-    room_for_all = room_for(far) + cdiv(4 * far.table.shape[0], 16) * 16
-    room = Room(far.table.shape[1] * far.slots, tokens, 0, 0, 0, *pages, room_for_all)
+    room = Room(groups, tokens, 0, 0, 0, *pages, R * groups + cdiv(4 * R, 16) * 16)
     return q.device, q.dtype, (R, H, K), (*widths, state.latent), room, settings.number

@@ -30,8 +30,8 @@ from condense.ops.triton.recall_store_kernels import add_key_codes, chunk_tokens
 class StepRow(namedtuple("StepRow", "t live all_closed closed start")):
     """The task of a step in one row.
 
-    t: position of the new token. live: whether there is one. all_closed: closed groups. closed: those that there is
-    room for. start: place of the row's first group in scratch memory that all rows share, a multiple of
+    t: position of the new token. live: whether there is one. all_closed: closed groups. closed: those that a ring has
+    room for, in pages all. start: place of the row's first group in scratch memory that all rows share, a multiple of
     four; 0 if each has its own.
     """
 
@@ -48,10 +48,10 @@ def after_the_last(EARLY: tl.constexpr):
 def row_of_step(
     seen_ptr, real_ptr, before_ptr, b, window, G, g: tl.constexpr, HAS_REAL: tl.constexpr, PAGED: tl.constexpr
 ):  # fmt: skip
-    """The `StepRow` of row b. G: groups that there is room for, of this row; with ``before`` of all rows together.
+    """The `StepRow` of row b. G: groups that a ring has room for.
 
-    before: tokens of the rows before each; None where each row has room of its own. PAGED: ``seen`` counts the new
-    token, and is 0 for rows that have none.
+    before: tokens of the rows before each, from whichever row on; None where each row has room of its own. PAGED:
+    ``seen`` counts the new token, and is 0 for rows that have none.
     """
     t = tl.load(seen_ptr + b).to(tl.int32)
     if PAGED:
@@ -64,8 +64,8 @@ def row_of_step(
         return StepRow(t, live, closed, tl.minimum(closed, G), 0)
     else:
         # so that four groups are read at a time
-        start = ((tl.load(before_ptr + b) // (4 * g)).to(tl.int32) + b) * 4
-        return StepRow(t, live, closed, tl.where(start + closed <= G, closed, 0), start)
+        before = tl.load(before_ptr + b) - tl.load(before_ptr)
+        return StepRow(t, live, closed, closed, ((before // (4 * g)).to(tl.int32) + b) * 4)
 
 
 @triton.jit

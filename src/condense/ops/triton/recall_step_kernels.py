@@ -283,9 +283,9 @@ def recall_attend_kernel(
 
     most_opened: stride of ``groups`` and ``place``; with part and of the numbers of
     `condense.ops.recall.choice.Quota`. near, far: tables of the pages of tokens and of records, for which scores and
-    lists of groups are as `recall_score_kernel` and `recall_choose_kernel` say; rows whose groups have no room there
-    get NaN. For stores of fewer than 16 bits, turned: the turned queries, float32 ``[B, H, D]``; rotation:
-    `condense.ops.recall.index.rotation` in the dtype of q; base: room for a number of each query head and open group.
+    lists of groups are as `recall_score_kernel` and `recall_choose_kernel` say. For stores of fewer than 16 bits,
+    turned: the turned queries, float32 ``[B, H, D]``; rotation: `condense.ops.recall.index.rotation` in the dtype of q;
+    base: room for a number of each query head and open group.
     """
     split, S, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K
@@ -428,8 +428,5 @@ def recall_attend_kernel(
     if FORM.bits < 16 and DV == 0:
         acc = (turned_part(acc[0], rotation_ptr, 0, FORM.V0, D, True, EXACT),)
     total = tl.sum(softmax.total, 0)
-    if FAR is not None:
-        refused = tl.where(all_closed > closed, float("nan"), 0.0)
-        acc = [x + refused for x in acc]
     # splits without a key write zeros, because the join reads every part
     store_part(part_ptr, lse_ptr, Softmax(acc, softmax.m, total), part_row, r < R, FORM.V0, FORM.V1)

@@ -10,7 +10,6 @@ import itertools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import psutil
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
@@ -41,6 +40,7 @@ from condense.ops.paged import NewTokens, PagedState, Pages, read_paged
 from condense.serving.blocks import PageSizes, ServedLayer, blocks_of_request, page_sizes
 from condense.serving.host import HostMemory, host_bytes
 from condense.serving.trial import read_trials
+from condense.serving.vllm.memory import available_bytes
 
 # a child of vLLM's own logger, which alone has a handler
 logger = init_logger("vllm.condense")
@@ -187,7 +187,7 @@ class CondensedImpl(AttentionImpl[CondensedMetadata]):
             entries = entries.view(dtype)
         window = Pages(kv_cache, attn_metadata.table).view(dtype)
         past, store = None if ring is None else ring.view(dtype), layer.sides["entries"].store
-        state = PagedState(window, entries, past, layer.up, self.extras, store)
+        state = PagedState(window, entries, past, layer.up, self.extras, store, layer.longest)
         read_paged(qkv, state, attn_metadata.new, layer.plan.settings, scale=self.scale, out=output)
         return output
 
@@ -259,8 +259,7 @@ class SideCache(AttentionLayerBase):
     def kv_cache(self, pages: Tensor) -> None:
         self._pages, self.store = pages, None
         if self._host is not None:
-            available = psutil.virtual_memory().available
-            self.store = self._host.pages_of(self.layer_name, self._served, pages, available)
+            self.store = self._host.pages_of(self.layer_name, self._served, pages, available_bytes())
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         """The backend of condensed layers, which makes the metadata of their pages too."""

@@ -72,6 +72,8 @@ def file_flags(flags: list[str]) -> list[str]:
     content = yaml.safe_load(Path(path).read_text())
     found: list[str] = []
     for key, value in content.items() if isinstance(content, dict) else ():
+        if value is False:
+            continue
         values = value if isinstance(value, list) else [] if value is True else [value]
         found += [_name(f"--{key}"), *(json.dumps(x) if isinstance(x, dict) else str(x) for x in values)]
     return found
