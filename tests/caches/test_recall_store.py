@@ -161,7 +161,7 @@ def test_memory_that_cannot_be_pinned_names_the_way_out(monkeypatch):
 
     monkeypatch.setattr(torch, "zeros", refuse)
     with pytest.raises(RuntimeError, match=r"wants 4,096 bytes .*store='device', a shorter cache"):
-        pinned_zeros((1, 2, 8, 64), torch.float32)
+        pinned_zeros((1, 2, 8, 64), torch.float32, torch.device("cuda"))
 
 
 def test_gradients_flow_past_a_cache_that_goes_on():

@@ -88,7 +88,7 @@ def test_pinned_memory_is_unpinned_before_it_is_freed():
     """Memory that is taken anew mostly lies where the freed one lay, and cannot be pinned twice."""
     addresses = set()
     for i in range(5):
-        pinned = pinned_zeros((2, 3, 2**20 + 5, 16), torch.uint8)
+        pinned = pinned_zeros((2, 3, 2**20 + 5, 16), torch.uint8, torch.device("cuda"))
         view = pinned[1]
         del pinned
         assert view.is_pinned()
@@ -100,4 +100,4 @@ def test_pinned_memory_is_unpinned_before_it_is_freed():
 
 def test_memory_that_the_host_cannot_pin():
     with pytest.raises(RuntimeError, match=r"bytes of pinned host memory.*store='device'"):
-        pinned_zeros((1, 8, 2**35, 256), torch.float32)
+        pinned_zeros((1, 8, 2**35, 256), torch.float32, torch.device("cuda"))

@@ -72,7 +72,7 @@ class Store:
         if not buffers.is_apart:
             return F.pad(store, (0, 0, 0, (groups - held) * g))
         finish_writes(buffers)
-        longer = pinned_zeros((*store.shape[:2], groups * g, store.shape[3]), store.dtype)
+        longer = pinned_zeros((*store.shape[:2], groups * g, store.shape[3]), store.dtype, buffers.seen.device)
         longer[:, :, : store.shape[2]].copy_(store)
         return longer
 
@@ -138,7 +138,7 @@ def with_pinned_store(buffers: StepState) -> StepState:
     if not buffers.is_apart or buffers.store.is_pinned():
         return buffers
     store = buffers.store
-    return buffers._replace(store=pinned_zeros(tuple(store.shape), store.dtype).copy_(store))
+    return buffers._replace(store=pinned_zeros(tuple(store.shape), store.dtype, buffers.seen.device).copy_(store))
 
 
 @functools.cache

@@ -32,7 +32,7 @@ def host_pages(served: ServedLayer, pages: Tensor) -> Tensor | None:
     shape = *pages.shape[:3], served.host_slot_bytes
     if pages.numel() == 0 or served.host_slot_bytes == 0:
         return None
-    return pinned_zeros(shape, torch.uint8) if pages.is_cuda else torch.zeros(shape, dtype=torch.uint8)
+    return pinned_zeros(shape, torch.uint8, pages.device) if pages.is_cuda else torch.zeros(shape, dtype=torch.uint8)
 
 
 class HostMemory:

@@ -196,7 +196,7 @@ def empty_state(k: Tensor, settings: StepSettings, sizes: StateSizes) -> StepSta
 
 def _new(field: Field, shape: tuple[int, ...], device: torch.device) -> Tensor:
     if field.on_host and device.type == "cuda":
-        return pinned_zeros(shape, field.dtype)
+        return pinned_zeros(shape, field.dtype, device)
     new = torch.zeros(shape, dtype=field.dtype, device=device)
     _fill(new, field)
     return new

@@ -10,25 +10,31 @@ from torch import Tensor
 _SMALL = 2**25
 
 
-def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros in pinned host memory. Raises RuntimeError where the host does not give so much."""
+def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros in pinned host memory for kernels on a GPU. Raises RuntimeError where the host does not give so much.
+
+    The memory is free again once nothing refers to it and the GPU has done all that it was given before.
+    """
     nbytes = math.prod(shape) * dtype.itemsize
     try:
         if nbytes <= _SMALL:
-            return torch.zeros(shape, dtype=dtype, pin_memory=True)
-        # zeros by all threads, and then pinned: three times as fast as memory that was never touched
-        zeros = torch.empty(shape, dtype=dtype).zero_()
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(zeros.data_ptr(), nbytes, 0))
+            zeros, address = torch.zeros(shape, dtype=dtype, pin_memory=True), None
+        else:
+            # zeros by all threads, and then pinned: three times as fast as memory that was never touched
+            zeros = torch.empty(shape, dtype=dtype).zero_()
+            address = zeros.data_ptr()
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
     except RuntimeError as error:
         raise RuntimeError(
             f"store='host' wants {nbytes:,} bytes of pinned host memory for the tokens of a layer, which the host does "
             "not give: use store='device', a shorter cache, fewer rows or pages"
         ) from error
-    weakref.finalize(zeros.untyped_storage(), _unpin, zeros.data_ptr())
+    weakref.finalize(zeros.untyped_storage(), _release, device, address)
     return zeros
 
 
-def _unpin(address: int) -> None:
-    """Unpin memory that is about to be freed, once no kernel uses it."""
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaHostUnregister(address)
+def _release(device: torch.device, address: int | None) -> None:
+    """Wait for kernels that may use memory which is about to be free, and unpin it if it has an address."""
+    torch.cuda.synchronize(device)
+    if address is not None:
+        torch.cuda.cudart().cudaHostUnregister(address)
