@@ -91,7 +91,7 @@ def attend_latents(
     context: as `condense.functional.extend` returns it. new: keys and values per head of the window's last L tokens, if
     the caller has expanded them already. options: of `Method.attend`.
     """
-    entries, window = context.sources
+    (entries, window), context = context.sources, context._replace(is_latent=True)
     # a store holds latents, too, which are expanded with the others
     lengths = [x.shape[2] for x in (entries.k, window.k, *context.extra[2:]) if x.shape[3] > 0]
     if up.absorbing_pays(q.shape[2], sum(lengths)):

@@ -47,6 +47,21 @@ def test_any_chunks_and_padding_give_what_whole_rows_give(method, steps):
             torch.testing.assert_close(out, want, **EXACT)
 
 
+@pytest.mark.parametrize(
+    ("g", "bits", "widths", "error"),
+    [(1, 8, (8, 8), 0.02), (3, 4, (8, 4), 0.3), (2, 4, (4, 12), 0.3), (5, 4, (4, 18), 0.3)],
+)
+def test_narrow_values_are_not_taken_for_latents(g, bits, widths, error):
+    """Pieces are rounded up, so that with and without such values they are of one size."""
+    D, Dv = widths
+    q, k, v = (
+        torch.randn(1, n, 40, d, generator=torch.Generator().manual_seed(0)) for n, d in ((2, D), (1, D), (1, Dv))
+    )
+    method = condense.Recall(group_size=g, window=2 * g, num_recall=1.0, store_bits=bits)
+    got = condense.attention(q, k, v, method=method)
+    torch.testing.assert_close(got, condense.attention(q, k, v, method=DENSE), rtol=0, atol=error)
+
+
 @pytest.mark.parametrize("steps", [(41,), (7, 1, 13, 2, 1, 17)], ids=str)
 @pytest.mark.parametrize("absorb", [True, False, None], ids=["absorbed", "expanded", "chosen"])
 @pytest.mark.parametrize("name", ["two-open", "drop", "g6", "window0", "a-quarter"])

@@ -14,8 +14,11 @@ from speed.budget import judge
 
 import condense
 from condense.caches import store
+from condense.functional import extend
+from condense.ops import Extras
 from condense.ops.hopper import limits as hopper_limits
 from condense.ops.triton import limits
+from condense.plan import ForwardPlan
 
 CASES = [("cca", torch.float32), ("recall", torch.float32)]
 if DEVICE == "cuda":  # of bfloat16 keys, which groups are open is up to rounding
@@ -55,6 +58,21 @@ def test_gradients(name, kind):
 
     weight = torch.linspace(-1, 1, B * H * L * Dv).view(B, H, L, Dv)
     lanes.check(call, [*inputs, extras.sink_logits], [weight])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", ["matched", "recall"])
+def test_queries_of_padding_have_no_gradients(name):
+    """Whatever numbers they have: those of a soft cap are no numbers there."""
+    q, k, v = qkv(torch.float32, DEVICE)
+    q[:, :, :3] = torch.nan
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    plan = ForwardPlan(L, torch.full((B,), L - 3))
+    context, _ = extend(METHODS[name], None, *inputs, scale=SCALE, plan=plan, backend="triton")
+    out, _ = METHODS[name].attend(inputs[0], context, scale=SCALE, backend="triton", extras=Extras(softcap=2.0))
+    dq, dk, dv = torch.autograd.grad(out.sum(), inputs)
+    assert bool((dq[:, :, :3] == 0).all())
+    assert all(bool(x.isfinite().all()) for x in (out, dq, dk, dv))
 
 
 CUDA = DEVICE == "cuda"

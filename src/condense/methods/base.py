@@ -32,14 +32,15 @@ class Context(NamedTuple):
 
     sources: the condensed entries first, the window last; spans: one per source. extra: the method's own tensors, which
     its `Method.represent` made for its `Method.attend`. means: the values of what `condense.Recall` does not open, of
-    latents whole keys; None in other methods. projection: the up-projections of a model with latents, if the
-    sources are keys and values of its heads, made from latents; ``extra`` holds latents in that case too. Else None.
+    latents whole keys; None in other methods. is_latent: the tokens are latents (MLA), which ``extra`` holds.
+    projection: their up-projections, if the sources are keys and values of heads, made from them. Else None.
     """
 
     sources: tuple[Source, ...]
     spans: Spans
     extra: tuple[Tensor, ...] = ()
     means: GroupMeans | None = None
+    is_latent: bool = False
     projection: UpProjection | None = None
 
     @property

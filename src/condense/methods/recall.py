@@ -201,14 +201,12 @@ class Recall(Method):
             with torch.no_grad():
                 asked = projection.absorb(q)
             D = asked.shape[3]
-        form, itemsize = self.store_format, q.dtype.itemsize
         # latents are stored as keys without values, which are the first columns of their keys
-        is_latent = projection is not None or store.shape[3] == form.width(D, 0, itemsize)
-        pieces = store.unflatten(2, (-1, self.group_size)).flatten(3)
-        k, v = unpack_store(form, pieces, GroupIndex(*index), (D, 0 if is_latent else Dv), q.dtype, backend=backend)
+        widths, pieces = (D, 0 if context.is_latent else Dv), store.unflatten(2, (-1, self.group_size)).flatten(3)
+        k, v = unpack_store(self.store_format, pieces, GroupIndex(*index), widths, q.dtype, backend=backend)
         if projection is not None:
             return asked, Source(*projection.expand(k))
-        return asked, Source(k, k[..., :Dv] if is_latent else v)
+        return asked, Source(k, k[..., :Dv] if context.is_latent else v)
 
     def _all_tokens(self, q: Tensor, context: Context, backend: str) -> tuple[tuple[Source, Source], Spans]:
         """Store and window for dense attention, and their spans: a query sees all stored tokens of closed groups.

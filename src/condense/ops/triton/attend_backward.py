@@ -41,8 +41,9 @@ def _dq_add(dq, queries, k, v, seen, level, bias, scale, CAP: tl.constexpr, PREC
     if len(bias) > 0:
         shift = shift - load_biases(bias)
     s, slope = soft_cap(s * scale, CAP)
-    p = where_seen(tl.exp2(s - shift), seen, 0.0)
-    return add_weighted(dq, p * (dp - queries.delta[:, None]) * slope, k, PRECISION)
+    # numbers of a query that sees nothing may be no numbers
+    ds = where_seen(tl.exp2(s - shift) * (dp - queries.delta[:, None]) * slope, seen, 0.0)
+    return add_weighted(dq, ds, k, PRECISION)
 
 
 @triton.jit
