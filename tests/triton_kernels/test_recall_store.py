@@ -87,21 +87,10 @@ if CUDA:
 
 @pytest.mark.parametrize(("settings", "L", "slots", "last"), SLOTS.values(), ids=SLOTS)
 def test_slots(settings, L, slots, last, scratch):  # noqa: F811
-    check_steps_with_slots(settings, L, slots, last, (16, 24), torch.float32)
-
-
-@pytest.mark.usefixtures("lanes")
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numbers that are masked afterwards
-def test_slots_by_lanes():
-    settings = step_settings(Recall(group_size=16, window=40, num_recall=3, min_recall=0, store_bits=4))
-    check_steps_with_slots(settings, 330 if CUDA else 160, 4, 100 if CUDA else 2, (128, 128), torch.bfloat16)
-
-
-def check_steps_with_slots(settings, L, slots, last, widths, dtype):
     """The same bits as without, and the slots of the definition; a row pauses."""
-    (q, k, v), kinds = random_qkv(1, 2, 1, L, *widths, dtype=dtype), [with_store(settings, slots=n) for n in (0, slots)]
-    made = {"rows": 1, "dtype": dtype, "device": DEVICE}
-    *states, theirs = (empty(kind, L, 1, widths, **made) for kind in (*kinds, kinds[1]))
+    (q, k, v), kinds = random_qkv(1, 2, 1, L, 16, 24), [with_store(settings, slots=n) for n in (0, slots)]
+    made = {"rows": 1, "dtype": torch.float32, "device": DEVICE}
+    *states, theirs = (empty(kind, L, 1, (16, 24), **made) for kind in (*kinds, kinds[1]))
     for t in range(L):
         counter = torch.tensor(t, device=DEVICE)
         new = new_token((q, k, v), t)._replace(real=torch.tensor([t % 7 != 5], device=DEVICE), counter=counter)

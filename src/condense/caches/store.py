@@ -64,8 +64,8 @@ class Store:
     def longer(self, buffers: StepState, groups: int) -> Tensor:
         """The store among the buffers, or a longer copy with room for at least ``groups`` groups."""
         store, g = buffers.store, self.settings.rule.chunk
-        held = store.shape[2] // g
-        if self.settings.choice is None or groups <= held:
+        held = groups if self.settings.choice is None else store.shape[2] // g
+        if groups <= held:
             return store
         if self.on_host:
             groups = max(groups, held + held // 4)

@@ -51,19 +51,14 @@ class _Near(NamedTuple):
 
 class _Opened(NamedTuple):
     """The open groups of one KV head. groups: pointer to their numbers. count: how many. table: pointer to the pages of
-    records, if there are any. store: pointer to pieces. signs, steps: pointers to those of the index, as `head_rows`
-    finds them. slots: pointer to pieces in slots, place: pointer to what `_find_slots` of `recall_step_choice_kernels`
-    writes.
+    records, if there are any. signs, steps: pointers to those of the index, as `head_rows` finds them.
     """
 
     groups: Any
     count: Any
     table: Any
-    store: Any
     signs: Any
     steps: Any
-    slots: Any
-    place: Any
 
 
 @triton.jit
@@ -157,25 +152,6 @@ def _of_index(ptr, row, SIZE: tl.constexpr, FAR: tl.constexpr):
 
 
 @triton.jit
-def _places(opened, n, SLOTS: tl.constexpr):
-    """Where open groups n are read; that of the last one beyond it. Without slots, of no use."""
-    return tl.load(opened.place + tl.minimum(n, opened.count - 1), mask=opened.count > 0, other=-1) if SLOTS > 0 else n
-
-
-@triton.jit
-def _pieces_of(opened, row, place, FORM: tl.constexpr, SLOTS: tl.constexpr, FAR: tl.constexpr):
-    """The `Pieces` of groups that `_open_groups` and `_places` give."""
-    columns: tl.constexpr = index_widths(FORM.g, FORM.D)
-    piece = _of_group(opened.store, row, FORM.piece, FAR)
-    signs, steps = _of_index(opened.signs, row, columns[0], FAR), _of_index(opened.steps, row, columns[1], FAR)
-    if SLOTS > 0:
-        slot, odd = opened.slots + (place >> 1).to(tl.int64) * FORM.piece, place % 2 == 1
-        return Pieces(tl.where((place < 0) | odd, piece, slot), slot, (place >= 0) & odd, signs, steps)
-    else:
-        return Pieces(piece, piece, place < 0, signs, steps)
-
-
-@triton.jit
 def _put_bases(
     base_ptr, q, opened, first, last, inside, FORM: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
     FAR: tl.constexpr,
@@ -218,7 +194,7 @@ def _lane_bases(base_ptr, n, last, inside):
 
 @triton.jit
 def _lane_groups(
-    sums, opened, lo, hi, queries, base_ptr, inside, scale, FORM: tl.constexpr, CAP: tl.constexpr, SLOTS: tl.constexpr,
+    sums, opened, lo, hi, store_ptr, queries, base_ptr, inside, scale, FORM: tl.constexpr, CAP: tl.constexpr,
     FAR: tl.constexpr,
 ):  # fmt: skip
     """Add open groups ``[lo, hi)`` to sums by lanes. queries: turned, float32 ``[BR, D]``; base ``[BR]``: as
@@ -229,23 +205,22 @@ def _lane_groups(
     queries = lane_tokens.lane_queries(queries)
     base_ptr, inside = lane_tokens.of_threads(base_ptr), lane_tokens.of_threads(inside)
     dtype: tl.constexpr = opened.steps.dtype.element_ty
+    columns: tl.constexpr = index_widths(FORM.g, FORM.D)
     # behind the last group its own again, which lies in a cache: another split's may lie in host memory
-    opened = _Opened(
-        opened.groups, hi, opened.table, opened.store, opened.signs, opened.steps, opened.slots, opened.place
-    )
-    pieces = _pieces_of(opened, _open_groups(opened, lo, FAR), _places(opened, lo, SLOTS), FORM, SLOTS, FAR)
-    kept, base = lane_tokens.load_group(pieces.ptr, pieces.signs, e, dtype, FORM), _lane_bases(base_ptr, lo, hi, inside)
-    row, place = _open_groups(opened, lo + 1, FAR), _places(opened, lo + 1, SLOTS)
+    opened = _Opened(opened.groups, hi, opened.table, opened.signs, opened.steps)
+    row = _open_groups(opened, lo, FAR)
+    piece, signs = _of_group(store_ptr, row, FORM.piece, FAR), _of_index(opened.signs, row, columns[0], FAR)
+    kept = lane_tokens.load_group(piece, signs, e, dtype, FORM)
+    base = _lane_bases(base_ptr, lo, hi, inside)
+    row = _open_groups(opened, lo + 1, FAR)
     for n in range(lo, hi):
         # found two groups ahead, and loaded one
-        next_row, next_place = _open_groups(opened, n + 2, FAR), _places(opened, n + 2, SLOTS)
-        next_pieces = _pieces_of(opened, row, place, FORM, SLOTS, FAR)
-        ahead = lane_tokens.load_group(next_pieces.ptr, next_pieces.signs, e, dtype, FORM)
+        next_row = _open_groups(opened, n + 2, FAR)
+        piece, signs = _of_group(store_ptr, row, FORM.piece, FAR), _of_index(opened.signs, row, columns[0], FAR)
+        ahead = lane_tokens.load_group(piece, signs, e, dtype, FORM)
         next_base = _lane_bases(base_ptr, n + 1, hi, inside)
-        if SLOTS > 0:
-            lane_tokens.store_group(pieces.slot, kept, e, pieces.moves, dtype, FORM)
         sums = lane_tokens.add_group(sums, queries, kept, base, scale, e, CAP)
-        kept, base, row, place, pieces = ahead, next_base, next_row, next_place, next_pieces
+        kept, base, row = ahead, next_base, next_row
     return sums
 
 
@@ -330,7 +305,7 @@ def recall_attend_kernel(
     lo, hi = tiles * share // (S - own), tiles * (share + 1) // (S - own)
     hi = tl.where(split < own, lo, hi)
     BY_LANES: tl.constexpr = EARLY and q_ptr.dtype.element_ty.is_bf16() and BR <= 8
-    LANES: tl.constexpr = BY_LANES and lane_tokens.fits(FORM.bits, g, D, DV, BN)
+    LANES: tl.constexpr = BY_LANES and lane_tokens.fits(FORM.bits, g, D, DV, BN, SLOTS)
     lane, oldest = tl.arange(0, BN), first % W
     if NEAR is not None:
         near = _Near(near_ptr, first, tokens)
@@ -377,12 +352,12 @@ def recall_attend_kernel(
         if DV == 0:
             acc = turned_part(tl.trans(softmax.acc[0]), rotation_ptr, 0, FORM.V0, D, False, EXACT)
             softmax = Softmax((tl.trans(acc * (1 / block_width(D))),), softmax.m, softmax.total)
+    slots_ptr += head * SLOTS * FORM.piece
     # a tile has T tokens of each of BG groups
     T: tl.constexpr = tokens_of_tile(g, BN)
     BG: tl.constexpr = BN // T
     PARTS: tl.constexpr = (g + T - 1) // T
-    table_ptr, slots_ptr = groups_ptr if FAR is None else far_ptr, slots_ptr + head * SLOTS * FORM.piece
-    opened = _Opened(groups_ptr, count, table_ptr, store_ptr, signs_ptr, steps_ptr, slots_ptr, place_ptr)
+    opened = _Opened(groups_ptr, count, groups_ptr if FAR is None else far_ptr, signs_ptr, steps_ptr)
     tiles = tl.cdiv(count, BG) * PARTS
     shares = tl.where(own > 0, own, S)
     share = tl.minimum(split, shares)
@@ -398,7 +373,7 @@ def recall_attend_kernel(
         _put_bases(base_ptr, q, opened, lo // PARTS * BG, behind, r < R, FORM, PRECISION, EARLY, FAR)
     if LANES:
         x, sums = turned[0] * (1 / block_width(D)), lane_tokens.no_sums(BR // 4)
-        sums = _lane_groups(sums, opened, lo, hi, x, base_ptr, r < R, scale, FORM, CAP, SLOTS, FAR)
+        sums = _lane_groups(sums, opened, lo, hi, store_ptr, x, base_ptr, r < R, scale, FORM, CAP, FAR)
     else:
         if WORDS:
             softmax = _split(softmax, DV)
@@ -407,8 +382,16 @@ def recall_attend_kernel(
         row = _open_groups(opened, lo // PARTS * BG + n, FAR)
         for tile in range(lo, hi):
             at, start = tile // PARTS * BG + n, tile % PARTS * T
-            pieces = _pieces_of(opened, row, _places(opened, at, SLOTS), FORM, SLOTS, FAR)
+            piece = _of_group(store_ptr, row, FORM.piece, FAR)
+            signs, steps = _of_index(signs_ptr, row, columns[0], FAR), _of_index(steps_ptr, row, columns[1], FAR)
+            pieces = Pieces(piece, piece, n < 0, signs, steps)
             row = _open_groups(opened, (tile + 1) // PARTS * BG + n, FAR)
+            if SLOTS > 0:
+                # `_find_slots` of `recall_step_choice_kernels` explains these numbers
+                place = tl.load(place_ptr + at, mask=at < count, other=-1)
+                slot = slots_ptr + (place >> 1).to(tl.int64) * FORM.piece
+                held = (place >= 0) & (place % 2 == 0)
+                pieces = Pieces(tl.where(held, slot, piece), slot, (place >= 0) & (place % 2 == 1), signs, steps)
             seen = (at < count)[:, None] & (start + token < g)[None, :]  # [BG, T]
             offset = tl.reshape(tl.where(seen, 0.0, float("-inf")), (BN,))
             if WORDS:

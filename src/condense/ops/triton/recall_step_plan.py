@@ -214,7 +214,7 @@ def plan_of(
     V, parts = latent or Dv, key_value_parts(D, Dv, latent)
     BR = min(most, max(8, power_of_2(R)))
     form = Form.of(settings.store_format, dtype, (D, Dv), parts)
-    in_lanes, lane_heads = lane_tokens.fits(form.bits, g, D, form.DV, of_attend.rows), lanes.HEADS.value
+    in_lanes, lane_heads = lane_tokens.fits(form.bits, g, D, form.DV, of_attend.rows, S), lanes.HEADS.value
     if early and dtype == torch.bfloat16 and cdiv(R, lane_heads) <= 2 and in_lanes:
         # these load the next tile themselves
         BR, of_attend = cdiv(R, lane_heads) * lane_heads, of_attend._replace(num_stages=1)

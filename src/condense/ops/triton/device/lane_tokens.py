@@ -31,9 +31,9 @@ _LESS = tl.constexpr(31)
 
 
 @triton.constexpr_function
-def fits(bits, g, D, DV, BN):
-    """Whether open groups in bfloat16 are read so. BN: tokens of a tile."""
-    return bits == 4 and g == BN == 16 and D == DV == 128
+def fits(bits, g, D, DV, BN, SLOTS):
+    """Whether open groups in bfloat16 are read so. BN: tokens of a tile; SLOTS: of the store."""
+    return bits == 4 and g == BN == 16 and D == DV == 128 and SLOTS == 0
 
 
 class LaneQueries(NamedTuple):
@@ -106,19 +106,12 @@ def lane_queries(x):
 
 
 @triton.jit
-def _parts_of(piece_ptr, e, dtype: tl.constexpr, FORM: tl.constexpr):
-    """Pointers ``[E]`` to the first of a piece's codes of keys and of values, and of its numbers, that a thread has."""
-    codes = piece_ptr + FORM.keys_at + e // 4 * 64 + e % 4 * 8
-    values = piece_ptr + FORM.values_at + e % 4 * 128 + e // 4 * 8
-    words: tl.constexpr = tl.pointer_type(tl.int64)
-    return codes.to(words), values.to(words), piece_ptr.to(tl.pointer_type(dtype)) + e // 4
-
-
-@triton.jit
 def load_group(store_ptr, signs_ptr, e, dtype: tl.constexpr, FORM: tl.constexpr):
     """The `LaneGroup` of the group whose piece, and whose signs, begin at these pointers."""
-    codes, values, numbers = _parts_of(store_ptr, e, dtype, FORM)
+    codes = (store_ptr + FORM.keys_at + e // 4 * 64 + e % 4 * 8).to(tl.pointer_type(tl.int64))  # [E]
     signs = (signs_ptr + e // 4 * 16 + e % 2 * 8).to(tl.pointer_type(tl.int64))
+    values = (store_ptr + FORM.values_at + e % 4 * 128 + e // 4 * 8).to(tl.pointer_type(tl.int64))
+    numbers = store_ptr.to(tl.pointer_type(dtype)) + e // 4
     near, far = (tl.load(codes), tl.load(codes + 4)), (tl.load(codes + 64), tl.load(codes + 68))
     return LaneGroup(
         near + far + (tl.load(signs), tl.load(signs + 16)),
@@ -127,24 +120,6 @@ def load_group(store_ptr, signs_ptr, e, dtype: tl.constexpr, FORM: tl.constexpr)
         (tl.load(numbers), tl.load(numbers + 8)),
         (tl.load(numbers + FORM.g), tl.load(numbers + FORM.g + 8)),
     )
-
-
-@triton.jit
-def _store_pair(ptr, APART: tl.constexpr, first, second, inside):
-    tl.store(ptr, first, mask=inside)
-    tl.store(ptr + APART, second, mask=inside)
-
-
-@triton.jit
-def store_group(piece_ptr, group, e, inside, dtype: tl.constexpr, FORM: tl.constexpr):
-    """Write a `LaneGroup` as the piece that begins at this pointer, where ``inside``."""
-    codes, values, numbers = _parts_of(piece_ptr, e, dtype, FORM)
-    for half in tl.static_range(2):
-        _store_pair(codes + 64 * half, 4, group.key_codes[2 * half], group.key_codes[2 * half + 1], inside)
-        _store_pair(values + 64 * half, 8, group.value_codes[2 * half], group.value_codes[2 * half + 1], inside)
-    _store_pair(numbers, 8, group.steps[0], group.steps[1], inside)
-    _store_pair(numbers + FORM.g, 8, group.zeros[0], group.zeros[1], inside)
-    _store_pair(numbers + 2 * FORM.g, 8, group.key_steps[0], group.key_steps[1], inside)
 
 
 @triton.constexpr_function
