@@ -47,6 +47,8 @@ def method_from_text(text: str) -> Any:
 
     Raises ValueError for anything else, as `method_from_dict`.
     """
+    if "@" in text:
+        raise ValueError(f"method must be one for all layers here, got {text!r}: leave out @ and what follows")
     name, _, settings = text.partition(":")
     fields: dict[str, Any] = {"method": name.strip()}
     for part in filter(None, settings.split(",")):

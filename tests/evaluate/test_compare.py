@@ -8,6 +8,7 @@ from small_models import tiny_llama
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import condense
+from condense.caches.ring import room_for
 from condense.cli.compare import _print
 from condense.cli.options import plain_console
 from condense.evaluate.compare import Prompt, compare
@@ -60,7 +61,7 @@ def test_what_is_for_host_memory_does_not_count_as_the_devices(model, tokenizer,
     there = here.replace(store="host", slots=0)
     recalled, dense, host = outcomes = compare(model, tokenizer, [here, condense.Dense(), there], prompt)
     groups = (dense.text_tokens + 1 - 8) // 4
-    room = 1 << (groups - 1).bit_length()
+    room = room_for(groups)
     assert (recalled.host_bytes, dense.host_bytes) == (0, 0)
     assert host.host_bytes == room * 4 * 2 * 16 * 4  # tokens of the second layer, keys and values in float32
     assert recalled.device_bytes > dense.device_bytes > 4 * host.device_bytes / 3

@@ -54,6 +54,11 @@ def test_one_group_is_not_all_groups():
     assert [(str(each["method"]["num_recall"]), each["layers"]) for each in saved] == [("1.0", [0]), ("1", [1])]
 
 
+def test_layers_are_no_part_of_a_method():
+    with pytest.raises(ValueError, match="method must be one for all layers here, got 'cca@0': leave out @"):
+        Method.parse("cca@0")
+
+
 def test_names_of_the_library_are_taken():
     with pytest.raises(ValueError, match="name must differ from those of the library's methods, got 'cca'"):
         type("Mine", (StreamingLLM,), {"name": "cca"})

@@ -153,5 +153,39 @@ def test_without_a_condensed_base_nothing_is_written(base, tmp_path):
     assert not condensed_layers(PeftModel.from_pretrained(_load(base), tmp_path / "plain"))
 
 
+def test_only_the_adapters_that_are_saved_get_a_record(base, trained):
+    """Others in folders beneath are those of other models."""
+    folder, _ = trained
+    before = (folder / "condense.json").read_text()
+    for model in (_load(base), condense.apply(_load(base), "recall:window=64")):
+        get_peft_model(model, _lora("llama")).save_pretrained(folder.parent)
+        assert (folder / "condense.json").read_text() == before
+    several = get_peft_model(_condensed(base), _lora("llama"))
+    several.add_adapter("other", _lora("llama"))
+    several.save_pretrained(folder.parent / "two")
+    assert [(folder.parent / "two" / name / "condense.json").is_file() for name in (".", "other")] == [True, True]
+
+
+@pytest.mark.parametrize("by_peft", [True, False])
+def test_an_adapter_of_a_model_that_is_stock_now_has_no_record(base, trained, by_peft):
+    folder, expected = trained
+    model = PeftModel.from_pretrained(_load(base), folder) if by_peft else _load(folder)
+    if by_peft:
+        model.get_base_model().set_attn_implementation("sdpa")
+    else:
+        condense.restore(model)
+    model.save_pretrained(folder)
+    assert not (folder / "condense.json").exists()
+    assert (tiny.logits(_load(folder), IDS) - expected).abs().max() > 1
+
+
+def test_an_adapter_says_that_its_model_was_adapted(base, tmp_path):
+    model = get_peft_model(_condensed(base), _lora("llama"))
+    model.get_base_model().config.condense_adapted = model.config.condense
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(_load(base), tmp_path / "adapter")
+    assert loaded.merge_and_unload().config.condense_adapted == model.config.condense
+
+
 def test_peft_imported_after_condense(base, trained):
     run(loading.import_peft_after_condense, trained[0])

@@ -88,6 +88,11 @@ def test_what_runs_is_what_is_saved(folder, tmp_path):
     model.set_attn_implementation("condense")
     model.save_pretrained(tmp_path / "on")
     assert condensed_layers(AutoModelForCausalLM.from_pretrained(tmp_path / "on")) == SAVED["llama"]
+    # nor does the folder say what was saved there before
+    condense.apply(model, "recall:window=64").save_pretrained(tmp_path / "on")
+    assert "Recall(window=64)" in (tmp_path / "on" / "README.md").read_text()
+    condense.restore(model).save_pretrained(tmp_path / "on")
+    assert not (tmp_path / "on" / "README.md").exists()
 
 
 def test_unknown_classes_are_not_silently_dense(folder, monkeypatch):

@@ -45,6 +45,10 @@ BAD_PHASES = [
     ({"batch_size": 3, "gradient_accumulation_steps": 2}, "batch_size: wanted a multiple of"),
     ({"mix": "both"}, "mix"),
     ({"mix": "condensed"}, "method: wanted a method for mix 'condensed', got None"),
+    (
+        {"mix": "condensed", "method": condense.Dense(), "distill": 1.0},
+        "method: dense attention has nothing to learn of itself",
+    ),
     ({"task_share": 1.5}, "task_share must be a finite number from 0 to 1, got 1.5"),
     ({"first_share": -0.1}, "first_share must be a finite number from 0 to 1, got -0.1"),
     ({"short_share": 2}, "short_share must be a finite number from 0 to 1, got 2"),

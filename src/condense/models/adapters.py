@@ -9,23 +9,26 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from condense.methods import Method, methods_in, settings_of
+from condense.models.adapted import ADAPTED
 from condense.models.apply import apply, condensed_layers
+from condense.models.attention import IMPLEMENTATION
 from condense.version import __version__
 
 logger = logging.getLogger(__name__)
 FILE = "condense.json"
+_DEFAULT = "default"
 _MODULE = "peft.peft_model"
 _WHERE = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
 
@@ -51,15 +54,25 @@ def install() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
-def write_record(folder: str | os.PathLike[str], model: nn.Module) -> None:
-    """Write the model's methods beside each adapter in a folder; for a model that is not condensed, remove the file."""
-    methods = condensed_layers(model)
-    for path in (*Path(folder).glob("adapter_config.json"), *Path(folder).glob("*/adapter_config.json")):
-        if methods:
-            record = json.dumps(settings_of(methods) | {"version": __version__}, indent=2)
-            path.with_name(FILE).write_text(record + "\n", encoding="utf-8")
+def is_condensed(model: Any) -> bool:
+    """True if the text model's attention is `condense`; of a multimodal model only the text configuration says so."""
+    return bool(model.config.get_text_config(decoder=True)._attn_implementation == IMPLEMENTATION)
+
+
+def write_record(folder: str | os.PathLike[str], model: Any, names: Iterable[str] = (_DEFAULT,)) -> None:
+    """Write the model's methods beside the adapters of these names in a folder, and whether it was adapted to them; for
+    a model that is not condensed, remove the file. PEFT writes the default adapter to the folder itself.
+    """
+    methods = condensed_layers(model) if is_condensed(model) else {}
+    record: dict[str, Any] = settings_of(methods) | {"version": __version__}
+    if adapted := getattr(model.config.get_text_config(decoder=True), ADAPTED, None):
+        record[ADAPTED] = adapted
+    for name in names:
+        place = Path(folder) if name == _DEFAULT else Path(folder) / name
+        if methods and (place / "adapter_config.json").is_file():
+            (place / FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         else:
-            path.with_name(FILE).unlink(missing_ok=True)
+            (place / FILE).unlink(missing_ok=True)
 
 
 def read_record(model: nn.Module, adapter: Any, where: dict[str, Any]) -> None:
@@ -81,12 +94,15 @@ def read_record(model: nn.Module, adapter: Any, where: dict[str, Any]) -> None:
     )
     if path is None:
         return
-    wanted, held = methods_in(json.loads(Path(path).read_text(encoding="utf-8")), path), condensed_layers(model)
+    record = json.loads(Path(path).read_text(encoding="utf-8"))
+    wanted, held = methods_in(record, path), condensed_layers(model)
     if held and held != wanted:
         raise ValueError(
             f"the adapter in {adapter} was trained with {_said(wanted)}, the model has {_said(held)}: condense it in "
             "the adapter's way (condense serve: --method), or call condense.restore(model) first"
         )
+    if record.get(ADAPTED) is not None:
+        setattr(cast(Any, model).config.get_text_config(decoder=True), ADAPTED, record[ADAPTED])
     if not held:
         apply(model, wanted)
         logger.warning("the adapter in %s was trained with %s: the model is condensed likewise", adapter, _said(wanted))
@@ -104,7 +120,7 @@ def _wrap(module: ModuleType) -> None:
 
 def _save(stock: Any, self: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
     result = stock(self, save_directory, *args, **kwargs)
-    write_record(save_directory, self)
+    write_record(save_directory, self, cast(Any, self).peft_config)
     return result
 
 

@@ -96,18 +96,20 @@ def _from_dict(stock: Any, cls: type[PreTrainedConfig], config_dict: dict[str, A
 
 def _save_pretrained(stock: Any, self: PreTrainedModel, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
     result = stock(self, save_directory, *args, **kwargs)
-    if _is_condensed(self):
-        _write_card(Path(save_directory) / "README.md", condensed_layers(self))
-        adapters.write_record(save_directory, self)
+    _write_card(Path(save_directory) / "README.md", condensed_layers(self) if adapters.is_condensed(self) else {})
+    adapters.write_record(save_directory, self)
     return result
 
 
 def _write_card(path: Path, methods: dict[int, Method]) -> None:
-    """Write a README that says how to load the model, unless there is one."""
-    if path.parent.is_dir() and not path.exists():
+    """Write a README that says how to load the model, unless there is another; for a stock model remove this one."""
+    card = resources.files("condense").joinpath("assets/model_card.md").read_text(encoding="utf-8")
+    is_own = path.is_file() and path.read_text(encoding="utf-8").startswith(card.partition("{")[0])
+    if methods and path.parent.is_dir() and (is_own or not path.exists()):
         text = ", ".join(f"`{method}`" for method in dict.fromkeys(methods.values()))
-        card = resources.files("condense").joinpath("assets/model_card.md").read_text(encoding="utf-8")
         path.write_text(card.format(methods=text, version=__version__), encoding="utf-8")
+    elif is_own:
+        path.unlink()
 
 
 def _post_init(stock: Any, self: PreTrainedModel) -> None:
@@ -126,7 +128,7 @@ def _prepare_cache(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    methods = condensed_layers(self) if _is_condensed(self) else {}
+    methods = condensed_layers(self) if adapters.is_condensed(self) else {}
     if methods:
         _check_generation(self, generation_config, mode, methods)
     given = model_kwargs.get("past_key_values")
@@ -150,14 +152,9 @@ def _prepare_cache(
 
 
 def _compiled_call(stock: Any, self: Any, compile_config: Any) -> Any:
-    if compile_config is None and _is_condensed(self) and can_replay(self):
+    if compile_config is None and adapters.is_condensed(self) and can_replay(self):
         return ReplayedForward(self)
     return stock(self, compile_config)
-
-
-def _is_condensed(model: Any) -> bool:
-    """True if the text model's attention is `condense`; of a multimodal model only the text configuration says so."""
-    return bool(model.config.get_text_config(decoder=True)._attn_implementation == IMPLEMENTATION)
 
 
 def _check_room(cache: StaticCache, max_cache_length: int) -> None:
@@ -173,7 +170,7 @@ def _check_room(cache: StaticCache, max_cache_length: int) -> None:
 
 def _continuous_batching(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     # refused here, because with flash attention installed it would silently switch to that and be dense
-    if _is_condensed(self):
+    if adapters.is_condensed(self):
         raise ValueError(
             "continuous batching and paged caches cannot be condensed: use model.generate, or call "
             "condense.restore(model) first"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from condense.config import Natural, Positive, Range, Share, check_fields, check_int, check_positive
-from condense.methods import Method
+from condense.methods import Dense, Method
 
 Trained = Literal["all", "qkv", "qkvo", "lora"]
 NotNegative = Annotated[float, Range(0)]
@@ -90,6 +90,8 @@ class PhaseConfig:
         check_positive("learning_rate", self.learning_rate)
         check_positive("max_grad_norm", self.max_grad_norm)
         if self.mix != "dense" and self.method is not None:
+            if isinstance(self.method, Dense) and self.distill > 0:
+                raise ValueError("method: dense attention has nothing to learn of itself (distill), got Dense()")
             self.method.check_gradients()
             rule = self.method.layout.rule
             if rule.window is not None and self.sequence_length < rule.window + rule.chunk:

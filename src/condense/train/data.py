@@ -16,14 +16,14 @@ _ACROSS = ("afmoe", "biogpt", "gpt_oss", "opt")
 _SHORTEST = 256  # tokens of a text with hidden numbers that ends early
 
 
-def keeps_documents_apart(config: PreTrainedConfig) -> bool:
-    """True if all layers of such a model begin anew where positions do, with dense and with condensed attention.
-
-    Linear attention, state spaces and convolutions carry a state over the whole row.
+def mixes_documents(config: PreTrainedConfig) -> str | None:
+    """Reason why not all layers of such a model begin anew where positions do, as a clause; None if they do, with dense
+    and with condensed attention.
     """
     text = config.get_text_config(decoder=True)
-    carried = (isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=text).layers)
-    return not any(carried) and text.model_type not in _ACROSS
+    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=text).layers):
+        return "in which layers that are not attention carry a state from one document to the next"
+    return "whose dense attention reads across documents in transformers" if text.model_type in _ACROSS else None
 
 
 class TrainingSequences(Dataset[dict[str, torch.Tensor]]):

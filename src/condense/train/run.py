@@ -21,12 +21,13 @@ from condense.files import whole_folder
 from condense.methods import check_trainable, settings_of
 from condense.models import attention_layers, chosen_methods, condensed_layers, restore, use
 from condense.models.adapted import ADAPTED
+from condense.models.adapters import refuse_adapter
 from condense.models.families import check_learned_positions
 from condense.results import refuse_existing, write_results
 from condense.tasks import Corpus, SequenceBuilder, load_corpus, load_words, read_documents
 from condense.tasks.corpus import sha256
 from condense.train.config import PhaseConfig, TrainConfig
-from condense.train.data import TrainingSequences, keeps_documents_apart
+from condense.train.data import TrainingSequences, mixes_documents
 from condense.train.optimizer import set_trained
 from condense.train.phase import newest_checkpoint, train_phase
 from condense.train.record import check_same_run, summary
@@ -208,6 +209,7 @@ def _builders(prepared: Prepared, phase: PhaseConfig) -> list[SequenceBuilder]:
 def _check_model(config: TrainConfig) -> None:
     """Raise ValueError, before any training, for a model or method that would fail later. Reads no weights."""
     if config.pretrained is not None:
+        refuse_adapter(Path(config.pretrained).expanduser())
         settings = AutoConfig.from_pretrained(config.pretrained)
     else:
         assert config.architecture is not None
@@ -220,10 +222,10 @@ def _check_model(config: TrainConfig) -> None:
                 pass
             if phase.mix != "dense":
                 check_trainable(phase.method)
-        if phase.packed and not keeps_documents_apart(settings):
+        if phase.packed and (mixes := mixes_documents(settings)) is not None:
             raise ValueError(
-                "packed: wanted a model whose layers all are attention, got "
-                f"{settings.model_type}, in which others carry a state from one document to the next; leave packed out"
+                f"packed: wanted a model that keeps documents apart, got {settings.model_type}, {mixes}; leave packed "
+                "out"
             )
         check_learned_positions(settings, "sequence_length", phase.sequence_length)
 

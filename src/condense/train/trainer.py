@@ -89,6 +89,8 @@ class MixedTrainer(Trainer):
             with self.compute_loss_context_manager():
                 inputs["teacher"] = self._dense_logits(stock, _of_model(inputs))
         method = self._phase.attention_at(self.state.global_step)
+        # as the stock step does, but before a method is given, which a model in training mode takes without a warning
+        model.train()
         # the block holds the backward pass too, because gradient checkpointing runs the forward pass again there
         attention = contextlib.nullcontext() if method is None else use(stock, method)
         with attention:
