@@ -187,5 +187,11 @@ def test_an_adapter_says_that_its_model_was_adapted(base, tmp_path):
     assert loaded.merge_and_unload().config.condense_adapted == model.config.condense
 
 
+def test_adapters_of_modules_that_are_no_models_are_saved_as_ever(tmp_path):
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    get_peft_model(module, LoraConfig(target_modules=["0"])).save_pretrained(tmp_path)
+    assert not (tmp_path / "condense.json").exists()
+
+
 def test_peft_imported_after_condense(base, trained):
     run(loading.import_peft_after_condense, trained[0])

@@ -59,17 +59,19 @@ def is_condensed(model: Any) -> bool:
     return bool(model.config.get_text_config(decoder=True)._attn_implementation == IMPLEMENTATION)
 
 
-def write_record(folder: str | os.PathLike[str], model: Any, names: Iterable[str] = (_DEFAULT,)) -> None:
+def write_record(folder: str | os.PathLike[str], model: nn.Module, names: Iterable[str] = (_DEFAULT,)) -> None:
     """Write the model's methods beside the adapters of these names in a folder, and whether it was adapted to them; for
     a model that is not condensed, remove the file. PEFT writes the default adapter to the folder itself.
     """
-    methods = condensed_layers(model) if is_condensed(model) else {}
-    record: dict[str, Any] = settings_of(methods) | {"version": __version__}
-    if adapted := getattr(model.config.get_text_config(decoder=True), ADAPTED, None):
-        record[ADAPTED] = adapted
+    methods = condensed_layers(model)
+    record: dict[str, Any] = {}
+    if methods and is_condensed(model):
+        config: Any = model.config
+        adapted = getattr(config.get_text_config(decoder=True), ADAPTED, None)
+        record = settings_of(methods) | {"version": __version__} | ({ADAPTED: adapted} if adapted else {})
     for name in names:
         place = Path(folder) if name == _DEFAULT else Path(folder) / name
-        if methods and (place / "adapter_config.json").is_file():
+        if record and (place / "adapter_config.json").is_file():
             (place / FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         else:
             (place / FILE).unlink(missing_ok=True)

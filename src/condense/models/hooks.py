@@ -104,7 +104,7 @@ def _save_pretrained(stock: Any, self: PreTrainedModel, save_directory: Any, *ar
 def _write_card(path: Path, methods: dict[int, Method]) -> None:
     """Write a README that says how to load the model, unless there is another; for a stock model remove this one."""
     card = resources.files("condense").joinpath("assets/model_card.md").read_text(encoding="utf-8")
-    is_own = path.is_file() and path.read_text(encoding="utf-8").startswith(card.partition("{")[0])
+    is_own = path.is_file() and path.read_text("utf-8", "replace").startswith(card.partition("{")[0])
     if methods and path.parent.is_dir() and (is_own or not path.exists()):
         text = ", ".join(f"`{method}`" for method in dict.fromkeys(methods.values()))
         path.write_text(card.format(methods=text, version=__version__), encoding="utf-8")
