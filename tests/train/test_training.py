@@ -346,6 +346,8 @@ def test_bad_data(config, tmp_path):
         run_training(dataclasses.replace(config, data=(empty,)))
     with pytest.raises(ValueError, match=r"keys: wanted at most 1200, as .* of 2400 words, got \(1, 1201\)"):
         run_training(_one_phase(config, config.output, keys=(1, 1201)))
+    with pytest.raises(ValueError, match=r"keys: wanted as many as fit into 256 tokens .*, some \d+, got \(300, 400\)"):
+        run_training(_one_phase(config, config.output, keys=(300, 400)))
     assert not config.work.exists()
     with pytest.raises(ValueError, match="until: wanted one of dense, mixed, got 'third'"):
         run_training(config, until="third")

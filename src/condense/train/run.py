@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import PartialState
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -24,7 +25,7 @@ from condense.models.adapted import ADAPTED
 from condense.models.adapters import refuse_adapter
 from condense.models.families import check_learned_positions
 from condense.results import refuse_existing, write_results
-from condense.tasks import Corpus, SequenceBuilder, load_corpus, load_words, read_documents
+from condense.tasks import FORMS, Corpus, SequenceBuilder, load_corpus, load_words, read_documents
 from condense.tasks.corpus import sha256
 from condense.train.config import PhaseConfig, TrainConfig
 from condense.train.data import TrainingSequences, mixes_documents
@@ -198,12 +199,21 @@ def _run_phase(
 
 
 def _builders(prepared: Prepared, phase: PhaseConfig) -> list[SequenceBuilder]:
-    """One for each corpus. Raises ValueError for too short a corpus and for too few names for hidden numbers."""
+    """One for each corpus. Raises ValueError for too short a corpus, for too few names for hidden numbers, and for too
+    little room for the fewest.
+    """
     words = load_words().trained
     most = len(words) // 2
     if phase.task_share and phase.keys[1] > most:
         raise ValueError(f"keys: wanted at most {most}, as names are pairs of {len(words)} words, got {phase.keys}")
-    return [SequenceBuilder(prepared.tokenizer, corpus, words, phase.sequence_length) for corpus in prepared.corpora]
+    made = [SequenceBuilder(prepared.tokenizer, corpus, words, phase.sequence_length) for corpus in prepared.corpora]
+    fitting = len(made[0].passkeys(np.random.default_rng(0), phase.keys[0], FORMS[0]).keys) if phase.task_share else 0
+    if phase.task_share and fitting < phase.keys[0]:
+        raise ValueError(
+            f"keys: wanted as many as fit into {phase.sequence_length} tokens with their questions, some {fitting}, "
+            f"got {phase.keys}"
+        )
+    return made
 
 
 def _check_model(config: TrainConfig) -> None:
