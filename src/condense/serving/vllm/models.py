@@ -61,7 +61,10 @@ def condense_layers(model: nn.Module, vllm_config: VllmConfig) -> None:
     # of vLLM's own layers, so that their pages lie in the same blocks as entries, or as windows; vLLM reads it once the
     # model is built
     cache.block_size, cache.user_specified_block_size = page, True
-    host = HostMemory(layers, vllm_config.parallel_config.tensor_parallel_size)
+    parallel = vllm_config.parallel_config
+    # all on this host, as far as is known
+    engines = parallel.pipeline_parallel_size * max(1, parallel.data_parallel_size_local)
+    host = HostMemory(layers, parallel.tensor_parallel_size * engines)
     for (parent, name, child), latents, served in zip(places, widths, layers, strict=True):
         if served.plan is not None:
             del vllm_config.compilation_config.static_forward_context[child.layer_name]
