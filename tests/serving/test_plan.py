@@ -224,9 +224,8 @@ def test_layers_whose_single_tokens_graphs_may_record(monkeypatch, method, width
     latent = 0 if widths[1] else widths[0] - 64
     plan = None if method is None else serving_plan(method)
     layer = ServedLayer(plan, 1, widths, BF16, latent)
-    far = page_sizes([layer]).far if plan else 256
-    assert layer.has_step(torch.device("cuda"), longest, far) is has
-    assert not layer.has_step(torch.device("cpu"), longest, far)
+    assert layer.has_step(torch.device("cuda"), longest) is has
+    assert not layer.has_step(torch.device("cpu"), longest)
 
 
 @pytest.mark.parametrize("sink", [16, 128, 129, 300, 5000])
@@ -241,7 +240,7 @@ def test_as_many_groups_as_kernels_choose_from(monkeypatch):
     """vLLM's tables of pages of 144 tokens have room for whole numbers of 1,152 tokens: for more than the longest."""
     monkeypatch.setattr(limits, "_HAS_TRITON", True)
     layer, most = ServedLayer(serving_plan(condense.Recall()), 1, WIDTHS, BF16), 32768 * 16
-    assert [layer.has_step(torch.device("cuda"), n, 144) for n in (most, most + 1)] == [True, False]
+    assert [layer.has_step(torch.device("cuda"), n) for n in (most, most + 1)] == [True, False]
     assert table_columns(most, 144) * 9 > 32768
 
 

@@ -64,9 +64,9 @@ class Store:
     def longer(self, buffers: StepState, groups: int) -> Tensor:
         """The store among the buffers, or a longer copy with room for at least ``groups`` groups."""
         store, g = buffers.store, self.settings.rule.chunk
-        held = groups if self.settings.choice is None else store.shape[2] // g
-        if groups <= held:
+        if self.settings.choice is None or groups * g <= store.shape[2]:
             return store
+        held = store.shape[2] // g
         if self.on_host:
             groups = max(groups, held + held // 4)
         if not buffers.is_apart:

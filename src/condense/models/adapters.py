@@ -23,7 +23,7 @@ from transformers.utils import cached_file
 from condense.methods import Method, methods_in, settings_of
 from condense.models.adapted import ADAPTED
 from condense.models.apply import apply, condensed_layers
-from condense.models.attention import IMPLEMENTATION
+from condense.models.attention import is_condensed
 from condense.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -52,11 +52,6 @@ def install() -> None:
         _wrap(sys.modules[_MODULE])
     else:
         sys.meta_path.insert(0, _Finder())
-
-
-def is_condensed(model: Any) -> bool:
-    """True if the text model's attention is `condense`; of a multimodal model only the text configuration says so."""
-    return bool(model.config.get_text_config(decoder=True)._attn_implementation == IMPLEMENTATION)
 
 
 def write_record(folder: str | os.PathLike[str], model: nn.Module, names: Iterable[str] = (_DEFAULT,)) -> None:

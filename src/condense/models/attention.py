@@ -38,6 +38,11 @@ _PROMPT_NOT_COMPILED = (
 )
 
 
+def is_condensed(model: Any) -> bool:
+    """True if the text model's attention is `condense`; of a multimodal model only the text configuration says so."""
+    return bool(model.config.get_text_config(decoder=True)._attn_implementation == IMPLEMENTATION)
+
+
 def condense_attention(
     module: nn.Module,
     query: Tensor,

@@ -27,7 +27,7 @@ from condense.methods import Method
 from condense.models import adapters
 from condense.models.adapters import wrap
 from condense.models.apply import all_methods, condense_from_config, condensed_layers
-from condense.models.attention import IMPLEMENTATION, KEY, condense_attention
+from condense.models.attention import IMPLEMENTATION, KEY, condense_attention, is_condensed
 from condense.models.families import check_learned_positions
 from condense.models.layers import ensure_layers
 from condense.models.masks import condense_mask
@@ -96,7 +96,7 @@ def _from_dict(stock: Any, cls: type[PreTrainedConfig], config_dict: dict[str, A
 
 def _save_pretrained(stock: Any, self: PreTrainedModel, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
     result = stock(self, save_directory, *args, **kwargs)
-    _write_card(Path(save_directory) / "README.md", condensed_layers(self) if adapters.is_condensed(self) else {})
+    _write_card(Path(save_directory) / "README.md", condensed_layers(self) if is_condensed(self) else {})
     adapters.write_record(save_directory, self)
     return result
 
@@ -128,7 +128,7 @@ def _prepare_cache(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    methods = condensed_layers(self) if adapters.is_condensed(self) else {}
+    methods = condensed_layers(self) if is_condensed(self) else {}
     if methods:
         _check_generation(self, generation_config, mode, methods)
     given = model_kwargs.get("past_key_values")
@@ -152,7 +152,7 @@ def _prepare_cache(
 
 
 def _compiled_call(stock: Any, self: Any, compile_config: Any) -> Any:
-    if compile_config is None and adapters.is_condensed(self) and can_replay(self):
+    if compile_config is None and is_condensed(self) and can_replay(self):
         return ReplayedForward(self)
     return stock(self, compile_config)
 
@@ -170,7 +170,7 @@ def _check_room(cache: StaticCache, max_cache_length: int) -> None:
 
 def _continuous_batching(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     # refused here, because with flash attention installed it would silently switch to that and be dense
-    if adapters.is_condensed(self):
+    if is_condensed(self):
         raise ValueError(
             "continuous batching and paged caches cannot be condensed: use model.generate, or call "
             "condense.restore(model) first"

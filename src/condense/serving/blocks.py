@@ -105,15 +105,14 @@ class ServedLayer:
             return 0 if self.sliding else self.heads * far * self.token_bytes
         return self.heads * self.plan.entry_slots(far) * self.slot_bytes
 
-    def has_step(self, device: torch.device, longest: int, far: int) -> bool:
+    def has_step(self, device: torch.device, longest: int) -> bool:
         """True if kernels read single tokens of requests of up to ``longest`` tokens, so that graphs may record them.
 
-        far: F. False for the engine's own attention.
+        False for the engine's own attention.
         """
         if self.plan is None:
             return False
-        # the kernels that choose take so many groups and no more
-        groups = min(table_columns(longest, far) * self.plan.entry_slots(far), -(-longest // self.plan.group_size))
+        groups = -(-longest // self.plan.group_size)
         settings, latent = self.plan.settings, self.latent
         return step_backend(device, self.dtype, self.widths, settings, latent=latent, entries=groups) == "triton"
 

@@ -79,7 +79,7 @@ def read_trials(
             # two of one request are the fewest that share a call with more
             read((half, half), (T - 2, 2))
         # a method may read single tokens otherwise than several: a step of kernels, or these
-        singles = (1,) if plan.settings.reads_otherwise and not served.has_step(out.device, longest, sizes.far) else ()
+        singles = (1,) if plan.settings.reads_otherwise and not served.has_step(out.device, longest) else ()
         for lengths in _shorter(plan.settings.rule, longest):
             # not whole prompts: where nothing is closed, kernels of PyTorch's read those
             for num in (*singles, _FEW, lengths[0] // 2):

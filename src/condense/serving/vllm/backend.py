@@ -224,7 +224,7 @@ class CondensedAttention(Attention):
         self.plan, self.served, self.model = served.plan, served, host.layers
         self.longest = vllm_config.model_config.max_model_len
         sizes, context = page_sizes(self.model), vllm_config.compilation_config.static_forward_context
-        self.has_step = served.has_step(vllm_config.device_config.device, self.longest, sizes.far)
+        self.has_step = served.has_step(vllm_config.device_config.device, self.longest)
         specs = page_specs(served, sizes)
         self.window_spec = specs.pop("window")
         self.sides = {
