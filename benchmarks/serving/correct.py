@@ -30,6 +30,8 @@ RANK, ALPHA = 8, 16
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 METHOD = condense.CCA(window=256, summary="streaming", key_pooling="select", rep_bias="log_size")
 NEW = 16
+# tokens of a random model's prompts
+LENGTHS = (1500, 700, 40, 1)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -49,12 +51,29 @@ def wide():
     sizes = {"hidden_size": 512, "intermediate_size": 768, "head_dim": 64, "vocab_size": 512}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 3}
     config = LlamaConfig(**sizes, **heads, max_position_embeddings=4096, initializer_range=0.1)
-    lengths = (1500, 700, 40, 1)
-    prompts = [torch.randint(512, (length,)).tolist() for length in lengths]
+    prompts = [torch.randint(512, (length,)).tolist() for length in LENGTHS]
     return LlamaForCausalLM(config).eval(), prompts, torch.randint(512, (2000,)).tolist()
 
 
-MODELS = {"bundled": bundled, "wide": wide}
+def latents():
+    """A random model on latents of DeepSeek-V2's widths, without experts."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 512, "intermediate_size": 768, "num_hidden_layers": 3, "vocab_size": 512}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512, "q_lora_rank": None}
+    widths = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 3}
+    # as DeepSeek-V2 stretches its positions
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 1024}
+    config = DeepseekV2Config(
+        **sizes, **heads, **widths, rope_parameters=rope | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        max_position_embeddings=4096, initializer_range=0.1,
+    )  # fmt: skip
+    prompts = [torch.randint(512, (length,)).tolist() for length in LENGTHS]
+    return DeepseekV2ForCausalLM(config).eval(), prompts, torch.randint(512, (2000,)).tolist()
+
+
+MODELS = {"bundled": bundled, "wide": wide, "latents": latents}
 
 
 def make_adapter(model):

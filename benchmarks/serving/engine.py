@@ -6,7 +6,7 @@ import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -24,20 +24,53 @@ from condense.serving.blocks import blocks_of_request
 
 METHOD = condense.CCA(summary="streaming", key_pooling="select", rep_bias="log_size")
 VLLM = vllm.__version__
-LAYERS, VOCABULARY = 32, 128256
-LLAMA = {
+
+
+class Shape(NamedTuple):
+    """A model's configuration, and what a trial changes of it."""
+
+    config: dict[str, Any]
+    trial: dict[str, Any]
+
+    def of(self, is_trial):
+        return self.config | self.trial if is_trial else self.config
+
+
+_LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": LAYERS, "head_dim": 128,
-    "vocab_size": VOCABULARY, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32, "head_dim": 128,
+    "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
     "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                      "original_max_position_embeddings": 8192, "rope_type": "llama3"},
     "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 128000,
     "eos_token_id": 128001, "attention_bias": False, "mlp_bias": False,
 }  # fmt: skip
-# what a trial changes of it
-TRIAL = {
-    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-    "num_hidden_layers": 2,
+_DEEPSEEK = {
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 2048,
+    "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "n_shared_experts": 2, "n_routed_experts": 64, "routed_scaling_factor": 1.0,
+    "kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128,
+    "topk_method": "greedy", "n_group": 1, "topk_group": 1, "num_experts_per_tok": 6, "moe_layer_freq": 1,
+    "first_k_dense_replace": 1, "norm_topk_prob": False, "scoring_func": "softmax", "vocab_size": 102400,
+    "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707,
+                     "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096},
+    "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 100000,
+    "eos_token_id": 100001, "attention_bias": False,
+}  # fmt: skip
+_LARGE = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 80}
+_SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
+SHAPES = {
+    "llama-3.1-8b": Shape(_LLAMA, _SMALL | {"num_key_value_heads": 2, "head_dim": 32}),
+    "llama-3.1-70b-fp8": Shape(
+        _LLAMA | _LARGE | {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
+        _SMALL | {"num_key_value_heads": 2, "head_dim": 32, "quantization_config": None},
+    ),
+    "deepseek-v2-lite": Shape(
+        _DEEPSEEK,
+        _SMALL | {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "kv_lora_rank": 32,
+                  "num_key_value_heads": 4, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16},
+    ),
 }  # fmt: skip
 # tokens in one step, as `condense serve` and vLLM's server set them
 BATCHED_TOKENS = {"dense": 8192, "condensed": 4096}
@@ -56,7 +89,7 @@ def mode_settings(mode):
     return {"compilation_config": compilation}
 
 
-def llama_folder(config):
+def folder_of(config):
     """A folder with this configuration, without weights."""
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(config))
@@ -65,7 +98,7 @@ def llama_folder(config):
 
 def prompts_of(count, length, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1000, VOCABULARY - 1000, (count, length), generator=generator).tolist()
+    return torch.randint(1000, 100_000, (count, length), generator=generator).tolist()
 
 
 class Step(NamedTuple):
@@ -90,7 +123,7 @@ class Engine:
         self.llm = LLM(str(folder), skip_tokenizer_init=True, seed=0, **settings)
         self.engine = self.llm.llm_engine
         core = self.engine.engine_core.engine_core
-        self.scheduler, self.executor = core.scheduler, core.model_executor
+        self.scheduler = core.scheduler
         self.preempted, preempt = 0, self.scheduler._preempt_request
 
         def count(*args, **options):
@@ -100,10 +133,6 @@ class Engine:
         self.scheduler._preempt_request = count
 
     @property
-    def runner(self):
-        return self.executor.driver_worker.worker.model_runner
-
-    @property
     def pages(self):
         """Pages of the pool, and how many of them are free."""
         pool = self.scheduler.kv_cache_manager.block_pool
@@ -111,14 +140,10 @@ class Engine:
 
     def fits(self, length):
         """Requests of ``length`` tokens whose pages lie in the pool at once while the prompt of one is read."""
-        layers = self.engine.vllm_config.compilation_config.static_forward_context.values()
-        served = next((layer.model for layer in layers if hasattr(layer, "served")), None)
         config = self.engine.vllm_config
-        if served is None:
-            return self.pages[0] // -(-length // config.cache_config.block_size)
-        one = blocks_of_request(served, length).blocks
-        # a piece of a prompt needs more pages of windows for itself, taken from the oldest prompt in the cache
-        reading = blocks_of_request(served, length, config.scheduler_config.max_num_batched_tokens).blocks - one
+        one, reading = self.llm.collective_rpc(
+            _blocks_of, args=(length, config.scheduler_config.max_num_batched_tokens)
+        )[0] or (-(-length // config.cache_config.block_size), 0)
         return (self.pages[0] - reading) // one
 
     def add(self, prompts, max_tokens):
@@ -164,16 +189,11 @@ class Engine:
     @contextmanager
     def without_model(self):
         """Prompts are scheduled and get their pages, but nothing is computed: their pages hold what was there."""
-        model, hidden = self.runner.model, self.engine.vllm_config.model_config.get_hidden_size()
-
-        def nothing(input_ids, **inputs):
-            return torch.zeros(input_ids.shape[0], hidden, dtype=torch.bfloat16, device=input_ids.device)
-
-        model.forward = nothing
+        self.llm.collective_rpc(_leave_out_model, args=(self.engine.vllm_config.model_config.get_hidden_size(),))
         try:
             yield
         finally:
-            del model.forward
+            self.llm.collective_rpc(_take_back_model)
 
     def fill(self, prompts):
         """Makes prompts look as if they were read: their pages are found in the prefix cache."""
@@ -182,35 +202,64 @@ class Engine:
 
     def fill_pages(self):
         """Random numbers in all pages: some kernels are faster on zeros."""
-        done = set()
-        for cache in self.runner.kv_caches:
-            if cache.data_ptr() not in done:
-                done.add(cache.data_ptr())
-                if cache.itemsize == 1:
-                    # whatever numbers they are read as, these bytes make finite ones
-                    cache.view(torch.uint8).random_(0, 64)
-                else:
-                    cache.normal_(std=0.5)
-        layers = self.engine.vllm_config.compilation_config.static_forward_context.values()
-        for store in (layer.store for layer in layers if getattr(layer, "store", None) is not None):
-            # drawn on the device: a host takes a minute for as many
-            part = torch.randint(64, (min(store.numel(), 1 << 28),), dtype=torch.uint8, device=self.runner.device)
-            for piece in store.view(-1).split(len(part)):
-                piece.copy_(part[: len(piece)])
+        self.llm.collective_rpc(_fill_pages)
 
     def close(self):
         from vllm.distributed import cleanup_dist_env_and_memory
 
         self.engine.engine_core.shutdown()
-        del self.llm, self.engine, self.scheduler, self.executor
+        del self.llm, self.engine, self.scheduler
         cleanup_dist_env_and_memory()
 
 
-def methods_of(text, layers=LAYERS):
+# what the process of each GPU does, given its worker
+
+
+def _blocks_of(worker, length, batch):
+    """Blocks of a condensed request, and those that it needs besides while it is read; None for dense attention."""
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    served = next((layer.model for layer in layers if hasattr(layer, "served")), None)
+    if served is None:
+        return None
+    one = blocks_of_request(served, length).blocks
+    # a piece of a prompt needs more pages of windows for itself, taken from the oldest prompt in the cache
+    return one, blocks_of_request(served, length, batch).blocks - one
+
+
+def _leave_out_model(worker, hidden):
+    def nothing(input_ids, **inputs):
+        return torch.zeros(input_ids.shape[0], hidden, dtype=torch.bfloat16, device=input_ids.device)
+
+    worker.model_runner.model.forward = nothing
+
+
+def _take_back_model(worker):
+    del worker.model_runner.model.forward
+
+
+def _fill_pages(worker):
+    done, runner = set(), worker.model_runner
+    for cache in runner.kv_caches:
+        if cache.data_ptr() not in done:
+            done.add(cache.data_ptr())
+            if cache.itemsize == 1:
+                # whatever numbers they are read as, these bytes make finite ones
+                cache.view(torch.uint8).random_(0, 64)
+            else:
+                cache.normal_(std=0.5)
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    for store in (layer.store for layer in layers if getattr(layer, "store", None) is not None):
+        # drawn on the device: a host takes a minute for as many
+        part = torch.randint(64, (min(store.numel(), 1 << 28),), dtype=torch.uint8, device=runner.device)
+        for piece in store.view(-1).split(len(part)):
+            piece.copy_(part[: len(piece)])
+
+
+def methods_of(text, layers, has_latents):
     """The method of each layer, of text as after `condense serve --method`: one method, or ``a@0-15+b@16-31``."""
     choice = choice_from_text(text)
     if not isinstance(choice, dict):
-        return {i: choice.of_layer(is_first=i == 0, has_latents=False) for i in range(layers)}
+        return {i: choice.of_layer(is_first=i == 0, has_latents=has_latents) for i in range(layers)}
     return {
         i: method
         for named, method in choice.items()
@@ -219,18 +268,22 @@ def methods_of(text, layers=LAYERS):
     }
 
 
-def llama_engine(attention, mode, *, method=None, pages_gib=PAGES_GIB, is_trial=False, **settings):
-    """Llama-3.1-8B's shape with random weights, with "dense" or "condensed" attention.
+def engine_of(shape, attention, mode, *, method, longest=131072, pages_gib=PAGES_GIB, is_trial=False, **settings):
+    """A shape of `SHAPES` with random weights, with "dense" or "condensed" attention.
 
-    method: text, None: pooling. is_trial: two small layers, and prompts of 8,192 tokens at most.
+    method: text, None: pooling. longest: tokens of a request. is_trial: two small layers, and prompts of 8,192 tokens
+    at most.
     """
-    layers = TRIAL["num_hidden_layers"] if is_trial else LAYERS
+    config = SHAPES[shape].of(is_trial)
+    layers, has_latents = config["num_hidden_layers"], "kv_lora_rank" in config
+    config |= {"max_position_embeddings": max(longest, config["max_position_embeddings"])}
     fixed = {
-        "load_format": "dummy", "max_model_len": 8192 + 512 if is_trial else 131072, "max_num_seqs": 256,
+        "load_format": "dummy", "max_model_len": 8192 + 512 if is_trial else longest, "max_num_seqs": 256,
         "kv_cache_memory_bytes": pages_gib << 30, "max_num_batched_tokens": BATCHED_TOKENS[attention],
         "enable_prefix_caching": True, "dtype": "bfloat16",
     }  # fmt: skip
     if attention == "condensed":
-        methods = settings_of(dict.fromkeys(range(layers), METHOD) if method is None else methods_of(method, layers))
-        fixed["hf_overrides"] = {"architectures": ["CondensedLlamaForCausalLM"], "condense": methods}
-    return Engine(llama_folder(LLAMA | TRIAL if is_trial else LLAMA), **fixed, **mode_settings(mode), **settings)
+        methods = dict.fromkeys(range(layers), METHOD) if method is None else methods_of(method, layers, has_latents)
+        names = [f"Condensed{config['architectures'][0]}"]
+        fixed["hf_overrides"] = {"architectures": names, "condense": settings_of(methods)}
+    return Engine(folder_of(config), **fixed, **mode_settings(mode), **settings)

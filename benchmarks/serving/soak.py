@@ -2,14 +2,16 @@
 
     python benchmarks/serving/soak.py OUT.json --seconds 1800 \\
         --method recall:window=64,num_recall=8,store=host,store_bits=8
+    python benchmarks/serving/soak.py OUT.json --seconds 500 --method recall:store_bits=8 --longest 131072 \\
+        --blocks 1000 --mode graph    # on a GPU
 
-Requests arrive in bursts: prompts of 1 to 1,200 tokens, of which half begin as one of six texts does, answers of 1 to
-48 tokens; some are given up on the way. The pool of blocks holds a few of the longest, so that some are put back.
-Every tenth answer is compared with `generate` of the same model in float32, and so is what `generate` answers once all
-weights have moved by 3e-7 of their size: where a store has 8 or 4 bits, float32's own noise changes some answers. A
-method that reads prompts otherwise than single tokens may part from `generate` after a request was put back: take
-prompt=recall. Ends with an error if far more answers of vLLM differ than noise changes, or if blocks are missing once
-all requests are done.
+Requests arrive in bursts: prompts of 1 to 1,200 tokens (or --longest), of which half begin as one of six texts does,
+answers of 1 to 48 tokens; some are given up on the way. The pool of blocks holds a few of the longest, so that some are
+put back. Every tenth answer is compared with `generate` of the same model in float32, and so is what `generate` answers
+once all weights have moved by 3e-7 of their size: where a store has 8 or 4 bits, float32's own noise changes some
+answers. A method that reads prompts otherwise than single tokens may part from `generate` after a request was put back:
+take prompt=recall. Ends with an error if far more answers of vLLM differ than noise changes, or if blocks are missing
+once all requests are done.
 
 The memory of the process is noted four times, after what is free went back to the system. On a CPU, PyTorch's library
 of kernels (oneDNN) would keep one for every number of tokens that it meets, up to 1,024: here it keeps one.
@@ -37,17 +39,17 @@ from vllm import SamplingParams
 import condense
 from condense.results import write_results
 
-LONGEST, ANSWER, TEXTS, CHECKED = 1200, 48, 6, 10
+ANSWER, TEXTS, CHECKED = 48, 6, 10
 
 
 class Traffic:
     """Requests at random, and what became of them."""
 
-    def __init__(self, engine, model, seed):
-        self.engine, self.model, self.random = engine, model, random.Random(seed)
+    def __init__(self, engine, model, seed, longest):
+        self.engine, self.model, self.random, self.longest = engine, model, random.Random(seed), longest
         self.moved = moved(model)
         self.vocabulary = model.config.vocab_size
-        self.texts = [self.tokens(LONGEST) for _ in range(TEXTS)]
+        self.texts = [self.tokens(longest) for _ in range(TEXTS)]
         self.prompts = {}
         self.found = {
             "requests": 0,
@@ -64,7 +66,7 @@ class Traffic:
     def arrive(self):
         """A burst of one to six requests."""
         for _ in range(self.random.randint(1, 6)):
-            length = int(LONGEST ** self.random.random())
+            length = int(self.longest ** self.random.random())
             begins = self.random.randrange(length) if self.random.random() < 0.5 else 0
             ids = self.random.choice(self.texts)[:begins] + self.tokens(length - begins)
             name, count = str(self.found["requests"]), self.random.randint(1, ANSWER)
@@ -112,11 +114,12 @@ def run(args):
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         engine = Engine(
-            folder, dtype="float32", max_model_len=LONGEST + ANSWER, max_num_seqs=16, max_num_batched_tokens=512,
-            num_gpu_blocks_override=args.blocks, enable_prefix_caching=True, kv_cache_memory_bytes=1 << 30,
+            folder, dtype="float32", max_model_len=args.longest + ANSWER, max_num_seqs=16,
+            max_num_batched_tokens=max(512, args.longest // 32), num_gpu_blocks_override=args.blocks,
+            enable_prefix_caching=True, kv_cache_memory_bytes=1 << 30, gpu_memory_utilization=0.02,
             **mode_settings(args.mode),
         )  # fmt: skip
-        traffic, began, memory = Traffic(engine, model.to(DEVICE), args.seed), time.time(), []
+        traffic, began, memory = Traffic(engine, model.to(DEVICE), args.seed, args.longest), time.time(), []
         while (passed := time.time() - began) < args.seconds or traffic.prompts:
             if passed < args.seconds and len(traffic.prompts) < 24 and traffic.random.random() < 0.2:
                 traffic.arrive()
@@ -130,7 +133,8 @@ def run(args):
         total, free = engine.pages
     return {
         "vllm": VLLM, "method": str(args.method), "mode": args.mode, "seconds": round(time.time() - began),
-        "pages": total, "free_pages": free, "preempted": engine.preempted, **traffic.found, "memory_bytes": memory,
+        "longest": args.longest, "pages": total, "free_pages": free, "preempted": engine.preempted, **traffic.found,
+        "memory_bytes": memory,
     }  # fmt: skip
 
 
@@ -140,6 +144,7 @@ def main():
     parser.add_argument("--method", required=True, type=condense.Method.parse)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--blocks", type=int, default=60, help="blocks of the pool")
+    parser.add_argument("--longest", type=int, default=1200, help="tokens of the longest prompt")
     parser.add_argument("--mode", choices=["default", "graph", "eager"], default="eager")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -1,13 +1,15 @@
-"""Capacity and speed of condensed models in vLLM, beside dense vLLM: Llama-3.1-8B's shape, random weights.
+"""Capacity and speed of condensed models in vLLM, beside dense vLLM: a large model's shape, random weights.
 
     python benchmarks/serving/speed.py OUT.json --attention condensed --measure first,first,decode-130561,first
     python benchmarks/serving/speed.py OUT.json --attention dense --measure capacity,decode-4097,decode-32769
     python benchmarks/serving/speed.py OUT.json --attention dense --cache fp8 --measure capacity,decode-130561
+    python benchmarks/serving/speed.py OUT.json --attention condensed --shape deepseek-v2-lite --method pooled
+    python benchmarks/serving/speed.py OUT.json --attention dense --shape llama-3.1-70b-fp8 --ranks 2
     python benchmarks/serving/speed.py OUT.json --attention condensed --method recall-device --trial    # on a CPU
 
 What is measured, in this order; a name that comes again is measured again:
 
-- capacity: requests of 131,072 tokens that run at once.
+- capacity: requests of 131,072 tokens (or --longest) that run at once.
 - decode-LENGTH: time between tokens, whole steps of the engine, while more and more requests run, at last as many as
   fit, prompts cached but for one token; the first answers are up to 500 tokens long by then.
 - first: time to the first token of a prompt read alone.
@@ -17,7 +19,8 @@ What is measured, in this order; a name that comes again is measured again:
 Prompts that count as cached were never read: their pages are handed out and hold random numbers.
 
 Before anything is timed, a small random model must give `generate`'s answers in float32 in the same mode of vLLM, read
-and from the prefix cache (`correct.py`, in processes of its own, while the engine starts); otherwise nothing is.
+and from the prefix cache (`correct.py`, in processes of its own, while the engine starts); otherwise nothing is. vLLM
+runs no model with latents in float32 on a GPU: there, errors in bfloat16 must be at most twice those of transformers.
 Results are written after every measurement and every number of rows, so that a run that is cut off loses little.
 `against_dense.py` runs all that is compared.
 
@@ -37,18 +40,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from engine import BATCHED_TOKENS, METHOD, PAGES_GIB, VLLM, llama_engine, prompts_of
+from engine import BATCHED_TOKENS, METHOD, PAGES_GIB, SHAPES, VLLM, engine_of, prompts_of
 
 import condense
 from condense.results import write_results
 
 # 512 tokens are left for the answer
-LONG, ANSWER = 131072 - 512, 511
+LONG, LONGER, ANSWER = 131072 - 512, 524288 - 512, 511
 # one token more than whole pages of entries, which are what can be cached
 ROWS = {
     4096 + 1: (1, 2, 4, 8, 16, 32, 64, 128, 192, 256),
     32768 + 1: (1, 2, 4, 8, 16, 24, 64, 128, 192, 256),
     LONG + 1: (1, 2, 4, 6, 12, 16, 20, 32, 64, 90),
+    LONGER + 1: (1, 2, 4, 6),
 }
 DECODES = {f"decode-{length}": length for length in ROWS}
 MEASURES = ("capacity", *DECODES, "first", "documents", "short", "long")
@@ -58,19 +62,29 @@ STEPS, SKIPPED = 40, 5
 SHORTER = 16
 
 
-def checked(mode, method):
-    """Answers of a small model in vLLM; ends the program if some in float32 and 16 bits are wrong.
+def checked(mode, method, has_latents):
+    """Answers of a small model in vLLM; ends the program if some are wrong: in float32, but for latents in bfloat16.
 
     Of the method as it is, in bfloat16, errors are noted beside those of transformers.
     """
+    model = "latents" if has_latents else "wide"
     with ThreadPoolExecutor(2) as beside:
-        exact = beside.submit(compared, mode, method and unrounded(method), "float32")
-        rounded = beside.submit(compared, mode, method and first_method(method), "bfloat16")
-    rounds, found = exact.result()["rounds"], rounded.result()
+        rounded = beside.submit(compared, mode, model, method and first_method(method), "bfloat16")
+        exact = None if has_latents else beside.submit(compared, mode, model, method and unrounded(method), "float32")
+    found, rounds = rounded.result(), [] if exact is None else exact.result()["rounds"]
     chooses = method is not None and isinstance(condense.Method.parse(first_method(method)), condense.Recall)
-    if not all(is_right(answers, chooses) for answers in rounds):
-        sys.exit(f"speed: vLLM's answers are not those of generate, so nothing is timed: {rounds}")
+    if has_latents:
+        wrong = [each for each in (found["text_error"], *(each["error"] for each in found["rounds"])) if is_far(each)]
+    else:
+        wrong = [answers for answers in rounds if not is_right(answers, chooses)]
+    if wrong:
+        sys.exit(f"speed: vLLM's answers are not those of generate, so nothing is timed: {wrong}")
     return {"float32": rounds, "bfloat16": {key: found[key] for key in ("method", "rounds", "text_error")}}
+
+
+def is_far(error):
+    """True if vLLM's log-probabilities are off by more than twice as much as those of transformers."""
+    return error["vllm"]["rms"] > 2 * error["transformers_bfloat16"]["rms"]
 
 
 def is_right(answers, chooses):
@@ -86,15 +100,15 @@ def is_right(answers, chooses):
     )
 
 
-def compared(mode, method, dtype):
-    """Results of `correct.py` with a small model."""
+def compared(mode, model, method, dtype):
+    """Results of `correct.py` with one of its models."""
     program = [sys.executable, str(Path(__file__).with_name("correct.py"))]
     with tempfile.TemporaryDirectory() as folder:
         reference, out = f"{folder}/reference.pt", f"{folder}/out.json"
         chosen = [] if method is None else ["--method", method]
         engine = ["--mode", mode, "--dtype", dtype]
-        subprocess.run([*program, "reference", reference, "--model", "wide", *chosen], check=True)
-        subprocess.run([*program, "engine", reference, out, "--model", "wide", *engine], check=True)
+        subprocess.run([*program, "reference", reference, "--model", model, *chosen], check=True)
+        subprocess.run([*program, "engine", reference, out, "--model", model, *engine], check=True)
         return json.loads(Path(out).read_text(encoding="utf-8"))["results"]
 
 
@@ -208,6 +222,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--attention", choices=["dense", "condensed"], required=True)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs that share each layer")
+    parser.add_argument("--longest", type=int, default=131072, help="tokens of the longest request, with its answer")
     parser.add_argument("--mode", choices=["default", "graph", "eager"], default="default")
     parser.add_argument("--measure", default=",".join(MEASURES))
     parser.add_argument("--short", type=int, default=48, help="requests of short")
@@ -225,19 +242,24 @@ def main():
         parser.error(f"--measure: wanted some of {', '.join(MEASURES)}, got {', '.join(sorted(unknown))}")
     with ThreadPoolExecutor(1) as beside:
         # the engine starts meanwhile, and waits
-        check = beside.submit(checked, args.mode, args.method) if is_condensed else None
+        has_latents = "kv_lora_rank" in SHAPES[args.shape].config
+        check = beside.submit(checked, args.mode, args.method, has_latents) if is_condensed else None
         begun = time.perf_counter()
-        pages = {"pages_gib": 1 if args.trial else args.pages, "is_trial": args.trial}
-        engine = llama_engine(args.attention, args.mode, method=args.method, kv_cache_dtype=args.cache, **pages)
+        engine = engine_of(
+            args.shape, args.attention, args.mode, method=args.method, longest=args.longest,
+            pages_gib=1 if args.trial else args.pages, is_trial=args.trial, kv_cache_dtype=args.cache,
+            tensor_parallel_size=args.ranks,
+        )  # fmt: skip
         start = time.perf_counter() - begun
         found = check and check.result()
-    engine.condensed, engine.longest = is_condensed, LONG // shorter
+    engine.condensed, engine.longest = is_condensed, (args.longest - 512) // shorter
     # a name stands for other settings in other versions
     one = is_condensed and args.method is not None and "@" not in args.method
     content = {
         "vllm": VLLM, "attention": args.attention, "mode": args.mode,
-        "shape": "trial" if args.trial else "llama-3.1-8b", "method": (args.method or str(METHOD)) if engine.condensed
-        else None, "settings": condense.Method.parse(args.method).to_dict() if one else None,
+        "shape": f"trial of {args.shape}" if args.trial else args.shape, "ranks": args.ranks,
+        "method": (args.method or str(METHOD)) if engine.condensed else None,
+        "settings": condense.Method.parse(args.method).to_dict() if one else None,
         "batched_tokens": BATCHED_TOKENS[args.attention], "cache": args.cache, "checked": found,
         "engine_start_s": start,
     }  # fmt: skip

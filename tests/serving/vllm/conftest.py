@@ -136,6 +136,11 @@ def folder(model, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def device_settings():
+    return DEVICE_SETTINGS
+
+
+@pytest.fixture(scope="session")
 def device_flags():
     """This device's settings for the server's command line."""
     flags = []

@@ -7,7 +7,6 @@ import pytest
 from fresh import run
 from small_models import condensed, prompts_of, random_llama
 from vllm import LLM, SamplingParams
-from vllm.platforms import current_platform
 
 import condense
 
@@ -23,9 +22,11 @@ NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3
 NEW = 60
 
 
-def drafting(model):
-    fixed = {"dtype": "float32", "max_num_batched_tokens": 64, "enforce_eager": True, "disable_log_stats": False}
-    return condensed(model, **fixed, speculative_config=NGRAMS)
+@pytest.fixture
+def drafting(device_settings):
+    """Settings of an engine with drafts, of a model."""
+    fixed = {"dtype": "float32", "max_num_batched_tokens": 64, "disable_log_stats": False, **device_settings}
+    return lambda model: condensed(model, **fixed, speculative_config=NGRAMS)
 
 
 def check_answers(folder, settings, prompts, want):
@@ -44,19 +45,16 @@ def check_refusal(folder, settings):
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_tokens_of_generate(greedy, tmp_path, method):
+def test_tokens_of_generate(greedy, drafting, tmp_path, method):
     """Prompts of texts that repeat themselves, so that there are drafts."""
     model = condense.apply(random_llama(), method)
     model.save_pretrained(tmp_path)
     prompts = [(ids * 40)[:length] for ids, length in zip(prompts_of((7,) * 4), (230, 31, 150, 64), strict=True)]
-    if current_platform.is_cpu():
-        run(check_answers, str(tmp_path), drafting(model), prompts, greedy(model, prompts, NEW))
-    else:
-        run(check_refusal, str(tmp_path), drafting(model))
+    run(check_answers, str(tmp_path), drafting(model), prompts, greedy(model, prompts, NEW))
 
 
 @pytest.mark.parametrize("method", REFUSED.values(), ids=REFUSED)
-def test_methods_that_take_nothing_back_are_refused(tmp_path, method):
+def test_methods_that_take_nothing_back_are_refused(drafting, tmp_path, method):
     model = condense.apply(random_llama(), method)
     model.save_pretrained(tmp_path)
     run(check_refusal, str(tmp_path), drafting(model))

@@ -11,7 +11,6 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.platforms import current_platform
 
 from condense.architectures import condensed_architecture
 from condense.serving.blocks import ServedLayer, own_page, page_sizes
@@ -99,8 +98,8 @@ def engine_settings(
     dense: numbers of the layers that stay vLLM's own. takes_back: tokens of all others can be taken back.
     """
     parallel, cache, drafts = config.parallel_config, config.cache_config, config.speculative_config
-    # drafts are found on the host, and lengths known there, only so; on a GPU it was not tried
-    served = takes_back and current_platform.is_cpu() and not config.scheduler_config.async_scheduling
+    # drafts are found on the host, and lengths known there, only so
+    served = takes_back and not config.scheduler_config.async_scheduling
     return EngineSettings(
         version=vllm.__version__,
         kv_heads=1 if has_latents else config.model_config.get_total_num_kv_heads(),
