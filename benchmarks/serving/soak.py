@@ -112,6 +112,7 @@ def run(args):
     """Requests for so many seconds, then none until all are done."""
     model = condense.apply(wide()[0], args.method)
     with tempfile.TemporaryDirectory() as folder:
+        model.config.max_position_embeddings = args.longest + ANSWER
         model.save_pretrained(folder)
         engine = Engine(
             folder, dtype="float32", max_model_len=args.longest + ANSWER, max_num_seqs=16,

@@ -248,7 +248,7 @@ def main():
         engine = engine_of(
             args.shape, args.attention, args.mode, method=args.method, longest=args.longest,
             pages_gib=1 if args.trial else args.pages, is_trial=args.trial, kv_cache_dtype=args.cache,
-            tensor_parallel_size=args.ranks,
+            tensor_parallel_size=args.ranks, disable_custom_all_reduce=True,
         )  # fmt: skip
         start = time.perf_counter() - begun
         found = check and check.result()
