@@ -1,7 +1,7 @@
 """The tables of `docs/serving.md` and its picture: what `benchmarks/serving` measured.
 
 The page names its results; a table stands between ``<!-- NAME -->`` and ``<!-- /NAME -->`` and is written anew:
-``decode LENGTH``, ``first and traffic``, ``paged``, ``recall`` and ``recall h100``. Every process of `speed.py` is a
+``decode LENGTH``, ``first and traffic``, ``paged``, ``recall`` and those of `COLUMNS`. Every process of `speed.py` is a
 round; a cell is the median of rounds, with the least and the most in brackets.
 """
 
@@ -14,7 +14,9 @@ from condense.plots import plot_lines
 LENGTHS = (4097, 32769, 130561)
 NAMES = ("dense", "condensed")
 CCA, RECALL = "`CCA`", "`recall-device`"
-_BLOCK = re.compile(r"(<!-- ((?:decode|first|paged|recall).*?) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
+# tables with a column for each process, and how the names of their results begin
+COLUMNS = {"recall h100": "h100", "recall host": "recall-host-speed", "latents": "latents", "large": "large"}
+_BLOCK = re.compile(r"(<!-- ((?:decode|first|paged|recall|latents|large).*?) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 
 
 def fill(page, documents, picture=None):
@@ -28,7 +30,10 @@ def fill(page, documents, picture=None):
     makers |= {"first and traffic": lambda: _traffic_table(rounds), "paged": lambda: _paged_table(paged)}
     recall = {content["attention"]: [content] for content in _named(text, documents, "recall-speed")}
     makers["recall"] = lambda: _decode_table(recall, LENGTHS[-1], RECALL)
-    makers["recall h100"] = lambda: _columns_table(_named(text, documents, "h100"), LENGTHS[-1])
+    makers |= {
+        name: lambda begin=begin: _columns_table(_named(text, documents, begin), LENGTHS[-1])
+        for name, begin in COLUMNS.items()
+    }
     page.write_text(_BLOCK.sub(lambda block: block[1] + makers[block[2]]() + block[3], text), encoding="utf-8")
     if picture is not None:
         _draw(rounds, picture)
@@ -71,12 +76,14 @@ def _columns_table(contents, length):
     table = f"| | {' | '.join(names)} |\n{'|---' * (len(names) + 1)}|\n"
     first = [f"{min(content['first']):.2f} s" for content in contents]
     table += f"| first token | {' | '.join(first)} |\n"
-    for rows in (1, 2, 4):
+    for rows in (1, 2, 4, 6):
         cells = [f"{each[rows]:.2f} ms" if rows in each else "" for each in steps]
         table += f"| {rows} request{'s' * (rows > 1)} | {' | '.join(cells)} |\n"
     most = [max(each, key=lambda rows, each=each: rows / each[rows]) for each in steps]
     cells = [f"{1000 * rows / each[rows]:,.0f} with {rows}" for rows, each in zip(most, steps, strict=True)]
-    return table + f"| most tokens/s | {' | '.join(cells)} |\n"
+    table += f"| most tokens/s | {' | '.join(cells)} |\n"
+    at_once = [content["capacity"][0]["answered_in_one_step"] if "capacity" in content else "" for content in contents]
+    return table + (f"| requests at once | {' | '.join(map(str, at_once))} |\n" if any(at_once) else "")
 
 
 def _step(steps, rows):

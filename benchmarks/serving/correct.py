@@ -73,6 +73,11 @@ def latents():
     return DeepseekV2ForCausalLM(config).eval(), prompts, torch.randint(512, (2000,)).tolist()
 
 
+def device_of(model):
+    """The device of the reference: kernels in float32 for latents this wide take minutes to compile."""
+    return "cpu" if model == "latents" else DEVICE
+
+
 MODELS = {"bundled": bundled, "wide": wide, "latents": latents}
 
 
@@ -95,16 +100,16 @@ def projections(model):
     return [(name, x) for name, x in model.named_modules() if name.rpartition(".")[2] in PROJECTIONS]
 
 
-def load(folder, adapter):
+def load(folder, adapter, device):
     """The saved model in float32, with the weights of an adapter added to its own, unless that is None."""
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
     if adapter is not None:
         tensors = load_file(Path(adapter) / "adapter_model.safetensors")
         for name, module in projections(model):
-            a, b = (tensors[f"base_model.model.{name}.lora_{x}.weight"].to(DEVICE) for x in "AB")
+            a, b = (tensors[f"base_model.model.{name}.lora_{x}.weight"].to(device) for x in "AB")
             module.weight.data += ALPHA / RANK * b @ a
     return model
 
@@ -118,7 +123,7 @@ def reference(args):
     model.save_pretrained(folder)
     content = {"folder": folder, "method": args.method or str(METHOD), "prompts": prompts, "text": text, "variants": []}
     for adapter in [None, make_adapter(model)] if args.adapter else [None]:
-        model = load(folder, adapter)
+        model = load(folder, adapter, device_of(args.model))
         variant = {"adapter": adapter, "tokens": [generated(model, ids) for ids in prompts]}
         variant["text_float32"] = scores(model, text)
         variant["text_bfloat16"] = scores(model.bfloat16(), text)
@@ -128,7 +133,7 @@ def reference(args):
 
 
 def generated(model, ids):
-    row = torch.tensor([ids], device=DEVICE)
+    row = torch.tensor([ids], device=model.device)
     fixed = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": NEW}
     return model.generate(row, attention_mask=torch.ones_like(row), **fixed)[0, len(ids) :].tolist()
 
@@ -136,7 +141,7 @@ def generated(model, ids):
 @torch.no_grad()
 def scores(model, text):
     """Log-probability of every token of a text but the first."""
-    ids = torch.tensor([text], device=DEVICE)
+    ids = torch.tensor([text], device=model.device)
     logits = model(ids).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].cpu()
 
@@ -144,10 +149,10 @@ def scores(model, text):
 @torch.no_grad()
 def scores_of_answer(model, prompt, answer):
     """Log-probability of every token of an answer, the prompt read at once and the answer token by token."""
-    out, found = model(torch.tensor([prompt], device=DEVICE), use_cache=True, logits_to_keep=1), []
+    out, found = model(torch.tensor([prompt], device=model.device), use_cache=True, logits_to_keep=1), []
     for token in answer:
         found.append(out.logits[0, -1].float().log_softmax(-1)[token])
-        step = torch.tensor([[token]], device=DEVICE)
+        step = torch.tensor([[token]], device=model.device)
         out = model(step, past_key_values=out.past_key_values, use_cache=True)
     return torch.stack(found).cpu()
 
@@ -184,7 +189,10 @@ def engine(args):
 
     answers = [ask(prompts), ask(prompts)]
     texts = [outputs[0].prompt_logprobs[1:] for outputs in ask([ref["text"]], prompt_logprobs=0, max_tokens=1)]
-    results = [compare(ref, variant, [answer[i] for answer in answers], texts[i]) for i, variant in enumerate(variants)]
+    device = device_of(args.model)
+    results = [
+        compare(ref, variant, [answer[i] for answer in answers], texts[i], device) for i, variant in enumerate(variants)
+    ]
     total, free = started.pages
     content = {
         "vllm": vllm.__version__, "model": args.model, "method": ref["method"], "mode": args.mode, "dtype": args.dtype,
@@ -198,10 +206,10 @@ def engine(args):
     write_results(args.out, content, seed=0, overwrite=True)
 
 
-def compare(ref, variant, answers, text):
+def compare(ref, variant, answers, text, device):
     """Errors of two rounds of answers and of the scores of a text, and those of transformers in bfloat16."""
-    model, rounds = load(ref["folder"], variant["adapter"]), []
-    rounded = load(ref["folder"], variant["adapter"]).bfloat16()
+    model, rounds = load(ref["folder"], variant["adapter"], device), []
+    rounded = load(ref["folder"], variant["adapter"], device).bfloat16()
     for outputs in answers:
         # scored are vLLM's own answers, which in bfloat16 need not be those of transformers
         tokens = [list(o.outputs[0].token_ids) for o in outputs]
