@@ -213,7 +213,7 @@ def _served(documents: Documents) -> dict[tuple[str, int], float]:
     """The engine's seconds to a first token (0) and milliseconds per token (1) under named settings."""
     found = {}
     for stem, document in documents.items():
-        if stem.startswith("recall-speed-condensed-"):
+        if stem.startswith(("recall-speed-condensed-", "recall-host-speed-")):
             run = document["results"]
             of = [name for name in NAMES if _is(name, run["settings"])]
             steps = [row["step_ms"]["median"] for row in run["decode-130561"][0] if row["rows"] == 1]
