@@ -1,7 +1,5 @@
-"""Shared by several folders: a small text with its tokenizer and corpus, the backends, and which cells run when.
-
-Imports of torch and all that needs it stand inside functions: the process that hands tests to two others reads this
-file before it starts them, and then waits for nothing.
+"""Shared by several folders: a small text, its tokenizer and corpus, the backends, and which cells run when. Imports of
+torch stand inside functions: the process that hands tests to two others reads this file before it starts them.
 """
 
 from __future__ import annotations
@@ -38,19 +36,16 @@ DEAR = {
         "is_one_well_formed_operation": 1, "output_lse_and_gradients_within_budget": 6},
     "triton_kernels/test_extras.py": {"documents_within_budget": 4, "steps_and_prompts": 3},
     "triton_kernels/test_entry_bits.py": {"steps": 5},
-    "triton_kernels/test_growing_layer.py": {"a_first_token_is_a_prompt": 2, "room_to_spare_is_bounded": 1,
-        "rows_follow_in_the_middle_of_steps": 4, "steps_and_chunks_equal_extend": 1,
-        "tokens_are_taken_back_in_the_middle_of_steps": 2},
-    "triton_kernels/test_growing_model.py": {"tokens_are_those_of_extend": 1},
+    "triton_kernels/test_growing.py": {"room_to_spare_is_bounded": 1, "rows_follow_in_the_middle_of_steps": 4,
+        "steps_and_chunks_equal_extend": 3,
+        "tokens_are_taken_back_in_the_middle_of_steps": 2, "tokens_are_those_of_extend": 1},
     "triton_kernels/test_paged_step.py": {"steps_are_within_the_budget": 19},
     "triton_kernels/test_pool.py": {"chunks_give_what_one_call_gives": 3, "pooling": 18, "summaries": 16},
     "triton_kernels/test_recall_prefill.py": {"choice_output_and_gradients": 4, "compiled_as_one_graph": 1},
-    "triton_kernels/test_recall_step.py": {"every_step_against_the_definition": 12},
-    "triton_kernels/test_recall_store.py": {"latents": 1, "outputs_are_within_the_error_budget": 3, "slots": 2,
-        "stores_in_fewer_bits": 2},
-    "triton_kernels/test_step.py": {"a_window_longer_than_any_text": 1, "absorbed_latents_against_the_definition": 2,
-        "every_step_against_the_definition": 8, "focal_latents_against_the_definition": 2,
-        "goes_on_from_a_prefill_as_the_reference_does": 2,
+    "triton_kernels/test_recall_step.py": {"every_step_against_the_definition": 12, "latents": 1,
+        "outputs_are_within_the_error_budget": 3, "slots": 2, "stores_in_fewer_bits": 2},
+    "triton_kernels/test_step.py": {"a_window_longer_than_any_text": 1, "absorbed_latents_against_the_definition": 4,
+        "every_step_against_the_definition": 8, "goes_on_from_a_prefill_as_the_reference_does": 2,
         "goes_on_from_prompts_of_different_lengths_as_the_reference_does": 1, "output_within_budget": 3,
         "rows_that_come_and_go": 1},
 }  # fmt: skip
@@ -91,10 +86,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             grids.setdefault(item.nodeid.partition("[")[0].removeprefix("tests/"), []).append(item)
     for name, cells in grids.items():
         path, _, test = name.partition("::test_")
-        most = min(
-            DEAR.get(path, {}).get(test, len(cells)),
-            (name not in EACH_MODEL and config.getoption("cells")) or len(cells),
-        )
+        asked = None if name in EACH_MODEL else config.getoption("cells")
+        most = min(DEAR.get(path, {}).get(test, len(cells)), asked or len(cells))
         if most < len(cells):
             kept = set(covering([cell.nodeid for cell in cells], list(map(_values, cells)), most))
             for i, cell in enumerate(cells):
@@ -103,7 +96,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _values(cell: pytest.Item) -> set[tuple[str, str]]:
-    """Names and values of a cell's parameters; of tuples and dicts, place by place."""
     found = set()
     for name, value in cell.callspec.params.items():  # type: ignore[attr-defined]
         parts = value if isinstance(value, tuple) else (value,)
@@ -152,7 +144,6 @@ def corpus(text: str, tokenizer: PreTrainedTokenizerBase) -> Corpus:
 
 @pytest.fixture
 def expanded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Numbers of latents that are expanded, call by call."""
     from condense.latent import UpProjection
 
     counts, expand = [], UpProjection.expand

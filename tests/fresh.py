@@ -1,7 +1,4 @@
-"""Processes of their own, forked from one that has imported torch and transformers but not condense.
-
-These imports take longer than what the tests do in such a process.
-"""
+"""Processes of their own, forked from one that has imported torch and transformers (this takes long), not condense."""
 
 import multiprocessing
 import os

@@ -1,7 +1,4 @@
-"""Grids of parameters as covering arrays: few cells in which every value occurs, and as many pairs of values as fit.
-
-And fixtures that are every value of a mapping.
-"""
+"""Grids of parameters as covering arrays: few cells in which every value occurs, and as many pairs of values as fit."""
 
 import hashlib
 import itertools
@@ -12,10 +9,8 @@ CPU_BACKENDS = ("reference", "torch", "torch-blocks")
 
 
 def grid(count, /, *fixtures, **axes):
-    """Parametrize a test by ``count`` cells of the product of ``axes``.
-
-    axes: arguments, each with a list of values or a mapping of ids to values. fixtures: those that are fixtures and get
-    the value as their parameter, beside `backend`.
+    """Parametrize a test by ``count`` cells of the product of ``axes``: arguments, each with a list of values or a
+    mapping of ids to values. fixtures: those that are fixtures, beside `backend`.
     """
     named = {name: x if isinstance(x, dict) else {str(value): value for value in x} for name, x in axes.items()}
     product = list(itertools.product(*named.values()))
@@ -33,9 +28,7 @@ def fixture_of(cases):
 
 
 def covering(names, values, count):
-    """Numbers of ``count`` cells, of which each has the most values that no cell before it has, of equals the most new
-    pairs of values; in an order that is mixed but fixed by the cells' names.
-    """
+    """Numbers of cells, each with the most values that no cell before it has, of equals with the most new pairs."""
     left = sorted(range(len(names)), key=lambda i: hashlib.sha256(names[i].encode()).digest())
     values, kept = list(values), []
     pairs = [set(itertools.combinations(sorted(x), 2)) for x in values]

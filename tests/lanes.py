@@ -3,14 +3,16 @@
 import torch
 from speed.budget import judge
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from condense.ops.triton import limits
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+DTYPES = limits.DTYPES if CUDA else [torch.float32]
 
 
 def check(call, low, weights, backend="triton", judged=slice(None)):
-    """Results and gradients of ``call(backend, *low)``, or those that are judged, are within the budget.
-
-    weights: gradients of the results ``call`` returns first; further ones are not judged. Returns all results that are
-    not empty, by definition and of the kernels.
+    """Results and gradients of ``call(backend, *low)``, or those that are judged, are within the budget. weights: the
+    gradients of its first results. Returns all results that are not empty, by definition and of the kernels.
     """
     lanes = {"reference": {"dtype": torch.float64}, "torch": {"device": DEVICE}, backend: {"device": DEVICE}}
     results, found = [], []

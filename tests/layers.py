@@ -5,6 +5,7 @@ Shapes: B rows, H query heads, K KV heads, L tokens, D and Dv widths.
 
 import torch
 from oracles import oracle
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -13,18 +14,32 @@ from condense.caches import ReadRequest
 from condense.ops import NewToken
 from condense.plan import ForwardPlan
 
+# what changes the rows of a layer of three, and which of them there are then
+CHANGES = {
+    "reorder": (lambda layer: layer.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
+    "reorder-alike": (lambda layer: layer.reorder_cache(torch.tensor([1, 1, 1])), [1, 1, 1]),
+    "repeat": (lambda layer: layer.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+    "select": (lambda layer: layer.batch_select_indices(torch.tensor([2, 1])), [2, 1]),
+    "select-mask": (lambda layer: layer.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
+    "offload-prefetch": (lambda layer: (layer.offload(), layer.prefetch()), [0, 1, 2]),
+}
+
 
 class Counting(TorchDispatchMode):
-    """Names of the operations that are called, and the most numbers of a tensor that one makes."""
+    """Operations that are called, most numbers of a tensor that one makes, most bytes that live at one time."""
 
     def __init__(self):
         super().__init__()
-        self.names, self.largest = [], 0
+        self.names, self.largest, self.most_bytes, self._alive = [], 0, 0, {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.append(str(func))
         out = func(*args, **(kwargs or {}))
-        self.largest = max([self.largest, *(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))])
+        made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        self.largest = max([self.largest, *(x.numel() for x in made)])
+        self._alive |= {StorageWeakRef(x.untyped_storage()): x.untyped_storage().nbytes() for x in made}
+        self._alive = {memory: size for memory, size in self._alive.items() if not memory.expired()}
+        self.most_bytes = max(self.most_bytes, sum(self._alive.values()))
         return out
 
 

@@ -3,6 +3,7 @@
 Shapes: R requests, T new tokens, H query heads, K KV heads, D and Dv widths, P pages, N slots of a page.
 """
 
+import itertools
 import random
 
 import torch
@@ -38,9 +39,8 @@ METHODS = {
 
 
 class Pool:
-    """Pages of one layer in blocks of bytes. Every block is given to one request and one kind; what no request has
-    written is 255 in every byte: NaN as a number. up: the up-projections, if tokens are latents. extras: of the layer.
-    host: pages of stored tokens in host memory.
+    """Pages of one layer in blocks of bytes, each given to one request and one kind; what no request has written is 255
+    in every byte: NaN as a number. up: of latents. extras: of the layer. host: pages of stored tokens in host memory.
     """
 
     up, extras, host = None, NO_EXTRAS, None
@@ -71,14 +71,12 @@ class Pool:
     def take_memory(self, num_pages, block, device):
         largest = max(slots * self.kv_heads * nbytes for slots, nbytes in self.kinds.values())
         # where blocks lie far apart, memory between pages is never touched, and so not taken
-        self.blocks = torch.empty(
-            num_pages, block or -(-largest // 16) * 16 + self.spare, dtype=torch.uint8, device=device
-        )
+        size = block or -(-largest // 16) * 16 + self.spare
+        self.blocks = torch.empty(num_pages, size, dtype=torch.uint8, device=device)
         for part in [self.view(kind) for kind in self.kinds] if block else [self.blocks]:
             part.fill_(self.fill)
 
     def add(self, length, shared=None, shared_tokens=0):
-        """A request of up to ``length`` tokens; it begins with ``shared_tokens`` tokens in the pages of another."""
         request = Request(self, length)
         if shared is not None:
             request.share(shared, shared_tokens)
@@ -108,9 +106,8 @@ class Pool:
         return torch.tensor(rows, dtype=torch.int32, device=self.blocks.device)
 
     def state(self, requests):
-        window, entries, ring = (
-            Pages(self.view(kind), self.table([getattr(r, kind) for r in requests])) for kind in self.kinds
-        )
+        tables = (self.table([getattr(request, kind) for request in requests]) for kind in self.kinds)
+        window, entries, ring = map(Pages, map(self.view, self.kinds), tables)
         if not self.in_records:
             entries = entries.view(self.dtype)
         ring = ring.view(self.dtype) if self.plan.ring_slots else None
@@ -118,17 +115,13 @@ class Pool:
 
     def read(self, chunks, **options):
         """Reads ``[(request, qkv of its new tokens [., heads, width])]`` in one step; outputs, one per request."""
-        requests = [request for request, _ in chunks]
-        lengths = [qkv[0].shape[0] for _, qkv in chunks]
-        for request, length in zip(requests, lengths, strict=True):
+        requests, lengths = [request for request, _ in chunks], [qkv[0].shape[0] for _, qkv in chunks]
+        for (request, qkv), length in zip(chunks, lengths, strict=True):
             request.prepare(length)
-        for request, qkv in chunks:
             request.tokens.append(qkv)
         starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
         seen = [request.seen + length for request, length in zip(requests, lengths, strict=True)]
-        steps = 0
-        while steps < len(lengths) and lengths[steps] <= 1:
-            steps += 1
+        steps = len(list(itertools.takewhile(lambda length: length <= 1, lengths)))
         device = self.blocks.device
         new = NewTokens(starts, seen, torch.tensor(seen, dtype=torch.int32, device=device), steps)
         q, k, v = (torch.cat([qkv[i] for _, qkv in chunks]).to(device) for i in range(3))
@@ -155,7 +148,6 @@ class Request:
         self.window = other.window[: tokens // self.pool.near]
 
     def reserve(self, stop):
-        """Takes pages for tokens up to ``stop``."""
         while len(self.window) * self.pool.near < stop:
             self.window.append(self.pool.take())
         while len(self.entries) * self.pool.far < stop:

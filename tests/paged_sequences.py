@@ -1,8 +1,4 @@
-"""Sequences that are read over a pool of pages, and their attention as whole ones.
-
-Shapes: R requests, H query heads, K KV heads, L tokens, D and Dv widths; a shape is H, K, D, Dv. On latents widths are
-d_n, d_r, d_c and d_v, as in `oracles.latent_oracle`.
-"""
+"""Sequences that are read over a pool of pages, and their attention as whole ones. A shape is H, K, D, Dv."""
 
 import torch
 from layers import read_whole
@@ -14,7 +10,6 @@ from condense.ops.latents import UpProjection
 
 
 def random_tokens(shape, length, *, seed=0, dtype=torch.float64, device="cpu"):
-    """q, k, v, packed: ``[L, heads, width]``."""
     H, K, D, Dv = shape
     return [x[0].transpose(0, 1).to(device, dtype) for x in oracle.random_qkv(1, H, K, length, D, Dv, seed=seed)]
 
@@ -26,16 +21,12 @@ def random_extras(heads, *, softcap=0.0, dtype=torch.float64, device="cpu"):
 
 
 def whole(qkv, method, scale, singles=(), up=None, extras=NO_EXTRAS):
-    """Attention of a whole sequence by the definition, ``[L, H, Dv]``. singles: positions that are read one by one. up:
-    the up-projections, if tokens are latents, which have no extras.
-    """
+    """By the definition, ``[L, H, Dv]``. singles: positions read one by one. up: the up-projections of latents."""
     rows = [x.transpose(0, 1)[None] for x in qkv]
     if up is not None:
         (d_c, d_n), q, k = up.w_uk.shape[1:], rows[0], rows[1][:, 0]
-        parts = q[..., :d_n], q[..., d_n:], k[..., :d_c], k[..., d_c:]
-        return condense.latent_attention(*parts, *up, method=method, scale=scale, backend="reference")[0].transpose(
-            0, 1
-        )
+        parts = q[..., :d_n], q[..., d_n:], k[..., :d_c], k[..., d_c:], *up
+        return condense.latent_attention(*parts, method=method, scale=scale, backend="reference")[0].transpose(0, 1)
 
     def by(method):
         context = read_whole(method, *rows, scale=scale, backend="reference")
@@ -62,7 +53,6 @@ def cut(qkv, start, stop):
 
 
 def read_in_pieces(pool, qkv, piece, *, scale, backend):
-    """A sequence read ``piece`` tokens at a time, ``[L, H, Dv]``."""
     length = len(qkv[0])
     request = pool.add(length)
     pieces = (cut(qkv, i, i + piece) for i in range(0, length, piece))
@@ -70,15 +60,11 @@ def read_in_pieces(pool, qkv, piece, *, scale, backend):
 
 
 def run(*args):
-    """The outputs of `run_steps`, ``[steps, R, H, Dv]``."""
     return torch.stack(list(run_steps(*args)))
 
 
 def run_steps(pool, shape, lengths, steps, backend, prompts="torch"):
-    """Prompts of different lengths, then single tokens of all requests: yields outputs of these, ``[R, H, Dv]``.
-
-    shape: H, K, D, Dv; of latents H, and d_n, d_r, d_c and d_v. prompts: the backend that reads them.
-    """
+    """Prompts, read by the backend ``prompts``, then single tokens of all requests: yields outputs ``[R, H, Dv]``."""
     options = {"dtype": pool.dtype, "device": pool.blocks.device}
     qkvs, pool.up = _sequences(shape, lengths, steps, **options)
     requests, scale = [pool.add(length + steps) for length in lengths], _scale_of(shape)
@@ -105,7 +91,6 @@ def _scale_of(shape):
 
 
 def _sequences(shape, lengths, steps, **options):
-    """Tokens of all requests, and the up-projections of latents."""
     if len(shape) == 4:
         return [random_tokens(shape, n + steps, seed=seed, **options) for seed, n in enumerate(lengths)], None
     made = [random_latents(*shape, n + steps, seed=seed, **options) for seed, n in enumerate(lengths)]

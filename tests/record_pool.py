@@ -1,17 +1,13 @@
-"""A pool of pages of records for tests: pages of window and records in the same blocks, as an engine packs them.
-
-Blocks lie far apart, tables are shuffled, and every byte that no request has written is 255: NaN as a number.
-"""
+"""A pool of pages of records for tests: pages of window and records in the same blocks, as an engine packs them."""
 
 import torch
-from packed_groups import Packed, check_packed
+from ops.test_packed_groups import Packed, check_packed
 from paged_pool import NULL, Pool
 
 import condense
 from condense.ops.entries import EntryFormat
 from condense.ops.step import record_format
 
-# methods over records
 RECALL = condense.Recall(group_size=4, window=8, num_recall=3, min_recall=2)
 RECORDS = {
     "default": RECALL,
@@ -28,7 +24,6 @@ RECORDS = {
     "host-4": RECALL.replace(store_bits=4, store="host"),
     "host-8-drop": RECALL.replace(store_bits=8, unchosen="drop", store="host", group_size=8),
 }
-# the same with prompts that are read with dense attention
 EXACT_PROMPTS = {
     "exact": RECALL.replace(prompt="exact"),
     "exact-8-window-4": RECALL.replace(prompt="exact", store_bits=8, window=4, num_recall=0.3),
@@ -45,7 +40,6 @@ class RecordPool(Pool):
         super().__init__(method, heads, *args, sizes=(per_page * method.group_size, slots), **options)
 
     def take_memory(self, *args):
-        """In records also what an engine would keep as numbers."""
         self.in_records, self.form = True, record_format(self.plan.settings, (self.width, self.value_width), self.dtype)
         self.kinds["entries"] = self.kinds["entries"][0], self.form.nbytes
         super().take_memory(*args)
@@ -82,9 +76,7 @@ def check_entries(pool, got, want, name):
 
 
 def check_records(pools):
-    """Window and records of both pools are the same; entries but for a rounding. On a CPU index and store are equal; on
-    a GPU keys are turned by sums in another order, see `packed_groups`.
-    """
+    """Both pools hold the same, entries but for a rounding; on a GPU index and store pass `check_packed`."""
     mine, theirs = pools
     eps = torch.finfo(mine.dtype).eps
     mine_window, their_window = (pool.view("window").view(pool.dtype) for pool in pools)
@@ -99,8 +91,7 @@ def check_records(pools):
             if name in ("signs", "steps", "store") and x.is_cuda:
                 continue
             if x.dtype != torch.uint8:
-                # a bias is a product of D numbers in float32
-                atol = 2e-5 if name == "biases" else 1e-6
+                atol = 2e-5 if name == "biases" else 1e-6  # a bias is a product of D numbers in float32
                 torch.testing.assert_close(kept[name], x, rtol=max(1e-6, eps), atol=atol, msg=name)
             elif name.startswith("entries"):
                 check_entries(mine, kept[name], x, name)

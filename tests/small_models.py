@@ -19,7 +19,6 @@ _LATENTS = {
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "num_hidden_layers": 2,
 }  # fmt: skip
 _DEEPSEEK = _LATENTS | {"rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}
-# of two layers
 _EXPERTS = {
     "first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
     "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,

@@ -1,7 +1,4 @@
-"""States and calls of decode steps, for tests of any backend.
-
-Shapes: B rows, K KV heads, M entries of capacity, D and Dv widths.
-"""
+"""States and calls of decode steps: B rows, K KV heads, M entries of capacity, D and Dv widths."""
 
 import dataclasses
 
@@ -20,7 +17,6 @@ RECALLS = {
     "all-open": _RECALL.replace(num_recall=1.0),
     "a-third": _RECALL.replace(num_recall=1 / 3),
 }  # fmt: skip
-# focal tokens of whole prompts
 SELECT = condense.DGA(
     selection="prompt", group_size=4, gamma=0.5, min_focal=5, num_recent=3, num_random=4, rep_bias="log_size"
 )
@@ -43,13 +39,11 @@ def with_store(settings, **changes):
 
 
 def call_of(settings, state, token, **options):
-    """The arguments of a step that reads ``token``, `NewToken` or a list of q, k and v."""
     token = token if isinstance(token, NewToken) else NewToken(*token)
     return StepCall(token, state, settings, **options)
 
 
 def own_of(method, rows, state, latent=0):
-    """How a method makes entries, as a static layer has it."""
     bias = static_bias(method, rows, state.entries_k.shape[2], state.seen.device)
     return OwnEntries((method.for_latents(latent) if latent else method).represent, bias)
 
@@ -62,15 +56,13 @@ def own_by(settings):
 
 
 def token_at(qkv, t, real=None):
-    """Token t of every row; real bool ``[B, L]``."""
     return NewToken(*(x[:, :, t : t + 1] for x in qkv), None if real is None else real[:, t].to(qkv[0].device))
 
 
 def check_slots(state, g):
     """Every slot holds the tokens of its group, no two the same group, and each slot stands once in the order."""
-    for held, order, slots, store in zip(
-        *(x.flatten(0, 1) for x in (state.held, state.order, state.slots, state.store)), strict=True
-    ):
+    parts = (x.flatten(0, 1) for x in (state.held, state.order, state.slots, state.store))
+    for held, order, slots, store in zip(*parts, strict=True):
         assert order.sort().values.tolist() == list(range(len(order)))
         groups = held[held >= 0].tolist()
         assert len(set(groups)) == len(groups)

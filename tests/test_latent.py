@@ -7,7 +7,6 @@ import torch
 from grids import grid
 from layers import extend, tensors_of
 from oracles import cases, latent_oracle
-from oracles.latent_oracle import Latents
 
 import condense
 from condense import CCA, DGA, LCA
@@ -34,22 +33,15 @@ def wanted(shape, method):
 
 
 def read_in_steps(method, x, steps, *, absorb, hand_over=False):
-    """Feed rows through `extend` as a model does: out ``[B, H, L, d_v]`` and the past. hand_over: give the keys and
-    values of new tokens along, as the stock forward expanded them. absorb: None where that pays.
-    """
-    q = torch.cat([x.q_nope, x.q_rope], -1)
-    entries = torch.cat([x.c, x.k_rope], -1)[:, None]
+    """Reads rows as a model does. hand_over: with keys and values of new tokens. absorb: None for if it pays."""
+    q, entries = torch.cat([x.q_nope, x.q_rope], -1), torch.cat([x.c, x.k_rope], -1)[:, None]
     told = {} if absorb is None else {"absorbing_pays": lambda *_: absorb}
-    up, past, outs, start = type("Up", (UpProjection,), told)(x.w_uk, x.w_uv), None, [], 0
-    for size in steps:
-        new_q, new = q[:, :, start : start + size], entries[:, :, start : start + size]
-        start += size
-        view = method.for_latents(x.c.shape[-1])
-        summary = mean_queries(method, new_q, up)
-        sources, past = extend(view, past, summary, new, new[..., :0], scale=q.shape[-1] ** -0.5)
+    up, past, outs = type("Up", (UpProjection,), told)(x.w_uk, x.w_uv), None, []
+    view, scale = method.for_latents(x.c.shape[-1]), q.shape[-1] ** -0.5
+    for new_q, new in zip(q.split(steps, dim=2), entries.split(steps, dim=2), strict=True):
+        sources, past = extend(view, past, mean_queries(method, new_q, up), new, new[..., :0], scale=scale)
         handed = up.expand(new) if hand_over else None
-        out, _ = attend_latents(method, new_q, sources, up, new=handed, scale=q.shape[-1] ** -0.5)
-        outs.append(out)
+        outs.append(attend_latents(method, new_q, sources, up, new=handed, scale=scale)[0])
     return torch.cat(outs, 2), past
 
 
@@ -78,12 +70,8 @@ def test_after_a_prompt_the_streaming_rule_holds(method):
 @pytest.mark.parametrize("method", GRADIENTS.values(), ids=GRADIENTS)
 def test_gradients_are_slopes(backend, method):
     x = [tensor.requires_grad_() for tensor in latent_oracle.random(2, 2, 13, (3, 2, 4, 2))]
-    padding = torch.tensor([0, 2])
-
-    def run(*tensors):
-        return condense.latent_attention(*tensors, method=method, backend=backend, padding=padding)
-
-    assert torch.autograd.gradcheck(run, x, fast_mode=True)
+    options = {"method": method, "backend": backend, "padding": torch.tensor([0, 2])}
+    assert torch.autograd.gradcheck(functools.partial(condense.latent_attention, **options), x, fast_mode=True)
 
 
 @pytest.mark.parametrize("absorb", [True, False], ids=["absorbed", "expanded"])
@@ -98,38 +86,34 @@ def test_error_budget(dtype, absorb):
     dense, _ = latent_oracle.attention(x, method=condense.Dense())
     eager, _ = read_in_steps(condense.Dense(), x, (150,), absorb=False)
     error, yardstick = (out.double() - want).abs(), (eager.double() - dense).abs()
-    unit = torch.finfo(dtype).eps
-    assert error.max() <= 2 * yardstick.max() + unit * want.abs().max()
-    assert error.mean() <= 2 * yardstick.mean() + unit * want.abs().mean()
+    for of in (torch.max, torch.mean):
+        assert of(error) <= 2 * of(yardstick) + torch.finfo(dtype).eps * of(want.abs())
 
 
 def test_head_means_are_summed_in_float32():
     # 255 heads whose queries would vanish beside the first one's if their sum were kept in bfloat16
     method, H = CCA(group_size=2, window=2), 256
-    q = torch.full((1, H, 1, 3), 1 / 256)
+    q, up = torch.full((1, H, 1, 3), 1 / 256), UpProjection(torch.ones(H, 1, 2), torch.ones(H, 1, 2))
     q[:, 0] = 1.0
-    up = UpProjection(torch.ones(H, 1, 2), torch.ones(H, 1, 2))
     summary = mean_queries(method, q.bfloat16(), UpProjection(*(w.bfloat16() for w in up)))
-    want = mean_queries(method, q, up)
     assert summary.dtype == torch.bfloat16
-    torch.testing.assert_close(summary.float(), want, rtol=torch.finfo(torch.bfloat16).eps, atol=0)
+    rounding = torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(summary.float(), mean_queries(method, q, up), rtol=rounding, atol=0)
 
 
 def test_head_means_fit_the_dtype_if_the_sum_does_not():
     """128 heads whose queries on latents are 512: their sum is the 65536 that float16 does not hold, twice over."""
-    H, d_n = 128, 2
-    q = torch.full((1, H, 1, d_n + 1), 16.0, dtype=torch.float16)
-    up = UpProjection(*torch.full((2, H, 3, d_n), 16.0, dtype=torch.float16))
+    q = torch.full((1, 128, 1, 3), 16.0, dtype=torch.float16)
+    up = UpProjection(*torch.full((2, 128, 3, 2), 16.0, dtype=torch.float16))
     want = torch.tensor([[[[512.0, 512.0, 512.0, 16.0]]]], dtype=torch.float16)
     assert torch.equal(mean_queries(LCA(), q, up), want)
 
 
 def test_autocast_computes_in_its_dtype():
-    x = latent_oracle.random(1, 2, 30, WIDTHS, torch.float32)
-    low = Latents(*(tensor.bfloat16() for tensor in x))
+    x, method = latent_oracle.random(1, 2, 30, WIDTHS, torch.float32), cases.PLANS["lca"]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = condense.latent_attention(*x, method=cases.PLANS["lca"])
-    assert torch.equal(got, condense.latent_attention(*low, method=cases.PLANS["lca"]))
+        got = condense.latent_attention(*x, method=method)
+    assert torch.equal(got, condense.latent_attention(*(tensor.bfloat16() for tensor in x), method=method))
 
 
 def arguments(**changes):

@@ -39,9 +39,7 @@ def attend_to(context, q, **options):
 
 
 class ArrayChoice:
-    """A given choice, as the torch backend asks for it: ``mask`` bool ``[B, K|1, L, G]``. Groups that are not closed
-    for a query are ignored.
-    """
+    """A given choice among closed groups, as the torch backend asks for it: ``mask`` bool ``[B, K|1, L, G]``."""
 
     def __init__(self, mask):
         self.mask = mask
@@ -52,9 +50,7 @@ class ArrayChoice:
 
 
 def others_are_near_ties(mask, closed, quota, q, index, scale):
-    """Queries, bool ``[B, K, L]``, for which ``mask``, bool ``[B, K, L, G]``, opens other groups than the definition;
-    those groups' shares differ by at most the scores' own error.
-    """
+    """Queries, bool ``[B, K, L]``, for which ``mask`` opens groups of nearly the shares of the definition's."""
     scores, K = index_scores(q, index, scale).double(), mask.shape[1]
     others = choose_groups(scores, closed, quota, K) != mask
     if others.any():

@@ -1,7 +1,4 @@
-"""Sparse prefill, in all its patterns, against plain loops, and in models.
-
-Shapes: B rows, H query heads, K KV heads, L tokens in N blocks, D width.
-"""
+"""Sparse prefill, in all its patterns, and SnapKV, which is like it, against plain loops, and in models."""
 
 import itertools
 import json
@@ -59,7 +56,6 @@ def seen_by_loops(method, q, k):
 
 
 def _of_head(method, q, k, weights, block):
-    """Bool ``[L, L]`` of tokens, or ``[N, N]`` of blocks."""
     L, N = len(q), -(-len(q) // BLOCK)
     if isinstance(method, VerticalSlash):
         return _lines(method, weights, L, N, block)
@@ -78,8 +74,7 @@ def _of_head(method, q, k, weights, block):
 
 
 def _lines(method, weights, L, N, block):
-    seen, last = torch.zeros(L, L, dtype=torch.bool), weights[-64:]
-    columns = last.sum(0)
+    seen, last, columns = torch.zeros(L, L, dtype=torch.bool), weights[-64:], weights[-64:].sum(0)
     distances = torch.tensor([sum(last[r, L - 64 + r - o] for r in range(64) if L - 64 + r >= o) for o in range(L)])
     columns[:30], distances[:100] = math.inf, math.inf
     seen[:, columns.argsort(descending=True, stable=True)[: method.vertical]] = True
@@ -94,37 +89,34 @@ def _lines(method, weights, L, N, block):
 
 def _flex_prefill(method, q, k, weights, block, N):
     L = len(q)
-    mean = torch.stack([k[block == j].mean(0) for j in range(N)])
-    last = weights[-BLOCK:].mean(0)
-    true = torch.stack([last[block == j].sum() for j in range(N)])
-    chosen = torch.eye(N, dtype=torch.bool)
+    mean, last = torch.stack([k[block == j].mean(0) for j in range(N)]), weights[-BLOCK:].mean(0)
+    true, chosen = torch.stack([last[block == j].sum() for j in range(N)]), torch.eye(N, dtype=torch.bool)
     chosen[:, 0] = True
     if method.tau > 0:
         queries = torch.stack([q[block == i].mean(0) for i in range(N)])
-        weights_of = [(SCALE * queries[i] @ mean[: i + 1].T).softmax(-1) for i in range(N)]
-        scores = torch.stack([torch.cat([x, torch.zeros(N - len(x))]) for x in weights_of])
-        total, picked = 0.0, scores.flatten().argsort(descending=True, stable=True).tolist()
-        for place in picked:
-            if total >= method.gamma:
-                break
+        scores = (SCALE * queries @ mean.T).masked_fill(~torch.ones(N, N).tril().bool(), -math.inf).softmax(-1)
+        for place in best_until(method.gamma, scores.flatten() / N):
             chosen[place // N, place % N] = True
-            total += scores.flatten()[place].item() / N
-        for i in range(N):
-            chosen[i, scores[i].argmax()] = True
-        return chosen
+        return chosen.scatter(1, scores.argmax(1, keepdim=True), True)
     slash = torch.zeros(N)
     for t in range(L - BLOCK, L):
         for j in range(block[t] + 1):
             slash[block[t] - j] += weights[t, block == j].sum() / BLOCK
-    for sums, is_column in ((true, True), (slash, False)):
-        total = 0.0
-        for place in sums.argsort(descending=True, stable=True).tolist():
-            if total >= method.gamma:
-                break
-            total += sums[place].item()
-            for i in range(0 if is_column else place, N):
-                chosen[i, place if is_column else i - place] = True
+    chosen[:, best_until(method.gamma, true)] = True
+    for distance in best_until(method.gamma, slash):
+        for i in range(distance, N):
+            chosen[i, i - distance] = True
     return chosen
+
+
+def best_until(gamma, sums):
+    """Places of the largest numbers, until their sum reaches ``gamma``."""
+    places, total = [], 0.0
+    for place in sums.argsort(descending=True, stable=True).tolist():
+        if total < gamma:
+            places.append(place)
+            total += sums[place].item()
+    return places
 
 
 @of({"vertical-slash": LINES, **FLEX, **FIXED})
@@ -151,8 +143,7 @@ def test_each_head_has_its_pattern():
 def test_patterns_are_saved_and_checked():
     method = MInference(patterns=PATTERNS)
     again = condense.Method.parse(json.loads(json.dumps(method.to_dict())))
-    assert again == method
-    assert hash(again) == hash(method)
+    assert (again, hash(again)) == (method, hash(method))
     assert condense.Method.parse("minference:patterns=a_shape") == MInference(patterns=("a_shape",))
     way, kinds = "benchmarks/analyze patterns", "a_shape, vertical_slash or block_sparse"
     wrong = {(): way, 3: way, ("cca",): kinds, (AShape(),): kinds, ("block_sparse:blocks=0",): "blocks"}
@@ -198,9 +189,7 @@ def test_the_lists_for_flex_attention_give_the_definition(method, L, monkeypatch
 @of({"vertical-slash": LINES, **FLEX})
 def test_pairs_are_counted_in_whole_blocks(method):
     L = 3 * BLOCK + 37
-    q, k, _ = qkv(L, seed=1)
-    keys = method.choose(q, k, scale=SCALE)
-    block = torch.arange(L) // BLOCK
+    block, keys = torch.arange(L) // BLOCK, method.choose(*qkv(L, seed=1)[:2], scale=SCALE)
     computed = keys.blocks[:, block][:, :, block]
     for h, columns in enumerate(keys.columns):
         for column in columns:
@@ -254,12 +243,11 @@ def test_training_and_backends_without_kernels_are_refused(method):
 @of(ALL)
 def test_latents_are_read_by_the_keys_that_they_expand_to(method):
     q_nope, q_rope, c, k_rope, w_uk, w_uv = latent_oracle.random(1, H, 4 * BLOCK + 37, (6, 4, 12, 5), seed=1)
-    q_nope, q_rope = 3 * q_nope, 3 * q_rope
-    out = condense.latent_attention(q_nope, q_rope, c, k_rope, w_uk, w_uv, method=method)
-    q = torch.cat([q_nope, q_rope], -1)
+    out = condense.latent_attention(3 * q_nope, 3 * q_rope, c, k_rope, w_uk, w_uv, method=method)
+    q, v = 3 * torch.cat([q_nope, q_rope], -1), c[:, None] @ w_uv
     k = torch.cat([c[:, None] @ w_uk, k_rope[:, None].expand(-1, H, -1, -1)], -1)
-    want = condense.attention(q, k, c[:, None] @ w_uv, method=method)
-    assert (want - condense.attention(q, k, c[:, None] @ w_uv, method=condense.Dense())).abs().max() > 0.1
+    want, dense = (condense.attention(q, k, v, method=x) for x in (method, condense.Dense()))
+    assert (want - dense).abs().max() > 0.1
     torch.testing.assert_close(out, want)
 
 
@@ -278,3 +266,43 @@ def test_an_mla_model_reads_its_prompt_sparsely_and_decodes_densely():
     with condense.use(model, "dense"):
         kept = model(ids, use_cache=True).past_key_values
     assert condense.cache_nbytes(output.past_key_values) == condense.cache_nbytes(kept)
+
+
+def test_snapkv_keeps_the_tokens_with_the_most_votes():
+    L, (q, k, v) = 40, qkv(40)
+    context, state = extend(SNAP, None, q, k, v, scale=SCALE)
+    out, _ = SNAP.attend(q, context, scale=SCALE)
+    torch.testing.assert_close(out, condense.attention(q, k, v, method=condense.Dense()))
+    weights = scores_of(q, k).masked_fill(torch.ones(L, L).triu(1).bool(), -torch.inf).softmax(-1)
+    weights = weights[:, -SNAP.window :].sum(1).unflatten(0, (K, -1)).sum(1)
+    for head in range(K):
+        votes = [max(weights[head, max(0, i - 1) : min(i + 2, L - SNAP.window)]).item() for i in range(L - SNAP.window)]
+        best = sorted(range(len(votes)), key=lambda i: (-votes[i], i))[: SNAP.budget - SNAP.window]
+        kept = sorted([*best, *range(L - SNAP.window, L)])
+        assert torch.equal(state.entries[0][0, head], k[0, head, kept])
+        assert torch.equal(state.entries[1][0, head], v[0, head, kept])
+
+
+def test_short_prompts_of_snapkv_stay_whole_and_later_tokens_all_stay():
+    q, k, v = qkv(60)
+    _, state = extend(SNAP, None, q[:, :, :40], k[:, :, :40], v[:, :, :40], scale=SCALE)
+    entries = state.entries
+    for t in range(40, 60):
+        new = [x[:, :, t : t + 1] for x in (q, k, v)]
+        context, state = extend(SNAP, state, *new, scale=SCALE)
+        out, _ = SNAP.attend(new[0], context, scale=SCALE)
+        seen = ((kept, x[:, :, 40 : t + 1]) for kept, x in zip(entries, (k, v), strict=True))
+        keys, values = (torch.cat(parts, 2).repeat_interleave(H // K, 1) for parts in seen)
+        torch.testing.assert_close(out, (SCALE * new[0] @ keys.mT).softmax(-1) @ values)
+    _, state = extend(SNAP, None, q[:, :, :12], k[:, :, :12], v[:, :, :12], scale=SCALE)
+    assert torch.equal(state.entries[0], k[:, :, :12])
+
+
+def test_what_snapkv_refuses():
+    with pytest.raises(ValueError, match=r"inference"):
+        condense.attention(*(x.requires_grad_() for x in qkv(40)), method=SNAP)
+    with pytest.raises(ValueError, match=r"latents"):
+        SNAP.for_latents(16)
+    for settings, message in (({"budget": 32}, "above window"), ({"kernel_size": 4}, "odd")):
+        with pytest.raises(ValueError, match=message):
+            SnapKV(**settings)

@@ -88,8 +88,7 @@ def test_bytes_of_a_static_cache_are_taken_at_once(method):
     for L in (20, 1, 300):
         with torch.no_grad():
             model(tiny.tokens(1, L), past_key_values=cache)
-        # two layers of two heads of width 8 in float32, and counters: two counters and two of first entries in int64;
-        # in int32 how many parts of a step are done, by head and in all
+        # two counters and two of first entries in int64; in int32 how many parts of a step are done, by head and in all
         counters = 4 * 8 + (2 + 1) * 4
         # of 4 bits an entry has codes, a step and a zero, up to a multiple of 8 bytes
         of_an_entry = 16 if getattr(method, "entry_bits", 16) == 4 else 8 * 4
@@ -98,15 +97,11 @@ def test_bytes_of_a_static_cache_are_taken_at_once(method):
 
 
 def test_bytes_of_a_stock_cache_and_of_views():
-    model = tiny.model("llama")
-    assert condense.cache_nbytes(tiny.filled(model, tiny.tokens(2, 50))) == 2 * 50 * 2 * 16 * 8 * 3
-    cache = DynamicCache()
+    assert condense.cache_nbytes(tiny.filled(tiny.model("llama"), tiny.tokens(2, 50))) == 2 * 50 * 2 * 16 * 8 * 3
+    cache, whole = DynamicCache(), torch.zeros(1, 2, 1000, 8)
     assert condense.cache_nbytes(cache) == 0
-    # views count as what they keep alive
-    whole = torch.zeros(1, 2, 1000, 8)
     cache.update(whole[:, :, :0], whole[:, :, :10], 0)
-    cache.layers[0].keys = whole[:, :, :0]
-    cache.layers[0].values = whole[:, :, :10]
+    cache.layers[0].keys, cache.layers[0].values = whole[:, :, :0], whole[:, :, :10]
     assert condense.cache_nbytes(cache) == whole.nbytes
 
 

@@ -1,16 +1,13 @@
-"""Recall's layers, growing and static, with a store on the device and in host memory (beside CPU tensors, ordinary
-memory): the same bits, and what rows, crops, copies and growth make of it.
-
-Shapes: B rows, H query heads, K KV heads, L tokens, D and DV widths.
-"""
+"""Recall's layers, growing and static, with stores on the device and in host memory: the same bits in all they do."""
 
 import copy
 import pickle
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
-from layers import draw, read
+from layers import CHANGES, draw, read
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
@@ -24,13 +21,11 @@ from condense.ops.triton import limits
 METHOD = condense.Recall(group_size=4, window=6, num_recall=3)
 HOSTS = [METHOD.replace(store="host", slots=slots) for slots in (0, 2, 5, 99)]
 LENGTH = 200
-B, H, K, D, DV = 3, 4, 2, 6, 5
+B, K, D, DV = 3, 2, 6, 5
 SCALE = 0.7
 EXACT = {"rtol": 0, "atol": 1e-12}
 _qkv = partial(draw, rows=B, widths=(D, DV))
-ROWS = {
-    "repeat": (lambda layer: layer.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
-    "select": (lambda layer: layer.batch_select_indices(torch.tensor([2, 0])), [2, 0]),
+ROWS = {name: CHANGES[name] for name in ("repeat", "select")} | {
     "same": (copy.deepcopy, [0, 1, 2]),
     "pickle": (lambda layer: pickle.loads(pickle.dumps(layer)), [0, 1, 2]),
 }
@@ -40,11 +35,8 @@ FIRST = {
     "odd-width": (StaticCondensedLayer, 3, *ODD), "odd-width-step": (StaticCondensedLayer, 1, *ODD),
     "odd-width-growing": (lambda method, _: CondensedLayer(method), 3, *ODD),
 }  # fmt: skip
-CHANGES = {
-    "reset": lambda layer: layer.reset(), "crop": lambda layer: layer.crop(-1),
-    "rows": lambda layer: layer.batch_select_indices(torch.tensor([2, 0])),
-    "order": lambda layer: layer.reorder_cache(torch.tensor([2, 1, 0])), "copy": lambda layer: copy.deepcopy(layer),
-}  # fmt: skip
+ENDING = {name: CHANGES[name][0] for name in ("reorder", "select")}
+ENDING |= {"reset": lambda layer: layer.reset(), "crop": lambda layer: layer.crop(-1), "copy": copy.deepcopy}
 
 
 def _layers(method):
@@ -53,6 +45,14 @@ def _layers(method):
 
 def _buffers(layer):
     return layer.buffers if isinstance(layer, StaticCondensedLayer) else layer._ring.buffers
+
+
+def _ones(*seeds):
+    return [_qkv(1, seed) for seed in range(*seeds)]
+
+
+def _read(layer, *parts):
+    return [read(layer, part) for part in parts][-1]
 
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["alike", "ragged"])
@@ -78,11 +78,10 @@ def test_a_closing_group_is_written_and_nothing_else_is_copied():
     """Over 240 steps, 60 closed groups, buffers move a few times; in between, their addresses stay."""
     layer, moves = CondensedLayer(METHOD), 0
     read(layer, _qkv(90))
-    for i in range(240):
+    for new in _ones(240):
         before = [x.data_ptr() for x in _buffers(layer).entries(layer.store.settings)]
-        read(layer, _qkv(1, i))
+        read(layer, new)
         moves += before != [x.data_ptr() for x in _buffers(layer).entries(layer.store.settings)]
-    # room for 16 groups at least is taken at a time
     assert 1 <= moves <= 4
 
 
@@ -96,52 +95,41 @@ def test_a_full_store_in_host_memory_grows_by_a_quarter():
 
 @pytest.mark.parametrize("method", [METHOD, HOSTS[2]], ids=["device", "host"])
 def test_crop_across_closed_groups(method):
-    """Groups that were taken back close again with other tokens: no slot has the old ones."""
     layer, fresh = CondensedLayer(method), CondensedLayer(METHOD)
-    for part in (_qkv(60), *(_qkv(1, i) for i in range(30))):
-        read(layer, part)
+    _read(layer, _qkv(60), *_ones(30))
     layer.crop(-20)
-    for part in (_qkv(60), *(_qkv(1, i) for i in range(10)), *(_qkv(1, i) for i in range(100, 150))):
-        want = read(fresh, part)
-    for i in range(100, 150):
-        got = read(layer, _qkv(1, i))
-    assert torch.equal(got, want)
+    want = _read(fresh, _qkv(60), *_ones(10), *_ones(100, 150))
+    assert torch.equal(_read(layer, *_ones(100, 150)), want)
 
 
 @pytest.mark.parametrize("method", [METHOD, HOSTS[2]], ids=["device", "host"])
 @pytest.mark.parametrize(("change", "rows"), ROWS.values(), ids=ROWS)
 def test_rows_and_copies(change, rows, method):
     layer, plain = CondensedLayer(method), CondensedLayer(METHOD)
-    for part in (_qkv(60), *(_qkv(1, i) for i in range(30))):
-        read(layer, part)
-        read(plain, part)
+    for each in (layer, plain):
+        _read(each, _qkv(60), *_ones(30))
     layer = change(layer) or layer
-    for i in range(30):
-        got = read(layer, [x[rows] for x in _qkv(1, i)])
-        assert_close(got, read(plain, _qkv(1, i))[rows], **EXACT)
+    for new in _ones(30):
+        assert_close(read(layer, [x[rows] for x in new]), read(plain, new)[rows], **EXACT)
 
 
 def test_static_layers_start_anew_and_are_copied():
     layer, fresh = (StaticCondensedLayer(HOSTS[1], LENGTH) for _ in range(2))
-    for part in (_qkv(60, 7), *(_qkv(1, i) for i in range(20))):
-        read(layer, part)
+    _read(layer, _qkv(60, 7), *_ones(20))
     layer.reset()
-    for part in (_qkv(40), *(_qkv(1, i) for i in range(20))):
-        read(layer, part)
-        read(fresh, part)
+    for each in (layer, fresh):
+        _read(each, _qkv(40), *_ones(20))
     other = pickle.loads(pickle.dumps(layer))
-    for i in range(20):
-        want = read(fresh, _qkv(1, i))
-        assert torch.equal(read(layer, _qkv(1, i)), want)
-        assert torch.equal(read(other, _qkv(1, i)), want)
+    for new in _ones(20):
+        want = read(fresh, new)
+        assert all(torch.equal(read(each, new), want) for each in (layer, other))
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("change", ENDING.values(), ids=ENDING)
 def test_tokens_that_were_fetched_are_not_read_once_others_are_stored(change):
     """A forward that was broken off leaves what it fetched for a layer behind it."""
     layer = CondensedLayer(METHOD)
-    for part in (_qkv(60), _qkv(1)):
-        read(layer, part)
+    _read(layer, _qkv(60), _qkv(1))
     layer.store._fetched = torch.full_like(layer._ring.buffers.store, torch.nan)
     layer = change(layer) or layer
     assert layer.store._fetched is None
@@ -156,10 +144,7 @@ def test_what_a_store_in_host_memory_refuses(layer):
 
 
 def test_memory_that_cannot_be_pinned_names_the_way_out(monkeypatch):
-    def refuse(*args, **kwargs):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(torch, "zeros", refuse)
+    monkeypatch.setattr(torch, "zeros", Mock(side_effect=RuntimeError("out of memory")))
     with pytest.raises(RuntimeError, match=r"wants 4,096 bytes .*store='device', a shorter cache"):
         pinned_zeros((1, 2, 8, 64), torch.float32, torch.device("cuda"))
 
@@ -171,8 +156,7 @@ def test_gradients_flow_past_a_cache_that_goes_on():
     q, k, v = (x.requires_grad_() for x in _qkv(3, 1))
     out = read(layer, (q, k, v))
     with torch.no_grad():
-        for i in range(20):
-            read(layer, _qkv(1, i))
+        _read(layer, *_ones(20))
     out.sum().backward()
     assert bool(q.grad.isfinite().all())
 
@@ -205,8 +189,7 @@ def test_a_first_call_that_is_refused_leaves_no_memory(make, tokens, method, wid
 @pytest.mark.parametrize(("length", "dtype"), [(100, torch.float32), (100, torch.bfloat16), (5, torch.float64)])
 def test_bytes(length, dtype):
     """All closed groups of ``length`` tokens with index and tokens, window and one group, two sums and two counters."""
-    method = condense.Recall(group_size=4, window=6, num_recall=2)
-    layer = StaticCondensedLayer(method, length)
+    layer = StaticCondensedLayer(METHOD, length)
     layer.lazy_initialization(*[x.to(dtype) for x in _qkv(0)[1:]])
     groups, ring = max(0, length - 6) // 4, min(length, 10)
     numbers = (groups * 4 + ring) * (D + DV) * dtype.itemsize + 2 * DV * 8

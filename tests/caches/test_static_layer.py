@@ -1,7 +1,4 @@
-"""The static layer: what the growing layer computes, in place, within its size, and unchanged by what it refuses.
-
-Shapes: B rows, H query heads, K KV heads, L tokens, D width, W ring slots.
-"""
+"""The static layer: what the growing layer computes, in place, within its size, and unchanged by what it refuses."""
 
 import math
 from dataclasses import dataclass, field
@@ -53,8 +50,7 @@ def test_many_steps_and_chunks_equal_the_growing_layer(method, sizes, ragged):
         qkv = _qkv(L, seed)
         addresses = None if static.buffers is None else [x.data_ptr() for x in static.buffers]
         got, want = read(static, qkv, counts), read(growing, qkv, counts)
-        for row in range(B):
-            n = L if counts is None else int(counts[row])
+        for row, n in enumerate([L] * B if counts is None else counts.tolist()):
             assert_close(got[row, :, L - n :], want[row, :, L - n :], **EXACT)
         assert static.buffers.seen.tolist() == as_rows(growing.state.seen, B).tolist()
         if method.layout.choice is None:
@@ -65,10 +61,9 @@ def test_many_steps_and_chunks_equal_the_growing_layer(method, sizes, ragged):
 
 def test_reorder_is_in_place(method):
     static, growing = StaticCondensedLayer(method, LENGTH), CondensedLayer(method)
-    counts = torch.tensor([20, 33, 27])
     for layer in (static, growing):
         layer.reorder_cache(torch.tensor([2, 1, 0]))  # an empty cache
-        read(layer, _qkv(33), counts)
+        read(layer, _qkv(33), torch.tensor([20, 33, 27]))
     addresses = [x.data_ptr() for x in static.buffers]
     for layer in (static, growing):
         layer.reorder_cache(torch.tensor([2, 0, 0]))
@@ -139,10 +134,10 @@ def test_prompts_of_any_length_follow_one_another_at_the_same_addresses(method):
     layer.skip_prompt()
     read(layer, _qkv(1))
     addresses = [x.data_ptr() for x in (*layer.buffers, layer.num_slots)]
-    for L, counts in ((90, None), (1, None), (3, (0, 3, 1)), (70, (70, 11, 5)), (25, (25, 24, 2))):
+    ragged = [(counts[0], torch.tensor(counts)) for counts in ((3, 0, 1), (70, 11, 5), (25, 24, 2))]
+    for L, counts in ((90, None), (1, None), *ragged):
         layer.reset()
         growing = CondensedLayer(method)
-        counts = None if counts is None else torch.tensor(counts)
         for qkv, n in [(_qkv(L, L), counts), *((_qkv(1, i), None) for i in range(90 - L))]:
             got, want = read(layer, qkv, n), read(growing, qkv, n)
         if L < 90:
@@ -158,41 +153,37 @@ def test_a_prompt_takes_what_it_and_later_tokens_need(method):
     assert layer.buffers.entries_k.shape[2] == max(rooms.values())
     for i in range(50):
         read(layer, _qkv(1, i))
-    before = layer.buffers
+    before, growing = layer.buffers, CondensedLayer(method)
     layer.reset()
-    growing = CondensedLayer(method)
     for qkv in (_qkv(80), *(_qkv(1, i) for i in range(10))):  # a prompt that leaves more: only its prefix moves
-        got, want = read(layer, qkv), read(growing, qkv)
-    assert_close(got, want, **EXACT)
+        assert_close(read(layer, qkv), read(growing, qkv), **EXACT)
     assert all(x is y for x, y in zip(before[2:], layer.buffers[2:], strict=True))
     assert layer.buffers.entries_k.shape[2] == max(num_entries(method, 10, first_entries(method, 80)), *rooms.values())
 
 
 def test_a_longer_prompt_that_is_refused_leaves_the_room_as_it_was():
-    layer = StaticCondensedLayer(tiny.SELECT, 90)
+    layer, (q, k, v) = StaticCondensedLayer(tiny.SELECT, 90), _qkv(80)
     read(layer, _qkv(10))
     layer.reset()
-    before = layer.buffers, layer.bias
-    q, k, v = _qkv(80)
+    buffers, bias = layer.buffers, layer.bias
     with pytest.raises(ValueError, match="allow_future"):
         read(layer, [q.requires_grad_(), k, v])
-    assert layer.buffers is before[0]
-    assert layer.bias is before[1]
+    assert layer.buffers is buffers
+    assert layer.bias is bias
     assert torch.equal(read(layer, _qkv(5)), read(StaticCondensedLayer(tiny.SELECT, 90), _qkv(5)))
 
 
 def test_tokens_that_are_expected(method):
-    first = Expected.FIRST_ENTRIES if method.reads_prompt else Expected.ANY
-    told = Expected.FIRST_ENTRIES if method.reads_prompt else Expected.PLAIN_PROMPT
+    first, told = Expected.ANY, Expected.PLAIN_PROMPT
+    if method.reads_prompt:
+        first = told = Expected.FIRST_ENTRIES
     layer = StaticCondensedLayer(method, LENGTH)
-    assert layer.expected is first
-    layer.expect_prompt(plain=True)
-    assert layer.expected is told
-    layer.reset()  # the next prompt may have padding
-    assert layer.expected is first
-    layer.expect_prompt(plain=True)
+    for _ in range(2):  # the next prompt may have padding
+        assert layer.expected is first
+        layer.expect_prompt(plain=True)
+        assert layer.expected is told
+        layer.reset()
     read(layer, _qkv(2))
-    assert layer.expected is Expected.ANY
     layer.expect_prompt(plain=True)  # ignored: the layer holds tokens already
     assert layer.expected is Expected.ANY
     layer.reset()
@@ -202,7 +193,7 @@ def test_tokens_that_are_expected(method):
 
 def test_biases_of_entries_own_get_as_much_room_as_entries():
     """No method that reads prompts at once has them, but one of a user's may."""
-    layer = StaticCondensedLayer(condense.CCA(group_size=4, window=8, rep_bias="matched"), 50)
+    layer = StaticCondensedLayer(METHODS["cca-matched"], 50)
     layer.lazy_initialization(*_qkv(1)[1:])
     longer = with_room(layer.buffers, layer.settings, Room(99, 5))
     assert [x.shape[2] for x in longer.entries(layer.settings)] == [99, 99, 99]
@@ -213,12 +204,10 @@ def test_contract():
     layer = StaticCondensedLayer(tiny.CCA, 50)
     flags = layer.is_compileable, layer.is_croppable, layer.is_sliding, layer.is_initialized
     assert flags == (True, False, False, False)
-    assert layer.get_seq_length() == 0
+    assert (layer.get_seq_length(), layer.get_max_length(), layer.get_max_cache_shape()) == (0, 50, 50)
     assert layer.keys is layer.values is None
-    assert layer.get_max_length() == layer.get_max_cache_shape() == 50
     layer.lazy_initialization(*_qkv(0)[1:])  # as transformers' early_initialization does
-    assert layer.is_initialized
-    assert layer.batch_size == B
+    assert (layer.is_initialized, layer.batch_size) == (True, B)
     read(layer, _qkv(20))
     assert layer.get_seq_length() == 20
     assert layer.get_mask_sizes(1) == layer.get_mask_sizes(7) == (50, 0)
@@ -227,12 +216,11 @@ def test_contract():
 
 def test_a_first_call_that_is_refused_leaves_rows_and_dtype_open():
     """A static layer takes its memory for the first call that it accepts."""
-    layer = StaticCondensedLayer(METHODS["prompt-summary"], 64)
-    q, k, v = (x.float() for x in _qkv(20))
+    layer, growing = StaticCondensedLayer(METHODS["prompt-summary"], 64), CondensedLayer(METHODS["prompt-summary"])
+    q, k, v = _qkv(20, dtype=torch.float32)
     with pytest.raises(ValueError, match="allow_future"):
         read(layer, (q.requires_grad_(), k, v))
-    out = read(layer, _qkv(20, rows=2))
-    assert_close(out, read(CondensedLayer(METHODS["prompt-summary"]), _qkv(20, rows=2)), **EXACT)
+    assert_close(*(read(each, _qkv(20, rows=2)) for each in (layer, growing)), **EXACT)
 
 
 REFUSED = {
@@ -241,10 +229,7 @@ REFUSED = {
     "offload": (lambda layer: layer.offload(), "stays where it is"),
     "stock": (lambda layer: layer.update(*_qkv(3)[1:]), "fill: call condense.apply"),
     "more-rows": (lambda layer: read(layer, _qkv(2, rows=4)), "wanted 3 rows, for which it was made, got 4"),
-    "dtype": (
-        lambda layer: read(layer, [x.float() for x in _qkv(1)]),
-        "float64, .*, got torch.float32; .* autocast in all",
-    ),
+    "dtype": (lambda layer: read(layer, _qkv(1, dtype=torch.float32)), "float64, .*, got torch.float32; .* autocast"),
     "too-many": (lambda layer: read(layer, _qkv(7)), r"at most 40 tokens .*, got 34 and 7 more; .* a cache that grows"),
 }
 
@@ -275,8 +260,7 @@ def test_a_method_with_a_list_among_its_settings():
 @pytest.mark.parametrize(("prompt", "length"), [(1500, 1600), (4096, 4352), (8192, 8448), (130072, 131072)])
 def test_entries_after_a_prompts_selection(prompt, length):
     """Focal tokens, groups, the chunks that can follow and the ring; whatever prompt comes, a little more."""
-    method = condense.DGA(selection="prompt")
-    focal = max(math.ceil(prompt / 10), 1024)
+    method, focal = condense.DGA(selection="prompt"), max(math.ceil(prompt / 10), 1024)
     wanted = focal + (prompt - focal) / 16 + 3 * (length - prompt) / 18 + 18 + 1
     layer = StaticCondensedLayer(method, length)
     needed = num_entries(method, length - prompt, first_entries(method, prompt))

@@ -54,11 +54,9 @@ def generate(model, ids, mask, steps, **settings):
 
 
 def agree(got, want, model, mask):
-    """Equal tokens; where they part, the growing cache must have seen a near tie there.
-
-    A sum of n numbers is off by at most n * eps / 2 of their size. In every layer the longest sum is over the tokens;
-    those over channels are far shorter, and have room because roundings partly cancel. A tie is of two logits, and each
-    was computed twice.
+    """Equal tokens; where they part, the growing cache must have seen a near tie there, of two logits computed twice.
+    A sum of n numbers is off by at most n * eps / 2 of their size; in every layer the longest sum is over the tokens,
+    and those over channels have room because roundings partly cancel.
     """
     parted = (got != want).any(0).nonzero()
     if parted.numel() == 0:

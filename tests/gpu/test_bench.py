@@ -36,13 +36,10 @@ def test_recalls_rows_are_right():
 
 
 def test_model_rows_are_right():
-    device = torch.device("cuda")
-    model = random_model("llama-3.1-8b", num_layers=2, dtype=torch.bfloat16, device=device)
-    content = bench_model(model, ModelPlan((2048,), METHODS | RECALL, ("dense", "condensed"), steps=4))
-    rows = content["rows"]
+    model = random_model("llama-3.1-8b", num_layers=2, dtype=torch.bfloat16, device=torch.device("cuda"))
+    rows = bench_model(model, ModelPlan((2048,), METHODS | RECALL, ("dense", "condensed"), steps=4))["rows"]
     assert [row for row in rows if "error" in row] == []
     dense, *condensed = rows
-    # Recall keeps every token
     assert all(row["cache_bytes"] < dense["cache_bytes"] / 2 for row in condensed if "recall" not in row["runner"])
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert all(row["peak_bytes"] > weights for row in rows)

@@ -25,9 +25,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_training(method):
-    """Loss and gradients in float32, at most twice as far from float64 as those that are not compiled."""
-    stock = tiny.model("llama", torch.float32, num_hidden_layers=1)
-    tokens = tiny.tokens(2, 150, seed=0)
+    stock, tokens = tiny.model("llama", torch.float32, num_hidden_layers=1), tiny.tokens(2, 150, seed=0)
 
     def read(dtype, device, compiled):
         model = condense.apply(copy.deepcopy(stock).to(device, dtype), method)
@@ -66,8 +64,7 @@ def test_prompts_in_bfloat16(method):
     if isinstance(method, condense.Recall):
         method = method.replace(num_recall=9)  # as many as there are, so that rounding cannot choose others
     torch._dynamo.reset()
-    stock = tiny.model("llama", num_hidden_layers=1, head_dim=128)
-    tokens = tiny.tokens(2, 150, seed=0)
+    stock, tokens = tiny.model("llama", num_hidden_layers=1, head_dim=128), tiny.tokens(2, 150, seed=0)
 
     def read(dtype, device, compiled=False):
         model = condense.apply(copy.deepcopy(stock).to(device, dtype), method)

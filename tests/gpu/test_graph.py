@@ -1,4 +1,4 @@
-"""On a CUDA device (collected only there): replayed graphs and compiled decode give the growing cache's tokens."""
+"""On a CUDA device (collected only there): graphs, also those of plain generate, give the growing cache's tokens."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from models import small, tiny
 from transformers import CompileConfig
 
 import condense
+from condense.models import replay
 from condense.models.families import has_eager_experts
 
 METHODS = methods("cca", "streaming", "entries-4", "streaming-llm", "dga")
@@ -29,6 +30,18 @@ TURNS = {"stock": None, "cca": METHODS["cca"], "exact": EXACT, "exact-host": EXA
 FEW = condense.CCA(group_size=4, window=8)
 HYBRIDS = dict.fromkeys(("gemma2", "gemma3_text", "gpt_oss", "llama4_text", "qwen3_next", "lfm2", "jamba"), FEW)
 HYBRIDS |= {"qwen3_5_text": FEW, "nemotron_h": FEW, "kimi_linear": condense.LCA(group_size=4, window=8)}
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    found, capture = [], replay.ReplayedForward._capture
+
+    def spy(self, *args):
+        found.append(capture(self, *args))
+        return found[-1]
+
+    monkeypatch.setattr(replay.ReplayedForward, "_capture", spy)
+    return found
 
 
 @pytest.mark.parametrize(("name", "choice", "steps"), CHOICES.values(), ids=CHOICES)
@@ -129,3 +142,66 @@ def test_replayed_steps_beside_sliding_windows_linear_attention_and_convolutions
     assert not graphs
     agree(generate(model, ids, mask, 60), growing, model, mask)
     assert len(graphs) == (name not in small.NO_STATIC_MASKS)
+
+
+STEPS = 100
+GENERATED = METHODS | {"selection": SELECT, "recall": condense.Recall(group_size=16, window=64, num_recall=2)}
+# latents cannot be read as one prompt with a selection of its tokens
+CELLS = (
+    MIXED
+    | {f"llama-{name}": ("llama", method) for name, method in GENERATED.items()}
+    | {f"deepseek_v3-{name}": ("deepseek_v3", method) for name, method in GENERATED.items() if method is not SELECT}
+)
+
+
+@pytest.mark.parametrize(("name", "method"), CELLS.values(), ids=CELLS)
+def test_tokens_are_those_of_the_growing_cache(graphs, name, method):
+    model, (ids, mask) = condensed(method, name), padded()
+    want = generate(model, ids, mask, STEPS, cache_implementation="dynamic")
+    assert not graphs
+    for times in (1, 2):
+        got = generate(model, ids, mask, STEPS)
+        if method is SELECT:  # steps cannot be read again as one prompt to look up a near tie
+            assert torch.equal(got[:, : ids.shape[1] + 20], want[:, : ids.shape[1] + 20])
+        else:
+            agree(got, want, model, mask)
+        assert len(graphs) == times
+
+
+@pytest.mark.parametrize("name", ["cca", "recall"])
+def test_rows_that_have_ended_are_passed_over(graphs, monkeypatch, name):
+    caches = []
+
+    class Kept(replay.CacheOfOneCall):
+        def __init__(self, *args):
+            super().__init__(*args)
+            caches.append(self)
+
+    monkeypatch.setattr(replay, "CacheOfOneCall", Kept)
+    model, (ids, mask) = condensed(GENERATED[name]), padded()
+    free = generate(model, ids, mask, 24, cache_implementation="dynamic")[:, ids.shape[1] :]
+    end = next(int(x) for x in free[0, 4:12] if x not in free[1])
+    want = generate(model, ids, mask, 24, cache_implementation="dynamic", eos_token_id=end)
+    got = generate(model, ids, mask, 24, eos_token_id=end)
+    assert torch.equal(got, want)
+    assert len(graphs) == len(caches) == 1
+    read = 150 + int((free[0] == end).nonzero()[0]), 101 + 23
+    assert {tuple(layer.buffers.seen.tolist()) for layer in caches[0].layers} == {read}
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
+def test_shares_of_closed_groups_are_those_of_a_cpu_and_captured_steps_are_refused(family):
+    noted = []
+    for device in ("cpu", "cuda"):
+        model = condense.apply(tiny.model(family).to(device, torch.float32), tiny.RECALL)
+        with condense.closed_mass(model) as shares:
+            tiny.generate(model, tiny.ROWS[0][None].to(device))
+        noted.append(torch.stack([torch.stack(of_layer) for of_layer in shares.values()]))
+    torch.testing.assert_close(*noted, rtol=0, atol=1e-3)
+    ids = tiny.ROWS[0][None].cuda()
+    cache = model(ids, use_cache=True).past_key_values
+    with (
+        torch.no_grad(), condense.closed_mass(model), pytest.raises(ValueError, match="got one captured"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):  # fmt: skip
+        model(ids[:, :1], past_key_values=cache)

@@ -77,7 +77,6 @@ def replayed(*pools, num_empty=2):
     tolerance, near = 5 / 2 * torch.finfo(torch.bfloat16).eps, []
     for i in range(steps):
         for row, (n, qkv) in enumerate(zip(lengths, qkvs, strict=True)):
-            # the second request pauses in every third step
             alive = row != 1 or i % 3 != 2
             t = n + i - (i // 3 if row == 1 else 0)
             seen[row] = t + 1 if alive else 0

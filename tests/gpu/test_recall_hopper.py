@@ -2,17 +2,12 @@
 
 import pytest
 import torch
-from triton_kernels.conftest import poison  # noqa: F401
-from triton_kernels.test_recall_prefill import (
-    Case,
-    Problem,
-    chosen,  # noqa: F401
-    compare,
-    compare_as_one_graph,
-    poisoned_scratch,  # noqa: F401
-    weighed,  # noqa: F401
-)
+from triton_kernels import conftest, test_recall_prefill
+from triton_kernels.test_recall_prefill import Case, Problem, compare, compare_as_one_graph
 
+# fixtures
+poison, poisoned_scratch = conftest.poison, test_recall_prefill.poisoned_scratch
+chosen, weighed = test_recall_prefill.chosen, test_recall_prefill.weighed
 HALF = {"widths": (128, 128), "dtype": torch.bfloat16}
 CASES = {
     f"{heads} {width}": Case(heads, 16, 1500, 0, 100, 20, (0, 301), widths=(width, width), dtype=dtype)
@@ -26,11 +21,11 @@ CASES["the others left out"] = Case((4, 1), 16, 901, 0, 0, 9, unchosen="drop", *
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_choice_output_and_gradients(case, chosen, weighed):  # noqa: F811
+def test_choice_output_and_gradients(case, chosen, weighed):
     compare(case, chosen, weighed, "hopper")
 
 
-def test_long_prompts_agree_with_the_plain_kernels_and_are_read_by_auto(chosen):  # noqa: F811
+def test_long_prompts_agree_with_the_plain_kernels_and_are_read_by_auto(chosen):
     """Several tiles per program, so that the rings of keys go on from one to the next."""
     problem = Problem(Case((32, 8), 16, 5000, 0, 1024, 32, (0,), **HALF))
     with torch.no_grad():

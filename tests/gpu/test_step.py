@@ -1,22 +1,25 @@
-"""The decode step on a CUDA device: replayed by a graph without a wait, and on addresses beyond 32 bits."""
+"""The decode step on a CUDA device: replayed without a wait, on addresses beyond 32 bits, and in growing caches."""
 
 import pytest
 import torch
-from gpu.running import methods, no_waiting
+from gpu import running
+from grids import fixture_of
+from layers import Counting, read_request
+from models import tiny
 from oracles import oracle
 from triton_kernels.test_step import DTYPES, SELECT, after_prompts, copy_of, decode, empty_state, same, some_step
 
 import condense
+from condense.caches import CondensedLayer, StaticCondensedLayer
 from condense.methods import step_settings
 from condense.ops.step import NewToken, StepCall, StepState
 from condense.ops.triton import step as triton_step
 
-METHODS = methods("lca", "entries-4", "entries-8", "dga")
+METHODS = running.methods("lca", "entries-4", "entries-8", "dga")
 METHODS["dga-streaming"] = condense.DGA(gamma=0.5, window=64, summary="streaming")
 
 
 def captured(now, state, method, scale):
-    """A graph of one step, which has begun with a step on a copy of the state; and its output."""
     triton_step.step(StepCall(NewToken(*now), copy_of(state), step_settings(method), scale=scale))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -34,7 +37,7 @@ def test_a_replayed_graph_decodes_as_eager_steps_do(dtype, method):
     want = decode(method, q, k, v, eager)
     now = [x[:, :, :1].clone() for x in (q, k, v)]
     (graph, out), outs = captured(now, replayed, method, D**-0.5), []
-    with no_waiting():
+    with running.no_waiting():
         for t in range(L):
             for x, whole in zip(now, (q, k, v), strict=True):
                 x.copy_(whole[:, :, t : t + 1])
@@ -49,20 +52,16 @@ def test_a_replayed_graph_goes_on_from_prompts_of_any_lengths():
     method = SELECT.replace(min_focal=20)
     q, k, v = (x.cuda() for x in oracle.random_qkv(3, 8, 2, 160, 128, 128, dtype=torch.bfloat16))
     now = [x[:, :, :1].clone() for x in (q, k, v)]
-    state = None
+    _, state = after_prompts(method, q, k, v, (120, 77, 1), 160)
+    graph, out = captured(now, state, method, 0.3)
     for lengths in ((120, 77, 1), (3, 120, 64)):
-        _, other = after_prompts(method, q, k, v, lengths, 160)
-        eager = copy_of(other)
-        if state is None:
-            state = other
-            graph, out = captured(now, state, method, 0.3)
-        else:
-            for mine, new in zip(state, other, strict=True):
-                mine.copy_(new)
+        _, eager = after_prompts(method, q, k, v, lengths, 160)
+        for mine, new in zip(state, eager, strict=True):
+            mine.copy_(new)
         for t in range(120, 160):
             for x, whole in zip(now, (q, k, v), strict=True):
                 x.copy_(whole[:, :, t : t + 1])
-            with no_waiting():
+            with running.no_waiting():
                 graph.replay()
             assert torch.equal(out, triton_step.step(StepCall(NewToken(*now), eager, step_settings(method), scale=0.3)))
         assert same(state, eager)
@@ -83,3 +82,36 @@ def test_addresses_beyond_32_bits():
         triton_step.step(StepCall(NewToken(*now), state, plan, scale=0.25)),
     )
     assert same(state, other)
+
+
+GROWING = running.methods("cca", "lca", "entries-8", "streaming-llm", "dga") | {"dga-prompt": running.SELECT}
+method = fixture_of(GROWING)
+
+
+def test_a_layer_in_bfloat16_gives_what_a_static_one_does(method):
+    """To the rounding of the output: the same entries, summed in another order. A model would make much of a little."""
+    q, k, v = (x.cuda() for x in oracle.random_qkv(2, 8, 2, 300, 128, 128, dtype=torch.bfloat16))
+    growing, static = CondensedLayer(method), StaticCondensedLayer(method, 300)
+    for layer in (growing, static):
+        layer.read(k[:, :, :100], v[:, :, :100], read_request(q[:, :, :100], scale=0.1))
+    for t in range(100, 300):
+        now = [x[:, :, t : t + 1] for x in (q, k, v)]
+        got, want = (layer.step(NewToken(*now), scale=0.1).float() for layer in (growing, static))
+        assert float((got - want).abs().max()) <= torch.finfo(torch.bfloat16).eps * float(v.abs().max())
+    for mine, theirs in zip(growing.state.entries, static.buffers.entries(static.settings), strict=True):
+        assert torch.equal(mine, theirs[:, :, : mine.shape[2]])
+
+
+def test_a_step_neither_waits_nor_copies(method):
+    """Over several growths of the buffers; their padding and memory for results are all that is made."""
+    model = running.condensed(method)
+    ids = tiny.tokens(2, 102).cuda()
+    cache = tiny.filled(model, ids[:, :100])
+    tiny.in_chunks(model, ids[:, 100:], (1, 1), cache)
+    assert all(layer._ring is not None for layer in cache.layers)
+    q, k, v = (torch.randn(2, heads, 1, 8, device="cuda") for heads in (4, 2, 2))
+    with running.no_waiting(), Counting() as counting:
+        for _ in range(100):
+            cache.layers[0].step(NewToken(q, k, v), scale=0.3)
+    assert set(counting.names) <= {"aten.empty.memory_format", "aten.constant_pad_nd.default"}
+    assert counting.names.count("aten.empty.memory_format") == 3 * 100

@@ -1,7 +1,4 @@
-"""Rules of DGA alone: who is focal, who is in which group, and what a prompt's selection leaves behind.
-
-Parity, causality, gradients and settings are those of every method; see `cases.PLANS` and `cases.SELECTIONS`.
-"""
+"""Rules of DGA alone: who is focal, and what a prompt's selection leaves behind."""
 
 import pytest
 import torch
@@ -16,30 +13,20 @@ from condense.ops.tensors.sampling import sampled_queries, scramble
 from condense.ops.torch import pool as torch_pool
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
-SELECT = DGA(group_size=4, gamma=0.2, min_focal=3, selection="prompt", num_recent=3, num_random=4)
-WORD = 1 << 64
-
-
-def chunk(method, k, summary):
-    """Entries ``[p, D]`` of one chunk with keys ``[c, D]``; values are the one-hot places."""
-    v = torch.eye(len(k), dtype=torch.float64)
-    one = Chunks(k[None, None], v[None, None], 0, 1, len(k), 0)
-    entries = method.represent(one, summary[None, None, None], scale=1.0, backend="torch")
-    return [x[0, 0] for x in entries]
 
 
 def test_focal_tokens_are_the_best_in_order_of_position_and_ties_go_to_the_earlier():
-    method, summary = DGA(group_size=3, gamma=1), torch.ones(1, dtype=torch.float64)
+    method, summary = DGA(group_size=3, gamma=1), torch.ones(1, 1, 1, 1, dtype=torch.float64)
     assert method.layout.rule.chunk == 6
     drawn, equal = [([0.0, 5, 1, 9, 2, 3], [1, 3, 5])], [([1.0, 2, 2, 2, 2, 1], [1, 2, 3]), ([7.0] * 6, [0, 1, 2])]
     for scores, focal in (*drawn, *equal, ([-1.0, -2, -3, 0, 0, 0], [3, 4, 5])):
-        _, places = chunk(method, torch.tensor(scores, dtype=torch.float64)[:, None], summary)
-        assert places[:3].argmax(-1).tolist() == focal
-        assert bool((places[:3].amax(-1) == 1).all())
+        k, v = torch.tensor(scores, dtype=torch.float64)[None, None, :, None], torch.eye(6).double()[None, None]
+        _, entries = method.represent(Chunks(k, v, 0, 1, 6, 0), summary, scale=1.0, backend="torch")
         rest = [i for i in range(6) if i not in focal]
-        want = torch.tensor([scores[i] for i in rest], dtype=torch.float64).softmax(0)
-        torch.testing.assert_close(places[3, rest], want, **EXACT)
-        assert bool((places[3, focal] == 0).all())
+        want = torch.eye(6).double()[[*focal, 0]]
+        want[3] = 0
+        want[3, rest] = k[0, 0, rest, 0].softmax(0)
+        torch.testing.assert_close(entries[0, 0], want, rtol=1e-12, atol=0)
 
 
 def test_gamma_means_what_is_written():
@@ -57,24 +44,20 @@ def test_gamma_means_what_is_written():
 
 @grid(5, backend=CPU_BACKENDS, block=[1, 1000, 1 << 24], sampled=[(1, 0), (3, 4), (64, 64)])
 def test_importance_is_the_papers(backend, monkeypatch, block, sampled):
-    recent, random = sampled
     monkeypatch.setattr(torch_pool, "_BLOCK", block)
-    L, pads = 30, (0, 11, 30)
+    L, tokens = 30, torch.tensor([30, 19, 0])
     q, k, _ = oracle.random_qkv(3, 4, 2, L, 3, 1)
-    method = DGA(selection="prompt", num_recent=recent, num_random=random, seed=9)
-    tokens = L - torch.tensor(pads)
-    sample = sampled_queries(tokens, q.shape[2], recent, random, 9, q.device)
+    method = DGA(selection="prompt", num_recent=sampled[0], num_random=sampled[1], seed=9)
+    sample = sampled_queries(tokens, L, *sampled, 9, q.device)
     got = importance(q, k, sample, scale=0.7, backend=backend)
     for b, n in enumerate(tokens.tolist()):
         assert bool((got[b, :, : L - n] == 0).all())
         for h in range(2):
             row = oracle_dga.Row(method, q[b, 2 * h : 2 * h + 2, L - n :], k[b, h, L - n :], 0.7, 0)
-            want = row.importance(n)
-            torch.testing.assert_close(got[b, h, L - n :], want, **EXACT)
+            torch.testing.assert_close(got[b, h, L - n :], row.importance(n), **EXACT)
 
 
 def test_importance_ties_are_exact_and_go_to_the_earlier():
-    """Equal keys seen by the same sampled queries: the focal ones are the first."""
     method = DGA(group_size=4, gamma=0, min_focal=5, selection="prompt", num_recent=1, num_random=0)
     q, _, _ = oracle.random_qkv(1, 2, 1, 37, 3, 1)
     v = torch.eye(37, dtype=torch.float64)[None, None]
@@ -84,10 +67,9 @@ def test_importance_ties_are_exact_and_go_to_the_earlier():
 
 def by_hand(place, seed):
     """splitmix64 on unsigned integers, of a start that depends on the seed."""
-    x = (place + 1) * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15 * seed * seed + 0xBF58476D1CE4E5B9 * seed
-    x %= WORD
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % WORD
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % WORD
+    x = (0x9E3779B97F4A7C15 * (place + 1 + seed * seed) + 0xBF58476D1CE4E5B9 * seed) % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
     return (x ^ (x >> 31)) >> 1
 
 

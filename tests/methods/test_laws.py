@@ -1,11 +1,7 @@
-"""Laws of attention over a prompt: nothing depends on a later token, every past token counts exactly once (in window
-baselines, those that are kept), and in its limits a method is dense attention.
+"""Laws of attention over a prompt. With equal scores and one-hot values an output *is* the weight of every token."""
 
-With equal scores and the value of token i a one at place i, an output *is* the weight of every token.
-"""
-
-import functools
 import math
+from functools import cache, partial
 
 import pytest
 import torch
@@ -39,7 +35,7 @@ def few_own_choices(monkeypatch):
     monkeypatch.setattr(choice, "OWN_CHOICES", 5)
 
 
-@functools.cache
+@cache
 def dense(heads, length, pads):
     inputs = oracle.random_qkv(2, heads, 2, length, 8, 6)
     return inputs, oracle.attention(*inputs, method=Dense(), padding=(0, pads))
@@ -53,12 +49,9 @@ def test_a_changed_token_leaves_earlier_outputs_bit_equal(backend, method, dtype
     for x in changed:
         for rows, t in zip(x.split(2), CHANGED, strict=True):
             rows[:, :, t] = 100 * rows[:, :, t].flip(-1) + 1
-    options = {"method": method, "backend": backend, "padding": torch.tensor([0, 6] * len(CHANGED))}
+    attend = partial(condense.attention, method=method, backend=backend, padding=torch.tensor([0, 6] * len(CHANGED)))
     # without the log-sum-exp the torch backend may take another way
-    outs = [
-        (condense.attention(*x, **options), *condense.attention(*x, **options, return_lse=True))
-        for x in (inputs, changed)
-    ]
+    outs = [(attend(*x), *attend(*x, return_lse=True)) for x in (inputs, changed)]
     for number, t in enumerate(CHANGED):
         before, after = ([x[2 * number : 2 * number + 2] for x in out] for out in outs)
         assert all(torch.equal(x[:, :, :t], y[:, :, :t]) for x, y in zip(before, after, strict=True))
@@ -68,20 +61,15 @@ def test_a_changed_token_leaves_earlier_outputs_bit_equal(backend, method, dtype
 def weights(method, length, pads, backend, *, equal="queries"):
     """The weight of each token ``[L, L]`` and the lse ``[L]``, positions counted from the first real token."""
     q, k, _ = oracle.random_qkv(1, 2, 1, length + pads, 4, 1)
-    if equal == "queries":
-        q = torch.zeros_like(q)
-    else:
-        k, q = torch.ones_like(k) * k[:, :, :1], q * 0.1
-    v = torch.zeros(1, 1, length + pads, length, dtype=torch.float64)
-    v[0, 0, pads:] = torch.eye(length, dtype=torch.float64)
-    padding = torch.tensor([pads])
-    out, lse = condense.attention(q, k, v, method=method, backend=backend, padding=padding, return_lse=True)
-    offset = 0 if equal == "queries" else (q @ k[:, :, -1:].mT)[..., 0] * 4**-0.5
+    q, k = (0 * q, k) if equal == "queries" else (0.1 * q, k[:, :, :1].expand_as(k))
+    v = torch.nn.functional.pad(torch.eye(length, dtype=torch.float64), (0, 0, pads, 0))[None, None]
+    options = {"backend": backend, "padding": torch.tensor([pads]), "return_lse": True}
+    out, lse = condense.attention(q, k, v, method=method, **options)
+    offset = (q @ k[:, :, -1:].mT)[..., 0] * 4**-0.5
     return out[0, 0, pads:], (lse - offset)[0, 0, pads:]
 
 
 def check_each_counts_once(got, lse):
-    """Each token up to the query's own has the same weight."""
     seen = torch.arange(1, len(got) + 1).double()
     torch.testing.assert_close(got, torch.ones_like(got).tril() / seen[:, None], **EXACT)
     torch.testing.assert_close(lse, seen.log(), **EXACT)
@@ -155,7 +143,7 @@ def test_limits_are_ordinary_causal_attention(backend, method):
     """A window over all, all tokens kept, all groups open, all tokens focal; prompts that are read exactly."""
     for heads, length, pads in ((6, 1, 0), (2, 2, 1), (4, 8, 0), (4, 12, 7), (4, 31, 0), (6, 64, 7)):
         (q, k, v), want = dense(heads, length, pads)
-        options = {"method": method, "backend": backend, "padding": torch.tensor([0, pads])}
-        torch.testing.assert_close(condense.attention(q, k, v, return_lse=True, **options), want, **EXACT)
+        attend = partial(condense.attention, q, k, v, method=method, backend=backend, padding=torch.tensor([0, pads]))
+        torch.testing.assert_close(attend(return_lse=True), want, **EXACT)
         # without the log-sum-exp the torch backend may take another way
-        torch.testing.assert_close(condense.attention(q, k, v, **options), want[0], **EXACT)
+        torch.testing.assert_close(attend(), want[0], **EXACT)

@@ -16,20 +16,20 @@ from condense.ops import UniformRule
 
 SIZE, WINDOW, DELAY = 5, 7, 3
 RULE, CHOICE = UniformRule(chunk=4, window=6), condense.Recall().layout.choice
-LAYOUTS = [
-    (Layout(UniformRule(chunk=0, window=6)), "chunk must be an integer >= 1, got 0"),
-    (Layout(UniformRule(chunk=4, window=-1)), "window must be an integer >= 0, got -1"),
-    (Layout(RULE, summary_delay=7), "summary_delay must be at most the window, 6, .* got 7"),
-    (Layout(RULE, num_summary=-1), "num_summary must be an integer >= 0, got -1"),
-    (Layout(RULE, bias=1.5), r"each entry of a chunk, 1, or empty, got 1\.5"),
-    (Layout(RULE, bias=(1.0, 2.0)), r"each entry of a chunk, 1, or empty, got \(1\.0, 2\.0\)"),
-    (Layout(RULE, pooling=ChunkPooling("mean", "max"), choice=CHOICE), "with a choice, pooling must be means .*'max'"),
-    (Layout(RULE, pooling=ChunkPooling("mean", "mean"), choice=CHOICE, matched=True), "and matched=True"),
-    (Layout(RULE, entry_bits=5), "entry_bits must be one of 16, 8, 4, got 5"),
-]
 
 
-@pytest.fixture(scope="module")
+def _mean(chunks):
+    k, v = chunks.tokens()
+    return k.mean(3), v.mean(3)
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch):
+    """Names of methods that a test makes are free again after it."""
+    monkeypatch.setattr(config, "REGISTRY", dict(config.REGISTRY))
+
+
+@pytest.fixture
 def method():
     """Two entries per chunk, a bias that differs between them, and a summary that comes before the window ends."""
 
@@ -50,21 +50,18 @@ def method():
             values = torch.stack([v[:, :, :, :-1].amax(3), v[:, :, :, -1]], dim=3)
             return keys.flatten(2, 3), values.flatten(2, 3)
 
-    yield NewestAndRest()
-    del config.REGISTRY["newest-and-rest"]
+    return NewestAndRest()
 
 
 def by_hand(method, q, k, v, scale):
     """One row and KV head, query by query. q ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``."""
-    outs = []
-    qbar = q.mean(0)
+    outs, qbar = [], q.mean(0)
     for t in range(len(k)):
-        closed = max(0, t + 1 - WINDOW) // SIZE
-        keys, values, bias = [], [], []
+        closed, keys, values, bias = max(0, t + 1 - WINDOW) // SIZE, [], [], []
         for j in range(closed):
             start, stop = j * SIZE, (j + 1) * SIZE
-            summary = qbar[stop + DELAY - 2 : stop + DELAY].mean(0)
-            keys += [k[start : stop - 1].mean(0) + method.strength * summary, k[stop - 1]]
+            summary = method.strength * qbar[stop + DELAY - 2 : stop + DELAY].mean(0)
+            keys += [k[start : stop - 1].mean(0) + summary, k[stop - 1]]
             values += [v[start : stop - 1].amax(0), v[stop - 1]]
             bias += [1.5, 0.0]
         keys += list(k[closed * SIZE : t + 1])
@@ -97,14 +94,12 @@ def colder(request):
             return Layout(UniformRule(chunk=4, window=6), pooling=ChunkPooling("mean", "mean"))
 
         def represent(self, chunks, summary, *, scale, backend):
-            k, v = chunks.tokens()
-            return k.mean(3), v.mean(3)
+            return _mean(chunks)
 
         def attend(self, q, context, *, scale, **options):
             return super().attend(q, context, scale=scale / 3, **options)
 
-    yield condense.apply(tiny.model(request.param), Colder())
-    del config.REGISTRY["colder"]
+    return condense.apply(tiny.model(request.param), Colder())
 
 
 def test_steps_use_the_methods_own_attend(colder, monkeypatch):
@@ -127,42 +122,43 @@ def test_static_caches_refuse_another_attend(colder, monkeypatch):
     assert tiny.generate(colder, ids).equal(growing)
 
 
-def _mean(chunks):
-    k, v = chunks.tokens()
-    return k.mean(3), v.mean(3)
+LAYOUTS = [
+    (Layout(UniformRule(chunk=0, window=6)), "chunk must be an integer >= 1, got 0", _mean),
+    (Layout(UniformRule(chunk=4, window=-1)), "window must be an integer >= 0, got -1", _mean),
+    (Layout(RULE, summary_delay=7), "summary_delay must be at most the window, 6, .* got 7", _mean),
+    (Layout(RULE, num_summary=-1), "num_summary must be an integer >= 0, got -1", _mean),
+    (Layout(RULE, bias=1.5), r"each entry of a chunk, 1, or empty, got 1\.5", _mean),
+    (Layout(RULE, bias=(1.0, 2.0)), r"each entry of a chunk, 1, or empty, got \(1\.0, 2\.0\)", _mean),
+    (Layout(RULE, pooling=ChunkPooling("mean", "max"), choice=CHOICE), "a choice, .* must be means .*'max'", _mean),
+    (Layout(RULE, pooling=ChunkPooling("mean", "mean"), choice=CHOICE, matched=True), "and matched=True", _mean),
+    (Layout(RULE, entry_bits=5), "entry_bits must be one of 16, 8, 4, got 5", _mean),
+    (Layout(RULE), "Own.represent.*got NoneType", lambda chunks: None),
+    (Layout(RULE), "Own.represent.*as a tuple, got Tensor", lambda chunks: _mean(chunks)[0]),
+    (Layout(RULE), r"Own.represent.*got \(1, 1, 5, 4\) torch.float64$", lambda chunks: _mean(chunks)[:1]),
+    (Layout(RULE), "and torch.float64, .* torch.float32", lambda chunks: tuple(x.float() for x in _mean(chunks))),
+    # twice as many entries as the layout says would otherwise be read one for another
+    (Layout(RULE), r"\(1, 1, 5, 4\) .* 10, 4\)", lambda chunks: tuple(x.repeat(1, 1, 2, 1) for x in _mean(chunks))),
+    (Layout(RULE), r"got \(1, 1, 5, 1, 4\)", lambda chunks: tuple(x[..., None, :] for x in _mean(chunks))),
+    (Layout(RULE, num_summary=1, matched=True), r"must return biases \(1, 1, 5, 1\)", _mean),
+]
 
 
-def _method_of(layout, entries=_mean):
+@pytest.mark.parametrize(("layout", "said", "entries"), LAYOUTS)
+def test_layouts_that_cannot_be_and_entries_that_do_not_fit(layout, said, entries):
     class Own(condense.Method):
         def represent(self, chunks, summary, *, scale, backend):
             return entries(chunks)
 
     Own.layout = layout
-    return Own()
-
-
-@pytest.mark.parametrize(("layout", "said"), LAYOUTS)
-def test_layouts_that_cannot_be(layout, said):
     with pytest.raises(ValueError, match=said):
-        condense.attention(*oracle.random_qkv(1, 2, 1, 20, 4, 4), method=_method_of(layout))
+        condense.attention(*oracle.random_qkv(1, 2, 1, 20, 4, 4), method=Own())
 
 
-@pytest.mark.parametrize(
-    ("entries", "layout", "said"),
-    [
-        (lambda chunks: None, Layout(RULE), "got NoneType"),
-        (lambda chunks: _mean(chunks)[0], Layout(RULE), "as a tuple, got Tensor"),
-        (lambda chunks: _mean(chunks)[:1], Layout(RULE), r"got \(1, 1, 5, 4\) torch.float64$"),
-        (lambda chunks: tuple(x.float() for x in _mean(chunks)), Layout(RULE), r"and torch.float64, .* torch.float32"),
-        (lambda chunks: tuple(x.repeat(1, 1, 2, 1) for x in _mean(chunks)), Layout(RULE), r"\(1, 1, 5, 4\) .* 10, 4\)"),
-        (lambda chunks: tuple(x[..., None, :] for x in _mean(chunks)), Layout(RULE), r"got \(1, 1, 5, 1, 4\)"),
-        (_mean, Layout(RULE, num_summary=1, matched=True), r"must return biases \(1, 1, 5, 1\)"),
-    ],
-)
-def test_entries_that_do_not_fit(entries, layout, said):
-    """Twice as many entries as the layout says would otherwise be read one for another."""
-    with pytest.raises(ValueError, match=f"Own.represent.*{said}"):
-        condense.attention(*oracle.random_qkv(1, 2, 1, 20, 4, 4), method=_method_of(layout, entries))
+def check_caches(model, ids, **tolerance):
+    whole = tiny.logits(model, ids)
+    for cache in (None, StaticCache(model.config, 40)):
+        torch.testing.assert_close(tiny.in_chunks(model, ids, (17, 1, 1, 20, 1), cache), whole, **tolerance)
+    return whole
 
 
 def test_a_built_in_method_with_another_represent_keeps_it_on_latents():
@@ -173,14 +169,10 @@ def test_a_built_in_method_with_another_represent_keeps_it_on_latents():
             k, v = chunks.tokens()
             return k[..., -1, :], v[..., -1, :]
 
-    ids = tiny.tokens(1, 40)
-    model = tiny.model("deepseek_v3")
+    ids, model = tiny.tokens(1, 40), tiny.model("deepseek_v3")
     pooled = tiny.logits(condense.apply(model, condense.CCA(group_size=4, window=6)), ids)
-    whole = tiny.logits(condense.apply(model, Newest(group_size=4, window=6)), ids)
+    whole = check_caches(condense.apply(model, Newest(group_size=4, window=6)), ids, **tiny.EXACT)
     assert (whole - pooled).abs().max() > 0.1
-    for cache in (None, StaticCache(model.config, 40)):
-        torch.testing.assert_close(tiny.in_chunks(model, ids, (17, 1, 1, 20, 1), cache), whole, **tiny.EXACT)
-    del config.REGISTRY["newest"]
 
 
 def test_biases_may_be_wider_than_those_of_the_cache():
@@ -191,11 +183,7 @@ def test_biases_may_be_wider_than_those_of_the_cache():
         def represent(self, chunks, summary, *, scale, backend):
             return *_mean(chunks), chunks.tokens()[0].double().square().mean((3, 4))[..., None]
 
-    model, ids = condense.apply(tiny.model("llama").float(), Wide()), tiny.tokens(1, 40)
-    whole = tiny.logits(model, ids)
-    for cache in (None, StaticCache(model.config, 40)):
-        torch.testing.assert_close(tiny.in_chunks(model, ids, (17, 1, 1, 20, 1), cache), whole, rtol=0, atol=1e-5)
-    del config.REGISTRY["wide"]
+    check_caches(condense.apply(tiny.model("llama").float(), Wide()), tiny.tokens(1, 40), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("base", "said"), [(condense.CCA, "and inherits 'cca': give"), (condense.Method, "it: give")])

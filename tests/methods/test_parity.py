@@ -23,14 +23,11 @@ SCALE = D**-0.5
 
 
 def rows(lengths, seed=0):
-    """One q, k, v ``[1, heads, length, width]`` per row."""
     return [oracle.random_qkv(1, H, K, max(n, 1), D, Dv, seed=seed + i) for i, n in enumerate(lengths)]
 
 
 def read_in_steps(method, data, steps, backend):
-    """Feed rows through `extend`. steps: per call, the number of new tokens of each row; the rest is NaN padding.
-    Returns out per row ``[H, length, Dv]``, lse ``[H, length]`` and the past.
-    """
+    """Out and lse per row, and the past. steps: per call, the number of new tokens of each row; the rest is NaN."""
     B = len(data)
     position, past, outs, lses = [0] * B, None, [[] for _ in data], [[] for _ in data]
     for counts in steps:
@@ -48,54 +45,43 @@ def read_in_steps(method, data, steps, backend):
             lses[b].append(lse[b, :, L - n :])
             assert bool((out[b, :, : L - n] == 0).all())
             assert bool((lse[b, :, : L - n] == -torch.inf).all())
-        check_past(method, past, position, B)
+        check_past(method, past, position)
     return [torch.cat(x, 1) for x in outs], [torch.cat(x, 1) for x in lses], past
 
 
-def check_past(method, past, position, B):
+def check_past(method, past, position):
     """The state keeps what is needed and the slack, in tensors that own their storage."""
-    seen, first = past.seen, past.first
+    B, seen, first = len(position), past.seen, past.first
     if method.reads_prompt:
         prompt = as_rows(torch.tensor(position) - seen, B)
         assert torch.equal(as_rows(first.num, B), method.num_entries(prompt))
     else:
         assert first == NO_FIRST
         assert as_rows(seen, B).tolist() == position
-    # NaN of the padding must not have got in
-    assert all(bool(x.isfinite().all()) for x in tensors_of(past))
     for x in tensors_of(past):
+        assert bool(x.isfinite().all()), "NaN of the padding must not have got in"
         assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
         assert not x.requires_grad
     assert past.entries[0].shape[2] == past.entries[1].shape[2] == max_row(num_entries(method, seen, first.num))
-    needed = max_row(seen - first_needed(method, seen))
-    kept = past.window_k.shape[2]
-    assert needed <= kept <= needed + SLACK + method.layout.rule.chunk
-    assert past.window_v.shape[2] == kept
+    needed, kept = max_row(seen - first_needed(method, seen)), past.window_k.shape[2]
+    assert needed <= kept == past.window_v.shape[2] <= needed + SLACK + method.layout.rule.chunk
     assert past.mean_q.shape[2] <= max(0, method.layout.num_summary - 1 + SLACK)
 
 
 def check_rows(method, steps, backend, *, prompt=False):
     lengths = [sum(counts) for counts in zip(*steps, strict=True)]
     data = rows(lengths)
-    outs, lses, past = read_in_steps(method, data, steps, backend)
+    outs, lses, _ = read_in_steps(method, data, steps, backend)
     for b, n in enumerate(lengths):
-        if n == 0:
-            continue
-        want, want_lse = oracle.attention(*data[b], method=method, prompt=steps[0][b] if prompt else None)
-        torch.testing.assert_close(outs[b], want[0], **EXACT)
-        torch.testing.assert_close(lses[b], want_lse[0], **EXACT)
-    return past
+        if n:
+            want, want_lse = oracle.attention(*data[b], method=method, prompt=steps[0][b] if prompt else None)
+            torch.testing.assert_close(outs[b], want[0], **EXACT)
+            torch.testing.assert_close(lses[b], want_lse[0], **EXACT)
 
 
 def cut(length, sizes):
-    """One row's steps of the given sizes, the last one repeated to the end."""
-    steps = []
-    for size in itertools.chain(sizes, itertools.repeat(sizes[-1])):
-        if length == 0:
-            return steps
-        steps.append((min(size, length),))
-        length -= steps[-1][0]
-    return steps
+    ends = [min(length, n) for n in itertools.accumulate([*sizes, *[sizes[-1]] * length], initial=0)]
+    return [(stop - start,) for start, stop in itertools.pairwise(ends) if stop > start]
 
 
 CHUNKINGS = {
@@ -147,8 +133,7 @@ def test_extend_keeps_nothing_of_the_callers(method):
 
 
 def test_extend_leaves_the_old_past_as_it_was():
-    method = cases.PLANS["lca"]
-    data = rows([31, 31])
+    method, data = cases.PLANS["lca"], rows([31, 31])
     _, _, past = read_in_steps(method, data, [(30, 17)], "torch")
     before = [torch.as_tensor(x).clone() for x in (*tensors_of(past), past.seen)]
     q, k, v = (torch.cat([row[i][:, :, 30:] for row in data]) for i in range(3))

@@ -23,10 +23,13 @@ from condense.ops.recall import GroupIndex, IndexChoice, RecallSources, choice
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 METHODS = cases.RECALLS
 ROUNDED = {"rtol": 1e-10, "atol": 1e-10}
-RECALLING = condense.Recall(group_size=4, window=8, num_recall=2)
+RECALLING, DENSE = Recall(group_size=4, window=8, num_recall=2), condense.Dense()
 DENSE_FIRST = RECALLING.replace(prompt="exact")
-DENSE = condense.Dense()
 CLOSE = {"rtol": 0, "atol": 1e-12}
+LAYERS = [CondensedLayer, partial(StaticCondensedLayer, max_cache_len=90)]
+# chunks, then single tokens
+CALLS = [(0, 17), (17, 20), (20, 45), (45, 70), *((t, t + 1) for t in range(70, 90))]
+NARROW = [(1, 8, (8, 8), 0.02), (3, 4, (8, 4), 0.3), (2, 4, (4, 12), 0.3), (5, 4, (4, 18), 0.3)]
 REFUSED = [
     (RECALLING, {"backend": "triton"}, "backend"),
     (RECALLING, {"scale": -0.5}, r"scale must be > 0 for Recall, .*, got -0\.5"),
@@ -47,19 +50,13 @@ def test_any_chunks_and_padding_give_what_whole_rows_give(method, steps):
             torch.testing.assert_close(out, want, **EXACT)
 
 
-@pytest.mark.parametrize(
-    ("g", "bits", "widths", "error"),
-    [(1, 8, (8, 8), 0.02), (3, 4, (8, 4), 0.3), (2, 4, (4, 12), 0.3), (5, 4, (4, 18), 0.3)],
-)
+@pytest.mark.parametrize(("g", "bits", "widths", "error"), NARROW)
 def test_narrow_values_are_not_taken_for_latents(g, bits, widths, error):
     """Pieces are rounded up, so that with and without such values they are of one size."""
-    D, Dv = widths
-    q, k, v = (
-        torch.randn(1, n, 40, d, generator=torch.Generator().manual_seed(0)) for n, d in ((2, D), (1, D), (1, Dv))
-    )
-    method = condense.Recall(group_size=g, window=2 * g, num_recall=1.0, store_bits=bits)
-    got = condense.attention(q, k, v, method=method)
-    torch.testing.assert_close(got, condense.attention(q, k, v, method=DENSE), rtol=0, atol=error)
+    qkv = oracle.random_qkv(1, 2, 1, 40, *widths, dtype=torch.float32)
+    method = Recall(group_size=g, window=2 * g, num_recall=1.0, store_bits=bits)
+    got, want = (condense.attention(*qkv, method=x) for x in (method, DENSE))
+    torch.testing.assert_close(got, want, rtol=0, atol=error)
 
 
 @pytest.mark.parametrize("steps", [(41,), (7, 1, 13, 2, 1, 17)], ids=str)
@@ -77,8 +74,7 @@ def test_latents_are_one_kv_head_however_they_are_read(name, absorb, steps):
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_stored_latents_in_fewer_bits_are_read_alike(bits):
-    method = Recall(group_size=4, window=5, num_recall=3, store_bits=bits)
-    x = latent_oracle.random(2, 3, 41, (5, 4, 6, 3))
+    method, x = RECALLING.replace(store_bits=bits), latent_oracle.random(2, 3, 41, (5, 4, 6, 3))
     absorbed, expanded = (read_in_steps(method, x, (41,), absorb=absorb)[0] for absorb in (True, False))
     torch.testing.assert_close(absorbed, expanded, **EXACT)
 
@@ -102,7 +98,7 @@ def test_a_static_cache_without_room_for_a_group_is_read_in_pieces():
     method, (q, k, v) = METHODS["two-open"], oracle.random_qkv(1, 4, 2, 8, 6, 5)
     layer = StaticCondensedLayer(method, 8)
     outs = [read(layer, columns((q, k, v), *ends)) for ends in ((0, 3), (3, 8))]
-    want = condense.attention(q, k, v, method=condense.Dense(), scale=0.7)
+    want = condense.attention(q, k, v, method=DENSE, scale=0.7)
     torch.testing.assert_close(torch.cat(outs, dim=2), want, **ROUNDED)
 
 
@@ -116,24 +112,19 @@ def test_a_prompt_on_latents_expands_each_token_once(expanded):
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
-@pytest.mark.parametrize("layer", [CondensedLayer, partial(StaticCondensedLayer, max_cache_len=90)])
+@pytest.mark.parametrize("layer", LAYERS)
 def test_chunks_are_dense_over_stored_tokens_and_steps_recall(layer, bits):
-    """Also the first chunk, all of whose tokens the window still holds unquantised. The state is Recall's, whatever
-    read the prompt, so the steps after it are its own.
-    """
-    method = DENSE_FIRST.replace(store_bits=bits)
-    q, k, v = oracle.random_qkv(1, 4, 2, 90, 8, 8)
-    dense, recalled = (
-        condense.attention(q, k, v, method=x, scale=0.3) for x in (method, method.replace(prompt="recall"))
-    )
+    """Also the first chunk, all of whose tokens the window still holds unquantised. Steps read Recall's own state."""
+    method, qkv = DENSE_FIRST.replace(store_bits=bits), oracle.random_qkv(1, 4, 2, 90, 8, 8)
+    dense, recalled = (condense.attention(*qkv, method=x, scale=0.3) for x in (method, method.replace(prompt="recall")))
     layer = layer(method)
-    for start, stop in ((0, 17), (17, 20), (20, 45), (45, 70), *((t, t + 1) for t in range(70, 90))):
-        got = read(layer, columns((q, k, v), start, stop), scale=0.3)
+    for start, stop in CALLS:
+        got = read(layer, columns(qkv, start, stop), scale=0.3)
         want = recalled if stop == start + 1 else dense
         torch.testing.assert_close(got, want[:, :, start:stop], **CLOSE)
 
 
-@pytest.mark.parametrize("layer", [CondensedLayer, partial(StaticCondensedLayer, max_cache_len=90)])
+@pytest.mark.parametrize("layer", LAYERS)
 def test_one_query_chooses_until_two_more_groups_have_closed(layer, monkeypatch):
     """But for the last of a call. A call may begin in between. The first of the two is open once it has closed."""
     monkeypatch.setattr(choice, "OWN_CHOICES", 3)
@@ -141,12 +132,11 @@ def test_one_query_chooses_until_two_more_groups_have_closed(layer, monkeypatch)
     q, k, v = oracle.random_qkv(1, 4, 2, 90, 8, 8)
     context, asker, newer = read_whole(method, q, k, v, scale=0.3), list(range(90)), [-1] * 90
     layer = layer(method)
-    calls = [(0, 17), (17, 20), (20, 45), (45, 70), *((t, t + 1) for t in range(70, 90))]
-    for start, stop in calls:
+    for start, stop in CALLS:
         for t in range(start, stop - 3):
             closed = max(t + 1 - 8, 0) // 4
             asker[t], newer[t] = max(start, closed // 2 * 8 + 7) if t >= 7 else start, closed - 1 if closed % 2 else -1
-    got = torch.cat([read(layer, columns((q, k, v), *ends), scale=0.3) for ends in calls], dim=2)
+    got = torch.cat([read(layer, columns((q, k, v), *ends), scale=0.3) for ends in CALLS], dim=2)
     *index, store = context.extra
     sources = RecallSources(Source(*store.split(8, dim=3)), context.window, context.spans)
     chosen = IndexChoice(q[:, :, asker], GroupIndex(*index), 0.3, method.quota)

@@ -1,7 +1,4 @@
-"""Reread's choice among scored tokens, and the weights that score them, against plain loops.
-
-Shapes: B rows, H query heads, K KV heads, L tokens, N layers.
-"""
+"""Reread's choice among scored tokens, and the weights that score them, against plain loops."""
 
 import itertools
 

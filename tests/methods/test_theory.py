@@ -1,7 +1,4 @@
-"""Proofs of the LCA paper, checked: Proposition 1; Theorem 1 where it holds, and where it does not.
-
-Shapes: L tokens in groups of G, D and Dv widths.
-"""
+"""Proofs of the LCA paper, checked, for L tokens in groups of G, D and Dv wide."""
 
 import pytest
 import torch
@@ -36,24 +33,21 @@ def test_proposition_1_the_weighted_mean_has_the_least_expected_error(seed):
 
 def _similar_within_groups(spread, seed):
     """q, k, v ``[1, 1, L, width]`` whose tokens lie ``spread`` around a centre that their group shares."""
-    k, v = (random(1, 1, L // G, 1, n, seed=seed + i).expand(-1, -1, -1, G, -1) for i, n in enumerate((D, Dv)))
-    k, v = (x.flatten(2, 3) + spread * random(1, 1, L, x.shape[-1], seed=seed + 5 + i) for i, x in enumerate((k, v)))
+    centres = (random(1, 1, L // G, n, seed=seed + i).repeat_interleave(G, 2) for i, n in enumerate((D, Dv)))
+    k, v = (x + spread * random(*x.shape, seed=seed + 5 + i) for i, x in enumerate(centres))
     return random(1, 1, L, D, seed=seed + 9), k, v
 
 
-def _last_query(method, q, k, v):
-    """Output of the last query, dense and condensed, and what Theorem 1 allows for their distance."""
-    dense = condense.attention(q, k, v, method=condense.Dense())[0, 0, -1]
-    condensed = condense.attention(q, k, v, method=method)[0, 0, -1]
-    closed = (L - W) // G
-    deltas = []
-    for x, how in ((k, method.key_pooling), (v, method.value_pooling)):
-        groups = x[:, :, : closed * G].unflatten(2, (closed, G))
-        summary = torch.stack([q[0, 0, j * G + W : (j + 1) * G + W].mean(0) for j in range(closed)])
-        scores = SCALE * (summary[:, None] * k[0, 0, : closed * G].unflatten(0, (closed, G))).sum(-1)
-        deltas.append((groups - pool(groups, scores[None, None], how=how)[..., None, :]).norm(dim=-1).max())
+def _allowed(method, q, k, v):
+    """What Theorem 1 allows for the distance between the last query's outputs, dense and condensed."""
+    closed, deltas = (L - W) // G, []
+    groups_k, groups_v = (x[0, 0, : closed * G].unflatten(0, (closed, G)) for x in (k, v))
+    summary = q[0, 0, W : W + closed * G].unflatten(0, (closed, G)).mean(1)
+    scores = SCALE * (summary[:, None] * groups_k).sum(-1)[None, None]
+    for groups, how in ((groups_k, method.key_pooling), (groups_v, method.value_pooling)):
+        deltas.append((groups - pool(groups[None, None], scores, how=how)[0, 0, :, None]).norm(dim=-1).max())
     V, Q = v.norm(dim=-1).max(), q[0, 0, -1].norm()
-    return dense, condensed, V * torch.expm1(2 * Q * deltas[0] * SCALE) + deltas[1]
+    return V * torch.expm1(2 * Q * deltas[0] * SCALE) + deltas[1]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -62,12 +56,11 @@ def _last_query(method, q, k, v):
 def test_theorem_1_holds_if_representatives_count_as_their_tokens_and_fails_as_printed(key_pooling, spread, seed):
     method = COUNTED.replace(key_pooling=key_pooling)
     q, k, v = _similar_within_groups(spread, seed)
-    dense, condensed, bound = _last_query(method, q, k, v)
-    error = (dense - condensed).norm()
+    methods = condense.Dense(), method, method.replace(rep_bias="none")
+    dense, counted, once = (condense.attention(q, k, v, method=x)[0, 0, -1] for x in methods)
+    error, bound = (dense - counted).norm(), _allowed(method, q, k, v)
     assert error <= bound + 1e-12
-    # of identical tokens within groups nothing deviates
     assert (error > 0) if spread else (bound < 1e-12)
     if spread <= 0.001:
         # tight enough to say something: if representatives count once, a group weighs a sixteenth of its due
-        once = condense.attention(q, k, v, method=method.replace(rep_bias="none"))[0, 0, -1]
         assert (once - dense).norm() > max(bound, 0.1)

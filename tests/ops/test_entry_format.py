@@ -1,8 +1,14 @@
 """`EntryFormat` and `StoreFormat`: how far numbers may move, what a row holds, and that it needs one rounding."""
 
+import itertools
+
 import pytest
 import torch
+from layers import extend, read_request, read_whole
+from oracles import oracle
 
+import condense
+from condense.caches import CondensedLayer, StaticCondensedLayer
 from condense.ops.entries import BLOCK_WIDTH, EntryFormat
 from condense.ops.recall import StoreFormat, block_width, rotation, split_keys
 from condense.ops.tensors.codes import quantise
@@ -11,9 +17,8 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 WIDTHS = [1, 2, 11, 32, 80, 192]
 
 
-def vectors(D, dtype):
-    generator = torch.Generator().manual_seed(D)
-    x = torch.randn(2, 3, 50, D, generator=generator, dtype=torch.float64)
+def vectors(*shape, dtype):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(shape[-1]), dtype=torch.float64)
     x[..., :1] *= 50  # one channel that is large in all vectors
     return x.to(dtype)
 
@@ -22,15 +27,13 @@ def vectors(D, dtype):
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("D", WIDTHS)
 def test_errors_are_at_most_half_a_step_and_a_rounding(bits, dtype, D):
-    form, x = EntryFormat(bits), vectors(D, dtype)
+    form, x = EntryFormat(bits), vectors(2, 3, 50, D, dtype=dtype)
     rows = form.pack(x)
-    assert rows.shape == (2, 3, 50, form.width(D, dtype.itemsize))
-    assert rows.dtype == torch.uint8
+    assert (rows.shape, rows.dtype) == ((2, 3, 50, form.width(D, dtype.itemsize)), torch.uint8)
     got = form.unpack(rows, D, dtype)
     assert got.dtype == dtype
     for mine, of in zip(*(y.double().split(BLOCK_WIDTH, dim=-1) for y in (got, x)), strict=True):
-        # steps are at most (1 + eps)^2 of the range's share, eps of the 8 significant bits that steps have; a position
-        # is computed in float32, and off by some 2 ** -24 of up to 255; halves may be rounded at the number's own dtype
+        # steps have 8 significant bits, positions are float32's of up to 255, halves are rounded at the number's dtype
         step = (of.amax(-1) - of.amin(-1)) / (2**bits - 1) * (1 + 2**-7) ** 2
         step = step.clamp(min=torch.finfo(dtype).tiny)
         allowed = step * (0.5 + 2**-15) + of.abs().amax(-1) * torch.finfo(dtype).eps
@@ -43,7 +46,8 @@ def test_a_step_times_a_code_is_exact(bits, dtype):
     """So a number is the same to the bit with and without a fused multiplication and addition."""
     form, D = EntryFormat(bits), 64
     start, wide = form.grid_start(D, dtype.itemsize), torch.promote_types(dtype, torch.float32)
-    rows = form.pack(torch.cat([vectors(D, dtype), (vectors(D, dtype).double() / 1000).to(dtype)]))
+    x = vectors(2, 3, 50, D, dtype=dtype)
+    rows = form.pack(torch.cat([x, (x.double() / 1000).to(dtype)]))
     steps = rows[..., start : start + 4 * dtype.itemsize].contiguous().view(dtype)[..., ::2]
     for code in range(2**bits):
         assert torch.equal((steps.to(wide) * code).double(), steps.double() * code)
@@ -90,15 +94,7 @@ def test_bytes_of_an_entry():
     assert EntryFormat(4).grid_start(5, 4) == 8  # a step and a zero of 4 bytes each are loaded as one word
 
 
-def tokens(D, Dv, dtype, g=4, G=3):
-    generator = torch.Generator().manual_seed(0)
-    k, v = (torch.randn(2, 2, G, g, n, generator=generator, dtype=torch.float64) for n in (D, Dv))
-    k[..., :1] *= 50  # one channel that is large in all tokens
-    return k.to(dtype), v.to(dtype)
-
-
 def check_keys(got, k, bits):
-    """Turned, keys ``[..., D]`` are off by a step of their token, and by what is rounded."""
     D, dtype = k.shape[-1], k.dtype
     P, turn, index = block_width(D), rotation(D, k.device, torch.float64), split_keys(k)[0]
     x, error = k.double() @ turn / P, ((got.double() - k.double()) @ turn / P).abs()
@@ -114,22 +110,19 @@ def check_keys(got, k, bits):
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("widths", [(6, 4), (24, 0), (2, 8)], ids=str)
 def test_errors_of_stored_tokens_are_at_most_a_step_and_a_rounding(bits, dtype, widths):
-    form, (k, v) = StoreFormat(bits, 4), tokens(*widths, dtype)
+    form, (k, v) = StoreFormat(bits, 4), (vectors(2, 2, 3, 4, n, dtype=dtype) for n in widths)
     index, rest = split_keys(k)
     rows = form.pack(k, v, rest)
-    assert rows.shape == (2, 2, 12, form.width(*widths, dtype.itemsize))
-    assert rows.dtype == torch.uint8
+    assert (rows.shape, rows.dtype) == ((2, 2, 12, form.width(*widths, dtype.itemsize)), torch.uint8)
     got = form.unpack(rows, *widths, dtype, index)
     check_keys(got[0].unflatten(2, (3, 4)), k, bits)
     if widths[1] == 0:
         assert got[1].shape[3] == 0
         return
-    error = (got[1].unflatten(2, (3, 4)).double() - v.double()).abs()
-    # positions are computed in float32, and off by some 2 ** -24 of up to 2 ** 8
-    spread, eps = (v.amax(-1, keepdim=True) - v.amin(-1, keepdim=True)).double(), torch.finfo(dtype).eps
-    steps = spread / (2**bits - 1) * (1 + eps) ** 2  # of the range, rounded up twice to the dtype
-    allowed = steps * (0.5 + 2**-9) + v.double().abs() * eps
-    assert bool((error <= allowed).all())
+    error, eps = (got[1].unflatten(2, (3, 4)).double() - v.double()).abs(), torch.finfo(dtype).eps
+    # of the range, rounded up twice to the dtype; positions are float32's, and off by 2 ** -24 of up to 2 ** 8
+    steps = (v.amax(-1, keepdim=True) - v.amin(-1, keepdim=True)).double() / (2**bits - 1) * (1 + eps) ** 2
+    assert bool((error <= steps * (0.5 + 2**-9) + v.double().abs() * eps).all())
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
@@ -150,11 +143,10 @@ def test_bytes_of_a_token():
     assert StoreFormat(16, 16).width(128, 128, 2) == 256
     assert StoreFormat(8, 16).width(128, 128, 2) == 256 + 4 + 2
     assert StoreFormat(4, 16).width(128, 128, 2) == 128 + 4 + 2
-    k, v = tokens(5, 4, torch.float32)
-    with pytest.raises(ValueError, match="store_bits=4 needs keys and values of even widths, got 5 and 4: use"):
-        StoreFormat(4, 4).pack(k, v, split_keys(k)[1])
-    with pytest.raises(ValueError, match="store_bits=4 needs keys and values of even widths, got 5 and 4: use"):
-        StoreFormat(4, 16).width(5, 4, 2)
+    k, v = (torch.zeros(2, 2, 3, 4, n) for n in (5, 4))
+    for call in (lambda: StoreFormat(4, 4).pack(k, v, split_keys(k)[1]), lambda: StoreFormat(4, 16).width(5, 4, 2)):
+        with pytest.raises(ValueError, match="store_bits=4 needs keys and values of even widths, got 5 and 4: use"):
+            call()
 
 
 @pytest.mark.parametrize("offset", [0.001, 1.0, 50.0, 10000.0])
@@ -168,3 +160,52 @@ def test_float32_holds_bfloat16_numbers_of_four_bits_exactly(offset):
     index = split_keys(x[None, None])[0]
     centre = index.steps[..., -1:].float() * index.centres(64, torch.float32)
     assert torch.equal(centre, centre.bfloat16().float())
+
+
+POOLED = condense.CCA(group_size=4, window=6, summary="streaming", rep_bias="matched")
+SCALE = 0.3
+
+
+def inputs(dtype):
+    """Keys have three blocks of channels, the last of them short, values an odd width."""
+    return oracle.random_qkv(2, 4, 2, 41, 80, 11, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_what_is_read_is_what_is_kept_to_the_bit(bits, dtype):
+    q, k, v = inputs(dtype)
+    form, method = EntryFormat(bits), POOLED.replace(entry_bits=bits)
+    exact = read_whole(method.replace(entry_bits=16), k=k, v=v, q=q, scale=SCALE).sources[0]
+    whole = read_whole(method, k=k, v=v, q=q, scale=SCALE).sources[0]
+    context, state = extend(method, None, k=k, v=v, q=q, scale=SCALE)
+    for i, width in enumerate((80, 11)):
+        rows = form.pack(exact[i])
+        assert torch.equal(state.entries[i], rows)
+        assert torch.equal(whole[i], form.unpack(rows, width, dtype))
+        assert torch.equal(context.sources[0][i], whole[i])
+        assert not torch.equal(whole[i], exact[i])
+    # biases are those of the pooled keys
+    assert torch.equal(whole.bias, exact.bias)
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["grow", "fix"])
+def test_pieces_before_the_first_entry_read_none(fixed):
+    """Buffers without entries hold rows of bytes already, and so does a growing layer that took all of them back."""
+    (q, k, v), method = inputs(torch.float64), POOLED.replace(entry_bits=4)
+    layer = StaticCondensedLayer(method, 41) if fixed else CondensedLayer(method)
+    want = method.attend(q, read_whole(method, q, k, v, scale=SCALE), scale=SCALE)[0]
+
+    def read(*ends):
+        for start, stop in itertools.pairwise(ends):
+            part = [x[:, :, start:stop] for x in (q, k, v)]
+            context = layer.read(*part[1:], read_request(part[0], scale=SCALE))
+            got = method.attend(part[0], context, scale=SCALE)[0]
+            torch.testing.assert_close(got, want[:, :, start:stop], rtol=0, atol=1e-12)
+
+    if not fixed:
+        read(0, 5, 12)
+        layer.crop(-8)
+        read(4, 6)
+        layer.reset()
+    read(0, 2, 5, 8, 12, 41)

@@ -26,9 +26,8 @@ def leaves(*shape, **options):
 
 @grid(24, backend=CPU_BACKENDS, method=METHODS)
 def test_outputs_and_gradients_equal_the_definitions(backend, method):
-    inputs = leaves(2, 4, 2, 33, 4, 3)
+    inputs, results = leaves(2, 4, 2, 33, 4, 3), []
     weight, lse_weight = torch.randn(2, 4, 33, 3).double(), torch.randn(2, 4, 33).double()
-    results = []
     given = {"method": method, "backend": backend, "return_lse": True, "padding": torch.tensor([0, 9])}
     want = oracle.attention(*inputs, method=method, padding=(0, 9))
     for out, lse in (condense.attention(*inputs, **given), want):
@@ -45,21 +44,14 @@ def test_outputs_and_gradients_of_recall_equal_the_definitions(backend, method):
 
 @grid(36, backend=CPU_BACKENDS, method=ALL, pads=[(3, 0), (40, 7), (22, 40)], poison=[torch.nan, torch.inf, 1e300])
 def test_poisoned_padding_reaches_nothing(backend, method, pads, poison):
-    clean = leaves(2, 4, 2, 40, 4, 3)
-    dirty = []
-    for x in clean:
-        y = x.detach().clone()
-        for b, n in enumerate(pads):
-            y[b, :, :n] = poison
-        dirty.append(y.requires_grad_())
-    results = []
+    clean, padding, results = leaves(2, 4, 2, 40, 4, 3), torch.tensor(pads), []
+    is_padding = torch.arange(40)[:, None] < padding[:, None, None, None]
+    dirty = [x.detach().masked_fill(is_padding, poison).requires_grad_() for x in clean]
     for inputs in (clean, dirty):
-        padding = torch.tensor(pads)
         out, lse = condense.attention(*inputs, method=method, backend=backend, padding=padding, return_lse=True)
         loss = out.square().sum() + lse.masked_fill(lse == -torch.inf, 0).sum()
         results.append((out, lse, *torch.autograd.grad(loss, inputs)))
-    for x, y in zip(*results, strict=True):
-        assert torch.equal(x, y)
+    assert all(map(torch.equal, *results))
     out, lse, *grads = results[1]
     for b, n in enumerate(pads):
         assert bool((out[b, :, :n] == 0).all())
@@ -91,10 +83,8 @@ def test_rows_that_see_nothing(backend, shape, extras, seen):
 
 @grid(24, backend=CPU_BACKENDS, method=METHODS)
 def test_layouts(backend, method):
-    """Transposed, sliced and expanded inputs: same outputs and gradients, nothing written to."""
     q, k, v = oracle.random_qkv(2, 4, 2, 30, 4, 3)
-    k, v = k[:, :1].expand_as(k), v[:1].expand_as(v)
-    inputs = []
+    k, v, inputs = k[:, :1].expand_as(k), v[:1].expand_as(v), []
     for x in (q, k, v):
         wide = torch.full((x.shape[0], x.shape[2] + 2, 2, x.shape[1], 2 * x.shape[3]), torch.nan, dtype=x.dtype)
         wide[:, 1:-1, 1, :, ::2] = x.transpose(1, 2)
@@ -102,8 +92,8 @@ def test_layouts(backend, method):
     contiguous = [x.contiguous().clone().requires_grad_() for x in (q, k, v)]
     want = condense.attention(*contiguous, method=method, backend=backend)
     want_grads = torch.autograd.grad(want.square().sum(), contiguous)
-    for case in ((q, k, v), tuple(inputs)):
-        case = tuple(x.detach().requires_grad_() for x in case)
+    for case in ((q, k, v), inputs):
+        case = [x.detach().requires_grad_() for x in case]
         copies = [x.detach().clone() for x in case]
         got = condense.attention(*case, method=method, backend=backend)
         torch.testing.assert_close(got, want, **EXACT)
@@ -114,8 +104,7 @@ def test_layouts(backend, method):
 @grid(24, backend=CPU_BACKENDS, method=cases.PLANS, dtype=[torch.float32, torch.bfloat16, torch.float16])
 def test_huge_logits(backend, method, dtype):
     q, k, v = oracle.random_qkv(2, 4, 2, 60, 8, 8, dtype=dtype)
-    inputs = [x.requires_grad_() for x in (q * 50, k, v)]
-    padding = torch.tensor([0, 11])
+    inputs, padding = [x.requires_grad_() for x in (q * 50, k, v)], torch.tensor([0, 11])
     out, lse = condense.attention(*inputs, method=method, backend=backend, padding=padding, return_lse=True)
     (out.float().square().sum() + lse[:, :, 11:].sum()).backward()
     assert bool(out.isfinite().all())
@@ -124,7 +113,6 @@ def test_huge_logits(backend, method, dtype):
 
 
 def test_one_huge_key(backend):
-    """All the weight on one token; nothing overflows in float16."""
     q, k, v = oracle.random_qkv(1, 2, 1, 40, 8, 8, dtype=torch.float16)
     k[:, :, 33] = 60000.0
     q = q.abs()
@@ -133,13 +121,12 @@ def test_one_huge_key(backend):
 
 
 def kept_for_backward(length):
-    storages = {}
+    storages, inputs = {}, leaves(1, 2, 1, length, 8, 8, dtype=torch.float32)
 
     def pack(x):
         storages[x.untyped_storage().data_ptr()] = x.untyped_storage()
         return x
 
-    inputs = [x.requires_grad_() for x in oracle.random_qkv(1, 2, 1, length, 8, 8, dtype=torch.float32)]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         out = condense.attention(*inputs, method=METHOD, backend="torch")
     kept = sum(storage.nbytes() for storage in storages.values())
@@ -161,8 +148,7 @@ def test_recomputed_blocks_give_the_same_gradients(monkeypatch, dtype):
     results = []
     for limit in (0, 10**9):
         monkeypatch.setattr(torch_attend, "_MAX_KEPT", limit)
-        inputs = [x.requires_grad_() for x in oracle.random_qkv(2, 4, 2, 60, 4, 4, dtype=dtype)]
-        padding = torch.tensor([0, 21])
+        inputs, padding = leaves(2, 4, 2, 60, 4, 4, dtype=dtype), torch.tensor([0, 21])
         out, lse = condense.attention(*inputs, method=METHOD, backend="torch", return_lse=True, padding=padding)
         loss = out.float().square().sum() + lse[lse > -torch.inf].sum()
         results.append((out, lse, *torch.autograd.grad(loss, inputs)))
@@ -174,10 +160,8 @@ def test_dropout_drops_the_same_weights_in_the_backward_pass(monkeypatch, limit)
     """Outputs are linear in the values, whatever was dropped: out . w = v . gradient."""
     monkeypatch.setattr(torch_attend, "_block_size", lambda device, ratio: 8)
     monkeypatch.setattr(torch_attend, "_MAX_KEPT", limit)
-    q, k, v = oracle.random_qkv(1, 4, 2, 60, 4, 4)
-    v.requires_grad_()
-    method = condense.CCA(group_size=4, window=8)
-    sources = read_whole(method, q, k, v, scale=0.5)
+    q, k, v = leaves(1, 4, 2, 60, 4, 4)
+    sources = read_whole(condense.CCA(group_size=4, window=8), q, k, v, scale=0.5)
     out, _ = attend_to(sources, q, scale=0.5, dropout_p=0.3, backend="torch")
     weight = torch.randn_like(out)
     (gradient,) = torch.autograd.grad((out * weight).sum(), v)

@@ -1,6 +1,7 @@
 """Kernels compiled for Hopper on a machine without one: attention forward, and Recall's."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +13,9 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 import condense
-from condense.ops import RuleSpans, Source, UniformRule, unpack_store
+from condense.ops import NewToken, RuleSpans, Source, StepCall, UniformRule, unpack_store
 from condense.ops.hopper import limits as hopper_limits
 from condense.ops.recall import GroupMeans, IndexChoice, Quota, RecallSources, StoreFormat, split_keys
-from condense.ops.step import NewToken, StepCall
 from condense.ops.triton import host, limits, paged_step, recall_step_plan, step_plan
 from condense.ops.triton import step as triton_step
 from condense.ops.triton.attend_call import call_of
@@ -25,24 +25,19 @@ WIDTHS = [widths for widths in hopper_limits.WIDTHS if len(set(widths)) > 1]
 SHARED_MEMORY = 227 * 1024
 
 
-class Hopper:
-    """A driver that answers all that Triton asks before the launch."""
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
+# what Triton asks of a driver before the launch
+HOPPER = SimpleNamespace(
+    get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    get_current_device=lambda: 0,
+    get_current_stream=lambda device: 0,
+)
 
 
 @pytest.fixture
 def compiled(monkeypatch):
     """The kernels that are compiled, as on a machine with such a GPU; all fit into its shared memory."""
     kernels, run, table = [], JITFunction.run, recall_step_plan._table
-    monkeypatch.setattr(driver, "_active", Hopper())
+    monkeypatch.setattr(driver, "_active", HOPPER)
     monkeypatch.setattr(JITFunction, "run", lambda *args, **kw: kernels.append(run(*args, **kw | {"warmup": True})))
     monkeypatch.setattr(limits, "absence", lambda device: [])
     monkeypatch.setattr(recall_step_plan, "_table", lambda device, *args: table(torch.device("cuda"), *args))
@@ -63,18 +58,33 @@ def test_two_part_keys_fit_into_shared_memory(D, Dv, compiled):
     assert "wgmma.mma_async" in compiled[0].asm["ptx"]
 
 
-@pytest.mark.parametrize(("D", "slots"), [(64, 0), (96, 16)])
+def take_a_step(settings, rows, heads, widths, **options):
+    """Read one token per row. heads: of queries, and of keys and values."""
+    state = empty(settings, 1024, heads[1], widths, rows=rows, dtype=torch.bfloat16, **options)
+    sizes = (heads[0], widths[0]), (heads[1], widths[0]), (heads[1], widths[1])
+    token = NewToken(*(torch.zeros(rows, n, 1, width, dtype=torch.bfloat16) for n, width in sizes))
+    triton_step.step(StepCall(token, state, settings, scale=0.1))
+
+
+def step_over_pages(make, method, width, **options):
+    pool = make(method, (2, width, width), num_pages=60, dtype=torch.bfloat16, **options)
+    request = pool.add(300)
+    request.reserve(300)
+    token = [torch.zeros(1, heads, width, dtype=torch.bfloat16) for heads in (8, 2, 2)]
+    pool.read([(request, token)], scale=0.1, backend="triton")
+
+
+@pytest.mark.parametrize(("D", "slots"), [(64, 0), (96, 16), (64, None)], ids=["64", "96, slots", "over pages"])
 def test_the_index_is_multiplied_in_halves(D, slots, compiled):
     """Bits become float16 two at a time, which the interpreter does not do, and tensor cores multiply them."""
-    method = condense.Recall(window=64, num_recall=8)
-    settings = with_store(step_settings(method), slots=slots)
-    state = empty(settings, 1024, 2, (D, 128), rows=1, dtype=torch.bfloat16)
-    heads = ((8, D), (2, D), (2, 128))
-    token = NewToken(*(torch.zeros(1, n, 1, width, dtype=torch.bfloat16) for n, width in heads))
-    triton_step.step(StepCall(token, state, settings, scale=0.1))
-    score = compiled[1]
-    assert "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" in score.asm["ptx"]
-    assert all(f", {0x00010001 << bit};" in score.asm["ptx"] for bit in range(8))
+    if slots is None:
+        step_over_pages(RecordPool, condense.Recall(), D, slots=16, per_page=16)
+    else:
+        settings = with_store(step_settings(condense.Recall(window=64, num_recall=8)), slots=slots)
+        take_a_step(settings, 1, (8, 2), (D, 128))
+    ptx = compiled[1].asm["ptx"]
+    assert "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" in ptx
+    assert all(f", {0x00010001 << bit};" in ptx for bit in range(8))
     assert len(compiled) == 5
 
 
@@ -86,19 +96,15 @@ BY_LANES = {
 
 
 def lane_assembly(kernel):
-    """The assembly for which it matters what each lane holds. Element e of each of its tensors must be what lane
-    ``e % 32`` of warp ``e // 32`` holds.
-    """
+    """The assembly in which element e of each tensor must be what lane ``e % 32`` of warp ``e // 32`` holds."""
     text, warps = kernel.asm["ttgir"], kernel.metadata.num_warps
     layouts = dict(re.findall(r"^(#\w+) = #(.*)$", text, re.MULTILINE))
     one_each = f"ttg.blocked<{{sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [{warps}], "
     operations = re.findall(r'tt\.elementwise_inline_asm "([^"]*)" (.*)$', text, re.MULTILINE)
-    # none is printed in another way
     assert len(operations) == text.count("tt.elementwise_inline_asm")
     found = [(asm, rest) for asm, rest in operations if re.search(r"(shfl|mma|movmatrix)\.sync|%laneid", asm)]
     for asm, rest in found:
         tensors = re.findall(rf"tensor<{32 * warps}x[a-z]\w*, (#\w+)>", rest)
-        # all of one dimension and an element for each thread
         assert len(tensors) == rest.count("tensor<") >= 2, (asm, rest)
         assert all(layouts[name].startswith(one_each) for name in tensors), (asm, rest)
     return "\n".join(asm for asm, _ in found)
@@ -115,15 +121,8 @@ def check_lanes(compiled):
 @pytest.mark.parametrize(("rows", "heads"), [(1, 32), (8, 32), (1, 64)])
 def test_steps_by_lanes(rows, heads, compiled):
     """Programs that score have eight warps, or with many rows four; a warp has four query heads, or eight."""
-    step_of(step_settings(condense.Method.parse("recall-device")), rows, heads)
+    take_a_step(step_settings(condense.Method.parse("recall-device")), rows, (heads, 8), (128, 128), entries=64)
     check_lanes(compiled)
-
-
-def step_of(settings, rows, heads):
-    """Read one token per row, of which eight KV heads of width 128 each serve as many query heads."""
-    state = empty(settings, 1024, 8, (128, 128), rows=rows, dtype=torch.bfloat16, entries=64)
-    token = NewToken(*(torch.zeros(rows, n, 1, 128, dtype=torch.bfloat16) for n in (heads, 8, 8)))
-    triton_step.step(StepCall(token, state, settings, scale=0.1))
 
 
 @pytest.mark.usefixtures("compiled")
@@ -135,22 +134,6 @@ def test_numbers_of_kernels_are_plain(rows):
     plan = recall_step_plan.plan_of(torch.device("cuda"), torch.bfloat16, *sizes, settings.number, (0.1, 0.0), False)
     given = [x for grid, numbers, *_ in plan[1:] for x in (*grid, *numbers)]
     assert {type(x) for x in (*sum(plan.scratch, ()), *given)} == {int, float}
-
-
-def step_over_pages(make, method, width, **options):
-    """Read one token of a request over the pages of a pool that is made."""
-    pool = make(method, (2, width, width), num_pages=60, dtype=torch.bfloat16, **options)
-    request = pool.add(300)
-    request.reserve(300)
-    token = [torch.zeros(1, heads, width, dtype=torch.bfloat16) for heads in (8, 2, 2)]
-    pool.read([(request, token)], scale=0.1, backend="triton")
-
-
-def test_the_step_over_pages_compiles(compiled):
-    """The same kernels with rows found by tables, within shared memory; bits are multiplied in halves."""
-    step_over_pages(RecordPool, condense.Recall(), 64, slots=16, per_page=16)
-    assert all(f", {0x00010001 << bit};" in compiled[1].asm["ptx"] for bit in range(8))
-    assert len(compiled) == 5
 
 
 def test_the_step_over_pages_by_lanes(compiled):
@@ -171,7 +154,6 @@ def test_the_pooled_step_over_pages_compiles(bits, compiled, monkeypatch):
 
 
 def read_prompt(attend, q, k, v, asked, keys):
-    """A prompt whose queries ``asked`` choose by an index of ``keys``."""
     sources = RecallSources(Source(k, v), Source(k, v), RuleSpans(UniformRule(16, 64), 0, 0))
     choice = IndexChoice(asked, split_keys(keys.unflatten(2, (-1, 16)))[0], 0.1, Quota(8))
     attend(q, sources, choice, AttendOptions(0.1), GroupMeans(v[:, :, :1].float(), 0))

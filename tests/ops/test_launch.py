@@ -55,10 +55,9 @@ def tensors():
 
 
 def test_the_same_again(tensors):
-    kernel = Kernel()
+    kernel, others = Kernel(), tuple(x.clone() for x in tensors)
     start = Launcher(kernel)
     start(GRID, tensors, (7, 0.5), CONSTANTS, OPTIONS)
-    others = tuple(x.clone() for x in tensors)
     start((9, 2, 1), others, (7, 0.5), CONSTANTS, OPTIONS)
     (grid, arguments, options), ((number, grid_again, arguments_again),) = *kernel.calls, kernel.again
     assert (grid, options, number, grid_again) == (GRID, OPTIONS, 1, (9, 2, 1))
@@ -68,10 +67,8 @@ def test_the_same_again(tensors):
 
 
 def test_whatever_triton_tells_apart_is_asked_for(tensors):
-    kernel = Kernel()
+    kernel, (x, y), meta = Kernel(), tensors, tuple(z.to("meta") for z in tensors)
     start = Launcher(kernel)
-    x, y = tensors
-    meta = tuple(z.to("meta") for z in tensors)
     kinds = [(tensors, numbers, CONSTANTS) for numbers in ((7, 16), (1, 16), (7, 17))]
     kinds += [(given, (7, 16), CONSTANTS) for given in ((x[1:], y), (x, y.to(torch.float16)), meta)]
     kinds.append((tensors, (7, 16), ("mean", True)))
@@ -84,26 +81,23 @@ def test_whatever_triton_tells_apart_is_asked_for(tensors):
 
 def test_a_prepared_kernel_gets_addresses(tensors, monkeypatch):
     monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_stream=lambda device: "stream"))
-    kernel = Kernel()
+    kernel, others, plan = Kernel(), tuple(x.clone() for x in tensors), (GRID, (0.5,), CONSTANTS, OPTIONS)
     launcher = Launcher(kernel)
-    start = Prepared(launcher, (GRID, (0.5,), CONSTANTS, OPTIONS), (7,))
+    start = Prepared(launcher, plan, (7,))
     start((*tensors, None))
-    others = tuple(x.clone() for x in tensors)
     start((*others, None))
     assert kernel.calls == [(GRID, (*tensors, None, 7, 0.5, *CONSTANTS), OPTIONS)]
     assert kernel.again == [(1, GRID, (*(x.data_ptr() for x in others), None, 7, 0.5, *CONSTANTS))]
-    # another caller's first start finds the compiled kernel, too
-    Prepared(launcher, (GRID, (0.5,), CONSTANTS, OPTIONS), (7,))((*tensors, None))
+    Prepared(launcher, plan, (7,))((*tensors, None))
     assert len(kernel.calls) == 1
 
 
 def test_an_interpreted_kernel_is_interpreted_every_time(tensors):
     kernel = Kernel(is_interpreted=True)
     start = Launcher(kernel)
-    for _ in range(3):
-        start(GRID, tensors, (7,), CONSTANTS, OPTIONS)
     prepared = Prepared(start, (GRID, (7,), CONSTANTS, OPTIONS), ())
     for _ in range(3):
+        start(GRID, tensors, (7,), CONSTANTS, OPTIONS)
         prepared(tensors)
     assert len(kernel.calls) == 6
 

@@ -22,7 +22,6 @@ def draw(*shape, seed=0, dtype=torch.float64):
 @pytest.mark.parametrize("how", POOLINGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_pool_rounds_once(backend, how, dtype):
-    """Weights and sums are float32 and the result is rounded once."""
     x, scores = draw(2, 3, 4, 5, 6, dtype=dtype), draw(2, 3, 4, 5, seed=1, dtype=torch.float32)
     got = pool(x, scores, how=how, backend=backend)
     assert got.dtype == dtype
@@ -37,7 +36,6 @@ def test_pool_rounds_once(backend, how, dtype):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [2, 3, 7, 16, 33])
 def test_select_ties_go_to_the_lowest_position(backend, dtype, size):
-    """Equal keys have equal scores, bit by bit, wherever they stand in the group."""
     summary = draw(2, 3, 4, 17, dtype=torch.promote_types(dtype, torch.float32))
     k = draw(2, 3, 4, 1, 17, seed=size, dtype=dtype).repeat(1, 1, 1, size, 1)
     scores = group_scores(summary, k, scale=0.25, backend=backend)
@@ -67,10 +65,9 @@ def test_the_mean_query_is_rounded_before_the_window_is_averaged(dtype, backend)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_pool_groups_past_the_end_are_finite_and_values_may_be_missing(backend):
     both = draw(1, 2, 10, 4).expand(2, -1, -1, -1)
+    chunks = Chunks(both, both[..., :0], torch.tensor([[0, 3, 6, 9], [3, 6, 9, 12]]), 4, 3, 0)
     for how in POOLINGS:
-        key, value = pool_groups(
-            Chunks(both, both[..., :0], torch.tensor([[0, 3, 6, 9], [3, 6, 9, 12]]), 4, 3, 0),
-            draw(2, 2, 4, 4), scale=1.0, key_pooling=how, value_pooling=how, backend=backend,
-        )  # fmt: skip
+        options = {"key_pooling": how, "value_pooling": how, "backend": backend}
+        key, value = pool_groups(chunks, draw(2, 2, 4, 4), scale=1.0, **options)
         assert bool(key.isfinite().all())
         assert value.shape == (2, 2, 4, 0)

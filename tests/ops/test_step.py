@@ -1,7 +1,4 @@
-"""One decode step over buffers at fixed addresses: any method, padded and dead rows, the entries of the growing path.
-
-Shapes: B rows, H query heads, K KV heads, L tokens, D and Dv widths, M prefix entries, W and Q ring slots.
-"""
+"""One decode step over buffers at fixed addresses: any method, padded and dead rows, entries of the growing path."""
 
 import pytest
 import torch
@@ -47,9 +44,9 @@ def empty_state(method, length, **options):
     return empty(step_settings(method), length, K, (D, DV), **options)
 
 
-def take(method, state, token):
+def take(method, state, token, backend="torch"):
     call = call_of(step_settings(method), state, token, scale=SCALE)
-    return decode_step(call, own_of(method, state.seen.shape[0], state), backend="torch")
+    return decode_step(call, own_of(method, state.seen.shape[0], state), backend=backend)
 
 
 def test_tokens_are_taken_back_from_larger_rings(method):
@@ -67,9 +64,7 @@ def test_tokens_are_taken_back_from_larger_rings(method):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_entries_are_those_of_the_growing_path_to_the_bit(method, dtype):
-    """An anchor is a discontinuous choice: what differs in the last bit would part sooner or later. With the same
-    entries and keys under one softmax outputs differ by the order of sums: a unit or two in the last place.
-    """
+    """An anchor is a discontinuous choice. Outputs differ by the order of sums: a unit or two in the last place."""
     qkv = [x.to(dtype) for x in oracle.random_qkv(B, H, K, 60, D, DV)]
     state, past = empty_state(method, 60, dtype=dtype), None
     for i in range(60):
@@ -88,11 +83,8 @@ def test_entries_are_those_of_the_growing_path_to_the_bit(method, dtype):
 @pytest.mark.parametrize("integer", [False, True], ids=["bool", "int"])
 def test_rows_that_are_not_real(method, integer):
     """Rows pause at random, with NaN in what they are given: they change nothing and get 0."""
-    generator = torch.Generator().manual_seed(5)
-    real = torch.rand(3, 60, generator=generator) < torch.tensor([0.9, 0.5, 0.0])[:, None]
-    qkv = oracle.random_qkv(3, H, K, 60, D, DV)
-    state = empty_state(method, 60, rows=3)
-    outs = []
+    real = torch.rand(3, 60, generator=torch.Generator().manual_seed(5)) < torch.tensor([0.9, 0.5, 0.0])[:, None]
+    qkv, state, outs = oracle.random_qkv(3, H, K, 60, D, DV), empty_state(method, 60, rows=3), []
     for i in range(60):
         dead = ~real[:, i]
         new = [x.masked_fill(dead[:, None, None, None], float("nan")) for x in columns(qkv, i, i + 1)]
@@ -110,12 +102,10 @@ def test_rows_that_are_not_real(method, integer):
 
 
 def test_one_graph_for_all_steps(method):
-    counter = CompileCounterWithBackend("eager")
-    torch._dynamo.reset()
-
-    settings, qkv = step_settings(method), oracle.random_qkv(B, H, K, 40, D, DV)
+    counter, qkv = CompileCounterWithBackend("eager"), oracle.random_qkv(B, H, K, 40, D, DV)
     eager, traced = empty_state(method, 40), empty_state(method, 40)
-    own = own_of(method, B, eager)
+    settings, own = step_settings(method), own_of(method, B, eager)
+    torch._dynamo.reset()
 
     def step(q, k, v, real, *state):
         call = StepCall(NewToken(q, k, v, real), StepState(*state), settings, SCALE)
@@ -156,24 +146,21 @@ def test_the_group_that_was_open_the_longest_ago_loses_its_slot():
         closed = settings.rule.closed(state.seen)
         chosen = choose_groups(scores, closed[:, None, None], settings.choice.quota, 1)[:, 0, 0]
         for row in range(B):
-            groups = chosen[row].nonzero()[:, 0].tolist()
+            groups, known = chosen[row].nonzero()[:, 0].tolist(), [group for _, group in held[row]]
             hits = [pair for pair in held[row] if pair[1] in groups]
             others = [pair for pair in held[row] if pair[1] not in groups]
-            missing = [group for group in groups if group not in [pair[1] for pair in held[row]]]
+            missing = [group for group in groups if group not in known]
             taken = [(slot, group) for (slot, _), group in zip(others, missing, strict=False)]
             held[row] = others[len(taken) :] + hits + taken
-            assert state.order[row, 0].tolist() == [slot for slot, _ in held[row]]
-            assert [int(state.held[row, 0, slot]) for slot, _ in held[row]] == [group for _, group in held[row]]
+            assert [(slot, int(state.held[row, 0, slot])) for slot in state.order[row, 0].tolist()] == held[row]
 
 
-def test_which_backends_take_a_step():
-    method, token = RECALLS["three-open"], token_at(oracle.random_qkv(B, H, K, 1, D, DV), 0)
-    state = empty_state(method, 40)
-    call = call_of(step_settings(method), state, token, scale=SCALE)
-    with pytest.raises(ValueError, match="backend of a step must be"):
-        decode_step(call, own_of(method, B, state), backend="reference")
-    with pytest.raises(ValueError, match="backend 'triton'"):  # no CUDA, or float64
-        decode_step(call, own_of(method, B, state), backend="triton")
+@pytest.mark.parametrize(("backend", "said"), [("reference", "of a step must be"), ("triton", "'triton'")])
+def test_which_backends_take_a_step(backend, said):
+    method, state = RECALLS["three-open"], empty_state(RECALLS["three-open"], 40)
+    token = token_at(oracle.random_qkv(B, H, K, 1, D, DV), 0)
+    with pytest.raises(ValueError, match=f"backend {said}"):
+        take(method, state, token, backend)
 
 
 @pytest.mark.parametrize(("device", "dtype", "widths", "method", "latent", "backend"), BACKENDS, ids=str)

@@ -48,7 +48,6 @@ PLANS = {
     "matched-dga-no-focal": DGA(group_size=5, window=2, gamma=0, rep_bias="matched"),
 }
 
-# of hypothesis
 ANY_CCA = st.builds(
     CCA,
     group_size=st.integers(1, 7),
@@ -70,7 +69,6 @@ PROMPTS = {
 }
 
 _SAMPLED = {"num_recent": 1, "num_random": 9, "seed": 5, "summary": "streaming", "rep_bias": "log_size"}
-# DGA that chooses focal tokens over the whole prompt
 SELECTIONS = {
     "select": DGA(group_size=4, gamma=0.2, min_focal=3, selection="prompt", num_recent=3, num_random=4),
     "select-log_size": DGA(group_size=3, window=0, gamma=0.3, min_focal=0, selection="prompt", **_SAMPLED),

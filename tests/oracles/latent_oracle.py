@@ -1,6 +1,5 @@
-"""Multi-head latent attention by definition: every key and value of every head expanded, loops over all else.
-
-Nothing is absorbed here: scores of tokens are means over the heads of each head's own query on each head's own key.
+"""Multi-head latent attention by definition: every key and value of every head expanded, loops over all else. Scores of
+tokens are means over the heads of each head's own query on each head's own key.
 
 Shapes: B rows, H heads, L tokens, d_c latent width, d_n, d_r, d_v widths of the head's parts.
 """
@@ -15,8 +14,6 @@ from oracles import oracle, oracle_dga
 
 
 class Latents(NamedTuple):
-    """Arguments of `condense.latent_attention`, in its order."""
-
     q_nope: Tensor
     q_rope: Tensor
     c: Tensor
@@ -43,34 +40,28 @@ def attention(x, *, method, scale=None, padding=None, cu_seqlens=None, prompt=No
     x = Latents(*(tensor.double() for tensor in x))
     B, H, L, d_n = x.q_nope.shape
     scale = (d_n + x.q_rope.shape[3]) ** -0.5 if scale is None else scale
-    at, outs, lses = [], [], []
+    at, outs, lses, q = [], [], [], torch.cat([x.q_nope, x.q_rope], -1)
     for b, start, stop in oracle.texts(B, L, padding, cu_seqlens):
-        if start == stop:
-            continue
-        q = torch.cat([x.q_nope[b, :, start:stop], x.q_rope[b, :, start:stop]], -1)
-        c, k_rope = x.c[b, start:stop], x.k_rope[b, start:stop]
-        for t, parts in enumerate(_row(method, q, c, k_rope, x.w_uk, x.w_uv, scale, prompt), start):
-            at.append((b, t))
-            outs.append(parts[0])
-            lses.append(parts[1])
+        if start < stop:
+            row = q[b, :, start:stop], x.c[b, start:stop], x.k_rope[b, start:stop]
+            for t, (out, lse) in enumerate(_row(method, *row, x.w_uk, x.w_uv, scale, prompt), start):
+                at.append((b, t))
+                outs.append(out)
+                lses.append(lse)
     out = oracle.placed(x.q_nope.new_zeros(B, L, H, x.w_uv.shape[2]), at, outs)
     return out.transpose(1, 2), oracle.placed(x.q_nope.new_full((B, L, H), -math.inf), at, lses).transpose(1, 2)
 
 
 def _key(c, k_rope, w_uk):
-    """``[H, d_n + d_r]`` of one latent and rope key."""
     return torch.stack([torch.cat([c @ w, k_rope]) for w in w_uk])
 
 
 def _expand(c, k_rope, w_uk, w_uv):
-    """Key ``[H, d_n + d_r]`` and value ``[H, d_v]`` of every head."""
     return _key(c, k_rope, w_uk), torch.stack([c @ w for w in w_uv])
 
 
 def _row(method, q, c, k_rope, w_uk, w_uv, scale, prompt):
-    """Lists over the queries of out ``[H, d_v]`` and lse ``[H]``; q ``[H, L, d_n + d_r]``, c ``[L, d_c]``, k_rope
-    ``[L, d_r]``.
-    """
+    """Out ``[H, d_v]`` and lse ``[H]`` of each query; q ``[H, L, d_n + d_r]``, c ``[L, d_c]``, k_rope ``[L, d_r]``."""
     (H, L, _), d_c, made, results = q.shape, c.shape[1], {}, []
     own = [(*_expand(c[i], k_rope[i], w_uk, w_uv), c.new_zeros(())) for i in range(L)]
     # the heads' queries and keys side by side: one product is the mean over heads of each head's own score
@@ -107,8 +98,7 @@ def _row(method, q, c, k_rope, w_uk, w_uv, scale, prompt):
 
 def representative(method, j, summary, c, k_rope, w_uk, scale):
     """Latent ``[d_c]`` and rope key ``[d_r]`` of group j; summary ``[H, d_n + d_r]``: one query per head."""
-    members = list(range(j * method.group_size, (j + 1) * method.group_size))
-    per_head = torch.stack([scale * (summary * _key(c[i], k_rope[i], w_uk)).sum(-1) for i in members])
-    scores = per_head.mean(-1)
-    pooled = (c, method.value_pooling), (k_rope, method.key_pooling)
-    return tuple(oracle.pool(x[members], scores, how) for x, how in pooled)
+    c, k_rope = (x[j * method.group_size : (j + 1) * method.group_size] for x in (c, k_rope))
+    keys = (_key(*token, w_uk) for token in zip(c, k_rope, strict=True))
+    scores = torch.stack([scale * (summary * key).sum(-1).mean() for key in keys])
+    return oracle.pool(c, scores, method.value_pooling), oracle.pool(k_rope, scores, method.key_pooling)

@@ -1,7 +1,5 @@
-"""The definitions as loops over rows, KV heads and queries, with which every backend is compared.
-
-Independent of the library's code: each query gets an explicit list of the keys that it sees, entries and exact tokens,
-and one softmax over them. Differentiable, so that gradients can be compared too.
+"""The definitions as loops over rows, KV heads and queries: each query gets an explicit list of the keys that it sees,
+entries and exact tokens, and one softmax over them. Differentiable.
 
 Shapes: B rows, H query heads, K KV heads, R = H / K, L tokens, D and Dv widths, g tokens per group, w window.
 """
@@ -9,30 +7,22 @@ Shapes: B rows, H query heads, K KV heads, R = H / K, L tokens, D and Dv widths,
 import itertools
 import math
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from oracles import oracle_dga, oracle_recall
 
 
-class Seen(NamedTuple):
-    """The keys that a query sees: groups by their number, exact tokens by their position."""
-
-    groups: range
-    exact: list[int]
-
-
 def visible(method, t):
-    """The keys that the query at position t of its row sees."""
+    """The keys that the query at position t of its row sees: groups by their number, exact tokens by their position."""
     if method.name == "dense":
-        return Seen(range(0), list(range(t + 1)))
+        return range(0), list(range(t + 1))
     outside = max(0, t + 1 - method.window)
     if method.name in ("streaming_llm", "lm_infinite"):
         kept = method.sink if method.name == "streaming_llm" else method.n_global
-        return Seen(range(0), list(range(min(kept, outside))) + list(range(outside, t + 1)))
+        return range(0), [*range(min(kept, outside)), *range(outside, t + 1)]
     closed = outside // method.group_size
-    return Seen(range(closed), list(range(closed * method.group_size, t + 1)))
+    return range(closed), [*range(closed * method.group_size, t + 1)]
 
 
 def num_visible(method, q, k, scale):
@@ -54,24 +44,23 @@ def summary_positions(method, j, prompt):
     return range(max(0, end - count), end)
 
 
-def summary_query(method, j, qbar, prompt):
-    """The mean query ``[D]`` that weighs group j; qbar ``[L, D]``; prompt: None if all tokens came at once."""
+def representative(*args):
+    """Key ``[D]`` and value ``[Dv]`` of a group."""
+    return entry(*args)[:2]
+
+
+def entry(method, j, qbar, k, v, scale, prompt=None):
+    """Key ``[D]``, value ``[Dv]`` and bias of group j; qbar and k ``[L, D]``, v ``[L, Dv]``; prompt: None for all L."""
+    k, v = (x[j * method.group_size : (j + 1) * method.group_size] for x in (k, v))
     positions = summary_positions(method, j, len(qbar) if prompt is None else prompt)
-    return torch.stack([qbar[i] for i in positions]).sum(0) / len(positions)
-
-
-def representative(method, j, qbar, k, v, scale, prompt=None):
-    """Key ``[D]`` and value ``[Dv]`` of group j; qbar and k ``[L, D]``, v ``[L, Dv]``."""
-    g = method.group_size
-    members, summary = range(j * g, (j + 1) * g), summary_query(method, j, qbar, prompt)
-    scores = torch.stack([scale * (summary * k[i]).sum() for i in members])
-    return pool(k[members], scores, method.key_pooling), pool(v[members], scores, method.value_pooling)
+    summary = torch.stack([qbar[i] for i in positions]).sum(0) / len(positions)
+    scores = torch.stack([scale * (summary * key).sum() for key in k])
+    key = pool(k, scores, method.key_pooling)
+    return key, pool(v, scores, method.value_pooling), entry_bias(method, summary, k, key, scale)
 
 
 def entry_bias(method, summary, keys, entry, scale):
-    """The bias added to the scaled score of an entry with key ``entry`` ``[D]``. A matched one is that by which it
-    weighs for ``summary`` ``[D]`` what the keys ``[g, D]`` weigh together.
-    """
+    """A matched one is that by which the entry weighs for ``summary`` ``[D]`` what ``keys`` weigh together."""
     if method.rep_bias != "matched":
         return entry.new_tensor(math.log(method.group_size) if method.rep_bias == "log_size" else 0.0)
     return torch.stack([scale * ((key - entry) * summary).sum() for key in keys]).exp().sum().log()
@@ -104,10 +93,7 @@ def pool(x, scores, how):
 
 
 def attention(q, k, v, *, method, scale=None, padding=None, cu_seqlens=None, prompt=None):
-    """`condense.attention` by definition, in float64: out ``[B, H, L, Dv]`` and lse ``[B, H, L]``.
-
-    prompt: tokens that came at once, before the others (default: all); matters only for summary="prompt".
-    """
+    """`condense.attention` in float64: out ``[B, H, L, Dv]``, lse ``[B, H, L]``. prompt: tokens that came at once."""
     q, k, v = q.double(), k.double(), v.double()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     B, H, L, _ = q.shape
@@ -119,7 +105,6 @@ def attention(q, k, v, *, method, scale=None, padding=None, cu_seqlens=None, pro
             row = seen_keys(method, queries, k[b, head, start:stop], v[b, head, start:stop], scale, prompt)
             for t, seen in enumerate(row):
                 keys, values = (torch.stack([each[i] for each in seen]) for i in range(2))
-                # a bias may differ between the query heads
                 logits = scale * queries[:, t] @ keys.T + torch.stack([bias.expand(R) for *_, bias in seen], 1)
                 outs.append(logits.softmax(-1) @ values)
                 lses.append(logits.logsumexp(-1))
@@ -130,30 +115,23 @@ def attention(q, k, v, *, method, scale=None, padding=None, cu_seqlens=None, pro
 
 
 def texts(B, L, padding, cu_seqlens):
-    """Row, start and stop of each text: of padded rows or of packed documents."""
     if cu_seqlens is not None:
         return [(0, start, stop) for start, stop in itertools.pairwise(cu_seqlens)]
     return [(b, 0 if padding is None else padding[b], L) for b in range(B)]
 
 
 def placed(x, at, parts):
-    """The tensor with each part at its place, a tuple of numbers."""
     return x.index_put(tuple(torch.tensor(at).T), torch.stack(parts)) if at else x
 
 
 def _seen_keys(method, q, k, v, scale, prompt):
-    """For each query of one row and KV head a list of what it sees: key ``[D]``, value ``[Dv]`` and bias. q
-    ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``.
-    """
-    qbar, g, made = q.sum(0) / len(q), getattr(method, "group_size", 0), {}
+    """For each query of one row and KV head a list of what it sees: key, value, bias. q ``[R, L, D]``, k ``[L, D]``."""
+    qbar, made = q.sum(0) / len(q), {}
     for t in range(len(k)):
         groups, exact = visible(method, t)
         for j in groups:
             if j not in made:
-                pooled = representative(method, j, qbar, k, v, scale, prompt)
-                summary = summary_query(method, j, qbar, prompt)
-                bias = entry_bias(method, summary, k[j * g : (j + 1) * g], pooled[0], scale)
-                # as queries see them
+                *pooled, bias = entry(method, j, qbar, k, v, scale, prompt)
                 made[j] = *(rounded(x, getattr(method, "entry_bits", 16)) for x in pooled), bias
         yield [made[j] for j in groups] + [(k[i], v[i], k.new_zeros(())) for i in exact]
 
@@ -164,24 +142,20 @@ def _recalled_keys(method, q, k, v, scale, prompt):
 
 
 def entries_and_window(q, entries_k, entries_v, window_k, window_v, bounds, *, scale, bias=None):
-    """Attention over entries and window by definition.
-
-    bounds ``[B, K, L]`` each: a query sees entries ``[0, bounds[0])`` and window tokens ``[bounds[1], bounds[2])``.
-    """
+    """By definition; bounds ``[B, K, L]`` each: a query sees entries ``[0, bounds[0])`` and tokens ``bounds[1:3]``."""
     B, H, L, _ = q.shape
-    R = H // window_k.shape[1]
+    R, M = H // window_k.shape[1], entries_k.shape[2]
     out, lse = q.new_zeros(B, H, L, window_v.shape[3]), q.new_full((B, H, L), -math.inf)
+    k, v = torch.cat([entries_k, window_k], 2), torch.cat([entries_v, window_v], 2)
     for b, h, t in itertools.product(range(B), range(H), range(L)):
         num_entries, lo, hi = (int(x[b, h // R, t]) for x in bounds)
-        keys = torch.cat([entries_k[b, h // R, :num_entries], window_k[b, h // R, lo:hi]])
-        values = torch.cat([entries_v[b, h // R, :num_entries], window_v[b, h // R, lo:hi]])
-        if len(keys) == 0:
-            continue
-        logits = scale * keys @ q[b, h, t]
-        if bias is not None:
-            logits[:num_entries] += bias[b, h // R, :num_entries]
-        lse[b, h, t] = logits.logsumexp(0)
-        out[b, h, t] = logits.softmax(0) @ values
+        seen = [*range(num_entries), *range(M + lo, M + hi)]
+        if seen:
+            logits = scale * k[b, h // R, seen] @ q[b, h, t]
+            if bias is not None:
+                logits[:num_entries] += bias[b, h // R, :num_entries]
+            lse[b, h, t] = logits.logsumexp(0)
+            out[b, h, t] = logits.softmax(0) @ v[b, h // R, seen]
     return out, lse
 
 

@@ -1,6 +1,5 @@
-"""DGA by definition, for one query after another: the sets of tokens that it sees, each exact or inside a group.
-
-Only the random choices use the library's code (`condense.ops.tensors.sampling`, which has its own tests).
+"""DGA by definition, for one query after another: the sets of tokens that it sees, each exact or inside a group. Random
+choices alone use the library's code (`condense.ops.tensors.sampling`, which has its own tests).
 
 Shapes: L tokens of one row and KV head, R query heads that share it, D and Dv widths.
 """
@@ -34,17 +33,14 @@ class Row:
         self.chunks: dict[int, tuple[list[int], Group]] = {}
 
     def sees(self, t):
-        """Exact tokens and groups that the query at position t sees."""
         if t < self.origin:
             return self._sees_in_prompt(t)
         exact, groups = list(self.focal), list(self.groups)
-        number = 0
-        while self.origin + (number + 1) * self.chunk_size + self.method.window - 1 <= t:
-            focal, group = self.chunk(number)
+        closed = max(0, t + 1 - self.origin - self.method.window) // self.chunk_size
+        for focal, group in map(self.chunk, range(closed)):
             exact += focal
             groups.append(group)
-            number += 1
-        return exact + list(range(self.origin + number * self.chunk_size, t + 1)), groups
+        return exact + list(range(self.origin + closed * self.chunk_size, t + 1)), groups
 
     def _sees_in_prompt(self, t):
         exact = [i for i in self.focal if i <= t]
@@ -56,12 +52,11 @@ class Row:
         return exact, complete
 
     def chunk(self, number):
-        """Focal tokens and the group of a chunk of the streaming rule."""
         if number not in self.chunks:
             c, g, w = self.chunk_size, self.method.group_size, self.method.window
             start = self.origin + number * c
-            tokens = list(range(start, start + c))
-            last = [tokens[-1]] if self.method.summary == "last" else range(start + w, start + c + w)
+            tokens = range(start, start + c)
+            last = tokens[-1:] if self.method.summary == "last" else range(start + w, start + c + w)
             summary = torch.stack([self.qbar[i] for i in last]).sum(0) / len(last)
             scores = {i: self.scale * float((summary @ self.k[i]).detach()) for i in tokens}
             if self.method.focal == "random":
@@ -80,19 +75,14 @@ class Row:
             count += 1
         if count == L:
             return list(range(L)), []
-        if method.focal == "random":
-            scores = lots(range(L), method.seed)
-        else:
-            scores = dict(enumerate(self.importance(L).tolist()))
+        scores = lots(range(L), method.seed) if method.focal == "random" else self.importance(L).tolist()
         focal = sorted(sorted(range(L), key=lambda i: (-scores[i], i))[:count])
         rest, g = [i for i in range(L) if i not in focal], method.group_size
         parts = [rest[j : j + g] for j in range(0, len(rest), g)]
         return focal, [self._group(part, self.qbar[part[-1]]) for part in parts]
 
     def importance(self, L):
-        """The scores by which the tokens of a prompt of L tokens are ranked, ``[L]``: the mean attention that each gets
-        from the sampled queries that see it, the newest and some of the others at random, summed over heads.
-        """
+        """Mean attention ``[L]`` that a prompt's tokens get from sampled queries that see them, all heads together."""
         recent = list(range(max(0, L - self.method.num_recent), L))
         drawn = lots(range(recent[0] if recent else L), self.method.seed)
         others = sorted(drawn, key=lambda i: -drawn[i])[: self.method.num_random]
@@ -104,7 +94,6 @@ class Row:
 
 
 def share(gamma, count):
-    """ceil(gamma * count), with gamma as the decimal that was written."""
     return math.ceil(Decimal(str(gamma)) * count)
 
 
@@ -115,9 +104,7 @@ def lots(places, seed, names=None):
 
 
 def seen_keys(method, q, k, v, scale, prompt):
-    """For each query of one row and KV head a list of what it sees: key ``[D]``, value ``[Dv]`` and bias. q
-    ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``.
-    """
+    """As `oracle.attention` wants it of one row and KV head: q ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``."""
     row = Row(method, q, k, scale, len(k) if prompt is None else prompt)
     for exact, groups in map(row.sees, range(len(k))):
         tokens = [(k[i], v[i], k.new_zeros(())) for i in exact]
@@ -129,20 +116,3 @@ def group_bias(method, weights):
     if method.rep_bias == "matched":
         return -(weights * weights.log()).sum()
     return weights.new_tensor(math.log(method.group_size) if method.rep_bias == "log_size" else 0.0)
-
-
-def seen_and_pooled(method, qbar, k, v, scale):
-    """For `eager.eager_attention`, with focal tokens chosen at random: the keys that each query sees, and all groups.
-
-    Per query the numbers of its groups and its exact tokens; the keys and values of each row, head and group. qbar and
-    k ``[B, K, L, D]``, v ``[B, K, L, Dv]``.
-    """
-    assert method.focal == "random"
-    (B, K, L, _), pooled = k.shape, []
-    for b in range(B):
-        rows = [Row(method, qbar[b, h : h + 1], k[b, h], scale, L) for h in range(K)]
-        for h, row in enumerate(rows):
-            pooled += [(w @ k[b, h, members], w @ v[b, h, members]) for members, w in row.sees(L - 1)[1]]
-        # a query's groups are the first ones: they stand in the order in which they become visible
-        seen = [(range(len(near)), exact) for exact, near in (rows[0].sees(t) for t in range(L))]
-    return seen, pooled

@@ -1,12 +1,12 @@
-"""Recall by definition: loops over queries, groups and numbers.
-
-They take one row and KV head, and keys in float64, in which a token's step in the index is not rounded.
+"""Recall by definition: loops over queries, groups and numbers of one row and KV head, with keys in float64, in which a
+token's step in the index is not rounded.
 
 Shapes: R query heads of a KV head, L queries, groups of g tokens, D and Dv widths.
 """
 
 import functools
 import math
+import operator
 import random
 from decimal import Decimal
 
@@ -47,25 +47,18 @@ def rounded(query):
     return [round(x / unit) for x in turned], unit / block(len(query))
 
 
-def centre_score(query, keys, scale):
-    """The score of the centre of a group of keys ``[g, D]`` for one query ``[D]``."""
-    whole, unit = rounded(query)
-    middle = centre((keys.double() @ rotation(len(query))).tolist())
-    return scale * unit * sum(n * x for n, x in zip(whole, middle, strict=True))
-
-
 def score(query, keys, scale):
-    """The index score of a group of keys ``[g, D]`` for one query ``[D]``: the largest estimate of a token's score."""
+    """The largest estimated score of keys ``[g, D]`` for one query ``[D]``, and the score of their centre."""
     whole, unit = rounded(query)
     keys = (keys.double() @ rotation(len(query))).tolist()
     middle = centre(keys)
-    estimates = []
+    estimates = [middle]
     for key in keys:
         rest = [x - y for x, y in zip(key, middle, strict=True)]
         step = sum(x * x for x in rest) / sum(map(abs, rest)) if any(rest) else 0.0
-        numbers = [y + (step if x >= 0 else -step) for x, y in zip(rest, middle, strict=True)]
-        estimates.append(sum(n * x for n, x in zip(whole, numbers, strict=True)))
-    return scale * unit * max(estimates)
+        estimates.append([y + (step if x >= 0 else -step) for x, y in zip(rest, middle, strict=True)])
+    of_centre, *of_tokens = (scale * unit * sum(map(operator.mul, whole, numbers)) for numbers in estimates)
+    return max(of_tokens), of_centre
 
 
 def opened(method, queries, k, closed, scale):
@@ -74,7 +67,7 @@ def opened(method, queries, k, closed, scale):
         return []
     groups, shares = k[: closed * method.group_size].unflatten(0, (closed, -1)), []
     for query in queries:
-        scores = [score(query, keys, scale) for keys in groups]
+        scores = [score(query, keys, scale)[0] for keys in groups]
         total = math.log(sum(math.exp(s) for s in scores))
         shares.append([s - total for s in scores])
     best, r = [max(of_heads) for of_heads in zip(*shares, strict=True)], method.num_recall
@@ -83,12 +76,10 @@ def opened(method, queries, k, closed, scale):
 
 
 def rest(method, queries, k, v, t, groups, scale):
-    """Key ``[D]``, value ``[Dv]`` and bias ``[R]`` of the one token that stands for some groups, for the queries
-    ``[R, D]`` at position t.
-    """
+    """Key ``[D]``, value ``[Dv]`` and bias ``[R]`` of the one token that stands for some groups at position t."""
     g, keys = method.group_size, k.detach()
     weights = [
-        sum(g * math.exp(centre_score(query, keys[j * g : (j + 1) * g], scale)) for j in groups)
+        sum(g * math.exp(score(query, keys[j * g : (j + 1) * g], scale)[1]) for j in groups)
         for query in queries.detach()
     ]
     whole = (t + 1) // g * g

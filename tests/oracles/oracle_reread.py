@@ -1,7 +1,4 @@
-"""Reread by definition: scores from transformers' own eager attention over one long sequence, the choice in loops.
-
-Shapes: K KV heads, n tokens of a prompt, c of a piece.
-"""
+"""Reread by definition, of K KV heads, n tokens of a prompt, c of a piece: scores by transformers' eager attention."""
 
 import math
 from unittest import mock

@@ -1,7 +1,4 @@
-"""A check of the addresses that interpreted kernels read and write: each lies in the memory of a tensor of the launch.
-
-On a GPU a read behind the end of a tensor mostly goes unseen, and now and then ends the process.
-"""
+"""A check that each address that interpreted kernels read or write lies in the memory of a tensor of the launch."""
 
 import numpy as np
 from triton.runtime import interpreter
@@ -14,19 +11,15 @@ class OutOfBoundsError(Exception):
 
 
 class _Memory:
-    """The memory of the tensors of a launch: where pieces begin and end, both rising."""
-
     def __init__(self, arguments):
         pieces = sorted(set(_storages(arguments)))
         self.starts, self.ends = (np.array(x, dtype=np.uint64) for x in zip(*pieces, strict=True))
 
     def _in_one_piece(self, first, end):
-        """True, as mostly, if all bytes of ``[first, end)`` are in one piece."""
         piece = int(np.searchsorted(self.starts, first, side="right")) - 1
         return piece >= 0 and end <= self.ends[piece]
 
     def check(self, pointers, mask):
-        """Raise OutOfBoundsError if some address that is not masked lies in no piece."""
         at, real = np.asarray(pointers.data), np.asarray(mask.data)
         size = np.uint64(np.dtype(interpreter._get_np_dtype(pointers.get_element_ty())).itemsize)
         if not real.all():
@@ -42,7 +35,6 @@ class _Memory:
 
 
 def _storages(argument):
-    """First byte and end of the memory of all tensors in an argument."""
     if isinstance(argument, (tuple, list)):
         for x in argument:
             yield from _storages(x)
@@ -54,7 +46,6 @@ def _storages(argument):
 
 
 def install():
-    """Check all launches from now on."""
     launched, prepare = [], _GridExecutor._init_args_hst
 
     def prepared(self, args, kwargs):

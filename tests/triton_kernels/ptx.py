@@ -1,7 +1,7 @@
 """Assembly of kernels, and bfloat16, by NumPy: so Triton's interpreter runs what else only a GPU can.
 
-A register is an array with a number of 32 bits, or 64, for each thread; a warp is 32 threads. Known are instructions
-that the library uses; in matrices, thread t of a warp has row ``t // 4`` and columns from ``t % 4`` on.
+A register is an array with a number for each thread; a warp is 32 threads. In matrices, thread t of a warp has row
+``t // 4`` and columns from ``t % 4`` on.
 """
 
 import ctypes
@@ -19,9 +19,7 @@ NUMPY = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}
 
 
 class Assembly:
-    """What a piece of assembly returns, as the interpreter's builder does. pack: elements of a thread. ran: gets the
-    names of instructions.
-    """
+    """What a piece of assembly returns. pack: elements of a thread. ran: gets the names of instructions."""
 
     def __init__(self, ran, asm, constraints, values, types, _is_pure, pack):
         num_outs, self.shape = constraints.count("="), values[0].data.shape if values else (32,)
@@ -37,7 +35,6 @@ class Assembly:
         self.types = [getattr(kind, "scalar", kind) for kind in types]
 
     def value(self, name):
-        """The numbers of a register, or a constant."""
         register, _, offset = name.partition("+")
         if register in self.registers:
             return self.registers[register] + np.uint64(offset) if offset else self.registers[register]
@@ -64,7 +61,6 @@ def registers_of(data, pack):
 
 
 def halves(x):
-    """Both 16-bit halves of words, ``[..., 2]``."""
     return np.stack([x & 0xFFFF, x >> 16], -1).astype(np.uint16)
 
 
@@ -73,13 +69,11 @@ def bf16(x):
 
 
 def to_bf16(x):
-    """Bits of numbers rounded to bfloat16, ties to even."""
     bits = x.astype(np.float32).view(np.uint32)
     return np.where(np.isnan(x), 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint32)
 
 
 def pairs(f):
-    """An operation on pairs of bfloat16 numbers."""
 
     def of_pairs(*x):
         out = to_bf16(f(*(bf16(halves(of[0])) for of in x)))
@@ -102,7 +96,6 @@ def lop3(a, b, c, table):
 
 
 def prmt(a, b, choice):
-    """Four of the eight bytes of two words."""
     bytes = np.stack([x[0] >> 8 * i & 0xFF for x in (a, b) for i in range(4)], -1)
     places = int(choice[0][0])
     return [sum(bytes[:, places >> 4 * i & 7] << 8 * i for i in range(4)).astype(np.uint32)]
@@ -118,19 +111,14 @@ def product(unpacked, depth):
     def run(a, b, c):
         per = unpacked(a[0]).shape[-1]
         A, B = np.zeros((len(a[0]) // 32, 16, depth)), np.zeros((len(a[0]) // 32, depth, 8))
-        for i, x in enumerate(a):
-            for j in range(per):
+        for j in range(per):
+            for i, x in enumerate(a):
                 A[:, ROW + 8 * (i % 2), COLUMN * per + j + i // 2 * 4 * per] = warps(unpacked(x)[..., j])
-        for i, x in enumerate(b):
-            for j in range(per):
+            for i, x in enumerate(b):
                 B[:, COLUMN * per + j + i * 4 * per, ROW] = warps(unpacked(x)[..., j])
         kind = np.int32 if unpacked in (bytes_of, bits_of) else np.float32
-        was = [x.view(kind).astype(np.float64) for x in c]
-        out = A @ B
-        return [
-            (out[:, ROW + 8 * (i // 2), 2 * COLUMN + i % 2].reshape(-1) + x).astype(kind).view(np.uint32)
-            for i, x in enumerate(was)
-        ]
+        sums = ((A @ B)[:, ROW + 8 * (i // 2), 2 * COLUMN + i % 2].reshape(-1) for i in range(4))
+        return [(x + was.view(kind)).astype(kind).view(np.uint32) for x, was in zip(sums, c, strict=True)]
 
     return run
 
@@ -167,7 +155,6 @@ OPERATIONS = {
     "mov.b64": lambda a: [(a[0] & BITS).astype(np.uint32), (a[0] >> np.uint64(32)).astype(np.uint32)],
     "mov.": lambda a: a,
     "shr": lambda a, n: [a[0] >> n[0]],
-    "shl": lambda a, n: [a[0] << n[0]],
     "and": lambda a, b: [a[0] & b[0]],
     "add.u32": lambda a, b: [a[0] + b[0]],
     "lop3": lop3,
@@ -200,14 +187,11 @@ def is_bf16(x):
 
 
 def wide(x):
-    """A handle's numbers, those of bfloat16 in float32."""
     return (x.data.astype(np.uint32) << 16).view(np.float32) if is_bf16(x) else x.data
 
 
 def install(monkeypatch):
-    """Make the interpreter run assembly, and calculate in bfloat16, whose bits it takes for whole numbers, and to which
-    it rounds by cutting off. Returns the names of instructions that ran, as a set that grows.
-    """
+    """Let the interpreter run assembly, and round to bfloat16; a set that gets the names of instructions that ran."""
     ran = set()
     dot, binary, cast = (getattr(InterpreterBuilder, name) for name in ("create_dot", "binary_op", "cast_impl"))
 

@@ -1,11 +1,11 @@
-"""The Triton kernels against the oracle: interpreted in float32 on a CPU, compiled for what they take on a GPU."""
+"""The Triton kernels against the oracle."""
 
 import sys
 
 import lanes
 import pytest
 import torch
-from lanes import DEVICE
+from lanes import CUDA, DEVICE, DTYPES
 from oracles import oracle
 from oracles.cases import METHODS
 from two_sources import TwoScales, as_arrays, two_sources
@@ -15,8 +15,6 @@ from condense.ops import ArraySpans, RuleSpans, Source, Span, UniformRule, atten
 from condense.ops.triton import attend as triton_attend
 from condense.ops.triton import attend_call, limits
 
-CUDA = torch.cuda.is_available()
-DTYPES = limits.DTYPES if CUDA else [torch.float32]
 WIDTH = 128 if CUDA else 16
 # B, H, K, L
 SHAPES = {"ratio1": (1, 2, 2, 70), "ratio3": (1, 3, 1, 149), "ratio7-padded": (2, 7, 1, 41)}
@@ -36,8 +34,7 @@ CASES = {
 }
 if CUDA:
     CASES |= METHODS
-# every case and shape at one width, every width in one case, the other dtypes at some widths; interpreted, which is
-# slow, every case in one shape and every shape in one case
+# interpreted, which is slow, every case in one shape and every shape in one case
 LATENT_WIDTHS = [(192, 128), (96, 64)]
 WIDTHS = [(D, D) for D in limits.WIDTHS if D != WIDTH] if CUDA else [(64, 16), (80, 80)]
 WIDTHS += LATENT_WIDTHS
@@ -45,21 +42,22 @@ PAIRS = [(name, shape) for name in CASES for shape in SHAPES if CUDA or name == 
 MATRIX = [(name, shape, DTYPES[0], WIDTH, 24 if not CUDA else WIDTH) for name, shape in PAIRS] + [
     ("streaming-log_size", shape, dtype, *widths)
     for dtype in DTYPES
-    # compilation is what takes time
     for widths, shape in zip(WIDTHS[:: 1 if dtype == DTYPES[0] else 3], list(SHAPES) * len(WIDTHS), strict=False)
 ]
 MATRIX += [("cca", "ratio3", dtype, WIDTH, WIDTH) for dtype in DTYPES[1:]]
 
 
-def run(method, q, k, v, pads, **kwargs):
+def run(method, q, k, v, pads=None, backend="triton", **kwargs):
     padding = None if pads is None else torch.tensor(pads)
-    return condense.attention(q, k, v, method=method, padding=padding, **kwargs)
+    return condense.attention(q, k, v, method=method, padding=padding, backend=backend, **kwargs)
+
+
+def drawn(*shape):
+    return [x.to(DEVICE) for x in oracle.random_qkv(*shape, WIDTH, WIDTH, dtype=DTYPES[0])]
 
 
 def check(call, low, weight, largest):
-    """Output and gradients within the budget; a log-sum-exp is finite where it is by definition, and there within a
-    rounding of the ``largest`` score. Returns output and log-sum-exp of the kernels.
-    """
+    """Within the budget, log-sum-exps within a rounding of the ``largest`` score; these and outputs of the kernels."""
     (_, exact), (out, lse) = lanes.check(call, low, [weight])
     seen = exact.isfinite()
     assert torch.equal(lse.isfinite(), seen)
@@ -82,7 +80,7 @@ def test_output_lse_and_gradients_within_budget(name, shape, dtype, D, Dv):
     weight = oracle.random_qkv(B, H, 1, L, Dv, 1, seed=3)[0].to(dtype)
 
     def call(backend, *inputs):
-        return run(method, *inputs, pads, backend=backend, return_lse=True)
+        return run(method, *inputs, pads, backend, return_lse=True)
 
     check(call, (q, k, v), weight, largest_norm(q) * largest_norm(k) * D**-0.5)
 
@@ -90,57 +88,45 @@ def test_output_lse_and_gradients_within_budget(name, shape, dtype, D, Dv):
 @pytest.mark.parametrize("window", [2**31 - 60, 2**31 - 1, 2**31, sys.maxsize])
 def test_a_window_longer_than_any_text(window):
     """Positions are 32 bits wide there; a window that never ends must not wrap them."""
-    low = [x.to(DEVICE) for x in oracle.random_qkv(1, 2, 1, 40, WIDTH, WIDTH, dtype=DTYPES[0])]
-    results = []
+    inputs, results = [x.requires_grad_() for x in drawn(1, 2, 1, 40)], []
     for method in (condense.CCA(group_size=8, window=window), condense.Dense()):
-        inputs = [x.clone().requires_grad_() for x in low]
-        out = run(method, *inputs, [3], backend="triton")
+        out = run(method, *inputs, [3])
         results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
 def test_inputs_of_any_layout_and_poisoned_padding():
-    dtype = DTYPES[0]
-    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(2, 4, 2, 40, WIDTH, WIDTH, dtype=dtype))
-    method, pads = CASES["streaming-log_size"], [7, 0]
-    want = run(method, q, k, v, pads, backend="triton")
-    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    qkv, method, pads = drawn(2, 4, 2, 40), CASES["streaming-log_size"], [7, 0]
+    want = run(method, *qkv, pads)
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv]
     for x in strided:
         x[0, :, :7] = torch.nan
-    out = run(method, *strided, pads, backend="triton")
+    out = run(method, *strided, pads)
     assert torch.equal(out[1], want[1])
     assert torch.equal(out[0, :, 7:], want[0, :, 7:])
     assert bool((out[0, :, :7] == 0).all())
 
 
 def test_repeats_are_bit_equal():
-    inputs = [x.to(DEVICE).requires_grad_() for x in oracle.random_qkv(1, 4, 2, 60, WIDTH, WIDTH, dtype=DTYPES[0])]
-
-    def once():
-        out = condense.attention(*inputs, method=CASES["streaming-log_size"], backend="triton")
-        return [out, *torch.autograd.grad(out.float().square().sum(), inputs)]
-
-    first = once()
-    for _ in range(50 if CUDA else 1):
-        assert all(torch.equal(x, y) for x, y in zip(first, once(), strict=True))
+    inputs, first = [x.requires_grad_() for x in drawn(1, 4, 2, 60)], None
+    for _ in range(51 if CUDA else 2):
+        out = run(CASES["streaming-log_size"], *inputs)
+        results = [out, *torch.autograd.grad(out.float().square().sum(), inputs)]
+        first = first or results
+        assert all(torch.equal(x, y) for x, y in zip(first, results, strict=True))
 
 
 def test_a_later_token_leaves_earlier_outputs_bit_equal():
-    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(1, 4, 2, 60, WIDTH, WIDTH, dtype=DTYPES[0]))
-    before = condense.attention(q, k, v, method=CASES["streaming-log_size"], backend="triton")
+    qkv = drawn(1, 4, 2, 60)
+    before = run(CASES["streaming-log_size"], *qkv)
     for t in (1, 13, 40, 59):
-        changed = [x.clone() for x in (q, k, v)]
-        for x in changed:
-            x[:, :, t:] += 1
-        after = condense.attention(*changed, method=CASES["streaming-log_size"], backend="triton")
+        after = run(CASES["streaming-log_size"], *(torch.cat([x[:, :, :t], x[:, :, t:] + 1], 2) for x in qkv))
         assert torch.equal(before[:, :, :t], after[:, :, :t])
 
 
 @pytest.mark.parametrize("kind", ["row", "rows", "arrays"])
 def test_is_one_well_formed_operation(kind):
-    """Schema, fake and autograd registrations, and what torch.compile makes of them."""
-    dtype = DTYPES[0]
-    q, k, v = (x.to(DEVICE).requires_grad_() for x in oracle.random_qkv(2, 4, 2, 20, WIDTH, WIDTH, dtype=dtype))
+    q, k, v = (x.requires_grad_() for x in drawn(2, 4, 2, 20))
     starts = torch.tensor([[0], [-3]]) if kind == "rows" else torch.zeros(1, 1, dtype=torch.int64)
     spans = RuleSpans(UniformRule(4, 5), starts[:, 0], starts[:, 0])
     if kind == "arrays":
@@ -151,17 +137,17 @@ def test_is_one_well_formed_operation(kind):
 
 
 def test_without_a_gradient_the_function_inside_the_operation_runs():
-    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(1, 2, 1, 20, WIDTH, WIDTH, dtype=DTYPES[0]))
+    q, k, v = drawn(1, 2, 1, 20)
     spans, keys = RuleSpans(UniformRule(4, 5), 0, 0), two_sources(k[:, :, 3::4], v[:, :, 3::4], k, v)
-    assert not attend_call.needs_operation(q, k, v)
-    direct = attend(q, keys, spans, scale=0.3, backend="triton", return_lse=True)
-    q.requires_grad_()
-    assert attend_call.needs_operation(q, k, v)
-    by_operation = attend(q, keys, spans, scale=0.3, backend="triton", return_lse=True)
-    assert all(torch.equal(x, y) for x, y in zip(direct, by_operation, strict=True))
+    results = []
+    for learned in (False, True):
+        q.requires_grad_(learned)
+        assert attend_call.needs_operation(q, k, v) is learned
+        results.append(attend(q, keys, spans, scale=0.3, backend="triton", return_lse=True))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
-def _drawn(sizes, B, K, L):
+def _rising(sizes, B, K, L):
     """Spans that never move back, drawn per row and head; the first queries see nothing."""
     generator = torch.Generator().manual_seed(0)
     spans = []
@@ -174,11 +160,10 @@ def _drawn(sizes, B, K, L):
 
 @pytest.mark.parametrize("kind", ["two scales", "drawn", "drawn, one empty", "four"])
 def test_any_number_of_sources_within_budget(kind):
-    """Output, log-sum-exp and gradients of queries, of every source, with a bias of each kind, and of the bias."""
     dtype, (B, H, K, L, D) = DTYPES[0], (2, 6, 2, 71 if CUDA else 47, WIDTH)
     numbers = {"two scales": (4, 16, L), "drawn": (19, 33, 47), "drawn, one empty": (19, 0, 47), "four": (9, 20, 1, 40)}
     sizes = numbers[kind]
-    spans = _drawn(sizes, B, K, L)
+    spans = _rising(sizes, B, K, L)
     if kind == "two scales":
         spans = RuleSpans(TwoScales(4, 16, 7, 20), torch.tensor([0, -13]), torch.tensor([0, 0]))
     q = oracle.random_qkv(B, H, K, L, D, D, dtype=dtype)[0]
@@ -199,14 +184,13 @@ def test_any_number_of_sources_within_budget(kind):
     if kind != "two scales":
         assert bool((out[:, :, :5] == 0).all())
         assert bool((lse[:, :, :5] == -torch.inf).all())
-    # With a gradient for the bias, PyTorch takes another kernel, whose output and other gradients are more exact. In
-    # the dtype of the others, as the kernels make its gradient of an output that is rounded to it.
+    # for the bias PyTorch takes a kernel that is more exact; its dtype is that of the output, from which it is made
     lanes.check(call, (q, *keys_and_values, bias.to(dtype)), [weight], judged=slice(-1, None))
 
 
 def test_too_many_sources_are_refused():
-    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(1, 2, 1, 20, WIDTH, WIDTH, dtype=DTYPES[0]))
-    spans = _drawn([20] * 5, 1, 1, 20)
+    q, k, v = drawn(1, 2, 1, 20)
+    spans = _rising([20] * 5, 1, 1, 20)
     with pytest.raises(ValueError, match="'triton' takes up to 4 sources, got 5; use backend='torch'"):
         attend(q, [Source(k, v)] * 5, spans, scale=0.3, backend="triton")
 

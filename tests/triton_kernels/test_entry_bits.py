@@ -1,16 +1,11 @@
-"""The decode step over entries in 8 and 4 bits: interpreted in float32 on a CPU, compiled for every dtype on a GPU.
-
-Bytes are held against those of PyTorch's step on the same state, outputs against exact attention over what the bytes
-stand for.
-"""
+"""The decode step over entries in 8 and 4 bits: their bytes against PyTorch's step on the same state."""
 
 import itertools
 
 import pytest
 import torch
-from oracles import oracle
 from speed.budget import errors, one_ulp
-from triton_kernels.test_step import DEVICE, DTYPES, WIDTHS, copy_of, empty_state, same
+from triton_kernels.test_step import DEVICE, DTYPES, WIDTHS, copy_of, drawn, empty_state, same
 
 import condense
 from condense.methods import step_settings
@@ -29,9 +24,7 @@ METHODS = {
 
 
 def exact_outputs(method, q, state, D, Dv, dtype, latent, scale):
-    """Attention of queries q ``[B, H, 1, D]`` over the state that a step left, entries as numbers, then tokens; in
-    float64 ``[B, H, 1, V]``.
-    """
+    """Attention in float64 of queries q ``[B, H, 1, D]`` over entries as numbers and tokens of the state after it."""
     rule, form, outs = method.layout.rule, step_settings(method).entry_format, []
     entries_k, entries_v = (form.unpack(x, width, dtype) for x, width in ((state.entries_k, D), (state.entries_v, Dv)))
     for b, seen in enumerate(state.seen.tolist()):
@@ -47,11 +40,7 @@ def exact_outputs(method, q, state, D, Dv, dtype, latent, scale):
 
 
 def check_rows(got, want, D, dtype, form, largest):
-    """Rows of entries whose numbers, at most ``largest``, were summed in different orders: within a step. A number lies
-    within half a step of the one that it was rounded from, and within its last digit. The numbers before differ by some
-    of float32's digits, or, where that decides how they are rounded, by the last one of their dtype, and so may the
-    ends of a block's range, which decide its step: that is rounded to 8 digits.
-    """
+    """Sums in different orders round to codes at most one apart, and differ by the last digits of all that is read."""
     start, last = form.grid_start(D, dtype.itemsize), 2 * form.num_blocks(D) * dtype.itemsize
     step = want[..., start : start + last].contiguous().view(dtype)[..., ::2].double()
     step = step.repeat_interleave(min(D, BLOCK_WIDTH), -1)[..., :D]
@@ -61,17 +50,14 @@ def check_rows(got, want, D, dtype, form, largest):
 
 
 def rounded_steps(method, shape, dtype, L, *, latent=0):
-    """Every token one step from the state that PyTorch's step left, one row pausing now and then: its entries, biases,
-    rings and outputs. Outputs of both steps are held against exact attention over what their own states hold after the
-    step. Where two query heads share a KV head, their mean is the same to the bit in any order, and both steps choose
-    the same anchors.
+    """Every token one step from the state that PyTorch's step left, one row pausing now and then. Anchors are the same:
+    the mean of two query heads is, in any order.
     """
-    B, H, K, D, Dv = shape
-    q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(B, H, K, L, D, Dv, dtype=dtype))
-    plan, scale = step_settings(method), 0.1
+    (H, K, D, Dv), plan, scale = shape, step_settings(method), 0.1
+    q, k, v = drawn(2, H, K, L, D, Dv, dtype)
     form = plan.entry_format
     own = OwnEntries((method.for_latents(latent) if latent else method).represent)
-    theirs = StepState._make(x.nan_to_num(0.0) for x in empty_state(method, B, K, D, Dv, L, dtype=dtype))
+    theirs = StepState._make(x.nan_to_num(0.0) for x in empty_state(method, 2, K, D, Dv, L, dtype=dtype))
     exact_bytes = {"max", "select"} >= {method.key_pooling, method.value_pooling}
     # a bias is a product of D numbers in float32 with a key that may be rounded differently where it is a sum
     of_keys = torch.float32 if not latent and method.key_pooling in ("max", "select") else dtype
@@ -80,8 +66,7 @@ def rounded_steps(method, shape, dtype, L, *, latent=0):
     of_mean = 16 * torch.finfo(torch.float32).eps * float(q.abs().max())
     results = []
     for t in range(L):
-        real = torch.tensor([True] + [t % 5 != 2] * (B - 1), device=DEVICE)
-        mine, before = copy_of(theirs), copy_of(theirs)
+        real, mine, before = torch.tensor([True, t % 5 != 2], device=DEVICE), copy_of(theirs), copy_of(theirs)
         now = [x[:, :, t : t + 1].masked_fill(~real[:, None, None, None], torch.nan) for x in (q, k, v)]
         token = NewToken(*now, real)
         plain = torch_step.step(StepCall(token, theirs, plan, scale=scale, latent=latent), own)
@@ -113,7 +98,7 @@ if DEVICE == "cuda":
 def test_steps(name, width, dtype, bits):
     D, Dv = width if isinstance(width, tuple) else (width, width)
     method = METHODS[name].replace(entry_bits=bits)
-    rounded_steps(method, (2, 4, 2, D, Dv), dtype, 60 if DEVICE == "cuda" else 2 * method.group_size + 4)
+    rounded_steps(method, (4, 2, D, Dv), dtype, 60 if DEVICE == "cuda" else 2 * method.group_size + 4)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -124,4 +109,4 @@ def test_latents(widths, dtype, bits):
     latent, rope = widths
     method = condense.LCA(group_size=4, window=3, key_pooling="weighted", rep_bias="matched", entry_bits=bits)
     H, L = (16, 60) if DEVICE == "cuda" else (2, 12)
-    rounded_steps(method, (2, H, 1, latent + rope, 0), dtype, L, latent=latent)
+    rounded_steps(method, (H, 1, latent + rope, 0), dtype, L, latent=latent)

@@ -1,14 +1,10 @@
-"""Additions of models to attention (soft caps, sink logits) and packed documents in the kernels: interpreted in float32
-on a CPU, on a GPU in every dtype and for Hopper too.
-
-Held to the definition in float64, documents one by one, by twice the error of the torch backend in the same dtype.
-"""
+"""Additions of models to attention (soft caps, sink logits) and packed documents in the kernels, for Hopper too."""
 
 import lanes
 import pytest
 import torch
-from extras_cases import METHODS, SCALE, B, Dv, H, L, context_of, every_kind, qkv, steps
-from lanes import DEVICE
+from lanes import CUDA, DEVICE, DTYPES
+from ops.test_extras import METHODS, SCALE, B, Dv, H, L, context_of, every_kind, qkv, steps
 from oracles import oracle
 from speed.budget import judge
 
@@ -17,47 +13,38 @@ from condense.caches import store
 from condense.functional import extend
 from condense.ops import Extras
 from condense.ops.hopper import limits as hopper_limits
-from condense.ops.triton import limits
 from condense.plan import ForwardPlan
 
 CASES = [("cca", torch.float32), ("recall", torch.float32)]
-if DEVICE == "cuda":  # of bfloat16 keys, which groups are open is up to rounding
+if CUDA:  # of bfloat16 keys, which groups are open is up to rounding
     CASES.append(("cca", torch.bfloat16))
-KINDS = ("cap", "both") if DEVICE == "cpu" else tuple(every_kind())
-
-
-def decode_by(monkeypatch, backend):
-    """Steps of static caches take this backend, on any device."""
-    monkeypatch.setattr(store, "step_backend", lambda *args, **kwargs: backend)
+KINDS = ("cap", "both") if not CUDA else tuple(every_kind())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
 def test_steps_and_prompts(name, dtype, kind, monkeypatch):
-    method, inputs, extras = METHODS[name], qkv(dtype, DEVICE), every_kind(dtype, DEVICE)[kind]
-    decode_by(monkeypatch, "triton")
-    got = steps(method, *inputs, extras)
+    method, inputs, extras, outs = METHODS[name], qkv(dtype, DEVICE), every_kind(dtype, DEVICE)[kind], []
+    for backend in ("triton", "torch"):  # of the steps of static caches, on any device
+        monkeypatch.setattr(store, "step_backend", lambda *args, backend=backend, **kwargs: backend)
+        outs.append(steps(method, *inputs, extras).cpu())
     prompt = method.attend(inputs[0], context_of(method, *inputs), scale=SCALE, backend="triton", extras=extras)[0]
-    decode_by(monkeypatch, "torch")
-    budget = steps(method, *inputs, extras)
-    exact = [x.double().cpu() for x in inputs]
     rounded = extras._replace(sink_logits=None if extras.sink_logits is None else extras.sink_logits.double().cpu())
-    want = steps(method, *exact, rounded)
-    for out in (got, prompt):
-        assert judge([out.cpu()], [want], [budget.cpu()]).passed
+    want = steps(method, *(x.double().cpu() for x in inputs), rounded)
+    for out in (outs[0], prompt.cpu()):
+        assert judge([out], [want], outs[1:]).passed
 
 
 @pytest.mark.parametrize("kind", KINDS[-1:])
 @pytest.mark.parametrize("name", ["matched", "recall"])
 def test_gradients(name, kind):
-    *inputs, extras = *qkv(torch.float32), every_kind(torch.float32)[kind]
+    extras, weight = every_kind(torch.float32)[kind], torch.linspace(-1, 1, B * H * L * Dv).view(B, H, L, Dv)
 
     def call(backend, q, k, v, z):
         context, given = context_of(METHODS[name], q, k, v), extras._replace(sink_logits=z)
         return METHODS[name].attend(q, context, scale=SCALE, backend=backend, extras=given)[:1]
 
-    weight = torch.linspace(-1, 1, B * H * L * Dv).view(B, H, L, Dv)
-    lanes.check(call, [*inputs, extras.sink_logits], [weight])
+    lanes.check(call, [*qkv(torch.float32), extras.sink_logits], [weight])
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -75,25 +62,20 @@ def test_queries_of_padding_have_no_gradients(name):
     assert all(bool(x.isfinite().all()) for x in (out, dq, dk, dv))
 
 
-CUDA = DEVICE == "cuda"
-DTYPES = limits.DTYPES if CUDA else [torch.float32]
 BACKENDS = ["triton", "hopper"] if CUDA and torch.cuda.get_device_capability() == (9, 0) else ["triton"]
 # on a GPU tiles are four times as wide, and so are documents there
 SIZE, WIDTH = (8, 128) if CUDA else (1, 16)
+MORE_QUERIES = condense.LCA(group_size=3, window=2, num_summary_queries=11, rep_bias="log_size")
 PACKED = {
     "last": condense.CCA(group_size=4, window=6 * SIZE),
     "streaming": condense.CCA(group_size=4, window=5 * SIZE, summary="streaming", rep_bias="matched"),
-    "more queries": condense.CCA(
-        group_size=3, window=2, summary="streaming", num_summary_queries=11, rep_bias="log_size"
-    ),
+    "more queries": MORE_QUERIES.replace(key_pooling="weighted"),
     "sinks": condense.StreamingLLM(sink=3, window=5),
     "dga": condense.DGA(group_size=4, gamma=0.3, window=2, focal="random", rep_bias="log_size"),
 }
 # one token, whole groups, shorter than the window, across several tiles, an odd rest
 LENGTHS = [1, 8 * SIZE, 0, 3, 29 * SIZE, 11 * SIZE + 3]
 MARKS = torch.tensor([0, *LENGTHS]).cumsum(0)
-
-
 # every method in one dtype, one method in every dtype
 PACKED_CASES = [
     (name, dtype, backend)
@@ -121,7 +103,7 @@ def test_no_tile_reads_keys_of_an_earlier_document(backend):
     """NaN there would reach every query of a tile that reads it, masked or not."""
     dtype, length = torch.bfloat16 if CUDA else torch.float32, 32 * SIZE
     q, k, v = (x.to(DEVICE) for x in oracle.random_qkv(1, 4, 2, 3 * length, WIDTH, WIDTH, dtype=dtype))
-    marks = torch.tensor([0, length, 2 * length, 3 * length])
     k[:, :, :length], v[:, :, :length] = torch.nan, torch.nan
+    marks = length * torch.arange(4)
     out = condense.attention(q, k, v, method=PACKED["sinks"], cu_seqlens=marks, backend=backend)
     assert bool(out[:, :, length:].isfinite().all())

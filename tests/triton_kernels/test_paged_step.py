@@ -1,21 +1,20 @@
-"""Decode over pages, of tokens, records and latents, against its definition: interpreted in float32 on a CPU, compiled
-for every dtype on a GPU.
-"""
+"""Decode over pages, of tokens, records and latents, against its definition; near ties of Recall's choice are few."""
 
 from functools import partial
 
 import pytest
 import record_pool
 import torch
+from lanes import DEVICE
 from paged_pool import Pool, complete_a_prefix, leave_a_place_empty
-from paged_sequences import exact, random_extras, random_tokens, run
+from paged_sequences import exact, random_extras, random_tokens, run, run_steps
 from record_pool import RecordPool, check_records, check_same
 from speed.budget import errors, one_ulp
+from triton_kernels.test_recall_step import ranks_few  # noqa: F401
 
 import condense
 from condense.ops.triton import paged_step, step_kernels
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]
 # H, K, D, Dv
 SHAPES = {"gqa": (8, 2, 64, 64), "pairs": (4, 2, 64, 64), "one-head": (1, 1, 96, 80), "seven": (7, 1, 64, 32)}
@@ -32,7 +31,6 @@ METHODS = {
     "group-over-pages": condense.LCA(group_size=20, window=20, key_pooling="weighted"),
     "sinks": condense.StreamingLLM(sink=5, window=9),
 }
-# whose entries stand in records
 RECORDS = {
     "records-no-scores": METHODS["no-scores"],
     "records-matched": METHODS["streaming"].replace(rep_bias="matched"),
@@ -41,24 +39,22 @@ RECORDS = {
     "records-4-bits-window-0": METHODS["window-0"].replace(entry_bits=4, rep_bias="log_size"),
     "records-4-bits": METHODS["group-over-pages"].replace(entry_bits=4, group_size=6, window=18),
 }
-RECALLS = {f"recall-{name}": method for name, method in record_pool.RECORDS.items()}
+RECALLS = record_pool.RECORDS
 POOLS = {name: (Pool, method) for name, method in METHODS.items()}
-POOLS |= {name: (RecordPool, method) for name, method in (RECORDS | RECALLS).items()}
+POOLS |= {name: (RecordPool, method) for name, method in RECORDS.items()}
+POOLS |= {f"recall-{name}": (RecordPool, method) for name, method in RECALLS.items()}
 tokens_of = partial(random_tokens, dtype=torch.float32, device=DEVICE)
 
 
 @pytest.fixture(autouse=True)
 def poisoned_scratch(poison):
-    """What a split does not write must not be read."""
     poison(paged_step, "split_scratch")
     poison(paged_step, "scratch_of")
 
 
 # the mean of two queries has the same bits in any order, so both backends choose the same anchors of records
 CELLS = [(name, "pairs" if name in RECORDS else "gqa") for name in METHODS | RECORDS]
-# interpreted, one shape does for all methods but two
 CELLS += [(x, "one-head") for x in (METHODS | RECORDS if DEVICE == "cuda" else ("streaming", "records-4-bits"))]
-# of tokens that the store keeps exactly
 CELLS += [(f"recall-{name}", "gqa") for name in ("default", "window-0", "g-16", "all-open")]
 OF_LATENTS = ["streaming", "last-odd-window", "no-scores", "sinks", "records-4-bits-matched"]
 OF_LATENTS += [f"recall-{name}" for name in ("default", "store-8", "store-4", "drop")]
@@ -102,7 +98,7 @@ def test_what_a_model_adds_to_attention(name, softcap, dtype):
 
 
 PLACES = {name: partial(Pool, (METHODS | RECORDS)[name]) for name in ("streaming", "records-8-bits-matched")}
-PLACES["store-8"] = partial(RecordPool, record_pool.RECORDS["store-8"])
+PLACES["store-8"] = partial(RecordPool, RECALLS["store-8"])
 
 
 @pytest.mark.parametrize("make", PLACES.values(), ids=PLACES)
@@ -114,8 +110,8 @@ def test_places_left_empty(make):
 # and what outputs may differ by: of 4 bits, a code near the middle may round otherwise
 PREFIXES = {
     "streaming": (PLACES["streaming"], 1e-5),
-    "window-0": (partial(RecordPool, record_pool.RECORDS["window-0"]), 1e-4),
-    "store-4": (partial(RecordPool, record_pool.RECORDS["store-4"]), 0.02),
+    "window-0": (partial(RecordPool, RECALLS["window-0"]), 1e-4),
+    "store-4": (partial(RecordPool, RECALLS["store-4"]), 0.02),
     "exact": (partial(RecordPool, record_pool.EXACT_PROMPTS["exact"]), 1e-4),
 }
 
@@ -136,14 +132,13 @@ def early(monkeypatch):
         return pools.append
     launch, store, attend, stored = paged_step.launch_of, paged_step.store, paged_step.attend, []
 
-    def early_plan(plan):
-        grid, numbers, (kind, *forms), options = plan
-        return grid, numbers, (kind._replace(early=True), *forms), options
-
     def launch_early(*args):
-        made = launch(*args)
+        made, plans = launch(*args), {}
         assert made.num_splits > 1
-        return made._replace(step=early_plan(made.step), store=early_plan(made.store))
+        for name in ("step", "store"):
+            grid, numbers, (kind, *forms), options = getattr(made, name)
+            plans[name] = grid, numbers, (kind._replace(early=True), *forms), options
+        return made._replace(**plans)
 
     def kept_store(*args, **options):
         before = pools[0].blocks.clone()
@@ -176,3 +171,112 @@ def test_other_dtypes_are_refused():
     pool = Pool(METHODS["streaming"], SHAPES["gqa"][1:], device=DEVICE)
     with pytest.raises(ValueError, match=r"float64.*use backend='torch'"):
         run(pool, SHAPES["gqa"], (0,), 1, "triton")
+
+
+def steps_of(shape, method, lengths, num, backend):
+    pool = RecordPool(method, shape[1:], num_pages=200, dtype=torch.float32, device=DEVICE)
+    return run(pool, shape, lengths, num, backend)
+
+
+# every shape of pages compiles kernels of its own, so most dtypes and head shapes are seen with some methods alone
+HOST = [name for name, method in RECALLS.items() if method.store == "host"]
+READ = [(m, "gqa", dtype) for m in RECALLS if m not in HOST for dtype in DTYPES if dtype != torch.float16 or "4" in m]
+READ += [("store-8", "one-head", DTYPES[-1]), ("store-4", "seven", DTYPES[0])]
+# wide heads and groups of 16, of which up to eight query heads share one: a GPU reads these by lanes
+WIDE = {"wide": (8, 2, 128, 128), "wide-three": (6, 2, 128, 128), "wide-seven": (7, 1, 128, 128)}
+OF_16 = {name: RECALLS[name].replace(group_size=16, window=16, num_recall=9) for name in ("store-4", "drop")}
+
+
+@pytest.mark.parametrize(("method", "shape", "dtype"), READ, ids=str)
+def test_steps_are_those_of_pytorch(method, shape, dtype):
+    check_steps(method, shape, dtype)
+
+
+@pytest.mark.usefixtures("lanes")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numbers that are masked afterwards
+@pytest.mark.parametrize(("method", "shape"), [*(("store-4", shape) for shape in WIDE), ("drop", "wide")])
+def test_steps_by_lanes(method, shape):
+    check_steps(method, shape, torch.bfloat16)
+
+
+def check_steps(method, shape, dtype):
+    """Both read the bytes that the kernels have stored, so that a code at a border counts once, where it is made."""
+    # in three steps some request completes a group, of whatever size
+    lengths, steps, outs, made = (0, 61, 18, 41), 3 if DEVICE == "cpu" else 40, [], {"dtype": dtype, "device": DEVICE}
+    if shape in WIDE:
+        lengths, made = tuple(7 * n for n in lengths), made | {"per_page": 16}
+        steps = min(steps, 40 if DEVICE == "cuda" else 1)
+    method, shape = (OF_16 if shape in WIDE else RECALLS)[method], (SHAPES | WIDE)[shape]
+    mine, theirs = pools = [RecordPool(method, shape[1:], num_pages=200, **made) for _ in range(2)]
+    both = (run_steps(pool, shape, lengths, steps, x) for pool, x in zip(pools, ("triton", "torch"), strict=True))
+    for step in zip(*both, strict=True):
+        outs.append(step)
+        check_records(pools)
+        theirs.blocks.copy_(mine.blocks)
+    check_same(*map(torch.stack, zip(*outs, strict=True)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("method", HOST)
+def test_tokens_in_host_memory_are_those_of_the_device(method, dtype):
+    """The same bytes; outputs are sums in another order, as other programs read the window."""
+    shape, made = SHAPES["gqa"], {"num_pages": 200, "dtype": dtype, "device": DEVICE}
+    host, device = (RecordPool(RECALLS[method].replace(store=x), shape[1:], **made) for x in ("host", "device"))
+    steps, reader = (3, "torch") if DEVICE == "cpu" else (40, "triton")
+    check_same(*(run(pool, shape, (0, 61, 18, 41), steps, "triton", reader) for pool in (host, device)))
+    for one, other in zip(host.requests, device.requests, strict=True):
+        kept, wanted = host.kept(one), device.kept(other)
+        assert all(torch.equal(kept[part].cpu(), wanted[part].cpu()) for part in ("signs", "steps", "store"))
+
+
+@pytest.mark.usefixtures("ranks_few")
+@pytest.mark.parametrize("method", ["default", "store-8"])
+def test_requests_of_all_lengths_where_each_has_room_for_many_groups(method):
+    lengths = 0, 20, 41, 77, 12
+    check_same(*(steps_of(SHAPES["gqa"], RECALLS[method], lengths, 2, x) for x in ("triton", "torch")))
+
+
+@pytest.mark.parametrize("method", ["default", "drop", *record_pool.EXACT_PROMPTS])
+def test_prompts_that_share_a_call(method):
+    """Rows of several lengths beside a single token, one of them a later piece: their attention, and their records."""
+    shape, tokens, outs, pools = SHAPES["gqa"], [tokens_of(SHAPES["gqa"], 40, seed=n) for n in range(4)], [], []
+    for backend in ("triton", "torch"):
+        pool = RecordPool((RECALLS | record_pool.EXACT_PROMPTS)[method], shape[1:], dtype=torch.float32, device=DEVICE)
+        single, later, *others = [pool.add(40) for _ in tokens]
+        for request, count in ((single, 39), (later, 22)):
+            pool.read([(request, [x[:count] for x in tokens[0]])], scale=0.1, backend="torch")
+        chunks = [(single, [x[39:] for x in tokens[0]]), (later, [x[22:] for x in tokens[0]])]
+        chunks += [(r, [x[:n] for x in qkv]) for r, n, qkv in zip(others, (40, 23), tokens[1:], strict=False)]
+        outs.append(torch.cat(pool.read(chunks, scale=0.1, backend=backend)))
+        pools.append(pool)
+    check_same(*outs)
+    check_records(pools)
+
+
+def test_pages_that_lie_so_far_apart_that_offsets_pass_32_bits():
+    shape, made, outs = SHAPES["one-head"], {"num_pages": 130, "dtype": torch.float32, "device": DEVICE}, []
+    for block in (None, 80 << 20):
+        pool = RecordPool(RECALLS["default"], shape[1:], block=block, **made)
+        outs.append(run(pool, shape, (42,), 2, "triton"))
+    assert max(pool.requests[0].window + pool.requests[0].entries) * pool.blocks.stride(0) > 2**33
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_requests_that_attend_one_part_after_another(rows, monkeypatch):
+    """As they do where many share a long prefix, so that their groups fill the pool many times."""
+    lengths = (0, 50, 80, 3, 61)
+    want = steps_of(SHAPES["gqa"], RECALLS["default"], lengths, 1, "triton")
+    monkeypatch.setattr(paged_step, "rows_at_once", lambda records: rows)
+    check_same(steps_of(SHAPES["gqa"], RECALLS["default"], lengths, 1, "triton"), want)
+
+
+def test_no_token_is_read_before_it_is_there():
+    shape, outs = SHAPES["gqa"], []
+    for fill in (0, 255):
+        pool = RecordPool(RECALLS["store-8"], shape[1:], num_pages=60, dtype=torch.float32, device=DEVICE, fill=fill)
+        request, tokens = pool.add(60), tokens_of(shape, 60)
+        request.reserve(60)
+        pool.read([(request, [x[:41] for x in tokens])], scale=0.1, backend="torch")
+        outs += pool.read([(request, [x[41:42] for x in tokens])], scale=0.1, backend="triton")
+    assert torch.equal(*outs)

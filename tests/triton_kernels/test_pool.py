@@ -1,13 +1,11 @@
-"""The summary and pooling kernels: interpreted in float32 on a CPU, every dtype and width on a GPU.
+"""The summary and pooling kernels, held to float64 by twice the error of the torch backend in the same dtype."""
 
-Held to the float64 reference by twice the error of the torch backend in the same dtype.
-"""
-
+import functools
 import itertools
 
 import pytest
 import torch
-from lanes import DEVICE, check
+from lanes import DEVICE, DTYPES, check
 from layers import extend
 from ops.test_pool import numbers
 
@@ -16,7 +14,6 @@ from condense.ops import POOLINGS, Chunks, SummaryColumns, SummarySpans, pool_gr
 from condense.ops.triton import limits
 from condense.plan import ForwardPlan
 
-DTYPES = limits.DTYPES if DEVICE == "cuda" else [torch.float32]
 WIDTHS = [(24, 16), (16, 40), (80, 80), (40, 0), (16, 1)]
 if DEVICE == "cuda":
     WIDTHS += [(64, 64), (96, 64), (128, 128), (192, 128), (256, 256), (288, 256), (576, 0), (576, 512), (1024, 1024)]
@@ -40,11 +37,11 @@ def columns(starts, G, g):
     return torch.tensor(starts, device=DEVICE)[:, None] + g * torch.arange(G, device=DEVICE)
 
 
-def check_pooling(dtype, *, g=5, G=4, K=2, D=24, Dv=16, start=(3, 0), keys="weighted", values="weighted", lse=False):
-    check_groups(dtype, columns(start, G, g), g=g, K=K, D=D, Dv=Dv, keys=keys, values=values, lse=lse)
-
-
-def check_groups(dtype, begins, *, g, K=2, D=24, Dv=16, keys="weighted", values="weighted", lse=False):
+def check_pooling(
+    dtype, begins=None, *, g=5, G=4, K=2, D=24, Dv=16, start=(3, 0), keys="weighted", values="weighted", lse=False
+):
+    """begins: the first tokens of groups, row by row; None: they follow one another from ``start`` on."""
+    begins = columns(start, G, g) if begins is None else begins
     (B, G), N = begins.shape, int(begins.max()) + g + 2
     scored = lse or bool({"weighted", "select"} & {keys, values})
     low = tensors((B, K, N, D), (B, K, N, Dv), dtype=dtype)
@@ -53,7 +50,6 @@ def check_groups(dtype, begins, *, g, K=2, D=24, Dv=16, keys="weighted", values=
 
     def run(backend, k, v, qbar=None):
         where = begins.to(k.device)
-        # rows that agree: the number of the first column
         where = int(where[0, 0]) if B == 1 and G > 1 and set(where[0].diff().tolist()) == {g} else where
         how = {"key_pooling": keys, "value_pooling": values, "return_lse": lse, "backend": backend}
         return pool_groups(Chunks(k, v, where, G, g, 0), qbar, scale=D**-0.5, **how)
@@ -82,32 +78,28 @@ def test_pooling(case, dtype):
 @pytest.mark.parametrize("values", ["weighted", "max"])
 def test_groups_with_tokens_between_them(values, dtype):
     """As in packed documents, whose last tokens are in no group."""
-    check_groups(dtype, torch.tensor([[0, 4, 9, 22, 26, 33]]), g=4, keys="select", values=values, lse=True)
+    check_pooling(dtype, torch.tensor([[0, 4, 9, 22, 26, 33]]), g=4, keys="select", values=values, lse=True)
 
 
 @pytest.mark.parametrize(("g", "dtype"), LONG, ids=str)
 def test_long_groups(g, dtype):
-    """Sums over many tokens must not lose more than PyTorch's."""
     check_pooling(dtype, g=g, G=2, K=1, start=(3,), keys="select")
 
 
-def check_summaries(dtype, rows, *, R=3, D=24, Q=6, S=4, stride=4, G=6):
-    K, L = 2, 37
-    windows = SummarySpans(*(numbers(*x) for x in rows), G, S, stride)
-    B = len(rows[0])
-    tail = tensors((B, K, Q if max(rows[1]) else 0, D), dtype=dtype, seed=1)[0]
+def check_summaries(dtype, rows, *, R=3, D=24, S=4, stride=4, G=6):
+    K, windows = 2, SummarySpans(*(numbers(*x) for x in rows), G, S, stride)
+    tail = tensors((2, K, 6 if max(rows[1]) else 0, D), dtype=dtype, seed=1)[0]
 
     def run(backend, q):
         return (summarize(q, tail.to(q), windows, backend=backend),)
 
-    check(run, tensors((B, R * K, L, D), dtype=dtype), tensors((B, K, G, D), dtype=torch.float32, seed=2))
+    check(run, tensors((2, R * K, 37, D), dtype=dtype), tensors((2, K, G, D), dtype=torch.float32, seed=2))
 
 
 APART = ROWS["chunk, rows apart"]
 SUMMARIES = [{"rows": rows, "S": size} for rows in ROWS.values() for size in (1, 3, 4, 13)]
 SUMMARIES += [{"rows": APART, "R": R} for R in (1, 2, 4, 7, 12)]
 SUMMARIES += [{"rows": ROWS["fresh"], "D": D, "R": 2} for D in sorted({D for D, _ in WIDTHS})]
-# more queries than the windows are apart
 SUMMARIES += [{"rows": ((0, -11), (0, 0), (37, 25)), "S": 40, "stride": 3, "G": 2}]
 
 
@@ -137,8 +129,8 @@ def test_ties_go_to_the_lowest_position(size, dtype):
     one, summary = tensors((2, 2, 3, 1, 40), (2, 2, 3, 40), dtype=dtype)
     k = one.expand(-1, -1, -1, size, -1).flatten(2, 3).to(DEVICE)
     v = torch.arange(size).to(k).repeat(3)[:, None].expand(2, 2, -1, 16)
-    poolings, summary = {"key_pooling": "weighted", "value_pooling": "select"}, summary.float().to(DEVICE)
-    _, value = pool_groups(Chunks(k, v, 0, 3, size, 0), summary, scale=0.3, backend="triton", **poolings)
+    options = {"scale": 0.3, "key_pooling": "weighted", "value_pooling": "select", "backend": "triton"}
+    _, value = pool_groups(Chunks(k, v, 0, 3, size, 0), summary.float().to(DEVICE), **options)
     assert bool((value == 0).all())
 
 
@@ -152,7 +144,6 @@ def test_equal_largest_numbers_share_the_gradient():
 
 
 def both(k, v, q, start):
-    """Summaries of three groups' own queries, then representatives; gradients of k, v and q."""
     g, G = 4, 3
     windows = SummarySpans(numbers(0, 0), numbers(0, 0), q.shape[2] - start, G, g, g)
     summary = summarize(q, k[:, :, :0].detach(), windows, backend="triton")
@@ -167,9 +158,8 @@ def test_layouts_repeats_and_tokens_of_no_group_change_no_bit(dtype):
     start, drawn = numbers(6, 2), tensors((2, 2, 19, 24), (2, 2, 19, 40), (2, 4, 19, 24), dtype=dtype)
     inputs = [x.to(DEVICE).requires_grad_() for x in drawn]
     want = both(*inputs, start)
-    outside = torch.ones(2, 1, 19, 1, dtype=torch.bool)
-    outside[0, :, 6:18], outside[1, :, 2:14] = False, False
-    outside = outside.to(DEVICE)
+    behind = torch.arange(19, device=DEVICE)[:, None] - start.to(DEVICE)[:, None, None, None]
+    outside = (behind < 0) | (behind >= 12)
     heads_last = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs]
     across = [x.detach().mT.contiguous().mT.requires_grad_() for x in inputs]
     poisoned = [x.detach().masked_fill(outside, torch.nan).requires_grad_() for x in inputs]
@@ -183,20 +173,18 @@ def test_layouts_repeats_and_tokens_of_no_group_change_no_bit(dtype):
 @pytest.mark.parametrize("summary", ["last", "streaming"])
 @pytest.mark.parametrize("queries", [None, 3, 11])
 def test_chunks_give_what_one_call_gives(summary, queries):
-    """The same representatives to the bit, with left padding, however the tokens arrive."""
     method = condense.CCA(group_size=4, window=6, summary=summary, num_summary_queries=queries)
-    q, k, v = (x.to(DEVICE) for x in tensors((2, 6, 40, 24), (2, 2, 40, 24), (2, 2, 40, 16), dtype=DTYPES[0]))
-    keywords = {"scale": 0.2, "backend": "triton"}
-    whole, _ = extend(method, None, q, k, v, plan=ForwardPlan(40, numbers(40, 33)), **keywords)
+    qkv = [x.to(DEVICE) for x in tensors((2, 6, 40, 24), (2, 2, 40, 24), (2, 2, 40, 16), dtype=DTYPES[0])]
+    read = functools.partial(extend, method, scale=0.2, backend="triton")
+    whole, _ = read(None, *qkv, plan=ForwardPlan(40, numbers(40, 33)))
     past = None
     for lo, hi in itertools.pairwise([0, 13, 26, 27, 28, 40]):
-        parts = (x[:, :, lo:hi] for x in (q, k, v))
         plan = ForwardPlan(hi - lo, (numbers(40, 33) - 40 + hi).clamp(0, hi - lo))
-        sources, past = extend(method, past, *parts, plan=plan, **keywords)
+        sources, past = read(past, *(x[:, :, lo:hi] for x in qkv), plan=plan)
     # the shorter row's surplus entries are seen by nobody
+    num = 8 if summary == "last" else 6
     for x, y in zip(sources.entries[:2], whole.entries[:2], strict=True):
         assert torch.equal(x[0], y[0])
-        num = 8 if summary == "last" else 6
         assert torch.equal(x[1, :, :num], y[1, :, :num])
 
 

@@ -1,4 +1,4 @@
-"""Recall's kernels over a prompt against its definition: interpreted in float32 on a CPU, compiled on a GPU.
+"""Recall's kernels over a prompt against its definition.
 
 A choice may differ where two groups' shares differ by less than the scores' own error. No test hides that: wherever the
 kernels opened other groups, the shares are compared; and attention is compared over what the kernels opened, with the
@@ -11,37 +11,21 @@ from dataclasses import dataclass, replace
 import lanes
 import pytest
 import torch
-from oracles import latent_oracle
+from lanes import CUDA, DEVICE, DTYPES
+from layers import Counting
+from oracles import latent_oracle, oracle
 from speed.budget import judge
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from two_sources import ArrayChoice, others_are_near_ties
 
 import condense
-from condense.ops import attend_recall
+from condense.ops import RuleSpans, Source, UniformRule, attend_recall, recall
 from condense.ops.backends import BACKENDS
 from condense.ops.extras import soft_cap
-from condense.ops.recall import (
-    Askers,
-    GroupIndex,
-    GroupMeans,
-    IndexChoice,
-    Quota,
-    RecallSources,
-    index_scores,
-    rotation,
-    split_keys,
-    turned_queries,
-)
-from condense.ops.recall import choice as choice_module
+from condense.ops.recall import IndexChoice, Quota, RecallSources, split_keys
 from condense.ops.recall.rest import with_rest
-from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.triton import attend_call, recall_attend, recall_choice, recall_rest, recall_score
 from condense.ops.triton.attend_call import describe
-from condense.ops.triton.limits import DTYPES
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
 WIDTHS = [(D, D) for D in (64, 80, 96, 192, 256)] + [(192, 128)] if CUDA else [(40, 24)]
 # d_n, d_r, d_c, d_v
 LATENTS = [(128, 64, 512, 128), (64, 32, 256, 64), (64, 32, 160, 64)] if CUDA else [(16, 8, 256, 16)]
@@ -51,9 +35,7 @@ METHOD = condense.Recall(group_size=4, window=6, num_recall=3)
 @dataclass(frozen=True)
 class Case:
     """Queries from position ``start`` on over what a row has read; pads: left padding of each row, then start is 0.
-
-    g: tokens per group. latent: width of one index and of queries that all heads choose by together; 0: each KV head by
-    its own keys.
+    latent: width of one index and of queries that all heads choose by together; 0: each KV head by its own keys.
     """
 
     heads: tuple[int, int]
@@ -108,17 +90,12 @@ if CUDA:
     }
 
 
-def quota_of(r):
-    return r if isinstance(r, Quota) else Quota(r)
-
-
 @pytest.fixture(autouse=True)
 def poisoned_scratch(poison):
     poison(recall_choice, "_scratch")
 
 
 def results_of(name, monkeypatch):
-    """The results of a function that `recall_attend` calls, the last one first."""
     results, original = [], getattr(recall_attend, name)
     monkeypatch.setattr(recall_attend, name, lambda *a: results.insert(0, original(*a)) or results[0])
     return results
@@ -126,13 +103,11 @@ def results_of(name, monkeypatch):
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """The lists of groups that the kernels made."""
     return results_of("choose", monkeypatch)
 
 
 @pytest.fixture
 def weighed(monkeypatch):
-    """The weights that the kernels gave to what queries do not open."""
     return results_of("rest_weights", monkeypatch)
 
 
@@ -141,26 +116,21 @@ class Problem:
 
     def __init__(self, case, seed=0):
         (H, K), (D, Dv), g, rows = case.heads, case.widths, case.g, len(case.pads)
-        generator = torch.Generator().manual_seed(seed)
-        tokens = case.start + case.L
-        first = max(0, case.start + 1 - case.window) // g * g
-        G = tokens // g
+        generator, tokens = torch.Generator().manual_seed(seed), case.start + case.L
+        first, G = max(0, case.start + 1 - case.window) // g * g, tokens // g
 
         def random(*shape):
             return torch.randn(rows, *shape, generator=generator).to(DEVICE, case.dtype)
 
-        self.case = case
+        self.case, self.quota = case, case.r if isinstance(case.r, Quota) else Quota(case.r)
         starts = torch.tensor([case.start - pad for pad in case.pads])
         self.first = (starts + 1).clamp(min=0) // g
-        self.inputs = [
-            random(H, case.L, D), random(K, G * g, D), random(K, G * g, Dv), random(K, tokens - first, D),
-            random(K, tokens - first, Dv),
-        ]  # fmt: skip
+        stored = [random(K, n, width) for n in (G * g, tokens - first) for width in (D, Dv)]
+        self.inputs = [random(H, case.L, D), *stored]
         if case.unchosen == "mean":
             self.inputs.append(random(K, G + 1 - int(self.first.min()), Dv).float())
         windows = torch.tensor([first - pad for pad in case.pads])
         self.spans = RuleSpans(UniformRule(g, case.window), starts, windows)
-        # what chooses, by which keys
         self.asked, keys = self.inputs[0], self.inputs[1]
         if case.latent:
             self.asked, keys = random(H, case.L, case.latent), random(1, G * g, case.latent)
@@ -168,16 +138,14 @@ class Problem:
         self.closed = self.spans.at(0, case.L, torch.device(DEVICE))[0].hi
         self.scale = D**-0.5
 
-    def choice(self, r=None):
-        return IndexChoice(self.asked, self.index, self.scale, quota_of(self.case.r if r is None else r))
+    def choice(self):
+        return IndexChoice(self.asked, self.index, self.scale, self.quota)
 
     def arguments(self):
-        """The arguments of `recall_choice.choose`."""
         starts, rule = describe(self.spans, 2, self.case.L, torch.device(DEVICE))
-        return self.asked, *self.index, starts, rule, self.scale, list(quota_of(self.case.r)), int(self.closed.max())
+        return self.asked, *self.index, starts, rule, self.scale, list(self.quota), int(self.closed.max())
 
     def rest_arguments(self, softcap):
-        """The arguments of `recall_rest.rest_weights`."""
         asked, signs, steps, starts, rule, scale, _, closed = self.arguments()
         groups = recall_choice.choose(*self.arguments())
         return asked, signs, steps, [groups], starts, rule, [scale, softcap], closed
@@ -185,7 +153,7 @@ class Problem:
     def attend(self, inputs, choice, backend, weight=None, **kwargs):
         """Output and log-sum-exp, 0 for queries that see nothing. weight: of what they do not open, if it is given."""
         sources = RecallSources(Source(*inputs[1:3]), Source(*inputs[3:5]), self.spans)
-        means = GroupMeans(inputs[5], self.first) if len(inputs) > 5 else None
+        means = recall.GroupMeans(inputs[5], self.first) if len(inputs) > 5 else None
         of_choice = means if isinstance(choice, IndexChoice) else None
         settings = {"scale": self.scale, "means": of_choice, "backend": backend, "return_lse": True}
         out, lse = attend_recall(inputs[0], sources, choice, **settings, **kwargs)
@@ -201,20 +169,18 @@ class Problem:
         """Lists of groups ``[B, K, L, r]`` as a mask, checked to be in order and full."""
         G = self.index.steps.shape[2]
         real = groups < G
-        assert torch.equal(real.sum(-1), quota_of(self.case.r).at(self.closed).expand(groups.shape[:3]))
+        assert torch.equal(real.sum(-1), self.quota.at(self.closed).expand(groups.shape[:3]))
         assert bool((groups.diff(dim=-1) > 0)[real[..., 1:]].all())
         mask = torch.zeros(*groups.shape[:3], G + 1, dtype=torch.bool, device=groups.device)
         return mask.scatter_(3, groups.long(), True)[..., :G]
 
     def check_choice(self, mask):
-        """The definition in float64 opens what ``mask`` opens, but for near ties."""
         of = self.asked.double(), self.index, self.scale
-        others = others_are_near_ties(mask, self.closed, quota_of(self.case.r), *of)
+        others = others_are_near_ties(mask, self.closed, self.quota, *of)
         assert int(others.sum()) <= 0.02 * others.numel()
 
 
 def compare(case, chosen, weighed, backend="triton"):
-    """Choice, output, log-sum-exp and all gradients."""
     problem = Problem(case)
     inputs, exact, plain = problem.leaves(), problem.leaves(torch.float64), problem.leaves()
     got = problem.attend(inputs, problem.choice(), backend)
@@ -249,29 +215,26 @@ SHARED += [f"bfloat16-{name}" for name in ("ratio-4", "a-twelfth", "later-querie
 @pytest.mark.parametrize("name", SHARED)
 def test_choices_for_others(name, own, monkeypatch):
     """Where the first of several queries chooses for them, kernels open what PyTorch opens; the last ``own`` choose."""
-    monkeypatch.setattr(choice_module, "OWN_CHOICES", own)
+    monkeypatch.setattr(recall.choice, "OWN_CHOICES", own)
     problem = Problem(CASES[name])
     sources = RecallSources(Source(*problem.inputs[1:3]), Source(*problem.inputs[3:5]), problem.spans)
-    choice = replace(problem.choice(), askers=Askers.of_call(sources, CASES[name].L))
+    choice = replace(problem.choice(), askers=recall.Askers.of_call(sources, CASES[name].L))
     exact = [x.double() for x in problem.inputs]
-    with torch.no_grad():
-        got = problem.attend(problem.inputs, choice, "triton")
-        want, plain = (problem.attend(x, choice, "torch") for x in (exact, problem.inputs))
+    got = problem.attend(problem.inputs, choice, "triton")
+    want, plain = (problem.attend(x, choice, "torch") for x in (exact, problem.inputs))
     verdict = judge(got, want, plain)
     assert verdict.passed, verdict
 
 
 def test_askers_that_a_row_does_not_need_see_closed_groups_alone():
-    """The row that starts first has one more; the index has room for more groups than are closed, as in static caches
-    it has.
-    """
+    """The row that starts first has one more; the index has room for more groups than are closed."""
     start, window, index = torch.tensor([249, 250]), 3, split_keys(torch.randn(2, 1, 140, 2, 16, device=DEVICE))[0]
     q, rule, rows = torch.randn(2, 2, 10, 16, device=DEVICE), UniformRule(2, window), []
     for row in (slice(None), slice(0, 1), slice(1, 2)):
         spans = RuleSpans(rule, start[row], start[row] * 0)
         source = Source(q[row, :1], q[row, :1])
-        askers = Askers.of_call(RecallSources(source, source, spans), 10)
-        choice = IndexChoice(q[row], GroupIndex(*(x[row] for x in index)), 0.3, Quota(5), askers)
+        askers = recall.Askers.of_call(RecallSources(source, source, spans), 10)
+        choice = IndexChoice(q[row], recall.GroupIndex(*(x[row] for x in index)), 0.3, Quota(5), askers)
         rows.append(recall_attend._choose_shared(choice, spans, 128, recall_choice.choose))
     shared = [x.shape[2] - 10 for x in rows]
     assert shared[0] == shared[1] > shared[2]
@@ -283,55 +246,30 @@ def test_askers_that_a_row_does_not_need_see_closed_groups_alone():
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_widths(widths, chosen, weighed):
-    dtype = DTYPES[0] if CUDA else torch.float32
-    compare(Case((2, 1), L=700 if CUDA else 21, widths=widths, dtype=dtype), chosen, weighed)
+    compare(Case((2, 1), L=700 if CUDA else 21, widths=widths, dtype=DTYPES[0]), chosen, weighed)
 
 
-@pytest.mark.parametrize(
-    ("L", "start", "r", "equal"), [(9, 140, 4, (20, 100)), (5, 80, 5, (0, 83))], ids=["cells", "all"]
-)
-def test_of_equal_scores_the_lower_groups_are_opened(chosen, L, start, r, equal):
+@pytest.mark.parametrize(("L", "start", "r", "first", "last"), [(9, 140, 4, 20, 100), (5, 80, 5, 0, 83)])
+def test_of_equal_scores_the_lower_groups_are_opened(chosen, L, start, r, first, last):
     """Ties of whole cells of groups, where there are more cells than groups to open, and where all are equal."""
-    case = Case((2, 1), 1, L=L, start=start, window=2, r=r)
-    problem, (first, last) = Problem(case), equal
+    problem = Problem(Case((2, 1), 1, L=L, start=start, window=2, r=r))
     problem.inputs[1][:, :, first:last] = problem.inputs[1][:, :, first : first + 1].clone()
     problem.index = split_keys(problem.inputs[1].unflatten(2, (-1, 1)))[0]
-    with torch.no_grad():
-        problem.attend(problem.inputs, problem.choice(), "triton")
+    problem.attend(problem.inputs, problem.choice(), "triton")
     opened = problem.opened(chosen[0])
     problem.check_choice(opened)
     assert last < start or bool(opened[..., :r].all())
 
 
 def test_blocks_of_queries_change_nothing(chosen, monkeypatch):
-    """Scores, words, weights and outputs of a few queries at a time give the bits of all at once."""
     problem = Problem(Case((2, 1), L=25))
-    with torch.no_grad():
-        whole = problem.attend(problem.inputs, problem.choice(), "triton")
-        monkeypatch.setattr(recall_choice, "_SCRATCH", 1)
-        for module, name in ((attend_call, "_WORDS"), (recall_rest, "_SCRATCH"), (recall_attend, "_JOINED")):
-            monkeypatch.setattr(module, name, 1)
-        parts = problem.attend(problem.inputs, problem.choice(), "triton")
+    whole = problem.attend(problem.inputs, problem.choice(), "triton")
+    limits = (recall_choice, "_SCRATCH"), (recall_rest, "_SCRATCH"), (attend_call, "_WORDS"), (recall_attend, "_JOINED")
+    for module, name in limits:
+        monkeypatch.setattr(module, name, 1)
+    parts = problem.attend(problem.inputs, problem.choice(), "triton")
     assert torch.equal(chosen[0], chosen[1])
     assert all(torch.equal(x, y) for x, y in zip(whole, parts, strict=True))
-
-
-def scored(problem, monkeypatch):
-    """The chosen groups; scores ``[B, H, L, G]``, the best of each cell, and log-sum-exps, all base 2."""
-    asked, results, original = problem.asked, [], recall_choice.score
-
-    def keep(q, index, starts, scratch, sizes, *, scale):
-        original(q, index, starts, scratch, sizes, scale=scale)
-        results.append([x.clone() for x in scratch[:3]])
-
-    monkeypatch.setattr(recall_choice, "score", keep)
-    groups = recall_choice.choose(*problem.arguments())
-    (score, cell, lse), (B, H, L, _) = results[0], asked.shape
-    assert len(results) == 1
-    # [B * K, cells, L * R, C] and [B * K, cells / 4, L * R, 4] to [B, H, L, ...]
-    score, cell = (x.transpose(1, 2).flatten(2).unflatten(1, (L, -1)) for x in (score, cell))
-    by_head = [x.transpose(1, 2).reshape(B, H, L, -1) for x in (score, cell, lse.unflatten(1, (L, -1))[..., None])]
-    return groups, *by_head
 
 
 @pytest.mark.parametrize(
@@ -345,13 +283,22 @@ def scored(problem, monkeypatch):
 )  # fmt: skip
 def test_scores_are_the_definitions_to_the_bit(g, D, heads, dtype, monkeypatch):
     """For queries of whole numbers, whose turned sums are exact in any order; over more groups than a tile has."""
-    groups = max(6, 300 // g)
-    problem = Problem(Case(heads, g, L=2 * g + 9, start=groups * g, widths=(D, D), dtype=dtype))
+    L, results, original = 2 * g + 9, [], recall_choice.score
+
+    def keep(q, index, starts, scratch, sizes, *, scale):
+        original(q, index, starts, scratch, sizes, scale=scale)
+        results.append([x.clone() for x in scratch[:3]])
+
+    monkeypatch.setattr(recall_choice, "score", keep)
+    problem = Problem(Case(heads, g, L=L, start=max(6, 300 // g) * g, widths=(D, D), dtype=dtype))
     problem.asked = (problem.asked * 4).round()
-    groups, score, cell, lse = scored(problem, monkeypatch)
-    problem.check_choice(problem.opened(groups))
+    problem.check_choice(problem.opened(recall_choice.choose(*problem.arguments())))
+    ((score, cell, lse),) = results
+    # [B * K, cells, L * R, C] and [B * K, cells / 4, L * R, 4] to [B, H, L, ...]
+    score, cell = (x.transpose(1, 2).flatten(2) for x in (score, cell))
+    score, cell, lse = (x.unflatten(1, (L, -1)).transpose(1, 2).reshape(1, heads[0], L, -1) for x in (score, cell, lse))
     scale, G, C = problem.scale * math.log2(math.e), problem.index.signs.shape[2], recall_score.groups_per_cell(g)
-    want = index_scores(problem.asked, problem.index, scale)
+    want = recall.index_scores(problem.asked, problem.index, scale)
     is_closed = (torch.arange(G, device=DEVICE) < problem.closed[..., None]).expand_as(want)
     assert torch.equal(score[..., :G][is_closed], want[is_closed])
     want = want.masked_fill(~is_closed, -math.inf)
@@ -384,7 +331,7 @@ def test_weights_are_the_definitions(g, D, heads, r, dtype, softcap):
         got = recall_rest.rest_weights(*arguments)
     finally:
         torch.use_deterministic_algorithms(False)
-    numbers, unit = (x.double() for x in turned_queries(problem.asked))
+    numbers, unit = (x.double() for x in recall.turned_queries(problem.asked))
     centres = problem.index.centres(D, torch.float64) * problem.index.steps[..., -1:].double()
     per_head = centres.repeat_interleave(heads[0] // heads[1], 1)
     scores, G = soft_cap(numbers @ per_head.mT * unit * problem.scale, softcap), centres.shape[2]
@@ -401,31 +348,11 @@ def test_weights_are_the_definitions(g, D, heads, r, dtype, softcap):
 
 def test_later_tokens_change_no_bit_of_earlier_outputs():
     method, n = METHOD.replace(num_recall=0.3, min_recall=1), 30
-    inputs = [torch.randn(1, heads, 45, 64, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2)]
+    inputs = [x.to(DEVICE) for x in oracle.random_qkv(1, 4, 2, 45, 64, 64, dtype=torch.float32)]
     others = [torch.cat([x[:, :, :n], -2 * x[:, :, n:]], 2) for x in inputs]
-    with torch.no_grad():
-        one, other = (
-            condense.attention(*(x.to(DEVICE) for x in y), method=method, backend="triton") for y in (inputs, others)
-        )
+    one, other = (condense.attention(*qkv, method=method, backend="triton") for qkv in (inputs, others))
     assert torch.equal(one[:, :, :n], other[:, :, :n])
     assert not torch.equal(one[:, :, n:], other[:, :, n:])
-
-
-class Living(TorchDispatchMode):
-    """The most bytes of tensors that were made within and lived at one time."""
-
-    def __init__(self):
-        super().__init__()
-        self.most, self._made = 0, {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor):
-            memory = out.untyped_storage()
-            self._made[StorageWeakRef(memory)] = memory.nbytes()
-        self._made = {made: size for made, size in self._made.items() if not made.expired()}
-        self.most = max(self.most, sum(self._made.values()))
-        return out
 
 
 def test_turned_queries_take_of_the_scratch_memory(monkeypatch):
@@ -434,16 +361,16 @@ def test_turned_queries_take_of_the_scratch_memory(monkeypatch):
     turned, score = recall_score.turned, recall_choice.score
 
     def measured(*args):
-        with Living() as living:
+        with Counting() as counting:
             results = turned(*args)
-        sizes[-1] += living.most
+        sizes[-1] += counting.most_bytes
         return results
 
     def counted(q, index, starts, scratch, *args, **kwargs):
         sizes.append(scratch.score.nbytes)
         score(q, index, starts, scratch, *args, **kwargs)
 
-    rotation(288, torch.device(DEVICE))
+    recall.rotation(288, torch.device(DEVICE))
     # the interpreter makes tensors of its own
     monkeypatch.setattr(recall_score, "_TURN", lambda _, tensors, *rest: [x.zero_() for x in tensors[2:]])
     monkeypatch.setattr(recall_score, "turned", measured)
@@ -456,9 +383,8 @@ def test_turned_queries_take_of_the_scratch_memory(monkeypatch):
 
 @pytest.mark.parametrize(("window", "r", "unchosen"), [(5, 100, "mean"), (5, 100, "drop"), (30, 3, "mean")])
 def test_every_group_and_a_prompt_in_which_nothing_closes(window, r, unchosen):
-    problem = Problem(Case((2, 1), L=21, window=window, unchosen=unchosen))
-    with torch.no_grad():
-        got, want = (problem.attend(problem.inputs, problem.choice(r), x) for x in ("triton", "reference"))
+    problem = Problem(Case((2, 1), L=21, window=window, r=r, unchosen=unchosen))
+    got, want = (problem.attend(problem.inputs, problem.choice(), x) for x in ("triton", "reference"))
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -479,7 +405,7 @@ def test_refusals():
 
 
 def compare_as_one_graph(case, backend):
-    """torch.compile traces the choice as one operation, and changes no bit of outputs and gradients."""
+    """The choice is traced as one operation, and no bit of outputs and gradients changes."""
     problem, nodes = Problem(case), []
 
     def attend(*inputs):
@@ -506,7 +432,6 @@ def test_compiled_as_one_graph(name):
 
 
 def test_choice_and_weights_are_whole_operations():
-    """Their schemas, and what they say of their results before they run."""
     problem = Problem(CASES["a-fifth-padded"])
     torch.library.opcheck(recall_choice.choice_operation, problem.arguments())
     torch.library.opcheck(recall_rest.rest_operation, problem.rest_arguments(0.0))

@@ -1,32 +1,31 @@
-"""The decode step against the oracle: interpreted in float32 on a CPU, compiled for every dtype on a GPU."""
+"""The decode step against the oracle."""
 
-import dataclasses
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
+from lanes import DEVICE
 from layers import columns, extend
-from oracles import cases, oracle
+from oracles import cases, latent_oracle, oracle
 from speed.budget import judge
-from step_states import SELECT, empty
+from step_states import RECALLS, SELECT, empty
 from two_sources import attend_to
 
 import condense
 from condense.methods import step_settings
-from condense.ops import UniformRule
-from condense.ops.step import NewToken, OwnEntries, StepCall, StepState
+from condense.ops import NewToken, OwnEntries, StepCall, StepState, UniformRule
 from condense.ops.torch import step as torch_step
-from condense.ops.triton import ring_step, step_plan
+from condense.ops.triton import recall_step, ring_step, step_plan
 from condense.ops.triton import step as triton_step
 from condense.plan import ForwardPlan
 from condense.state import first_entries, most_entries, num_entries
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # H, latent, rope
-LATENTS = (
-    [(16, 512, 64), (40, 256, 32), (128, 512, 64)] if DEVICE == "cuda" else [(2, 32, 16), (3, 48, 8), (20, 64, 32)]
-)
+LATENTS = [(4, 32, 16), (4, 48, 8), (20, 64, 32)]
+if DEVICE == "cuda":
+    LATENTS = [(16, 512, 64), (40, 256, 32), (128, 512, 64)]
 SELECTIONS = {
     "select": SELECT,
     "select-no-bias": SELECT.replace(rep_bias="none"),
@@ -75,6 +74,7 @@ def decode(method, q, k, v, state, *, arrivals=None, scale=None, latent=0):
 @pytest.fixture(autouse=True)
 def poisoned_scratch(poison):
     poison(ring_step, "split_scratch")
+    poison(recall_step, "scratch_of")
 
 
 # lots are drawn by PyTorch, entries in fewer bits have tests of their own
@@ -93,25 +93,24 @@ WIDTHS = (64, 80, 96, 128, 256, (192, 128), (96, 64)) if DEVICE == "cuda" else (
 DTYPES = (torch.bfloat16, torch.float16, torch.float32) if DEVICE == "cuda" else (torch.float32,)
 # by the newest query alone: what is chosen is the same in every precision
 BUDGETED = CASES | {"dga-log_size": condense.DGA(group_size=4, gamma=0.5, window=0, rep_bias="log_size")}
+ENDLESS = {"pooled": condense.CCA(group_size=4, window=20)}
+ENDLESS["recall"] = RECALLS["two-open"].replace(window=20, num_recall=1)
 PADDED_LCA = condense.LCA(group_size=4, window=5, rep_bias="log_size")
 
 
 def exact_to_rounding(out, want, largest, width=128):
-    """Weights, sums and rounded entries in float32: a few units in the last place of the largest value. More where a
-    score is the sum of more products.
-    """
+    """A few units in the last place of the largest value; more where a score is the sum of more products."""
     units = 16 * max(1.0, width / 128)
     return float((out.cpu().double() - want).abs().max()) <= units * torch.finfo(torch.float32).eps * float(largest)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_step_against_the_definition(name):
-    method, (B, H, K, D, Dv) = CASES[name], (1, 1, 1, 16, 24)
-    rule = method.layout.rule
+    method, rule = CASES[name], CASES[name].layout.rule
     # until two chunks are closed and seen; interpreted, which is slow, of large chunks one
     L = 64 if DEVICE == "cuda" else min(40, (rule.window or 0) + 2 * rule.chunk + 2)
-    q, k, v = oracle.random_qkv(B, H, K, L, D, Dv, dtype=torch.float32)
-    state = empty_state(method, B, K, D, Dv, L)
+    q, k, v = oracle.random_qkv(1, 1, 1, L, 16, 24, dtype=torch.float32)
+    state = empty_state(method, 1, 1, 16, 24, L)
     out = decode(method, q, k, v, state)
     assert exact_to_rounding(out, oracle.attention(q, k, v, method=method)[0], v.abs().max())
     assert state.seen.tolist() == [L]
@@ -119,16 +118,14 @@ def test_every_step_against_the_definition(name):
 
 @pytest.mark.parametrize("heads", [(2, 2), (3, 1), (7, 1)], ids=str)
 def test_rows_that_come_and_go(heads):
-    """Each row at its own position, some without a token in a step: they stay as they are."""
-    (H, K), B, L, D, steps = heads, 2, 21, 16, 26
-    q, k, v = oracle.random_qkv(B, H, K, L, D, D, dtype=torch.float32)
-    state = empty_state(PADDED_LCA, B, K, D, D, L, spare=3)
-    arrivals = torch.ones(steps, B, dtype=torch.bool)
+    (H, K), L, arrivals = heads, 21, torch.ones(26, 2, dtype=torch.bool)
+    q, k, v = oracle.random_qkv(2, H, K, L, 16, 16, dtype=torch.float32)
     arrivals[[0, 1, 2, 9, 17], 0] = False
     arrivals[[3, 14, 15, 16, 25], 1] = False
-    before = [x.clone() for x in state]
+    state = empty_state(PADDED_LCA, 2, K, 16, 16, L, spare=3)
+    before = copy_of(state)
     out = decode(PADDED_LCA, q, k, v, state, arrivals=arrivals[:3])
-    assert all(torch.equal(x[0].nan_to_num(7.0), y[0].nan_to_num(7.0)) for x, y in zip(before, state, strict=True))
+    assert same([x[0] for x in before], [x[0] for x in state])
     assert state.seen.tolist() == [0, 3]
     rest = decode(PADDED_LCA, q, k, v, state, arrivals=arrivals[3:])
     assert state.seen.tolist() == [L, L]
@@ -137,10 +134,8 @@ def test_rows_that_come_and_go(heads):
 
 
 def filled_state(method, past, tokens):
-    """`condense.functional.Past` at fixed addresses."""
-    B, K, _, D = past.entries[0].shape
+    (B, K, M, D), seen = past.entries[0].shape, past.seen
     state = empty_state(method, B, K, D, past.entries[1].shape[3], tokens, dtype=past.entries[0].dtype)
-    seen, M = past.seen, past.entries[0].shape[2]
     state.entries_k[:, :, :M], state.entries_v[:, :, :M] = past.entries[0], past.entries[1]
     for ring, new in ((state.ring_k, past.window_k), (state.ring_v, past.window_v), (state.ring_q, past.mean_q)):
         for back in range(1, min(ring.shape[2], new.shape[2], seen) + 1):
@@ -150,7 +145,6 @@ def filled_state(method, past, tokens):
 
 
 def follow_the_reference(method, past, state, qkv, start, stop):
-    """Steps that go on from ``past`` give what the reference gives, whose past after them is returned."""
     largest = qkv[2].abs().max()
     for t in range(start, stop):
         now = columns(qkv, t, t + 1)
@@ -162,7 +156,6 @@ def follow_the_reference(method, past, state, qkv, start, stop):
 
 
 def same_entries(state, past, row, num):
-    """The first ``num`` entries are those of the past, and no others were written."""
     for made, entries in ((state.entries_k, past.entries[0]), (state.entries_v, past.entries[1])):
         largest = max(entries.abs().flatten().tolist(), default=0.0)
         assert num == 0 or exact_to_rounding(made[row, :, :num], entries[row, :, :num].cpu(), largest)
@@ -254,9 +247,8 @@ def test_output_within_budget(name, width, dtype):
 
 
 def test_entries_beyond_the_capacity_are_dropped():
-    method, L = condense.CCA(group_size=3, window=0, rep_bias="log_size"), 12
-    q, k, v = drawn(1, 2, 1, L)
-    whole = empty_state(method, 1, 1, 16, 16, L)
+    method, (q, k, v) = condense.CCA(group_size=3, window=0, rep_bias="log_size"), drawn(1, 2, 1, 12)
+    whole = empty_state(method, 1, 1, 16, 16, 12)
     small = copy_of(whole)
     small = small._replace(entries_k=small.entries_k[:, :, :2], entries_v=small.entries_v[:, :, :2])
     want, out = decode(method, q, k, v, whole), decode(method, q, k, v, small)
@@ -270,96 +262,55 @@ def test_entries_beyond_the_capacity_are_dropped():
     assert exact_to_rounding(out[0, :, 8], seen[:, 0].cpu(), v.abs().max())
 
 
-def test_more_steps_than_there_is_room_for_stay_inside_the_ring():
+@pytest.mark.parametrize("method", ENDLESS.values(), ids=ENDLESS)
+def test_more_steps_than_there_is_room_for_stay_inside_the_ring(method):
     """As where somebody's own graph is replayed too often: what lies behind the ring is NaN, and nobody reads it."""
-    method, L, W = condense.CCA(group_size=4, window=20), 24, 8
+    L, W = 24, 8
     q, k, v = oracle.random_qkv(1, 2, 1, L, 16, 16, dtype=torch.float32)
-    state = empty_state(method, 1, 1, 16, 16, W, dtype=torch.float32)
-    rings = [torch.full((1, 1, 4 * W, 16), torch.nan, device=DEVICE) for _ in range(2)]
-    state = state._replace(ring_k=rings[0][:, :, :W], ring_v=rings[1][:, :, :W])
-    out = decode(method, q, k, v, state)
+    state = empty_state(method, 1, 1, 16, 16, L)
+    sizes = {"ring_k": W, "ring_v": W} | ({"sums": 2} if state.sums.numel() else {})
+    longer = {name: getattr(state, name).new_full((1, 1, 4 * W, 16), torch.nan) for name in sizes}
+    out = decode(method, q, k, v, state._replace(**{name: longer[name][:, :, :n] for name, n in sizes.items()}))
     assert bool(out.isfinite().all())
-    assert all(bool(x[:, :, W:].isnan().all()) for x in rings)
+    assert all(bool(longer[name][:, :, n:].isnan().all()) for name, n in sizes.items())
     assert exact_to_rounding(out[:, :, :W], oracle.attention(q, k, v, method=method)[0][:, :, :W], v.abs().max())
 
 
-def latent_attention(method, q, k, latent, scale):
-    """By definition, one row and one KV head: q ``[H, L, D]``, k ``[L, D]``; values are the first columns of k. Mean
-    queries and entries are rounded to the inputs' dtype, so that every precision chooses the same anchors.
-    """
-    qbar, dtype = q.float().mean(0).to(q.dtype).double(), k.dtype
-    q, k, outs = q.double(), k.double(), []
-    parts = (k[:, :latent], method.value_pooling), (k[:, latent:], method.key_pooling)
-    for t in range(len(k)):
-        groups, exact = oracle.visible(method, t)
-        keys = [k[i] for i in exact]
-        for j in groups:
-            members = slice(j * method.group_size, (j + 1) * method.group_size)
-            scores = k[members] @ oracle.summary_query(method, j, qbar, None) * scale
-            pooled = [oracle.pool(x[members], scores, how) for x, how in parts]
-            keys.append(torch.cat(pooled).to(dtype).double())
-        keys = torch.stack(keys)
-        logits = scale * q[:, t] @ keys.T
-        logits[:, len(exact) :] += step_settings(method).bias
-        outs.append(logits.softmax(-1) @ keys[:, :latent])
-    return torch.stack(outs, 1)
+ANCHORS = condense.LCA(group_size=4, window=6, num_summary_queries=1, rep_bias="log_size")
+FOCAL = condense.DGA(group_size=4, gamma=0.5, window=0, rep_bias="log_size")
+ABSORBED = [
+    (shape, ANCHORS.replace(key_pooling=key, value_pooling=value))
+    for shape in LATENTS
+    for key, value in (("select", "weighted"), ("weighted", "select"))
+]
+# whole entries are kept and pooled by one set of weights
+ABSORBED += [(shape, FOCAL.replace(window=n)) for shape in ((4, 48, 16), LATENTS[-1]) for n in (0, 1)]
 
 
-def torch_decode(method, q, k, scale, latent):
-    """Every token one step of the torch backend on absorbed latents, in their dtype."""
-    own, plan, L = OwnEntries(method.for_latents(latent).represent), step_settings(method), k.shape[2]
-    state = empty_state(method, 1, 1, k.shape[3], 0, L, dtype=k.dtype)
-    state = StepState._make(x.zero_() for x in state)  # the step reads slots that hold nothing, and masks them
-    tokens = (NewToken(*(x[:, :, t : t + 1] for x in (q, k, k[..., :0]))) for t in range(L))
-    calls = (StepCall(token, state, plan, scale=scale, latent=latent) for token in tokens)
-    return torch.cat([torch_step.step(call, own) for call in calls], 2)
-
-
-def check_latents(method, q, k, latent, want, scale):
-    """Steps over absorbed latents q ``[1, H, L, D]`` and k ``[1, 1, L, D]`` are within the budget of PyTorch's."""
-    q, k = q.to(DEVICE), k.to(DEVICE)
-    state = empty_state(method, 1, 1, k.shape[3], 0, k.shape[2], dtype=k.dtype)
-    out = decode(method, q, k, k[..., :0], state, scale=scale, latent=latent)
-    yardstick = torch_decode(method, q, k, scale, latent)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "method"), ABSORBED, ids=str)
+def test_absorbed_latents_against_the_definition(shape, method, dtype):
+    """As heads that expand a latent to itself. Their mean is the first one to the bit: all precisions choose alike."""
+    (H, latent, rope), L = shape, 64 if DEVICE == "cuda" else 20
+    q, k, _ = oracle.random_qkv(1, 1, 1, L, latent + rope, 1, dtype=dtype)
+    q = q * torch.tensor([1.0, 2.0, 0.5, 0.5], dtype=dtype).repeat(H // 4)[None, :, None, None]
+    parts = q[..., :latent], q[..., latent:], k[:, 0, :, :latent], k[:, 0, :, latent:]
+    itself = torch.eye(latent).expand(H, -1, -1)
+    want, _ = latent_oracle.attention((*parts, itself, itself), method=method, scale=0.1)
+    q, k, own = q.to(DEVICE), k.to(DEVICE), OwnEntries(method.for_latents(latent).represent)
+    state = empty_state(method, 1, 1, latent + rope, 0, L, dtype=dtype)
+    plain = StepState._make(x.nan_to_num(0.0) for x in state)  # PyTorch's step reads empty slots, and masks them
+    out = decode(method, q, k, k[..., :0], state, scale=0.1, latent=latent)
+    tokens = (NewToken(*columns((q, k, k[..., :0]), t, t + 1)) for t in range(L))
+    calls = (StepCall(token, plain, step_settings(method), scale=0.1, latent=latent) for token in tokens)
+    yardstick = torch.cat([torch_step.step(call, own) for call in calls], 2)
     assert judge([out.cpu()], [want], [yardstick.cpu()]).passed
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("poolings", [("select", "weighted"), ("weighted", "select")], ids=str)
-@pytest.mark.parametrize("shape", LATENTS, ids=str)
-def test_absorbed_latents_against_the_definition(shape, poolings, dtype):
-    (H, latent, rope), (key, value) = shape, poolings
-    method = condense.LCA(group_size=4, window=6, num_summary_queries=1, rep_bias="log_size")
-    method = method.replace(key_pooling=key, value_pooling=value)
-    L, scale = (64 if DEVICE == "cuda" else 20), 0.1
-    q, k, _ = oracle.random_qkv(1, H, 1, L, latent + rope, 1, dtype=dtype)
-    check_latents(method, q, k, latent, latent_attention(method, q[0], k[0, 0], latent, scale)[None], scale)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("window", [0, 1])
-@pytest.mark.parametrize("shape", [(4, 48, 16), *LATENTS[-1:]], ids=str)
-def test_focal_latents_against_the_definition(shape, window, dtype):
-    """Whole entries are kept and pooled by one set of weights: ordinary keys whose first columns are the values."""
-    H, latent, rope = shape
-    method = condense.DGA(group_size=4, gamma=0.5, window=window, rep_bias="log_size")
-    L, scale = (64 if DEVICE == "cuda" else 20), 0.1
-    q, k, _ = oracle.random_qkv(1, 1, 1, L, latent + rope, 1, dtype=dtype)
-    # their mean is the first head's, to the bit in every precision
-    q = q * torch.tensor([1.0, 2.0, 0.5, 0.5], dtype=dtype).repeat(H // 4)[None, :, None, None]
-    exact = q.double(), k.double(), k[..., :latent].double()
-    want = condense.attention(*exact, method=method, scale=scale, backend="reference")
-    check_latents(method, q, k, latent, want, scale)
-
-
-def some_step(dtype=torch.float32, seen=23):
-    """Inputs, state and keywords of a step that closes a chunk and sees its entry."""
+def some_step(dtype=torch.float32, seen=24):
     q, k, v = drawn(2, 4, 2, 60, dtype=dtype)
     _, past = extend(PADDED_LCA, None, *columns((q, k, v), 0, seen), scale=0.25)
-    now = columns((q, k, v), seen, seen + 1)
-    plan = step_settings(PADDED_LCA)
-    assert (seen + 1 - plan.summary_delay) % plan.rule.chunk == 0
-    return now, filled_state(PADDED_LCA, past, 60), plan
+    return columns((q, k, v), seen, seen + 1), filled_state(PADDED_LCA, past, 60), step_settings(PADDED_LCA)
 
 
 def copy_of(state):
@@ -371,7 +322,7 @@ def same(one, other):
 
 
 def test_repeats_and_layouts_change_no_bit():
-    now, state, plan = some_step(seen=24)
+    now, state, plan = some_step()
     out = one_step(plan, now, first := copy_of(state))
     heads_last = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in state[:5])
     strided = StepState(*heads_last, *(x.clone() for x in state[5:]))
@@ -391,26 +342,22 @@ def column_of(x, among=3):
 
 def test_counts_with_gaps_between_them():
     """seen, arrived and ``real`` are read by their strides: a column of a mask, one value for all rows."""
-    now, state, plan = some_step(seen=24)
+    now, state, plan = some_step()
     state.seen[1] -= 3
     for real in (torch.tensor([True, False]), torch.tensor([False, True]), torch.tensor([True]).expand(2)):
         real = real.to(DEVICE)
-        tight, before = copy_of(state), copy_of(state)
-        out = one_step(plan, now, tight, real.contiguous())
+        out = one_step(plan, now, tight := copy_of(state), real.contiguous())
         for strided in (real,) if real.stride() == (0,) else (column_of(real.int()), column_of(real)):
-            gaps = copy_of(before)
-            gaps = gaps._replace(seen=column_of(gaps.seen), arrived=column_of(gaps.arrived))
+            gaps = copy_of(state)._replace(seen=column_of(state.seen), arrived=column_of(state.arrived))
             assert torch.equal(one_step(plan, now, gaps, strided), out)
             assert same(tight, gaps)
 
 
 def test_prompts_with_gaps_between_them():
-    q, k, v = drawn(2, 4, 2, 40)
-    _, state = after_prompts(SELECT, q, k, v, (31, 22), 9)
-    now = columns((q, k, v), 31, 32)
-    out = one_step(step_settings(SELECT), now, tight := copy_of(state), scale=0.3)
-    gaps = copy_of(state)._replace(first=column_of(state.first))
-    assert torch.equal(one_step(step_settings(SELECT), now, gaps, scale=0.3), out)
+    qkv, plan = drawn(2, 4, 2, 40), step_settings(SELECT)
+    _, state = after_prompts(SELECT, *qkv, (31, 22), 9)
+    now, tight, gaps = columns(qkv, 31, 32), copy_of(state), copy_of(state)._replace(first=column_of(state.first))
+    assert torch.equal(one_step(plan, now, gaps), one_step(plan, now, tight))
     assert same(tight, gaps)
 
 
@@ -430,17 +377,15 @@ def test_a_window_longer_than_any_text(window):
 
 
 def test_a_tie_goes_to_the_lowest_position():
-    """Twenty equal keys with different values: the anchor of each group is its first token."""
-    method, L = condense.CCA(group_size=20, window=0, value_pooling="select"), 40
-    q, k, v = oracle.random_qkv(1, 1, 1, L, 16, 16, dtype=torch.float32)
-    k = k[:, :, :1].expand_as(k)
-    state = empty_state(method, 1, 1, 16, 16, L)
-    decode(method, q, k, v, state)
+    method = condense.CCA(group_size=20, window=0, value_pooling="select")
+    q, k, v = oracle.random_qkv(1, 1, 1, 40, 16, 16, dtype=torch.float32)
+    state = empty_state(method, 1, 1, 16, 16, 40)
+    decode(method, q, k[:, :, :1].expand_as(k), v, state)
     assert torch.equal(state.entries_v.cpu(), v[:, :, ::20])
 
 
 def test_compiles_as_one_operation():
-    now, state, plan = some_step(seen=24)
+    now, state, plan = some_step()
     real = torch.tensor([True, False], device=DEVICE)
 
     def one(q, k, v, *state):
@@ -456,7 +401,7 @@ def test_compiles_as_one_operation():
 
 @pytest.mark.parametrize("real", [None, torch.tensor([True, False], device=DEVICE)], ids=["all", "some"])
 def test_is_a_well_behaved_operation(real):
-    now, state, plan = some_step(seen=24)
+    now, state, plan = some_step()
     state = [x.nan_to_num(0.0) for x in state]  # opcheck compares with ==
     counter, sink = (None, None) if real is None else (torch.tensor(24, device=DEVICE), now[0][0, :, 0, 0].contiguous())
     arguments = (*now, *state, counter, real, sink, plan.number, 0.25, 0, 0.0)
@@ -464,35 +409,30 @@ def test_is_a_well_behaved_operation(real):
 
 
 def test_refuses_what_it_has_no_kernel_for():
-    (q, k, v), state, plan = some_step(seen=24)
-    before = copy_of(state)
+    (q, k, v), state, plan = some_step()
+    before, two = copy_of(state), UniformRule(chunk=4, window=5, entries=2)
     wide = StepState(*(x.double() for x in state[:5]), *state[5:])
-    large = dataclasses.replace(plan, rule=UniformRule(chunk=129, window=5, entries=2), num_focal=1)
-    two = dataclasses.replace(plan, rule=UniformRule(chunk=4, window=5, entries=2))
-    short = state._replace(ring_v=state.ring_v[:, :, 1:])
-    few = state._replace(ring_q=state.ring_q[:, :, 1:])
-    unknown = dataclasses.replace(plan, key_pooling=None)
     columns = state._replace(entries_k=state.entries_k.mT.contiguous().mT)
     for match, args in {
         "takes torch.bfloat16, .*, got torch.float64": (q.double(), k.double(), v.double(), wide, plan),
-        "num_focal . 1 = 1 entries per chunk, got 2": (q, k, v, state, two),
-        "chunks of up to 128 tokens, got 129": (q, k, v, state, large),
-        "ring_v must be": (q, k, v, short, plan),
-        "ring_q must be": (q, k, v, few, plan),
+        "num_focal . 1 = 1 entries per chunk, got 2": (q, k, v, state, replace(plan, rule=two)),
+        "chunks of up to 128 .*, got 129": (q, k, v, state, replace(plan, rule=replace(two, chunk=129), num_focal=1)),
+        "ring_v must be": (q, k, v, state._replace(ring_v=state.ring_v[:, :, 1:]), plan),
+        "ring_q must be": (q, k, v, state._replace(ring_q=state.ring_q[:, :, 1:]), plan),
         "k must be": (q, k[:, :1], v, state, plan),
         "seen must be": (q, k, v, state._replace(seen=state.seen.int()), plan),
         "first must be": (q, k, v, state._replace(first=state.first[:, :1]), plan),
         "arrived must be": (q, k, v, state._replace(arrived=state.arrived[:, 1:]), plan),
-        "makes its entries itself": (q, k, v, state, unknown),
+        "makes its entries itself": (q, k, v, state, replace(plan, key_pooling=None)),
         "contiguous": (q, k, v, columns, plan),
         "values of width 0": (q, k, v, state, plan, 8),
-        "entries_k must be": (q, k, v, state, dataclasses.replace(plan, entry_bits=8)),
-        "single tokens among entries": (q, k, v, state, dataclasses.replace(plan, entry_bits=8, has_first=True)),
-        "latents of 8": (q, k, v[..., :0], state, dataclasses.replace(plan, entry_bits=4), 8),
+        "entries_k must be": (q, k, v, state, replace(plan, entry_bits=8)),
+        "single tokens among entries": (q, k, v, state, replace(plan, entry_bits=8, has_first=True)),
+        "latents of 8": (q, k, v[..., :0], state, replace(plan, entry_bits=4), 8),
         "widths up to 256": (q, k.expand(2, 2, 1, 16).repeat(1, 1, 1, 17), v, state, plan),
     }.items():
         with pytest.raises(ValueError, match=match):
             triton_step.step(StepCall(NewToken(*args[:3]), *args[3:5], scale=0.25, latent=sum(args[5:])))
     with pytest.raises(ValueError, match="real must be"):
-        triton_step.step(StepCall(NewToken(q, k, v, torch.ones(1, dtype=torch.bool)), state, plan, scale=0.25))
+        one_step(plan, (q, k, v), state, torch.ones(1, dtype=torch.bool))
     assert same(before, state)

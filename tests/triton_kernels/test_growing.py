@@ -1,8 +1,4 @@
-"""The growing layer on the Triton step: what `extend` computes, in place, with little room to spare, and croppable; of
-Recall, the bits of one operation per token.
-
-Interpreted in float32 on a CPU, compiled on a GPU. Shapes: B rows, H query heads, K KV heads, L tokens, D width.
-"""
+"""The growing layer on the Triton step: what `extend` computes, in place; of Recall, the bits of single operations."""
 
 import copy
 import weakref
@@ -11,7 +7,9 @@ from functools import partial
 import pytest
 import torch
 from grids import fixture_of
+from lanes import DEVICE
 from layers import Counting, draw, read, tensors_of
+from models import tiny
 from oracles import cases
 from step_states import SELECT
 from torch.utils._python_dispatch import _disable_current_modes
@@ -26,11 +24,8 @@ from condense.ops.tensors.per_row import as_rows
 from condense.ops.triton.launch import Prepared
 from condense.state import SLACK
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NAMES = (
-    "cca lca lca-9-queries lca-1-query lca-4-bits lca-mean-max dga-all-focal dga-streaming-log_size streaming_llm dense"
-)
-METHODS = {name: cases.PLANS[name] for name in NAMES.split()} | {
+NAMES = "cca lca lca-9-queries lca-1-query lca-4-bits lca-mean-max dga-all-focal dga-streaming-log_size streaming_llm"
+METHODS = {name: cases.PLANS[name] for name in (*NAMES.split(), "dense")} | {
     "cca-window-0": condense.CCA(group_size=3, window=0, rep_bias="log_size"),
     "prompt-summary": condense.CCA(group_size=4, window=6, summary="prompt"),
     "dga-prompt": SELECT,
@@ -66,15 +61,11 @@ def stepping(monkeypatch):
 
 
 class Reading(CondensedLayer):
-    """The same past without steps."""
-
     def can_step(self, *args):
         return False
 
 
 class Operating(CondensedLayer):
-    """Every token is read by one operation, not by a step that was prepared."""
-
     def read(self, *args):
         context = super().read(*args)
         self._ring._decode = partial(decode_step, own=None, backend="triton")
@@ -97,15 +88,8 @@ def pair(method):
     return CondensedLayer(method), (Reading if method.layout.choice is None else Operating)(method)
 
 
-def close(got, want):
-    """Entries, weights and sums in float32: a few units in the last place."""
-    assert float((got - want).abs().max()) <= 32 * torch.finfo(torch.float32).eps * float(want.abs().max())
-
-
 def agree(layers, L, seed, counts=None, rows=B, qkv=None, extras=None):
-    """Both read the same; rows that have fewer tokens are compared from their first. Operations give the same bits of
-    outputs, and of all that is kept.
-    """
+    """Both read the same, rows with fewer tokens from their first; operations give the bits of outputs and state."""
     qkv = draw_tokens(L, seed, rows=rows) if qkv is None else qkv
     # PyTorch's fused attention reads 16 bytes at once, wherever its tensors begin
     plain = [x.clone() for x in qkv]
@@ -118,10 +102,16 @@ def agree(layers, L, seed, counts=None, rows=B, qkv=None, extras=None):
         assert all(torch.equal(x, y) for x, y in zip(one.buffers, other.buffers, strict=True))
         assert other._prepared is None
         return
-    for row in range(rows):
-        n = L if counts is None else int(counts[row])
-        if n > 0:
-            close(got[row, :, L - n :], want[row, :, L - n :])
+    for row, n in enumerate([L] * rows if counts is None else counts.tolist()):
+        got_row, want_row = got[row, :, L - n :], want[row, :, L - n :]
+        # entries, weights and sums in float32: a few units in the last place
+        few = 32 * torch.finfo(torch.float32).eps * want_row.abs().max() if n else 0
+        assert bool(((got_row - want_row).abs() <= few).all())
+
+
+def read_in_turn(layers, *sizes, seed=0, rows=B):
+    for i, L in enumerate(sizes):
+        agree(layers, L, seed + i, rows=rows)
 
 
 def _same_numbers(one, other, rows=B):
@@ -133,11 +123,15 @@ def _same_numbers(one, other, rows=B):
     assert [x.shape[:3] for x in mine.entries] == [x.shape[:3] for x in theirs.entries]
 
 
-@pytest.mark.parametrize("ragged", [False, True], ids=["alike", "ragged"])
-def test_steps_and_chunks_equal_extend(method, ragged):
-    """Over many groups, more than the room at first, and from steps to chunks and back."""
+MANY = (9, *[1] * 18, 7, 1, 2, *[1] * 7)
+SIZES = {"alike": (MANY, False), "ragged": (MANY, True), "from a first token": ([1] * 14, False)}
+
+
+@pytest.mark.parametrize(("sizes", "ragged"), SIZES.values(), ids=SIZES)
+def test_steps_and_chunks_equal_extend(method, sizes, ragged):
     layers, generator = pair(method), torch.Generator().manual_seed(3)
-    for seed, L in enumerate((9, *[1] * 18, 7, 1, 2, *[1] * 7)):
+    assert not layers[0].can_step(*draw_tokens(1)[1:]), "a first token is a prompt"
+    for seed, L in enumerate(sizes):
         counts = torch.randint(0, L + 1, (B,), generator=generator) if ragged else None
         agree(layers, L, seed, counts)
         _same_numbers(*layers)
@@ -147,28 +141,22 @@ def test_steps_and_chunks_equal_extend(method, ragged):
 
 @pytest.mark.parametrize("name", TAKING_BACK)
 def test_tokens_are_taken_back_in_the_middle_of_steps(name):
-    """Up to the slack, across group boundaries; others stood in their slots and entries. Then chunks and steps, and all
-    of it from the start.
-    """
+    """Up to the slack, across group boundaries; others stood in their slots and entries. In the end all of it anew."""
     layers = pair(EITHER[name])
     agree(layers, 31, 0)
-    # the interpreter takes longest for Recall's steps
     few = name == "recall" and DEVICE == "cpu"
     for count, L in ((1, 3), (SLACK, 5), (4, 5)) if few else ((1, 3), (SLACK, SLACK), (4, 9), (7, 7)):
-        for i in range(L):
-            agree(layers, 1, 100 + i)
+        read_in_turn(layers, *[1] * L, seed=100)
         for layer in layers:
             layer.crop(-count)
         assert layers[0]._ring is not None
         _same_numbers(*layers)
-    for seed, L in enumerate((1, 1, 1, 5, *[1] * (1 if few else 4))):
-        agree(layers, L, 200 + seed)
+    read_in_turn(layers, 1, 1, 1, 5, *[1] * (1 if few else 4), seed=200)
     _same_numbers(*layers)
     for layer in layers:
         layer.reset()
         assert layer.state is layer.keys is None
-    for L in (11, 1, 1, 1):
-        agree(layers, L, L)
+    read_in_turn(layers, 11, 1, 1, 1)
 
 
 REFUSED = {
@@ -189,12 +177,11 @@ def test_refused_and_unchanged_among_steps(call, message):
     for layer in layers:
         with pytest.raises(ValueError, match=message):
             call(layer)
-    assert all(torch.equal(x, y) for x, y in zip(state, layers[0]._ring.buffers, strict=True))
+    assert all(map(torch.equal, state, layers[0]._ring.buffers))
     for layer in layers:
         layer.crop(-3)
     _same_numbers(*layers)
-    for i in range(3):
-        agree(layers, 1, 9 + i)
+    read_in_turn(layers, 1, 1, 1, seed=9)
 
 
 @pytest.mark.parametrize("name", ["lca", "dga-prompt", "recall"])
@@ -202,13 +189,11 @@ def test_refused_and_unchanged_among_steps(call, message):
 def test_rows_follow_in_the_middle_of_steps(change, rows, name):
     layers = pair(EITHER[name])
     agree(layers, 23, 0, torch.tensor([23, 14]))
-    for i in range(3):
-        agree(layers, 1, i)
+    read_in_turn(layers, 1, 1, 1)
     for layer in layers:
         change(layer)
     assert layers[0]._ring is not None
-    for seed, L in enumerate((*[1] * 5, 4, 1)):
-        agree(layers, L, seed, rows=rows)
+    read_in_turn(layers, *[1] * 5, 4, 1, rows=rows)
     _same_numbers(*layers, rows=rows)
 
 
@@ -220,7 +205,7 @@ def test_rows_that_are_left_out_and_shorter_buffers_free_their_memory(name):
         read_by(layer, draw_tokens(L))
     old = [weakref.ref(x) for x in layer._ring.buffers]
     layer.batch_select_indices(torch.tensor([1], device=DEVICE))
-    assert [x() for x in old] == [None] * len(old)
+    assert not any(x() is not None for x in old)
     store = weakref.ref(layer._ring.buffers.store)
     read_by(layer, draw_tokens(4 * room_for(20), rows=1))
     assert store() is None
@@ -240,15 +225,12 @@ def started(monkeypatch):
     return kernels
 
 
-STEPPED = METHODS | {name: RECALLS[name] for name in ("recall", "store-4", "host")}
-
-
-@pytest.mark.parametrize("method", STEPPED.values(), ids=STEPPED)
-def test_a_step_allocates_and_starts_kernels(method, started):
+@pytest.mark.parametrize("name", [*METHODS, "recall", "store-4", "host"])
+def test_a_step_allocates_and_starts_kernels(name, started):
     """But for the steps that make room, which pad; nothing is put together, looked at or made anew."""
-    layer, made_room, recalls = CondensedLayer(method), 0, method.layout.choice is not None
+    layer, made_room, recalls = CondensedLayer(EITHER[name]), 0, name in RECALLS
     memory = ["aten.empty.memory_format", *["aten.split_with_sizes.default"] * recalls]
-    memory = [*memory, *memory, memory[0]]
+    memory += [*memory, memory[0]]
     for L in (50, 1):
         read_by(layer, draw_tokens(L))
     for i in range(20 if DEVICE == "cuda" else 4 if recalls else 8):
@@ -272,71 +254,57 @@ def test_room_to_spare_is_bounded(name):
     """The buffers against what a past of its own takes: at most 16 slots and one in 32 more, and the slack."""
     method = METHODS[name]
     layer, plain = pair(method)
-    for i, L in enumerate((3, *[1] * (45 if DEVICE == "cuda" else 24))):
-        for each in (layer, plain):
-            read_by(each, draw_tokens(L, i))
-        if i == 0:
-            continue
-        past, state = plain.state, layer._ring.buffers
+    cache = DynamicCache()
+    cache.layers = [layer]
+    read_in_turn((layer, plain), 3)
+    for i in range(45 if DEVICE == "cuda" else 24):
+        agree((layer, plain), 1, i)
+        past, state, rule = plain.state, layer._ring.buffers, method.layout.rule
         entries, tokens = past.entries[0].shape[2], past.seen
-        assert entries <= state.entries_k.shape[2] <= room_for(entries + method.layout.rule.entries)
-        window = tokens if method.layout.rule.window is None else method.layout.rule.window
-        assert state.ring_k.shape[2] <= min(room_for(tokens), window + method.layout.rule.chunk + SLACK + 16)
+        most = entries + rule.entries
+        assert entries <= state.entries_k.shape[2] <= most + most // 32 + 16
+        window = tokens if rule.window is None else rule.window
+        assert state.ring_k.shape[2] <= min(tokens + tokens // 32 + 16, window + rule.chunk + SLACK + 16)
         assert state.ring_q.shape[2] <= method.layout.num_summary + SLACK - 1
         whole = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in state}
-        cache = DynamicCache()
-        cache.layers = [layer]
         assert cache_nbytes(cache) == sum(whole.values())
 
 
-@pytest.mark.parametrize("needed", [0, 1, 15, 16, 31, 100, 1000, 8192, 100_000])
-def test_room(needed):
-    assert needed < room_for(needed) <= needed + needed // 32 + 16
-    assert room_for(needed) % 16 == 0
-
-
 def test_a_past_is_its_own():
-    """Steps that overwrite entries after a crop do not change what was looked at before."""
     layer = CondensedLayer(METHODS["cca"])
     for L in (30, 1, 1):
         read_by(layer, draw_tokens(L, L))
-    before = layer.state
-    kept = [x.clone() for x in tensors_of(before)]
+    before = tensors_of(layer.state)
+    kept = [x.clone() for x in before]
     layer.crop(-10)
     for i in range(10):
         read_by(layer, draw_tokens(1, 50 + i))
-    assert all(torch.equal(x, y) for x, y in zip(tensors_of(before), kept, strict=True))
+    assert all(map(torch.equal, before, kept))
 
 
 @pytest.mark.parametrize("name", ["lca", "host"])
 def test_a_copy_goes_its_own_way(name):
     layers = pair(EITHER[name])
-    for L in (20, 1):
-        agree(layers, L, L)
+    read_in_turn(layers, 20, 1)
     twins = copy.deepcopy(layers)
     assert twins[0]._ring._prepared is None
-    for i in range(3):
-        agree(twins, 1, i)
-    for i in range(3):
-        agree(layers, 1, 50 + i)
+    read_in_turn(twins, 1, 1, 1)
+    read_in_turn(layers, 1, 1, 1, seed=50)
 
 
 @pytest.mark.parametrize("name", ["lca", "recall"])
 def test_tokens_that_are_laid_out_in_turn_in_several_ways(name):
     """A step is prepared for one way; for another it is prepared anew."""
     layers, sink = pair(EITHER[name]), torch.ones(H + 1, device=DEVICE)
-    for L in (20, 1):
-        agree(layers, L, 0)
+    read_in_turn(layers, 20, 1)
     for i in range(4 if name == "lca" else 1):
         q, k, v = plain = draw_tokens(1, i)
         wide = [torch.cat([x, x], dim=3)[..., :D] for x in plain]
         spread = [torch.stack([x, x], dim=4)[..., 0] for x in plain]
         shifted = [torch.cat([x.flatten()[:1], x.flatten()])[1:].view_as(x) for x in plain]
         tokens = [wide, plain, spread, (shifted[0], k, v), (q, shifted[1], v), (q, k, shifted[2])]
-        steps = [(new, {}) for new in tokens]
-        if name == "recall":
-            kinds = ((2.0, sink[:H]), (2.0, sink[1:]), (3.0, sink[1:]))
-            steps += [(plain, {"extras": Extras(*kind)}) for kind in kinds]
+        kinds = ((2.0, sink[:H]), (2.0, sink[1:]), (3.0, sink[1:])) if name == "recall" else ()
+        steps = [*((new, {}) for new in tokens), *((plain, {"extras": Extras(*kind)}) for kind in kinds)]
         for new, options in (*steps, (plain, {"counts": torch.tensor([1, int(i == 3)])})):
             before = layers[0]._ring._prepared
             agree(layers, 1, 0, qkv=new, **options)
@@ -349,20 +317,11 @@ def test_tokens_that_are_laid_out_in_turn_in_several_ways(name):
 def test_a_past_made_in_inference_mode_goes_on_outside():
     layers = pair(METHODS["lca"])
     with torch.inference_mode():
-        for L in (20, 1, 1):
-            agree(layers, L, L)
-    for i in range(5):
-        agree(layers, 1, i)
+        read_in_turn(layers, 20, 1, 1)
+    read_in_turn(layers, *[1] * 5, seed=3)
     assert layers[0]._ring is not None
     with torch.inference_mode():
         agree(layers, 1, 10)
-
-
-def test_a_first_token_is_a_prompt(method):
-    layers = pair(method)
-    assert not layers[0].can_step(*draw_tokens(1)[1:])
-    for i in range(14):
-        agree(layers, 1, i)
 
 
 @pytest.mark.parametrize("method", RECALLS.values(), ids=RECALLS)
@@ -391,3 +350,69 @@ def test_a_trace_gets_one_operation():
     read_by(layer, (q.as_subclass(Seen), k, v))
     assert "condense.step.default" in seen
     assert layer._ring._prepared is None
+
+
+PAIRS = {"llama-dga": ("llama", "dga-streaming-log"), "deepseek_v3-lca": ("deepseek_v3", "lca")}
+PAIRS |= {f"{name}-reread": (name, "reread") for name in ("llama", "deepseek_v3")}
+OF_MODELS = tiny.METHODS | {"reread": condense.Reread(share=0.4, piece=8, sink=1, window=2)}
+ROWS = [tiny.tokens(1, n, seed=n)[0] for n in (27, 18)]
+
+
+def _condensed(name, method):
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1} if name == "llama" else {}
+    model = tiny.model(name, torch.float32, num_hidden_layers=2, **heads)
+    return condense.apply(model, OF_MODELS[method]).to(DEVICE)
+
+
+def _generate(model, ids, mask=None):
+    mask = None if mask is None else mask.to(DEVICE)
+    return tiny.generate(model, ids.to(DEVICE), return_dict_in_generate=True, attention_mask=mask)
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_tokens_are_those_of_extend(monkeypatch, pair):
+    model, (ids, mask) = _condensed(*pair), tiny.left_padded(ROWS)
+    out = _generate(model, ids, mask)
+    assert all(type(x) is CondensedLayer and x._ring is not None for x in out.past_key_values.layers)
+    monkeypatch.setattr("condense.models.layers.CondensedLayer", Reading)
+    want = _generate(model, ids, mask)
+    assert {type(x) for x in want.past_key_values.layers} == {Reading}
+    assert torch.equal(out.sequences, want.sequences)
+
+
+def test_tensor_parallel_latents_are_read(monkeypatch):
+    """The step would average queries over its own heads only."""
+    model, ids = _condensed("deepseek_v3", "lca"), ROWS[0][None]
+    want = _generate(model, ids).sequences
+    monkeypatch.setattr("condense.models.attention.head_mesh", lambda *args: "some ranks")
+    out = _generate(model, ids)
+    assert torch.equal(out.sequences, want)
+    assert all(layer._ring is None for layer in out.past_key_values.layers)
+
+
+@pytest.fixture
+def stepped():
+    """A model, ids of 27 tokens, and a cache that has read 20 of them and one by a step."""
+    model, ids = _condensed("llama", "cca"), ROWS[0][None].to(DEVICE)
+    cache = tiny.filled(model, ids[:, :20])
+    with torch.no_grad():
+        model(ids[:, 20:21], past_key_values=cache)
+    return model, ids, cache
+
+
+def test_gradients_go_by_extend(stepped):
+    model, ids, cache = stepped
+    assert cache.layers[0]._ring is not None
+    model(ids[:, 21:22], past_key_values=cache).logits.sum().backward()
+    assert cache.layers[0]._ring is None
+    assert all(x.grad is not None for x in model.parameters() if x.requires_grad)
+
+
+@torch.no_grad()
+def test_documents_and_short_masks_are_refused_at_a_step(stepped):
+    model, ids, cache = stepped
+    with pytest.raises(ValueError, match="cannot be cached"):
+        model(ids[:, 21:22], past_key_values=cache, cu_seq_lens_q=torch.tensor([0, 1], device=DEVICE))
+    with pytest.raises(ValueError, match="cover all tokens so far"):
+        model(ids[:, 21:22], past_key_values=cache, attention_mask=torch.ones(1, 1, device=DEVICE).long())
+    assert cache.get_seq_length() == 21
