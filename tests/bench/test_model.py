@@ -1,16 +1,21 @@
-"""Whole models: figures, the gate, and what happens to what is wrong or cannot run."""
+"""Whole models: figures, the gate, what happens to what is wrong or cannot run; `python benchmarks/speed` on a CPU."""
 
-from types import SimpleNamespace
+import functools
+import json
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+from cli import test_commands
 from models import tiny
 from small_models import tiny_llama
-from speed import model_gate, runners
+from speed import model_gate, runners, tasks
+from speed.command import main
 from speed.model import ModelPlan, bench_model
 from speed.model_gate import ModelGate
 from speed.model_shapes import random_model, ready
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LlamaForCausalLM
 
 import condense
 
@@ -27,6 +32,23 @@ ALL = {
 PUBLISHED = [  # as published with the models
     *(("llama-3.1-8b", 8.03), ("llama-3.1-70b", 70.55), ("llama-2-7b", 6.74), ("qwen3-8b", 8.19)),
     *(("qwen2.5-7b", 7.62), ("gemma-3-12b", 11.77), ("deepseek-v2-lite", 15.7), ("minicpm3-4b", 4.07)),
+]
+ran, refused, run_here = (
+    functools.partial(each, entry=main) for each in (test_commands.ran, test_commands.refused, test_commands.run_here)
+)
+KERNEL = ("kernel", "--device", "cpu", "--shape", "4/2/16/16", "--budget", "0", "--method=cca:window=16")
+BAD = [
+    (("kernel", "--shape", "32/5"), "shape must be H/Hkv/D/Dv"),
+    (("kernel", "--lengths", "0"), "lengths: wanted a number of tokens >= 1"),
+    (("kernel", "--baselines", "fastest"), "baselines must be of cudnn"),
+    (("kernel", "--decode-batches", "4,x"), "decode_batches must be numbers of rows >= 1"),
+    (("kernel", "--backend", "torch,abacus"), "backend must be"),
+    (("kernel", "--method=dga:selection=prompt", "--ops=decode", "--baselines=none"), "ops: none of decode"),
+    (("kernel", "--results", "file"), "results: wanted a path that can be written"),
+    (("model", "--shape", "llama-9"), "shape must be one of llama-3.1-8b"),
+    (("model", "--runners", "fast"), "runners must be of dense"),
+    (("model", "--shape", "llama-3.1-8b", "--model", "x"), "shape and model exclude each other"),
+    (("model", "--layers", "2", "--model", "x"), "layers belongs to a shape"),
 ]
 
 
@@ -62,8 +84,7 @@ def test_the_models_own_settings_of_generation_do_not_count(model, monkeypatch):
     ends = {"eos_token_id": list(range(model.config.vocab_size)), "stop_strings": ["a"], "max_time": 1e-6}
     own = GenerationConfig(**ends, do_sample=True, num_beams=4)
     monkeypatch.setattr(model, "generation_config", own)
-    reading = runners.read_by_loop(model, torch.arange(20)[None], 16, None)
-    assert len(reading.steps_s) == 16
+    assert len(runners.read_by_loop(model, torch.arange(20)[None], 16, None).steps_s) == 16
     assert model.generation_config is own
 
 
@@ -78,20 +99,15 @@ def test_feed_forward_can_be_compiled_for_all_runners(model, monkeypatch):
 def test_every_method_runs_in_every_runner(model):
     runners = ("dense", "dense_graph", "condensed", "condensed_graph", "condensed_growing")
     rows = run(model, (40,), ALL, runners, steps=3)["rows"]
+    assert [row for row in rows if "error" in row] == []
     assert len(rows) == 2 + 3 * len(ALL)
-    for row in rows:
-        # what cannot run says why
-        if row["runner"] != "condensed_graph dga_prompt" or "error" not in row:
-            assert row["first"]["median_ms"] > 0, row
-        else:
-            assert "selection='prompt'" in row["error"]
 
 
 def test_experts_are_named_and_pieces_are_nothing_for_a_method_that_looks_ahead():
     experts = {key: value for key, value in tiny.EXPERTS.items() if key != "experts_implementation"}
     model = ready(tiny.model("deepseek_v2", torch.float32, **experts))
     methods = {"lca": LCA, "ahead": LCA.replace(summary="prompt")}
-    content = run(model, (40,), methods, ("dense", "condensed"), steps=2, prefill_chunk=20)
+    content = run(model, (40,), methods, ("dense", "condensed"), prefill_chunk=20)
     *errors, ahead = (row.get("error") for row in content["rows"])
     assert errors == [None, None]
     assert "needs the whole prompt in one forward" in ahead
@@ -121,8 +137,7 @@ def test_a_model_that_says_something_else_in_pieces_is_not_timed(model, monkeypa
         return stock(self, k, v, request)
 
     monkeypatch.setattr(condense.caches.CondensedLayer, "read", forgetful)
-    content = run(model, (40,), METHODS, ("dense", "condensed"), steps=2)
-    dense, *condensed = content["rows"]
+    dense, *condensed = run(model, (40,), METHODS, ("dense", "condensed"))["rows"]
     assert "error" not in dense
     assert all(row["error"].startswith("wrong: logits") and "first" not in row for row in condensed)
 
@@ -142,11 +157,8 @@ def test_a_graph_decoder_is_held_to_the_eager_loop(model, monkeypatch, decoder):
 
 
 def test_an_error_stands_in_its_row(model, monkeypatch):
-    def broken(*arguments):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
-
-    stock = SimpleNamespace(description="stock", compile=None, read=broken)
-    monkeypatch.setitem(runners.RUNNERS, "dense", stock)
+    read = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
+    monkeypatch.setitem(runners.RUNNERS, "dense", Mock(description="stock", compile=None, read=read))
     dense, condensed = run(model, (40,), {"cca": METHODS["cca"]}, ("dense", "condensed"), steps=2)["rows"]
     assert dense["error"] == "OutOfMemoryError: CUDA out of memory. Tried to allocate"
     assert condensed["speedup"] == {"first": {}, "step": {}}
@@ -159,3 +171,62 @@ def test_shapes_have_the_published_number_of_parameters(name, billions):
     assert count == pytest.approx(billions * 1e9, rel=2e-3)
     one = random_model(name, num_layers=1, dtype=torch.bfloat16, device=torch.device("meta"))
     assert sum(p.numel() for p in one.parameters()) < count / 3
+
+
+def rows_of(path):
+    return json.loads(path.read_text())["results"]["rows"]
+
+
+def test_kernel_prints_and_writes_what_it_measured(tmp_path):
+    words = ["--lengths", "64,128", "--ops", "layer,decode", "--decode-batches", "1,2", "--backend", "torch,reference"]
+    recall = "--method=recall:group_size=4,window=8,num_recall=2"
+    done = ran(*KERNEL, recall, *words, "--results", str(tmp_path / "results"))
+    assert "no claims" in done.stdout
+    assert "backend torch, reference" in done.stdout
+    assert "attention of one decode step, 2 rows at once" in done.stdout
+    assert "faster than every dense baseline: " in done.stdout
+    (path,) = (tmp_path / "results").iterdir()
+    assert path.match("bench-kernel-h4-kv2-*cpu-*-20*Z.json")
+    assert all(row["gate"]["passed"] for row in rows_of(path) if row["condensed"])
+
+
+def test_a_wrong_kernel_is_exit_code_1(tmp_path, monkeypatch):
+    monkeypatch.setattr(tasks, "attention", lambda *args, **options: condense.attention(*args, **options) * 1.01)
+    done = run_here(*KERNEL, "--lengths", "64", "--ops", "layer", "--results", str(tmp_path))
+    assert done.returncode == 1
+    assert "times the budget, not timed" in done.stdout
+    (path,) = tmp_path.iterdir()
+    assert ["times" in row for row in rows_of(path) if row["condensed"]] == [False]
+
+
+def test_model_runs_a_saved_model_as_it_was_saved(tmp_path):
+    model, saved = tiny_llama(vocab_size=64, num_key_value_heads=1), tmp_path / "tiny"
+    condense.apply(model, condense.CCA(group_size=4, window=8), layers=[1]).save_pretrained(saved)
+    command = ["model", "--device", "cpu", "--lengths", "48", "--steps", "2", "--runners", "dense,condensed"]
+    command += ["--prefill-chunk", "20"]
+    assert "time per further token" in ran(*command, "--model", saved, "--results", tmp_path / "layer").stdout
+    (path,) = (tmp_path / "layer").iterdir()
+    assert json.loads(path.read_text())["results"]["prefill_chunk"] == 20
+    dense, condensed = rows_of(path)
+    assert condensed["runner"] == "condensed CCA(group_size=4, window=8) in layers 1"
+    assert condensed["method"] == {"1": condense.CCA(group_size=4, window=8).to_dict()}
+    assert condensed["gate"]["passed"]
+    assert dense["cache_bytes"] / 2 < condensed["cache_bytes"] < dense["cache_bytes"]
+    model = condense.apply(LlamaForCausalLM.from_pretrained(saved), condense.LCA(group_size=4, window=8))
+    by_method = ("--method", "cca:group_size=4,window=8")
+    for name, given, expected in (
+        ("whole", (), "LCA(group_size=4, window=8)"), ("stock", (), "recall-device"), ("own", by_method, by_method[1]),
+    ):  # fmt: skip
+        model.save_pretrained(tmp_path / name)
+        ran(*command, *given, "--model", str(tmp_path / name), "--results", str(tmp_path / "results" / name))
+        (path,) = (tmp_path / "results" / name).iterdir()
+        assert [row["runner"] for row in rows_of(path)] == ["dense", f"condensed {expected}"]
+        condense.restore(model)
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=lambda x: "_".join(x) if isinstance(x, tuple) else "")
+def test_bad_input_is_one_line_and_exit_code_2(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("mine")
+    refused(message, *arguments)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

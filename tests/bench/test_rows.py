@@ -1,13 +1,16 @@
-"""Shapes, the work that rows are held against, and ratios and crossovers of rows as result files hold them."""
+"""Shapes, the work that rows are held against, ratios and crossovers of rows, and FlexAttention with our mask."""
 
 from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from layers import read_request
 from oracles import cases, oracle, oracle_recall
-from speed.problems import HeadShape, Setting, attention_flops, beside_keys, pooled, step_bytes, visible_pairs
-from speed.rows import crossover, result_path, speedups
+from speed import baselines
+from speed.problems import HeadShape, Setting, beside_keys, pooled, step_bytes, visible_pairs
+from speed.rows import crossover, speedups
+from two_sources import attend_to
 
 import condense
 from condense.ops.recall import StoreFormat
@@ -16,8 +19,15 @@ CROSSOVERS = [
     ({10: 0.5, 100: 2.0, 1000: 12.5}, 100), ({10: 2.0, 100: 2.0}, 10), ({10: 2.0, 100: 0.9}, None),
     ({10: 2.0, 100: 0.9, 1000: 1.0}, 1000), ({}, None),
 ]  # fmt: skip
-SHAPES = {"32/8/128/128": (32, 8, 128, 128), "64/4": (64, 4, 128, 128), "4/4/192": (4, 4, 192, 192)}
 SETTING = Setting(HeadShape(4, 2, 8, 6), batch=1, dtype=torch.float32, device=torch.device("cpu"), seed=0)
+# for FlexAttention, uncompiled
+WIDE = Setting(HeadShape(4, 2, 16, 16), 1, torch.float64, torch.device("cpu"), 0)
+MASKED = {
+    "dense": condense.Dense(),
+    "cca": condense.CCA(group_size=4, window=100),
+    "log_size": condense.CCA(group_size=2, window=1, rep_bias="log_size"),
+    "streaming_llm": condense.StreamingLLM(sink=4, window=130),
+}
 COUNTED = cases.PLANS | cases.SELECTIONS
 RECALL = {name: cases.RECALLS[name] for name in ("two-open", "drop")}
 
@@ -42,15 +52,9 @@ def test_crossover_is_where_it_stays_faster(ratios, length):
     assert crossover(ratios) == length
 
 
-def test_a_result_file_says_what_was_measured_where(tmp_path):
-    path = result_path(tmp_path / "new", "kernel", "h4-kv2", torch.device("cpu"))
-    assert path.parent.is_dir()
-    assert path.match("bench-kernel-h4-kv2-cpu-*-20*Z.json")
-
-
-@pytest.mark.parametrize(("text", "shape"), SHAPES.items())
-def test_shapes_are_read(text, shape):
-    assert HeadShape.parse(text) == HeadShape(*shape)
+def test_shapes_are_read():
+    assert HeadShape.parse("64/4") == HeadShape.parse("64/4/128/128") == HeadShape(64, 4, 128, 128)
+    assert HeadShape.parse("4/4/192") == HeadShape(4, 4, 192, 192)
 
 
 @pytest.mark.parametrize("method", COUNTED.values(), ids=COUNTED)
@@ -60,13 +64,6 @@ def test_visible_pairs_are_counted_as_the_definition_does(method):
     q, k = inputs.q.double().unflatten(1, (2, 2)), inputs.k.double()
     want = sum(sum(oracle.num_visible(method, q[0, head], k[0, head], inputs.scale)) for head in range(2))
     assert visible_pairs(method, sources, 37) == round(want / 2)
-
-
-def test_flops_of_one_pair():
-    shape = HeadShape(4, 2, 8, 6)
-    # scores and weighted values; then scores again, dV, dP, dQ, dK
-    assert attention_flops(shape, 3, 1, backward=False) == 3 * 4 * 2 * (8 + 6)
-    assert attention_flops(shape, 3, 1, backward=True) == 3 * 4 * 2 * ((8 + 6) + 8 + 6 + 6 + 8 + 8)
 
 
 @pytest.mark.parametrize("method", RECALL.values(), ids=RECALL)
@@ -104,3 +101,30 @@ def test_a_step_reads_what_its_query_sees(method):
     keys = oracle.num_visible(method, inputs.k[0, :1], inputs.k[0, 0], 1.0)[-1]
     assert visible_pairs(method, real, 1) == keys
     assert step_bytes(SETTING, keys, 5) == 4 * (keys * 2 * (8 + 6) + 4 * (8 + 6)) + 2 * 5
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("length", [256, 300])
+@pytest.mark.parametrize("method", MASKED.values(), ids=MASKED)
+def test_flex_attention_with_our_mask_is_ours_and_reads_the_blocks_that_somebody_sees(method, length, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda call, **options: call)
+    inputs = WIDE.inputs(length)
+    sources = pooled(method, inputs)
+    attend = baselines.flex_attention(sources, length, scale=inputs.scale)
+    want = attend_to(sources, inputs.q, scale=inputs.scale)[0]
+    # the bias is float32 there
+    torch.testing.assert_close(attend(inputs.q, *baselines.joined_keys(sources)), want, rtol=0, atol=1e-6)
+    mask = baselines.block_mask(sources, length)
+    size, M = baselines.FLEX_BLOCK, sources.entries.k.shape[2]
+    P = M + -M % size
+    seen = torch.zeros(length, P + length)
+    for t in range(length):
+        groups, exact = oracle.visible(method, t)
+        if method.name == "streaming_llm" and len(exact) <= t:
+            # what drops tokens keeps its first ones as entries of their own
+            groups, exact = exact[:M], exact[M:]
+        seen[t, list(groups)] = 1
+        seen[t, [P + i for i in exact]] = 1
+    padded = F.pad(seen, (0, -seen.shape[1] % size, 0, -length % size))
+    wanted = padded.unflatten(0, (-1, size)).unflatten(2, (-1, size)).amax((1, 3))
+    assert torch.equal(mask.to_dense()[0, 0].float(), wanted)

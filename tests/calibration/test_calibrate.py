@@ -1,8 +1,11 @@
-"""A calibration on a small model: what is measured, what is chosen and verified, what is kept, and what is refused."""
+"""A calibration on a small model: what is measured, chosen, verified, kept, refused; allocations against all others."""
 
 import dataclasses
+import itertools
 import json
+import random
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ from torch.nn import functional
 import condense
 from condense import CCA, CalibrationConfig, Dense, Recall, StreamingLLM
 from condense.calibration import default_candidates
-from condense.calibration.curve import Curve, choose, verify
+from condense.calibration.curve import Curve, best_within, choose, greedy_path, most_bytes, verify
 from condense.calibration.measure import Meter
 from condense.calibration.report import LayerLoss, Mean
 from condense.calibration.samples import draw_samples
@@ -25,9 +28,7 @@ BAD = {
     "no-goal": ({"budget_nats": None}, "budget_nats and cache must not both be None"),
     "zero": ({"budget_nats": 0.0}, "budget_nats must be a finite number > 0"),
     "percent": ({"cache": 9.0}, r"cache must be a share of the dense cache, at most 1 \(0\.09 for 9 %\), got 9\.0"),
-    "found": ({"min_found": 1.5}, "min_found must be a finite number from 0 to 1"),
     "texts": ({"texts": 1}, "texts must be an integer >= 2"),
-    "length": ({"length": 64}, "length must be an integer >= 128"),
     "twice": ({"candidates": (Dense(), "dense")}, "candidates must differ"),
     "dense": ({"candidates": (Dense(),)}, "candidates must hold one besides dense attention"),
     "ahead": ({"candidates": (CCA(summary="prompt"),)}, "sees later tokens of a whole text: use summary="),
@@ -40,6 +41,7 @@ GOALS = [
     ({"hidden_numbers": 301}, r"hidden_numbers must be at most 300, as names are pairs of 600 words, got 301"),
     ({"texts": 500}, r"text must have \d+ tokens, 500 texts of 128 to measure and as many to verify, got \d+"),
 ]
+EVERY = [dict(enumerate(numbers)) for numbers in itertools.product(range(4), repeat=4)]
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,13 @@ def model(tokenizer):
 @pytest.fixture(scope="module")
 def result(model, tokenizer, text):
     return condense.calibrate(model, tokenizer, [text], CONFIG)
+
+
+def refused(said, *arguments, **options):
+    """`condense.calibrate` says no."""
+    with pytest.raises(ValueError, match=said) as error:
+        condense.calibrate(*arguments, **options)
+    assert "\n" not in str(error.value)
 
 
 def test_stretches_do_not_overlap_and_depend_on_the_seed(tokenizer, text, corpus):
@@ -83,13 +92,11 @@ def test_hidden_numbers_are_in_texts_of_their_half(tokenizer, text):
 
 
 def test_a_candidate_is_read_as_its_steps_read(model, tokenizer, text):
-    samples, few = draw_samples(tokenizer, [text], CONFIG), Recall(group_size=4, window=8, num_recall=1)
-    meter = Meter(model, (few, few.replace(prompt="exact")), samples)
-    own, exact = meter.read(0, [{1: 0}, {1: 1}])
+    few = [Recall(group_size=4, window=8, num_recall=1, prompt=prompt) for prompt in ("recall", "exact")]
+    own, exact = Meter(model, few, draw_samples(tokenizer, [text], CONFIG)).read(0, [{1: 0}, {1: 1}])
     assert own == exact
     assert own.kl > 1e-6
-    with pytest.raises(ValueError, match="candidates must differ in their steps"):
-        dataclasses.replace(CONFIG, candidates=(few, few.replace(prompt="exact")))
+    tiny.refused("candidates must differ in their steps", dataclasses.replace, CONFIG, candidates=tuple(few))
 
 
 def test_a_reading_is_the_divergence_of_the_predictions(model, tokenizer, text):
@@ -133,8 +140,7 @@ def test_the_curve_goes_down_and_nothing_smaller_on_it_is_within_the_budget(resu
     assert result.curve[0].methods == dict.fromkeys(range(3), Dense())
     assert result.curve[0].kl == (0, 0)
     assert result.chosen in result.curve
-    following = result.curve[result.curve.index(result.chosen) + 1]
-    assert result.steps_back > 0 or not following.within(CONFIG)
+    assert result.steps_back > 0 or not result.curve[result.curve.index(result.chosen) + 1].within(CONFIG)
     assert [point.methods for point in result.uniform] == [dict.fromkeys(range(3), method) for method in CANDIDATES]
 
 
@@ -173,45 +179,35 @@ def test_a_step_back_goes_to_one_that_keeps_to_the_budget_on_both_halves():
     curve = _judged(measured=[True, False, True, False], held_out=[True, True, False, True], small=1)
     curve.grid = [0, 2, 3]
     assert choose(curve, both) == 2
-    with pytest.raises(ValueError, match=r"on the text that was measured: 50\.0% of the cache loses 1 nats there"):
-        verify(curve, both, 2)
+    tiny.refused(r"on the text that was measured: 50\.0% of the cache loses 1 nats there", verify, curve, both, 2)
 
 
 def test_an_interrupted_one_goes_on(result, model, tokenizer, text, tmp_path, monkeypatch):
-    path, count = tmp_path / "measured.json", [0]
-
-    def interrupt():
-        count[0] += 1
-        if count[0] == 11:
-            raise KeyboardInterrupt
-
+    path, interrupted = tmp_path / "measured.json", Mock(side_effect=[*[None] * 10, KeyboardInterrupt])
     with pytest.raises(KeyboardInterrupt):
-        condense.calibrate(model, tokenizer, [text], CONFIG, measured=path, on_forward=interrupt)
+        condense.calibrate(model, tokenizer, [text], CONFIG, measured=path, on_forward=interrupted)
     kept = len(json.loads(path.read_text())["readings"])
     assert kept > 5
-    whole, rest = [], []
-    condense.calibrate(model, tokenizer, [text], CONFIG, on_forward=lambda: whole.append(1))
+    whole, rest = Mock(), Mock()
+    condense.calibrate(model, tokenizer, [text], CONFIG, on_forward=whole)
     monkeypatch.setattr(model.config, "_name_or_path", "elsewhere")  # the same model, read from another folder
-    again = condense.calibrate(model, tokenizer, [text], CONFIG, measured=path, on_forward=lambda: rest.append(1))
+    again = condense.calibrate(model, tokenizer, [text], CONFIG, measured=path, on_forward=rest)
     assert again == result
-    assert kept - 2 <= len(whole) - len(rest) <= kept + 1
+    assert kept - 2 <= whole.call_count - rest.call_count <= kept + 1
     # another budget needs no forward that was made already; another model is another matter
-    rest.clear()
+    rest.reset_mock()
     cheaper = dataclasses.replace(CONFIG, budget_nats=0.1)
-    condense.calibrate(model, tokenizer, [text], cheaper, measured=path, on_forward=lambda: rest.append(1))
-    assert len(rest) < len(whole) / 4
+    condense.calibrate(model, tokenizer, [text], cheaper, measured=path, on_forward=rest)
+    assert rest.call_count < whole.call_count / 4
     other = tiny.model("llama", vocab_size=len(tokenizer))
-    with pytest.raises(ValueError, match="holds measurements of another model, text, length, seed or other candidates"):
-        condense.calibrate(other, tokenizer, [text], CONFIG, measured=path)
-    kept = json.loads(path.read_text())
+    refused("measurements of another model, text, length, seed or", other, tokenizer, [text], CONFIG, measured=path)
+    kept, samples = json.loads(path.read_text()), draw_samples(tokenizer, [text], CONFIG)
     for reading in (None, 0.1, [None, 0.1, []], ["0.1", 0.1, []], [float("nan"), 0.1, []], [0.1, 0.1, ["yes"]]):
         path.write_text(json.dumps(kept | {"readings": {"0 0:0": reading}}))
-        with pytest.raises(ValueError, match="wanted a file of earlier measurements"):
-            Meter(model, CANDIDATES, draw_samples(tokenizer, [text], CONFIG), path)
+        tiny.refused("wanted a file of earlier measurements", Meter, model, CANDIDATES, samples, path)
     path.write_text("{")
     for wrong in (path, tmp_path):
-        with pytest.raises(ValueError, match="wanted a file of earlier measurements"):
-            condense.calibrate(model, tokenizer, [text], CONFIG, measured=wrong)
+        refused("wanted a file of earlier measurements", model, tokenizer, [text], CONFIG, measured=wrong)
 
 
 def test_the_file_is_what_apply_reads(result, model, tmp_path):
@@ -230,8 +226,7 @@ def test_a_size_of_the_cache(result, model, tokenizer, text):
     smaller = dataclasses.replace(CONFIG, budget_nats=None, cache=0.6)
     small = condense.calibrate(model, tokenizer, [text], smaller)
     assert small.chosen.cache <= 0.6
-    larger = small.curve[small.curve.index(small.chosen) - 1]
-    assert larger.cache > 0.6
+    assert small.curve[small.curve.index(small.chosen) - 1].cache > 0.6
     both = dataclasses.replace(CONFIG, budget_nats=10.0, cache=0.6)
     assert condense.calibrate(model, tokenizer, [text], both).allocation == small.allocation
     far = dataclasses.replace(smaller, cache_length=1280)
@@ -240,38 +235,32 @@ def test_a_size_of_the_cache(result, model, tokenizer, text):
 
 @pytest.mark.parametrize(("changes", "said"), GOALS, ids=["both", "budget", "numbers", "names", "text"])
 def test_goals_that_cannot_be_met(model, tokenizer, text, changes, said):
-    with pytest.raises(ValueError, match=said) as error:
-        condense.calibrate(model, tokenizer, [text], dataclasses.replace(CONFIG, **changes))
-    assert "\n" not in str(error.value)
+    refused(said, model, tokenizer, [text], dataclasses.replace(CONFIG, **changes))
 
 
 def test_what_can_be_known_beforehand_is_said_before_anything_is_measured(model, tokenizer, text, monkeypatch):
-    def measured():
-        raise AssertionError("a text was read")
-
-    with pytest.raises(ValueError, match=r"cache must be at least 0\.\d+, what the smallest of these candidates"):
-        condense.calibrate(model, tokenizer, [text], dataclasses.replace(CONFIG, cache=0.01), on_forward=measured)
+    measured = Mock(side_effect=AssertionError("a text was read"))
+    small = dataclasses.replace(CONFIG, cache=0.01)
+    refused(r"cache must be at least 0\.\d+, what the smallest", model, tokenizer, [text], small, on_forward=measured)
 
     def refuse(store, k, v, latent, groups=0):
         if store.settings.choice is not None:
             raise ValueError("store='host' needs a kernel")
 
     monkeypatch.setattr("condense.caches.store.Store.check", refuse)
-    with pytest.raises(ValueError, match=r"candidates: Recall\(.*: store='host' needs a kernel"):
-        condense.calibrate(model, tokenizer, [text], CONFIG, on_forward=measured)
+    said = r"candidates: Recall\(.*: store='host' needs a kernel"
+    refused(said, model, tokenizer, [text], CONFIG, on_forward=measured)
     assert condensed_layers(model) == {}
 
 
 def test_small_losses_are_not_said_to_be_none():
-    assert str(Mean(0.0123, 0.001)) == "0.0123±0.0010"
     assert str(Mean(3e-7, 1e-7)) == "3.0e-07±1.0e-07"
     assert str(Mean(0.0, 0.0)) == "0.0000±0.0000"
 
 
 @pytest.mark.parametrize(("changes", "said"), BAD.values(), ids=BAD)
 def test_bad_settings(changes, said):
-    with pytest.raises(ValueError, match=said):
-        dataclasses.replace(CONFIG, **changes)
+    tiny.refused(said, dataclasses.replace, CONFIG, **changes)
 
 
 @pytest.mark.parametrize("length", [4096, 16384, 131072])
@@ -287,8 +276,7 @@ def test_by_default_a_tenth_of_the_cache_is_enough_to_recall_in_all_layers(lengt
 
 def test_latents_by_default(tokenizer, text):
     model = tiny.model("deepseek_v3", vocab_size=len(tokenizer))
-    config = CalibrationConfig(cache=0.9, length=192, texts=2)
-    result = condense.calibrate(model, tokenizer, [text], config)
+    result = condense.calibrate(model, tokenizer, [text], CalibrationConfig(cache=0.9, length=192, texts=2))
     assert result.config.candidates == default_candidates(192, latents=True)
     assert default_candidates(4096, latents=True)[2].num_recall == 64  # half of the groups of 32
     assert result.chosen.cache <= 0.9
@@ -305,24 +293,81 @@ def test_predictions_that_are_not_finite_are_refused_by_name(model, tokenizer, t
         return logits(meter, sample, allocation) * (torch.nan if is_broken else 1)
 
     monkeypatch.setattr(Meter, "_logits", broken)
-    with pytest.raises(ValueError, match=f"must be finite to be compared, got a divergence of nan nats with {said}"):
-        condense.calibrate(model, tokenizer, [text], config)
+    refused(f"must be finite to be compared, got .* of nan nats with {said}", model, tokenizer, [text], config)
 
 
 def test_models_and_texts_that_are_not_ready(tokenizer, text):
     model = tiny.model("llama", vocab_size=len(tokenizer))
-    with pytest.raises(ValueError, match="texts must be a list of texts, got one alone"):
-        condense.calibrate(model, tokenizer, text, CONFIG)
-    with pytest.raises(ValueError, match=r"call condense\.restore"), condense.use(model, CCA()):
-        condense.calibrate(model, tokenizer, [text], CONFIG)
-    with pytest.raises(ValueError, match=r"call model\.eval\(\)"):
-        condense.calibrate(model.train(), tokenizer, [text], CONFIG)
+    refused("texts must be a list of texts, got one alone", model, tokenizer, text, CONFIG)
+    with condense.use(model, CCA()):
+        refused(r"call condense\.restore", model, tokenizer, [text], CONFIG)
+    refused(r"call model\.eval\(\)", model.train(), tokenizer, [text], CONFIG)
+    model.eval().to("meta")
+    refused(r"all of its weights on devices, got model\.embed\S+ offloaded", model, tokenizer, [text], CONFIG)
     learned = tiny.model("gpt2", vocab_size=len(tokenizer))
-    with pytest.raises(ValueError, match="length must fit the model's 128 learned positions, got 129"):
-        condense.calibrate(learned, tokenizer, [text], dataclasses.replace(CONFIG, length=129))
+    for name in ("length", "cache_length"):
+        config = dataclasses.replace(CONFIG, **{name: 129})
+        refused(f"^{name} must fit the model's 128 learned positions, got 129", learned, tokenizer, [text], config)
     config = dataclasses.replace(CONFIG, budget_nats=None, cache=0.9, texts=2)
     assert condense.calibrate(learned, tokenizer, [text], config).chosen.cache <= 0.9
-    with pytest.raises(ValueError, match="cache_length must fit the model's 128 learned positions, got 129"):
-        condense.calibrate(learned, tokenizer, [text], dataclasses.replace(CONFIG, cache_length=129))
-    with pytest.raises(ValueError, match=r"must have all of its weights on devices, got model\.embed\S+ offloaded"):
-        condense.calibrate(model.eval().to("meta"), tokenizer, [text], CONFIG)
+
+
+def test_the_path_begins_with_what_loses_least_and_never_takes_what_loses_more_and_keeps_more():
+    costs, sizes = {0: [0.2, 0.0, 0.0, 0.5]}, {0: [10, 80, 60, 20]}
+    assert greedy_path(costs, sizes) == [{0: 2}, {0: 0}]
+    # equals go to the lowest layer
+    costs, sizes = {i: [0.0, 1.0] for i in range(3)}, {i: [2, 1] for i in range(3)}
+    assert [sum(step.values()) for step in greedy_path(costs, sizes)] == [0, 1, 2, 3]
+    assert greedy_path(costs, sizes)[1] == {0: 1, 1: 0, 2: 0}
+
+
+def total(of, allocation):
+    return sum(of[i][n] for i, n in allocation.items())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_allocation_of_the_path_is_larger_than_one_that_loses_less(seed):
+    rng = random.Random(seed)
+    costs = {i: [0.0, *(float(rng.randrange(1, 50)) for _ in range(3))] for i in range(4)}
+    sizes = {i: [100, *(rng.randrange(1, 100) for _ in range(3))] for i in range(4)}
+    both = EVERY, greedy_path(costs, sizes)
+    every, path = ([(total(costs, x), total(sizes, x)) for x in allocations] for allocations in both)
+    assert path[0] == (0.0, 400)
+    assert path[-1][1] == min(size for _, size in every)
+    for cost, size in path:
+        assert not any((c < cost and s <= size) or (c <= cost and s < size) for c, s in every)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_that_fits_loses_less(seed):
+    rng = random.Random(seed)
+    costs = {i: [float(rng.randrange(100)) for _ in range(4)] for i in range(4)}
+    sizes = {i: [rng.randrange(1, 100) for _ in range(4)] for i in range(4)}
+    room = rng.randrange(sum(map(min, sizes.values())), 400)
+    best = best_within(costs, sizes, room)
+    assert total(sizes, best) <= room
+    assert total(costs, best) == min(total(costs, each) for each in EVERY if total(sizes, each) <= room)
+
+
+def test_allocations_by_hand():
+    costs, sizes = {0: [0.0, 0.1], 1: [0.0, 0.2]}, {0: [10**9, 7], 1: [10**9, 11]}
+    assert best_within(costs, sizes, 18) == {0: 1, 1: 1}
+    assert best_within({0: [0.0, 0.0, 1.0]}, {0: [30, 20, 10]}, 100) == {0: 1}
+    # sizes are rounded up to small steps
+    costs = {i: [0.0, 1.0] for i in range(3)}
+    sizes = {i: [2**30 + 1, 1] for i in range(3)}
+    # in steps of 2 ** 17 bytes: two large ones need two steps more than their bytes
+    assert best_within(costs, sizes, 2**31 + 2) == {0: 0, 1: 1, 2: 1}
+    assert sum(best_within(costs, sizes, 2**31 + 2**19).values()) == 1
+
+
+def test_a_share_has_room_for_what_it_is_the_share_of():
+    """Also where the product of share and bytes is rounded to less than that, as 0.29 * 100 is."""
+    lost = 0
+    for tokens in (100, 192, 8192):
+        for kept in range(1, tokens + 1):
+            room = most_bytes(kept / tokens, 64 * tokens)
+            assert room == 64 * kept
+            assert best_within({0: [0.0]}, {0: [64 * kept]}, room) == {0: 0}
+            lost += int(kept / tokens * 64 * tokens) < room
+    assert lost > 0

@@ -1,4 +1,4 @@
-"""`condense calibrate` as a user meets it, and methods by layer on the command line."""
+"""`condense calibrate`: its files, other commands that read them, and what it refuses."""
 
 import json
 
@@ -11,8 +11,7 @@ from transformers import LlamaForCausalLM
 import condense
 from condense.models import condensed_layers
 
-BAD = [
-    (("--cache", "0"), "cache must be a finite number > 0"),
+UNCALIBRATED = [
     (("--output", "."), "output: wanted a path that does not exist yet"),
     (("--output", "a.json", "--measured", "./a.json"), "measured must be another file than output"),
     (("--measured", "."), "measured: wanted a file, got the folder"),
@@ -28,7 +27,6 @@ def saved(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def allocation(saved, tmp_path_factory):
-    """The file that the command writes for the bundled text; its picture and its measurements beside it."""
     path = tmp_path_factory.mktemp("calibration") / "a.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "60")
@@ -36,23 +34,15 @@ def allocation(saved, tmp_path_factory):
         words += ["--candidate=dense", "--candidate=cca:window=16"]
         words += ["--candidate=recall:window=16,num_recall=2,store=host,slots=2"]
         files = ("--output", str(path), "--plot", str(path.with_suffix(".png")))
-        done = run_here("calibrate", "--model", str(saved), *words, *files)
-    assert done.returncode == 0, done.stderr
+        done = ran("calibrate", "--model", str(saved), *words, *files)
     assert "forwards of 160 tokens" in done.stderr
     assert f"{path.with_suffix('.measured.json')} keeps what is measured\n" in done.stderr
     assert f"written: {path}" in done.stdout
     assert "\N{HORIZONTAL ELLIPSIS}" not in done.stdout  # no figure is cut off
     kept = json.loads(path.read_text())["calibration"]["chosen"]["cache"]
     assert f"chosen, {kept:.1%} of the dense cache: " in done.stdout
-    headings = (
-        "each layer alone",
-        "answers",
-        "quality against cache at 160 tokens",
-        "found",
-        "on held-out text: loses",
-    )
-    for heading in headings:
-        assert heading in done.stdout
+    for said in ("each layer alone", "quality against cache at 160 tokens", "found", "on held-out text: loses"):
+        assert said in done.stdout
     assert "fewer than" not in done.stdout
     return path
 
@@ -94,8 +84,8 @@ def test_a_copy_of_a_text_is_not_held_out(saved, tmp_path):
     assert done.stderr == once.stderr
 
 
-@pytest.mark.parametrize(("arguments", "said"), BAD, ids=lambda value: "" if isinstance(value, str) else value[0])
-def test_bad_input_is_one_line(saved, tmp_path, arguments, said):
+@pytest.mark.parametrize(("arguments", "said"), UNCALIBRATED, ids=lambda x: "" if isinstance(x, str) else x[0])
+def test_bad_input_of_calibrate_is_one_line(saved, tmp_path, arguments, said):
     output = () if "--output" in arguments else ("--output", str(tmp_path / "a.json"))
     refused(said, "calibrate", "--model", str(saved), *output, *arguments)
     assert not list(tmp_path.iterdir())

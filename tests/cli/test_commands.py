@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -25,14 +26,14 @@ from condense.named import NAMED_SETTINGS
 from condense.train.trainer import MixedTrainer
 
 BY_PYTORCH = {"dga:group_size=128": "up to 128 tokens, got 141", "dga:focal=random": "makes its entries itself"}
+ALL_FOCAL = {"gamma=0.5": "min_focal=1024", "gamma=1,min_focal=1": "gamma=1"}
 LINE = "The number of the quiet bridge is 4821."
-HUGE = {
-    "length": ("--length", "1000000000"),
-    "window": ("--method", "cca:window=20000000"),
-    "group": ("--method", "dga:group_size=20000000"),
-    "share": ("--length", "1000000000", "--method", "recall:num_recall=0.05"),
-    "beyond-64-bits": ("--method", f"streaming_llm:sink=9,window={2**70}", "--length", f"{2**65}"),
-}
+HUGE = [
+    ("--method", "cca:window=20000000"),
+    ("--method", "dga:group_size=20000000"),
+    ("--length", "1000000000", "--method", "recall:num_recall=0.05"),
+    ("--method", f"streaming_llm:sink=9,window={2**70}", "--length", f"{2**65}"),
+]
 BAD = [
     (("compare", "--text", "missing.txt"), "text: no such file"),
     (("compare", "--question", "Who?"), "question needs a text"),
@@ -46,7 +47,6 @@ BAD = [
     (("generate", "a", "--method", "@a.json", "--method", "cca@rest"), "stands alone, got @a.json cca@rest"),
     (("compare", "--json", "."), "json"),
     (("compare", "--json", "new/out.json"), "json: wanted a path in a folder that exists, got new/out.json"),
-    (("inspect", "--json", "new/out.json"), "json: wanted a path in a folder that exists, got new/out.json"),
     # root may write there by its permissions, and still cannot
     (("compare", "--json", "/proc/out.json"), "json: wanted a path that can be written, got /proc/out.json"),
     (("compare", "--nonsense"), "No such option"),
@@ -123,12 +123,10 @@ def test_compare_finds_the_number_dense_and_condensed(story, tmp_path):
     files = ("--text", str(story), "--json", str(results), "--plot", str(picture))
     ran("compare", "--question", question, *(f"--method={m}" for m in methods), *files)
     document = json.loads(results.read_text())
-    dense, condensed, window = document["results"]["outcomes"]
-    assert dense["answers"][0].startswith("4821")
-    assert condensed["answers"][0].startswith("4821")
-    assert not window["answers"][0].startswith("4821")
-    assert 0 < condensed["cache_bytes"] < dense["cache_bytes"]
-    assert window["cache_bytes"] < condensed["cache_bytes"]
+    outcomes = document["results"]["outcomes"]
+    assert [each["answers"][0].startswith("4821") for each in outcomes] == [True, True, False]
+    dense, condensed, window = (each["cache_bytes"] for each in outcomes)
+    assert 0 < window < condensed < dense
     assert document["provenance"]["torch"] == torch.__version__
     assert picture.read_bytes().startswith(b"\x89PNG")
     kept = results.read_bytes()
@@ -147,24 +145,19 @@ def test_default_settings_that_the_model_was_not_adapted_to_are_named(saved, sto
     assert "default" not in run_here("generate", "Once", "--max-new-tokens", "1").stderr
 
 
-def test_inspect_says_when_all_tokens_are_focal(tmp_path):
-    for method, length, cause in (
-        ("dga:selection=prompt", "900", "min_focal=1024 keeps all 900 tokens exact"),
-        ("dga:selection=prompt,gamma=1", "2000", "gamma=1 keeps all 2000 tokens exact"),
-    ):
-        results = tmp_path / f"{length}.json"
-        done = ran("inspect", "--method", method, "--length", length, "--json", str(results))
-        assert " ".join(done.stdout.split()).count(f"{cause}: this is dense attention") == 1
-        layers = json.loads(results.read_text())["results"]["layers"]
-        assert all(cause in layer["remark"] for layer in layers)
-        assert all(layer["entries"] == layer["dense_entries"] == int(length) for layer in layers)
-        assert all(layer["flops"] == layer["dense_flops"] for layer in layers)
+@pytest.mark.parametrize(("setting", "cause"), ALL_FOCAL.items())
+def test_inspect_says_when_all_tokens_are_focal(tmp_path, setting, cause):
+    results = tmp_path / "layers.json"
+    done = ran("inspect", "--method", f"dga:selection=prompt,{setting}", "--length", "900", "--json", str(results))
+    assert " ".join(done.stdout.split()).count(f"{cause} keeps all 900 tokens exact: this is dense attention") == 1
+    for layer in json.loads(results.read_text())["results"]["layers"]:
+        assert cause in layer["remark"]
+        assert (layer["entries"], layer["flops"]) == (900, layer["dense_flops"])
 
 
-@pytest.mark.parametrize("arguments", HUGE.values(), ids=HUGE)
+@pytest.mark.parametrize("arguments", HUGE, ids=str)
 def test_inspect_answers_at_any_length_and_setting(arguments):
-    done = ran("inspect", *arguments)
-    assert "all layers: cache" in done.stdout
+    assert "all layers: cache" in ran("inspect", *arguments).stdout
 
 
 def test_inspect_says_what_fits_and_what_to_type(tmp_path, monkeypatch):
@@ -186,20 +179,15 @@ def test_inspect_says_what_fits_and_what_to_type(tmp_path, monkeypatch):
     on_host = settings["recall-host"]["host_bytes"]
     assert settings["recall-host"]["requests"] == 64 * 2**30 // on_host < settings["pooled"]["requests"]
     yarn = '"factor": 2.0, "original_max_position_embeddings": 32768'
-    assert "The model has 40,960 positions, fewer than 65,536 tokens need. YaRN" in done.stdout
-    assert yarn in done.stdout
-    assert yarn.replace('"', "'") in done.stdout
+    for said in ("The model has 40,960 positions, fewer than 65,536 tokens need. YaRN", yarn, yarn.replace('"', "'")):
+        assert said in done.stdout
     assert "condense serve DIR --max-model-len 65536 (recall-device); with --method recall-host" in done.stdout
-    # vLLM holds about as many as the bytes say; in host memory fewer, as blocks of windows have pages there too
-    assert 0.7 * settings["recall-host"]["requests"] <= settings["recall-host"]["served"]
-    assert 0 <= settings["recall-device"]["requests"] - settings["recall-device"]["served"] <= 1
     assert "YaRN" not in run_here("inspect", "--shape", "qwen3-8b", "--length", "32K").stdout
 
 
 @pytest.mark.parametrize(("method", "cause"), BY_PYTORCH.items())
-def test_inspect_says_whose_steps_run_on_pytorch(method, cause, tmp_path):
-    done = ran("inspect", "--method", method, "--json", str(tmp_path / "layers.json"))
-    assert " ".join(done.stdout.split()).count(cause) == 1
+def test_inspect_says_whose_steps_run_on_pytorch(method, cause):
+    assert " ".join(ran("inspect", "--method", method).stdout.split()).count(cause) == 1
 
 
 def test_help_of_serve_offers_what_works(monkeypatch):
@@ -228,20 +216,16 @@ def test_files_of_others_are_refused_in_one_line(saved, story, tmp_path):
     (nameless / "config.json").write_text("{")
     sizes = {"vocab_size": 4096, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     saved_with_tokenizer(GPTJForCausalLM(GPTJConfig(rotary_dim=4, **sizes)), tmp_path / "gptj")
-    (tmp_path / "sliding").mkdir()
-    (tmp_path / "sliding" / "config.json").write_text('{"model_type": "mistral"}')
     learned = GPT2Config(vocab_size=4096, n_embd=16, n_layer=1, n_head=2, n_positions=64)
     saved_with_tokenizer(GPT2LMHeadModel(learned), tmp_path / "gpt2")
-    for name, content in (("binary", bytes(range(256))), ("empty", b""), ("blank", b" \n\t")):
-        (tmp_path / name).write_bytes(content)
+    (tmp_path / "binary").write_bytes(bytes(range(256)))
+    (tmp_path / "blank").write_text(" \n\t")
     for arguments, message in (
         (("compare", "--model", str(broken)), "cannot read"),
         (("inspect", "--model", str(nameless)), "cannot read"),
         (("compare", "--model", str(tmp_path / "gptj")), "cannot be condensed: its attention is written out"),
         (("inspect", "--model", str(tmp_path / "gptj")), "cannot be condensed: its attention is written out"),
-        (("inspect", "--model", str(tmp_path / "sliding")), "has sliding windows in all layers"),
         (("compare", "--text", str(tmp_path / "binary")), "is not UTF-8 text"),
-        (("compare", "--text", str(tmp_path / "empty")), "is empty\n"),
         (("compare", "--text", str(tmp_path / "blank")), "is empty\n"),
         (("compare", "--text", str(story), "--model", str(tmp_path / "gpt2")), "64 learned positions"),
     ):
@@ -254,16 +238,11 @@ def test_an_unknown_name_offline_is_refused_in_one_line(monkeypatch):
 
 
 def test_without_a_network_a_hub_is_asked_once(monkeypatch):
-    asked = []
-
-    def unreachable(url):
-        asked.append(url)
-        raise OSError("Name or service not known")
-
+    unreachable = Mock(side_effect=OSError("Name or service not known"))
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
     message = "nope as no folder of this name is here, from the hub: Name or service not known"
     refused(message, "compare", "--model", "nope")
-    assert len(asked) == 1
+    assert unreachable.call_count == 1
 
 
 def test_a_saved_model_keeps_its_layers_and_reads_standard_input_as_it_is(saved, story, tmp_path, monkeypatch):
@@ -283,24 +262,26 @@ def test_a_saved_model_keeps_its_layers_and_reads_standard_input_as_it_is(saved,
     assert [layer["method"] for layer in json.loads(layers.read_text())["results"]["layers"]] == [None, method]
 
 
-def test_generate_uses_the_layers_of_a_saved_model(saved, monkeypatch):
-    used = []
-    stock = LlamaForCausalLM.forward
+def before(monkeypatch, cls, name, call):
+    """From now on ``call`` gets the object whose method is about to run."""
+    stock = getattr(cls, name)
 
     @functools.wraps(stock)
-    def forward(self, *args, **kwargs):
-        used.append(condensed_layers(self))
+    def run(self, *args, **kwargs):
+        call(self)
         return stock(self, *args, **kwargs)
 
-    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
-    method = condense.LCA(group_size=4, window=8)
-    lca = "lca:group_size=4,window=8"
+    monkeypatch.setattr(cls, name, run)
+
+
+def test_generate_uses_the_layers_of_a_saved_model(saved, monkeypatch):
+    used, lca, method = [], "lca:group_size=4,window=8", condense.LCA(group_size=4, window=8)
+    before(monkeypatch, LlamaForCausalLM, "forward", lambda model: used.append(condensed_layers(model)))
     given = {(): {1: method}, ("dense",): {}, (lca,): {0: method, 1: method}, (f"{lca}@0",): {0: method}}
     for names, expected in given.items():
         used.clear()
         options = ("--model", str(saved), "--max-new-tokens", "2", *(f"--method={name}" for name in names))
-        done = ran("generate", "A walk", *options)
-        assert done.stdout.strip()
+        assert ran("generate", "A walk", *options).stdout.strip()
         assert used == [expected] * 2
 
 
@@ -312,17 +293,15 @@ def interruptible():
     signal.signal(signal.SIGINT, stock)
 
 
+def interrupt(monkeypatch, cls, name, number):
+    """The interrupt at this call of a method, counted from 0."""
+    calls = itertools.count()
+    before(monkeypatch, cls, name, lambda _: next(calls) == number and signal.raise_signal(signal.SIGINT))
+
+
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_leaves_no_result_files(story, tmp_path, monkeypatch):
-    stock, steps = LlamaForCausalLM.forward, itertools.count()
-
-    @functools.wraps(stock)
-    def forward(self, *args, **kwargs):
-        if next(steps) == 10:
-            signal.raise_signal(signal.SIGINT)
-        return stock(self, *args, **kwargs)
-
-    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    interrupt(monkeypatch, LlamaForCausalLM, "forward", 10)
     outputs = "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")
     done = run_here("compare", "--text", str(story), *outputs)
     # where this takes longer than ten seconds, progress is said before
@@ -339,24 +318,17 @@ def test_an_interrupted_adaptation_is_resumed(saved, story, tmp_path, monkeypatc
         "--data", str(story), "--output", str(output), "--steps", "8", "--workers", "0",
         "--train", "qkv", "--sequence-length", "128",
     )  # fmt: skip
-    stock = MixedTrainer.training_step
-
-    def training_step(self, *args, **kwargs):
-        if self.state.global_step == 3:
-            signal.raise_signal(signal.SIGINT)
-        return stock(self, *args, **kwargs)
-
     with monkeypatch.context() as patch:
-        patch.setattr(MixedTrainer, "training_step", training_step)
+        interrupt(patch, MixedTrainer, "training_step", 3)
         assert run_here(*arguments).returncode == 130
     assert [path.name for path in tmp_path.iterdir()] == ["adapted.work"]
     assert "unfinished run" in run_here(*arguments).stderr
-    done = ran(*arguments, "--resume")
+    ran(*arguments, "--resume")
     assert [path.name for path in tmp_path.iterdir()] == ["adapted"]
     report = json.loads((output / "training.json").read_text())["results"]
     assert report["train"] == "qkv"
     assert report["phases"][0]["resumed_from"].startswith("checkpoint-")
-    done = run_here("compare", "--model", str(output), "--text", str(story), "--max-new-tokens", "2")
+    done = ran("compare", "--model", str(output), "--text", str(story), "--max-new-tokens", "2")
     assert "CCA(group_size=4, window=16, summary='streaming')" in done.stdout
 
 

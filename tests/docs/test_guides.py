@@ -66,9 +66,8 @@ def test_python_runs_as_it_stands(page, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "compile", lambda *args, **kwargs: None)  # which takes minutes on a CPU
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "guide"}
-    if page == TRAINERS:
-        store = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
-        for key, value in store.items():  # the variables that torchrun sets
+    if page == TRAINERS:  # the variables that torchrun sets
+        for key, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
             monkeypatch.setenv(key, value)
     if page == ELSEWHERE:
         AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained("model")
@@ -80,18 +79,12 @@ def test_python_runs_as_it_stands(page, tmp_path, monkeypatch):
         assert names["prompt"].expected[0] in names["tokenizer"].decode(names["answer"])
 
 
-def parsed(words):
-    """The parameters that a command line means; raises what a user would see if it means none."""
-    command = typer.main.get_command(app)
-    while hasattr(command, "commands"):  # a group of commands: the next word names one
-        command = command.commands[words.pop(0)]
-    return command.make_context(command.name, words).params
-
-
 @pytest.mark.parametrize("line", COMMANDS)
 def test_commands_parse(line):
-    given = parsed(shlex.split(line, comments=True)[1:])
-    methods = given.get("method") or []
+    words, command = shlex.split(line, comments=True)[1:], typer.main.get_command(app)
+    while hasattr(command, "commands"):  # a group of commands: the next word names one
+        command = command.commands[words.pop(0)]
+    methods = command.make_context(command.name, words).params.get("method") or []
     for method in [methods] if isinstance(methods, str) else methods:
         if not method.startswith("@"):  # names a file, which these tests do not have
             choice_from_text(method)
@@ -122,14 +115,13 @@ def test_the_reference_holds_every_public_name_and_pages_show_every_command():
 
 def test_the_readme_is_short_and_names_targets_of_make():
     assert len(README.splitlines()) <= 90
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in ("demo", "test"):
         assert re.search(rf"^make {target} ", README, re.MULTILINE)
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def test_every_number_is_of_a_result_or_a_setting():
-    # the table is compared with the results in benchmarks/test_pages.py
+    # the table is compared with the results in benchmarks/test_measures.py
     parts = r"^```.*?^```|<!-- figures -->.*<!-- /figures -->|^\|.*?$"
     prose = re.sub(parts, "", README, flags=re.MULTILINE | re.DOTALL)
     prose = re.sub(r"\]\([^)]*\)|`[^`]*`", " ", prose)

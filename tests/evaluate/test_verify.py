@@ -18,18 +18,7 @@ from condense.evaluate.compare import attention_of, new_cache
 from condense.evaluate.intervals import MOST_NATS, Cell
 from condense.evaluate.verify import ALL_OPEN, DENSE, WINDOW, VerifyConfig, verify
 from condense.evaluate.verify_report import verdict
-from condense.evaluate.verify_texts import (
-    BINS,
-    NEEDS,
-    TASKS,
-    DenseReading,
-    _decoder,
-    _Growing,
-    _read_half,
-    _turns,
-    needs_far,
-    verify_texts,
-)
+from condense.evaluate.verify_texts import BINS, NEEDS, TASKS, DenseReading, needs_far, verify_texts
 from condense.tasks import encode_corpus
 
 CONFIG = VerifyConfig((320,), texts=1, questions=2, greedy=3)
@@ -39,13 +28,12 @@ BAD = [
     (["a", "b"], "wanted one model, or result files"),
     (["none.json"], "no such file"),
     (["--length", "64"], "at least 256 tokens, got 64"),
-    (["--length", "320", "--texts", "0"], "texts must be an integer >= 1"),
 ]
 
 
 class Broken(Recall):
-    def represent(self, chunks, summary, *, scale, backend):
-        k, v, signs, *others = super().represent(chunks, summary, scale=scale, backend=backend)
+    def represent(self, *args, **options):
+        k, v, signs, *others = super().represent(*args, **options)
         return k, v, ~signs, *others
 
 
@@ -110,15 +98,14 @@ def test_all_groups_open_is_dense_attention(results):
 def test_texts_that_need_no_far_text_show_nothing(results):
     near = dataclasses.replace(results[ALL_OPEN], name=WINDOW)
     # tokens that need far text are those that a window loses, also in a model that reads nothing but noise from it
-    (only,) = results[WINDOW].lengths
-    noise = dataclasses.replace(results[WINDOW], lengths=[dataclasses.replace(only, cells={"far": only.cells["far"]})])
-    coarse = dataclasses.replace(results["few"], name=ALL_OPEN)
     dense, few, good, window, whole = (results[name] for name in (DENSE, "few", "good", WINDOW, ALL_OPEN))
-    for among, words in (
-        ([dense, good, near, whole], "nothing was shown"),
-        ([good, noise, whole], ""),
-        ([dense, good, window, coarse], "too coarse"),
-        ([dense, few, window, whole], "\nNo setting passes."),
+    only = dataclasses.replace(window.lengths[0], cells={"far": window.lengths[0].cells["far"]})
+    noise, coarse = dataclasses.replace(window, lengths=[only]), dataclasses.replace(few, name=ALL_OPEN)
+    for words, *among in (
+        ("nothing was shown", dense, good, near, whole),
+        ("", good, noise, whole),
+        ("too coarse", dense, good, window, coarse),
+        ("\nNo setting passes.", dense, few, window, whole),
     ):
         said = verdict(among)
         assert said.cheapest is None
@@ -163,13 +150,11 @@ def test_bad_input(arguments, said):
 
 def test_copies_repeat_the_first_half(demo):
     corpus = encode_corpus([demo_text().text], demo[1])
-    drawn = verify_texts(demo[1], corpus, 512, 2, questions=1, seed=3)
+    drawn, again = (verify_texts(demo[1], corpus, 512, 2, questions=1, seed=3) for _ in range(2))
     for text in drawn:
         copied = text.ids[text.copy :]
-        windows = np.lib.stride_tricks.sliding_window_view(text.ids[:256], len(copied))
         assert len(copied) == 64
-        assert (windows == copied).all(1).any()
-    again = verify_texts(demo[1], corpus, 512, 2, questions=1, seed=3)
+        assert (np.lib.stride_tricks.sliding_window_view(text.ids[:256], 64) == copied).all(1).any()
     assert all((a.ids == b.ids).all() for a, b in zip(drawn, again, strict=True))
 
 
@@ -195,10 +180,10 @@ def test_a_graphs_cache_a_growing_one_and_one_forward_read_alike(demo, monkeypat
     read = {}
     for method in (condense.Recall(num_recall=90), condense.Reread(share=1.0), condense.Dense()):
         with torch.no_grad(), attention_of(demo[0], method):
-            decoder = _decoder(demo[0], 90)
-            read[type(decoder), type(method)] = _turns(demo[0], decoder, ids, ends)
+            decoder = verify_texts_module._decoder(demo[0], 90)
+            read[type(decoder), type(method)] = verify_texts_module._turns(demo[0], decoder, ids, ends)
     graph, growing, dense = read.values()
-    assert [decoder for decoder, _ in read] == [condense.GraphDecoder, _Growing, _Growing]
+    assert [decoder.__name__ for decoder, _ in read] == ["GraphDecoder", "_Growing", "_Growing"]
     torch.testing.assert_close(graph, dense, rtol=0, atol=1e-4)
     torch.testing.assert_close(growing, dense, rtol=0, atol=1e-4)
 
@@ -222,7 +207,7 @@ def test_divergence_is_that_of_one_piece_of_a_stretch(demo, monkeypatch):
         cache = new_cache(model)
         with torch.no_grad(), attention_of(model, method):
             model(ids[None, : len(ids) // 2 - 1], past_key_values=cache, use_cache=True, logits_to_keep=1)
-            apart.append(_read_half(model, ids, cache, dense)[1].unflatten(0, (BINS, 2, 4)))
+            apart.append(verify_texts_module._read_half(model, ids, cache, dense)[1].unflatten(0, (BINS, 2, 4)))
     assert sorted(dense.logits) == list(range(0, 2 * BINS, 2))
     assert bool((apart[0][:, 0] == 0).all())
     assert bool((apart[1][:, 0] > 0).all())

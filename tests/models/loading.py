@@ -34,3 +34,29 @@ def import_peft_after_condense(folder):
     from peft import AutoPeftModelForCausalLM
 
     assert len(condensed_layers(AutoPeftModelForCausalLM.from_pretrained(folder))) == 3
+
+
+def compute_on_a_rank(folder, *names):
+    """What one of two processes that share a model's heads saves: what it computed, gradients of whole weights."""
+    import torch.distributed as dist
+    from models import tiny
+
+    import condense  # noqa: F401  (loads saved models condensed)
+
+    results = {}
+    for name in names:
+        model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64, tp_plan="auto").eval()
+        ids = tiny.tokens().to(model.device)
+        cache = tiny.filled(model, ids)
+        result = {
+            "heads": model.model.layers[0].self_attn.o_proj.weight.to_local().shape[1],
+            "logits": tiny.logits(model, ids), "chunks": tiny.in_chunks(model, ids, tiny.CHUNKS),
+            "tokens": tiny.generate(model, ids), "entries": [layer.state.entries[0] for layer in cache.layers],
+        }  # fmt: skip
+        model.train()(ids, labels=ids, use_cache=False).loss.backward()
+        gradients = {key: p.grad for key, p in model.named_parameters()}
+        result["gradients"] = {key: x.full_tensor() if hasattr(x, "full_tensor") else x for key, x in gradients.items()}
+        results[name] = result
+    results = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, results)
+    torch.save(results, folder / f"rank{dist.get_rank()}.pt")
+    dist.destroy_process_group()

@@ -1,7 +1,5 @@
-"""Every causal-LM type that the installed transformers registers, as a tiny random model in float64.
-
-A configuration is made small by the names that configurations give their sizes; `CHANGES` holds what a type needs
-besides. Models have one layer of every kind that their type knows, and two at least.
+"""Every causal-LM type that the installed transformers registers, as a tiny random model in float64. It has one layer
+of every kind, two at least. Configurations give their sizes alike names; `CHANGES` holds what a type needs besides.
 """
 
 import inspect

@@ -1,6 +1,11 @@
-"""Generation beside the laws of `test_laws`: conversations, prefixes, assistants, room in caches of a fixed length."""
+"""Generation beside the laws of `test_laws`: conversations, prefixes, assistants, room in caches of a fixed length.
+
+And `GraphDecoder` without a GPU: the tokens of generate, prompts one after another, and what it refuses.
+"""
 
 import copy
+import itertools
+import weakref
 
 import pytest
 import torch
@@ -12,50 +17,59 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer
 
 import condense
-from condense.caches import CondensedLayer
 
-NAMES = (
-    "llama-cca", "llama-streaming-select-log", "llama-dga", "llama-lca", "opt-streaming-6", "one-layer",
-    "one-layer-of-latents",
-)  # fmt: skip
-FEW = {name: tiny.CASES[name] for name in NAMES}
-ONE, SHORT = ROWS[0][None], torch.stack([row[:26] for row in ROWS])
+NAMES = "llama-cca llama-streaming-select-log llama-dga llama-lca opt-streaming-6 one-layer one-layer-of-latents"
+FEW = {name: tiny.CASES[name] for name in NAMES.split()}
+ONE = ROWS[0][None]
 NEW_TOKENS = torch.ones(1, 3, dtype=torch.long)
 # tokens that the cache has room for and holds; then new tokens and their mask
-CALLS = {
+STATIC_CALLS = {
     "full": (40, ONE, 40, ONE[:, :1], None, "wanted at most 40 tokens .* got 40 and 1 more; make it longer"),
     "another batch": (60, IDS, 39, torch.cat([IDS, IDS])[:, :4], None, "wanted 3 rows, .* got 6; make a new cache"),
     "mask of one": (60, ONE, 30, ONE[:, :1], NEW_TOKENS[:, :1], "cover all tokens so far, the cached ones included"),
     "mask of three": (60, ONE, 30, ONE[:, :3], NEW_TOKENS, "cover all tokens so far, the cached ones included"),
 }  # fmt: skip
+EXACT_PROMPT = tiny.RECALL.replace(prompt="exact", store_bits=4)
+TURNS = {"stock": {}, "cca": tiny.CCA, "exact": EXACT_PROMPT, "exact-host": EXACT_PROMPT.replace(store="host", slots=3)}
+SIZES = (39, 1, 1, 17, 1, 5, 1)  # a prompt, single tokens and turns
+NEW, ROPE = 20, {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+CASES = {name: case for name, case in tiny.CASES.items() if "sliding" not in name} | tiny.WHOLE
+CALLS = {
+    "rows": (lambda d: d.prefill(IDS[:2]), r"input_ids must have shape \(3, tokens\), got \(2, 39\); make another"),
+    "long": (lambda d: d.prefill(IDS.repeat(1, 3)), "at most max_length=80 tokens, got 0 and 117 more; make a longer"),
+    "mask": (lambda d: d.prefill(IDS, MASK[:, 1:]), r"attention_mask must have the shape of input_ids, \(3, 39\), got"),
+    "right": (lambda d: d.prefill(IDS, MASK.flip(1)), "padding must stand on the left"),
+    "chunk": (lambda d: d.prefill(IDS, chunk=0), "chunk must be an integer >= 1, got 0"),
+    "tokens": (lambda d: d.step(IDS[:2, 0]), r"tokens must have shape \(3,\), got \(2,\)"),
+    "turn": (lambda d: d.extend(IDS[:, :0]), r"input_ids must have shape \(3, tokens\), got \(3, 0\)"),
+    "long-turn": (lambda d: d.extend(IDS.repeat(1, 2)), r"at most max_length=80 tokens, got \d+ and 78 more"),
+}
+MODELS = {
+    "linear": (lambda: torch.nn.Linear(2, 2), {}, "must be a decoder-only transformers model .* got Linear"),
+    "headless": (lambda: tiny.model("llama").model, {}, "that can generate, got LlamaModel"),
+    "training": (lambda: tiny.model("llama").train(), {}, "call model.eval"),
+    "sliding": (lambda: tiny.model("mistral-sliding"), {}, "sliding window .* use model.generate"),
+    "positions": (lambda: tiny.model("gpt2"), {"max_length": 129}, "fit the model's 128 learned positions, got 129"),
+    "rope": (lambda: tiny.model("llama", rope_parameters=ROPE), {}, r"the length \(dynamic\) .* use model.generate"),
+    "batch": (lambda: tiny.model("llama"), {"batch_size": 0}, "batch_size must be an integer >= 1, got 0"),
+    "length": (lambda: tiny.model("llama"), {"max_length": 1}, "max_length must be an integer >= 2, got 1"),
+}
 
 
-@pytest.fixture(params=FEW.values(), ids=FEW)
+@pytest.fixture(params=FEW)
 def few(request):
-    name, choice = request.param
+    name, choice = FEW[request.param]
     return condense.apply(tiny.model(name), choice)
 
 
 def new_cache(model, kind, length=90):
-    made = {"static": lambda: StaticCache(model.config, max_cache_len=length), "bare": DynamicCache}
-    return made.get(kind, lambda: DynamicCache(config=model.config))()
+    return DynamicCache(config=model.config) if kind == "growing" else StaticCache(model.config, max_cache_len=length)
 
 
 def test_guidance_keeps_a_second_cache(few):
     settings = {"guidance_scale": 1.5, "negative_prompt_ids": ROWS[1][None]}
     settings["negative_prompt_attention_mask"] = torch.ones(1, 26, dtype=torch.long)
     assert torch.equal(tiny.generate(few, ONE, **settings), tiny.generate(few, ONE, use_cache=False, **settings))
-
-
-@pytest.mark.parametrize("kind", ["config", "bare"])
-def test_a_cache_from_the_user_is_condensed_and_starts_anew_when_reset(few, kind):
-    cache = new_cache(few, kind)
-    tiny.generate(few, SHORT, past_key_values=cache)
-    cache.reset()
-    assert cache.get_seq_length() == 0
-    assert torch.equal(tiny.generate(few, ONE, past_key_values=cache), tiny.generate(few, ONE))
-    assert {type(layer) for layer in cache.layers} == {CondensedLayer}
-    assert cache.get_seq_length() == 39 + tiny.NEW - 1
 
 
 @pytest.mark.parametrize("kind", ["growing", "static"])
@@ -106,8 +120,8 @@ def test_early_exit_equals_greedy(method):
 def test_generation_in_inference_mode(few):
     expected = tiny.generate(few, ONE)
     with torch.inference_mode():
-        assert torch.equal(tiny.generate(few, ONE), expected)
         cached = tiny.generate(few, ONE, return_dict_in_generate=True)
+    assert torch.equal(cached.sequences, expected)
     turn = torch.cat([cached.sequences, ROWS[1][None]], dim=1)
     assert torch.equal(tiny.generate(few, turn, past_key_values=cached.past_key_values), tiny.generate(few, turn))
 
@@ -151,13 +165,101 @@ def test_generate_asks_for_room_before_it_starts(few):
     assert torch.equal(tiny.generate(few, IDS, attention_mask=MASK, past_key_values=new_cache(few, "static", 46)), want)
 
 
-@pytest.mark.parametrize(("room", "ids", "seen", "new", "mask", "message"), CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(("room", "ids", "seen", "new", "mask", "message"), STATIC_CALLS.values(), ids=STATIC_CALLS)
 def test_calls_that_a_static_cache_refuses(room, ids, seen, new, mask, message):
     model = condense.apply(tiny.model("llama"), tiny.CCA)
     cache, ids = new_cache(model, "static", room), torch.cat([ids, ids], dim=1)
     tiny.in_chunks(model, ids[:, :seen], (seen - 1, 1), cache)
     before = [x.clone() for layer in cache.layers for x in layer.buffers]
-    with pytest.raises(ValueError, match=message):
-        tiny.logits(model, new, past_key_values=cache, use_cache=True, attention_mask=mask)
+    tiny.refused(message, tiny.logits, model, new, past_key_values=cache, use_cache=True, attention_mask=mask)
     assert all(torch.equal(x, y) for x, y in zip((x for la in cache.layers for x in la.buffers), before, strict=True))
     assert int(cache.get_seq_length()) == seen
+
+
+@pytest.fixture
+def decoder():
+    return condense.GraphDecoder(condense.apply(tiny.model("llama"), tiny.CCA), batch_size=3, max_length=80)
+
+
+def _wanted(model, ids=IDS, mask=MASK, **kwargs):
+    return tiny.generate(model, ids, attention_mask=mask, max_new_tokens=NEW, **kwargs)
+
+
+@grid(6, "model", model=CASES)
+def test_a_decoder_gives_the_tokens_of_generate_prompt_after_prompt(model, request):
+    """One cache at the same addresses for prompts of any length, a single token too, in one piece or several."""
+    decoder, addresses = condense.GraphDecoder(model, batch_size=3, max_length=80), set()
+    ones = torch.ones(3, 50, dtype=torch.long)
+    whole = request.node.callspec.params["model"] in tiny.WHOLE.values()
+    prompts = (IDS, MASK), (IDS[:, :1], None), (tiny.tokens(3, 50, seed=8), None), (IDS, MASK)
+    for chunk in (None,) if whole else (None, 7):
+        for ids, mask in prompts if chunk is None else prompts[:1]:
+            want = _wanted(model, ids, ones[:, : ids.shape[1]] if mask is None else mask)
+            assert torch.equal(tiny.decoded(decoder, ids, mask, max_new_tokens=NEW, chunk=chunk), want)
+            states = (getattr(layer, "state", None) or (layer.keys,) for layer in decoder.cache.layers)
+            addresses.add(tuple(x.data_ptr() for state in states for x in state))
+    assert len(addresses) == 1
+
+
+@grid(4, "model", model={name: case for name, case in CASES.items() if name not in tiny.WHOLE})
+def test_logits_of_a_decoders_prefill_and_steps(model):
+    decoder = condense.GraphDecoder(model, batch_size=2, max_length=61)
+    ids = tiny.tokens()
+    want = tiny.logits(model, ids)
+    torch.testing.assert_close(decoder.prefill(ids[:, :20]), want[:, 19], **tiny.EXACT)
+    for i in range(20, 61):
+        torch.testing.assert_close(decoder.step(ids[:, i]), want[:, i], **tiny.EXACT)
+    tiny.refused("at most max_length=61 tokens, got 61 and 1 more; make", decoder.step, ids[:, 0])
+    torch.testing.assert_close(decoder.prefill(ids), want[:, -1], **tiny.EXACT)
+
+
+@pytest.mark.parametrize("method", TURNS.values(), ids=TURNS)
+def test_a_decoders_turns_between_steps_equal_a_growing_cache(method):
+    model = tiny.model("llama")
+    model = condense.apply(model, method) if method else model
+    ids, ones = torch.cat([IDS, tiny.tokens(3, 26, seed=5)], dim=1), torch.ones(3, 65, dtype=torch.long)
+    decoder, addresses = condense.GraphDecoder(model, batch_size=3, max_length=80), set()
+    for mask in (torch.cat([MASK, ones[:, 39:]], dim=1), ones):
+        want = tiny.in_chunks(model, ids, SIZES, mask=mask)
+        prompt, *turns = ids.split(SIZES, dim=1)
+        got = [decoder.prefill(prompt, mask[:, :39]), *map(decoder.extend, turns)]
+        for logits, stop in zip(got, itertools.accumulate(SIZES), strict=True):
+            torch.testing.assert_close(logits, want[:, stop - 1], **tiny.EXACT)
+        states = (getattr(layer, "buffers", None) or (layer.keys, layer.values) for layer in decoder.cache.layers)
+        addresses.add(tuple(x.data_ptr() for state in states for x in state))
+    assert len(addresses) == 1
+    layer = weakref.ref(decoder.cache.layers[0])
+    del decoder
+    assert layer() is None  # the memory goes at once
+
+
+def test_a_decoder_under_inference_mode_and_without_gradients(decoder):
+    with torch.inference_mode():
+        first = tiny.decoded(decoder, IDS, MASK, max_new_tokens=4)
+    assert torch.equal(tiny.decoded(decoder, IDS, MASK, max_new_tokens=4), first)
+    assert not decoder.prefill(IDS, MASK).requires_grad
+    assert not decoder.step(IDS[:, 0]).requires_grad
+
+
+@pytest.mark.parametrize(("call", "message"), CALLS.values(), ids=CALLS)
+def test_calls_that_a_decoder_refuses(decoder, call, message):
+    for name, new in (("step", IDS[:, 0]), ("extend", IDS)):
+        tiny.refused(f"{name} continues a prompt: call prefill first", getattr(decoder, name), new)
+    logits = decoder.prefill(IDS, MASK)
+    for _ in range(6):
+        tiny.refused(message, call, decoder)
+        logits = decoder.step(logits.argmax(-1))
+    wanted = _wanted(decoder.model)
+    out = torch.cat([wanted[:, :45], logits.argmax(-1)[:, None]], dim=1)
+    assert torch.equal(out, wanted[:, :46])
+
+
+@pytest.mark.parametrize(("make", "sizes", "message"), MODELS.values(), ids=MODELS)
+def test_models_that_a_decoder_refuses(make, sizes, message):
+    tiny.refused(message, condense.GraphDecoder, make(), **({"batch_size": 1, "max_length": 60} | sizes))
+
+
+def test_a_decoder_reads_the_prompt_of_a_summary_at_once():
+    model = condense.apply(tiny.model("llama"), tiny.CCA.replace(summary="prompt"))
+    decoder = condense.GraphDecoder(model, batch_size=3, max_length=80)
+    tiny.refused("needs the whole prompt in one forward: leave chunk out", decoder.prefill, IDS, MASK, chunk=20)

@@ -1,9 +1,9 @@
-"""Models with layers of other kinds beside full attention, and models that add to attention: sinks, soft caps."""
+"""Models with layers of other kinds beside full attention, with sinks and soft caps, and with a vision tower."""
 
 import pytest
 import torch
 from models import small, tiny
-from transformers import StaticCache
+from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration, StaticCache
 from transformers.cache_utils import StaticSlidingWindowLayer
 
 import condense
@@ -25,6 +25,9 @@ SIZES = (READ, *[1] * (LONG - READ))
 FULL = {"layer_types": ["full_attention"] * 2}
 SAME = condense.CCA(group_size=1, window=0)
 ALL_OPEN = condense.Recall(group_size=2, window=4, num_recall=20)
+IMAGE = 3  # the token that stands for a patch
+IDS = torch.cat([torch.full((2, 4), IMAGE), tiny.tokens(2, 40).clamp(min=IMAGE + 1)], dim=1)
+PIXELS = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 @pytest.fixture(params=MODELS)
@@ -75,8 +78,7 @@ def test_nothing_left_to_condense(choice):
     stock, message = tiny.logits(model, ids), "model has sliding windows in all layers"
     message = "layer 1 has a sliding window and cannot be condensed" if isinstance(choice, dict) else message
     for call in (condense.apply, lambda *args: inspect(*args, 100)):
-        with pytest.raises(ValueError, match=message):
-            call(model, choice)
+        tiny.refused(message, call, model, choice)
     assert torch.equal(tiny.logits(model, ids), stock)
     assert not hasattr(model.config, "condense")
 
@@ -126,3 +128,47 @@ def test_a_sparse_prompt_has_no_cap():
     model = condense.apply(capped(), "vertical_slash")
     with pytest.raises(ValueError, match=r"VerticalSlash\(\) has no soft-capped scores, got a cap of 0.5: use another"):
         tiny.logits(model, tiny.tokens(1, LONG))
+
+
+@pytest.fixture
+def llava():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tower = CLIPVisionConfig(**sizes, image_size=16, patch_size=8)
+    image = {"image_token_index": IMAGE, "image_seq_length": 4, "vision_feature_layer": -1}
+    config = LlavaConfig(vision_config=tower, text_config=tiny.config("llama"), **image)
+    return LlavaForConditionalGeneration(config).to(torch.float64).eval()
+
+
+def _seen(llava):
+    return tiny.logits(llava, IDS, pixel_values=PIXELS)
+
+
+def test_of_a_model_that_sees_the_text_alone_is_condensed(llava):
+    llava.config.vision_config._attn_implementation = "eager"
+    want = _seen(llava)
+    condense.apply(llava, condense.CCA(window=1000))
+    torch.testing.assert_close(_seen(llava), want, **tiny.EXACT)
+    condense.apply(llava, tiny.CCA)
+    assert float((_seen(llava) - want).abs().max()) > 0.05
+    implementations = [part._attn_implementation for part in (llava.config.text_config, llava.config.vision_config)]
+    assert implementations == ["condense", "eager"]
+    assert torch.equal(_seen(condense.restore(llava)), want)
+    assert llava.config.vision_config._attn_implementation == "eager"
+
+
+def test_a_model_that_sees_is_generated_from_saved_and_loaded(llava, tmp_path):
+    condense.apply(llava, tiny.CCA)
+    settings = {"pixel_values": PIXELS, "max_new_tokens": 12, "suppress_tokens": [IMAGE]}
+    assert torch.equal(tiny.generate(llava, IDS, **settings), tiny.generate(llava, IDS, **settings, use_cache=False))
+    llava.save_pretrained(tmp_path)
+    loaded = LlavaForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    assert condensed_layers(loaded) == condensed_layers(llava) != {}
+    torch.testing.assert_close(_seen(loaded), _seen(llava), **tiny.EXACT)
+
+
+def test_generate_refuses_of_a_model_that_sees_what_it_refuses_of_others(llava):
+    condense.apply(llava, tiny.CCA.replace(summary="prompt"))
+    with pytest.raises(ValueError, match="unset prefill_chunk_size"):
+        tiny.generate(llava, IDS[:1], pixel_values=PIXELS[:1], prefill_chunk_size=7)
+    assert tiny.generate(llava, IDS[:1], pixel_values=PIXELS[:1]).shape == (1, IDS.shape[1] + tiny.NEW)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from grids import grid
 from layers import tensors_of
-from models import tiny
+from models import small, tiny
 from oracles import cases
-from transformers import AutoModelForCausalLM, Olmo2Config
+from transformers import AutoModelForCausalLM
 
 import condense
 from condense.models.fit import cache_fits, weight_bytes
@@ -20,7 +20,6 @@ METHODS = tiny.METHODS | {
     "no-sinks": condense.StreamingLLM(sink=0, window=9),
 }
 LENGTH = 8192
-HOST = condense.Recall(group_size=16, window=256, unchosen="drop", store="host", slots=4)
 RECALLS = cases.RECALLS | {"two-open": tiny.RECALL, "a-tenth": tiny.RECALL.replace(num_recall=0.1, min_recall=0)}
 
 
@@ -57,10 +56,8 @@ def recall_flops(name, method, length):
     return total + closed * g * expand
 
 
-STORED = RECALLS | {
-    "entries-8-pooled": tiny.CCA.replace(entry_bits=8),
-    "store-4": condense.Recall(group_size=6, window=5, num_recall=2, store_bits=4),
-}  # fmt: skip
+STORED = RECALLS | {"store-4": condense.Recall(group_size=6, window=5, num_recall=2, store_bits=4)}
+STORED["entries-8-pooled"] = tiny.CCA.replace(entry_bits=8)
 COUNTED = [(method, flops) for method in METHODS.values()] + [(method, recall_flops) for method in RECALLS.values()]
 
 
@@ -95,7 +92,7 @@ def test_bytes_are_those_of_the_cache(name, method, dtype):
             assert report.entries == sum(x.shape[2] for x in columns if x.shape[3] > 0)
 
 
-def test_what_a_step_of_recall_reads():
+def test_what_a_step_of_recall_reads_and_what_lies_in_host_memory():
     """In 100 tokens 92 are behind the window, in 23 groups, two of them open."""
     report = inspect(tiny.model("llama"), RECALLS["two-open"], 100)[1]
     # a byte of signs and a step of 2 bytes per token, and of a centre 4 bytes and a step
@@ -103,12 +100,9 @@ def test_what_a_step_of_recall_reads():
     assert f"a step after them reads {keys * 32 * 2 + 23 * index + of_sum:,} bytes of it" in report.remark
     assert "all 100 tokens stay on the device, so the cache is larger than a dense one" in report.remark
     assert report.bytes > report.dense_bytes
-
-
-def test_a_store_in_host_memory_is_counted_apart():
-    """92 tokens in 23 groups; on the device window, index, sums, and slots, each with two numbers of 4 bytes."""
-    method = RECALLS["two-open"].replace(store="host", slots=5)
-    report, stored = (inspect(tiny.model("llama"), m, 100)[1] for m in (method, RECALLS["two-open"]))
+    # in host memory those 92 are counted apart; on the device are slots, each with two numbers of 4 bytes
+    stored, method = report, RECALLS["two-open"].replace(store="host", slots=5)
+    report = inspect(tiny.model("llama"), method, 100)[1]
     assert report.host_bytes == 92 * 32 * 2
     assert report.bytes == stored.bytes - 92 * 32 * 2 + 5 * (4 * 32 * 2 + 2 * 8)
     assert report.entries == stored.entries - 92 + 20
@@ -125,8 +119,7 @@ def test_layers_with_latents_are_served_if_all_are_condensed():
     model, method = skeleton("minicpm3-4b"), condense.Method.parse("recall-device")
     layers = served_layers(model, method)
     assert {(layer.heads, layer.widths, layer.plan is not None) for layer in layers} == {(1, (288, 0), True)}
-    with pytest.raises(ValueError, match="layer 1 has latents and no method"):
-        served_layers(model, {0: method, "rest": condense.Dense()})
+    tiny.refused("layer 1 has latents and no method", served_layers, model, {0: method, "rest": condense.Dense()})
 
 
 def test_dense_caches_in_16_8_and_4_bits():
@@ -155,16 +148,15 @@ def test_sliding_layers_keep_their_window_beside_full_ones():
 
 def test_models_that_no_engine_serves_have_no_figures_of_one():
     choices = {"own": condense.CCA(group_size=4, window=8)}
-    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    other = AutoModelForCausalLM.from_config(Olmo2Config(**small, vocab_size=32, pad_token_id=0))
-    for model, is_served in ((tiny.model("llama", torch.bfloat16), True), (other, False)):
+    for model, is_served in ((tiny.model("llama", torch.bfloat16), True), (small.model("olmo2"), False)):
         (*_, own) = cache_fits(model, choices, 4096, memory=2**30)
         assert (own.served is not None, own.served_bytes is not None) == (is_served, is_served)
 
 
 def test_requests_share_what_weights_leave_and_the_host():
     model = tiny.model("llama", torch.bfloat16)
-    choices = {"own": condense.CCA(group_size=4, window=8), "host": HOST}
+    host = condense.Recall(group_size=16, window=256, unchosen="drop", store="host", slots=4)
+    choices = {"own": condense.CCA(group_size=4, window=8), "host": host}
     weights = weight_bytes(model, 2)
     assert weights == sum(p.nbytes for p in model.parameters())
     *_, own, host = cache_fits(model, choices, 4096)

@@ -79,8 +79,7 @@ def test_full_forward_chunks_and_steps_agree(model):
 @_of_case(tiny.WHOLE)
 def test_whole_prompts_with_and_without_a_cache_are_followed_by_steps_of_any_size(model):
     ids = tiny.tokens()
-    full = tiny.logits(model, ids)
-    torch.testing.assert_close(tiny.logits(model, ids, use_cache=True), full, **tiny.EXACT)
+    torch.testing.assert_close(tiny.logits(model, ids, use_cache=True), tiny.logits(model, ids), **tiny.EXACT)
     cache = tiny.filled(model, ids[:, :40])
     assert cache.get_seq_length() == 40
     steps = tiny.in_chunks(model, ids[:, 40:], (1,) * 21, copy.deepcopy(cache))
@@ -105,8 +104,7 @@ def test_every_layer_counts_every_token_and_inspect_reports_each_by_its_method(m
 @grid(24, "model", model=tiny.CASES, mask=MASKS)
 def test_rows_equal_their_compacted_sequences(model, mask):
     mask, ids = torch.stack(mask), tiny.tokens(3)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    full = tiny.logits(model, ids, attention_mask=mask, position_ids=positions)
+    full = tiny.logits(model, ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
     assert bool(full.isfinite().all())
     chunks = tiny.in_chunks(model, ids, tiny.CHUNKS, mask=mask)
     outs = full, chunks, *(tiny.in_chunks(model, ids, FROM_A_PROMPT, cache, mask) for cache in (None, _static(model)))
@@ -120,8 +118,7 @@ def test_rows_equal_their_compacted_sequences(model, mask):
 @grid(30, "model", model=tiny.CASES, mode=MODES)
 def test_static_and_growing_caches_give_the_tokens_of_none(model, mode):
     if "num_beams" in mode and _cannot_move_rows(model):
-        with pytest.raises(ValueError, match=r"beams.*store='device'"):
-            _generate(model, **mode)
+        tiny.refused(r"beams.*store='device'", _generate, model, **mode)
         return
     want = _generate(model, use_cache=False, **{key: x for key, x in mode.items() if key != "prefill_chunk_size"})
     assert torch.equal(_generate(model, **mode), want)

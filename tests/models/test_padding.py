@@ -1,6 +1,7 @@
 """Padding anywhere, and packing: the numbers are those of the same tokens alone."""
 
 import gc
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,10 +14,13 @@ from condense.models.forward import AttentionCall, ForwardBoard
 from condense.models.masks import condense_mask
 
 L = tiny.LENGTH
-CALLS = {"cca": (condense.CCA(group_size=4, window=6), 1)}
-CALLS["recall"] = condense.Recall(group_size=4, window=6, num_recall=2), 4
+# calls of a layer, and readings of where documents end for all layers
+CALLS = {"cca": (condense.CCA(group_size=4, window=6), 1, 1)}
+CALLS["recall"] = condense.Recall(group_size=4, window=6, num_recall=2), 4, 0
 ROWS = tiny.tokens(1, 40)
 RESTARTING = torch.cat([torch.arange(25), torch.arange(15)])[None]
+# two documents, the first of 30 tokens
+TWO = torch.cat([torch.arange(30), torch.arange(L - 30)])[None]
 LONG = condense.CCA(window=1000)  # longer than the text: nothing is condensed
 LENGTHS = (23, 1, 30, 7)
 WRITES = {"pytorch": lambda x, new: x.copy_(new), "data": lambda x, new: x.data.copy_(new)}
@@ -45,23 +49,16 @@ def test_documents_may_be_marked_in_place_between_calls(how, mode, write):
     ids = tiny.tokens(1)
     with mode():
         if how == "positions":
-            marks = torch.arange(L)[None].clone()
-            kwargs, changed = {"position_ids": marks}, torch.cat([torch.arange(30), torch.arange(L - 30)])[None]
+            marks, changed = torch.arange(L)[None].clone(), TWO
+            kwargs = {"position_ids": marks}
         else:
-            marks, positions = torch.tensor([0, 10, L]), torch.cat([torch.arange(30), torch.arange(L - 30)])[None]
-            kwargs, changed = {"cu_seq_lens_q": marks, "position_ids": positions}, torch.tensor([0, 30, L])
+            marks, changed = torch.tensor([0, 10, L]), torch.tensor([0, 30, L])
+            kwargs = {"cu_seq_lens_q": marks, "position_ids": TWO}
         model(ids, use_cache=False, **kwargs)
         write(marks, changed)
         packed = model(ids, use_cache=False, **kwargs).logits
         alone = model(ids[:, 30:], use_cache=False).logits
     torch.testing.assert_close(packed[:, 30:], alone, **tiny.EXACT)
-
-
-def test_documents_stay_apart_in_training_with_the_cache_that_transformers_makes():
-    model, ids = condense.apply(tiny.model("llama"), tiny.CCA).train(), tiny.tokens(1)
-    packed = model(ids, position_ids=torch.cat([torch.arange(30), torch.arange(L - 30)])[None])
-    assert packed.past_key_values is not None
-    torch.testing.assert_close(packed.logits[:, 30:], model(ids[:, 30:]).logits, **tiny.EXACT)
 
 
 def test_documents_may_be_marked_in_place_between_steps_of_training():
@@ -71,7 +68,7 @@ def test_documents_may_be_marked_in_place_between_steps_of_training():
     ids, positions = tiny.tokens(1), torch.arange(L)[None].clone()
     loss = model(ids, position_ids=positions, use_cache=False).logits.sum()
     torch.autograd.grad(loss, model.model.layers[-1].self_attn.q_proj.weight)
-    positions.copy_(torch.cat([torch.arange(30), torch.arange(L - 30)])[None])
+    positions.copy_(TWO)
     packed = model(ids, position_ids=positions, use_cache=False).logits
     torch.testing.assert_close(packed[:, 30:], model(ids[:, 30:], use_cache=False).logits, **tiny.EXACT)
 
@@ -91,16 +88,16 @@ def test_a_layer_without_marks_is_not_in_a_forward_whose_marks_are_gone():
 @pytest.mark.parametrize("layers", [None, [1]], ids=["all-layers", "one-layer"])
 def test_a_mask_is_looked_at_once_per_forward(monkeypatch, layers):
     """In inference mode too: on a GPU every look is a wait."""
-    looks, look = [], forward.find_padding
-    monkeypatch.setattr(forward, "find_padding", lambda real: looks.append(real) or look(real))
+    looks = Mock(wraps=forward.find_padding)
+    monkeypatch.setattr(forward, "find_padding", looks)
     model = condense.apply(tiny.model("llama"), tiny.CCA, layers=layers)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             ids, mask = tiny.left_padded([tiny.tokens(1, 20)[0], tiny.tokens(1, 40)[0]])
-            for count in range(1, 4):
+            for _ in range(3):
                 model(ids, attention_mask=mask, use_cache=False)
-                assert len(looks) <= count
-        looks.clear()
+                assert looks.call_count <= 1
+                looks.reset_mock()
 
 
 def test_a_token_of_a_growing_cache_gets_no_mask_without_padding():
@@ -129,23 +126,15 @@ def test_nothing_is_remembered_of_masks_that_are_gone():
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
 @pytest.mark.parametrize("how", ["positions", "marks"])
-@pytest.mark.parametrize(("method", "calls"), CALLS.values(), ids=CALLS)
-def test_calls_per_layer(name, how, method, calls, monkeypatch):
-    model, count = condense.apply(tiny.model(name), method), []
-    read = {"llama": "_condensed", "deepseek_v3": "condensed_latents"}[name]
-    run = getattr(attention, read)
-    monkeypatch.setattr(attention, read, lambda *args: count.append(1) or run(*args))
+@pytest.mark.parametrize(("method", "calls", "readings"), CALLS.values(), ids=CALLS)
+def test_calls_per_layer_and_one_reading_of_documents_for_all(name, how, method, calls, readings, monkeypatch):
+    model = condense.apply(tiny.model(name), method)
+    attend = {"llama": "_condensed", "deepseek_v3": "condensed_latents"}[name]
+    attended, read = Mock(wraps=getattr(attention, attend)), Mock(wraps=condense.plan._read_documents)
+    monkeypatch.setattr(attention, attend, attended)
+    monkeypatch.setattr(condense.plan, "_read_documents", read)
     tiny.logits(model, tiny.tokens(1)[:, : sum(LENGTHS)], **tiny.packed(LENGTHS, how))
-    assert len(count) == calls * model.config.num_hidden_layers
-
-
-def test_layers_of_one_method_share_the_readings_of_documents(monkeypatch):
-    model, made = condense.apply(tiny.model("llama"), condense.CCA(group_size=4, window=6)), []
-    original = condense.plan._read_documents
-    monkeypatch.setattr(condense.plan, "_read_documents", lambda *args: made.append(1) or original(*args))
-    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-    model(tiny.tokens(1)[:, : sum(LENGTHS)], position_ids=positions, use_cache=False)
-    assert len(made) == 1
+    assert (attended.call_count, read.call_count) == (calls * tiny.NUM_LAYERS, readings)
 
 
 @pytest.mark.parametrize("layers", [None, [1]], ids=["all-layers", "one-layer"])

@@ -44,9 +44,7 @@ def test_lora(name, order):
     assert set(condensed_layers(model)) == {0, 1, 2}
     full = tiny.logits(model, IDS)
     torch.testing.assert_close(tiny.in_chunks(model, IDS, (17, 1, 22)), full, **tiny.EXACT)
-    cached = model.generate(input_ids=IDS, max_new_tokens=8, do_sample=False, pad_token_id=1)
-    free = model.generate(input_ids=IDS, max_new_tokens=8, do_sample=False, pad_token_id=1, use_cache=False)
-    assert torch.equal(cached, free)
+    assert torch.equal(tiny.generate(model, IDS), tiny.generate(model, IDS, use_cache=False))
     model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
     gradients = {key: p.grad for key, p in model.named_parameters() if p.requires_grad}
     assert gradients
@@ -73,8 +71,7 @@ def test_prefix_tuning_is_refused():
     model = condense.apply(tiny.model("llama"), tiny.CCA)
     expected = tiny.logits(model, IDS)
     wrapped = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)).to(torch.float64)
-    with pytest.raises(ValueError, match="prefix tuning, which condensed attention does not support"):
-        wrapped(input_ids=IDS)
+    tiny.refused("prefix tuning, which condensed attention does not support", wrapped, input_ids=IDS)
     assert torch.equal(tiny.logits(model, IDS), expected)
 
 
@@ -84,8 +81,7 @@ def test_prompt_tuning_works():
     model = condense.apply(tiny.model("llama"), tiny.CCA)
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
     wrapped = get_peft_model(model, config).to(torch.float64).eval()
-    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 1}
-    cached = wrapped.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), **settings)
+    cached = tiny.generate(wrapped, IDS)
     steps = wrapped(input_ids=cached[:, :-1], attention_mask=torch.ones_like(cached[:, :-1]), use_cache=False)
     assert torch.equal(steps.logits[:, 5:].argmax(-1)[:, 39:], cached[:, 40:])
 
@@ -93,18 +89,16 @@ def test_prompt_tuning_works():
 def test_an_adapter_per_row():
     """Rows of MLA share one projection of their latents; ordinary keys need none."""
     ids = IDS[:, :20]
-    for name in ("llama", "deepseek_v3"):
-        model = _with_adapter(name, "after")
-        model.add_adapter("other", _lora(name))
-        model = model.to(torch.float64).eval()
-        if name == "deepseek_v3":
-            with pytest.raises(ValueError, match=r"adapter_names .* call the model once per adapter"):
-                tiny.logits(model, ids, adapter_names=["default", "other"])
-            continue
-        mixed = tiny.logits(model, ids, adapter_names=["default", "other"])
-        for row, adapter in enumerate(("default", "other")):
-            model.set_adapter(adapter)
-            torch.testing.assert_close(mixed[row : row + 1], tiny.logits(model, ids[row : row + 1]), **tiny.EXACT)
+    model, latents = (_with_adapter(name, "after") for name in ("llama", "deepseek_v3"))
+    for each, name in ((model, "llama"), (latents, "deepseek_v3")):
+        each.add_adapter("other", _lora(name))
+        each.to(torch.float64).eval()
+    mixed = tiny.logits(model, ids, adapter_names=["default", "other"])
+    for row, adapter in enumerate(("default", "other")):
+        model.set_adapter(adapter)
+        torch.testing.assert_close(mixed[row : row + 1], tiny.logits(model, ids[row : row + 1]), **tiny.EXACT)
+    with pytest.raises(ValueError, match=r"adapter_names .* call the model once per adapter"):
+        tiny.logits(latents, ids, adapter_names=["default", "other"])
 
 
 @pytest.fixture
@@ -118,7 +112,7 @@ def _load(folder):
 
 
 def _condensed(folder):
-    return condense.apply(condense.apply(_load(folder), tiny.CCA), tiny.STREAMING_6, layers=[2])
+    return condense.apply(_load(folder), {2: tiny.STREAMING_6, "rest": tiny.CCA})
 
 
 @pytest.fixture
@@ -169,11 +163,11 @@ def test_only_the_adapters_that_are_saved_get_a_record(base, trained):
 @pytest.mark.parametrize("by_peft", [True, False])
 def test_an_adapter_of_a_model_that_is_stock_now_has_no_record(base, trained, by_peft):
     folder, expected = trained
-    model = PeftModel.from_pretrained(_load(base), folder) if by_peft else _load(folder)
     if by_peft:
+        model = PeftModel.from_pretrained(_load(base), folder)
         model.get_base_model().set_attn_implementation("sdpa")
     else:
-        condense.restore(model)
+        model = condense.restore(_load(folder))
     model.save_pretrained(folder)
     assert not (folder / "condense.json").exists()
     assert (tiny.logits(_load(folder), IDS) - expected).abs().max() > 1

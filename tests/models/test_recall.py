@@ -1,39 +1,50 @@
-"""Recall in models, beside the laws of `test_laws`: exact prompts, crops, stores in host memory."""
+"""Recall in models, beside the laws of `test_laws`: exact prompts, crops, stores in host memory, `closed_mass`.
+
+And DGA with a prompt's selection: padding, crops, rows, one-token prompts.
+"""
+
+import copy
 
 import pytest
 import torch
+from layers import tensors_of
 from models import tiny
 from models.tiny import IDS, MASK, ROWS
-from transformers import DynamicCache, StaticCache
+from step_states import RECALLS, empty, own_by, step_settings, token_at
+from transformers import StaticCache
 
 import condense
 from condense.caches import store
+from condense.models.inspect import inspect
+from condense.models.watch import unread_share
+from condense.ops.recall.choice import choose_groups, index_scores, token_scores
+from condense.ops.step import StepCall
+from condense.ops.torch import step as torch_step
 
 METHOD = tiny.RECALL
 HOST = METHOD.replace(store="host", slots=3)
-LAYERS, CHUNKS = 3, (20, 17, 1, 16)
+CHUNKS = (20, 17, 1, 16)
 LONG, LONG_MASK = tiny.left_padded([tiny.tokens(1, n, seed=n)[0] for n in (54, 47)])
 
 
 @pytest.mark.parametrize("model", tiny.RECALLS.values(), ids=tiny.RECALLS, indirect=True)
 def test_exact_prompts_read_the_same_stored_tokens_in_a_padded_batch(model):
-    """As the rows alone, whose prompts are read with dense attention over the tokens as they are stored."""
     condense.apply(model, METHOD.replace(prompt="exact", store_bits=8))
     got = tiny.logits(model, IDS, attention_mask=MASK, position_ids=(MASK.cumsum(1) - 1).clamp(min=0))
     for row, out in zip(ROWS, got, strict=True):
         torch.testing.assert_close(out[-len(row) :], tiny.logits(model, row[None])[0], **tiny.exact(model))
 
 
-@pytest.mark.parametrize("kind", ["growing", "static"])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_a_store_is_checked_for_latents_of_their_width(kind, monkeypatch):
     """As on a GPU, where what is stored in few bits is turned back in blocks, of which latents must be whole ones."""
     model, widths = condense.apply(tiny.model("deepseek_v3"), METHOD.replace(store="host")), set()
-    monkeypatch.setattr(
-        "condense.caches.store.Store.check",
-        lambda store, k, v, latent, groups=None: widths.add((k.shape[3] - v.shape[3], latent)),
-    )
-    mode = {"cache_implementation": "static"} if kind == "static" else {}
-    tiny.generate(model, ROWS[0][None], **mode)
+
+    def check(store, k, v, latent, groups=None):
+        widths.add((k.shape[3] - v.shape[3], latent))
+
+    monkeypatch.setattr(store.Store, "check", check)
+    tiny.generate(model, ROWS[0][None], cache_implementation=kind)
     latent = model.config.kv_lora_rank
     assert widths == {(latent + model.config.qk_rope_head_dim, latent)}
 
@@ -52,8 +63,7 @@ def test_beams_move_rows_in_no_layer_if_one_refuses():
     """The first layer alone, whose store is on the device, could move them."""
     model = condense.apply(tiny.model("llama"), HOST)
     cache, untouched = (tiny.filled(model, tiny.tokens(2, 40)) for _ in range(2))
-    with pytest.raises(ValueError, match="beams"):
-        cache.reorder_cache(torch.tensor([1, 1]))
+    tiny.refused("beams", cache.reorder_cache, torch.tensor([1, 1]))
     more = tiny.tokens(2, 5, seed=3)
     got, expected = (tiny.logits(model, more, past_key_values=c, use_cache=True) for c in (cache, untouched))
     assert got.equal(expected)
@@ -88,25 +98,120 @@ def fetches(monkeypatch):
 @pytest.mark.parametrize("name", ["llama", "deepseek_v2"])
 def test_the_next_layers_tokens_are_fetched(fetches, name, static, padded):
     begun, used = fetches
-    model = condense.apply(tiny.model(name, num_hidden_layers=LAYERS), HOST)
+    model = condense.apply(tiny.model(name), HOST)
     ids, mask = (LONG, LONG_MASK) if padded else (LONG[:1], None)
-    cache = StaticCache(model.config, max_cache_len=80) if static else DynamicCache(config=model.config)
-    want = tiny.in_chunks(model, ids, CHUNKS, cache, mask=mask)
+    caches = [StaticCache(model.config, max_cache_len=80) if static else None for _ in range(2)]
+    want = tiny.in_chunks(model, ids, CHUNKS, caches[0], mask=mask)
     # the second and the fourth piece, the third being a step; the first layer's tokens are copied when it reads
     assert used == [False, True, True] * 2
     assert sum(x is not None for x in begun) == 4
-    begun.clear()
-    used.clear()
-    device = condense.apply(model, HOST.replace(store="device"))
-    cache = StaticCache(model.config, max_cache_len=80) if static else DynamicCache(config=model.config)
-    assert torch.equal(tiny.in_chunks(device, ids, CHUNKS, cache, mask=mask), want)
+    condense.apply(model, HOST.replace(store="device"))
+    assert torch.equal(tiny.in_chunks(model, ids, CHUNKS, caches[1], mask=mask), want)
 
 
 def test_tokens_are_fetched_once_for_a_layer_behind_layers_without_a_store(fetches):
     begun, used = fetches
-    model = tiny.model("llama", num_hidden_layers=3)
-    condense.apply(model, {"0-1": condense.CCA(group_size=4, window=8), "2": HOST})
-    tiny.in_chunks(model, LONG[:1], CHUNKS, DynamicCache(config=model.config))
+    tiny.in_chunks(condense.apply(tiny.model("llama"), {"0-1": tiny.CCA, "2": HOST}), LONG[:1], CHUNKS)
     # the first piece has nothing to copy; the third is a single token, for which nothing is copied ahead
     assert used == [True, True]
     assert sum(x is not None for x in begun) == 2
+
+
+@pytest.mark.parametrize("name", ["two-open", "three-open", "g-1-opened", "window-0-opened", "a-third", "all-open"])
+def test_the_closed_mass_is_the_share_of_the_weights_of_closed_groups(name):
+    settings, generator = step_settings(RECALLS[name]), torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, 40, 16, generator=generator, dtype=torch.float64) for n in (4, 2, 2))
+    state, g, window = empty(settings, 40, 2, (16, 16)), settings.rule.chunk, settings.rule.window
+    for t in range(40):
+        torch_step.step(StepCall(token_at((q, k, v), t), state, settings, scale=0.4), own_by(settings))
+        asked, closed = q[:, :, t : t + 1], max(0, t + 1 - window) // g
+        scores, quota = index_scores(asked, state.group_index, 0.4), settings.choice.quota
+        chosen = choose_groups(scores, torch.full((2, 1, 1), closed), quota, 2)[:, :, 0, :closed]
+        far = token_scores(asked, state.group_index, 0.4)[:, :, 0, :closed].exp().sum(-1)
+        near = (0.4 * asked @ k[:, :, closed * g : t + 1].repeat_interleave(2, 1).mT).exp().sum((2, 3))
+        want = (far * ~chosen.repeat_interleave(2, 1)).sum(-1) / (far.sum(-1) + near)
+        torch.testing.assert_close(unread_share(asked, state, settings, 0.4), want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
+def test_the_closed_mass_of_every_step_is_noted_in_growing_and_static_caches(family):
+    model, noted = condense.apply(tiny.model(family), tiny.RECALL), []
+    for options in ({}, {"cache_implementation": "static"}):
+        with condense.closed_mass(model) as shares:
+            tiny.generate(model, ROWS[0][None], **options)
+        tiny.generate(model, ROWS[0][None], **options)
+        noted.append(torch.stack([torch.stack(shares[layer]) for layer in range(tiny.NUM_LAYERS)]))
+    assert len(noted[0][0]) == tiny.NEW - 1
+    torch.testing.assert_close(*noted, rtol=0, atol=1e-6)
+    assert bool(((noted[0] >= 0) & (noted[0] < 1)).all())
+    # the first layer opens all groups
+    assert (noted[0] == 0).flatten(1).all(1).tolist() == [True, False, False]
+
+
+def test_padding_has_no_closed_mass_and_open_groups_leave_nothing():
+    model = condense.apply(tiny.model("llama"), tiny.RECALL.replace(num_recall=1.0))
+    with torch.no_grad(), condense.closed_mass(model) as shares:
+        cache = model(IDS, attention_mask=MASK, use_cache=True).past_key_values
+        mask = torch.cat([MASK, MASK.new_tensor([[1], [0], [1]])], 1)
+        model.model.layers[1].self_attn.compile(backend="eager")
+        model(IDS[:, :1], attention_mask=mask, past_key_values=cache)
+        with pytest.raises(ValueError, match="watched already"), condense.closed_mass(model):
+            pass
+    for (share,) in shares.values():
+        assert share.nan_to_num(-1.0).tolist() == [[0.0] * 4, [-1.0] * 4, [0.0] * 4]
+    with pytest.raises(ValueError, match="must have layers with Recall"), condense.closed_mass(tiny.model("llama")):
+        pass
+
+
+@pytest.fixture
+def selecting():
+    return condense.apply(tiny.model("llama"), tiny.SELECT)
+
+
+def test_padding_anywhere_beside_a_selection(selecting):
+    ids, mask = tiny.tokens(2), torch.ones(2, tiny.LENGTH, dtype=torch.long)
+    mask[0, 10:17] = mask[1, 50:] = 0
+    got = tiny.logits(selecting, ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+    for row, real, out in zip(ids, mask.bool(), got, strict=True):
+        torch.testing.assert_close(out[real], tiny.logits(selecting, row[None, real])[0], **tiny.EXACT)
+
+
+def test_a_crop_of_a_selection_is_exact_after_the_prompt_and_refused_inside(selecting):
+    ids = tiny.tokens()
+    cache = tiny.filled(selecting, ids[:, :30])
+    prompt = copy.deepcopy(cache)
+    want = tiny.in_chunks(selecting, ids[:, 30:50], (1,) * 20, cache)
+    for count in (1, 6, 7, 20):
+        cropped = copy.deepcopy(cache)
+        cropped.crop(-count)
+        got = tiny.in_chunks(selecting, ids[:, 50 - count : 50], (count,), cropped)
+        torch.testing.assert_close(got, want[:, 20 - count :], **tiny.EXACT)
+    for full, count in ((cache, 21), (prompt, 1)):
+        tiny.refused(f"{count} tokens reach into the prompt of 30 tokens", full.crop, -count)
+    torch.testing.assert_close(tiny.in_chunks(selecting, ids[:, 30:50], (20,), prompt), want, **tiny.EXACT)
+
+
+def test_bytes_of_a_selection_are_those_that_inspect_counts(selecting):
+    reports = inspect(selecting, tiny.SELECT, 30, itemsize=8)
+    held = sum(x.nbytes for layer in tiny.filled(selecting, tiny.tokens(1, 30)).layers for x in tensors_of(layer.state))
+    assert held == sum(report.bytes for report in reports)
+    assert all(report.flops < report.dense_flops and report.remark is None for report in reports)
+
+
+def _first(*tokens):
+    """Entries of prompts of so many tokens, and how many of these are focal tokens."""
+    return [[count(n) for n in tokens] for count in (tiny.SELECT.num_entries, tiny.SELECT.prompt_focal)]
+
+
+def test_rows_of_selections_follow_with_prompts_of_different_lengths(selecting):
+    ids, mask = tiny.left_padded([*ROWS, tiny.tokens(1, 3, seed=3)[0]])
+    with torch.no_grad():
+        layer = selecting(ids, attention_mask=mask, use_cache=True).past_key_values.layers[0]
+    assert [x.tolist() for x in layer.state.first] == _first(39, 26, 32, 3)
+    layer.reorder_cache(torch.tensor([3, 0, 0, 2]))
+    assert [x.tolist() for x in layer.state.first] == _first(3, 39, 39, 32)
+    layer.batch_repeat_interleave(2)
+    layer.batch_select_indices(torch.tensor([0, 7]))
+    assert [x.tolist() for x in layer.state.first] == _first(3, 32)
+    layer.reset()
+    assert layer.state is None

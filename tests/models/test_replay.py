@@ -1,8 +1,9 @@
 """Plain generate over replayed steps: a static cache chosen by itself, the growing cache's tokens, one capture."""
 
+import contextlib
+
 import pytest
 import torch
-from grids import grid
 from models import small, test_laws, tiny
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -33,20 +34,10 @@ EAGER = {
 BOTH = {"cca": tiny.CCA, "recall": condense.Recall(group_size=4, window=8, num_recall=2)}
 
 
-class _Recorded:
-    """In place of a CUDA graph, without a GPU: a replay runs the forward again on the tensors held."""
-
-    def __init__(self, forward, cache, inputs):
-        self.forward, self.cache, self.inputs = forward, cache, inputs
-
-    def replay(self):
-        self.forward._output = self.forward._forward(self.cache, self.inputs)
-
-
 class _Traced:
-    """The operations of a step, traced once, on the tensors that it had then: as a CUDA graph, with no Python. Counts
-    on the host stand still, and a tensor that a step would exchange for another is read as it was. Tracing fails where
-    the host reads a tensor that the step computes.
+    """In place of a CUDA graph: the operations of a step, traced once, on the tensors that it had then, with no Python.
+    Counts on the host stand still, and a tensor that a step would exchange for another is read as it was. Tracing fails
+    where the host reads a tensor that the step computes.
     """
 
     def __init__(self, forward, cache, inputs):
@@ -70,13 +61,13 @@ class _Traced:
 
 
 @pytest.fixture
-def captured(monkeypatch, request):
+def captured(monkeypatch):
     """As if the model were on a GPU; the caches that steps were captured over."""
-    caches, graph = [], getattr(request, "param", _Recorded)
+    caches = []
 
     def capture(self, cache, inputs):
         caches.append(cache)
-        return graph(self, cache, inputs)
+        return _Traced(self, cache, inputs)
 
     monkeypatch.setattr(ReplayedForward, "_capture", capture)
     for module in (hooks, replay):
@@ -105,7 +96,6 @@ def _generate(model, **settings):
 
 @pytest.mark.parametrize(("method", "mode"), CALLS.values(), ids=CALLS)
 def test_tokens_are_those_of_the_growing_cache(captured, monkeypatch, method, mode):
-    """Every call has a cache of its own."""
     model = _model(monkeypatch, method)
     want = _generate(model, cache_implementation="dynamic", **mode)
     assert not captured
@@ -115,19 +105,13 @@ def test_tokens_are_those_of_the_growing_cache(captured, monkeypatch, method, mo
     assert type(captured[0]) is CacheOfOneCall
 
 
-def _ends(model, prompts=IDS):
-    """A token that the first row writes early and the second does not, and how many the first writes before it."""
-    free = model.generate(prompts, **SETTINGS | {"cache_implementation": "dynamic"})[:, prompts.shape[1] :]
-    end = next(int(x) for x in free[0, 2:5] if x not in free[1])
-    return end, int((free[0] == end).nonzero()[0])
-
-
-@pytest.mark.parametrize("captured", [_Traced], ids=["traced"], indirect=True)
 @pytest.mark.parametrize("method", BOTH.values(), ids=BOTH)
 def test_rows_that_have_ended_are_passed_over(captured, monkeypatch, method):
-    """They read no more tokens; the other row's are the same, and so is what is returned."""
     model = _model(monkeypatch, method)
-    end, at = _ends(model)
+    free = _generate(model, cache_implementation="dynamic")[:, IDS.shape[1] :]
+    # a token that the first row writes early and the second does not
+    end = next(int(x) for x in free[0, 2:5] if x not in free[1])
+    at = int((free[0] == end).nonzero()[0])
     want = _generate(model, cache_implementation="dynamic", eos_token_id=end)
     assert torch.equal(_generate(model, eos_token_id=end), want)
     seen = {tuple(layer.buffers.seen.tolist()) for layer in captured[0].layers}
@@ -144,7 +128,7 @@ def test_end_tokens_of_a_prompt_end_nothing(captured, monkeypatch, chunk):
     assert torch.equal(_generate(model, eos_token_id=end, prefill_chunk_size=chunk), want)
 
 
-@grid(4, "captured", captured=[_Traced], name=[*HYBRIDS])
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_layers_of_other_kinds_keep_their_state_where_it_is(captured, monkeypatch, name):
     """Linear attention, convolutions and sliding windows: what a step writes is what the next one reads."""
     stock = small.model(name)
@@ -173,10 +157,7 @@ def test_what_the_caller_chose_stays(captured, monkeypatch, settings):
     assert not captured
     if settings.get("return_dict_in_generate"):
         assert type(out.past_key_values) is DynamicCache
-
-
-def test_stock_models_keep_their_cache(captured, monkeypatch):
-    _generate(condense.restore(_model(monkeypatch)))
+    _generate(condense.restore(model))  # stock models keep their cache
     assert not captured
 
 
@@ -184,28 +165,19 @@ def test_other_arguments_are_captured_anew(captured, monkeypatch):
     """Another mask length, or other keywords, than those of the step before run as they are."""
     model = _model(monkeypatch)
     forward, cache = ReplayedForward(model), StaticCache(config=model.config, max_cache_len=64)
-    out = model(IDS, past_key_values=cache)
-    tokens = out.logits[:, -1:].argmax(-1)
+    tokens = model(IDS, past_key_values=cache).logits[:, -1:].argmax(-1)
     for keywords, expected in (({}, 0), ({}, 1), ({"use_cache": True}, 1), ({"use_cache": True}, 2)):
         forward(input_ids=tokens, past_key_values=cache, **keywords)
         assert len(captured) == expected
-
-
-def _waits(model):
-    ids = tiny.tokens(1, 2)
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        try:
-            model(ids, use_cache=False)
-        except (DataDependentOutputException, DynamicOutputShapeException):
-            return True
-    return False
 
 
 @pytest.mark.parametrize(("name", "experts"), EXPERTS)
 def test_experts_that_wait_are_known(name, experts):
     model = small.model(name)
     model.set_experts_implementation(experts)
-    assert has_eager_experts(model) == _waits(model)
+    waits, ids = pytest.raises((DataDependentOutputException, DynamicOutputShapeException)), tiny.tokens(1, 2)
+    with FakeTensorMode(allow_non_fake_inputs=True), waits if has_eager_experts(model) else contextlib.nullcontext():
+        tiny.logits(model, ids)
 
 
 def test_a_compiled_forward_is_left_alone(monkeypatch):

@@ -30,26 +30,19 @@ def name(request):
     return request.param
 
 
-def caught(monkeypatch, model, ids, method=METHOD, **kwargs):
-    found = {}
+def test_scores_and_choice_are_those_of_the_definition(name, monkeypatch):
+    model, ids, calls, stock = tiny.model(name), tiny.tokens(1, 43), [], Reread.chosen
+    expected = oracle_reread.scores(model, ids[0], METHOD, NAMES[name])
 
     def chosen(self, scores, tokens):
-        found["scores"] = scores
-        found["kept"], counts = original(self, scores, tokens)
-        return found["kept"], counts
+        kept, counts = stock(self, scores, tokens)
+        calls.append((scores, kept))
+        return kept, counts
 
-    original = Reread.chosen
     monkeypatch.setattr(Reread, "chosen", chosen)
-    with condense.use(model, method):
-        cache = model(ids, use_cache=True, **kwargs).past_key_values
-    monkeypatch.undo()
-    return cache, found["scores"], found["kept"]
-
-
-def test_scores_and_choice_are_those_of_the_definition(name, monkeypatch):
-    model, ids = tiny.model(name), tiny.tokens(1, 43)
-    expected = oracle_reread.scores(model, ids[0], METHOD, NAMES[name])
-    cache, scores, kept = caught(monkeypatch, model, ids)
+    with condense.use(model, METHOD):
+        cache = model(ids, use_cache=True).past_key_values
+    ((scores, kept),) = calls
     for got, want in zip(scores, expected, strict=True):
         torch.testing.assert_close(got[0], want, **tiny.EXACT)
     positions = oracle_reread.kept(METHOD, expected)
@@ -113,26 +106,23 @@ def test_all_kept_is_dense_attention_and_the_prompt_always_is(name):
     assert not torch.allclose(got[:, 40:], dense[:, 40:])
 
 
-def test_padded_rows_are_those_alone(name):
+@pytest.mark.parametrize("beams", [1, 3])
+def test_padded_rows_are_those_alone(name, beams):
     model = tiny.model(name)
     ids, mask = tiny.left_padded(ROWS)
     with condense.use(model, METHOD):
-        batch = tiny.generate(model, ids, attention_mask=mask)
-        static = tiny.generate(model, ids, attention_mask=mask, cache_implementation="static")
+        batch = tiny.generate(model, ids, attention_mask=mask, num_beams=beams)
+        static = tiny.generate(model, ids, attention_mask=mask, num_beams=beams, cache_implementation="static")
         assert torch.equal(batch, static)
         for row, out in zip(ROWS, batch, strict=True):
-            assert torch.equal(out[ids.shape[1] :], tiny.generate(model, row[None])[0, len(row) :])
+            assert torch.equal(out[ids.shape[1] :], tiny.generate(model, row[None], num_beams=beams)[0, len(row) :])
 
 
-def test_embeddings_in_place_of_ids_and_beams():
+def test_embeddings_in_place_of_ids():
     model, ids = tiny.model("llama"), tiny.tokens(2, 40)
     with condense.use(model, METHOD):
-        expected = tiny.generate(model, ids)
         embedded = tiny.generate(model, None, inputs_embeds=model.get_input_embeddings()(ids))
-        assert torch.equal(embedded, expected[:, 40:])
-        beams = tiny.generate(model, ids, num_beams=3)
-        alone = tiny.generate(model, ids[:1], num_beams=3)
-    assert torch.equal(beams[:1], alone)
+        assert torch.equal(embedded, tiny.generate(model, ids)[:, 40:])
 
 
 def test_inputs_of_each_layer_are_repeated_too():
@@ -161,14 +151,11 @@ def test_beside_other_layers():
 
 def test_applied_saved_copied_and_restored(tmp_path):
     model, ids = tiny.model("llama"), tiny.tokens(1, 40)
-    stock = tiny.generate(model, ids)
-    condense.apply(model, METHOD)
-    expected = tiny.generate(model, ids)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(tiny.generate(other, ids), expected)
+    stock, expected = tiny.generate(model, ids), tiny.generate(condense.apply(model, METHOD), ids)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
-    assert torch.equal(tiny.generate(loaded, ids), expected)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded):
+        assert torch.equal(tiny.generate(other, ids), expected)
     with condense.use(model, tiny.CCA):
         assert not any(module._forward_hooks for module in model.modules())
     assert torch.equal(tiny.generate(model, ids), expected)
@@ -181,17 +168,13 @@ def test_applied_saved_copied_and_restored(tmp_path):
 
 def test_what_it_refuses():
     model, ids = tiny.model("llama"), tiny.tokens(1, 40)
-    with pytest.raises(ValueError, match=r"one setting"):
-        condense.apply(model, {0: METHOD, 1: METHOD.replace(share=0.5)})
+    tiny.refused(r"one setting", condense.apply, model, {0: METHOD, 1: METHOD.replace(share=0.5)})
     assert not any(module._forward_hooks for module in model.modules())
     condense.apply(model, METHOD)
-    with pytest.raises(ValueError, match=r"use model\.generate"):
-        condense.GraphDecoder(model, batch_size=1, max_length=64)
-    with pytest.raises(ValueError, match=r"needs the whole prompt"):
-        tiny.generate(model, ids, prefill_chunk_size=16)
+    tiny.refused(r"use model\.generate", condense.GraphDecoder, model, batch_size=1, max_length=64)
+    tiny.refused(r"needs the whole prompt", tiny.generate, model, ids, prefill_chunk_size=16)
     with pytest.raises(ValueError, match=r"inference"), torch.enable_grad():
         model(ids)
     cache = DynamicCache(config=model.config)
     model(ids, past_key_values=cache)
-    with pytest.raises(ValueError, match=r"reach into the prompt"):
-        cache.crop(-1)
+    tiny.refused(r"reach into the prompt", cache.crop, -1)

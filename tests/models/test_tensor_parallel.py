@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fresh import run_ranks
-from models import tiny, two_ranks
+from models import loading, tiny
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -43,44 +43,32 @@ def models(folder):
 @pytest.fixture(scope="module")
 def ranks(folder):
     devices = {} if DEVICE == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
-    run_ranks(2, two_ranks.main, folder, *NAMES, **devices)
+    run_ranks(2, loading.compute_on_a_rank, folder, *NAMES, **devices)
     return [torch.load(folder / f"rank{rank}.pt", map_location=DEVICE) for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_two_ranks_give_what_one_gives(models, ranks, name):
-    model = models[name]
-    want = tiny.logits(model, IDS)
-    tokens = tiny.generate(model, IDS)
-    for rank in ranks:
-        result = rank[name]
+def test_two_ranks_give_and_learn_what_one_does(models, ranks, name):
+    model, results = models[name], [rank[name] for rank in ranks]
+    want, tokens, entries = tiny.logits(model, IDS), tiny.generate(model, IDS), [each["entries"] for each in results]
+    model.train()(IDS, labels=IDS, use_cache=False).loss.backward()
+    for result in results:
         assert result["heads"] < model.model.layers[0].self_attn.o_proj.weight.shape[1]
         torch.testing.assert_close(result["logits"], want, **tiny.exact(model))
         torch.testing.assert_close(result["chunks"], want, **tiny.exact(model))
         assert torch.equal(result["tokens"], tokens)
-    entries = [rank[name]["entries"] for rank in ranks]
-    assert name == "llama" or all(x.numel() > 0 and torch.equal(x, y) for x, y in zip(*entries, strict=True))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_two_ranks_learn_what_one_learns(models, ranks, name):
-    model = models[name].train()
-    model.zero_grad()
-    model(IDS, labels=IDS, use_cache=False).loss.backward()
-    # transformers takes the loss in float32
-    for key, parameter in model.named_parameters():
-        for rank in ranks:
-            error = (rank[name]["gradients"][key] - parameter.grad).abs().max()
+        # transformers takes the loss in float32
+        for key, parameter in model.named_parameters():
+            error = (result["gradients"][key] - parameter.grad).abs().max()
             assert error <= 1e-5 * parameter.grad.abs().max(), key
-    model.eval()
+    assert name == "llama" or all(x.numel() > 0 and torch.equal(x, y) for x, y in zip(*entries, strict=True))
 
 
 def test_heads_that_are_missing_without_a_mesh_are_refused():
     module = nn.Module()
     module.num_heads, module.kv_b_proj = 4, nn.Linear(2, 2)
     assert head_mesh(module, 4) is None
-    with pytest.raises(ValueError, match=r"2 of 4 heads are on this rank .* load the model with tp_plan='auto'"):
-        head_mesh(module, 2)
+    tiny.refused(r"2 of 4 heads are on this rank .* load the model with tp_plan='auto'", head_mesh, module, 2)
 
 
 @pytest.fixture
@@ -92,8 +80,7 @@ def mesh():
 
 @pytest.mark.parametrize("name", ["apply", "restore"])
 def test_apply_and_restore_come_before_attention_modules_are_sharded(mesh, name):
-    model, calls = tiny.model("llama"), {"apply": lambda: condense.apply(model, tiny.CCA)}
-    calls["restore"] = lambda: condense.restore(model)
+    model = tiny.model("llama")
     if name == "restore":
         condense.apply(model, tiny.CCA)
     want, held = tiny.logits(model, TOKENS), condensed_layers(model)
@@ -101,7 +88,7 @@ def test_apply_and_restore_come_before_attention_modules_are_sharded(mesh, name)
         fully_shard(layer.self_attn, mesh=mesh)
     classes = [type(module) for module in model.modules()]
     with pytest.raises(ValueError, match=rf"FSDP\w*LlamaAttention.* call condense\.{name} before fully_shard"):
-        calls[name]()
+        condense.apply(model, tiny.CCA) if name == "apply" else condense.restore(model)
     assert [type(module) for module in model.modules()] == classes
     assert condensed_layers(model) == held
     assert hasattr(model.config, "condense") == (name == "restore")
@@ -109,13 +96,11 @@ def test_apply_and_restore_come_before_attention_modules_are_sharded(mesh, name)
 
 
 def test_decoder_layers_may_be_sharded_before_and_after(mesh):
-    model, stock = (tiny.model("llama") for _ in range(2))
+    model, other = (tiny.model("llama") for _ in range(2))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
-    condense.apply(model, tiny.CCA)
-    assert torch.equal(tiny.logits(model, TOKENS), tiny.logits(condense.apply(tiny.model("llama"), tiny.CCA), TOKENS))
-    condense.restore(model)
-    assert torch.equal(tiny.logits(model, TOKENS), tiny.logits(stock, TOKENS))
+    for change in (lambda each: condense.apply(each, tiny.CCA), condense.restore):
+        assert torch.equal(tiny.logits(change(model), TOKENS), tiny.logits(change(other), TOKENS))
 
 
 @pytest.mark.parametrize("marked", [False, True], ids=["", "with-positions"])

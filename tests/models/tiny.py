@@ -5,6 +5,7 @@ Shapes: B rows, L tokens, V vocabulary.
 
 import itertools
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
@@ -144,8 +145,7 @@ def config(name, **changes):
 
 def model(name, dtype=torch.float64, **changes):
     """A model with weights so large that attention is sharp: what it sees or not shows in the logits."""
-    stock = AutoModelForCausalLM.from_config(config(name, **changes))
-    return sharpen(stock).to(dtype).eval()
+    return sharpen(AutoModelForCausalLM.from_config(config(name, **changes))).to(dtype).eval()
 
 
 def exact(model):
@@ -199,6 +199,11 @@ def in_chunks(model, ids, sizes, cache=None, mask=None):
 @torch.no_grad()
 def filled(model, ids):
     return model(ids, past_key_values=DynamicCache(config=model.config), use_cache=True).past_key_values
+
+
+def refused(message, call, *args, **kwargs):
+    with pytest.raises(ValueError, match=message):
+        call(*args, **kwargs)
 
 
 def enter(model, choice, **kwargs):

@@ -1,5 +1,6 @@
 """Attention over pages of numbers and of records: the outputs of whole sequences, however tokens come, and exactly
-shared prefixes. Of latents too, absorbed and expanded.
+shared prefixes. Of latents too, absorbed and expanded. Requests that share a call have the results of each alone, in as
+many operations.
 
 Shapes: H query heads, K KV heads, L tokens, D and Dv widths; of latents d_n, d_r, d_c and d_v.
 """
@@ -9,13 +10,17 @@ from functools import partial
 
 import pytest
 import torch
-from layers import read
+from hypothesis import given
+from hypothesis import strategies as st
+from layers import Counting, read
 from paged_pool import METHODS, NULL, Pool, complete_a_prefix
 from paged_sequences import cut, random_extras, random_latents, random_tokens, read_in_pieces, whole
 from record_pool import EXACT_PROMPTS, RECALL, RECORDS, RecordPool
+from torch.utils._python_dispatch import _disable_current_modes
 
 import condense
 from condense.caches import CondensedLayer
+from condense.ops.paged import requests, rows
 from condense.ops.recall import choice
 
 H, K, D, DV = 4, 2, 6, 5
@@ -36,6 +41,14 @@ LATENTS = {f"latents-{name}": partial(Pool, method, LATENT) for name, method in 
     f"latents-records-{name}": partial(RecordPool, RECORDS[name], LATENT)
     for name in ("default", "window-0", "window-5", "store-8", "store-4", "drop", "g-16", "all-open")
 }
+# pools whose requests share calls
+NUMBERS = "last streaming-window-0 streaming streaming-1-query streaming-3-queries streaming-no-scores sinks window"
+TOGETHER = [*NUMBERS.split(), *(f"records-{name}" for name in RECORDS | EXACT_PROMPTS)]
+TOGETHER += ["records-last-4", "records-streaming-matched-8"]
+VIEWS = (
+    "alias", "as_strided", "detach", "expand", "permute", "select", "slice", "split", "split_with_sizes", "squeeze",
+    "transpose", "unbind", "unfold", "unsqueeze", "view", "_unsafe_view",
+)  # fmt: skip
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "torch"])
 
 
@@ -91,7 +104,6 @@ def test_choices_for_others_are_those_of_a_layer(bits, backend, monkeypatch):
 
 @BACKENDS
 def test_many_requests_at_different_lengths(pool, backend):
-    """Requests come and go; each step reads single tokens of some and pieces of prompts of others."""
     rng = random.Random(1)
     qkvs = [tokens_of(pool, length, seed) for seed, length in enumerate((60, 9, 110, 1, 35))]
     requests = [pool.add(x[0].shape[0]) for x in qkvs]
@@ -115,7 +127,6 @@ def test_many_requests_at_different_lengths(pool, backend):
 
 @BACKENDS
 def test_a_shared_prefix_is_exact_and_never_written(pool, backend):
-    """Another request takes up the pages of a prefix, with an empty ring, and goes on with tokens of its own."""
     prefix, first, other = two_with_a_prefix(pool, 50)
     a = pool.add(prefix + 30)
     # the prefix first, so that the window at its end is still held when the other request comes
@@ -145,8 +156,7 @@ def test_prefixes_of_prefixes_that_are_written_in_the_same_step(name, order):
     chunks = [(r, cut(qkv, r.seen, len(qkv[0]))) for r, qkv in zip(requests, (first, other, third), strict=True)]
     outs = pool.read([chunks[i] for i in order], scale=SCALE)
     for i, out in zip(order, outs, strict=True):
-        want = wanted(pool, (first, other, third)[i])[requests[i].shared :]
-        torch.testing.assert_close(out, want, **EXACT)
+        torch.testing.assert_close(out, wanted(pool, (first, other, third)[i])[requests[i].shared :], **EXACT)
 
 
 @pytest.mark.parametrize("new", [1, 9])
@@ -212,3 +222,99 @@ def test_an_unknown_backend_and_a_ring_without_room_for_a_summary_are_refused():
     pool.kinds["ring"] = 8, pool.kinds["ring"][1]
     with pytest.raises(ValueError, match=r"the ring must have \d+ slots or more, got 8"):
         read()
+
+
+@pytest.fixture(params=TOGETHER)
+def make_pool(request):
+    return POOLS[request.param]
+
+
+def read_pieces(make_pool, pieces, together):
+    """Requests of such pieces and what they give: first pieces, then second ones, in one call or alone."""
+    pool = make_pool()
+    qkvs = [tokens_of(pool, sum(lengths), seed) for seed, lengths in enumerate(pieces)]
+    requests, outs = [pool.add(sum(lengths)) for lengths in pieces], [[] for _ in pieces]
+    for i in range(max(map(len, pieces))):
+        left = [(n, requests[n], lengths[i]) for n, lengths in enumerate(pieces) if i < len(lengths)]
+        chunks = [(n, (r, cut(qkvs[n], r.seen, r.seen + length))) for n, r, length in left]
+        for some in [chunks] if together else [[chunk] for chunk in chunks]:
+            for (n, _), out in zip(some, pool.read([x for _, x in some], scale=SCALE, backend="torch"), strict=True):
+                outs[n].append(out)
+    return pool, requests, [torch.cat(out) for out in outs]
+
+
+def check_alone(make_pool, pieces):
+    pool, mine, got = read_pieces(make_pool, pieces, together=True)
+    other, theirs, want = read_pieces(make_pool, pieces, together=False)
+    torch.testing.assert_close(got, want, **EXACT)
+    if isinstance(pool, RecordPool) and isinstance(pool.method, condense.Recall):
+        for a, b in zip(mine, theirs, strict=True):
+            assert all(torch.equal(x, other.kept(b)[name]) for name, x in pool.kept(a).items())
+
+
+def boundaries(pool):
+    """Lengths at which groups close, leave the window, and fill a page; and one less and one more."""
+    g, w = pool.plan.settings.rule.chunk, pool.plan.settings.rule.window
+    around = [n + d for n in (g, w, w + g, w + 2 * g, pool.far) for d in (-1, 0, 1)]
+    return sorted({n for n in around if n > 0})
+
+
+def test_later_pieces_at_every_boundary(make_pool):
+    lengths = boundaries(make_pool())
+    pieces = [(length, other, 3) for length, other in zip(lengths, reversed(lengths), strict=True)]
+    check_alone(make_pool, [*pieces, (1, 1, 1), (2, 40), (70,)])
+
+
+@pytest.mark.parametrize("bounds", [(0, 2**15), (2**12, 50), (0, 0)], ids=["alike", "few-tokens", "alone"])
+def test_several_calls_in_a_step(make_pool, monkeypatch, bounds):
+    monkeypatch.setattr(rows, "_PADDING", bounds[0])
+    monkeypatch.setattr(rows, "TOGETHER", bounds[1])
+    check_alone(make_pool, [(30, 5), (1, 20), (28, 28), (2, 1), (13,)])
+
+
+@given(st.lists(st.tuples(st.integers(1, 9000), st.integers(0, 70000)), min_size=1, max_size=40))
+def test_calls_are_bounded(lengths):
+    """Each request is read once; padding and the tokens of a call are within their bounds; what fits alone is alone."""
+    asked = [rows.Request(row, 0, num, num + before) for row, (num, before) in enumerate(lengths)]
+    calls = rows.calls_of(asked)
+    assert sorted(r for call in calls for r in call) == asked
+    for call in calls:
+        new, seen = [r.num for r in call], [r.seen for r in call]
+        assert len(call) == 1 or len(call) * max(seen) <= rows.TOGETHER
+        assert len(call) * max(new) - sum(new) <= sum(new) + rows._PADDING
+
+
+def test_sums_take_a_pass_more_for_each_prefix_of_another_request_in_the_step():
+    """Whole pages of 16 tokens behind where another one begins, not beyond what it reads."""
+    pool, read = RecordPool(RECALL, (K, D, 4)), {1: [(48, 60), (0, 47)], 2: [(32, 40), (0, 40)], 4: [(0, 40), (64, 70)]}
+    read[4] += [(48, 66), (32, 50)]
+    for passes, ends in read.items():
+        asked = [rows.Request(i, 0, seen - before, seen) for i, (before, seen) in enumerate(ends)]
+        assert rows.num_passes(asked, pool.state([pool.add(1)]), pool.plan.settings) == passes
+
+
+@pytest.mark.parametrize("prompt", ["recall", "exact"])
+def test_operations_do_not_grow_with_requests(monkeypatch, prompt):
+    """In every layer but the first, which finds out where things lie: 7 of a prompt when 14 are read together. Those of
+    attention and views are not counted.
+    """
+    found, stock = [], requests.PagedLayer.read
+
+    def uncounted(function, *args, **options):
+        with _disable_current_modes():
+            return function(*args, **options)
+
+    def layers(*args, **options):
+        stock(*args, **options)
+        with Counting() as counting:
+            stock(*args, **options)
+        found.append(sum(name.split(".")[1] not in VIEWS for name in counting.names))
+
+    for name in ("attend", "attend_recall"):
+        monkeypatch.setattr(requests, name, partial(uncounted, getattr(requests, name)))
+    monkeypatch.setattr(requests.PagedLayer, "read", layers)
+    for num in (1, 2, 14):
+        pool = RecordPool(RECALL.replace(store_bits=4, num_recall=0.25, prompt=prompt), (K, D, 4))
+        asked = [pool.add(40 + i % 3) for i in range(num)]
+        pool.read([(r, tokens_of(pool, r.length)) for r in asked], scale=SCALE, backend="torch")
+    assert found[0] <= found[1] == found[2] <= 137, found

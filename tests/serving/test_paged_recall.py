@@ -12,12 +12,10 @@ from paged_sequences import cut, random_latents, random_tokens
 from record_pool import EXACT_PROMPTS, RECALL, RECORDS, RecordPool
 from step_states import call_of, empty, own_by
 
-import condense
 from condense.methods import step_settings
 from condense.ops import NewToken
 from condense.ops.latents import UpProjection
 from condense.ops.paged import api
-from condense.ops.step import record_format
 from condense.ops.step.pages import window_columns
 from condense.ops.torch import step as torch_step
 from condense.serving.plan import ServingPlan, serving_plan
@@ -65,9 +63,7 @@ def test_records_have_the_bits_of_steps_in_buffers(method, dtype):
 
 
 def last_sum(pool, request):
-    """What stands beside the tokens of a request's last whole group: a sum ``[K, Dv]``, of latents ``[K, D]``, and what
-    fills its last part up.
-    """
+    """The sum ``[K, Dv]``, of latents ``[K, D]``, beside a request's last whole group, and what fills its last part."""
     widths, g = (pool.width, pool.value_width), pool.method.group_size
     start, _ = window_columns(*widths, pool.plan.settings, pool.dtype.itemsize)
     token = torch.arange(request.seen // g * g - g, request.seen // g * g)
@@ -77,7 +73,6 @@ def last_sum(pool, request):
 
 @grid(42, method=METHODS, Dv={"values": DV, "latents": 0}, dtype=[torch.float64, torch.float32, torch.bfloat16])
 def test_records_and_sums_do_not_depend_on_how_tokens_come(method, Dv, dtype):
-    """All at once, in pieces, one by one; after a prefix that another request read, in other pieces."""
     far = 4 * method.group_size  # a page has four records
     prefix = far * max(1, 32 // far)
     length, made = prefix + 43, []
@@ -141,13 +136,3 @@ def test_a_backend_is_chosen_for_as_many_groups_as_tables_have_room_for(monkeypa
     state = pool.state([request])
     assert asked == [state.entries.table.shape[1] * state.entries.slots]
     assert [state._replace(longest=n).most_groups(4) for n in (1, 9, 10**6)] == [1, 3, *asked]
-
-
-def test_the_bytes_of_a_record():
-    """Llama's shape: groups of 16, the index, a store of 8 bits."""
-    settings = step_settings(condense.Recall(store_bits=8))
-    form = record_format(settings, (128, 128), torch.bfloat16)
-    starts = [{part.name: (part.start, part.columns) for part in parts} for parts in form.parts]
-    assert starts == [{"signs": (0, 320), "steps": (320, 17)}, {}, {"store": (0, 4192)}]
-    assert form.sizes == (368, 0, 16 * 262)
-    assert form.nbytes == 368 + 16 * 262

@@ -1,16 +1,23 @@
-"""A method in pages: page arithmetic, blocks per request, and what is refused by name, without an engine."""
+"""A method in pages: page arithmetic, blocks per request, pages in host memory, and what is refused by name."""
+
+import re
+from dataclasses import replace
 
 import pytest
 import torch
+from models.tiny import refused
 
 import condense
 from condense.methods import settings_of
 from condense.ops.latents import UpProjection
+from condense.ops.step import record_format
 from condense.ops.triton import limits
 from condense.serving import trial
 from condense.serving.blocks import ServedLayer, blocks_of_request, own_page, page_sizes, table_columns
 from condense.serving.engine import EngineSettings, check_engine
+from condense.serving.host import HostMemory, host_bytes
 from condense.serving.plan import serving_plan, serving_plans
+from condense.serving.vllm.memory import available_bytes
 
 STREAMING = condense.CCA(summary="streaming", key_pooling="select", rep_bias="log_size")
 # Llama-3.1-8B
@@ -37,17 +44,13 @@ RINGS = [
     (condense.LCA(num_summary_queries=3), 16),
     # what needs no query is made at once: then the window need be no multiple of the group
     (condense.LCA(window=1000, key_pooling="mean", value_pooling="mean"), 0),
-    (condense.LCA(group_size=48, window=96), 48),
     (condense.LCA(group_size=20, window=100), 32),
     (condense.StreamingLLM(), 0),
+    (condense.Recall(), 0),
+    (condense.Recall(prompt="exact"), 0),
 ]
-TAKEN_BACK = [
-    (condense.Recall(), True), (condense.Recall(prompt="exact"), False), (condense.CCA(), True),
-    (condense.StreamingLLM(), True), (condense.LCA(num_summary_queries=1), True), (STREAMING, False),
-]  # fmt: skip
 REFUSED = [
     (condense.DGA(), "one of Recall, CCA, LCA, StreamingLLM and Dense"),
-    (condense.Dense(), "one of Recall, CCA, LCA"),
     (condense.Recall(store="host"), "in 8 or 4 bits, .*: use store_bits=4"),
     (condense.CCA(group_size=1), "at least 2"),
     (condense.Recall(group_size=1), "group_size must be at least 2 to be served, got 1: use unchosen='drop'"),
@@ -61,7 +64,6 @@ REFUSED = [
     (STREAMING.replace(num_summary_queries=17, window=1000), "use window=1008 or .*; num_summary_queries must be"),
 ]
 RECORDED = [
-    (STREAMING, WIDTHS, 1 << 20, True),
     (STREAMING.replace(entry_bits=4), WIDTHS, 1 << 20, True),
     (STREAMING.replace(entry_bits=8, rep_bias="matched"), (64, 80), 100, True),
     (condense.StreamingLLM(), WIDTHS, 1 << 20, True),
@@ -80,23 +82,23 @@ REFUSED_ENGINES = [
     ({"version": "0.29.2"}, "vllm>=0.30,<0.34"),
     ({"version": "0.34.0"}, "vllm>=0.30,<0.34"),
     ({"cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype must be the model's bfloat16"),
-    ({"cache_dtype": "float16"}, "--kv-cache-dtype"),
     ({"version": "dev"}, "vllm>=0.30,<0.34"),
     ({"tensor_parallel": 0}, "at least 1, got 0"),
-    ({"tensor_parallel": 16}, "8 KV heads, got 16"),
-    ({"tensor_parallel": 3}, "8 KV heads, got 3"),
     ({"kv_transfer": True}, "--kv-transfer-config"),
-    ({"offloading": True}, "--kv-offloading-size"),
     ({"one_manager": True}, "--disable-hybrid-kv-cache-manager"),
-    ({"speculative": True}, "--speculative-config"),
     ({"shared_context": True}, "context parallelism"),
     ({"microbatches": True}, "--enable-dbo"),
     ({"adapted_latents": True}, "--enable-lora is not served with latents"),
     ({"adapted_gpt_oss": True}, "--enable-lora is not served with condensed GPT-OSS.* or merge the adapter"),
     ({"dense_latents": [0, 1, 4]}, "dense attention in layers 0-1, 4: give each a method"),
     ({"offloading": True, "kv_transfer": True}, "^--kv-offloading-size is .*: leave it out$"),
-    ({"tensor_parallel": 3, "speculative": True}, "^--tensor-parallel-size .*; --speculative-config .* out$"),
+    ({"tensor_parallel": 3, "speculative": True}, "^--tensor-.* 8 KV heads, got 3: .*; --speculative-config .* out$"),
 ]
+HOST = condense.Recall(group_size=4, window=24, store="host", store_bits=4)
+ON_HOST = [HOST.replace(store="device"), HOST, HOST.replace(store_bits=8), condense.CCA(group_size=4, window=24), None]
+KEPT = [ServedLayer(method and serving_plan(method), 2, (16, 32), torch.float32) for method in ON_HOST]
+FAR = page_sizes(KEPT).far
+PAGES = torch.empty(10, 2, FAR // 4, 1, dtype=torch.uint8)
 
 
 def layers_of(*methods):
@@ -123,7 +125,6 @@ def test_the_pages_of_the_paper_settings():
 
 @pytest.mark.parametrize("held", range(1, 70))
 def test_blocks_cover_every_position_of_the_window(held):
-    """The most pages that any ``kept_tokens`` tokens in a row touch, counted."""
     layers = layers_of(condense.LCA(group_size=4, window=20))
     (far, near), plan = page_sizes(layers), layers[0].plan
     pages = {position // near for position in range(max(0, held - plan.kept_tokens), held)}
@@ -158,63 +159,31 @@ def test_windows_are_dealt_out_evenly_to_the_tables_they_need():
 
 
 @pytest.mark.parametrize(("method", "slots"), RINGS, ids=str)
-def test_the_ring_holds_a_summary(method, slots):
+def test_the_ring_holds_a_summary_and_what_lies_there_cannot_be_taken_back(method, slots):
+    """Nor what is read otherwise than single tokens."""
     plan = serving_plan(method)
     assert plan.ring_slots == slots
     assert slots >= plan.settings.num_summary or plan.settings.num_summary == 1
-
-
-@pytest.mark.parametrize(("method", "takes_back"), TAKEN_BACK, ids=str)
-def test_tokens_that_can_be_taken_back(method, takes_back):
-    """Not where drafts would lie in a ring, or be read otherwise than single tokens."""
-    plan = serving_plan(method)
-    assert (plan.takes_back, plan.settings.reads_otherwise) == (takes_back, method.as_steps is not method)
-
-
-@pytest.mark.parametrize(
-    ("method", "widths", "dtype", "nbytes"),
-    [
-        (condense.Recall(), WIDTHS, BF16, 512 + 8 * 128 // 16),
-        (condense.Recall(), (576, 0), BF16, 1152 + 8 * 576 // 16),
-        # a sum begins at a multiple of 8 bytes; its last part is not full
-        (condense.Recall(group_size=4), (5, 6), BF16, 24 + 8 * 2),
-        (condense.Recall(unchosen="drop"), WIDTHS, BF16, 512),
-        (condense.CCA(), WIDTHS, BF16, 512),
-        (None, WIDTHS, torch.float32, 1024),
-    ],
-    ids=str,
-)
-def test_bytes_of_a_token_in_the_window(method, widths, dtype, nbytes):
-    """Beside the tokens of a group stands one sum of values, of latents of keys."""
-    layer = ServedLayer(None if method is None else serving_plan(method), HEADS, widths, dtype)
-    assert layer.window_bytes == nbytes
+    assert plan.settings.reads_otherwise == (method.as_steps is not method)
+    assert plan.takes_back == (slots == 0 and method.as_steps is method)
 
 
 @pytest.mark.parametrize(("method", "words"), REFUSED, ids=str)
 def test_methods_that_are_refused(method, words):
-    with pytest.raises(ValueError, match=words):
-        serving_plan(method)
+    refused(words, serving_plan, method)
 
 
 def test_a_refusal_names_the_layers():
     saved = settings_of({0: condense.DGA(), 1: STREAMING, 2: condense.DGA(), 3: condense.CCA(group_size=1)})
-    with pytest.raises(ValueError, match=r"^layers 0, 2: method must be .*; layers 3: group_size must be"):
-        serving_plans(saved)
-
-
-def changed(**settings):
-    return EngineSettings(**{"version": "0.32.0", "kv_heads": 8, **settings})
-
-
-@pytest.mark.parametrize("settings", FIT, ids=str)
-def test_engines_that_fit(settings):
-    check_engine(changed(**settings))
+    refused(r"^layers 0, 2: method must be .*; layers 3: group_size must be", serving_plans, saved)
 
 
 @pytest.mark.parametrize(("settings", "words"), REFUSED_ENGINES, ids=lambda x: x if isinstance(x, str) else "")
-def test_engines_that_are_refused(settings, words):
-    with pytest.raises(ValueError, match=words):
-        check_engine(changed(**settings))
+def test_engines_that_fit_and_engines_that_are_refused(settings, words):
+    engine = EngineSettings(version="0.32.0", kv_heads=8)
+    for fitting in FIT:
+        check_engine(replace(engine, **fitting))
+    refused(words, check_engine, replace(engine, **settings))
 
 
 @pytest.mark.parametrize(("method", "widths", "longest", "has"), RECORDED, ids=str)
@@ -231,17 +200,12 @@ def test_layers_whose_single_tokens_graphs_may_record(monkeypatch, method, width
 @pytest.mark.parametrize("sink", [16, 128, 129, 300, 5000])
 def test_a_page_has_room_for_all_sinks(sink):
     layer = ServedLayer(serving_plan(condense.StreamingLLM(sink=sink)), 1, WIDTHS, BF16)
-    far = page_sizes([layer, layer]).far
-    assert layer.plan.entry_slots(far) >= sink
-    assert blocks_of_request([layer], 100_000).blocks > 1
+    assert layer.plan.entry_slots(page_sizes([layer, layer]).far) >= sink
 
 
-def test_as_many_groups_as_kernels_choose_from(monkeypatch):
+def test_as_many_groups_as_kernels_choose_from():
     """vLLM's tables of pages of 144 tokens have room for whole numbers of 1,152 tokens: for more than the longest."""
-    monkeypatch.setattr(limits, "_HAS_TRITON", True)
-    layer, most = ServedLayer(serving_plan(condense.Recall()), 1, WIDTHS, BF16), 32768 * 16
-    assert [layer.has_step(torch.device("cuda"), n) for n in (most, most + 1)] == [True, False]
-    assert table_columns(most, 144) * 9 > 32768
+    assert table_columns(32768 * 16, 144) * 9 > 32768
 
 
 @pytest.mark.parametrize("length", [7, 300])
@@ -282,3 +246,39 @@ def test_trials_read_the_ends_of_prompts(method, length, up, has_step, monkeypat
     counts = 2 + (layer.plan.settings.reads_otherwise and not has_step)
     shorter = [lengths for end in ends for lengths in ([end], [end, end - 1]) for _ in range(counts)]
     assert found == [[[length], [length, length], *shorter], [[length]]]
+
+
+def test_a_page_holds_what_records_leave_out():
+    memory, whole = HostMemory(KEPT, ranks=1), record_format(KEPT[0].plan.settings, (16, 32), torch.float32)
+    device, four, eight, *others = (memory.pages_of(str(i), x, PAGES, 10**9) for i, x in enumerate(KEPT))
+    assert device is None
+    assert others == [None, None]
+    assert four.shape == (10, 2, FAR // 4, whole.nbytes - KEPT[1].slot_bytes)
+    assert four[0].nbytes + eight[0].nbytes == host_bytes(KEPT)
+    # where an engine pads pages to one size, a page is as large as several
+    assert memory.pages_of("1", KEPT[1], PAGES.repeat(1, 1, 3, 1), 10**9).nbytes == 3 * four.nbytes
+    assert KEPT[0].far_bytes(FAR) == KEPT[1].far_bytes(FAR) + four[0].nbytes
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_more_than_the_host_has_is_refused_with_the_number_of_blocks_that_fit(ranks):
+    memory, free = HostMemory(KEPT, ranks), 9 * ranks * host_bytes(KEPT)
+    with pytest.raises(ValueError, match=r"for 10 blocks, of which the host has 0\.0") as error:
+        memory.pages_of("a", KEPT[1], PAGES, free)
+    fitting = int(re.search(r"--num-gpu-blocks-override (\d+), or store='device'", str(error.value))[1])
+    assert fitting == 8
+    taken = memory.pages_of("a", KEPT[1], PAGES[:fitting], free)
+    # what one layer has taken counts for all; vLLM may ask again with another pool
+    left = free - ranks * taken.nbytes
+    assert memory.pages_of("b", KEPT[2], PAGES[:fitting], left) is not None
+    assert memory.pages_of("a", KEPT[1], PAGES[:3], free).shape[0] == 3
+    assert memory.pages_of("a", KEPT[1], PAGES[:0], 0) is None
+
+
+def test_a_container_has_what_its_limit_leaves(tmp_path):
+    assert available_bytes(tmp_path / "none") > 2**20
+    for name, text in (("memory.stat", "anon 5\ninactive_file 300\n"), ("memory.current", "1000\n")):
+        (tmp_path / name).write_text(text)
+    for limit, left in (("1500\n", 800), ("max\n", None)):
+        (tmp_path / "memory.max").write_text(limit)
+        assert (available_bytes(tmp_path) == left) is (left is not None)

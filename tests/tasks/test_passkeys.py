@@ -61,8 +61,7 @@ def test_depth_is_uniform(builder):
 
 
 def test_keys_that_do_not_fit_are_dropped(tokenizer, corpus):
-    builder = SequenceBuilder(tokenizer, corpus, load_words().trained, 128)
-    sequence = builder.passkeys(np.random.default_rng(0), 8, "question")
+    sequence = SequenceBuilder(tokenizer, corpus, WORDS, 128).passkeys(np.random.default_rng(0), 8, "question")
     assert 1 <= len(sequence.keys) < 8
     assert sequence.input_ids.shape == (128,)
 
@@ -76,11 +75,9 @@ def test_plain_text_is_the_corpus(builder, tokenizer, text):
 
 def test_words_are_split_once_and_for_all():
     words = load_words()
-    assert len(words.trained) == 2400
-    assert len(words.held_out) == 600
+    assert (len(words.trained), len(words.held_out)) == (2400, 600)
     assert not set(words.trained) & set(words.held_out)
     assert all(re.fullmatch("[a-z]{3,10}", word) for word in (*words.trained, *words.held_out))
-    assert load_words() == words
 
 
 def test_hiding_in_a_users_text():
@@ -89,11 +86,10 @@ def test_hiding_in_a_users_text():
     hidden = hide(text, keys, [0.0, 0.5, 1.0])
     assert hidden.startswith(key_line(keys[0]) + "\nfirst")
     assert hidden.endswith("last\n" + key_line(keys[2]) + "\n")
-    without = hidden
     for key in keys:
         assert hidden.count(key_line(key)) == 1
-        without = without.replace(key_line(key) + "\n", "")
-    assert without == text + "\n"
+        hidden = hidden.replace(key_line(key) + "\n", "")
+    assert hidden == text + "\n"
 
 
 @pytest.mark.parametrize(("call", "message"), BAD)
@@ -107,8 +103,6 @@ def test_bad_builders(tokenizer, corpus):
         SequenceBuilder(tokenizer, corpus, ["a"], 0)
     with pytest.raises(ValueError, match=r"corpus: wanted more tokens .* got \d+: give more text, or ask for shorter"):
         SequenceBuilder(tokenizer, corpus, ["a"], 10**9)
-    with pytest.raises(ValueError, match="form: wanted one of"):
-        SequenceBuilder(tokenizer, corpus, ["a", "b"], 128).passkeys(np.random.default_rng(0), 1, "poem")
 
 
 def test_tokenizers_that_put_a_space_before_a_text(text):
@@ -176,7 +170,6 @@ def test_a_task_ends_early_and_other_text_follows(varied_builder, size):
     sequences, tokenizer = varied_builder
     task = sequences.passkeys(np.random.default_rng(0), 4, "question", size=size)
     assert len(task.input_ids) == 1024
-    end = max(stop for _, stop in task.answers)
-    assert tokenizer.decode(task.input_ids[end:size]) == ".\n"
+    assert tokenizer.decode(task.input_ids[max(stop for _, stop in task.answers) : size]) == ".\n"
     rest = tokenizer.decode(task.input_ids[size:])
     assert not [key for key in task.keys if f"{key.first} {key.second}" in rest]

@@ -3,7 +3,6 @@
 import dataclasses
 import errno
 import itertools
-import json
 import math
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from models import tiny
 from peft import PeftModel
 from small_models import saved_with_tokenizer, tiny_llama
-from train.runs import METHOD, adaptation, interrupted_at, logged
+from train.runs import METHOD, adaptation, interrupted_at, logged, refused
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from condense.methods import methods_in
@@ -58,12 +57,6 @@ def base(tmp_path, text):
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     saved_with_tokenizer(tiny_llama(initializer_range=0.2), tmp_path / "base")
     return tmp_path
-
-
-@pytest.fixture
-def fsdp2(monkeypatch):
-    for name, value in FSDP2.items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.mark.parametrize("block", [7, 100, 2**24])
@@ -130,14 +123,11 @@ def test_groups_grow_over_two_thirds_of_the_steps():
     assert dataclasses.replace(phase, mix="dense", method=None, group_sizes=()).attention_at(3) is None
 
 
-def test_the_papers_settings(tmp_path):
-    assert sorted(PRESETS) == ["cca-paper", "dga-paper", "lca-paper"]
-    for name, rate, length in (("cca-paper", 2e-5, 32768), ("lca-paper", 5e-6, 32768), ("dga-paper", 2e-5, 8192)):
-        run = RECIPES["adapt"]([tmp_path / "a"], tmp_path / "b", pretrained="base", **read_recipe(PRESETS[name]))
-        (phase,) = run.phases
-        assert (phase.learning_rate, phase.sequence_length, phase.steps) == (rate, length, 1000)
-        assert (phase.distill, phase.group_sizes, phase.task_share, phase.mix) == (0, (), 0, "condensed")
-        assert (phase.warmup_steps, phase.schedule, phase.method.group_size) == (20, "constant", 16)
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_papers_adapt_without_what_is_ours(name, tmp_path):
+    run = RECIPES["adapt"]([tmp_path / "a"], tmp_path / "b", pretrained="base", **read_recipe(PRESETS[name]))
+    (phase,) = run.phases
+    assert (phase.distill, phase.group_sizes, phase.task_share, phase.mix) == (0, (), 0, "condensed")
 
 
 def test_a_recipe_file(tmp_path):
@@ -148,22 +138,20 @@ def test_a_recipe_file(tmp_path):
     assert (phase.keys, phase.group_sizes, phase.warmup_steps, phase.checkpoint_steps) == ((2, 3), (2,), 4, 10)
     assert (run.train, run.lora_rank) == ("lora", 4)
     for name, value in (("stepps", 40), ("train", "half"), ("lora_targets", "mlp"), ("lora_rank", 0)):
-        with pytest.raises(ValueError, match=name):
-            adaptation(tmp_path, **{name: value})
+        tiny.refused(name, adaptation, tmp_path, **{name: value})
 
 
 @pytest.mark.parametrize(("line", "message"), BAD_FILES)
 def test_bad_recipe_files(tmp_path, line, message):
     path = tmp_path / "recipe.toml"
     path.write_text(line)
-    with pytest.raises(ValueError, match=message):
-        adaptation(tmp_path, **read_recipe(path))
+    tiny.refused(message, lambda: adaptation(tmp_path, **read_recipe(path)))
 
 
 def test_the_record_tells_what_is_trained_and_shares_of_the_data_apart(tmp_path):
     settings, files = {"pretrained": "base", "method": "cca", "train": "lora"}, [tmp_path / "a", tmp_path / "b"]
-    changes = {}, {"train": "all"}, {"lora_rank": 2}, {"lora_targets": "qkv"}
-    changes += {"data_weights": [1, 1]}, {"data_weights": [2, 1]}
+    changes = [{"train": "all"}, {"lora_rank": 2}, {"lora_targets": "qkv"}]
+    changes += [{}, {"data_weights": [1, 1]}, {"data_weights": [2, 1]}]
     records = [summary(RECIPES["adapt"](files, tmp_path / "c", **settings | change)) for change in changes]
     assert all(one != other for one, other in itertools.combinations(records, 2))
 
@@ -180,8 +168,7 @@ def test_the_attentions_projections(name, qkv, output, tmp_path):
 
 
 def test_only_the_projections_change_and_the_model_says_what_it_learned(base):
-    run = adaptation(base, train="qkv", steps=2)
-    run_training(run)
+    run_training(adaptation(base, train="qkv", steps=2))
     stock, adapted = (AutoModelForCausalLM.from_pretrained(base / name) for name in ("base", "adapted"))
     assert condensed_layers(adapted) == methods_in(adapted.config.condense_adapted) == dict.fromkeys(range(2), METHOD)
     before, after = stock.state_dict(), adapted.state_dict()
@@ -216,14 +203,9 @@ def test_the_dense_self_teaches_nothing_at_first_and_then_holds_the_model(base):
     run = adaptation(base, mix="alternate")
     run_training(run)
     _, entries = logged(run.output)
-    assert entries[0]["dense_kl"] == 0  # the first step is dense, on the teacher's own weights
-    assert entries[0]["loss"] == 0
+    assert entries[0]["dense_kl"] == entries[0]["loss"] == 0  # a dense step, on the teacher's own weights
     assert all(entry[f"{kind}_kl"] >= 0 for entry, kind in zip(entries, ["dense", "condensed"] * 3, strict=True))
-    assert all(entry["tokens_per_second"] > 0 for entry in entries)
-    assert entries[-1]["seconds_left"] == 0
-    written = [json.loads(line) for line in (run.output / "log-adapt.jsonl").read_text().splitlines()]
-    assert [entry["step"] for entry in written] == [1, 2, 3, 4, 5, 6]
-    assert {"loss", "grad_norm", "condensed_loss", "condensed_kl"} <= written[1].keys()
+    assert {"loss", "grad_norm", "condensed_loss"} <= entries[1].keys()
 
 
 def test_the_plan_counts_bytes():
@@ -244,28 +226,27 @@ def test_the_plan_counts_bytes():
 
 def test_what_does_not_fit_is_refused_before_the_first_step(base):
     tiny_llama(vocab_size=300, num_hidden_layers=1).save_pretrained(base / "base")
-    with pytest.raises(ValueError, match=r"pretrained: wanted a tokenizer of the model's 300 tokens at most, got 4096"):
-        run_training(adaptation(base))
+    refused("pretrained: wanted a tokenizer of the model's 300 tokens at most, got 4096", adaptation(base))
     with pytest.raises(ValueError, match=r"batch_size: wanted a multiple of .* 6, got 4"):
         PhaseConfig("p", 1, 128, 4, gradient_accumulation_steps=2).part_size(3)
     assert not (base / "adapted.work").exists()
 
 
-@pytest.mark.usefixtures("fsdp2")
 def test_bfloat16_adapters_under_fsdp_need_a_torch_that_keeps_two_dtypes_apart(base, monkeypatch):
+    for name, value in FSDP2.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(phase_module, "is_torch_version", lambda *_: False)
-    with pytest.raises(ValueError, match=r"train: wanted torch 2.13 or newer for bfloat16 adapters under FSDP2"):
-        run_training(adaptation(base, train="lora", dtype="bfloat16"))
+    wanted = "train: wanted torch 2.13 or newer for bfloat16 adapters under FSDP2"
+    refused(wanted, adaptation(base, train="lora", dtype="bfloat16"))
 
 
-@pytest.mark.usefixtures("fsdp2")
 @pytest.mark.parametrize(("setting", "message"), GATHERING.items(), ids=str)
 def test_a_sharding_that_gathers_everything_or_nothing_is_refused(base, monkeypatch, setting, message):
     monkeypatch.setattr(MixedTrainer, "training_step", lambda *_: pytest.fail("took a step"))
-    monkeypatch.setenv(*setting)
+    for name, value in (*FSDP2.items(), setting):
+        monkeypatch.setenv(name, value)
     for resume in (False, True):
-        with pytest.raises(ValueError, match=message):
-            run_training(adaptation(base), resume=resume)
+        refused(message, adaptation(base), resume=resume)
 
 
 def _not_finite(self, model, inputs, *args, stock=MixedTrainer.compute_loss, **kwargs):
@@ -289,8 +270,7 @@ STOPS = {
 def test_what_stops_a_run_is_one_line_and_leaves_the_last_checkpoint(base, monkeypatch, cls, name, broken, message):
     monkeypatch.setattr(cls, name, broken)
     run = adaptation(base)
-    with pytest.raises(ValueError, match=rf"^training: stopped at step 4: {message}"):
-        run_training(run)
+    refused(f"^training: stopped at step 4: {message}", run)
     assert [path.name for path in (run.work / "0-adapt").glob("checkpoint-*")] == ["checkpoint-2"]
     monkeypatch.undo()
     run_training(run, resume=True)
@@ -308,8 +288,7 @@ def test_the_log_has_the_tenth_step_with_the_time_left_and_the_last(base, capsys
 
 def test_tensorboard_gets_the_log_or_is_refused(base, monkeypatch):
     monkeypatch.setattr(run_module, "is_tensorboard_available", lambda: False)
-    with pytest.raises(ValueError, match="report_to: wanted TensorBoard installed"):
-        run_training(adaptation(base, report_to="tensorboard"))
+    refused("report_to: wanted TensorBoard installed", adaptation(base, report_to="tensorboard"))
 
     class Board(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **kwargs):

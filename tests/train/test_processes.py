@@ -9,7 +9,7 @@ import math
 import pytest
 from fresh import run_ranks
 from small_models import saved_with_tokenizer, tiny_llama
-from train import processes
+from train import runs
 from train.runs import logged
 from transformers import AutoModelForCausalLM
 
@@ -31,9 +31,9 @@ def folder(tmp_path_factory, text):
     return path
 
 
-def launched(folder, *runs, count=2):
-    run_ranks(count, processes.main, folder, *runs, **FSDP2)
-    parts = [run.split(":") for run in runs]
+def launched(folder, *wanted, count=2):
+    run_ranks(count, runs.run_all, folder, *wanted, **FSDP2)
+    parts = [run.split(":") for run in wanted]
     return [losses(folder / name, how) for name, _, how in parts if how != "begun"]
 
 
@@ -46,7 +46,7 @@ def losses(output, how):
 
 @pytest.fixture(scope="module")
 def one(folder):
-    processes.adapt(folder, "one", "all", "whole")
+    runs.adapt(folder, "one", "all", "whole")
     return losses(folder / "one", "whole")
 
 
@@ -72,7 +72,7 @@ def test_two_processes_have_the_losses_of_one_also_after_a_kill(folder, one):
 def test_killed_runs_are_the_whole_ones_bit_for_bit_and_adapters_spread(folder):
     whole, killed, lora = launched(folder, "ddp-whole:all:whole", "ddp-killed:all:killed", "fsdp-lora:lora:killed")
     assert killed == whole
-    processes.adapt(folder, "one-lora", "lora", "whole")
+    runs.adapt(folder, "one-lora", "lora", "whole")
     assert lora == same(losses(folder / "one-lora", "whole"))
     adapters = {path.name for path in (folder / "fsdp-lora").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "condense.json"} <= adapters

@@ -12,6 +12,7 @@ import os
 
 import pytest
 import torch
+from small_models import condensed
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 collect_ignore_glob = [] if HAS_VLLM else ["test_*.py"]
@@ -56,24 +57,9 @@ class Engine:
 
     @property
     def page(self):
-        """Tokens of a page of what is kept as long as the request."""
-        return max(group.kv_cache_spec.block_size for group in self.scheduler.kv_cache_config.kv_cache_groups)
-
-    @property
-    def shared(self):
         """Tokens of which requests share multiples: whole pages of every kind but rings."""
-        groups = self.scheduler.kv_cache_config.kv_cache_groups
-        specs = [group.kv_cache_spec for group in groups]
+        specs = [group.kv_cache_spec for group in self.scheduler.kv_cache_config.kv_cache_groups]
         return math.lcm(*(spec.block_size for spec in specs if type(spec).__name__ != "CircularBufferSpec"))
-
-    @property
-    def free_pages(self):
-        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-
-    @property
-    def pages(self):
-        """Pages of the pool but for the one that belongs to nobody."""
-        return self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
 
     def close(self):
         from vllm.distributed import cleanup_dist_env_and_memory
@@ -107,7 +93,8 @@ def engine(engines):
 
     yield make
     for each in engines.values():
-        assert each.free_pages == each.pages
+        pool = each.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one belongs to nobody
 
 
 @pytest.fixture
@@ -129,7 +116,6 @@ def put_back(monkeypatch):
 
 @pytest.fixture(scope="module")
 def folder(model, tmp_path_factory):
-    """Where the module's own ``model`` is saved."""
     path = tmp_path_factory.mktemp("model")
     model.save_pretrained(path)
     return path
@@ -143,23 +129,34 @@ def device_settings():
 @pytest.fixture(scope="session")
 def device_flags():
     """This device's settings for the server's command line."""
-    flags = []
-    for name, value in DEVICE_SETTINGS.items():
-        flags += [f"--{name.replace('_', '-')}", *([] if value is True else [json.dumps(value)])]
-    return flags
+    flags = [[f"--{name.replace('_', '-')}", json.dumps(value)] for name, value in DEVICE_SETTINGS.items()]
+    return [word for flag in flags for word in flag if word != "true"]
 
 
 @pytest.fixture(scope="session")
 def greedy():
     """Tokens that a transformers model generates, one row at a time."""
 
-    @torch.no_grad()
     def generate(model, prompts, max_tokens):
-        rows = []
-        for ids in prompts:
-            row = torch.tensor([ids])
-            fixed = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": max_tokens}
-            rows.append(model.generate(row, attention_mask=torch.ones_like(row), **fixed)[0, len(ids) :].tolist())
-        return rows
+        fixed = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": max_tokens}
+        rows = [torch.tensor([ids]) for ids in prompts]
+        outs = [model.generate(row, attention_mask=torch.ones_like(row), **fixed) for row in rows]
+        return [out[0, row.shape[1] :].tolist() for row, out in zip(rows, outs, strict=True)]
 
     return generate
+
+
+@pytest.fixture
+def outputs_of(engine, greedy, tmp_path):
+    """What a model's engine puts out the second time; anew and again the answers must be those of `generate`."""
+
+    def read(model, prompts, max_tokens, **settings):
+        model.save_pretrained(tmp_path)
+        want = greedy(model, prompts, max_tokens)
+        started = engine(tmp_path, **condensed(model, **settings))
+        assert started.tokens(prompts, max_tokens) == want
+        outputs = started.generate(prompts, max_tokens)
+        assert [list(output.outputs[0].token_ids) for output in outputs] == want
+        return outputs
+
+    return read

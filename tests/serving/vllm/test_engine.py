@@ -18,10 +18,7 @@ METHODS = {
 OTHERS = {
     "last": (condense.CCA(group_size=4, window=19), None),
     "two-of-three-layers": (condense.CCA(group_size=16, window=32, summary="streaming", key_pooling="select"), [0, 2]),
-    "larger-groups-than-pages": (
-        condense.LCA(group_size=20, window=40, num_summary_queries=3, key_pooling="mean"),
-        None,
-    ),
+    "large-groups": (condense.LCA(group_size=20, window=40, num_summary_queries=3, key_pooling="mean"), None),
     "two-methods": ({0: condense.CCA(group_size=4, window=24), "rest": condense.LCA(group_size=8, window=16)}, None),
     "one-dense-layer": ({0: condense.Dense(), "rest": condense.LCA(group_size=8, window=16)}, None),
     "4-bits-matched": (condense.LCA(group_size=4, window=24, rep_bias="matched", entry_bits=4), None),
@@ -38,6 +35,8 @@ OWN_GROUPS = RECALL.replace(unchosen="drop", num_recall=0.5, group_size=8, store
 OTHERS["allocation"] = {0: OWN_GROUPS, 1: MEANS, 2: condense.StreamingLLM(sink=4, window=40)}, None
 LENGTHS = (230, 31, 1, 150, 64, 17)
 NEW = 24
+# pieces of prompts beside single tokens of other requests
+PIECES = {"max_num_batched_tokens": 48}
 OF_LATENTS = {
     "recall-16": ("deepseek_v2", RECALL.replace(store_bits=16, num_recall=0.3)),
     "recall-8-drop": ("deepseek_v3", RECALL.replace(store_bits=8, unchosen="drop", group_size=8)),
@@ -61,23 +60,18 @@ def wanted(model, greedy):
 
 @pytest.fixture
 def chunked(engine, model, folder):
-    """Reads 48 tokens a step: pieces of prompts beside single tokens of other requests."""
-    return engine(folder, **condensed(model, max_num_batched_tokens=48))
+    return engine(folder, **condensed(model, **PIECES))
 
 
-def test_prompts_in_pieces_among_single_tokens(chunked, wanted):
-    assert chunked.tokens(prompts_of(LENGTHS), NEW) == wanted
-
-
-def test_the_same_prompts_again_are_found(chunked, wanted):
+def test_prompts_in_pieces_among_single_tokens_are_found_again(chunked, wanted):
     """All whole pages of entries before a prompt's last token are taken over, and the window behind them."""
+    assert chunked.tokens(prompts_of(LENGTHS), NEW) == wanted
     outputs, page = chunked.generate(prompts_of(LENGTHS), NEW), chunked.page
     assert [list(output.outputs[0].token_ids) for output in outputs] == wanted
     assert [output.num_cached_tokens for output in outputs] == [(length - 1) // page * page for length in LENGTHS]
 
 
 def test_a_shared_beginning(chunked, model, greedy):
-    """Two questions on one text, at once and one after another."""
     (text,) = prompts_of([192], seed=5)
     first, second = ([*text, *question] for question in prompts_of([9, 33], seed=6))
     want = greedy(model, [first, second], NEW)
@@ -96,7 +90,6 @@ def test_several_answers_and_stops(chunked, wanted):
 
 
 def test_a_request_that_is_given_up(chunked, wanted):
-    """In the middle of its prompt, and in the middle of its answer; the others go on."""
     from vllm import SamplingParams
 
     engine = chunked.llm.llm_engine
@@ -129,7 +122,7 @@ def test_a_pool_that_is_too_small_for_all(engine, model, folder, greedy, put_bac
     """
     prompts = prompts_of((3, 17, 9, 30, 5, 12), seed=2)
     want = greedy(model, prompts, 70)
-    settings = {"max_num_batched_tokens": 48, "max_model_len": 128, "num_gpu_blocks_override": 22}
+    settings = {**PIECES, "max_model_len": 128, "num_gpu_blocks_override": 22}
     started = engine(folder, **condensed(model, scheduler_reserve_full_isl=False, **settings))
     found = put_back(started)
     got = started.tokens(prompts, 70)
@@ -141,23 +134,14 @@ def test_a_pool_that_is_too_small_for_all(engine, model, folder, greedy, put_bac
     assert got == want
 
 
-def check_tokens_of_generate(engine, greedy, folder, model):
-    """Read anew, and again, where vLLM finds prefixes of such models: not on every CPU if they have latents."""
-    model.save_pretrained(folder)
-    want = greedy(model, prompts_of(LENGTHS), NEW)
-    started = engine(folder, **condensed(model, max_num_batched_tokens=48))
-    assert started.tokens(prompts_of(LENGTHS), NEW) == want
-    assert started.tokens(prompts_of(LENGTHS), NEW) == want
-
-
 @pytest.mark.parametrize(("method", "layers"), OTHERS.values(), ids=OTHERS)
-def test_other_methods_and_layers(engine, greedy, tmp_path, method, layers):
-    check_tokens_of_generate(engine, greedy, tmp_path, condense.apply(random_llama(layers=3), method, layers))
+def test_other_methods_and_layers(outputs_of, method, layers):
+    outputs_of(condense.apply(random_llama(layers=3), method, layers), prompts_of(LENGTHS), NEW, **PIECES)
 
 
 @pytest.mark.parametrize(("family", "method"), OF_LATENTS.values(), ids=OF_LATENTS)
-def test_other_methods_on_latents(engine, greedy, tmp_path, family, method):
-    check_tokens_of_generate(engine, greedy, tmp_path, condense.apply(random_latents(family), method))
+def test_other_methods_on_latents(outputs_of, family, method):
+    outputs_of(condense.apply(random_latents(family), method), prompts_of(LENGTHS), NEW, **PIECES)
 
 
 def test_prompts_in_which_few_tokens_choose(engine, greedy, tmp_path):

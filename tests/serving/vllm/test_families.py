@@ -1,4 +1,6 @@
-"""All model classes that are served, each a small random model, its folder as it was saved: generate's tokens."""
+"""All model classes that are served, each a random model: generate's tokens. Gemma 3 and GPT-OSS, whose sliding layers
+are vLLM's own: anew and from the cache. What is refused of models with latents (MLA).
+"""
 
 import os
 import subprocess
@@ -6,14 +8,21 @@ import sys
 
 import pytest
 import torch
-from small_models import LATENTS, prompts_of, random_llama
+from small_models import LATENTS, condensed, prompts_of, random_latents, random_llama
 from small_models import SIZES as WIDTHS
-from transformers import AutoConfig
+from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig, GptOssConfig, GptOssForCausalLM
 from transformers.models.auto import AutoModelForCausalLM
 from vllm import ModelRegistry
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.models.deepseek_v2 import DeepseekV2Attention
+from vllm.platforms import current_platform
 
 import condense
 from condense.serving.vllm import models
+from condense.serving.vllm.latents import entry_widths
 from condense.serving.vllm.register import ARCHITECTURES
 
 METHOD = condense.CCA(group_size=4, window=24, summary="streaming", key_pooling="select", rep_bias="log_size")
@@ -32,10 +41,24 @@ CONFIGS = {
     # vLLM takes the width of a head from the hidden size
     "qwen2": SIZES | {"num_attention_heads": 2, "num_key_value_heads": 1},
     "qwen3": SIZES,
-    "qwen3_moe": SIZES | {
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True,
-    },
+    "qwen3_moe": SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }  # fmt: skip
+REFUSED = [
+    ([0], {}, "all layers of a model with latents .* dense attention in layers 1"),
+    (None, {"enable_lora": True}, "--enable-lora is not served with latents"),
+]
+RECALL = condense.Recall(group_size=4, window=24, num_recall=6, min_recall=4, store_bits=4)
+LCA = condense.LCA(group_size=4, window=24, rep_bias="log_size")
+SLIDING = {
+    "recall": RECALL.replace(unchosen="drop"), "exact-8": RECALL.replace(prompt="exact", store_bits=8),
+    "means": condense.CCA(group_size=4, window=19, key_pooling="mean", value_pooling="mean", rep_bias="log_size"),
+    "streaming": LCA, "allocation": {1: RECALL, "rest": LCA.replace(entry_bits=4)},
+    "one-dense-layer": {1: condense.Dense(), "rest": RECALL},
+}  # fmt: skip
+# read so that no piece of a prompt is one token, which exact prompts leave to Recall
+LONG, MORE = (610, 31, 1, 301, 64), 24
+KINDS = {"num_hidden_layers": 4, "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"] * 2}
+PIECES = {"max_model_len": 1024, "max_num_batched_tokens": 48}
 # all that vLLM does before it looks at a device
 START = """
 import sys
@@ -56,8 +79,7 @@ def _known_classes():
 def test_tokens_of_generate(engine, greedy, tmp_path, family):
     torch.manual_seed(0)
     config = LATENTS[family] if family in LATENTS else AutoConfig.for_model(family, **CONFIGS[family])
-    model = AutoModelForCausalLM.from_config(config).eval()
-    condense.apply(model, METHOD)
+    model = condense.apply(AutoModelForCausalLM.from_config(config).eval(), METHOD)
     model.save_pretrained(tmp_path)
     want = greedy(model, prompts_of(LENGTHS), NEW)
     assert any(len(set(row)) > 2 for row in want)
@@ -73,3 +95,112 @@ def test_a_saved_folder_without_the_plugin_is_refused(tmp_path, plugins):
     assert (done.returncode == 0) == bool(plugins), done.stderr
     if not plugins:
         assert "['CondensedLlamaForCausalLM'] are not supported" in done.stderr
+
+
+@pytest.mark.parametrize(("layers", "settings", "words"), REFUSED, ids=["dense-layer", "lora"])
+def test_what_is_refused_of_latents(engine, tmp_path, layers, settings, words):
+    """Before a weight is read."""
+    model = condense.apply(condense.restore(random_latents()), METHOD, layers)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        engine(tmp_path, **condensed(model), **settings)
+    # what vLLM had set up until then, for engines that follow
+    cleanup_dist_env_and_memory()
+
+
+def a_module(cls, rope):
+    """A module of vLLM's with latents, without weights."""
+    module = cls.__new__(cls)
+    torch.nn.Module.__init__(module)
+    module.kv_lora_rank, module.qk_rope_head_dim, module.rotary_emb = 32, 16, rope
+    return module
+
+
+def test_modules_that_hand_over_no_latents():
+    """Those of DeepSeek's models with VLLM_MLA_DISABLE=1."""
+    with pytest.raises(ValueError, match=r"DeepseekV2Attention expands its latents.* unset VLLM_MLA_DISABLE"):
+        entry_widths(a_module(DeepseekV2Attention, None))
+
+
+def test_a_rotation_that_is_wrong_on_a_cpu():
+    """vLLM's kernel takes heads for tokens; once it does not, no model need be refused."""
+    with set_current_vllm_config(VllmConfig()):
+        rope = get_rope(16, 64, rope_parameters={"rope_type": "default", "rope_theta": 1e4}, is_neox_style=False)
+    wrapper = a_module(MultiHeadLatentAttentionWrapper, rope)
+    if not current_platform.is_cpu():
+        assert entry_widths(wrapper) == (32, 16)
+        return
+    q, k, positions = torch.randn(5, 2, 16), torch.randn(5, 1, 16), torch.arange(5)
+    want, got = (f(positions, q.clone(), k.clone()) for f in (rope.forward_native, rope.forward_cpu))
+    assert not torch.equal(got[0], want[0])
+    with pytest.raises(ValueError, match="must be those of YaRN"):
+        entry_widths(wrapper)
+
+
+def random_gemma():
+    """Queries scaled by another number than their width, rope with a base of its own in either kind of layers."""
+    torch.manual_seed(0)
+    rope = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+    }
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**WIDTHS, **KINDS, query_pre_attn_scalar=24, rope_parameters=rope))
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+def random_gpt_oss(sinks=2.0):
+    """Sinks that take a good part of the weights, so that no answer is the same without them."""
+    torch.manual_seed(0)
+    rope = {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256,
+        "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    }  # fmt: skip
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    model = GptOssForCausalLM(GptOssConfig(**WIDTHS, **KINDS, **experts, rope_parameters=rope))
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "sinks")):
+            torch.nn.init.normal_(parameter, mean=sinks if name.endswith("sinks") else 0.0, std=0.2)
+    return model.eval()
+
+
+CASES = {f"gemma-{name}": (random_gemma, method) for name, method in SLIDING.items()}
+CASES |= {f"gpt-oss-{name}": (random_gpt_oss, method) for name, method in SLIDING.items()}
+# its first answer is another one in float64, and with weights that differ by 3e-7 of their size: a code near a tie
+CASES["gpt-oss-exact-4"] = random_gpt_oss, CASES.pop("gpt-oss-exact-8")[1].replace(store_bits=4, num_recall=0.25)
+
+
+@pytest.mark.parametrize(("make", "method"), CASES.values(), ids=CASES)
+def test_tokens_of_generate_with_sliding_layers(outputs_of, engines, make, method):
+    outputs = outputs_of(condense.apply(make(), method), prompts_of(LONG), MORE, **PIECES)
+    (page,) = (started.page for started in engines.values())
+    assert page < LONG[0]
+    assert [output.num_cached_tokens for output in outputs] == [(length - 1) // page * page for length in LONG]
+
+
+def test_vllm_knows_gpt_oss_by_its_condensed_name(engine, tmp_path):
+    """Answers are parsed as those of the stock architecture; adapters of experts would be read in another order."""
+    model = condense.apply(random_gpt_oss(), RECALL)
+    model.save_pretrained(tmp_path)
+    settings = condensed(model, **PIECES)
+    started = engine(tmp_path, **settings)
+    assert started.llm.llm_engine.vllm_config.structured_outputs_config.reasoning_parser == "openai_gptoss"
+    with pytest.raises(ValueError, match="--enable-lora is not served with condensed GPT-OSS"):
+        engine(tmp_path, **settings, enable_lora=True)
+    # what vLLM had set up until then, for engines that follow
+    cleanup_dist_env_and_memory()
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-recall", "gpt-oss-allocation"])
+def test_requests_that_are_put_back_with_sliding_layers(engine, greedy, tmp_path, put_back, name):
+    make, method = CASES[name]
+    model, prompts = condense.apply(make(), method), prompts_of((3, 17, 9, 30, 5, 12), seed=2)
+    model.save_pretrained(tmp_path)
+    want = greedy(model, prompts, 70)
+    settings = {**PIECES, "max_model_len": 128, "num_gpu_blocks_override": 26}
+    started = engine(tmp_path, **condensed(model, scheduler_reserve_full_isl=False, **settings))
+    found = put_back(started)
+    assert started.tokens(prompts, 70) == want
+    assert len(found) >= 3

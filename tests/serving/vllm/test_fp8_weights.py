@@ -1,7 +1,4 @@
-"""Weights in FP8 are vLLM's: they cost condensed models what they cost vLLM's dense attention.
-
-Both in errors that bfloat16 makes in the same model's answers, as weights so large make some far more sensitive.
-"""
+"""Weights in FP8 are vLLM's: they cost condensed models what they cost vLLM's dense attention."""
 
 import copy
 
@@ -77,6 +74,5 @@ def error(engine, model, folder):
 def test_answers(engine, tmp_path, make):
     dense = error(engine, model_of(make), tmp_path / "dense")
     for name, method in METHODS.items():
-        model = condense.apply(model_of(make), method)
-        got = error(engine, model, tmp_path / name)
+        got = error(engine, condense.apply(model_of(make), method), tmp_path / name)
         assert got <= 2 * max(dense, 1), (name, got, dense)

@@ -1,9 +1,6 @@
 """Answers of 512 tokens to prompts of 4K to 32K: those of generate, read anew, found in the cache, and put back.
 
-Takes an hour or more on a CPU, so it is no part of `make test-vllm`:
-
-    OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -o filterwarnings=default --disable-warnings -m slow \\
-      tests/serving/vllm/test_long_answers.py -k recall-device
+Takes an hour or more on a CPU, so it is no part of `make test-vllm`: docs/vllm-plugin.md has the command.
 """
 
 import pytest
@@ -78,9 +75,7 @@ def test_put_back(engine, model, folder, prompts, wanted, greedy):
     while vllm.has_unfinished_requests():
         got |= {o.request_id: list(o.outputs[0].token_ids) for o in vllm.step() if o.finished}
         if marks and len(scheduler.running) == len(prompts):
-            answered = {
-                request.request_id.partition("-")[0]: request.num_output_tokens for request in scheduler.running
-            }
+            answered = {each.request_id.partition("-")[0]: each.num_output_tokens for each in scheduler.running}
             if min(answered.values()) >= marks[0]:
                 marks.pop(0)
                 for name, num in answered.items():

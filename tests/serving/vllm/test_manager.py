@@ -76,8 +76,6 @@ def specs_of(name):
     return specs
 
 
-DENSE = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
-CONDENSED = specs_of("pooled")
 LONG = 131072
 
 
@@ -91,7 +89,6 @@ def config():
 
 
 def manager_of(config, specs, gib=107, in_flight=2048, caching=True):
-    """vLLM's manager as its scheduler makes it, and the groups of pages."""
     groups = get_kv_cache_groups(config, dict(specs))
     cache = generate_scheduler_kv_cache_config([get_kv_cache_config_from_groups(config, groups, gib << 30)])
     tokens = [group.kv_cache_spec.block_size for group in groups]
@@ -142,13 +139,10 @@ def ids(count, start=0):
     return [(start + i) % 50021 for i in range(count)]
 
 
-def test_settings_that_are_checked(config):
-    assert engine_settings(config) == EngineSettings(version=vllm.__version__, kv_heads=5)
-
-
 @pytest.mark.parametrize(("flags", "words"), FLAGS, ids=str)
 def test_flags_that_are_refused(flags, words):
-    config = EngineArgs(demo_model()[0].name_or_path, max_model_len=4096, **flags).create_engine_config()
+    plain, config = (EngineArgs(demo_model()[0].name_or_path, **each).create_engine_config() for each in ({}, flags))
+    assert engine_settings(plain) == EngineSettings(version=vllm.__version__, kv_heads=5)
     with pytest.raises(ValueError, match=words):
         check_engine(engine_settings(config))
 
@@ -181,8 +175,7 @@ def test_blocks_that_a_request_holds(config, name, length):
     request = reader.request("a", ids(length))
     reader.read(request)
     most, held = blocks_of_request(served(name), length + 1), sum(reader.held(request))
-    windows = sum(not is_kept(group) for group in groups)
-    assert most.blocks - windows <= held <= most.blocks
+    assert most.blocks - sum(not is_kept(group) for group in groups) <= held <= most.blocks
     assert most.block_bytes * (free + 1) <= 8 << 30 < most.block_bytes * (free + 2)
     manager.free(request)
     assert manager.block_pool.get_num_free_blocks() == free
@@ -201,16 +194,13 @@ def count_requests(config, specs):
 )
 def test_many_times_as_many_long_requests(config, name, least):
     """What 107 GiB hold: figures for the shape of Llama-3.1-8B, of whose dense requests they hold 6."""
+    dense = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
+    assert count_requests(config, {f"model.layers.{i}.self_attn": dense for i in range(LAYERS)}) == 6
     assert count_requests(config, specs_of(name)) >= least
 
 
-def test_dense_requests(config):
-    assert count_requests(config, {f"model.layers.{i}.self_attn": DENSE for i in range(LAYERS)}) == 6
-
-
 def test_shared_prefixes_are_found_and_never_written_again(config):
-    """The second request shows where a prefix ends; from then on it is taken over. No page of another is written."""
-    reader = Reader(*manager_of(config, CONDENSED, gib=8))
+    reader = Reader(*manager_of(config, specs_of("pooled"), gib=8))
     text = ids(6000)
     requests = [reader.request(name, [*text, *ids(700, start)]) for name, start in (("a", 7), ("b", 77), ("c", 777))]
     hits = []

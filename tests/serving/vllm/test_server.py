@@ -29,21 +29,15 @@ SAID = re.compile(
 
 
 class Server:
-    """The server's process and its answers."""
-
     def __init__(self, folder, log, device_flags):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         flags = ["--port", self.port, "--dtype", "float32", "--max-model-len", 1024, *device_flags]
         flags += ["--served-model-name", "bundled", "--max-num-seqs", 8]
-        self.log = log
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "condense.cli.main", "serve", str(folder), *map(str, flags)],
-            stdout=log.open("wb"),
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
-        )
+        command = [sys.executable, "-m", "condense.cli.main", "serve", str(folder), *map(str, flags)]
+        self.log, env = log, {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        self.process = subprocess.Popen(command, stdout=log.open("wb"), stderr=subprocess.STDOUT, env=env)
 
     def wait(self, seconds=600):
         for _ in range(seconds):
@@ -56,10 +50,8 @@ class Server:
             time.sleep(1)
         raise AssertionError(self.log.read_text()[-3000:])
 
-    def ask(self, verb, path, body=None, raw=None):
-        """Status and body of the answer."""
+    def ask(self, verb, path, data=None):
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        data = raw if raw is not None else None if body is None else json.dumps(body)
         connection.request(verb, path, data, {"Content-Type": "application/json"})
         answer = connection.getresponse()
         content = answer.read().decode()
@@ -68,7 +60,7 @@ class Server:
 
     def complete(self, prompt, **options):
         fixed = {"model": "bundled", "prompt": prompt, "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
-        return self.ask("POST", "/v1/completions", {**fixed, **options})
+        return self.ask("POST", "/v1/completions", json.dumps({**fixed, **options}))
 
     def text(self, prompt):
         status, content = self.complete(prompt)
@@ -118,7 +110,6 @@ def test_streaming(server, wanted):
 
 
 def test_stop_strings(server, wanted):
-    """A word of the answer ends it, wherever tokens end; with two answers each."""
     stop = wanted[2].split()[2]
     status, content = server.complete(PROMPTS[2], stop=[stop], n=2, top_k=1, temperature=1)
     assert status == 200, content
@@ -127,7 +118,7 @@ def test_stop_strings(server, wanted):
 
 
 def test_bad_requests_are_answered_and_change_nothing(server, wanted):
-    assert server.ask("POST", "/v1/completions", raw='{"model": "bundled", "prompt":')[0] == 400
+    assert server.ask("POST", "/v1/completions", '{"model": "bundled", "prompt":')[0] == 400
     assert server.complete("word " * 2000)[0] == 400
     assert server.complete("word", max_tokens=-1)[0] == 400
     assert server.complete("word", model="another")[0] == 404
