@@ -27,6 +27,7 @@ GOOD = Recall(window=32, num_recall=14, unchosen="drop", store="host", slots=8)
 BAD = [
     (["a", "b"], "wanted one model, or result files"),
     (["none.json"], "no such file"),
+    (["a.json", "--length", "256"], "length: result files are read here, and nothing is measured: leave out --length"),
     (["--length", "64"], "at least 256 tokens, got 64"),
 ]
 

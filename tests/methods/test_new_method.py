@@ -154,6 +154,15 @@ def test_layouts_that_cannot_be_and_entries_that_do_not_fit(layout, said, entrie
         condense.attention(*oracle.random_qkv(1, 2, 1, 20, 4, 4), method=Own())
 
 
+def test_a_method_that_reads_a_prompt_at_once_looks_ahead():
+    class Own(condense.Method):
+        name: ClassVar[str] = "own-prompt"
+        layout = Layout(RULE)
+        reads_prompt = True
+
+    tiny.refused("must have a lookahead, as its entries depend on the prompt's end", condense.Method.parse, Own())
+
+
 def check_caches(model, ids, **tolerance):
     whole = tiny.logits(model, ids)
     for cache in (None, StaticCache(model.config, 40)):

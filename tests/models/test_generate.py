@@ -126,6 +126,23 @@ def test_generation_in_inference_mode(few):
     assert torch.equal(tiny.generate(few, turn, past_key_values=cached.past_key_values), tiny.generate(few, turn))
 
 
+@pytest.mark.parametrize(
+    ("name", "method"), [("llama", tiny.RECALL), ("deepseek_v3", condense.StreamingLLM(sink=2, window=8))], ids=str
+)
+def test_a_cache_that_grew_in_inference_mode_goes_on_outside(name, method):
+    """Its newer tensors are such as autograd cannot keep, and such as cannot be changed in place."""
+    model, ids = condense.apply(tiny.model(name), method), tiny.tokens(1, 200, seed=3)
+    want = tiny.logits(model, ids)
+    with torch.no_grad():
+        cache = model(ids[:, :60], use_cache=True).past_key_values
+    with torch.inference_mode():
+        model(ids[:, 60:180], past_key_values=cache)
+    got = model(ids[:, 180:190], past_key_values=cache).logits.detach()
+    torch.testing.assert_close(got, want[:, 180:190], **tiny.EXACT)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids[:, 190:], past_key_values=cache).logits, want[:, 190:], **tiny.EXACT)
+
+
 def test_gradients_of_a_last_token_reach_what_is_new_in_either_cache(few):
     grads = []
     for kind in ("growing", "static"):
@@ -257,6 +274,13 @@ def test_calls_that_a_decoder_refuses(decoder, call, message):
 @pytest.mark.parametrize(("make", "sizes", "message"), MODELS.values(), ids=MODELS)
 def test_models_that_a_decoder_refuses(make, sizes, message):
     tiny.refused(message, condense.GraphDecoder, make(), **({"batch_size": 1, "max_length": 60} | sizes))
+
+
+def test_a_decoder_refuses_a_model_with_other_methods(decoder):
+    decoder.prefill(IDS)
+    condense.apply(condense.restore(decoder.model), tiny.STREAMING_6.replace(window=3))
+    for call in (lambda: decoder.prefill(IDS), lambda: decoder.extend(IDS), lambda: decoder.step(IDS[:, 0])):
+        tiny.refused("methods must be those that this decoder was made for: make another decoder", call)
 
 
 def test_a_decoder_reads_the_prompt_of_a_summary_at_once():

@@ -1,5 +1,8 @@
 """The closed forms of `inspect`, counted query by query here; and the requests that fit, by hand."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import torch
 from grids import grid
@@ -9,10 +12,12 @@ from oracles import cases
 from transformers import AutoModelForCausalLM
 
 import condense
+from condense.methods import Layout
 from condense.models.fit import cache_fits, weight_bytes
 from condense.models.inspect import inspect, served_layers
 from condense.models.shapes import shape_config
 from condense.named import NAMED_SETTINGS
+from condense.ops import UniformRule
 
 METHODS = tiny.METHODS | {
     "dga-no-focal": condense.DGA(group_size=3, gamma=0, window=2),
@@ -21,6 +26,31 @@ METHODS = tiny.METHODS | {
 }
 LENGTH = 8192
 RECALLS = cases.RECALLS | {"two-open": tiny.RECALL, "a-tenth": tiny.RECALL.replace(num_recall=0.1, min_recall=0)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep(condense.Method):
+    """Keeps the tokens of groups for a way of its own, beside their means."""
+
+    name: ClassVar[str] = "keep"
+
+    @property
+    def layout(self):
+        return Layout(UniformRule(chunk=4, window=6))
+
+    def represent(self, chunks, summary, *, scale, backend):
+        k, v = chunks.tokens()
+        return k.mean(3), v.mean(3), torch.cat([k, v], -1).flatten(2, 3)
+
+    def attend(self, q, context, **options):
+        return super().attend(q, context, **options)
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_tensors_of_a_methods_own_count_too(name):
+    model = condense.apply(tiny.model(name), Keep())
+    held = sum(x.nbytes for layer in tiny.filled(model, tiny.tokens(1, 60)).layers for x in tensors_of(layer.state))
+    assert held == sum(report.bytes for report in inspect(model, Keep(), 60, itemsize=8))
 
 
 def flops(name, method, length):

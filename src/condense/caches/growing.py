@@ -99,7 +99,11 @@ class CondensedLayer(CondensedCacheLayer):
         """The state that new tokens are added to."""
         ring = self._ring
         if ring is None or not self._keeps_buffers:
-            return self.state
+            state = self.state
+            # autograd cannot keep what was made in inference mode
+            if state is not None and torch.is_grad_enabled() and state.has_inference_tensors:
+                self.state = state = state.map(torch.clone, lambda x: x)
+            return state
         if not ring.is_writable:
             self._map_tensors(torch.clone)
         # autograd may keep what attention reads, and later tokens are written to the buffers in place

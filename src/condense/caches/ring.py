@@ -146,8 +146,8 @@ class RingState(Buffered):
 
     @property
     def is_writable(self) -> bool:
-        """False for buffers made in inference mode once that is left, because then they cannot be changed in place."""
-        return torch.is_inference_mode_enabled() or not self.buffers.ring_k.is_inference()
+        """False if some buffers were made in inference mode and that is left: then they cannot be changed in place."""
+        return torch.is_inference_mode_enabled() or not any(x.is_inference() for x in self.buffers)
 
     def _make_room(self, seen: PerRow) -> None:
         """Enlarge buffers that lack room for ``seen`` tokens per row, with room for more to come."""

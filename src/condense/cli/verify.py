@@ -53,8 +53,12 @@ def verify_command(
     options.check_targets(json=json, page=page, overwrite=overwrite)
     sources = model or []
     if sources and all(source.endswith(".json") for source in sources):
-        if json is not None:
-            raise ValueError("json: result files are read here, not written: leave out --json")
+        if unused := [
+            name for name, x in (("json", json), ("text", text), ("length", length), ("method", method)) if x
+        ]:
+            raise ValueError(
+                f"{unused[0]}: result files are read here, and nothing is measured: leave out --{unused[0]}"
+            )
         contents = [_read(Path(source)) for source in sources]
     elif len(sources) > 1:
         raise ValueError(f"model: wanted one model, or result files that end in .json, got {', '.join(sources)}")

@@ -233,6 +233,11 @@ class Method:
         if not isinstance(method, Method):
             raise ValueError(f"method must be a condense method such as condense.Recall(), got {method!r}")
         check_layout(method.layout)
+        if method.reads_prompt and (method.layout.lookahead is None or method.layout.entry_bits < 16):
+            raise ValueError(
+                f"layout: a method that reads a prompt at once must have a lookahead, as its entries depend on the "
+                f"prompt's end, and entry_bits=16, got {method.layout} of {method}"
+            )
         return method
 
 

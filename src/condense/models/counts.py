@@ -5,9 +5,9 @@ from typing import NamedTuple, TypeGuard
 import torch
 
 from condense.methods import DGA, Method, step_settings
-from condense.ops import UniformRule
+from condense.ops import Chunks, UniformRule
 from condense.ops.recall import Quota
-from condense.ops.step import Per, fields_of
+from condense.ops.step import Per, entry_names, fields_of
 from condense.state import SLACK, first_entries, first_needed, kept_sums, num_entries
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
@@ -102,7 +102,19 @@ class CachedHeads(NamedTuple):
         held = {False: 0, True: 0}
         for (_, per), nbytes in self.row_bytes(method, itemsize).items():
             held[on_host and per is Per.STORED] += counts.get(per, 0) * nbytes
-        return held[False], held[True]
+        return held[False] + self._own_bytes(method, length, itemsize), held[True]
+
+    def _own_bytes(self, method: Method, length: int, itemsize: int) -> int:
+        """Bytes of the tensors that a method makes besides its entries, as it makes them of a chunk of zeros."""
+        layout, settings = method.layout, step_settings(method)
+        chunks = 0 if method.reads_prompt else int(num_entries(method, length)) // layout.rule.entries
+        if layout.pooling is not None or layout.choice is not None or chunks == 0:
+            return 0
+        g, dtype = layout.rule.chunk, DTYPES[itemsize]
+        k, v = (torch.zeros(1, self.num, g, width, dtype=dtype) for width in (self.width, self.value_width))
+        summary = torch.zeros(1, self.num, 1, self.width) if layout.num_summary > 0 else None
+        made = method.represent(Chunks(k, v, 0, 1, g, 0), summary, scale=1.0, backend="torch")
+        return chunks * sum(x.nbytes for x in made[len(entry_names(settings)) :])
 
     def step_bytes(self, method: Method, length: int, itemsize: int) -> int:
         """Bytes that a step after ``length`` tokens reads: index, entries and biases, open groups, a sum, window."""
