@@ -160,6 +160,29 @@ def test_only_the_adapters_that_are_saved_get_a_record(base, trained):
     assert [(folder.parent / "two" / name / "condense.json").is_file() for name in (".", "other")] == [True, True]
 
 
+def test_what_is_saved_beside_an_adapter_leaves_its_record(base, trained):
+    """Another adapter of the same model, which has another method by now; and a stock model."""
+    folder, _ = trained
+    before = (folder / "condense.json").read_text()
+    model = PeftModel.from_pretrained(_load(base), folder)
+    model.add_adapter("other", _lora("llama"))
+    condense.apply(model, "recall:window=64")
+    model.save_pretrained(folder, selected_adapters=["other"])
+    assert (folder / "condense.json").read_text() == before
+    assert "recall" in (folder / "other" / "condense.json").read_text()
+    _load(base).save_pretrained(folder)
+    assert (folder / "condense.json").read_text() == before
+
+
+def test_a_base_is_stock_again_when_an_adapter_cannot_be_loaded(base, trained):
+    folder, _ = trained
+    (folder / "adapter_model.safetensors").unlink()
+    model = get_peft_model(_load(base), _lora("llama"))
+    with pytest.raises((OSError, ValueError)):
+        model.load_adapter(str(folder), "second")
+    assert not condensed_layers(model)
+
+
 @pytest.mark.parametrize("by_peft", [True, False])
 def test_an_adapter_of_a_model_that_is_stock_now_has_no_record(base, trained, by_peft):
     folder, expected = trained

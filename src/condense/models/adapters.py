@@ -20,9 +20,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from condense.methods import Method, methods_in, settings_of
+from condense.methods import Method, check_names, methods_in, settings_of
 from condense.models.adapted import ADAPTED
-from condense.models.apply import apply, condensed_layers
+from condense.models.apply import apply, condensed_layers, restore
 from condense.models.attention import is_condensed
 from condense.version import __version__
 
@@ -116,15 +116,23 @@ def _wrap(module: ModuleType) -> None:
 
 
 def _save(stock: Any, self: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    check_names(condensed_layers(self).values())
     result = stock(self, save_directory, *args, **kwargs)
-    write_record(save_directory, self, cast(Any, self).peft_config)
+    selected = kwargs.get("selected_adapters", args[1] if len(args) > 1 else None)
+    write_record(save_directory, self, selected or cast(Any, self).peft_config)
     return result
 
 
 def _load(stock: Any, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     adapter = args[0] if args else kwargs.get("model_id", kwargs.get("peft_model_id"))
+    held = condensed_layers(self)
     read_record(self, adapter, kwargs | (kwargs.get("adapter_kwargs") or {}))
-    return stock(self, *args, **kwargs)
+    try:
+        return stock(self, *args, **kwargs)
+    except BaseException:
+        if not held and condensed_layers(self):
+            restore(self)
+        raise
 
 
 class _Finder:

@@ -23,7 +23,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from condense.architectures import as_read, as_written
 from condense.caches import CondensedCacheLayer, StaticCondensedLayer
-from condense.methods import Method
+from condense.methods import Method, check_names
 from condense.models import adapters
 from condense.models.adapters import wrap
 from condense.models.apply import all_methods, condense_from_config, condensed_layers
@@ -95,9 +95,11 @@ def _from_dict(stock: Any, cls: type[PreTrainedConfig], config_dict: dict[str, A
 
 
 def _save_pretrained(stock: Any, self: PreTrainedModel, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    check_names(condensed_layers(self).values())
     result = stock(self, save_directory, *args, **kwargs)
     _write_card(Path(save_directory) / "README.md", condensed_layers(self) if is_condensed(self) else {})
-    adapters.write_record(save_directory, self)
+    if getattr(self, "_hf_peft_config_loaded", False):
+        adapters.write_record(save_directory, self)
     return result
 
 
