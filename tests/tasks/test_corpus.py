@@ -11,7 +11,7 @@ import pytest
 import zstandard
 from pyarrow import Table, parquet
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from condense.tasks import corpus as corpus_module
 from condense.tasks import documents, encode_corpus, load_corpus, read_documents, read_json_lines
@@ -119,6 +119,23 @@ def test_another_tokenizer_of_the_same_vocabulary_encodes_anew(text_file, tokeni
         assert other.get_vocab() == tokenizer.get_vocab()
         want = encode_corpus([text_file.read_text(encoding="utf-8")], other)
         np.testing.assert_array_equal(load_corpus([text_file], other, tmp_path).tokens, want.tokens)
+
+
+def test_a_file_that_is_read_otherwise_is_encoded_anew(tokenizer, tmp_path):
+    for name in ("a.txt", "a.jsonl"):
+        (tmp_path / name).write_bytes(RECORDS)
+    text, records = (load_corpus([tmp_path / name], tokenizer, tmp_path / "c").tokens for name in ("a.txt", "a.jsonl"))
+    assert len(text) > len(records)
+
+
+def test_ids_with_a_gap_and_tokenizers_that_are_not_fast(tokenizer, tmp_path, text_file):
+    settings = json.loads(tokenizer.backend_tokenizer.to_str())
+    settings["model"]["vocab"]["far"] = last = len(tokenizer) + 100
+    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(settings)), eos_token="<eos>")
+    other.add_tokens("far")
+    assert last in encode_corpus(["so far so near"], other).tokens
+    with pytest.raises(ValueError, match="tokenizer: wanted a fast one, of the package tokenizers, got ByT5Tokenizer"):
+        load_corpus([text_file], ByT5Tokenizer(), tmp_path)
 
 
 def test_a_tokenizer_that_has_padded_and_cut_in_between_encodes_nothing_anew(text_file, tokenizer, tmp_path):

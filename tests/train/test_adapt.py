@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import itertools
+import json
 import math
 from pathlib import Path
 
@@ -12,8 +13,15 @@ from models import tiny
 from peft import PeftModel
 from small_models import saved_with_tokenizer, tiny_llama
 from train.runs import METHOD, adaptation, interrupted_at, logged, refused
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+)
 
+import condense
 from condense.methods import methods_in
 from condense.models import condensed_layers
 from condense.train import PRESETS, RECIPES, PhaseConfig, read_recipe, run_training
@@ -197,6 +205,27 @@ def test_adapters_resume_load_condensed_and_merge(base, dtype):
     merged = AutoModelForCausalLM.from_pretrained(base / "merged").eval()
     assert condensed_layers(merged) == dict.fromkeys(range(2), METHOD)
     torch.testing.assert_close(merged(ids, use_cache=False).logits, logits)
+
+
+def test_adapters_on_a_base_that_another_method_condensed_are_refused(base):
+    """Both are loaded together."""
+    saved_with_tokenizer(condense.apply(tiny_llama(), METHOD.replace(group_size=4)), base / "other")
+    refused("a base that is stock or condensed by the adapter's method", adaptation(base, "a", train="lora",
+        pretrained=base / "other"))  # fmt: skip
+    run_training(adaptation(base, "all", steps=1, pretrained=base / "other"))
+
+
+def test_the_text_part_of_a_model_of_several_parts_is_adapted(base):
+    """Its configuration has no `use_cache`."""
+    text = {"vocab_size": 4096, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "layer_types": ["full_attention"] * 2}
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28}, mm_tokens_per_image=4)
+    saved_with_tokenizer(Gemma3ForConditionalGeneration(config), base / "parts")
+    output = run_training(adaptation(base, "a", steps=1, pretrained=base / "parts", gradient_checkpointing=True))
+    model = AutoModelForCausalLM.from_pretrained(output)
+    assert condensed_layers(model)
+    assert "use_cache" not in json.loads((output / "config.json").read_text())
 
 
 def test_the_dense_self_teaches_nothing_at_first_and_then_holds_the_model(base):

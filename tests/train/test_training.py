@@ -149,7 +149,7 @@ def test_no_more_processes_build_sequences_than_there_are_cores(config, monkeypa
 
 
 def test_another_run_is_not_resumed(config, text, tmp_path):
-    config = config.with_steps(2)
+    config = dataclasses.replace(config.with_steps(2), data_weights=(1.0,))
     run_training(config, until="dense")
     (data,) = config.data
     other, same = tmp_path / "other" / data.name, tmp_path / "same" / data.name
@@ -161,6 +161,7 @@ def test_another_run_is_not_resumed(config, text, tmp_path):
         (config.with_steps(5), "steps; resume with the same settings, delete that folder or"),
         (dataclasses.replace(config, seed=1), "seed"),
         (dataclasses.replace(config, data=(other,)), "data"),
+        (dataclasses.replace(config, data_weights=()), "data_weights"),
     ):
         refused(f"got another {what}", changed, resume=True)
     run_training(dataclasses.replace(config, data=(same,)), resume=True)

@@ -13,7 +13,7 @@ from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
 from condense.files import whole_folder
-from condense.tasks.documents import is_dataset, read_documents
+from condense.tasks.documents import form_of, is_dataset, read_documents
 
 _PIECE_CHARACTERS = 20_000
 _PIECES_PER_BATCH = 512
@@ -43,7 +43,7 @@ def encode_corpus(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) 
     separator = tokenizer.eos_token_id
     if separator is None:
         raise ValueError("tokenizer: wanted one with an eos token to separate documents by, got none")
-    dtype: type[np.generic] = np.uint16 if len(tokenizer) <= 2**16 else np.int32
+    dtype: type[np.generic] = np.uint16 if num_ids(tokenizer) <= 2**16 else np.int32
     chunks: list[np.ndarray] = []
     ends_document: list[bool] = []
     pieces = chain.from_iterable(map(_pieces, documents))
@@ -57,11 +57,16 @@ def encode_corpus(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) 
     if sum(map(len, chunks)) == sum(ends_document):
         raise ValueError("documents: wanted at least one document with text, got none")
     tokens, ends = np.concatenate(chunks), np.cumsum(list(map(len, chunks)))[ends_document]
-    texts_of_tokens = tokenizer.batch_decode([[index] for index in range(len(tokenizer))])
+    texts_of_tokens = tokenizer.batch_decode([[index] for index in range(num_ids(tokenizer))])
     ends_line = np.array([text.endswith("\n") for text in texts_of_tokens])
     ends_line[separator] = True
     line_starts = np.concatenate([[0], np.flatnonzero(ends_line[tokens[:-1]]) + 1])
     return Corpus(tokens, line_starts.astype(np.int64), np.array([0, *ends[:-1]], np.int64))
+
+
+def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Token ids up to the highest; some of them may stand for nothing."""
+    return 1 + max(tokenizer.get_vocab().values())
 
 
 def load_corpus(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase, cache: str | Path) -> Corpus:
@@ -71,7 +76,7 @@ def load_corpus(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase,
     hold no text are left out, counted and reported on stderr, with file (or dataset) and line.
 
     paths: see ``read_documents``. tokenizer: a fast tokenizer. cache: folder for the encoded arrays.
-    Raises ValueError as ``read_documents`` and ``encode_corpus``.
+    Raises ValueError as ``read_documents`` and ``encode_corpus``, and for a tokenizer that is not a fast one.
     """
     folder = Path(cache) / f"tokens-{_fingerprint(paths, tokenizer)}"
     if not folder.is_dir():
@@ -121,10 +126,12 @@ def _pieces(document: str) -> Iterator[tuple[str, bool]]:
 
 def _fingerprint(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase) -> str:
     """A short hash of the sources' contents, of all that decides how the tokenizer encodes, and of its separator."""
+    if not tokenizer.is_fast:
+        raise ValueError(f"tokenizer: wanted a fast one, of the package tokenizers, got {type(tokenizer).__name__}")
     settings = json.loads(tokenizer.backend_tokenizer.to_str())
     # these two change with every call of the tokenizer
     del settings["padding"], settings["truncation"]
     digest = hashlib.sha256(json.dumps([settings, tokenizer.eos_token_id]).encode())
     for path in map(Path, paths):
-        digest.update(bytes.fromhex(sha256(path)))
+        digest.update(form_of(path).encode() + bytes.fromhex(sha256(path)))
     return digest.hexdigest()[:16]

@@ -5,7 +5,7 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 _ZSTD_WINDOW = 2**27  # what `zstd --ultra --long=27` needs at most
 _PREFIX = "hf:"
@@ -40,16 +40,19 @@ def is_dataset(source: str | Path) -> bool:
     return str(source).startswith(_PREFIX)
 
 
+def form_of(source: Path) -> Literal["dataset", "parquet", "jsonl", "text"]:
+    """How a source of documents is read, by its name."""
+    if is_dataset(source):
+        return "dataset"
+    last = next((suffix for suffix in reversed(source.suffixes) if suffix != ".zst"), "")
+    return "parquet" if last == ".parquet" else "jsonl" if last == ".jsonl" else "text"
+
+
 def _records(path: Path) -> Iterator[tuple[int, Any]]:
     """The records of a file or dataset with their numbers from 1."""
-    if is_dataset(path):
-        return _dataset(path)
-    if not path.is_file():
+    if (form := form_of(path)) != "dataset" and not path.is_file():
         raise ValueError(f"data: wanted an existing text file, got {path}")
-    suffixes = [suffix for suffix in path.suffixes if suffix != ".zst"]
-    if suffixes and suffixes[-1] == ".parquet":
-        return _parquet(path)
-    return _json_lines(path) if suffixes and suffixes[-1] == ".jsonl" else _text(path)
+    return {"dataset": _dataset, "parquet": _parquet, "jsonl": _json_lines, "text": _text}[form](path)
 
 
 def _text(path: Path) -> Iterator[tuple[int, Any]]:

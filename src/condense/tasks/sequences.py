@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from condense.tasks.corpus import Corpus
+from condense.tasks.corpus import Corpus, num_ids
 from condense.tasks.passkeys import FORMS, Key, draw_keys
 
 _LEAST_TEXT = 1 / 8  # smallest share of text in a sequence; keys that would leave less are dropped
@@ -79,7 +79,7 @@ class SequenceBuilder:
         )
         self._the_number_inside, self._stop = encode([" The number of the", "."])
         # byte-level tokenizers write a space as the first of these, SentencePiece as the second
-        tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+        tokens = tokenizer.convert_ids_to_tokens(list(range(num_ids(tokenizer))))
         self._begins_word = np.array([(token or "").startswith(("\u0120", "\u2581")) for token in tokens])
 
     def plain(self, rng: np.random.Generator) -> np.ndarray:

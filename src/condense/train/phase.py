@@ -141,7 +141,8 @@ def train_phase(
         )
     arguments.per_device_train_batch_size = phase.part_size(arguments.world_size)
     config: Any = model.config
-    use_cache = config.use_cache
+    # which configurations of several parts do not have
+    use_cache = getattr(config, "use_cache", None)
     trainer = MixedTrainer(phase, model=model, args=arguments, train_dataset=dataset, callbacks=[*callbacks])
     if sharded and not trainer.is_fsdp_enabled:
         raise ValueError(
@@ -158,7 +159,11 @@ def train_phase(
     if not interactive:
         trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    config.use_cache = use_cache  # Trainer has turned it off, but the saved model should generate with a cache
+    # Trainer has turned it off, but the saved model should generate with a cache
+    if use_cache is None:
+        vars(config).pop("use_cache", None)
+    else:
+        config.use_cache = use_cache
     return trainer
 
 

@@ -30,12 +30,12 @@ def check_same_run(config: TrainConfig) -> None:
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
     """Names of the settings that differ; of phases, as many as before, those of the settings in them."""
-    names = {name for name, value in now.items() if before.get(name) != value}
+    names = {name for name in before | now if before.get(name) != now.get(name)}
     phases = before.get("phases", []), now["phases"]
     if "phases" in names and len(phases[0]) == len(phases[1]):
         names.remove("phases")
         for old, new in zip(*phases, strict=True):
-            names |= {name for name, value in new.items() if old.get(name) != value}
+            names |= {name for name in old | new if old.get(name) != new.get(name)}
     return names
 
 

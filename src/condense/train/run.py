@@ -26,7 +26,8 @@ from condense.models.adapters import refuse_adapter
 from condense.models.families import check_learned_positions
 from condense.results import refuse_existing, write_results
 from condense.tasks import FORMS, Corpus, SequenceBuilder, load_corpus, load_words, read_documents
-from condense.tasks.corpus import sha256
+from condense.tasks.corpus import num_ids, sha256
+from condense.tasks.documents import form_of
 from condense.train.config import PhaseConfig, TrainConfig
 from condense.train.data import TrainingSequences, mixes_documents
 from condense.train.optimizer import set_trained
@@ -58,9 +59,9 @@ def prepare(config: TrainConfig) -> Prepared:
     if config.pretrained is not None:
         tokenizer = AutoTokenizer.from_pretrained(config.pretrained)
         known = AutoConfig.from_pretrained(config.pretrained).get_text_config(decoder=True).vocab_size
-        if len(tokenizer) > known:
+        if (ids := num_ids(tokenizer)) > known:
             raise ValueError(
-                f"pretrained: wanted a tokenizer of the model's {known} tokens at most, got {len(tokenizer)} in "
+                f"pretrained: wanted a tokenizer of the model's {known} tokens at most, got {ids} in "
                 f"{config.pretrained}"
             )
     else:
@@ -226,10 +227,16 @@ def _check_model(config: TrainConfig) -> None:
         settings = AutoConfig.for_model(**config.architecture)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(settings)
+    held = condensed_layers(skeleton)
     for phase in config.phases:
         if phase.method is not None:
             with use(restore(skeleton), phase.method):
-                pass
+                is_last = config.save_condensed and phase is config.phases[-1]
+                if held and config.train == "lora" and is_last and condensed_layers(skeleton) != held:
+                    raise ValueError(
+                        "pretrained: wanted a base that is stock or condensed by the adapter's method, as both are "
+                        f"loaded together, got another method in {config.pretrained}: save it after condense.restore"
+                    )
             if phase.mix != "dense":
                 check_trainable(phase.method)
         if phase.packed and (mixes := mixes_documents(settings)) is not None:
@@ -243,7 +250,7 @@ def _check_model(config: TrainConfig) -> None:
 def _own_tokenizer(config: TrainConfig) -> PreTrainedTokenizerBase:
     assert config.architecture is not None
     vocab_size = config.architecture["vocab_size"]
-    digest = hashlib.sha256("".join(map(sha256, config.data)).encode())
+    digest = hashlib.sha256("".join(form_of(path) + sha256(path) for path in config.data).encode())
     folder = config.cache_folder / f"tokenizer-{vocab_size}-{digest.hexdigest()[:16]}"
     if not folder.exists():
         documents = read_documents(config.data, skipped=[])  # which encoding reports
