@@ -169,6 +169,17 @@ def test_arguments_of_a_forward(B, arguments, message, layers):
     assert torch.equal(tiny.logits(model, IDS), expected)
 
 
+def test_two_models_of_one_configuration():
+    """Which names methods: each would change what the other is saved with."""
+    model = condense.apply(tiny.model("llama"), tiny.CCA)
+    other = LlamaForCausalLM(model.config)
+    for change in (condense.restore, partial(condense.apply, method=tiny.STREAMING_6)):
+        for each in (model, other):
+            tiny.refused(r"config must be the model's own, .*copy.deepcopy\(config\)", change, each)
+    del other, each
+    assert not condensed_layers(condense.restore(model))
+
+
 def test_the_implementation_without_apply():
     model = tiny.model("llama")
     stock = tiny.logits(model, IDS)
