@@ -145,6 +145,7 @@ def test_a_recipe_file(tmp_path):
     (phase,) = run.phases
     assert (phase.keys, phase.group_sizes, phase.warmup_steps, phase.checkpoint_steps) == ((2, 3), (2,), 4, 10)
     assert (run.train, run.lora_rank) == ("lora", 4)
+    assert RECIPES["adapt"](["a"], "b", pretrained="~/c", method="pooled").pretrained == Path("~/c").expanduser()
     for name, value in (("stepps", 40), ("train", "half"), ("lora_targets", "mlp"), ("lora_rank", 0)):
         tiny.refused(name, adaptation, tmp_path, **{name: value})
 

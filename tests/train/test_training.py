@@ -119,6 +119,8 @@ def test_the_recipe_leaves_one_finished_folder(config):
     assert {"dense_loss", "condensed_loss", "grad_norm", "step"} <= results["phases"][1]["history"][0].keys()
     refused("output: wanted a path that does not exist yet", config)
     refused("resume: wanted an unfinished run in .*, got none, and .*model is there", config, resume=True)
+    config.work.mkdir()
+    refused("got a finished one, which only lacks the removal of .*: delete that folder", config, resume=True)
 
 
 def test_dense_steps_are_dense_whatever_the_model_was_saved_with(text_file, tmp_path, monkeypatch):

@@ -190,6 +190,8 @@ class TrainConfig:
             raise ValueError("phases: wanted at least one phase, got none")
         if len({phase.name for phase in self.phases}) < len(self.phases):
             raise ValueError(f"phases: wanted different names, got {[phase.name for phase in self.phases]}")
+        if str(self.pretrained).startswith("~"):
+            object.__setattr__(self, "pretrained", Path(str(self.pretrained)).expanduser())
         if (self.architecture is None) == (self.pretrained is None):
             raise ValueError("pretrained: wanted either an architecture or a pretrained model, got both or neither")
         if not _SIZE.fullmatch(str(self.shard_size)):

@@ -100,10 +100,13 @@ def run_training(config: TrainConfig, *, resume: bool = False, until: str | None
     """
     processes = PartialState(cpu=not torch.accelerator.is_available())
     if processes.is_main_process:
-        if resume and config.output.exists() and not config.work.exists():
+        if resume and config.output.exists():
+            # the output gets its name once it is whole, and then the work is removed
+            left = f"a finished one, which only lacks the removal of {config.work}: delete that folder"
             raise ValueError(
-                f"resume: wanted an unfinished run in {config.work}, got none, and {config.output} is there already; "
-                "to start another run, choose another output"
+                f"resume: wanted an unfinished run in {config.work}, got "
+                f"{left if config.work.exists() else 'none'}, and {config.output} is there already; to start another "
+                "run, choose another output"
             )
         refuse_existing(config.output, "output")
         if config.work.exists() and not resume:
@@ -220,7 +223,7 @@ def _builders(prepared: Prepared, phase: PhaseConfig) -> list[SequenceBuilder]:
 def _check_model(config: TrainConfig) -> None:
     """Raise ValueError, before any training, for a model or method that would fail later. Reads no weights."""
     if config.pretrained is not None:
-        refuse_adapter(Path(config.pretrained).expanduser())
+        refuse_adapter(Path(config.pretrained))
         settings = AutoConfig.from_pretrained(config.pretrained)
     else:
         assert config.architecture is not None
