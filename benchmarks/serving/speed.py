@@ -226,7 +226,8 @@ def main():
     parser.add_argument("--ranks", type=int, default=1, help="GPUs that share each layer")
     parser.add_argument("--longest", type=int, default=131072, help="tokens of the longest request, with its answer")
     parser.add_argument("--mode", choices=["default", "graph", "eager"], default="default")
-    parser.add_argument("--measure", default=",".join(MEASURES))
+    usual = [name for name in MEASURES if DECODES.get(name, 0) <= LONG + 1]
+    parser.add_argument("--measure", default=",".join(usual), help="also decode-523777, with --longest 524288")
     parser.add_argument("--short", type=int, default=48, help="requests of short")
     parser.add_argument("--long", type=int, default=2, help="requests of long")
     parser.add_argument("--cache", default="auto", help="of dense attention, as vLLM's --kv-cache-dtype")
@@ -240,6 +241,8 @@ def main():
     names = args.measure.split(",")
     if unknown := set(names) - set(MEASURES):
         parser.error(f"--measure: wanted some of {', '.join(MEASURES)}, got {', '.join(sorted(unknown))}")
+    if too_long := [name for name in names if DECODES.get(name, 0) + ANSWER > args.longest]:
+        parser.error(f"--longest: wanted room for {', '.join(too_long)}, got {args.longest}")
     with ThreadPoolExecutor(1) as beside:
         # the engine starts meanwhile, and waits
         has_latents = "kv_lora_rank" in SHAPES[args.shape].config
