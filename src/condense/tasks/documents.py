@@ -41,7 +41,7 @@ def is_dataset(source: str | Path) -> bool:
 
 
 def form_of(source: Path) -> Literal["dataset", "parquet", "jsonl", "text"]:
-    """How a source of documents is read, by its name."""
+    """The form of a source of documents, by its name."""
     if is_dataset(source):
         return "dataset"
     last = next((suffix for suffix in reversed(source.suffixes) if suffix != ".zst"), "")
