@@ -295,6 +295,9 @@ def test_a_half_written_checkpoint_is_passed_over(tmp_path):
     assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
     assert newest_checkpoint(tmp_path / "nothing") is None
+    (tmp_path / "checkpoint-2" / "optimizer.pt").write_bytes(b"PK")
+    tiny.refused("checkpoint-2, got optimizer.pt without its end: delete that folder", newest_checkpoint, tmp_path)
+    assert (tmp_path / "checkpoint-2").is_dir()
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD_PHASES)

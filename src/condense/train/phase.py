@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import sys
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint in a phase's folder.
 
     Half-written ones are removed, and entries of the log that were written after it, as their steps come again.
+    Raises ValueError if a file of it lost its end since.
     """
     complete = []
     for path in folder.glob("checkpoint-*"):
@@ -198,6 +200,11 @@ def newest_checkpoint(folder: Path) -> Path | None:
         except (OSError, ValueError, KeyError):
             shutil.rmtree(path)
     step, newest = max(complete, default=(0, None))
+    if cut := [file.name for file in (newest.glob("*.pt") if newest else ()) if not zipfile.is_zipfile(file)]:
+        raise ValueError(
+            f"resume: wanted whole files in {newest}, got {cut[0]} without its end: delete that folder, and training "
+            "goes on from the checkpoint before it"
+        )
     if (log := folder / LOG).exists():
         entries = log.read_text(encoding="utf-8").splitlines(keepends=True)
         with whole_file(log, overwrite=True) as file:
