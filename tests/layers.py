@@ -60,10 +60,6 @@ def read_whole(method, q, k, v, **kwargs):
     return functional.extend(method, None, q, k, v, **kwargs)[0]
 
 
-def tensors_of(state):
-    return *state.entries, state.window_k, state.window_v, state.mean_q, state.sums
-
-
 def read_request(q, *, scale, counts=None):
     """A request with a plan of its own. counts: real tokens at the end of each row, None: all."""
     L = q.shape[2]

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from grids import grid
-from layers import extend, tensors_of
+from layers import extend
 from oracles import cases, latent_oracle
 
 import condense
@@ -55,7 +55,7 @@ def test_any_chunks_absorbed_or_expanded_equal_one_call(method, absorb, steps):
         assert past.window_k.shape[-1] == 10
         assert past.entries[0].shape[-1] == condense.methods.step_settings(method).entry_format.width(10, 8)
         assert past.window_v.numel() == past.entries[1].numel() == 0
-        for tensor in tensors_of(past):
+        for tensor in past.tensors:
             assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 

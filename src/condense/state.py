@@ -41,9 +41,9 @@ class LayerState(NamedTuple):
     first: FirstEntries
 
     @property
-    def has_inference_tensors(self) -> bool:
-        """True if some tensors were made in inference mode."""
-        return any(x.is_inference() for x in (*self.entries, self.window_k, self.window_v, self.mean_q, self.sums))
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors, in the order of the fields."""
+        return *self.entries, self.window_k, self.window_v, self.mean_q, self.sums
 
     def map(self, change: Callable[[Tensor], Tensor], change_number: Callable[[PerRow], PerRow]) -> Self:
         """The state with ``change`` applied to all tensors and ``change_number`` to the numbers per row."""

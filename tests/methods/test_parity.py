@@ -7,7 +7,7 @@ import torch
 from grids import CPU_BACKENDS, grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layers import extend, tensors_of
+from layers import extend
 from oracles import cases, oracle
 from two_sources import attend_to
 
@@ -58,7 +58,7 @@ def check_past(method, past, position):
     else:
         assert first == NO_FIRST
         assert as_rows(seen, B).tolist() == position
-    for x in tensors_of(past):
+    for x in past.tensors:
         assert bool(x.isfinite().all()), "NaN of the padding must not have got in"
         assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
         assert not x.requires_grad
@@ -135,11 +135,11 @@ def test_extend_keeps_nothing_of_the_callers(method):
 def test_extend_leaves_the_old_past_as_it_was():
     method, data = cases.PLANS["lca"], rows([31, 31])
     _, _, past = read_in_steps(method, data, [(30, 17)], "torch")
-    before = [torch.as_tensor(x).clone() for x in (*tensors_of(past), past.seen)]
+    before = [torch.as_tensor(x).clone() for x in (*past.tensors, past.seen)]
     q, k, v = (torch.cat([row[i][:, :, 30:] for row in data]) for i in range(3))
     for _ in range(2):
         extend(method, past, q, k, v, scale=SCALE)
-        after = (*tensors_of(past), past.seen)
+        after = (*past.tensors, past.seen)
         assert all(torch.equal(x, torch.as_tensor(y)) for x, y in zip(before, after, strict=True))
 
 
@@ -151,4 +151,4 @@ def test_extend_trains_through_the_new_tokens_and_not_the_past():
     free = condense.attention(q, k, v, method=method)
     got, want = (torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (kept, free))
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
-    assert not any(x.requires_grad for x in tensors_of(past))
+    assert not any(x.requires_grad for x in past.tensors)

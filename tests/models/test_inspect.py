@@ -6,7 +6,6 @@ from typing import ClassVar
 import pytest
 import torch
 from grids import grid
-from layers import tensors_of
 from models import small, tiny
 from oracles import cases
 from transformers import AutoModelForCausalLM
@@ -49,7 +48,7 @@ class Keep(condense.Method):
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
 def test_tensors_of_a_methods_own_count_too(name):
     model = condense.apply(tiny.model(name), Keep())
-    held = sum(x.nbytes for layer in tiny.filled(model, tiny.tokens(1, 60)).layers for x in tensors_of(layer.state))
+    held = sum(x.nbytes for layer in tiny.filled(model, tiny.tokens(1, 60)).layers for x in layer.state.tensors)
     assert held == sum(report.bytes for report in inspect(model, Keep(), 60, itemsize=8))
 
 
@@ -114,7 +113,7 @@ def test_bytes_are_those_of_the_cache(name, method, dtype):
         reports = inspect(model, method, length, itemsize=dtype.itemsize)
         with condense.use(model, method):
             cache = tiny.filled(model, ids[:, :length])
-        held = sum(x.nbytes for layer in cache.layers for x in tensors_of(layer.state))
+        held = sum(x.nbytes for layer in cache.layers for x in layer.state.tensors)
         assert held == sum(report.bytes for report in reports)
         assert held <= condense.cache_nbytes(cache)
         for layer, report in zip(cache.layers, reports, strict=True):

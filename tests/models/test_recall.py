@@ -7,7 +7,6 @@ import copy
 
 import pytest
 import torch
-from layers import tensors_of
 from models import tiny
 from models.tiny import IDS, MASK, ROWS
 from step_states import RECALLS, empty, own_by, step_settings, token_at
@@ -193,7 +192,7 @@ def test_a_crop_of_a_selection_is_exact_after_the_prompt_and_refused_inside(sele
 
 def test_bytes_of_a_selection_are_those_that_inspect_counts(selecting):
     reports = inspect(selecting, tiny.SELECT, 30, itemsize=8)
-    held = sum(x.nbytes for layer in tiny.filled(selecting, tiny.tokens(1, 30)).layers for x in tensors_of(layer.state))
+    held = sum(x.nbytes for layer in tiny.filled(selecting, tiny.tokens(1, 30)).layers for x in layer.state.tensors)
     assert held == sum(report.bytes for report in reports)
     assert all(report.flops < report.dense_flops and report.remark is None for report in reports)
 

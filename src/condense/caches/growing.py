@@ -101,8 +101,8 @@ class CondensedLayer(CondensedCacheLayer):
         if ring is None or not self._keeps_buffers:
             state = self.state
             # autograd cannot keep what was made in inference mode
-            if state is not None and torch.is_grad_enabled() and state.has_inference_tensors:
-                self.state = state = state.map(torch.clone, lambda x: x)
+            if state is not None and torch.is_grad_enabled() and any(x.is_inference() for x in state.tensors):
+                return state.map(torch.clone, lambda x: x)
             return state
         if not ring.is_writable:
             self._map_tensors(torch.clone)

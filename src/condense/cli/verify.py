@@ -53,12 +53,9 @@ def verify_command(
     options.check_targets(json=json, page=page, overwrite=overwrite)
     sources = model or []
     if sources and all(source.endswith(".json") for source in sources):
-        if unused := [
-            name for name, x in (("json", json), ("text", text), ("length", length), ("method", method)) if x
-        ]:
-            raise ValueError(
-                f"{unused[0]}: result files are read here, and nothing is measured: leave out --{unused[0]}"
-            )
+        given = {"json": json, "text": text, "length": length, "method": method}
+        if name := next((name for name, value in given.items() if value), None):
+            raise ValueError(f"{name}: result files are read here, and nothing is measured: leave out --{name}")
         contents = [_read(Path(source)) for source in sources]
     elif len(sources) > 1:
         raise ValueError(f"model: wanted one model, or result files that end in .json, got {', '.join(sources)}")

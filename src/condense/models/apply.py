@@ -23,8 +23,8 @@ from condense.models.stock import method_of, stock_method
 
 logger = logging.getLogger(__name__)
 _ENTERING = threading.Lock()
-# models that were condensed, and the configuration that says so: two may be built from one
-_CONFIGS: weakref.WeakKeyDictionary[PreTrainedModel, Any] = weakref.WeakKeyDictionary()
+# modules that were condensed, of all models: two models may be built from one configuration
+_CONDENSED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _SHARED = "config must be the model's own, got that of a condensed model: build one of them from copy.deepcopy(config)"
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -49,7 +49,7 @@ def apply(model: ModelT, method: MethodChoice | str, layers: Layers = None) -> M
     own without a ``name``, for a ``method`` of another form, and for a model that another thread has in a `use` block.
     """
     base, attentions = _attentions(model)
-    _check_own(base, attentions)
+    _check_own(attentions)
     chosen = _chosen(base, attentions, method, layers)
     check_names(chosen.values())
     _assign(base, attentions, condensed_layers(base) | chosen, _owner(attentions))
@@ -91,7 +91,7 @@ def restore(model: ModelT) -> ModelT:
     Raises ValueError as `apply` for the model, and for attention modules that ``fully_shard`` wrapped after `apply`.
     """
     base, attentions = _attentions(model)
-    _check_own(base, attentions)
+    _check_own(attentions)
     _assign(base, attentions, {}, _owner(attentions))
     return model
 
@@ -106,7 +106,7 @@ def use(model: ModelT, method: MethodChoice | str, layers: Layers = None) -> Ite
     block in the thread that generates.
     """
     base, attentions = _attentions(model)
-    _check_own(base, attentions)
+    _check_own(attentions)
     with _ENTERING:
         owner, before = _owner(attentions), condensed_layers(base)
         implementation = _config(attentions)._attn_implementation
@@ -210,13 +210,11 @@ def _assign(
     config._attn_implementation_internal = IMPLEMENTATION
 
 
-def _check_own(base: PreTrainedModel, attentions: dict[int, nn.Module]) -> None:
+def _check_own(attentions: dict[int, nn.Module]) -> None:
     """Raise ValueError if another condensed model has the same configuration, in which the choice is written."""
-    config, own = _config(attentions), set(base.modules())
-    for other, its in [*_CONFIGS.items()]:
-        is_apart = its is config and other not in own and base not in set(other.modules())
-        if is_apart and condensed_layers(other):
-            raise ValueError(_SHARED)
+    config, others = _config(attentions), set(_CONDENSED) - set(attentions.values())
+    if any(isinstance(module, CondensedAttention) and module.config is config for module in others):
+        raise ValueError(_SHARED)
 
 
 def _config(attentions: dict[int, nn.Module]) -> Any:
@@ -233,7 +231,7 @@ def _set_methods(
 ) -> None:
     """Condense the modules; each keeps the name of the attention implementation that `restore` returns to."""
     watch(model, attentions, assignment)
-    _CONFIGS[model] = _config(attentions)
+    _CONDENSED.update(attentions.values())
     for index, module in attentions.items():
         if implementation != IMPLEMENTATION:
             module.condense_previous = implementation  # type: ignore[assignment]

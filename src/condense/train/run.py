@@ -234,8 +234,8 @@ def _check_model(config: TrainConfig) -> None:
     for phase in config.phases:
         if phase.method is not None:
             with use(restore(skeleton), phase.method):
-                is_last = config.save_condensed and phase is config.phases[-1]
-                if held and config.train == "lora" and is_last and condensed_layers(skeleton) != held:
+                is_saved = config.save_condensed and phase is config.phases[-1]
+                if held and config.train == "lora" and is_saved and condensed_layers(skeleton) != held:
                     raise ValueError(
                         "pretrained: wanted a base that is stock or condensed by the adapter's method, as both are "
                         f"loaded together, got another method in {config.pretrained}: save it after condense.restore"
