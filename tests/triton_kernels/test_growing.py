@@ -8,7 +8,7 @@ import pytest
 import torch
 from grids import fixture_of
 from lanes import DEVICE
-from layers import Counting, draw, read, tensors_of
+from layers import Counting, draw, read
 from models import tiny
 from oracles import cases
 from step_states import SELECT
@@ -274,7 +274,7 @@ def test_a_past_is_its_own():
     layer = CondensedLayer(METHODS["cca"])
     for L in (30, 1, 1):
         read_by(layer, draw_tokens(L, L))
-    before = tensors_of(layer.state)
+    before = layer.state.tensors
     kept = [x.clone() for x in before]
     layer.crop(-10)
     for i in range(10):
