@@ -278,7 +278,7 @@ def engine_of(shape, attention, mode, *, method, longest=131072, pages_gib=PAGES
     layers, has_latents = config["num_hidden_layers"], "kv_lora_rank" in config
     config |= {"max_position_embeddings": max(longest, config["max_position_embeddings"])}
     fixed = {
-        "load_format": "dummy", "max_model_len": 8192 + 512 if is_trial else longest, "max_num_seqs": 256,
+        "load_format": "dummy", "max_model_len": longest // 16 + 512 if is_trial else longest, "max_num_seqs": 256,
         "kv_cache_memory_bytes": pages_gib << 30, "max_num_batched_tokens": BATCHED_TOKENS[attention],
         "enable_prefix_caching": True, "dtype": "bfloat16",
     }  # fmt: skip
