@@ -20,7 +20,7 @@ from condense.ops.triton import recall_choice_kernels as kernels
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, on_device_of, power_of_2
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.recall_score import MOST_GROUPS, Scratch, bytes_turned, groups_per_cell, in_cells, score
-from condense.ops.triton.recall_score_kernels import CELLS_PER_LINE
+from condense.ops.triton.recall_score_kernels import CELLS_PER_LINE, STRETCH
 
 _CELLS, _GROUPS = Launcher(kernels.recall_cells_kernel), Launcher(kernels.recall_groups_kernel)
 _MARK, _LIST = Launcher(kernels.recall_mark_kernel), Launcher(kernels.recall_list_kernel)
@@ -53,7 +53,8 @@ def _scratch(device: torch.device, heads: int, n: int, R: int, cells: int, C: in
     return Scratch(
         empty(heads, cells, n * R, C),
         empty(heads, cells // CELLS_PER_LINE.value if picked else 0, n * R, CELLS_PER_LINE.value),
-        empty(heads, n * R), empty(heads, n, picked, dtype=torch.int32), empty(heads, n, dtype=torch.int32),
+        empty(heads, cdiv(cells * C, STRETCH.value), n * R),
+        empty(heads, n, picked, dtype=torch.int32), empty(heads, n, dtype=torch.int32),
     )  # fmt: skip
 
 

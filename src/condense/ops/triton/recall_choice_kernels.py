@@ -17,24 +17,32 @@ import triton.language as tl
 
 from condense.ops.triton.device.records import Rule, Start
 from condense.ops.triton.device.rule import VARYING, row_of_program
-from condense.ops.triton.recall_score_kernels import BLOCK, CELLS_PER_LINE, closed_groups, place_of_cell
+from condense.ops.triton.recall_score_kernels import (
+    BLOCK,
+    CELLS_PER_LINE,
+    STRETCH,
+    closed_groups,
+    joined_lse,
+    place_of_cell,
+)
 
 _INT_MIN, _INT_MAX = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _best_share(score_ptr, at, step, lse_ptr, query, there, valid, R: tl.constexpr):
+def _best_share(score_ptr, at, step, lse_ptr, query, size, there, valid, R: tl.constexpr):
     """Logarithm of each group's or cell's softmax share ``[BQ, ...]``, the largest of all query heads; -inf if not
     valid.
 
     at: offset of the score of head 0; that of head r is at ``at + r * step``. there: scores that may be read. query:
-    indices of the queries in the log-sum-exps.
+    indices of the queries in the log-sum-exps. size: rows of the block of queries, and stretches of groups.
     """
+    lines, stretches = size
     share = tl.full(valid.shape, float("-inf"), tl.float32)
     for r in tl.static_range(R):
         score = tl.load(score_ptr + at + r * step, mask=there, other=float("-inf"))
         if R > 1:
-            lse = tl.load(lse_ptr + query * R + r)  # [BQ]
+            lse = joined_lse(lse_ptr, query * R + r, lines, stretches)  # [BQ]
             score -= tl.reshape(lse, [valid.shape[0]] + [1] * (len(valid.shape) - 1))
         share = tl.maximum(share, score)
     return tl.where(valid, share, float("-inf"))
@@ -116,9 +124,11 @@ def recall_cells_kernel(
     # whole lines of cells are read at once
     there = n // CELLS_PER_LINE * (CELLS_PER_LINE * C) < closed[:, None]
     at = query[:, None] * (R * CELLS_PER_LINE) + place_of_cell(n, lines)
+    stretches = tl.cdiv(cells * C, STRETCH)
     share = _best_share(
-        cell_ptr + head * cells * lines, at, CELLS_PER_LINE, lse_ptr + head * lines, query, there, valid, R
-    )  # [BQ, CELLS]
+        cell_ptr + head * cells * lines, at, CELLS_PER_LINE, lse_ptr + head * stretches * lines, query,
+        (lines, stretches), there, valid, R,
+    )  # [BQ, CELLS]  # fmt: skip
     query += head * (stop - first)
     wanted = wanted_groups(closed, r, least, part, of)
     picked, place, worst = _best(share, valid, wanted, _INT_MIN)
@@ -131,9 +141,9 @@ def recall_cells_kernel(
     tl.store(picked_ptr + query[:, None] * PICKED + slot, tl.full([BQ, PICKED], CELLS, tl.int32), mask=unused)
 
 
-class _RowScores(namedtuple("_RowScores", "score lse query lines closed")):
+class _RowScores(namedtuple("_RowScores", "score lse query size closed")):
     """Scores of a KV head's queries: pointers to those of groups and to log-sum-exps; indices of the queries in the
-    block; rows of the block; closed groups of each query.
+    block; rows of the block, and stretches; closed groups of each query.
     """
 
 
@@ -152,8 +162,8 @@ def _open(scores, cell, wanted, floor, groups_at, R: tl.constexpr, C: tl.constex
     valid = group < closed[:, None, None]
     # the mask is per cell, so that several scores are loaded at once
     there = (cell * C < closed[:, None])[:, :, None]  # [BQ, n, 1]
-    at = (cell * scores.lines + scores.query[:, None] * R)[:, :, None] * C + c
-    share = _best_share(scores.score, at, C, scores.lse, scores.query, there, valid, R)  # [BQ, n, C]
+    at = (cell * scores.size[0] + scores.query[:, None] * R)[:, :, None] * C + c
+    share = _best_share(scores.score, at, C, scores.lse, scores.query, scores.size, there, valid, R)  # [BQ, n, C]
     group, valid = tl.reshape(group, [cell.shape[0], N]), tl.reshape(valid, [cell.shape[0], N])
     is_open, place, _ = _best(tl.reshape(share, [cell.shape[0], N]), valid, wanted, floor)
     tl.store(groups_at + place, group, mask=is_open)
@@ -183,7 +193,8 @@ def recall_groups_kernel(
     groups_at = groups_ptr + ((tl.program_id(1).to(tl.int64) * L + i) * r)[:, None]
     unused = (place >= wanted[:, None]) & (place < r) & (i < stop)[:, None]
     tl.store(groups_at + place, tl.zeros([BQ, PLACES], tl.int32) + G, mask=unused)
-    scores = _RowScores(score_ptr + head * cells * lines * C, lse_ptr + head * lines, query, lines, closed)
+    size = lines, tl.cdiv(cells * C, STRETCH)
+    scores = _RowScores(score_ptr + head * cells * lines * C, lse_ptr + head * size[1] * lines, query, size, closed)
     if picked_ptr is not None:
         cell = tl.load(picked_ptr + line[:, None] * PICKED + tl.arange(0, PICKED)[None, :])  # [BQ, PICKED]
         _open(scores, cell, wanted, tl.load(floor_ptr + line), groups_at, R, C)

@@ -26,6 +26,11 @@ _GROUPS = 64
 _SCRATCH = 2**29
 
 
+def _rows(R: int, is_cuda: bool) -> int:
+    """Rows of a tile: no more queries than a word has bits."""
+    return 64 if is_cuda else max(16, power_of_2(R))
+
+
 def rest_weights(
     q: Tensor, signs: Tensor, steps: Tensor, chosen: Sequence[Tensor], starts: Tensor | None, rule: Sequence[int],
     scores: Sequence[float], closed: int,
@@ -41,9 +46,8 @@ def rest_weights(
     R, columns = H // K, cdiv(closed, _GROUPS) * _GROUPS
     check_programs(B * K)
     weights = torch.empty(B, H, L, dtype=torch.float32, device=q.device)
-    centres, of_centres = centres_of(index, columns, D)
-    # no more queries than a word has bits
-    rows, width = 64 if q.is_cuda else max(16, power_of_2(R)), width_at_once(D)
+    centres, of_centres = centres_of(index, columns // _GROUPS, _GROUPS, D)
+    rows, width = _rows(R, q.is_cuda), width_at_once(D)
     Q, form = rows // R, RestForm(rows, _GROUPS, width, cdiv(D, width))
     # a word takes at most 8 bytes
     n = max(1, _SCRATCH // (bytes_turned(q) * Q + 8 * B * K * closed)) * Q

@@ -8,17 +8,22 @@ import functools
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from condense.ops.recall.index import GroupIndex, rotation
 from condense.ops.triton.descriptors import of_tile
 from condense.ops.triton.device.parts import tile_width
-from condense.ops.triton.host import cdiv, dense_rows, power_of_2, whole_rows
+from condense.ops.triton.host import cdiv, dense_rows, power_of_2
 from condense.ops.triton.launch import Launcher
-from condense.ops.triton.recall_score_kernels import ScoreForm, recall_score_kernel, recall_turn_kernel
+from condense.ops.triton.recall_score_kernels import (
+    ScoreForm,
+    SpreadForm,
+    recall_score_kernel,
+    recall_spread_kernel,
+    recall_turn_kernel,
+)
 
-_SCORE, _TURN = Launcher(recall_score_kernel), Launcher(recall_turn_kernel)
+_SCORE, _TURN, _SPREAD = (Launcher(x) for x in (recall_score_kernel, recall_turn_kernel, recall_spread_kernel))
 # a tile of scores has at most so many groups; a cell has at most so many tokens, and groups
 MOST_GROUPS, _CELL_TOKENS, _CELL = 128, 128, 16
 # a program holds queries up to this width; it reads wider ones again for every tile of scores, part by part
@@ -55,9 +60,9 @@ class Scratch(NamedTuple):
     """Scratch memory for a block of n queries. A last block with fewer queries fills the beginning of each tensor.
 
     score: float32 ``[B * K, cells, n * R, C]``, of every group. cell: float32 ``[B * K, cells / 4, n * R, 4]``, the
-    best score of every cell; no cells if nobody asks for it. lse: float32 ``[B * K, n * R]``, log-sum-exps. picked:
-    int32 ``[B * K, n, picked]``, the cells whose groups are ranked. floor: int32 ``[B * K, n]``, a key that every
-    chosen group reaches.
+    best score of every cell; no cells if nobody asks for it. lse: float32 ``[B * K, stretches, n * R]``, log-sum-exps
+    of so many groups in a row each. picked: int32 ``[B * K, n, picked]``, the cells whose groups are ranked. floor:
+    int32 ``[B * K, n]``, a key that every chosen group reaches.
     """
 
     score: Tensor
@@ -77,7 +82,8 @@ class CellIndex(NamedTuple):
 
     signs int8 ``[B * K, tokens, D]``, 1 and -1; their steps float32 ``[B * K, tokens]``. The tokens of a cell are
     ordered as ``[group, C]``, so that a thread holds all or many tokens of its groups. centres int8 ``[B * K, groups,
-    D]``, in steps; of_centres: these, float32 ``[B * K, groups]``. group: tokens per group, a power of two.
+    D]``, in steps; of_centres: these, float32 ``[B * K, groups]``. Of groups that are not there all is 0. group: tokens
+    per group, a power of two.
     """
 
     signs: Tensor
@@ -89,27 +95,27 @@ class CellIndex(NamedTuple):
 
 def in_cells(index: GroupIndex, cells: int, D: int) -> CellIndex:
     """The index as `recall_score_kernel` reads it: the last token of a group is repeated up to a power of two."""
-    G, g = index.steps.shape[2], index.group_size
-    C, group = groups_per_cell(g), power_of_2(g)
-    token = torch.arange(group, device=index.steps.device).clamp(max=g - 1)
-
-    def arranged(x: Tensor) -> Tensor:
-        """``[B, K, G, g, n]`` to ``[B * K, tokens, n]``, ordered as the kernel says."""
-        x = F.pad(x, (0, 0, 0, 0, 0, cells * C - G))[:, :, :, token]
-        return x.unflatten(2, (cells, C)).transpose(3, 4).flatten(2, 4).flatten(0, 1)
-
-    signs, steps = index.turned(D, torch.int8), index.steps.float()
-    of_tokens = whole_rows(arranged(signs)), arranged(steps[..., :g, None])[..., 0]
-    return CellIndex(*of_tokens, *centres_of(index, cells * C, D), group)
+    g = index.group_size
+    return CellIndex(*_spread(index, cells, groups_per_cell(g), power_of_2(g), D), power_of_2(g))
 
 
-def centres_of(index: GroupIndex, count: int, D: int) -> tuple[Tensor, Tensor]:
-    """The centres of an index and what one of their steps stands for, int8 ``[B * K, count, D]`` and float32 ``[B * K,
-    count]``; those of groups that are not there are 0.
-    """
-    (_, _, G, _), g = index.steps.shape, index.group_size
-    centres = F.pad(index.centres(D, torch.int8), (0, 0, 0, count - G)).flatten(0, 1)
-    return whole_rows(centres), F.pad(index.steps[..., g].float(), (0, count - G)).flatten(0, 1)
+def centres_of(index: GroupIndex, tiles: int, groups: int, D: int) -> tuple[Tensor, Tensor]:
+    """The centres of an index and what one of their steps stands for, as in a `CellIndex`, of whole tiles of groups."""
+    return _spread(index, tiles, groups, 0, D)[2:]
+
+
+def _spread(index: GroupIndex, cells: int, C: int, group: int, D: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The tensors of a `CellIndex` of cells of C groups. group: tokens of a group there, 0 for centres alone."""
+    (B, K, G, _), (signs, steps), device = index.steps.shape, (dense_rows(x) for x in index), index.steps.device
+    heads, groups, width = B * K, cells * C, _stride(D)
+    numbers = [torch.empty(heads, n, width, dtype=torch.int8, device=device) for n in (groups * group, groups)]
+    units = [torch.empty(heads, n, dtype=torch.float32, device=device) for n in (groups * group, groups)]
+    _SPREAD(
+        (cells, heads, 1), (signs, steps, numbers[0], units[0], numbers[1], units[1]),
+        (signs.stride()[:3], steps.stride()[:3], K, G, width),
+        (SpreadForm(index.group_size, group, C, D, power_of_2(4 * cdiv(D, 8))),), {},
+    )  # fmt: skip
+    return numbers[0][..., :D], units[0], numbers[1][..., :D], units[1]
 
 
 def bytes_turned(q: Tensor) -> int:
@@ -153,7 +159,7 @@ def score(
     groups, parts = min(MOST_GROUPS, tiles.tokens // group), cdiv(D, tiles.width)
     form = ScoreForm(group, groups, groups_per_cell(group), tiles.rows, tiles.width, parts, scratch.cell.numel() > 0)
     _SCORE(
-        (cdiv(n * R, tiles.rows), B * K, 1),
+        (cdiv(n * R, tiles.rows), B * K, scratch.lse.shape[1]),
         (
             unit,
             of_tile(numbers, [1, tiles.rows, tiles.width]),

@@ -1,7 +1,8 @@
 """Kernels that score the index for a block of queries of a prompt.
 
-`recall_turn_kernel` turns and rounds the queries. `recall_score_kernel` computes scores by matrix products of whole
-numbers, which are exact; the best score of every *cell* (C adjacent groups); and the log-sum-exp of all scores.
+`recall_turn_kernel` turns and rounds the queries, `recall_spread_kernel` makes a byte of each sign of the index.
+`recall_score_kernel` computes scores by matrix products of whole numbers, which are exact; the best score of every
+*cell* (C adjacent groups); and the log-sum-exp of all scores, stretch of groups by stretch.
 `condense.ops.triton.recall_choice_kernels` chooses groups by these.
 
 Shapes: B rows of the batch, K KV heads, R query heads per KV head, n queries of a block, G groups of g tokens, D width.
@@ -24,6 +25,8 @@ BLOCK = ("G", "first", "stop", "cells")
 
 # cells whose best scores lie side by side in memory for each row: 16 bytes
 CELLS_PER_LINE = tl.constexpr(4)
+# groups that a program scores: few queries keep a GPU busy too. One number for all calls, as sums depend on it
+STRETCH = tl.constexpr(512)
 
 
 class ScoreForm(NamedTuple):
@@ -96,6 +99,66 @@ def recall_turn_kernel(
         numbers = whole_numbers(_turned(q_ptr, at, real, rotation_ptr, lo, D), unit[:, None])  # [BM, N]
         at_numbers = number_ptr + line[:, None] * width + d[None, :]
         tl.store(at_numbers, numbers.to(tl.int8), mask=real[:, None] & (d < D)[None, :])
+
+
+class SpreadForm(NamedTuple):
+    """The constants of an index: g tokens per group; GP, the same as a power of two, 0 for centres alone; C groups per
+    program; D columns of a key; W4, a power of two that holds the bytes of a centre.
+    """
+
+    g: int
+    GP: int
+    C: int
+    D: int
+    W4: int
+
+
+@triton.jit
+def _spread_signs(signs, there, to_ptr, width, FORM: tl.constexpr):
+    """Write the signs of one token of each of C groups as 1 and -1, 0 where it is not there. signs, to_ptr: pointers
+    ``[C, 1]``; rows at to_ptr are of D columns.
+    """
+    W: tl.constexpr = (FORM.D + 7) // 8
+    w = tl.arange(0, FORM.W4 // 4)[None, :]
+    byte = tl.load(signs + w, mask=there & (w < W), other=0)
+    for i in tl.static_range(8):
+        number = tl.where(there, ((byte >> i) & 1).to(tl.int8) * 2 - 1, 0)
+        tl.store(to_ptr + i * W + w, number, mask=(w < W) & (i * W + w < FORM.D))
+
+
+@triton.jit(do_not_specialize=("G",))
+def recall_spread_kernel(
+    sign_ptr, step_ptr, token_ptr, of_token_ptr, centre_ptr, of_centre_ptr, s_sign, s_step, K, G, width,
+    FORM: tl.constexpr,
+):  # fmt: skip
+    """Write an index as `condense.ops.triton.recall_score.CellIndex` says; rows of D columns are width bytes apart.
+
+    Grid (cells of C groups, B * K). sign, step: those of a `condense.ops.recall.index.GroupIndex`.
+    """
+    C: tl.constexpr = FORM.C
+    GP: tl.constexpr = FORM.GP
+    W: tl.constexpr = (FORM.D + 7) // 8
+    head, line = tl.program_id(1).to(tl.int64), tl.program_id(0) * C + tl.arange(0, C)
+    there = (line < G)[:, None]
+    s_b, s_h, s_n = s_sign
+    sign_ptr += head // K * s_b + head % K * s_h + line.to(tl.int64)[:, None] * s_n  # [C, 1]
+    s_b, s_h, s_n = s_step
+    step_ptr += head // K * s_b + head % K * s_h + line.to(tl.int64) * s_n  # [C]
+    first = head * tl.num_programs(0) * C
+    half = tl.arange(0, FORM.W4)[None, :]
+    codes = tl.load(sign_ptr + FORM.g * W + half, mask=there & (half < 4 * W), other=0)
+    to = centre_ptr + (first + line)[:, None] * width + half
+    for high in tl.static_range(2):
+        number = tl.where(there, ((codes >> (4 * high)) & 15).to(tl.int8) * 2 - 15, 0)
+        tl.store(to + high * (4 * W), number, mask=(half < 4 * W) & (high * (4 * W) + half < FORM.D))
+    step = tl.load(step_ptr + FORM.g, mask=line < G, other=0.0).to(tl.float32)
+    tl.store(of_centre_ptr + first + line, step)
+    for t in range(GP):
+        token = tl.minimum(t, FORM.g - 1)
+        at = (first + tl.program_id(0) * C) * GP + t * C + tl.arange(0, C)
+        _spread_signs(sign_ptr + token * W, there, token_ptr + at[:, None] * width, width, FORM)
+        step = tl.load(step_ptr + token, mask=line < G, other=0.0).to(tl.float32)
+        tl.store(of_token_ptr + at, step)
 
 
 class _TileRows(
@@ -205,7 +268,8 @@ def recall_score_kernel(
 ):  # fmt: skip
     """Write score, cell and lse of `condense.ops.triton.recall_score.Scratch` for queries ``[first, stop)``, base 2.
 
-    Grid (tiles of BM rows, B * K). Tiles of groups behind the last closed group of a tile of queries are not written.
+    Grid (tiles of BM rows, B * K, stretches). Tiles of groups behind the last closed group of a tile of queries are not
+    written.
 
     unit, q: as `recall_turn_kernel` writes them, queries as a descriptor. signs, also a descriptor, steps, centres,
     of_centres: those of a `condense.ops.triton.recall_score.CellIndex`; rows of centres are s_centre apart.
@@ -232,7 +296,24 @@ def recall_score_kernel(
     # a thread has two neighbouring groups
     PLACES: tl.constexpr = max(1, FORM.BG // 2)
     lse = (tl.full([BM, PLACES], float("-inf"), tl.float32), tl.zeros([BM, PLACES], tl.float32))
-    whole = tl.min(closed) // FORM.BG * FORM.BG
-    lse = _score_groups(queries, lse, (0, whole), D, FORM, False)
-    lse = _score_groups(queries, lse, (whole, tl.max(closed)), D, FORM, True)
-    tl.store(lse_ptr + of_head + line, log_of_sum(lse[0], lse[1]), mask=real)
+    lo, part = tl.program_id(2) * STRETCH, (head * tl.num_programs(2) + tl.program_id(2)) * size + line
+    hi = tl.minimum(tl.max(closed), lo + STRETCH)
+    whole = tl.maximum(tl.minimum(tl.min(closed) // FORM.BG * FORM.BG, hi), lo)
+    lse = _score_groups(queries, lse, (lo, whole), D, FORM, False)
+    lse = _score_groups(queries, lse, (whole, hi), D, FORM, True)
+    is_empty = tl.max(lse[0], 1) == float("-inf")
+    tl.store(lse_ptr + part, tl.where(is_empty, float("-inf"), log_of_sum(lse[0], lse[1])), mask=real)
+
+
+@triton.jit
+def joined_lse(lse_ptr, at, lines, stretches):
+    """Log-sum-exps of rows, base 2, of those of all stretches, ``lines`` numbers apart; 0 where nothing is closed."""
+    top = tl.load(lse_ptr + at)
+    total = tl.where(top == float("-inf"), 0.0, 1.0)
+    for n in range(1, stretches):
+        of_stretch = tl.load(lse_ptr + n * lines + at)
+        larger = tl.maximum(top, of_stretch)
+        safe = tl.where(larger == float("-inf"), 0.0, larger)
+        total = total * tl.exp2(top - safe) + tl.exp2(of_stretch - safe)
+        top = larger
+    return tl.where(top == float("-inf"), 0.0, top) + tl.log2(tl.where(total > 0, total, 1.0))
