@@ -168,7 +168,7 @@ def test_the_kernels_of_a_prompt(widths, compiled, monkeypatch):
 
     # sizes of tiles as on a GPU
     places = (attend, "tiles_of", 2), (recall_score, "_tiles", 1), (recall_choice, "queries_per_program", 1)
-    for module, name, i in (*places, (recall_rest, "_rows", 1)):
+    for module, name, i in (*places, (recall_rest, "_rows", 1), (recall_score, "_turning", 1)):
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, f=original, i=i: f(*a[:i], True, *a[i + 1 :]))
     monkeypatch.setattr(hopper_attend, "gpu_of", lambda device: host.Gpu((9, 0), 132))
@@ -178,8 +178,8 @@ def test_the_kernels_of_a_prompt(widths, compiled, monkeypatch):
     else:
         q, v, latents = (torch.zeros(1, 4, 2048, width, dtype=torch.bfloat16) for width in widths)
         read_prompt(recall_attend.attend_recall, q, q, v, latents, latents[:, :1])
-    assert len(compiled) == 12
-    assert sum("wgmma.mma_async" in kernel.asm["ptx"] for kernel in compiled) == 3
+    assert len(compiled) == 13
+    assert sum("wgmma.mma_async" in kernel.asm["ptx"] for kernel in compiled) == 5
 
 
 @pytest.mark.parametrize("dtype", limits.DTYPES, ids=str)

@@ -17,7 +17,7 @@ from condense.ops.tensors.per_row import at_least
 from condense.ops.triton.attend import ATTENTION
 from condense.ops.triton.attend_call import Attention, call_of, describe, needs_operation
 from condense.ops.triton.recall_choice import choice_operation, choose
-from condense.ops.triton.recall_rest import rest_operation, rest_weights
+from condense.ops.triton.recall_rest import add_rest, rest_operation, rest_weights
 from condense.ops.types import AttendOptions
 
 # most numbers of outputs that are joined with the one token's value at a time: that takes several tensors in float32
@@ -62,6 +62,9 @@ def attend_recall(
     scores = choice.scale, options.softcap
     chosen = [groups] if by is None else [groups, by]
     weights = weigh(asked, *choice.index, chosen, call.spans, call.rule, scores, closed)
+    if not needs_operation(out, means.means):
+        add_rest(out, lse, weights, means, spans, g)
+        return out, lse
     return _joined(out, lse, weights, means, spans, g)
 
 

@@ -1,7 +1,8 @@
-"""The weight of what each query of a prompt does not open, by a kernel, block of queries by block.
+"""The weight of what each query of a prompt does not open, by a kernel, block of queries by block; and attention with
+the one token that has it.
 
 Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, G groups of g tokens, r groups that a query opens, D
-key width.
+and Dv widths.
 """
 
 import math
@@ -12,14 +13,16 @@ import torch
 from torch import Tensor
 
 from condense.ops.recall.index import GroupIndex
+from condense.ops.recall.rest import GroupMeans
+from condense.ops.spans import RuleSpans
 from condense.ops.triton.descriptors import of_tile
-from condense.ops.triton.host import LOG2E, cdiv, check_programs, on_device_of, power_of_2
+from condense.ops.triton.host import LOG2E, cdiv, check_programs, dense_rows, on_device_of, power_of_2
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.recall_choice import marked
-from condense.ops.triton.recall_rest_kernels import RestForm, recall_rest_kernel
+from condense.ops.triton.recall_rest_kernels import RestForm, recall_join_kernel, recall_rest_kernel
 from condense.ops.triton.recall_score import bytes_turned, centres_of, turned, width_at_once
 
-_REST = Launcher(recall_rest_kernel)
+_REST, _JOIN = Launcher(recall_rest_kernel), Launcher(recall_join_kernel)
 # groups of a tile
 _GROUPS = 64
 # bytes of scratch memory for a block of queries
@@ -73,3 +76,22 @@ rest_operation = torch.library.custom_op("condense::weigh_recall", rest_weights,
 @rest_operation.register_fake
 def _(q: Tensor, *others: Any) -> Tensor:
     return q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def add_rest(out: Tensor, lse: Tensor, weights: Tensor, means: GroupMeans, spans: RuleSpans, g: int) -> None:
+    """Add the token of all queries to attention, in place, as `condense.ops.recall.rest.with_rest` joins it.
+
+    out ``[B, H, L, Dv]``; lse and weights, float32 ``[B, H, L]``, contiguous; means as `GroupMeans.as_values` returns
+    them.
+    """
+    (B, H, L, Dv), mean = out.shape, dense_rows(means.means)
+    check_programs(B * H)
+    begin = spans.query_start + 1 - means.first * g
+    rows = begin.to(out.device, non_blocking=True) if isinstance(begin, Tensor) else None
+    tile = max(16, min(128, 8192 // power_of_2(Dv))) if out.is_cuda else 16
+    with on_device_of(out):
+        _JOIN(
+            (cdiv(L, tile), B * H, 1), (out, lse, weights, mean, rows),
+            (out.stride()[:3], mean.stride()[:3], H, L, mean.shape[2], 0 if rows is not None else begin),
+            (g, H // mean.shape[1], Dv, tile, power_of_2(Dv)), {},
+        )  # fmt: skip

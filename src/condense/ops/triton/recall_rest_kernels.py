@@ -1,7 +1,8 @@
-"""The kernel that weighs what queries of a prompt do not open: the closed groups' centres, as the index scores them.
+"""Kernels of what queries of a prompt do not open: one weighs it, by the closed groups' centres as the index scores
+them, one adds it to attention, as one token.
 
-Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries of which a block has n, G groups of g
-tokens, T tiles of Q queries, D width.
+Shapes: B rows of the batch, H query heads, K KV heads, R query heads per KV head, L queries of which a block has n, G
+groups of g tokens, T tiles of Q queries, D and Dv widths.
 """
 
 from __future__ import annotations
@@ -93,3 +94,38 @@ def recall_rest_kernel(
     weight = (log_of_sum(top, total) + level) * 0.6931471805599453  # [BM]
     weight = tl.where(tl.max(top, 1) == float("-inf"), float("-inf"), weight)
     tl.store(weight_ptr + (head * R + r) * L + i, weight, mask=real)
+
+
+@triton.jit(do_not_specialize=("L", "n", "begin"))
+def recall_join_kernel(
+    out_ptr, lse_ptr, weight_ptr, mean_ptr, begin_ptr, s_out, s_mean, H, L, n, begin,
+    g: tl.constexpr, R: tl.constexpr, Dv: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Add a token to attention, in place: out ``[B, H, L, Dv]``, lse float32 ``[B, H, L]``, as
+    `condense.ops.recall.rest.with_rest` does.
+
+    Grid (tiles of BM queries, B * H). weight: as `recall_rest_kernel` writes it. mean: ``[B, H / R, n, Dv]``, of which
+    query i sees column ``(begin + i) // g``, or the first or last one. begin_ptr: begin by row, None for one of all.
+    """
+    row, head = tl.program_id(1) // H, tl.program_id(1) % H
+    i, d = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BD)
+    if begin_ptr is not None:
+        begin = tl.load(begin_ptr + row)
+    column = tl.minimum(tl.maximum(begin + i, 0) // g, n - 1)
+    line = tl.program_id(1).to(tl.int64) * L + i
+    lse = tl.load(lse_ptr + line, mask=i < L, other=float("-inf"))
+    weight = tl.load(weight_ptr + line, mask=i < L, other=float("-inf"))
+    top = tl.maximum(lse, weight)
+    nothing = top == float("-inf")
+    top = tl.where(nothing, 0.0, top)
+    total = top + tl.log(tl.where(nothing, 1.0, tl.exp(lse - top) + tl.exp(weight - top)))
+    s_b, s_h, s_l = s_out
+    out_ptr += row.to(tl.int64) * s_b + head.to(tl.int64) * s_h + i.to(tl.int64)[:, None] * s_l + d[None, :]
+    there = (i < L)[:, None] & (d < Dv)[None, :]
+    out = tl.load(out_ptr, mask=there, other=0.0).to(tl.float32)
+    s_b, s_h, s_n = s_mean
+    mean_ptr += row.to(tl.int64) * s_b + (head // R).to(tl.int64) * s_h
+    mean = tl.load(mean_ptr + column.to(tl.int64)[:, None] * s_n + d[None, :], mask=there, other=0.0)
+    out = out * tl.exp(lse - total)[:, None] + mean * tl.exp(weight - total)[:, None]
+    tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=there)
+    tl.store(lse_ptr + line, tl.where(nothing, float("-inf"), total), mask=i < L)

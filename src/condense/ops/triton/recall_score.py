@@ -51,6 +51,11 @@ def _tiles(D: int, is_cuda: bool) -> ScoreTiles:
     return ScoreTiles(rows, 256, width, UNFUSED | {"num_warps": 8, "num_stages": 3})
 
 
+def _turning(dtype: torch.dtype, is_cuda: bool) -> tuple[int, torch.dtype]:
+    """Rows of a tile of queries that are turned, and the dtype of products: the interpreter has none of bfloat16."""
+    return (128, dtype) if is_cuda else (16, torch.float32)
+
+
 def width_at_once(D: int) -> int:
     """Columns of queries that a program reads at a time."""
     return max(32, tile_width(D)) if D <= _WIDE else 64
@@ -137,9 +142,9 @@ def turned(q: Tensor, K: int, scale: float) -> tuple[Tensor, Tensor]:
     heads, rows, R, width = B * K, n * H // K, H // K, _stride(D)
     numbers = torch.empty(heads, rows, width, dtype=torch.int8, device=q.device)
     unit = torch.empty(heads, rows, dtype=torch.float32, device=q.device)
-    tile = 64 if q.is_cuda else 16
+    tile, dtype = _turning(q.dtype, q.is_cuda)
     _TURN(
-        (cdiv(rows, tile), heads, 1), (q, rotation(D, q.device), numbers, unit),
+        (cdiv(rows, tile), heads, 1), (q, rotation(D, q.device, dtype), numbers, unit),
         (q.stride()[:3], K, n, width, scale), (R, D, tile), {},
     )  # fmt: skip
     return numbers[..., :D], unit

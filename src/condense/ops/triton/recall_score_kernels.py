@@ -62,14 +62,13 @@ def closed_groups(i, row, spans, G, KIND: tl.constexpr):
 def _turned(q_ptr, at, real, rotation_ptr, LO: tl.constexpr, D: tl.constexpr):
     """Columns from LO on of the queries at ``q_ptr + at``, turned, `turned_columns` of them; 0 past the last.
 
-    tf32 holds halves exactly, and so are the products.
+    The rotation, in the dtype of the queries or float32, is of 1 and -1, so that products are exact.
     """
     d = LO + tl.arange(0, turned_columns(D))
     there = d < D
     x = tl.load(q_ptr + at[:, None] + d[None, :], mask=real[:, None] & there[None, :], other=0.0)
     matrix = tl.load(rotation_ptr + d[:, None] * D + d[None, :], mask=there[:, None] & there[None, :], other=0.0)
-    PRECISION: tl.constexpr = "ieee" if x.dtype == tl.float32 else "tf32"
-    return tl.dot(x.to(tl.float32), matrix, input_precision=PRECISION)  # [BM, columns]
+    return tl.dot(x.to(matrix.dtype), matrix, input_precision="ieee")  # [BM, columns]
 
 
 @triton.jit(do_not_specialize=("n",))
@@ -80,7 +79,7 @@ def recall_turn_kernel(
     """Write queries as `condense.ops.recall.turned_queries` returns them: int8 ``[B * K, n * R, width]``, of which D
     columns are written, and what one of these stands for, times the scale, above 0, float32 ``[B * K, n * R]``.
 
-    Grid (tiles of BM rows, B * K). Rows of a query's R heads lie side by side. rotation: in float32.
+    Grid (tiles of BM rows, B * K). Rows of a query's R heads lie side by side. rotation: as `_turned` takes it.
     """
     head, line = tl.program_id(1).to(tl.int64), tl.program_id(0) * BM + tl.arange(0, BM)
     real = line < n * R
@@ -88,15 +87,18 @@ def recall_turn_kernel(
     q_ptr += head // K * s_b
     at = (head % K * R + line % R) * s_h + (line // R).to(tl.int64) * s_l
     N: tl.constexpr = turned_columns(D)
-    largest = tl.zeros([BM], tl.float32)
-    for lo in tl.static_range(0, D, N):
+    x = _turned(q_ptr, at, real, rotation_ptr, 0, D)
+    largest = tl.max(tl.abs(x), 1)
+    for lo in tl.static_range(N, D, N):
         largest = tl.maximum(largest, tl.max(tl.abs(_turned(q_ptr, at, real, rotation_ptr, lo, D)), 1))
     unit = unit_of(largest)
     line = head * (n * R) + line
     tl.store(unit_ptr + line, unit * scale, mask=real)
     for lo in tl.static_range(0, D, N):
         d = lo + tl.arange(0, N)
-        numbers = whole_numbers(_turned(q_ptr, at, real, rotation_ptr, lo, D), unit[:, None])  # [BM, N]
+        if lo > 0:
+            x = _turned(q_ptr, at, real, rotation_ptr, lo, D)
+        numbers = whole_numbers(x, unit[:, None])  # [BM, N]
         at_numbers = number_ptr + line[:, None] * width + d[None, :]
         tl.store(at_numbers, numbers.to(tl.int8), mask=real[:, None] & (d < D)[None, :])
 
@@ -113,19 +115,6 @@ class SpreadForm(NamedTuple):
     W4: int
 
 
-@triton.jit
-def _spread_signs(signs, there, to_ptr, width, FORM: tl.constexpr):
-    """Write the signs of one token of each of C groups as 1 and -1, 0 where it is not there. signs, to_ptr: pointers
-    ``[C, 1]``; rows at to_ptr are of D columns.
-    """
-    W: tl.constexpr = (FORM.D + 7) // 8
-    w = tl.arange(0, FORM.W4 // 4)[None, :]
-    byte = tl.load(signs + w, mask=there & (w < W), other=0)
-    for i in tl.static_range(8):
-        number = tl.where(there, ((byte >> i) & 1).to(tl.int8) * 2 - 1, 0)
-        tl.store(to_ptr + i * W + w, number, mask=(w < W) & (i * W + w < FORM.D))
-
-
 @triton.jit(do_not_specialize=("G",))
 def recall_spread_kernel(
     sign_ptr, step_ptr, token_ptr, of_token_ptr, centre_ptr, of_centre_ptr, s_sign, s_step, K, G, width,
@@ -140,25 +129,31 @@ def recall_spread_kernel(
     W: tl.constexpr = (FORM.D + 7) // 8
     head, line = tl.program_id(1).to(tl.int64), tl.program_id(0) * C + tl.arange(0, C)
     there = (line < G)[:, None]
-    s_b, s_h, s_n = s_sign
-    sign_ptr += head // K * s_b + head % K * s_h + line.to(tl.int64)[:, None] * s_n  # [C, 1]
-    s_b, s_h, s_n = s_step
-    step_ptr += head // K * s_b + head % K * s_h + line.to(tl.int64) * s_n  # [C]
-    first = head * tl.num_programs(0) * C
-    half = tl.arange(0, FORM.W4)[None, :]
-    codes = tl.load(sign_ptr + FORM.g * W + half, mask=there & (half < 4 * W), other=0)
+    sign_ptr += head // K * s_sign[0] + head % K * s_sign[1]
+    step_ptr += head // K * s_step[0] + head % K * s_step[1]
+    first, half = head * tl.num_programs(0) * C, tl.arange(0, FORM.W4)[None, :]
+    at = sign_ptr + (line.to(tl.int64) * s_sign[2] + FORM.g * W)[:, None] + half
+    codes = tl.load(at, mask=there & (half < 4 * W), other=0)  # [C, 4 * W]
     to = centre_ptr + (first + line)[:, None] * width + half
     for high in tl.static_range(2):
         number = tl.where(there, ((codes >> (4 * high)) & 15).to(tl.int8) * 2 - 15, 0)
         tl.store(to + high * (4 * W), number, mask=(half < 4 * W) & (high * (4 * W) + half < FORM.D))
-    step = tl.load(step_ptr + FORM.g, mask=line < G, other=0.0).to(tl.float32)
-    tl.store(of_centre_ptr + first + line, step)
-    for t in range(GP):
-        token = tl.minimum(t, FORM.g - 1)
-        at = (first + tl.program_id(0) * C) * GP + t * C + tl.arange(0, C)
-        _spread_signs(sign_ptr + token * W, there, token_ptr + at[:, None] * width, width, FORM)
-        step = tl.load(step_ptr + token, mask=line < G, other=0.0).to(tl.float32)
-        tl.store(of_token_ptr + at, step)
+    step = tl.load(step_ptr + line.to(tl.int64) * s_step[2] + FORM.g, mask=line < G, other=0.0)
+    tl.store(of_centre_ptr + first + line, step.to(tl.float32))
+    if GP > 0:
+        n, w = tl.arange(0, GP * C), tl.arange(0, FORM.W4 // 4)[None, :]
+        token, group = tl.minimum(n // C, FORM.g - 1), tl.program_id(0) * C + n % C
+        there, at = (group < G)[:, None], (first + tl.program_id(0) * C) * GP + n
+        # [GP * C, W]
+        byte = tl.load(
+            sign_ptr + (group.to(tl.int64) * s_sign[2] + token * W)[:, None] + w, mask=there & (w < W), other=0
+        )
+        token_ptr += at[:, None] * width + w
+        for i in tl.static_range(8):
+            number = tl.where(there, ((byte >> i) & 1).to(tl.int8) * 2 - 1, 0)
+            tl.store(token_ptr + i * W, number, mask=(w < W) & (i * W + w < FORM.D))
+        step = tl.load(step_ptr + group.to(tl.int64) * s_step[2] + token, mask=group < G, other=0.0)
+        tl.store(of_token_ptr + at, step.to(tl.float32))
 
 
 class _TileRows(
