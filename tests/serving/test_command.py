@@ -37,7 +37,7 @@ REFUSED = [
     (["--method", "dga", "-tp", "3"], "model.generate; --tensor-parallel-size must divide the model's 2 KV heads"),
 ]
 OF_LATENTS = [
-    (["-tp", "2"], "must divide the model's 1 KV heads, got 2"),
+    (["--method", "recall", "-tp", "2"], "must be 1 for Recall on latents (MLA), got 2"),
     (["--enable-lora"], "--enable-lora is not served with latents (MLA)"),
     (["--method", "lca@0"], "got dense attention in layers 1: give each a method"),
     (["--method", "dense@0+lca@rest"], "got dense attention in layers 0: give each a method"),

@@ -6,6 +6,8 @@ Shapes: H query heads, K KV heads, L tokens, D and Dv widths; of latents d_n, d_
 """
 
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -20,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import condense
 from condense.caches import CondensedLayer
+from condense.ops.latents import UpProjection
 from condense.ops.paged import requests, rows
 from condense.ops.recall import choice
 
@@ -84,6 +87,29 @@ def test_equal_to_the_whole(pool, chunk, backend):
     out = read_in_pieces(pool, qkv, chunk, scale=SCALE, backend=backend)
     singles = range(len(out)) if chunk == 1 else ()
     torch.testing.assert_close(out, wanted(pool, qkv, singles), **EXACT)
+
+
+@pytest.mark.parametrize("name", ["last", "streaming", "streaming-3-queries"])
+def test_heads_on_two_ranks_weigh_groups_together(name):
+    """Each has half of the heads, and pages of its own."""
+    qkv, up = random_latents(H, WIDTHS, 90)
+    parts, both = [None, None], threading.Barrier(2, timeout=60)
+
+    def read_rank(rank):
+        def over_ranks(x):
+            parts[rank] = x
+            both.wait()
+            total = sum(parts)
+            both.wait()
+            return total, H
+
+        pool, heads = Pool(METHODS[name], LATENT), slice(rank * H // 2, (rank + 1) * H // 2)
+        pool.up, pool.over_ranks = UpProjection(*(w[heads] for w in up)), over_ranks
+        return read_in_pieces(pool, [qkv[0][:, heads], *qkv[1:]], 7, scale=SCALE, backend="torch")
+
+    with ThreadPoolExecutor(2) as ranks:
+        out = torch.cat([*ranks.map(read_rank, range(2))], 1)
+    torch.testing.assert_close(out, whole(qkv, METHODS[name], SCALE, up=up), **EXACT)
 
 
 @BACKENDS

@@ -23,7 +23,7 @@ STREAMING = condense.CCA(summary="streaming", key_pooling="select", rep_bias="lo
 # Llama-3.1-8B
 BF16, HEADS, WIDTHS, NUM_LAYERS = torch.bfloat16, 8, (128, 128), 32
 FIT = [{"version": version} for version in ("0.32.0", "0.30.1+cpu", "0.32rc1", "0.33.0")]
-FIT += [{"tensor_parallel": 8}, {"cache_dtype": "bfloat16"}]
+FIT += [{"tensor_parallel": 8}, {"cache_dtype": "bfloat16"}, {"kv_heads": None, "tensor_parallel": 3}]
 # latents of 12 and rope keys of 4 columns; queries of 16, as wide as without
 LATENTS = UpProjection(torch.randn(4, 12, 12), torch.randn(4, 12, 16))
 BY = {"steps": (None, True), "keys": (None, False), "latents": (LATENTS, False)}
@@ -87,6 +87,7 @@ REFUSED_ENGINES = [
     ({"kv_transfer": True}, "--kv-transfer-config"),
     ({"one_manager": True}, "--disable-hybrid-kv-cache-manager"),
     ({"shared_context": True}, "context parallelism"),
+    ({"kv_heads": None, "choosing_latents": True, "tensor_parallel": 2}, "must be 1 for Recall on latents .* got 2"),
     ({"microbatches": True}, "--enable-dbo"),
     ({"adapted_latents": True}, "--enable-lora is not served with latents"),
     ({"adapted_gpt_oss": True}, "--enable-lora is not served with condensed GPT-OSS.* or merge the adapter"),

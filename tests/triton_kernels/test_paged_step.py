@@ -81,6 +81,19 @@ def test_steps_are_within_the_budget(name, shape, dtype):
     assert bool((errors(got, want) <= 2 * errors(plain, want) + one_ulp(want, dtype)).all())
 
 
+@pytest.mark.parametrize("name", ["streaming", "streaming-1-query"])
+def test_latents_whose_heads_are_spread_over_ranks(name):
+    """Groups are weighed by the mean query of all ranks, here three times that of this one."""
+    (make, method), shape = POOLS[name], next(iter(LATENTS.values()))
+    pools = [make(method, (1, sum(shape[1][1:3]), 0), dtype=torch.float32, device=DEVICE) for _ in range(3)]
+    for pool in pools[:2]:
+        pool.over_ranks = lambda x: (6 * x, 2 * shape[0])
+    backends = "triton", "torch", "torch"
+    got, want, alone = (run(pool, shape, (45, 0, 18), 5, x) for pool, x in zip(pools, backends, strict=True))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(got, alone, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 @pytest.mark.parametrize("name", ["streaming", "recall-default"])

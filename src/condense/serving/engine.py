@@ -11,14 +11,15 @@ from condense.methods import layers_as_text
 class EngineSettings:
     """The settings of an engine that decide whether it can serve a condensed model.
 
-    version: None if it is not known. kv_heads: of the whole model, 1 for latents (MLA). cache_dtype: "auto" is the
+    version: None if it is not known. kv_heads: of the whole model, None for latents (MLA). cache_dtype: "auto" is the
     model's. one_manager: all caches are managed alike, as full attention. speculative: drafts that are not served.
     shared_context: ranks share the tokens of a request. microbatches: a batch is run in halves. dense_latents: numbers
-    of layers on latents that are not condensed. adapted_latents, adapted_gpt_oss: such a model gets LoRA adapters.
+    of layers on latents that are not condensed. choosing_latents: others choose groups. adapted_latents,
+    adapted_gpt_oss: such a model gets LoRA adapters.
     """
 
     version: str | None
-    kv_heads: int
+    kv_heads: int | None
     tensor_parallel: int = 1
     cache_dtype: str = "auto"
     model_dtype: str = "bfloat16"
@@ -29,6 +30,7 @@ class EngineSettings:
     shared_context: bool = False
     microbatches: bool = False
     dense_latents: Collection[int] = ()
+    choosing_latents: bool = False
     adapted_latents: bool = False
     adapted_gpt_oss: bool = False
 
@@ -77,7 +79,12 @@ def check_engine(engine: EngineSettings) -> None:
         )
     if engine.tensor_parallel < 1:
         wrong.append(f"--tensor-parallel-size must be at least 1, got {engine.tensor_parallel}")
-    elif engine.kv_heads % engine.tensor_parallel:
+    elif engine.choosing_latents and engine.tensor_parallel > 1:
+        wrong.append(
+            f"--tensor-parallel-size must be 1 for Recall on latents (MLA), got {engine.tensor_parallel}: all heads "
+            "choose groups together, use a method that pools"
+        )
+    elif engine.kv_heads is not None and engine.kv_heads % engine.tensor_parallel:
         wrong.append(
             f"--tensor-parallel-size must divide the model's {engine.kv_heads} KV heads, got "
             f"{engine.tensor_parallel}: a group is weighed by all query heads of its KV head"

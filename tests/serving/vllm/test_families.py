@@ -87,6 +87,17 @@ def test_tokens_of_generate(engine, greedy, tmp_path, family):
     assert started.tokens(prompts_of(LENGTHS), NEW) == want
 
 
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two GPUs, or a CPU")
+@pytest.mark.parametrize("family", ["deepseek_v2", "minicpm3"])
+def test_latents_on_two_ranks(engine, greedy, tmp_path, family):
+    """Each has half of the heads, which weigh groups together; anew and from the prefix cache."""
+    model = condense.apply(condense.restore(random_latents(family)), LCA)
+    model.save_pretrained(tmp_path)
+    want = greedy(model, prompts_of(LENGTHS), NEW)
+    started = engine(tmp_path, **condensed(model, tensor_parallel_size=2, max_num_batched_tokens=48))
+    assert [started.tokens(prompts_of(LENGTHS), NEW) for _ in range(2)] == [want] * 2
+
+
 @pytest.mark.parametrize("plugins", ["", "condense"], ids=["without", "with"])
 def test_a_saved_folder_without_the_plugin_is_refused(tmp_path, plugins):
     condense.apply(random_llama(), METHOD).save_pretrained(tmp_path)

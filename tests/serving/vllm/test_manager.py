@@ -142,9 +142,9 @@ def ids(count, start=0):
 @pytest.mark.parametrize(("flags", "words"), FLAGS, ids=str)
 def test_flags_that_are_refused(flags, words):
     plain, config = (EngineArgs(demo_model()[0].name_or_path, **each).create_engine_config() for each in ({}, flags))
-    assert engine_settings(plain) == EngineSettings(version=vllm.__version__, kv_heads=5)
+    assert engine_settings(plain, []) == EngineSettings(version=vllm.__version__, kv_heads=5)
     with pytest.raises(ValueError, match=words):
-        check_engine(engine_settings(config))
+        check_engine(engine_settings(config, []))
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -174,13 +174,13 @@ class PagedLayer:
     def mean_queries(self, q: Tensor) -> Tensor:
         """Means ``[B, K, L, D]`` of the queries that share a KV head, of q ``[B, H, L, D]``."""
         up, K = self.state.up, self.state.window.cache.shape[1]
-        return head_mean(q, K) if up is None else up.mean_queries(q)
+        return head_mean(q, K) if up is None else up.mean_queries(q, self.state.over_ranks)
 
     def _summarize(self, call: Call, summary: Summary) -> Tensor:
         """The queries that weigh the groups which a call makes, ``[1, K, G, D]``."""
         q = self._rows(self.qkv[0], call)
         if self.state.up is not None:
-            q = self.state.up.mean_queries(q)
+            q = self.mean_queries(q)
         tail = q[:, : self.state.window.cache.shape[1], :0]
         if summary.tail is not None:
             assert self.state.ring is not None

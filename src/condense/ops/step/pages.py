@@ -76,6 +76,7 @@ class PagedState(NamedTuple):
     up: the up-projections, if tokens are latents (MLA): K is 1, a key is ``[c ; k_rope]`` and Dv is 0. Else None.
     extras: of the layer, as in `condense.ops.attend`; groups are chosen without them.
     longest: the most tokens of a request; None: as many as tables have room for.
+    over_ranks: of latents whose heads are spread over processes, as in `UpProjection.mean_queries`; all have all pages.
     Slots that a request has not filled, or needs no more, are not read and may hold anything.
     """
 
@@ -86,6 +87,7 @@ class PagedState(NamedTuple):
     extras: Extras = NO_EXTRAS
     store: Tensor | None = None
     longest: int | None = None
+    over_ranks: Callable[[Tensor], tuple[Tensor, int]] | None = None
 
     @property
     def latent(self) -> int:

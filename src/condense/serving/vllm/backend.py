@@ -7,6 +7,7 @@ entries and ring are asked for by two more objects, which compute nothing.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -187,7 +188,7 @@ class CondensedImpl(AttentionImpl[CondensedMetadata]):
             entries = entries.view(dtype)
         window = Pages(kv_cache, attn_metadata.table).view(dtype)
         past, store = None if ring is None else ring.view(dtype), layer.sides["entries"].store
-        state = PagedState(window, entries, past, layer.up, self.extras, store, layer.longest)
+        state = PagedState(window, entries, past, layer.up, self.extras, store, layer.longest, layer.over_ranks)
         read_paged(qkv, state, attn_metadata.new, layer.plan.settings, scale=self.scale, out=output)
         return output
 
@@ -195,10 +196,12 @@ class CondensedImpl(AttentionImpl[CondensedMetadata]):
 class CondensedAttention(Attention):
     """A layer that takes the place of a stock one, under its name, with the backend that reads and writes pages.
 
-    up: the up-projections of a layer on latents; None for others. has_step: graphs may record single tokens.
+    up: the up-projections of a layer on latents; None for others. over_ranks: as in `PagedState`. has_step: graphs may
+    record single tokens.
     """
 
     up: UpProjection | None = None
+    over_ranks: Callable[[Tensor], tuple[Tensor, int]] | None = None
 
     def __init__(
         self,

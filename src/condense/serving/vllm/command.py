@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from condense.methods import Dense, methods_in
+from condense.methods import Dense, Recall, methods_in
 from condense.serving.engine import GPT_OSS, EngineSettings, check_engine
 from condense.serving.plan import serving_plans
 from condense.serving.vllm.register import condensed_name
@@ -122,7 +122,8 @@ def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
 
     text = config.get_text_config(decoder=True)
     has_latents = getattr(text, "kv_lora_rank", None) is not None
-    condensed = {i for i, method in methods_in(config.condense).items() if not isinstance(method, Dense)}
+    named = methods_in(config.condense)
+    condensed = {i for i, method in named.items() if not isinstance(method, Dense)}
     cache_dtype = given["kv_cache_dtype"] or "auto"
     if cache_dtype == "auto" and _names_cache_dtype(getattr(config, "quantization_config", None)):
         cache_dtype = "fp8"
@@ -133,7 +134,7 @@ def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
         dtype = own if own in ("bfloat16", "float16") else "bfloat16"
     return EngineSettings(
         version=_version(),
-        kv_heads=1 if has_latents else getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        kv_heads=None if has_latents else getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         tensor_parallel=number("tensor_parallel_size"),
         # whether a wide one is the model's, vLLM's process knows
         cache_dtype="auto" if cache_dtype in ("bfloat16", "float16", "float32") else cache_dtype,
@@ -145,6 +146,7 @@ def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
         shared_context=max(number("decode_context_parallel_size"), number("prefill_context_parallel_size")) > 1,
         microbatches=given["enable_dbo"],
         dense_latents=sorted({*range(text.num_hidden_layers)} - condensed) if has_latents else (),
+        choosing_latents=has_latents and any(isinstance(method, Recall) for method in named.values()),
         adapted_latents=has_latents and given["enable_lora"],
         adapted_gpt_oss=text.model_type == GPT_OSS and given["enable_lora"],
     )

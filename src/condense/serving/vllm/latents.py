@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
+from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
@@ -38,6 +39,9 @@ class CondensedLatents(CondensedAttention):
     ) -> None:
         """module: that of which ``stock`` is a part, with the up-projections. Others as in `CondensedAttention`."""
         super().__init__(stock, served, host, vllm_config)
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        if ranks > 1:
+            self.over_ranks = lambda x: (tensor_model_parallel_all_reduce(x), ranks * self.num_heads)
         self.kv_b_proj, self.widths = module.kv_b_proj, (module.qk_nope_head_dim, module.v_head_dim)
         # on a CPU vLLM would pack the matrix in a form that none but its own product reads
         self.kv_b_proj._cpu_skip_gemm_dispatch = True

@@ -45,8 +45,8 @@ def condense_layers(model: nn.Module, vllm_config: VllmConfig) -> None:
         from condense.serving.vllm.latents import CondensedLatents, entry_widths
 
         widths = [entry_widths(parent) for parent, _, _ in places]
-    takes_back = all(plan.takes_back for plan in plans.values())
-    check_engine(engine_settings(vllm_config, any(widths), sorted({*numbers} - {*plans}), takes_back=takes_back))
+    dense = sorted({*numbers} - {*plans})
+    check_engine(engine_settings(vllm_config, plans.values(), any(widths), dense))
     dtype = vllm_config.model_config.dtype
     layers = [
         _served(child, plans.get(number))
@@ -91,18 +91,15 @@ def _served(stock: Attention, plan: ServingPlan | None) -> ServedLayer:
 
 
 def engine_settings(
-    config: VllmConfig, has_latents: bool = False, dense: Collection[int] = (), *, takes_back: bool = False
+    config: VllmConfig, plans: Collection[ServingPlan], has_latents: bool = False, dense: Collection[int] = ()
 ) -> EngineSettings:
-    """The settings of an engine that are checked.
-
-    dense: numbers of the layers that stay vLLM's own. takes_back: tokens of all others can be taken back.
-    """
+    """The settings of an engine that are checked. plans: of all layers but dense, numbers of those that stay vLLM's."""
     parallel, cache, drafts = config.parallel_config, config.cache_config, config.speculative_config
     # drafts are found on the host, and lengths known there, only so
-    served = takes_back and not config.scheduler_config.async_scheduling
+    served = all(plan.takes_back for plan in plans) and not config.scheduler_config.async_scheduling
     return EngineSettings(
         version=vllm.__version__,
-        kv_heads=1 if has_latents else config.model_config.get_total_num_kv_heads(),
+        kv_heads=None if has_latents else config.model_config.get_total_num_kv_heads(),
         tensor_parallel=parallel.tensor_parallel_size,
         cache_dtype=cache.cache_dtype,
         model_dtype=str(config.model_config.dtype).removeprefix("torch."),
@@ -113,6 +110,7 @@ def engine_settings(
         shared_context=max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
         microbatches=parallel.use_ubatching,
         dense_latents=dense if has_latents else (),
+        choosing_latents=has_latents and any(plan.settings.choice is not None for plan in plans),
         adapted_latents=has_latents and config.lora_config is not None,
         adapted_gpt_oss=config.lora_config is not None and config.model_config.hf_text_config.model_type == GPT_OSS,
     )
