@@ -15,6 +15,7 @@ import triton.language as tl
 from condense.ops.triton.device.records import Rule, Start
 from condense.ops.triton.device.rule import VARYING, program_rows, row_of_program
 from condense.ops.triton.device.scores import soft_cap
+from condense.ops.triton.device.signs import floats_of
 from condense.ops.triton.recall_score_kernels import closed_groups, log_of_sum
 
 
@@ -83,7 +84,7 @@ def recall_rest_kernel(
     for group in range(0, tl.max(closed), BN):
         n = group + tl.arange(0, BN)
         s = _centre_products(q, held, tl.program_id(1), line, centres_ptr, s_centre, group, D, FORM)  # [BM, BN]
-        s = s.to(tl.float32) * tl.load(of_centres_ptr + head * columns + n)[None, :] * unit[:, None]
+        s = floats_of(s) * tl.load(of_centres_ptr + head * columns + n)[None, :] * unit[:, None]
         word = tl.load(words_ptr + n, mask=n < words, other=0)  # [BN]
         is_rest = ((word[None, :] & bit[:, None]) == 0) & (n[None, :] < closed[:, None])  # [BM, BN]
         s = tl.reshape(tl.where(is_rest, soft_cap(s, CAP)[0], float("-inf")), [BM, BN // PLACES, PLACES])

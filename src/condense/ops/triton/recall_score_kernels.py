@@ -18,7 +18,7 @@ import triton.language as tl
 
 from condense.ops.triton.device.records import Rule, Start
 from condense.ops.triton.device.rule import VARYING, row_of_program, visible
-from condense.ops.triton.device.signs import turned_columns, unit_of, whole_numbers
+from condense.ops.triton.device.signs import floats_of, turned_columns, unit_of, whole_numbers
 
 # not specialised: these numbers differ between blocks of queries, and a new value must not compile a new kernel
 BLOCK = ("G", "first", "stop", "cells")
@@ -225,9 +225,9 @@ def _score_groups(tile, lse, stretch, D: tl.constexpr, FORM: tl.constexpr, MASKE
         # one tile ahead, because a load takes long; after the last tile it is read once more
         next_steps = tl.load(steps_at + tl.minimum(group + BG, hi - 1) // BG * BG * GP)
         # in the order of `condense.ops.recall.choice.index_scores`: the unit is above 0 and comes last
-        s = _products(tile, group * GP, FORM).to(tl.float32) * steps[None, :]  # [BM, BG * GP]
+        s = floats_of(_products(tile, group * GP, FORM)) * steps[None, :]  # [BM, BG * GP]
         n = cell[:, None] * C + c[None, :]  # [BC, C]
-        of_centres = _of_centres(tile, group, FORM, D).to(tl.float32) * tl.load(tile.of_centres + n)[None]
+        of_centres = floats_of(_of_centres(tile, group, FORM, D)) * tl.load(tile.of_centres + n)[None]
         s = (tl.max(tl.reshape(s, [FORM.BM, BC, GP, C]), 2) + of_centres) * tile.unit[:, None, None]  # [BM, BC, C]
         if MASKED:
             s = tl.where(n[None] < tile.closed[:, None, None], s, float("-inf"))

@@ -29,6 +29,12 @@ _ROUNDING = tl.constexpr(1.5 * 2**23)
 _BIT = tl.constexpr(2.0**-17)
 
 
+@triton.jit
+def floats_of(x):
+    """The same numbers in float32, of int32 x from -(2 ** 22) to 2 ** 22: few units of a GPU convert, but many add."""
+    return (x + 0x4B400000).to(tl.float32, bitcast=True) - _ROUNDING
+
+
 @triton.constexpr_function
 def turned_columns(D):
     """Columns of keys that are turned at a time: whole blocks of the rotation."""
