@@ -1,3 +1,3 @@
 """The version, importable from a source tree without installing the package."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
