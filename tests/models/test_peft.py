@@ -177,10 +177,13 @@ def test_what_is_saved_beside_an_adapter_leaves_its_record(base, trained):
 def test_a_base_is_stock_again_when_an_adapter_cannot_be_loaded(base, trained):
     folder, _ = trained
     (folder / "adapter_model.safetensors").unlink()
+    record = json.loads((folder / "condense.json").read_text())
+    (folder / "condense.json").write_text(json.dumps(record | {"condense_adapted": record}))
     model = get_peft_model(_load(base), _lora("llama"))
     with pytest.raises((OSError, ValueError)):
         model.load_adapter(str(folder), "second")
     assert not condensed_layers(model)
+    assert not hasattr(model.config, "condense_adapted")
 
 
 @pytest.mark.parametrize("by_peft", [True, False])

@@ -61,8 +61,7 @@ def write_record(folder: str | os.PathLike[str], model: nn.Module, names: Iterab
     methods = condensed_layers(model)
     record: dict[str, Any] = {}
     if methods and is_condensed(model):
-        config: Any = model.config
-        adapted = getattr(config.get_text_config(decoder=True), ADAPTED, None)
+        adapted = getattr(_text_config(model), ADAPTED, None)
         record = settings_of(methods) | {"version": __version__} | ({ADAPTED: adapted} if adapted else {})
     for name in names:
         place = Path(folder) if name == _DEFAULT else Path(folder) / name
@@ -98,11 +97,15 @@ def read_record(model: nn.Module, adapter: Any, where: dict[str, Any]) -> None:
             f"the adapter in {adapter} was trained with {_said(wanted)}, the model has {_said(held)}: condense it in "
             "the adapter's way (condense serve: --method), or call condense.restore(model) first"
         )
-    if record.get(ADAPTED) is not None:
-        setattr(cast(Any, model).config.get_text_config(decoder=True), ADAPTED, record[ADAPTED])
     if not held:
         apply(model, wanted)
         logger.warning("the adapter in %s was trained with %s: the model is condensed likewise", adapter, _said(wanted))
+    if record.get(ADAPTED) is not None:
+        setattr(_text_config(model), ADAPTED, record[ADAPTED])
+
+
+def _text_config(model: Any) -> Any:
+    return model.config.get_text_config(decoder=True)
 
 
 def _said(methods: dict[int, Method]) -> str:
@@ -132,6 +135,7 @@ def _load(stock: Any, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     except BaseException:
         if not held and condensed_layers(self):
             restore(self)
+            vars(_text_config(self)).pop(ADAPTED, None)
         raise
 
 
