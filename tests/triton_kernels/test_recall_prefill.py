@@ -268,7 +268,7 @@ def test_of_equal_scores_the_lower_groups_are_opened(chosen, L, start, r, first,
 def test_blocks_of_queries_change_nothing(chosen, monkeypatch):
     problem = Problem(Case((2, 1), L=25))
     whole = problem.attend(problem.inputs, problem.choice(), "triton")
-    limits = (recall_choice, "_SCRATCH"), (recall_rest, "_SCRATCH"), (attend_call, "_WORDS"), (recall_attend, "_JOINED")
+    limits = (recall_choice, "_SCRATCH"), (recall_rest, "_SCRATCH"), (attend_call, "_WORDS")
     for module, name in limits:
         monkeypatch.setattr(module, name, 1)
     parts = problem.attend(problem.inputs, problem.choice(), "triton")

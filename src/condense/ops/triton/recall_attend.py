@@ -20,9 +20,6 @@ from condense.ops.triton.recall_choice import choice_operation, choose
 from condense.ops.triton.recall_rest import add_rest, rest_operation, rest_weights
 from condense.ops.types import AttendOptions
 
-# most numbers of outputs that are joined with the one token's value at a time: that takes several tensors in float32
-_JOINED = 2**26
-
 
 def attend_recall(
     q: Tensor,
@@ -65,7 +62,7 @@ def attend_recall(
     if not needs_operation(out, means.means):
         add_rest(out, lse, weights, means, spans, g)
         return out, lse
-    return _joined(out, lse, weights, means, spans, g)
+    return with_rest(out, lse, weights, means.at(0, L, spans, g))
 
 
 def _choose_shared(choice: IndexChoice, spans: RuleSpans, closed: int, choose_groups: Callable[..., Tensor]) -> Tensor:
@@ -93,19 +90,3 @@ def _choose_shared(choice: IndexChoice, spans: RuleSpans, closed: int, choose_gr
         for asked, seen in parts
     ]
     return torch.cat(chosen, dim=2)
-
-
-def _joined(
-    out: Tensor, lse: Tensor, weights: Tensor, means: GroupMeans, spans: RuleSpans, g: int
-) -> tuple[Tensor, Tensor]:
-    """`with_rest` block of queries by block."""
-    (B, H, L, Dv), joined = out.shape, []
-    n = max(1, _JOINED // (B * H * Dv))
-    for start in range(0, L, n):
-        stop = min(start + n, L)
-        of_block, weight = (out[:, :, start:stop], lse[:, :, start:stop]), weights[:, :, start:stop]
-        joined.append(with_rest(*of_block, weight, means.at(start, stop, spans, g)))
-    if len(joined) == 1:
-        return joined[0]
-    outs, lses = zip(*joined, strict=True)
-    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
