@@ -271,8 +271,8 @@ def methods_of(text, layers, has_latents):
 def engine_of(shape, attention, mode, *, method, longest=131072, pages_gib=PAGES_GIB, is_trial=False, **settings):
     """A shape of `SHAPES` with random weights, with "dense" or "condensed" attention.
 
-    method: text, None: pooling. longest: tokens of a request. is_trial: two small layers, and prompts of 8,192 tokens
-    at most.
+    method: text, None: pooling. longest: tokens of a request. is_trial: two small layers, and prompts 16
+    times shorter.
     """
     config = SHAPES[shape].of(is_trial)
     layers, has_latents = config["num_hidden_layers"], "kv_lora_rank" in config

@@ -70,11 +70,11 @@ class Traffic:
         return [self.random.randrange(self.vocabulary) for _ in range(count)]
 
     def arrive(self):
-        """A burst of one to six requests; none while requests of the last turn run."""
-        turn = self.found["requests"] // TURN
-        if any(int(name) // TURN != turn for name in self.prompts):
+        """A burst of one to six requests, all of one turn; none while requests for another model run."""
+        turn, more = divmod(self.found["requests"], TURN)
+        if len(self.models) > 1 and any(int(name) // TURN != turn for name in self.prompts):
             return
-        for _ in range(self.random.randint(1, 6)):
+        for _ in range(min(self.random.randint(1, 6), TURN - more)):
             if self.random.random() < 0.5:
                 ids = self.tokens(int(self.longest ** self.random.random()))
             else:

@@ -57,6 +57,7 @@ CASES = {
     "ratio-7": Case((7, 1), L=23, unchosen="drop"),
     "later-queries": Case((2, 1), 3, L=9, start=40, window=3),
     "a-fifth-padded": Case((3, 1), r=Quota(least=2, part=1, of=5), pads=(0, 13)),
+    "stretches": Case((3, 1), 1, L=20, start=540, pads=(0, 300, 550)),
     "no-window": Case((2, 2), 1, L=13, window=0, r=2),
     "all-groups-of-whole-tiles": Case((2, 1), 1, L=1, start=127, window=0),
     "latents-padded": Case((3, 3), L=29, pads=(0, 11), latent=288),

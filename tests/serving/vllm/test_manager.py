@@ -144,7 +144,7 @@ def test_flags_that_are_refused(flags, words):
     plain, config = (EngineArgs(demo_model()[0].name_or_path, **each).create_engine_config() for each in ({}, flags))
     assert engine_settings(plain, []) == EngineSettings(version=vllm.__version__, kv_heads=5)
     with pytest.raises(ValueError, match=words):
-        check_engine(engine_settings(config, []))
+        check_engine(engine_settings(config, [serving_plan(condense.Recall(prompt="exact"))]))
 
 
 @pytest.mark.parametrize("name", SETTINGS)

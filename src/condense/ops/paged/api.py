@@ -74,14 +74,16 @@ def read_paged(
         layer.read(out, first=0)
         return
     (ones, *kv), first, seen = (x[:steps] for x in qkv), state.rows(0, steps), new.seen_on_device[:steps]
-    to, up, weighing = out[:steps], state.up, None
+    to, up = out[:steps], state.up
     if up is not None:
-        if state.over_ranks is not None and settings.num_summary > 0:
-            # the kernel takes means over heads, and has those of this process
-            weighing = layer.mean_queries(ones[:, :, None])[:, :, 0]
         ones = up.absorb(ones[:, :, None])[:, :, 0]
         to = ones.new_empty(*ones.shape[:2], up.latent_width)
-    store(ones if weighing is None else weighing, *kv, first, seen, settings)
+    weighing = ones
+    if state.over_ranks is not None and settings.num_summary > 0:
+        # the kernel takes means over heads, and has those of this process
+        total, H = state.over_ranks(ones.sum(1, keepdim=True, dtype=torch.float32))
+        weighing = (total / H).to(ones.dtype)
+    store(weighing, *kv, first, seen, settings)
     layer.read(out, first=steps)
     before = None if settings.choice is None else new.before
     paged_step.attend(ones, first, seen, settings, scale=scale, out=to, before=before)

@@ -35,7 +35,8 @@ def store(
     q ``[R, H, D]``, of which only the shape counts with a choice, k ``[R, K, D]``, v ``[R, K, Dv]``: bfloat16, float16
     or float32, one dtype with the window. seen int32 ``[R]`` on the device: tokens of each request, the new one
     included; 0 for an unused place, where nothing is stored. settings: as in `condense.ops.paged.read_paged`.
-    On latents (``state.up``) q is absorbed, K is 1 and Dv is 0. Nothing is checked, as `read_paged` has checked all.
+    On latents (``state.up``) q is absorbed, of these heads or the mean of all ranks', K is 1 and Dv is 0. Nothing is
+    checked, as `read_paged` has checked all.
     """
     widths = q.shape[2], v.shape[2]
     pages = _buffers_of(state, widths, seen, settings)

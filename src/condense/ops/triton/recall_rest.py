@@ -23,8 +23,8 @@ from condense.ops.triton.recall_rest_kernels import RestForm, recall_join_kernel
 from condense.ops.triton.recall_score import bytes_turned, centres_of, turned, width_at_once
 
 _REST, _JOIN = Launcher(recall_rest_kernel), Launcher(recall_join_kernel)
-# groups of a tile
-_GROUPS = 64
+# groups of a tile, and of a program that spreads centres
+_GROUPS, _SPREAD_GROUPS = 64, 16
 # bytes of scratch memory for a block of queries
 _SCRATCH = 2**29
 
@@ -49,7 +49,7 @@ def rest_weights(
     R, columns = H // K, cdiv(closed, _GROUPS) * _GROUPS
     check_programs(B * K)
     weights = torch.empty(B, H, L, dtype=torch.float32, device=q.device)
-    centres, of_centres = centres_of(index, columns // _GROUPS, _GROUPS, D)
+    centres, of_centres = centres_of(index, columns // _SPREAD_GROUPS, _SPREAD_GROUPS, D)
     rows, width = _rows(R, q.is_cuda), width_at_once(D)
     Q, form = rows // R, RestForm(rows, _GROUPS, width, cdiv(D, width))
     # a word takes at most 8 bytes
@@ -85,13 +85,12 @@ def add_rest(out: Tensor, lse: Tensor, weights: Tensor, means: GroupMeans, spans
     them.
     """
     (B, H, L, Dv), mean = out.shape, dense_rows(means.means)
-    check_programs(B * H)
     begin = spans.query_start + 1 - means.first * g
     rows = begin.to(out.device, non_blocking=True) if isinstance(begin, Tensor) else None
     tile = max(16, min(128, 8192 // power_of_2(Dv))) if out.is_cuda else 16
     with on_device_of(out):
         _JOIN(
-            (cdiv(L, tile), B * H, 1), (out, lse, weights, mean, rows),
+            (cdiv(L, tile) * H, B, 1), (out, lse, weights, mean, rows),
             (out.stride()[:3], mean.stride()[:3], H, L, mean.shape[2], 0 if rows is not None else begin),
             (g, H // mean.shape[1], Dv, tile, power_of_2(Dv)), {},
         )  # fmt: skip

@@ -105,15 +105,16 @@ def recall_join_kernel(
     """Add a token to attention, in place: out ``[B, H, L, Dv]``, lse float32 ``[B, H, L]``, as
     `condense.ops.recall.rest.with_rest` does.
 
-    Grid (tiles of BM queries, B * H). weight: as `recall_rest_kernel` writes it. mean: ``[B, H / R, n, Dv]``, of which
-    query i sees column ``(begin + i) // g``, or the first or last one. begin_ptr: begin by row, None for one of all.
+    Grid (tiles of BM queries times H, B). weight: as `recall_rest_kernel` writes it. mean: ``[B, H / R, n, Dv]``, of
+    which query i sees column ``(begin + i) // g``, or the first or last one. begin_ptr: begin by row, None for one of
+    all.
     """
-    row, head = tl.program_id(1) // H, tl.program_id(1) % H
-    i, d = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BD)
+    row, head = tl.program_id(1), tl.program_id(0) % H
+    i, d = tl.program_id(0) // H * BM + tl.arange(0, BM), tl.arange(0, BD)
     if begin_ptr is not None:
         begin = tl.load(begin_ptr + row)
     column = tl.minimum(tl.maximum(begin + i, 0) // g, n - 1)
-    line = tl.program_id(1).to(tl.int64) * L + i
+    line = (row.to(tl.int64) * H + head) * L + i
     lse = tl.load(lse_ptr + line, mask=i < L, other=float("-inf"))
     weight = tl.load(weight_ptr + line, mask=i < L, other=float("-inf"))
     top = tl.maximum(lse, weight)
@@ -129,4 +130,6 @@ def recall_join_kernel(
     mean = tl.load(mean_ptr + column.to(tl.int64)[:, None] * s_n + d[None, :], mask=there, other=0.0)
     out = out * tl.exp(lse - total)[:, None] + mean * tl.exp(weight - total)[:, None]
     tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=there)
+    # other warps of the program read the same numbers
+    tl.debug_barrier()
     tl.store(lse_ptr + line, tl.where(nothing, float("-inf"), total), mask=i < L)

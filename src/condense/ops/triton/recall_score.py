@@ -13,7 +13,7 @@ from torch import Tensor
 from condense.ops.recall.index import GroupIndex, rotation
 from condense.ops.triton.descriptors import of_tile
 from condense.ops.triton.device.parts import tile_width
-from condense.ops.triton.host import cdiv, dense_rows, power_of_2
+from condense.ops.triton.host import cdiv, dense_rows, on_device_of, power_of_2
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.recall_score_kernels import (
     ScoreForm,
@@ -53,7 +53,7 @@ def _tiles(D: int, is_cuda: bool) -> ScoreTiles:
 
 def _turning(dtype: torch.dtype, is_cuda: bool) -> tuple[int, torch.dtype]:
     """Rows of a tile of queries that are turned, and the dtype of products: the interpreter has none of bfloat16."""
-    return (128, dtype) if is_cuda else (16, torch.float32)
+    return (64 if dtype == torch.float32 else 128, dtype) if is_cuda else (16, torch.float32)
 
 
 def width_at_once(D: int) -> int:
@@ -66,7 +66,7 @@ class Scratch(NamedTuple):
 
     score: float32 ``[B * K, cells, n * R, C]``, of every group. cell: float32 ``[B * K, cells / 4, n * R, 4]``, the
     best score of every cell; no cells if nobody asks for it. lse: float32 ``[B * K, stretches, n * R]``, log-sum-exps
-    of so many groups in a row each. picked: int32 ``[B * K, n, picked]``, the cells whose groups are ranked. floor:
+    of `STRETCH` groups each. picked: int32 ``[B * K, n, picked]``, the cells whose groups are ranked. floor:
     int32 ``[B * K, n]``, a key that every chosen group reaches.
     """
 
@@ -115,11 +115,12 @@ def _spread(index: GroupIndex, cells: int, C: int, group: int, D: int) -> tuple[
     heads, groups, width = B * K, cells * C, _stride(D)
     numbers = [torch.empty(heads, n, width, dtype=torch.int8, device=device) for n in (groups * group, groups)]
     units = [torch.empty(heads, n, dtype=torch.float32, device=device) for n in (groups * group, groups)]
-    _SPREAD(
-        (cells, heads, 1), (signs, steps, numbers[0], units[0], numbers[1], units[1]),
-        (signs.stride()[:3], steps.stride()[:3], K, G, width),
-        (SpreadForm(index.group_size, group, C, D, power_of_2(4 * cdiv(D, 8))),), {},
-    )  # fmt: skip
+    with on_device_of(steps):
+        _SPREAD(
+            (cells, heads, 1), (signs, steps, numbers[0], units[0], numbers[1], units[1]),
+            (signs.stride()[:3], steps.stride()[:3], K, G, width),
+            (SpreadForm(index.group_size, group, C, D, power_of_2(4 * cdiv(D, 8))),), {},
+        )  # fmt: skip
     return numbers[0][..., :D], units[0], numbers[1][..., :D], units[1]
 
 

@@ -62,7 +62,7 @@ def closed_groups(i, row, spans, G, KIND: tl.constexpr):
 def _turned(q_ptr, at, real, rotation_ptr, LO: tl.constexpr, D: tl.constexpr):
     """Columns from LO on of the queries at ``q_ptr + at``, turned, `turned_columns` of them; 0 past the last.
 
-    The rotation, in the dtype of the queries or float32, is of 1 and -1, so that products are exact.
+    The rotation, in the dtype of the queries or float32, is of 1 and -1: products are exact, sums are in float32.
     """
     d = LO + tl.arange(0, turned_columns(D))
     there = d < D
@@ -302,7 +302,7 @@ def recall_score_kernel(
 
 @triton.jit
 def joined_lse(lse_ptr, at, lines, stretches):
-    """Log-sum-exps of rows, base 2, of those of all stretches, ``lines`` numbers apart; 0 where nothing is closed."""
+    """Join the log-sum-exps of rows, base 2, of all stretches, ``lines`` numbers apart; 0 where nothing is closed."""
     top = tl.load(lse_ptr + at)
     total = tl.where(top == float("-inf"), 0.0, 1.0)
     for n in range(1, stretches):
