@@ -109,6 +109,7 @@ def claims(documents: Documents) -> list[str]:
         f"vLLM's took {_text(of_four, 'ms')} a token",
         f"up to {shorter:,} tokens shorter",
         f"ran {running['condensed']} requests of {LENGTH:,} tokens at once, dense {running['dense']}.",
+        f"its first token came after {min(_only(documents, 'recall-shared-speed-')['first']):.2f} s",
         f"one request took {_text(one['condensed'], 'ms')} a token",
         f"dense attention {_text(one['dense'], 'ms')};",
         f"the most was {most['condensed']:.0f} tokens a second, dense {most['dense']:.0f}",

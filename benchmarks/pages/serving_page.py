@@ -15,7 +15,10 @@ LENGTHS = (4097, 32769, 130561)
 NAMES = ("dense", "condensed")
 CCA, RECALL = "`CCA`", "`recall-device`"
 # tables with a column for each process, and how the names of their results begin
-COLUMNS = {"recall h100": "h100", "recall host": "recall-host-speed", "latents": "latents", "large": "large"}
+COLUMNS = {
+    "recall h100": "h100", "recall host": "recall-host-speed", "recall shared": "recall-shared-speed",
+    "latents": "latents", "large": "large",
+}  # fmt: skip
 _BLOCK = re.compile(r"(<!-- ((?:decode|first|paged|recall|latents|large).*?) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 
 
