@@ -76,6 +76,8 @@ SHAPES = {
 BATCHED_TOKENS = {"dense": 8192, "condensed": 4096}
 # what the model leaves of 0.92 of an H200's memory
 PAGES_GIB = 112
+# a trial's lengths are shorter by this
+SHORTER = 16
 SIZES = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 64, 80, 90, 128, 192, 256)
 
 
@@ -271,14 +273,14 @@ def methods_of(text, layers, has_latents):
 def engine_of(shape, attention, mode, *, method, longest=131072, pages_gib=PAGES_GIB, is_trial=False, **settings):
     """A shape of `SHAPES` with random weights, with "dense" or "condensed" attention.
 
-    method: text, None: pooling. longest: tokens of a request. is_trial: two small layers, and prompts 16
-    times shorter.
+    method: text, None: pooling. longest: tokens of a request. is_trial: two small layers, and prompts
+    shorter by `SHORTER`.
     """
     config = SHAPES[shape].of(is_trial)
     layers, has_latents = config["num_hidden_layers"], "kv_lora_rank" in config
     config |= {"max_position_embeddings": max(longest, config["max_position_embeddings"])}
     fixed = {
-        "load_format": "dummy", "max_model_len": longest // 16 + 512 if is_trial else longest, "max_num_seqs": 256,
+        "load_format": "dummy", "max_model_len": longest // SHORTER + 512 if is_trial else longest, "max_num_seqs": 256,
         "kv_cache_memory_bytes": pages_gib << 30, "max_num_batched_tokens": BATCHED_TOKENS[attention],
         "enable_prefix_caching": True, "dtype": "bfloat16",
     }  # fmt: skip

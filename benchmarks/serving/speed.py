@@ -40,7 +40,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from engine import BATCHED_TOKENS, METHOD, PAGES_GIB, SHAPES, VLLM, engine_of, prompts_of
+from engine import BATCHED_TOKENS, METHOD, PAGES_GIB, SHAPES, SHORTER, VLLM, engine_of, prompts_of
 
 import condense
 from condense.results import write_results
@@ -58,8 +58,6 @@ DECODES = {f"decode-{length}": length for length in ROWS}
 MEASURES = ("capacity", *DECODES, "first", "documents", "short", "long")
 # few enough that the first requests still have tokens to answer with when up to ten numbers of rows were timed
 STEPS, SKIPPED = 40, 5
-# a trial's lengths are shorter by this
-SHORTER = 16
 
 
 def checked(mode, method, has_latents):
