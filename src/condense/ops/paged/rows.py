@@ -16,6 +16,7 @@ from condense.ops.paged.sums import CallSums, num_passes, sums_of
 from condense.ops.spans import RuleSpans
 from condense.ops.step.pages import NewTokens, PagedState
 from condense.ops.step.settings import StepSettings
+from condense.ops.tensors.per_row import PerRow
 from condense.ops.types import SummarySpans
 
 # rows that share a call have so many tokens at most, padding included
@@ -138,7 +139,11 @@ def _call(requests: Sequence[Request], state: PagedState, settings: StepSettings
     visible = rule.visible_entries(rule.closed(seen))
     L, is_new = int(num.max()), torch.equal(seen, num)
     N = L if is_new else int((seen - oldest).max())
-    spans, exact = RuleSpans(rule, seen - L, seen - N, L - num), settings.reads_exactly and L > 1
+    starts: tuple[PerRow, PerRow, PerRow] = seen - L, seen - N, L - num
+    if B == 1:
+        # known to kernels without a copy, and tiles of queries begin where those begin that share a choice
+        starts = int(seen) - L, int(seen) - N, 0
+    spans, exact = RuleSpans(rule, *starts), settings.reads_exactly and L > 1
     if exact:
         # a store of 16 bits has the numbers of the window, which may hold all tokens
         window_alone = settings.store_format.bits == 16 and not oldest.any()

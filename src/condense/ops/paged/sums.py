@@ -15,19 +15,20 @@ from torch import Tensor
 from condense.ops.paged.slots import Request, Slots, on_device, spread
 from condense.ops.step.pages import PagedState
 from condense.ops.step.settings import StepSettings
+from condense.ops.tensors.per_row import PerRow
 
 
 class CallSums(NamedTuple):
     """The sums that the queries of a call see, 1 + n of a row: those up to the first that is not whole before the new
     tokens, then those that these complete.
 
-    first: number of groups in a row's first sum, an int64 CPU ``[B]``; exists: bool ``[B, 1, 1]``, False where it is 0.
-    counts: tokens in each sum, at least 1, int64 ``[B, 1, 1 + n, 1]``. base: slots ``[B, g]`` that hold a row's first
-    sum. tokens: slots ``[B, n * g]`` of the groups of the others. Rows with fewer sums repeat a slot.
+    first: number of groups in a row's first sum, of several rows int64 on the CPU ``[B]``; exists: bool ``[B, 1, 1]``,
+    False where it is 0. counts: tokens in each sum, at least 1, int64 ``[B, 1, 1 + n, 1]``. base: slots ``[B, g]`` that
+    hold a row's first sum. tokens: slots ``[B, n * g]`` of the groups of the others. Rows with fewer sums repeat one.
     made, slots: row and number of each sum that new tokens complete, and the slots ``[m * g]`` that are to hold them.
     """
 
-    first: Tensor
+    first: PerRow
     exists: Tensor
     counts: Tensor
     base: Slots
@@ -54,7 +55,8 @@ def sums_of(requests: Sequence[Request], state: PagedState, settings: StepSettin
     in_sums = ((begin + steps(0, n + 1)) * g).clamp(min=1)[:, None, :, None]
     base, tokens = Slots.of(row, position[:, :g], size), Slots.of(row, position[:, g:], size)
     slots = Slots.of(row[which, 0].repeat_interleave(g), token, size)
-    return CallSums(torch.tensor(first), (begin > 0)[..., None], in_sums, base, tokens, (which, own + 1), slots)
+    rows = torch.tensor(first) if len(first) > 1 else first[0]
+    return CallSums(rows, (begin > 0)[..., None], in_sums, base, tokens, (which, own + 1), slots)
 
 
 def num_passes(requests: Sequence[Request], state: PagedState, settings: StepSettings) -> int:
