@@ -42,14 +42,26 @@ def turned_columns(D):
 
 
 @triton.jit
-def _turned(x, rotation_ptr, row, column, there, D: tl.constexpr):
-    """Columns of turned vectors, float32 ``[n, columns]``, 0 where not there.
-
-    x ``[n, rows]``: the numbers of the vectors by which rows of the rotation are multiplied.
-    """
+def _rotation(rotation_ptr, row, column, there, D: tl.constexpr):
+    """Rows of the rotation, ``[rows, columns]``, 0 where a column is not there."""
     mask = (row < D)[:, None] & there[None, :]
-    matrix = tl.load(rotation_ptr + row[:, None] * D + column[None, :], mask=mask, other=0.0)  # [rows, columns]
-    return tl.dot(x, matrix, input_precision="ieee")
+    return tl.load(rotation_ptr + row[:, None] * D + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _turned_query(x, matrix):
+    """Columns of turned queries, float32 ``[n, columns]``. x ``[n, rows]``; matrix: as of `_rotation`.
+
+    The error of a query is in all of its scores. Products of float32 are added in one chain, whose error grows with
+    its length: here in chains of 16, which are added up at the end.
+    """
+    if x.dtype.is_fp32() and x.shape[1] > 16:
+        C: tl.constexpr = x.shape[1] // 16
+        x = tl.permute(tl.reshape(x, (x.shape[0], C, 16)), (1, 0, 2))  # [C, n, 16]
+        matrix = tl.reshape(matrix, (C, 16, matrix.shape[1]))
+        return tl.sum(tl.dot(x, matrix, input_precision="ieee"), 0)
+    else:
+        return tl.dot(x, matrix, input_precision="ieee")
 
 
 @triton.jit
@@ -59,7 +71,7 @@ def turned_keys(x, rotation_ptr, LO: tl.constexpr, D: tl.constexpr):
     x ``[n, columns]``: the same columns of the keys, zeros past the last.
     """
     d = LO + tl.arange(0, turned_columns(D))
-    return _turned(x, rotation_ptr, d, d, d < D, D)
+    return tl.dot(x, _rotation(rotation_ptr, d, d, d < D, D), input_precision="ieee")
 
 
 @triton.jit
@@ -136,7 +148,7 @@ def _turned_part(q_ptr, s_qh, r, R, rotation_ptr, part: tl.constexpr, D: tl.cons
     row = _first_row(part, D) + tl.arange(0, _num_rows(D))
     there = (r < R)[:, None] & (row < D)[None, :]
     q = tl.load(q_ptr + r.to(tl.int64)[:, None] * s_qh + row[None, :], mask=there, other=0.0)  # [BR, rows]
-    return _turned(q, rotation_ptr, row, part * W + c, (c < W) & (part * W + c < D), D)
+    return _turned_query(q, _rotation(rotation_ptr, row, part * W + c, (c < W) & (part * W + c < D), D))
 
 
 @triton.jit
@@ -144,7 +156,7 @@ def _all_parts(q_ptr, s_qh, r, R, rotation_ptr, D: tl.constexpr):
     """All eight parts of turned queries, see `_turned_part`, by one product: of 128 columns, 16 to a part."""
     d = tl.arange(0, D)
     q = tl.load(q_ptr + r.to(tl.int64)[:, None] * s_qh + d[None, :], mask=(r < R)[:, None], other=0.0)
-    x = tl.reshape(_turned(q, rotation_ptr, d, d, d < D, D), (r.shape[0], 2, 2, 2, D // 8))
+    x = tl.reshape(_turned_query(q, _rotation(rotation_ptr, d, d, d < D, D)), (r.shape[0], 2, 2, 2, D // 8))
     even, odd = tl.split(tl.permute(x, (0, 4, 1, 2, 3)))  # [BR, D // 8, 2, 2]
     x04, x26 = tl.split(even)
     x15, x37 = tl.split(odd)
