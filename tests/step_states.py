@@ -27,6 +27,7 @@ def empty(settings, length, K, widths, *, rows=2, dtype=torch.float64, spare=0, 
     rule, Q = settings.rule, settings.num_summary + spare
     W = length if rule.window is None else min(length, rule.window + rule.chunk + spare)
     M = rule.pooled(length, settings.summary_delay) * rule.entries if entries is None else entries
+    M = M if settings.choice is None else max(1, M)
     stored = 0 if settings.choice is None else M * rule.chunk
     sizes = StateSizes(rows, K, widths, M, W, Q, stored)
     return empty_state(torch.empty(0, dtype=dtype, device=device), settings, sizes)

@@ -168,6 +168,16 @@ def test_tokens_are_those_of_the_growing_cache(graphs, name, method):
         assert len(graphs) == times
 
 
+@pytest.mark.parametrize("setting", ["recall-device", "recall-host"])
+def test_texts_shorter_than_a_window(graphs, setting):
+    """At a width whose groups are read by lanes, in a cache that none will be read from."""
+    model, ids = condensed(None, dtype=torch.bfloat16, head_dim=128), tiny.tokens(1, 20, seed=3).cuda()
+    mask = torch.ones_like(ids)
+    want = generate(model, ids, mask, STEPS, cache_implementation="dynamic")
+    agree(generate(condense.apply(model, setting), ids, mask, STEPS), want, model, mask)
+    assert graphs
+
+
 @pytest.mark.parametrize("name", ["cca", "recall"])
 def test_rows_that_have_ended_are_passed_over(graphs, monkeypatch, name):
     caches = []

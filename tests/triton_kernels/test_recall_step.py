@@ -10,7 +10,8 @@ from step_states import token_at as new_token
 from triton_kernels.test_step import drawn as random_qkv
 from two_sources import others_are_near_ties
 
-from condense import Recall, attention
+from condense import Dense, Recall, attention
+from condense.caches import StaticCondensedLayer
 from condense.ops import Extras, NewToken, StepCall, unpack_store
 from condense.ops.backends import BACKENDS
 from condense.ops.recall import GroupIndex, StoreFormat, index_scores, rotation, split_keys
@@ -109,7 +110,7 @@ COMPARED |= {
 COMPARED["more groups than there is room for"] = RECALLS["two-open"], (2, 1, 40, 16, 16), 3
 # whose scores fill several tiles and splits, and ties are rare and looked up
 COMPARED["many groups"] = Recall(group_size=1, window=2, num_recall=17), (3, 1, 90, 16, 16), None
-COMPARED["before there is room for a group"] = RECALLS["two-open"], (2, 1, 6, 16, 16), 0
+COMPARED["before a group is closed"] = RECALLS["two-open"], (2, 1, 6, 16, 16), None
 
 
 @pytest.mark.parametrize(("method", "sizes", "groups"), COMPARED.values(), ids=COMPARED)
@@ -341,6 +342,19 @@ def test_lanes_are_within_the_error_budget(heads, softcap, scratch):
     settings = step_settings(Recall(group_size=16, window=40, num_recall=3, min_recall=0, store_bits=4))
     qkv = random_qkv(1, *heads, 330, 128, 128, dtype=torch.bfloat16)
     check_budget(settings, qkv, scratch, last=2, softcap=softcap)
+
+
+@pytest.mark.usefixtures("lanes")
+def test_lanes_of_a_cache_too_short_for_a_group(scratch):
+    """Such a cache is that of every short `generate`."""
+    q, k, v = random_qkv(1, 8, 2, 18, 128, 128, dtype=torch.bfloat16)
+    for tokens in (8, 18):  # the second has room for a group, and closes it
+        layer = StaticCondensedLayer(Recall(group_size=16, window=1, store_bits=4), tokens)
+        layer.lazy_initialization(k, v)
+        layer.backend = "triton"
+        got = [layer.step(new_token((q, k, v), t), scale=SCALE) for t in range(tokens)][7]
+        want = attention(q[:, :, :8], k[:, :, :8], v[:, :, :8], method=Dense(), scale=SCALE)[:, :, -1:]
+        torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
 
 
 def rounds_alike(q):

@@ -26,9 +26,13 @@ class Room(NamedTuple):
 
     @classmethod
     def of(cls, method: Method, entries: int, tokens: int) -> Self:
-        """For the entries, and for as many of the last ``tokens`` tokens as the method's window holds."""
-        rule = method.layout.rule
-        return cls(entries, max(1, tokens) if rule.window is None else min(max(1, tokens), rule.window + rule.chunk))
+        """For the entries, and for as many of the last ``tokens`` tokens as the method's window holds.
+
+        Where groups are chosen there is room for one at least: see `condense.ops.step.empty_state`.
+        """
+        layout, rule = method.layout, method.layout.rule
+        N = max(1, tokens) if rule.window is None else min(max(1, tokens), rule.window + rule.chunk)
+        return cls(entries if layout.choice is None else max(1, entries), N)
 
 
 def with_room(buffers: StepState, settings: StepSettings, room: Room) -> StepState:

@@ -83,9 +83,10 @@ def read_paged(
         # the kernel takes means over heads, and has those of this process
         total, H = state.over_ranks(ones.sum(1, keepdim=True, dtype=torch.float32))
         weighing = (total / H).to(ones.dtype)
+    # ahead of kernels that start before the one in front of them has ended, and would read what it has not written
+    before = None if settings.choice is None else new.before
     store(weighing, *kv, first, seen, settings)
     layer.read(out, first=steps)
-    before = None if settings.choice is None else new.before
     paged_step.attend(ones, first, seen, settings, scale=scale, out=to, before=before)
     if up is not None:
         out[:steps] = up.project_out(to[:, :, None])[:, :, 0]

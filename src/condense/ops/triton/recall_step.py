@@ -119,9 +119,8 @@ class RecallKernels(PreparedStep):
         # kernels start on the current device, which may not be that of the tensors in a model spread over several
         with on_device_of(q):
             self._close((k, v, *self._kept, counts, None, None, self._rotation))
-            if state.signs.shape[2] > 0:
-                self._score(scored)
-                self._choose(chosen)
+            self._score(scored)
+            self._choose(chosen)
             self._attend(attended)
             self._join((scratch.part, scratch.lse, out, seen, counts, sink, token.counter))
         return out

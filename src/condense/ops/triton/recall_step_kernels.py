@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from condense.ops.triton.device import lane_tokens, lanes
 from condense.ops.triton.device.address import form_place, form_row, head_rows, part_at, place_row
@@ -296,10 +295,6 @@ def recall_attend_kernel(
             return
     tiles = tl.cdiv(tokens, BN)
     q = load_rows(q_ptr + b * s_qb + kvh * R * s_qh, r.to(tl.int64) * s_qh, r < R, FORM.D0, FORM.D1)  # [BR, D]
-    if EARLY:  # noqa: SIM102 - known when the kernel is compiled
-        if G == 0:
-            # there is nothing to choose from: the kernel before this one writes the new token to the ring
-            gdc_wait()
     softmax = _empty(BN, BR, FORM.V0, FORM.V1)
     share = tl.maximum(split - own, 0)
     lo, hi = tiles * share // (S - own), tiles * (share + 1) // (S - own)
@@ -346,7 +341,8 @@ def recall_attend_kernel(
     if FORM.bits < 16:
         # keys of the store are turned, and values too where these are columns of keys. A turned query is divided by the
         # width of the rotation's blocks, and products are multiplied by it, so that float16 holds all numbers
-        turned = load_rows(turned_ptr + head * R * D, r.to(tl.int64) * D, r < R, FORM.D0, FORM.D1)
+        is_turned = (r < R) & (count > 0)
+        turned = load_rows(turned_ptr + head * R * D, r.to(tl.int64) * D, is_turned, FORM.D0, FORM.D1)
         q = [(x * (1 / block_width(D))).to(q[0].dtype) for x in turned]
         scale *= block_width(D)
         if DV == 0:

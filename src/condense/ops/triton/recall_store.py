@@ -78,7 +78,7 @@ def _unpack(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     k, v = _results(pieces, signs, steps, D, Dv, dtype)
-    # pieces may lie in pinned host memory
+    # pieces may lie in pinned host memory: they are not the first tensor, whose device is that of the kernel
     pieces, (B, K, tokens, _), g, device = whole_rows(pieces), k.shape, steps.shape[3] - 1, steps.device
     check_programs(B * K)
     form = Form.of(StoreFormat(bits, g), dtype, (D, Dv), (*split_width(D), *split_width(Dv or D)))
@@ -91,7 +91,7 @@ def _unpack(
     with on_device_of(steps):
         _UNPACK(
             (cdiv(n, BG) * cdiv(g, T), B * K, 1),
-            (pieces, signs.contiguous(), steps.contiguous(), *places, rotation(D, device, dtype), k, v),
+            (signs.contiguous(), steps.contiguous(), pieces, *places, rotation(D, device, dtype), k, v),
             (*pieces.stride()[:3], K, n),
             (form, T, BG),
             # `StoreFormat` rounds products of float32 before it adds

@@ -371,7 +371,7 @@ def _turned_back(k, rotation_ptr, LO: tl.constexpr, N: tl.constexpr, FORM: tl.co
 
 @triton.jit(do_not_specialize=("n",))
 def recall_unpack_kernel(
-    pieces_ptr, signs_ptr, steps_ptr, page_ptr, slot_ptr, rotation_ptr, k_ptr, v_ptr, s_page, s_head, s_slot, K, n,
+    signs_ptr, steps_ptr, pieces_ptr, page_ptr, slot_ptr, rotation_ptr, k_ptr, v_ptr, s_page, s_head, s_slot, K, n,
     FORM: tl.constexpr, T: tl.constexpr, BG: tl.constexpr,
 ):  # fmt: skip
     """Write keys and values of n groups of every row and KV head; grid (tiles of T tokens of each of BG groups, B * K).
