@@ -1,6 +1,7 @@
 """Recall's layers, growing and static, with stores on the device and in host memory: the same bits in all they do."""
 
 import copy
+import itertools
 import pickle
 from functools import partial
 from unittest.mock import Mock
@@ -17,6 +18,7 @@ from condense.caches.store import Store
 from condense.methods import step_settings
 from condense.ops.tensors.pinned import pinned_zeros
 from condense.ops.triton import limits
+from condense.state import SLACK
 
 METHOD = condense.Recall(group_size=4, window=6, num_recall=3)
 HOSTS = [METHOD.replace(store="host", slots=slots) for slots in (0, 2, 5, 99)]
@@ -100,6 +102,27 @@ def test_crop_across_closed_groups(method):
     layer.crop(-20)
     want = _read(fresh, _qkv(60), *_ones(10), *_ones(100, 150))
     assert torch.equal(_read(layer, *_ones(100, 150)), want)
+
+
+def test_crops_stop_where_a_sum_of_values_was_overwritten():
+    """Also where the window has more tokens, and in a row: each crop is refused, or what follows is exact."""
+    method, qkv, refused = METHOD.replace(group_size=7, window=2), _qkv(90), 0
+    filled = CondensedLayer(method)
+    read(filled, [x[:, :, :70] for x in qkv])
+    for counts in itertools.product((14, 17, 20, 26), (1, 6, 17)):
+        layer, seen = copy.deepcopy(filled), 70
+        for count in counts:
+            try:
+                layer.crop(-count)
+            except ValueError:
+                refused += 1
+                assert seen < 70 or count > SLACK
+            else:
+                seen -= count
+            want = condense.attention(*(x[:, :, : seen + 6] for x in qkv), method=method, scale=SCALE)
+            assert_close(read(layer, [x[:, :, seen : seen + 6] for x in qkv]), want[:, :, -6:], **EXACT)
+            seen += 6
+    assert 0 < refused < 12
 
 
 @pytest.mark.parametrize("method", [METHOD, HOSTS[2]], ids=["device", "host"])

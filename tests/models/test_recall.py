@@ -34,6 +34,24 @@ def test_exact_prompts_read_the_same_stored_tokens_in_a_padded_batch(model):
         torch.testing.assert_close(out[-len(row) :], tiny.logits(model, row[None])[0], **tiny.exact(model))
 
 
+@torch.no_grad()
+def test_exact_prompts_after_a_crop_and_a_padded_turn():
+    """Dense attention, though the window begins late in the text and has columns that hold no token."""
+    model, ids, outs = tiny.model("llama"), tiny.tokens(1, 30), []
+    mask = torch.cat([torch.ones(1, 9), torch.zeros(1, 15), torch.ones(1, 5)], dim=1).long()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    turn = torch.cat([torch.ones(1, 15).long(), ids[:, 9:14]], dim=1)
+    for method in (condense.Dense(), METHOD.replace(group_size=2, window=2, prompt="exact")):
+        condense.apply(model, method)
+        cache = tiny.filled(model, ids[:, :27])
+        cache.crop(-18)
+        for start, stop in ((9, 26), (26, 29)):
+            of_turn = {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop]}
+            out = model(turn[:, start - 9 : stop - 9], past_key_values=cache, **of_turn).logits
+        outs.append(out)
+    torch.testing.assert_close(*outs, **tiny.EXACT)
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_a_store_is_checked_for_latents_of_their_width(kind, monkeypatch):
     """As on a GPU, where what is stored in few bits is turned back in blocks, of which latents must be whole ones."""

@@ -224,6 +224,8 @@ class CondensedLayer(CondensedCacheLayer):
         needed = max_row(seen - first_needed(self.method, seen))
         queries_needed = min(max(0, self.method.layout.num_summary - 1), max_row(seen))
         too_few = N - count < needed or (queries_needed > 0 and Q - count < queries_needed)
+        if ring is not None and ring.settings.sees_rest:
+            too_few |= min_row(seen // ring.settings.rule.chunk - ring.first_sum) < 0
         if too_few or min_row(seen) < 0:  # seen < 0: a prompt that was read at once has no exact tokens to return to
             raise ValueError(
                 f"crop: {count} tokens lie beyond the {SLACK} that a condensed cache can take back for sure; copy the "

@@ -20,7 +20,7 @@ from condense.caches.store import Store, finish_writes, with_pinned_store
 from condense.methods import FirstEntries, Method
 from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepCall, StepState, decode_step
 from condense.ops.step import StateSizes, empty_state, entry_names
-from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
+from condense.ops.tensors.per_row import PerRow, int_if_equal, larger, max_row, min_row
 from condense.state import SLACK, LayerState, kept_sums, num_entries
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ class RingState(Buffered):
         # with num_summary = 1 the step's own query is the summary, so no query is kept
         self._most_queries = 0 if S <= 1 else S - 1 + SLACK
         self.first = state.first
+        # groups of the first sum that was not overwritten before the last crop
+        self._first_sum: PerRow = 0
         # `seen` is the sum of both; `_taken` counts steps of all rows, so that an ordinary step changes no tensor
         self._before, self._taken = state.seen, 0
         M, W = self._entry_slots(state.entries[0].shape[2]), min(room_for(max_row(state.seen)), self._most_window)
@@ -77,6 +79,11 @@ class RingState(Buffered):
     def seen(self) -> PerRow:
         """Real tokens per row, as in `condense.state.LayerState`."""
         return self._before + self._taken
+
+    @property
+    def first_sum(self) -> PerRow:
+        """Groups of each row's first sum in the buffers; those that a crop took back lie over earlier ones."""
+        return larger(self._first_sum, self.seen // self.settings.rule.chunk + 1 - self.buffers.sums.shape[2])
 
     def state(self) -> LayerState:
         """A copy of the state, which further steps do not change."""
@@ -124,11 +131,13 @@ class RingState(Buffered):
         return self._prepared(call.token, call.extras.sink_logits)
 
     def crop(self, count: int) -> None:
-        """Take the newest ``count`` tokens back; the caller has checked that enough tokens and queries are kept.
+        """Take the newest ``count`` tokens back; the caller has checked that enough tokens, queries, sums are kept.
 
         Only ``seen`` is lowered: slots of rings past it are overwritten before they are read again.
         """
         self.store.forget()
+        if self.settings.sees_rest:
+            self._first_sum = self.first_sum
         self._taken -= count
         self.num_window -= count
         self.num_queries = max(0, self.num_queries - count)
@@ -143,6 +152,7 @@ class RingState(Buffered):
         self.buffers = with_pinned_store(StepState._make(map(change, self.buffers)))
         self._prepared = None  # it would keep the old buffers alive
         self._before, self.first = change_number(self._before), FirstEntries(*map(change_number, self.first))
+        self._first_sum = change_number(self._first_sum)
 
     @property
     def is_writable(self) -> bool:

@@ -211,11 +211,11 @@ class Recall(Method):
     def _all_tokens(self, q: Tensor, context: Context, backend: str) -> tuple[tuple[Source, Source], Spans]:
         """Store and window for dense attention, and their spans: a query sees all stored tokens of closed groups.
 
-        If the window holds every row from its first token on and the store the same numbers (16 bits), the window alone
-        is seen. Its first columns, as many as a row has padding, hold no tokens.
+        If every row begins in this call and the store holds the same numbers (16 bits), the window alone is seen. Its
+        first columns, as many as a row has padding, hold no tokens.
         """
         spans, (k, v, _) = context.spans, context.window
         assert isinstance(spans, RuleSpans)
-        window_alone = self.store_bits == 16 and max_row(spans.window_start + spans.padding) <= 0
+        window_alone = self.store_bits == 16 and max_row(spans.query_start + spans.padding) <= 0
         tokens = Source(k[:, :, :0], v[:, :, :0]) if window_alone else self._asked_and_tokens(q, context, backend)[1]
         return (tokens, context.window), spans.of_tokens(window_alone=window_alone)

@@ -33,6 +33,13 @@ def at_most(x: IntT, bound: int) -> IntT:
     return x.clamp(max=bound) if isinstance(x, Tensor) else min(x, bound)
 
 
+def larger(x: PerRow, y: PerRow) -> PerRow:
+    """The larger of two numbers for every row."""
+    if isinstance(x, Tensor) or isinstance(y, Tensor):
+        return torch.maximum(torch.as_tensor(x), torch.as_tensor(y))
+    return max(x, y)
+
+
 def min_row(x: PerRow) -> int:
     """The smallest number of any row."""
     return int(x.min()) if isinstance(x, Tensor) else x
