@@ -54,7 +54,7 @@ def tiles_of(kernel: str, dtype: torch.dtype, is_cuda: bool, widest: int, R: int
     rows, narrow = power_of_2(R), widest <= 128
     if not is_cuda:  # the interpreter
         return Tiles(16 if kernel == "dkv" else max(16, rows), 16, {})
-    if dtype == torch.float32:  # whose products are computed as three (tf32x3)
+    if dtype == torch.float32:  # whose products are computed as six of bfloat16
         return Tiles(32 if kernel == "dkv" else max(32, rows), 32, {"num_warps": 4, "num_stages": 1})
     if kernel == "dkv":
         return Tiles(32, 64, {"num_warps": 4 if narrow else 8, "num_stages": 3 if narrow else 2})
@@ -89,8 +89,10 @@ class _Launches(AttendShared):
         sources: False for a kernel that reads neither several sources nor spans.
         """
         call = self.call
-        # tf32x3, three products of the matrix units, is within the error of PyTorch's float32 attention
-        numerics = "tf32x3" if self.q.dtype == torch.float32 else "tf32", call.softcap * LOG2E
+        # six products of bfloat16 have the error of PyTorch's float32 attention, three of tf32 up to twice that; the
+        # interpreter knows neither
+        exact = "bf16x6" if self.q.is_cuda else "ieee"
+        numerics = exact if self.q.dtype == torch.float32 else "tf32", call.softcap * LOG2E
         widths = *split_width(self.q.shape[3]), *split_width(self.v[0].shape[3])
         return (len(call.k), *widths, call.kind, *numerics, *more) if sources else (*widths, *numerics, *more)
 
