@@ -278,6 +278,13 @@ def test_a_prompt_in_parts_to_a_method_that_reads_it_whole(method, settings, way
     assert torch.equal(tiny.generate(model, ONE), expected)
 
 
+@pytest.mark.parametrize("prompt", ["exact", "shared"])
+def test_proposed_tokens_where_several_are_read_in_another_way_than_one(prompt):
+    model = condense.apply(tiny.model("llama"), {0: condense.Dense(), "rest": tiny.RECALL.replace(prompt=prompt)})
+    said = "tokens that are proposed would not be judged by its own answers: use prompt='recall'"
+    tiny.refused(said, tiny.generate, model, ONE, prompt_lookup_num_tokens=3)
+
+
 @pytest.mark.parametrize("choice", CROPPED.values(), ids=CROPPED)
 def test_a_crop_that_a_layer_refuses_leaves_all_layers_as_they_were(choice):
     model = condense.apply(tiny.model("llama"), choice)

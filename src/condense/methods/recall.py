@@ -42,9 +42,9 @@ class Recall(Method):
     unchosen: what queries see of groups that are not open: "mean", that one token, or "drop", nothing (as in Quest).
     Gradients flow through the token's value, not through its weight.
 
-    prompt: "recall", or "exact": calls of several tokens (prompts, their pieces, later turns, tokens that an assistant
-    proposes) are read with dense attention, single tokens with Recall. Then a prompt loses only what ``store_bits``
-    rounds and takes as long as with dense attention; prompt and decode are not the same function: not for training.
+    prompt: "recall", or "exact": calls of several tokens (prompts, their pieces, later turns) are read with dense
+    attention, single tokens with Recall. Then a prompt loses only what ``store_bits`` rounds and takes as long as with
+    dense attention; prompt and decode are not the same function: not for training, nor for tokens that are proposed.
     "shared": in such a call, one query chooses for all up to where two more groups have closed; the last 64 choose for
     themselves. Not for training either.
     `as_steps` is the method that reads several tokens as the steps do.

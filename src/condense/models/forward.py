@@ -211,7 +211,8 @@ def assert_one_document(call: AttentionCall) -> None:
     if call.mask is not None:
         real = call.mask.to(torch.int32)
         on_the_right = (real[..., 1:] <= real[..., :-1]).all()
-        found = "several documents in a row" if call.mask.dtype == torch.int32 else "padding on the left"
+        on_the_left = "padding on the left (set tokenizer.padding_side='right')"
+        found = "several documents in a row" if call.mask.dtype == torch.int32 else on_the_left
         torch._assert_async(on_the_right, f"compiled condensed attention: {found}")
     positions = call.options.get("position_ids")
     if isinstance(positions, Tensor):

@@ -174,8 +174,8 @@ def _continuous_batching(stock: Any, self: Any, *args: Any, **kwargs: Any) -> An
     # refused here, because with flash attention installed it would silently switch to that and be dense
     if is_condensed(self):
         raise ValueError(
-            "continuous batching and paged caches cannot be condensed: use model.generate, or call "
-            "condense.restore(model) first"
+            "continuous batching and paged caches cannot be condensed: use model.generate without "
+            "cache_implementation, or call condense.restore(model) first"
         )
     return stock(self, *args, **kwargs)
 
@@ -201,5 +201,11 @@ def _check_generation(
         raise ValueError(
             f"{ahead} needs the whole prompt, alone, in one forward: {way_out}, or use "
             f"{ahead.layout.lookahead.causal_setting}"
+        )
+    other = next((method for method in methods.values() if method.as_steps is not method), None)
+    if other is not None and mode == GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(
+            f"{other} reads several tokens in another way than single ones, so tokens that are proposed would not be "
+            "judged by its own answers: use prompt='recall', or generate without assistant or prompt lookup"
         )
     check_learned_positions(model.config, "prompt and new tokens", generation_config.max_length or 0)
