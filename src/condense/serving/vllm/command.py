@@ -15,7 +15,7 @@ from condense.serving.engine import GPT_OSS, EngineSettings, check_engine
 from condense.serving.plan import serving_plans
 from condense.serving.vllm.register import condensed_name
 
-_OVERRIDES, _BATCH = "--hf-overrides", "--max-num-batched-tokens"
+_OVERRIDES, _BATCH, _BLOCK = "--hf-overrides", "--max-num-batched-tokens", "--block-size"
 # vLLM completes a shortened flag, such as `--hf-over`, if only one flag begins so; several begin with this
 _AMBIGUOUS = "--hf-"
 # vLLM admits a request only if its window and the tokens of a whole batch fit: larger batches mean fewer requests
@@ -28,7 +28,9 @@ def server_command(model: str, config: Any, flags: list[str]) -> list[str]:
 
     flags: vLLM's, which come last. Raises ValueError, with all reasons, for what cannot be served.
     """
-    wrong = []
+    wrong, in_file = [], file_flags(flags)
+    if any(_name(flag) == _BLOCK for flag in [*in_file, *flags]):
+        wrong.append(f"{_BLOCK} must be left out: the size of blocks follows from the methods")
     for check in (
         lambda: condensed_name(config.architectures[0]),
         lambda: serving_plans(config.condense),
@@ -40,7 +42,6 @@ def server_command(model: str, config: Any, flags: list[str]) -> list[str]:
             wrong.append(str(error))
     if wrong:
         raise ValueError("; ".join(wrong))
-    in_file = file_flags(flags)
     if any(_name(flag) == _OVERRIDES for flag in in_file):
         raise ValueError(f"{_OVERRIDES} must be a flag, not in the file of --config: condense serve adds to it")
     batch = [] if any(_name(flag) == _BATCH for flag in [*in_file, *flags]) else [_BATCH, _BATCHED_TOKENS]
