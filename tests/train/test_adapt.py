@@ -5,6 +5,7 @@ import errno
 import itertools
 import json
 import math
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ GATHERING = {
     ("FSDP_VERSION", "2"): "ACCELERATE_USE_FSDP: wanted processes on GPUs, got none",
 }
 BAD_FILES = [
-    ("stepps = 40", r"recipe: wanted fields of .*; got stepps in .*recipe.toml"),
+    ("stepps = 40", r"recipe: wanted fields of .*; got stepps; close: steps.* in .*recipe.toml"),
     ("steps = ", r"recipe: wanted a TOML file, got .*recipe.toml"),
     ('data = "a.txt"', r"data: wanted a list, got 'a.txt' in .*recipe.toml"),
     ("method = 3", r"method: wanted a text, got 3 in .*recipe.toml"),
@@ -284,8 +285,8 @@ def _not_finite(self, model, inputs, *args, stock=MixedTrainer.compute_loss, **k
     return loss * math.nan if self.state.global_step == 3 else loss
 
 
-def _full(self, folder, stock=Trainer._save_optimizer_and_scheduler):
-    if self.state.global_step == 4:
+def _full(self, folder, stock=Trainer._save_optimizer_and_scheduler, step=4):
+    if self.state.global_step == step:
         raise OSError(errno.ENOSPC, "No space left on device")
     stock(self, folder)
 
@@ -305,6 +306,11 @@ def test_what_stops_a_run_is_one_line_and_leaves_the_last_checkpoint(base, monke
     monkeypatch.undo()
     run_training(run, resume=True)
     assert len(logged(run.output)[1]) == 6
+
+
+def test_a_full_disk_before_the_first_checkpoint(base, monkeypatch):
+    monkeypatch.setattr(Trainer, "_save_optimizer_and_scheduler", partialmethod(_full, step=2))
+    refused("step 2: could not write .* MiB are free: .*; no checkpoint was written yet", adaptation(base))
 
 
 def test_the_log_has_the_tenth_step_with_the_time_left_and_the_last(base, capsys):

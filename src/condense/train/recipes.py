@@ -3,11 +3,11 @@
 import dataclasses
 import json
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from condense.config import check_int
+from condense.config import check_int, close_names
 from condense.methods import Method
 from condense.train.config import PhaseConfig, TrainConfig
 
@@ -43,9 +43,7 @@ def adapt(
     ``dtype``, ``train``, ``lora_rank``, ``lora_targets``, ``shard_size``, ``report_to`` of `TrainConfig`.
     Raises ValueError for another field, and where `PhaseConfig` and `TrainConfig` do.
     """
-    unknown = fields.keys() - set(ADAPT_FIELDS)
-    if unknown:
-        raise ValueError(f"recipe: wanted fields of {', '.join(ADAPT_FIELDS)}; got {', '.join(sorted(unknown))}")
+    _check_names(fields, ADAPT_FIELDS)
     method = Method.parse(method)
     steps, size = fields.get("steps", 1000), getattr(method, "group_size", 0)
     check_int("steps", steps, 1)
@@ -87,10 +85,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
         fields = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"recipe: wanted a TOML file, got {path}: {error}") from error
-    known = ("data", "pretrained", "method", "seed", "workers", *ADAPT_FIELDS)
-    unknown = fields.keys() - set(known)
-    if unknown:
-        raise ValueError(f"recipe: wanted fields of {', '.join(known)}; got {', '.join(sorted(unknown))} in {path}")
+    _check_names(fields, ("data", "pretrained", "method", "seed", "workers", *ADAPT_FIELDS), f" in {path}")
     for names, kind, wanted in ((_TEXT_FIELDS, str, "a text"), (_LIST_FIELDS, list, "a list")):
         for name in names:
             if name in fields and not isinstance(fields[name], kind):
@@ -117,6 +112,13 @@ def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
     parsed = {"method": Method.parse(fields["method"])} if "method" in fields else {}
     lists = {name: tuple(value) for name, value in fields.items() if name in _LIST_FIELDS and isinstance(value, list)}
     return {**fields, **lists, **parsed}
+
+
+def _check_names(fields: Iterable[str], known: Sequence[str], where: str = "") -> None:
+    """Raise ValueError for names of fields that are not known."""
+    if unknown := sorted({*fields} - {*known}):
+        got = ", ".join(f"{name}{close_names(name, known)}" for name in unknown)
+        raise ValueError(f"recipe: wanted fields of {', '.join(known)}; got {got}{where}")
 
 
 RECIPES: dict[str, Callable[..., TrainConfig]] = {"adapt": adapt}

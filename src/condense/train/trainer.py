@@ -162,7 +162,9 @@ class MixedTrainer(Trainer):
         except Exception as error:  # each writer has its own class of error for a full disk
             if self.accelerator.is_main_process:
                 shutil.rmtree(folder, ignore_errors=True)
-            raise ValueError(self._stopped(f"could not write {folder}: {error}")) from error
+            free = shutil.disk_usage(self.args.output_dir).free / 2**20
+            reason = f"could not write {folder}, where {free:,.0f} MiB are free: {error}"
+            raise ValueError(self._stopped(reason)) from error
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             (folder / COMPLETE).touch()
@@ -206,9 +208,12 @@ class MixedTrainer(Trainer):
         return totals
 
     def _stopped(self, reason: str) -> str:
+        stopped = f"training: stopped at step {self.state.global_step}: {reason}"
+        if not any(Path(self.args.output_dir).glob(f"checkpoint-*/{COMPLETE}")):
+            return f"{stopped}; no checkpoint was written yet, so the same command with --resume starts anew"
         return (
-            f"training: stopped at step {self.state.global_step}: {reason}; the last good checkpoint lies in "
-            f"{self.args.output_dir}, and the same command with --resume goes on from it"
+            f"{stopped}; the last good checkpoint lies in {self.args.output_dir}, and the same command with --resume "
+            "goes on from it"
         )
 
 
