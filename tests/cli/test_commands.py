@@ -36,6 +36,9 @@ HUGE = [
 ]
 BAD = [
     (("compare", "--text", "missing.txt"), "text: no such file"),
+    (("compare", "--text", "."), "text: no such file: ."),
+    (("compare", "--text", "/dev/null"), "text: /dev/null is empty"),
+    (("compare", "--model", "."), "model: no model in ., which has no config.json"),
     (("compare", "--question", "Who?"), "question needs a text"),
     (("compare", "--method", "cca:window"), "name=value"),
     (("compare", "--method", "recall-host:method=cca"), "must name each setting once, got 'method' again"),

@@ -82,6 +82,9 @@ def test_a_good_setting_passes_and_planted_faults_fail(results):
     assert (said.cheapest, said.passing) == ("good", ["good"])
     assert "few fails: tokens that need far text at 320: +" in said.text
     assert f"n {results['few'].lengths[0].cells['far'].n} (too few tokens to be sure)" in said.text
+    assert [name for name, result in results.items() if result.opens_all] == [ALL_OPEN]
+    said = verdict([dataclasses.replace(result, opens_all=result.name == "good") for result in results.values()])
+    assert "opens all groups: nothing was shown about its choice" in said.text
     assert 0.5 < results["good"].host < 1
     assert results["few"].device < results["good"].device + results["good"].host
 

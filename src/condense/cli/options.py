@@ -117,7 +117,11 @@ def _read_tokenizer(model: str, settings: dict[str, Any]) -> PreTrainedTokenizer
     except ValueError as error:
         folder = Path(model).expanduser()
         files = [file.name for file in folder.glob("*")]
-        if "config.json" not in files or any(part in name for name in files for part in ("token", "vocab", ".model")):
+        if not {"config.json", "adapter_config.json"} & {*files}:
+            if folder.is_dir():
+                raise ValueError(f"model: no model in {model}, which has no config.json") from error
+            raise
+        if any(part in name for name in files for part in ("token", "vocab", ".model")):
             raise
         raise ValueError(f"model: no tokenizer in {model}: tokenizer.save_pretrained({model!r}) adds it") from error
 
@@ -205,7 +209,7 @@ def parse_tokens(name: str, text: str) -> int:
 def read_text(source: str) -> str:
     """The text in a file, or on standard input for ``-``. Raises ValueError if it is missing, empty or no UTF-8."""
     name = "standard input" if source == "-" else source
-    if source != "-" and not Path(source).is_file():
+    if source != "-" and (not Path(source).exists() or Path(source).is_dir()):
         raise ValueError(f"text: no such file: {source}")
     content = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
     try:

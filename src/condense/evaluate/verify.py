@@ -1,6 +1,6 @@
 """Measuring what settings lose of one's own model and text, through the caches, stores and steps that they are for."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,8 +10,8 @@ from condense.config import Natural, Positive, check_fields
 from condense.evaluate.compare import attention_of, in_eval_mode
 from condense.evaluate.intervals import LEAST_FOUND, Cell, Proportion
 from condense.evaluate.verify_texts import TASKS, DenseReading, TextReading, VerifyText, read_text, verify_texts
-from condense.methods import Dense, Recall, StreamingLLM
-from condense.models import MethodChoice, check_stock, described
+from condense.methods import Dense, Method, Recall, StreamingLLM
+from condense.models import MethodChoice, check_stock, condensed_layers, described
 from condense.models.inspect import cache_shares, inspect
 from condense.tasks import encode_corpus
 
@@ -69,6 +69,7 @@ class AtLength:
 @dataclass(frozen=True)
 class Verified:
     """One setting. device, host: bytes of its cache after the longest text, as shares of dense attention's.
+    opens_all: True if layers choose among groups, but even at the end of the longest text each opens all.
 
     For `WINDOW`, which has another size at each length, settings are those of the longest text.
     """
@@ -78,6 +79,7 @@ class Verified:
     device: float
     host: float
     lengths: list[AtLength]
+    opens_all: bool = False
 
     @property
     def failed(self) -> list[tuple[int, str]]:
@@ -121,9 +123,10 @@ def verify(
         }
         for length in config.lengths
     }
-    for method in arms[config.lengths[-1]].values():  # fail now if the model cannot take one
+    opens_all = {}
+    for name, method in arms[config.lengths[-1]].items():  # fail now if the model cannot take one
         with attention_of(model, method):
-            pass
+            opens_all[name] = _opens_all(condensed_layers(model).values(), config.lengths[-1])
     total = len(config.lengths) * (len(methods) + 3) * config.texts
     results: dict[str, list[AtLength]] = {}
     with in_eval_mode(model):
@@ -140,8 +143,16 @@ def verify(
     verified = []
     for name, method in arms[config.lengths[-1]].items():
         shares = cache_shares(inspect(model, method, config.lengths[-1], model.dtype.itemsize))
-        verified.append(Verified(name, described(method), *shares, results[name]))
+        verified.append(Verified(name, described(method), *shares, results[name], opens_all[name]))
     return verified
+
+
+def _opens_all(methods: Iterable[Method], length: int) -> bool:
+    """`Verified.opens_all` of the methods of all layers, after so many tokens."""
+    layouts = [method.layout for method in methods if method.layout.choice is not None]
+    closed = [layout.rule.closed(length) for layout in layouts]
+    opened = [layout.choice.quota.at(n) for layout, n in zip(layouts, closed, strict=True) if layout.choice is not None]
+    return len(layouts) > 0 and opened == closed
 
 
 def _at_length(

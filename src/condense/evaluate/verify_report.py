@@ -57,6 +57,8 @@ def verdict(results: Sequence[Verified]) -> Verdict:
         on_host = f", and {result.host:.1%} of it in host memory" if result.host else ""
         size = f"{result.device:.1%} of dense attention's cache on the device{on_host}"
         lines.append(f"{result.name} passes at {lengths} tokens: {size}.")
+        if result.opens_all:
+            lines.append("There it opens all groups: nothing was shown about its choice; give a longer --length.")
     lines.append(f"Cheapest that passes: {good[0].name}." if good else MORE)
     if missing := [WORDS[name] for name in WORDS if name not in lost]:
         reason = f"the window passes there, or dense attention finds less than {LEAST_FOUND:.0%}, or there are none"
