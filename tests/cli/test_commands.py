@@ -163,6 +163,10 @@ def test_inspect_answers_at_any_length_and_setting(arguments):
     assert "all layers: cache" in ran("inspect", *arguments).stdout
 
 
+def test_inspect_says_if_weights_do_not_fit():
+    assert "weights alone need more" in ran("inspect", "--shape", "qwen3-8b", "--memory", "1GB").stdout
+
+
 def test_inspect_says_what_fits_and_what_to_type(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     results = tmp_path / "fits.json"

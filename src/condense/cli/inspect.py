@@ -128,6 +128,8 @@ def _print_room(fits: Sequence[CacheFit], memory: str, weights: int, host_memory
         "Arithmetic: nothing was run, and the rest of the memory is for activations.",
         soft_wrap=True,
     )
+    if weights > USED * _parse_bytes("memory", memory):
+        console.print("The weights alone need more: give the memory of all devices (--memory).", soft_wrap=True)
     for fit in fits:
         if fit.host_bytes and fit.requests and host_memory is None:
             needed = fit.requests * fit.host_bytes / 2**30
