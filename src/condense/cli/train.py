@@ -57,7 +57,10 @@ def train_command(
     cache: Annotated[Path | None, typer.Option(help="Folder for tokenizer and encoded text, to share.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
 ) -> None:
-    """Train a model by a recipe, from scratch or from a saved model; options override a recipe file."""
+    """Train a model by a recipe, from scratch or from a saved model.
+
+    Options override a recipe file, which has all other settings (batch_size, learning_rate, ...).
+    """
     from transformers import AutoConfig
 
     from condense.demo import demo_text_file
