@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import condense
 from condense.methods import step_settings
-from condense.ops import NewToken, StepCall, StepState, decode_step, step_backend
+from condense.ops import NewToken, StepCall, StepState, decode_step, step, step_backend
 from condense.ops.recall import choose_groups, index_scores
 from condense.ops.triton import limits
 
@@ -132,6 +132,12 @@ def test_a_step_too_many_stays_inside(method, length, entries):
             torch.testing.assert_close(out, want, **EXACT)
     for x, y in zip(state.entries(settings), larger.entries(settings), strict=True):
         assert torch.equal(x, y[:, :, : x.shape[2]])
+
+
+def test_a_state_to_choose_from_has_room_for_a_group():
+    sizes = step.StateSizes(1, 1, (8, 8), tokens=9)
+    with pytest.raises(ValueError, match=r"sizes\.entries must be at least 1 where groups are chosen, got 0"):
+        step.empty_state(torch.empty(0), step_settings(RECALLS["two-open"]), sizes)
 
 
 def test_the_group_that_was_open_the_longest_ago_loses_its_slot():

@@ -354,7 +354,8 @@ def test_lanes_of_a_cache_too_short_for_a_group(scratch):
         layer.backend = "triton"
         got = [layer.step(new_token((q, k, v), t), scale=SCALE) for t in range(tokens)][7]
         want = attention(q[:, :, :8], k[:, :, :8], v[:, :, :8], method=Dense(), scale=SCALE)[:, :, -1:]
-        torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
+        # weights and results are rounded to 8 bits, of values of up to 4
+        torch.testing.assert_close(got, want, rtol=0, atol=2 * 4 * 2**-8)
 
 
 def rounds_alike(q):

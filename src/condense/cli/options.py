@@ -117,12 +117,10 @@ def _read_tokenizer(model: str, settings: dict[str, Any]) -> PreTrainedTokenizer
     except ValueError as error:
         folder = Path(model).expanduser()
         files = [file.name for file in folder.glob("*")]
+        if not folder.is_dir() or any(part in name for name in files for part in ("token", "vocab", ".model")):
+            raise
         if not {"config.json", "adapter_config.json"} & {*files}:
-            if folder.is_dir():
-                raise ValueError(f"model: no model in {model}, which has no config.json") from error
-            raise
-        if any(part in name for name in files for part in ("token", "vocab", ".model")):
-            raise
+            raise ValueError(f"model: no model in {model}, which has no config.json") from error
         raise ValueError(f"model: no tokenizer in {model}: tokenizer.save_pretrained({model!r}) adds it") from error
 
 

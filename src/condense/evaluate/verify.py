@@ -79,7 +79,7 @@ class Verified:
     device: float
     host: float
     lengths: list[AtLength]
-    opens_all: bool = False
+    opens_all: bool
 
     @property
     def failed(self) -> list[tuple[int, str]]:
@@ -149,10 +149,9 @@ def verify(
 
 def _opens_all(methods: Iterable[Method], length: int) -> bool:
     """`Verified.opens_all` of the methods of all layers, after so many tokens."""
-    layouts = [method.layout for method in methods if method.layout.choice is not None]
-    closed = [layout.rule.closed(length) for layout in layouts]
-    opened = [layout.choice.quota.at(n) for layout, n in zip(layouts, closed, strict=True) if layout.choice is not None]
-    return len(layouts) > 0 and opened == closed
+    layouts = [method.layout for method in methods]
+    chosen = [(x.choice.quota, x.rule.closed(length)) for x in layouts if x.choice is not None]
+    return len(chosen) > 0 and all(quota.at(closed) == closed for quota, closed in chosen)
 
 
 def _at_length(

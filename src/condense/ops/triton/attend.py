@@ -89,8 +89,8 @@ class _Launches(AttendShared):
         sources: False for a kernel that reads neither several sources nor spans.
         """
         call = self.call
-        # six products of bfloat16 have the error of PyTorch's float32 attention, three of tf32 up to twice that; the
-        # interpreter knows neither
+        # six products of bfloat16, which the interpreter does not know, are as exact as PyTorch's float32 attention;
+        # three of tf32 had more than twice its error
         exact = "bf16x6" if self.q.is_cuda else "ieee"
         numerics = exact if self.q.dtype == torch.float32 else "tf32", call.softcap * LOG2E
         widths = *split_width(self.q.shape[3]), *split_width(self.v[0].shape[3])

@@ -341,7 +341,7 @@ def recall_attend_kernel(
     if FORM.bits < 16:
         # keys of the store are turned, and values too where these are columns of keys. A turned query is divided by the
         # width of the rotation's blocks, and products are multiplied by it, so that float16 holds all numbers
-        is_turned = (r < R) & (count > 0)
+        is_turned = (r < R) & (count > 0)  # while no group is closed nobody turns queries
         turned = load_rows(turned_ptr + head * R * D, r.to(tl.int64) * D, is_turned, FORM.D0, FORM.D1)
         q = [(x * (1 / block_width(D))).to(q[0].dtype) for x in turned]
         scale *= block_width(D)
