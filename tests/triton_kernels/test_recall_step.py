@@ -456,8 +456,8 @@ def test_a_store_is_unpacked(g, widths, bits, dtype):
     # slots between pieces, 4 to a page, some of which two rows share
     cache = torch.full((7, 3, 4, -(-pieces.shape[3] // 16) * 16 + 32), 255, dtype=torch.uint8, device=DEVICE)
     pages = cache[..., 16 : 16 + pieces.shape[3]]
-    place = torch.randint(0, 28, (2, 1, 5), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    places = Places(place // 4, torch.arange(3, device=DEVICE)[:, None], place % 4)
+    place = torch.randint(0, 28, (2, 5), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    places = Places.of(place // 4, place % 4, 3)
     pages[tuple(places)] = pieces
     got, want = (unpack_store(form, pages, index, widths, dtype, places=places, backend=x) for x in ("triton", "torch"))
     check_unpacked(got, want)

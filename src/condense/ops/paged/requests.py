@@ -102,10 +102,9 @@ class PagedLayer:
         return copied(pages.cache, self._places(pages, at))
 
     def _places(self, pages: Pages, at: Slots) -> Places:
-        """Slots ``[B, n]`` of requests, for all KV heads."""
-        K, device = pages.cache.shape[1], pages.cache.device
-        head = self.new.once(("heads", K), lambda: torch.arange(K, device=device)[:, None])
-        return Places(self._page(pages, at)[:, None], head, at.slot[:, None])
+        """Slots ``[B, n]`` of requests, for all KV heads: found once, as `_page`."""
+        K, page = pages.cache.shape[1], self._page(pages, at)
+        return self.new.once((id(at), pages.table.data_ptr(), K), lambda: Places.of(page, at.slot, K))
 
     def _page(self, pages: Pages, at: Slots) -> Tensor:
         """The page of each slot, int64: found once for the layers whose pages have one table."""

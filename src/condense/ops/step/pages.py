@@ -50,11 +50,20 @@ class Pages(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Slots of pages for all KV heads, int64: page and slot ``[B, 1, n]``, head ``[K, 1]``; they index together."""
+    """Slots of pages for all KV heads: page, head and slot, int64 ``[B, K, n]``, which index together.
+
+    All are contiguous: PyTorch copies what it indexes by, each time, if strides differ.
+    """
 
     page: Tensor
     head: Tensor
     slot: Tensor
+
+    @classmethod
+    def of(cls, page: Tensor, slot: Tensor, K: int) -> Self:
+        """Places of slots, ``[B, n]``, in all of K heads."""
+        head = torch.arange(K, device=page.device)[:, None]
+        return cls(*(x.contiguous() for x in torch.broadcast_tensors(page[:, None], head, slot[:, None])))
 
 
 class PagedState(NamedTuple):

@@ -68,12 +68,12 @@ def unpack_store(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `condense.ops.unpack_store`; for 8 and 4 bits."""
     page, _, slot = (None, None, None) if places is None else places
-    return _unpack(pieces, *index, page, slot, form.bits, *widths, dtype)
+    # the host takes longer to call an operation written in Python than to start the kernel
+    keeps_whole = torch.compiler.is_compiling() or torch.is_grad_enabled()
+    return (_unpack if keeps_whole else _start)(pieces, *index, page, slot, form.bits, *widths, dtype)
 
 
-# a torch operation, which torch.compile keeps whole
-@torch.library.custom_op("condense::unpack_store", mutates_args=())
-def _unpack(
+def _start(
     pieces: Tensor, signs: Tensor, steps: Tensor, page: Tensor | None, slot: Tensor | None, bits: int, D: int, Dv: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -98,6 +98,10 @@ def _unpack(
             {"num_warps": warps, "enable_fp_fusion": dtype != torch.float32},
         )
     return k, v
+
+
+# a torch operation, which torch.compile keeps whole
+_unpack = torch.library.custom_op("condense::unpack_store", _start, mutates_args=())
 
 
 @_unpack.register_fake

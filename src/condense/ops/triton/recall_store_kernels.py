@@ -376,8 +376,8 @@ def recall_unpack_kernel(
 ):  # fmt: skip
     """Write keys and values of n groups of every row and KV head; grid (tiles of T tokens of each of BG groups, B * K).
 
-    signs, steps: the index ``[B * K, n, ...]``. page, slot: int64 ``[B, n]``, where a group's piece stands; None if in
-    the place of its number, of a row's own page. rotation: `condense.ops.recall.index.rotation` in the dtype of keys.
+    signs, steps: the index ``[B * K, n, ...]``. page, slot: int64 ``[B * K, n]``, where a group's piece stands; None
+    if in the place of its number, of a row's own page. rotation: `condense.ops.recall.index.rotation` in keys' dtype.
     """
     TILES: tl.constexpr = (FORM.g + T - 1) // T
     number, head = tl.program_id(0) // TILES * BG + tl.arange(0, BG), tl.program_id(1).to(tl.int64)
@@ -385,7 +385,7 @@ def recall_unpack_kernel(
     i, group = start + tl.arange(0, T), tl.minimum(number, n - 1)
     page, slot = head // K, group.to(tl.int64)
     if page_ptr is not None:
-        at = page * n + group
+        at = head * n + group
         page, slot = tl.load(page_ptr + at), tl.load(slot_ptr + at)
     ptr, row = pieces_ptr + (page * s_page + head % K * s_head + slot * s_slot), head * n + group
     columns: tl.constexpr = index_widths(FORM.g, FORM.D)
