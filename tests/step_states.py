@@ -26,10 +26,12 @@ def empty(settings, length, K, widths, *, rows=2, dtype=torch.float64, spare=0, 
     """Buffers for ``length`` tokens, or for ``entries`` entries; ``spare`` tokens can be taken back."""
     rule, Q = settings.rule, settings.num_summary + spare
     W = length if rule.window is None else min(length, rule.window + rule.chunk + spare)
-    M = rule.pooled(length, settings.summary_delay) * rule.entries if entries is None else entries
+    M, fine = rule.pooled(length, settings.summary_delay) * rule.entries if entries is None else entries, 0
+    if (scales := settings.coarse_rule) is not None:
+        M, fine = scales.made(length), scales.fine_slots(settings.summary_delay, spare)
     M = M if settings.choice is None else max(1, M)
     stored = 0 if settings.choice is None else M * rule.chunk
-    sizes = StateSizes(rows, K, widths, M, W, Q, stored, sums=2 + -(-spare // rule.chunk))
+    sizes = StateSizes(rows, K, widths, M, W, Q, stored, sums=2 + -(-spare // rule.chunk), fine=fine)
     return empty_state(torch.empty(0, dtype=dtype, device=device), settings, sizes)
 
 

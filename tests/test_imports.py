@@ -40,8 +40,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 BACKENDS: dict[str, set[str]] = {"reference": set(), "torch": set(), "triton": set(), "hopper": {"triton"}}
 # the rooms of `ops` from below: each may import those before it
 ROOMS = (
-    "tensors", "entries", "extras", "spans", "latents", "types", "checks", "recall", "step", "reference", "torch",
-    "triton", "hopper", "backends", "api", "paged", "__init__",
+    "tensors", "entries", "extras", "spans", "latents", "types", "coarse", "checks", "recall", "step", "reference",
+    "torch", "triton", "hopper", "backends", "api", "paged", "__init__",
 )  # fmt: skip
 MACHINE_PATH = re.compile(r"(?<![\w.~}])/(?:work|home|root|tmp|Users|mnt|workspace)/|[A-Z]:\\\\(?:Users|Windows)")
 TEXTS = sorted(
@@ -54,6 +54,7 @@ MOST_PARAMETERS = {"device": 12, "host": 8}
 # others decide what these take: schemas of operations, transformers, vLLM; and the two public functions over tensors
 LONG_SIGNATURES = {
     "ops/triton/step.py": {"_step"},
+    "ops/triton/recall_store.py": {"_start"},
     "models/attention.py": {"condense_attention"},
     "models/masks.py": {"condense_mask"},
     "serving/vllm/backend.py": {"forward"},

@@ -13,12 +13,14 @@ from torch import Tensor
 from condense.methods import Chunks, Context, Method, check_trainable, split_bias
 from condense.ops import EntryFormat, Source, SummarySpans, summarize
 from condense.ops.checks import check_cu_seqlens, check_padding, check_qkv, check_scale, check_tensors
+from condense.ops.coarse import merged
 from condense.ops.recall.rest import GroupMeans, running_sums
 from condense.ops.tensors.autocast import outside_autocast
-from condense.ops.tensors.per_row import PerRow, as_rows, at_least, broadcast_rows, max_row
+from condense.ops.tensors.per_row import PerRow, as_rows, at_least, broadcast_rows, int_if_equal, max_row
 from condense.ops.tensors.right_aligned import append_entries, append_window, detach_compact, newest
+from condense.ops.tensors.ring import newest_columns, store_newest
 from condense.plan import ChunkRange, ForwardPlan
-from condense.state import SLACK, LayerState, empty_state, first_needed, kept_sums
+from condense.state import SLACK, LayerState, empty_state, fine_slots, first_needed, kept_sums
 
 
 def extend(
@@ -58,7 +60,7 @@ def extend(
     if entries[0].dtype != k.dtype:  # neither entries of 16 bits nor a new state, which has no entries yet
         pairs = zip(entries, (k, v), strict=False)
         keys_and_values = tuple(form.unpack(rows, x.shape[3], x.dtype) for rows, x in pairs)
-    due, num_first = reading.due, before.first.num
+    due, num_first, new = reading.due, before.first.num, None
     if due.num > 0:
         summary = None
         if reading.summaries is not None:
@@ -67,6 +69,11 @@ def extend(
         chunks = Chunks(window_k, window_v, due.columns, due.num, method.layout.rule.chunk, due.numbers)
         new = method.represent(chunks, summary, scale=scale, backend=backend)
         _check_entries(method, new, k, v, due.num)
+    fine: tuple[Tensor, ...] = ()
+    if reading.merged is not None:
+        fine = _fine_entries(before.fine, (k[:, :, :0], v[:, :, :0]) if new is None else new, due)
+        keys_and_values = entries = _merge(before.entries, fine, reading.merged, method)
+    elif new is not None:
         rows = tuple(map(form.pack, new[:2]))
         entries = _append(before.entries, (*rows, *new[2:]), due, num_first)
         if form.bits == 16:
@@ -78,7 +85,10 @@ def extend(
     if reading.whole is not None:
         sums, means = _sums(before.sums, window_v if v.shape[3] > 0 else window_k, reading.whole, method)
     bias, extra = split_bias(method, entries, before.first)
-    sources = (Source(keys_and_values[0], keys_and_values[1], bias), Source(window_k, window_v))
+    of_entries, window = Source(keys_and_values[0], keys_and_values[1], bias), Source(window_k, window_v)
+    sources: tuple[Source, ...] = (of_entries, window)
+    if method.layout.coarse is not None:
+        sources = (of_entries._replace(bias=method.layout.coarse.bias), Source(fine[0], fine[1], bias), window)
 
     def new_state() -> LayerState:
         assert plan.documents is None, "no state is kept of packed documents"
@@ -86,12 +96,44 @@ def extend(
         kept = tuple(_detached(x, before.window_k) for x in entries)
         newest_k, newest_v = (_detached(newest(x, num_window), before.window_k) for x in (window_k, window_v))
         mean_q = _newest_queries(method.layout.num_summary, before.mean_q, q, padding, backend)
-        return LayerState(kept, newest_k, newest_v, mean_q, sums.detach(), reading.seen, before.first)
+        rings = before.fine or tuple(x.new_zeros(*x.shape[:2], fine_slots(method), x.shape[3]) for x in fine)
+        rings = tuple(_written(ring, x.detach(), due.last) for ring, x in zip(rings, fine, strict=True))
+        return LayerState(kept, newest_k, newest_v, mean_q, sums.detach(), reading.seen, before.first, rings)
 
     context = Context(sources, reading.spans, extra, means)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         method.check_context(q, context)
     return context, new_state
+
+
+def _fine_entries(rings: tuple[Tensor, ...], new: tuple[Tensor, ...], due: ChunkRange) -> tuple[Tensor, ...]:
+    """Keys ``[B, K, n, D]`` and values of the fine entries in ``rings`` and of those that are due, right-aligned."""
+    missing, joined = int_if_equal(due.num - (due.last - due.first)), new
+    if rings:
+        old = (newest_columns(ring, due.first, ring.shape[2]) for ring in rings)
+        joined = tuple(torch.cat(pair, dim=2) for pair in zip(old, new, strict=True))
+    if not isinstance(missing, Tensor):
+        return joined
+    # rows with fewer new ones end earlier
+    column = (torch.arange(joined[0].shape[2])[None] - missing[:, None]).clamp(min=0)
+    at = column.to(joined[0].device, non_blocking=True)[:, None, :, None]
+    return tuple(x.take_along_dim(at, 2) for x in joined)
+
+
+def _merge(old: tuple[Tensor, ...], fine: tuple[Tensor, ...], due: ChunkRange, method: Method) -> tuple[Tensor, ...]:
+    """The old coarse entries, then those of the runs of fine entries that are due."""
+    if due.num == 0:
+        return old
+    assert method.layout.coarse is not None
+    k, v = fine
+    return _append(old, merged(Chunks(k, v, due.columns, due.num, method.layout.coarse.chunks, due.numbers)), due, 0)
+
+
+def _written(ring: Tensor, columns: Tensor, count: PerRow) -> Tensor:
+    """A copy of a ring with columns ``[B, K, n, D]``, the last of which is number ``count - 1`` of its row."""
+    ring = ring.clone()
+    store_newest(ring, columns, count)
+    return ring
 
 
 def _sums(before: Tensor, v: Tensor, whole: ChunkRange, method: Method) -> tuple[Tensor, GroupMeans]:
@@ -126,6 +168,11 @@ def _check_entries(method: Method, new: object, k: Tensor, v: Tensor, num_chunks
         raise ValueError(
             f"{type(method).__name__}.represent must return keys {(*shape, k.shape[3])} and values "
             f"{(*shape, v.shape[3])} in {k.dtype} and {v.dtype}, as a tuple, got {got}"
+        )
+    if layout.coarse is not None and len(tensors) != 2:
+        raise ValueError(
+            f"{type(method).__name__}.represent must return keys and values alone, as entries are merged into coarse "
+            f"ones, got {len(tensors)} tensors"
         )
     if layout.matched and (len(tensors) < 3 or tensors[2].shape != (*shape, 1)):
         raise ValueError(

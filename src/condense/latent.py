@@ -91,14 +91,14 @@ def attend_latents(
     context: as `condense.functional.extend` returns it. new: keys and values per head of the window's last L tokens, if
     the caller has expanded them already. options: of `Method.attend`.
     """
-    (entries, window), context = context.sources, context._replace(is_latent=True)
+    (*entries, window), context = context.sources, context._replace(is_latent=True)
     # a store holds latents, too, which are expanded with the others
-    lengths = [x.shape[2] for x in (entries.k, window.k, *context.extra[2:]) if x.shape[3] > 0]
+    lengths = [x.shape[2] for x in (*(x.k for x in context.sources), *context.extra[2:]) if x.shape[3] > 0]
     if up.absorbing_pays(q.shape[2], sum(lengths)):
         latents = tuple(up.view(source, absorb=True) for source in context.sources)
         out, lse = method.attend(up.absorb(q), context._replace(sources=latents), **options)
         return up.project_out(out), lse
-    of_entries = up.view(entries, absorb=False)
+    of_entries = (up.view(source, absorb=False) for source in entries)
     if new is None:
         expanded = up.expand(window.k)
     elif (before := window.k.shape[2] - new[0].shape[2]) == 0:
@@ -106,7 +106,7 @@ def attend_latents(
     else:
         k, v = up.expand(window.k[:, :, :before])
         expanded = torch.cat([k, new[0]], dim=2), torch.cat([v, new[1]], dim=2)
-    heads = context._replace(sources=(of_entries, Source(*expanded)), projection=up)
+    heads = context._replace(sources=(*of_entries, Source(*expanded)), projection=up)
     return method.attend(q, heads, **options)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from condense.methods import Layout, Method
 from condense.ops import ArraySpans, RuleSpans, SummaryColumns, SummarySpans, document_spans
+from condense.ops.coarse import CoarseSpans
 from condense.ops.tensors.per_row import PerRow, as_rows, comparable, int_if_equal, max_row
 from condense.ops.tensors.sampling import Sample, sampled_queries
 from condense.state import LayerState
@@ -31,7 +32,8 @@ class Reading(NamedTuple):
 
     seen: real tokens per row afterwards. due: the chunks that are pooled now. summaries: the queries that weigh them,
     None if no chunk needs any. spans: of the new queries. whole: the chunks that new tokens complete; None where their
-    values are not summed up.
+    values are not summed up. merged: the runs of fine entries that become coarse ones, numbered by these, in all fine
+    entries there are; None for a method without coarse ones.
     """
 
     seen: PerRow
@@ -39,6 +41,7 @@ class Reading(NamedTuple):
     summaries: SummarySpans | SummaryColumns | None
     spans: RuleSpans | ArraySpans
     whole: ChunkRange | None = None
+    merged: ChunkRange | None = None
 
 
 class ForwardPlan:
@@ -117,7 +120,12 @@ class ForwardPlan:
         whole = None
         if layout.choice is not None and layout.choice.mean:
             whole = _chunks(before // rule.chunk, seen // rule.chunk, rule.chunk, window_start, device)
-        return Reading(seen, due, summaries, spans, whole)
+        merged = None
+        if (scales := layout.coarse_rule) is not None:
+            fine_start = int_if_equal(due.last - due.num - (0 if state is None else state.fine[0].shape[2]))
+            merged = _chunks(scales.made(before), scales.made(seen), scales.coarse.chunks, fine_start, device)
+            spans = CoarseSpans(scales, spans.query_start, window_start, self.padding, fine_start=fine_start)
+        return Reading(seen, due, summaries, spans, whole, merged)
 
 
 def _chunks(first: PerRow, last: PerRow, size: int, window_start: PerRow, device: torch.device) -> ChunkRange:

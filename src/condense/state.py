@@ -29,7 +29,8 @@ class LayerState(NamedTuple):
     right-aligned; a group's summary query is a mean of these. sums float64 ``[B, K, n, Dv]``: of the values of a row's
     first groups, right-aligned: the last one that of all whole groups (`condense.ops.step.StepState`); empty where no
     query sees them. first: entries that stand before those of chunk 0. seen: real tokens per row without those that
-    ``first`` stands for; an int if all rows agree, else int64 CPU ``[B]``.
+    ``first`` stands for; an int if all rows agree, else int64 CPU ``[B]``. fine: keys and values of the newest fine
+    entries of a method with coarse ones, rings of `fine_slots` slots; empty for others.
     """
 
     entries: tuple[Tensor, ...]
@@ -39,11 +40,12 @@ class LayerState(NamedTuple):
     sums: Tensor
     seen: PerRow
     first: FirstEntries
+    fine: tuple[Tensor, ...] = ()
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors, in the order of the fields."""
-        return *self.entries, self.window_k, self.window_v, self.mean_q, self.sums
+        return *self.entries, self.window_k, self.window_v, self.mean_q, self.sums, *self.fine
 
     def map(self, change: Callable[[Tensor], Tensor], change_number: Callable[[PerRow], PerRow]) -> Self:
         """The state with ``change`` applied to all tensors and ``change_number`` to the numbers per row."""
@@ -55,6 +57,7 @@ class LayerState(NamedTuple):
             change(self.sums),
             change_number(self.seen),
             FirstEntries(*map(change_number, self.first)),
+            tuple(map(change, self.fine)),
         )
 
 
@@ -79,6 +82,12 @@ def with_kept(prompt: LayerState, kept: Tensor, counts: Tensor) -> LayerState:
     return prompt._replace(entries=kept_tokens(k, v, kept, int(counts.max())), first=FirstEntries.of(counts, counts))
 
 
+def fine_slots(method: Method) -> int:
+    """Fine entries that are kept under a method with coarse ones; 0 under others."""
+    layout = method.layout
+    return 0 if layout.coarse_rule is None else layout.coarse_rule.fine_slots(layout.summary_delay, SLACK)
+
+
 def first_needed(method: Method, seen: PerRow) -> PerRow:
     """Position of the earliest token that the window must still hold once ``seen`` tokens have been read."""
     rule = method.layout.rule
@@ -95,8 +104,8 @@ def num_entries(method: Method, seen: PerRow, first: PerRow = 0) -> PerRow:
 
     All three are an int or int64 CPU ``[B]``.
     """
-    layout = method.layout
-    return layout.rule.pooled(seen, layout.summary_delay) * layout.rule.entries + first
+    rule, delay = method.layout.made
+    return rule.pooled(seen, delay) * rule.entries + first
 
 
 def most_entries(method: Method, tokens: int) -> int:

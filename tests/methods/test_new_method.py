@@ -12,7 +12,7 @@ from transformers import StaticCache
 import condense
 from condense import config
 from condense.methods import ChunkPooling, Layout
-from condense.ops import UniformRule
+from condense.ops import Coarse, UniformRule
 
 SIZE, WINDOW, DELAY = 5, 7, 3
 RULE, CHOICE = UniformRule(chunk=4, window=6), condense.Recall().layout.choice
@@ -132,6 +132,10 @@ LAYOUTS = [
     (Layout(RULE, pooling=ChunkPooling("mean", "max"), choice=CHOICE), "a choice, .* must be means .*'max'", _mean),
     (Layout(RULE, pooling=ChunkPooling("mean", "mean"), choice=CHOICE, matched=True), "and matched=True", _mean),
     (Layout(RULE, entry_bits=5), "entry_bits must be one of 16, 8, 4, got 5", _mean),
+    (Layout(RULE, coarse=Coarse(1, 20)), r"coarse.chunks must be an integer >= 2, got 1", _mean),
+    (Layout(RULE, coarse=Coarse(4, 13)), r"two chunks more than the window of tokens, 14 or more, got .*13", _mean),
+    (Layout(RULE, entry_bits=8, coarse=Coarse(4, 20)), "coarse entries are means of 16-bit entries", _mean),
+    (Layout(RULE, coarse=Coarse(4, 20)), "keys and values alone, .* got 3 tensors", lambda x: (*_mean(x), _mean(x)[0])),
     (Layout(RULE), "Own.represent.*got NoneType", lambda chunks: None),
     (Layout(RULE), "Own.represent.*as a tuple, got Tensor", lambda chunks: _mean(chunks)[0]),
     (Layout(RULE), r"Own.represent.*got \(1, 1, 5, 4\) torch.float64$", lambda chunks: _mean(chunks)[:1]),

@@ -11,6 +11,7 @@ from step_states import empty, step_settings, with_store
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
+from two_scales import TwoScales
 
 import condense
 from condense.ops import NewToken, RuleSpans, Source, StepCall, UniformRule, unpack_store
@@ -58,12 +59,12 @@ def test_two_part_keys_fit_into_shared_memory(D, Dv, compiled):
     assert "wgmma.mma_async" in compiled[0].asm["ptx"]
 
 
-def take_a_step(settings, rows, heads, widths, **options):
+def take_a_step(settings, rows, heads, widths, latent=0, **options):
     """Read one token per row. heads: of queries, and of keys and values."""
     state = empty(settings, 1024, heads[1], widths, rows=rows, dtype=torch.bfloat16, **options)
     sizes = (heads[0], widths[0]), (heads[1], widths[0]), (heads[1], widths[1])
     token = NewToken(*(torch.zeros(rows, n, 1, width, dtype=torch.bfloat16) for n, width in sizes))
-    triton_step.step(StepCall(token, state, settings, scale=0.1))
+    triton_step.step(StepCall(token, state, settings, scale=0.1, latent=latent))
 
 
 def step_over_pages(make, method, width, **options):
@@ -86,6 +87,13 @@ def test_the_index_is_multiplied_in_halves(D, slots, compiled):
     assert "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" in ptx
     assert all(f", {0x00010001 << bit};" in ptx for bit in range(8))
     assert len(compiled) == 5
+
+
+@pytest.mark.parametrize(("widths", "latent"), [((128, 128), 0), ((576, 0), 512)], ids=["keys", "latents"])
+def test_a_step_on_two_scales_compiles(widths, latent, compiled):
+    settings = step_settings(TwoScales(window=512, n=16, near=600))
+    take_a_step(settings, 1, (32, 1 if latent else 8), widths, latent=latent)
+    assert [kernel.metadata.name for kernel in compiled][:1] == ["step_kernel"]
 
 
 # what kernels that work by lanes have in their assembly

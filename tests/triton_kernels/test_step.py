@@ -11,6 +11,7 @@ from layers import columns, extend
 from oracles import cases, latent_oracle, oracle
 from speed.budget import judge
 from step_states import RECALLS, SELECT, empty
+from two_scales import METHODS as TWO_SCALES
 from two_sources import attend_to
 
 import condense
@@ -131,6 +132,22 @@ def test_rows_that_come_and_go(heads):
     assert state.seen.tolist() == [L, L]
     want = oracle.attention(q, k, v, method=PADDED_LCA)[0]
     assert exact_to_rounding(torch.where(rest.isnan(), out, rest), want, v.abs().max())
+
+
+@pytest.mark.parametrize("method", [method for method in TWO_SCALES.values() if not method.own], ids=str)
+@pytest.mark.parametrize(("heads", "widths", "latent"), [((4, 2), (16, 40), 0), ((3, 1), (24, 0), 16)], ids=str)
+def test_entries_on_two_scales(heads, widths, latent, method):
+    """Until two coarse entries are seen, for which there is room; values of latents are columns of keys."""
+    (H, K), (D, Dv), L = heads, widths, method.near + 3 * method.n * method.chunk - method.chunk
+    q, k, v = drawn(2, H, K, L, D, Dv)
+    state, arrivals = empty_state(method, 2, K, D, Dv, L - 1), torch.ones(L + 4, 2, dtype=torch.bool)
+    arrivals[[0, 1, 9, 17], 0] = False
+    arrivals[[3, 14, 15, -1], 1] = False
+    assert state.entries_k.shape[2] == 2
+    out = decode(method, q, k, v, state, arrivals=arrivals, latent=latent)
+    tokens = (x.cpu().double() for x in (q, k, k[..., :latent] if latent else v))
+    want = condense.attention(*tokens, method=method, backend="reference")
+    assert exact_to_rounding(out, want, k.abs().max() if latent else v.abs().max())
 
 
 def filled_state(method, past, tokens):

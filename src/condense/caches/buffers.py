@@ -1,6 +1,5 @@
 """The buffers of decode steps: copying a `LayerState` into and out of them.
 
-A ring stores the token at position t of its row in slot ``t % W``.
 Shapes: B rows, K KV heads, M entries, W ring slots, N columns, D width.
 """
 
@@ -15,6 +14,7 @@ from condense.ops import StepSettings, StepState
 from condense.ops.spans import per_entry
 from condense.ops.step import entry_names
 from condense.ops.tensors.per_row import PerRow, as_rows, max_row, min_row
+from condense.ops.tensors.ring import newest_columns, store_newest
 from condense.state import LayerState, num_entries
 
 
@@ -79,7 +79,8 @@ class Buffered:
         )
         window_k, window_v = (newest_columns(ring, seen, num_window) for ring in (buffers.ring_k, buffers.ring_v))
         queries = newest_columns(buffers.ring_q, seen, num_queries)
-        return LayerState(held, window_k, window_v, queries, sums, seen, first)
+        fine = (buffers.fine_k, buffers.fine_v) if settings.coarse is not None else ()
+        return LayerState(held, window_k, window_v, queries, sums, seen, first, fine)
 
     def _write_state(self, before: LayerState | None, state: LayerState) -> None:
         """Copy in ``state``, where the buffers hold the state ``before`` (None: nothing); of entries, only new ones."""
@@ -94,6 +95,8 @@ class Buffered:
         store_newest(buffers.ring_q, state.mean_q, state.seen)
         if self.store.settings.sees_rest:
             store_newest(buffers.sums, state.sums, state.seen // self.store.settings.rule.chunk + 1)
+        for ring, kept in zip((buffers.fine_k, buffers.fine_v), state.fine, strict=False):
+            ring.copy_(kept)
         # pageable memory is staged before `copy_` returns, so the host does not wait for the GPU
         buffers.seen.copy_(as_rows(state.seen, rows), non_blocking=True)
         if before is None and state.first.exist:
@@ -109,30 +112,7 @@ def static_bias(
     method: Method, rows: int, capacity: int, device: torch.device, first: FirstEntries = NO_FIRST
 ) -> Tensor | None:
     """Bias ``[B, 1, M]`` of entries that begin with ``first``; None if the step derives it from settings."""
-    if method.layout.pooling is not None:
+    if method.layout.pooling is not None or method.layout.coarse is not None:
         return None
     bias = per_entry(entry_bias(method, capacity, device, first), capacity, device)
     return None if bias is None else bias.expand(rows, 1, capacity).contiguous()
-
-
-def newest_columns(ring: Tensor, seen: PerRow, limit: int) -> Tensor:
-    """The newest ``limit`` columns (at most W) of a ring ``[B, K, W, D]``, in order of position, right-aligned."""
-    n = min(limit, ring.shape[2])
-    if n == 0:
-        return ring[:, :, :0]
-    return ring.take_along_dim(_slots(seen, n, ring), 2)
-
-
-def store_newest(ring: Tensor, columns: Tensor, seen: PerRow) -> None:
-    """Store the last W of ``columns`` ``[B, K, N, D]``, whose last one is position ``seen - 1``, in a ring."""
-    n = min(ring.shape[2], columns.shape[2])
-    if n > 0:
-        # columns before a row's first token get negative positions, whose slots no token of the row uses yet
-        slots = _slots(seen, n, ring)
-        ring.scatter_(2, slots.expand(-1, ring.shape[1], -1, ring.shape[3]), columns[:, :, -n:])
-
-
-def _slots(seen: PerRow, n: int, ring: Tensor) -> Tensor:
-    """Ring slots of the newest n positions, ``[B, 1, n, 1]``."""
-    slots = (as_rows(seen, ring.shape[0])[:, None] - n + torch.arange(n)) % ring.shape[2]
-    return slots.to(ring.device, non_blocking=True)[:, None, :, None]

@@ -190,7 +190,9 @@ class CondensedLayer(CondensedCacheLayer):
             entries = tuple(x[:, :, : x.shape[2] * after // before] if before else x for x in state.entries)
             window_k, window_v = (x[:, :, : N - count] for x in (state.window_k, state.window_v))
             mean_q = state.mean_q[:, :, : max(0, Q - count)]
-            self._state = LayerState(entries, window_k, window_v, mean_q, state.sums, seen, state.first)
+            self._state = state._replace(
+                entries=entries, window_k=window_k, window_v=window_v, mean_q=mean_q, seen=seen
+            )
         self._num_slots -= count
         self._num_real_slots -= count
 

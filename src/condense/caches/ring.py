@@ -21,7 +21,7 @@ from condense.methods import FirstEntries, Method
 from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepCall, StepState, decode_step
 from condense.ops.step import StateSizes, empty_state, entry_names
 from condense.ops.tensors.per_row import PerRow, int_if_equal, larger, max_row, min_row
-from condense.state import SLACK, LayerState, kept_sums, num_entries
+from condense.state import SLACK, LayerState, fine_slots, kept_sums, num_entries
 
 if TYPE_CHECKING:
     from condense.ops.triton.prepared import PreparedStep
@@ -63,7 +63,8 @@ class RingState(Buffered):
         M, W = self._entry_slots(state.entries[0].shape[2]), min(room_for(max_row(state.seen)), self._most_window)
         k, widths = state.window_k, (state.window_k.shape[3], state.window_v.shape[3])
         queries, stored = max(S, self._most_queries), 0 if settings.choice is None else M * rule.chunk
-        sizes = StateSizes(k.shape[0], k.shape[1], widths, M, W, queries, stored, kept_sums(rule.chunk))
+        sums, fine = kept_sums(rule.chunk), fine_slots(method)
+        sizes = StateSizes(k.shape[0], k.shape[1], widths, M, W, queries, stored, sums, fine)
         self.buffers = empty_state(k, settings, sizes)
         self.backend = self._backend()
         self._write_state(None, state)
@@ -88,7 +89,8 @@ class RingState(Buffered):
     def state(self) -> LayerState:
         """A copy of the state, which further steps do not change."""
         state = self.view()
-        return state._replace(entries=tuple(x.clone() for x in state.entries))
+        entries, fine = (tuple(x.clone() for x in kept) for kept in (state.entries, state.fine))
+        return state._replace(entries=entries, fine=fine)
 
     def view(self) -> LayerState:
         """The state, whose entries share memory with the buffers; the next step changes it."""
@@ -189,12 +191,12 @@ class RingState(Buffered):
 
     def _count_steps(self) -> int:
         """The number of further steps for which every row has room."""
-        rule, summary_delay, num_tokens = self.settings.rule, self.settings.summary_delay, self.buffers.ring_k.shape[2]
+        (rule, delay), num_tokens = self.method.layout.made, self.buffers.ring_k.shape[2]
         steps = num_tokens - max_row(self.seen) if num_tokens < self._most_window else sys.maxsize
         chunks = (self.buffers.entries_k.shape[2] - self.first.num) // rule.entries
         if rule.max_chunks is not None and min_row(chunks) >= rule.max_chunks:
             return steps
-        return min(steps, min_row((chunks + 1) * rule.chunk + summary_delay - 1 - self.seen))
+        return min(steps, min_row((chunks + 1) * rule.chunk + delay - 1 - self.seen))
 
 
 def longer(x: Tensor, slots: int) -> Tensor:

@@ -22,7 +22,7 @@ from condense.methods import NO_FIRST, Context, FirstEntries, Method, Reread, st
 from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepCall, StepState, decode_step
 from condense.ops.step import StateSizes, clear_state, empty_state
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row
-from condense.state import LayerState, most_entries, num_entries, with_kept
+from condense.state import LayerState, fine_slots, most_entries, num_entries, with_kept
 
 
 def _refused(what: str) -> Callable[..., NoReturn]:
@@ -86,7 +86,8 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         self.backend = self.store.backend(k, v, self.latent_width, M)
         self.bias = static_bias(self.method, k.shape[0], M, k.device)
         stored = 0 if settings.choice is None else M * settings.rule.chunk
-        sizes = StateSizes(k.shape[0], k.shape[1], (k.shape[3], v.shape[3]), M, W, settings.num_summary, stored)
+        widths, fine = (k.shape[3], v.shape[3]), fine_slots(self.method)
+        sizes = StateSizes(k.shape[0], k.shape[1], widths, M, W, settings.num_summary, stored, fine=fine)
         self.buffers = empty_state(k, settings, sizes)
         self.is_initialized = True
         self.num_slots = self.num_slots.to(k.device)

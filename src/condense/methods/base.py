@@ -163,9 +163,9 @@ class Method:
     def reads_packed(self) -> bool:
         """True if one call reads all documents packed into a row, False if each document needs a call of its own.
 
-        Methods that read a prompt at once, or override `attend`, assume that the row is one document.
+        Methods that read a prompt at once, override `attend`, or have coarse entries take a row as one document.
         """
-        return not self.reads_prompt and type(self).attend is Method.attend
+        return not self.reads_prompt and type(self).attend is Method.attend and self.layout.coarse is None
 
     @property
     def has_step(self) -> bool:
@@ -288,9 +288,9 @@ def step_settings(method: Method) -> StepSettings:
     """The method's settings as `condense.ops.decode_step` takes them."""
     layout = method.layout
     key, value, num_focal = layout.pooling or (None, None, 0)
-    bias = layout.bias[-1] if layout.bias and layout.pooling is not None else 0.0
+    bias = layout.bias[-1] if layout.bias and (layout.pooling is not None or layout.coarse is not None) else 0.0
     return StepSettings(
         layout.rule, layout.summary_delay, layout.num_summary, key, value, bias, num_focal,
         has_first=method.reads_prompt, matched=layout.matched, entry_bits=layout.entry_bits,
-        choice=layout.choice,
+        choice=layout.choice, coarse=layout.coarse,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import NamedTuple, Self, get_args
 from torch import Tensor
 
 from condense.config import Bits, check_choice, check_int
-from condense.ops import ChoiceSettings, Pooling, UniformRule
+from condense.ops import ChoiceSettings, Coarse, CoarseRule, Pooling, UniformRule
 from condense.ops.tensors.per_row import PerRow, int_if_equal
 
 
@@ -77,6 +77,7 @@ class Layout:
     matched: each entry has a bias of its own, which ``represent`` returns. entry_bits: 16, or 8 or 4 for entries that
     are rounded when they are made, which ``represent`` leaves to its callers. choice: the closed groups whose tokens
     queries see, which are stored; None if no token of a closed chunk is kept. lookahead: None for a causal method.
+    coarse: of what old entries are merged into; None if all entries are kept.
     """
 
     rule: UniformRule
@@ -88,6 +89,17 @@ class Layout:
     entry_bits: int = 16
     choice: ChoiceSettings | None = None
     lookahead: Lookahead | None = None
+    coarse: Coarse | None = None
+
+    @property
+    def coarse_rule(self) -> CoarseRule | None:
+        """The rule of entries on two scales, None on one."""
+        return None if self.coarse is None else CoarseRule(self.rule, self.coarse)
+
+    @property
+    def made(self) -> tuple[UniformRule, int]:
+        """The rule of the entries that are kept for good, and the tokens that follow a chunk's last one till then."""
+        return (self.rule, self.summary_delay) if self.coarse_rule is None else self.coarse_rule.made_by
 
 
 def check_layout(layout: Layout) -> None:
@@ -114,6 +126,27 @@ def check_layout(layout: Layout) -> None:
         raise ValueError(
             f"layout: bias must be a tuple with a finite number for each entry of a chunk, {rule.entries}, or empty, "
             f"got {bias!r}"
+        )
+    if layout.coarse is not None:
+        _check_coarse(layout, layout.coarse)
+
+
+def _check_coarse(layout: Layout, coarse: Coarse) -> None:
+    """Raise ValueError for coarse entries that no method can have."""
+    rule = layout.rule
+    check_int("layout: coarse.chunks", coarse.chunks, 2)
+    least = None if rule.window is None else rule.window + 2 * rule.chunk
+    if least is None or coarse.window < least or not math.isfinite(coarse.bias):
+        raise ValueError(
+            f"layout: coarse must have a finite bias and a window of two chunks more than the window of tokens, "
+            f"{least} or more, got {coarse}"
+        )
+    plain = Layout(rule, layout.summary_delay, layout.num_summary, layout.pooling, layout.bias, coarse=coarse)
+    focal = layout.pooling is not None and layout.pooling.num_focal > 0
+    if layout != plain or rule.entries != 1 or rule.max_chunks is not None or focal:
+        raise ValueError(
+            "layout: coarse entries are means of 16-bit entries, one for each chunk, without a choice, matched biases "
+            f"or a lookahead, got {layout}"
         )
 
 

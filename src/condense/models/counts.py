@@ -8,7 +8,7 @@ from condense.methods import DGA, Method, step_settings
 from condense.ops import Chunks, UniformRule
 from condense.ops.recall import Quota
 from condense.ops.step import Per, entry_names, fields_of
-from condense.state import SLACK, first_entries, first_needed, kept_sums, num_entries
+from condense.state import SLACK, fine_slots, first_entries, first_needed, kept_sums, num_entries
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
@@ -61,7 +61,7 @@ def kept(method: Method, length: int) -> dict[Per, int]:
     layout, groups = method.layout, int(num_entries(method, length))
     tail = min(length, layout.num_summary - 1 + SLACK) if layout.num_summary > 1 else 0
     exact = min(length, length - int(first_needed(method, length - SLACK)))
-    counts = {Per.ENTRY: groups, Per.TOKEN: exact, Per.QUERY: tail}
+    counts = {Per.ENTRY: groups, Per.TOKEN: exact, Per.QUERY: tail, Per.FINE: fine_slots(method)}
     if layout.choice is not None:
         g, slots = layout.rule.chunk, layout.choice.store.slots
         counts |= {Per.STORED: groups * g, Per.COPIED: slots * g, Per.SLOT: slots, Per.SUM: kept_sums(g)}
@@ -71,7 +71,7 @@ def kept(method: Method, length: int) -> dict[Per, int]:
 def kept_on_device(method: Method, length: int) -> int:
     """Entries and exact tokens that a cache keeps on the device, per KV head."""
     counts, choice = kept(method, length), method.layout.choice
-    per = {Per.ENTRY, Per.TOKEN, Per.STORED, Per.COPIED}
+    per = {Per.ENTRY, Per.FINE, Per.TOKEN, Per.STORED, Per.COPIED}
     if choice is not None:
         # of a group that is not stored token by token only the index is kept
         per -= {Per.ENTRY, Per.STORED} if choice.store.on_host else {Per.ENTRY}
@@ -123,4 +123,10 @@ class CachedHeads(NamedTuple):
         counts = dict.fromkeys(("signs", "steps", "biases"), groups) | {"store": opened * g, "sums": 1}
         counts |= dict.fromkeys(("entries_k", "entries_v"), groups)
         counts |= dict.fromkeys(("ring_k", "ring_v"), length - groups * g)
+        if (scales := method.layout.coarse_rule) is not None:
+            (_, groups), (first, last), (start, _) = scales.spans(length)
+            counts = dict.fromkeys(("entries_k", "entries_v"), groups) | dict.fromkeys(
+                ("ring_k", "ring_v"), length - start
+            )
+            counts |= dict.fromkeys(("fine_k", "fine_v"), last - first)
         return sum(counts.get(name, 0) * nbytes for (name, _), nbytes in self.row_bytes(method, itemsize).items())

@@ -173,8 +173,10 @@ class _Heads:
         visible = length * (length + 1) // 2 - sum_closed(rule, length, None) * rule.chunk
         visible += sum_closed(rule, length, rule.max_chunks) * rule.entries
         visible += method.num_pairs(length) if isinstance(method, Reread) else 0
-        entries = int(num_entries(method, length))
-        chunks = entries // rule.entries
+        if (scales := method.layout.coarse_rule) is not None:
+            visible -= sum_closed(scales.made_by[0], length, None) * (scales.coarse.chunks - 1)
+        chunks = rule.pooled(length, method.layout.summary_delay)
+        entries = chunks * rule.entries
         pooled = chunks * (rule.chunk - rule.entries + 1) * 2 * self.entry_numbers + entries * self.entry_flops
         if method.layout.num_summary > 0:
             # scores of all tokens of a chunk, and the mean over each KV head's queries

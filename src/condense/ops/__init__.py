@@ -15,6 +15,7 @@ from condense.ops.api import (
     unpack_store,
 )
 from condense.ops.backends import resolve_backend, resolve_pooling, step_backend
+from condense.ops.coarse import Coarse, CoarseRule
 from condense.ops.entries import EntryFormat
 from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.spans import ArraySpans, Hull, RuleSpans, Source, Span, Spans, UniformRule, document_spans

@@ -101,6 +101,8 @@ def _check_settings(settings: StepSettings, state: PagedState) -> None:
             "entries must be pages of records, uint8, with a choice, matched biases or fewer than 16 bits, got "
             f"{state.entries.cache.dtype}: pages of the dtype of k hold CCA and LCA alone: use entry_bits=16"
         )
+    if settings.coarse is not None:
+        raise ValueError(f"pages keep all entries, got {settings.coarse}: use buffers (`condense.ops.decode_step`)")
     if settings.choice is None:
         return
     if settings.summary_delay != 0:

@@ -8,6 +8,7 @@ import hashlib
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, Self
 
+from condense.ops.coarse import Coarse, CoarseRule
 from condense.ops.entries import EntryFormat
 from condense.ops.recall.choice import Quota
 from condense.ops.recall.store import StoreFormat
@@ -56,6 +57,7 @@ class StepSettings:
     matched: each entry has a bias of its own (`condense.ops.matched_bias`) in place of ``bias``.
     entry_bits: of `condense.ops.entries.EntryFormat`; with 8 or 4 bits, an entry is rounded when it is made.
     choice: the groups whose exact tokens a query sees; None for a method that keeps no tokens of closed groups.
+    coarse: of what old entries are merged into; None if all are kept.
     """
 
     rule: UniformRule
@@ -69,6 +71,7 @@ class StepSettings:
     matched: bool = False
     entry_bits: int = 16
     choice: ChoiceSettings | None = None
+    coarse: Coarse | None = None
 
     def __post_init__(self) -> None:
         """Enter the settings into the table that `numbered_settings` reads."""
@@ -83,6 +86,11 @@ class StepSettings:
     def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
         """Unpickle by calling the class, so that the settings enter the table of that process."""
         return type(self), tuple(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def coarse_rule(self) -> CoarseRule | None:
+        """The rule of entries on two scales, None on one."""
+        return None if self.coarse is None else CoarseRule(self.rule, self.coarse)
 
     @property
     def entry_format(self) -> EntryFormat:

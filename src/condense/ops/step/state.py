@@ -1,7 +1,7 @@
 """The state of one layer in buffers: one table says what it holds, by which it is made, checked, cleared and counted.
 
 Shapes: B rows, K KV heads, M entries of capacity, W and Q slots of the rings of tokens and of queries, N tokens that
-the store has room for, S slots of the store, T sums, g tokens per group, D and Dv widths.
+the store has room for, S slots of the store, T sums, F fine entries, g tokens per group, D and Dv widths.
 """
 
 import functools
@@ -27,6 +27,7 @@ class Per(Enum):
     COPIED = auto()  # token of a group in a slot of the store
     SUM = auto()  # of the values of all whole groups at some time
     SLOT = auto()
+    FINE = auto()  # entry of a chunk that is not merged yet
     ROW = auto()
 
 
@@ -50,7 +51,7 @@ class Field(NamedTuple):
 
 
 class StateSizes(NamedTuple):
-    """Sizes of keys and values of a layer and of what is kept: B, K, D and Dv, M, W, Q, N, T; S is in the settings."""
+    """Sizes of keys and values of a layer and of what is kept: B, K, D and Dv, M, W, Q, N, T, F; settings have S."""
 
     rows: int
     heads: int
@@ -60,6 +61,7 @@ class StateSizes(NamedTuple):
     queries: int = 0
     stored: int = 0
     sums: int = 2
+    fine: int = 0
 
     def shape(self, field: Field, settings: StepSettings) -> tuple[int, ...]:
         """The shape of a buffer."""
@@ -69,6 +71,7 @@ class StateSizes(NamedTuple):
         counts = {
             Per.ENTRY: self.entries, Per.TOKEN: self.tokens, Per.QUERY: self.queries, Per.STORED: self.stored,
             Per.SLOT: slots, Per.COPIED: slots * settings.rule.chunk, Per.SUM: self.sums,
+            Per.FINE: self.fine,
         }  # fmt: skip
         return self.rows, self.heads, counts[field.per], *field.width
 
@@ -108,6 +111,11 @@ class StepState(NamedTuple):
     groups, before they are rounded, stands in slot ``j % T``; of latents, whose Dv is 0, of keys, ``[B, K, T, D]``. A
     step that reads the last token of group j writes sum j + 1. So as many tokens can be taken back as T - 1 groups
     hold. In float64 sums of 16-bit numbers hardly round, so that they do not depend on their order.
+
+    With coarse entries (`condense.ops.coarse.Coarse`) these are what ``entries`` holds, and also the following:
+
+    fine_k ``[B, K, F, D]``, fine_v ``[B, K, F, Dv]``: that of chunk j in slot ``j % F``; F is at least
+    `condense.ops.coarse.CoarseRule.fine_slots`.
     """
 
     entries_k: Tensor
@@ -126,6 +134,8 @@ class StepState(NamedTuple):
     held: Tensor
     order: Tensor
     sums: Tensor
+    fine_k: Tensor
+    fine_v: Tensor
 
     def entries(self, settings: StepSettings) -> tuple[Tensor, ...]:
         """All that is kept of entries, in the order in which `condense.Method.represent` makes it."""
@@ -169,7 +179,10 @@ def fields_of(settings: StepSettings, heads: int, widths: tuple[int, int], dtype
         Field("biases", Per.ENTRY, (1,), wide) if settings.matched else Field("biases", Per.ROW, (0,), wide),
     )
     if choice is None:
-        return (*of_all, *(Field(name, Per.ROW, (0,), dtype) for name in StepState._fields[len(of_all) :]))
+        fine = [] if settings.coarse is None else [("fine_k", D), ("fine_v", Dv)]
+        others = StepState._fields[len(of_all) : len(StepState._fields) - len(fine)]
+        empty = (Field(name, Per.ROW, (0,), dtype) for name in others)
+        return (*of_all, *empty, *(Field(name, Per.FINE, (width,), dtype) for name, width in fine))
     store = settings.store_format
     stored, of_store = store.width(D, Dv, dtype.itemsize), store.dtype(dtype)
     signs, steps = index_widths(settings.rule.chunk, D)
@@ -182,6 +195,8 @@ def fields_of(settings: StepSettings, heads: int, widths: tuple[int, int], dtype
         Field("held", Per.SLOT, (), torch.int32, fill=-1),
         Field("order", Per.SLOT, (), torch.int32, fill=None),
         Field("sums", Per.SUM, (Dv or D if choice.mean else 0,), torch.float64),
+        Field("fine_k", Per.ROW, (0,), dtype),
+        Field("fine_v", Per.ROW, (0,), dtype),
     )
 
 
@@ -230,7 +245,8 @@ def _layout_beside(state: StepState, settings: StepSettings) -> _Layout:
     queries, stored, sums = max(settings.num_summary, state.ring_q.shape[2]), 0, 2
     if settings.choice is not None:
         stored, sums = max(M * g, state.store.shape[2]), max(2, state.sums.shape[2])
-    sizes = StateSizes(B, K, (D, Dv), M, W, queries, stored, sums)
+    fine = 0 if settings.coarse is None else state.fine_k.shape[2]
+    sizes = StateSizes(B, K, (D, Dv), M, W, queries, stored, sums, fine)
     # a trace would go through the cache to what it calls, with a warning
     find = _layout if torch.compiler.is_compiling() else _known_layout
     return find(settings, sizes, state.ring_k.dtype)
@@ -256,7 +272,9 @@ def check_state(state: StepState, settings: StepSettings) -> None:
                 f"{field.name} must be {shape} in {field.dtype} on {device}, got {tuple(x.shape)} in {x.dtype} on "
                 f"{x.device}"
             )
-        by_rows = settings.choice is None and x.dtype != torch.uint8 and field.name != "biases"
+        by_rows = (
+            settings.choice is None and x.dtype != torch.uint8 and field.name not in ("biases", "fine_k", "fine_v")
+        )
         if by_rows and x.dim() == 4 and x.stride(3) != 1 and x.shape[3] > 1:
             raise ValueError(f"{field.name} must be contiguous in its last dimension, got strides {x.stride()}")
         if not by_rows and not x.is_contiguous():

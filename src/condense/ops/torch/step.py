@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from condense.ops.coarse import CoarseRule, merged
 from condense.ops.recall.choice import IndexChoice, choose_groups, chosen_groups, index_scores
 from condense.ops.recall.rest import rest_weights, with_rest
 from condense.ops.step.call import OwnEntries, StepCall
@@ -29,7 +30,7 @@ def step(call: StepCall, own: OwnEntries) -> Tensor:
     write_columns(state.ring_v, t, v, alive)
     if call.settings.num_summary > 0:
         write_columns(state.ring_q, t, head_mean(q, k.shape[1]), alive)
-    if state.entries_k.shape[2] > 0:
+    if state.entries_k.shape[2] > 0 or call.settings.coarse is not None:
         _close(call, t, seen, own)
     if call.settings.sees_rest:
         _add_to_sums(state, seen, alive, call.settings.rule.chunk)
@@ -64,14 +65,28 @@ def _close(call: StepCall, t: Tensor, seen: Tensor, own: OwnEntries) -> None:
     first = chunk * rule.entries
     if settings.has_first:
         first = first + state.first[:, 0]
-    due = (rule.pooled(seen, delay) > chunk) & (first + rule.entries <= state.entries_k.shape[2])
+    due, buffers = rule.pooled(seen, delay) > chunk, state.entries(settings)
+    if settings.coarse_rule is not None:
+        _merge(state, t, seen, settings.coarse_rule)
+        buffers = state.fine_k, state.fine_v
+    else:
+        due &= first + rule.entries <= state.entries_k.shape[2]
     summary = None if settings.num_summary == 0 else newest_mean(state.ring_q, seen, settings.num_summary, c)
     k, v = (read_columns(ring, chunk * c, c) for ring in (state.ring_k, state.ring_v))
     kept = own.represent(Chunks(k, v, 0, 1, c, chunk[:, None]), summary, scale=call.scale, backend="torch")
-    for buffer, made in zip(state.entries(settings), packed(kept, settings), strict=True):
+    for buffer, made in zip(buffers, packed(kept, settings), strict=True):
         # a chunk's tokens have as many columns in the store as it has tokens, one entry each in the others
         # biases of a method of one's own may be wider than the buffer
         write_columns(buffer, chunk * c if buffer is state.store else first, made.to(buffer.dtype), due)
+
+
+def _merge(state: StepState, t: Tensor, seen: Tensor, rule: CoarseRule) -> None:
+    """Make each row's next coarse entry of fine ones, all of which are older than this step's."""
+    number, n = rule.made(t), rule.coarse.chunks
+    due = (rule.made(seen) > number) & (number < state.entries_k.shape[2])
+    k, v = (read_columns(ring, number * n, n) for ring in (state.fine_k, state.fine_v))
+    for buffer, made in zip((state.entries_k, state.entries_v), merged(Chunks(k, v, 0, 1, n, 0)), strict=True):
+        write_columns(buffer, number, made, due)
 
 
 def _add_to_sums(state: StepState, seen: Tensor, alive: Tensor, g: int) -> None:
@@ -112,9 +127,7 @@ def attend(call: StepCall, seen: Tensor, alive: Tensor, own: OwnEntries) -> tupl
     (q, *_), state, settings, latent = call.token, call.state, call.settings, call.latent
     (D, Dv), c, M = (state.ring_k.shape[3], state.ring_v.shape[3]), settings.rule.chunk, state.entries_k.shape[2]
     closed, choice = settings.rule.closed(seen), settings.choice
-    # the newest position stored in each slot of the ring, negative if it is empty
-    last, W = (seen - 1)[:, None], state.ring_k.shape[2]
-    position = last - (last - torch.arange(W, device=q.device)) % W
+    position = _newest_numbers(seen - 1, state.ring_k)
     near = ((position >= closed[:, None] * c) & (position >= 0))[:, None]
     # what each row sees of the far keys, bool ``[B, K|1, n]``
     if choice is None:
@@ -122,8 +135,17 @@ def attend(call: StepCall, seen: Tensor, alive: Tensor, own: OwnEntries) -> tupl
         far_k, far_v = form.unpack(state.entries_k, D, q.dtype), form.unpack(state.entries_v, Dv, q.dtype)
         # first entries, and those of closed chunks that did fit into the buffer
         of_first = state.first[:, 0] if settings.has_first else torch.zeros_like(closed)
-        count = of_first + torch.minimum(settings.rule.visible_entries(closed), (M - of_first) // p * p)
+        visible = settings.rule.visible_entries(closed)
+        if settings.coarse_rule is not None:
+            (_, visible), (lo, hi), _ = settings.coarse_rule.spans(seen)
+        count = of_first + torch.minimum(visible, (M - of_first) // p * p)
         far = (torch.arange(M, device=q.device) < count[:, None])[:, None]
+        if settings.coarse_rule is not None:
+            last = settings.rule.pooled(seen, settings.summary_delay) - 1
+            number = _newest_numbers(last, state.fine_k)
+            is_fine = (number >= lo[:, None]) & (number < hi[:, None])
+            far_k, far_v = torch.cat([far_k, state.fine_k], dim=2), torch.cat([far_v, state.fine_v], dim=2)
+            far = torch.cat([far, is_fine[:, None]], dim=2)
     else:
         groups, chosen = _choose(call, closed)
         rows = _open_groups(state, groups, (groups < M) & alive[:, None, None], c)
@@ -150,6 +172,12 @@ def attend(call: StepCall, seen: Tensor, alive: Tensor, own: OwnEntries) -> tupl
     return with_rest(out, lse, weight, mean[..., : values.shape[3]])
 
 
+def _newest_numbers(last: Tensor, ring: Tensor) -> Tensor:
+    """The number of the column in each slot of a ring, ``[B, W]``, negative in empty ones; last: that of the newest."""
+    W = ring.shape[2]
+    return last[:, None] - (last[:, None] - torch.arange(W, device=ring.device)) % W
+
+
 def _bias(state: StepState, settings: StepSettings, own: OwnEntries) -> Tensor | None:
     """Biases of the entries: their own, ``settings.bias`` for pooled ones and 0 for single tokens, float64
     ``[B|1, 1, M]``; None for none.
@@ -158,9 +186,14 @@ def _bias(state: StepState, settings: StepSettings, own: OwnEntries) -> Tensor |
         return None
     if settings.matched:
         return state.biases[..., 0]
-    if own.bias is not None or settings.bias == 0.0:
+    if own.bias is not None or (settings.bias == 0.0 and settings.coarse is None):
         return own.bias
     M, p = state.entries_k.shape[2], settings.rule.entries
+    if settings.coarse is not None:
+        biases = (settings.coarse.bias, M), (settings.bias, state.fine_k.shape[2])
+        return torch.cat(
+            [torch.full((1, 1, n), x, dtype=torch.float64, device=state.seen.device) for x, n in biases], 2
+        )
     if not settings.bias_differs:
         return torch.full((1, 1, M), settings.bias, dtype=torch.float64, device=state.seen.device)
     entry = torch.arange(M, device=state.seen.device)

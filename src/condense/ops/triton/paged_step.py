@@ -131,7 +131,7 @@ def _start(
     # strides of rings and arrays, which pages have in their forms
     none = (0,) * 15
     strides = (*(n for x in qkv for n in x.stride()[:2]), *none, seen.stride(0), 0, 0, 0, 0, 0)
-    STEP.start(plan, (*qkv, *pages[:NUM_BUFFERS], seen, None, None, *splits, splits[0], *tables), strides)
+    STEP.start(plan, (*qkv, *pages[:NUM_BUFFERS], seen, None, None, *splits, splits[0], *tables, None, None), strides)
 
 
 def _buffers_of(state: PagedState, widths: tuple[int, int], seen: Tensor, settings: StepSettings) -> StepState:

@@ -69,7 +69,7 @@ def tensors_of(
     counts: which rows count. turn: the rotation. tables: of the pages of tokens and of records, and the tokens of the
     rows before each; None for buffers.
     """
-    _, _, ring_k, ring_v, _, seen, _, _, _, signs, steps, store, slots, held, order, sums = state
+    _, _, ring_k, ring_v, _, seen, _, _, _, signs, steps, store, slots, held, order, sums, *_ = state
     part, lse, score, top, total, *optional, base, groups, place, slot_of, used, free = scratch
     *centres, asked = (x if x.numel() > 0 else None for x in optional)
     near, far, before = tables

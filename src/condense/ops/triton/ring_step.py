@@ -22,7 +22,7 @@ NUM_BUFFERS, _NUM_STRIDED = 9, 5
 class RingKernels(PreparedStep):
     """The kernels of steps without a choice."""
 
-    __slots__ = ("_join", "_latent", "_num_splits", "_step")
+    __slots__ = ("_join", "_latent", "_num_splits", "_others", "_step")
 
     def __init__(self, call: StepCall, *, host_bound: bool = False) -> None:
         """call: checked by `condense.ops.triton.step.step`. host_bound: as in `launch_of`."""
@@ -32,6 +32,11 @@ class RingKernels(PreparedStep):
         (B, H, _, D), self._latent = q.shape, latent
         columns = state.entries_k.shape[2], state.ring_k.shape[2], state.ring_q.shape[2]
         sizes = StepSizes(B, H, k.shape[1], D, latent or v.shape[3], *columns)
+        # tables of pages, and fine entries
+        self._others: tuple[Tensor | None, ...] = (None,) * 5
+        if settings.coarse is not None:
+            sizes = sizes._replace(F=state.fine_k.shape[2])
+            self._others = None, None, None, state.fine_k, state.fine_v
         has_real = token.real is not None
         launch = launch_of(
             settings.number, (scale, extras.softcap), latent, sizes, q.dtype, q.device, has_real, host_bound
@@ -58,7 +63,7 @@ class RingKernels(PreparedStep):
         has_token = state.seen if real is None else real
         # kernels start on the current device, which may not be that of the tensors in a model spread over several
         with on_device_of(q):
-            self._step((q, k, v, *state[:NUM_BUFFERS], has_token, sink, counter, part, lse, out, None, None, None))
+            self._step((q, k, v, *state[:NUM_BUFFERS], has_token, sink, counter, part, lse, out, *self._others))
             if self._join is not None:
                 self._join((part, lse, out, state.seen, has_token, sink, counter))
         return out

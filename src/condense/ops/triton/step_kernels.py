@@ -63,7 +63,10 @@ class _Scores(namedtuple("_Scores", "weigh attend bias biases")):
 
 
 class _Moment(
-    namedtuple("_Moment", "t first due begin slot seen_at_once base entries tokens first_entries first_single")
+    namedtuple(
+        "_Moment",
+        "t first due begin slot seen_at_once base entries tokens first_entries first_single fine_first fines merge",
+    )
 ):
     """The task of one step in one row.
 
@@ -71,8 +74,13 @@ class _Moment(
     is the position of its first token, slot the slot of its first entry, and seen_at_once whether this step's query
     sees its entries. entries, tokens: how many are seen of those in the buffers before this step, or of all in pages;
     the entries begin in slot ``base``. first_entries: entries that stand before those of chunk 0; the first
-    ``first_single`` of them stand for single tokens.
+    ``first_single`` of them stand for single tokens. fine_first, fines: the first fine entry that is seen, and how many
+    are of those in the ring before this step; merge: number of the coarse entry that is due, -1 for none.
     """
+
+
+class _Buffers(namedtuple("_Buffers", "entries fine ring")):
+    """The entries of a KV head, its ring of fine entries (None if there are no coarse ones) and its ring of tokens."""
 
 
 class _Stretch(namedtuple("_Stretch", "first count")):
@@ -181,13 +189,14 @@ def _two_rows(a, x, b, y):
 
 @triton.jit
 def _read_token(
-    heads, new, entries, ring, past_queries, num_summary, moment, chunk_size, scores, writes, FAR: tl.constexpr,
+    heads, new, buffers, past_queries, num_summary, moment, chunk_size, scores, writes, FAR: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
     """The `_Read` of a step. Store its token, mean query and entries if ``writes``.
 
     new: pointers to a KV head's new key and value.
     """
+    entries, fine, ring = buffers.entries, buffers.fine, buffers.ring
     k = load_row(new[0], KIND.D0, KIND.D1)  # [1, D]
     v = (k[0],) if KIND.latent else load_row(new[1], KIND.V0, KIND.V1)  # [1, V]
     chunk = Chunk(moment.begin, chunk_size, moment.t, k, v)
@@ -202,7 +211,7 @@ def _read_token(
             summary = summary_query(mean, past_queries, moment.t, num_summary, KIND.D0, KIND.D1)
         if KIND.focal > 0:
             ranked = all_scores(ring, chunk, summary, scores.weigh, KIND)
-        to, slot, biases = entries, moment.slot, scores.biases
+        to, slot, biases = entries if fine is None else fine, moment.slot, scores.biases
         if FAR is not None:
             at = form_row(entries.table, slot, None, FAR)
             if KIND.matched:
@@ -218,6 +227,16 @@ def _read_token(
                 own = tl.where(j == KIND.focal, bias, 0.0)
                 tl.store(biases + slot + j, own, mask=j <= KIND.focal)
             bias *= _LOG2E
+    if KIND.coarse is not None:  # noqa: SIM102 - known when the kernel is compiled
+        if writes & (moment.merge >= 0):
+            # all of these are older than this step
+            n: tl.constexpr = KIND.coarse.chunks
+            at = (moment.merge * n % fine.size).to(tl.int64)
+            merged = mean_query(Queries(fine.k + at * fine.s_k, fine.s_k, n), KIND.D0, KIND.D1)
+            value = merged
+            if not KIND.latent:
+                value = mean_query(Queries(fine.v + at * fine.s_v, fine.s_v, n), KIND.V0, KIND.V1)
+            put_entry(entries, moment.merge, merged, value, True, KIND)
     if writes:
         store_row(ring.k + slot_places(ring, ring.s_k, moment.t, None, KIND), k, KIND.D0, KIND.D1)
         if not KIND.latent:
@@ -254,13 +273,12 @@ def _new_token(heads, ring, read, moment, places, scores, row_tile, KIND: tl.con
 
 @triton.jit
 def _attend_share(
-    heads, entries, ring, moment, places, split, scores, row_tile, NEAR: tl.constexpr, FAR: tl.constexpr,
-    KIND: tl.constexpr,
-):  # fmt: skip
+    heads, buffers, moment, places, split, scores, row_tile, NEAR: tl.constexpr, FAR: tl.constexpr, KIND: tl.constexpr
+):
     """Attention of a split to its share: of what buffers held before the step, or of all that pages hold."""
     r = row_tile * KIND.rows + tl.arange(0, KIND.rows)
     q = load_rows(heads.q, r.to(tl.int64) * heads.s_q, r < heads.size, KIND.D0, KIND.D1)  # [rows, D]
-    tokens = moment.tokens
+    entries, fine, ring, tokens = buffers.entries, buffers.fine, buffers.ring, moment.tokens
     if NEAR is None:
         # limited to the ring, because a replayed graph may run more steps than the cache has room for
         tokens = tl.minimum(tokens, ring.size)
@@ -275,17 +293,25 @@ def _attend_share(
         old_far, old_near = tl.maximum(moment.entries - 1, 0) // KIND.keys, tl.maximum(tokens - 2, 0) // KIND.keys
         if split == 0:
             gdc_wait()
-    tiles = old_far + old_near
+    fines = 0 if fine is None else tl.cdiv(moment.fines, KIND.keys)
+    tiles = old_far + fines + old_near
     lo, hi = tiles * (split - APART) // (places.S - APART), tiles * (split - (APART - 1)) // (places.S - APART)
     begin, end = lo, tl.minimum(hi, old_far)
     if WAITS:
         begin, end = tl.where(split == 0, old_far, begin), tl.where(split == 0, far, end)
     softmax = empty_softmax(KIND.rows, KIND.V0, KIND.V1, KIND.keys)
+    bias = scores.biases if KIND.matched else scores.bias
     softmax = _attend_keys(
         softmax, q, entries, _Stretch(moment.base, moment.entries), begin, end, scores.attend,
-        scores.biases if KIND.matched else scores.bias, moment, -1 if KIND.matched else KIND.period, FAR, KIND,
+        bias if fine is None else KIND.coarse.bias, moment, -1 if KIND.matched else KIND.period, FAR, KIND,
     )  # fmt: skip
-    begin, end = tl.maximum(lo - old_far, 0), hi - old_far
+    lo, hi = lo - old_far, hi - old_far
+    if fine is not None:
+        stretch = _Stretch(moment.fine_first % fine.size, moment.fines)
+        begin, end = tl.maximum(lo, 0), tl.minimum(hi, fines)
+        softmax = _attend_keys(softmax, q, fine, stretch, begin, end, scores.attend, bias, moment, 0, FAR, KIND)
+        lo, hi = lo - fines, hi - fines
+    begin, end = tl.maximum(lo, 0), hi
     if WAITS:
         begin, end = tl.where(split == 0, old_near, begin), tl.where(split == 0, near, end)
     stretch = _Stretch(moment.first % ring.size if NEAR is None else moment.first, tokens)
@@ -315,7 +341,8 @@ def _moment(
 ):
     """The `_Moment` of the step that reads token t."""
     entries_each: tl.constexpr = KIND.focal + 1
-    max_chunks = tl.minimum(max_chunks, (M - first_entries) // entries_each)
+    if KIND.coarse is None:
+        max_chunks = tl.minimum(max_chunks, (M - first_entries) // entries_each)
     closed = tl.maximum(t + 1 - window, 0) // chunk
     first = closed * chunk
     visible = tl.minimum(closed, max_chunks)
@@ -331,9 +358,19 @@ def _moment(
         base, entries = 0, first_entries + (visible - seen_at_once.to(tl.int32)) * entries_each
     slot = base + first_entries + number * entries_each
     tokens = t + 1 - first if KIND.page > 0 else tl.maximum(t - first, 0)
+    fine_first, fines, merge = 0, 0, -1
+    if KIND.coarse is not None:
+        size: tl.constexpr = chunk * KIND.coarse.chunks
+        behind = tl.maximum(t + 1 - KIND.coarse.window, 0) // size
+        slot, entries, fine_first = number % KIND.coarse.slots, tl.minimum(behind, M), behind * KIND.coarse.chunks
+        fines = visible - seen_at_once.to(tl.int32) - fine_first
+        # a coarse entry is made a chunk of tokens before it is seen
+        beyond = t + 1 + chunk - KIND.coarse.window
+        merge = tl.where((beyond > 0) & (beyond % size == 0) & (beyond // size <= M), beyond // size - 1, -1)
     return _Moment(
-        t, first, due, number * chunk, slot, seen_at_once, base, entries, tokens, first_entries, first_single
-    )
+        t, first, due, number * chunk, slot, seen_at_once, base, entries, tokens, first_entries, first_single,
+        fine_first, fines, merge,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -349,6 +386,7 @@ def _pages(k_ptr, v_ptr, table_ptr, b, kvh, FORM: tl.constexpr):
 def step_kernel(
     q_ptr, k_ptr, v_ptr, entries_k_ptr, entries_v_ptr, ring_k_ptr, ring_v_ptr, ring_q_ptr, seen_ptr, first_ptr,
     arrived_ptr, biases_ptr, real_ptr, sink_ptr, counter_ptr, part_ptr, lse_ptr, out_ptr, near_ptr, far_ptr, past_ptr,
+    fine_k_ptr, fine_v_ptr,
     s_qb, s_qh, s_kb, s_kh, s_vb, s_vh, s_ekb, s_ekh, s_ekn, s_evb, s_evh, s_evn,
     s_rkb, s_rkh, s_rkn, s_rvb, s_rvh, s_rvn, s_rqb, s_rqh, s_rqn,
     s_seen, s_first, s_first_n, s_arrived, s_arrived_n, s_real,
@@ -360,7 +398,8 @@ def step_kernel(
     arrived int32 ``[B, K + 1]``: finished programs of each KV head, and finished KV heads; 0 before and after.
     biases float32 ``[B, K, M]``, contiguous, read and written if they are matched. sink float ``[H]``: logits without a
     value, None for none. counter int64 ``[]``: 1 is added to it; None for none. near, far, past: tables of the pages of
-    tokens, entries and queries, None where rows lie side by side; a row's queries lie in one page.
+    tokens, entries and queries, None where rows lie side by side; a row's queries lie in one page. fine: rings of fine
+    entries, contiguous; None without coarse ones.
     """
     K: tl.constexpr = KIND.K
     R: tl.constexpr = KIND.R
@@ -384,6 +423,12 @@ def step_kernel(
     heads = Queries(q_ptr + b * s_qb + kvh * R * s_qh, s_qh, R)
     new = (k_ptr + b * s_kb + kvh * s_kh, v_ptr + b * s_vb + kvh * s_vh)
     past_queries = Queries(ring_q_ptr + b * s_rqb + kvh * s_rqh, s_rqn, Q)
+    fine = None
+    if KIND.coarse is not None:
+        width: tl.constexpr = KIND.D0 + KIND.D1
+        of_values: tl.constexpr = 0 if KIND.latent else KIND.V0 + KIND.V1
+        before = head.to(tl.int64) * KIND.coarse.slots
+        fine = Buffer(fine_k_ptr + before * width, fine_v_ptr + before * of_values, width, of_values, KIND.coarse.slots)
     if NEAR is None:
         entries = Buffer(
             entries_k_ptr + b * s_ekb + kvh * s_ekh, entries_v_ptr + b * s_evb + kvh * s_evh, s_ekn, s_evn, M
@@ -404,7 +449,7 @@ def step_kernel(
         if PAST is not None:
             page = tl.load(past_ptr + b * PAST.s_table).to(tl.int64)
             past_queries = Queries(ring_q_ptr + page * PAST.s_page + kvh * PAST.s_head, PAST.s_slot, PAST.slots)
-    places = _Places(part_ptr, lse_ptr, head * R, S)
+    buffers, places = _Buffers(entries, fine, ring), _Places(part_ptr, lse_ptr, head * R, S)
     if NEAR is None:
         biases_ptr += head.to(tl.int64) * M
     elif KIND.matched:
@@ -414,16 +459,16 @@ def step_kernel(
 
     if live:
         if not KIND.stores:
-            _attend_share(heads, entries, ring, moment, places, split, scores, row_tile, NEAR, FAR, KIND)
+            _attend_share(heads, buffers, moment, places, split, scores, row_tile, NEAR, FAR, KIND)
         elif split == 0:
             # the first tile of rows stores
             read = _read_token(
-                heads, new, entries, ring, past_queries, num_summary, moment, chunk, scores, row_tile == 0, FAR, KIND
+                heads, new, buffers, past_queries, num_summary, moment, chunk, scores, row_tile == 0, FAR, KIND
             )
             if KIND.attends:
                 _new_token(heads, ring, read, moment, places, scores, row_tile, KIND)
         elif KIND.attends:
-            _attend_share(heads, entries, ring, moment, places, split, scores, row_tile, NEAR, FAR, KIND)
+            _attend_share(heads, buffers, moment, places, split, scores, row_tile, NEAR, FAR, KIND)
 
     if KIND.joins:
         # all threads of the program must have stored their part before it is counted as done

@@ -10,7 +10,7 @@ import torch
 
 from condense.ops.step.settings import numbered_settings
 from condense.ops.triton.device.address import PageForm
-from condense.ops.triton.device.entry import Kind
+from condense.ops.triton.device.entry import CoarseKind, Kind
 from condense.ops.triton.device.parts import key_value_parts
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
 
@@ -63,8 +63,8 @@ class Launch(NamedTuple):
 
 
 class StepSizes(NamedTuple):
-    """Sizes of a step's tensors; Dv is the width of the output. In pages: near, far, past: of tokens, of entries and of
-    queries, if there are any.
+    """Sizes of a step's tensors; Dv is the width of the output, F: fine entries. In pages: near, far, past:
+    of tokens, of entries and of queries, if there are any.
     """
 
     B: int
@@ -78,6 +78,7 @@ class StepSizes(NamedTuple):
     near: PageForm | None = None
     far: PageForm | None = None
     past: PageForm | None = None
+    F: int = 0
 
 
 @functools.lru_cache(maxsize=4096)  # the same for all layers, in every step until their buffers grow
@@ -98,10 +99,11 @@ def launch_of(
     """
     scale, softcap = scores
     check_programs(sizes.B * sizes.K)
-    settings, (B, H, K, D, Dv, M, W, Q, near, *others) = numbered_settings(number), sizes
+    settings, (B, H, K, D, Dv, M, W, Q, near, *others, F) = numbered_settings(number), sizes
     gpu, paged = gpu_of(device) if device.type == "cuda" else None, near is not None
     few = gpu is not None and not paged and gpu.multiprocessors >= 16 * B * K  # KV heads
     R, tiles, rule = H // K, tiles_of(device, dtype, max(D, Dv), latent, few), settings.rule
+    coarse = settings.coarse
     rows = min(tiles.rows, max(16, power_of_2(R)))
     row_tiles = cdiv(R, rows)
     # kernels may be launched while the last splits of the one before run; after a single one none would be free for it
@@ -109,7 +111,7 @@ def launch_of(
     # one more split reads what is new; it takes as long as others where it also makes entries, but not in pages
     apart = early or not paged
     wanted = 3 if gpu is None else tiles.waves * gpu.multiprocessors // (row_tiles * B * K)
-    S = apart + max(1, min(wanted - (0 if paged else 1), cdiv(M + W, tiles.keys)))
+    S = apart + max(1, min(wanted - (0 if paged else 1), cdiv(M + F + W, tiles.keys)))
     joins = not paged and row_tiles == 1 and (host_bound or not few) and R * S * Dv <= _MOST_JOINED
     early = early and not joins
     kind = Kind(
@@ -118,6 +120,7 @@ def launch_of(
         early=early, has_real=has_real,
         matched=settings.matched,
         entry_bits=settings.entry_bits,
+        coarse=coarse and CoarseKind(F, coarse.chunks, coarse.window, coarse.bias * LOG2E),
         focal=settings.num_focal,
         tile=power_of_2(rule.chunk) if settings.num_focal > 0 else 1,
         period=settings.num_focal + 1 if settings.bias_differs else 0,

@@ -16,6 +16,17 @@ from condense.ops.triton.device.parts import load_rows, parts, store_rows, tile_
 from condense.ops.types import Pooling
 
 
+class CoarseKind(NamedTuple):
+    """Coarse entries: slots of the ring of fine ones, a multiple of the ``chunks`` that each stands for; the window
+    that it is behind; its bias, base 2.
+    """
+
+    slots: int
+    chunks: int
+    window: int
+    bias: float
+
+
 class Kind(NamedTuple):
     """The constants that a step is compiled for. No field may be named like an attribute of ``tl.constexpr`` (value).
 
@@ -30,7 +41,7 @@ class Kind(NamedTuple):
     joined_parts: splits per tile of that join.
     page: slots of a page if tokens lie in `RequestPages`; 0 if they lie in a ring. stores, attends: what a launch does.
     matched: each entry has a bias of its own. softcap: cap of attention's scores, base 2, 0.0 for none.
-    entry_bits: bits per number of an entry, see `condense.ops.entries.EntryFormat`.
+    entry_bits: bits per number of an entry, see `condense.ops.entries.EntryFormat`. coarse: None without such entries.
     K: KV heads. R: query heads per KV head. num_summary: mean queries in a summary query. chunk: tokens of a chunk.
     Only `condense.ops.triton.step_kernels.step_kernel` reads these four: to divide by what varies would take long.
     """
@@ -60,6 +71,7 @@ class Kind(NamedTuple):
     matched: bool = False
     softcap: float = 0.0
     entry_bits: int = 16
+    coarse: CoarseKind | None = None
     K: int = 0
     R: int = 0
     num_summary: int = 0

@@ -1,0 +1,81 @@
+"""Entries on two scales: one definition in every backend, cache and order of reading, and real memory saved."""
+
+import pytest
+import torch
+from grids import fixture_of
+from models import tiny
+from oracles import oracle
+from two_scales import METHODS, TwoScales, by_hand
+
+import condense
+from condense.state import SLACK
+
+method = fixture_of(METHODS)
+PADS, LENGTH = (0, 8), 113
+
+
+def test_attention(backend, method):
+    q, k, v = oracle.random_qkv(2, 4, 2, LENGTH, 3, 4)
+    got = condense.attention(q, k, v, method=method, backend=backend, padding=torch.tensor(PADS))
+    for b, pads in enumerate(PADS):
+        for h in range(2):
+            want = by_hand(method, q[b, 2 * h : 2 * h + 2, pads:], k[b, h, pads:], v[b, h, pads:], 3**-0.5)
+            torch.testing.assert_close(got[b, 2 * h : 2 * h + 2, pads:], want, rtol=1e-12, atol=1e-12)
+
+
+def test_no_token_sees_a_later_one_and_packed_documents_are_apart(method):
+    q, k, v = oracle.random_qkv(1, 2, 1, 90, 3, 4)
+    whole = condense.attention(q, k, v, method=method, cu_seqlens=torch.tensor([0, 50, 50, 90]))
+    apart = [condense.attention(*(x[:, :, i:j] for x in (q, k, v)), method=method) for i, j in ((0, 50), (50, 90))]
+    assert whole.equal(torch.cat(apart, dim=2))
+    changed = torch.cat([k[:, :, :70], k[:, :, 70:] + 1], dim=2)
+    assert condense.attention(q, changed, v, method=method)[:, :, :70].equal(
+        condense.attention(q, k, v, method=method)[:, :, :70]
+    )
+
+
+def test_gradients():
+    inputs = [x.requires_grad_() for x in oracle.random_qkv(1, 2, 1, 21, 2, 2)]
+    method = TwoScales(window=2, chunk=2, n=2, near=6)
+    assert torch.autograd.gradcheck(lambda *qkv: condense.attention(*qkv, method=method), inputs)
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
+def test_all_ways_to_read_are_one_function(kind, method):
+    model, ids = condense.apply(tiny.model(kind), method), tiny.tokens(2, 130)
+    whole = tiny.logits(model, ids)
+    for chunks in ((17, 1, 1, 40, 1, 70), (64, 66), (100, *(1,) * 30)):
+        torch.testing.assert_close(tiny.in_chunks(model, ids, chunks), whole, **tiny.exact(model))
+    mask = torch.ones_like(ids)
+    mask[0, :37] = 0
+    padded = {"attention_mask": mask, "max_new_tokens": 40}
+    growing = tiny.generate(model, ids, **padded)
+    assert growing.equal(tiny.generate(model, ids, cache_implementation="static", **padded))
+    assert growing[:1, 37:].equal(tiny.generate(model, ids[:1, 37:], max_new_tokens=40))
+    proposed = tiny.generate(model, ids[1:], max_new_tokens=40, prompt_lookup_num_tokens=5)
+    assert proposed.equal(growing[1:])
+    beams = [tiny.generate(model, ids, num_beams=3, cache_implementation=x, **padded) for x in (None, "static")]
+    assert beams[0].equal(beams[1])
+
+
+def test_tokens_are_taken_back_as_far_as_is_said(method):
+    """At phases of chunks and of coarse entries; then tokens are read as by a cache that never had those."""
+    model, ids = condense.apply(tiny.model("llama", num_hidden_layers=1), method), tiny.tokens(1, 140)
+    whole = tiny.logits(model, ids)
+    for length in range(80, 110, 3):
+        cache = tiny.filled(model, ids[:, :length])
+        cache.crop(-SLACK)
+        rest = model(ids[:, length - SLACK :], past_key_values=cache).logits
+        torch.testing.assert_close(rest, whole[:, length - SLACK :], **tiny.EXACT)
+
+
+@pytest.mark.parametrize("implementation", ["dynamic", "static"])
+def test_the_cache_is_as_small_as_its_entries(implementation):
+    """At 32,768 tokens: groups of 4 behind a window of 512, of 64 behind 4,096."""
+    method = TwoScales(window=512, delay=512, n=16, near=4096)
+    model = condense.apply(tiny.model("llama", num_hidden_layers=1, max_position_embeddings=2**15), method)
+    ids = tiny.tokens(1, 2**15 - 1)
+    options = {"max_new_tokens": 1, "return_dict_in_generate": True, "cache_implementation": implementation}
+    cache = model.generate(ids, do_sample=False, disable_compile=True, **options).past_key_values
+    rows = (2**15 - 4096) // 64 + (4096 - 512) // 4 + 512
+    assert condense.cache_nbytes(cache) <= 1.05 * rows * 2 * 2 * 8 * 8  # two KV heads, keys and values of 8 float64
