@@ -12,8 +12,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
+import serving_page
 import torch
 import transfer_page
 from stored import Documents
@@ -33,7 +35,8 @@ _TEXT = ("key", "other")  # tokens that need far text, and the others
 # the arm of the study of adaptation, its settings and its length
 _ARM, _ADAPTED, _ADAPTED_LENGTH = "both", "lca:window=512,rep_bias=log_size", 8192
 # dense vLLM beside Recall's; the makes of the study trained once more; a model of it adapted to `CCA`
-_DENSE, _AGAIN, _POOLED = "recall-speed-dense-", "prompts-20261127T211958Z", "adapted-20261124T041642Z"
+_DENSE, _DEVICE = "rounds-dense-h200-", "rounds-recall-device-"
+_AGAIN, _POOLED = "prompts-20261127T211958Z", "adapted-20261124T041642Z"
 _BLOCK = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 
@@ -77,7 +80,7 @@ def claims(documents: Documents) -> list[str]:
     running = {name: _running(documents, name) for name in ("dense", "condensed")}
     models = [*transfer_page.models_of(documents).values()]
     sizes = sorted({round(model["parameters"] / 1e6) for model in models})
-    served = {name: _untouched(documents, name) for name in running}
+    served = {name: _untouched(documents, start) for name, start in (("dense", _DENSE), ("condensed", _DEVICE))}
     one, most = ({name: of[i] for name, of in served.items()} for i in range(2))
     (far, copies, missed), cache = lost(documents, "recall-device"), lost(documents)
     host, whole = lost(documents, "recall-host"), transfer_page.models_of(documents)
@@ -87,8 +90,8 @@ def claims(documents: Documents) -> list[str]:
     again, _, make = transfer_page.worst({x: more[x] for x in more if x != "mla-28m"}, "recall-device", ["copy"])
     assert make == "cohere2-44m"
     ours = transfer_page.row_of(documents[_POOLED]["results"]["models"][0], "pooled, adapted", 16384)
-    of_four = _only(documents, "dense-int4-")["decode-130561"][0][0]["step_ms"]["median"]
-    timed = _only(documents, "recall-speed-condensed-")["settings"]
+    of_four, _ = _untouched(documents, "rounds-dense-int4-")
+    timed = _only(documents, "generate-named-")["methods"]["recall-device"]
     return [
         f"form groups of {recall['group_size']},",
         f"opens the {recall['num_recall']} groups that",
@@ -141,13 +144,12 @@ def _running(documents: Documents, attention: str) -> int:
     return max(measured["answered_in_one_step"] for run in runs for measured in run.get("capacity", ()))
 
 
-def _untouched(documents: Documents, attention: str) -> tuple[float, float]:
+def _untouched(documents: Documents, start: str) -> tuple[float, float]:
     """Milliseconds per token of one request of the longest prompts, and the most tokens a second of any number of them,
-    in the run of a model as it is.
+    in the run of a model as it is whose name begins so: medians of its rounds.
     """
-    rows = [row for row in _only(documents, f"recall-speed-{attention}-")["decode-130561"][0] if "step_ms" in row]
-    alone = float(next(row["step_ms"]["median"] for row in rows if row["rows"] == 1))
-    return alone, max(float(row["tokens_per_second"]) for row in rows)
+    steps = {rows: median(ms) for rows, ms in serving_page.decode_rows([_only(documents, start)], 130561).items()}
+    return steps[1], max(1000 * rows / ms for rows, ms in steps.items())
 
 
 def _text(value: float | None, unit: str, served: float | None = None) -> str:
@@ -207,18 +209,18 @@ def _opened(method: Method) -> int:
 
 def _engine(documents: Documents) -> tuple[float, float]:
     """The same of dense vLLM, in the run beside Recall's; its prompts are a few hundred tokens shorter."""
-    return min(_only(documents, _DENSE)["first"]), _untouched(documents, "dense")[0]
+    return min(_only(documents, _DENSE)["first"]), _untouched(documents, _DENSE)[0]
 
 
 def _served(documents: Documents) -> dict[tuple[str, int], float]:
     """The engine's seconds to a first token (0) and milliseconds per token (1) under named settings."""
     found = {}
     for stem, document in documents.items():
-        if stem.startswith(("recall-speed-condensed-", "recall-host-speed-")):
+        if stem.startswith((_DEVICE, "recall-host-speed-")):
             run = document["results"]
-            of = [name for name in NAMES if _is(name, run["settings"])]
-            steps = [row["step_ms"]["median"] for row in run["decode-130561"][0] if row["rows"] == 1]
-            found |= {(name, i): min(of) for name in of for i, of in enumerate((run["first"], steps))}
+            alone, _ = _untouched(documents, stem)
+            times = enumerate((min(run["first"]), alone))
+            found |= {(name, i): x for i, x in times for name in NAMES if _is(name, run["settings"])}
     return found
 
 

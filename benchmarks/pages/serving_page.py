@@ -1,8 +1,8 @@
 """The tables of `docs/serving.md` and its picture: what `benchmarks/serving` measured.
 
 The page names its results; a table stands between ``<!-- NAME -->`` and ``<!-- /NAME -->`` and is written anew:
-``decode LENGTH``, ``first and traffic``, ``paged``, ``recall`` and those of `COLUMNS`. Every process of `speed.py` is a
-round; a cell is the median of rounds, with the least and the most in brackets.
+``decode LENGTH``, ``first and traffic``, ``paged`` and those of `COLUMNS`. Every process of `speed.py` is a round, or
+has several; a cell is the median of rounds, with the least and the most in brackets where they are written otherwise.
 """
 
 import re
@@ -12,12 +12,13 @@ from statistics import median
 from condense.plots import plot_lines
 
 LENGTHS = (4097, 32769, 130561)
+_CACHES = {"auto": "", "fp8": ", FP8", "int4_per_token_head": ", 4 bits"}
 NAMES = ("dense", "condensed")
-CCA, RECALL = "`CCA`", "`recall-device`"
+CCA = "`CCA`"
 # tables with a column for each process, and how the names of their results begin
 COLUMNS = {
-    "recall h100": "h100", "recall host": "recall-host-speed", "recall shared": "recall-shared-speed",
-    "latents": "latents", "large": "large",
+    "recall": "rounds", "recall h100": "h100", "recall host": "recall-host-speed",
+    "recall shared": "recall-shared-speed", "latents": "latents", "large": "large",
 }  # fmt: skip
 _BLOCK = re.compile(r"(<!-- ((?:decode|first|paged|recall|latents|large).*?) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
 
@@ -31,8 +32,6 @@ def fill(page, documents, picture=None):
     rounds = {name: [content for content in speed if content["attention"] == name] for name in NAMES}
     makers = {f"decode {length}": lambda length=length: _decode_table(rounds, length, CCA) for length in LENGTHS}
     makers |= {"first and traffic": lambda: _traffic_table(rounds), "paged": lambda: _paged_table(paged)}
-    recall = {content["attention"]: [content] for content in _named(text, documents, "recall-speed")}
-    makers["recall"] = lambda: _decode_table(recall, LENGTHS[-1], RECALL)
     makers |= {
         name: lambda begin=begin: _columns_table(_named(text, documents, begin), LENGTHS[-1])
         for name, begin in COLUMNS.items()
@@ -72,19 +71,23 @@ def _decode_table(rounds, length, setting):
 def _columns_table(contents, length):
     """A column for each process: first token, milliseconds between tokens by requests, and the most tokens a second."""
     names = [
-        f"`{content['method']}`" if content["method"] else f"dense{', FP8' * (content['cache'] == 'fp8')}"
-        for content in contents
+        f"`{content['method']}`" if content["method"] else f"dense{_CACHES[content['cache']]}" for content in contents
     ]
-    steps = [{rows: ms for rows, (ms,) in decode_rows([content], length).items()} for content in contents]
+    steps = [decode_rows([content], length) for content in contents]
     table = f"| | {' | '.join(names)} |\n{'|---' * (len(names) + 1)}|\n"
     first = [f"{min(content['first']):.2f} s" for content in contents]
     table += f"| first token | {' | '.join(first)} |\n"
-    for rows in (1, 2, 4, 6):
-        cells = [f"{each[rows]:.2f} ms" if rows in each else "" for each in steps]
-        table += f"| {rows} request{'s' * (rows > 1)} | {' | '.join(cells)} |\n"
-    most = [max(each, key=lambda rows, each=each: rows / each[rows]) for each in steps]
-    cells = [f"{1000 * rows / each[rows]:,.0f} with {rows}" for rows, each in zip(most, steps, strict=True)]
+    for rows in (1, 2, 4, 6, 12, 20):
+        cells = [f"{spread(each[rows], '.2f')} ms" if rows in each else "" for each in steps]
+        if rows <= 6 or len(list(filter(None, cells))) > 1:
+            table += f"| {rows} request{'s' * (rows > 1)} | {' | '.join(cells)} |\n"
+    rates = [{rows: 1000 * rows / median(ms) for rows, ms in each.items()} for each in steps]
+    most = [max(each, key=each.__getitem__) for each in rates]
+    cells = [f"{each[rows]:,.0f} with {rows}" for rows, each in zip(most, rates, strict=True)]
     table += f"| most tokens/s | {' | '.join(cells)} |\n"
+    if all("short" in content for content in contents):
+        short = [spread([run["requests_per_second"] for run in content["short"]], ".2f") for content in contents]
+        table += f"| 48 prompts of 4,096 tokens, requests/s | {' | '.join(short)} |\n"
     at_once = [content["capacity"][0]["answered_in_one_step"] if "capacity" in content else "" for content in contents]
     return table + (f"| requests at once | {' | '.join(map(str, at_once))} |\n" if any(at_once) else "")
 
