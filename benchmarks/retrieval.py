@@ -10,9 +10,8 @@ from rich.progress import Progress
 from transformers import PreTrainedModel
 
 from condense.config import check_choice, check_int
-from condense.evaluate.compare import in_eval_mode
 from condense.evaluate.intervals import Proportion
-from condense.models import MethodChoice, use
+from condense.models import MethodChoice, in_eval_mode, use
 from condense.tasks import PasskeySequence
 
 Decoding = Literal["forced", "generate"]

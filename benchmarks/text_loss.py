@@ -13,8 +13,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from condense.config import check_int
-from condense.evaluate.compare import in_eval_mode
-from condense.models import MethodChoice, use
+from condense.models import MethodChoice, in_eval_mode, use
 from condense.tasks import SequenceBuilder
 
 _SLICE = 1024  # positions whose logits are held in float32 at a time

@@ -180,8 +180,11 @@ def test_a_class_that_proves_right_is_registered(tmp_path):
     partly = tiny.model("llama")
     partly.model.layers[1].self_attn.__class__ = LlamaAttention
     tiny.refused("has layers of LlamaAttention beside those that condense knows", condense.apply, partly, "recall-host")
+    model.train().model.norm.eval()  # modules in different modes, which stay as they are
+    modes = [module.training for module in model.modules()]
     assert condense.register(LlamaAttention, model) is LlamaAttention
-    assert torch.equal(tiny.logits(model, FORTY), stock)
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(tiny.logits(model.eval(), FORTY), stock)
     condense.apply(model, tiny.CCA)
     condensed = tiny.logits(model, FORTY)
     assert (condensed - stock).abs().max() > 1

@@ -2,12 +2,12 @@
 
 import copy
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from condense.caches import CondensedCacheLayer, cache_nbytes
@@ -127,25 +127,11 @@ def new_cache(model: PreTrainedModel) -> DynamicCache:
     return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
-@contextmanager
-def attention_of(model: PreTrainedModel, choice: MethodChoice) -> Iterator[None]:
-    """Condense the model as chosen for the length of the block; layers with Dense stay stock."""
+def attention_of(model: PreTrainedModel, choice: MethodChoice) -> AbstractContextManager[object]:
+    """Condense the model as chosen for the length of a ``with`` block; layers with Dense stay stock."""
     if isinstance(choice, Mapping):
         choice = {i: method for i, method in chosen_methods(model, choice).items() if not isinstance(method, Dense)}
-    with nullcontext() if isinstance(choice, Dense) or not choice else use(model, choice):
-        yield
-
-
-@contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """``model.eval()`` for the length of a ``with`` block; afterwards each module is in the mode it was in before."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
+    return nullcontext() if isinstance(choice, Dense) or not choice else use(model, choice)
 
 
 @torch.no_grad()

@@ -7,11 +7,11 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from condense.config import Natural, Positive, check_fields
-from condense.evaluate.compare import attention_of, in_eval_mode
+from condense.evaluate.compare import attention_of
 from condense.evaluate.intervals import LEAST_FOUND, Cell, Proportion
 from condense.evaluate.verify_texts import TASKS, DenseReading, TextReading, VerifyText, read_text, verify_texts
 from condense.methods import Dense, Method, Recall, StreamingLLM
-from condense.models import MethodChoice, check_stock, condensed_layers, described
+from condense.models import MethodChoice, check_stock, condensed_layers, described, in_eval_mode
 from condense.models.inspect import cache_shares, inspect
 from condense.tasks import encode_corpus
 

@@ -4,5 +4,5 @@ from condense.models.apply import apply, attention_layers, check_stock, chosen_m
 from condense.models.choice import MethodChoice, as_steps, choice_from_text, described, methods_of
 from condense.models.graph import GraphDecoder
 from condense.models.hooks import install
-from condense.models.registration import register
+from condense.models.registration import in_eval_mode, register
 from condense.models.watch import closed_mass

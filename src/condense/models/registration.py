@@ -4,6 +4,8 @@ Shapes: B rows, L tokens, V vocabulary.
 """
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -42,19 +44,29 @@ def register(cls: type[nn.Module], model: nn.Module) -> type[nn.Module]:
             f"model must be in float32 or float64, where rounding hides nothing, got {base.dtype}: make a tiny one "
             "from a small configuration"
         )
-    known, training = cls in REGISTERED, base.training
+    known = cls in REGISTERED
     REGISTERED.add(cls)
-    base.eval()
     try:
-        _prove(base, [int(m.layer_idx) for m in found if sliding_window(m) is None])  # type: ignore[arg-type]
+        with in_eval_mode(base):
+            _prove(base, [int(m.layer_idx) for m in found if sliding_window(m) is None])  # type: ignore[arg-type]
     except Exception as error:
         if not known:
             REGISTERED.discard(cls)
         raise ValueError(f"{cls.__name__} cannot be condensed: {error}") from error
-    finally:
-        base.train(training)
     condensed_class(cls)  # where pickle finds it
     return cls
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """``model.eval()`` for the length of a ``with`` block; afterwards each module is in the mode it was in before."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from transformers import Trainer
 
-from condense.models import use
+from condense.models import in_eval_mode, use
 from condense.train.config import PhaseConfig
 from condense.train.loss import TokenLoss, token_loss
 from condense.train.optimizer import BETAS, MasterAdamW, parameter_groups
@@ -187,12 +187,8 @@ class MixedTrainer(Trainer):
         """Logits ``[B, L, V]`` of the copy, or of the model with its adapters (LoRA) off, which takes no memory."""
         if self._teacher is not None:
             return self._teacher(**inputs, use_cache=False).logits
-        training = student.training
-        student.eval()
-        with student.disable_adapter():
-            logits: Tensor = student(**inputs, use_cache=False).logits
-        student.train(training)
-        return logits
+        with in_eval_mode(student), student.disable_adapter():
+            return student(**inputs, use_cache=False).logits
 
     def _count(self, sums: TokenLoss) -> None:
         # Sums stay on the device, because reading one would wait for it.

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from condense.evaluate.compare import attention_of, in_eval_mode
+from condense.evaluate.compare import attention_of
 from condense.evaluate.harness.tasks import load_tasks
 from condense.files import whole_file
-from condense.models import MethodChoice, methods_of
+from condense.models import MethodChoice, in_eval_mode, methods_of
 from condense.results import fingerprint, plain, provenance, write_results
 
 _log = logging.getLogger(__name__)
