@@ -173,11 +173,6 @@ class CacheProxy:
             module.condense_watch(q, real, layer, call.scale)
         return out if up is None else up.project_out(out)
 
-    @torch.compiler.disable(reason=_PROMPT_NOT_COMPILED)
-    def _read_eagerly(self, call: AttentionCall) -> Tensor:
-        """`_read` outside of compiled graphs, because reading a prompt into a cache needs counts on the host."""
-        return self._read(call)
-
     def _read(self, call: AttentionCall) -> Tensor:
         refuse_context_parallel()
         tensors: tuple[Tensor, ...] = (call.q, call.k, call.v)
@@ -209,6 +204,9 @@ class CacheProxy:
         if layer is not None:
             join_writes(layer.buffers)
         return out if padding is None else padding.restore(out)
+
+    # outside of compiled graphs, with counts on the host
+    _read_eagerly = torch.compiler.disable(_read, reason=_PROMPT_NOT_COMPILED)
 
 
 def _is_plain_prompt(call: AttentionCall) -> bool:

@@ -80,11 +80,6 @@ class Forward:
         return is_same
 
     @property
-    def mask(self) -> Tensor | None:
-        """The key mask of the calls, bool ``[B, 1, 1, n]``; None if all are real."""
-        return None if self._numbers is not None else self._shared[0].get()
-
-    @property
     def _numbers(self) -> Tensor | None:
         """The numbers of packed documents, int32 ``[B, 1, 1, L]``; None if the calls' mask is another."""
         mask: Tensor | None = self._shared[0].get()
@@ -96,7 +91,7 @@ class Forward:
         Raises ValueError for a mask of another shape than ``[B, 1, 1, n]``, and for one that is too short.
         """
         if start not in self._paddings:
-            mask, stop = self.mask, start + self.L
+            mask, stop = None if self._numbers is not None else self._shared[0].get(), start + self.L
             if mask is not None:
                 check_mask(mask, self.B, max(0, stop - mask.shape[-1]))
             self._paddings[start] = None if mask is None else find_padding(mask[:, 0, 0, start:stop])
