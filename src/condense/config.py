@@ -77,7 +77,7 @@ def _value(text: str) -> bool | int | float | str:
 def method_class(name: object) -> type[Any]:
     """The registered class of that name. Raises ValueError naming the known methods."""
     if not isinstance(name, str) or name not in REGISTRY:
-        known = [*method_names(), *NAMED_SETTINGS]
+        known = [*sorted(REGISTRY), *NAMED_SETTINGS]
         raise ValueError(f"method must be one of {known}, got {name!r}{close_names(str(name).lower(), known)}")
     return REGISTRY[name]
 
@@ -86,11 +86,6 @@ def close_names(name: str, known: Sequence[str]) -> str:
     """The end of a message that refuses a name: those that are known and spelled almost like it, if there are any."""
     close = difflib.get_close_matches(name, known, 2)
     return f"; close: {', '.join(close)}" if close else ""
-
-
-def method_names() -> list[str]:
-    """All registered method names, sorted."""
-    return sorted(REGISTRY)
 
 
 def check_fields(settings: Any) -> None:

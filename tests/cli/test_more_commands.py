@@ -15,7 +15,7 @@ from rich.console import Console
 import condense
 from condense.cli.main import app
 from condense.cli.progress import Lines
-from condense.config import method_class, method_names
+from condense.config import REGISTRY, method_class
 from condense.demo import demo_prompt
 from condense.evaluate.compare import Prompt, chat_message, compare
 from condense.train import PRESETS, RECIPES
@@ -43,7 +43,7 @@ def demo():
     return model, tokenizer
 
 
-@pytest.mark.parametrize("name", method_names())
+@pytest.mark.parametrize("name", sorted(REGISTRY))
 def test_every_setting_of_a_method_is_explained_and_listed(name):
     explained, *table = re.split(r"^ setting +values", run_here("methods", name).stdout, flags=re.MULTILINE)
     for field in dataclasses.fields(method_class(name)):

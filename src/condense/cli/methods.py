@@ -15,14 +15,14 @@ def methods_command(
     ] = None,
 ) -> None:
     """The methods and the named settings, or one's settings, explained, with their types and defaults."""
-    from condense.config import method_class, method_names
+    from condense.config import REGISTRY, method_class
     from condense.named import NAMED_SETTINGS, full_settings
 
     console = plain_console()
     if name is None:
         named = [(each, named.use) for each, named in NAMED_SETTINGS.items()]
         console.print(plain_table(left=["named setting", "what they are for"], rows=named))
-        methods = [(each, paragraphs(method_class(each)).partition("\n")[0]) for each in method_names()]
+        methods = [(each, paragraphs(REGISTRY[each]).partition("\n")[0]) for each in sorted(REGISTRY)]
         console.print(plain_table(left=["method", "what it does"], rows=methods))
         return
     name, _, changes = name.partition(":")
