@@ -1,7 +1,6 @@
 """Weights: marking those that are trained, and AdamW that keeps float32 copies of low-precision ones."""
 
 from collections.abc import Callable
-from itertools import islice
 from typing import Any
 
 import torch
@@ -81,8 +80,7 @@ class MasterAdamW(torch.optim.AdamW):
         # float32 parameters are trained themselves: a copy would only cost memory
         own = {p: p.detach().float().requires_grad_() for p in self._model_parameters if p.dtype != torch.float32}
         self._rounded = list(own.items())
-        masters = iter([own.get(parameter, parameter) for parameter in self._model_parameters])
-        groups = [{**group, "params": list(islice(masters, len(group["params"])))} for group in stored]
+        groups = [{**group, "params": [own.get(p, p) for p in group["params"]]} for group in stored]
         fused = all(parameter.is_cuda for parameter in self._model_parameters)
         super().__init__(groups, lr=lr, betas=BETAS, fused=fused)
 
