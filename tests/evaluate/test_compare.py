@@ -11,7 +11,6 @@ from small_models import tiny_llama
 import condense
 from condense.caches.ring import room_for
 from condense.cli.compare import _print
-from condense.cli.options import plain_console
 from condense.evaluate.compare import Prompt, compare
 from condense.models import condensed_layers
 
@@ -60,7 +59,7 @@ def test_what_is_for_host_memory_does_not_count_as_the_devices(model, tokenizer,
     assert (recalled.host_bytes, dense.host_bytes) == (0, 0)
     assert host.host_bytes == room * 4 * 2 * 16 * 4  # tokens of the second layer, keys and values in float32
     assert recalled.device_bytes > dense.device_bytes > 4 * host.device_bytes / 3
-    _print(plain_console(), prompt, outcomes, "float32", on_cpu=True)
+    _print(prompt, outcomes, "float32", on_cpu=True)
     shown = capsys.readouterr().out
     lines = shown.splitlines()
     assert any(re.search(r"the device +Dense +memory", line) for line in lines)  # which percentages are of
@@ -70,8 +69,8 @@ def test_what_is_for_host_memory_does_not_count_as_the_devices(model, tokenizer,
     assert share == f"{host.device_bytes / dense.device_bytes:.1%}"
     assert held == f"{host.host_bytes / 2**20:.2f} MiB"
     assert shown.count("Recall is slow on a CPU") == 1
-    _print(plain_console(), prompt, [dense], "float32", on_cpu=True)
-    _print(plain_console(), prompt, outcomes, "float32", on_cpu=False)
+    _print(prompt, [dense], "float32", on_cpu=True)
+    _print(prompt, outcomes, "float32", on_cpu=False)
     assert "slow" not in capsys.readouterr().out
 
 

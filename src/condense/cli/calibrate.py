@@ -109,7 +109,7 @@ def calibrate_command(
     _print(result)
     if plot is not None:
         _plot(result, plot)
-    options.plain_console().print(f"written: {output}; use it with --method @{output}", soft_wrap=True)
+    print(f"written: {output}; use it with --method @{output}")
 
 
 def _print(result: Calibration) -> None:
@@ -126,7 +126,7 @@ def _print(result: Calibration) -> None:
         console.print(_layers(title, result, names, lambda loss: loss.answers_kl))
     for method, name in names.items():
         if name != type(method).__name__:  # several candidates are of this kind
-            console.print(f"{name}: {method}", soft_wrap=True)
+            print(f"{name}: {method}")
 
     headings = ["cache", "host", "divergence", "loss", *(["found"] if numbers else [])]
     title = f"quality against cache at {config.counted_length:,} tokens"
@@ -135,11 +135,8 @@ def _print(result: Calibration) -> None:
         curve.add_row(*_cells(point, names), style="bold" if point == result.chosen else None)
     console.print(curve)
     share = f"{result.chosen.cache:.1%} of the dense cache"
-    console.print(f"chosen, {share}: {described(result.allocation)}", soft_wrap=True)
-    console.print(
-        f"on held-out text: {result.verified.quality()}, {result.verified.nats} nats of loss above dense",
-        soft_wrap=True,
-    )
+    print(f"chosen, {share}: {described(result.allocation)}")
+    print(f"on held-out text: {result.verified.quality()}, {result.verified.nats} nats of loss above dense")
     if not result.finds_enough:
         found = " and ".join(
             "{} of {}".format(*point.found) for point in (result.chosen, result.verified) if point.found

@@ -11,8 +11,6 @@ import typer
 from condense.cli import options
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from condense.evaluate.compare import Outcome, Prompt
 
 DEMO_METHODS = ("dense", "recall-device", options.DEMO_METHOD, "streaming_llm:sink=4,window=492")
@@ -64,7 +62,7 @@ def compare_command(
     options.warn_of_defaults(loaded, methods, saved)
     options.warn_of_length(loaded, outcomes[0].text_tokens)
     dtype_name = str(loaded.dtype).removeprefix("torch.")
-    _print(options.plain_console(), prompt, outcomes, dtype_name, on_cpu=loaded.device.type == "cpu")
+    _print(prompt, outcomes, dtype_name, on_cpu=loaded.device.type == "cpu")
     content = {
         "model": model or "bundled",
         "dtype": dtype_name,
@@ -80,12 +78,12 @@ def compare_command(
         plot_comparison(outcomes, plot)
 
 
-def _print(console: Console, prompt: Prompt, outcomes: Sequence[Outcome], dtype: str, *, on_cpu: bool) -> None:
+def _print(prompt: Prompt, outcomes: Sequence[Outcome], dtype: str, *, on_cpu: bool) -> None:
     from condense.methods import Dense
     from condense.models import described, methods_of
     from condense.plots import method_labels
 
-    labels = method_labels([outcome.method for outcome in outcomes])
+    console, labels = options.plain_console(), method_labels([outcome.method for outcome in outcomes])
     known = ["right answer"] if prompt.expected else []
     answers = options.plain_table("answers", left=["question", *known, *labels])
     for i, question in enumerate(prompt.questions or ["(the text goes on)"]):

@@ -90,6 +90,5 @@ def eval_command(
     for (name, metric), row in rows.items():
         cells = [f"{s.value:.3f}" + ("" if s.stderr is None else f" ± {s.stderr:.3f}") for s in row]
         table.add_row(name, metric, *cells, str(row[0].n))
-    console = options.plain_console()
-    console.print(table)
-    console.print(str(output), soft_wrap=True)
+    options.plain_console().print(table)
+    print(output)

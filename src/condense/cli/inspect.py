@@ -86,7 +86,7 @@ def inspect_command(
     if memory is not None:
         _print_room(fits, memory, weights, host_memory)
     for line in _lines_to_type(skeleton, model or "DIR", tokens, is_saved=saved is not None):
-        options.plain_console().print(line, soft_wrap=True)
+        print(line)
     if to_json is not None:
         content = {"model": name, "length": tokens, "dtype": dtype, "backend": backend, "layers": reports}
         content |= {"weight_bytes": weights, **room, "batch": batch, "settings": fits}
@@ -122,21 +122,16 @@ def _print_room(fits: Sequence[CacheFit], memory: str, weights: int, host_memory
     """Say what the numbers of requests are made of."""
     from condense.models.fit import USED
 
-    console = options.plain_console()
-    console.print(
+    print(
         f"Requests that fit: {USED:.0%} of {memory}, less {weights / 2**30:,.1f} GiB of weights, by the cache of one. "
-        "Arithmetic: nothing was run, and the rest of the memory is for activations.",
-        soft_wrap=True,
+        "Arithmetic: nothing was run, and the rest of the memory is for activations."
     )
     if weights > USED * _parse_bytes("memory", memory):
-        console.print("The weights alone need more: give the memory of all devices (--memory).", soft_wrap=True)
+        print("The weights alone need more: give the memory of all devices (--memory).")
     for fit in fits:
         if fit.host_bytes and fit.requests and host_memory is None:
             needed = fit.requests * fit.host_bytes / 2**30
-            console.print(
-                f"{fit.name}: {fit.requests:,} requests need {needed:,.0f} GiB on the host (--host-memory)",
-                soft_wrap=True,
-            )
+            print(f"{fit.name}: {fit.requests:,} requests need {needed:,.0f} GiB on the host (--host-memory)")
 
 
 def _lines_to_type(model: PreTrainedModel, folder: str, tokens: int, *, is_saved: bool) -> list[str]:

@@ -32,7 +32,7 @@ def methods_command(
     cls = method_class(settings["method"])
     if name in NAMED_SETTINGS:
         changed = ",".join(f"{key}={value}" for key, value in settings.items() if key != "method")
-        console.print(f"{name}: {NAMED_SETTINGS[name].use}\nIn full: --method {cls.name}:{changed}\n", soft_wrap=True)
+        print(f"{name}: {NAMED_SETTINGS[name].use}\nIn full: --method {cls.name}:{changed}\n")
     console.print(paragraphs(cls))
     for base in cls.__mro__[1:]:
         if dataclasses.is_dataclass(base) and dataclasses.fields(base):

@@ -117,7 +117,7 @@ def recipes_command(
         rows += [(each, "A recipe file with a paper's settings, for adapt.") for each in PRESETS]
         console.print(plain_table(left=["recipe", "what it is"], rows=rows))
     elif name in PRESETS:
-        console.print(PRESETS[name].read_text(encoding="utf-8").rstrip(), soft_wrap=True)
+        print(PRESETS[name].read_text(encoding="utf-8").rstrip())
     elif name in RECIPES:
         # what follows the first paragraphs is for who calls the function
         console.print(paragraphs(RECIPES[name]).partition("\n\nmethod:")[0].rstrip() + "\n")

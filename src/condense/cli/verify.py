@@ -122,15 +122,14 @@ def _print(contents: list[dict[str, Any]]) -> None:
     """One table of all models, then the verdicts."""
     from condense.evaluate.verify_report import BARS, at_lengths, cells_of
 
-    console, several = options.plain_console(), ["model"] if len(contents) > 1 else []
+    several = ["model"] if len(contents) > 1 else []
     headings = ["cache", "at", *HEADINGS, "steps", "ok"]
     table = options.plain_table(left=[*several, "setting"], right=headings, is_whole=True)
     for content in contents:
         for result, each in at_lengths(content):
             table.add_row(*([content["model"]] if several else []), *cells_of(result, each, short=True))
-    console.print(table)
-    console.print(LEGEND, soft_wrap=True)
-    console.print(BARS, soft_wrap=True)
+    options.plain_console().print(table)
+    print(LEGEND, BARS, sep="\n")
     for content in contents:
         said = content["verdict"]["text"]
-        console.print(f"{content['model']}: {said}" if several else said, soft_wrap=True)
+        print(f"{content['model']}: {said}" if several else said)
