@@ -81,9 +81,7 @@ def _failures(result: Verified) -> str:
 
 def page(files: Sequence[Content]) -> str:
     """Markdown from the contents of result files: one table over all models, then each model's verdict and figures."""
-    heads = [
-        "model", "setting", "device", "host", "tokens", *(WORDS[name] for name in WORDS), "greedy steps alike", "passes"
-    ]  # fmt: skip
+    heads = ["model", "setting", "device", "host", "tokens", *WORDS.values(), "greedy steps alike", "passes"]
     rows = [[content["model"], *cells_of(*both)] for content in files for both in at_lengths(content)]
     lines = ["# What settings lose", "", BARS, "", *_table(heads, rows)]
     for content in files:
