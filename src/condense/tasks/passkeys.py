@@ -1,10 +1,8 @@
 """The hidden-numbers task as text: lines that state a number, and questions that ask for it.
 
 A line says ``The number of the quiet bridge is 4821.``; two common words name the number, which has four digits.
-The questions stand after the text. They come in two forms, so that a model does not learn one phrasing alone:
-
-- ``"cloze"``: ``The number of the quiet bridge is`` -> `` 4821.``
-- ``"question"``: ``Question: What is the number of the quiet bridge?`` / ``Answer:`` -> `` 4821.``
+The questions stand after the text. They come in two forms (`question_prompt`), so that a model does not learn one
+phrasing alone.
 """
 
 import math
