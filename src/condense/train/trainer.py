@@ -92,8 +92,7 @@ class MixedTrainer(Trainer):
         # as the stock step does, but before a method is given, which a model in training mode takes without a warning
         model.train()
         # the block holds the backward pass too, because gradient checkpointing runs the forward pass again there
-        attention = contextlib.nullcontext() if method is None else use(stock, method)
-        with attention:
+        with contextlib.nullcontext() if method is None else use(stock, method):
             return super().training_step(model, inputs, num_items_in_batch)
 
     def compute_loss(
@@ -124,8 +123,7 @@ class MixedTrainer(Trainer):
 
         Raises ValueError if their loss is not finite.
         """
-        for kind, values in self._totals().items():
-            ce, kl, weights, answers, right = values
+        for kind, (ce, kl, weights, answers, right) in self._totals().items():
             logs[f"{kind}_loss"] = round(ce / weights, 4)
             if self._phase.distill:
                 logs[f"{kind}_kl"] = round(kl / weights, 4)
