@@ -1,13 +1,14 @@
 """Number of requests that fit into a memory under each choice of methods and with dense caches, by arithmetic."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import nn
 
 from condense.models.choice import MethodChoice
 from condense.models.inspect import inspect, served_layers
-from condense.serving.blocks import blocks_of_request
+from condense.serving.blocks import ServedLayer, blocks_of_request
 from condense.serving.host import host_bytes
 from condense.serving.vllm.register import ARCHITECTURES
 
@@ -75,12 +76,10 @@ def _served(
     """Bytes of a request of ``length`` tokens in vLLM, and requests in so many bytes on the device and in host memory;
     None as in `CacheFit`.
     """
-    if type(model).__name__ not in ARCHITECTURES:
-        return None, None
-    try:
-        layers = served_layers(model, choice, itemsize)
-    except ValueError:
-        return None, None
+    layers: list[ServedLayer] = []
+    if type(model).__name__ in ARCHITECTURES:
+        with suppress(ValueError):
+            layers = served_layers(model, choice, itemsize)
     if not any(layer.plan for layer in layers):
         return None, None
     one = blocks_of_request(layers, length)
