@@ -20,10 +20,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from condense.methods import Method, check_names, methods_in, settings_of
+from condense.methods import check_names, methods_in, settings_of
 from condense.models.adapted import ADAPTED
 from condense.models.apply import apply, condensed_layers, restore
 from condense.models.attention import is_condensed
+from condense.models.choice import described
 from condense.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -94,23 +95,19 @@ def read_record(model: nn.Module, adapter: Any, where: dict[str, Any]) -> None:
     wanted, held = methods_in(record, path), condensed_layers(model)
     if held and held != wanted:
         raise ValueError(
-            f"the adapter in {adapter} was trained with {_said(wanted)}, the model has {_said(held)}: condense it in "
-            "the adapter's way (condense serve: --method), or call condense.restore(model) first"
+            f"the adapter in {adapter} was trained with {described(wanted)}, the model has {described(held)}: condense "
+            "it in the adapter's way (condense serve: --method), or call condense.restore(model) first"
         )
     if not held:
         apply(model, wanted)
-        logger.warning("the adapter in %s was trained with %s: the model is condensed likewise", adapter, _said(wanted))
+        said = described(wanted)
+        logger.warning("the adapter in %s was trained with %s: the model is condensed likewise", adapter, said)
     if record.get(ADAPTED) is not None:
         setattr(_text_config(model), ADAPTED, record[ADAPTED])
 
 
 def _text_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
-
-
-def _said(methods: dict[int, Method]) -> str:
-    """The methods as text, each once."""
-    return ", ".join(map(str, dict.fromkeys(methods.values())))
 
 
 def _wrap(module: ModuleType) -> None:
