@@ -16,10 +16,10 @@ from makes import replaced
 from texts import Drawn, HeldOut
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from condense import Method
-from condense.evaluate.compare import attention_of, new_cache
+from condense.evaluate.compare import attention_of
 from condense.evaluate.verify_texts import needs_far
 from condense.models import as_steps
 
@@ -46,7 +46,7 @@ def logits_of(model: PreTrainedModel, arm: Arm, ids: Tensor, prompt: int) -> Ten
     if not isinstance(arm, (Method, Mapping)):
         with replaced(arm) if arm else nullcontext():
             return model(input_ids=ids[None], use_cache=False, logits_to_keep=n + 1).logits[0]
-    cache, parts, own = new_cache(model), [], model.config._attn_implementation
+    cache, parts, own = DynamicCache(config=model.config), [], model.config._attn_implementation
     model.set_attn_implementation("sdpa")  # the study's own attention reads no cache
     try:
         for choice, part, kept in zip((arm, as_steps(arm)), ids.split([prompt, n]), (1, n), strict=True):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import typer
+from transformers import DynamicCache
 
 import condense
 from condense import Dense, Recall, StreamingLLM
@@ -14,7 +15,7 @@ from condense.cli.main import app
 from condense.demo import demo_model, demo_text
 from condense.evaluate import verify as verify_module
 from condense.evaluate import verify_texts as verify_texts_module
-from condense.evaluate.compare import attention_of, new_cache
+from condense.evaluate.compare import attention_of
 from condense.evaluate.intervals import MOST_NATS, Cell
 from condense.evaluate.verify import ALL_OPEN, DENSE, WINDOW, VerifyConfig, verify
 from condense.evaluate.verify_report import verdict
@@ -208,7 +209,7 @@ def test_divergence_is_that_of_one_piece_of_a_stretch(demo, monkeypatch):
     model, _ = demo
     ids, dense, apart = torch.arange(100, 100 + 8 * BINS * 2), DenseReading(), []
     for method in (Dense(), StreamingLLM(sink=0, window=8)):
-        cache = new_cache(model)
+        cache = DynamicCache(config=model.config)
         with torch.no_grad(), attention_of(model, method):
             model(ids[None, : len(ids) // 2 - 1], past_key_values=cache, use_cache=True, logits_to_keep=1)
             apart.append(verify_texts_module._read_half(model, ids, cache, dense)[1].unflatten(0, (BINS, 2, 4)))

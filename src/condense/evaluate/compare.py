@@ -90,7 +90,7 @@ def compare(
     for method in methods:
         # untimed, so that no method's time includes loading libraries and compiling kernels
         with torch.no_grad(), attention_of(model, method):
-            cache = new_cache(model)
+            cache = DynamicCache(config=model.config)
             for ids in text[:, :64].split(32, dim=1):
                 model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return [
@@ -122,11 +122,6 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, model: PreTrainedModel
     return ids.to(device=model.device, dtype=torch.int64)
 
 
-def new_cache(model: PreTrainedModel) -> DynamicCache:
-    """An empty cache that grows."""
-    return DynamicCache(config=model.config.get_text_config(decoder=True))
-
-
 def attention_of(model: PreTrainedModel, choice: MethodChoice) -> AbstractContextManager[object]:
     """Condense the model as chosen for the length of a ``with`` block; layers with Dense stay stock."""
     if isinstance(choice, Mapping):
@@ -148,7 +143,7 @@ def _run(
     with attention_of(model, method):
         # the last token of a text that is continued is read by generate itself
         body = text if questions else text[:, :-1]
-        cache = new_cache(model)
+        cache = DynamicCache(config=model.config)
         read_s = 0.0
         if body.shape[1] > 0:
             start = now(model.device)

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.configuration_utils import GenerationMode
 
 from condense.config import check_int
-from condense.evaluate.compare import attention_of, new_cache
+from condense.evaluate.compare import attention_of
 from condense.methods import Reread
 from condense.models import GraphDecoder, MethodChoice, as_steps, condensed_layers
 from condense.models.families import rope_that_changes
@@ -119,7 +119,7 @@ def read_text(
 
     dense: of this text; empty while the method is dense attention, which fills it.
     """
-    ids, half, cache = torch.from_numpy(text.ids).to(model.device), text.copy // 2, new_cache(model)
+    ids, half, cache = torch.from_numpy(text.ids).to(model.device), text.copy // 2, DynamicCache(config=model.config)
     with attention_of(model, method):
         model(ids[None, : half - 1], past_key_values=cache, use_cache=True, logits_to_keep=1)
     with attention_of(model, as_steps(method)):
@@ -210,7 +210,7 @@ class _Growing:
         self._model = model
 
     def prefill(self, input_ids: Tensor) -> Tensor:
-        self._cache = new_cache(self._model)
+        self._cache = DynamicCache(config=self._model.config)
         return self.extend(input_ids)
 
     def extend(self, input_ids: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ class _Growing:
 
 def _decoder(model: PreTrainedModel, length: int) -> GraphDecoder | _Growing:
     """The reader of texts of up to ``length`` tokens, turn by turn: it replays steps where `generate` would."""
-    growing, methods = new_cache(model), condensed_layers(model).values()
+    growing, methods = DynamicCache(config=model.config), condensed_layers(model).values()
     held = replayable_cache(model, growing, model.generation_config, GenerationMode.GREEDY_SEARCH, length)
     # how much Reread keeps is known only once it has read a prompt
     if held is growing or not methods or any(isinstance(method, Reread) for method in methods):
