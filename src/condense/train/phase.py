@@ -32,22 +32,21 @@ _GIB = 2**30
 
 
 def forecast(
-    model: nn.Module, phase: PhaseConfig, *, processes: int = 1, sharded: bool = False, sharded_teacher: bool = False
+    model: Any, phase: PhaseConfig, *, processes: int = 1, sharded: bool = False, sharded_teacher: bool = False
 ) -> dict[str, int]:
-    """Bytes of a phase per process (GPU) by what they are for, for a model whose trained weights have requires_grad.
+    """Bytes of a phase per process (GPU) by what they are for, of a causal LM whose trained weights have requires_grad.
 
     Activations are not among them. ``logits``: those of one part and their gradient, or the teacher's.
     processes: their number. sharded: whether they share weights, gradients and optimizer too (FSDP2, ZeRO-3),
     whose trained weights are float32. sharded_teacher: and the teacher (FSDP2).
     """
     width = next(model.parameters()).element_size()
-    total, trained = _sizes(model)
+    total, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
     shares = processes if sharded else 1
     stored = 4 if sharded else width  # bytes of a trained weight
     copies = 0 if sharded or width == 4 else 4
     own_teacher = phase.distill > 0 and not hasattr(model, "disable_adapter")
-    causal_lm: Any = model
-    vocabulary = causal_lm.get_input_embeddings().weight.shape[0]
+    vocabulary = model.get_input_embeddings().weight.shape[0]
     return {
         "weights": ((total - trained) * width + trained * stored) // shares,
         "gradients": trained * stored // shares,
@@ -57,20 +56,14 @@ def forecast(
     }
 
 
-def plan_of(model: nn.Module, phase: PhaseConfig, processes: int, sizes: Mapping[str, int]) -> str:
+def plan_of(model: Any, phase: PhaseConfig, processes: int, sizes: Mapping[str, int]) -> str:
     """Two lines that say how much a phase trains, and the bytes of its `forecast`."""
-    total, trained = map(_count, _sizes(model))
+    total, trained = (_count(model.num_parameters(only_trainable=only)) for only in (False, True))
     parts = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in sizes.items())
     return (
         f"{phase.name}: trains {trained} of {total} parameters, {phase.steps} steps, {_count(phase.tokens)} tokens, "
         f"processes: {processes}\n{phase.name}: {sum(sizes.values()) / _GIB:.2f} GiB each ({parts}), before activations"
     )
-
-
-def _sizes(model: nn.Module) -> tuple[int, int]:
-    """Numbers of weights, and of those that are trained."""
-    parameters = list(model.parameters())
-    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
 
 def _count(number: int) -> str:
