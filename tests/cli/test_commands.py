@@ -163,6 +163,12 @@ def test_inspect_answers_at_any_length_and_setting(arguments):
     assert "all layers: cache" in ran("inspect", *arguments).stdout
 
 
+def test_inspect_names_the_layers_that_have_attention(tmp_path):
+    transformers.Qwen3NextConfig(num_hidden_layers=12).save_pretrained(tmp_path)
+    said = run_here("inspect", "--model", str(tmp_path), "--length", "4K").stdout
+    assert "layers 7, 11: recall: of 4096 tokens" in said
+
+
 def test_inspect_says_if_weights_do_not_fit():
     assert "weights alone need more" in ran("inspect", "--shape", "qwen3-8b", "--memory", "1GB").stdout
 

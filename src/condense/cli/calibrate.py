@@ -141,12 +141,12 @@ def _print(result: Calibration) -> None:
         found = " and ".join(
             "{} of {}".format(*point.found) for point in (result.chosen, result.verified) if point.found
         )
-        console.print(
+        print(
             f"fewer than {config.min_found:.0%} of the numbers that dense attention finds: {found} on measured and "
             "held-out text. Ask for more cache, or name candidates with more open groups"
         )
     if result.steps_back > 0:
-        console.print(f"others that failed the goals on held-out or on measured text: {result.steps_back}")
+        print(f"others that failed the goals on held-out or on measured text: {result.steps_back}")
 
 
 def _layers(

@@ -107,8 +107,8 @@ def _print(prompt: Prompt, outcomes: Sequence[Outcome], dtype: str, *, on_cpu: b
         )
     console.print(table)
     for label, outcome in zip(labels, outcomes, strict=True):
-        console.print(f"{label}: {described(outcome.method)}")
+        print(f"{label}: {described(outcome.method)}")
     if on_cpu and any(
         method.layout.choice is not None for outcome in outcomes for method in methods_of(outcome.method)
     ):
-        console.print(SLOW_ON_CPU)
+        print(SLOW_ON_CPU)

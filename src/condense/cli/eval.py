@@ -77,7 +77,7 @@ def eval_command(
         run_generated_code=run_generated_code,
         trust_remote_code=trust_remote_code,
     )
-    on_method = partial(options.plain_console(stderr=True).print, style="dim")
+    on_method = partial(options.plain_console(stderr=True).print, style="dim", soft_wrap=True)
     scores = evaluate(
         loaded, tokenizer, methods, settings, output, batch_size=batch_size, resume=resume, on_method=on_method
     )

@@ -170,6 +170,8 @@ def _lines_to_type(model: PreTrainedModel, folder: str, tokens: int, *, is_saved
 
 
 def _print_layers(reports: list[LayerReport], title: str) -> None:
+    from condense.methods import layers_as_text
+
     share = "of\ndense"
     headings = ["layer", "method", "entries", share, "cache\nMiB", share, "GFLOP", share]
     table = options.plain_table(title, right=headings, is_whole=True)
@@ -178,7 +180,7 @@ def _print_layers(reports: list[LayerReport], title: str) -> None:
         same = list(run)
         r = same[0]
         table.add_row(
-            _numbers(same),
+            layers_as_text(report.layer for report in same),
             "stock" if r.method is None else r.method.name,
             f"{r.entries:,}",
             f"{r.entries / r.dense_entries:.1%}",
@@ -187,24 +189,17 @@ def _print_layers(reports: list[LayerReport], title: str) -> None:
             f"{r.flops / 1e9:,.1f}",
             f"{r.flops / r.dense_flops:.1%}",
         )
-    console = options.plain_console()
-    console.print(table)
+    options.plain_console().print(table)
     cache, dense = sum(r.bytes for r in reports), sum(r.dense_bytes for r in reports)
     flops, dense_flops = sum(r.flops for r in reports), sum(r.dense_flops for r in reports)
-    console.print(
+    print(
         f"all layers: cache {cache / 2**20:,.1f} of {dense / 2**20:,.1f} MiB ({cache / dense:.1%}), "
         f"attention {flops / 1e12:,.2f} of {dense_flops / 1e12:,.2f} TFLOP ({flops / dense_flops:.1%})"
     )
     host = sum(r.host_bytes for r in reports)
     if host > 0:
-        console.print(f"in host memory: {host / 2**20:,.1f} MiB, pinned on CUDA")
+        print(f"in host memory: {host / 2**20:,.1f} MiB, pinned on CUDA")
     for remark, run in itertools.groupby(reports, key=lambda report: report.remark):
-        same = list(run)
+        layers = [report.layer for report in run]
         if remark is not None:
-            console.print(f"layer{'s' if len(same) > 1 else ''} {_numbers(same)}: {remark}")
-
-
-def _numbers(neighbours: Sequence[LayerReport]) -> str:
-    """The number of a layer, or the first and last of several."""
-    first, last = neighbours[0].layer, neighbours[-1].layer
-    return str(first) if first == last else f"{first}-{last}"
+            print(f"layer{'s' if len(layers) > 1 else ''} {layers_as_text(layers)}: {remark}")

@@ -49,7 +49,7 @@ def methods_command(
         )
     console.print(table)
     example = f"--method {name}:{fields[0].name}={shown(fields[0].default)}"
-    console.print(f"As an option: {example}")
+    print(f"As an option: {example}")
 
 
 def paragraphs(documented: Any) -> str:

@@ -102,7 +102,7 @@ def train_command(
         if config.work.exists():
             print("condense: --resume goes on from the last checkpoint", file=sys.stderr)
         raise
-    plain_console(stderr=True).print(f"Model, tokenizer and training.json are in {folder}")
+    print(f"Model, tokenizer and training.json are in {folder}", file=sys.stderr)
 
 
 def recipes_command(
