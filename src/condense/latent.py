@@ -98,7 +98,7 @@ def attend_latents(
         latents = tuple(up.view(source, absorb=True) for source in context.sources)
         out, lse = method.attend(up.absorb(q), context._replace(sources=latents), **options)
         return up.project_out(out), lse
-    of_entries = (up.view(source, absorb=False) for source in entries)
+    of_entries = [up.view(source, absorb=False) for source in entries]
     if new is None:
         expanded = up.expand(window.k)
     elif (before := window.k.shape[2] - new[0].shape[2]) == 0:

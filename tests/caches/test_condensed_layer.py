@@ -63,6 +63,17 @@ def test_crop_beyond_the_slack_changes_nothing():
         assert_close(read(layer, other), _full(method, qkv, other)[:, :, -5:], rtol=0, atol=1e-12)
 
 
+def test_another_number_of_rows_changes_nothing():
+    model, ids = condense.apply(tiny.model("llama"), tiny.CCA), tiny.tokens(2, 30)
+    cache = tiny.filled(model, ids[:, :20])
+    for more in (1, 3):
+        said = "wanted 2 rows, for which it was made, got 1; make a new cache"
+        tiny.refused(said, model, ids[:1, 20 : 20 + more], past_key_values=cache)
+    torch.testing.assert_close(
+        tiny.in_chunks(model, ids[:, 20:], (10,), cache), tiny.logits(model, ids)[:, 20:], **tiny.EXACT
+    )
+
+
 def test_crops_in_a_row_share_the_tokens_that_are_kept():
     qkv, other = draw(60), draw(12, seed=9)
     for method in (tiny.CCA, tiny.STREAMING_6):

@@ -58,6 +58,12 @@ def test_all_ways_to_read_are_one_function(kind, method):
     assert beams[0].equal(beams[1])
 
 
+def test_a_static_cache_that_is_too_short_for_coarse_entries(method):
+    model, ids = condense.apply(tiny.model("llama", num_hidden_layers=1), method), tiny.tokens(1, 4)
+    growing = tiny.generate(model, ids, max_new_tokens=3)
+    assert growing.equal(tiny.generate(model, ids, max_new_tokens=3, cache_implementation="static"))
+
+
 def test_tokens_are_taken_back_as_far_as_is_said(method):
     """At phases of chunks and of coarse entries; then tokens are read as by a cache that never had those."""
     model, ids = condense.apply(tiny.model("llama", num_hidden_layers=1), method), tiny.tokens(1, 140)

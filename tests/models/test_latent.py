@@ -110,6 +110,26 @@ class Gathered(nn.Linear):
         return nn.functional.linear(x, self.whole)
 
 
+@pytest.mark.parametrize("way", ["hook", "pre-hook", "forward", "bias"])
+def test_what_changes_a_projection_from_outside_is_read_or_refused(way):
+    model = condense.apply(tiny.model("deepseek_v3", num_hidden_layers=1), condense.Dense())
+    linear = model.model.layers[0].self_attn.kv_b_proj
+    if way == "bias":
+        linear.bias = nn.Parameter(torch.ones(linear.out_features, dtype=torch.float64))
+        tiny.refused("kv_b_proj must have no bias.*leave lora_bias out", tiny.logits, model, IDS)
+        return
+    before, forward = tiny.logits(model, IDS), linear.forward
+    if way == "hook":
+        linear.register_forward_hook(lambda module, args, out: 2 * out)
+    elif way == "pre-hook":
+        linear.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    else:
+        linear.forward = lambda x: 2 * forward(x)
+    whole = tiny.logits(model, IDS)
+    assert not torch.allclose(whole, before)
+    torch.testing.assert_close(tiny.in_chunks(model, IDS, tiny.CHUNKS), whole, **tiny.exact(model))
+
+
 @grid(4, name=tiny.LATENT, kind={"quantized": Quantized, "gathered": Gathered})
 def test_projections_that_only_run(name, kind):
     model = condense.apply(tiny.model(name), LCA)

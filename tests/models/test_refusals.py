@@ -283,6 +283,20 @@ def test_proposed_tokens_where_several_are_read_in_another_way_than_one(prompt):
     model = condense.apply(tiny.model("llama"), {0: condense.Dense(), "rest": tiny.RECALL.replace(prompt=prompt)})
     said = "tokens that are proposed would not be judged by its own answers: use prompt='recall'"
     tiny.refused(said, tiny.generate, model, ONE, prompt_lookup_num_tokens=3)
+    # every answer would be a call of several tokens, and a piece of a prompt one of a single token
+    tiny.refused("without a cache none is read alone: leave use_cache on", tiny.generate, model, ONE, use_cache=False)
+    for size in (1, 13):
+        tiny.refused("leaves a piece of one token of 40, ", tiny.generate, model, ONE, prefill_chunk_size=size)
+    assert tiny.generate(model, ONE, prefill_chunk_size=8).equal(tiny.generate(model, ONE))
+    decoder = condense.GraphDecoder(model, batch_size=1, max_length=60)
+    tiny.refused("chunk must be at least 2", decoder.prefill, ONE, chunk=1)
+    torch.testing.assert_close(decoder.prefill(ONE, chunk=13), decoder.prefill(ONE), **tiny.EXACT)
+
+
+def test_a_stock_model_that_says_it_is_condensed():
+    model = tiny.model("llama")
+    model.set_attn_implementation("condense")
+    tiny.refused(r"no layer says how: call model.set_attn_implementation\('sdpa'\)", condense.apply, model, tiny.CCA)
 
 
 @pytest.mark.parametrize("choice", CROPPED.values(), ids=CROPPED)

@@ -136,6 +136,7 @@ BAD = {
     "nothing": ({}, FORM),
     "no methods": ({"methods": []}, r"config.condense.* (name a layer, got none|as condense.apply writes it)"),
     "an empty list": (_assigned_to([]), r"config.condense.* name a layer, got none"),  # dense without a word
+    "none that is there": (_assigned_to([3]), r"name layers that the model has, 0-2, got 3: correct it"),
     "unknown": (_assigned_to([0], "mystery"), r"method must be one of .*, got 'mystery'"),
     "another": (_assigned_to([0], mystery=1) | {"version": "99.0"}, rf"99.0, this is {condense.__version__}.*mystery"),
 } | {  # some had been read as other layers, some as none

@@ -44,6 +44,14 @@ def refuse_other_dtype(held: torch.dtype, new: torch.dtype) -> None:
         )
 
 
+def refuse_other_rows(held: int, new: int) -> None:
+    """Raise ValueError if new tokens have another number of rows than those that a layer holds."""
+    if new != held:
+        raise ValueError(
+            f"condensed cache: wanted {held} rows, for which it was made, got {new}; make a new cache for another batch"
+        )
+
+
 class CondensedCacheLayer(CacheLayerMixin):
     """Base of condensed cache layers: each holds the state of one attention layer under ``method``.
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from condense.caches.base import CondensedCacheLayer, Expected, ReadRequest, refuse_other_dtype
+from condense.caches.base import CondensedCacheLayer, Expected, ReadRequest, refuse_other_dtype, refuse_other_rows
 from condense.caches.buffers import Buffered, Room, static_bias, with_room
 from condense.caches.store import Store
 from condense.functional import extend
@@ -189,11 +189,7 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         """Raise ValueError if tokens like k ``[B, K, L, D]`` do not fit in."""
         B, L, held = k.shape[0], k.shape[2], 0
         if self.is_initialized:
-            if self.batch_size != B:
-                raise ValueError(
-                    f"static cache: wanted {self.batch_size} rows, for which it was made, got {B}; make a new cache "
-                    "for another batch"
-                )
+            refuse_other_rows(self.batch_size, B)
             refuse_other_dtype(self.dtype, k.dtype)
             held = 0 if _is_recorded(self.device) else self.count_slots()
         if held + L > self.max_cache_len:

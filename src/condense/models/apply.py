@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from condense.methods import Method, check_names, methods_in, settings_of
+from condense.methods import Method, check_names, layers_as_text, methods_in, settings_of
 from condense.models.adapted import warn_of_pooling
 from condense.models.attention import IMPLEMENTATION, KEY, CondensedAttention, condensed_class
 from condense.models.choice import Layers, MethodChoice, assign, chosen_layers, parse_choice
@@ -26,6 +26,10 @@ _ENTERING = threading.Lock()
 # modules that were condensed, of all models: two models may be built from one configuration
 _CONDENSED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _SHARED = "config must be the model's own, got that of a condensed model: build one of them from copy.deepcopy(config)"
+_NOT_CONDENSED = (
+    "the model has attn_implementation='condense', but no layer says how: call model.set_attn_implementation('sdpa') "
+    "before condense.apply, or leave attn_implementation out"
+)
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
@@ -33,8 +37,8 @@ def apply(model: ModelT, method: MethodChoice | str, layers: Layers = None) -> M
     """Give a Hugging Face causal LM condensed attention, in place, and return it.
 
     method: one for all layers, or a mapping of layers to methods, such as ``{0: Dense(), "2-3,-1": Recall(), "rest":
-    CCA()}``; "rest" are the layers that can be condensed and are not named. With one method, each layer gets what
-    `Method.of_layer` says: of `Recall` the first one opens all groups. Also as text: ``"recall-host"``
+    CCA()}``; "rest" are the layers that can be condensed and are not named. With one method and no ``layers``, each
+    layer gets what `Method.of_layer` says: of `Recall` the first one opens all groups. Also as text: ``"recall-host"``
     (`condense.named`), ``"cca:window=512"``, ``"recall@2,3+cca@rest"``, or ``"@FILE"`` of `condense calibrate`.
     layers: with one method, the layers to condense, as indices or as text; None means all that can be. Negative indices
     count from the last layer. Layers that are not named stay as they are, condensed or stock; so do layers with a
@@ -164,6 +168,11 @@ def condense_from_config(model: PreTrainedModel) -> None:
     config.condense = settings | settings_of(methods)
     # a model loaded with fewer layers than it was saved with ignores the methods of the others
     assignment = {i: method for i, method in methods.items() if i in attentions}
+    if methods and not assignment:
+        raise ValueError(
+            f"config.condense must name layers that the model has, {layers_as_text(sorted(attentions))}, got "
+            f"{layers_as_text(sorted(methods))}: correct it, or remove it to load a stock model"
+        )
     check_latents(assignment, attentions)
     _set_methods(model, attentions, assignment, stock)
 
@@ -316,4 +325,4 @@ def check_config(attentions: dict[int, nn.Module]) -> None:
         )
     is_condensed = any(isinstance(module, CondensedAttention) for module in attentions.values())
     if config._attn_implementation == IMPLEMENTATION and not is_condensed:
-        raise ValueError(_SHARED)
+        raise ValueError(_SHARED if hasattr(config, KEY) else _NOT_CONDENSED)

@@ -69,7 +69,7 @@ class GraphDecoder:
         """Empty the cache, read a prompt and return the logits ``[B, V]`` of its last token.
 
         input_ids int64 ``[B, L]``; attention_mask ``[B, L]``, 0 at padding, which must be on the left; chunk: tokens
-        per forward, None: all at once.
+        per forward, None: all at once; a last one alone is read with those before it.
         Raises ValueError, state unchanged, for another number of rows, a prompt that is too long, padding on the right,
         and a chunk smaller than the prompt if a method looks ahead.
         """
@@ -86,6 +86,9 @@ class GraphDecoder:
         ahead = next((method for method in self.methods.values() if method.layout.lookahead), None)
         if ahead is not None and chunk < L:
             raise ValueError(f"{ahead} needs the whole prompt in one forward: leave chunk out")
+        other = next((method for method in self.methods.values() if method.as_steps is not method), None)
+        if other is not None and chunk == 1 < L:
+            raise ValueError(f"chunk must be at least 2, as {other} reads single tokens as those of an answer, got 1")
         if not self._is_prepared:
             self._rewind()
             self._decode()  # which allocates the buffers
@@ -133,6 +136,7 @@ class GraphDecoder:
 
     def _read(self, input_ids: Tensor, positions: Tensor, chunk: int) -> Tensor:
         """Read tokens after those read before, ``chunk`` per forward; input_ids and positions ``[B, L]``."""
+        L = input_ids.shape[1]
         # a forward that fails may leave some of the tokens, and then only a prefill goes on
         stop, self._length = self._length, 0
         # no graph is replayed meanwhile, so the host can count slots instead of reading them from the device
@@ -140,7 +144,10 @@ class GraphDecoder:
             layer.know_slots(stop)
         # ask for the logits of the last token alone, if the model has that argument
         keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
-        pieces = (x.split(chunk, dim=1) for x in (input_ids.to(positions.device), positions))
+        # a last piece of one token would be a step, which some methods read in another way
+        sizes = [min(chunk, L - begin) for begin in range(0, L - (L > chunk > 1), chunk)]
+        sizes[-1] += L - sum(sizes)
+        pieces = (x.split(sizes, dim=1) for x in (input_ids.to(positions.device), positions))
         for ids, at in zip(*pieces, strict=True):
             stop += ids.shape[1]
             out = self.model(

@@ -1,10 +1,11 @@
-"""Changes that `import condense` makes to transformers: two registered functions and nine wrapped methods.
+"""Changes that `import condense` makes to transformers: two registered functions and ten wrapped methods.
 
 `post_init`: condenses a saved condensed model when it is loaded. `to_dict` and `from_dict` of configurations and
 `save_pretrained`: write and read the methods of a model, so that no program silently loads it as a dense one, see
 `condense.architectures`.
 `_prepare_cache_for_generation`: puts condensed layers into the cache before generate decides whether to compile and
 whether the cache can be cropped; on CUDA it chooses a static cache where its steps can be replayed.
+`_prefill`: raises ValueError for a piece of a prompt that is a single token, if a method reads such tokens otherwise.
 `get_compiled_call`: replays these as a CUDA graph, unless the caller gave a ``compile_config``.
 `Cache.crop` and `Cache.reorder_cache`: take tokens back, or move rows, in all layers, or in none if a condensed one
 refuses.
@@ -16,6 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, StaticCache, StaticLayer
 from transformers.generation import GenerationMixin
@@ -49,6 +51,7 @@ def install() -> None:
     wrap(PreTrainedModel, "post_init", _post_init)
     PreTrainedModel.post_init._condense = True
     wrap(GenerationMixin, "_prepare_cache_for_generation", _prepare_cache)
+    wrap(GenerationMixin, "_prefill", _prefill)
     wrap(PreTrainedModel, "get_compiled_call", _compiled_call)
     wrap(GenerationMixin, "init_continuous_batching", _continuous_batching)
     wrap(Cache, "crop", _crop)
@@ -153,6 +156,28 @@ def _prepare_cache(
     return result
 
 
+def _prefill(
+    stock: Any,
+    self: Any,
+    ids: Tensor,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    methods = condensed_layers(self).values() if is_condensed(self) else ()
+    other, size = next((method for method in methods if method.as_steps is not method), None), config.prefill_chunk_size
+    if other is not None and size is not None:
+        mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
+        tokens = (ids if mask is None else mask).shape[1] - (0 if cache is None else int(cache.get_seq_length()))
+        if tokens > size and (size == 1 or tokens % size == 1):
+            raise ValueError(
+                f"prefill_chunk_size={size} leaves a piece of one token of {tokens}, which {other} reads as a token of "
+                "an answer: use another size, or prompt='recall'"
+            )
+    return stock(self, ids, config, model_kwargs, *args, **kwargs)
+
+
 def _compiled_call(stock: Any, self: Any, compile_config: Any) -> Any:
     if compile_config is None and is_condensed(self) and can_replay(self):
         return ReplayedForward(self)
@@ -207,5 +232,10 @@ def _check_generation(
         raise ValueError(
             f"{other} reads several tokens in another way than single ones, so tokens that are proposed would not be "
             "judged by its own answers: use prompt='recall', or generate without assistant or prompt lookup"
+        )
+    if other is not None and not generation_config.use_cache:
+        raise ValueError(
+            f"{other} chooses groups for single tokens, and without a cache none is read alone: leave use_cache on, or "
+            "use prompt='recall'"
         )
     check_learned_positions(model.config, "prompt and new tokens", generation_config.max_length or 0)

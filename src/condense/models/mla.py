@@ -58,9 +58,16 @@ def _matrix(projection: nn.Module, rows: int, columns: int, like: Tensor) -> Ten
     """
     weight: Any = getattr(projection, "weight", None)
     is_float = isinstance(weight, Tensor) and weight.is_floating_point()
-    is_plain = type(projection) is nn.Linear and type(weight) is nn.Parameter and is_float
+    is_plain = type(projection) is nn.Linear and type(weight) is nn.Parameter and is_float and projection.bias is None
+    # what changes its results from outside is part of the matrix
+    is_plain &= not (projection._forward_hooks or projection._forward_pre_hooks or "forward" in vars(projection))
     if is_plain and weight.shape == (rows, columns) and weight.device == like.device:
         return weight
+    if any(getattr(module, "bias", None) is not None for module in projection.modules()):
+        raise ValueError(
+            "kv_b_proj must have no bias, because entries of latents are read through its matrix alone: leave "
+            "lora_bias out, or give adapters other target_modules"
+        )
     if any("adapter_names" in getattr(hook, "keywords", {}) for hook in projection._forward_pre_hooks.values()):
         raise ValueError(
             "adapter_names (a LoRA adapter per row) cannot be condensed in MLA models, whose rows share their latents' "

@@ -82,6 +82,8 @@ def _close(call: StepCall, t: Tensor, seen: Tensor, own: OwnEntries) -> None:
 
 def _merge(state: StepState, t: Tensor, seen: Tensor, rule: CoarseRule) -> None:
     """Make each row's next coarse entry of fine ones, all of which are older than this step's."""
+    if state.entries_k.shape[2] == 0:
+        return
     number, n = rule.made(t), rule.coarse.chunks
     due = (rule.made(seen) > number) & (number < state.entries_k.shape[2])
     k, v = (read_columns(ring, number * n, n) for ring in (state.fine_k, state.fine_v))
