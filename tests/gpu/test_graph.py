@@ -7,7 +7,7 @@ from models import small, tiny
 from transformers import CompileConfig
 
 import condense
-from condense.models import replay
+from condense.models import fused, replay
 from condense.models.families import has_eager_experts
 
 METHODS = methods("cca", "streaming", "entries-4", "streaming-llm", "dga")
@@ -53,6 +53,18 @@ def test_graph_of_a_padded_batch_and_of_a_second_prompt(name, choice, steps):
         real = torch.ones_like(prompt) if real is None else real
         agree(got, generate(model, prompt, real, steps, cache_implementation="dynamic"), model, real)
     assert decoder._graph is not None
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "deepseek_v3"])
+def test_steps_with_compiled_norms_and_rotations(name, graphs, monkeypatch):
+    model, (ids, mask) = condensed(FEW, name), padded()
+    want = generate(model, ids, mask, 60, cache_implementation="dynamic")
+    monkeypatch.setattr(fused, "_LEAST_WEIGHTS", 0)
+    agree(generate(model, ids, mask, 60), want, model, mask)
+    decoder = condense.GraphDecoder(model, batch_size=2, max_length=512)
+    agree(tiny.decoded(decoder, ids, mask, max_new_tokens=60), want, model, mask)
+    assert len(graphs) == 1
+    assert fused._compiled.cache_info().currsize >= 1
 
 
 def test_graph_after_prompts_with_a_selection():

@@ -4,6 +4,7 @@ Shapes: B rows, L prompt tokens, V vocabulary.
 """
 
 import inspect
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from condense.config import check_int
 from condense.methods import Reread
 from condense.models.apply import all_methods, condensed_layers
 from condense.models.families import check_learned_positions, has_eager_experts, rope_that_changes, transformers_model
+from condense.models.fused import fused_steps
 from condense.models.layers import ensure_layers
 from condense.models.masks import ALL_REAL
 
@@ -181,7 +183,10 @@ class GraphDecoder:
         return out.logits[:, -1]
 
     def _capture(self) -> None:
-        device = self._ids.device
+        with nullcontext() if self._compiled else fused_steps(self.model, self.batch_size):
+            self._graph = self._captured(self._ids.device)
+
+    def _captured(self, device: torch.device) -> torch.cuda.CUDAGraph:
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -193,7 +198,7 @@ class GraphDecoder:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(device), torch.cuda.graph(graph):
             self._logits = self._forward()
-        self._graph = graph
+        return graph
 
     def _rewind(self) -> None:
         """Empty the cache and let the next step decode, as after an empty prompt."""
