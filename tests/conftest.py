@@ -31,7 +31,7 @@ DEAR = {
     "serving/test_paged.py": {"a_shared_prefix_is_exact_and_never_written": 40, "equal_to_the_whole": 144,
         "many_requests_at_different_lengths": 40},
     "train/test_adapt.py": {"adapters_resume_load_condensed_and_merge": 1},
-    "train/test_training.py": {"a_resumed_run_equals_an_uninterrupted_one": 1},
+    "train/test_training.py": {"a_resumed_run_equals_an_uninterrupted_one_and_logs_its_rate": 1},
     "triton_kernels/test_attend.py": {"any_number_of_sources_within_budget": 1, "entries_ahead_of_the_rules_own": 1,
         "is_one_well_formed_operation": 1, "output_lse_and_gradients_within_budget": 6},
     "triton_kernels/test_extras.py": {"documents_within_budget": 4, "steps_and_prompts": 3},

@@ -94,7 +94,7 @@ def test_a_compiled_forward_fails_on_what_it_cannot_look_at(one_layer):
             compiled(ids, ids, (positions >= least).expand_as(ids).long(), position_ids=places)
 
 
-def test_a_compiled_forward_without_a_mask(one_layer):
+def test_a_compiled_forward_without_a_mask_and_a_compiled_layer(one_layer):
     """With transformers' mask function, a closure, not read: rows as without compilation, and no documents."""
     ids = tiny.tokens()
 
@@ -106,14 +106,11 @@ def test_a_compiled_forward_without_a_mask(one_layer):
     torch.testing.assert_close(compiled(position_ids=positions), logits(), rtol=1e-12, atol=1e-12)
     with pytest.raises(RuntimeError, match="several documents"):
         compiled(position_ids=positions % 20)
-
-
-def test_a_compiled_layer_names_documents_that_its_mask_numbers(one_layer):
-    """A layer compiled alone gets a mask that was made outside of the graph."""
-    ids, layer = tiny.tokens(1), one_layer.model.layers[0]
+    # a layer compiled alone gets a mask that was made outside of the graph
+    layer = one_layer.model.layers[0]
     layer.forward = torch.compile(layer.forward, backend="eager")
     with torch.no_grad(), pytest.raises(RuntimeError, match="several documents"):
-        one_layer(input_ids=ids, position_ids=torch.arange(ids.shape[1])[None] % 20, use_cache=False)
+        one_layer(input_ids=ids[:1], position_ids=positions % 20, use_cache=False)
 
 
 def test_prompts_and_steps_of_generate(one_layer):

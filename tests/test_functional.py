@@ -6,6 +6,7 @@ import pytest
 import torch
 from grids import CPU_BACKENDS, grid
 from layers import columns, extend
+from models import tiny
 from oracles import cases, latent_oracle, oracle
 
 import condense
@@ -167,16 +168,14 @@ BAD |= {f"marks {marks}": (ROW | {"cu_seqlens": marks, "method": condense.Dense(
 
 @pytest.mark.parametrize(("changes", "message"), BAD.values(), ids=BAD)
 def test_attention_bad_input_is_named(changes, message):
-    with pytest.raises(ValueError, match=message):
-        condense.attention(**inputs(**changes))
+    tiny.refused(message, condense.attention, **inputs(**changes))
 
 
 @grid(18, backend=CPU_BACKENDS, method=AHEAD, needs=["q", "k", "v"])
 def test_attention_gradients_through_what_looks_ahead_need_consent(backend, method, needs):
     arguments = inputs(method=method, backend=backend)
     arguments[needs].requires_grad_()
-    with pytest.raises(ValueError, match=r"train with (summary|selection)='streaming' or pass allow_future=True"):
-        condense.attention(**arguments)
+    tiny.refused("train with (summary|selection)='streaming' or pass allow_future", condense.attention, **arguments)
     with torch.no_grad():
         want = condense.attention(**arguments)
     with torch.inference_mode():

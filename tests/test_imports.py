@@ -111,13 +111,10 @@ def test_imports_point_down_inside_ops(room):
         assert not wrong, f"{path.relative_to(SOURCE)} must not import {sorted(wrong)}"
 
 
-def test_triton_stays_in_its_folders():
+def test_triton_stays_in_its_folders_and_the_reference_needs_torch_alone():
     for path in FILES:
         if path.relative_to(SOURCE).parts[:2] not in {("ops", "triton"), ("ops", "hopper")}:
             assert not any(name.split(".")[0] == "triton" for name in imported(path)), path
-
-
-def test_reference_needs_torch_alone():
     for path in (SOURCE / "ops" / "reference").glob("*.py"):
         others = {name.split(".")[0] for name in imported(path)}
         assert others <= {*sys.stdlib_module_names, "torch", "condense"}

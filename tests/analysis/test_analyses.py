@@ -73,7 +73,7 @@ def _pairs(method, call, q, k, v, *rest):
             for h in range(k.shape[1]):
                 qbar = q[b].unflatten(0, (k.shape[1], -1))[h].mean(0)
                 for j in range(closed):
-                    rep_k, rep_v = oracle.representative(method, j, qbar, k[b, h], v[b, h], scale)
+                    rep_k, rep_v, _ = oracle.entry(method, j, qbar, k[b, h], v[b, h], scale)
                     for i in range(j * G, (j + 1) * G):
                         yield k[b, h, i], rep_k, v[b, h, i], rep_v
 
@@ -122,11 +122,8 @@ def test_stretches_spread_and_do_not_overlap():
 def test_refusals(name, changes, message):
     arguments = {"method": METHODS["lca"], "texts": {"a": IDS}, "lengths": [60]} | changes
     tiny.refused(message, measure_deviation, tiny.model(name), **arguments)
-
-
-def test_condensed_models_are_refused():
-    with pytest.raises(ValueError, match="model must have stock attention"):
-        measure_deviation(condense.apply(tiny.model("llama"), tiny.CCA), METHODS["lca"], {"a": IDS}, [60])
+    model = condense.apply(tiny.model(name), tiny.CCA)
+    tiny.refused("model must have stock attention", measure_deviation, model, METHODS["lca"], {"a": IDS}, [60])
 
 
 def test_deviation_of_two_texts(saved, story, tmp_path):
@@ -246,7 +243,7 @@ def _measured(monkeypatch, model, method):
     return measure_recall(model, method, [TEXT], len(TEXT), steps=STEPS, slots=(3, 5)), seen, opened
 
 
-def test_shares_of_recall_token_by_token(monkeypatch):
+def test_shares_of_recall_token_by_token_and_hits(monkeypatch):
     reports, seen, opened = _measured(monkeypatch, tiny.model("llama"), METHOD)
     assert [report.layer for report in reports] == list(range(tiny.NUM_LAYERS))
     for report in reports:
@@ -266,12 +263,7 @@ def test_shares_of_recall_token_by_token(monkeypatch):
         assert report.window + report.opened + report.pooled == pytest.approx(1)
         assert list(report.heads) == pytest.approx((window + exact).tolist(), abs=1e-6)
         assert report.best >= report.opened - 1e-9 or q.shape[1] > k.shape[1]
-
-
-def test_hits_of_a_replayed_cache(monkeypatch):
-    """With slots for one step's groups, a hit is a group that the step before opened."""
-    reports, _, opened = _measured(monkeypatch, tiny.model("llama"), METHOD)
-    for report in reports:
+        # with slots for one step's groups, a hit of a replayed cache is a group that the step before opened
         rows = opened[report.layer][:, -STEPS:]
         assert report.hits[3] == pytest.approx(float((rows[:, 1:] & rows[:, :-1]).sum() / rows[:, 1:].sum()))
         assert report.hits[5] >= report.hits[3]

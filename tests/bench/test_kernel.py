@@ -175,19 +175,13 @@ def wronged(x):
 
 
 @pytest.mark.parametrize("method", GATED.values(), ids=GATED)
-def test_the_gate_of_outputs(method, inputs):
+def test_the_gate_of_outputs_gradients_and_entries(method, inputs):
     sources = pooled(method, inputs)
+    of = {"q": inputs.q, "context": sources, "scale": inputs.scale, "method": method}
     out = attend_to(sources, inputs.q, scale=inputs.scale)[0]
-    assert gate.check_output(out, inputs.q, sources, scale=inputs.scale, method=method).passed
-    assert not gate.check_output(wronged(out), inputs.q, sources, scale=inputs.scale, method=method).passed
-    entries = sources.entries._replace(k=sources.entries.k.roll(1, 2))
-    wrong = attend_to(Context((entries, sources.window), sources.spans), inputs.q, scale=inputs.scale)[0]
-    assert not gate.check_output(wrong, inputs.q, sources, scale=inputs.scale, method=method).passed
-
-
-@pytest.mark.parametrize("method", GATED.values(), ids=GATED)
-def test_the_gate_of_gradients(method, inputs):
-    sources = pooled(method, inputs)
+    rolled = sources.entries._replace(k=sources.entries.k.roll(1, 2))
+    wrong = attend_to(Context((rolled, sources.window), sources.spans), inputs.q, scale=inputs.scale)[0]
+    assert [gate.check_output(x, **of).passed for x in (out, wronged(out), wrong)] == [True, False, False]
 
     def gradients(upstream, wrong=None):
         leaves = [x.detach().requires_grad_() for x in (inputs.q, *sources.entries[:2], *sources.window[:2])]
@@ -195,15 +189,8 @@ def test_the_gate_of_gradients(method, inputs):
         out = attend_to(Context(parts, sources.spans), leaves[0], scale=inputs.scale)[0]
         return [x * 1.5 if i == wrong else x for i, x in enumerate(torch.autograd.grad(out, leaves, upstream))]
 
-    assert gate.check_gradients(gradients, inputs.q, sources, scale=inputs.scale, method=method).passed
-    for wrong in range(5):
-        call = partial(gradients, wrong=wrong)
-        assert not gate.check_gradients(call, inputs.q, sources, scale=inputs.scale, method=method).passed
-
-
-@pytest.mark.parametrize("method", GATED.values(), ids=GATED)
-def test_the_gate_of_entries(method, inputs):
-    sources = pooled(method, inputs)
+    for wrong in (None, *range(5)):
+        assert gate.check_gradients(partial(gradients, wrong=wrong), **of).passed is (wrong is None)
     assert gate.check_entries(method, inputs, sources).passed
     for name in ("k", "v"):
         entries = sources.entries._replace(**{name: wronged(getattr(sources.entries, name))})
@@ -211,14 +198,11 @@ def test_the_gate_of_entries(method, inputs):
         assert not gate.check_entries(method, inputs, wrong).passed
 
 
-def test_what_is_not_finite_is_wrong():
+def test_the_gate_counts_near_ties_and_what_is_not_finite_is_wrong():
     want = torch.ones(4, dtype=torch.float64)
     got = torch.tensor([1.0, 1.0, float("nan"), 1.0])
     assert judge([got], [want], [want.float()]).to_dict()["passed"] is False
     assert judge([want.float()], [want], [want.float()]).passed
-
-
-def test_the_gate_counts_near_ties():
     inputs = inputs_of(torch.float32)
     method = condense.Recall(group_size=4, window=20, num_recall=5)
     context = pooled(method, inputs)

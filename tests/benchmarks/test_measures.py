@@ -1,6 +1,4 @@
-"""Evaluation: one forward retrieves what greedy generation does, losses are the model's own, bad input is refused. And
-cells of `benchmarks/generate.py`: what they say, that a wrong method is not timed, what their figures are.
-"""
+"""Retrieval and losses on text, as the benchmarks measure them, and cells of `benchmarks/generate.py`."""
 
 import dataclasses
 import math
@@ -67,15 +65,13 @@ def test_one_forward_equals_greedy_generation(model, builder, name):
         assert 0 < forced.right < forced.total == 4
 
 
-def test_results_say_which_method_and_where(model, builder):
+def test_results_say_which_method_and_where_of_what_a_seed_asks(model, builder):
     sequences = passkey_sequences(builder, 3, keys=4, form="question", seed=2)
     results = retrieval(model, METHODS, sequences, depths=4)
     assert {result.name: result.method for result in results} == METHODS
     assert {(result.exact.total, sum(part.total for part in result.by_depth)) for result in results} == {(12, 12)}
     assert model.config._attn_implementation == "sdpa"
-
-
-def test_the_same_seed_asks_the_same(builder):
+    # the same seed asks the same
     first, again, other = (passkey_sequences(builder, 2, keys=3, seed=seed) for seed in (0, 0, 1))
     for one, same in zip(first, again, strict=True):
         np.testing.assert_equal(dataclasses.asdict(one), dataclasses.asdict(same))

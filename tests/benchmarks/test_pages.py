@@ -13,6 +13,7 @@ import serving_page
 import stored
 import write_pages
 import zero_shot_page
+from models import tiny
 
 import condense
 from condense.named import NAMED_SETTINGS
@@ -26,11 +27,8 @@ REFUSED = [
 ]
 
 
-def test_pages_are_as_the_results_fill_them():
+def test_pages_are_as_the_results_fill_them_which_are_few_and_compact():
     assert write_pages.differing() == []
-
-
-def test_result_files_are_few_and_compact():
     files = [*stored.RESULTS.iterdir()]
     assert len(files) <= 60
     assert sum(file.stat().st_size for file in files) <= 3e6
@@ -49,15 +47,13 @@ def test_every_table_and_figure_of_the_papers_has_a_row():
 
 
 def test_a_number_that_no_file_holds_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no result file"):
-        papers_page.Figures({}).figure("model llama-3.1-8b first 4096 dense")
+    tiny.refused("no result file", papers_page.Figures({}).figure, "model llama-3.1-8b first 4096 dense")
     page = tmp_path / "page.md"
     page.write_text("<!-- zero-shot llama 4096 -->\n| |\n|---|\n| recall r=5 | |\n<!-- /zero-shot -->\n")
     with pytest.raises(ValueError, match="no run of llama 4096 recall r=5"):
         recall_page.fill(page, stored.stored()["zero-shot-h200-20261122T020720Z"])
     page.write_text("<!-- paged -->\n<!-- /paged -->\n")
-    with pytest.raises(ValueError, match="must name its results"):
-        serving_page.fill(page, stored.stored())
+    tiny.refused("must name its results", serving_page.fill, page, stored.stored())
     with pytest.raises(ValueError, match="results: no runs of"):
         zero_shot_page.write_page({"none": {"results": {"runs": []}}}, tmp_path / "page.md")
 
@@ -65,8 +61,7 @@ def test_a_number_that_no_file_holds_is_refused(tmp_path):
 @pytest.mark.parametrize(("old", "new", "message"), REFUSED)
 def test_a_page_of_speed_that_asks_for_something_else_is_refused(old, new, message):
     page = (write_pages.ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    with pytest.raises(ValueError, match=message):
-        performance_page.filled(page.replace(old, new), stored.stored())
+    tiny.refused(message, performance_page.filled, page.replace(old, new), stored.stored())
 
 
 def test_what_named_settings_lose_is_the_worst_that_was_measured():

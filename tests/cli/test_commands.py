@@ -25,15 +25,22 @@ from condense.models import condensed_layers
 from condense.named import NAMED_SETTINGS
 from condense.train.trainer import MixedTrainer
 
-BY_PYTORCH = {"dga:group_size=128": "up to 128 tokens, got 141", "dga:focal=random": "makes its entries itself"}
 ALL_FOCAL = {"gamma=0.5": "min_focal=1024", "gamma=1,min_focal=1": "gamma=1"}
 LINE = "The number of the quiet bridge is 4821."
-HUGE = [
-    ("--method", "cca:window=20000000"),
-    ("--method", "dga:group_size=20000000"),
-    ("--length", "1000000000", "--method", "recall:num_recall=0.05"),
-    ("--method", f"streaming_llm:sink=9,window={2**70}", "--length", f"{2**65}"),
+# what `inspect` says: at any length and setting, of weights that do not fit, and of steps that run on PyTorch
+SAID = [
+    (("--method", "cca:window=20000000"), "all layers: cache"),
+    (("--method", "dga:group_size=20000000"), "all layers: cache"),
+    (("--length", "1000000000", "--method", "recall:num_recall=0.05"), "all layers: cache"),
+    (("--method", f"streaming_llm:sink=9,window={2**70}", "--length", f"{2**65}"), "all layers: cache"),
+    (("--shape", "qwen3-8b", "--memory", "1GB"), "weights alone need more"),
+    (("--shape", "qwen3-8b", "--length", "64K"), "layer 0: recall: all 65536 tokens stay"),
+    (("--shape", "qwen3-8b", "--length", "64K"), "layers 1-35: recall: of 65536 tokens"),
+    (("--method", "dga:group_size=128"), "up to 128 tokens, got 141"),
+    (("--method", "dga:focal=random"), "makes its entries itself"),
 ]
+NO_MODULE = "condense: -m must name a module, as of python -m, got '{}': there is none of this name here\n"
+NO_OPTION = "condense: run needs -m before the module, as in condense run -m lm_eval, got '{}'\n"
 BAD = [
     (("compare", "--text", "missing.txt"), "text: no such file"),
     (("compare", "--text", "."), "text: no such file: ."),
@@ -71,6 +78,16 @@ BAD = [
     (("train", "adapt", "--data", "a", "--output", "b"), "add --pretrained and --method"),
     (("train", "smoke", "--output", "b", "--sequence-length", "64"), "belong to adapt: --sequence-length"),
     (("train", "demo_model", "--output", "b"), "add --data"),
+    (("calibrate", "--output", "."), "output: wanted a path that does not exist yet"),
+    (("calibrate", "--output", "a.json", "--measured", "./a.json"), "measured must be another file than output"),
+    (("calibrate", "--output", "a.json", "--measured", "."), "measured: wanted a file, got the folder"),
+    (("calibrate", "--output", "a.json", "--plot", "a.txt"), "plot must end in one of"),
+    (("verify", "a", "b"), "wanted one model, or result files"),
+    (("verify", "none.json"), "no such file"),
+    (("verify", "a.json", "--length", "256"), "length: result files are read here, and nothing is measured: leave out"),
+    (("verify", "--length", "64"), "at least 256 tokens, got 64"),
+    *((("run", "-m", name, "--tasks", "gsm8k"), NO_MODULE.format(name)) for name in ("lm_evall", "a.b", ".scorer")),
+    *((("run", *words), NO_OPTION.format(words[0])) for words in (("scorer", "--help"), ("-x",))),
 ]
 
 
@@ -158,19 +175,15 @@ def test_inspect_says_when_all_tokens_are_focal(tmp_path, setting, cause):
         assert (layer["entries"], layer["flops"]) == (900, layer["dense_flops"])
 
 
-@pytest.mark.parametrize("arguments", HUGE, ids=str)
-def test_inspect_answers_at_any_length_and_setting(arguments):
-    assert "all layers: cache" in ran("inspect", *arguments).stdout
-
-
 def test_inspect_names_the_layers_that_have_attention(tmp_path):
     transformers.Qwen3NextConfig(num_hidden_layers=12).save_pretrained(tmp_path)
     said = run_here("inspect", "--model", str(tmp_path), "--length", "4K").stdout
     assert "layers 7, 11: recall: of 4096 tokens" in said
 
 
-def test_inspect_says_if_weights_do_not_fit():
-    assert "weights alone need more" in ran("inspect", "--shape", "qwen3-8b", "--memory", "1GB").stdout
+@pytest.mark.parametrize(("arguments", "said"), SAID, ids=str)
+def test_inspect_says(arguments, said):
+    assert " ".join(ran("inspect", *arguments).stdout.split()).count(said) == 1
 
 
 def test_inspect_says_what_fits_and_what_to_type(tmp_path, monkeypatch):
@@ -196,11 +209,6 @@ def test_inspect_says_what_fits_and_what_to_type(tmp_path, monkeypatch):
         assert said in done.stdout
     assert "condense serve DIR --max-model-len 65536 (recall-device); with --method recall-host" in done.stdout
     assert "YaRN" not in run_here("inspect", "--shape", "qwen3-8b", "--length", "32K").stdout
-
-
-@pytest.mark.parametrize(("method", "cause"), BY_PYTORCH.items())
-def test_inspect_says_whose_steps_run_on_pytorch(method, cause):
-    assert " ".join(ran("inspect", "--method", method).stdout.split()).count(cause) == 1
 
 
 def test_help_of_serve_offers_what_works(monkeypatch):
@@ -233,7 +241,9 @@ def test_files_of_others_are_refused_in_one_line(saved, story, tmp_path):
     saved_with_tokenizer(GPT2LMHeadModel(learned), tmp_path / "gpt2")
     (tmp_path / "binary").write_bytes(bytes(range(256)))
     (tmp_path / "blank").write_text(" \n\t")
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "BASE"}')
     for arguments, message in (
+        (("inspect", "--model", str(tmp_path)), f"{tmp_path} is an adapter of BASE: name that model"),
         (("compare", "--model", str(broken)), "cannot read"),
         (("inspect", "--model", str(nameless)), "cannot read"),
         (("compare", "--model", str(tmp_path / "gptj")), "cannot be condensed: its attention is written out"),
@@ -245,12 +255,10 @@ def test_files_of_others_are_refused_in_one_line(saved, story, tmp_path):
         refused(message, *arguments)
 
 
-def test_an_unknown_name_offline_is_refused_in_one_line(monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # as HF_HUB_OFFLINE=1 sets it
-    refused("cannot read nobody/nothing as no folder", "generate", "a", "--model", "nobody/nothing")
-
-
-def test_without_a_network_a_hub_is_asked_once(monkeypatch):
+def test_without_a_network_a_hub_is_asked_once_and_offline_it_is_one_line_too(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # as HF_HUB_OFFLINE=1 sets it
+        refused("cannot read nobody/nothing as no folder", "generate", "a", "--model", "nobody/nothing")
     unreachable = Mock(side_effect=OSError("Name or service not known"))
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
     message = "nope as no folder of this name is here, from the hub: Name or service not known"
@@ -271,7 +279,8 @@ def test_a_saved_model_keeps_its_layers_and_reads_standard_input_as_it_is(saved,
     assert condensed["method"] == {"1": method}
     assert dense["cache_bytes"] / 2 < condensed["cache_bytes"] < dense["cache_bytes"]
     layers = tmp_path / "layers.json"
-    ran("inspect", "--model", str(saved), "--length", "1000", "--json", str(layers))
+    shown = ran("inspect", "--model", str(saved), "--length", "1000", "--json", str(layers)).stdout
+    assert f"condense serve {saved} --max-model-len 1000 (as saved)" in shown
     assert [layer["method"] for layer in json.loads(layers.read_text())["results"]["layers"]] == [None, method]
 
 
@@ -348,16 +357,3 @@ def test_an_interrupted_adaptation_is_resumed(saved, story, tmp_path, monkeypatc
 def test_the_try_out_needs_no_data(tmp_path):
     ran("train", "smoke", "--output", str(tmp_path / "tiny"), "--steps", "1")
     assert (tmp_path / "tiny" / "model.safetensors").is_file()
-
-
-def test_inspect_names_layers_and_what_a_folder_was_saved_with(saved):
-    out = ran("inspect", "--shape", "qwen3-8b", "--length", "64K").stdout
-    assert "\nlayer 0: recall: all 65536 tokens stay" in out
-    assert "\nlayers 1-35: recall: of 65536 tokens" in out
-    out = ran("inspect", "--model", saved, "--length", "512").stdout
-    assert f"condense serve {saved} --max-model-len 512 (as saved)" in out
-
-
-def test_a_folder_with_an_adapter_alone(tmp_path):
-    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "BASE"}')
-    refused(f"{tmp_path} is an adapter of BASE: name that model", "inspect", "--model", str(tmp_path))

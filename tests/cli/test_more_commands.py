@@ -1,16 +1,20 @@
-"""The methods' settings, recipes, help, chat templates, progress, and programs of others."""
+"""The methods' settings, recipes, help, chat templates, progress, programs of others, and `condense calibrate`."""
 
 import dataclasses
 import io
+import json
 import re
 import sys
 import tomllib
 
 import pytest
+import torch
 import typer
 from cli.test_commands import ran, refused, run_here
 from models import tiny
 from rich.console import Console
+from small_models import saved_with_tokenizer, tiny_llama
+from transformers import LlamaForCausalLM
 
 import condense
 from condense.cli.main import app
@@ -18,6 +22,7 @@ from condense.cli.progress import Lines
 from condense.config import REGISTRY, method_class
 from condense.demo import demo_prompt
 from condense.evaluate.compare import Prompt, chat_message, compare
+from condense.models import condensed_layers
 from condense.train import PRESETS, RECIPES
 from condense.train.recipes import ADAPT_FIELDS
 
@@ -30,10 +35,6 @@ if sys.argv[1:] == ["fail"]:
 model = AutoModelForCausalLM.from_pretrained(sys.argv[2])
 sys.stdout.write(f"{sys.argv[1]} {type(model.model.layers[0].self_attn).__name__}\\n")
 """
-NO_MODULE = "-m must name a module, as of python -m, got '{}': there is none of this name here"
-NO_OPTION = "run needs -m before the module, as in condense run -m lm_eval, got '{}'"
-NO_MODULES = [("-m", name, "--tasks", "gsm8k") for name in ("lm_evall", "lm_evall.main", ".scorer")]
-NO_MODULES += [("scorer", "--help"), ("-x",)]
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +69,10 @@ def test_help_is_whole_at_80_columns(command, monkeypatch):
     assert [line for line in cut_off if not line.endswith(("]...", ", ..."))] == []
 
 
-def test_a_chat_message_in_two_parts(demo):
-    _, tokenizer = demo
+def test_chat_compares_the_templated_prompt_in_two_parts(demo):
+    model, tokenizer = demo
     assert chat_message(tokenizer, " a text\n", "Why?") == ("<s>[user] a text", "\n\nWhy? [end][assistant]")
     assert chat_message(tokenizer, "hello") == ("<s>[user] hello", " [end][assistant]")
-
-
-def test_chat_compares_the_templated_prompt(demo):
-    model, tokenizer = demo
     text, question = demo_prompt().text[:600], "What is the number?"
     (got,) = compare(model, tokenizer, [condense.Dense()], Prompt(text, [question], chat=True), max_new_tokens=4)
     before, after = chat_message(tokenizer, text, question)
@@ -84,20 +81,12 @@ def test_chat_compares_the_templated_prompt(demo):
     assert got.answers == [tokenizer.decode(want[0, ids.shape[1] :], skip_special_tokens=True).strip()]
 
 
-def test_eval_without_the_harness_says_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    refused("pip install 'lm-eval[", "eval", "--task", "gsm8k", "--output", str(tmp_path / "run"))
-
-
-def test_recipes_says_what_each_setting_of_adapt_is(monkeypatch):
+def test_recipes_lists_all_and_shows_each_and_what_each_setting_of_adapt_is(monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     shown = run_here("recipes", "adapt").stdout.splitlines()[5:]
     lines = {line.split()[0]: " ".join(line.split()[1:]) for line in shown if line.strip()}
     assert {*ADAPT_FIELDS} <= {*lines}
     assert lines["group_sizes"].startswith("4, 8 the method's group sizes at the start")
-
-
-def test_recipes_lists_all_and_shows_each():
     listed = run_here("recipes").stdout
     for name in (*RECIPES, *PRESETS):
         shown = run_here("recipes", name)
@@ -108,7 +97,9 @@ def test_recipes_lists_all_and_shows_each():
     assert run_here("recipes", "nonsense").stderr.startswith("condense: recipe must be one of adapt, demo_model, smoke")
 
 
-def test_a_folder_without_a_tokenizer(demo, tmp_path):
+def test_a_folder_without_a_tokenizer_and_an_environment_without_the_harness(demo, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    refused("pip install 'lm-eval[", "eval", "--task", "gsm8k", "--output", str(tmp_path / "run"))
     demo[0].save_pretrained(tmp_path)
     wanted = f"condense: model: no tokenizer in {tmp_path}: tokenizer.save_pretrained('{tmp_path}') adds it\n"
     refused(wanted, "generate", "hello", "--model", str(tmp_path))
@@ -154,7 +145,64 @@ def test_run_without_a_module_says_what_to_give(arguments):
     assert "ValueError" not in done.stdout
 
 
-@pytest.mark.parametrize("arguments", NO_MODULES, ids=" ".join)
-def test_run_refuses_what_is_no_module(arguments):
-    message = NO_MODULE.format(arguments[1]) if arguments[0] == "-m" else NO_OPTION.format(arguments[0])
-    refused(f"condense: {message}\n", "run", *arguments)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    model = condense.apply(tiny_llama(num_hidden_layers=3), condense.CCA(group_size=4, window=8))
+    return saved_with_tokenizer(model, tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def allocation(saved, tmp_path_factory):
+    path = tmp_path_factory.mktemp("calibration") / "a.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "60")
+        words = ["--budget-nats", "1", "--length", "160", "--texts", "2", "--hidden-numbers", "1", "--min-found", "0"]
+        words += ["--candidate=dense", "--candidate=cca:window=16"]
+        words += ["--candidate=recall:window=16,num_recall=2,store=host,slots=2"]
+        files = ("--output", str(path), "--plot", str(path.with_suffix(".png")))
+        done = ran("calibrate", "--model", str(saved), *words, *files)
+    assert "forwards of 160 tokens" in done.stderr
+    assert f"{path.with_suffix('.measured.json')} keeps what is measured\n" in done.stderr
+    assert f"written: {path}" in done.stdout
+    assert "\N{HORIZONTAL ELLIPSIS}" not in done.stdout  # no figure is cut off
+    kept = json.loads(path.read_text())["calibration"]["chosen"]["cache"]
+    assert f"chosen, {kept:.1%} of the dense cache: " in done.stdout
+    for said in ("each layer alone", "quality against cache at 160 tokens", "found", "on held-out text: loses"):
+        assert said in done.stdout
+    assert "fewer than" not in done.stdout
+    return path
+
+
+def test_the_files_of_a_calibration(saved, allocation, tmp_path):
+    content = json.loads(allocation.read_text())
+    assert sorted(i for part in content["methods"] for i in part["layers"]) == [0, 1, 2]
+    assert content["calibration"]["provenance"]["torch"] == torch.__version__
+    assert allocation.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads(allocation.with_suffix(".measured.json").read_text())["readings"]
+    model = condense.apply(condense.restore(LlamaForCausalLM.from_pretrained(saved)), f"@{allocation}")
+    assert set(condensed_layers(model)) == {0, 1, 2}
+    # other commands read the allocation
+    options = ("--model", str(saved), "--method", f"@{allocation}")
+    methods = {i: part["method"] for part in json.loads(allocation.read_text())["methods"] for i in part["layers"]}
+    results = tmp_path / "layers.json"
+    ran("inspect", *options, "--length", "1000", "--json", str(results))
+    layers = json.loads(results.read_text())["results"]["layers"]
+    assert [layer["method"] for layer in layers] == [methods[i] for i in range(3)]
+    ran("generate", "A walk", *options, "--max-new-tokens", "2")
+
+
+def test_too_few_numbers_in_a_size_are_said(tmp_path):
+    words = ["calibrate", "--cache", "0.3", "--length", "160", "--texts", "2", "--hidden-numbers", "2"]
+    done = ran(*words, "--candidate=dense", "--candidate=streaming_llm:window=16", "--output", str(tmp_path / "a.json"))
+    assert "fewer than 99% of the numbers that dense attention finds: 0 of" in done.stdout
+
+
+def test_a_copy_of_a_text_is_not_held_out(saved, tmp_path):
+    lines = condense.demo.demo_text().text.splitlines()[:40]
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    texts = ("--text", str(tmp_path / "a.txt"), "--text", str(tmp_path / "b.txt"))
+    done = run_here("calibrate", "--model", str(saved), *texts, "--output", str(tmp_path / "a.json"))
+    once = run_here("calibrate", "--model", str(saved), *texts[:2], "--output", str(tmp_path / "a.json"))
+    assert "text must have" in done.stderr
+    assert done.stderr == once.stderr

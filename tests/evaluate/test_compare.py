@@ -16,10 +16,6 @@ from condense.models import condensed_layers
 
 PROMPT = Prompt("The harbour lay quiet under the moon.\n" * 8, ["Who goes there?"])
 POOLED = condense.CCA(group_size=4, window=8)
-BAD_PROMPTS = [
-    ({"max_new_tokens": 1.5}, "max_new_tokens must be an integer >= 1"),
-    ({"prompt": Prompt("A text", ["a", "b"], ["1"])}, "expected must hold one answer per question"),
-]
 
 
 @pytest.fixture
@@ -27,7 +23,7 @@ def model():
     return tiny_llama(vocab_size=400, eos_token_id=None)
 
 
-def test_layers_that_are_left_out_are_stock_and_condensed_models_refused(model, tokenizer):
+def test_layers_that_are_left_out_are_stock_and_what_cannot_be_compared_is_refused(model, tokenizer):
     choices = [condense.Dense(), {1: POOLED}, {0: POOLED, 1: POOLED}, POOLED]
     outcomes = compare(model, tokenizer, choices, PROMPT, max_new_tokens=2)
     assert [outcome.method for outcome in outcomes] == choices
@@ -35,7 +31,12 @@ def test_layers_that_are_left_out_are_stock_and_condensed_models_refused(model, 
     assert both == method
     assert half == (dense + both) / 2
     assert not condensed_layers(model)
-    tiny.refused("layers must be indices from 0 to 1, got 2", compare, model, tokenizer, [{2: POOLED}], PROMPT)
+    for choice, prompt, new, message in (
+        ({2: POOLED}, PROMPT, 2, "layers must be indices from 0 to 1, got 2"),
+        (POOLED, PROMPT, 1.5, "max_new_tokens must be an integer >= 1"),
+        (POOLED, Prompt("A text", ["a", "b"], ["1"]), 2, "expected must hold one answer per question"),
+    ):
+        tiny.refused(message, compare, model, tokenizer, [choice], prompt, max_new_tokens=new)
     condense.apply(model, POOLED)
     tiny.refused(r"call condense.restore\(model\) first", compare, model, tokenizer, [condense.Dense()], PROMPT)
 
@@ -82,9 +83,3 @@ def test_without_pad_and_eos_and_with_the_cache_switched_off(model, tokenizer):
     found = compare(model, tokenizer, [POOLED], PROMPT, max_new_tokens=3)[0]
     assert (found.answers, found.cache_bytes) == (expected.answers, expected.cache_bytes)
     assert found.token_s is not None
-
-
-@pytest.mark.parametrize(("changes", "message"), BAD_PROMPTS)
-def test_bad_prompts(model, tokenizer, changes, message):
-    prompt = changes.pop("prompt", PROMPT)
-    tiny.refused(message, compare, model, tokenizer, [POOLED], prompt, **changes)

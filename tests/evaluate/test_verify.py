@@ -6,12 +6,11 @@ import json
 import numpy as np
 import pytest
 import torch
-import typer
+from cli.test_commands import ran, run_here
 from transformers import DynamicCache
 
 import condense
 from condense import Dense, Recall, StreamingLLM
-from condense.cli.main import app
 from condense.demo import demo_model, demo_text
 from condense.evaluate import verify as verify_module
 from condense.evaluate import verify_texts as verify_texts_module
@@ -25,12 +24,6 @@ from condense.tasks import encode_corpus
 CONFIG = VerifyConfig((320,), texts=1, questions=2, greedy=3)
 # 14 of the 18 groups that are closed at the end, in a store in host memory
 GOOD = Recall(window=32, num_recall=14, unchosen="drop", store="host", slots=8)
-BAD = [
-    (["a", "b"], "wanted one model, or result files"),
-    (["none.json"], "no such file"),
-    (["a.json", "--length", "256"], "length: result files are read here, and nothing is measured: leave out --length"),
-    (["--length", "64"], "at least 256 tokens, got 64"),
-]
 
 
 class Broken(Recall):
@@ -56,20 +49,6 @@ def results(demo):
     return {each.name: each for each in found}
 
 
-def command(*arguments):
-    """The exit code of `condense verify`; bad input raises ValueError."""
-    try:
-        return typer.main.get_command(app)(["verify", *map(str, arguments)], standalone_mode=False)
-    except typer.Exit as done:
-        return done.exit_code
-
-
-def test_text_is_read_by_steps_after_a_prompt_that_is_not(results):
-    few, after = (results[name].lengths[0].cells["other"].value for name in ("few", "few, prompt exact"))
-    # as much as nothing is open: read densely, the second half would lose nothing
-    assert 0.01 < after != few
-
-
 def test_a_good_setting_passes_and_planted_faults_fail(results):
     assert list(results) == [DENSE, "few", "few, prompt exact", "good", "broken", WINDOW, ALL_OPEN]
     assert not results["good"].failed
@@ -79,6 +58,9 @@ def test_a_good_setting_passes_and_planted_faults_fail(results):
     assert "copy" in failed["broken"]
     assert failed["broken"] & {*TASKS}
     assert {"far", "copy", *TASKS} <= failed[WINDOW]
+    # text is read by steps after a prompt that is not: read densely, the second half would lose nothing
+    few, after = (results[name].lengths[0].cells["other"].value for name in ("few", "few, prompt exact"))
+    assert 0.01 < after != few
     said = verdict(list(results.values()))
     assert (said.cheapest, said.passing) == ("good", ["good"])
     assert "few fails: tokens that need far text at 320: +" in said.text
@@ -117,7 +99,7 @@ def test_texts_that_need_no_far_text_show_nothing(results):
         assert words in said.text
 
 
-def test_the_command_writes_a_file_and_a_page_that_are_read_again(results, monkeypatch, tmp_path, capsys):
+def test_the_command_writes_a_file_and_a_page_that_are_read_again(results, monkeypatch, tmp_path):
     given = {}
 
     def measured(model, tokenizer, documents, methods, config, *, on_step):
@@ -128,10 +110,9 @@ def test_the_command_writes_a_file_and_a_page_that_are_read_again(results, monke
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(verify_module, "verify", measured)
     file, page = tmp_path / "a.json", tmp_path / "a.md"
-    assert command("--length", "320", "--greedy", "3", "--json", file, "--page", page) is None
+    out = ran("verify", "--length", "320", "--greedy", "3", "--json", str(file), "--page", str(page)).stdout
     assert set(given["methods"]) >= {"recall-host", "recall-device"}
     assert given["config"].lengths == (320,)
-    out = capsys.readouterr().out
     assert "Cheapest that passes: good." in out
     # in the table too, though the name takes many lines
     assert f"{results['broken'].lengths[0].cells['copy'].value:+.3f}" in out.partition("cache: bytes")[0]
@@ -142,15 +123,10 @@ def test_the_command_writes_a_file_and_a_page_that_are_read_again(results, monke
     document["results"]["model"], document["results"]["verdict"]["cheapest"] = "another", None
     other = tmp_path / "b.json"
     other.write_text(json.dumps(document))
-    assert command(file) is None
-    assert command(file, other) == 1
-    assert "another: few fails" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("arguments", "said"), BAD)
-def test_bad_input(arguments, said):
-    with pytest.raises(ValueError, match=said):
-        command(*arguments)
+    ran("verify", str(file))
+    done = run_here("verify", str(file), str(other))
+    assert done.returncode == 1
+    assert "another: few fails" in done.stdout
 
 
 def test_copies_repeat_the_first_half(demo):

@@ -1,7 +1,4 @@
-"""Scores are the harness's own; runs resume; saved models and adapters run as saved; bad input says what to do.
-
-Our own tasks: what they ask and how they score.
-"""
+"""Runs of `condense eval`, whose scores are the harness's own; and our own tasks: what they ask and how they score."""
 
 import json
 import shutil
@@ -12,6 +9,7 @@ import pytest
 import torch
 from harness.conftest import copy_of_a_hub, scores, write_lines
 from lm_eval.tasks._yaml_loader import load_yaml
+from models import tiny
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import condense
@@ -37,6 +35,12 @@ BAD = [
 def predictions(folder):
     lines = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
     return {(x["method"], x["task"], x["doc_id"], x["filter"]): (x["prediction"], x["metrics"]) for x in lines}
+
+
+def refused(message, command, *arguments):
+    code, _, err = command(*arguments)
+    assert code == 2
+    assert message in err
 
 
 def test_outside_of_a_repository_git_does_not_complain(base, command, tmp_path, monkeypatch, capfd):
@@ -115,9 +119,7 @@ def test_an_interrupted_run_goes_on_and_scores_the_same(base, command, tmp_path,
 
     monkeypatch.setattr(LlamaForCausalLM, "generate", stops)
     output = tmp_path / "parts"
-    code, _, err = command(*arguments, "--output", output)
-    assert code == 2
-    assert "go on with --resume and a smaller --batch-size" in err.splitlines()[-1]
+    refused("go on with --resume and a smaller --batch-size", command, *arguments, "--output", output)
     assert command(*arguments, "--output", output, "--resume")[0] == 130
     assert not (output / "metrics.json").exists()
     swapped = (*TASKS, "--model", base, "--method", METHOD, "--method", "dense")
@@ -126,17 +128,13 @@ def test_an_interrupted_run_goes_on_and_scores_the_same(base, command, tmp_path,
         ((*arguments, "--limit", "2", "--resume"), "other settings"),
         ((*swapped, "--resume"), "other methods"),
     ):
-        code, _, err = command(*words, "--output", output)
-        assert code == 2
-        assert message in err
+        refused(message, command, *words, "--output", output)
     code, _, err = command(*arguments, "--output", output, "--resume")
     assert code == 0, err
     assert len(calls) == 6 + 2, "three of dense and one of the other were kept"
     assert predictions(output) == predictions(tmp_path / "whole")
     assert scores(output) == scores(tmp_path / "whole")
-    code, _, err = command(*arguments, "--output", output, "--resume")
-    assert code == 2
-    assert "complete" in err
+    refused("complete", command, *arguments, "--output", output, "--resume")
 
 
 def test_a_tokenizer_s_own_code_runs_only_with_the_option(base, command, tmp_path):
@@ -149,9 +147,7 @@ def test_a_tokenizer_s_own_code_runs_only_with_the_option(base, command, tmp_pat
     settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     arguments = (*TASKS, "--model", folder, "--method", "dense", "--output", tmp_path / "run")
-    code, _, err = command(*arguments)
-    assert code == 2
-    assert "code which must be executed" in err
+    refused("code which must be executed", command, *arguments)
     code, _, err = command(*arguments, "--trust-remote-code")
     assert code == 0, err
 
@@ -166,18 +162,15 @@ def test_bad_input_is_one_line_that_says_what_to_do(base, command, tmp_path, arg
 
 
 def test_a_chat_needs_a_template(command, tmp_path):
-    code, _, err = command("--task", "text_loss", "--chat", "--output", tmp_path / "run")
-    assert code == 2
-    assert "with a chat template" in err.splitlines()[-1]
+    refused("with a chat template", command, "--task", "text_loss", "--chat", "--output", tmp_path / "run")
 
 
 def test_an_unknown_task_is_refused_before_the_harness_s_index_and_the_model(command, tmp_path, monkeypatch):
     from lm_eval.tasks import TaskManager
 
     monkeypatch.setattr(TaskManager, "__init__", None)
-    code, _, err = command("--task", "no_such_task", "--model", tmp_path, "--output", tmp_path / "run")
-    assert code == 2
-    assert "none called 'no_such_task'" in err
+    words = ("--task", "no_such_task", "--model", tmp_path, "--output", tmp_path / "run")
+    refused("none called 'no_such_task'", command, *words)
 
 
 HARNESS = Path(lm_eval.__file__).parent / "tasks"
@@ -225,8 +218,7 @@ def test_documents_of_others_fill_a_prompt_around_the_right_one(questions, base)
         assert len(set(shown)) == len(shown)
         # 100 tokens are kept for the answer; one document more would not have fitted
         assert 0 <= int(doc["length"]) - 100 - len(encoder(doc["prompt"]).input_ids) < longest + len(shown)
-    with pytest.raises(ValueError, match=r"the documents in --data fill \d+ tokens, wanted 131072"):
-        documents(questions, base, 131072)
+    tiny.refused(r"the documents in --data fill \d+ tokens, wanted 131072", documents, questions, base, 131072)
 
 
 def test_without_a_length_documents_are_asked_as_given(questions, base):
@@ -238,8 +230,7 @@ def test_without_a_length_documents_are_asked_as_given(questions, base):
     rows = [json.loads(line) for line in (questions / "nq-open-3docs.jsonl").read_text().splitlines()]
     del rows[0]["ctxs"][1]["isgold"]
     write_lines(questions / "nq-open-3docs.jsonl", rows)
-    with pytest.raises(ValueError, match="wanted a document with isgold for 'where is number 0'"):
-        documents(questions, base)
+    tiny.refused("wanted a document with isgold for 'where is number 0'", documents, questions, base)
 
 
 def test_other_rows_under_the_same_card_are_read(tmp_path):
@@ -264,8 +255,7 @@ def test_programs_must_get_past_their_tests(program, passes, monkeypatch):
 
     monkeypatch.setattr(programs, "SECONDS", 1.0)
     monkeypatch.delenv("HF_ALLOW_CODE_EVAL", raising=False)
-    with pytest.raises(ValueError, match="HF_ALLOW_CODE_EVAL=1"):
-        programs.pass_at_1(["assert double(2) == 4"], [program])
+    tiny.refused("HF_ALLOW_CODE_EVAL=1", programs.pass_at_1, ["assert double(2) == 4"], [program])
     monkeypatch.setenv("HF_ALLOW_CODE_EVAL", "1")
     assert programs.pass_at_1(["assert double(2) == 4"], [program]) == passes
 

@@ -26,6 +26,7 @@ MORE = {
     1: "--steps 1 --sequence-length 1056 --workers 0", 2: "--limit 1 --max-length 1024", 7: "--method lca:window=16",
     8: "--sink 16 --window 64",
 }  # fmt: skip
+SINGLE = [(3, "multidoc_em", "best_subspan_em"), (6, "olympiadbench", "exact_match")]
 SUBJECTS = {
     re.search(r"dataset_name\W+(\w+)", file.read_text())[1]
     for file in (Path(lm_eval.__file__).parent / "tasks" / "mmlu" / "default").glob("mmlu_*.yaml")
@@ -143,11 +144,8 @@ def run(base, folder, here, condense_line, monkeypatch):
     return run
 
 
-def test_the_page_numbers_nine_commands():
+def test_adapting_is_the_first_of_nine_commands(run, here):
     assert list(COMMANDS) == list(range(1, 10))
-
-
-def test_adapting(run, here):
     run(1)
     adapted = json.loads((here / "ADAPTED" / "config.json").read_text())
     assert adapted["condense"]["methods"][0]["method"]["window"] == 1024
@@ -164,8 +162,9 @@ def test_longbench_e_has_six_columns(run, folder):
     assert [each.name for each in tasks] == ["longbench_e"], "a part of a group that is named too is scored once"
 
 
-def test_multidoc_em(run):
-    assert run(3)["multidoc_em", "best_subspan_em"]["n"] == 1
+@pytest.mark.parametrize(("number", "task", "metric"), SINGLE)
+def test_single_tasks(run, number, task, metric):
+    assert run(number)[task, metric]["n"] == 1
 
 
 def test_ruler(run):
@@ -178,10 +177,6 @@ def test_short_tasks(run):
     found = run(5)
     assert found["mmlu", "acc"]["n"] == 57
     assert {("mmlu_stem", "acc"), ("gsm8k", "exact_match"), ("mbpp", "pass_at_1")} <= found.keys()
-
-
-def test_olympiadbench(run):
-    assert run(6)["olympiadbench", "exact_match"]["n"] == 1
 
 
 def test_analyses(run, here):

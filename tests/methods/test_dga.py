@@ -27,6 +27,11 @@ def test_focal_tokens_are_the_best_in_order_of_position_and_ties_go_to_the_earli
         want[3] = 0
         want[3, rest] = k[0, 0, rest, 0].softmax(0)
         torch.testing.assert_close(entries[0, 0], want, rtol=1e-12, atol=0)
+    # of equal importance in a prompt too
+    method = DGA(group_size=4, gamma=0, min_focal=5, selection="prompt", num_recent=1, num_random=0)
+    q, v = oracle.random_qkv(1, 2, 1, 37, 3, 1)[0], torch.eye(37, dtype=torch.float64)[None, None]
+    _, past = extend(method, None, q, torch.ones(1, 1, 37, 3).double(), v, scale=1.0)
+    assert past.entries[1][0, 0, :5].argmax(-1).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_gamma_means_what_is_written():
@@ -55,14 +60,6 @@ def test_importance_is_the_papers(backend, monkeypatch, block, sampled):
         for h in range(2):
             row = oracle_dga.Row(method, q[b, 2 * h : 2 * h + 2, L - n :], k[b, h, L - n :], 0.7, 0)
             torch.testing.assert_close(got[b, h, L - n :], row.importance(n), **EXACT)
-
-
-def test_importance_ties_are_exact_and_go_to_the_earlier():
-    method = DGA(group_size=4, gamma=0, min_focal=5, selection="prompt", num_recent=1, num_random=0)
-    q, _, _ = oracle.random_qkv(1, 2, 1, 37, 3, 1)
-    v = torch.eye(37, dtype=torch.float64)[None, None]
-    _, past = extend(method, None, q, torch.ones(1, 1, 37, 3).double(), v, scale=1.0)
-    assert past.entries[1][0, 0, :5].argmax(-1).tolist() == [0, 1, 2, 3, 4]
 
 
 def by_hand(place, seed):

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from models import tiny
 from oracles import cases
 from small_models import random_llama
 
 import condense
 from condense import CCA, DGA, LCA, Dense, LMInfinite, Method, Recall, Reread, StreamingLLM
+from condense.baselines import FlexPrefill, SnapKV, VerticalSlash
 from condense.config import method_from_dict
 from condense.named import NAMED_SETTINGS
 from condense.plots import method_labels
@@ -51,14 +53,6 @@ def test_one_group_is_not_all_groups():
     assert [(str(each["method"]["num_recall"]), each["layers"]) for each in saved] == [("1.0", [0]), ("1", [1])]
 
 
-def test_names_of_the_library_are_taken_and_layers_are_no_part_of_a_method():
-    with pytest.raises(ValueError, match="name must differ from those of the library's methods, got 'cca'"):
-        type("Mine", (StreamingLLM,), {"name": "cca"})
-    assert type(Method.parse("cca")) is CCA
-    with pytest.raises(ValueError, match="method must be one for all layers here, got 'cca@0': leave out @"):
-        Method.parse("cca@0")
-
-
 @pytest.mark.parametrize(("method", "settings"), DEFAULTS, ids=lambda x: type(x).__name__)
 def test_defaults_are_the_papers(method, settings):
     assert settings.items() <= method.to_dict().items()
@@ -86,7 +80,8 @@ BAD = [
     (Recall, "num_recall", (0, -1, 2.5)), (Recall, "unchosen", ("keep",)),
     (Reread, "share", (1.5, -0.1)), (Reread, "piece", (0,)),
     (Reread, "sink", (-1,)), (Reread, "window", (-1,)), (LMInfinite, "n_global", (-1, 0.5, True, None)),
-    (LMInfinite, "window", (0, -1, None, True)),
+    (LMInfinite, "window", (0, -1, None, True)), (SnapKV, "budget", (32,)), (SnapKV, "kernel_size", (4,)),
+    (FlexPrefill, "gamma", (1.5,)), (VerticalSlash, "vertical", (-1,)),
 ]  # fmt: skip
 VALUES = [(cls, field, value) for cls, field, values in BAD for value in values]
 
@@ -94,17 +89,19 @@ VALUES = [(cls, field, value) for cls, field, values in BAD for value in values]
 @pytest.mark.parametrize(("cls", "field", "value"), VALUES, ids=lambda x: getattr(x, "__name__", repr(x)))
 def test_a_bad_setting_is_named(cls, field, value):
     for call in (cls, cls().replace, lambda **given: method_from_dict({"method": cls.name} | given)):
-        with pytest.raises(ValueError, match=rf"^{field} must be .*got {re.escape(repr(value))}"):
-            call(**{field: value})
+        tiny.refused(rf"^{field} must be .*got {re.escape(repr(value))}", call, **{field: value})
 
 
 @pytest.mark.parametrize(("message", "settings"), REFUSED.items(), ids=str)
 def test_what_is_no_settings_says_what_there_is(message, settings):
-    with pytest.raises(ValueError, match=message):
-        method_from_dict(settings)
+    tiny.refused(message, method_from_dict, settings)
 
 
-def test_settings_are_frozen_and_named():
+def test_settings_are_frozen_and_named_and_names_of_the_library_are_taken():
+    taken = "name must differ from those of the library's methods, got 'cca'"
+    tiny.refused(taken, type, "Mine", (StreamingLLM,), {"name": "cca"})
+    assert type(Method.parse("cca")) is CCA
+    tiny.refused("method must be one for all layers here, got 'cca@0': leave out @", Method.parse, "cca@0")
     with pytest.raises(dataclasses.FrozenInstanceError):
         CCA().window = 3
     with pytest.raises(TypeError):

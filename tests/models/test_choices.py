@@ -3,6 +3,8 @@
 import json
 import logging
 import re
+from importlib.resources import files
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,11 +50,6 @@ def test_one_method_for_all_layers_opens_all_groups_in_the_first():
     assert condensed_layers(condense.apply(tiny.model("deepseek_v3"), some)) == {0: first, 1: more, 2: more}
     assert condensed_layers(condense.apply(tiny.model("deepseek_v3"), RECALL))[2].num_recall == 4 * RECALL.num_recall
     assert condensed_layers(condense.apply(tiny.model("llama"), {"rest": some})) == dict.fromkeys(range(3), some)
-
-
-def test_methods_as_text_and_layers_from_the_last():
-    model = condense.apply(tiny.model("llama"), "cca:group_size=4,window=8", layers=[-1, 0])
-    assert condensed_layers(model) == dict.fromkeys((2, 0), tiny.CCA)
 
 
 @pytest.mark.parametrize("choice", [tiny.CCA, {"rest": tiny.CCA}], ids=["all", "rest"])
@@ -140,16 +137,13 @@ def test_pooling_is_told_once_with_the_ways_out(method, told):
         assert way_out in line
 
 
-def test_compare_and_generate_tell_it_too(told):
-    with attention_of(random_llama(), tiny.CCA):
-        assert len(told.messages) == 1
-
-
-def test_nothing_is_told_of_what_keeps_tokens_or_was_chosen_by_layer(told):
+def test_nothing_is_told_of_what_keeps_tokens_or_was_chosen_by_layer_but_compare_and_generate_tell_it(told):
     for method in ("recall-device", "streaming_llm", "dense", {0: tiny.CCA, 1: tiny.CCA}, "pooled@1+recall@rest"):
         condense.apply(random_llama(), method)
     condense.apply(random_llama().train(), tiny.CCA)  # which is being adapted
     assert told.messages == []
+    with attention_of(random_llama(), tiny.CCA):
+        assert len(told.messages) == 1
 
 
 def test_a_mark_in_the_configuration_is_kept_and_nothing_is_told(told, tmp_path):
@@ -163,8 +157,17 @@ def test_a_mark_in_the_configuration_is_kept_and_nothing_is_told(told, tmp_path)
     assert told.messages == []
 
 
-def test_the_bundled_model_says_what_it_learned(told):
-    model, _ = condense.demo_model()
+def test_the_bundled_model_is_small_and_stock_and_says_what_it_learned(told):
+    assets = [path for path in Path(str(files("condense") / "assets")).rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in assets) <= 24 * 2**20
+    assert max(path.stat().st_size for path in assets) <= 16 * 2**20
+    assert not [path for path in assets if path.suffix in {".bin", ".pt", ".pkl"}]
+    model, tokenizer = condense.demo_model(dtype=torch.bfloat16)
+    assert type(model.model.layers[0].self_attn).__name__ == "LlamaAttention"
+    assert not hasattr(model.config, "condense")
+    assert model.dtype == torch.bfloat16
+    text = "It was 1871, at the café.\n\nTwo lines."
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
     assert methods_in(model.config.condense_adapted) == dict.fromkeys(range(8), condense.Method.parse(DEMO_METHOD))
     condense.apply(model, "cca")
     assert told.messages == []

@@ -1,7 +1,4 @@
-"""Every causal-LM type that the installed transformers registers: condensed exactly, or refused for a stated reason.
-
-And `condense.register`: unknown classes prove on a model that condensing them is right, or are refused.
-"""
+"""Every causal-LM type of the installed transformers: exact, or refused for a reason; and `condense.register`."""
 
 import pickle
 import re

@@ -1,7 +1,4 @@
-"""Generation beside the laws of `test_laws`: conversations, prefixes, assistants, room in caches of a fixed length.
-
-And `GraphDecoder` without a GPU: the tokens of generate, prompts one after another, and what it refuses.
-"""
+"""Generation beside the laws of `test_laws`, and `GraphDecoder` without a GPU."""
 
 import copy
 import itertools
@@ -276,14 +273,11 @@ def test_models_that_a_decoder_refuses(make, sizes, message):
     tiny.refused(message, condense.GraphDecoder, make(), **({"batch_size": 1, "max_length": 60} | sizes))
 
 
-def test_a_decoder_refuses_a_model_with_other_methods(decoder):
+def test_a_decoder_refuses_a_model_with_other_methods_and_parts_of_a_prompt_that_is_read_at_once(decoder):
     decoder.prefill(IDS)
     condense.apply(condense.restore(decoder.model), tiny.STREAMING_6.replace(window=3))
     for call in (lambda: decoder.prefill(IDS), lambda: decoder.extend(IDS), lambda: decoder.step(IDS[:, 0])):
         tiny.refused("methods must be those that this decoder was made for: make another decoder", call)
-
-
-def test_a_decoder_reads_the_prompt_of_a_summary_at_once():
-    model = condense.apply(tiny.model("llama"), tiny.CCA.replace(summary="prompt"))
-    decoder = condense.GraphDecoder(model, batch_size=3, max_length=80)
+    condense.apply(decoder.model, tiny.CCA.replace(summary="prompt"))
+    decoder = condense.GraphDecoder(decoder.model, batch_size=3, max_length=80)
     tiny.refused("needs the whole prompt in one forward: leave chunk out", decoder.prefill, IDS, MASK, chunk=20)

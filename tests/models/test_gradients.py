@@ -4,6 +4,7 @@ import pytest
 import torch
 from grids import grid
 from models import tiny
+from models.test_apply import in_another_thread
 
 import condense
 
@@ -28,10 +29,10 @@ def _trainable(name, method, **changes):
     return condense.apply(model, tiny.METHODS[method] if isinstance(method, str) else method).train()
 
 
-def _gradients(model, ids=IDS, **kwargs):
+def _gradients(model, ids=IDS, run=torch.Tensor.backward, **kwargs):
     model.zero_grad()
     loss = model(ids, **({"labels": ids, "use_cache": False} | kwargs)).loss
-    loss.backward()
+    run(loss)
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -65,11 +66,13 @@ def test_gradient_checkpointing_changes_nothing(pair, reentrant):
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 def test_a_block_that_holds_the_backward_pass_has_the_gradients_of_a_condensed_model(reentrant):
+    """Also where another thread runs layers again, as autograd's threads do on GPUs."""
     model = _trainable("llama", "streaming-6")
     want = _gradients(model)
     tiny.enable_checkpointing(condense.restore(model), reentrant)
     with condense.use(model, tiny.METHODS["streaming-6"]):
         _assert_same(_gradients(model), want)
+        _assert_same(_gradients(model, run=lambda loss: in_another_thread(loss.backward)), want)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])

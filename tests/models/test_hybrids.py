@@ -1,5 +1,7 @@
 """Models with layers of other kinds beside full attention, with sinks and soft caps, and with a vision tower."""
 
+from functools import partial
+
 import pytest
 import torch
 from models import small, tiny
@@ -72,13 +74,11 @@ def test_a_window_longer_than_the_cache():
     assert StreamingLLM(sink=0, window=30) in [layer.method for layer in cache.layers]
 
 
-@pytest.mark.parametrize("choice", [tiny.CCA, {1: tiny.CCA}], ids=["all", "one"])
-def test_nothing_left_to_condense(choice):
+def test_nothing_left_to_condense():
     model, ids = tiny.model("mistral-sliding"), tiny.tokens()
-    stock, message = tiny.logits(model, ids), "model has sliding windows in all layers"
-    message = "layer 1 has a sliding window and cannot be condensed" if isinstance(choice, dict) else message
-    for call in (condense.apply, lambda *args: inspect(*args, 100)):
-        tiny.refused(message, call, model, choice)
+    stock = tiny.logits(model, ids)
+    for call in (condense.apply, partial(inspect, length=100)):
+        tiny.refused("model has sliding windows in all layers", call, model, tiny.CCA)
     assert torch.equal(tiny.logits(model, ids), stock)
     assert not hasattr(model.config, "condense")
 
@@ -157,7 +157,7 @@ def test_of_a_model_that_sees_the_text_alone_is_condensed(llava):
     assert llava.config.vision_config._attn_implementation == "eager"
 
 
-def test_a_model_that_sees_is_generated_from_saved_and_loaded(llava, tmp_path):
+def test_a_model_that_sees_is_saved_and_loaded_and_generated_from_as_others(llava, tmp_path):
     condense.apply(llava, tiny.CCA)
     settings = {"pixel_values": PIXELS, "max_new_tokens": 12, "suppress_tokens": [IMAGE]}
     assert torch.equal(tiny.generate(llava, IDS, **settings), tiny.generate(llava, IDS, **settings, use_cache=False))
@@ -165,9 +165,6 @@ def test_a_model_that_sees_is_generated_from_saved_and_loaded(llava, tmp_path):
     loaded = LlavaForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float64).eval()
     assert condensed_layers(loaded) == condensed_layers(llava) != {}
     torch.testing.assert_close(_seen(loaded), _seen(llava), **tiny.EXACT)
-
-
-def test_generate_refuses_of_a_model_that_sees_what_it_refuses_of_others(llava):
     condense.apply(llava, tiny.CCA.replace(summary="prompt"))
     with pytest.raises(ValueError, match="unset prefill_chunk_size"):
         tiny.generate(llava, IDS[:1], pixel_values=PIXELS[:1], prefill_chunk_size=7)

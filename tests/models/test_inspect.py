@@ -45,11 +45,14 @@ class Keep(condense.Method):
         return super().attend(q, context, **options)
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
-def test_tensors_of_a_methods_own_count_too(name):
-    model = condense.apply(tiny.model(name), Keep())
+@pytest.mark.parametrize(("name", "method"), [("llama", Keep()), ("deepseek_v3", Keep()), ("llama", tiny.SELECT)])
+def test_tensors_of_a_methods_own_and_of_a_selection_count_too(name, method):
+    model = condense.apply(tiny.model(name), method)
     held = sum(x.nbytes for layer in tiny.filled(model, tiny.tokens(1, 60)).layers for x in layer.state.tensors)
-    assert held == sum(report.bytes for report in inspect(model, Keep(), 60, itemsize=8))
+    reports = inspect(model, method, 60, itemsize=8)
+    assert held == sum(report.bytes for report in reports)
+    assert all(report.flops < report.dense_flops for report in reports)
+    assert all((report.remark is None) is (method is tiny.SELECT) for report in reports)
 
 
 def flops(name, method, length):
@@ -99,14 +102,13 @@ def test_flops(name, counted):
         dense = flops(name, condense.Dense(), length)
         assert (report.flops, report.dense_flops) == (count(name, method, length), dense)
 
-
-def test_a_billion_tokens():
+    # a billion tokens
     report = inspect(tiny.model("llama"), condense.StreamingLLM(sink=4, window=8), 10**9)[0]
     assert report.dense_flops == 10**9 * (10**9 + 1) // 2 * 4 * 2 * 16  # more than 64 bits hold
     assert 8 * 10**9 * 128 < report.flops < 14 * 10**9 * 128
 
 
-@grid(30, name=["llama", "deepseek_v3"], method=METHODS | STORED, dtype=[torch.float64, torch.float32, torch.bfloat16])
+@grid(30, name=["llama", *tiny.LATENT], method=METHODS | STORED, dtype=[torch.float64, torch.float32, torch.bfloat16])
 def test_bytes_are_those_of_the_cache(name, method, dtype):
     model, ids = tiny.model(name, dtype), tiny.tokens(1, 100)
     for length in (3, 57, 100):
@@ -137,6 +139,10 @@ def test_what_a_step_of_recall_reads_and_what_lies_in_host_memory():
     assert report.entries == stored.entries - 92 + 20
     assert "of 100 tokens, 5,888 bytes per layer lie in host memory" in report.remark
     assert stored.host_bytes == 0
+    # exact prompts take what dense attention takes
+    exact = inspect(tiny.model("llama"), method.replace(prompt="exact"), 4096)[1]
+    assert "dense attention" in exact.remark
+    assert exact.flops == exact.dense_flops > inspect(tiny.model("llama"), method, 4096)[1].flops
 
 
 def skeleton(shape):
@@ -144,11 +150,15 @@ def skeleton(shape):
         return AutoModelForCausalLM.from_config(shape_config(shape))
 
 
-def test_layers_with_latents_are_served_if_all_are_condensed():
+def test_layers_with_latents_are_served_if_all_are_condensed_and_some_models_by_no_engine():
     model, method = skeleton("minicpm3-4b"), condense.Method.parse("recall-device")
     layers = served_layers(model, method)
     assert {(layer.heads, layer.widths, layer.plan is not None) for layer in layers} == {(1, (288, 0), True)}
     tiny.refused("layer 1 has latents and no method", served_layers, model, {0: method, "rest": condense.Dense()})
+    choices = {"own": condense.CCA(group_size=4, window=8)}
+    for model, is_served in ((tiny.model("llama", torch.bfloat16), True), (small.model("olmo2"), False)):
+        (*_, own) = cache_fits(model, choices, 4096, memory=2**30)
+        assert (own.served is not None, own.served_bytes is not None) == (is_served, is_served)
 
 
 def test_dense_caches_in_16_8_and_4_bits():
@@ -173,13 +183,6 @@ def test_sliding_layers_keep_their_window_beside_full_ones():
     # entries, the window, and beside it the newest queries and what waits to be pooled
     kept = (LENGTH - 512) // 16 + 512
     assert kept * token <= full < (kept + 64) * token
-
-
-def test_models_that_no_engine_serves_have_no_figures_of_one():
-    choices = {"own": condense.CCA(group_size=4, window=8)}
-    for model, is_served in ((tiny.model("llama", torch.bfloat16), True), (small.model("olmo2"), False)):
-        (*_, own) = cache_fits(model, choices, 4096, memory=2**30)
-        assert (own.served is not None, own.served_bytes is not None) == (is_served, is_served)
 
 
 def test_requests_share_what_weights_leave_and_the_host():

@@ -45,6 +45,12 @@ def test_lora(name, order):
     full = tiny.logits(model, IDS)
     torch.testing.assert_close(tiny.in_chunks(model, IDS, (17, 1, 22)), full, **tiny.EXACT)
     assert torch.equal(tiny.generate(model, IDS), tiny.generate(model, IDS, use_cache=False))
+    dense = tiny.logits(condense.restore(model), IDS)
+    assert (dense - full).abs().max() > 1
+    with condense.use(model, tiny.STREAMING_6):
+        assert torch.equal(tiny.logits(model, IDS), full)
+    assert torch.equal(tiny.logits(model, IDS), dense)
+    condense.apply(model, tiny.STREAMING_6)
     model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
     gradients = {key: p.grad for key, p in model.named_parameters() if p.requires_grad}
     assert gradients
@@ -52,33 +58,17 @@ def test_lora(name, order):
     merged = model.merge_and_unload()
     assert set(condensed_layers(merged)) == {0, 1, 2}
     torch.testing.assert_close(tiny.logits(merged, IDS), full, rtol=0, atol=1e-10)
-    dense = tiny.logits(condense.restore(merged), IDS)
-    assert (dense - full).abs().max() > 1
+    torch.testing.assert_close(tiny.logits(condense.restore(merged), IDS), dense, rtol=0, atol=1e-10)
 
 
-def test_restore_under_an_adapter():
-    model = _with_adapter("llama", "before")
-    condensed = tiny.logits(model, IDS)
-    condense.restore(model)
-    dense = tiny.logits(model, IDS)
-    assert (dense - condensed).abs().max() > 1
-    with condense.use(model, tiny.STREAMING_6):
-        assert torch.equal(tiny.logits(model, IDS), condensed)
-    assert torch.equal(tiny.logits(model, IDS), dense)
-
-
-def test_prefix_tuning_is_refused():
+# peft drops the position ids that generate makes, and says so
+@pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient tuning:UserWarning")
+def test_prefix_tuning_is_refused_and_prompt_tuning_works():
     model = condense.apply(tiny.model("llama"), tiny.CCA)
     expected = tiny.logits(model, IDS)
     wrapped = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)).to(torch.float64)
     tiny.refused("prefix tuning, which condensed attention does not support", wrapped, input_ids=IDS)
     assert torch.equal(tiny.logits(model, IDS), expected)
-
-
-# peft drops the position ids that generate makes, and says so
-@pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient tuning:UserWarning")
-def test_prompt_tuning_works():
-    model = condense.apply(tiny.model("llama"), tiny.CCA)
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
     wrapped = get_peft_model(model, config).to(torch.float64).eval()
     cached = tiny.generate(wrapped, IDS)
@@ -122,19 +112,16 @@ def trained(base, tmp_path):
     return tmp_path / "adapter", tiny.logits(model, IDS)
 
 
-def test_the_base_is_condensed_when_the_adapter_loads(base, trained):
+def test_the_base_is_condensed_when_the_adapter_loads_and_not_in_another_way(base, trained):
     folder, expected = trained
     assert json.loads((folder / "condense.json").read_text())["version"] == condense.__version__
+    run(loading.import_peft_after_condense, folder)
     by_transformers = _load(base)
     by_transformers.load_adapter(str(folder))
     by_peft = [PeftModel.from_pretrained(model, folder) for model in (_load(base), _condensed(base))]
     for model in (*by_peft, AutoPeftModelForCausalLM.from_pretrained(folder), _load(folder), by_transformers):
         assert condensed_layers(model) == {0: tiny.CCA, 1: tiny.CCA, 2: tiny.STREAMING_6}
         torch.testing.assert_close(tiny.logits(model.eval(), IDS), expected, rtol=0, atol=1e-4)
-
-
-def test_a_base_condensed_in_another_way_is_refused(base, trained):
-    folder, _ = trained
     model = condense.apply(_load(base), tiny.CCA)
     with pytest.raises(ValueError, match=r"was trained with CCA.*, the model has CCA.*condense.restore"):
         PeftModel.from_pretrained(model, folder)
@@ -142,13 +129,17 @@ def test_a_base_condensed_in_another_way_is_refused(base, trained):
 
 
 def test_without_a_condensed_base_nothing_is_written(base, tmp_path):
+    """Nor for a module that is no model."""
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    get_peft_model(module, LoraConfig(target_modules=["0"])).save_pretrained(tmp_path / "module")
+    assert not (tmp_path / "module" / "condense.json").exists()
     get_peft_model(_load(base), _lora("llama")).save_pretrained(tmp_path / "plain")
     assert not (tmp_path / "plain" / "condense.json").exists()
     assert not condensed_layers(PeftModel.from_pretrained(_load(base), tmp_path / "plain"))
 
 
 def test_only_the_adapters_that_are_saved_get_a_record(base, trained):
-    """Others in folders beneath are those of other models."""
+    """Others beneath or beside them are those of other models, or of this one when it had another method."""
     folder, _ = trained
     before = (folder / "condense.json").read_text()
     for model in (_load(base), condense.apply(_load(base), "recall:window=64")):
@@ -158,12 +149,6 @@ def test_only_the_adapters_that_are_saved_get_a_record(base, trained):
     several.add_adapter("other", _lora("llama"))
     several.save_pretrained(folder.parent / "two")
     assert [(folder.parent / "two" / name / "condense.json").is_file() for name in (".", "other")] == [True, True]
-
-
-def test_what_is_saved_beside_an_adapter_leaves_its_record(base, trained):
-    """Another adapter of the same model, which has another method by now; and a stock model."""
-    folder, _ = trained
-    before = (folder / "condense.json").read_text()
     model = PeftModel.from_pretrained(_load(base), folder)
     model.add_adapter("other", _lora("llama"))
     condense.apply(model, "recall:window=64")
@@ -205,13 +190,3 @@ def test_an_adapter_says_that_its_model_was_adapted(base, tmp_path):
     model.save_pretrained(tmp_path / "adapter")
     loaded = PeftModel.from_pretrained(_load(base), tmp_path / "adapter")
     assert loaded.merge_and_unload().config.condense_adapted == model.config.condense
-
-
-def test_adapters_of_modules_that_are_no_models_are_saved_as_ever(tmp_path):
-    module = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    get_peft_model(module, LoraConfig(target_modules=["0"])).save_pretrained(tmp_path)
-    assert not (tmp_path / "condense.json").exists()
-
-
-def test_peft_imported_after_condense(base, trained):
-    run(loading.import_peft_after_condense, trained[0])

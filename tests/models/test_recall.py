@@ -1,7 +1,4 @@
-"""Recall in models, beside the laws of `test_laws`: exact prompts, crops, stores in host memory, `closed_mass`.
-
-And DGA with a prompt's selection: padding, crops, rows, one-token prompts.
-"""
+"""Recall, and DGA with a prompt's selection, in models, beside the laws of `test_laws`."""
 
 import copy
 
@@ -14,7 +11,6 @@ from transformers import StaticCache
 
 import condense
 from condense.caches import store
-from condense.models.inspect import inspect
 from condense.models.watch import unread_share
 from condense.ops.recall.choice import choose_groups, index_scores, token_scores
 from condense.ops.step import StepCall
@@ -206,13 +202,6 @@ def test_a_crop_of_a_selection_is_exact_after_the_prompt_and_refused_inside(sele
     for full, count in ((cache, 21), (prompt, 1)):
         tiny.refused(f"{count} tokens reach into the prompt of 30 tokens", full.crop, -count)
     torch.testing.assert_close(tiny.in_chunks(selecting, ids[:, 30:50], (20,), prompt), want, **tiny.EXACT)
-
-
-def test_bytes_of_a_selection_are_those_that_inspect_counts(selecting):
-    reports = inspect(selecting, tiny.SELECT, 30, itemsize=8)
-    held = sum(x.nbytes for layer in tiny.filled(selecting, tiny.tokens(1, 30)).layers for x in layer.state.tensors)
-    assert held == sum(report.bytes for report in reports)
-    assert all(report.flops < report.dense_flops and report.remark is None for report in reports)
 
 
 def _first(*tokens):

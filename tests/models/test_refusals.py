@@ -169,17 +169,6 @@ def test_arguments_of_a_forward(B, arguments, message, layers):
     assert torch.equal(tiny.logits(model, IDS), expected)
 
 
-def test_two_models_of_one_configuration():
-    """Which names methods: each would change what the other is saved with."""
-    model = condense.apply(tiny.model("llama"), tiny.CCA)
-    other = LlamaForCausalLM(model.config)
-    for change in (condense.restore, partial(condense.apply, method=tiny.STREAMING_6)):
-        for each in (model, other):
-            tiny.refused(r"config must be the model's own, .*copy.deepcopy\(config\)", change, each)
-    del other, each
-    assert not condensed_layers(condense.restore(model))
-
-
 def test_the_implementation_without_apply():
     model = tiny.model("llama")
     stock = tiny.logits(model, IDS)
@@ -236,6 +225,7 @@ def test_one_of_two_stacks_by_itself_is_condensed():
 
 @pytest.mark.parametrize("enter", [condense.apply, tiny.enter], ids=["apply", "use"])
 def test_one_configuration_of_two_models(enter):
+    """One that names methods when the second is made is refused to both: each changes what the other is saved with."""
     config = tiny.config("llama")
     one, other = LlamaForCausalLM(config).double(), LlamaForCausalLM(config).double()
     condense.apply(one, tiny.CCA)
@@ -243,7 +233,13 @@ def test_one_configuration_of_two_models(enter):
     tiny.refused(r"build one of them from copy.deepcopy\(config\)", enter, other, tiny.STREAMING)
     tiny.refused(r"give it a copy: copy.deepcopy\(config\)", tiny.logits, other, IDS)
     assert torch.equal(tiny.logits(one, IDS), want)
-    tiny.logits(condense.restore(one), IDS)
+    second = LlamaForCausalLM(config)
+    for change in (condense.restore, partial(condense.apply, method=tiny.STREAMING_6)):
+        for each in (one, second):
+            tiny.refused(r"config must be the model's own, .*copy.deepcopy\(config\)", change, each)
+    del second, each
+    assert not condensed_layers(condense.restore(one))
+    tiny.logits(one, IDS)
     tiny.logits(other, IDS)
 
 

@@ -118,14 +118,11 @@ def test_padded_rows_are_those_alone(name, beams):
             assert torch.equal(out[ids.shape[1] :], tiny.generate(model, row[None], num_beams=beams)[0, len(row) :])
 
 
-def test_embeddings_in_place_of_ids():
+def test_embeddings_in_place_of_ids_and_inputs_of_each_layer():
     model, ids = tiny.model("llama"), tiny.tokens(2, 40)
     with condense.use(model, METHOD):
         embedded = tiny.generate(model, None, inputs_embeds=model.get_input_embeddings()(ids))
         assert torch.equal(embedded, tiny.generate(model, ids)[:, 40:])
-
-
-def test_inputs_of_each_layer_are_repeated_too():
     model, ids = small.model("gemma4"), tiny.tokens(2, 18)
     padded, mask = tiny.left_padded([ids[0], ids[1, 5:]])
     sizes = (13, *[1] * 5)

@@ -79,7 +79,7 @@ def test_assignments_survive_and_the_rest_stays_stock(models, folder, name):
     assert written["condense"]["version"] == condense.__version__
 
 
-def test_what_runs_is_what_is_saved(folder, tmp_path):
+def test_what_runs_is_what_is_saved(folder, tmp_path, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(folder / "llama")
     model.set_attn_implementation("sdpa")
     model.save_pretrained(tmp_path / "off")
@@ -93,9 +93,7 @@ def test_what_runs_is_what_is_saved(folder, tmp_path):
     assert "Recall(window=64)" in (tmp_path / "on" / "README.md").read_text()
     condense.restore(model).save_pretrained(tmp_path / "on")
     assert not (tmp_path / "on" / "README.md").exists()
-
-
-def test_unknown_classes_are_not_silently_dense(folder, monkeypatch):
+    # unknown classes are not silently dense
     monkeypatch.setattr(families, "FAMILIES", {k: v for k, v in families.FAMILIES.items() if v != "llama"})
     model = AutoModelForCausalLM.from_pretrained(folder / "llama", attn_implementation="sdpa")
     tiny.refused(r"works through condense\.apply", tiny.logits, model, IDS)
@@ -114,14 +112,11 @@ def test_the_callers_implementation_is_what_restore_returns_to(models, folder, c
 
 
 @pytest.mark.parametrize("build", [AutoModelForCausalLM.from_config, LlamaForCausalLM], ids=["auto", "direct"])
-def test_built_from_a_configuration(models, folder, build):
+def test_built_from_a_configuration_and_loaded_with_fewer_layers(models, folder, build):
     built = build(AutoModelForCausalLM.from_pretrained(folder / "llama").config).eval()
     built.load_state_dict(models["llama"].state_dict())
     assert condensed_layers(built) == SAVED["llama"]
     _assert_equal(tiny.logits(built, IDS), tiny.logits(models["llama"], IDS))
-
-
-def test_loaded_with_fewer_layers(models, folder):
     model = AutoModelForCausalLM.from_pretrained(folder / "llama", num_hidden_layers=2)
     assert condensed_layers(model) == {i: m for i, m in condensed_layers(models["llama"]).items() if i < 2}
 

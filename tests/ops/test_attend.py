@@ -101,9 +101,6 @@ def test_triton_is_refused_where_it_cannot_run_and_auto_does_without(device, cha
     with pytest.raises(ValueError, match=f"^backend 'triton' {message}; use backend='torch'"):
         resolve_backend("triton", Problem(device, **options))
     assert resolve_backend("auto", Problem(device, **options)) == "torch"
-
-
-def test_auto_is_triton_on_cuda_for_more_than_one_query():
     one = Problem(CUDA, torch.bfloat16, (128, 128), num_queries=1)
     assert resolve_backend("auto", one._replace(num_queries=2)) == resolve_backend("triton", one) == "triton"
     assert resolve_backend("auto", one) == "torch"

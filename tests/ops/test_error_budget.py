@@ -37,7 +37,7 @@ def eager_attention(q, k, v, *, method):
         seen = [(range(len(near)), exact) for exact, near in map(rows[0].sees, range(L))]
     else:
         seen = [oracle.visible(method, t) for t in range(L)]
-        pooled = [oracle.representative(method, j, *head, scale) for head in heads for j in seen[-1][0]]
+        pooled = [oracle.entry(method, j, *head, scale)[:2] for head in heads for j in seen[-1][0]]
     keys, values, M = k, v, len(pooled) // (B * K)
     if M:
         entries_k, entries_v = (torch.stack(x).unflatten(0, (B, K, M)) for x in zip(*pooled, strict=True))
@@ -92,21 +92,20 @@ def test_bias_survives_rounding_in_attention(backend, size, dtype):
     sources = two_sources(keys[:, :, :M], ones[:, :, :M], keys[:, :, M:], -ones[:, :, M:], bias)
     out = attend(q, sources, everything, scale=1.0, backend=backend)[0]
     assert float(out.abs().max()) <= 1e-4 * math.log(size)
-
-
-def test_bias_of_two_kinds_survives_rounding():
-    """Entries without bias among those with it (focal tokens) weigh like tokens of the band."""
+    # entries without bias among those with it (focal tokens) weigh like tokens of the band
     bias = torch.tensor([[[math.log(16), 0.0, math.log(16)]]])
     offsets = torch_attend._key_offsets(bias, 4, torch.bfloat16)[0, 0]
     assert offsets[1] == offsets[3]
     assert offsets[0] == offsets[2]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", ["dense", "cca-log_size", "lca-log_size"])
-def test_autocast(backend, name):
-    """Under autocast: what the same call gives on inputs in its dtype; scores and weights are never rounded."""
-    inputs = [x.requires_grad_() for x in inputs_for(name, SHAPES["ratio4"], torch.float32)]
-    low, method = [x.detach().bfloat16().requires_grad_() for x in inputs], METHODS[name]
+def test_autocast(backend, name, dtype):
+    """What the same call gives on inputs in autocast's dtype, or in float64; scores and weights are never rounded."""
+    inputs, of = inputs_for(name, SHAPES["ratio4"], dtype), torch.bfloat16 if dtype == torch.float32 else dtype
+    inputs, low = ([x.to(to).requires_grad_() for x in inputs] for to in (dtype, of))
+    method = METHODS[name]
     want, want_lse = condense.attention(*low, method=method, backend=backend, return_lse=True)
     with torch.autocast("cpu", torch.bfloat16):
         out, lse = condense.attention(*inputs, method=method, backend=backend, return_lse=True)
@@ -115,12 +114,5 @@ def test_autocast(backend, name):
     assert torch.equal(out, want)
     assert torch.equal(lse, want_lse)
     torch.testing.assert_close(mixed, want)
-    grads = [torch.autograd.grad(x.float().square().sum(), leaves) for x, leaves in ((out, inputs), (want, low))]
-    assert all(torch.equal(x, y.float()) for x, y in zip(*grads, strict=True))
-
-
-def test_autocast_leaves_float64_alone(backend):
-    inputs, options = inputs_for("cca", SHAPES["ratio4"], torch.float64), {"method": METHODS["cca"], "backend": backend}
-    want = condense.attention(*inputs, **options)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(condense.attention(*inputs, **options), want)
+    grads = [torch.autograd.grad(x.to(dtype).square().sum(), leaves) for x, leaves in ((out, inputs), (want, low))]
+    assert all(torch.equal(x, y.to(dtype)) for x, y in zip(*grads, strict=True))

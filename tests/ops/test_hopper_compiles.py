@@ -118,19 +118,20 @@ def lane_assembly(kernel):
     return "\n".join(asm for asm, _ in found)
 
 
-def check_lanes(compiled):
+@pytest.mark.parametrize(("rows", "heads"), [(1, 32), (8, 32), (1, 64), (1, None)], ids=str)
+def test_steps_by_lanes(rows, heads, compiled):
+    """Programs that score have eight warps, or with many rows four; a warp has four query heads, or eight. heads: None
+    for the step over pages.
+    """
+    if heads is None:
+        step_over_pages(RecordPool, condense.Recall(store_bits=4, num_recall=0.3), 128, slots=16, per_page=16)
+    else:
+        take_a_step(step_settings(condense.Method.parse("recall-device")), rows, (heads, 8), (128, 128), entries=64)
     kernels = {kernel.metadata.name: kernel for kernel in compiled}
     assert len(kernels) == len(compiled) == 5
     for name, instructions in BY_LANES.items():
         asm = lane_assembly(kernels[name])
         assert all(instruction in asm for instruction in instructions)
-
-
-@pytest.mark.parametrize(("rows", "heads"), [(1, 32), (8, 32), (1, 64)])
-def test_steps_by_lanes(rows, heads, compiled):
-    """Programs that score have eight warps, or with many rows four; a warp has four query heads, or eight."""
-    take_a_step(step_settings(condense.Method.parse("recall-device")), rows, (heads, 8), (128, 128), entries=64)
-    check_lanes(compiled)
 
 
 @pytest.mark.usefixtures("compiled")
@@ -142,12 +143,6 @@ def test_numbers_of_kernels_are_plain(rows):
     plan = recall_step_plan.plan_of(torch.device("cuda"), torch.bfloat16, *sizes, settings.number, (0.1, 0.0), False)
     given = [x for grid, numbers, *_ in plan[1:] for x in (*grid, *numbers)]
     assert {type(x) for x in (*sum(plan.scratch, ()), *given)} == {int, float}
-
-
-def test_the_step_over_pages_by_lanes(compiled):
-    method = condense.Recall(store_bits=4, num_recall=0.3)
-    step_over_pages(RecordPool, method, 128, slots=16, per_page=16)
-    check_lanes(compiled)
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])

@@ -33,13 +33,6 @@ def test_against_plain_loops(heads, sizes, r, unchosen, backend, monkeypatch):
     torch.testing.assert_close(got, oracle.attention(*qkv, method=method, scale=SCALE), **EXACT)
 
 
-def test_the_choice_carries_no_gradient():
-    q, k, v = tensors(2, 1, 11)
-    index = split_keys(k[:, :, :10].requires_grad_().unflatten(2, (5, 2)))[0]
-    assert not any(x.requires_grad for x in index)
-    assert not index_scores(q.requires_grad_(), index, SCALE).requires_grad
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("width", [5, 12, 64, 96])
 def test_an_index_holds_signs_and_steps(width, dtype):
@@ -90,7 +83,11 @@ def test_a_group_is_kept_alike_alone_and_among_others(g, width, dtype):
     assert all(map(torch.equal, alone, (x[1:, 2:, 5:6] for x in whole[0])))
 
 
-def test_keys_and_queries_of_zeros():
+def test_the_choice_carries_no_gradient_and_takes_keys_and_queries_of_zeros():
+    q, k, v = tensors(2, 1, 11)
+    index = split_keys(k[:, :, :10].requires_grad_().unflatten(2, (5, 2)))[0]
+    assert not any(x.requires_grad for x in index)
+    assert not index_scores(q.requires_grad_(), index, SCALE).requires_grad
     index, q = split_keys(torch.zeros(1, 1, 2, 4, 16))[0], torch.tensor([0.0, 1.0])[:, None].expand(1, 1, 2, 16)
     assert bool((index.steps == 0).all())
     assert bool((index_scores(q, index, SCALE) == 0).all())

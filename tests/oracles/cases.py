@@ -3,7 +3,6 @@
 import itertools
 
 import torch
-from hypothesis import strategies as st
 
 from condense.methods import CCA, DGA, LCA, Dense, LMInfinite, Recall, StreamingLLM
 from oracles.oracle import random_qkv
@@ -47,17 +46,6 @@ PLANS = {
     "matched-dga-streaming": DGA(group_size=3, window=4, gamma=0.5, summary="streaming", rep_bias="matched"),
     "matched-dga-no-focal": DGA(group_size=5, window=2, gamma=0, rep_bias="matched"),
 }
-
-ANY_CCA = st.builds(
-    CCA,
-    group_size=st.integers(1, 7),
-    window=st.integers(0, 12),
-    summary=st.sampled_from(["last", "streaming"]),
-    num_summary_queries=st.sampled_from([None, 1, 3, 15, 40]),
-    key_pooling=st.sampled_from(POOLINGS),
-    value_pooling=st.sampled_from(POOLINGS),
-    rep_bias=st.sampled_from(["none", "log_size"]),
-)
 
 PROMPTS = {
     "prompt": CCA(group_size=4, window=8, summary="prompt"),

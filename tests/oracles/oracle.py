@@ -44,11 +44,6 @@ def summary_positions(method, j, prompt):
     return range(max(0, end - count), end)
 
 
-def representative(*args):
-    """Key ``[D]`` and value ``[Dv]`` of a group."""
-    return entry(*args)[:2]
-
-
 def entry(method, j, qbar, k, v, scale, prompt=None):
     """Key ``[D]``, value ``[Dv]`` and bias of group j; qbar and k ``[L, D]``, v ``[L, Dv]``; prompt: None for all L."""
     k, v = (x[j * method.group_size : (j + 1) * method.group_size] for x in (k, v))
@@ -98,7 +93,7 @@ def attention(q, k, v, *, method, scale=None, padding=None, cu_seqlens=None, pro
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     B, H, L, _ = q.shape
     R, outs, lses, at = H // k.shape[1], [], [], []
-    seen_keys = {"dga": oracle_dga.seen_keys, "recall": _recalled_keys}.get(method.name, _seen_keys)
+    seen_keys = {"dga": oracle_dga.seen_keys, "recall": oracle_recall.seen_keys}.get(method.name, _seen_keys)
     for b, start, stop in texts(B, L, padding, cu_seqlens):
         for head in range(k.shape[1]):
             queries = q[b, head * R : (head + 1) * R, start:stop]
@@ -134,11 +129,6 @@ def _seen_keys(method, q, k, v, scale, prompt):
                 *pooled, bias = entry(method, j, qbar, k, v, scale, prompt)
                 made[j] = *(rounded(x, getattr(method, "entry_bits", 16)) for x in pooled), bias
         yield [made[j] for j in groups] + [(k[i], v[i], k.new_zeros(())) for i in exact]
-
-
-def _recalled_keys(method, q, k, v, scale, prompt):
-    """As `_seen_keys`; what came at once makes no difference."""
-    return (oracle_recall.seen(method, q, k, v, t, scale) for t in range(len(k)))
 
 
 def entries_and_window(q, entries_k, entries_v, window_k, window_v, bounds, *, scale, bias=None):

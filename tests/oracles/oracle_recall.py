@@ -86,6 +86,10 @@ def rest(method, queries, k, v, t, groups, scale):
     return torch.zeros_like(k[0]), v[:whole].sum(0) / whole, k.new_tensor(weights).log()
 
 
+def seen_keys(method, q, k, v, scale, prompt):
+    return (seen(method, q, k, v, t, scale) for t in range(len(k)))
+
+
 def seen(method, q, k, v, t, scale):
     """What the query at position t sees: key, value and bias of each. q ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``."""
     g, tokens = method.group_size, [(*pair, k.new_zeros(())) for pair in zip(k, v, strict=True)]

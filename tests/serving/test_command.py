@@ -174,10 +174,6 @@ def test_gpt_oss(serve, tmp_path):
     check_refused(serve(tmp_path, "--enable-lora"), "--enable-lora is not served with condensed GPT-OSS")
 
 
-def test_the_folder_comes_first(serve, stock):
-    check_refused(serve("--model", stock, "--method", "cca"), "condense serve DIR")
-
-
 def test_an_adapter_must_have_been_trained_with_the_method(serve, stock, tmp_path):
     """As loading it with PEFT; adapters without a record were trained on stock models, and may be served."""
     lora = ["--enable-lora", "--lora-modules"]
@@ -190,12 +186,10 @@ def test_an_adapter_must_have_been_trained_with_the_method(serve, stock, tmp_pat
     assert serve(stock, "--method", "cca", f"--lora_modules=mine={tmp_path}", "another=elsewhere")[0] is None
 
 
-def test_other_architectures_are_refused(serve, tmp_path):
+def test_other_architectures_and_orders_are_refused_and_without_vllm_all(serve, saved, stock, tmp_path, monkeypatch):
+    check_refused(serve("--model", stock, "--method", "cca"), "condense serve DIR")
     GPTNeoXConfig(architectures=["GPTNeoXForCausalLM"], num_hidden_layers=1).save_pretrained(tmp_path)
     check_refused(serve(tmp_path, "--method", "cca"), "GPTNeoXForCausalLM: use model.generate")
-
-
-def test_without_vllm_it_says_how_to_install_it(serve, saved, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     check_refused(serve(saved), "condense: serve needs vLLM, which is not installed: pip install 'vllm>=0.30,<0.34'\n")
 

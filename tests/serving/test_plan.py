@@ -122,6 +122,9 @@ def test_the_pages_of_the_paper_settings():
     assert blocks_of_request(layers, 300, num_new=2048).blocks == 19 + 2 + 1
     # sinks lie in the first page
     assert [serving_plan(condense.StreamingLLM(sink=n)).entry_slots(256) for n in (0, 1, 4, 5)] == [1, 1, 4, 8]
+    for n in (16, 128, 129, 300, 5000):
+        layer = ServedLayer(serving_plan(condense.StreamingLLM(sink=n)), 1, WIDTHS, BF16)
+        assert layer.plan.entry_slots(page_sizes([layer, layer]).far) >= n
 
 
 @pytest.mark.parametrize("held", range(1, 70))
@@ -157,6 +160,8 @@ def test_windows_are_dealt_out_evenly_to_the_tables_they_need():
     layers = [ServedLayer(None, *shape, sliding=1024)] * 40 + [ServedLayer(serving_plan(recall), *shape)] * 8
     assert page_sizes(layers) == (144, 16)
     assert blocks_of_request(layers, 131072).share(layers, 131072) < 0.34
+    # vLLM's tables of such pages have room for whole numbers of 1,152 tokens: for more groups than kernels choose from
+    assert table_columns(32768 * 16, 144) * 9 > 32768
 
 
 @pytest.mark.parametrize(("method", "slots"), RINGS, ids=str)
@@ -196,17 +201,6 @@ def test_layers_whose_single_tokens_graphs_may_record(monkeypatch, method, width
     layer = ServedLayer(plan, 1, widths, BF16, latent)
     assert layer.has_step(torch.device("cuda"), longest) is has
     assert not layer.has_step(torch.device("cpu"), longest)
-
-
-@pytest.mark.parametrize("sink", [16, 128, 129, 300, 5000])
-def test_a_page_has_room_for_all_sinks(sink):
-    layer = ServedLayer(serving_plan(condense.StreamingLLM(sink=sink)), 1, WIDTHS, BF16)
-    assert layer.plan.entry_slots(page_sizes([layer, layer]).far) >= sink
-
-
-def test_as_many_groups_as_kernels_choose_from():
-    """vLLM's tables of pages of 144 tokens have room for whole numbers of 1,152 tokens: for more than the longest."""
-    assert table_columns(32768 * 16, 144) * 9 > 32768
 
 
 @pytest.mark.parametrize("length", [7, 300])

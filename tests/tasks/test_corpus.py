@@ -1,6 +1,5 @@
 """Corpora: files and Hugging Face datasets are read or refused; encodings are the whole text's and kept on disk."""
 
-import io
 import json
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import zstandard
+from models import tiny
 from pyarrow import Table, parquet
 from tokenizers import Tokenizer
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
@@ -27,6 +27,13 @@ UNREADABLE = [
 ]
 
 
+# name, content and how the message begins that names it
+BAD_FILES = [
+    ("missing.txt", None, "data: wanted an existing text file, got"),
+    ("no-text.jsonl", b'{"text": "fine"}\n{"body": "no text"}\n', "line 2 in"),
+    ("bad.txt", b"caf\xe9", "data: wanted UTF-8 text, got"), ("a.jsonl.zst", b"caf", "data: wanted a zstd file, got"),
+    ("a.parquet", b"text", "data: wanted a Parquet file with a column text, got"),
+]  # fmt: skip
 # with a line break of Unicode, unescaped, inside a record
 RECORDS = "".join(json.dumps({"text": x, "kind": "book"}, ensure_ascii=False) + "\n" for x in DOCUMENTS).encode()
 
@@ -37,28 +44,23 @@ def test_records_and_texts_are_read_plain_and_compressed(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(RECORDS)
     (tmp_path / "a.jsonl.zst").write_bytes(compress(RECORDS))
     (tmp_path / "one.txt.zst").write_bytes(compress(DOCUMENTS[0].encode()))
-    for name in ("a.jsonl", "a.jsonl.zst", "a.parquet"):
+    # with a huge window
+    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=27)
+    wide = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    (tmp_path / "wide.jsonl.zst").write_bytes(wide.compress(RECORDS) + wide.flush())
+    for name in ("a.jsonl", "a.jsonl.zst", "wide.jsonl.zst", "a.parquet"):
         assert list(read_documents([tmp_path / name])) == DOCUMENTS
     assert list(read_documents([tmp_path / "one.txt.zst"])) == DOCUMENTS[:1]
 
 
 def test_bad_files_are_refused(tmp_path, tokenizer):
-    with pytest.raises(ValueError, match=r"data: wanted an existing text file, got .*missing.txt"):
-        list(read_documents([tmp_path / "missing.txt"]))
-    path = tmp_path / "bad.jsonl"
-    path.write_text('{"text": "fine"}\n{"body": "no text"}\n')
-    with pytest.raises(ValueError, match=r"line 2 in .*bad.jsonl"):
-        list(read_documents([path]))
-    path.write_text('{"a": 1}\n\n[2]\n')
-    with pytest.raises(ValueError, match="line 3"):
-        list(read_json_lines(path))
-    for name, message in (("bad.txt", "wanted UTF-8 text"), ("bad.jsonl.zst", "wanted a zstd file")):
-        path = tmp_path / name
-        path.write_bytes(b"caf\xe9")
-        with pytest.raises(ValueError, match=f"data: {message}, got .*{name}"):
-            list(read_documents([path]))
-    with pytest.raises(ValueError, match="documents: wanted at least one"):
-        encode_corpus([""], tokenizer)
+    for name, content, message in BAD_FILES:
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        tiny.refused(f"{message} .*{name}", list, read_documents([tmp_path / name]))
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n\n[2]\n')
+    tiny.refused("line 3", list, read_json_lines(tmp_path / "rows.jsonl"))
+    tiny.refused("documents: wanted at least one", encode_corpus, [""], tokenizer)
 
 
 def test_bad_records_are_counted_and_named(tmp_path, tokenizer, capsys):
@@ -72,11 +74,8 @@ def test_bad_records_are_counted_and_named(tmp_path, tokenizer, capsys):
     said = " ".join(capsys.readouterr().err.replace("\n", "").split())
     assert "left out: 5:" in said
     assert "and 2 more" in said
-    (tmp_path / "no.parquet").write_bytes(b"text")
-    parquet.write_table(Table.from_pylist([{"body": "x"}]), tmp_path / "column.parquet")
-    for name in ("no.parquet", "column.parquet"):
-        with pytest.raises(ValueError, match=f"data: wanted a Parquet file with a column text, got .*{name}"):
-            list(read_documents([tmp_path / name]))
+    parquet.write_table(Table.from_pylist([{"body": "x"}]), other)
+    tiny.refused("data: wanted a Parquet file with a column text, got .*other", list, read_documents([other]))
 
 
 def test_pieces_equal_the_whole(text, tokenizer, monkeypatch):
@@ -103,7 +102,7 @@ def test_encoding_is_kept_on_disk(text_file, tokenizer, tmp_path, monkeypatch):
         np.testing.assert_array_equal(getattr(first, name), getattr(again, name))
 
 
-def test_another_tokenizer_of_the_same_vocabulary_encodes_anew(text_file, tokenizer, tmp_path):
+def test_another_tokenizer_of_the_same_vocabulary_and_another_form_are_encoded_anew(text_file, tokenizer, tmp_path):
     def changed(change, separator=tokenizer.eos_token):
         settings = json.loads(tokenizer.backend_tokenizer.to_str())
         change(settings)
@@ -119,10 +118,7 @@ def test_another_tokenizer_of_the_same_vocabulary_encodes_anew(text_file, tokeni
         assert other.get_vocab() == tokenizer.get_vocab()
         want = encode_corpus([text_file.read_text(encoding="utf-8")], other)
         np.testing.assert_array_equal(load_corpus([text_file], other, tmp_path).tokens, want.tokens)
-
-
-def test_a_file_that_is_read_otherwise_is_encoded_anew(tokenizer, tmp_path):
-    for name in ("a.txt", "a.jsonl"):
+    for name in ("a.txt", "a.jsonl"):  # a file that is read otherwise
         (tmp_path / name).write_bytes(RECORDS)
     text, records = (load_corpus([tmp_path / name], tokenizer, tmp_path / "c").tokens for name in ("a.txt", "a.jsonl"))
     assert len(text) > len(records)
@@ -158,16 +154,6 @@ def test_a_failure_leaves_nothing_on_disk(text_file, tokenizer, tmp_path, monkey
     assert not list(tmp_path.iterdir())
 
 
-def test_a_huge_window_is_read(tmp_path):
-    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=27)
-    stream = io.BytesIO()
-    with zstandard.ZstdCompressor(compression_params=parameters).stream_writer(stream, closefd=False) as writer:
-        writer.write(RECORDS)
-    path = tmp_path / "wide.jsonl.zst"
-    path.write_bytes(stream.getvalue())
-    assert list(read_documents([path])) == DOCUMENTS
-
-
 class Rows:
     def __init__(self, columns):
         self._columns, self.column_names = columns, list(columns)
@@ -194,7 +180,9 @@ def stored(monkeypatch):
     return content
 
 
-def test_name_config_and_split(stored):
+def test_name_config_and_split_and_the_record_has_the_whole_name(stored):
+    run = RECIPES["adapt"]([Path("hf:ann/books/long:test"), Path("b/a.txt")], "c", pretrained="base", method="cca")
+    assert summary(run)["data"] == ["hf:ann/books/long:test", "a.txt"]
     stored["ann/books", "train"] = {"id": [1, 2, 3], "text": ["a", "b", "c"], "kind": ["x", "y", "x"]}
     stored["ann/books", "long", "train[:1%]"] = {"text": ["d"]}
     stored["ann/books", "test"] = {"text": ["e"]}
@@ -203,16 +191,11 @@ def test_name_config_and_split(stored):
 
 
 @pytest.mark.parametrize(("name", "message"), UNREADABLE)
-def test_what_cannot_be_read_is_refused_in_one_line(stored, name, message):
+def test_what_cannot_be_read_is_refused_in_one_line(stored, name, message, monkeypatch):
     stored["ann/other", "train"] = {"id": [1], "body": ["a"]}
-    with pytest.raises(ValueError, match=message):
-        list(read_documents([name]))
-
-
-def test_a_missing_package_is_named(monkeypatch):
+    tiny.refused(message, list, read_documents([name]))
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"data: hf:ann/books needs datasets: pip install datasets"):
-        list(read_documents(["hf:ann/books"]))
+    tiny.refused("data: hf:ann/books needs datasets: pip install datasets", list, read_documents(["hf:ann/books"]))
 
 
 def test_texts_are_encoded_once_and_anew_when_they_change(stored, tokenizer, tmp_path, capsys):
@@ -228,9 +211,3 @@ def test_texts_are_encoded_once_and_anew_when_they_change(stored, tokenizer, tmp
     columns["text"] = ["One line.\nTwo."]
     assert len(load_corpus(["hf:ann/books"], tokenizer, tmp_path).document_starts) == 1
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_the_record_has_the_whole_name(tmp_path):
-    data = [Path("hf:ann/books/long:test"), tmp_path / "a.txt"]
-    run = RECIPES["adapt"](data, tmp_path / "b", pretrained="base", method="cca")
-    assert summary(run)["data"] == ["hf:ann/books/long:test", "a.txt"]

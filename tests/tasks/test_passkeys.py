@@ -5,6 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from models import tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -15,11 +16,13 @@ LINE = re.compile(r"^The number of the (\w+) (\w+) is (\d{4})\.$", re.MULTILINE)
 QUESTION = re.compile(r"^Question: What is the number of the (\w+) (\w+)\?\nAnswer: (\d{4})\.$", re.MULTILINE)
 WORDS = load_words().held_out
 BAD = [
-    (lambda: hide("", [], []), "text: wanted"),
-    (lambda: hide("x", [Key("a", "b", "1")], [2.0]), "depths: wanted 1 numbers from 0 to 1"),
-    (lambda: question_prompt(Key("a", "b", "1"), "poem"), "form: wanted one of cloze, question, got 'poem'"),
-    (lambda: draw_keys(np.random.default_rng(0), ["a", "b"], 2), "count: wanted 1 to 1 keys"),
-    (lambda: draw_keys(np.random.default_rng(0), "abcd", 3, shared=True), "count: wanted 1 to 2 keys .*, got 3"),
+    (lambda *_: hide("", [], []), "text: wanted"),
+    (lambda *_: hide("x", [Key("a", "b", "1")], [2.0]), "depths: wanted 1 numbers from 0 to 1"),
+    (lambda *_: question_prompt(Key("a", "b", "1"), "poem"), "form: wanted one of cloze, question, got 'poem'"),
+    (lambda *_: draw_keys(np.random.default_rng(0), ["a", "b"], 2), "count: wanted 1 to 1 keys"),
+    (lambda *_: draw_keys(np.random.default_rng(0), "abcd", 3, shared=True), "count: wanted 1 to 2 keys .*, got 3"),
+    (lambda *of: SequenceBuilder(*of, ["a"], 0), "length: wanted at least 128 tokens, got 0"),
+    (lambda *of: SequenceBuilder(*of, ["a"], 10**9), r"corpus: wanted more .* got \d+: give more text, or ask for sh"),
 ]
 
 
@@ -60,13 +63,11 @@ def test_depth_is_uniform(builder):
     assert counts.min() > 0.6 * counts.mean()
 
 
-def test_keys_that_do_not_fit_are_dropped(tokenizer, corpus):
+def test_keys_that_do_not_fit_are_dropped_and_plain_text_has_none(builder, tokenizer, corpus, text):
     sequence = SequenceBuilder(tokenizer, corpus, WORDS, 128).passkeys(np.random.default_rng(0), 8, "question")
     assert 1 <= len(sequence.keys) < 8
     assert sequence.input_ids.shape == (128,)
-
-
-def test_plain_text_is_the_corpus(builder, tokenizer, text):
+    # plain text is the corpus
     ids = builder.plain(np.random.default_rng(1))
     assert ids.shape == (1024,)
     assert ids[0] == tokenizer.bos_token_id
@@ -93,16 +94,8 @@ def test_hiding_in_a_users_text():
 
 
 @pytest.mark.parametrize(("call", "message"), BAD)
-def test_bad_input(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
-def test_bad_builders(tokenizer, corpus):
-    with pytest.raises(ValueError, match="length: wanted at least 128 tokens, got 0"):
-        SequenceBuilder(tokenizer, corpus, ["a"], 0)
-    with pytest.raises(ValueError, match=r"corpus: wanted more tokens .* got \d+: give more text, or ask for shorter"):
-        SequenceBuilder(tokenizer, corpus, ["a"], 10**9)
+def test_bad_input(tokenizer, corpus, call, message):
+    tiny.refused(message, call, tokenizer, corpus)
 
 
 def test_tokenizers_that_put_a_space_before_a_text(text):

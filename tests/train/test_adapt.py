@@ -255,7 +255,9 @@ def test_the_plan_counts_bytes():
     assert f"trains {(count - 1600) / 1000:.3g}K of {count / 1000:.3g}K parameters, 10 steps, 10.2K tokens" in said
 
 
-def test_what_does_not_fit_is_refused_before_the_first_step(base):
+def test_what_does_not_fit_is_refused_before_the_first_step_or_checkpoint(base, monkeypatch):
+    monkeypatch.setattr(Trainer, "_save_optimizer_and_scheduler", partialmethod(_full, step=2))
+    refused("step 2: could not write .* MiB are free: .*; no checkpoint was written yet", adaptation(base, "full"))
     tiny_llama(vocab_size=300, num_hidden_layers=1).save_pretrained(base / "base")
     refused("pretrained: wanted a tokenizer of the model's 300 tokens at most, got 4096", adaptation(base))
     with pytest.raises(ValueError, match=r"batch_size: wanted a multiple of .* 6, got 4"):
@@ -306,11 +308,6 @@ def test_what_stops_a_run_is_one_line_and_leaves_the_last_checkpoint(base, monke
     monkeypatch.undo()
     run_training(run, resume=True)
     assert len(logged(run.output)[1]) == 6
-
-
-def test_a_full_disk_before_the_first_checkpoint(base, monkeypatch):
-    monkeypatch.setattr(Trainer, "_save_optimizer_and_scheduler", partialmethod(_full, step=2))
-    refused("step 2: could not write .* MiB are free: .*; no checkpoint was written yet", adaptation(base))
 
 
 def test_the_log_has_the_tenth_step_with_the_time_left_and_the_last(base, capsys):

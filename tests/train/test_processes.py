@@ -1,7 +1,4 @@
-"""Two processes (gloo) against one: the same losses, with all weights in each (DDP) and with spread weights (FSDP2).
-
-The sequences hold packed documents.
-"""
+"""Two processes (gloo), by DDP and by FSDP2, against one: the same losses, of packed documents."""
 
 import json
 import math

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import itertools
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -18,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import condense
 from condense.models import condensed_layers
 from condense.models.inspect import inspect
+from condense.results import plain
 from condense.tasks import SequenceBuilder, load_words
 from condense.train import RECIPES, PhaseConfig, prepare, run, run_training, train_tokenizer
 from condense.train import trainer as trainer_module
@@ -80,19 +82,30 @@ def _one_phase(config, output, **changes):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_resumed_run_equals_an_uninterrupted_one(config, tmp_path, dtype):
+def test_a_resumed_run_equals_an_uninterrupted_one_and_logs_its_rate(config, tmp_path, dtype, monkeypatch, capsys):
     config = dataclasses.replace(config, dtype=dtype)
     whole = run_training(_one_phase(config, tmp_path / "whole"))
-    broken = _one_phase(config, tmp_path / "broken")
+    seconds = itertools.count()
+    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    broken = _one_phase(config, tmp_path / "broken")  # 6 steps, an entry every 2, a checkpoint every 3
     with interrupted_at(4):
         run_training(broken)
     assert not broken.output.exists()
+    with next(broken.work.rglob("log.jsonl")).open("a") as file:
+        file.write('{"step": 4, "lo')  # as of a process that was killed meanwhile
     run_training(broken, resume=True)
     assert logged(broken.output)[0]["resumed_from"] == "checkpoint-3"
     expected, resumed = load_file(whole / "model.safetensors"), load_file(broken.output / "model.safetensors")
     assert expected.keys() == resumed.keys()
     assert {weight.dtype for weight in expected.values()} == {getattr(torch, dtype)}
     assert all(torch.equal(weight, resumed[name]) for name, weight in expected.items())
+    log = [json.loads(line) for line in (broken.output / "log-mixed.jsonl").read_text().splitlines()]
+    # resumed from the third step: the fourth, which was logged before, is logged once
+    assert [entry["step"] for entry in log] == [2, 4, 6]
+    # the clock goes one second from entry to entry; the resumed run has one step, the fourth, before its first entry
+    tokens = broken.phases[0].batch_size * broken.phases[0].sequence_length
+    assert [entry["tokens_per_second"] for entry in log] == [2 * tokens, tokens, 2 * tokens]
+    assert f"tokens_per_second {log[-1]['tokens_per_second']:.4g}" in capsys.readouterr().out
 
 
 def test_the_tiny_mla_caches_latents(text_file, tmp_path):
@@ -101,6 +114,18 @@ def test_the_tiny_mla_caches_latents(text_file, tmp_path):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**recipe.architecture))
     # a token is 128 + 32 channels of 2 bytes
     assert inspect(model, recipe.phases[-1].method, 2048)[0].dense_bytes == 2048 * 160 * 2
+
+
+def test_the_recipe_of_the_bundled_model_is_the_one_that_made_it(tmp_path):
+    report = Path(__file__).parents[2] / "benchmarks" / "results" / "demo-model-seed0-training.json"
+    phases = json.loads(report.read_text(encoding="utf-8"))["results"]["phases"]
+    config = RECIPES["demo_model"]([tmp_path / "text.jsonl"], tmp_path / "model", seed=0)
+    # fields that are newer than the model have their defaults, with which training is as it was
+    unset = plain(PhaseConfig("p", steps=1, sequence_length=128, batch_size=1))
+    made = [unset | phase["phase"] for phase in phases]
+    for phase in (x for x in made if x["method"] is not None):
+        phase["method"] = condense.Method.parse(phase["method"]).to_dict()
+    assert made == plain(config.phases)
 
 
 def test_the_recipe_leaves_one_finished_folder(config):
@@ -324,26 +349,6 @@ def test_bad_data(config, tmp_path):
     assert not config.output.exists()
 
 
-def test_the_rate_stands_in_the_log_also_of_a_resumed_run(config, monkeypatch, capsys):
-    seconds = itertools.count()
-    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
-    config = _one_phase(config, config.output)  # 6 steps, an entry every 2, a checkpoint every 3
-    (mixed,) = config.phases
-    with interrupted_at(4):
-        run_training(config)
-    with next(config.work.rglob("log.jsonl")).open("a") as file:
-        file.write('{"step": 4, "lo')  # as of a process that was killed meanwhile
-    run_training(config, resume=True)
-    log = [json.loads(line) for line in (config.output / "log-mixed.jsonl").read_text().splitlines()]
-    tokens = mixed.batch_size * mixed.sequence_length
-    # resumed from the third step: the fourth, which was logged before, is logged once
-    assert [entry["step"] for entry in log] == [2, 4, 6]
-    # the clock goes one second from entry to entry; the resumed run has one step, the fourth, before its first entry
-    for entry in log:
-        assert entry["tokens_per_second"] == tokens * (1 if entry["step"] == 4 else 2)
-    assert f"tokens_per_second {log[-1]['tokens_per_second']:.4g}" in capsys.readouterr().out
-
-
 def _ids(tokenizer, text):
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -359,7 +364,7 @@ def test_digits_and_newlines_are_tokens_of_their_own(tokenizer):
     assert [tokenizer.decode([index]) for index in _ids(tokenizer, "is 4821.")][-6:] == [" ", *"4821."]
 
 
-def test_special_tokens_are_reloaded(tokenizer, tmp_path):
+def test_special_tokens_are_reloaded_and_need_room(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert again.padding_side == "left"
@@ -367,7 +372,4 @@ def test_special_tokens_are_reloaded(tokenizer, tmp_path):
     batch = ["one", "one two\n12"]
     assert again(batch, padding=True)["input_ids"] == tokenizer(batch, padding=True)["input_ids"]
     assert again("one")["input_ids"][0] == again.bos_token_id
-
-
-def test_a_vocabulary_without_room_is_refused():
     tiny.refused("vocab_size: wanted at least 258 .*, got 257", train_tokenizer, ["text"], vocab_size=257)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from grids import fixture_of
 from lanes import DEVICE
-from layers import Counting, draw, read
+from layers import CHANGES, Counting, draw, read
 from models import tiny
 from oracles import cases
 from step_states import SELECT
@@ -42,14 +42,6 @@ EITHER = METHODS | RECALLS
 B, H, K, D = 2, 2, 1, 16
 SCALE = 0.3
 draw_tokens = partial(draw, rows=B, heads=(H, K), widths=(D, D), dtype=torch.float32, device=DEVICE)
-CHANGES = {
-    "reorder": (lambda layer: layer.reorder_cache(torch.tensor([1, 0], device=DEVICE)), 2),
-    "reorder-alike": (lambda layer: layer.reorder_cache(torch.tensor([1, 1], device=DEVICE)), 2),
-    "repeat": (lambda layer: layer.batch_repeat_interleave(2), 4),
-    "select": (lambda layer: layer.batch_select_indices(torch.tensor([1], device=DEVICE)), 1),
-    "select-mask": (lambda layer: layer.batch_select_indices(torch.tensor([True, False], device=DEVICE)), 1),
-    "offload-prefetch": (lambda layer: (layer.offload(), layer.prefetch()), 2),
-}
 method = fixture_of(METHODS)
 
 
@@ -175,8 +167,7 @@ def test_refused_and_unchanged_among_steps(call, message):
         agree(layers, L, i, counts if i == 2 else None)
     state = [x.clone() for x in layers[0]._ring.buffers]
     for layer in layers:
-        with pytest.raises(ValueError, match=message):
-            call(layer)
+        tiny.refused(message, call, layer)
     assert all(map(torch.equal, state, layers[0]._ring.buffers))
     for layer in layers:
         layer.crop(-3)
@@ -188,13 +179,13 @@ def test_refused_and_unchanged_among_steps(call, message):
 @pytest.mark.parametrize(("change", "rows"), CHANGES.values(), ids=CHANGES)
 def test_rows_follow_in_the_middle_of_steps(change, rows, name):
     layers = pair(EITHER[name])
-    agree(layers, 23, 0, torch.tensor([23, 14]))
-    read_in_turn(layers, 1, 1, 1)
+    agree(layers, 23, 0, torch.tensor([23, 14, 17]), rows=3)
+    read_in_turn(layers, 1, rows=3)  # closes a group of the last row
     for layer in layers:
         change(layer)
     assert layers[0]._ring is not None
-    read_in_turn(layers, *[1] * 5, 4, 1, rows=rows)
-    _same_numbers(*layers, rows=rows)
+    read_in_turn(layers, 1, 1, 4, 1, rows=len(rows))  # the second closes one of the first row
+    _same_numbers(*layers, rows=len(rows))
 
 
 @pytest.mark.parametrize("name", ["cca", "recall"])
@@ -390,29 +381,17 @@ def test_tensor_parallel_latents_are_read(monkeypatch):
     assert all(layer._ring is None for layer in out.past_key_values.layers)
 
 
-@pytest.fixture
-def stepped():
-    """A model, ids of 27 tokens, and a cache that has read 20 of them and one by a step."""
+def test_a_step_refuses_documents_and_short_masks_and_gradients_go_by_extend():
     model, ids = _condensed("llama", "cca"), ROWS[0][None].to(DEVICE)
     cache = tiny.filled(model, ids[:, :20])
+    marks, short = torch.tensor([0, 1], device=DEVICE), torch.ones(1, 1, device=DEVICE).long()
     with torch.no_grad():
         model(ids[:, 20:21], past_key_values=cache)
-    return model, ids, cache
-
-
-def test_gradients_go_by_extend(stepped):
-    model, ids, cache = stepped
+        new = partial(model, ids[:, 21:22], past_key_values=cache)
+        tiny.refused("cannot be cached", new, cu_seq_lens_q=marks)
+        tiny.refused("cover all tokens so far", new, attention_mask=short)
+    assert cache.get_seq_length() == 21
     assert cache.layers[0]._ring is not None
-    model(ids[:, 21:22], past_key_values=cache).logits.sum().backward()
+    new().logits.sum().backward()
     assert cache.layers[0]._ring is None
     assert all(x.grad is not None for x in model.parameters() if x.requires_grad)
-
-
-@torch.no_grad()
-def test_documents_and_short_masks_are_refused_at_a_step(stepped):
-    model, ids, cache = stepped
-    with pytest.raises(ValueError, match="cannot be cached"):
-        model(ids[:, 21:22], past_key_values=cache, cu_seq_lens_q=torch.tensor([0, 1], device=DEVICE))
-    with pytest.raises(ValueError, match="cover all tokens so far"):
-        model(ids[:, 21:22], past_key_values=cache, attention_mask=torch.ones(1, 1, device=DEVICE).long())
-    assert cache.get_seq_length() == 21

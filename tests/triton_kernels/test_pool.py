@@ -41,7 +41,7 @@ def check_pooling(
     dtype, begins=None, *, g=5, G=4, K=2, D=24, Dv=16, start=(3, 0), keys="weighted", values="weighted", lse=False
 ):
     """begins: the first tokens of groups, row by row; None: they follow one another from ``start`` on."""
-    begins = columns(start, G, g) if begins is None else begins
+    begins = columns(start, G, g) if begins is None else torch.tensor(begins)
     (B, G), N = begins.shape, int(begins.max()) + g + 2
     scored = lse or bool({"weighted", "select"} & {keys, values})
     low = tensors((B, K, N, D), (B, K, N, Dv), dtype=dtype)
@@ -66,19 +66,15 @@ SCORED = (("weighted", "weighted"), ("mean", "max"), ("select", "mean"))
 POOLED += [{"keys": how, "values": other, "g": 13, "lse": True} for how, other in SCORED]
 POOLED += [{"keys": "select", "g": g, "G": 9, "start": start} for g in (1, 3, 7, 16, 20) for start in ((2,), (0, 5))]
 POOLED += [{"keys": how, "values": how, "D": D, "Dv": Dv} for how in POOLINGS for D, Dv in WIDTHS]
+# as in packed documents, whose last tokens are in no group
+APART = {"begins": [[0, 4, 9, 22, 26, 33]], "g": 4, "keys": "select", "lse": True}
+POOLED += [APART | {"values": how} for how in ("weighted", "max")]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", POOLED, ids=str)
 def test_pooling(case, dtype):
     check_pooling(dtype, **case)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("values", ["weighted", "max"])
-def test_groups_with_tokens_between_them(values, dtype):
-    """As in packed documents, whose last tokens are in no group."""
-    check_pooling(dtype, torch.tensor([[0, 4, 9, 22, 26, 33]]), g=4, keys="select", values=values, lse=True)
 
 
 @pytest.mark.parametrize(("g", "dtype"), LONG, ids=str)
@@ -96,9 +92,8 @@ def check_summaries(dtype, rows, *, R=3, D=24, S=4, stride=4, G=6):
     check(run, tensors((2, R * K, 37, D), dtype=dtype), tensors((2, K, G, D), dtype=torch.float32, seed=2))
 
 
-APART = ROWS["chunk, rows apart"]
 SUMMARIES = [{"rows": rows, "S": size} for rows in ROWS.values() for size in (1, 3, 4, 13)]
-SUMMARIES += [{"rows": APART, "R": R} for R in (1, 2, 4, 7, 12)]
+SUMMARIES += [{"rows": ROWS["chunk, rows apart"], "R": R} for R in (1, 2, 4, 7, 12)]
 SUMMARIES += [{"rows": ROWS["fresh"], "D": D, "R": 2} for D in sorted({D for D, _ in WIDTHS})]
 SUMMARIES += [{"rows": ((0, -11), (0, 0), (37, 25)), "S": 40, "stride": 3, "G": 2}]
 

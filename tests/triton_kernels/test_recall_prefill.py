@@ -269,7 +269,7 @@ def test_of_equal_scores_the_lower_groups_are_opened(chosen, L, start, r, first,
     assert last < start or bool(opened[..., :r].all())
 
 
-def test_blocks_of_queries_change_nothing(chosen, monkeypatch):
+def test_blocks_of_queries_and_later_tokens_change_no_bit(chosen, monkeypatch):
     problem = Problem(Case((2, 1), L=25))
     whole = problem.attend(problem.inputs, problem.choice(), "triton")
     limits = (recall_choice, "_SCRATCH"), (recall_rest, "_SCRATCH"), (attend_call, "_WORDS")
@@ -278,6 +278,12 @@ def test_blocks_of_queries_change_nothing(chosen, monkeypatch):
     parts = problem.attend(problem.inputs, problem.choice(), "triton")
     assert torch.equal(chosen[0], chosen[1])
     assert all(torch.equal(x, y) for x, y in zip(whole, parts, strict=True))
+    method, n = METHOD.replace(num_recall=0.3, min_recall=1), 30
+    inputs = [x.to(DEVICE) for x in oracle.random_qkv(1, 4, 2, 45, 64, 64, dtype=torch.float32)]
+    others = [torch.cat([x[:, :, :n], -2 * x[:, :, n:]], 2) for x in inputs]
+    one, other = (condense.attention(*qkv, method=method, backend="triton") for qkv in (inputs, others))
+    assert torch.equal(one[:, :, :n], other[:, :, :n])
+    assert not torch.equal(one[:, :, n:], other[:, :, n:])
 
 
 @pytest.mark.parametrize(
@@ -356,15 +362,6 @@ def test_weights_are_the_definitions(g, D, heads, r, dtype, softcap):
     assert not bool(some.all())
 
 
-def test_later_tokens_change_no_bit_of_earlier_outputs():
-    method, n = METHOD.replace(num_recall=0.3, min_recall=1), 30
-    inputs = [x.to(DEVICE) for x in oracle.random_qkv(1, 4, 2, 45, 64, 64, dtype=torch.float32)]
-    others = [torch.cat([x[:, :, :n], -2 * x[:, :, n:]], 2) for x in inputs]
-    one, other = (condense.attention(*qkv, method=method, backend="triton") for qkv in (inputs, others))
-    assert torch.equal(one[:, :, :n], other[:, :, :n])
-    assert not torch.equal(one[:, :, n:], other[:, :, n:])
-
-
 def test_turned_queries_take_of_the_scratch_memory(monkeypatch):
     """Few groups have few scores, and a block of queries then is as long as its turned queries let it be."""
     problem, sizes, limit = Problem(Case((2, 2), L=300, window=270, latent=288)), [], 2**18
@@ -406,12 +403,6 @@ def test_twice_gives_the_same_bits():
         out, lse = problem.attend(inputs, problem.choice(), "triton")
         results.append((out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), inputs)))
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
-
-
-def test_refusals():
-    problem = Problem(Case((2, 1), L=21))
-    with pytest.raises(ValueError, match="backend 'triton' takes torch"):
-        problem.attend([x.double() for x in problem.inputs], problem.choice(), "triton")
 
 
 def compare_as_one_graph(case, backend):

@@ -407,13 +407,6 @@ def test_the_largest_numbers_of_float16_stay_finite(case, bits):
     torch.testing.assert_close(got, want, rtol=2**-9, atol=0)
 
 
-def test_what_a_piece_holds_begins_at_whole_numbers():
-    """Groups of any size, so that steps and zeros are read at their alignment."""
-    for g, D, Dv, size in ((1, 16, 24, 4), (3, 10, 6, 4), (5, 2, 2, 8), (6, 128, 64, 2)):
-        for bits in (8, 4):
-            assert g * StoreFormat(bits, g).width(D, Dv, size) % size == 0
-
-
 PACKED = [(16, (64, 64)), (6, (24, 16)), (1, (40, 0)), (4, (80, 96))]
 if CUDA:
     PACKED += [(g, widths) for g in (16, 32) for widths in ((128, 128), (192, 128), (256, 256), (576, 0), (288, 0))]

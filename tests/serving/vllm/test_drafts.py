@@ -17,16 +17,8 @@ METHODS = {
     "last": condense.CCA(group_size=4, window=24),
     "window": {0: condense.StreamingLLM(sink=4, window=40), "rest": RECALL},
 }
-REFUSED = {"exact": RECALL.replace(prompt="exact"), "ring": condense.LCA(group_size=4, window=24)}
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 NEW = 60
-
-
-@pytest.fixture
-def drafting(device_settings):
-    """Settings of an engine with drafts, of a model."""
-    fixed = {"dtype": "float32", "max_num_batched_tokens": 64, "disable_log_stats": False, **device_settings}
-    return lambda model: condensed(model, **fixed, speculative_config=NGRAMS)
 
 
 def check_answers(folder, settings, prompts, want):
@@ -39,22 +31,12 @@ def check_answers(folder, settings, prompts, want):
     assert 0 < counts["vllm:spec_decode_num_accepted_tokens"] < counts["vllm:spec_decode_num_draft_tokens"]
 
 
-def check_refusal(folder, settings):
-    with pytest.raises(ValueError, match=r"--speculative-config is not served .* but for the method ngram"):
-        LLM(folder, **settings)
-
-
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_tokens_of_generate(greedy, drafting, tmp_path, method):
+def test_tokens_of_generate(greedy, device_settings, tmp_path, method):
     """Prompts of texts that repeat themselves, so that there are drafts."""
     model = condense.apply(random_llama(), method)
     model.save_pretrained(tmp_path)
     prompts = [(ids * 40)[:length] for ids, length in zip(prompts_of((7,) * 4), (230, 31, 150, 64), strict=True)]
-    run(check_answers, str(tmp_path), drafting(model), prompts, greedy(model, prompts, NEW))
-
-
-@pytest.mark.parametrize("method", REFUSED.values(), ids=REFUSED)
-def test_methods_that_take_nothing_back_are_refused(drafting, tmp_path, method):
-    model = condense.apply(random_llama(), method)
-    model.save_pretrained(tmp_path)
-    run(check_refusal, str(tmp_path), drafting(model))
+    fixed = {"dtype": "float32", "max_num_batched_tokens": 64, "disable_log_stats": False, **device_settings}
+    settings = condensed(model, **fixed, speculative_config=NGRAMS)
+    run(check_answers, str(tmp_path), settings, prompts, greedy(model, prompts, NEW))

@@ -1,13 +1,13 @@
-"""All model classes that are served, each a random model: generate's tokens. Gemma 3 and GPT-OSS, whose sliding layers
-are vLLM's own: anew and from the cache. What is refused of models with latents (MLA).
-"""
+"""All model classes that are served, each a random model and the bundled one: generate's tokens, and refusals."""
 
+import math
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from models import tiny
 from small_models import LATENTS, condensed, prompts_of, random_latents, random_llama
 from small_models import SIZES as WIDTHS
 from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig, GptOssConfig, GptOssForCausalLM
@@ -21,6 +21,7 @@ from vllm.model_executor.models.deepseek_v2 import DeepseekV2Attention
 from vllm.platforms import current_platform
 
 import condense
+from condense.demo import demo_model, demo_prompt
 from condense.serving.vllm import models
 from condense.serving.vllm.latents import entry_widths
 from condense.serving.vllm.register import ARCHITECTURES
@@ -43,6 +44,10 @@ CONFIGS = {
     "qwen3": SIZES,
     "qwen3_moe": SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }  # fmt: skip
+BUNDLED = {
+    "pooled": METHOD.replace(group_size=16, window=256),
+    "recall": condense.Recall(window=256, num_recall=32, store_bits=4, unchosen="drop"),
+}
 REFUSED = [
     ([0], {}, "all layers of a model with latents .* dense attention in layers 1"),
     (None, {"enable_lora": True}, "--enable-lora is not served with latents"),
@@ -87,15 +92,30 @@ def test_tokens_of_generate(engine, greedy, tmp_path, family):
     assert started.tokens(prompts_of(LENGTHS), NEW) == want
 
 
+@pytest.mark.parametrize("method", BUNDLED.values(), ids=BUNDLED)
+def test_questions_on_one_text_to_the_bundled_model(engine, greedy, method):
+    model, tokenizer = demo_model()
+    condense.apply(model, method)
+    prompt = demo_prompt()
+    ids = [tokenizer.encode(prompt.text + question) for question in prompt.questions[:2]]
+    want = greedy(model, ids, 8)
+    settings = {"max_model_len": 4352, "max_num_batched_tokens": 512}
+    started = engine(model.name_or_path, **condensed(model, **settings))
+    outputs = started.generate(ids[:1], 8, logprobs=0) + started.generate(ids[1:], 8, logprobs=0)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == want
+    assert [output.num_cached_tokens for output in outputs] == [0, 3907 // started.page * started.page]
+    for output, row, number in zip(outputs, want, prompt.expected, strict=False):
+        assert number in tokenizer.decode(row)
+        likely = [chosen[token].logprob for chosen, token in zip(output.outputs[0].logprobs, row, strict=True)]
+        assert math.fsum(likely) > -5
+
+
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two GPUs, or a CPU")
 @pytest.mark.parametrize("family", ["deepseek_v2", "minicpm3"])
-def test_latents_on_two_ranks(engine, greedy, tmp_path, family):
+def test_latents_on_two_ranks(outputs_of, family):
     """Each has half of the heads, which weigh groups together; anew and from the prefix cache."""
-    model = condense.apply(condense.restore(random_latents(family)), LCA)
-    model.save_pretrained(tmp_path)
-    want = greedy(model, prompts_of(LENGTHS), NEW)
-    started = engine(tmp_path, **condensed(model, tensor_parallel_size=2, max_num_batched_tokens=48))
-    assert [started.tokens(prompts_of(LENGTHS), NEW) for _ in range(2)] == [want] * 2
+    settings = {"tensor_parallel_size": 2, "max_num_batched_tokens": 48}
+    outputs_of(condense.apply(random_latents(family), LCA), prompts_of(LENGTHS), NEW, **settings)
 
 
 @pytest.mark.parametrize("plugins", ["", "condense"], ids=["without", "with"])
@@ -113,8 +133,7 @@ def test_what_is_refused_of_latents(engine, tmp_path, layers, settings, words):
     """Before a weight is read."""
     model = condense.apply(condense.restore(random_latents()), METHOD, layers)
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=words):
-        engine(tmp_path, **condensed(model), **settings)
+    tiny.refused(words, engine, tmp_path, **condensed(model), **settings)
     # what vLLM had set up until then, for engines that follow
     cleanup_dist_env_and_memory()
 
@@ -127,14 +146,10 @@ def a_module(cls, rope):
     return module
 
 
-def test_modules_that_hand_over_no_latents():
-    """Those of DeepSeek's models with VLLM_MLA_DISABLE=1."""
-    with pytest.raises(ValueError, match=r"DeepseekV2Attention expands its latents.* unset VLLM_MLA_DISABLE"):
-        entry_widths(a_module(DeepseekV2Attention, None))
-
-
-def test_a_rotation_that_is_wrong_on_a_cpu():
-    """vLLM's kernel takes heads for tokens; once it does not, no model need be refused."""
+def test_modules_that_hand_over_no_latents_and_a_rotation_that_is_wrong_on_a_cpu():
+    """Those of DeepSeek with VLLM_MLA_DISABLE=1. Once vLLM's kernel takes no heads for tokens, none need be refused."""
+    without = a_module(DeepseekV2Attention, None)
+    tiny.refused(r"DeepseekV2Attention expands its latents.* unset VLLM_MLA_DISABLE", entry_widths, without)
     with set_current_vllm_config(VllmConfig()):
         rope = get_rope(16, 64, rope_parameters={"rope_type": "default", "rope_theta": 1e4}, is_neox_style=False)
     wrapper = a_module(MultiHeadLatentAttentionWrapper, rope)
@@ -144,8 +159,7 @@ def test_a_rotation_that_is_wrong_on_a_cpu():
     q, k, positions = torch.randn(5, 2, 16), torch.randn(5, 1, 16), torch.arange(5)
     want, got = (f(positions, q.clone(), k.clone()) for f in (rope.forward_native, rope.forward_cpu))
     assert not torch.equal(got[0], want[0])
-    with pytest.raises(ValueError, match="must be those of YaRN"):
-        entry_widths(wrapper)
+    tiny.refused("must be those of YaRN", entry_widths, wrapper)
 
 
 def random_gemma():
@@ -198,8 +212,7 @@ def test_vllm_knows_gpt_oss_by_its_condensed_name(engine, tmp_path):
     settings = condensed(model, **PIECES)
     started = engine(tmp_path, **settings)
     assert started.llm.llm_engine.vllm_config.structured_outputs_config.reasoning_parser == "openai_gptoss"
-    with pytest.raises(ValueError, match="--enable-lora is not served with condensed GPT-OSS"):
-        engine(tmp_path, **settings, enable_lora=True)
+    tiny.refused("--enable-lora is not served with condensed GPT-OSS", engine, tmp_path, **settings, enable_lora=True)
     # what vLLM had set up until then, for engines that follow
     cleanup_dist_env_and_memory()
 
