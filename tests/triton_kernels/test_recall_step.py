@@ -57,15 +57,16 @@ def check_choice(scratch, q, state, settings, scale):
 
 
 def check_buffers(states, settings, t, k, v):
-    """The kernels' buffers have the bytes of PyTorch's, or on a GPU pass `check_packed`; True if codes are the same."""
+    """Index and store of the kernels' buffers pass `check_packed`, the others have PyTorch's bytes; True if all codes
+    are the same: products of a rotation are rounded as each machine sums them up.
+    """
     alike, (before, closed) = True, (settings.rule.pooled(n, settings.summary_delay) for n in (t, t + 1))
     if before < closed <= states[0].steps.shape[2]:
         tokens = slice(before * settings.rule.chunk, closed * settings.rule.chunk)
         mine, theirs = (Packed.of(state, before, closed) for state in states)
         alike = check_packed(mine, theirs, k[:, :, tokens], v[:, :, tokens], settings.choice.store.bits)
-        if k.is_cuda:
-            for x, y in zip((*mine.index, mine.store), (*theirs.index, theirs.store), strict=True):
-                x.copy_(y)
+        for x, y in zip((*mine.index, mine.store), (*theirs.index, theirs.store), strict=True):
+            x.copy_(y)
     for name, x, y in zip(states[0]._fields, *states, strict=True):
         tolerance = 0 if x.dtype == torch.uint8 else 1e-6
         torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance, msg=name)
