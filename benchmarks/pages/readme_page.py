@@ -91,7 +91,6 @@ def claims(documents: Documents) -> list[str]:
     assert make == "cohere2-44m"
     ours = transfer_page.row_of(documents[_POOLED]["results"]["models"][0], "pooled, adapted", 16384)
     of_four, _ = _untouched(documents, "rounds-dense-int4-")
-    timed = _only(documents, "generate-named-")["methods"]["recall-device"]
     return [
         f"form groups of {recall['group_size']},",
         f"opens the {recall['num_recall']} groups that",
@@ -106,7 +105,6 @@ def claims(documents: Documents) -> list[str]:
         f"loses {host[0]}, {host[1]} and {host[2]}",
         f"in the model with latents alone, in the others {elsewhere:.3f};",
         f"Cohere 2, trained once more, lost {again:.3f}",
-        f"opened {_opened(Method.parse(timed))} groups, not {_opened(Method.parse(device))}",
         f"loses {cache[0]}, {cache[1]} and {cache[2]}",
         f"lost {ours['key'][0]:.3f} nats on far text and {max(ours[x][0] for x in transfer_page.TASKS):.1%} of a task",
         f"vLLM's took {_text(of_four, 'ms')} a token",
