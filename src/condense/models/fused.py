@@ -22,7 +22,9 @@ _LEAST_WEIGHTS = 2**29
 _OF_MODELS, _ROTATION = "transformers.models.", "apply_rotary_pos_emb"
 _BACKEND = "inductor"
 # a block changes what all threads call
-_ENTERING = threading.Lock()
+_ENTERING = threading.RLock()
+# classes of norms that could not be compiled
+_FAILED: set[type] = set()
 logger = logging.getLogger("condense")
 
 
@@ -76,10 +78,13 @@ def _for_this_thread(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _compiles(norm: Any, rows: int, dtype: torch.dtype) -> bool:
     """True if PyTorch can compile a norm here; it is compiled then, and nothing else depends on its result."""
+    if type(norm) in _FAILED:
+        return False
     x = torch.zeros(rows, 1, norm.weight.shape[0], dtype=dtype, device=norm.weight.device)
     try:
         _compiled(type(norm).forward)(norm, x)
     except Exception as error:
         logger.warning("norms and rotations of steps run as they are, because PyTorch cannot compile them: %s", error)
+        _FAILED.add(type(norm))
         return False
     return True

@@ -73,7 +73,7 @@ class GraphDecoder:
         input_ids int64 ``[B, L]``; attention_mask ``[B, L]``, 0 at padding, which must be on the left; chunk: tokens
         per forward, None: all at once; a last one alone is read with those before it.
         Raises ValueError, state unchanged, for another number of rows, a prompt that is too long, padding on the right,
-        and a chunk smaller than the prompt if a method looks ahead.
+        and a chunk smaller than the prompt if a method looks ahead, or of 1 if it reads single tokens in another way.
         """
         self._check_tokens(input_ids)
         B, L = input_ids.shape
