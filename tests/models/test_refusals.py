@@ -289,6 +289,14 @@ def test_proposed_tokens_where_several_are_read_in_another_way_than_one(prompt):
     torch.testing.assert_close(decoder.prefill(ONE, chunk=13), decoder.prefill(ONE), **tiny.EXACT)
 
 
+def test_a_forward_that_was_put_there_from_outside():
+    for change in (partial(condense.apply, method=tiny.CCA), condense.restore):
+        model = tiny.model("llama")
+        model = condense.apply(model, tiny.CCA) if change is condense.restore else model
+        model.model.layers[1].self_attn.forward = lambda *args, **kwargs: None
+        tiny.refused("attention in layers 1 has a forward of its own", change, model)
+
+
 def test_a_stock_model_that_says_it_is_condensed():
     model = tiny.model("llama")
     model.set_attn_implementation("condense")

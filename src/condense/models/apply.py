@@ -273,6 +273,13 @@ def _attentions(model: nn.Module) -> tuple[PreTrainedModel, dict[int, nn.Module]
         wrong.append(f"{name} cannot be condensed: {reason}")
     if any(getattr(module, "is_causal", True) is False for module in found):
         wrong.append(f"{name} has bidirectional attention: only causal models can be condensed")
+    # accelerate's hooks keep the forward that they call
+    patched = [m.layer_idx for m in found if "forward" in vars(m) and "_old_forward" not in vars(m)]
+    if patched:
+        wrong.append(
+            f"attention in layers {layers_as_text(patched)} has a forward of its own, put there from outside, which "
+            "would not be condensed: remove it first (del module.forward)"
+        )
     if wrong:
         raise ValueError("; ".join(wrong))
     if not found:
