@@ -8,6 +8,7 @@ from oracles import oracle
 from two_scales import METHODS, TwoScales, by_hand
 
 import condense
+from condense.models.inspect import inspect
 from condense.state import SLACK
 
 method = fixture_of(METHODS)
@@ -84,4 +85,7 @@ def test_the_cache_is_as_small_as_its_entries(implementation):
     options = {"max_new_tokens": 1, "return_dict_in_generate": True, "cache_implementation": implementation}
     cache = model.generate(ids, do_sample=False, disable_compile=True, **options).past_key_values
     rows = (2**15 - 4096) // 64 + (4096 - 512) // 4 + 512
-    assert condense.cache_nbytes(cache) <= 1.05 * rows * 2 * 2 * 8 * 8  # two KV heads, keys and values of 8 float64
+    row = 2 * 2 * 8 * 8  # two KV heads, keys and values of 8 float64
+    assert condense.cache_nbytes(cache) <= 1.05 * rows * row
+    (report,) = inspect(model, method, 2**15, 8)
+    assert rows * row <= report.bytes <= 1.05 * rows * row

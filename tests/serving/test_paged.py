@@ -8,6 +8,7 @@ Shapes: H query heads, K KV heads, L tokens, D and Dv widths; of latents d_n, d_
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -22,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import condense
 from condense.caches import CondensedLayer
+from condense.ops import Coarse
 from condense.ops.latents import UpProjection
 from condense.ops.paged import requests, rows
 from condense.ops.recall import choice
@@ -239,11 +241,16 @@ def test_nothing_new_writes_nothing():
     assert empty.window == []
 
 
-def test_an_unknown_backend_and_a_ring_without_room_for_a_summary_are_refused():
+def test_an_unknown_backend_coarse_entries_and_a_ring_without_room_for_a_summary_are_refused():
     pool = RecordPool(METHODS["streaming"].replace(group_size=20, window=20, entry_bits=4), (K, D, 4))
     read = partial(pool.read, [(pool.add(3), tokens_of(pool, 3))], scale=SCALE)
     with pytest.raises(ValueError, match="backend must be"):
         read(backend="paged")
+    plan = pool.plan
+    pool.plan = replace(plan, settings=replace(plan.settings, coarse=Coarse(2, 80)))
+    with pytest.raises(ValueError, match="pages keep all entries, got Coarse"):
+        read()
+    pool.plan = plan
     # its slots would be written twice at once, in any order on a GPU
     pool.kinds["ring"] = 8, pool.kinds["ring"][1]
     with pytest.raises(ValueError, match=r"the ring must have \d+ slots or more, got 8"):

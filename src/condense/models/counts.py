@@ -123,10 +123,4 @@ class CachedHeads(NamedTuple):
         counts = dict.fromkeys(("signs", "steps", "biases"), groups) | {"store": opened * g, "sums": 1}
         counts |= dict.fromkeys(("entries_k", "entries_v"), groups)
         counts |= dict.fromkeys(("ring_k", "ring_v"), length - groups * g)
-        if (scales := method.layout.coarse_rule) is not None:
-            (_, groups), (first, last), (start, _) = scales.spans(length)
-            counts = dict.fromkeys(("entries_k", "entries_v"), groups) | dict.fromkeys(
-                ("ring_k", "ring_v"), length - start
-            )
-            counts |= dict.fromkeys(("fine_k", "fine_v"), last - first)
         return sum(counts.get(name, 0) * nbytes for (name, _), nbytes in self.row_bytes(method, itemsize).items())

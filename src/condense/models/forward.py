@@ -91,7 +91,8 @@ class Forward:
         Raises ValueError for a mask of another shape than ``[B, 1, 1, n]``, and for one that is too short.
         """
         if start not in self._paddings:
-            mask, stop = None if self._numbers is not None else self._shared[0].get(), start + self.L
+            mask: Tensor | None = None if self._numbers is not None else self._shared[0].get()
+            stop = start + self.L
             if mask is not None:
                 check_mask(mask, self.B, max(0, stop - mask.shape[-1]))
             self._paddings[start] = None if mask is None else find_padding(mask[:, 0, 0, start:stop])

@@ -1,7 +1,7 @@
 """Norms and rotations of steps, compiled into one kernel each while a CUDA graph of them is captured.
 
-PyTorch runs a norm of transformers as some six kernels and a rotation as nine. In a step of one token each of these
-takes longer to start than to work, in a replayed graph too.
+PyTorch runs a norm of transformers as several kernels, and a rotation too (``apply_rotary_pos_emb`` of the model's own
+file). In a step of one token each of these takes longer to start than to work, in a replayed graph too.
 """
 
 import functools
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-# compiling takes some seconds in a process's first call, which steps of smaller models never win back
+# compiling takes some seconds in a process's first call, which a smaller model would need long answers to win back
 _LEAST_WEIGHTS = 2**29
 _OF_MODELS, _ROTATION = "transformers.models.", "apply_rotary_pos_emb"
 _BACKEND = "inductor"

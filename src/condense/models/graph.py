@@ -18,6 +18,7 @@ from condense.models.families import check_learned_positions, has_eager_experts,
 from condense.models.fused import fused_steps
 from condense.models.layers import ensure_layers
 from condense.models.masks import ALL_REAL
+from condense.models.stock import reads_otherwise
 
 # calls before the capture: the first ones compile kernels and allocate workspaces, which a graph must not record
 _WARM_UPS = 3
@@ -88,7 +89,7 @@ class GraphDecoder:
         ahead = next((method for method in self.methods.values() if method.layout.lookahead), None)
         if ahead is not None and chunk < L:
             raise ValueError(f"{ahead} needs the whole prompt in one forward: leave chunk out")
-        other = next((method for method in self.methods.values() if method.as_steps is not method), None)
+        other = reads_otherwise(self.methods.values())
         if other is not None and chunk == 1 < L:
             raise ValueError(f"chunk must be at least 2, as {other} reads single tokens as those of an answer, got 1")
         if not self._is_prepared:

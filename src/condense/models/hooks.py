@@ -34,6 +34,7 @@ from condense.models.families import check_learned_positions
 from condense.models.layers import ensure_layers
 from condense.models.masks import condense_mask
 from condense.models.replay import ReplayedForward, can_replay, is_compiled, replayable_cache
+from condense.models.stock import reads_otherwise
 from condense.version import __version__
 
 _CACHES = (None, "dynamic", "offloaded", "static")
@@ -165,8 +166,8 @@ def _prefill(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    methods = condensed_layers(self).values() if is_condensed(self) else ()
-    other, size = next((method for method in methods if method.as_steps is not method), None), config.prefill_chunk_size
+    other = reads_otherwise(condensed_layers(self).values() if is_condensed(self) else ())
+    size = config.prefill_chunk_size
     if other is not None and size is not None:
         mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
         tokens = (ids if mask is None else mask).shape[1] - (0 if cache is None else int(cache.get_seq_length()))
@@ -227,7 +228,7 @@ def _check_generation(
             f"{ahead} needs the whole prompt, alone, in one forward: {way_out}, or use "
             f"{ahead.layout.lookahead.causal_setting}"
         )
-    other = next((method for method in methods.values() if method.as_steps is not method), None)
+    other = reads_otherwise(methods.values())
     if other is not None and mode == GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
             f"{other} reads several tokens in another way than single ones, so tokens that are proposed would not be "

@@ -4,6 +4,7 @@ So they take part in its padding, packed documents and caches: a condensed model
 layer may count tokens on the host in a graph that is replayed.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,11 @@ def stock_method(module: nn.Module) -> Method:
     if size is None:
         return Dense()
     return LocalChunks(size=size) if is_chunked(module) else StreamingLLM(sink=0, window=size)
+
+
+def reads_otherwise(methods: Iterable[Method]) -> Method | None:
+    """The first method that reads several tokens at once in another way than single ones; None if there is none."""
+    return next((method for method in methods if method.as_steps is not method), None)
 
 
 def method_of(module: Any) -> Method:

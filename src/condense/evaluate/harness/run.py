@@ -18,6 +18,7 @@ from condense.evaluate.compare import attention_of
 from condense.evaluate.harness.tasks import load_tasks
 from condense.files import whole_file
 from condense.models import MethodChoice, in_eval_mode, methods_of
+from condense.models.stock import reads_otherwise
 from condense.results import fingerprint, plain, provenance, write_results
 
 _log = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ def evaluate(
         )
     for label, choice in methods.items():
         check_batch(label, choice, batch_size)
-        if any(each.as_steps is not each for each in methods_of(choice)):
+        if reads_otherwise(methods_of(choice)) is not None:
             _log.warning(
                 "%s reads prompts otherwise than single tokens: tasks scored by likelihoods do not show what its steps "
                 "lose, prompt='recall' does", label,

@@ -14,6 +14,8 @@ methods whose settings do not say how entries are made):
 3. attend: to entries ``[0, a + rule.visible_entries(closed))``, or with a choice to the tokens of open groups and, if
    its ``mean`` says so, to one token for all others; and to the tokens from position ``closed * c`` on, as
    `condense.ops.attend` and `condense.ops.attend_recall` do;
+   with coarse entries (`condense.ops.coarse`) a chunk's entry goes into the ring of fine ones, at ``j % F``, runs of
+   older ones are merged into entries, and queries see what `condense.ops.coarse.CoarseRule.spans` says;
 4. join: parts of the work that ran in parallel become one output, and seen becomes n.
 
 A row that is not ``real`` changes nothing and gets 0; a query that sees nothing gets 0. Every decision that depends on
