@@ -41,10 +41,10 @@ METHODS = {
 class Pool:
     """Pages of one layer in blocks of bytes, each given to one request and one kind; what no request has written is 255
     in every byte: NaN as a number. up, over_ranks: of latents. extras: of the layer. host: pages of stored tokens in
-    host memory.
+    host memory. slots: copies of these, for steps of kernels.
     """
 
-    up, over_ranks, extras, host = None, None, NO_EXTRAS, None
+    up, over_ranks, extras, host, slots = None, None, NO_EXTRAS, None, None
     # where in its block a page of each kind begins, and bytes of a block more than pages need: they need no neighbours
     offsets, spare = {"window": 0, "entries": 0, "ring": 0}, 64
 
@@ -112,8 +112,8 @@ class Pool:
         if not self.in_records:
             entries = entries.view(self.dtype)
         ring = ring.view(self.dtype) if self.plan.ring_slots else None
-        latents = {"up": self.up, "over_ranks": self.over_ranks}
-        return PagedState(window.view(self.dtype), entries, ring, extras=self.extras, store=self.host, **latents)
+        others = {name: getattr(self, name) for name in ("up", "over_ranks", "extras", "slots")}
+        return PagedState(window.view(self.dtype), entries, ring, store=self.host, **others)
 
     def read(self, chunks, **options):
         """Reads ``[(request, qkv of its new tokens [., heads, width])]`` in one step; outputs, one per request."""

@@ -1,5 +1,6 @@
 """A method in pages: page arithmetic, blocks per request, pages in host memory, and what is refused by name."""
 
+import functools
 import re
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from condense.ops.triton import limits
 from condense.serving import trial
 from condense.serving.blocks import ServedLayer, blocks_of_request, own_page, page_sizes, table_columns
 from condense.serving.engine import EngineSettings, check_engine
-from condense.serving.host import HostMemory, host_bytes
+from condense.serving.host import HostMemory, host_bytes, slot_rows
 from condense.serving.plan import serving_plan, serving_plans
 from condense.serving.vllm.memory import available_bytes
 
@@ -229,7 +230,8 @@ def test_trials_read_the_ends_of_prompts(method, length, up, has_step, monkeypat
     qkv = [torch.randn(20, *shape) for shape in ((4, 16), (heads, widths[0]), (heads, widths[1]))]
     for _ in range(2):
         out = torch.full((20, 4, 16), float("nan"))
-        trial.read_trials(qkv, layer, [layer], length, scale=0.25, out=out, up=up, extras=extras)
+        state_of = functools.partial(condense.ops.paged.PagedState, up=up, extras=extras)
+        trial.read_trials(qkv, layer, [layer], length, scale=0.25, out=out, state_of=state_of)
         read_tokens = max(new.starts[-1] for new in reads)
         assert torch.equal(out.isfinite().all(2).all(1), torch.arange(20) < read_tokens)
         assert read_tokens >= min(20, length)
@@ -253,6 +255,15 @@ def test_a_page_holds_what_records_leave_out():
     # where an engine pads pages to one size, a page is as large as several
     assert memory.pages_of("1", KEPT[1], PAGES.repeat(1, 1, 3, 1), 10**9).nbytes == 3 * four.nbytes
     assert KEPT[0].far_bytes(FAR) == KEPT[1].far_bytes(FAR) + four[0].nbytes
+
+
+def test_so_many_requests_have_slots_as_fit_beside_them():
+    one, slots = blocks_of_request(KEPT, 1000).total_bytes, sum(layer.slots_bytes for layer in KEPT)
+    assert slots == sum(64 * x.heads * x.host_slot_bytes for x in KEPT) > 0
+    for num in (0, 3):
+        assert slot_rows(KEPT, 1000, num * (one + slots) + slots, in_room=True) == num
+        assert slot_rows(KEPT, 1000, num * one + 1, in_room=False) == num
+    assert slot_rows(KEPT, 1000, -5, in_room=True) == 0
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -1,18 +1,21 @@
 """Decode over pages, of tokens, records and latents, against its definition; near ties of Recall's choice are few."""
 
+import itertools
+import random
 from functools import partial
 
 import pytest
 import record_pool
 import torch
 from lanes import DEVICE
-from paged_pool import Pool, complete_a_prefix, leave_a_place_empty
+from paged_pool import NULL, Pool, complete_a_prefix, leave_a_place_empty
 from paged_sequences import exact, random_extras, random_tokens, run, run_steps
 from record_pool import RecordPool, check_records, check_same
 from speed.budget import errors, one_ulp
 from triton_kernels.test_recall_step import ranks_few  # noqa: F401
 
 import condense
+from condense.ops.paged import PagedSlots
 from condense.ops.triton import paged_step, step_kernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]
@@ -293,3 +296,80 @@ def test_no_token_is_read_before_it_is_there():
         pool.read([(request, [x[:41] for x in tokens])], scale=0.1, backend="torch")
         outs += pool.read([(request, [x[41:42] for x in tokens])], scale=0.1, backend="triton")
     assert torch.equal(*outs)
+
+
+def with_slots(pool, rows):
+    """Give slots to the first rows of every step."""
+    widths, like = (pool.width, pool.value_width), pool.blocks.new_empty(0, dtype=pool.dtype)
+    pool.slots = PagedSlots.empty(rows, pool.kv_heads, widths, pool.plan.settings, like)
+    return pool
+
+
+@pytest.mark.parametrize(("method", "slots", "rows"), [("host-4", 4, 3), ("host-8-drop", 2, 2)])
+def test_slots_of_pages_that_change_hands(method, slots, rows):
+    """Requests come and go and change places in the batch, and their few pages go to others: the bits without slots."""
+    shape, draw, outs = SHAPES["pairs"], random.Random(0), []
+    chosen = RECALLS[method].replace(slots=slots)
+    pools = [RecordPool(chosen, shape[1:], num_pages=24, dtype=torch.float32, device=DEVICE) for _ in range(2)]
+    with_slots(pools[0], rows)
+    alive, place = [], 0
+    for step in range(16 if DEVICE == "cpu" else 120):
+        freed = [[], []]
+        if step % 4 == 3:
+            place = draw.randrange(3)
+            for pool, request, pages in zip(pools, alive.pop(place)[0], freed, strict=True):
+                for page in {*request.window, *request.entries} - {NULL}:
+                    pool.give_back(page)
+                pages += request.entries
+                pool.requests.remove(request)
+        while len(alive) < 3:
+            qkv, start = tokens_of(shape, 60, seed=10 * step + len(alive)), draw.choice((21, 26, 34))
+            alive.insert(place, ([pool.add(60) for pool in pools], qkv))
+            for pool, request, pages in zip(pools, alive[place][0], freed, strict=True):
+                # its groups lie where those of the request before it lay
+                request.entries = pages
+                pool.free = [page for page in pool.free if page not in pages]
+                pool.read([(request, [x[:start] for x in qkv])], scale=0.3, backend="triton")
+            freed = [[], []]
+        if step % 4 == 1:
+            draw.shuffle(alive)
+        for i, pool in enumerate(pools):
+            chunks = [(both[i], [x[both[i].seen : both[i].seen + 1] for x in qkv]) for both, qkv in alive]
+            outs.append(torch.cat(pool.read(chunks, scale=0.3, backend="triton")))
+        assert torch.equal(*outs[-2:])
+    # a slot in use that holds a copy of what is in host memory, to the byte
+    check_copies(pools[0], [both[0] for both, _ in alive], rows)
+
+
+def check_copies(pool, requests, rows):
+    """Slots whose tags are those of a record of the request in their place hold its bytes; some of them do."""
+    g, per_page, found = pool.method.group_size, pool.kinds["entries"][0], 0
+    stamps = pool.form.views(pool.view("entries"), pool.host)["stamps"]
+    for row, request in enumerate(requests[:rows]):
+        closed = (request.seen - pool.plan.settings.rule.window) // g
+        for head, slot in itertools.product(*map(range, pool.slots.held.shape[1:])):
+            group, (place, stamp) = int(pool.slots.held[row, head, slot]), pool.slots.tags[row, head, slot].tolist()
+            page, at = divmod(place, per_page)
+            there = 0 <= group < closed and (request.entries[group // per_page], group % per_page) == (page, at)
+            if there and int(stamps[page, head, at]) == stamp:
+                piece = pool.slots.slots[row, head, slot * g : (slot + 1) * g].flatten()
+                assert torch.equal(piece.cpu(), pool.host[page, head, at, : len(piece)])
+                found += 1
+    assert found > 0
+
+
+def test_slots_are_read_in_place_of_host_memory():
+    """What a step has copied need not be there any more, until its record is written anew."""
+    shape, method, outs = SHAPES["pairs"], RECALLS["host-4"].replace(slots=8), []
+    for disturbs in (False, True):
+        pool = with_slots(RecordPool(method, shape[1:], num_pages=60, dtype=torch.float32, device=DEVICE), 1)
+        request, qkv = pool.add(60), tokens_of(shape, 60)
+        pool.read([(request, [x[:36] for x in qkv])], scale=0.3, backend="triton")
+        for step in range(3):
+            # all ask the same, and no group is closed between
+            outs += pool.read([(request, [x[37:38] for x in qkv])], scale=0.3, backend="triton")
+            if step == 0 and disturbs:
+                pool.host.fill_(1)
+            if step == 1 and disturbs:
+                pool.form.views(pool.view("entries"), pool.host)["stamps"][request.entries] += 1
+    assert [torch.equal(x, y) for x, y in zip(outs[:3], outs[3:], strict=True)] == [True, True, False]

@@ -1,4 +1,5 @@
-"""Pages in host memory: the exact tokens of layers that keep them there, one page for each block of the engine's pool.
+"""Pages in host memory: the exact tokens of layers that keep them there, one page for each block of the engine's pool;
+and the number of requests that have slots on the device for copies of them.
 
 A page has the number of the block that holds the index of the same groups. So whoever owns the block owns both, and
 what an engine does with blocks (prefixes that requests share, requests that are put back) needs no code here. Blocks
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from condense.ops.tensors.pinned import pinned_zeros
-from condense.serving.blocks import ServedLayer, page_sizes
+from condense.serving.blocks import ServedLayer, blocks_of_request, page_sizes
 
 # of the memory that is free, so much may be pinned
 _SHARE = 0.9
@@ -23,6 +24,15 @@ def host_bytes(layers: Collection[ServedLayer]) -> int:
     """Bytes in host memory for each block."""
     far = page_sizes(layers).far
     return sum(layer.host_bytes(far) for layer in layers)
+
+
+def slot_rows(layers: Collection[ServedLayer], longest: int, room: int, *, in_room: bool) -> int:
+    """The number of requests of ``longest`` tokens that fit into ``room`` bytes on the device; so many have slots.
+
+    in_room: these lie there too, and not beside it.
+    """
+    slots = sum(layer.slots_bytes for layer in layers) if in_room else 0
+    return max(0, room) // (blocks_of_request(layers, longest).total_bytes + slots)
 
 
 def host_pages(served: ServedLayer, pages: Tensor) -> Tensor | None:

@@ -95,11 +95,8 @@ def serving_plan(method: Method) -> ServingPlan:
     wrong = []
     if settings.key_pooling is None:
         wrong.append(f"{method} makes its entries itself, which pages do not: use CCA, LCA or Recall")
-    if settings.choice is not None and settings.choice.store.on_host:
-        # a slot has no owner: it is not cleared when its page changes hands
-        settings = replace(settings, choice=replace(settings.choice, store=settings.choice.store._replace(slots=0)))
-        if settings.store_format.bits == 16:
-            wrong.append(f"tokens in host memory are served in 8 or 4 bits, got {method}: use store_bits=4")
+    if settings.choice is not None and settings.choice.store.on_host and settings.store_format.bits == 16:
+        wrong.append(f"tokens in host memory are served in 8 or 4 bits, got {method}: use store_bits=4")
     if method.layout.lookahead is not None:
         wrong.append(
             f"{method} weighs groups by the end of the prompt, which an engine reads in pieces: use "

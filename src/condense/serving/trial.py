@@ -4,13 +4,11 @@ Shapes: T new tokens, H query heads, K KV heads, D and Dv widths.
 """
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
 
-from condense.ops.extras import NO_EXTRAS, Extras
-from condense.ops.latents import UpProjection
 from condense.ops.paged import TOGETHER, NewTokens, PagedState, Pages, read_paged
 from condense.ops.spans import UniformRule
 from condense.serving.blocks import ServedLayer, blocks_of_request, page_sizes, table_columns
@@ -30,8 +28,7 @@ def read_trials(
     *,
     scale: float,
     out: Tensor,
-    up: UpProjection | None = None,
-    extras: Extras = NO_EXTRAS,
+    state_of: Callable[..., PagedState] = PagedState,
 ) -> None:
     """Read tokens as the ends of requests of up to ``longest`` tokens, all of whose pages of a kind are the same page.
 
@@ -40,8 +37,8 @@ def read_trials(
 
     Kernels are also compiled for the distance between pages and the length of tables, so these are the engine's.
     served: one of the layers of a model.
-    qkv: q ``[T, H, D]``, k ``[T, K, D]``, v ``[T, K, Dv]``; out ``[T, H, Dv]`` gets numbers without a meaning. up: of
-    latents, whose widths are as in `condense.ops.paged.read_paged`. extras: as in `condense.ops.attend`.
+    qkv: q ``[T, H, D]``, k ``[T, K, D]``, v ``[T, K, Dv]``; out ``[T, H, Dv]`` gets numbers without a meaning. Widths of
+    latents are as in `condense.ops.paged.read_paged`. state_of: makes a state of pages, with what else a layer has.
     """
     plan = served.plan
     assert plan is not None
@@ -56,13 +53,13 @@ def read_trials(
 
     def empty(requests: int) -> PagedState:
         window = pages(requests, sizes.near, served.window_bytes, table_columns(longest, sizes.near)).view(dtype)
-        slots, columns = plan.entry_slots(sizes.far), table_columns(longest, sizes.far)
-        entries = pages(requests, slots, served.slot_bytes, columns)
+        groups, columns = plan.entry_slots(sizes.far), table_columns(longest, sizes.far)
+        entries = pages(requests, groups, served.slot_bytes, columns)
         ring = None
         if plan.ring_slots:
             ring = pages(requests, plan.ring_slots, served.widths[0] * dtype.itemsize, 1).view(dtype)
         kept = entries if plan.has_records else entries.view(dtype)
-        return PagedState(window, kept, ring, up, extras, host_pages(served, entries.cache), longest)
+        return state_of(window, kept, ring, store=host_pages(served, entries.cache), longest=longest)
 
     def read(lengths: tuple[int, ...], counts: tuple[int, ...]) -> None:
         """So many of the last tokens of each, or as many as there are."""

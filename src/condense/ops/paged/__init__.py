@@ -2,4 +2,4 @@
 
 from condense.ops.paged.api import read_paged
 from condense.ops.paged.rows import TOGETHER
-from condense.ops.step.pages import NewTokens, PagedState, Pages
+from condense.ops.step.pages import NewTokens, PagedSlots, PagedState, Pages

@@ -36,8 +36,8 @@ def read_paged(
     read pages that another one writes in the same call.
     settings: without a choice, groups whose ``summary_delay`` is a multiple of g, at most g queries in a summary query,
     no focal tokens; with one, ``summary_delay`` 0, which does not change what such a method computes (`PagedState` says
-    why), and no slots; for a store in host memory, 8 or 4 bits, and on CUDA a step of kernels; where queries see what
-    they do not open, groups of 2 tokens or more and a window of at least one group. Where they say so, several new
+    why); for a store in host memory, 8 or 4 bits, and on CUDA, or with slots, a step of kernels; where queries see
+    what they do not open, groups of 2 tokens or more and a window of at least one group. Where they say so, several new
     tokens of a request see the stored tokens of all closed groups (``reads_exactly``).
     backend: single tokens are read by a step of kernels with "triton", and with "auto" on CUDA where it can run. All
     others are read as in `condense.ops.attend`, those of like lengths as rows of one call (`condense.ops.paged.rows`).
@@ -62,6 +62,8 @@ def read_paged(
         store = functools.partial(paged_step.store, scale=scale)
     if store is None and state.store is not None and q.is_cuda:
         raise ValueError("a store in host memory needs a step of kernels on CUDA, which cannot run: use store='device'")
+    if store is None and state.slots is not None:
+        raise ValueError("slots are of a step of kernels, which cannot run: leave them out of the state")
     steps = 0 if store is None else new.num_steps
     # records depend on their tokens alone, so that those of a prompt are made as a step makes them
     layer = PagedLayer(qkv, state, new, settings, scale, backend, None if settings.choice is None else store)
@@ -113,6 +115,8 @@ def _check_settings(settings: StepSettings, state: PagedState) -> None:
             "stored tokens stand in records, or with 8 or 4 bits in pages of their own in host memory, got a store on "
             f"the {'host' if form.on_host else 'device'} of {form.bits} bits and {'' if on_host else 'no '}pages for it"
         )
+    if state.slots is not None and state.slots.held.shape[2] != form.slots:
+        raise ValueError(f"state.slots must have {form.slots} slots, got {state.slots.held.shape[2]}")
 
 
 def _check_records(state: PagedState, k: Tensor, v: Tensor, settings: StepSettings) -> None:

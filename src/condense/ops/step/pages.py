@@ -66,6 +66,46 @@ class Places(NamedTuple):
         return cls(*(x.contiguous() for x in torch.broadcast_tensors(page[:, None], head, slot[:, None])))
 
 
+class PagedSlots(NamedTuple):
+    """Copies on the device of groups in host memory that were open lately, for the first R requests of a step.
+
+    They belong to a place in the batch, where requests come and go, as groups do in pages. So each names the record of
+    which it is a copy: a record's stamp (`condense.ops.step.records`) is the clock's number when it was written, and
+    each step that may copy records moves the clock on. A copy counts while the table of the request that is in its
+    place leads to that record, with that stamp.
+
+    slots uint8 ``[R, K, S * g, C]``, held and order int32 ``[R, K, S]``: as in `condense.ops.step.StepState`. tags
+    int32 ``[R, K, S, 2]``: of the record in each slot the page times the slots of a page, plus its slot there, and the
+    stamp. clock int32 ``[1]``.
+    """
+
+    slots: Tensor
+    held: Tensor
+    order: Tensor
+    tags: Tensor
+    clock: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, K: int, widths: tuple[int, int], settings: StepSettings, like: Tensor) -> Self:
+        """Slots that hold nothing, of ``rows`` requests. widths: D and Dv; like: of the dtype and device of tokens."""
+        assert settings.choice is not None
+        form, S = settings.store_format, settings.choice.store.slots
+        tags = like.new_zeros(rows, K, S, 2, dtype=torch.int32)
+        shape = rows, K, S * settings.rule.chunk, form.width(*widths, like.itemsize)
+        return cls(
+            like.new_zeros(shape, dtype=form.dtype(like.dtype)),
+            torch.full_like(tags[..., 0], -1),
+            torch.arange(S, dtype=torch.int32, device=like.device).repeat(rows, K, 1),
+            tags,
+            tags.new_zeros(1),
+        )
+
+    def rows(self, start: int, stop: int) -> Self:
+        """The slots of requests ``[start, stop)``, of which there may be fewer."""
+        slots, held, order, tags = (x[start:stop] for x in self[:4])
+        return self._replace(slots=slots, held=held, order=order, tags=tags)
+
+
 class PagedState(NamedTuple):
     """The state of all requests in one layer, on one device.
 
@@ -84,6 +124,7 @@ class PagedState(NamedTuple):
     columns; None for methods that need one query or none (`condense.serving.plan`).
     up: the up-projections, if tokens are latents (MLA): K is 1, a key is ``[c ; k_rope]`` and Dv is 0. Else None.
     extras: of the layer, as in `condense.ops.attend`; groups are chosen without them.
+    slots: copies of groups of that store, for steps of kernels alone; None: each reads all that it opens from there.
     longest: the most tokens of a request; None: as many as tables have room for.
     over_ranks: of latents whose heads are spread over processes, as in `UpProjection.mean_queries`; all have all pages.
     Slots that a request has not filled, or needs no more, are not read and may hold anything.
@@ -95,6 +136,7 @@ class PagedState(NamedTuple):
     up: UpProjection | None = None
     extras: Extras = NO_EXTRAS
     store: Tensor | None = None
+    slots: PagedSlots | None = None
     longest: int | None = None
     over_ranks: Callable[[Tensor], tuple[Tensor, int]] | None = None
 
@@ -116,7 +158,9 @@ class PagedState(NamedTuple):
     def rows(self, start: int, stop: int) -> Self:
         """The state of requests ``[start, stop)``."""
         ring = None if self.ring is None else self.ring.rows(start, stop)
-        return self._replace(window=self.window.rows(start, stop), entries=self.entries.rows(start, stop), ring=ring)
+        slots = None if self.slots is None else self.slots.rows(start, stop)
+        window, entries = self.window.rows(start, stop), self.entries.rows(start, stop)
+        return self._replace(window=window, entries=entries, ring=ring, slots=slots)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@ part is another line of that table. Each part begins at a multiple of 16 bytes, 
 
 A page has N records of each KV head side by side, in three planes: first the index of all, then the entries of all,
 then the stored tokens. A step reads index and entries of all groups in long stretches, but tokens of few. A store in
-host memory has its plane there, in pages with the same numbers (`condense.ops.step.pages.PagedState.store`).
+host memory has its plane there, in pages with the same numbers (`condense.ops.step.pages.PagedState.store`). If copies
+of its groups may stand in slots, the index also has a *stamp*, by which a slot knows whether its copy is still that of
+the record (`condense.ops.step.pages.PagedSlots`).
 
 Shapes: K KV heads, G groups of g tokens, P pages of N records, C bytes of a record, D and Dv widths.
 """
@@ -23,15 +25,16 @@ from condense.ops.step.state import Per, fields_of
 
 # parts of each plane
 _PLANES = ("signs", "steps"), ("entries_k", "entries_v", "biases"), ("store",)
-# parts and records begin at multiples of so many bytes
+# parts and records begin at multiples of so many bytes, stamps at multiples of their own
 RECORD_UNIT = 16
+STAMP = "stamps"
 
 
 class Part(NamedTuple):
     """One part of a record.
 
-    name: of its buffer in `condense.ops.step.StepState`. start: offset in bytes in its plane. shape: of a group's
-    numbers there, ``(columns,)``, or ``(g, columns)`` of what is kept per token. dtype: of these numbers.
+    name: of its buffer in `condense.ops.step.StepState`, or `STAMP`. start: offset in bytes in its plane. shape: of a
+    group's numbers there, ``(columns,)``, or ``(g, columns)`` of what is kept per token. dtype: of these numbers.
     """
 
     name: str
@@ -81,13 +84,15 @@ class RecordFormat(NamedTuple):
         given = {
             part.name: kept[part.name].unflatten(2, (-1, *part.shape[:-1])).flatten(3).contiguous()
             for part in sum(self.parts, ())
+            if part.name != STAMP
         }
         like = next(iter(given.values()))
         records = like.new_zeros(*like.shape[:3], sum(self.sizes), dtype=torch.uint8)
         planes = records.split_with_sizes([size for _, size in self._kept], -1)
         for plane, (parts, _) in zip(planes, self._kept, strict=True):
             for part in parts:
-                plane[..., part.start : part.stop] = given[part.name].view(torch.uint8)
+                if part.name != STAMP:
+                    plane[..., part.start : part.stop] = given[part.name].view(torch.uint8)
         return planes
 
     def planes(self, pages: Tensor, store: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -112,13 +117,23 @@ def record_format(settings: StepSettings, widths: tuple[int, int], dtype: torch.
     Raises ValueError for widths that the store cannot hold.
     """
     fields, planes, sizes = {field.name: field for field in fields_of(settings, 1, widths, dtype)}, [], []
+    choice = settings.choice
+    has_slots = choice is not None and choice.store.slots > 0
     for names in _PLANES:
         parts, end = [], 0
         for field in map(fields.__getitem__, names):
             shape = {Per.ENTRY: field.width, Per.STORED: (settings.rule.chunk, *field.width)}.get(field.per)
             if shape is not None and math.prod(shape) > 0:
                 parts.append(Part(field.name, end, shape, field.dtype))
-                end = -(-parts[-1].stop // RECORD_UNIT) * RECORD_UNIT
+                end = _rounded_up(parts[-1].stop)
+        if names is _PLANES[0] and has_slots:
+            # mostly in bytes that the parts before it leave empty
+            parts.append(Part(STAMP, -(-parts[-1].stop // 4) * 4, (1,), torch.int32))
+            end = _rounded_up(parts[-1].stop)
         planes.append(tuple(parts))
         sizes.append(end)
-    return RecordFormat(tuple(planes), tuple(sizes), settings.choice is not None and settings.choice.store.on_host)
+    return RecordFormat(tuple(planes), tuple(sizes), choice is not None and choice.store.on_host)
+
+
+def _rounded_up(nbytes: int) -> int:
+    return -(-nbytes // RECORD_UNIT) * RECORD_UNIT

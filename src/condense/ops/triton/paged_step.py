@@ -12,11 +12,12 @@ Shapes: R requests, H query heads, K KV heads, D and Dv widths, P pages.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from condense.ops.recall.index import rotation
 from condense.ops.step.pages import PagedState, rows_at_once, window_columns
-from condense.ops.step.records import record_format
+from condense.ops.step.records import STAMP, record_format
 from condense.ops.step.settings import StepSettings
 from condense.ops.step.state import StepState
 from condense.ops.triton.device.address import PageForm
@@ -47,7 +48,8 @@ def store(
             return
         k, v, tables = dense_rows(k), dense_rows(v), (state.window.table, state.entries.table)
         # no rows to leave out
-        tensors = k, v, *kept_of(pages), seen, *tables, rotation(q.shape[2], k.device, k.dtype)
+        stamps, clock = _stamps_of(state, widths, k.dtype, settings), None if state.slots is None else state.slots.clock
+        tensors = k, v, *kept_of(pages), seen, *tables, stamps, clock, rotation(q.shape[2], k.device, k.dtype)
         plan = close_of(*_sizes_of(q, widths, state, settings), False)
         CLOSE.start(plan, tensors, (*k.stride()[:2], *v.stride()[:2]))
 
@@ -99,11 +101,13 @@ def _attend_to_open(
     """`attend` with a choice, of no more requests than `rows_at_once`. widths: D and Dv."""
     plan = plan_of(*_sizes_of(q, widths, state, settings), (scale, state.extras.softcap), False)
     scratch, of_q = scratch_of(plan.scratch, q.device), q.stride()[:2]
-    tables = state.window.table, state.entries.table, before
+    slots, stamps = state.slots, _stamps_of(state, widths, q.dtype, settings)
+    copied = (None, None) if slots is None else (slots.tags, slots.clock)
+    tables = state.window.table, state.entries.table, before, stamps, *copied
     turn, pages = rotation(q.shape[2], q.device, q.dtype), _buffers_of(state, widths, seen, settings)
     scored, chosen, attended = tensors_of(q, pages, seen, scratch, turn, tables)
     SCORE.start(plan.score, scored, of_q)
-    CHOOSE.start(plan.choose, chosen, ())
+    CHOOSE.start(plan.choose, chosen, (0 if slots is None else len(slots.held),))
     ATTEND.start(plan.attend, attended, of_q)
     _join(plan.join, (scratch.part, scratch.lse), out, seen, state)
 
@@ -144,11 +148,21 @@ def _buffers_of(state: PagedState, widths: tuple[int, int], seen: Tensor, settin
     kept |= {"ring_v": near[..., D:], "sums": sums, "seen": seen, "first": seen, "arrived": seen}
     if state.holds_records:
         kept |= record_format(settings, widths, near.dtype).views(far, state.store)
+        kept.pop(STAMP, None)
+    if state.slots is not None:
+        kept |= {name: getattr(state.slots, name) for name in ("slots", "held", "order")}
     else:
         kept |= {"entries_k": far, "entries_v": far[..., D:]}
     if past is not None:
         kept["ring_q"] = past.cache
     return StepState(**kept)
+
+
+def _stamps_of(state: PagedState, widths: tuple[int, int], dtype: torch.dtype, settings: StepSettings) -> Tensor | None:
+    """The stamps of records, of pages ``[P, K, N, 1]``; None without slots."""
+    if state.slots is None:
+        return None
+    return record_format(settings, widths, dtype).views(state.entries.cache, state.store)[STAMP]
 
 
 def _launch_of(q: Tensor, state: PagedState, pages: StepState, settings: StepSettings, scale: float) -> Launch:
@@ -170,5 +184,6 @@ def _sizes_of(q: Tensor, widths: tuple[int, int], state: PagedState, settings: S
     records = PageForm.of_records(far, record_format(settings, widths, q.dtype), state.store)
     tokens, pages, groups = settings.rule.window + g, (PageForm.of(state.window), records), state.most_groups(g)
     # the groups of each request begin at a multiple of four
-    room = Room(groups, tokens, 0, 0, 0, *pages, R * groups + cdiv(4 * R, 16) * 16)
+    slots = 0 if state.slots is None else state.slots.held.shape[2]
+    room = Room(groups, tokens, 0, slots, 0, *pages, R * groups + cdiv(4 * R, 16) * 16)
     return q.device, q.dtype, (R, H, K), (*widths, state.latent), room, settings.number

@@ -206,7 +206,7 @@ def _put_sum(sums, tokens, t, g: tl.constexpr, D: tl.constexpr, NEAR: tl.constex
 @triton.jit
 def recall_close_kernel(
     k_ptr, v_ptr, signs_ptr, steps_ptr, store_ptr, ring_k_ptr, ring_v_ptr, sums_ptr, seen_ptr, real_ptr, near_ptr,
-    far_ptr, rotation_ptr, s_kb, s_kh, s_vb, s_vh, K, G, W, N, num_sums, delay,
+    far_ptr, stamps_ptr, clock_ptr, rotation_ptr, s_kb, s_kh, s_vb, s_vh, K, G, W, N, num_sums, delay,
     P: tl.constexpr, PV: tl.constexpr, PS: tl.constexpr, FORM: tl.constexpr, HAS_REAL: tl.constexpr,
     EARLY: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
@@ -215,7 +215,8 @@ def recall_close_kernel(
 
     A group is kept once ``delay`` tokens have followed it; its values are summed up at once. sums: None if nobody
     sees them; a ring has ``num_sums``. PS: columns of bytes of a stored value. near, far: tables of the pages of tokens
-    and of records; None for rings and arrays. rotation: `condense.ops.recall.index.rotation` in the dtype of the keys.
+    and of records; None for rings and arrays. stamps, clock: of `condense.ops.step.pages.PagedSlots`, None without it.
+    rotation: `condense.ops.recall.index.rotation` in the dtype of the keys.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -267,6 +268,8 @@ def recall_close_kernel(
         else:
             signs_ptr += part_at(signs_ptr, index)
             steps_ptr += part_at(steps_ptr, index)
+            if clock_ptr is not None:
+                tl.store(stamps_ptr + part_at(stamps_ptr, index), tl.load(clock_ptr))
         _put_index(keys, rotation_ptr, signs_ptr, steps_ptr, store_ptr, first, t, FORM, NEAR)
     if sums_ptr is not None:  # noqa: SIM102 - known when the kernel is compiled
         if live & (work == 3) & ((t + 1) % g == 0):

@@ -37,7 +37,7 @@ class StepScratch(
     ``[B, H, S0]``; centre, centre_top and centre_total the same of centres, empty where nobody reads these; turned
     ``[B, H, D]``, empty where nobody reads turned queries, and base ``[B, H, r]``; int32: groups and place ``[B, K,
     r]``, slot_of ``[B, K, G]``, used and free ``[B, K, S]`` of S slots. In pages score, centre and base are ``[H,
-    all]``, groups ``[K, all]``, with places for all groups of all rows.
+    all]``, groups and slot_of ``[K, all]``, with places for all groups of all rows.
     """
 
 
@@ -62,20 +62,20 @@ def tensors_of(
     counts: Tensor,
     scratch: StepScratch,
     turn: Tensor,
-    tables: tuple[Tensor | None, Tensor | None, Tensor | None],
+    tables: tuple[Tensor | None, ...],
 ) -> tuple[tuple[Tensor | None, ...], ...]:
     """The tensors of the kernels that score, choose and attend.
 
-    counts: which rows count. turn: the rotation. tables: of the pages of tokens and of records, and the tokens of the
-    rows before each; None for buffers.
+    counts: which rows count. turn: the rotation. tables: of the pages of tokens and of records, the tokens of the rows
+    before each, stamps of records, and tags and clock of `PagedSlots`; None for buffers.
     """
     _, _, ring_k, ring_v, _, seen, _, _, _, signs, steps, store, slots, held, order, sums, *_ = state
     part, lse, score, top, total, *optional, base, groups, place, slot_of, used, free = scratch
     *centres, asked = (x if x.numel() > 0 else None for x in optional)
-    near, far, before = tables
+    near, far, before, *copied = tables
     return (
         (q, signs, steps, seen, counts, score, top, total, *centres, asked, turn, far, before),
-        (score, top, total, seen, counts, groups, place, held, order, slot_of, used, free, before),
+        (score, top, total, seen, counts, groups, place, held, order, slot_of, used, free, before, far, *copied),
         (
             q, signs, steps, store, ring_k, ring_v, sums, slots, asked, turn, base, groups, place, *centres, seen,
             counts, part, lse, near, far, before,
@@ -103,7 +103,7 @@ class RecallKernels(PreparedStep):
         of_q = q.stride()[:2]
         self._close = Prepared(CLOSE, plan.close, (*k.stride()[:2], *v.stride()[:2]))
         self._score = Prepared(SCORE, plan.score, of_q)
-        self._choose = Prepared(CHOOSE, plan.choose, ())
+        self._choose = Prepared(CHOOSE, plan.choose, (B,))
         self._attend = Prepared(ATTEND, plan.attend, of_q)
         # strides 1: `seen` and the rows that count are contiguous
         self._join = Prepared(_JOIN, plan.join, (1, 1))
@@ -115,10 +115,10 @@ class RecallKernels(PreparedStep):
         scratch = scratch_of(self._sizes, q.device)
         out = torch.empty(*q.shape[:3], self._width, dtype=q.dtype, device=q.device)
         counts = seen if token.real is None else token.real.contiguous()
-        scored, chosen, attended = tensors_of(q, state, counts, scratch, self._rotation, (None, None, None))
+        scored, chosen, attended = tensors_of(q, state, counts, scratch, self._rotation, (None,) * 6)
         # kernels start on the current device, which may not be that of the tensors in a model spread over several
         with on_device_of(q):
-            self._close((k, v, *self._kept, counts, None, None, self._rotation))
+            self._close((k, v, *self._kept, counts, None, None, None, None, self._rotation))
             self._score(scored)
             self._choose(chosen)
             self._attend(attended)

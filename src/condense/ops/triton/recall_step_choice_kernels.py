@@ -9,6 +9,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from condense.ops.triton.device.address import form_place, head_rows, part_at, place_row
 from condense.ops.triton.recall_choice_kernels import wanted_groups
 from condense.ops.triton.recall_close_kernels import after_the_last, row_of_step
 from condense.ops.triton.recall_score_kernels import log_of_sum
@@ -36,6 +37,14 @@ class _Lists(namedtuple("_Lists", "groups place held order slot_of used free")):
 
     groups: the open groups. place: where each of these is read, see `_find_slots`. held: group in each slot. order:
     slots, longest unused first. slot_of: scratch memory, a number per group; used, free: one per slot.
+    """
+
+
+class _Records(namedtuple("_Records", "tags stamps table closed")):
+    """Pointers by which a KV head's slots are known to hold what its request's pages hold.
+
+    tags: of slots, `condense.ops.step.pages.PagedSlots`. stamps: of the records in page 0. table: pages of the request.
+    closed: number of its closed groups.
     """
 
 
@@ -121,16 +130,35 @@ def _rank(lists, scores, num_open, closed, N: tl.constexpr, RANKING: tl.constexp
 
 
 @triton.jit
-def _find_slots(lists, num_open, RANKING: tl.constexpr):
+def _stamped(records, group, there, FAR: tl.constexpr):
+    """Places and stamps of the records of groups that are there."""
+    place = form_place(records.table, group, there, FAR)
+    return place, tl.load(records.stamps + part_at(records.stamps, place_row(place, FAR)), mask=there, other=0)
+
+
+@triton.jit
+def _still_held(records, held, slot, FAR: tl.constexpr):
+    """Groups held in slots; -1 where the record is no more that of which the slot has a copy."""
+    there = (held >= 0) & (held < records.closed)
+    place, stamp = _stamped(records, held, there, FAR)
+    tag = records.tags + 2 * slot
+    same = (tl.load(tag, mask=there, other=0) == place) & (tl.load(tag + 1, mask=there, other=0) == stamp)
+    return tl.where(there & same, held, -1)
+
+
+@triton.jit
+def _find_slots(lists, records, num_open, RANKING: tl.constexpr, FAR: tl.constexpr):
     """Write where each open group is read, int32: -1 in the store; ``2 * slot`` in a slot; ``2 * slot + 1`` in the
     store, and then copied into that slot. Update ``held`` and ``order`` as `condense.ops.step.StepState` says.
 
-    Threads of the program tell each other what they found through scratch memory.
+    Threads of the program tell each other what they found through scratch memory. records: None for buffers.
     """
     s, i = tl.arange(0, RANKING.slots_tile), tl.arange(0, RANKING.open_tile)
     is_slot, is_open = s < RANKING.slots, i < num_open
     slot = tl.load(lists.order + s, mask=is_slot, other=0)  # [slots_tile]
     held = tl.load(lists.held + slot, mask=is_slot, other=-1)
+    if FAR is not None:
+        held = _still_held(records, held, slot, FAR)
     group = tl.load(lists.groups + i, mask=is_open, other=0)  # [open_tile]
     tl.store(lists.slot_of + group, tl.full(i.shape, -1, tl.int32), mask=is_open)
     tl.store(lists.used + s, tl.zeros_like(s), mask=is_slot)
@@ -156,6 +184,10 @@ def _find_slots(lists, num_open, RANKING: tl.constexpr):
     takes = (is_missing > 0) & (missing_rank < num_taken)
     taken = tl.load(lists.free + missing_rank, mask=takes, other=0)  # [open_tile]
     tl.store(lists.held + taken, group, mask=takes)
+    if FAR is not None:
+        place, stamp = _stamped(records, group, takes, FAR)
+        tl.store(records.tags + 2 * taken, place, mask=takes)
+        tl.store(records.tags + 2 * taken + 1, stamp, mask=takes)
     tl.store(lists.place + i, tl.where(takes, 2 * taken + 1, tl.where(found >= 0, 2 * found, -1)), mask=is_open)
 
 
@@ -167,35 +199,38 @@ def _open_all(lists, closed, N: tl.constexpr):
         tl.store(lists.groups + group, group, mask=group < closed)
 
 
-@triton.jit(do_not_specialize=("least", "part", "of"))
+@triton.jit(do_not_specialize=("slot_rows", "least", "part", "of"))
 def recall_choose_kernel(
     score_ptr, top_ptr, total_ptr, seen_ptr, real_ptr, groups_ptr, place_ptr, held_ptr, order_ptr, slot_of_ptr,
-    used_ptr, free_ptr, before_ptr, K, R, G, S, window, most_opened, least, part, of,
+    used_ptr, free_ptr, before_ptr, far_ptr, stamps_ptr, tags_ptr, clock_ptr, slot_rows,
+    K, R, G, S, window, most_opened, least, part, of,
     g: tl.constexpr, GROUPS: tl.constexpr, RANKING: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
-    PAGED: tl.constexpr,
+    FAR: tl.constexpr,
 ):  # fmt: skip
     """Write the open groups in rising order, int32 ``[B, K, most_opened]``, as many as `wanted_groups` says. With
     slots, also write where each of them is read.
 
-    Grid (B * K,). Where all closed groups are opened, no scores are read. PAGED: lists are ``[K, G]``, with the groups
-    of a row from its ``start`` on.
+    Grid (B * K,). Where all closed groups are opened, no scores are read. far: table of the pages of records, for which
+    lists of groups are ``[K, G]``, with those of a row from its ``start`` on; None for buffers. Slots of pages: of the
+    first ``slot_rows`` rows; stamps, tags, clock as `condense.ops.step.pages.PagedSlots` says, None without slots.
     """
     after_the_last(EARLY)
     head = tl.program_id(0).to(tl.int64)
-    this = row_of_step(seen_ptr, real_ptr, before_ptr, head // K, window, G, g, HAS_REAL, PAGED)
+    b, kvh = head // K, head % K
+    this = row_of_step(seen_ptr, real_ptr, before_ptr, b, window, G, g, HAS_REAL, FAR is not None)
     closed = this.closed
-    if PAGED:
-        groups_ptr += head % K * G + this.start
-        lists = _Lists(groups_ptr, place_ptr, held_ptr, order_ptr, slot_of_ptr, used_ptr, free_ptr)
-        # scores of the row's groups, and from one query head to the next
-        score_ptr, stride = score_ptr + head % K * R * G + this.start, G
-    else:
-        lists = _Lists(
-            groups_ptr + head * most_opened, place_ptr + head * most_opened, held_ptr + head * RANKING.slots,
-            order_ptr + head * RANKING.slots, slot_of_ptr + head * G, used_ptr + head * RANKING.slots,
-            free_ptr + head * RANKING.slots,
-        )  # fmt: skip
+    if FAR is None:
+        groups_ptr, slot_of_ptr = groups_ptr + head * most_opened, slot_of_ptr + head * G
         score_ptr, stride = score_ptr + head * R * GROUPS, GROUPS
+    else:
+        groups_ptr, slot_of_ptr = groups_ptr + kvh * G + this.start, slot_of_ptr + kvh * G + this.start
+        # scores of the row's groups, and from one query head to the next
+        score_ptr, stride = score_ptr + kvh * R * G + this.start, G
+    slots = head * RANKING.slots
+    lists = _Lists(
+        groups_ptr, place_ptr + head * most_opened, held_ptr + slots, order_ptr + slots, slot_of_ptr, used_ptr + slots,
+        free_ptr + slots,
+    )  # fmt: skip
     num_open = wanted_groups(closed, most_opened, least, part, of)
     if num_open == closed:
         _open_all(lists, closed, 1024)
@@ -209,4 +244,16 @@ def recall_choose_kernel(
     if RANKING.slots > 0:
         # all threads of the program read what the others stored
         tl.debug_barrier()
-        _find_slots(lists, num_open, RANKING)
+        if FAR is None:
+            _find_slots(lists, None, num_open, RANKING, FAR)
+        elif b < slot_rows:
+            stamps_ptr += head_rows(stamps_ptr, head, kvh, G, 1, FAR)
+            records = _Records(tags_ptr + 2 * slots, stamps_ptr, far_ptr + b * FAR.s_table, closed)
+            _find_slots(lists, records, num_open, RANKING, FAR)
+        else:
+            i = tl.arange(0, RANKING.open_tile)
+            tl.store(lists.place + i, tl.full(i.shape, -1, tl.int32), mask=i < num_open)
+        if FAR is not None:  # noqa: SIM102 - known when the kernel is compiled
+            if head == 0:
+                # a record that is written from now on has another stamp than those of which there are copies
+                tl.store(clock_ptr, tl.load(clock_ptr) + 1)

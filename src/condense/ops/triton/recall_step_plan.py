@@ -256,13 +256,13 @@ def plan_of(
     queries, pairs, width = B * H, B * K, D if choice.store.bits < 16 else 0
     # in pages, rows share what is kept by groups
     of_scores = queries * GROUPS if far is None else H * row
-    of_bases, of_lists = (queries * r, pairs * r) if far is None else (H * row, K * row)
+    of_bases, of_lists, of_slots = (queries * r, pairs * r, pairs * G) if far is None else (H * row, K * row, K * row)
     of_splits = queries * S0
     floats = (
         queries * S2 * V, queries * S2, of_scores, of_splits, of_splits,
         *((of_scores, of_splits, of_splits) if mean else (0, 0, 0)), queries * width, of_bases if width else 0,
     )  # fmt: skip
-    integers = of_lists, *((pairs * r, pairs * G, pairs * S, pairs * S) if S else (0, 0, 0, 0))
+    integers = of_lists, *((pairs * r, of_slots, pairs * S, pairs * S) if S else (0, 0, 0, 0))
     chained = {"launch_pdl": True} if early else {}
     of_choose = {"maxnreg": 128} if device.type == "cuda" else {}  # the most that 16 warps can have
     return Plan(
@@ -277,7 +277,7 @@ def plan_of(
         (
             (B * K, 1, 1),
             (K, R, row, S0, window, *of_quota),
-            (g, GROUPS, ranking, has_real, early, far is not None),
+            (g, GROUPS, ranking, has_real, early, far),
             {"num_warps": ranking_warps, **of_choose, **chained},
         ),
         (

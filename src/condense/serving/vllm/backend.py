@@ -6,6 +6,7 @@ entries and ring are asked for by two more objects, which compute nothing.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,11 +38,11 @@ from vllm.v1.kv_cache_interface import (
 
 from condense.ops import Extras
 from condense.ops.latents import UpProjection
-from condense.ops.paged import NewTokens, PagedState, Pages, read_paged
+from condense.ops.paged import NewTokens, PagedSlots, PagedState, Pages, read_paged
 from condense.serving.blocks import PageSizes, ServedLayer, blocks_of_request, page_sizes
-from condense.serving.host import HostMemory, host_bytes
+from condense.serving.host import HostMemory, host_bytes, slot_rows
 from condense.serving.trial import read_trials
-from condense.serving.vllm.memory import available_bytes
+from condense.serving.vllm.memory import available_bytes, room_of_pages
 
 # a child of vLLM's own logger, which alone has a handler
 logger = init_logger("vllm.condense")
@@ -176,10 +177,10 @@ class CondensedImpl(AttentionImpl[CondensedMetadata]):
             output.zero_()
             # before there are pages, vLLM measures the memory of a forward, which should leave nothing to be compiled
             if query.is_cuda and kv_cache.numel() == 0:
+                state_of = functools.partial(PagedState, up=layer.up, extras=self.extras, slots=layer.take_slots(query))
                 read_trials(
-                    qkv, layer.served, layer.model, layer.longest, scale=self.scale, out=output, up=layer.up,
-                    extras=self.extras,
-                )  # fmt: skip
+                    qkv, layer.served, layer.model, layer.longest, scale=self.scale, out=output, state_of=state_of
+                )
             return output
         tables, dtype = get_forward_context().attn_metadata, layer.served.dtype
         pages = {kind: Pages(side.kv_cache, tables[side.layer_name].table) for kind, side in layer.sides.items()}
@@ -188,7 +189,8 @@ class CondensedImpl(AttentionImpl[CondensedMetadata]):
             entries = entries.view(dtype)
         window = Pages(kv_cache, attn_metadata.table).view(dtype)
         past, store = None if ring is None else ring.view(dtype), layer.sides["entries"].store
-        state = PagedState(window, entries, past, layer.up, self.extras, store, layer.longest, layer.over_ranks)
+        apart = store, layer.slots
+        state = PagedState(window, entries, past, layer.up, self.extras, *apart, layer.longest, layer.over_ranks)
         read_paged(qkv, state, attn_metadata.new, layer.plan.settings, scale=self.scale, out=output)
         return output
 
@@ -196,11 +198,12 @@ class CondensedImpl(AttentionImpl[CondensedMetadata]):
 class CondensedAttention(Attention):
     """A layer that takes the place of a stock one, under its name, with the backend that reads and writes pages.
 
-    up: the up-projections of a layer on latents; None for others. over_ranks: as in `PagedState`. has_step: graphs may
-    record single tokens.
+    up: the up-projections of a layer on latents; None for others. over_ranks, slots: as in `PagedState`. has_step:
+    graphs may record single tokens.
     """
 
     up: UpProjection | None = None
+    slots: PagedSlots | None = None
     over_ranks: Callable[[Tensor], tuple[Tensor, int]] | None = None
 
     def __init__(
@@ -225,7 +228,7 @@ class CondensedAttention(Attention):
         )
         assert served.plan is not None
         self.plan, self.served, self.model = served.plan, served, host.layers
-        self.longest = vllm_config.model_config.max_model_len
+        self.longest, self._engine = vllm_config.model_config.max_model_len, vllm_config
         sizes, context = page_sizes(self.model), vllm_config.compilation_config.static_forward_context
         self.has_step = served.has_step(vllm_config.device_config.device, self.longest)
         specs = page_specs(served, sizes)
@@ -239,6 +242,24 @@ class CondensedAttention(Attention):
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
         """Pages of the window."""
         return self.window_spec
+
+    def take_slots(self, like: Tensor) -> PagedSlots | None:
+        """The slots of a layer whose tokens lie in host memory, else None; made while vLLM measures a model's memory.
+
+        like: of the dtype and device of tokens.
+        """
+        if self.slots is None and self.served.slots_bytes > 0:
+            cache = self._engine.cache_config
+            room, in_room = room_of_pages(cache, blocks_of_request(self.model, self.longest).block_bytes)
+            rows = slot_rows(self.model, self.longest, room, in_room=in_room)
+            rows = min(rows, self._engine.scheduler_config.max_num_seqs)
+            logger.info_once(
+                "Slots for copies of groups in host memory: %d requests, %.1f MiB each",
+                *(rows, sum(layer.slots_bytes for layer in self.model) / 2**20),
+            )
+            served = self.served
+            self.slots = PagedSlots.empty(rows, served.heads, served.widths, self.plan.settings, like)
+        return self.slots
 
 
 class SideCache(AttentionLayerBase):

@@ -1,9 +1,11 @@
-"""Memory that the host has left for pages of tokens."""
+"""Memory that the host, and a device, have left for pages of tokens."""
 
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
+import torch
 
 
 def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -14,3 +16,17 @@ def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
         limit, used = (int((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
         left = min(left, limit - used + int(stat["inactive_file"]))
     return left
+
+
+def room_of_pages(cache: Any, block_bytes: int) -> tuple[int, bool]:
+    """Bytes of the pages on this process's device, while its model is measured: as many as the flags ask for, and
+    False; else what the flags leave of the device's memory, and True: what the model is found to take is taken from it.
+
+    cache: vLLM's ``CacheConfig``.
+    """
+    if cache.num_gpu_blocks_override:
+        return cache.num_gpu_blocks_override * block_bytes, False
+    if cache.kv_cache_memory_bytes:
+        return cache.kv_cache_memory_bytes, False
+    free, total = torch.cuda.mem_get_info()
+    return free - int((1 - cache.gpu_memory_utilization) * total), True
