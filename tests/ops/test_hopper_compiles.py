@@ -16,6 +16,7 @@ from two_scales import TwoScales
 import condense
 from condense.ops import NewToken, RuleSpans, Source, StepCall, UniformRule, unpack_store
 from condense.ops.hopper import limits as hopper_limits
+from condense.ops.paged import PagedSlots
 from condense.ops.recall import GroupMeans, IndexChoice, Quota, RecallSources, StoreFormat, split_keys
 from condense.ops.triton import host, limits, paged_step, recall_step_plan, step_plan
 from condense.ops.triton import step as triton_step
@@ -69,6 +70,9 @@ def take_a_step(settings, rows, heads, widths, latent=0, **options):
 
 def step_over_pages(make, method, width, **options):
     pool = make(method, (2, width, width), num_pages=60, dtype=torch.bfloat16, **options)
+    if method.layout.choice is not None and method.layout.choice.store.slots > 0:
+        like = pool.blocks.new_empty(0, dtype=torch.bfloat16)
+        pool.slots = PagedSlots.empty(1, 2, (width, width), pool.plan.settings, like)
     request = pool.add(300)
     request.reserve(300)
     token = [torch.zeros(1, heads, width, dtype=torch.bfloat16) for heads in (8, 2, 2)]
@@ -87,6 +91,12 @@ def test_the_index_is_multiplied_in_halves(D, slots, compiled):
     assert "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" in ptx
     assert all(f", {0x00010001 << bit};" in ptx for bit in range(8))
     assert len(compiled) == 5
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_slots_over_pages_compile(width, compiled):
+    step_over_pages(RecordPool, condense.Method.parse("recall-host"), width, slots=16, per_page=16)
+    assert [kernel.metadata.name for kernel in compiled][2:4] == ["recall_choose_kernel", "recall_attend_kernel"]
 
 
 @pytest.mark.parametrize(("widths", "latent"), [((128, 128), 0), ((576, 0), 512)], ids=["keys", "latents"])

@@ -214,8 +214,8 @@ def test_the_best_groups_are_chosen_and_of_equals_the_first(closed, wanted, leve
     seen, none = torch.tensor([[closed - 1], [0]], dtype=torch.int32, device=DEVICE)
     ranking = Ranking(groups, max(0, (groups // 1024).bit_length() - 1), 0, 1, 1, 2, 2)
     recall_choose_kernel[(K,)](
-        score, top, total, seen, none, chosen, none, none, none, none, none, none, None,
-        K, R, groups, 2, 0, groups, wanted, 0, 1, 1, groups, ranking, False, False, False, num_warps=8,
+        score, top, total, seen, none, chosen, none, none, none, none, none, none, None, None, None, None, None, 1,
+        K, R, groups, 2, 0, groups, wanted, 0, 1, 1, groups, ranking, False, False, None, num_warps=8,
     )  # fmt: skip
     order = score.amax(1)[:, :closed].sort(dim=1, descending=True, stable=True).indices
     best = order[:, :wanted].sort(1).values

@@ -37,8 +37,8 @@ def read_trials(
 
     Kernels are also compiled for the distance between pages and the length of tables, so these are the engine's.
     served: one of the layers of a model.
-    qkv: q ``[T, H, D]``, k ``[T, K, D]``, v ``[T, K, Dv]``; out ``[T, H, Dv]`` gets numbers without a meaning. Widths of
-    latents are as in `condense.ops.paged.read_paged`. state_of: makes a state of pages, with what else a layer has.
+    qkv: q ``[T, H, D]``, k ``[T, K, D]``, v ``[T, K, Dv]``; out ``[T, H, Dv]`` gets numbers without a meaning; on
+    latents as in `condense.ops.paged.read_paged`. state_of: makes a state of pages, with what else a layer has.
     """
     plan = served.plan
     assert plan is not None

@@ -149,10 +149,10 @@ def _buffers_of(state: PagedState, widths: tuple[int, int], seen: Tensor, settin
     if state.holds_records:
         kept |= record_format(settings, widths, near.dtype).views(far, state.store)
         kept.pop(STAMP, None)
-    if state.slots is not None:
-        kept |= {name: getattr(state.slots, name) for name in ("slots", "held", "order")}
     else:
         kept |= {"entries_k": far, "entries_v": far[..., D:]}
+    if state.slots is not None:
+        kept |= {name: getattr(state.slots, name) for name in ("slots", "held", "order")}
     if past is not None:
         kept["ring_q"] = past.cache
     return StepState(**kept)

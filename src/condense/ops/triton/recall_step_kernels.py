@@ -384,10 +384,10 @@ def recall_attend_kernel(
             row = _open_groups(opened, (tile + 1) // PARTS * BG + n, FAR)
             if SLOTS > 0:
                 # `_find_slots` of `recall_step_choice_kernels` explains these numbers
-                place = tl.load(place_ptr + at, mask=at < count, other=-1)
-                slot = slots_ptr + (place >> 1).to(tl.int64) * FORM.piece
-                held = (place >= 0) & (place % 2 == 0)
-                pieces = Pieces(tl.where(held, slot, piece), slot, (place >= 0) & (place % 2 == 1), signs, steps)
+                found = tl.load(place_ptr + at, mask=at < count, other=-1)
+                slot = slots_ptr + (found >> 1).to(tl.int64) * FORM.piece
+                held = (found >= 0) & (found % 2 == 0)
+                pieces = Pieces(tl.where(held, slot, piece), slot, (found >= 0) & (found % 2 == 1), signs, steps)
             seen = (at < count)[:, None] & (start + token < g)[None, :]  # [BG, T]
             offset = tl.reshape(tl.where(seen, 0.0, float("-inf")), (BN,))
             if WORDS:

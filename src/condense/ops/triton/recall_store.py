@@ -41,7 +41,7 @@ def _store(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
                 (rows, 3, 1),
                 (
                     *last, signs, steps, store, *like, None,
-                    torch.full((rows,), g - 1, dtype=torch.int32, device=k.device), k, None, None,
+                    torch.full((rows,), g - 1, dtype=torch.int32, device=k.device), k, None, None, None, None,
                     rotation(D, k.device, k.dtype),
                 ),
                 (*strides, 1, 1, g, g, 0, 0),
