@@ -78,7 +78,7 @@ def _table(device: torch.device, dtype: torch.dtype, width: int, heads: int, bit
     early, many = _is_early(device), heads >= _MANY_HEADS
     if width > 256:  # latents
         rows = 16 if dtype == torch.float32 else 32
-        return _Table(_GroupTiles(128, 8, 2, 1), _GroupTiles(rows, 8 if rows == 16 else 4, 2, 1), 16, early, 0)
+        return _Table(_GroupTiles(128, 8, 2, 1), _GroupTiles(rows, 8, 2, 1), 16, early, 0)
     if dtype == torch.float32 or width > 128:
         return _Table(_GroupTiles(256, 4, 3, 2), _GroupTiles(32, 4, 2, 2), 64, early, 0)
     if bits == 4 and dtype == torch.bfloat16:
