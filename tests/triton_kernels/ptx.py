@@ -155,6 +155,7 @@ OPERATIONS = {
     "mov.b64": lambda a: [(a[0] & BITS).astype(np.uint32), (a[0] >> np.uint64(32)).astype(np.uint32)],
     "mov.": lambda a: a,
     "shr": lambda a, n: [a[0] >> n[0]],
+    "shl": lambda a, n: [a[0] << n[0]],
     "and": lambda a, b: [a[0] & b[0]],
     "add.u32": lambda a, b: [a[0] + b[0]],
     "lop3": lop3,

@@ -23,6 +23,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE == "cuda" else
 SHAPES = {"gqa": (8, 2, 64, 64), "pairs": (4, 2, 64, 64), "one-head": (1, 1, 96, 80), "seven": (7, 1, 64, 32)}
 # H, and d_n, d_r, d_c, d_v; interpreted in the smallest that have blocks of 32 channels
 LATENTS = {"latents": (3, (16, 16, 32, 16))}
+# that kernels read in words
+IN_WORDS = {"latents-in-words": (3, (16, 32, 64, 16))}
 if DEVICE == "cuda":
     LATENTS = {"latents-512": (16, (128, 64, 512, 128)), "latents-256": (40, (64, 32, 256, 64))}
 METHODS = {
@@ -63,6 +65,7 @@ OF_LATENTS = ["streaming", "last-odd-window", "no-scores", "sinks", "records-4-b
 OF_LATENTS += [f"recall-{name}" for name in ("default", "store-8", "store-4", "drop")]
 CELLS = [(*cell, dtype) for cell in CELLS for dtype in DTYPES]
 CELLS += [(name, shape, dtype) for name in OF_LATENTS for shape in LATENTS for dtype in DTYPES[:2]]
+CELLS += [("recall-store-4", shape, dtype) for shape in IN_WORDS for dtype in DTYPES[:2]]
 
 
 @pytest.mark.parametrize(("name", "shape", "dtype"), CELLS, ids=str)
@@ -70,7 +73,7 @@ def test_steps_are_within_the_budget(name, shape, dtype):
     """At most twice as far from the definition as PyTorch is; in fewer bits, the records and outputs of PyTorch."""
     # of 45 tokens one has a code of 4 bits near the middle of two numbers, which rounds otherwise
     first = 37 if name in METHODS | RECORDS and shape in SHAPES else 45
-    (make, method), shape = POOLS[name], (SHAPES | LATENTS)[shape]
+    (make, method), shape = POOLS[name], (SHAPES | LATENTS | IN_WORDS)[shape]
     heads = shape[1:] if len(shape) == 4 else (1, sum(shape[1][1:3]), 0)
     lengths, steps = (first, 0, 18), 3 if DEVICE == "cpu" else 30
     pools = [make(method, heads, dtype=dtype, device=DEVICE) for _ in range(2)]

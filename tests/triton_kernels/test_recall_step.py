@@ -265,11 +265,24 @@ def test_groups_of_a_prompt(bits, g, widths, dtype):
     assert all(torch.equal(x, y.narrow(2, 0, 0)) for x, y in zip(nothing, want, strict=True))
 
 
-@pytest.mark.parametrize(("latent", "D"), [(32, 48), (512, 576), (256, 288)] if CUDA else [(32, 48)], ids=str)
+LATENTS = [(32, 48), (64, 96)] + ([(512, 576), (256, 288)] if CUDA else [])
+
+
+@pytest.mark.parametrize(("latent", "D"), LATENTS, ids=str)
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_latents(latent, D, bits, scratch):
     """Values are columns of the keys, one KV head for all query heads, of which there are two tiles."""
     compare(*random_qkv(1, 20, 1, 30, D, 0), with_bits("three-open", bits), scratch, latent=latent)
+
+
+# name of the case, latents and width: no rest of words, one of 8 words, or of 16; groups that no tile ends with
+IN_WORDS = [("three-open", (128, 256)), ("g-6", (128, 160)), ("g-1-opened", (64, 96)), ("two-open", (256, 320))]
+
+
+@pytest.mark.parametrize(("name", "widths"), IN_WORDS, ids=str)
+def test_latents_in_words(name, widths, scratch):
+    latent, D = widths
+    compare(*random_qkv(1, 3, 1, 30, D, 0), with_bits(name, 4), scratch, latent=latent)
 
 
 @pytest.mark.parametrize(("bits", "message"), [(4, "latents of 48 of 64 columns and store_bits=4"), (16, None)])
@@ -359,6 +372,21 @@ def test_lanes_of_a_cache_too_short_for_a_group(scratch):
         torch.testing.assert_close(got, want, rtol=0, atol=2 * 4 * 2**-8)
 
 
+# latents and width, tokens per group, open groups, soft cap
+WORDS = [((64, 96), 16, 3, 0.0), ((128, 160), 8, 9, 0.5)]
+WORDS += [((512, 576), 16, 40, softcap) for softcap in (0.0, 0.5)] + [((256, 288), 8, 20, 0.0)] if CUDA else []
+
+
+@pytest.mark.parametrize(("widths", "g", "opened", "softcap"), WORDS, ids=str)
+def test_latents_in_words_are_within_the_error_budget(widths, g, opened, softcap, scratch, hopper):
+    """Also by a GPU's assembly."""
+    (latent, D), L = widths, 2000 if CUDA else 14 * g
+    settings = step_settings(Recall(group_size=g, window=40, num_recall=opened, min_recall=0, store_bits=4))
+    qkv = random_qkv(1, 16, 1, L, D, 0, dtype=torch.bfloat16)
+    check_budget(settings, qkv, scratch, last=3, softcap=softcap, latent=latent)
+    assert hopper is None or {"lop3", "shl"} <= hopper
+
+
 def rounds_alike(q):
     """Query heads, bool ``[B, H]``, of which no turned number lies so near the middle of two that sums may decide."""
     x = q[:, :, 0].double() @ rotation(q.shape[3], q.device, torch.float64)
@@ -367,12 +395,12 @@ def rounds_alike(q):
     return ((steps - steps.floor() - 0.5).abs() > error).all(-1)
 
 
-def check_budget(settings, qkv, scratch, last=6, softcap=0.0):
+def check_budget(settings, qkv, scratch, last=6, softcap=0.0, latent=0):
     """Twice the error of the same step in PyTorch, all of them over one quantised store. Soft caps come with sinks."""
     exact, (q, k, v), results = with_store(settings, bits=16), qkv, []
     (rows, K, L, D), Dv = k.shape, v.shape[3]
     sinks = torch.linspace(-3, 3, q.shape[1], device=DEVICE) if softcap else None
-    given = {"scale": SCALE / 4, "extras": Extras(softcap, sinks)}
+    given = {"scale": SCALE / 4, "extras": Extras(softcap, sinks), "latent": latent}
     state = empty(settings, L, K, (D, Dv), rows=rows, dtype=q.dtype, device=DEVICE)
     for t in range(L):
         new = new_token(qkv, t)

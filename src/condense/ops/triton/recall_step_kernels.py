@@ -25,6 +25,7 @@ from condense.ops.triton.device.scores import soft_cap
 from condense.ops.triton.device.signs import block_width, index_widths, turned_part
 from condense.ops.triton.device.softmax import Softmax, key_products, store_part
 from condense.ops.triton.device.sums import head_sums
+from condense.ops.triton.device.words import load_parts, no_sums, store_sums
 from condense.ops.triton.recall_choice_kernels import wanted_groups
 from condense.ops.triton.recall_close_kernels import after_the_last, row_of_step
 from condense.ops.triton.recall_step_rest_kernels import Centres, rest_of
@@ -122,13 +123,10 @@ def _add_keys(softmax, q, k, v, offset, scale, CAP: tl.constexpr, PRECISION: tl.
 
 
 @triton.jit
-def _add_words(softmax, shift, q, words, base, offset, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
-    """`_add` `Words`. base ``[BN, BR]``: products of queries with the centres of the tokens' groups. shift float32
-    ``[BN, BR]``: weighted middles of values, which are to be added to all columns.
-    """
+def _add_words(softmax, q, words, base, offset, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
+    """`_add` `Words`. base ``[BN, BR]``: products of queries with the centres of the tokens' groups."""
     s = soft_cap((_scores(q, words.k, PRECISION) * words.unit[:, None] + base) * scale, CAP)[0] + offset[:, None]
-    softmax, p, alpha = _add(softmax, s, words.v, words.step, PRECISION)
-    return softmax, shift * alpha[None, :] + p * (words.zero + MIDDLE * words.step)[:, None]
+    return _add(softmax, s, words.v, words.step, PRECISION)
 
 
 @triton.jit
@@ -151,6 +149,15 @@ def _of_index(ptr, row, SIZE: tl.constexpr, FAR: tl.constexpr):
 
 
 @triton.jit
+def _load_centres(opened, n, dtype: tl.constexpr, FORM: tl.constexpr, EARLY: tl.constexpr, FAR: tl.constexpr):
+    """The centres of open groups n as `load_centres` gives them, and what 1 in each of these stands for."""
+    columns: tl.constexpr = index_widths(FORM.g, FORM.D)
+    row = _open_groups(opened, n, FAR)
+    x = load_centres(_of_index(opened.signs, row, columns[0], FAR), dtype, FORM, EARLY)
+    return x, 2 * tl.load(_of_index(opened.steps, row, columns[1], FAR) + FORM.g).to(tl.float32)
+
+
+@triton.jit
 def _put_bases(
     base_ptr, q, opened, first, last, inside, FORM: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
     FAR: tl.constexpr,
@@ -158,12 +165,9 @@ def _put_bases(
     """Write the products of queries with the centres of open groups ``[first, last)`` to ``base_ptr`` ``[BR]``, where
     queries are ``inside``, for all threads of the program.
     """
-    columns: tl.constexpr = index_widths(FORM.g, FORM.D)
     for start in range(first, last, 32):
         n = start + tl.arange(0, 32)
-        row = _open_groups(opened, n, FAR)
-        x = load_centres(_of_index(opened.signs, row, columns[0], FAR), q[0].dtype, FORM, EARLY)  # [32, D // 4]
-        unit = 2 * tl.load(_of_index(opened.steps, row, columns[1], FAR) + FORM.g).to(tl.float32)
+        x, unit = _load_centres(opened, n, q[0].dtype, FORM, EARLY, FAR)  # [32, P], [32]
         s = _scores(q, x, PRECISION) * unit[:, None]  # [32, BR]
         tl.store(base_ptr[None, :] + n[:, None], s, mask=inside[None, :] & (n < last)[:, None])
     tl.debug_barrier()
@@ -173,6 +177,67 @@ def _put_bases(
 def _load_bases(base_ptr, n, last, inside):
     """Products that `_put_bases` wrote, of open groups n, ``[n, BR]``; 0 from ``last`` on."""
     return tl.load(base_ptr[None, :] + n[:, None], mask=inside[None, :] & (n < last)[:, None], other=0.0)
+
+
+@triton.jit
+def _put_sums(sum_ptr, p, m, n, last, inside):
+    """Write to ``sum_ptr`` ``[BR]`` the base 2 logarithms of the weights of groups n, not from ``last`` on.
+
+    p ``[BN, BR]``: weights of their tokens, relative to the largest score m.
+    """
+    total = tl.sum(tl.reshape(p, (n.shape[0], p.shape[0] // n.shape[0], p.shape[1])), 1)  # [n, BR]
+    total = tl.where(total > 0, m[None, :] + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+    tl.store(sum_ptr[None, :] + n[:, None], total, mask=inside[None, :] & (n < last)[:, None])
+
+
+@triton.jit
+def _add_centres(
+    softmax, sum_ptr, opened, first, last, inside, dtype: tl.constexpr, FORM: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr, FAR: tl.constexpr,
+):  # fmt: skip
+    """Add the centres of open groups ``[first, last)``, by the weights that `_put_sums` wrote, to the sums of latents
+    less their centres.
+    """
+    tl.debug_barrier()
+    safe = tl.where(softmax.m == float("-inf"), 0.0, softmax.m)
+    all_acc = softmax.acc
+    for start in range(first, last, 32):
+        n = start + tl.arange(0, 32)
+        x, unit = _load_centres(opened, n, dtype, FORM, EARLY, FAR)  # [32, P], [32]
+        there = inside[None, :] & (n < last)[:, None]
+        total = tl.load(sum_ptr[None, :] + n[:, None], mask=there, other=float("-inf"))  # [32, BR]
+        weights, acc = (tl.exp2(total - safe[None, :]) * unit[:, None]).to(dtype), ()
+        for part in tl.static_range(len(x)):
+            add = tl.dot(tl.trans(x[part]), weights, all_acc[part], input_precision=PRECISION)
+            acc = acc + (add,)  # noqa: RUF005
+        all_acc = acc
+    return Softmax(all_acc, softmax.m, softmax.total)
+
+
+@triton.jit
+def _set_aside(softmax, ptr, inside, FORM: tl.constexpr):
+    """Store sums at ``ptr`` ``[BR]``, of queries that are inside. Returns the softmax without, for sums in words."""
+    d = tl.arange(0, softmax.acc[0].shape[0])
+    tl.store(ptr[None, :] + d[:, None], softmax.acc[0], mask=inside[None, :] & (d < FORM.V0)[:, None])
+    return Softmax(no_sums(inside.shape[0], FORM.D), softmax.m, softmax.total)
+
+
+@triton.jit
+def _in_order(softmax, before, ptr, inside, rotation_ptr, FORM: tl.constexpr, PRECISION: tl.constexpr):
+    """Sums of latents ``[BR, V]``: those in words, turned back, and those that `_set_aside` stored at ``ptr`` when the
+    largest score was ``before``.
+    """
+    d = tl.arange(0, tile_width(FORM.V0))
+    at, there = ptr[:, None] + d[None, :], inside[:, None] & (d < FORM.V0)[None, :]
+    aside = tl.load(at, mask=there, other=0.0)
+    tl.debug_barrier()
+    store_sums(ptr, softmax.acc, inside, FORM.V0, FORM.D)
+    tl.debug_barrier()
+    acc = turned_part(tl.load(at, mask=there, other=0.0), rotation_ptr, 0, FORM.V0, FORM.D, True, PRECISION)
+    # outputs are written to the same place
+    tl.debug_barrier()
+    safe = tl.where(softmax.m == float("-inf"), 0.0, softmax.m)
+    return acc + aside * tl.exp2(before - safe)[:, None]
 
 
 @triton.jit
@@ -259,7 +324,7 @@ def recall_attend_kernel(
     `condense.ops.recall.choice.Quota`. near, far: tables of the pages of tokens and of records, for which scores and
     lists of groups are as `recall_score_kernel` and `recall_choose_kernel` say. For stores of fewer than 16 bits,
     turned: the turned queries, float32 ``[B, H, D]``; rotation: `condense.ops.recall.index.rotation` in the dtype of q;
-    base: room for a number of each query head and open group.
+    base: room for a number of each query head and open group, for two of latents.
     """
     split, S, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K
@@ -338,14 +403,20 @@ def recall_attend_kernel(
     steps_ptr += head_rows(steps_ptr, head, kvh, G, columns[1], FAR)
     # three products of tf32 are as exact as one of float32
     EXACT: tl.constexpr = "ieee" if PRECISION == "ieee" else "tf32x3"
+    # sums of codes would be too large or too small for float16
+    WORDS: tl.constexpr = in_words(FORM) and not q_ptr.dtype.element_ty.is_fp16()
+    LATENTS: tl.constexpr = WORDS and DV == 0
     if FORM.bits < 16:
         # keys of the store are turned, and values too where these are columns of keys. A turned query is divided by the
         # width of the rotation's blocks, and products are multiplied by it, so that float16 holds all numbers
         is_turned = (r < R) & (count > 0)  # while no group is closed nobody turns queries
-        turned = load_rows(turned_ptr + head * R * D, r.to(tl.int64) * D, is_turned, FORM.D0, FORM.D1)
+        if LATENTS:
+            turned = load_parts(turned_ptr + head * R * D, r.to(tl.int64) * D, is_turned, D)
+        else:
+            turned = load_rows(turned_ptr + head * R * D, r.to(tl.int64) * D, is_turned, FORM.D0, FORM.D1)
         q = [(x * (1 / block_width(D))).to(q[0].dtype) for x in turned]
         scale *= block_width(D)
-        if DV == 0:
+        if DV == 0 and not LATENTS:
             acc = turned_part(tl.trans(softmax.acc[0]), rotation_ptr, 0, FORM.V0, D, False, EXACT)
             softmax = Softmax((tl.trans(acc * (1 / block_width(D))),), softmax.m, softmax.total)
     slots_ptr += head * SLOTS * FORM.piece
@@ -359,19 +430,24 @@ def recall_attend_kernel(
     share = tl.minimum(split, shares)
     lo, hi = tiles * share // shares, tl.minimum(tiles * (share + 1) // shares, tiles)
     n, token = tl.arange(0, BG), tl.arange(0, T)
-    # sums of codes would be too large or too small for float16
-    WORDS: tl.constexpr = in_words(FORM) and not q[0].dtype.is_fp16()
     if WORDS:
-        base_ptr += head * R * most_opened if FAR is None else kvh * R * G + this.start
-        base_ptr += r * (most_opened if FAR is None else G)
-        q = to_words(q[0], D)  # [BR, D // 4]
+        room = (2 if LATENTS else 1) * (most_opened if FAR is None else G)
+        base_ptr += head * R * room if FAR is None else kvh * R * room + this.start
+        base_ptr += r * room
+        if LATENTS:
+            sum_ptr = base_ptr + room // 2
+        else:
+            q = to_words(q[0], D)  # [BR, D // 4]
         behind = tl.minimum(tl.cdiv(hi, PARTS) * BG, count)
         _put_bases(base_ptr, q, opened, lo // PARTS * BG, behind, r < R, FORM, PRECISION, EARLY, FAR)
     if LANES:
         x, sums = turned[0] * (1 / block_width(D)), lane_tokens.no_sums(BR // 4)
         sums = _lane_groups(sums, opened, lo, hi, store_ptr, x, base_ptr, r < R, scale, FORM, CAP, FAR)
     else:
-        if WORDS:
+        if LATENTS:
+            before, aside_ptr = softmax.m, part_ptr + part_row * FORM.V0
+            softmax = _set_aside(softmax, aside_ptr, r < R, FORM)
+        elif WORDS:
             softmax = _split(softmax, DV)
         shift = tl.zeros([BN, BR], tl.float32)
         # found one tile ahead, so that tokens need not wait for lists
@@ -393,19 +469,31 @@ def recall_attend_kernel(
             if WORDS:
                 base = _load_bases(base_ptr, tile // PARTS * BG + lane // T, behind, r < R)
                 words = load_words(pieces, start, T, q[0].dtype, FORM, SLOTS > 0, EARLY)
-                softmax, shift = _add_words(softmax, shift, q, words, base, offset, scale, CAP, PRECISION)
+                softmax, p, alpha = _add_words(softmax, q, words, base, offset, scale, CAP, PRECISION)
+                if LATENTS:
+                    _put_sums(sum_ptr, p, softmax.m, at, behind, r < R)
+                else:
+                    # weighted middles of values, to be added to all columns
+                    shift = shift * alpha[None, :] + p * (words.zero + MIDDLE * words.step)[:, None]
             else:
                 k, v = load_groups(pieces, start + token, q[0].dtype, FORM, SLOTS > 0)  # [BN, D], [BN, V]
                 softmax = _add_keys(softmax, q, k, v, offset, scale, CAP, PRECISION)
-        if WORDS:
-            # to all columns, in all parts
+        if LATENTS:
+            softmax = _add_centres(
+                softmax, sum_ptr, opened, lo * BG, behind, r < R, q[0].dtype, FORM, PRECISION, EARLY, FAR
+            )
+        elif WORDS:
+            # in all parts
             shift = tl.sum(shift, 0)[None, :]
             softmax = _joined(Softmax([x + shift for x in softmax.acc], softmax.m, softmax.total), DV)
     if LANES:
         softmax = _with_lanes(softmax, sums)
-    acc = [tl.trans(x) for x in softmax.acc]  # [BR, V]
-    if FORM.bits < 16 and DV == 0:
-        acc = (turned_part(acc[0], rotation_ptr, 0, FORM.V0, D, True, EXACT),)
+    if LATENTS:
+        acc = (_in_order(softmax, before, aside_ptr, r < R, rotation_ptr, FORM, EXACT),)  # [BR, V]
+    else:
+        acc = [tl.trans(x) for x in softmax.acc]
+        if FORM.bits < 16 and DV == 0:
+            acc = (turned_part(acc[0], rotation_ptr, 0, FORM.V0, D, True, EXACT),)
     total = tl.sum(softmax.total, 0)
     # splits without a key write zeros, because the join reads every part
     store_part(part_ptr, lse_ptr, Softmax(acc, softmax.m, total), part_row, r < R, FORM.V0, FORM.V1)

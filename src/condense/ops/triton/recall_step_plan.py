@@ -17,7 +17,7 @@ from condense.ops.triton.device.parts import key_value_parts
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
 from condense.ops.triton.recall_score import UNFUSED
 from condense.ops.triton.recall_step_choice_kernels import Ranking
-from condense.ops.triton.recall_store_kernels import Form
+from condense.ops.triton.recall_store_kernels import Form, in_words
 
 _MIN_TILE = 32
 # KV heads of all rows from which on a step counts as one of many rows: four of Llama 3.1 8B
@@ -54,6 +54,8 @@ class _GroupTiles(NamedTuple):
 
 # tiles of scores for `condense.ops.triton.device.lane_signs`, 128 tokens to a warp: for few heads and for many
 _LANES = (_GroupTiles(1024, 8, 1, 2, 128), _GroupTiles(512, 4, 1, 4, 128))
+# tiles of latents that are read in words: matrix units of Hopper take 64 tokens at once
+_LATENT_WORDS = _GroupTiles(64, 8, 2, 1)
 
 
 class _Table(NamedTuple):
@@ -218,6 +220,8 @@ def plan_of(
     if early and dtype == torch.bfloat16 and cdiv(R, lane_heads) <= 2 and in_lanes:
         # these load the next tile themselves
         BR, of_attend = cdiv(R, lane_heads) * lane_heads, of_attend._replace(num_stages=1)
+    elif early and dtype == torch.bfloat16 and latent and in_words(form) and gpu_of(device).capability[0] == 9:
+        of_attend = _LATENT_WORDS
     head_tiles = cdiv(R, BR)
     r, GROUPS = quota.at(G), power_of_2(max(G, 4))
     of_quota = (r, *quota[1:])
@@ -260,7 +264,8 @@ def plan_of(
     of_splits = queries * S0
     floats = (
         queries * S2 * V, queries * S2, of_scores, of_splits, of_splits,
-        *((of_scores, of_splits, of_splits) if mean else (0, 0, 0)), queries * width, of_bases if width else 0,
+        *((of_scores, of_splits, of_splits) if mean else (0, 0, 0)), queries * width,
+        (of_bases << (latent > 0)) if width else 0,
     )  # fmt: skip
     integers = of_lists, *((pairs * r, of_slots, pairs * S, pairs * S) if S else (0, 0, 0, 0))
     chained = {"launch_pdl": True} if early else {}

@@ -32,6 +32,7 @@ from condense.ops.triton.device.codes import (
 )
 from condense.ops.triton.device.parts import parts, store_rows, tile_width
 from condense.ops.triton.device.signs import add_codes, block_width, index_widths, sign_bytes, turned_part
+from condense.ops.triton.device.words import beside, word_pieces
 
 _CENTRE = tl.constexpr(CENTRE_LEVELS)
 
@@ -83,8 +84,8 @@ class Pieces(namedtuple("Pieces", "ptr slot moves signs steps")):
 class Words(namedtuple("Words", "k v unit step zero")):
     """Tokens of groups as `load_words` reads them, N of them; their keys less the centres of their groups.
 
-    k, v: `signed_codes` and `middle_codes` in the parts of `to_words`. unit: what 1 in a key stands for. step, zero: a
-    value is ``zero + step * code``. All three float32 ``[N]``.
+    k, v: `signed_codes` and `middle_codes` in parts (`condense.ops.triton.device.words`). unit: what 1 in a key stands
+    for. step, zero: a value is ``zero + step * code``. All three float32 ``[N]``. Values of latents are their keys.
     """
 
 
@@ -177,7 +178,13 @@ def tokens_of_tile(g, N):
 
 @triton.constexpr_function
 def in_words(FORM):
-    """Whether groups can be read by `load_words`."""
+    """Whether attention can read groups by `load_words`.
+
+    Pairs of words share a word of signs. The centre of a latent is a part of its value, which is added to those of
+    whole groups: each must lie in one tile.
+    """
+    if FORM.DV == 0:
+        return FORM.bits == 4 and FORM.D % 32 == 0 and FORM.D >= 64 and FORM.g <= 16
     whole = FORM.D1 == 0 and FORM.V1 == 0 and tile_width(FORM.D) == FORM.D and tile_width(FORM.DV) == FORM.DV
     return FORM.bits == 4 and whole and min(FORM.D, FORM.DV) >= 64
 
@@ -247,16 +254,52 @@ def _load_centre(pieces, column, there, FORM: tl.constexpr):
 
 
 @triton.jit
-def load_centres(signs_ptr, dtype: tl.constexpr, FORM: tl.constexpr, ASM: tl.constexpr):
-    """The centres of the groups whose signs begin at ``signs_ptr`` ``[n]``, in the parts of `to_words`; their numbers
-    in two steps.
-    """
-    N: tl.constexpr = FORM.D // 16
-    words, x = tl.load(signs_ptr.to(tl.pointer_type(tl.int16))[:, None] + FORM.g * N + tl.arange(0, 4 * N)[None, :]), ()
+def _load_centre_words(ptr, LO: tl.constexpr, N: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
+    """The numbers of centres in N words from LO on, in two steps, in four parts ``[n, P]``. ptr: int16 ``[n]``."""
+    column, x = LO + tl.arange(0, tile_width(N))[None, :], ()
+    if tile_width(N) == N:
+        words = tl.load(ptr[:, None] + column)
+    else:
+        words = tl.load(ptr[:, None] + column, mask=column < LO + N, other=0)
     for part in tl.static_range(4):
         codes = middle_codes(words, 4 * part, dtype, ASM).to(tl.float32) + (MIDDLE - _CENTRE / 2)
         x = x + (codes.to(dtype),)  # noqa: RUF005
     return x
+
+
+@triton.jit
+def load_centres(signs_ptr, dtype: tl.constexpr, FORM: tl.constexpr, ASM: tl.constexpr):
+    """The centres of the groups whose signs begin at ``signs_ptr`` ``[n]``, in the parts of `Words`; their numbers in
+    two steps.
+    """
+    pieces: tl.constexpr = word_pieces(FORM.D)
+    ptr = signs_ptr.to(tl.pointer_type(tl.int16)) + FORM.g * (FORM.D // 16)
+    x = _load_centre_words(ptr, 0, pieces[0], dtype, ASM)
+    if pieces[1] == 0:
+        return x
+    else:
+        return x + (beside(_load_centre_words(ptr, pieces[0], pieces[1], dtype, ASM)),)  # noqa: RUF005
+
+
+@triton.jit
+def _load_key_words(
+    pieces, i, LO: tl.constexpr, N: tl.constexpr, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """`signed_codes` in N words from LO on of the keys of tokens i of n groups, in four parts ``[n * T, P]``."""
+    inside, k = (i < FORM.g)[:, None], ()
+    # words of signs of a token: each has those of the columns whose codes are in every so many words
+    S: tl.constexpr = FORM.D // 16
+    column = LO + tl.arange(0, tile_width(N))[None, :]
+    bit = column // S
+    if tile_width(N) > N:
+        inside, bit = inside & (column < LO + N), tl.minimum(bit, 3)
+    words = _load(_as(pieces, tl.int16), FORM.keys_at // 2 + i[:, None] * (FORM.D // 4) + column, inside, COPY)
+    of_token = tl.minimum(i, FORM.g - 1)[:, None] * S + column % S
+    signs = tl.load(pieces.signs.to(tl.pointer_type(tl.int16))[:, None, None] + of_token[None])  # [n, T, P]
+    for part in tl.static_range(4):
+        k = k + (_flat(signed_codes(words, signs, bit[None], 4 * part, dtype, ASM)),)  # noqa: RUF005
+    return k
 
 
 @triton.jit
@@ -269,23 +312,23 @@ def load_words(
     steps. COPY: also store what is read of `Pieces` that move. ASM: there is a GPU that runs assembly.
     """
     i, size = first + tl.arange(0, T), dtype.primitive_bitwidth // 8
-    inside, k, v = (i < FORM.g)[:, None], (), ()
-    # words of signs of a token, and of its codes: each of these has the codes of columns whose signs share a word
-    N: tl.constexpr = FORM.D // 16
-    column = tl.arange(0, 4 * N)[None, :]
-    words = _load(_as(pieces, tl.int16), FORM.keys_at // 2 + i[:, None] * (4 * N) + column, inside, COPY)
-    of_token = tl.minimum(i, FORM.g - 1)[:, None] * N + column % N
-    signs = tl.load(pieces.signs.to(tl.pointer_type(tl.int16))[:, None, None] + of_token[None])  # [n, T, 4 * N]
-    for part in tl.static_range(4):
-        k = k + (_flat(signed_codes(words, signs, (column // N)[None], 4 * part, dtype, ASM)),)  # noqa: RUF005
-    C: tl.constexpr = FORM.DV // 4
-    at = FORM.values_at // 2 + i[:, None] * C + tl.arange(0, C)[None, :]
-    words = _load(_as(pieces, tl.int16), at, inside, COPY)  # [n, T, C]
-    for part in tl.static_range(4):
-        v = v + (_flat(middle_codes(words, 4 * part, dtype, ASM)),)  # noqa: RUF005
-    unit = 2 * _load_numbers(pieces, FORM.steps_at // size, first, T, dtype, FORM, COPY)
-    step = _load_numbers(pieces, 0, first, T, dtype, FORM, COPY)
-    return Words(k, v, unit, step, _load_numbers(pieces, FORM.g, first, T, dtype, FORM, COPY))
+    of_key: tl.constexpr = word_pieces(FORM.D)
+    k = _load_key_words(pieces, i, 0, of_key[0], dtype, FORM, COPY, ASM)
+    if of_key[1] > 0:
+        k = k + (beside(_load_key_words(pieces, i, of_key[0], of_key[1], dtype, FORM, COPY, ASM)),)  # noqa: RUF005
+    if FORM.DV == 0:
+        unit = 2 * _load_numbers(pieces, FORM.steps_at // size, first, T, dtype, FORM, COPY)
+        return Words(k, k, unit, unit, None)
+    else:
+        v = ()
+        C: tl.constexpr = FORM.DV // 4
+        at = FORM.values_at // 2 + i[:, None] * C + tl.arange(0, C)[None, :]
+        words = _load(_as(pieces, tl.int16), at, (i < FORM.g)[:, None], COPY)  # [n, T, C]
+        for part in tl.static_range(4):
+            v = v + (_flat(middle_codes(words, 4 * part, dtype, ASM)),)  # noqa: RUF005
+        unit = 2 * _load_numbers(pieces, FORM.steps_at // size, first, T, dtype, FORM, COPY)
+        step = _load_numbers(pieces, 0, first, T, dtype, FORM, COPY)
+        return Words(k, v, unit, step, _load_numbers(pieces, FORM.g, first, T, dtype, FORM, COPY))
 
 
 @triton.jit
@@ -391,7 +434,7 @@ def recall_unpack_kernel(
     columns: tl.constexpr = index_widths(FORM.g, FORM.D)
     pieces = Pieces(ptr, ptr, False, signs_ptr + row * columns[0], steps_ptr + row * columns[1])
     dtype: tl.constexpr = k_ptr.dtype.element_ty
-    if in_words(FORM):
+    if FORM.DV > 0 and in_words(FORM):
         words = load_words(pieces, start, T, dtype, FORM, False, False)
         step = tl.load(pieces.steps + FORM.g).to(tl.float32)
         k, v = _words_as_numbers(words, load_centres(pieces.signs, dtype, FORM, False), step, dtype, FORM)
