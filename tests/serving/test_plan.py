@@ -16,7 +16,7 @@ from condense.ops.triton import limits
 from condense.serving import trial
 from condense.serving.blocks import ServedLayer, blocks_of_request, own_page, page_sizes, table_columns
 from condense.serving.engine import EngineSettings, check_engine
-from condense.serving.host import HostMemory, host_bytes, slot_rows
+from condense.serving.host import HostMemory, host_bytes, slot_rows, slots_bytes
 from condense.serving.plan import serving_plan, serving_plans
 from condense.serving.vllm.memory import available_bytes
 
@@ -258,7 +258,7 @@ def test_a_page_holds_what_records_leave_out():
 
 
 def test_so_many_requests_have_slots_as_fit_beside_them():
-    one, slots = blocks_of_request(KEPT, 1000).total_bytes, sum(layer.slots_bytes for layer in KEPT)
+    one, slots = blocks_of_request(KEPT, 1000).total_bytes, slots_bytes(KEPT)
     assert slots == sum(64 * x.heads * x.host_slot_bytes for x in KEPT) > 0
     for num in (0, 3):
         assert slot_rows(KEPT, 1000, num * (one + slots) + slots, in_room=True) == num

@@ -26,13 +26,17 @@ def host_bytes(layers: Collection[ServedLayer]) -> int:
     return sum(layer.host_bytes(far) for layer in layers)
 
 
+def slots_bytes(layers: Collection[ServedLayer]) -> int:
+    """Bytes on the device, beside the pages, of the slots of a request."""
+    return sum(layer.slots_bytes for layer in layers)
+
+
 def slot_rows(layers: Collection[ServedLayer], longest: int, room: int, *, in_room: bool) -> int:
     """The number of requests of ``longest`` tokens that fit into ``room`` bytes on the device; so many have slots.
 
     in_room: these lie there too, and not beside it.
     """
-    slots = sum(layer.slots_bytes for layer in layers) if in_room else 0
-    return max(0, room) // (blocks_of_request(layers, longest).total_bytes + slots)
+    return max(0, room) // (blocks_of_request(layers, longest).total_bytes + in_room * slots_bytes(layers))
 
 
 def host_pages(served: ServedLayer, pages: Tensor) -> Tensor | None:

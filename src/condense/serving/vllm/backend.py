@@ -40,7 +40,7 @@ from condense.ops import Extras
 from condense.ops.latents import UpProjection
 from condense.ops.paged import NewTokens, PagedSlots, PagedState, Pages, read_paged
 from condense.serving.blocks import PageSizes, ServedLayer, blocks_of_request, page_sizes
-from condense.serving.host import HostMemory, host_bytes, slot_rows
+from condense.serving.host import HostMemory, host_bytes, slot_rows, slots_bytes
 from condense.serving.trial import read_trials
 from condense.serving.vllm.memory import available_bytes, room_of_pages
 
@@ -101,13 +101,15 @@ class CondensedMetadataBuilder(AttentionMetadataBuilder[CondensedMetadata]):
         one = blocks_of_request(served, longest)
         # vLLM gives one block to no request
         held = (layers[self.layer_names[0]].kv_cache.shape[0] - 1) / one.blocks
-        on_host = one.blocks * host_bytes(served) / 2**20
+        on_host, slots = one.blocks * host_bytes(served) / 2**20, slots_bytes(served) / 2**20
         logger.info_once(
             "Concurrency for %s tokens per request, once their prompts are read: %.2fx; each takes %.1f MiB, %.0f%% of "
             "dense attention's, a request of 1,024 tokens %.0f%%%s",
             *(f"{longest:,}", held, one.total_bytes / 2**20, 100 * one.share(served, longest)),
             100 * blocks_of_request(served, 1024).share(served, 1024),
-            f"; in host memory each takes {on_host:,.1f} MiB" if on_host else "",
+            f"; in host memory each takes {on_host:,.1f} MiB, in slots beside the pages {slots:,.1f}"
+            if on_host
+            else "",
         )
 
 
@@ -253,10 +255,7 @@ class CondensedAttention(Attention):
             room, in_room = room_of_pages(cache, blocks_of_request(self.model, self.longest).block_bytes)
             rows = slot_rows(self.model, self.longest, room, in_room=in_room)
             rows = min(rows, self._engine.scheduler_config.max_num_seqs)
-            logger.info_once(
-                "Slots for copies of groups in host memory: %d requests, %.1f MiB each",
-                *(rows, sum(layer.slots_bytes for layer in self.model) / 2**20),
-            )
+            logger.info_once("Slots for copies of groups in host memory: those of %d requests", rows)
             served = self.served
             self.slots = PagedSlots.empty(rows, served.heads, served.widths, self.plan.settings, like)
         return self.slots
