@@ -144,6 +144,18 @@ def test_steps_by_lanes(rows, heads, compiled):
         assert all(instruction in asm for instruction in instructions)
 
 
+@pytest.mark.parametrize(("heads", "widths"), [(16, (512, 576)), (40, (256, 288))], ids=str)
+def test_steps_on_latents(heads, widths, compiled):
+    """Matrix units of Hopper multiply whole numbers of 8 bits, and codes that become bfloat16 two at a time."""
+    latent, D = widths
+    settings = step_settings(condense.Recall(window=64, num_recall=8, store_bits=4))
+    take_a_step(settings, 1, (heads, 1), (D, 0), latent=latent)
+    ptx = {kernel.metadata.name: kernel.asm["ptx"] for kernel in compiled}
+    assert re.search(r"wgmma\.mma_async\.[a-z0-9.]*\.s32\.s8\.s8", ptx["recall_score_kernel"])
+    assert "wgmma.mma_async" in ptx["recall_attend_kernel"]
+    assert ptx["recall_attend_kernel"].count("lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA") >= 16
+
+
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("rows", [1, 5, 12, 20, 48])
 def test_numbers_of_kernels_are_plain(rows):

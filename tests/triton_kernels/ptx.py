@@ -46,15 +46,15 @@ class Assembly:
     def get_result(self, i):
         kind = self.types[i]
         x = self.registers.get(f"${i}", np.zeros(32, np.uint32))
-        x = np.ascontiguousarray(x).view(np.uint16) if kind.primitive_bitwidth == 16 else x
+        x = np.ascontiguousarray(x).view(f"uint{kind.primitive_bitwidth}") if kind.primitive_bitwidth < 32 else x
         x = x[::2] if len(x) > np.prod(self.shape) else x
         return TensorHandle(x.view(NUMPY.get(kind.name, kind.name)).reshape(self.shape), kind)
 
 
 def registers_of(data, pack):
-    """An argument in registers: numbers of 16 bits share one, wider ones have one for each element of a thread."""
+    """An argument in registers: narrow numbers share one, wide ones have one for each element of a thread."""
     x = np.ascontiguousarray(data).reshape(-1)
-    if pack > 1 and x.itemsize == 2:
+    if x.itemsize < 4 and pack * x.itemsize == 4:
         return [x.view(np.uint32)]
     wide = x.view(np.uint64) if x.itemsize == 8 else x.view(f"uint{8 * x.itemsize}").astype(np.uint32)
     return [wide[i::pack] for i in range(pack)]

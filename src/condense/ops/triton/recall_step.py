@@ -35,7 +35,7 @@ class StepScratch(
 
     float32: part ``[B, H, S1, Dv]``, lse ``[B, H, S1]``, score ``[B, H, G as a power of two]``, top and total
     ``[B, H, S0]``; centre, centre_top and centre_total the same of centres, empty where nobody reads these; turned
-    ``[B, H, D]``, empty where nobody reads turned queries, and base ``[B, H, r]``, of latents ``[B, H, 2 r]``; int32:
+    ``[B, H, D]``, empty where none reads turned queries, and base ``[B, H, r]``, of latents ``[B, H, 2 r]``; int32:
     groups and place ``[B, K, r]``, slot_of ``[B, K, G]``, used and free ``[B, K, S]`` of S slots. In pages score,
     centre and base are ``[H, all]``, base of latents ``[H, 2 all]``, groups and slot_of ``[K, all]``, with places for
     all groups of all rows.

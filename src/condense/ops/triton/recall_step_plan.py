@@ -14,6 +14,7 @@ from condense.ops.step.settings import numbered_settings
 from condense.ops.triton.device import lane_signs, lane_tokens, lanes
 from condense.ops.triton.device.address import PageForm
 from condense.ops.triton.device.parts import key_value_parts
+from condense.ops.triton.device.sign_pieces import in_pieces
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
 from condense.ops.triton.recall_score import UNFUSED
 from condense.ops.triton.recall_step_choice_kernels import Ranking
@@ -54,6 +55,8 @@ class _GroupTiles(NamedTuple):
 
 # tiles of scores for `condense.ops.triton.device.lane_signs`, 128 tokens to a warp: for few heads and for many
 _LANES = (_GroupTiles(1024, 8, 1, 2, 128), _GroupTiles(512, 4, 1, 4, 128))
+# tiles of scores by `condense.ops.triton.device.sign_pieces`
+_PIECES = _GroupTiles(128, 8, 4, 2, 128)
 # tiles of latents that are read in words: matrix units of Hopper take 64 tokens at once
 _LATENT_WORDS = _GroupTiles(64, 8, 2, 1)
 
@@ -232,6 +235,8 @@ def plan_of(
     counts_bits = early and gpu_of(device).capability[0] == 9 and cdiv(R, lane_heads) <= 2
     if counts_bits and lane_signs.fits(g, D):
         HS, of_score = lane_heads, _LANES[B * K >= _MANY_HEADS]
+    elif early and in_pieces(D):
+        of_score = _PIECES
     GS = max(1, of_score.rows // power_of_2(g))
     precision = "ieee" if dtype == torch.float32 else "tf32"
     score_tiles = cdiv(R, HS)
@@ -257,15 +262,15 @@ def plan_of(
     )  # fmt: skip
     shared = device.type == "cuda" and gpu_of(device).multiprocessors < B * K
     ranking_warps = max(4, min(16, power_of_2(max(GROUPS // (_OF_THREAD << shared), S)) // 32))
-    queries, pairs, width = B * H, B * K, D if choice.store.bits < 16 else 0
+    queries, pairs, turns = B * H, B * K, choice.store.bits < 16
     # in pages, rows share what is kept by groups
     of_scores = queries * GROUPS if far is None else H * row
     of_bases, of_lists, of_slots = (queries * r, pairs * r, pairs * G) if far is None else (H * row, K * row, K * row)
     of_splits = queries * S0
     floats = (
         queries * S2 * V, queries * S2, of_scores, of_splits, of_splits,
-        *((of_scores, of_splits, of_splits) if mean else (0, 0, 0)), queries * width,
-        (of_bases << (latent > 0)) if width else 0,
+        *((of_scores, of_splits, of_splits) if mean else (0, 0, 0)),
+        queries * D if turns or in_pieces(D) else 0, (of_bases << (latent > 0)) if turns else 0,
     )  # fmt: skip
     integers = of_lists, *((pairs * r, of_slots, pairs * S, pairs * S) if S else (0, 0, 0, 0))
     chained = {"launch_pdl": True} if early else {}

@@ -16,6 +16,13 @@ from condense.ops.triton.device import lane_signs, lanes
 from condense.ops.triton.device.address import form_place, head_rows, part_at, place_row
 from condense.ops.triton.device.parts import tile_width
 from condense.ops.triton.device.scores import soft_cap
+from condense.ops.triton.device.sign_pieces import (
+    in_pieces,
+    load_pieces,
+    piece_centre_products,
+    piece_queries,
+    piece_sign_products,
+)
 from condense.ops.triton.device.signs import centre_products, index_widths, sign_bytes, sign_products, turned_queries
 from condense.ops.triton.recall_choice_kernels import wanted_groups
 from condense.ops.triton.recall_close_kernels import row_of_step
@@ -136,7 +143,7 @@ def recall_score_kernel(
     are opened, no scores are written: `condense.ops.recall.choice.Quota`. rotation: as for `recall_close_kernel`. far:
     table of the pages of records, for which scores are ``[H, G]``, with the groups of a row from its ``start`` on; None
     for arrays. turned: float32 ``[B, H, D]``, where turned queries are written for the kernel that attends; None: it
-    does not read them.
+    does not read them, nor does `piece_queries`.
     """
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K
@@ -173,7 +180,10 @@ def recall_score_kernel(
         turned_ptr += head * R * D
     q_ptr += b * s_qb + kvh * R * s_qh
     # [BR, bytes], [BR], [BR]
-    queries, sums, unit = turned_queries(q_ptr, s_qh, r, asked, rotation_ptr, turned_ptr, split == 0, D)
+    if in_pieces(D):
+        queries, sums, unit = piece_queries(q_ptr, s_qh, r, asked, rotation_ptr, turned_ptr, D)
+    else:
+        queries, sums, unit = turned_queries(q_ptr, s_qh, r, asked, rotation_ptr, turned_ptr, split == 0, D)
     if EARLY:
         gdc_launch_dependents()
         # the kernel before this one closes a group, and writes its index; in pages, one that another row may read too
@@ -219,8 +229,12 @@ def recall_score_kernel(
         for tile in range(lo, hi):
             next_row = _found(far_ptr, (tile + 1) * BG + n // T, closed, FAR)
             next_step = _load_steps(steps_ptr, next_row, i, closed, g, FAR)
-            signs = _load_signs(signs_ptr, row, i, g, D, FAR)  # [BG * T, bytes]
-            s = sign_products(signs, queries, sums, step, EARLY)  # [BG * T, BR]
+            if in_pieces(D):
+                signs = load_pieces(signs_ptr + _signs_at(signs_ptr, row, i, g, D, FAR), D)
+                s = piece_sign_products(signs, queries, sums, step, D, EARLY)  # [BG * T, BR]
+            else:
+                signs = _load_signs(signs_ptr, row, i, g, D, FAR)  # [BG * T, bytes]
+                s = sign_products(signs, queries, sums, step, EARLY)
             best = tl.max(tl.reshape(s, (BG, T, BR)), 1)  # [BG, BR]
             group = tile * BG + tl.arange(0, BG)
             tl.store(score_ptr[None, :] + group[:, None], best, mask=(group < closed)[:, None] & (r < R)[None, :])
@@ -235,7 +249,11 @@ def recall_score_kernel(
             group = start + tl.arange(0, _ADDED)
             found = _found(far_ptr, group, closed, FAR)
             at, there = score_ptr[None, :] + group[:, None], (group < last)[:, None] & (r < R)[None, :]
-            centre = centre_products(signs_ptr, _signs_at(signs_ptr, found, g, g, D, FAR), queries, sums, D, EARLY)
+            codes_at = _signs_at(signs_ptr, found, g, g, D, FAR)
+            if in_pieces(D):
+                centre = piece_centre_products(signs_ptr + codes_at, queries, sums, D, EARLY)
+            else:
+                centre = centre_products(signs_ptr, codes_at, queries, sums, D, EARLY)
             centre *= _load_steps(steps_ptr, found, g, closed, g, FAR)[:, None]
             s = (tl.load(at, mask=there, other=0.0) + centre) * (unit * scale)[None, :]  # [_ADDED, BR]
             tl.store(at, s, mask=there)

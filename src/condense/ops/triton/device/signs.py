@@ -290,7 +290,8 @@ def turned_part(
     """Columns ``[LO, LO + N)`` of vectors, ``[n, columns]``, turned, or with BACK turned back, in float32.
 
     LO and N are multiples of the rotation's blocks, each of which is the same symmetric matrix, but that its rows have
-    signs, those of its first column. Matrix units take 16 rows at least: of smaller blocks several.
+    signs, those of its first column. Matrix units take 16 rows at least: of smaller blocks several. PRECISION: of the
+    products, "chains" for those of `_turned_query`.
     """
     W: tl.constexpr = block_width(D)
     SIDE: tl.constexpr = max(16, W)
@@ -303,6 +304,10 @@ def turned_part(
     block = tl.load(at[:, None] + (row % W)[None, :], mask=there, other=0.0) * tl.load(at)[:, None]  # [SIDE, SIDE]
     if not BACK:
         x = x * signs.to(x.dtype)
-    x = tl.dot(tl.reshape(x, (n * T // SIDE, SIDE)), block.to(x.dtype), input_precision=PRECISION)
+    x = tl.reshape(x, (n * T // SIDE, SIDE))
+    if PRECISION == "chains":
+        x = _turned_query(x, block.to(x.dtype))
+    else:
+        x = tl.dot(x, block.to(x.dtype), input_precision=PRECISION)
     x = tl.reshape(x, (n, T))
     return x * signs.to(tl.float32) if BACK else x
