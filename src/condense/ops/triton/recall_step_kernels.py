@@ -159,16 +159,19 @@ def _load_centres(opened, n, dtype: tl.constexpr, FORM: tl.constexpr, EARLY: tl.
 
 @triton.jit
 def _put_bases(
-    base_ptr, q, opened, first, last, inside, FORM: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
-    FAR: tl.constexpr,
+    base_ptr, q, opened, first, last, inside, N: tl.constexpr, FORM: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Write the products of queries with the centres of open groups ``[first, last)`` to ``base_ptr`` ``[BR]``, where
-    queries are ``inside``, for all threads of the program.
+    queries are ``inside``, for all threads of the program; of N groups at a time. Queries of latents are as they are
+    turned, others divided by the width of the rotation's blocks.
     """
-    for start in range(first, last, 32):
-        n = start + tl.arange(0, 32)
-        x, unit = _load_centres(opened, n, q[0].dtype, FORM, EARLY, FAR)  # [32, P], [32]
-        s = _scores(q, x, PRECISION) * unit[:, None]  # [32, BR]
+    for start in range(first, last, N):
+        n = start + tl.arange(0, N)
+        x, unit = _load_centres(opened, n, q[0].dtype, FORM, EARLY, FAR)  # [N, P], [N]
+        if FORM.DV == 0:
+            unit *= 1 / block_width(FORM.D)
+        s = _scores(q, x, PRECISION) * unit[:, None]  # [N, BR]
         tl.store(base_ptr[None, :] + n[:, None], s, mask=inside[None, :] & (n < last)[:, None])
     tl.debug_barrier()
 
@@ -436,10 +439,16 @@ def recall_attend_kernel(
         base_ptr += r * room
         if LATENTS:
             sum_ptr = base_ptr + room // 2
+            # other numbers than q, and so not the same shared memory: addresses that two loops share would be spilled
+            of_bases = [x.to(q[0].dtype) for x in turned]
         else:
             q = to_words(q[0], D)  # [BR, D // 4]
+            of_bases = q
         behind = tl.minimum(tl.cdiv(hi, PARTS) * BG, count)
-        _put_bases(base_ptr, q, opened, lo // PARTS * BG, behind, r < R, FORM, PRECISION, EARLY, FAR)
+        # as many centres as tokens: matrix units that take so many leave queries in shared memory
+        AT_ONCE: tl.constexpr = max(32, BN) if LATENTS else 32
+        first_group = lo // PARTS * BG
+        _put_bases(base_ptr, of_bases, opened, first_group, behind, r < R, AT_ONCE, FORM, PRECISION, EARLY, FAR)
     if LANES:
         x, sums = turned[0] * (1 / block_width(D)), lane_tokens.no_sums(BR // 4)
         sums = _lane_groups(sums, opened, lo, hi, store_ptr, x, base_ptr, r < R, scale, FORM, CAP, FAR)
