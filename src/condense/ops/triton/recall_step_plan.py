@@ -18,7 +18,7 @@ from condense.ops.triton.device.sign_pieces import in_pieces
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
 from condense.ops.triton.recall_score import UNFUSED
 from condense.ops.triton.recall_step_choice_kernels import Ranking
-from condense.ops.triton.recall_store_kernels import Form, in_words
+from condense.ops.triton.recall_store_kernels import Form, latents_in_words
 
 _MIN_TILE = 32
 # KV heads of all rows from which on a step counts as one of many rows: four of Llama 3.1 8B
@@ -223,7 +223,13 @@ def plan_of(
     if early and dtype == torch.bfloat16 and cdiv(R, lane_heads) <= 2 and in_lanes:
         # these load the next tile themselves
         BR, of_attend = cdiv(R, lane_heads) * lane_heads, of_attend._replace(num_stages=1)
-    elif early and dtype == torch.bfloat16 and latent and in_words(form) and gpu_of(device).capability[0] == 9:
+    elif (
+        early
+        and dtype == torch.bfloat16
+        and latent
+        and latents_in_words(form.bits, D, g)
+        and gpu_of(device).capability[0] == 9
+    ):
         of_attend = _LATENT_WORDS
     head_tiles = cdiv(R, BR)
     r, GROUPS = quota.at(G), power_of_2(max(G, 4))

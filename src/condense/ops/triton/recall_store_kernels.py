@@ -177,14 +177,20 @@ def tokens_of_tile(g, N):
 
 
 @triton.constexpr_function
-def in_words(FORM):
-    """Whether attention can read groups by `load_words`.
+def latents_in_words(bits, D, g):
+    """Whether attention can read groups of g latents of width D by `load_words`.
 
     Pairs of words share a word of signs. The centre of a latent is a part of its value, which is added to those of
     whole groups: each must lie in one tile.
     """
+    return bits == 4 and D % 32 == 0 and D >= 64 and g <= 16
+
+
+@triton.constexpr_function
+def in_words(FORM):
+    """Whether attention can read groups by `load_words`."""
     if FORM.DV == 0:
-        return FORM.bits == 4 and FORM.D % 32 == 0 and FORM.D >= 64 and FORM.g <= 16
+        return latents_in_words(FORM.bits, FORM.D, FORM.g)
     whole = FORM.D1 == 0 and FORM.V1 == 0 and tile_width(FORM.D) == FORM.D and tile_width(FORM.DV) == FORM.DV
     return FORM.bits == 4 and whole and min(FORM.D, FORM.DV) >= 64
 
