@@ -324,7 +324,8 @@ def load_words(
         k = k + (beside(_load_key_words(pieces, i, of_key[0], of_key[1], dtype, FORM, COPY, ASM)),)  # noqa: RUF005
     if FORM.DV == 0:
         unit = 2 * _load_numbers(pieces, FORM.steps_at // size, first, T, dtype, FORM, COPY)
-        return Words(k, k, unit, unit, None)
+        # nobody asks for the zeros; Triton 3.6 takes no None here
+        return Words(k, k, unit, unit, unit)
     else:
         v = ()
         C: tl.constexpr = FORM.DV // 4
