@@ -144,7 +144,7 @@ def test_few_groups_where_there_is_room_for_many(name, scratch):
 def test_the_index_is_the_definition_to_the_bit(heads, D, g, dtype, scratch):
     """Of tokens of small whole numbers, whose sums are exact in any order; steps differ from a rounded centre."""
     L, (H, K), settings = 3 * g + 2, heads, step_settings(Recall(group_size=g, window=1, num_recall=1))
-    Dv, latent = (0, 256) if D > 256 else (16, 0)
+    Dv, latent = (0, 512 if D > 512 else 256) if D > 256 else (16, 0)
     qkv = [(4 * x).round().clamp(-9, 9) for x in random_qkv(2, H, K, L, D, Dv, dtype)]
     state = empty(settings, L, K, (D, Dv), dtype=dtype, device=DEVICE)
     for t in range(L):
