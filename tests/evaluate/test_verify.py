@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from cli.test_commands import ran, run_here
+from models import tiny
 from transformers import DynamicCache
 
 import condense
@@ -127,6 +128,13 @@ def test_the_command_writes_a_file_and_a_page_that_are_read_again(results, monke
     done = run_here("verify", str(file), str(other))
     assert done.returncode == 1
     assert "another: few fails" in done.stdout
+
+
+def test_texts_and_greedy_tokens_fit_learned_positions(demo):
+    learned = tiny.model("gpt2", vocab_size=4096, n_positions=320), demo[1], [demo_text().text], {}
+    few, many = (dataclasses.replace(CONFIG, greedy=greedy) for greedy in (40, 41))
+    assert len(verify(*learned, few)) == 3
+    tiny.refused("must fit the model's 320 learned positions, got 321", verify, *learned, many)
 
 
 def test_copies_repeat_the_first_half(demo):

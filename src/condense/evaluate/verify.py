@@ -12,6 +12,7 @@ from condense.evaluate.intervals import LEAST_FOUND, Cell, Proportion
 from condense.evaluate.verify_texts import TASKS, DenseReading, TextReading, VerifyText, read_text, verify_texts
 from condense.methods import Dense, Method, Recall, StreamingLLM
 from condense.models import MethodChoice, check_stock, condensed_layers, described, in_eval_mode
+from condense.models.families import check_learned_positions
 from condense.models.inspect import cache_shares, inspect
 from condense.tasks import encode_corpus
 
@@ -103,7 +104,8 @@ def verify(
 
     model: a causal LM with stock attention, which it has afterwards too. documents: text to cut and hide numbers in.
     methods: by the name that their results get. on_step: called after each text and setting with their number.
-    Raises ValueError for a condensed model, a method it cannot take, a name of ours, and as `verify_texts`.
+    Raises ValueError for a condensed model, a method it cannot take, a name of ours, texts longer than the model's
+    learned positions, and as `verify_texts`.
     """
     check_stock(model)
     if taken := {DENSE, WINDOW, ALL_OPEN} & set(methods):
@@ -113,6 +115,8 @@ def verify(
         verify_texts(tokenizer, corpus, length, config.texts, questions=config.questions, seed=config.seed)
         for length in config.lengths
     ]
+    longest = max(max(len(text.ids), text.copy + config.greedy) for texts in drawn for text in texts)
+    check_learned_positions(model.config, "texts, and greedy tokens after them,", longest)
     # dense attention first, because the others are measured against it
     arms: dict[int, dict[str, MethodChoice]] = {
         length: {
