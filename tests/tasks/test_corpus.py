@@ -65,15 +65,16 @@ def test_bad_files_are_refused(tmp_path, tokenizer):
 
 def test_bad_records_are_counted_and_named(tmp_path, tokenizer, capsys):
     path, other = tmp_path / "some.jsonl", tmp_path / "other.parquet"
-    path.write_bytes(b'{"text": "fine"}\nnone\n{"text": 3}\n\n{"text": "caf\xe9"}\n[1]\n{"text": "well"}\n')
+    bad = b'none\n{"text": 3}\n\n{"text": "caf\xe9"}\n[1]\n{"text": "\\ud83d"}\n'
+    path.write_bytes(b'{"text": "fine"}\n' + bad + b'{"text": "well"}\n')
     parquet.write_table(Table.from_pylist([{"text": None}, {"text": "good"}]), other)
     skipped = []
     assert list(read_documents([path, other], skipped=skipped)) == ["fine", "well", "good"]
-    assert skipped == [*(f"{path} line {number}" for number in (2, 3, 5, 6)), f"{other} line 1"]
+    assert skipped == [*(f"{path} line {number}" for number in (2, 3, 5, 6, 7)), f"{other} line 1"]
     assert len(load_corpus([path, other], tokenizer, tmp_path / "cache").document_starts) == 3
     said = " ".join(capsys.readouterr().err.replace("\n", "").split())
-    assert "left out: 5:" in said
-    assert "and 2 more" in said
+    assert "left out: 6:" in said
+    assert "and 3 more" in said
     parquet.write_table(Table.from_pylist([{"body": "x"}]), other)
     tiny.refused("data: wanted a Parquet file with a column text, got .*other", list, read_documents([other]))
 

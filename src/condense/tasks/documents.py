@@ -27,12 +27,16 @@ def read_documents(paths: Sequence[str | Path], *, skipped: list[str] | None = N
     """
     for path in map(Path, paths):
         for number, record in _records(path):
-            if isinstance(record, dict) and isinstance(record.get("text"), str):
-                yield record["text"]
-            elif skipped is None:
-                raise ValueError(f"data: wanted records with a text field, got another line {number} in {path}")
-            else:
+            try:
+                text = record["text"]
+                text.encode()  # fails for half a character, which JSON can spell (\ud83d) and no tokenizer takes
+            except (AttributeError, KeyError, TypeError, UnicodeEncodeError):
+                if skipped is None:
+                    wanted = "data: wanted records with a text field in UTF-8"
+                    raise ValueError(f"{wanted}, got another line {number} in {path}") from None
                 skipped.append(f"{path} line {number}")
+            else:
+                yield text
 
 
 def is_dataset(source: str | Path) -> bool:
