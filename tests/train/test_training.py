@@ -37,6 +37,7 @@ UNTRAINED = [
 BAD_RUNS = [
     ({"data": ()}, "data: wanted at least one"), ({"phases": ()}, "phases: wanted at least one"),
     ({"pretrained": "somewhere"}, "pretrained: wanted either"), ({"dtype": "int8"}, "dtype"), ({"seed": -1}, "seed"),
+    ({"seed": 2**32}, "seed: wanted an integer below .*, got 4294967296"),
     ({"data_weights": (1.0, 2.0)}, "data_weights: wanted one for each of 1 data files, got 2"),
     ({"data_weights": (0.0,)}, "data_weights must be a finite number > 0, got 0.0"),
     ({"lora_rank": 4}, "lora_rank, lora_targets: wanted train='lora' for adapters, got train='all'"),

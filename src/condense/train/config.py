@@ -178,6 +178,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.seed >= 2**32:
+            raise ValueError(f"seed: wanted an integer below 2**32, as Trainer takes it, got {self.seed}")
         if not self.data:
             raise ValueError("data: wanted at least one text file, got none")
         if self.data_weights and len(self.data_weights) != len(self.data):
