@@ -64,6 +64,7 @@ BAD = [
     (("compare", "--plot", "picture.doc"), "plot must end in"),
     (("compare", "--chat"), "--chat needs a text"),
     (("generate", "hi", "--chat"), "no chat template"),
+    (("generate", "caf\udce9"), "must be UTF-8, got 'caf\\udce9'"),
     (("generate", "hi", "--device", "cpu", "--device-map", "auto"), "not both"),
     (("generate",), "prompt"),
     (("generate", "a", "--text", "b"), "prompt"),
@@ -251,6 +252,7 @@ def test_files_of_others_are_refused_in_one_line(saved, story, tmp_path):
         (("compare", "--text", str(tmp_path / "binary")), "is not UTF-8 text"),
         (("compare", "--text", str(tmp_path / "blank")), "is empty\n"),
         (("compare", "--text", str(story), "--model", str(tmp_path / "gpt2")), "64 learned positions"),
+        (("compare", "--text", str(story), "--question", ""), "questions must hold at least one token each"),
     ):
         refused(message, *arguments)
 

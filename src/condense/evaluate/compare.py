@@ -115,10 +115,14 @@ def chat_message(tokenizer: PreTrainedTokenizerBase, text: str, question: str = 
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, model: PreTrainedModel, *, special: bool = True) -> Tensor:
-    """Token ids ``[1, L]`` on the model's device. Raises ValueError if there are none."""
+    """Token ids ``[1, L]`` on the model's device. Raises ValueError if there are none or it is no UTF-8."""
+    try:
+        text.encode()  # fails for bytes on a command line that are no UTF-8, of which tokenizers raise a TypeError
+    except UnicodeEncodeError as error:
+        raise ValueError(f"text and questions must be UTF-8, got {text!r}: {error}") from error
     ids = tokenizer(text, add_special_tokens=special, return_tensors="pt").input_ids
     if ids.numel() == 0:
-        raise ValueError("text must hold at least one token, got an empty text")
+        raise ValueError("text and questions must hold at least one token each, got an empty one")
     return ids.to(device=model.device, dtype=torch.int64)
 
 
