@@ -176,10 +176,17 @@ def test_inspect_says_when_all_tokens_are_focal(tmp_path, setting, cause):
         assert (layer["entries"], layer["flops"]) == (900, layer["dense_flops"])
 
 
-def test_inspect_names_the_layers_that_have_attention(tmp_path):
-    transformers.Qwen3NextConfig(num_hidden_layers=12).save_pretrained(tmp_path)
-    said = run_here("inspect", "--model", str(tmp_path), "--length", "4K").stdout
-    assert "layers 7, 11: recall: of 4096 tokens" in said
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        (transformers.Qwen3NextConfig(num_hidden_layers=12), "layers 7, 11"),
+        (transformers.Gemma4TextConfig(num_hidden_layers=12, num_kv_shared_layers=0), "layer 11"),
+    ],
+)
+def test_inspect_names_the_layers_that_have_attention(tmp_path, config, layers):
+    config.save_pretrained(tmp_path)
+    said = ran("inspect", "--model", str(tmp_path), "--length", "4K").stdout
+    assert f"{layers}: recall: of 4096 tokens" in said
 
 
 @pytest.mark.parametrize(("arguments", "said"), SAID, ids=str)

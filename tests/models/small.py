@@ -48,7 +48,10 @@ _BOTH = ("sliding_attention", "full_attention")
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 # chunks of 6 tokens; the layer with full attention without rotation
 _CHUNKED = {"attention_chunk_size": 6, "no_rope_layers": [1, 0]}
-_OF_FULL_LAYERS = {"global_head_dim": 8, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0}
+# full layers have other heads than sliding ones, which head_dim and num_key_value_heads are for
+_OF_FULL_LAYERS = {
+    "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "num_kv_shared_layers": 0,
+}  # fmt: skip
 CHANGES = {
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {"layer_types": _BOTH, "rope_parameters": dict.fromkeys(_BOTH, _ROPE)},

@@ -108,6 +108,20 @@ def test_flops(name, counted):
     assert 8 * 10**9 * 128 < report.flops < 14 * 10**9 * 128
 
 
+@pytest.mark.parametrize("name", ["gemma4_text", "mimo_v2_flash"])
+def test_layers_of_one_model_may_have_other_heads(name):
+    model, ids = small.model(name), tiny.tokens(1, 60)
+    reports = inspect(model, tiny.CCA, 60, itemsize=8)
+    of_heads = [(report.kv_heads, report.width, report.value_width) for report in reports]
+    held = tiny.filled(model, ids).layers
+    assert of_heads == [(x.keys.shape[1], x.keys.shape[3], x.values.shape[3]) for x in held]
+    assert len(set(of_heads)) == 2
+    full = next(report for report in reports if report.method is not None)
+    with condense.use(model, tiny.CCA):
+        state = tiny.filled(model, ids).layers[full.layer].state
+    assert full.bytes == sum(x.nbytes for x in state.tensors)
+
+
 @grid(30, name=["llama", *tiny.LATENT], method=METHODS | STORED, dtype=[torch.float64, torch.float32, torch.bfloat16])
 def test_bytes_are_those_of_the_cache(name, method, dtype):
     model, ids = tiny.model(name, dtype), tiny.tokens(1, 100)

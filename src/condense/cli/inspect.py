@@ -73,11 +73,9 @@ def inspect_command(
     if chosen not in choices.values():
         choices |= {" ".join(method or [described(chosen)]): chosen}
     fits = cache_fits(skeleton, choices, tokens, torch_dtype.itemsize, **room)
-    config = skeleton.config.get_text_config()
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    widths = reports[0].width, reports[0].value_width
-    problem = Problem(where, torch_dtype, widths, tokens, rows=1, heads=heads, kv_heads=kv_heads)
+    first = next(report for report in reports if report.method is not None)
+    sizes = {"rows": 1, "heads": first.heads, "kv_heads": first.kv_heads}
+    problem = Problem(where, torch_dtype, (first.width, first.value_width), tokens, **sizes)
     backend = resolve_backend("auto", problem)
     name, weights = model or shape or "bundled", weight_bytes(skeleton, torch_dtype.itemsize)
     methods = list(dict.fromkeys(str(report.method) for report in reports if report.method is not None))

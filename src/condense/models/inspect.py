@@ -24,10 +24,11 @@ from condense.state import num_entries
 class LayerReport:
     """One layer at one length, batch 1.
 
-    width, value_width: of a head's keys and values. Entries per KV head, or for all heads where latents are cached
-    (MLA), with the exact tokens in Recall's store or slots; bytes of what a cache keeps on the device after a prefill
-    of that length, without the spare room of buffers that a step changes: 1/32 and some columns. host_bytes: exact
-    tokens in host memory (``Recall(store="host")``). read_bytes: what a step after them reads, wherever it lies.
+    heads, kv_heads: of queries, and of keys and values. width, value_width: of a head's keys and values. Entries per KV
+    head, or for all heads where latents are cached (MLA), with the exact tokens in Recall's store or slots; bytes of
+    what a cache keeps on the device after a prefill of that length, without the spare room of buffers that a step
+    changes: 1/32 and some columns. host_bytes: exact tokens in host memory (``Recall(store="host")``). read_bytes: what
+    a step after them reads, wherever it lies.
 
     FLOPs count attention over visible keys, pooling and the scores of Recall's index, with the products that only
     latents need for it, and no other projections. method: None for a layer that stays stock; then both columns are the
@@ -35,6 +36,8 @@ class LayerReport:
     """
 
     layer: int
+    heads: int
+    kv_heads: int
     width: int
     value_width: int
     method: Method | None
@@ -91,9 +94,11 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
     if used.layout.choice is not None:
         read = heads.cached.step_bytes(used, length, itemsize)
     remark = None if method is None else _remark(method, length, on_host, read)
+    kv_heads = heads.num_q if is_latent(module) else heads.cached.num  # latents are expanded for each query head
     return LayerReport(
-        index, heads.width, heads.value_width, method, dense_entries=dense_entries, dense_bytes=dense_bytes,
-        entries=kept_on_device(used, length), bytes=on_device, host_bytes=on_host, read_bytes=read, remark=remark,
+        index, heads.num_q, kv_heads, heads.width, heads.value_width, method,
+        dense_entries=dense_entries, dense_bytes=dense_bytes, entries=kept_on_device(used, length), bytes=on_device,
+        host_bytes=on_host, read_bytes=read, remark=remark,
         dense_flops=heads.flops(own, length), flops=heads.flops(used, length),
     )  # fmt: skip
 
@@ -149,9 +154,11 @@ class _Heads:
             absorbed, expanded = (2 * num_q * module.kv_lora_rank * d for d in (d_n, d_n + d_v))
             latents = CachedHeads(1, module.kv_lora_rank + d_r, 0)
             return cls(num_q, d_n + d_r, d_v, latents, absorbed + num_q * d_r, expanded, absorbed)
-        num_kv = getattr(config, "num_key_value_heads", None) or num_q
-        width = getattr(config, "head_dim", None) or config.hidden_size // num_q
-        return cls(num_q, width, width, CachedHeads(num_kv, width, width), num_q * width)
+        # of the module first, because layers of one model may differ, and then not all configurations say how
+        width = getattr(module, "head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // num_q
+        value_width, groups = getattr(module, "v_head_dim", width), getattr(module, "num_key_value_groups", None)
+        num_kv = num_q // groups if groups else getattr(config, "num_key_value_heads", None) or num_q
+        return cls(num_q, width, value_width, CachedHeads(num_kv, width, value_width), num_q * width)
 
     @property
     def scored(self) -> int:
