@@ -103,6 +103,7 @@ def test_a_folder_without_a_tokenizer_and_an_environment_without_the_harness(dem
     demo[0].save_pretrained(tmp_path)
     wanted = f"condense: model: no tokenizer in {tmp_path}: tokenizer.save_pretrained('{tmp_path}') adds it\n"
     refused(wanted, "generate", "hello", "--model", str(tmp_path))
+    refused(wanted, "train", "adapt", "--pretrained", str(tmp_path), "--method", "cca", "--data", "a", "--output", "b")
     demo[1].save_pretrained(tmp_path)
     ran("generate", "hello", "--model", str(tmp_path), "--max-new-tokens", "1")
 

@@ -49,6 +49,7 @@ BAD_FILES = [
     ("stepps = 40", r"recipe: wanted fields of .*; got stepps; close: steps.* in .*recipe.toml"),
     ("steps = ", r"recipe: wanted a TOML file, got .*recipe.toml"),
     ('data = "a.txt"', r"data: wanted a list, got 'a.txt' in .*recipe.toml"),
+    ("data = [3]", r"data: wanted a list of texts, got \[3\] in .*recipe.toml"),
     ("method = 3", r"method: wanted a text, got 3 in .*recipe.toml"),
     ("data_weights = [1, 2]", "data_weights: wanted one for each of 1 data files, got 2"),
     ('steps = "40"', "steps must be an integer"),

@@ -101,14 +101,14 @@ def load_model(
         logging.enable_progress_bar()  # of downloads and of weights, which may take minutes
     source = str(demo_folder()) if model is None else model
     settings: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    tokenizer = _read_tokenizer(source, settings)
+    tokenizer = read_tokenizer(source, settings)
     settings |= {"dtype": torch_dtype} if device_map is None else {"dtype": torch_dtype, "device_map": device_map}
     loaded = read_saved(source, lambda name: AutoModelForCausalLM.from_pretrained(name, **settings))
     saved = saved_choice(loaded)
     return restore(loaded if device_map is not None else loaded.to(chosen)).eval(), tokenizer, saved
 
 
-def _read_tokenizer(model: str, settings: dict[str, Any]) -> PreTrainedTokenizerBase:
+def read_tokenizer(model: str, settings: dict[str, Any]) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder or on the hub. Raises ValueError as `read_saved`, and for a folder without one."""
     from transformers import AutoTokenizer
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from condense.cli.methods import paragraphs, shown
-from condense.cli.options import METHODS_HELP, plain_console, plain_table, read_saved
+from condense.cli.options import METHODS_HELP, plain_console, plain_table, read_saved, read_tokenizer
 
 
 def train_command(
@@ -88,6 +88,7 @@ def train_command(
         if missing:
             raise ValueError(f"adapt needs a model to start from and a method: add {' and '.join(missing)}")
         read_saved(options["pretrained"], AutoConfig.from_pretrained)
+        read_tokenizer(options["pretrained"], {})
         config = RECIPES["adapt"]([Path(file) for file in files], output, **options)
     else:
         for name in ("pretrained", "method", "train", "sequence_length"):

@@ -90,6 +90,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
         for name in names:
             if name in fields and not isinstance(fields[name], kind):
                 raise ValueError(f"{name}: wanted {wanted}, got {fields[name]!r} in {path}")
+    if not all(isinstance(source, str) for source in fields.get("data", ())):
+        raise ValueError(f"data: wanted a list of texts, got {fields['data']} in {path}")
     return fields
 
 

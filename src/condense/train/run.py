@@ -159,7 +159,10 @@ def _run_phase(
     set_seed(seed)
     saved = start or config.pretrained
     if saved is not None:
-        stock = AutoModelForCausalLM.from_pretrained(saved, dtype=getattr(torch, config.dtype))
+        try:
+            stock = AutoModelForCausalLM.from_pretrained(saved, dtype=getattr(torch, config.dtype))
+        except Exception as error:  # a file that lost its end raises an error of its format
+            raise ValueError(f"pretrained: wanted weights that can be read, got {saved}: {error}") from error
         # also if it was saved condensed: phases decide which steps are condensed
         stock = restore(stock) if condensed_layers(stock) else stock
     else:
