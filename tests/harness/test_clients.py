@@ -146,3 +146,10 @@ def test_a_task_that_only_the_condensed_model_answers(folders, condense_line, tm
     assert code == 0, err
     (results,) = (tmp_path / "out").rglob("results_*.json")
     assert json.loads(results.read_text())["results"]["far"]["acc,none"] == accuracy
+
+
+def test_a_model_that_reads_prompts_otherwise_is_named(folders, caplog):
+    from condense.evaluate.harness.model import CondensedLM
+
+    CondensedLM(str(folders / "dense"), "recall:window=4,prompt=exact", device="cpu", dtype="float32")
+    assert "prompt=exact reads prompts otherwise than single tokens" in caplog.text

@@ -4,7 +4,7 @@ from typing import Any
 
 from lm_eval.models.huggingface import HFLM
 
-from condense.evaluate.harness.run import check_batch
+from condense.evaluate.harness.run import check_choice
 from condense.models import apply, choice_from_text
 
 
@@ -17,6 +17,6 @@ class CondensedLM(HFLM):
 
     def __init__(self, pretrained: Any, condense: str, batch_size: int | str = 1, **arguments: Any) -> None:
         choice = choice_from_text(condense)
-        check_batch(condense, choice, batch_size)
+        check_choice(condense, choice, batch_size)
         super().__init__(pretrained, batch_size=batch_size, **arguments)
         apply(self.model, choice)

@@ -87,12 +87,7 @@ def evaluate(
             f"chat: wanted a tokenizer with a chat template, got that of {tokenizer.name_or_path}: leave it out"
         )
     for label, choice in methods.items():
-        check_batch(label, choice, batch_size)
-        if reads_otherwise(methods_of(choice)) is not None:
-            _log.warning(
-                "%s reads prompts otherwise than single tokens: tasks scored by likelihoods do not show what its steps "
-                "lose, prompt='recall' does", label,
-            )  # fmt: skip
+        check_choice(label, choice, batch_size)
         with attention_of(model, choice):  # fail now if the model cannot take a method, not after hours of others
             pass
     source = {"settings": plain(settings), "methods": plain(methods), "model": fingerprint(model)}
@@ -120,13 +115,20 @@ def evaluate(
     return scores
 
 
-def check_batch(label: str, choice: MethodChoice, batch_size: int | str) -> None:
-    """Raise ValueError for batches under a method that reads a prompt at once. batch_size: as the harness takes it."""
+def check_choice(label: str, choice: MethodChoice, batch_size: int | str) -> None:
+    """Warn of a method that reads prompts otherwise than its steps. Raises ValueError for batches under one that reads
+    a prompt at once; batch_size: as the harness takes it.
+    """
     if batch_size not in (1, "1") and any(each.layout.lookahead is not None for each in methods_of(choice)):
         raise ValueError(
             f"batch size must be 1 for {label}, which reads whole prompts at once, padding behind them too, "
             f"got {batch_size}"
         )
+    if reads_otherwise(methods_of(choice)) is not None:
+        _log.warning(
+            "%s reads prompts otherwise than single tokens: tasks scored by likelihoods do not show what its steps "
+            "lose, prompt='recall' does", label,
+        )  # fmt: skip
 
 
 def _open(output: Path, source: dict[str, Any], *, resume: bool) -> None:
