@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -128,6 +129,10 @@ def test_the_command_writes_a_file_and_a_page_that_are_read_again(results, monke
     done = run_here("verify", str(file), str(other))
     assert done.returncode == 1
     assert "another: few fails" in done.stdout
+    monkeypatch.setattr("condense.results.write_results", Mock(side_effect=OSError("No space left on device")))
+    done = run_here("verify", "--length", "320", "--json", str(tmp_path / "c.json"))
+    assert done.returncode == 2
+    assert "Cheapest that passes: good." in done.stdout
 
 
 def test_texts_and_greedy_tokens_fit_learned_positions(demo):

@@ -49,6 +49,7 @@ def verify_command(
     from condense.files import whole_file
     from condense.models import choice_from_text, described
     from condense.named import NAMED_SETTINGS
+    from condense.results import write_results
 
     options.check_targets(json=json, page=page, overwrite=overwrite)
     sources = model or []
@@ -69,11 +70,9 @@ def verify_command(
         lengths = tuple(options.parse_tokens("length", size) for size in sizes)
         numbers = {"texts": texts, "questions": questions, "greedy": greedy, "seed": seed}
         contents = [_measured(loaded, tokenizer, name, text or [], chosen, lengths=lengths, **numbers)]
-        if json is not None:
-            from condense.results import write_results
-
-            write_results(json, contents[0], seed=seed, device=loaded.device, overwrite=overwrite)
-    _print(contents)
+    _print(contents)  # before files are written, which may fail on a full disk
+    if json is not None:
+        write_results(json, contents[0], seed=seed, device=loaded.device, overwrite=overwrite)
     if page is not None:
         with whole_file(page, overwrite=overwrite) as file:
             file.write(page_of(contents).encode())
