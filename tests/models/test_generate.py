@@ -179,6 +179,14 @@ def test_generate_asks_for_room_before_it_starts(few):
     assert torch.equal(tiny.generate(few, IDS, attention_mask=MASK, past_key_values=new_cache(few, "static", 46)), want)
 
 
+def test_a_stock_model_that_names_the_arguments_of_its_cache():
+    sizes = {"vocab_size": 16, "hidden_size": 8, "ffn_dim": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.MusicgenDecoderConfig(**sizes, num_codebooks=1, pad_token_id=0, bos_token_id=1)
+    model = transformers.MusicgenForCausalLM(config).eval()
+    settings = {"decoder_start_token_id": 0, "num_return_sequences": 1, "guidance_scale": 1}
+    assert model.generate(ONE[:, :1] % 16, max_new_tokens=3, **settings).shape[0] == 1
+
+
 @pytest.mark.parametrize(("room", "ids", "seen", "new", "mask", "message"), STATIC_CALLS.values(), ids=STATIC_CALLS)
 def test_calls_that_a_static_cache_refuses(room, ids, seen, new, mask, message):
     model = condense.apply(tiny.model("llama"), tiny.CCA)

@@ -128,7 +128,7 @@ def _prepare_cache(
     self: Any,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
-    mode: GenerationMode,
+    generation_mode: GenerationMode,
     batch_size: int,
     max_cache_length: int,
     *args: Any,
@@ -136,13 +136,13 @@ def _prepare_cache(
 ) -> Any:
     methods = condensed_layers(self) if is_condensed(self) else {}
     if methods:
-        _check_generation(self, generation_config, mode, methods)
+        _check_generation(self, generation_config, generation_mode, methods)
     given = model_kwargs.get("past_key_values")
-    result = stock(self, generation_config, model_kwargs, mode, batch_size, max_cache_length, *args, **kwargs)
+    done = stock(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args, **kwargs)
     cache = model_kwargs.get("past_key_values")
     if methods and isinstance(cache, Cache):
         if given is None and all(method.has_step for method in methods.values()):
-            cache = replayable_cache(self, cache, generation_config, mode, max_cache_length)
+            cache = replayable_cache(self, cache, generation_config, generation_mode, max_cache_length)
             model_kwargs["past_key_values"] = cache
         if isinstance(cache, StaticCache):
             _check_room(cache, max_cache_length)
@@ -154,29 +154,23 @@ def _prepare_cache(
             for layer in cache.layers:
                 if isinstance(layer, StaticCondensedLayer):
                     layer.expect_prompt(plain=is_plain)
-    return result
+    return done
 
 
 def _prefill(
-    stock: Any,
-    self: Any,
-    ids: Tensor,
-    config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    *args: Any,
-    **kwargs: Any,
+    stock: Any, self: Any, ids: Tensor, config: GenerationConfig, inputs: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
     other = reads_otherwise(condensed_layers(self).values() if is_condensed(self) else ())
     size = config.prefill_chunk_size
     if other is not None and size is not None:
-        mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
+        mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
         tokens = (ids if mask is None else mask).shape[1] - (0 if cache is None else int(cache.get_seq_length()))
         if tokens > size and (size == 1 or tokens % size == 1):
             raise ValueError(
                 f"prefill_chunk_size={size} leaves a piece of one token of {tokens}, which {other} reads as a token of "
                 "an answer: use another size, or prompt='recall'"
             )
-    return stock(self, ids, config, model_kwargs, *args, **kwargs)
+    return stock(self, ids, config, inputs, *args, **kwargs)
 
 
 def _compiled_call(stock: Any, self: Any, compile_config: Any) -> Any:
