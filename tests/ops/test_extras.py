@@ -10,7 +10,7 @@ from oracles import oracle
 import condense
 from condense.caches import StaticCondensedLayer
 from condense.ops import Extras, NewToken, Problem, resolve_backend
-from condense.ops.reference.attend import visible
+from condense.ops.reference.operations import visible
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 B, H, K, L, PROMPT = 2, 6, 2, 28, 22

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from condense.ops.hopper import limits as hopper_limits
 from condense.ops.recall.choice import IndexChoice, RecallSources
-from condense.ops.reference import attend as reference_attend
-from condense.ops.reference import pool as reference_pool
+from condense.ops.reference import operations as reference
 from condense.ops.step.settings import StepSettings
 from condense.ops.torch import attend as torch_attend
 from condense.ops.torch import pool as torch_pool
@@ -74,7 +73,7 @@ def _operations_in(*modules: ModuleType) -> dict[str, Any]:
 
 
 _TORCH = Operations(**_operations_in(torch_attend, torch_pool))
-_REFERENCE = _TORCH._replace(**_operations_in(reference_attend, reference_pool))
+_REFERENCE = _TORCH._replace(**_operations_in(reference))
 
 
 def _triton() -> Operations:
