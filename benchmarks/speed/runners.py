@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import Cache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from condense.caches import cache_nbytes
+from condense.evaluate.compare import Stopwatch, now
 from condense.models import GraphDecoder, condensed_layers
-from condense.models.stopwatch import Stopwatch, now
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.benchmark import Timer
 
-from condense.models.stopwatch import now
+from condense.evaluate.compare import now
 
 # a call that takes longer than this is measured once
 _LONG_S = 3.0

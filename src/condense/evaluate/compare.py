@@ -1,21 +1,23 @@
 """The same prompt under several attention methods: answers, time to first token, time per token, cache bytes."""
 
 import copy
+import itertools
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from condense.caches import CondensedCacheLayer, cache_nbytes
 from condense.config import check_int
 from condense.methods import Dense
 from condense.models import MethodChoice, attention_layers, check_stock, chosen_methods, use
 from condense.models.families import check_learned_positions
-from condense.models.stopwatch import Stopwatch, now
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,40 @@ class Outcome:
         return self.cache_bytes - self.host_bytes
 
 
+class Stopwatch(StoppingCriteria):
+    """A stopping criterion that notes the time of each token and never stops."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.times = [now(device)]
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """As `note`."""
+        self.note()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    def note(self) -> None:
+        """Note the time of one more token."""
+        self.times.append(now(self.device))
+
+    @property
+    def first_s(self) -> float:
+        """Seconds to the first token."""
+        return self.times[1] - self.times[0]
+
+    @property
+    def further_s(self) -> list[float]:
+        """Seconds of each further token."""
+        return [b - a for a, b in itertools.pairwise(self.times[1:])]
+
+
+def now(device: torch.device) -> float:
+    """Seconds, once all work queued on the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 def compare(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -93,9 +129,7 @@ def compare(
             cache = DynamicCache(config=model.config)
             for ids in text[:, :64].split(32, dim=1):
                 model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return [
-        _run(model, tokenizer, method, text, questions, prompt.expected, max_new_tokens, on_step) for method in methods
-    ]
+    return [_run(model, tokenizer, each, text, questions, prompt.expected, max_new_tokens, on_step) for each in methods]
 
 
 def chat_message(tokenizer: PreTrainedTokenizerBase, text: str, question: str = "") -> tuple[str, str]:
