@@ -62,7 +62,8 @@ def latent_attention(
         def run(q: Tensor, entries: Tensor, plan: ForwardPlan) -> tuple[Tensor, Tensor | None]:
             mean_q, values = mean_queries(method, q, up), entries[..., :0]
             context, _ = extend(latent_method, None, mean_q, entries, values, scale=scale, plan=plan, backend=backend)
-            return attend_latents(method, q, context, up, scale=scale, backend=backend, return_lse=return_lse)
+            options = {"scale": scale, "backend": backend, "return_lse": return_lse}
+            return attend_latents(method, q, context, up, new=None, **options)
 
         entries = torch.cat([c, k_rope], dim=-1)[:, None]
         out, lse = run_planned(method, run, (q, entries), cu_seqlens, padding)
@@ -77,19 +78,13 @@ def mean_queries(
 
 
 def attend_latents(
-    method: Method,
-    q: Tensor,
-    context: Context,
-    up: UpProjection,
-    *,
-    new: tuple[Tensor, Tensor] | None = None,
-    **options: Any,
+    method: Method, q: Tensor, context: Context, up: UpProjection, *, new: tuple[Tensor, Tensor] | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """`Method.attend` of q ``[B, H, L, d_n + d_r]`` over a context of latents: out ``[B, H, L, d_v]``, and lse or None.
 
     It attends on latents, or on keys and values per head, whichever is cheaper.
     context: as `condense.functional.extend` returns it. new: keys and values per head of the window's last L tokens, if
-    the caller has expanded them already. options: of `Method.attend`.
+    the caller has expanded them already, else None. options: of `Method.attend`.
     """
     (*entries, window), context = context.sources, context._replace(is_latent=True)
     # a store holds latents, too, which are expanded with the others
@@ -106,8 +101,7 @@ def attend_latents(
     else:
         k, v = up.expand(window.k[:, :, :before])
         expanded = torch.cat([k, new[0]], dim=2), torch.cat([v, new[1]], dim=2)
-    heads = context._replace(sources=(*of_entries, Source(*expanded)), projection=up)
-    return method.attend(q, heads, **options)
+    return method.attend(q, context._replace(sources=(*of_entries, Source(*expanded)), projection=up), **options)
 
 
 def _check_shapes(q_nope: Tensor, q_rope: Tensor, c: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> None:

@@ -13,7 +13,7 @@ from condense.methods import Layout, Method
 from condense.ops import ArraySpans, RuleSpans, SummaryColumns, SummarySpans, document_spans
 from condense.ops.coarse import CoarseSpans
 from condense.ops.tensors.per_row import PerRow, as_rows, comparable, int_if_equal, max_row
-from condense.ops.tensors.sampling import Sample, sampled_queries
+from condense.ops.tensors.sampling import Sample, sample_queries
 from condense.state import LayerState
 
 
@@ -52,9 +52,7 @@ class ForwardPlan:
     numbers of tokens in their states share one `Reading`; layers with the same sampling settings share one `Sample`.
     """
 
-    def __init__(
-        self, num_tokens: int, counts: Tensor | None = None, *, documents: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, num_tokens: int, counts: Tensor | None = None, documents: Sequence[int] | None = None) -> None:
         self.num_tokens = num_tokens
         self.counts = counts
         lengths = [n for n in documents or () if n]
@@ -77,11 +75,11 @@ class ForwardPlan:
         return x.masked_fill(pad[:, None, :, None], 0)
 
     def sample(self, num_rows: int, num_recent: int, num_random: int, seed: int, device: torch.device) -> Sample:
-        """See `condense.ops.tensors.sampling.sampled_queries`."""
+        """See `condense.ops.tensors.sampling.sample_queries`."""
         key = (num_rows, num_recent, num_random, seed, device)
         if key not in self._samples:
             tokens = self.tokens(num_rows)
-            self._samples[key] = sampled_queries(tokens, self.num_tokens, num_recent, num_random, seed, device)
+            self._samples[key] = sample_queries(tokens, self.num_tokens, num_recent, num_random, seed, device)
         return self._samples[key]
 
     def reading(self, method: Method, state: LayerState | None, device: torch.device) -> Reading:

@@ -56,12 +56,7 @@ Line = tuple[Sequence[float], Sequence[float]]
 
 
 def plot_lines(
-    panels: Mapping[str, Mapping[str, Line]],
-    path: Path,
-    *,
-    x_label: str,
-    y_label: str,
-    log: bool = False,
+    panels: Mapping[str, Mapping[str, Line]], path: Path, *, x_label: str, y_label: str, log: bool = False
 ) -> None:
     """Lines in panels: title -> label -> x and y; log: both on log scales."""
     figure, axes = new_figure(len(panels), width=3.6)

@@ -9,7 +9,7 @@ from oracles import oracle, oracle_dga
 import condense
 from condense import DGA
 from condense.ops import Chunks, importance
-from condense.ops.tensors.sampling import sampled_queries, scramble
+from condense.ops.tensors.sampling import sample_queries, scramble
 from condense.ops.torch import pool as torch_pool
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -53,7 +53,7 @@ def test_importance_is_the_papers(backend, monkeypatch, block, sampled):
     L, tokens = 30, torch.tensor([30, 19, 0])
     q, k, _ = oracle.random_qkv(3, 4, 2, L, 3, 1)
     method = DGA(selection="prompt", num_recent=sampled[0], num_random=sampled[1], seed=9)
-    sample = sampled_queries(tokens, L, *sampled, 9, q.device)
+    sample = sample_queries(tokens, L, *sampled, 9, q.device)
     got = importance(q, k, sample, scale=0.7, backend=backend)
     for b, n in enumerate(tokens.tolist()):
         assert bool((got[b, :, : L - n] == 0).all())

@@ -18,11 +18,7 @@ class Curve:
     """Allocations from the largest to the smallest, each with its point on measured and on held-out texts."""
 
     def __init__(
-        self,
-        meter: Meter,
-        config: CalibrationConfig,
-        losses: Sequence[LayerLoss],
-        reports: Sequence[Sequence[LayerReport]],
+        self, meter: Meter, config: CalibrationConfig, losses: list[LayerLoss], reports: list[list[LayerReport]]
     ) -> None:
         """reports: per candidate, one of each layer of the model; the path goes through the layers in ``losses``.
 
@@ -96,8 +92,7 @@ class Curve:
 
     def _shares(self, allocation: Allocation) -> tuple[float, float]:
         """Bytes on the device and in host memory, as shares of a dense cache's."""
-        layers = zip(*self._reports, strict=True)
-        return cache_shares([rows[allocation.get(rows[0].layer, 0)] for rows in layers])
+        return cache_shares([rows[allocation.get(rows[0].layer, 0)] for rows in zip(*self._reports, strict=True)])
 
 
 def most_bytes(share: float, dense: int) -> int:

@@ -73,7 +73,7 @@ class PromptPlan(Protocol):
         """Real tokens per row, int64 CPU ``[B]``."""
 
     def sample(self, num_rows: int, num_recent: int, num_random: int, seed: int, device: torch.device) -> Sample:
-        """See `condense.ops.tensors.sampling.sampled_queries`."""
+        """See `condense.ops.tensors.sampling.sample_queries`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -174,7 +174,7 @@ def condense_from_config(model: PreTrainedModel) -> None:
             f"{layers_as_text(sorted(methods))}: correct it, or remove it to load a stock model"
         )
     check_latents(assignment, attentions)
-    _set_methods(model, attentions, assignment, stock)
+    _set_methods(model, attentions, assignment, stock, None)
 
 
 def _owner(attentions: dict[int, nn.Module]) -> int | None:
@@ -232,18 +232,14 @@ def _config(attentions: dict[int, nn.Module]) -> Any:
 
 
 def _set_methods(
-    model: nn.Module,
-    attentions: dict[int, nn.Module],
-    assignment: dict[int, Method],
-    implementation: str,
-    owner: int | None = None,
+    model: nn.Module, attentions: dict[int, nn.Module], assignment: dict[int, Method], stock: str, owner: int | None
 ) -> None:
-    """Condense the modules; each keeps the name of the attention implementation that `restore` returns to."""
+    """Condense the modules; each keeps ``stock``, the name of the implementation that `restore` returns to."""
     watch(model, attentions, assignment)
     _CONDENSED.update(attentions.values())
     for index, module in attentions.items():
-        if implementation != IMPLEMENTATION:
-            module.condense_previous = implementation  # type: ignore[assignment]
+        if stock != IMPLEMENTATION:
+            module.condense_previous = stock  # type: ignore[assignment]
         if not isinstance(module, CondensedAttention):
             module.__class__ = condensed_class(type(module))
             _rebind_hooks(module)

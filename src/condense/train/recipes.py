@@ -62,18 +62,8 @@ def adapt(
     values = _with_tuples(values)
     of_run = {name: values.pop(name) for name in _RUN_FIELDS if name in values}
     phase = PhaseConfig(name="adapt", method=method, **values)
-    return TrainConfig(
-        recipe="adapt",
-        seed=seed,
-        data=tuple(data),
-        output=output,
-        pretrained=pretrained,
-        phases=(phase,),
-        cache=cache,
-        workers=workers,
-        save_condensed=True,
-        **of_run,
-    )
+    of_run |= {"seed": seed, "pretrained": pretrained, "cache": cache, "workers": workers}
+    return TrainConfig(recipe="adapt", data=tuple(data), output=output, phases=(phase,), save_condensed=True, **of_run)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:

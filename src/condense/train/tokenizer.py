@@ -10,15 +10,13 @@ END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|pad|>"
 
 
-def train_tokenizer(
-    documents: Iterable[str], vocab_size: int = 4096, max_positions: int = 4096
-) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096, max_positions: int = 4096) -> PreTrainedTokenizerFast:
     """Learn a tokenizer from texts; every text survives encoding and decoding unchanged.
 
     Each newline and each digit is a token of its own, so the encodings of pieces that end at a newline are those of the
     whole, and a number is read digit by digit. One token, ``<|endoftext|>``, is bos and eos in one.
 
-    documents: texts to learn from. vocab_size: entries, special tokens included; at least 258 (256 bytes, 2 special
+    texts: to learn from. vocab_size: entries, special tokens included; at least 258 (256 bytes, 2 special
     tokens). max_positions: the length that the tokenizer warns beyond.
     Raises ValueError if ``vocab_size`` is below 258.
     """
@@ -34,7 +32,7 @@ def train_tokenizer(
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(
-        documents,
+        texts,
         trainers.BpeTrainer(
             vocab_size=vocab_size,
             special_tokens=[END_OF_TEXT, PADDING],

@@ -34,9 +34,7 @@ class Sample(NamedTuple):
 
 
 @torch.inference_mode(False)
-def sampled_queries(
-    tokens: Tensor, L: int, num_recent: int, num_random: int, seed: int, device: torch.device
-) -> Sample:
+def sample_queries(tokens: Tensor, L: int, num_recent: int, num_random: int, seed: int, device: torch.device) -> Sample:
     """The newest ``num_recent`` queries and ``num_random`` of the others, chosen by seed and position in the row.
 
     tokens int64 CPU ``[B]``: real tokens per row of L.

@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 from condense.ops.triton.attend_backward import attend_dkv_kernel, attend_dq_kernel, store_dkv_kernel
-from condense.ops.triton.attend_call import (
-    AttendCall,
-    AttendShared,
-    Attention,
-    backward_operation,
-    results,
-    row_strides,
-)
+from condense.ops.triton.attend_call import AttendCall, AttendShared, Attention, backward_operation, results, strides_of
 from condense.ops.triton.attend_forward import attend_fwd_kernel
 from condense.ops.triton.attend_opened import OpenForm
 from condense.ops.triton.descriptors import described
@@ -193,7 +186,7 @@ def _source_gradients(
     )  # fmt: skip
     numbers = (
         tuple([x.stride()[:3] for x in k]), tuple([x.stride()[:3] for x in v]), launches.s_bias, launches.s_spans,
-        None if seen is None else tuple([(x.stride(0), *row_strides(x)) for x in seen]), launches.levels, K, R,
+        None if seen is None else tuple([(x.stride(0), *strides_of(x)) for x in seen]), launches.levels, K, R,
         call.q.shape[2], *sizes, *[0] * (MAX_SOURCES - len(sizes)), *call.rule, call.scale * LOG2E, call.scale,
     )  # fmt: skip
     grid = (call.q.shape[0] * K, sum(cdiv(size, tiles.keys) for size in sizes), 1)

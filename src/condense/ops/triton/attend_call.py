@@ -109,14 +109,14 @@ class AttendShared:
         # a source without entries gets no bias either
         known = [(x.float() * LOG2E).contiguous() if x.shape[2] > 0 else None for x in call.biases]
         self.biases = tuple([None if n < 0 else known[n] for n in call.bias_of])
-        self.s_bias = tuple([(0, 0) if x is None else row_strides(x) for x in self.biases])
+        self.s_bias = tuple([(0, 0) if x is None else strides_of(x) for x in self.biases])
         self.spans, self.s_spans = call.q if call.spans is None else call.spans, (0, 0, 0)
         if call.spans is not None and call.kind == "arrays":
-            self.s_spans = (call.spans.stride(1), *row_strides(call.spans))
+            self.s_spans = (call.spans.stride(1), *strides_of(call.spans))
         self.levels = tuple([x * LOG2E for x in call.levels])
 
 
-def row_strides(x: Tensor) -> tuple[int, int]:
+def strides_of(x: Tensor) -> tuple[int, int]:
     """Strides of batch and KV head of ``[..., B|1, K|1, n]``, 0 for a dimension of size 1."""
     return (0 if x.shape[-3] == 1 else x.stride(-3), 0 if x.shape[-2] == 1 else x.stride(-2))
 
