@@ -40,8 +40,7 @@ class Proportion:
 class Cell:
     """Nats above dense attention on a kind of token, or the share lost of what it finds.
 
-    low, high: paired 95 % interval, by resampling texts. dense: its loss, or the share that it finds. n: tokens or
-    questions.
+    low, high: paired 95 % interval, by resampling texts. dense: its loss, or share found. n: tokens or questions.
     """
 
     value: float

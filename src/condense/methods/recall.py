@@ -136,9 +136,7 @@ class Recall(Method):
         return type(self).attend is Recall.attend
 
     def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
-        """Keys and values of width 0; then the index of G groups, ``signs`` and ``steps``, and their tokens, packed by
-        `StoreFormat`.
-        """
+        """Keys and values of width 0; the index of G groups, ``signs`` and ``steps``; tokens by `StoreFormat.pack`."""
         return keep_groups(chunks, self.store_format, backend=backend)
 
     def check_attention(self, *, scale: float, dropout_p: float, extras: Extras = NO_EXTRAS) -> None:

@@ -13,8 +13,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 WIDTHS = ((64, 64), (96, 64), (128, 128), (192, 128))
 # rows of a tile: queries times query heads
 TILE_ROWS = 128
-# widths of Recall's keys and values, and sizes of its groups: a multiple of 8 tokens (one TMA box) that divides 64 (one
-# block of keys)
+# widths of Recall's keys and values, and sizes of its groups: multiples of 8 (a TMA box) that divide 64 (a block)
 RECALL_WIDTHS, RECALL_GROUPS = ((64, 64), (128, 128)), (8, 16, 32, 64)
 
 

@@ -72,8 +72,7 @@ class Quota(NamedTuple):
 
 # so many of the last queries of a call choose for themselves: those of a question, and the one that begins its answer
 OWN_CHOICES = 64
-# so many groups close before another query chooses; at most 2, so that a query opens one group at most besides those
-# that were chosen
+# so many groups close before another query chooses; at most 2, so that a query opens at most one besides those chosen
 SHARED = 2
 
 

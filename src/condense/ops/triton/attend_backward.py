@@ -2,8 +2,7 @@
 
 No atomics, so results are deterministic: a program owns a tile of rows (dq) or a block of keys (dk, dv) and goes
 through what it needs in order. `attend_dkv_kernel` reads all queries from the first that sees one of its keys. Where
-queries open groups, it does so for the window, and `store_dkv_kernel` goes through the queries that open its group,
-from a list.
+queries open groups, it does so for the window, and `store_dkv_kernel` through a list of those that open its group.
 
 The dq kernel hands two numbers per query to the others, float32 ``[B, H, L]``: the base-2 log-sum-exp, infinite
 where a query sees nothing, so that its weights are 0; and delta, ``sum(out * d_out) - d_lse``, so that the

@@ -17,8 +17,7 @@ from condense.ops.triton.host import dense_rows
 class PreparedStep(ABC):
     """A step for tokens of one layout and one state.
 
-    state: the buffers. A call checks only that its token is like the first one (`takes`), allocates the output and
-    starts kernels.
+    state: the buffers. A call checks only that its token is like the first (`takes`), allocates and starts kernels.
     """
 
     # no `__dict__`: `condense.caches.cache_nbytes` walks through attributes and must not walk into compiled kernels
