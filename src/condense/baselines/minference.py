@@ -33,8 +33,7 @@ class AShape(SparsePrefill):
         block = torch.arange(-(-q.shape[2] // BLOCK), device=q.device)
         # the first query of a block sees window - 1 tokens back
         near = block[:, None] - block <= -(-(self.window - 1) // BLOCK)
-        blocks = (near | (block * BLOCK < self.sink)).tril()
-        return SparseKeys.of_blocks(blocks.expand(q.shape[1], -1, -1))
+        return SparseKeys.of_blocks((near | (block * BLOCK < self.sink)).tril().expand(q.shape[1], -1, -1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +114,10 @@ class MInference(SparsePrefill):
 
     def choose(self, q: Tensor, k: Tensor, *, scale: float) -> SparseKeys:
         """Each head's keys by its pattern. Raises ValueError unless there is one pattern, or one per query head."""
-        H = q.shape[1]
+        H, L = q.shape[1], q.shape[2]
         if len(self.patterns) not in (1, H):
             raise ValueError(f"patterns must be one, or one for each of {H} query heads, got {len(self.patterns)}")
-        N = -(-q.shape[2] // BLOCK)
+        N = -(-L // BLOCK)
         blocks = torch.empty(H, N, N, dtype=torch.bool, device=q.device)
         columns: dict[int, Tensor] = {}
         for text in dict.fromkeys(self.patterns):
@@ -127,9 +126,7 @@ class MInference(SparsePrefill):
             keys = pattern_of(text).choose(q[:, heads], k[:, heads // (H // k.shape[1])], scale=scale)
             blocks[heads] = keys.blocks
             columns |= dict(zip(heads.tolist(), keys.columns, strict=True))
-        return SparseKeys(
-            blocks, pad_sequence([columns[h] for h in range(H)], batch_first=True, padding_value=q.shape[2])
-        )
+        return SparseKeys(blocks, pad_sequence([columns[h] for h in range(H)], batch_first=True, padding_value=L))
 
 
 def pattern_of(text: object) -> AShape | VerticalSlash | BlockSparse:

@@ -190,11 +190,9 @@ class CondensedLayer(CondensedCacheLayer):
             before, after = (max_row(num_entries(self.method, n, state.first.num)) for n in (state.seen, seen))
             # the method's own tensors may have several columns per entry
             entries = tuple(x[:, :, : x.shape[2] * after // before] if before else x for x in state.entries)
-            window_k, window_v = (x[:, :, : N - count] for x in (state.window_k, state.window_v))
+            k, v = (x[:, :, : N - count] for x in (state.window_k, state.window_v))
             mean_q = state.mean_q[:, :, : max(0, Q - count)]
-            self._state = state._replace(
-                entries=entries, window_k=window_k, window_v=window_v, mean_q=mean_q, seen=seen
-            )
+            self._state = state._replace(entries=entries, window_k=k, window_v=v, mean_q=mean_q, seen=seen)
         self._num_slots -= count
         self._num_real_slots -= count
 

@@ -31,9 +31,7 @@ def calibrate_command(
     cache: Annotated[
         float | None, typer.Option(help="The share of the dense cache on the device that is small enough, as in 0.09.")
     ] = None,
-    cache_length: Annotated[
-        int | None, typer.Option(help="Tokens at which the cache is counted. Default: --length.")
-    ] = None,
+    cache_length: Annotated[int | None, typer.Option(help="Tokens to count the cache at. Default: --length.")] = None,
     candidate: Annotated[
         list[str] | None,
         typer.Option(
@@ -44,12 +42,8 @@ def calibrate_command(
     ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens of each text. Default: 4096.")] = None,
     texts: Annotated[int | None, typer.Option(help="Texts to measure, and as many to verify. Default: 8.")] = None,
-    hidden_numbers: Annotated[
-        int, typer.Option(help="Hide so many numbers in as many further texts and ask for them.")
-    ] = 0,
-    min_found: Annotated[
-        float, typer.Option(help="The share to find of the numbers that dense attention finds.")
-    ] = 0.99,
+    hidden_numbers: Annotated[int, typer.Option(help="Numbers to hide in as many further texts and to ask for.")] = 0,
+    min_found: Annotated[float, typer.Option(help="The share to find of numbers that dense attention finds.")] = 0.99,
     seed: Annotated[int, typer.Option(help="Decides which stretches of text and which numbers.")] = 0,
     output: Annotated[Path, typer.Option(help="The allocation; --method @FILE reads it.")] = Path("allocation.json"),
     measured: Annotated[
@@ -134,13 +128,10 @@ def _print(result: Calibration) -> None:
     for point in (*result.uniform, *(point for point in result.curve if point not in result.uniform)):
         curve.add_row(*_cells(point, names), style="bold" if point == result.chosen else None)
     console.print(curve)
-    share = f"{result.chosen.cache:.1%} of the dense cache"
-    print(f"chosen, {share}: {described(result.allocation)}")
+    print(f"chosen, {result.chosen.cache:.1%} of the dense cache: {described(result.allocation)}")
     print(f"on held-out text: {result.verified.quality()}, {result.verified.nats} nats of loss above dense")
     if not result.finds_enough:
-        found = " and ".join(
-            "{} of {}".format(*point.found) for point in (result.chosen, result.verified) if point.found
-        )
+        found = " and ".join("{} of {}".format(*each.found) for each in (result.chosen, result.verified) if each.found)
         print(
             f"fewer than {config.min_found:.0%} of the numbers that dense attention finds: {found} on measured and "
             "held-out text. Ask for more cache, or name candidates with more open groups"

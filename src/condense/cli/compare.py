@@ -56,8 +56,7 @@ def compare_command(
     methods = given or (shown if saved is None else [Dense(), saved])
     steps = len(methods) * (1 + max(1, len(prompt.questions)))
     with options.progress() as bar:
-        task = bar.add_task("comparing", total=steps)
-        on_step = partial(bar.advance, task)
+        on_step = partial(bar.advance, bar.add_task("comparing", total=steps))
         outcomes = compare(loaded, tokenizer, methods, prompt, max_new_tokens=max_new_tokens, on_step=on_step)
     options.warn_of_defaults(loaded, methods, saved)
     options.warn_of_length(loaded, outcomes[0].text_tokens)
@@ -108,7 +107,5 @@ def _print(prompt: Prompt, outcomes: Sequence[Outcome], dtype: str, *, on_cpu: b
     console.print(table)
     for label, outcome in zip(labels, outcomes, strict=True):
         print(f"{label}: {described(outcome.method)}")
-    if on_cpu and any(
-        method.layout.choice is not None for outcome in outcomes for method in methods_of(outcome.method)
-    ):
+    if on_cpu and any(each.layout.choice is not None for outcome in outcomes for each in methods_of(outcome.method)):
         print(SLOW_ON_CPU)

@@ -20,17 +20,13 @@ def eval_command(
     method: Annotated[
         list[str] | None, typer.Option(help=options.CHOICES_HELP + " Default: what the model was saved with.")
     ] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Folder of local data files; docs/guides/evaluate.md says which.")
-    ] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder of data files; docs/guides/evaluate.md says which.")] = None,
     length: Annotated[
         list[int] | None,
         typer.Option(help="Tokens, for tasks that come in several lengths; repeatable. Default: the task's."),
     ] = None,
     limit: Annotated[int | None, typer.Option(help="First documents of each task only.", min=1)] = None,
-    num_fewshot: Annotated[
-        int | None, typer.Option(help="Examples in the prompt. Default: the task's own.", min=0)
-    ] = None,
+    num_fewshot: Annotated[int | None, typer.Option(help="Examples in the prompt. Default: the task's.", min=0)] = None,
     batch_size: Annotated[int, typer.Option(help="Prompts at a time.", min=1)] = 1,
     max_length: Annotated[int | None, typer.Option(help="Tokens the model may read. Default: its own.", min=2)] = None,
     dtype: options.Dtype = None,

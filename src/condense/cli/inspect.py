@@ -25,9 +25,7 @@ DEFAULT = "recall-host"
 
 def inspect_command(
     model: options.Model = None,
-    shape: Annotated[
-        str | None, typer.Option(help="A well-known shape instead, such as qwen3-8b, read from no hub.")
-    ] = None,
+    shape: Annotated[str | None, typer.Option(help="A known shape instead, such as qwen3-8b, without a hub.")] = None,
     method: Annotated[
         list[str] | None,
         typer.Option(help=f"{options.CHOICE_HELP} Default: what the model was saved with, or {DEFAULT}."),

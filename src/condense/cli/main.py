@@ -79,8 +79,7 @@ def main(load: Callable[[], None] = lambda: None, command: typer.Typer = app) ->
         logging.set_verbosity_error()
         logging.disable_progress_bar()
 
-    arguments = sys.argv[1:]
-    shown = arguments or ["--help"]
+    shown = sys.argv[1:] or ["--help"]
     try:
         code = command(args=shown, standalone_mode=False, obj=load_quietly)
     except (KeyboardInterrupt, typer.Abort):

@@ -48,8 +48,7 @@ def methods_command(
             field.name, _values(types[field.name]), default, *(str(settings.get(field.name, default)) for _ in own)
         )
     console.print(table)
-    example = f"--method {name}:{fields[0].name}={shown(fields[0].default)}"
-    print(f"As an option: {example}")
+    print(f"As an option: --method {name}:{fields[0].name}={shown(fields[0].default)}")
 
 
 def paragraphs(documented: Any) -> str:

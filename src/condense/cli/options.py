@@ -34,14 +34,10 @@ CHAT_HELP = "Put the prompt into the tokenizer's chat template, as a user's mess
 DEMO_METHOD = "cca:window=256,summary=streaming,key_pooling=select,rep_bias=log_size"
 
 Model = Annotated[str | None, typer.Option(help=MODEL_HELP)]
-Texts = Annotated[
-    list[str] | None, typer.Option(help="Text file, or - for standard input; repeatable. Default: bundled.")
-]
+Texts = Annotated[list[str] | None, typer.Option(help="Text file, - for standard input; repeatable. Default: bundled.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, ...")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
-DeviceMap = Annotated[
-    str | None, typer.Option(help="Spread the model over devices, as accelerate does: auto, balanced, ...")
-]
+DeviceMap = Annotated[str | None, typer.Option(help="Spread the model over devices by accelerate: auto, balanced, ...")]
 Remote = Annotated[bool, typer.Option("--trust-remote-code", help="Run the code that comes with the model.")]
 Json = Annotated[Path | None, typer.Option(help="Write the results to this file.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw the results into this .png or .svg file.")]

@@ -31,9 +31,7 @@ def train_command(
             "(config and split may be left out). Repeatable. Default: the recipe's; smoke: the bundled text."
         ),
     ] = None,
-    pretrained: Annotated[
-        str | None, typer.Option(help="adapt: folder or hub name of the model to start from.")
-    ] = None,
+    pretrained: Annotated[str | None, typer.Option(help="adapt: folder or hub name of a model to start from.")] = None,
     method: Annotated[
         str | None,
         typer.Option(

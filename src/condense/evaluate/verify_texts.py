@@ -214,8 +214,7 @@ class _Growing:
         return self.extend(input_ids)
 
     def extend(self, input_ids: Tensor) -> Tensor:
-        out = self._model(input_ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-        return out.logits[:, -1]
+        return self._model(input_ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1).logits[:, -1]
 
 
 def _decoder(model: PreTrainedModel, length: int) -> GraphDecoder | _Growing:

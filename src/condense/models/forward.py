@@ -106,8 +106,7 @@ class Forward:
         key = (start, documents is None)
         if key not in self._plans:
             padding = None if start is None else self.padding(start)
-            counts = None if padding is None else padding.counts
-            self._plans[key] = ForwardPlan(self.L, counts, documents=documents)
+            self._plans[key] = ForwardPlan(self.L, None if padding is None else padding.counts, documents=documents)
         return self._plans[key]
 
     def documents(self, *, plain: bool) -> list[int] | None:
@@ -121,8 +120,7 @@ class Forward:
             marks: Tensor | None = self._shared[1].get()
             positions: Tensor | None = self._shared[2].get() if plain else None
             if marks is not None:
-                lengths = check_cu_seqlens(marks, self.B, self.L, "cu_seq_lens_q")
-                self._lengths[plain] = [n for n in lengths if n]
+                self._lengths[plain] = [n for n in check_cu_seqlens(marks, self.B, self.L, "cu_seq_lens_q") if n]
             elif self._numbers is not None:
                 self._lengths[plain] = self._runs(self._numbers[:, 0, 0].diff() != 0)
             else:

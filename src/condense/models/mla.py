@@ -73,8 +73,7 @@ def _matrix(projection: nn.Module, rows: int, columns: int, like: Tensor) -> Ten
             "adapter_names (a LoRA adapter per row) cannot be condensed in MLA models, whose rows share their latents' "
             "projection: call the model once per adapter, after set_adapter"
         )
-    units = torch.eye(columns, device=like.device, dtype=weight.dtype if is_float else like.dtype)
-    return projection(units).mT
+    return projection(torch.eye(columns, device=like.device, dtype=weight.dtype if is_float else like.dtype)).mT
 
 
 def check_latents(methods: Mapping[int, Method], attentions: dict[int, nn.Module]) -> None:

@@ -89,8 +89,7 @@ def attend_recall(
     if (tokens := sources.store.k.shape[2]) % sources.group_size:
         raise ValueError(f"store must hold whole groups of {sources.group_size} tokens, got {tokens} tokens")
     run = BACKENDS[resolve_recall(backend, q, sources, choice, softcap=extras.softcap)].load().attend_recall
-    needs_lse = return_lse or extras.needs_lse or means is not None
-    options = AttendOptions(scale, extras.softcap, return_lse=needs_lse)
+    options = AttendOptions(scale, extras.softcap, return_lse=return_lse or extras.needs_lse or means is not None)
     out, lse = run(q, sources, choice, options, means)
     return extras.finish(out, lse), lse if return_lse else None
 
@@ -122,8 +121,7 @@ def summarize(q: Tensor, tail: Tensor, spans: SummarySpans | SummaryColumns, *, 
     q ``[B, H, L, D]``, right-aligned: a row's new queries are its last columns, the columns before them are not read.
     tail ``[B, K, Q, D]``, right-aligned: mean queries kept from earlier calls, in the dtype of q; they get no gradient.
     A query is averaged over the H / K heads that share a KV head in float32 or wider and rounded to the dtype of q,
-    then over its span. Positions of a span that neither q nor tail holds count as zero. With `SummaryColumns` B is 1
-    and Q is 0.
+    then over its span. Positions of a span that neither q nor tail holds count as zero. `SummaryColumns`: B is 1, Q 0.
     """
     chosen = resolve_pooling(backend, q.device, q.dtype, (q.shape[3],))
     return BACKENDS[chosen].load().summarize(q, tail, spans)
@@ -199,8 +197,7 @@ def keep_groups(groups: Chunks, store: StoreFormat, *, backend: str) -> tuple[Te
     k, v = groups.tokens()
     widths = k.shape[4], v.shape[4]
     chosen = "torch" if store.bits == 16 else resolve_pooling(backend, k.device, k.dtype, widths)
-    kept = BACKENDS[chosen].load().store_groups(store, k, v)
-    return k[:, :, :, 0, :0], v[:, :, :, 0, :0], *kept
+    return k[:, :, :, 0, :0], v[:, :, :, 0, :0], *BACKENDS[chosen].load().store_groups(store, k, v)
 
 
 def decode_step(call: StepCall, own: OwnEntries, *, backend: str) -> Tensor:

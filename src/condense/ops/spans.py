@@ -199,8 +199,7 @@ class RuleSpans:
         """
         rule = self.rule
         assert isinstance(rule, UniformRule)
-        window = None if window_alone else rule.window
-        return replace(self, rule=UniformRule(rule.chunk, window, entries=rule.chunk))
+        return replace(self, rule=UniformRule(rule.chunk, None if window_alone else rule.window, entries=rule.chunk))
 
     def is_causal(self, num_queries: int, num_tokens: int) -> bool:
         """True if query i sees columns ``[0, num_tokens - L + i]`` of the window and nothing else.

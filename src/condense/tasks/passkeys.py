@@ -1,8 +1,7 @@
 """The hidden-numbers task as text: lines that state a number, and questions that ask for it.
 
 A line says ``The number of the quiet bridge is 4821.``; two common words name the number, which has four digits.
-The questions stand after the text. They come in two forms (`question_prompt`), so that a model does not learn one
-phrasing alone.
+The questions stand after the text. They come in two forms (`question_prompt`), so that a model learns more than one.
 """
 
 import math
@@ -63,9 +62,7 @@ def draw_keys(rng: np.random.Generator, words: Sequence[str], count: int, *, sha
         names = [(chosen[first], chosen[side + second]) for first, second in pairs]
     else:
         names = [(chosen[2 * index], chosen[2 * index + 1]) for index in range(count)]
-    return [
-        Key(words[first], words[second], str(number)) for (first, second), number in zip(names, numbers, strict=True)
-    ]
+    return [Key(words[a], words[b], str(number)) for (a, b), number in zip(names, numbers, strict=True)]
 
 
 def key_line(key: Key) -> str:

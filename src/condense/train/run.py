@@ -276,6 +276,5 @@ def _finish(config: TrainConfig, model: Path, reports: list[Path]) -> None:
             shutil.copy(report.with_name(LOG), folder / f"log-{phase.name}.jsonl")
             if (events := report.with_name(_RUNS)).exists():
                 shutil.copytree(events, folder / _RUNS / phase.name)
-        content = {**summary(config), "phases": phases}
-        write_results(folder / REPORT, content, seed=config.seed)
+        write_results(folder / REPORT, {**summary(config), "phases": phases}, seed=config.seed)
     shutil.rmtree(config.work)

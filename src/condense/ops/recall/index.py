@@ -58,8 +58,7 @@ class GroupIndex(NamedTuple):
 
     def centres(self, D: int, dtype: torch.dtype) -> Tensor:
         """The numbers of all centres in steps, whole numbers, ``[B, K, G, D]`` in ``dtype``."""
-        codes = from_bytes(self.signs[..., self.group_size * sign_bytes(D) :], 4)
-        return codes[..., :D].to(dtype) * 2 - CENTRE_LEVELS
+        return from_bytes(self.signs[..., self.group_size * sign_bytes(D) :], 4)[..., :D].to(dtype) * 2 - CENTRE_LEVELS
 
     def opened(self, groups: Tensor) -> Self:
         """The index of some groups, by their numbers ``[B, K, r]``."""

@@ -68,8 +68,7 @@ def attend(q: Tensor, sources: Sequence[Source], spans: Spans, options: AttendOp
         # a single query sees the whole hulls, if rows are alike
         is_hull = q.shape[2] == 1 and isinstance(spans, RuleSpans) and spans.same_in_all_rows() is not None
         mask, empty = (None, None) if is_hull else _visible(spans, start, stop, hulls, q.device)
-        keys = BlockKeys(k, v, mask, empty, _bias(sources, hulls, q.device), own)
-        return attend_block(q, keys, options)
+        return attend_block(q, BlockKeys(k, v, mask, empty, _bias(sources, hulls, q.device), own), options)
 
     work = zip(q.split(size, dim=2), blocks, hulls, strict=True)
     tensors = [q, *(x for source in sources for x in (source.k, source.v))]

@@ -38,8 +38,7 @@ def whole_rows(x: Tensor) -> Tensor:
     *strides, width = x.stride()
     if width == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % step == 0 for s in strides):
         return x
-    padded = x.new_zeros(*x.shape[:-1], cdiv(x.shape[-1], step) * step)[..., : x.shape[-1]]
-    return padded.copy_(x)
+    return x.new_zeros(*x.shape[:-1], cdiv(x.shape[-1], step) * step)[..., : x.shape[-1]].copy_(x)
 
 
 def holders(spans: Tensor, size: int) -> Tensor:

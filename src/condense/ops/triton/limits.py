@@ -175,7 +175,7 @@ def check_step(q: Tensor, widths: tuple[int, int], settings: StepSettings, **roo
 
 def settings_obstacle(settings: StepSettings) -> str | None:
     """All reasons why the decode step kernel cannot run a method's steps on any device, None if it can."""
-    focal, chunk, num_summary, found = settings.num_focal, settings.rule.chunk, settings.num_summary, []
+    focal, chunk, queries, found = settings.num_focal, settings.rule.chunk, settings.num_summary, []
     if settings.key_pooling is None or settings.value_pooling is None:
         found.append("supports built-in pooling only in a decode step, and this method makes its entries itself")
     if settings.rule.entries != focal + 1:
@@ -184,8 +184,6 @@ def settings_obstacle(settings: StepSettings) -> str | None:
         found.append(f"keeps single tokens among entries in 16 bits, got entry_bits={settings.entry_bits}")
     if focal > 0 and chunk > MAX_FOCAL_CHUNK:
         found.append(f"chooses focal tokens in chunks of up to {MAX_FOCAL_CHUNK} tokens, got {chunk}")
-    if focal > 0 and not (focal < chunk and num_summary > 0):
-        found.append(
-            f"chooses some tokens of a chunk by a summary query, got {focal} of {chunk}, {num_summary} queries"
-        )
+    if focal > 0 and not (focal < chunk and queries > 0):
+        found.append(f"chooses some tokens of a chunk by a summary query, got {focal} of {chunk}, {queries} queries")
     return clauses(found)
