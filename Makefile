@@ -11,7 +11,9 @@ demo: .venv/demo
 	.venv/bin/condense compare
 
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(PYTEST_FLAGS)
-OLDEST = OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(PYTEST_FLAGS) tests/models tests/caches
+OLDEST = OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(PYTEST_FLAGS)
+# kernels compiled for a GPU without one
+COMPILED = tests/ops/test_hopper_compiles.py
 ALL = -m "slow or not slow"
 
 # while working: style, types, and four cells of every grid of the core
@@ -23,19 +25,22 @@ quick: .venv/dev
 
 # before a merge: everything but slow sweeps; with the oldest transformers one cell of every grid and each model,
 # but nothing that is compiled or runs on two ranks, nor methods of ours that look the same to it (Recall, selections);
-# types are checked beside the first tests, as mypy has one thread
+# kernels are compiled by the oldest Triton alone, which takes least; types are checked beside the first tests, as mypy
+# has one thread
 test: .venv/dev .venv-oldest/dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/mypy & types=$$!; $(PYTEST) && wait $$types
+	.venv/bin/mypy & types=$$!; $(PYTEST) --ignore $(COMPILED) && wait $$types
 	TRITON_INTERPRET=1 $(PYTEST) tests/triton_kernels
-	$(OLDEST) --cells 1 -k "not compile and not two_ranks and not test_recall and not test_select"
+	$(OLDEST) --cells 1 -k "not compile and not two_ranks and not test_recall and not test_select" \
+	  tests/models tests/caches
+	$(OLDEST) $(COMPILED)
 
 # at night
 test-all: .venv/dev .venv-oldest/dev
 	$(PYTEST) $(ALL)
 	TRITON_INTERPRET=1 $(PYTEST) $(ALL) tests/triton_kernels
-	$(OLDEST) $(ALL)
+	$(OLDEST) $(ALL) tests/models tests/caches $(COMPILED)
 
 # the oldest PyTorch that we support, with the oldest transformers: caches, models, and what is compiled; in an environment
 # of its own (6 GB; less with PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu)
@@ -88,7 +93,7 @@ clean:
 	.venv/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[docs]'
 	touch $@
 
-# the oldest transformers we support, layered over the packages of .venv
+# the oldest transformers and Triton that we support, layered over the packages of .venv
 .venv-oldest/dev: .venv/dev constraints-oldest.txt
 	$(PYTHON) -m venv .venv-oldest
 	.venv/bin/python -c "import site; print(site.getsitepackages()[0])" \

@@ -144,7 +144,10 @@ def test_steps_by_lanes(rows, heads, compiled):
         assert all(instruction in asm for instruction in instructions)
 
 
-@pytest.mark.parametrize(("heads", "widths"), [(16, (512, 576)), (40, (256, 288))], ids=str)
+LATENTS = [(16, (512, 576)), pytest.param(40, (256, 288), marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("heads", "widths"), LATENTS, ids=str)
 def test_steps_on_latents(heads, widths, compiled):
     """Matrix units of Hopper multiply whole numbers of 8 bits, and codes that become bfloat16 two at a time."""
     latent, D = widths

@@ -1,6 +1,6 @@
 """Methods that read a whole prompt at once, and the entries that are kept of it: all its tokens, or chosen ones.
 
-Shapes: B rows, K KV heads, L tokens, D and Dv widths. Rows are right-aligned: row b's are its last ``tokens[b]``.
+Shapes: B rows, K KV heads, L tokens, D and Dv widths. Rows are right-aligned: row b has its last ``tokens[b]`` columns.
 """
 
 from dataclasses import dataclass
