@@ -40,9 +40,9 @@ from condense.ops import Extras
 from condense.ops.latents import UpProjection
 from condense.ops.paged import NewTokens, PagedSlots, PagedState, Pages, read_paged
 from condense.serving.blocks import PageSizes, ServedLayer, blocks_of_request, page_sizes
-from condense.serving.host import HostMemory, host_bytes, slot_rows, slots_bytes
+from condense.serving.host import HostMemory, host_bytes, slots_bytes
 from condense.serving.trial import read_trials
-from condense.serving.vllm.memory import available_bytes, room_of_pages
+from condense.serving.vllm.memory import available_bytes, rows_with_slots
 
 # a child of vLLM's own logger, which alone has a handler
 logger = init_logger("vllm.condense")
@@ -230,7 +230,7 @@ class CondensedAttention(Attention):
         )
         assert served.plan is not None
         self.plan, self.served, self.model = served.plan, served, host.layers
-        self.longest, self._engine = vllm_config.model_config.max_model_len, vllm_config
+        self.longest, self._engine, self._host = vllm_config.model_config.max_model_len, vllm_config, host
         sizes, context = page_sizes(self.model), vllm_config.compilation_config.static_forward_context
         self.has_step = served.has_step(vllm_config.device_config.device, self.longest)
         specs = page_specs(served, sizes)
@@ -250,14 +250,8 @@ class CondensedAttention(Attention):
 
         like: of the dtype and device of tokens.
         """
-        if self.slots is None and self.served.slots_bytes > 0:
-            cache = self._engine.cache_config
-            room, in_room = room_of_pages(cache, blocks_of_request(self.model, self.longest).block_bytes)
-            rows = slot_rows(self.model, self.longest, room, in_room=in_room)
-            rows = min(rows, self._engine.scheduler_config.max_num_seqs)
-            logger.info_once("Slots for copies of groups in host memory: those of %d requests", rows)
-            served = self.served
-            self.slots = PagedSlots.empty(rows, served.heads, served.widths, self.plan.settings, like)
+        if self.slots is None:
+            self.slots = self._host.slots_of(self.served, like, lambda: rows_with_slots(self._engine, self.model))
         return self.slots
 
 

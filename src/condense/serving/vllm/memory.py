@@ -1,11 +1,19 @@
 """Memory that the host, and a device, have left for pages of tokens."""
 
+import logging
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+
+from condense.serving.blocks import ServedLayer, blocks_of_request
+from condense.serving.host import slot_rows
+
+# a child of vLLM's own logger, which alone has a handler
+_logger = logging.getLogger("vllm.condense")
 
 
 def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -18,15 +26,19 @@ def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     return left
 
 
-def room_of_pages(cache: Any, block_bytes: int) -> tuple[int, bool]:
-    """Bytes of the pages on this process's device, while its model is measured: as many as the flags ask for, and
-    False; else what the flags leave of the device's memory, and True: what the model is found to take is taken from it.
+def rows_with_slots(config: Any, layers: Collection[ServedLayer]) -> int:
+    """The number of requests that have slots for groups in host memory, while the memory of a model is measured.
 
-    cache: vLLM's ``CacheConfig``.
+    As many as fit with the longest text: into the pages that the flags ask for; else, with their slots, into what they
+    leave of this process's device, from which all is taken that the model is found to take. config: a ``VllmConfig``.
     """
-    if cache.num_gpu_blocks_override:
-        return cache.num_gpu_blocks_override * block_bytes, False
-    if cache.kv_cache_memory_bytes:
-        return cache.kv_cache_memory_bytes, False
+    cache, longest = config.cache_config, config.model_config.max_model_len
     free, total = torch.cuda.mem_get_info()
-    return free - int((1 - cache.gpu_memory_utilization) * total), True
+    room, in_room = free - int((1 - cache.gpu_memory_utilization) * total), True
+    if cache.num_gpu_blocks_override:
+        room, in_room = cache.num_gpu_blocks_override * blocks_of_request(layers, longest).block_bytes, False
+    elif cache.kv_cache_memory_bytes:
+        room, in_room = cache.kv_cache_memory_bytes, False
+    rows = min(slot_rows(layers, longest, room, in_room=in_room), config.scheduler_config.max_num_seqs)
+    _logger.info("Slots for copies of groups in host memory: those of %d requests", rows)
+    return rows
