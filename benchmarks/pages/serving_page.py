@@ -1,8 +1,8 @@
-"""The tables of `docs/serving.md` and its picture: what `benchmarks/serving` measured.
+"""The tables of `serving.md` in `docs` and `docs/studies`, and their picture: what `benchmarks/serving` measured.
 
-The page names its results; a table stands between ``<!-- NAME -->`` and ``<!-- /NAME -->`` and is written anew:
-``decode LENGTH``, ``first and traffic``, ``paged`` and those of `COLUMNS`. Every process of `speed.py` is a round, or
-has several; a cell is the median of rounds, with the least and the most in brackets where they are written otherwise.
+The pages name their results; a table stands between ``<!-- NAME -->`` and ``<!-- /NAME -->`` and is written anew. Every
+process of `speed.py` is a round, or has several; a cell is the median of rounds, with the least and the most in
+brackets where they are written otherwise.
 """
 
 import re
@@ -15,34 +15,46 @@ LENGTHS = (4097, 32769, 130561)
 _CACHES = {"auto": "", "fp8": ", FP8", "int4_per_token_head": ", 4 bits"}
 NAMES = ("dense", "condensed")
 CCA = "`CCA`"
-# tables with a column for each process, and how the names of their results begin
-COLUMNS = {
-    "recall": "rounds", "recall h100": "h100", "recall host": "recall-host-speed",
-    "recall shared": "recall-shared-speed", "latents": "latents", "large": "large",
-}  # fmt: skip
-_BLOCK = re.compile(r"(<!-- ((?:decode|first|paged|recall|latents|large).*?) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
+# what is compared, by how the names of its results begin: its name, and what it needs
+SYSTEMS = {
+    "rounds-dense-h200": ("dense vLLM", "nothing"),
+    "rounds-dense-fp8": ("its FP8 cache", "nothing"),
+    "rounds-dense-int4": ("its 4-bit cache", "nothing"),
+    "rounds-recall-device": ("`recall-device`", "nothing"),
+    "recall-shared-speed": ("`recall-device:prompt=shared`", "nothing"),
+    "recall-host-speed": ("`recall-host` without slots", "host memory"),
+    "mix-speed": ("allocation of 16 %", "a text to calibrate on"),
+    "serving-speed-condensed": (CCA, "adaptation"),
+}
+_STEPS = {rows: f"{rows} request{'s' * (rows > 1)}" for rows in (1, 2, 4, 6, 12, 16, 20)}
+_AT_ONCE, _MOST, _FIRST, _SHORT = "requests at once", "most tokens/s", "first token", "48 prompts of 4,096 tokens"
+# the columns of the tables of these systems
+COLUMNS = {"systems": (_AT_ONCE, _STEPS[1], _MOST, _FIRST, _SHORT, "needs"), "steps": (*_STEPS.values(),)[1:]}
 
 
-def fill(page, documents, picture=None):
-    """Write the tables of a page anew, and the picture. Raises ValueError for a page that names no results."""
-    text = page.read_text(encoding="utf-8")
-    speed, paged = (_named(text, documents, name) for name in ("serving-speed", "paged-step"))
-    if not speed or not paged:
-        raise ValueError(f"{page} must name its results, got none of serving-speed-* or of paged-step-*")
-    rounds = {name: [content for content in speed if content["attention"] == name] for name in NAMES}
-    makers = {f"decode {length}": lambda length=length: _decode_table(rounds, length, CCA) for length in LENGTHS}
-    makers |= {"first and traffic": lambda: _traffic_table(rounds), "paged": lambda: _paged_table(paged)}
-    makers |= {
-        name: lambda begin=begin: _columns_table(_named(text, documents, begin), LENGTHS[-1])
-        for name, begin in COLUMNS.items()
-    }
-    page.write_text(_BLOCK.sub(lambda block: block[1] + makers[block[2]]() + block[3], text), encoding="utf-8")
+def fill(pages, documents, picture=None):
+    """Write the tables of pages anew, and the picture. Raises ValueError for pages that do not name their results."""
+    texts = {page: page.read_text(encoding="utf-8") for page in pages}
+
+    def named(begin):
+        names = dict.fromkeys(re.findall(rf"`({begin}-[^`]+)`", "".join(texts.values())))
+        if not names:
+            raise ValueError(f"{pages[0]} must name its results, got none of {begin}-*")
+        return [documents[name]["results"] for name in names]
+
+    rounds = {name: named(f"serving-speed-{name}") for name in NAMES}
+    tables = {f"decode {length}": _decode_table(rounds, length) for length in LENGTHS}
+    tables |= {"first and traffic": _traffic_table(rounds), "paged": _paged_table(named("paged-step"))}
+    systems = [_cells(named(begin), *said) for begin, said in SYSTEMS.items()]
+    tables |= {name: _systems_table(systems, columns) for name, columns in COLUMNS.items()}
+    columns = _AT_ONCE, _FIRST, *_STEPS.values(), _MOST
+    for name in ("h100", "latents", "large"):
+        tables[name] = _systems_table([_cells([content], _name(content)) for content in named(name)], columns)
+    block = re.compile(rf"(<!-- ({'|'.join(tables)}) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
+    for page, text in texts.items():
+        page.write_text(block.sub(lambda found: found[1] + tables[found[2]] + found[3], text), encoding="utf-8")
     if picture is not None:
         _draw(rounds, picture)
-
-
-def _named(text, documents, name):
-    return [documents[found]["results"] for found in dict.fromkeys(re.findall(rf"`({name}-[^`]+)`", text))]
 
 
 def decode_rows(rounds, length):
@@ -57,10 +69,10 @@ def decode_rows(rounds, length):
     return rows
 
 
-def _decode_table(rounds, length, setting):
+def _decode_table(rounds, length):
     dense, condensed = (decode_rows(rounds[name], length) for name in NAMES)
     best = max(rows / median(ms) for rows, ms in dense.items())
-    table = f"| requests | dense: ms, tokens/s | {setting}: ms, tokens/s | tokens/s |\n|---|---|---|---|\n"
+    table = f"| requests | dense: ms, tokens/s | {CCA}: ms, tokens/s | tokens/s |\n|---|---|---|---|\n"
     for rows in sorted(dense | condensed):
         rates = [rows / median(steps[rows]) if rows in steps else None for steps in (dense, condensed)]
         ratio = f"{rates[1] / rates[0]:.2f}x" if rates[0] and rates[1] else f"{rates[1] / best:.1f}x of its best"
@@ -68,28 +80,30 @@ def _decode_table(rounds, length, setting):
     return table
 
 
-def _columns_table(contents, length):
-    """A column for each process: first token, milliseconds between tokens by requests, and the most tokens a second."""
-    names = [
-        f"`{content['method']}`" if content["method"] else f"dense{_CACHES[content['cache']]}" for content in contents
-    ]
-    steps = [decode_rows([content], length) for content in contents]
-    table = f"| | {' | '.join(names)} |\n{'|---' * (len(names) + 1)}|\n"
-    first = [f"{min(content['first']):.2f} s" for content in contents]
-    table += f"| first token | {' | '.join(first)} |\n"
-    for rows in (1, 2, 4, 6, 12, 20):
-        cells = [f"{spread(each[rows], '.2f')} ms" if rows in each else "" for each in steps]
-        if rows <= 6 or len(list(filter(None, cells))) > 1:
-            table += f"| {rows} request{'s' * (rows > 1)} | {' | '.join(cells)} |\n"
-    rates = [{rows: 1000 * rows / median(ms) for rows, ms in each.items()} for each in steps]
-    most = [max(each, key=each.__getitem__) for each in rates]
-    cells = [f"{each[rows]:,.0f} with {rows}" for rows, each in zip(most, rates, strict=True)]
-    table += f"| most tokens/s | {' | '.join(cells)} |\n"
-    if all("short" in content for content in contents):
-        short = [spread([run["requests_per_second"] for run in content["short"]], ".2f") for content in contents]
-        table += f"| 48 prompts of 4,096 tokens, requests/s | {' | '.join(short)} |\n"
-    at_once = [content["capacity"][0]["answered_in_one_step"] if "capacity" in content else "" for content in contents]
-    return table + (f"| requests at once | {' | '.join(map(str, at_once))} |\n" if any(at_once) else "")
+def _cells(rounds, name, needs=""):
+    """A system's cells, by their columns."""
+    steps = decode_rows(rounds, LENGTHS[-1])
+    rates = {rows: 1000 * rows / median(ms) for rows, ms in steps.items()}
+    most = max(rates, key=rates.__getitem__)
+    capacity, short = (_every(rounds, kind) for kind in ("capacity", "short"))
+    at_once = spread([run["answered_in_one_step"] for run in capacity] or [max(steps)], ".0f")
+    cells = {"": name, _AT_ONCE: at_once if capacity else f"at least {at_once}"}
+    cells |= {label: f"{spread(steps[rows], '.2f')} ms" for rows, label in _STEPS.items() if rows in steps}
+    if short:
+        cells[_SHORT] = f"{spread([run['requests_per_second'] for run in short], '.2f')} a second"
+    first = min(_every(rounds, "first"))
+    return cells | {_FIRST: f"{first:.2f} s", _MOST: f"{rates[most]:,.0f} with {most}", "needs": needs}
+
+
+def _systems_table(systems, columns):
+    """A row for each system, of its cells in those columns that any has."""
+    labels = ["", *(label for label in columns if any(label in cells for cells in systems))]
+    table = f"|{' | '.join(labels)} |\n{'|---' * len(labels)}|\n"
+    return table + "".join(f"| {' | '.join(cells.get(label, '') for label in labels)} |\n" for cells in systems)
+
+
+def _name(content):
+    return f"`{content['method']}`" if content["method"] else f"dense{_CACHES[content['cache']]}"
 
 
 def _step(steps, rows):

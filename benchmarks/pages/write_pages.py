@@ -33,7 +33,7 @@ _LAYERS = (f"{_KERNEL}-20261121T151300Z", f"{_KERNEL}-20261121T163413Z")
 # filled where they stand; the others are written from templates
 FILLED = (
     *("README.md", "docs/performance.md", "docs/recall.md", "docs/serving.md"),
-    *("docs/studies/recall-settings.md", "docs/studies/reread.md"),
+    *(f"docs/studies/{name}.md" for name in ("recall-settings", "reread", "serving")),
 )
 _STUDIES = ("adaptation", "experiments", "result-files", "results", "transfer", "zero-shot")
 PAGES = (*FILLED, *(f"docs/studies/{name}.md" for name in _STUDIES))
@@ -47,7 +47,7 @@ def write(docs: Path) -> None:
     recall_page.fill(studies / "recall-settings.md", everything["zero-shot-h200-20261122T020720Z"])
     transfer_page.fill(docs / "recall.md", of("transfer.json"))
     reread_page.fill(studies / "reread.md", everything["reread"])
-    serving_page.fill(docs / "serving.md", everything, docs / "images" / "serving.png")
+    serving_page.fill([docs / "serving.md", studies / "serving.md"], everything, docs / "images" / "serving.png")
     costs, layers = ({name: everything[name] for name in names} for names in (_COSTS, _LAYERS))
     experiments_page.write_page(of("experiments.json"), costs, layers, studies / "experiments.md")
     runs = {name: document for name, document in of("adaptation.json").items() if isinstance(document, list)}

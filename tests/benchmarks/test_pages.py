@@ -53,7 +53,7 @@ def test_a_number_that_no_file_holds_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no run of llama 4096 recall r=5"):
         recall_page.fill(page, stored.stored()["zero-shot-h200-20261122T020720Z"])
     page.write_text("<!-- paged -->\n<!-- /paged -->\n")
-    tiny.refused("must name its results", serving_page.fill, page, stored.stored())
+    tiny.refused("must name its results", serving_page.fill, [page], stored.stored())
     with pytest.raises(ValueError, match="results: no runs of"):
         zero_shot_page.write_page({"none": {"results": {"runs": []}}}, tmp_path / "page.md")
 
