@@ -8,12 +8,11 @@ that hold windows have such a page too, which nobody reads.
 Shapes: P blocks, K KV heads, N groups of a page, n bytes of a group's tokens.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
-from condense.ops.paged import PagedSlots
 from condense.ops.tensors.pinned import pinned_zeros
 from condense.serving.blocks import ServedLayer, blocks_of_request, page_sizes
 
@@ -56,19 +55,6 @@ class HostMemory:
     def __init__(self, layers: Sequence[ServedLayer], ranks: int) -> None:
         self.layers, self._ranks = layers, ranks
         self._taken: dict[str, int] = {}
-        self._slot_rows: int | None = None
-
-    def slots_of(self, served: ServedLayer, like: Tensor, rows: Callable[[], int]) -> PagedSlots | None:
-        """New slots of a layer, empty; None for one that needs none. like: of the dtype and device of tokens.
-
-        rows: says of how many requests, and is asked by the first layer, as there is less room behind it.
-        """
-        if served.slots_bytes == 0:
-            return None
-        assert served.plan is not None
-        if self._slot_rows is None:
-            self._slot_rows = rows()
-        return PagedSlots.empty(self._slot_rows, served.heads, served.widths, served.plan.settings, like)
 
     def pages_of(self, name: str, served: ServedLayer, pages: Tensor, available: int) -> Tensor | None:
         """The `host_pages` of a layer, which replace those of that name. pages: the engine's, of the same groups.

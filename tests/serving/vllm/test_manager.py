@@ -1,6 +1,7 @@
 """vLLM's own cache manager with the pages of condensed layers, without a model: groups, pages held, shared prefixes."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from condense.demo import demo_model
 from condense.serving.blocks import ServedLayer, blocks_of_request, own_page, page_sizes
 from condense.serving.engine import EngineSettings, check_engine
 from condense.serving.plan import serving_plan
-from condense.serving.vllm.backend import page_specs
+from condense.serving.vllm import backend
+from condense.serving.vllm.backend import CondensedAttention, page_specs
 from condense.serving.vllm.models import engine_settings
 
 try:  # from vLLM 0.33 on
@@ -210,3 +212,17 @@ def test_shared_prefixes_are_found_and_never_written_again(config):
         held = {page for other in requests[:i] for pages in reader.pages(other) for page in pages}
         assert written.isdisjoint(held)
     assert hits == [0, 0, 5888]
+
+
+def test_all_slots_are_made_before_any_layer_is_measured(monkeypatch):
+    """By the first layer that asks, which has none itself; for as many requests in each, though each takes memory."""
+    layers, context, like = served("host")[:3], {"other": object()}, torch.empty(0, dtype=torch.bfloat16)
+    engine = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+    for i, layer in enumerate(layers):
+        context[str(i)] = object.__new__(CondensedAttention)
+        context[str(i)].__dict__.update(served=layer, plan=layer.plan, model=layers, _engine=engine)
+    rows = iter((3, 2, 1))
+    monkeypatch.setattr(backend, "rows_with_slots", lambda *_: next(rows))
+    first, *others = (context[str(i)] for i in range(3))
+    assert first.take_slots(like) is None
+    assert [len(layer.take_slots(like).held) for layer in others] == [3, 3]

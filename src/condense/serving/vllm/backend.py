@@ -230,7 +230,7 @@ class CondensedAttention(Attention):
         )
         assert served.plan is not None
         self.plan, self.served, self.model = served.plan, served, host.layers
-        self.longest, self._engine, self._host = vllm_config.model_config.max_model_len, vllm_config, host
+        self.longest, self._engine = vllm_config.model_config.max_model_len, vllm_config
         sizes, context = page_sizes(self.model), vllm_config.compilation_config.static_forward_context
         self.has_step = served.has_step(vllm_config.device_config.device, self.longest)
         specs = page_specs(served, sizes)
@@ -248,10 +248,15 @@ class CondensedAttention(Attention):
     def take_slots(self, like: Tensor) -> PagedSlots | None:
         """The slots of a layer whose tokens lie in host memory, else None; made while vLLM measures a model's memory.
 
-        like: of the dtype and device of tokens.
+        The first layer that asks makes those of all, for as many requests in each: so every trial read is measured
+        beside all of them, and none is left less room than those before it. like: of the dtype and device of tokens.
         """
-        if self.slots is None:
-            self.slots = self._host.slots_of(self.served, like, lambda: rows_with_slots(self._engine, self.model))
+        layers = self._engine.compilation_config.static_forward_context.values()
+        missing = [x for x in layers if isinstance(x, CondensedAttention) and x.slots is None and x.served.slots_bytes]
+        if missing:
+            rows = rows_with_slots(self._engine, self.model)
+            for x in missing:
+                x.slots = PagedSlots.empty(rows, x.served.heads, x.served.widths, x.plan.settings, like)
         return self.slots
 
 
