@@ -308,9 +308,12 @@ def with_slots(pool, rows):
     return pool
 
 
-@pytest.mark.parametrize(("method", "slots", "rows"), [("host-4", 4, 3), ("host-8-drop", 2, 2)])
-def test_slots_of_pages_that_change_hands(method, slots, rows):
-    """Requests come and go and change places in the batch, and their few pages go to others: the bits without slots."""
+@pytest.mark.parametrize(("method", "slots", "rows", "part"), [("host-4", 4, 3, 3), ("host-8-drop", 2, 2, 1)])
+def test_slots_of_pages_that_change_hands(method, slots, rows, part, monkeypatch):
+    """Requests come and go and change places in the batch, and their few pages go to others: the bits without slots;
+    also where so few attend at once that a part of them has none.
+    """
+    monkeypatch.setattr(paged_step, "rows_at_once", lambda records: part)
     shape, draw, outs = (2, 1, 32, 32), random.Random(0), []
     chosen = RECALLS[method].replace(slots=slots)
     pools = [RecordPool(chosen, shape[1:], num_pages=24, dtype=torch.float32, device=DEVICE) for _ in range(2)]
