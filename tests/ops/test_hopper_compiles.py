@@ -113,13 +113,18 @@ BY_LANES = {
 }
 
 
-def lane_assembly(kernel):
-    """The assembly in which element e of each tensor must be what lane ``e % 32`` of warp ``e // 32`` holds."""
-    text, warps = kernel.asm["ttgir"], kernel.metadata.num_warps
-    layouts = dict(re.findall(r"^(#\w+) = #(.*)$", text, re.MULTILINE))
-    one_each = f"ttg.blocked<{{sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [{warps}], "
+def layouts_of(kernel):
+    """Layouts of tensors by name, and the assembly within a kernel with the types of its tensors."""
+    text = kernel.asm["ttgir"]
     operations = re.findall(r'tt\.elementwise_inline_asm "([^"]*)" (.*)$', text, re.MULTILINE)
     assert len(operations) == text.count("tt.elementwise_inline_asm")
+    return dict(re.findall(r"^(#\w+) = #(.*)$", text, re.MULTILINE)), operations
+
+
+def lane_assembly(kernel):
+    """The assembly in which element e of each tensor must be what lane ``e % 32`` of warp ``e // 32`` holds."""
+    (layouts, operations), warps = layouts_of(kernel), kernel.metadata.num_warps
+    one_each = f"ttg.blocked<{{sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [{warps}], "
     found = [(asm, rest) for asm, rest in operations if re.search(r"(shfl|mma|movmatrix)\.sync|%laneid", asm)]
     for asm, rest in found:
         tensors = re.findall(rf"tensor<{32 * warps}x[a-z]\w*, (#\w+)>", rest)
@@ -144,6 +149,16 @@ def test_steps_by_lanes(rows, heads, compiled):
         assert all(instruction in asm for instruction in instructions)
 
 
+def check_side_by_side(kernel, instruction, number):
+    """Assembly that moves several elements as far as the first of them: a thread has so many of a row side by side."""
+    layouts, operations = layouts_of(kernel)
+    names = {x for asm, rest in operations if instruction in asm for x in re.findall(r"tensor<[^>]*, (#\w+)>", rest)}
+    assert names
+    for name in names:
+        columns = re.search(r"sizePerThread = \[[\d, ]*?(\d+)\]", layouts[name])[1]
+        assert int(columns) % number == 0, layouts[name]
+
+
 LATENTS = [(16, (512, 576)), pytest.param(40, (256, 288), marks=pytest.mark.slow)]
 
 
@@ -153,7 +168,10 @@ def test_steps_on_latents(heads, widths, compiled):
     latent, D = widths
     settings = step_settings(condense.Recall(window=64, num_recall=8, store_bits=4))
     take_a_step(settings, 1, (heads, 1), (D, 0), latent=latent)
-    ptx = {kernel.metadata.name: kernel.asm["ptx"] for kernel in compiled}
+    kernels = {kernel.metadata.name: kernel for kernel in compiled}
+    check_side_by_side(kernels["recall_score_kernel"], "shr.b32 c, $1, $2;", 4)
+    check_side_by_side(kernels["recall_attend_kernel"], "shl.b32 s, $2, $3;", 2)
+    ptx = {name: kernel.asm["ptx"] for name, kernel in kernels.items()}
     assert re.search(r"wgmma\.mma_async\.[a-z0-9.]*\.s32\.s8\.s8", ptx["recall_score_kernel"])
     assert "wgmma.mma_async" in ptx["recall_attend_kernel"]
     assert ptx["recall_attend_kernel"].count("lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA") >= 16
