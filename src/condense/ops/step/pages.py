@@ -72,7 +72,8 @@ class PagedSlots(NamedTuple):
     They belong to a place in the batch, where requests come and go, as groups do in pages. So each names the record of
     which it is a copy: a record's stamp (`condense.ops.step.records`) is the clock's number when it was written, and
     each step that may copy records moves the clock on. A copy counts while the table of the request that is in its
-    place leads to that record, with that stamp.
+    place leads to that record, with that stamp: between two writes with the same stamp no copy is made, so the record
+    still holds what was copied.
 
     slots uint8 ``[R, K, S * g, C]``, held and order int32 ``[R, K, S]``: as in `condense.ops.step.StepState`. tags
     int32 ``[R, K, S, 2]``: of the record in each slot the page times the slots of a page, plus its slot there, and the
@@ -158,7 +159,9 @@ class PagedState(NamedTuple):
     def rows(self, start: int, stop: int) -> Self:
         """The state of requests ``[start, stop)``."""
         ring = None if self.ring is None else self.ring.rows(start, stop)
-        slots = None if self.slots is None else self.slots.rows(start, stop)
+        slots = self.slots
+        if slots is not None:
+            slots = slots.rows(start, stop) if start < len(slots.held) else None
         window, entries = self.window.rows(start, stop), self.entries.rows(start, stop)
         return self._replace(window=window, entries=entries, ring=ring, slots=slots)
 

@@ -276,7 +276,7 @@ def plan_of(
     floats = (
         queries * S2 * V, queries * S2, of_scores, of_splits, of_splits,
         *((of_scores, of_splits, of_splits) if mean else (0, 0, 0)),
-        queries * D if turns or in_pieces(D) else 0, (of_bases << (latent > 0)) if turns else 0,
+        queries * D if turns or in_pieces(D) else 0, of_bases * (2 if latent else 1) if turns else 0,
     )  # fmt: skip
     integers = of_lists, *((pairs * r, of_slots, pairs * S, pairs * S) if S else (0, 0, 0, 0))
     chained = {"launch_pdl": True} if early else {}
