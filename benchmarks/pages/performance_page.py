@@ -1,4 +1,4 @@
-"""The tables and pictures of docs/performance.md, each figure from the newest result file that holds it.
+"""The tables and pictures of both `performance.md`, each figure from the newest result file that holds it.
 
 A block says what its table holds, one line per row, and ends where its table ends:
 
@@ -8,10 +8,12 @@ A block says what its table holds, one line per row, and ends where its table en
     -->
     <!-- /bench -->
 
-Its head: title, lengths, and a picture if it has one. A row: its label, the name of the result files between ``bench-``
-and the time, the figure (an operation of the kernel benchmark, or one of ``first``, ``step``, ``cache``, ``peak``), the
-runner, and the baseline whose ratio stands beside the time. Each cell is from the newest file that holds it, whose time
-and commit stand below the table; a ratio is always of one run.
+Its head: title, lengths, and a picture if it has one. A row: its label, the name of the result files up to the time,
+where ``bench-`` may be left out, the figure (an operation of the kernel benchmark, or one of ``first``, ``step``,
+``cache``, ``peak``), the runner, and the baseline whose ratio stands beside the time. Each cell is from the newest file
+that holds it, whose time and commit stand below the table; a ratio is always of one run. The block ``named`` has the
+times of `generate`. Its rows say one layer's step and prompt: as above, by a result with the steps that fetch groups,
+or in words.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import readme_page
 from speed.rows import milliseconds
 from stored import Documents
 
@@ -32,6 +35,7 @@ _BLOCK = re.compile(r"(<!-- bench: ([^\n]*)\n(.*?)\n-->\n).*?(<!-- /bench -->)",
 _HEAD = re.compile(r"(?P<title>[^|]+?) \| (?P<lengths>\d+(?:, *\d+)*)(?: \| (?P<picture>.+))?")
 _ROW = re.compile(r"(?P<label>.+?) = (?P<files>\S+) (?P<figure>\S+) (?P<runner>.+?)(?: / (?P<baseline>.+))?")
 _FIGURES = {"first": "first", "step": "step", "cache": "cache_bytes", "peak": "peak_bytes"}
+_NAMED = re.compile(r"(<!-- named\n(.*?)\n-->\n).*?(<!-- /named -->)", re.DOTALL)
 
 
 class Cell(NamedTuple):
@@ -59,7 +63,6 @@ def filled(page: str, documents: Documents) -> tuple[str, dict[str, dict[str, Li
 
     Raises ValueError for a page without blocks, and for a head or a row that no figure fits.
     """
-    documents = {name: document for name, document in documents.items() if name.startswith("bench-")}
     pictures: dict[str, dict[str, Lines]] = {}
 
     def fill_block(block: re.Match[str]) -> str:
@@ -82,7 +85,28 @@ def filled(page: str, documents: Documents) -> tuple[str, dict[str, dict[str, Li
     text, count = _BLOCK.subn(fill_block, page)
     if count == 0:
         raise ValueError("page must have a block '<!-- bench: title | lengths', got none")
-    return text, pictures
+    return _NAMED.sub(lambda block: block[1] + _named(block[2], documents) + block[3], text), pictures
+
+
+def _named(rows: str, documents: Documents) -> str:
+    """Dense attention and the named settings in plain `generate`, and one layer of theirs."""
+    head = f"| {readme_page.LENGTH:,} tokens | cache on the GPU | first token | each further token | one layer's step"
+    table = f"{head} | one layer's prompt |\n{'|---' * 6}|\n"
+    for label, *layer in (re.split(" [=|] ", row) for row in rows.splitlines()):
+        cache, _ = readme_page.cache(name := label.strip("`").lower())
+        first, step = readme_page.generate(documents, name)
+        times = readme_page.text(first, "s"), readme_page.text(step, "ms"), *(_layer(x, documents) for x in layer)
+        table += f"| {label} | {cache:#.3g} GiB | {' | '.join(times)} |\n"
+    return table
+
+
+def _layer(said: str, documents: Documents) -> str:
+    if said in documents:  # from no open group fetched to all
+        rows = [x for x in documents[said]["results"]["rows"] if (x["store"], x["requests"]) == ("ring, by tiles", 1)]
+        return " to ".join(f"{us:.3g}" for us in sorted(x["us"]["median"] for x in rows)) + " us"
+    if not _ROW.fullmatch(f"layer = {said}"):
+        return said
+    return re.sub(r", \d+%", "", _row(f"layer = {said}", documents)[1][readme_page.LENGTH].text)
 
 
 def _row(line: str, documents: Documents) -> tuple[str, dict[int, Cell]]:
@@ -90,13 +114,14 @@ def _row(line: str, documents: Documents) -> tuple[str, dict[int, Cell]]:
     match = _ROW.fullmatch(line)
     if match is None:
         raise ValueError(f"page: a block's row must be 'label = files figure runner / baseline', got {line!r}")
-    name = re.compile(rf"bench-{re.escape(match['files'])}-\d{{8}}T\d{{6}}Z")
+    name = re.compile(rf"(?:bench-)?{re.escape(match['files'])}-\d{{8}}T\d{{6}}Z")
     figure, op = (_FIGURES[match["figure"]], None) if match["figure"] in _FIGURES else ("times", match["figure"])
     cells: dict[int, Cell] = {}
-    for stem, document in sorted(documents.items(), key=lambda item: item[1]["provenance"]["date"]):
+    found = [(stem, document) for stem, document in documents.items() if name.fullmatch(stem)]
+    for stem, document in sorted(found, key=lambda item: item[1]["provenance"]["date"]):
         source = f"{stem.rpartition('-')[2]} (commit {(document['provenance']['commit'] or 'unknown')[:12]})"
-        for row in document["results"]["rows"] if name.fullmatch(stem) else ():
-            if row["runner"] == match["runner"] and row.get("op") == op and row.get(figure):
+        for row in document["results"]["rows"]:
+            if row.get("runner") == match["runner"] and row.get("op") == op and row.get(figure):
                 cells[row["length"]] = _cell(row, figure, match["baseline"], source)
     if not cells:
         raise ValueError(f"page: no result file holds {line!r}")

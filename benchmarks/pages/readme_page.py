@@ -21,7 +21,7 @@ import transfer_page
 from stored import Documents
 from transformers import AutoModelForCausalLM
 
-from condense import Method, Recall
+from condense import CCA, Method, Recall
 from condense.models.inspect import inspect
 from condense.models.shapes import shape_config
 
@@ -58,13 +58,13 @@ def table(documents: Documents) -> str:
     attentions, quality = ("dense", *NAMES), {name: _quality(documents, name) for name in NAMES}
     engine, served = _engine(documents), _served(documents)
     rows = [
-        ["cache on the GPU", *(f"{_cache(name)[0]:#.3g} GiB" for name in ("dense", *attentions))],
-        ["read by each further token", *(f"{_cache(name)[1]:#.3g} GiB" for name in ("dense", *attentions))],
+        ["cache on the GPU", *(f"{cache(name)[0]:#.3g} GiB" for name in ("dense", *attentions))],
+        ["read by each further token", *(f"{cache(name)[1]:#.3g} GiB" for name in ("dense", *attentions))],
     ]
     for i, (name, unit) in enumerate((("first token", "s"), ("each further token", "ms"))):
-        dense = _generate(documents, "dense")[i], engine[i]
-        named = [_text(_generate(documents, each)[i], unit, served.get((each, i))) for each in NAMES]
-        rows.append([name, *(_text(x, unit) for x in dense), *named])
+        dense = generate(documents, "dense")[i], engine[i]
+        named = [text(generate(documents, each)[i], unit, served.get((each, i))) for each in NAMES]
+        rows.append([name, *(text(x, unit) for x in dense), *named])
     rows += [
         ["hidden numbers found, worst task", "all", "all", *(_cell(quality[name], "found") for name in NAMES)],
         ["loss on text", "0", "0", *(_cell(quality[name], "loss") for name in NAMES)],
@@ -107,12 +107,12 @@ def claims(documents: Documents) -> list[str]:
         f"Cohere 2, trained once more, lost {again:.3f}",
         f"loses {cache[0]}, {cache[1]} and {cache[2]}",
         f"lost {ours['key'][0]:.3f} nats on far text and {max(ours[x][0] for x in transfer_page.TASKS):.1%} of a task",
-        f"vLLM's took {_text(of_four, 'ms')} a token",
+        f"vLLM's took {text(of_four, 'ms')} a token",
         f"up to {shorter:,} tokens shorter",
         f"ran {running['condensed']} requests of {LENGTH:,} tokens at once, dense {running['dense']}.",
         f"its first token came after {min(_only(documents, 'recall-shared-speed-')['first']):.2f} s",
-        f"one request took {_text(one['condensed'], 'ms')} a token",
-        f"dense attention {_text(one['dense'], 'ms')};",
+        f"one request took {text(one['condensed'], 'ms')} a token",
+        f"dense attention {text(one['dense'], 'ms')};",
         f"the most was {most['condensed']:.0f} tokens a second, dense {most['dense']:.0f}",
     ]
 
@@ -150,14 +150,14 @@ def _untouched(documents: Documents, start: str) -> tuple[float, float]:
     return steps[1], max(1000 * rows / ms for rows, ms in steps.items())
 
 
-def _text(value: float | None, unit: str, served: float | None = None) -> str:
+def text(value: float | None, unit: str, served: float | None = None) -> str:
     """The value, and the engine's behind it."""
     texts = [] if value is None else [f"{value:#.3g} {unit}".replace(". ", " ")]
-    texts += [] if served is None else [f"vLLM {_text(served, unit)}"]
+    texts += [] if served is None else [f"vLLM {text(served, unit)}"]
     return "; ".join(texts) or UNKNOWN
 
 
-def _cache(name: str) -> tuple[float, float]:
+def cache(name: str) -> tuple[float, float]:
     """GiB on the device for one prompt in Llama-3.1-8B's shape, bfloat16, and GiB that a token after it reads."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape_config("llama-3.1-8b"))
@@ -166,11 +166,12 @@ def _cache(name: str) -> tuple[float, float]:
     return (sum(x.dense_bytes for x in reports) / 2**30,) * 2 if name == "dense" else (kept, read)
 
 
-def _generate(documents: Documents, name: str) -> tuple[float | None, float | None]:
+def generate(documents: Documents, name: str) -> tuple[float | None, float | None]:
     """Seconds to the first token and milliseconds per token of plain `generate`, one row: the fastest readings of the
     newest run that has some, as a setting's code changes; of dense attention, whose code does not, those of all runs.
     """
     found: dict[str, tuple[list[float | None], list[float | None]]] = {}
+    plain = {"cca": CCA().to_dict()}  # what files that name no settings timed
     for stem, document in documents.items():
         if not stem.startswith(("generate-", "recall-prompts-")):
             continue
@@ -178,7 +179,7 @@ def _generate(documents: Documents, name: str) -> tuple[float | None, float | No
         if content.get("liger"):
             continue
         for row in content["rows"]:
-            method = None if row["attention"] == "dense" else content.get("methods", {}).get(row["attention"])
+            method = None if row["attention"] == "dense" else content.get("methods", plain).get(row["attention"])
             known = row["attention"] == "dense" if name == "dense" else _is(name, method)
             if known and row["tokens"] == LENGTH and row.get("rows", 1) == 1 and not row.get("chunk"):
                 first, step = found.setdefault("" if name == "dense" else stem.rsplit("-", 1)[1], ([], []))

@@ -33,7 +33,7 @@ _LAYERS = (f"{_KERNEL}-20261121T151300Z", f"{_KERNEL}-20261121T163413Z")
 # filled where they stand; the others are written from templates
 FILLED = (
     *("README.md", "docs/performance.md", "docs/recall.md", "docs/serving.md"),
-    *(f"docs/studies/{name}.md" for name in ("recall-settings", "reread", "serving")),
+    *(f"docs/studies/{name}.md" for name in ("performance", "recall-settings", "reread", "serving")),
 )
 _STUDIES = ("adaptation", "experiments", "result-files", "results", "transfer", "zero-shot")
 PAGES = (*FILLED, *(f"docs/studies/{name}.md" for name in _STUDIES))
@@ -43,7 +43,8 @@ def write(docs: Path) -> None:
     """Write all pages and their pictures into a folder like `docs`; there, and above it, are those that are filled."""
     everything, studies = stored(), docs / "studies"
     readme_page.fill(docs.parent / "README.md", everything)
-    performance_page.fill(docs / "performance.md", everything)
+    for page in (docs / "performance.md", studies / "performance.md"):
+        performance_page.fill(page, everything)
     recall_page.fill(studies / "recall-settings.md", everything["zero-shot-h200-20261122T020720Z"])
     transfer_page.fill(docs / "recall.md", of("transfer.json"))
     reread_page.fill(studies / "reread.md", everything["reread"])

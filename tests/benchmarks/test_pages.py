@@ -60,7 +60,7 @@ def test_a_number_that_no_file_holds_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("old", "new", "message"), REFUSED)
 def test_a_page_of_speed_that_asks_for_something_else_is_refused(old, new, message):
-    page = (write_pages.ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    page = (write_pages.ROOT / "docs" / "studies" / "performance.md").read_text(encoding="utf-8")
     tiny.refused(message, performance_page.filled, page.replace(old, new), stored.stored())
 
 
