@@ -3,6 +3,7 @@
 import functools
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +17,9 @@ from condense.ops.triton import limits
 from condense.serving import trial
 from condense.serving.blocks import ServedLayer, blocks_of_request, own_page, page_sizes, table_columns
 from condense.serving.engine import EngineSettings, check_engine
-from condense.serving.host import HostMemory, host_bytes, slot_rows, slots_bytes
+from condense.serving.host import HostMemory, copied_bytes, host_bytes, slot_rows
 from condense.serving.plan import serving_plan, serving_plans
-from condense.serving.vllm.memory import available_bytes
+from condense.serving.vllm.memory import available_bytes, rows_with_slots
 
 STREAMING = condense.CCA(summary="streaming", key_pooling="select", rep_bias="log_size")
 # Llama-3.1-8B
@@ -258,12 +259,31 @@ def test_a_page_holds_what_records_leave_out():
 
 
 def test_so_many_requests_have_slots_as_fit_beside_them():
-    one, slots = blocks_of_request(KEPT, 1000).total_bytes, slots_bytes(KEPT)
+    one, slots = blocks_of_request(KEPT, 1000).total_bytes, copied_bytes(KEPT)
     assert slots == sum(64 * x.heads * x.host_slot_bytes for x in KEPT) > 0
     for num in (0, 3):
         assert slot_rows(KEPT, 1000, num * (one + slots) + slots, in_room=True) == num
         assert slot_rows(KEPT, 1000, num * one + 1, in_room=False) == num
     assert slot_rows(KEPT, 1000, -5, in_room=True) == 0
+
+
+@pytest.mark.parametrize(("flag", "wanted"), [(None, 5), ("kv_cache_memory_bytes", 3), ("num_gpu_blocks_override", 3)])
+def test_requests_with_slots_follow_the_flags(flag, wanted, monkeypatch):
+    """Room for five beside their slots, or pages for three; at most as many as run at once."""
+    one = blocks_of_request(KEPT, 1000)
+    asked = {"kv_cache_memory_bytes": 3 * one.total_bytes, "num_gpu_blocks_override": 3 * one.blocks}
+    given = {name: number if name == flag else None for name, number in asked.items()}
+    cache = SimpleNamespace(gpu_memory_utilization=0.5, **given)
+    config = SimpleNamespace(
+        cache_config=cache, model_config=SimpleNamespace(max_model_len=1000),
+        scheduler_config=SimpleNamespace(max_num_seqs=100),
+    )  # fmt: skip
+    total = 10**9
+    free = total // 2 + 5 * (one.total_bytes + copied_bytes(KEPT))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, total))
+    assert rows_with_slots(config, KEPT) == wanted
+    config.scheduler_config.max_num_seqs = 2
+    assert rows_with_slots(config, KEPT) == 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -9,7 +9,7 @@ from torch import nn
 from condense.models.choice import MethodChoice
 from condense.models.inspect import inspect, served_layers
 from condense.serving.blocks import ServedLayer, blocks_of_request
-from condense.serving.host import host_bytes, slot_rows, slots_bytes
+from condense.serving.host import copied_bytes, host_bytes, slot_rows
 from condense.serving.vllm.register import ARCHITECTURES
 
 # share of the device's memory for weights and caches; the rest is for activations
@@ -85,8 +85,8 @@ def _served(
     one = blocks_of_request(layers, length)
     room, on_host = rooms
     if room is not None:
-        room -= slot_rows(layers, length, room, in_room=True) * slots_bytes(layers)
+        room -= slot_rows(layers, length, room, in_room=True) * copied_bytes(layers)
     limits = (room, one.block_bytes), (on_host, host_bytes(layers))
     blocks = [max(0, limit) // each for limit, each in limits if limit is not None and each]
     # one block belongs to no request
-    return one.total_bytes + slots_bytes(layers), max(0, min(blocks) - 1) // one.blocks if blocks else None
+    return one.total_bytes + copied_bytes(layers), max(0, min(blocks) - 1) // one.blocks if blocks else None

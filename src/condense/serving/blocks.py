@@ -96,7 +96,7 @@ class ServedLayer:
         return record_format(self.plan.settings, self.widths, self.dtype).nbytes_apart
 
     @property
-    def slots_bytes(self) -> int:
+    def copied_bytes(self) -> int:
         """Bytes of a request's slots: copies of groups in host memory, which lie on the device beside the pages."""
         if self.host_slot_bytes == 0:
             return 0

@@ -26,9 +26,9 @@ def host_bytes(layers: Collection[ServedLayer]) -> int:
     return sum(layer.host_bytes(far) for layer in layers)
 
 
-def slots_bytes(layers: Collection[ServedLayer]) -> int:
+def copied_bytes(layers: Collection[ServedLayer]) -> int:
     """Bytes on the device, beside the pages, of the slots of a request."""
-    return sum(layer.slots_bytes for layer in layers)
+    return sum(layer.copied_bytes for layer in layers)
 
 
 def slot_rows(layers: Collection[ServedLayer], longest: int, room: int, *, in_room: bool) -> int:
@@ -36,7 +36,7 @@ def slot_rows(layers: Collection[ServedLayer], longest: int, room: int, *, in_ro
 
     in_room: these lie there too, and not beside it.
     """
-    return max(0, room) // (blocks_of_request(layers, longest).total_bytes + in_room * slots_bytes(layers))
+    return max(0, room) // (blocks_of_request(layers, longest).total_bytes + in_room * copied_bytes(layers))
 
 
 def host_pages(served: ServedLayer, pages: Tensor) -> Tensor | None:

@@ -12,7 +12,6 @@ Shapes: R requests, H query heads, K KV heads, D and Dv widths, P pages.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from condense.ops.recall.index import rotation
@@ -40,7 +39,7 @@ def store(
     checked, as `read_paged` has checked all.
     """
     widths = q.shape[2], v.shape[2]
-    pages = _buffers_of(state, widths, seen, settings)
+    pages, stamps = _buffers_of(state, widths, seen, settings)
     with on_device_of(q):
         if settings.choice is None:
             # no outputs
@@ -48,7 +47,7 @@ def store(
             return
         k, v, tables = dense_rows(k), dense_rows(v), (state.window.table, state.entries.table)
         # no rows to leave out
-        stamps, clock = _stamps_of(state, widths, k.dtype, settings), None if state.slots is None else state.slots.clock
+        clock = None if state.slots is None else state.slots.clock
         tensors = k, v, *kept_of(pages), seen, *tables, stamps, clock, rotation(q.shape[2], k.device, k.dtype)
         plan = close_of(*_sizes_of(q, widths, state, settings), False)
         CLOSE.start(plan, tensors, (*k.stride()[:2], *v.stride()[:2]))
@@ -73,7 +72,7 @@ def attend(
     q = dense_rows(q)
     with on_device_of(q):
         if settings.choice is None:
-            pages = _buffers_of(state, widths, seen, settings)
+            pages, _ = _buffers_of(state, widths, seen, settings)
             launch = _launch_of(q, state, pages, settings, scale)
             splits = split_scratch(q, launch.num_splits, out.shape[2])
             # keys and values are in pages by now
@@ -101,10 +100,12 @@ def _attend_to_open(
     """`attend` with a choice, of no more requests than `rows_at_once`. widths: D and Dv."""
     plan = plan_of(*_sizes_of(q, widths, state, settings), (scale, state.extras.softcap), False)
     scratch, of_q = scratch_of(plan.scratch, q.device), q.stride()[:2]
-    slots, stamps = state.slots, _stamps_of(state, widths, q.dtype, settings)
+    (pages, stamps), slots = _buffers_of(state, widths, seen, settings), state.slots
     copied = (None, None) if slots is None else (slots.tags, slots.clock)
-    tables = state.window.table, state.entries.table, before, stamps, *copied
-    turn, pages = rotation(q.shape[2], q.device, q.dtype), _buffers_of(state, widths, seen, settings)
+    tables, turn = (
+        (state.window.table, state.entries.table, before, stamps, *copied),
+        rotation(widths[0], q.device, q.dtype),
+    )
     scored, chosen, attended = tensors_of(q, pages, seen, scratch, turn, tables)
     SCORE.start(plan.score, scored, of_q)
     CHOOSE.start(plan.choose, chosen, (0 if slots is None else len(slots.held),))
@@ -138,9 +139,11 @@ def _start(
     STEP.start(plan, (*qkv, *pages[:NUM_BUFFERS], seen, None, None, *splits, splits[0], *tables, None, None), strides)
 
 
-def _buffers_of(state: PagedState, widths: tuple[int, int], seen: Tensor, settings: StepSettings) -> StepState:
+def _buffers_of(
+    state: PagedState, widths: tuple[int, int], seen: Tensor, settings: StepSettings
+) -> tuple[StepState, Tensor | None]:
     """The buffers of a step in pages, views ``[P, K, N, columns]``; the window, or ``seen``, in place of those that
-    kernels do not read there. widths: D and Dv.
+    kernels do not read there. Also the stamps of records, ``[P, K, N, 1]``, if they have some. widths: D and Dv.
     """
     near, far, past = state.window.cache, state.entries.cache, state.ring
     kept = dict.fromkeys(StepState._fields, near)
@@ -148,21 +151,14 @@ def _buffers_of(state: PagedState, widths: tuple[int, int], seen: Tensor, settin
     kept |= {"ring_v": near[..., D:], "sums": sums, "seen": seen, "first": seen, "arrived": seen}
     if state.holds_records:
         kept |= record_format(settings, widths, near.dtype).views(far, state.store)
-        kept.pop(STAMP, None)
     else:
         kept |= {"entries_k": far, "entries_v": far[..., D:]}
     if state.slots is not None:
         kept |= {name: getattr(state.slots, name) for name in ("slots", "held", "order")}
     if past is not None:
         kept["ring_q"] = past.cache
-    return StepState(**kept)
-
-
-def _stamps_of(state: PagedState, widths: tuple[int, int], dtype: torch.dtype, settings: StepSettings) -> Tensor | None:
-    """The stamps of records, of pages ``[P, K, N, 1]``; None without slots."""
-    if state.slots is None:
-        return None
-    return record_format(settings, widths, dtype).views(state.entries.cache, state.store)[STAMP]
+    stamps = kept.pop(STAMP, None)
+    return StepState(**kept), stamps
 
 
 def _launch_of(q: Tensor, state: PagedState, pages: StepState, settings: StepSettings, scale: float) -> Launch:

@@ -214,6 +214,7 @@ def plan_of(
     assert choice is not None
     quota, R = choice.quota, H // K
     of_score, of_attend, most, early, weight = _table(device, dtype, max(D, Dv), B * K, choice.store.bits)
+    is_hopper = early and gpu_of(device).capability[0] == 9
     if not choice.store.on_host:
         weight = 0  # shares of both lists are even at any length
     V, parts = latent or Dv, key_value_parts(D, Dv, latent)
@@ -223,13 +224,7 @@ def plan_of(
     if early and dtype == torch.bfloat16 and cdiv(R, lane_heads) <= 2 and in_lanes:
         # these load the next tile themselves
         BR, of_attend = cdiv(R, lane_heads) * lane_heads, of_attend._replace(num_stages=1)
-    elif (
-        early
-        and dtype == torch.bfloat16
-        and latent
-        and latents_in_words(form.bits, D, g)
-        and gpu_of(device).capability[0] == 9
-    ):
+    elif is_hopper and dtype == torch.bfloat16 and latent and latents_in_words(form.bits, D, g):
         of_attend = _LATENT_WORDS
     head_tiles = cdiv(R, BR)
     r, GROUPS = quota.at(G), power_of_2(max(G, 4))
@@ -238,8 +233,7 @@ def plan_of(
     HS = min(most, max(8, power_of_2(R)))
     # later matrix units do not count bits: there each such instruction is some sixty others. Every four heads read the
     # index anew
-    counts_bits = early and gpu_of(device).capability[0] == 9 and cdiv(R, lane_heads) <= 2
-    if counts_bits and lane_signs.fits(g, D):
+    if is_hopper and cdiv(R, lane_heads) <= 2 and lane_signs.fits(g, D):
         HS, of_score = lane_heads, _LANES[B * K >= _MANY_HEADS]
     elif early and in_pieces(D):
         of_score = _PIECES

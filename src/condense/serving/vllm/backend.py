@@ -40,7 +40,7 @@ from condense.ops import Extras
 from condense.ops.latents import UpProjection
 from condense.ops.paged import NewTokens, PagedSlots, PagedState, Pages, read_paged
 from condense.serving.blocks import PageSizes, ServedLayer, blocks_of_request, page_sizes
-from condense.serving.host import HostMemory, host_bytes, slots_bytes
+from condense.serving.host import HostMemory, copied_bytes, host_bytes
 from condense.serving.trial import read_trials
 from condense.serving.vllm.memory import available_bytes, rows_with_slots
 
@@ -101,7 +101,7 @@ class CondensedMetadataBuilder(AttentionMetadataBuilder[CondensedMetadata]):
         one = blocks_of_request(served, longest)
         # vLLM gives one block to no request
         held = (layers[self.layer_names[0]].kv_cache.shape[0] - 1) / one.blocks
-        on_host, slots = one.blocks * host_bytes(served) / 2**20, slots_bytes(served) / 2**20
+        on_host, slots = one.blocks * host_bytes(served) / 2**20, copied_bytes(served) / 2**20
         logger.info_once(
             "Concurrency for %s tokens per request, once their prompts are read: %.2fx; each takes %.1f MiB, %.0f%% of "
             "dense attention's, a request of 1,024 tokens %.0f%%%s",
@@ -191,8 +191,8 @@ class CondensedImpl(AttentionImpl[CondensedMetadata]):
             entries = entries.view(dtype)
         window = Pages(kv_cache, attn_metadata.table).view(dtype)
         past, store = None if ring is None else ring.view(dtype), layer.sides["entries"].store
-        apart = store, layer.slots
-        state = PagedState(window, entries, past, layer.up, self.extras, *apart, layer.longest, layer.over_ranks)
+        of_layer = layer.up, self.extras, store, layer.slots, layer.longest, layer.over_ranks
+        state = PagedState(window, entries, past, *of_layer)
         read_paged(qkv, state, attn_metadata.new, layer.plan.settings, scale=self.scale, out=output)
         return output
 
@@ -252,7 +252,7 @@ class CondensedAttention(Attention):
         beside all of them, and none is left less room than those before it. like: of the dtype and device of tokens.
         """
         layers = self._engine.compilation_config.static_forward_context.values()
-        missing = [x for x in layers if isinstance(x, CondensedAttention) and x.slots is None and x.served.slots_bytes]
+        missing = [x for x in layers if isinstance(x, CondensedAttention) and x.slots is None and x.served.copied_bytes]
         if missing:
             rows = rows_with_slots(self._engine, self.model)
             for x in missing:

@@ -27,10 +27,10 @@ def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def rows_with_slots(config: Any, layers: Collection[ServedLayer]) -> int:
-    """The number of requests that have slots for groups in host memory, while the memory of a model is measured.
+    """The number of requests that get slots for groups in host memory, asked while a model's memory is measured.
 
-    As many as fit with the longest text: into the pages that the flags ask for; else, with their slots, into what they
-    leave of this process's device, from which all is taken that the model is found to take. config: a ``VllmConfig``.
+    That many requests of the longest text fit into the pages that the flags ask for, slots beside them; without such
+    flags, with their slots, into what vLLM may still take of the device. config: a ``VllmConfig``.
     """
     cache, longest = config.cache_config, config.model_config.max_model_len
     free, total = torch.cuda.mem_get_info()
