@@ -91,8 +91,14 @@ class Pool:
         for kind in self.kinds:
             self.view(kind)[page] = self.fill
         if self.host is not None:
+            self.settle()
             self.host[page] = self.fill
         self.free.append(page)
+
+    def settle(self):
+        """Wait for kernels, which read and write host memory too."""
+        if self.blocks.is_cuda:
+            torch.cuda.synchronize()
 
     def view(self, kind):
         """All blocks as pages of one kind, bytes ``[P, K, N, nbytes]``."""

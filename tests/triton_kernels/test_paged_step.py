@@ -314,7 +314,8 @@ def test_slots_of_pages_that_change_hands(method, slots, rows, part, monkeypatch
     also where so few attend at once that a part of them has none.
     """
     monkeypatch.setattr(paged_step, "rows_at_once", lambda records: part)
-    shape, draw, outs = (2, 1, 32, 32), random.Random(0), []
+    width = 32 if DEVICE == "cpu" else 64
+    shape, draw, outs = (2, 1, width, width), random.Random(0), []
     chosen = RECALLS[method].replace(slots=slots)
     pools = [RecordPool(chosen, shape[1:], num_pages=24, dtype=torch.float32, device=DEVICE) for _ in range(2)]
     with_slots(pools[0], rows)
@@ -375,6 +376,7 @@ def test_slots_are_read_in_place_of_host_memory():
             # all ask the same, and no group is closed between
             outs += pool.read([(request, [x[37:38] for x in qkv])], scale=0.3, backend="triton")
             if step == 0 and disturbs:
+                pool.settle()
                 pool.host.fill_(1)
             if step == 1 and disturbs:
                 pool.form.views(pool.view("entries"), pool.host)["stamps"][request.entries] += 1
