@@ -206,6 +206,18 @@ class Engine:
         """Random numbers in all pages: some kernels are faster on zeros."""
         self.llm.collective_rpc(_fill_pages)
 
+    @property
+    def has_slots(self):
+        return self.new_copies(1) is not None
+
+    def new_copies(self, rows):
+        """Groups copied from host memory to slots since this was asked last, per request, KV head and layer."""
+        return self.llm.collective_rpc(_new_copies, args=(rows,))[0]
+
+    def forget_copies(self):
+        """Empty slots: the next step reads all open groups over the bus."""
+        self.llm.collective_rpc(_forget_copies)
+
     def close(self):
         from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -226,6 +238,24 @@ def _blocks_of(worker, length, batch):
     one = blocks_of_request(served, length).blocks
     # a piece of a prompt needs more pages of windows for itself, taken from the oldest prompt in the cache
     return one, blocks_of_request(served, length, batch).blocks - one
+
+
+def _slots(worker):
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    return [layer.slots for layer in layers if getattr(layer, "slots", None) is not None]
+
+
+def _new_copies(worker, rows):
+    """Slots that name another record than when this was asked last; None if there are no slots."""
+    tags = [slots.tags.clone() for slots in _slots(worker) if len(slots.tags)]
+    before, worker.tags_before = getattr(worker, "tags_before", tags), tags
+    changed = [(x != y)[:rows].any(-1).sum(-1).float().mean() for x, y in zip(tags, before, strict=True)]
+    return float(sum(changed)) / len(changed) if changed else None
+
+
+def _forget_copies(worker):
+    for slots in _slots(worker):
+        slots.held.fill_(-1)
 
 
 def _leave_out_model(worker, hidden):

@@ -11,7 +11,8 @@ What is measured, in this order; a name that comes again is measured again:
 
 - capacity: requests of 131,072 tokens (or --longest) that run at once.
 - decode-LENGTH: time between tokens, whole steps of the engine, while more and more requests run, at last as many as
-  fit, prompts cached but for one token; the first answers are up to 500 tokens long by then.
+  fit, prompts cached but for one token; the first answers are up to 500 tokens long by then. With tokens in host
+  memory also the groups that a step copied to slots, and the time of steps that copy all.
 - first: time to the first token of a prompt read alone.
 - documents: questions on ten texts of 130,432 tokens that were read before.
 - short, long: prompts of 4,096 or 130,560 tokens, 512 tokens of answer, nothing shared, all at once.
@@ -180,11 +181,26 @@ def decode(engine, length, choices, note):
         row = {"rows": rows, "step_ms": spread([1000 * t for t in times]), "preempted": engine.preempted - before}
         row["tokens_per_second"] = rows / statistics.median(times)
         row["cached_tokens"] = min(answers[name].cached for name in names)
+        if engine.has_slots:
+            row |= over_the_bus(engine, rows, answers)
         rows_of.append(row)
         note(rows_of)
         print(length, row, flush=True)
     engine.stop(names)
     return rows_of
+
+
+def over_the_bus(engine, rows, answers):
+    """Groups that one step copied to slots, per request, KV head and layer; the time of steps before which slots were
+    emptied, which is a part of it.
+    """
+    engine.new_copies(rows)
+    engine.step(answers)
+    found, at = engine.new_copies(rows), []
+    for _ in range(STEPS // 4 + 1):
+        engine.forget_copies()
+        at.append(engine.step(answers).time)
+    return {"new_copies": found, "all_new_ms": spread([1000 * (b - a) for a, b in itertools.pairwise(at)])}
 
 
 def first(engine, seed):

@@ -262,15 +262,16 @@ def test_so_many_requests_have_slots_as_fit_beside_them():
     one, slots = blocks_of_request(KEPT, 1000).total_bytes, copied_bytes(KEPT)
     assert slots == sum(64 * x.heads * x.host_slot_bytes for x in KEPT) > 0
     for num in (0, 3):
-        assert slot_rows(KEPT, 1000, num * (one + slots) + slots, in_room=True) == num
-        assert slot_rows(KEPT, 1000, num * one + 1, in_room=False) == num
-    assert slot_rows(KEPT, 1000, -5, in_room=True) == 0
+        assert slot_rows(KEPT, 1000, num * (one + slots) + slots) == num
+    assert slot_rows(KEPT, 1000, -5) == 0
 
 
-@pytest.mark.parametrize(("flag", "wanted"), [(None, 5), ("kv_cache_memory_bytes", 3), ("num_gpu_blocks_override", 3)])
+@pytest.mark.parametrize(("flag", "wanted"), [(None, 5), ("kv_cache_memory_bytes", 9), ("num_gpu_blocks_override", 9)])
 def test_requests_with_slots_follow_the_flags(flag, wanted, monkeypatch):
-    """Room for five beside their slots, or pages for three; at most as many as run at once."""
-    one = blocks_of_request(KEPT, 1000)
+    """Five and their slots fit; or pages of three are given, and beside them slots of nineteen would fit. At most as
+    many as run at once, and none if there is no memory left.
+    """
+    one, slots = blocks_of_request(KEPT, 1000), copied_bytes(KEPT)
     asked = {"kv_cache_memory_bytes": 3 * one.total_bytes, "num_gpu_blocks_override": 3 * one.blocks}
     given = {name: number if name == flag else None for name, number in asked.items()}
     cache = SimpleNamespace(gpu_memory_utilization=0.5, **given)
@@ -279,11 +280,13 @@ def test_requests_with_slots_follow_the_flags(flag, wanted, monkeypatch):
         scheduler_config=SimpleNamespace(max_num_seqs=100),
     )  # fmt: skip
     total = 10**9
-    free = total // 2 + 5 * (one.total_bytes + copied_bytes(KEPT))
+    free = total // 2 + (3 * one.total_bytes + 19 * slots if flag else 5 * (one.total_bytes + slots))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, total))
     assert rows_with_slots(config, KEPT) == wanted
     config.scheduler_config.max_num_seqs = 2
     assert rows_with_slots(config, KEPT) == 2
+    free = total // 3
+    assert rows_with_slots(config, KEPT) == 0
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

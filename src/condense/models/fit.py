@@ -85,7 +85,7 @@ def _served(
     one = blocks_of_request(layers, length)
     room, on_host = rooms
     if room is not None:
-        room -= slot_rows(layers, length, room, in_room=True) * copied_bytes(layers)
+        room -= slot_rows(layers, length, room) * copied_bytes(layers)
     limits = (room, one.block_bytes), (on_host, host_bytes(layers))
     blocks = [max(0, limit) // each for limit, each in limits if limit is not None and each]
     # one block belongs to no request

@@ -31,12 +31,9 @@ def copied_bytes(layers: Collection[ServedLayer]) -> int:
     return sum(layer.copied_bytes for layer in layers)
 
 
-def slot_rows(layers: Collection[ServedLayer], longest: int, room: int, *, in_room: bool) -> int:
-    """The number of requests of ``longest`` tokens that fit into ``room`` bytes on the device; so many have slots.
-
-    in_room: these lie there too, and not beside it.
-    """
-    return max(0, room) // (blocks_of_request(layers, longest).total_bytes + in_room * copied_bytes(layers))
+def slot_rows(layers: Collection[ServedLayer], longest: int, room: int) -> int:
+    """The number of requests of ``longest`` tokens that fit with their slots into ``room`` bytes on the device."""
+    return max(0, room) // (blocks_of_request(layers, longest).total_bytes + copied_bytes(layers))
 
 
 def host_pages(served: ServedLayer, pages: Tensor) -> Tensor | None:

@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from condense.serving.blocks import ServedLayer, blocks_of_request
-from condense.serving.host import slot_rows
+from condense.serving.host import copied_bytes, slot_rows
 
 # a child of vLLM's own logger, which alone has a handler
 _logger = logging.getLogger("vllm.condense")
@@ -29,16 +29,16 @@ def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 def rows_with_slots(config: Any, layers: Collection[ServedLayer]) -> int:
     """The number of requests that get slots for groups in host memory, asked while a model's memory is measured.
 
-    That many requests of the longest text fit into the pages that the flags ask for, slots beside them; without such
-    flags, with their slots, into what vLLM may still take of the device. config: a ``VllmConfig``.
+    If flags give the size of the pages, half of the memory that these leave is for slots; the other half for what is
+    computed. Without such flags as many requests of the longest text get slots as fit with them. config: a
+    ``VllmConfig``.
     """
     cache, longest = config.cache_config, config.model_config.max_model_len
     free, total = torch.cuda.mem_get_info()
-    room, in_room = free - int((1 - cache.gpu_memory_utilization) * total), True
+    room, given = free - int((1 - cache.gpu_memory_utilization) * total), cache.kv_cache_memory_bytes
     if cache.num_gpu_blocks_override:
-        room, in_room = cache.num_gpu_blocks_override * blocks_of_request(layers, longest).block_bytes, False
-    elif cache.kv_cache_memory_bytes:
-        room, in_room = cache.kv_cache_memory_bytes, False
-    rows = min(slot_rows(layers, longest, room, in_room=in_room), config.scheduler_config.max_num_seqs)
+        given = cache.num_gpu_blocks_override * blocks_of_request(layers, longest).block_bytes
+    rows = max(0, room - given) // 2 // copied_bytes(layers) if given else slot_rows(layers, longest, room)
+    rows = min(rows, config.scheduler_config.max_num_seqs)
     _logger.info("Slots for copies of groups in host memory: those of %d requests", rows)
     return rows
