@@ -13,6 +13,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 import torch
 import vllm
+import workers
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
@@ -20,7 +21,6 @@ import condense
 from condense.methods import settings_of
 from condense.models import choice_from_text
 from condense.models.choice import parse_layers
-from condense.serving.blocks import blocks_of_request
 
 METHOD = condense.CCA(summary="streaming", key_pooling="select", rep_bias="log_size")
 VLLM = vllm.__version__
@@ -144,7 +144,7 @@ class Engine:
         """Requests of ``length`` tokens whose pages lie in the pool at once while the prompt of one is read."""
         config = self.engine.vllm_config
         one, reading = self.llm.collective_rpc(
-            _blocks_of, args=(length, config.scheduler_config.max_num_batched_tokens)
+            workers.blocks_of, args=(length, config.scheduler_config.max_num_batched_tokens)
         )[0] or (-(-length // config.cache_config.block_size), 0)
         return (self.pages[0] - reading) // one
 
@@ -191,11 +191,11 @@ class Engine:
     @contextmanager
     def without_model(self):
         """Prompts are scheduled and get their pages, but nothing is computed: their pages hold what was there."""
-        self.llm.collective_rpc(_leave_out_model, args=(self.engine.vllm_config.model_config.get_hidden_size(),))
+        self.llm.collective_rpc(workers.leave_out_model, args=(self.engine.vllm_config.model_config.get_hidden_size(),))
         try:
             yield
         finally:
-            self.llm.collective_rpc(_take_back_model)
+            self.llm.collective_rpc(workers.take_back_model)
 
     def fill(self, prompts):
         """Makes prompts look as if they were read: their pages are found in the prefix cache."""
@@ -204,7 +204,7 @@ class Engine:
 
     def fill_pages(self):
         """Random numbers in all pages: some kernels are faster on zeros."""
-        self.llm.collective_rpc(_fill_pages)
+        self.llm.collective_rpc(workers.fill_pages)
 
     @property
     def has_slots(self):
@@ -212,11 +212,11 @@ class Engine:
 
     def new_copies(self, rows):
         """Groups copied from host memory to slots since this was asked last, per request, KV head and layer."""
-        return self.llm.collective_rpc(_new_copies, args=(rows,))[0]
+        return self.llm.collective_rpc(workers.new_copies, args=(rows,))[0]
 
     def forget_copies(self):
         """Empty slots: the next step reads all open groups over the bus."""
-        self.llm.collective_rpc(_forget_copies)
+        self.llm.collective_rpc(workers.forget_copies)
 
     def close(self):
         from vllm.distributed import cleanup_dist_env_and_memory
@@ -224,67 +224,6 @@ class Engine:
         self.engine.engine_core.shutdown()
         del self.llm, self.engine, self.scheduler
         cleanup_dist_env_and_memory()
-
-
-# what the process of each GPU does, given its worker
-
-
-def _blocks_of(worker, length, batch):
-    """Blocks of a condensed request, and those that it needs besides while it is read; None for dense attention."""
-    layers = worker.vllm_config.compilation_config.static_forward_context.values()
-    served = next((layer.model for layer in layers if hasattr(layer, "served")), None)
-    if served is None:
-        return None
-    one = blocks_of_request(served, length).blocks
-    # a piece of a prompt needs more pages of windows for itself, taken from the oldest prompt in the cache
-    return one, blocks_of_request(served, length, batch).blocks - one
-
-
-def _slots(worker):
-    layers = worker.vllm_config.compilation_config.static_forward_context.values()
-    return [layer.slots for layer in layers if getattr(layer, "slots", None) is not None]
-
-
-def _new_copies(worker, rows):
-    """Slots that name another record than when this was asked last; None if there are no slots."""
-    tags = [slots.tags.clone() for slots in _slots(worker) if len(slots.tags)]
-    before, worker.tags_before = getattr(worker, "tags_before", tags), tags
-    changed = [(x != y)[:rows].any(-1).sum(-1).float().mean() for x, y in zip(tags, before, strict=True)]
-    return float(sum(changed)) / len(changed) if changed else None
-
-
-def _forget_copies(worker):
-    for slots in _slots(worker):
-        slots.held.fill_(-1)
-
-
-def _leave_out_model(worker, hidden):
-    def nothing(input_ids, **inputs):
-        return torch.zeros(input_ids.shape[0], hidden, dtype=torch.bfloat16, device=input_ids.device)
-
-    worker.model_runner.model.forward = nothing
-
-
-def _take_back_model(worker):
-    del worker.model_runner.model.forward
-
-
-def _fill_pages(worker):
-    done, runner = set(), worker.model_runner
-    for cache in runner.kv_caches:
-        if cache.data_ptr() not in done:
-            done.add(cache.data_ptr())
-            if cache.itemsize == 1:
-                # whatever numbers they are read as, these bytes make finite ones
-                cache.view(torch.uint8).random_(0, 64)
-            else:
-                cache.normal_(std=0.5)
-    layers = worker.vllm_config.compilation_config.static_forward_context.values()
-    for store in (layer.store for layer in layers if getattr(layer, "store", None) is not None):
-        # drawn on the device: a host takes a minute for as many
-        part = torch.randint(64, (min(store.numel(), 1 << 28),), dtype=torch.uint8, device=runner.device)
-        for piece in store.view(-1).split(len(part)):
-            piece.copy_(part[: len(piece)])
 
 
 def methods_of(text, layers, has_latents):
