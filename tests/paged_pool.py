@@ -12,6 +12,7 @@ from paged_sequences import whole
 
 import condense
 from condense.ops import NO_EXTRAS
+from condense.ops.latents import UpProjection
 from condense.ops.paged import NewTokens, PagedState, Pages, read_paged
 from condense.serving.blocks import ServedLayer, page_sizes
 from condense.serving.plan import serving_plan
@@ -40,11 +41,11 @@ METHODS = {
 
 class Pool:
     """Pages of one layer in blocks of bytes, each given to one request and one kind; what no request has written is 255
-    in every byte: NaN as a number. up, over_ranks: of latents. extras: of the layer. host: pages of stored tokens in
-    host memory. slots: copies of these, for steps of kernels.
+    in every byte: NaN as a number. up, ranks: of latents; heads: those of this process. extras: of the layer. host:
+    pages of stored tokens in host memory. slots: copies of these, for steps of kernels.
     """
 
-    up, over_ranks, extras, host, slots = None, None, NO_EXTRAS, None, None
+    up, ranks, heads, extras, host, slots = None, None, slice(None), NO_EXTRAS, None, None
     # where in its block a page of each kind begins, and bytes of a block more than pages need: they need no neighbours
     offsets, spare = {"window": 0, "entries": 0, "ring": 0}, 64
 
@@ -118,7 +119,8 @@ class Pool:
         if not self.in_records:
             entries = entries.view(self.dtype)
         ring = ring.view(self.dtype) if self.plan.ring_slots else None
-        others = {name: getattr(self, name) for name in ("up", "over_ranks", "extras", "slots")}
+        others = {name: getattr(self, name) for name in ("ranks", "extras", "slots")}
+        others["up"] = self.up and UpProjection(*(w[self.heads] for w in self.up))
         return PagedState(window.view(self.dtype), entries, ring, store=self.host, **others)
 
     def read(self, chunks, **options):
@@ -133,6 +135,7 @@ class Pool:
         device = self.blocks.device
         new = NewTokens(starts, seen, torch.tensor(seen, dtype=torch.int32, device=device), steps)
         q, k, v = (torch.cat([qkv[i] for _, qkv in chunks]).to(device) for i in range(3))
+        q = q[:, self.heads]
         width = v.shape[2] if self.up is None else self.up.w_uv.shape[2]
         out = torch.full((*q.shape[:2], width), float("nan"), dtype=q.dtype, device=device)
         read_paged((q, k, v), self.state(requests), new, self.plan.settings, out=out, **options)

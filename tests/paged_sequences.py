@@ -1,12 +1,14 @@
 """Sequences that are read over a pool of pages, and their attention as whole ones. A shape is H, K, D, Dv."""
 
+from functools import partial
+
 import torch
 from layers import read_whole
 from oracles import latent_oracle, oracle
 
 import condense
 from condense.ops import NO_EXTRAS, Extras
-from condense.ops.latents import UpProjection
+from condense.ops.latents import Ranks, UpProjection
 
 
 def random_tokens(shape, length, *, seed=0, dtype=torch.float64, device="cpu"):
@@ -57,6 +59,31 @@ def read_in_pieces(pool, qkv, piece, *, scale, backend):
     request = pool.add(length)
     pieces = (cut(qkv, i, i + piece) for i in range(0, length, piece))
     return torch.cat([pool.read([(request, x)], scale=scale, backend=backend)[0] for x in pieces])
+
+
+def on_two_ranks(make, heads, read):
+    """Outputs ``[..., heads, width]`` of ``read(pool)`` on two ranks, each with half of the heads and its own pool.
+
+    What a rank says to others follows from its queries and keys alone, not from what it hears: so each reads first by
+    itself and is written down, and then hears both.
+    """
+    halves, said = (slice(heads // 2), slice(heads // 2, heads)), ([], [])
+
+    def read_half(half, exchange):
+        pool = make()
+        pool.heads, pool.ranks = half, Ranks(heads, partial(exchange, torch.add), partial(exchange, torch.maximum))
+        return read(pool)
+
+    def say(mine, reduce, x):
+        mine.append(x)
+        return x
+
+    def hear(exchanged, reduce, x):
+        return reduce(*next(exchanged))
+
+    for half, mine in zip(halves, said, strict=True):
+        read_half(half, partial(say, mine))
+    return torch.cat([read_half(half, partial(hear, zip(*said, strict=True))) for half in halves], dim=-2)
 
 
 def run(*args):

@@ -8,7 +8,6 @@ Shapes: B rows, H heads, L new tokens, S entries and tokens, d_c latent width, d
 key and query without position, key and query with position, value.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from condense.functional import extend, run_planned
 from condense.methods import Context, Method
 from condense.ops import Source
 from condense.ops.checks import check_alike, check_scale, check_tensors
-from condense.ops.latents import UpProjection
+from condense.ops.latents import Ranks, UpProjection
 from condense.ops.tensors.autocast import outside_autocast
 from condense.plan import ForwardPlan
 
@@ -70,11 +69,9 @@ def latent_attention(
     return out if lse is None else (out, lse)
 
 
-def mean_queries(
-    method: Method, q: Tensor, up: UpProjection, over_ranks: Callable[[Tensor], tuple[Tensor, int]] | None = None
-) -> Tensor:
+def mean_queries(method: Method, q: Tensor, up: UpProjection, ranks: Ranks | None = None) -> Tensor:
     """`UpProjection.mean_queries`, of which a method's summary queries are means; of width 0 if it needs none."""
-    return q[:, :1, :, :0] if method.layout.num_summary == 0 else up.mean_queries(q, over_ranks)
+    return q[:, :1, :, :0] if method.layout.num_summary == 0 else up.mean_queries(q, ranks)
 
 
 def attend_latents(

@@ -51,7 +51,8 @@ def compute_on_a_rank(folder, *names):
         result = {
             "heads": model.model.layers[0].self_attn.o_proj.weight.to_local().shape[1],
             "logits": tiny.logits(model, ids), "chunks": tiny.in_chunks(model, ids, tiny.CHUNKS),
-            "tokens": tiny.generate(model, ids), "entries": [layer.state.entries[0] for layer in cache.layers],
+            "tokens": tiny.generate(model, ids),
+            "entries": [max(layer.state.entries, key=torch.Tensor.numel) for layer in cache.layers],
         }  # fmt: skip
         model.train()(ids, labels=ids, use_cache=False).loss.backward()
         gradients = {key: p.grad for key, p in model.named_parameters()}

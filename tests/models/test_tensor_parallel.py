@@ -16,7 +16,8 @@ import condense
 from condense.models import condensed_layers
 from condense.models.mla import head_mesh
 
-NAMES = ("minicpm3", "deepseek_v2", "glm4_moe_lite", "llama")
+NAMES = dict.fromkeys(("minicpm3", "deepseek_v2", "glm4_moe_lite", "llama"), tiny.METHODS["lca"])
+NAMES["minicpm3-recall"] = {"rest": tiny.RECALL}
 # two ranks want two GPUs, or none
 DEVICE = "cuda" if torch.cuda.device_count() > 1 else "cpu"
 IDS = tiny.tokens().to(DEVICE)
@@ -26,8 +27,8 @@ TOKENS = tiny.tokens()
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    for name in NAMES:
-        condense.apply(tiny.model(name), tiny.METHODS["lca"]).save_pretrained(folder / name)
+    for name, method in NAMES.items():
+        condense.apply(tiny.model(name.removesuffix("-recall")), method).save_pretrained(folder / name)
     return folder
 
 

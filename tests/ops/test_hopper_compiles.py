@@ -16,6 +16,7 @@ from two_scales import TwoScales
 import condense
 from condense.ops import NewToken, RuleSpans, Source, StepCall, UniformRule, unpack_store
 from condense.ops.hopper import limits as hopper_limits
+from condense.ops.latents import Ranks
 from condense.ops.paged import PagedSlots
 from condense.ops.recall import GroupMeans, IndexChoice, Quota, RecallSources, StoreFormat, split_keys
 from condense.ops.triton import host, limits, paged_step, recall_step_plan, step_plan
@@ -68,14 +69,16 @@ def take_a_step(settings, rows, heads, widths, latent=0, **options):
     triton_step.step(StepCall(token, state, settings, scale=0.1, latent=latent))
 
 
-def step_over_pages(make, method, width, **options):
-    pool = make(method, (2, width, width), num_pages=60, dtype=torch.bfloat16, **options)
+def step_over_pages(make, method, width, ranks=None, **options):
+    K = 2 if ranks is None else 1
+    pool = make(method, (K, width, width), num_pages=60, dtype=torch.bfloat16, **options)
+    pool.ranks = ranks
     if method.layout.choice is not None and method.layout.choice.store.slots > 0:
         like = pool.blocks.new_empty(0, dtype=torch.bfloat16)
         pool.slots = PagedSlots.empty(1, 2, (width, width), pool.plan.settings, like)
     request = pool.add(300)
     request.reserve(300)
-    token = [torch.zeros(1, heads, width, dtype=torch.bfloat16) for heads in (8, 2, 2)]
+    token = [torch.zeros(1, heads, width, dtype=torch.bfloat16) for heads in (8, K, K)]
     pool.read([(request, token)], scale=0.1, backend="triton")
 
 
@@ -175,6 +178,12 @@ def test_steps_on_latents(heads, widths, compiled):
     assert re.search(r"wgmma\.mma_async\.[a-z0-9.]*\.s32\.s8\.s8", ptx["recall_score_kernel"])
     assert "wgmma.mma_async" in ptx["recall_attend_kernel"]
     assert ptx["recall_attend_kernel"].count("lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA") >= 16
+
+
+def test_a_choice_by_the_heads_of_several_processes_compiles(compiled):
+    step_over_pages(RecordPool, condense.Recall(num_recall=8), 64, ranks=Ranks(32, abs, abs), slots=16, per_page=16)
+    names = [kernel.metadata.name for kernel in compiled]
+    assert names[1:4] == ["recall_score_kernel", "recall_share_kernel", "recall_choose_kernel"]
 
 
 @pytest.mark.usefixtures("compiled")

@@ -8,6 +8,7 @@ from oracles import oracle, oracle_recall
 
 from condense import Recall, attention
 from condense.ops import RuleSpans, Source, UniformRule, attend_recall, recall
+from condense.ops.latents import Ranks
 from condense.ops.recall import IndexChoice, Quota, RecallSources, StoreFormat, choose_groups, index_scores, split_keys
 from condense.ops.torch import attend as torch_attend
 
@@ -133,10 +134,10 @@ def test_memory_is_linear(monkeypatch):
 
 def test_bad_input():
     q, k, v = tensors(2, 1, 8)
-    choice = IndexChoice(q, split_keys(k.unflatten(2, (2, 4)))[0], 1.0, Quota(1))
+    choice = IndexChoice(q, split_keys(k.unflatten(2, (2, 4)))[0], 1.0, Quota(1), ranks=Ranks(4, abs, abs))
     for stored, options, message in (
         (8, {"backend": "cuda"}, "backend must"),
-        (8, {"backend": "triton"}, r"backend 'triton' .*; use backend='torch'"),  # no CUDA, or float64
+        (8, {"backend": "triton"}, r"'triton' .*; chooses for the heads of one process.*; use backend='torch'"),
         (7, {}, "store must hold"),
     ):
         store = Source(k[:, :, :stored], v[:, :, :stored])

@@ -6,8 +6,6 @@ Shapes: H query heads, K KV heads, L tokens, D and Dv widths; of latents d_n, d_
 """
 
 import random
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -17,14 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layers import Counting, read
 from paged_pool import METHODS, NULL, Pool, complete_a_prefix
-from paged_sequences import cut, random_extras, random_latents, random_tokens, read_in_pieces, whole
+from paged_sequences import cut, on_two_ranks, random_extras, random_latents, random_tokens, read_in_pieces, whole
 from record_pool import EXACT_PROMPTS, RECALL, RECORDS, RecordPool
 from torch.utils._python_dispatch import _disable_current_modes
 
 import condense
 from condense.caches import CondensedLayer
 from condense.ops import Coarse
-from condense.ops.latents import UpProjection
 from condense.ops.paged import requests, rows
 from condense.ops.recall import choice
 
@@ -42,9 +39,11 @@ POOLS = {name: partial(Pool, method, (K, D, DV)) for name, method in METHODS.ite
     f"records-{name}": partial(RecordPool, method, (K, D, 4)) for name, method in IN_RECORDS.items()
 }
 LATENT = (1, WIDTHS[2] + WIDTHS[1], 0)
+RECALL_LATENTS = [
+    f"records-{name}" for name in ("default", "window-0", "window-5", "store-8", "store-4", "drop", "g-16", "all-open")
+]
 LATENTS = {f"latents-{name}": partial(Pool, method, LATENT) for name, method in METHODS.items()} | {
-    f"latents-records-{name}": partial(RecordPool, RECORDS[name], LATENT)
-    for name in ("default", "window-0", "window-5", "store-8", "store-4", "drop", "g-16", "all-open")
+    f"latents-{name}": partial(RecordPool, IN_RECORDS[name.removeprefix("records-")], LATENT) for name in RECALL_LATENTS
 }
 # pools whose requests share calls
 NUMBERS = "last streaming-window-0 streaming streaming-1-query streaming-3-queries streaming-no-scores sinks window"
@@ -91,27 +90,18 @@ def test_equal_to_the_whole(pool, chunk, backend):
     torch.testing.assert_close(out, wanted(pool, qkv, singles), **EXACT)
 
 
-@pytest.mark.parametrize("name", ["last", "streaming", "streaming-3-queries"])
-def test_heads_on_two_ranks_weigh_groups_together(name):
-    """Each has half of the heads, and pages of its own."""
+@BACKENDS
+@pytest.mark.parametrize("name", ["last", "streaming", "streaming-3-queries", *RECALL_LATENTS])
+def test_heads_on_two_ranks_weigh_and_choose_groups_together(name, backend):
     qkv, up = random_latents(H, WIDTHS, 90)
-    parts, both = [None, None], threading.Barrier(2, timeout=60)
 
-    def read_rank(rank):
-        def over_ranks(x):
-            parts[rank] = x
-            both.wait()
-            total = sum(parts)
-            both.wait()
-            return total, H
+    def make():
+        pool = LATENTS[f"latents-{name}"]()
+        pool.up = up
+        return pool
 
-        pool, heads = Pool(METHODS[name], LATENT), slice(rank * H // 2, (rank + 1) * H // 2)
-        pool.up, pool.over_ranks = UpProjection(*(w[heads] for w in up)), over_ranks
-        return read_in_pieces(pool, [qkv[0][:, heads], *qkv[1:]], 7, scale=SCALE, backend="torch")
-
-    with ThreadPoolExecutor(2) as ranks:
-        out = torch.cat([*ranks.map(read_rank, range(2))], 1)
-    torch.testing.assert_close(out, whole(qkv, METHODS[name], SCALE, up=up), **EXACT)
+    out = on_two_ranks(make, H, partial(read_in_pieces, qkv=qkv, piece=7, scale=SCALE, backend=backend))
+    torch.testing.assert_close(out, wanted(make(), qkv), **EXACT)
 
 
 @BACKENDS

@@ -4,12 +4,13 @@ import itertools
 import random
 from functools import partial
 
+import paged_sequences
 import pytest
 import record_pool
 import torch
 from lanes import DEVICE
 from paged_pool import NULL, Pool, complete_a_prefix, leave_a_place_empty
-from paged_sequences import exact, random_extras, random_tokens, run, run_steps
+from paged_sequences import exact, on_two_ranks, random_extras, random_tokens, run, run_steps
 from record_pool import RecordPool, check_records, check_same
 from speed.budget import errors, one_ulp
 from triton_kernels.test_recall_step import ranks_few  # noqa: F401
@@ -87,17 +88,30 @@ def test_steps_are_within_the_budget(name, shape, dtype):
     assert bool((errors(got, want) <= 2 * errors(plain, want) + one_ulp(want, dtype)).all())
 
 
-@pytest.mark.parametrize("name", ["streaming", "streaming-1-query"])
-def test_latents_whose_heads_are_spread_over_ranks(name):
-    """Groups are weighed by the mean query of all ranks, here three times that of this one."""
-    (make, method), shape = POOLS[name], next(iter(LATENTS.values()))
-    pools = [make(method, (1, sum(shape[1][1:3]), 0), dtype=torch.float32, device=DEVICE) for _ in range(3)]
-    for pool in pools[:2]:
-        pool.over_ranks = lambda x: (6 * x, 2 * shape[0])
-    backends = "triton", "torch", "torch"
-    got, want, alone = (run(pool, shape, (45, 0, 18), 5, x) for pool, x in zip(pools, backends, strict=True))
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(got, alone, rtol=1e-3, atol=1e-3)
+ON_RANKS = {"streaming": 1, "streaming-1-query": 1, "recall-default": 1, "recall-drop": 0}
+
+
+@pytest.mark.parametrize(("name", "asks"), ON_RANKS.items())
+def test_latents_whose_heads_are_spread_over_ranks(name, asks, monkeypatch):
+    """Groups are weighed and chosen by the heads of all, as on one; also where nothing is asked, so that groups tie."""
+    (method_pool, method), (_, widths), sequences = (
+        POOLS[name],
+        next(iter(LATENTS.values())),
+        paged_sequences._sequences,
+    )
+
+    def asking(*args, **options):
+        qkvs, up = sequences(*args, **options)
+        return [[asks * q, *others] for q, *others in qkvs], up
+
+    def make():
+        return method_pool(method, (1, sum(widths[1:3]), 0), dtype=torch.float32, device=DEVICE)
+
+    def read(pool):
+        return run(pool, (4, widths), (45, 0, 18), 2 if DEVICE == "cpu" else 30, "triton")
+
+    monkeypatch.setattr(paged_sequences, "_sequences", asking)
+    check_same(on_two_ranks(make, 4, read), read(make()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -19,7 +19,7 @@ from torch import Tensor
 from condense import config
 from condense.methods.layout import NO_FIRST, FirstEntries, Layout, check_layout
 from condense.ops import NO_EXTRAS, Chunks, Extras, Source, Spans, StepSettings, attend
-from condense.ops.latents import UpProjection
+from condense.ops.latents import Ranks, UpProjection
 from condense.ops.recall import GroupMeans
 from condense.ops.tensors.per_row import PerRow, broadcast_rows
 from condense.ops.tensors.sampling import Sample
@@ -33,7 +33,8 @@ class Context(NamedTuple):
     sources: the condensed entries first, the window last; spans: one per source. extra: the method's own tensors, which
     its `Method.represent` made for its `Method.attend`. means: the values of what `condense.Recall` does not open, of
     latents whole keys; None in other methods. is_latent: the tokens are latents (MLA), which ``extra`` holds.
-    projection: their up-projections, if the sources are keys and values of heads, made from them. Else None.
+    projection: their up-projections, if the sources are keys and values of heads, made from them. Else None. ranks: the
+    processes over which their heads are spread, None for one.
     """
 
     sources: tuple[Source, ...]
@@ -42,6 +43,7 @@ class Context(NamedTuple):
     means: GroupMeans | None = None
     is_latent: bool = False
     projection: UpProjection | None = None
+    ranks: Ranks | None = None
 
     @property
     def entries(self) -> Source:

@@ -188,7 +188,7 @@ class Recall(Method):
         assert isinstance(spans, RuleSpans)
         sources = RecallSources(tokens, window, spans)
         askers = Askers.of_call(sources, q.shape[2]) if self.prompt == "shared" and q.shape[2] > 1 else None
-        choice = IndexChoice(asked, GroupIndex(signs, steps), scale, self.quota, askers)
+        choice = IndexChoice(asked, GroupIndex(signs, steps), scale, self.quota, askers, context.ranks)
         return attend_recall(q, sources, choice, means=means, **options)
 
     def _asked_and_tokens(self, q: Tensor, context: Context, backend: str) -> tuple[Tensor, Source]:

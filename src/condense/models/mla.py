@@ -6,6 +6,7 @@ Shapes: B rows, H query heads, L new tokens, d_c latent width, d_n, d_r, d_v wid
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from condense.models.families import is_latent
 from condense.models.forward import AttentionCall
 from condense.models.layers import read_tokens
 from condense.models.stock import method_of
+from condense.ops.latents import Ranks
 
 
 def condensed_latents(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, entries: Tensor) -> Tensor:
@@ -30,15 +32,19 @@ def condensed_latents(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, entr
     up = up_projection(module, q.shape[1], q)
     method = method_of(module)
     mesh = head_mesh(module, q.shape[1])
-    over_ranks = None if mesh is None else lambda x: (_shared(x, mesh, Partial()), module.num_heads)
+    ranks = None
     if mesh is not None:
+        ranks = Ranks(
+            module.num_heads, *(partial(_shared, mesh=mesh, placement=Partial(how)) for how in ("sum", "max"))
+        )
         # each rank has the gradient of its own heads; those of rope keys are summed by the stock projection
         c, k_rope = entries.tensor_split([up.latent_width], dim=-1)
         entries = torch.cat([_shared(c, mesh, Replicate()), k_rope], dim=-1)
-    mean_q = mean_queries(method, q, up, over_ranks)
+    mean_q = mean_queries(method, q, up, ranks)
     context = read_tokens(call, method, mean_q, entries, entries[..., :0], latent_width=up.latent_width)
     # if old tokens come before new ones and rows are padded, the new tokens are not the last L columns in every row
     new = (k, v) if call.padding is None or context.window.k.shape[2] == q.shape[2] else None
+    context = context._replace(ranks=ranks)
     return attend_latents(method, q, context, up, new=new, scale=call.scale, dropout_p=call.dropout)[0]
 
 

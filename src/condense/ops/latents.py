@@ -13,6 +13,18 @@ from torch import Tensor
 from condense.ops.spans import Source
 
 
+class Ranks(NamedTuple):
+    """The processes over which the heads of a layer are spread, as many to each; all of them have all latents.
+
+    heads: of all processes. sum, max: of a tensor over all processes, number by number. All processes call these in the
+    same order, with one shape, and get the same bits.
+    """
+
+    heads: int
+    sum: Callable[[Tensor], Tensor]
+    max: Callable[[Tensor], Tensor]
+
+
 class UpProjection(NamedTuple):
     """The matrices that expand latents to heads' keys and values: w_uk ``[H, d_c, d_n]``, w_uv ``[H, d_c, d_v]``."""
 
@@ -58,12 +70,12 @@ class UpProjection(NamedTuple):
         d_c, heads = self.latent_width, self.w_uk.shape[2] + self.w_uv.shape[2]
         return (S - L) * d_c * heads > L * S * (2 * d_c - heads) + L * d_c * heads
 
-    def mean_queries(self, q: Tensor, over_ranks: Callable[[Tensor], tuple[Tensor, int]] | None = None) -> Tensor:
+    def mean_queries(self, q: Tensor, ranks: Ranks | None = None) -> Tensor:
         """Mean over heads of queries on latents, ``[B, 1, L, d_c + d_r]`` of q ``[B, H, L, d_n + d_r]``, in its dtype.
 
         Its product with ``[c ; k_rope]`` is the mean over heads of each head's score, without expanding a key.
-        over_ranks: for heads spread over processes, ``x -> (sum of x over the processes, number of all heads)``; the
-        sum is taken in float32 or wider, so that all processes compute the same scores and anchors.
+        ranks: for heads spread over processes; sums are taken in float32 or wider, so that all processes compute the
+        same scores and anchors.
         """
         H, _, d_n = self.w_uk.shape
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -72,6 +84,6 @@ class UpProjection(NamedTuple):
         divisor = 2 ** (H - 1).bit_length()
         total = (q[..., :d_n] / divisor).transpose(1, 2).flatten(2) @ self.w_uk.mT.flatten(0, 1)
         total = torch.cat([total.to(wide) * divisor, q[..., d_n:].sum(1, dtype=wide)], dim=-1)
-        if over_ranks is not None:
-            total, H = over_ranks(total)
+        if ranks is not None:
+            total, H = ranks.sum(total), ranks.heads
         return (total / H).to(q.dtype)[:, None]

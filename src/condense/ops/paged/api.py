@@ -81,10 +81,10 @@ def read_paged(
         ones = up.absorb(ones[:, :, None])[:, :, 0]
         to = ones.new_empty(*ones.shape[:2], up.latent_width)
     weighing = ones
-    if state.over_ranks is not None and settings.num_summary > 0:
+    if state.ranks is not None and settings.num_summary > 0:
         # the kernel takes means over heads, and has those of this process
-        total, H = state.over_ranks(ones.sum(1, keepdim=True, dtype=torch.float32))
-        weighing = (total / H).to(ones.dtype)
+        total = state.ranks.sum(ones.sum(1, keepdim=True, dtype=torch.float32))
+        weighing = (total / state.ranks.heads).to(ones.dtype)
     # ahead of kernels that start before the one in front of them has ended, and would read what it has not written
     before = None if settings.choice is None else new.before
     store(weighing, *kv, first, seen, settings)

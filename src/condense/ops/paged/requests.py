@@ -173,7 +173,7 @@ class PagedLayer:
     def mean_queries(self, q: Tensor) -> Tensor:
         """Means ``[B, K, L, D]`` of the queries that share a KV head, of q ``[B, H, L, D]``."""
         up, K = self.state.up, self.state.window.cache.shape[1]
-        return head_mean(q, K) if up is None else up.mean_queries(q, self.state.over_ranks)
+        return head_mean(q, K) if up is None else up.mean_queries(q, self.state.ranks)
 
     def _summarize(self, call: Call, summary: Summary) -> Tensor:
         """The queries that weigh the groups which a call makes, ``[1, K, G, D]``."""
@@ -267,7 +267,7 @@ class PagedLayer:
             means = means.as_values(window.v.dtype, window.v.shape[3], expands)
         sources, L = RecallSources(store, window, call.spans), q.shape[2]
         askers = Askers.of_call(sources, L) if self.settings.shares_choices and L > 1 else None
-        by_index = IndexChoice(on_latents, index, self.scale, quota, askers)
+        by_index = IndexChoice(on_latents, index, self.scale, quota, askers, self.state.ranks)
         out, _ = attend_recall(
             q, sources, by_index, scale=self.scale, means=means, backend=self.backend, extras=self.state.extras
         )

@@ -10,6 +10,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from condense.ops.latents import Ranks
 from condense.ops.recall.index import GroupIndex, turned_queries
 from condense.ops.spans import RuleSpans, Source, UniformRule
 from condense.ops.tensors.per_row import IntT, as_rows, at_least, at_most, max_row
@@ -125,7 +126,7 @@ class IndexChoice:
     """The groups with the highest index scores for each query, as many as ``quota`` says.
 
     q ``[B, H, L, D]``: queries as wide as the keys of the index (for latents, absorbed ones). scale: attention's, > 0.
-    askers: which of these choose; None: each for itself.
+    askers: which of these choose; None: each for itself. ranks: the processes whose heads choose together; None: one.
     """
 
     q: Tensor
@@ -133,6 +134,7 @@ class IndexChoice:
     scale: float
     quota: Quota
     askers: Askers | None = None
+    ranks: Ranks | None = None
 
     def at(self, start: int, stop: int, closed: Tensor, num_groups: int) -> Tensor:
         """Groups that queries ``[start, stop)`` open, bool ``[B, K|1, stop - start, num_groups]``.
@@ -141,11 +143,12 @@ class IndexChoice:
         """
         index, q, K = self.index.narrow(0, num_groups), self.q[:, :, start:stop], self.index.signs.shape[1]
         if self.askers is None:
-            return choose_groups(index_scores(q, index, self.scale), closed, self.quota, K)
+            return choose_groups(index_scores(q, index, self.scale), closed, self.quota, K, self.ranks)
         number, _, newer = self.askers.queries[:, :, start:stop].long()
         q = self.q.take_along_dim(self.askers.columns.take_along_dim(number, 1)[:, None, :, None], 2)
         newer = newer[:, None]
-        chosen = choose_groups(index_scores(q, index, self.scale), closed - (newer >= 0).long(), self.quota, K)
+        closed = closed - (newer >= 0).long()
+        chosen = choose_groups(index_scores(q, index, self.scale), closed, self.quota, K, self.ranks)
         return chosen | (torch.arange(num_groups, device=q.device) == newer[..., None])
 
 
@@ -193,18 +196,21 @@ def _of_centres(numbers: Tensor, index: GroupIndex) -> Tensor:
 
 
 @torch.no_grad()
-def choose_groups(scores: Tensor, closed: Tensor, quota: Quota, K: int) -> Tensor:
+def choose_groups(scores: Tensor, closed: Tensor, quota: Quota, K: int, ranks: Ranks | None = None) -> Tensor:
     """The closed groups with the best scores per KV head, as many as ``quota`` says, bool ``[B, K, L, G]``.
 
     scores ``[B, H, L, G]``, finite where closed; closed int64 ``[B|1, 1, L]``: query t may open groups
     ``[0, closed(t))``. A KV head's score is the largest of its R query heads' softmax over the closed groups, compared
-    in log space. Ties, scores the same to the bit, go to the lower group.
+    in log space. Ties, scores the same to the bit, go to the lower group. ranks: the processes that have more of its
+    query heads, which all choose the same.
     """
     G = scores.shape[-1]
     is_closed = torch.arange(G, device=scores.device) < closed[..., None]
     never = float("-inf")
     scores = scores.masked_fill(~is_closed, never)
     shares = (scores - scores.logsumexp(-1, keepdim=True)).unflatten(1, (K, -1)).amax(2).masked_fill(~is_closed, never)
+    if ranks is not None:
+        shares = ranks.max(shares)
     most = quota.at(G)
     if most == 0:
         return torch.zeros_like(shares, dtype=torch.bool)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from condense.ops.extras import NO_EXTRAS, Extras
-from condense.ops.latents import UpProjection
+from condense.ops.latents import Ranks, UpProjection
 from condense.ops.step.settings import StepSettings
 
 T = TypeVar("T")
@@ -127,7 +127,7 @@ class PagedState(NamedTuple):
     extras: of the layer, as in `condense.ops.attend`; groups are chosen without them.
     slots: copies of groups of that store, for steps of kernels alone; None: each reads all that it opens from there.
     longest: the most tokens of a request; None: as many as tables have room for.
-    over_ranks: of latents whose heads are spread over processes, as in `UpProjection.mean_queries`; all have all pages.
+    ranks: of latents whose heads are spread over processes, which all have all pages; None if this one has all heads.
     Slots that a request has not filled, or needs no more, are not read and may hold anything.
     """
 
@@ -139,7 +139,7 @@ class PagedState(NamedTuple):
     store: Tensor | None = None
     slots: PagedSlots | None = None
     longest: int | None = None
-    over_ranks: Callable[[Tensor], tuple[Tensor, int]] | None = None
+    ranks: Ranks | None = None
 
     @property
     def latent(self) -> int:

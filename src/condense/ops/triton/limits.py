@@ -101,6 +101,8 @@ def recall_call_obstacles(q: Tensor, sources: RecallSources, choice: IndexChoice
         found.append(f"takes an index for each of {K} KV heads or one for all, got {choosers}")
     if choice.q.device.type == "cuda" and D not in WIDTHS + LATENT_WIDTHS:
         found.append(f"scores an index of keys of widths {', '.join(map(str, WIDTHS + LATENT_WIDTHS))}, got {D}")
+    if choice.ranks is not None:
+        found.append("chooses for the heads of one process, got some of several")
     if H // choosers > MAX_HEADS:
         found.append(f"chooses for up to {MAX_HEADS} query heads at once, got {H // choosers}")
     return found + _group_obstacles(choice.index.group_size)

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from condense.ops.latents import Ranks
 from condense.ops.recall.index import rotation
 from condense.ops.step.pages import PagedState, rows_at_once, window_columns
 from condense.ops.step.records import STAMP, record_format
@@ -21,10 +22,13 @@ from condense.ops.step.settings import StepSettings
 from condense.ops.step.state import StepState
 from condense.ops.triton.device.address import PageForm
 from condense.ops.triton.host import cdiv, dense_rows, on_device_of
-from condense.ops.triton.recall_step import ATTEND, CHOOSE, CLOSE, SCORE, kept_of, scratch_of, tensors_of
-from condense.ops.triton.recall_step_plan import Room, close_of, plan_of
+from condense.ops.triton.recall_step import ATTEND, CHOOSE, CLOSE, SCORE, SHARE, kept_of, scratch_of, tensors_of
+from condense.ops.triton.recall_step_plan import Room, apart, close_of, plan_of
 from condense.ops.triton.ring_step import JOIN, NUM_BUFFERS, STEP, split_scratch
 from condense.ops.triton.step_plan import Launch, StepSizes, launch_of
+
+# groups whose largest shares a program finds
+_SHARE_TILE = 256
 
 
 def store(
@@ -108,9 +112,34 @@ def _attend_to_open(
     )
     scored, chosen, attended = tensors_of(q, pages, seen, scratch, turn, tables)
     SCORE.start(plan.score, scored, of_q)
-    CHOOSE.start(plan.choose, chosen, (0 if slots is None else len(slots.held),))
+    choose = plan.choose
+    if state.ranks is not None:
+        choose, chosen = _of_all_heads(choose, chosen, before, state.most_groups(settings.rule.chunk), state.ranks)
+    CHOOSE.start(choose, chosen, (0 if slots is None else len(slots.held),))
     ATTEND.start(plan.attend, attended, of_q)
     _join(plan.join, (scratch.part, scratch.lse), out, seen, state)
+
+
+def _of_all_heads(
+    plan: tuple[Any, ...], tensors: tuple[Tensor | None, ...], before: Tensor, groups: int, ranks: Ranks
+) -> tuple[tuple[Any, ...], tuple[Tensor | None, ...]]:
+    """Plan and tensors of a choice by the heads of all processes, from those by the heads of this one: as if their
+    largest shares were the scores of one head. groups: the most of a request.
+    """
+    grid, (K, H, row, splits, *numbers), constants, options = plan
+    (g, _, ranking, *_), (score, top, total, seen, *others) = constants, tensors
+    _, most_opened, *_ = numbers
+    if most_opened == groups:
+        return plan, tensors
+    assert score is not None
+    sizes = apart((row, grid[0], grid[0]))
+    shares = score.new_empty(sum(sizes))
+    SHARE(
+        (cdiv(groups, _SHARE_TILE), grid[0], 1), (score, top, total, seen, before, *shares.split_with_sizes(sizes)),
+        (H, row, splits, *numbers), (g, _SHARE_TILE, ranking), {},
+    )  # fmt: skip
+    joined = grid, (K, 1, row, 1, *numbers), constants, options
+    return joined, (*ranks.max(shares).split_with_sizes(sizes), seen, *others)
 
 
 def _join(

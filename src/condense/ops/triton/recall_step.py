@@ -15,7 +15,7 @@ from condense.ops.triton.host import on_device_of
 from condense.ops.triton.launch import Launcher, Prepared
 from condense.ops.triton.prepared import PreparedStep
 from condense.ops.triton.recall_close_kernels import recall_close_kernel
-from condense.ops.triton.recall_step_choice_kernels import recall_choose_kernel
+from condense.ops.triton.recall_step_choice_kernels import recall_choose_kernel, recall_share_kernel
 from condense.ops.triton.recall_step_kernels import recall_attend_kernel
 from condense.ops.triton.recall_step_plan import Room, plan_of
 from condense.ops.triton.recall_step_score_kernels import recall_score_kernel
@@ -23,6 +23,8 @@ from condense.ops.triton.step_kernels import step_join_kernel
 
 CLOSE, SCORE, CHOOSE = (Launcher(x) for x in (recall_close_kernel, recall_score_kernel, recall_choose_kernel))
 ATTEND, _JOIN = Launcher(recall_attend_kernel), Launcher(step_join_kernel)
+# between those that score and choose, where other processes have more heads
+SHARE = Launcher(recall_share_kernel)
 
 
 class StepScratch(

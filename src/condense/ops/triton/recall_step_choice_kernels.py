@@ -55,18 +55,24 @@ class _HeadScores(namedtuple("_HeadScores", "score stride top total heads splits
 
 
 @triton.jit
+def _log_sums(scores, r, RANKING: tl.constexpr):
+    """Log-sum-exps of the scores of query heads r ``[heads_tile]``."""
+    s = tl.arange(0, RANKING.splits_tile)
+    split, there = r[:, None] * scores.splits + s[None, :], (r < scores.heads)[:, None]
+    is_split = there & (s < scores.splits)[None, :]
+    top = tl.load(scores.top + split, mask=is_split, other=float("-inf"))  # [heads_tile, splits_tile]
+    total = tl.load(scores.total + split, mask=is_split, other=0.0)
+    return log_of_sum(top, total)
+
+
+@triton.jit
 def _keys_of(scores, group, closed, RANKING: tl.constexpr):
     """Keys of groups ``[n]``, uint32 above 0: numbers in the order of the largest share of any query head; 0 where a
     group is not closed.
     """
-    s = tl.arange(0, RANKING.splits_tile)
     for first in range(0, scores.heads, RANKING.heads_tile):
         r = first + tl.arange(0, RANKING.heads_tile)
-        split, there = r[:, None] * scores.splits + s[None, :], (r < scores.heads)[:, None]
-        is_split = there & (s < scores.splits)[None, :]
-        top = tl.load(scores.top + split, mask=is_split, other=float("-inf"))  # [heads_tile, splits_tile]
-        total = tl.load(scores.total + split, mask=is_split, other=0.0)
-        lse = log_of_sum(top, total)  # [heads_tile]
+        lse = _log_sums(scores, r, RANKING)  # [heads_tile]
         # passed on in place of what all threads of the program have read
         tl.debug_barrier()
         tl.store(scores.top + r * scores.splits, lse, mask=r < scores.heads)
@@ -197,6 +203,37 @@ def _open_all(lists, closed, N: tl.constexpr):
     for start in range(0, closed, N):
         group = start + tl.arange(0, N)
         tl.store(lists.groups + group, group, mask=group < closed)
+
+
+@triton.jit(do_not_specialize=("least", "part", "of"))
+def recall_share_kernel(
+    score_ptr, top_ptr, total_ptr, seen_ptr, before_ptr, share_ptr, share_top_ptr, share_total_ptr,
+    R, G, S, window, most_opened, least, part, of,
+    g: tl.constexpr, BG: tl.constexpr, RANKING: tl.constexpr,
+):  # fmt: skip
+    """Write the largest share that any of R query heads has of each closed group, float32 ``[G]`` as lists of groups in
+    `recall_choose_kernel`; and 0 and 1 for each row. That kernel takes these for the scores of one head, the largest
+    and their sum, so that it compares shares as they are: the largest of those of several processes.
+
+    Grid (tiles of BG groups, B), of pages of latents. Where all closed groups are opened, no shares are written.
+    """
+    b = tl.program_id(1).to(tl.int64)
+    this = row_of_step(seen_ptr, seen_ptr, before_ptr, b, window, G, g, False, True)
+    if tl.program_id(0) == 0:
+        tl.store(share_top_ptr + b, 0.0)
+        tl.store(share_total_ptr + b, 1.0)
+    group = tl.program_id(0) * BG + tl.arange(0, BG)
+    is_closed, is_chosen = group < this.closed, wanted_groups(this.closed, most_opened, least, part, of) < this.closed
+    if is_chosen & (tl.program_id(0) * BG < this.closed):
+        scores = _HeadScores(score_ptr + this.start, G, top_ptr + b * R * S, total_ptr + b * R * S, R, S)
+        share = tl.full([BG], float("-inf"), tl.float32)
+        for first in range(0, R, RANKING.heads_tile):
+            r = first + tl.arange(0, RANKING.heads_tile)
+            there = (r < R)[:, None] & is_closed[None, :]
+            at = scores.score + r.to(tl.int64)[:, None] * scores.stride + group[None, :]
+            score = tl.load(at, mask=there, other=float("-inf"))  # [heads_tile, BG]
+            share = tl.maximum(share, tl.max(score - _log_sums(scores, r, RANKING)[:, None], 0))
+        tl.store(share_ptr + this.start + group, share, mask=is_closed)
 
 
 @triton.jit(do_not_specialize=("slot_rows", "least", "part", "of"))

@@ -121,7 +121,7 @@ def _padded(width: int) -> int:
     return max(_MIN_TILE, power_of_2(width))
 
 
-def _apart(sizes: tuple[int, ...]) -> tuple[int, ...]:
+def apart(sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Sizes of pieces of memory, rounded up so that each begins at a multiple of 128 bytes."""
     return tuple(cdiv(n, 32) * 32 for n in sizes)
 
@@ -276,7 +276,7 @@ def plan_of(
     chained = {"launch_pdl": True} if early else {}
     of_choose = {"maxnreg": 128} if device.type == "cuda" else {}  # the most that 16 warps can have
     return Plan(
-        (_apart(floats), _apart(integers)),
+        (apart(floats), apart(integers)),
         close_of(device, dtype, heads, widths, sizes, number, has_real),
         (
             (S0, B * K, score_tiles),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -37,7 +36,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from condense.ops import Extras
-from condense.ops.latents import UpProjection
+from condense.ops.latents import Ranks, UpProjection
 from condense.ops.paged import NewTokens, PagedSlots, PagedState, Pages, read_paged
 from condense.serving.blocks import PageSizes, ServedLayer, blocks_of_request, page_sizes
 from condense.serving.host import HostMemory, copied_bytes, host_bytes
@@ -191,7 +190,7 @@ class CondensedImpl(AttentionImpl[CondensedMetadata]):
             entries = entries.view(dtype)
         window = Pages(kv_cache, attn_metadata.table).view(dtype)
         past, store = None if ring is None else ring.view(dtype), layer.sides["entries"].store
-        of_layer = layer.up, self.extras, store, layer.slots, layer.longest, layer.over_ranks
+        of_layer = layer.up, self.extras, store, layer.slots, layer.longest, layer.ranks
         state = PagedState(window, entries, past, *of_layer)
         read_paged(qkv, state, attn_metadata.new, layer.plan.settings, scale=self.scale, out=output)
         return output
@@ -200,13 +199,13 @@ class CondensedImpl(AttentionImpl[CondensedMetadata]):
 class CondensedAttention(Attention):
     """A layer that takes the place of a stock one, under its name, with the backend that reads and writes pages.
 
-    up: the up-projections of a layer on latents; None for others. over_ranks, slots: as in `PagedState`. has_step:
-    graphs may record single tokens.
+    up: the up-projections of a layer on latents; None for others. ranks, slots: as in `PagedState`. has_step: graphs
+    may record single tokens.
     """
 
     up: UpProjection | None = None
     slots: PagedSlots | None = None
-    over_ranks: Callable[[Tensor], tuple[Tensor, int]] | None = None
+    ranks: Ranks | None = None
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
-from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
@@ -20,7 +20,7 @@ from vllm.model_executor.models.minicpm3 import MiniCPM3Attention
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import _encode_layer_name
 
-from condense.ops.latents import UpProjection
+from condense.ops.latents import Ranks, UpProjection
 from condense.serving.blocks import ServedLayer
 from condense.serving.host import HostMemory
 from condense.serving.vllm.backend import CondensedAttention
@@ -41,7 +41,7 @@ class CondensedLatents(CondensedAttention):
         super().__init__(stock, served, host, vllm_config)
         ranks = vllm_config.parallel_config.tensor_parallel_size
         if ranks > 1:
-            self.over_ranks = lambda x: (tensor_model_parallel_all_reduce(x), ranks * self.num_heads)
+            self.ranks = Ranks(ranks * self.num_heads, tensor_model_parallel_all_reduce, _largest)
         self.kv_b_proj, self.widths = module.kv_b_proj, (module.qk_nope_head_dim, module.v_head_dim)
         # on a CPU vLLM would pack the matrix in a form that none but its own product reads
         self.kv_b_proj._cpu_skip_gemm_dispatch = True
@@ -88,6 +88,11 @@ class CondensedMiniCPM3Attention(MiniCPM3Attention):
         q_rope, k_rope = self.rotary_emb(positions, q[..., d_n:].reshape(-1, H * d_r), k_rope.contiguous())
         q = torch.cat([q[..., :d_n], q_rope.view(-1, H, d_r)], dim=-1)
         return self.o_proj(self.attn(q, self.kv_a_layernorm(c), k_rope[:, None]))[0]
+
+
+def _largest(x: Tensor) -> Tensor:
+    """The largest of each number over all ranks; from all of them, as vLLM reduces by sums alone."""
+    return tensor_model_parallel_all_gather(x[None], 0).amax(0)
 
 
 def entry_widths(module: nn.Module) -> tuple[int, int] | None:
