@@ -39,7 +39,7 @@ REFUSED = [
     (["--method", "dga", "-tp", "3"], "model.generate; --tensor-parallel-size must divide the model's 2 KV heads"),
 ]
 OF_LATENTS = [
-    (["--method", "recall", "-tp", "2"], "must be 1 for Recall on latents (MLA), got 2"),
+    (["--method", "recall", "-tp", "2"], "must be 1 for Recall on latents (MLA) whose prompts choose groups, got 2"),
     (["--enable-lora"], "--enable-lora is not served with latents (MLA)"),
     (["--method", "lca@0"], "got dense attention in layers 1: give each a method"),
     (["--method", "dense@0+lca@rest"], "got dense attention in layers 0: give each a method"),
@@ -139,7 +139,8 @@ def test_what_is_refused(serve, stock, arguments, words):
 @pytest.mark.parametrize(("flags", "words"), OF_LATENTS, ids=str)
 def test_what_is_refused_of_latents(serve, tmp_path, flags, words):
     random_latents().save_pretrained(tmp_path)
-    assert overrides(serve(tmp_path)[0])["architectures"] == ["CondensedMiniCPM3ForCausalLM"]
+    # by a named setting, which reads prompts exactly
+    assert overrides(serve(tmp_path, "-tp", "2")[0])["architectures"] == ["CondensedMiniCPM3ForCausalLM"]
     command, err = serve(tmp_path, *flags)
     assert command is None
     assert err.count(words) == 1

@@ -89,7 +89,7 @@ REFUSED_ENGINES = [
     ({"kv_transfer": True}, "--kv-transfer-config"),
     ({"one_manager": True}, "--disable-hybrid-kv-cache-manager"),
     ({"shared_context": True}, "context parallelism"),
-    ({"kv_heads": None, "choosing_latents": True, "tensor_parallel": 2}, "must be 1 for Recall on latents .* got 2"),
+    ({"kv_heads": None, "choosing_latents": True, "tensor_parallel": 2}, "1 for Recall on latents .* prompt='exact'$"),
     ({"microbatches": True}, "--enable-dbo"),
     ({"adapted_latents": True}, "--enable-lora is not served with latents"),
     ({"adapted_gpt_oss": True}, "--enable-lora is not served with condensed GPT-OSS.* or merge the adapter"),

@@ -14,7 +14,7 @@ class EngineSettings:
     version: None if it is not known. kv_heads: of the whole model, None for latents (MLA). cache_dtype: "auto" is the
     model's. one_manager: all caches are managed alike, as full attention. speculative: drafts that are not served.
     shared_context: ranks share the tokens of a request. microbatches: a batch is run in halves. dense_latents: numbers
-    of layers on latents that are not condensed. choosing_latents: others choose groups. adapted_latents,
+    of layers on latents that are not condensed. choosing_latents: the prompts of others choose groups. adapted_latents,
     adapted_gpt_oss: such a model gets LoRA adapters.
     """
 
@@ -81,8 +81,8 @@ def check_engine(engine: EngineSettings) -> None:
         wrong.append(f"--tensor-parallel-size must be at least 1, got {engine.tensor_parallel}")
     elif engine.choosing_latents and engine.tensor_parallel > 1:
         wrong.append(
-            f"--tensor-parallel-size must be 1 for Recall on latents (MLA), got {engine.tensor_parallel}: all heads "
-            "choose groups together, use a method that pools"
+            "--tensor-parallel-size must be 1 for Recall on latents (MLA) whose prompts choose groups, got "
+            f"{engine.tensor_parallel}: kernels of prompts choose for the heads of one process, use prompt='exact'"
         )
     elif engine.kv_heads is not None and engine.kv_heads % engine.tensor_parallel:
         wrong.append(

@@ -54,6 +54,7 @@ REFUSED = [
 ]
 RECALL = condense.Recall(group_size=4, window=24, num_recall=6, min_recall=4, store_bits=4)
 LCA = condense.LCA(group_size=4, window=24, rep_bias="log_size")
+RANKS = {"pooled": LCA, "recall": RECALL.replace(num_recall=1, prompt="exact", store="host")}
 SLIDING = {
     "recall": RECALL.replace(unchosen="drop"), "exact-8": RECALL.replace(prompt="exact", store_bits=8),
     "means": condense.CCA(group_size=4, window=19, key_pooling="mean", value_pooling="mean", rep_bias="log_size"),
@@ -111,11 +112,12 @@ def test_questions_on_one_text_to_the_bundled_model(engine, greedy, method):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two GPUs, or a CPU")
+@pytest.mark.parametrize("method", RANKS.values(), ids=RANKS)
 @pytest.mark.parametrize("family", ["deepseek_v2", "minicpm3"])
-def test_latents_on_two_ranks(outputs_of, family):
-    """Each has half of the heads, which weigh groups together; anew and from the prefix cache."""
+def test_latents_on_two_ranks(outputs_of, family, method):
+    """Each has half of the heads, which weigh and choose groups together; anew and from the prefix cache."""
     settings = {"tensor_parallel_size": 2, "max_num_batched_tokens": 48}
-    outputs_of(condense.apply(random_latents(family), LCA), prompts_of(LENGTHS), NEW, **settings)
+    outputs_of(condense.apply(random_latents(family), method), prompts_of(LENGTHS), NEW, **settings)
 
 
 @pytest.mark.parametrize("plugins", ["", "condense"], ids=["without", "with"])

@@ -147,7 +147,7 @@ def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
         shared_context=max(number("decode_context_parallel_size"), number("prefill_context_parallel_size")) > 1,
         microbatches=given["enable_dbo"],
         dense_latents=sorted({*range(text.num_hidden_layers)} - condensed) if has_latents else (),
-        choosing_latents=has_latents and any(isinstance(method, Recall) for method in named.values()),
+        choosing_latents=has_latents and any(isinstance(x, Recall) and x.prompt != "exact" for x in named.values()),
         adapted_latents=has_latents and given["enable_lora"],
         adapted_gpt_oss=text.model_type == GPT_OSS and given["enable_lora"],
     )

@@ -110,7 +110,8 @@ def engine_settings(
         shared_context=max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
         microbatches=parallel.use_ubatching,
         dense_latents=dense if has_latents else (),
-        choosing_latents=has_latents and any(plan.settings.choice is not None for plan in plans),
+        choosing_latents=has_latents
+        and any(p.settings.choice is not None and not p.settings.reads_exactly for p in plans),
         adapted_latents=has_latents and config.lora_config is not None,
         adapted_gpt_oss=config.lora_config is not None and config.model_config.hf_text_config.model_type == GPT_OSS,
     )
