@@ -314,6 +314,20 @@ def test_a_crop_that_a_layer_refuses_leaves_all_layers_as_they_were(choice):
     torch.testing.assert_close(tiny.in_chunks(model, more, (5,), cache), full, **tiny.EXACT)
 
 
+def test_a_crop_that_a_convolution_refuses_leaves_condensed_layers_as_they_were():
+    model = condense.apply(small.model("lfm2", layer_types=["full_attention", "conv"]), tiny.CCA)
+    caches, more = [tiny.filled(model, IDS) for _ in range(2)], tiny.tokens(2, 5, seed=3)
+    with pytest.raises(RuntimeError, match="does not track past states"):
+        caches[0].crop(-2)
+    outs = []
+    for cache, count in zip(caches, (2, 0), strict=True):
+        cache.activate_past_recording()
+        tiny.in_chunks(model, more[:, : 3 + count], (3 + count,), cache)
+        cache.crop(-count)
+        outs.append(tiny.in_chunks(model, more[:, 3:], (2,), cache))
+    assert torch.equal(*outs)
+
+
 @pytest.mark.parametrize("layers", [None, [1]], ids=["all-layers", "one-layer"])
 @pytest.mark.parametrize("overlay", OVERLAYS.items(), ids=OVERLAYS.keys())
 def test_mask_functions(overlay, layers, monkeypatch):

@@ -7,12 +7,13 @@
 whether the cache can be cropped; on CUDA it chooses a static cache where its steps can be replayed.
 `_prefill`: raises ValueError for a piece of a prompt that is a single token, if a method reads such tokens otherwise.
 `get_compiled_call`: replays these as a CUDA graph, unless the caller gave a ``compile_config``.
-`Cache.crop` and `Cache.reorder_cache`: take tokens back, or move rows, in all layers, or in none if a condensed one
+`Cache.crop` and `Cache.reorder_cache`: take tokens back, or move rows, in all layers, or in none if one
 refuses.
 `init_continuous_batching`: raises ValueError. For models that are not condensed, none of them does anything. Adapters
 are saved and loaded with their base's methods, see `condense.models.adapters`.
 """
 
+import copy
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,15 @@ def install() -> None:
 
 
 def _crop(stock: Any, self: Cache, tokens_to_remove: int) -> None:
-    for layer in self.layers:
-        if isinstance(layer, CondensedCacheLayer):
-            layer.check_crop(tokens_to_remove)
+    condensed = [layer for layer in self.layers if isinstance(layer, CondensedCacheLayer)]
+    for layer in condensed:
+        layer.check_crop(tokens_to_remove)
+    for layer in self.layers if condensed else ():
+        if layer not in condensed:
+            # whether a stock layer refuses shows on a copy, as it replaces tensors, in dicts too, and writes to none
+            trial = copy.copy(layer)
+            vars(trial).update({name: copy.copy(x) for name, x in vars(layer).items() if isinstance(x, dict)})
+            trial.crop(tokens_to_remove)
     stock(self, tokens_to_remove)
 
 
