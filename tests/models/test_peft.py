@@ -8,6 +8,7 @@ from fresh import run
 from grids import grid
 from models import loading, tiny
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from peft.utils.hotswap import hotswap_adapter
 from transformers import AutoModelForCausalLM
 
 import condense
@@ -126,6 +127,31 @@ def test_the_base_is_condensed_when_the_adapter_loads_and_not_in_another_way(bas
     with pytest.raises(ValueError, match=r"was trained with CCA.*, the model has CCA.*condense.restore"):
         PeftModel.from_pretrained(model, folder)
     assert condensed_layers(model) == dict.fromkeys(range(3), tiny.CCA)
+
+
+def _swap(model, folder, *, by_peft):
+    if by_peft:
+        hotswap_adapter(model, folder, adapter_name="default", torch_device="cpu")
+    else:
+        model.load_adapter(str(folder), "default", hotswap=True)
+
+
+@pytest.mark.parametrize("by_peft", [True, False])
+def test_weights_are_swapped_for_those_of_the_same_methods(base, trained, by_peft):
+    """On a stock base swapping condenses as loading does; of an adapter with other methods nothing is swapped."""
+    folder, expected = trained
+    for name, choice in (("stock", None), ("same", {2: tiny.STREAMING_6, "rest": tiny.CCA}), ("other", tiny.CCA)):
+        model = _load(base) if choice is None else condense.apply(_load(base), choice)
+        get_peft_model(model, _lora("llama")).save_pretrained(base / name)
+        model = PeftModel.from_pretrained(_load(base), base / name) if by_peft else _load(base / name)
+        before = tiny.logits(model.eval(), IDS)
+        if name == "other":
+            with pytest.raises(ValueError, match=r"was trained with CCA.*, the model has CCA.*condense.restore"):
+                _swap(model, folder, by_peft=by_peft)
+        else:
+            _swap(model, folder, by_peft=by_peft)
+        assert (before - expected).abs().max() > 1e-2
+        torch.testing.assert_close(tiny.logits(model, IDS), before if name == "other" else expected, rtol=0, atol=1e-4)
 
 
 def test_without_a_condensed_base_nothing_is_written(base, tmp_path):

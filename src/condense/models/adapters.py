@@ -30,7 +30,7 @@ from condense.version import __version__
 logger = logging.getLogger(__name__)
 FILE = "condense.json"
 _DEFAULT = "default"
-_MODULE = "peft.peft_model"
+_MODEL, _SWAP = "peft.peft_model", "peft.utils.hotswap"
 _WHERE = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
@@ -47,12 +47,13 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def install() -> None:
-    """Wrap what saves and loads adapters, PEFT's own classes once they are imported."""
+    """Wrap what saves, loads and swaps adapters, PEFT's own modules once they are imported."""
     wrap(PreTrainedModel, "load_adapter", _load)
-    if _MODULE in sys.modules:
-        _wrap(sys.modules[_MODULE])
-    else:
-        sys.meta_path.insert(0, _Finder())
+    for name in (_MODEL, _SWAP):
+        if name in sys.modules:
+            _wrap(sys.modules[name])
+        else:
+            sys.meta_path.insert(0, _Finder(name))
 
 
 def write_record(folder: str | os.PathLike[str], model: nn.Module, names: Iterable[str] = (_DEFAULT,)) -> None:
@@ -111,8 +112,11 @@ def _text_config(model: Any) -> Any:
 
 
 def _wrap(module: ModuleType) -> None:
-    wrap(module.PeftModel, "save_pretrained", _save)
-    wrap(module.PeftModel, "load_adapter", _load)
+    if module.__name__ == _SWAP:
+        wrap(module, "hotswap_adapter", _swap)
+    else:
+        wrap(module.PeftModel, "save_pretrained", _save)
+        wrap(module.PeftModel, "load_adapter", _load)
 
 
 def _save(stock: Any, self: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +128,8 @@ def _save(stock: Any, self: nn.Module, save_directory: Any, *args: Any, **kwargs
 
 
 def _load(stock: Any, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    adapter = args[0] if args else kwargs.get("model_id", kwargs.get("peft_model_id"))
+    names = ("model_id", "peft_model_id", "model_name_or_path")
+    adapter = args[0] if args else next((kwargs[name] for name in names if name in kwargs), None)
     held = condensed_layers(self)
     read_record(self, adapter, kwargs | (kwargs.get("adapter_kwargs") or {}))
     try:
@@ -136,11 +141,18 @@ def _load(stock: Any, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         raise
 
 
+def _swap(stock: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return _load(stock, model, *args, **kwargs)
+
+
 class _Finder:
-    """A finder that finds `peft.peft_model` once, by the ordinary finders, and wraps its classes when it has run."""
+    """A finder that finds a module of PEFT once, by the ordinary finders, and wraps what it defines when it has run."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != _MODULE:
+        if name != self.name:
             return None
         sys.meta_path.remove(self)
         spec = find_spec(name)
