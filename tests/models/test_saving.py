@@ -88,10 +88,16 @@ def test_what_runs_is_what_is_saved(folder, tmp_path, monkeypatch):
     model.set_attn_implementation("condense")
     model.save_pretrained(tmp_path / "on")
     assert condensed_layers(AutoModelForCausalLM.from_pretrained(tmp_path / "on")) == SAVED["llama"]
+    # nor is the folder a stock model's, or another's, because the configuration was edited
+    for settings in (None, model.config.condense | _assigned_to([0])):
+        model.config.condense = settings
+        tiny.refused(r"config.condense must say what runs, .*, got .*: leave it to", model.save_pretrained, tmp_path)
     # nor does the folder say what was saved there before
     condense.apply(model, "recall:window=64").save_pretrained(tmp_path / "on")
     assert "Recall(window=64)" in (tmp_path / "on" / "README.md").read_text()
+    del model.config.condense
     condense.restore(model).save_pretrained(tmp_path / "on")
+    assert not condensed_layers(condense.restore(AutoModelForCausalLM.from_pretrained(tmp_path / "on")))
     assert not (tmp_path / "on" / "README.md").exists()
     # unknown classes are not silently dense
     monkeypatch.setattr(families, "FAMILIES", {k: v for k, v in families.FAMILIES.items() if v != "llama"})
@@ -131,7 +137,7 @@ BAD = {
     "nothing": ({}, FORM),
     "no methods": ({"methods": []}, r"config.condense.* (name a layer, got none|as condense.apply writes it)"),
     "an empty list": (_assigned_to([]), r"config.condense.* name a layer, got none"),  # dense without a word
-    "none that is there": (_assigned_to([3]), r"name layers that the model has, 0-2, got 3: correct it"),
+    "none that is there": (_assigned_to([3]), r"name layers that the model has, 0-2, got 3: correct it, or"),
     "unknown": (_assigned_to([0], "mystery"), r"method must be one of .*, got 'mystery'"),
     "another": (_assigned_to([0], mystery=1) | {"version": "99.0"}, rf"99.0, this is {condense.__version__}.*mystery"),
 } | {  # some had been read as other layers, some as none

@@ -171,7 +171,7 @@ def condense_from_config(model: PreTrainedModel) -> None:
     if methods and not assignment:
         raise ValueError(
             f"config.condense must name layers that the model has, {layers_as_text(sorted(attentions))}, got "
-            f"{layers_as_text(sorted(methods))}: correct it, or remove it to load a stock model"
+            f"{layers_as_text(sorted(methods))}: correct it, or remove it and attn_implementation for a stock model"
         )
     check_latents(assignment, attentions)
     _set_methods(model, attentions, assignment, stock, None)
@@ -210,7 +210,7 @@ def _assign(
             module.__class__ = type(module).__mro__[2]  # the stock class: 0 is the condensed subclass, 1 its mixin
             del module.condense_method, module.condense_stock, module.condense_previous, module.condense_board
             _rebind_hooks(module)
-        delattr(config, KEY)
+        vars(config).pop(KEY, None)  # a caller may have deleted it
         if config._attn_implementation == IMPLEMENTATION:
             config._attn_implementation_internal = previous
         return

@@ -26,11 +26,12 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from condense.architectures import as_read, as_written
 from condense.caches import CondensedCacheLayer, StaticCondensedLayer
-from condense.methods import Method, check_names
+from condense.methods import Method, check_names, methods_in
 from condense.models import adapters
 from condense.models.adapters import wrap
-from condense.models.apply import all_methods, condense_from_config, condensed_layers
+from condense.models.apply import all_methods, condense_from_config, condensed_layers, condensed_modules
 from condense.models.attention import IMPLEMENTATION, KEY, condense_attention, is_condensed
+from condense.models.choice import described
 from condense.models.families import check_learned_positions
 from condense.models.layers import ensure_layers
 from condense.models.masks import condense_mask
@@ -106,12 +107,27 @@ def _from_dict(stock: Any, cls: type[PreTrainedConfig], config_dict: dict[str, A
 
 
 def _save_pretrained(stock: Any, self: PreTrainedModel, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-    check_names(condensed_layers(self).values())
+    _check_saved(self)
     result = stock(self, save_directory, *args, **kwargs)
     _write_card(Path(save_directory) / "README.md", condensed_layers(self) if is_condensed(self) else {})
     if getattr(self, "_hf_peft_config_loaded", False):
         adapters.write_record(save_directory, self)
     return result
+
+
+def _check_saved(model: PreTrainedModel) -> None:
+    """Raise ValueError for methods without a name, and for a configuration that does not say what runs."""
+    methods, config = condensed_layers(model), model.config.get_text_config(decoder=True)
+    check_names(methods.values())
+    if not methods or not is_condensed(model):
+        return
+    settings, there = getattr(config, KEY, None), condensed_modules(model)
+    said = {} if settings is None else {i: method for i, method in methods_in(settings).items() if i in there}
+    if said != methods:
+        raise ValueError(
+            f"config.condense must say what runs, {described(methods)}, got {described(said) or None}: leave it to "
+            "condense.apply, and call condense.restore before a stock model is saved"
+        )
 
 
 def _write_card(path: Path, methods: dict[int, Method]) -> None:
