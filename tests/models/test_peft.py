@@ -77,6 +77,21 @@ def test_prefix_tuning_is_refused_and_prompt_tuning_works():
     assert torch.equal(steps.logits[:, 5:].argmax(-1)[:, 39:], cached[:, 40:])
 
 
+def test_attention_that_is_trained_as_a_copy_is_refused_and_its_projections_are_not():
+    def peft(model, name):
+        return get_peft_model(model, LoraConfig(target_modules=["up_proj"], modules_to_save=[name])).double().eval()
+
+    for name in ("self_attn", "layers.1"):
+        tiny.refused(
+            "two attentions of layer .* in modules_to_save", condense.apply, peft(tiny.model("llama"), name), tiny.CCA
+        )
+        model = condense.apply(tiny.model("llama"), tiny.CCA)
+        tiny.refused(r"modules_to_save must not hold condensed attention.* \(such as q_proj\)", peft, model, name)
+    model = condense.apply(tiny.model("llama"), tiny.CCA)
+    expected = tiny.logits(model, IDS)
+    assert torch.equal(tiny.logits(peft(model, "q_proj"), IDS), expected)
+
+
 def test_an_adapter_per_row():
     """Rows of MLA share one projection of their latents; ordinary keys need none."""
     ids = IDS[:, :20]

@@ -23,7 +23,7 @@ from transformers.utils import cached_file
 from condense.methods import check_names, methods_in, settings_of
 from condense.models.adapted import ADAPTED
 from condense.models.apply import apply, condensed_layers, restore
-from condense.models.attention import is_condensed
+from condense.models.attention import CondensedAttention, is_condensed
 from condense.models.choice import described
 from condense.version import __version__
 
@@ -117,6 +117,7 @@ def _wrap(module: ModuleType) -> None:
     else:
         wrap(module.PeftModel, "save_pretrained", _save)
         wrap(module.PeftModel, "load_adapter", _load)
+        wrap(module.AuxiliaryTrainingWrapper, "check_module", _check_copied)
 
 
 def _save(stock: Any, self: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
@@ -143,6 +144,16 @@ def _load(stock: Any, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _swap(stock: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return _load(stock, model, *args, **kwargs)
+
+
+def _check_copied(stock: Any, self: nn.Module) -> None:
+    """The check of a module that PEFT has copied to train the copy."""
+    stock(self)
+    if any(isinstance(module, CondensedAttention) for module in cast(Any, self).original_module.modules()):
+        raise ValueError(
+            "modules_to_save must not hold condensed attention, which would be in the model twice: name its "
+            "projections (such as q_proj), or use LoRA"
+        )
 
 
 class _Finder:

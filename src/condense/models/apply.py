@@ -314,7 +314,7 @@ def _by_layer(modules: Iterable[ModelT]) -> dict[int, ModelT]:
         if by_layer.setdefault(index, module) is not module:
             raise ValueError(
                 f"model must have one stack of decoder layers, got two attentions of layer {index}: pass the part that "
-                "is to be condensed"
+                "is to be condensed; if PEFT made copies of them, name projections in modules_to_save, or use LoRA"
             )
     return by_layer
 
