@@ -19,6 +19,7 @@ CALLS = {"cca": (condense.CCA(group_size=4, window=6), 1, 1)}
 CALLS["recall"] = condense.Recall(group_size=4, window=6, num_recall=2), 4, 0
 ROWS = tiny.tokens(1, 40)
 RESTARTING = torch.cat([torch.arange(25), torch.arange(15)])[None]
+JUMPING = RESTARTING + 30 * (torch.arange(40) >= 25)
 # two documents, the first of 30 tokens
 TWO = torch.cat([torch.arange(30), torch.arange(L - 30)])[None]
 LONG = condense.CCA(window=1000)  # longer than the text: nothing is condensed
@@ -138,10 +139,12 @@ def test_calls_per_layer_and_one_reading_of_documents_for_all(name, how, method,
 
 
 @pytest.mark.parametrize("layers", [None, [1]], ids=["all-layers", "one-layer"])
-def test_positions_beside_a_mask_mark_no_documents(layers):
-    """Transformers looks at positions only where there is no attention mask."""
-    model, mask = tiny.model("llama"), torch.ones_like(ROWS)
-    want = tiny.logits(model, ROWS, attention_mask=mask, position_ids=RESTARTING)
+@pytest.mark.parametrize("places", [RESTARTING, JUMPING], ids=["restarting", "jumping"])
+def test_positions_mark_documents_where_they_do_in_transformers(places, layers):
+    """They do where there is neither an attention mask nor a cache. Elsewhere windows and groups count tokens."""
+    model, calls = tiny.model("llama"), ({"attention_mask": torch.ones_like(ROWS)}, {"use_cache": True}, {})
+    want = [tiny.logits(model, ROWS, position_ids=places, **kwargs) for kwargs in calls]
+    assert (want[2] - want[1]).abs().max() > 1
     condense.apply(model, LONG, layers=layers)
-    got = tiny.logits(model, ROWS, attention_mask=mask, position_ids=RESTARTING)
+    got = [tiny.logits(model, ROWS, position_ids=places, **kwargs) for kwargs in calls]
     torch.testing.assert_close(got, want, **tiny.EXACT)

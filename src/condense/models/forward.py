@@ -113,7 +113,8 @@ class Forward:
         """Lengths of the documents packed into a row, None if there is one; as transformers recognises them.
 
         Either ``cu_seq_lens_q`` (int ``[n + 1]``, from 0 to L), or the documents' numbers in place of a mask, or, in a
-        call with neither tokens in a cache nor a mask (``plain``), ``position_ids`` (int ``[B, L]``) that start again.
+        call with neither tokens in a cache nor a mask (``plain``), ``position_ids`` (int ``[B, L]``) that start again
+        or jump.
         Raises ValueError if several rows are packed, and for marks that do not fit.
         """
         if plain not in self._lengths:
@@ -133,7 +134,9 @@ class Forward:
         if not starts:
             return None
         if self.B != 1:
-            raise ValueError(f"packed documents (position_ids that start again) must be one row, got {self.B} rows")
+            raise ValueError(
+                f"packed documents (position_ids that start again or jump) must be one row, got {self.B} rows"
+            )
         return [stop - start for start, stop in itertools.pairwise([0, *starts, self.L])]
 
 
@@ -210,8 +213,10 @@ def assert_one_document(call: AttentionCall) -> None:
         torch._assert_async(on_the_right, f"compiled condensed attention: {found}")
     positions = call.options.get("position_ids")
     if isinstance(positions, Tensor):
-        rising = (positions[..., 1:] > positions[..., :-1]).all()
-        torch._assert_async(rising, "compiled condensed attention: several documents in a row")
+        steps = positions.diff()
+        # a jump begins a document too, but with a mask positions mark none (`Forward.documents`)
+        is_one = (steps == 1 if call.mask is None else steps > 0).all()
+        torch._assert_async(is_one, "compiled condensed attention: several documents in a row")
 
 
 def refuse_context_parallel() -> None:
