@@ -92,7 +92,7 @@ def test_hidden_numbers_are_in_texts_of_their_half(tokenizer, text):
 
 
 def test_a_reading_is_the_divergence_of_the_predictions_of_steps(model, tokenizer, text):
-    few = [Recall(group_size=4, window=8, num_recall=1, prompt=prompt) for prompt in ("recall", "exact")]
+    few = [Recall(group_size=4, window=8, num_recall=2, prompt=prompt) for prompt in ("recall", "exact")]
     own, exact = Meter(model, few, draw_samples(tokenizer, [text], CONFIG)).read(0, [{1: 0}, {1: 1}])
     assert own == exact
     assert own.kl > 1e-6

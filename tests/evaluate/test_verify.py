@@ -42,7 +42,7 @@ def demo():
 @pytest.fixture(scope="module")
 def results(demo):
     broken = Broken(**{field.name: getattr(GOOD, field.name) for field in dataclasses.fields(GOOD)})
-    few = GOOD.replace(group_size=4, num_recall=1)
+    few = GOOD.replace(group_size=4, num_recall=1e-9, min_recall=1)
     methods = {"few": {"rest": few}, "few, prompt exact": {"rest": few.replace(prompt="exact")}}
     methods |= {"good": GOOD, "broken": broken}
     steps = []

@@ -45,12 +45,13 @@ DEFAULTS = [
 ]
 
 
-def test_one_group_is_not_all_groups():
-    one, every = Recall(num_recall=1), Recall(num_recall=1.0)
-    assert one != every
-    assert len({one, every, Recall(num_recall=1)}) == 2
-    saved = condense.apply(random_llama(), one).config.condense["methods"]
-    assert [(str(each["method"]["num_recall"]), each["layers"]) for each in saved] == [("1.0", [0]), ("1", [1])]
+def test_all_groups_that_json_has_made_one_are_refused():
+    model = condense.apply(random_llama(), Recall(num_recall=2))
+    shares = [each["method"]["num_recall"] for each in model.config.condense["methods"]]
+    assert [str(share) for share in shares] == ["1.0", "2"]
+    for written in ({"method": "recall", "num_recall": 1}, "recall:num_recall=1"):
+        with pytest.raises(ValueError, match=r"num_recall must be an integer >= 2, or a share .* 1.0 \(all\), got 1$"):
+            Method.parse(written)
 
 
 @pytest.mark.parametrize(("method", "settings"), DEFAULTS, ids=lambda x: type(x).__name__)
@@ -77,7 +78,7 @@ BAD = [
     (DGA, "complementary", (None, 1, "no")), (DGA, "num_recent", (0, 1.5)), (DGA, "num_random", (-1, None)),
     (DGA, "seed", (-1, 0.5, None)), (DGA, "rep_bias", ("log", None)), (DGA, "allow_future", (None, 1)),
     (StreamingLLM, "sink", (-1, 0.5, True, None)), (StreamingLLM, "window", (0, -1, "all", True)),
-    (Recall, "num_recall", (0, -1, 2.5)), (Recall, "unchosen", ("keep",)),
+    (Recall, "num_recall", (0, -1, True, 2.5, "2")), (Recall, "unchosen", ("keep",)),
     (Reread, "share", (1.5, -0.1)), (Reread, "piece", (0,)),
     (Reread, "sink", (-1,)), (Reread, "window", (-1,)), (LMInfinite, "n_global", (-1, 0.5, True, None)),
     (LMInfinite, "window", (0, -1, None, True)), (SnapKV, "budget", (32,)), (SnapKV, "kernel_size", (4,)),

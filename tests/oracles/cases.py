@@ -73,7 +73,7 @@ RECALL = Recall(group_size=4, window=6, num_recall=2, min_recall=2)
 RECALLS = {
     "two-open": RECALL,
     "drop": RECALL.replace(window=5, num_recall=3, unchosen="drop"),
-    "g6": Recall(group_size=6, window=3, num_recall=1),
+    "g6": Recall(group_size=6, window=3, num_recall=1e-9, min_recall=1),
     "window0": Recall(group_size=3, window=0, num_recall=2),
     "g1": Recall(group_size=1, window=4, num_recall=5),
     "store-8": RECALL.replace(store_bits=8),

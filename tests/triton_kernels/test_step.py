@@ -95,7 +95,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32) if DEVICE == "cuda" else
 # by the newest query alone: what is chosen is the same in every precision
 BUDGETED = CASES | {"dga-log_size": condense.DGA(group_size=4, gamma=0.5, window=0, rep_bias="log_size")}
 ENDLESS = {"pooled": condense.CCA(group_size=4, window=20)}
-ENDLESS["recall"] = RECALLS["two-open"].replace(window=20, num_recall=1)
+ENDLESS["recall"] = RECALLS["two-open"].replace(window=20, num_recall=1e-9, min_recall=1)
 PADDED_LCA = condense.LCA(group_size=4, window=5, rep_bias="log_size")
 
 

@@ -5,14 +5,14 @@ After Quest, ArkVale, InfLLM and NSA; no training needed. Defined in `docs/metho
 Shapes: B rows, H query heads, K KV heads, L queries, G groups of g tokens, D and Dv widths.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from condense.config import Bits, Natural, Positive, check_int
+from condense.config import Bits, Natural, Positive
 from condense.methods.base import Context, Method
 from condense.methods.layout import MEANS, Layout
 from condense.ops import NO_EXTRAS, ChoiceSettings, Chunks, Extras, RuleSpans, Source, Spans, StoreSettings, UniformRule
@@ -30,10 +30,11 @@ class Recall(Method):
     seen once. While no more than ``num_recall`` groups are closed this is dense attention.
 
     group_size: tokens per group, >= 1. window: newest tokens that stay exact, >= 0. num_recall: groups that a query
-    opens: a number >= 1, or a share of the closed groups, above 0 and at most 1.0 (all), rounded up, which grows with
-    the text. min_recall: the least groups that a share opens, where as many are closed, >= 0. Query heads that share a
-    KV head open the same groups. Where one method is given for all layers of a model, its first layer opens all groups
-    and those that cache latents four times as many (`of_layer`).
+    opens: a number >= 2, or a share of the closed groups, above 0 and at most 1.0 (all), rounded up, which grows with
+    the text; 1 is refused, because programs that write JSON make it of 1.0. min_recall: the least groups that a share
+    opens, where as many are closed, >= 0. Query heads that share a KV head open the same groups. Where one method is
+    given for all layers of a model, its first layer opens all groups and those that cache latents four times as many
+    (`of_layer`).
 
     A query's score of a group is the largest that an index estimates of its tokens' scores. The index holds a centre of
     the group's keys after a fixed rotation, in 4 bits per number, and of each key the signs of what it differs by and a
@@ -67,25 +68,13 @@ class Recall(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.num_recall, float):
-            check_int("num_recall", self.num_recall, 1)
-        elif not 0 < self.num_recall <= 1:
+        is_number = isinstance(self.num_recall, int) and self.num_recall >= 2
+        if not is_number and not (isinstance(self.num_recall, float) and 0 < self.num_recall <= 1):
             raise ValueError(
-                "num_recall must be an integer >= 1, or a share of the groups above 0 and at most 1.0 (all), got "
+                "num_recall must be an integer >= 2, or a share of the groups above 0 and at most 1.0 (all), got "
                 f"{self.num_recall!r}"
             )
-        _ = self._choice, self._key  # cached for torch.compile
-
-    def __eq__(self, other: object) -> bool:
-        """True for the same settings: one group, ``num_recall=1``, is not all of them, ``1.0``."""
-        return isinstance(other, Recall) and type(self) is type(other) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    @cached_property
-    def _key(self) -> tuple[object, ...]:
-        return type(self.num_recall), *(getattr(self, field.name) for field in fields(self))
+        _ = self._choice  # cached for torch.compile
 
     @property
     def layout(self) -> Layout:
