@@ -211,6 +211,7 @@ def test_a_run_from_other_weights_of_the_same_name_is_not_resumed(text_file, tmp
     weights.write_bytes(weights.read_bytes()[:-1])
     changed = adaptation(tmp_path, "cut", data=text_file, pretrained=weights.parent)
     refused("pretrained: wanted weights that can be read, got .*base: ", changed)
+    assert not changed.work.exists()
 
 
 def test_what_cannot_be_trained_leaves_nothing(text_file, tmp_path):

@@ -129,21 +129,21 @@ def run_training(config: TrainConfig, *, resume: bool = False, until: str | None
         for phase in config.phases:
             phase.part_size(processes.num_processes)
             _builders(prepared, phase)
+        start: Path | None = None
+        reports = []
+        for index, phase in enumerate(config.phases):
+            folder = config.work / f"{index}-{phase.name}"
+            if not (folder / "model").exists():
+                _run_phase(config, index, phase, prepared, start, folder)
+            start = folder / "model"
+            reports.append(folder / REPORT)
+            if phase.name == until and phase is not config.phases[-1]:
+                return start
     except BaseException:
-        # no step was taken yet: leave no work folder, which would have to be resumed or deleted
-        if not begun and processes.is_main_process:
+        # before the first step there is no folder of a phase: leave none to be resumed or deleted
+        if not begun and processes.is_main_process and not any(config.work.glob("0-*")):
             shutil.rmtree(config.work, ignore_errors=True)
         raise
-    start: Path | None = None
-    reports = []
-    for index, phase in enumerate(config.phases):
-        folder = config.work / f"{index}-{phase.name}"
-        if not (folder / "model").exists():
-            _run_phase(config, index, phase, prepared, start, folder)
-        start = folder / "model"
-        reports.append(folder / REPORT)
-        if phase.name == until and phase is not config.phases[-1]:
-            return start
     assert start is not None
     if processes.is_main_process:
         _finish(config, start, reports)
