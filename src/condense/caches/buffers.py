@@ -10,9 +10,7 @@ from torch import Tensor
 
 from condense.caches.store import Store, finish_writes, with_pinned_store
 from condense.methods import NO_FIRST, FirstEntries, Method, entry_bias
-from condense.ops import StepSettings, StepState
 from condense.ops.spans import per_entry
-from condense.ops.step import entry_names
 from condense.ops.tensors.per_row import PerRow, as_rows, max_row, min_row
 from condense.ops.tensors.ring import newest_columns, store_newest
 from condense.state import LayerState, num_entries
@@ -33,16 +31,6 @@ class Room(NamedTuple):
         layout, rule = method.layout, method.layout.rule
         N = max(1, tokens) if rule.window is None else min(max(1, tokens), rule.window + rule.chunk)
         return cls(entries if layout.choice is None else max(1, entries), N)
-
-
-def with_room(buffers: StepState, settings: StepSettings, room: Room) -> StepState:
-    """The buffers, with longer and empty ones in place of those that are too short; all hold nothing yet."""
-    slots = dict.fromkeys(entry_names(settings), room.entries) | dict.fromkeys(("ring_k", "ring_v"), room.tokens)
-    short = {name: x for name in slots if (x := getattr(buffers, name)).shape[2] < slots[name]}
-    longer = {name: x.new_zeros(*x.shape[:2], slots[name], x.shape[3]) for name, x in short.items()}
-    for tensor in longer.values():
-        torch._dynamo.mark_static_address(tensor)
-    return buffers._replace(**longer)
 
 
 class Buffered:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from condense.caches.base import CondensedCacheLayer, Expected, ReadRequest, refuse_other_dtype, refuse_other_rows
-from condense.caches.buffers import Buffered, Room, static_bias, with_room
+from condense.caches.buffers import Buffered, Room, static_bias
 from condense.caches.store import Store
 from condense.functional import extend
 from condense.methods import NO_FIRST, Context, FirstEntries, Method, Reread, step_settings
@@ -145,15 +145,14 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         before: None if they are the first; then memory is taken for what they left and for what can follow.
         """
         if before is None:
-            room, left = None, self.max_cache_len - slots
+            room, left, held = None, self.max_cache_len - slots, Room(0, 0)
+            if self.buffers is not None:
+                held = Room(self.buffers.entries_k.shape[2], self.buffers.ring_k.shape[2])
             if self.settings.has_first:
-                room = Room.of(self.method, max_row(num_entries(self.method, left, after.first.num)), left)
-            if self.buffers is None:
+                needed = Room.of(self.method, max_row(num_entries(self.method, left, after.first.num)), left)
+                room = Room(max(held.entries, needed.entries), max(held.tokens, needed.tokens))
+            if self.buffers is None or (room is not None and room != held):
                 self.lazy_initialization(after.window_k, after.window_v, latent_width, room)
-            elif room is not None:
-                if room.entries > self.buffers.entries_k.shape[2]:
-                    self.bias = static_bias(self.method, self.batch_size, room.entries, self.device)
-                self.buffers = with_room(self.buffers, self.settings, room)
         self._write_state(before, after)
         if before is None:
             self._set_bias(after.first)
