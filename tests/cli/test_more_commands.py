@@ -114,8 +114,8 @@ def test_progress_without_a_terminal_is_a_line_now_and_then():
         task = bar.add_task("verifying", total=None)
         for seconds[0] in (4, 6, 20, 36, 40):
             bar.update(task, total=5, advance=1)
-    lines = "verifying: 2/5 0:00:06", "verifying: 4/5 0:00:36", "verifying: 5/5 0:00:40"
-    assert [line.rstrip() for line in out.getvalue().splitlines()] == [*lines]
+    lines = "2/5 0:00:06 left: 0:00:06", "4/5 0:00:36 left: 0:00:11", "5/5 0:00:40 left: 0:00:00"
+    assert [line.rstrip() for line in out.getvalue().splitlines()] == [f"verifying: {line}" for line in lines]
 
 
 @pytest.fixture

@@ -2,4 +2,4 @@
 
 from condense.calibration.config import CalibrationConfig, default_candidates
 from condense.calibration.report import Calibration, CurvePoint, LayerLoss
-from condense.calibration.run import Estimate, calibrate
+from condense.calibration.run import calibrate

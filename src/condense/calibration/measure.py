@@ -6,7 +6,6 @@ Shapes: n tokens whose predictions are compared, V vocabulary.
 import hashlib
 import json
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -105,18 +104,6 @@ class Meter:
         """Forwards that `read` would take."""
         missing = [allocation for allocation in allocations if self._store.get(_key(sample, allocation)) is None]
         return bool(missing) + sum(map(bool, missing))
-
-    @torch.no_grad()
-    def seconds_each(self, allocations: Sequence[Allocation]) -> float:
-        """Mean time of a forward of the first text, over these allocations, each after one that is not timed."""
-        seconds = 0.0
-        for allocation in allocations:
-            for _ in range(2):
-                start = time.perf_counter()
-                float(self._logits(0, allocation).sum())  # waits for the device
-                last = time.perf_counter() - start
-            seconds += last
-        return seconds / len(allocations)
 
     @torch.no_grad()
     def read(self, sample: int, allocations: Sequence[Allocation]) -> list[Measured]:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,16 +19,6 @@ from condense.models.families import check_learned_positions, is_latent
 from condense.models.inspect import inspect
 
 
-class Estimate(NamedTuple):
-    """Work of a calibration: forwards of one text, and seconds for each, timed.
-
-    More are made only where several allocations that met the goals fail them on held-out texts.
-    """
-
-    forwards: int
-    seconds_each: float
-
-
 def calibrate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -37,7 +26,7 @@ def calibrate(
     config: CalibrationConfig,
     *,
     measured: Path | None = None,
-    on_estimate: Callable[[Estimate], None] = lambda estimate: None,
+    on_estimate: Callable[[int], None] = lambda forwards: None,
     on_forward: Callable[[], None] = lambda: None,
 ) -> Calibration:
     """Find a method for every layer that keeps to a budget on these texts, or to a size of the cache.
@@ -50,7 +39,8 @@ def calibrate(
 
     model: a causal LM with stock attention, in evaluation mode, left as it was. texts: of documents like those that the
     model is to read. measured: a file that keeps what was measured, as it comes; if there is one, it is gone on with.
-    on_estimate is called once, before the measurements; on_forward after each forward.
+    on_estimate is called once, before the measurements, with the number of forwards of a text that they take; more are
+    made only where several allocations that met the goals fail them on held-out texts. on_forward: after each forward.
     Raises ValueError for goals that cannot be met, saying what can be, for texts that are too short, for candidates
     that the model cannot take, and for a model that is condensed, in training mode or has offloaded weights.
     """
@@ -81,7 +71,7 @@ def calibrate(
     forwards = sum(meter.missing(i, [{}, *uniform, *alone]) for i in meter.measured)
     # forwards still to come per text: the curve's grid, a bisection, two verifications, each with the dense model
     later = 1 + NUM_POINTS + 2 * len(alone).bit_length() + 4
-    on_estimate(Estimate(forwards + later * len(meter.measured), meter.seconds_each(uniform)))
+    on_estimate(forwards + later * len(meter.measured))
     readings = [meter.read(i, [{}, *uniform, *alone]) for i in meter.measured]
     dense = [of_text[0] for of_text in readings]
     losses = []

@@ -14,7 +14,7 @@ from condense.cli import options
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from condense.calibration import Calibration, CurvePoint, Estimate, LayerLoss
+    from condense.calibration import Calibration, CurvePoint, LayerLoss
     from condense.calibration.report import Mean
     from condense.methods import Method
 
@@ -82,18 +82,13 @@ def calibrate_command(
     contents = list(dict.fromkeys(map(options.read_text, dict.fromkeys(text or ())))) or [demo_text().text]
     loaded, tokenizer, _ = options.load_model(model, dtype, device, device_map, trust_remote_code)
     options.warn_of_length(loaded, config.length)
-    console = options.plain_console(stderr=True)
     with options.progress() as bar:
         task = bar.add_task("measuring", total=None)
 
-        def on_estimate(estimate: Estimate) -> None:
-            count, each = estimate
-            console.print(
-                f"about {count:,} forwards of {config.length:,} tokens, {each:.2g} s each: {count * each / 60:.1f} "
-                f"minutes. {kept} keeps what is measured",
-                soft_wrap=True,
-            )
-            bar.update(task, total=estimate.forwards)
+        def on_estimate(forwards: int) -> None:
+            said = f"about {forwards:,} forwards of {config.length:,} tokens. {kept} keeps what is measured"
+            bar.console.print(said, soft_wrap=True)
+            bar.update(task, total=forwards)
 
         on_forward = partial(bar.advance, task)
         result = calibrate(

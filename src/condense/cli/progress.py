@@ -3,17 +3,19 @@
 from typing import Any
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 _FIRST, _BETWEEN = 5, 30  # seconds: a short command prints nothing
+_PERIOD = 3600  # seconds by which the time that is left is estimated
 
 
 class Lines(Progress):
-    """Lines as ``verifying: 3/16 0:01:42``: at the first change after 5 seconds, every 30 seconds, and at the end."""
+    """Lines as ``verifying: 3/16 0:01:42 left: 0:07:22``: after 5 seconds, then every 30 seconds, and at the end."""
 
     def __init__(self, console: Console) -> None:
-        columns = (TextColumn("{task.description}:"), MofNCompleteColumn(), TimeElapsedColumn())
-        super().__init__(*columns, console=console, disable=True)
+        times = TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn()
+        columns = (TextColumn("{task.description}:"), MofNCompleteColumn(), *times)
+        super().__init__(*columns, console=console, disable=True, speed_estimate_period=_PERIOD)
         self._next, self._has_begun = self.get_time() + _FIRST, False
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
