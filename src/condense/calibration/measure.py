@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class MeasuredFile(dict[str, Measured]):
             return
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            held = {key: _checked(*reading) for key, reading in content["readings"].items()}
+            held = {key: Measured(kl, nats, tuple(right)) for key, (kl, nats, right) in content["readings"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"measured: wanted a file of earlier measurements, got {path}: {error}") from error
         if content.get("fingerprint") != fingerprint:
@@ -64,13 +64,6 @@ class MeasuredFile(dict[str, Measured]):
         if self._path is not None:
             with whole_file(self._path, overwrite=True) as file:
                 file.write(json.dumps({"fingerprint": self._fingerprint, "readings": self}).encode())
-
-
-def _checked(kl: Any, nats: Any, right: Any) -> Measured:
-    """A reading of numbers from a file. Raises ValueError for others, TypeError for what are none."""
-    if not (math.isfinite(kl) and math.isfinite(nats) and all(type(x) is bool for x in right)):
-        raise ValueError(f"wanted finite numbers, got {kl} and {nats}")
-    return Measured(kl, nats, tuple(right))
 
 
 def _key(sample: int, allocation: Allocation) -> str:
