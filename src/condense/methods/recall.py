@@ -148,23 +148,15 @@ class Recall(Method):
             raise ValueError(f"{self} {'; '.join(wrong)}, or run it under torch.no_grad()")
 
     def attend(
-        self,
-        q: Tensor,
-        context: Context,
-        *,
-        scale: float,
-        dropout_p: float = 0.0,
-        backend: str = "auto",
-        return_lse: bool = False,
-        extras: Extras = NO_EXTRAS,
+        self, q: Tensor, context: Context, *, scale: float, dropout_p: float = 0.0, backend: str = "auto", **others: Any
     ) -> tuple[Tensor, Tensor | None]:
         """One softmax over the tokens of open groups, the window, and one token for all groups that are not open.
 
-        q ``[B, H, L, D]``; backend as in `condense.ops.attend_recall`. Raises ValueError as `check_attention`,
-        and once there are groups to choose from, for a backend that cannot run.
+        q ``[B, H, L, D]``; backend and others as in `condense.ops.attend_recall`. Raises ValueError as
+        `check_attention`, and once there are groups to choose from, for a backend that cannot run.
         """
         self.check_attention(scale=scale, dropout_p=dropout_p)
-        options: dict[str, Any] = {"scale": scale, "backend": backend, "return_lse": return_lse, "extras": extras}
+        options: dict[str, Any] = {"scale": scale, "backend": backend, **others}
         if not context.extra:
             return super().attend(q, context, **options)
         if self.prompt == "exact" and q.shape[2] > 1:
