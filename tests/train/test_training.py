@@ -316,19 +316,16 @@ def test_float32_is_plain_adamw():
 
 
 def test_a_half_written_checkpoint_is_passed_over(tmp_path):
-    files = {2: {"trainer_state.json": '{"global_step": 2}', COMPLETE: ""}, 6: {}}
-    files |= {4: {"trainer_state.json": '{"global_st', COMPLETE: ""}, 8: {"trainer_state.json": '{"global_step": 8}'}}
-    for step, contents in files.items():
+    for step, name in ((9, COMPLETE), (10, COMPLETE), (20, "trainer_state.json")):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
-        for name, content in contents.items():
-            (folder / name).write_text(content)
-    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+        (folder / name).touch()
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-9"]
     assert newest_checkpoint(tmp_path / "nothing") is None
-    (tmp_path / "checkpoint-2" / "optimizer.pt").write_bytes(b"PK")
-    tiny.refused("checkpoint-2, got optimizer.pt without its end: delete that folder", newest_checkpoint, tmp_path)
-    assert (tmp_path / "checkpoint-2").is_dir()
+    (tmp_path / "checkpoint-10" / "optimizer.pt").write_bytes(b"PK")
+    tiny.refused("checkpoint-10, got optimizer.pt without its end: delete that folder", newest_checkpoint, tmp_path)
+    assert (tmp_path / "checkpoint-10").is_dir()
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD_PHASES)

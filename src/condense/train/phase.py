@@ -14,6 +14,7 @@ import torch
 from accelerate.utils import is_torch_version, parse_flag_from_env
 from torch import nn
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 from condense.files import whole_file
 from condense.train.config import PhaseConfig
@@ -183,16 +184,11 @@ def newest_checkpoint(folder: Path) -> Path | None:
     Half-written ones are removed, and entries of the log that were written after it, as their steps come again.
     Raises ValueError if a file of it lost its end since.
     """
-    complete = []
     for path in folder.glob("checkpoint-*"):
-        try:
-            if not (path / COMPLETE).exists():
-                raise ValueError("a process died while it was written")
-            state = json.loads((path / "trainer_state.json").read_text())
-            complete.append((int(state["global_step"]), path))
-        except (OSError, ValueError, KeyError):
+        if not (path / COMPLETE).exists():  # a process died while it was written
             shutil.rmtree(path)
-    step, newest = max(complete, default=(0, None))
+    last = get_last_checkpoint(folder) if folder.is_dir() else None
+    newest, step = (Path(last), int(last.rpartition("-")[2])) if last else (None, 0)
     if cut := [file.name for file in (newest.glob("*.pt") if newest else ()) if not zipfile.is_zipfile(file)]:
         raise ValueError(
             f"resume: wanted whole files in {newest}, got {cut[0]} without its end: delete that folder, and training "

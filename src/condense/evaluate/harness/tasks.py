@@ -1,7 +1,6 @@
 """Tasks by the harness's names and our own: found, loaded from hub or folder, or refused with the way out."""
 
 import contextlib
-import difflib
 import hashlib
 import importlib.util
 import logging
@@ -9,6 +8,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from condense.config import close_names
 
 OWN_FOLDER = Path(__file__).parent / "task_files"
 OWN = tuple(sorted(path.stem for path in OWN_FOLDER.glob("[!_]*.yaml")))  # files with _ in front are groups
@@ -36,8 +37,7 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def _unknown(name: str, known: Iterable[str]) -> ValueError:
-    close = difflib.get_close_matches(name, dict.fromkeys(known), n=4, cutoff=0.5)
-    nearest = f"; close: {', '.join(close)}" if close else ""
+    nearest = close_names(name, [*dict.fromkeys(known)])
     return ValueError(f"task: the harness has none called {name!r}{nearest}; our own: {', '.join(OWN)}")
 
 
