@@ -1,7 +1,5 @@
 """One phase of training: its sizes, Hugging Face's Trainer set up for it, and checkpoints to resume from."""
 
-import json
-import math
 import os
 import shutil
 import sys
@@ -16,10 +14,9 @@ from torch import nn
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from condense.files import whole_file
 from condense.train.config import PhaseConfig
 from condense.train.data import TrainingSequences
-from condense.train.trainer import COMPLETE, LOG, MixedTrainer
+from condense.train.trainer import COMPLETE, MixedTrainer
 
 # a variable of accelerate's, its default, the value that is needed and why
 _SHARDING = (
@@ -91,7 +88,7 @@ def train_phase(
     over the processes; otherwise each has all of them (DDP).
 
     model: a causal LM with stock attention, or PEFT around one; moved to the GPU if there is one. dataset: the phase's
-    sequences, in order. folder: where checkpoints and the log go. seed: of Trainer. workers: processes that build
+    sequences, in order. folder: where checkpoints go. seed: of Trainer. workers: processes that build
     sequences. checkpoint: a checkpoint of the same phase to go on from. callbacks: Trainer's, called between steps.
     Returns the trainer: ``state.log_history`` has one entry per ``phase.logging_steps`` steps.
     Raises ValueError if several GPUs are visible to one process, a batch has no sequence for each process and part, or
@@ -181,29 +178,16 @@ def _check_sharding(*, adapters: bool, low_precision: bool) -> None:
 def newest_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint in a phase's folder.
 
-    Half-written ones are removed, and entries of the log that were written after it, as their steps come again.
-    Raises ValueError if a file of it lost its end since.
+    Half-written ones are removed. Raises ValueError if a file of it lost its end since.
     """
     for path in folder.glob("checkpoint-*"):
         if not (path / COMPLETE).exists():  # a process died while it was written
             shutil.rmtree(path)
     last = get_last_checkpoint(folder) if folder.is_dir() else None
-    newest, step = (Path(last), int(last.rpartition("-")[2])) if last else (None, 0)
+    newest = None if last is None else Path(last)
     if cut := [file.name for file in (newest.glob("*.pt") if newest else ()) if not zipfile.is_zipfile(file)]:
         raise ValueError(
             f"resume: wanted whole files in {newest}, got {cut[0]} without its end: delete that folder, and training "
             "goes on from the checkpoint before it"
         )
-    if (log := folder / LOG).exists():
-        entries = log.read_text(encoding="utf-8").splitlines(keepends=True)
-        with whole_file(log, overwrite=True) as file:
-            file.writelines(entry.encode() for entry in entries if _step_of(entry) <= step)
     return newest
-
-
-def _step_of(entry: str) -> float:
-    """The step of a line of the log; infinity for one that a killed process has not finished."""
-    try:
-        return int(json.loads(entry)["step"])
-    except ValueError:
-        return math.inf

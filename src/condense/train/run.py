@@ -34,7 +34,6 @@ from condense.train.optimizer import set_trained
 from condense.train.phase import newest_checkpoint, train_phase
 from condense.train.record import check_same_run, summary
 from condense.train.tokenizer import train_tokenizer
-from condense.train.trainer import LOG
 
 REPORT = "training.json"
 _RUNS = "runs"  # TensorBoard's files, by the name that transformers gives their folder
@@ -273,7 +272,6 @@ def _finish(config: TrainConfig, model: Path, reports: list[Path]) -> None:
         shutil.copytree(model, folder, dirs_exist_ok=True)
         phases = [json.loads(report.read_text())["results"] for report in reports]
         for phase, report in zip(config.phases, reports, strict=True):
-            shutil.copy(report.with_name(LOG), folder / f"log-{phase.name}.jsonl")
             if (events := report.with_name(_RUNS)).exists():
                 shutil.copytree(events, folder / _RUNS / phase.name)
         write_results(folder / REPORT, {**summary(config), "phases": phases}, seed=config.seed)

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import json
 import math
 import shutil
 import time
@@ -21,7 +20,6 @@ from condense.train.loss import TokenLoss, token_loss
 from condense.train.optimizer import BETAS, MasterAdamW, parameter_groups
 
 COMPLETE = "complete"  # the file in a checkpoint that all processes have finished
-LOG = "log.jsonl"
 _EARLY = 10  # steps, after which the time that the run will take is known
 
 
@@ -47,8 +45,7 @@ class MixedTrainer(Trainer):
     the teacher and the share of answer tokens whose most likely prediction is right; tokens per second, and the most
     memory that was allocated. The loss is a mean over all tokens of a step, of all parts and processes.
 
-    Entries are appended to `LOG` in the output folder, and printed where there is no bar. There is one after ten steps,
-    too, and one after the last. Behind a resumed checkpoint steps stand there twice; the later entry counts.
+    Entries are printed, without a bar as lines. There is one after ten steps, too, and one after the last.
     """
 
     def __init__(self, phase: PhaseConfig, **arguments: Any) -> None:
@@ -140,12 +137,10 @@ class MixedTrainer(Trainer):
         self._since = now, self.state.global_step
         super().log(logs, start_time)
         self._sums.clear()
-        if self.is_world_process_zero() and "train_runtime" not in logs:  # Trainer's summary at the end
-            with (Path(self.args.output_dir) / LOG).open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": self.state.global_step, **logs}) + "\n")
-            if self.args.disable_tqdm:
-                numbers = "  ".join(f"{name} {value:.4g}" for name, value in logs.items() if "_" in name)
-                print(f"{self._phase.name} step {self.state.global_step}/{self.state.max_steps}  {numbers}", flush=True)
+        is_summary = "train_runtime" in logs  # Trainer's, at the end
+        if self.is_world_process_zero() and self.args.disable_tqdm and not is_summary:
+            numbers = "  ".join(f"{name} {value:.4g}" for name, value in logs.items() if "_" in name)
+            print(f"{self._phase.name} step {self.state.global_step}/{self.state.max_steps}  {numbers}", flush=True)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint, which counts as one only when every process has written its part."""
