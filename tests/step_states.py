@@ -62,6 +62,15 @@ def token_at(qkv, t, real=None):
     return NewToken(*(x[:, :, t : t + 1] for x in qkv), None if real is None else real[:, t].to(qkv[0].device))
 
 
+def given_away(held, groups):
+    """Slots with their groups, in the order in which they are given away, once ``groups`` were open: hits move to the
+    end in their old order, then those that come."""
+    hits, others = ([pair for pair in held if (pair[1] in groups) is is_hit] for is_hit in (True, False))
+    missing = [group for group in groups if group not in [known for _, known in held]]
+    taken = [(slot, group) for (slot, _), group in zip(others, missing, strict=False)]
+    return others[len(taken) :] + hits + taken
+
+
 def check_slots(state, g):
     """Every slot holds the tokens of its group, no two the same group, and each slot stands once in the order."""
     parts = (x.flatten(0, 1) for x in (state.held, state.order, state.slots, state.store))

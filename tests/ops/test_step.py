@@ -5,13 +5,12 @@ import torch
 from grids import fixture_of
 from layers import columns, extend
 from oracles import cases, oracle
-from step_states import RECALLS, call_of, empty, own_of, token_at, with_store
+from step_states import RECALLS, call_of, empty, own_of, token_at
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import condense
 from condense.methods import step_settings
 from condense.ops import NewToken, StepCall, StepState, decode_step, step, step_backend
-from condense.ops.recall import choose_groups, index_scores
 from condense.ops.triton import limits
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -138,27 +137,6 @@ def test_a_state_to_choose_from_has_room_for_a_group():
     sizes = step.StateSizes(1, 1, (8, 8), tokens=9)
     with pytest.raises(ValueError, match=r"sizes\.entries must be at least 1 where groups are chosen, got 0"):
         step.empty_state(torch.empty(0), step_settings(RECALLS["two-open"]), sizes)
-
-
-def test_the_group_that_was_open_the_longest_ago_loses_its_slot():
-    """Against a plain list: hits move to the end in their old order, then those that come."""
-    method, qkv = RECALLS["g-1-opened"], oracle.random_qkv(B, 2, 1, 60, D, DV)
-    settings = with_store(step_settings(method), slots=7)
-    state = empty(settings, 60, 1, (D, DV))
-    held = [[(slot, -1) for slot in range(7)] for _ in range(B)]
-    for t in range(60):
-        decode_step(call_of(settings, state, token_at(qkv, t), scale=SCALE), own_of(method, B, state), backend="torch")
-        scores = index_scores(qkv[0][:, :, t : t + 1], state.group_index, SCALE)
-        closed = settings.rule.closed(state.seen)
-        chosen = choose_groups(scores, closed[:, None, None], settings.choice.quota, 1)[:, 0, 0]
-        for row in range(B):
-            groups, known = chosen[row].nonzero()[:, 0].tolist(), [group for _, group in held[row]]
-            hits = [pair for pair in held[row] if pair[1] in groups]
-            others = [pair for pair in held[row] if pair[1] not in groups]
-            missing = [group for group in groups if group not in known]
-            taken = [(slot, group) for (slot, _), group in zip(others, missing, strict=False)]
-            held[row] = others[len(taken) :] + hits + taken
-            assert [(slot, int(state.held[row, 0, slot])) for slot in state.order[row, 0].tolist()] == held[row]
 
 
 @pytest.mark.parametrize(("backend", "said"), [("reference", "of a step must be"), ("triton", "'triton'")])

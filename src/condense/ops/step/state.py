@@ -106,7 +106,8 @@ class StepState(NamedTuple):
     group was open the longest ago first. A step reads an open group from its slot if it has one. The other open groups,
     in ascending order, each take the first slot of ``order`` whose group is not open now, while there is one. Then the
     slots that were read move to the end of ``order``, and behind them those that were taken. A row that is not real
-    leaves all as it is. Slots decide from where numbers are read, never which numbers.
+    leaves all as it is. Slots decide from where numbers are read, never which numbers; PyTorch's step, which makes room
+    for what it reads in every step, reads the store and leaves them as they are.
     sums float64 ``[B, K, T, Dv]``, if queries see what they do not open: the sum of the values of a row's first j whole
     groups, before they are rounded, stands in slot ``j % T``; of latents, whose Dv is 0, of keys, ``[B, K, T, D]``. A
     step that reads the last token of group j writes sum j + 1. So as many tokens can be taken back as T - 1 groups

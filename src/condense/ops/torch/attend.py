@@ -218,11 +218,7 @@ def attend_recall(
     return _joined(outs), _joined(lses) if options.return_lse else None
 
 
-def group_columns(numbers: Tensor, g: int) -> Tensor:
-    """The columns ``[B, K, r * g, 1]`` of groups or slots, g columns each, by their ``numbers`` ``[B, K, r]``."""
-    return (numbers[..., None] * g + torch.arange(g, device=numbers.device)).flatten(2)[..., None]
-
-
 def group_tokens(x: Tensor, numbers: Tensor, g: int) -> Tensor:
-    """The tokens ``[B, K, r * g, width]`` of groups or slots by number ``[B, K|1, r]``, from x ``[B, K, N, width]``."""
-    return x.gather(2, group_columns(numbers, g).expand(-1, x.shape[1], -1, x.shape[3]))
+    """The tokens ``[B, K, r * g, width]`` of groups by number ``[B, K|1, r]``, from x ``[B, K, N, width]``."""
+    columns = (numbers[..., None] * g + torch.arange(g, device=numbers.device)).flatten(2)[..., None]
+    return x.gather(2, columns.expand(-1, x.shape[1], -1, x.shape[3]))

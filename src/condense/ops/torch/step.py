@@ -7,7 +7,6 @@ Shapes as in `condense.ops.step.call` and `condense.ops.step.state`.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from condense.ops.coarse import CoarseRule, merged
@@ -17,7 +16,7 @@ from condense.ops.step.call import OwnEntries, StepCall
 from condense.ops.step.settings import StepSettings
 from condense.ops.step.state import StepState
 from condense.ops.tensors.right_aligned import head_mean
-from condense.ops.torch.attend import BlockKeys, attend_block, group_columns, group_tokens
+from condense.ops.torch.attend import BlockKeys, attend_block, group_tokens
 from condense.ops.types import AttendOptions, Chunks
 
 
@@ -150,10 +149,11 @@ def attend(call: StepCall, seen: Tensor, alive: Tensor, own: OwnEntries) -> tupl
             far = torch.cat([far, is_fine[:, None]], dim=2)
     else:
         groups, chosen = _choose(call, closed)
-        rows = _open_groups(state, groups, (groups < M) & alive[:, None, None], c)
-        index = state.group_index
-        if choice.store.bits < 16 and groups.shape[2] < M:
-            index = index.opened(groups.clamp(max=M - 1))
+        rows, index = state.store[:, :, : M * c], state.group_index
+        if groups.shape[2] < M:
+            inside = groups.clamp(max=M - 1)
+            rows = group_tokens(state.store, inside, c)
+            index = index if choice.store.bits == 16 else index.opened(inside)
         far_k, far_v = settings.store_format.unpack(rows, D, Dv, q.dtype, index)
         far = (groups < M).repeat_interleave(c, -1)
     keys = torch.cat([far_k, state.ring_k], dim=2)
@@ -219,40 +219,3 @@ def _choose(call: StepCall, closed: Tensor) -> tuple[Tensor, Tensor]:
     scores = index_scores(q, state.group_index, call.scale)
     chosen = choose_groups(scores, closed.clamp(max=M)[:, None, None], choice.quota, K)
     return chosen_groups(chosen, choice.quota.at(M))[:, :, 0], chosen[:, :, 0]
-
-
-def _open_groups(state: StepState, groups: Tensor, is_open: Tensor, g: int) -> Tensor:
-    """Stored tokens of ``groups`` ``[B, K, r]`` where ``is_open``, ``[B, K, r * g, C]``; undefined for other groups."""
-    slots, S, M = state.slots, state.held.shape[2], state.entries_k.shape[2]
-    stored = state.store[:, :, : M * g]
-    if groups.shape[2] < M:
-        stored = group_tokens(state.store, groups.clamp(max=M - 1), g)
-    if S == 0 or groups.shape[2] == 0:
-        return stored
-    slot, is_new = _take_slots(state, groups, is_open)
-    in_slot = ((slot >= 0) & ~is_new).repeat_interleave(g, 2)[..., None]
-    opened = torch.where(in_slot, group_tokens(slots, slot.clamp(min=0), g), stored)
-    # groups without a slot are written behind the last slot, into columns that are dropped
-    column = group_columns(torch.where(slot >= 0, slot, S), g).expand_as(opened)
-    slots.copy_(F.pad(slots, (0, 0, 0, g)).scatter(2, column, opened)[:, :, :-g])
-    return opened
-
-
-def _take_slots(state: StepState, groups: Tensor, is_open: Tensor) -> tuple[Tensor, Tensor]:
-    """The slot of each of ``groups`` ``[B, K, r]``, -1 for none, and whether it takes that now, as `StepState` says."""
-    held, order = state.held.long(), state.order.long()
-    found = (groups[..., None] == held[:, :, None]) & is_open[..., None]
-    has_slot = found.any(3)
-    # from here on, slots in the order in which they are given away
-    is_used = found.any(2).gather(2, order)
-    is_missing = is_open & ~has_slot
-    is_taken = ~is_used & ((~is_used).cumsum(2) <= is_missing.sum(2, keepdim=True))
-    takes = is_missing[..., None] & is_taken[:, :, None]
-    takes &= is_missing.cumsum(2)[..., None] == is_taken.cumsum(2)[:, :, None]
-    is_new = takes.any(3)
-    slot = torch.where(is_new, order.gather(2, takes.int().argmax(3)), -1)
-    slot = torch.where(has_slot, found.int().argmax(3), slot)
-    now = torch.where(is_taken, groups.gather(2, takes.int().argmax(2)), held.gather(2, order))
-    state.held.copy_(held.scatter(2, order, now))
-    state.order.copy_(order.gather(2, (is_used.int() + 2 * is_taken.int()).argsort(dim=2, stable=True)))
-    return slot, is_new
