@@ -34,27 +34,14 @@ def summarize(q: Tensor, tail: Tensor, spans: SummarySpans | SummaryColumns) -> 
     # columns [lo, hi) of the queries that any span holds, counted from the first new query
     lo, hi = start - before, start - before + stride * (G - 1) + S
     first = L - (after - before)
-    new = q[:, :, first + max(lo, 0) : first + max(hi, 0)]
-    if lo >= 0 and stride > S:
-        # spans with gaps between them: average heads of the queries inside spans only
-        return _mean([head_mean(new[:, :, s::stride][:, :, :G], K) for s in range(S)], wide)
-    means = head_mean(new, K)
+    means = head_mean(q[:, :, first + max(lo, 0) : first + max(hi, 0)], K)
     if lo < 0:
         means = torch.cat([tail[:, :, Q + lo : Q + min(hi, 0)], means], dim=2)
-    if S == stride == 1:
-        return means.to(wide)  # each span is one query
-    if stride == S:
-        return means.unfold(2, S, stride).mean(-1, dtype=wide)  # spans side by side
-    # spans that overlap, or reach back into the tail with gaps: add their first queries, their second ones, and so on
-    return _mean([means[:, :, s::stride][:, :, :G] for s in range(S)], wide)
-
-
-def _mean(queries: list[Tensor], wide: torch.dtype) -> Tensor:
-    """Mean of S tensors, added in the order of `condense.ops.torch.step`, so that entries are bit-equal."""
-    total = queries[0].to(wide)
-    for other in queries[1:]:
-        total = total + other
-    return total / len(queries)
+    # the first queries of all spans, then their second ones, and so on, as a step adds them: entries are bit-equal
+    total = means[:, :, ::stride][:, :, :G].to(wide)
+    for s in range(1, S):
+        total = total + means[:, :, s::stride][:, :, :G]
+    return total / S
 
 
 def _of_columns(means: Tensor, spans: SummaryColumns) -> Tensor:

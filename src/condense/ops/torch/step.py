@@ -70,7 +70,7 @@ def _close(call: StepCall, t: Tensor, seen: Tensor, own: OwnEntries) -> None:
         buffers = state.fine_k, state.fine_v
     else:
         due &= first + rule.entries <= state.entries_k.shape[2]
-    summary = None if settings.num_summary == 0 else newest_mean(state.ring_q, seen, settings.num_summary, c)
+    summary = None if settings.num_summary == 0 else newest_mean(state.ring_q, seen, settings.num_summary)
     k, v = (read_columns(ring, chunk * c, c) for ring in (state.ring_k, state.ring_v))
     kept = own.represent(Chunks(k, v, 0, 1, c, chunk[:, None]), summary, scale=call.scale, backend="torch")
     for buffer, made in zip(buffers, packed(kept, settings), strict=True):
@@ -104,15 +104,13 @@ def packed(kept: tuple[Tensor, ...], settings: StepSettings) -> tuple[Tensor, ..
     return settings.entry_format.pack(kept[0]), settings.entry_format.pack(kept[1]), *kept[2:]
 
 
-def newest_mean(ring_q: Tensor, seen: Tensor, S: int, chunk: int) -> Tensor:
+def newest_mean(ring_q: Tensor, seen: Tensor, S: int) -> Tensor:
     """Mean of a row's newest S queries, or of all if it has fewer, ``[B, K, 1, D]`` float32 or wider.
 
     Summed in the order of `condense.ops.torch.pool.summarize`, so that entries are bit-equal.
     """
     wide = torch.promote_types(ring_q.dtype, torch.float32)
     queries = read_columns(ring_q, seen - S, S)
-    if chunk == S:
-        return queries.mean(2, keepdim=True, dtype=wide)
     inside = (seen[:, None] - S + torch.arange(S, device=seen.device) >= 0)[:, None, :, None]
     total = torch.zeros_like(queries[:, :, :1], dtype=wide)
     for s in range(S):
