@@ -29,6 +29,8 @@ BAD = [
     (("--task", "text_loss", "--method", "dga:selection=prompt", "--batch-size", "2"), "batch size must be 1"),
     (("--task", "text_loss", "--data", "nowhere"), "data: wanted a folder"),
     (("--task", "text_loss", "--length", "100000"), "documents of at least 100000 tokens"),
+    (("--task", "text_loss", "--length", "512", "--length", "200"), "wanted a length above 258 tokens"),
+    (("--task", "multikey_retrieval", "--length", "100"), "to have room for text, got 100"),
 ]
 
 
@@ -219,6 +221,7 @@ def test_documents_of_others_fill_a_prompt_around_the_right_one(questions, base)
         # 100 tokens are kept for the answer; one document more would not have fitted
         assert 0 <= int(doc["length"]) - 100 - len(encoder(doc["prompt"]).input_ids) < longest + len(shown)
     tiny.refused(r"the documents in --data fill \d+ tokens, wanted 131072", documents, questions, base, 131072)
+    tiny.refused(r"wanted a length above \d+ tokens, .* got 100", documents, questions, base, 100)
 
 
 def test_without_a_length_documents_are_asked_as_given(questions, base):

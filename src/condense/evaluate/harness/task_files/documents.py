@@ -25,6 +25,7 @@ MULTIDOC_ROOM = 100  # tokens kept free for the answer over documents, as many a
 KEYS = 8  # numbers hidden in every text
 ANSWER_ROOM = 16  # tokens kept free for the question's answer
 STRETCH = 256  # tokens that are scored, at the end of every length
+SPARE = 2  # one token that the harness puts in front, and one more that another split may take
 SEED = 1234
 
 
@@ -74,6 +75,7 @@ def _filled(
     gold, depth = row["ctxs"][_gold(row)], DEPTHS[index % len(DEPTHS)]
     answers = [f" {_normalised(answer)} " for answer in row["answers"]]
     room = length - MULTIDOC_ROOM - len(encoder(_multidoc_prompt(row["question"], [gold]))["input_ids"])
+    _check_room("multidoc_em", length, room)
     others: dict[str, dict[str, Any]] = {}
     order = np.random.default_rng([SEED, index]).permutation(len(pool))
     for each in chain(row["ctxs"], (pool[i] for i in order)):
@@ -135,13 +137,13 @@ def stretches(
     """The last `STRETCH` tokens of the first p tokens of long documents, for p = 512, 1024, ... and each length."""
     encoder = _encoder(**metadata)
     longest = max(max_seq_lengths)
+    _check_room("text_loss", min(max_seq_lengths), min(max_seq_lengths) - STRETCH - SPARE)
     positions = sorted({*max_seq_lengths, *(2**n for n in range(9, 32) if 2**n < longest)})
     found = []
     for text in _documents(data):
         ids = encoder(text[: 16 * longest], add_special_tokens=False, verbose=False)["input_ids"]
         for p in positions:
-            # room for one token that the harness puts in front, and for one more that another split may take
-            stop = p - 2
+            stop = p - SPARE
             if len(ids) >= stop:
                 before, stretch = encoder.decode(ids[: stop - STRETCH]), encoder.decode(ids[stop - STRETCH : stop])
                 found.append({"before": before, "stretch": stretch, "position": p, "tokens": STRETCH})
@@ -157,6 +159,12 @@ def stretch_scores(doc: dict[str, Any], results: Sequence[tuple[float, bool]]) -
     """nats_per_token: minus the log-likelihood of the stretch, over its tokens."""
     (log_likelihood, _), *_ = results
     return {"nats_per_token": -log_likelihood / doc["tokens"]}
+
+
+def _check_room(task: str, length: int, room: int) -> None:
+    """Raise ValueError if there is no room for text in a document of that length."""
+    if room <= 0:
+        raise ValueError(f"{task}: wanted a length above {length - room} tokens, to have room for text, got {length}")
 
 
 def _encoder(*, tokenizer: str, trust_remote_code: bool = False, **_: Any) -> PreTrainedTokenizerBase:
@@ -220,6 +228,7 @@ def _multikey_question(
     first = int(rng.integers(len(lines)))
     line_tokens = [len(ids) + 1 for ids in tokenizer(lines, add_special_tokens=False, verbose=False)["input_ids"]]
     room = length - ANSWER_ROOM - len(tokenizer(hide("\n", keys, places) + question)["input_ids"])
+    _check_room("multikey_retrieval", length, room)
     text: list[str] = []
     while room > 0:
         number = (first + len(text)) % len(lines)
