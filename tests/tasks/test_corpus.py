@@ -1,5 +1,6 @@
 """Corpora: files and Hugging Face datasets are read or refused; encodings are the whole text's and kept on disk."""
 
+import codecs
 import json
 import sys
 from pathlib import Path
@@ -51,6 +52,11 @@ def test_records_and_texts_are_read_plain_and_compressed(tmp_path):
     for name in ("a.jsonl", "a.jsonl.zst", "wide.jsonl.zst", "a.parquet"):
         assert list(read_documents([tmp_path / name])) == DOCUMENTS
     assert list(read_documents([tmp_path / "one.txt.zst"])) == DOCUMENTS[:1]
+    # as programs on Windows write them
+    (tmp_path / "marked.jsonl").write_bytes(codecs.BOM_UTF8 + RECORDS.replace(b"\n", b"\r\n"))
+    (tmp_path / "marked.txt").write_bytes(codecs.BOM_UTF8 + b"a line\r\nand another")
+    assert list(read_documents([tmp_path / "marked.jsonl"])) == DOCUMENTS
+    assert list(read_documents([tmp_path / "marked.txt"])) == ["a line\nand another"]
 
 
 def test_bad_files_are_refused(tmp_path, tokenizer):

@@ -202,12 +202,14 @@ def parse_tokens(name: str, text: str) -> int:
 
 def read_text(source: str) -> str:
     """The text in a file, or on standard input for ``-``. Raises ValueError if it is missing, empty or no UTF-8."""
+    from condense.tasks.documents import plain_text
+
     name = "standard input" if source == "-" else source
     if source != "-" and (not Path(source).exists() or Path(source).is_dir()):
         raise ValueError(f"text: no such file: {source}")
     content = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
     try:
-        text = content.decode("utf-8-sig").replace("\r\n", "\n")
+        text = plain_text(content)
     except UnicodeDecodeError as error:
         raise ValueError(f"text: {name} is not UTF-8 text: {error}") from error
     if not text.strip():

@@ -59,11 +59,16 @@ def _records(path: Path) -> Iterator[tuple[int, Any]]:
     return {"dataset": _dataset, "parquet": _parquet, "jsonl": _json_lines, "text": _text}[form](path)
 
 
+def plain_text(content: bytes) -> str:
+    """UTF-8 text without a byte order mark, whose lines end by a newline alone."""
+    return content.decode("utf-8-sig").replace("\r\n", "\n")
+
+
 def _text(path: Path) -> Iterator[tuple[int, Any]]:
     """A file that is one document."""
     with _opened(path) as stream:
         try:
-            yield 1, {"text": str(stream.read(), "utf-8")}
+            yield 1, {"text": plain_text(stream.read())}
         except UnicodeDecodeError as error:
             raise ValueError(f"data: wanted UTF-8 text, got {path}: {error}") from error
 
