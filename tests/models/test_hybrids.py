@@ -81,6 +81,8 @@ def test_nothing_left_to_condense():
         tiny.refused("model has sliding windows in all layers", call, model, tiny.CCA)
     assert torch.equal(tiny.logits(model, ids), stock)
     assert not hasattr(model.config, "condense")
+    said = r"layers: layer 0 has no attention that can be condensed; full are \[1\]"
+    tiny.refused(said, condense.apply, small.model("granitemoehybrid"), tiny.CCA, layers=[0])
 
 
 def capped(**changes):

@@ -138,8 +138,10 @@ def chosen_layers(layers: Layers, attentions: Mapping[int, nn.Module], count: in
     for given in _indices(layers, count) if isinstance(layers, str) else layers:
         is_index = isinstance(given, int) and not isinstance(given, bool)
         index = given + count if is_index and given < 0 else given
-        if not is_index or index not in attentions:
-            raise ValueError(f"layers must be indices from 0 to {max(attentions)}, got {given!r}")
+        if not is_index or not 0 <= index < count:
+            raise ValueError(f"layers must be indices from 0 to {count - 1}, got {given!r}")
+        if index not in attentions:
+            raise ValueError(f"layers: layer {index} has no attention that can be condensed; full are {full}")
         if index not in full:
             raise ValueError(f"layers: layer {index} has a sliding window and cannot be condensed; full are {full}")
         chosen.append(index)
