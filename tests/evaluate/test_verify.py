@@ -150,6 +150,9 @@ def test_copies_repeat_the_first_half(demo):
         assert len(copied) == 64
         assert (np.lib.stride_tricks.sliding_window_view(text.ids[:256], 64) == copied).all(1).any()
     assert all((a.ids == b.ids).all() for a, b in zip(drawn, again, strict=True))
+    # as many questions as fit, which are fewer than there are names too
+    many = verify_texts(demo[1], corpus, 512, 1, questions=10_000, seed=3)[0].asked
+    assert all(1 < len(sequence.keys) < 50 for sequence in many.values())
 
 
 def test_tokens_that_need_far_text(demo):

@@ -57,7 +57,8 @@ def verify_texts(
     """
     if length < 256:
         raise ValueError(f"length: wanted at least 256 tokens, got {length}")
-    builder = SequenceBuilder(tokenizer, corpus, load_words().held_out, length)
+    words = load_words().held_out
+    builder, questions = SequenceBuilder(tokenizer, corpus, words, length), min(questions, len(words) // 2)
     numbers = passkey_sequences(builder, count, keys=questions, seed=seed)
     shared = passkey_sequences(
         builder, count, keys=questions, form="question", seed=seed + 1, shared=True, anywhere=True
