@@ -69,6 +69,7 @@ BAD = [
     (("generate",), "prompt"),
     (("generate", "a", "--text", "b"), "prompt"),
     (("generate", ""), "prompt must not be empty"),
+    (("generate", "a", "--seed", str(2**64)), "'--seed': Input should be less than"),
     (("inspect", "--length", "0"), "length: wanted a number of tokens >= 1, such as 4096, 32K or 1M, got '0'"),
     (("inspect", "--memory", "80"), "memory: wanted bytes, such as 80GB or 512GiB, got '80'"),
     (("inspect", "--batch", "0", "--memory", "80GB"), "batch must be an integer >= 1, got 0"),
@@ -133,7 +134,7 @@ def story(tmp_path_factory):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     model = condense.apply(tiny_llama(num_key_value_heads=1), condense.LCA(group_size=4, window=8), layers=[1])
-    return saved_with_tokenizer(model, tmp_path_factory.mktemp("model") / "tiny")
+    return saved_with_tokenizer(model, tmp_path_factory.mktemp("model") / "a tiny one")
 
 
 def test_compare_finds_the_number_dense_and_condensed(story, tmp_path):
@@ -289,7 +290,7 @@ def test_a_saved_model_keeps_its_layers_and_reads_standard_input_as_it_is(saved,
     assert dense["cache_bytes"] / 2 < condensed["cache_bytes"] < dense["cache_bytes"]
     layers = tmp_path / "layers.json"
     shown = ran("inspect", "--model", str(saved), "--length", "1000", "--json", str(layers)).stdout
-    assert f"condense serve {saved} --max-model-len 1000 (as saved)" in shown
+    assert f"condense serve '{saved}' --max-model-len 1000 (as saved)" in shown
     assert [layer["method"] for layer in json.loads(layers.read_text())["results"]["layers"]] == [None, method]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -98,7 +99,7 @@ def calibrate_command(
     _print(result)
     if plot is not None:
         _plot(result, plot)
-    print(f"written: {output}; use it with --method @{output}")
+    print(f"written: {output}; use it with --method {quote(f'@{output}')}")
 
 
 def _print(result: Calibration) -> None:

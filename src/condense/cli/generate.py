@@ -16,7 +16,7 @@ def generate_command(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens.", min=1)] = 64,
     temperature: Annotated[float, typer.Option(help="0: greedy.", min=0.0)] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.", min=0, max=2**64 - 1)] = 0,
     dtype: options.Dtype = None,
     device: options.Device = None,
     device_map: options.DeviceMap = None,

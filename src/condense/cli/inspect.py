@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -143,8 +144,8 @@ def _lines_to_type(model: PreTrainedModel, folder: str, tokens: int, *, is_saved
     if served:
         default = "as saved" if is_saved else "recall-device"
         lines.append(
-            f"vLLM: condense serve {folder} --max-model-len {tokens} ({default}); with --method recall-host or, once "
-            "adapted, pooled"
+            f"vLLM: condense serve {quote(folder)} --max-model-len {tokens} ({default}); with --method recall-host or, "
+            "once adapted, pooled"
         )
     config: Any = model.config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None)
