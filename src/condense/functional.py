@@ -12,7 +12,7 @@ from torch import Tensor
 
 from condense.methods import Chunks, Context, Method, check_trainable, split_bias
 from condense.ops import EntryFormat, Source, SummarySpans, summarize
-from condense.ops.checks import check_cu_seqlens, check_padding, check_qkv, check_scale, check_tensors
+from condense.ops.checks import check_alike, check_cu_seqlens, check_padding, check_scale, check_shapes
 from condense.ops.coarse import merged
 from condense.ops.recall.rest import GroupMeans, running_sums
 from condense.ops.tensors.autocast import outside_autocast
@@ -244,10 +244,14 @@ def attention(
     padded queries give 0 and -inf. Differentiable in q, k and v.
     Raises ValueError for arguments that do not fit together.
     """
-    check_tensors(q=q, k=k, v=v)
+    check_shapes(
+        q=(q, "batch heads tokens width"), k=(k, "batch KV-heads tokens width"), v=(v, "batch KV-heads tokens Dv")
+    )
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"k and v must have heads that divide those of q, {q.shape[1]}, got {k.shape[1]}")
     method = Method.parse(method)
     with outside_autocast(q, k, v) as (q, k, v):
-        check_qkv(q, k, v)
+        check_alike(q=q, k=k, v=v)
         scale = check_scale(scale, q)
 
         def run(q: Tensor, k: Tensor, v: Tensor, plan: ForwardPlan) -> tuple[Tensor, Tensor | None]:

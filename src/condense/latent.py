@@ -16,7 +16,7 @@ from torch import Tensor
 from condense.functional import extend, run_planned
 from condense.methods import Context, Method
 from condense.ops import Source
-from condense.ops.checks import check_alike, check_scale, check_tensors
+from condense.ops.checks import check_alike, check_scale, check_shapes
 from condense.ops.latents import Ranks, UpProjection
 from condense.ops.tensors.autocast import outside_autocast
 from condense.plan import ForwardPlan
@@ -49,10 +49,14 @@ def latent_attention(
     backend, cu_seqlens, padding and what is returned: as in `condense.attention`; out is ``[B, H, L, d_v]``.
     Differentiable in all six tensors. Raises ValueError for arguments that do not fit together.
     """
-    tensors = {"q_nope": q_nope, "q_rope": q_rope, "c": c, "k_rope": k_rope, "w_uk": w_uk, "w_uv": w_uv}
-    _check_shapes(**tensors)
+    tensors = q_nope, q_rope, c, k_rope, w_uk, w_uv
+    check_shapes(
+        q_nope=(q_nope, "batch heads tokens d_n"), q_rope=(q_rope, "batch heads tokens d_r?"),
+        c=(c, "batch tokens d_c"), k_rope=(k_rope, "batch tokens d_r?"),
+        w_uk=(w_uk, "heads d_c d_n"), w_uv=(w_uv, "heads d_c d_v"),
+    )  # fmt: skip
     method = Method.parse(method)
-    with outside_autocast(*tensors.values()) as (q_nope, q_rope, c, k_rope, w_uk, w_uv):
+    with outside_autocast(*tensors) as (q_nope, q_rope, c, k_rope, w_uk, w_uv):
         check_alike(q_nope=q_nope, q_rope=q_rope, c=c, k_rope=k_rope, w_uk=w_uk, w_uv=w_uv)
         q, up = torch.cat([q_nope, q_rope], dim=-1), UpProjection(w_uk, w_uv)
         scale = check_scale(scale, q)
@@ -99,26 +103,3 @@ def attend_latents(
         k, v = up.expand(window.k[:, :, :before])
         expanded = torch.cat([k, new[0]], dim=2), torch.cat([v, new[1]], dim=2)
     return method.attend(q, context._replace(sources=(*of_entries, Source(*expanded)), projection=up), **options)
-
-
-def _check_shapes(q_nope: Tensor, q_rope: Tensor, c: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> None:
-    """Raise ValueError unless shapes are as in `latent_attention`, dtypes floating, and nothing is empty."""
-    check_tensors(q_nope=q_nope, q_rope=q_rope)
-    check_tensors("[batch, tokens, width]", c=c, k_rope=k_rope)
-    check_tensors("[heads, latent, width]", w_uk=w_uk, w_uv=w_uv)
-    B, H, L, d_n = q_nope.shape
-    d_c, d_r, d_v = c.shape[2], q_rope.shape[3], w_uv.shape[2]
-    for name, x, shape in (
-        ("q_rope", q_rope, (B, H, L, d_r)),
-        ("c", c, (B, L, d_c)),
-        ("k_rope", k_rope, (B, L, d_r)),
-        ("w_uk", w_uk, (H, d_c, d_n)),
-        ("w_uv", w_uv, (H, d_c, d_v)),
-    ):
-        if x.shape != shape:
-            raise ValueError(f"{name} must have shape {shape} to go with the others, got {tuple(x.shape)}")
-    if 0 in (B, H, L, d_n, d_c, d_r, d_v):
-        raise ValueError(
-            "q_nope, q_rope, c and w_uv must have at least 1 in every dimension, got "
-            f"{', '.join(str(tuple(x.shape)) for x in (q_nope, q_rope, c, w_uv))}"
-        )

@@ -10,38 +10,26 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def check_tensors(dims: str = "[batch, heads, tokens, width]", **tensors: Tensor) -> None:
-    """Raise ValueError unless each is a tensor with these dimensions in one of `DTYPES`."""
-    ndim = dims.count(",") + 1
-    for name, x in tensors.items():
+def check_shapes(**tensors: tuple[Tensor, str]) -> None:
+    """Raise ValueError unless each is a tensor in one of `DTYPES` with the dimensions named beside it.
+
+    Dimensions of one name have one size in all tensors, at least 1; one whose name ends in "?" may be empty.
+    """
+    sizes: dict[str, tuple[int, str]] = {}
+    for name, (x, dimensions) in tensors.items():
+        dims = dimensions.split()
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.ndim != ndim:
-            raise ValueError(f"{name} must have {ndim} dimensions {dims}, got shape {tuple(x.shape)}")
+        if x.ndim != len(dims):
+            raise ValueError(f"{name} must have {len(dims)} dimensions ({dimensions}), got shape {tuple(x.shape)}")
         if x.dtype not in DTYPES:
             raise ValueError(f"{name} must be one of {', '.join(str(d) for d in DTYPES)}, got {x.dtype}")
-
-
-def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless q ``[B, H, L, D]``, k ``[B, Hkv, L, D]`` and v ``[B, Hkv, L, Dv]`` fit together.
-
-    They fit if all have one dtype and device, no dimension is 0, and Hkv divides H.
-    """
-    check_alike(q=q, k=k, v=v)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.numel() == 0:
-            raise ValueError(f"{name} must have at least 1 in every dimension, got shape {tuple(x.shape)}")
-    for dim, what in ((2, "number of tokens"), (0, "batch"), (3, "width")):
-        if q.shape[dim] != k.shape[dim]:
-            raise ValueError(f"q and k must have the same {what}, got {q.shape[dim]} and {k.shape[dim]}")
-    if k.shape[:3] != v.shape[:3]:
-        raise ValueError(
-            f"k and v must agree in batch, heads and tokens, got {tuple(k.shape[:3])} and {tuple(v.shape[:3])}"
-        )
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"k and v must have a number of heads that divides the heads of q, {q.shape[1]}, got {k.shape[1]}"
-        )
+        for dim, size in zip(dims, x.shape, strict=True):
+            wanted, first = sizes.setdefault(dim, (size, name))
+            if size != wanted:
+                raise ValueError(f"{name} must have the {dim} of {first}, {wanted}, got shape {tuple(x.shape)}")
+            if size == 0 and not dim.endswith("?"):
+                raise ValueError(f"{name} must have at least 1 {dim}, got shape {tuple(x.shape)}")
 
 
 def check_alike(**tensors: Tensor) -> None:
