@@ -22,6 +22,7 @@ SYSTEMS = {
     "rounds-dense-int4": ("its 4-bit cache", "nothing"),
     "rounds-recall-device": ("`recall-device`", "nothing"),
     "recall-shared-speed": ("`recall-device:prompt=shared`", "nothing"),
+    "slots-recall-host": ("`recall-host`", "host memory"),
     "recall-host-speed": ("`recall-host` without slots", "host memory"),
     "mix-speed": ("allocation of 16 %", "a text to calibrate on"),
     "serving-speed-condensed": (CCA, "adaptation"),
@@ -91,8 +92,9 @@ def _cells(rounds, name, needs=""):
     cells |= {label: f"{spread(steps[rows], '.2f')} ms" for rows, label in _STEPS.items() if rows in steps}
     if short:
         cells[_SHORT] = f"{spread([run['requests_per_second'] for run in short], '.2f')} a second"
-    first = min(_every(rounds, "first"))
-    return cells | {_FIRST: f"{first:.2f} s", _MOST: f"{rates[most]:,.0f} with {most}", "needs": needs}
+    if first := _every(rounds, "first"):
+        cells[_FIRST] = f"{min(first):.2f} s"
+    return cells | {_MOST: f"{rates[most]:,.0f} with {most}", "needs": needs}
 
 
 def _systems_table(systems, columns):
