@@ -54,7 +54,7 @@ REFUSED = [
 ]
 RECALL = condense.Recall(group_size=4, window=24, num_recall=6, min_recall=4, store_bits=4)
 LCA = condense.LCA(group_size=4, window=24, rep_bias="log_size")
-RANKS = {"pooled": LCA, "recall": RECALL.replace(num_recall=1, prompt="exact", store="host")}
+RANKS = {"pooled": LCA, "recall": RECALL.replace(num_recall=2, prompt="exact", store="host")}
 SLIDING = {
     "recall": RECALL.replace(unchosen="drop"), "exact-8": RECALL.replace(prompt="exact", store_bits=8),
     "means": condense.CCA(group_size=4, window=19, key_pooling="mean", value_pooling="mean", rep_bias="log_size"),
