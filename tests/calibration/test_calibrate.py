@@ -276,6 +276,8 @@ def test_latents_by_default(tokenizer, text):
     result = condense.calibrate(model, tokenizer, [text], CalibrationConfig(cache=0.9, length=192, texts=2))
     assert result.config.candidates == default_candidates(192, latents=True)
     assert default_candidates(4096, latents=True)[2].num_recall == 64  # half of the groups of 32
+    shortest = [default_candidates(128, latents=latents)[2].num_recall for latents in (False, True)]
+    assert shortest == [2, 2]
     assert result.chosen.cache <= 0.9
     assert result.chosen.host == 0
 

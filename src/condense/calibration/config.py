@@ -62,7 +62,7 @@ def default_candidates(length: int, *, latents: bool) -> tuple[Method, ...]:
     """Dense attention, Recall with all groups open and tokens in 4 bits, Recall with its store in host memory, pooling
     and a window, for texts of ``length`` tokens.
 
-    Windows are a thirty-second of the text, 64 to 1,024 tokens. Recall opens an eighth of the groups, at most 128, and
+    Windows are a thirty-second of the text, 64 to 1,024 tokens. Recall opens an eighth of the groups, 2 to 128, and
     keeps slots for a sixty-fourth, at most 64. Entries of pooling are of 4 bits.
     latents: for models with latents (MLA), which Recall stores on the device: in 4 bits, in groups of 32, all of them
     open, or half, at most 512, as all query heads open the same.
@@ -75,7 +75,7 @@ def default_candidates(length: int, *, latents: bool) -> tuple[Method, ...]:
         pooled = LCA(window=window, rep_bias="log_size", entry_bits=4)
         return Dense(), recall.replace(num_recall=1.0), recall, pooled, base
     means = CCA(window=window, key_pooling="mean", value_pooling="mean", rep_bias="log_size", entry_bits=4)
-    num_recall = min(128, math.ceil(length / 16 / 8))
+    num_recall = max(2, min(128, math.ceil(length / 16 / 8)))
     slots = min(64, math.ceil(length / 16 / 64))
     recall = Recall(window=window, num_recall=num_recall, store="host", slots=slots)
     whole = Recall(window=window, num_recall=1.0, store_bits=4)
