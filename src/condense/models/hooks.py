@@ -7,8 +7,7 @@
 whether the cache can be cropped; on CUDA it chooses a static cache where its steps can be replayed.
 `_prefill`: raises ValueError for a piece of a prompt that is a single token, if a method reads such tokens otherwise.
 `get_compiled_call`: replays these as a CUDA graph, unless the caller gave a ``compile_config``.
-`Cache.crop` and `Cache.reorder_cache`: take tokens back, or move rows, in all layers, or in none if one
-refuses.
+`Cache.crop` and `Cache.reorder_cache`: take tokens back, or move rows, in all layers, or in none if one refuses.
 `init_continuous_batching`: raises ValueError. For models that are not condensed, none of them does anything. Adapters
 are saved and loaded with their base's methods, see `condense.models.adapters`.
 """
