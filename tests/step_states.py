@@ -5,9 +5,8 @@ import dataclasses
 import torch
 
 import condense
-from condense.caches.buffers import static_bias
 from condense.methods import step_settings as step_settings
-from condense.ops import NewToken, OwnEntries
+from condense.ops import NewToken
 from condense.ops.step import StateSizes, StepCall, empty_state
 
 _RECALL = condense.Recall(group_size=4, window=5, num_recall=2, min_recall=2)
@@ -46,16 +45,11 @@ def call_of(settings, state, token, **options):
     return StepCall(token, state, settings, **options)
 
 
-def own_of(method, rows, state, latent=0):
-    bias = static_bias(method, rows, state.entries_k.shape[2], state.seen.device)
-    return OwnEntries((method.for_latents(latent) if latent else method).represent, bias)
-
-
 def own_by(settings):
     choice = settings.choice
     kept = {"unchosen": "mean" if choice.mean else "drop", "store_bits": choice.store.bits}
     sizes = {"group_size": settings.rule.chunk, "window": settings.rule.window}
-    return OwnEntries(condense.Recall(**kept, **sizes).represent)
+    return condense.Recall(**kept, **sizes).represent
 
 
 def token_at(qkv, t, real=None):

@@ -5,7 +5,7 @@ import torch
 from grids import fixture_of
 from layers import columns, extend
 from oracles import cases, oracle
-from step_states import RECALLS, call_of, empty, own_of, token_at
+from step_states import RECALLS, call_of, empty, token_at
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import condense
@@ -45,7 +45,7 @@ def empty_state(method, length, **options):
 
 def take(method, state, token, backend="torch"):
     call = call_of(step_settings(method), state, token, scale=SCALE)
-    return decode_step(call, own_of(method, state.seen.shape[0], state), backend=backend)
+    return decode_step(call, method.represent, backend=backend)
 
 
 def test_tokens_are_taken_back_from_larger_rings(method):
@@ -103,7 +103,7 @@ def test_rows_that_are_not_real(method, integer):
 def test_one_graph_for_all_steps(method):
     counter, qkv = CompileCounterWithBackend("eager"), oracle.random_qkv(B, H, K, 40, D, DV)
     eager, traced = empty_state(method, 40), empty_state(method, 40)
-    settings, own = step_settings(method), own_of(method, B, eager)
+    settings, own = step_settings(method), method.represent
     torch._dynamo.reset()
 
     def step(q, k, v, real, *state):

@@ -10,7 +10,7 @@ from triton_kernels.test_step import DEVICE, DTYPES, WIDTHS, copy_of, drawn, emp
 import condense
 from condense.methods import step_settings
 from condense.ops.entries import BLOCK_WIDTH
-from condense.ops.step import NewToken, OwnEntries, StepCall, StepState
+from condense.ops.step import NewToken, StepCall, StepState
 from condense.ops.torch import step as torch_step
 from condense.ops.triton import step as triton_step
 
@@ -56,7 +56,7 @@ def rounded_steps(method, shape, dtype, L, *, latent=0):
     (H, K, D, Dv), plan, scale = shape, step_settings(method), 0.1
     q, k, v = drawn(2, H, K, L, D, Dv, dtype)
     form = plan.entry_format
-    own = OwnEntries((method.for_latents(latent) if latent else method).represent)
+    own = (method.for_latents(latent) if latent else method).represent
     theirs = StepState._make(x.nan_to_num(0.0) for x in empty_state(method, 2, K, D, Dv, L, dtype=dtype))
     exact_bytes = {"max", "select"} >= {method.key_pooling, method.value_pooling}
     # a bias is a product of D numbers in float32 with a key that may be rounded differently where it is a sum

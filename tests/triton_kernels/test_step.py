@@ -16,7 +16,7 @@ from two_sources import attend_to
 
 import condense
 from condense.methods import step_settings
-from condense.ops import NewToken, OwnEntries, StepCall, StepState, UniformRule
+from condense.ops import NewToken, StepCall, StepState, UniformRule
 from condense.ops.torch import step as torch_step
 from condense.ops.triton import recall_step, ring_step, step_plan
 from condense.ops.triton import step as triton_step
@@ -314,7 +314,7 @@ def test_absorbed_latents_against_the_definition(shape, method, dtype):
     parts = q[..., :latent], q[..., latent:], k[:, 0, :, :latent], k[:, 0, :, latent:]
     itself = torch.eye(latent).expand(H, -1, -1)
     want, _ = latent_oracle.attention((*parts, itself, itself), method=method, scale=0.1)
-    q, k, own = q.to(DEVICE), k.to(DEVICE), OwnEntries(method.for_latents(latent).represent)
+    q, k, own = q.to(DEVICE), k.to(DEVICE), method.for_latents(latent).represent
     state = empty_state(method, 1, 1, latent + rope, 0, L, dtype=dtype)
     plain = StepState._make(x.nan_to_num(0.0) for x in state)  # PyTorch's step reads empty slots, and masks them
     out = decode(method, q, k, k[..., :0], state, scale=0.1, latent=latent)

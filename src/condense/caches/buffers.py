@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from condense.caches.store import Store, finish_writes, with_pinned_store
-from condense.methods import NO_FIRST, FirstEntries, Method, entry_bias
-from condense.ops.spans import per_entry
+from condense.methods import FirstEntries, Method
 from condense.ops.tensors.per_row import PerRow, as_rows, max_row, min_row
 from condense.ops.tensors.ring import newest_columns, store_newest
 from condense.state import LayerState, num_entries
@@ -94,13 +93,3 @@ class Buffered:
         """All buffers of entries, each with its columns per entry: g in a store of exact tokens, 1 in the others."""
         settings, store = self.store.settings, self.buffers.store
         return [(x, settings.rule.chunk if x is store else 1) for x in self.buffers.entries(settings)]
-
-
-def static_bias(
-    method: Method, rows: int, capacity: int, device: torch.device, first: FirstEntries = NO_FIRST
-) -> Tensor | None:
-    """Bias ``[B, 1, M]`` of entries that begin with ``first``; None if the step derives it from settings."""
-    if method.layout.pooling is not None or method.layout.coarse is not None:
-        return None
-    bias = per_entry(entry_bias(method, capacity, device, first), capacity, device)
-    return None if bias is None else bias.expand(rows, 1, capacity).contiguous()

@@ -18,7 +18,7 @@ from torch import Tensor
 from condense.caches.buffers import Buffered
 from condense.caches.store import Store, finish_writes, with_pinned_store
 from condense.methods import FirstEntries, Method
-from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepCall, StepState, decode_step
+from condense.ops import NO_EXTRAS, Extras, NewToken, StepCall, StepState, decode_step
 from condense.ops.step import StateSizes, empty_state, entry_names
 from condense.ops.tensors.per_row import PerRow, int_if_equal, larger, max_row, min_row
 from condense.state import SLACK, LayerState, fine_slots, kept_sums, num_entries
@@ -125,7 +125,7 @@ class RingState(Buffered):
         # a prepared step is no torch operation, which a trace or a subclass of tensors needs
         can_prepare = not torch.compiler.is_compiling() and type(call.token.q) is Tensor
         if self.backend != "triton" or not can_prepare:
-            return decode_step(call, OwnEntries(self.method.represent), backend=self.backend)
+            return decode_step(call, self.method.represent, backend=self.backend)
         if self._prepared is None or not self._prepared.takes(call):
             from condense.ops.triton.step import prepare_step  # Triton may be missing
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from condense.caches.base import CondensedCacheLayer, Expected, ReadRequest, refuse_other_dtype, refuse_other_rows
-from condense.caches.buffers import Buffered, Room, static_bias
+from condense.caches.buffers import Buffered, Room
 from condense.caches.store import Store
 from condense.functional import extend
 from condense.methods import NO_FIRST, Context, FirstEntries, Method, Reread, step_settings
-from condense.ops import NO_EXTRAS, Extras, NewToken, OwnEntries, StepCall, StepState, decode_step
+from condense.ops import NO_EXTRAS, Extras, NewToken, StepCall, StepState, decode_step
 from condense.ops.step import StateSizes, clear_state, empty_state
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row
 from condense.state import LayerState, fine_slots, most_entries, num_entries, with_kept
@@ -51,7 +51,6 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
     is_croppable = False
     is_sliding = False
     buffers: StepState | None = None
-    bias: Tensor | None = None
     # the ring has no room for tokens that might be taken back, and buffers at fixed addresses cannot change their size
     crop = check_crop = _refused("cannot take tokens back (assisted decoding, prompt lookup)")
     batch_repeat_interleave = batch_select_indices = _refused("keeps its number of rows")
@@ -84,7 +83,6 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         self.latent_method = self.method.for_latents(latent_width) if latent_width else self.method
         self.store.check(k, v, self.latent_width, groups=M)
         self.backend = self.store.backend(k, v, self.latent_width, M)
-        self.bias = static_bias(self.method, k.shape[0], M, k.device)
         stored = 0 if settings.choice is None else M * settings.rule.chunk
         widths, fine = (k.shape[3], v.shape[3]), fine_slots(self.method)
         sizes = StateSizes(k.shape[0], k.shape[1], widths, M, W, settings.num_summary, stored, fine=fine)
@@ -116,7 +114,7 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         assert self.buffers is not None
         token = token._replace(counter=self.num_slots)  # to which the step adds 1
         call = StepCall(token, self.buffers, self.settings, scale, self.latent_width, extras)
-        out = decode_step(call, OwnEntries(self.latent_method.represent, self.bias), backend=self.backend)
+        out = decode_step(call, self.latent_method.represent, backend=self.backend)
         self.expected = Expected.ANY
         self.know_slots(None if _is_recorded(self.device) or self._slots is None else self._slots + 1)
         return out
@@ -154,8 +152,6 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
             if self.buffers is None or (room is not None and room != held):
                 self.lazy_initialization(after.window_k, after.window_v, latent_width, room)
         self._write_state(before, after)
-        if before is None:
-            self._set_bias(after.first)
         self.num_slots.add_(slots)
         if self._slots is not None:
             self._slots, self._rows = self._slots + slots, (after.seen, after.first)
@@ -210,13 +206,6 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
                 first = FirstEntries.of(*self.buffers.first.to("cpu", copy=True).T)
         return self._read_state(seen, first, max_row(seen), max_row(seen))
 
-    def _set_bias(self, first: FirstEntries) -> None:
-        """Update the bias of entries that begin with ``first``, if the step does not derive it from settings."""
-        if self.settings.has_first and self.bias is not None:
-            bias = static_bias(self.method, self.batch_size, self.bias.shape[2], self.device, first)
-            assert bias is not None
-            self.bias.copy_(bias)
-
     def exact_tokens(self) -> tuple[Tensor | None, Tensor | None]:
         """Keys ``[B, K, W, D]`` and values ``[B, K, W, Dv]``, rings."""
         return (None, None) if self.buffers is None else (self.buffers.ring_k, self.buffers.ring_v)
@@ -239,7 +228,6 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
             clear_state(self.buffers, self.settings)
             self.store.forget()
             self.num_slots.zero_()
-            self._set_bias(NO_FIRST)
         self.expected, self.prompt = self._first_expected, None
         # a host without a count keeps none, because a replay may precede the next prompt
         self.know_slots(None if self._slots is None else 0)
@@ -249,9 +237,8 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         self.store.refuse_reorder()
         self.store.forget()
         self._rows = None
-        for tensor in (*(self.buffers or ()), self.bias):
-            if tensor is not None:
-                tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
+        for tensor in self.buffers or ():
+            tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
 
 def _is_recorded(device: torch.device) -> bool:

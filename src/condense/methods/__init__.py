@@ -1,6 +1,6 @@
 """Attention methods: settings, the layout of chunks and window, and how a chunk becomes entries."""
 
-from condense.methods.base import Context, Method, Prompt, check_trainable, entry_bias, split_bias, step_settings
+from condense.methods.base import Context, Method, Prompt, check_trainable, split_bias, step_settings
 from condense.methods.dga import DGA
 from condense.methods.exact import Dense, LMInfinite, StreamingLLM
 from condense.methods.grouped import CCA, LCA

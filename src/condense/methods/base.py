@@ -21,6 +21,7 @@ from condense.methods.layout import NO_FIRST, FirstEntries, Layout, check_layout
 from condense.ops import NO_EXTRAS, Chunks, Extras, Source, Spans, StepSettings, attend
 from condense.ops.latents import Ranks, UpProjection
 from condense.ops.recall import GroupMeans
+from condense.ops.spans import entry_bias
 from condense.ops.tensors.per_row import PerRow, broadcast_rows
 from condense.ops.tensors.sampling import Sample
 
@@ -254,25 +255,6 @@ def check_trainable(method: Method) -> None:
         )
 
 
-def entry_bias(
-    method: Method, num_entries: int, device: torch.device, first: FirstEntries = NO_FIRST
-) -> Tensor | float | None:
-    """Bias of entries that begin with ``first``: one number for all, float64 ``[B|1, 1, num_entries]``, or None."""
-    bias = method.layout.bias
-    if not any(bias):
-        return None
-    if len(set(bias)) == 1 and not first.exist:
-        return bias[0]
-    entry, period = torch.arange(num_entries, device=device)[None], len(bias)
-    # pageable memory is staged before `to` returns, so the host does not wait for the GPU
-    values = torch.tensor(bias, dtype=torch.float64).to(device, non_blocking=True)
-    if not first.exist:
-        return values[entry % period][:, None]
-    count, single = (broadcast_rows(x, 2, device) for x in first)
-    of_first = torch.where(entry >= single, values[-1], 0.0)
-    return torch.where(entry < count, of_first, values[(entry - count) % period])[:, None]
-
-
 def split_bias(
     method: Method, entries: tuple[Tensor, ...], first: FirstEntries = NO_FIRST
 ) -> tuple[Tensor | float | None, tuple[Tensor, ...]]:
@@ -283,16 +265,17 @@ def split_bias(
     k, _, *extra = entries
     if method.layout.matched and extra:
         return extra[0][..., 0], tuple(extra[1:])
-    return entry_bias(method, k.shape[2], k.device, first), tuple(extra)
+    count, single = (broadcast_rows(x, 2, k.device) for x in first)
+    numbers = (count, single) if first.exist else None
+    return entry_bias(method.layout.bias, k.shape[2], k.device, numbers), tuple(extra)
 
 
 def step_settings(method: Method) -> StepSettings:
     """The method's settings as `condense.ops.decode_step` takes them."""
     layout = method.layout
     key, value, num_focal = layout.pooling or (None, None, 0)
-    bias = layout.bias[-1] if layout.bias and (layout.pooling is not None or layout.coarse is not None) else 0.0
     return StepSettings(
-        layout.rule, layout.summary_delay, layout.num_summary, key, value, bias, num_focal,
+        layout.rule, layout.summary_delay, layout.num_summary, key, value, layout.bias, num_focal,
         has_first=method.reads_prompt, matched=layout.matched, entry_bits=layout.entry_bits,
         choice=layout.choice, coarse=layout.coarse,
     )  # fmt: skip

@@ -19,5 +19,5 @@ from condense.ops.coarse import Coarse, CoarseRule
 from condense.ops.entries import EntryFormat
 from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.spans import ArraySpans, Hull, RuleSpans, Source, Span, Spans, UniformRule, document_spans
-from condense.ops.step import ChoiceSettings, NewToken, OwnEntries, StepCall, StepSettings, StepState, StoreSettings
+from condense.ops.step import ChoiceSettings, NewToken, StepCall, StepSettings, StepState, StoreSettings
 from condense.ops.types import POOLINGS, Chunks, Pooling, Problem, SummaryColumns, SummarySpans

@@ -6,7 +6,7 @@ Shapes: B rows, H query heads, K KV heads, L queries, N entries of a source, D k
 Dv value width, G groups of c tokens or spans of queries, Q mean queries kept from earlier calls.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from condense.ops.recall.index import GroupIndex
 from condense.ops.recall.rest import GroupMeans
 from condense.ops.recall.store import StoreFormat
 from condense.ops.spans import Source, Spans
-from condense.ops.step.call import OwnEntries, StepCall
+from condense.ops.step.call import StepCall
 from condense.ops.step.pages import Places
 from condense.ops.tensors.sampling import Sample
 from condense.ops.torch import step as torch_step
@@ -200,10 +200,10 @@ def keep_groups(groups: Chunks, store: StoreFormat, *, backend: str) -> tuple[Te
     return k[:, :, :, 0, :0], v[:, :, :, 0, :0], *BACKENDS[chosen].load().store_groups(store, k, v)
 
 
-def decode_step(call: StepCall, own: OwnEntries, *, backend: str) -> Tensor:
+def decode_step(call: StepCall, represent: Callable[..., tuple[Tensor, ...]], *, backend: str) -> Tensor:
     """Read one token per row into the state, in place, and attend; `condense.ops.step.call` defines the step.
 
-    own: the method's function that makes entries, called by "torch". backend: "triton" or "torch", from `step_backend`.
+    represent: `condense.Method.represent`, called by "torch". backend: "triton" or "torch", from `step_backend`.
     Returns ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]``; no gradient flows through a step.
     Raises ValueError for another backend, "triton" where it cannot run, "torch" with a store apart in host memory.
     """
@@ -220,7 +220,7 @@ def decode_step(call: StepCall, own: OwnEntries, *, backend: str) -> Tensor:
         raise ValueError(
             f"a store in host memory needs the Triton step, which {obstacle or 'was not asked for'}; use store='device'"
         )
-    return torch_step.step(call, own)
+    return torch_step.step(call, represent)
 
 
 def group_scores(summary: Tensor, k: Tensor, *, scale: float, backend: str = "auto") -> Tensor:

@@ -38,6 +38,26 @@ def per_entry(bias: Tensor | float | None, num_entries: int, device: torch.devic
     return torch.full((1, 1, num_entries), bias, dtype=torch.float64, device=device)
 
 
+def entry_bias(
+    bias: Sequence[float], num_entries: int, device: torch.device, first: tuple[PerRow, PerRow] | None = None
+) -> Tensor | float | None:
+    """Bias of the entries of chunks, as in `Source`, from one number for each entry of a chunk; none for no bias.
+
+    first: how many entries stand before those of chunk 0, and how many of these, which come first, stand for single
+    tokens and have no bias; the others have that of a chunk's last entry. Both an int or ``[B, 1]`` on the device.
+    """
+    if not any(bias):
+        return None
+    if len(set(bias)) == 1 and first is None:
+        return bias[0]
+    count, single = (0, 0) if first is None else first
+    entry = torch.arange(num_entries, device=device)[None]
+    values = torch.zeros_like(entry - count, dtype=torch.float64)
+    for i, value in enumerate(bias):  # not by a table, which would be copied to the device
+        values = values.masked_fill((entry - count) % len(bias) == i, value)
+    return values.masked_fill(entry < count, bias[-1]).masked_fill(entry < single, 0.0)[:, None]
+
+
 def joined_bias(biases: Sequence[Tensor | float | None], sizes: Sequence[int], device: torch.device) -> Tensor | None:
     """The biases of all sources, ``[B|1, K|1, n]`` for n entries; None if no source has one. sizes: entries of each."""
     if all(bias is None for bias in biases):

@@ -1,7 +1,7 @@
 """The contract of one decode step: a token per row is read into a state, in place, and attends.
 
-A backend's ``step(call) -> out`` closes, chooses, attends and joins (the torch backend's also takes `OwnEntries`, for
-methods whose settings do not say how entries are made):
+A backend's ``step(call) -> out`` closes, chooses, attends and joins (the torch backend's also takes the method's
+`condense.Method.represent`, as settings may not say how entries are made):
 
 1. close: k, v and the head-mean of q (`condense.ops.tensors.right_aligned.head_mean`) go into the rings, at
    ``seen % size``; with ``n = seen + 1`` and d the settings' ``summary_delay``, chunk j is due if
@@ -26,7 +26,6 @@ Shapes: B rows, H query heads, K KV heads, M entries of capacity, c tokens per c
 widths.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -63,16 +62,6 @@ class StepCall(NamedTuple):
     scale: float
     latent: int = 0
     extras: Extras = NO_EXTRAS
-
-
-class OwnEntries(NamedTuple):
-    """A method's own function that makes entries and whatever else it keeps of a chunk.
-
-    represent: `condense.Method.represent`. bias: float ``[B|1, 1, M]``, in place of the settings' bias, if not None.
-    """
-
-    represent: Callable[..., tuple[Tensor, ...]]
-    bias: Tensor | None = None
 
 
 def check_call(call: StepCall) -> None:

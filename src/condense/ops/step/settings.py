@@ -51,10 +51,10 @@ class StepSettings:
     A torch operation cannot take an object: it gets their ``number`` and finds them by `numbered_settings`.
 
     key_pooling, value_pooling: poolings that make a chunk's last entry; None if only ``represent`` can make it.
-    bias: added to the scaled score of every pooled entry, 0.0 for none.
+    biases: added to the scaled scores of a chunk's entries, one number for each; empty for none.
     num_focal: number of tokens of a chunk that become entries of their own: those with the highest scores, ties to the
     earlier; they come first, in order of position. has_first: True if rows may have first entries.
-    matched: each entry has a bias of its own (`condense.ops.matched_bias`) in place of ``bias``.
+    matched: each entry has a bias of its own (`condense.ops.matched_bias`) in place of ``biases``.
     entry_bits: of `condense.ops.entries.EntryFormat`; with 8 or 4 bits, an entry is rounded when it is made.
     choice: the groups whose exact tokens a query sees; None for a method that keeps no tokens of closed groups.
     coarse: of what old entries are merged into; None if all are kept.
@@ -65,7 +65,7 @@ class StepSettings:
     num_summary: int
     key_pooling: Pooling | None
     value_pooling: Pooling | None
-    bias: float
+    biases: tuple[float, ...]
     num_focal: int = 0
     has_first: bool = False
     matched: bool = False
@@ -122,6 +122,12 @@ class StepSettings:
     def shares_choices(self) -> bool:
         """True if queries that are read several at once open groups in common."""
         return self.choice is not None and self.choice.prompt == "shared"
+
+    @property
+    def bias(self) -> float:
+        """Bias of a chunk's last entry where kernels make it, 0.0 for none."""
+        is_made = self.key_pooling is not None or self.coarse is not None
+        return self.biases[-1] if self.biases and is_made else 0.0
 
     @property
     def bias_differs(self) -> bool:

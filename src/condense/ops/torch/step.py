@@ -6,13 +6,16 @@ only if a chunk is due, it scores all groups that there is room for, and it read
 Shapes as in `condense.ops.step.call` and `condense.ops.step.state`.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from condense.ops.coarse import CoarseRule, merged
 from condense.ops.recall.choice import IndexChoice, choose_groups, chosen_groups, index_scores
 from condense.ops.recall.rest import rest_weights, with_rest
-from condense.ops.step.call import OwnEntries, StepCall
+from condense.ops.spans import entry_bias, joined_bias
+from condense.ops.step.call import StepCall
 from condense.ops.step.settings import StepSettings
 from condense.ops.step.state import StepState
 from condense.ops.tensors.right_aligned import head_mean
@@ -20,7 +23,7 @@ from condense.ops.torch.attend import BlockKeys, attend_block, group_tokens
 from condense.ops.types import AttendOptions, Chunks
 
 
-def step(call: StepCall, own: OwnEntries) -> Tensor:
+def step(call: StepCall, represent: Callable[..., tuple[Tensor, ...]]) -> Tensor:
     """Read one token per row, in place, and return its attention ``[B, H, 1, Dv]``; see `condense.ops.step.call`."""
     (q, k, v, real, counter), state, t = call.token, call.state, call.state.seen
     alive = torch.ones_like(t, dtype=torch.bool) if real is None else real.to(torch.bool)
@@ -30,10 +33,10 @@ def step(call: StepCall, own: OwnEntries) -> Tensor:
     if call.settings.num_summary > 0:
         write_columns(state.ring_q, t, head_mean(q, k.shape[1]), alive)
     if state.entries_k.shape[2] > 0 or call.settings.coarse is not None:
-        _close(call, t, seen, own)
+        _close(call, t, seen, represent)
     if call.settings.sees_rest:
         _add_to_sums(state, seen, alive, call.settings.rule.chunk)
-    out, lse = attend(call, seen, alive, own)
+    out, lse = attend(call, seen, alive)
     state.seen.copy_(seen)
     if counter is not None:
         counter.add_(1)
@@ -56,7 +59,7 @@ def read_columns(ring: Tensor, start: Tensor, count: int) -> Tensor:
     return ring.gather(2, slot[:, None, :, None].expand(-1, ring.shape[1], -1, ring.shape[3]))
 
 
-def _close(call: StepCall, t: Tensor, seen: Tensor, own: OwnEntries) -> None:
+def _close(call: StepCall, t: Tensor, seen: Tensor, represent: Callable[..., tuple[Tensor, ...]]) -> None:
     """Make what is kept of each row's next chunk, and store it in the rows where the chunk is due."""
     state, settings = call.state, call.settings
     rule, delay, c = settings.rule, settings.summary_delay, settings.rule.chunk
@@ -72,7 +75,7 @@ def _close(call: StepCall, t: Tensor, seen: Tensor, own: OwnEntries) -> None:
         due &= first + rule.entries <= state.entries_k.shape[2]
     summary = None if settings.num_summary == 0 else newest_mean(state.ring_q, seen, settings.num_summary)
     k, v = (read_columns(ring, chunk * c, c) for ring in (state.ring_k, state.ring_v))
-    kept = own.represent(Chunks(k, v, 0, 1, c, chunk[:, None]), summary, scale=call.scale, backend="torch")
+    kept = represent(Chunks(k, v, 0, 1, c, chunk[:, None]), summary, scale=call.scale, backend="torch")
     for buffer, made in zip(buffers, packed(kept, settings), strict=True):
         # a chunk's tokens have as many columns in the store as it has tokens, one entry each in the others
         # biases of a method of one's own may be wider than the buffer
@@ -118,7 +121,7 @@ def newest_mean(ring_q: Tensor, seen: Tensor, S: int) -> Tensor:
     return total / inside.sum(2, keepdim=True).clamp(min=1)
 
 
-def attend(call: StepCall, seen: Tensor, alive: Tensor, own: OwnEntries) -> tuple[Tensor, Tensor]:
+def attend(call: StepCall, seen: Tensor, alive: Tensor) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of the step's queries. seen: tokens per row with this one; alive: rows whose token counts.
 
     Under one softmax: entries of closed chunks, or tokens of open groups, and the window.
@@ -158,8 +161,12 @@ def attend(call: StepCall, seen: Tensor, alive: Tensor, own: OwnEntries) -> tupl
     sees = torch.cat([far, near.expand(-1, far.shape[1], -1)], dim=2)[:, :, None]
     values = keys[..., :latent] if latent else torch.cat([far_v, state.ring_v], dim=2)
     empty = ~(alive[:, None, None, None] & sees.any(-1, keepdim=True))
-    differ = settings.matched or own.bias is not None
-    block = BlockKeys(keys, values, sees | empty, empty, _bias(state, settings, own), differ)
+    of_entries = None if choice is not None else _entry_bias(state, settings)
+    biases, sizes = [of_entries], [M]
+    if settings.coarse is not None:
+        biases, sizes = [settings.coarse.bias, of_entries], [M, state.fine_k.shape[2]]
+    bias, own = joined_bias(biases, sizes, q.device), isinstance(of_entries, Tensor)
+    block = BlockKeys(keys, values, sees | empty, empty, bias, own)
     options = AttendOptions(call.scale, call.extras.softcap, return_lse=call.extras.needs_lse or settings.sees_rest)
     out, lse = attend_block(q, block, options)
     if choice is None or not choice.mean:
@@ -178,31 +185,12 @@ def _newest_numbers(last: Tensor, ring: Tensor) -> Tensor:
     return last[:, None] - (last[:, None] - torch.arange(W, device=ring.device)) % W
 
 
-def _bias(state: StepState, settings: StepSettings, own: OwnEntries) -> Tensor | None:
-    """Biases of the entries: their own, ``settings.bias`` for pooled ones and 0 for single tokens, float64
-    ``[B|1, 1, M]``; None for none.
-    """
-    if settings.choice is not None:
-        return None
+def _entry_bias(state: StepState, settings: StepSettings) -> Tensor | float | None:
+    """Biases of the entries, with coarse ones of the fine entries; as in `condense.ops.Source`."""
     if settings.matched:
         return state.biases[..., 0]
-    if own.bias is not None or (settings.bias == 0.0 and settings.coarse is None):
-        return own.bias
-    M, p = state.entries_k.shape[2], settings.rule.entries
-    if settings.coarse is not None:
-        biases = (settings.coarse.bias, M), (settings.bias, state.fine_k.shape[2])
-        return torch.cat(
-            [torch.full((1, 1, n), x, dtype=torch.float64, device=state.seen.device) for x, n in biases], 2
-        )
-    if not settings.bias_differs:
-        return torch.full((1, 1, M), settings.bias, dtype=torch.float64, device=state.seen.device)
-    entry = torch.arange(M, device=state.seen.device)
-    pooled = entry[None] % p == p - 1
-    if settings.has_first:
-        first_entries, first_single = state.first[:, :1], state.first[:, 1:]
-        of_chunk = (entry - first_entries) % p == p - 1
-        pooled = torch.where(entry < first_entries, entry >= first_single, of_chunk)
-    return (pooled.double() * settings.bias)[:, None]
+    first = (state.first[:, :1], state.first[:, 1:]) if settings.has_first else None
+    return entry_bias(settings.biases, state.entries_k.shape[2], state.seen.device, first)
 
 
 def _choose(call: StepCall, closed: Tensor) -> tuple[Tensor, Tensor]:
