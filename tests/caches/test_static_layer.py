@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 import condense
 from condense.caches import CondensedLayer, Expected, StaticCondensedLayer
-from condense.caches.buffers import Room
+from condense.caches.buffers import room_of
 from condense.ops import NewToken
 from condense.ops.tensors.per_row import as_rows
 from condense.state import first_entries, most_entries, num_entries
@@ -82,7 +82,7 @@ def test_reset_is_in_place(method):
     assert not any(bool(x.any()) for x in layer.buffers)
     assert layer.can_step(*_qkv(1)[1:]) == (not method.reads_prompt)
     fresh = StaticCondensedLayer(method, LENGTH)
-    fresh.lazy_initialization(*_qkv(0)[1:], room=Room(layer.buffers.entries_k.shape[2], layer.buffers.ring_k.shape[2]))
+    fresh.lazy_initialization(*_qkv(0)[1:], room=(layer.buffers.entries_k.shape[2], layer.buffers.ring_k.shape[2]))
     for L in (21, 1, 1, 5):
         assert torch.equal(read(layer, _qkv(L, L)), read(fresh, _qkv(L, L)))
     assert [x.data_ptr() for x in (*layer.buffers, layer.num_slots)] == addresses
@@ -253,7 +253,7 @@ def test_entries_after_a_prompts_selection(prompt, length):
     wanted = focal + (prompt - focal) / 16 + 3 * (length - prompt) / 18 + 18 + 1
     layer = StaticCondensedLayer(method, length)
     needed = num_entries(method, length - prompt, first_entries(method, prompt))
-    layer.lazy_initialization(*[torch.zeros(1, 1, prompt, 1)] * 2, room=Room.of(method, needed, length - prompt))
+    layer.lazy_initialization(*[torch.zeros(1, 1, prompt, 1)] * 2, room=room_of(method, needed, length - prompt))
     assert sum(x.shape[2] for x in (layer.buffers.entries_k, layer.buffers.ring_k)) <= 1.02 * wanted
     streaming = num_entries(method.replace(selection="streaming"), length)
     assert needed <= most_entries(method, length) <= streaming + (1024 + 16) * (1 - 3 / 18) + 3

@@ -3,7 +3,7 @@
 Shapes: B rows, K KV heads, M entries, W ring slots, N columns, D width.
 """
 
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,21 +15,14 @@ from condense.ops.tensors.ring import newest_columns, store_newest
 from condense.state import LayerState, num_entries
 
 
-class Room(NamedTuple):
-    """The numbers of entries, and of exact tokens in the ring, that there is room for."""
+def room_of(method: Method, entries: int, tokens: int) -> tuple[int, int]:
+    """Columns for the entries, and of a ring for as many of the last ``tokens`` tokens as the method's window holds.
 
-    entries: int
-    tokens: int
-
-    @classmethod
-    def of(cls, method: Method, entries: int, tokens: int) -> Self:
-        """For the entries, and for as many of the last ``tokens`` tokens as the method's window holds.
-
-        Where groups are chosen there is room for one at least: see `condense.ops.step.empty_state`.
-        """
-        layout, rule = method.layout, method.layout.rule
-        N = max(1, tokens) if rule.window is None else min(max(1, tokens), rule.window + rule.chunk)
-        return cls(entries if layout.choice is None else max(1, entries), N)
+    Where groups are chosen there is room for one at least: see `condense.ops.step.empty_state`.
+    """
+    layout, rule = method.layout, method.layout.rule
+    N = max(1, tokens) if rule.window is None else min(max(1, tokens), rule.window + rule.chunk)
+    return entries if layout.choice is None else max(1, entries), N
 
 
 class Buffered:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from condense.caches.base import CondensedCacheLayer, Expected, ReadRequest, refuse_other_dtype, refuse_other_rows
-from condense.caches.buffers import Buffered, Room
+from condense.caches.buffers import Buffered, room_of
 from condense.caches.store import Store
 from condense.functional import extend
 from condense.methods import NO_FIRST, Context, FirstEntries, Method, Reread, step_settings
@@ -70,15 +70,19 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         super().__init__()
 
     def lazy_initialization(
-        self, key_states: Tensor, value_states: Tensor, latent_width: int | None = None, room: Room | None = None
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        latent_width: int | None = None,
+        room: tuple[int, int] | None = None,
     ) -> None:
         """Take the memory for rows, heads, widths, dtype and device of key_states ``[B, K, L, D]`` and value_states.
 
-        latent_width: as in `condense.Method.for_latents`, None for ordinary keys. room: for what a prompt left and what
-        can follow it, None: for all that ``max_cache_len`` tokens can need.
+        latent_width: as in `condense.Method.for_latents`, None for ordinary keys. room: columns of entries, and of the
+        ring, for what a prompt left and what can follow it; None: for all that ``max_cache_len`` tokens can need.
         """
         k, v, N, settings = key_states, value_states, self.max_cache_len, self.settings
-        M, W = Room.of(self.method, most_entries(self.method, N), N) if room is None else room
+        M, W = room_of(self.method, most_entries(self.method, N), N) if room is None else room
         self.latent_width = latent_width or 0
         self.latent_method = self.method.for_latents(latent_width) if latent_width else self.method
         self.store.check(k, v, self.latent_width, groups=M)
@@ -143,12 +147,12 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         before: None if they are the first; then memory is taken for what they left and for what can follow.
         """
         if before is None:
-            room, left, held = None, self.max_cache_len - slots, Room(0, 0)
+            room, left, held = None, self.max_cache_len - slots, (0, 0)
             if self.buffers is not None:
-                held = Room(self.buffers.entries_k.shape[2], self.buffers.ring_k.shape[2])
+                held = self.buffers.entries_k.shape[2], self.buffers.ring_k.shape[2]
             if self.settings.has_first:
-                needed = Room.of(self.method, max_row(num_entries(self.method, left, after.first.num)), left)
-                room = Room(max(held.entries, needed.entries), max(held.tokens, needed.tokens))
+                M, W = room_of(self.method, max_row(num_entries(self.method, left, after.first.num)), left)
+                room = max(held[0], M), max(held[1], W)
             if self.buffers is None or (room is not None and room != held):
                 self.lazy_initialization(after.window_k, after.window_v, latent_width, room)
         self._write_state(before, after)

@@ -9,12 +9,21 @@ from torch import Tensor
 from condense.ops.tensors.per_row import PerRow, as_rows
 
 
+def read_columns(ring: Tensor, start: Tensor, count: int) -> Tensor:
+    """The ``count`` columns from number ``start`` ``[B]`` on, ``[B, K, count, D]``."""
+    return ring.take_along_dim(_slots(ring, start, count), 2)
+
+
+def write_columns(ring: Tensor, start: Tensor, new: Tensor, chosen: Tensor) -> None:
+    """Write ``new`` ``[B, K, N, D]`` from number ``start`` ``[B]`` on, in the ``chosen`` rows only."""
+    index = _slots(ring, start, new.shape[2]).expand_as(new)
+    ring.scatter_(2, index, torch.where(chosen[:, None, None, None], new, ring.gather(2, index)))
+
+
 def newest_columns(ring: Tensor, seen: PerRow, limit: int) -> Tensor:
     """The newest ``limit`` columns (at most W) of a ring ``[B, K, W, D]``, in order of position, right-aligned."""
     n = min(limit, ring.shape[2])
-    if n == 0:
-        return ring[:, :, :0]
-    return ring.take_along_dim(_slots(seen, n, ring), 2)
+    return ring[:, :, :0] if n == 0 else read_columns(ring, as_rows(seen, ring.shape[0]) - n, n)
 
 
 def store_newest(ring: Tensor, columns: Tensor, seen: PerRow) -> None:
@@ -22,11 +31,11 @@ def store_newest(ring: Tensor, columns: Tensor, seen: PerRow) -> None:
     n = min(ring.shape[2], columns.shape[2])
     if n > 0:
         # columns before a row's first token get negative positions, whose slots no token of the row uses yet
-        slots = _slots(seen, n, ring)
-        ring.scatter_(2, slots.expand(-1, ring.shape[1], -1, ring.shape[3]), columns[:, :, -n:])
+        slots, newest = _slots(ring, as_rows(seen, ring.shape[0]) - n, n), columns[:, :, -n:]
+        ring.scatter_(2, slots.expand_as(newest), newest)
 
 
-def _slots(seen: PerRow, n: int, ring: Tensor) -> Tensor:
-    """Ring slots of the newest n positions, ``[B, 1, n, 1]``."""
-    slots = (as_rows(seen, ring.shape[0])[:, None] - n + torch.arange(n)) % ring.shape[2]
+def _slots(ring: Tensor, start: Tensor, count: int) -> Tensor:
+    """Slots of ``count`` columns from number ``start`` ``[B]`` on, ``[B, 1, count, 1]`` on the device of the ring."""
+    slots = (start[:, None] + torch.arange(count, device=start.device)) % ring.shape[2]
     return slots.to(ring.device, non_blocking=True)[:, None, :, None]

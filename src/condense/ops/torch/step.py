@@ -19,6 +19,7 @@ from condense.ops.step.call import StepCall
 from condense.ops.step.settings import StepSettings
 from condense.ops.step.state import StepState
 from condense.ops.tensors.right_aligned import head_mean
+from condense.ops.tensors.ring import read_columns, write_columns
 from condense.ops.torch.attend import BlockKeys, attend_block, group_tokens
 from condense.ops.types import AttendOptions, Chunks
 
@@ -41,22 +42,6 @@ def step(call: StepCall, represent: Callable[..., tuple[Tensor, ...]]) -> Tensor
     if counter is not None:
         counter.add_(1)
     return call.extras.finish(out, lse)
-
-
-def write_columns(buffer: Tensor, position: Tensor, new: Tensor, chosen: Tensor) -> None:
-    """Write ``new`` ``[B, K, n, D]`` to n columns from ``position`` ``[B]`` on, in the ``chosen`` rows only.
-
-    Behind the buffer's last column comes its first.
-    """
-    slot = (position[:, None] + torch.arange(new.shape[2], device=new.device)) % buffer.shape[2]
-    index = slot[:, None, :, None].expand_as(new)
-    buffer.scatter_(2, index, torch.where(chosen[:, None, None, None], new, buffer.gather(2, index)))
-
-
-def read_columns(ring: Tensor, start: Tensor, count: int) -> Tensor:
-    """The ``count`` columns from ``start`` ``[B]`` on, ``[B, K, count, D]``; behind the last column comes the first."""
-    slot = (start[:, None] + torch.arange(count, device=ring.device)) % ring.shape[2]
-    return ring.gather(2, slot[:, None, :, None].expand(-1, ring.shape[1], -1, ring.shape[3]))
 
 
 def _close(call: StepCall, t: Tensor, seen: Tensor, represent: Callable[..., tuple[Tensor, ...]]) -> None:
