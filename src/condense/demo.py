@@ -1,7 +1,4 @@
-"""The bundled model, and the bundled long text with numbers hidden in it.
-
-All functions raise ValueError if the installation lacks a file.
-"""
+"""The bundled model, and the bundled long text with numbers hidden in it."""
 
 import json
 from dataclasses import dataclass
@@ -43,7 +40,7 @@ def demo_model(dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, Pre
 
 def demo_folder() -> Path:
     """The folder of the bundled model and its tokenizer."""
-    return _asset("config.json").parent
+    return _FOLDER
 
 
 def demo_text() -> DemoText:
@@ -54,7 +51,7 @@ def demo_text() -> DemoText:
 
 def demo_text_file() -> Path:
     """The file of `demo_text`, with one document and its numbers, as training data for a try-out."""
-    return _asset("text.jsonl")
+    return _FOLDER / "text.jsonl"
 
 
 def demo_prompt() -> Prompt:
@@ -62,13 +59,3 @@ def demo_prompt() -> Prompt:
     demo = demo_text()
     questions = tuple(question_prompt(key, "question") for key in demo.keys)
     return Prompt(demo.text, questions, tuple(key.number for key in demo.keys))
-
-
-def _asset(name: str) -> Path:
-    path = _FOLDER / name
-    if not path.is_file():
-        raise ValueError(
-            f"demo model: wanted the package's own files, got an installation without {path.name}; "
-            "install condense-attention again, or clone the repository with all its files"
-        )
-    return path
