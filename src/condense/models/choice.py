@@ -80,7 +80,7 @@ def _read_choice(path: Path) -> dict[int, Method]:
 def parse_layers(text: str) -> list[tuple[int, int]]:
     """The first and last layer of each part of text such as ``0,4-7`` or ``-2``.
 
-    Raises ValueError for anything else, a range that runs backwards too.
+    Raises ValueError for anything else.
     """
     ranges = []
     for part in text.split(","):
@@ -88,10 +88,7 @@ def parse_layers(text: str) -> list[tuple[int, int]]:
         if found is None:
             raise ValueError(f"layers must look like 2-31 or 0,4-7, got {text!r}")
         first = int(found[1])
-        last = first if found[2] is None else int(found[2])
-        if first > last and (first < 0) == (last < 0):
-            raise _backwards(part)
-        ranges.append((first, last))
+        ranges.append((first, first if found[2] is None else int(found[2])))
     return ranges
 
 
@@ -151,7 +148,9 @@ def chosen_layers(layers: Layers, attentions: Mapping[int, nn.Module], count: in
 
 
 def _indices(text: str, count: int) -> list[int]:
-    """Indices in text, the ends of ranges counted from 0. Raises ValueError as `parse_layers`."""
+    """Indices in text, the ends of ranges counted from 0. Raises ValueError as `parse_layers`, and for a range that has
+    its higher end first.
+    """
     indices: list[int] = []
     for first, last in parse_layers(text):
         low, high = (i + count if i < 0 else i for i in (first, last))
@@ -159,13 +158,9 @@ def _indices(text: str, count: int) -> list[int]:
         if outside:
             return outside[:1]  # the caller refuses this index; a range up to it could fill the memory
         if low > high:
-            raise _backwards(f"{first}-{last}")
+            raise ValueError(f"layers: a range must go from its lower to its higher end, got '{first}-{last}'")
         indices += range(low, high + 1)
     return indices
-
-
-def _backwards(part: str) -> ValueError:
-    return ValueError(f"layers: a range must go from its lower to its higher end, got {part.strip()!r}")
 
 
 def methods_of(choice: MethodChoice) -> list[Method]:
