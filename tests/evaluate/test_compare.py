@@ -75,11 +75,15 @@ def test_what_is_for_host_memory_does_not_count_as_the_devices(model, tokenizer,
     assert "slow" not in capsys.readouterr().out
 
 
-def test_without_pad_and_eos_and_with_the_cache_switched_off(model, tokenizer):
+def test_without_pad_and_eos_and_with_other_settings_for_generate(model, tokenizer):
     tokenizer = copy.deepcopy(tokenizer)
     expected = compare(model, tokenizer, [POOLED], PROMPT, max_new_tokens=3)[0]
     tokenizer.pad_token = tokenizer.eos_token = None
-    model.config.use_cache = model.generation_config.use_cache = False
+    model.config.use_cache = False
+    penalty = {"repetition_penalty": 9.0, "no_repeat_ngram_size": 1, "return_dict_in_generate": True}
+    own = model.generation_config
+    own.update(use_cache=False, num_beams=3, cache_implementation="static", **penalty)
     found = compare(model, tokenizer, [POOLED], PROMPT, max_new_tokens=3)[0]
     assert (found.answers, found.cache_bytes) == (expected.answers, expected.cache_bytes)
     assert found.token_s is not None
+    assert model.generation_config is own

@@ -64,6 +64,8 @@ def generate_command(
             attention_mask=torch.ones_like(ids),
             use_cache=True,
             max_new_tokens=max_new_tokens,
+            num_beams=1,  # more, of the model's own settings, cannot be printed as they come
+            num_return_sequences=1,
             streamer=Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
             pad_token_id=0,  # a single row is not padded, but without one generate warns
             **sampling,

@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from condense.caches import CondensedCacheLayer, cache_nbytes
 from condense.config import check_int
@@ -129,7 +136,13 @@ def compare(
             cache = DynamicCache(config=model.config)
             for ids in text[:, :64].split(32, dim=1):
                 model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return [_run(model, tokenizer, each, text, questions, prompt.expected, max_new_tokens, on_step) for each in methods]
+    own = model.generation_config
+    # greedily, without beams or penalties that the model is saved with; without a pad token generate warns
+    model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=0)
+    try:
+        return [_run(model, tokenizer, m, text, questions, prompt.expected, max_new_tokens, on_step) for m in methods]
+    finally:
+        model.generation_config = own
 
 
 def chat_message(tokenizer: PreTrainedTokenizerBase, text: str, question: str = "") -> tuple[str, str]:
@@ -204,9 +217,7 @@ def _run(
                 past_key_values=copy.deepcopy(cache),
                 use_cache=True,
                 max_new_tokens=max_new_tokens,
-                do_sample=False,
                 stopping_criteria=StoppingCriteriaList([watch]),
-                pad_token_id=0,  # a single row is not padded, but without one generate warns
             )
             answers.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip())
             first_s.append(watch.first_s)
