@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli.test_commands import run_here
 from models import tiny
 from peft import PeftModel
 from small_models import saved_with_tokenizer, tiny_llama
 from train.runs import METHOD, adaptation, interrupted_at, logged, refused
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Trainer,
@@ -25,6 +27,7 @@ from transformers import (
 import condense
 from condense.methods import methods_in
 from condense.models import condensed_layers
+from condense.tasks.corpus import check_vocabulary
 from condense.train import PRESETS, RECIPES, PhaseConfig, read_recipe, run_training
 from condense.train import loss as loss_module
 from condense.train import phase as phase_module
@@ -260,7 +263,13 @@ def test_what_does_not_fit_is_refused_before_the_first_step_or_checkpoint(base, 
     monkeypatch.setattr(Trainer, "_save_optimizer_and_scheduler", partialmethod(_full, step=2))
     refused("step 2: could not write .* MiB are free: .*; no checkpoint was written yet", adaptation(base, "full"))
     tiny_llama(vocab_size=300, num_hidden_layers=1).save_pretrained(base / "base")
-    refused("pretrained: wanted a tokenizer of the model's 300 tokens at most, got 4096", adaptation(base))
+    wanted = "wanted a tokenizer of the model's 300 tokens at most, got 4096 in"
+    refused(f"pretrained: {wanted}", adaptation(base))
+    assert f"model: {wanted}" in run_here("generate", "a", "--model", str(base / "base")).stderr
+    # embeddings for added tokens, such as that of a picture, may be missing
+    tokenizer = AutoTokenizer.from_pretrained(base / "base")
+    tokenizer.add_tokens(["<picture>"])
+    check_vocabulary("model", tokenizer, tiny_llama(vocab_size=4096, num_hidden_layers=1).config)
     with pytest.raises(ValueError, match=r"batch_size: wanted a multiple of .* 6, got 4"):
         PhaseConfig("p", 1, 128, 4, gradient_accumulation_steps=2).part_size(3)
     assert not (base / "adapted.work").exists()

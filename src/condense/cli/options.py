@@ -79,13 +79,14 @@ def load_model(
     attention; its tokenizer; and `saved_choice`.
 
     Raises ValueError for an unknown dtype or device, for device and device_map together, without accelerate for the
-    latter, and for a model that cannot be found or read.
+    latter, and for a model that cannot be found or read, or has no embeddings for its tokenizer.
     """
     from transformers import AutoModelForCausalLM, logging
     from transformers.utils import is_accelerate_available
 
     from condense.demo import demo_folder
     from condense.models import restore
+    from condense.tasks.corpus import check_vocabulary
 
     if device_map is not None and device is not None:
         raise ValueError("give --device or --device-map, not both")
@@ -101,7 +102,9 @@ def load_model(
     settings |= {"dtype": torch_dtype} if device_map is None else {"dtype": torch_dtype, "device_map": device_map}
     loaded = read_saved(source, lambda name: AutoModelForCausalLM.from_pretrained(name, **settings))
     saved = saved_choice(loaded)
-    return restore(loaded if device_map is not None else loaded.to(chosen)).eval(), tokenizer, saved
+    stock = restore(loaded if device_map is not None else loaded.to(chosen)).eval()
+    check_vocabulary("model", tokenizer, stock.config)
+    return stock, tokenizer, saved
 
 
 def read_tokenizer(model: str, settings: dict[str, Any]) -> PreTrainedTokenizerBase:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 from rich.progress import track
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from condense.files import whole_folder
 from condense.tasks.documents import form_of, is_dataset, read_documents
@@ -67,6 +67,20 @@ def encode_corpus(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) 
 def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
     """Token ids up to the highest; some of them may stand for nothing."""
     return 1 + max(tokenizer.get_vocab().values())
+
+
+def check_vocabulary(argument: str, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
+    """Raise ValueError, which names the argument, if a model has no embeddings for some ids of text.
+
+    It may lack those of added tokens, such as Gemma 3's for a picture.
+    """
+    special = [i + 1 for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None]
+    ids, known = max(tokenizer.vocab_size, *special, 0), config.get_text_config(decoder=True).vocab_size
+    if ids > known:
+        raise ValueError(
+            f"{argument}: wanted a tokenizer of the model's {known} tokens at most, got {ids} in "
+            f"{tokenizer.name_or_path}"
+        )
 
 
 def load_corpus(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase, cache: str | Path) -> Corpus:

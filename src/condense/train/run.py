@@ -26,7 +26,7 @@ from condense.models.adapters import refuse_adapter
 from condense.models.families import check_learned_positions
 from condense.results import refuse_existing, write_results
 from condense.tasks import FORMS, Corpus, SequenceBuilder, load_corpus, load_words, read_documents
-from condense.tasks.corpus import num_ids, sha256
+from condense.tasks.corpus import check_vocabulary, sha256
 from condense.tasks.documents import form_of
 from condense.train.config import PhaseConfig, TrainConfig
 from condense.train.data import TrainingSequences, mixes_documents
@@ -57,12 +57,7 @@ def prepare(config: TrainConfig) -> Prepared:
     """
     if config.pretrained is not None:
         tokenizer = AutoTokenizer.from_pretrained(config.pretrained)
-        known = AutoConfig.from_pretrained(config.pretrained).get_text_config(decoder=True).vocab_size
-        if (ids := num_ids(tokenizer)) > known:
-            raise ValueError(
-                f"pretrained: wanted a tokenizer of the model's {known} tokens at most, got {ids} in "
-                f"{config.pretrained}"
-            )
+        check_vocabulary("pretrained", tokenizer, AutoConfig.from_pretrained(config.pretrained))
     else:
         tokenizer = _own_tokenizer(config)
     sources = [[path] for path in config.data] if config.data_weights else [config.data]
