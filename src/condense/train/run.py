@@ -153,6 +153,8 @@ def _run_phase(
     set_seed(seed)
     saved = start or config.pretrained
     if saved is not None:
+        # an adapter names its base so, which other folders than this one must find too
+        saved = Path(saved).absolute() if Path(saved).is_dir() else saved
         try:
             stock = AutoModelForCausalLM.from_pretrained(saved, dtype=getattr(torch, config.dtype))
         except Exception as error:  # a file that lost its end raises an error of its format
