@@ -60,7 +60,7 @@ class Reading(CondensedLayer):
 class Operating(CondensedLayer):
     def read(self, *args):
         context = super().read(*args)
-        self._ring._decode = partial(decode_step, own=None, backend="triton")
+        self._ring._decode = partial(decode_step, represent=None, backend="triton")
         return context
 
 
