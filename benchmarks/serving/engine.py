@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-# with it off vLLM may have used CUDA in this process, of which a forked one has no use
+# vLLM starts CUDA in this process then, and CUDA does not work in a fork of such a process
 os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
 
 import torch

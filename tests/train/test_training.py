@@ -321,8 +321,10 @@ def test_a_half_written_checkpoint_is_passed_over(tmp_path):
     assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-9"]
     assert newest_checkpoint(tmp_path / "nothing") is None
-    (tmp_path / "checkpoint-10" / "optimizer.pt").write_bytes(b"PK")
-    tiny.refused("checkpoint-10, got optimizer.pt without its end: delete that folder", newest_checkpoint, tmp_path)
+    for name, content in (("optimizer.pt", b"PK"), ("trainer_state.json", b'{"global_step": 1')):
+        (tmp_path / "checkpoint-10" / name).write_bytes(content)
+        tiny.refused(f"checkpoint-10, got {name} without its end: delete that folder", newest_checkpoint, tmp_path)
+        (tmp_path / "checkpoint-10" / name).unlink()
     assert (tmp_path / "checkpoint-10").is_dir()
 
 

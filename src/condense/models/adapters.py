@@ -143,6 +143,7 @@ def _load(stock: Any, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _swap(stock: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Swap an adapter in as `_load` does; a function, whose first argument may be given as ``model``."""
     return _load(stock, model, *args, **kwargs)
 
 

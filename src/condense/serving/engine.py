@@ -14,8 +14,8 @@ class EngineSettings:
     version: None if it is not known. kv_heads: of the whole model, None for latents (MLA). cache_dtype: "auto" is the
     model's. one_manager: all caches are managed alike, as full attention. speculative: drafts that are not served.
     shared_context: ranks share the tokens of a request. microbatches: a batch is run in halves. dense_latents: numbers
-    of layers on latents that are not condensed. choosing_latents: the prompts of others choose groups. adapted_latents,
-    adapted_gpt_oss: such a model gets LoRA adapters.
+    of layers on latents that are not condensed. choosing_latents: tokens of prompts choose groups of latents.
+    adapted_latents, adapted_gpt_oss: such a model gets LoRA adapters.
     """
 
     version: str | None

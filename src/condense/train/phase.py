@@ -185,9 +185,16 @@ def newest_checkpoint(folder: Path) -> Path | None:
             shutil.rmtree(path)
     last = get_last_checkpoint(folder) if folder.is_dir() else None
     newest = None if last is None else Path(last)
-    if cut := [file.name for file in (newest.glob("*.pt") if newest else ()) if not zipfile.is_zipfile(file)]:
+    if cut := [file.name for file in (newest.iterdir() if newest else ()) if _is_cut(file)]:
         raise ValueError(
             f"resume: wanted whole files in {newest}, got {cut[0]} without its end: delete that folder, and training "
             "goes on from the checkpoint before it"
         )
     return newest
+
+
+def _is_cut(file: Path) -> bool:
+    """True if a file of PyTorch's, or of JSON, has lost its end."""
+    if file.suffix == ".json":
+        return not file.read_bytes().rstrip().endswith((b"}", b"]"))
+    return file.suffix == ".pt" and not zipfile.is_zipfile(file)
