@@ -36,9 +36,18 @@ def hopper(monkeypatch):
         yield None
         return
     import torch
-    from triton_kernels import ptx
+    from triton_kernels import interpreted_gluon, ptx
 
-    from condense.ops.triton import host, recall_close_kernels, recall_step_kernels, recall_step_plan, step_kernels
+    from condense.ops.triton import (
+        host,
+        latent_groups_kernels,
+        launch,
+        recall_close_kernels,
+        recall_step,
+        recall_step_kernels,
+        recall_step_plan,
+        step_kernels,
+    )
     from condense.ops.triton import recall_step_score_kernels as score_kernels
 
     ran = ptx.install(monkeypatch)
@@ -49,6 +58,8 @@ def hopper(monkeypatch):
         original = getattr(recall_step_plan, name)
         monkeypatch.setattr(recall_step_plan, name, lambda _, *a, f=original: f(torch.device("cuda"), *a))
     monkeypatch.setattr(recall_step_plan, "_is_early", lambda device: True)
+    opened = interpreted_gluon.interpreted(latent_groups_kernels, monkeypatch)
+    monkeypatch.setattr(recall_step, "OPENED", launch.Launcher(opened.latent_groups_kernel))
     monkeypatch.setattr(recall_step_plan, "gpu_of", lambda device: host.Gpu((9, 0), 1))
     for known in (recall_step_plan.plan_of, recall_step_plan.close_of):
         known.cache_clear()

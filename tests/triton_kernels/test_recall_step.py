@@ -1,5 +1,7 @@
 """Recall's decode step, over stores in few bits too, against the PyTorch step; of other choices scores are compared."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lanes import CUDA, DEVICE, DTYPES
@@ -393,6 +395,21 @@ def test_latents_in_words_are_within_the_error_budget(widths, g, opened, softcap
     assert hopper is None or {"lop3", "shl"} | ({"and"} if D > 256 else set()) <= hopper
 
 
+# rows, heads, open groups, tokens: two tiles of heads; more than one tile of centres; splits without a group
+APART = [(2, 20, 7, 224), pytest.param(1, 3, 70, 1250, marks=pytest.mark.slow), (1, 16, 9, 90)]
+
+
+@pytest.mark.parametrize(("rows", "heads", "opened", "tokens"), APART)
+def test_open_groups_that_another_kernel_reads(rows, heads, opened, tokens, scratch, hopper, monkeypatch):
+    """On Hopper, of DeepSeek's latents; within the same budget."""
+    started, start = [], recall_step.OPENED.start
+    monkeypatch.setattr(recall_step, "OPENED", SimpleNamespace(start=lambda *x: started.append(start(*x))))
+    settings = step_settings(Recall(window=40, num_recall=opened, min_recall=0, store_bits=4))
+    qkv = random_qkv(rows, heads, 1, tokens, 576, 0, dtype=torch.bfloat16)
+    check_budget(settings, qkv, scratch, last=3, latent=512)
+    assert started or (CUDA and torch.cuda.get_device_capability()[0] != 9)
+
+
 def rounds_alike(q):
     """Query heads, bool ``[B, H]``, of which no turned number lies so near the middle of two that sums may decide."""
     x = q[:, :, 0].double() @ rotation(q.shape[3], q.device, torch.float64)
@@ -410,9 +427,9 @@ def check_budget(settings, qkv, scratch, last=6, softcap=0.0, latent=0):
     state = empty(settings, L, K, (D, Dv), rows=rows, dtype=q.dtype, device=DEVICE)
     for t in range(L):
         new = new_token(qkv, t)
-        before = type(state)(*(x.clone() for x in state))
+        before = type(state)(*(x.clone() for x in state)) if t >= L - last else None
         plain = torch_step.step(StepCall(new, state, settings, **given), own_by(settings))
-        if t < L - last:
+        if before is None:
             continue
         wide = exactly(before, settings, D, Dv)
         got = triton_step.step(StepCall(new, before, settings, **given))

@@ -12,6 +12,7 @@ from condense.ops.recall.index import rotation
 from condense.ops.step.call import NewToken, StepCall
 from condense.ops.step.state import StepState
 from condense.ops.triton.host import on_device_of
+from condense.ops.triton.latent_groups_kernels import latent_groups_kernel
 from condense.ops.triton.launch import Launcher, Prepared
 from condense.ops.triton.prepared import PreparedStep
 from condense.ops.triton.recall_close_kernels import recall_close_kernel
@@ -22,7 +23,7 @@ from condense.ops.triton.recall_step_score_kernels import recall_score_kernel
 from condense.ops.triton.step_kernels import step_join_kernel
 
 CLOSE, SCORE, CHOOSE = (Launcher(x) for x in (recall_close_kernel, recall_score_kernel, recall_choose_kernel))
-ATTEND, _JOIN = Launcher(recall_attend_kernel), Launcher(step_join_kernel)
+OPENED, ATTEND, _JOIN = (Launcher(x) for x in (latent_groups_kernel, recall_attend_kernel, step_join_kernel))
 # between those that score and choose, where other processes have more heads
 SHARE = Launcher(recall_share_kernel)
 
@@ -37,7 +38,7 @@ class StepScratch(
 
     float32: part ``[B, H, S1, Dv]``, lse ``[B, H, S1]``, score ``[B, H, G as a power of two]``, top and total
     ``[B, H, S0]``; centre, centre_top and centre_total the same of centres, empty where nobody reads these; turned
-    ``[B, H, D]``, empty where none reads turned queries, and base ``[B, H, r]``, of latents ``[B, H, 2 r]``; int32:
+    ``[B, H, D]``, empty where none reads turned queries, and base ``[B, H, r]``, of latents twice as many; int32:
     groups and place ``[B, K, r]``, slot_of ``[B, K, G]``, used and free ``[B, K, S]`` of S slots. In pages score,
     centre and base are ``[H, all]``, base of latents ``[H, 2 all]``, groups and slot_of ``[K, all]``, with places for
     all groups of all rows.
@@ -67,7 +68,7 @@ def tensors_of(
     turn: Tensor,
     tables: tuple[Tensor | None, ...],
 ) -> tuple[tuple[Tensor | None, ...], ...]:
-    """The tensors of the kernels that score, choose and attend.
+    """The tensors of the kernels that score, choose, read open groups of latents, and attend.
 
     counts: which rows count. turn: the rotation. tables: of the pages of tokens and of records, the tokens of the rows
     before each, stamps of records, and tags and clock of `PagedSlots`; None for buffers.
@@ -79,6 +80,7 @@ def tensors_of(
     return (
         (q, signs, steps, seen, counts, score, top, total, *centres, asked, turn, far, before),
         (score, top, total, seen, counts, groups, place, held, order, slot_of, used, free, before, far, *copied),
+        (asked, signs, steps, store, base, groups, seen, counts, part, lse),
         (
             q, signs, steps, store, ring_k, ring_v, sums, slots, asked, turn, base, groups, place, *centres, seen,
             counts, part, lse, near, far, before,
@@ -89,7 +91,7 @@ def tensors_of(
 class RecallKernels(PreparedStep):
     """The kernels of steps with a choice."""
 
-    __slots__ = ("_attend", "_choose", "_close", "_join", "_kept", "_rotation", "_score", "_sizes", "_width")
+    __slots__ = ("_attend", "_choose", "_close", "_join", "_kept", "_opened", "_rotation", "_score", "_sizes", "_width")
 
     def __init__(self, call: StepCall) -> None:
         """call: checked by `condense.ops.triton.step.step`."""
@@ -107,6 +109,7 @@ class RecallKernels(PreparedStep):
         self._close = Prepared(CLOSE, plan.close, (*k.stride()[:2], *v.stride()[:2]))
         self._score = Prepared(SCORE, plan.score, of_q)
         self._choose = Prepared(CHOOSE, plan.choose, (B,))
+        self._opened = None if plan.opened is None else Prepared(OPENED, plan.opened, ())
         self._attend = Prepared(ATTEND, plan.attend, of_q)
         # strides 1: `seen` and the rows that count are contiguous
         self._join = Prepared(_JOIN, plan.join, (1, 1))
@@ -118,12 +121,14 @@ class RecallKernels(PreparedStep):
         scratch = scratch_of(self._sizes, q.device)
         out = torch.empty(*q.shape[:3], self._width, dtype=q.dtype, device=q.device)
         counts = seen if token.real is None else token.real.contiguous()
-        scored, chosen, attended = tensors_of(q, state, counts, scratch, self._rotation, (None,) * 6)
+        scored, chosen, opened, attended = tensors_of(q, state, counts, scratch, self._rotation, (None,) * 6)
         # kernels start on the current device, which may not be that of the tensors in a model spread over several
         with on_device_of(q):
             self._close((k, v, *self._kept, counts, None, None, None, None, self._rotation))
             self._score(scored)
             self._choose(chosen)
+            if self._opened is not None:
+                self._opened(opened)
             self._attend(attended)
-            self._join((scratch.part, scratch.lse, out, seen, counts, sink, token.counter))
+            self._join((scratch.part, scratch.lse, out, seen, counts, sink, token.counter, self._rotation))
         return out

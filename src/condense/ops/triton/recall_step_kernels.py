@@ -303,19 +303,27 @@ def _with_lanes(softmax, sums):
     return Softmax((softmax.acc[0] * before[None, :] + acc * now[None, :],), larger, total)
 
 
+@triton.jit
+def _turned(softmax, rotation_ptr, FORM: tl.constexpr):
+    """The softmax with sums ``[BR, V]`` of latents as those of a store are turned."""
+    acc = turned_part(softmax.acc[0], rotation_ptr, 0, FORM.V0, FORM.D, False, "tf32x3")
+    return Softmax((acc * (1 / block_width(FORM.D)),), softmax.m, softmax.total)
+
+
 @triton.jit(do_not_specialize=("least", "part", "of"))
 def recall_attend_kernel(
     q_ptr, signs_ptr, steps_ptr, store_ptr, ring_k_ptr, ring_v_ptr, sums_ptr, slots_ptr, turned_ptr, rotation_ptr,
     base_ptr, groups_ptr, place_ptr, centre_ptr, centre_top_ptr, centre_total_ptr, seen_ptr, real_ptr, part_ptr,
     lse_ptr, near_ptr, far_ptr, before_ptr,
-    s_qb, s_qh, K, R, G, W, N, num_sums, window, most_opened, least, part, of, own, s_centre, splits, scale,
+    s_qb, s_qh, K, R, G, W, N, num_sums, window, most_opened, least, part, of, own, ahead, s_centre, splits, scale,
     SLOTS: tl.constexpr, FORM: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
-    HAS_REAL: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, EARLY: tl.constexpr, NEAR: tl.constexpr,
-    FAR: tl.constexpr,
+    APART: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, EARLY: tl.constexpr,
+    NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """part float32 ``[B, H, S, V]`` and base 2 log-sum-exp ``[B, H, S]`` of every split.
 
-    Grid (S, B * K, tiles of BR query heads); one more if there is a mean.
+    Grid (S, B * K, tiles of BR query heads); one more if there is a mean. APART: the kernel before this one reads open
+    groups, in splits that are ``ahead`` of these (`condense.ops.triton.latent_groups_kernels`).
 
     A split reads its share of two lists. First tiles of the ring's tokens of groups that are not closed; then the open
     groups, BN tokens at a time, of one group or of several. own: splits that read open groups alone; 0 if all read of
@@ -340,7 +348,7 @@ def recall_attend_kernel(
     # limited to the ring, because a replayed graph may run more steps than the cache has room for
     tokens = tl.where(live, tl.minimum(t + 1 - first, W), 0)
     r = tl.program_id(2) * BR + tl.arange(0, BR)
-    part_row = (head * R + r) * S + split
+    part_row = (head * R + r) * (ahead + S) + ahead + split
     count = wanted_groups(closed, most_opened, least, part, of)
     groups_ptr += head * most_opened if FAR is None else kvh * G + this.start
     if NEAR is None:
@@ -354,12 +362,17 @@ def recall_attend_kernel(
     if BM > 0:
         S -= 1
         if split == S:
-            after_the_last(EARLY)
+            if not APART:
+                after_the_last(EARLY)
             scores, of_head = ((head if FAR is None else kvh) * R + r) * s_centre + this.start, head * R * splits
             centres = Centres(centre_ptr + scores, centre_top_ptr + of_head, centre_total_ptr + of_head)
             sums = head_sums(sums_ptr, head, kvh, num_sums, near_ptr, DV if DV > 0 else D, NEAR)
             rest = rest_of(centres, splits, sums, groups_ptr, count, closed, (t + 1) // g, r, R, BM, FORM, NEAR)
+            if APART:
+                rest = _turned(rest, rotation_ptr, FORM)
             store_part(part_ptr, lse_ptr, rest, part_row, r < R, FORM.V0, FORM.V1)
+            if APART:
+                after_the_last(EARLY)
             return
     tiles = tl.cdiv(tokens, BN)
     q = load_rows(q_ptr + b * s_qb + kvh * R * s_qh, r.to(tl.int64) * s_qh, r < R, FORM.D0, FORM.D1)  # [BR, D]
@@ -397,6 +410,12 @@ def recall_attend_kernel(
         softmax = _add_keys(softmax, q, k, v, offset, scale, CAP, PRECISION)
         if NEAR is not None:
             place = _near_rows(near, tile + 1, BN, NEAR)
+    if APART:
+        near = Softmax((tl.trans(softmax.acc[0]),), softmax.m, tl.sum(softmax.total, 0))
+        store_part(part_ptr, lse_ptr, _turned(near, rotation_ptr, FORM), part_row, r < R, FORM.V0, FORM.V1)
+        # the next kernel joins the splits of both, and turns back
+        after_the_last(EARLY)
+        return
     # the kernel before this one chooses groups; the ring was written by one that had ended before that one began
     after_the_last(EARLY)
     place_ptr += head * most_opened

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 import torch
 
 from condense.ops.step.settings import numbered_settings
+from condense.ops.triton import latent_groups_kernels as latent_groups
 from condense.ops.triton.device import lane_signs, lane_tokens, lanes
 from condense.ops.triton.device.address import PageForm
 from condense.ops.triton.device.parts import key_value_parts
 from condense.ops.triton.device.sign_pieces import in_pieces
+from condense.ops.triton.device.signs import block_width
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
 from condense.ops.triton.recall_score import UNFUSED
 from condense.ops.triton.recall_step_choice_kernels import Ranking
@@ -31,6 +33,8 @@ _OF_THREAD = 16
 _LEAST_SPLITS = 128
 # a program's fixed cost in tiles: with fewer tiles per split, fewer splits are faster
 _TILES_OF_SPLIT = 16
+# tiles of the ring that a program reads where open groups are read apart
+_RING_TILES = 3
 # numbers that a warp reads at once of the scores of centres
 _GATHERED = 512
 
@@ -129,13 +133,15 @@ def apart(sizes: tuple[int, ...]) -> tuple[int, ...]:
 class Plan(NamedTuple):
     """Launch arguments of a step's kernels, without tensors and strides: grid, numbers, constants, options of each.
 
-    scratch: sizes of the tensors of `condense.ops.triton.recall_step.StepScratch`, float32 and int32.
+    scratch: sizes of the tensors of `condense.ops.triton.recall_step.StepScratch`, float32 and int32. opened: of the
+    kernel that reads open groups apart, or None where ``attend`` does.
     """
 
     scratch: tuple[tuple[int, ...], tuple[int, ...]]
     close: tuple[Any, ...]
     score: tuple[Any, ...]
     choose: tuple[Any, ...]
+    opened: tuple[Any, ...] | None
     attend: tuple[Any, ...]
     join: tuple[Any, ...]
 
@@ -215,16 +221,17 @@ def plan_of(
     quota, R = choice.quota, H // K
     of_score, of_attend, most, early, weight = _table(device, dtype, max(D, Dv), B * K, choice.store.bits)
     is_hopper = early and gpu_of(device).capability[0] == 9
-    if not choice.store.on_host:
+    form = Form.of(settings.store_format, dtype, (D, Dv), key_value_parts(D, Dv, latent))
+    in_buffers = far is None and S == 0
+    is_apart = in_buffers and latent_groups.fits(is_hopper, form.bits, g, (D, latent), dtype, softcap)
+    if is_apart or not choice.store.on_host:
         weight = 0  # shares of both lists are even at any length
-    V, parts = latent or Dv, key_value_parts(D, Dv, latent)
-    BR = min(most, max(8, power_of_2(R)))
-    form = Form.of(settings.store_format, dtype, (D, Dv), parts)
+    V, BR = latent or Dv, min(most, max(8, power_of_2(R)))
     in_lanes, lane_heads = lane_tokens.fits(form.bits, g, D, form.DV, of_attend.rows, S), lanes.HEADS.value
     if early and dtype == torch.bfloat16 and cdiv(R, lane_heads) <= 2 and in_lanes:
         # these load the next tile themselves
         BR, of_attend = cdiv(R, lane_heads) * lane_heads, of_attend._replace(num_stages=1)
-    elif is_hopper and dtype == torch.bfloat16 and latent and latents_in_words(form.bits, D, g):
+    elif is_hopper and dtype == torch.bfloat16 and latent and latents_in_words(form.bits, D, g) and not is_apart:
         of_attend = _LATENT_WORDS
     head_tiles = cdiv(R, BR)
     r, GROUPS = quota.at(G), power_of_2(max(G, 4))
@@ -241,17 +248,21 @@ def plan_of(
     precision = "ieee" if dtype == torch.float32 else "tf32"
     score_tiles = cdiv(R, HS)
     S0, *few0 = _num_splits(device, B * K * score_tiles, cdiv(G, GS), of_score.waves)
-    keys = sum(cdiv(n, of_attend.rows) for n in (r * g, W))
-    S1, *_ = _num_splits(device, B * K * head_tiles, keys, of_attend.waves)
     # one of the programs reads what is not open, if anything can be, and so many centres at once
-    mean, S2 = choice.mean and r < G, S1
-    if mean:
-        S1 = max(1, S1 - 1)
-        S2 = S1 + 1
+    mean, ahead, apart_tiles = choice.mean and r < G, 0, cdiv(R, latent_groups.HEADS.value)
+    if is_apart:
+        ahead, *_ = _num_splits(device, B * apart_tiles, cdiv(r * g, latent_groups.ROWS.value), 1)
+        S1 = cdiv(cdiv(W, of_attend.rows), _RING_TILES)
+    else:
+        keys = sum(cdiv(n, of_attend.rows) for n in (r * g, W))
+        S1, *_ = _num_splits(device, B * K * head_tiles, keys, of_attend.waves)
+        S1 = max(1, S1 - mean)
+    S2 = S1 + mean
     BM = max(1, _GATHERED * of_attend.num_warps // BR) if mean else 0
-    # parts that are joined at once, and their columns
-    BS = min(256, max(64, power_of_2(S2)))
-    BC = min(4096 // BS, power_of_2(V))
+    # parts that are joined at once, and their columns: those of a block of the rotation, where they are turned back
+    joined = ahead + S2
+    BS = 64 if is_apart else min(256, max(64, power_of_2(joined)))
+    BC = block_width(D) if is_apart else min(4096 // BS, power_of_2(V))
     # splits that read open groups alone, by their share of the work; at least 1, or 0 for no such split
     opened = weight * r * g
     own = max(1, min(S1 - 1, round(S1 * opened / (opened + W)))) if opened > 0 and S1 > 1 else 0
@@ -268,7 +279,7 @@ def plan_of(
     of_bases, of_lists, of_slots = (queries * r, pairs * r, pairs * G) if far is None else (H * row, K * row, K * row)
     of_splits = queries * S0
     floats = (
-        queries * S2 * V, queries * S2, of_scores, of_splits, of_splits,
+        queries * joined * V, queries * joined, of_scores, of_splits, of_splits,
         *((of_scores, of_splits, of_splits) if mean else (0, 0, 0)),
         queries * D if turns or in_pieces(D) else 0, of_bases * (2 if latent else 1) if turns else 0,
     )  # fmt: skip
@@ -291,10 +302,21 @@ def plan_of(
             {"num_warps": ranking_warps, **of_choose, **chained},
         ),
         (
+            (ahead, B, apart_tiles),
+            (R, row, N, window, *of_quota, joined, scale * LOG2E),
+            (form, has_real),
+            latent_groups.OPTIONS | chained,
+        ) if is_apart else None,
+        (
             (S2, B * K, head_tiles),
-            (K, R, row, W, N, T, window, *of_quota, own, GROUPS if far is None else row, S0, scale * LOG2E),
-            (S, form, BR, of_attend.rows, BM, has_real, precision, softcap * LOG2E, early, near, far),
+            (K, R, row, W, N, T, window, *of_quota, own, ahead, GROUPS if far is None else row, S0, scale * LOG2E),
+            (S, form, BR, of_attend.rows, BM, is_apart, has_real, precision, softcap * LOG2E, early, near, far),
             of_attend.options | chained,
         ),
-        ((B * H, cdiv(V, BC), 1), (H, S2), (V, BC, BS, has_real, early, None), chained),
+        (
+            (B * H, cdiv(V, BC), 1),
+            (H, joined),
+            (V, BC, BS, D if is_apart else 0, has_real, early, None),
+            chained,
+        ),
     )  # fmt: skip

@@ -65,7 +65,7 @@ class RingKernels(PreparedStep):
         with on_device_of(q):
             self._step((q, k, v, *state[:NUM_BUFFERS], has_token, sink, counter, part, lse, out, *self._others))
             if self._join is not None:
-                self._join((part, lse, out, state.seen, has_token, sink, counter))
+                self._join((part, lse, out, state.seen, has_token, sink, counter, None))
         return out
 
 

@@ -490,13 +490,15 @@ def step_kernel(
 
 @triton.jit
 def step_join_kernel(
-    part_ptr, lse_ptr, out_ptr, seen_ptr, real_ptr, sink_ptr, counter_ptr, s_seen, s_real, H, S,
-    V: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr,
-    OUT: tl.constexpr,
+    part_ptr, lse_ptr, out_ptr, seen_ptr, real_ptr, sink_ptr, counter_ptr, rotation_ptr, s_seen, s_real, H, S,
+    V: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, TURNED: tl.constexpr, HAS_REAL: tl.constexpr,
+    EARLY: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     """out ``[B, H, 1, V]``; 1 is added to ``seen``. Grid (B * H, columns).
 
     sink, counter: as of `step_kernel`. seen: None if it stays. OUT: first two strides of out, None if it is contiguous.
+    TURNED: 0, or the columns of `condense.ops.recall.index.rotation` for parts that are turned; then BC are those of
+    one of its blocks.
     """
     if EARLY:
         gdc_wait()
@@ -507,6 +509,9 @@ def step_join_kernel(
     column = tl.program_id(1) * BC + tl.arange(0, BC)
     one = tl.arange(0, 1)
     out = join_parts(part_ptr, lse_ptr, row + one, one < 1, live * S, column, V, BS, sink_ptr, row % H + one)  # [1, BC]
+    if TURNED > 0:
+        block = tl.load(rotation_ptr + column[:, None] * TURNED + column[None, :])  # [BC, BC]
+        out = tl.sum(block.to(tl.float32) * out, 1)[None, :]
     out_ptr += row * V if OUT is None else b * OUT[0] + row % H * OUT[1]
     tl.store(out_ptr + column[None, :], out.to(out_ptr.dtype.element_ty), mask=(column < V)[None, :])
 

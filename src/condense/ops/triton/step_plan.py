@@ -143,6 +143,6 @@ def launch_of(
     return Launch(
         S,
         ((S, row_tiles, B * K), numbers, (kind, near, *others), options),
-        None if joins else ((B * H, cdiv(Dv, BC), 1), (H, S), (Dv, BC, 64, has_real, early, None), starts_early),
+        None if joins else ((B * H, cdiv(Dv, BC), 1), (H, S), (Dv, BC, 64, 0, has_real, early, None), starts_early),
         ((1, 1, B * K), numbers, (store, near, *others), {"num_warps": 4} | starts_early),
     )

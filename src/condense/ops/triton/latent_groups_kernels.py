@@ -1,0 +1,335 @@
+"""Attention of a decode step to open groups of latents in 4 bits, for Hopper: codes become numbers once, in shared
+memory, where matrix units read them as keys and as values.
+
+A program reads tiles of 64 vectors: first the centres of its groups, as keys; then what tokens differ by from these;
+at last the centres again, as values, by the weights of their groups. One loop does all three: a program that ran more
+code, each piece once or twice, took longer. Columns stand in the order in which those of a word of codes are unpacked;
+sums are written in their own order, still turned.
+
+Shapes: B rows, one KV head, R query heads, 16 of a tile, S splits; D = 512 + 64 columns of latents; groups of 16.
+"""
+
+from collections import namedtuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+
+from condense.ops.triton.device.signs import index_widths
+from condense.ops.triton.recall_choice_kernels import wanted_groups
+from condense.ops.triton.recall_close_kernels import after_the_last, row_of_step
+
+# tokens of a tile, or groups
+ROWS = gl.constexpr(64)
+_GROUP, _WIDTH = gl.constexpr(16), gl.constexpr(576)
+# words of 32 bits that share a word of signs, of which the first columns have so many and the last ones the rest
+_WORDS, _FIRST = gl.constexpr(18), gl.constexpr(16)
+_LATENT = gl.constexpr(512)
+# query heads of a tile
+HEADS = gl.constexpr(16)
+_WARPS = gl.constexpr(8)
+OPTIONS = {"num_warps": _WARPS.value}
+
+
+def fits(is_hopper: bool, bits: int, g: int, widths: tuple[int, int], dtype: torch.dtype, softcap: float) -> bool:
+    """Whether the kernel reads these groups, of latents as DeepSeek's models have. widths: those of keys and of values
+    that are read from them.
+    """
+    same = (bits, g, widths) == (4, _GROUP.value, (_WIDTH.value, _LATENT.value))
+    return is_hopper and same and dtype == torch.bfloat16 and not softcap
+
+
+class _Work(namedtuple("_Work", "first behind centres tiles")):
+    """The share of a split. first, behind: numbers of open groups; centres, tiles: tiles of these, and of tokens."""
+
+
+class _Kept(namedtuple("_Kept", "groups store signs steps")):
+    """Pointers to the numbers of open groups, to stored groups, and to signs and steps of the index."""
+
+
+class _Vectors(namedtuple("_Vectors", "codes signs unit")):
+    """codes, signs: words of 64 bits for each part of columns. unit: what 1 in a key stands for, float32 ``[64]``."""
+
+
+@triton.constexpr_function
+def _columns(PART):
+    """Columns of a part: of four stretches of such words, eight of each."""
+    return 32 * (_WORDS.value - _FIRST.value if PART else _FIRST.value)
+
+
+@triton.constexpr_function
+def _words(PART):
+    """Layout of words of 64 bits: ``[64, 4, 8]`` of the first columns, of the last ones ``[64, 4, 1]``."""
+    threads = [8, 4, 1] if PART else [4, 1, 8]
+    return gl.BlockedLayout([1, 1 if PART else 4, 1], threads, [_WARPS.value, 1, 1], [2, 1, 0])
+
+
+@triton.constexpr_function
+def _stretch(PART):
+    """Layout of the stretches of `_words`."""
+    return gl.SliceLayout(0, gl.SliceLayout(2, _words(PART)))
+
+
+@triton.constexpr_function
+def _of_rows(PART):
+    """Layout of numbers of the rows: of `_words` of both parts, and of products with queries."""
+    return gl.SliceLayout(1, _sums(2) if PART == 2 else gl.SliceLayout(2, _words(PART)))
+
+
+@triton.constexpr_function
+def _sums(PART):
+    """Layout of sums of columns ``[columns, 16]`` of each part, and of products with queries ``[64, 16]``.
+
+    Of 64 rows each of two groups of warps has all, for eight of the queries.
+    """
+    if PART == 0:
+        return gl.NVMMADistributedLayout([3, 0], [_WARPS.value, 1], [16, 16, 16])
+    return gl.NVMMADistributedLayout([3, 0], [4, _WARPS.value // 4], [16, 64 // _WARPS.value, 16])
+
+
+@triton.constexpr_function
+def _of_heads(PART):
+    """Layout of numbers of query heads beside `_sums`."""
+    return gl.SliceLayout(0, _sums(PART))
+
+
+@triton.constexpr_function
+def _swizzled(bits):
+    """Layout of shared memory whose rows are 128 bytes wide, of numbers of so many bits."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
+
+
+@triton.constexpr_function
+def _unpack_asm():
+    """Assembly, constraints and types of `_put`: in bfloat16 64 plus a code has its code in the bits from 1 on.
+
+    Of keys a half more than the code is taken, with the sign of the index: its bits are where a shift by 12, 8, 4 or 0
+    brings them to the signs of two numbers, and are set for numbers that are not below 0. Centres are 7.5 less.
+    """
+    lines = [".reg .b32 x<2>, y<2>, t;", "mov.b64 {x0, x1}, $8; mov.b64 {y0, y1}, $9;"]
+    for out in range(8):
+        word, j = out // 4, out % 4
+        move = f"shr.u32 t, x{word}, {4 * j - 1};" if j else f"shl.b32 t, x{word}, 1;"
+        lines += [
+            f"{move} lop3.b32 t, t, 0x001E001E, $10, 0xEA; add.rn.bf16x2 ${out}, t, $11;",
+            f"shl.b32 t, y{word}, {12 - 4 * j}; lop3.b32 ${out}, t, $12, ${out}, 0xA6;",
+        ]
+    return "{ " + "\n".join(lines) + " }", ",".join(["=&r"] * 8 + ["l"] * 2 + ["r"] * 3), (gl.int32,) * 8
+
+
+@gluon.jit
+def _put(tile, are_tokens, keys):
+    """Write a `_Vectors` to shared memory, numbers of both parts."""
+    asm: gl.constexpr = _unpack_asm()
+    # two numbers in bfloat16: 64.5 or 64, what is taken from it, and the bits of its signs
+    base = gl.where(are_tokens, 0x42814281, 0x42804280)
+    less = gl.where(are_tokens, -0x3D7F3D80, -0x3D703D71)
+    sign = gl.where(are_tokens, -0x7FFF8000, 0)
+    for part in gl.static_range(2):
+        k = gl.arange(0, 4, _stretch(part))
+        none = gl.zeros(tile.codes[part].shape, gl.int32, _words(part))
+        given = (
+            tile.codes[part],
+            tile.signs[part] << (3 - k)[None, :, None].to(gl.int64),
+            none + base,
+            none + less,
+            none + sign,
+        )
+        x = gl.inline_asm_elementwise(asm[0], asm[1], given, asm[2], is_pure=True, pack=1)
+        even, odd = gl.join(gl.join(x[0], x[4]), gl.join(x[2], x[6])), gl.join(gl.join(x[1], x[5]), gl.join(x[3], x[7]))
+        words = keys[part]._reinterpret(gl.int32, [ROWS, _columns(part) // 2], _swizzled(32))
+        words.store(gl.reshape(gl.join(even, odd), [ROWS, _columns(part) // 2]))
+    hopper.fence_async_shared()
+
+
+@gluon.jit
+def _column(c, PART: gl.constexpr):
+    """The columns that stand in places c of a part."""
+    N: gl.constexpr = _WORDS - _FIRST if PART else _FIRST
+    word = _WORDS * (c // (8 * N)) + (_FIRST if PART else 0) + c // 8 % N
+    # words hold the codes of four columns in their low halves of bytes, and in the high ones those half the width on
+    return 4 * word + 2 * (c % 2) + c // 4 % 2 + _WIDTH // 2 * (c // 2 % 2)
+
+
+@gluon.jit
+def _load_words(kept, n, row, are_tokens, PART: gl.constexpr, FORM: gl.constexpr):
+    """Words of codes and of signs of one part of columns. n: the rows' open groups."""
+    columns: gl.constexpr = index_widths(_GROUP, _WIDTH)
+    SKIPPED: gl.constexpr = 4 * _FIRST if PART else 0
+    of_words: gl.constexpr = gl.pointer_type(gl.int64)
+    group, token = gl.load(kept.groups + n).to(gl.int64), row % _GROUP
+    piece, index = kept.store + group * FORM.piece, kept.signs + group * columns[0]
+    i = gl.arange(0, 1 if PART else 8, gl.SliceLayout(0, gl.SliceLayout(1, _words(PART))))[None, None, :]
+    word = (gl.arange(0, 4, _stretch(PART)) * (_WORDS // 2))[None, :, None] + i
+    at = FORM.keys_at + token * (_WIDTH // 2) + SKIPPED
+    vectors = gl.where((row < 0) | are_tokens, piece + at, index + (_GROUP * 4 * _WORDS + SKIPPED))
+    signs = (index + (token * (4 * _WORDS) + SKIPPED)).to(of_words)
+    return gl.load(vectors.to(of_words)[:, None, None] + word), gl.load(signs[:, None, None] + i)
+
+
+@gluon.jit
+def _load_unit(kept, n, row, are_tokens, FORM: gl.constexpr):
+    """The number that 1 in each row stands for, float32 ``[64]``."""
+    of: gl.constexpr = gl.pointer_type(kept.steps.dtype.element_ty)
+    group, token = gl.load(kept.groups + n).to(gl.int64), row % _GROUP
+    at = (kept.store + group * FORM.piece + FORM.steps_at).to(of) + token
+    of_centre = kept.steps + group * (_GROUP + 1) + _GROUP
+    return 2 * gl.load(gl.where((row < 0) | are_tokens, at, of_centre)).to(gl.float32)
+
+
+@gluon.jit
+def _groups(work, t, row):
+    """Numbers of the open groups of the rows of tile t."""
+    token = t - work.centres
+    are_tokens = (token >= 0) & (token < work.tiles)
+    start = gl.where(token < 0, t, token - work.tiles) * ROWS
+    n = gl.where((row < 0) | are_tokens, token * (ROWS // _GROUP) + row // _GROUP, start + row)
+    return work.first + n
+
+
+@gluon.jit
+def _load_tile(kept, work, t, FORM: gl.constexpr):
+    """The `_Vectors` number t of a split; in rows behind the last group, that one."""
+    are_tokens = (t >= work.centres) & (t < work.centres + work.tiles)
+    codes, signs = (), ()
+    for part in gl.static_range(2):
+        row = gl.arange(0, ROWS, _of_rows(part))
+        n = gl.minimum(_groups(work, t, row), work.behind - 1)
+        x = _load_words(kept, n, row, are_tokens, part, FORM)
+        codes, signs = codes + (x[0],), signs + (x[1],)  # noqa: RUF005
+    row = gl.arange(0, ROWS, _of_rows(2))
+    n = gl.minimum(_groups(work, t, row), work.behind - 1)
+    return _Vectors(codes, signs, _load_unit(kept, n, row, are_tokens, FORM))
+
+
+@gluon.jit
+def _queries(turned_ptr, R, PART: gl.constexpr):
+    """One part of the turned queries of a tile, in shared memory."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [_WARPS, 1], [1, 0])
+    c = _column(gl.arange(0, _columns(PART), gl.SliceLayout(0, L)), PART)
+    r = gl.program_id(2) * HEADS + gl.arange(0, HEADS, gl.SliceLayout(1, L))
+    there = (r < R)[:, None] & (c < _WIDTH)[None, :]
+    x = gl.load(turned_ptr + r[:, None] * _WIDTH + c[None, :], mask=there, other=0.0)
+    return gl.allocate_shared_memory(gl.bfloat16, [HEADS, _columns(PART)], _swizzled(16), x.to(gl.bfloat16))
+
+
+@gluon.jit
+def _start_products(keys, queries):
+    """Start the products of keys and queries in shared memory, ``[64, 16]``."""
+    s = gl.zeros([ROWS, HEADS], gl.float32, _sums(2))
+    for part in gl.static_range(2):
+        s = hopper.warpgroup_mma(keys[part], queries[part].permute([1, 0]), s, use_acc=part > 0, is_async=True)
+    return s
+
+
+@gluon.jit
+def _add_values(acc, keys, weights, p):
+    """Sums plus keys in shared memory, as values, by their weights p ``[64, 16]``."""
+    weights.store(gl.permute(p.to(weights.dtype), [1, 0]))
+    hopper.fence_async_shared()
+    found = ()
+    for part in gl.static_range(2):
+        found += (hopper.warpgroup_mma(keys[part].permute([1, 0]), weights.permute([1, 0]), acc[part], is_async=True),)
+    return hopper.warpgroup_mma_wait(0, found)
+
+
+@gluon.jit
+def _put_weights(p, m, base_ptr, R, start, behind):
+    """Write the logarithms of the weights of groups from ``start`` on, beside the products with their centres.
+
+    p ``[64, 16]``: weights of their tokens, relative to the largest scores m.
+    """
+    # a group's tokens are rows of one warp
+    weight = gl.sum(gl.reshape(p, [ROWS // _GROUP, _GROUP, HEADS]), 1)
+    L: gl.constexpr = weight.type.layout
+    n = start + gl.arange(0, ROWS // _GROUP, gl.SliceLayout(1, L))
+    r = gl.program_id(2) * HEADS + gl.arange(0, HEADS, gl.SliceLayout(0, L))
+    log = gl.convert_layout(m, gl.SliceLayout(0, L))[None, :] + gl.log2(weight)
+    gl.store(base_ptr + 1 + 2 * (R * n[:, None] + r[None, :]), log, mask=(r < R)[None, :] & (n < behind)[:, None])
+
+
+@gluon.jit
+def _write(acc, total, m, part_ptr, lse_ptr, row, inside):
+    """Write outputs and log-sum-exps of a split at ``row`` ``[16]``."""
+    gl.store(lse_ptr + row, m + gl.log2(total), mask=inside)
+    V: gl.constexpr = _LATENT
+    total = gl.where(total > 0, 1 / total, 0.0)
+    for part in gl.static_range(2):
+        c = _column(gl.arange(0, _columns(part), gl.SliceLayout(1, _sums(part))), part)
+        at = gl.convert_layout(part_ptr + row.to(gl.int64) * V, _of_heads(part))
+        there = gl.convert_layout(inside, _of_heads(part))[None, :] & (c < V)[:, None]
+        x = acc[part] * gl.convert_layout(total, _of_heads(part))[None, :]
+        gl.store(at[None, :] + c[:, None], x, mask=there)
+
+
+@gluon.jit(do_not_specialize=("least", "part", "of"))
+def latent_groups_kernel(
+    turned_ptr, signs_ptr, steps_ptr, store_ptr, base_ptr, groups_ptr, seen_ptr, real_ptr, part_ptr, lse_ptr,
+    R, G, N, window, most_opened, least, part, of, splits, scale, FORM: gl.constexpr, HAS_REAL: gl.constexpr,
+):  # fmt: skip
+    """part float32 ``[B, R, splits, 512]`` and base 2 log-sum-exp ``[B, R, splits]``, of open groups, still turned.
+
+    Grid (S, B, tiles of 16 query heads); others write the splits behind the first S. Arguments as those of
+    `condense.ops.triton.recall_step_kernels.recall_attend_kernel`; base ``[B, groups, R, 2]``: of each open group the
+    product with its centre, and the logarithm of its weight.
+    """
+    split, S, b = gl.program_id(0), gl.num_programs(0), gl.program_id(1).to(gl.int64)
+    r = gl.program_id(2) * HEADS + gl.arange(0, HEADS, _of_heads(2))
+    inside, row = r < R, (b * R + r) * splits + split
+    after_the_last(True)
+    this = row_of_step(seen_ptr, real_ptr, None, b, window, G, _GROUP, HAS_REAL, False)
+    count = wanted_groups(this.closed, most_opened, least, part, of)
+    tiles = gl.cdiv(count, ROWS // _GROUP)
+    lo, hi = tiles * split // S, tiles * (split + 1) // S
+    first, behind = lo * (ROWS // _GROUP), gl.minimum(hi * (ROWS // _GROUP), count)
+    work = _Work(first, behind, gl.cdiv(behind - first, ROWS), hi - lo)
+    columns: gl.constexpr = index_widths(_GROUP, _WIDTH)
+    kept = _Kept(
+        groups_ptr + b * most_opened,
+        store_ptr + b * (N // _GROUP) * FORM.piece,
+        signs_ptr + b * G * columns[0],
+        steps_ptr + b * G * columns[1],
+    )
+    base_ptr += 2 * b * most_opened * R
+    acc = gl.zeros([_columns(0), HEADS], gl.float32, _sums(0)), gl.zeros([_columns(1), HEADS], gl.float32, _sums(1))
+    m = gl.full([HEADS], float("-inf"), gl.float32, _of_heads(2))
+    total = gl.zeros([ROWS, HEADS], gl.float32, _sums(2))
+    if hi > lo:
+        keys, queries = (), ()
+        for i in gl.static_range(2):
+            keys += (gl.allocate_shared_memory(gl.bfloat16, [ROWS, _columns(i)], _swizzled(16)),)
+            queries += (_queries(turned_ptr + b * R * _WIDTH, R, i),)
+        weights = gl.allocate_shared_memory(gl.bfloat16, [HEADS, ROWS], _swizzled(16))
+        row_of, heads = gl.arange(0, ROWS, _of_rows(2)), r[None, :]
+        last = work.centres + work.tiles + work.centres - 1
+        tile = _load_tile(kept, work, 0, FORM)
+        for t in range(last + 1):
+            token = t - work.centres
+            are_tokens = (token >= 0) & (token < work.tiles)
+            _put(tile, are_tokens, keys)
+            # also before logarithms are read
+            tl.debug_barrier()
+            n, unit = _groups(work, t, row_of), tile.unit[:, None]
+            seen, there = (n < behind)[:, None], inside[None, :] & (n < behind)[:, None]
+            of_group = base_ptr + 2 * (R * n[:, None] + heads)
+            known = gl.load(of_group + (token >= work.tiles), mask=there & (token >= 0), other=0.0)
+            s = _start_products(keys, queries)
+            # loaded while this one is multiplied
+            tile = _load_tile(kept, work, gl.minimum(t + 1, last), FORM)
+            s = hopper.warpgroup_mma_wait(0, [s]) * unit
+            if token < 0:
+                gl.store(of_group, s, mask=there)
+            else:
+                s = gl.where(seen, gl.where(seen & are_tokens, (s + known) * scale, known), float("-inf"))
+                larger = gl.maximum(m, gl.max(gl.where(seen & are_tokens, s, float("-inf")), 0))
+                p, alpha = gl.exp2(s - larger[None, :]), gl.exp2(m - larger)
+                m = larger
+                if are_tokens:
+                    total = total * alpha[None, :] + p
+                    _put_weights(p, m, base_ptr, R, work.first + token * (ROWS // _GROUP), behind)
+                of_all = gl.convert_layout(alpha, _of_heads(0))
+                acc = _add_values((acc[0] * of_all[None, :], acc[1] * alpha[None, :]), keys, weights, p * unit)
+    _write(acc, gl.sum(total, 0), m, part_ptr, lse_ptr, row, inside)
