@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 # vLLM starts CUDA in this process then, and CUDA does not work in a fork of such a process
-os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 import torch
 import vllm

@@ -111,10 +111,11 @@ def decode(engine, length, choices, note):
         row = {"rows": rows, "step_ms": spread([1000 * t for t in times]), "preempted": engine.preempted - before}
         row["tokens_per_second"] = rows / statistics.median(times)
         row["cached_tokens"] = min(answers[name].cached for name in names)
-        if engine.has_slots:
-            row |= over_the_bus(engine, rows, answers)
         rows_of.append(row)
         note(rows_of)
+        if engine.has_slots:
+            row |= over_the_bus(engine, rows, answers)
+            note(rows_of)
         print(length, row, flush=True)
     engine.stop(names)
     return rows_of

@@ -29,6 +29,7 @@ def new_copies(worker, rows):
     return float(sum(changed)) / len(changed) if changed else None
 
 
+@torch.inference_mode()  # as vLLM allocated them
 def forget_copies(worker):
     for slots in _slots(worker):
         slots.held.fill_(-1)
