@@ -43,7 +43,7 @@ def test_gradients():
 
 @pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
 def test_all_ways_to_read_are_one_function(kind, method):
-    model, ids = condense.apply(tiny.model(kind), method), tiny.tokens(2, 130)
+    model, ids = condense.apply(tiny.model(kind, num_hidden_layers=2), method), tiny.tokens(2, 130)
     whole = tiny.logits(model, ids)
     for chunks in ((17, 1, 1, 40, 1, 70), (64, 66), (100, *(1,) * 30)):
         torch.testing.assert_close(tiny.in_chunks(model, ids, chunks), whole, **tiny.exact(model))
@@ -78,14 +78,14 @@ def test_tokens_are_taken_back_as_far_as_is_said(method):
 
 @pytest.mark.parametrize("implementation", ["dynamic", "static"])
 def test_the_cache_is_as_small_as_its_entries(implementation):
-    """At 32,768 tokens: groups of 4 behind a window of 512, of 64 behind 4,096."""
-    method = TwoScales(window=512, delay=512, n=16, near=4096)
-    model = condense.apply(tiny.model("llama", num_hidden_layers=1, max_position_embeddings=2**15), method)
-    ids = tiny.tokens(1, 2**15 - 1)
+    """At 16,384 tokens: groups of 4 behind a window of 512, of 64 behind 2,048."""
+    method = TwoScales(window=512, delay=512, n=16, near=2048)
+    model = condense.apply(tiny.model("llama", num_hidden_layers=1, max_position_embeddings=2**14), method)
+    ids = tiny.tokens(1, 2**14 - 1)
     options = {"max_new_tokens": 1, "return_dict_in_generate": True, "cache_implementation": implementation}
     cache = model.generate(ids, do_sample=False, disable_compile=True, **options).past_key_values
-    rows = (2**15 - 4096) // 64 + (4096 - 512) // 4 + 512
+    rows = (2**14 - 2048) // 64 + (2048 - 512) // 4 + 512
     row = 2 * 2 * 8 * 8  # two KV heads, keys and values of 8 float64
     assert condense.cache_nbytes(cache) <= 1.05 * rows * row
-    (report,) = inspect(model, method, 2**15, 8)
+    (report,) = inspect(model, method, 2**14, 8)
     assert rows * row <= report.bytes <= 1.05 * rows * row

@@ -76,7 +76,7 @@ def captured(monkeypatch):
 
 
 def _model(monkeypatch, method=tiny.CCA, stock=None):
-    model = condense.apply(tiny.model("llama") if stock is None else stock, method)
+    model = condense.apply(tiny.model("llama", num_hidden_layers=2) if stock is None else stock, method)
     compilable = type(model)._valid_auto_compile_criteria
 
     def criteria(self, model_kwargs, generation_config):
@@ -99,7 +99,7 @@ def test_tokens_are_those_of_the_growing_cache(captured, monkeypatch, method, mo
     model = _model(monkeypatch, method)
     want = _generate(model, cache_implementation="dynamic", **mode)
     assert not captured
-    for calls in (1, 2):
+    for calls in (1,) if mode else (1, 2):
         assert torch.equal(_generate(model, **mode), want)
         assert len(set(map(id, captured))) == calls
     assert type(captured[0]) is CacheOfOneCall
