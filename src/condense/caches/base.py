@@ -35,20 +35,14 @@ class ReadRequest(NamedTuple):
     latent_width: int | None = None
 
 
-def refuse_other_dtype(held: torch.dtype, new: torch.dtype) -> None:
-    """Raise ValueError if ``new``, the dtype of new tokens, is not that of the tokens that a layer holds."""
-    if new != held:
+def refuse_others(rows: int, dtype: torch.dtype, k: Tensor) -> None:
+    """Raise ValueError for new tokens, k ``[B, K, L, D]``, in other rows or another dtype than those of a layer."""
+    made = "for which it was made, got {}; make a new cache"
+    if k.shape[0] != rows:
+        raise ValueError(f"condensed cache: wanted {rows} rows, {made.format(k.shape[0])} for another batch")
+    if k.dtype != dtype:
         raise ValueError(
-            f"condensed cache: wanted {held}, for which it was made, got {new}; make a new cache, and use autocast in "
-            "all calls or in none"
-        )
-
-
-def refuse_other_rows(held: int, new: int) -> None:
-    """Raise ValueError if new tokens have another number of rows than those that a layer holds."""
-    if new != held:
-        raise ValueError(
-            f"condensed cache: wanted {held} rows, for which it was made, got {new}; make a new cache for another batch"
+            f"condensed cache: wanted {dtype}, {made.format(k.dtype)}, and use autocast in all calls or in none"
         )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from condense.caches.base import CondensedCacheLayer, ReadRequest, refuse_other_dtype, refuse_other_rows
+from condense.caches.base import CondensedCacheLayer, ReadRequest, refuse_others
 from condense.caches.ring import RingState
 from condense.caches.store import Store
 from condense.functional import extend
@@ -74,8 +74,7 @@ class CondensedLayer(CondensedCacheLayer):
             self.lazy_initialization(k, v, request.latent_width)
         before = self._before()
         if before is not None:
-            refuse_other_dtype(before.window_k.dtype, k.dtype)
-            refuse_other_rows(before.window_k.shape[0], k.shape[0])
+            refuse_others(before.window_k.shape[0], before.window_k.dtype, k)
         method = self.method if request.latent_width is None else self.method.for_latents(request.latent_width)
         context, new_state = extend(method, before, request.q, k, v, scale=request.scale, plan=request.plan)
         after = new_state()
@@ -140,7 +139,7 @@ class CondensedLayer(CondensedCacheLayer):
             method = self.method if latent_width is None else self.method.for_latents(latent_width)
             self._ring = RingState(method, self.store, self._state, latent_width or 0)
             self._state = None
-        refuse_other_rows(self._ring.buffers.seen.shape[0], token.k.shape[0])
+        refuse_others(self._ring.buffers.seen.shape[0], self._ring.buffers.ring_k.dtype, token.k)
         out = self._ring.step(token, scale=scale, extras=extras)
         self._count(1, 1 if token.real is None else int(token.real.min()))
         return out

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from condense.caches.base import CondensedCacheLayer, Expected, ReadRequest, refuse_other_dtype, refuse_other_rows
+from condense.caches.base import CondensedCacheLayer, Expected, ReadRequest, refuse_others
 from condense.caches.buffers import Buffered, room_of
 from condense.caches.store import Store
 from condense.functional import extend
@@ -186,10 +186,9 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
 
     def _check_fit(self, k: Tensor) -> None:
         """Raise ValueError if tokens like k ``[B, K, L, D]`` do not fit in."""
-        B, L, held = k.shape[0], k.shape[2], 0
+        L, held = k.shape[2], 0
         if self.is_initialized:
-            refuse_other_rows(self.batch_size, B)
-            refuse_other_dtype(self.dtype, k.dtype)
+            refuse_others(self.batch_size, self.dtype, k)
             held = 0 if _is_recorded(self.device) else self.count_slots()
         if held + L > self.max_cache_len:
             raise ValueError(
