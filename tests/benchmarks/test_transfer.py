@@ -109,7 +109,7 @@ def test_each_make_learns_from_the_first_steps(make):
     model = makes.new_model(make, 0, **changes).train()
     optimizer, rows = makes.new_optimizer(model, 2e-3), torch.arange(4)[:, None]
     ids = (3 * torch.arange(16) + rows) % 8 * torch.arange(16).bool()
-    losses = [makes.step(model, optimizer, ids, torch.ones(ids.shape), True)["loss"] for _ in range(30)]
+    losses = [makes.step(model, optimizer, ids, torch.ones(ids.shape), True)["loss"] for _ in range(18)]
     assert losses[-1] < 0.7 * losses[0]
 
 
