@@ -139,7 +139,20 @@ class RowStart(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RuleSpans:
+class SharedByLayers:
+    """What layers find once and share."""
+
+    _found: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def once(self, key: Any, find: Callable[[], T]) -> T:
+        """Return what ``find`` returns, called by the first layer that asks under ``key``; all others share it."""
+        if key not in self._found:
+            self._found[key] = find()
+        return self._found[key]
+
+
+@dataclass(frozen=True)
+class RuleSpans(SharedByLayers):
     """Spans by a rule, for rows that start at different positions. All numbers are an int or int64 CPU ``[B]``.
 
     query_start: query i is at position ``query_start + i``; negative if a row's first queries are padding.
@@ -154,7 +167,6 @@ class RuleSpans:
     window_start: PerRow
     padding: PerRow = None  # type: ignore[assignment]
     first_entries: PerRow = 0
-    _found: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         padding = at_least(-self.query_start, 0) if self.padding is None else self.padding
@@ -180,12 +192,6 @@ class RuleSpans:
         """For each block ``(start, stop)`` of queries the hull of every source, as ints on the host."""
         key = tuple(blocks)
         return self.once(key, lambda: self._hulls(key))
-
-    def once(self, key: Any, find: Callable[[], T]) -> T:
-        """Return what ``find`` returns, called by the first layer that asks under ``key``; all others share it."""
-        if key not in self._found:
-            self._found[key] = find()
-        return self._found[key]
 
     def _hulls(self, blocks: Sequence[tuple[int, int]]) -> list[list[Hull]]:
         """`hulls`, from the first and last real query of each block: lo and hi never decrease."""

@@ -5,18 +5,17 @@ widths, g tokens per group.
 """
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self, TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.latents import Ranks, UpProjection
+from condense.ops.spans import SharedByLayers
 from condense.ops.step.settings import StepSettings
 
-T = TypeVar("T")
 # slots are copied in such words
 _WORD = torch.int64
 
@@ -167,7 +166,7 @@ class PagedState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class NewTokens:
+class NewTokens(SharedByLayers):
     """The new tokens of all requests, packed one request after another.
 
     starts: R + 1 ints: request r has new tokens ``[starts[r], starts[r + 1])``. seen: R ints, tokens of each request,
@@ -179,13 +178,6 @@ class NewTokens:
     seen: list[int]
     seen_on_device: Tensor
     num_steps: int = 0
-    _found: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def once(self, key: Any, find: Callable[[], T]) -> T:
-        """Return what ``find`` returns, called by the first layer that asks under ``key``; all others share it."""
-        if key not in self._found:
-            self._found[key] = find()
-        return self._found[key]
 
     @functools.cached_property
     def before(self) -> Tensor:
