@@ -19,7 +19,7 @@ from condense.ops.hopper import limits as hopper_limits
 from condense.ops.latents import Ranks
 from condense.ops.paged import PagedSlots
 from condense.ops.recall import GroupMeans, IndexChoice, Quota, RecallSources, StoreFormat, split_keys
-from condense.ops.triton import host, limits, paged_step, recall_step_plan, step_plan
+from condense.ops.triton import host, limits, paged_step, recall_step_plan, recall_step_tiles, step_plan
 from condense.ops.triton import step as triton_step
 from condense.ops.triton.attend_call import call_of
 from condense.ops.types import AttendOptions
@@ -39,12 +39,12 @@ HOPPER = SimpleNamespace(
 @pytest.fixture
 def compiled(monkeypatch):
     """The kernels that are compiled, as on a machine with such a GPU; all fit into its shared memory."""
-    kernels, run, table = [], JITFunction.run, recall_step_plan._table
+    kernels, run, table = [], JITFunction.run, recall_step_tiles._table
     monkeypatch.setattr(driver, "_active", HOPPER)
     monkeypatch.setattr(JITFunction, "run", lambda *args, **kw: kernels.append(run(*args, **kw | {"warmup": True})))
     monkeypatch.setattr(limits, "absence", lambda device: [])
-    monkeypatch.setattr(recall_step_plan, "_table", lambda device, *args: table(torch.device("cuda"), *args))
-    for module in (recall_step_plan, step_plan):
+    monkeypatch.setattr(recall_step_tiles, "_table", lambda device, *args: table(torch.device("cuda"), *args))
+    for module in (recall_step_plan, recall_step_tiles, step_plan):
         monkeypatch.setattr(module, "gpu_of", lambda device: host.Gpu((9, 0), 132))
     recall_step_plan.plan_of.cache_clear()
     yield kernels

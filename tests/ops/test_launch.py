@@ -10,7 +10,7 @@ from triton.runtime.driver import driver
 import condense
 from condense.methods import step_settings
 from condense.ops.triton import launch as triton_launch
-from condense.ops.triton import recall_step_plan, step_plan
+from condense.ops.triton import recall_step_plan, recall_step_tiles, step_plan
 from condense.ops.triton.device.address import PageForm
 from condense.ops.triton.host import Gpu
 from condense.ops.triton.launch import Launcher, Prepared
@@ -116,7 +116,7 @@ def test_what_is_remembered_has_an_end(tensors, monkeypatch):
 @pytest.mark.parametrize("text", ["recall-device", "recall:store_bits=8", "cca:summary=streaming"])
 def test_steps_over_pages_are_compiled_for_few_numbers_of_requests(text, monkeypatch):
     """While prompts are read the requests that answer are ever others: each new kernel would hold up all of them."""
-    for plans in (recall_step_plan, step_plan):
+    for plans in (recall_step_plan, recall_step_tiles, step_plan):
         monkeypatch.setattr(plans, "gpu_of", lambda device: Gpu((9, 0), 132))
     settings = dataclasses.replace(step_settings(condense.Method.parse(text)), summary_delay=0)
     form, device, compiled = PageForm(8, 1 << 20, 1 << 17, 1 << 14, 1024), torch.device("cuda:0"), set()

@@ -46,6 +46,7 @@ def hopper(monkeypatch):
         recall_step,
         recall_step_kernels,
         recall_step_plan,
+        recall_step_tiles,
         step_kernels,
     )
     from condense.ops.triton import recall_step_score_kernels as score_kernels
@@ -54,13 +55,18 @@ def hopper(monkeypatch):
     for module in (recall_close_kernels, recall_step_kernels, score_kernels, step_kernels):
         for name in {"gdc_wait", "gdc_launch_dependents"} & vars(module).keys():
             monkeypatch.setattr(module, name, lambda: None)
-    for name in ("_table", "_num_splits"):
-        original = getattr(recall_step_plan, name)
-        monkeypatch.setattr(recall_step_plan, name, lambda _, *a, f=original: f(torch.device("cuda"), *a))
-    monkeypatch.setattr(recall_step_plan, "_is_early", lambda device: True)
+    for module, name in (
+        (recall_step_plan, "num_splits"),
+        (recall_step_tiles, "num_splits"),
+        (recall_step_tiles, "_table"),
+    ):
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda _, *a, f=original: f(torch.device("cuda"), *a))
+    for module in (recall_step_plan, recall_step_tiles):
+        monkeypatch.setattr(module, "is_early", lambda device: True)
+        monkeypatch.setattr(module, "gpu_of", lambda device: host.Gpu((9, 0), 1))
     opened = interpreted_gluon.interpreted(latent_groups_kernels, monkeypatch)
     monkeypatch.setattr(recall_step, "OPENED", launch.Launcher(opened.latent_groups_kernel))
-    monkeypatch.setattr(recall_step_plan, "gpu_of", lambda device: host.Gpu((9, 0), 1))
     for known in (recall_step_plan.plan_of, recall_step_plan.close_of):
         known.cache_clear()
     yield ran

@@ -140,7 +140,7 @@ class RowStart(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedByLayers:
-    """What layers find once and share."""
+    """Things that the first layer finds and all others share."""
 
     _found: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 

@@ -1,4 +1,4 @@
-"""Launch arguments of a decode step of Recall that are no tensors: tiles, splits of the work, numbers, constants.
+"""Launch arguments of a decode step of Recall that are no tensors: grids, numbers, constants, sizes of scratch memory.
 
 Shapes as in `condense.ops.triton.recall_step`.
 """
@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from condense.ops.step.settings import numbered_settings
+from condense.ops.step.settings import StepSettings, numbered_settings
 from condense.ops.triton import latent_groups_kernels as latent_groups
-from condense.ops.triton.device import lane_signs, lane_tokens, lanes
 from condense.ops.triton.device.address import PageForm
 from condense.ops.triton.device.parts import key_value_parts
 from condense.ops.triton.device.sign_pieces import in_pieces
@@ -20,104 +19,18 @@ from condense.ops.triton.device.signs import block_width
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
 from condense.ops.triton.recall_score import UNFUSED
 from condense.ops.triton.recall_step_choice_kernels import Ranking
-from condense.ops.triton.recall_store_kernels import Form, latents_in_words
+from condense.ops.triton.recall_step_tiles import is_early, num_splits, splits_of, tiles_of
+from condense.ops.triton.recall_store_kernels import Form
 
 _MIN_TILE = 32
-# KV heads of all rows from which on a step counts as one of many rows: four of Llama 3.1 8B
-_MANY_HEADS = 32
 # fewer groups than this are not chosen from any faster
 _FEW_RANKED = 1024
 # groups of a thread that chooses: more if a multiprocessor runs more than one program
 _OF_THREAD = 16
 # a choice joins so many splits of scores at once, or more: one kernel for most numbers of rows
 _LEAST_SPLITS = 128
-# a program's fixed cost in tiles: with fewer tiles per split, fewer splits are faster
-_TILES_OF_SPLIT = 16
-# tiles of the ring that a program reads where open groups are read apart
-_RING_TILES = 3
 # numbers that a warp reads at once of the scores of centres
 _GATHERED = 512
-
-
-class _GroupTiles(NamedTuple):
-    """rows: tokens per tile. num_warps, num_stages: Triton's. waves: programs wanted per multiprocessor.
-    registers: the most of a thread; 0: as many as the compiler likes.
-    """
-
-    rows: int
-    num_warps: int
-    num_stages: int
-    waves: int
-    registers: int = 0
-
-    @property
-    def options(self) -> dict[str, int]:
-        """Triton's options."""
-        most = {"maxnreg": self.registers} if self.registers else {}
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **most}
-
-
-# tiles of scores for `condense.ops.triton.device.lane_signs`, 128 tokens to a warp: for few heads and for many
-_LANES = (_GroupTiles(1024, 8, 1, 2, 128), _GroupTiles(512, 4, 1, 4, 128))
-# tiles of scores by `condense.ops.triton.device.sign_pieces`
-_PIECES = _GroupTiles(128, 8, 4, 2, 128)
-# tiles of latents that are read in words: matrix units of Hopper take 64 tokens at once
-_LATENT_WORDS = _GroupTiles(64, 8, 2, 1)
-
-
-class _Table(NamedTuple):
-    """Tiles of the kernels that score and attend, and the most query heads of these; ``early``: kernels are launched
-    before the one ahead of them has ended (programmatic dependent launch).
-
-    weight: with a store in host memory some splits read open groups alone, as if one of their tokens took so many times
-    as long as one of the ring; so reads over the bus go on beside those of the ring. 0: every split reads of both.
-    """
-
-    score: _GroupTiles
-    attend: _GroupTiles
-    heads: int
-    early: bool
-    weight: int
-
-
-def _table(device: torch.device, dtype: torch.dtype, width: int, heads: int, bits: int) -> _Table:
-    """Tiles by dtype, the wider of keys and values, the KV heads of all rows, and the bits of the store."""
-    if device.type != "cuda":  # the interpreter
-        return _Table(_GroupTiles(16, 4, 1, 1), _GroupTiles(16, 4, 1, 1), 16, False, 2)
-    early, many = _is_early(device), heads >= _MANY_HEADS
-    if width > 256:  # latents
-        rows = 16 if dtype == torch.float32 else 32
-        return _Table(_GroupTiles(128, 8, 2, 1), _GroupTiles(rows, 8, 2, 1), 16, early, 0)
-    if dtype == torch.float32 or width > 128:
-        return _Table(_GroupTiles(256, 4, 3, 2), _GroupTiles(32, 4, 2, 2), 64, early, 0)
-    if bits == 4 and dtype == torch.bfloat16:
-        # a warp that has a tile of its own does not wait for others
-        attend = _GroupTiles(16, 1, 2, 16, 128)
-    else:
-        # with many heads, shorter programs share a multiprocessor evenly; few are done sooner by programs of more warps
-        attend = _GroupTiles(32, 2, 2, 8) if many else _GroupTiles(64, 4, 3, 3)
-    return _Table(_GroupTiles(256, 4, 4, 8 if many else 4), attend, 64, early, 5)
-
-
-def _num_splits(device: torch.device, programs: int, tiles: int, waves: int) -> tuple[int, int, int]:
-    """Numbers ``most``, ``few``, ``enough``: most programs share the work on one KV head; few, below enough tiles.
-
-    programs: those of a kernel if each head had one. tiles: the most of a head.
-    A GPU runs ``waves`` programs per multiprocessor at once. What counts is how many rounds of these there are, over
-    the shares that a head's work is cut into: with 160 heads in two shares each a fifth of 396 places stays idle, in
-    seven almost none. But each program also has work of its own, and short texts have few tiles: then one round is
-    enough.
-    """
-    if device.type != "cuda":
-        most = max(1, min(3, tiles))
-        return most, min(2, most), 4
-    places = waves * gpu_of(device).multiprocessors
-    few = max(1, places // programs)
-    tried = range(few, few + 8 if few < 8 else few + 1)
-    time = {splits: cdiv(programs * splits, places) / splits for splits in tried}
-    best = min(splits for splits in tried if time[splits] <= 1.05 * min(time.values()))
-    most = max(1, min(best, tiles))
-    return most, min(few, most), _TILES_OF_SPLIT * most
 
 
 def _padded(width: int) -> int:
@@ -163,11 +76,6 @@ class Room(NamedTuple):
     all: int = 0
 
 
-def _is_early(device: torch.device) -> bool:
-    """True where a kernel can be launched before the one ahead of it has ended."""
-    return device.type == "cuda" and gpu_of(device).capability >= (9, 0)
-
-
 @functools.lru_cache(maxsize=4096)
 def close_of(
     device: torch.device,
@@ -190,7 +98,7 @@ def close_of(
         # the last program of a head adds to sums
         (B * K, 4 if settings.sees_rest else 3, 1),
         (K, G, W, N, T, settings.summary_delay),
-        (_padded(D), _padded(Dv), PS, form, has_real, _is_early(device), near, far),
+        (_padded(D), _padded(Dv), PS, form, has_real, is_early(device), near, far),
         {},
     )
 
@@ -215,108 +123,109 @@ def plan_of(
     settings = numbered_settings(number)
     check_programs(B * K)
     choice, g, window = settings.choice, settings.rule.chunk, settings.rule.window
+    assert choice is not None
+    form = Form.of(settings.store_format, dtype, (D, Dv), key_value_parts(D, Dv, latent))
+    tiles = tiles_of(device, dtype, heads, widths, form, S, far is not None, softcap)
+    if not choice.store.on_host:
+        tiles = tiles._replace(weight=0)  # shares of both lists are even at any length
+    R, V, early = H // K, latent or Dv, tiles.early
+    r, GROUPS = choice.quota.at(G), power_of_2(max(G, 4))
+    of_quota, has_mean = (r, *choice.quota[1:]), choice.mean and r < G
+    # groups of a tile of scores
+    GS = max(1, tiles.score.rows // power_of_2(g))
+    score_tiles = cdiv(R, tiles.score_heads)
+    S0, *few0 = num_splits(device, B * K * score_tiles, cdiv(G, GS), tiles.score.waves)
+    splits = splits_of(device, heads, tiles, W, r * g, has_mean)
+    # so many centres are read at once by the program of the mean
+    BM = max(1, _GATHERED * tiles.attend.num_warps // tiles.heads) if has_mean else 0
+    # parts that are joined at once, and their columns: those of a block of the rotation, where they are turned back
+    joined = splits.ahead + splits.attend
+    BS = 64 if tiles.apart else min(256, max(64, power_of_2(joined)))
+    BC = block_width(D) if tiles.apart else min(4096 // BS, power_of_2(V))
+    ranking, ranking_options = _ranking_of(device, heads, GROUPS, r, S, S0)
     # row stride of scratch memory by groups
     row = G if far is None else sizes.all
-    assert choice is not None
-    quota, R = choice.quota, H // K
-    of_score, of_attend, most, early, weight = _table(device, dtype, max(D, Dv), B * K, choice.store.bits)
-    is_hopper = early and gpu_of(device).capability[0] == 9
-    form = Form.of(settings.store_format, dtype, (D, Dv), key_value_parts(D, Dv, latent))
-    in_buffers = far is None and S == 0
-    is_apart = in_buffers and latent_groups.fits(is_hopper, form.bits, g, (D, latent), dtype, softcap)
-    if is_apart or not choice.store.on_host:
-        weight = 0  # shares of both lists are even at any length
-    V, BR = latent or Dv, min(most, max(8, power_of_2(R)))
-    in_lanes, lane_heads = lane_tokens.fits(form.bits, g, D, form.DV, of_attend.rows, S), lanes.HEADS.value
-    if early and dtype == torch.bfloat16 and cdiv(R, lane_heads) <= 2 and in_lanes:
-        # these load the next tile themselves
-        BR, of_attend = cdiv(R, lane_heads) * lane_heads, of_attend._replace(num_stages=1)
-    elif is_hopper and dtype == torch.bfloat16 and latent and latents_in_words(form.bits, D, g) and not is_apart:
-        of_attend = _LATENT_WORDS
-    head_tiles = cdiv(R, BR)
-    r, GROUPS = quota.at(G), power_of_2(max(G, 4))
-    of_quota = (r, *quota[1:])
-    # query heads and groups of a tile of scores
-    HS = min(most, max(8, power_of_2(R)))
-    # later matrix units do not count bits: there each such instruction is some sixty others. Every four heads read the
-    # index anew
-    if is_hopper and cdiv(R, lane_heads) <= 2 and lane_signs.fits(g, D):
-        HS, of_score = lane_heads, _LANES[B * K >= _MANY_HEADS]
-    elif early and in_pieces(D):
-        of_score = _PIECES
-    GS = max(1, of_score.rows // power_of_2(g))
-    precision = "ieee" if dtype == torch.float32 else "tf32"
-    score_tiles = cdiv(R, HS)
-    S0, *few0 = _num_splits(device, B * K * score_tiles, cdiv(G, GS), of_score.waves)
-    # one of the programs reads what is not open, if anything can be, and so many centres at once
-    mean, ahead, apart_tiles = choice.mean and r < G, 0, cdiv(R, latent_groups.HEADS.value)
-    if is_apart:
-        ahead, *_ = _num_splits(device, B * apart_tiles, cdiv(r * g, latent_groups.ROWS.value), 1)
-        S1 = cdiv(cdiv(W, of_attend.rows), _RING_TILES)
-    else:
-        keys = sum(cdiv(n, of_attend.rows) for n in (r * g, W))
-        S1, *_ = _num_splits(device, B * K * head_tiles, keys, of_attend.waves)
-        S1 = max(1, S1 - mean)
-    S2 = S1 + mean
-    BM = max(1, _GATHERED * of_attend.num_warps // BR) if mean else 0
-    # parts that are joined at once, and their columns: those of a block of the rotation, where they are turned back
-    joined = ahead + S2
-    BS = 64 if is_apart else min(256, max(64, power_of_2(joined)))
-    BC = block_width(D) if is_apart else min(4096 // BS, power_of_2(V))
-    # splits that read open groups alone, by their share of the work; at least 1, or 0 for no such split
-    opened = weight * r * g
-    own = max(1, min(S1 - 1, round(S1 * opened / (opened + W)))) if opened > 0 and S1 > 1 else 0
-    RP = power_of_2(max(r, 1))
-    ranking = Ranking(
-        GROUPS, max(0, (GROUPS // _FEW_RANKED).bit_length() - 1), S, power_of_2(max(S, 1)), RP if S else 1,
-        power_of_2(max(S0, _LEAST_SPLITS)), min(16, power_of_2(R)),
-    )  # fmt: skip
-    shared = device.type == "cuda" and gpu_of(device).multiprocessors < B * K
-    ranking_warps = max(4, min(16, power_of_2(max(GROUPS // (_OF_THREAD << shared), S)) // 32))
-    queries, pairs, turns = B * H, B * K, choice.store.bits < 16
-    # in pages, rows share what is kept by groups
-    of_scores = queries * GROUPS if far is None else H * row
-    of_bases, of_lists, of_slots = (queries * r, pairs * r, pairs * G) if far is None else (H * row, K * row, K * row)
-    of_splits = queries * S0
-    floats = (
-        queries * joined * V, queries * joined, of_scores, of_splits, of_splits,
-        *((of_scores, of_splits, of_splits) if mean else (0, 0, 0)),
-        queries * D if turns or in_pieces(D) else 0, of_bases * (2 if latent else 1) if turns else 0,
-    )  # fmt: skip
-    integers = of_lists, *((pairs * r, of_slots, pairs * S, pairs * S) if S else (0, 0, 0, 0))
+    scale, precision = scale * LOG2E, "ieee" if dtype == torch.float32 else "tf32"
     chained = {"launch_pdl": True} if early else {}
-    of_choose = {"maxnreg": 128} if device.type == "cuda" else {}  # the most that 16 warps can have
     return Plan(
-        (apart(floats), apart(integers)),
+        _scratch_of(settings, heads, widths, sizes, (S0, joined)),
         close_of(device, dtype, heads, widths, sizes, number, has_real),
         (
             (S0, B * K, score_tiles),
-            (K, R, row, *few0, window, scale * LOG2E, *of_quota),
-            (g, D, HS, GS, GROUPS, softcap * LOG2E if mean else 0.0, has_real, early, far),
-            of_score.options | UNFUSED | chained,
+            (K, R, row, *few0, window, scale, *of_quota),
+            (g, D, tiles.score_heads, GS, GROUPS, softcap * LOG2E if has_mean else 0.0, has_real, early, far),
+            tiles.score.options | UNFUSED | chained,
         ),
         (
             (B * K, 1, 1),
             (K, R, row, S0, window, *of_quota),
             (g, GROUPS, ranking, has_real, early, far),
-            {"num_warps": ranking_warps, **of_choose, **chained},
+            ranking_options | chained,
         ),
         (
-            (ahead, B, apart_tiles),
-            (R, row, N, window, *of_quota, joined, scale * LOG2E),
+            (splits.ahead, B, cdiv(R, latent_groups.HEADS.value)),
+            (R, row, N, window, *of_quota, joined, scale),
             (form, has_real),
             latent_groups.OPTIONS | chained,
-        ) if is_apart else None,
+        ) if tiles.apart else None,
         (
-            (S2, B * K, head_tiles),
-            (K, R, row, W, N, T, window, *of_quota, own, ahead, GROUPS if far is None else row, S0, scale * LOG2E),
-            (S, form, BR, of_attend.rows, BM, is_apart, has_real, precision, softcap * LOG2E, early, near, far),
-            of_attend.options | chained,
+            (splits.attend, B * K, cdiv(R, tiles.heads)),
+            (
+                K, R, row, W, N, T, window, *of_quota, splits.own, splits.ahead, GROUPS if far is None else row, S0,
+                scale,
+            ),
+            (
+                S, form, tiles.heads, tiles.attend.rows, BM, tiles.apart, has_real, precision, softcap * LOG2E, early,
+                near, far,
+            ),
+            tiles.attend.options | chained,
         ),
         (
             (B * H, cdiv(V, BC), 1),
             (H, joined),
-            (V, BC, BS, D if is_apart else 0, has_real, early, None),
+            (V, BC, BS, D if tiles.apart else 0, has_real, early, None),
             chained,
         ),
     )  # fmt: skip
+
+
+def _ranking_of(
+    device: torch.device, heads: tuple[int, int, int], groups: int, r: int, slots: int, splits: int
+) -> tuple[Ranking, dict[str, int]]:
+    """The constants and options of the kernel that chooses. groups: as a power of two; splits: of the scores."""
+    B, H, K = heads
+    ranking = Ranking(
+        groups, max(0, (groups // _FEW_RANKED).bit_length() - 1), slots, power_of_2(max(slots, 1)),
+        power_of_2(max(r, 1)) if slots else 1, power_of_2(max(splits, _LEAST_SPLITS)), min(16, power_of_2(H // K)),
+    )  # fmt: skip
+    shared = device.type == "cuda" and gpu_of(device).multiprocessors < B * K
+    warps = max(4, min(16, power_of_2(max(groups // (_OF_THREAD << shared), slots)) // 32))
+    most = {"maxnreg": 128} if device.type == "cuda" else {}  # the most that 16 warps can have
+    return ranking, {"num_warps": warps, **most}
+
+
+def _scratch_of(
+    settings: StepSettings,
+    heads: tuple[int, int, int],
+    widths: tuple[int, int, int],
+    sizes: Room,
+    splits: tuple[int, int],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes of scratch memory, `Plan.scratch`. splits: of the scores, and of all parts that are joined."""
+    (B, H, K), (D, Dv, latent), (G, _, _, S, *_), choice = heads, widths, sizes, settings.choice
+    assert choice is not None
+    r, queries, pairs, turns = choice.quota.at(G), B * H, B * K, choice.store.bits < 16
+    if sizes.far is None:
+        of_scores, of_bases = queries * power_of_2(max(G, 4)), queries * r
+        of_lists, of_slots = pairs * r, pairs * G
+    else:  # rows share what is kept by groups
+        of_scores = of_bases = H * sizes.all
+        of_lists = of_slots = K * sizes.all
+    of_splits, parts = queries * splits[0], queries * splits[1]
+    floats = (
+        parts * (latent or Dv), parts, of_scores, of_splits, of_splits,
+        *((of_scores, of_splits, of_splits) if choice.mean and r < G else (0, 0, 0)),
+        queries * D if turns or in_pieces(D) else 0, of_bases * (2 if latent else 1) if turns else 0,
+    )  # fmt: skip
+    integers = of_lists, *((pairs * r, of_slots, pairs * S, pairs * S) if S else (0, 0, 0, 0))
+    return apart(floats), apart(integers)

@@ -1,0 +1,187 @@
+"""Tiles of the kernels that score and attend in a decode step of Recall, and the splits of their work.
+
+Shapes as in `condense.ops.triton.recall_step`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from condense.ops.triton import latent_groups_kernels as latent_groups
+from condense.ops.triton.device import lane_signs, lane_tokens, lanes
+from condense.ops.triton.device.sign_pieces import in_pieces
+from condense.ops.triton.host import cdiv, gpu_of, power_of_2
+from condense.ops.triton.recall_store_kernels import Form, latents_in_words
+
+# KV heads of all rows from which on a step counts as one of many rows: four of Llama 3.1 8B
+_MANY_HEADS = 32
+# a program's fixed cost in tiles: with fewer tiles per split, fewer splits are faster
+_TILES_OF_SPLIT = 16
+# tiles of the ring that a program reads where open groups are read apart
+_RING_TILES = 3
+
+
+class GroupTiles(NamedTuple):
+    """rows: tokens per tile. num_warps, num_stages: Triton's. waves: programs wanted per multiprocessor.
+    registers: the most of a thread; 0: as many as the compiler likes.
+    """
+
+    rows: int
+    num_warps: int
+    num_stages: int
+    waves: int
+    registers: int = 0
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Triton's options."""
+        most = {"maxnreg": self.registers} if self.registers else {}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **most}
+
+
+# tiles of scores for `condense.ops.triton.device.lane_signs`, 128 tokens to a warp: for few heads and for many
+_LANES = (GroupTiles(1024, 8, 1, 2, 128), GroupTiles(512, 4, 1, 4, 128))
+# tiles of scores by `condense.ops.triton.device.sign_pieces`
+_PIECES = GroupTiles(128, 8, 4, 2, 128)
+# tiles of latents that are read in words: matrix units of Hopper take 64 tokens at once
+_LATENT_WORDS = GroupTiles(64, 8, 2, 1)
+
+
+class _Table(NamedTuple):
+    """Tiles of the kernels that score and attend, the most query heads of these, and `StepTiles.early` and `StepTiles.weight`
+    of a store in host memory.
+    """
+
+    score: GroupTiles
+    attend: GroupTiles
+    heads: int
+    early: bool
+    weight: int
+
+
+class StepTiles(NamedTuple):
+    """Tiles of the kernels that score and attend, and their query heads.
+
+    apart: another kernel reads the open groups. early: kernels are launched before the one ahead of them has ended
+    (programmatic dependent launch). weight: with a store in host memory some splits read open groups alone, as if one
+    of their tokens took so many times as long as one of the ring; so reads over the bus go on beside those of the ring.
+    0: every split reads of both.
+    """
+
+    score: GroupTiles
+    score_heads: int
+    attend: GroupTiles
+    heads: int
+    apart: bool
+    early: bool
+    weight: int
+
+
+class Splits(NamedTuple):
+    """The splits of a KV head's work. ahead: those whose open groups another kernel reads; attend: those of the kernel
+    that attends, one of them the mean's, if there is one; own: how many of these read open groups alone.
+    """
+
+    ahead: int
+    attend: int
+    own: int
+
+
+def _table(device: torch.device, dtype: torch.dtype, width: int, heads: int, bits: int) -> _Table:
+    """StepTiles by dtype, the wider of keys and values, the KV heads of all rows, and the bits of the store."""
+    if device.type != "cuda":  # the interpreter
+        return _Table(GroupTiles(16, 4, 1, 1), GroupTiles(16, 4, 1, 1), 16, False, 2)
+    early, many = is_early(device), heads >= _MANY_HEADS
+    if width > 256:  # latents
+        rows = 16 if dtype == torch.float32 else 32
+        return _Table(GroupTiles(128, 8, 2, 1), GroupTiles(rows, 8, 2, 1), 16, early, 0)
+    if dtype == torch.float32 or width > 128:
+        return _Table(GroupTiles(256, 4, 3, 2), GroupTiles(32, 4, 2, 2), 64, early, 0)
+    if bits == 4 and dtype == torch.bfloat16:
+        # a warp that has a tile of its own does not wait for others
+        attend = GroupTiles(16, 1, 2, 16, 128)
+    else:
+        # with many heads, shorter programs share a multiprocessor evenly; few are done sooner by programs of more warps
+        attend = GroupTiles(32, 2, 2, 8) if many else GroupTiles(64, 4, 3, 3)
+    return _Table(GroupTiles(256, 4, 4, 8 if many else 4), attend, 64, early, 5)
+
+
+def num_splits(device: torch.device, programs: int, tiles: int, waves: int) -> tuple[int, int, int]:
+    """Numbers ``most``, ``few``, ``enough``: most programs share the work on one KV head; few, below enough tiles.
+
+    programs: those of a kernel if each head had one. tiles: the most of a head.
+    A GPU runs ``waves`` programs per multiprocessor at once. What counts is how many rounds of these there are, over
+    the shares that a head's work is cut into: with 160 heads in two shares each a fifth of 396 places stays idle, in
+    seven almost none. But each program also has work of its own, and short texts have few tiles: then one round is
+    enough.
+    """
+    if device.type != "cuda":
+        most = max(1, min(3, tiles))
+        return most, min(2, most), 4
+    places = waves * gpu_of(device).multiprocessors
+    few = max(1, places // programs)
+    tried = range(few, few + 8 if few < 8 else few + 1)
+    time = {splits: cdiv(programs * splits, places) / splits for splits in tried}
+    best = min(splits for splits in tried if time[splits] <= 1.05 * min(time.values()))
+    most = max(1, min(best, tiles))
+    return most, min(few, most), _TILES_OF_SPLIT * most
+
+
+def is_early(device: torch.device) -> bool:
+    """True where a kernel can be launched before the one ahead of it has ended."""
+    return device.type == "cuda" and gpu_of(device).capability >= (9, 0)
+
+
+def tiles_of(
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+    widths: tuple[int, int, int],
+    form: Form,
+    slots: int,
+    in_pages: bool,
+    softcap: float,
+) -> StepTiles:
+    """The tiles of a step. heads: B, H, K; widths: D, Dv, latent; slots: of the store."""
+    (B, H, K), (D, Dv, latent), g = heads, widths, form.g
+    R, lane_heads = H // K, lanes.HEADS.value
+    score, attend, most, early, weight = _table(device, dtype, max(D, Dv), B * K, form.bits)
+    is_hopper, few_heads = early and gpu_of(device).capability[0] == 9, cdiv(R, lane_heads) <= 2
+    score_heads = attend_heads = min(most, max(8, power_of_2(R)))
+    fits = latent_groups.fits(is_hopper, form.bits, g, (D, latent), dtype, softcap)
+    apart = fits and slots == 0 and not in_pages
+    in_lanes = lane_tokens.fits(form.bits, g, D, form.DV, attend.rows, slots)
+    if early and dtype == torch.bfloat16 and few_heads and in_lanes:
+        # these load the next tile themselves
+        attend_heads, attend = cdiv(R, lane_heads) * lane_heads, attend._replace(num_stages=1)
+    elif is_hopper and dtype == torch.bfloat16 and latent and latents_in_words(form.bits, D, g) and not apart:
+        attend = _LATENT_WORDS
+    # later matrix units do not count bits: there each such instruction is some sixty others. Every four heads read the
+    # index anew
+    if is_hopper and few_heads and lane_signs.fits(g, D):
+        score_heads, score = lane_heads, _LANES[B * K >= _MANY_HEADS]
+    elif early and in_pieces(D):
+        score = _PIECES
+    return StepTiles(score, score_heads, attend, attend_heads, apart, early, weight)
+
+
+def splits_of(
+    device: torch.device, heads: tuple[int, int, int], tiles: StepTiles, tokens: int, opened: int, has_mean: bool
+) -> Splits:
+    """The splits of a step. heads: B, H, K; tokens: of the ring; opened: the most tokens of open groups."""
+    B, H, K = heads
+    if tiles.apart:
+        programs = B * cdiv(H, latent_groups.HEADS.value)
+        ahead, *_ = num_splits(device, programs, cdiv(opened, latent_groups.ROWS.value), 1)
+        return Splits(ahead, cdiv(cdiv(tokens, tiles.attend.rows), _RING_TILES) + has_mean, 0)
+    keys = sum(cdiv(n, tiles.attend.rows) for n in (opened, tokens))
+    most, *_ = num_splits(device, B * K * cdiv(H // K, tiles.heads), keys, tiles.attend.waves)
+    # one of the programs reads what is not open, if anything can be
+    most = max(1, most - has_mean)
+    # at least one reads open groups alone, by their share of the work, or none does
+    weight, own = tiles.weight * opened, 0
+    if weight > 0 and most > 1:
+        own = max(1, min(most - 1, round(most * weight / (weight + tokens))))
+    return Splits(0, most + has_mean, own)
