@@ -50,8 +50,8 @@ _LATENT_WORDS = GroupTiles(64, 8, 2, 1)
 
 
 class _Table(NamedTuple):
-    """Tiles of the kernels that score and attend, the most query heads of these, and `StepTiles.early` and `StepTiles.weight`
-    of a store in host memory.
+    """Tiles of the kernels that score and attend, the most query heads of these, and what `StepTiles` says of a step that
+    is early, and of its weight with a store in host memory.
     """
 
     score: GroupTiles
@@ -90,7 +90,7 @@ class Splits(NamedTuple):
 
 
 def _table(device: torch.device, dtype: torch.dtype, width: int, heads: int, bits: int) -> _Table:
-    """StepTiles by dtype, the wider of keys and values, the KV heads of all rows, and the bits of the store."""
+    """Tiles by dtype, the wider of keys and values, the KV heads of all rows, and the bits of the store."""
     if device.type != "cuda":  # the interpreter
         return _Table(GroupTiles(16, 4, 1, 1), GroupTiles(16, 4, 1, 1), 16, False, 2)
     early, many = is_early(device), heads >= _MANY_HEADS
