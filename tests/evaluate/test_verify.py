@@ -178,11 +178,32 @@ def test_a_graphs_cache_a_growing_one_and_one_forward_read_alike(demo, monkeypat
     for method in (condense.Recall(num_recall=90), condense.Reread(share=1.0), condense.Dense()):
         with torch.no_grad(), attention_of(demo[0], method):
             decoder = verify_texts_module._decoder(demo[0], 90)
+            assert getattr(decoder, "max_length", 256) == 256  # kernels are compiled once for texts of any length
             read[type(decoder), type(method)] = verify_texts_module._turns(demo[0], decoder, ids, ends)
     graph, growing, dense = read.values()
     assert [decoder.__name__ for decoder, _ in read] == ["GraphDecoder", "_Growing", "_Growing"]
     torch.testing.assert_close(graph, dense, rtol=0, atol=1e-4)
     torch.testing.assert_close(growing, dense, rtol=0, atol=1e-4)
+    wrote = demo[0].generate(ids[None], max_new_tokens=5, do_sample=False)[0, 90:]
+    with torch.no_grad():
+        assert verify_texts_module._written(demo[0], ids, 5).equal(wrote)
+
+
+def test_dense_attention_reads_nothing_by_token_and_little_twice(demo):
+    """Forwards by tokens: first half, second half, short contexts, copy, one of each task; then a prompt and steps."""
+    text = verify_texts(demo[1], encode_corpus([demo_text().text], demo[1]), 512, 1, questions=2, seed=0)[0]
+    stock, condensed = [], []
+
+    def note(model, given, options):
+        ids = options.get("input_ids", *given)
+        (condensed if condense.models.condensed_layers(model) else stock).append(ids.shape[1])
+
+    hook = demo[0].register_forward_pre_hook(note, with_kwargs=True)
+    verify_texts_module.read_text(demo[0], text, Dense(), DenseReading(), 3)
+    hook.remove()
+    asked = [sequence.answers[-1][1] - 1 for sequence in text.asked.values()]
+    assert stock == [223, 224, 140, 140, 64, *asked]
+    assert condensed == [448, 1, 1]
 
 
 def test_bars_of_a_task_hold_for_its_bound_too():

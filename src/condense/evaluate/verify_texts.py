@@ -17,16 +17,17 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from condense.config import check_int
 from condense.evaluate.compare import attention_of
-from condense.methods import Reread
-from condense.models import GraphDecoder, MethodChoice, as_steps, condensed_layers
-from condense.models.families import rope_that_changes
-from condense.models.replay import replayable_cache
+from condense.methods import Dense, Reread
+from condense.models import GraphDecoder, MethodChoice, as_steps, condensed_layers, use
+from condense.models.families import max_learned_positions, rope_that_changes
+from condense.models.replay import replayable_cache, static_length
 from condense.tasks import Corpus, PasskeySequence, SequenceBuilder, load_words
 
 COPIED = 128  # tokens of the copy that ends a text, an eighth of shorter texts
 BINS = 8  # stretches of the second half by which losses are given
 _SURE = 4  # the first quarter of a copy, which nothing announces, is not counted
-_PIECE = 512  # tokens read at a time, so that few logits are held
+_PIECE = 512  # tokens whose losses are taken at a time
+_READ = 4 * _PIECE  # tokens read at a time, so that no more logits are held than `needs_far` holds
 TASKS = ("numbers", "shared names")
 # tokens that need far text are those that a short context predicts worse (LongPPL, arXiv:2410.23771)
 _ROWS = 4  # short contexts read at a time
@@ -125,16 +126,18 @@ def read_text(
         model(ids[None, : half - 1], past_key_values=cache, use_cache=True, logits_to_keep=1)
     with attention_of(model, as_steps(method)):
         each, apart = _read_half(model, ids[: text.copy], cache, dense)
-    del cache
     needed, same = dense.needs_far, []
     assert needed is not None
     sure, right = text.copy + (len(ids) - text.copy) // _SURE, {}
     with attention_of(model, method):
+        if not _reads_at_once(model):
+            cache = None  # makes room for the decoder's
         decoder = _decoder(model, max(len(ids), text.copy + greedy))
-        copied = _turns(model, decoder, ids, range(sure, len(ids))).float()
+        copied = _turns(model, decoder, ids, range(sure, len(ids)), cache).float()
+        del cache
         if greedy:
             if dense.written is None:
-                dense.written = wrote = _written(decoder, ids[: text.copy], greedy)
+                dense.written = wrote = _written(model, ids[: text.copy], greedy)
             else:
                 given = torch.cat([ids[: text.copy], dense.written])
                 wrote = _turns(model, decoder, given, range(text.copy, len(given))).argmax(-1)
@@ -160,16 +163,17 @@ def _read_half(model: PreTrainedModel, ids: Tensor, cache: Any, dense: DenseRead
     """
     half, is_dense = len(ids) // 2, not dense.logits
     losses, divergence = [], []
-    pieces = list(zip(ids[half - 1 : -1].split(_PIECE), ids[half:].split(_PIECE), strict=True))
-    for index, (piece, targets) in enumerate(pieces):
-        logits = model(piece[None], past_key_values=cache, use_cache=True).logits[0]
+    pieces = ids[half:].split(_PIECE)
+    read = (model(x[None], past_key_values=cache, use_cache=True).logits[0] for x in ids[half - 1 : -1].split(_READ))
+    parts = (part for logits in read for part in logits.split(_PIECE))
+    for index, (logits, targets) in enumerate(zip(parts, pieces, strict=True)):
         p = logits.float().log_softmax(-1)
         losses.append(F.nll_loss(p, targets, reduction="none"))
         apart = torch.zeros_like(losses[-1])
         if index % max(1, len(pieces) // BINS):
             apart.fill_(torch.nan)
         elif is_dense:
-            dense.logits[index] = logits.cpu()
+            dense.logits[index] = logits.to("cpu", copy=True)
         else:
             of_dense = dense.logits[index].to(logits.device).float().log_softmax(-1)
             apart = (of_dense.exp() * (of_dense - p)).sum(-1)
@@ -225,23 +229,40 @@ def _decoder(model: PreTrainedModel, length: int) -> GraphDecoder | _Growing:
     # how much Reread keeps is known only once it has read a prompt
     if held is growing or not methods or any(isinstance(method, Reread) for method in methods):
         return _Growing(model)
-    return GraphDecoder(model, batch_size=1, max_length=length)
+    positions = max_learned_positions(model.config.get_text_config(decoder=True))
+    room = static_length(length) if positions is None else length
+    return GraphDecoder(model, batch_size=1, max_length=room)
 
 
-def _turns(model: PreTrainedModel, decoder: GraphDecoder | _Growing, ids: Tensor, ends: Sequence[int]) -> Tensor:
-    """The logits ``[n, V]`` after each turn of ids ``[L]``; ends: where these end, the first one at the prompt's."""
-    if not condensed_layers(model) and rope_that_changes(model.config.get_text_config(decoder=True)) is None:
-        # dense attention reads many tokens as it reads single ones
-        kept = ends[-1] - ends[0] + 1
-        logits = model(ids[None, : ends[-1]], use_cache=False, logits_to_keep=kept).logits[0]
+def _reads_at_once(model: PreTrainedModel) -> bool:
+    """True for dense attention that reads many tokens as it reads single ones."""
+    return not condensed_layers(model) and rope_that_changes(model.config.get_text_config(decoder=True)) is None
+
+
+def _turns(
+    model: PreTrainedModel, decoder: GraphDecoder | _Growing, ids: Tensor, ends: Sequence[int], cache: Any = None
+) -> Tensor:
+    """The logits ``[n, V]`` after each turn of ids ``[L]``; ends: where these end, the first one at the prompt's.
+
+    cache: of the first tokens, which dense attention goes on with.
+    """
+    if _reads_at_once(model):
+        kept, held = ends[-1] - ends[0] + 1, 0 if cache is None else cache.get_seq_length()
+        unread = ids[None, held : ends[-1]]
+        logits = model(unread, past_key_values=cache, use_cache=cache is not None, logits_to_keep=kept).logits[0]
         return logits[torch.tensor(ends) - ends[0]]
     turns = (ids[None, begin:end] for begin, end in pairwise(ends))
     return torch.cat([decoder.prefill(ids[None, : ends[0]]), *map(decoder.extend, turns)])
 
 
-def _written(decoder: GraphDecoder | _Growing, ids: Tensor, count: int) -> Tensor:
-    """The ``count`` tokens that follow ids ``[L]``, greedily."""
-    tokens = [decoder.prefill(ids[None]).argmax(-1)]
-    while len(tokens) < count:
-        tokens.append(decoder.extend(tokens[-1][None]).argmax(-1))
+def _written(model: PreTrainedModel, ids: Tensor, count: int) -> Tensor:
+    """The ``count`` tokens that follow ids ``[L]`` in a stock model, greedily.
+
+    Condensed layers compute its dense attention, because their steps can be replayed.
+    """
+    with use(model, Dense()):
+        decoder = _decoder(model, len(ids) + count)
+        tokens = [decoder.prefill(ids[None]).argmax(-1)]
+        while len(tokens) < count:
+            tokens.append(decoder.extend(tokens[-1][None]).argmax(-1))
     return torch.cat(tokens)

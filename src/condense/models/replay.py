@@ -49,10 +49,15 @@ def replayable_cache(
     has_chunks = "chunked_attention" in (getattr(config, "layer_types", None) or ())
     if has_chunks and "block_sequence_ids" not in inspect.signature(create_chunked_causal_mask).parameters:
         return cache
-    static, ends = CacheOfOneCall(config, -(-length // _BLOCK) * _BLOCK), generation_config.eos_token_id
+    static, ends = CacheOfOneCall(config, static_length(length)), generation_config.eos_token_id
     static.ends = [] if ends is None else torch.as_tensor(ends).reshape(-1).tolist()
     compilable = model._valid_auto_compile_criteria({"past_key_values": static}, generation_config)
     return static if can_replay(model) and compilable else cache
+
+
+def static_length(length: int) -> int:
+    """The size of a static cache for so many tokens."""
+    return -(-length // _BLOCK) * _BLOCK
 
 
 def is_compiled(model: PreTrainedModel) -> bool:
