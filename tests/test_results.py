@@ -2,15 +2,19 @@
 
 import json
 import os
+import signal
 import stat
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
+from fresh import finish, start
 
 import condense
+from condense.files import sole_writer
 from condense.results import fingerprint, write_results
 
 FULL = OSError(28, "No space left on device"), r"No space left on device: '.*/r\.json'"
@@ -100,3 +104,23 @@ def test_any_changed_weight_changes_the_fingerprint(dtype, monkeypatch):
         weight.copy_(kept)
     assert fingerprint(model) == before
     assert fingerprint(torch.nn.Linear(40, 25).to(dtype)) != before
+
+
+def hold(output):
+    with sole_writer(output):
+        output.touch()
+        time.sleep(600)
+
+
+def test_one_process_at_a_time_writes_until_it_dies(tmp_path):
+    output = tmp_path / "output"
+    first = start(hold, output)
+    while not output.exists() and first.is_alive():
+        time.sleep(0.01)
+    with pytest.raises(ValueError, match=f"no other run writes, got {output}, .* choose another"), sole_writer(output):
+        pass
+    first.kill()
+    assert finish(first) == [-signal.SIGKILL]
+    with sole_writer(output), sole_writer(tmp_path / "another"):
+        pass
+    assert list(tmp_path.iterdir()) == [output]

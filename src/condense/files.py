@@ -1,4 +1,4 @@
-"""Writing a file or a folder so that it appears complete or not at all."""
+"""Writing a file or a folder so that it appears complete or not at all, and by one process at a time."""
 
 import errno
 import os
@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+from filelock import FileLock, Timeout
 
 
 @contextmanager
@@ -63,6 +65,30 @@ def whole_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
         _name(error, target)
         raise
+
+
+@contextmanager
+def sole_writer(output: Path) -> Iterator[None]:
+    """Keep other processes that ask here from writing ``output``, a file or folder, for the length of a ``with`` block.
+
+    The system locks a hidden file beside it, which is removed at the end. The lock of a process that dies ends with it.
+    Raises ValueError if another process has the lock.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    file = output.with_name(f".{output.name}.lock")
+    lock = FileLock(file)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(
+            f"output: wanted one that no other run writes, got {output}, which a running process writes: wait for it, "
+            "stop it, or choose another output"
+        ) from None
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)  # while it is locked, so that no other process's is removed
+        lock.release()
 
 
 def _name(error: BaseException, target: Path) -> None:

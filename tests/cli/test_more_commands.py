@@ -22,6 +22,7 @@ from condense.cli.progress import Lines
 from condense.config import REGISTRY, method_class
 from condense.demo import demo_prompt
 from condense.evaluate.compare import Prompt, chat_message, compare
+from condense.files import sole_writer
 from condense.models import condensed_layers
 from condense.train import PRESETS, RECIPES
 from condense.train.recipes import ADAPT_FIELDS
@@ -210,3 +211,6 @@ def test_a_copy_of_a_text_is_not_held_out(saved, tmp_path):
     once = run_here("calibrate", "--model", str(saved), *texts[:2], "--output", str(tmp_path / "a.json"))
     assert "text must have" in done.stderr
     assert done.stderr == once.stderr
+    with sole_writer(tmp_path / "a.json"):
+        done = run_here("calibrate", "--model", str(saved), *texts, "--output", str(tmp_path / "a.json"))
+    assert f"output: wanted one that no other run writes, got {tmp_path / 'a.json'}" in done.stderr

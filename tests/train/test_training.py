@@ -17,6 +17,7 @@ from train.runs import METHOD, adaptation, interrupted_at, logged, refused
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import condense
+from condense.files import sole_writer
 from condense.models import condensed_layers
 from condense.models.inspect import inspect
 from condense.results import plain
@@ -130,6 +131,8 @@ def test_the_recipe_of_the_bundled_model_is_the_one_that_made_it(tmp_path):
 def test_the_recipe_leaves_one_finished_folder(config):
     assert run_training(config, until="dense") != config.output
     assert not config.output.exists()
+    with sole_writer(config.output):
+        refused(f"output: wanted one that no other run writes, got {config.output}", config, resume=True)
     output = run_training(config, resume=True)
     assert sorted(path.name for path in output.parent.iterdir()) == ["model"]
     assert not [path for path in output.iterdir() if path.suffix in (".bin", ".pt", ".pth")]

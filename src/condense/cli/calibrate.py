@@ -60,6 +60,7 @@ def calibrate_command(
     """Find the cheapest method for every layer that keeps the model's quality on a text, and write it down."""
     from condense.calibration import CalibrationConfig, calibrate
     from condense.demo import demo_text
+    from condense.files import sole_writer
     from condense.methods import Method
 
     options.check_targets(output=output, plot=plot, overwrite=overwrite)
@@ -81,21 +82,22 @@ def calibrate_command(
     )
     # a text counts once, also if two files hold it: of copies, one could be measured and the other held out
     contents = list(dict.fromkeys(map(options.read_text, dict.fromkeys(text or ())))) or [demo_text().text]
-    loaded, tokenizer, _ = options.load_model(model, dtype, device, device_map, trust_remote_code)
-    options.warn_of_length(loaded, config.length)
-    with options.progress() as bar:
-        task = bar.add_task("measuring", total=None)
+    with sole_writer(output):
+        loaded, tokenizer, _ = options.load_model(model, dtype, device, device_map, trust_remote_code)
+        options.warn_of_length(loaded, config.length)
+        with options.progress() as bar:
+            task = bar.add_task("measuring", total=None)
 
-        def on_estimate(forwards: int) -> None:
-            said = f"about {forwards:,} forwards of {config.length:,} tokens. {kept} keeps what is measured"
-            bar.console.print(said, soft_wrap=True)
-            bar.update(task, total=forwards)
+            def on_estimate(forwards: int) -> None:
+                said = f"about {forwards:,} forwards of {config.length:,} tokens. {kept} keeps what is measured"
+                bar.console.print(said, soft_wrap=True)
+                bar.update(task, total=forwards)
 
-        on_forward = partial(bar.advance, task)
-        result = calibrate(
-            loaded, tokenizer, contents, config, measured=kept, on_estimate=on_estimate, on_forward=on_forward
-        )
-    result.save(output, device=loaded.device, overwrite=overwrite)
+            on_forward = partial(bar.advance, task)
+            result = calibrate(
+                loaded, tokenizer, contents, config, measured=kept, on_estimate=on_estimate, on_forward=on_forward
+            )
+        result.save(output, device=loaded.device, overwrite=overwrite)
     _print(result)
     if plot is not None:
         _plot(result, plot)

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.integrations import TensorBoardCallback, is_tensorboard_available
 from transformers.trainer_utils import set_seed
 
-from condense.files import whole_folder
+from condense.files import sole_writer, whole_folder
 from condense.methods import check_trainable, settings_of
 from condense.models import attention_layers, chosen_methods, condensed_layers, restore, use
 from condense.models.adapted import ADAPTED
@@ -89,10 +89,16 @@ def run_training(config: TrainConfig, *, resume: bool = False, until: str | None
     resume: go on with what an interrupted run of the same configuration left in ``config.work``.
     until: stop after the phase of this name; a later call with ``resume`` goes on.
     Returns the folder of the finished model: ``config.output``, or a phase's model if ``until`` stopped it.
-    Raises ValueError for an output that exists; for unfinished work without ``resume``, or of another run; for bad data
-    and no such phase; for a model that is too short for a phase, and a method that cannot condense it or be trained.
+    Raises ValueError for an output that exists, or that another process writes; for unfinished work without ``resume``,
+    or of another run; for bad data and no such phase; for a model that is too short for a phase, and a method that
+    cannot condense it or be trained.
     """
     processes = PartialState(cpu=not torch.accelerator.is_available())
+    with sole_writer(config.output) if processes.is_main_process else contextlib.nullcontext():
+        return _run(config, processes, resume, until)
+
+
+def _run(config: TrainConfig, processes: PartialState, resume: bool, until: str | None) -> Path:
     if processes.is_main_process:
         if resume and config.output.exists():
             # the output gets its name once it is whole, and then the work is removed
