@@ -11,6 +11,7 @@ from torch import Tensor
 from condense.caches.store import Store, finish_writes, with_pinned_store
 from condense.methods import FirstEntries, Method
 from condense.ops.tensors.per_row import PerRow, as_rows, max_row, min_row
+from condense.ops.tensors.right_aligned import newest
 from condense.ops.tensors.ring import newest_columns, store_newest
 from condense.state import LayerState, num_entries
 
@@ -63,16 +64,17 @@ class Buffered:
         return LayerState(held, window_k, window_v, queries, sums, seen, first, fine)
 
     def _write_state(self, before: LayerState | None, state: LayerState) -> None:
-        """Copy in ``state``, where the buffers hold the state ``before`` (None: nothing); of entries, only new ones."""
+        """Copy in ``state``, of which the buffers hold ``before`` (None: nothing) already."""
         buffers, rows = self.buffers, self.buffers.seen.shape[0]
+        new = max_row(state.seen if before is None else state.seen - before.seen)
         first = 0 if before is None else min_row(num_entries(self.method, before.seen, before.first.num))
         last = max_row(num_entries(self.method, state.seen, state.first.num))
         if last > first:  # before the first group is pooled, a state has no tensors of the method's own
             for (buffer, n), made in zip(self._entries(), state.entries, strict=True):
                 self.store.write(buffer, n * first, made[:, :, n * first : n * last])
-        store_newest(buffers.ring_k, state.window_k, state.seen)
-        store_newest(buffers.ring_v, state.window_v, state.seen)
-        store_newest(buffers.ring_q, state.mean_q, state.seen)
+        rings = (buffers.ring_k, state.window_k), (buffers.ring_v, state.window_v), (buffers.ring_q, state.mean_q)
+        for ring, columns in rings:
+            store_newest(ring, newest(columns, min(new, columns.shape[2])), state.seen)
         if self.store.settings.sees_rest:
             store_newest(buffers.sums, state.sums, state.seen // self.store.settings.rule.chunk + 1)
         for ring, kept in zip((buffers.fine_k, buffers.fine_v), state.fine, strict=False):

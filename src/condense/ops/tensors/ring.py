@@ -6,7 +6,8 @@ Shapes: B rows, K KV heads, W slots, N columns, D width.
 import torch
 from torch import Tensor
 
-from condense.ops.tensors.per_row import PerRow, as_rows
+from condense.ops.tensors.per_row import PerRow
+from condense.ops.tensors.right_aligned import newest
 
 
 def read_columns(ring: Tensor, start: Tensor, count: int) -> Tensor:
@@ -21,18 +22,32 @@ def write_columns(ring: Tensor, start: Tensor, new: Tensor, chosen: Tensor) -> N
 
 
 def newest_columns(ring: Tensor, seen: PerRow, limit: int) -> Tensor:
-    """The newest ``limit`` columns (at most W) of a ring ``[B, K, W, D]``, in order of position, right-aligned."""
+    """A copy of the newest ``limit`` columns (at most W) of a ring ``[B, K, W, D]``, by position, right-aligned."""
     n = min(limit, ring.shape[2])
-    return ring[:, :, :0] if n == 0 else read_columns(ring, as_rows(seen, ring.shape[0]) - n, n)
+    if n == 0:
+        return ring[:, :, :0]
+    return read_columns(ring, seen - n, n) if isinstance(seen, Tensor) else torch.cat(_parts(ring, seen, n), 2)
 
 
 def store_newest(ring: Tensor, columns: Tensor, seen: PerRow) -> None:
     """Store the last W of ``columns`` ``[B, K, N, D]``, whose last one is position ``seen - 1``, in a ring."""
     n = min(ring.shape[2], columns.shape[2])
-    if n > 0:
-        # columns before a row's first token get negative positions, whose slots no token of the row uses yet
-        slots, newest = _slots(ring, as_rows(seen, ring.shape[0]) - n, n), columns[:, :, -n:]
-        ring.scatter_(2, slots.expand_as(newest), newest)
+    if n == 0:
+        return
+    new = newest(columns, n)
+    # columns before a row's first token get negative positions, whose slots no token of the row uses yet
+    if isinstance(seen, Tensor):
+        ring.scatter_(2, _slots(ring, seen - n, n).expand_as(new), new)
+        return
+    for part in _parts(ring, seen, n):
+        part.copy_(new[:, :, : part.shape[2]])
+        new = new[:, :, part.shape[2] :]
+
+
+def _parts(ring: Tensor, seen: int, n: int) -> list[Tensor]:
+    """The newest n columns, of which all rows have ``seen``: up to the ring's end, and from its beginning."""
+    start = (seen - n) % ring.shape[2]
+    return [ring[:, :, start : start + n], ring[:, :, : max(0, start + n - ring.shape[2])]]
 
 
 def _slots(ring: Tensor, start: Tensor, count: int) -> Tensor:
