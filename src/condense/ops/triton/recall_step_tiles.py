@@ -49,18 +49,6 @@ _PIECES = GroupTiles(128, 8, 4, 2, 128)
 _LATENT_WORDS = GroupTiles(64, 8, 2, 1)
 
 
-class _Table(NamedTuple):
-    """Tiles of the kernels that score and attend, the most query heads of these, and what `StepTiles` says of a step that
-    is early, and of its weight with a store in host memory.
-    """
-
-    score: GroupTiles
-    attend: GroupTiles
-    heads: int
-    early: bool
-    weight: int
-
-
 class StepTiles(NamedTuple):
     """Tiles of the kernels that score and attend, and their query heads.
 
@@ -89,23 +77,25 @@ class Splits(NamedTuple):
     own: int
 
 
-def _table(device: torch.device, dtype: torch.dtype, width: int, heads: int, bits: int) -> _Table:
-    """Tiles by dtype, the wider of keys and values, the KV heads of all rows, and the bits of the store."""
+def _table(device: torch.device, dtype: torch.dtype, width: int, heads: int, bits: int) -> StepTiles:
+    """Tiles by dtype, the wider of keys and values, the KV heads of all rows, and the bits of the store, with the most
+    query heads that they may have.
+    """
     if device.type != "cuda":  # the interpreter
-        return _Table(GroupTiles(16, 4, 1, 1), GroupTiles(16, 4, 1, 1), 16, False, 2)
+        return StepTiles(GroupTiles(16, 4, 1, 1), 16, GroupTiles(16, 4, 1, 1), 16, False, False, 2)
     early, many = is_early(device), heads >= _MANY_HEADS
     if width > 256:  # latents
         rows = 16 if dtype == torch.float32 else 32
-        return _Table(GroupTiles(128, 8, 2, 1), GroupTiles(rows, 8, 2, 1), 16, early, 0)
+        return StepTiles(GroupTiles(128, 8, 2, 1), 16, GroupTiles(rows, 8, 2, 1), 16, False, early, 0)
     if dtype == torch.float32 or width > 128:
-        return _Table(GroupTiles(256, 4, 3, 2), GroupTiles(32, 4, 2, 2), 64, early, 0)
+        return StepTiles(GroupTiles(256, 4, 3, 2), 64, GroupTiles(32, 4, 2, 2), 64, False, early, 0)
     if bits == 4 and dtype == torch.bfloat16:
         # a warp that has a tile of its own does not wait for others
         attend = GroupTiles(16, 1, 2, 16, 128)
     else:
         # with many heads, shorter programs share a multiprocessor evenly; few are done sooner by programs of more warps
         attend = GroupTiles(32, 2, 2, 8) if many else GroupTiles(64, 4, 3, 3)
-    return _Table(GroupTiles(256, 4, 4, 8 if many else 4), attend, 64, early, 5)
+    return StepTiles(GroupTiles(256, 4, 4, 8 if many else 4), 64, attend, 64, False, early, 5)
 
 
 def num_splits(device: torch.device, programs: int, tiles: int, waves: int) -> tuple[int, int, int]:
@@ -147,7 +137,7 @@ def tiles_of(
     """The tiles of a step. heads: B, H, K; widths: D, Dv, latent; slots: of the store."""
     (B, H, K), (D, Dv, latent), g = heads, widths, form.g
     R, lane_heads = H // K, lanes.HEADS.value
-    score, attend, most, early, weight = _table(device, dtype, max(D, Dv), B * K, form.bits)
+    score, most, attend, _, _, early, weight = _table(device, dtype, max(D, Dv), B * K, form.bits)
     is_hopper, few_heads = early and gpu_of(device).capability[0] == 9, cdiv(R, lane_heads) <= 2
     score_heads = attend_heads = min(most, max(8, power_of_2(R)))
     fits = latent_groups.fits(is_hopper, form.bits, g, (D, latent), dtype, softcap)
