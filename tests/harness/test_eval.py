@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 import condense
 from condense.evaluate.harness import OWN_FOLDER
 from condense.evaluate.harness.tasks import load_tasks
+from condense.files import sole_writer
 
 METHOD = "cca:group_size=4,window=16"
 TASKS = ("--task", "multikey_retrieval", "--task", "text_loss", "--length", "512", "--limit", "3")
@@ -124,6 +125,8 @@ def test_an_interrupted_run_goes_on_and_scores_the_same(base, command, tmp_path,
     refused("go on with --resume and a smaller --batch-size", command, *arguments, "--output", output)
     assert command(*arguments, "--output", output, "--resume")[0] == 130
     assert not (output / "metrics.json").exists()
+    with sole_writer(output):
+        refused("a running process writes", command, *arguments, "--output", output, "--resume")
     swapped = (*TASKS, "--model", base, "--method", METHOD, "--method", "dense")
     for words, message in (
         (arguments, "--resume"),

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from condense.evaluate.compare import attention_of
 from condense.evaluate.harness.tasks import load_tasks
-from condense.files import whole_file
+from condense.files import sole_writer, whole_file
 from condense.models import MethodChoice, in_eval_mode, methods_of
 from condense.models.stock import reads_otherwise
 from condense.results import fingerprint, plain, provenance, write_results
@@ -79,8 +79,8 @@ def evaluate(
     model: a causal LM with stock attention, which it has afterwards too. methods: method by the name that its results
     get. output: a new folder, or with ``resume`` that of the same run, whose missing answers alone are computed.
     Raises ValueError as `load_tasks`, for a tokenizer without a chat template if one is wanted, for a method that the
-    model cannot take, for a folder that exists or belongs to another run, and for a batch of methods that read a prompt
-    at once; torch.OutOfMemoryError if a batch does not fit.
+    model cannot take, for a folder that exists, belongs to another run or is written by one, and for a batch of methods
+    that read a prompt at once; torch.OutOfMemoryError if a batch does not fit.
     """
     if settings.chat and tokenizer.chat_template is None:
         raise ValueError(
@@ -98,10 +98,10 @@ def evaluate(
     metadata |= {"data": str(folder)} if folder else {}
     metadata["trust_remote_code"] = settings.trust_remote_code
     manager, tasks = load_tasks(settings.tasks, metadata, data=folder, run_generated_code=settings.run_generated_code)
-    _open(output, source, resume=resume)
     scores: list[Score] = []
     lines: list[dict[str, Any]] = []
-    with in_eval_mode(model):
+    with sole_writer(output), in_eval_mode(model):
+        _open(output, source, resume=resume)
         for number, (label, choice) in enumerate(methods.items()):
             on_method(label)
             with attention_of(model, choice):
@@ -109,9 +109,9 @@ def evaluate(
                 results = _run(model, tokenizer, tasks, manager, settings, batch_size, responses)
             scores.extend(_scores(label, results))
             lines.extend(_line(label, task, each) for task, found in results["samples"].items() for each in found)
-    with whole_file(output / "predictions.jsonl", overwrite=True) as file:
-        file.writelines(json.dumps(plain(line), ensure_ascii=False).encode() + b"\n" for line in lines)
-    write_results(output / "metrics.json", {"run": source, "scores": scores}, device=model.device)
+        with whole_file(output / "predictions.jsonl", overwrite=True) as file:
+            file.writelines(json.dumps(plain(line), ensure_ascii=False).encode() + b"\n" for line in lines)
+        write_results(output / "metrics.json", {"run": source, "scores": scores}, device=model.device)
     return scores
 
 
