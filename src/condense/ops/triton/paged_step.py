@@ -81,7 +81,7 @@ def attend(
             splits = split_scratch(q, launch.num_splits, out.shape[2])
             # keys and values are in pages by now
             _start(launch.step, (q, q, q), state, pages, splits)
-            _join(launch.join, splits, out, seen, state, None)
+            _join(launch.join, splits, out, seen, state)
             return
         assert before is not None
         rows = cdiv(R, cdiv(R, rows_at_once(state.entries)))
@@ -117,7 +117,7 @@ def _attend_to_open(
         choose, chosen = _of_all_heads(choose, chosen, before, state.most_groups(settings.rule.chunk), state.ranks)
     CHOOSE.start(choose, chosen, (0 if slots is None else len(slots.held),))
     ATTEND.start(plan.attend, attended, of_q)
-    _join(plan.join, (scratch.part, scratch.lse), out, seen, state, turn)
+    _join(plan.join, (scratch.part, scratch.lse), out, seen, state)
 
 
 def _of_all_heads(
@@ -143,18 +143,13 @@ def _of_all_heads(
 
 
 def _join(
-    join: tuple[Any, ...] | None,
-    splits: tuple[Tensor, Tensor],
-    out: Tensor,
-    seen: Tensor,
-    state: PagedState,
-    turn: Tensor | None,
+    join: tuple[Any, ...] | None, splits: tuple[Tensor, Tensor], out: Tensor, seen: Tensor, state: PagedState
 ) -> None:
-    """Write outputs from those of all splits. turn: the rotation."""
+    """Write outputs from those of all splits."""
     assert join is not None
     grid, numbers, (*sizes, _, early, _), options = join
     join = grid, numbers, (*sizes, True, early, out.stride()[:2]), options
-    JOIN.start(join, (*splits, out, None, seen, state.extras.sink_logits, None, turn), (0, seen.stride(0)))
+    JOIN.start(join, (*splits, out, None, seen, state.extras.sink_logits, None, None), (0, seen.stride(0)))
 
 
 def _start(

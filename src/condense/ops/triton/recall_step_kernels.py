@@ -362,6 +362,7 @@ def recall_attend_kernel(
     if BM > 0:
         S -= 1
         if split == S:
+            # apart, the kernel before this one was the first that waited for those whose results are read here
             if not APART:
                 after_the_last(EARLY)
             scores, of_head = ((head if FAR is None else kvh) * R + r) * s_centre + this.start, head * R * splits
