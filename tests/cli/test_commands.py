@@ -138,7 +138,7 @@ def saved(tmp_path_factory):
     return saved_with_tokenizer(model, tmp_path_factory.mktemp("model") / "a tiny one")
 
 
-def test_compare_finds_the_number_dense_and_condensed(story, tmp_path):
+def test_compare_finds_the_number_dense_and_condensed(story, tmp_path, monkeypatch):
     results, picture = tmp_path / "out.json", tmp_path / "out.png"
     question = "Question: What is the number of the quiet bridge?\nAnswer:"
     pooled = "cca:window=256,summary=streaming,key_pooling=select,rep_bias=log_size"
@@ -155,6 +155,11 @@ def test_compare_finds_the_number_dense_and_condensed(story, tmp_path):
     kept = results.read_bytes()
     refused(str(results), "compare", "--text", str(story), "--json", str(results))
     assert results.read_bytes() == kept
+    # nor is what was measured lost where it cannot be shown
+    monkeypatch.setattr("condense.cli.compare._print", Mock(side_effect=BrokenPipeError))
+    few = "--method", "dense", "--max-new-tokens", "1", "--json", str(tmp_path / "few.json")
+    assert run_here("compare", "--text", str(story), *few).returncode == 2
+    assert json.loads((tmp_path / "few.json").read_text())["results"]["max_new_tokens"] == 1
 
 
 def test_default_settings_that_the_model_was_not_adapted_to_are_named(saved, story):

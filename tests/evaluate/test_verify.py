@@ -129,8 +129,13 @@ def test_the_command_writes_a_file_and_a_page_that_are_read_again(results, monke
     done = run_here("verify", str(file), str(other))
     assert done.returncode == 1
     assert "another: few fails" in done.stdout
-    monkeypatch.setattr("condense.results.write_results", Mock(side_effect=OSError("No space left on device")))
-    done = run_here("verify", "--length", "320", "--json", str(tmp_path / "c.json"))
+    full = Mock(side_effect=OSError("No space left on device"))
+    with monkeypatch.context() as patch:
+        patch.setattr("condense.cli.verify._print", full)
+        assert run_here("verify", "--length", "320", "--json", str(tmp_path / "c.json")).returncode == 2
+    ran("verify", str(tmp_path / "c.json"))
+    monkeypatch.setattr("condense.results.write_results", full)
+    done = run_here("verify", "--length", "320", "--json", str(tmp_path / "d.json"))
     assert done.returncode == 2
     assert "Cheapest that passes: good." in done.stdout
 

@@ -61,7 +61,6 @@ def compare_command(
     options.warn_of_defaults(loaded, methods, saved)
     options.warn_of_length(loaded, outcomes[0].text_tokens)
     dtype_name = str(loaded.dtype).removeprefix("torch.")
-    _print(prompt, outcomes, dtype_name, on_cpu=loaded.device.type == "cpu")
     content = {
         "model": model or "bundled",
         "dtype": dtype_name,
@@ -71,10 +70,13 @@ def compare_command(
         "max_new_tokens": max_new_tokens,
         "outcomes": outcomes,
     }
-    if json is not None:
-        write_results(json, content, device=loaded.device, overwrite=overwrite)
-    if plot is not None:
-        plot_comparison(outcomes, plot)
+    try:
+        _print(prompt, outcomes, dtype_name, on_cpu=loaded.device.type == "cpu")
+    finally:  # also where they cannot be shown, as in a pipe that was closed
+        if json is not None:
+            write_results(json, content, device=loaded.device, overwrite=overwrite)
+        if plot is not None:
+            plot_comparison(outcomes, plot)
 
 
 def _print(prompt: Prompt, outcomes: Sequence[Outcome], dtype: str, *, on_cpu: bool) -> None:

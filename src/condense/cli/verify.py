@@ -70,12 +70,14 @@ def verify_command(
         lengths = tuple(options.parse_tokens("length", size) for size in sizes)
         numbers = {"texts": texts, "questions": questions, "greedy": greedy, "seed": seed}
         contents = [_measured(loaded, tokenizer, name, text or [], chosen, lengths=lengths, **numbers)]
-    _print(contents)  # before files are written, which may fail on a full disk
-    if json is not None:
-        write_results(json, contents[0], seed=seed, device=loaded.device, overwrite=overwrite)
-    if page is not None:
-        with whole_file(page, overwrite=overwrite) as file:
-            file.write(page_of(contents).encode())
+    try:
+        _print(contents)  # before files are written, which may fail on a full disk
+    finally:  # also where they cannot be shown, as in a pipe that was closed
+        if json is not None:
+            write_results(json, contents[0], seed=seed, device=loaded.device, overwrite=overwrite)
+        if page is not None:
+            with whole_file(page, overwrite=overwrite) as file:
+                file.write(page_of(contents).encode())
     if any(content["verdict"]["cheapest"] is None for content in contents):
         raise typer.Exit(1)
 
