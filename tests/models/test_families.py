@@ -2,6 +2,7 @@
 
 import pickle
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,10 @@ def test_exact(name):
     torch.testing.assert_close(steps[0], rows[0], **ROUNDED)
     torch.testing.assert_close(steps[1, NUM_PADS:], rows[1], **ROUNDED)
     torch.testing.assert_close(tiny.logits(model, ids), stock, rtol=0, atol=0)
+    # positions end where there is a table of them, and the table is known
+    most = families.max_learned_positions(model.config.get_text_config(decoder=True))
+    with nullcontext() if most is None else pytest.raises(IndexError):
+        tiny.logits(model, ids[:, :1], position_ids=torch.full((2, 1), most or small.SIZES["n_positions"]))
 
 
 @pytest.mark.parametrize("name", [name for name in small.TYPES if STATED.get(name) != EXACT])

@@ -23,7 +23,8 @@ _HAS_ENCODER, _INDEXER, _SHARED_KEYS = (REFUSED[family] for family in ("whisper"
 _BLOCKS = "its mask lets the tokens of a picture see each other"
 # classes that `condense.register` accepted
 REGISTERED: set[type[nn.Module]] = set()
-_LEARNED_POSITIONS = ("biogpt", "gpt2", "gpt_bigcode", "opt")
+# models with an embedding for each position; CTRL's is a table of sines and ends as learned ones do
+_LEARNED_POSITIONS = ("biogpt", "ctrl", "gpt2", "gpt_bigcode", "opt")
 # experts that run all at once, on every token; transformers calls them "eager" too, their only implementation
 _EXPERTS_AT_ONCE = ("Llama4TextExperts",)
 
