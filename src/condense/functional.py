@@ -115,7 +115,7 @@ def _fine_entries(rings: tuple[Tensor, ...], new: tuple[Tensor, ...], due: Chunk
     if not isinstance(missing, Tensor):
         return joined
     # rows with fewer new ones end earlier
-    column = (torch.arange(joined[0].shape[2])[None] - missing[:, None]).clamp(min=0)
+    column = (torch.arange(joined[0].shape[2], device="cpu")[None] - missing[:, None]).clamp(min=0)
     at = column.to(joined[0].device, non_blocking=True)[:, None, :, None]
     return tuple(x.take_along_dim(at, 2) for x in joined)
 
@@ -147,9 +147,9 @@ def _sums(before: Tensor, v: Tensor, whole: ChunkRange, method: Method) -> tuple
         before = v.new_zeros(*v.shape[:2], 1, v.shape[3], dtype=torch.float64)
     new = running_sums(before[:, :, -1:], groups)
     sums, kept = torch.cat([before[:, :, :-1], new], dim=2), min(kept_sums(g), before.shape[2] + num)
-    column = before.shape[2] - kept + broadcast_rows(last - first, 2) + torch.arange(kept)[None]
+    column = before.shape[2] - kept + broadcast_rows(last - first, 2) + torch.arange(kept, device="cpu")[None]
     newest = sums.take_along_dim(column.clamp(min=0).to(v.device, non_blocking=True)[:, None, :, None], 2)
-    tokens = (broadcast_rows(first, 2) + torch.arange(num + 1)[None]) * g
+    tokens = (broadcast_rows(first, 2) + torch.arange(num + 1, device="cpu")[None]) * g
     tokens = tokens.clamp(min=1).to(v.device, non_blocking=True)[:, None, :, None]
     return newest, GroupMeans((new / tokens).to(torch.promote_types(v.dtype, torch.float32)), first)
 
@@ -209,7 +209,7 @@ def _newest_queries(num_summary: int, tail: Tensor, q: Tensor, padding: PerRow, 
     # padding in these n columns: rows with fewer than n real tokens have some
     padding = at_least(padding - (L - n), 0)
     if isinstance(padding, Tensor) or padding > 0:
-        pad = torch.arange(n) < as_rows(padding, B)[:, None]
+        pad = torch.arange(n, device="cpu") < as_rows(padding, B)[:, None]
         new = new.masked_fill(pad.to(new.device)[:, None, :, None], 0)
     else:
         tail = newest(tail, count - n)

@@ -56,7 +56,7 @@ class ForwardPlan:
         self.num_tokens = num_tokens
         self.counts = counts
         lengths = [n for n in documents or () if n]
-        self.documents = torch.tensor(lengths) if len(lengths) > 1 else None
+        self.documents = torch.tensor(lengths, device="cpu") if len(lengths) > 1 else None
         self.padding: PerRow = 0 if counts is None else int_if_equal(num_tokens - counts)
         # each with its key: the method, the device and the numbers of a layer's state
         self._readings: list[tuple[tuple[object, ...], Reading]] = []
@@ -70,7 +70,7 @@ class ForwardPlan:
         """x ``[B, K, L, D]`` with zeros in the padding."""
         if not isinstance(self.padding, Tensor) and self.padding == 0:
             return x
-        column = torch.arange(self.num_tokens)
+        column = torch.arange(self.num_tokens, device="cpu")
         pad = (column < as_rows(self.padding, x.shape[0])[:, None]).to(x.device)
         return x.masked_fill(pad[:, None, :, None], 0)
 
@@ -142,7 +142,7 @@ def _each_chunk(first: PerRow, step: int, num: int, device: torch.device) -> int
     first = int_if_equal(first)
     if not isinstance(first, Tensor):
         return first
-    return (first[:, None] + step * torch.arange(num)).clamp(min=0).to(device, non_blocking=True)
+    return (first[:, None] + step * torch.arange(num, device="cpu")).clamp(min=0).to(device, non_blocking=True)
 
 
 def _read_documents(layout: Layout, lengths: Tensor, device: torch.device) -> Reading:
@@ -154,8 +154,8 @@ def _read_documents(layout: Layout, lengths: Tensor, device: torch.device) -> Re
     num_tokens, starts = int(lengths.sum()), lengths.cumsum(0) - lengths
     per_document = rule.visible_entries(rule.closed(lengths)) // rule.entries
     num = int(per_document.sum())
-    document = torch.arange(len(lengths)).repeat_interleave(per_document)
-    numbers = torch.arange(num) - (per_document.cumsum(0) - per_document)[document]
+    document = torch.arange(len(lengths), device="cpu").repeat_interleave(per_document)
+    numbers = torch.arange(num, device="cpu") - (per_document.cumsum(0) - per_document)[document]
     columns = starts[document] + numbers * rule.chunk
     # with summary="prompt" a document's last queries weigh all of its chunks
     looks_ahead = layout.lookahead is not None

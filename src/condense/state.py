@@ -115,5 +115,5 @@ def most_entries(method: Method, tokens: int) -> int:
 
 @lru_cache(maxsize=64)  # once for all layers of a model
 def _most_after_prompts(method: Method, tokens: int) -> int:
-    prompts = torch.arange(tokens + 1)
+    prompts = torch.arange(tokens + 1, device="cpu")
     return max_row(num_entries(method, tokens - prompts, first_entries(method, prompts)))

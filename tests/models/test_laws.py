@@ -130,6 +130,16 @@ def test_static_and_growing_caches_give_the_tokens_of_none(model, mode):
     assert int(cache.get_seq_length()) == IDS.shape[1] + tiny.NEW - 1 == cache.get_max_length()
 
 
+@grid(16, "model", model=tiny.CASES | tiny.WHOLE, cache_implementation=["dynamic", "static"])
+def test_numbers_of_the_host_stay_there_whatever_the_default_device(model, cache_implementation):
+    """Some model cards call ``torch.set_default_device("cuda")``; on "meta" numbers would lose their values."""
+    packed = tiny.packed((20, 19), "positions")
+    want, separate = _generate(model, max_new_tokens=9), tiny.logits(model, IDS[:1], **packed)
+    with torch.device("meta"):
+        assert torch.equal(_generate(model, max_new_tokens=9, cache_implementation=cache_implementation), want)
+        assert torch.equal(tiny.logits(model, IDS[:1], **packed), separate)
+
+
 @grid(16, "model", model=tiny.CASES | tiny.WHOLE, beams=[1, 3], cache_implementation=["dynamic", "static"])
 def test_each_row_of_a_padded_batch_gets_its_own_tokens(model, beams, cache_implementation):
     if beams > 1 and _cannot_move_rows(model):

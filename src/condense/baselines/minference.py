@@ -121,8 +121,8 @@ class MInference(SparsePrefill):
         blocks = torch.empty(H, N, N, dtype=torch.bool, device=q.device)
         columns: dict[int, Tensor] = {}
         for text in dict.fromkeys(self.patterns):
-            heads = torch.tensor([h for h in range(H) if self.patterns[h % len(self.patterns)] == text])
-            heads = heads.to(q.device)
+            of_text = [h for h in range(H) if self.patterns[h % len(self.patterns)] == text]
+            heads = torch.tensor(of_text, device=q.device)
             keys = pattern_of(text).choose(q[:, heads], k[:, heads // (H // k.shape[1])], scale=scale)
             blocks[heads] = keys.blocks
             columns |= dict(zip(heads.tolist(), keys.columns, strict=True))

@@ -61,7 +61,7 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         self.max_cache_len = max_cache_len
         self.settings = step_settings(method)
         self.store = Store(self.settings)
-        self.num_slots = torch.zeros((), dtype=torch.int64)
+        self.num_slots = torch.zeros((), dtype=torch.int64, device="cpu")
         self.expected = self._first_expected = Expected.FIRST_ENTRIES if self.settings.has_first else Expected.ANY
         # slots seen, None: only ``num_slots``, on the device, has the count
         self._slots: int | None = 0

@@ -57,8 +57,8 @@ def _of_stretches(
 ) -> list[Sample]:
     """Samples of the stretches with these numbers."""
     size = config.length - len(bos)
-    own, far = _joined(corpus, stretches, size), torch.arange(config.length // 2, config.length)
-    samples = [Sample(torch.tensor([*bos, *part]), far) for part in own.tokens.reshape(-1, size).tolist()]
+    own, far = _joined(corpus, stretches, size), torch.arange(config.length // 2, config.length, device="cpu")
+    samples = [Sample(torch.tensor([*bos, *part], device="cpu"), far) for part in own.tokens.reshape(-1, size).tolist()]
     if config.hidden_numbers == 0:
         return samples
     words = load_words().held_out
@@ -77,7 +77,7 @@ def _of_stretches(
                 f"{config.hidden_numbers}, of which {len(sequence.keys)} do: hide fewer, or give a greater length"
             )
         ends = np.cumsum([stop - start for start, stop in sequence.answers]).tolist()
-        compared = torch.cat([torch.arange(start, stop) for start, stop in sequence.answers])
+        compared = torch.cat([torch.arange(start, stop, device="cpu") for start, stop in sequence.answers])
         answers = tuple(zip([0, *ends], ends, strict=False))
         samples.append(Sample(torch.from_numpy(sequence.input_ids), compared, answers))
     return samples

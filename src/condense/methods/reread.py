@@ -64,7 +64,7 @@ class Reread(PromptMethod):
         ``N * num_kept`` places of all layers are filled. Ties go to the lower layer and the earlier token.
         """
         device, L = scores[0].device, scores[0].shape[2]
-        column, ends = torch.arange(L), tokens[:, None]
+        column, ends = torch.arange(L, device="cpu"), tokens[:, None]
         always = ((column < self.sink) | (column >= ends - self.window))[:, None]
         padding = (column >= ends)[:, None]
         ranked = [

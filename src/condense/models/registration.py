@@ -73,8 +73,8 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 def _prove(base: PreTrainedModel, layers: list[int]) -> None:
     """Raise ValueError, with the reason as a clause, unless all checks of `register` pass for these layers."""
     embeddings = base.get_input_embeddings()
-    ids = torch.randint(embeddings.num_embeddings, (2, _LENGTH), generator=torch.Generator().manual_seed(0))
-    ids = ids.to(base.device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    ids = torch.randint(embeddings.num_embeddings, (2, _LENGTH), generator=generator, device="cpu").to(base.device)
     mask = torch.ones_like(ids)
     mask[1, :_PADS] = 0
     stock = _whole(base, ids)

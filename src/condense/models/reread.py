@@ -62,9 +62,9 @@ class Piece(DynamicCache):
         super().__init__(config=config)
         self.held, self._scores = held, scores
         sink = min(method.sink, start)
-        self._columns = torch.tensor([*range(sink), *range(start, stop)])
+        self._columns = torch.tensor([*range(sink), *range(start, stop)], device="cpu")
         real = (tokens - start).clamp(0, stop - start)
-        self._seen, self._padding = sink + real, torch.arange(stop - start) >= real[:, None]
+        self._seen, self._padding = sink + real, torch.arange(stop - start, device="cpu") >= real[:, None]
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attention ``[B, H, c, Dv]`` over the piece where it stands in the prompt, the sinks and the piece so far.
@@ -133,7 +133,7 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
             stop = min(length, start + method.piece)
             rows, slots = torch.arange(len(order), device=order.device)[:, None], order[:, start:stop]
             repeated = {name: x[rows, slots] for name, x in inputs.items()}
-            positions = (behind[:, None] + torch.arange(stop - start)).to(order.device)
+            positions = (behind[:, None] + torch.arange(stop - start, device="cpu")).to(order.device)
             piece = Piece(config, method, held, scores, tokens, start, stop)
             decoder.forward(**repeated, position_ids=positions, past_key_values=piece, use_cache=True)
     kept, counts = method.chosen([*scores.values()], tokens)

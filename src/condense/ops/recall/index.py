@@ -94,11 +94,11 @@ def rotation(D: int, device: torch.device, dtype: torch.dtype = torch.float32) -
 @functools.cache
 def _rotation(D: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     P = block_width(D)
-    block = torch.ones(1, 1)
+    block = torch.ones(1, 1, device="cpu")
     while len(block) < P:
         block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
     drawn = random.Random(0)  # the same numbers in all versions of Python
-    signs = torch.tensor([1.0 if drawn.random() < 0.5 else -1.0 for _ in range(D)])
+    signs = torch.tensor([1.0 if drawn.random() < 0.5 else -1.0 for _ in range(D)], device="cpu")
     return (signs[:, None] * torch.block_diag(*[block] * (D // P))).to(device, dtype)
 
 

@@ -53,7 +53,7 @@ def _columns(x: Tensor, start: PerRow, count: int) -> Tensor:
     """Columns ``[start, start + count)`` of x ``[B, K, n, Dv]``; where there is none, the first or the last."""
     if not isinstance(start, Tensor) and 0 <= start <= x.shape[2] - count:
         return x[:, :, start : start + count]
-    column = broadcast_rows(start, 2) + torch.arange(count)[None]
+    column = broadcast_rows(start, 2) + torch.arange(count, device="cpu")[None]
     column = column.clamp(min=0, max=x.shape[2] - 1).to(x.device, non_blocking=True)
     return x.take_along_dim(column[:, None, :, None], 2)
 

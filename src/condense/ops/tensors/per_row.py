@@ -36,7 +36,7 @@ def at_most(x: IntT, bound: int) -> IntT:
 def larger(x: PerRow, y: PerRow) -> PerRow:
     """The larger of two numbers for every row."""
     if isinstance(x, Tensor) or isinstance(y, Tensor):
-        return torch.maximum(torch.as_tensor(x), torch.as_tensor(y))
+        return torch.maximum(torch.as_tensor(x, device="cpu"), torch.as_tensor(y, device="cpu"))
     return max(x, y)
 
 
@@ -52,7 +52,7 @@ def max_row(x: PerRow) -> int:
 
 def map_rows(function: Callable[[int], int], x: PerRow) -> PerRow:
     """``function`` applied to every row's number."""
-    return torch.tensor([function(n) for n in x.tolist()]) if isinstance(x, Tensor) else function(x)
+    return torch.tensor([function(n) for n in x.tolist()], device="cpu") if isinstance(x, Tensor) else function(x)
 
 
 def comparable(x: PerRow) -> int | tuple[int, ...]:
@@ -70,4 +70,4 @@ def broadcast_rows(x: PerRow, ndim: int, device: torch.device | None = None) -> 
 
 def as_rows(x: PerRow, num_rows: int) -> Tensor:
     """The number of every row, int64 CPU ``[B]``."""
-    return x if isinstance(x, Tensor) else torch.full((num_rows,), x, dtype=torch.int64)
+    return x if isinstance(x, Tensor) else torch.full((num_rows,), x, dtype=torch.int64, device="cpu")

@@ -18,10 +18,10 @@ def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     nbytes = math.prod(shape) * dtype.itemsize
     try:
         if nbytes <= _SMALL:
-            zeros, address = torch.zeros(shape, dtype=dtype, pin_memory=True), None
+            zeros, address = torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=True), None
         else:
             # zeros by all threads, and then pinned: three times as fast as memory that was never touched
-            zeros = torch.empty(shape, dtype=dtype).zero_()
+            zeros = torch.empty(shape, dtype=dtype, device="cpu").zero_()
             address = zeros.data_ptr()
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
     except RuntimeError as error:

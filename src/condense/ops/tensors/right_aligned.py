@@ -35,7 +35,7 @@ def append_window(old: Tensor, new: Tensor, pads: PerRow) -> Tensor:
     if not isinstance(pads, Tensor) and pads == 0:
         return joined
     # the padding of the new columns stands in the middle of `joined`: shift the old columns right, over it
-    column, pads = torch.arange(joined.shape[2])[None], broadcast_rows(pads, 2)
+    column, pads = torch.arange(joined.shape[2], device="cpu")[None], broadcast_rows(pads, 2)
     source = torch.where(column >= old.shape[2] + pads, column, (column - pads).clamp(min=0))
     return joined.gather(2, source.to(new.device, non_blocking=True)[:, None, :, None].expand_as(joined))
 
@@ -46,7 +46,9 @@ def append_entries(old: Tensor, new: Tensor, start: PerRow, stop: PerRow) -> Ten
     if not isinstance(start, Tensor):
         return new if start == 0 else torch.cat([old[:, :, :start], new], dim=2)
     wide = F.pad(old, (0, 0, 0, max_row(start) + new.shape[2] - old.shape[2]))
-    index = (start[:, None] + torch.arange(new.shape[2])).to(new.device, non_blocking=True)[:, None, :, None]
+    index = (start[:, None] + torch.arange(new.shape[2], device="cpu")).to(new.device, non_blocking=True)[
+        :, None, :, None
+    ]
     return wide.scatter(2, index.expand_as(new), new)[:, :, : max_row(stop)]
 
 

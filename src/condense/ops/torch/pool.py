@@ -65,7 +65,7 @@ def _ragged(q: Tensor, tail: Tensor, spans: SummarySpans) -> Tensor:
     lo = min(L, max(0, int((first + start - before).min())))
     known = torch.cat([tail, head_mean(q[:, :, lo:], K)], dim=2)
     total = known.new_zeros(B, K, spans.num, D, dtype=wide)
-    begin = start + spans.stride * torch.arange(spans.num)
+    begin = start + spans.stride * torch.arange(spans.num, device="cpu")
     for s in range(spans.size):
         position = begin + s
         inside = (position >= 0) & (position >= before - Q) & (position < after)
