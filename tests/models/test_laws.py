@@ -1,5 +1,6 @@
 """Every way of reading a text is the same function, for every architecture, method, and choice of methods per layer."""
 
+import contextlib
 import copy
 
 import pytest
@@ -59,6 +60,16 @@ def _static(model, length=L):
 
 def _cannot_move_rows(model):
     return any(isinstance(m, Recall) and m.store == "host" for m in condensed_layers(model).values())
+
+
+@contextlib.contextmanager
+def _bfloat16_by_default():
+    stock = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(stock)
 
 
 def _generate(model, ids=IDS, mask=MASK, **kwargs):
@@ -131,11 +142,11 @@ def test_static_and_growing_caches_give_the_tokens_of_none(model, mode):
 
 
 @grid(16, "model", model=tiny.CASES | tiny.WHOLE, cache_implementation=["dynamic", "static"])
-def test_numbers_of_the_host_stay_there_whatever_the_default_device(model, cache_implementation):
-    """Some model cards call ``torch.set_default_device("cuda")``; on "meta" numbers would lose their values."""
+def test_defaults_of_device_and_dtype_change_nothing(model, cache_implementation):
+    """Some scripts call ``torch.set_default_device("cuda")``; on "meta" numbers of the host would lose their values."""
     packed = tiny.packed((20, 19), "positions")
     want, separate = _generate(model, max_new_tokens=9), tiny.logits(model, IDS[:1], **packed)
-    with torch.device("meta"):
+    with torch.device("meta"), _bfloat16_by_default():
         assert torch.equal(_generate(model, max_new_tokens=9, cache_implementation=cache_implementation), want)
         assert torch.equal(tiny.logits(model, IDS[:1], **packed), separate)
 

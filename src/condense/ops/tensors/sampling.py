@@ -46,7 +46,7 @@ def sample_queries(tokens: Tensor, L: int, num_recent: int, num_random: int, see
     drawn, others = scores.topk(min(num_random, len(column)))
     known = torch.cat([drawn >= 0, recent >= start], 1)
     columns = torch.cat([others, recent], 1)
-    num_later = torch.zeros(len(tokens), L, device=device).scatter_add_(1, columns, known.float())
+    num_later = torch.zeros(len(tokens), L, dtype=torch.float32, device=device).scatter_add_(1, columns, known.float())
     num_later = num_later.flip(1).cumsum(1).flip(1)
     return Sample(start, columns.masked_fill(~known, -1).sort(dim=1).values, num_later)
 
