@@ -109,11 +109,8 @@ class Askers(NamedTuple):
         ahead = spans.query_start + (1 - rule.window)
         num_shared = max_row((ahead + (L - 1)) // n - ahead // n) + 1
         lead = 0 if isinstance(ahead, Tensor) else -ahead % n
-        ahead, padding, column = (
-            as_rows(ahead, 1)[:, None],
-            as_rows(spans.padding, 1)[:, None],
-            torch.arange(L, device="cpu")[None],
-        )
+        ahead, padding = as_rows(ahead, 1)[:, None], as_rows(spans.padding, 1)[:, None]
+        column = torch.arange(L, device="cpu")[None]
         block, is_own = ahead // n, column >= L - num_own
         number, closed = (ahead + column) // n - block, (ahead + column) // rule.chunk
         first = torch.maximum((block + torch.arange(num_shared, device="cpu")) * n - ahead, padding).clamp(max=L - 1)

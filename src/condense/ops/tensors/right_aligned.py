@@ -46,9 +46,8 @@ def append_entries(old: Tensor, new: Tensor, start: PerRow, stop: PerRow) -> Ten
     if not isinstance(start, Tensor):
         return new if start == 0 else torch.cat([old[:, :, :start], new], dim=2)
     wide = F.pad(old, (0, 0, 0, max_row(start) + new.shape[2] - old.shape[2]))
-    index = (start[:, None] + torch.arange(new.shape[2], device="cpu")).to(new.device, non_blocking=True)[
-        :, None, :, None
-    ]
+    column = start[:, None] + torch.arange(new.shape[2], device="cpu")
+    index = column.to(new.device, non_blocking=True)[:, None, :, None]
     return wide.scatter(2, index.expand_as(new), new)[:, :, : max_row(stop)]
 
 
