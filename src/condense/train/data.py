@@ -56,7 +56,7 @@ class TrainingSequences(Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         rng = np.random.default_rng([*self._seed, index])
         length = self._builders[0].length
-        weights = torch.ones(length)
+        weights = torch.ones(length, device="cpu")
         starts = np.zeros(1, np.int64)
         if rng.random() < self._phase.task_share:
             fewest, most = self._phase.keys

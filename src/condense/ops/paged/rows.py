@@ -134,7 +134,7 @@ def _fits(call: Sequence[Request], singles_apart: bool) -> bool:
 
 def _call(requests: Sequence[Request], state: PagedState, settings: StepSettings) -> Call:
     rule, B = settings.rule, len(requests)
-    seen, num = (torch.tensor(x) for x in ([r.seen for r in requests], [r.num for r in requests]))
+    seen, num = (torch.tensor(x, device="cpu") for x in ([r.seen for r in requests], [r.num for r in requests]))
     oldest = rule.closed(seen - num + 1) * rule.chunk
     visible = rule.visible_entries(rule.closed(seen))
     L, is_new = int(num.max()), torch.equal(seen, num)
@@ -184,8 +184,8 @@ def _summary(requests: Sequence[Request], state: PagedState, settings: StepSetti
     g, S, B = settings.rule.chunk, settings.num_summary, len(requests)
     if max(counts) == 0:
         return None
-    before, seen = (torch.tensor(x) for x in ([r.before for r in requests], [r.seen for r in requests]))
-    start = (torch.tensor(first) + 1) * g + settings.summary_delay - S
+    before, seen = (torch.tensor(x, device="cpu") for x in ([r.before for r in requests], [r.seen for r in requests]))
+    start = (torch.tensor(first, device="cpu") + 1) * g + settings.summary_delay - S
     spans = SummarySpans(start, before, seen, max(counts), S, g)
     row, end, count = on_device([(r.row, r.before, n) for r, n in zip(requests, counts, strict=True)], state)
     Q, tail = int((before - start).max()), None

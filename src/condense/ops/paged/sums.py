@@ -55,7 +55,7 @@ def sums_of(requests: Sequence[Request], state: PagedState, settings: StepSettin
     in_sums = ((begin + steps(0, n + 1)) * g).clamp(min=1)[:, None, :, None]
     base, tokens = Slots.of(row, position[:, :g], size), Slots.of(row, position[:, g:], size)
     slots = Slots.of(row[which, 0].repeat_interleave(g), token, size)
-    rows = torch.tensor(first) if len(first) > 1 else first[0]
+    rows = torch.tensor(first, device="cpu") if len(first) > 1 else first[0]
     return CallSums(rows, (begin > 0)[..., None], in_sums, base, tokens, (which, own + 1), slots)
 
 
