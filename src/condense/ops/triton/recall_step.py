@@ -1,4 +1,4 @@
-"""The five kernels of a decode step that chooses among stored groups.
+"""The kernels of a decode step that chooses among stored groups: five, and one more for some latents on Hopper.
 
 Shapes as in `condense.ops.step.state`; R = H / K query heads per KV head, S splits of the work on one KV head.
 """
