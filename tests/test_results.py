@@ -1,5 +1,6 @@
 """Result files: what is stamped and converted, that none is overwritten or left half written, and fingerprints."""
 
+import errno
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import Mock
 
+import filelock
 import pytest
 import torch
 from fresh import finish, start
@@ -124,3 +126,14 @@ def test_one_process_at_a_time_writes_until_it_dies(tmp_path):
     with sole_writer(output), sole_writer(tmp_path / "another"):
         pass
     assert list(tmp_path.iterdir()) == [output]
+
+
+def test_a_file_system_without_locks_is_written_with_a_warning(tmp_path, monkeypatch, caplog):
+    def fails(self, **options):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", fails)
+    with sole_writer(tmp_path / "output"):
+        pass
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"{tmp_path} has no locks (No locks available)" in caplog.text

@@ -1,6 +1,7 @@
 """Writing a file or a folder so that it appears complete or not at all, and by one process at a time."""
 
 import errno
+import logging
 import os
 import secrets
 import shutil
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from filelock import FileLock, Timeout
+
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -72,7 +75,7 @@ def sole_writer(output: Path) -> Iterator[None]:
     """Keep other processes that ask here from writing ``output``, a file or folder, for the length of a ``with`` block.
 
     The system locks a hidden file beside it, which is removed at the end. The lock of a process that dies ends with it.
-    Raises ValueError if another process has the lock.
+    Where the file system has no locks, a warning says so. Raises ValueError if another process has the lock.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     file = output.with_name(f".{output.name}.lock")
@@ -84,6 +87,12 @@ def sole_writer(output: Path) -> Iterator[None]:
             f"output: wanted one that no other run writes, got {output}, which a running process writes: wait for it, "
             "stop it, or choose another output"
         ) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+            raise
+        _log.warning(
+            "%s has no locks (%s): see to it that no other run writes %s", output.parent, error.strerror, output
+        )
     try:
         yield
     finally:
