@@ -106,10 +106,8 @@ def _attend_to_open(
     scratch, of_q = scratch_of(plan.scratch, q.device), q.stride()[:2]
     (pages, stamps), slots = _buffers_of(state, widths, seen, settings), state.slots
     copied = (None, None) if slots is None else (slots.tags, slots.clock)
-    tables, turn = (
-        (state.window.table, state.entries.table, before, stamps, *copied),
-        rotation(widths[0], q.device, q.dtype),
-    )
+    tables = state.window.table, state.entries.table, before, stamps, *copied
+    turn = rotation(widths[0], q.device, q.dtype)
     scored, chosen, _, attended = tensors_of(q, pages, seen, scratch, turn, tables)
     SCORE.start(plan.score, scored, of_q)
     choose = plan.choose
