@@ -37,12 +37,15 @@ class ReadRequest(NamedTuple):
 
 def refuse_others(rows: int, dtype: torch.dtype, k: Tensor) -> None:
     """Raise ValueError for new tokens, k ``[B, K, L, D]``, in other rows or another dtype than those of a layer."""
-    made = "for which it was made, got {}; make a new cache"
     if k.shape[0] != rows:
-        raise ValueError(f"condensed cache: wanted {rows} rows, {made.format(k.shape[0])} for another batch")
+        raise ValueError(
+            f"condensed cache: wanted {rows} rows, for which it was made, got {k.shape[0]}; make a new cache for "
+            "another batch"
+        )
     if k.dtype != dtype:
         raise ValueError(
-            f"condensed cache: wanted {dtype}, {made.format(k.dtype)}, and use autocast in all calls or in none"
+            f"condensed cache: wanted {dtype}, for which it was made, got {k.dtype}; make a new cache, and use "
+            "autocast in all calls or in none"
         )
 
 

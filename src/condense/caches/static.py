@@ -144,7 +144,8 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
     def _write(self, before: LayerState | None, after: LayerState, slots: int, latent_width: int | None) -> None:
         """Write the state ``after`` that ``slots`` new slots have made of ``before``.
 
-        before: None if they are the first; then memory is taken for what they left and for what can follow.
+        before: None if they are the first; then memory is taken for what they left and for what can follow, at new
+        addresses where that of an earlier prompt is too short.
         """
         if before is None:
             room, left, held = None, self.max_cache_len - slots, (0, 0)
@@ -154,6 +155,7 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
                 M, W = room_of(self.method, max_row(num_entries(self.method, left, after.first.num)), left)
                 room = max(held[0], M), max(held[1], W)
             if self.buffers is None or (room is not None and room != held):
+                self.buffers = None  # frees what an earlier prompt had
                 self.lazy_initialization(after.window_k, after.window_v, latent_width, room)
         self._write_state(before, after)
         self.num_slots.add_(slots)

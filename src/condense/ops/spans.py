@@ -52,9 +52,11 @@ def entry_bias(
         return bias[0]
     count, single = (0, 0) if first is None else first
     entry = torch.arange(num_entries, device=device)[None]
-    values = torch.zeros_like(entry - count, dtype=torch.float64)
+    place = (entry - count) % len(bias)
+    values = torch.zeros_like(place, dtype=torch.float64)
     for i, value in enumerate(bias):  # not by a table, which would be copied to the device
-        values = values.masked_fill((entry - count) % len(bias) == i, value)
+        if value:
+            values = values.masked_fill(place == i, value)
     return values.masked_fill(entry < count, bias[-1]).masked_fill(entry < single, 0.0)[:, None]
 
 

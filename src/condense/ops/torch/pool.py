@@ -34,13 +34,18 @@ def summarize(q: Tensor, tail: Tensor, spans: SummarySpans | SummaryColumns) -> 
     # columns [lo, hi) of the queries that any span holds, counted from the first new query
     lo, hi = start - before, start - before + stride * (G - 1) + S
     first = L - (after - before)
-    means = head_mean(q[:, :, first + max(lo, 0) : first + max(hi, 0)], K)
-    if lo < 0:
-        means = torch.cat([tail[:, :, Q + lo : Q + min(hi, 0)], means], dim=2)
+    new = q[:, :, first + max(lo, 0) : first + max(hi, 0)]
     # the first queries of all spans, then their second ones, and so on, as a step adds them: entries are bit-equal
-    total = means[:, :, ::stride][:, :, :G].to(wide)
-    for s in range(1, S):
-        total = total + means[:, :, s::stride][:, :, :G]
+    if lo >= 0 and stride > S:  # queries between spans have no part in any mean
+        queries = [head_mean(x, K) for x in new.unfold(2, S, stride).unbind(-1)]
+    else:
+        means = head_mean(new, K)
+        if lo < 0:
+            means = torch.cat([tail[:, :, Q + lo : Q + min(hi, 0)], means], dim=2)
+        queries = list(means.unfold(2, S, stride).unbind(-1))
+    total = queries[0].to(wide)
+    for query in queries[1:]:
+        total = total + query
     return total / S
 
 
