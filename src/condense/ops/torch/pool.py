@@ -37,7 +37,7 @@ def summarize(q: Tensor, tail: Tensor, spans: SummarySpans | SummaryColumns) -> 
     new = q[:, :, first + max(lo, 0) : first + max(hi, 0)]
     # the first queries of all spans, then their second ones, and so on, as a step adds them: entries are bit-equal
     if lo >= 0 and stride > S:  # queries between spans have no part in any mean
-        queries = [head_mean(x, K) for x in new.unfold(2, S, stride).unbind(-1)]
+        queries = [head_mean(new[:, :, s::stride][:, :, :G], K) for s in range(S)]
     else:
         means = head_mean(new, K)
         if lo < 0:
