@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import Mock
 
-import filelock
 import pytest
 import torch
 from fresh import finish, start
@@ -114,7 +113,7 @@ def hold(output):
         time.sleep(600)
 
 
-def test_one_process_at_a_time_writes_until_it_dies(tmp_path):
+def test_one_process_at_a_time_writes_until_it_dies(tmp_path, monkeypatch):
     output = tmp_path / "output"
     first = start(hold, output)
     while not output.exists() and first.is_alive():
@@ -125,15 +124,17 @@ def test_one_process_at_a_time_writes_until_it_dies(tmp_path):
     assert finish(first) == [-signal.SIGKILL]
     with sole_writer(output), sole_writer(tmp_path / "another"):
         pass
+    with sole_writer(tmp_path):  # a folder that one is in, too
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(ValueError, match=f"no other run writes, got {tmp_path}"), sole_writer(Path(".")):
+            pass
     assert list(tmp_path.iterdir()) == [output]
 
 
 def test_a_file_system_without_locks_is_written_with_a_warning(tmp_path, monkeypatch, caplog):
-    def fails(self, **options):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(filelock.FileLock, "acquire", fails)
-    with sole_writer(tmp_path / "output"):
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    monkeypatch.chdir(tmp_path)
+    with sole_writer(Path(".") / "output"):
         pass
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert f"{tmp_path} has no locks (No locks available)" in caplog.text

@@ -77,6 +77,7 @@ def sole_writer(output: Path) -> Iterator[None]:
     The system locks a hidden file beside it, which is removed at the end. The lock of a process that dies ends with it.
     Where the file system has no locks, a warning says so. Raises ValueError if another process has the lock.
     """
+    output = output.resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
     file = output.with_name(f".{output.name}.lock")
     lock = FileLock(file)

@@ -271,7 +271,13 @@ def test_what_does_not_fit_is_refused_before_the_first_step_or_checkpoint(base, 
     # embeddings for added tokens, such as that of a picture, may be missing
     tokenizer = AutoTokenizer.from_pretrained(base / "base")
     tokenizer.add_tokens(["<picture>"])
-    check_vocabulary("model", tokenizer, tiny_llama(vocab_size=4096, num_hidden_layers=1).config)
+    model = tiny_llama(vocab_size=4096, num_hidden_layers=1)
+    check_vocabulary("model", tokenizer, model.config)
+    # but not where a text has them
+    for part in (model, tokenizer):
+        part.save_pretrained(base / "base")
+    (base / "text.txt").write_text("a <picture> b\n" * 400)
+    refused(r"data: wanted text of the model's 4096 tokens, got '<picture>' \(4096\)", adaptation(base))
     with pytest.raises(ValueError, match=r"batch_size: wanted a multiple of .* 6, got 4"):
         PhaseConfig("p", 1, 128, 4, gradient_accumulation_steps=2).part_size(3)
     assert not (base / "adapted.work").exists()

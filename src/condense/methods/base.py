@@ -265,6 +265,8 @@ def split_bias(
     k, _, *extra = entries
     if method.layout.matched and extra:
         return extra[0][..., 0], tuple(extra[1:])
+    if not any(method.layout.bias):
+        return None, tuple(extra)
     count, single = (broadcast_rows(x, 2, k.device) for x in first)
     numbers = (count, single) if first.exist else None
     return entry_bias(method.layout.bias, k.shape[2], k.device, numbers), tuple(extra)

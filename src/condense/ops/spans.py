@@ -57,7 +57,9 @@ def entry_bias(
     for i, value in enumerate(bias):  # not by a table, which would be copied to the device
         if value:
             values = values.masked_fill(place == i, value)
-    return values.masked_fill(entry < count, bias[-1]).masked_fill(entry < single, 0.0)[:, None]
+    if first is not None:
+        values = values.masked_fill(entry < count, bias[-1]).masked_fill(entry < single, 0.0)
+    return values[:, None]
 
 
 def joined_bias(biases: Sequence[Tensor | float | None], sizes: Sequence[int], device: torch.device) -> Tensor | None:

@@ -55,13 +55,25 @@ def prepare(config: TrainConfig) -> Prepared:
 
     Raises ValueError for a missing or empty data file, and a tokenizer with tokens that the pretrained model lacks.
     """
+    known = None
     if config.pretrained is not None:
-        tokenizer = AutoTokenizer.from_pretrained(config.pretrained)
-        check_vocabulary("pretrained", tokenizer, AutoConfig.from_pretrained(config.pretrained))
+        tokenizer, of_model = (
+            AutoTokenizer.from_pretrained(config.pretrained),
+            AutoConfig.from_pretrained(config.pretrained),
+        )
+        check_vocabulary("pretrained", tokenizer, of_model)
+        known = of_model.get_text_config(decoder=True).vocab_size
     else:
         tokenizer = _own_tokenizer(config)
     sources = [[path] for path in config.data] if config.data_weights else [config.data]
-    return Prepared(tokenizer, tuple(load_corpus(paths, tokenizer, config.cache_folder) for paths in sources))
+    corpora = tuple(load_corpus(paths, tokenizer, config.cache_folder) for paths in sources)
+    if known is not None and (largest := max(int(corpus.tokens.max()) for corpus in corpora)) >= known:
+        # added tokens that no text has may lack an embedding
+        raise ValueError(
+            f"data: wanted text of the model's {known} tokens, got {tokenizer.convert_ids_to_tokens(largest)!r} "
+            f"({largest}): leave it out, or give a model that has it"
+        )
+    return Prepared(tokenizer, corpora)
 
 
 def new_model(architecture: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, dtype: str) -> PreTrainedModel:
