@@ -69,38 +69,49 @@ def row_of_step(
 
 
 @triton.jit
-def _turned_tokens(keys, rotation_ptr, position, t, inside, LO: tl.constexpr, D: tl.constexpr, NEAR: tl.constexpr):
+def _turned_tokens(keys, rotation_ptr, position, t, inside, LO, D: tl.constexpr, NEAR: tl.constexpr):
     """Columns from LO on of the keys at ``position`` turned, `turned_columns` of them, float32."""
     x = chunk_tokens(keys, position, t, inside, LO, D, turned_columns(D), NEAR)
     return turned_keys(x.to(keys.rows.dtype.element_ty), rotation_ptr, LO, D)
 
 
 @triton.jit
+def _is_tile(x, LO):
+    """True in the row of x ``[tiles, N]`` that has the columns from LO on."""
+    return (tl.arange(0, x.shape[0]) == LO // x.shape[1])[:, None]
+
+
+@triton.jit
+def _tile_at(x, LO):
+    """The row ``[N]`` of x ``[tiles, N]`` that has the columns from LO on."""
+    return tl.sum(tl.where(_is_tile(x, LO), x, 0.0), 0)
+
+
+@triton.jit
 def _put_centre(
     keys, turned, rotation_ptr, codes_ptr, step_ptr, first, t, g: tl.constexpr, D: tl.constexpr, NEAR: tl.constexpr
 ):  # fmt: skip
-    """Write the centre of the group that begins at position ``first``, and return its numbers by tiles of columns.
+    """Write the centre of the group that begins at position ``first``, and return its numbers ``[tiles, N]``.
 
     turned: all keys of the group turned, if they are one tile, else None.
     """
     N: tl.constexpr = turned_columns(D)
     W: tl.constexpr = sign_bytes(D)
-    means, largest = (), tl.zeros([N], tl.float32)
-    for LO in tl.static_range(0, D, N):
+    means = tl.zeros([triton.next_power_of_2((D + N - 1) // N), N], tl.float32)
+    # loops that are not unrolled: latents have nine tiles
+    for LO in tl.range(0, D, N, num_stages=1):
         mean = tl.zeros([N], tl.float32)
         for start in tl.range(0, g, 16, num_stages=1):
             i = start + tl.arange(0, 16)
             x = _turned_tokens(keys, rotation_ptr, first + i, t, i < g, LO, D, NEAR) if turned is None else turned
             mean += tl.sum(tl.where((i < g)[:, None], x, 0.0), 0)  # [N]
-        mean *= 1 / g
-        means, largest = means + (mean,), tl.maximum(largest, tl.abs(mean))  # noqa: RUF005
-    step, unit = centre_unit(tl.max(largest, 0), keys.rows.dtype.element_ty, D)
+        means = tl.where(_is_tile(means, LO), (mean * (1 / g))[None, :], means)
+    step, unit = centre_unit(tl.max(tl.max(tl.abs(means), 1), 0), keys.rows.dtype.element_ty, D)
     tl.store(step_ptr, step)
-    numbers, bytes = (), tl.zeros([16, tile_width(4 * W)], tl.float32)
-    for LO in tl.static_range(0, D, N):
-        codes = centre_codes(means[LO // N], unit)  # [N]
-        numbers = numbers + (centre_numbers(codes, unit),)  # noqa: RUF005
-        bytes = add_codes(bytes, tl.broadcast_to(codes[None, :], (16, N)), LO, 4 * W, D)
+    codes, bytes = centre_codes(means, unit), tl.zeros([16, tile_width(4 * W)], tl.float32)
+    for LO in tl.range(0, D, N, num_stages=1):
+        bytes = add_codes(bytes, tl.broadcast_to(_tile_at(codes, LO)[None, :], (16, N)), LO, 4 * W, D)
+    numbers = centre_numbers(codes, unit)
     c, row = tl.arange(0, tile_width(4 * W))[None, :], tl.arange(0, 16)[:, None]
     tl.store(codes_ptr + row * 0 + c, bytes.to(tl.int32).to(tl.uint8), mask=(row == 0) & (c < 4 * W))
     return numbers
@@ -108,14 +119,14 @@ def _put_centre(
 
 @triton.jit
 def _rest(
-    keys, turned, rotation_ptr, centre, position, t, inside, LO: tl.constexpr, D: tl.constexpr, NEAR: tl.constexpr
+    keys, turned, rotation_ptr, centre, position, t, inside, LO, D: tl.constexpr, NEAR: tl.constexpr
 ):  # fmt: skip
     """Columns from LO on of what turned keys differ by from the centre, float32; 0 past the last. turned: as of
     `_put_centre`.
     """
     N: tl.constexpr = turned_columns(D)
     x = _turned_tokens(keys, rotation_ptr, position, t, inside, LO, D, NEAR) if turned is None else turned
-    return tl.where((LO + tl.arange(0, N) < D)[None, :], x - centre[LO // N][None, :], 0.0)  # [16, N]
+    return tl.where((LO + tl.arange(0, N) < D)[None, :], x - _tile_at(centre, LO)[None, :], 0.0)  # [16, N]
 
 
 @triton.jit
@@ -142,7 +153,7 @@ def _put_index(
         i = start + tl.arange(0, 16)
         squares, sizes, largest = tl.zeros([16], tl.float32), tl.zeros([16], tl.float32), tl.zeros([16], tl.float32)
         bytes = tl.zeros([16, tile_width(W)], tl.float32)
-        for LO in tl.static_range(0, D, N):
+        for LO in tl.range(0, D, N, num_stages=1):
             x = _rest(keys, turned, rotation_ptr, centre, first + i, t, i < g, LO, D, NEAR)  # [16, N]
             squares, sizes = squares + tl.sum(x * x, 1), sizes + tl.sum(tl.abs(x), 1)
             largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
@@ -154,7 +165,7 @@ def _put_index(
             step = key_step(largest, dtype, FORM)  # [16]
             tl.store((store_ptr + FORM.steps_at).to(tl.pointer_type(dtype)) + i, step, mask=i < g)
             b, codes = tl.arange(0, tile_width(C)), tl.zeros([16, tile_width(C)], tl.float32)
-            for LO in tl.static_range(0, D, N):
+            for LO in tl.range(0, D, N, num_stages=1):
                 x = _rest(keys, turned, rotation_ptr, centre, first + i, t, i < g, LO, D, NEAR)
                 codes = add_key_codes(codes, x, step, LO, FORM)
             at = FORM.keys_at + i[:, None] * C + b[None, :]  # [16, tile_width(C)]
@@ -191,7 +202,7 @@ def _put_sum(sums, tokens, t, g: tl.constexpr, D: tl.constexpr, NEAR: tl.constex
     N: tl.constexpr = 64
     C: tl.constexpr = num_columns(D, g, NEAR)
     j = (t + 1) // g
-    for LO in tl.static_range(0, C, N):
+    for LO in tl.range(0, C, N, num_stages=1):
         x = tl.zeros([16, N], tl.float64)
         # not loaded ahead, for which every program of the kernel would hold memory
         for start in tl.range(0, g, 16, num_stages=1):

@@ -90,7 +90,7 @@ class Words(namedtuple("Words", "k v unit step zero")):
 
 
 @triton.jit
-def chunk_tokens(tokens, position, t, inside, LO: tl.constexpr, D: tl.constexpr, P: tl.constexpr, NEAR: tl.constexpr):
+def chunk_tokens(tokens, position, t, inside, LO, D: tl.constexpr, P: tl.constexpr, NEAR: tl.constexpr):
     """Columns from LO on of `Tokens` at ``position``, ``[n, P]`` float32; the newest, at t, is not in its row yet."""
     d = LO + tl.arange(0, P)
     there = inside[:, None] & (d < D)[None, :]
@@ -113,7 +113,7 @@ def key_step(largest, dtype: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
-def add_key_codes(bytes, x, step, LO: tl.constexpr, FORM: tl.constexpr):
+def add_key_codes(bytes, x, step, LO, FORM: tl.constexpr):
     """Add to the bytes of keys, float32 ``[n, bytes]``, the codes of columns from LO on of what these differ by, x."""
     apart = tl.maximum(2 * step.to(tl.float32), 2.0**-126)[:, None]
     codes = tl.floor(tl.div_rn(tl.abs(x) * (1 / block_width(FORM.D)), tl.zeros_like(x) + apart))

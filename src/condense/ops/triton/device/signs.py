@@ -65,7 +65,7 @@ def _turned_query(x, matrix):
 
 
 @triton.jit
-def turned_keys(x, rotation_ptr, LO: tl.constexpr, D: tl.constexpr):
+def turned_keys(x, rotation_ptr, LO, D: tl.constexpr):
     """Columns from LO on of keys, `turned_columns` of them, turned, in float32; zeros past the last column.
 
     x ``[n, columns]``: the same columns of the keys, zeros past the last.
@@ -75,7 +75,7 @@ def turned_keys(x, rotation_ptr, LO: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def add_signs(bytes, x, LO: tl.constexpr, D: tl.constexpr):
+def add_signs(bytes, x, LO, D: tl.constexpr):
     """Add to the bytes of signs, float32 ``[n, bytes]``, those of columns from LO on of turned keys x.
 
     A product puts the sign of column ``i * W + c`` into bit i of byte c: sums of different powers of two, at most 255.
@@ -109,7 +109,7 @@ def centre_numbers(codes, unit):
 
 
 @triton.jit
-def add_codes(bytes, codes, LO: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
+def add_codes(bytes, codes, LO, C: tl.constexpr, D: tl.constexpr):
     """Add to C bytes of codes, float32 ``[n, bytes]``, those of columns from LO on, float32 ``[n, columns]``.
 
     A product puts a code into one half of a byte, or with a byte for each of D columns into all of it: sums of
