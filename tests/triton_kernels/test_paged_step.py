@@ -3,6 +3,7 @@
 import itertools
 import random
 from functools import partial
+from types import SimpleNamespace
 
 import paged_sequences
 import pytest
@@ -86,6 +87,24 @@ def test_steps_are_within_the_budget(name, shape, dtype):
         return
     want = exact(shape, method, dtype, lengths, steps).to(DEVICE)
     assert bool((errors(got, want) <= 2 * errors(plain, want) + one_ulp(want, dtype)).all())
+
+
+@pytest.mark.parametrize("unchosen", ["mean", "drop"])
+@pytest.mark.parametrize("store", ["device", "host"])
+def test_open_groups_that_another_kernel_reads(store, unchosen, hopper, monkeypatch):
+    """On Hopper, of DeepSeek's latents: three requests, one of them without a closed group."""
+    started, start = [], paged_step.OPENED.start
+    monkeypatch.setattr(paged_step, "OPENED", SimpleNamespace(start=lambda *x: started.append(start(*x))))
+    method = condense.Recall(
+        window=20, num_recall=3, min_recall=0, store_bits=4, unchosen=unchosen, store=store, slots=0
+    )
+    pools = [RecordPool(method, (1, 576, 0), dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
+    got, plain = (
+        run(pool, (3, (16, 64, 512, 16)), (150, 0, 70), 3, x)
+        for pool, x in zip(pools, ("triton", "torch"), strict=True)
+    )
+    check_same(got, plain)
+    assert started or (DEVICE == "cuda" and torch.cuda.get_device_capability()[0] != 9)
 
 
 ON_RANKS = {"streaming": 1, "streaming-1-query": 1, "recall-default": 1, "recall-drop": 0}

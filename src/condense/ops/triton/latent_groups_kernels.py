@@ -18,6 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
+from condense.ops.triton.device.address import form_place, part_at, place_row
 from condense.ops.triton.device.signs import index_widths
 from condense.ops.triton.recall_choice_kernels import wanted_groups
 from condense.ops.triton.recall_close_kernels import after_the_last, row_of_step
@@ -46,8 +47,10 @@ class _Work(namedtuple("_Work", "first behind centres tiles")):
     """The share of a split. first, behind: numbers of open groups; centres, tiles: tiles of these, and of tokens."""
 
 
-class _Kept(namedtuple("_Kept", "groups store signs steps")):
-    """Pointers to the numbers of open groups, to stored groups, and to signs and steps of the index."""
+class _Kept(namedtuple("_Kept", "groups table store signs steps")):
+    """Pointers to the numbers of open groups, to the pages of records, to what is stored, and to signs and steps of the
+    index.
+    """
 
 
 class _Vectors(namedtuple("_Vectors", "codes signs unit")):
@@ -155,29 +158,45 @@ def _column(c, PART: gl.constexpr):
 
 
 @gluon.jit
-def _load_words(kept, n, row, are_tokens, PART: gl.constexpr, FORM: gl.constexpr):
-    """Words of codes and of signs of one part of columns. n: the rows' open groups."""
+def _found(kept, n, FORM: gl.constexpr, FAR: gl.constexpr):
+    """Pointers to what is stored of open groups n, to the signs and to the steps of their index."""
     columns: gl.constexpr = index_widths(_GROUP, _WIDTH)
+    group = gl.load(kept.groups + n)
+    if FAR is None:
+        group = group.to(gl.int64)
+        return kept.store + group * FORM.piece, kept.signs + group * columns[0], kept.steps + group * columns[1]
+    else:
+        place = form_place(kept.table, group, group >= 0, FAR)
+        record = place_row(place, FAR)
+        signs, steps = kept.signs + part_at(kept.signs, record), kept.steps + part_at(kept.steps, record)
+        return kept.store + part_at(kept.store, place_row(place, FAR, True)), signs, steps
+
+
+@gluon.jit
+def _load_words(
+    kept, n, row, are_tokens, PART: gl.constexpr, FORM: gl.constexpr, FAR: gl.constexpr
+):  # fmt: skip
+    """Words of codes and of signs of one part of columns. n: the rows' open groups."""
     SKIPPED: gl.constexpr = 4 * _FIRST if PART else 0
     of_words: gl.constexpr = gl.pointer_type(gl.int64)
-    group, token = gl.load(kept.groups + n).to(gl.int64), row % _GROUP
-    piece, index = kept.store + group * FORM.piece, kept.signs + group * columns[0]
+    (piece, index, _), token = _found(kept, n, FORM, FAR), row % _GROUP
     i = gl.arange(0, 1 if PART else 8, gl.SliceLayout(0, gl.SliceLayout(1, _words(PART))))[None, None, :]
     word = (gl.arange(0, 4, _stretch(PART)) * (_WORDS // 2))[None, :, None] + i
     at = FORM.keys_at + token * (_WIDTH // 2) + SKIPPED
     vectors = gl.where((row < 0) | are_tokens, piece + at, index + (_GROUP * 4 * _WORDS + SKIPPED))
+    codes = gl.load(vectors.to(of_words)[:, None, None] + word)
     signs = (index + (token * (4 * _WORDS) + SKIPPED)).to(of_words)
-    return gl.load(vectors.to(of_words)[:, None, None] + word), gl.load(signs[:, None, None] + i)
+    return codes, gl.load(signs[:, None, None] + i)
 
 
 @gluon.jit
-def _load_unit(kept, n, row, are_tokens, FORM: gl.constexpr):
+def _load_unit(kept, n, row, are_tokens, FORM: gl.constexpr, FAR: gl.constexpr):
     """The number that 1 in each row stands for, float32 ``[64]``."""
     of: gl.constexpr = gl.pointer_type(kept.steps.dtype.element_ty)
-    group, token = gl.load(kept.groups + n).to(gl.int64), row % _GROUP
-    at = (kept.store + group * FORM.piece + FORM.steps_at).to(of) + token
-    of_centre = kept.steps + group * (_GROUP + 1) + _GROUP
-    return 2 * gl.load(gl.where((row < 0) | are_tokens, at, of_centre)).to(gl.float32)
+    (piece, _, of_centre), token = _found(kept, n, FORM, FAR), row % _GROUP
+    at = (piece + FORM.steps_at).to(of) + token
+    step = gl.load(gl.where((row < 0) | are_tokens, at, of_centre + _GROUP))
+    return 2 * step.to(gl.float32)
 
 
 @gluon.jit
@@ -191,18 +210,18 @@ def _groups(work, t, row):
 
 
 @gluon.jit
-def _load_tile(kept, work, t, FORM: gl.constexpr):
+def _load_tile(kept, work, t, FORM: gl.constexpr, FAR: gl.constexpr):
     """The `_Vectors` number t of a split; in rows behind the last group, that one."""
     are_tokens = (t >= work.centres) & (t < work.centres + work.tiles)
     codes, signs = (), ()
     for part in gl.static_range(2):
         row = gl.arange(0, ROWS, _of_rows(part))
         n = gl.minimum(_groups(work, t, row), work.behind - 1)
-        x = _load_words(kept, n, row, are_tokens, part, FORM)
+        x = _load_words(kept, n, row, are_tokens, part, FORM, FAR)
         codes, signs = codes + (x[0],), signs + (x[1],)  # noqa: RUF005
     row = gl.arange(0, ROWS, _of_rows(2))
     n = gl.minimum(_groups(work, t, row), work.behind - 1)
-    return _Vectors(codes, signs, _load_unit(kept, n, row, are_tokens, FORM))
+    return _Vectors(codes, signs, _load_unit(kept, n, row, are_tokens, FORM, FAR))
 
 
 @gluon.jit
@@ -256,7 +275,7 @@ def _write(acc, total, m, part_ptr, lse_ptr, row, inside):
     """Write outputs and log-sum-exps of a split at ``row`` ``[16]``."""
     gl.store(lse_ptr + row, m + gl.log2(total), mask=inside)
     V: gl.constexpr = _LATENT
-    total = gl.where(total > 0, 1 / total, 0.0)
+    total = 1 / gl.where(total > 0, total, 1.0)
     for part in gl.static_range(2):
         c = _column(gl.arange(0, _columns(part), gl.SliceLayout(1, _sums(part))), part)
         at = gl.convert_layout(part_ptr + row.to(gl.int64) * V, _of_heads(part))
@@ -267,8 +286,10 @@ def _write(acc, total, m, part_ptr, lse_ptr, row, inside):
 
 @gluon.jit(do_not_specialize=("least", "part", "of"))
 def latent_groups_kernel(
-    turned_ptr, signs_ptr, steps_ptr, store_ptr, base_ptr, groups_ptr, seen_ptr, real_ptr, part_ptr, lse_ptr,
-    R, G, N, window, most_opened, least, part, of, splits, scale, FORM: gl.constexpr, HAS_REAL: gl.constexpr,
+    turned_ptr, signs_ptr, steps_ptr, store_ptr, base_ptr, groups_ptr, seen_ptr, real_ptr,
+    part_ptr, lse_ptr, far_ptr, before_ptr,
+    R, G, N, window, most_opened, least, part, of, splits, scale,
+    FORM: gl.constexpr, HAS_REAL: gl.constexpr, FAR: gl.constexpr,
 ):  # fmt: skip
     """part float32 ``[B, R, splits, 512]`` and base 2 log-sum-exp ``[B, R, splits]``, of open groups, still turned.
 
@@ -280,20 +301,20 @@ def latent_groups_kernel(
     r = gl.program_id(2) * HEADS + gl.arange(0, HEADS, _of_heads(2))
     inside, row = r < R, (b * R + r) * splits + split
     after_the_last(True)
-    this = row_of_step(seen_ptr, real_ptr, None, b, window, G, _GROUP, HAS_REAL, False)
+    this = row_of_step(seen_ptr, real_ptr, before_ptr, b, window, G, _GROUP, HAS_REAL, FAR is not None)
     count = wanted_groups(this.closed, most_opened, least, part, of)
     tiles = gl.cdiv(count, ROWS // _GROUP)
     lo, hi = tiles * split // S, tiles * (split + 1) // S
     first, behind = lo * (ROWS // _GROUP), gl.minimum(hi * (ROWS // _GROUP), count)
     work = _Work(first, behind, gl.cdiv(behind - first, ROWS), hi - lo)
     columns: gl.constexpr = index_widths(_GROUP, _WIDTH)
-    kept = _Kept(
-        groups_ptr + b * most_opened,
-        store_ptr + b * (N // _GROUP) * FORM.piece,
-        signs_ptr + b * G * columns[0],
-        steps_ptr + b * G * columns[1],
-    )
-    base_ptr += 2 * b * most_opened * R
+    if FAR is None:
+        store_ptr, signs_ptr = store_ptr + b * (N // _GROUP) * FORM.piece, signs_ptr + b * G * columns[0]
+        steps_ptr, table, start = steps_ptr + b * G * columns[1], None, b * most_opened
+    else:
+        table, start = far_ptr + b * FAR.s_table, this.start
+    kept = _Kept(groups_ptr + start, table, store_ptr, signs_ptr, steps_ptr)
+    base_ptr += 2 * start * R
     acc = gl.zeros([_columns(0), HEADS], gl.float32, _sums(0)), gl.zeros([_columns(1), HEADS], gl.float32, _sums(1))
     m = gl.full([HEADS], float("-inf"), gl.float32, _of_heads(2))
     total = gl.zeros([ROWS, HEADS], gl.float32, _sums(2))
@@ -305,7 +326,7 @@ def latent_groups_kernel(
         weights = gl.allocate_shared_memory(gl.bfloat16, [HEADS, ROWS], _swizzled(16))
         row_of, heads = gl.arange(0, ROWS, _of_rows(2)), r[None, :]
         last = work.centres + work.tiles + work.centres - 1
-        tile = _load_tile(kept, work, 0, FORM)
+        tile = _load_tile(kept, work, 0, FORM, FAR)
         for t in range(last + 1):
             token = t - work.centres
             are_tokens = (token >= 0) & (token < work.tiles)
@@ -318,7 +339,7 @@ def latent_groups_kernel(
             known = gl.load(of_group + (token >= work.tiles), mask=there & (token >= 0), other=0.0)
             s = _start_products(keys, queries)
             # loaded while this one is multiplied
-            tile = _load_tile(kept, work, gl.minimum(t + 1, last), FORM)
+            tile = _load_tile(kept, work, gl.minimum(t + 1, last), FORM, FAR)
             s = hopper.warpgroup_mma_wait(0, [s]) * unit
             if token < 0:
                 gl.store(of_group, s, mask=there)

@@ -22,7 +22,7 @@ from condense.ops.step.settings import StepSettings
 from condense.ops.step.state import StepState
 from condense.ops.triton.device.address import PageForm
 from condense.ops.triton.host import cdiv, dense_rows, on_device_of
-from condense.ops.triton.recall_step import ATTEND, CHOOSE, CLOSE, SCORE, SHARE, kept_of, scratch_of, tensors_of
+from condense.ops.triton.recall_step import ATTEND, CHOOSE, CLOSE, OPENED, SCORE, SHARE, kept_of, scratch_of, tensors_of
 from condense.ops.triton.recall_step_plan import Room, apart, close_of, plan_of
 from condense.ops.triton.ring_step import JOIN, NUM_BUFFERS, STEP, split_scratch
 from condense.ops.triton.step_plan import Launch, StepSizes, launch_of
@@ -81,7 +81,7 @@ def attend(
             splits = split_scratch(q, launch.num_splits, out.shape[2])
             # keys and values are in pages by now
             _start(launch.step, (q, q, q), state, pages, splits)
-            _join(launch.join, splits, out, seen, state)
+            _join(launch.join, (*splits, None), out, seen, state)
             return
         assert before is not None
         rows = cdiv(R, cdiv(R, rows_at_once(state.entries)))
@@ -108,14 +108,16 @@ def _attend_to_open(
     copied = (None, None) if slots is None else (slots.tags, slots.clock)
     tables = state.window.table, state.entries.table, before, stamps, *copied
     turn = rotation(widths[0], q.device, q.dtype)
-    scored, chosen, _, attended = tensors_of(q, pages, seen, scratch, turn, tables)
+    scored, chosen, opened, attended = tensors_of(q, pages, seen, scratch, turn, tables)
     SCORE.start(plan.score, scored, of_q)
     choose = plan.choose
     if state.ranks is not None:
         choose, chosen = _of_all_heads(choose, chosen, before, state.most_groups(settings.rule.chunk), state.ranks)
     CHOOSE.start(choose, chosen, (0 if slots is None else len(slots.held),))
+    if plan.opened is not None:
+        OPENED.start(plan.opened, opened, ())
     ATTEND.start(plan.attend, attended, of_q)
-    _join(plan.join, (scratch.part, scratch.lse), out, seen, state)
+    _join(plan.join, (scratch.part, scratch.lse, turn), out, seen, state)
 
 
 def _of_all_heads(
@@ -141,13 +143,18 @@ def _of_all_heads(
 
 
 def _join(
-    join: tuple[Any, ...] | None, splits: tuple[Tensor, Tensor], out: Tensor, seen: Tensor, state: PagedState
+    join: tuple[Any, ...] | None,
+    splits: tuple[Tensor, Tensor, Tensor | None],
+    out: Tensor,
+    seen: Tensor,
+    state: PagedState,
 ) -> None:
-    """Write outputs from those of all splits."""
+    """Write outputs from those of all splits, and the rotation by which they may be turned."""
     assert join is not None
     grid, numbers, (*sizes, _, early, _), options = join
     join = grid, numbers, (*sizes, True, early, out.stride()[:2]), options
-    JOIN.start(join, (*splits, out, None, seen, state.extras.sink_logits, None, None), (0, seen.stride(0)))
+    part, lse, turn = splits
+    JOIN.start(join, (part, lse, out, None, seen, state.extras.sink_logits, None, turn), (0, seen.stride(0)))
 
 
 def _start(

@@ -80,7 +80,9 @@ def tensors_of(
     return (
         (q, signs, steps, seen, counts, score, top, total, *centres, asked, turn, far, before),
         (score, top, total, seen, counts, groups, place, held, order, slot_of, used, free, before, far, *copied),
-        (asked, signs, steps, store, base, groups, seen, counts, part, lse),
+        (
+            asked, signs, steps, store, base, groups, seen, counts, part, lse, far, before,
+        ),
         (
             q, signs, steps, store, ring_k, ring_v, sums, slots, asked, turn, base, groups, place, *centres, seen,
             counts, part, lse, near, far, before,

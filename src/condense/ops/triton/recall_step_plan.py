@@ -125,7 +125,7 @@ def plan_of(
     choice, g, window = settings.choice, settings.rule.chunk, settings.rule.window
     assert choice is not None
     form = Form.of(settings.store_format, dtype, (D, Dv), key_value_parts(D, Dv, latent))
-    tiles = tiles_of(device, dtype, heads, widths, form, S, far is not None, softcap)
+    tiles = tiles_of(device, dtype, heads, widths, form, S, softcap)
     if not choice.store.on_host:
         tiles = tiles._replace(weight=0)  # shares of both lists are even at any length
     R, V, early = H // K, latent or Dv, tiles.early
@@ -165,7 +165,7 @@ def plan_of(
         (
             (splits.ahead, B, cdiv(R, latent_groups.HEADS.value)),
             (R, row, N, window, *of_quota, joined, scale),
-            (form, has_real),
+            (form, has_real, far),
             latent_groups.OPTIONS | chained,
         ) if tiles.apart else None,
         (

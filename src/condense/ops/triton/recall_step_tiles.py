@@ -131,7 +131,6 @@ def tiles_of(
     widths: tuple[int, int, int],
     form: Form,
     slots: int,
-    in_pages: bool,
     softcap: float,
 ) -> StepTiles:
     """The tiles of a step. heads: B, H, K; widths: D, Dv, latent; slots: of the store."""
@@ -140,8 +139,7 @@ def tiles_of(
     score, most, attend, _, _, early, weight = _table(device, dtype, max(D, Dv), B * K, form.bits)
     is_hopper, few_heads = early and gpu_of(device).capability[0] == 9, cdiv(R, lane_heads) <= 2
     score_heads = attend_heads = min(most, max(8, power_of_2(R)))
-    fits = latent_groups.fits(is_hopper, form.bits, g, (D, latent), dtype, softcap)
-    apart = fits and slots == 0 and not in_pages
+    apart = slots == 0 and latent_groups.fits(is_hopper, form.bits, g, (D, latent), dtype, softcap)
     in_lanes = lane_tokens.fits(form.bits, g, D, form.DV, attend.rows, slots)
     if early and dtype == torch.bfloat16 and few_heads and in_lanes:
         # these load the next tile themselves
