@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from paged_pool import Pool
+from paged_sequences import random_latents
 from record_pool import RecordPool
 from step_states import empty, step_settings, with_store
 from triton.backends.compiler import GPUTarget
@@ -185,6 +186,17 @@ def test_steps_on_latents(heads, widths, compiled):
     check_side_by_side(kernels["recall_attend_kernel"], "shl.b32 s, $2, $3;", 2)
     assert "wgmma.mma_async" in ptx["recall_attend_kernel"]
     assert ptx["recall_attend_kernel"].count("lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA") >= 16
+
+
+def test_a_step_on_latents_over_pages_compiles(compiled):
+    method = condense.Recall(window=64, num_recall=8, store_bits=4)
+    pool = RecordPool(method, (1, 576, 0), num_pages=60, dtype=torch.bfloat16, slots=16, per_page=16)
+    request = pool.add(300)
+    request.reserve(300)
+    token, pool.up = random_latents(16, (16, 64, 512, 16), 1, dtype=torch.bfloat16)
+    pool.read([(request, token)], scale=0.1, backend="triton")
+    ptx = {kernel.metadata.name: kernel.asm["ptx"] for kernel in compiled}
+    assert ptx["latent_groups_kernel"].count("wgmma.mma_async") == 36 + 16 + 4
 
 
 def test_a_choice_by_the_heads_of_several_processes_compiles(compiled):

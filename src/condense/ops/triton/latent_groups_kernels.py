@@ -173,13 +173,12 @@ def _found(kept, n, FORM: gl.constexpr, FAR: gl.constexpr):
 
 
 @gluon.jit
-def _load_words(
-    kept, n, row, are_tokens, PART: gl.constexpr, FORM: gl.constexpr, FAR: gl.constexpr
-):  # fmt: skip
+def _load_words(kept, n, row, are_tokens, PART: gl.constexpr, FORM: gl.constexpr, FAR: gl.constexpr):
     """Words of codes and of signs of one part of columns. n: the rows' open groups."""
     SKIPPED: gl.constexpr = 4 * _FIRST if PART else 0
     of_words: gl.constexpr = gl.pointer_type(gl.int64)
-    (piece, index, _), token = _found(kept, n, FORM, FAR), row % _GROUP
+    piece, index, _ = _found(kept, n, FORM, FAR)
+    token = row % _GROUP
     i = gl.arange(0, 1 if PART else 8, gl.SliceLayout(0, gl.SliceLayout(1, _words(PART))))[None, None, :]
     word = (gl.arange(0, 4, _stretch(PART)) * (_WORDS // 2))[None, :, None] + i
     at = FORM.keys_at + token * (_WIDTH // 2) + SKIPPED
@@ -193,8 +192,8 @@ def _load_words(
 def _load_unit(kept, n, row, are_tokens, FORM: gl.constexpr, FAR: gl.constexpr):
     """The number that 1 in each row stands for, float32 ``[64]``."""
     of: gl.constexpr = gl.pointer_type(kept.steps.dtype.element_ty)
-    (piece, _, of_centre), token = _found(kept, n, FORM, FAR), row % _GROUP
-    at = (piece + FORM.steps_at).to(of) + token
+    piece, _, of_centre = _found(kept, n, FORM, FAR)
+    at = (piece + FORM.steps_at).to(of) + row % _GROUP
     step = gl.load(gl.where((row < 0) | are_tokens, at, of_centre + _GROUP))
     return 2 * step.to(gl.float32)
 
