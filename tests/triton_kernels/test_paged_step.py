@@ -95,14 +95,12 @@ def test_open_groups_that_another_kernel_reads(store, unchosen, hopper, monkeypa
     """On Hopper, of DeepSeek's latents: three requests, one of them without a closed group."""
     started, start = [], paged_step.OPENED.start
     monkeypatch.setattr(paged_step, "OPENED", SimpleNamespace(start=lambda *x: started.append(start(*x))))
-    method = condense.Recall(
-        window=20, num_recall=3, min_recall=0, store_bits=4, unchosen=unchosen, store=store, slots=0
-    )
-    pools = [RecordPool(method, (1, 576, 0), dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
-    got, plain = (
-        run(pool, (3, (16, 64, 512, 16)), (150, 0, 70), 3, x)
-        for pool, x in zip(pools, ("triton", "torch"), strict=True)
-    )
+    method = condense.Recall(window=20, num_recall=3, min_recall=0, store_bits=4, unchosen=unchosen, slots=0)
+    made = {"dtype": torch.bfloat16, "device": DEVICE}
+    mine, theirs = (RecordPool(method.replace(store=x), (1, 576, 0), **made) for x in (store, "device"))
+    sequences, reader = ((3, (16, 64, 512, 16)), (150, 0, 70), 3), "torch" if DEVICE == "cpu" else "triton"
+    got = run(mine, *sequences, "triton", reader)
+    plain = run(theirs, *sequences, "torch", reader)
     check_same(got, plain)
     assert started or (DEVICE == "cuda" and torch.cuda.get_device_capability()[0] != 9)
 
