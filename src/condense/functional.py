@@ -20,7 +20,7 @@ from condense.ops.tensors.per_row import PerRow, as_rows, at_least, broadcast_ro
 from condense.ops.tensors.right_aligned import append_entries, append_window, detach_compact, newest
 from condense.ops.tensors.ring import newest_columns, store_newest
 from condense.plan import ChunkRange, ForwardPlan
-from condense.state import SLACK, LayerState, empty_state, fine_slots, first_needed, kept_sums
+from condense.state import SLACK, LayerState, empty_state, fine_slots, first_needed, kept_sums, with_kept
 
 
 def extend(
@@ -104,6 +104,22 @@ def extend(
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         method.check_context(q, context)
     return context, new_state
+
+
+def keep_tokens(method: Method, prompt: LayerState, kept: Tensor, counts: Tensor) -> LayerState:
+    """The state after a prompt of which only the tokens stay where kept, bool ``[B, K, L]``, is True.
+
+    prompt: the state that ``method.reread`` made of it, whose entries are all tokens. counts: how many stay per row and
+    head, int64 CPU ``[B]``.
+    """
+    state = with_kept(prompt, kept, counts)
+    if method.reads_prompt:  # they stay entries
+        return state
+    most = max_row(counts)
+    column = torch.arange(most, device="cpu") - (most - counts)[:, None]
+    at = column.clamp(min=0).to(kept.device, non_blocking=True)[:, None, :, None]
+    k, v = (x.take_along_dim(at, 2) for x in state.entries)
+    return extend(method, None, k, k, v, scale=1.0, plan=ForwardPlan(most, counts))[1]()
 
 
 def _fine_entries(rings: tuple[Tensor, ...], new: tuple[Tensor, ...], due: ChunkRange) -> tuple[Tensor, ...]:

@@ -63,6 +63,14 @@ class CondensedCacheLayer(CacheLayerMixin):
     def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
         """Read new tokens, k ``[B, K, L, D]`` and v ``[B, K, L, Dv]``, and return the sources for their queries."""
 
+    def check_read_again(self) -> None:
+        """Raise ValueError if tokens would follow a prompt that still waits for its second reading."""
+        if self.prompt is not None:
+            raise ValueError(
+                f"the prompt in this cache was not read again for {self.method}: its forward failed, or layers were "
+                "called without their model. Start from a new cache"
+            )
+
     @abstractmethod
     def keep(self, kept: Tensor, counts: Tensor) -> None:
         """Drop all tokens of ``prompt`` but those where kept, bool ``[B, K, L]``, is True; counts int64 CPU ``[B]``."""

@@ -15,11 +15,11 @@ from torch import Tensor
 from condense.caches.base import CondensedCacheLayer, ReadRequest, refuse_others
 from condense.caches.ring import RingState
 from condense.caches.store import Store
-from condense.functional import extend
-from condense.methods import Context, Method, Reread, step_settings
+from condense.functional import extend, keep_tokens
+from condense.methods import Context, Method, step_settings
 from condense.ops import NO_EXTRAS, Extras, NewToken, StepState
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
-from condense.state import SLACK, LayerState, first_needed, num_entries, with_kept
+from condense.state import SLACK, LayerState, first_needed, num_entries
 
 
 class CondensedLayer(CondensedCacheLayer):
@@ -43,6 +43,7 @@ class CondensedLayer(CondensedCacheLayer):
         self._state: LayerState | None = None
         self._ring: RingState | None = None
         self.device = torch.device("cpu")
+        self._latent_width = 0  # as in `ReadRequest`, 0 for ordinary keys and values
         self._num_slots = 0
         # newest slots that hold a real token in every row: `crop` can take these back, as no padding is among them
         self._num_real_slots = 0
@@ -70,30 +71,43 @@ class CondensedLayer(CondensedCacheLayer):
         k ``[B, K, L, D]`` and v ``[B, K, L, Dv]``, right-aligned per row.
         Raises ValueError, state unchanged, for another dtype or number of rows than those of earlier tokens.
         """
+        self.check_read_again()
         if not self.is_initialized:
             self.lazy_initialization(k, v, request.latent_width)
         before = self._before()
         if before is not None:
             refuse_others(before.window_k.shape[0], before.window_k.dtype, k)
-        method = self.method if request.latent_width is None else self.method.for_latents(request.latent_width)
-        context, new_state = extend(method, before, request.q, k, v, scale=request.scale, plan=request.plan)
-        after = new_state()
-        if not self._keeps_buffers:
-            self.state = after
-        elif before is None or self._ring is None:
-            self._ring = RingState(method, self.store, after, request.latent_width or 0)
+        self._latent_width = request.latent_width or 0
+        method, reread = self._method_of_tokens, self.method.reread if before is None else None
+        reader = method if reread is None else reread
+        context, new_state = extend(reader, before, request.q, k, v, scale=request.scale, plan=request.plan)
+        if reread is None:
+            self._hold(before, new_state())
         else:
-            self._ring.write(before, after)
+            self.prompt = new_state()
         if before is None and method.layout.lookahead is not None:
             self._num_fixed_slots = k.shape[2]
-            self.prompt = after if isinstance(method, Reread) else None
         self._count(k.shape[2], request.trailing)
         return context
 
     def keep(self, kept: Tensor, counts: Tensor) -> None:
-        """Drop all tokens of ``prompt`` but those where kept, bool ``[B, K, L]``, is True; counts int64 CPU ``[B]``."""
+        """As `condense.caches.base.CondensedCacheLayer.keep`."""
         assert self.prompt is not None
-        self.state, self.prompt = with_kept(self.prompt, kept, counts), None
+        prompt, self.prompt = self.prompt, None
+        self._hold(None, keep_tokens(self._method_of_tokens, prompt, kept, counts))
+
+    @property
+    def _method_of_tokens(self) -> Method:
+        return self.method.for_latents(self._latent_width) if self._latent_width else self.method
+
+    def _hold(self, before: LayerState | None, after: LayerState) -> None:
+        """Keep the state ``after``, made of ``before``; None: of nothing."""
+        if not self._keeps_buffers:
+            self.state = after
+        elif before is None or self._ring is None:
+            self._ring = RingState(self._method_of_tokens, self.store, after, self._latent_width)
+        else:
+            self._ring.write(before, after)
 
     def _before(self) -> LayerState | None:
         """The state that new tokens are added to."""

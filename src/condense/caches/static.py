@@ -17,12 +17,12 @@ from torch import Tensor
 from condense.caches.base import CondensedCacheLayer, Expected, ReadRequest, refuse_others
 from condense.caches.buffers import Buffered, room_of
 from condense.caches.store import Store
-from condense.functional import extend
-from condense.methods import NO_FIRST, Context, FirstEntries, Method, Reread, step_settings
+from condense.functional import extend, keep_tokens
+from condense.methods import NO_FIRST, Context, FirstEntries, Method, step_settings
 from condense.ops import NO_EXTRAS, Extras, NewToken, StepCall, StepState, decode_step
 from condense.ops.step import StateSizes, clear_state, empty_state
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row
-from condense.state import LayerState, fine_slots, most_entries, num_entries, with_kept
+from condense.state import LayerState, fine_slots, most_entries, num_entries
 
 
 def _refused(what: str) -> Callable[..., NoReturn]:
@@ -62,7 +62,9 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         self.settings = step_settings(method)
         self.store = Store(self.settings)
         self.num_slots = torch.zeros((), dtype=torch.int64, device="cpu")
-        self.expected = self._first_expected = Expected.FIRST_ENTRIES if self.settings.has_first else Expected.ANY
+        # what a prompt leaves is known only once it has been read
+        self.sizes_by_prompt = self.settings.has_first or method.reread is not None
+        self.expected = self._first_expected = Expected.FIRST_ENTRIES if self.sizes_by_prompt else Expected.ANY
         # slots seen, None: only ``num_slots``, on the device, has the count
         self._slots: int | None = 0
         # ``seen`` and ``first`` of the state after a `read`; a step counts tokens on the device alone
@@ -129,12 +131,16 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         Raises ValueError, state unchanged, for another number of rows, another dtype, too many tokens, and as
         `condense.functional.extend` does.
         """
+        self.check_read_again()
         self._check_fit(k)
         L, latent_width = k.shape[2], request.latent_width
         before = None if self.count_slots() == 0 else self._held_state()
-        method = self.method if latent_width is None else self.method.for_latents(latent_width)
-        context, new_state = extend(method, before, request.q, k, v, scale=request.scale, plan=request.plan)
-        if before is None and isinstance(method, Reread):
+        method, reread = self.method, self.method.reread if before is None else None
+        if latent_width is not None:
+            method = method.for_latents(latent_width)
+        reader = method if reread is None else reread
+        context, new_state = extend(reader, before, request.q, k, v, scale=request.scale, plan=request.plan)
+        if reread is not None:
             # tokens of a prompt that is to be read again stay outside of the buffers until `keep`
             self.prompt, self._prompt_slots, self.latent_width = new_state(), L, latent_width or 0
         else:
@@ -151,8 +157,9 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
             room, left, held = None, self.max_cache_len - slots, (0, 0)
             if self.buffers is not None:
                 held = self.buffers.entries_k.shape[2], self.buffers.ring_k.shape[2]
-            if self.settings.has_first:
-                M, W = room_of(self.method, max_row(num_entries(self.method, left, after.first.num)), left)
+            if self.sizes_by_prompt:
+                tokens = left + (0 if self.settings.has_first else max_row(after.seen))
+                M, W = room_of(self.method, max_row(num_entries(self.method, tokens, after.first.num)), tokens)
                 room = max(held[0], M), max(held[1], W)
             if self.buffers is None or (room is not None and room != held):
                 self.buffers = None  # frees what an earlier prompt had
@@ -166,7 +173,8 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
     def keep(self, kept: Tensor, counts: Tensor) -> None:
         """As `condense.caches.CondensedLayer.keep`; the memory is taken now."""
         assert self.prompt is not None
-        after, self.prompt = with_kept(self.prompt, kept, counts), None
+        method = self.method.for_latents(self.latent_width) if self.latent_width else self.method
+        after, self.prompt = keep_tokens(method, self.prompt, kept, counts), None
         self._write(None, after, self._prompt_slots, self.latent_width or None)
 
     def skip_prompt(self) -> None:
@@ -175,7 +183,7 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
 
     def expect_prompt(self, *, plain: bool) -> None:
         """Expect a prompt without padding if ``plain`` and if the host knows that the next tokens are the first."""
-        if not self.settings.has_first:
+        if not self.sizes_by_prompt:
             self.expected = Expected.PLAIN_PROMPT if plain and self._slots == 0 else Expected.ANY
 
     def count_slots(self) -> int:

@@ -17,7 +17,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from condense.config import check_int
 from condense.evaluate.compare import attention_of
-from condense.methods import Dense, Reread
+from condense.methods import Dense
 from condense.models import GraphDecoder, MethodChoice, as_steps, condensed_layers, use
 from condense.models.families import max_learned_positions, rope_that_changes
 from condense.models.replay import replayable_cache, static_length
@@ -226,8 +226,8 @@ def _decoder(model: PreTrainedModel, length: int) -> GraphDecoder | _Growing:
     """The reader of texts of up to ``length`` tokens, turn by turn: it replays steps where `generate` would."""
     growing, methods = DynamicCache(config=model.config), condensed_layers(model).values()
     held = replayable_cache(model, growing, model.generation_config, GenerationMode.GREEDY_SEARCH, length)
-    # how much Reread keeps is known only once it has read a prompt
-    if held is growing or not methods or any(isinstance(method, Reread) for method in methods):
+    # how many tokens a second reading keeps is known only after it
+    if held is growing or not methods or any(method.reread is not None for method in methods):
         return _Growing(model)
     positions = max_learned_positions(model.config.get_text_config(decoder=True))
     room = static_length(length) if positions is None else length

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from condense.ops.recall import GroupMeans
 from condense.ops.spans import entry_bias
 from condense.ops.tensors.per_row import PerRow, broadcast_rows
 from condense.ops.tensors.sampling import Sample
+
+if TYPE_CHECKING:
+    from condense.methods.reread import Reread
 
 _OWN = ("condense.methods.", "condense.baselines.")  # packages whose methods keep their names
 
@@ -147,6 +150,11 @@ class Method:
     def num_entries(self, tokens: PerRow) -> PerRow:
         """Number of entries that `read` keeps of prompts of ``tokens`` tokens, both an int or int64 CPU ``[B]``."""
         raise TypeError(f"{type(self).__name__} must define `num_entries`")
+
+    @property
+    def reread(self) -> Reread | None:
+        """The second reading of a prompt, by which some of its tokens stay; None: all do, and it is read once."""
+        return None
 
     @property
     def as_steps(self) -> Method:

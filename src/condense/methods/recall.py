@@ -12,9 +12,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from condense.config import Bits, Natural, Positive
+from condense.config import Bits, Natural, Positive, Share
 from condense.methods.base import Context, Method
-from condense.methods.layout import MEANS, Layout
+from condense.methods.layout import MEANS, Layout, Lookahead
+from condense.methods.reread import Reread
 from condense.ops import NO_EXTRAS, ChoiceSettings, Chunks, Extras, RuleSpans, Source, Spans, StoreSettings, UniformRule
 from condense.ops.api import attend, attend_recall, keep_groups, unpack_store
 from condense.ops.recall import Askers, GroupIndex, IndexChoice, Quota, RecallSources, StoreFormat
@@ -53,6 +54,10 @@ class Recall(Method):
     store: where caches keep the exact tokens of closed groups: "device", or "host", in pinned host memory. slots: for
     "host", how many groups per KV head and row that were open lately are kept on the device too, >= 0. store_bits: 16
     keeps these tokens as they are, 8 or 4 quantise a group when it closes; not for training.
+
+    keep: the share of a prompt's tokens that stay, those that the model needs to repeat it (`Reread`, whose ``share``
+    it is; the last ``window`` tokens are among them). Groups are made of the tokens that stay. Below 1 the prompt comes
+    in one forward, with a cache, and is read with dense attention (``prompt="exact"``). Not for training.
     """
 
     name: ClassVar[str] = "recall"
@@ -65,9 +70,12 @@ class Recall(Method):
     store: Literal["device", "host"] = "device"
     slots: Natural = 64
     store_bits: Bits = 16
+    keep: Share = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.keep < 1 and self.prompt != "exact":
+            raise ValueError(f"keep below 1 is for prompts that are read densely: use prompt='exact', got {self}")
         is_number = isinstance(self.num_recall, int) and self.num_recall >= 2
         if not is_number and not (isinstance(self.num_recall, float) and 0 < self.num_recall <= 1):
             raise ValueError(
@@ -81,7 +89,8 @@ class Recall(Method):
         """Groups of g behind the window, stored when they close."""
         rule = UniformRule(chunk=self.group_size, window=self.window)
         pooling = None if type(self).represent is not Recall.represent else MEANS
-        return Layout(rule, summary_delay=self.window, pooling=pooling, choice=self._choice)
+        ahead = None if self.keep == 1 else Lookahead(None, "keep=1")
+        return Layout(rule, summary_delay=self.window, pooling=pooling, choice=self._choice, lookahead=ahead)
 
     @cached_property
     def _choice(self) -> ChoiceSettings:
@@ -99,6 +108,11 @@ class Recall(Method):
     def store_format(self) -> StoreFormat:
         """The settings of the store of closed groups' tokens."""
         return StoreFormat(self.store_bits, self.group_size)
+
+    @property
+    def reread(self) -> Reread | None:
+        """The second reading of a prompt, None for ``keep=1``."""
+        return None if self.keep == 1 else Reread(share=self.keep, window=self.window)
 
     @property
     def as_steps(self) -> Method:

@@ -41,6 +41,11 @@ class Reread(PromptMethod):
     sink: Natural = 4
     window: Natural = 32
 
+    @property
+    def reread(self) -> Self:
+        """The method itself."""
+        return self
+
     def for_latents(self, latent_width: int) -> Self:
         """The method itself: latents are one KV head, which scores by all query heads."""
         return self

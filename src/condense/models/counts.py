@@ -54,10 +54,16 @@ def _floor_sum(count: int, step: int, start: int, of: int) -> int:
     return total
 
 
+def tokens_left(method: Method, length: int) -> int:
+    """Tokens of a prompt of ``length`` that a method keeps or makes entries of, on the mean over the layers."""
+    return length if method.reread is None else method.reread.num_kept(length)
+
+
 def kept(method: Method, length: int) -> dict[Per, int]:
     """Rows that a cache keeps after ``length`` tokens, per KV head, by what a row stands for."""
     if method.reads_prompt:
         return {Per.ENTRY: int(first_entries(method, length))}
+    length = tokens_left(method, length)
     layout, groups = method.layout, int(num_entries(method, length))
     tail = min(length, layout.num_summary - 1 + SLACK) if layout.num_summary > 1 else 0
     exact = min(length, length - int(first_needed(method, length - SLACK)))
@@ -107,7 +113,8 @@ class CachedHeads(NamedTuple):
     def _own_bytes(self, method: Method, length: int, itemsize: int) -> int:
         """Bytes of the tensors that a method makes besides its entries, as it makes them of a chunk of zeros."""
         layout, settings = method.layout, step_settings(method)
-        chunks = 0 if method.reads_prompt else int(num_entries(method, length)) // layout.rule.entries
+        tokens = tokens_left(method, length)
+        chunks = 0 if method.reads_prompt else int(num_entries(method, tokens)) // layout.rule.entries
         if layout.pooling is not None or layout.choice is not None or chunks == 0:
             return 0
         g, dtype = layout.rule.chunk, DTYPES[itemsize]
@@ -118,6 +125,7 @@ class CachedHeads(NamedTuple):
 
     def step_bytes(self, method: Method, length: int, itemsize: int) -> int:
         """Bytes that a step after ``length`` tokens reads: index, entries and biases, open groups, a sum, window."""
+        length = tokens_left(method, length)
         choice, groups, g = method.layout.choice, int(num_entries(method, length)), method.layout.rule.chunk
         opened = 0 if choice is None else choice.quota.at(groups)
         counts = dict.fromkeys(("signs", "steps", "biases"), groups) | {"store": opened * g, "sums": 1}

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel, StaticCache
 
 from condense.caches import StaticCondensedLayer
 from condense.config import check_int
-from condense.methods import Reread
 from condense.models.apply import all_methods, condensed_layers
 from condense.models.families import check_learned_positions, has_eager_experts, rope_that_changes, transformers_model
 from condense.models.fused import fused_steps
@@ -41,10 +40,10 @@ class GraphDecoder:
         self.batch_size, self.max_length = batch_size, max_length
         self.methods = condensed_layers(self.model)
         self.cache = StaticCache(config=self.model.config.get_text_config(decoder=True), max_cache_len=max_length)
-        if any(isinstance(method, Reread) for method in self.methods.values()):
+        if (dropping := next((m for m in self.methods.values() if m.reread is not None), None)) is not None:
             raise ValueError(
-                "reread decides how much a layer keeps once it has read the prompt, and a graph's buffers come before: "
-                "use model.generate, which replays its steps on CUDA"
+                f"how much a layer keeps by {dropping} is known once the prompt has been read, and a graph's buffers "
+                "come before: use model.generate, which replays its steps on CUDA"
             )
         if self.methods:
             ensure_layers(self.cache, all_methods(self.model))

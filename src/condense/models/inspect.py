@@ -7,10 +7,18 @@ from typing import Any, Self
 from torch import nn
 
 from condense.config import check_int
-from condense.methods import DGA, Dense, Method, Reread, step_settings
+from condense.methods import DGA, Dense, Method, step_settings
 from condense.models.apply import attention_layers, chosen_methods
 from condense.models.choice import MethodChoice
-from condense.models.counts import DTYPES, CachedHeads, chooses_from_prompt, kept_on_device, sum_closed, sum_opened
+from condense.models.counts import (
+    DTYPES,
+    CachedHeads,
+    chooses_from_prompt,
+    kept_on_device,
+    sum_closed,
+    sum_opened,
+    tokens_left,
+)
 from condense.models.families import is_latent, sliding_window
 from condense.models.stock import stock_method
 from condense.ops import ChoiceSettings
@@ -104,22 +112,24 @@ def _report(index: int, module: nn.Module, method: Method | None, length: int, i
 
 
 def _remark(method: Method, length: int, on_host: int, read_bytes: int) -> str | None:
+    twice = (
+        "the prompt is read twice, over a dense cache; entries and bytes are means over the layers: each keeps its own "
+        "number"
+    )
     if (choice := method.layout.choice) is not None:
-        read = f"a step after them reads {read_bytes:,} bytes"
+        read, left = f"a step after them reads {read_bytes:,} bytes", tokens_left(method, length)
         if choice.prompt == "exact":
-            read = f"the prompt is read with dense attention; {read}"
+            read = f"{twice if left < length else 'the prompt is read with dense attention'}; {read}"
         if choice.store.on_host:
             return f"{method.name}: of {length} tokens, {on_host:,} bytes per layer lie in host memory; {read}"
-        larger = ", so the cache is larger than a dense one" if choice.store.bits == 16 else ""
-        return f"{method.name}: all {length} tokens stay on the device{larger}; {read} of it"
+        larger = ", so the cache is larger than a dense one" if choice.store.bits == 16 and left == length else ""
+        stay = f"all {length} tokens stay" if left == length else f"{left} of {length} tokens stay"
+        return f"{method.name}: {stay} on the device{larger}; {read} of it"
     if chooses_from_prompt(method) and method.prompt_focal(length) == length:
         cause = f"min_focal={method.min_focal}" if method.min_focal >= length else f"gamma={method.gamma}"
         return f"dga: {cause} keeps all {length} tokens exact: this is dense attention"
-    if isinstance(method, Reread):
-        return (
-            "reread: the prompt is read twice, over a dense cache; entries and bytes are means over the layers: "
-            "each keeps its own number"
-        )
+    if method.reread is not None:
+        return f"{method.name}: {twice}"
     if method.reads_prompt and not chooses_from_prompt(method):
         return f"{method.name}: FLOPs are those of dense attention over the prompt; what it leaves out is its own"
     obstacle = settings_obstacle(step_settings(method))
@@ -179,7 +189,6 @@ class _Heads:
         rule = method.layout.rule
         visible = length * (length + 1) // 2 - sum_closed(rule, length, None) * rule.chunk
         visible += sum_closed(rule, length, rule.max_chunks) * rule.entries
-        visible += method.num_pairs(length) if isinstance(method, Reread) else 0
         if (scales := method.layout.coarse_rule) is not None:
             visible -= sum_closed(scales.made_by[0], length, None) * (scales.coarse.chunks - 1)
         chunks = rule.pooled(length, method.layout.summary_delay)
@@ -188,7 +197,7 @@ class _Heads:
         if method.layout.num_summary > 0:
             # scores of all tokens of a chunk, and the mean over each KV head's queries
             pooled += chunks * rule.chunk * 2 * self.scored + length * self.summary_flops
-        return visible * self._per_key + pooled
+        return (visible + _reread_pairs(method, length)) * self._per_key + pooled
 
     @property
     def _per_key(self) -> int:
@@ -212,11 +221,16 @@ class _Heads:
         With ``prompt="exact"`` it attends to all tokens and scores nothing. With latents, absorbed queries score the
         index, and stored tokens are expanded.
         """
-        rule, groups = method.layout.rule, int(num_entries(method, length))
+        rule, groups = method.layout.rule, int(num_entries(method, tokens_left(method, length)))
         closed, opened = sum_closed(rule, length, None), sum_opened(rule, choice.quota, length)
         if choice.prompt == "exact":
             closed = opened = 0
-        visible = length * (length + 1) // 2 - (closed - opened) * rule.chunk
+        visible = length * (length + 1) // 2 - (closed - opened) * rule.chunk + _reread_pairs(method, length)
         asked = self.num_q * 2 * closed * rule.chunk * self.cached.width
         asked += length * self.absorb_flops if closed else 0
         return visible * self._per_key + asked + groups * rule.chunk * self.entry_flops
+
+
+def _reread_pairs(method: Method, length: int) -> int:
+    """Keys that the queries of a second reading of a prompt see, summed over them."""
+    return 0 if method.reread is None else method.reread.num_pairs(length)

@@ -1,7 +1,7 @@
-"""Reading prompts again, for `condense.Reread`: a forward hook of the decoder, and the cache of a repeated piece.
+"""Reading prompts again, by `condense.Method.reread`: a hook of the decoder, and the cache of a repeated piece.
 
 The first reading is an ordinary forward, after which each layer's cache holds the whole prompt. The hook then calls the
-decoder once for every piece of the prompt, over a cache of the piece's own: in it, layers under `Reread` look up what
+decoder once for every piece of the prompt, over a cache of the piece's own: in it, layers that drop tokens look up what
 theirs hold and note the weights that it gets; layers with another attention begin anew with each piece.
 
 Shapes: B rows, L slots of the prompt, c tokens of a piece, S keys, N layers.
@@ -30,11 +30,11 @@ _CAUSAL = UniformRule(chunk=1, window=None, max_chunks=0)
 
 
 def watch(model: nn.Module, attentions: Mapping[int, nn.Module], methods: Mapping[int, Method]) -> None:
-    """Make the decoder in ``model`` read prompts again if one of its layers' methods is `Reread`; else stop that.
+    """Make the decoder in ``model`` read prompts again if one of its layers' methods needs it; else stop that.
 
-    Raises ValueError, nothing changed, for two settings of it.
+    Raises ValueError, nothing changed, for two settings of `condense.Method.reread`.
     """
-    chosen = {method for method in methods.values() if isinstance(method, Reread)}
+    chosen = {method.reread for method in methods.values()} - {None}
     if len(chosen) > 1:
         raise ValueError(f"reread ranks the tokens of all its layers together: wanted one setting of it, got {chosen}")
     for module in model.modules():
@@ -113,7 +113,7 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
     given: the arguments of the decoder's forward that read the prompt.
     """
     layers: dict[int, CondensedCacheLayer] = {i: cache.layers[i] for i in waiting}
-    method: Any = layers[waiting[0]].method
+    method: Any = layers[waiting[0]].method.reread
     held = {i: layer.prompt.entries for i, layer in layers.items() if layer.prompt is not None}
     inputs: dict[str, Tensor] = {name: given[name] for name in _INPUTS if given.get(name) is not None}
     real = _real(given.get("attention_mask"), next(iter(inputs.values())))
