@@ -116,8 +116,8 @@ class Recall(Method):
 
     @property
     def as_steps(self) -> Method:
-        """The same settings with ``prompt="recall"``."""
-        return self if self.prompt == "recall" else self.replace(prompt="recall")
+        """The same settings with ``prompt="recall"``, and all tokens kept."""
+        return self if self.prompt == "recall" else self.replace(prompt="recall", keep=1.0)
 
     def of_layer(self, *, is_first: bool, has_latents: bool) -> Method:
         """The same settings, with all groups open from the device in the first layer; in others that cache latents,
