@@ -52,7 +52,7 @@ def main() -> None:
     command.add_argument("--output", type=Path)
     command = commands.add_parser("reduce")
     command.add_argument("out", type=Path, help="folder that `lease` has written")
-    command.add_argument("--study", default="transfer", choices=("transfer", "adapted"))
+    command.add_argument("--study", default="transfer", choices=("transfer", "reread", "adapted"))
     command.add_argument("--device", required=True)
     command.add_argument("--commit", required=True)
     command.add_argument("--output", type=Path, required=True)
@@ -86,6 +86,7 @@ def _common(command: argparse.ArgumentParser) -> None:
     command.add_argument("--workers", type=int, default=_WORKERS)
     command.add_argument("--adapt", type=float, default=0, help="adapt for so many seconds per form, and measure that")
     command.add_argument("--form", action="append", help="a form to adapt to; more by repeating; all if there is none")
+    command.add_argument("--study", default="transfer", choices=("transfer", "reread"), help="the arms to measure")
     command.add_argument("--tiny", action="store_true", help="four layers and short texts, to try everything out")
 
 
@@ -101,7 +102,7 @@ def lease(options: argparse.Namespace) -> None:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "TOKENIZERS_PARALLELISM": "false"}
         script = Path(__file__).parent
         shared = ["--corpus", str(options.corpus), "--out", str(options.out), "--seed", str(options.seed)]
-        shared += ["--workers", str(options.workers)] + ["--tiny"] * options.tiny
+        shared += ["--workers", str(options.workers), "--study", options.study] + ["--tiny"] * options.tiny
         shared += ["--weights", str(options.weights)] if options.weights else []
         shared += ["--adapt", str(options.adapt)] + [x for form in options.form or [] for x in ("--form", form)]
         lines, warming = [], []

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from variants import Cache
 
-from condense import Method, Recall
+from condense import Method, Recall, Reread, SnapKV, StreamingLLM
 from condense.models import MethodChoice
 from condense.models.inspect import inspect
 
@@ -19,8 +19,33 @@ CACHE = Cache()
 Arm = MethodChoice | Cache | None
 
 
-def arms(length: int) -> tuple[dict[str, Arm], dict[str, Arm]]:
-    """The arms that decide, dense attention (None) first, and others for the time that is left.
+def arms_of(study: str, length: int) -> tuple[dict[str, Arm], dict[str, Arm]]:
+    """The arms of a study, "transfer" or "reread": those that decide, dense attention (None) first, and others for the
+    time that is left.
+    """
+    return _of_prompts(length) if study == "reread" else _of_settings(length)
+
+
+def _of_prompts(length: int) -> tuple[dict[str, Arm], dict[str, Arm]]:
+    """Shares of a prompt that its second reading chooses, in 16 and in 4 bits, beside windows and SnapKV, which keep a
+    tenth of the whole text's tokens.
+    """
+    first: dict[str, Arm] = {"dense": None, "recall-device": DEVICE}
+    first |= {f"keep {share:.0%}": DEVICE.replace(keep=share) for share in (0.5, 0.25)}
+    first |= {f"reread {share:.0%}": Reread(share=share) for share in (0.25, 0.1)}
+    second: dict[str, Arm] = {
+        "cache of 4 bits": CACHE,
+        "window 10%": StreamingLLM(sink=4, window=length // 10 - 4),
+        "snapkv 10%": SnapKV(budget=length // 10),
+        "keep 40%": DEVICE.replace(keep=0.4),
+        "reread 50%": Reread(share=0.5),
+        "keep 75%": DEVICE.replace(keep=0.75),
+    }
+    return first, second
+
+
+def _of_settings(length: int) -> tuple[dict[str, Arm], dict[str, Arm]]:
+    """`recall-device`, and what differs from it in one setting.
 
     Where another setting would open all groups, as the named one for the device does in the shortest texts, it is left
     out.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import weights
 from adapted import FORMS, OPENED, adapt, by_clock
-from contenders import CACHE, Arm, arms, costs
+from contenders import CACHE, Arm, arms_of, costs
 from makes import batches, longest, new_model, stages_of, train
 from reading import Reference, forced, logits_of
 from texts import HeldOut, Texts, held_out, unpacked
@@ -64,10 +64,10 @@ def run(options: argparse.Namespace) -> None:
         _adapt(options, model, held, references, note)
     else:
         place = _Place(_in_bfloat16(model), options.until, note)
-        sizes = {length: arms(length) for length in lengths}
+        sizes = {length: arms_of(options.study, length) for length in lengths}
         if getattr(model.config, "kv_lora_rank", None):
-            for first, _ in sizes.values():
-                del first["cache of 4 bits"]  # a cache of latents has no heads to round
+            for group in (group for groups in sizes.values() for group in groups):
+                group.pop("cache of 4 bits", None)  # a cache of latents has no heads to round
         for length in lengths:
             place.measure(length, sizes[length][0], held[length], references[length])
         for name in dict.fromkeys(name for _, others in sizes.values() for name in others):
@@ -133,7 +133,8 @@ def warm(options: argparse.Namespace) -> None:
         _warm_adapting(options, index, of)
         return
     model = _in_bfloat16(_model(options, num_hidden_layers=2))
-    tasks = [(length, *arm) for length in _lengths(options.make) for group in arms(length) for arm in group.items()]
+    sizes = ((length, arms_of(options.study, length)) for length in _lengths(options.make))
+    tasks = [(length, *arm) for length, groups in sizes for group in groups for arm in group.items()]
     for length, name, arm in tasks[index::of]:
         try:
             logits_of(model, arm, torch.randint(4096, (length,), device=model.device), length // 2)

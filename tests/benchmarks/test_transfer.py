@@ -181,13 +181,14 @@ def test_what_no_arm_beats_at_its_bytes(tmp_path):
     assert "worst task): 20.0% a (+0.100, +0.100, 8.2%); 40.0% c (" in cells.page([tmp_path / "x.jsonl"])
 
 
-def test_every_arm_is_measured(drawn):
+@pytest.mark.parametrize(("study", "most"), [("transfer", 14), ("reread", 12)])
+def test_every_arm_is_measured(study, most, drawn):
     held, records, reference = texts.held_out(drawn, drawn, 1100, (1, 1, 1)), [], reading.Reference()
     small = tiny("gemma3-44m", num_attention_heads=2, num_key_value_heads=1, head_dim=32)
     place = one_model._Place(small.float(), 1e18, records.append)
-    for group in contenders.arms(32768):
+    for group in contenders.arms_of(study, 32768):
         place.measure(1100, group, held, reference)
-    assert len(records) == sum(len(group) for group in contenders.arms(32768)) > 9
+    assert len(records) == most
     assert [record for record in records if {"error", "costs_error"} & set(record)] == []
 
 
