@@ -192,9 +192,13 @@ def generate(documents: Documents, name: str) -> tuple[float | None, float | Non
 
 def _is(name: str, settings: object) -> bool:
     """Whether timed settings are those of a name after `LENGTH` tokens: all alike, but for the least number of open
-    groups where what is open differs by less than 1 %, as 511 groups, a sixteenth, and 512.
+    groups where what is open differs by less than 1 %, as 511 groups, a sixteenth, and 512. Settings that came later
+    have their defaults.
     """
-    named = Method.parse(name).to_dict()
+    method = Method.parse(name)
+    named = method.to_dict()
+    if isinstance(settings, dict) and settings["method"] == named["method"]:
+        settings = type(method)().to_dict() | settings
     if not isinstance(settings, dict) or settings | {"min_recall": named.get("min_recall")} != named:
         return settings == named
     timed, wanted = (_opened(Method.parse(dict(each))) for each in (settings, named))

@@ -1,4 +1,4 @@
-"""The table of `docs/studies/reread.md`, between ``<!-- reread -->`` and ``<!-- /reread -->``."""
+"""The tables of `docs/studies/reread.md`, between ``<!-- reread -->`` and ``<!-- /reread -->``, and with ``models``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import transfer_page
+
+_MODELS = re.compile(r"(<!-- models -->\n).*?(<!-- /models -->)", re.DOTALL)
 _BLOCK = re.compile(r"(<!-- reread -->\n).*?(<!-- /reread -->)", re.DOTALL)
 _HEAD = "| | cache | following text ({:,}) | copies ({:,}) | numbers lost ({:,}) |\n|---|---|---|---|---|\n"
 
 
-def fill(page: Path, document: Mapping[str, Any]) -> None:
-    """Write the table anew."""
+def fill(page: Path, document: Mapping[str, Any], runs: Mapping[str, Any]) -> None:
+    """Write the tables anew: of the bundled model, and of the newest of the ``runs`` over models."""
+    newest = transfer_page.by_model(runs[max(name for name in runs if name.startswith("reread-"))])
     dense, *others = document["results"]["rows"]
     sizes, values = ([cell[key] for cell in dense["cells"].values()] for key in ("n", "dense"))
     lines = [_HEAD.format(*sizes), "| dense: loss, found | 100% | {:.3f} | {:.3f} | {:.1%} |\n".format(*values)]
@@ -20,6 +24,7 @@ def fill(page: Path, document: Mapping[str, Any]) -> None:
         cells = " | ".join(_cell(kind == "found", cell) for kind, cell in row["cells"].items())
         lines.append(f"| {row['arm']} | {row['device']:.0%} | {cells} |\n")
     text = _BLOCK.sub(lambda block: block[1] + "".join(lines) + block[2], page.read_text(encoding="utf-8"))
+    text = _MODELS.sub(lambda block: block[1] + newest + block[2], text)
     page.write_text(text, encoding="utf-8")
 
 

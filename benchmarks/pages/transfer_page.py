@@ -120,6 +120,19 @@ def _cell(row: Mapping[str, Any], name: str) -> str:
     return f"{text} ({interval})" if name in row["failed"] else f"**{text}** ({interval})"
 
 
+def by_model(document: Mapping[str, Any]) -> str:
+    """The arms of a run: bytes, and what each loses by model and length."""
+    models = {model["make"]: model for model in document["results"]["models"]}
+    arms = dict.fromkeys(row["arm"] for model in models.values() for row in model["rows"] if row["arm"] != "dense")
+    rows = [["", "device", "read", *(f"{TITLES[make]}, {length:,}" for make, length in _places(models))]]
+    rows.append(["---"] * len(rows[0]))
+    for arm in arms:
+        found = [row_of(models[make], arm, length) for make, length in _places(models)]
+        sizes = [_between([f"{row[size]:.0%}" for row in found if row]) for size in ("device", "read")]
+        rows.append([arm, *sizes, *(f"{_nats(row)}; {_worst(row)}" if row else "" for row in found)])
+    return _table(rows)
+
+
 def _percent(value: float) -> str:
     return f"{value:.1%}".replace("-0.0%", "0.0%")
 

@@ -47,7 +47,7 @@ def write(docs: Path) -> None:
         performance_page.fill(page, everything)
     recall_page.fill(studies / "recall-settings.md", everything["zero-shot-h200-20261122T020720Z"])
     transfer_page.fill(docs / "recall.md", of("transfer.json"))
-    reread_page.fill(studies / "reread.md", everything["reread"])
+    reread_page.fill(studies / "reread.md", everything["reread"], of("transfer.json"))
     serving_page.fill([docs / "serving.md", studies / "serving.md"], everything, docs / "images" / "serving.png")
     costs, layers = ({name: everything[name] for name in names} for names in (_COSTS, _LAYERS))
     experiments_page.write_page(of("experiments.json"), costs, layers, studies / "experiments.md")

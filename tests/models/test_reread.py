@@ -10,10 +10,13 @@ from oracles import oracle_reread
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import condense
-from condense import Reread
+from condense import Recall, Reread
 from condense.models.inspect import inspect
 
 METHOD = Reread(share=0.3, piece=16, sink=2, window=3)
+# opens all, or two groups; of a prompt as short as the last row it keeps all
+KEPT = Recall(group_size=3, window=5, num_recall=1.0, prompt="exact", keep=0.4)
+FEW = KEPT.replace(num_recall=2, store="host", slots=1, store_bits=8)
 # GQA, learned positions, latents
 NAMES = {"llama": 2, "gpt2": 4, "deepseek_v3": 1}
 ROWS = [tiny.tokens(1, n, seed=n)[0] for n in (39, 26, 33, 3)]
@@ -77,9 +80,31 @@ def test_caches_grow_and_static_ones_agree_and_hold_what_arithmetic_says(name):
     assert sizes == [(count, 64 - 43) for count in counts]
 
 
-def test_later_turns_in_any_steps_see_what_was_kept_and_all_that_follows(name):
+def test_recall_with_all_groups_of_kept_tokens_open_is_reread(name):
+    model, ids, sizes = tiny.model(name), tiny.tokens(1, 61), (40, 1, 1, 1, 5, *[1] * 13)
+    with condense.use(model, Reread(share=KEPT.keep, window=KEPT.window)):
+        expected = tiny.in_chunks(model, ids, sizes)
+    with condense.use(model, KEPT):
+        for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=64)):
+            torch.testing.assert_close(tiny.in_chunks(model, ids, sizes, cache), expected, **tiny.EXACT)
+            assert sum(int(x.buffers.seen) for x in cache.layers) == tiny.NUM_LAYERS * (16 + 21)
+    with condense.use(model, FEW):
+        cache = tiny.filled(model, ids[:, :40])
+        counts = [int(layer.buffers.seen) for layer in cache.layers]
+        assert not torch.allclose(tiny.in_chunks(model, ids[:, 40:], (1,) * 21, cache), expected[:, 40:])
+        reports = inspect(model, FEW, 40, itemsize=8)
+    assert len({*counts}) > 1
+    assert sum(counts) == tiny.NUM_LAYERS * 16
+    # of eleven tokens behind the window three groups are kept, at 40 tokens eleven
+    whole = inspect(model, FEW.replace(keep=1), 40, itemsize=8)
+    assert all(3 * mine.host_bytes <= own.host_bytes for mine, own in zip(reports, whole, strict=True))
+    assert all("read twice" in report.remark for report in reports)
+
+
+@pytest.mark.parametrize("method", [METHOD, KEPT], ids=type)
+def test_later_turns_in_any_steps_see_what_was_kept_and_all_that_follows(name, method):
     model, ids = tiny.model(name), tiny.tokens(1, 61)
-    with condense.use(model, METHOD):
+    with condense.use(model, method):
         cache = tiny.filled(model, ids[:, :40])
         steps = tiny.in_chunks(model, ids[:, 40:], (1,) * 21, copy.deepcopy(cache))
         for sizes in ((21,), (4, 9, 8)):
@@ -106,11 +131,11 @@ def test_all_kept_is_dense_attention_and_the_prompt_always_is(name):
     assert not torch.allclose(got[:, 40:], dense[:, 40:])
 
 
-@pytest.mark.parametrize("beams", [1, 3])
-def test_padded_rows_are_those_alone(name, beams):
+@pytest.mark.parametrize(("method", "beams"), [(METHOD, 1), (METHOD, 3), (KEPT, 3), (FEW, 1)], ids=str)
+def test_padded_rows_are_those_alone(name, method, beams):
     model = tiny.model(name)
     ids, mask = tiny.left_padded(ROWS)
-    with condense.use(model, METHOD):
+    with condense.use(model, method):
         batch = tiny.generate(model, ids, attention_mask=mask, num_beams=beams)
         static = tiny.generate(model, ids, attention_mask=mask, num_beams=beams, cache_implementation="static")
         assert torch.equal(batch, static)
@@ -166,6 +191,7 @@ def test_applied_saved_copied_and_restored(tmp_path):
 def test_what_it_refuses():
     model, ids = tiny.model("llama"), tiny.tokens(1, 40)
     tiny.refused(r"one setting", condense.apply, model, {0: METHOD, 1: METHOD.replace(share=0.5)})
+    tiny.refused(r"use prompt='exact'", KEPT.replace, prompt="shared")
     assert not any(module._forward_hooks for module in model.modules())
     condense.apply(model, METHOD)
     tiny.refused(r"use model\.generate", condense.GraphDecoder, model, batch_size=1, max_length=64)
@@ -175,3 +201,5 @@ def test_what_it_refuses():
     cache = DynamicCache(config=model.config)
     model(ids, past_key_values=cache)
     tiny.refused(r"reach into the prompt", cache.crop, -1)
+    cache.layers[1].prompt = cache.layers[1].state
+    tiny.refused(r"new cache", model, ids, past_key_values=cache)
