@@ -22,7 +22,18 @@ from condense.ops.step.settings import StepSettings
 from condense.ops.step.state import StepState
 from condense.ops.triton.device.address import PageForm
 from condense.ops.triton.host import cdiv, dense_rows, on_device_of
-from condense.ops.triton.recall_step import ATTEND, CHOOSE, CLOSE, OPENED, SCORE, SHARE, kept_of, scratch_of, tensors_of
+from condense.ops.triton.recall_step import (
+    ATTEND,
+    CHOOSE,
+    CLOSE,
+    OPENED,
+    SCORE,
+    SHARE,
+    TURN,
+    kept_of,
+    scratch_of,
+    tensors_of,
+)
 from condense.ops.triton.recall_step_plan import Room, apart, close_of, plan_of
 from condense.ops.triton.ring_step import JOIN, NUM_BUFFERS, STEP, split_scratch
 from condense.ops.triton.step_plan import Launch, StepSizes, launch_of
@@ -108,7 +119,9 @@ def _attend_to_open(
     copied = (None, None) if slots is None else (slots.tags, slots.clock)
     tables = state.window.table, state.entries.table, before, stamps, *copied
     turn = rotation(widths[0], q.device, q.dtype)
-    scored, chosen, opened, attended = tensors_of(q, pages, seen, scratch, turn, tables)
+    turned, scored, chosen, opened, attended = tensors_of(q, pages, seen, scratch, turn, tables)
+    if plan.turn is not None:
+        TURN.start(plan.turn, turned, of_q)
     SCORE.start(plan.score, scored, of_q)
     choose = plan.choose
     if state.ranks is not None:

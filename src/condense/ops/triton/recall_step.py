@@ -1,4 +1,4 @@
-"""The kernels of a decode step that chooses among stored groups: five, and one more for some latents on Hopper.
+"""The kernels of a decode step that chooses among stored groups: five, and two more for some latents on Hopper.
 
 Shapes as in `condense.ops.step.state`; R = H / K query heads per KV head, S splits of the work on one KV head.
 """
@@ -19,10 +19,11 @@ from condense.ops.triton.recall_close_kernels import recall_close_kernel
 from condense.ops.triton.recall_step_choice_kernels import recall_choose_kernel, recall_share_kernel
 from condense.ops.triton.recall_step_kernels import recall_attend_kernel
 from condense.ops.triton.recall_step_plan import Room, plan_of
-from condense.ops.triton.recall_step_score_kernels import recall_score_kernel
+from condense.ops.triton.recall_step_score_kernels import recall_score_kernel, recall_turn_kernel
 from condense.ops.triton.step_kernels import step_join_kernel
 
-CLOSE, SCORE, CHOOSE = (Launcher(x) for x in (recall_close_kernel, recall_score_kernel, recall_choose_kernel))
+CLOSE, TURN = (Launcher(x) for x in (recall_close_kernel, recall_turn_kernel))
+SCORE, CHOOSE = (Launcher(x) for x in (recall_score_kernel, recall_choose_kernel))
 OPENED, ATTEND, _JOIN = (Launcher(x) for x in (latent_groups_kernel, recall_attend_kernel, step_join_kernel))
 # between those that score and choose, where other processes have more heads
 SHARE = Launcher(recall_share_kernel)
@@ -31,17 +32,17 @@ SHARE = Launcher(recall_share_kernel)
 class StepScratch(
     namedtuple(
         "StepScratch",
-        "part lse score top total centre centre_top centre_total turned base groups place slot_of used free",
+        "part lse score top total centre centre_top centre_total turned whole base groups place slot_of used free",
     )
 ):
     """Scratch memory of one step; all tensors have one dimension and hold, in order, numbers of the shapes given here.
 
     float32: part ``[B, H, S1, Dv]``, lse ``[B, H, S1]``, score ``[B, H, G as a power of two]``, top and total
     ``[B, H, S0]``; centre, centre_top and centre_total the same of centres, empty where nobody reads these; turned
-    ``[B, H, D]``, empty where none reads turned queries, and base ``[B, H, r]``, of latents twice as many; int32:
-    groups and place ``[B, K, r]``, slot_of ``[B, K, G]``, used and free ``[B, K, S]`` of S slots. In pages score,
-    centre and base are ``[H, all]``, base of latents ``[H, 2 all]``, groups and slot_of ``[K, all]``, with places for
-    all groups of all rows.
+    ``[B, H, D]``, empty where none reads turned queries; whole, bytes of `recall_turn_kernel`, empty without it; base
+    ``[B, H, r]``, of latents twice as many; int32: groups and place ``[B, K, r]``, slot_of ``[B, K, G]``, used and free
+    ``[B, K, S]`` of S slots. In pages score, centre and base are ``[H, all]``, base of latents ``[H, 2 all]``, groups
+    and slot_of ``[K, all]``, with places for all groups of all rows.
     """
 
 
@@ -68,21 +69,20 @@ def tensors_of(
     turn: Tensor,
     tables: tuple[Tensor | None, ...],
 ) -> tuple[tuple[Tensor | None, ...], ...]:
-    """The tensors of the kernels that score, choose, read open groups of latents, and attend.
+    """The tensors of the kernels that turn, score, choose, read open groups of latents, and attend.
 
     counts: which rows count. turn: the rotation. tables: of the pages of tokens and of records, the tokens of the rows
     before each, stamps of records, and tags and clock of `PagedSlots`; None for buffers.
     """
     _, _, ring_k, ring_v, _, seen, _, _, _, signs, steps, store, slots, held, order, sums, *_ = state
     part, lse, score, top, total, *optional, base, groups, place, slot_of, used, free = scratch
-    *centres, asked = (x if x.numel() > 0 else None for x in optional)
+    *centres, asked, whole = (x if x.numel() > 0 else None for x in optional)
     near, far, before, *copied = tables
     return (
-        (q, signs, steps, seen, counts, score, top, total, *centres, asked, turn, far, before),
+        (q, asked, whole, turn),
+        (q, signs, steps, seen, counts, score, top, total, *centres, asked, whole, turn, far, before),
         (score, top, total, seen, counts, groups, place, held, order, slot_of, used, free, before, far, *copied),
-        (
-            asked, signs, steps, store, base, groups, seen, counts, part, lse, far, before,
-        ),
+        (asked, signs, steps, store, base, groups, seen, counts, part, lse, far, before),
         (
             q, signs, steps, store, ring_k, ring_v, sums, slots, asked, turn, base, groups, place, *centres, seen,
             counts, part, lse, near, far, before,
@@ -93,7 +93,9 @@ def tensors_of(
 class RecallKernels(PreparedStep):
     """The kernels of steps with a choice."""
 
-    __slots__ = ("_attend", "_choose", "_close", "_join", "_kept", "_opened", "_rotation", "_score", "_sizes", "_width")
+    __slots__ = (
+        "_attend", "_choose", "_close", "_join", "_kept", "_opened", "_rotation", "_score", "_sizes", "_turn", "_width",
+    )  # fmt: skip
 
     def __init__(self, call: StepCall) -> None:
         """call: checked by `condense.ops.triton.step.step`."""
@@ -109,6 +111,7 @@ class RecallKernels(PreparedStep):
         self._rotation = rotation(D, q.device, q.dtype)
         of_q = q.stride()[:2]
         self._close = Prepared(CLOSE, plan.close, (*k.stride()[:2], *v.stride()[:2]))
+        self._turn = None if plan.turn is None else Prepared(TURN, plan.turn, of_q)
         self._score = Prepared(SCORE, plan.score, of_q)
         self._choose = Prepared(CHOOSE, plan.choose, (B,))
         self._opened = None if plan.opened is None else Prepared(OPENED, plan.opened, ())
@@ -123,10 +126,12 @@ class RecallKernels(PreparedStep):
         scratch = scratch_of(self._sizes, q.device)
         out = torch.empty(*q.shape[:3], self._width, dtype=q.dtype, device=q.device)
         counts = seen if token.real is None else token.real.contiguous()
-        scored, chosen, opened, attended = tensors_of(q, state, counts, scratch, self._rotation, (None,) * 6)
+        turned, scored, chosen, opened, attended = tensors_of(q, state, counts, scratch, self._rotation, (None,) * 6)
         # kernels start on the current device, which may not be that of the tensors in a model spread over several
         with on_device_of(q):
             self._close((k, v, *self._kept, counts, None, None, None, None, self._rotation))
+            if self._turn is not None:
+                self._turn(turned)
             self._score(scored)
             self._choose(chosen)
             if self._opened is not None:

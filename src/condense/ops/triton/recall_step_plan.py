@@ -14,7 +14,7 @@ from condense.ops.step.settings import StepSettings, numbered_settings
 from condense.ops.triton import latent_groups_kernels as latent_groups
 from condense.ops.triton.device.address import PageForm
 from condense.ops.triton.device.parts import key_value_parts
-from condense.ops.triton.device.sign_pieces import in_pieces
+from condense.ops.triton.device.sign_pieces import in_pieces, query_bytes
 from condense.ops.triton.device.signs import block_width
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
 from condense.ops.triton.recall_score import UNFUSED
@@ -46,12 +46,14 @@ def apart(sizes: tuple[int, ...]) -> tuple[int, ...]:
 class Plan(NamedTuple):
     """Launch arguments of a step's kernels, without tensors and strides: grid, numbers, constants, options of each.
 
-    scratch: sizes of the tensors of `condense.ops.triton.recall_step.StepScratch`, float32 and int32. opened: of the
-    kernel that reads open groups apart, or None where ``attend`` does.
+    scratch: sizes of the tensors of `condense.ops.triton.recall_step.StepScratch`, float32 and int32. turn: of the
+    kernel that turns queries, or None where ``score`` does. opened: of the kernel that reads open groups apart, or None
+    where ``attend`` does.
     """
 
     scratch: tuple[tuple[int, ...], tuple[int, ...]]
     close: tuple[Any, ...]
+    turn: tuple[Any, ...] | None
     score: tuple[Any, ...]
     choose: tuple[Any, ...]
     opened: tuple[Any, ...] | None
@@ -151,6 +153,12 @@ def plan_of(
         _scratch_of(settings, heads, widths, sizes, (S0, joined)),
         close_of(device, dtype, heads, widths, sizes, number, has_real),
         (
+            (B * K, cdiv(R, tiles.score_heads), 1),
+            (K, R),
+            (D, tiles.score_heads, early),
+            {"num_warps": tiles.score.num_warps} | chained,
+        ) if in_pieces(D) else None,
+        (
             (S0, B * K, score_tiles),
             (K, R, row, *few0, window, scale, *of_quota),
             (g, D, tiles.score_heads, GS, GROUPS, softcap * LOG2E if has_mean else 0.0, has_real, early, far),
@@ -225,7 +233,8 @@ def _scratch_of(
     floats = (
         parts * (latent or Dv), parts, of_scores, of_splits, of_splits,
         *((of_scores, of_splits, of_splits) if choice.mean and r < G else (0, 0, 0)),
-        queries * D if turns or in_pieces(D) else 0, of_bases * (2 if latent else 1) if turns else 0,
+        queries * D if turns or in_pieces(D) else 0, queries * query_bytes(D) // 4 if in_pieces(D) else 0,
+        of_bases * (2 if latent else 1) if turns else 0,
     )  # fmt: skip
     integers = of_lists, *((pairs * r, of_slots, pairs * S, pairs * S) if S else (0, 0, 0, 0))
     return apart(floats), apart(integers)

@@ -1,4 +1,4 @@
-"""Kernel of Recall's decode step that scores the index of closed groups.
+"""Kernel of Recall's decode step that scores the index of closed groups, and one that turns wide queries before it.
 
 Shapes and names as in `condense.ops.triton.recall_step_kernels`. A tile holds T tokens of each of BG groups; T is g
 as a power of two, and the last token of a group fills it up. Where a GPU counts bits, a warp reads 8 groups at a time
@@ -19,9 +19,11 @@ from condense.ops.triton.device.scores import soft_cap
 from condense.ops.triton.device.sign_pieces import (
     in_pieces,
     load_pieces,
+    load_queries,
     piece_centre_products,
-    piece_queries,
     piece_sign_products,
+    put_queries,
+    query_bytes,
 )
 from condense.ops.triton.device.signs import centre_products, index_widths, sign_bytes, sign_products, turned_queries
 from condense.ops.triton.recall_choice_kernels import wanted_groups
@@ -125,10 +127,30 @@ def _store_total(top_ptr, total_ptr, top, total, inside):
     tl.store(total_ptr, tl.sum(total * tl.exp2(top - safe[None, :]), 0), mask=inside)
 
 
+@triton.jit
+def recall_turn_kernel(
+    q_ptr, turned_ptr, whole_ptr, rotation_ptr, s_qb, s_qh, K, R, D: tl.constexpr, BR: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Turn queries that `in_pieces` are multiplied, see `put_queries`; grid (B * K, tiles of BR query heads).
+
+    In each of the many programs that score this took as long as a fifth of a short step.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+    head, r = tl.program_id(0).to(tl.int64), tl.program_id(1) * BR + tl.arange(0, BR)
+    q_ptr += head // K * s_qb + head % K * R * s_qh
+    whole_ptr = whole_ptr.to(tl.pointer_type(tl.int8)) + head * R * query_bytes(D)
+    put_queries(q_ptr, s_qh, r, R, rotation_ptr, turned_ptr + head * R * D, whole_ptr, D)
+    if EARLY:
+        # a kernel that waits for this one also needs what the one before this one wrote
+        gdc_wait()
+
+
 @triton.jit(do_not_specialize=("few", "enough", "least", "part", "of"))
 def recall_score_kernel(
     q_ptr, signs_ptr, steps_ptr, seen_ptr, real_ptr, score_ptr, top_ptr, total_ptr, centre_ptr, centre_top_ptr,
-    centre_total_ptr, turned_ptr, rotation_ptr, far_ptr, before_ptr,
+    centre_total_ptr, turned_ptr, whole_ptr, rotation_ptr, far_ptr, before_ptr,
     s_qb, s_qh, K, R, G, few, enough, window, scale, most_opened, least, part, of,
     g: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BG: tl.constexpr, GROUPS: tl.constexpr, CAP: tl.constexpr,
     HAS_REAL: tl.constexpr, EARLY: tl.constexpr, FAR: tl.constexpr,
@@ -143,7 +165,7 @@ def recall_score_kernel(
     are opened, no scores are written: `condense.ops.recall.choice.Quota`. rotation: as for `recall_close_kernel`. far:
     table of the pages of records, for which scores are ``[H, G]``, with the groups of a row from its ``start`` on; None
     for arrays. turned: float32 ``[B, H, D]``, where turned queries are written for the kernel that attends; None: it
-    does not read them, nor does `piece_queries`.
+    does not read them. whole: those that `recall_turn_kernel` wrote, where they are `in_pieces`.
     """
     split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K
@@ -181,7 +203,10 @@ def recall_score_kernel(
     q_ptr += b * s_qb + kvh * R * s_qh
     # [BR, bytes], [BR], [BR]
     if in_pieces(D):
-        queries, sums, unit = piece_queries(q_ptr, s_qh, r, asked, rotation_ptr, turned_ptr, D)
+        if EARLY:
+            gdc_wait()
+        whole_ptr = whole_ptr.to(tl.pointer_type(tl.int8)) + head * R * query_bytes(D)
+        queries, sums, unit = load_queries(whole_ptr, r, asked, D)
     else:
         queries, sums, unit = turned_queries(q_ptr, s_qh, r, asked, rotation_ptr, turned_ptr, split == 0, D)
     if EARLY:

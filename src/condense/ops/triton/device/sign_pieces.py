@@ -71,25 +71,23 @@ def _bits_from(bytes, at, MASK: tl.constexpr, ASM: tl.constexpr):
         return ((bytes.to(tl.int32) >> at) & MASK).to(tl.int8)
 
 
-@triton.jit
-def _load_queries(turned_ptr, r, R, D: tl.constexpr):
-    """Turned queries in all tiles, ``[BR, C]``."""
-    sizes: tl.constexpr = _sizes(D)
-    W: tl.constexpr = sign_bytes(D)
-    x, ptr, there = (), turned_ptr + r.to(tl.int64)[:, None] * D, (r < R)[:, None]
-    for part in tl.static_range(8):
-        x = x + (tl.load(ptr + part * W + tl.arange(0, sizes[0])[None, :], mask=there, other=0.0),)  # noqa: RUF005
-    for tile in tl.static_range(8 // sizes[2]):
-        part, byte = _places(tile, D)
-        x = x + (tl.load(ptr + (part * W + byte)[None, :], mask=there, other=0.0),)  # noqa: RUF005
-    return x
+@triton.constexpr_function
+def query_bytes(D):
+    """Bytes of a query head between `put_queries` and `load_queries`."""
+    return D + 16
 
 
 @triton.jit
-def piece_queries(q_ptr, s_qh, r, R, rotation_ptr, turned_ptr, D: tl.constexpr):
-    """As `condense.ops.triton.device.signs.turned_queries`; whole numbers are int8, in tiles.
+def _numbers_of(ptr, D: tl.constexpr):
+    """Pointers to the two numbers, float32, behind the bytes at ``ptr``."""
+    return (ptr + D).to(tl.pointer_type(tl.float32))
 
-    All programs of a KV head store the same turned queries at ``turned``, and read there what they themselves stored.
+
+@triton.jit
+def put_queries(q_ptr, s_qh, r, R, rotation_ptr, turned_ptr, whole_ptr, D: tl.constexpr):
+    """Turn query heads r of one KV head, and write them to ``turned``, float32 ``[R, D]``; and rounded, as by
+    `condense.ops.recall.turned_queries`, to ``whole``, int8 ``[R, query_bytes]``: whole numbers, then their sum and
+    what one of them stands for.
     """
     widths: tl.constexpr = _split_width(D)
     at = r.to(tl.int64)
@@ -97,19 +95,30 @@ def piece_queries(q_ptr, s_qh, r, R, rotation_ptr, turned_ptr, D: tl.constexpr):
     first = turned_part(q[0], rotation_ptr, 0, widths[0], D, False, "chains")
     rest = turned_part(q[1], rotation_ptr, widths[0], widths[1], D, False, "chains")
     store_rows(turned_ptr, at * D, (first, rest), r < R, widths[0], widths[1])
-    largest = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(rest), 1))
-    unit = unit_of(largest)  # [BR]
-    tl.debug_barrier()
-    tiles = _load_queries(turned_ptr, r, R, D)
-    queries, totals, of_rest = (), tl.zeros_like(tiles[0]), tl.zeros_like(tiles[8])
-    for i in tl.static_range(len(tiles)):
-        x = whole_numbers(tiles[i], unit[:, None])
-        if i < 8:
-            totals += x
-        else:
-            of_rest += x
-        queries = queries + (x.to(tl.int8),)  # noqa: RUF005
-    return queries, tl.sum(totals, 1) + tl.sum(of_rest, 1), unit
+    unit = unit_of(tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(rest), 1)))  # [BR]
+    first, rest = whole_numbers(first, unit[:, None]), whole_numbers(rest, unit[:, None])
+    store_rows(whole_ptr, at * query_bytes(D), (first, rest), r < R, widths[0], widths[1])
+    numbers = _numbers_of(whole_ptr + at * query_bytes(D), D)
+    tl.store(numbers, tl.sum(first, 1) + tl.sum(rest, 1), mask=r < R)
+    tl.store(numbers + 1, unit, mask=r < R)
+
+
+@triton.jit
+def load_queries(whole_ptr, r, R, D: tl.constexpr):
+    """Query heads r as `put_queries` wrote them: whole numbers int8, in tiles; their sums, and what one stands for,
+    both float32 ``[BR]``.
+    """
+    sizes: tl.constexpr = _sizes(D)
+    W: tl.constexpr = sign_bytes(D)
+    x, ptr, there = (), whole_ptr + r.to(tl.int64) * query_bytes(D), r < R
+    for part in tl.static_range(8):
+        at = (part * W + tl.arange(0, sizes[0]))[None, :]
+        x = x + (tl.load(ptr[:, None] + at, mask=there[:, None], other=0),)  # noqa: RUF005
+    for tile in tl.static_range(8 // sizes[2]):
+        part, byte = _places(tile, D)
+        x = x + (tl.load(ptr[:, None] + (part * W + byte)[None, :], mask=there[:, None], other=0),)  # noqa: RUF005
+    numbers = _numbers_of(ptr, D)
+    return x, tl.load(numbers, mask=there, other=0.0), tl.load(numbers + 1, mask=there, other=0.0)
 
 
 @triton.jit
