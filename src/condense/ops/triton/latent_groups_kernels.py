@@ -223,15 +223,33 @@ def _load_tile(kept, work, t, FORM: gl.constexpr, FAR: gl.constexpr):
     return _Vectors(codes, signs, _load_unit(kept, n, row, are_tokens, FORM, FAR))
 
 
+@triton.constexpr_function
+def _axis(PART, AXIS):
+    """Layout of numbers along one axis of queries ``[16, words, 2, 4]``: heads, words of codes, halves of their bytes,
+    columns of a half.
+    """
+    threads = [2, 8, 2, 1] if PART else [1, 16, 2, 1]
+    layout = gl.BlockedLayout([1, 1, 1, 4], threads, [_WARPS.value, 1, 1, 1], [3, 2, 1, 0])
+    for axis in (3, 2, 1, 0):
+        layout = layout if axis == AXIS else gl.SliceLayout(axis, layout)
+    return layout
+
+
 @gluon.jit
 def _queries(turned_ptr, R, PART: gl.constexpr):
-    """One part of the turned queries of a tile, in shared memory."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [_WARPS, 1], [1, 0])
-    c = _column(gl.arange(0, _columns(PART), gl.SliceLayout(0, L)), PART)
-    r = gl.program_id(2) * HEADS + gl.arange(0, HEADS, gl.SliceLayout(1, L))
-    there = (r < R)[:, None] & (c < _WIDTH)[None, :]
-    x = gl.load(turned_ptr + r[:, None] * _WIDTH + c[None, :], mask=there, other=0.0)
-    return gl.allocate_shared_memory(gl.bfloat16, [HEADS, _columns(PART)], _swizzled(16), x.to(gl.bfloat16))
+    """One part of the turned queries of a tile, in shared memory: read four columns at a time, and put where
+    `_column` has them.
+    """
+    N: gl.constexpr = _columns(PART) // 32
+    r = (gl.program_id(2) * HEADS + gl.arange(0, HEADS, _axis(PART, 0)))[:, None, None, None]
+    word = gl.arange(0, 4 * N, _axis(PART, 1))[None, :, None, None]
+    half = gl.arange(0, 2, _axis(PART, 2))[None, None, :, None]
+    column = 4 * (_WORDS * (word // N) + (_FIRST if PART else 0) + word % N) + _WIDTH // 2 * half
+    column += gl.arange(0, 4, _axis(PART, 3))[None, None, None, :]
+    x = gl.load(turned_ptr + r * _WIDTH + column, mask=(r < R) & (column >= 0), other=0.0).to(gl.bfloat16)
+    x = gl.permute(gl.reshape(x, [HEADS, 4 * N, 2, 2, 2]), [0, 1, 4, 2, 3])
+    x = gl.reshape(x, [HEADS, _columns(PART)])
+    return gl.allocate_shared_memory(gl.bfloat16, [HEADS, _columns(PART)], _swizzled(16), x)
 
 
 @gluon.jit
