@@ -71,7 +71,7 @@ def test_what_named_settings_lose_is_the_worst_that_was_measured():
         said = NAMED_SETTINGS[name].loses if name else ""
         assert all(x in said for x in (f"{text} nats on text", f"{copies} on copies", f"{task} of a task")) or not name
     # the arms are those of the settings: prompts read densely, the store's place aside
-    arms, _ = contenders.arms(16384)
+    arms, _ = contenders.arms_of("transfer", 16384)
     device, host = (condense.Method.parse(name) for name in ("recall-device", "recall-host"))
     assert arms["recall-device"] == device
     assert arms["recall-host"] == host.replace(store="device")
