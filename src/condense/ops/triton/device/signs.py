@@ -301,9 +301,11 @@ def turned_part(
     signs = tl.load(rotation_ptr + d * D + d // W * W, mask=d < LO + N, other=0.0)[None, :]  # [1, T]
     at = rotation_ptr + row % W * D
     there = (row // W)[:, None] == (row // W)[None, :]
-    block = tl.load(at[:, None] + (row % W)[None, :], mask=there, other=0.0) * tl.load(at)[:, None]  # [SIDE, SIDE]
-    if not BACK:
-        x = x * signs.to(x.dtype)
+    block = tl.load(at[:, None] + (row % W)[None, :], mask=there, other=0.0)  # [SIDE, SIDE]
+    if BACK:
+        block *= tl.load(at)[:, None]
+    elif LO + T > W:  # all by the first block as it stands, with its own signs
+        x = x * (signs * tl.load(rotation_ptr + d % W * D)[None, :]).to(x.dtype)
     x = tl.reshape(x, (n * T // SIDE, SIDE))
     if PRECISION == "chains":
         x = _turned_query(x, block.to(x.dtype))
