@@ -179,6 +179,8 @@ def test_steps_on_latents(heads, widths, compiled):
     ptx = {name: kernel.asm["ptx"] for name, kernel in kernels.items()}
     assert re.search(r"wgmma\.mma_async\.[a-z0-9.]*\.s32\.s8\.s8", ptx["recall_score_kernel"])
     if D == 576:
+        # the keys of a group that closes are turned once: 16 times 1024 columns in blocks of 64, 128 of them at a time
+        assert ptx["recall_close_kernel"].count("wgmma.mma_async") == 2 * 4
         # once in the loop over tiles: by 36 times 16 columns, and of 9 times 64 columns by 4 times 16 rows
         assert ptx["latent_groups_kernel"].count("wgmma.mma_async") == 36 + 16 + 4
         assert ptx["latent_groups_kernel"].count("lop3.b32 t, t, 0x001E001E") == 72

@@ -10,21 +10,24 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from condense.ops.triton.device.address import Tokens, form_place, part_at, place_row, token_rows
+from condense.ops.triton.device.codes import packed
 from condense.ops.triton.device.parts import tile_width
 from condense.ops.triton.device.signs import (
-    add_codes,
-    add_signs,
     centre_codes,
     centre_numbers,
     centre_unit,
     index_widths,
     key_steps,
     sign_bytes,
-    turned_columns,
-    turned_keys,
+    turned_part,
 )
 from condense.ops.triton.device.sums import head_sums, num_columns, sum_columns
-from condense.ops.triton.recall_store_kernels import add_key_codes, chunk_tokens, fill_up, key_step, put_values
+from condense.ops.triton.recall_store_kernels import chunk_tokens, fill_up, key_codes, key_step, put_values
+
+
+def close_options(D: int) -> dict[str, int]:
+    """Options of `recall_close_kernel` for keys of width D: it keeps 16 turned keys in registers."""
+    return {"num_warps": 4 if D <= 256 else 8}
 
 
 class StepRow(namedtuple("StepRow", "t live all_closed closed start")):
@@ -69,64 +72,18 @@ def row_of_step(
 
 
 @triton.jit
-def _turned_tokens(keys, rotation_ptr, position, t, inside, LO, D: tl.constexpr, NEAR: tl.constexpr):
-    """Columns from LO on of the keys at ``position`` turned, `turned_columns` of them, float32."""
-    x = chunk_tokens(keys, position, t, inside, LO, D, turned_columns(D), NEAR)
-    return turned_keys(x.to(keys.rows.dtype.element_ty), rotation_ptr, LO, D)
+def _turned_tokens(keys, rotation_ptr, first, i, t, g: tl.constexpr, D: tl.constexpr, NEAR: tl.constexpr):
+    """Keys i of the group that begins at position ``first``, turned, float32 ``[n, P]``; zeros past the last column."""
+    x = chunk_tokens(keys, first + i, t, i < g, 0, D, tile_width(D), NEAR)
+    return turned_part(x.to(keys.rows.dtype.element_ty), rotation_ptr, 0, D, D, False, "ieee")
 
 
 @triton.jit
-def _is_tile(x, LO):
-    """True in the row of x ``[tiles, N]`` that has the columns from LO on."""
-    return (tl.arange(0, x.shape[0]) == LO // x.shape[1])[:, None]
-
-
-@triton.jit
-def _tile_at(x, LO):
-    """The row ``[N]`` of x ``[tiles, N]`` that has the columns from LO on."""
-    return tl.sum(tl.where(_is_tile(x, LO), x, 0.0), 0)
-
-
-@triton.jit
-def _put_centre(
-    keys, turned, rotation_ptr, codes_ptr, step_ptr, first, t, g: tl.constexpr, D: tl.constexpr, NEAR: tl.constexpr
-):  # fmt: skip
-    """Write the centre of the group that begins at position ``first``, and return its numbers ``[tiles, N]``.
-
-    turned: all keys of the group turned, if they are one tile, else None.
-    """
-    N: tl.constexpr = turned_columns(D)
-    W: tl.constexpr = sign_bytes(D)
-    means = tl.zeros([triton.next_power_of_2((D + N - 1) // N), N], tl.float32)
-    # loops that are not unrolled: latents have nine tiles
-    for LO in tl.range(0, D, N, num_stages=1):
-        mean = tl.zeros([N], tl.float32)
-        for start in tl.range(0, g, 16, num_stages=1):
-            i = start + tl.arange(0, 16)
-            x = _turned_tokens(keys, rotation_ptr, first + i, t, i < g, LO, D, NEAR) if turned is None else turned
-            mean += tl.sum(tl.where((i < g)[:, None], x, 0.0), 0)  # [N]
-        means = tl.where(_is_tile(means, LO), (mean * (1 / g))[None, :], means)
-    step, unit = centre_unit(tl.max(tl.max(tl.abs(means), 1), 0), keys.rows.dtype.element_ty, D)
-    tl.store(step_ptr, step)
-    codes, bytes = centre_codes(means, unit), tl.zeros([16, tile_width(4 * W)], tl.float32)
-    for LO in tl.range(0, D, N, num_stages=1):
-        bytes = add_codes(bytes, tl.broadcast_to(_tile_at(codes, LO)[None, :], (16, N)), LO, 4 * W, D)
-    numbers = centre_numbers(codes, unit)
-    c, row = tl.arange(0, tile_width(4 * W))[None, :], tl.arange(0, 16)[:, None]
-    tl.store(codes_ptr + row * 0 + c, bytes.to(tl.int32).to(tl.uint8), mask=(row == 0) & (c < 4 * W))
-    return numbers
-
-
-@triton.jit
-def _rest(
-    keys, turned, rotation_ptr, centre, position, t, inside, LO, D: tl.constexpr, NEAR: tl.constexpr
-):  # fmt: skip
-    """Columns from LO on of what turned keys differ by from the centre, float32; 0 past the last. turned: as of
-    `_put_centre`.
-    """
-    N: tl.constexpr = turned_columns(D)
-    x = _turned_tokens(keys, rotation_ptr, position, t, inside, LO, D, NEAR) if turned is None else turned
-    return tl.where((LO + tl.arange(0, N) < D)[None, :], x - _tile_at(centre, LO)[None, :], 0.0)  # [16, N]
+def _put_codes(ptr, codes, i, n: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr):
+    """Write `packed` codes ``[m, P]`` to the rows i of n at ``ptr``, C bytes wide."""
+    bytes = packed(codes, C, BITS)
+    c = tl.arange(0, bytes.shape[1])
+    tl.store(ptr + i[:, None] * C + c[None, :], bytes, mask=(i < n)[:, None] & (c < C)[None, :])
 
 
 @triton.jit
@@ -139,37 +96,37 @@ def _put_index(
     g: tl.constexpr = FORM.g
     D: tl.constexpr = FORM.D
     W: tl.constexpr = sign_bytes(D)
-    N: tl.constexpr = turned_columns(D)
-    C: tl.constexpr = D * FORM.bits // 8
     dtype: tl.constexpr = steps_ptr.dtype.element_ty
-    turned = None
-    if g <= 16 and N >= D:
-        i = tl.arange(0, 16)
-        turned = _turned_tokens(keys, rotation_ptr, first + i, t, i < g, 0, D, NEAR)  # [16, N]
-    centre = _put_centre(keys, turned, rotation_ptr, signs_ptr + g * W, steps_ptr + g, first, t, g, D, NEAR)
-    c = tl.arange(0, tile_width(W))
+    P: tl.constexpr = tile_width(D)
+    is_column = (tl.arange(0, P) < D)[None, :]
+    turned, mean = None, tl.zeros([P], tl.float32)
+    if g <= 16:  # turned once, and kept
+        turned = _turned_tokens(keys, rotation_ptr, first, tl.arange(0, 16), t, g, D, NEAR)
     # not loaded ahead, for which every program of the kernel would hold memory
     for start in tl.range(0, g, 16, num_stages=1):
         i = start + tl.arange(0, 16)
-        squares, sizes, largest = tl.zeros([16], tl.float32), tl.zeros([16], tl.float32), tl.zeros([16], tl.float32)
-        bytes = tl.zeros([16, tile_width(W)], tl.float32)
-        for LO in tl.range(0, D, N, num_stages=1):
-            x = _rest(keys, turned, rotation_ptr, centre, first + i, t, i < g, LO, D, NEAR)  # [16, N]
-            squares, sizes = squares + tl.sum(x * x, 1), sizes + tl.sum(tl.abs(x), 1)
-            largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
-            bytes = add_signs(bytes, x, LO, D)
-        tl.store(steps_ptr + i, key_steps(squares, sizes, D).to(dtype), mask=i < g)
-        at = i[:, None] * W + c[None, :]  # [16, tile_width(W)]
-        tl.store(signs_ptr + at, bytes.to(tl.int32).to(tl.uint8), mask=(i < g)[:, None] & (c < W)[None, :])
+        x = _turned_tokens(keys, rotation_ptr, first, i, t, g, D, NEAR) if turned is None else turned
+        mean += tl.sum(tl.where((i < g)[:, None], x, 0.0), 0)
+    mean = mean[None, :] * (1 / g)
+    of_centre, unit = centre_unit(tl.max(tl.abs(mean)), dtype, D)
+    tl.store(steps_ptr + g, of_centre)
+    codes = centre_codes(mean, unit)  # [1, P]
+    # several times, as many as a matrix unit takes
+    N: tl.constexpr = max(1, 256 // P)
+    same = tl.broadcast_to(tl.where(is_column, codes, 0.0), (N, P))
+    _put_codes(signs_ptr + g * W, same, tl.arange(0, N), 1, 4 * W, 4)
+    for start in tl.range(0, g, 16, num_stages=1):
+        i = start + tl.arange(0, 16)
+        x = _turned_tokens(keys, rotation_ptr, first, i, t, g, D, NEAR) if turned is None else turned
+        x = tl.where(is_column, x - centre_numbers(codes, unit), 0.0)  # [16, P]
+        size = tl.abs(x)
+        steps = key_steps(tl.sum(x * x, 1), tl.sum(size, 1), D)
+        tl.store(steps_ptr + i, steps.to(dtype), mask=i < g)
+        _put_codes(signs_ptr, tl.where((x >= 0) & is_column, 1.0, 0.0), i, g, W, 1)
         if FORM.bits < 16:
-            step = key_step(largest, dtype, FORM)  # [16]
+            step = key_step(tl.max(size, 1), dtype, FORM)
             tl.store((store_ptr + FORM.steps_at).to(tl.pointer_type(dtype)) + i, step, mask=i < g)
-            b, codes = tl.arange(0, tile_width(C)), tl.zeros([16, tile_width(C)], tl.float32)
-            for LO in tl.range(0, D, N, num_stages=1):
-                x = _rest(keys, turned, rotation_ptr, centre, first + i, t, i < g, LO, D, NEAR)
-                codes = add_key_codes(codes, x, step, LO, FORM)
-            at = FORM.keys_at + i[:, None] * C + b[None, :]  # [16, tile_width(C)]
-            tl.store(store_ptr + at, codes.to(tl.int32).to(tl.uint8), mask=(i < g)[:, None] & (b < C)[None, :])
+            _put_codes(store_ptr + FORM.keys_at, key_codes(size, step, FORM), i, g, D * FORM.bits // 8, FORM.bits)
     if FORM.bits < 16:
         fill_up(store_ptr, dtype.primitive_bitwidth // 8, FORM)
 

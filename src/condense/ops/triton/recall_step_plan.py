@@ -17,6 +17,7 @@ from condense.ops.triton.device.parts import key_value_parts
 from condense.ops.triton.device.sign_pieces import in_pieces, query_bytes
 from condense.ops.triton.device.signs import block_width
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
+from condense.ops.triton.recall_close_kernels import close_options
 from condense.ops.triton.recall_score import UNFUSED
 from condense.ops.triton.recall_step_choice_kernels import Ranking
 from condense.ops.triton.recall_step_tiles import is_early, num_splits, splits_of, tiles_of
@@ -101,7 +102,7 @@ def close_of(
         (B * K, 4 if settings.sees_rest else 3, 1),
         (K, G, W, N, T, settings.summary_delay),
         (_padded(D), _padded(Dv), PS, form, has_real, is_early(device), near, far),
-        {},
+        close_options(D),
     )
 
 

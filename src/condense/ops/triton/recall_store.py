@@ -14,7 +14,7 @@ from condense.ops.step.pages import Places
 from condense.ops.triton.device.parts import split_width
 from condense.ops.triton.host import cdiv, check_programs, on_device_of, power_of_2, whole_rows
 from condense.ops.triton.launch import Launcher
-from condense.ops.triton.recall_close_kernels import recall_close_kernel
+from condense.ops.triton.recall_close_kernels import close_options, recall_close_kernel
 from condense.ops.triton.recall_store_kernels import Form, recall_unpack_kernel
 
 _CLOSE, _UNPACK = Launcher(recall_close_kernel), Launcher(recall_unpack_kernel)
@@ -45,7 +45,7 @@ def _store(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
                     rotation(D, k.device, k.dtype),
                 ),
                 (*strides, 1, 1, g, g, 0, 0),
-                (*columns, Form.of(stored, k.dtype, (D, Dv), parts), False, False, None, None), {},
+                (*columns, Form.of(stored, k.dtype, (D, Dv), parts), False, False, None, None), close_options(D),
             )  # fmt: skip
     return made
 

@@ -31,7 +31,7 @@ from condense.ops.triton.device.codes import (
     unpacked,
 )
 from condense.ops.triton.device.parts import parts, store_rows, tile_width
-from condense.ops.triton.device.signs import add_codes, block_width, index_widths, sign_bytes, turned_part
+from condense.ops.triton.device.signs import ROUNDING, block_width, index_widths, sign_bytes, turned_part
 from condense.ops.triton.device.words import beside, word_pieces
 
 _CENTRE = tl.constexpr(CENTRE_LEVELS)
@@ -113,13 +113,15 @@ def key_step(largest, dtype: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
-def add_key_codes(bytes, x, step, LO, FORM: tl.constexpr):
-    """Add to the bytes of keys, float32 ``[n, bytes]``, the codes of columns from LO on of what these differ by, x."""
+def key_codes(size, step, FORM: tl.constexpr):
+    """Codes of keys, float32, from the sizes of what these differ by from their centre, turned, and their `key_step`.
+
+    One division for each key: a whole number next to the quotient is one too large if it takes more than there is.
+    """
+    size *= 1 / block_width(FORM.D)
     apart = tl.maximum(2 * step.to(tl.float32), 2.0**-126)[:, None]
-    codes = tl.floor(tl.div_rn(tl.abs(x) * (1 / block_width(FORM.D)), tl.zeros_like(x) + apart))
-    codes = tl.minimum(codes, 2.0**FORM.bits - 1)
-    # numbers of 8 bits take a byte each
-    return add_codes(bytes, codes, LO, FORM.D * FORM.bits // 8, FORM.D)
+    codes = tl.minimum((size * tl.div_rn(1.0, apart) + ROUNDING) - ROUNDING, 2.0**FORM.bits - 1)
+    return codes - tl.where(size < codes * apart, 1.0, 0.0)
 
 
 @triton.constexpr_function

@@ -70,6 +70,26 @@ def unpacked(bytes, d, C: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def packed(codes, C: tl.constexpr, BITS: tl.constexpr):
+    """C bytes, and more, uint8 ``[n, m]``, of codes ``[n, P]``, which are 0 past the last column.
+
+    Byte c has those of columns c, ``C + c``, ..., from its lowest bits on. Runs of E columns stay together, and go to
+    their bytes by one product with a small matrix: sums of different multiples, at most 255.
+    """
+    n: tl.constexpr = codes.shape[0]
+    E: tl.constexpr = min(C & -C, codes.shape[1] // 16)
+    N: tl.constexpr = C // E
+    R: tl.constexpr = codes.shape[1] // E
+    M: tl.constexpr = tile_width(N)
+    run, place = tl.arange(0, R)[None, :], tl.arange(0, M)[:, None]
+    is_place = (run % N == place) & (run < 8 // BITS * N)
+    places = tl.where(is_place, 1 << run // N * BITS, 0).to(tl.float16)  # [M, R]
+    runs = tl.permute(tl.reshape(codes.to(tl.float16), (n, R, E)), (1, 0, 2))
+    bytes = tl.reshape(tl.dot(places, tl.reshape(runs, (R, n * E))), (M, n, E))
+    return tl.reshape(tl.permute(bytes, (1, 0, 2)), (n, M * E)).to(tl.int32).to(tl.uint8)
+
+
+@triton.jit
 def _codes_at(words, AT: tl.constexpr, BITS: tl.constexpr):
     """The codes in bits ``[AT, AT + BITS)`` of words, float32."""
     return ((words >> AT) & (2**BITS - 1)).to(tl.float32)

@@ -24,7 +24,7 @@ _BELOW = tl.constexpr((1 << index.CENTRE_DROPPED) - 1)
 _UNIT = tl.constexpr(1 / index.QUERY_LEVELS)
 _TINY = tl.constexpr(2.0**-126)
 # the sum of this and a number below 2 ** 22 has no digits behind the point, and is rounded half to even
-_ROUNDING = tl.constexpr(1.5 * 2**23)
+ROUNDING = tl.constexpr(1.5 * 2**23)
 # what a set bit times a whole number 1 of a query is, see `_bits`
 _BIT = tl.constexpr(2.0**-17)
 
@@ -32,12 +32,12 @@ _BIT = tl.constexpr(2.0**-17)
 @triton.jit
 def floats_of(x):
     """The same numbers in float32, of int32 x from -(2 ** 22) to 2 ** 22: few units of a GPU convert, but many add."""
-    return (x + 0x4B400000).to(tl.float32, bitcast=True) - _ROUNDING
+    return (x + 0x4B400000).to(tl.float32, bitcast=True) - ROUNDING
 
 
 @triton.constexpr_function
 def turned_columns(D):
-    """Columns of keys that are turned at a time: whole blocks of the rotation."""
+    """Columns that are turned at a time: whole blocks of the rotation."""
     return max(64, block_width(D))
 
 
@@ -65,29 +65,6 @@ def _turned_query(x, matrix):
 
 
 @triton.jit
-def turned_keys(x, rotation_ptr, LO, D: tl.constexpr):
-    """Columns from LO on of keys, `turned_columns` of them, turned, in float32; zeros past the last column.
-
-    x ``[n, columns]``: the same columns of the keys, zeros past the last.
-    """
-    d = LO + tl.arange(0, turned_columns(D))
-    return tl.dot(x, _rotation(rotation_ptr, d, d, d < D, D), input_precision="ieee")
-
-
-@triton.jit
-def add_signs(bytes, x, LO, D: tl.constexpr):
-    """Add to the bytes of signs, float32 ``[n, bytes]``, those of columns from LO on of turned keys x.
-
-    A product puts the sign of column ``i * W + c`` into bit i of byte c: sums of different powers of two, at most 255.
-    """
-    W: tl.constexpr = sign_bytes(D)
-    d, c = LO + tl.arange(0, turned_columns(D)), tl.arange(0, tile_width(W))
-    is_place = ((d % W)[:, None] == c[None, :]) & (d < D)[:, None]
-    places = tl.where(is_place, (1 << (d // W))[:, None], 0)  # [columns, bytes]
-    return tl.dot((x >= 0).to(tl.float16), places.to(tl.float16), bytes)
-
-
-@triton.jit
 def centre_unit(largest, dtype: tl.constexpr, D: tl.constexpr):
     """The step of a centre, rounded to ``dtype``, from its largest number; and one step of its numbers, float32."""
     places = (largest * (1 / (_CENTRE * block_width(D)))).to(tl.int32, bitcast=True)
@@ -106,19 +83,6 @@ def centre_codes(mean, unit):
 def centre_numbers(codes, unit):
     """The numbers of a centre from its codes."""
     return unit * (2 * codes - _CENTRE)
-
-
-@triton.jit
-def add_codes(bytes, codes, LO, C: tl.constexpr, D: tl.constexpr):
-    """Add to C bytes of codes, float32 ``[n, bytes]``, those of columns from LO on, float32 ``[n, columns]``.
-
-    A product puts a code into one half of a byte, or with a byte for each of D columns into all of it: sums of
-    different multiples, at most 255.
-    """
-    d, c = LO + tl.arange(0, codes.shape[1]), tl.arange(0, bytes.shape[1])
-    is_place = ((d % C)[:, None] == c[None, :]) & (d < D)[:, None]
-    places = tl.where(is_place, tl.where(d < C, 1, 16)[:, None], 0)  # [columns, bytes]
-    return tl.dot(codes.to(tl.float16), places.to(tl.float16), bytes)
 
 
 @triton.jit
@@ -176,7 +140,7 @@ def unit_of(largest):
 @triton.jit
 def whole_numbers(x, unit):
     """Turned queries in units, rounded half to even."""
-    return (tl.div_rn(x, tl.zeros_like(x) + unit) + _ROUNDING) - _ROUNDING
+    return (tl.div_rn(x, tl.zeros_like(x) + unit) + ROUNDING) - ROUNDING
 
 
 @triton.jit
