@@ -156,7 +156,7 @@ def _put_group(
 @triton.jit
 def _put_sum(sums, tokens, t, g: tl.constexpr, D: tl.constexpr, NEAR: tl.constexpr):
     """Write the sum of all groups up to the one that token t completes, of `Tokens` D wide; zeros behind."""
-    N: tl.constexpr = 64
+    N: tl.constexpr = min(256, tile_width(D))
     C: tl.constexpr = num_columns(D, g, NEAR)
     j = (t + 1) // g
     for LO in tl.range(0, C, N, num_stages=1):
