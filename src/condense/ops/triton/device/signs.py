@@ -266,10 +266,10 @@ def turned_part(
     at = rotation_ptr + row % W * D
     there = (row // W)[:, None] == (row // W)[None, :]
     block = tl.load(at[:, None] + (row % W)[None, :], mask=there, other=0.0)  # [SIDE, SIDE]
-    if BACK:
+    if BACK or LO + T > W:  # else all by the first block as it stands
         block *= tl.load(at)[:, None]
-    elif LO + T > W:  # all by the first block as it stands, with its own signs
-        x = x * (signs * tl.load(rotation_ptr + d % W * D)[None, :]).to(x.dtype)
+        if not BACK:
+            x = x * signs.to(x.dtype)
     x = tl.reshape(x, (n * T // SIDE, SIDE))
     if PRECISION == "chains":
         x = _turned_query(x, block.to(x.dtype))
