@@ -98,7 +98,7 @@ def test_open_groups_that_another_kernel_reads(store, unchosen, hopper, monkeypa
     method = condense.Recall(window=20, num_recall=3, min_recall=0, store_bits=4, unchosen=unchosen, slots=0)
     made = {"dtype": torch.bfloat16, "device": DEVICE}
     mine, theirs = (RecordPool(method.replace(store=x), (1, 576, 0), **made) for x in (store, "device"))
-    sequences, reader = ((3, (16, 64, 512, 16)), (150, 0, 70), 3), "torch" if DEVICE == "cpu" else "triton"
+    sequences, reader = ((3, (128, 64, 512, 128)), (150, 0, 70), 3), "torch" if DEVICE == "cpu" else "triton"
     got = run(mine, *sequences, "triton", reader)
     plain = run(theirs, *sequences, "torch", reader)
     check_same(got, plain)
