@@ -31,8 +31,16 @@ _WORDS, _FIRST = gl.constexpr(18), gl.constexpr(16)
 _LATENT = gl.constexpr(512)
 # query heads of a tile
 HEADS = gl.constexpr(16)
-_WARPS = gl.constexpr(8)
-OPTIONS = {"num_warps": _WARPS.value}
+# tiles of query heads of all rows from which on a step counts as one of many
+_MANY = 4
+
+
+def tiles_of(programs: int) -> tuple[int, int]:
+    """Warps of a program, and programs wanted on each multiprocessor. programs: those that there are without splits.
+
+    A few are done sooner by more warps; of many, two share a multiprocessor.
+    """
+    return (8, 1) if programs < _MANY else (4, 2)
 
 
 def fits(is_hopper: bool, bits: int, g: int, widths: tuple[int, int], dtype: torch.dtype, softcap: float) -> bool:
@@ -64,39 +72,39 @@ def _columns(PART):
 
 
 @triton.constexpr_function
-def _words(PART):
+def _words(PART, WARPS):
     """Layout of words of 64 bits: ``[64, 4, 8]`` of the first columns, of the last ones ``[64, 4, 1]``."""
     threads = [8, 4, 1] if PART else [4, 1, 8]
-    return gl.BlockedLayout([1, 1 if PART else 4, 1], threads, [_WARPS.value, 1, 1], [2, 1, 0])
+    return gl.BlockedLayout([1, 1 if PART else 4, 1], threads, [WARPS, 1, 1], [2, 1, 0])
 
 
 @triton.constexpr_function
-def _stretch(PART):
+def _stretch(PART, WARPS):
     """Layout of the stretches of `_words`."""
-    return gl.SliceLayout(0, gl.SliceLayout(2, _words(PART)))
+    return gl.SliceLayout(0, gl.SliceLayout(2, _words(PART, WARPS)))
 
 
 @triton.constexpr_function
-def _of_rows(PART):
+def _of_rows(PART, WARPS):
     """Layout of numbers of the rows: of `_words` of both parts, and of products with queries."""
-    return gl.SliceLayout(1, _sums(2) if PART == 2 else gl.SliceLayout(2, _words(PART)))
+    return gl.SliceLayout(1, _sums(2, WARPS) if PART == 2 else gl.SliceLayout(2, _words(PART, WARPS)))
 
 
 @triton.constexpr_function
-def _sums(PART):
+def _sums(PART, WARPS):
     """Layout of sums of columns ``[columns, 16]`` of each part, and of products with queries ``[64, 16]``.
 
-    Of 64 rows each of two groups of warps has all, for eight of the queries.
+    Of 64 rows four warps have all: of eight, four for each half of the queries.
     """
     if PART == 0:
-        return gl.NVMMADistributedLayout([3, 0], [_WARPS.value, 1], [16, 16, 16])
-    return gl.NVMMADistributedLayout([3, 0], [4, _WARPS.value // 4], [16, 64 // _WARPS.value, 16])
+        return gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 16, 16])
+    return gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, 64 // WARPS, 16])
 
 
 @triton.constexpr_function
-def _of_heads(PART):
+def _of_heads(PART, WARPS):
     """Layout of numbers of query heads beside `_sums`."""
-    return gl.SliceLayout(0, _sums(PART))
+    return gl.SliceLayout(0, _sums(PART, WARPS))
 
 
 @triton.constexpr_function
@@ -126,14 +134,15 @@ def _unpack_asm():
 @gluon.jit
 def _put(tile, are_tokens, keys):
     """Write a `_Vectors` to shared memory, numbers of both parts."""
+    W: gl.constexpr = gl.num_warps()
     asm: gl.constexpr = _unpack_asm()
     # two numbers in bfloat16: 64.5 or 64, what is taken from it, and the bits of its signs
     base = gl.where(are_tokens, 0x42814281, 0x42804280)
     less = gl.where(are_tokens, -0x3D7F3D80, -0x3D703D71)
     sign = gl.where(are_tokens, -0x7FFF8000, 0)
     for part in gl.static_range(2):
-        k = gl.arange(0, 4, _stretch(part))
-        none = gl.zeros(tile.codes[part].shape, gl.int32, _words(part))
+        k = gl.arange(0, 4, _stretch(part, W))
+        none = gl.zeros(tile.codes[part].shape, gl.int32, _words(part, W))
         given = (
             tile.codes[part],
             tile.signs[part] << (3 - k)[None, :, None].to(gl.int64),
@@ -175,12 +184,13 @@ def _found(kept, n, FORM: gl.constexpr, FAR: gl.constexpr):
 @gluon.jit
 def _load_words(kept, n, row, are_tokens, PART: gl.constexpr, FORM: gl.constexpr, FAR: gl.constexpr):
     """Words of codes and of signs of one part of columns. n: the rows' open groups."""
+    W: gl.constexpr = gl.num_warps()
     SKIPPED: gl.constexpr = 4 * _FIRST if PART else 0
     of_words: gl.constexpr = gl.pointer_type(gl.int64)
     piece, index, _ = _found(kept, n, FORM, FAR)
     token = row % _GROUP
-    i = gl.arange(0, 1 if PART else 8, gl.SliceLayout(0, gl.SliceLayout(1, _words(PART))))[None, None, :]
-    word = (gl.arange(0, 4, _stretch(PART)) * (_WORDS // 2))[None, :, None] + i
+    i = gl.arange(0, 1 if PART else 8, gl.SliceLayout(0, gl.SliceLayout(1, _words(PART, W))))[None, None, :]
+    word = (gl.arange(0, 4, _stretch(PART, W)) * (_WORDS // 2))[None, :, None] + i
     at = FORM.keys_at + token * (_WIDTH // 2) + SKIPPED
     vectors = gl.where((row < 0) | are_tokens, piece + at, index + (_GROUP * 4 * _WORDS + SKIPPED))
     codes = gl.load(vectors.to(of_words)[:, None, None] + word)
@@ -211,25 +221,26 @@ def _groups(work, t, row):
 @gluon.jit
 def _load_tile(kept, work, t, FORM: gl.constexpr, FAR: gl.constexpr):
     """The `_Vectors` number t of a split; in rows behind the last group, that one."""
+    W: gl.constexpr = gl.num_warps()
     are_tokens = (t >= work.centres) & (t < work.centres + work.tiles)
     codes, signs = (), ()
     for part in gl.static_range(2):
-        row = gl.arange(0, ROWS, _of_rows(part))
+        row = gl.arange(0, ROWS, _of_rows(part, W))
         n = gl.minimum(_groups(work, t, row), work.behind - 1)
         x = _load_words(kept, n, row, are_tokens, part, FORM, FAR)
         codes, signs = codes + (x[0],), signs + (x[1],)  # noqa: RUF005
-    row = gl.arange(0, ROWS, _of_rows(2))
+    row = gl.arange(0, ROWS, _of_rows(2, W))
     n = gl.minimum(_groups(work, t, row), work.behind - 1)
     return _Vectors(codes, signs, _load_unit(kept, n, row, are_tokens, FORM, FAR))
 
 
 @triton.constexpr_function
-def _axis(PART, AXIS):
+def _axis(PART, AXIS, WARPS):
     """Layout of numbers along one axis of queries ``[16, words, 2, 4]``: heads, words of codes, halves of their bytes,
     columns of a half.
     """
     threads = [2, 8, 2, 1] if PART else [1, 16, 2, 1]
-    layout = gl.BlockedLayout([1, 1, 1, 4], threads, [_WARPS.value, 1, 1, 1], [3, 2, 1, 0])
+    layout = gl.BlockedLayout([1, 1, 1, 4], threads, [WARPS, 1, 1, 1], [3, 2, 1, 0])
     for axis in (3, 2, 1, 0):
         layout = layout if axis == AXIS else gl.SliceLayout(axis, layout)
     return layout
@@ -240,12 +251,13 @@ def _queries(turned_ptr, R, PART: gl.constexpr):
     """One part of the turned queries of a tile, in shared memory: read four columns at a time, and put where
     `_column` has them.
     """
+    W: gl.constexpr = gl.num_warps()
     N: gl.constexpr = _columns(PART) // 32
-    r = (gl.program_id(2) * HEADS + gl.arange(0, HEADS, _axis(PART, 0)))[:, None, None, None]
-    word = gl.arange(0, 4 * N, _axis(PART, 1))[None, :, None, None]
-    half = gl.arange(0, 2, _axis(PART, 2))[None, None, :, None]
+    r = (gl.program_id(2) * HEADS + gl.arange(0, HEADS, _axis(PART, 0, W)))[:, None, None, None]
+    word = gl.arange(0, 4 * N, _axis(PART, 1, W))[None, :, None, None]
+    half = gl.arange(0, 2, _axis(PART, 2, W))[None, None, :, None]
     column = 4 * (_WORDS * (word // N) + (_FIRST if PART else 0) + word % N) + _WIDTH // 2 * half
-    column += gl.arange(0, 4, _axis(PART, 3))[None, None, None, :]
+    column += gl.arange(0, 4, _axis(PART, 3, W))[None, None, None, :]
     x = gl.load(turned_ptr + r * _WIDTH + column, mask=(r < R) & (column >= 0), other=0.0).to(gl.bfloat16)
     x = gl.permute(gl.reshape(x, [HEADS, 4 * N, 2, 2, 2]), [0, 1, 4, 2, 3])
     x = gl.reshape(x, [HEADS, _columns(PART)])
@@ -255,7 +267,8 @@ def _queries(turned_ptr, R, PART: gl.constexpr):
 @gluon.jit
 def _start_products(keys, queries):
     """Start the products of keys and queries in shared memory, ``[64, 16]``."""
-    s = gl.zeros([ROWS, HEADS], gl.float32, _sums(2))
+    W: gl.constexpr = gl.num_warps()
+    s = gl.zeros([ROWS, HEADS], gl.float32, _sums(2, W))
     for part in gl.static_range(2):
         s = hopper.warpgroup_mma(keys[part], queries[part].permute([1, 0]), s, use_acc=part > 0, is_async=True)
     return s
@@ -290,14 +303,15 @@ def _put_weights(p, m, base_ptr, R, start, behind):
 @gluon.jit
 def _write(acc, total, m, part_ptr, lse_ptr, row, inside):
     """Write outputs and log-sum-exps of a split at ``row`` ``[16]``."""
+    W: gl.constexpr = gl.num_warps()
     gl.store(lse_ptr + row, m + gl.log2(total), mask=inside)
     V: gl.constexpr = _LATENT
     total = 1 / gl.where(total > 0, total, 1.0)
     for part in gl.static_range(2):
-        c = _column(gl.arange(0, _columns(part), gl.SliceLayout(1, _sums(part))), part)
-        at = gl.convert_layout(part_ptr + row.to(gl.int64) * V, _of_heads(part))
-        there = gl.convert_layout(inside, _of_heads(part))[None, :] & (c < V)[:, None]
-        x = acc[part] * gl.convert_layout(total, _of_heads(part))[None, :]
+        c = _column(gl.arange(0, _columns(part), gl.SliceLayout(1, _sums(part, W))), part)
+        at = gl.convert_layout(part_ptr + row.to(gl.int64) * V, _of_heads(part, W))
+        there = gl.convert_layout(inside, _of_heads(part, W))[None, :] & (c < V)[:, None]
+        x = acc[part] * gl.convert_layout(total, _of_heads(part, W))[None, :]
         gl.store(at[None, :] + c[:, None], x, mask=there)
 
 
@@ -314,8 +328,9 @@ def latent_groups_kernel(
     `condense.ops.triton.recall_step_kernels.recall_attend_kernel`; base ``[B, groups, R, 2]``: of each open group the
     product with its centre, and the logarithm of its weight.
     """
+    W: gl.constexpr = gl.num_warps()
     split, S, b = gl.program_id(0), gl.num_programs(0), gl.program_id(1).to(gl.int64)
-    r = gl.program_id(2) * HEADS + gl.arange(0, HEADS, _of_heads(2))
+    r = gl.program_id(2) * HEADS + gl.arange(0, HEADS, _of_heads(2, W))
     inside, row = r < R, (b * R + r) * splits + split
     after_the_last(True)
     this = row_of_step(seen_ptr, real_ptr, before_ptr, b, window, G, _GROUP, HAS_REAL, FAR is not None)
@@ -332,16 +347,18 @@ def latent_groups_kernel(
         table, start = far_ptr + b * FAR.s_table, this.start
     kept = _Kept(groups_ptr + start, table, store_ptr, signs_ptr, steps_ptr)
     base_ptr += 2 * start * R
-    acc = gl.zeros([_columns(0), HEADS], gl.float32, _sums(0)), gl.zeros([_columns(1), HEADS], gl.float32, _sums(1))
-    m = gl.full([HEADS], float("-inf"), gl.float32, _of_heads(2))
-    total = gl.zeros([ROWS, HEADS], gl.float32, _sums(2))
+    acc = ()
+    for i in gl.static_range(2):
+        acc += (gl.zeros([_columns(i), HEADS], gl.float32, _sums(i, W)),)
+    m = gl.full([HEADS], float("-inf"), gl.float32, _of_heads(2, W))
+    total = gl.zeros([ROWS, HEADS], gl.float32, _sums(2, W))
     if hi > lo:
         keys, queries = (), ()
         for i in gl.static_range(2):
             keys += (gl.allocate_shared_memory(gl.bfloat16, [ROWS, _columns(i)], _swizzled(16)),)
             queries += (_queries(turned_ptr + b * R * _WIDTH, R, i),)
         weights = gl.allocate_shared_memory(gl.bfloat16, [HEADS, ROWS], _swizzled(16))
-        row_of, heads = gl.arange(0, ROWS, _of_rows(2)), r[None, :]
+        row_of, heads = gl.arange(0, ROWS, _of_rows(2, W)), r[None, :]
         last = work.centres + work.tiles + work.centres - 1
         tile = _load_tile(kept, work, 0, FORM, FAR)
         for t in range(last + 1):
@@ -368,6 +385,6 @@ def latent_groups_kernel(
                 if are_tokens:
                     total = total * alpha[None, :] + p
                     _put_weights(p, m, base_ptr, R, work.first + token * (ROWS // _GROUP), behind)
-                of_all = gl.convert_layout(alpha, _of_heads(0))
+                of_all = gl.convert_layout(alpha, _of_heads(0, W))
                 acc = _add_values((acc[0] * of_all[None, :], acc[1] * alpha[None, :]), keys, weights, p * unit)
     _write(acc, gl.sum(total, 0), m, part_ptr, lse_ptr, row, inside)

@@ -175,7 +175,7 @@ def plan_of(
             (splits.ahead, B, cdiv(R, latent_groups.HEADS.value)),
             (R, row, N, window, *of_quota, joined, scale),
             (form, has_real, far),
-            latent_groups.OPTIONS | chained,
+            {"num_warps": latent_groups.tiles_of(B * cdiv(R, latent_groups.HEADS.value))[0]} | chained,
         ) if tiles.apart else None,
         (
             (splits.attend, B * K, cdiv(R, tiles.heads)),

@@ -162,7 +162,8 @@ def splits_of(
     B, H, K = heads
     if tiles.apart:
         programs = B * cdiv(H, latent_groups.HEADS.value)
-        ahead, *_ = num_splits(device, programs, cdiv(opened, latent_groups.ROWS.value), 1)
+        _, waves = latent_groups.tiles_of(programs)
+        ahead, *_ = num_splits(device, programs, cdiv(opened, latent_groups.ROWS.value), waves)
         return Splits(ahead, cdiv(cdiv(tokens, tiles.attend.rows), _RING_TILES) + has_mean, 0)
     keys = sum(cdiv(n, tiles.attend.rows) for n in (opened, tokens))
     most, *_ = num_splits(device, B * K * cdiv(H // K, tiles.heads), keys, tiles.attend.waves)
