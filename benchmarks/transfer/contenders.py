@@ -10,6 +10,7 @@ from variants import Cache
 
 from condense import Method, Recall, Reread, SnapKV, StreamingLLM
 from condense.models import MethodChoice
+from condense.models.counts import tokens_left
 from condense.models.inspect import inspect
 
 # the named settings; where a store is changes no result, and the device's is read faster
@@ -87,7 +88,7 @@ def costs(model: PreTrainedModel, arm: Arm, length: int) -> dict[str, Any]:
     if isinstance(arm, Recall):
         latents = bool(getattr(config, "kv_lora_rank", None))
         other = arm.of_layer(is_first=False, has_latents=latents)
-        opened = other.quota.at((length - arm.window) // arm.group_size)
+        opened = other.quota.at((tokens_left(arm, length) - arm.window) // arm.group_size)
         # given for all layers, latents get four times the slots
         hosted = arm.replace(store="host", slots=opened // 4 if latents else opened)
         result["host_store"] = _bytes(model, hosted, length)["device"]

@@ -10,7 +10,9 @@ from oracles import oracle_reread
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import condense
-from condense import Recall, Reread
+from condense import Recall, Reread, functional
+from condense.caches import growing, static
+from condense.models.fit import cache_fits, weight_bytes
 from condense.models.inspect import inspect
 
 METHOD = Reread(share=0.3, piece=16, sink=2, window=3)
@@ -91,14 +93,31 @@ def test_recall_with_all_groups_of_kept_tokens_open_is_reread(name):
     with condense.use(model, FEW):
         cache = tiny.filled(model, ids[:, :40])
         counts = [int(layer.buffers.seen) for layer in cache.layers]
+        assert [layer.dropped for layer in cache.layers] == [40 - count for count in counts]
         assert not torch.allclose(tiny.in_chunks(model, ids[:, 40:], (1,) * 21, cache), expected[:, 40:])
-        reports = inspect(model, FEW, 40, itemsize=8)
     assert len({*counts}) > 1
     assert sum(counts) == tiny.NUM_LAYERS * 16
-    # of eleven tokens behind the window three groups are kept, at 40 tokens eleven
-    whole = inspect(model, FEW.replace(keep=1), 40, itemsize=8)
-    assert all(3 * mine.host_bytes <= own.host_bytes for mine, own in zip(reports, whole, strict=True))
-    assert all("read twice" in report.remark for report in reports)
+
+
+def test_what_is_kept_is_counted_as_a_prompt_of_its_own(name):
+    model, reread = tiny.model(name), Reread(share=FEW.keep, window=FEW.window)
+    own, short, long = (
+        inspect(model, method, length, itemsize=8)
+        for method, length in ((FEW, 240), (FEW.replace(keep=1), 96), (FEW.replace(keep=1), 240))
+    )
+    twice = (inspect(model, method, 240, itemsize=8) for method in (reread, condense.Dense()))
+    for mine, kept, whole, second, first in zip(own, short, long, *twice, strict=True):
+        for what in ("entries", "bytes", "host_bytes", "read_bytes"):
+            assert getattr(mine, what) == getattr(kept, what), what
+        more, pairs = mine.flops - whole.flops, second.flops - first.flops
+        assert pairs > 0
+        # fewer groups are expanded from latents
+        assert more < pairs if name == "deepseek_v3" else more == pairs
+        assert "read twice" in mine.remark
+        assert "all 240" not in mine.remark
+    (fit,) = (fit for fit in cache_fits(model, {"few": FEW}, 240, 8, memory=10**7) if fit.name == "few")
+    dense = sum(layer.dense_bytes for layer in own)
+    assert fit.requests == (int(0.9 * 10**7) - weight_bytes(model, 8) - dense) // fit.device_bytes
 
 
 @pytest.mark.parametrize("method", [METHOD, KEPT], ids=type)
@@ -189,17 +208,46 @@ def test_applied_saved_copied_and_restored(tmp_path):
 
 
 def test_what_it_refuses():
-    model, ids = tiny.model("llama"), tiny.tokens(1, 40)
+    model = tiny.model("llama")
     tiny.refused(r"one setting", condense.apply, model, {0: METHOD, 1: METHOD.replace(share=0.5)})
-    tiny.refused(r"use prompt='exact'", KEPT.replace, prompt="shared")
+    tiny.refused(r"one setting", condense.apply, model, {0: KEPT, 1: KEPT.replace(window=7)})
+    tiny.refused(r"use prompt='exact', or keep=1", KEPT.replace, prompt="shared")
+    tiny.refused(r"prompt='recall' and keep=1", KEPT.check_gradients)
     assert not any(module._forward_hooks for module in model.modules())
-    condense.apply(model, METHOD)
+
+
+@pytest.mark.parametrize(("method", "instead"), [(METHOD, "recall"), (KEPT, "keep=1")], ids=["reread", "recall"])
+def test_what_models_refuse(method, instead):
+    model, ids = condense.apply(tiny.model("llama"), method), tiny.tokens(1, 40)
     tiny.refused(r"use model\.generate", condense.GraphDecoder, model, batch_size=1, max_length=64)
     tiny.refused(r"needs the whole prompt", tiny.generate, model, ids, prefill_chunk_size=16)
-    with pytest.raises(ValueError, match=r"inference"), torch.enable_grad():
+    with pytest.raises(ValueError, match=f"inference.*train with {instead}"), torch.enable_grad():
         model(ids)
+    with pytest.raises(ValueError, match=f"inference.*train with {instead}"), torch.enable_grad():
+        model(ids, use_cache=False)
     cache = DynamicCache(config=model.config)
     model(ids, past_key_values=cache)
     tiny.refused(r"reach into the prompt", cache.crop, -1)
-    cache.layers[1].prompt = cache.layers[1].state
-    tiny.refused(r"new cache", model, ids, past_key_values=cache)
+
+
+@pytest.mark.parametrize("method", [METHOD, KEPT], ids=type)
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+def test_a_prompt_that_was_not_read_again_is_not_gone_on_with(kind, method, monkeypatch):
+    """Also where the last layer fails, as it does without memory; a cache that forgets it starts anew."""
+    model, ids = condense.apply(tiny.model("llama"), method), tiny.tokens(1, 40)
+    expected, stock, left = tiny.in_chunks(model, ids, (30, 10)), functional.keep_tokens, iter(range(tiny.NUM_LAYERS))
+
+    def failing(*args):
+        if next(left, None) == tiny.NUM_LAYERS - 1:
+            raise MemoryError
+        return stock(*args)
+
+    cache = kind(config=model.config, **({"max_cache_len": 64} if kind is StaticCache else {}))
+    with monkeypatch.context() as patched:
+        for module in (growing, static):
+            patched.setattr(module, "keep_tokens", failing)
+        with pytest.raises(MemoryError):
+            model(ids[:, :30], past_key_values=cache)
+    tiny.refused(r"Start from a new cache", model, ids[:, 30:], past_key_values=cache)
+    cache.reset()
+    torch.testing.assert_close(tiny.in_chunks(model, ids, (30, 10), cache), expected, **tiny.EXACT)

@@ -61,6 +61,7 @@ REFUSED = [
         "use store_bits=4; window must be at least group_size, 16, .* got 15: .* unchosen='drop' or window=16$",
     ),
     (condense.CCA(summary="prompt"), "summary='streaming'"),
+    (condense.Recall(prompt="exact", keep=0.5), "use keep=1"),
     (condense.LCA(window=1000, group_size=16), "window=1008 or summary='last'"),
     (condense.LCA(num_summary_queries=17), "at most group_size, 16"),
     (STREAMING.replace(num_summary_queries=17, window=1000), "use window=1008 or .*; num_summary_queries must be"),

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from condense.caches.store import Store
-from condense.methods import Context, Method
+from condense.methods import Context, Method, check_trainable
 from condense.ops import StepState
 from condense.plan import ForwardPlan
 from condense.state import LayerState, num_entries
@@ -52,19 +52,25 @@ def refuse_others(rows: int, dtype: torch.dtype, k: Tensor) -> None:
 class CondensedCacheLayer(CacheLayerMixin):
     """Base of condensed cache layers: each holds the state of one attention layer under ``method``.
 
-    prompt: the state of a prompt that waits for its second reading (`condense.Reread`), None otherwise.
+    prompt: the state of a prompt that waits for its second reading (`condense.Method.reread`), None otherwise. dropped:
+    how many tokens fewer than slots the longest row kept of it.
     """
 
     method: Method
     store: Store
     prompt: LayerState | None = None
+    dropped: int = 0
 
     @abstractmethod
     def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
         """Read new tokens, k ``[B, K, L, D]`` and v ``[B, K, L, Dv]``, and return the sources for their queries."""
 
-    def check_read_again(self) -> None:
-        """Raise ValueError if tokens would follow a prompt that still waits for its second reading."""
+    def check_reading(self, *tokens: Tensor) -> None:
+        """Raise ValueError for tokens whose gradients the method would need to look ahead for, and for those that
+        would follow a prompt which still waits for its second reading.
+        """
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tokens):
+            check_trainable(self.method)
         if self.prompt is not None:
             raise ValueError(
                 f"the prompt in this cache was not read again for {self.method}: its forward failed, or layers were "
@@ -82,7 +88,7 @@ class CondensedCacheLayer(CacheLayerMixin):
         """
         has_store = self.store.settings.choice is not None
         if has_store and self.buffers is not None:
-            self.store.fetch(self.buffers, int(num_entries(self.method, self.count_slots())))
+            self.store.fetch(self.buffers, int(num_entries(self.method, self.count_slots() - self.dropped)))
         return has_store
 
     @property

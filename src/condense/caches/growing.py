@@ -71,7 +71,7 @@ class CondensedLayer(CondensedCacheLayer):
         k ``[B, K, L, D]`` and v ``[B, K, L, Dv]``, right-aligned per row.
         Raises ValueError, state unchanged, for another dtype or number of rows than those of earlier tokens.
         """
-        self.check_read_again()
+        self.check_reading(request.q, k, v)
         if not self.is_initialized:
             self.lazy_initialization(k, v, request.latent_width)
         before = self._before()
@@ -93,8 +93,9 @@ class CondensedLayer(CondensedCacheLayer):
     def keep(self, kept: Tensor, counts: Tensor) -> None:
         """As `condense.caches.base.CondensedCacheLayer.keep`."""
         assert self.prompt is not None
-        prompt, self.prompt = self.prompt, None
-        self._hold(None, keep_tokens(self._method_of_tokens, prompt, kept, counts))
+        self._hold(None, keep_tokens(self._method_of_tokens, self.prompt, kept, counts))
+        # only now: a layer that failed still waits, and takes no further tokens
+        self.prompt, self.dropped = None, self._num_slots - max_row(counts)
 
     @property
     def _method_of_tokens(self) -> Method:
@@ -185,7 +186,7 @@ class CondensedLayer(CondensedCacheLayer):
         self.state = self.prompt = None
         self.store.forget()
         self.is_initialized = False
-        self._num_slots = self._num_real_slots = self._num_fixed_slots = 0
+        self._num_slots = self._num_real_slots = self._num_fixed_slots = self.dropped = 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest ``-tokens_to_remove`` tokens (assisted decoding).
@@ -228,8 +229,8 @@ class CondensedLayer(CondensedCacheLayer):
             )
         if self._num_slots - count < self._num_fixed_slots:
             raise ValueError(
-                f"crop: {count} tokens reach into the prompt of {self._num_fixed_slots} tokens, by whose last queries "
-                f"{self.method} made its entries; start from a new cache instead"
+                f"crop: {count} tokens reach into the prompt of {self._num_fixed_slots} tokens, by whose end "
+                f"{self.method} chose what it keeps; start from a new cache instead"
             )
         if ring is not None:
             seen, N, Q = ring.seen - count, ring.num_window, ring.num_queries

@@ -131,7 +131,7 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         Raises ValueError, state unchanged, for another number of rows, another dtype, too many tokens, and as
         `condense.functional.extend` does.
         """
-        self.check_read_again()
+        self.check_reading(request.q, k, v)
         self._check_fit(k)
         L, latent_width = k.shape[2], request.latent_width
         before = None if self.count_slots() == 0 else self._held_state()
@@ -174,8 +174,10 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         """As `condense.caches.CondensedLayer.keep`; the memory is taken now."""
         assert self.prompt is not None
         method = self.method.for_latents(self.latent_width) if self.latent_width else self.method
-        after, self.prompt = keep_tokens(method, self.prompt, kept, counts), None
+        after = keep_tokens(method, self.prompt, kept, counts)
         self._write(None, after, self._prompt_slots, self.latent_width or None)
+        # only now: a layer that failed still waits, and takes no further tokens
+        self.prompt, self.dropped = None, self._prompt_slots - max_row(counts)
 
     def skip_prompt(self) -> None:
         """Count the prompt as read though none was, so that `step` reads the next token."""
@@ -241,7 +243,7 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
             clear_state(self.buffers, self.settings)
             self.store.forget()
             self.num_slots.zero_()
-        self.expected, self.prompt = self._first_expected, None
+        self.expected, self.prompt, self.dropped = self._first_expected, None, 0
         # a host without a count keeps none, because a replay may precede the next prompt
         self.know_slots(None if self._slots is None else 0)
 

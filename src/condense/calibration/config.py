@@ -48,14 +48,14 @@ class CalibrationConfig:
                 check_positive(name, getattr(self, name))
         if self.cache is not None and self.cache > 1:
             raise ValueError(f"cache must be a share of the dense cache, at most 1 (0.09 for 9 %), got {self.cache}")
-        if len({method.as_steps for method in self.candidates}) < len(self.candidates):
-            raise ValueError(f"candidates must differ in their steps, got {', '.join(map(str, self.candidates))}")
-        if self.candidates and all(isinstance(method, Dense) for method in self.candidates):
-            raise ValueError("candidates must hold one besides dense attention")
         for method in self.candidates:
             # its loss over whole texts would say nothing about its steps
             if (ahead := method.layout.lookahead) is not None:
                 raise ValueError(f"candidates: {method} sees later tokens of a whole text: use {ahead.causal_setting}")
+        if len({method.as_steps for method in self.candidates}) < len(self.candidates):
+            raise ValueError(f"candidates must differ in their steps, got {', '.join(map(str, self.candidates))}")
+        if self.candidates and all(isinstance(method, Dense) for method in self.candidates):
+            raise ValueError("candidates must hold one besides dense attention")
 
 
 def default_candidates(length: int, *, latents: bool) -> tuple[Method, ...]:

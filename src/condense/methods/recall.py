@@ -75,7 +75,9 @@ class Recall(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.keep < 1 and self.prompt != "exact":
-            raise ValueError(f"keep below 1 is for prompts that are read densely: use prompt='exact', got {self}")
+            raise ValueError(
+                f"keep below 1 is for prompts that are read densely: use prompt='exact', or keep=1, got {self}"
+            )
         is_number = isinstance(self.num_recall, int) and self.num_recall >= 2
         if not is_number and not (isinstance(self.num_recall, float) and 0 < self.num_recall <= 1):
             raise ValueError(
@@ -157,7 +159,8 @@ class Recall(Method):
     def check_gradients(self) -> None:
         """Raise ValueError for ``store_bits`` below 16 and any ``prompt`` but "recall"."""
         wrong = ["keeps no gradients of stored tokens: train with store_bits=16"] if self.store_bits < 16 else []
-        wrong += ["reads prompts as its steps do not: train with prompt='recall'"] if self.prompt != "recall" else []
+        instead = "prompt='recall'" + (" and keep=1" if self.keep < 1 else "")
+        wrong += [f"reads prompts as its steps do not: train with {instead}"] if self.prompt != "recall" else []
         if wrong:
             raise ValueError(f"{self} {'; '.join(wrong)}, or run it under torch.no_grad()")
 

@@ -51,7 +51,8 @@ def cache_fits(
     """The dense cache, the same in 8 and 4 bits, and that of each choice, for one request of ``length`` tokens.
 
     model: stock, also on the meta device. memory, host_memory: bytes for all requests together, None if not limited;
-    of the first, `USED` is for weights and caches. Raises ValueError as `condense.models.inspect.inspect`.
+    of the first, `USED` is for weights and caches; where prompts are read twice, one at a time has a dense cache.
+    Raises ValueError as `condense.models.inspect.inspect`.
     """
     room = None if memory is None else int(USED * memory) - weight_bytes(model, itemsize)
     reports = {name: inspect(model, choice, length, itemsize) for name, choice in choices.items()}
@@ -63,7 +64,10 @@ def cache_fits(
         fits.append(CacheFit(name, device_bytes, 0, None if room is None else max(0, room // device_bytes)))
     for name, layers in reports.items():
         device_bytes, on_host = sum(layer.bytes for layer in layers), sum(layer.host_bytes for layer in layers)
-        limits = (room, device_bytes), (host_memory, on_host)
+        # a prompt that is read twice lies in a dense cache meanwhile
+        read_twice = any(layer.method is not None and layer.method.reread is not None for layer in layers)
+        left = None if room is None else room - dense * read_twice
+        limits = (left, device_bytes), (host_memory, on_host)
         counts = [max(0, limit // each) for limit, each in limits if limit is not None and each]
         served = _served(model, choices[name], length, itemsize, (room, host_memory))
         fits.append(CacheFit(name, device_bytes, on_host, min(counts, default=None), *served))

@@ -36,7 +36,10 @@ def watch(model: nn.Module, attentions: Mapping[int, nn.Module], methods: Mappin
     """
     chosen = {method.reread for method in methods.values()} - {None}
     if len(chosen) > 1:
-        raise ValueError(f"reread ranks the tokens of all its layers together: wanted one setting of it, got {chosen}")
+        raise ValueError(
+            "a second reading ranks the tokens of all layers together: wanted one setting of Reread, or one keep and "
+            f"window of Recall, got {', '.join(sorted(map(str, methods.values())))}"
+        )
     for module in model.modules():
         if (hook := vars(module).pop(_HOOK, None)) is not None:
             hook.remove()

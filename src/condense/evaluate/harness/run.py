@@ -125,9 +125,10 @@ def check_choice(label: str, choice: MethodChoice, batch_size: int | str) -> Non
             f"got {batch_size}"
         )
     if reads_otherwise(methods_of(choice)) is not None:
+        drops = any(method.reread is not None for method in methods_of(choice))
         _log.warning(
             "%s reads prompts otherwise than single tokens: tasks scored by likelihoods do not show what its steps "
-            "lose, prompt='recall' does", label,
+            "lose%s", label, ", nor what it drops" if drops else ", prompt='recall' does",
         )  # fmt: skip
 
 
