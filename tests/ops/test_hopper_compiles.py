@@ -20,7 +20,7 @@ from condense.ops.hopper import limits as hopper_limits
 from condense.ops.latents import Ranks
 from condense.ops.paged import PagedSlots
 from condense.ops.recall import GroupMeans, IndexChoice, Quota, RecallSources, StoreFormat, split_keys
-from condense.ops.triton import host, limits, paged_step, recall_step_plan, recall_step_tiles, step_plan
+from condense.ops.triton import host, limits, paged_step, recall_step_plan, recall_step_tiles, recall_store, step_plan
 from condense.ops.triton import step as triton_step
 from condense.ops.triton.attend_call import call_of
 from condense.ops.types import AttendOptions
@@ -178,6 +178,8 @@ def test_steps_on_latents(rows, heads, widths, compiled):
     check_side_by_side(kernels["recall_score_kernel"], "shr.b32 c, $1, $2;", 4)
     ptx = {name: kernel.asm["ptx"] for name, kernel in kernels.items()}
     assert re.search(r"wgmma\.mma_async\.[a-z0-9.]*\.s32\.s8\.s8", ptx["recall_score_kernel"])
+    # scores wait for queries that are turned, turning for what closes a group
+    assert [ptx[f"recall_{x}_kernel"].count("griddepcontrol.wait") for x in ("turn", "score")] == [1, 3]
     if D == 576:
         # the keys of a group that closes are turned once: 16 times 1024 columns in blocks of 64, 128 of them at a time
         assert ptx["recall_close_kernel"].count("wgmma.mma_async") == 2 * 4
@@ -188,6 +190,13 @@ def test_steps_on_latents(rows, heads, widths, compiled):
     check_side_by_side(kernels["recall_attend_kernel"], "shl.b32 s, $2, $3;", 2)
     assert "wgmma.mma_async" in ptx["recall_attend_kernel"]
     assert ptx["recall_attend_kernel"].count("lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA") >= 16
+
+
+@pytest.mark.parametrize(("widths", "bits"), [((66, 66), 4), ((67, 67), 8), ((264, 0), 4)], ids=str)
+def test_groups_of_odd_widths_close(widths, bits, compiled):
+    k, v = (torch.zeros(1, 1, 1, 16, width, dtype=torch.bfloat16) for width in widths)
+    recall_store.store_groups(StoreFormat(bits, 16), k, v)
+    assert len(compiled) == 1
 
 
 def test_a_step_on_latents_over_pages_compiles(compiled):

@@ -54,6 +54,13 @@ def tensors():
     return torch.zeros(8), torch.zeros(3, dtype=torch.bfloat16)
 
 
+def test_more_warps_are_another_kernel(tensors):
+    kernel = Kernel()
+    start = Launcher(kernel)
+    made = [start(GRID, tensors, (7,), CONSTANTS, {"num_warps": warps}).number for warps in (4, 8, 4)]
+    assert made == [1, 2, 1]
+
+
 def test_the_same_again(tensors):
     kernel, others = Kernel(), tuple(x.clone() for x in tensors)
     start = Launcher(kernel)

@@ -78,7 +78,7 @@ def language():
         setattr(gl, name, getattr(tl, name))
     for name in ("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "NVMMASharedLayout"):
         setattr(gl, name, lambda *args, **given: None)
-    gl.num_warps = lambda: 8
+    gl.num_warps, gl.shared_memory_descriptor = lambda: 8, Shared
     gl.arange = lambda start, end, layout: tl.arange(start, end)
     gl.zeros = lambda shape, dtype, layout: tl.zeros(shape, dtype)
     gl.full = lambda shape, value, dtype, layout: tl.full(shape, value, dtype)

@@ -29,6 +29,8 @@ _GROUP, _WIDTH = gl.constexpr(16), gl.constexpr(576)
 # words of 32 bits that share a word of signs, of which the first columns have so many and the last ones the rest
 _WORDS, _FIRST = gl.constexpr(18), gl.constexpr(16)
 _LATENT = gl.constexpr(512)
+# the name that Triton 3.9 gave to what 3.6 and 3.7 have with an underscore
+_IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 # query heads of a tile
 HEADS = gl.constexpr(16)
 # tiles of query heads of all rows from which on a step counts as one of many
@@ -152,7 +154,10 @@ def _put(tile, are_tokens, keys):
         )
         x = gl.inline_asm_elementwise(asm[0], asm[1], given, asm[2], is_pure=True, pack=1)
         even, odd = gl.join(gl.join(x[0], x[4]), gl.join(x[2], x[6])), gl.join(gl.join(x[1], x[5]), gl.join(x[3], x[7]))
-        words = keys[part]._reinterpret(gl.int32, [ROWS, _columns(part) // 2], _swizzled(32))
+        if _IS_PUBLIC:
+            words = keys[part].reinterpret(gl.int32, [ROWS, _columns(part) // 2], _swizzled(32))
+        else:
+            words = keys[part]._reinterpret(gl.int32, [ROWS, _columns(part) // 2], _swizzled(32))
         words.store(gl.reshape(gl.join(even, odd), [ROWS, _columns(part) // 2]))
     hopper.fence_async_shared()
 

@@ -37,13 +37,13 @@ class Launcher:
 
         tensors: tensors of one device, None, tuples of tensors, or tensor descriptors whose blocks the constants imply;
         the first is a tensor. numbers: numbers or tuples of numbers. constants: numbers, strings or records. Each
-        argument has the same type in every call. options: Triton's, such as ``num_warps``, a function of the others.
+        argument has the same type in every call. options: Triton's, but for ``num_warps`` a function of the others.
         """
         if torch.compiler.is_compiling():
             # torch.compile traces Triton's own launch and makes the kernel part of its graph
             self.kernel[grid](*tensors, *numbers, *constants, **options)
             return None
-        key = (tensors[0].device, tuple([_kind(x) for x in tensors]), numbers, constants)
+        key = (tensors[0].device, tuple([_kind(x) for x in tensors]), numbers, constants, options.get("num_warps"))
         compiled = self._compiled.get(key)
         if compiled is not None:
             compiled[grid](*tensors, *numbers, *constants)

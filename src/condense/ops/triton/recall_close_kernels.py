@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from condense.ops.triton.device.address import Tokens, form_place, part_at, place_row, token_rows
-from condense.ops.triton.device.codes import packed
+from condense.ops.triton.device.codes import packed, run_width
 from condense.ops.triton.device.parts import tile_width
 from condense.ops.triton.device.signs import (
     centre_codes,
@@ -111,8 +111,8 @@ def _put_index(
     of_centre, unit = centre_unit(tl.max(tl.abs(mean)), dtype, D)
     tl.store(steps_ptr + g, of_centre)
     codes = centre_codes(mean, unit)  # [1, P]
-    # several times, as many as a matrix unit takes
-    N: tl.constexpr = max(1, 256 // P)
+    # as many times as a matrix unit takes columns of them
+    N: tl.constexpr = max(1, 16 // run_width(4 * W, P))
     same = tl.broadcast_to(tl.where(is_column, codes, 0.0), (N, P))
     _put_codes(signs_ptr + g * W, same, tl.arange(0, N), 1, 4 * W, 4)
     for start in tl.range(0, g, 16, num_stages=1):

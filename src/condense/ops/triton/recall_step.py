@@ -1,4 +1,4 @@
-"""The kernels of a decode step that chooses among stored groups: five, and two more for some latents on Hopper.
+"""The kernels of a decode step that chooses among stored groups: five, one more for some latents, two on Hopper.
 
 Shapes as in `condense.ops.step.state`; R = H / K query heads per KV head, S splits of the work on one KV head.
 """

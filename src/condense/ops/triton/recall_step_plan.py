@@ -234,7 +234,7 @@ def _scratch_of(
     floats = (
         parts * (latent or Dv), parts, of_scores, of_splits, of_splits,
         *((of_scores, of_splits, of_splits) if choice.mean and r < G else (0, 0, 0)),
-        queries * D if turns or in_pieces(D) else 0, queries * query_bytes(D) // 4 if in_pieces(D) else 0,
+        queries * D if turns else 0, queries * query_bytes(D) // 4 if in_pieces(D) else 0,
         of_bases * (2 if latent else 1) if turns else 0,
     )  # fmt: skip
     integers = of_lists, *((pairs * r, of_slots, pairs * S, pairs * S) if S else (0, 0, 0, 0))

@@ -134,14 +134,17 @@ def recall_turn_kernel(
 ):  # fmt: skip
     """Turn queries that `in_pieces` are multiplied, see `put_queries`; grid (B * K, tiles of BR query heads).
 
-    In each of the many programs that score this took as long as a fifth of a short step.
+    Turning is more code than scoring: programs that did both for few groups each ended later. turned: as of
+    `recall_score_kernel`.
     """
     if EARLY:
         gdc_launch_dependents()
     head, r = tl.program_id(0).to(tl.int64), tl.program_id(1) * BR + tl.arange(0, BR)
     q_ptr += head // K * s_qb + head % K * R * s_qh
     whole_ptr = whole_ptr.to(tl.pointer_type(tl.int8)) + head * R * query_bytes(D)
-    put_queries(q_ptr, s_qh, r, R, rotation_ptr, turned_ptr + head * R * D, whole_ptr, D)
+    if turned_ptr is not None:
+        turned_ptr += head * R * D
+    put_queries(q_ptr, s_qh, r, R, rotation_ptr, turned_ptr, whole_ptr, D)
     if EARLY:
         # a kernel that waits for this one also needs what the one before this one wrote
         gdc_wait()
@@ -195,12 +198,7 @@ def recall_score_kernel(
     score_ptr += of_scores
     if centre_ptr is not None:
         centre_ptr += of_scores
-    # each split turns the queries anew, from a matrix in the L2 cache: if the kernel before this one turned them, this
-    # one would have to wait for it, but runs beside it in most steps, which close no group
     asked = tl.where(closed > 0, R, 0)
-    if turned_ptr is not None:
-        turned_ptr += head * R * D
-    q_ptr += b * s_qb + kvh * R * s_qh
     # [BR, bytes], [BR], [BR]
     if in_pieces(D):
         if EARLY:
@@ -208,6 +206,11 @@ def recall_score_kernel(
         whole_ptr = whole_ptr.to(tl.pointer_type(tl.int8)) + head * R * query_bytes(D)
         queries, sums, unit = load_queries(whole_ptr, r, asked, D)
     else:
+        # each split turns the queries anew, from a matrix in the L2 cache: if the kernel before this one turned them,
+        # this one would have to wait for it, but runs beside it in most steps, which close no group
+        if turned_ptr is not None:
+            turned_ptr += head * R * D
+        q_ptr += b * s_qb + kvh * R * s_qh
         queries, sums, unit = turned_queries(q_ptr, s_qh, r, asked, rotation_ptr, turned_ptr, split == 0, D)
     if EARLY:
         gdc_launch_dependents()

@@ -69,24 +69,36 @@ def unpacked(bytes, d, C: tl.constexpr, BITS: tl.constexpr):
     return bytes.to(tl.float32)
 
 
+@triton.constexpr_function
+def run_width(C, P):
+    """Columns that `packed` keeps together, of P columns whose codes go to C bytes."""
+    return min(C & -C, P // 16)
+
+
 @triton.jit
 def packed(codes, C: tl.constexpr, BITS: tl.constexpr):
     """C bytes, and more, uint8 ``[n, m]``, of codes ``[n, P]``, which are 0 past the last column.
 
-    Byte c has those of columns c, ``C + c``, ..., from its lowest bits on. Runs of E columns stay together, and go to
+    Byte c has those of columns c, ``C + c``, ..., from its lowest bits on. Runs of columns stay together, and go to
     their bytes by one product with a small matrix: sums of different multiples, at most 255.
     """
     n: tl.constexpr = codes.shape[0]
-    E: tl.constexpr = min(C & -C, codes.shape[1] // 16)
+    E: tl.constexpr = run_width(C, codes.shape[1])
     N: tl.constexpr = C // E
     R: tl.constexpr = codes.shape[1] // E
     M: tl.constexpr = tile_width(N)
     run, place = tl.arange(0, R)[None, :], tl.arange(0, M)[:, None]
     is_place = (run % N == place) & (run < 8 // BITS * N)
     places = tl.where(is_place, 1 << run // N * BITS, 0).to(tl.float16)  # [M, R]
-    runs = tl.permute(tl.reshape(codes.to(tl.float16), (n, R, E)), (1, 0, 2))
-    bytes = tl.reshape(tl.dot(places, tl.reshape(runs, (R, n * E))), (M, n, E))
-    return tl.reshape(tl.permute(bytes, (1, 0, 2)), (n, M * E)).to(tl.int32).to(tl.uint8)
+    runs = tl.reshape(codes.to(tl.float16), (n, R, E))
+    if M < 64:
+        runs = tl.reshape(tl.permute(runs, (1, 0, 2)), (R, n * E))
+        bytes = tl.permute(tl.reshape(tl.dot(places, runs), (M, n, E)), (1, 0, 2))
+    else:
+        # of so many rows Triton up to 3.9 gives short runs a layout that it refuses afterwards
+        runs = tl.reshape(tl.permute(runs, (0, 2, 1)), (n * E, R))
+        bytes = tl.permute(tl.reshape(tl.dot(runs, tl.trans(places)), (n, E, M)), (0, 2, 1))
+    return tl.reshape(bytes, (n, M * E)).to(tl.int32).to(tl.uint8)
 
 
 @triton.jit

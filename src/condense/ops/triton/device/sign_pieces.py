@@ -85,16 +85,17 @@ def _numbers_of(ptr, D: tl.constexpr):
 
 @triton.jit
 def put_queries(q_ptr, s_qh, r, R, rotation_ptr, turned_ptr, whole_ptr, D: tl.constexpr):
-    """Turn query heads r of one KV head, and write them to ``turned``, float32 ``[R, D]``; and rounded, as by
-    `condense.ops.recall.turned_queries`, to ``whole``, int8 ``[R, query_bytes]``: whole numbers, then their sum and
-    what one of them stands for.
+    """Turn query heads r of one KV head, and write them to ``turned``, float32 ``[R, D]``, unless it is None; and
+    rounded, as by `condense.ops.recall.turned_queries`, to ``whole``, int8 ``[R, query_bytes]``: whole numbers, then
+    their sum and what one of them stands for.
     """
     widths: tl.constexpr = _split_width(D)
     at = r.to(tl.int64)
     q = load_rows(q_ptr, at * s_qh, r < R, widths[0], widths[1])
     first = turned_part(q[0], rotation_ptr, 0, widths[0], D, False, "chains")
     rest = turned_part(q[1], rotation_ptr, widths[0], widths[1], D, False, "chains")
-    store_rows(turned_ptr, at * D, (first, rest), r < R, widths[0], widths[1])
+    if turned_ptr is not None:
+        store_rows(turned_ptr, at * D, (first, rest), r < R, widths[0], widths[1])
     unit = unit_of(tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(rest), 1)))  # [BR]
     first, rest = whole_numbers(first, unit[:, None]), whole_numbers(rest, unit[:, None])
     store_rows(whole_ptr, at * query_bytes(D), (first, rest), r < R, widths[0], widths[1])
