@@ -68,6 +68,7 @@ class Piece(DynamicCache):
         self._columns = torch.tensor([*range(sink), *range(start, stop)], device="cpu")
         real = (tokens - start).clamp(0, stop - start)
         self._seen, self._padding = sink + real, torch.arange(stop - start, device="cpu") >= real[:, None]
+        self._copies: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attention ``[B, H, c, Dv]`` over the piece where it stands in the prompt, the sinks and the piece so far.
@@ -79,7 +80,7 @@ class Piece(DynamicCache):
             raise ValueError(
                 f"reread cannot be tensor parallel: its choice is for all heads, and {q.shape[1]} of {heads} are here"
             )
-        columns = self._columns.to(q.device)
+        columns, padding = self._on(q.device)
         k, v = (x.index_select(2, columns) for x in self.held[call.layer_idx])
         if is_latent(call.module):
             k, v = up_projection(call.module, heads, q).expand(k)
@@ -89,12 +90,19 @@ class Piece(DynamicCache):
         assert lse is not None
         if (logits := call.extras.sink_logits) is not None:
             lse = torch.logaddexp(lse, logits.to(lse.dtype)[:, None])
-        lse = lse.masked_fill(self._padding.to(q.device)[:, None], torch.inf)
+        lse = lse.masked_fill(padding[:, None], torch.inf)
         best = largest_weights(q, k, lse, scale=call.scale, softcap=call.extras.softcap)
         scores = self._scores[call.layer_idx]
         best = best.unflatten(1, (scores.shape[1], -1)).amax(2)  # latents are one KV head, expanded for each query head
         scores.index_copy_(2, columns, torch.maximum(scores.index_select(2, columns), best))
         return out
+
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The columns and the padding on a device: copied once for all layers there, and the host does not wait."""
+        if device not in self._copies:
+            columns, padding = (x.to(device, non_blocking=True) for x in (self._columns, self._padding))
+            self._copies[device] = columns, padding
+        return self._copies[device]
 
 
 def _read_again(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
