@@ -1,4 +1,5 @@
-"""Compare the losses of Reread, a window of its bytes, SnapKV and Recall on text after prompts in their caches.
+"""Compare the losses of Reread, windows of its bytes, SnapKV and Recall, also over what Reread keeps, on text after
+prompts in their caches.
 
     python benchmarks/reread.py OUT.json TEXT [TEXT ...] [--length 4096] [--texts 4]
 
@@ -34,12 +35,14 @@ KINDS = ("following", "copy", "found")
 def arms(length: int) -> dict[str, condense.Method]:
     """By label, dense attention first; windows and SnapKV keep as much as Reread."""
     kept = {share: condense.Reread(share=share).num_kept(length) for share in (0.05, 0.1, 0.25)}
+    recall = condense.Recall.parse("recall-device")
     return {
         "dense": condense.Dense(),
         **{f"reread {share:.0%}": condense.Reread(share=share) for share in kept},
         **{f"window {share:.0%}": condense.StreamingLLM(sink=4, window=kept[share] - 4) for share in (0.1, 0.25)},
         "snapkv 10%": condense.SnapKV(budget=kept[0.1]),
-        "recall-device": condense.Recall.parse("recall-device").as_steps,
+        **{f"keep {share:.0%}": recall.replace(keep=share) for share in (0.25, 0.5, 0.75)},
+        "recall-device": recall,
     }
 
 
@@ -88,7 +91,8 @@ def main() -> None:
         with attention_of(model, method):
             texts = [measured(model, builder, seed) for seed in range(options.texts)]
         dense = dense or texts
-        layers = inspect(model, method, options.length, 4)
+        # of a cache in bfloat16, as one is used
+        layers = inspect(model, method, options.length, 2)
         share = sum(layer.bytes for layer in layers) / sum(layer.dense_bytes for layer in layers)
         cells = {}
         for kind in KINDS:
