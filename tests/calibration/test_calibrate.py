@@ -32,6 +32,7 @@ BAD = {
     "twice": ({"candidates": (Dense(), "dense")}, "candidates must differ"),
     "dense": ({"candidates": (Dense(),)}, "candidates must hold one besides dense attention"),
     "ahead": ({"candidates": (CCA(summary="prompt"),)}, "sees later tokens of a whole text: use summary="),
+    "kept": ({"candidates": ("recall-device", "recall-device:keep=0.5")}, "use keep=1"),
 }
 CONFIG = CalibrationConfig(budget_nats=0.2, candidates=CANDIDATES, length=128, texts=3)
 GOALS = [

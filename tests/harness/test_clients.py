@@ -151,5 +151,9 @@ def test_a_task_that_only_the_condensed_model_answers(folders, condense_line, tm
 def test_a_model_that_reads_prompts_otherwise_is_named(folders, caplog):
     from condense.evaluate.harness.model import CondensedLM
 
-    CondensedLM(str(folders / "dense"), "recall:window=4,prompt=exact", device="cpu", dtype="float32")
-    assert "prompt=exact reads prompts otherwise than single tokens" in caplog.text
+    for settings, ending in (("", "prompt='recall' does"), (",keep=0.5", "nor what it drops")):
+        caplog.clear()
+        method = f"recall:window=4,prompt=exact{settings}"
+        CondensedLM(str(folders / "dense"), method, device="cpu", dtype="float32")
+        assert f"{method} reads prompts otherwise than single tokens" in caplog.text
+        assert ending in caplog.text

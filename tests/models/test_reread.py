@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 import condense
 from condense import Recall, Reread, functional
 from condense.caches import growing, static
+from condense.caches.store import Store
 from condense.models.fit import cache_fits, weight_bytes
 from condense.models.inspect import inspect
 
@@ -82,7 +83,7 @@ def test_caches_grow_and_static_ones_agree_and_hold_what_arithmetic_says(name):
     assert sizes == [(count, 64 - 43) for count in counts]
 
 
-def test_recall_with_all_groups_of_kept_tokens_open_is_reread(name):
+def test_recall_with_all_groups_of_kept_tokens_open_is_reread(name, monkeypatch):
     model, ids, sizes = tiny.model(name), tiny.tokens(1, 61), (40, 1, 1, 1, 5, *[1] * 13)
     with condense.use(model, Reread(share=KEPT.keep, window=KEPT.window)):
         expected = tiny.in_chunks(model, ids, sizes)
@@ -91,9 +92,13 @@ def test_recall_with_all_groups_of_kept_tokens_open_is_reread(name):
             torch.testing.assert_close(tiny.in_chunks(model, ids, sizes, cache), expected, **tiny.EXACT)
             assert sum(int(x.buffers.seen) for x in cache.layers) == tiny.NUM_LAYERS * (16 + 21)
     with condense.use(model, FEW):
-        cache = tiny.filled(model, ids[:, :40])
-        counts = [int(layer.buffers.seen) for layer in cache.layers]
-        assert [layer.dropped for layer in cache.layers] == [40 - count for count in counts]
+        static, cache = StaticCache(model.config, max_cache_len=64), tiny.filled(model, ids[:, :40])
+        tiny.in_chunks(model, ids[:, :40], (40,), static)
+        for layers in (static.layers, cache.layers):
+            counts, asked = [int(layer.buffers.seen) for layer in layers], []
+            monkeypatch.setattr(Store, "fetch", lambda self, buffers, groups, asked=asked: asked.append(groups))
+            assert all(layer.fetch() for layer in layers)
+            assert asked == [(count - 5) // 3 for count in counts]
         assert not torch.allclose(tiny.in_chunks(model, ids[:, 40:], (1,) * 21, cache), expected[:, 40:])
     assert len({*counts}) > 1
     assert sum(counts) == tiny.NUM_LAYERS * 16

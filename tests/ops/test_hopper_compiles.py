@@ -192,7 +192,9 @@ def test_steps_on_latents(rows, heads, widths, compiled):
     assert ptx["recall_attend_kernel"].count("lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA") >= 16
 
 
-@pytest.mark.parametrize(("widths", "bits"), [((66, 66), 4), ((67, 67), 8), ((264, 0), 4)], ids=str)
+@pytest.mark.parametrize(
+    ("widths", "bits"), [((66, 66), 4), ((67, 67), 8), ((264, 0), 4), ((520, 0), 4), ((258, 0), 8)], ids=str
+)
 def test_groups_of_odd_widths_close(widths, bits, compiled):
     k, v = (torch.zeros(1, 1, 1, 16, width, dtype=torch.bfloat16) for width in widths)
     recall_store.store_groups(StoreFormat(bits, 16), k, v)

@@ -66,8 +66,8 @@ class CondensedCacheLayer(CacheLayerMixin):
         """Read new tokens, k ``[B, K, L, D]`` and v ``[B, K, L, Dv]``, and return the sources for their queries."""
 
     def check_reading(self, *tokens: Tensor) -> None:
-        """Raise ValueError for tokens whose gradients the method would need to look ahead for, and for those that
-        would follow a prompt which still waits for its second reading.
+        """Raise ValueError if tokens require gradients under a method that looks ahead, and if they would follow a
+        prompt that still waits for its second reading.
         """
         if torch.is_grad_enabled() and any(x.requires_grad for x in tokens):
             check_trainable(self.method)

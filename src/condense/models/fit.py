@@ -65,8 +65,8 @@ def cache_fits(
     for name, layers in reports.items():
         device_bytes, on_host = sum(layer.bytes for layer in layers), sum(layer.host_bytes for layer in layers)
         # a prompt that is read twice lies in a dense cache meanwhile
-        read_twice = any(layer.method is not None and layer.method.reread is not None for layer in layers)
-        left = None if room is None else room - dense * read_twice
+        twice = sum(x.dense_bytes for x in layers if x.method is not None and x.method.reread is not None)
+        left = None if room is None else room - twice
         limits = (left, device_bytes), (host_memory, on_host)
         counts = [max(0, limit // each) for limit, each in limits if limit is not None and each]
         served = _served(model, choices[name], length, itemsize, (room, host_memory))

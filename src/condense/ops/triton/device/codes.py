@@ -80,25 +80,30 @@ def packed(codes, C: tl.constexpr, BITS: tl.constexpr):
     """C bytes, and more, uint8 ``[n, m]``, of codes ``[n, P]``, which are 0 past the last column.
 
     Byte c has those of columns c, ``C + c``, ..., from its lowest bits on. Runs of columns stay together, and go to
-    their bytes by one product with a small matrix: sums of different multiples, at most 255.
+    their bytes by a product with a matrix: sums of different multiples, at most 255.
     """
     n: tl.constexpr = codes.shape[0]
     E: tl.constexpr = run_width(C, codes.shape[1])
     N: tl.constexpr = C // E
     R: tl.constexpr = codes.shape[1] // E
     M: tl.constexpr = tile_width(N)
-    run, place = tl.arange(0, R)[None, :], tl.arange(0, M)[:, None]
-    is_place = (run % N == place) & (run < 8 // BITS * N)
-    places = tl.where(is_place, 1 << run // N * BITS, 0).to(tl.float16)  # [M, R]
-    runs = tl.reshape(codes.to(tl.float16), (n, R, E))
     if M < 64:
-        runs = tl.reshape(tl.permute(runs, (1, 0, 2)), (R, n * E))
+        run, place = tl.arange(0, R)[None, :], tl.arange(0, M)[:, None]
+        is_place = (run % N == place) & (run < 8 // BITS * N)
+        places = tl.where(is_place, 1 << run // N * BITS, 0).to(tl.float16)  # [M, R]
+        runs = tl.reshape(tl.permute(tl.reshape(codes.to(tl.float16), (n, R, E)), (1, 0, 2)), (R, n * E))
         bytes = tl.permute(tl.reshape(tl.dot(places, runs), (M, n, E)), (1, 0, 2))
+        return tl.reshape(bytes, (n, M * E)).to(tl.int32).to(tl.uint8)
     else:
-        # of so many rows Triton up to 3.9 gives short runs a layout that it refuses afterwards
-        runs = tl.reshape(tl.permute(runs, (0, 2, 1)), (n * E, R))
-        bytes = tl.permute(tl.reshape(tl.dot(runs, tl.trans(places)), (n, E, M)), (0, 2, 1))
-    return tl.reshape(bytes, (n, M * E)).to(tl.int32).to(tl.uint8)
+        # many short runs, for which such a matrix is too large: 64 columns at a time
+        T: tl.constexpr = codes.shape[1] // 64
+        tiles, bytes = tl.reshape(codes, (n, T, 64)), tl.zeros([n, M * E], tl.float32)
+        for j in tl.range(0, T, num_stages=1):
+            x = tl.sum(tl.where((tl.arange(0, T) == j)[None, :, None], tiles, 0.0), 1)  # [n, 64]
+            d, c = j * 64 + tl.arange(0, 64)[:, None], tl.arange(0, M * E)[None, :]
+            places = tl.where((d % C == c) & (d < 8 // BITS * C), 1 << d // C * BITS, 0).to(tl.float16)
+            bytes = tl.dot(x.to(tl.float16), places, bytes)
+        return bytes.to(tl.int32).to(tl.uint8)
 
 
 @triton.jit
