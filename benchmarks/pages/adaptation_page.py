@@ -45,6 +45,8 @@ SHAPES = (
     "adaptation-longest-llama-3.2-1b-nvidia-h200-20261122T092636Z",
     "adaptation-longest-dense-llama-3.2-1b-nvidia-h200-20261122T185811Z",
 )
+# rates in a model of a billion weights, and a run with the best of them
+BILLION = "adaptation-1b-nvidia-h200-20261129T074156Z"
 # what every model was measured with besides its own method and dense attention
 CHANGED = ("g 8", "g 32", "w 1,024", "w 2,048", "window", "recall")
 
@@ -66,8 +68,10 @@ _SHOWN = (0.1, 0.25, 0.5, 0.75, 1.0)  # shares of the steps
 _DRAWN = ("dense", "both", "growing", "plain", "distilled", "alternate")
 
 
-def write_page(results: Documents, shapes: Documents, output: Path) -> None:
-    """Fill ``adaptation.md`` with the tables of ``results`` (lists of runs) and of measured shapes; draw a picture."""
+def write_page(results: Documents, billion: Documents, shapes: Documents, output: Path) -> None:
+    """Fill ``adaptation.md`` with the tables of ``results`` (lists of runs), of the model of a billion weights and of
+    measured shapes; draw a picture.
+    """
     picture = output.with_suffix(".png")
     require_matplotlib(picture)
     bases, found = _read(results)
@@ -75,13 +79,14 @@ def write_page(results: Documents, shapes: Documents, output: Path) -> None:
     parts = {
         "STEPS": f"{phase['steps']:,}",
         "TOKENS": f"{phase['steps'] * phase['batch_size'] * phase['sequence_length'] / 1e6:.1f}",
-        "ORIGIN": "\n".join(starmap(described, {**results, **shapes}.items())),
+        "ORIGIN": "\n".join(starmap(described, {**results, **billion, **shapes}.items())),
         "BASES": _bases(bases),
         "ARMS": _arms(found),
         "PICTURE": picture.name,
         "FOUND": _curves(found),
         "POSITIONS": _positions(found),
         "CHANGED": _changed(found),
+        "RATES": _rates(billion[BILLION]["results"]),
         "SHAPES": _shapes(shapes),
     }
     page = Path(__file__).with_name("adaptation.md").read_text(encoding="utf-8")
@@ -246,6 +251,25 @@ def _changed(found: Results) -> str:
             cells.append(f"{shares}; {mean(losses):.3f}" if losses else "?")
         rows.append([row.title, *cells])
     return _table(["found; mean text loss", "as trained", *names[1:]], rows)
+
+
+def _rates(content: Mapping[str, Any]) -> str:
+    """KL on the way, by learning rate: of the 120 steps of each, and of the 500 of the best."""
+    steps = list(content["rates"][1]["kl"])
+    rows = [
+        [
+            "not trained" if row["learning_rate"] is None else f"{row['learning_rate']:.0e}".replace("e-0", "e-"),
+            *(f"{row['kl'][step]:.3f}" if step in row["kl"] else "" for step in steps),
+        ]
+        for row in content["rates"]
+    ]
+    run = {str(entry["step"]): f"{entry['condensed_kl']:.3f}" for entry in content["run"]["history"]}
+    long = list(run)
+    return (
+        _table(["rate; KL at step", *steps], rows)
+        + "\n\n"
+        + _table(["500 steps at 3e-5", *long], [["KL", *run.values()]])
+    )
 
 
 def _shapes(documents: Documents) -> str:

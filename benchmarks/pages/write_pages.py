@@ -52,7 +52,8 @@ def write(docs: Path) -> None:
     costs, layers = ({name: everything[name] for name in names} for names in (_COSTS, _LAYERS))
     experiments_page.write_page(of("experiments.json"), costs, layers, studies / "experiments.md")
     runs = {name: document for name, document in of("adaptation.json").items() if isinstance(document, list)}
-    adaptation_page.write_page(runs, of("adaptation.json", adaptation_page.SHAPES), studies / "adaptation.md")
+    billion, shapes = (of("adaptation.json", names) for names in ((adaptation_page.BILLION,), adaptation_page.SHAPES))
+    adaptation_page.write_page(runs, billion, shapes, studies / "adaptation.md")
     transfer_page.write_page(of("transfer.json"), studies / "transfer.md")
     zero_shot_page.write_page(of("zero-shot.json"), studies / "zero-shot.md")
     (studies / "results.md").write_text(papers_page.page(everything), encoding="utf-8")

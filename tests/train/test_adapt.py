@@ -149,6 +149,8 @@ def test_a_recipe_file(tmp_path):
     run = RECIPES["adapt"]([tmp_path / "a"], tmp_path / "b", pretrained="base", **read_recipe(path))
     (phase,) = run.phases
     assert (phase.keys, phase.group_sizes, phase.warmup_steps, phase.checkpoint_steps) == ((2, 3), (2,), 4, 10)
+    assert phase.learning_rate == 3e-4
+    assert RECIPES["adapt"](["a"], "b", pretrained="c", method="pooled").phases[0].learning_rate == 3e-5
     assert (run.train, run.lora_rank) == ("lora", 4)
     assert RECIPES["adapt"](["a"], "b", pretrained="~/c", method="pooled").pretrained == Path("~/c").expanduser()
     for name, value in (("stepps", 40), ("train", "half"), ("lora_targets", "mlp"), ("lora_rank", 0)):
