@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 import condense
+from condense.caches import CACHE
 from condense.evaluate.compare import attention_of
 from condense.evaluate.intervals import Cell
 from condense.models.inspect import inspect
@@ -49,10 +50,10 @@ def arms(length: int) -> dict[str, condense.Method]:
 @torch.no_grad()
 def over(model: PreTrainedModel, prompt: Tensor, parts: list[Tensor]) -> list[tuple[list[float], list[bool]]]:
     """For each part ``[n]`` after a prompt ``[L]``: the losses of its tokens but the first, and which were the best."""
-    cache = model(prompt[None], use_cache=True, logits_to_keep=1).past_key_values
+    cache = model(prompt[None], use_cache=True, logits_to_keep=1)[CACHE]
     results = []
     for part in parts:
-        logits = model(part[None], past_key_values=copy.deepcopy(cache), use_cache=True).logits[0, :-1]
+        logits = model(part[None], **{CACHE: copy.deepcopy(cache)}, use_cache=True).logits[0, :-1]
         losses = F.cross_entropy(logits.float(), part[1:], reduction="none")
         results.append((losses.tolist(), (logits.argmax(-1) == part[1:]).tolist()))
     return results

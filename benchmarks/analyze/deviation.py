@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from condense.caches import CondensedLayer, ReadRequest
+from condense.caches import CACHE, CondensedLayer, ReadRequest
 from condense.config import check_int
 from condense.methods import Context, Method
 from condense.methods.grouped import GroupPooling
@@ -124,7 +124,7 @@ def observe(
         for i, layer in observers.items():
             layer.reset()
             cache.layers[i] = layer
-        model(part[None].to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(part[None].to(model.device), **{CACHE: cache}, use_cache=True, logits_to_keep=1)
         on_step()
     return observers
 

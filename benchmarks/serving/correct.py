@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 
 import condense
+from condense.caches import CACHE
 from condense.demo import demo_model, demo_prompt
 from condense.results import write_results
 
@@ -153,7 +154,7 @@ def scores_of_answer(model, prompt, answer):
     for token in answer:
         found.append(out.logits[0, -1].float().log_softmax(-1)[token])
         step = torch.tensor([[token]], device=model.device)
-        out = model(step, past_key_values=out.past_key_values, use_cache=True)
+        out = model(step, **{CACHE: out[CACHE]}, use_cache=True)
     return torch.stack(found).cpu()
 
 

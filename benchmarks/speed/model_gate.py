@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from condense.caches import CACHE
 from condense.models import GraphDecoder, MethodChoice, as_steps, methods_of, use
 from speed.budget import Verdict
 
@@ -64,7 +65,7 @@ class ModelGate:
         cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
         prompt = self.ids.shape[1] - self.steps
         for piece in self.ids.split([prompt // 2 + 1, prompt - prompt // 2 - 1, *[1] * self.steps], dim=1):
-            logits = self.model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            logits = self.model(piece, **{CACHE: cache}, use_cache=True, logits_to_keep=1).logits
         return logits[:, -1].double()
 
     def _by_graph(self, compile: bool) -> Tensor:

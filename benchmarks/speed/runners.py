@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
-from condense.caches import cache_nbytes
+from condense.caches import CACHE, cache_nbytes
 from condense.evaluate.compare import Stopwatch, now
 from condense.models import GraphDecoder, condensed_layers
 
@@ -42,7 +42,7 @@ def read_by_loop(
     caches: list[Cache] = []
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        caches[:] = [kwargs["past_key_values"]]
+        caches[:] = [kwargs[CACHE]]
 
     hook = model.register_forward_pre_hook(note, with_kwargs=True)
     try:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
 
 from condense import Method
+from condense.caches import CACHE
 from condense.evaluate.compare import attention_of
 from condense.evaluate.verify_texts import needs_far
 from condense.models import as_steps
@@ -51,7 +52,7 @@ def logits_of(model: PreTrainedModel, arm: Arm, ids: Tensor, prompt: int) -> Ten
     try:
         for choice, part, kept in zip((arm, as_steps(arm)), ids.split([prompt, n]), (1, n), strict=True):
             with attention_of(model, choice):
-                out = model(input_ids=part[None], past_key_values=cache, use_cache=True, logits_to_keep=kept)
+                out = model(input_ids=part[None], **{CACHE: cache}, use_cache=True, logits_to_keep=kept)
             parts.append(out.logits[0])
     finally:
         model.set_attn_implementation(own)

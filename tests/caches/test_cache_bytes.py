@@ -104,4 +104,4 @@ def test_bytes_of_a_stock_cache_and_of_views_and_of_nothing_else():
     cache.layers[0].keys, cache.layers[0].values = whole[:, :, :0], whole[:, :, :10]
     assert condense.cache_nbytes(cache) == whole.nbytes
     for value in (None, [torch.zeros(3)], "cache"):
-        tiny.refused("past_key_values must be a transformers Cache", condense.cache_nbytes, value)
+        tiny.refused("cache must be a transformers Cache", condense.cache_nbytes, value)

@@ -46,7 +46,7 @@ ELSEWHERE = "docs/start-here.md"
 SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 # names and versions, which are no measurements
 NAMES = (
-    r"Llama-3\.1-8B|H200|\d+ bits|FP8|Python 3\.11|torch 2\.11|transformers 5\.17 to 5\.23|"
+    r"Llama-3\.1-8B|H200|\d+ bits|FP8|Python 3\.11|torch 2\.11|transformers 5\.17 to 5\.24|"
     r"MiniCPM3|V3|ICML 2025|ACL 2026|2\.0"
 )
 PAGE = PAGES[ELSEWHERE]

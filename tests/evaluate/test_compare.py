@@ -14,6 +14,8 @@ from condense.cli.compare import _print
 from condense.evaluate.compare import Prompt, compare
 from condense.models import condensed_layers
 
+# caches are given by the name of the installed transformers
+pytestmark = pytest.mark.filterwarnings("error:.past_key_values. is deprecated:FutureWarning")
 PROMPT = Prompt("The harbour lay quiet under the moon.\n" * 8, ["Who goes there?"])
 POOLED = condense.CCA(group_size=4, window=8)
 

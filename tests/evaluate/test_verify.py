@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 import condense
 from condense import Dense, Recall, StreamingLLM
+from condense.caches import CACHE
 from condense.demo import demo_model, demo_text
 from condense.evaluate import verify as verify_module
 from condense.evaluate import verify_texts as verify_texts_module
@@ -23,6 +24,8 @@ from condense.evaluate.verify_report import verdict
 from condense.evaluate.verify_texts import BINS, NEEDS, TASKS, DenseReading, needs_far, verify_texts
 from condense.tasks import encode_corpus
 
+# caches are given by the name of the installed transformers
+pytestmark = pytest.mark.filterwarnings("error:.past_key_values. is deprecated:FutureWarning")
 CONFIG = VerifyConfig((320,), texts=1, questions=2, greedy=3)
 # 14 of the 18 groups that are closed at the end, in a store in host memory
 GOOD = Recall(window=32, num_recall=14, unchosen="drop", store="host", slots=8)
@@ -229,7 +232,7 @@ def test_divergence_is_that_of_one_piece_of_a_stretch(demo, monkeypatch):
     for method in (Dense(), StreamingLLM(sink=0, window=8)):
         cache = DynamicCache(config=model.config)
         with torch.no_grad(), attention_of(model, method):
-            model(ids[None, : len(ids) // 2 - 1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(ids[None, : len(ids) // 2 - 1], **{CACHE: cache}, use_cache=True, logits_to_keep=1)
             apart.append(verify_texts_module._read_half(model, ids, cache, dense)[1].unflatten(0, (BINS, 2, 4)))
     assert sorted(dense.logits) == list(range(0, 2 * BINS, 2))
     assert bool((apart[0][:, 0] == 0).all())

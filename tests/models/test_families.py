@@ -150,8 +150,11 @@ class _TurnsCachedKeys(modeling_llama.LlamaAttention):
 
 
 class _TakesNoKeywords(modeling_llama.LlamaAttention):
-    def forward(self, hidden_states, position_embeddings, attention_mask, past_key_values, use_cache, position_ids):
-        return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values)
+    def forward(
+        self, hidden_states, position_embeddings, attention_mask, use_cache, position_ids, cache=None,
+        past_key_values=None,
+    ):  # fmt: skip
+        return super().forward(hidden_states, position_embeddings, attention_mask, cache or past_key_values)
 
 
 class _Reverses(modeling_llama.LlamaAttention):

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, En
 from transformers.models.llama import modeling_llama
 
 import condense
-from condense.models import condensed_layers
+from condense.models import attention_layers, condensed_layers
 from condense.models.inspect import inspect
 
 IDS = tiny.tokens(2, 40)
@@ -73,7 +73,7 @@ def _other_method(model, layers=None, num_empty=0):
 
 SLIDING = partial(DynamicSlidingWindowLayer, sliding_window=8)
 NOT_CONDENSED, SLIDES = "cannot be condensed: use a plain DynamicCache", tiny.config("mistral-sliding")
-DENSE_ENTRIES = r"already holds dense entries .* give the model a new cache: past_key_values unset, or DynamicCache\("
+DENSE_ENTRIES = r"already holds dense entries .* give the model a new cache: none, or DynamicCache\("
 OTHER = "already holds tokens condensed by CCA.*summary='streaming'"
 CACHES = {
     "offloaded-static": (_offloaded, "offloaded static caches cannot be condensed: leave offloading out"),
@@ -129,7 +129,7 @@ def test_paged_and_continuous_batching(model):
     for implementation in ("condense", "sdpa"):  # continuous batching switches to flash attention
         model.set_attn_implementation(implementation)
         with pytest.raises(ValueError, match="paged caches and continuous batching cannot be condensed"):
-            tiny.logits(model, IDS, cache=object())
+            attention_layers(model)[0](cache=object())
     model.set_attn_implementation("condense")
 
 

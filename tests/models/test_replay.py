@@ -12,6 +12,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import condense
+from condense.caches import CACHE
 from condense.models import hooks, replay
 from condense.models.families import has_eager_experts
 from condense.models.replay import CacheOfOneCall, ReplayedForward
@@ -28,7 +29,7 @@ HYBRIDS = dict.fromkeys(("qwen3_next", "lfm2", "nemotron_h", "gpt_oss", "llama4_
 HYBRIDS["kimi_linear"] = condense.LCA(group_size=4, window=8)
 EAGER = {
     "beams": {"num_beams": 2}, "growing": {"cache_implementation": "dynamic"},
-    "returned": {"return_dict_in_generate": True}, "given": {"past_key_values": DynamicCache},
+    "returned": {"return_dict_in_generate": True}, "given": {CACHE: DynamicCache},
     "not-compiled": {"disable_compile": True},
 }  # fmt: skip
 BOTH = {"cca": tiny.CCA, "recall": condense.Recall(group_size=4, window=8, num_recall=2)}
@@ -57,7 +58,7 @@ class _Traced:
             x.copy_(old)
 
     def replay(self):
-        self.forward._output = CausalLMOutputWithPast(logits=self.graph(*self.inputs), past_key_values=self.cache)
+        self.forward._output = CausalLMOutputWithPast(logits=self.graph(*self.inputs), **{CACHE: self.cache})
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def _model(monkeypatch, method=tiny.CCA, stock=None):
         """As on CUDA: static caches are compiled unless the caller says no."""
         if generation_config.disable_compile:
             return compilable(self, model_kwargs, generation_config)
-        return isinstance(model_kwargs["past_key_values"], StaticCache)
+        return isinstance(model_kwargs[CACHE], StaticCache)
 
     monkeypatch.setattr(type(model), "_valid_auto_compile_criteria", criteria)
     return model
@@ -156,7 +157,7 @@ def test_what_the_caller_chose_stays(captured, monkeypatch, settings):
     out = _generate(model, **settings)
     assert not captured
     if settings.get("return_dict_in_generate"):
-        assert type(out.past_key_values) is DynamicCache
+        assert type(out[CACHE]) is DynamicCache
     _generate(condense.restore(model))  # stock models keep their cache
     assert not captured
 
@@ -167,7 +168,7 @@ def test_other_arguments_are_captured_anew(captured, monkeypatch):
     forward, cache = ReplayedForward(model), StaticCache(config=model.config, max_cache_len=64)
     tokens = model(IDS, past_key_values=cache).logits[:, -1:].argmax(-1)
     for keywords, expected in (({}, 0), ({}, 1), ({"use_cache": True}, 1), ({"use_cache": True}, 2)):
-        forward(input_ids=tokens, past_key_values=cache, **keywords)
+        forward(input_ids=tokens, **{CACHE: cache}, **keywords)
         assert len(captured) == expected
 
 

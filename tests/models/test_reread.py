@@ -11,11 +11,13 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import condense
 from condense import Recall, Reread, functional
-from condense.caches import growing, static
+from condense.caches import CACHE, growing, static
 from condense.caches.store import Store
 from condense.models.fit import cache_fits, weight_bytes
 from condense.models.inspect import inspect
 
+# caches are given by the name of the installed transformers
+pytestmark = pytest.mark.filterwarnings("error:.past_key_values. is deprecated:FutureWarning")
 METHOD = Reread(share=0.3, piece=16, sink=2, window=3)
 # opens all, or two groups; of a prompt as short as the last row it keeps all
 KEPT = Recall(group_size=3, window=5, num_recall=1.0, prompt="exact", keep=0.4)
@@ -47,13 +49,13 @@ def test_scores_and_choice_are_those_of_the_definition(name, monkeypatch):
 
     monkeypatch.setattr(Reread, "chosen", chosen)
     with condense.use(model, METHOD):
-        cache = model(ids, use_cache=True).past_key_values
+        cache = model(ids, use_cache=True)[CACHE]
     ((scores, kept),) = calls
     for got, want in zip(scores, expected, strict=True):
         torch.testing.assert_close(got[0], want, **tiny.EXACT)
     positions = oracle_reread.kept(METHOD, expected)
     assert [[head.nonzero()[:, 0].tolist() for head in layer[0]] for layer in kept] == positions
-    whole = model(ids, use_cache=True).past_key_values
+    whole = model(ids, use_cache=True)[CACHE]
     for i, layer in enumerate(cache.layers):
         k = layer.state.entries[0][0]
         assert k.shape[1] == len(positions[i][0])
@@ -68,8 +70,8 @@ def test_caches_grow_and_static_ones_agree_and_hold_what_arithmetic_says(name):
     with condense.use(model, METHOD):
         growing = tiny.generate(model, ids)
         static = StaticCache(model.config, max_cache_len=64)
-        assert torch.equal(tiny.generate(model, ids, past_key_values=static), growing)
-        cache = model(ids, use_cache=True).past_key_values
+        assert torch.equal(tiny.generate(model, ids, **{CACHE: static}), growing)
+        cache = model(ids, use_cache=True)[CACHE]
         counts = [layer.state.first.num for layer in cache.layers]
         assert len({*counts}) > 1
         assert sum(counts) == tiny.NUM_LAYERS * METHOD.num_kept(43) == tiny.NUM_LAYERS * 13
@@ -231,7 +233,7 @@ def test_what_models_refuse(method, instead):
     with pytest.raises(ValueError, match=f"inference.*train with {instead}"), torch.enable_grad():
         model(ids, use_cache=False)
     cache = DynamicCache(config=model.config)
-    model(ids, past_key_values=cache)
+    model(ids, **{CACHE: cache})
     tiny.refused(r"reach into the prompt", cache.crop, -1)
 
 
@@ -252,7 +254,7 @@ def test_a_prompt_that_was_not_read_again_is_not_gone_on_with(kind, method, monk
         for module in (growing, static):
             patched.setattr(module, "keep_tokens", failing)
         with pytest.raises(MemoryError):
-            model(ids[:, :30], past_key_values=cache)
-    tiny.refused(r"Start from a new cache", model, ids[:, 30:], past_key_values=cache)
+            model(ids[:, :30], **{CACHE: cache})
+    tiny.refused(r"Start from a new cache", model, ids[:, 30:], **{CACHE: cache})
     cache.reset()
     torch.testing.assert_close(tiny.in_chunks(model, ids, (30, 10), cache), expected, **tiny.EXACT)

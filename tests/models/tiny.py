@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import condense
+from condense.caches import CACHE
 
 VOCAB = 64
 LENGTH = 61
@@ -189,16 +190,16 @@ def in_chunks(model, ids, sizes, cache=None, mask=None):
     for start, end in zip([0, *ends], ends, strict=False):
         so_far = None if mask is None else mask[:, :end]
         positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)[:, start:end]
-        given = {"past_key_values": cache, "attention_mask": so_far, "position_ids": positions}
+        given = {CACHE: cache, "attention_mask": so_far, "position_ids": positions}
         out = model(ids[:, start:end], use_cache=True, **given)
-        cache = out.past_key_values
+        cache = out[CACHE]
         parts.append(out.logits)
     return torch.cat(parts, dim=1)
 
 
 @torch.no_grad()
 def filled(model, ids):
-    return model(ids, past_key_values=DynamicCache(config=model.config), use_cache=True).past_key_values
+    return model(ids, **{CACHE: DynamicCache(config=model.config)}, use_cache=True)[CACHE]
 
 
 def refused(message, call, *args, **kwargs):

@@ -12,12 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.generation.utils import ALL_CACHE_NAMES
 
 from condense.caches.store import Store
 from condense.methods import Context, Method, check_trainable
 from condense.ops import StepState
 from condense.plan import ForwardPlan
 from condense.state import LayerState, num_entries
+
+# the name of a cache among the arguments of a forward and in its output: "past_key_values" up to transformers 5.23
+CACHE: str = ALL_CACHE_NAMES[0]
 
 
 class ReadRequest(NamedTuple):
@@ -141,18 +145,18 @@ class Expected(Enum):
     ANY = auto()
 
 
-def cache_nbytes(past_key_values: Cache, device: str | None = None) -> int:
+def cache_nbytes(cache: Cache, device: str | None = None) -> int:
     """Bytes allocated by a cache with any kind of layers: each tensor storage is counted whole and once.
 
     device: count only tensors on devices of this type, such as "cuda" or "cpu" (where ``Recall(store="host")`` keeps
     most); None: all. A view counts as the whole storage that it keeps alive.
-    Raises ValueError if ``past_key_values`` is not a transformers cache.
+    Raises ValueError if ``cache`` is not a transformers cache.
     """
-    if not isinstance(past_key_values, Cache):
-        raise ValueError(f"past_key_values must be a transformers Cache, got {type(past_key_values).__name__}")
+    if not isinstance(cache, Cache):
+        raise ValueError(f"cache must be a transformers Cache, got {type(cache).__name__}")
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in _tensors(vars(past_key_values), set())
+        for tensor in _tensors(vars(cache), set())
         if device is None or tensor.device.type == device
     }
     return sum(storages.values())

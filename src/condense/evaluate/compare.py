@@ -20,7 +20,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from condense.caches import CondensedCacheLayer, cache_nbytes
+from condense.caches import CACHE, CondensedCacheLayer, cache_nbytes
 from condense.config import check_int
 from condense.methods import Dense
 from condense.models import MethodChoice, attention_layers, check_stock, chosen_methods, use
@@ -135,7 +135,7 @@ def compare(
         with torch.no_grad(), attention_of(model, method):
             cache = DynamicCache(config=model.config)
             for ids in text[:, :64].split(32, dim=1):
-                model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                model(ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
     own = model.generation_config
     # greedily, without beams or penalties that the model is saved with; without a pad token generate warns
     model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=0)
@@ -198,11 +198,11 @@ def _run(
         read_s = 0.0
         if body.shape[1] > 0:
             start = now(model.device)
-            model(body, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(body, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
             read_s = now(model.device) - start
         # counted after one token more: until then stock layers with a sliding window keep a whole prompt
         grown = copy.deepcopy(cache)
-        model(text[:, -1:], past_key_values=grown, use_cache=True, logits_to_keep=1)
+        model(text[:, -1:], **{CACHE: grown}, use_cache=True, logits_to_keep=1)
         cache_bytes = cache_nbytes(grown)
         host_bytes = sum(layer.host_bytes for layer in grown.layers if isinstance(layer, CondensedCacheLayer))
         del grown
@@ -214,7 +214,7 @@ def _run(
             out = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                past_key_values=copy.deepcopy(cache),
+                **{CACHE: copy.deepcopy(cache)},
                 use_cache=True,
                 max_new_tokens=max_new_tokens,
                 stopping_criteria=StoppingCriteriaList([watch]),

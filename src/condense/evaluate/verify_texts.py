@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.configuration_utils import GenerationMode
 
+from condense.caches import CACHE
 from condense.config import check_int
 from condense.evaluate.compare import attention_of
 from condense.methods import Dense
@@ -123,7 +124,7 @@ def read_text(
     """
     ids, half, cache = torch.from_numpy(text.ids).to(model.device), text.copy // 2, DynamicCache(config=model.config)
     with attention_of(model, method):
-        model(ids[None, : half - 1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(ids[None, : half - 1], **{CACHE: cache}, use_cache=True, logits_to_keep=1)
     with attention_of(model, as_steps(method)):
         each, apart = _read_half(model, ids[: text.copy], cache, dense)
     needed, same = dense.needs_far, []
@@ -164,7 +165,7 @@ def _read_half(model: PreTrainedModel, ids: Tensor, cache: Any, dense: DenseRead
     half, is_dense = len(ids) // 2, not dense.logits
     losses, divergence = [], []
     pieces = ids[half:].split(_PIECE)
-    read = (model(x[None], past_key_values=cache, use_cache=True).logits[0] for x in ids[half - 1 : -1].split(_READ))
+    read = (model(x[None], **{CACHE: cache}, use_cache=True).logits[0] for x in ids[half - 1 : -1].split(_READ))
     parts = (part for logits in read for part in logits.split(_PIECE))
     for index, (logits, targets) in enumerate(zip(parts, pieces, strict=True)):
         p = logits.float().log_softmax(-1)
@@ -219,7 +220,7 @@ class _Growing:
         return self.extend(input_ids)
 
     def extend(self, input_ids: Tensor) -> Tensor:
-        return self._model(input_ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        return self._model(input_ids, **{CACHE: self._cache}, use_cache=True, logits_to_keep=1).logits[:, -1]
 
 
 def _decoder(model: PreTrainedModel, length: int) -> GraphDecoder | _Growing:
@@ -249,7 +250,7 @@ def _turns(
     if _reads_at_once(model):
         kept, held = ends[-1] - ends[0] + 1, 0 if cache is None else cache.get_seq_length()
         unread = ids[None, held : ends[-1]]
-        logits = model(unread, past_key_values=cache, use_cache=cache is not None, logits_to_keep=kept).logits[0]
+        logits = model(unread, **{CACHE: cache}, use_cache=cache is not None, logits_to_keep=kept).logits[0]
         return logits[torch.tensor(ends) - ends[0]]
     turns = (ids[None, begin:end] for begin, end in pairwise(ends))
     return torch.cat([decoder.prefill(ids[None, : ends[0]]), *map(decoder.extend, turns)])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, StaticCache
 
-from condense.caches import CondensedLayer, Expected, StaticCondensedLayer
+from condense.caches import CACHE, CondensedLayer, Expected, StaticCondensedLayer
 from condense.caches.store import join_writes
 from condense.methods import Method
 from condense.models.families import FAMILIES, REGISTERED, is_latent, stock_class
@@ -249,7 +249,11 @@ class CondensedAttention(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The stock forward with the proxy as its cache, and the proxy as an argument for `condense_attention`."""
-        if kwargs.get("cache") is not None:
+        # classes of other repositories may name it as transformers did before
+        older = "layer_past" if "layer_past" in kwargs else "past_key_values"
+        name = older if older in kwargs else CACHE
+        cache: Cache | None = kwargs.get(name)
+        if not isinstance(cache, Cache | None) or (name != "cache" and kwargs.get("cache") is not None):
             raise ValueError(
                 "paged caches and continuous batching cannot be condensed: call condense.restore(model), or use "
                 "model.generate"
@@ -259,8 +263,6 @@ class CondensedAttention(nn.Module):
         if config._attn_implementation_internal != IMPLEMENTATION:
             # another implementation was set after condense.apply: use that one
             return super().forward(*args, **kwargs)
-        name = "layer_past" if "layer_past" in kwargs else "past_key_values"
-        cache: Cache | None = kwargs.pop(name, None)
         layer_idx: int = self.layer_idx  # type: ignore[assignment]
         if not torch.compiler.is_compiling():
             self.condense_board.check_thread()
@@ -269,7 +271,7 @@ class CondensedAttention(nn.Module):
                 # before any layer takes a token
                 ensure_layers(cache, methods)
         state = CacheProxy(cache, layer_idx, is_latent=is_latent(self))
-        return super().forward(*args, **{name: state}, condense_state=state, **kwargs)
+        return super().forward(*args, **kwargs | {name: state, "condense_state": state})
 
 
 def condensed_class(stock: type[nn.Module]) -> type[nn.Module]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, StaticCache
 
-from condense.caches import StaticCondensedLayer
+from condense.caches import CACHE, StaticCondensedLayer
 from condense.config import check_int
 from condense.models.apply import all_methods, condensed_layers
 from condense.models.families import check_learned_positions, has_eager_experts, rope_that_changes, transformers_model
@@ -156,7 +156,7 @@ class GraphDecoder:
                 input_ids=ids,
                 attention_mask=self._mask[:, :stop] if self._is_padded else None,
                 position_ids=at,
-                past_key_values=self.cache,
+                **{CACHE: self.cache},
                 use_cache=True,
                 **keep,
             )
@@ -175,7 +175,7 @@ class GraphDecoder:
             input_ids=self._ids,
             attention_mask=self._mask,
             position_ids=self._positions,
-            past_key_values=self.cache,
+            **{CACHE: self.cache},
             use_cache=True,
             **({ALL_REAL: True} if self.methods else {}),
         )

@@ -24,7 +24,7 @@ from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
 from condense.architectures import as_read, as_written
-from condense.caches import CondensedCacheLayer, StaticCondensedLayer
+from condense.caches import CACHE, CondensedCacheLayer, StaticCondensedLayer
 from condense.methods import Method, check_names, methods_in
 from condense.models import adapters
 from condense.models.adapters import wrap
@@ -159,13 +159,13 @@ def _prepare_cache(
     methods = condensed_layers(self) if is_condensed(self) else {}
     if methods:
         _check_generation(self, generation_config, generation_mode, methods)
-    given = model_kwargs.get("past_key_values")
+    given = model_kwargs.get(CACHE)
     done = stock(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args, **kwargs)
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(CACHE)
     if methods and isinstance(cache, Cache):
         if given is None and all(method.has_step for method in methods.values()):
             cache = replayable_cache(self, cache, generation_config, generation_mode, max_cache_length)
-            model_kwargs["past_key_values"] = cache
+            model_kwargs[CACHE] = cache
         if isinstance(cache, StaticCache):
             _check_room(cache, max_cache_length)
         ensure_layers(cache, all_methods(self))
@@ -185,7 +185,7 @@ def _prefill(
     other = reads_otherwise(condensed_layers(self).values() if is_condensed(self) else ())
     size = config.prefill_chunk_size
     if other is not None and size is not None:
-        mask, cache = inputs.get("attention_mask"), inputs.get("past_key_values")
+        mask, cache = inputs.get("attention_mask"), inputs.get(CACHE)
         tokens = (ids if mask is None else mask).shape[1] - (0 if cache is None else int(cache.get_seq_length()))
         if tokens > size and (size == 1 or tokens % size == 1):
             raise ValueError(
@@ -208,7 +208,7 @@ def _check_room(cache: StaticCache, max_cache_length: int) -> None:
     if max_cache_length > room:
         raise ValueError(
             f"the static cache has room for {room} tokens (max_cache_len), prompt and new tokens need "
-            f"{max_cache_length}: make it longer, or leave past_key_values and cache_implementation unset"
+            f"{max_cache_length}: make it longer, or leave the cache and cache_implementation unset"
         )
 
 

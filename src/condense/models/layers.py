@@ -113,7 +113,6 @@ def _is_ready(layer: CacheLayerMixin, method: Method) -> bool:
         # no method is named: nobody chose that of a layer with a sliding window
         raise ValueError(
             "the cache already holds dense entries (from a stock model, or from prefix tuning, which condensed "
-            "attention does not support); give the model a new cache: past_key_values unset, or "
-            "DynamicCache(config=model.config)"
+            "attention does not support); give the model a new cache: none, or DynamicCache(config=model.config)"
         )
     return False

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from condense.caches import CACHE
 from condense.methods import CCA
 from condense.models.apply import use
 from condense.models.attention import condensed_class
@@ -111,10 +112,10 @@ def _in_steps(base: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
             input_ids=ids[:, start:stop],
             attention_mask=mask[:, :stop],
             position_ids=positions[:, start:stop],
-            past_key_values=cache,
+            **{CACHE: cache},
             use_cache=True,
         )
-        cache = out.past_key_values
+        cache = out[CACHE]
         parts.append(out.logits)
     return torch.cat(parts, dim=1)
 

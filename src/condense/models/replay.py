@@ -14,6 +14,7 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel,
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.masking_utils import create_chunked_causal_mask
 
+from condense.caches import CACHE
 from condense.models.families import has_eager_experts, rope_that_changes
 from condense.models.fused import fused_steps
 from condense.models.watch import is_watched
@@ -51,7 +52,7 @@ def replayable_cache(
         return cache
     static, ends = CacheOfOneCall(config, static_length(length)), generation_config.eos_token_id
     static.ends = [] if ends is None else torch.as_tensor(ends).reshape(-1).tolist()
-    compilable = model._valid_auto_compile_criteria({"past_key_values": static}, generation_config)
+    compilable = model._valid_auto_compile_criteria({CACHE: static}, generation_config)
     return static if can_replay(model) and compilable else cache
 
 
@@ -95,25 +96,26 @@ class ReplayedForward:
         self._ends: Tensor | None = None
         self._ended: Tensor | None = None
 
-    def __call__(self, *, past_key_values: Cache, **inputs: Any) -> Any:
+    def __call__(self, **inputs: Any) -> Any:
         """The model's output; that of a replayed step is overwritten by the next one."""
+        cache: Cache = inputs.pop(CACHE)
         if not self._has_begun:
-            self._begin(past_key_values, inputs.get("input_ids"))
+            self._begin(cache, inputs.get("input_ids"))
         leaves, structure = tree_flatten(inputs)
         others = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]
-        call = (id(past_key_values), structure, others)
+        call = (id(cache), structure, others)
         ids = inputs.get("input_ids")
-        is_step = ids is not None and ids.shape[1] == 1 and isinstance(past_key_values, StaticCache)
+        is_step = ids is not None and ids.shape[1] == 1 and isinstance(cache, StaticCache)
         if not is_step or call != self._known:
             self._known, self._graph = call if is_step else None, None
             with fused_steps(self._model, len(ids)) if is_step else nullcontext():  # type: ignore[arg-type]
-                return self._forward(past_key_values, inputs)
+                return self._forward(cache, inputs)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if self._graph is None:
             self._inputs = [x.clone() for x in tensors]
             held = iter(self._inputs)
             leaves = [next(held) if isinstance(x, Tensor) else x for x in leaves]
-            self._graph = self._capture(past_key_values, tree_unflatten(leaves, structure))
+            self._graph = self._capture(cache, tree_unflatten(leaves, structure))
         for own, new in zip(self._inputs, tensors, strict=True):
             own.copy_(new)
         self._graph.replay()
@@ -131,14 +133,14 @@ class ReplayedForward:
         """The model's output, with rows that have ended masked."""
         ended = self._ended
         if ended is None:
-            return self._model(past_key_values=cache, **inputs)
+            return self._model(**{CACHE: cache}, **inputs)
         ended |= (inputs["input_ids"] == self._ends).any(1)  # in place, so that a replayed graph goes on with it
 
         def masked(x: Tensor) -> Tensor:
             return x.masked_fill(ended.view(-1, *(1,) * (x.ndim - 1)), 0)
 
         mask = tree_map_only(Tensor, masked, inputs.get("attention_mask"))
-        return self._model(past_key_values=cache, **inputs | {"attention_mask": mask})
+        return self._model(**inputs | {CACHE: cache, "attention_mask": mask})
 
     def _capture(self, cache: Cache, inputs: dict[str, Any]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from condense.caches import CondensedCacheLayer
+from condense.caches import CACHE, CondensedCacheLayer
 from condense.methods import Method, Reread
 from condense.methods.reread import largest_weights
 from condense.models.families import is_latent, max_learned_positions
@@ -107,7 +107,7 @@ class Piece(DynamicCache):
 
 def _read_again(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """The forward hook: if the forward has read a prompt into a cache that waits for it, read it again."""
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get(CACHE)
     if cache is None:
         results = output.values() if isinstance(output, Mapping) else output
         cache = next((x for x in (*args, *results) if isinstance(x, Cache)), None)
@@ -146,7 +146,7 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
             repeated = {name: x[rows, slots] for name, x in inputs.items()}
             positions = (behind[:, None] + torch.arange(stop - start, device="cpu")).to(order.device)
             piece = Piece(config, method, held, scores, tokens, start, stop)
-            decoder.forward(**repeated, position_ids=positions, past_key_values=piece, use_cache=True)
+            decoder.forward(**repeated, position_ids=positions, **{CACHE: piece}, use_cache=True)
     kept, counts = method.chosen([*scores.values()], tokens)
     del held
     for layer, of_layer, count in zip(layers.values(), kept, counts, strict=True):
