@@ -162,6 +162,7 @@ def test_what_the_caller_chose_stays(captured, monkeypatch, settings):
     assert not captured
 
 
+@torch.no_grad()
 def test_other_arguments_are_captured_anew(captured, monkeypatch):
     """Another mask length, or other keywords, than those of the step before run as they are."""
     model = _model(monkeypatch)
