@@ -6,6 +6,7 @@ import re
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import kda_figures
@@ -119,7 +120,7 @@ class Figures:
     def noise(self, prefix: str) -> str:
         """KL at three variances of noise."""
         effects = [{x["variance"]: x["kl"] for x in run["noise"]} for run in of_seeds(self.runs, prefix)]
-        return ", ".join(f"{sum(e[v] for e in effects) / len(effects):.3f}" for v in (0.01, 0.1, 1.0))
+        return ", ".join(f"{fmean(e[v] for e in effects):.3f}" for v in (0.01, 0.1, 1.0))
 
     def demo(self, method: str) -> str:
         """Numbers that the bundled model finds, in words that it was not trained on."""
@@ -143,12 +144,12 @@ class Figures:
         """P_sparse by length."""
         layers = self.read("analysis-sparsity-cpu")["layers"]
         lengths = list(layers[0]["sparse"][rho])
-        means = [sum(x["sparse"][rho][n] for x in layers) / len(layers) for n in lengths]
+        means = [fmean(x["sparse"][rho][n] for x in layers) for n in lengths]
         return f"{means[-1]:.2f}" if last else ", ".join(f"{x:.2f}" for x in means)
 
     def top(self, count: str) -> str:
         layers = self.read("analysis-sparsity-cpu")["layers"]
-        return f"{sum(x['top'][count] for x in layers) / len(layers):.2f}"
+        return f"{fmean(x['top'][count] for x in layers):.2f}"
 
     def histogram(self, below: str) -> str:
         content = self.read("analysis-sparsity-cpu")
