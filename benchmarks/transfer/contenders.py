@@ -28,19 +28,19 @@ def arms_of(study: str, length: int) -> tuple[dict[str, Arm], dict[str, Arm]]:
 
 
 def _of_prompts(length: int) -> tuple[dict[str, Arm], dict[str, Arm]]:
-    """Shares of a prompt that its second reading chooses, in 16 and in 4 bits, beside windows and SnapKV, which keep a
-    tenth of the whole text's tokens.
+    """Shares of a prompt that its second reading chooses, in 16 and in 4 bits, beside prompts that choose, windows and
+    SnapKV, which keep a tenth of the whole text's tokens.
     """
     first: dict[str, Arm] = {"dense": None, "recall-device": DEVICE}
-    first |= {f"keep {share:.0%}": DEVICE.replace(keep=share) for share in (0.5, 0.25)}
-    first |= {f"reread {share:.0%}": Reread(share=share) for share in (0.25, 0.1)}
+    first |= {f"keep {share:.0%}": DEVICE.replace(keep=share) for share in (0.75, 0.5)}
     second: dict[str, Arm] = {
         "cache of 4 bits": CACHE,
+        "prompts shared": DEVICE.replace(prompt="shared"),
+        "keep 25%": DEVICE.replace(keep=0.25),
+        "reread 25%": Reread(share=0.25),
+        "reread 10%": Reread(share=0.1),
         "window 10%": StreamingLLM(sink=4, window=length // 10 - 4),
         "snapkv 10%": SnapKV(budget=length // 10),
-        "keep 40%": DEVICE.replace(keep=0.4),
-        "reread 50%": Reread(share=0.5),
-        "keep 75%": DEVICE.replace(keep=0.75),
     }
     return first, second
 
