@@ -77,6 +77,9 @@ def test_a_conversation_of_a_batch_with_ragged_second_turns(few, kind):
     seconds = [tiny.tokens(1, n, seed=n)[0] for n in (5, 11, 2)]
     more, more_mask = tiny.left_padded(seconds)
     turn, mask = torch.cat([first, more], dim=1), torch.cat([MASK, torch.ones(3, tiny.NEW).long(), more_mask], dim=1)
+    ended = mask.index_fill(1, torch.tensor([43, 44]), 0)  # the cache holds them as tokens
+    message = r"attention_mask must have the cached tokens .* wanted \(46, 33, 39\) .* 46 slots, got \(44, 31, 37\)"
+    tiny.refused(message, tiny.generate, few, turn, attention_mask=ended, past_key_values=cache)
     batch = tiny.generate(few, turn, attention_mask=mask, past_key_values=cache)
     assert torch.equal(batch, tiny.generate(few, turn, attention_mask=mask, use_cache=False))
     for row, second, answer, out in zip(ROWS, seconds, first[:, 39:], batch, strict=True):

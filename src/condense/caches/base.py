@@ -17,6 +17,7 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 from condense.caches.store import Store
 from condense.methods import Context, Method, check_trainable
 from condense.ops import StepState
+from condense.ops.tensors.per_row import PerRow
 from condense.plan import ForwardPlan
 from condense.state import LayerState, num_entries
 
@@ -103,6 +104,10 @@ class CondensedCacheLayer(CacheLayerMixin):
     def count_slots(self) -> int:
         """Tokens seen, padding included; waits for the device if only it has the count."""
         return int(self.get_seq_length())
+
+    @abstractmethod
+    def count_tokens(self) -> PerRow:
+        """Real tokens seen per row, without those of a prompt that left entries of its own; may wait for the device."""
 
     @property
     def host_bytes(self) -> int:

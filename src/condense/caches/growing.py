@@ -159,6 +159,11 @@ class CondensedLayer(CondensedCacheLayer):
         self._count(1, 1 if token.real is None else int(token.real.min()))
         return out
 
+    def count_tokens(self) -> PerRow:
+        """As `condense.caches.base.CondensedCacheLayer.count_tokens`; never waits."""
+        held = self._state if self._ring is None else self._ring
+        return 0 if held is None else held.seen
+
     def _count(self, L: int, trailing: int) -> None:
         """Count L new slots, the last ``trailing`` of which are real in every row."""
         self._num_slots += L

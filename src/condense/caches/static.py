@@ -192,6 +192,13 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         """``num_slots`` as an int; waits for the device if the host does not know it."""
         return int(self.num_slots) if self._slots is None else self._slots
 
+    def count_tokens(self) -> PerRow:
+        """As `condense.caches.base.CondensedCacheLayer.count_tokens`."""
+        if self._rows is not None or self.buffers is None:
+            return 0 if self._rows is None else self._rows[0]
+        # copy=True also on a CPU: the shared plan keeps this tensor, and the next step adds 1 to `seen` in place
+        return int_if_equal(self.buffers.seen.to("cpu", copy=True))
+
     def know_slots(self, count: int | None) -> None:
         """Set the host's count of slots. None: no count, because a replayed step may advance ``num_slots``."""
         self._slots, self._rows = count, None
@@ -211,14 +218,11 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
     def _held_state(self) -> LayerState:
         """The state in the buffers."""
         assert self.buffers is not None
+        seen, first = self.count_tokens(), NO_FIRST
         if self._rows is not None:
-            seen, first = self._rows
-        else:
-            # copy=True also on a CPU: the shared plan keeps this tensor, and the next step adds 1 to `seen` in place
-            seen = int_if_equal(self.buffers.seen.to("cpu", copy=True))
-            first = NO_FIRST
-            if self.settings.has_first:
-                first = FirstEntries.of(*self.buffers.first.to("cpu", copy=True).T)
+            first = self._rows[1]
+        elif self.settings.has_first:
+            first = FirstEntries.of(*self.buffers.first.to("cpu", copy=True).T)
         return self._read_state(seen, first, max_row(seen), max_row(seen))
 
     def exact_tokens(self) -> tuple[Tensor | None, Tensor | None]:

@@ -23,6 +23,7 @@ from condense.methods import Method
 from condense.models.masks import Padding, check_mask, find_padding
 from condense.ops import NO_EXTRAS, Extras
 from condense.ops.checks import check_cu_seqlens
+from condense.ops.tensors.per_row import PerRow, comparable, int_if_equal
 from condense.plan import ForwardPlan
 
 # forwards kept at a time: sliding layers and others get masks of their own, and several threads may run the same model
@@ -67,6 +68,7 @@ class Forward:
         self.B, self.L = call.q.shape[0], call.q.shape[2]
         self._asked = {call.layer_idx}
         self._paddings: dict[int, Padding | None] = {}
+        self._past: dict[int, PerRow] = {}
         self._plans: dict[tuple[int | None, bool], ForwardPlan] = {}
         self._lengths: dict[bool, list[int] | None] = {}
 
@@ -85,18 +87,37 @@ class Forward:
         mask: Tensor | None = self._shared[0].get()
         return mask if isinstance(mask, Tensor) and mask.dtype == torch.int32 else None
 
+    @property
+    def _padding_mask(self) -> Tensor | None:
+        """The calls' mask, None without one and for packed documents."""
+        return None if self._numbers is not None else self._shared[0].get()
+
     def padding(self, start: int) -> Padding | None:
         """The padding of new slots that begin at a column of the mask, None if all are real.
 
         Raises ValueError for a mask of another shape than ``[B, 1, 1, n]``, and for one that is too short.
         """
         if start not in self._paddings:
-            mask: Tensor | None = None if self._numbers is not None else self._shared[0].get()
-            stop = start + self.L
+            mask, stop = self._padding_mask, start + self.L
             if mask is not None:
                 check_mask(mask, self.B, max(0, stop - mask.shape[-1]))
             self._paddings[start] = None if mask is None else find_padding(mask[:, 0, 0, start:stop])
         return self._paddings[start]
+
+    def check_past(self, start: int, held: PerRow) -> None:
+        """Raise ValueError unless the mask has a cache's ``held`` tokens per row in its first ``start`` slots."""
+        mask = self._padding_mask
+        if mask is None:
+            return
+        if start not in self._past:
+            self._past[start] = int_if_equal(mask[:, 0, 0, :start].sum(1).cpu())
+        wanted, got = comparable(int_if_equal(held)), comparable(self._past[start])
+        if wanted != got:
+            raise ValueError(
+                "attention_mask must have the cached tokens as they were read, since groups hold them together: wanted "
+                f"{wanted} tokens per row in the first {start} slots, got {got}. generate reads as tokens what it adds "
+                "to rows that end early: give the model a new cache, or beside an assistant another pad_token_id"
+            )
 
     def plan(self, start: int | None, documents: list[int] | None = None) -> ForwardPlan:
         """The plan of the new tokens; start: the column of the mask at which they begin, None: all are real.
