@@ -169,6 +169,18 @@ def test_arguments_of_a_forward(B, arguments, message, layers):
     assert torch.equal(tiny.logits(model, IDS), expected)
 
 
+@pytest.mark.parametrize("method", [tiny.CCA, {"rest": tiny.RECALL}], ids=["cca", "recall"])
+def test_a_cache_after_a_forward_that_was_interrupted(monkeypatch, method):
+    model = condense.apply(tiny.model("llama"), method)
+    cache = tiny.filled(model, IDS[:, :30])
+    more = partial(tiny.logits, model, IDS[:, 30:35], past_key_values=cache, use_cache=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model.layers[1].mlp, "forward", None)
+        with pytest.raises(TypeError):
+            more()
+    tiny.refused("must have the same tokens in all layers, got 35 and 30: a forward was interrupted", more)
+
+
 def test_the_implementation_without_apply():
     model = tiny.model("llama")
     stock = tiny.logits(model, IDS)

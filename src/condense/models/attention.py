@@ -182,6 +182,7 @@ class CacheProxy:
         forward, method = call.module.condense_board.forward_of(call), method_of(call.module)
         layer = None if call.cache is None else condensed_layer(call.cache, call.layer_idx, method)
         seen = 0 if layer is None else layer.count_slots()
+        forward.check_slots(seen)
         all_real = ALL_REAL in call.options or _is_plain_prompt(call)
         if torch.compiler.is_compiling() and not all_real:
             assert_one_document(call)

@@ -69,6 +69,7 @@ class Forward:
         self._asked = {call.layer_idx}
         self._paddings: dict[int, Padding | None] = {}
         self._past: dict[int, PerRow] = {}
+        self._slots: int | None = None
         self._plans: dict[tuple[int | None, bool], ForwardPlan] = {}
         self._lengths: dict[bool, list[int] | None] = {}
 
@@ -103,6 +104,15 @@ class Forward:
                 check_mask(mask, self.B, max(0, stop - mask.shape[-1]))
             self._paddings[start] = None if mask is None else find_padding(mask[:, 0, 0, start:stop])
         return self._paddings[start]
+
+    def check_slots(self, slots: int) -> None:
+        """Raise ValueError if a layer of the cache has another number of slots than those that asked before it."""
+        self._slots = slots if self._slots is None else self._slots
+        if slots != self._slots:
+            raise ValueError(
+                f"past_key_values must have the same tokens in all layers, got {self._slots} and {slots}: a forward "
+                "was interrupted between two layers. Start from a new cache"
+            )
 
     def check_past(self, start: int, held: PerRow) -> None:
         """Raise ValueError unless the mask has a cache's ``held`` tokens per row in its first ``start`` slots."""
