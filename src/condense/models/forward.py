@@ -110,7 +110,7 @@ class Forward:
         self._slots = slots if self._slots is None else self._slots
         if slots != self._slots:
             raise ValueError(
-                f"past_key_values must have the same tokens in all layers, got {self._slots} and {slots}: a forward "
+                f"the cache must have the same tokens in all layers, got {self._slots} and {slots}: a forward "
                 "was interrupted between two layers. Start from a new cache"
             )
 
