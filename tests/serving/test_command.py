@@ -242,3 +242,5 @@ def test_own_overrides_and_batch_are_kept(name):
     assert [flag for flag in command if "batched" in flag] == ["--max-num-batched-tokens=512"]
     command = server_command("model", config, [])
     assert command[command.index("--max-num-batched-tokens") + 1] == "4096"
+    # vLLM refuses it for longer texts whose prompts are read whole
+    assert "--max-num-batched-tokens" not in server_command("model", config, ["--no_enable_chunked_prefill"])

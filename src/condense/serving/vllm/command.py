@@ -20,6 +20,8 @@ _OVERRIDES, _BATCH, _BLOCK = "--hf-overrides", "--max-num-batched-tokens", "--bl
 _AMBIGUOUS = "--hf-"
 # vLLM admits a request only if its window and the tokens of a whole batch fit: larger batches mean fewer requests
 _BATCHED_TOKENS = "4096"
+# where prompts are read whole, vLLM refuses batches below the longest text, and makes its own as large
+_WHOLE = "--no-enable-chunked-prefill"
 _ADAPTERS = "--lora-modules"
 
 
@@ -44,7 +46,8 @@ def server_command(model: str, config: Any, flags: list[str]) -> list[str]:
         raise ValueError("; ".join(wrong))
     if any(_name(flag) == _OVERRIDES for flag in in_file):
         raise ValueError(f"{_OVERRIDES} must be a flag, not in the file of --config: condense serve adds to it")
-    batch = [] if any(_name(flag) == _BATCH for flag in [*in_file, *flags]) else [_BATCH, _BATCHED_TOKENS]
+    sized = any(_name(flag) in (_BATCH, _WHOLE) for flag in [*in_file, *flags])
+    batch = [] if sized else [_BATCH, _BATCHED_TOKENS]
     given, flags = _take(_OVERRIDES, flags)
     overrides = {} if given is None else _parsed(given)
     for key in ("architectures", "condense"):
