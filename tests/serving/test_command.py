@@ -37,6 +37,8 @@ REFUSED = [
     (["--method", "dga", "--block-size=16"], "; method must be"),
     (["--method", "cca", "--block_size", "16"], "--block-size must be left out"),
     (["--method", "dga", "-tp", "3"], "model.generate; --tensor-parallel-size must divide the model's 2 KV heads"),
+    (["--method", "recall-host", "-pp", "2"], "--pipeline-parallel-size is served only if all layers are condensed"),
+    (["--method", "cca@0-1", "--pipeline-parallel-size=2"], "use --tensor-parallel-size"),
 ]
 OF_LATENTS = [
     (["--method", "recall", "-tp", "2"], "must be 1 for Recall on latents (MLA) whose prompts choose groups, got 2"),
@@ -109,6 +111,9 @@ def test_a_saved_model_is_served_as_it_was_saved(serve, saved):
     assert overrides(command)["architectures"] == ["CondensedLlamaForCausalLM"]
     assert methods_in(overrides(command)["condense"]) == {0: METHOD, 2: METHOD}
     assert err == ""
+    # all of whose layers the stages of a pipeline need
+    check_refused(serve(saved, "-pp", "2"), "--pipeline-parallel-size is served only if")
+    assert serve(saved, "-pp", "2", "--method", "recall-device")[0] is not None
     # unless a method replaces the saved one
     command, err = serve(saved, "--method", "lca:window=32@1-2")
     assert methods_in(overrides(command)["condense"]) == {i: condense.LCA(window=32) for i in (1, 2)}

@@ -15,7 +15,8 @@ class EngineSettings:
     model's. one_manager: all caches are managed alike, as full attention. speculative: drafts that are not served.
     shared_context: ranks share the tokens of a request. microbatches: a batch is run in halves. dense_latents: numbers
     of layers on latents that are not condensed. choosing_latents: tokens of prompts choose groups of latents.
-    adapted_latents, adapted_gpt_oss: such a model gets LoRA adapters.
+    adapted_latents, adapted_gpt_oss: such a model gets LoRA adapters. uneven_stages: those of a pipeline have layers
+    whose pages differ.
     """
 
     version: str | None
@@ -33,6 +34,7 @@ class EngineSettings:
     choosing_latents: bool = False
     adapted_latents: bool = False
     adapted_gpt_oss: bool = False
+    uneven_stages: bool = False
 
 
 GPT_OSS = "gpt_oss"  # a `model_type`
@@ -57,6 +59,10 @@ _UNSERVED = {
     "adapted_gpt_oss": (
         "--enable-lora is not served with condensed GPT-OSS: vLLM knows the order of gates and values in adapters of "
         "its experts by the name of the stock architecture alone; leave it out, or merge the adapter"
+    ),
+    "uneven_stages": (
+        "--pipeline-parallel-size is served only if all layers are condensed and have pages alike, as with "
+        "recall-device or pooled, as vLLM gives all stages the same: use --tensor-parallel-size"
     ),
 }
 

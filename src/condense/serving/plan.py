@@ -66,6 +66,13 @@ class ServingPlan:
         return self.settings.choice is not None or self.settings.entry_bits < 16 or self.settings.matched
 
     @property
+    def pages(self) -> tuple[object, ...]:
+        """Settings from which, with widths, the sizes of pages follow: equal for layers with pages alike."""
+        settings, choice = self.settings, self.settings.choice
+        store = None if choice is None else (choice.store, choice.mean)
+        return settings.rule, self.ring_slots, settings.entry_bits, settings.matched, store
+
+    @property
     def takes_back(self) -> bool:
         """True if tokens that were read can be taken back, as drafts are that a model does not agree with.
 

@@ -54,6 +54,7 @@ FLAGS = [
     ({"kv_offloading_size": 1.0}, "--kv-offloading-size"),
     ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager"),
     ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "--speculative-config"),
+    ({"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "--pipeline-parallel-size"),
 ]
 
 
@@ -146,7 +147,7 @@ def test_flags_that_are_refused(flags, words):
     plain, config = (EngineArgs(demo_model()[0].name_or_path, **each).create_engine_config() for each in ({}, flags))
     assert engine_settings(plain, []) == EngineSettings(version=vllm.__version__, kv_heads=5)
     with pytest.raises(ValueError, match=words):
-        check_engine(engine_settings(config, [serving_plan(condense.Recall(prompt="exact"))]))
+        check_engine(engine_settings(config, [serving_plan(x) for x in (POOLED, condense.Recall(prompt="exact"))]))
 
 
 @pytest.mark.parametrize("name", SETTINGS)

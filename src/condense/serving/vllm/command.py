@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Collection
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -12,7 +13,7 @@ import yaml
 
 from condense.methods import Dense, Recall, methods_in
 from condense.serving.engine import GPT_OSS, EngineSettings, check_engine
-from condense.serving.plan import serving_plans
+from condense.serving.plan import ServingPlan, serving_plans
 from condense.serving.vllm.register import condensed_name
 
 _OVERRIDES, _BATCH, _BLOCK = "--hf-overrides", "--max-num-batched-tokens", "--block-size"
@@ -114,7 +115,7 @@ def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
     valued = (
         ("--dtype",), ("--kv-cache-dtype",), ("--kv-transfer-config",), ("--kv-offloading-size",),
         ("--speculative-config", "-sc"), ("--tensor-parallel-size", "-tp"), ("--decode-context-parallel-size", "-dcp"),
-        ("--prefill-context-parallel-size", "-pcp"),
+        ("--prefill-context-parallel-size", "-pcp"), ("--pipeline-parallel-size", "-pp"),
     )  # fmt: skip
     switches = ("--disable-hybrid-kv-cache-manager",), ("--enable-dbo",), ("--enable-lora",)
     words = [*file_flags(flags), *flags]
@@ -127,7 +128,10 @@ def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
     text = config.get_text_config(decoder=True)
     has_latents = getattr(text, "kv_lora_rank", None) is not None
     named = methods_in(config.condense)
-    condensed = {i for i, method in named.items() if not isinstance(method, Dense)}
+    dense = {*range(text.num_hidden_layers)} - {i for i, method in named.items() if not isinstance(method, Dense)}
+    plans: Collection[ServingPlan] = ()
+    with suppress(ValueError):  # which says what cannot be served
+        plans = serving_plans(config.condense).values()
     cache_dtype = given["kv_cache_dtype"] or "auto"
     if cache_dtype == "auto" and _names_cache_dtype(getattr(config, "quantization_config", None)):
         cache_dtype = "fp8"
@@ -146,22 +150,21 @@ def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
         kv_transfer=given["kv_transfer_config"] is not None,
         offloading=given["kv_offloading_size"] is not None,
         one_manager=given["disable_hybrid_kv_cache_manager"],
-        speculative=given["speculative_config"] is not None and not _takes_drafts(config, given["speculative_config"]),
+        speculative=given["speculative_config"] is not None and not _takes_drafts(plans, given["speculative_config"]),
         shared_context=max(number("decode_context_parallel_size"), number("prefill_context_parallel_size")) > 1,
         microbatches=given["enable_dbo"],
-        dense_latents=sorted({*range(text.num_hidden_layers)} - condensed) if has_latents else (),
+        dense_latents=sorted(dense) if has_latents else (),
         choosing_latents=has_latents and any(isinstance(x, Recall) and x.prompt != "exact" for x in named.values()),
         adapted_latents=has_latents and given["enable_lora"],
         adapted_gpt_oss=text.model_type == GPT_OSS and given["enable_lora"],
+        uneven_stages=number("pipeline_parallel_size") > 1 and len({p.pages for p in plans} | dense) > 1,
     )
 
 
-def _takes_drafts(config: Any, speculative: str) -> bool:
+def _takes_drafts(plans: Collection[ServingPlan], speculative: str) -> bool:
     """True if drafts of this kind may be served, as far as can be said without vLLM."""
     with suppress(ValueError, AttributeError):
-        return json.loads(speculative).get("method") == "ngram" and all(
-            plan.takes_back for plan in serving_plans(config.condense).values()
-        )
+        return json.loads(speculative).get("method") == "ngram" and all(plan.takes_back for plan in plans)
     return False
 
 
