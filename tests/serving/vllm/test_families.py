@@ -228,5 +228,9 @@ def test_requests_that_are_put_back_with_sliding_layers(engine, greedy, tmp_path
     settings = {**PIECES, "max_model_len": 128, "num_gpu_blocks_override": 26}
     started = engine(tmp_path, **condensed(model, scheduler_reserve_full_isl=False, **settings))
     found = put_back(started)
+    for layer in started.llm.llm_engine.vllm_config.compilation_config.static_forward_context.values():
+        if getattr(layer, "sliding_window", None):
+            # as what condensed layers leave in a block may be to vLLM's own, which get it next
+            layer.kv_cache[1:] = math.nan
     assert started.tokens(prompts, 70) == want
     assert len(found) >= 3

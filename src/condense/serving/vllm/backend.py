@@ -184,7 +184,7 @@ class CondensedImpl(AttentionImpl[CondensedMetadata]):
                 )
             return output
         tables, dtype = get_forward_context().attn_metadata, layer.served.dtype
-        pages = {kind: Pages(side.kv_cache, tables[side.layer_name].table) for kind, side in layer.sides.items()}
+        pages = {kind: Pages(side.pages, tables[side.layer_name].table) for kind, side in layer.sides.items()}
         entries, ring = pages["entries"], pages.get("ring")
         if not layer.plan.has_records:
             entries = entries.view(dtype)
@@ -262,7 +262,7 @@ class CondensedAttention(Attention):
 class SideCache(AttentionLayerBase):
     """An object that asks for the pages of a condensed layer's entries, or of its ring, and holds them.
 
-    store: as of `condense.ops.paged.PagedState`, made when the pages come.
+    pages: none before vLLM has measured its memory. store: as of `condense.ops.paged.PagedState`, made when they come.
     """
 
     def __init__(self, layer_name: str, spec: AttentionSpec, served: ServedLayer, host: HostMemory | None) -> None:
@@ -273,12 +273,18 @@ class SideCache(AttentionLayerBase):
 
     @property
     def kv_cache(self) -> Tensor:
-        """The pages, none before vLLM has measured its memory."""
-        return self._pages
+        """The pages; on a CPU with what pads them, as there vLLM zeroes by entries alone the blocks that it hands out.
+
+        Otherwise its own sliding layers would read what condensed ones left of other dtypes as NaN.
+        """
+        if self.pages.is_cuda or self.pages.numel() == 0:
+            return self.pages
+        block = self.pages.stride(0)
+        return self.pages.as_strided((len(self.pages), block - self.pages.storage_offset() % block), (block, 1))
 
     @kv_cache.setter
     def kv_cache(self, pages: Tensor) -> None:
-        self._pages, self.store = pages, None
+        self.pages, self.store = pages, None
         if self._host is not None:
             self.store = self._host.pages_of(self.layer_name, self._served, pages, available_bytes())
 
