@@ -194,6 +194,8 @@ def test_an_adapter_must_have_been_trained_with_the_method(serve, stock, tmp_pat
 
 def test_other_architectures_and_orders_are_refused_and_without_vllm_all(serve, saved, stock, tmp_path, monkeypatch):
     check_refused(serve("--model", stock, "--method", "cca"), "condense serve DIR")
+    LlamaConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2).save_pretrained(tmp_path)
+    assert overrides(serve(tmp_path)[0])["architectures"] == ["CondensedLlamaForCausalLM"]
     GPTNeoXConfig(architectures=["GPTNeoXForCausalLM"], num_hidden_layers=1).save_pretrained(tmp_path)
     check_refused(serve(tmp_path, "--method", "cca"), "GPTNeoXForCausalLM: use model.generate")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -233,6 +235,8 @@ def test_flags_in_a_file(serve, stock, tmp_path):
     # vLLM leaves out what a file turns off
     file.write_text("enable-dbo: false\ndisable-hybrid-kv-cache-manager: false\n")
     assert serve(stock, "--config", file)[0] is not None
+    file.write_text("port: [1,")
+    check_refused(serve(stock, "--config", file), f"--config must name a YAML file, got {file}: ")
     file.write_text("hf-overrides:\n  rope_theta: 2\n")
     check_refused(serve(stock, "--config", file), "not in the file of --config")
 

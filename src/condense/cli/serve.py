@@ -36,6 +36,7 @@ def serve_command(
         raise ValueError(f"serve needs vLLM, which is not installed: pip install '{REQUIREMENT}'")
     skeleton = options.read_skeleton(model)
     config: Any = skeleton.config
+    config.architectures = config.architectures or [type(skeleton).__name__]  # some files name none
     is_default = getattr(config, "condense", None) is None and not method
     if method or is_default:
         apply(restore(skeleton), choice_from_text(*(method or [DEFAULT])))

@@ -70,11 +70,17 @@ def _version() -> str | None:
 
 
 def file_flags(flags: list[str]) -> list[str]:
-    """The flags in the YAML file that ``--config`` names, as on the command line; none without such a file."""
+    """The flags in the YAML file that ``--config`` names, as on the command line; none without such a file.
+
+    Raises ValueError for a file that is not YAML.
+    """
     path = _read_flags(flags, ("--config",), nargs="?").config
     if path is None or not Path(path).is_file():
         return []
-    content = yaml.safe_load(Path(path).read_text())
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config must name a YAML file, got {path}: {error}") from error
     found: list[str] = []
     for key, value in content.items() if isinstance(content, dict) else ():
         if value is False:
