@@ -7,109 +7,31 @@ entries and ring are asked for by two more objects, which compute nothing.
 from __future__ import annotations
 
 import functools
-import itertools
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
-from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionCGSupport,
-    AttentionImpl,
-    AttentionMetadata,
-    AttentionMetadataBuilder,
-    CommonAttentionMetadata,
-)
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     CircularBufferSpec,
     FullAttentionSpec,
     KVCacheLayout,
-    KVCacheSpec,
     SlidingWindowSpec,
 )
 
 from condense.ops import Extras
 from condense.ops.latents import Ranks, UpProjection
-from condense.ops.paged import NewTokens, PagedSlots, PagedState, Pages, read_paged
-from condense.serving.blocks import PageSizes, ServedLayer, blocks_of_request, page_sizes
-from condense.serving.host import HostMemory, copied_bytes, host_bytes
+from condense.ops.paged import PagedSlots, PagedState, Pages, read_paged
+from condense.serving.blocks import PageSizes, ServedLayer, page_sizes
+from condense.serving.host import HostMemory
 from condense.serving.trial import read_trials
 from condense.serving.vllm.memory import available_bytes, rows_with_slots
-
-# a child of vLLM's own logger, which alone has a handler
-logger = init_logger("vllm.condense")
-
-
-@dataclass
-class CondensedMetadata(AttentionMetadata):
-    """The metadata of one kind of pages in one step. table: int32 ``[R, n]``, the pages of each request."""
-
-    new: NewTokens
-    table: Tensor
-
-
-class CondensedMetadataBuilder(AttentionMetadataBuilder[CondensedMetadata]):
-    """The builder of a step's metadata, for one kind of pages, from vLLM's description of the batch."""
-
-    # requests with one new token come first
-    reorder_batch_threshold: int | None = 1
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)
-        self._said = False
-
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
-        """Graphs of single tokens, unless no step of kernels reads these in some layer."""
-        layers = vllm_config.compilation_config.static_forward_context.values()
-        recorded = all(layer.has_step for layer in layers if hasattr(layer, "has_step"))
-        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if recorded else AttentionCGSupport.NEVER
-
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> CondensedMetadata:
-        """Return the metadata of one step. common_prefix_len and fast_build are not used."""
-        batch = common_attn_metadata
-        # vLLM's trial runs at its start read page 0 only, some of them in a smaller pool than the one that serves
-        if not self._said and int(batch.block_table_tensor[0, 0]) != 0:
-            self._said = True
-            self._say_concurrency()
-        starts = batch.query_start_loc_cpu.tolist()
-        # exact as drafts are refused but for those that the host finds
-        lengths = batch.seq_lens if batch.seq_lens_cpu_upper_bound is None else batch.seq_lens_cpu_upper_bound
-        # requests with at most one new token come first
-        longer = (i for i, (start, stop) in enumerate(itertools.pairwise(starts)) if stop - start > 1)
-        new = NewTokens(starts, lengths.tolist(), batch.seq_lens, next(longer, len(starts) - 1))
-        return CondensedMetadata(new, batch.block_table_tensor)
-
-    def _say_concurrency(self) -> None:
-        """Log how many of the longest requests the blocks hold.
-
-        vLLM's own figure is too low: for every request it counts pages for a whole batch of tokens being read.
-        """
-        layers = self.vllm_config.compilation_config.static_forward_context
-        served = next(layer.model for layer in layers.values() if hasattr(layer, "served"))
-        longest = self.vllm_config.model_config.max_model_len
-        one = blocks_of_request(served, longest)
-        # vLLM gives one block to no request
-        held = (layers[self.layer_names[0]].kv_cache.shape[0] - 1) / one.blocks
-        on_host, slots = one.blocks * host_bytes(served) / 2**20, copied_bytes(served) / 2**20
-        logger.info_once(
-            "Concurrency for %s tokens per request, once their prompts are read: %.2fx; each takes %.1f MiB, %.0f%% of "
-            "dense attention's, a request of 1,024 tokens %.0f%%%s",
-            *(f"{longest:,}", held, one.total_bytes / 2**20, 100 * one.share(served, longest)),
-            100 * blocks_of_request(served, 1024).share(served, 1024),
-            f"; in host memory each takes {on_host:,.1f} MiB, in slots beside the pages {slots:,.1f}"
-            if on_host
-            else "",
-        )
+from condense.serving.vllm.metadata import CondensedMetadata, CondensedMetadataBuilder
 
 
 class CondensedBackend(AttentionBackend):
