@@ -25,10 +25,8 @@ TARGETS = {
     "minicpm3": ["kv_a_proj_with_mqa", "kv_b_proj"],
 }  # fmt: skip
 IDS = tiny.tokens(2, 40)
-# `make test` runs these with the oldest transformers too
-with_its_peft = pytest.mark.skipif(
-    CACHE == "cache" and Version(version("peft")) < Version("0.22"), reason="transformers 5.24 needs PEFT 0.22 for it"
-)
+# transformers 5.24 asks for PEFT 0.22, and gives no cache to an older one
+OLD_PEFT = CACHE == "cache" and Version(version("peft")) < Version("0.22")
 
 
 def _lora(name):
@@ -69,17 +67,20 @@ def test_lora(name, order):
     torch.testing.assert_close(tiny.logits(condense.restore(merged), IDS), dense, rtol=0, atol=1e-10)
 
 
-# peft drops the position ids that generate makes, and says so
-@pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient tuning:UserWarning")
-@with_its_peft
-def test_prefix_tuning_is_refused_and_prompt_tuning_works():
+def test_prefix_tuning_is_refused():
     model = condense.apply(tiny.model("llama"), tiny.CCA)
     expected = tiny.logits(model, IDS)
     wrapped = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)).to(torch.float64)
     tiny.refused("prefix tuning, which condensed attention does not support", wrapped, input_ids=IDS)
     assert torch.equal(tiny.logits(model, IDS), expected)
+
+
+# peft drops the position ids that generate makes, and says so
+@pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient tuning:UserWarning")
+@pytest.mark.xfail(OLD_PEFT, strict=True, reason="it drops the prompt in generate, of stock models too")
+def test_prompt_tuning_works():
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
-    wrapped = get_peft_model(model, config).to(torch.float64).eval()
+    wrapped = get_peft_model(condense.apply(tiny.model("llama"), tiny.CCA), config).to(torch.float64).eval()
     cached = tiny.generate(wrapped, IDS)
     steps = wrapped(input_ids=cached[:, :-1], attention_mask=torch.ones_like(cached[:, :-1]), use_cache=False)
     assert torch.equal(steps.logits[:, 5:].argmax(-1)[:, 39:], cached[:, 40:])
@@ -220,7 +221,7 @@ def test_a_base_is_stock_again_when_an_adapter_cannot_be_loaded(base, trained):
     assert not hasattr(model.config, "condense_adapted")
 
 
-@pytest.mark.parametrize("by_peft", [True, pytest.param(False, marks=with_its_peft)])
+@pytest.mark.parametrize("by_peft", [True, False])
 def test_an_adapter_of_a_model_that_is_stock_now_has_no_record(base, trained, by_peft):
     folder, expected = trained
     if by_peft:
@@ -228,6 +229,9 @@ def test_an_adapter_of_a_model_that_is_stock_now_has_no_record(base, trained, by
         model.get_base_model().set_attn_implementation("sdpa")
     else:
         model = condense.restore(_load(folder))
+        if OLD_PEFT:
+            tiny.refused("version of PEFT you are using is not compatible", model.save_pretrained, folder)
+            return
     model.save_pretrained(folder)
     assert not (folder / "condense.json").exists()
     assert (tiny.logits(_load(folder), IDS) - expected).abs().max() > 1

@@ -232,9 +232,11 @@ def test_flags_in_a_file(serve, stock, tmp_path):
     file.write_text("kv_cache_dtype: fp8\nenable-dbo: true\n")
     words = "--kv-cache-dtype must be the model's", "--enable-dbo is not served"
     check_refused(serve(stock, "--config", file), *words)
-    # vLLM leaves out what a file turns off
-    file.write_text("enable-dbo: false\ndisable-hybrid-kv-cache-manager: false\n")
-    assert serve(stock, "--config", file)[0] is not None
+    # what a file turns off is not asked for
+    file.write_text("enable-dbo: false\ndisable-hybrid-kv-cache-manager: false\nenable_chunked_prefill: false\n")
+    assert "--max-num-batched-tokens" not in serve(stock, "--config", file)[0]
+    file.write_text("port 8000")
+    check_refused(serve(stock, "--config", file), "--config must name a YAML file of names and values, got 'port 8000'")
     file.write_text("port: [1,")
     check_refused(serve(stock, "--config", file), f"--config must name a YAML file, got {file}: ")
     file.write_text("hf-overrides:\n  rope_theta: 2\n")

@@ -107,7 +107,7 @@ class CondensedCacheLayer(CacheLayerMixin):
 
     @abstractmethod
     def count_tokens(self) -> PerRow:
-        """Real tokens seen per row, without those of a prompt that left entries of its own; may wait for the device."""
+        """Real tokens per row, of a prompt that was chosen from those that stay; may wait for the device."""
 
     @property
     def host_bytes(self) -> int:

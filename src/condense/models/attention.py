@@ -201,7 +201,7 @@ class CacheProxy:
         start = None if all_real else seen
         padding = None if start is None else forward.padding(start)
         if layer is not None and start and method.layout.lookahead is None:
-            forward.check_past(start, layer.count_tokens())
+            forward.check_past(start, layer.count_tokens)
         aligned = tensors if padding is None else tuple(map(padding.align, tensors))
         out = condensed(call._replace(padding=padding, plan=forward.plan(start)), *aligned)
         if layer is not None:

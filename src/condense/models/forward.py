@@ -114,14 +114,14 @@ class Forward:
                 "was interrupted between two layers. Start from a new cache"
             )
 
-    def check_past(self, start: int, held: PerRow) -> None:
-        """Raise ValueError unless the mask has a cache's ``held`` tokens per row in its first ``start`` slots."""
+    def check_past(self, start: int, held: Callable[[], PerRow]) -> None:
+        """Raise ValueError unless the mask has a cache's ``held()`` tokens per row in its first ``start`` slots."""
         mask = self._padding_mask
         if mask is None:
             return
         if start not in self._past:
             self._past[start] = int_if_equal(mask[:, 0, 0, :start].sum(1).cpu())
-        wanted, got = comparable(int_if_equal(held)), comparable(self._past[start])
+        wanted, got = comparable(int_if_equal(held())), comparable(self._past[start])
         if wanted != got:
             raise ValueError(
                 "attention_mask must have the cached tokens as they were read, since groups hold them together: wanted "

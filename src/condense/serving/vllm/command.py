@@ -72,7 +72,8 @@ def _version() -> str | None:
 def file_flags(flags: list[str]) -> list[str]:
     """The flags in the YAML file that ``--config`` names, as on the command line; none without such a file.
 
-    Raises ValueError for a file that is not YAML.
+    What the file turns off (``name: false``) is ``--no-name``, as vLLM reads it where it has such a flag.
+    Raises ValueError for a file that is no YAML of names and values.
     """
     path = _read_flags(flags, ("--config",), nargs="?").config
     if path is None or not Path(path).is_file():
@@ -81,9 +82,12 @@ def file_flags(flags: list[str]) -> list[str]:
         content = yaml.safe_load(Path(path).read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config must name a YAML file, got {path}: {error}") from error
+    if not isinstance(content, dict | None):
+        raise ValueError(f"--config must name a YAML file of names and values, got {content!r} in {path}")
     found: list[str] = []
-    for key, value in content.items() if isinstance(content, dict) else ():
+    for key, value in (content or {}).items():
         if value is False:
+            found.append(_name(f"--no-{key}"))
             continue
         values = value if isinstance(value, list) else [] if value is True else [value]
         found += [_name(f"--{key}"), *(json.dumps(x) if isinstance(x, dict) else str(x) for x in values)]
