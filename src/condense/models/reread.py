@@ -141,14 +141,14 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
         most = max_learned_positions(config)
         behind = tokens if most is None else tokens.clamp(max=most - min(length, method.piece))
         # a decoder of another repository may have the older name
-        name = CACHE if CACHE in inspect.signature(decoder.forward).parameters else "past_key_values"
+        argument = CACHE if CACHE in inspect.signature(decoder.forward).parameters else "past_key_values"
         for start in range(0, length, method.piece):
             stop = min(length, start + method.piece)
             rows, slots = torch.arange(len(order), device=order.device)[:, None], order[:, start:stop]
             repeated = {name: x[rows, slots] for name, x in inputs.items()}
             positions = (behind[:, None] + torch.arange(stop - start, device="cpu")).to(order.device)
             piece = Piece(config, method, held, scores, tokens, start, stop)
-            decoder.forward(**repeated, position_ids=positions, **{name: piece}, use_cache=True)
+            decoder.forward(**repeated, position_ids=positions, **{argument: piece}, use_cache=True)
     kept, counts = method.chosen([*scores.values()], tokens)
     del held
     for layer, of_layer, count in zip(layers.values(), kept, counts, strict=True):
