@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama import modeling_llama
 
 import condense
+from condense.caches import CACHE
 from condense.models import condensed_layers, families
 from condense.models.families import FAMILIES, REFUSED, obstacle
 
@@ -176,6 +177,19 @@ def _model(cls):
     for layer in model.model.layers:
         layer.self_attn.__class__ = cls
     return model
+
+
+def test_a_layer_may_name_the_cache_as_transformers_did():
+    """As layers of other repositories do, in prompts and steps."""
+    model, ids = condense.apply(tiny.model("llama"), tiny.CCA), tiny.tokens(2, LENGTH)
+    whole = tiny.logits(model, ids)
+
+    def renamed(module, args, kwargs):
+        return args, {("past_key_values" if name == CACHE else name): x for name, x in kwargs.items()}
+
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(renamed, with_kwargs=True)
+    torch.testing.assert_close(tiny.in_chunks(model, ids, (PROMPT, 1, LENGTH - PROMPT - 1)), whole, **tiny.EXACT)
 
 
 def test_a_class_that_proves_right_is_registered(tmp_path):

@@ -75,15 +75,18 @@ def test_prefix_tuning_is_refused():
     assert torch.equal(tiny.logits(model, IDS), expected)
 
 
-# peft drops the position ids that generate makes, and says so
-@pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient tuning:UserWarning")
-@pytest.mark.xfail(OLD_PEFT, strict=True, reason="it drops the prompt in generate, of stock models too")
 def test_prompt_tuning_works():
+    """A prompt of learned embeddings fills the cache, as tokens do: steps after it are those of one forward."""
+    model = condense.apply(tiny.model("llama"), tiny.CCA)
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
-    wrapped = get_peft_model(condense.apply(tiny.model("llama"), tiny.CCA), config).to(torch.float64).eval()
-    cached = tiny.generate(wrapped, IDS)
-    steps = wrapped(input_ids=cached[:, :-1], attention_mask=torch.ones_like(cached[:, :-1]), use_cache=False)
-    assert torch.equal(steps.logits[:, 5:].argmax(-1)[:, 39:], cached[:, 40:])
+    wrapped = get_peft_model(model, config).to(torch.float64).eval()
+    mask = torch.ones_like(IDS)
+    with torch.no_grad():
+        whole = wrapped(input_ids=IDS, attention_mask=mask, use_cache=False).logits[:, 5:]
+        out = wrapped(input_ids=IDS[:, :30], attention_mask=mask[:, :30], use_cache=True)
+    rest = tiny.in_chunks(model, IDS[:, 30:], (1, 1, 8), out[CACHE])
+    torch.testing.assert_close(torch.cat([out.logits[:, 5:], rest], 1), whole, **tiny.EXACT)
+    assert (tiny.logits(model, IDS) - whole).abs().max() > 1e-3
 
 
 def test_attention_that_is_trained_as_a_copy_is_refused_and_its_projections_are_not():
