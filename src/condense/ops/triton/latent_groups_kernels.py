@@ -6,7 +6,12 @@ at last the centres again, as values, by the weights of their groups. One loop d
 code, each piece once or twice, took longer. Columns stand in the order in which those of a word of codes are unpacked;
 sums are written in their own order, still turned.
 
-Shapes: B rows, one KV head, R query heads, 16 of a tile, S splits; D = 512 + 64 columns of latents; groups of 16.
+The 32 bits of a word of signs are those of a word of codes in each of four stretches of D / 32 words. Columns are cut
+into two parts, as matrix units take powers of two: of each stretch the first words, and the rest of them. The words of
+DeepSeek's latents, 512 + 64 columns, are 16 + 2, and those of MiniCPM3's, 256 + 32, are 8 + 1.
+
+Shapes: B rows, one KV head, R query heads, 16 of a tile, S splits; D columns of latents, of which V are values; groups
+of g tokens.
 """
 
 from collections import namedtuple
@@ -20,46 +25,32 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from condense.ops.triton.device.address import form_place, part_at, place_row
 from condense.ops.triton.device.signs import index_widths
+from condense.ops.triton.limits import LATENT_WIDTHS
 from condense.ops.triton.recall_choice_kernels import wanted_groups
 from condense.ops.triton.recall_close_kernels import after_the_last, row_of_step
+from condense.ops.triton.recall_store_kernels import Form, Pieces, with_slots
 
 # tokens of a tile, or groups
 ROWS = gl.constexpr(64)
-_GROUP, _WIDTH = gl.constexpr(16), gl.constexpr(576)
-# words of 32 bits that share a word of signs, of which the first columns have so many and the last ones the rest
-_WORDS, _FIRST = gl.constexpr(18), gl.constexpr(16)
-_LATENT = gl.constexpr(512)
 # the name that Triton 3.9 gave to what 3.6 and 3.7 have with an underscore
 _IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 # query heads of a tile
 HEADS = gl.constexpr(16)
-# tiles of query heads of all rows from which on a step counts as one of many
-_MANY = 4
 
 
-def tiles_of(programs: int) -> tuple[int, int]:
-    """Warps of a program, and programs wanted on each multiprocessor. programs: those that there are without splits.
-
-    A few are done sooner by more warps; of many, two share a multiprocessor.
-    """
-    return (8, 1) if programs < _MANY else (4, 2)
-
-
-def fits(is_hopper: bool, bits: int, g: int, widths: tuple[int, int], dtype: torch.dtype, softcap: float) -> bool:
-    """Whether the kernel reads these groups, of latents as DeepSeek's models have. widths: those of keys and of values
-    that are read from them.
-    """
-    same = (bits, g, widths) == (4, _GROUP.value, (_WIDTH.value, _LATENT.value))
-    return is_hopper and same and dtype == torch.bfloat16 and not softcap
+def fits(is_hopper: bool, form: Form, dtype: torch.dtype, softcap: float) -> bool:
+    """Whether the kernel reads these groups: of latents, each within the rows of one warp."""
+    of_latents = form.DV == 0 and form.D in LATENT_WIDTHS and form.g in (8, 16)
+    return is_hopper and form.bits == 4 and of_latents and dtype == torch.bfloat16 and not softcap
 
 
 class _Work(namedtuple("_Work", "first behind centres tiles")):
     """The share of a split. first, behind: numbers of open groups; centres, tiles: tiles of these, and of tokens."""
 
 
-class _Kept(namedtuple("_Kept", "groups table store signs steps")):
-    """Pointers to the numbers of open groups, to the pages of records, to what is stored, and to signs and steps of the
-    index.
+class _Kept(namedtuple("_Kept", "groups table store signs steps places slots")):
+    """Pointers to the numbers of open groups, to the pages of records, to what is stored, to signs and steps of the
+    index, to where each open group is read, and to slots; the last two are None without slots.
     """
 
 
@@ -68,28 +59,41 @@ class _Vectors(namedtuple("_Vectors", "codes signs unit")):
 
 
 @triton.constexpr_function
-def _columns(PART):
-    """Columns of a part: of four stretches of such words, eight of each."""
-    return 32 * (_WORDS.value - _FIRST.value if PART else _FIRST.value)
+def _first_word(PART, D):
+    """The first word of a stretch that is in a part; for part 2, that behind the last."""
+    return (0, 1 << (D // 32 - 1).bit_length() - 1, D // 32)[PART]
 
 
 @triton.constexpr_function
-def _words(PART, WARPS):
-    """Layout of words of 64 bits: ``[64, 4, 8]`` of the first columns, of the last ones ``[64, 4, 1]``."""
-    threads = [8, 4, 1] if PART else [4, 1, 8]
+def _num_words(PART, D):
+    """Words of a stretch in a part."""
+    return _first_word(PART + 1, D) - _first_word(PART, D)
+
+
+@triton.constexpr_function
+def _columns(PART, D):
+    """Columns of a part, for which there is room: of four stretches eight for each word, at least 64."""
+    return max(64, 32 * _num_words(PART, D))
+
+
+@triton.constexpr_function
+def _words(PART, D, WARPS):
+    """Layout of words of 64 bits ``[64, 4, n]``: of each row, and each stretch."""
+    pairs = _columns(PART, D) // 64
+    threads = [8, 4, 1] if PART else [32 // pairs, 1, pairs]
     return gl.BlockedLayout([1, 1 if PART else 4, 1], threads, [WARPS, 1, 1], [2, 1, 0])
 
 
 @triton.constexpr_function
-def _stretch(PART, WARPS):
+def _stretch(PART, D, WARPS):
     """Layout of the stretches of `_words`."""
-    return gl.SliceLayout(0, gl.SliceLayout(2, _words(PART, WARPS)))
+    return gl.SliceLayout(0, gl.SliceLayout(2, _words(PART, D, WARPS)))
 
 
 @triton.constexpr_function
-def _of_rows(PART, WARPS):
+def _of_rows(PART, D, WARPS):
     """Layout of numbers of the rows: of `_words` of both parts, and of products with queries."""
-    return gl.SliceLayout(1, _sums(2, WARPS) if PART == 2 else gl.SliceLayout(2, _words(PART, WARPS)))
+    return gl.SliceLayout(1, _sums(2, WARPS) if PART == 2 else gl.SliceLayout(2, _words(PART, D, WARPS)))
 
 
 @triton.constexpr_function
@@ -134,7 +138,7 @@ def _unpack_asm():
 
 
 @gluon.jit
-def _put(tile, are_tokens, keys):
+def _put(tile, are_tokens, keys, D: gl.constexpr):
     """Write a `_Vectors` to shared memory, numbers of both parts."""
     W: gl.constexpr = gl.num_warps()
     asm: gl.constexpr = _unpack_asm()
@@ -143,8 +147,8 @@ def _put(tile, are_tokens, keys):
     less = gl.where(are_tokens, -0x3D7F3D80, -0x3D703D71)
     sign = gl.where(are_tokens, -0x7FFF8000, 0)
     for part in gl.static_range(2):
-        k = gl.arange(0, 4, _stretch(part, W))
-        none = gl.zeros(tile.codes[part].shape, gl.int32, _words(part, W))
+        k = gl.arange(0, 4, _stretch(part, D, W))
+        none = gl.zeros(tile.codes[part].shape, gl.int32, _words(part, D, W))
         given = (
             tile.codes[part],
             tile.signs[part] << (3 - k)[None, :, None].to(gl.int64),
@@ -155,88 +159,125 @@ def _put(tile, are_tokens, keys):
         x = gl.inline_asm_elementwise(asm[0], asm[1], given, asm[2], is_pure=True, pack=1)
         even, odd = gl.join(gl.join(x[0], x[4]), gl.join(x[2], x[6])), gl.join(gl.join(x[1], x[5]), gl.join(x[3], x[7]))
         if _IS_PUBLIC:
-            words = keys[part].reinterpret(gl.int32, [ROWS, _columns(part) // 2], _swizzled(32))
+            words = keys[part].reinterpret(gl.int32, [ROWS, _columns(part, D) // 2], _swizzled(32))
         else:
-            words = keys[part]._reinterpret(gl.int32, [ROWS, _columns(part) // 2], _swizzled(32))
-        words.store(gl.reshape(gl.join(even, odd), [ROWS, _columns(part) // 2]))
+            words = keys[part]._reinterpret(gl.int32, [ROWS, _columns(part, D) // 2], _swizzled(32))
+        words.store(gl.reshape(gl.join(even, odd), [ROWS, _columns(part, D) // 2]))
     hopper.fence_async_shared()
 
 
 @gluon.jit
-def _column(c, PART: gl.constexpr):
-    """The columns that stand in places c of a part."""
-    N: gl.constexpr = _WORDS - _FIRST if PART else _FIRST
-    word = _WORDS * (c // (8 * N)) + (_FIRST if PART else 0) + c // 8 % N
+def _column(c, PART: gl.constexpr, D: gl.constexpr):
+    """The columns that stand in places c of a part; D where there is none."""
+    N: gl.constexpr = _columns(PART, D) // 32
+    word = D // 32 * (c // (8 * N)) + _first_word(PART, D) + c // 8 % N
     # words hold the codes of four columns in their low halves of bytes, and in the high ones those half the width on
-    return 4 * word + 2 * (c % 2) + c // 4 % 2 + _WIDTH // 2 * (c // 2 % 2)
+    column = 4 * word + 2 * (c % 2) + c // 4 % 2 + D // 2 * (c // 2 % 2)
+    return column if _num_words(PART, D) == N else gl.where(c // 8 % N < _num_words(PART, D), column, D)
 
 
 @gluon.jit
-def _found(kept, n, FORM: gl.constexpr, FAR: gl.constexpr):
-    """Pointers to what is stored of open groups n, to the signs and to the steps of their index."""
-    columns: gl.constexpr = index_widths(_GROUP, _WIDTH)
+def _found(kept, n, COPY: gl.constexpr, FORM: gl.constexpr, FAR: gl.constexpr):
+    """The `Pieces` of open groups n."""
+    columns: gl.constexpr = index_widths(FORM.g, FORM.D)
     group = gl.load(kept.groups + n)
     if FAR is None:
         group = group.to(gl.int64)
-        return kept.store + group * FORM.piece, kept.signs + group * columns[0], kept.steps + group * columns[1]
+        piece = kept.store + group * FORM.piece
+        signs, steps = kept.signs + group * columns[0], kept.steps + group * columns[1]
     else:
         place = form_place(kept.table, group, group >= 0, FAR)
         record = place_row(place, FAR)
         signs, steps = kept.signs + part_at(kept.signs, record), kept.steps + part_at(kept.steps, record)
-        return kept.store + part_at(kept.store, place_row(place, FAR, True)), signs, steps
+        piece = kept.store + part_at(kept.store, place_row(place, FAR, True))
+    found = Pieces(piece, piece, n < 0, signs, steps)
+    return with_slots(found, gl.load(kept.places + n), kept.slots, FORM) if COPY else found
+
+
+@triton.constexpr_function
+def _bits(D):
+    """Bits of the words that are loaded: of odd stretches each second one begins between two words of 64."""
+    return 64 if D % 64 == 0 else 32
 
 
 @gluon.jit
-def _load_words(kept, n, row, are_tokens, PART: gl.constexpr, FORM: gl.constexpr, FAR: gl.constexpr):
-    """Words of codes and of signs of one part of columns. n: the rows' open groups."""
+def _load_pairs(ptr, slot, moves, first, i, PART: gl.constexpr, D: gl.constexpr):
+    """Words of 64 bits ``[n, stretches, pairs]``: pairs i of stretches that begin with words ``first`` behind pointers
+    ``[n]``; past the last word of a part that one again. Rows that move are also stored behind ``slot``; None: nothing.
+    """
+    LAST: gl.constexpr = _num_words(PART, D) - 1
+    of: gl.constexpr = gl.pointer_type(gl.int64 if _bits(D) == 64 else gl.int32)
+    ptr = ptr.to(of)[:, None, None]
+    if _bits(D) == 64:
+        x = gl.load(ptr + (first + i))
+        if slot is not None:
+            gl.store(slot.to(of)[:, None, None] + (first + i), x, mask=moves[:, None, None])
+        return x
+    else:
+        low, high = first + gl.minimum(2 * i, LAST), first + gl.minimum(2 * i + 1, LAST)
+        x, y = gl.load(ptr + low), gl.load(ptr + high)
+        if slot is not None:
+            slot = slot.to(of)[:, None, None]
+            gl.store(slot + low, x, mask=moves[:, None, None])
+            gl.store(slot + high, y, mask=moves[:, None, None])
+        return x.to(gl.int64) & 0xFFFFFFFF | y.to(gl.int64) << 32
+
+
+@gluon.jit
+def _load_words(pieces, row, are_tokens, PART: gl.constexpr, COPY: gl.constexpr, FORM: gl.constexpr):
+    """Words of codes and of signs of one part of columns. pieces: of the rows' open groups. COPY: also store codes that
+    move.
+    """
     W: gl.constexpr = gl.num_warps()
-    SKIPPED: gl.constexpr = 4 * _FIRST if PART else 0
-    of_words: gl.constexpr = gl.pointer_type(gl.int64)
-    piece, index, _ = _found(kept, n, FORM, FAR)
-    token = row % _GROUP
-    i = gl.arange(0, 1 if PART else 8, gl.SliceLayout(0, gl.SliceLayout(1, _words(PART, W))))[None, None, :]
-    word = (gl.arange(0, 4, _stretch(PART, W)) * (_WORDS // 2))[None, :, None] + i
-    at = FORM.keys_at + token * (_WIDTH // 2) + SKIPPED
-    vectors = gl.where((row < 0) | are_tokens, piece + at, index + (_GROUP * 4 * _WORDS + SKIPPED))
-    codes = gl.load(vectors.to(of_words)[:, None, None] + word)
-    signs = (index + (token * (4 * _WORDS) + SKIPPED)).to(of_words)
-    return codes, gl.load(signs[:, None, None] + i)
+    D: gl.constexpr = FORM.D
+    SKIPPED: gl.constexpr = 4 * _first_word(PART, D)
+    token = row % FORM.g
+    i = gl.arange(0, _columns(PART, D) // 64, gl.SliceLayout(0, gl.SliceLayout(1, _words(PART, D, W))))[None, None, :]
+    first = (gl.arange(0, 4, _stretch(PART, D, W)) * (D // _bits(D)))[None, :, None]
+    at = FORM.keys_at + token * (D // 2) + SKIPPED
+    vectors = gl.where((row < 0) | are_tokens, pieces.ptr + at, pieces.signs + (FORM.g * (D // 8) + SKIPPED))
+    slot, moves = None, None
+    if COPY:
+        slot, moves = pieces.slot + at, pieces.moves & are_tokens
+    codes = _load_pairs(vectors, slot, moves, first, i, PART, D)
+    return codes, _load_pairs(pieces.signs + (token * (D // 8) + SKIPPED), None, None, 0, i, PART, D)
 
 
 @gluon.jit
-def _load_unit(kept, n, row, are_tokens, FORM: gl.constexpr, FAR: gl.constexpr):
-    """The number that 1 in each row stands for, float32 ``[64]``."""
-    of: gl.constexpr = gl.pointer_type(kept.steps.dtype.element_ty)
-    piece, _, of_centre = _found(kept, n, FORM, FAR)
-    at = (piece + FORM.steps_at).to(of) + row % _GROUP
-    step = gl.load(gl.where((row < 0) | are_tokens, at, of_centre + _GROUP))
+def _load_unit(pieces, row, are_tokens, COPY: gl.constexpr, FORM: gl.constexpr):
+    """The number that 1 in each row stands for, float32 ``[64]``. COPY: as of `_load_words`."""
+    of: gl.constexpr = gl.pointer_type(pieces.steps.dtype.element_ty)
+    at = (pieces.ptr + FORM.steps_at).to(of) + row % FORM.g
+    step = gl.load(gl.where((row < 0) | are_tokens, at, pieces.steps + FORM.g))
+    if COPY:
+        gl.store((pieces.slot + FORM.steps_at).to(of) + row % FORM.g, step, mask=pieces.moves & are_tokens)
     return 2 * step.to(gl.float32)
 
 
 @gluon.jit
-def _groups(work, t, row):
+def _groups(work, t, row, g: gl.constexpr):
     """Numbers of the open groups of the rows of tile t."""
     token = t - work.centres
     are_tokens = (token >= 0) & (token < work.tiles)
     start = gl.where(token < 0, t, token - work.tiles) * ROWS
-    n = gl.where((row < 0) | are_tokens, token * (ROWS // _GROUP) + row // _GROUP, start + row)
+    n = gl.where((row < 0) | are_tokens, token * (ROWS // g) + row // g, start + row)
     return work.first + n
 
 
 @gluon.jit
-def _load_tile(kept, work, t, FORM: gl.constexpr, FAR: gl.constexpr):
+def _load_tile(kept, work, t, COPY: gl.constexpr, FORM: gl.constexpr, FAR: gl.constexpr):
     """The `_Vectors` number t of a split; in rows behind the last group, that one."""
     W: gl.constexpr = gl.num_warps()
     are_tokens = (t >= work.centres) & (t < work.centres + work.tiles)
     codes, signs = (), ()
     for part in gl.static_range(2):
-        row = gl.arange(0, ROWS, _of_rows(part, W))
-        n = gl.minimum(_groups(work, t, row), work.behind - 1)
-        x = _load_words(kept, n, row, are_tokens, part, FORM, FAR)
+        row = gl.arange(0, ROWS, _of_rows(part, FORM.D, W))
+        n = gl.minimum(_groups(work, t, row, FORM.g), work.behind - 1)
+        x = _load_words(_found(kept, n, COPY, FORM, FAR), row, are_tokens, part, COPY, FORM)
         codes, signs = codes + (x[0],), signs + (x[1],)  # noqa: RUF005
-    row = gl.arange(0, ROWS, _of_rows(2, W))
-    n = gl.minimum(_groups(work, t, row), work.behind - 1)
-    return _Vectors(codes, signs, _load_unit(kept, n, row, are_tokens, FORM, FAR))
+    row = gl.arange(0, ROWS, _of_rows(2, FORM.D, W))
+    n = gl.minimum(_groups(work, t, row, FORM.g), work.behind - 1)
+    return _Vectors(codes, signs, _load_unit(_found(kept, n, COPY, FORM, FAR), row, are_tokens, COPY, FORM))
 
 
 @triton.constexpr_function
@@ -252,21 +293,23 @@ def _axis(PART, AXIS, WARPS):
 
 
 @gluon.jit
-def _queries(turned_ptr, R, PART: gl.constexpr):
+def _queries(turned_ptr, R, PART: gl.constexpr, D: gl.constexpr):
     """One part of the turned queries of a tile, in shared memory: read four columns at a time, and put where
     `_column` has them.
     """
     W: gl.constexpr = gl.num_warps()
-    N: gl.constexpr = _columns(PART) // 32
+    N: gl.constexpr = _columns(PART, D) // 32
     r = (gl.program_id(2) * HEADS + gl.arange(0, HEADS, _axis(PART, 0, W)))[:, None, None, None]
     word = gl.arange(0, 4 * N, _axis(PART, 1, W))[None, :, None, None]
     half = gl.arange(0, 2, _axis(PART, 2, W))[None, None, :, None]
-    column = 4 * (_WORDS * (word // N) + (_FIRST if PART else 0) + word % N) + _WIDTH // 2 * half
+    column = 4 * (D // 32 * (word // N) + _first_word(PART, D) + word % N) + D // 2 * half
     column += gl.arange(0, 4, _axis(PART, 3, W))[None, None, None, :]
-    x = gl.load(turned_ptr + r * _WIDTH + column, mask=(r < R) & (column >= 0), other=0.0).to(gl.bfloat16)
+    if _num_words(PART, D) < N:
+        column = gl.where(word % N < _num_words(PART, D), column, -1)
+    x = gl.load(turned_ptr + r * D + column, mask=(r < R) & (column >= 0), other=0.0).to(gl.bfloat16)
     x = gl.permute(gl.reshape(x, [HEADS, 4 * N, 2, 2, 2]), [0, 1, 4, 2, 3])
-    x = gl.reshape(x, [HEADS, _columns(PART)])
-    return gl.allocate_shared_memory(gl.bfloat16, [HEADS, _columns(PART)], _swizzled(16), x)
+    x = gl.reshape(x, [HEADS, _columns(PART, D)])
+    return gl.allocate_shared_memory(gl.bfloat16, [HEADS, _columns(PART, D)], _swizzled(16), x)
 
 
 @gluon.jit
@@ -291,29 +334,29 @@ def _add_values(acc, keys, weights, p):
 
 
 @gluon.jit
-def _put_weights(p, m, base_ptr, R, start, behind):
+def _put_weights(p, m, base_ptr, R, start, behind, g: gl.constexpr):
     """Write the logarithms of the weights of groups from ``start`` on, beside the products with their centres.
 
     p ``[64, 16]``: weights of their tokens, relative to the largest scores m.
     """
     # a group's tokens are rows of one warp
-    weight = gl.sum(gl.reshape(p, [ROWS // _GROUP, _GROUP, HEADS]), 1)
+    weight = gl.sum(gl.reshape(p, [ROWS // g, g, HEADS]), 1)
     L: gl.constexpr = weight.type.layout
-    n = start + gl.arange(0, ROWS // _GROUP, gl.SliceLayout(1, L))
+    n = start + gl.arange(0, ROWS // g, gl.SliceLayout(1, L))
     r = gl.program_id(2) * HEADS + gl.arange(0, HEADS, gl.SliceLayout(0, L))
     log = gl.convert_layout(m, gl.SliceLayout(0, L))[None, :] + gl.log2(weight)
     gl.store(base_ptr + 1 + 2 * (R * n[:, None] + r[None, :]), log, mask=(r < R)[None, :] & (n < behind)[:, None])
 
 
 @gluon.jit
-def _write(acc, total, m, part_ptr, lse_ptr, row, inside):
+def _write(acc, total, m, part_ptr, lse_ptr, row, inside, FORM: gl.constexpr):
     """Write outputs and log-sum-exps of a split at ``row`` ``[16]``."""
     W: gl.constexpr = gl.num_warps()
     gl.store(lse_ptr + row, m + gl.log2(total), mask=inside)
-    V: gl.constexpr = _LATENT
+    V: gl.constexpr = FORM.V0
     total = 1 / gl.where(total > 0, total, 1.0)
     for part in gl.static_range(2):
-        c = _column(gl.arange(0, _columns(part), gl.SliceLayout(1, _sums(part, W))), part)
+        c = _column(gl.arange(0, _columns(part, FORM.D), gl.SliceLayout(1, _sums(part, W))), part, FORM.D)
         at = gl.convert_layout(part_ptr + row.to(gl.int64) * V, _of_heads(part, W))
         there = gl.convert_layout(inside, _of_heads(part, W))[None, :] & (c < V)[:, None]
         x = acc[part] * gl.convert_layout(total, _of_heads(part, W))[None, :]
@@ -323,62 +366,64 @@ def _write(acc, total, m, part_ptr, lse_ptr, row, inside):
 @gluon.jit(do_not_specialize=("least", "part", "of"))
 def latent_groups_kernel(
     turned_ptr, signs_ptr, steps_ptr, store_ptr, base_ptr, groups_ptr, seen_ptr, real_ptr,
-    part_ptr, lse_ptr, far_ptr, before_ptr,
+    part_ptr, lse_ptr, far_ptr, before_ptr, place_ptr, slots_ptr,
     R, G, N, window, most_opened, least, part, of, splits, scale,
-    FORM: gl.constexpr, HAS_REAL: gl.constexpr, FAR: gl.constexpr,
+    SLOTS: gl.constexpr, FORM: gl.constexpr, HAS_REAL: gl.constexpr, FAR: gl.constexpr,
 ):  # fmt: skip
-    """part float32 ``[B, R, splits, 512]`` and base 2 log-sum-exp ``[B, R, splits]``, of open groups, still turned.
+    """part float32 ``[B, R, splits, V]`` and base 2 log-sum-exp ``[B, R, splits]``, of open groups, still turned.
 
     Grid (S, B, tiles of 16 query heads); others write the splits behind the first S. Arguments as those of
     `condense.ops.triton.recall_step_kernels.recall_attend_kernel`; base ``[B, groups, R, 2]``: of each open group the
-    product with its centre, and the logarithm of its weight.
+    product with its centre, and the logarithm of its weight; place, slots: None without slots.
     """
     W: gl.constexpr = gl.num_warps()
     split, S, b = gl.program_id(0), gl.num_programs(0), gl.program_id(1).to(gl.int64)
     r = gl.program_id(2) * HEADS + gl.arange(0, HEADS, _of_heads(2, W))
     inside, row = r < R, (b * R + r) * splits + split
     after_the_last(True)
-    this = row_of_step(seen_ptr, real_ptr, before_ptr, b, window, G, _GROUP, HAS_REAL, FAR is not None)
+    this = row_of_step(seen_ptr, real_ptr, before_ptr, b, window, G, FORM.g, HAS_REAL, FAR is not None)
     count = wanted_groups(this.closed, most_opened, least, part, of)
-    tiles = gl.cdiv(count, ROWS // _GROUP)
+    tiles = gl.cdiv(count, ROWS // FORM.g)
     lo, hi = tiles * split // S, tiles * (split + 1) // S
-    first, behind = lo * (ROWS // _GROUP), gl.minimum(hi * (ROWS // _GROUP), count)
+    first, behind = lo * (ROWS // FORM.g), gl.minimum(hi * (ROWS // FORM.g), count)
     work = _Work(first, behind, gl.cdiv(behind - first, ROWS), hi - lo)
-    columns: gl.constexpr = index_widths(_GROUP, _WIDTH)
+    columns: gl.constexpr = index_widths(FORM.g, FORM.D)
     if FAR is None:
-        store_ptr, signs_ptr = store_ptr + b * (N // _GROUP) * FORM.piece, signs_ptr + b * G * columns[0]
+        store_ptr, signs_ptr = store_ptr + b * (N // FORM.g) * FORM.piece, signs_ptr + b * G * columns[0]
         steps_ptr, table, start = steps_ptr + b * G * columns[1], None, b * most_opened
     else:
         table, start = far_ptr + b * FAR.s_table, this.start
-    kept = _Kept(groups_ptr + start, table, store_ptr, signs_ptr, steps_ptr)
+    if SLOTS > 0:
+        place_ptr, slots_ptr = place_ptr + b * most_opened, slots_ptr + b * SLOTS * FORM.piece
+    kept = _Kept(groups_ptr + start, table, store_ptr, signs_ptr, steps_ptr, place_ptr, slots_ptr)
     base_ptr += 2 * start * R
     acc = ()
     for i in gl.static_range(2):
-        acc += (gl.zeros([_columns(i), HEADS], gl.float32, _sums(i, W)),)
+        acc += (gl.zeros([_columns(i, FORM.D), HEADS], gl.float32, _sums(i, W)),)
     m = gl.full([HEADS], float("-inf"), gl.float32, _of_heads(2, W))
     total = gl.zeros([ROWS, HEADS], gl.float32, _sums(2, W))
     if hi > lo:
         keys, queries = (), ()
         for i in gl.static_range(2):
-            keys += (gl.allocate_shared_memory(gl.bfloat16, [ROWS, _columns(i)], _swizzled(16)),)
-            queries += (_queries(turned_ptr + b * R * _WIDTH, R, i),)
+            keys += (gl.allocate_shared_memory(gl.bfloat16, [ROWS, _columns(i, FORM.D)], _swizzled(16)),)
+            queries += (_queries(turned_ptr + b * R * FORM.D, R, i, FORM.D),)
         weights = gl.allocate_shared_memory(gl.bfloat16, [HEADS, ROWS], _swizzled(16))
-        row_of, heads = gl.arange(0, ROWS, _of_rows(2, W)), r[None, :]
+        row_of, heads = gl.arange(0, ROWS, _of_rows(2, FORM.D, W)), r[None, :]
         last = work.centres + work.tiles + work.centres - 1
-        tile = _load_tile(kept, work, 0, FORM, FAR)
+        tile = _load_tile(kept, work, 0, SLOTS > 0, FORM, FAR)
         for t in range(last + 1):
             token = t - work.centres
             are_tokens = (token >= 0) & (token < work.tiles)
-            _put(tile, are_tokens, keys)
+            _put(tile, are_tokens, keys, FORM.D)
             # also before logarithms are read
             tl.debug_barrier()
-            n, unit = _groups(work, t, row_of), tile.unit[:, None]
+            n, unit = _groups(work, t, row_of, FORM.g), tile.unit[:, None]
             seen, there = (n < behind)[:, None], inside[None, :] & (n < behind)[:, None]
             of_group = base_ptr + 2 * (R * n[:, None] + heads)
             known = gl.load(of_group + (token >= work.tiles), mask=there & (token >= 0), other=0.0)
             s = _start_products(keys, queries)
             # loaded while this one is multiplied
-            tile = _load_tile(kept, work, gl.minimum(t + 1, last), FORM, FAR)
+            tile = _load_tile(kept, work, gl.minimum(t + 1, last), SLOTS > 0, FORM, FAR)
             s = hopper.warpgroup_mma_wait(0, [s]) * unit
             if token < 0:
                 gl.store(of_group, s, mask=there)
@@ -389,7 +434,7 @@ def latent_groups_kernel(
                 m = larger
                 if are_tokens:
                     total = total * alpha[None, :] + p
-                    _put_weights(p, m, base_ptr, R, work.first + token * (ROWS // _GROUP), behind)
+                    _put_weights(p, m, base_ptr, R, work.first + token * (ROWS // FORM.g), behind, FORM.g)
                 of_all = gl.convert_layout(alpha, _of_heads(0, W))
                 acc = _add_values((acc[0] * of_all[None, :], acc[1] * alpha[None, :]), keys, weights, p * unit)
-    _write(acc, gl.sum(total, 0), m, part_ptr, lse_ptr, row, inside)
+    _write(acc, gl.sum(total, 0), m, part_ptr, lse_ptr, row, inside, FORM)

@@ -78,11 +78,12 @@ def tensors_of(
     part, lse, score, top, total, *optional, base, groups, place, slot_of, used, free = scratch
     *centres, asked, whole = (x if x.numel() > 0 else None for x in optional)
     near, far, before, *copied = tables
+    in_slots = (place, slots) if place.numel() > 0 else (None, None)
     return (
         (q, asked, whole, turn),
         (q, signs, steps, seen, counts, score, top, total, *centres, asked, whole, turn, far, before),
         (score, top, total, seen, counts, groups, place, held, order, slot_of, used, free, before, far, *copied),
-        (asked, signs, steps, store, base, groups, seen, counts, part, lse, far, before),
+        (asked, signs, steps, store, base, groups, seen, counts, part, lse, far, before, *in_slots),
         (
             q, signs, steps, store, ring_k, ring_v, sums, slots, asked, turn, base, groups, place, *centres, seen,
             counts, part, lse, near, far, before,

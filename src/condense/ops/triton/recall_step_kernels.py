@@ -26,7 +26,6 @@ from condense.ops.triton.device.scores import soft_cap
 from condense.ops.triton.device.signs import block_width, index_widths, turned_part
 from condense.ops.triton.device.softmax import Softmax, key_products, store_part
 from condense.ops.triton.device.sums import head_sums
-from condense.ops.triton.device.words import load_parts, no_sums, store_sums
 from condense.ops.triton.recall_choice_kernels import wanted_groups
 from condense.ops.triton.recall_close_kernels import after_the_last, row_of_step
 from condense.ops.triton.recall_step_rest_kernels import Centres, rest_of
@@ -37,6 +36,7 @@ from condense.ops.triton.recall_store_kernels import (
     load_groups,
     load_words,
     tokens_of_tile,
+    with_slots,
 )
 
 
@@ -160,19 +160,16 @@ def _load_centres(opened, n, dtype: tl.constexpr, FORM: tl.constexpr, EARLY: tl.
 
 @triton.jit
 def _put_bases(
-    base_ptr, q, opened, first, last, inside, N: tl.constexpr, FORM: tl.constexpr, PRECISION: tl.constexpr,
-    EARLY: tl.constexpr, FAR: tl.constexpr,
+    base_ptr, q, opened, first, last, inside, FORM: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    FAR: tl.constexpr,
 ):  # fmt: skip
     """Write the products of queries with the centres of open groups ``[first, last)`` to ``base_ptr`` ``[BR]``, where
-    queries are ``inside``, for all threads of the program; of N groups at a time. Queries of latents are as they are
-    turned, others divided by the width of the rotation's blocks.
+    queries are ``inside``, for all threads of the program.
     """
-    for start in range(first, last, N):
-        n = start + tl.arange(0, N)
-        x, unit = _load_centres(opened, n, q[0].dtype, FORM, EARLY, FAR)  # [N, P], [N]
-        if FORM.DV == 0:
-            unit *= 1 / block_width(FORM.D)
-        s = _scores(q, x, PRECISION) * unit[:, None]  # [N, BR]
+    for start in range(first, last, 32):
+        n = start + tl.arange(0, 32)
+        x, unit = _load_centres(opened, n, q[0].dtype, FORM, EARLY, FAR)  # [32, P], [32]
+        s = _scores(q, x, PRECISION) * unit[:, None]  # [32, BR]
         tl.store(base_ptr[None, :] + n[:, None], s, mask=inside[None, :] & (n < last)[:, None])
     tl.debug_barrier()
 
@@ -181,67 +178,6 @@ def _put_bases(
 def _load_bases(base_ptr, n, last, inside):
     """Products that `_put_bases` wrote, of open groups n, ``[n, BR]``; 0 from ``last`` on."""
     return tl.load(base_ptr[None, :] + n[:, None], mask=inside[None, :] & (n < last)[:, None], other=0.0)
-
-
-@triton.jit
-def _put_sums(sum_ptr, p, m, n, last, inside):
-    """Write to ``sum_ptr`` ``[BR]`` the base 2 logarithms of the weights of groups n, not from ``last`` on.
-
-    p ``[BN, BR]``: weights of their tokens, relative to the largest score m.
-    """
-    total = tl.sum(tl.reshape(p, (n.shape[0], p.shape[0] // n.shape[0], p.shape[1])), 1)  # [n, BR]
-    total = tl.where(total > 0, m[None, :] + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
-    tl.store(sum_ptr[None, :] + n[:, None], total, mask=inside[None, :] & (n < last)[:, None])
-
-
-@triton.jit
-def _add_centres(
-    softmax, sum_ptr, opened, first, last, inside, dtype: tl.constexpr, FORM: tl.constexpr, PRECISION: tl.constexpr,
-    EARLY: tl.constexpr, FAR: tl.constexpr,
-):  # fmt: skip
-    """Add the centres of open groups ``[first, last)``, by the weights that `_put_sums` wrote, to the sums of latents
-    less their centres.
-    """
-    tl.debug_barrier()
-    safe = tl.where(softmax.m == float("-inf"), 0.0, softmax.m)
-    all_acc = softmax.acc
-    for start in range(first, last, 32):
-        n = start + tl.arange(0, 32)
-        x, unit = _load_centres(opened, n, dtype, FORM, EARLY, FAR)  # [32, P], [32]
-        there = inside[None, :] & (n < last)[:, None]
-        total = tl.load(sum_ptr[None, :] + n[:, None], mask=there, other=float("-inf"))  # [32, BR]
-        weights, acc = (tl.exp2(total - safe[None, :]) * unit[:, None]).to(dtype), ()
-        for part in tl.static_range(len(x)):
-            add = tl.dot(tl.trans(x[part]), weights, all_acc[part], input_precision=PRECISION)
-            acc = acc + (add,)  # noqa: RUF005
-        all_acc = acc
-    return Softmax(all_acc, softmax.m, softmax.total)
-
-
-@triton.jit
-def _set_aside(softmax, ptr, inside, FORM: tl.constexpr):
-    """Store sums at ``ptr`` ``[BR]``, of queries that are inside. Returns the softmax without, for sums in words."""
-    d = tl.arange(0, softmax.acc[0].shape[0])
-    tl.store(ptr[None, :] + d[:, None], softmax.acc[0], mask=inside[None, :] & (d < FORM.V0)[:, None])
-    return Softmax(no_sums(inside.shape[0], FORM.D), softmax.m, softmax.total)
-
-
-@triton.jit
-def _in_order(softmax, before, ptr, inside, rotation_ptr, FORM: tl.constexpr, PRECISION: tl.constexpr):
-    """Sums of latents ``[BR, V]``: those in words, turned back, and those that `_set_aside` stored at ``ptr`` when the
-    largest score was ``before``.
-    """
-    d = tl.arange(0, tile_width(FORM.V0))
-    at, there = ptr[:, None] + d[None, :], inside[:, None] & (d < FORM.V0)[None, :]
-    aside = tl.load(at, mask=there, other=0.0)
-    tl.debug_barrier()
-    store_sums(ptr, softmax.acc, inside, FORM.V0, FORM.D)
-    tl.debug_barrier()
-    acc = turned_part(tl.load(at, mask=there, other=0.0), rotation_ptr, 0, FORM.V0, FORM.D, True, PRECISION)
-    # outputs are written to the same place
-    tl.debug_barrier()
-    safe = tl.where(softmax.m == float("-inf"), 0.0, softmax.m)
-    return acc + aside * tl.exp2(before - safe)[:, None]
 
 
 @triton.jit
@@ -336,7 +272,7 @@ def recall_attend_kernel(
     `condense.ops.recall.choice.Quota`. near, far: tables of the pages of tokens and of records, for which scores and
     lists of groups are as `recall_score_kernel` and `recall_choose_kernel` say. For stores of fewer than 16 bits,
     turned: the turned queries, float32 ``[B, H, D]``; rotation: `condense.ops.recall.index.rotation` in the dtype of q;
-    base: room for a number of each query head and open group, for two of latents.
+    base: room for a number of each query head and open group.
     """
     split, S, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     b, kvh = head // K, head % K
@@ -429,18 +365,14 @@ def recall_attend_kernel(
     EXACT: tl.constexpr = "ieee" if PRECISION == "ieee" else "tf32x3"
     # sums of codes would be too large or too small for float16
     WORDS: tl.constexpr = in_words(FORM) and not q_ptr.dtype.element_ty.is_fp16()
-    LATENTS: tl.constexpr = WORDS and DV == 0
     if FORM.bits < 16:
         # keys of the store are turned, and values too where these are columns of keys. A turned query is divided by the
         # width of the rotation's blocks, and products are multiplied by it, so that float16 holds all numbers
         is_turned = (r < R) & (count > 0)  # while no group is closed nobody turns queries
-        if LATENTS:
-            turned = load_parts(turned_ptr + head * R * D, r.to(tl.int64) * D, is_turned, D)
-        else:
-            turned = load_rows(turned_ptr + head * R * D, r.to(tl.int64) * D, is_turned, FORM.D0, FORM.D1)
+        turned = load_rows(turned_ptr + head * R * D, r.to(tl.int64) * D, is_turned, FORM.D0, FORM.D1)
         q = [(x * (1 / block_width(D))).to(q[0].dtype) for x in turned]
         scale *= block_width(D)
-        if DV == 0 and not LATENTS:
+        if DV == 0:
             acc = turned_part(tl.trans(softmax.acc[0]), rotation_ptr, 0, FORM.V0, D, False, EXACT)
             softmax = Softmax((tl.trans(acc * (1 / block_width(D))),), softmax.m, softmax.total)
     slots_ptr += head * SLOTS * FORM.piece
@@ -455,29 +387,17 @@ def recall_attend_kernel(
     lo, hi = tiles * share // shares, tl.minimum(tiles * (share + 1) // shares, tiles)
     n, token = tl.arange(0, BG), tl.arange(0, T)
     if WORDS:
-        room = (2 if LATENTS else 1) * (most_opened if FAR is None else G)
+        room = most_opened if FAR is None else G
         base_ptr += head * R * room if FAR is None else kvh * R * room + this.start
         base_ptr += r * room
-        if LATENTS:
-            sum_ptr = base_ptr + room // 2
-            # other numbers than q, and so not the same shared memory: addresses that two loops share would be spilled
-            of_bases = [x.to(q[0].dtype) for x in turned]
-        else:
-            q = to_words(q[0], D)  # [BR, D // 4]
-            of_bases = q
+        q = to_words(q[0], D)  # [BR, D // 4]
         behind = tl.minimum(tl.cdiv(hi, PARTS) * BG, count)
-        # as many centres as tokens: matrix units that take so many leave queries in shared memory
-        AT_ONCE: tl.constexpr = max(32, BN) if LATENTS else 32
-        first_group = lo // PARTS * BG
-        _put_bases(base_ptr, of_bases, opened, first_group, behind, r < R, AT_ONCE, FORM, PRECISION, EARLY, FAR)
+        _put_bases(base_ptr, q, opened, lo // PARTS * BG, behind, r < R, FORM, PRECISION, EARLY, FAR)
     if LANES:
         x, sums = turned[0] * (1 / block_width(D)), lane_tokens.no_sums(BR // 4)
         sums = _lane_groups(sums, opened, lo, hi, store_ptr, x, base_ptr, r < R, scale, FORM, CAP, FAR)
     else:
-        if LATENTS:
-            before, aside_ptr = softmax.m, part_ptr + part_row * FORM.V0
-            softmax = _set_aside(softmax, aside_ptr, r < R, FORM)
-        elif WORDS:
+        if WORDS:
             softmax = _split(softmax, DV)
         shift = tl.zeros([BN, BR], tl.float32)
         # found one tile ahead, so that tokens need not wait for lists
@@ -489,41 +409,27 @@ def recall_attend_kernel(
             pieces = Pieces(piece, piece, n < 0, signs, steps)
             row = _open_groups(opened, (tile + 1) // PARTS * BG + n, FAR)
             if SLOTS > 0:
-                # `_find_slots` of `recall_step_choice_kernels` explains these numbers
-                found = tl.load(place_ptr + at, mask=at < count, other=-1)
-                slot = slots_ptr + (found >> 1).to(tl.int64) * FORM.piece
-                held = (found >= 0) & (found % 2 == 0)
-                pieces = Pieces(tl.where(held, slot, piece), slot, (found >= 0) & (found % 2 == 1), signs, steps)
+                pieces = with_slots(pieces, tl.load(place_ptr + at, mask=at < count, other=-1), slots_ptr, FORM)
             seen = (at < count)[:, None] & (start + token < g)[None, :]  # [BG, T]
             offset = tl.reshape(tl.where(seen, 0.0, float("-inf")), (BN,))
             if WORDS:
                 base = _load_bases(base_ptr, tile // PARTS * BG + lane // T, behind, r < R)
                 words = load_words(pieces, start, T, q[0].dtype, FORM, SLOTS > 0, EARLY)
                 softmax, p, alpha = _add_words(softmax, q, words, base, offset, scale, CAP, PRECISION)
-                if LATENTS:
-                    _put_sums(sum_ptr, p, softmax.m, at, behind, r < R)
-                else:
-                    # weighted middles of values, to be added to all columns
-                    shift = shift * alpha[None, :] + p * (words.zero + MIDDLE * words.step)[:, None]
+                # weighted middles of values, to be added to all columns
+                shift = shift * alpha[None, :] + p * (words.zero + MIDDLE * words.step)[:, None]
             else:
                 k, v = load_groups(pieces, start + token, q[0].dtype, FORM, SLOTS > 0)  # [BN, D], [BN, V]
                 softmax = _add_keys(softmax, q, k, v, offset, scale, CAP, PRECISION)
-        if LATENTS:
-            softmax = _add_centres(
-                softmax, sum_ptr, opened, lo * BG, behind, r < R, q[0].dtype, FORM, PRECISION, EARLY, FAR
-            )
-        elif WORDS:
+        if WORDS:
             # in all parts
             shift = tl.sum(shift, 0)[None, :]
             softmax = _joined(Softmax([x + shift for x in softmax.acc], softmax.m, softmax.total), DV)
     if LANES:
         softmax = _with_lanes(softmax, sums)
-    if LATENTS:
-        acc = (_in_order(softmax, before, aside_ptr, r < R, rotation_ptr, FORM, EXACT),)  # [BR, V]
-    else:
-        acc = [tl.trans(x) for x in softmax.acc]
-        if FORM.bits < 16 and DV == 0:
-            acc = (turned_part(acc[0], rotation_ptr, 0, FORM.V0, D, True, EXACT),)
+    acc = [tl.trans(x) for x in softmax.acc]
+    if FORM.bits < 16 and DV == 0:
+        acc = (turned_part(acc[0], rotation_ptr, 0, FORM.V0, D, True, EXACT),)
     total = tl.sum(softmax.total, 0)
     # splits without a key write zeros, because the join reads every part
     store_part(part_ptr, lse_ptr, Softmax(acc, softmax.m, total), part_row, r < R, FORM.V0, FORM.V1)

@@ -131,7 +131,7 @@ def plan_of(
     tiles = tiles_of(device, dtype, heads, widths, form, S, softcap)
     if not choice.store.on_host:
         tiles = tiles._replace(weight=0)  # shares of both lists are even at any length
-    R, V, early = H // K, latent or Dv, tiles.early
+    R, V, early, is_apart = H // K, latent or Dv, tiles.early, tiles.opened is not None
     r, GROUPS = choice.quota.at(G), power_of_2(max(G, 4))
     of_quota, has_mean = (r, *choice.quota[1:]), choice.mean and r < G
     # groups of a tile of scores
@@ -143,8 +143,8 @@ def plan_of(
     BM = max(1, _GATHERED * tiles.attend.num_warps // tiles.heads) if has_mean else 0
     # parts that are joined at once, and their columns: those of a block of the rotation, where they are turned back
     joined = splits.ahead + splits.attend
-    BS = 64 if tiles.apart else min(256, max(64, power_of_2(joined)))
-    BC = block_width(D) if tiles.apart else min(4096 // BS, power_of_2(V))
+    BS = 64 if is_apart else min(256, max(64, power_of_2(joined)))
+    BC = block_width(D) if is_apart else min(4096 // BS, power_of_2(V))
     ranking, ranking_options = _ranking_of(device, heads, GROUPS, r, S, S0)
     # row stride of scratch memory by groups
     row = G if far is None else sizes.all
@@ -174,9 +174,9 @@ def plan_of(
         (
             (splits.ahead, B, cdiv(R, latent_groups.HEADS.value)),
             (R, row, N, window, *of_quota, joined, scale),
-            (form, has_real, far),
-            {"num_warps": latent_groups.tiles_of(B * cdiv(R, latent_groups.HEADS.value))[0]} | chained,
-        ) if tiles.apart else None,
+            (S, form, has_real, far),
+            tiles.opened.options | chained,
+        ) if tiles.opened is not None else None,
         (
             (splits.attend, B * K, cdiv(R, tiles.heads)),
             (
@@ -184,7 +184,7 @@ def plan_of(
                 scale,
             ),
             (
-                S, form, tiles.heads, tiles.attend.rows, BM, tiles.apart, has_real, precision, softcap * LOG2E, early,
+                S, form, tiles.heads, tiles.attend.rows, BM, is_apart, has_real, precision, softcap * LOG2E, early,
                 near, far,
             ),
             tiles.attend.options | chained,
@@ -192,7 +192,7 @@ def plan_of(
         (
             (B * H, cdiv(V, BC), 1),
             (H, joined),
-            (V, BC, BS, D if tiles.apart else 0, has_real, early, None),
+            (V, BC, BS, D if is_apart else 0, has_real, early, None),
             chained,
         ),
     )  # fmt: skip

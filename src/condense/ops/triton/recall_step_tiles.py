@@ -13,12 +13,14 @@ from condense.ops.triton import latent_groups_kernels as latent_groups
 from condense.ops.triton.device import lane_signs, lane_tokens, lanes
 from condense.ops.triton.device.sign_pieces import in_pieces
 from condense.ops.triton.host import cdiv, gpu_of, power_of_2
-from condense.ops.triton.recall_store_kernels import Form, latents_in_words
+from condense.ops.triton.recall_store_kernels import Form
 
 # KV heads of all rows from which on a step counts as one of many rows: four of Llama 3.1 8B
 _MANY_HEADS = 32
 # a program's fixed cost in tiles: with fewer tiles per split, fewer splits are faster
 _TILES_OF_SPLIT = 16
+# tiles of query heads of all rows from which on a step on latents counts as one of many
+_MANY_OF_LATENTS = 4
 # tiles of the ring that a program reads where open groups are read apart
 _RING_TILES = 3
 
@@ -45,24 +47,26 @@ class GroupTiles(NamedTuple):
 _LANES = (GroupTiles(1024, 8, 1, 2, 128), GroupTiles(512, 4, 1, 4, 128))
 # tiles of scores by `condense.ops.triton.device.sign_pieces`
 _PIECES = GroupTiles(128, 8, 4, 2, 128)
-# tiles of latents that are read in words: matrix units of Hopper take 64 tokens at once
-_LATENT_WORDS = GroupTiles(64, 8, 2, 1)
+# tiles of open groups by `condense.ops.triton.latent_groups_kernels`: few are read sooner by more warps, of many two
+# programs share a multiprocessor. Latents of up to 320 columns need half the registers
+_OPENED = (GroupTiles(latent_groups.ROWS.value, 8, 1, 1), GroupTiles(latent_groups.ROWS.value, 4, 1, 2))
+_NARROW_OPENED = GroupTiles(latent_groups.ROWS.value, 8, 1, 2, 128)
 
 
 class StepTiles(NamedTuple):
     """Tiles of the kernels that score and attend, and their query heads.
 
-    apart: another kernel reads the open groups. early: kernels are launched before the one ahead of them has ended
-    (programmatic dependent launch). weight: with a store in host memory some splits read open groups alone, as if one
-    of their tokens took so many times as long as one of the ring; so reads over the bus go on beside those of the ring.
-    0: every split reads of both.
+    opened: those of another kernel that reads the open groups, if there is one. early: kernels are launched before the
+    one ahead of them has ended (programmatic dependent launch). weight: with a store in host memory some splits read
+    open groups alone, as if one of their tokens took so many times as long as one of the ring; so reads over the bus go
+    on beside those of the ring. 0: every split reads of both.
     """
 
     score: GroupTiles
     score_heads: int
     attend: GroupTiles
     heads: int
-    apart: bool
+    opened: GroupTiles | None
     early: bool
     weight: int
 
@@ -82,20 +86,20 @@ def _table(device: torch.device, dtype: torch.dtype, width: int, heads: int, bit
     query heads that they may have.
     """
     if device.type != "cuda":  # the interpreter
-        return StepTiles(GroupTiles(16, 4, 1, 1), 16, GroupTiles(16, 4, 1, 1), 16, False, False, 2)
+        return StepTiles(GroupTiles(16, 4, 1, 1), 16, GroupTiles(16, 4, 1, 1), 16, None, False, 2)
     early, many = is_early(device), heads >= _MANY_HEADS
     if width > 256:  # latents
         rows = 16 if dtype == torch.float32 else 32
-        return StepTiles(GroupTiles(128, 8, 2, 1), 16, GroupTiles(rows, 8, 2, 1), 16, False, early, 0)
+        return StepTiles(GroupTiles(128, 8, 2, 1), 16, GroupTiles(rows, 8, 2, 1), 16, None, early, 0)
     if dtype == torch.float32 or width > 128:
-        return StepTiles(GroupTiles(256, 4, 3, 2), 64, GroupTiles(32, 4, 2, 2), 64, False, early, 0)
+        return StepTiles(GroupTiles(256, 4, 3, 2), 64, GroupTiles(32, 4, 2, 2), 64, None, early, 0)
     if bits == 4 and dtype == torch.bfloat16:
         # a warp that has a tile of its own does not wait for others
         attend = GroupTiles(16, 1, 2, 16, 128)
     else:
         # with many heads, shorter programs share a multiprocessor evenly; few are done sooner by programs of more warps
         attend = GroupTiles(32, 2, 2, 8) if many else GroupTiles(64, 4, 3, 3)
-    return StepTiles(GroupTiles(256, 4, 4, 8 if many else 4), 64, attend, 64, False, early, 5)
+    return StepTiles(GroupTiles(256, 4, 4, 8 if many else 4), 64, attend, 64, None, early, 5)
 
 
 def num_splits(device: torch.device, programs: int, tiles: int, waves: int) -> tuple[int, int, int]:
@@ -134,25 +138,26 @@ def tiles_of(
     softcap: float,
 ) -> StepTiles:
     """The tiles of a step. heads: B, H, K; widths: D, Dv, latent; slots: of the store."""
-    (B, H, K), (D, Dv, latent), g = heads, widths, form.g
+    (B, H, K), (D, Dv, _), g = heads, widths, form.g
     R, lane_heads = H // K, lanes.HEADS.value
     score, most, attend, _, _, early, weight = _table(device, dtype, max(D, Dv), B * K, form.bits)
     is_hopper, few_heads = early and gpu_of(device).capability[0] == 9, cdiv(R, lane_heads) <= 2
     score_heads = attend_heads = min(most, max(8, power_of_2(R)))
-    apart = slots == 0 and latent_groups.fits(is_hopper, form.bits, g, (D, latent), dtype, softcap)
+    opened = None
+    if latent_groups.fits(is_hopper, form, dtype, softcap):
+        many = B * cdiv(R, latent_groups.HEADS.value) >= _MANY_OF_LATENTS
+        opened = _OPENED[many] if D > 320 else _NARROW_OPENED
     in_lanes = lane_tokens.fits(form.bits, g, D, form.DV, attend.rows, slots)
     if early and dtype == torch.bfloat16 and few_heads and in_lanes:
         # these load the next tile themselves
         attend_heads, attend = cdiv(R, lane_heads) * lane_heads, attend._replace(num_stages=1)
-    elif is_hopper and dtype == torch.bfloat16 and latent and latents_in_words(form.bits, D, g) and not apart:
-        attend = _LATENT_WORDS
     # later matrix units do not count bits: there each such instruction is some sixty others. Every four heads read the
     # index anew
     if is_hopper and few_heads and lane_signs.fits(g, D):
         score_heads, score = lane_heads, _LANES[B * K >= _MANY_HEADS]
     elif early and in_pieces(D):
         score = _PIECES
-    return StepTiles(score, score_heads, attend, attend_heads, apart, early, weight)
+    return StepTiles(score, score_heads, attend, attend_heads, opened, early, weight)
 
 
 def splits_of(
@@ -160,10 +165,9 @@ def splits_of(
 ) -> Splits:
     """The splits of a step. heads: B, H, K; tokens: of the ring; opened: the most tokens of open groups."""
     B, H, K = heads
-    if tiles.apart:
+    if tiles.opened is not None:
         programs = B * cdiv(H, latent_groups.HEADS.value)
-        _, waves = latent_groups.tiles_of(programs)
-        ahead, *_ = num_splits(device, programs, cdiv(opened, latent_groups.ROWS.value), waves)
+        ahead, *_ = num_splits(device, programs, cdiv(opened, tiles.opened.rows), tiles.opened.waves)
         return Splits(ahead, cdiv(cdiv(tokens, tiles.attend.rows), _RING_TILES) + has_mean, 0)
     keys = sum(cdiv(n, tiles.attend.rows) for n in (opened, tokens))
     most, *_ = num_splits(device, B * K * cdiv(H // K, tiles.heads), keys, tiles.attend.waves)

@@ -32,7 +32,6 @@ from condense.ops.triton.device.codes import (
 )
 from condense.ops.triton.device.parts import parts, store_rows, tile_width
 from condense.ops.triton.device.signs import ROUNDING, block_width, index_widths, sign_bytes, turned_part
-from condense.ops.triton.device.words import beside, word_pieces
 
 _CENTRE = tl.constexpr(CENTRE_LEVELS)
 
@@ -84,9 +83,17 @@ class Pieces(namedtuple("Pieces", "ptr slot moves signs steps")):
 class Words(namedtuple("Words", "k v unit step zero")):
     """Tokens of groups as `load_words` reads them, N of them; their keys less the centres of their groups.
 
-    k, v: `signed_codes` and `middle_codes` in parts (`condense.ops.triton.device.words`). unit: what 1 in a key stands
-    for. step, zero: a value is ``zero + step * code``. All three float32 ``[N]``. Values of latents are their keys.
+    k, v: `signed_codes` and `middle_codes` in the parts of `condense.ops.triton.device.codes.to_words`. unit: what 1 in
+    a key stands for. step, zero: a value is ``zero + step * code``. All three float32 ``[N]``.
     """
+
+
+@triton.jit
+def with_slots(pieces, found, slots_ptr, FORM: tl.constexpr):
+    """The pieces where ``found`` says, whose numbers `_find_slots` of `recall_step_choice_kernels` explains."""
+    slot = slots_ptr + (found >> 1).to(tl.int64) * FORM.piece
+    ptr = tl.where((found >= 0) & (found % 2 == 0), slot, pieces.ptr)
+    return Pieces(ptr, slot, (found >= 0) & (found % 2 == 1), pieces.signs, pieces.steps)
 
 
 @triton.jit
@@ -179,20 +186,8 @@ def tokens_of_tile(g, N):
 
 
 @triton.constexpr_function
-def latents_in_words(bits, D, g):
-    """Whether attention can read groups of g latents of width D by `load_words`.
-
-    Pairs of words share a word of signs. The centre of a latent is a part of its value, which is added to those of
-    whole groups: each must lie in one tile.
-    """
-    return bits == 4 and D % 32 == 0 and D >= 64 and g <= 16
-
-
-@triton.constexpr_function
 def in_words(FORM):
     """Whether attention can read groups by `load_words`."""
-    if FORM.DV == 0:
-        return latents_in_words(FORM.bits, FORM.D, FORM.g)
     whole = FORM.D1 == 0 and FORM.V1 == 0 and tile_width(FORM.D) == FORM.D and tile_width(FORM.DV) == FORM.DV
     return FORM.bits == 4 and whole and min(FORM.D, FORM.DV) >= 64
 
@@ -262,52 +257,16 @@ def _load_centre(pieces, column, there, FORM: tl.constexpr):
 
 
 @triton.jit
-def _load_centre_words(ptr, LO: tl.constexpr, N: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
-    """The numbers of centres in N words from LO on, in two steps, in four parts ``[n, P]``. ptr: int16 ``[n]``."""
-    column, x = LO + tl.arange(0, tile_width(N))[None, :], ()
-    if tile_width(N) == N:
-        words = tl.load(ptr[:, None] + column)
-    else:
-        words = tl.load(ptr[:, None] + column, mask=column < LO + N, other=0)
-    for part in tl.static_range(4):
-        codes = middle_codes(words, 4 * part, dtype, ASM).to(tl.float32) + (MIDDLE - _CENTRE / 2)
-        x = x + (codes.to(dtype),)  # noqa: RUF005
-    return x
-
-
-@triton.jit
 def load_centres(signs_ptr, dtype: tl.constexpr, FORM: tl.constexpr, ASM: tl.constexpr):
     """The centres of the groups whose signs begin at ``signs_ptr`` ``[n]``, in the parts of `Words`; their numbers in
     two steps.
     """
-    pieces: tl.constexpr = word_pieces(FORM.D)
-    ptr = signs_ptr.to(tl.pointer_type(tl.int16)) + FORM.g * (FORM.D // 16)
-    x = _load_centre_words(ptr, 0, pieces[0], dtype, ASM)
-    if pieces[1] == 0:
-        return x
-    else:
-        return x + (beside(_load_centre_words(ptr, pieces[0], pieces[1], dtype, ASM)),)  # noqa: RUF005
-
-
-@triton.jit
-def _load_key_words(
-    pieces, i, LO: tl.constexpr, N: tl.constexpr, dtype: tl.constexpr, FORM: tl.constexpr, COPY: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
-    """`signed_codes` in N words from LO on of the keys of tokens i of n groups, in four parts ``[n * T, P]``."""
-    inside, k = (i < FORM.g)[:, None], ()
-    # words of signs of a token: each has those of the columns whose codes are in every so many words
-    S: tl.constexpr = FORM.D // 16
-    column = LO + tl.arange(0, tile_width(N))[None, :]
-    bit = column // S
-    if tile_width(N) > N:
-        inside, bit = inside & (column < LO + N), tl.minimum(bit, 3)
-    words = _load(_as(pieces, tl.int16), FORM.keys_at // 2 + i[:, None] * (FORM.D // 4) + column, inside, COPY)
-    of_token = tl.minimum(i, FORM.g - 1)[:, None] * S + column % S
-    signs = tl.load(pieces.signs.to(tl.pointer_type(tl.int16))[:, None, None] + of_token[None])  # [n, T, P]
+    ptr, x = signs_ptr.to(tl.pointer_type(tl.int16)) + FORM.g * (FORM.D // 16), ()
+    words = tl.load(ptr[:, None] + tl.arange(0, FORM.D // 4)[None, :])
     for part in tl.static_range(4):
-        k = k + (_flat(signed_codes(words, signs, bit[None], 4 * part, dtype, ASM)),)  # noqa: RUF005
-    return k
+        codes = middle_codes(words, 4 * part, dtype, ASM).to(tl.float32) + (MIDDLE - _CENTRE / 2)
+        x = x + (codes.to(dtype),)  # noqa: RUF005
+    return x
 
 
 @triton.jit
@@ -320,24 +279,24 @@ def load_words(
     steps. COPY: also store what is read of `Pieces` that move. ASM: there is a GPU that runs assembly.
     """
     i, size = first + tl.arange(0, T), dtype.primitive_bitwidth // 8
-    of_key: tl.constexpr = word_pieces(FORM.D)
-    k = _load_key_words(pieces, i, 0, of_key[0], dtype, FORM, COPY, ASM)
-    if of_key[1] > 0:
-        k = k + (beside(_load_key_words(pieces, i, of_key[0], of_key[1], dtype, FORM, COPY, ASM)),)  # noqa: RUF005
-    if FORM.DV == 0:
-        unit = 2 * _load_numbers(pieces, FORM.steps_at // size, first, T, dtype, FORM, COPY)
-        # nobody asks for the zeros; Triton 3.6 takes no None here
-        return Words(k, k, unit, unit, unit)
-    else:
-        v = ()
-        C: tl.constexpr = FORM.DV // 4
-        at = FORM.values_at // 2 + i[:, None] * C + tl.arange(0, C)[None, :]
-        words = _load(_as(pieces, tl.int16), at, (i < FORM.g)[:, None], COPY)  # [n, T, C]
-        for part in tl.static_range(4):
-            v = v + (_flat(middle_codes(words, 4 * part, dtype, ASM)),)  # noqa: RUF005
-        unit = 2 * _load_numbers(pieces, FORM.steps_at // size, first, T, dtype, FORM, COPY)
-        step = _load_numbers(pieces, 0, first, T, dtype, FORM, COPY)
-        return Words(k, v, unit, step, _load_numbers(pieces, FORM.g, first, T, dtype, FORM, COPY))
+    inside, k, v = (i < FORM.g)[:, None], (), ()
+    # words of signs of a token: each has those of the columns whose codes are in every so many words
+    S: tl.constexpr = FORM.D // 16
+    column = tl.arange(0, FORM.D // 4)[None, :]
+    bit = (column // S)[None]
+    words = _load(_as(pieces, tl.int16), FORM.keys_at // 2 + i[:, None] * (FORM.D // 4) + column, inside, COPY)
+    of_token = tl.minimum(i, FORM.g - 1)[:, None] * S + column % S
+    signs = tl.load(pieces.signs.to(tl.pointer_type(tl.int16))[:, None, None] + of_token[None])  # [n, T, P]
+    for part in tl.static_range(4):
+        k = k + (_flat(signed_codes(words, signs, bit, 4 * part, dtype, ASM)),)  # noqa: RUF005
+    C: tl.constexpr = FORM.DV // 4
+    at = FORM.values_at // 2 + i[:, None] * C + tl.arange(0, C)[None, :]
+    words = _load(_as(pieces, tl.int16), at, inside, COPY)  # [n, T, C]
+    for part in tl.static_range(4):
+        v = v + (_flat(middle_codes(words, 4 * part, dtype, ASM)),)  # noqa: RUF005
+    unit = 2 * _load_numbers(pieces, FORM.steps_at // size, first, T, dtype, FORM, COPY)
+    step = _load_numbers(pieces, 0, first, T, dtype, FORM, COPY)
+    return Words(k, v, unit, step, _load_numbers(pieces, FORM.g, first, T, dtype, FORM, COPY))
 
 
 @triton.jit
@@ -443,7 +402,7 @@ def recall_unpack_kernel(
     columns: tl.constexpr = index_widths(FORM.g, FORM.D)
     pieces = Pieces(ptr, ptr, False, signs_ptr + row * columns[0], steps_ptr + row * columns[1])
     dtype: tl.constexpr = k_ptr.dtype.element_ty
-    if FORM.DV > 0 and in_words(FORM):
+    if in_words(FORM):
         words = load_words(pieces, start, T, dtype, FORM, False, False)
         step = tl.load(pieces.steps + FORM.g).to(tl.float32)
         k, v = _words_as_numbers(words, load_centres(pieces.signs, dtype, FORM, False), step, dtype, FORM)
