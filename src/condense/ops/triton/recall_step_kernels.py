@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from condense.ops.triton.device import lane_tokens, lanes
-from condense.ops.triton.device.address import form_place, form_row, head_rows, part_at, place_row
+from condense.ops.triton.device.address import form_place, head_rows, part_at, place_row, tile_in_pages
 from condense.ops.triton.device.codes import MIDDLE, from_words, to_words
 from condense.ops.triton.device.parts import load_rows, parts, products, tile_width, zeros
 from condense.ops.triton.device.scores import soft_cap
@@ -38,16 +38,6 @@ from condense.ops.triton.recall_store_kernels import (
     tokens_of_tile,
     with_slots,
 )
-
-
-class _Near(NamedTuple):
-    """Tokens in pages. table: pointer to the pages' numbers. first: position of the first that is seen. count: of those
-    that are seen.
-    """
-
-    table: Any
-    first: Any
-    count: Any
 
 
 class _Opened(NamedTuple):
@@ -70,16 +60,6 @@ def _load_part(at, LO: tl.constexpr, N: tl.constexpr):
         return tl.load(at[:, None] + d[None, :])  # [n, P]
     else:
         return tl.load(at[:, None] + d[None, :], mask=(d < LO + N)[None, :], other=0.0)
-
-
-@triton.jit
-def _empty(BN: tl.constexpr, BR: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr):
-    """The `Softmax` of BR queries before the first key, sums in columns: acc ``[V, BR]`` in parts, total ``[BN, BR]``.
-
-    Matrix units take rows by 16 and columns by 8, and few query heads share a KV head: keys are the rows.
-    """
-    acc = [tl.trans(x) for x in zeros(BR, V0, V1)]
-    return Softmax(acc, tl.full([BR], float("-inf"), tl.float32), tl.zeros([BN, BR], tl.float32))
 
 
 @triton.jit
@@ -124,13 +104,6 @@ def _add_keys(softmax, q, k, v, offset, scale, CAP: tl.constexpr, PRECISION: tl.
 
 
 @triton.jit
-def _add_words(softmax, q, words, base, offset, scale, CAP: tl.constexpr, PRECISION: tl.constexpr):
-    """`_add` `Words`. base ``[BN, BR]``: products of queries with the centres of the tokens' groups."""
-    s = soft_cap((_scores(q, words.k, PRECISION) * words.unit[:, None] + base) * scale, CAP)[0] + offset[:, None]
-    return _add(softmax, s, words.v, words.step, PRECISION)
-
-
-@triton.jit
 def _open_groups(opened, n, FAR: tl.constexpr):
     """Numbers of open groups n, or the places of their records; beyond the last of them those of the last."""
     group = tl.load(opened.groups + tl.minimum(n, opened.count - 1), mask=opened.count > 0, other=0)
@@ -138,15 +111,11 @@ def _open_groups(opened, n, FAR: tl.constexpr):
 
 
 @triton.jit
-def _of_group(ptr, row, SIZE: tl.constexpr, FAR: tl.constexpr):
-    """Pointers to what is kept of the groups that `_open_groups` gives, SIZE numbers of each, beside their index."""
-    return ptr + (row * SIZE if FAR is None else part_at(ptr, place_row(row, FAR, True)))
-
-
-@triton.jit
-def _of_index(ptr, row, SIZE: tl.constexpr, FAR: tl.constexpr):
-    """`_of_group` for what the index has of them."""
-    return ptr + (row * SIZE if FAR is None else part_at(ptr, place_row(row, FAR)))
+def _of_group(ptr, row, SIZE: tl.constexpr, FAR: tl.constexpr, STORED: tl.constexpr = False):
+    """Pointers to what is kept of the groups that `_open_groups` gives, SIZE numbers of each. STORED: as of
+    `place_row`.
+    """
+    return ptr + (row * SIZE if FAR is None else part_at(ptr, place_row(row, FAR, STORED)))
 
 
 @triton.jit
@@ -154,8 +123,8 @@ def _load_centres(opened, n, dtype: tl.constexpr, FORM: tl.constexpr, EARLY: tl.
     """The centres of open groups n as `load_centres` gives them, and what 1 in each of these stands for."""
     columns: tl.constexpr = index_widths(FORM.g, FORM.D)
     row = _open_groups(opened, n, FAR)
-    x = load_centres(_of_index(opened.signs, row, columns[0], FAR), dtype, FORM, EARLY)
-    return x, 2 * tl.load(_of_index(opened.steps, row, columns[1], FAR) + FORM.g).to(tl.float32)
+    x = load_centres(_of_group(opened.signs, row, columns[0], FAR), dtype, FORM, EARLY)
+    return x, 2 * tl.load(_of_group(opened.steps, row, columns[1], FAR) + FORM.g).to(tl.float32)
 
 
 @triton.jit
@@ -172,19 +141,6 @@ def _put_bases(
         s = _scores(q, x, PRECISION) * unit[:, None]  # [32, BR]
         tl.store(base_ptr[None, :] + n[:, None], s, mask=inside[None, :] & (n < last)[:, None])
     tl.debug_barrier()
-
-
-@triton.jit
-def _load_bases(base_ptr, n, last, inside):
-    """Products that `_put_bases` wrote, of open groups n, ``[n, BR]``; 0 from ``last`` on."""
-    return tl.load(base_ptr[None, :] + n[:, None], mask=inside[None, :] & (n < last)[:, None], other=0.0)
-
-
-@triton.jit
-def _near_rows(near, tile, BN: tl.constexpr, NEAR: tl.constexpr):
-    """Offsets ``[BN]`` of a tile of tokens in pages; behind the last, its own."""
-    row = tl.minimum(tile * BN + tl.arange(0, BN), near.count - 1)
-    return form_row(near.table, near.first + row, row >= 0, NEAR)
 
 
 @triton.jit
@@ -213,14 +169,14 @@ def _lane_groups(
     # behind the last group its own again, which lies in a cache: another split's may lie in host memory
     opened = _Opened(opened.groups, hi, opened.table, opened.signs, opened.steps)
     row = _open_groups(opened, lo, FAR)
-    piece, signs = _of_group(store_ptr, row, FORM.piece, FAR), _of_index(opened.signs, row, columns[0], FAR)
+    piece, signs = _of_group(store_ptr, row, FORM.piece, FAR, True), _of_group(opened.signs, row, columns[0], FAR)
     kept = lane_tokens.load_group(piece, signs, e, dtype, FORM)
     base = _lane_bases(base_ptr, lo, hi, inside)
     row = _open_groups(opened, lo + 1, FAR)
     for n in range(lo, hi):
         # found two groups ahead, and loaded one
         next_row = _open_groups(opened, n + 2, FAR)
-        piece, signs = _of_group(store_ptr, row, FORM.piece, FAR), _of_index(opened.signs, row, columns[0], FAR)
+        piece, signs = _of_group(store_ptr, row, FORM.piece, FAR, True), _of_group(opened.signs, row, columns[0], FAR)
         ahead = lane_tokens.load_group(piece, signs, e, dtype, FORM)
         next_base = _lane_bases(base_ptr, n + 1, hi, inside)
         sums = lane_tokens.add_group(sums, queries, kept, base, scale, e, CAP)
@@ -314,7 +270,9 @@ def recall_attend_kernel(
             return
     tiles = tl.cdiv(tokens, BN)
     q = load_rows(q_ptr + b * s_qb + kvh * R * s_qh, r.to(tl.int64) * s_qh, r < R, FORM.D0, FORM.D1)  # [BR, D]
-    softmax = _empty(BN, BR, FORM.V0, FORM.V1)
+    # matrix units take rows by 16 and columns by 8, and few query heads share a KV head: keys are the rows
+    acc = [tl.trans(x) for x in zeros(BR, FORM.V0, FORM.V1)]  # [V, BR]
+    softmax = Softmax(acc, tl.full([BR], float("-inf"), tl.float32), tl.zeros([BN, BR], tl.float32))
     share = tl.maximum(split - own, 0)
     lo, hi = tiles * share // (S - own), tiles * (share + 1) // (S - own)
     hi = tl.where(split < own, lo, hi)
@@ -322,9 +280,8 @@ def recall_attend_kernel(
     LANES: tl.constexpr = BY_LANES and lane_tokens.fits(FORM.bits, g, D, DV, BN, SLOTS)
     lane, oldest = tl.arange(0, BN), first % W
     if NEAR is not None:
-        near = _Near(near_ptr, first, tokens)
         # found one tile ahead, so that keys need not wait for tables
-        place = _near_rows(near, lo, BN, NEAR)
+        place = tile_in_pages(near_ptr, first, tokens, lo, BN, NEAR)
     for tile in range(lo, hi):
         n = tile * BN + lane
         if NEAR is None:
@@ -347,7 +304,7 @@ def recall_attend_kernel(
         offset = tl.where(n < tokens, 0.0, float("-inf"))
         softmax = _add_keys(softmax, q, k, v, offset, scale, CAP, PRECISION)
         if NEAR is not None:
-            place = _near_rows(near, tile + 1, BN, NEAR)
+            place = tile_in_pages(near_ptr, first, tokens, tile + 1, BN, NEAR)
     if APART:
         near = Softmax((tl.trans(softmax.acc[0]),), softmax.m, tl.sum(softmax.total, 0))
         store_part(part_ptr, lse_ptr, _turned(near, rotation_ptr, FORM), part_row, r < R, FORM.V0, FORM.V1)
@@ -404,8 +361,8 @@ def recall_attend_kernel(
         row = _open_groups(opened, lo // PARTS * BG + n, FAR)
         for tile in range(lo, hi):
             at, start = tile // PARTS * BG + n, tile % PARTS * T
-            piece = _of_group(store_ptr, row, FORM.piece, FAR)
-            signs, steps = _of_index(signs_ptr, row, columns[0], FAR), _of_index(steps_ptr, row, columns[1], FAR)
+            piece = _of_group(store_ptr, row, FORM.piece, FAR, True)
+            signs, steps = _of_group(signs_ptr, row, columns[0], FAR), _of_group(steps_ptr, row, columns[1], FAR)
             pieces = Pieces(piece, piece, n < 0, signs, steps)
             row = _open_groups(opened, (tile + 1) // PARTS * BG + n, FAR)
             if SLOTS > 0:
@@ -413,9 +370,13 @@ def recall_attend_kernel(
             seen = (at < count)[:, None] & (start + token < g)[None, :]  # [BG, T]
             offset = tl.reshape(tl.where(seen, 0.0, float("-inf")), (BN,))
             if WORDS:
-                base = _load_bases(base_ptr, tile // PARTS * BG + lane // T, behind, r < R)
+                at = tile // PARTS * BG + lane // T
+                there = (r < R)[None, :] & (at < behind)[:, None]
+                base = tl.load(base_ptr[None, :] + at[:, None], mask=there, other=0.0)  # [BN, BR]
                 words = load_words(pieces, start, T, q[0].dtype, FORM, SLOTS > 0, EARLY)
-                softmax, p, alpha = _add_words(softmax, q, words, base, offset, scale, CAP, PRECISION)
+                s = _scores(q, words.k, PRECISION) * words.unit[:, None] + base
+                s = soft_cap(s * scale, CAP)[0] + offset[:, None]
+                softmax, p, alpha = _add(softmax, s, words.v, words.step, PRECISION)
                 # weighted middles of values, to be added to all columns
                 shift = shift * alpha[None, :] + p * (words.zero + MIDDLE * words.step)[:, None]
             else:

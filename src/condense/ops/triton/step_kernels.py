@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from condense.ops.triton.device.address import form_row, part_at
+from condense.ops.triton.device.address import form_row, part_at, tile_in_pages
 from condense.ops.triton.device.codes import entries_in_words, from_words, load_vectors, row_width, to_words
 from condense.ops.triton.device.entry import (
     Buffer,
@@ -48,7 +48,6 @@ from condense.ops.triton.device.softmax import (
     join_parts,
     key_products,
     store_part,
-    whole,
 )
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -106,13 +105,6 @@ def _number_size(ptr):
 
 
 @triton.jit
-def _rows_in_pages(pages, stretch, tile, FORM: tl.constexpr, KIND: tl.constexpr):
-    """Offsets of a tile's keys in pages; past the last key that of the last, of page 0 if there is none."""
-    i = tl.minimum(tile * KIND.keys + tl.arange(0, KIND.keys), stretch.count - 1)
-    return form_row(pages.table, stretch.first + i, i >= 0, FORM)
-
-
-@triton.jit
 def _attend_keys(
     softmax, q, source, stretch, lo, hi, scale, bias, moment, PERIOD: tl.constexpr, FORM: tl.constexpr,
     KIND: tl.constexpr,
@@ -133,7 +125,7 @@ def _attend_keys(
         softmax = Softmax(to_words(softmax.acc[0], KIND.V0), softmax.m, softmax.total)
     if FORM is not None:
         # found one tile ahead, so that keys need not wait for tables
-        place = _rows_in_pages(source, stretch, lo, FORM, KIND)
+        place = tile_in_pages(source.table, stretch.first, stretch.count, lo, KIND.keys, FORM)
     for tile in range(lo, hi):
         i = tile * KIND.keys + tl.arange(0, KIND.keys)
         inside = i < stretch.count
@@ -144,7 +136,7 @@ def _attend_keys(
             s_k, s_v = source.s_k, source.s_v
         else:
             at, s_k, s_v = place, 1, 1
-            place = _rows_in_pages(source, stretch, tile + 1, FORM, KIND)
+            place = tile_in_pages(source.table, stretch.first, stretch.count, tile + 1, KIND.keys, FORM)
         k = load_vectors(source.k, at * s_k, q[0].dtype, KIND.D0, KIND.D1, KIND.entry_bits, KIND.early)  # [keys, D]
         s = soft_cap(key_products(q, k, PRECISION) * scale, KIND.softcap)[0]  # [rows, keys]
         if PERIOD > 0:
@@ -299,7 +291,7 @@ def _attend_share(
     begin, end = lo, tl.minimum(hi, old_far)
     if WAITS:
         begin, end = tl.where(split == 0, old_far, begin), tl.where(split == 0, far, end)
-    softmax = empty_softmax(KIND.rows, KIND.V0, KIND.V1, KIND.keys)
+    softmax = empty_softmax(KIND.rows, KIND.keys, KIND.V0, KIND.V1)
     bias = scores.biases if KIND.matched else scores.bias
     softmax = _attend_keys(
         softmax, q, entries, _Stretch(moment.base, moment.entries), begin, end, scores.attend,
@@ -320,7 +312,8 @@ def _attend_share(
         # from here on all that the step stores is there, for the kernel that follows too
         gdc_wait()
     at = (places.row + r).to(tl.int64) * places.S + split
-    store_part(places.part, places.lse, whole(softmax), at, r < heads.size, KIND.V0, KIND.V1)
+    softmax = Softmax(softmax.acc, softmax.m, tl.sum(softmax.total, 1))
+    store_part(places.part, places.lse, softmax, at, r < heads.size, KIND.V0, KIND.V1)
 
 
 @triton.jit

@@ -72,6 +72,15 @@ def form_row(table_ptr, slot, inside, FORM: tl.constexpr):
 
 
 @triton.jit
+def tile_in_pages(table_ptr, first, count, tile, N: tl.constexpr, FORM: tl.constexpr):
+    """Offsets ``[N]`` of a tile of the ``count`` slots from slot ``first`` on; past the last of them that of the last,
+    of page 0 if there is none.
+    """
+    i = tl.minimum(tile * N + tl.arange(0, N), count - 1)
+    return form_row(table_ptr, first + i, i >= 0, FORM)
+
+
+@triton.jit
 def form_place(table_ptr, slot, inside, FORM: tl.constexpr):
     """The page of a slot of a request times the slots of a page, plus the slot there, for `place_row`; that of a slot
     of page 0 where not inside.

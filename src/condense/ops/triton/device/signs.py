@@ -174,12 +174,6 @@ def turned_queries(q_ptr, s_qh, r, R, rotation_ptr, turned_ptr, writes, D: tl.co
     return queries, tl.sum(total, 1), unit
 
 
-@triton.constexpr_function
-def _mask_asm(part):
-    """Assembly that keeps one bit of two words, which the compiler would take one by one."""
-    return f"and.b32 $0, $1, {0x00010001 << part};"
-
-
 @triton.jit
 def _bits(words, part: tl.constexpr, ASM: tl.constexpr):
     """Bit ``part`` of int16 words as float16, ``2 ** (part - 24)`` where it is set.
@@ -188,7 +182,9 @@ def _bits(words, part: tl.constexpr, ASM: tl.constexpr):
     multiplied. Queries make up for it: those of bit i are multiplied by ``2 ** (7 - i)``.
     """
     if ASM:
-        return tl.inline_asm_elementwise(_mask_asm(part), "=r,r", [words], tl.float16, True, 2)
+        # two words at a time, which the compiler would take one by one
+        asm: tl.constexpr = f"and.b32 $0, $1, {0x00010001 << part};"
+        return tl.inline_asm_elementwise(asm, "=r,r", [words], tl.float16, True, 2)
     else:
         return (words & (1 << part)).to(tl.float16, bitcast=True)
 

@@ -16,21 +16,15 @@ class Softmax(namedtuple("Softmax", "acc m total")):
 
     acc: values weighted by the exponentials, ``[n, V]`` in parts. m: largest score so far, ``[n]``. total: sum of the
     exponentials relative to m, ``[n]``; or ``[n, keys]``, a sum for each place in a tile of keys, so that warps which
-    share a tile need not exchange sums at every tile. `whole` adds these up.
+    share a tile need not exchange sums at every tile.
     """
 
 
 @triton.jit
-def empty_softmax(N: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, KEYS: tl.constexpr = 0):
-    """The softmax of N rows before the first key. KEYS: keys per tile if each place has a sum of its own, else 0."""
-    total = tl.zeros([N, KEYS] if KEYS > 0 else [N], tl.float32)
-    return Softmax(zeros(N, V0, V1), tl.full([N], float("-inf"), tl.float32), total)
-
-
-@triton.jit
-def whole(softmax):
-    """The softmax with one sum per row."""
-    return Softmax(softmax.acc, softmax.m, tl.sum(softmax.total, 1))
+def empty_softmax(N: tl.constexpr, KEYS: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr):
+    """The softmax of N rows before the first tile of KEYS keys."""
+    m, total = tl.full([N], float("-inf"), tl.float32), tl.zeros([N, KEYS], tl.float32)
+    return Softmax(zeros(N, V0, V1), m, total)
 
 
 @triton.jit
