@@ -243,19 +243,6 @@ def attend_dkv_kernel(
         tl.store(d_bias_ptr + block.at, grads[2], mask=block.inside)
 
 
-@triton.jit
-def _load_queries(
-    queries, at_q, at_out, at, inside, D0: tl.constexpr, D1: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr
-):
-    """Load queries, gradients of their outputs, lse and delta. Rows that are not inside get lse inf, so weight 0."""
-    return BackwardQueries(
-        load_rows(queries.q, at_q, inside, D0, D1),
-        load_rows(queries.d_out, at_out, inside, V0, V1),
-        tl.load(queries.lse + at, mask=inside, other=float("inf")),
-        tl.load(queries.delta + at, mask=inside, other=0.0),
-    )
-
-
 @triton.jit(do_not_specialize=("L", "G"))
 def store_dkv_kernel(
     lse_ptr, delta_ptr, q_ptr, d_out_ptr, k_ptr, v_ptr, first_ptr, order_ptr, dk_ptr, dv_ptr,
@@ -281,14 +268,19 @@ def store_dkv_kernel(
     order_ptr += chooser(row, choosers) * L * r
     first_ptr += chooser(row, choosers) * (G + 1) + group
     last = tl.load(first_ptr + 1)
-    queries = BackwardQueries(q_ptr, d_out_ptr, lse_ptr, delta_ptr)
     grads = (zeros(BN, D0, D1), zeros(BN, V0, V1))
     for start in range(tl.load(first_ptr), last, Q):
         place = start + j // R
         there = (place < last) & (j < Q * R)
         i = tl.load(order_ptr + place, mask=there, other=0) // r
         at_q, at_out = b * s_q[0] + head * s_q[1] + i * s_q[2], b * s_out[0] + head * s_out[1] + i * s_out[2]
-        rows = _load_queries(queries, at_q, at_out, (b * K * R + head) * L + i, there, D0, D1, V0, V1)
+        at = (b * K * R + head) * L + i
+        rows = BackwardQueries(
+            load_rows(q_ptr, at_q, there, D0, D1),
+            load_rows(d_out_ptr, at_out, there, V0, V1),
+            tl.load(lse_ptr + at, mask=there, other=float("inf")),  # whose weights are 0
+            tl.load(delta_ptr + at, mask=there, other=0.0),
+        )
         grads = _add_queries(grads, k, v, rows, (there[None, :],), None, scale, CAP, PRECISION)
     at = (b * K + kvh) * G * g + key
     store_rows(dk_ptr, at * (D0 + D1), [x * softmax_scale for x in grads[0]], inside, D0, D1)

@@ -16,7 +16,7 @@ from condense.ops.triton.device.records import Rule, Start
 from condense.ops.triton.device.rule import VARYING, program_rows, row_of_program
 from condense.ops.triton.device.scores import soft_cap
 from condense.ops.triton.device.signs import floats_of
-from condense.ops.triton.recall_score_kernels import closed_groups, log_of_sum
+from condense.ops.triton.recall_score_kernels import closed_groups, log_of_sum, products_of_parts
 
 
 class RestForm(NamedTuple):
@@ -26,25 +26,6 @@ class RestForm(NamedTuple):
     BN: int
     P: int
     parts: int
-
-
-@triton.jit
-def _centre_products(q, held, head, line, centres_ptr, s_centre, group, D: tl.constexpr, FORM: tl.constexpr):
-    """Products of a tile of queries with the centres of BN groups from ``group`` on, int32 ``[BM, BN]``.
-
-    q: descriptor of queries, of which the tile begins at ``line``. held: the tile, if a row takes one read.
-    """
-    BM: tl.constexpr = FORM.BM
-    BN: tl.constexpr = FORM.BN
-    P: tl.constexpr = FORM.P
-    PARTS: tl.constexpr = FORM.parts
-    at = centres_ptr + (group + tl.arange(0, BN)).to(tl.int64)[:, None] * s_centre  # [BN, 1]
-    s = tl.zeros([BM, BN], tl.int32)
-    for part in tl.static_range(PARTS):
-        d = part * P + tl.arange(0, P)[None, :]
-        tile = held if PARTS == 1 else q.load([head, line, part * P]).reshape(BM, P)
-        s = tl.dot(tile, tl.trans(tl.load(at + d, mask=d < D, other=0)), s, out_dtype=tl.int32)
-    return s
 
 
 @triton.jit(do_not_specialize=(*VARYING, "G", "first", "stop", "words", "columns"))
@@ -83,7 +64,7 @@ def recall_rest_kernel(
     top, total = tl.full([BM, PLACES], float("-inf"), tl.float32), tl.zeros([BM, PLACES], tl.float32)
     for group in range(0, tl.max(closed), BN):
         n = group + tl.arange(0, BN)
-        s = _centre_products(q, held, tl.program_id(1), line, centres_ptr, s_centre, group, D, FORM)  # [BM, BN]
+        s = products_of_parts(held, tl.program_id(1), line, centres_ptr + n.to(tl.int64)[:, None] * s_centre, D, FORM)
         s = floats_of(s) * tl.load(of_centres_ptr + head * columns + n)[None, :] * unit[:, None]
         word = tl.load(words_ptr + n, mask=n < words, other=0)  # [BN]
         is_rest = ((word[None, :] & bit[:, None]) == 0) & (n[None, :] < closed[:, None])  # [BM, BN]

@@ -185,21 +185,34 @@ def _products(tile, token, FORM: tl.constexpr):
 
 
 @triton.jit
+def products_of_parts(q, head, line, at, D: tl.constexpr, FORM: tl.constexpr):
+    """Products of a tile of queries with the centres at pointers ``at`` ``[n, 1]``, int32 ``[BM, n]``.
+
+    q: the tile, or if it is read in parts, the descriptor of queries, of which it begins at ``line``. FORM: has BM, P
+    and parts.
+    """
+    BM: tl.constexpr = FORM.BM
+    P: tl.constexpr = FORM.P
+    PARTS: tl.constexpr = FORM.parts
+    s = tl.zeros([BM, at.shape[0]], tl.int32)
+    for part in tl.static_range(PARTS):
+        d = part * P + tl.arange(0, P)[None, :]
+        tile = q if PARTS == 1 else q.load([head, line, part * P]).reshape(BM, P)
+        s = tl.dot(tile, tl.trans(tl.load(at + d, mask=d < D, other=0)), s, out_dtype=tl.int32)
+    return s
+
+
+@triton.jit
 def _of_centres(tile, group, FORM: tl.constexpr, D: tl.constexpr):
     """Products of a tile of queries with the centres of ``BG`` groups from ``group`` on, ``[BM, BG / C, C]``."""
     BM: tl.constexpr = FORM.BM
     C: tl.constexpr = FORM.C
     # a tile repeats the centres of its groups, because matrix units take 16 rows at least
     N: tl.constexpr = max(1, 16 // FORM.BG)
-    PARTS: tl.constexpr = FORM.parts
     n = tl.arange(0, FORM.BG * N)
     row = (group + n // (C * N) * C + n % C).to(tl.int64)
     at = tile.centres + row[:, None] * tile.s_centre  # [BG * N, 1]
-    s = tl.zeros([BM, FORM.BG * N], tl.int32)
-    for part in tl.static_range(PARTS):
-        d = part * FORM.P + tl.arange(0, FORM.P)[None, :]
-        q = tile.q if PARTS == 1 else tile.q.load([tile.head, tile.line, part * FORM.P]).reshape(BM, FORM.P)
-        s = tl.dot(q, tl.trans(tl.load(at + d, mask=d < D, other=0)), s, out_dtype=tl.int32)
+    s = products_of_parts(tile.q, tile.head, tile.line, at, D, FORM)
     return tl.max(tl.reshape(s, [BM, FORM.BG // C, N, C]), 2)
 
 
