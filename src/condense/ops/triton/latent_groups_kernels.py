@@ -28,7 +28,7 @@ from condense.ops.triton.device.signs import index_widths
 from condense.ops.triton.limits import LATENT_WIDTHS
 from condense.ops.triton.recall_choice_kernels import wanted_groups
 from condense.ops.triton.recall_close_kernels import after_the_last, row_of_step
-from condense.ops.triton.recall_store_kernels import Form, Pieces, with_slots
+from condense.ops.triton.recall_store_kernels import Form
 
 # tokens of a tile, or groups
 ROWS = gl.constexpr(64)
@@ -36,6 +36,8 @@ ROWS = gl.constexpr(64)
 _IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 # query heads of a tile
 HEADS = gl.constexpr(16)
+# groups that are copied at once
+_COPIED = gl.constexpr(4)
 
 
 def fits(is_hopper: bool, form: Form, dtype: torch.dtype, softcap: float) -> bool:
@@ -52,6 +54,10 @@ class _Kept(namedtuple("_Kept", "groups table store signs steps places slots")):
     """Pointers to the numbers of open groups, to the pages of records, to what is stored, to signs and steps of the
     index, to where each open group is read, and to slots; the last two are None without slots.
     """
+
+
+class _Groups(namedtuple("_Groups", "piece signs steps")):
+    """Pointers to what is stored of groups, and to signs and steps of their index."""
 
 
 class _Vectors(namedtuple("_Vectors", "codes signs unit")):
@@ -177,21 +183,60 @@ def _column(c, PART: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def _found(kept, n, COPY: gl.constexpr, FORM: gl.constexpr, FAR: gl.constexpr):
-    """The `Pieces` of open groups n."""
-    columns: gl.constexpr = index_widths(FORM.g, FORM.D)
+def _row(kept, n, FAR: gl.constexpr):
+    """Numbers of open groups n, or the places of their records."""
     group = gl.load(kept.groups + n)
+    return group.to(gl.int64) if FAR is None else form_place(kept.table, group, group >= 0, FAR)
+
+
+@gluon.jit
+def _stored(kept, row, FORM: gl.constexpr, FAR: gl.constexpr):
+    """Pointers to pieces in the store."""
+    return kept.store + (row * FORM.piece if FAR is None else part_at(kept.store, place_row(row, FAR, True)))
+
+
+@gluon.jit
+def _slot(kept, place, FORM: gl.constexpr):
+    """Pointers to slots by the numbers of `_find_slots` (`condense.ops.triton.recall_step_choice_kernels`)."""
+    return kept.slots + (place >> 1).to(gl.int64) * FORM.piece
+
+
+@gluon.jit
+def _copy_new(kept, work, FORM: gl.constexpr, FAR: gl.constexpr):
+    """Copy the pieces that are new to slots from the store, which is in host memory.
+
+    The bus carries 32 bytes at once. In the order in which attention reads words, many would come twice.
+    """
+    W: gl.constexpr = gl.num_warps()
+    WORDS: gl.constexpr = FORM.piece // 4
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, W], [1, 0])
+    i = gl.arange(0, triton.next_power_of_2(WORDS), gl.SliceLayout(0, layout))[None, :]
+    of: gl.constexpr = gl.pointer_type(gl.int32)
+    for start in range(work.first, work.behind, _COPIED):
+        n = start + gl.arange(0, _COPIED, gl.SliceLayout(1, layout))
+        place = gl.load(kept.places + n, mask=n < work.behind, other=-1)
+        is_new = (place >= 0) & (place % 2 == 1)
+        piece = _stored(kept, _row(kept, gl.minimum(n, work.behind - 1), FAR), FORM, FAR)
+        there = is_new[:, None] & (i < WORDS)
+        words = gl.load(piece.to(of)[:, None] + i, mask=there)
+        gl.store(_slot(kept, place, FORM).to(of)[:, None] + i, words, mask=there)
+    tl.debug_barrier()
+
+
+@gluon.jit
+def _found(kept, n, HAS_SLOTS: gl.constexpr, FORM: gl.constexpr, FAR: gl.constexpr):
+    """The `_Groups` of open groups n."""
+    columns: gl.constexpr = index_widths(FORM.g, FORM.D)
+    row = _row(kept, n, FAR)
+    piece = _stored(kept, row, FORM, FAR)
+    if HAS_SLOTS:
+        place = gl.load(kept.places + n)
+        piece = gl.where(place >= 0, _slot(kept, place, FORM), piece)
     if FAR is None:
-        group = group.to(gl.int64)
-        piece = kept.store + group * FORM.piece
-        signs, steps = kept.signs + group * columns[0], kept.steps + group * columns[1]
+        return _Groups(piece, kept.signs + row * columns[0], kept.steps + row * columns[1])
     else:
-        place = form_place(kept.table, group, group >= 0, FAR)
-        record = place_row(place, FAR)
-        signs, steps = kept.signs + part_at(kept.signs, record), kept.steps + part_at(kept.steps, record)
-        piece = kept.store + part_at(kept.store, place_row(place, FAR, True))
-    found = Pieces(piece, piece, n < 0, signs, steps)
-    return with_slots(found, gl.load(kept.places + n), kept.slots, FORM) if COPY else found
+        record = place_row(row, FAR)
+        return _Groups(piece, kept.signs + part_at(kept.signs, record), kept.steps + part_at(kept.steps, record))
 
 
 @triton.constexpr_function
@@ -201,57 +246,41 @@ def _bits(D):
 
 
 @gluon.jit
-def _load_pairs(ptr, slot, moves, first, i, PART: gl.constexpr, D: gl.constexpr):
+def _load_pairs(ptr, first, i, PART: gl.constexpr, D: gl.constexpr):
     """Words of 64 bits ``[n, stretches, pairs]``: pairs i of stretches that begin with words ``first`` behind pointers
-    ``[n]``; past the last word of a part that one again. Rows that move are also stored behind ``slot``; None: nothing.
+    ``[n]``; past the last word of a part that one again.
     """
     LAST: gl.constexpr = _num_words(PART, D) - 1
     of: gl.constexpr = gl.pointer_type(gl.int64 if _bits(D) == 64 else gl.int32)
     ptr = ptr.to(of)[:, None, None]
     if _bits(D) == 64:
-        x = gl.load(ptr + (first + i))
-        if slot is not None:
-            gl.store(slot.to(of)[:, None, None] + (first + i), x, mask=moves[:, None, None])
-        return x
+        return gl.load(ptr + (first + i))
     else:
-        low, high = first + gl.minimum(2 * i, LAST), first + gl.minimum(2 * i + 1, LAST)
-        x, y = gl.load(ptr + low), gl.load(ptr + high)
-        if slot is not None:
-            slot = slot.to(of)[:, None, None]
-            gl.store(slot + low, x, mask=moves[:, None, None])
-            gl.store(slot + high, y, mask=moves[:, None, None])
-        return x.to(gl.int64) & 0xFFFFFFFF | y.to(gl.int64) << 32
+        low = gl.load(ptr + (first + gl.minimum(2 * i, LAST))).to(gl.int64)
+        return low & 0xFFFFFFFF | gl.load(ptr + (first + gl.minimum(2 * i + 1, LAST))).to(gl.int64) << 32
 
 
 @gluon.jit
-def _load_words(pieces, row, are_tokens, PART: gl.constexpr, COPY: gl.constexpr, FORM: gl.constexpr):
-    """Words of codes and of signs of one part of columns. pieces: of the rows' open groups. COPY: also store codes that
-    move.
-    """
+def _load_words(groups, row, are_tokens, PART: gl.constexpr, FORM: gl.constexpr):
+    """Words of codes and of signs of one part of columns. groups: those of the rows."""
     W: gl.constexpr = gl.num_warps()
     D: gl.constexpr = FORM.D
     SKIPPED: gl.constexpr = 4 * _first_word(PART, D)
     token = row % FORM.g
     i = gl.arange(0, _columns(PART, D) // 64, gl.SliceLayout(0, gl.SliceLayout(1, _words(PART, D, W))))[None, None, :]
     first = (gl.arange(0, 4, _stretch(PART, D, W)) * (D // _bits(D)))[None, :, None]
-    at = FORM.keys_at + token * (D // 2) + SKIPPED
-    vectors = gl.where((row < 0) | are_tokens, pieces.ptr + at, pieces.signs + (FORM.g * (D // 8) + SKIPPED))
-    slot, moves = None, None
-    if COPY:
-        slot, moves = pieces.slot + at, pieces.moves & are_tokens
-    codes = _load_pairs(vectors, slot, moves, first, i, PART, D)
-    return codes, _load_pairs(pieces.signs + (token * (D // 8) + SKIPPED), None, None, 0, i, PART, D)
+    keys = groups.piece + (FORM.keys_at + token * (D // 2) + SKIPPED)
+    vectors = gl.where((row < 0) | are_tokens, keys, groups.signs + (FORM.g * (D // 8) + SKIPPED))
+    codes = _load_pairs(vectors, first, i, PART, D)
+    return codes, _load_pairs(groups.signs + (token * (D // 8) + SKIPPED), 0, i, PART, D)
 
 
 @gluon.jit
-def _load_unit(pieces, row, are_tokens, COPY: gl.constexpr, FORM: gl.constexpr):
-    """The number that 1 in each row stands for, float32 ``[64]``. COPY: as of `_load_words`."""
-    of: gl.constexpr = gl.pointer_type(pieces.steps.dtype.element_ty)
-    at = (pieces.ptr + FORM.steps_at).to(of) + row % FORM.g
-    step = gl.load(gl.where((row < 0) | are_tokens, at, pieces.steps + FORM.g))
-    if COPY:
-        gl.store((pieces.slot + FORM.steps_at).to(of) + row % FORM.g, step, mask=pieces.moves & are_tokens)
-    return 2 * step.to(gl.float32)
+def _load_unit(groups, row, are_tokens, FORM: gl.constexpr):
+    """The number that 1 in each row stands for, float32 ``[64]``. groups: those of the rows."""
+    of: gl.constexpr = gl.pointer_type(groups.steps.dtype.element_ty)
+    at = (groups.piece + FORM.steps_at).to(of) + row % FORM.g
+    return 2 * gl.load(gl.where((row < 0) | are_tokens, at, groups.steps + FORM.g)).to(gl.float32)
 
 
 @gluon.jit
@@ -265,7 +294,7 @@ def _groups(work, t, row, g: gl.constexpr):
 
 
 @gluon.jit
-def _load_tile(kept, work, t, COPY: gl.constexpr, FORM: gl.constexpr, FAR: gl.constexpr):
+def _load_tile(kept, work, t, HAS_SLOTS: gl.constexpr, FORM: gl.constexpr, FAR: gl.constexpr):
     """The `_Vectors` number t of a split; in rows behind the last group, that one."""
     W: gl.constexpr = gl.num_warps()
     are_tokens = (t >= work.centres) & (t < work.centres + work.tiles)
@@ -273,11 +302,11 @@ def _load_tile(kept, work, t, COPY: gl.constexpr, FORM: gl.constexpr, FAR: gl.co
     for part in gl.static_range(2):
         row = gl.arange(0, ROWS, _of_rows(part, FORM.D, W))
         n = gl.minimum(_groups(work, t, row, FORM.g), work.behind - 1)
-        x = _load_words(_found(kept, n, COPY, FORM, FAR), row, are_tokens, part, COPY, FORM)
+        x = _load_words(_found(kept, n, HAS_SLOTS, FORM, FAR), row, are_tokens, part, FORM)
         codes, signs = codes + (x[0],), signs + (x[1],)  # noqa: RUF005
     row = gl.arange(0, ROWS, _of_rows(2, FORM.D, W))
     n = gl.minimum(_groups(work, t, row, FORM.g), work.behind - 1)
-    return _Vectors(codes, signs, _load_unit(_found(kept, n, COPY, FORM, FAR), row, are_tokens, COPY, FORM))
+    return _Vectors(codes, signs, _load_unit(_found(kept, n, HAS_SLOTS, FORM, FAR), row, are_tokens, FORM))
 
 
 @triton.constexpr_function
@@ -410,6 +439,8 @@ def latent_groups_kernel(
         weights = gl.allocate_shared_memory(gl.bfloat16, [HEADS, ROWS], _swizzled(16))
         row_of, heads = gl.arange(0, ROWS, _of_rows(2, FORM.D, W)), r[None, :]
         last = work.centres + work.tiles + work.centres - 1
+        if SLOTS > 0:
+            _copy_new(kept, work, FORM, FAR)
         tile = _load_tile(kept, work, 0, SLOTS > 0, FORM, FAR)
         for t in range(last + 1):
             token = t - work.centres

@@ -36,7 +36,6 @@ from condense.ops.triton.recall_store_kernels import (
     load_groups,
     load_words,
     tokens_of_tile,
-    with_slots,
 )
 
 
@@ -366,7 +365,11 @@ def recall_attend_kernel(
             pieces = Pieces(piece, piece, n < 0, signs, steps)
             row = _open_groups(opened, (tile + 1) // PARTS * BG + n, FAR)
             if SLOTS > 0:
-                pieces = with_slots(pieces, tl.load(place_ptr + at, mask=at < count, other=-1), slots_ptr, FORM)
+                # `_find_slots` of `recall_step_choice_kernels` explains these numbers
+                found = tl.load(place_ptr + at, mask=at < count, other=-1)
+                slot = slots_ptr + (found >> 1).to(tl.int64) * FORM.piece
+                held = (found >= 0) & (found % 2 == 0)
+                pieces = Pieces(tl.where(held, slot, piece), slot, (found >= 0) & (found % 2 == 1), signs, steps)
             seen = (at < count)[:, None] & (start + token < g)[None, :]  # [BG, T]
             offset = tl.reshape(tl.where(seen, 0.0, float("-inf")), (BN,))
             if WORDS:

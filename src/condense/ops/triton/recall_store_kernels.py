@@ -89,14 +89,6 @@ class Words(namedtuple("Words", "k v unit step zero")):
 
 
 @triton.jit
-def with_slots(pieces, found, slots_ptr, FORM: tl.constexpr):
-    """The pieces where ``found`` says, whose numbers `_find_slots` of `recall_step_choice_kernels` explains."""
-    slot = slots_ptr + (found >> 1).to(tl.int64) * FORM.piece
-    ptr = tl.where((found >= 0) & (found % 2 == 0), slot, pieces.ptr)
-    return Pieces(ptr, slot, (found >= 0) & (found % 2 == 1), pieces.signs, pieces.steps)
-
-
-@triton.jit
 def chunk_tokens(tokens, position, t, inside, LO, D: tl.constexpr, P: tl.constexpr, NEAR: tl.constexpr):
     """Columns from LO on of `Tokens` at ``position``, ``[n, P]`` float32; the newest, at t, is not in its row yet."""
     d = LO + tl.arange(0, P)
