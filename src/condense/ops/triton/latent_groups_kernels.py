@@ -56,7 +56,7 @@ class _Kept(namedtuple("_Kept", "groups table store signs steps places slots")):
     """
 
 
-class _Groups(namedtuple("_Groups", "piece signs steps")):
+class _Where(namedtuple("_Where", "piece signs steps")):
     """Pointers to what is stored of groups, and to signs and steps of their index."""
 
 
@@ -225,7 +225,7 @@ def _copy_new(kept, work, FORM: gl.constexpr, FAR: gl.constexpr):
 
 @gluon.jit
 def _found(kept, n, HAS_SLOTS: gl.constexpr, FORM: gl.constexpr, FAR: gl.constexpr):
-    """The `_Groups` of open groups n."""
+    """The `_Where` of open groups n."""
     columns: gl.constexpr = index_widths(FORM.g, FORM.D)
     row = _row(kept, n, FAR)
     piece = _stored(kept, row, FORM, FAR)
@@ -233,10 +233,10 @@ def _found(kept, n, HAS_SLOTS: gl.constexpr, FORM: gl.constexpr, FAR: gl.constex
         place = gl.load(kept.places + n)
         piece = gl.where(place >= 0, _slot(kept, place, FORM), piece)
     if FAR is None:
-        return _Groups(piece, kept.signs + row * columns[0], kept.steps + row * columns[1])
+        return _Where(piece, kept.signs + row * columns[0], kept.steps + row * columns[1])
     else:
         record = place_row(row, FAR)
-        return _Groups(piece, kept.signs + part_at(kept.signs, record), kept.steps + part_at(kept.steps, record))
+        return _Where(piece, kept.signs + part_at(kept.signs, record), kept.steps + part_at(kept.steps, record))
 
 
 @triton.constexpr_function
@@ -261,26 +261,26 @@ def _load_pairs(ptr, first, i, PART: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def _load_words(groups, row, are_tokens, PART: gl.constexpr, FORM: gl.constexpr):
-    """Words of codes and of signs of one part of columns. groups: those of the rows."""
+def _load_words(where, row, are_tokens, PART: gl.constexpr, FORM: gl.constexpr):
+    """Words of codes and of signs of one part of columns. where: the `_Where` of the rows' groups."""
     W: gl.constexpr = gl.num_warps()
     D: gl.constexpr = FORM.D
     SKIPPED: gl.constexpr = 4 * _first_word(PART, D)
     token = row % FORM.g
     i = gl.arange(0, _columns(PART, D) // 64, gl.SliceLayout(0, gl.SliceLayout(1, _words(PART, D, W))))[None, None, :]
     first = (gl.arange(0, 4, _stretch(PART, D, W)) * (D // _bits(D)))[None, :, None]
-    keys = groups.piece + (FORM.keys_at + token * (D // 2) + SKIPPED)
-    vectors = gl.where((row < 0) | are_tokens, keys, groups.signs + (FORM.g * (D // 8) + SKIPPED))
+    keys = where.piece + (FORM.keys_at + token * (D // 2) + SKIPPED)
+    vectors = gl.where((row < 0) | are_tokens, keys, where.signs + (FORM.g * (D // 8) + SKIPPED))
     codes = _load_pairs(vectors, first, i, PART, D)
-    return codes, _load_pairs(groups.signs + (token * (D // 8) + SKIPPED), 0, i, PART, D)
+    return codes, _load_pairs(where.signs + (token * (D // 8) + SKIPPED), 0, i, PART, D)
 
 
 @gluon.jit
-def _load_unit(groups, row, are_tokens, FORM: gl.constexpr):
-    """The number that 1 in each row stands for, float32 ``[64]``. groups: those of the rows."""
-    of: gl.constexpr = gl.pointer_type(groups.steps.dtype.element_ty)
-    at = (groups.piece + FORM.steps_at).to(of) + row % FORM.g
-    return 2 * gl.load(gl.where((row < 0) | are_tokens, at, groups.steps + FORM.g)).to(gl.float32)
+def _load_unit(where, row, are_tokens, FORM: gl.constexpr):
+    """The number that 1 in each row stands for, float32 ``[64]``. where: the `_Where` of the rows' groups."""
+    of: gl.constexpr = gl.pointer_type(where.steps.dtype.element_ty)
+    at = (where.piece + FORM.steps_at).to(of) + row % FORM.g
+    return 2 * gl.load(gl.where((row < 0) | are_tokens, at, where.steps + FORM.g)).to(gl.float32)
 
 
 @gluon.jit
