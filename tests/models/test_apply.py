@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from models import tiny
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, modeling_layers
 
 import condense
 from condense.models import condensed_layers
@@ -177,3 +178,15 @@ def test_the_inner_model_alone_is_condensed_and_restored(model):
     assert torch.equal(tiny.logits(model, IDS), stock)
     condense.restore(condense.apply(model, tiny.CCA))
     assert torch.equal(tiny.logits(model, IDS), stock)
+
+
+if hasattr(modeling_layers, "MtpModel"):  # from transformers 5.24 on
+
+    def test_layers_for_multi_token_prediction_count_from_0_again():
+        sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "num_hidden_layers": 2}
+        config = Glm4MoeConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, first_k_dense_replace=8)
+        config.num_mtp_layers = 1
+        for layer, condensed in ((-1, {}), (0, {0: tiny.CCA})):
+            model = condense.apply(Glm4MoeForCausalLM(config), tiny.CCA, layers=[layer])
+            assert condensed_layers(modeling_layers.MtpModel(model, 1)) == condensed
+            condense.restore(model)

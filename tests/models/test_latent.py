@@ -78,6 +78,9 @@ class Quantized(nn.Module):
     def forward(self, x):
         return x @ self.whole.to(x.dtype).mT
 
+    def bias(self):  # a method, as in PyTorch's own quantised layers
+        return None
+
     @property
     def whole(self):
         return self.weight.double() * self.scale

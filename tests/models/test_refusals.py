@@ -263,6 +263,7 @@ def test_attention_weights(name):
     model = condense.apply(tiny.model(name), tiny.CCA)
     for call in (model, partial(model.generate, max_new_tokens=2, return_dict_in_generate=True)):
         tiny.refused("output_attentions must be False, got True", call, IDS, output_attentions=True)
+    tiny.refused("return_shared_kv_states must be False, got True", model, IDS, return_shared_kv_states=True)
     model.set_attn_implementation("eager")
     assert model(IDS, output_attentions=True).attentions[0].shape[-1] == IDS.shape[1]
     model.set_attn_implementation("condense")

@@ -169,6 +169,40 @@ def test_padded_rows_are_those_alone(name, method, beams):
             assert torch.equal(out[ids.shape[1] :], tiny.generate(model, row[None], num_beams=beams)[0, len(row) :])
 
 
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_a_prompt_is_repeated_behind_where_it_stands(name):
+    """Rotary positions: slots, if padding was given without positions, or the caller's."""
+    model, new = tiny.model(name), tiny.tokens(2, 1, seed=9)
+    ids, mask = tiny.left_padded(ROWS[:2])
+    moved = torch.arange(200, 201 + ids.shape[1])[None]
+
+    def last(prompt, new, positions=None, mask=None):
+        at = positions if positions is None else positions[:, : prompt.shape[1]]
+        held = model(prompt, attention_mask=mask, position_ids=at, use_cache=True)[CACHE]
+        mask = None if mask is None else torch.nn.functional.pad(mask, (0, 1), value=1)
+        at = positions if positions is None else positions[:, prompt.shape[1] :]
+        return model(new, attention_mask=mask, position_ids=at, **{CACHE: held}).logits[:, -1]
+
+    with condense.use(model, METHOD):
+        alone = torch.cat([last(row[None], each[None]) for row, each in zip(ROWS, new, strict=False)])
+        found = {"slots": last(ids, new, mask=mask), "moved": last(ids[:1], new[:1], moved)}
+    # transformers rotates in float32; where other tokens stay, logits differ by a tenth and more
+    torch.testing.assert_close(found["slots"], alone, rtol=0, atol=1e-3)
+    torch.testing.assert_close(found["moved"], alone[:1], rtol=0, atol=1e-3)
+
+
+def test_rotations_that_grow_with_the_text_are_those_of_the_prompt():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model, found = tiny.model("llama", rope_parameters=rope, max_position_embeddings=32), []
+    for method in (condense.Dense(), METHOD):
+        with condense.use(model, method):
+            cache = tiny.filled(model, ROWS[0][None])
+            model(tiny.tokens(1, 1), use_cache=True, **{CACHE: cache})
+        found.append(model.model.rotary_emb.inv_freq.clone())
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], tiny.model("llama", rope_parameters=rope).model.rotary_emb.inv_freq)
+
+
 def test_embeddings_in_place_of_ids_and_inputs_of_each_layer():
     model, ids = tiny.model("llama"), tiny.tokens(2, 40)
     with condense.use(model, METHOD):

@@ -168,7 +168,8 @@ def condense_from_config(model: PreTrainedModel) -> None:
     config.condense = settings | settings_of(methods)
     # a model loaded with fewer layers than it was saved with ignores the methods of the others
     assignment = {i: method for i, method in methods.items() if i in attentions}
-    if methods and not assignment:
+    # layers for multi-token prediction (generate's use_mtp) count from 0 again: those not named attend as stock ones
+    if methods and not assignment and type(model).__name__ != "MtpModel":
         raise ValueError(
             f"config.condense must name layers that the model has, {layers_as_text(sorted(attentions))}, got "
             f"{layers_as_text(sorted(methods))}: correct it, or remove it and attn_implementation for a stock model"

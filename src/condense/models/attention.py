@@ -92,6 +92,12 @@ def _refuse_options(module: nn.Module, options: Mapping[str, Any]) -> None:
             "output_attentions must be False, got True: condensed attention has no weights to return. Stock attention "
             "has: model.set_attn_implementation('eager'), and 'condense' afterwards"
         )
+    if options.get("return_shared_kv_states"):
+        raise ValueError(
+            "return_shared_kv_states must be False, got True: a condensed cache does not keep the keys of all tokens, "
+            "which Gemma 4's assistants read. Generate without assistant_model, with another causal model as the "
+            "assistant, or call condense.restore(model)"
+        )
     if options.get("is_causal") is False:
         raise ValueError("condensed attention is causal: call condense.restore(model) for is_causal=False")
 

@@ -69,7 +69,9 @@ def _matrix(projection: nn.Module, rows: int, columns: int, like: Tensor) -> Ten
     is_plain &= not (projection._forward_hooks or projection._forward_pre_hooks or "forward" in vars(projection))
     if is_plain and weight.shape == (rows, columns) and weight.device == like.device:
         return weight
-    if any(getattr(module, "bias", None) is not None for module in projection.modules()):
+    biases = (getattr(module, "bias", None) for module in projection.modules())
+    # PyTorch's own quantised layers have a method of this name
+    if any((bias() if callable(bias) else bias) is not None for bias in biases):
         raise ValueError(
             "kv_b_proj must have no bias, because entries of latents are read through its matrix alone: leave "
             "lora_bias out, or give adapters other target_modules"

@@ -8,7 +8,8 @@ Shapes: B rows, L slots of the prompt, c tokens of a piece, S keys, N layers.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -139,20 +140,48 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
         order = (~real).to(torch.int8).argsort(dim=1, stable=True)
         config = decoder.config.get_text_config(decoder=True)
         most = max_learned_positions(config)
-        behind = tokens if most is None else tokens.clamp(max=most - min(length, method.piece))
+        behind = _behind(given.get("position_ids"), real, learned=most is not None)
+        if most is not None:
+            behind = behind.clamp(max=most - min(length, method.piece))
         # a decoder of another repository may have the older name
         argument = CACHE if CACHE in inspect.signature(decoder.forward).parameters else "past_key_values"
-        for start in range(0, length, method.piece):
-            stop = min(length, start + method.piece)
-            rows, slots = torch.arange(len(order), device=order.device)[:, None], order[:, start:stop]
-            repeated = {name: x[rows, slots] for name, x in inputs.items()}
-            positions = (behind[:, None] + torch.arange(stop - start, device="cpu")).to(order.device)
-            piece = Piece(config, method, held, scores, tokens, start, stop)
-            decoder.forward(**repeated, position_ids=positions, **{argument: piece}, use_cache=True)
+        with _rotations_stay(decoder):
+            for start in range(0, length, method.piece):
+                stop = min(length, start + method.piece)
+                rows, slots = torch.arange(len(order), device=order.device)[:, None], order[:, start:stop]
+                repeated = {name: x[rows, slots] for name, x in inputs.items()}
+                positions = (behind[:, None] + torch.arange(stop - start, device="cpu")).to(order.device)
+                piece = Piece(config, method, held, scores, tokens, start, stop)
+                decoder.forward(**repeated, position_ids=positions, **{argument: piece}, use_cache=True)
     kept, counts = method.chosen([*scores.values()], tokens)
     del held
     for layer, of_layer, count in zip(layers.values(), kept, counts, strict=True):
         layer.keep(of_layer, count)
+
+
+def _behind(positions: Tensor | None, real: Tensor, *, learned: bool) -> Tensor:
+    """The position behind each row's last token, int64 CPU ``[B]``.
+
+    positions: the caller's, ``[..., B or 1, L]``. Without them learned ones count a row's tokens, and others its slots.
+    real: as of `_real`.
+    """
+    if positions is None:
+        positions = real.cumsum(1) - 1 if learned else torch.arange(real.shape[1], device=real.device)
+    while positions.ndim > 2:  # one for each axis of a picture
+        positions = positions.amax(0)
+    return positions.to(real.device).expand(real.shape).masked_fill(~real, -1).amax(1).cpu() + 1
+
+
+@contextmanager
+def _rotations_stay(decoder: nn.Module) -> Iterator[None]:
+    """For the length of a ``with`` block, let rotary embeddings grow with the text, and then be as before."""
+    grown = [(m, {**vars(m)}, {**m._buffers}) for m in decoder.modules() if hasattr(m, "max_seq_len_cached")]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in grown:
+            vars(module).update(attributes)
+            module._buffers.update(buffers)
 
 
 def _real(mask: Any, inputs: Tensor) -> Tensor:
