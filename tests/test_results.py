@@ -16,7 +16,7 @@ from fresh import finish, start
 
 import condense
 from condense.files import sole_writer
-from condense.results import fingerprint, write_results
+from condense.results import fingerprint, refuse_existing, write_results
 
 FULL = OSError(28, "No space left on device"), r"No space left on device: '.*/r\.json'"
 
@@ -129,6 +129,19 @@ def test_one_process_at_a_time_writes_until_it_dies(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=f"no other run writes, got {tmp_path}"), sole_writer(Path(".")):
             pass
     assert list(tmp_path.iterdir()) == [output]
+
+
+def test_paths_that_cannot_be_written(tmp_path):
+    """A lock below a file; a pipe, which a result would replace by a file."""
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    with (
+        pytest.raises(ValueError, match="output: wanted a path that can be written, got"),
+        sole_writer(tmp_path / "file" / "x"),
+    ):
+        pass
+    with pytest.raises(ValueError, match="json: wanted a file, got the device or pipe"):
+        refuse_existing(tmp_path / "pipe", "json", overwrite=True)
 
 
 def test_a_file_system_without_locks_is_written_with_a_warning(tmp_path, monkeypatch, caplog):

@@ -5,6 +5,7 @@ import logging
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,8 +79,13 @@ def sole_writer(output: Path) -> Iterator[None]:
     Where the file system has no locks, a warning says so. Raises ValueError if another process has the lock.
     """
     output = output.resolve()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    file = output.with_name(f".{output.name}.lock")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        # FileLock takes a lock that cannot be written for one that is held
+        tempfile.TemporaryFile(dir=output.parent).close()
+    except OSError as error:
+        raise ValueError(f"output: wanted a path that can be written, got {output}: {error.strerror}") from error
+    file = output.parent / f".{output.name}.lock"
     lock = FileLock(file)
     try:
         lock.acquire(timeout=0)

@@ -111,8 +111,9 @@ def refuse_existing(path: Path, argument: str, *, overwrite: bool | None = None)
     """
     if path.exists() and not overwrite:
         raise ValueError(_EXISTS.format(argument, path) + ("" if overwrite is None else _REPLACES))
-    if path.is_dir():
-        raise ValueError(f"{argument}: wanted a file, got the folder {path}")
+    if path.exists() and not path.is_file():
+        kind = "folder" if path.is_dir() else "device or pipe"
+        raise ValueError(f"{argument}: wanted a file, got the {kind} {path}")
     parent = next((folder for folder in path.absolute().parents if folder.exists()), path.absolute().parent)
     try:
         # try to write, because on some file systems the permission bits do not tell

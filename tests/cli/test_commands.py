@@ -84,6 +84,15 @@ BAD = [
     (("calibrate", "--output", "a.json", "--measured", "./a.json"), "measured must be another file than output"),
     (("calibrate", "--output", "a.json", "--measured", "."), "measured: wanted a file, got the folder"),
     (("calibrate", "--output", "a.json", "--plot", "a.txt"), "plot must end in one of"),
+    (
+        ("calibrate", "--output", "a.json", "--measured", "a.png", "--plot", "a.png"),
+        "another file than plot, got a.png",
+    ),
+    (("compare", "--json", "a.png", "--plot", "./a.png"), "plot: wanted another file than that of --json, got a.png"),
+    (
+        ("verify", "--json", "a.md", "--page", "a.md"),
+        "page: wanted another file than that of --json, got a.md for both",
+    ),
     (("verify", "a", "b"), "wanted one model, or result files"),
     (("verify", "none.json"), "no such file"),
     (("verify", "a.json", "--length", "256"), "length: result files are read here, and nothing is measured: leave out"),
@@ -259,6 +268,10 @@ def test_files_of_others_are_refused_in_one_line(saved, story, tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "BASE"}')
     for arguments, message in (
         (("inspect", "--model", str(tmp_path)), f"{tmp_path} is an adapter of BASE: name that model"),
+        (
+            ("train", "adapt", "--pretrained", str(tmp_path), "--method", "cca", "--data", str(story), "--output", "b"),
+            f"{tmp_path} is an adapter of BASE: name that model",
+        ),
         (("compare", "--model", str(broken)), "cannot read"),
         (("inspect", "--model", str(nameless)), "cannot read"),
         (("compare", "--model", str(tmp_path / "gptj")), "cannot be condensed: its attention is written out"),

@@ -34,6 +34,7 @@ BAD_FILES = [
     ("no-text.jsonl", b'{"text": "fine"}\n{"body": "no text"}\n', "line 2 in"),
     ("bad.txt", b"caf\xe9", "data: wanted UTF-8 text, got"), ("a.jsonl.zst", b"caf", "data: wanted a zstd file, got"),
     ("a.parquet", b"text", "data: wanted a Parquet file with a column text, got"),
+    ("a.json", b"{}", "data: wanted text, JSON lines or Parquet, got"),
 ]  # fmt: skip
 # with a line break of Unicode, unescaped, inside a record
 RECORDS = "".join(json.dumps({"text": x, "kind": "book"}, ensure_ascii=False) + "\n" for x in DOCUMENTS).encode()
@@ -49,7 +50,8 @@ def test_records_and_texts_are_read_plain_and_compressed(tmp_path):
     parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=27)
     wide = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     (tmp_path / "wide.jsonl.zst").write_bytes(wide.compress(RECORDS) + wide.flush())
-    for name in ("a.jsonl", "a.jsonl.zst", "wide.jsonl.zst", "a.parquet"):
+    (tmp_path / "UPPER.JSONL").write_bytes(RECORDS)
+    for name in ("a.jsonl", "a.jsonl.zst", "wide.jsonl.zst", "a.parquet", "UPPER.JSONL"):
         assert list(read_documents([tmp_path / name])) == DOCUMENTS
     assert list(read_documents([tmp_path / "one.txt.zst"])) == DOCUMENTS[:1]
     # as programs on Windows write them
@@ -67,6 +69,8 @@ def test_bad_files_are_refused(tmp_path, tokenizer):
     (tmp_path / "rows.jsonl").write_text('{"a": 1}\n\n[2]\n')
     tiny.refused("line 3", list, read_json_lines(tmp_path / "rows.jsonl"))
     tiny.refused("documents: wanted at least one", encode_corpus, [""], tokenizer)
+    wanted = "data: wanted records with a field text, got 2 records without a text field, such as .*rows.jsonl line 1"
+    tiny.refused(wanted, load_corpus, [tmp_path / "rows.jsonl"], tokenizer, tmp_path / "cache")
 
 
 def test_bad_records_are_counted_and_named(tmp_path, tokenizer, capsys):

@@ -1,6 +1,7 @@
 """Short runs of `adapt`, what they logged, and training that stops as if by Ctrl-C; in one process or two."""
 
 import contextlib
+import dataclasses
 import json
 import os
 
@@ -71,7 +72,8 @@ def take_gloo_for_fsdp():
 
 def run_all(folder, *runs):
     """``NAME:TRAIN:HOW`` of each run in the folder of base and text; names in fsdp... by FSDP2. HOW: "whole"; "begun":
-    killed in its fourth step, after the checkpoint of two; "resumed": one that was begun; "killed": begun and resumed.
+    killed in its fourth step, after the checkpoint of two; "resumed": one that was begun; "killed": begun and resumed;
+    "refused": with a batch that does not divide among two.
     """
     torch.set_num_threads(1)
     take_gloo_for_fsdp()
@@ -88,6 +90,11 @@ def adapt(folder, name, train, how):
         folder, name, "text.jsonl", train=train, steps=4, batch_size=4, learning_rate=1e-3, gradient_checkpointing=True,
         distill=0.5, packed=True, method=PACKED_METHOD,
     )  # fmt: skip
+    if how == "refused":
+        (phase,) = config.phases
+        odd = dataclasses.replace(phase, batch_size=3)
+        refused("batch_size: wanted", dataclasses.replace(config, phases=(odd,)))
+        return
     if how in ("begun", "killed"):
         with interrupted_at(3):
             run_training(config)

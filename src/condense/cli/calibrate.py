@@ -65,8 +65,9 @@ def calibrate_command(
 
     options.check_targets(output=output, plot=plot, overwrite=overwrite)
     kept = measured or output.with_suffix(".measured.json")
-    if kept.absolute() == output.absolute():
-        raise ValueError(f"measured must be another file than output, got {kept} for both")
+    for name, path in (("output", output), ("plot", plot)):
+        if path is not None and kept.resolve() == path.resolve():
+            raise ValueError(f"measured must be another file than {name}, got {kept} for both")
     options.check_targets(measured=kept, overwrite=True)  # measurements that are there are used and added to
     is_demo = model is None and not text
     config = CalibrationConfig(

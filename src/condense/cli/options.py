@@ -227,8 +227,11 @@ def check_targets(*, overwrite: bool, plot: Path | None = None, **files: Path | 
     """
     from condense.results import refuse_existing
 
+    seen: dict[Path, str] = {}
     for name, path in (*files.items(), ("plot", plot)):
         if path is not None:
+            if (other := seen.setdefault(path.resolve(), name)) != name:
+                raise ValueError(f"{name}: wanted another file than that of --{other}, got {path} for both")
             refuse_existing(path, name, overwrite=overwrite)
             if not path.absolute().parent.is_dir():
                 raise ValueError(f"{name}: wanted a path in a folder that exists, got {path}")

@@ -62,8 +62,11 @@ def train_command(
     from transformers import AutoConfig
 
     from condense.demo import demo_text_file
+    from condense.models.adapters import refuse_adapter
 
     with _packages_for("train"):
+        from accelerate import PartialState
+
         from condense.train import PRESETS, RECIPES, read_recipe, run_training
     names = (*sorted(RECIPES), *PRESETS)
     if recipe not in names and not recipe.endswith(".toml"):
@@ -85,6 +88,7 @@ def train_command(
         missing = [f"--{name}" for name in ("pretrained", "method") if name not in options]
         if missing:
             raise ValueError(f"adapt needs a model to start from and a method: add {' and '.join(missing)}")
+        refuse_adapter(Path(options["pretrained"]).expanduser())
         read_saved(options["pretrained"], AutoConfig.from_pretrained)
         read_tokenizer(options["pretrained"], {})
         config = RECIPES["adapt"]([Path(file) for file in files], output, **options)
@@ -101,7 +105,8 @@ def train_command(
         if config.work.exists():
             print("condense: --resume goes on from the last checkpoint", file=sys.stderr)
         raise
-    print(f"Model, tokenizer and training.json are in {folder}", file=sys.stderr)
+    if PartialState().is_main_process:
+        print(f"Model, tokenizer and training.json are in {folder}", file=sys.stderr)
 
 
 def recipes_command(

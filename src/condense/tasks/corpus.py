@@ -97,7 +97,13 @@ def load_corpus(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase,
         skipped: list[str] = []
         console = Console(stderr=True, markup=False, emoji=False)  # names of files are shown as they are
         documents = track(read_documents(paths, skipped=skipped), "Encoding", transient=True, console=console)
-        corpus = encode_corpus(documents, tokenizer)
+        try:
+            corpus = encode_corpus(documents, tokenizer)
+        except ValueError as error:
+            if skipped:
+                left = f"{len(skipped)} records without a text field, such as {skipped[0]}"
+                raise ValueError(f"data: wanted records with a field text, got {left}") from error
+            raise
         if skipped:
             more = f"; and {len(skipped) - _NAMED} more" if len(skipped) > _NAMED else ""
             said = f"{len(skipped)}: {'; '.join(skipped[:_NAMED])}{more}"

@@ -45,10 +45,18 @@ def is_dataset(source: str | Path) -> bool:
 
 
 def form_of(source: Path) -> Literal["dataset", "parquet", "jsonl", "text"]:
-    """The form of a source of documents, by its name."""
+    """The form of a source of documents, by its name.
+
+    Raises ValueError for names of tables in other forms, which would be read as one text.
+    """
     if is_dataset(source):
         return "dataset"
-    last = next((suffix for suffix in reversed(source.suffixes) if suffix != ".zst"), "")
+    last = next((suffix for suffix in map(str.lower, reversed(source.suffixes)) if suffix != ".zst"), "")
+    if last in (".json", ".ndjson", ".csv", ".tsv"):
+        raise ValueError(
+            f"data: wanted text, JSON lines or Parquet, got {source}: name plain text .txt and JSON lines .jsonl, and "
+            "convert other tables"
+        )
     return "parquet" if last == ".parquet" else "jsonl" if last == ".jsonl" else "text"
 
 

@@ -209,7 +209,8 @@ class TrainConfig:
     @property
     def work(self) -> Path:
         """The folder of everything unfinished: checkpoints, and the models between phases."""
-        return self.output.with_name(self.output.name + ".work")
+        output = self.output if self.output.name else self.output.absolute()  # "." has no name
+        return output.parent / f"{output.name}.work"
 
     @property
     def cache_folder(self) -> Path:

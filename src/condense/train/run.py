@@ -138,6 +138,7 @@ def _run(config: TrainConfig, processes: PartialState, resume: bool, until: str 
         with processes.main_process_first():  # which writes the record and the encoded text; the others read them
             check_same_run(config)
             prepared = prepare(config)
+        processes.wait_for_everyone()  # else one that is behind would write the record again once it was removed
         for phase in config.phases:
             phase.part_size(processes.num_processes)
             _builders(prepared, phase)

@@ -15,7 +15,9 @@ class CondensedLM(HFLM):
     Raises ValueError as `condense.apply`, and for batches of a method that reads whole prompts at once.
     """
 
-    def __init__(self, pretrained: Any, condense: str, batch_size: int | str = 1, **arguments: Any) -> None:
+    def __init__(self, pretrained: Any, condense: str = "", batch_size: int | str = 1, **arguments: Any) -> None:
+        if not condense:
+            raise ValueError("condense: wanted a method, as in pretrained=DIR,condense=recall-host, got none")
         choice = choice_from_text(condense)
         check_choice(condense, choice, batch_size)
         super().__init__(pretrained, batch_size=batch_size, **arguments)
