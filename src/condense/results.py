@@ -109,11 +109,11 @@ def refuse_existing(path: Path, argument: str, *, overwrite: bool | None = None)
 
     overwrite: None where nothing is ever replaced, so that the message offers no such way.
     """
-    if path.exists() and not overwrite:
-        raise ValueError(_EXISTS.format(argument, path) + ("" if overwrite is None else _REPLACES))
-    if path.exists() and not path.is_file():
+    if overwrite is not None and path.exists() and not path.is_file():
         kind = "folder" if path.is_dir() else "device or pipe"
         raise ValueError(f"{argument}: wanted a file, got the {kind} {path}")
+    if path.exists() and not overwrite:
+        raise ValueError(_EXISTS.format(argument, path) + ("" if overwrite is None else _REPLACES))
     parent = next((folder for folder in path.absolute().parents if folder.exists()), path.absolute().parent)
     try:
         # try to write, because on some file systems the permission bits do not tell

@@ -80,7 +80,7 @@ BAD = [
     (("train", "adapt", "--data", "a", "--output", "b"), "add --pretrained and --method"),
     (("train", "smoke", "--output", "b", "--sequence-length", "64"), "belong to adapt: --sequence-length"),
     (("train", "demo_model", "--output", "b"), "add --data"),
-    (("calibrate", "--output", "."), "output: wanted a path that does not exist yet"),
+    (("calibrate", "--output", "."), "output: wanted a file, got the folder ."),
     (("calibrate", "--output", "a.json", "--measured", "./a.json"), "measured must be another file than output"),
     (("calibrate", "--output", "a.json", "--measured", "."), "measured: wanted a file, got the folder"),
     (("calibrate", "--output", "a.json", "--plot", "a.txt"), "plot must end in one of"),

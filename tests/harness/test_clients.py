@@ -42,6 +42,13 @@ def saved(tmp_path):
     return saved_with_tokenizer(condense.apply(tiny_llama(), METHOD), tmp_path / "tiny")
 
 
+def test_a_model_of_the_harness_without_a_method_says_so():
+    from condense.evaluate.harness.model import CondensedLM
+
+    with pytest.raises(ValueError, match="condense: wanted a method, as in pretrained=DIR,condense=recall-host"):
+        CondensedLM("DIR")
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_trl_trains_a_condensed_model(saved, tmp_path, packing):
     from datasets import Dataset

@@ -13,6 +13,7 @@ import condense
 from condense import Recall, Reread, functional
 from condense.caches import CACHE, growing, static
 from condense.caches.store import Store
+from condense.models import reread
 from condense.models.fit import cache_fits, weight_bytes
 from condense.models.inspect import inspect
 
@@ -169,36 +170,58 @@ def test_padded_rows_are_those_alone(name, method, beams):
             assert torch.equal(out[ids.shape[1] :], tiny.generate(model, row[None], num_beams=beams)[0, len(row) :])
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def last_logits(model, prompt, new, positions=None, mask=None):
+    """Those of one token after a prompt ``[B, L]``; positions ``[B, L + 1]``."""
+    at = positions if positions is None else positions[:, : prompt.shape[1]]
+    held = model(prompt, attention_mask=mask, position_ids=at, use_cache=True)[CACHE]
+    mask = None if mask is None else torch.nn.functional.pad(mask, (0, 1), value=1)
+    at = positions if positions is None else positions[:, prompt.shape[1] :]
+    return model(new, attention_mask=mask, position_ids=at, **{CACHE: held}).logits[:, -1]
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gpt2", "opt"])
 def test_a_prompt_is_repeated_behind_where_it_stands(name):
-    """Rotary positions: slots, if padding was given without positions, or the caller's."""
+    """With padding and no positions the model gives its own: slots, or OPT's, which count a row's tokens."""
     model, new = tiny.model(name), tiny.tokens(2, 1, seed=9)
     ids, mask = tiny.left_padded(ROWS[:2])
-    moved = torch.arange(200, 201 + ids.shape[1])[None]
-
-    def last(prompt, new, positions=None, mask=None):
-        at = positions if positions is None else positions[:, : prompt.shape[1]]
-        held = model(prompt, attention_mask=mask, position_ids=at, use_cache=True)[CACHE]
-        mask = None if mask is None else torch.nn.functional.pad(mask, (0, 1), value=1)
-        at = positions if positions is None else positions[:, prompt.shape[1] :]
-        return model(new, attention_mask=mask, position_ids=at, **{CACHE: held}).logits[:, -1]
-
+    slots = torch.arange(1 + ids.shape[1]).expand(2, -1)
+    counted = torch.nn.functional.pad(mask, (0, 1), value=1).cumsum(1) - 1
+    own = counted.clamp(min=0) if name == "opt" else slots
     with condense.use(model, METHOD):
-        alone = torch.cat([last(row[None], each[None]) for row, each in zip(ROWS, new, strict=False)])
-        found = {"slots": last(ids, new, mask=mask), "moved": last(ids[:1], new[:1], moved)}
+        got = last_logits(model, ids, new, mask=mask)
+        torch.testing.assert_close(got, last_logits(model, ids, new, own, mask), **tiny.exact(model))
+        if name in ("gpt2", "opt"):
+            return
+        alone = torch.cat([last_logits(model, row[None], each[None]) for row, each in zip(ROWS, new, strict=False)])
+        moved = last_logits(model, ids[:1], new[:1], slots[:1] + 200)
     # transformers rotates in float32; where other tokens stay, logits differ by a tenth and more
-    torch.testing.assert_close(found["slots"], alone, rtol=0, atol=1e-3)
-    torch.testing.assert_close(found["moved"], alone[:1], rtol=0, atol=1e-3)
+    torch.testing.assert_close(got, alone, rtol=0, atol=1e-3)
+    torch.testing.assert_close(moved, alone[:1], rtol=0, atol=1e-3)
+
+
+def test_the_position_behind_a_prompt():
+    """Padding on the right does not count, nor a count of tokens before the axes of pictures."""
+    real = torch.tensor([[True] * 5 + [False] * 2, [False] * 3 + [True] * 4])
+    assert reread._behind(None, real, counts=False).tolist() == [5, 7]
+    assert reread._behind(None, real, counts=True).tolist() == [5, 4]
+    assert reread._behind(torch.arange(7) + 3, real, counts=True).tolist() == [8, 10]
+    axes = torch.arange(7) // torch.tensor([2, 3, 1])[:, None, None]
+    for positions in (axes, torch.cat([torch.arange(7)[None, None] + 50, axes])):
+        assert reread._behind(positions, real, counts=False).tolist() == [5, 7]
 
 
 def test_rotations_that_grow_with_the_text_are_those_of_the_prompt():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model, found = tiny.model("llama", rope_parameters=rope, max_position_embeddings=32), []
+    rotary = model.model.rotary_emb
+    with reread._rotations_stay(model):
+        rotary.first_growth = 1  # as those of layers of several kinds note it
+    assert not hasattr(rotary, "first_growth")
     for method in (condense.Dense(), METHOD):
         with condense.use(model, method):
             cache = tiny.filled(model, ROWS[0][None])
             model(tiny.tokens(1, 1), use_cache=True, **{CACHE: cache})
-        found.append(model.model.rotary_emb.inv_freq.clone())
+        found.append(rotary.inv_freq.clone())
     assert torch.equal(*found)
     assert not torch.equal(found[0], tiny.model("llama", rope_parameters=rope).model.rotary_emb.inv_freq)
 

@@ -51,7 +51,8 @@ def test_records_and_texts_are_read_plain_and_compressed(tmp_path):
     wide = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     (tmp_path / "wide.jsonl.zst").write_bytes(wide.compress(RECORDS) + wide.flush())
     (tmp_path / "UPPER.JSONL").write_bytes(RECORDS)
-    for name in ("a.jsonl", "a.jsonl.zst", "wide.jsonl.zst", "a.parquet", "UPPER.JSONL"):
+    (tmp_path / "UPPER.JSONL.ZST").write_bytes(compress(RECORDS))
+    for name in ("a.jsonl", "a.jsonl.zst", "wide.jsonl.zst", "a.parquet", "UPPER.JSONL", "UPPER.JSONL.ZST"):
         assert list(read_documents([tmp_path / name])) == DOCUMENTS
     assert list(read_documents([tmp_path / "one.txt.zst"])) == DOCUMENTS[:1]
     # as programs on Windows write them
@@ -71,6 +72,9 @@ def test_bad_files_are_refused(tmp_path, tokenizer):
     tiny.refused("documents: wanted at least one", encode_corpus, [""], tokenizer)
     wanted = "data: wanted records with a field text, got 2 records without a text field, such as .*rows.jsonl line 1"
     tiny.refused(wanted, load_corpus, [tmp_path / "rows.jsonl"], tokenizer, tmp_path / "cache")
+    (tmp_path / "some.jsonl").write_text('{"text": "fine"}\n{"body": "no text"}\n')
+    files = [tmp_path / "some.jsonl", tmp_path / "bad.txt"]
+    tiny.refused("data: wanted UTF-8 text, got .*bad.txt", load_corpus, files, tokenizer, tmp_path / "cache")
 
 
 def test_bad_records_are_counted_and_named(tmp_path, tokenizer, capsys):

@@ -353,6 +353,8 @@ def test_bad_data(config, tmp_path):
     refused("until: wanted one of dense, mixed, got 'third'", config, until="third")
     assert not config.work.exists()
     assert not config.output.exists()
+    here = Path.cwd()
+    assert dataclasses.replace(config, output=Path(".")).work == here.with_name(f"{here.name}.work")
 
 
 def _ids(tokenizer, text):

@@ -140,7 +140,7 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
         order = (~real).to(torch.int8).argsort(dim=1, stable=True)
         config = decoder.config.get_text_config(decoder=True)
         most = max_learned_positions(config)
-        behind = _behind(given.get("position_ids"), real, learned=most is not None)
+        behind = _behind(given.get("position_ids"), real, counts=config.model_type == "opt")
         if most is not None:
             behind = behind.clamp(max=most - min(length, method.piece))
         # a decoder of another repository may have the older name
@@ -159,16 +159,16 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
         layer.keep(of_layer, count)
 
 
-def _behind(positions: Tensor | None, real: Tensor, *, learned: bool) -> Tensor:
+def _behind(positions: Tensor | None, real: Tensor, *, counts: bool) -> Tensor:
     """The position behind each row's last token, int64 CPU ``[B]``.
 
-    positions: the caller's, ``[..., B or 1, L]``. Without them learned ones count a row's tokens, and others its slots.
-    real: as of `_real`.
+    positions: the caller's, ``[..., B or 1, L]``. real: as of `_real`. counts: True for a model that, given no
+    positions, counts a row's real tokens; others count slots.
     """
     if positions is None:
-        positions = real.cumsum(1) - 1 if learned else torch.arange(real.shape[1], device=real.device)
-    while positions.ndim > 2:  # one for each axis of a picture
-        positions = positions.amax(0)
+        positions = real.cumsum(1) - 1 if counts else torch.arange(real.shape[1], device=real.device)
+    if positions.ndim == 3:  # by time, height and width of pictures, and in some models a count of tokens before these
+        positions = positions[-3:].amax(0)
     return positions.to(real.device).expand(real.shape).masked_fill(~real, -1).amax(1).cpu() + 1
 
 
@@ -180,7 +180,9 @@ def _rotations_stay(decoder: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, attributes, buffers in grown:
+            vars(module).clear()
             vars(module).update(attributes)
+            module._buffers.clear()
             module._buffers.update(buffers)
 
 

@@ -33,6 +33,10 @@ class Corpus:
     document_starts: np.ndarray
 
 
+class _NoTextError(ValueError):
+    """The error of documents without any text."""
+
+
 def encode_corpus(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Corpus:
     """Encode documents without special tokens, and put the separator (``eos``) after each.
 
@@ -55,7 +59,7 @@ def encode_corpus(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) 
             chunks.append(np.array([*ids, separator] if is_last else ids, dtype))
             ends_document.append(is_last)
     if sum(map(len, chunks)) == sum(ends_document):
-        raise ValueError("documents: wanted at least one document with text, got none")
+        raise _NoTextError("documents: wanted at least one document with text, got none")
     tokens, ends = np.concatenate(chunks), np.cumsum(list(map(len, chunks)))[ends_document]
     texts_of_tokens = tokenizer.batch_decode([[index] for index in range(num_ids(tokenizer))])
     ends_line = np.array([text.endswith("\n") for text in texts_of_tokens])
@@ -99,7 +103,7 @@ def load_corpus(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase,
         documents = track(read_documents(paths, skipped=skipped), "Encoding", transient=True, console=console)
         try:
             corpus = encode_corpus(documents, tokenizer)
-        except ValueError as error:
+        except _NoTextError as error:
             if skipped:
                 left = f"{len(skipped)} records without a text field, such as {skipped[0]}"
                 raise ValueError(f"data: wanted records with a field text, got {left}") from error

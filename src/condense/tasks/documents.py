@@ -147,7 +147,7 @@ def _dataset(source: Path) -> Iterator[tuple[int, Any]]:
 def _opened(path: Path) -> Iterator[Any]:
     """The file's bytes, decompressed."""
     with path.open("rb") as file:
-        if path.suffix != ".zst":
+        if path.suffix.lower() != ".zst":
             yield file
             return
         try:

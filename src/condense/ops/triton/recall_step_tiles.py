@@ -48,7 +48,7 @@ _LANES = (GroupTiles(1024, 8, 1, 2, 128), GroupTiles(512, 4, 1, 4, 128))
 # tiles of scores by `condense.ops.triton.device.sign_pieces`
 _PIECES = GroupTiles(128, 8, 4, 2, 128)
 # tiles of open groups by `condense.ops.triton.latent_groups_kernels`: few are read sooner by more warps, of many two
-# programs share a multiprocessor. Latents of up to 320 columns need half the registers
+# programs share a multiprocessor. MiniCPM3's latents need half the registers
 _OPENED = (GroupTiles(latent_groups.ROWS.value, 8, 1, 1), GroupTiles(latent_groups.ROWS.value, 4, 1, 2))
 _NARROW_OPENED = GroupTiles(latent_groups.ROWS.value, 8, 1, 2, 128)
 
@@ -146,7 +146,7 @@ def tiles_of(
     opened = None
     if latent_groups.fits(is_hopper, form, dtype, softcap):
         many = B * cdiv(R, latent_groups.HEADS.value) >= _MANY_OF_LATENTS
-        opened = _OPENED[many] if D > 320 else _NARROW_OPENED
+        opened = _OPENED[many] if D > 288 else _NARROW_OPENED
     in_lanes = lane_tokens.fits(form.bits, g, D, form.DV, attend.rows, slots)
     if early and dtype == torch.bfloat16 and few_heads and in_lanes:
         # these load the next tile themselves
