@@ -25,6 +25,8 @@ _BLOCKS = "its mask lets the tokens of a picture see each other"
 REGISTERED: set[type[nn.Module]] = set()
 # models with an embedding for each position; CTRL's is a table of sines and ends as learned ones do
 _LEARNED_POSITIONS = ("biogpt", "ctrl", "gpt2", "gpt_bigcode", "opt")
+# of `counts_tokens`
+_COUNT_TOKENS = ("opt",)
 # experts that run all at once, on every token; transformers calls them "eager" too, their only implementation
 _EXPERTS_AT_ONCE = ("Llama4TextExperts",)
 
@@ -98,6 +100,11 @@ def sliding_window(module: Any) -> int | None:
 def max_learned_positions(config: Any) -> int | None:
     """Number of positions of a model with learned position embeddings, None for other embeddings."""
     return config.max_position_embeddings if config.model_type in _LEARNED_POSITIONS else None
+
+
+def counts_tokens(config: Any) -> bool:
+    """True for a model that, given no positions, counts the real tokens of a row; others count slots."""
+    return config.model_type in _COUNT_TOKENS
 
 
 def check_learned_positions(config: Any, what: str, length: int) -> None:

@@ -19,7 +19,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from condense.caches import CACHE, CondensedCacheLayer
 from condense.methods import Method, Reread
 from condense.methods.reread import largest_weights
-from condense.models.families import is_latent, max_learned_positions
+from condense.models.families import counts_tokens, is_latent, max_learned_positions
 from condense.models.forward import AttentionCall
 from condense.models.mla import up_projection
 from condense.ops import RuleSpans, Source, UniformRule, attend
@@ -140,7 +140,7 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
         order = (~real).to(torch.int8).argsort(dim=1, stable=True)
         config = decoder.config.get_text_config(decoder=True)
         most = max_learned_positions(config)
-        behind = _behind(given.get("position_ids"), real, counts=config.model_type == "opt")
+        behind = _behind(given.get("position_ids"), real, counts=counts_tokens(config))
         if most is not None:
             behind = behind.clamp(max=most - min(length, method.piece))
         # a decoder of another repository may have the older name
@@ -162,8 +162,8 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
 def _behind(positions: Tensor | None, real: Tensor, *, counts: bool) -> Tensor:
     """The position behind each row's last token, int64 CPU ``[B]``.
 
-    positions: the caller's, ``[..., B or 1, L]``. real: as of `_real`. counts: True for a model that, given no
-    positions, counts a row's real tokens; others count slots.
+    positions: the caller's, ``[..., B or 1, L]``. real: as of `_real`. counts: whether without these the model counts
+    real tokens, or slots.
     """
     if positions is None:
         positions = real.cumsum(1) - 1 if counts else torch.arange(real.shape[1], device=real.device)
