@@ -7,7 +7,7 @@ from models import small, tiny
 from transformers import CompileConfig
 
 import condense
-from condense.models import fused, replay
+from condense.models import fused, replay, streams
 from condense.models.families import has_eager_experts
 
 METHODS = methods("cca", "streaming", "entries-4", "streaming-llm", "dga")
@@ -65,6 +65,25 @@ def test_steps_with_compiled_norms_and_rotations(name, graphs, monkeypatch):
     agree(tiny.decoded(decoder, ids, mask, max_new_tokens=60), want, model, mask)
     assert len(graphs) == 1
     assert fused._compiled.cache_info().currsize >= 1
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_projections_on_streams_of_their_own_give_the_same_bits(name, monkeypatch):
+    model, ids, calls, counts, found = condensed(FEW, name), tiny.tokens(1, 130, seed=9).cuda(), [], [], []
+    read_all = streams._Together._read_all
+    monkeypatch.setattr(fused, "_LEAST_WEIGHTS", 0)
+    monkeypatch.setattr(streams._Together, "_read_all", lambda *x: calls.append(x[1]) or read_all(*x))
+    for groups in (streams._OF_ONE_INPUT, ()):
+        monkeypatch.setattr(streams, "_OF_ONE_INPUT", groups)
+        decoder = condense.GraphDecoder(model, batch_size=1, max_length=512)
+        logits = [decoder.prefill(ids)]
+        for _ in range(60):
+            logits.append(decoder.step(logits[-1].argmax(-1)))
+        found.append(torch.stack(logits))
+        counts.append(len(calls))
+    assert found[0].equal(found[1])
+    assert 0 < counts[0] == counts[1]
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_graph_after_prompts_with_a_selection():

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from condense.models.streams import parallel_projections
+
 # compiling takes some seconds in a process's first call, which a smaller model would need long answers to win back
 _LEAST_WEIGHTS = 2**29
 _OF_MODELS, _ROTATION = "transformers.models.", "apply_rotary_pos_emb"
@@ -30,7 +32,8 @@ logger = logging.getLogger("condense")
 
 @contextmanager
 def fused_steps(model: PreTrainedModel, rows: int) -> Iterator[None]:
-    """For the length of a ``with`` block, run the model's norms and rotations of ``rows`` tokens compiled.
+    """For the length of a ``with`` block, run the model's norms and rotations of ``rows`` tokens compiled, and its
+    projections as `condense.models.streams` says.
 
     Only of a large model, and norms without hooks. Where PyTorch cannot compile, a warning says so and nothing changes.
     Other threads rotate as before. Results differ by rounding.
@@ -41,7 +44,7 @@ def fused_steps(model: PreTrainedModel, rows: int) -> Iterator[None]:
         return
     kinds = {kind for module in model.modules() if hasattr(module, "layer_idx") for kind in type(module).__mro__}
     files = {sys.modules[kind.__module__] for kind in kinds if kind.__module__.startswith(_OF_MODELS)}
-    with _ENTERING:
+    with _ENTERING, parallel_projections(model):
         stock = {file: vars(file)[_ROTATION] for file in files if _ROTATION in vars(file)}
         try:
             for norm in norms:

@@ -1,0 +1,94 @@
+"""Projections of the same input beside each other, on streams of their own, while a CUDA graph of a step is captured.
+
+A step of one token reads each weight once, and those of k and v are too small to keep a GPU busy alone.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType
+
+import torch
+from torch import Tensor, nn
+
+# projections of one module that read the same input
+_OF_ONE_INPUT = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_proj", "kv_a_proj_with_mqa"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("gate_proj", "up_proj"),
+)
+
+
+@contextmanager
+def parallel_projections(model: nn.Module) -> Iterator[None]:
+    """For the length of a ``with`` block, compute projections that read the same input at the same time, on CUDA.
+
+    Only linear layers of PyTorch whose forward is their own, and only in this thread. The results are the same bits.
+    """
+    changed: list[nn.Module] = []
+    try:
+        for group in _groups(model):
+            changed += group
+            together = _Together(group)
+            for i, linear in enumerate(group):
+                linear.forward = MethodType(together.reader(i), linear)
+        yield
+    finally:
+        for linear in changed:
+            vars(linear).pop("forward", None)
+
+
+def _groups(model: nn.Module) -> Iterator[Sequence[nn.Module]]:
+    """Groups of layers that read the same input; each layer is in one group at most."""
+    for module in model.modules():
+        for names in _OF_ONE_INPUT:
+            group = [getattr(module, name, None) for name in names]
+            if all(type(x) is nn.Linear and x.weight.is_cuda and "forward" not in vars(x) for x in group):
+                yield group  # type: ignore[misc]
+
+
+class _Together:
+    """Layers that read the same input: the first one that is called starts the others beside itself."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._forwards = [layer.forward for layer in layers]
+        self._owner = threading.get_ident()
+        self._streams = _streams(next(layers[0].parameters()).device)
+        self._read: tuple[Tensor | None, list[Tensor]] = (None, [])
+
+    def reader(self, i: int) -> Callable[[nn.Module, Tensor], Tensor]:
+        """The forward of layer i."""
+
+        def forward(_: nn.Module, x: Tensor) -> Tensor:
+            if threading.get_ident() != self._owner:
+                return self._forwards[i](x)
+            if self._read[0] is not x:
+                self._read = x, self._read_all(i, x)
+            return self._read[1][i]
+
+        return forward
+
+    def _read_all(self, i: int, x: Tensor) -> list[Tensor]:
+        """Outputs of all layers for x; that of layer i on the caller's stream.
+
+        The others wait for all that this stream did before, and it waits for them: so memory that one of them frees is
+        not written anew while another still reads it.
+        """
+        main, others = torch.cuda.current_stream(x.device), [j for j in range(len(self._forwards)) if j != i]
+        found = {}
+        for j, stream in zip(others, self._streams, strict=False):
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                found[j] = self._forwards[j](x)
+        found[i] = self._forwards[i](x)
+        for _, stream in zip(others, self._streams, strict=False):
+            main.wait_stream(stream)
+        return [found[j] for j in range(len(self._forwards))]
+
+
+@functools.cache
+def _streams(device: torch.device) -> list[torch.cuda.Stream]:
+    """Streams for all but one layer of a group."""
+    return [torch.cuda.Stream(device) for _ in range(max(map(len, _OF_ONE_INPUT)) - 1)]
