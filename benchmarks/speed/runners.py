@@ -59,13 +59,14 @@ def read_by_graph(
     start = now(ids.device)
     decoder = GraphDecoder(model, batch_size=ids.shape[0], max_length=ids.shape[1] + steps, compile=compile)
     decoder.prefill(ids[:, :1])
+    setup_s = now(ids.device) - start
     watch = Stopwatch(ids.device)
     tokens = decoder.prefill(ids, chunk=chunk).argmax(-1)
     watch.note()
     for _ in range(steps):
         tokens = decoder.step(tokens).argmax(-1)
         watch.note()
-    return _reading(watch, decoder.cache, ids.device, watch.times[0] - start)
+    return _reading(watch, decoder.cache, ids.device, setup_s)
 
 
 def timed_generate(model: PreTrainedModel, ids: Tensor, steps: int, **settings: Any) -> Stopwatch:
@@ -91,8 +92,8 @@ def timed_generate(model: PreTrainedModel, ids: Tensor, steps: int, **settings: 
 
 
 def _reading(watch: Stopwatch, cache: Cache, device: torch.device, setup_s: float = 0.0) -> TimedRun:
-    nbytes = cache_nbytes(cache)
-    return TimedRun(watch.first_s, watch.further_s, nbytes, nbytes - cache_nbytes(cache, device.type), setup_s)
+    nbytes, (first_s, *steps_s) = cache_nbytes(cache), watch.seconds()
+    return TimedRun(first_s, steps_s, nbytes, nbytes - cache_nbytes(cache, device.type), setup_s)
 
 
 class Runner(NamedTuple):

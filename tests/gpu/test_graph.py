@@ -228,6 +228,9 @@ def test_rows_that_have_ended_are_passed_over(graphs, monkeypatch, name):
     assert len(graphs) == len(caches) == 1
     read = 150 + int((free[0] == end).nonzero()[0]), 101 + 23
     assert {tuple(layer.buffers.seen.tolist()) for layer in caches[0].layers} == {read}
+    # alone, the row ends the call, one step after its last
+    want = generate(model, ids[:1], mask[:1], 24, cache_implementation="dynamic", eos_token_id=end)
+    assert torch.equal(generate(model, ids[:1], mask[:1], 24, eos_token_id=end), want)
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v2"])

@@ -61,9 +61,23 @@ class _Traced:
         self.forward._output = CausalLMOutputWithPast(logits=self.graph(*self.inputs), **{CACHE: self.cache})
 
 
+class _Event:
+    """In place of a CUDA event: on a CPU all is done at once."""
+
+    def __init__(self, **settings):
+        pass
+
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+
 @pytest.fixture
 def captured(monkeypatch):
     """As if the model were on a GPU; the caches that steps were captured over."""
+    monkeypatch.setattr(torch, "Event", _Event)
     caches = []
 
     def capture(self, cache, inputs):
@@ -92,7 +106,7 @@ def _model(monkeypatch, method=tiny.CCA, stock=None):
 
 def _generate(model, **settings):
     torch.manual_seed(3)
-    return model.generate(IDS, **SETTINGS | settings)
+    return model.generate(**{"inputs": IDS} | SETTINGS | settings)
 
 
 @pytest.mark.parametrize(("method", "mode"), CALLS.values(), ids=CALLS)
@@ -117,6 +131,36 @@ def test_rows_that_have_ended_are_passed_over(captured, monkeypatch, method):
     assert torch.equal(_generate(model, eos_token_id=end), want)
     seen = {tuple(layer.buffers.seen.tolist()) for layer in captured[0].layers}
     assert seen == {(len(ROWS[0]) + at, len(ROWS[1]) + tiny.NEW - 1)}
+
+
+def test_the_host_looks_one_step_late_whether_a_text_has_ended(captured, monkeypatch):
+    """So the next step is queued before; its token is neither returned nor streamed."""
+    model, steps, call = _model(monkeypatch), [], ReplayedForward.__call__
+    monkeypatch.setattr(
+        ReplayedForward, "__call__", lambda self, **inputs: steps.append(inputs) or call(self, **inputs)
+    )
+
+    class Streamer:
+        tokens = ()
+
+        def put(self, tokens):
+            self.tokens += tuple(tokens.flatten().tolist())
+
+        def end(self):
+            pass
+
+    def generated(**settings):
+        streamer = Streamer()
+        out = _generate(model, inputs=IDS[1:], attention_mask=MASK[1:], streamer=streamer, **settings)
+        assert streamer.tokens == tuple(out[0].tolist())
+        return out
+
+    free = generated(cache_implementation="dynamic")[0, IDS.shape[1] :].tolist()
+    at = next(i for i in range(3, len(free)) if free[i] not in free[:i])
+    want = generated(cache_implementation="dynamic", eos_token_id=free[at])
+    assert not steps
+    assert torch.equal(generated(eos_token_id=free[at]), want)
+    assert len(steps) == at + 1  # the prompt's forward gives the first token
 
 
 @pytest.mark.parametrize("chunk", [1, 5])

@@ -66,11 +66,13 @@ class Outcome:
 
 
 class Stopwatch(StoppingCriteria):
-    """A stopping criterion that notes the time of each token and never stops."""
+    """A stopping criterion that notes when each token was made and never stops. On CUDA it does not wait for that."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.times = [now(device)]
+        self._device = device
+        self._marks: list[Any] = []  # seconds, or events on CUDA
+        now(device)  # so that the first mark is of now
+        self.note()
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """As `note`."""
@@ -78,18 +80,18 @@ class Stopwatch(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     def note(self) -> None:
-        """Note the time of one more token."""
-        self.times.append(now(self.device))
+        """Note one more token, which is made when the device has done what it was given so far."""
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            self._marks.append(torch.cuda.current_stream(self._device).record_event(event))
+        else:
+            self._marks.append(time.perf_counter())
 
-    @property
-    def first_s(self) -> float:
-        """Seconds to the first token."""
-        return self.times[1] - self.times[0]
-
-    @property
-    def further_s(self) -> list[float]:
-        """Seconds of each further token."""
-        return [b - a for a, b in itertools.pairwise(self.times[1:])]
+    def seconds(self) -> list[float]:
+        """Seconds to the first token and of each further one."""
+        now(self._device)
+        on_device = self._device.type == "cuda"
+        return [a.elapsed_time(b) / 1e3 if on_device else b - a for a, b in itertools.pairwise(self._marks)]
 
 
 def now(device: torch.device) -> float:
@@ -220,8 +222,9 @@ def _run(
                 stopping_criteria=StoppingCriteriaList([watch]),
             )
             answers.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip())
-            first_s.append(watch.first_s)
-            further_s.extend(watch.further_s)
+            first, *further = watch.seconds()
+            first_s.append(first)
+            further_s.extend(further)
             on_step()
     correct = sum(a.startswith(e) for a, e in zip(answers, expected, strict=True)) if expected else None
     return Outcome(

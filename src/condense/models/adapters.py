@@ -35,15 +35,16 @@ _WHERE = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace a method or class method by ``around``, which gets the stock function before the method's arguments."""
+    """Replace a method of any kind by ``around``, which gets the stock function before the method's arguments."""
     found = inspect.getattr_static(owner, name)
-    stock = found.__func__ if isinstance(found, classmethod) else found
+    kind = type(found) if isinstance(found, classmethod | staticmethod) else None
+    stock = found.__func__ if kind else found
 
     @functools.wraps(stock)
     def method(*args: Any, **kwargs: Any) -> Any:
         return around(stock, *args, **kwargs)
 
-    setattr(owner, name, classmethod(method) if isinstance(found, classmethod) else method)
+    setattr(owner, name, kind(method) if kind else method)
 
 
 def install() -> None:

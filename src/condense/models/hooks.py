@@ -1,4 +1,4 @@
-"""Changes that `import condense` makes to transformers: two registered functions and ten wrapped methods.
+"""Changes that `import condense` makes to transformers: two registered functions and eleven wrapped methods.
 
 `post_init`: condenses a saved condensed model when it is loaded. `to_dict` and `from_dict` of configurations and
 `save_pretrained`: write and read the methods of a model, so that no program silently loads it as a dense one, see
@@ -7,6 +7,7 @@
 whether the cache can be cropped; on CUDA it chooses a static cache where its steps can be replayed.
 `_prefill`: raises ValueError for a piece of a prompt that is a single token, if a method reads such tokens otherwise.
 `get_compiled_call`: replays these as a CUDA graph, unless the caller gave a ``compile_config``.
+`DeferredStopCheck.is_supported`: lets the host queue the next of these steps before it looks whether a text has ended.
 `Cache.crop` and `Cache.reorder_cache`: take tokens back, or move rows, in all layers, or in none if one refuses.
 `init_continuous_batching`: raises ValueError. For models that are not condensed, none of them does anything. Adapters
 are saved and loaded with their base's methods, see `condense.models.adapters`.
@@ -17,11 +18,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, StaticCache, StaticLayer
 from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.utils import DeferredStopCheck
 
 from condense.architectures import as_read, as_written
 from condense.caches import CACHE, CondensedCacheLayer, StaticCondensedLayer
@@ -34,7 +37,7 @@ from condense.models.choice import described
 from condense.models.families import check_learned_positions
 from condense.models.layers import ensure_layers
 from condense.models.masks import condense_mask
-from condense.models.replay import ReplayedForward, can_replay, is_compiled, replayable_cache
+from condense.models.replay import CacheOfOneCall, ReplayedForward, can_replay, is_compiled, replayable_cache
 from condense.models.stock import reads_otherwise
 from condense.version import __version__
 
@@ -55,6 +58,7 @@ def install() -> None:
     wrap(GenerationMixin, "_prepare_cache_for_generation", _prepare_cache)
     wrap(GenerationMixin, "_prefill", _prefill)
     wrap(PreTrainedModel, "get_compiled_call", _compiled_call)
+    wrap(DeferredStopCheck, "is_supported", _stops_late)
     wrap(GenerationMixin, "init_continuous_batching", _continuous_batching)
     wrap(Cache, "crop", _crop)
     wrap(Cache, "reorder_cache", _reorder_cache)
@@ -199,6 +203,14 @@ def _compiled_call(stock: Any, self: Any, compile_config: Any) -> Any:
     if compile_config is None and is_condensed(self) and can_replay(self):
         return ReplayedForward(self)
     return stock(self, compile_config)
+
+
+def _stops_late(
+    stock: Any, device: torch.device, cache: Cache | None, cache_is_returned: bool, is_assistant: bool
+) -> bool:
+    # the step behind a text's end, whose token transformers drops, writes to a cache that nobody reads after it
+    is_own = isinstance(cache, CacheOfOneCall) and not is_assistant
+    return is_own or bool(stock(device, cache, cache_is_returned, is_assistant))
 
 
 def _check_room(cache: StaticCache, max_cache_length: int) -> None:
