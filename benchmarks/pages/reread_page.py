@@ -15,8 +15,9 @@ _HEAD = "| | cache | following text ({:,}) | copies ({:,}) | numbers lost ({:,})
 
 
 def fill(page: Path, document: Mapping[str, Any], runs: Mapping[str, Any]) -> None:
-    """Write the tables anew: of the bundled model, and of the newest of the ``runs`` over models."""
-    newest = transfer_page.by_model(runs[max(name for name in runs if name.startswith("reread-"))])
+    """Write the tables anew: of the bundled model, and of that of the ``runs`` which has the most models."""
+    sizes_of = {name: len(run["results"]["models"]) for name, run in runs.items() if name.startswith("reread-")}
+    widest = transfer_page.by_model(runs[max(sizes_of, key=lambda name: (sizes_of[name], name))])
     dense, *others = document["results"]["rows"]
     sizes, values = ([cell[key] for cell in dense["cells"].values()] for key in ("n", "dense"))
     lines = [_HEAD.format(*sizes), "| dense: loss, found | 100% | {:.3f} | {:.3f} | {:.1%} |\n".format(*values)]
@@ -24,7 +25,7 @@ def fill(page: Path, document: Mapping[str, Any], runs: Mapping[str, Any]) -> No
         cells = " | ".join(_cell(kind == "found", cell) for kind, cell in row["cells"].items())
         lines.append(f"| {row['arm']} | {row['device']:.0%} | {cells} |\n")
     text = _BLOCK.sub(lambda block: block[1] + "".join(lines) + block[2], page.read_text(encoding="utf-8"))
-    text = _MODELS.sub(lambda block: block[1] + newest + block[2], text)
+    text = _MODELS.sub(lambda block: block[1] + widest + block[2], text)
     page.write_text(text, encoding="utf-8")
 
 
