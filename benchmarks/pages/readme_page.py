@@ -106,7 +106,7 @@ def claims(documents: Documents) -> list[str]:
         f"loses up to {far} nats a token of text, {copies} on copies, and {missed} of a task's answers",
         f"loses {host[0]}, {host[1]} and {host[2]}",
         f"with latents alone, elsewhere {elsewhere:.3f};",
-        f"made once more, Cohere 2 lost {again:.3f} on them",
+        f"trained again, Cohere 2 lost {again:.3f} on them",
         f"Llama {transfer_page.worst(llama, 'recall-device', transfer_page.TASKS)[0]:.1%} of a task",
         f"loses {cache[0]}, {cache[1]} and {cache[2]}",
         f"lost {ours['key'][0]:.3f} nats on far text and {max(ours[x][0] for x in transfer_page.TASKS):.1%} of a task",
