@@ -175,8 +175,9 @@ def _check_entries(method: Method, new: object, k: Tensor, v: Tensor, num_chunks
     layout = method.layout
     shape = (*k.shape[:2], num_chunks * layout.rule.entries)
     tensors = new if isinstance(new, tuple) else ()
+    # compared one by one: for PyTorch's compiler a length that changes is in no tuple
     fits = all(
-        x.shape in ((*shape, token.shape[3]), (*shape, 0)) and x.dtype == token.dtype
+        any(x.shape == (*shape, width) for width in (token.shape[3], 0)) and x.dtype == token.dtype
         for x, token in zip(tensors, (k, v), strict=False)
     )
     if len(tensors) < 2 or not fits:
