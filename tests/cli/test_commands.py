@@ -60,6 +60,8 @@ BAD = [
     # root may write there by its permissions, and still cannot
     (("compare", "--json", "/proc/out.json"), "json: wanted a path that can be written, got /proc/out.json"),
     (("compare", "--nonsense"), "No such option"),
+    (("compare", "--text", "a.txt", "--text=b.txt"), "--text takes one value, got 2: give it once"),
+    (("inspect", "--length", "4K", "--json", "a.json", "--length", "8K"), "--length takes one value, got 2: give it"),
     (("train", "smoke", "--data", "a", "--output", "b", "--method", "cca"), "belong to adapt: --method"),
     (("compare", "--plot", "picture.doc"), "plot must end in"),
     (("compare", "--chat"), "--chat needs a text"),

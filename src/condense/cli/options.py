@@ -55,6 +55,18 @@ def load_library(context: typer.Context) -> None:
 class Command(TyperCommand):
     """A command that loads the library before its function runs, whose imports are inside of it."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse. Raises ValueError for an option of one value that is given twice, as the first would be lost."""
+        order: list[Any] = self.make_parser(ctx).parse_args(args=[*args])[2]
+        for option in order:
+            if (
+                option.param_type_name == "option"
+                and not (option.multiple or option.is_flag)
+                and order.count(option) > 1
+            ):
+                raise ValueError(f"{option.opts[0]} takes one value, got {order.count(option)}: give it once")
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         """Load the library, then run."""
         load_library(ctx)
