@@ -207,6 +207,17 @@ def test_inspect_names_the_layers_that_have_attention(tmp_path, config, layers):
     assert f"{layers}: recall: of 4096 tokens" in said
 
 
+def test_inspect_counts_quantised_weights_as_they_are_stored(tmp_path):
+    config, asked = tiny_llama().config, ("--model", str(tmp_path), "--length", "64", "--memory", "1GB")
+    config.quantization_config = {"quant_method": "fp8"}
+    config.save_pretrained(tmp_path)
+    assert "quantised, but counted in bfloat16: give a folder that holds them" in ran("inspect", *asked).stdout
+    (tmp_path / "model.safetensors").write_bytes(bytes(10**5))
+    done = ran("inspect", *asked, "--json", str(tmp_path / "out.json"))
+    assert "counted in" not in done.stdout
+    assert json.loads((tmp_path / "out.json").read_text())["results"]["weight_bytes"] == 10**5
+
+
 @pytest.mark.parametrize(("arguments", "said"), SAID, ids=str)
 def test_inspect_says(arguments, said):
     assert " ".join(ran("inspect", *arguments).stdout.split()).count(said) == 1

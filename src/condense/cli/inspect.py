@@ -71,17 +71,23 @@ def inspect_command(
     choices = {name: choice_from_text(name) for name in NAMED_SETTINGS}
     if chosen not in choices.values():
         choices |= {" ".join(method or [described(chosen)]): chosen}
-    fits = cache_fits(skeleton, choices, tokens, torch_dtype.itemsize, **room)
+    is_quantised = getattr(skeleton.config, "quantization_config", None) is not None
+    files = Path(model).expanduser().glob("*.safetensors") if is_quantised and model is not None else ()
+    stored = sum(file.stat().st_size for file in files)
+    weights = stored or weight_bytes(skeleton, torch_dtype.itemsize)
+    fits = cache_fits(skeleton, choices, tokens, torch_dtype.itemsize, weights=weights, **room)
     first = next(report for report in reports if report.method is not None)
     sizes = {"rows": 1, "heads": first.heads, "kv_heads": first.kv_heads}
     problem = Problem(where, torch_dtype, (first.width, first.value_width), tokens, **sizes)
     backend = resolve_backend("auto", problem)
-    name, weights = model or shape or "bundled", weight_bytes(skeleton, torch_dtype.itemsize)
+    name = model or shape or "bundled"
     methods = list(dict.fromkeys(str(report.method) for report in reports if report.method is not None))
     _print_layers(reports, f"{'; '.join(methods)} at {tokens} tokens, {dtype}, backend {backend}")
     _print_fits(fits, f"{name}: one request of {tokens:,} tokens, {dtype}", batch)
     if memory is not None:
         _print_room(fits, memory, weights, host_memory)
+        if is_quantised and not stored:
+            print(f"Its weights are quantised, but counted in {dtype}: give a folder that holds them.")
     for line in _lines_to_type(skeleton, model or "DIR", tokens, is_saved=saved is not None):
         print(line)
     if to_json is not None:

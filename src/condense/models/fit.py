@@ -47,14 +47,17 @@ def cache_fits(
     *,
     memory: int | None = None,
     host_memory: int | None = None,
+    weights: int | None = None,
 ) -> list[CacheFit]:
     """The dense cache, the same in 8 and 4 bits, and that of each choice, for one request of ``length`` tokens.
 
     model: stock, also on the meta device. memory, host_memory: bytes for all requests together, None if not limited;
     of the first, `USED` is for weights and caches; where prompts are read twice, one at a time has a dense cache.
+    weights: their bytes, None: `weight_bytes`.
     Raises ValueError as `condense.models.inspect.inspect`.
     """
-    room = None if memory is None else int(USED * memory) - weight_bytes(model, itemsize)
+    weights = weight_bytes(model, itemsize) if weights is None else weights
+    room = None if memory is None else int(USED * memory) - weights
     reports = {name: inspect(model, choice, length, itemsize) for name, choice in choices.items()}
     dense = sum(report.dense_bytes for report in next(iter(reports.values())))
     dense_in = {"dense": 8 * itemsize, "dense, FP8": 8, "dense, 4 bits": _FOUR_BITS}
