@@ -166,3 +166,18 @@ def test_dropout_drops_the_same_weights_in_the_backward_pass(monkeypatch, limit)
     weight = torch.randn_like(out)
     (gradient,) = torch.autograd.grad((out * weight).sum(), v)
     torch.testing.assert_close((v * gradient).sum(), (out * weight).sum(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch's own
+@pytest.mark.parametrize("unchosen", ["mean", "drop"])
+def test_forward_mode_gives_the_gradients_of_the_backward_pass(unchosen):
+    method = condense.Recall(group_size=4, window=6, num_recall=2, unchosen=unchosen)
+    inputs, tangents = (oracle.random_qkv(1, 2, 2, 40, 6, 6, seed=seed) for seed in (1, 2))
+
+    def attention(q, k, v):
+        return condense.attention(q, k, v, method=method, backend="reference")
+
+    out, tangent = torch.func.jvp(attention, tuple(inputs), tuple(tangents))
+    _, pull = torch.func.vjp(attention, *inputs)
+    back = sum((x * y).sum() for x, y in zip(pull(out), tangents, strict=True))
+    torch.testing.assert_close((tangent * out).sum(), back)

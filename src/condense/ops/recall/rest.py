@@ -78,7 +78,8 @@ def rest_weights(choice: IndexChoice, start: int, stop: int, chosen: Tensor, clo
     scores = soft_cap(centre_scores(choice.q[:, :, start:stop], choice.index.narrow(0, G), choice.scale), softcap)
     rest = (torch.arange(G, device=scores.device) < closed[..., None]) & ~chosen
     rest = rest.repeat_interleave(scores.shape[1] // K, 1)
-    return scores.masked_fill(~rest, float("-inf")).logsumexp(-1) + math.log(g)
+    weights = scores.masked_fill(~rest, float("-inf")).logsumexp(-1) + math.log(g)
+    return weights.detach()  # of tangents, too
 
 
 def with_rest(out: Tensor, lse: Tensor, weight: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
