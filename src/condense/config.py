@@ -104,6 +104,10 @@ def check_fields(settings: Any) -> None:
         elif kind is bool:
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, got {value!r}")
+        elif kind in (int, float):
+            fits = _is_number(value) and math.isfinite(value) and (kind is float or isinstance(value, int))
+            if not fits:
+                raise ValueError(f"{name} must be {'an integer' if kind is int else 'a finite number'}, got {value!r}")
         elif get_origin(kind) is Annotated:
             number, (least, most) = get_args(kind)
             if number is int:

@@ -1,5 +1,6 @@
 """A new method is one class: it works everywhere without a change outside of it."""
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -124,6 +125,7 @@ def test_static_caches_refuse_another_attend(colder, monkeypatch):
 
 LAYOUTS = [
     (Layout(UniformRule(chunk=0, window=6)), "chunk must be an integer >= 1, got 0", _mean),
+    (None, "layout: wanted a condense.methods.layout.Layout, got None", _mean),
     (Layout(UniformRule(chunk=4, window=-1)), "window must be an integer >= 0, got -1", _mean),
     (Layout(RULE, summary_delay=7), "summary_delay must be at most the window, 6, .* got 7", _mean),
     (Layout(RULE, num_summary=-1), "num_summary must be an integer >= 0, got -1", _mean),
@@ -156,6 +158,11 @@ def test_layouts_that_cannot_be_and_entries_that_do_not_fit(layout, said, entrie
     Own.layout = layout
     with pytest.raises(ValueError, match=said):
         condense.attention(*oracle.random_qkv(1, 2, 1, 20, 4, 4), method=Own())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, "0.5", None, True])
+def test_bad_numbers_are_named(method, value):
+    tiny.refused("strength must be a finite number, got", method.replace, strength=value)
 
 
 def test_a_method_that_reads_a_prompt_at_once_looks_ahead():

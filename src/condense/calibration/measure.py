@@ -51,7 +51,9 @@ class MeasuredFile(dict[str, Measured]):
             content = json.loads(path.read_text(encoding="utf-8"))
             held = {key: Measured(kl, nats, tuple(right)) for key, (kl, nats, right) in content["readings"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"measured: wanted a file of earlier measurements, got {path}: {error}") from error
+            raise ValueError(
+                f"measured: wanted a file of earlier measurements, got {path}: {error}; remove it, or name another file"
+            ) from error
         if content.get("fingerprint") != fingerprint:
             raise ValueError(
                 f"measured: {path} holds measurements of another model, text, length, seed or other candidates: remove "

@@ -103,7 +103,9 @@ class Layout:
 
 
 def check_layout(layout: Layout) -> None:
-    """Raise ValueError for numbers that no method can have."""
+    """Raise ValueError for anything but a `Layout`, and for numbers that no method can have."""
+    if not isinstance(layout, Layout):
+        raise ValueError(f"layout: wanted a condense.methods.layout.Layout, got {layout!r}")
     rule, bias = layout.rule, layout.bias
     # not by `check_fields`, which torch.compile cannot trace
     check_int("layout: chunk", rule.chunk, 1)

@@ -46,7 +46,7 @@ def encode_corpus(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) 
     """
     separator = tokenizer.eos_token_id
     if separator is None:
-        raise ValueError("tokenizer: wanted one with an eos token to separate documents by, got none")
+        raise ValueError("tokenizer: wanted one with an eos token to separate documents by, got none: set eos_token")
     dtype: type[np.generic] = np.uint16 if num_ids(tokenizer) <= 2**16 else np.int32
     chunks: list[np.ndarray] = []
     ends_document: list[bool] = []
