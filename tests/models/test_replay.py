@@ -6,8 +6,8 @@ import pytest
 import torch
 from models import small, test_laws, tiny
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import DynamicCache, StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -35,30 +35,33 @@ EAGER = {
 BOTH = {"cca": tiny.CCA, "recall": condense.Recall(group_size=4, window=8, num_recall=2)}
 
 
-class _Traced:
-    """In place of a CUDA graph: the operations of a step, traced once, on the tensors that it had then, with no Python.
-    Counts on the host stand still, and a tensor that a step would exchange for another is read as it was. Tracing fails
-    where the host reads a tensor that the step computes.
+class _Recorded(TorchDispatchMode):
+    """Operations of a step in place of a CUDA graph, on the tensors that it had then, without Python. Numbers on the
+    host stand still, a tensor that a step would exchange for another is read as it was, and the host may read no
+    result.
     """
 
     def __init__(self, forward, cache, inputs):
-        self.forward, self.cache = forward, cache
-        leaves, structure = tree_flatten(inputs)
-        self.inputs = [x for x in leaves if isinstance(x, torch.Tensor)]
-
-        def logits(*tensors):
-            held = iter(tensors)
-            step = tree_unflatten([next(held) if isinstance(x, torch.Tensor) else x for x in leaves], structure)
-            return forward._forward(cache, step).logits
-
+        super().__init__()
+        self.forward, self.cache, self.calls = forward, cache, []
         state = [x for layer in cache.layers for x in tree_leaves(vars(layer)) if isinstance(x, torch.Tensor)]
         before = [x.clone() for x in state]
-        self.graph = make_fx(logits)(*self.inputs)
+        with self:
+            self.logits = forward._forward(cache, inputs).logits
         for x, old in zip(state, before, strict=True):  # a capture computes nothing
             x.copy_(old)
 
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert torch.Tag.data_dependent_output not in func.tags, func
+        self.calls.append((func, args, kwargs or {}, func(*args, **(kwargs or {}))))
+        return self.calls[-1][-1]
+
     def replay(self):
-        self.forward._output = CausalLMOutputWithPast(logits=self.graph(*self.inputs), **{CACHE: self.cache})
+        made = {}
+        for func, args, kwargs, outs in self.calls:
+            args, kwargs = tree_map_only(torch.Tensor, lambda x: made.get(id(x), x), (args, kwargs))
+            made.update(zip(map(id, tree_leaves(outs)), tree_leaves(func(*args, **kwargs)), strict=True))
+        self.forward._output = CausalLMOutputWithPast(logits=made[id(self.logits)], **{CACHE: self.cache})
 
 
 class _Event:
@@ -82,7 +85,7 @@ def captured(monkeypatch):
 
     def capture(self, cache, inputs):
         caches.append(cache)
-        return _Traced(self, cache, inputs)
+        return _Recorded(self, cache, inputs)
 
     monkeypatch.setattr(ReplayedForward, "_capture", capture)
     for module in (hooks, replay):
@@ -165,7 +168,6 @@ def test_the_host_looks_one_step_late_whether_a_text_has_ended(captured, monkeyp
 
 @pytest.mark.parametrize("chunk", [1, 5])
 def test_end_tokens_of_a_prompt_end_nothing(captured, monkeypatch, chunk):
-    """Though its pieces of a single token look like steps."""
     model = _model(monkeypatch)
     end = int(IDS[0, 20])
     assert end in IDS[1, -20:]
@@ -175,7 +177,6 @@ def test_end_tokens_of_a_prompt_end_nothing(captured, monkeypatch, chunk):
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_layers_of_other_kinds_keep_their_state_where_it_is(captured, monkeypatch, name):
-    """Linear attention, convolutions and sliding windows: what a step writes is what the next one reads."""
     stock = small.model(name)
     stock.set_experts_implementation("batched_mm")
     model = _model(monkeypatch, HYBRIDS[name], stock)
