@@ -103,10 +103,8 @@ REFUSED |= {
 def test_bad_choices_change_nothing(name, choice, layers, said):
     model = condense.apply(tiny.model(name), tiny.CCA, layers=[0])
     before, config = tiny.logits(model, tiny.tokens()), json.dumps(model.config.to_dict())
-    with pytest.raises(ValueError, match=re.escape(said)) as error:
-        condense.apply(model, choice, layers=layers)
-    assert "\n" not in str(error.value)
-    tiny.refused(re.escape(said), tiny.enter, model, choice, layers=layers)
+    for call in (condense.apply, tiny.enter):
+        tiny.refused(re.escape(said), call, model, choice, layers=layers)
     assert condensed_layers(model) == {0: tiny.CCA}
     assert json.dumps(model.config.to_dict()) == config
     assert torch.equal(tiny.logits(model, tiny.tokens()), before)

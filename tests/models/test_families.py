@@ -109,9 +109,8 @@ def test_queries_scaled_by_position(name, static):
 
 
 def test_a_layer_that_turns_out_to_have_a_sliding_window():
-    model = small.model("minimax", sliding_window=6)
-    with pytest.raises(ValueError, match="layer 0 has a sliding window and cannot be condensed"):
-        tiny.logits(condense.apply(model, CONDENSED), tiny.tokens(1, LENGTH))
+    model = condense.apply(small.model("minimax", sliding_window=6), CONDENSED)
+    tiny.refused("layer 0 has a sliding window and cannot be condensed", tiny.logits, model, tiny.tokens(1, LENGTH))
 
 
 class LlamaAttention(modeling_llama.LlamaAttention):
@@ -180,7 +179,6 @@ def _model(cls):
 
 
 def test_a_layer_may_name_the_cache_as_transformers_did():
-    """As layers of other repositories do, in prompts and steps."""
     model, ids = condense.apply(tiny.model("llama"), tiny.CCA), tiny.tokens(2, LENGTH)
     whole = tiny.logits(model, ids)
 

@@ -121,7 +121,6 @@ def test_what_changes_a_projection_from_outside_is_read_or_refused(way):
 
 @grid(4, name=tiny.LATENT, kind={"quantized": Quantized, "gathered": Gathered})
 def test_projections_that_only_run(name, kind):
-    """Gradients pass through those whose weight is gathered."""
     model, grads = condense.apply(tiny.model(name), LCA), []
     for layer in model.model.layers:
         layer.self_attn.kv_b_proj = kind(layer.self_attn.kv_b_proj)

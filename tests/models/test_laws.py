@@ -87,9 +87,9 @@ def test_full_forward_chunks_and_steps_agree(model):
         torch.testing.assert_close(tiny.in_chunks(model, ids, sizes, cache), full, **tiny.exact(model))
 
 
-@_of_case(tiny.WHOLE)
+@_of_case(tiny.WHOLE | tiny.REREADS)
 def test_whole_prompts_with_and_without_a_cache_are_followed_by_steps_of_any_size(model):
-    ids = tiny.tokens()
+    ids, static = tiny.tokens(), _static(model)
     torch.testing.assert_close(tiny.logits(model, ids, use_cache=True), tiny.logits(model, ids), **tiny.EXACT)
     cache = tiny.filled(model, ids[:, :40])
     assert cache.get_seq_length() == 40
@@ -97,6 +97,10 @@ def test_whole_prompts_with_and_without_a_cache_are_followed_by_steps_of_any_siz
     for sizes in ((21,), (4, 9, 8), (2, 1, 18)):
         got = tiny.in_chunks(model, ids[:, 40:], sizes, copy.deepcopy(cache))
         torch.testing.assert_close(got, steps, **tiny.EXACT)
+    for sizes in ((40, 4, 1, 8, 8), (9, 1, 1, 50)):
+        want = tiny.in_chunks(model, ids, (sizes[0], L - sizes[0]))
+        torch.testing.assert_close(tiny.in_chunks(model, ids, sizes, static), want, **tiny.EXACT)
+        static.reset()
 
 
 @_of_case(tiny.CHOICES)

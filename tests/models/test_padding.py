@@ -113,7 +113,6 @@ def test_a_token_of_a_growing_cache_gets_no_mask_without_padding():
 
 
 def test_nothing_is_remembered_of_masks_that_are_gone():
-    """Neither a mask nor a cache lives longer for a model that has read it, and few forwards are remembered."""
     model = condense.apply(tiny.model("llama"), tiny.CCA)
     board = model.model.layers[0].self_attn.condense_board
     ids, mask = tiny.left_padded([tiny.tokens(1, 20)[0], tiny.tokens(1, 40)[0]])

@@ -23,8 +23,11 @@ PARTS = {
     "no-cache": ({"use_cache": False}, "leave use_cache on"),
     "prompt-lookup": ({"prompt_lookup_num_tokens": 3}, "generate without assistant or prompt lookup"),
 }
-# the last layer refuses, after dense ones that could take back all tokens
-CROPPED = {"all": tiny.CCA, "last": {2: tiny.CCA}, "last-of-dense": {2: tiny.CCA, "rest": condense.Dense()}}
+# the last layer refuses, after dense ones that could take back all tokens; or all but the first, which could move rows
+CROP, BEAMS = r"crop: 36 tokens lie beyond .* propose fewer tokens", "beams"
+HALFWAY = {"all": (tiny.CCA, CROP), "last": ({2: tiny.CCA}, CROP)}
+HALFWAY["last-of-dense"] = {2: tiny.CCA, "rest": condense.Dense()}, CROP
+HALFWAY["but-the-first"] = tiny.RECALL.replace(store="host", slots=3), BEAMS
 OVERLAYS = {
     "or": {"or_mask_function": masks.blockwise_overlay(torch.zeros(2, 40, dtype=torch.long))},
     "and": {"and_mask_function": lambda row, head, query, key: key != query - 1},
@@ -117,8 +120,9 @@ def test_a_dense_cache_for_a_model_whose_first_layer_is_not_condensed(name):
 def test_cache_implementations(model, kind, where):
     if where == "generation_config":
         model.generation_config.cache_implementation = kind
-    with pytest.raises(ValueError, match=f"cache_implementation='{kind}' cannot be condensed: leave it unset"):
-        tiny.generate(model, IDS, **({"cache_implementation": kind} if where == "call" else {}))
+    settings = {"cache_implementation": kind} if where == "call" else {}
+    said = f"cache_implementation='{kind}' cannot be condensed: leave it unset"
+    tiny.refused(said, tiny.generate, model, IDS, **settings)
     model.generation_config.cache_implementation = None
 
 
@@ -128,8 +132,8 @@ def test_paged_and_continuous_batching(model):
         tiny.refused("batching and paged caches cannot be condensed: use model", call)
     for implementation in ("condense", "sdpa"):  # continuous batching switches to flash attention
         model.set_attn_implementation(implementation)
-        with pytest.raises(ValueError, match="paged caches and continuous batching cannot be condensed"):
-            attention_layers(model)[0](cache=object())
+        layer = attention_layers(model)[0]
+        tiny.refused("paged caches and continuous batching cannot be condensed", layer, cache=object())
     model.set_attn_implementation("condense")
 
 
@@ -316,11 +320,12 @@ def test_a_stock_model_that_says_it_is_condensed():
     tiny.refused(r"no layer says how: call model.set_attn_implementation\('sdpa'\)", condense.apply, model, tiny.CCA)
 
 
-@pytest.mark.parametrize("choice", CROPPED.values(), ids=CROPPED)
-def test_a_crop_that_a_layer_refuses_leaves_all_layers_as_they_were(choice):
+@pytest.mark.parametrize(("choice", "message"), HALFWAY.values(), ids=HALFWAY)
+def test_what_a_layer_refuses_leaves_all_layers_as_they_were(choice, message):
     model = condense.apply(tiny.model("llama"), choice)
     cache = tiny.filled(model, IDS)
-    tiny.refused(r"crop: 36 tokens lie beyond .* propose fewer tokens", cache.crop, -36)
+    change = partial(cache.crop, -36) if message == CROP else partial(cache.reorder_cache, torch.tensor([1, 1]))
+    tiny.refused(message, change)
     assert [layer.get_seq_length() for layer in cache.layers] == [40] * tiny.NUM_LAYERS
     more = tiny.tokens(2, 5, seed=3)
     full = tiny.logits(model, torch.cat([IDS, more], dim=1))[:, 40:]
@@ -354,9 +359,9 @@ def test_mask_functions(overlay, layers, monkeypatch):
             patch.setattr(modeling_llama, "create_causal_mask", masks.create_chunked_causal_mask)
         else:
             patch.setattr(modeling_llama, "create_causal_mask", partial(masks.create_causal_mask, **settings))
-        tiny.refused(r"mask_function must be the plain causal mask.*, got .*restore", tiny.logits, model, IDS)
-        with pytest.raises(ValueError, match="mask_function must be"):
-            tiny.logits(model, IDS, attention_mask=(torch.arange(40) > 2).expand(2, 40).long())
+        for mask in (None, (torch.arange(40) > 2).expand(2, 40).long()):
+            said = r"mask_function must be the plain causal mask.*, got .*restore"
+            tiny.refused(said, tiny.logits, model, IDS, attention_mask=mask)
     assert torch.equal(tiny.logits(model, IDS), expected)
 
 

@@ -137,6 +137,11 @@ WHOLE = {
     "select-all": ("llama", SELECT.replace(min_focal=1024)),
     **{f"select-{name}": (name, SELECT) for name in OTHERS if name not in LATENT},
 }
+# methods that read a whole prompt once more, which models do for them, not caches; with GQA, learned positions, latents
+REREAD = condense.Reread(share=0.3, piece=16, sink=2, window=3)
+KEPT = condense.Recall(group_size=3, window=5, num_recall=1.0, prompt="exact", keep=0.4)
+REREADS = {f"reread-{name}": (name, REREAD) for name in ("llama", "gpt2", "deepseek_v3")}
+REREADS |= {f"kept-{name}": (name, KEPT) for name in ("llama", "gpt2", "deepseek_v3")}
 
 
 def config(name, **changes):
@@ -203,8 +208,10 @@ def filled(model, ids):
 
 
 def refused(message, call, *args, **kwargs):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         call(*args, **kwargs)
+    assert "\n" not in str(error.value)
+    del error  # whose traceback holds this frame, and so the arguments
 
 
 def enter(model, choice, **kwargs):
