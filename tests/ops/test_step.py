@@ -6,11 +6,10 @@ from grids import fixture_of
 from layers import columns, extend
 from oracles import cases, oracle
 from step_states import RECALLS, call_of, empty, token_at
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import condense
 from condense.methods import step_settings
-from condense.ops import NewToken, StepCall, StepState, decode_step, step, step_backend
+from condense.ops import NewToken, decode_step, step, step_backend
 from condense.ops.triton import limits
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -49,7 +48,6 @@ def take(method, state, token, backend="torch"):
 
 
 def test_tokens_are_taken_back_from_larger_rings(method):
-    """``seen`` goes back by as many as there are slots to spare; what stands behind it is never seen."""
     qkv, other = (oracle.random_qkv(B, H, K, 90, D, DV, seed=seed) for seed in (0, 1))
     state = empty_state(method, 90, spare=5)
     for end, count in ((30, 5), (33, 1), (41, 4), (60, 5), (66, 5)):
@@ -81,7 +79,6 @@ def test_entries_are_those_of_the_growing_path_to_the_bit(method, dtype):
 
 @pytest.mark.parametrize("integer", [False, True], ids=["bool", "int"])
 def test_rows_that_are_not_real(method, integer):
-    """Rows pause at random, with NaN in what they are given: they change nothing and get 0."""
     real = torch.rand(3, 60, generator=torch.Generator().manual_seed(5)) < torch.tensor([0.9, 0.5, 0.0])[:, None]
     qkv, state, outs = oracle.random_qkv(3, H, K, 60, D, DV), empty_state(method, 60, rows=3), []
     for i in range(60):
@@ -98,25 +95,6 @@ def test_rows_that_are_not_real(method, integer):
             want = condense.attention(*mine[:3], method=method, scale=SCALE, backend="reference")
             torch.testing.assert_close(mine[3], want, **EXACT)
     assert state.seen.tolist() == real.sum(1).tolist()
-
-
-def test_one_graph_for_all_steps(method):
-    counter, qkv = CompileCounterWithBackend("eager"), oracle.random_qkv(B, H, K, 40, D, DV)
-    eager, traced = empty_state(method, 40), empty_state(method, 40)
-    settings, own = step_settings(method), method.represent
-    torch._dynamo.reset()
-
-    def step(q, k, v, real, *state):
-        call = StepCall(NewToken(q, k, v, real), StepState(*state), settings, SCALE)
-        return decode_step(call, own, backend="torch")
-
-    compiled = torch.compile(step, fullgraph=True, backend=counter, dynamic=False)
-    for i in range(40):
-        real = torch.tensor([i % 5 != 0, True])
-        new = columns(qkv, i, i + 1)
-        assert torch.equal(compiled(*new, real, *traced), take(method, eager, NewToken(*new, real)))
-    assert all(torch.equal(x, y) for x, y in zip(traced, eager, strict=True))
-    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize(("method", "length", "entries"), FULL.values(), ids=FULL)
