@@ -20,7 +20,6 @@ CHANGED = (1, 7, 8, 12, 13, 19, 20, 31, 32, 44)
 # two numbers share a byte, so keys and values have an even width
 RECALLS = cases.RECALLS | {"store-4": Recall(group_size=4, window=5, num_recall=3, store_bits=4)}
 RECALLS["shared"] = RECALLS["store-4"].replace(store_bits=16, prompt="shared")
-BASELINES = {"streaming_llm": (StreamingLLM, "sink"), "lm_infinite": (LMInfinite, "n_global")}
 LIMITS = [
     Dense(), CCA(group_size=4, window=64), LCA(group_size=7, window=1000), StreamingLLM(sink=2, window=64),
     StreamingLLM(sink=64, window=1), LMInfinite(n_global=0, window=100), Recall(group_size=4, window=6, num_recall=1.0),
@@ -122,20 +121,6 @@ def test_each_past_token_counts_once_in_a_group_open_or_not(method, backend):
         want[:whole] += (closed - newer - opened) * g / (t + 1) / max(whole, 1)
         torch.testing.assert_close(got[t], want, **EXACT)
         assert math.isclose(lse[t], math.log(t + 1), rel_tol=1e-12, abs_tol=1e-12)
-
-
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-@pytest.mark.parametrize(("method", "first"), BASELINES.values(), ids=BASELINES)
-@PROPERTY
-@given(kept=st.integers(0, 9), window=st.integers(1, 20), length=st.integers(1, 60), pads=st.integers(0, 9))
-def test_window_baselines_see_exactly_the_kept_tokens(backend, method, first, kept, window, length, pads):
-    got, lse = weights(method(window=window, **{first: kept}), length, pads, backend)
-    for t in range(length):
-        seen = sorted(set(range(min(kept, t + 1))) | set(range(max(0, t + 1 - window), t + 1)))
-        want = torch.zeros(length, dtype=torch.float64)
-        want[seen] = 1 / len(seen)
-        torch.testing.assert_close(got[t], want, **EXACT)
-        assert math.isclose(lse[t], math.log(len(seen)), rel_tol=1e-12, abs_tol=1e-12)
 
 
 @pytest.mark.parametrize("method", LIMITS, ids=str)

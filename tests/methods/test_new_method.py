@@ -114,10 +114,9 @@ def test_steps_use_the_methods_own_attend(colder, monkeypatch):
 def test_static_caches_refuse_another_attend(colder, monkeypatch):
     ids = tiny.tokens(1, 20)
     growing = tiny.generate(colder, ids)
-    with pytest.raises(ValueError, match=r"attends in its own way.*leave cache_implementation unset"):
-        tiny.generate(colder, ids, cache_implementation="static")
-    with pytest.raises(ValueError, match="attends in its own way"):
-        condense.GraphDecoder(colder, batch_size=1, max_length=40)
+    said = "attends in its own way.*leave cache_implementation unset"
+    tiny.refused(said, tiny.generate, colder, ids, cache_implementation="static")
+    tiny.refused("attends in its own way", condense.GraphDecoder, colder, batch_size=1, max_length=40)
     # `generate` must not choose a static cache for it, as it does on CUDA for other methods
     monkeypatch.setattr("condense.models.hooks.replayable_cache", lambda model, *_: StaticCache(model.config, 40))
     assert tiny.generate(colder, ids).equal(growing)
@@ -156,8 +155,7 @@ def test_layouts_that_cannot_be_and_entries_that_do_not_fit(layout, said, entrie
             return entries(chunks)
 
     Own.layout = layout
-    with pytest.raises(ValueError, match=said):
-        condense.attention(*oracle.random_qkv(1, 2, 1, 20, 4, 4), method=Own())
+    tiny.refused(said, condense.attention, *oracle.random_qkv(1, 2, 1, 20, 4, 4), method=Own())
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, "0.5", None, True])
@@ -208,12 +206,9 @@ def test_biases_may_be_wider_than_those_of_the_cache():
 
 @pytest.mark.parametrize(("base", "said"), [(condense.CCA, "and inherits 'cca': give"), (condense.Method, "it: give")])
 def test_a_method_without_a_name_is_no_models(base, said):
-    """A saved model would be loaded with the method that the name belongs to."""
-
     class Unnamed(base):
         layout = property(lambda self: Layout(RULE))
 
     model = tiny.model("llama")
-    with pytest.raises(ValueError, match=f"Unnamed must have a name of its own.*{said} the class name"):
-        condense.apply(model, Unnamed())
+    tiny.refused(f"Unnamed must have a name of its own.*{said} the class name", condense.apply, model, Unnamed())
     assert not condense.models.condensed_layers(model)

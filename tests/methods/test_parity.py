@@ -109,22 +109,27 @@ def test_extend_after_a_prompt_follows_the_streaming_rule(backend, method, steps
     check_rows(method, steps, backend, prompt=True)
 
 
-ANY_CCA = st.builds(
-    condense.CCA,
-    group_size=st.integers(1, 7),
-    window=st.integers(0, 12),
-    summary=st.sampled_from(["last", "streaming"]),
-    num_summary_queries=st.sampled_from([None, 1, 3, 15, 40]),
-    key_pooling=st.sampled_from(cases.POOLINGS),
-    value_pooling=st.sampled_from(cases.POOLINGS),
-    rep_bias=st.sampled_from(["none", "log_size"]),
-)
+ANY = {
+    "cca": st.builds(
+        condense.CCA,
+        group_size=st.integers(1, 7),
+        window=st.integers(0, 12),
+        summary=st.sampled_from(["last", "streaming"]),
+        num_summary_queries=st.sampled_from([None, 1, 3, 15, 40]),
+        key_pooling=st.sampled_from(cases.POOLINGS),
+        value_pooling=st.sampled_from(cases.POOLINGS),
+        rep_bias=st.sampled_from(["none", "log_size"]),
+    ),
+    "streaming_llm": st.builds(condense.StreamingLLM, sink=st.integers(0, 9), window=st.integers(1, 20)),
+    "lm_infinite": st.builds(condense.LMInfinite, n_global=st.integers(0, 9), window=st.integers(1, 20)),
+}
 
 
+@pytest.mark.parametrize("methods", ANY.values(), ids=ANY)
 @settings(derandomize=True, deadline=None, max_examples=40)
-@given(st.data())
-def test_extend_any_method_any_chunks(data):
-    method = data.draw(ANY_CCA)
+@given(data=st.data())
+def test_extend_any_method_any_chunks(methods, data):
+    method = data.draw(methods)
     B = data.draw(st.integers(1, 3), label="B")
     counts = st.tuples(*[st.integers(0, 14) for _ in range(B)])
     steps = data.draw(st.lists(counts, min_size=1, max_size=6), label="steps")

@@ -102,7 +102,6 @@ def test_a_static_cache_without_room_for_a_group_is_read_in_pieces():
 
 
 def test_a_prompt_on_latents_expands_each_token_once(expanded):
-    """The window holds all of them; the store has those of closed groups a second time."""
     inputs = latent_oracle.random(1, 2, 61, (8, 4, 16, 8), torch.float64)
     dense = condense.latent_attention(*inputs, method=DENSE)
     expanded.clear()
