@@ -141,6 +141,7 @@ CASES = {
     "float32, 4 bits": (torch.float32, 4, 16, (128, 64)), "float32, 8 bits": (torch.float32, 8, 3, (24, 16)),
     "latents": (torch.bfloat16, 4, 6, (40, 0)), "float16": (torch.float16, 8, 16, (64, 64)),
     "16 bits": (torch.float32, 16, 4, (33, 24)), "groups of 1": (torch.bfloat16, 8, 1, (96, 80)),
+    "float64": (torch.float64, 16, 4, (5, 4)), "float16, 12 columns": (torch.float16, 4, 4, (12, 6)),
 }  # fmt: skip
 
 
