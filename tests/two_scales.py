@@ -45,8 +45,8 @@ METHODS = {
 
 
 def by_hand(method, q, k, v, scale):
-    """One KV head. q ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``."""
-    c, size, outs = method.chunk, method.chunk * method.n, []
+    """Output and log-sum-exp of one KV head. q ``[R, L, D]``, k ``[L, D]``, v ``[L, Dv]``."""
+    c, size, outs, lses = method.chunk, method.chunk * method.n, [], []
     for t in range(1, len(k) + 1):
         closed, merged = max(0, t - method.window) // c, max(0, t - method.near) // size
         runs = [(j * size, size) for j in range(merged)]
@@ -55,5 +55,7 @@ def by_hand(method, q, k, v, scale):
         assert sum(num for _, num in runs) == t
         keys, values = (torch.stack([x[i : i + num].mean(0) for i, num in runs]) for x in (k, v))
         bias = torch.tensor([math.log(num) for _, num in runs], dtype=torch.float64)
-        outs.append((scale * q[:, t - 1] @ keys.T + bias).softmax(-1) @ values)
-    return torch.stack(outs, 1)
+        scores = scale * q[:, t - 1] @ keys.T + bias
+        outs.append(scores.softmax(-1) @ values)
+        lses.append(scores.logsumexp(-1))
+    return torch.stack(outs, 1), torch.stack(lses, 1)

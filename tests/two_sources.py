@@ -4,7 +4,6 @@ import torch
 
 from condense.ops import ArraySpans, Source, Span, attend
 from condense.ops.recall import choose_groups, index_scores, turned_queries
-from condense.ops.tensors.per_row import at_least
 
 
 def two_sources(entries_k, entries_v, window_k, window_v, bias=None):
@@ -18,19 +17,6 @@ def array_spans(last_entry, first, last):
 
 def as_arrays(spans, length, device=None):
     return ArraySpans(tuple(spans.at(0, length, device or torch.device("cpu"))))
-
-
-class TwoScales:
-    """A rule of three sources: groups of ``far`` tokens behind groups of ``near``, behind a window."""
-
-    def __init__(self, near, far, window, reach):
-        self.near, self.far, self.window, self.reach = near, far, window, reach
-
-    def spans(self, seen):
-        """Far groups closed ``reach`` tokens behind the window, near groups from there on, then exact tokens."""
-        near = at_least(seen - self.window, 0) // self.near
-        far = at_least(seen - self.window - self.reach, 0) // self.far
-        return [(seen * 0, far), (far * (self.far // self.near), near), (near * self.near, seen)]
 
 
 def attend_to(context, q, **options):

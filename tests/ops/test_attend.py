@@ -1,14 +1,12 @@
 """`condense.ops.attend` under general spans, per row and per KV head, and under the uniform rule."""
 
-import math
-
 import pytest
 import torch
 from grids import CPU_BACKENDS, grid
 from oracles import oracle
-from two_sources import TwoScales, array_spans, two_sources
+from two_sources import array_spans, two_sources
 
-from condense.ops import Problem, RuleSpans, Source, UniformRule, api, attend, resolve_backend
+from condense.ops import Problem, RuleSpans, UniformRule, api, attend, resolve_backend
 from condense.ops.backends import BACKENDS, Backend
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -107,7 +105,6 @@ def test_triton_is_refused_where_it_cannot_run_and_auto_does_without(device, cha
 
 
 def test_auto_leaves_plain_causal_attention_to_pytorch(monkeypatch):
-    """As on a machine where the kernels run: what is condensed goes to them, what is not does not."""
     calls = []
     monkeypatch.setattr(api, "resolve_backend", lambda *args, **kwargs: "triton")
     operations = BACKENDS["torch"].load()._replace(attend=lambda q, *rest, **kwargs: (calls.append(rest), (q, None))[1])
@@ -125,28 +122,3 @@ def test_auto_leaves_plain_causal_attention_to_pytorch(monkeypatch):
     later = RuleSpans(UniformRule(chunk=1, window=None), torch.tensor([5]), start)
     attend(q[:, :, 5:], keys, later, scale=0.5)
     assert len(calls) == 2
-
-
-@pytest.mark.parametrize("rows", [[0, 0], [0, 6]], ids=["rows alike", "left padding"])
-def test_two_scales_of_groups_are_a_rule_of_a_few_lines(backend, rows):
-    """Mean keys of groups of 4 near and 16 far: each past token counts once, in one source, and nobody sees ahead."""
-    L, near, far = 75, 4, 16
-    # the columns of all sources count from a row's first real token
-    spans = RuleSpans(TwoScales(near, far, 7, 20), -torch.tensor(rows), torch.tensor([0, 0]))
-    # with the log of its size as bias, a group of equal keys counts as its tokens: dense attention over their means
-    q, k, v = oracle.random_qkv(2, 4, 2, L, 4, 4)
-    k = torch.ones_like(k)
-    k, v = (torch.stack([row.roll(-pad, 1) for row, pad in zip(x, rows, strict=True)]) for x in (k, v))
-
-    def means(x, size):
-        return x[:, :, : L // size * size].unflatten(2, (-1, size)).mean(3)
-
-    sources = [Source(means(k, size), means(v, size), math.log(size)) for size in (far, near)]
-    got, lse = attend(q, [*sources, Source(k, v)], spans, scale=0.5, backend=backend, return_lse=True)
-    for b, pad in enumerate(rows):
-        seen = torch.arange(1, L - pad + 1).double()
-        past = v[b, :, : L - pad].cumsum(1) / seen[:, None]
-        torch.testing.assert_close(got[b, :, pad:], past.repeat_interleave(2, 0), **EXACT)
-        want = 0.5 * q[b, :, pad:].sum(-1) + seen.log()
-        torch.testing.assert_close(lse[b, :, pad:], want, **EXACT)
-        assert not bool(got[b, :, :pad].any())

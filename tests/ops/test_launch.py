@@ -54,13 +54,6 @@ def tensors():
     return torch.zeros(8), torch.zeros(3, dtype=torch.bfloat16)
 
 
-def test_more_warps_are_another_kernel(tensors):
-    kernel = Kernel()
-    start = Launcher(kernel)
-    made = [start(GRID, tensors, (7,), CONSTANTS, {"num_warps": warps}).number for warps in (4, 8, 4)]
-    assert made == [1, 2, 1]
-
-
 def test_the_same_again(tensors):
     kernel, others = Kernel(), tuple(x.clone() for x in tensors)
     start = Launcher(kernel)
@@ -76,12 +69,12 @@ def test_the_same_again(tensors):
 def test_whatever_triton_tells_apart_is_asked_for(tensors):
     kernel, (x, y), meta = Kernel(), tensors, tuple(z.to("meta") for z in tensors)
     start = Launcher(kernel)
-    kinds = [(tensors, numbers, CONSTANTS) for numbers in ((7, 16), (1, 16), (7, 17))]
-    kinds += [(given, (7, 16), CONSTANTS) for given in ((x[1:], y), (x, y.to(torch.float16)), meta)]
-    kinds.append((tensors, (7, 16), ("mean", True)))
+    kinds = [(tensors, numbers, CONSTANTS, OPTIONS) for numbers in ((7, 16), (1, 16), (7, 17))]
+    kinds += [(given, (7, 16), CONSTANTS, OPTIONS) for given in ((x[1:], y), (x, y.to(torch.float16)), meta)]
+    kinds += [(tensors, (7, 16), ("mean", True), OPTIONS), (tensors, (7, 16), CONSTANTS, {"num_warps": 8})]
     for _ in range(2):
         for kind in kinds:
-            start(GRID, *kind, OPTIONS)
+            start(GRID, *kind)
     assert len(kernel.calls) == len(kinds)
     assert [number for number, *_ in kernel.again] == list(range(1, len(kinds) + 1))
 

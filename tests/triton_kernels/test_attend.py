@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from lanes import CUDA, DEVICE, DTYPES
 from oracles import oracle
 from oracles.cases import METHODS
-from two_sources import TwoScales, as_arrays, two_sources
+from two_sources import as_arrays, two_sources
 
 import condense
-from condense.ops import ArraySpans, RuleSpans, Source, Span, UniformRule, attend
+from condense.ops import ArraySpans, Coarse, RuleSpans, Source, Span, UniformRule, attend
+from condense.ops.coarse import CoarseRule
 from condense.ops.triton import attend as triton_attend
 from condense.ops.triton import attend_call, limits
 
@@ -158,7 +159,8 @@ def test_any_number_of_sources_within_budget(kind):
     sizes = numbers[kind]
     spans = _rising(sizes, B, K, L)
     if kind == "two scales":
-        spans = RuleSpans(TwoScales(4, 16, 7, 20), torch.tensor([0, -13]), torch.tensor([0, 0]))
+        rule = CoarseRule(UniformRule(4, 7), Coarse(4, 27))
+        spans = RuleSpans(rule, torch.tensor([0, -13]), torch.tensor([0, 0]))
     q = oracle.random_qkv(B, H, K, L, D, D, dtype=dtype)[0]
     drawn = (oracle.random_qkv(B, K, K, size, D, D, dtype=dtype, seed=n + 1) for n, size in enumerate(sizes))
     keys_and_values = [x for _, *of_source in drawn for x in of_source]
