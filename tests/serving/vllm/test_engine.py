@@ -1,7 +1,9 @@
 """Condensed models in vLLM give the tokens of generate, however their prompts are read and whatever else runs."""
 
 import pytest
+from fresh import run
 from small_models import condensed, prompts_of, random_latents, random_llama
+from vllm import LLM, SamplingParams
 
 import condense
 from condense.methods import methods_in
@@ -45,6 +47,13 @@ OF_LATENTS = {
     "matched": ("deepseek_v2", METHOD.replace(rep_bias="matched", summary="last")),
     "allocation": ("deepseek_v2", {0: condense.StreamingLLM(sink=4, window=40), "rest": METHOD}),
 }
+DRAFTED = {
+    "recall": RECALL,
+    "recall-drop-8": RECALL.replace(store_bits=8, unchosen="drop"),
+    "last": condense.CCA(group_size=4, window=24),
+    "window": {0: condense.StreamingLLM(sink=4, window=40), "rest": RECALL},
+}
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
 @pytest.fixture(scope="module", params=METHODS)
@@ -64,7 +73,6 @@ def chunked(engine, model, folder):
 
 
 def test_prompts_in_pieces_among_single_tokens_are_found_again(chunked, wanted):
-    """All whole pages of entries before a prompt's last token are taken over, and the window behind them."""
     assert chunked.tokens(prompts_of(LENGTHS), NEW) == wanted
     outputs, page = chunked.generate(prompts_of(LENGTHS), NEW), chunked.page
     assert [list(output.outputs[0].token_ids) for output in outputs] == wanted
@@ -90,8 +98,6 @@ def test_several_answers_and_stops(chunked, wanted):
 
 
 def test_a_request_that_is_given_up(chunked, wanted):
-    from vllm import SamplingParams
-
     engine = chunked.llm.llm_engine
     chunked.scheduler.reset_prefix_cache()
     params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
@@ -148,3 +154,23 @@ def test_prompts_in_which_few_tokens_choose(outputs_of):
     """Read at once, as `generate` reads them: what queries open depends on where calls begin and end."""
     model = condense.apply(random_llama(layers=3), RECALL.replace(prompt="shared", store_bits=16))
     outputs_of(model, prompts_of(LENGTHS), NEW, max_num_batched_tokens=2048, enable_prefix_caching=False)
+
+
+def check_drafted(folder, settings, prompts, want, new):
+    llm, params = LLM(folder, **settings), SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+    for _ in range(2):
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        assert [list(output.outputs[0].token_ids) for output in outputs] == want
+    counts = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    assert 0 < counts["vllm:spec_decode_num_accepted_tokens"] < counts["vllm:spec_decode_num_draft_tokens"]
+
+
+@pytest.mark.parametrize("method", DRAFTED.values(), ids=DRAFTED)
+def test_drafts_that_the_model_does_not_agree_with_are_taken_back(greedy, device_settings, tmp_path, method):
+    """In a process of its own: once vLLM has loaded what finds n-grams, no other engine starts in one on a CPU."""
+    model = condense.apply(random_llama(), method)
+    model.save_pretrained(tmp_path)
+    prompts = [(ids * 40)[:length] for ids, length in zip(prompts_of((7,) * 4), (230, 31, 150, 64), strict=True)]
+    fixed = {"dtype": "float32", "max_num_batched_tokens": 64, "disable_log_stats": False, **device_settings}
+    settings = condensed(model, **fixed, speculative_config=NGRAMS)
+    run(check_drafted, str(tmp_path), settings, prompts, greedy(model, prompts, 60), 60)
