@@ -205,7 +205,6 @@ def test_attention_on_the_meta_device():
 
 @pytest.mark.parametrize("R", [1, 2, 3, 7])
 def test_entries_are_the_same_to_the_bit_chunked_or_not(R):
-    """In float32, the means over the R query heads of a KV head too."""
     method = condense.CCA(group_size=4, window=6, summary="streaming", num_summary_queries=6)
     for seed in range(10):
         qkv, past = oracle.random_qkv(1, 2 * R, 2, 60, 6, 6, dtype=torch.float32, seed=seed), None

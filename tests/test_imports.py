@@ -102,7 +102,6 @@ def test_imports_point_down(unit):
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_imports_point_down_inside_ops(room):
-    """And backends know nothing of each other."""
     files = [*(SOURCE / "ops").glob(f"{room}.py"), *(SOURCE / "ops" / room).rglob("*.py")]
     assert files
     others = BACKENDS.keys() - BACKENDS[room] - {room} if room in BACKENDS else set()

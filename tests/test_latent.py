@@ -78,7 +78,6 @@ def test_gradients_are_slopes(backend, method):
 @pytest.mark.parametrize("absorb", [True, False], ids=["absorbed", "expanded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_error_budget(dtype, absorb):
-    """No worse than twice the same steps in eager PyTorch; weighted pooling, which has no jumps."""
     method = CCA(group_size=8, window=32, summary="streaming", rep_bias="log_size")
     x = latent_oracle.random(1, 4, 150, (32, 16, 64, 32), dtype)
     want, _ = latent_oracle.attention(x, method=method)

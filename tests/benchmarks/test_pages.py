@@ -50,12 +50,11 @@ def test_a_number_that_no_file_holds_is_refused(tmp_path):
     tiny.refused("no result file", papers_page.Figures({}).figure, "model llama-3.1-8b first 4096 dense")
     page = tmp_path / "page.md"
     page.write_text("<!-- zero-shot llama 4096 -->\n| |\n|---|\n| recall r=5 | |\n<!-- /zero-shot -->\n")
-    with pytest.raises(ValueError, match="no run of llama 4096 recall r=5"):
-        recall_page.fill(page, stored.stored()["zero-shot-h200-20261122T020720Z"])
+    run = stored.stored()["zero-shot-h200-20261122T020720Z"]
+    tiny.refused("no run of llama 4096 recall r=5", recall_page.fill, page, run)
     page.write_text("<!-- paged -->\n<!-- /paged -->\n")
     tiny.refused("must name its results", serving_page.fill, [page], stored.stored())
-    with pytest.raises(ValueError, match="results: no runs of"):
-        zero_shot_page.write_page({"none": {"results": {"runs": []}}}, tmp_path / "page.md")
+    tiny.refused("results: no runs of", zero_shot_page.write_page, {"none": {"results": {"runs": []}}}, page)
 
 
 @pytest.mark.parametrize(("old", "new", "message"), REFUSED)

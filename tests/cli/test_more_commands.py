@@ -119,22 +119,13 @@ def test_progress_without_a_terminal_is_a_line_now_and_then():
     assert [line.rstrip() for line in out.getvalue().splitlines()] == [f"verifying: {line}" for line in lines]
 
 
-@pytest.fixture
-def scorer(tmp_path, monkeypatch):
+def test_a_program_that_is_run_loads_a_saved_model_condensed_and_its_failures_are_its_own(tmp_path, monkeypatch):
     (tmp_path / "scorer.py").write_text(PROGRAM)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-
-
-@pytest.mark.usefixtures("scorer")
-def test_a_program_that_is_run_loads_a_saved_model_condensed(tmp_path):
     condense.apply(tiny.model("llama"), tiny.CCA).save_pretrained(tmp_path / "saved")
     done = ran("run", "-m", "scorer", "--help", str(tmp_path / "saved"))
     assert done.stdout == "--help CondensedLlamaAttention\n"
-
-
-@pytest.mark.usefixtures("scorer")
-def test_failures_of_a_program_that_is_run_are_its_own():
     done = run_here("run", "-m", "scorer", "fail")
     assert (done.returncode, done.stdout) == (1, "")
     assert "ValueError: the program's own" in done.stderr

@@ -164,7 +164,6 @@ def test_copies_repeat_the_first_half(demo):
 
 
 def test_tokens_that_need_far_text(demo):
-    """For a length that no block divides: against one forward per token's block, from the definition."""
     ids = torch.from_numpy(np.random.default_rng(0).integers(4, 400, 70))
     losses = torch.zeros(70)
     short, block = 17, 4
@@ -225,7 +224,6 @@ def test_bars_of_a_task_hold_for_its_bound_too():
 
 
 def test_divergence_is_that_of_one_piece_of_a_stretch(demo, monkeypatch):
-    """Two pieces per stretch; a window diverges everywhere from dense attention."""
     monkeypatch.setattr(verify_texts_module, "_PIECE", 4)
     model, _ = demo
     ids, dense, apart = torch.arange(100, 100 + 8 * BINS * 2), DenseReading(), []

@@ -143,7 +143,6 @@ def test_an_interrupted_run_goes_on_and_scores_the_same(base, command, tmp_path,
 
 
 def test_a_tokenizer_s_own_code_runs_only_with_the_option(base, command, tmp_path):
-    """Also where a task reads the tokenizer once more."""
     folder = shutil.copytree(base, tmp_path / "own")
     # a class of its own: transformers marks it as custom code for the rest of the process
     own = "from transformers import PreTrainedTokenizerFast\n\nclass Own(PreTrainedTokenizerFast):\n    pass\n"

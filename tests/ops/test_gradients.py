@@ -63,7 +63,6 @@ def test_poisoned_padding_reaches_nothing(backend, method, pads, poison):
 @pytest.mark.parametrize("shape", [(7, 3, 5), (7, 3, 0), (7, 0, 5), (1, 0, 0)], ids=str)
 @pytest.mark.parametrize("seen", [0, 1])
 def test_rows_that_see_nothing(backend, shape, extras, seen):
-    """Output 0, log-sum-exp -inf, gradients 0 for each of the inputs, whatever the query is; the other row may see."""
     L, M, N = shape
     inputs = [torch.randn(2, n, s, 4, dtype=torch.float64) for n, s in ((4, L), (2, M), (2, M), (2, N), (2, N))]
     inputs[0][0].fill_(torch.nan)

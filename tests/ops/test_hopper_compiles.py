@@ -248,7 +248,6 @@ def test_numbers_of_kernels_are_plain(rows):
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_the_pooled_step_over_pages_compiles(bits, compiled, monkeypatch):
-    """Stores, attends and joins in pages of numbers and of records, early, within shared memory."""
     launch_of = step_plan.launch_of.__wrapped__
     monkeypatch.setattr(paged_step, "launch_of", lambda *args: launch_of(*args[:5], torch.device("cuda"), *args[6:]))
     method = condense.LCA(window=64, entry_bits=bits, rep_bias="log_size" if bits == 16 else "matched")
@@ -289,7 +288,6 @@ def test_the_kernels_of_a_prompt(widths, compiled, monkeypatch):
 @pytest.mark.parametrize("dtype", limits.DTYPES, ids=str)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_store_is_unpacked_in_whole_words(bits, dtype, compiled):
-    """Codes 8 bytes at a time, numbers 16."""
     form = StoreFormat(bits, 16)
     pieces = torch.zeros(1, 2, 64, 16 * form.width(128, 128, dtype.itemsize), dtype=torch.uint8)
     index = split_keys(torch.zeros(1, 2, 64, 16, 128, dtype=dtype))[0]

@@ -203,7 +203,6 @@ def test_other_architectures_and_orders_are_refused_and_without_vllm_all(serve, 
 
 
 def test_an_untouched_model_gets_the_named_setting(serve, stock):
-    """One line says what it does, what it was measured to lose and what measures it on this model."""
     command, err = serve(stock)
     named = condense.Method.parse("recall-device")
     first = named.of_layer(is_first=True, has_latents=False)
@@ -215,7 +214,6 @@ def test_an_untouched_model_gets_the_named_setting(serve, stock):
 
 
 def test_the_package_vllm_has_a_command(serve, saved, monkeypatch):
-    """And a version, which is checked; builds under another name have neither."""
     monkeypatch.setattr(command_module, "_version", lambda: "0.32.0")
     command, _ = serve(saved)
     assert command[:5] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(saved)]

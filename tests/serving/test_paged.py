@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from layers import Counting, read
+from models.tiny import refused
 from paged_pool import METHODS, NULL, Pool, complete_a_prefix
 from paged_sequences import cut, on_two_ranks, random_extras, random_latents, random_tokens, read_in_pieces, whole
 from record_pool import EXACT_PROMPTS, RECALL, RECORDS, RecordPool
@@ -234,17 +235,14 @@ def test_nothing_new_writes_nothing():
 def test_an_unknown_backend_coarse_entries_and_a_ring_without_room_for_a_summary_are_refused():
     pool = RecordPool(METHODS["streaming"].replace(group_size=20, window=20, entry_bits=4), (K, D, 4))
     read = partial(pool.read, [(pool.add(3), tokens_of(pool, 3))], scale=SCALE)
-    with pytest.raises(ValueError, match="backend must be"):
-        read(backend="paged")
+    refused("backend must be", read, backend="paged")
     plan = pool.plan
     pool.plan = replace(plan, settings=replace(plan.settings, coarse=Coarse(2, 80)))
-    with pytest.raises(ValueError, match="pages keep all entries, got Coarse"):
-        read()
+    refused("pages keep all entries, got Coarse", read)
     pool.plan = plan
     # its slots would be written twice at once, in any order on a GPU
     pool.kinds["ring"] = 8, pool.kinds["ring"][1]
-    with pytest.raises(ValueError, match=r"the ring must have \d+ slots or more, got 8"):
-        read()
+    refused(r"the ring must have \d+ slots or more, got 8", read)
 
 
 @pytest.fixture(params=TOGETHER)
@@ -297,7 +295,6 @@ def test_several_calls_in_a_step(make_pool, monkeypatch, bounds):
 
 @given(st.lists(st.tuples(st.integers(1, 9000), st.integers(0, 70000)), min_size=1, max_size=40))
 def test_calls_are_bounded(lengths):
-    """Each request is read once; padding and the tokens of a call are within their bounds; what fits alone is alone."""
     asked = [rows.Request(row, 0, num, num + before) for row, (num, before) in enumerate(lengths)]
     calls = rows.calls_of(asked)
     assert sorted(r for call in calls for r in call) == asked

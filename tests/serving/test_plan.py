@@ -197,7 +197,6 @@ def test_engines_that_fit_and_engines_that_are_refused(settings, words):
 
 @pytest.mark.parametrize(("method", "widths", "longest", "has"), RECORDED, ids=str)
 def test_layers_whose_single_tokens_graphs_may_record(monkeypatch, method, widths, longest, has):
-    """Those whose step the kernels over pages compute, for every length that the engine reads."""
     monkeypatch.setattr(limits, "_HAS_TRITON", True)
     latent = 0 if widths[1] else widths[0] - 64
     plan = None if method is None else serving_plan(method)

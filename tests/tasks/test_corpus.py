@@ -145,8 +145,8 @@ def test_ids_with_a_gap_and_tokenizers_that_are_not_fast(tokenizer, tmp_path, te
     other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(settings)), eos_token="<eos>")
     other.add_tokens("far")
     assert last in encode_corpus(["so far so near"], other).tokens
-    with pytest.raises(ValueError, match="tokenizer: wanted a fast one, of the package tokenizers, got ByT5Tokenizer"):
-        load_corpus([text_file], ByT5Tokenizer(), tmp_path)
+    wanted = "tokenizer: wanted a fast one, of the package tokenizers, got ByT5Tokenizer"
+    tiny.refused(wanted, load_corpus, [text_file], ByT5Tokenizer(), tmp_path)
 
 
 def test_a_tokenizer_that_has_padded_and_cut_in_between_encodes_nothing_anew(text_file, tokenizer, tmp_path):

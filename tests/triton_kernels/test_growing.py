@@ -133,7 +133,6 @@ def test_steps_and_chunks_equal_extend(method, sizes, ragged):
 
 @pytest.mark.parametrize("name", TAKING_BACK)
 def test_tokens_are_taken_back_in_the_middle_of_steps(name):
-    """Up to the slack, across group boundaries; others stood in their slots and entries. In the end all of it anew."""
     layers = pair(EITHER[name])
     agree(layers, 31, 0)
     few = name == "recall" and DEVICE == "cpu"
@@ -317,7 +316,6 @@ def test_a_past_made_in_inference_mode_goes_on_outside():
 
 @pytest.mark.parametrize("method", RECALLS.values(), ids=RECALLS)
 def test_steps_are_the_bits_of_operations(method):
-    """Rows apart, of which one or the other pauses now and then; either closes groups."""
     layers, pauses = pair(method), {0: (69, 60), 2: (0, 1), 3: (1, 0), 6: (1, 1), 7: (0, 1), 8: (1, 0)}
     for seed, L in enumerate((69, 1, 1, 1, 1, 3, 1, 1, 1)):
         agree(layers, L, seed, torch.tensor(pauses[seed]) if seed in pauses else None)
@@ -326,7 +324,6 @@ def test_steps_are_the_bits_of_operations(method):
 
 
 def test_a_trace_gets_one_operation():
-    """Subclasses of tensors see the step by name, and none is prepared."""
     layer, seen = CondensedLayer(RECALL), []
     read_by(layer, draw_tokens(20))
 

@@ -69,7 +69,6 @@ CELLS += [(name, shape, dtype) for name in OF_LATENTS for shape in LATENTS for d
 
 @pytest.mark.parametrize(("name", "shape", "dtype"), CELLS, ids=str)
 def test_steps_are_within_the_budget(name, shape, dtype):
-    """At most twice as far from the definition as PyTorch is; in fewer bits, the records and outputs of PyTorch."""
     # of 45 tokens one has a code of 4 bits near the middle of two numbers, which rounds otherwise
     first = 37 if name in METHODS | RECORDS and shape in SHAPES else 45
     (make, method), shape = POOLS[name], (SHAPES | LATENTS)[shape]
@@ -278,7 +277,6 @@ def check_steps(method, shape, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("method", HOST)
 def test_tokens_in_host_memory_are_those_of_the_device(method, dtype):
-    """The same bytes; outputs are sums in another order, as other programs read the window."""
     shape, made = SHAPES["gqa"], {"num_pages": 200, "dtype": dtype, "device": DEVICE}
     host, device = (RecordPool(RECALLS[method].replace(store=x), shape[1:], **made) for x in ("host", "device"))
     steps, reader = (3, "torch") if DEVICE == "cpu" else (40, "triton")
@@ -297,7 +295,6 @@ def test_requests_of_all_lengths_where_each_has_room_for_many_groups(method):
 
 @pytest.mark.parametrize("method", ["default", "drop", *record_pool.EXACT_PROMPTS])
 def test_prompts_that_share_a_call(method):
-    """Rows of several lengths beside a single token, one of them a later piece: their attention, and their records."""
     shape, tokens, outs, pools = SHAPES["gqa"], [tokens_of(SHAPES["gqa"], 40, seed=n) for n in range(4)], [], []
     for backend in ("triton", "torch"):
         pool = RecordPool((RECALLS | record_pool.EXACT_PROMPTS)[method], shape[1:], dtype=torch.float32, device=DEVICE)

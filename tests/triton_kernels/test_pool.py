@@ -107,7 +107,6 @@ def test_summaries(case, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spans", SPANS, ids=str)
 def test_spans_that_are_given_one_by_one(spans, dtype):
-    """As in packed documents; some queries in no span, some in several."""
     lo, hi, size = spans
     columns = SummaryColumns(torch.tensor(lo, device=DEVICE), torch.tensor(hi, device=DEVICE), size)
 

@@ -441,7 +441,6 @@ def test_choice_and_weights_are_whole_operations():
 @pytest.mark.parametrize("widths", LATENTS, ids=str)
 @pytest.mark.parametrize("method", [METHOD, METHOD.replace(unchosen="drop", window=0)], ids=["mean", "drop"])
 def test_a_prompt_of_latents_is_what_the_definition_says(method, widths, chosen):
-    """Output and gradients in float32, where both choose the same groups, all heads by one choice."""
     L, padding = 31, torch.tensor([0, 9])
     weights = torch.randn(2, 3, L, widths[3], generator=torch.Generator().manual_seed(1))
 

@@ -263,7 +263,6 @@ GROUPS += [(4, 16, (128, 128)), (8, 16, (128, 128)), (4, 16, (576, 0)), (4, 16, 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("bits", "g", "widths"), GROUPS, ids=str)
 def test_groups_of_a_prompt(bits, g, widths, dtype):
-    """Many groups at once, views of longer rows, are packed as the definition packs them."""
     form, tokens = StoreFormat(bits, g), torch.randn(2, 2, 3 * g + 1, 2 * sum(widths), device=DEVICE).to(dtype)
     k, v = (x[:, :, 1:].unflatten(2, (3, g)) for x in tokens[..., ::2].split(widths, dim=3))
     got, want = (BACKENDS[name].load().store_groups(form, k, v) for name in ("triton", "torch"))
@@ -489,7 +488,6 @@ def check_unpacked(got, want):
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(("g", "widths"), PACKED, ids=str)
 def test_a_store_is_unpacked(g, widths, bits, dtype):
-    """In a longer buffer, at an odd address, in pages, and of no group."""
     form, pieces, index = packed(bits, g, widths, dtype)
     want = unpack_store(form, pieces, index, widths, dtype, backend="torch")
     longer = torch.nn.functional.pad(pieces, (0, 0, 0, 4), value=255)[:, :, :5]
