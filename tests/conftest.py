@@ -156,9 +156,10 @@ def expanded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture(params=["reference", "torch", "torch-blocks"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each backend, and the torch backend with blocks so small that short sequences take many."""
-    from condense.ops.torch import attend
+    from condense.ops.torch import attend, pool
 
     if request.param == "torch-blocks":
         monkeypatch.setattr(attend, "_block_size", lambda device, ratio: 6)
         monkeypatch.setattr(attend, "_RECALL_BLOCK", 16)
+        monkeypatch.setattr(pool, "_BLOCK", 1000)
     return request.param.removesuffix("-blocks")

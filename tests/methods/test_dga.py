@@ -2,17 +2,13 @@
 
 import pytest
 import torch
-from grids import CPU_BACKENDS, grid
 from layers import extend
-from oracles import oracle, oracle_dga
+from oracles import oracle
 
 import condense
 from condense import DGA
-from condense.ops import Chunks, importance
-from condense.ops.tensors.sampling import sample_queries, scramble
-from condense.ops.torch import pool as torch_pool
-
-EXACT = {"rtol": 1e-12, "atol": 1e-12}
+from condense.ops import Chunks
+from condense.ops.tensors.sampling import scramble
 
 
 def test_focal_tokens_are_the_best_in_order_of_position_and_ties_go_to_the_earlier():
@@ -45,21 +41,6 @@ def test_gamma_means_what_is_written():
     method = DGA(group_size=4, gamma=0.07, min_focal=2, selection="prompt")
     assert method.prompt_focal(lengths).tolist() == [0, 1, 3, 8, 9, 72]
     assert method.num_entries(lengths).tolist() == [0, 1, 4, 31, 32, 304]
-
-
-@grid(5, backend=CPU_BACKENDS, block=[1, 1000, 1 << 24], sampled=[(1, 0), (3, 4), (64, 64)])
-def test_importance_is_the_papers(backend, monkeypatch, block, sampled):
-    monkeypatch.setattr(torch_pool, "_BLOCK", block)
-    L, tokens = 30, torch.tensor([30, 19, 0])
-    q, k, _ = oracle.random_qkv(3, 4, 2, L, 3, 1)
-    method = DGA(selection="prompt", num_recent=sampled[0], num_random=sampled[1], seed=9)
-    sample = sample_queries(tokens, L, *sampled, 9, q.device)
-    got = importance(q, k, sample, scale=0.7, backend=backend)
-    for b, n in enumerate(tokens.tolist()):
-        assert bool((got[b, :, : L - n] == 0).all())
-        for h in range(2):
-            row = oracle_dga.Row(method, q[b, 2 * h : 2 * h + 2, L - n :], k[b, h, L - n :], 0.7, 0)
-            torch.testing.assert_close(got[b, h, L - n :], row.importance(n), **EXACT)
 
 
 def by_hand(place, seed):

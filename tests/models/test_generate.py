@@ -15,6 +15,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer
 
 import condense
+from condense.caches import CACHE
 
 NAMES = "llama-cca llama-streaming-select-log llama-dga llama-lca opt-streaming-6 one-layer one-layer-of-latents"
 FEW = {name: tiny.CASES[name] for name in NAMES.split()}
@@ -30,6 +31,7 @@ STATIC_CALLS = {
 EXACT_PROMPT = tiny.RECALL.replace(prompt="exact", store_bits=4)
 TURNS = {"stock": {}, "cca": tiny.CCA, "exact": EXACT_PROMPT, "exact-host": EXACT_PROMPT.replace(store="host", slots=3)}
 SIZES = (39, 1, 1, 17, 1, 5, 1)  # a prompt, single tokens and turns
+MODES = torch.no_grad, torch.inference_mode, torch.inference_mode, torch.enable_grad, torch.no_grad
 NEW, ROPE = 20, {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 CASES = {name: case for name, case in tiny.CASES.items() if "sliding" not in name} | tiny.WHOLE
 CALLS = {
@@ -117,30 +119,19 @@ def test_early_exit_equals_greedy(method):
     assert torch.equal(tiny.generate(model, ONE, assistant_early_exit=2), tiny.generate(model, ONE))
 
 
-def test_generation_in_inference_mode(few):
-    expected = tiny.generate(few, ONE)
-    with torch.inference_mode():
-        cached = tiny.generate(few, ONE, return_dict_in_generate=True)
-    assert torch.equal(cached.sequences, expected)
-    turn = torch.cat([cached.sequences, ROWS[1][None]], dim=1)
-    assert torch.equal(tiny.generate(few, turn, past_key_values=cached.past_key_values), tiny.generate(few, turn))
+WINDOW = "deepseek_v3", condense.StreamingLLM(sink=2, window=8)
 
 
-@pytest.mark.parametrize(
-    ("name", "method"), [("llama", tiny.RECALL), ("deepseek_v3", condense.StreamingLLM(sink=2, window=8))], ids=str
-)
-def test_a_cache_that_grew_in_inference_mode_goes_on_outside(name, method):
+@pytest.mark.parametrize("model", [*FEW.values(), ("llama", tiny.RECALL), WINDOW], ids=str, indirect=True)
+def test_a_cache_that_grew_in_inference_mode_goes_on_outside(model):
     """Its newer tensors are such as autograd cannot keep, and such as cannot be changed in place."""
-    model, ids = condense.apply(tiny.model(name), method), tiny.tokens(1, 200, seed=3)
-    want = tiny.logits(model, ids)
-    with torch.no_grad():
-        cache = model(ids[:, :60], use_cache=True).past_key_values
-    with torch.inference_mode():
-        model(ids[:, 60:180], past_key_values=cache)
-    got = model(ids[:, 180:190], past_key_values=cache).logits.detach()
-    torch.testing.assert_close(got, want[:, 180:190], **tiny.EXACT)
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids[:, 190:], past_key_values=cache).logits, want[:, 190:], **tiny.EXACT)
+    ids, got, cache = tiny.tokens(1, 120, seed=3), [], None
+    for mode, part in zip(MODES, ids.split((30, 62, 1, 2, 25), dim=1), strict=True):
+        with mode():
+            out = model(part, **{CACHE: cache}, use_cache=True)
+        cache = out[CACHE]
+        got.append(out.logits.detach())
+    torch.testing.assert_close(torch.cat(got, dim=1), tiny.logits(model, ids), **tiny.EXACT)
 
 
 def test_gradients_of_a_last_token_reach_what_is_new_in_either_cache(few):
