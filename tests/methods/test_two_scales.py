@@ -3,6 +3,7 @@
 import pytest
 import torch
 from grids import fixture_of
+from models import test_laws as laws
 from models import tiny
 from oracles import oracle
 from two_scales import METHODS, TwoScales, by_hand
@@ -44,21 +45,13 @@ def test_gradients():
 
 
 @pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
-def test_all_ways_to_read_are_one_function(kind, method):
-    model, ids = condense.apply(tiny.model(kind, num_hidden_layers=2), method), tiny.tokens(2, 130)
-    whole = tiny.logits(model, ids)
-    for chunks in ((17, 1, 1, 40, 1, 70), (64, 66), (100, *(1,) * 30)):
-        torch.testing.assert_close(tiny.in_chunks(model, ids, chunks), whole, **tiny.exact(model))
-    mask = torch.ones_like(ids)
-    mask[0, :37] = 0
-    padded = {"attention_mask": mask, "max_new_tokens": 40}
-    growing = tiny.generate(model, ids, **padded)
-    assert growing.equal(tiny.generate(model, ids, cache_implementation="static", **padded))
-    assert growing[:1, 37:].equal(tiny.generate(model, ids[:1, 37:], max_new_tokens=40))
-    proposed = tiny.generate(model, ids[1:], max_new_tokens=40, prompt_lookup_num_tokens=5)
-    assert proposed.equal(growing[1:])
-    beams = [tiny.generate(model, ids, num_beams=3, cache_implementation=x, **padded) for x in (None, "static")]
-    assert beams[0].equal(beams[1])
+def test_models_keep_their_laws(kind, method):
+    model = condense.apply(tiny.model(kind, num_hidden_layers=2), method)
+    laws.test_full_forward_chunks_and_steps_agree(model)
+    laws.test_each_row_of_a_padded_batch_gets_its_own_tokens(model, 1, "static")
+    laws.test_prompt_lookup_takes_tokens_back(model, 3)
+    for mode in ("greedy", "three-beams"):
+        laws.test_static_and_growing_caches_give_the_tokens_of_none(model, laws.MODES[mode])
 
 
 def test_a_static_cache_that_is_too_short_for_coarse_entries(method):
