@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import DynamicCache, StaticCache
+from transformers.generation.utils import DeferredStopCheck
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import condense
@@ -164,6 +165,21 @@ def test_the_host_looks_one_step_late_whether_a_text_has_ended(captured, monkeyp
     assert not steps
     assert torch.equal(generated(eos_token_id=free[at]), want)
     assert len(steps) == at + 1  # the prompt's forward gives the first token
+
+
+@pytest.mark.parametrize(
+    ("device", "cache", "is_assistant", "is_late"),
+    [
+        ("cuda:1", CacheOfOneCall, False, True), ("cuda:0", CacheOfOneCall, False, False),
+        ("cuda:1", CacheOfOneCall, True, False), ("cuda:1", StaticCache, False, False),
+    ],
+)  # fmt: skip
+def test_the_host_looks_late_on_the_current_device_alone(monkeypatch, device, cache, is_assistant, is_late):
+    """On another one it would wait for an event of the wrong device: for nothing."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    cache = cache(tiny.config("llama"), 40)
+    late = DeferredStopCheck.is_supported(torch.device(device), cache, False, is_assistant=is_assistant)
+    assert late is is_late
 
 
 @pytest.mark.parametrize("chunk", [1, 5])
