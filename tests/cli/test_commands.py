@@ -211,11 +211,13 @@ def test_inspect_counts_quantised_weights_as_they_are_stored(tmp_path):
     config, asked = tiny_llama().config, ("--model", str(tmp_path), "--length", "64", "--memory", "1GB")
     config.quantization_config = {"quant_method": "fp8"}
     config.save_pretrained(tmp_path)
-    assert "quantised, but counted in bfloat16: give a folder that holds them" in ran("inspect", *asked).stdout
-    (tmp_path / "model.safetensors").write_bytes(bytes(10**5))
+    for arguments in (asked, asked[:-2]):
+        assert "quantised, but counted in bfloat16: give a folder that" in ran("inspect", *arguments).stdout
+    for name in ("model-00001-of-00002", "model-00002-of-00002", "consolidated"):
+        (tmp_path / f"{name}.safetensors").write_bytes(bytes(10**5))
     done = ran("inspect", *asked, "--json", str(tmp_path / "out.json"))
     assert "counted in" not in done.stdout
-    assert json.loads((tmp_path / "out.json").read_text())["results"]["weight_bytes"] == 10**5
+    assert json.loads((tmp_path / "out.json").read_text())["results"]["weight_bytes"] == 2 * 10**5
 
 
 @pytest.mark.parametrize(("arguments", "said"), SAID, ids=str)

@@ -72,7 +72,8 @@ def inspect_command(
     if chosen not in choices.values():
         choices |= {" ".join(method or [described(chosen)]): chosen}
     is_quantised = getattr(skeleton.config, "quantization_config", None) is not None
-    files = Path(model).expanduser().glob("*.safetensors") if is_quantised and model is not None else ()
+    # as transformers names them: beside them may lie the same weights for other programs
+    files = Path(model).expanduser().glob("model*.safetensors") if is_quantised and model is not None else ()
     stored = sum(file.stat().st_size for file in files)
     weights = stored or weight_bytes(skeleton, torch_dtype.itemsize)
     fits = cache_fits(skeleton, choices, tokens, torch_dtype.itemsize, weights=weights, **room)
@@ -86,8 +87,8 @@ def inspect_command(
     _print_fits(fits, f"{name}: one request of {tokens:,} tokens, {dtype}", batch)
     if memory is not None:
         _print_room(fits, memory, weights, host_memory)
-        if is_quantised and not stored:
-            print(f"Its weights are quantised, but counted in {dtype}: give a folder that holds them.")
+    if is_quantised and not stored:
+        print(f"Its weights are quantised, but counted in {dtype}: give a folder that holds them in safetensors.")
     for line in _lines_to_type(skeleton, model or "DIR", tokens, is_saved=saved is not None):
         print(line)
     if to_json is not None:

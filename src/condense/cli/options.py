@@ -57,7 +57,9 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse. Raises ValueError for an option of one value that is given twice, as the first would be lost."""
-        order: list[Any] = self.make_parser(ctx).parse_args(args=[*args])[2]
+        given = [*args]
+        rest = super().parse_args(ctx, args)
+        order: list[Any] = [] if ctx.resilient_parsing else self.make_parser(ctx).parse_args(args=given)[2]
         for option in order:
             if (
                 option.param_type_name == "option"
@@ -65,7 +67,7 @@ class Command(TyperCommand):
                 and order.count(option) > 1
             ):
                 raise ValueError(f"{option.opts[0]} takes one value, got {order.count(option)}: give it once")
-        return super().parse_args(ctx, args)
+        return rest
 
     def invoke(self, ctx: Any) -> Any:
         """Load the library, then run."""
