@@ -91,7 +91,8 @@ def close_names(name: str, known: Sequence[str]) -> str:
 def check_fields(settings: Any) -> None:
     """Raise ValueError for a field of a dataclass that is not what its type says: a choice, a bool, a number in range.
 
-    Fields of other types, and those of postponed annotations, which are text, are not checked.
+    A number without a range must be finite. Fields of other types, and those of postponed annotations, which are text,
+    are not checked.
     """
     for field in dataclasses.fields(settings):
         name, kind, value = field.name, field.type, getattr(settings, field.name)
@@ -105,14 +106,13 @@ def check_fields(settings: Any) -> None:
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, got {value!r}")
         elif kind in (int, float):
-            fits = _is_number(value) and math.isfinite(value) and (kind is float or isinstance(value, int))
-            if not fits:
+            if not _is_finite(value) or not isinstance(value, int | kind):
                 raise ValueError(f"{name} must be {'an integer' if kind is int else 'a finite number'}, got {value!r}")
         elif get_origin(kind) is Annotated:
             number, (least, most) = get_args(kind)
             if number is int:
                 check_int(name, value, least)
-            elif not _is_number(value) or not least <= value <= most or not math.isfinite(value):
+            elif not _is_finite(value) or not least <= value <= most:
                 raise ValueError(f"{name} must be a finite number from {least} to {most}, got {value!r}")
 
 
@@ -124,13 +124,13 @@ def check_int(name: str, value: object, minimum: int) -> None:
 
 def check_positive(name: str, value: object) -> None:
     """Raise ValueError unless ``value`` is a finite number (not a bool) above 0."""
-    if not _is_number(value) or not value > 0 or not math.isfinite(value):
+    if not _is_finite(value) or not value > 0:
         raise ValueError(f"{name} must be a finite number > 0, got {value!r}")
 
 
-def _is_number(value: object) -> TypeGuard[float]:
-    """True for an int or a float; a bool, which is an int in Python, is none."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is_finite(value: object) -> TypeGuard[float]:
+    """True for a finite int or float; a bool, which is an int in Python, is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def check_choice(name: str, value: object, choices: Sequence[str | int]) -> None:
