@@ -105,7 +105,7 @@ def claims(documents: Documents) -> list[str]:
         f"texts of up to {max(row['length'] for model in models for row in model['rows']):,} tokens",
         f"loses up to {far} nats a token of text, {copies} on copies, and {missed} of a task's answers",
         f"loses {host[0]}, {host[1]} and {host[2]}",
-        f"with latents alone, elsewhere {elsewhere:.3f};",
+        f"only with latents, elsewhere {elsewhere:.3f};",
         f"trained again, Cohere 2 lost {again:.3f} on them",
         f"Llama {transfer_page.worst(llama, 'recall-device', transfer_page.TASKS)[0]:.1%} of a task",
         f"loses {cache[0]}, {cache[1]} and {cache[2]}",

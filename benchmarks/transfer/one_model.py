@@ -31,6 +31,8 @@ _TINY: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 96, "intermediat
 
 def run(options: argparse.Namespace) -> None:
     """Train, or load what an earlier run has trained; then measure: at all lengths what decides, then other arms."""
+    if not options.tiny and not torch.cuda.is_available():
+        raise ValueError(f"--make {options.make}: wanted a GPU that is there, got none")
     tokenizer = _tokenizer()
     path = options.out / f"{options.make}-s{options.seed}.jsonl"
     note = _noting(path, {"make": options.make, "seed": options.seed})

@@ -1,4 +1,5 @@
-"""Projections of the same input beside each other, on streams of their own, while a CUDA graph of a step is captured.
+"""Projections of the same input beside each other, on streams of their own, in steps that a CUDA graph captures and in
+those before it that warm up.
 
 A step of one token reads each weight once, and those of k and v are too small to keep a GPU busy alone.
 """
