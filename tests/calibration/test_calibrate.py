@@ -199,7 +199,14 @@ def test_an_interrupted_one_goes_on(result, model, tokenizer, text, tmp_path, mo
     kept, samples = json.loads(path.read_text()), draw_samples(tokenizer, [text], CONFIG)
     for reading in (None, 0.1):
         path.write_text(json.dumps(kept | {"readings": {"0 0:0": reading}}))
-        tiny.refused("wanted a file of earlier measurements", Meter, model, CANDIDATES, samples, path)
+        tiny.refused(
+            "wanted a file of earlier measurements, .*; remove it, or name another file",
+            Meter,
+            model,
+            CANDIDATES,
+            samples,
+            path,
+        )
     path.write_text("{")
     for wrong in (path, tmp_path):
         refused("wanted a file of earlier measurements", model, tokenizer, [text], CONFIG, measured=wrong)

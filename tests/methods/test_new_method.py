@@ -159,8 +159,17 @@ def test_layouts_that_cannot_be_and_entries_that_do_not_fit(layout, said, entrie
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, "0.5", None, True])
-def test_bad_numbers_are_named(method, value):
-    tiny.refused("strength must be a finite number, got", method.replace, strength=value)
+def test_bad_numbers_are_named(value):
+    @dataclass(frozen=True, kw_only=True)
+    class Own(condense.Method):
+        count: int = 1
+        strength: float = 0.5
+        layout = Layout(RULE)
+
+    tiny.refused("strength must be a finite number, got", Own, strength=value)
+    for bad in (value, 0.5):
+        tiny.refused("count must be an integer, got", Own, count=bad)
+    assert Own(count=10**400, strength=10**400).count == 10**400
 
 
 def test_a_method_that_reads_a_prompt_at_once_looks_ahead():

@@ -1,4 +1,4 @@
-"""The condensed model of a case of `tiny.CASES` or `tiny.WHOLE`, for tests that are parametrized by it."""
+"""The condensed model of a case of `tiny`, for tests that are parametrized by it."""
 
 import pytest
 from models import tiny

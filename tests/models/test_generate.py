@@ -228,6 +228,7 @@ def test_a_decoders_turns_between_steps_equal_a_growing_cache(method):
         for logits, stop in zip(got, itertools.accumulate(SIZES), strict=True):
             torch.testing.assert_close(logits, want[:, stop - 1], **tiny.EXACT)
         tiny.refused("at most max_length=65 tokens, got 65 and 1 more; make", decoder.step, ids[:, 0])
+        torch.testing.assert_close(decoder.prefill(ids), tiny.logits(model, ids)[:, -1], **tiny.EXACT)  # and fills it
         states = (getattr(layer, "buffers", None) or (layer.keys, layer.values) for layer in decoder.cache.layers)
         addresses.add(tuple(x.data_ptr() for state in states for x in state))
     assert len(addresses) == 1

@@ -27,6 +27,7 @@ PARTS = {
 CROP, BEAMS = r"crop: 36 tokens lie beyond .* propose fewer tokens", "beams"
 HALFWAY = {"all": (tiny.CCA, CROP), "last": ({2: tiny.CCA}, CROP)}
 HALFWAY["last-of-dense"] = {2: tiny.CCA, "rest": condense.Dense()}, CROP
+# the first layer opens all groups, from the device
 HALFWAY["but-the-first"] = tiny.RECALL.replace(store="host", slots=3), BEAMS
 OVERLAYS = {
     "or": {"or_mask_function": masks.blockwise_overlay(torch.zeros(2, 40, dtype=torch.long))},

@@ -38,8 +38,8 @@ BOTH = {"cca": tiny.CCA, "recall": condense.Recall(group_size=4, window=8, num_r
 
 class _Recorded(TorchDispatchMode):
     """Operations of a step in place of a CUDA graph, on the tensors that it had then, without Python. Numbers on the
-    host stand still, a tensor that a step would exchange for another is read as it was, and the host may read no
-    result.
+    host stand still, a tensor that a step would exchange for another is read as it was, and the host may read no single
+    number; that it may not count or copy results either is seen on a GPU alone.
     """
 
     def __init__(self, forward, cache, inputs):

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from oracles import oracle_recall
 from torch import Tensor
 
-from condense.ops.recall import GroupIndex, StoreFormat, block_width, rotation, split_keys
+from condense.ops.recall import GroupIndex, StoreFormat, split_keys
 from condense.ops.recall.index import CENTRE_DROPPED, CENTRE_LEVELS, sign_bytes
 from condense.ops.tensors.codes import from_bytes
 
@@ -57,9 +58,9 @@ def check_packed(got: Packed, want: Packed, k: Tensor, v: Tensor, bits: int) -> 
 
 def _check_index(index: GroupIndex, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Sizes of turned keys ``[B, K, G, g, D]`` less this index's centre, how far float32 is off them, and its eps."""
-    (*_, g, D), dtype, W, P = k.shape, k.dtype, sign_bytes(k.shape[4]), block_width(k.shape[4])
+    (*_, g, D), dtype, W, P = k.shape, k.dtype, sign_bytes(k.shape[4]), oracle_recall.block(k.shape[4])
     eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    turn, wide = rotation(D, k.device, torch.float64), k.double()
+    turn, wide = oracle_recall.rotation(D).to(k.device), k.double()
     turned, sizes = wide @ turn, wide.abs() @ turn.abs()
     # P terms, then g of these, and the product with 1 / g, which is rounded too
     mean, of_mean = turned.mean(3), (P + g + 2) * eps * sizes.mean(3)
@@ -94,7 +95,7 @@ def _check_index(index: GroupIndex, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _check_keys(parts: dict[str, Tensor], form: StoreFormat, size: Tensor, off: Tensor, eps: float) -> None:
-    P, step = block_width(size.shape[4]), parts["steps of keys"]
+    P, step = oracle_recall.block(size.shape[4]), parts["steps of keys"]
     size, off, unit = size / P, off / P, form.key_unit(step.dtype)
     lo, hi = (((size + sign * off).amax(4) * unit * (1 + sign * 2 * eps)).clamp(min=0) for sign in (-1, 1))
     _check_between(lo, step, hi, "step of a key's codes")

@@ -70,6 +70,7 @@ def test_bad_files_are_refused(tmp_path, tokenizer):
     (tmp_path / "rows.jsonl").write_text('{"a": 1}\n\n[2]\n')
     tiny.refused("line 3", list, read_json_lines(tmp_path / "rows.jsonl"))
     tiny.refused("documents: wanted at least one", encode_corpus, [""], tokenizer)
+    tiny.refused("an eos token .* got none: set eos_token", encode_corpus, ["a"], SimpleNamespace(eos_token_id=None))
     wanted = "data: wanted records with a field text, got 2 records without a text field, such as .*rows.jsonl line 1"
     tiny.refused(wanted, load_corpus, [tmp_path / "rows.jsonl"], tokenizer, tmp_path / "cache")
     (tmp_path / "some.jsonl").write_text('{"text": "fine"}\n{"body": "no text"}\n')
