@@ -23,7 +23,7 @@ COMMANDS = {
 }
 # what a tiny model needs beside what the page says
 MORE = {
-    1: "--steps 1 --sequence-length 1056 --workers 0", 2: "--limit 1 --max-length 1024", 7: "--method lca:window=16",
+    1: "--steps 1 --sequence-length 1056 --workers 0", 7: "--method lca:window=16",
     8: "--sink 16 --window 64",
 }  # fmt: skip
 SINGLE = [(3, "multidoc_em", "best_subspan_em"), (6, "olympiadbench", "exact_match")]
@@ -130,6 +130,8 @@ def run(base, folder, here, condense_line, monkeypatch):
 
     def run(number):
         words = [names.get(word, word) for word in COMMANDS[number]]
+        if "--max-length" in words:
+            words[words.index("--max-length") + 1] = 1024
         more = MORE.get(number, "--limit 1" if words[0] == "eval" else "").split()
         if words[0] == "benchmarks/analyze":
             code, _, err = condense_line(*words[1:], *more, entry=analyze.command.main)
