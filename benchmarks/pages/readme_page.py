@@ -34,10 +34,10 @@ _WORDS = {3: "three", 4: "four", 5: "five", 6: "six", 7: "seven"}
 _TEXT = ("key", "other")  # tokens that need far text, and the others
 # the arm of the study of adaptation, its settings and its length
 _ARM, _ADAPTED, _ADAPTED_LENGTH = "both", "lca:window=512,rep_bias=log_size", 8192
-# dense vLLM beside Recall's; the makes of the study trained once more; a model of it adapted to `CCA`
+# dense vLLM beside Recall's; the makes of the study trained once more, and the Llama again; a model adapted to `CCA`
 _DENSE, _DEVICE = "rounds-dense-h200-", "rounds-recall-device-"
 _AGAIN, _POOLED = "prompts-20261127T211958Z", "adapted-20261124T041642Z"
-_ONCE_MORE = "reread-20261129T130936Z"
+_LLAMA_AGAIN = "reread-20261129T130936Z"
 _BLOCK = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 
@@ -90,7 +90,7 @@ def claims(documents: Documents) -> list[str]:
     more = {model["make"]: model for model in documents[_AGAIN]["results"]["models"]}
     again, _, make = transfer_page.worst({x: more[x] for x in more if x != "mla-28m"}, "recall-device", ["copy"])
     assert make == "cohere2-44m"
-    llama = {model["make"]: model for model in documents[_ONCE_MORE]["results"]["models"]}
+    llama = {model["make"]: model for model in documents[_LLAMA_AGAIN]["results"]["models"]}
     ours = transfer_page.row_of(documents[_POOLED]["results"]["models"][0], "pooled, adapted", 16384)
     of_four, _ = _untouched(documents, "rounds-dense-int4-")
     return [

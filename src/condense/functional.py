@@ -175,7 +175,7 @@ def _check_entries(method: Method, new: object, k: Tensor, v: Tensor, num_chunks
     layout = method.layout
     shape = (*k.shape[:2], num_chunks * layout.rule.entries)
     tensors = new if isinstance(new, tuple) else ()
-    # compared one by one: for PyTorch's compiler a length that changes is in no tuple
+    # by ==, as under torch.compile `in` takes a length that varies for another than the same number
     fits = all(
         any(x.shape == (*shape, width) for width in (token.shape[3], 0)) and x.dtype == token.dtype
         for x, token in zip(tensors, (k, v), strict=False)

@@ -57,7 +57,7 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse. Raises ValueError for an option of one value that is given twice, as the first would be lost."""
-        given = [*args]
+        given = [*args]  # which parsing empties
         rest = super().parse_args(ctx, args)
         order: list[Any] = [] if ctx.resilient_parsing else self.make_parser(ctx).parse_args(args=given)[2]
         for option in order:

@@ -25,7 +25,7 @@ _BLOCKS = "its mask lets the tokens of a picture see each other"
 REGISTERED: set[type[nn.Module]] = set()
 # models with an embedding for each position; CTRL's is a table of sines and ends as learned ones do
 _LEARNED_POSITIONS = ("biogpt", "ctrl", "gpt2", "gpt_bigcode", "opt")
-# of `counts_tokens`
+# models that, given no positions, count the real tokens of a row
 _COUNT_TOKENS = ("opt",)
 # experts that run all at once, on every token; transformers calls them "eager" too, their only implementation
 _EXPERTS_AT_ONCE = ("Llama4TextExperts",)

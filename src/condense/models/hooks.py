@@ -208,9 +208,9 @@ def _compiled_call(stock: Any, self: Any, compile_config: Any) -> Any:
 def _stops_late(
     stock: Any, device: torch.device, cache: Cache | None, cache_is_returned: bool, is_assistant: bool
 ) -> bool:
-    # the step behind a text's end, whose token transformers drops, writes to a cache that nobody reads after it. The
-    # event that the host waits for is one of the current device, whatever the model's
-    is_here = device.index in (None, torch.cuda.current_device()) if device.type == "cuda" else True
+    # the step behind a text's end, whose token transformers drops, writes to a cache that nobody reads after it. But
+    # transformers records the event that the host waits for on the current device, even if the model is on another
+    is_here = device.type != "cuda" or device.index in (None, torch.cuda.current_device())
     is_own = isinstance(cache, CacheOfOneCall) and not is_assistant and is_here
     return is_own or bool(stock(device, cache, cache_is_returned, is_assistant))
 

@@ -79,7 +79,7 @@ def rest_weights(choice: IndexChoice, start: int, stop: int, chosen: Tensor, clo
     rest = (torch.arange(G, device=scores.device) < closed[..., None]) & ~chosen
     rest = rest.repeat_interleave(scores.shape[1] // K, 1)
     weights = scores.masked_fill(~rest, float("-inf")).logsumexp(-1) + math.log(g)
-    return weights.detach()  # of tangents, too
+    return weights.detach()  # gradients of forward mode do not stop at no_grad
 
 
 def with_rest(out: Tensor, lse: Tensor, weight: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
