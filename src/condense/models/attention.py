@@ -226,9 +226,12 @@ def _is_plain_prompt(call: AttentionCall) -> bool:
 
 def _real_rows(call: AttentionCall, mask: Tensor, layer: CondensedLayer | StaticCondensedLayer) -> Tensor | None:
     """Rows whose new token is real, None for all; on the host for growing layers, on the device for static ones."""
-    if isinstance(layer, StaticCondensedLayer):
+    if isinstance(layer, StaticCondensedLayer) and torch.compiler.is_compiling():
         return is_real(mask, layer.num_slots, layer.max_cache_len, call.q.shape[0])
-    padding = call.module.condense_board.forward_of(call).padding(layer.get_seq_length())
+    forward = call.module.condense_board.forward_of(call)
+    if isinstance(layer, StaticCondensedLayer):
+        return forward.real_rows(mask, layer.num_slots, layer.max_cache_len)
+    padding = forward.padding(layer.get_seq_length())
     return None if padding is None else padding.counts
 
 

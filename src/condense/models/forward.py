@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import Cache
 
 from condense.methods import Method
-from condense.models.masks import Padding, check_mask, find_padding
+from condense.models.masks import Padding, check_mask, find_padding, is_real
 from condense.ops import NO_EXTRAS, Extras
 from condense.ops.checks import check_cu_seqlens
 from condense.ops.tensors.per_row import PerRow, comparable, int_if_equal
@@ -72,6 +72,7 @@ class Forward:
         self._slots: int | None = None
         self._plans: dict[tuple[int | None, bool], ForwardPlan] = {}
         self._lengths: dict[bool, list[int] | None] = {}
+        self._real: dict[int, Tensor] = {}
 
     def takes(self, call: AttentionCall) -> bool:
         """True if the call belongs to this forward: the same objects, from a layer that has not asked yet."""
@@ -104,6 +105,12 @@ class Forward:
                 check_mask(mask, self.B, max(0, stop - mask.shape[-1]))
             self._paddings[start] = None if mask is None else find_padding(mask[:, 0, 0, start:stop])
         return self._paddings[start]
+
+    def real_rows(self, mask: Tensor, slot: Tensor, num_slots: int) -> Tensor:
+        """Rows whose single new token is real, as `is_real`, which the first layer with so many slots asks for all."""
+        if num_slots not in self._real:
+            self._real[num_slots] = is_real(mask, slot, num_slots, self.B)
+        return self._real[num_slots]
 
     def check_slots(self, slots: int) -> None:
         """Raise ValueError if a layer of the cache has another number of slots than those that asked before it."""

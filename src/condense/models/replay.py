@@ -122,9 +122,13 @@ class ReplayedForward:
         return self._output
 
     def _begin(self, cache: Cache, ids: Tensor | None) -> None:
-        """Prepare to notice rows that end, unless the first call reads a part of the prompt, in which no row ends."""
+        """Prepare to notice rows that end, unless the first call reads a part of the prompt, in which no row ends.
+
+        If there is one row, its end is that of the call.
+        """
         self._has_begun = True
-        if ids is None or not isinstance(cache, CacheOfOneCall) or not cache.ends or int(cache.get_seq_length()) == 0:
+        is_own = isinstance(cache, CacheOfOneCall) and bool(cache.ends)
+        if ids is None or len(ids) == 1 or not is_own or int(cache.get_seq_length()) == 0:
             return
         self._ends = torch.tensor(cache.ends, device=ids.device)
         self._ended = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
