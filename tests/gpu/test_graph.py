@@ -1,5 +1,7 @@
 """On a CUDA device (collected only there): graphs, also those of plain generate, give the growing cache's tokens."""
 
+import threading
+
 import pytest
 import torch
 from gpu.running import SELECT, agree, condensed, generate, methods, no_waiting, padded
@@ -84,6 +86,27 @@ def test_projections_on_streams_of_their_own_give_the_same_bits(name, monkeypatc
     assert found[0].equal(found[1])
     assert 0 < counts[0] == counts[1]
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_another_thread_takes_memory_while_steps_are_captured(graphs, monkeypatch):
+    model, (ids, mask), taken = condensed(FEW), padded(), []
+    want = generate(model, ids, mask, 20, cache_implementation="dynamic")
+    step = condense.caches.StaticCondensedLayer.step
+
+    def stepped(self, *args, **kwargs):
+        if torch.cuda.is_current_stream_capturing():
+            size = 2**24 * (1 + len(taken))  # more than any block that is free
+            thread = threading.Thread(target=lambda: taken.append(torch.ones(size, device="cuda").sum().item()))
+            thread.start()
+            thread.join()
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(condense.caches.StaticCondensedLayer, "step", stepped)
+    agree(generate(model, ids, mask, 20), want, model, mask)
+    decoder = condense.GraphDecoder(model, batch_size=2, max_length=512)
+    agree(tiny.decoded(decoder, ids, mask, max_new_tokens=20), want, model, mask)
+    assert len(graphs) == 1
+    assert len(taken) == 2 * model.config.num_hidden_layers
 
 
 def test_graph_after_prompts_with_a_selection():

@@ -23,6 +23,8 @@ from condense.models.streams import parallel_projections
 _LEAST_WEIGHTS = 2**29
 _OF_MODELS, _ROTATION = "transformers.models.", "apply_rotary_pos_emb"
 _BACKEND = "inductor"
+# other threads may take memory while this one captures
+CAPTURE = "thread_local"
 # a block changes what all threads call
 _ENTERING = threading.RLock()
 # classes of norms that could not be compiled
