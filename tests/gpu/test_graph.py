@@ -69,7 +69,7 @@ def test_steps_with_compiled_norms_and_rotations(name, graphs, monkeypatch):
     assert fused._compiled.cache_info().currsize >= 1
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "opt"])
 def test_projections_on_streams_of_their_own_give_the_same_bits(name, monkeypatch):
     model, ids, calls, counts, found = condensed(FEW, name), tiny.tokens(1, 130, seed=9).cuda(), [], [], []
     read_all = streams._Together._read_all

@@ -40,11 +40,13 @@ def fused_steps(model: PreTrainedModel, rows: int) -> Iterator[None]:
     Only of a large model, and norms without hooks. Where PyTorch cannot compile, a warning says so and nothing changes.
     Other threads rotate as before. Results differ by rounding.
     """
-    norms = [module for module in model.modules() if _is_norm(module)]
-    if model.num_parameters() < _LEAST_WEIGHTS or not norms or not _compiles(norms[0], rows, model.dtype):
+    if model.num_parameters() < _LEAST_WEIGHTS:
         yield
         return
+    norms = [module for module in model.modules() if _is_norm(module)]
     kinds = {kind for module in model.modules() if hasattr(module, "layer_idx") for kind in type(module).__mro__}
+    if not norms or not _compiles(norms[0], rows, model.dtype):
+        norms, kinds = [], set()
     files = {sys.modules[kind.__module__] for kind in kinds if kind.__module__.startswith(_OF_MODELS)}
     with _ENTERING, parallel_projections(model):
         stock = {file: vars(file)[_ROTATION] for file in files if _ROTATION in vars(file)}

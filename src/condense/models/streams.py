@@ -57,7 +57,8 @@ class _Together:
         self._forwards = [layer.forward for layer in layers]
         self._owner = threading.get_ident()
         self._streams = _streams(next(layers[0].parameters()).device)
-        self._read: tuple[Tensor | None, list[Tensor]] = (None, [])
+        self._input: Tensor | None = None
+        self._outputs: dict[int, Tensor] = {}
 
     def reader(self, i: int) -> Callable[[nn.Module, Tensor], Tensor]:
         """The forward of layer i."""
@@ -65,13 +66,16 @@ class _Together:
         def forward(_: nn.Module, x: Tensor) -> Tensor:
             if threading.get_ident() != self._owner:
                 return self._forwards[i](x)
-            if self._read[0] is not x:
-                self._read = x, self._read_all(i, x)
-            return self._read[1][i]
+            if self._input is not x or i not in self._outputs:
+                self._input, self._outputs = x, self._read_all(i, x)
+            out = self._outputs.pop(i)
+            if not self._outputs:  # a graph would keep their memory
+                self._input = None
+            return out
 
         return forward
 
-    def _read_all(self, i: int, x: Tensor) -> list[Tensor]:
+    def _read_all(self, i: int, x: Tensor) -> dict[int, Tensor]:
         """Outputs of all layers for x; that of layer i on the caller's stream.
 
         The others wait for all that this stream did before, and it waits for them: so memory that one of them frees is
@@ -86,7 +90,7 @@ class _Together:
         found[i] = self._forwards[i](x)
         for _, stream in zip(others, self._streams, strict=False):
             main.wait_stream(stream)
-        return [found[j] for j in range(len(self._forwards))]
+        return found
 
 
 @functools.cache
