@@ -22,6 +22,7 @@ from condense.ops.hopper import limits as hopper_limits
 from condense.ops.latents import Ranks
 from condense.ops.paged import PagedSlots
 from condense.ops.recall import GroupMeans, IndexChoice, Quota, RecallSources, StoreFormat, split_keys
+from condense.ops.step import StateSizes
 from condense.ops.triton import host, limits, paged_step, recall_step_plan, recall_step_tiles, recall_store, step_plan
 from condense.ops.triton import step as triton_step
 from condense.ops.triton.attend_call import call_of
@@ -240,8 +241,9 @@ def test_a_choice_by_the_heads_of_several_processes_compiles(compiled):
 def test_numbers_of_kernels_are_plain(rows):
     """A constant of Triton's among them would compile a kernel for each of its values."""
     settings = step_settings(condense.Method.parse("recall-device"))
-    sizes = (rows, 32, 8), (128, 128, 0), recall_step_plan.Room(8192, 272, 131072)
-    plan = recall_step_plan.plan_of(torch.device("cuda"), torch.bfloat16, *sizes, settings.number, (0.1, 0.0), False)
+    sizes = StateSizes(rows, 8, (128, 128), 8192, 272, stored=131072)
+    shape = step_plan.StepShape(torch.device("cuda"), torch.bfloat16, 32, sizes, 0, (0.1, 0.0), settings.number)
+    plan = recall_step_plan.plan_of(shape)
     given = [x for grid, numbers, *_ in filter(None, plan[1:]) for x in (*grid, *numbers)]
     assert {type(x) for x in (*sum(plan.scratch, ()), *given)} == {int, float}
 
@@ -249,7 +251,7 @@ def test_numbers_of_kernels_are_plain(rows):
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_the_pooled_step_over_pages_compiles(bits, compiled, monkeypatch):
     launch_of = step_plan.launch_of.__wrapped__
-    monkeypatch.setattr(paged_step, "launch_of", lambda *args: launch_of(*args[:5], torch.device("cuda"), *args[6:]))
+    monkeypatch.setattr(paged_step, "launch_of", lambda shape: launch_of(shape._replace(device=torch.device("cuda"))))
     method = condense.LCA(window=64, entry_bits=bits, rep_bias="log_size" if bits == 16 else "matched")
     step_over_pages(Pool, method, 128)
     assert len(compiled) == 3

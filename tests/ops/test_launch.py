@@ -9,6 +9,7 @@ from triton.runtime.driver import driver
 
 import condense
 from condense.methods import step_settings
+from condense.ops.step import StateSizes
 from condense.ops.triton import launch as triton_launch
 from condense.ops.triton import recall_step_plan, recall_step_tiles, step_plan
 from condense.ops.triton.device.address import PageForm
@@ -120,15 +121,11 @@ def test_steps_over_pages_are_compiled_for_few_numbers_of_requests(text, monkeyp
         monkeypatch.setattr(plans, "gpu_of", lambda device: Gpu((9, 0), 132))
     settings = dataclasses.replace(step_settings(condense.Method.parse(text)), summary_delay=0)
     form, device, compiled = PageForm(8, 1 << 20, 1 << 17, 1 << 14, 1024), torch.device("cuda:0"), set()
+    plan_of = step_plan.launch_of if settings.choice is None else recall_step_plan.plan_of
     for rows in range(1, 257):
-        if settings.choice is None:
-            sizes = step_plan.StepSizes(rows, 32, 8, 128, 128, 8192, 1040, 0, form, form)
-            scores = settings.number, (0.1, 0.0), 0
-            launches = step_plan.launch_of.__wrapped__(*scores, sizes, torch.bfloat16, device, False)[1:]
-        else:
-            room = recall_step_plan.Room(8192, 272, near=form, far=form, all=1 << 19)
-            given = (rows, 32, 8), (128, 128, 0), room, settings.number, (0.1, 0.0), False
-            launches = filter(None, recall_step_plan.plan_of.__wrapped__(device, torch.bfloat16, *given)[1:])
+        sizes = StateSizes(rows, 8, (128, 128), 8192, 1040)
+        given = sizes, 0, (0.1, 0.0), settings.number, False, 0, form, form, None, 1 << 19
+        launches = filter(None, plan_of.__wrapped__(step_plan.StepShape(device, torch.bfloat16, 32, *given))[1:])
         for i, (_, numbers, constants, options) in enumerate(launches):
             # Triton compiles anew for the number 1 and for multiples of 16
             kinds = tuple([isinstance(x, int) and (x == 1, x % 16 == 0) for x in numbers])

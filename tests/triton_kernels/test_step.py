@@ -17,6 +17,7 @@ from two_sources import attend_to
 import condense
 from condense.methods import step_settings
 from condense.ops import NewToken, StepCall, StepState, UniformRule
+from condense.ops.step import StateSizes
 from condense.ops.torch import step as torch_step
 from condense.ops.triton import recall_step, ring_step, step_plan
 from condense.ops.triton import step as triton_step
@@ -387,9 +388,9 @@ def test_a_window_longer_than_any_text(window):
         state = empty_state(condense.CCA(group_size=8, window=20), 1, 1, 16, 16, 20, dtype=torch.float32)
         outs.append(decode(method, q, k, v, state))
     assert torch.equal(*outs)
-    sizes = step_plan.StepSizes(B=1, H=2, K=1, D=16, Dv=16, M=0, W=20, Q=1)
-    settings = step_settings(condense.CCA(group_size=8, window=window))
-    numbers = step_plan.launch_of(settings.number, (1.0, 0.0), 0, sizes, q.dtype, q.device, False).step[1]
+    settings, sizes = step_settings(condense.CCA(group_size=8, window=window)), StateSizes(1, 1, (16, 16), 0, 20, 1)
+    shape = step_plan.StepShape(q.device, q.dtype, 2, sizes, 0, (1.0, 0.0), settings.number)
+    numbers = step_plan.launch_of(shape).step[1]
     assert max(numbers) < 2**31
 
 

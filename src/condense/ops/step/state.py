@@ -239,18 +239,22 @@ def _layout(settings: StepSettings, sizes: StateSizes, dtype: torch.dtype) -> _L
 _known_layout = functools.lru_cache(maxsize=4096)(_layout)
 
 
-def _layout_beside(state: StepState, settings: StepSettings) -> _Layout:
-    """The buffers of a state, each with the shape that it is to have beside the others."""
+def sizes_of(state: StepState, settings: StepSettings) -> StateSizes:
+    """The sizes of a state, or those that its buffers are to have beside the others."""
     (B, K, W, D), Dv = state.ring_k.shape, state.ring_v.shape[3]
     M, g = state.entries_k.shape[2], settings.rule.chunk
     queries, stored, sums = max(settings.num_summary, state.ring_q.shape[2]), 0, 2
     if settings.choice is not None:
         stored, sums = max(M * g, state.store.shape[2]), max(2, state.sums.shape[2])
     fine = 0 if settings.coarse is None else state.fine_k.shape[2]
-    sizes = StateSizes(B, K, (D, Dv), M, W, queries, stored, sums, fine)
+    return StateSizes(B, K, (D, Dv), M, W, queries, stored, sums, fine)
+
+
+def _layout_beside(state: StepState, settings: StepSettings) -> _Layout:
+    """The buffers of a state, each with the shape that it is to have beside the others."""
     # a trace would go through the cache to what it calls, with a warning
     find = _layout if torch.compiler.is_compiling() else _known_layout
-    return find(settings, sizes, state.ring_k.dtype)
+    return find(settings, sizes_of(state, settings), state.ring_k.dtype)
 
 
 def clear_state(state: StepState, settings: StepSettings) -> None:

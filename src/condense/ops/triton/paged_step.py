@@ -19,7 +19,7 @@ from condense.ops.recall.index import rotation
 from condense.ops.step.pages import PagedState, rows_at_once, window_columns
 from condense.ops.step.records import STAMP, record_format
 from condense.ops.step.settings import StepSettings
-from condense.ops.step.state import StepState
+from condense.ops.step.state import StateSizes, StepState
 from condense.ops.triton.device.address import PageForm
 from condense.ops.triton.host import cdiv, dense_rows, on_device_of
 from condense.ops.triton.recall_step import (
@@ -34,9 +34,9 @@ from condense.ops.triton.recall_step import (
     scratch_of,
     tensors_of,
 )
-from condense.ops.triton.recall_step_plan import Room, apart, close_of, plan_of
+from condense.ops.triton.recall_step_plan import apart, close_of, plan_of
 from condense.ops.triton.ring_step import JOIN, NUM_BUFFERS, STEP, split_scratch
-from condense.ops.triton.step_plan import Launch, StepSizes, launch_of
+from condense.ops.triton.step_plan import StepShape, launch_of
 
 # groups whose largest shares a program finds
 _SHARE_TILE = 256
@@ -55,17 +55,17 @@ def store(
     """
     widths = q.shape[2], v.shape[2]
     pages, stamps = _buffers_of(state, widths, seen, settings)
+    shape = _shape_of(q, widths, state, pages, settings, scale)
     with on_device_of(q):
         if settings.choice is None:
             # no outputs
-            _start(_launch_of(q, state, pages, settings, scale).store, (q, k, v), state, pages, (seen, seen))
+            _start(launch_of(shape).store, (q, k, v), state, pages, (seen, seen))
             return
         k, v, tables = dense_rows(k), dense_rows(v), (state.window.table, state.entries.table)
         # no rows to leave out
         clock = None if state.slots is None else state.slots.clock
         tensors = k, v, *kept_of(pages), seen, *tables, stamps, clock, rotation(q.shape[2], k.device, k.dtype)
-        plan = close_of(*_sizes_of(q, widths, state, settings), False)
-        CLOSE.start(plan, tensors, (*k.stride()[:2], *v.stride()[:2]))
+        CLOSE.start(close_of(shape), tensors, (*k.stride()[:2], *v.stride()[:2]))
 
 
 def attend(
@@ -88,7 +88,7 @@ def attend(
     with on_device_of(q):
         if settings.choice is None:
             pages, _ = _buffers_of(state, widths, seen, settings)
-            launch = _launch_of(q, state, pages, settings, scale)
+            launch = launch_of(_shape_of(q, widths, state, pages, settings, scale))
             splits = split_scratch(q, launch.num_splits, out.shape[2])
             # keys and values are in pages by now
             _start(launch.step, (q, q, q), state, pages, splits)
@@ -113,9 +113,9 @@ def _attend_to_open(
     scale: float,
 ) -> None:
     """`attend` with a choice, of no more requests than `rows_at_once`. widths: D and Dv."""
-    plan = plan_of(*_sizes_of(q, widths, state, settings), (scale, state.extras.softcap), False)
-    scratch, of_q = scratch_of(plan.scratch, q.device), q.stride()[:2]
     (pages, stamps), slots = _buffers_of(state, widths, seen, settings), state.slots
+    plan = plan_of(_shape_of(q, widths, state, pages, settings, scale))
+    scratch, of_q = scratch_of(plan.scratch, q.device), q.stride()[:2]
     copied = (None, None) if slots is None else (slots.tags, slots.clock)
     tables = state.window.table, state.entries.table, before, stamps, *copied
     turn = rotation(widths[0], q.device, q.dtype)
@@ -208,25 +208,22 @@ def _buffers_of(
     return StepState(**kept), stamps
 
 
-def _launch_of(q: Tensor, state: PagedState, pages: StepState, settings: StepSettings, scale: float) -> Launch:
-    """The launch arguments of a step without a choice."""
-    (R, H, D), (_, K, _, C), rule = q.shape, state.window.cache.shape, settings.rule
-    latent, far, past = state.latent, state.entries, state.ring
+def _shape_of(
+    q: Tensor, widths: tuple[int, int], state: PagedState, pages: StepState, settings: StepSettings, scale: float
+) -> StepShape:
+    """The shape of a step over pages. widths: D and Dv; pages: as of `_buffers_of`."""
+    (R, H, _), K, far, rule = q.shape, state.window.cache.shape[1], state.entries, settings.rule
     assert rule.window is not None
-    entries = far._replace(cache=pages.entries_k)
-    forms = PageForm.of(state.window), PageForm.of(entries), None if past is None else PageForm.of(past)
-    room = far.table.shape[1] * far.slots, rule.window + rule.chunk, 0
-    sizes = StepSizes(R, H, K, D, latent or C - D, *room, *forms)
-    return launch_of(settings.number, (scale, state.extras.softcap), latent, sizes, q.dtype, q.device, False)
-
-
-def _sizes_of(q: Tensor, widths: tuple[int, int], state: PagedState, settings: StepSettings) -> tuple[Any, ...]:
-    """The first arguments of `plan_of` for these tensors, up to the settings' number. widths: D and Dv."""
-    (R, H, _), K, far, g = q.shape, state.window.cache.shape[1], state.entries, settings.rule.chunk
-    assert settings.rule.window is not None
-    records = PageForm.of_records(far, record_format(settings, widths, q.dtype), state.store)
-    tokens, pages, groups = settings.rule.window + g, (PageForm.of(state.window), records), state.most_groups(g)
-    # the groups of each request begin at a multiple of four
-    slots = 0 if state.slots is None else state.slots.held.shape[2]
-    room = Room(groups, tokens, 0, slots, 0, *pages, R * groups + cdiv(4 * R, 16) * 16)
-    return q.device, q.dtype, (R, H, K), (*widths, state.latent), room, settings.number
+    if settings.choice is None:
+        entries, slots, groups = far.table.shape[1] * far.slots, 0, 0
+        form = PageForm.of(far._replace(cache=pages.entries_k))
+    else:
+        entries, slots = state.most_groups(rule.chunk), 0 if state.slots is None else state.slots.held.shape[2]
+        # the groups of each request begin at a multiple of four
+        groups = R * entries + cdiv(4 * R, 16) * 16
+        form = PageForm.of_records(far, record_format(settings, widths, q.dtype), state.store)
+    sizes, scores = StateSizes(R, K, widths, entries, rule.window + rule.chunk, sums=0), (scale, state.extras.softcap)
+    forms = PageForm.of(state.window), form, None if state.ring is None else PageForm.of(state.ring)
+    return StepShape(
+        q.device, q.dtype, H, sizes, state.latent, scores, settings.number, False, slots, *forms, groups
+    )  # fmt: skip

@@ -175,16 +175,15 @@ def _put_sum(sums, tokens, t, g: tl.constexpr, D: tl.constexpr, NEAR: tl.constex
 def recall_close_kernel(
     k_ptr, v_ptr, signs_ptr, steps_ptr, store_ptr, ring_k_ptr, ring_v_ptr, sums_ptr, seen_ptr, real_ptr, near_ptr,
     far_ptr, stamps_ptr, clock_ptr, rotation_ptr, s_kb, s_kh, s_vb, s_vh, K, G, W, N, num_sums, delay,
-    P: tl.constexpr, PV: tl.constexpr, PS: tl.constexpr, FORM: tl.constexpr, HAS_REAL: tl.constexpr,
-    EARLY: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
+    FORM: tl.constexpr, HAS_REAL: tl.constexpr, EARLY: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Write the new token to rings, index and store, and the sum of values; grid (B * K, 4): keys, values, index and
     the keys that a store holds in fewer than 16 bits, the sum; 3 without sums.
 
     A group is kept once ``delay`` tokens have followed it; its values are summed up at once. sums: None if nobody
-    sees them; a ring has ``num_sums``. PS: columns of bytes of a stored value. near, far: tables of the pages of tokens
-    and of records; None for rings and arrays. stamps, clock: of `condense.ops.step.pages.PagedSlots`, None without it.
-    rotation: `condense.ops.recall.index.rotation` in the dtype of the keys.
+    sees them; a ring has ``num_sums``. near, far: tables of the pages of tokens and of records; None for rings and
+    arrays. stamps, clock: of `condense.ops.step.pages.PagedSlots`, None without it. rotation:
+    `condense.ops.recall.index.rotation` in the dtype of the keys.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -193,6 +192,10 @@ def recall_close_kernel(
     g: tl.constexpr = FORM.g
     D: tl.constexpr = FORM.D
     DV: tl.constexpr = FORM.DV
+    # columns of tiles of keys, of values, and of the bytes of a stored value
+    P: tl.constexpr = max(32, tile_width(D))
+    PV: tl.constexpr = max(32, tile_width(DV))
+    PS: tl.constexpr = max(32, tile_width(DV * min(FORM.bits, 8) // 8))
     row = row_of_step(seen_ptr, real_ptr, None, b, delay, G, g, HAS_REAL, NEAR is not None)
     t, live, closed = row.t, row.live, row.all_closed
     group = closed - 1

@@ -18,9 +18,10 @@ from condense.ops.triton.prepared import PreparedStep
 from condense.ops.triton.recall_close_kernels import recall_close_kernel
 from condense.ops.triton.recall_step_choice_kernels import recall_choose_kernel, recall_share_kernel
 from condense.ops.triton.recall_step_kernels import recall_attend_kernel
-from condense.ops.triton.recall_step_plan import Room, plan_of
+from condense.ops.triton.recall_step_plan import plan_of
 from condense.ops.triton.recall_step_score_kernels import recall_score_kernel, recall_turn_kernel
 from condense.ops.triton.step_kernels import step_join_kernel
+from condense.ops.triton.step_plan import StepShape
 
 CLOSE, TURN = (Launcher(x) for x in (recall_close_kernel, recall_turn_kernel))
 SCORE, CHOOSE = (Launcher(x) for x in (recall_score_kernel, recall_choose_kernel))
@@ -101,20 +102,14 @@ class RecallKernels(PreparedStep):
     def __init__(self, call: StepCall) -> None:
         """call: checked by `condense.ops.triton.step.step`."""
         super().__init__(call)
-        token, state, settings, scale, latent, extras = call
-        q, k, v = self._dense(token)
-        (B, H, _, D), (_, K, _, Dv) = q.shape, v.shape
-        rooms = state.signs, state.ring_k, state.store, state.held, state.sums
-        G, W, N, S, T = (x.shape[2] for x in rooms)
-        widths, scores, has_real = (D, Dv, latent), (scale, extras.softcap), token.real is not None
-        plan = plan_of(q.device, q.dtype, (B, H, K), widths, Room(G, W, N, S, T), settings.number, scores, has_real)
-        self._width, self._sizes, self._kept = latent or Dv, plan.scratch, kept_of(state)
-        self._rotation = rotation(D, q.device, q.dtype)
-        of_q = q.stride()[:2]
+        q, k, v = self._dense(call.token)
+        plan, of_q = plan_of(StepShape.of(call)), q.stride()[:2]
+        self._width, self._sizes, self._kept = call.latent or v.shape[3], plan.scratch, kept_of(call.state)
+        self._rotation = rotation(q.shape[3], q.device, q.dtype)
         self._close = Prepared(CLOSE, plan.close, (*k.stride()[:2], *v.stride()[:2]))
         self._turn = None if plan.turn is None else Prepared(TURN, plan.turn, of_q)
         self._score = Prepared(SCORE, plan.score, of_q)
-        self._choose = Prepared(CHOOSE, plan.choose, (B,))
+        self._choose = Prepared(CHOOSE, plan.choose, q.shape[:1])
         self._opened = None if plan.opened is None else Prepared(OPENED, plan.opened, ())
         self._attend = Prepared(ATTEND, plan.attend, of_q)
         # strides 1: `seen` and the rows that count are contiguous

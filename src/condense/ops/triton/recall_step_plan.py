@@ -10,10 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from condense.ops.step.settings import StepSettings, numbered_settings
+from condense.ops.step.settings import numbered_settings
 from condense.ops.triton import latent_groups_kernels as latent_groups
-from condense.ops.triton.device.address import PageForm
-from condense.ops.triton.device.parts import key_value_parts
 from condense.ops.triton.device.sign_pieces import in_pieces, query_bytes
 from condense.ops.triton.device.signs import block_width
 from condense.ops.triton.host import LOG2E, cdiv, check_programs, gpu_of, power_of_2
@@ -22,8 +20,8 @@ from condense.ops.triton.recall_score import UNFUSED
 from condense.ops.triton.recall_step_choice_kernels import Ranking
 from condense.ops.triton.recall_step_tiles import is_early, num_splits, splits_of, tiles_of
 from condense.ops.triton.recall_store_kernels import Form
+from condense.ops.triton.step_plan import StepShape
 
-_MIN_TILE = 32
 # fewer groups than this are not chosen from any faster
 _FEW_RANKED = 1024
 # groups of a thread that chooses: more if a multiprocessor runs more than one program
@@ -32,11 +30,6 @@ _OF_THREAD = 16
 _LEAST_SPLITS = 128
 # numbers that a warp reads at once of the scores of centres
 _GATHERED = 512
-
-
-def _padded(width: int) -> int:
-    """Columns of the tile that holds a width."""
-    return max(_MIN_TILE, power_of_2(width))
 
 
 def apart(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -62,73 +55,30 @@ class Plan(NamedTuple):
     join: tuple[Any, ...]
 
 
-class Room(NamedTuple):
-    """The room that a step's buffers have, of one row.
-
-    groups, tokens, stored, slots, sums: G, W, tokens that the store has room for, its slots, and T. In pages: near,
-    far: of tokens and of records, and all: groups of all rows together that scratch memory has room for.
-    """
-
-    groups: int
-    tokens: int
-    stored: int = 0
-    slots: int = 0
-    sums: int = 0
-    near: PageForm | None = None
-    far: PageForm | None = None
-    all: int = 0
-
-
 @functools.lru_cache(maxsize=4096)
-def close_of(
-    device: torch.device,
-    dtype: torch.dtype,
-    heads: tuple[int, int, int],
-    widths: tuple[int, int, int],
-    sizes: Room,
-    number: int,
-    has_real: bool,
-) -> tuple[Any, ...]:
-    """The launch arguments of the kernel that closes a group in each of B rows; arguments as of `plan_of`."""
-    (B, _, K), (D, Dv, latent), (G, W, N, _, T, near, far, _) = heads, widths, sizes
-    settings = numbered_settings(number)
-    assert settings.choice is not None
-    parts = key_value_parts(D, Dv, latent)
-    form = Form.of(settings.store_format, dtype, (D, Dv), parts)
-    # tile columns for the bytes of a stored value
-    PS = _padded(Dv * min(form.bits, 8) // 8)
+def close_of(shape: StepShape) -> tuple[Any, ...]:
+    """The launch arguments of the kernel that closes a group in each of B rows."""
+    (B, K, widths, G, W, _, N, T, _), settings = shape.sizes, numbered_settings(shape.number)
+    form = Form.of(settings.store_format, shape.dtype, widths, shape.latent)
     return (
         # the last program of a head adds to sums
         (B * K, 4 if settings.sees_rest else 3, 1),
         (K, G, W, N, T, settings.summary_delay),
-        (_padded(D), _padded(Dv), PS, form, has_real, is_early(device), near, far),
-        close_options(D),
+        (form, shape.has_real, is_early(shape.device), shape.near, shape.far),
+        close_options(form.D),
     )
 
 
 @functools.lru_cache(maxsize=4096)  # the same for all layers, in every step
-def plan_of(
-    device: torch.device,
-    dtype: torch.dtype,
-    heads: tuple[int, int, int],
-    widths: tuple[int, int, int],
-    sizes: Room,
-    number: int,
-    scores: tuple[float, float],
-    has_real: bool,
-) -> Plan:
-    """The launch arguments of a step with these sizes.
-
-    heads: B, H, K; widths: D, Dv, latent; number: `condense.ops.step.settings.StepSettings.number`; scores:
-    their scale and soft cap.
-    """
-    (B, H, K), (D, Dv, latent), (G, W, N, S, T, near, far, _), (scale, softcap) = heads, widths, sizes, scores
-    settings = numbered_settings(number)
+def plan_of(shape: StepShape) -> Plan:
+    """The launch arguments of a step."""
+    device, dtype, H, sizes, latent, (scale, softcap), number, has_real, S, near, far, *_ = shape
+    (B, K, (D, Dv), G, W, _, N, T, _), settings = sizes, numbered_settings(number)
     check_programs(B * K)
     choice, g, window = settings.choice, settings.rule.chunk, settings.rule.window
     assert choice is not None
-    form = Form.of(settings.store_format, dtype, (D, Dv), key_value_parts(D, Dv, latent))
-    tiles = tiles_of(device, dtype, heads, widths, form, S, softcap)
+    form = Form.of(settings.store_format, dtype, (D, Dv), latent)
+    tiles = tiles_of(shape, form)
     if not choice.store.on_host:
         tiles = tiles._replace(weight=0)  # shares of both lists are even at any length
     R, V, early, is_apart = H // K, latent or Dv, tiles.early, tiles.opened is not None
@@ -138,21 +88,21 @@ def plan_of(
     GS = max(1, tiles.score.rows // power_of_2(g))
     score_tiles = cdiv(R, tiles.score_heads)
     S0, *few0 = num_splits(device, B * K * score_tiles, cdiv(G, GS), tiles.score.waves)
-    splits = splits_of(device, heads, tiles, W, r * g, has_mean)
+    splits = splits_of(shape, tiles, r * g, has_mean)
     # so many centres are read at once by the program of the mean
     BM = max(1, _GATHERED * tiles.attend.num_warps // tiles.heads) if has_mean else 0
     # parts that are joined at once, and their columns: those of a block of the rotation, where they are turned back
     joined = splits.ahead + splits.attend
     BS = 64 if is_apart else min(256, max(64, power_of_2(joined)))
     BC = block_width(D) if is_apart else min(4096 // BS, power_of_2(V))
-    ranking, ranking_options = _ranking_of(device, heads, GROUPS, r, S, S0)
+    ranking, ranking_options = _ranking_of(shape, GROUPS, r, S0)
     # row stride of scratch memory by groups
-    row = G if far is None else sizes.all
+    row = G if far is None else shape.all
     scale, precision = scale * LOG2E, "ieee" if dtype == torch.float32 else "tf32"
     chained = {"launch_pdl": True} if early else {}
     return Plan(
-        _scratch_of(settings, heads, widths, sizes, (S0, joined)),
-        close_of(device, dtype, heads, widths, sizes, number, has_real),
+        _scratch_of(shape, (S0, joined)),
+        close_of(shape),
         (
             (B * K, cdiv(R, tiles.score_heads), 1),
             (K, R),
@@ -198,11 +148,9 @@ def plan_of(
     )  # fmt: skip
 
 
-def _ranking_of(
-    device: torch.device, heads: tuple[int, int, int], groups: int, r: int, slots: int, splits: int
-) -> tuple[Ranking, dict[str, int]]:
+def _ranking_of(shape: StepShape, groups: int, r: int, splits: int) -> tuple[Ranking, dict[str, int]]:
     """The constants and options of the kernel that chooses. groups: as a power of two; splits: of the scores."""
-    B, H, K = heads
+    device, H, B, K, slots = shape.device, shape.H, shape.sizes.rows, shape.sizes.heads, shape.slots
     ranking = Ranking(
         groups, max(0, (groups // _FEW_RANKED).bit_length() - 1), slots, power_of_2(max(slots, 1)),
         power_of_2(max(r, 1)) if slots else 1, power_of_2(max(splits, _LEAST_SPLITS)), min(16, power_of_2(H // K)),
@@ -213,23 +161,18 @@ def _ranking_of(
     return ranking, {"num_warps": warps, **most}
 
 
-def _scratch_of(
-    settings: StepSettings,
-    heads: tuple[int, int, int],
-    widths: tuple[int, int, int],
-    sizes: Room,
-    splits: tuple[int, int],
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _scratch_of(shape: StepShape, splits: tuple[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Sizes of scratch memory, `Plan.scratch`. splits: of the scores, and of all parts that are joined."""
-    (B, H, K), (D, Dv, latent), (G, _, _, S, *_), choice = heads, widths, sizes, settings.choice
+    (B, K, (D, Dv), G, *_), H, S, latent = shape.sizes, shape.H, shape.slots, shape.latent
+    choice = numbered_settings(shape.number).choice
     assert choice is not None
     r, queries, pairs, turns = choice.quota.at(G), B * H, B * K, choice.store.bits < 16
-    if sizes.far is None:
+    if shape.far is None:
         of_scores, of_bases = queries * power_of_2(max(G, 4)), queries * r
         of_lists, of_slots = pairs * r, pairs * G
     else:  # rows share what is kept by groups
-        of_scores = of_bases = H * sizes.all
-        of_lists = of_slots = K * sizes.all
+        of_scores = of_bases = H * shape.all
+        of_lists = of_slots = K * shape.all
     of_splits, parts = queries * splits[0], queries * splits[1]
     floats = (
         parts * (latent or Dv), parts, of_scores, of_splits, of_splits,

@@ -14,6 +14,7 @@ from condense.ops.triton.device import lane_signs, lane_tokens, lanes
 from condense.ops.triton.device.sign_pieces import in_pieces
 from condense.ops.triton.host import cdiv, gpu_of, power_of_2
 from condense.ops.triton.recall_store_kernels import Form
+from condense.ops.triton.step_plan import StepShape
 
 # KV heads of all rows from which on a step counts as one of many rows: four of Llama 3.1 8B
 _MANY_HEADS = 32
@@ -128,26 +129,18 @@ def is_early(device: torch.device) -> bool:
     return device.type == "cuda" and gpu_of(device).capability >= (9, 0)
 
 
-def tiles_of(
-    device: torch.device,
-    dtype: torch.dtype,
-    heads: tuple[int, int, int],
-    widths: tuple[int, int, int],
-    form: Form,
-    slots: int,
-    softcap: float,
-) -> StepTiles:
-    """The tiles of a step. heads: B, H, K; widths: D, Dv, latent; slots: of the store."""
-    (B, H, K), (D, Dv, _), g = heads, widths, form.g
-    R, lane_heads = H // K, lanes.HEADS.value
-    score, most, attend, _, _, early, weight = _table(device, dtype, max(D, Dv), B * K, form.bits)
+def tiles_of(shape: StepShape, form: Form) -> StepTiles:
+    """The tiles of a step."""
+    device, dtype, B, K, D, g = shape.device, shape.dtype, shape.sizes.rows, shape.sizes.heads, form.D, form.g
+    R, lane_heads, (_, softcap) = shape.H // K, lanes.HEADS.value, shape.scores
+    score, most, attend, _, _, early, weight = _table(device, dtype, max(D, form.DV), B * K, form.bits)
     is_hopper, few_heads = early and gpu_of(device).capability[0] == 9, cdiv(R, lane_heads) <= 2
     score_heads = attend_heads = min(most, max(8, power_of_2(R)))
     opened = None
     if latent_groups.fits(is_hopper, form, dtype, softcap):
         many = B * cdiv(R, latent_groups.HEADS.value) >= _MANY_OF_LATENTS
         opened = _OPENED[many] if D > 288 else _NARROW_OPENED
-    in_lanes = lane_tokens.fits(form.bits, g, D, form.DV, attend.rows, slots)
+    in_lanes = lane_tokens.fits(form.bits, g, D, form.DV, attend.rows, shape.slots)
     if early and dtype == torch.bfloat16 and few_heads and in_lanes:
         # these load the next tile themselves
         attend_heads, attend = cdiv(R, lane_heads) * lane_heads, attend._replace(num_stages=1)
@@ -160,11 +153,9 @@ def tiles_of(
     return StepTiles(score, score_heads, attend, attend_heads, opened, early, weight)
 
 
-def splits_of(
-    device: torch.device, heads: tuple[int, int, int], tiles: StepTiles, tokens: int, opened: int, has_mean: bool
-) -> Splits:
-    """The splits of a step. heads: B, H, K; tokens: of the ring; opened: the most tokens of open groups."""
-    B, H, K = heads
+def splits_of(shape: StepShape, tiles: StepTiles, opened: int, has_mean: bool) -> Splits:
+    """The splits of a step. opened: the most tokens of open groups."""
+    device, H, B, K, tokens = shape.device, shape.H, shape.sizes.rows, shape.sizes.heads, shape.sizes.tokens
     if tiles.opened is not None:
         programs = B * cdiv(H, latent_groups.HEADS.value)
         ahead, *_ = num_splits(device, programs, cdiv(opened, tiles.opened.rows), tiles.opened.waves)

@@ -11,7 +11,6 @@ from torch import Tensor
 from condense.ops.recall.index import GroupIndex, index_widths, rotation
 from condense.ops.recall.store import StoreFormat
 from condense.ops.step.pages import Places
-from condense.ops.triton.device.parts import split_width
 from condense.ops.triton.host import cdiv, check_programs, on_device_of, power_of_2, whole_rows
 from condense.ops.triton.launch import Launcher
 from condense.ops.triton.recall_close_kernels import close_options, recall_close_kernel
@@ -29,12 +28,11 @@ def store_groups(form: StoreFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
 def _store(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     signs, steps, store = made = _stored(k, v, bits)
     (B, K, G, g, D), Dv = k.shape, v.shape[4]
-    parts, stored = (*split_width(D), *split_width(Dv or D)), StoreFormat(bits, g)
+    form = Form.of(StoreFormat(bits, g), k.dtype, (D, Dv))
     # each group is a row whose last token closes it; that token is in its ring already, and written there once more
     rows, like = B * K * G, (k.contiguous(), v.contiguous())
     last = [x.view(rows, g, x.shape[4])[:, -1] for x in like]
     strides = [n for x in last for n in (x.stride(0), 0)]
-    columns = (max(32, power_of_2(n)) for n in (D, Dv, Dv * bits // 8))
     with on_device_of(k):
         if rows > 0:
             _CLOSE(
@@ -45,7 +43,7 @@ def _store(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
                     rotation(D, k.device, k.dtype),
                 ),
                 (*strides, 1, 1, g, g, 0, 0),
-                (*columns, Form.of(stored, k.dtype, (D, Dv), parts), False, False, None, None), close_options(D),
+                (form, False, False, None, None), close_options(D),
             )  # fmt: skip
     return made
 
@@ -81,7 +79,7 @@ def _start(
     # pieces may lie in pinned host memory: they are not the first tensor, whose device is that of the kernel
     pieces, (B, K, tokens, _), g, device = whole_rows(pieces), k.shape, steps.shape[3] - 1, steps.device
     check_programs(B * K)
-    form = Form.of(StoreFormat(bits, g), dtype, (D, Dv), (*split_width(D), *split_width(Dv or D)))
+    form = Form.of(StoreFormat(bits, g), dtype, (D, Dv))
     # threads read 8 bytes of codes at a time, and write 16 bytes
     T, warps, n = min(16, power_of_2(g)), 4 if bits * D <= 512 else 8, tokens // g
     # so that the rotation is loaded for many tokens at a time; of float32, which no matrix unit multiplies exactly, all

@@ -30,7 +30,7 @@ from condense.ops.triton.device.codes import (
     to_numbers,
     unpacked,
 )
-from condense.ops.triton.device.parts import parts, store_rows, tile_width
+from condense.ops.triton.device.parts import key_value_parts, parts, store_rows, tile_width
 from condense.ops.triton.device.signs import ROUNDING, block_width, index_widths, sign_bytes, turned_part
 
 _CENTRE = tl.constexpr(CENTRE_LEVELS)
@@ -63,11 +63,10 @@ class Form(NamedTuple):
     tiny: float
 
     @classmethod
-    def of(
-        cls, form: StoreFormat, dtype: torch.dtype, widths: tuple[int, int], parts: tuple[int, int, int, int]
-    ) -> Form:
-        """Those of tokens of a dtype and of widths D and Dv. parts: D0, D1, V0, V1."""
+    def of(cls, form: StoreFormat, dtype: torch.dtype, widths: tuple[int, int], latent: int = 0) -> Form:
+        """Those of tokens of a dtype and of widths D and Dv. latent: columns of keys that are a part, 0 for any."""
         piece, codes_at = form.group_size * form.width(*widths, dtype.itemsize), form.codes_at(*widths, dtype.itemsize)
+        parts = key_value_parts(widths[0], widths[1] or widths[0], latent)
         return cls(
             form.bits, form.group_size, *widths, *parts, piece, form.key_steps_at(widths[1], dtype.itemsize), *codes_at,
             step_unit(form.bits, dtype), form.key_unit(dtype), torch.finfo(dtype).tiny,

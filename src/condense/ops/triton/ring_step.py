@@ -1,7 +1,6 @@
 """The kernels of a decode step over rings of tokens and entries, without a choice: one kernel or two.
 
-Shapes: B rows, H query heads, K KV heads, R = H / K, M entries of capacity, W and Q slots of the rings of tokens and
-of queries, S splits, D and Dv widths.
+Shapes: B rows, H query heads, S splits, Dv width.
 """
 
 import torch
@@ -12,7 +11,7 @@ from condense.ops.triton.host import on_device_of
 from condense.ops.triton.launch import Launcher, Prepared
 from condense.ops.triton.prepared import PreparedStep
 from condense.ops.triton.step_kernels import step_join_kernel, step_kernel
-from condense.ops.triton.step_plan import StepSizes, launch_of
+from condense.ops.triton.step_plan import StepShape, launch_of
 
 STEP, JOIN = Launcher(step_kernel), Launcher(step_join_kernel)
 # the kernel takes the first nine buffers of a state, up to the biases, and the strides of the first five
@@ -27,20 +26,13 @@ class RingKernels(PreparedStep):
     def __init__(self, call: StepCall, *, host_bound: bool = False) -> None:
         """call: checked by `condense.ops.triton.step.step`. host_bound: as in `launch_of`."""
         super().__init__(call)
-        token, state, settings, scale, latent, extras = call
+        token, state, settings, _, self._latent, _ = call
         q, k, v = self._dense(token)
-        (B, H, _, D), self._latent = q.shape, latent
-        columns = state.entries_k.shape[2], state.ring_k.shape[2], state.ring_q.shape[2]
-        sizes = StepSizes(B, H, k.shape[1], D, latent or v.shape[3], *columns)
         # tables of pages, and fine entries
         self._others: tuple[Tensor | None, ...] = (None,) * 5
         if settings.coarse is not None:
-            sizes = sizes._replace(F=state.fine_k.shape[2])
             self._others = None, None, None, state.fine_k, state.fine_v
-        has_real = token.real is not None
-        launch = launch_of(
-            settings.number, (scale, extras.softcap), latent, sizes, q.dtype, q.device, has_real, host_bound
-        )
+        launch = launch_of(StepShape.of(call), host_bound)
         has_token = state.seen if token.real is None else token.real
         strides = (
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],

@@ -20,13 +20,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from condense.ops.triton.device.address import form_row, part_at, tile_in_pages
+from condense.ops.triton.device.address import form_row, part_at, tile_in_pages, token_rows
 from condense.ops.triton.device.codes import entries_in_words, from_words, load_vectors, row_width, to_words
 from condense.ops.triton.device.entry import (
     Buffer,
     Chunk,
     Queries,
-    RequestPages,
     all_scores,
     chunk_keys,
     chunk_values,
@@ -36,7 +35,6 @@ from condense.ops.triton.device.entry import (
     mean_query,
     put_entry,
     row_products,
-    slot_places,
     summary_query,
 )
 from condense.ops.triton.device.parts import load_row, load_rows, parts, store_row
@@ -109,7 +107,7 @@ def _attend_keys(
     softmax, q, source, stretch, lo, hi, scale, bias, moment, PERIOD: tl.constexpr, FORM: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """Add tiles ``[lo, hi)`` of a `_Stretch` of keys in a `Buffer`, or in `RequestPages`; no tile is empty.
+    """Add tiles ``[lo, hi)`` of a `_Stretch` of keys in a `Buffer`; no tile is empty. FORM: of its pages, if any.
 
     PERIOD > 0: only pooled entries get the bias: first entries from ``moment.first_single`` on, and behind them the
     last of each ``PERIOD`` entries. PERIOD < 0: ``bias`` points to each key's own, natural.
@@ -125,7 +123,7 @@ def _attend_keys(
         softmax = Softmax(to_words(softmax.acc[0], KIND.V0), softmax.m, softmax.total)
     if FORM is not None:
         # found one tile ahead, so that keys need not wait for tables
-        place = tile_in_pages(source.table, stretch.first, stretch.count, lo, KIND.keys, FORM)
+        place = tile_in_pages(source.size, stretch.first, stretch.count, lo, KIND.keys, FORM)
     for tile in range(lo, hi):
         i = tile * KIND.keys + tl.arange(0, KIND.keys)
         inside = i < stretch.count
@@ -136,7 +134,7 @@ def _attend_keys(
             s_k, s_v = source.s_k, source.s_v
         else:
             at, s_k, s_v = place, 1, 1
-            place = tile_in_pages(source.table, stretch.first, stretch.count, tile + 1, KIND.keys, FORM)
+            place = tile_in_pages(source.size, stretch.first, stretch.count, tile + 1, KIND.keys, FORM)
         k = load_vectors(source.k, at * s_k, q[0].dtype, KIND.D0, KIND.D1, KIND.entry_bits, KIND.early)  # [keys, D]
         s = soft_cap(key_products(q, k, PRECISION) * scale, KIND.softcap)[0]  # [rows, keys]
         if PERIOD > 0:
@@ -181,13 +179,14 @@ def _two_rows(a, x, b, y):
 
 @triton.jit
 def _read_token(
-    heads, new, buffers, past_queries, num_summary, moment, chunk_size, scores, writes, FAR: tl.constexpr,
-    KIND: tl.constexpr,
+    heads, new, buffers, past_queries, num_summary, moment, chunk_size, scores, writes, KIND: tl.constexpr
 ):  # fmt: skip
     """The `_Read` of a step. Store its token, mean query and entries if ``writes``.
 
     new: pointers to a KV head's new key and value.
     """
+    NEAR: tl.constexpr = KIND.near
+    FAR: tl.constexpr = KIND.far
     entries, fine, ring = buffers.entries, buffers.fine, buffers.ring
     k = load_row(new[0], KIND.D0, KIND.D1)  # [1, D]
     v = (k[0],) if KIND.latent else load_row(new[1], KIND.V0, KIND.V1)  # [1, V]
@@ -205,7 +204,7 @@ def _read_token(
             ranked = all_scores(ring, chunk, summary, scores.weigh, KIND)
         to, slot, biases = entries if fine is None else fine, moment.slot, scores.biases
         if FAR is not None:
-            at = form_row(entries.table, slot, None, FAR)
+            at = form_row(entries.size, slot, None, FAR)
             if KIND.matched:
                 biases += part_at(biases, at * _number_size(entries.k))
             to, slot = Buffer(entries.k + at, entries.v + at, 0, 0, 1), slot * 0
@@ -230,9 +229,9 @@ def _read_token(
                 value = mean_query(Queries(fine.v + at * fine.s_v, fine.s_v, n), KIND.V0, KIND.V1)
             put_entry(entries, moment.merge, merged, value, True, KIND)
     if writes:
-        store_row(ring.k + slot_places(ring, ring.s_k, moment.t, None, KIND), k, KIND.D0, KIND.D1)
+        store_row(ring.k + token_rows(ring.size, moment.t, None, ring.s_k, NEAR), k, KIND.D0, KIND.D1)
         if not KIND.latent:
-            store_row(ring.v + slot_places(ring, ring.s_v, moment.t, None, KIND), v, KIND.V0, KIND.V1)
+            store_row(ring.v + token_rows(ring.size, moment.t, None, ring.s_v, NEAR), v, KIND.V0, KIND.V1)
         # pages keep no queries if the newest is enough
         if KIND.scored and (FAR is None or num_summary > 1):
             at = (moment.t % past_queries.size).to(tl.int64)
@@ -264,10 +263,10 @@ def _new_token(heads, ring, read, moment, places, scores, row_tile, KIND: tl.con
 
 
 @triton.jit
-def _attend_share(
-    heads, buffers, moment, places, split, scores, row_tile, NEAR: tl.constexpr, FAR: tl.constexpr, KIND: tl.constexpr
-):
+def _attend_share(heads, buffers, moment, places, split, scores, row_tile, KIND: tl.constexpr):
     """Attention of a split to its share: of what buffers held before the step, or of all that pages hold."""
+    NEAR: tl.constexpr = KIND.near
+    FAR: tl.constexpr = KIND.far
     r = row_tile * KIND.rows + tl.arange(0, KIND.rows)
     q = load_rows(heads.q, r.to(tl.int64) * heads.s_q, r < heads.size, KIND.D0, KIND.D1)  # [rows, D]
     entries, fine, ring, tokens = buffers.entries, buffers.fine, buffers.ring, moment.tokens
@@ -301,7 +300,7 @@ def _attend_share(
     if fine is not None:
         stretch = _Stretch(moment.fine_first % fine.size, moment.fines)
         begin, end = tl.maximum(lo, 0), tl.minimum(hi, fines)
-        softmax = _attend_keys(softmax, q, fine, stretch, begin, end, scores.attend, bias, moment, 0, FAR, KIND)
+        softmax = _attend_keys(softmax, q, fine, stretch, begin, end, scores.attend, bias, moment, 0, None, KIND)
         lo, hi = lo - fines, hi - fines
     begin, end = tl.maximum(lo, 0), hi
     if WAITS:
@@ -343,14 +342,14 @@ def _moment(
     number = complete // chunk - 1
     due = (complete > 0) & (complete % chunk == 0) & (number < max_chunks)
     seen_at_once = due & (number < visible)
-    if KIND.page > 0:
+    if KIND.near is not None:
         # an entry stands in slot ``t // chunk`` of the token t that completes its summary: `condense.serving.plan`
         base, entries = summary_delay // chunk, visible
     else:
         # the new entries are the last ones
         base, entries = 0, first_entries + (visible - seen_at_once.to(tl.int32)) * entries_each
     slot = base + first_entries + number * entries_each
-    tokens = t + 1 - first if KIND.page > 0 else tl.maximum(t - first, 0)
+    tokens = tl.maximum(t - first, 0) if KIND.near is None else t + 1 - first
     fine_first, fines, merge = 0, 0, -1
     if KIND.coarse is not None:
         size: tl.constexpr = chunk * KIND.coarse.chunks
@@ -367,15 +366,6 @@ def _moment(
 
 
 @triton.jit
-def _pages(k_ptr, v_ptr, table_ptr, b, kvh, FORM: tl.constexpr):
-    """The `RequestPages` of row b and a KV head."""
-    first = kvh * FORM.s_head
-    return RequestPages(
-        k_ptr + first, v_ptr + first, FORM.s_slot, FORM.s_slot, table_ptr + b * FORM.s_table, FORM.s_page
-    )
-
-
-@triton.jit
 def step_kernel(
     q_ptr, k_ptr, v_ptr, entries_k_ptr, entries_v_ptr, ring_k_ptr, ring_v_ptr, ring_q_ptr, seen_ptr, first_ptr,
     arrived_ptr, biases_ptr, real_ptr, sink_ptr, counter_ptr, part_ptr, lse_ptr, out_ptr, near_ptr, far_ptr, past_ptr,
@@ -384,15 +374,13 @@ def step_kernel(
     s_rkb, s_rkh, s_rkn, s_rvb, s_rvh, s_rvn, s_rqb, s_rqh, s_rqn,
     s_seen, s_first, s_first_n, s_arrived, s_arrived_n, s_real,
     M, W, Q, window, max_chunks, summary_delay, scale, score_scale, bias, KIND: tl.constexpr,
-    NEAR: tl.constexpr, FAR: tl.constexpr, PAST: tl.constexpr,
 ):  # fmt: skip
     """part float32 ``[B, H, S, V]`` and log-sum-exp ``[B, H, S]``, or out ``[B, H, 1, V]``; grid (S, row tiles, B * K).
 
     arrived int32 ``[B, K + 1]``: finished programs of each KV head, and finished KV heads; 0 before and after.
     biases float32 ``[B, K, M]``, contiguous, read and written if they are matched. sink float ``[H]``: logits without a
-    value, None for none. counter int64 ``[]``: 1 is added to it; None for none. near, far, past: tables of the pages of
-    tokens, entries and queries, None where rows lie side by side; a row's queries lie in one page. fine: rings of fine
-    entries, contiguous; None without coarse ones.
+    value, None for none. counter int64 ``[]``: 1 is added to it; None for none. near, far, past: tables of the pages
+    that `Kind` has. fine: rings of fine entries, contiguous; None without coarse ones.
     """
     K: tl.constexpr = KIND.K
     R: tl.constexpr = KIND.R
@@ -422,7 +410,7 @@ def step_kernel(
         of_values: tl.constexpr = 0 if KIND.latent else KIND.V0 + KIND.V1
         before = head.to(tl.int64) * KIND.coarse.slots
         fine = Buffer(fine_k_ptr + before * width, fine_v_ptr + before * of_values, width, of_values, KIND.coarse.slots)
-    if NEAR is None:
+    if KIND.near is None:
         entries = Buffer(
             entries_k_ptr + b * s_ekb + kvh * s_ekh, entries_v_ptr + b * s_evb + kvh * s_evh, s_ekn, s_evn, M
         )
@@ -437,31 +425,33 @@ def step_kernel(
     else:
         t -= 1
         live = t >= 0
-        ring = _pages(ring_k_ptr, ring_v_ptr, near_ptr, b, kvh, NEAR)
-        entries = _pages(entries_k_ptr, entries_v_ptr, far_ptr, b, kvh, FAR)
-        if PAST is not None:
-            page = tl.load(past_ptr + b * PAST.s_table).to(tl.int64)
-            past_queries = Queries(ring_q_ptr + page * PAST.s_page + kvh * PAST.s_head, PAST.s_slot, PAST.slots)
+        first, stride = kvh * KIND.near.s_head, KIND.near.s_slot
+        ring = Buffer(ring_k_ptr + first, ring_v_ptr + first, stride, stride, near_ptr + b * KIND.near.s_table)
+        first, stride = kvh * KIND.far.s_head, KIND.far.s_slot
+        entries = Buffer(entries_k_ptr + first, entries_v_ptr + first, stride, stride, far_ptr + b * KIND.far.s_table)
+        if KIND.past is not None:
+            page = tl.load(past_ptr + b * KIND.past.s_table).to(tl.int64) * KIND.past.s_page
+            past_queries = Queries(ring_q_ptr + page + kvh * KIND.past.s_head, KIND.past.s_slot, KIND.past.slots)
     buffers, places = _Buffers(entries, fine, ring), _Places(part_ptr, lse_ptr, head * R, S)
-    if NEAR is None:
+    if KIND.near is None:
         biases_ptr += head.to(tl.int64) * M
     elif KIND.matched:
-        biases_ptr += part_at(biases_ptr, kvh * FAR.s_head * _number_size(entries_k_ptr))
+        biases_ptr += part_at(biases_ptr, kvh * KIND.far.s_head * _number_size(entries_k_ptr))
     scores = _Scores(scale, score_scale, bias, biases_ptr)
     moment = _moment(t, chunk, window, max_chunks, summary_delay, M, first_entries, first_single, KIND)
 
     if live:
         if not KIND.stores:
-            _attend_share(heads, buffers, moment, places, split, scores, row_tile, NEAR, FAR, KIND)
+            _attend_share(heads, buffers, moment, places, split, scores, row_tile, KIND)
         elif split == 0:
             # the first tile of rows stores
             read = _read_token(
-                heads, new, buffers, past_queries, num_summary, moment, chunk, scores, row_tile == 0, FAR, KIND
+                heads, new, buffers, past_queries, num_summary, moment, chunk, scores, row_tile == 0, KIND
             )
             if KIND.attends:
                 _new_token(heads, ring, read, moment, places, scores, row_tile, KIND)
         elif KIND.attends:
-            _attend_share(heads, buffers, moment, places, split, scores, row_tile, NEAR, FAR, KIND)
+            _attend_share(heads, buffers, moment, places, split, scores, row_tile, KIND)
 
     if KIND.joins:
         # all threads of the program must have stored their part before it is counted as done

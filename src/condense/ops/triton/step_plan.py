@@ -4,11 +4,13 @@ Shapes as in `condense.ops.step.call` and `condense.ops.step.state`.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
+from condense.ops.step.call import StepCall
 from condense.ops.step.settings import numbered_settings
+from condense.ops.step.state import StateSizes, sizes_of
 from condense.ops.triton.device.address import PageForm
 from condense.ops.triton.device.entry import CoarseKind, Kind
 from condense.ops.triton.device.parts import key_value_parts
@@ -62,48 +64,50 @@ class Launch(NamedTuple):
     store: tuple[Any, ...]
 
 
-class StepSizes(NamedTuple):
-    """Sizes of a step's tensors; Dv is the width of the output, F: fine entries. In pages: near, far, past:
-    of tokens, of entries and of queries, if there are any.
+class StepShape(NamedTuple):
+    """All that the launch arguments of a step depend on.
+
+    H: query heads. sizes: of its state; in pages the room of a request. latent: as in `StepCall`. scores: their scale
+    and soft cap. number: `condense.ops.step.settings.StepSettings.number`. has_real: rows may have no token. slots: of
+    a store. In pages: near, far, past: of tokens, of entries or records, and of queries, if there are any; all: groups
+    of all rows together that scratch memory has room for.
     """
 
-    B: int
+    device: torch.device
+    dtype: torch.dtype
     H: int
-    K: int
-    D: int
-    Dv: int
-    M: int
-    W: int
-    Q: int
+    sizes: StateSizes
+    latent: int
+    scores: tuple[float, float]
+    number: int
+    has_real: bool = False
+    slots: int = 0
     near: PageForm | None = None
     far: PageForm | None = None
     past: PageForm | None = None
-    F: int = 0
+    all: int = 0
+
+    @classmethod
+    def of(cls, call: StepCall) -> Self:
+        """That of a step over buffers."""
+        (q, *_, real, _), state, settings, scale, latent, extras = call
+        sizes, slots = sizes_of(state, settings), 0 if settings.choice is None else settings.choice.store.slots
+        scores, number = (scale, extras.softcap), settings.number
+        return cls(q.device, q.dtype, q.shape[1], sizes, latent, scores, number, real is not None, slots)
 
 
 @functools.lru_cache(maxsize=4096)  # the same for all layers, in every step until their buffers grow
-def launch_of(
-    number: int,
-    scores: tuple[float, float],
-    latent: int,
-    sizes: StepSizes,
-    dtype: torch.dtype,
-    device: torch.device,
-    has_real: bool,
-    host_bound: bool = False,
-) -> Launch:
-    """The launch arguments of a step with these sizes.
-
-    number: `condense.ops.step.settings.StepSettings.number`. scores: their scale and soft cap. host_bound:
-    the host takes longer than the GPU, so one kernel is launched even if two are faster on the GPU.
+def launch_of(shape: StepShape, host_bound: bool = False) -> Launch:
+    """The launch arguments of a step. host_bound: the host takes longer than the GPU, so one kernel is launched even if
+    two are faster on the GPU.
     """
-    scale, softcap = scores
-    check_programs(sizes.B * sizes.K)
-    settings, (B, H, K, D, Dv, M, W, Q, near, *others, F) = numbered_settings(number), sizes
+    device, dtype, H, sizes, latent, (scale, softcap), number, has_real, _, near, far, past, _ = shape
+    settings, (B, K, (D, Dv), M, W, Q, *_, F) = numbered_settings(number), sizes
+    check_programs(B * K)
     gpu, paged = gpu_of(device) if device.type == "cuda" else None, near is not None
     few = gpu is not None and not paged and gpu.multiprocessors >= 16 * B * K  # KV heads
     R, tiles, rule = H // K, tiles_of(device, dtype, max(D, Dv), latent, few), settings.rule
-    coarse = settings.coarse
+    V, coarse = latent or Dv, settings.coarse
     rows = min(tiles.rows, max(16, power_of_2(R)))
     row_tiles = cdiv(R, rows)
     # kernels may be launched while the last splits of the one before run; after a single one none would be free for it
@@ -112,7 +116,7 @@ def launch_of(
     apart = early or not paged
     wanted = 3 if gpu is None else tiles.waves * gpu.multiprocessors // (row_tiles * B * K)
     S = apart + max(1, min(wanted - (0 if paged else 1), cdiv(M + F + W, tiles.keys)))
-    joins = not paged and row_tiles == 1 and (host_bound or not few) and R * S * Dv <= _MOST_JOINED
+    joins = not paged and row_tiles == 1 and (host_bound or not few) and R * S * V <= _MOST_JOINED
     early = early and not joins
     kind = Kind(
         *key_value_parts(D, Dv, latent), latent > 0, settings.num_summary > 0,
@@ -128,21 +132,21 @@ def launch_of(
         rows=rows, keys=tiles.keys,
         precision="ieee" if dtype == torch.float32 else "tf32",
         joins=joins,
-        joined_parts=max(1, min(power_of_2(S), _JOINED_AT_ONCE // (power_of_2(R) * power_of_2(Dv)))) if joins else 1,
+        joined_parts=max(1, min(power_of_2(S), _JOINED_AT_ONCE // (power_of_2(R) * power_of_2(V)))) if joins else 1,
         softcap=softcap * LOG2E,
-        page=0 if near is None else near.slots,
+        near=near, far=far, past=past,
         stores=not paged,
         K=K, R=R, num_summary=settings.num_summary, chunk=rule.chunk,
     )  # fmt: skip
     window, max_chunks = (_NEVER if x is None else min(x, _NEVER) for x in (rule.window, rule.max_chunks))
-    BC = min(64, power_of_2(Dv))
+    BC = min(64, power_of_2(V))
     starts_early = {"launch_pdl": True} if early else {}
     numbers = M, W, Q, window, max_chunks, settings.summary_delay, scale, scale * LOG2E, settings.bias * LOG2E
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages} | (starts_early if paged else {})
     store = kind._replace(stores=True, attends=False)
     return Launch(
         S,
-        ((S, row_tiles, B * K), numbers, (kind, near, *others), options),
-        None if joins else ((B * H, cdiv(Dv, BC), 1), (H, S), (Dv, BC, 64, 0, has_real, early, None), starts_early),
-        ((1, 1, B * K), numbers, (store, near, *others), {"num_warps": 4} | starts_early),
+        ((S, row_tiles, B * K), numbers, (kind,), options),
+        None if joins else ((B * H, cdiv(V, BC), 1), (H, S), (V, BC, 64, 0, has_real, early, None), starts_early),
+        ((1, 1, B * K), numbers, (store,), {"num_warps": 4} | starts_early),
     )

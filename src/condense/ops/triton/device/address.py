@@ -56,19 +56,11 @@ class Tokens(namedtuple("Tokens", "rows new place")):
 
 
 @triton.jit
-def page_row(table_ptr, slot, inside, N: tl.constexpr, s_page, s_slot):
-    """Offset of a slot of a request whose pages have N, int64; that of a slot of page 0 where not inside.
-
-    inside: None if all are.
-    """
-    page = tl.load(table_ptr + slot // N) if inside is None else tl.load(table_ptr + slot // N, mask=inside, other=0)
-    return page.to(tl.int64) * s_page + (slot % N).to(tl.int64) * s_slot
-
-
-@triton.jit
 def form_row(table_ptr, slot, inside, FORM: tl.constexpr):
-    """`page_row` for a `PageForm`."""
-    return page_row(table_ptr, slot, inside, FORM.slots, FORM.s_page, FORM.s_slot)
+    """Offset of a slot of a request, int64; that of a slot of page 0 where not inside. inside: None if all are."""
+    page_ptr = table_ptr + slot // FORM.slots
+    page = tl.load(page_ptr) if inside is None else tl.load(page_ptr, mask=inside, other=0)
+    return page.to(tl.int64) * FORM.s_page + (slot % FORM.slots).to(tl.int64) * FORM.s_slot
 
 
 @triton.jit
@@ -98,10 +90,10 @@ def place_row(place, FORM: tl.constexpr, STORED: tl.constexpr = False):
 
 
 @triton.jit
-def token_rows(place, position, inside, D: tl.constexpr, NEAR: tl.constexpr):
-    """Offsets of tokens in `Tokens` ``[n]``; rows of a ring are D numbers wide. inside: as of `page_row`."""
+def token_rows(place, position, inside, stride, NEAR: tl.constexpr):
+    """Offsets of tokens ``[n]``. place: as in `Tokens`; stride: from row to row of a ring; inside: as of `form_row`."""
     if NEAR is None:
-        return (position % place).to(tl.int64) * D
+        return (position % place).to(tl.int64) * stride
     else:
         return form_row(place, position, inside, NEAR)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from condense.ops.triton.device.address import page_row
+from condense.ops.triton.device.address import PageForm, token_rows
 from condense.ops.triton.device.codes import put_vector
 from condense.ops.triton.device.parts import load_rows, parts, store_rows, tile_width, zeros
 from condense.ops.types import Pooling
@@ -39,7 +39,8 @@ class Kind(NamedTuple):
     early: a kernel is launched while the one before still runs (programmatic dependent launch).
     joins: the last program of a KV head to finish joins the outputs of all splits; otherwise a second kernel does.
     joined_parts: splits per tile of that join.
-    page: slots of a page if tokens lie in `RequestPages`; 0 if they lie in a ring. stores, attends: what a launch does.
+    near, far, past: of the pages of tokens, entries and queries, None where they lie side by side; a row's queries lie
+    in one page. stores, attends: what a launch does.
     matched: each entry has a bias of its own. softcap: cap of attention's scores, base 2, 0.0 for none.
     entry_bits: bits per number of an entry, see `condense.ops.entries.EntryFormat`. coarse: None without such entries.
     K: KV heads. R: query heads per KV head. num_summary: mean queries in a summary query. chunk: tokens of a chunk.
@@ -65,7 +66,9 @@ class Kind(NamedTuple):
     early: bool = False
     joins: bool = False
     joined_parts: int = 1
-    page: int = 0
+    near: PageForm | None = None
+    far: PageForm | None = None
+    past: PageForm | None = None
     stores: bool = True
     attends: bool = True
     matched: bool = False
@@ -81,15 +84,8 @@ class Kind(NamedTuple):
 class Buffer(namedtuple("Buffer", "k v s_k s_v size")):
     """Keys and values of one KV head.
 
-    k, v: pointers to the first. s_k, s_v: strides to the next. size: their number.
-    """
-
-
-class RequestPages(namedtuple("RequestPages", "k v s_k s_v table s_page")):
-    """Keys and values of one request and KV head in pages.
-
-    k, v: pointers to the first slot of page 0. s_k, s_v: strides from slot to slot, equal. table: pointer to the
-    numbers of the request's pages. s_page: stride from page to page.
+    k, v: pointers to the first, or to the first slot of page 0. s_k, s_v: strides to the next, of pages within one.
+    size: their number, or pointer to the numbers of the request's pages.
     """
 
 
@@ -144,18 +140,10 @@ def summary_query(mean, ring, t, count, D0: tl.constexpr, D1: tl.constexpr):
 
 
 @triton.jit
-def slot_places(ring, stride, position, inside, KIND: tl.constexpr):
-    """Offsets of the rows of tokens at these positions. inside: as of `page_row`."""
-    if KIND.page > 0:
-        return page_row(ring.table, position, inside, KIND.page, ring.s_page, stride)
-    else:
-        return (position % ring.size).to(tl.int64) * stride
-
-
-@triton.jit
 def _tokens(ring, ptr, stride, new, chunk, i, D0: tl.constexpr, D1: tl.constexpr, KIND: tl.constexpr):
     """Rows of tokens i of the chunk, zeros past its end. They are read at ``ptr``, the new token from ``new``."""
-    at = slot_places(ring, stride, chunk.first + i, i < chunk.size, KIND)
+    NEAR: tl.constexpr = KIND.near
+    at = token_rows(ring.size, chunk.first + i, i < chunk.size, stride, NEAR)
     position = chunk.first + i
     x = load_rows(ptr, at, (i < chunk.size) & (position < chunk.t), D0, D1)  # [16, P]
     is_new = ((i < chunk.size) & (position == chunk.t))[:, None]  # [16, 1]
