@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from condense.methods import Context, Dense
-from condense.ops.spans import per_entry
+from condense.ops.spans import joined_bias
 from speed.problems import Inputs, pooled
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -116,7 +116,7 @@ def flex_attention(context: Context, length: int, *, scale: float) -> Attend:
     # compiled for fixed shapes; the reset keeps guards of earlier lengths from being checked in every call
     torch.compiler.reset()
     mask, entries, score_mod = block_mask(context, length), context.entries, None
-    bias = per_entry(entries.bias, entries.k.shape[2], entries.k.device)
+    bias = joined_bias([entries.bias], [entries.k.shape[2]], entries.k.device)
     if bias is not None:
         if bias.shape[:2] != (1, 1):
             raise ValueError("FlexAttention with our mask is for a bias that all heads and rows share")

@@ -46,7 +46,7 @@ class EntryFormat:
         """Columns of a row: numbers of the tokens' dtype for 16 bits, else bytes. itemsize: of that dtype."""
         if self.bits == 16:
             return D
-        return _up(self.grid_start(D, itemsize) + 2 * self.num_blocks(D) * itemsize, ROW_UNIT)
+        return round_up(self.grid_start(D, itemsize) + 2 * self.num_blocks(D) * itemsize, ROW_UNIT)
 
     def code_bytes(self, D: int) -> int:
         """Bytes of the codes of a row. With 4 bits and an odd width, the last half of a byte is 0."""
@@ -54,7 +54,7 @@ class EntryFormat:
 
     def grid_start(self, D: int, itemsize: int) -> int:
         """Offset in bytes of the first step and zero of a row."""
-        return _up(self.code_bytes(D), 2 * itemsize)
+        return round_up(self.code_bytes(D), 2 * itemsize)
 
     def dtype(self, tokens: torch.dtype) -> torch.dtype:
         """The dtype of the rows for tokens of a dtype."""
@@ -109,6 +109,6 @@ class EntryFormat:
         return x.unflatten(-1, (n, width))
 
 
-def _up(size: int, unit: int) -> int:
+def round_up(size: int, unit: int) -> int:
     """The first multiple of ``unit`` that is not below ``size``."""
     return -(-size // unit) * unit

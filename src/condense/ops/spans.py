@@ -31,13 +31,6 @@ class Source(NamedTuple):
     bias: Tensor | float | None = None
 
 
-def per_entry(bias: Tensor | float | None, num_entries: int, device: torch.device) -> Tensor | None:
-    """A bias as a tensor ``[B|1, K|1, N]``: a number is repeated for all entries, a tensor and None are returned."""
-    if bias is None or isinstance(bias, Tensor):
-        return bias
-    return torch.full((1, 1, num_entries), bias, dtype=torch.float64, device=device)
-
-
 def entry_bias(
     bias: Sequence[float], num_entries: int, device: torch.device, first: tuple[PerRow, PerRow] | None = None
 ) -> Tensor | float | None:
@@ -66,8 +59,12 @@ def joined_bias(biases: Sequence[Tensor | float | None], sizes: Sequence[int], d
     """The biases of all sources, ``[B|1, K|1, n]`` for n entries; None if no source has one. sizes: entries of each."""
     if all(bias is None for bias in biases):
         return None
-    known = (per_entry(0.0 if bias is None else bias, size, device) for bias, size in zip(biases, sizes, strict=True))
-    parts = [bias.double() for bias in known if bias is not None]
+    parts = [
+        bias.double()
+        if isinstance(bias, Tensor)
+        else torch.full((1, 1, size), bias or 0.0, dtype=torch.float64, device=device)
+        for bias, size in zip(biases, sizes, strict=True)
+    ]
     rows, heads = (max(part.shape[dim] for part in parts) for dim in (0, 1))
     return torch.cat([part.expand(rows, heads, -1) for part in parts], dim=2)
 

@@ -19,9 +19,8 @@ RECALL_WIDTHS, RECALL_GROUPS = ((64, 64), (128, 128)), (8, 16, 32, 64)
 
 def attend_obstacle(problem: Problem) -> str | None:
     """All reasons why the kernel cannot take a problem, None if it can."""
-    found = [*_absence(problem.device, problem.softcap), *triton_limits.takes(DTYPES, problem.dtype)]
-    if problem.widths not in WIDTHS:
-        found.append(f"takes keys and values of widths {', '.join(map(str, WIDTHS))}, got {problem.widths}")
+    found = [*_absence(problem.device, problem.softcap), *triton_limits.among("takes", DTYPES, problem.dtype)]
+    found += triton_limits.among("takes keys and values of widths", WIDTHS, problem.widths)
     if problem.ratio > TILE_ROWS:
         found.append(f"takes up to {TILE_ROWS} query heads per KV head, got {problem.ratio}")
     return triton_limits.clauses(found + triton_limits.call_obstacles(problem))
@@ -49,13 +48,10 @@ def fills_gpu(problem: Problem) -> bool:
 
 def recall_obstacle(q: Tensor, sources: RecallSources, choice: IndexChoice, *, softcap: float) -> str | None:
     """All reasons why the kernels cannot run `condense.ops.attend_recall` with these arguments, None if they can."""
-    found = [*_absence(q.device, softcap), *triton_limits.takes(DTYPES, q.dtype)]
+    found = [*_absence(q.device, softcap), *triton_limits.among("takes", DTYPES, q.dtype)]
     window = sources.window
-    widths, R = (q.shape[3], window.v.shape[3]), q.shape[1] // window.k.shape[1]
-    if widths not in RECALL_WIDTHS:
-        found.append(f"takes keys and values of widths {', '.join(map(str, RECALL_WIDTHS))}, got {widths}")
-    if R < 2:
+    found += triton_limits.among("takes keys and values of widths", RECALL_WIDTHS, (q.shape[3], window.v.shape[3]))
+    if q.shape[1] // window.k.shape[1] < 2:
         found.append("takes at least 2 query heads per KV head, got 1")
-    if sources.group_size not in RECALL_GROUPS:
-        found.append(f"takes groups of {', '.join(map(str, RECALL_GROUPS))} tokens, got {sources.group_size}")
+    found += triton_limits.among("takes groups of these numbers of tokens:", RECALL_GROUPS, sources.group_size)
     return triton_limits.clauses(found + triton_limits.recall_call_obstacles(q, sources, choice))

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from condense.ops.entries import round_up
 from condense.ops.step.settings import StepSettings
 from condense.ops.step.state import Per, fields_of
 
@@ -125,15 +126,11 @@ def record_format(settings: StepSettings, widths: tuple[int, int], dtype: torch.
             shape = {Per.ENTRY: field.width, Per.STORED: (settings.rule.chunk, *field.width)}.get(field.per)
             if shape is not None and math.prod(shape) > 0:
                 parts.append(Part(field.name, end, shape, field.dtype))
-                end = _rounded_up(parts[-1].stop)
+                end = round_up(parts[-1].stop, RECORD_UNIT)
         if names is _PLANES[0] and has_slots:
             # mostly in bytes that the parts before it leave empty
             parts.append(Part(STAMP, -(-parts[-1].stop // 4) * 4, (1,), torch.int32))
-            end = _rounded_up(parts[-1].stop)
+            end = round_up(parts[-1].stop, RECORD_UNIT)
         planes.append(tuple(parts))
         sizes.append(end)
     return RecordFormat(tuple(planes), tuple(sizes), choice is not None and choice.store.on_host)
-
-
-def _rounded_up(nbytes: int) -> int:
-    return -(-nbytes // RECORD_UNIT) * RECORD_UNIT

@@ -129,11 +129,6 @@ class StepSettings:
         is_made = self.key_pooling is not None or self.coarse is not None
         return self.biases[-1] if self.biases and is_made else 0.0
 
-    @property
-    def bias_differs(self) -> bool:
-        """True if some entries have ``bias`` and others none."""
-        return self.bias != 0.0 and (self.num_focal > 0 or self.has_first)
-
 
 _NUMBERED: dict[int, StepSettings] = {}
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,18 +55,19 @@ def absence_of_triton() -> list[str]:
     return [] if _HAS_TRITON else ["needs the triton package"]
 
 
-def takes(dtypes: tuple[torch.dtype, ...], dtype: torch.dtype) -> list[str]:
-    """The obstacle that a dtype is not among those of the kernels, if so."""
-    return [] if dtype in dtypes else [f"takes {', '.join(map(str, dtypes))}, got {dtype}"]
+def among(text: str, known: tuple[Any, ...], *got: Any) -> list[str]:
+    """The obstacle that something is not among what kernels know, if so. text: stands before what they know."""
+    if all(x in known for x in got):
+        return []
+    return [f"{text} {', '.join(map(str, known))}, got {' and '.join(map(str, got))}"]
 
 
 def attend_obstacle(problem: Problem) -> str | None:
     """All reasons why the attention kernels cannot take a problem, None if they can."""
     found = [*absence(problem.device), *call_obstacles(problem)]
     if problem.device.type == "cuda":
-        found += takes(DTYPES, problem.dtype)
-        if any(width not in WIDTHS for width in problem.widths):
-            found.append(f"has kernels for head widths {', '.join(map(str, WIDTHS))}, got {problem.widths}")
+        found += among("takes", DTYPES, problem.dtype)
+        found += among("has kernels for head widths", WIDTHS, *problem.widths)
     return clauses(found)
 
 
@@ -81,10 +83,9 @@ def call_obstacles(problem: Problem) -> list[str]:
 
 def recall_obstacle(q: Tensor, sources: RecallSources, choice: IndexChoice, *, softcap: float = 0.0) -> str | None:
     """All reasons why the kernels cannot run `condense.ops.attend_recall` with these arguments, None if they can."""
-    found = [*absence(q.device), *takes(DTYPES, q.dtype), *recall_call_obstacles(q, sources, choice)]
-    D, Dv = q.shape[3], sources.window.v.shape[3]
-    if q.device.type == "cuda" and (D not in WIDTHS or Dv not in WIDTHS):
-        found.append(f"has kernels for head widths {', '.join(map(str, WIDTHS))}, got {D} and {Dv}")
+    found = [*absence(q.device), *among("takes", DTYPES, q.dtype), *recall_call_obstacles(q, sources, choice)]
+    if q.device.type == "cuda":
+        found += among("has kernels for head widths", WIDTHS, q.shape[3], sources.window.v.shape[3])
     return clauses(found)
 
 
@@ -99,8 +100,8 @@ def recall_call_obstacles(q: Tensor, sources: RecallSources, choice: IndexChoice
     (_, H, _, D), choosers = choice.q.shape, choice.index.steps.shape[1]
     if choosers not in (1, K):
         found.append(f"takes an index for each of {K} KV heads or one for all, got {choosers}")
-    if choice.q.device.type == "cuda" and D not in WIDTHS + LATENT_WIDTHS:
-        found.append(f"scores an index of keys of widths {', '.join(map(str, WIDTHS + LATENT_WIDTHS))}, got {D}")
+    if choice.q.device.type == "cuda":
+        found += among("scores an index of keys of widths", WIDTHS + LATENT_WIDTHS, D)
     if choice.ranks is not None:
         found.append("chooses for the heads of one process, got some of several")
     if H // choosers > MAX_HEADS:
@@ -115,7 +116,7 @@ def _group_obstacles(g: int) -> list[str]:
 
 def pool_obstacle(problem: Problem) -> str | None:
     """All reasons why the kernels of summaries and pooling cannot take a problem, None if they can."""
-    found = [*absence(problem.device), *takes(DTYPES, problem.dtype)]
+    found = [*absence(problem.device), *among("takes", DTYPES, problem.dtype)]
     if max(problem.widths) > MAX_POOLING_WIDTH:
         found.append(f"pools head widths up to {MAX_POOLING_WIDTH}, got {problem.widths}")
     return clauses(found)
@@ -135,7 +136,7 @@ def step_obstacle(
     widths: of keys and values. latent: columns of the keys that are the values (absorbed MLA), else 0. entries: entries
     that the state has room for; 0 if that is not known.
     """
-    (D, Dv), found = widths, [*absence(device), *takes(DTYPES, dtype)]
+    (D, Dv), found = widths, [*absence(device), *among("takes", DTYPES, dtype)]
     if latent and not (0 < latent < D and latent <= MAX_STEP_LATENT and D - latent <= MAX_STEP_WIDTH and Dv == 0):
         found.append(
             f"takes latents of up to {MAX_STEP_LATENT} columns of the keys, with up to {MAX_STEP_WIDTH} others and "

@@ -127,7 +127,7 @@ def launch_of(shape: StepShape, host_bound: bool = False) -> Launch:
         coarse=coarse and CoarseKind(F, coarse.chunks, coarse.window, coarse.bias * LOG2E),
         focal=settings.num_focal,
         tile=power_of_2(rule.chunk) if settings.num_focal > 0 else 1,
-        period=settings.num_focal + 1 if settings.bias_differs else 0,
+        period=settings.num_focal + 1 if settings.bias and (settings.num_focal > 0 or settings.has_first) else 0,
         has_first=settings.has_first,
         rows=rows, keys=tiles.keys,
         precision="ieee" if dtype == torch.float32 else "tf32",
