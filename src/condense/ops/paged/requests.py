@@ -16,8 +16,7 @@ from torch import Tensor
 from condense.ops.api import attend, attend_recall, keep_groups, make_entries, summarize, unpack_store
 from condense.ops.latents import UpProjection
 from condense.ops.paged.rows import Call, DueGroups, Summary, reading_of
-from condense.ops.paged.slots import Slots
-from condense.ops.paged.sums import CallSums
+from condense.ops.paged.slots import CallSums, Slots
 from condense.ops.recall.choice import Askers, IndexChoice, RecallSources
 from condense.ops.recall.index import GroupIndex
 from condense.ops.recall.rest import GroupMeans, running_sums

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from condense.ops.paged.slots import Request, Slots, on_device, spread
-from condense.ops.paged.sums import CallSums, num_passes, sums_of
+from condense.ops.paged.slots import CallSums, Request, Slots, num_passes, on_device, spread, sums_of
 from condense.ops.spans import RuleSpans
 from condense.ops.step.pages import NewTokens, PagedState
 from condense.ops.step.settings import StepSettings
