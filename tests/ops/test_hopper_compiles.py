@@ -269,11 +269,11 @@ def read_prompt(attend, q, k, v, asked, keys):
 def test_the_kernels_of_a_prompt(widths, compiled, monkeypatch):
     """Those for Hopper, and on latents Triton's: they fit, and tensor cores multiply."""
     from condense.ops.hopper import attend as hopper_attend
-    from condense.ops.triton import attend, recall_attend, recall_choice, recall_rest, recall_score
+    from condense.ops.triton import attend, recall_attend, recall_choice, recall_score
 
     # sizes of tiles as on a GPU
     places = (attend, "tiles_of", 2), (recall_score, "_tiles", 1), (recall_choice, "queries_per_program", 1)
-    for module, name, i in (*places, (recall_rest, "_rows", 1), (recall_score, "_turning", 1)):
+    for module, name, i in (*places, (recall_attend, "_rows", 1), (recall_score, "_turning", 1)):
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, f=original, i=i: f(*a[:i], True, *a[i + 1 :]))
     monkeypatch.setattr(hopper_attend, "gpu_of", lambda device: host.Gpu((9, 0), 132))

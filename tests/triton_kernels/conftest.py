@@ -42,7 +42,6 @@ def hopper(monkeypatch):
         host,
         latent_groups_kernels,
         launch,
-        paged_step,
         recall_close_kernels,
         recall_step,
         recall_step_kernels,
@@ -67,8 +66,7 @@ def hopper(monkeypatch):
         monkeypatch.setattr(module, "is_early", lambda device: True)
         monkeypatch.setattr(module, "gpu_of", lambda device: host.Gpu((9, 0), 1))
     opened = interpreted_gluon.interpreted(latent_groups_kernels, monkeypatch)
-    for module in (recall_step, paged_step):
-        monkeypatch.setattr(module, "OPENED", launch.Launcher(opened.latent_groups_kernel))
+    monkeypatch.setattr(recall_step, "OPENED", launch.Launcher(opened.latent_groups_kernel))
     for known in (recall_step_plan.plan_of, recall_step_plan.close_of):
         known.cache_clear()
     yield ran

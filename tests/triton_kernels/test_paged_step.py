@@ -18,7 +18,7 @@ from triton_kernels.test_recall_step import ranks_few  # noqa: F401
 
 import condense
 from condense.ops.paged import PagedSlots
-from condense.ops.triton import paged_step, step_kernels
+from condense.ops.triton import paged_step, recall_step, step_kernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]
 # H, K, D, Dv
@@ -54,7 +54,7 @@ tokens_of = partial(random_tokens, dtype=torch.float32, device=DEVICE)
 @pytest.fixture(autouse=True)
 def poisoned_scratch(poison):
     poison(paged_step, "split_scratch")
-    poison(paged_step, "scratch_of")
+    poison(recall_step, "scratch_of")
 
 
 # the mean of two queries has the same bits in any order, so both backends choose the same anchors of records
@@ -96,8 +96,8 @@ APART = {
 @pytest.mark.parametrize(("shape", "store", "unchosen", "slots"), APART.values(), ids=APART)
 def test_open_groups_that_another_kernel_reads(shape, store, unchosen, slots, hopper, monkeypatch):
     """On Hopper, of latents: three requests, one of them without a closed group."""
-    started, start = [], paged_step.OPENED.start
-    monkeypatch.setattr(paged_step, "OPENED", SimpleNamespace(start=lambda *x: started.append(start(*x))))
+    started, start = [], recall_step.OPENED.start
+    monkeypatch.setattr(recall_step, "OPENED", SimpleNamespace(start=lambda *x: started.append(start(*x))))
     method = condense.Recall(window=20, num_recall=3, min_recall=0, store_bits=4, unchosen=unchosen)
     made, heads = {"dtype": torch.bfloat16, "device": DEVICE}, (1, sum(shape[1][1:3]), 0)
     mine = RecordPool(method.replace(store=store, slots=slots), heads, **made)

@@ -20,11 +20,11 @@ from two_sources import ArrayChoice, others_are_near_ties
 import condense
 from condense.ops import RuleSpans, Source, UniformRule, attend_recall, recall
 from condense.ops.backends import BACKENDS
-from condense.ops.extras import soft_cap
 from condense.ops.recall import IndexChoice, Quota, RecallSources, split_keys
 from condense.ops.recall.rest import with_rest
-from condense.ops.triton import attend_call, recall_attend, recall_choice, recall_rest, recall_score
+from condense.ops.triton import attend_call, recall_attend, recall_choice, recall_score
 from condense.ops.triton.attend_call import describe
+from condense.ops.types import soft_cap
 
 WIDTHS = [(D, D) for D in (64, 80, 96, 192, 256)] + [(192, 128)] if CUDA else [(40, 24)]
 # d_n, d_r, d_c, d_v
@@ -272,7 +272,7 @@ def test_of_equal_scores_the_lower_groups_are_opened(chosen, L, start, r, first,
 def test_blocks_of_queries_and_later_tokens_change_no_bit(chosen, monkeypatch):
     problem = Problem(Case((2, 1), L=25))
     whole = problem.attend(problem.inputs, problem.choice(), "triton")
-    limits = (recall_choice, "_SCRATCH"), (recall_rest, "_SCRATCH"), (attend_call, "_WORDS")
+    limits = (recall_choice, "_SCRATCH"), (recall_attend, "_SCRATCH"), (attend_call, "_WORDS")
     for module, name in limits:
         monkeypatch.setattr(module, name, 1)
     parts = problem.attend(problem.inputs, problem.choice(), "triton")
@@ -344,7 +344,7 @@ def test_weights_are_the_definitions(g, D, heads, r, dtype, softcap):
     arguments = problem.rest_arguments(softcap)
     torch.use_deterministic_algorithms(True)
     try:
-        got = recall_rest.rest_weights(*arguments)
+        got = recall_attend.rest_weights(*arguments)
     finally:
         torch.use_deterministic_algorithms(False)
     numbers, unit = (x.double() for x in recall.turned_queries(problem.asked))
@@ -435,7 +435,7 @@ def test_compiled_as_one_graph(name):
 def test_choice_and_weights_are_whole_operations():
     problem = Problem(CASES["a-fifth-padded"])
     torch.library.opcheck(recall_choice.choice_operation, problem.arguments())
-    torch.library.opcheck(recall_rest.rest_operation, problem.rest_arguments(0.0))
+    torch.library.opcheck(recall_attend.rest_operation, problem.rest_arguments(0.0))
 
 
 @pytest.mark.parametrize("widths", LATENTS, ids=str)

@@ -24,7 +24,7 @@ from condense.ops.tensors.per_row import PerRow, int_if_equal, larger, max_row, 
 from condense.state import SLACK, LayerState, fine_slots, kept_sums, num_entries
 
 if TYPE_CHECKING:
-    from condense.ops.triton.prepared import PreparedStep
+    from condense.ops.triton.ring_step import PreparedStep
 
 # buffer sizes are multiples of this, because Triton compiles kernels anew for sizes that are not divisible by 16
 _BLOCK = 16

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from condense.config import Natural, Positive, Share
 from condense.methods.prompt import PromptMethod
-from condense.ops.extras import soft_cap
 from condense.ops.tensors.per_row import PerRow, map_rows
+from condense.ops.types import soft_cap
 
 _BLOCK = 256  # queries whose weights are held in float32 at a time
 

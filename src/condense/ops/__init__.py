@@ -17,7 +17,6 @@ from condense.ops.api import (
 from condense.ops.backends import resolve_backend, resolve_pooling, step_backend
 from condense.ops.coarse import Coarse, CoarseRule
 from condense.ops.entries import EntryFormat
-from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.spans import ArraySpans, Hull, RuleSpans, Source, Span, Spans, UniformRule, document_spans
 from condense.ops.step import ChoiceSettings, NewToken, StepCall, StepSettings, StepState, StoreSettings
-from condense.ops.types import POOLINGS, Chunks, Pooling, Problem, SummaryColumns, SummarySpans
+from condense.ops.types import NO_EXTRAS, POOLINGS, Chunks, Extras, Pooling, Problem, SummaryColumns, SummarySpans

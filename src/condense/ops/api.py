@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from condense.ops.backends import BACKENDS, Operations, check_backend, resolve_backend, resolve_pooling, resolve_recall
-from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.recall.choice import IndexChoice, RecallSources
 from condense.ops.recall.index import GroupIndex
 from condense.ops.recall.rest import GroupMeans
@@ -23,7 +22,7 @@ from condense.ops.step.pages import Places
 from condense.ops.tensors.sampling import Sample
 from condense.ops.torch import step as torch_step
 from condense.ops.triton import limits as triton_limits
-from condense.ops.types import AttendOptions, Chunks, Pooling, Problem, SummaryColumns, SummarySpans
+from condense.ops.types import NO_EXTRAS, AttendOptions, Chunks, Extras, Pooling, Problem, SummaryColumns, SummarySpans
 
 
 def attend(

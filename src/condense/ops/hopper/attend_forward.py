@@ -27,11 +27,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from condense.ops.hopper import pipeline
 from condense.ops.hopper.pipeline import ROWS, Online, Work
 from condense.ops.triton.attend_call import AttendCall, AttendShared, results
-from condense.ops.triton.descriptors import described, descriptor
-from condense.ops.triton.device.records import RowSpans, Rule, Start
-from condense.ops.triton.device.rule import VARYING, begins_at_0, tile_rows, visible
+from condense.ops.triton.device.rule import VARYING, RowSpans, Rule, Start, begins_at_0, tile_rows, visible
 from condense.ops.triton.host import LOG2E, cdiv, on_device_of
-from condense.ops.triton.launch import Launcher
+from condense.ops.triton.launch import Launcher, described, descriptor
 from condense.ops.triton.limits import MAX_SOURCES
 
 # keys of a source from which blocks of 128 are faster than blocks of 64

@@ -19,8 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from condense.ops.triton.device.records import Row, RowSpans
-from condense.ops.triton.device.rule import start_of_row, tile_rows
+from condense.ops.triton.device.rule import Row, RowSpans, start_of_row, tile_rows
 
 ROWS = gl.constexpr(64)
 # 12 warps start with 168 registers each; the loading warps then give most of theirs to the others

@@ -26,9 +26,8 @@ from condense.ops.hopper import pipeline
 from condense.ops.hopper.attend_forward import of_block
 from condense.ops.hopper.pipeline import ROWS, Online, Work
 from condense.ops.triton.attend_call import AttendCall, not_empty, results
-from condense.ops.triton.attend_opened import BLOCK
-from condense.ops.triton.device.records import RowSpans, Rule, Start
-from condense.ops.triton.device.rule import VARYING, tile_rows, visible
+from condense.ops.triton.attend_forward import BLOCK
+from condense.ops.triton.device.rule import VARYING, RowSpans, Rule, Start, tile_rows, visible
 from condense.ops.triton.host import LOG2E, cdiv, on_device_of, whole_rows
 from condense.ops.triton.launch import Launcher
 
@@ -91,26 +90,24 @@ def _of_tokens(BN, g):
 @gluon.jit
 def _stream(first, row, count, problem, FORM: gl.constexpr):
     """The `RecallStream` of a tile whose first query is ``first`` and which opens ``count`` groups."""
-    BN: gl.constexpr = FORM.BN
     KIND: gl.constexpr = FORM.kind
     last = gl.minimum(first + 2 * ROWS // problem.R, problem.L) - 1
     spans = pipeline.spans_of_row(problem.spans, row, KIND)
     lo, _ = visible(1, first, row, spans, KIND)
     _, hi = visible(1, last, row, spans, KIND)
     # a tile that sees nothing reads one block, all masked
-    near = gl.maximum(gl.cdiv(gl.maximum(hi - lo, 0), BN), 1)
-    return RecallStream(lo, near, near + gl.cdiv(count * FORM.g, BN))
+    near = gl.maximum(gl.cdiv(gl.maximum(hi - lo, 0), FORM.BN), 1)
+    return RecallStream(lo, near, near + gl.cdiv(count * FORM.g, FORM.BN))
 
 
 @gluon.jit
 def _load_groups(source, row, groups, rings, full, empty, count, FORM: gl.constexpr):
     """Load the tokens of ``BN // g`` groups into a slot of the rings."""
     g: gl.constexpr = FORM.g
-    BN: gl.constexpr = FORM.BN
     stage = count % FORM.stages
     mbarrier.wait(empty.index(stage), count // FORM.stages & 1 ^ 1)
-    mbarrier.expect(full.index(stage), BN // g * len(rings) * source.block_type.nbytes)
-    for n in gl.static_range(BN // g):
+    mbarrier.expect(full.index(stage), FORM.BN // g * len(rings) * source.block_type.nbytes)
+    for n in gl.static_range(FORM.BN // g):
         for part in gl.static_range(len(rings)):
             place = rings[part].index(stage).slice(n * g, g, dim=2)
             at = [row.b, row.head, groups[n] * g, part * PART]
@@ -120,9 +117,6 @@ def _load_groups(source, row, groups, rings, full, empty, count, FORM: gl.conste
 @gluon.jit
 def _produce(sources, lists, problem, memory, FORM: gl.constexpr):
     """Run the loading warp. sources: descriptors of keys and values of store and window."""
-    g: gl.constexpr = FORM.g
-    BN: gl.constexpr = FORM.BN
-    STAGES: gl.constexpr = FORM.stages
     store_k, store_v, window_k, window_v = sources
     at = 0
     for work in range(gl.program_id(0), problem.works, gl.num_programs(0)):
@@ -132,15 +126,15 @@ def _produce(sources, lists, problem, memory, FORM: gl.constexpr):
         list_ptr = lists.groups + tile.to(gl.int64) * problem.room
         stream = _stream(problem.first + first, row, count, problem, FORM)
         for t in range(stream.near):
-            start = stream.window + t * BN
-            pipeline.load_block((window_k,), row, start, memory.k, memory.k_full, memory.k_empty, at, STAGES)
-            pipeline.load_block((window_v,), row, start, memory.v, memory.v_full, memory.v_empty, at, STAGES)
+            start = stream.window + t * FORM.BN
+            pipeline.load_block((window_k,), row, start, memory.k, memory.k_full, memory.k_empty, at, FORM.stages)
+            pipeline.load_block((window_v,), row, start, memory.v, memory.v_full, memory.v_empty, at, FORM.stages)
             at += 1
         for t in range(stream.blocks - stream.near):
             groups = ()
-            for n in gl.static_range(BN // g):
+            for n in gl.static_range(FORM.BN // FORM.g):
                 # past the end of the list the last group is loaded once more; no row sees it there
-                groups += (gl.load(list_ptr + gl.minimum(t * (BN // g) + n, count - 1)),)
+                groups += (gl.load(list_ptr + gl.minimum(t * (FORM.BN // FORM.g) + n, count - 1)),)
             _load_groups(store_k, row, groups, memory.k, memory.k_full, memory.k_empty, at, FORM)
             _load_groups(store_v, row, groups, memory.v, memory.v_full, memory.v_empty, at, FORM)
             at += 1
@@ -149,14 +143,13 @@ def _produce(sources, lists, problem, memory, FORM: gl.constexpr):
 @gluon.jit
 def _first(view, stream, memory, at, rows, FORM: gl.constexpr):
     """Read the first block of a tile, which is one of the window's; its values are not added yet."""
-    STAGES: gl.constexpr = FORM.stages
-    s = pipeline.first_scores(view.q, memory, at, FORM.BN, STAGES)  # [ROWS, BN]
+    s = pipeline.first_scores(view.q, memory, at, FORM.BN, FORM.stages)  # [ROWS, BN]
     n = stream.window + gl.arange(0, FORM.BN, layout=gl.SliceLayout(0, s.type.layout))
     seen = (n[None, :] >= view.lo[:, None]) & (n[None, :] < view.hi[:, None])  # [ROWS, BN]
     p, m, total, _ = pipeline.softmax_step(
         gl.where(seen, s, float("-inf")), rows[0], rows[1], 0.0, view.scale, True, False
     )
-    mbarrier.wait(memory.v_full.index(at % STAGES), at // STAGES & 1)
+    mbarrier.wait(memory.v_full.index(at % FORM.stages), at // FORM.stages & 1)
     return p, m, total
 
 
@@ -214,9 +207,7 @@ def _step(online, count, now, start, view, memory, FORM: gl.constexpr, OPENED: g
 @gluon.jit
 def _consume(tensors, queries, lists, problem, scale, memory, FORM: gl.constexpr, GROUP: gl.constexpr):
     """Run a multiplying warp group, which owns 64 of the 128 rows of each tile."""
-    g: gl.constexpr = FORM.g
     BN: gl.constexpr = FORM.BN
-    STAGES: gl.constexpr = FORM.stages
     KIND: gl.constexpr = FORM.kind
     q_ptr, s_q, out_ptr, lse_ptr, length = tensors
     K, R, L = problem.K, problem.R, problem.L
@@ -243,7 +234,7 @@ def _consume(tensors, queries, lists, problem, scale, memory, FORM: gl.constexpr
         i, r, real = tile_rows(first, j, L, R, 2 * ROWS)
         lo, hi = visible(1, i, row, spans, KIND)  # [ROWS]
         bit = gl.full([ROWS], 1, lists.words.dtype.element_ty, of_rows) << ((i - problem.first) % Q)
-        bit = gl.convert_layout(bit, gl.SliceLayout(1, gl.SliceLayout(2, _of_tokens(BN, g))))
+        bit = gl.convert_layout(bit, gl.SliceLayout(1, gl.SliceLayout(2, _of_tokens(BN, FORM.g))))
         view = RecallView(q, lo, hi, bit, lists.words + tile * problem.room, count, piece, scale)
         nothing = (gl.full([ROWS], float("-inf"), gl.float32, of_rows), gl.zeros([ROWS], gl.float32, of_rows))
         p, m, total = _first(view, stream, memory, at, nothing, FORM)  # [ROWS, BN], [ROWS], [ROWS]
@@ -254,7 +245,7 @@ def _consume(tensors, queries, lists, problem, scale, memory, FORM: gl.constexpr
         online = _step(online, stream.near - 1, at + 1, stream.window + BN, view, memory, FORM, False, GROUP)
         online = _step(online, stream.blocks - stream.near, at + stream.near, 0, view, memory, FORM, True, GROUP)
         at, piece = at + stream.blocks, piece + 1
-        acc = pipeline.last_values(online, memory, at - 1, STAGES)
+        acc = pipeline.last_values(online, memory, at - 1, FORM.stages)
         pipeline.store_tile(q, acc, online, (out_ptr, lse_ptr, length), (i, r, real), packed_j, first, head, R, L)
 
 

@@ -14,11 +14,11 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from condense.ops.extras import soft_cap
 from condense.ops.latents import UpProjection
 from condense.ops.recall.choice import IndexChoice, centre_scores
 from condense.ops.spans import RuleSpans
 from condense.ops.tensors.per_row import PerRow, at_least, broadcast_rows
+from condense.ops.types import soft_cap
 
 
 class GroupMeans(NamedTuple):

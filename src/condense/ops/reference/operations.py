@@ -11,12 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from condense.ops.extras import soft_cap
 from condense.ops.recall.choice import IndexChoice, RecallSources
 from condense.ops.recall.rest import GroupMeans, rest_weights, with_rest
 from condense.ops.spans import Source, Spans, joined_bias
 from condense.ops.tensors.sampling import Sample
-from condense.ops.types import AttendOptions, SummaryColumns, SummarySpans
+from condense.ops.types import AttendOptions, SummaryColumns, SummarySpans, soft_cap
 
 
 def visible(spans: Spans, start: int, stop: int, sizes: Sequence[int], device: torch.device) -> Tensor:

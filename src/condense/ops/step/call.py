@@ -30,9 +30,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.step.settings import StepSettings
 from condense.ops.step.state import StepState, check_state
+from condense.ops.types import NO_EXTRAS, Extras
 
 
 class NewToken(NamedTuple):

@@ -11,10 +11,10 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from condense.ops.extras import NO_EXTRAS, Extras
 from condense.ops.latents import Ranks, UpProjection
 from condense.ops.spans import SharedByLayers
 from condense.ops.step.settings import StepSettings
+from condense.ops.types import NO_EXTRAS, Extras
 
 # slots are copied in such words
 _WORD = torch.int64

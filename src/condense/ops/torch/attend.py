@@ -15,11 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from condense.ops.extras import soft_cap
 from condense.ops.recall.choice import IndexChoice, RecallSources
 from condense.ops.recall.rest import GroupMeans, rest_weights, with_rest
 from condense.ops.spans import Hull, RuleSpans, Source, Spans, joined_bias
-from condense.ops.types import AttendOptions
+from condense.ops.types import AttendOptions, soft_cap
 
 # With more keys per query than this, a soft cap, or biases of keys' own, blocks are computed again in the backward
 # pass, as keeping their keys, masks and scores would take too much memory.

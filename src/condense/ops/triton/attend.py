@@ -12,12 +12,10 @@ from torch import Tensor
 
 from condense.ops.triton.attend_backward import attend_dkv_kernel, attend_dq_kernel, store_dkv_kernel
 from condense.ops.triton.attend_call import AttendCall, AttendShared, Attention, backward_operation, results, strides_of
-from condense.ops.triton.attend_forward import attend_fwd_kernel
-from condense.ops.triton.attend_opened import OpenForm
-from condense.ops.triton.descriptors import described
+from condense.ops.triton.attend_forward import OpenForm, attend_fwd_kernel
 from condense.ops.triton.device.parts import split_width
 from condense.ops.triton.host import LOG2E, cdiv, holders, on_device_of, power_of_2, whole_rows
-from condense.ops.triton.launch import Launcher
+from condense.ops.triton.launch import Launcher, described
 from condense.ops.triton.limits import MAX_SOURCES
 from condense.ops.triton.recall_choice import OpenedGroups, opened
 

@@ -9,24 +9,38 @@ where a query sees nothing, so that its weights are 0; and delta, ``sum(out * d_
 log-sum-exp has a gradient too.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
-from condense.ops.triton.attend_forward import load_biases, over_source, source_of, where_seen
-from condense.ops.triton.attend_opened import BLOCK, chooser, groups_of, over_opened
+from condense.ops.triton import attend_forward as forward
+from condense.ops.triton.device import rule as rules
 from condense.ops.triton.device.parts import add_weighted, load_block, load_rows, parts, products, store_rows, zeros
-from condense.ops.triton.device.records import BackwardQueries, Block, Keys, Row, RowSpans, Rule, Sources, Start
-from condense.ops.triton.device.rule import (
-    VARYING,
-    begins_at_0,
-    program_rows,
-    row_of_program,
-    seen_by,
-    split,
-    start_of_row,
-    visible,
-)
-from condense.ops.triton.device.scores import soft_cap
+from condense.ops.triton.device.softmax import soft_cap
+
+
+class BackwardQueries(namedtuple("BackwardQueries", "q d_out lse delta")):
+    """Queries of the backward pass: tiles and vectors for dq, descriptors and pointers for dk and dv.
+
+    q: queries, d_out: gradients of their outputs, both in parts. lse, delta: two numbers per row, see above.
+    """
+
+
+class Sources(namedtuple("Sources", "k v dk dv s_k s_v s_bias sizes levels")):
+    """All sources: pointers, strides, sizes and levels, each field a tuple with one item per source."""
+
+
+class Block(namedtuple("Block", "k v dk dv k_at v_at at inside bias first last")):
+    """A block of keys of one source.
+
+    k, v, dk, dv: pointers. k_at, v_at: offsets of the rows of k and v. at: numbers of the rows of dk and dv, which are
+    contiguous. inside: whether a key exists. bias: base 2. first, last: queries ``[first, last)`` see the key.
+    """
+
+
+class Keys(namedtuple("Keys", "k v bias first last")):
+    """Loaded keys and values of a `Block`, in parts; bias, first, last: as there."""
 
 
 @triton.jit
@@ -38,10 +52,10 @@ def _dq_add(dq, queries, k, v, seen, level, bias, scale, CAP: tl.constexpr, PREC
     dp = products(queries.d_out, v, PRECISION)
     shift = (queries.lse - level)[:, None]
     if len(bias) > 0:
-        shift = shift - load_biases(bias)
+        shift = shift - forward.load_biases(bias)
     s, slope = soft_cap(s * scale, CAP)
     # numbers of a query that sees nothing may be no numbers
-    ds = where_seen(tl.exp2(s - shift) * (dp - queries.delta[:, None]) * slope, seen, 0.0)
+    ds = forward.where_seen(tl.exp2(s - shift) * (dp - queries.delta[:, None]) * slope, seen, 0.0)
     return add_weighted(dq, ds, k, PRECISION)
 
 
@@ -61,7 +75,7 @@ def dq_keys(
     return dq
 
 
-@triton.jit(do_not_specialize=(*VARYING, *BLOCK))
+@triton.jit(do_not_specialize=(*rules.VARYING, *forward.BLOCK))
 def attend_dq_kernel(
     q_ptr,
     k0, k1, k2, k3, k0_rest, k1_rest, k2_rest, k3_rest, v0, v1, v2, v3, v0_rest, v1_rest, v2_rest, v3_rest,
@@ -79,11 +93,11 @@ def attend_dq_kernel(
     """
     k, k_rest = (k0, k1, k2, k3), (k0_rest, k1_rest, k2_rest, k3_rest)
     v, v_rest = (v0, v1, v2, v3), (v0_rest, v1_rest, v2_rest, v3_rest)
-    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
-    row, spans = row_of_program(rule, start, spans_ptr, K, KIND, s_spans)
+    numbers = chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries
+    row, spans = rules.row_of_program(numbers, spans_ptr, K, KIND, s_spans)
     b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
     heads = R if OPEN is None else OPEN.R
-    i, r, real = program_rows(first, L if stop is None else stop, heads, BM)
+    i, r, real = rules.program_rows(first, L if stop is None else stop, heads, BM)
     head = kvh * heads + r
     at = (b * K * heads + head) * L + i
     q = load_rows(q_ptr, b * s_q[0] + head * s_q[1] + i.to(tl.int64) * s_q[2], real, D0, D1)  # [BM, D]
@@ -99,16 +113,18 @@ def attend_dq_kernel(
     tl.store(delta_ptr + at, delta, mask=real)
     queries = BackwardQueries(q, d_out, lse, delta)
     if OPEN is not None:
-        groups = groups_of(lists, room, store, s_store, row, choosers, i - first, BM // OPEN.R)
+        groups = forward.groups_of(lists, room, store, s_store, row, choosers, i - first, BM // OPEN.R)
     dq = zeros(BM, D0, D1)
     for n in tl.static_range(N):
         if OPEN is not None and n == 0:
             widths: tl.constexpr = (D0, D1, V0, V1)
-            dq = over_opened(_dq_add, dq, queries, groups, scale, OPEN.g, widths, BN, CAP, PRECISION)
+            dq = forward.over_opened(_dq_add, dq, queries, groups, scale, OPEN.g, widths, BN, CAP, PRECISION)
         else:
-            source = source_of(k[n], k_rest[n], v[n], v_rest[n], levels[n], s_bias[n], row)
-            seen = visible(n, i, row, spans, KIND)
-            dq = over_source(dq_keys, dq, queries, source, biases[n], seen, scale, begins_at_0(n, KIND), CAP, PRECISION)
+            source = forward.source_of(k[n], k_rest[n], v[n], v_rest[n], levels[n], s_bias[n], row)
+            seen = rules.visible(n, i, row, spans, KIND)
+            dq = forward.over_source(
+                dq_keys, dq, queries, source, biases[n], seen, scale, rules.begins_at_0(n, KIND), CAP, PRECISION
+            )
     store_rows(dq_ptr, at * (D0 + D1), [x * softmax_scale for x in dq], real, D0, D1)
 
 
@@ -126,7 +142,7 @@ def _add_queries(grads, k, v, rows, seen, bias, scale, CAP: tl.constexpr, PRECIS
         s -= rows.lse[None, :]
     else:
         s += bias[:, None] - rows.lse[None, :]
-    p = where_seen(tl.exp2(s), seen, 0.0)
+    p = forward.where_seen(tl.exp2(s), seen, 0.0)
     ds = p * (dp - rows.delta[None, :])
     dv = add_weighted(grads[1], p, rows.d_out, PRECISION)
     dk = add_weighted(grads[0], ds * slope, rows.q, PRECISION)
@@ -180,14 +196,14 @@ def _block_of(
     if biases is not None:
         at = biases + b * sources.s_bias[n][0] + kvh * sources.s_bias[n][1]
         bias += tl.load(at + key, mask=inside, other=0.0)
-    first, last = seen_by(n, key, size, L, row, spans, seen, s_seen, KIND)
+    first, last = rules.seen_by(n, key, size, L, row, spans, seen, s_seen, KIND)
     return Block(
         sources.k[n], sources.v[n], sources.dk[n], sources.dv[n], k_at, v_at, (b * K + kvh) * size + key.to(tl.int64),
         inside, bias, first, last,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=(*VARYING, "size0", "size1", "size2", "size3"))
+@triton.jit(do_not_specialize=(*rules.VARYING, "size0", "size1", "size2", "size3"))
 def attend_dkv_kernel(
     lse_ptr, delta_ptr, q, q_rest, d_out, d_out_rest, k, v, biases, spans_ptr, seen, dk, dv, d_biases,
     s_k, s_v, s_bias, s_spans, s_seen, levels, K, R, L, size0, size1, size2, size3,
@@ -205,10 +221,9 @@ def attend_dkv_kernel(
     One launch for all sources. The blocks of the first one start first: in a condensed prompt nearly all queries see
     its entries, so they take longest, and the window's many short programs fill the rest of the device.
     """
-    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
-    row = Row(tl.program_id(0) // K, tl.program_id(0) % K)
+    numbers = chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries
+    row, spans = rules.row_of_program(numbers, spans_ptr, K, KIND, s_spans, 0)
     b = row.b.to(tl.int64)
-    spans = RowSpans(rule, start_of_row(b, start, spans_ptr, KIND), spans_ptr, s_spans)
     sources = Sources(k, v, dk, dv, s_k, s_v, s_bias, (size0, size1, size2, size3), levels)
     number = tl.program_id(1)
     block = _block_of(0, number, sources, biases[0], row, K, L, spans, seen, s_seen, KIND, BN)
@@ -230,7 +245,7 @@ def attend_dkv_kernel(
     )
     is_seen = block.first < block.last
     lo, hi = tl.min(tl.where(is_seen, block.first, L)), tl.max(block.last)
-    left, right = split(lo, tl.max(block.first), tl.min(tl.where(block.inside, block.last, L)), hi, BM // HEADS)
+    left, right = rules.split(lo, tl.max(block.first), tl.min(tl.where(block.inside, block.last, L)), hi, BM // HEADS)
     grads = (zeros(BN, D0, D1), zeros(BN, V0, V1))
     if BIASED:
         grads = grads + (tl.zeros([BN], tl.float32),)  # noqa: RUF005
@@ -256,7 +271,7 @@ def store_dkv_kernel(
     first ``[B * choosers, G + 1]``: offset of each group's first pair in ``order``.
     """
     Q: tl.constexpr = BM // R
-    row = Row(tl.program_id(0) // K, tl.program_id(0) % K)
+    row = rules.Row(tl.program_id(0) // K, tl.program_id(0) % K)
     b, kvh, group = row.b.to(tl.int64), row.head.to(tl.int64), tl.program_id(1)
     token = tl.program_id(2) * BN + tl.arange(0, BN)
     inside = token < g
@@ -265,8 +280,8 @@ def store_dkv_kernel(
     v = load_rows(v_ptr, b * s_keys[3] + kvh * s_keys[4] + key * s_keys[5], inside, V0, V1)
     j = tl.arange(0, BM)
     head = kvh * R + j % R
-    order_ptr += chooser(row, choosers) * L * r
-    first_ptr += chooser(row, choosers) * (G + 1) + group
+    order_ptr += forward.chooser(row, choosers) * L * r
+    first_ptr += forward.chooser(row, choosers) * (G + 1) + group
     last = tl.load(first_ptr + 1)
     grads = (zeros(BN, D0, D1), zeros(BN, V0, V1))
     for start in range(tl.load(first_ptr), last, Q):

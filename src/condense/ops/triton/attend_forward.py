@@ -1,25 +1,56 @@
 """Forward kernel of attention over a list of sources: one online softmax, one source after the other.
 
 A program owns a tile of rows, see `condense.ops.triton.device.rule`. Blocks of keys that all its rows see whole are
-not masked. Keys and values are read through tensor descriptors ``[B, K, N, D]``, which give zeros past the end. Where
-queries open groups, the sources are store and window, and `condense.ops.triton.attend_opened` reads the tokens of open
-groups from the store.
+not masked. Keys and values are read through tensor descriptors ``[B, K, N, D]``, which give zeros past the end.
 
-Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries, N entries of a source,
-D0 + D1 width of queries and keys, V0 + V1 of values: parts, see `condense.ops.triton.device.parts`. Descriptors k0 to
-k3 and v0 to v3 read the first parts of up to four sources, k0_rest and so on the second parts; None if not there.
+Where queries open groups, the sources are store and window, and the tokens of open groups are read from the store. A
+word per group, with a bit per query of a tile, says which queries open it: `condense.ops.triton.recall_choice_kernels`.
+
+Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries, N entries of a source, G groups of g
+tokens, D0 + D1 width of queries and keys, V0 + V1 of values: parts, see `condense.ops.triton.device.parts`. Descriptors
+k0 to k3 and v0 to v3 read the first parts of up to four sources, k0_rest and so on the second parts; None if not there.
 BM rows and BN keys per tile.
 """
+
+from collections import namedtuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from condense.ops.triton.attend_opened import BLOCK, groups_of, over_opened
 from condense.ops.triton.device.parts import add_weighted, load_block, load_rows, parts, products, store_rows, zeros
-from condense.ops.triton.device.records import RowSource, Rule, Start
 from condense.ops.triton.device.rule import VARYING, begins_at_0, cut, program_rows, row_of_program, visible
-from condense.ops.triton.device.scores import soft_cap
-from condense.ops.triton.device.softmax import Softmax
+from condense.ops.triton.device.softmax import Softmax, soft_cap
+
+# not specialised: these numbers differ between blocks of queries, and a new value must not compile a new kernel
+BLOCK = ("first", "stop", "room")
+
+
+class OpenForm(NamedTuple):
+    """The constants of a call in which queries open groups.
+
+    R: query heads per KV head. g: tokens per group.
+    """
+
+    R: int
+    g: int
+
+
+class TileGroups(namedtuple("TileGroups", "group word count bit store s_store row")):
+    """The groups that the queries of a tile open.
+
+    group: pointer to the groups that any query opens. word: pointer to the words of these. count: how many these are.
+    bit: the row's bit mask within a word. store: pointers to exact keys and values; s_store: three strides of each;
+    row: whose they are.
+    """
+
+
+class RowSource(namedtuple("RowSource", "k v b head level bias_at")):
+    """One source as a program reads it.
+
+    k, v: descriptors ``[B, K, N, width]`` in parts (`condense.ops.triton.device.parts`). b, head: the batch row and KV
+    head to read. level: base-2 number added to the scores of all entries. bias_at: offset of this row's biases.
+    """
 
 
 @triton.jit
@@ -123,6 +154,51 @@ def over_source(
     return KEYS(state, queries, source, bias, right, hi, first, last, scale, True, CAP, PRECISION)
 
 
+@triton.jit
+def chooser(row, choosers):
+    """Index of the list of open groups for a KV head; heads share one list per batch row if ``choosers`` is 1.
+
+    choosers: lists per batch row, 1 or one per KV head.
+    """
+    return row.b.to(tl.int64) * choosers + tl.minimum(row.head, choosers - 1)
+
+
+@triton.jit
+def groups_of(lists, room, store, s_store, row, choosers, i, Q: tl.constexpr):
+    """The `TileGroups` of a program. lists: pointers to the `condense.ops.triton.recall_choice.OpenedGroups`, i: number
+    of each row's query among those that these are of.
+    """
+    group_ptr, word_ptr, count_ptr = lists
+    tile = chooser(row, choosers) * tl.num_programs(0) + tl.num_programs(0) - 1 - tl.program_id(0)
+    return TileGroups(
+        group_ptr + tile * room, word_ptr + tile * room, tl.load(count_ptr + tile),
+        tl.full(i.shape, 1, word_ptr.dtype.element_ty) << (i % Q), store, s_store, row,
+    )  # fmt: skip
+
+
+@triton.jit
+def over_opened(
+    ADD: tl.constexpr, state, queries, groups, scale, g: tl.constexpr, WIDTHS: tl.constexpr, BN: tl.constexpr,
+    CAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state with the tokens of all groups that a query of the tile opens, counted through; a row sees those of its
+    query. ADD: adds keys to a state, `add_keys` or the like.
+    """
+    store, strides, b, kvh = groups.store, groups.s_store, groups.row.b.to(tl.int64), groups.row.head.to(tl.int64)
+    k_ptr, v_ptr = store[0] + b * strides[0] + kvh * strides[1], store[1] + b * strides[3] + kvh * strides[4]
+    for start in range(0, groups.count * g, BN):
+        t = start + tl.arange(0, BN)
+        inside = t < groups.count * g
+        group = tl.load(groups.group + t // g, mask=inside, other=0)
+        word = tl.load(groups.word + t // g, mask=inside, other=0)
+        token = (group * g + t % g).to(tl.int64)
+        k = load_rows(k_ptr, token * strides[2], inside, WIDTHS[0], WIDTHS[1])  # [BN, D]
+        v = load_rows(v_ptr, token * strides[5], inside, WIDTHS[2], WIDTHS[3])  # [BN, Dv]
+        seen = (word[None, :] & groups.bit[:, None]) != 0  # [BM, BN]
+        state = ADD(state, queries, k, v, (seen,), 0.0, (), scale, CAP, PRECISION)
+    return state
+
+
 @triton.jit(do_not_specialize=(*VARYING, *BLOCK))
 def attend_fwd_kernel(
     q_ptr,
@@ -142,8 +218,8 @@ def attend_fwd_kernel(
     """
     k, k_rest = (k0, k1, k2, k3), (k0_rest, k1_rest, k2_rest, k3_rest)
     v, v_rest = (v0, v1, v2, v3), (v0_rest, v1_rest, v2_rest, v3_rest)
-    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
-    row, spans = row_of_program(rule, start, spans_ptr, K, KIND, s_spans)
+    numbers = chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries
+    row, spans = row_of_program(numbers, spans_ptr, K, KIND, s_spans)
     b, kvh = row.b.to(tl.int64), row.head.to(tl.int64)
     heads = R if OPEN is None else OPEN.R
     i, r, real = program_rows(first, L if stop is None else stop, heads, BM)

@@ -20,20 +20,9 @@ from condense.ops.step.pages import PagedState, rows_at_once, window_columns
 from condense.ops.step.records import STAMP, record_format
 from condense.ops.step.settings import StepSettings
 from condense.ops.step.state import StateSizes, StepState
+from condense.ops.triton import recall_step
 from condense.ops.triton.device.address import PageForm
 from condense.ops.triton.host import cdiv, dense_rows, on_device_of
-from condense.ops.triton.recall_step import (
-    ATTEND,
-    CHOOSE,
-    CLOSE,
-    OPENED,
-    SCORE,
-    SHARE,
-    TURN,
-    kept_of,
-    scratch_of,
-    tensors_of,
-)
 from condense.ops.triton.recall_step_plan import apart, close_of, plan_of
 from condense.ops.triton.ring_step import JOIN, NUM_BUFFERS, STEP, split_scratch
 from condense.ops.triton.step_plan import StepShape, launch_of
@@ -63,9 +52,9 @@ def store(
             return
         k, v, tables = dense_rows(k), dense_rows(v), (state.window.table, state.entries.table)
         # no rows to leave out
-        clock = None if state.slots is None else state.slots.clock
-        tensors = k, v, *kept_of(pages), seen, *tables, stamps, clock, rotation(q.shape[2], k.device, k.dtype)
-        CLOSE.start(close_of(shape), tensors, (*k.stride()[:2], *v.stride()[:2]))
+        clock, turn = None if state.slots is None else state.slots.clock, rotation(q.shape[2], k.device, k.dtype)
+        tensors = k, v, *recall_step.kept_of(pages), seen, *tables, stamps, clock, turn
+        recall_step.CLOSE.start(close_of(shape), tensors, (*k.stride()[:2], *v.stride()[:2]))
 
 
 def attend(
@@ -115,21 +104,21 @@ def _attend_to_open(
     """`attend` with a choice, of no more requests than `rows_at_once`. widths: D and Dv."""
     (pages, stamps), slots = _buffers_of(state, widths, seen, settings), state.slots
     plan = plan_of(_shape_of(q, widths, state, pages, settings, scale))
-    scratch, of_q = scratch_of(plan.scratch, q.device), q.stride()[:2]
+    scratch, of_q = recall_step.scratch_of(plan.scratch, q.device), q.stride()[:2]
     copied = (None, None) if slots is None else (slots.tags, slots.clock)
     tables = state.window.table, state.entries.table, before, stamps, *copied
     turn = rotation(widths[0], q.device, q.dtype)
-    turned, scored, chosen, opened, attended = tensors_of(q, pages, seen, scratch, turn, tables)
+    turned, scored, chosen, opened, attended = recall_step.tensors_of(q, pages, seen, scratch, turn, tables)
     if plan.turn is not None:
-        TURN.start(plan.turn, turned, of_q)
-    SCORE.start(plan.score, scored, of_q)
+        recall_step.TURN.start(plan.turn, turned, of_q)
+    recall_step.SCORE.start(plan.score, scored, of_q)
     choose = plan.choose
     if state.ranks is not None:
         choose, chosen = _of_all_heads(choose, chosen, before, state.most_groups(settings.rule.chunk), state.ranks)
-    CHOOSE.start(choose, chosen, (0 if slots is None else len(slots.held),))
+    recall_step.CHOOSE.start(choose, chosen, (0 if slots is None else len(slots.held),))
     if plan.opened is not None:
-        OPENED.start(plan.opened, opened, ())
-    ATTEND.start(plan.attend, attended, of_q)
+        recall_step.OPENED.start(plan.opened, opened, ())
+    recall_step.ATTEND.start(plan.attend, attended, of_q)
     _join(plan.join, (scratch.part, scratch.lse, turn), out, seen, state)
 
 
@@ -147,7 +136,7 @@ def _of_all_heads(
     assert score is not None
     sizes = apart((row, grid[0], grid[0]))
     shares = score.new_empty(sum(sizes))
-    SHARE(
+    recall_step.SHARE(
         (cdiv(groups, _SHARE_TILE), grid[0], 1), (score, top, total, seen, before, *shares.split_with_sizes(sizes)),
         (H, row, splits, *numbers), (g, _SHARE_TILE, ranking), {},
     )  # fmt: skip

@@ -75,7 +75,7 @@ def choose(
     check_programs(heads)
     groups = torch.empty(B, K, L, r, dtype=torch.int32, device=q.device)
     cells = cdiv(closed, MOST_GROUPS) * MOST_GROUPS // C
-    tokens, ranked = in_cells(index.narrow(0, closed), cells, D), power_of_2(cells)
+    tokens, ranked = in_cells(index.narrow(0, closed), cells, C, power_of_2(g), D), power_of_2(cells)
     picked = power_of_2(min(r, ranked))
     # if as many groups are opened as there are cells, none can be left out
     looked, some = picked * C, picked < ranked

@@ -15,16 +15,8 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from condense.ops.triton.device.records import Rule, Start
+from condense.ops.triton import recall_score_kernels as scoring
 from condense.ops.triton.device.rule import VARYING, row_of_program
-from condense.ops.triton.recall_score_kernels import (
-    BLOCK,
-    CELLS_PER_LINE,
-    STRETCH,
-    closed_groups,
-    joined_lse,
-    place_of_cell,
-)
 
 _INT_MIN, _INT_MAX = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 
@@ -42,7 +34,7 @@ def _best_share(score_ptr, at, step, lse_ptr, query, size, there, valid, R: tl.c
     for r in tl.static_range(R):
         score = tl.load(score_ptr + at + r * step, mask=there, other=float("-inf"))
         if R > 1:
-            lse = joined_lse(lse_ptr, query * R + r, lines, stretches)  # [BQ]
+            lse = scoring.joined_lse(lse_ptr, query * R + r, lines, stretches)  # [BQ]
             score -= tl.reshape(lse, [valid.shape[0]] + [1] * (len(valid.shape) - 1))
         share = tl.maximum(share, score)
     return tl.where(valid, share, float("-inf"))
@@ -101,7 +93,7 @@ def _best(share, valid, wanted, floor):
     return best != 0, tl.cumsum(best, 1) - best, worst
 
 
-@triton.jit(do_not_specialize=(*VARYING, *BLOCK, "r", "least"))
+@triton.jit(do_not_specialize=(*VARYING, *scoring.BLOCK, "r", "least"))
 def recall_cells_kernel(
     cell_ptr, lse_ptr, starts_ptr, picked_ptr, floor_ptr,
     K, L, G, first, stop, cells,
@@ -113,20 +105,20 @@ def recall_cells_kernel(
 
     CELLS and PICKED are powers of two. A program has BQ queries of one KV head.
     """
-    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
-    row, spans = row_of_program(rule, start, starts_ptr, K, KIND)
+    numbers = chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries
+    row, spans = row_of_program(numbers, starts_ptr, K, KIND)
     i = first + tl.program_id(0) * BQ + tl.arange(0, BQ)
-    closed = tl.where(i < stop, closed_groups(i, row, spans, G, KIND), 0)
+    closed = tl.where(i < stop, scoring.closed_groups(i, row, spans, G, KIND), 0)
     lines, head = (stop - first) * R, tl.program_id(1).to(tl.int64)
     query = tl.minimum(i, stop - 1) - first
     n, slot = tl.arange(0, CELLS)[None, :], tl.arange(0, PICKED)[None, :]
     valid = n * C < closed[:, None]
     # whole lines of cells are read at once
-    there = n // CELLS_PER_LINE * (CELLS_PER_LINE * C) < closed[:, None]
-    at = query[:, None] * (R * CELLS_PER_LINE) + place_of_cell(n, lines)
-    stretches = tl.cdiv(cells * C, STRETCH)
+    there = n // scoring.CELLS_PER_LINE * (scoring.CELLS_PER_LINE * C) < closed[:, None]
+    at = query[:, None] * (R * scoring.CELLS_PER_LINE) + scoring.place_of_cell(n, lines)
+    stretches = tl.cdiv(cells * C, scoring.STRETCH)
     share = _best_share(
-        cell_ptr + head * cells * lines, at, CELLS_PER_LINE, lse_ptr + head * stretches * lines, query,
+        cell_ptr + head * cells * lines, at, scoring.CELLS_PER_LINE, lse_ptr + head * stretches * lines, query,
         (lines, stretches), there, valid, R,
     )  # [BQ, CELLS]  # fmt: skip
     query += head * (stop - first)
@@ -169,7 +161,7 @@ def _open(scores, cell, wanted, floor, groups_at, R: tl.constexpr, C: tl.constex
     tl.store(groups_at + place, group, mask=is_open)
 
 
-@triton.jit(do_not_specialize=(*VARYING, *BLOCK, "r", "least"))
+@triton.jit(do_not_specialize=(*VARYING, *scoring.BLOCK, "r", "least"))
 def recall_groups_kernel(
     score_ptr, lse_ptr, picked_ptr, floor_ptr, starts_ptr, groups_ptr,
     K, L, G, first, stop, cells,
@@ -181,10 +173,10 @@ def recall_groups_kernel(
     picked, floor: what `recall_cells_kernel` wrote; None to rank all PICKED cells. PLACES: r as a power of two. A
     program has BQ queries of one KV head.
     """
-    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
-    row, spans = row_of_program(rule, start, starts_ptr, K, KIND)
+    numbers = chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries
+    row, spans = row_of_program(numbers, starts_ptr, K, KIND)
     i = first + tl.program_id(0) * BQ + tl.arange(0, BQ)
-    closed = tl.where(i < stop, closed_groups(i, row, spans, G, KIND), 0)
+    closed = tl.where(i < stop, scoring.closed_groups(i, row, spans, G, KIND), 0)
     lines, head = (stop - first) * R, tl.program_id(1).to(tl.int64)
     query = tl.minimum(i, stop - 1) - first
     line = head * (stop - first) + query
@@ -193,7 +185,7 @@ def recall_groups_kernel(
     groups_at = groups_ptr + ((tl.program_id(1).to(tl.int64) * L + i) * r)[:, None]
     unused = (place >= wanted[:, None]) & (place < r) & (i < stop)[:, None]
     tl.store(groups_at + place, tl.zeros([BQ, PLACES], tl.int32) + G, mask=unused)
-    size = lines, tl.cdiv(cells * C, STRETCH)
+    size = lines, tl.cdiv(cells * C, scoring.STRETCH)
     scores = _RowScores(score_ptr + head * cells * lines * C, lse_ptr + head * size[1] * lines, query, size, closed)
     if picked_ptr is not None:
         cell = tl.load(picked_ptr + line[:, None] * PICKED + tl.arange(0, PICKED)[None, :])  # [BQ, PICKED]

@@ -9,19 +9,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from condense.ops.triton.device.address import Tokens, form_place, part_at, place_row, token_rows
+from condense.ops.triton.device import address, signs
 from condense.ops.triton.device.codes import packed, run_width
 from condense.ops.triton.device.parts import tile_width
-from condense.ops.triton.device.signs import (
-    centre_codes,
-    centre_numbers,
-    centre_unit,
-    index_widths,
-    key_steps,
-    sign_bytes,
-    turned_part,
-)
-from condense.ops.triton.device.sums import head_sums, num_columns, sum_columns
 from condense.ops.triton.recall_store_kernels import chunk_tokens, fill_up, key_codes, key_step, put_values
 
 
@@ -75,7 +65,7 @@ def row_of_step(
 def _turned_tokens(keys, rotation_ptr, first, i, t, g: tl.constexpr, D: tl.constexpr, NEAR: tl.constexpr):
     """Keys i of the group that begins at position ``first``, turned, float32 ``[n, P]``; zeros past the last column."""
     x = chunk_tokens(keys, first + i, t, i < g, 0, D, tile_width(D), NEAR)
-    return turned_part(x.to(keys.rows.dtype.element_ty), rotation_ptr, 0, D, D, False, "ieee")
+    return signs.turned_part(x.to(keys.rows.dtype.element_ty), rotation_ptr, 0, D, D, False, "ieee")
 
 
 @triton.jit
@@ -95,7 +85,7 @@ def _put_index(
     """
     g: tl.constexpr = FORM.g
     D: tl.constexpr = FORM.D
-    W: tl.constexpr = sign_bytes(D)
+    W: tl.constexpr = signs.sign_bytes(D)
     dtype: tl.constexpr = steps_ptr.dtype.element_ty
     P: tl.constexpr = tile_width(D)
     is_column = (tl.arange(0, P) < D)[None, :]
@@ -108,9 +98,9 @@ def _put_index(
         x = _turned_tokens(keys, rotation_ptr, first, i, t, g, D, NEAR) if turned is None else turned
         mean += tl.sum(tl.where((i < g)[:, None], x, 0.0), 0)
     mean = mean[None, :] * (1 / g)
-    of_centre, unit = centre_unit(tl.max(tl.abs(mean)), dtype, D)
+    of_centre, unit = signs.centre_unit(tl.max(tl.abs(mean)), dtype, D)
     tl.store(steps_ptr + g, of_centre)
-    codes = centre_codes(mean, unit)  # [1, P]
+    codes = signs.centre_codes(mean, unit)  # [1, P]
     # as many times as a matrix unit takes columns of them
     N: tl.constexpr = max(1, 16 // run_width(4 * W, P))
     same = tl.broadcast_to(tl.where(is_column, codes, 0.0), (N, P))
@@ -118,9 +108,9 @@ def _put_index(
     for start in tl.range(0, g, 16, num_stages=1):
         i = start + tl.arange(0, 16)
         x = _turned_tokens(keys, rotation_ptr, first, i, t, g, D, NEAR) if turned is None else turned
-        x = tl.where(is_column, x - centre_numbers(codes, unit), 0.0)  # [16, P]
+        x = tl.where(is_column, x - signs.centre_numbers(codes, unit), 0.0)  # [16, P]
         size = tl.abs(x)
-        steps = key_steps(tl.sum(x * x, 1), tl.sum(size, 1), D)
+        steps = signs.key_steps(tl.sum(x * x, 1), tl.sum(size, 1), D)
         tl.store(steps_ptr + i, steps.to(dtype), mask=i < g)
         _put_codes(signs_ptr, tl.where((x >= 0) & is_column, 1.0, 0.0), i, g, W, 1)
         if FORM.bits < 16:
@@ -136,7 +126,7 @@ def _put_token(tokens, t, D: tl.constexpr, P: tl.constexpr, NEAR: tl.constexpr):
     """Write the new token to its row."""
     d = tl.arange(0, P)
     new = tl.load(tokens.new + d, mask=d < D, other=0.0)
-    tl.store(tokens.rows + token_rows(tokens.place, t, None, D, NEAR) + d, new, mask=d < D)
+    tl.store(tokens.rows + address.token_rows(tokens.place, t, None, D, NEAR) + d, new, mask=d < D)
 
 
 @triton.jit
@@ -157,7 +147,7 @@ def _put_group(
 def _put_sum(sums, tokens, t, g: tl.constexpr, D: tl.constexpr, NEAR: tl.constexpr):
     """Write the sum of all groups up to the one that token t completes, of `Tokens` D wide; zeros behind."""
     N: tl.constexpr = min(256, tile_width(D))
-    C: tl.constexpr = num_columns(D, g, NEAR)
+    C: tl.constexpr = address.num_columns(D, g, NEAR)
     j = (t + 1) // g
     for LO in tl.range(0, C, N, num_stages=1):
         x = tl.zeros([16, N], tl.float64)
@@ -167,8 +157,8 @@ def _put_sum(sums, tokens, t, g: tl.constexpr, D: tl.constexpr, NEAR: tl.constex
             x += chunk_tokens(tokens, t + 1 - g + i, t, i < g, LO, D, N, NEAR).to(tl.float64)
         d = LO + tl.arange(0, N)
         there, older = d < C, (d < D) & (j > 1)
-        before = tl.load(sum_columns(sums, j - 1, d, older, D, g, NEAR), mask=older, other=0.0)  # [N]
-        tl.store(sum_columns(sums, j, d, there, D, g, NEAR), before + tl.sum(x, 0), mask=there)
+        before = tl.load(address.sum_columns(sums, j - 1, d, older, D, g, NEAR), mask=older, other=0.0)  # [N]
+        tl.store(address.sum_columns(sums, j, d, there, D, g, NEAR), before + tl.sum(x, 0), mask=there)
 
 
 @triton.jit
@@ -211,14 +201,14 @@ def recall_close_kernel(
         place = near_ptr + b * NEAR.s_table
         ring_k_ptr += kvh * NEAR.s_head
         ring_v_ptr += kvh * NEAR.s_head
-        found = form_place(far_ptr + b * FAR.s_table, group, closes, FAR)
-        record = kvh * FAR.s_stored_head + place_row(found, FAR, True)
-        index = kvh * FAR.s_head + place_row(found, FAR)
-    keys, values = Tokens(ring_k_ptr, k_ptr, place), Tokens(ring_v_ptr, v_ptr, place)
+        found = address.form_place(far_ptr + b * FAR.s_table, group, closes, FAR)
+        record = kvh * FAR.s_stored_head + address.place_row(found, FAR, True)
+        index = kvh * FAR.s_head + address.place_row(found, FAR)
+    keys, values = address.Tokens(ring_k_ptr, k_ptr, place), address.Tokens(ring_v_ptr, v_ptr, place)
     if FAR is None:
         store_ptr += (head * (N // g) + group) * FORM.piece
     else:
-        store_ptr += part_at(store_ptr, record)
+        store_ptr += address.part_at(store_ptr, record)
     if live & (work == 0):
         if FORM.bits == 16:  # noqa: SIM102 - known when the kernel is compiled
             if closes:
@@ -234,17 +224,18 @@ def recall_close_kernel(
             _put_token(values, t, DV, PV, NEAR)
     if closes & (work == 2):
         if FAR is None:
+            columns: tl.constexpr = signs.index_widths(g, D)
             at = head * G + group
-            signs_ptr, steps_ptr = signs_ptr + at * index_widths(g, D)[0], steps_ptr + at * index_widths(g, D)[1]
+            signs_ptr, steps_ptr = signs_ptr + at * columns[0], steps_ptr + at * columns[1]
         else:
-            signs_ptr += part_at(signs_ptr, index)
-            steps_ptr += part_at(steps_ptr, index)
+            signs_ptr += address.part_at(signs_ptr, index)
+            steps_ptr += address.part_at(steps_ptr, index)
             if clock_ptr is not None:
-                tl.store(stamps_ptr + part_at(stamps_ptr, index), tl.load(clock_ptr))
+                tl.store(stamps_ptr + address.part_at(stamps_ptr, index), tl.load(clock_ptr))
         _put_index(keys, rotation_ptr, signs_ptr, steps_ptr, store_ptr, first, t, FORM, NEAR)
     if sums_ptr is not None:  # noqa: SIM102 - known when the kernel is compiled
         if live & (work == 3) & ((t + 1) % g == 0):
             if DV > 0:
-                _put_sum(head_sums(sums_ptr, head, kvh, num_sums, place, DV, NEAR), values, t, g, DV, NEAR)
+                _put_sum(address.head_sums(sums_ptr, head, kvh, num_sums, place, DV, NEAR), values, t, g, DV, NEAR)
             else:
-                _put_sum(head_sums(sums_ptr, head, kvh, num_sums, place, D, NEAR), keys, t, g, D, NEAR)
+                _put_sum(address.head_sums(sums_ptr, head, kvh, num_sums, place, D, NEAR), keys, t, g, D, NEAR)

@@ -11,19 +11,13 @@ import torch
 from torch import Tensor
 
 from condense.ops.recall.index import GroupIndex, rotation
-from condense.ops.triton.descriptors import of_tile
+from condense.ops.triton import recall_score_kernels as kernels
 from condense.ops.triton.device.parts import tile_width
 from condense.ops.triton.host import cdiv, dense_rows, on_device_of, power_of_2
-from condense.ops.triton.launch import Launcher
-from condense.ops.triton.recall_score_kernels import (
-    ScoreForm,
-    SpreadForm,
-    recall_score_kernel,
-    recall_spread_kernel,
-    recall_turn_kernel,
-)
+from condense.ops.triton.launch import Launcher, of_tile
 
-_SCORE, _TURN, _SPREAD = (Launcher(x) for x in (recall_score_kernel, recall_turn_kernel, recall_spread_kernel))
+_SCORE, _TURN = Launcher(kernels.recall_score_kernel), Launcher(kernels.recall_turn_kernel)
+_SPREAD = Launcher(kernels.recall_spread_kernel)
 # a tile of scores has at most so many groups; a cell has at most so many tokens, and groups
 MOST_GROUPS, _CELL_TOKENS, _CELL = 128, 128, 16
 # a program holds queries up to this width; it reads wider ones again for every tile of scores, part by part
@@ -88,7 +82,7 @@ class CellIndex(NamedTuple):
     signs int8 ``[B * K, tokens, D]``, 1 and -1; their steps float32 ``[B * K, tokens]``. The tokens of a cell are
     ordered as ``[group, C]``, so that a thread holds all or many tokens of its groups. centres int8 ``[B * K, groups,
     D]``, in steps; of_centres: these, float32 ``[B * K, groups]``. Of groups that are not there all is 0. group: tokens
-    per group, a power of two.
+    per group, a power of two; 0 without tokens.
     """
 
     signs: Tensor
@@ -98,19 +92,10 @@ class CellIndex(NamedTuple):
     group: int
 
 
-def in_cells(index: GroupIndex, cells: int, D: int) -> CellIndex:
-    """The index as `recall_score_kernel` reads it: the last token of a group is repeated up to a power of two."""
-    g = index.group_size
-    return CellIndex(*_spread(index, cells, groups_per_cell(g), power_of_2(g), D), power_of_2(g))
-
-
-def centres_of(index: GroupIndex, tiles: int, groups: int, D: int) -> tuple[Tensor, Tensor]:
-    """The centres of an index and what one of their steps stands for, as in a `CellIndex`, of whole tiles of groups."""
-    return _spread(index, tiles, groups, 0, D)[2:]
-
-
-def _spread(index: GroupIndex, cells: int, C: int, group: int, D: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The tensors of a `CellIndex` of cells of C groups. group: tokens of a group there, 0 for centres alone."""
+def in_cells(index: GroupIndex, cells: int, C: int, group: int, D: int) -> CellIndex:
+    """The index in cells of C groups. group: tokens per group there, up to which the last one of a group is repeated; 0
+    for centres alone.
+    """
     (B, K, G, _), (signs, steps), device = index.steps.shape, (dense_rows(x) for x in index), index.steps.device
     heads, groups, width = B * K, cells * C, _stride(D)
     numbers = [torch.empty(heads, n, width, dtype=torch.int8, device=device) for n in (groups * group, groups)]
@@ -119,9 +104,9 @@ def _spread(index: GroupIndex, cells: int, C: int, group: int, D: int) -> tuple[
         _SPREAD(
             (cells, heads, 1), (signs, steps, numbers[0], units[0], numbers[1], units[1]),
             (signs.stride()[:3], steps.stride()[:3], K, G, width),
-            (SpreadForm(index.group_size, group, C, D, power_of_2(4 * cdiv(D, 8))),), {},
+            (kernels.SpreadForm(index.group_size, group, C, D, power_of_2(4 * cdiv(D, 8))),), {},
         )  # fmt: skip
-    return numbers[0][..., :D], units[0], numbers[1][..., :D], units[1]
+    return CellIndex(numbers[0][..., :D], units[0], numbers[1][..., :D], units[1], group)
 
 
 def bytes_turned(q: Tensor) -> int:
@@ -162,8 +147,8 @@ def score(
     K = signs.shape[0] // B
     R, tiles = H // K, _tiles(D, q.is_cuda)
     numbers, unit = turned(q, K, scale)
-    groups, parts = min(MOST_GROUPS, tiles.tokens // group), cdiv(D, tiles.width)
-    form = ScoreForm(group, groups, groups_per_cell(group), tiles.rows, tiles.width, parts, scratch.cell.numel() > 0)
+    groups, parts, best = min(MOST_GROUPS, tiles.tokens // group), cdiv(D, tiles.width), scratch.cell.numel() > 0
+    form = kernels.ScoreForm(group, groups, groups_per_cell(group), tiles.rows, tiles.width, parts, best)
     _SCORE(
         (cdiv(n * R, tiles.rows), B * K, scratch.lse.shape[1]),
         (

@@ -1,11 +1,13 @@
-"""Kernels that score the index for a block of queries of a prompt.
+"""Kernels that score the index for a block of queries of a prompt, and weigh what these do not open.
 
 `recall_turn_kernel` turns and rounds the queries, `recall_spread_kernel` makes a byte of each sign of the index.
 `recall_score_kernel` computes scores by matrix products of whole numbers, which are exact; the best score of every
 *cell* (C adjacent groups); and the log-sum-exp of all scores, stretch of groups by stretch.
-`condense.ops.triton.recall_choice_kernels` chooses groups by these.
+`condense.ops.triton.recall_choice_kernels` chooses groups by these. `recall_rest_kernel` weighs closed groups that
+queries do not open, by their centres; `recall_join_kernel` adds these to attention, as one token.
 
-Shapes: B rows of the batch, K KV heads, R query heads per KV head, n queries of a block, G groups of g tokens, D width.
+Shapes: B rows of the batch, H query heads, K KV heads, R query heads per KV head, L queries of which a block has n, G
+groups of g tokens, T tiles of Q queries, D and Dv widths.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from condense.ops.triton.device.records import Rule, Start
-from condense.ops.triton.device.rule import VARYING, row_of_program, visible
+from condense.ops.triton.device.rule import VARYING, program_rows, row_of_program, visible
 from condense.ops.triton.device.signs import floats_of, turned_columns, unit_of, whole_numbers
+from condense.ops.triton.device.softmax import soft_cap
 
 # not specialised: these numbers differ between blocks of queries, and a new value must not compile a new kernel
 BLOCK = ("G", "first", "stop", "cells")
@@ -205,7 +207,6 @@ def products_of_parts(q, head, line, at, D: tl.constexpr, FORM: tl.constexpr):
 @triton.jit
 def _of_centres(tile, group, FORM: tl.constexpr, D: tl.constexpr):
     """Products of a tile of queries with the centres of ``BG`` groups from ``group`` on, ``[BM, BG / C, C]``."""
-    BM: tl.constexpr = FORM.BM
     C: tl.constexpr = FORM.C
     # a tile repeats the centres of its groups, because matrix units take 16 rows at least
     N: tl.constexpr = max(1, 16 // FORM.BG)
@@ -213,7 +214,7 @@ def _of_centres(tile, group, FORM: tl.constexpr, D: tl.constexpr):
     row = (group + n // (C * N) * C + n % C).to(tl.int64)
     at = tile.centres + row[:, None] * tile.s_centre  # [BG * N, 1]
     s = products_of_parts(tile.q, tile.head, tile.line, at, D, FORM)
-    return tl.max(tl.reshape(s, [BM, FORM.BG // C, N, C]), 2)
+    return tl.max(tl.reshape(s, [FORM.BM, FORM.BG // C, N, C]), 2)
 
 
 @triton.jit
@@ -282,8 +283,8 @@ def recall_score_kernel(
     unit, q: as `recall_turn_kernel` writes them, queries as a descriptor. signs, also a descriptor, steps, centres,
     of_centres: those of a `condense.ops.triton.recall_score.CellIndex`; rows of centres are s_centre apart.
     """
-    rule, start = Rule(chunk, window, entries, max_chunks), Start(query_start, window_start, padding, first_entries)
-    row, spans = row_of_program(rule, start, starts_ptr, K, KIND)
+    numbers = chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries
+    row, spans = row_of_program(numbers, starts_ptr, K, KIND)
     C: tl.constexpr = FORM.C
     BM: tl.constexpr = FORM.BM
     # the last queries see the most groups and take longest: start them first
@@ -325,3 +326,99 @@ def joined_lse(lse_ptr, at, lines, stretches):
         total = total * tl.exp2(top - safe) + tl.exp2(of_stretch - safe)
         top = larger
     return tl.where(top == float("-inf"), 0.0, top) + tl.log2(tl.where(total > 0, total, 1.0))
+
+
+class RestForm(NamedTuple):
+    """The constants of a tile: BM rows, BN groups, P columns that are read at a time, the reads per row."""
+
+    BM: int
+    BN: int
+    P: int
+    parts: int
+
+
+@triton.jit(do_not_specialize=(*VARYING, "G", "first", "stop", "words", "columns"))
+def recall_rest_kernel(
+    unit_ptr, q, centres_ptr, of_centres_ptr, words_ptr, starts_ptr, weight_ptr,
+    s_centre, level, K, L, G, first, stop, words, columns,
+    chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries,
+    R: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr, CAP: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Write the natural logarithm of the weight of what queries ``[first, stop)`` do not open, float32 ``[B * K, R,
+    L]``; -inf where they open all closed groups.
+
+    Grid (tiles of ``BM // R`` queries, B * K). unit, q: as `condense.ops.triton.recall_score.turned` returns them, in
+    base 2, queries as a descriptor. centres int8 ``[B * K, columns, D]``, of_centres float32 ``[B * K, columns]``:
+    those of the index, up to whole tiles; rows of centres are s_centre apart. words ``[B * K, T, words]``: as of
+    `condense.ops.triton.recall_choice.marked`. level: what is added to scores, base 2. CAP: soft cap, base 2, 0.0 for
+    none.
+    """
+    BM: tl.constexpr = FORM.BM
+    Q: tl.constexpr = BM // R
+    # a thread has two neighbouring groups of eight
+    PLACES: tl.constexpr = 8
+    numbers = chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries
+    row, spans = row_of_program(numbers, starts_ptr, K, KIND)
+    tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i, r, real = program_rows(first, stop, R, BM)
+    closed = closed_groups(i, row, spans, G, KIND)
+    unit = tl.load(unit_ptr + (head * (stop - first) + i - first) * R + r)  # [BM]
+    words_ptr += (head * tl.num_programs(0) + tile) * words
+    bit = tl.full([BM], 1, words_ptr.dtype.element_ty) << ((i - first) % Q)
+    centres_ptr += head * columns * s_centre
+    line = tile * (Q * R)
+    held = q if FORM.parts > 1 else q.load([tl.program_id(1), line, 0]).reshape(BM, FORM.P)
+    # kept per place: to join them, threads would wait for each other
+    top, total = tl.full([BM, PLACES], float("-inf"), tl.float32), tl.zeros([BM, PLACES], tl.float32)
+    for group in range(0, tl.max(closed), FORM.BN):
+        n = group + tl.arange(0, FORM.BN)
+        s = products_of_parts(held, tl.program_id(1), line, centres_ptr + n.to(tl.int64)[:, None] * s_centre, D, FORM)
+        s = floats_of(s) * tl.load(of_centres_ptr + head * columns + n)[None, :] * unit[:, None]
+        word = tl.load(words_ptr + n, mask=n < words, other=0)  # [BN]
+        is_rest = ((word[None, :] & bit[:, None]) == 0) & (n[None, :] < closed[:, None])  # [BM, BN]
+        s = tl.reshape(tl.where(is_rest, soft_cap(s, CAP)[0], float("-inf")), [BM, FORM.BN // PLACES, PLACES])
+        larger = tl.maximum(top, tl.max(s, 1))  # [BM, PLACES]
+        safe = tl.where(larger == float("-inf"), 0.0, larger)
+        total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(s - safe[:, None, :]), 1)
+        top = larger
+    weight = (log_of_sum(top, total) + level) * 0.6931471805599453  # [BM]
+    weight = tl.where(tl.max(top, 1) == float("-inf"), float("-inf"), weight)
+    tl.store(weight_ptr + (head * R + r) * L + i, weight, mask=real)
+
+
+@triton.jit(do_not_specialize=("L", "n", "begin"))
+def recall_join_kernel(
+    out_ptr, lse_ptr, weight_ptr, mean_ptr, begin_ptr, s_out, s_mean, H, L, n, begin,
+    g: tl.constexpr, R: tl.constexpr, Dv: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Add a token to attention, in place: out ``[B, H, L, Dv]``, lse float32 ``[B, H, L]``, as
+    `condense.ops.recall.rest.with_rest` does.
+
+    Grid (tiles of BM queries times H, B). weight: as `recall_rest_kernel` writes it. mean: ``[B, H / R, n, Dv]``, of
+    which query i sees column ``(begin + i) // g``, or the first or last one. begin_ptr: begin by row, None for one of
+    all.
+    """
+    row, head = tl.program_id(1), tl.program_id(0) % H
+    i, d = tl.program_id(0) // H * BM + tl.arange(0, BM), tl.arange(0, BD)
+    if begin_ptr is not None:
+        begin = tl.load(begin_ptr + row)
+    column = tl.minimum(tl.maximum(begin + i, 0) // g, n - 1)
+    line = (row.to(tl.int64) * H + head) * L + i
+    lse = tl.load(lse_ptr + line, mask=i < L, other=float("-inf"))
+    weight = tl.load(weight_ptr + line, mask=i < L, other=float("-inf"))
+    top = tl.maximum(lse, weight)
+    nothing = top == float("-inf")
+    top = tl.where(nothing, 0.0, top)
+    total = top + tl.log(tl.where(nothing, 1.0, tl.exp(lse - top) + tl.exp(weight - top)))
+    s_b, s_h, s_l = s_out
+    out_ptr += row.to(tl.int64) * s_b + head.to(tl.int64) * s_h + i.to(tl.int64)[:, None] * s_l + d[None, :]
+    there = (i < L)[:, None] & (d < Dv)[None, :]
+    out = tl.load(out_ptr, mask=there, other=0.0).to(tl.float32)
+    s_b, s_h, s_n = s_mean
+    mean_ptr += row.to(tl.int64) * s_b + (head // R).to(tl.int64) * s_h
+    mean = tl.load(mean_ptr + column.to(tl.int64)[:, None] * s_n + d[None, :], mask=there, other=0.0)
+    out = out * tl.exp(lse - total)[:, None] + mean * tl.exp(weight - total)[:, None]
+    tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=there)
+    # other warps of the program read the same numbers
+    tl.debug_barrier()
+    tl.store(lse_ptr + line, tl.where(nothing, float("-inf"), total), mask=i < L)

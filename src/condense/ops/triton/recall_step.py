@@ -14,18 +14,17 @@ from condense.ops.step.state import StepState
 from condense.ops.triton.host import on_device_of
 from condense.ops.triton.latent_groups_kernels import latent_groups_kernel
 from condense.ops.triton.launch import Launcher, Prepared
-from condense.ops.triton.prepared import PreparedStep
 from condense.ops.triton.recall_close_kernels import recall_close_kernel
 from condense.ops.triton.recall_step_choice_kernels import recall_choose_kernel, recall_share_kernel
 from condense.ops.triton.recall_step_kernels import recall_attend_kernel
 from condense.ops.triton.recall_step_plan import plan_of
 from condense.ops.triton.recall_step_score_kernels import recall_score_kernel, recall_turn_kernel
-from condense.ops.triton.step_kernels import step_join_kernel
+from condense.ops.triton.ring_step import JOIN, PreparedStep
 from condense.ops.triton.step_plan import StepShape
 
 CLOSE, TURN = (Launcher(x) for x in (recall_close_kernel, recall_turn_kernel))
 SCORE, CHOOSE = (Launcher(x) for x in (recall_score_kernel, recall_choose_kernel))
-OPENED, ATTEND, _JOIN = (Launcher(x) for x in (latent_groups_kernel, recall_attend_kernel, step_join_kernel))
+OPENED, ATTEND = (Launcher(x) for x in (latent_groups_kernel, recall_attend_kernel))
 # between those that score and choose, where other processes have more heads
 SHARE = Launcher(recall_share_kernel)
 
@@ -63,12 +62,7 @@ def kept_of(state: StepState) -> tuple[Tensor | None, ...]:
 
 
 def tensors_of(
-    q: Tensor,
-    state: StepState,
-    counts: Tensor,
-    scratch: StepScratch,
-    turn: Tensor,
-    tables: tuple[Tensor | None, ...],
+    q: Tensor, state: StepState, counts: Tensor, scratch: StepScratch, turn: Tensor, tables: tuple[Tensor | None, ...]
 ) -> tuple[tuple[Tensor | None, ...], ...]:
     """The tensors of the kernels that turn, score, choose, read open groups of latents, and attend.
 
@@ -95,9 +89,7 @@ def tensors_of(
 class RecallKernels(PreparedStep):
     """The kernels of steps with a choice."""
 
-    __slots__ = (
-        "_attend", "_choose", "_close", "_join", "_kept", "_opened", "_rotation", "_score", "_sizes", "_turn", "_width",
-    )  # fmt: skip
+    __slots__ = ("_kept", "_kernels", "_rotation", "_sizes", "_width")
 
     def __init__(self, call: StepCall) -> None:
         """call: checked by `condense.ops.triton.step.step`."""
@@ -106,14 +98,11 @@ class RecallKernels(PreparedStep):
         plan, of_q = plan_of(StepShape.of(call)), q.stride()[:2]
         self._width, self._sizes, self._kept = call.latent or v.shape[3], plan.scratch, kept_of(call.state)
         self._rotation = rotation(q.shape[3], q.device, q.dtype)
-        self._close = Prepared(CLOSE, plan.close, (*k.stride()[:2], *v.stride()[:2]))
-        self._turn = None if plan.turn is None else Prepared(TURN, plan.turn, of_q)
-        self._score = Prepared(SCORE, plan.score, of_q)
-        self._choose = Prepared(CHOOSE, plan.choose, q.shape[:1])
-        self._opened = None if plan.opened is None else Prepared(OPENED, plan.opened, ())
-        self._attend = Prepared(ATTEND, plan.attend, of_q)
         # strides 1: `seen` and the rows that count are contiguous
-        self._join = Prepared(_JOIN, plan.join, (1, 1))
+        strides = (*k.stride()[:2], *v.stride()[:2]), of_q, of_q, tuple(q.shape[:1]), (), of_q, (1, 1)
+        launchers, (_, *plans) = (CLOSE, TURN, SCORE, CHOOSE, OPENED, ATTEND, JOIN), plan
+        kernels = zip(launchers, plans, strides, strict=True)
+        self._kernels = [None if launch is None else Prepared(kernel, launch, own) for kernel, launch, own in kernels]
 
     def __call__(self, token: NewToken, sink: Tensor | None) -> Tensor:
         """Attention ``[B, H, 1, Dv]``, or ``[B, H, 1, latent]``."""
@@ -122,16 +111,14 @@ class RecallKernels(PreparedStep):
         scratch = scratch_of(self._sizes, q.device)
         out = torch.empty(*q.shape[:3], self._width, dtype=q.dtype, device=q.device)
         counts = seen if token.real is None else token.real.contiguous()
-        turned, scored, chosen, opened, attended = tensors_of(q, state, counts, scratch, self._rotation, (None,) * 6)
+        tensors = (
+            (k, v, *self._kept, counts, None, None, None, None, self._rotation),
+            *tensors_of(q, state, counts, scratch, self._rotation, (None,) * 6),
+            (scratch.part, scratch.lse, out, seen, counts, sink, token.counter, self._rotation),
+        )
         # kernels start on the current device, which may not be that of the tensors in a model spread over several
         with on_device_of(q):
-            self._close((k, v, *self._kept, counts, None, None, None, None, self._rotation))
-            if self._turn is not None:
-                self._turn(turned)
-            self._score(scored)
-            self._choose(chosen)
-            if self._opened is not None:
-                self._opened(opened)
-            self._attend(attended)
-            self._join((scratch.part, scratch.lse, out, seen, counts, sink, token.counter, self._rotation))
+            for kernel, given in zip(self._kernels, tensors, strict=True):
+                if kernel is not None:
+                    kernel(given)
         return out

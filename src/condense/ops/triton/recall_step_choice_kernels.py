@@ -197,14 +197,6 @@ def _find_slots(lists, records, num_open, RANKING: tl.constexpr, FAR: tl.constex
     tl.store(lists.place + i, tl.where(takes, 2 * taken + 1, tl.where(found >= 0, 2 * found, -1)), mask=is_open)
 
 
-@triton.jit
-def _open_all(lists, closed, N: tl.constexpr):
-    """Write all closed groups, N at a time, as `_rank` does."""
-    for start in range(0, closed, N):
-        group = start + tl.arange(0, N)
-        tl.store(lists.groups + group, group, mask=group < closed)
-
-
 @triton.jit(do_not_specialize=("least", "part", "of"))
 def recall_share_kernel(
     score_ptr, top_ptr, total_ptr, seen_ptr, before_ptr, share_ptr, share_top_ptr, share_total_ptr,
@@ -270,7 +262,9 @@ def recall_choose_kernel(
     )  # fmt: skip
     num_open = wanted_groups(closed, most_opened, least, part, of)
     if num_open == closed:
-        _open_all(lists, closed, 1024)
+        for start in range(0, closed, 1024):
+            group = start + tl.arange(0, 1024)
+            tl.store(lists.groups + group, group, mask=group < closed)
     else:
         scores = _HeadScores(score_ptr, stride, top_ptr + head * R * S, total_ptr + head * R * S, R, S)
         # room is for the longest text, but few groups are soon ranked

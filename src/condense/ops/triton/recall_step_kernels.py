@@ -13,30 +13,20 @@ per tile. "head" is a KV head of a row, b * K + kvh. All buffers of the state ar
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from condense.ops.triton.device import lane_tokens, lanes
-from condense.ops.triton.device.address import form_place, head_rows, part_at, place_row, tile_in_pages
+from condense.ops.triton import recall_store_kernels as stores
+from condense.ops.triton.device import address, lane_tokens, lanes
 from condense.ops.triton.device.codes import MIDDLE, from_words, to_words
 from condense.ops.triton.device.parts import load_rows, parts, products, tile_width, zeros
-from condense.ops.triton.device.scores import soft_cap
 from condense.ops.triton.device.signs import block_width, index_widths, turned_part
-from condense.ops.triton.device.softmax import Softmax, key_products, store_part
-from condense.ops.triton.device.sums import head_sums
+from condense.ops.triton.device.softmax import Softmax, key_products, soft_cap, store_part
 from condense.ops.triton.recall_choice_kernels import wanted_groups
 from condense.ops.triton.recall_close_kernels import after_the_last, row_of_step
-from condense.ops.triton.recall_step_rest_kernels import Centres, rest_of
-from condense.ops.triton.recall_store_kernels import (
-    Pieces,
-    in_words,
-    load_centres,
-    load_groups,
-    load_words,
-    tokens_of_tile,
-)
 
 
 class _Opened(NamedTuple):
@@ -106,7 +96,7 @@ def _add_keys(softmax, q, k, v, offset, scale, CAP: tl.constexpr, PRECISION: tl.
 def _open_groups(opened, n, FAR: tl.constexpr):
     """Numbers of open groups n, or the places of their records; beyond the last of them those of the last."""
     group = tl.load(opened.groups + tl.minimum(n, opened.count - 1), mask=opened.count > 0, other=0)
-    return group.to(tl.int64) if FAR is None else form_place(opened.table, group, opened.count > 0, FAR)
+    return group.to(tl.int64) if FAR is None else address.form_place(opened.table, group, opened.count > 0, FAR)
 
 
 @triton.jit
@@ -114,7 +104,7 @@ def _of_group(ptr, row, SIZE: tl.constexpr, FAR: tl.constexpr, STORED: tl.conste
     """Pointers to what is kept of the groups that `_open_groups` gives, SIZE numbers of each. STORED: as of
     `place_row`.
     """
-    return ptr + (row * SIZE if FAR is None else part_at(ptr, place_row(row, FAR, STORED)))
+    return ptr + (row * SIZE if FAR is None else address.part_at(ptr, address.place_row(row, FAR, STORED)))
 
 
 @triton.jit
@@ -122,7 +112,7 @@ def _load_centres(opened, n, dtype: tl.constexpr, FORM: tl.constexpr, EARLY: tl.
     """The centres of open groups n as `load_centres` gives them, and what 1 in each of these stands for."""
     columns: tl.constexpr = index_widths(FORM.g, FORM.D)
     row = _open_groups(opened, n, FAR)
-    x = load_centres(_of_group(opened.signs, row, columns[0], FAR), dtype, FORM, EARLY)
+    x = stores.load_centres(_of_group(opened.signs, row, columns[0], FAR), dtype, FORM, EARLY)
     return x, 2 * tl.load(_of_group(opened.steps, row, columns[1], FAR) + FORM.g).to(tl.float32)
 
 
@@ -202,6 +192,77 @@ def _turned(softmax, rotation_ptr, FORM: tl.constexpr):
     return Softmax((acc * (1 / block_width(FORM.D)),), softmax.m, softmax.total)
 
 
+class Centres(namedtuple("Centres", "score top total")):
+    """Scores of centres as `condense.ops.triton.recall_step_score_kernels` writes them, of one KV head.
+
+    score: pointers ``[BR]`` to the scores of each query head. top, total: pointers to the largest scores and sums of
+    all splits of the first query head.
+    """
+
+
+@triton.jit
+def _log_rest(centres, splits, groups_ptr, count, r, R, BM: tl.constexpr):
+    """Base 2 logarithm ``[BR]`` of the sum of ``2 ** score`` of the centres of all groups but the ``count`` open ones;
+    -inf where nothing is left. Query heads are r, of R; BM of the splits, or open groups, are read at once.
+    """
+    inside, n = (r < R)[None, :], tl.arange(0, BM)
+    top = tl.full([BM, r.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([BM, r.shape[0]], tl.float32)
+    for start in range(0, splits, BM):
+        at = r[None, :] * splits + (start + n)[:, None]
+        there = inside & (start + n < splits)[:, None]
+        own = tl.load(centres.top + at, mask=there, other=float("-inf"))  # [BM, BR]
+        larger = tl.maximum(top, own)
+        safe = tl.where(larger == float("-inf"), 0.0, larger)
+        total *= tl.exp2(top - safe)
+        total += tl.load(centres.total + at, mask=there, other=0.0) * tl.exp2(own - safe)
+        top = larger
+    largest = tl.max(top, 0)  # [BR]
+    largest = tl.where(largest == float("-inf"), 0.0, largest)
+    rest = tl.sum(total * tl.exp2(top - largest[None, :]), 0)  # [BR]
+    total = tl.zeros([BM, r.shape[0]], tl.float32)
+    # read one tile ahead, so that scores need not wait for lists
+    group = tl.load(groups_ptr + n, mask=n < count, other=0)  # [BM]
+    for start in range(0, count, BM):
+        there, behind = (start + n < count)[:, None], start + BM + n
+        next_group = tl.load(groups_ptr + behind, mask=behind < count, other=0)
+        score = tl.load(centres.score[None, :] + group[:, None], mask=inside & there, other=float("-inf"))  # [BM, BR]
+        total += tl.exp2(score - largest[None, :])
+        group = next_group
+    # the difference has the rounding error of the sum over all groups, so it may lie below 0. That error is small in
+    # the end: the tokens of the groups that are taken out weigh about as much as these do, and attention sees them
+    rest -= tl.sum(total, 0)
+    return tl.where(rest > 0, largest + tl.log2(tl.where(rest > 0, rest, 1.0)), float("-inf"))
+
+
+@triton.jit
+def _load_mean(sums, j, there, FORM: tl.constexpr, LO: tl.constexpr, N: tl.constexpr, NEAR: tl.constexpr):
+    """Columns ``[LO, LO + N)`` of the mean of the values of the first j groups, float32 ``[1, P]``; 0 if not there."""
+    d = LO + tl.arange(0, tile_width(N))
+    there = there & (d < LO + N)
+    WIDTH: tl.constexpr = FORM.DV if FORM.DV > 0 else FORM.D
+    ptr = address.sum_columns(sums, j, d, there, WIDTH, FORM.g, NEAR)  # [P]
+    return (tl.load(ptr, mask=there, other=0.0) / tl.maximum(FORM.g * j, 1).to(tl.float64)).to(tl.float32)[None, :]
+
+
+@triton.jit
+def rest_of(
+    centres, splits, sums, groups_ptr, count, closed, j, r, R,
+    BM: tl.constexpr, FORM: tl.constexpr, NEAR: tl.constexpr,
+):  # fmt: skip
+    """The `Softmax` of BR query heads over the one token, which has no weight where all closed groups are open.
+
+    groups: the ``count`` open groups. sums: `condense.ops.triton.device.address.HeadSums`, of which that of the first j
+    groups is read. Others as of `_log_rest`.
+    """
+    # nothing is written of the scores where all closed groups are open
+    some, one = count < closed, tl.full([r.shape[0]], 1.0, tl.float32)
+    weight = _log_rest(centres, tl.where(some, splits, 0), groups_ptr, tl.where(some, count, 0), r, R, BM)
+    mean = one[:, None] * _load_mean(sums, j, some, FORM, 0, FORM.V0, NEAR)  # [BR, P]
+    mean = parts(mean, one[:, None] * _load_mean(sums, j, some, FORM, FORM.V0, FORM.V1, NEAR) if FORM.V1 > 0 else None)
+    return Softmax(mean, weight + tl.log2(one * FORM.g), one)
+
+
 @triton.jit(do_not_specialize=("least", "part", "of"))
 def recall_attend_kernel(
     q_ptr, signs_ptr, steps_ptr, store_ptr, ring_k_ptr, ring_v_ptr, sums_ptr, slots_ptr, turned_ptr, rotation_ptr,
@@ -259,7 +320,7 @@ def recall_attend_kernel(
                 after_the_last(EARLY)
             scores, of_head = ((head if FAR is None else kvh) * R + r) * s_centre + this.start, head * R * splits
             centres = Centres(centre_ptr + scores, centre_top_ptr + of_head, centre_total_ptr + of_head)
-            sums = head_sums(sums_ptr, head, kvh, num_sums, near_ptr, DV if DV > 0 else D, NEAR)
+            sums = address.head_sums(sums_ptr, head, kvh, num_sums, near_ptr, DV if DV > 0 else D, NEAR)
             rest = rest_of(centres, splits, sums, groups_ptr, count, closed, (t + 1) // g, r, R, BM, FORM, NEAR)
             if APART:
                 rest = _turned(rest, rotation_ptr, FORM)
@@ -280,7 +341,7 @@ def recall_attend_kernel(
     lane, oldest = tl.arange(0, BN), first % W
     if NEAR is not None:
         # found one tile ahead, so that keys need not wait for tables
-        place = tile_in_pages(near_ptr, first, tokens, lo, BN, NEAR)
+        place = address.tile_in_pages(near_ptr, first, tokens, lo, BN, NEAR)
     for tile in range(lo, hi):
         n = tile * BN + lane
         if NEAR is None:
@@ -303,7 +364,7 @@ def recall_attend_kernel(
         offset = tl.where(n < tokens, 0.0, float("-inf"))
         softmax = _add_keys(softmax, q, k, v, offset, scale, CAP, PRECISION)
         if NEAR is not None:
-            place = tile_in_pages(near_ptr, first, tokens, tile + 1, BN, NEAR)
+            place = address.tile_in_pages(near_ptr, first, tokens, tile + 1, BN, NEAR)
     if APART:
         near = Softmax((tl.trans(softmax.acc[0]),), softmax.m, tl.sum(softmax.total, 0))
         store_part(part_ptr, lse_ptr, _turned(near, rotation_ptr, FORM), part_row, r < R, FORM.V0, FORM.V1)
@@ -313,14 +374,14 @@ def recall_attend_kernel(
     # the kernel before this one chooses groups; the ring was written by one that had ended before that one began
     after_the_last(EARLY)
     place_ptr += head * most_opened
-    store_ptr += head_rows(store_ptr, head, kvh, N // g, FORM.piece, FAR, True)
+    store_ptr += address.head_rows(store_ptr, head, kvh, N // g, FORM.piece, FAR, True)
     columns: tl.constexpr = index_widths(g, D)
-    signs_ptr += head_rows(signs_ptr, head, kvh, G, columns[0], FAR)
-    steps_ptr += head_rows(steps_ptr, head, kvh, G, columns[1], FAR)
+    signs_ptr += address.head_rows(signs_ptr, head, kvh, G, columns[0], FAR)
+    steps_ptr += address.head_rows(steps_ptr, head, kvh, G, columns[1], FAR)
     # three products of tf32 are as exact as one of float32
     EXACT: tl.constexpr = "ieee" if PRECISION == "ieee" else "tf32x3"
     # sums of codes would be too large or too small for float16
-    WORDS: tl.constexpr = in_words(FORM) and not q_ptr.dtype.element_ty.is_fp16()
+    WORDS: tl.constexpr = stores.in_words(FORM) and not q_ptr.dtype.element_ty.is_fp16()
     if FORM.bits < 16:
         # keys of the store are turned, and values too where these are columns of keys. A turned query is divided by the
         # width of the rotation's blocks, and products are multiplied by it, so that float16 holds all numbers
@@ -333,7 +394,7 @@ def recall_attend_kernel(
             softmax = Softmax((tl.trans(acc * (1 / block_width(D))),), softmax.m, softmax.total)
     slots_ptr += head * SLOTS * FORM.piece
     # a tile has T tokens of each of BG groups
-    T: tl.constexpr = tokens_of_tile(g, BN)
+    T: tl.constexpr = stores.tokens_of_tile(g, BN)
     BG: tl.constexpr = BN // T
     PARTS: tl.constexpr = (g + T - 1) // T
     opened = _Opened(groups_ptr, count, groups_ptr if FAR is None else far_ptr, signs_ptr, steps_ptr)
@@ -362,28 +423,28 @@ def recall_attend_kernel(
             at, start = tile // PARTS * BG + n, tile % PARTS * T
             piece = _of_group(store_ptr, row, FORM.piece, FAR, True)
             signs, steps = _of_group(signs_ptr, row, columns[0], FAR), _of_group(steps_ptr, row, columns[1], FAR)
-            pieces = Pieces(piece, piece, n < 0, signs, steps)
+            pieces = stores.Pieces(piece, piece, n < 0, signs, steps)
             row = _open_groups(opened, (tile + 1) // PARTS * BG + n, FAR)
             if SLOTS > 0:
                 # `_find_slots` of `recall_step_choice_kernels` explains these numbers
                 found = tl.load(place_ptr + at, mask=at < count, other=-1)
                 slot = slots_ptr + (found >> 1).to(tl.int64) * FORM.piece
                 held = (found >= 0) & (found % 2 == 0)
-                pieces = Pieces(tl.where(held, slot, piece), slot, (found >= 0) & (found % 2 == 1), signs, steps)
+                pieces = stores.Pieces(tl.where(held, slot, piece), slot, (found >= 0) & (found % 2 == 1), signs, steps)
             seen = (at < count)[:, None] & (start + token < g)[None, :]  # [BG, T]
             offset = tl.reshape(tl.where(seen, 0.0, float("-inf")), (BN,))
             if WORDS:
                 at = tile // PARTS * BG + lane // T
                 there = (r < R)[None, :] & (at < behind)[:, None]
                 base = tl.load(base_ptr[None, :] + at[:, None], mask=there, other=0.0)  # [BN, BR]
-                words = load_words(pieces, start, T, q[0].dtype, FORM, SLOTS > 0, EARLY)
+                words = stores.load_words(pieces, start, T, q[0].dtype, FORM, SLOTS > 0, EARLY)
                 s = _scores(q, words.k, PRECISION) * words.unit[:, None] + base
                 s = soft_cap(s * scale, CAP)[0] + offset[:, None]
                 softmax, p, alpha = _add(softmax, s, words.v, words.step, PRECISION)
                 # weighted middles of values, to be added to all columns
                 shift = shift * alpha[None, :] + p * (words.zero + MIDDLE * words.step)[:, None]
             else:
-                k, v = load_groups(pieces, start + token, q[0].dtype, FORM, SLOTS > 0)  # [BN, D], [BN, V]
+                k, v = stores.load_groups(pieces, start + token, q[0].dtype, FORM, SLOTS > 0)  # [BN, D], [BN, V]
                 softmax = _add_keys(softmax, q, k, v, offset, scale, CAP, PRECISION)
         if WORDS:
             # in all parts

@@ -12,20 +12,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from condense.ops.recall.index import CENTRE_LEVELS
-from condense.ops.triton.device import lane_signs, lanes
+from condense.ops.triton.device import lane_signs, lanes, sign_pieces
 from condense.ops.triton.device.address import form_place, head_rows, part_at, place_row
 from condense.ops.triton.device.parts import tile_width
-from condense.ops.triton.device.scores import soft_cap
-from condense.ops.triton.device.sign_pieces import (
-    in_pieces,
-    load_pieces,
-    load_queries,
-    piece_centre_products,
-    piece_sign_products,
-    put_queries,
-    query_bytes,
-)
 from condense.ops.triton.device.signs import centre_products, index_widths, sign_bytes, sign_products, turned_queries
+from condense.ops.triton.device.softmax import soft_cap
 from condense.ops.triton.recall_choice_kernels import wanted_groups
 from condense.ops.triton.recall_close_kernels import row_of_step
 
@@ -141,10 +132,10 @@ def recall_turn_kernel(
         gdc_launch_dependents()
     head, r = tl.program_id(0).to(tl.int64), tl.program_id(1) * BR + tl.arange(0, BR)
     q_ptr += head // K * s_qb + head % K * R * s_qh
-    whole_ptr = whole_ptr.to(tl.pointer_type(tl.int8)) + head * R * query_bytes(D)
+    whole_ptr = whole_ptr.to(tl.pointer_type(tl.int8)) + head * R * sign_pieces.query_bytes(D)
     if turned_ptr is not None:
         turned_ptr += head * R * D
-    put_queries(q_ptr, s_qh, r, R, rotation_ptr, turned_ptr, whole_ptr, D)
+    sign_pieces.put_queries(q_ptr, s_qh, r, R, rotation_ptr, turned_ptr, whole_ptr, D)
     if EARLY:
         # a kernel that waits for this one also needs what the one before this one wrote
         gdc_wait()
@@ -200,11 +191,11 @@ def recall_score_kernel(
         centre_ptr += of_scores
     asked = tl.where(closed > 0, R, 0)
     # [BR, bytes], [BR], [BR]
-    if in_pieces(D):
+    if sign_pieces.in_pieces(D):
         if EARLY:
             gdc_wait()
-        whole_ptr = whole_ptr.to(tl.pointer_type(tl.int8)) + head * R * query_bytes(D)
-        queries, sums, unit = load_queries(whole_ptr, r, asked, D)
+        whole_ptr = whole_ptr.to(tl.pointer_type(tl.int8)) + head * R * sign_pieces.query_bytes(D)
+        queries, sums, unit = sign_pieces.load_queries(whole_ptr, r, asked, D)
     else:
         # each split turns the queries anew, from a matrix in the L2 cache: if the kernel before this one turned them,
         # this one would have to wait for it, but runs beside it in most steps, which close no group
@@ -257,9 +248,9 @@ def recall_score_kernel(
         for tile in range(lo, hi):
             next_row = _found(far_ptr, (tile + 1) * BG + n // T, closed, FAR)
             next_step = _load_steps(steps_ptr, next_row, i, closed, g, FAR)
-            if in_pieces(D):
-                signs = load_pieces(signs_ptr + _signs_at(signs_ptr, row, i, g, D, FAR), D)
-                s = piece_sign_products(signs, queries, sums, step, D, EARLY)  # [BG * T, BR]
+            if sign_pieces.in_pieces(D):
+                signs = sign_pieces.load_pieces(signs_ptr + _signs_at(signs_ptr, row, i, g, D, FAR), D)
+                s = sign_pieces.piece_sign_products(signs, queries, sums, step, D, EARLY)  # [BG * T, BR]
             else:
                 signs = _load_signs(signs_ptr, row, i, g, D, FAR)  # [BG * T, bytes]
                 s = sign_products(signs, queries, sums, step, EARLY)
@@ -278,8 +269,8 @@ def recall_score_kernel(
             found = _found(far_ptr, group, closed, FAR)
             at, there = score_ptr[None, :] + group[:, None], (group < last)[:, None] & (r < R)[None, :]
             codes_at = _signs_at(signs_ptr, found, g, g, D, FAR)
-            if in_pieces(D):
-                centre = piece_centre_products(signs_ptr + codes_at, queries, sums, D, EARLY)
+            if sign_pieces.in_pieces(D):
+                centre = sign_pieces.piece_centre_products(signs_ptr + codes_at, queries, sums, D, EARLY)
             else:
                 centre = centre_products(signs_ptr, codes_at, queries, sums, D, EARLY)
             centre *= _load_steps(steps_ptr, found, g, closed, g, FAR)[:, None]

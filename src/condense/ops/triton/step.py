@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from condense.ops.extras import Extras
 from condense.ops.step.call import NewToken, StepCall, check_call
 from condense.ops.step.settings import numbered_settings
 from condense.ops.step.state import StepState
 from condense.ops.triton.limits import check_step
-from condense.ops.triton.prepared import PreparedStep
 from condense.ops.triton.recall_step import RecallKernels
-from condense.ops.triton.ring_step import RingKernels
+from condense.ops.triton.ring_step import PreparedStep, RingKernels
+from condense.ops.types import Extras
 
 
 def step(call: StepCall) -> Tensor:

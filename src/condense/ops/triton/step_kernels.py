@@ -20,33 +20,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from condense.ops.triton.device import entry
+from condense.ops.triton.device import softmax as online
 from condense.ops.triton.device.address import form_row, part_at, tile_in_pages, token_rows
 from condense.ops.triton.device.codes import entries_in_words, from_words, load_vectors, row_width, to_words
-from condense.ops.triton.device.entry import (
-    Buffer,
-    Chunk,
-    Queries,
-    all_scores,
-    chunk_keys,
-    chunk_values,
-    focal_tokens,
-    make_entries,
-    matched_bias,
-    mean_query,
-    put_entry,
-    row_products,
-    summary_query,
-)
 from condense.ops.triton.device.parts import load_row, load_rows, parts, store_row
-from condense.ops.triton.device.scores import soft_cap
-from condense.ops.triton.device.softmax import (
-    Softmax,
-    add_keys,
-    empty_softmax,
-    join_parts,
-    key_products,
-    store_part,
-)
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -74,10 +52,6 @@ class _Moment(
     ``first_single`` of them stand for single tokens. fine_first, fines: the first fine entry that is seen, and how many
     are of those in the ring before this step; merge: number of the coarse entry that is due, -1 for none.
     """
-
-
-class _Buffers(namedtuple("_Buffers", "entries fine ring")):
-    """The entries of a KV head, its ring of fine entries (None if there are no coarse ones) and its ring of tokens."""
 
 
 class _Stretch(namedtuple("_Stretch", "first count")):
@@ -120,7 +94,7 @@ def _attend_keys(
     if KEYS:
         q = to_words(q[0], KIND.D0)  # 4 parts [rows, D0 // 4]
     if VALUES:
-        softmax = Softmax(to_words(softmax.acc[0], KIND.V0), softmax.m, softmax.total)
+        softmax = online.Softmax(to_words(softmax.acc[0], KIND.V0), softmax.m, softmax.total)
     if FORM is not None:
         # found one tile ahead, so that keys need not wait for tables
         place = tile_in_pages(source.size, stretch.first, stretch.count, lo, KIND.keys, FORM)
@@ -136,7 +110,7 @@ def _attend_keys(
             at, s_k, s_v = place, 1, 1
             place = tile_in_pages(source.size, stretch.first, stretch.count, tile + 1, KIND.keys, FORM)
         k = load_vectors(source.k, at * s_k, q[0].dtype, KIND.D0, KIND.D1, KIND.entry_bits, KIND.early)  # [keys, D]
-        s = soft_cap(key_products(q, k, PRECISION) * scale, KIND.softcap)[0]  # [rows, keys]
+        s = online.soft_cap(online.key_products(q, k, PRECISION) * scale, KIND.softcap)[0]  # [rows, keys]
         if PERIOD > 0:
             pooled = tl.where(
                 i < moment.first_entries, i >= moment.first_single, (i - moment.first_entries) % PERIOD == PERIOD - 1
@@ -151,8 +125,8 @@ def _attend_keys(
         v = (k[0],)
         if not KIND.latent:
             v = load_vectors(source.v, at * s_v, q[0].dtype, KIND.V0, KIND.V1, KIND.entry_bits, KIND.early)
-        softmax = add_keys(softmax, s, v, PRECISION)
-    return Softmax((from_words(softmax.acc, KIND.V0),), softmax.m, softmax.total) if VALUES else softmax
+        softmax = online.add_keys(softmax, s, v, PRECISION)
+    return online.Softmax((from_words(softmax.acc, KIND.V0),), softmax.m, softmax.total) if VALUES else softmax
 
 
 @triton.jit
@@ -161,12 +135,12 @@ def _attend_focal(softmax, q, ring, chunk, scores, count, scale, KIND: tl.conste
     PRECISION: tl.constexpr = KIND.precision
     for start in range(0, count, 16):
         i = start + tl.arange(0, 16)
-        _, focal = focal_tokens(scores, i, i < count, KIND)
-        k = chunk_keys(ring, chunk, i, KIND)
-        s = soft_cap(key_products(q, k, PRECISION) * scale, KIND.softcap)[0]  # [16, 16]
+        _, focal = entry.focal_tokens(scores, i, i < count, KIND)
+        k = entry.chunk_keys(ring, chunk, i, KIND)
+        s = online.soft_cap(online.key_products(q, k, PRECISION) * scale, KIND.softcap)[0]  # [16, 16]
         s = tl.where(focal[None, :], s, float("-inf"))
-        v = (k[0],) if KIND.latent else chunk_values(ring, chunk, i, KIND)
-        softmax = add_keys(softmax, s, v, PRECISION)
+        v = (k[0],) if KIND.latent else entry.chunk_values(ring, chunk, i, KIND)
+        softmax = online.add_keys(softmax, s, v, PRECISION)
     return softmax
 
 
@@ -179,19 +153,20 @@ def _two_rows(a, x, b, y):
 
 @triton.jit
 def _read_token(
-    heads, new, buffers, past_queries, num_summary, moment, chunk_size, scores, writes, KIND: tl.constexpr
+    heads, new, entries, fine, ring, past_queries, moment, chunk_size, scores, writes, KIND: tl.constexpr
 ):  # fmt: skip
     """The `_Read` of a step. Store its token, mean query and entries if ``writes``.
 
-    new: pointers to a KV head's new key and value.
+    new: pointers to a KV head's new key and value. entries, fine, ring: its `Buffer`s; fine is None if there are no
+    coarse entries.
     """
+    num_summary: tl.constexpr = KIND.num_summary
     NEAR: tl.constexpr = KIND.near
     FAR: tl.constexpr = KIND.far
-    entries, fine, ring = buffers.entries, buffers.fine, buffers.ring
     k = load_row(new[0], KIND.D0, KIND.D1)  # [1, D]
     v = (k[0],) if KIND.latent else load_row(new[1], KIND.V0, KIND.V1)  # [1, V]
-    chunk = Chunk(moment.begin, chunk_size, moment.t, k, v)
-    mean = mean_query(heads, KIND.D0, KIND.D1) if KIND.scored else k
+    chunk = entry.Chunk(moment.begin, chunk_size, moment.t, k, v)
+    mean = entry.mean_query(heads, KIND.D0, KIND.D1) if KIND.scored else k
     # without a due chunk, the new entry is zero and not seen
     entry_k, entry_v = [tl.zeros_like(x) for x in k], [tl.zeros_like(x) for x in v]
     ranked = tl.full([KIND.tile], float("-inf"), tl.float32)
@@ -199,19 +174,19 @@ def _read_token(
     summary = [x.to(tl.float32) for x in mean]
     if moment.due:
         if KIND.scored:
-            summary = summary_query(mean, past_queries, moment.t, num_summary, KIND.D0, KIND.D1)
+            summary = entry.summary_query(mean, past_queries, moment.t, num_summary, KIND.D0, KIND.D1)
         if KIND.focal > 0:
-            ranked = all_scores(ring, chunk, summary, scores.weigh, KIND)
+            ranked = entry.all_scores(ring, chunk, summary, scores.weigh, KIND)
         to, slot, biases = entries if fine is None else fine, moment.slot, scores.biases
         if FAR is not None:
             at = form_row(entries.size, slot, None, FAR)
             if KIND.matched:
                 biases += part_at(biases, at * _number_size(entries.k))
-            to, slot = Buffer(entries.k + at, entries.v + at, 0, 0, 1), slot * 0
-        key, value = make_entries(to, ring, chunk, summary, ranked, slot, writes, scores.weigh, KIND)
-        entry_k, entry_v = put_entry(to, slot + KIND.focal, key, value, writes, KIND)
+            to, slot = entry.Buffer(entries.k + at, entries.v + at, 0, 0, 1), slot * 0
+        key, value = entry.make_entries(to, ring, chunk, summary, ranked, slot, writes, scores.weigh, KIND)
+        entry_k, entry_v = entry.put_entry(to, slot + KIND.focal, key, value, writes, KIND)
         if KIND.matched:
-            bias = matched_bias(ring, chunk, summary, ranked, key, scores.weigh, KIND)
+            bias = entry.matched_bias(ring, chunk, summary, ranked, key, scores.weigh, KIND)
             if writes:
                 # the focal tokens, which come first, have none
                 j = tl.arange(0, KIND.tile)
@@ -223,11 +198,11 @@ def _read_token(
             # all of these are older than this step
             n: tl.constexpr = KIND.coarse.chunks
             at = (moment.merge * n % fine.size).to(tl.int64)
-            merged = mean_query(Queries(fine.k + at * fine.s_k, fine.s_k, n), KIND.D0, KIND.D1)
+            merged = entry.mean_query(entry.Queries(fine.k + at * fine.s_k, fine.s_k, n), KIND.D0, KIND.D1)
             value = merged
             if not KIND.latent:
-                value = mean_query(Queries(fine.v + at * fine.s_v, fine.s_v, n), KIND.V0, KIND.V1)
-            put_entry(entries, moment.merge, merged, value, True, KIND)
+                value = entry.mean_query(entry.Queries(fine.v + at * fine.s_v, fine.s_v, n), KIND.V0, KIND.V1)
+            entry.put_entry(entries, moment.merge, merged, value, True, KIND)
     if writes:
         store_row(ring.k + token_rows(ring.size, moment.t, None, ring.s_k, NEAR), k, KIND.D0, KIND.D1)
         if not KIND.latent:
@@ -247,29 +222,29 @@ def _new_token(heads, ring, read, moment, places, scores, row_tile, KIND: tl.con
     for start in range(first_row, tl.minimum(first_row + KIND.rows, heads.size), 16):
         r = start + tl.arange(0, 16)
         q = load_rows(heads.q, r.to(tl.int64) * heads.s_q, r < heads.size, KIND.D0, KIND.D1)  # [16, D]
-        to_token = soft_cap(row_products(q, chunk.k) * scores.attend, KIND.softcap)[0]  # [16]
+        to_token = online.soft_cap(entry.row_products(q, chunk.k) * scores.attend, KIND.softcap)[0]  # [16]
         to_token = tl.where(moment.first <= moment.t, to_token, float("-inf"))
-        to_entry = soft_cap(row_products(q, read.key) * scores.attend, KIND.softcap)[0] + read.bias
+        to_entry = online.soft_cap(entry.row_products(q, read.key) * scores.attend, KIND.softcap)[0] + read.bias
         to_entry = tl.where(moment.seen_at_once, to_entry, float("-inf"))
         m = tl.maximum(to_token, to_entry)
         finite = tl.where(m == float("-inf"), 0.0, m)
         a, b = tl.exp2(to_token - finite), tl.exp2(to_entry - finite)
-        softmax = Softmax(_two_rows(a, chunk.v, b, read.value), m, a + b)
+        softmax = online.Softmax(_two_rows(a, chunk.v, b, read.value), m, a + b)
         if KIND.focal > 0:
             count = tl.where(moment.seen_at_once, chunk.size, 0)
             softmax = _attend_focal(softmax, q, ring, chunk, read.ranked, count, scores.attend, KIND)
         at = (places.row + r).to(tl.int64) * places.S
-        store_part(places.part, places.lse, softmax, at, r < heads.size, KIND.V0, KIND.V1)
+        online.store_part(places.part, places.lse, softmax, at, r < heads.size, KIND.V0, KIND.V1)
 
 
 @triton.jit
-def _attend_share(heads, buffers, moment, places, split, scores, row_tile, KIND: tl.constexpr):
+def _attend_share(heads, entries, fine, ring, moment, places, split, scores, row_tile, KIND: tl.constexpr):
     """Attention of a split to its share: of what buffers held before the step, or of all that pages hold."""
     NEAR: tl.constexpr = KIND.near
     FAR: tl.constexpr = KIND.far
     r = row_tile * KIND.rows + tl.arange(0, KIND.rows)
     q = load_rows(heads.q, r.to(tl.int64) * heads.s_q, r < heads.size, KIND.D0, KIND.D1)  # [rows, D]
-    entries, fine, ring, tokens = buffers.entries, buffers.fine, buffers.ring, moment.tokens
+    tokens = moment.tokens
     if NEAR is None:
         # limited to the ring, because a replayed graph may run more steps than the cache has room for
         tokens = tl.minimum(tokens, ring.size)
@@ -290,7 +265,7 @@ def _attend_share(heads, buffers, moment, places, split, scores, row_tile, KIND:
     begin, end = lo, tl.minimum(hi, old_far)
     if WAITS:
         begin, end = tl.where(split == 0, old_far, begin), tl.where(split == 0, far, end)
-    softmax = empty_softmax(KIND.rows, KIND.keys, KIND.V0, KIND.V1)
+    softmax = online.empty_softmax(KIND.rows, KIND.keys, KIND.V0, KIND.V1)
     bias = scores.biases if KIND.matched else scores.bias
     softmax = _attend_keys(
         softmax, q, entries, _Stretch(moment.base, moment.entries), begin, end, scores.attend,
@@ -311,8 +286,8 @@ def _attend_share(heads, buffers, moment, places, split, scores, row_tile, KIND:
         # from here on all that the step stores is there, for the kernel that follows too
         gdc_wait()
     at = (places.row + r).to(tl.int64) * places.S + split
-    softmax = Softmax(softmax.acc, softmax.m, tl.sum(softmax.total, 1))
-    store_part(places.part, places.lse, softmax, at, r < heads.size, KIND.V0, KIND.V1)
+    softmax = online.Softmax(softmax.acc, softmax.m, tl.sum(softmax.total, 1))
+    online.store_part(places.part, places.lse, softmax, at, r < heads.size, KIND.V0, KIND.V1)
 
 
 @triton.jit
@@ -322,7 +297,9 @@ def _join(places, sink_ptr, kvh, out_ptr, R: tl.constexpr, KIND: tl.constexpr):
     r, column = tl.arange(0, triton.next_power_of_2(R)), tl.arange(0, triton.next_power_of_2(V))
     row = (places.row + r).to(tl.int64)
     # [R, V], both rounded up to powers of two
-    out = join_parts(places.part, places.lse, row, r < R, places.S, column, V, KIND.joined_parts, sink_ptr, kvh * R + r)
+    out = online.join_parts(
+        places.part, places.lse, row, r < R, places.S, column, V, KIND.joined_parts, sink_ptr, kvh * R + r
+    )
     there = (r < R)[:, None] & (column < V)[None, :]
     tl.store(out_ptr + row[:, None] * V + column[None, :], out.to(out_ptr.dtype.element_ty), mask=there)
 
@@ -384,7 +361,6 @@ def step_kernel(
     """
     K: tl.constexpr = KIND.K
     R: tl.constexpr = KIND.R
-    num_summary: tl.constexpr = KIND.num_summary
     chunk: tl.constexpr = KIND.chunk
     if KIND.early:
         if not KIND.attends:
@@ -401,17 +377,17 @@ def step_kernel(
     if KIND.has_first:
         first_entries = tl.load(first_ptr + b * s_first).to(tl.int32)
         first_single = tl.load(first_ptr + b * s_first + s_first_n).to(tl.int32)
-    heads = Queries(q_ptr + b * s_qb + kvh * R * s_qh, s_qh, R)
+    heads = entry.Queries(q_ptr + b * s_qb + kvh * R * s_qh, s_qh, R)
     new = (k_ptr + b * s_kb + kvh * s_kh, v_ptr + b * s_vb + kvh * s_vh)
-    past_queries = Queries(ring_q_ptr + b * s_rqb + kvh * s_rqh, s_rqn, Q)
+    past_queries = entry.Queries(ring_q_ptr + b * s_rqb + kvh * s_rqh, s_rqn, Q)
     fine = None
     if KIND.coarse is not None:
         width: tl.constexpr = KIND.D0 + KIND.D1
-        of_values: tl.constexpr = 0 if KIND.latent else KIND.V0 + KIND.V1
-        before = head.to(tl.int64) * KIND.coarse.slots
-        fine = Buffer(fine_k_ptr + before * width, fine_v_ptr + before * of_values, width, of_values, KIND.coarse.slots)
+        width_v: tl.constexpr = 0 if KIND.latent else KIND.V0 + KIND.V1
+        first = head.to(tl.int64) * KIND.coarse.slots
+        fine = entry.Buffer(fine_k_ptr + first * width, fine_v_ptr + first * width_v, width, width_v, KIND.coarse.slots)
     if KIND.near is None:
-        entries = Buffer(
+        entries = entry.Buffer(
             entries_k_ptr + b * s_ekb + kvh * s_ekh, entries_v_ptr + b * s_evb + kvh * s_evh, s_ekn, s_evn, M
         )
         if KIND.entry_bits < 16:
@@ -420,19 +396,19 @@ def step_kernel(
             ROW: tl.constexpr = row_width(KIND.D0 + KIND.D1, KIND.entry_bits, dtype)
             ROW_V: tl.constexpr = row_width(0 if KIND.latent else KIND.V0 + KIND.V1, KIND.entry_bits, dtype)
             first = head.to(tl.int64) * M
-            entries = Buffer(entries_k_ptr + first * ROW, entries_v_ptr + first * ROW_V, ROW, ROW_V, M)
-        ring = Buffer(ring_k_ptr + b * s_rkb + kvh * s_rkh, ring_v_ptr + b * s_rvb + kvh * s_rvh, s_rkn, s_rvn, W)
+            entries = entry.Buffer(entries_k_ptr + first * ROW, entries_v_ptr + first * ROW_V, ROW, ROW_V, M)
+        ring = entry.Buffer(ring_k_ptr + b * s_rkb + kvh * s_rkh, ring_v_ptr + b * s_rvb + kvh * s_rvh, s_rkn, s_rvn, W)
     else:
         t -= 1
         live = t >= 0
-        first, stride = kvh * KIND.near.s_head, KIND.near.s_slot
-        ring = Buffer(ring_k_ptr + first, ring_v_ptr + first, stride, stride, near_ptr + b * KIND.near.s_table)
-        first, stride = kvh * KIND.far.s_head, KIND.far.s_slot
-        entries = Buffer(entries_k_ptr + first, entries_v_ptr + first, stride, stride, far_ptr + b * KIND.far.s_table)
+        first, step = kvh * KIND.near.s_head, KIND.near.s_slot
+        ring = entry.Buffer(ring_k_ptr + first, ring_v_ptr + first, step, step, near_ptr + b * KIND.near.s_table)
+        first, step = kvh * KIND.far.s_head, KIND.far.s_slot
+        entries = entry.Buffer(entries_k_ptr + first, entries_v_ptr + first, step, step, far_ptr + b * KIND.far.s_table)
         if KIND.past is not None:
             page = tl.load(past_ptr + b * KIND.past.s_table).to(tl.int64) * KIND.past.s_page
-            past_queries = Queries(ring_q_ptr + page + kvh * KIND.past.s_head, KIND.past.s_slot, KIND.past.slots)
-    buffers, places = _Buffers(entries, fine, ring), _Places(part_ptr, lse_ptr, head * R, S)
+            past_queries = entry.Queries(ring_q_ptr + page + kvh * KIND.past.s_head, KIND.past.s_slot, KIND.past.slots)
+    places = _Places(part_ptr, lse_ptr, head * R, S)
     if KIND.near is None:
         biases_ptr += head.to(tl.int64) * M
     elif KIND.matched:
@@ -442,16 +418,16 @@ def step_kernel(
 
     if live:
         if not KIND.stores:
-            _attend_share(heads, buffers, moment, places, split, scores, row_tile, KIND)
+            _attend_share(heads, entries, fine, ring, moment, places, split, scores, row_tile, KIND)
         elif split == 0:
             # the first tile of rows stores
             read = _read_token(
-                heads, new, buffers, past_queries, num_summary, moment, chunk, scores, row_tile == 0, KIND
+                heads, new, entries, fine, ring, past_queries, moment, chunk, scores, row_tile == 0, KIND
             )
             if KIND.attends:
                 _new_token(heads, ring, read, moment, places, scores, row_tile, KIND)
         elif KIND.attends:
-            _attend_share(heads, buffers, moment, places, split, scores, row_tile, KIND)
+            _attend_share(heads, entries, fine, ring, moment, places, split, scores, row_tile, KIND)
 
     if KIND.joins:
         # all threads of the program must have stored their part before it is counted as done
@@ -491,7 +467,9 @@ def step_join_kernel(
         live = (tl.load(real_ptr + b * s_real) != 0).to(tl.int32)
     column = tl.program_id(1) * BC + tl.arange(0, BC)
     one = tl.arange(0, 1)
-    out = join_parts(part_ptr, lse_ptr, row + one, one < 1, live * S, column, V, BS, sink_ptr, row % H + one)  # [1, BC]
+    out = online.join_parts(
+        part_ptr, lse_ptr, row + one, one < 1, live * S, column, V, BS, sink_ptr, row % H + one
+    )  # [1, BC]
     if TURNED > 0:
         block = tl.load(rotation_ptr + column[:, None] * TURNED + column[None, :])  # [BC, BC]
         out = tl.sum(block.to(tl.float32) * out, 1)[None, :]

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from condense.ops.triton.device import lanes
 from condense.ops.triton.device.codes import MIDDLE
-from condense.ops.triton.device.scores import soft_cap
+from condense.ops.triton.device.softmax import soft_cap
 
 # a query's number in whole numbers: 127 times 128
 _LEVELS = tl.constexpr(16256.0)

@@ -5,15 +5,40 @@ read once for all heads. Rows that are left over repeat the tile's last query.
 
 KIND: "row", the rule with the same start in all rows; "rows", the rule with a start per row; "arrays", lo and hi of
 each query. The rule knows two sources, the entries and the window; arrays may have any number of sources.
+
+Kernels build records on their first lines, so that functions take a few of these and not many arguments. Numbers are
+launch arguments of their own, not in tuples: ``do_not_specialize`` does not reach into tuples, so each new value would
+compile a new kernel. No field is None, which Triton 3.6 does not allow in a record.
 """
+
+from collections import namedtuple
 
 import triton
 import triton.language as tl
 
-from condense.ops.triton.device.records import Row, RowSpans, Start
-
 # not specialised: these numbers change from call to call, and a new value must not compile a new kernel
 VARYING = ("L", "query_start", "window_start", "padding", "first_entries", "chunk", "window", "max_chunks")
+
+
+class Rule(namedtuple("Rule", "chunk window entries max_chunks")):
+    """The fields of `condense.ops.spans.UniformRule`."""
+
+
+class Start(namedtuple("Start", "query window padding first_entries")):
+    """The fields of `condense.ops.spans.RowStart`."""
+
+
+class RowSpans(namedtuple("RowSpans", "rule start arrays strides")):
+    """The spans of a program's queries, by a rule or from an array.
+
+    rule, start: the rule and the start of the program's row. arrays: pointer to lo and hi of each source, int32
+    ``[sources, 2, B|1, K|1, L]``. strides: of its second, third and fourth dimension; that of ``sources`` is twice the
+    first of these, and that of L is 1.
+    """
+
+
+class Row(namedtuple("Row", "b head")):
+    """Batch row ``b`` and KV head ``head`` of a program."""
 
 
 @triton.jit
@@ -35,13 +60,14 @@ def start_of_row(b, start, starts_ptr, KIND: tl.constexpr):
 
 
 @triton.jit
-def row_of_program(rule, start, spans_ptr, K, KIND: tl.constexpr, strides=0):
-    """Batch row and KV head of a program of a grid (tiles, B * K), and the spans of that row.
+def row_of_program(numbers, spans_ptr, K, KIND: tl.constexpr, strides=0, AXIS: tl.constexpr = 1):
+    """Batch row and KV head of a program of a grid that has B * K on one axis, and the spans of that row.
 
-    spans_ptr, strides: starts of the rows, or `RowSpans.arrays` and their strides.
+    numbers: the fields of `Rule`, and then those of `Start`. spans_ptr, strides: starts of the rows, or
+    `RowSpans.arrays` and their strides.
     """
-    row = Row(tl.program_id(1) // K, tl.program_id(1) % K)
-    start = start_of_row(row.b.to(tl.int64), start, spans_ptr, KIND)
+    row, rule = Row(tl.program_id(AXIS) // K, tl.program_id(AXIS) % K), Rule(*numbers[:4])
+    start = start_of_row(row.b.to(tl.int64), Start(*numbers[4:]), spans_ptr, KIND)
     return row, RowSpans(rule, start, spans_ptr if KIND == "arrays" else 0, strides)
 
 
