@@ -30,6 +30,7 @@ from condense.ops.triton.attend_forward import BLOCK
 from condense.ops.triton.device.rule import VARYING, RowSpans, Rule, Start, tile_rows, visible
 from condense.ops.triton.host import LOG2E, cdiv, on_device_of, whole_rows
 from condense.ops.triton.launch import Launcher
+from condense.ops.triton.recall_choice import OpenedGroups
 
 PART = gl.constexpr(64)
 
@@ -44,10 +45,6 @@ class RecallForm(NamedTuple):
     BN: int
     stages: int
     kind: str
-
-
-class Lists(namedtuple("Lists", "groups words counts")):
-    """Pointers to the tensors of `condense.ops.triton.recall_choice.OpenedGroups`."""
 
 
 class RecallStream(namedtuple("RecallStream", "window near blocks")):
@@ -273,7 +270,7 @@ def recall_fwd_hopper_kernel(
         k_rings += (gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, PART], window_k.layout),)
         v_rings += (gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, PART], window_v.layout),)
     sources = (store_k, store_v, window_k, window_v)
-    tensors, lists = (q_ptr, s_q, out_ptr, lse_ptr, L), Lists(group_ptr, word_ptr, count_ptr)
+    tensors, lists = (q_ptr, s_q, out_ptr, lse_ptr, L), OpenedGroups(group_ptr, word_ptr, count_ptr)
     memory = pipeline.memory_of(k_rings, v_rings, STAGES)
     gl.warp_specialize([
         (_consume, (tensors, queries, lists, problem, scale, memory, FORM, 0)),

@@ -213,6 +213,4 @@ def _shape_of(
         form = PageForm.of_records(far, record_format(settings, widths, q.dtype), state.store)
     sizes, scores = StateSizes(R, K, widths, entries, rule.window + rule.chunk, sums=0), (scale, state.extras.softcap)
     forms = PageForm.of(state.window), form, None if state.ring is None else PageForm.of(state.ring)
-    return StepShape(
-        q.device, q.dtype, H, sizes, state.latent, scores, settings.number, False, slots, *forms, groups
-    )  # fmt: skip
+    return StepShape(q.device, q.dtype, H, sizes, state.latent, scores, settings.number, False, slots, *forms, groups)

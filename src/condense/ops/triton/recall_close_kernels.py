@@ -77,9 +77,7 @@ def _put_codes(ptr, codes, i, n: tl.constexpr, C: tl.constexpr, BITS: tl.constex
 
 
 @triton.jit
-def _put_index(
-    keys, rotation_ptr, signs_ptr, steps_ptr, store_ptr, first, t, FORM: tl.constexpr, NEAR: tl.constexpr
-):  # fmt: skip
+def _put_index(keys, rotation_ptr, signs_ptr, steps_ptr, store_ptr, first, t, FORM: tl.constexpr, NEAR: tl.constexpr):
     """Write the index of the group that begins at position ``first``, as `condense.ops.recall.split_keys` makes it,
     and the keys of a store with fewer than 16 bits, which are what the index leaves out.
     """

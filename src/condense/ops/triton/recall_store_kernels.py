@@ -19,17 +19,8 @@ import triton.language as tl
 from condense.ops.recall.index import CENTRE_LEVELS
 from condense.ops.recall.store import StoreFormat
 from condense.ops.tensors.codes import step_unit
+from condense.ops.triton.device import codes as coding
 from condense.ops.triton.device.address import token_rows
-from condense.ops.triton.device.codes import (
-    MIDDLE,
-    codes_of,
-    from_words,
-    middle_codes,
-    pair_of,
-    signed_codes,
-    to_numbers,
-    unpacked,
-)
 from condense.ops.triton.device.parts import key_value_parts, parts, store_rows, tile_width
 from condense.ops.triton.device.signs import ROUNDING, block_width, index_widths, sign_bytes, turned_part
 
@@ -163,7 +154,7 @@ def put_values(tokens, piece_ptr, first, t, FORM: tl.constexpr, P: tl.constexpr,
         codes = tl.zeros([T, P], tl.int32)
         for part in tl.static_range(PARTS):
             x = chunk_tokens(tokens, first + i, t, inside, part * C, FORM.DV, P, NEAR)
-            codes += codes_of(x, step[:, None], zero[:, None], FORM.bits) << (part * FORM.bits)
+            codes += coding.codes_of(x, step[:, None], zero[:, None], FORM.bits) << (part * FORM.bits)
         tl.store(codes_ptr + i[:, None] * C + c[None, :], codes.to(tl.uint8), mask=inside[:, None] & is_column)
 
 
@@ -212,7 +203,7 @@ def _load_numbers(
         # two are loaded as one word, which is wide enough to be prefetched
         j = first // 2 + tl.arange(0, T // 2)
         words = _load(_as(pieces, tl.int32), AT // 2 + j[:, None], (j < FORM.g // 2)[:, None], COPY)  # [n, T // 2, 1]
-        x = pair_of(words, dtype)
+        x = coding.pair_of(words, dtype)
         return tl.reshape(tl.join(x[0], x[1]), (N,)).to(tl.float32)
     else:
         i = first + tl.arange(0, T)
@@ -228,7 +219,7 @@ def _load_codes(pieces, at, d, there, WIDTH: tl.constexpr, FORM: tl.constexpr, C
     if COPY:
         first = (there & (d < C)[None, :])[None] & pieces.moves[:, None, None]
         tl.store(pieces.slot[:, None, None] + at[None], codes, mask=first)
-    return unpacked(codes, d, C, FORM.bits)
+    return coding.unpacked(codes, d, C, FORM.bits)
 
 
 @triton.jit
@@ -255,7 +246,7 @@ def load_centres(signs_ptr, dtype: tl.constexpr, FORM: tl.constexpr, ASM: tl.con
     ptr, x = signs_ptr.to(tl.pointer_type(tl.int16)) + FORM.g * (FORM.D // 16), ()
     words = tl.load(ptr[:, None] + tl.arange(0, FORM.D // 4)[None, :])
     for part in tl.static_range(4):
-        codes = middle_codes(words, 4 * part, dtype, ASM).to(tl.float32) + (MIDDLE - _CENTRE / 2)
+        codes = coding.middle_codes(words, 4 * part, dtype, ASM).to(tl.float32) + (coding.MIDDLE - _CENTRE / 2)
         x = x + (codes.to(dtype),)  # noqa: RUF005
     return x
 
@@ -279,12 +270,12 @@ def load_words(
     of_token = tl.minimum(i, FORM.g - 1)[:, None] * S + column % S
     signs = tl.load(pieces.signs.to(tl.pointer_type(tl.int16))[:, None, None] + of_token[None])  # [n, T, P]
     for part in tl.static_range(4):
-        k = k + (_flat(signed_codes(words, signs, bit, 4 * part, dtype, ASM)),)  # noqa: RUF005
+        k = k + (_flat(coding.signed_codes(words, signs, bit, 4 * part, dtype, ASM)),)  # noqa: RUF005
     C: tl.constexpr = FORM.DV // 4
     at = FORM.values_at // 2 + i[:, None] * C + tl.arange(0, C)[None, :]
     words = _load(_as(pieces, tl.int16), at, inside, COPY)  # [n, T, C]
     for part in tl.static_range(4):
-        v = v + (_flat(middle_codes(words, 4 * part, dtype, ASM)),)  # noqa: RUF005
+        v = v + (_flat(coding.middle_codes(words, 4 * part, dtype, ASM)),)  # noqa: RUF005
     unit = 2 * _load_numbers(pieces, FORM.steps_at // size, first, T, dtype, FORM, COPY)
     step = _load_numbers(pieces, 0, first, T, dtype, FORM, COPY)
     return Words(k, v, unit, step, _load_numbers(pieces, FORM.g, first, T, dtype, FORM, COPY))
@@ -314,7 +305,7 @@ def _load_keys(
         bits = bytes.to(tl.int32) >> (column // W)[None]
         size_of = step * (2 * codes + 1)
         x = tl.where(bits & 1 == 1, size_of, -size_of) + centre
-        return _flat(to_numbers(tl.where((d < LO + N)[None, None, :], x, 0.0), dtype))
+        return _flat(coding.to_numbers(tl.where((d < LO + N)[None, None, :], x, 0.0), dtype))
 
 
 @triton.jit
@@ -331,7 +322,7 @@ def _load_values(
         step = _load(grid, i[:, None], inside, COPY).to(tl.float32)
         zero = _load(grid, FORM.g + i[:, None], inside, COPY).to(tl.float32)
         codes = _load_codes(pieces, FORM.values_at + i * (FORM.DV * FORM.bits // 8), d, there, FORM.DV, FORM, COPY)
-        return _flat(to_numbers(zero + step * codes, dtype))
+        return _flat(coding.to_numbers(zero + step * codes, dtype))
 
 
 @triton.jit
@@ -359,16 +350,16 @@ def _words_as_numbers(words, centres, step, dtype: tl.constexpr, FORM: tl.conste
     for part in tl.static_range(4):
         rest = tl.reshape(words.k[part].to(tl.float32) * words.unit[:, None], (n, words.unit.shape[0] // n, C))
         x = rest + (centres[part].to(tl.float32) * (2 * step)[:, None])[:, None, :]  # [n, T, C]
-        k = k + (to_numbers(_flat(x), dtype),)  # noqa: RUF005
-        codes = words.v[part].to(tl.float32) + MIDDLE
-        v = v + (to_numbers(words.zero[:, None] + words.step[:, None] * codes, dtype),)  # noqa: RUF005
-    return (from_words(k, FORM.D),), (from_words(v, FORM.DV),)
+        k = k + (coding.to_numbers(_flat(x), dtype),)  # noqa: RUF005
+        codes = words.v[part].to(tl.float32) + coding.MIDDLE
+        v = v + (coding.to_numbers(words.zero[:, None] + words.step[:, None] * codes, dtype),)  # noqa: RUF005
+    return (coding.from_words(k, FORM.D),), (coding.from_words(v, FORM.DV),)
 
 
 @triton.jit
 def _turned_back(k, rotation_ptr, LO: tl.constexpr, N: tl.constexpr, FORM: tl.constexpr):
     """Columns ``[LO, LO + N)`` of turned keys, turned back."""
-    return to_numbers(turned_part(k, rotation_ptr, LO, N, FORM.D, True, "ieee"), k.dtype)
+    return coding.to_numbers(turned_part(k, rotation_ptr, LO, N, FORM.D, True, "ieee"), k.dtype)
 
 
 @triton.jit(do_not_specialize=("n",))

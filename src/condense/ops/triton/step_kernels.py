@@ -152,9 +152,7 @@ def _two_rows(a, x, b, y):
 
 
 @triton.jit
-def _read_token(
-    heads, new, entries, fine, ring, past_queries, moment, chunk_size, scores, writes, KIND: tl.constexpr
-):  # fmt: skip
+def _read_token(heads, new, entries, fine, ring, past_queries, moment, chunk_size, scores, writes, KIND: tl.constexpr):
     """The `_Read` of a step. Store its token, mean query and entries if ``writes``.
 
     new: pointers to a KV head's new key and value. entries, fine, ring: its `Buffer`s; fine is None if there are no
