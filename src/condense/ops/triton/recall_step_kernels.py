@@ -265,7 +265,7 @@ def rest_of(
 
 @triton.jit
 def _with_evicted(softmax, evicted_ptr, q, live, scale, CAP: tl.constexpr, FORM: tl.constexpr):
-    """The `Softmax` of one token, or of none, with the token at ``evicted_ptr``, which stands for a prompt's evicted ones.
+    """The `Softmax` of one token, or of none, with that at ``evicted_ptr``, which stands for a prompt's evicted ones.
 
     live: whether the queries count.
     """
