@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,7 +34,7 @@ def _of_prompts(length: int) -> tuple[dict[str, Arm], dict[str, Arm]]:
     first: dict[str, Arm] = {"dense": None, "recall-device": DEVICE}
     first |= {f"keep {share:.0%}": DEVICE.replace(keep=share) for share in (0.5, 0.25)}
     second: dict[str, Arm] = {
-        "keep 25%, others unseen": Unseen(**dataclasses.asdict(DEVICE.replace(keep=0.25))),
+        "keep 25%, others unseen": Unseen.of(DEVICE.replace(keep=0.25)),
         "keep 75%": DEVICE.replace(keep=0.75),
         "keep 12.5%": DEVICE.replace(keep=0.125),
         "cache of 4 bits": CACHE,

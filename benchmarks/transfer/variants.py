@@ -6,9 +6,9 @@ Shapes: K KV heads, G groups of g tokens, D width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -58,6 +58,11 @@ class Unseen(Recall):
     """`condense.Recall` that sees evicted tokens not at all, where Recall sees one that stands for them."""
 
     name: ClassVar[str] = "unseen"
+
+    @classmethod
+    def of(cls, method: Recall) -> Self:
+        """The method with this difference."""
+        return cls(**asdict(method))
 
     @cached_property
     def _choice(self) -> ChoiceSettings:
