@@ -110,6 +110,22 @@ def test_imports_point_down_inside_ops(room):
         assert not wrong, f"{path.relative_to(SOURCE)} must not import {sorted(wrong)}"
 
 
+def test_kernels_name_constants_without_their_module():
+    """Triton keeps compiled kernels by what they call and by the constants that they name; it overlooks constants that
+    they name through a module, so one that changes would leave the old kernel in use.
+    """
+    for path in FILES:
+        if path.relative_to(SOURCE).parts[:2] not in {("ops", "triton"), ("ops", "hopper")}:
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        aliases = {x.asname or x.name for n in tree.body if isinstance(n, ast.ImportFrom) for x in n.names}
+        functions = (n for n in tree.body if isinstance(n, ast.FunctionDef))
+        for function in (n for n in functions if any("jit" in ast.unparse(x) for x in n.decorator_list)):
+            inside = (n for statement in function.body for n in ast.walk(statement) if isinstance(n, ast.Attribute))
+            found = [ast.unparse(n) for n in inside if isinstance(n.value, ast.Name) and n.value.id in aliases]
+            assert not [name for name in found if name.rpartition(".")[2].isupper()], f"{path.name}: {function.name}"
+
+
 def test_triton_stays_in_its_folders_and_the_reference_needs_torch_alone():
     for path in FILES:
         if path.relative_to(SOURCE).parts[:2] not in {("ops", "triton"), ("ops", "hopper")}:

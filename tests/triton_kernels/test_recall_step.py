@@ -86,7 +86,8 @@ def compare(q, k, v, settings, scratch, *, groups=None, latent=0):
     """
     (B, _, L, D), K, Dv = q.shape, k.shape[1], v.shape[3]
     tolerance = max(2e-5, 4 * SCALE * D * torch.finfo(torch.float32).eps)
-    made = {"rows": B, "dtype": q.dtype, "entries": groups, "device": DEVICE}
+    # tokens that can be taken back: more sums than two
+    made = {"rows": B, "dtype": q.dtype, "entries": groups, "device": DEVICE, "spare": 9}
     state, all_same = empty(settings, L, K, (D, Dv), **made), []
     for t in range(L):
         new, mine = new_token((q, k, v), t), type(state)(*(x.clone() for x in state))

@@ -23,8 +23,8 @@ from condense.models.streams import parallel_projections
 _LEAST_WEIGHTS = 2**29
 _OF_MODELS, _ROTATION = "transformers.models.", "apply_rotary_pos_emb"
 _BACKEND = "inductor"
-# other threads may take memory while this one captures
-CAPTURE = "thread_local"
+# of a capture, which a call of another thread, such as one for memory, would end otherwise
+CAPTURE_ERROR_MODE = "thread_local"
 # a block changes what all threads call
 _ENTERING = threading.RLock()
 # classes of norms that could not be compiled
@@ -37,8 +37,8 @@ def fused_steps(model: PreTrainedModel, rows: int) -> Iterator[None]:
     """For the length of a ``with`` block, run the model's norms and rotations of ``rows`` tokens compiled, and its
     projections as `condense.models.streams` says.
 
-    Only of a large model, and norms without hooks. Where PyTorch cannot compile, a warning says so and nothing changes.
-    Other threads rotate as before. Results differ by rounding.
+    Only of a large model, and norms without hooks. Where PyTorch cannot compile, a warning says so, and norms and
+    rotations stay as they are. Other threads rotate as before. Results differ by rounding.
     """
     if model.num_parameters() < _LEAST_WEIGHTS:
         yield

@@ -14,7 +14,7 @@ from condense.caches import CACHE, StaticCondensedLayer
 from condense.config import check_int
 from condense.models.apply import all_methods, condensed_layers
 from condense.models.families import check_learned_positions, has_eager_experts, rope_that_changes, transformers_model
-from condense.models.fused import CAPTURE, fused_steps
+from condense.models.fused import CAPTURE_ERROR_MODE, fused_steps
 from condense.models.layers import ensure_layers
 from condense.models.masks import ALL_REAL
 from condense.models.stock import reads_otherwise
@@ -196,7 +196,7 @@ class GraphDecoder:
         torch.cuda.current_stream(device).wait_stream(stream)
         self._rewind()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode=CAPTURE):
+        with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode=CAPTURE_ERROR_MODE):
             self._logits = self._forward()
         return graph
 

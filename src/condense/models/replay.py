@@ -16,7 +16,7 @@ from transformers.masking_utils import create_chunked_causal_mask
 
 from condense.caches import CACHE
 from condense.models.families import has_eager_experts, rope_that_changes
-from condense.models.fused import CAPTURE, fused_steps
+from condense.models.fused import CAPTURE_ERROR_MODE, fused_steps
 from condense.models.watch import is_watched
 
 # cache sizes are multiples of this, because Triton compiles kernels anew for numbers of groups that 16 does not divide,
@@ -149,6 +149,10 @@ class ReplayedForward:
     def _capture(self, cache: Cache, inputs: dict[str, Any]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         fused = fused_steps(self._model, len(inputs["input_ids"]))
-        with fused, torch.cuda.device(self._model.device), torch.cuda.graph(graph, capture_error_mode=CAPTURE):
+        with (
+            fused,
+            torch.cuda.device(self._model.device),
+            torch.cuda.graph(graph, capture_error_mode=CAPTURE_ERROR_MODE),
+        ):
             self._output = self._forward(cache, inputs)
         return graph

@@ -129,7 +129,7 @@ def record_format(settings: StepSettings, widths: tuple[int, int], dtype: torch.
                 end = round_up(parts[-1].stop, RECORD_UNIT)
         if names is _PLANES[0] and has_slots:
             # mostly in bytes that the parts before it leave empty
-            parts.append(Part(STAMP, -(-parts[-1].stop // 4) * 4, (1,), torch.int32))
+            parts.append(Part(STAMP, round_up(parts[-1].stop, 4), (1,), torch.int32))
             end = round_up(parts[-1].stop, RECORD_UNIT)
         planes.append(tuple(parts))
         sizes.append(end)

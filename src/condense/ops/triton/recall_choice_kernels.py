@@ -17,6 +17,7 @@ import triton.language as tl
 
 from condense.ops.triton import recall_score_kernels as scoring
 from condense.ops.triton.device.rule import VARYING, row_of_program
+from condense.ops.triton.recall_score_kernels import CELLS_PER_LINE, STRETCH
 
 _INT_MIN, _INT_MAX = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 
@@ -114,11 +115,11 @@ def recall_cells_kernel(
     n, slot = tl.arange(0, CELLS)[None, :], tl.arange(0, PICKED)[None, :]
     valid = n * C < closed[:, None]
     # whole lines of cells are read at once
-    there = n // scoring.CELLS_PER_LINE * (scoring.CELLS_PER_LINE * C) < closed[:, None]
-    at = query[:, None] * (R * scoring.CELLS_PER_LINE) + scoring.place_of_cell(n, lines)
-    stretches = tl.cdiv(cells * C, scoring.STRETCH)
+    there = n // CELLS_PER_LINE * (CELLS_PER_LINE * C) < closed[:, None]
+    at = query[:, None] * (R * CELLS_PER_LINE) + scoring.place_of_cell(n, lines)
+    stretches = tl.cdiv(cells * C, STRETCH)
     share = _best_share(
-        cell_ptr + head * cells * lines, at, scoring.CELLS_PER_LINE, lse_ptr + head * stretches * lines, query,
+        cell_ptr + head * cells * lines, at, CELLS_PER_LINE, lse_ptr + head * stretches * lines, query,
         (lines, stretches), there, valid, R,
     )  # [BQ, CELLS]  # fmt: skip
     query += head * (stop - first)
@@ -185,7 +186,7 @@ def recall_groups_kernel(
     groups_at = groups_ptr + ((tl.program_id(1).to(tl.int64) * L + i) * r)[:, None]
     unused = (place >= wanted[:, None]) & (place < r) & (i < stop)[:, None]
     tl.store(groups_at + place, tl.zeros([BQ, PLACES], tl.int32) + G, mask=unused)
-    size = lines, tl.cdiv(cells * C, scoring.STRETCH)
+    size = lines, tl.cdiv(cells * C, STRETCH)
     scores = _RowScores(score_ptr + head * cells * lines * C, lse_ptr + head * size[1] * lines, query, size, closed)
     if picked_ptr is not None:
         cell = tl.load(picked_ptr + line[:, None] * PICKED + tl.arange(0, PICKED)[None, :])  # [BQ, PICKED]

@@ -14,6 +14,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from condense.ops.recall.index import CENTRE_LEVELS
 from condense.ops.triton.device import lane_signs, lanes, sign_pieces
 from condense.ops.triton.device.address import form_place, head_rows, part_at, place_row
+from condense.ops.triton.device.lane_signs import COUNT
+from condense.ops.triton.device.lanes import HEADS
 from condense.ops.triton.device.parts import tile_width
 from condense.ops.triton.device.signs import centre_products, index_widths, sign_bytes, sign_products, turned_queries
 from condense.ops.triton.device.softmax import soft_cap
@@ -91,11 +93,11 @@ def _lane_scores(kept, planes, numbers, total, e):
     best = ()
     for i in tl.static_range(8):
         first, second, step, second_step = kept[0][i]
-        first, second = lane_signs.sign_products(first, second, total * -lane_signs.COUNT, planes)
+        first, second = lane_signs.sign_products(first, second, total * -COUNT, planes)
         best = best + (tl.maximum(first * step.to(tl.float32), second * second_step.to(tl.float32)),)  # noqa: RUF005
     # a number is twice its code, less a constant
     centre = lane_signs.centre_product(kept[1], numbers) * 2.0**21 - total * _CENTRE
-    return lanes.largest_of_rows(best, e) * (1 / lane_signs.COUNT), centre * kept[2].to(tl.float32)
+    return lanes.largest_of_rows(best, e) * (1 / COUNT), centre * kept[2].to(tl.float32)
 
 
 @triton.jit
@@ -210,7 +212,7 @@ def recall_score_kernel(
             gdc_wait()
     lo, hi = tiles * split // S, tiles * (split + 1) // S
     # such matrix units, programmatic launches and assembly are what a GPU has and the interpreter has not
-    if EARLY and BR == lanes.HEADS:
+    if EARLY and BR == HEADS:
         e = tl.arange(0, BG * BR)
         lanes.check_lanes(e)
         planes, numbers = lane_signs.query_planes(queries, BG * BR), lane_signs.query_numbers(queries, BG * BR)

@@ -21,6 +21,7 @@ from condense.ops.recall.store import StoreFormat
 from condense.ops.tensors.codes import step_unit
 from condense.ops.triton.device import codes as coding
 from condense.ops.triton.device.address import token_rows
+from condense.ops.triton.device.codes import MIDDLE
 from condense.ops.triton.device.parts import key_value_parts, parts, store_rows, tile_width
 from condense.ops.triton.device.signs import ROUNDING, block_width, index_widths, sign_bytes, turned_part
 
@@ -55,7 +56,7 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, form: StoreFormat, dtype: torch.dtype, widths: tuple[int, int], latent: int = 0) -> Form:
-        """Those of tokens of a dtype and of widths D and Dv. latent: columns of keys that are a part, 0 for any."""
+        """Those of tokens of a dtype and of widths D and Dv. latent: as of `key_value_parts`."""
         piece, codes_at = form.group_size * form.width(*widths, dtype.itemsize), form.codes_at(*widths, dtype.itemsize)
         parts = key_value_parts(widths[0], widths[1] or widths[0], latent)
         return cls(
@@ -246,7 +247,7 @@ def load_centres(signs_ptr, dtype: tl.constexpr, FORM: tl.constexpr, ASM: tl.con
     ptr, x = signs_ptr.to(tl.pointer_type(tl.int16)) + FORM.g * (FORM.D // 16), ()
     words = tl.load(ptr[:, None] + tl.arange(0, FORM.D // 4)[None, :])
     for part in tl.static_range(4):
-        codes = coding.middle_codes(words, 4 * part, dtype, ASM).to(tl.float32) + (coding.MIDDLE - _CENTRE / 2)
+        codes = coding.middle_codes(words, 4 * part, dtype, ASM).to(tl.float32) + (MIDDLE - _CENTRE / 2)
         x = x + (codes.to(dtype),)  # noqa: RUF005
     return x
 
@@ -351,7 +352,7 @@ def _words_as_numbers(words, centres, step, dtype: tl.constexpr, FORM: tl.conste
         rest = tl.reshape(words.k[part].to(tl.float32) * words.unit[:, None], (n, words.unit.shape[0] // n, C))
         x = rest + (centres[part].to(tl.float32) * (2 * step)[:, None])[:, None, :]  # [n, T, C]
         k = k + (coding.to_numbers(_flat(x), dtype),)  # noqa: RUF005
-        codes = words.v[part].to(tl.float32) + coding.MIDDLE
+        codes = words.v[part].to(tl.float32) + MIDDLE
         v = v + (coding.to_numbers(words.zero[:, None] + words.step[:, None] * codes, dtype),)  # noqa: RUF005
     return (coding.from_words(k, FORM.D),), (coding.from_words(v, FORM.DV),)
 

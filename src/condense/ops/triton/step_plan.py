@@ -65,7 +65,7 @@ class Launch(NamedTuple):
 
 
 class StepShape(NamedTuple):
-    """All that the launch arguments of a step depend on.
+    """All that the launch arguments of a step depend on, but for ``host_bound`` of `launch_of`.
 
     H: query heads. sizes: of its state; in pages the room of a request. latent: as in `StepCall`. scores: their scale
     and soft cap. number: `condense.ops.step.settings.StepSettings.number`. has_real: rows may have no token. slots: of

@@ -39,12 +39,12 @@ class Kind(NamedTuple):
     early: a kernel is launched while the one before still runs (programmatic dependent launch).
     joins: the last program of a KV head to finish joins the outputs of all splits; otherwise a second kernel does.
     joined_parts: splits per tile of that join.
-    near, far, past: of the pages of tokens, entries and queries, None where they lie side by side; a row's queries lie
-    in one page. stores, attends: what a launch does.
+    near, far, past: forms of the pages of tokens, entries and queries, None where these lie side by side; a row's
+    queries lie in one page. stores, attends: what a launch does.
     matched: each entry has a bias of its own. softcap: cap of attention's scores, base 2, 0.0 for none.
     entry_bits: bits per number of an entry, see `condense.ops.entries.EntryFormat`. coarse: None without such entries.
     K: KV heads. R: query heads per KV head. num_summary: mean queries in a summary query. chunk: tokens of a chunk.
-    Only `condense.ops.triton.step_kernels.step_kernel` reads these four: to divide by what varies would take long.
+    Only `condense.ops.triton.step_kernels` reads these four: to divide by what varies would take long.
     """
 
     D0: int
@@ -85,7 +85,7 @@ class Buffer(namedtuple("Buffer", "k v s_k s_v size")):
     """Keys and values of one KV head.
 
     k, v: pointers to the first, or to the first slot of page 0. s_k, s_v: strides to the next, of pages within one.
-    size: their number, or pointer to the numbers of the request's pages.
+    size: their number; over pages a pointer to the numbers of the request's pages.
     """
 
 
