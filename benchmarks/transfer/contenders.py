@@ -32,9 +32,11 @@ def _of_prompts(length: int) -> tuple[dict[str, Arm], dict[str, Arm]]:
     tenth of the whole text's tokens.
     """
     first: dict[str, Arm] = {"dense": None, "recall-device": DEVICE}
-    first |= {f"keep {share:.0%}": DEVICE.replace(keep=share) for share in (0.5, 0.25)}
+    quarter, half = (DEVICE.replace(keep=share) for share in (0.25, 0.5))
+    first |= {"keep 25%": quarter, "keep 25%, others unseen": Unseen.of(quarter)}
     second: dict[str, Arm] = {
-        "keep 25%, others unseen": Unseen.of(DEVICE.replace(keep=0.25)),
+        "keep 50%": half,
+        "keep 50%, others unseen": Unseen.of(half),
         "keep 75%": DEVICE.replace(keep=0.75),
         "keep 12.5%": DEVICE.replace(keep=0.125),
         "cache of 4 bits": CACHE,
