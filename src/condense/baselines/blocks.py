@@ -26,8 +26,9 @@ class SparseKeys(NamedTuple):
 
     @classmethod
     def of_blocks(cls, blocks: Tensor) -> Self:
-        """Blocks alone."""
-        return cls(blocks, blocks.new_empty(len(blocks), 0, dtype=torch.int64))
+        """Blocks alone, those up to the diagonal and always the diagonal itself."""
+        own = torch.eye(blocks.shape[1], dtype=torch.bool, device=blocks.device)
+        return cls(blocks.tril() | own, blocks.new_empty(len(blocks), 0, dtype=torch.int64))
 
 
 def sparse_attention(

@@ -56,10 +56,8 @@ class FlexPrefill(SparsePrefill):
             of_blocks = block_scores(q[0, query_aware], k[0, kv_heads], scale).softmax(-1)
             chosen = _cover(of_blocks.flatten(1) / N, self.gamma, 0).unflatten(1, (N, N))
             blocks[query_aware] = chosen.scatter_(2, of_blocks.topk(min_blocks).indices, True)
-
         blocks[:, :, 0] = True
-        blocks[:, block, block] = True
-        return SparseKeys.of_blocks(blocks.tril())
+        return SparseKeys.of_blocks(blocks)
 
 
 def _cover(shares: Tensor, gamma: float, minimum: int) -> Tensor:

@@ -33,7 +33,7 @@ class AShape(SparsePrefill):
         block = torch.arange(-(-q.shape[2] // BLOCK), device=q.device)
         # the first query of a block sees window - 1 tokens back
         near = block[:, None] - block <= -(-(self.window - 1) // BLOCK)
-        return SparseKeys.of_blocks((near | (block * BLOCK < self.sink)).tril().expand(q.shape[1], -1, -1))
+        return SparseKeys.of_blocks((near | (block * BLOCK < self.sink)).expand(q.shape[1], -1, -1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +51,7 @@ class BlockSparse(SparsePrefill):
         H, K = q.shape[1], k.shape[1]
         scores = block_scores(q[0], k[0].repeat_interleave(H // K, dim=0), scale)
         best = scores.topk(min(self.blocks, scores.shape[2])).indices
-        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(2, best, True)
-        own = torch.arange(scores.shape[1], device=q.device)
-        chosen[:, own, own] = True
-        return SparseKeys.of_blocks(chosen.tril())
+        return SparseKeys.of_blocks(torch.zeros_like(scores, dtype=torch.bool).scatter_(2, best, True))
 
 
 @dataclass(frozen=True, kw_only=True)
