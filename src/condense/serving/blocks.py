@@ -98,11 +98,8 @@ class ServedLayer:
     @property
     def copied_bytes(self) -> int:
         """Bytes of a request's slots: copies of groups in host memory, which lie on the device beside the pages."""
-        if self.host_slot_bytes == 0:
-            return 0
-        assert self.plan is not None
-        assert self.plan.settings.choice is not None
-        return self.heads * self.plan.settings.choice.store.slots * self.host_slot_bytes
+        choice = None if self.plan is None else self.plan.settings.choice
+        return 0 if choice is None else self.heads * choice.store.slots * self.host_slot_bytes
 
     def host_bytes(self, far: int) -> int:
         """Bytes in host memory of what is kept of ``far`` tokens as long as the request."""

@@ -37,7 +37,7 @@ def server_command(model: str, config: Any, flags: list[str]) -> list[str]:
     for check in (
         lambda: condensed_name(config.architectures[0]),
         lambda: serving_plans(config.condense),
-        lambda: check_engine(_settings_in(config, flags)),
+        lambda: check_engine(_settings_in(config, [*in_file, *flags])),
     ):
         try:
             check()
@@ -128,9 +128,8 @@ def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
         ("--prefill-context-parallel-size", "-pcp"), ("--pipeline-parallel-size", "-pp"),
     )  # fmt: skip
     switches = ("--disable-hybrid-kv-cache-manager",), ("--enable-dbo",), ("--enable-lora",)
-    words = [*file_flags(flags), *flags]
     # a missing value is for vLLM to refuse
-    given = vars(_read_flags(words, *valued, nargs="?")) | vars(_read_flags(words, *switches, action="store_true"))
+    given = vars(_read_flags(flags, *valued, nargs="?")) | vars(_read_flags(flags, *switches, action="store_true"))
 
     def number(name: str) -> int:
         return int(given[name]) if str(given[name]).isdecimal() else 1
