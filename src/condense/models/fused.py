@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,13 +23,20 @@ from condense.models.streams import parallel_projections
 _LEAST_WEIGHTS = 2**29
 _OF_MODELS, _ROTATION = "transformers.models.", "apply_rotary_pos_emb"
 _BACKEND = "inductor"
-# of a capture, which a call of another thread, such as one for memory, would end otherwise
-CAPTURE_ERROR_MODE = "thread_local"
 # a block changes what all threads call
 _ENTERING = threading.RLock()
 # classes of norms that could not be compiled
 _FAILED: set[type] = set()
 logger = logging.getLogger("condense")
+T = TypeVar("T")
+
+
+def capture(forward: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A CUDA graph of a call of ``forward``, and the output of that call, which replays overwrite."""
+    graph = torch.cuda.CUDAGraph()
+    # by default a call of another thread, such as one for memory, would end the capture
+    with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        return graph, forward()
 
 
 @contextmanager

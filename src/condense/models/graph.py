@@ -14,7 +14,7 @@ from condense.caches import CACHE, StaticCondensedLayer
 from condense.config import check_int
 from condense.models.apply import all_methods, condensed_layers
 from condense.models.families import check_learned_positions, has_eager_experts, rope_that_changes, transformers_model
-from condense.models.fused import CAPTURE_ERROR_MODE, fused_steps
+from condense.models.fused import capture, fused_steps
 from condense.models.layers import ensure_layers
 from condense.models.masks import ALL_REAL
 from condense.models.stock import reads_otherwise
@@ -183,22 +183,17 @@ class GraphDecoder:
         return out.logits[:, -1]
 
     def _capture(self) -> None:
-        with nullcontext() if self._compiled else fused_steps(self.model, self.batch_size):
-            self._graph = self._captured(self._ids.device)
-
-    def _captured(self, device: torch.device) -> torch.cuda.CUDAGraph:
+        device = self._ids.device
         stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                self._rewind()
-                self._forward()
-        torch.cuda.current_stream(device).wait_stream(stream)
-        self._rewind()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode=CAPTURE_ERROR_MODE):
-            self._logits = self._forward()
-        return graph
+        with nullcontext() if self._compiled else fused_steps(self.model, self.batch_size):
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                for _ in range(_WARM_UPS):
+                    self._rewind()
+                    self._forward()
+            torch.cuda.current_stream(device).wait_stream(stream)
+            self._rewind()
+            self._graph, self._logits = capture(self._forward, device)
 
     def _rewind(self) -> None:
         """Empty the cache and let the next step decode, as after an empty prompt."""

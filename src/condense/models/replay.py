@@ -5,6 +5,7 @@ Shapes: B rows, V vocabulary.
 
 import inspect
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from transformers.masking_utils import create_chunked_causal_mask
 
 from condense.caches import CACHE
 from condense.models.families import has_eager_experts, rope_that_changes
-from condense.models.fused import CAPTURE_ERROR_MODE, fused_steps
+from condense.models.fused import capture, fused_steps
 from condense.models.watch import is_watched
 
 # cache sizes are multiples of this, because Triton compiles kernels anew for numbers of groups that 16 does not divide,
@@ -147,12 +148,6 @@ class ReplayedForward:
         return self._model(**inputs | {CACHE: cache, "attention_mask": mask})
 
     def _capture(self, cache: Cache, inputs: dict[str, Any]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        fused = fused_steps(self._model, len(inputs["input_ids"]))
-        with (
-            fused,
-            torch.cuda.device(self._model.device),
-            torch.cuda.graph(graph, capture_error_mode=CAPTURE_ERROR_MODE),
-        ):
-            self._output = self._forward(cache, inputs)
+        with fused_steps(self._model, len(inputs["input_ids"])):
+            graph, self._output = capture(partial(self._forward, cache, inputs), self._model.device)
         return graph
