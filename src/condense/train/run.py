@@ -57,10 +57,8 @@ def prepare(config: TrainConfig) -> Prepared:
     """
     known = None
     if config.pretrained is not None:
-        tokenizer, of_model = (
-            AutoTokenizer.from_pretrained(config.pretrained),
-            AutoConfig.from_pretrained(config.pretrained),
-        )
+        tokenizer = AutoTokenizer.from_pretrained(config.pretrained)
+        of_model = AutoConfig.from_pretrained(config.pretrained)
         check_vocabulary("pretrained", tokenizer, of_model)
         known = of_model.get_text_config(decoder=True).vocab_size
     else:
