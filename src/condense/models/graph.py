@@ -5,6 +5,7 @@ Shapes: B rows, L prompt tokens, V vocabulary.
 
 import inspect
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -152,35 +153,27 @@ class GraphDecoder:
         pieces = (x.split(sizes, dim=1) for x in (input_ids.to(positions.device), positions))
         for ids, at in zip(*pieces, strict=True):
             stop += ids.shape[1]
-            out = self.model(
-                input_ids=ids,
-                attention_mask=self._mask[:, :stop] if self._is_padded else None,
-                position_ids=at,
-                **{CACHE: self.cache},
-                use_cache=True,
-                **keep,
-            )
+            logits = self._call(ids, at, self._mask[:, :stop] if self._is_padded else None, **keep)
         for layer in self._condensed:
             layer.know_slots(None)
         self._positions.copy_(positions[:, -1:] + 1)
         self._length = stop
-        return out.logits[:, -1]
+        return logits
+
+    def _call(self, ids: Tensor, positions: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+        """Logits ``[B, V]`` of the last of these tokens."""
+        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, CACHE: self.cache}
+        return self.model(**inputs, use_cache=True, **options).logits[:, -1]
 
     def _forward(self) -> Tensor:
         return self._decode() if self._compiled is None else self._compiled()
 
     def _decode(self) -> Tensor:
         """One step on the tokens in ``_ids``; this is what the graph captures."""
-        out = self.model(
-            input_ids=self._ids,
-            attention_mask=self._mask,
-            position_ids=self._positions,
-            **{CACHE: self.cache},
-            use_cache=True,
-            **({ALL_REAL: True} if self.methods else {}),
-        )
+        options = {ALL_REAL: True} if self.methods else {}
+        logits = self._call(self._ids, self._positions, self._mask, **options)
         self._positions.add_(1)
-        return out.logits[:, -1]
+        return logits
 
     def _capture(self) -> None:
         device = self._ids.device
