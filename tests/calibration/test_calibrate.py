@@ -196,20 +196,11 @@ def test_an_interrupted_one_goes_on(result, model, tokenizer, text, tmp_path, mo
     assert rest.call_count < whole.call_count / 4
     other = tiny.model("llama", vocab_size=len(tokenizer))
     refused("measurements of another model, text, length, seed or", other, tokenizer, [text], CONFIG, measured=path)
-    kept, samples = json.loads(path.read_text()), draw_samples(tokenizer, [text], CONFIG)
-    for reading in (None, 0.1):
-        path.write_text(json.dumps(kept | {"readings": {"0 0:0": reading}}))
-        tiny.refused(
-            "wanted a file of earlier measurements, .*; remove it, or name another file",
-            Meter,
-            model,
-            CANDIDATES,
-            samples,
-            path,
-        )
-    path.write_text("{")
-    for wrong in (path, tmp_path):
-        refused("wanted a file of earlier measurements", model, tokenizer, [text], CONFIG, measured=wrong)
+    kept, said = json.loads(path.read_text()), "file of earlier measurements, .*; remove it, or name another file"
+    for wrong in (*(json.dumps(kept | {"readings": {"0 0:0": reading}}) for reading in (None, 0.1)), "{"):
+        path.write_text(wrong)
+        refused(said, model, tokenizer, [text], CONFIG, measured=path)
+    refused("wanted a file of earlier measurements", model, tokenizer, [text], CONFIG, measured=tmp_path)
 
 
 def test_the_file_is_what_apply_reads(result, model, tmp_path):
