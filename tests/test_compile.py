@@ -2,25 +2,18 @@
 
 import pytest
 import torch
-from grids import grid
 from models import tiny
 from oracles import oracle
 
 import condense
 from condense.ops.torch import attend
 
-METHODS = {
-    "cca": condense.CCA(group_size=4, window=8),
-    "lca-log-bias": condense.LCA(group_size=4, window=8, rep_bias="log_size"),
-    "dga": condense.DGA(group_size=4, gamma=0.5, rep_bias="log_size"),
-    "streaming-llm": condense.StreamingLLM(sink=4, window=8),
-}
+LCA, DGA = (method.replace(rep_bias="log_size") for method in (tiny.METHODS["lca"], tiny.DGA))
 
 
-@pytest.fixture(params=METHODS.values(), ids=METHODS)
-def method(request):
+@pytest.fixture(autouse=True)
+def nothing_compiled():
     torch._dynamo.reset()
-    return request.param
 
 
 def qkv(L):
@@ -32,9 +25,7 @@ def out_and_gradients(function, inputs):
     return [out, *torch.autograd.grad(out.square().sum(), inputs)]
 
 
-@pytest.mark.parametrize(
-    ("method", "return_lse"), [(METHODS["cca"], True), (METHODS["lca-log-bias"], False)], ids=str, indirect=["method"]
-)
+@pytest.mark.parametrize(("method", "return_lse"), [(tiny.CCA, True), (LCA, False)], ids=str)
 def test_attention(method, return_lse, monkeypatch):
     """One compiled function for all lengths. The second is longer than a block of queries and computes blocks again; of
     the last one group is made, a number that no other length may stand for.
@@ -52,12 +43,11 @@ def test_attention(method, return_lse, monkeypatch):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-@grid(1, "method", method=METHODS)
-def test_attention_by_the_default_compiler(method):
+def test_attention_by_the_default_compiler():
     """At most twice as far from float64 as what is not compiled, in float32: PyTorch 2.11 compiles no float64 here."""
 
     def attention(q, k, v):
-        return condense.attention(q, k, v, method=method)
+        return condense.attention(q, k, v, method=DGA)
 
     inputs = [x.detach().float().requires_grad_() for x in qkv(61)]
     exact = out_and_gradients(attention, [x.detach().double().requires_grad_() for x in inputs])
@@ -74,10 +64,9 @@ def _compiled_loss(model):
     return loss, torch.compile(loss, fullgraph=True, backend="aot_eager")
 
 
-@grid(1, "method", method=METHODS)
-def test_training_forward_of_a_model(method):
+def test_training_forward_of_a_model():
     """As one graph, beside a stock layer, with what a data collator gives: labels, and padding on the right."""
-    model, ids = condense.apply(tiny.model("llama", num_hidden_layers=2), method, layers=[1]), tiny.tokens()
+    model, ids = condense.apply(tiny.model("llama", num_hidden_layers=2), DGA, layers=[1]), tiny.tokens()
     mask = torch.ones_like(ids)
     mask[0, 40:] = 0
     values = [loss(ids, ids.masked_fill(mask == 0, -100), mask) for loss in _compiled_loss(model)]
@@ -87,8 +76,7 @@ def test_training_forward_of_a_model(method):
 
 @pytest.fixture
 def one_layer():
-    torch._dynamo.reset()
-    return condense.apply(tiny.model("llama", num_hidden_layers=1), METHODS["cca"])
+    return condense.apply(tiny.model("llama", num_hidden_layers=1), tiny.CCA)
 
 
 @torch.no_grad()
