@@ -18,7 +18,7 @@ from condense.evaluate.compare import attention_of
 from condense.methods import methods_in
 from condense.models import adapted, condensed_layers
 
-RECALL, WINDOW = tiny.RECALL, tiny.METHODS["streaming-llm"]
+RECALL = tiny.RECALL
 NAMED = {
     "indices": {0: RECALL, 1: tiny.CCA, 2: tiny.CCA}, "negative": {-3: RECALL, "-2--1": tiny.CCA},
     "rest": {0: RECALL, "rest": tiny.CCA}, "rest-first": {"rest": tiny.CCA, 0: RECALL},

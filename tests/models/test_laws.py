@@ -1,6 +1,5 @@
 """Every way of reading a text is the same function, for every architecture, method, and choice of methods per layer."""
 
-import contextlib
 import copy
 
 import pytest
@@ -10,6 +9,7 @@ from models import tiny
 from models.tiny import IDS, MASK, ROWS
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
+from transformers.modeling_utils import local_torch_dtype
 
 import condense
 from condense import Recall
@@ -60,16 +60,6 @@ def _static(model, length=L):
 
 def _cannot_move_rows(model):
     return any(isinstance(m, Recall) and m.store == "host" for m in condensed_layers(model).values())
-
-
-@contextlib.contextmanager
-def _bfloat16_by_default():
-    stock = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(stock)
 
 
 def _generate(model, ids=IDS, mask=MASK, **kwargs):
@@ -150,7 +140,7 @@ def test_defaults_of_device_and_dtype_change_nothing(model, cache_implementation
     """Some scripts call ``torch.set_default_device("cuda")``; on "meta" numbers of the host would lose their values."""
     packed = tiny.packed((20, 19), "positions")
     want, separate = _generate(model, max_new_tokens=9), tiny.logits(model, IDS[:1], **packed)
-    with torch.device("meta"), _bfloat16_by_default():
+    with torch.device("meta"), local_torch_dtype(torch.bfloat16):
         assert torch.equal(_generate(model, max_new_tokens=9, cache_implementation=cache_implementation), want)
         assert torch.equal(tiny.logits(model, IDS[:1], **packed), separate)
 

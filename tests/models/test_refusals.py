@@ -191,6 +191,7 @@ def test_the_implementation_without_apply():
     stock = tiny.logits(model, IDS)
     model.set_attn_implementation("condense")
     tiny.refused(r"works through condense.apply\(model, method\): call that instead", tiny.logits, model, IDS)
+    tiny.refused(r"no layer says how: call model.set_attn_implementation\('sdpa'\)", condense.apply, model, tiny.CCA)
     model.set_attn_implementation("sdpa")
     assert torch.equal(tiny.logits(model, IDS), stock)
 
@@ -313,12 +314,6 @@ def test_a_forward_that_was_put_there_from_outside():
         model = condense.apply(model, tiny.CCA) if change is condense.restore else model
         model.model.layers[1].self_attn.forward = lambda *args, **kwargs: None
         tiny.refused("attention in layers 1 has a forward of its own", change, model)
-
-
-def test_a_stock_model_that_says_it_is_condensed():
-    model = tiny.model("llama")
-    model.set_attn_implementation("condense")
-    tiny.refused(r"no layer says how: call model.set_attn_implementation\('sdpa'\)", condense.apply, model, tiny.CCA)
 
 
 @pytest.mark.parametrize(("choice", "message"), HALFWAY.values(), ids=HALFWAY)

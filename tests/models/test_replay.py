@@ -1,6 +1,7 @@
 """Plain generate over replayed steps: a static cache chosen by itself, the growing cache's tokens, one capture."""
 
 import contextlib
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -65,23 +66,10 @@ class _Recorded(TorchDispatchMode):
         self.forward._output = CausalLMOutputWithPast(logits=made[id(self.logits)], **{CACHE: self.cache})
 
 
-class _Event:
-    """In place of a CUDA event: on a CPU all is done at once."""
-
-    def __init__(self, **settings):
-        pass
-
-    def record(self):
-        pass
-
-    def synchronize(self):
-        pass
-
-
 @pytest.fixture
 def captured(monkeypatch):
     """As if the model were on a GPU; the caches that steps were captured over."""
-    monkeypatch.setattr(torch, "Event", _Event)
+    monkeypatch.setattr(torch, "Event", Mock())  # on a CPU all is done at once
     caches = []
 
     def capture(self, cache, inputs):
@@ -140,23 +128,13 @@ def test_rows_that_have_ended_are_passed_over(captured, monkeypatch, method):
 def test_the_host_looks_one_step_late_whether_a_text_has_ended(captured, monkeypatch):
     """So the next step is queued before; its token is neither returned nor streamed."""
     model, steps, call = _model(monkeypatch), [], ReplayedForward.__call__
-    monkeypatch.setattr(
-        ReplayedForward, "__call__", lambda self, **inputs: steps.append(inputs) or call(self, **inputs)
-    )
-
-    class Streamer:
-        tokens = ()
-
-        def put(self, tokens):
-            self.tokens += tuple(tokens.flatten().tolist())
-
-        def end(self):
-            pass
+    monkeypatch.setattr(ReplayedForward, "__call__", lambda *of, **inputs: steps.append(inputs) or call(*of, **inputs))
 
     def generated(**settings):
-        streamer = Streamer()
+        streamed = []
+        streamer = Mock(put=lambda tokens: streamed.extend(tokens.flatten().tolist()))
         out = _generate(model, inputs=IDS[1:], attention_mask=MASK[1:], streamer=streamer, **settings)
-        assert streamer.tokens == tuple(out[0].tolist())
+        assert streamed == out[0].tolist()
         return out
 
     free = generated(cache_implementation="dynamic")[0, IDS.shape[1] :].tolist()
