@@ -20,17 +20,11 @@ from condense.ops import NewToken
 from condense.ops.tensors.per_row import as_rows
 from condense.state import first_entries, most_entries, num_entries
 
-METHODS = tiny.METHODS | cases.RECALLS
-METHODS |= {
-    "wide-groups": condense.CCA(group_size=7, window=5, summary="streaming", num_summary_queries=9),
-    "g-1": condense.LCA(group_size=1, window=3),
-    "no-window-streaming": condense.LCA(group_size=5, window=0),
-    "entries-4": condense.CCA(group_size=4, window=5, rep_bias="log_size", entry_bits=4),
-    "recall-g-6": condense.Recall(group_size=6, window=9, num_recall=2),
-    "cca-matched": condense.CCA(group_size=4, window=5, rep_bias="matched"),
-    "dga-matched": condense.DGA(group_size=3, window=4, gamma=0.5, summary="streaming", rep_bias="matched"),
-    "select-no-focal": tiny.SELECT.replace(gamma=0, min_focal=0, rep_bias="none"),
-}
+NAMES = "cca-streaming-window0 lca-4-bits matched-cca matched-dga-streaming"
+METHODS = tiny.METHODS | cases.RECALLS | {name: cases.PLANS[name] for name in NAMES.split()}
+METHODS["wide-groups"] = condense.CCA(group_size=7, window=5, summary="streaming", num_summary_queries=9)
+METHODS["g-1"] = condense.LCA(group_size=1, window=3)
+METHODS["select-no-focal"] = tiny.SELECT.replace(gamma=0, min_focal=0, rep_bias="none")
 METHODS |= {name: method for name, (model, method) in tiny.WHOLE.items() if model == "llama"}
 B, K, D = 3, 2, 6
 SCALE = 0.7
