@@ -92,9 +92,8 @@ def test_the_index_is_multiplied_in_halves(D, slots, compiled):
     if slots is None:
         step_over_pages(RecordPool, condense.Recall(), D, slots=16, per_page=16)
     else:
-        settings = with_store(
-            step_settings(condense.Recall(window=64, num_recall=8)), slots=slots, bits=16 if slots else 4
-        )
+        settings = step_settings(condense.Recall(window=64, num_recall=8))
+        settings = with_store(settings, slots=slots, bits=16 if slots else 4)
         take_a_step(settings, 1, (8, 2), (D, 128))
     if slots == 0:
         check_side_by_side(compiled[3], "shl.b32 s, $2, $3;", 2)

@@ -38,35 +38,21 @@ def hopper(monkeypatch):
     import torch
     from triton_kernels import interpreted_gluon, ptx
 
-    from condense.ops.triton import (
-        host,
-        latent_groups_kernels,
-        launch,
-        recall_close_kernels,
-        recall_step,
-        recall_step_kernels,
-        recall_step_plan,
-        recall_step_tiles,
-        step_kernels,
-    )
-    from condense.ops.triton import recall_step_score_kernels as score_kernels
+    from condense.ops.triton import host, latent_groups_kernels, launch, recall_step_plan, recall_step_tiles
 
-    ran = ptx.install(monkeypatch)
-    for module in (recall_close_kernels, recall_step_kernels, score_kernels, step_kernels):
-        for name in {"gdc_wait", "gdc_launch_dependents"} & vars(module).keys():
-            monkeypatch.setattr(module, name, lambda: None)
-    for module, name in (
-        (recall_step_plan, "num_splits"),
-        (recall_step_tiles, "num_splits"),
-        (recall_step_tiles, "_table"),
-    ):
+    ran, folder = ptx.install(monkeypatch), "condense.ops.triton"
+    for module in ("recall_close_kernels", "recall_step_kernels", "recall_step_score_kernels", "step_kernels"):
+        for name in ("gdc_wait", "gdc_launch_dependents"):
+            monkeypatch.setattr(f"{folder}.{module}.{name}", lambda: None, raising=False)
+    places = (recall_step_plan, "num_splits"), (recall_step_tiles, "num_splits"), (recall_step_tiles, "_table")
+    for module, name in places:
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda _, *a, f=original: f(torch.device("cuda"), *a))
     for module in (recall_step_plan, recall_step_tiles):
         monkeypatch.setattr(module, "is_early", lambda device: True)
         monkeypatch.setattr(module, "gpu_of", lambda device: host.Gpu((9, 0), 1))
     opened = interpreted_gluon.interpreted(latent_groups_kernels, monkeypatch)
-    monkeypatch.setattr(recall_step, "OPENED", launch.Launcher(opened.latent_groups_kernel))
+    monkeypatch.setattr(f"{folder}.recall_step.OPENED", launch.Launcher(opened.latent_groups_kernel))
     for known in (recall_step_plan.plan_of, recall_step_plan.close_of):
         known.cache_clear()
     yield ran

@@ -173,10 +173,8 @@ def test_any_number_of_sources_within_budget(kind):
         if backend == "torch":
             # a column of keys: for their gradients PyTorch computes weights again, as the kernels do, but for those of
             # a mask it keeps them, which is more exact; its kernels on GPUs need widths that are multiples of eight
-            q, (keys, values) = (
-                F.pad(q, (0, 8), value=1 / scale),
-                [[F.pad(x, (0, 8)) for x in y] for y in (keys, values)],
-            )
+            q = F.pad(q, (0, 8), value=1 / scale)
+            keys, values = ([F.pad(x, (0, 8)) for x in y] for y in (keys, values))
             keys[1], own = keys[1] + F.pad(own[..., None], (D, 7)), None
         sources = [Source(*of) for of in zip(keys, values, [0.7, own, None, -0.4], strict=False)]
         out, lse = attend(q, sources, spans, scale=scale, backend=backend, return_lse=True)

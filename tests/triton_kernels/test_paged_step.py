@@ -119,11 +119,8 @@ ON_RANKS = {"streaming": 1, "streaming-1-query": 1, "recall-default": 1, "recall
 @pytest.mark.parametrize(("name", "asks"), ON_RANKS.items())
 def test_latents_whose_heads_are_spread_over_ranks(name, asks, monkeypatch):
     """Groups are weighed and chosen by the heads of all, as on one; also where nothing is asked, so that groups tie."""
-    (method_pool, method), (_, widths), sequences = (
-        POOLS[name],
-        next(iter(LATENTS.values())),
-        paged_sequences._sequences,
-    )
+    (method_pool, method), sequences = POOLS[name], paged_sequences._sequences
+    _, widths = next(iter(LATENTS.values()))
 
     def asking(*args, **options):
         qkvs, up = sequences(*args, **options)
