@@ -94,9 +94,8 @@ def test_attention_that_is_trained_as_a_copy_is_refused_and_its_projections_are_
         return get_peft_model(model, LoraConfig(target_modules=["up_proj"], modules_to_save=[name])).double().eval()
 
     for name in ("self_attn", "layers.1"):
-        tiny.refused(
-            "two attentions of layer .* in modules_to_save", condense.apply, peft(tiny.model("llama"), name), tiny.CCA
-        )
+        wrapped = peft(tiny.model("llama"), name)
+        tiny.refused("two attentions of layer .* in modules_to_save", condense.apply, wrapped, tiny.CCA)
         model = condense.apply(tiny.model("llama"), tiny.CCA)
         tiny.refused(r"modules_to_save must not hold condensed attention.* \(such as q_proj\)", peft, model, name)
     model = condense.apply(tiny.model("llama"), tiny.CCA)
