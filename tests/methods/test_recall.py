@@ -72,13 +72,6 @@ def test_latents_are_one_kv_head_however_they_are_read(name, absorb, steps):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_stored_latents_in_fewer_bits_are_read_alike(bits):
-    method, x = RECALLING.replace(store_bits=bits), latent_oracle.random(2, 3, 41, (5, 4, 6, 3))
-    absorbed, expanded = (read_in_steps(method, x, (41,), absorb=absorb)[0] for absorb in (True, False))
-    torch.testing.assert_close(absorbed, expanded, **EXACT)
-
-
-@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_stored_bits_are_those_of_the_open_groups(bits, backend):
     """An open group is read from the stored tokens; entries and window are those of the exact ones."""
@@ -143,17 +136,6 @@ def test_one_query_chooses_until_two_more_groups_have_closed(layer, monkeypatch)
     mask = mask | (torch.arange(G) == newer[:, None])
     want, _ = attend_recall(q, sources, ArrayChoice(mask), scale=0.3, backend="torch")
     torch.testing.assert_close(got, want, **CLOSE)
-
-
-@pytest.mark.parametrize("layer", [CondensedLayer(DENSE_FIRST), StaticCondensedLayer(DENSE_FIRST, 99)])
-def test_a_turn_with_more_padding_than_tokens_is_dense(layer):
-    """The window then has as many columns as rows have tokens, some of which hold nothing."""
-    q, k, v = oracle.random_qkv(2, 4, 2, 45, 8, 8)
-    want = condense.attention(q, k, v, method=DENSE, scale=0.3)
-    read(layer, columns((q, k, v), 0, 40), scale=0.3)
-    new = [torch.nn.functional.pad(x[:, :, 40:], (0, 0, 40, 0)) for x in (q, k, v)]
-    out = read(layer, new, torch.tensor([5, 5]), scale=0.3)
-    torch.testing.assert_close(out[:, :, 40:], want[:, :, 40:], **CLOSE)
 
 
 @pytest.mark.parametrize(("method", "options", "message"), REFUSED)
