@@ -238,15 +238,6 @@ def test_the_text_part_of_a_model_of_several_parts_is_adapted(base):
     assert "use_cache" not in json.loads((output / "config.json").read_text())
 
 
-def test_the_dense_self_teaches_nothing_at_first_and_then_holds_the_model(base):
-    run = adaptation(base, mix="alternate")
-    run_training(run)
-    _, entries = logged(run.output)
-    assert entries[0]["dense_kl"] == entries[0]["loss"] == 0  # a dense step, on the teacher's own weights
-    assert all(entry[f"{kind}_kl"] >= 0 for entry, kind in zip(entries, ["dense", "condensed"] * 3, strict=True))
-    assert {"loss", "grad_norm", "condensed_loss"} <= entries[1].keys()
-
-
 def test_the_plan_counts_bytes():
     model = tiny_llama(vocab_size=100, num_hidden_layers=1).to(torch.bfloat16)
     count = sum(weight.numel() for weight in model.parameters())

@@ -125,13 +125,15 @@ def base(model, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("train", ["all", "lora"])
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_the_teacher_reads_the_same_documents(base, train):
+def test_the_teacher_reads_the_same_documents_and_teaches_nothing_at_first(base, train):
     config = adapted(base, mix="alternate", gradient_accumulation_steps=2, gradient_checkpointing=True, train=train)
     run_training(config)
     _, entries = logged(config.output)
     # the first step is dense and its weights are the teacher's
-    assert entries[0]["dense_kl"] == 0
+    assert entries[0]["dense_kl"] == entries[0]["loss"] == 0
+    assert all(entry[f"{kind}_kl"] >= 0 for entry, kind in zip(entries, ["dense", "condensed"] * 2, strict=True))
     assert entries[1]["condensed_kl"] > 0
+    assert {"loss", "grad_norm", "condensed_loss"} <= entries[1].keys()
     assert AutoModelForCausalLM.from_pretrained(config.output).config.condense
 
 
