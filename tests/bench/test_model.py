@@ -104,8 +104,7 @@ def test_every_method_runs_in_every_runner(model):
 
 
 def test_experts_are_named_and_pieces_are_nothing_for_a_method_that_looks_ahead():
-    experts = {key: value for key, value in tiny.EXPERTS.items() if key != "experts_implementation"}
-    model = ready(tiny.model("deepseek_v2", torch.float32, **experts))
+    model = ready(tiny.model("deepseek_v2", torch.float32, **tiny.EXPERTS))
     methods = {"lca": LCA, "ahead": LCA.replace(summary="prompt")}
     content = run(model, (40,), methods, ("dense", "condensed"), prefill_chunk=20)
     *errors, ahead = (row.get("error") for row in content["rows"])

@@ -20,8 +20,6 @@ DEFINED = [
     *((name, "lca") for name in tiny.LATENT),
     *(("deepseek_v3", method) for method in ("cca", "streaming-6", "dga", "dga-streaming-log", "streaming-llm")),
 ]
-SPARSE = tiny.EXPERTS | {"mlp_layer_types": ["dense", "sparse", "sparse"]}
-EXPERTS = {"deepseek_v2": tiny.EXPERTS, "deepseek_v3": tiny.EXPERTS, "glm4_moe_lite": SPARSE}
 
 
 def as_latents(module, q, entries):
@@ -140,16 +138,6 @@ def test_projections_that_only_run(name, kind):
     for layer, grad in zip(model.model.layers, grads, strict=True):
         if kind is Gathered:
             torch.testing.assert_close(grad, layer.self_attn.kv_b_proj.weight.grad, **tiny.exact(model))
-
-
-@pytest.mark.parametrize("name", EXPERTS)
-def test_experts_as_models_run_them_by_default(name):
-    changes = {key: value for key, value in EXPERTS[name].items() if key != "experts_implementation"}
-    model = condense.apply(tiny.model(name, torch.float32, **changes), LCA)
-    cached, full = tiny.in_chunks(model, IDS, (40, *(1,) * 21)), tiny.logits(model, IDS)
-    wide = condense.apply(tiny.model(name, **EXPERTS[name]), LCA)
-    wide.load_state_dict(model.state_dict())
-    assert tiny.rounds_alike(cached, full, tiny.logits(wide, IDS))
 
 
 @pytest.mark.parametrize("name", tiny.LATENT)
