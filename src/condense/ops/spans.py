@@ -139,11 +139,12 @@ class RowStart(NamedTuple):
     first_entries: int
 
 
-@dataclass(frozen=True)
 class SharedByLayers:
-    """Things that the first layer finds and all others share."""
+    """Things that the first layer finds and all others share. A subclass is a dataclass whose last field is ``_found``:
+    the compiler of PyTorch 2.11 counts it among the positional arguments.
+    """
 
-    _found: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _found: dict[Any, Any]
 
     def once(self, key: Any, find: Callable[[], T]) -> T:
         """Return what ``find`` returns, called by the first layer that asks under ``key``; all others share it."""
@@ -168,6 +169,7 @@ class RuleSpans(SharedByLayers):
     window_start: PerRow
     padding: PerRow = None  # type: ignore[assignment]
     first_entries: PerRow = 0
+    _found: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         padding = at_least(-self.query_start, 0) if self.padding is None else self.padding

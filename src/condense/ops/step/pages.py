@@ -5,8 +5,8 @@ widths, g tokens per group.
 """
 
 import functools
-from dataclasses import dataclass
-from typing import NamedTuple, Self
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -178,6 +178,7 @@ class NewTokens(SharedByLayers):
     seen: list[int]
     seen_on_device: Tensor
     num_steps: int = 0
+    _found: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @functools.cached_property
     def before(self) -> Tensor:
