@@ -22,10 +22,7 @@ SELECT = condense.DGA(
 
 
 def empty(settings, length, K, widths, *, rows=2, dtype=torch.float64, spare=0, entries=None, device="cpu"):
-    """Buffers for ``length`` tokens, or for ``entries`` entries; ``spare`` tokens can be taken back.
-
-    Where a prompt's tokens may be evicted, 37 were from the first row and none from the others.
-    """
+    """Buffers for ``length`` tokens, or for ``entries`` entries; ``spare`` tokens can be taken back."""
     rule, Q = settings.rule, settings.num_summary + spare
     W = length if rule.window is None else min(length, rule.window + rule.chunk + spare)
     M, fine = rule.pooled(length, settings.summary_delay) * rule.entries if entries is None else entries, 0
@@ -34,10 +31,7 @@ def empty(settings, length, K, widths, *, rows=2, dtype=torch.float64, spare=0, 
     M = M if settings.choice is None else max(1, M)
     stored = 0 if settings.choice is None else M * rule.chunk
     sizes = StateSizes(rows, K, widths, M, W, Q, stored, sums=2 + -(-spare // rule.chunk), fine=fine)
-    state = empty_state(torch.empty(0, dtype=dtype, device=device), settings, sizes)
-    state.evicted[:1].copy_(torch.randn(state.evicted[:1].shape, generator=torch.Generator().manual_seed(0)))
-    state.evicted[:1, ..., -1:] = 37
-    return state
+    return empty_state(torch.empty(0, dtype=dtype, device=device), settings, sizes)
 
 
 def with_store(settings, **changes):

@@ -40,7 +40,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 BACKENDS: dict[str, set[str]] = {"reference": set(), "torch": set(), "triton": set(), "hopper": {"triton"}}
 # the rooms of `ops` from below: each may import those before it
 ROOMS = (
-    "tensors", "entries", "spans", "latents", "types", "coarse", "checks", "recall", "evicted", "step", "reference",
+    "tensors", "entries", "spans", "latents", "types", "coarse", "checks", "recall", "step", "reference",
     "torch", "triton", "hopper", "backends", "api", "paged", "__init__",
 )  # fmt: skip
 MACHINE_PATH = re.compile(r"(?<![\w.~}])/(?:work|home|root|tmp|Users|mnt|workspace)/|[A-Z]:\\\\(?:Users|Windows)")

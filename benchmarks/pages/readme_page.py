@@ -37,7 +37,7 @@ _ARM, _ADAPTED, _ADAPTED_LENGTH = "both", "lca:window=512,rep_bias=log_size", 81
 # dense vLLM beside Recall's; the makes of the study trained once more, and the Llama again; a model adapted to `CCA`
 _DENSE, _DEVICE = "rounds-dense-h200-", "rounds-recall-device-"
 _AGAIN, _POOLED = "prompts-20261127T211958Z", "adapted-20261124T041642Z"
-_LLAMA_AGAIN = "reread-20261129T130936Z"
+_SHARES = ("reread-", "evicted-")  # runs in which the Llama was trained again
 _BLOCK = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 
@@ -90,7 +90,8 @@ def claims(documents: Documents) -> list[str]:
     more = {model["make"]: model for model in documents[_AGAIN]["results"]["models"]}
     again, _, make = transfer_page.worst({x: more[x] for x in more if x != "mla-28m"}, "recall-device", ["copy"])
     assert make == "cohere2-44m"
-    llama = {model["make"]: model for model in documents[_LLAMA_AGAIN]["results"]["models"]}
+    of_shares = [run["results"]["models"] for name, run in documents.items() if name.startswith(_SHARES)]
+    llamas = {str(i): model for i, models in enumerate(of_shares) for model in models if model["make"] == "llama-77m"}
     ours = transfer_page.row_of(documents[_POOLED]["results"]["models"][0], "pooled, adapted", 16384)
     of_four, _ = _untouched(documents, "rounds-dense-int4-")
     return [
@@ -107,7 +108,7 @@ def claims(documents: Documents) -> list[str]:
         f"loses {host[0]}, {host[1]} and {host[2]}",
         f"only with latents, elsewhere {elsewhere:.3f};",
         f"trained again, Cohere 2 lost {again:.3f} on them",
-        f"Llama {transfer_page.worst(llama, 'recall-device', transfer_page.TASKS)[0]:.1%} of a task",
+        f"Llama {transfer_page.worst(llamas, 'recall-device', transfer_page.TASKS)[0]:.1%} of a task",
         f"loses {cache[0]}, {cache[1]} and {cache[2]}",
         f"lost {ours['key'][0]:.3f} nats on far text and {max(ours[x][0] for x in transfer_page.TASKS):.1%} of a task",
         f"vLLM's took {text(of_four, 'ms')} a token",

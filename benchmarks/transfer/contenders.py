@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedModel
-from variants import Cache, Unseen
+from variants import Cache
 
 from condense import Method, Recall, Reread, SnapKV, StreamingLLM
 from condense.models import MethodChoice
@@ -28,18 +28,15 @@ def arms_of(study: str, length: int) -> tuple[dict[str, Arm], dict[str, Arm]]:
 
 
 def _of_prompts(length: int) -> tuple[dict[str, Arm], dict[str, Arm]]:
-    """Shares of a prompt that its second reading chooses, in 4 and in 16 bits, beside windows and SnapKV, which keep a
-    tenth of the whole text's tokens.
+    """Shares of a prompt that its second reading chooses, in 16 and in 4 bits, beside prompts that choose, windows and
+    SnapKV, which keep a tenth of the whole text's tokens.
     """
     first: dict[str, Arm] = {"dense": None, "recall-device": DEVICE}
-    quarter, half = (DEVICE.replace(keep=share) for share in (0.25, 0.5))
-    first |= {"keep 25%": quarter, "keep 25%, others unseen": Unseen.of(quarter)}
+    first |= {f"keep {share:.0%}": DEVICE.replace(keep=share) for share in (0.75, 0.5)}
     second: dict[str, Arm] = {
-        "keep 50%": half,
-        "keep 50%, others unseen": Unseen.of(half),
-        "keep 75%": DEVICE.replace(keep=0.75),
-        "keep 12.5%": DEVICE.replace(keep=0.125),
         "cache of 4 bits": CACHE,
+        "prompts shared": DEVICE.replace(prompt="shared"),
+        "keep 25%": DEVICE.replace(keep=0.25),
         "reread 25%": Reread(share=0.25),
         "reread 10%": Reread(share=0.1),
         "window 10%": StreamingLLM(sink=4, window=length // 10 - 4),

@@ -1,21 +1,17 @@
-"""Attention that the study measures beside the library's methods: a dense cache in few bits, and evicted tokens that
-nobody sees.
+"""Attention that the study measures beside the library's methods: a dense cache in few bits.
 
 Shapes: K KV heads, G groups of g tokens, D width.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
-from typing import ClassVar, Self
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from condense import Recall
-from condense.ops import ChoiceSettings, RuleSpans, Source, UniformRule, attend
+from condense.ops import RuleSpans, Source, UniformRule, attend
 from condense.ops.tensors.codes import dequantise, quantise
 
 
@@ -51,19 +47,3 @@ class Cache:
         """Numbers ``[1, K, G, g, D]`` as they are read, with a step and a zero along a dimension."""
         codes, step, zero = quantise(x, dim, self.bits, x.dtype)
         return dequantise(codes, step, zero)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unseen(Recall):
-    """`condense.Recall` that sees evicted tokens not at all, where Recall sees one that stands for them."""
-
-    name: ClassVar[str] = "unseen"
-
-    @classmethod
-    def of(cls, method: Recall) -> Self:
-        """The method with this difference."""
-        return cls(**asdict(method))
-
-    @cached_property
-    def _choice(self) -> ChoiceSettings:
-        return replace(super()._choice, evicts=False)

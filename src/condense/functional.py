@@ -10,19 +10,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from condense.methods import Chunks, Context, FirstEntries, Method, check_trainable, split_bias
-from condense.methods.prompt import kept_tokens
+from condense.methods import Chunks, Context, Method, check_trainable, split_bias
 from condense.ops import EntryFormat, Source, SummarySpans, summarize
 from condense.ops.checks import check_alike, check_cu_seqlens, check_padding, check_scale, check_shapes
 from condense.ops.coarse import merged
-from condense.ops.evicted import mean_evicted
 from condense.ops.recall.rest import GroupMeans, running_sums
 from condense.ops.tensors.autocast import outside_autocast
 from condense.ops.tensors.per_row import PerRow, as_rows, at_least, broadcast_rows, int_if_equal, max_row
 from condense.ops.tensors.right_aligned import append_entries, append_window, detach_compact, newest
 from condense.ops.tensors.ring import newest_columns, store_newest
 from condense.plan import ChunkRange, ForwardPlan
-from condense.state import SLACK, LayerState, empty_state, fine_slots, first_needed, kept_sums
+from condense.state import SLACK, LayerState, empty_state, fine_slots, first_needed, kept_sums, with_kept
 
 
 def extend(
@@ -100,11 +98,9 @@ def extend(
         mean_q = _newest_queries(method.layout.num_summary, before.mean_q, q, padding, backend)
         rings = before.fine or tuple(x.new_zeros(*x.shape[:2], fine_slots(method), x.shape[3]) for x in fine)
         rings = tuple(_written(ring, x.detach(), due.last) for ring, x in zip(rings, fine, strict=True))
-        return LayerState(
-            kept, newest_k, newest_v, mean_q, sums.detach(), reading.seen, before.first, before.evicted, rings
-        )
+        return LayerState(kept, newest_k, newest_v, mean_q, sums.detach(), reading.seen, before.first, rings)
 
-    context = Context(sources, reading.spans, extra, means, before.evicted if before.evicted.shape[3] > 0 else None)
+    context = Context(sources, reading.spans, extra, means)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         method.check_context(q, context)
     return context, new_state
@@ -113,25 +109,17 @@ def extend(
 def keep_tokens(method: Method, prompt: LayerState, kept: Tensor, counts: Tensor) -> LayerState:
     """The state after a prompt of which only the tokens stay where kept, bool ``[B, K, L]``, is True.
 
-    One token stands for the others (`condense.ops.evicted`). prompt: the state that ``method.reread`` made of it, whose
-    entries are all tokens. counts: how many stay per row and head, int64 CPU ``[B]``.
+    prompt: the state that ``method.reread`` made of it, whose entries are all tokens. counts: how many stay per row and
+    head, int64 CPU ``[B]``.
     """
-    (k, v), tokens, most = prompt.entries, prompt.first.num, max_row(counts)
-    evicted = mean_evicted(k, v, kept, tokens)
-    k, v = kept_tokens(k, v, kept, most)
-    if method.reads_prompt:  # they stay entries, and behind them the one token becomes another
-        one = [x.to(k.dtype) for x in evicted[..., :-1].split([k.shape[3], v.shape[3]], 3)]
-        num = counts + (counts < tokens)
-        biases = evicted.new_zeros(*k.shape[:3], 1)
-        made = zip((k, v, biases), (*one, evicted[..., -1:].clamp(min=1).log()), strict=True)
-        entries = tuple(append_entries(old, new, counts, num)[:, :, : max_row(num)] for old, new in made)
-        return prompt._replace(entries=entries, first=FirstEntries.of(num, counts))
+    state = with_kept(prompt, kept, counts)
+    if method.reads_prompt:  # they stay entries
+        return state
+    most = max_row(counts)
     column = torch.arange(most, device="cpu") - (most - counts)[:, None]
     at = column.clamp(min=0).to(kept.device, non_blocking=True)[:, None, :, None]
-    k, v = (x.take_along_dim(at, 2) for x in (k, v))
-    state = extend(method, None, k, k, v, scale=1.0, plan=ForwardPlan(most, counts))[1]()
-    choice = method.layout.choice
-    return state if choice is None or not choice.evicts else state._replace(evicted=evicted)
+    k, v = (x.take_along_dim(at, 2) for x in state.entries)
+    return extend(method, None, k, k, v, scale=1.0, plan=ForwardPlan(most, counts))[1]()
 
 
 def _fine_entries(rings: tuple[Tensor, ...], new: tuple[Tensor, ...], due: ChunkRange) -> tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from condense.methods import NO_FIRST, FirstEntries, Method
+from condense.methods.prompt import kept_tokens
 from condense.ops.tensors.per_row import PerRow, at_least, max_row
 
 # Exact tokens and mean queries kept beyond those that the next token needs, so that as many tokens can be taken back
@@ -29,9 +30,7 @@ class LayerState(NamedTuple):
     first groups, right-aligned: the last one that of all whole groups (`condense.ops.step.StepState`); empty where no
     query sees them. first: entries that stand before those of chunk 0. seen: real tokens per row without those that
     ``first`` stands for; an int if all rows agree, else int64 CPU ``[B]``. fine: keys and values of the newest fine
-    entries of a method with coarse ones, rings of `fine_slots` slots; empty for others. evicted: the tokens of a prompt
-    that did not stay, as one (`condense.ops.evicted`), ``[B, K, 1, D + Dv + 1]``; of width 0 if there are none, or if
-    an entry stands for them.
+    entries of a method with coarse ones, rings of `fine_slots` slots; empty for others.
     """
 
     entries: tuple[Tensor, ...]
@@ -41,13 +40,12 @@ class LayerState(NamedTuple):
     sums: Tensor
     seen: PerRow
     first: FirstEntries
-    evicted: Tensor
     fine: tuple[Tensor, ...] = ()
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors, in the order of the fields."""
-        return *self.entries, self.window_k, self.window_v, self.mean_q, self.sums, self.evicted, *self.fine
+        return *self.entries, self.window_k, self.window_v, self.mean_q, self.sums, *self.fine
 
     def map(self, change: Callable[[Tensor], Tensor], change_number: Callable[[PerRow], PerRow]) -> Self:
         """The state with ``change`` applied to all tensors and ``change_number`` to the numbers per row."""
@@ -59,7 +57,6 @@ class LayerState(NamedTuple):
             change(self.sums),
             change_number(self.seen),
             FirstEntries(*map(change_number, self.first)),
-            change(self.evicted),
             tuple(map(change, self.fine)),
         )
 
@@ -68,13 +65,21 @@ def empty_state(k: Tensor, v: Tensor) -> LayerState:
     """The state before the first token; k ``[B, K, L, D]`` and v ``[B, K, L, Dv]`` give shapes, dtype and device."""
     no_k, no_v = (x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (k, v))
     sums = k.new_empty((*k.shape[:2], 0, v.shape[3] or k.shape[3]), dtype=torch.float64)
-    evicted = k.new_empty((*k.shape[:2], 1, 0), dtype=torch.promote_types(k.dtype, torch.float32))
-    return LayerState((no_k, no_v), no_k, no_v, no_k, sums, 0, NO_FIRST, evicted)
+    return LayerState((no_k, no_v), no_k, no_v, no_k, sums, 0, NO_FIRST)
 
 
 def kept_sums(group_size: int) -> int:
     """Sums of groups to keep, so that `SLACK` tokens can be taken back."""
     return SLACK // group_size + 2
+
+
+def with_kept(prompt: LayerState, kept: Tensor, counts: Tensor) -> LayerState:
+    """The state after a prompt whose tokens are all entries, with those entries alone where kept ``[B, K, M]`` is True.
+
+    counts: of these per row and head, int64 CPU ``[B]``.
+    """
+    k, v = prompt.entries
+    return prompt._replace(entries=kept_tokens(k, v, kept, int(counts.max())), first=FirstEntries.of(counts, counts))
 
 
 def fine_slots(method: Method) -> int:

@@ -8,7 +8,6 @@ from oracles import oracle_reread
 
 from condense import Reread
 from condense.methods.reread import largest_weights
-from condense.ops.evicted import mean_evicted, with_evicted
 
 
 @pytest.mark.parametrize("settings", [{}, {"share": 0.5, "window": 0}, {"sink": 0, "window": 0}, {"share": 1}])
@@ -45,45 +44,6 @@ def test_largest_weights(softcap):
             score = score if softcap == 0 else softcap * torch.tanh(score / softcap)
             weights.append(float((score - lse[b, head, j]).exp()))
         assert got[b, h, i] == pytest.approx(max(weights), rel=1e-12)
-
-
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
-@pytest.mark.parametrize("Dv", [6, 0])
-def test_evicted_tokens_are_as_many_of_their_mean(Dv, softcap):
-    """One softmax over what stays and n copies of the mean; a row that keeps all, a head of a row that sees nothing."""
-    generator = torch.Generator().manual_seed(0)
-    B, H, K, L, M, D = 3, 4, 2, 5, 9, 8
-    q, k, v = (torch.randn(B, *n, generator=generator).double() for n in ((H, L, D), (K, M, D), (K, M, Dv)))
-    tokens, kept = torch.tensor([9, 7, 4]), torch.rand(B, K, M, generator=generator) < 0.5
-    kept[:2, :, 3] = True
-    kept[2, :, :4] = True
-    kept[1, :, 7:] = kept[2, :, 4:] = False
-    evicted = mean_evicted(k, v, kept, tokens)
-    values = v if Dv else k[..., :6]
-    options = {"scale": 0.7, "softcap": softcap}
-
-    def attended(row, head, copies):
-        stays, gone = kept[row, head // 2], ~kept[row, head // 2]
-        gone = gone[: tokens[row]]
-        keys, of_keys = k[row, head // 2], values[row, head // 2]
-        mean_k, mean_v = (x[: len(gone)][gone].mean(0, keepdim=True) for x in (keys, of_keys))
-        n = copies * int(gone.sum())
-        scores = 0.7 * q[row, head] @ torch.cat([keys[stays], mean_k.expand(n, -1)]).mT
-        scores = scores if softcap == 0 else softcap * torch.tanh(scores / softcap)
-        out = scores.softmax(-1) @ torch.cat([of_keys[stays], mean_v.expand(n, -1)])
-        return out, scores.logsumexp(-1)
-
-    def all_of(copies):
-        rows = [[attended(b, h, copies) for h in range(H)] for b in range(B)]
-        return tuple(torch.stack([torch.stack([head[i] for head in row]) for row in rows]) for i in (0, 1))
-
-    (out, lse), want = all_of(0), all_of(1)
-    lse[0, 0, 2], out[0, 0, 2] = -torch.inf, 0
-    got = with_evicted(q, (out, lse), evicted, **options)
-    want[0][0, 0, 2], want[1][0, 0, 2] = 0, -torch.inf
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-    assert torch.equal(got[0][2], out[2])
-    assert evicted[2].abs().sum() == 0
 
 
 def test_numbers_by_arithmetic():

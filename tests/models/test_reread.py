@@ -1,7 +1,6 @@
 """Reread in models: its scores and what it keeps by definition, caches of all kinds, later turns, padding, refusals."""
 
 import copy
-import math
 import pickle
 
 import pytest
@@ -58,16 +57,11 @@ def test_scores_and_choice_are_those_of_the_definition(name, monkeypatch):
     assert [[head.nonzero()[:, 0].tolist() for head in layer[0]] for layer in kept] == positions
     whole = model(ids, use_cache=True)[CACHE]
     for i, layer in enumerate(cache.layers):
-        k, _, biases = (x[0] for x in layer.state.entries)
-        n = len(positions[i][0])
-        assert k.shape[1] == n + 1
-        assert biases[..., 0].tolist() == [[0] * n + [pytest.approx(math.log(43 - n))]] * len(k)
+        k = layer.state.entries[0][0]
+        assert k.shape[1] == len(positions[i][0])
         if name != "deepseek_v3":  # whose stock cache holds expanded keys
             for head, of_head in enumerate(positions[i]):
-                keys = whole.layers[i].keys[0, head]
-                assert torch.equal(k[head, :-1], keys[of_head])
-                others = [place for place in range(43) if place not in of_head]
-                torch.testing.assert_close(k[head, -1], keys[others].mean(0), **tiny.EXACT)
+                assert torch.equal(k[head], whole.layers[i].keys[0, head, of_head])
 
 
 def test_caches_grow_and_static_ones_agree_and_hold_what_arithmetic_says(name):
@@ -78,14 +72,13 @@ def test_caches_grow_and_static_ones_agree_and_hold_what_arithmetic_says(name):
         static = StaticCache(model.config, max_cache_len=64)
         assert torch.equal(tiny.generate(model, ids, **{CACHE: static}), growing)
         cache = model(ids, use_cache=True)[CACHE]
-        counts = [layer.state.first.num for layer in cache.layers]  # one entry stands for those that do not stay
+        counts = [layer.state.first.num for layer in cache.layers]
         assert len({*counts}) > 1
-        assert sum(counts) == tiny.NUM_LAYERS * (METHOD.num_kept(43) + 1) == tiny.NUM_LAYERS * 14
+        assert sum(counts) == tiny.NUM_LAYERS * METHOD.num_kept(43) == tiny.NUM_LAYERS * 13
         reports = inspect(model, METHOD, 43, itemsize=8)
     assert not torch.equal(growing, dense)
     per_token = sum(report.dense_bytes for report in reports) // 43 // tiny.NUM_LAYERS
-    of_biases = NAMES[name] * sum(counts) * 8
-    assert sum(r.bytes for r in reports) == condense.cache_nbytes(cache) == sum(counts) * per_token + of_biases
+    assert sum(r.bytes for r in reports) == condense.cache_nbytes(cache) == sum(counts) * per_token
     # 64 - 43 later tokens have room in each layer; beside that a few numbers
     held = [layer.buffers for layer in static.layers]
     sizes = [(x.entries_k.shape[2], x.ring_k.shape[2]) for x in held]
@@ -115,7 +108,6 @@ def test_recall_with_all_groups_of_kept_tokens_open_is_reread(name, monkeypatch)
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 def test_soft_caps_and_sinks(name):
-    """The token that stands for others is an entry of Reread, and beside the groups of Recall."""
     model, ids, sizes = tiny.model(name) if name == "gemma2" else small.model(name), tiny.tokens(1, 61), (40, 1, 5, 1)
     logits = []
     for method in (Reread(share=KEPT.keep, window=KEPT.window), KEPT):
@@ -133,9 +125,7 @@ def test_what_is_kept_is_counted_as_a_prompt_of_its_own(name):
     twice = (inspect(model, method, 240, itemsize=8) for method in (reread, condense.Dense()))
     for mine, kept, whole, second, first in zip(own, short, long, *twice, strict=True):
         for what in ("entries", "bytes", "host_bytes", "read_bytes"):
-            # the token that stands for those that do not stay is read with the others
-            of_one = 0 if what in ("entries", "host_bytes") else mine.dense_bytes // 240 + NAMES[name] * 8
-            assert getattr(mine, what) == getattr(kept, what) + of_one, what
+            assert getattr(mine, what) == getattr(kept, what), what
         more, pairs = mine.flops - whole.flops, second.flops - first.flops
         assert pairs > 0
         # fewer groups are expanded from latents
@@ -246,11 +236,11 @@ def test_beside_other_layers():
     model = tiny.model("gemma2")  # soft caps, and two layers with a sliding window
     with condense.use(model, METHOD):
         cache = tiny.filled(model, ids)
-        assert cache.layers[1].state.first.num == METHOD.num_kept(50) + 1 == 16
+        assert cache.layers[1].state.first.num == METHOD.num_kept(50) == 15
     model = tiny.model("llama")
     with condense.use(model, {0: tiny.CCA, 1: METHOD, 2: condense.Dense()}):
         cache = tiny.filled(model, ids)
-    assert [layer.state.first.num for layer in cache.layers] == [0, 16, 0]
+    assert [layer.state.first.num for layer in cache.layers] == [0, 15, 0]
     assert cache.layers[0].state.seen == cache.layers[2].state.seen == 50
 
 

@@ -151,9 +151,7 @@ def test_steps_by_lanes(rows, heads, compiled):
     if heads is None:
         step_over_pages(RecordPool, condense.Recall(store_bits=4, num_recall=0.3), 128, slots=16, per_page=16)
     else:
-        keep = 0.5 if rows == 8 else 1.0
-        method = condense.Method.parse(f"recall-device:keep={keep}")
-        take_a_step(step_settings(method), rows, (heads, 8), (128, 128), entries=64)
+        take_a_step(step_settings(condense.Method.parse("recall-device")), rows, (heads, 8), (128, 128), entries=64)
     kernels = {kernel.metadata.name: kernel for kernel in compiled}
     assert len(kernels) == len(compiled) == 5
     for name, instructions in BY_LANES.items():
@@ -193,8 +191,8 @@ LATENTS = [
 def test_steps_on_latents(rows, heads, widths, slots, products, made, compiled, tmp_path):
     """Matrix units of Hopper multiply whole numbers of 8 bits, and codes that become bfloat16 in shared memory."""
     latent, D = widths
-    method = condense.Recall(window=64, num_recall=8, store_bits=4, prompt="exact", keep=0.5 if slots else 1.0)
-    take_a_step(with_store(step_settings(method), slots=slots), rows, (heads, 1), (D, 0), latent=latent)
+    settings = with_store(step_settings(condense.Recall(window=64, num_recall=8, store_bits=4)), slots=slots)
+    take_a_step(settings, rows, (heads, 1), (D, 0), latent=latent)
     kernels = {kernel.metadata.name: kernel for kernel in compiled}
     check_side_by_side(kernels["recall_score_kernel"], "shr.b32 c, $1, $2;", 4)
     ptx = {name: kernel.asm["ptx"] for name, kernel in kernels.items()}

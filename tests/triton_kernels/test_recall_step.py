@@ -118,11 +118,6 @@ COMPARED["more groups than there is room for"] = RECALLS["two-open"], (2, 1, 40,
 # whose scores fill several tiles and splits, and ties are rare and looked up
 COMPARED["many groups"] = Recall(group_size=1, window=2, num_recall=17), (3, 1, 90, 16, 16), None
 COMPARED["before a group is closed"] = RECALLS["two-open"], (2, 1, 6, 16, 16), None
-EVICTING = {"prompt": "exact", "keep": 0.5}
-COMPARED |= {
-    f"evicted-{name}": (RECALLS[name].replace(**EVICTING), (6, 2, 30, *widths), None)
-    for name, widths in (("two-open", (24, 16)), ("all-open", (16, 40)))
-}
 
 
 @pytest.mark.parametrize(("method", "sizes", "groups"), COMPARED.values(), ids=COMPARED)
@@ -285,8 +280,7 @@ LATENTS = [(32, 48), (64, 96)] + ([(512, 576), (256, 288)] if CUDA else [])
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_latents(latent, D, bits, scratch):
     """Values are columns of the keys, one KV head for all query heads, of which there are two tiles."""
-    settings = step_settings(RECALLS["three-open"].replace(store_bits=bits, **EVICTING))
-    compare(*random_qkv(1, 20, 1, 30, D, 0), settings, scratch, latent=latent)
+    compare(*random_qkv(1, 20, 1, 30, D, 0), with_bits("three-open", bits), scratch, latent=latent)
 
 
 @pytest.mark.parametrize(("bits", "message"), [(4, "latents of 48 of 64 columns and store_bits=4"), (16, None)])
@@ -352,8 +346,7 @@ if CUDA:
 @pytest.mark.parametrize(("rows", "g", "opened", "heads", "softcap"), BUDGETS, ids=str)
 def test_outputs_are_within_the_error_budget(rows, g, opened, heads, softcap, bits, dtype, scratch):
     w, L, widths = (40, 420, (128, 128)) if CUDA else (6, max(40, 5 * g), (16, 24))
-    evicting = EVICTING if softcap else {}
-    settings = step_settings(Recall(group_size=g, window=w, num_recall=opened, store_bits=bits, **evicting))
+    settings = step_settings(Recall(group_size=g, window=w, num_recall=opened, store_bits=bits))
     check_budget(settings, random_qkv(rows, *heads, L, *widths, dtype=dtype), scratch, softcap=softcap)
 
 
@@ -401,8 +394,7 @@ def test_open_groups_that_another_kernel_reads(
     recall_step_plan.plan_of.cache_clear()
     started, start = [], recall_step.OPENED.start
     monkeypatch.setattr(recall_step, "OPENED", SimpleNamespace(start=lambda *x: started.append(start(*x))))
-    evicting = EVICTING if slots else {}
-    settings = step_settings(Recall(group_size=g, window=40, num_recall=opened, min_recall=0, store_bits=4, **evicting))
+    settings = step_settings(Recall(group_size=g, window=40, num_recall=opened, min_recall=0, store_bits=4))
     qkv = random_qkv(rows, heads, 1, tokens, widths[1], 0, dtype=torch.bfloat16)
     check_budget(with_store(settings, slots=slots), qkv, scratch, last=3, latent=widths[0])
     recall_step_plan.plan_of.cache_clear()

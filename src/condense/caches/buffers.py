@@ -61,7 +61,7 @@ class Buffered:
         window_k, window_v = (newest_columns(ring, seen, num_window) for ring in (buffers.ring_k, buffers.ring_v))
         queries = newest_columns(buffers.ring_q, seen, num_queries)
         fine = (buffers.fine_k, buffers.fine_v) if settings.coarse is not None else ()
-        return LayerState(held, window_k, window_v, queries, sums, seen, first, buffers.evicted, fine)
+        return LayerState(held, window_k, window_v, queries, sums, seen, first, fine)
 
     def _write_state(self, before: LayerState | None, state: LayerState) -> None:
         """Copy in ``state``, of which the buffers hold ``before`` (None: nothing) already."""
@@ -81,8 +81,6 @@ class Buffered:
             ring.copy_(kept)
         # pageable memory is staged before `copy_` returns, so the host does not wait for the GPU
         buffers.seen.copy_(as_rows(state.seen, rows), non_blocking=True)
-        if before is None and state.evicted.shape[3] > 0:
-            buffers.evicted.copy_(state.evicted)
         if before is None and state.first.exist:
             buffers.first.copy_(torch.stack([as_rows(x, rows) for x in state.first], dim=1), non_blocking=True)
 

@@ -90,7 +90,7 @@ class RingState(Buffered):
         """A copy of the state, which further steps do not change."""
         state = self.view()
         entries, fine = (tuple(x.clone() for x in kept) for kept in (state.entries, state.fine))
-        return state._replace(entries=entries, evicted=state.evicted.clone(), fine=fine)
+        return state._replace(entries=entries, fine=fine)
 
     def view(self) -> LayerState:
         """The state, whose entries share memory with the buffers; the next step changes it."""

@@ -36,8 +36,7 @@ class Context(NamedTuple):
 
     sources: the condensed entries first, the window last; spans: one per source. extra: the method's own tensors, which
     its `Method.represent` made for its `Method.attend`. means: the values of what `condense.Recall` does not open, of
-    latents whole keys; None in other methods. evicted: the token that stands for those of a prompt which did not stay
-    (`condense.ops.evicted`), None if there is none. is_latent: the tokens are latents (MLA), which ``extra`` holds.
+    latents whole keys; None in other methods. is_latent: the tokens are latents (MLA), which ``extra`` holds.
     projection: their up-projections, if the sources are keys and values of heads, made from them. Else None. ranks: the
     processes over which their heads are spread, None for one.
     """
@@ -46,7 +45,6 @@ class Context(NamedTuple):
     spans: Spans
     extra: tuple[Tensor, ...] = ()
     means: GroupMeans | None = None
-    evicted: Tensor | None = None
     is_latent: bool = False
     projection: UpProjection | None = None
     ranks: Ranks | None = None

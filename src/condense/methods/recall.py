@@ -18,7 +18,6 @@ from condense.methods.layout import MEANS, Layout, Lookahead
 from condense.methods.reread import Reread
 from condense.ops import NO_EXTRAS, ChoiceSettings, Chunks, Extras, RuleSpans, Source, Spans, StoreSettings, UniformRule
 from condense.ops.api import attend, attend_recall, keep_groups, unpack_store
-from condense.ops.evicted import with_evicted
 from condense.ops.recall import Askers, GroupIndex, IndexChoice, Quota, RecallSources, StoreFormat
 from condense.ops.tensors.per_row import max_row
 
@@ -57,9 +56,8 @@ class Recall(Method):
     keeps these tokens as they are, 8 or 4 quantise a group when it closes; not for training.
 
     keep: the share of a prompt's tokens that stay, those that the model needs to repeat it (`Reread`, whose ``share``
-    it is; the last ``window`` tokens are among them). Groups are made of the tokens that stay; all others are one token
-    more, as those of groups that are not open are, which "drop" leaves out too. Below 1 the prompt comes in one
-    forward, with a cache, and is read with dense attention (``prompt="exact"``). Not for training.
+    it is; the last ``window`` tokens are among them). Groups are made of the tokens that stay. Below 1 the prompt comes
+    in one forward, with a cache, and is read with dense attention (``prompt="exact"``). Not for training.
     """
 
     name: ClassVar[str] = "recall"
@@ -99,8 +97,7 @@ class Recall(Method):
     @cached_property
     def _choice(self) -> ChoiceSettings:
         store = StoreSettings(self.store_bits, self.store == "host", self.slots if self.store == "host" else 0)
-        mean = self.unchosen == "mean"
-        return ChoiceSettings(self.quota, store, mean, self.prompt, evicts=mean and self.keep < 1)
+        return ChoiceSettings(self.quota, store, self.unchosen == "mean", self.prompt)
 
     @cached_property
     def quota(self) -> Quota:
@@ -170,27 +167,13 @@ class Recall(Method):
     def attend(
         self, q: Tensor, context: Context, *, scale: float, dropout_p: float = 0.0, backend: str = "auto", **others: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """One softmax over the tokens of open groups, the window, one token for all groups that are not open, and one
-        for those of a prompt that did not stay.
+        """One softmax over the tokens of open groups, the window, and one token for all groups that are not open.
 
         q ``[B, H, L, D]``; backend and others as in `condense.ops.attend_recall`. Raises ValueError as
         `check_attention`, and once there are groups to choose from, for a backend that cannot run.
         """
         self.check_attention(scale=scale, dropout_p=dropout_p)
         options: dict[str, Any] = {"scale": scale, "backend": backend, **others}
-        if context.evicted is None:
-            return self._attend(q, context, options)
-        extras = others.get("extras", NO_EXTRAS)
-        options |= {"extras": extras._replace(sink_logits=None), "return_lse": True}
-        out, lse = self._attend(q, context, options)
-        assert lse is not None
-        shared = {"scale": scale, "softcap": extras.softcap, "up": context.projection}
-        out, lse = with_evicted(q, (out, lse), context.evicted, **shared)
-        return extras.finish(out, lse), lse if others.get("return_lse") else None
-
-    def _attend(self, q: Tensor, context: Context, options: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """`attend` without the token for those of a prompt that did not stay."""
-        scale, backend = options["scale"], options["backend"]
         if not context.extra:
             return super().attend(q, context, **options)
         if self.prompt == "exact" and q.shape[2] > 1:

@@ -3,7 +3,6 @@
 Shapes: B rows, H query heads, K KV heads, L tokens of a prompt, c queries, S keys, N layers, D width.
 """
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +13,7 @@ import torch
 from torch import Tensor
 
 from condense.config import Natural, Positive, Share
-from condense.methods.layout import Layout
 from condense.methods.prompt import PromptMethod
-from condense.ops import Chunks
 from condense.ops.tensors.per_row import PerRow, map_rows
 from condense.ops.types import soft_cap
 
@@ -26,9 +23,6 @@ _BLOCK = 256  # queries whose weights are held in float32 at a time
 @dataclass(frozen=True, kw_only=True)
 class Reread(PromptMethod):
     """The ``share`` of a prompt's tokens that the model needs to repeat it, exact; what follows the prompt all stays.
-
-    One token of each KV head stands for the others: the means of their keys and values, with as much weight as they
-    would have if each had that key.
 
     The prompt is read with dense attention. Then the model reads it again, ``piece`` tokens at a time, as if each piece
     were repeated behind the prompt: a repeated token sees the first ``sink`` tokens of the prompt, the piece where it
@@ -46,11 +40,6 @@ class Reread(PromptMethod):
     piece: Positive = 1024
     sink: Natural = 4
     window: Natural = 32
-
-    @property
-    def layout(self) -> Layout:
-        """Tokens after the prompt stay as they are; each entry has a bias, 0 but for that of the evicted tokens."""
-        return dataclasses.replace(super().layout, matched=True)
 
     @property
     def reread(self) -> Self:
@@ -102,14 +91,9 @@ class Reread(PromptMethod):
         ]
         return kept, counts
 
-    def represent(self, chunks: Chunks, summary: Tensor | None, *, scale: float, backend: str) -> tuple[Tensor, ...]:
-        """Every token as its own entry, without a bias; no chunk leaves the window."""
-        k, v = super().represent(chunks, summary, scale=scale, backend=backend)
-        return k, v, k.new_zeros(*k.shape[:3], 1, dtype=torch.promote_types(k.dtype, torch.float32))
-
     def num_entries(self, tokens: PerRow) -> PerRow:
-        """Tokens that stay in the end, on the mean over the layers, and the one that stands for the others."""
-        return map_rows(lambda n: self.num_kept(n) + (self.num_kept(n) < n), tokens)
+        """Tokens that stay in the end, on the mean over the layers."""
+        return map_rows(self.num_kept, tokens)
 
 
 def largest_weights(q: Tensor, k: Tensor, lse: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:

@@ -62,12 +62,12 @@ def tokens_left(method: Method, length: int) -> int:
 def kept(method: Method, length: int) -> dict[Per, int]:
     """Rows that a cache keeps after ``length`` tokens, per KV head, by what a row stands for."""
     if method.reads_prompt:
-        return {Per.ENTRY: int(first_entries(method, length)), Per.HEAD: 1}
+        return {Per.ENTRY: int(first_entries(method, length))}
     length = tokens_left(method, length)
     layout, groups = method.layout, int(num_entries(method, length))
     tail = min(length, layout.num_summary - 1 + SLACK) if layout.num_summary > 1 else 0
     exact = min(length, length - int(first_needed(method, length - SLACK)))
-    counts = {Per.ENTRY: groups, Per.TOKEN: exact, Per.QUERY: tail, Per.FINE: fine_slots(method), Per.HEAD: 1}
+    counts = {Per.ENTRY: groups, Per.TOKEN: exact, Per.QUERY: tail, Per.FINE: fine_slots(method)}
     if layout.choice is not None:
         g, slots = layout.rule.chunk, layout.choice.store.slots
         counts |= {Per.STORED: groups * g, Per.COPIED: slots * g, Per.SLOT: slots, Per.SUM: kept_sums(g)}
@@ -128,7 +128,7 @@ class CachedHeads(NamedTuple):
         length = tokens_left(method, length)
         choice, groups, g = method.layout.choice, int(num_entries(method, length)), method.layout.rule.chunk
         opened = 0 if choice is None else choice.quota.at(groups)
-        counts = dict.fromkeys(("signs", "steps", "biases"), groups) | {"store": opened * g, "sums": 1, "evicted": 1}
+        counts = dict.fromkeys(("signs", "steps", "biases"), groups) | {"store": opened * g, "sums": 1}
         counts |= dict.fromkeys(("entries_k", "entries_v"), groups)
         counts |= dict.fromkeys(("ring_k", "ring_v"), length - groups * g)
         return sum(counts.get(name, 0) * nbytes for (name, _), nbytes in self.row_bytes(method, itemsize).items())

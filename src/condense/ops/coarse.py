@@ -8,7 +8,7 @@ Shapes: B rows, K KV heads, L queries, G coarse entries of n fine ones each, D a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -68,7 +68,7 @@ class CoarseRule:
 class CoarseSpans(RuleSpans):
     """Spans of a `CoarseRule`. fine_start: number of the entry in column 0 of the fine source; an int or ``[B]``."""
 
-    fine_start: PerRow = 0
+    fine_start: PerRow = field(default=0, kw_only=True)
 
     def at(self, start: int, stop: int, device: torch.device) -> list[Span]:
         """As `RuleSpans.at`."""

@@ -35,15 +35,13 @@ class ChoiceSettings:
     quota: number of groups to open. store: of their tokens. mean: queries see the closed groups that they do not open
     as one token (`condense.ops.recall.rest`). prompt: how queries are read of which a call has several: as single ones
     ("recall"); they choose no groups and see the tokens of all ("exact"); or one chooses for those after it, see
-    `condense.ops.recall.choice.Askers` ("shared"). evicts: a prompt's tokens may not all stay, and queries see the
-    others as one more token (`condense.ops.evicted`).
+    `condense.ops.recall.choice.Askers` ("shared").
     """
 
     quota: Quota
     store: StoreSettings
     mean: bool
     prompt: Literal["recall", "exact", "shared"]
-    evicts: bool = False
 
 
 @dataclass(frozen=True)

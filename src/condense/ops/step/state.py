@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from condense.ops.evicted import evicted_width
 from condense.ops.recall.index import GroupIndex, index_widths
 from condense.ops.step.settings import StepSettings
 from condense.ops.tensors.pinned import pinned_zeros
@@ -29,7 +28,6 @@ class Per(Enum):
     SUM = auto()  # of the values of all whole groups at some time
     SLOT = auto()
     FINE = auto()  # entry of a chunk that is not merged yet
-    HEAD = auto()
     ROW = auto()
 
 
@@ -73,7 +71,7 @@ class StateSizes(NamedTuple):
         counts = {
             Per.ENTRY: self.entries, Per.TOKEN: self.tokens, Per.QUERY: self.queries, Per.STORED: self.stored,
             Per.SLOT: slots, Per.COPIED: slots * settings.rule.chunk, Per.SUM: self.sums,
-            Per.FINE: self.fine, Per.HEAD: 1,
+            Per.FINE: self.fine,
         }  # fmt: skip
         return self.rows, self.heads, counts[field.per], *field.width
 
@@ -114,8 +112,6 @@ class StepState(NamedTuple):
     groups, before they are rounded, stands in slot ``j % T``; of latents, whose Dv is 0, of keys, ``[B, K, T, D]``. A
     step that reads the last token of group j writes sum j + 1. So as many tokens can be taken back as T - 1 groups
     hold. In float64 sums of 16-bit numbers hardly round, so that they do not depend on their order.
-    evicted float32 or wider ``[B, K, 1, D + Dv + 1]``, if a prompt's tokens may not all stay: the token that stands for
-    the others (`condense.ops.evicted`), which all queries see; zeros for none.
 
     With coarse entries (`condense.ops.coarse.Coarse`) these are what ``entries`` holds, and also the following:
 
@@ -141,7 +137,6 @@ class StepState(NamedTuple):
     sums: Tensor
     fine_k: Tensor
     fine_v: Tensor
-    evicted: Tensor
 
     def entries(self, settings: StepSettings) -> tuple[Tensor, ...]:
         """All that is kept of entries, in the order in which `condense.Method.represent` makes it."""
@@ -185,12 +180,10 @@ def fields_of(settings: StepSettings, heads: int, widths: tuple[int, int], dtype
         Field("biases", Per.ENTRY, (1,), wide) if settings.matched else Field("biases", Per.ROW, (0,), wide),
     )
     if choice is None:
-        fine = {} if settings.coarse is None else {"fine_k": D, "fine_v": Dv}
-        others = (
-            Field(name, Per.FINE, (fine[name],), dtype) if name in fine else Field(name, Per.ROW, (0,), dtype)
-            for name in StepState._fields[len(of_all) : -1]
-        )
-        return *of_all, *others, Field("evicted", Per.HEAD, (0,), wide)
+        fine = [] if settings.coarse is None else [("fine_k", D), ("fine_v", Dv)]
+        others = StepState._fields[len(of_all) : len(StepState._fields) - len(fine)]
+        empty = (Field(name, Per.ROW, (0,), dtype) for name in others)
+        return (*of_all, *empty, *(Field(name, Per.FINE, (width,), dtype) for name, width in fine))
     store = settings.store_format
     stored, of_store = store.width(D, Dv, dtype.itemsize), store.dtype(dtype)
     signs, steps = index_widths(settings.rule.chunk, D)
@@ -205,7 +198,6 @@ def fields_of(settings: StepSettings, heads: int, widths: tuple[int, int], dtype
         Field("sums", Per.SUM, (Dv or D if choice.mean else 0,), torch.float64),
         Field("fine_k", Per.ROW, (0,), dtype),
         Field("fine_v", Per.ROW, (0,), dtype),
-        Field("evicted", Per.HEAD, (evicted_width(widths) if choice.evicts else 0,), wide),
     )
 
 
@@ -286,9 +278,7 @@ def check_state(state: StepState, settings: StepSettings) -> None:
                 f"{x.device}"
             )
         by_rows = (
-            settings.choice is None
-            and x.dtype != torch.uint8
-            and field.name not in ("biases", "fine_k", "fine_v", "evicted")
+            settings.choice is None and x.dtype != torch.uint8 and field.name not in ("biases", "fine_k", "fine_v")
         )
         if by_rows and x.dim() == 4 and x.stride(3) != 1 and x.shape[3] > 1:
             raise ValueError(f"{field.name} must be contiguous in its last dimension, got strides {x.stride()}")

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from condense.ops.coarse import CoarseRule, merged
-from condense.ops.evicted import with_evicted
 from condense.ops.recall.choice import IndexChoice, choose_groups, chosen_groups, index_scores
 from condense.ops.recall.rest import rest_weights, with_rest
 from condense.ops.spans import entry_bias, joined_bias
@@ -153,12 +152,8 @@ def attend(call: StepCall, seen: Tensor, alive: Tensor) -> tuple[Tensor, Tensor]
         biases, sizes = [settings.coarse.bias, of_entries], [M, state.fine_k.shape[2]]
     bias, own = joined_bias(biases, sizes, q.device), isinstance(of_entries, Tensor)
     block = BlockKeys(keys, values, sees | empty, empty, bias, own)
-    evicts = choice is not None and choice.evicts
-    needs_lse = call.extras.needs_lse or settings.sees_rest or evicts
-    options = AttendOptions(call.scale, call.extras.softcap, return_lse=needs_lse)
+    options = AttendOptions(call.scale, call.extras.softcap, return_lse=call.extras.needs_lse or settings.sees_rest)
     out, lse = attend_block(q, block, options)
-    if evicts:
-        out, lse = with_evicted(q, (out, lse), state.evicted, scale=call.scale, softcap=options.softcap)
     if choice is None or not choice.mean:
         return out, lse
     hi = (closed.clamp(max=M) * alive)[:, None, None]

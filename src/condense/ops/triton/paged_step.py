@@ -184,8 +184,7 @@ def _buffers_of(
     near, far, past = state.window.cache, state.entries.cache, state.ring
     kept = dict.fromkeys(StepState._fields, near)
     D, sums = widths[0], near[..., window_columns(*widths, settings, near.itemsize)[0] :]
-    # no tokens of a prompt are evicted
-    kept |= {"ring_v": near[..., D:], "sums": sums, "seen": seen, "first": seen, "arrived": seen, "evicted": seen[:0]}
+    kept |= {"ring_v": near[..., D:], "sums": sums, "seen": seen, "first": seen, "arrived": seen}
     if state.holds_records:
         kept |= record_format(settings, widths, near.dtype).views(far, state.store)
     else:

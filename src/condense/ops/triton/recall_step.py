@@ -69,7 +69,7 @@ def tensors_of(
     counts: which rows count. turn: the rotation. tables: of the pages of tokens and of records, the tokens of the rows
     before each, stamps of records, and tags and clock of `PagedSlots`; None for buffers.
     """
-    _, _, ring_k, ring_v, _, seen, _, _, _, signs, steps, store, slots, held, order, sums, *_, evicted = state
+    _, _, ring_k, ring_v, _, seen, _, _, _, signs, steps, store, slots, held, order, sums, *_ = state
     part, lse, score, top, total, *optional, base, groups, place, slot_of, used, free = scratch
     *centres, asked, whole = (x if x.numel() > 0 else None for x in optional)
     near, far, before, *copied = tables
@@ -80,8 +80,8 @@ def tensors_of(
         (score, top, total, seen, counts, groups, place, held, order, slot_of, used, free, before, far, *copied),
         (asked, signs, steps, store, base, groups, seen, counts, part, lse, far, before, *in_slots),
         (
-            q, signs, steps, store, ring_k, ring_v, sums, evicted if evicted.numel() > 0 else None, slots, asked, turn,
-            base, groups, place, *centres, seen, counts, part, lse, near, far, before,
+            q, signs, steps, store, ring_k, ring_v, sums, slots, asked, turn, base, groups, place, *centres, seen,
+            counts, part, lse, near, far, before,
         ),
     )  # fmt: skip
 

@@ -1,5 +1,5 @@
-"""Kernel of Recall's decode step that attends: to the ring's tokens, to the groups that are open, to the one token
-that stands for all others (`condense.ops.recall.rest`), and to that of evicted tokens (`condense.ops.evicted`).
+"""Kernel of Recall's decode step that attends: to the ring's tokens, to the groups that are open, and to the one token
+that stands for all others (`condense.ops.recall.rest`).
 
 A step is five kernels: close a group (`condense.ops.triton.recall_close_kernels`), score the index
 (`recall_step_score_kernels`), choose the groups to open (`recall_step_choice_kernels`), attend, and join the splits
@@ -22,7 +22,7 @@ import triton.language as tl
 from condense.ops.triton import recall_store_kernels as stores
 from condense.ops.triton.device import address, lane_tokens, lanes
 from condense.ops.triton.device.codes import MIDDLE, from_words, to_words
-from condense.ops.triton.device.parts import load_row, load_rows, parts, products, tile_width, zeros
+from condense.ops.triton.device.parts import load_rows, parts, products, tile_width, zeros
 from condense.ops.triton.device.signs import block_width, index_widths, turned_part
 from condense.ops.triton.device.softmax import Softmax, key_products, soft_cap, store_part
 from condense.ops.triton.recall_choice_kernels import wanted_groups
@@ -263,35 +263,11 @@ def rest_of(
     return Softmax(mean, weight + tl.log2(one * FORM.g), one)
 
 
-@triton.jit
-def _with_evicted(softmax, evicted_ptr, q, live, scale, CAP: tl.constexpr, FORM: tl.constexpr):
-    """The `Softmax` of one token, or of none, with that at ``evicted_ptr``, which stands for a prompt's evicted ones.
-
-    live: whether the queries count.
-    """
-    k = load_row(evicted_ptr, FORM.D0, FORM.D1)  # [1, P] float32
-    v = (k[0],)
-    if FORM.DV > 0:
-        v = load_row(evicted_ptr + FORM.D, FORM.V0, FORM.V1)
-    s = tl.sum(q[0].to(tl.float32) * k[0], 1)
-    if len(q) == 2:
-        s += tl.sum(q[1].to(tl.float32) * k[1], 1)
-    num = tl.load(evicted_ptr + FORM.D + FORM.DV)
-    s = tl.where(live & (num > 0), soft_cap(s * scale, CAP)[0] + tl.log2(tl.maximum(num, 1.0)), float("-inf"))  # [BR]
-    m = tl.maximum(softmax.m, s)
-    safe = tl.where(m == float("-inf"), 0.0, m)
-    before, now = tl.exp2(softmax.m - safe), tl.exp2(s - safe)
-    acc = ()
-    for part in tl.static_range(len(v)):
-        acc = acc + (softmax.acc[part] * before[:, None] + v[part] * now[:, None],)  # noqa: RUF005
-    return Softmax(acc, m, softmax.total * before + now)
-
-
 @triton.jit(do_not_specialize=("least", "part", "of"))
 def recall_attend_kernel(
-    q_ptr, signs_ptr, steps_ptr, store_ptr, ring_k_ptr, ring_v_ptr, sums_ptr, evicted_ptr, slots_ptr, turned_ptr,
-    rotation_ptr, base_ptr, groups_ptr, place_ptr, centre_ptr, centre_top_ptr, centre_total_ptr, seen_ptr, real_ptr,
-    part_ptr, lse_ptr, near_ptr, far_ptr, before_ptr,
+    q_ptr, signs_ptr, steps_ptr, store_ptr, ring_k_ptr, ring_v_ptr, sums_ptr, slots_ptr, turned_ptr, rotation_ptr,
+    base_ptr, groups_ptr, place_ptr, centre_ptr, centre_top_ptr, centre_total_ptr, seen_ptr, real_ptr, part_ptr,
+    lse_ptr, near_ptr, far_ptr, before_ptr,
     s_qb, s_qh, K, R, G, W, N, num_sums, window, most_opened, least, part, of, own, ahead, s_centre, splits, scale,
     SLOTS: tl.constexpr, FORM: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
     APART: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, EARLY: tl.constexpr,
@@ -299,16 +275,14 @@ def recall_attend_kernel(
 ):  # fmt: skip
     """part float32 ``[B, H, S, V]`` and base 2 log-sum-exp ``[B, H, S]`` of every split.
 
-    Grid (S, B * K, tiles of BR query heads); one more for tokens that stand for others. APART: the kernel before this
-    one reads open groups, in splits that are ``ahead`` of these (`condense.ops.triton.latent_groups_kernels`).
+    Grid (S, B * K, tiles of BR query heads); one more if there is a mean. APART: the kernel before this one reads open
+    groups, in splits that are ``ahead`` of these (`condense.ops.triton.latent_groups_kernels`).
 
     A split reads its share of two lists. First tiles of the ring's tokens of groups that are not closed; then the open
     groups, BN tokens at a time, of one group or of several. own: splits that read open groups alone; 0 if all read of
     both lists. BM: above 0, the last program has no share: its part is the one token that stands for the closed groups
-    that are not open, if there can be some, and that of evicted tokens, if a prompt can have some. It reads so many at
-    once of the scores of centres, whose rows are ``s_centre`` long, and of the ``splits`` that `recall_score_kernel`
-    wrote of them; one of the sums, of which a ring has ``num_sums``; and ``evicted``, of one row and KV head after the
-    other.
+    that are not open. It reads so many at once of the scores of centres, whose rows are ``s_centre`` long, and of the
+    ``splits`` that `recall_score_kernel` wrote of them; and one of the sums, of which a ring has ``num_sums``.
 
     most_opened: stride of ``groups`` and ``place``; with part and of the numbers of
     `condense.ops.recall.choice.Quota`. near, far: tables of the pages of tokens and of records, for which scores and
@@ -344,17 +318,10 @@ def recall_attend_kernel(
             # apart, the kernel before this one was the first that waited for those whose results are read here
             if not APART:
                 after_the_last(EARLY)
-            if centre_ptr is None:
-                empty = tl.zeros([BR], tl.float32)
-                rest = Softmax(zeros(BR, FORM.V0, FORM.V1), empty - float("inf"), empty)
-            else:
-                scores, of_head = ((head if FAR is None else kvh) * R + r) * s_centre + this.start, head * R * splits
-                centres = Centres(centre_ptr + scores, centre_top_ptr + of_head, centre_total_ptr + of_head)
-                sums = address.head_sums(sums_ptr, head, kvh, num_sums, near_ptr, DV if DV > 0 else D, NEAR)
-                rest = rest_of(centres, splits, sums, groups_ptr, count, closed, (t + 1) // g, r, R, BM, FORM, NEAR)
-            if evicted_ptr is not None:
-                q = load_rows(q_ptr + b * s_qb + kvh * R * s_qh, r.to(tl.int64) * s_qh, r < R, FORM.D0, FORM.D1)
-                rest = _with_evicted(rest, evicted_ptr + head * (D + DV + 1), q, live, scale, CAP, FORM)
+            scores, of_head = ((head if FAR is None else kvh) * R + r) * s_centre + this.start, head * R * splits
+            centres = Centres(centre_ptr + scores, centre_top_ptr + of_head, centre_total_ptr + of_head)
+            sums = address.head_sums(sums_ptr, head, kvh, num_sums, near_ptr, DV if DV > 0 else D, NEAR)
+            rest = rest_of(centres, splits, sums, groups_ptr, count, closed, (t + 1) // g, r, R, BM, FORM, NEAR)
             if APART:
                 rest = _turned(rest, rotation_ptr, FORM)
             store_part(part_ptr, lse_ptr, rest, part_row, r < R, FORM.V0, FORM.V1)

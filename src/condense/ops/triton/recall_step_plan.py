@@ -84,14 +84,13 @@ def plan_of(shape: StepShape) -> Plan:
     R, V, early, is_apart = H // K, latent or Dv, tiles.early, tiles.opened is not None
     r, GROUPS = choice.quota.at(G), power_of_2(max(G, 4))
     of_quota, has_mean = (r, *choice.quota[1:]), choice.mean and r < G
-    has_others = has_mean or choice.evicts
     # groups of a tile of scores
     GS = max(1, tiles.score.rows // power_of_2(g))
     score_tiles = cdiv(R, tiles.score_heads)
     S0, *few0 = num_splits(device, B * K * score_tiles, cdiv(G, GS), tiles.score.waves)
-    splits = splits_of(shape, tiles, r * g, has_others)
-    # so many centres are read at once by the program of tokens that stand for others
-    BM = max(1, _GATHERED * tiles.attend.num_warps // tiles.heads) if has_others else 0
+    splits = splits_of(shape, tiles, r * g, has_mean)
+    # so many centres are read at once by the program of the mean
+    BM = max(1, _GATHERED * tiles.attend.num_warps // tiles.heads) if has_mean else 0
     # parts that are joined at once, and their columns: those of a block of the rotation, where they are turned back
     joined = splits.ahead + splits.attend
     BS = 64 if is_apart else min(256, max(64, power_of_2(joined)))

@@ -74,8 +74,7 @@ class StepTiles(NamedTuple):
 
 class Splits(NamedTuple):
     """The splits of a KV head's work. ahead: those whose open groups another kernel reads; attend: those of the kernel
-    that attends, one of them that of tokens which stand for others, if there can be some; own: how many of these read
-    open groups alone.
+    that attends, one of them the mean's, if there is one; own: how many of these read open groups alone.
     """
 
     ahead: int
@@ -154,19 +153,19 @@ def tiles_of(shape: StepShape, form: Form) -> StepTiles:
     return StepTiles(score, score_heads, attend, attend_heads, opened, early, weight)
 
 
-def splits_of(shape: StepShape, tiles: StepTiles, opened: int, has_others: bool) -> Splits:
-    """The splits of a step. opened: the most tokens of open groups. has_others: whether tokens stand for others."""
+def splits_of(shape: StepShape, tiles: StepTiles, opened: int, has_mean: bool) -> Splits:
+    """The splits of a step. opened: the most tokens of open groups."""
     device, H, B, K, tokens = shape.device, shape.H, shape.sizes.rows, shape.sizes.heads, shape.sizes.tokens
     if tiles.opened is not None:
         programs = B * cdiv(H, latent_groups.HEADS.value)
         ahead, *_ = num_splits(device, programs, cdiv(opened, tiles.opened.rows), tiles.opened.waves)
-        return Splits(ahead, cdiv(cdiv(tokens, tiles.attend.rows), _RING_TILES) + has_others, 0)
+        return Splits(ahead, cdiv(cdiv(tokens, tiles.attend.rows), _RING_TILES) + has_mean, 0)
     keys = sum(cdiv(n, tiles.attend.rows) for n in (opened, tokens))
     most, *_ = num_splits(device, B * K * cdiv(H // K, tiles.heads), keys, tiles.attend.waves)
-    # one of the programs reads what stands for others, if anything can
-    most = max(1, most - has_others)
+    # one of the programs reads what is not open, if anything can be
+    most = max(1, most - has_mean)
     # at least one reads open groups alone, by their share of the work, or none does
     weight, own = tiles.weight * opened, 0
     if weight > 0 and most > 1:
         own = max(1, min(most - 1, round(most * weight / (weight + tokens))))
-    return Splits(0, most + has_others, own)
+    return Splits(0, most + has_mean, own)

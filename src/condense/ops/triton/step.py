@@ -56,7 +56,7 @@ def _step(*fields: Any) -> Tensor:
     (q, k, v), state = fields[:3], StepState(*fields[3:_REST])
     counter, real, sink, settings, scale, latent, softcap = fields[_REST:]
     if not torch.is_inference_mode_enabled():  # tell autograd of the change, as in-place operations do
-        changed = [x for name, x in state._asdict().items() if name not in _READ]
+        changed = [x for name, x in state._asdict().items() if name != "first"]
         torch.autograd.graph.increment_version(changed if counter is None else [*changed, counter])
     token = NewToken(q, k, v, real, counter)
     call = StepCall(token, state, numbered_settings(settings), scale, latent, Extras(softcap, sink))
@@ -64,9 +64,8 @@ def _step(*fields: Any) -> Tensor:
 
 
 _REST = 3 + len(StepState._fields)
-# buffers to which no step writes
-_READ = ("first", "evicted")
-_BUFFERS = (f"Tensor{'' if name in _READ else f'(a{i}!)'} {name}" for i, name in enumerate(StepState._fields))
+# a step writes to all buffers but one
+_BUFFERS = (f"Tensor{'' if name == 'first' else f'(a{i}!)'} {name}" for i, name in enumerate(StepState._fields))
 _SCHEMA = (
     f"step(Tensor q, Tensor k, Tensor v, {', '.join(_BUFFERS)}, Tensor(z!)? counter, Tensor? real, Tensor? sink, "
     "SymInt settings, float scale, SymInt latent, float softcap) -> Tensor"
