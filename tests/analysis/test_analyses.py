@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import shutil
+from collections import defaultdict
 
 import pytest
 import torch
@@ -78,26 +79,30 @@ def _pairs(method, call, q, k, v, *rest):
                         yield k[b, h, i], rep_k, v[b, h, i], rep_v
 
 
+def watched(monkeypatch, name="_condensed"):
+    """The calls of a function of attention from now on, by layer, with their tensors."""
+    seen, stock = defaultdict(list), getattr(models_attention, name)
+
+    def noted(call, *tensors):
+        seen[call.module.layer_idx].append((call, *tensors))
+        return stock(call, *tensors)
+
+    monkeypatch.setattr(models_attention, name, noted)
+    return seen
+
+
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
 def test_distances_one_by_one(monkeypatch, name, method):
-    model = tiny.model(name)
-    found, steps = {}, []
-    kind = {"llama": "_condensed", "deepseek_v3": "condensed_latents"}[name]
-    stock = getattr(models_attention, kind)
-
-    def record(call, *tensors):
-        found.setdefault(call.module.layer_idx, []).extend(_pairs(method, call, *tensors))
-        return stock(call, *tensors)
-
-    monkeypatch.setattr(models_attention, kind, record)
+    model, steps = tiny.model(name), []
+    seen = watched(monkeypatch, {"llama": "_condensed", "deepseek_v3": "condensed_latents"}[name])
     (result,) = measure_deviation(model, method, {"a": IDS}, [30], sequences=3, on_step=lambda: steps.append(1))
     assert (result.text, result.length, result.sequences, len(steps)) == ("a", 30, 3, 3)
     assert result.tokens == 3 * 20
     assert condensed_layers(model) == {}
     assert [layer.layer for layer in result.layers] == [0, 1, 2]
     for layer in result.layers:
-        rows = found[layer.layer]
+        rows = [row for of_call in seen[layer.layer] for row in _pairs(method, *of_call)]
         for part, exact, pooled in ((layer.keys, 0, 1), (layer.values, 2, 3)):
             norms = torch.stack([row[exact].norm() for row in rows])
             distances = torch.stack([(row[exact] - row[pooled]).norm() for row in rows])
@@ -161,17 +166,6 @@ def test_deviation_reads_as_the_model_was_saved(saved, story, tmp_path):
         condense.apply(condense.restore(model), condense.StreamingLLM(), layers=[0])
 
 
-def watched(monkeypatch):
-    seen, stock = {}, models_attention._condensed
-
-    def condensed(call, q, k, v):
-        seen[call.module.layer_idx] = (q, k, call.scale)
-        return stock(call, q, k, v)
-
-    monkeypatch.setattr(models_attention, "_condensed", condensed)
-    return seen
-
-
 @torch.no_grad()
 def test_the_best_of_candidates_that_compute_no_more(monkeypatch):
     model = tiny.model("llama")
@@ -180,7 +174,8 @@ def test_the_best_of_candidates_that_compute_no_more(monkeypatch):
     L, block, seen_by = len(LONG), torch.arange(len(LONG)) // BLOCK, watched(monkeypatch)
     with condense.use(model, "dense"):
         model(LONG[None])
-    for layer, (q, k, scale) in seen_by.items():
+    for layer, ((call, q, k, _),) in seen_by.items():
+        scale = call.scale
         k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
         weights = (scale * q[0] @ k[0].mT).masked_fill(torch.ones(L, L).triu(1).bool(), -math.inf).softmax(-1)
         most = int(seen_pairs(BUDGET.choose(q[:, :1], k[:, :1], scale=scale), L)[0])
@@ -247,8 +242,8 @@ def test_shares_of_recall_token_by_token_and_hits(monkeypatch):
     reports, seen, opened = _measured(monkeypatch, tiny.model("llama"), METHOD)
     assert [report.layer for report in reports] == list(range(tiny.NUM_LAYERS))
     for report in reports:
-        q, k, scale = seen[report.layer]
-        H, K, L = q.shape[1], k.shape[1], len(TEXT)
+        call, q, k, _ = seen[report.layer][-1]
+        scale, H, K, L = call.scale, q.shape[1], k.shape[1], len(TEXT)
         window, exact = torch.zeros(H), torch.zeros(H)
         for t in range(L - STEPS, L):
             closed = (t + 1 - 8) // 4
