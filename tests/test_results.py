@@ -135,10 +135,8 @@ def test_paths_that_cannot_be_written(tmp_path):
     """A lock below a file; a pipe, which a result would replace by a file."""
     (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "pipe")
-    with (
-        pytest.raises(ValueError, match="output: wanted a path that can be written, got"),
-        sole_writer(tmp_path / "file" / "x"),
-    ):
+    below = tmp_path / "file" / "x"
+    with pytest.raises(ValueError, match="output: wanted a path that can be written, got"), sole_writer(below):
         pass
     with pytest.raises(ValueError, match="json: wanted a file, got the device or pipe"):
         refuse_existing(tmp_path / "pipe", "json", overwrite=True)

@@ -1,6 +1,8 @@
 """Two processes with half of the heads each compute what one does; FSDP2 and context parallelism: what comes too late
 or cannot work is refused. Losses and gradients of several processes: tests/train/test_processes.py."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,10 +37,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def models(folder):
     """Loaded like those of the ranks, which make their rotary frequencies where they load."""
-    return {
-        name: AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64, device_map=DEVICE).eval()
-        for name in NAMES
-    }
+    load = partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float64, device_map=DEVICE)
+    return {name: load(folder / name).eval() for name in NAMES}
 
 
 @pytest.fixture(scope="module")

@@ -90,14 +90,10 @@ CONFIGS = {
 LATENT = ("deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite", "youtu")
 OTHERS = ("qwen2", "qwen3", "mistral", "gemma", "phi3", "gpt2", "opt", *LATENT)
 # every method in one architecture, and every architecture with some method
-PAIRS = {f"llama-{name}": ("llama", method) for name, method in METHODS.items()} | {
-    f"{name}-{method}": (name, METHODS[method])
-    for name, method in zip(
-        (*OTHERS, "gpt2-layer-scale"),
-        itertools.cycle(["cca", "streaming-6", "streaming-select-log", "dga", "streaming-llm"]),
-        strict=False,
-    )
-}
+_SOME = itertools.cycle(["cca", "streaming-6", "streaming-select-log", "dga", "streaming-llm"])
+_TURNS = zip((*OTHERS, "gpt2-layer-scale"), _SOME, strict=False)
+PAIRS = {f"llama-{name}": ("llama", method) for name, method in METHODS.items()}
+PAIRS |= {f"{name}-{method}": (name, METHODS[method]) for name, method in _TURNS}
 RECALLS = {f"recall-{name}": (name, {"rest": RECALL}) for name in ("llama", "gpt2", "deepseek_v2")}
 # what `condense.apply` is given: windows and groups of several sizes beside each other, layers that stay stock, and
 # layers that are dense by a method; then bits of entries and stores, and matched biases
