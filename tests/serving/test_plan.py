@@ -78,19 +78,14 @@ RECORDED = [
     (condense.Recall(group_size=160), WIDTHS, 100, False),
     (None, WIDTHS, 100, False),
 ]
+# beside what `test_command` asks for by flags
 REFUSED_ENGINES = [
-    ({"version": "0.29.2"}, "vllm>=0.30,<0.34"),
     ({"version": "0.34.0"}, "vllm>=0.30,<0.34"),
-    ({"cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype must be the model's bfloat16"),
     ({"version": "dev"}, "vllm>=0.30,<0.34"),
     ({"tensor_parallel": 0}, "at least 1, got 0"),
     ({"kv_transfer": True}, "--kv-transfer-config"),
     ({"one_manager": True}, "--disable-hybrid-kv-cache-manager"),
     ({"shared_context": True}, "context parallelism"),
-    ({"kv_heads": None, "choosing_latents": True, "tensor_parallel": 2}, "1 for Recall on latents .* prompt='exact'$"),
-    ({"microbatches": True}, "--enable-dbo"),
-    ({"adapted_latents": True}, "--enable-lora is not served with latents"),
-    ({"adapted_gpt_oss": True}, "--enable-lora is not served with condensed GPT-OSS.* or merge the adapter"),
     ({"dense_latents": [0, 1, 4]}, "dense attention in layers 0-1, 4: give each a method"),
     ({"offloading": True, "kv_transfer": True}, "^--kv-offloading-size is .*: leave it out$"),
     ({"tensor_parallel": 3, "speculative": True}, "^--tensor-.* 8 KV heads, got 3: .*; --speculative-config .* out$"),
