@@ -231,6 +231,24 @@ def test_embeddings_in_place_of_ids_and_inputs_of_each_layer():
     torch.testing.assert_close(batch[1:, 5:], alone, **tiny.EXACT)
 
 
+@pytest.mark.parametrize("method", [METHOD, KEPT], ids=type)
+def test_kinds_of_tokens_are_repeated(method):
+    model, ids, kinds = tiny.model("gpt2"), *(tiny.tokens(1, 40, seed=seed) for seed in (0, 1))
+    embed, logits = model.get_input_embeddings(), []
+    with condense.use(model, method):
+        for given in ({"input_ids": ids, "token_type_ids": kinds}, {"inputs_embeds": embed(ids) + embed(kinds)}):
+            cache = model(**given, use_cache=True)[CACHE]
+            logits.append(model(tiny.tokens(1, 1, seed=2), **{CACHE: cache}).logits)
+    torch.testing.assert_close(*logits, **tiny.EXACT)
+
+
+def test_what_cannot_be_given_to_pieces_is_refused(monkeypatch):
+    """As pictures that a decoder adds in several layers, or inserts itself."""
+    model, ids = condense.apply(tiny.model("llama"), METHOD), tiny.tokens(1, 40)
+    monkeypatch.setattr(reread, "_OWN", reread._OWN - {"position_ids"})
+    tiny.refused("parts of position_ids: use inputs_embeds", model, ids, position_ids=torch.arange(40)[None])
+
+
 def test_beside_other_layers():
     ids = tiny.tokens(1, 50)
     model = tiny.model("gemma2")  # soft caps, and two layers with a sliding window

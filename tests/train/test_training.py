@@ -43,6 +43,7 @@ BAD_RUNS = [
     ({"data_weights": (0.0,)}, "data_weights must be a finite number > 0, got 0.0"),
     ({"lora_rank": 4}, "lora_rank, lora_targets: wanted train='lora' for adapters, got train='all'"),
     ({"shard_size": "12 parts"}, "shard_size: wanted a size such as '12MB', got '12 parts'"),
+    ({"shard_size": "0MB"}, "shard_size: wanted a size such as '12MB', got '0MB'"),
 ]  # fmt: skip
 BAD_PHASES = [
     ({"warmup_steps": 2}, "warmup_steps: wanted at most steps, 1, got 2"),

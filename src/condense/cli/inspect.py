@@ -98,9 +98,9 @@ def inspect_command(
 
 
 def _parse_bytes(name: str, text: str) -> int:
-    """Bytes, of text such as 80GB (billions) or 512GiB (of 2**30). Raises ValueError for anything else."""
+    """Bytes, > 0, of text such as 80GB (billions) or 512GiB (of 2**30). Raises ValueError for anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MGT])(i?)B", text.strip())
-    if found is None:
+    if found is None or float(found[1]) == 0:
         raise ValueError(f"{name}: wanted bytes, such as 80GB or 512GiB, got {text!r}")
     return int(float(found[1]) * (1024 if found[3] else 1000) ** (2 + "MGT".index(found[2])))
 

@@ -18,7 +18,7 @@ BARS = (
 MORE = (
     "No setting passes. More open groups lose less: --method recall-device:min_recall=1024, or "
     "recall-host:num_recall=512,slots=512. Up to some 4,352 tokens both open all groups already, and more bits lose "
-    "less: recall-device:store_bits=8."
+    "less: recall-device:store_bits=8. With keep, a larger share of the prompt loses less."
 )
 
 

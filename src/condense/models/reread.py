@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from condense.caches import CACHE, CondensedCacheLayer
@@ -26,7 +27,9 @@ from condense.ops import RuleSpans, Source, UniformRule, attend
 
 _HOOK = "condense_rereading"
 # arguments of a decoder's forward that hold something for each token, ``[B, L, ...]``
-_INPUTS = ("input_ids", "inputs_embeds", "per_layer_inputs")
+_INPUTS = ("input_ids", "inputs_embeds", "per_layer_inputs", "token_type_ids")
+# further tensors that every forward may be given: the pieces have positions, masks and caches of their own
+_OWN = {"attention_mask", "position_ids", "cache_position", "position_embeddings"}
 _CAUSAL = UniformRule(chunk=1, window=None, max_chunks=0)
 
 
@@ -128,6 +131,12 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
     method: Any = layers[waiting[0]].method.reread
     held = {i: layer.prompt.entries for i, layer in layers.items() if layer.prompt is not None}
     inputs: dict[str, Tensor] = {name: given[name] for name in _INPUTS if given.get(name) is not None}
+    tensors = {name for name, x in given.items() if any(isinstance(leaf, Tensor) for leaf in tree_leaves(x))}
+    if others := tensors - inputs.keys() - _OWN - {CACHE, "past_key_values", "kwargs"}:
+        raise ValueError(
+            f"{method} reads a prompt again in pieces, for which {type(decoder).__name__} cannot be given parts of "
+            f"{', '.join(sorted(others))}: use inputs_embeds that hold them, or a method that keeps all tokens"
+        )
     real = _real(given.get("attention_mask"), next(iter(inputs.values())))
     tokens = real.sum(1).cpu()
     length = int(tokens.max())

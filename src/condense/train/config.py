@@ -196,7 +196,7 @@ class TrainConfig:
             object.__setattr__(self, "pretrained", Path(str(self.pretrained)).expanduser())
         if (self.architecture is None) == (self.pretrained is None):
             raise ValueError("pretrained: wanted either an architecture or a pretrained model, got both or neither")
-        if not _SIZE.fullmatch(str(self.shard_size)):
+        if not _SIZE.fullmatch(str(self.shard_size)) or float(self.shard_size[:-2]) == 0:
             raise ValueError(f"shard_size: wanted a size such as '12MB', got {self.shard_size!r}")
         defaults = TrainConfig.lora_rank, TrainConfig.lora_targets
         if self.train != "lora" and (self.lora_rank, self.lora_targets) != defaults:
