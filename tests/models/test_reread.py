@@ -24,6 +24,8 @@ METHOD, KEPT = tiny.REREAD, tiny.KEPT
 FEW = KEPT.replace(num_recall=2, store="host", slots=1, store_bits=8)
 # GQA, learned positions, latents
 NAMES = {"llama": 2, "gpt2": 4, "deepseek_v3": 1}
+# soft caps; sinks
+ADDING = {"gemma2": (tiny, 3, {"attn_logit_softcapping": 2.0}), "gpt_oss": (small, 2, {})}
 ROWS = [tiny.tokens(1, n, seed=n)[0] for n in (39, 26, 33, 3)]
 
 
@@ -62,6 +64,20 @@ def test_scores_and_choice_are_those_of_the_definition(name, monkeypatch):
         if name != "deepseek_v3":  # whose stock cache holds expanded keys
             for head, of_head in enumerate(positions[i]):
                 assert torch.equal(k[head], whole.layers[i].keys[0, head, of_head])
+
+
+@pytest.mark.parametrize(("name", "adding"), ADDING.items(), ids=ADDING)
+def test_scores_with_soft_caps_and_sinks(name, adding, monkeypatch):
+    models, layers, changes = adding
+    model, ids, calls = models.model(name, layer_types=["full_attention"] * layers, **changes), tiny.tokens(1, 43), []
+    model.set_attn_implementation("eager")
+    expected = oracle_reread.scores(model, ids[0], METHOD, model.config.num_key_value_heads)
+    stock = Reread.chosen
+    monkeypatch.setattr(Reread, "chosen", lambda self, *given: calls.append(given) or stock(self, *given))
+    with condense.use(model, METHOD):
+        model(ids, use_cache=True)
+    for got, want in zip(calls[0][0], expected, strict=True):
+        torch.testing.assert_close(got[0], want, **tiny.EXACT)
 
 
 def test_caches_grow_and_static_ones_agree_and_hold_what_arithmetic_says(name):
@@ -104,16 +120,6 @@ def test_recall_with_all_groups_of_kept_tokens_open_is_reread(name, monkeypatch)
         assert not torch.allclose(tiny.in_chunks(model, ids[:, 40:], (1,) * 21, cache), expected[:, 40:])
     assert len({*counts}) > 1
     assert sum(counts) == tiny.NUM_LAYERS * 16
-
-
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
-def test_soft_caps_and_sinks(name):
-    model, ids, sizes = tiny.model(name) if name == "gemma2" else small.model(name), tiny.tokens(1, 61), (40, 1, 5, 1)
-    logits = []
-    for method in (Reread(share=KEPT.keep, window=KEPT.window), KEPT):
-        with condense.use(model, method):
-            logits.append(tiny.in_chunks(model, ids[:, : sum(sizes)], sizes))
-    torch.testing.assert_close(*logits, **tiny.EXACT)
 
 
 def test_what_is_kept_is_counted_as_a_prompt_of_its_own(name):
@@ -233,12 +239,13 @@ def test_embeddings_in_place_of_ids_and_inputs_of_each_layer():
 
 @pytest.mark.parametrize("method", [METHOD, KEPT], ids=type)
 def test_kinds_of_tokens_are_repeated(method):
-    model, ids, kinds = tiny.model("gpt2"), *(tiny.tokens(1, 40, seed=seed) for seed in (0, 1))
+    """Also one row of them for all."""
+    model, ids, kinds = tiny.model("gpt2"), tiny.tokens(2, 40), tiny.tokens(1, 40, seed=1)
     embed, logits = model.get_input_embeddings(), []
     with condense.use(model, method):
         for given in ({"input_ids": ids, "token_type_ids": kinds}, {"inputs_embeds": embed(ids) + embed(kinds)}):
             cache = model(**given, use_cache=True)[CACHE]
-            logits.append(model(tiny.tokens(1, 1, seed=2), **{CACHE: cache}).logits)
+            logits.append(model(tiny.tokens(2, 1, seed=2), **{CACHE: cache}).logits)
     torch.testing.assert_close(*logits, **tiny.EXACT)
 
 
@@ -247,6 +254,7 @@ def test_what_cannot_be_given_to_pieces_is_refused(monkeypatch):
     model, ids = condense.apply(tiny.model("llama"), METHOD), tiny.tokens(1, 40)
     monkeypatch.setattr(reread, "_OWN", reread._OWN - {"position_ids"})
     tiny.refused("parts of position_ids: use inputs_embeds", model, ids, position_ids=torch.arange(40)[None])
+    model(ids[:, :5], position_ids=torch.arange(5)[None])  # all of it stays
 
 
 def test_beside_other_layers():

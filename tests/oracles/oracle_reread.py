@@ -12,7 +12,7 @@ _SOFTMAX = F.softmax
 @torch.no_grad()
 def scores(model, ids, method, heads):
     """Each layer's scores ``[K, n]`` of one prompt ``[n]``, by a stock model; heads: K of the cache."""
-    n, result = len(ids), None
+    n, result, own = len(ids), None, model.config._attn_implementation
     model.set_attn_implementation("eager")
     for a in range(0, n, method.piece):
         b = min(n, a + method.piece)
@@ -28,7 +28,7 @@ def scores(model, ids, method, heads):
             out = model(both, attention_mask=mask, output_attentions=True, use_cache=False)
         weights = [x[0, :, n:, :n].unflatten(0, (heads, -1)).amax((1, 2)) for x in out.attentions]
         result = weights if result is None else [torch.maximum(x, y) for x, y in zip(result, weights, strict=True)]
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(own)
     return result
 
 

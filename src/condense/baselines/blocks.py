@@ -26,9 +26,9 @@ class SparseKeys(NamedTuple):
 
     @classmethod
     def of_blocks(cls, blocks: Tensor) -> Self:
-        """Blocks alone, those up to the diagonal and always the diagonal itself."""
+        """Blocks alone, and those of the diagonal."""
         own = torch.eye(blocks.shape[1], dtype=torch.bool, device=blocks.device)
-        return cls(blocks.tril() | own, blocks.new_empty(len(blocks), 0, dtype=torch.int64))
+        return cls(blocks | own, blocks.new_empty(len(blocks), 0, dtype=torch.int64))
 
 
 def sparse_attention(

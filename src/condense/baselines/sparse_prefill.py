@@ -5,7 +5,7 @@ Shapes: B rows, H query heads, K KV heads, L tokens in N blocks of `BLOCK`, D an
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -39,16 +39,26 @@ class SparsePrefill(PromptMethod):
         return type(self).attend is SparsePrefill.attend
 
     def attend(
-        self, q: Tensor, context: Context, *, scale: float, dropout_p: float = 0.0, backend: str = "auto", **others: Any
+        self,
+        q: Tensor,
+        context: Context,
+        *,
+        scale: float,
+        dropout_p: float = 0.0,
+        backend: str = "auto",
+        return_lse: bool = False,
+        extras: Extras = NO_EXTRAS,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of a prompt over its chosen keys, and of later tokens over all keys: here, and not in `read`, each
-        head's queries and keys are known. others: as in `condense.ops.attend`.
+        head's queries and keys are known.
 
         Raises ValueError as `check_attention` does, for an unknown backend and, in a prompt, for "triton" and "hopper".
         """
-        L, extras = q.shape[2], others.get("extras", NO_EXTRAS)
+        L = q.shape[2]
         if context.entries.k.shape[2] > 0 or context.window.k.shape[2] > L:  # there are earlier tokens
-            return super().attend(q, context, scale=scale, dropout_p=dropout_p, backend=backend, **others)
+            return super().attend(
+                q, context, scale=scale, dropout_p=dropout_p, backend=backend, return_lse=return_lse, extras=extras
+            )
         self.check_attention(scale=scale, dropout_p=dropout_p, extras=extras)
         if check_backend(backend) in ("triton", "hopper"):
             raise ValueError(f"backend {backend!r} has no kernels for prompts of {self}; use backend='auto'")
@@ -64,7 +74,7 @@ class SparsePrefill(PromptMethod):
                 keys = self.choose(q_row, k_row, scale=scale)
             of_row, lse_row = sparse_attention(q_row, k_row, v_row, keys, scale=scale)
             out[row, :, L - n :], lse[row, :, L - n :] = of_row[0], lse_row[0]
-        return extras.finish(out, lse), lse if others.get("return_lse") else None
+        return extras.finish(out, lse), lse if return_lse else None
 
     def check_attention(self, *, scale: float, dropout_p: float, extras: Extras = NO_EXTRAS) -> None:
         """Raise ValueError for dropout, as the method is for inference, and for soft-capped scores."""

@@ -100,9 +100,10 @@ def inspect_command(
 def _parse_bytes(name: str, text: str) -> int:
     """Bytes, > 0, of text such as 80GB (billions) or 512GiB (of 2**30). Raises ValueError for anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MGT])(i?)B", text.strip())
-    if found is None or float(found[1]) == 0:
+    size = int(float(found[1]) * (1024 if found[3] else 1000) ** (2 + "MGT".index(found[2]))) if found else 0
+    if size == 0:
         raise ValueError(f"{name}: wanted bytes, such as 80GB or 512GiB, got {text!r}")
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** (2 + "MGT".index(found[2])))
+    return size
 
 
 def _print_fits(fits: Sequence[CacheFit], title: str, batch: int | None) -> None:

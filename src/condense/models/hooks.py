@@ -86,8 +86,11 @@ def _reorder_cache(stock: Any, self: Cache, beam_idx: Any) -> None:
 
 
 def _to_dict(stock: Any, self: PreTrainedConfig) -> dict[str, Any]:
-    """The stock result, changed so that it says which attention runs: for a condensed model by an implementation that
-    transformers refuses, and a name of the architecture that engines refuse, if they have no `condense`.
+    """The stock result, changed so that it says which attention runs.
+
+    A condensed configuration is written with its methods, the version of this library and ``attn_implementation``,
+    which transformers without `condense` refuse to load, and with the name of a condensed architecture, which engines
+    without it refuse. A configuration that was set to another implementation is written as a stock one.
     """
     output: dict[str, Any] = stock(self)
     settings = output.pop(KEY, None)

@@ -131,12 +131,6 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
     method: Any = layers[waiting[0]].method.reread
     held = {i: layer.prompt.entries for i, layer in layers.items() if layer.prompt is not None}
     inputs: dict[str, Tensor] = {name: given[name] for name in _INPUTS if given.get(name) is not None}
-    tensors = {name for name, x in given.items() if any(isinstance(leaf, Tensor) for leaf in tree_leaves(x))}
-    if others := tensors - inputs.keys() - _OWN - {CACHE, "past_key_values", "kwargs"}:
-        raise ValueError(
-            f"{method} reads a prompt again in pieces, for which {type(decoder).__name__} cannot be given parts of "
-            f"{', '.join(sorted(others))}: use inputs_embeds that hold them, or a method that keeps all tokens"
-        )
     real = _real(given.get("attention_mask"), next(iter(inputs.values())))
     tokens = real.sum(1).cpu()
     length = int(tokens.max())
@@ -145,6 +139,12 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
         for i, (k, _) in held.items()
     }
     if any(method.num_kept(n) < n for n in tokens.tolist()):
+        tensors = {name for name, x in given.items() if any(isinstance(leaf, Tensor) for leaf in tree_leaves(x))}
+        if others := tensors - inputs.keys() - _OWN - {CACHE, "past_key_values", "kwargs"}:
+            raise ValueError(
+                f"{method} reads a prompt again in pieces, for which {type(decoder).__name__} cannot be given parts of "
+                f"{', '.join(sorted(others))}: use inputs_embeds that hold them, or a method that keeps all tokens"
+            )
         # a row's real slots, in order, then its padding
         order = (~real).to(torch.int8).argsort(dim=1, stable=True)
         config = decoder.config.get_text_config(decoder=True)
@@ -158,7 +158,8 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
             for start in range(0, length, method.piece):
                 stop = min(length, start + method.piece)
                 rows, slots = torch.arange(len(order), device=order.device)[:, None], order[:, start:stop]
-                repeated = {name: x[rows, slots] for name, x in inputs.items()}
+                # some may be one row for all
+                repeated = {name: x.expand(len(order), *x.shape[1:])[rows, slots] for name, x in inputs.items()}
                 positions = (behind[:, None] + torch.arange(stop - start, device="cpu")).to(order.device)
                 piece = Piece(config, method, held, scores, tokens, start, stop)
                 decoder.forward(**repeated, position_ids=positions, **{argument: piece}, use_cache=True)

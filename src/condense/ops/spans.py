@@ -140,8 +140,8 @@ class RowStart(NamedTuple):
 
 
 class SharedByLayers:
-    """Things that the first layer finds and all others share. A subclass is a dataclass whose last field is ``_found``:
-    the compiler of PyTorch 2.11 counts it among the positional arguments.
+    """Things that the first layer finds and all others share. A subclass is a dataclass with ``_found`` behind its
+    positional fields: the compiler of PyTorch 2.11 counts it among these.
     """
 
     _found: dict[Any, Any]
