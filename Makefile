@@ -42,11 +42,11 @@ test-all: .venv/dev .venv-oldest/dev
 	TRITON_INTERPRET=1 $(PYTEST) $(ALL) tests/triton_kernels
 	$(OLDEST) $(ALL) tests/models tests/caches $(COMPILED)
 
-# the oldest PyTorch that we support, with the oldest transformers: caches, models, and what is compiled; in an environment
+# the oldest PyTorch that we support, with the oldest transformers: what depends on either; in an environment
 # of its own (6 GB; less with PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu)
 test-oldest-torch: .venv-oldest-torch/dev
 	OMP_NUM_THREADS=1 .venv-oldest-torch/bin/python -m pytest $(PYTEST_FLAGS) --cells 1 tests/caches tests/models \
-	  tests/test_compile.py tests/test_functional.py
+	  tests/methods tests/ops tests/train tests/test_compile.py tests/test_functional.py
 
 # on a machine with a CUDA device: kernels compiled for it, and everything that runs them
 test-gpu: .venv/dev

@@ -169,10 +169,13 @@ def test_dropout_drops_the_same_weights_in_the_backward_pass(monkeypatch, limit)
     torch.testing.assert_close((v * gradient).sum(), (out * weight).sum(), rtol=1e-12, atol=1e-12)
 
 
+FORWARD = {x: condense.Recall(group_size=4, window=6, num_recall=2, unchosen=x) for x in ("mean", "drop")}
+FORWARD |= {f"{bits} bits": condense.CCA(group_size=4, window=6, entry_bits=bits) for bits in (8, 4)}
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch's own
-@pytest.mark.parametrize("unchosen", ["mean", "drop"])
-def test_forward_mode_gives_the_gradients_of_the_backward_pass(unchosen):
-    method = condense.Recall(group_size=4, window=6, num_recall=2, unchosen=unchosen)
+@pytest.mark.parametrize("method", FORWARD.values(), ids=FORWARD)
+def test_forward_mode_gives_the_gradients_of_the_backward_pass(method):
     inputs, tangents = (oracle.random_qkv(1, 2, 2, 40, 6, 6, seed=seed) for seed in (1, 2))
 
     def attention(q, k, v):

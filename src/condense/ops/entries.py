@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from condense.ops.tensors.codes import dequantise, from_bytes, quantise, step_unit, to_bytes
 
@@ -98,8 +99,9 @@ class EntryFormat:
     def rounded(self, x: Tensor, rows: Tensor) -> Tensor:
         """Vectors of ``rows``, which `pack` made of x, with gradients as if x had not been rounded."""
         numbers = self.unpack(rows, x.shape[-1], x.dtype)
+        is_differentiated = x.requires_grad or forward_ad.unpack_dual(x).tangent is not None
         # x - x is 0, so the numbers stay the same to the bit
-        return numbers + (x - x.detach()) if self.bits < 16 and x.requires_grad else numbers
+        return numbers + (x - x.detach()) if self.bits < 16 and is_differentiated else numbers
 
     def _blocks(self, x: Tensor) -> Tensor:
         """``[..., n, channels]`` of x ``[..., D]``; in the last block the last channel may be repeated."""

@@ -126,6 +126,9 @@ def train_phase(
         report_to="none",
         disable_tqdm=not interactive,
     )
+    if arguments.device.type == "cpu":
+        # in a group of processes accelerate names it "cpu:0", from where transformers 5.17 cannot load a checkpoint
+        vars(arguments)["_setup_devices"] = torch.device("cpu")
     if arguments.n_gpu > 1:
         raise ValueError(
             f"model: wanted one visible GPU, got {arguments.n_gpu}; start one process per GPU with torchrun or "
