@@ -230,6 +230,8 @@ def test_flags_in_a_file(serve, stock, tmp_path):
     file.write_text("kv_cache_dtype: fp8\nenable-dbo: true\n")
     words = "--kv-cache-dtype must be the model's", "--enable-dbo is not served"
     check_refused(serve(stock, "--config", file), *words)
+    file.write_text("kv_cache_dtype: fp8\n")
+    assert serve(stock, "--config", file, "--kv-cache-dtype", "auto")[0]  # a flag counts for more, as in vLLM
     # what a file turns off is not asked for
     file.write_text("enable-dbo: false\ndisable-hybrid-kv-cache-manager: false\nenable_chunked_prefill: false\n")
     assert "--max-num-batched-tokens" not in serve(stock, "--config", file)[0]
