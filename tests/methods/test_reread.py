@@ -7,7 +7,7 @@ import torch
 from oracles import oracle_reread
 
 from condense import Reread
-from condense.methods.reread import largest_weights
+from condense.ops import largest_weights
 
 
 @pytest.mark.parametrize("settings", [{}, {"share": 0.5, "window": 0}, {"sink": 0, "window": 0}, {"share": 1}])
@@ -36,7 +36,9 @@ def test_largest_weights(softcap):
     q, k = (torch.randn(B, n, m, D, generator=generator, dtype=torch.float64) for n, m in ((H, c), (K, S)))
     lse = torch.randn(B, H, c, generator=generator, dtype=torch.float64) + 5
     lse[1, :, 100:] = torch.inf
-    got = largest_weights(q, k, lse, scale=scale, softcap=softcap)
+    got, definition = (
+        largest_weights(q, k, lse, scale=scale, softcap=softcap, backend=backend) for backend in ("torch", "reference")
+    )
     for b, h, i in itertools.product(range(B), range(K), range(S)):
         weights = []
         for head, j in itertools.product((2 * h, 2 * h + 1), range(c)):
@@ -44,6 +46,7 @@ def test_largest_weights(softcap):
             score = score if softcap == 0 else softcap * torch.tanh(score / softcap)
             weights.append(float((score - lse[b, head, j]).exp()))
         assert got[b, h, i] == pytest.approx(max(weights), rel=1e-12)
+        assert definition[b, h, i] == pytest.approx(max(weights), rel=1e-12)
 
 
 def test_numbers_by_arithmetic():

@@ -1,6 +1,6 @@
 """Reread: a prompt is read twice, and the tokens that the second reading looked at stay (KVzip, arXiv:2505.23416).
 
-Shapes: B rows, H query heads, K KV heads, L tokens of a prompt, c queries, S keys, N layers, D width.
+Shapes: B rows, K KV heads, L tokens of a prompt, N layers.
 """
 
 import math
@@ -15,9 +15,6 @@ from torch import Tensor
 from condense.config import Natural, Positive, Share
 from condense.methods.prompt import PromptMethod
 from condense.ops.tensors.per_row import PerRow, map_rows
-from condense.ops.types import soft_cap
-
-_BLOCK = 256  # queries whose weights are held in float32 at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +70,8 @@ class Reread(PromptMethod):
         always = ((column < self.sink) | (column >= ends - self.window))[:, None]
         padding = (column >= ends)[:, None]
         ranked = [
-            x.masked_fill(always.to(x.device), math.inf)
-            .masked_fill(padding.to(x.device), -1)
+            x.masked_fill(always.to(x.device, non_blocking=True), math.inf)
+            .masked_fill(padding.to(x.device, non_blocking=True), -1)
             .sort(dim=2, descending=True, stable=True)
             for x in scores
         ]
@@ -85,7 +82,7 @@ class Reread(PromptMethod):
         counts = torch.zeros_like(best).scatter(1, order, best).view_as(worth).sum(2).T.cpu()
         kept = [
             torch.zeros_like(places, dtype=torch.bool).scatter_(
-                2, places, (column < count[:, None, None]).to(places.device).expand_as(places)
+                2, places, (column < count[:, None, None]).to(places.device, non_blocking=True).expand_as(places)
             )
             for (_, places), count in zip(ranked, counts, strict=True)
         ]
@@ -94,18 +91,3 @@ class Reread(PromptMethod):
     def num_entries(self, tokens: PerRow) -> PerRow:
         """Tokens that stay in the end, on the mean over the layers."""
         return map_rows(self.num_kept, tokens)
-
-
-def largest_weights(q: Tensor, k: Tensor, lse: Tensor, *, scale: float, softcap: float = 0.0) -> Tensor:
-    """The largest weight that any query gives each key of a KV head, ``[B, K, S]`` in float32 or wider.
-
-    q ``[B, H, c, D]``, k ``[B, K, S, D]``; lse ``[B, H, c]``: of all that the query sees, infinite for a query that
-    does not count. softcap: as in `condense.ops.Extras`.
-    """
-    K, wide = k.shape[1], torch.promote_types(q.dtype, torch.float32)
-    keys = k.to(wide).mT
-    best = keys.new_full(k.shape[:3], -math.inf)
-    for part, of_part in zip(q.split(_BLOCK, 2), lse.split(_BLOCK, 2), strict=True):
-        queries, seen = ((x.unflatten(1, (K, -1)).flatten(2, 3)) for x in (part.to(wide) * scale, of_part))
-        best = torch.maximum(best, (soft_cap(queries @ keys, softcap) - seen[..., None]).amax(2))
-    return best.exp()

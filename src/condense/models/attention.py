@@ -24,7 +24,7 @@ from condense.models.forward import AttentionCall, ForwardBoard, assert_one_docu
 from condense.models.layers import condensed_layer, ensure_layers, read_tokens
 from condense.models.masks import ALL_REAL, is_real
 from condense.models.mla import condensed_latents, head_mesh, up_projection
-from condense.models.reread import Piece
+from condense.models.reread import Pieces
 from condense.models.stock import method_of
 from condense.ops import Extras, NewToken
 from condense.ops.tensors.autocast import outside_autocast
@@ -132,14 +132,14 @@ class CacheProxy:
     def attend(self, call: AttentionCall) -> Tensor:
         """Condensed attention ``[B, H, L, Dv]`` of the new tokens, which are added to the real cache.
 
-        Of a prompt that is read again nothing is added (`condense.models.reread.Piece`).
+        Of a prompt that is read again nothing is added (`condense.models.reread.Pieces`).
         """
         if self.is_latent and (call.extras.softcap or call.extras.sink_logits is not None):
             raise ValueError("attention over latents (MLA) has no soft cap and no sinks: call condense.restore(model)")
         method = method_of(call.module)
         method.check_attention(scale=call.scale, dropout_p=call.dropout, extras=call.extras)
         cache = call.cache
-        if isinstance(cache, Piece) and call.layer_idx in cache.held:
+        if isinstance(cache, Pieces) and call.layer_idx in cache.held:
             return cache.attend(call)
         if cache is not None and call.q.shape[2] == 1:
             out = self._step(call, cache, method)
@@ -279,7 +279,7 @@ class CondensedAttention(nn.Module):
         if not torch.compiler.is_compiling():
             self.condense_board.check_thread()
             methods = self.condense_board.methods
-            if cache is not None and layer_idx == next(iter(methods)) and not isinstance(cache, Piece):
+            if cache is not None and layer_idx == next(iter(methods)) and not isinstance(cache, Pieces):
                 # before any layer takes a token
                 ensure_layers(cache, methods)
         state = CacheProxy(cache, layer_idx, is_latent=is_latent(self))

@@ -1,10 +1,11 @@
-"""Reading prompts again, by `condense.Method.reread`: a hook of the decoder, and the cache of a repeated piece.
+"""Reading prompts again, by `condense.Method.reread`: a hook of the decoder, and the cache of the pieces.
 
 The first reading is an ordinary forward, after which each layer's cache holds the whole prompt. The hook then calls the
-decoder once for every piece of the prompt, over a cache of the piece's own: in it, layers that drop tokens look up what
-theirs hold and note the weights that it gets; layers with another attention begin anew with each piece.
+decoder on pieces of the prompt, several at once as rows of a batch, over a cache of their own: in it, layers that drop
+tokens look up what theirs hold and note the weights that it gets; layers with another attention begin anew with each
+piece.
 
-Shapes: B rows, L slots of the prompt, c tokens of a piece, S keys, N layers.
+Shapes: B rows, L slots of the prompt, P pieces of c tokens read at once, S keys, K KV heads.
 """
 
 import inspect
@@ -19,17 +20,18 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from condense.caches import CACHE, CondensedCacheLayer
 from condense.methods import Method, Reread
-from condense.methods.reread import largest_weights
 from condense.models.families import counts_tokens, is_latent, max_learned_positions
 from condense.models.forward import AttentionCall
 from condense.models.mla import up_projection
-from condense.ops import RuleSpans, Source, UniformRule, attend
+from condense.ops import RuleSpans, Source, UniformRule, attend, largest_weights
 
 _HOOK = "condense_rereading"
 # arguments of a decoder's forward that hold something for each token, ``[B, L, ...]``
 _INPUTS = ("input_ids", "inputs_embeds", "per_layer_inputs", "token_type_ids")
 # further tensors that every forward may be given: the pieces have positions, masks and caches of their own
 _OWN = {"attention_mask", "position_ids", "cache_position", "position_embeddings"}
+# tokens of each row that are read again at once: fewer leave a GPU waiting for the host
+_MOST_TOKENS = 16_384
 _CAUSAL = UniformRule(chunk=1, window=None, max_chunks=0)
 
 
@@ -54,28 +56,36 @@ def watch(model: nn.Module, attentions: Mapping[int, nn.Module], methods: Mappin
         vars(holders[-1])[_HOOK] = holders[-1].register_forward_hook(_read_again, with_kwargs=True)
 
 
-class Piece(DynamicCache):
-    """The cache of tokens ``[start, stop)`` of each row's prompt while they are read again.
+class Pieces(DynamicCache):
+    """The cache of ``size`` = P pieces of c tokens of each row's prompt while they are read again, as B * P rows.
 
     held: what the layers under ``method`` hold of the prompt, by layer, keys and values ``[B, K, L, D]``, left-aligned.
-    scores: of the tokens of these layers ``[B, K, L]``, raised to the weights that the piece's queries give. tokens:
-    real tokens per row, int64 CPU ``[B]``.
+    scores: of the tokens of these layers ``[B, K, L]``, set to the weights that the queries of their own piece give
+    them; so sinks, which stay whatever they get, are scored by the first piece alone. tokens: real ones per row, int64
+    CPU ``[B]``. start: the first token of the first piece.
     """
 
     def __init__(
         self, config: Any, method: Reread, held: Mapping[int, tuple[Tensor, ...]], scores: Mapping[int, Tensor],
-        tokens: Tensor, start: int, stop: int,
+        tokens: Tensor, start: int, size: tuple[int, int],
     ) -> None:  # fmt: skip
         super().__init__(config=config)
-        self.held, self._scores = held, scores
-        sink = min(method.sink, start)
-        self._columns = torch.tensor([*range(sink), *range(start, stop)], device="cpu")
-        real = (tokens - start).clamp(0, stop - start)
-        self._seen, self._padding = sink + real, torch.arange(stop - start, device="cpu") >= real[:, None]
-        self._copies: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self.held, self._scores, self._start, (self._P, self._c) = held, scores, start, size
+        begins = start + self._c * torch.arange(self._P, device="cpu")
+        sinks = begins.clamp(max=method.sink)
+        real = (tokens[:, None] - begins).clamp(0, self._c)  # [B, P]
+        # a piece's tokens, then sinks, then whatever, which no query sees
+        column = torch.arange(self._c + int(sinks.max()), device="cpu")
+        inside = column < real[..., None]
+        columns = torch.where(
+            inside, begins[:, None] + column, (column - real[..., None]).clamp(0, int(tokens.max()) - 1)
+        )
+        self._seen = (real + sinks).flatten()
+        self._on_cpu = torch.arange(len(tokens), device="cpu")[:, None, None], columns, ~inside[..., : self._c]
+        self._copies: dict[torch.device, list[Tensor]] = {}
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Attention ``[B, H, c, Dv]`` over the piece where it stands in the prompt, the sinks and the piece so far.
+        """Attention ``[B * P, H, c, Dv]`` over each piece where it stands in the prompt, sinks, and the piece so far.
 
         Raises ValueError for heads that are spread over processes.
         """
@@ -84,8 +94,9 @@ class Piece(DynamicCache):
             raise ValueError(
                 f"reread cannot be tensor parallel: its choice is for all heads, and {q.shape[1]} of {heads} are here"
             )
-        columns, padding = self._on(q.device)
-        k, v = (x.index_select(2, columns) for x in self.held[call.layer_idx])
+        rows, columns, padding = self._on(q.device)
+        # rows of a piece are copied once, in the order of tokens, which the kernels can read
+        k, v = (x.transpose(1, 2)[rows, columns].flatten(0, 1).transpose(1, 2) for x in self.held[call.layer_idx])
         if is_latent(call.module):
             k, v = up_projection(call.module, heads, q).expand(k)
         spans = RuleSpans(_CAUSAL, 0, 0, 0, self._seen)
@@ -94,18 +105,19 @@ class Piece(DynamicCache):
         assert lse is not None
         if (logits := call.extras.sink_logits) is not None:
             lse = torch.logaddexp(lse, logits.to(lse.dtype)[:, None])
-        lse = lse.masked_fill(padding[:, None], torch.inf)
-        best = largest_weights(q, k, lse, scale=call.scale, softcap=call.extras.softcap)
-        scores = self._scores[call.layer_idx]
-        best = best.unflatten(1, (scores.shape[1], -1)).amax(2)  # latents are one KV head, expanded for each query head
-        scores.index_copy_(2, columns, torch.maximum(scores.index_select(2, columns), best))
+        lse = lse.masked_fill(padding.flatten(0, 1)[:, None], torch.inf)
+        best = largest_weights(q, k[:, :, : self._c], lse, scale=call.scale, softcap=call.extras.softcap)
+        scores = self._scores[call.layer_idx][:, :, self._start :]
+        # latents are one KV head, expanded for each query head
+        best = best.unflatten(1, (scores.shape[1], -1)).amax(2).unflatten(0, (-1, self._P))  # [B, P, K, c]
+        stop = min(scores.shape[2], self._P * self._c)
+        scores[:, :, :stop] = best.transpose(1, 2).flatten(2)[:, :, :stop]
         return out
 
-    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The columns and the padding on a device: copied once for all layers there, and the host does not wait."""
+    def _on(self, device: torch.device) -> list[Tensor]:
+        """Rows, columns and padding on a device: copied once for all layers there, and the host does not wait."""
         if device not in self._copies:
-            columns, padding = (x.to(device, non_blocking=True) for x in (self._columns, self._padding))
-            self._copies[device] = columns, padding
+            self._copies[device] = [x.to(device, non_blocking=True) for x in self._on_cpu]
         return self._copies[device]
 
 
@@ -150,19 +162,25 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
         config = decoder.config.get_text_config(decoder=True)
         most = max_learned_positions(config)
         behind = _behind(given.get("position_ids"), real, counts=counts_tokens(config))
+        c = min(length, method.piece)
         if most is not None:
-            behind = behind.clamp(max=most - min(length, method.piece))
+            behind = behind.clamp(max=most - c)
+        positions = (behind[:, None] + torch.arange(c, device="cpu")).to(order.device)
         # a decoder of another repository may have the older name
         argument = CACHE if CACHE in inspect.signature(decoder.forward).parameters else "past_key_values"
+        rows = torch.arange(len(order), device=order.device)[:, None, None]
         with _rotations_stay(decoder):
-            for start in range(0, length, method.piece):
-                stop = min(length, start + method.piece)
-                rows, slots = torch.arange(len(order), device=order.device)[:, None], order[:, start:stop]
+            for start in range(0, length, max(1, _MOST_TOKENS // c) * c):
+                P = min(-(-(length - start) // c), max(1, _MOST_TOKENS // c))
+                columns = torch.arange(start, start + P * c, device=order.device).clamp(max=order.shape[1] - 1)
+                slots = order[:, columns].unflatten(1, (P, c))
                 # some may be one row for all
-                repeated = {name: x.expand(len(order), *x.shape[1:])[rows, slots] for name, x in inputs.items()}
-                positions = (behind[:, None] + torch.arange(stop - start, device="cpu")).to(order.device)
-                piece = Piece(config, method, held, scores, tokens, start, stop)
-                decoder.forward(**repeated, position_ids=positions, **{argument: piece}, use_cache=True)
+                repeated = {
+                    name: x.expand(len(order), *x.shape[1:])[rows, slots].flatten(0, 1) for name, x in inputs.items()
+                }
+                pieces = Pieces(config, method, held, scores, tokens, start, (P, c))
+                places = positions.repeat_interleave(P, 0)
+                decoder.forward(**repeated, position_ids=places, **{argument: pieces}, use_cache=True)
     kept, counts = method.chosen([*scores.values()], tokens)
     del held
     for layer, of_layer, count in zip(layers.values(), kept, counts, strict=True):

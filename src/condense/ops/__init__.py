@@ -7,6 +7,7 @@ from condense.ops.api import (
     group_scores,
     importance,
     keep_groups,
+    largest_weights,
     make_entries,
     matched_bias,
     pool,

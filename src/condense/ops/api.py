@@ -263,6 +263,20 @@ def importance(q: Tensor, k: Tensor, sample: Sample, *, scale: float, backend: s
     return _plain(backend).importance(q, k, sample, scale=scale) / sample.num_later.clamp(min=1)[:, None]
 
 
+@torch.no_grad()
+def largest_weights(
+    q: Tensor, k: Tensor, lse: Tensor, *, scale: float, softcap: float = 0.0, backend: str = "auto"
+) -> Tensor:
+    """The largest weight that any query gives each key of a KV head, float32 or wider ``[B, K, N]``. No gradients.
+
+    q ``[B, H, L, D]``, k ``[B, K, N, D]``: every query sees every key. lse ``[B, H, L]``: the log-sum-exp of all that a
+    query sees, which may be more than these keys; infinite for a query that does not count. softcap: as in `Extras`.
+    """
+    problem = Problem(q.device, q.dtype, (q.shape[3],) * 2, q.shape[2], 0.0, q.shape[0], q.shape[1], k.shape[1])
+    run = BACKENDS[resolve_backend(backend, problem)].load().largest_weights
+    return run(q, k, lse, scale=scale, softcap=softcap)
+
+
 def _plain(backend: str) -> Operations:
     """The definition's operations if they are asked for, else PyTorch's: for what has no kernels."""
     return BACKENDS["reference" if check_backend(backend) == "reference" else "torch"].load()

@@ -35,6 +35,7 @@ class Operations(NamedTuple):
     group_scores: Callable[..., Tensor]
     pool: Callable[..., Tensor]
     importance: Callable[..., Tensor]
+    largest_weights: Callable[..., Tensor]
     store_groups: Callable[..., tuple[Tensor, Tensor, Tensor]]
     unpack_store: Callable[..., tuple[Tensor, Tensor]]
     pool_groups: Callable[..., tuple[Tensor, ...]] | None = None
@@ -77,9 +78,9 @@ _REFERENCE = _TORCH._replace(**_operations_in(reference))
 
 
 def _triton() -> Operations:
-    from condense.ops.triton import attend, pool, recall_attend, recall_store
+    from condense.ops.triton import attend, largest_weights, pool, recall_attend, recall_store
 
-    return _TORCH._replace(**_operations_in(attend, pool, recall_attend, recall_store))
+    return _TORCH._replace(**_operations_in(attend, largest_weights, pool, recall_attend, recall_store))
 
 
 def _hopper() -> Operations:

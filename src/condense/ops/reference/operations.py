@@ -134,3 +134,13 @@ def importance(q: Tensor, k: Tensor, sample: Sample, *, scale: float) -> Tensor:
         scores = torch.einsum("bhd,bhld->bhl", query, keys) * scale
         total += scores.masked_fill(~visible, float("-inf")).softmax(-1).masked_fill(~visible, 0.0)
     return total.unflatten(1, (k.shape[1], -1)).sum(2)
+
+
+def largest_weights(q: Tensor, k: Tensor, lse: Tensor, *, scale: float, softcap: float) -> Tensor:
+    """See `condense.ops.largest_weights`. One query at a time, in all rows and heads at once."""
+    wide, K = torch.promote_types(q.dtype, torch.float32), k.shape[1]
+    keys, best = k.to(wide).repeat_interleave(q.shape[1] // K, dim=1), q.new_zeros(k.shape[:3], dtype=wide)
+    for i in range(q.shape[2]):
+        scores = soft_cap(torch.einsum("bhd,bhnd->bhn", q[:, :, i].to(wide), keys) * scale, softcap)
+        best = torch.maximum(best, (scores - lse[:, :, i, None]).exp().unflatten(1, (K, -1)).amax(2))
+    return best

@@ -1,8 +1,10 @@
-"""The `torch` backend of summaries, pooling, importance and stores; any device, all but the last two differentiable.
+"""The `torch` backend of summaries, pooling, stores and what tokens weigh; any device, the first two differentiable.
 
 Shapes: B rows, H query heads, K KV heads, L new queries, Q mean queries kept from earlier calls, D width,
 G spans of S queries or groups of c tokens.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from condense.ops.recall.store import StoreFormat
 from condense.ops.step.pages import Places, copied
 from condense.ops.tensors.right_aligned import head_mean
 from condense.ops.tensors.sampling import Sample
-from condense.ops.types import SummaryColumns, SummarySpans
+from condense.ops.types import SummaryColumns, SummarySpans, soft_cap
 
 # scores that are computed at a time, over all rows, heads and keys
 _BLOCK = 1 << 24
@@ -117,6 +119,19 @@ def importance(q: Tensor, k: Tensor, sample: Sample, *, scale: float) -> Tensor:
         # rows without a query (-1) see no key: their softmax is NaN and is set to 0
         total += scores.masked_fill_(hidden, float("-inf")).softmax(-1).masked_fill_(hidden, 0.0).sum(2)
     return total
+
+
+def largest_weights(q: Tensor, k: Tensor, lse: Tensor, *, scale: float, softcap: float) -> Tensor:
+    """See `condense.ops.largest_weights`. Blocks of queries against all keys."""
+    (B, H), (K, N) = q.shape[:2], k.shape[1:3]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    keys = k.to(wide).mT
+    best = keys.new_full((B, K, N), -math.inf)
+    size = max(1, _BLOCK // (B * H * N))
+    for part, of_part in zip(q.split(size, 2), lse.split(size, 2), strict=True):
+        queries, seen = (x.unflatten(1, (K, -1)).flatten(2, 3) for x in (part.to(wide) * scale, of_part))
+        best = torch.maximum(best, (soft_cap(queries @ keys, softcap) - seen[..., None]).amax(2))
+    return best.exp()
 
 
 def store_groups(form: StoreFormat, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
