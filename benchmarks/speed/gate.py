@@ -55,8 +55,9 @@ class Seen(NamedTuple):
 
     at int64 ``[S]``: positions of the queries. q ``[B, H, S, D]``. tensors: keys and values, source by source: entries,
     or the tokens in Recall's store, and window. mask ``[B|1, K|1, S, n]``, bias float64 ``[B|1, K|1, 1, n]``. clear
-    bool ``[B|1, H|1, S, 1]``: False where rounding decides which groups Recall opens. rest: weight ``[B, H, S]`` and
-    value ``[B, K, S, Dv]`` of the token that stands for all others, as of `condense.ops.recall.rest.with_rest`.
+    bool ``[B|1, H|1, S, 1]``: False where rounding decides which groups Recall opens. rest: weights ``[B, H, S]``, by
+    the dtype of the queries, and values ``[B, K, S, Dv]`` of the token that stands for all others, as of
+    `condense.ops.recall.rest.with_rest`.
     """
 
     at: Tensor
@@ -65,7 +66,7 @@ class Seen(NamedTuple):
     mask: Tensor
     bias: Tensor
     clear: Tensor
-    rest: tuple[Tensor, Tensor] | None = None
+    rest: tuple[dict[torch.dtype, Tensor], Tensor] | None = None
 
     @property
     def near_ties(self) -> int:
@@ -91,8 +92,8 @@ class Seen(NamedTuple):
                 outs.append((q @ k.mT * scale + bias).masked_fill(~mask, -math.inf).softmax(-1) @ v)
             if self.rest is not None:
                 lse = (q @ k.mT * scale + bias).masked_fill(~mask, -math.inf).logsumexp(-1)
-                weight, mean = self.rest[0].chunk(K, dim=1)[head].to(lse.dtype), self.rest[1][:, head, None]
-                outs[-1], _ = with_rest(outs[-1], lse, weight, mean)
+                weight = self.rest[0][q.dtype].chunk(K, dim=1)[head].to(lse.dtype)
+                outs[-1], _ = with_rest(outs[-1], lse, weight, self.rest[1][:, head, None])
         return torch.cat(outs, dim=1) * self.clear
 
     def gradients(self, upstream: Tensor, scale: float) -> tuple[Tensor, ...]:
@@ -130,11 +131,13 @@ def seen(q: Tensor, context: Context, *, scale: float, method: Method) -> Seen:
         clear = is_clear.repeat_interleave(q.shape[1] // signs.shape[1], 1)[..., None]
         index, g = GroupIndex(signs, steps), method.layout.rule.chunk
         if choice.mean and not (choice.prompt == "exact" and L > 1):
-            by_index = IndexChoice(q[:, :, at].double(), index, scale, choice.quota)
-            weight = rest_weights(by_index, 0, len(at), opened, closed, 0.0)
+            weights = {
+                x.dtype: rest_weights(IndexChoice(x, index, scale, choice.quota), 0, len(at), opened, closed, 0.0)
+                for x in (q[:, :, at].double(), q[:, :, at])
+            }
             assert context.means is not None
             assert isinstance(context.spans, RuleSpans)
-            rest = weight, context.means.at(0, L, context.spans, g)[:, :, at]
+            rest = weights, context.means.at(0, L, context.spans, g)[:, :, at]
         masks[0] = opened.repeat_interleave(g, -1)
         form = step_settings(method).store_format
         tensors = [*form.unpack(store, window.k.shape[3], window.v.shape[3], window.k.dtype, index)]

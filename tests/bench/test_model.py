@@ -178,8 +178,10 @@ def rows_of(path):
 
 def test_kernel_prints_and_writes_what_it_measured(tmp_path):
     words = ["--lengths", "64,128", "--ops", "layer,decode", "--decode-batches", "1,2", "--backend", "torch,reference"]
-    recall = "--method=recall:group_size=4,window=8,num_recall=2"
-    done = ran(*KERNEL, recall, *words, "--results", str(tmp_path / "results"))
+    # in float32, of which these rows have few numbers, it is the CPU's model that decides whose largest error is twice
+    # the other's
+    words += ["--dtype", "bfloat16", "--method=recall:group_size=4,window=8,num_recall=2"]
+    done = ran(*KERNEL, *words, "--results", str(tmp_path / "results"))
     assert "no claims" in done.stdout
     assert "backend torch, reference" in done.stdout
     assert "attention of one decode step, 2 rows at once" in done.stdout
