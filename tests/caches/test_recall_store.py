@@ -196,12 +196,12 @@ def test_a_first_call_that_is_refused_leaves_no_memory(make, tokens, method, wid
 
 @pytest.mark.parametrize(("length", "dtype"), [(100, torch.float32), (100, torch.bfloat16), (5, torch.float64)])
 def test_bytes(length, dtype):
-    """All closed groups of ``length`` tokens, at least one, with index and tokens, the window and a group, two sums and
-    two counters.
+    """All closed groups of ``length`` tokens, in blocks of 16, with index and tokens, the window and a group, two sums
+    and two counters.
     """
     layer = StaticCondensedLayer(METHOD, length)
     layer.lazy_initialization(*[x.to(dtype) for x in _qkv(0)[1:]])
-    groups, ring = max(1, (length - 6) // 4), min(length, 10)
+    groups, ring = -(-max(1, (length - 6) // 4) // 16) * 16, min(length, 10)
     numbers = (groups * 4 + ring) * (D + DV) * dtype.itemsize + 2 * DV * 8
     index = groups * ((4 + 4) * -(-D // 8) + (4 + 1) * dtype.itemsize)
     held = sum(x.untyped_storage().nbytes() for x in (*layer.buffers, layer.num_slots))

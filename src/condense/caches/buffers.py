@@ -15,15 +15,23 @@ from condense.ops.tensors.right_aligned import newest
 from condense.ops.tensors.ring import newest_columns, store_newest
 from condense.state import LayerState, num_entries
 
+# sizes of buffers are multiples of this where Triton compiles kernels anew for those that 16 does not divide
+BLOCK = 16
+
 
 def room_of(method: Method, entries: int, tokens: int) -> tuple[int, int]:
     """Columns for the entries, and of a ring for as many of the last ``tokens`` tokens as the method's window holds.
 
-    Where groups are chosen there is room for one at least: see `condense.ops.step.empty_state`.
+    Where groups are chosen there is room for whole blocks of them, at least one: see `condense.ops.step.empty_state`.
     """
     layout, rule = method.layout, method.layout.rule
     N = max(1, tokens) if rule.window is None else min(max(1, tokens), rule.window + rule.chunk)
-    return entries if layout.choice is None else max(1, entries), N
+    return entries if layout.choice is None else whole_blocks(max(1, entries)), N
+
+
+def whole_blocks(slots: int) -> int:
+    """The number of slots, rounded up to a multiple of `BLOCK`."""
+    return -(-slots // BLOCK) * BLOCK
 
 
 class Buffered:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from condense.caches.buffers import Buffered
+from condense.caches.buffers import Buffered, whole_blocks
 from condense.caches.store import Store, finish_writes, with_pinned_store
 from condense.methods import FirstEntries, Method
 from condense.ops import NO_EXTRAS, Extras, NewToken, StepCall, StepState, decode_step
@@ -26,17 +26,10 @@ from condense.state import SLACK, LayerState, fine_slots, kept_sums, num_entries
 if TYPE_CHECKING:
     from condense.ops.triton.ring_step import PreparedStep
 
-# buffer sizes are multiples of this, because Triton compiles kernels anew for sizes that are not divisible by 16
-_BLOCK = 16
-
 
 def room_for(needed: int) -> int:
-    """Buffer size: ``needed`` plus 1/32, rounded up to a multiple of `_BLOCK`."""
-    return _blocks(needed + needed // 32 + 1)
-
-
-def _blocks(slots: int) -> int:
-    return (slots + _BLOCK - 1) // _BLOCK * _BLOCK
+    """Buffer size: ``needed`` plus 1/32, in whole blocks."""
+    return whole_blocks(needed + needed // 32 + 1)
 
 
 class RingState(Buffered):
@@ -52,7 +45,7 @@ class RingState(Buffered):
         settings = store.settings
         rule, S = settings.rule, settings.num_summary
         self.num_window, self.num_queries = state.window_k.shape[2], state.mean_q.shape[2]
-        self._most_window = sys.maxsize if rule.window is None else _blocks(rule.window + rule.chunk + SLACK)
+        self._most_window = sys.maxsize if rule.window is None else whole_blocks(rule.window + rule.chunk + SLACK)
         # with num_summary = 1 the step's own query is the summary, so no query is kept
         self._most_queries = 0 if S <= 1 else S - 1 + SLACK
         self.first = state.first
