@@ -225,6 +225,19 @@ def test_rotations_that_grow_with_the_text_are_those_of_the_prompt():
     assert not torch.equal(found[0], tiny.model("llama", rope_parameters=rope).model.rotary_emb.inv_freq)
 
 
+@pytest.mark.parametrize("length", [32, 33])
+def test_a_prompt_is_repeated_with_the_factors_that_rotated_it(length):
+    """Those of longrope change after 32 positions."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 1.5, 2.0, 4.0]}
+    model, found = tiny.model("llama", rope_parameters=rope), []
+    model.model.rotary_emb.register_forward_hook(lambda module, *_: found.append(module.inv_freq.clone()))
+    with condense.use(model, METHOD):
+        tiny.filled(model, tiny.tokens(1, length))
+    assert len(found) > 1
+    assert all(torch.equal(of_piece, found[0]) for of_piece in found)
+
+
 def test_embeddings_in_place_of_ids_and_inputs_of_each_layer():
     model, ids = tiny.model("llama"), tiny.tokens(2, 40)
     with condense.use(model, METHOD):

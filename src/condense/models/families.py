@@ -123,6 +123,18 @@ def has_eager_experts(model: PreTrainedModel) -> bool:
 
 def rope_that_changes(config: Any) -> str | None:
     """The kind of rotary embedding if its frequencies depend on the length of the text, else None."""
+    kinds = (part.get("rope_type") for part in _rope_settings(config))
+    return next((kind for kind in kinds if kind in ("dynamic", "longrope")), None)
+
+
+def last_positions(config: Any) -> list[int]:
+    """Numbers of positions after which embeddings end (learned ones) or all rotate by other factors (longrope)."""
+    longropes = (part for part in _rope_settings(config) if part.get("rope_type") == "longrope")
+    ends = [max_learned_positions(config), *(part.get("original_max_position_embeddings") for part in longropes)]
+    return [end for end in ends if end is not None]
+
+
+def _rope_settings(config: Any) -> list[dict[str, Any]]:
+    """Settings of the rotary embedding, and of those for one kind of layer each."""
     settings = getattr(config, "rope_parameters", None) or {}
-    kinds = [settings, *(part for part in settings.values() if isinstance(part, dict))]  # one, or one per kind of layer
-    return next((kind for part in kinds if (kind := part.get("rope_type")) in ("dynamic", "longrope")), None)
+    return [settings, *(part for part in settings.values() if isinstance(part, dict))]

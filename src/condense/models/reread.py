@@ -20,7 +20,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from condense.caches import CACHE, CondensedCacheLayer
 from condense.methods import Method, Reread
-from condense.models.families import counts_tokens, is_latent, max_learned_positions
+from condense.models.families import counts_tokens, is_latent, last_positions
 from condense.models.forward import AttentionCall
 from condense.models.mla import up_projection
 from condense.ops import RuleSpans, Source, UniformRule, attend, largest_weights
@@ -160,11 +160,11 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
         # a row's real slots, in order, then its padding
         order = (~real).to(torch.int8).argsort(dim=1, stable=True)
         config = decoder.config.get_text_config(decoder=True)
-        most = max_learned_positions(config)
         behind = _behind(given.get("position_ids"), real, counts=counts_tokens(config))
         c = min(length, method.piece)
-        if most is not None:
-            behind = behind.clamp(max=most - c)
+        for end in last_positions(config):
+            if behind.max() <= end:  # keys of the prompt were rotated as positions before this end are
+                behind = behind.clamp(max=end - c)
         positions = (behind[:, None] + torch.arange(c, device="cpu")).to(order.device)
         # a decoder of another repository may have the older name
         argument = CACHE if CACHE in inspect.signature(decoder.forward).parameters else "past_key_values"
