@@ -42,7 +42,7 @@ def name(request):
 
 @pytest.mark.parametrize("at_once", [16_384, 32])
 def test_scores_and_choice_are_those_of_the_definition(name, at_once, monkeypatch):
-    """at_once: tokens of a row that are read again at once, of pieces of 16."""
+    """at_once: tokens that are read again at once, in pieces of 16."""
     monkeypatch.setattr(reread, "_MOST_TOKENS", at_once)
     model, ids, calls, stock = tiny.model(name), tiny.tokens(1, 43), [], Reread.chosen
     expected = oracle_reread.scores(model, ids[0], METHOD, NAMES[name])
@@ -102,6 +102,17 @@ def test_caches_grow_and_static_ones_agree_and_hold_what_arithmetic_says(name):
     held = [layer.buffers for layer in static.layers]
     sizes = [(x.entries_k.shape[2], x.ring_k.shape[2]) for x in held]
     assert sizes == [(count, 64 - 43) for count in counts]
+
+
+def test_rows_share_the_tokens_that_are_read_again_at_once(monkeypatch):
+    """Kernels have a limit of rows times heads, which many rows in small pieces would meet."""
+    monkeypatch.setattr(reread, "_MOST_TOKENS", 64)
+    model, shapes = tiny.model("llama"), []
+    model.model.norm.register_forward_hook(lambda module, args, out: shapes.append(tuple(out.shape[:2])))
+    for rows in (1, 2, 5):
+        with condense.use(model, METHOD):
+            tiny.filled(model, tiny.tokens(rows, 60))
+    assert shapes == [(1, 60), (4, 16), (2, 60), (4, 16), (4, 16), (5, 60), *[(5, 16)] * 4]
 
 
 def test_recall_with_all_groups_of_kept_tokens_open_is_reread(name, monkeypatch):

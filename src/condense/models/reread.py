@@ -30,7 +30,7 @@ _HOOK = "condense_rereading"
 _INPUTS = ("input_ids", "inputs_embeds", "per_layer_inputs", "token_type_ids")
 # further tensors that every forward may be given: the pieces have positions, masks and caches of their own
 _OWN = {"attention_mask", "position_ids", "cache_position", "position_embeddings"}
-# tokens of each row that are read again at once: fewer leave a GPU waiting for the host
+# tokens of all rows that are read again at once: fewer leave a GPU waiting for the host; kernels have a limit of rows
 _MOST_TOKENS = 16_384
 _CAUSAL = UniformRule(chunk=1, window=None, max_chunks=0)
 
@@ -170,8 +170,9 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
         argument = CACHE if CACHE in inspect.signature(decoder.forward).parameters else "past_key_values"
         rows = torch.arange(len(order), device=order.device)[:, None, None]
         with _rotations_stay(decoder):
-            for start in range(0, length, max(1, _MOST_TOKENS // c) * c):
-                P = min(-(-(length - start) // c), max(1, _MOST_TOKENS // c))
+            most = max(1, _MOST_TOKENS // (c * len(order)))
+            for start in range(0, length, most * c):
+                P = min(-(-(length - start) // c), most)
                 columns = torch.arange(start, start + P * c, device=order.device).clamp(max=order.shape[1] - 1)
                 slots = order[:, columns].unflatten(1, (P, c))
                 # some may be one row for all
