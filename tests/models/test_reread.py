@@ -24,8 +24,10 @@ METHOD, KEPT = tiny.REREAD, tiny.KEPT
 FEW = KEPT.replace(num_recall=2, store="host", slots=1, store_bits=8)
 # GQA, learned positions, latents
 NAMES = {"llama": 2, "gpt2": 4, "deepseek_v3": 1}
-# soft caps; sinks
+# soft caps; sinks; queries that are scaled by their position
 ADDING = {"gemma2": (tiny, 3, {"attn_logit_softcapping": 2.0}), "gpt_oss": (small, 2, {})}
+_CHUNKED = {"layer_types": ["full_attention", "chunked_attention"], "no_rope_layers": [0, 1]}
+ADDING["llama4_text"] = small, 1, {**_CHUNKED, "floor_scale": 4, "attn_scale": 0.5}
 ROWS = [tiny.tokens(1, n, seed=n)[0] for n in (39, 26, 33, 3)]
 
 
@@ -70,11 +72,12 @@ def test_scores_and_choice_are_those_of_the_definition(name, at_once, monkeypatc
 
 
 @pytest.mark.parametrize(("name", "adding"), ADDING.items(), ids=ADDING)
-def test_scores_with_soft_caps_and_sinks(name, adding, monkeypatch):
+def test_scores_with_soft_caps_sinks_and_scaled_queries(name, adding, monkeypatch):
     models, layers, changes = adding
-    model, ids, calls = models.model(name, layer_types=["full_attention"] * layers, **changes), tiny.tokens(1, 43), []
+    model = models.model(name, **{"layer_types": ["full_attention"] * layers} | changes)
+    ids, calls = tiny.tokens(1, 43), []
     model.set_attn_implementation("eager")
-    expected = oracle_reread.scores(model, ids[0], METHOD, model.config.num_key_value_heads)
+    expected = oracle_reread.scores(model, ids[0], METHOD, model.config.num_key_value_heads)[:layers]
     stock = Reread.chosen
     monkeypatch.setattr(Reread, "chosen", lambda self, *given: calls.append(given) or stock(self, *given))
     with condense.use(model, METHOD):

@@ -123,7 +123,9 @@ class CacheProxy:
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor | int:
-        """As ``Cache.get_seq_length``; 0 without a cache."""
+        """As ``Cache.get_seq_length``; 0 without a cache. Llama 4 scales queries by it, also of a repeated prompt."""
+        if isinstance(self.cache, Pieces) and layer_idx in self.cache.held:
+            return self.cache.behind
         return 0 if self.cache is None else self.cache.get_seq_length(layer_idx)
 
     def __getattr__(self, name: str) -> Any:

@@ -62,7 +62,7 @@ class Pieces(DynamicCache):
     held: what the layers under ``method`` hold of the prompt, by layer, keys and values ``[B, K, L, D]``, left-aligned.
     scores: of the tokens of these layers ``[B, K, L]``, set to the weights that the queries of their own piece give
     them; so sinks, which stay whatever they get, are scored by the first piece alone. tokens: real ones per row, int64
-    CPU ``[B]``. start: the first token of the first piece.
+    CPU ``[B]``. start: the first token of the first piece. behind: the slot behind the prompt.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class Pieces(DynamicCache):
     ) -> None:  # fmt: skip
         super().__init__(config=config)
         self.held, self._scores, self._start, (self._P, self._c) = held, scores, start, size
+        self.behind = int(tokens.max())
         begins = start + self._c * torch.arange(self._P, device="cpu")
         sinks = begins.clamp(max=method.sink)
         real = (tokens[:, None] - begins).clamp(0, self._c)  # [B, P]
