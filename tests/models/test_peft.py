@@ -114,6 +114,11 @@ def test_an_adapter_per_row():
     for row, adapter in enumerate(("default", "other")):
         model.set_adapter(adapter)
         torch.testing.assert_close(mixed[row : row + 1], tiny.logits(model, ids[row : row + 1]), **tiny.EXACT)
+    with condense.use(model, tiny.REREAD), torch.no_grad():  # whose pieces have rows of their own
+        mixed = tiny.generate(model, IDS, adapter_names=["default", "other"])
+        for row, adapter in enumerate(("default", "other")):
+            model.set_adapter(adapter)
+            assert torch.equal(mixed[row], tiny.generate(model, IDS[row : row + 1])[0])
     said = r"adapter_names .* call the model once per adapter"
     tiny.refused(said, tiny.logits, latents, ids, adapter_names=["default", "other"])
 

@@ -22,7 +22,7 @@ from condense.caches import CACHE, CondensedCacheLayer
 from condense.methods import Method, Reread
 from condense.models.families import counts_tokens, is_latent, last_positions
 from condense.models.forward import AttentionCall
-from condense.models.mla import up_projection
+from condense.models.mla import has_row_adapters, up_projection
 from condense.ops import RuleSpans, Source, UniformRule, attend, largest_weights
 
 _HOOK = "condense_rereading"
@@ -171,7 +171,8 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
         argument = CACHE if CACHE in inspect.signature(decoder.forward).parameters else "past_key_values"
         rows = torch.arange(len(order), device=order.device)[:, None, None]
         with _rotations_stay(decoder):
-            most = max(1, _MOST_TOKENS // (c * len(order)))
+            # PEFT's adapters by row are for as many rows as the prompts have
+            most = 1 if has_row_adapters(decoder) else max(1, _MOST_TOKENS // (c * len(order)))
             for start in range(0, length, most * c):
                 P = min(-(-(length - start) // c), most)
                 columns = torch.arange(start, start + P * c, device=order.device).clamp(max=order.shape[1] - 1)
