@@ -119,6 +119,10 @@ def test_an_adapter_per_row():
         for row, adapter in enumerate(("default", "other")):
             model.set_adapter(adapter)
             assert torch.equal(mixed[row], tiny.generate(model, IDS[row : row + 1])[0])
+    settings = _lora("llama").to_dict() | {"alora_invocation_tokens": [4]}
+    begins = get_peft_model(tiny.model("llama"), LoraConfig(**settings)).double().eval()
+    condense.apply(begins, tiny.REREAD)
+    tiny.refused("parts of alora_offsets", tiny.generate, begins, IDS)
     said = r"adapter_names .* call the model once per adapter"
     tiny.refused(said, tiny.logits, latents, ids, adapter_names=["default", "other"])
 

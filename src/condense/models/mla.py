@@ -76,7 +76,7 @@ def _matrix(projection: nn.Module, rows: int, columns: int, like: Tensor) -> Ten
             "kv_b_proj must have no bias, because entries of latents are read through its matrix alone: leave "
             "lora_bias out, or give adapters other target_modules"
         )
-    if has_row_adapters(projection):
+    if "adapter_names" in hook_arguments(projection):
         raise ValueError(
             "adapter_names (a LoRA adapter per row) cannot be condensed in MLA models, whose rows share their latents' "
             "projection: call the model once per adapter, after set_adapter"
@@ -84,10 +84,10 @@ def _matrix(projection: nn.Module, rows: int, columns: int, like: Tensor) -> Ten
     return projection(torch.eye(columns, device=like.device, dtype=weight.dtype if is_float else like.dtype)).mT
 
 
-def has_row_adapters(module: nn.Module) -> bool:
-    """True while PEFT gives each row of a batch an adapter of its own in a module or its parts (``adapter_names``)."""
+def hook_arguments(module: nn.Module) -> set[str]:
+    """Names of what hooks add to forwards of a module and its parts: PEFT's ``adapter_names``, one for each row."""
     hooks = (hook for part in module.modules() for hook in part._forward_pre_hooks.values())
-    return any("adapter_names" in getattr(hook, "keywords", {}) for hook in hooks)
+    return {name for hook in hooks for name in getattr(hook, "keywords", ())}
 
 
 def check_latents(methods: Mapping[int, Method], attentions: dict[int, nn.Module]) -> None:

@@ -22,7 +22,7 @@ from condense.caches import CACHE, CondensedCacheLayer
 from condense.methods import Method, Reread
 from condense.models.families import counts_tokens, is_latent, last_positions
 from condense.models.forward import AttentionCall
-from condense.models.mla import has_row_adapters, up_projection
+from condense.models.mla import hook_arguments, up_projection
 from condense.ops import RuleSpans, Source, UniformRule, attend, largest_weights
 
 _HOOK = "condense_rereading"
@@ -153,7 +153,8 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
     }
     if any(method.num_kept(n) < n for n in tokens.tolist()):
         tensors = {name for name, x in given.items() if any(isinstance(leaf, Tensor) for leaf in tree_leaves(x))}
-        if others := tensors - inputs.keys() - _OWN - {CACHE, "past_key_values", "kwargs"}:
+        others, added = tensors - inputs.keys() - _OWN - {CACHE, "past_key_values", "kwargs"}, hook_arguments(decoder)
+        if others := others | (added & {"alora_offsets"}):  # where adapters of PEFT begin in the prompt
             raise ValueError(
                 f"{method} reads a prompt again in pieces, for which {type(decoder).__name__} cannot be given parts of "
                 f"{', '.join(sorted(others))}: use inputs_embeds that hold them, or a method that keeps all tokens"
@@ -172,7 +173,7 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
         rows = torch.arange(len(order), device=order.device)[:, None, None]
         with _rotations_stay(decoder):
             # PEFT's adapters by row are for as many rows as the prompts have
-            most = 1 if has_row_adapters(decoder) else max(1, _MOST_TOKENS // (c * len(order)))
+            most = 1 if "adapter_names" in added else max(1, _MOST_TOKENS // (c * len(order)))
             for start in range(0, length, most * c):
                 P = min(-(-(length - start) // c), most)
                 columns = torch.arange(start, start + P * c, device=order.device).clamp(max=order.shape[1] - 1)
