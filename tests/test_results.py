@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from fresh import finish, start
+from tokenizers import Tokenizer, models
 
 import condense
-from condense.files import sole_writer
+from condense.files import sole_writer, whole_folder
 from condense.results import fingerprint, refuse_existing, write_results
 
 FULL = OSError(28, "No space left on device"), r"No space left on device: '.*/r\.json'"
@@ -76,6 +78,24 @@ def test_what_stops_the_writing_leaves_nothing_and_a_full_disk_is_named(tmp_path
     monkeypatch.setattr(json, "dump", stop)
     with pytest.raises(type(error), match=said):
         write_results(tmp_path / "r.json", {"a": 1})
+    assert list(tmp_path.iterdir()) == []
+
+
+FULL_BY = {
+    "tokenizers": (lambda file: Tokenizer(models.BPE()).save(str(file)), r"No space left on device: '.*/d'"),
+    "numpy": (lambda file: np.zeros(2**16).tofile(file), r"could not write .*/d: .* written"),
+}
+
+
+@pytest.mark.parametrize(("write", "said"), FULL_BY.values(), ids=FULL_BY)
+def test_a_full_disk_is_an_error_of_the_system_whoever_writes(tmp_path, write, said):
+    def fill():
+        with whole_folder(tmp_path / "d") as folder:
+            (folder / "file").symlink_to("/dev/full")
+            write(folder / "file")
+
+    with pytest.raises(OSError, match=said):
+        fill()
     assert list(tmp_path.iterdir()) == []
 
 

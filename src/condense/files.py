@@ -3,17 +3,19 @@
 import errno
 import logging
 import os
+import re
 import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 from filelock import FileLock, Timeout
 
 _log = logging.getLogger(__name__)
+_OF_RUST = re.compile(r"\(os error (\d+)\)")  # how tokenizers and safetensors end an error of the system
 
 
 @contextmanager
@@ -32,8 +34,7 @@ def whole_file(target: Path, *, overwrite: bool) -> Iterator[BinaryIO]:
             yield file
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        _name(error, target)
-        raise
+        _raise_named(error, target)
     try:
         if overwrite or not _linked(temporary, target):
             os.replace(temporary, target)
@@ -67,8 +68,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
         part.rename(target)
     except BaseException as error:
         shutil.rmtree(part, ignore_errors=True)
-        _name(error, target)
-        raise
+        _raise_named(error, target)
 
 
 @contextmanager
@@ -107,7 +107,12 @@ def sole_writer(output: Path) -> Iterator[None]:
         lock.release()
 
 
-def _name(error: BaseException, target: Path) -> None:
-    """Put the path into an error of the system that has none, such as that of a full disk."""
-    if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+def _raise_named(error: BaseException, target: Path) -> NoReturn:
+    """Raise an error that ended a block; one of the system, such as a full disk's, as an OSError with the path."""
+    if isinstance(error, OSError) and error.errno is None:  # NumPy's, of a write that stopped short
+        raise OSError(f"could not write {target}: {error}") from error
+    if isinstance(error, OSError) and error.filename is None:
         error.filename = str(target)
+    elif isinstance(error, Exception) and (number := _OF_RUST.search(str(error))):
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(target)) from error
+    raise error
