@@ -34,9 +34,9 @@ from condense.train import phase as phase_module
 from condense.train import run as run_module
 from condense.train.loss import token_loss
 from condense.train.optimizer import projections, set_trained
-from condense.train.phase import forecast, plan_of
+from condense.train.phase import forecast, newest_checkpoint, plan_of
 from condense.train.record import summary
-from condense.train.trainer import MixedTrainer
+from condense.train.trainer import COMPLETE, MixedTrainer
 
 # transformers' own, of PEFT
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -319,6 +319,21 @@ def test_what_stops_a_run_is_one_line_and_leaves_the_last_checkpoint(base, monke
     monkeypatch.undo()
     run_training(run, resume=True)
     assert len(logged(run.output)[1]) == 6
+
+
+def test_a_checkpoint_of_which_a_file_or_its_end_was_lost_is_refused(base):
+    run = adaptation(base)
+    with interrupted_at(3):
+        run_training(run)
+    checkpoint = newest_checkpoint(run.work / "0-adapt")
+    for name in ("model.safetensors", "optimizer.pt", "rng_state.pth", COMPLETE):
+        file, content = checkpoint / name, (checkpoint / name).read_bytes()
+        file.write_bytes(content[:-1])
+        with pytest.raises(ValueError, match=f"as they were written, got {name} without its end, or none: delete"):
+            newest_checkpoint(run.work / "0-adapt")
+        file.write_bytes(content)
+    (checkpoint / "optimizer.pt").unlink()
+    refused("got optimizer.pt without its end, or none: delete that folder", run, resume=True)
 
 
 def test_the_log_has_the_tenth_step_with_the_time_left_and_the_last(base, capsys):

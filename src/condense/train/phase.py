@@ -1,9 +1,9 @@
 """One phase of training: its sizes, Hugging Face's Trainer set up for it, and checkpoints to resume from."""
 
+import json
 import os
 import shutil
 import sys
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -181,23 +181,26 @@ def _check_sharding(*, adapters: bool, low_precision: bool) -> None:
 def newest_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint in a phase's folder.
 
-    Half-written ones are removed. Raises ValueError if a file of it lost its end since.
+    Half-written ones are removed. Raises ValueError if a file of it was lost since, or its end.
     """
     for path in folder.glob("checkpoint-*"):
         if not (path / COMPLETE).exists():  # a process died while it was written
             shutil.rmtree(path)
     last = get_last_checkpoint(folder) if folder.is_dir() else None
     newest = None if last is None else Path(last)
-    if cut := [file.name for file in (newest.iterdir() if newest else ()) if _is_cut(file)]:
+    if newest is not None and (changed := _changed_file(newest)) is not None:
         raise ValueError(
-            f"resume: wanted whole files in {newest}, got {cut[0]} without its end: delete that folder, and training "
-            "goes on from the checkpoint before it"
+            f"resume: wanted the files of {newest} as they were written, got {changed} without its end, or none: "
+            "delete that folder, and training goes on from the checkpoint before it"
         )
     return newest
 
 
-def _is_cut(file: Path) -> bool:
-    """True if a file of PyTorch's, or of JSON, has lost its end."""
-    if file.suffix == ".json":
-        return not file.read_bytes().rstrip().endswith((b"}", b"]"))
-    return file.suffix == ".pt" and not zipfile.is_zipfile(file)
+def _changed_file(checkpoint: Path) -> str | None:
+    """The name of a file that has not the size that it had when the checkpoint was complete; None if all have."""
+    try:
+        sizes = json.loads((checkpoint / COMPLETE).read_bytes())
+    except ValueError:
+        return COMPLETE
+    files = ((name, checkpoint / name, size) for name, size in sizes.items())
+    return next((name for name, file, size in files if not file.is_file() or file.stat().st_size != size), None)

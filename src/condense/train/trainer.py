@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import json
 import math
 import shutil
 import time
@@ -14,12 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from transformers import Trainer
 
+from condense.files import whole_file
 from condense.models import in_eval_mode, use
 from condense.train.config import PhaseConfig
 from condense.train.loss import TokenLoss, token_loss
 from condense.train.optimizer import BETAS, MasterAdamW, parameter_groups
 
-COMPLETE = "complete"  # the file in a checkpoint that all processes have finished
+COMPLETE = "complete"  # the file in a checkpoint that all processes have finished: the bytes of each file, by its name
 _EARLY = 10  # steps, after which the time that the run will take is known
 
 
@@ -160,7 +162,9 @@ class MixedTrainer(Trainer):
             raise ValueError(self._stopped(reason)) from error
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
-            (folder / COMPLETE).touch()
+            sizes = {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
+            with whole_file(folder / COMPLETE, overwrite=True) as complete:
+                complete.write(json.dumps(sizes).encode())
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights in the dtype that they were trained in; PEFT loads adapters as float32."""
