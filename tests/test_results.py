@@ -160,6 +160,9 @@ def test_paths_that_cannot_be_written(tmp_path):
         pass
     with pytest.raises(ValueError, match="json: wanted a file, got the device or pipe"):
         refuse_existing(tmp_path / "pipe", "json", overwrite=True)
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    with pytest.raises(ValueError, match=r"output: wanted a path that does not exist yet, got .*link"):
+        refuse_existing(tmp_path / "link", "output")
 
 
 def test_a_file_system_without_locks_is_written_with_a_warning(tmp_path, monkeypatch, caplog):

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import math
+import os
 import platform
 import subprocess
 import tempfile
@@ -112,7 +113,7 @@ def refuse_existing(path: Path, argument: str, *, overwrite: bool | None = None)
     if overwrite is not None and path.exists() and not path.is_file():
         kind = "folder" if path.is_dir() else "device or pipe"
         raise ValueError(f"{argument}: wanted a file, got the {kind} {path}")
-    if path.exists() and not overwrite:
+    if os.path.lexists(path) and not overwrite:  # a link to nothing, too, in whose place no folder could be put
         raise ValueError(_EXISTS.format(argument, path) + ("" if overwrite is None else _REPLACES))
     parent = next((folder for folder in path.absolute().parents if folder.exists()), path.absolute().parent)
     try:
