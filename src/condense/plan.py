@@ -12,6 +12,7 @@ from torch import Tensor
 from condense.methods import Layout, Method
 from condense.ops import ArraySpans, RuleSpans, SummaryColumns, SummarySpans, document_spans
 from condense.ops.coarse import CoarseSpans
+from condense.ops.spans import SharedByLayers
 from condense.ops.tensors.per_row import PerRow, as_rows, comparable, int_if_equal, max_row
 from condense.ops.tensors.sampling import Sample, sample_queries
 from condense.state import LayerState
@@ -44,7 +45,7 @@ class Reading(NamedTuple):
     merged: ChunkRange | None = None
 
 
-class ForwardPlan:
+class ForwardPlan(SharedByLayers):
     """L new tokens per row, the last ``counts`` of which are real; the rest is padding on the left.
 
     counts: int64 CPU ``[B]``, None: all are real. documents: lengths of the documents packed into one row without
@@ -60,7 +61,7 @@ class ForwardPlan:
         self.padding: PerRow = 0 if counts is None else int_if_equal(num_tokens - counts)
         # each with its key: the method, the device and the numbers of a layer's state
         self._readings: list[tuple[tuple[object, ...], Reading]] = []
-        self._samples: dict[tuple[object, ...], Sample] = {}
+        self._found = {}
 
     def tokens(self, num_rows: int) -> Tensor:
         """Real tokens per row, int64 CPU ``[B]``."""
@@ -76,11 +77,8 @@ class ForwardPlan:
 
     def sample(self, num_rows: int, num_recent: int, num_random: int, seed: int, device: torch.device) -> Sample:
         """See `condense.ops.tensors.sampling.sample_queries`."""
-        key = (num_rows, num_recent, num_random, seed, device)
-        if key not in self._samples:
-            tokens = self.tokens(num_rows)
-            self._samples[key] = sample_queries(tokens, self.num_tokens, num_recent, num_random, seed, device)
-        return self._samples[key]
+        numbers = (self.num_tokens, num_recent, num_random, seed, device)
+        return self.once((num_rows, *numbers), lambda: sample_queries(self.tokens(num_rows), *numbers))
 
     def reading(self, method: Method, state: LayerState | None, device: torch.device) -> Reading:
         """The `Reading` of the new tokens after a state, None before the first ones; its tensors are on the device."""

@@ -23,6 +23,7 @@ from condense.methods import Method
 from condense.models.masks import Padding, check_mask, find_padding, is_real
 from condense.ops import NO_EXTRAS, Extras
 from condense.ops.checks import check_cu_seqlens
+from condense.ops.spans import SharedByLayers
 from condense.ops.tensors.per_row import PerRow, comparable, int_if_equal
 from condense.plan import ForwardPlan
 
@@ -59,20 +60,14 @@ class AttentionCall(NamedTuple):
         return self.mask, self.options.get("cu_seq_lens_q"), self.options.get("position_ids"), self.cache
 
 
-class Forward:
+class Forward(SharedByLayers):
     """The padding, documents and plans of one forward of a model, for all of its layers."""
 
     def __init__(self, call: AttentionCall) -> None:
         # weak references, so that the board does not keep a caller's mask or cache alive
         self._shared = [_Shared(x) for x in call.shared]
         self.B, self.L = call.q.shape[0], call.q.shape[2]
-        self._asked = {call.layer_idx}
-        self._paddings: dict[int, Padding | None] = {}
-        self._past: dict[int, PerRow] = {}
-        self._slots: int | None = None
-        self._plans: dict[tuple[int | None, bool], ForwardPlan] = {}
-        self._lengths: dict[bool, list[int] | None] = {}
-        self._real: dict[int, Tensor] = {}
+        self._asked, self._found = {call.layer_idx}, {}
 
     def takes(self, call: AttentionCall) -> bool:
         """True if the call belongs to this forward: the same objects, from a layer that has not asked yet."""
@@ -99,25 +94,26 @@ class Forward:
 
         Raises ValueError for a mask of another shape than ``[B, 1, 1, n]``, and for one that is too short.
         """
-        if start not in self._paddings:
+
+        def find() -> Padding | None:
             mask, stop = self._padding_mask, start + self.L
-            if mask is not None:
-                check_mask(mask, self.B, max(0, stop - mask.shape[-1]))
-            self._paddings[start] = None if mask is None else find_padding(mask[:, 0, 0, start:stop])
-        return self._paddings[start]
+            if mask is None:
+                return None
+            check_mask(mask, self.B, max(0, stop - mask.shape[-1]))
+            return find_padding(mask[:, 0, 0, start:stop])
+
+        return self.once(("padding", start), find)
 
     def real_rows(self, mask: Tensor, slot: Tensor, num_slots: int) -> Tensor:
         """Rows whose single new token is real, as `is_real`, which the first layer with so many slots asks for all."""
-        if num_slots not in self._real:
-            self._real[num_slots] = is_real(mask, slot, num_slots, self.B)
-        return self._real[num_slots]
+        return self.once(("real", num_slots), lambda: is_real(mask, slot, num_slots, self.B))
 
     def check_slots(self, slots: int) -> None:
         """Raise ValueError if a layer of the cache has another number of slots than those that asked before it."""
-        self._slots = slots if self._slots is None else self._slots
-        if slots != self._slots:
+        first = self.once("slots", lambda: slots)
+        if slots != first:
             raise ValueError(
-                f"the cache must have the same tokens in all layers, got {self._slots} and {slots}: a forward "
+                f"the cache must have the same tokens in all layers, got {first} and {slots}: a forward "
                 "was interrupted between two layers. Start from a new cache"
             )
 
@@ -126,9 +122,9 @@ class Forward:
         mask = self._padding_mask
         if mask is None:
             return
-        if start not in self._past:
-            self._past[start] = int_if_equal(mask[:, 0, 0, :start].sum(1).cpu())
-        wanted, got = comparable(int_if_equal(held())), comparable(self._past[start])
+        past = mask[:, 0, 0, :start]
+        got = self.once(("past", start), lambda: comparable(int_if_equal(past.sum(1).cpu())))
+        wanted = comparable(int_if_equal(held()))
         if wanted != got:
             raise ValueError(
                 "attention_mask must have the cached tokens as they were read, since groups hold them together: wanted "
@@ -141,11 +137,10 @@ class Forward:
 
         documents: lengths of those packed into the row, as `documents` returns them, with start None.
         """
-        key = (start, documents is None)
-        if key not in self._plans:
-            padding = None if start is None else self.padding(start)
-            self._plans[key] = ForwardPlan(self.L, None if padding is None else padding.counts, documents=documents)
-        return self._plans[key]
+        padding = None if start is None else self.padding(start)
+        counts = None if padding is None else padding.counts
+        key = ("plan", start, documents is None)
+        return self.once(key, lambda: ForwardPlan(self.L, counts, documents=documents))
 
     def documents(self, *, plain: bool) -> list[int] | None:
         """Lengths of the documents packed into a row, None if there is one; as transformers recognises them.
@@ -155,16 +150,17 @@ class Forward:
         or jump.
         Raises ValueError if several rows are packed, and for marks that do not fit.
         """
-        if plain not in self._lengths:
+
+        def find() -> list[int] | None:
             marks: Tensor | None = self._shared[1].get()
-            positions: Tensor | None = self._shared[2].get() if plain else None
             if marks is not None:
-                self._lengths[plain] = [n for n in check_cu_seqlens(marks, self.B, self.L, "cu_seq_lens_q") if n]
-            elif self._numbers is not None:
-                self._lengths[plain] = self._runs(self._numbers[:, 0, 0].diff() != 0)
-            else:
-                self._lengths[plain] = None if positions is None else self._runs(positions.diff() != 1)
-        return self._lengths[plain]
+                return [n for n in check_cu_seqlens(marks, self.B, self.L, "cu_seq_lens_q") if n]
+            if self._numbers is not None:
+                return self._runs(self._numbers[:, 0, 0].diff() != 0)
+            positions: Tensor | None = self._shared[2].get() if plain else None
+            return None if positions is None else self._runs(positions.diff() != 1)
+
+        return self.once(("documents", plain), find)
 
     def _runs(self, begins: Tensor) -> list[int] | None:
         """Lengths of the documents if some row has one that begins at ``1 + i`` (bool ``[B, L - 1]``); None for one."""

@@ -140,7 +140,7 @@ class RowStart(NamedTuple):
 
 
 class SharedByLayers:
-    """Things that the first layer finds and all others share. A subclass is a dataclass with ``_found`` behind its
+    """Things that the first layer finds and all others share. A subclass that is a dataclass has ``_found`` behind its
     positional fields: the compiler of PyTorch 2.11 counts it among these.
     """
 
