@@ -185,7 +185,8 @@ def early(monkeypatch):
     pools = []
     if DEVICE == "cuda":
         return pools.append
-    launch, store, attend, stored = paged_step.launch_of, paged_step.store, paged_step.attend, []
+    launch, stored = paged_step.launch_of, []
+    store, attend = paged_step.PagedStep.store, paged_step.PagedStep.attend
 
     def launch_early(*args):
         made, plans = launch(*args), {}
@@ -208,8 +209,9 @@ def early(monkeypatch):
 
     for name in ("gdc_launch_dependents", "gdc_wait"):
         monkeypatch.setattr(step_kernels, name, lambda: None)
-    for name, function in (("launch_of", launch_early), ("store", kept_store), ("attend", late_attend)):
-        monkeypatch.setattr(paged_step, name, function)
+    monkeypatch.setattr(paged_step, "launch_of", launch_early)
+    for name, function in (("store", kept_store), ("attend", late_attend)):
+        monkeypatch.setattr(paged_step.PagedStep, name, function)
     return pools.append
 
 

@@ -5,6 +5,7 @@ Shapes: T new tokens of all requests, H query heads, K KV heads, D and Dv widths
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,27 +56,27 @@ def read_paged(
         check_step(q, widths, settings, **options)
     if state.holds_records:
         _check_records(state, k, v, settings)
-    store: Callable[..., None] | None = None
+    step_of: Callable[..., Any] | None = None
     if takes in ("triton", "hopper"):
-        from condense.ops.triton import paged_step
+        from condense.ops.triton.paged_step import PagedStep
 
-        store = functools.partial(paged_step.store, scale=scale)
-    if store is None and state.store is not None and q.is_cuda:
+        step_of = functools.partial(PagedStep, settings, scale, widths)
+    if step_of is None and state.store is not None and q.is_cuda:
         raise ValueError("a store in host memory needs a step of kernels on CUDA, which cannot run: use store='device'")
-    if store is None and state.slots is not None:
+    if step_of is None and state.slots is not None:
         raise ValueError("slots are of a step of kernels, which cannot run: leave them out of the state")
-    steps = 0 if store is None else new.num_steps
+    steps = 0 if step_of is None else new.num_steps
     # records depend on their tokens alone, so that those of a prompt are made as a step makes them
-    layer = PagedLayer(qkv, state, new, settings, scale, backend, None if settings.choice is None else store)
+    layer = PagedLayer(qkv, state, new, settings, scale, backend, None if settings.choice is None else step_of)
     if steps < len(new.seen) and q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError(
             "requests that no step of kernels reads cannot be captured in a CUDA graph: capture single tokens that "
             "kernels read, or run eagerly"
         )
-    if store is None or steps == 0:
+    if step_of is None or steps == 0:
         layer.read(out, first=0)
         return
-    (ones, *kv), first, seen = (x[:steps] for x in qkv), state.rows(0, steps), new.seen_on_device[:steps]
+    (ones, *kv), step = (x[:steps] for x in qkv), step_of(state.rows(0, steps), new.seen_on_device[:steps])
     to, up = out[:steps], state.up
     if up is not None:
         ones = up.absorb(ones[:, :, None])[:, :, 0]
@@ -87,9 +88,9 @@ def read_paged(
         weighing = (total / state.ranks.heads).to(ones.dtype)
     # ahead of kernels that start before the one in front of them has ended, and would read what it has not written
     before = None if settings.choice is None else new.before
-    store(weighing, *kv, first, seen, settings)
+    step.store(weighing, *kv)
     layer.read(out, first=steps)
-    paged_step.attend(ones, first, seen, settings, scale=scale, out=to, before=before)
+    step.attend(ones, to, before)
     if up is not None:
         out[:steps] = up.project_out(to[:, :, None])[:, :, 0]
 

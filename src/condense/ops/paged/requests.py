@@ -8,6 +8,7 @@ columns of a slot, D and Dv widths; on latents K is 1 and Dv is 0 but for output
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,8 +35,8 @@ from condense.ops.types import Chunks
 class PagedLayer:
     """One layer in one step. qkv: q ``[T, H, D]``, k ``[T, K, D]`` and v ``[T, K, Dv]`` of all requests.
 
-    closes: stores a token of each row and the record of the group that it completes, as kernels of a step do; None:
-    what groups become is made by `condense.ops`.
+    closes: of a state and the tokens of each row, the step of kernels that stores one of these and the record of the
+    group that it completes; None: what groups become is made by `condense.ops`.
     """
 
     qkv: tuple[Tensor, Tensor, Tensor]
@@ -44,7 +45,7 @@ class PagedLayer:
     settings: StepSettings
     scale: float
     backend: str
-    closes: Callable[..., None] | None
+    closes: Callable[..., Any] | None
 
     def read(self, out: Tensor, first: int) -> None:
         """See `condense.ops.paged.read_paged`: requests from ``first`` on, what they store first."""
@@ -127,7 +128,7 @@ class PagedLayer:
             return pages._replace(table=self.new.once((id(groups), table.data_ptr()), lambda: table[groups.row]))
 
         state = self.state._replace(window=of_groups(window), entries=of_groups(entries))
-        self.closes(k, k, v, state, groups.seen, self.settings)
+        self.closes(state, groups.seen).store(k, k, v)
 
     def made(self, tokens: Tensor, calls: tuple[Call, ...]) -> tuple[Tensor, ...]:
         """Entries ``[G, K, D + Dv]``, or all planes of their records ``[G, K, n]``, of groups of tokens

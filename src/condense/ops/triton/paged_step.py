@@ -10,7 +10,7 @@ text: where these are more, requests attend one part after another.
 Shapes: R requests, H query heads, K KV heads, D and Dv widths, P pages.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -31,95 +31,144 @@ from condense.ops.triton.step_plan import StepShape, launch_of
 _SHARE_TILE = 256
 
 
-def store(
-    q: Tensor, k: Tensor, v: Tensor, state: PagedState, seen: Tensor, settings: StepSettings, *, scale: float
-) -> None:
-    """Store one token of each request, and the entry of a group that is due, or the record of one that it completes.
+class PagedStep(NamedTuple):
+    """A step of one token of each request over pages.
 
-    q ``[R, H, D]``, of which only the shape counts with a choice, k ``[R, K, D]``, v ``[R, K, Dv]``: bfloat16, float16
-    or float32, one dtype with the window. seen int32 ``[R]`` on the device: tokens of each request, the new one
-    included; 0 for an unused place, where nothing is stored. settings: as in `condense.ops.paged.read_paged`.
-    On latents (``state.up``) q is absorbed, of these heads or the mean of all ranks', K is 1 and Dv is 0. Nothing is
-    checked, as `read_paged` has checked all.
+    settings, scale, state: as in `condense.ops.paged.read_paged`, which has checked all. widths: D and Dv. seen int32
+    ``[R]`` on the device: tokens of each request, the new one included; 0 for an unused place, where nothing is stored.
+    Tokens are bfloat16, float16 or float32, one dtype with the window. On latents (``state.up``) queries are absorbed,
+    K is 1 and Dv is 0.
     """
-    widths = q.shape[2], v.shape[2]
-    pages, stamps = _buffers_of(state, widths, seen, settings)
-    shape = _shape_of(q, widths, state, pages, settings, scale)
-    with on_device_of(q):
+
+    settings: StepSettings
+    scale: float
+    widths: tuple[int, int]
+    state: PagedState
+    seen: Tensor
+
+    def store(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store the tokens, and the entry of a group that is due, or the record of one that a token completes.
+
+        q ``[R, H, D]``, of which only the shape counts with a choice; on latents of these heads or the mean of all
+        ranks'. k ``[R, K, D]``, v ``[R, K, Dv]``.
+        """
+        (pages, stamps), state, seen = self._buffers(), self.state, self.seen
+        shape = self._shape(q, pages)
+        with on_device_of(q):
+            if self.settings.choice is None:
+                # no outputs
+                self._start(launch_of(shape).store, (q, k, v), pages, (seen, seen))
+                return
+            k, v, tables = dense_rows(k), dense_rows(v), (state.window.table, state.entries.table)
+            # no rows to leave out
+            clock, turn = None if state.slots is None else state.slots.clock, rotation(q.shape[2], k.device, k.dtype)
+            tensors = k, v, *recall_step.kept_of(pages), seen, *tables, stamps, clock, turn
+            recall_step.CLOSE.start(close_of(shape), tensors, (*k.stride()[:2], *v.stride()[:2]))
+
+    def attend(self, q: Tensor, out: Tensor, before: Tensor | None) -> None:
+        """Write the attention of q ``[R, H, D]``, after `store`, to ``out`` ``[R, H, Dv]``; 0 for unused places.
+
+        before int64 ``[R]`` on the device, with a choice: tokens of the requests before each. On latents out is d_c
+        wide.
+        """
+        R, q = len(q), dense_rows(q)
+        with on_device_of(q):
+            if self.settings.choice is None:
+                pages, _ = self._buffers()
+                launch = launch_of(self._shape(q, pages))
+                splits = split_scratch(q, launch.num_splits, out.shape[2])
+                # keys and values are in pages by now
+                self._start(launch.step, (q, q, q), pages, splits)
+                self._join(launch.join, (*splits, None), out)
+                return
+            assert before is not None
+            rows = cdiv(R, cdiv(R, rows_at_once(self.state.entries)))
+            for i in range(0, R, rows):
+                part = slice(i, i + rows)
+                step = self._replace(state=self.state.rows(i, i + rows), seen=self.seen[part])
+                step._attend_to_open(q[part], out[part], before[part])
+
+    def _attend_to_open(self, q: Tensor, out: Tensor, before: Tensor) -> None:
+        """`attend` with a choice, of no more requests than `rows_at_once`."""
+        (pages, stamps), state, seen = self._buffers(), self.state, self.seen
+        plan, slots = plan_of(self._shape(q, pages)), state.slots
+        scratch, of_q = recall_step.scratch_of(plan.scratch, q.device), q.stride()[:2]
+        copied = (None, None) if slots is None else (slots.tags, slots.clock)
+        tables = state.window.table, state.entries.table, before, stamps, *copied
+        turn = rotation(self.widths[0], q.device, q.dtype)
+        turned, scored, chosen, opened, attended = recall_step.tensors_of(q, pages, seen, scratch, turn, tables)
+        if plan.turn is not None:
+            recall_step.TURN.start(plan.turn, turned, of_q)
+        recall_step.SCORE.start(plan.score, scored, of_q)
+        choose = plan.choose
+        if state.ranks is not None:
+            most = state.most_groups(self.settings.rule.chunk)
+            choose, chosen = _of_all_heads(choose, chosen, before, most, state.ranks)
+        recall_step.CHOOSE.start(choose, chosen, (0 if slots is None else len(slots.held),))
+        if plan.opened is not None:
+            recall_step.OPENED.start(plan.opened, opened, ())
+        recall_step.ATTEND.start(plan.attend, attended, of_q)
+        self._join(plan.join, (scratch.part, scratch.lse, turn), out)
+
+    def _join(self, join: tuple[Any, ...] | None, splits: tuple[Tensor, Tensor, Tensor | None], out: Tensor) -> None:
+        """Write outputs from those of all splits, and the rotation by which they may be turned."""
+        assert join is not None
+        grid, numbers, (*sizes, _, early, _), options = join
+        join = grid, numbers, (*sizes, True, early, out.stride()[:2]), options
+        part, lse, turn = splits
+        tensors = part, lse, out, None, self.seen, self.state.extras.sink_logits, None, turn
+        JOIN.start(join, tensors, (0, self.seen.stride(0)))
+
+    def _start(
+        self, plan: tuple[Any, ...], qkv: tuple[Tensor, ...], pages: StepState, splits: tuple[Tensor, Tensor]
+    ) -> None:
+        """Start the kernel over pages. splits: outputs and log-sum-exps of all splits."""
+        state, seen, qkv = self.state, pages.seen, tuple(map(dense_rows, qkv))
+        tables = state.window.table, state.entries.table, None if state.ring is None else state.ring.table
+        # strides of rings and arrays, which pages have in their forms
+        none = (0,) * 15
+        strides = (*(n for x in qkv for n in x.stride()[:2]), *none, seen.stride(0), 0, 0, 0, 0, 0)
+        STEP.start(
+            plan, (*qkv, *pages[:NUM_BUFFERS], seen, None, None, *splits, splits[0], *tables, None, None), strides
+        )
+
+    def _buffers(self) -> tuple[StepState, Tensor | None]:
+        """The buffers of a step in pages, views ``[P, K, N, columns]``; the window, or ``seen``, in place of those that
+        kernels do not read there. Also the stamps of records, ``[P, K, N, 1]``, if they have some.
+        """
+        state, seen, settings, widths = self.state, self.seen, self.settings, self.widths
+        near, far, past = state.window.cache, state.entries.cache, state.ring
+        kept = dict.fromkeys(StepState._fields, near)
+        D, sums = widths[0], near[..., window_columns(*widths, settings, near.itemsize)[0] :]
+        kept |= {"ring_v": near[..., D:], "sums": sums, "seen": seen, "first": seen, "arrived": seen}
+        if state.holds_records:
+            kept |= record_format(settings, widths, near.dtype).views(far, state.store)
+        else:
+            kept |= {"entries_k": far, "entries_v": far[..., D:]}
+        if state.slots is not None:
+            kept |= {name: getattr(state.slots, name) for name in ("slots", "held", "order")}
+        if past is not None:
+            kept["ring_q"] = past.cache
+        stamps = kept.pop(STAMP, None)
+        return StepState(**kept), stamps
+
+    def _shape(self, q: Tensor, pages: StepState) -> StepShape:
+        """The shape of the step. pages: as of `_buffers`."""
+        state, settings, widths = self.state, self.settings, self.widths
+        (R, H, _), K, far, rule = q.shape, state.window.cache.shape[1], state.entries, settings.rule
+        assert rule.window is not None
         if settings.choice is None:
-            # no outputs
-            _start(launch_of(shape).store, (q, k, v), state, pages, (seen, seen))
-            return
-        k, v, tables = dense_rows(k), dense_rows(v), (state.window.table, state.entries.table)
-        # no rows to leave out
-        clock, turn = None if state.slots is None else state.slots.clock, rotation(q.shape[2], k.device, k.dtype)
-        tensors = k, v, *recall_step.kept_of(pages), seen, *tables, stamps, clock, turn
-        recall_step.CLOSE.start(close_of(shape), tensors, (*k.stride()[:2], *v.stride()[:2]))
-
-
-def attend(
-    q: Tensor,
-    state: PagedState,
-    seen: Tensor,
-    settings: StepSettings,
-    *,
-    scale: float,
-    out: Tensor,
-    before: Tensor | None,
-) -> None:
-    """Write the attention of one token of each request, after `store`, to ``out`` ``[R, H, Dv]``; 0 for unused places.
-
-    before int64 ``[R]`` on the device, with a choice: tokens of the requests before each. On latents out is d_c wide.
-    Other arguments as in `store`.
-    """
-    widths, R = (q.shape[2], 0 if state.latent else out.shape[2]), len(q)
-    q = dense_rows(q)
-    with on_device_of(q):
-        if settings.choice is None:
-            pages, _ = _buffers_of(state, widths, seen, settings)
-            launch = launch_of(_shape_of(q, widths, state, pages, settings, scale))
-            splits = split_scratch(q, launch.num_splits, out.shape[2])
-            # keys and values are in pages by now
-            _start(launch.step, (q, q, q), state, pages, splits)
-            _join(launch.join, (*splits, None), out, seen, state)
-            return
-        assert before is not None
-        rows = cdiv(R, cdiv(R, rows_at_once(state.entries)))
-        for i in range(0, R, rows):
-            part = slice(i, i + rows)
-            parts = q[part], state.rows(i, i + rows), seen[part], before[part], out[part]
-            _attend_to_open(*parts, widths, settings, scale)
-
-
-def _attend_to_open(
-    q: Tensor,
-    state: PagedState,
-    seen: Tensor,
-    before: Tensor,
-    out: Tensor,
-    widths: tuple[int, int],
-    settings: StepSettings,
-    scale: float,
-) -> None:
-    """`attend` with a choice, of no more requests than `rows_at_once`. widths: D and Dv."""
-    (pages, stamps), slots = _buffers_of(state, widths, seen, settings), state.slots
-    plan = plan_of(_shape_of(q, widths, state, pages, settings, scale))
-    scratch, of_q = recall_step.scratch_of(plan.scratch, q.device), q.stride()[:2]
-    copied = (None, None) if slots is None else (slots.tags, slots.clock)
-    tables = state.window.table, state.entries.table, before, stamps, *copied
-    turn = rotation(widths[0], q.device, q.dtype)
-    turned, scored, chosen, opened, attended = recall_step.tensors_of(q, pages, seen, scratch, turn, tables)
-    if plan.turn is not None:
-        recall_step.TURN.start(plan.turn, turned, of_q)
-    recall_step.SCORE.start(plan.score, scored, of_q)
-    choose = plan.choose
-    if state.ranks is not None:
-        choose, chosen = _of_all_heads(choose, chosen, before, state.most_groups(settings.rule.chunk), state.ranks)
-    recall_step.CHOOSE.start(choose, chosen, (0 if slots is None else len(slots.held),))
-    if plan.opened is not None:
-        recall_step.OPENED.start(plan.opened, opened, ())
-    recall_step.ATTEND.start(plan.attend, attended, of_q)
-    _join(plan.join, (scratch.part, scratch.lse, turn), out, seen, state)
+            entries, slots, groups = far.table.shape[1] * far.slots, 0, 0
+            form = PageForm.of(far._replace(cache=pages.entries_k))
+        else:
+            entries, slots = state.most_groups(rule.chunk), 0 if state.slots is None else state.slots.held.shape[2]
+            # the groups of each request begin at a multiple of four
+            groups = R * entries + cdiv(4 * R, 16) * 16
+            form = PageForm.of_records(far, record_format(settings, widths, q.dtype), state.store)
+        sizes = StateSizes(R, K, widths, entries, rule.window + rule.chunk, sums=0)
+        forms = PageForm.of(state.window), form, None if state.ring is None else PageForm.of(state.ring)
+        scores, number = (self.scale, state.extras.softcap), settings.number
+        return StepShape(q.device, q.dtype, H, sizes, state.latent, scores, number, False, slots, *forms, groups)
 
 
 def _of_all_heads(
@@ -142,75 +191,3 @@ def _of_all_heads(
     )  # fmt: skip
     joined = grid, (K, 1, row, 1, *numbers), constants, options
     return joined, (*ranks.max(shares).split_with_sizes(sizes), seen, *others)
-
-
-def _join(
-    join: tuple[Any, ...] | None,
-    splits: tuple[Tensor, Tensor, Tensor | None],
-    out: Tensor,
-    seen: Tensor,
-    state: PagedState,
-) -> None:
-    """Write outputs from those of all splits, and the rotation by which they may be turned."""
-    assert join is not None
-    grid, numbers, (*sizes, _, early, _), options = join
-    join = grid, numbers, (*sizes, True, early, out.stride()[:2]), options
-    part, lse, turn = splits
-    JOIN.start(join, (part, lse, out, None, seen, state.extras.sink_logits, None, turn), (0, seen.stride(0)))
-
-
-def _start(
-    plan: tuple[Any, ...],
-    qkv: tuple[Tensor, Tensor, Tensor],
-    state: PagedState,
-    pages: StepState,
-    splits: tuple[Tensor, Tensor],
-) -> None:
-    """Start the kernel over pages. splits: outputs and log-sum-exps of all splits."""
-    qkv, seen = (dense_rows(qkv[0]), dense_rows(qkv[1]), dense_rows(qkv[2])), pages.seen
-    tables = state.window.table, state.entries.table, None if state.ring is None else state.ring.table
-    # strides of rings and arrays, which pages have in their forms
-    none = (0,) * 15
-    strides = (*(n for x in qkv for n in x.stride()[:2]), *none, seen.stride(0), 0, 0, 0, 0, 0)
-    STEP.start(plan, (*qkv, *pages[:NUM_BUFFERS], seen, None, None, *splits, splits[0], *tables, None, None), strides)
-
-
-def _buffers_of(
-    state: PagedState, widths: tuple[int, int], seen: Tensor, settings: StepSettings
-) -> tuple[StepState, Tensor | None]:
-    """The buffers of a step in pages, views ``[P, K, N, columns]``; the window, or ``seen``, in place of those that
-    kernels do not read there. Also the stamps of records, ``[P, K, N, 1]``, if they have some. widths: D and Dv.
-    """
-    near, far, past = state.window.cache, state.entries.cache, state.ring
-    kept = dict.fromkeys(StepState._fields, near)
-    D, sums = widths[0], near[..., window_columns(*widths, settings, near.itemsize)[0] :]
-    kept |= {"ring_v": near[..., D:], "sums": sums, "seen": seen, "first": seen, "arrived": seen}
-    if state.holds_records:
-        kept |= record_format(settings, widths, near.dtype).views(far, state.store)
-    else:
-        kept |= {"entries_k": far, "entries_v": far[..., D:]}
-    if state.slots is not None:
-        kept |= {name: getattr(state.slots, name) for name in ("slots", "held", "order")}
-    if past is not None:
-        kept["ring_q"] = past.cache
-    stamps = kept.pop(STAMP, None)
-    return StepState(**kept), stamps
-
-
-def _shape_of(
-    q: Tensor, widths: tuple[int, int], state: PagedState, pages: StepState, settings: StepSettings, scale: float
-) -> StepShape:
-    """The shape of a step over pages. widths: D and Dv; pages: as of `_buffers_of`."""
-    (R, H, _), K, far, rule = q.shape, state.window.cache.shape[1], state.entries, settings.rule
-    assert rule.window is not None
-    if settings.choice is None:
-        entries, slots, groups = far.table.shape[1] * far.slots, 0, 0
-        form = PageForm.of(far._replace(cache=pages.entries_k))
-    else:
-        entries, slots = state.most_groups(rule.chunk), 0 if state.slots is None else state.slots.held.shape[2]
-        # the groups of each request begin at a multiple of four
-        groups = R * entries + cdiv(4 * R, 16) * 16
-        form = PageForm.of_records(far, record_format(settings, widths, q.dtype), state.store)
-    sizes, scores = StateSizes(R, K, widths, entries, rule.window + rule.chunk, sums=0), (scale, state.extras.softcap)
-    forms = PageForm.of(state.window), form, None if state.ring is None else PageForm.of(state.ring)
-    return StepShape(q.device, q.dtype, H, sizes, state.latent, scores, settings.number, False, slots, *forms, groups)
