@@ -15,9 +15,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation.utils import ALL_CACHE_NAMES
 
 from condense.caches.store import Store
+from condense.functional import extend, keep_tokens
 from condense.methods import Context, Method, check_trainable
 from condense.ops import StepState
-from condense.ops.tensors.per_row import PerRow
+from condense.ops.tensors.per_row import PerRow, max_row
 from condense.plan import ForwardPlan
 from condense.state import LayerState, num_entries
 
@@ -58,33 +59,60 @@ class CondensedCacheLayer(CacheLayerMixin):
     """Base of condensed cache layers: each holds the state of one attention layer under ``method``.
 
     prompt: the state of a prompt that waits for its second reading (`condense.Method.reread`), None otherwise. dropped:
-    how many tokens fewer than slots the longest row kept of it.
+    how many tokens fewer than slots the longest row kept of it. latent_width: of the latents in keys, as in
+    `condense.Method.for_latents`; 0 for ordinary keys and values.
     """
 
     method: Method
     store: Store
     prompt: LayerState | None = None
     dropped: int = 0
+    latent_width: int = 0
 
-    @abstractmethod
     def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
-        """Read new tokens, k ``[B, K, L, D]`` and v ``[B, K, L, Dv]``, and return the sources for their queries."""
+        """Read new tokens and return the sources that their queries attend to; may wait for the device after steps.
 
-    def check_reading(self, *tokens: Tensor) -> None:
-        """Raise ValueError if tokens require gradients under a method that looks ahead, and if they would follow a
-        prompt that still waits for its second reading.
+        k ``[B, K, L, D]`` and v ``[B, K, L, Dv]``, right-aligned per row.
+        Raises ValueError, state unchanged, for another dtype or number of rows than those of earlier tokens, for more
+        tokens than there is room for, for tokens that require gradients under a method that looks ahead, and for those
+        that would follow a prompt which still waits for its second reading.
         """
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tokens):
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (request.q, k, v)):
             check_trainable(self.method)
         if self.prompt is not None:
             raise ValueError(
                 f"the prompt in this cache was not read again for {self.method}: its forward failed, or layers were "
                 "called without their model. Start from a new cache"
             )
+        self.latent_width = request.latent_width or 0
+        before = self._before(k, v)
+        reread = self.method.reread if before is None else None
+        reader = self._method_of_tokens if reread is None else reread
+        context, new_state = extend(reader, before, request.q, k, v, scale=request.scale, plan=request.plan)
+        if reread is None:
+            self._hold(before, new_state())
+        else:
+            self.prompt = new_state()
+        return context
 
-    @abstractmethod
     def keep(self, kept: Tensor, counts: Tensor) -> None:
         """Drop all tokens of ``prompt`` but those where kept, bool ``[B, K, L]``, is True; counts int64 CPU ``[B]``."""
+        assert self.prompt is not None
+        self._hold(None, keep_tokens(self._method_of_tokens, self.prompt, kept, counts))
+        # only now: a layer that failed still waits, and takes no further tokens
+        self.prompt, self.dropped = None, self.count_slots() - max_row(counts)
+
+    @property
+    def _method_of_tokens(self) -> Method:
+        return self.method.for_latents(self.latent_width) if self.latent_width else self.method
+
+    @abstractmethod
+    def _before(self, k: Tensor, v: Tensor) -> LayerState | None:
+        """The state to which new tokens k and v are added, None if they are the first; errors as of `read`."""
+
+    @abstractmethod
+    def _hold(self, before: LayerState | None, after: LayerState) -> None:
+        """Keep the state ``after``, made of ``before`` by the newest call; None: of nothing."""
 
     def fetch(self) -> bool:
         """Begin to copy stored tokens to the device for the next `read`; False for a layer without a store.

@@ -15,7 +15,6 @@ from torch import Tensor
 from condense.caches.base import CondensedCacheLayer, ReadRequest, refuse_others
 from condense.caches.ring import RingState
 from condense.caches.store import Store
-from condense.functional import extend, keep_tokens
 from condense.methods import Context, Method, step_settings
 from condense.ops import NO_EXTRAS, Extras, NewToken, StepState
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row, min_row
@@ -43,7 +42,6 @@ class CondensedLayer(CondensedCacheLayer):
         self._state: LayerState | None = None
         self._ring: RingState | None = None
         self.device = torch.device("cpu")
-        self._latent_width = 0  # as in `ReadRequest`, 0 for ordinary keys and values
         self._num_slots = 0
         # newest slots that hold a real token in every row: `crop` can take these back, as no padding is among them
         self._num_real_slots = 0
@@ -59,58 +57,37 @@ class CondensedLayer(CondensedCacheLayer):
     def state(self, state: LayerState | None) -> None:
         self._state, self._ring = state, None
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor, latent_width: int | None = None) -> None:
-        """Note the device, once it is clear that tokens like these can be kept; latent_width: as in `ReadRequest`."""
-        self.store.check(key_states, value_states, latent_width or 0)
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Note the device, once it is clear that tokens like these can be kept."""
+        self.store.check(key_states, value_states, self.latent_width)
         self.device = key_states.device
         self.is_initialized = True
 
     def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
-        """Read new tokens and return the sources that their queries attend to.
-
-        k ``[B, K, L, D]`` and v ``[B, K, L, Dv]``, right-aligned per row.
-        Raises ValueError, state unchanged, for another dtype or number of rows than those of earlier tokens.
-        """
-        self.check_reading(request.q, k, v)
-        if not self.is_initialized:
-            self.lazy_initialization(k, v, request.latent_width)
-        before = self._before()
-        if before is not None:
-            refuse_others(before.window_k.shape[0], before.window_k.dtype, k)
-        self._latent_width = request.latent_width or 0
-        method, reread = self._method_of_tokens, self.method.reread if before is None else None
-        reader = method if reread is None else reread
-        context, new_state = extend(reader, before, request.q, k, v, scale=request.scale, plan=request.plan)
-        if reread is None:
-            self._hold(before, new_state())
-        else:
-            self.prompt = new_state()
-        if before is None and method.layout.lookahead is not None:
+        """As `condense.caches.base.CondensedCacheLayer.read`, without waiting."""
+        context = super().read(k, v, request)
+        if self._num_slots == 0 and self.method.layout.lookahead is not None:
             self._num_fixed_slots = k.shape[2]
         self._count(k.shape[2], request.trailing)
         return context
 
-    def keep(self, kept: Tensor, counts: Tensor) -> None:
-        """As `condense.caches.base.CondensedCacheLayer.keep`."""
-        assert self.prompt is not None
-        self._hold(None, keep_tokens(self._method_of_tokens, self.prompt, kept, counts))
-        # only now: a layer that failed still waits, and takes no further tokens
-        self.prompt, self.dropped = None, self._num_slots - max_row(counts)
-
-    @property
-    def _method_of_tokens(self) -> Method:
-        return self.method.for_latents(self._latent_width) if self._latent_width else self.method
-
     def _hold(self, before: LayerState | None, after: LayerState) -> None:
-        """Keep the state ``after``, made of ``before``; None: of nothing."""
         if not self._keeps_buffers:
             self.state = after
         elif before is None or self._ring is None:
-            self._ring = RingState(self._method_of_tokens, self.store, after, self._latent_width)
+            self._ring = RingState(self._method_of_tokens, self.store, after, self.latent_width)
         else:
             self._ring.write(before, after)
 
-    def _before(self) -> LayerState | None:
+    def _before(self, k: Tensor, v: Tensor) -> LayerState | None:
+        if not self.is_initialized:
+            self.lazy_initialization(k, v)
+        before = self._held_state()
+        if before is not None:
+            refuse_others(before.window_k.shape[0], before.window_k.dtype, k)
+        return before
+
+    def _held_state(self) -> LayerState | None:
         """The state that new tokens are added to."""
         ring = self._ring
         if ring is None or not self._keeps_buffers:
@@ -140,7 +117,7 @@ class CondensedLayer(CondensedCacheLayer):
             return self._ring.is_writable and self._ring.buffers.ring_k.dtype == k.dtype
         if self._state is None or self._state.window_k.dtype != k.dtype:
             return False
-        return self.store.backend(k, v, latent_width or 0) == "triton"
+        return self.store.backend(k, v, self.latent_width) == "triton"
 
     def step(
         self, token: NewToken, *, scale: float, latent_width: int | None = None, extras: Extras = NO_EXTRAS
@@ -151,8 +128,7 @@ class CondensedLayer(CondensedCacheLayer):
         """
         if self._ring is None:
             assert self._state is not None
-            method = self.method if latent_width is None else self.method.for_latents(latent_width)
-            self._ring = RingState(method, self.store, self._state, latent_width or 0)
+            self._ring = RingState(self._method_of_tokens, self.store, self._state, self.latent_width)
             self._state = None
         refuse_others(self._ring.buffers.seen.shape[0], self._ring.buffers.ring_k.dtype, token.k)
         out = self._ring.step(token, scale=scale, extras=extras)

@@ -14,11 +14,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from condense.caches.base import CondensedCacheLayer, Expected, ReadRequest, refuse_others
+from condense.caches.base import CondensedCacheLayer, Expected, refuse_others
 from condense.caches.buffers import Buffered, room_of
 from condense.caches.store import Store
-from condense.functional import extend, keep_tokens
-from condense.methods import NO_FIRST, Context, FirstEntries, Method, step_settings
+from condense.methods import NO_FIRST, FirstEntries, Method, step_settings
 from condense.ops import NO_EXTRAS, Extras, NewToken, StepCall, StepState, decode_step
 from condense.ops.step import StateSizes, clear_state, empty_state
 from condense.ops.tensors.per_row import PerRow, int_if_equal, max_row
@@ -75,18 +74,16 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         self,
         key_states: Tensor,
         value_states: Tensor,
-        latent_width: int | None = None,
         room: tuple[int, int] | None = None,
     ) -> None:
         """Take the memory for rows, heads, widths, dtype and device of key_states ``[B, K, L, D]`` and value_states.
 
-        latent_width: as in `condense.Method.for_latents`, None for ordinary keys. room: columns of entries, and of the
-        ring, for what a prompt left and what can follow it; None: for all that ``max_cache_len`` tokens can need.
+        room: columns of entries, and of the ring, for what a prompt left and what can follow it; None: for all that
+        ``max_cache_len`` tokens can need.
         """
         k, v, N, settings = key_states, value_states, self.max_cache_len, self.settings
         M, W = room_of(self.method, most_entries(self.method, N), N) if room is None else room
-        self.latent_width = latent_width or 0
-        self.latent_method = self.method.for_latents(latent_width) if latent_width else self.method
+        self.latent_method = self._method_of_tokens
         self.store.check(k, v, self.latent_width, groups=M)
         self.backend = self.store.backend(k, v, self.latent_width, M)
         stored = 0 if settings.choice is None else M * settings.rule.chunk
@@ -116,7 +113,8 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         """
         self._check_fit(token.k)
         if not self.is_initialized:
-            self.lazy_initialization(token.k, token.v, latent_width)
+            self.latent_width = latent_width or 0
+            self.lazy_initialization(token.k, token.v)
         assert self.buffers is not None
         token = token._replace(counter=self.num_slots)  # to which the step adds 1
         call = StepCall(token, self.buffers, self.settings, scale, self.latent_width, extras)
@@ -125,34 +123,18 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
         self.know_slots(None if _is_recorded(self.device) or self._slots is None else self._slots + 1)
         return out
 
-    def read(self, k: Tensor, v: Tensor, request: ReadRequest) -> Context:
-        """As `condense.caches.CondensedLayer.read`; after steps it waits for the device.
-
-        Raises ValueError, state unchanged, for another number of rows, another dtype, too many tokens, and as
-        `condense.functional.extend` does.
-        """
-        self.check_reading(request.q, k, v)
+    def _before(self, k: Tensor, v: Tensor) -> LayerState | None:
         self._check_fit(k)
-        L, latent_width = k.shape[2], request.latent_width
-        before = None if self.count_slots() == 0 else self._held_state()
-        method, reread = self.method, self.method.reread if before is None else None
-        if latent_width is not None:
-            method = method.for_latents(latent_width)
-        reader = method if reread is None else reread
-        context, new_state = extend(reader, before, request.q, k, v, scale=request.scale, plan=request.plan)
-        if reread is not None:
-            # tokens of a prompt that is to be read again stay outside of the buffers until `keep`
-            self.prompt, self._prompt_slots, self.latent_width = new_state(), L, latent_width or 0
-        else:
-            self._write(before, new_state(), L, latent_width)
-        return context
+        self._new_slots = k.shape[2]
+        return None if self.count_slots() == 0 else self._held_state()
 
-    def _write(self, before: LayerState | None, after: LayerState, slots: int, latent_width: int | None) -> None:
-        """Write the state ``after`` that ``slots`` new slots have made of ``before``.
+    def _hold(self, before: LayerState | None, after: LayerState) -> None:
+        """Write the state ``after`` that the newest slots have made of ``before``.
 
         before: None if they are the first; then memory is taken for what they left and for what can follow, at new
         addresses where that of an earlier prompt is too short.
         """
+        slots = self._new_slots
         if before is None:
             room, left, held = None, self.max_cache_len - slots, (0, 0)
             if self.buffers is not None:
@@ -163,21 +145,12 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
                 room = max(held[0], M), max(held[1], W)
             if self.buffers is None or (room is not None and room != held):
                 self.buffers = None  # frees what an earlier prompt had
-                self.lazy_initialization(after.window_k, after.window_v, latent_width, room)
+                self.lazy_initialization(after.window_k, after.window_v, room)
         self._write_state(before, after)
         self.num_slots.add_(slots)
         if self._slots is not None:
             self._slots, self._rows = self._slots + slots, (after.seen, after.first)
         self.expected = Expected.ANY
-
-    def keep(self, kept: Tensor, counts: Tensor) -> None:
-        """As `condense.caches.CondensedLayer.keep`; the memory is taken now."""
-        assert self.prompt is not None
-        method = self.method.for_latents(self.latent_width) if self.latent_width else self.method
-        after = keep_tokens(method, self.prompt, kept, counts)
-        self._write(None, after, self._prompt_slots, self.latent_width or None)
-        # only now: a layer that failed still waits, and takes no further tokens
-        self.prompt, self.dropped = None, self._prompt_slots - max_row(counts)
 
     def skip_prompt(self) -> None:
         """Count the prompt as read though none was, so that `step` reads the next token."""
