@@ -114,7 +114,7 @@ def _text_config(model: Any) -> Any:
 
 def _wrap(module: ModuleType) -> None:
     if module.__name__ == _SWAP:
-        wrap(module, "hotswap_adapter", _swap)
+        wrap(module, "hotswap_adapter", _load)
     else:
         wrap(module.PeftModel, "save_pretrained", _save)
         wrap(module.PeftModel, "load_adapter", _load)
@@ -129,23 +129,19 @@ def _save(stock: Any, self: nn.Module, save_directory: Any, *args: Any, **kwargs
     return result
 
 
-def _load(stock: Any, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _load(stock: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # ``model`` may be given by its name, to the function that swaps an adapter in
     names = ("model_id", "peft_model_id", "model_name_or_path")
     adapter = args[0] if args else next((kwargs[name] for name in names if name in kwargs), None)
-    held = condensed_layers(self)
-    read_record(self, adapter, kwargs | (kwargs.get("adapter_kwargs") or {}))
+    held = condensed_layers(model)
+    read_record(model, adapter, kwargs | (kwargs.get("adapter_kwargs") or {}))
     try:
-        return stock(self, *args, **kwargs)
+        return stock(model, *args, **kwargs)
     except BaseException:
-        if not held and condensed_layers(self):
-            restore(self)
-            vars(_text_config(self)).pop(ADAPTED, None)
+        if not held and condensed_layers(model):
+            restore(model)
+            vars(_text_config(model)).pop(ADAPTED, None)
         raise
-
-
-def _swap(stock: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Swap an adapter in as `_load` does; a function, whose first argument may be given as ``model``."""
-    return _load(stock, model, *args, **kwargs)
 
 
 def _check_copied(stock: Any, self: nn.Module) -> None:
