@@ -258,16 +258,16 @@ class PagedLayer:
         self, call: Call, parts: dict[str, Tensor], places: Places, window: Source, means: GroupMeans | None
     ) -> Tensor:
         """Attention to the window and to closed groups, of which each query opens some, by the parts of records."""
-        assert self.settings.choice is not None
-        quota, index = self.settings.choice.quota, self._index(parts, places)
+        choice, index = self.settings.choice, self._index(parts, places)
+        assert choice is not None
         q, (window, store), up = self._seen(call, window, self._tokens(parts, places, index))
         expands = self.state.up if up is None else None
         on_latents = q if expands is None else expands.absorb(q)
         if means is not None:
             means = means.as_values(window.v.dtype, window.v.shape[3], expands)
         sources, L = RecallSources(store, window, call.spans), q.shape[2]
-        askers = Askers.of_call(sources, L) if self.settings.shares_choices and L > 1 else None
-        by_index = IndexChoice(on_latents, index, self.scale, quota, askers, self.state.ranks)
+        askers = Askers.of_call(sources, L) if choice.prompt == "shared" and L > 1 else None
+        by_index = IndexChoice(on_latents, index, self.scale, choice.quota, askers, self.state.ranks)
         out, _ = attend_recall(
             q, sources, by_index, scale=self.scale, means=means, backend=self.backend, extras=self.state.extras
         )

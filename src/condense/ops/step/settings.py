@@ -119,11 +119,6 @@ class StepSettings:
         return self.choice is not None and self.choice.prompt != "recall"
 
     @property
-    def shares_choices(self) -> bool:
-        """True if queries that are read several at once open groups in common."""
-        return self.choice is not None and self.choice.prompt == "shared"
-
-    @property
     def bias(self) -> float:
         """Bias of a chunk's last entry where kernels make it, 0.0 for none."""
         is_made = self.key_pooling is not None or self.coarse is not None
