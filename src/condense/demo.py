@@ -10,7 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from condense.evaluate.compare import Prompt
 from condense.tasks.passkeys import Key, question_prompt
 
-_FOLDER = Path(__file__).parent / "assets" / "demo"
+# of the bundled model and its tokenizer
+FOLDER = Path(__file__).parent / "assets" / "demo"
+# of `demo_text`, with one document and its numbers, as training data for a try-out
+TEXT_FILE = FOLDER / "text.jsonl"
 
 
 @dataclass(frozen=True)
@@ -33,25 +36,14 @@ def demo_model(dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, Pre
 
     dtype: of the weights, which are stored in bfloat16.
     """
-    folder = demo_folder()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    return model.eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True)
-
-
-def demo_folder() -> Path:
-    """The folder of the bundled model and its tokenizer."""
-    return _FOLDER
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=dtype, local_files_only=True)
+    return model.eval(), AutoTokenizer.from_pretrained(FOLDER, local_files_only=True)
 
 
 def demo_text() -> DemoText:
     """The bundled text: the opening of a public-domain novel that the model was not trained on."""
-    content = json.loads(demo_text_file().read_text(encoding="utf-8"))
+    content = json.loads(TEXT_FILE.read_text(encoding="utf-8"))
     return DemoText(content["text"], tuple(Key(*key) for key in content["keys"]))
-
-
-def demo_text_file() -> Path:
-    """The file of `demo_text`, with one document and its numbers, as training data for a try-out."""
-    return _FOLDER / "text.jsonl"
 
 
 def demo_prompt() -> Prompt:

@@ -98,7 +98,7 @@ def load_model(
     from transformers import AutoModelForCausalLM, logging
     from transformers.utils import is_accelerate_available
 
-    from condense.demo import demo_folder
+    from condense import demo
     from condense.models import restore
     from condense.tasks.corpus import check_vocabulary
 
@@ -110,7 +110,7 @@ def load_model(
     torch_dtype = parse_dtype(dtype, chosen)
     if model is not None and sys.stderr.isatty():
         logging.enable_progress_bar()  # of downloads and of weights, which may take minutes
-    source = str(demo_folder()) if model is None else model
+    source = str(demo.FOLDER) if model is None else model
     settings: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     tokenizer = read_tokenizer(source, settings)
     settings |= {"dtype": torch_dtype} if device_map is None else {"dtype": torch_dtype, "device_map": device_map}
@@ -171,14 +171,14 @@ def read_skeleton(model: str | None, shape: str | None = None) -> PreTrainedMode
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from condense.demo import demo_folder
+    from condense import demo
     from condense.models.adapters import refuse_adapter
     from condense.models.shapes import shape_config
 
     with torch.device("meta"):
         if shape is not None:
             return AutoModelForCausalLM.from_config(shape_config(shape)).eval()
-        source = str(demo_folder()) if model is None else model
+        source = str(demo.FOLDER) if model is None else model
         refuse_adapter(Path(source).expanduser())
         config = read_saved(source, AutoConfig.from_pretrained)
         return read_saved(source, lambda _: AutoModelForCausalLM.from_config(config).eval())

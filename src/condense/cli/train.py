@@ -61,7 +61,7 @@ def train_command(
     """
     from transformers import AutoConfig
 
-    from condense.demo import demo_text_file
+    from condense.demo import TEXT_FILE
     from condense.models.adapters import refuse_adapter
 
     with _packages_for("train"):
@@ -81,7 +81,7 @@ def train_command(
     options |= {name: value for name, value in given.items() if value is not None}
     files = options.pop("data", None)
     if files is None and recipe == "smoke":
-        files = [demo_text_file()]
+        files = [TEXT_FILE]
     if files is None:
         raise ValueError("train needs text: add --data")
     if recipe == "adapt" or recipe not in RECIPES:
