@@ -108,7 +108,7 @@ def test_auto_leaves_plain_causal_attention_to_pytorch(monkeypatch):
     calls = []
     monkeypatch.setattr(api, "resolve_backend", lambda *args, **kwargs: "triton")
     operations = BACKENDS["torch"].load()._replace(attend=lambda q, *rest, **kwargs: (calls.append(rest), (q, None))[1])
-    monkeypatch.setitem(BACKENDS, "triton", Backend("triton", lambda: operations))
+    monkeypatch.setitem(BACKENDS, "triton", Backend(lambda: operations))
     q, k, v = (torch.randn(1, 2, 9, 4) for _ in range(3))
     keys, start = two_sources(k[:, :, :0], v[:, :, :0], k, v), torch.tensor([0])
     whole, windowed = (RuleSpans(UniformRule(chunk=1, window=w, max_chunks=0), start, start) for w in (None, 3))

@@ -51,7 +51,6 @@ class Backend:
     error recommends. is_fast: whether "auto" takes it for attention on a GPU, where it can run.
     """
 
-    name: str
     imports: Callable[[], Operations]
     attend_obstacle: Callable[[Problem], str | None] = lambda problem: None
     pool_obstacle: Callable[[Problem], str | None] = lambda problem: None
@@ -92,10 +91,10 @@ def _hopper() -> Operations:
 _TRITON_LIMITS = triton_limits.attend_obstacle, triton_limits.pool_obstacle, triton_limits.recall_obstacle
 _HOPPER_LIMITS = hopper_limits.attend_obstacle, triton_limits.pool_obstacle, hopper_limits.recall_obstacle
 BACKENDS = {
-    "reference": Backend("reference", lambda: _REFERENCE),
-    "torch": Backend("torch", lambda: _TORCH),
-    "triton": Backend("triton", _triton, *_TRITON_LIMITS),
-    "hopper": Backend("hopper", _hopper, *_HOPPER_LIMITS, instead="triton", is_fast=hopper_limits.fills_gpu),
+    "reference": Backend(lambda: _REFERENCE),
+    "torch": Backend(lambda: _TORCH),
+    "triton": Backend(_triton, *_TRITON_LIMITS),
+    "hopper": Backend(_hopper, *_HOPPER_LIMITS, instead="triton", is_fast=hopper_limits.fills_gpu),
 }
 # those with kernels, in the order in which "auto" tries them
 _KERNELS = ("hopper", "triton")
