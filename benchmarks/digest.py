@@ -134,7 +134,7 @@ def outputs(
         q, k, v = qkv(L, dtype, i, latent=bool(latent))
         last = (L - 5 if i == 0 else L) if L > 1 else int(i % 5 > 0)
         counts = torch.tensor([L, last]) if padded else None
-        if L == 1 and layer.can_step(k, v, latent):
+        if L == 1 and layer.can_step(k, v):
             extras = Extras() if latent or i % 3 else Extras(2.0, torch.linspace(-1, 1, H) if i % 2 else None)
             yield layer.step(NewToken(q, k, v, counts), scale=SCALE, latent_width=latent, extras=extras)
             continue

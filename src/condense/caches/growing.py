@@ -106,7 +106,7 @@ class CondensedLayer(CondensedCacheLayer):
         """The buffers to which steps add tokens, None while there are none."""
         return None if self._ring is None else self._ring.buffers
 
-    def can_step(self, k: Tensor, v: Tensor, latent_width: int | None = None) -> bool:
+    def can_step(self, k: Tensor, v: Tensor) -> bool:
         """True if `step` can read tokens like k ``[B, K, 1, D]`` and v: some were read before, and Triton can run.
 
         Never for a method whose own `attend` the step does not compute (`Method.has_step`).
@@ -124,7 +124,7 @@ class CondensedLayer(CondensedCacheLayer):
     ) -> Tensor:
         """Read one token per row and return its attention ``[B, H, 1, Dv]``, without gradients; only if `can_step`.
 
-        token: its ``real`` on the CPU. latent_width, extras as in `condense.caches.StaticCondensedLayer.step`.
+        token: its ``real`` on the CPU. extras: as in `condense.ops.Extras`. latent_width says nothing new here.
         """
         if self._ring is None:
             assert self._state is not None

@@ -97,7 +97,7 @@ class StaticCondensedLayer(Buffered, CondensedCacheLayer):
             for tensor in (*self.buffers, self.num_slots):
                 torch._dynamo.mark_static_address(tensor)
 
-    def can_step(self, k: Tensor, v: Tensor, latent_width: int | None = None) -> bool:
+    def can_step(self, k: Tensor, v: Tensor) -> bool:
         """True unless first entries are made of the next tokens; see `condense.caches.CondensedLayer`."""
         return self.expected is not Expected.FIRST_ENTRIES
 

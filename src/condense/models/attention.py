@@ -166,7 +166,7 @@ class CacheProxy:
             latent_width, k = module.kv_lora_rank, self.latents.to(q.dtype)
             v = k[..., :0]
         # an offloading cache moves layers back to the GPU in `update`, which a step does not call
-        if cache.offloading or not layer.can_step(k, v, latent_width):
+        if cache.offloading or not layer.can_step(k, v):
             return None
         if latent_width is not None and head_mesh(module, q.shape[1]) is not None:
             # a step averages queries over the heads of this rank only
