@@ -54,8 +54,8 @@ def _of_case(cases):
     return pytest.mark.parametrize("model", cases.values(), ids=cases, indirect=True)
 
 
-def _static(model, length=L):
-    return StaticCache(model.config, max_cache_len=length)
+def _static(model):
+    return StaticCache(model.config, max_cache_len=L)
 
 
 def _cannot_move_rows(model):

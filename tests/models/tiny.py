@@ -237,10 +237,10 @@ def packed(lengths, how):
     return settings
 
 
-def left_padded(rows, pad=1):
+def left_padded(rows):
     """Rows ``[n]`` of different lengths as ids and mask ``[B, L]``, padding on the left."""
     L = max(len(row) for row in rows)
-    ids = torch.stack([torch.cat([torch.full((L - len(row),), pad), row]) for row in rows])
+    ids = torch.stack([torch.cat([torch.ones(L - len(row), dtype=torch.int64), row]) for row in rows])
     mask = torch.stack([(torch.arange(L) >= L - len(row)).long() for row in rows])
     return ids, mask
 
