@@ -49,16 +49,10 @@ class LayerState(NamedTuple):
 
     def map(self, change: Callable[[Tensor], Tensor], change_number: Callable[[PerRow], PerRow]) -> Self:
         """The state with ``change`` applied to all tensors and ``change_number`` to the numbers per row."""
-        return type(self)(
-            tuple(map(change, self.entries)),
-            change(self.window_k),
-            change(self.window_v),
-            change(self.mean_q),
-            change(self.sums),
-            change_number(self.seen),
-            FirstEntries(*map(change_number, self.first)),
-            tuple(map(change, self.fine)),
-        )
+        entries, fine = (tuple(map(change, kept)) for kept in (self.entries, self.fine))
+        window_k, window_v, mean_q, sums = map(change, (self.window_k, self.window_v, self.mean_q, self.sums))
+        seen, first = change_number(self.seen), FirstEntries(*map(change_number, self.first))
+        return type(self)(entries, window_k, window_v, mean_q, sums, seen, first, fine)
 
 
 def empty_state(k: Tensor, v: Tensor) -> LayerState:
