@@ -15,6 +15,7 @@ from condense.methods import Recall
 from condense.models.apply import condensed_modules
 from condense.ops import StepSettings, StepState
 from condense.ops.recall.choice import choose_groups, index_scores, token_scores
+from condense.ops.tensors.ring import newest_numbers
 
 
 @torch.compiler.disable(reason="condense.closed_mass looks at every step: compile without fullgraph in its block")
@@ -41,9 +42,7 @@ def unread_share(q: Tensor, state: StepState, settings: StepSettings, scale: flo
     chosen = choose_groups(index_scores(q, index, scale), closed[:, None, None], settings.choice.quota, K)[:, :, 0]
     is_closed = (torch.arange(G, device=q.device) < closed[:, None])[:, None]
     far = token_scores(q, index, scale)[:, :, 0].logsumexp(-1).masked_fill(~is_closed, float("-inf"))
-    # the newest position stored in each slot of the ring, as in a step
-    last = (seen - 1)[:, None]
-    position = last - (last - torch.arange(W, device=q.device)) % W
+    position = newest_numbers(seen - 1, state.ring_k)
     is_near = ((position >= closed[:, None] * g) & (position >= 0))[:, None]
     near = (q.to(far.dtype).reshape(B, K, H // K, D) @ state.ring_k.to(far.dtype).mT).reshape(B, H, W) * scale
     near = near.masked_fill(~is_near, float("-inf")).logsumexp(-1)

@@ -21,6 +21,12 @@ def write_columns(ring: Tensor, start: Tensor, new: Tensor, chosen: Tensor) -> N
     ring.scatter_(2, index, torch.where(chosen[:, None, None, None], new, ring.gather(2, index)))
 
 
+def newest_numbers(last: Tensor, ring: Tensor) -> Tensor:
+    """The number of the column in each slot of a ring, ``[B, W]``, negative in empty ones; last: that of the newest."""
+    W = ring.shape[2]
+    return last[:, None] - (last[:, None] - torch.arange(W, device=ring.device)) % W
+
+
 def newest_columns(ring: Tensor, seen: PerRow, limit: int) -> Tensor:
     """A copy of the newest ``limit`` columns (at most W) of a ring ``[B, K, W, D]``, by position, right-aligned."""
     n = min(limit, ring.shape[2])

@@ -19,7 +19,7 @@ from condense.ops.step.call import StepCall
 from condense.ops.step.settings import StepSettings
 from condense.ops.step.state import StepState
 from condense.ops.tensors.right_aligned import head_mean
-from condense.ops.tensors.ring import read_columns, write_columns
+from condense.ops.tensors.ring import newest_numbers, read_columns, write_columns
 from condense.ops.torch.attend import BlockKeys, attend_block, group_tokens
 from condense.ops.types import AttendOptions, Chunks
 
@@ -114,7 +114,7 @@ def attend(call: StepCall, seen: Tensor, alive: Tensor) -> tuple[Tensor, Tensor]
     (q, *_), state, settings, latent = call.token, call.state, call.settings, call.latent
     (D, Dv), c, M = (state.ring_k.shape[3], state.ring_v.shape[3]), settings.rule.chunk, state.entries_k.shape[2]
     closed, choice = settings.rule.closed(seen), settings.choice
-    position = _newest_numbers(seen - 1, state.ring_k)
+    position = newest_numbers(seen - 1, state.ring_k)
     near = ((position >= closed[:, None] * c) & (position >= 0))[:, None]
     # what each row sees of the far keys, bool ``[B, K|1, n]``
     if choice is None:
@@ -129,7 +129,7 @@ def attend(call: StepCall, seen: Tensor, alive: Tensor) -> tuple[Tensor, Tensor]
         far = (torch.arange(M, device=q.device) < count[:, None])[:, None]
         if settings.coarse_rule is not None:
             last = settings.rule.pooled(seen, settings.summary_delay) - 1
-            number = _newest_numbers(last, state.fine_k)
+            number = newest_numbers(last, state.fine_k)
             is_fine = (number >= lo[:, None]) & (number < hi[:, None])
             far_k, far_v = torch.cat([far_k, state.fine_k], dim=2), torch.cat([far_v, state.fine_v], dim=2)
             far = torch.cat([far, is_fine[:, None]], dim=2)
@@ -162,12 +162,6 @@ def attend(call: StepCall, seen: Tensor, alive: Tensor) -> tuple[Tensor, Tensor]
     whole = (seen // c)[:, None, None, None]
     mean = read_columns(state.sums, seen // c, 1) / (whole * c).clamp(min=1)
     return with_rest(out, lse, weight, mean[..., : values.shape[3]])
-
-
-def _newest_numbers(last: Tensor, ring: Tensor) -> Tensor:
-    """The number of the column in each slot of a ring, ``[B, W]``, negative in empty ones; last: that of the newest."""
-    W = ring.shape[2]
-    return last[:, None] - (last[:, None] - torch.arange(W, device=ring.device)) % W
 
 
 def _entry_bias(state: StepState, settings: StepSettings) -> Tensor | float | None:
