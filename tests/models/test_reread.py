@@ -321,6 +321,7 @@ def test_what_it_refuses():
     model = tiny.model("llama")
     tiny.refused(r"one setting", condense.apply, model, {0: METHOD, 1: METHOD.replace(share=0.5)})
     tiny.refused(r"one setting", condense.apply, model, {0: KEPT, 1: KEPT.replace(window=7)})
+    tiny.refused(r"got Recall[^R]*, Reread[^R]*$", inspect, model, {0: METHOD, "rest": KEPT}, 43)
     tiny.refused(r"use prompt='exact', or keep=1", KEPT.replace, prompt="shared")
     tiny.refused(r"prompt='recall' and keep=1", KEPT.check_gradients)
     assert not any(module._forward_hooks for module in model.modules())

@@ -18,7 +18,7 @@ from condense.models.choice import Layers, MethodChoice, assign, chosen_layers, 
 from condense.models.families import FAMILIES, is_supported, obstacle, sliding_window, transformers_model
 from condense.models.forward import ForwardBoard
 from condense.models.mla import check_latents
-from condense.models.reread import watch
+from condense.models.reread import check_readings, watch
 from condense.models.stock import method_of, stock_method
 
 logger = logging.getLogger(__name__)
@@ -86,6 +86,7 @@ def _chosen(
         chosen = dict.fromkeys(chosen_layers(layers, attentions, count), choice)
     check_config(attentions)
     check_latents(chosen, attentions)
+    check_readings(chosen)
     return chosen
 
 

@@ -35,21 +35,25 @@ _MOST_TOKENS = 16_384
 _CAUSAL = UniformRule(chunk=1, window=None, max_chunks=0)
 
 
+def check_readings(methods: Mapping[int, Method]) -> None:
+    """Raise ValueError if methods of a model's layers have two settings of `condense.Method.reread`."""
+    if len({method.reread for method in methods.values()} - {None}) > 1:
+        raise ValueError(
+            "a second reading ranks the tokens of all layers together: wanted one setting of Reread, or one keep and "
+            f"window of Recall, got {', '.join(sorted({str(method) for method in methods.values()}))}"
+        )
+
+
 def watch(model: nn.Module, attentions: Mapping[int, nn.Module], methods: Mapping[int, Method]) -> None:
     """Make the decoder in ``model`` read prompts again if one of its layers' methods needs it; else stop that.
 
-    Raises ValueError, nothing changed, for two settings of `condense.Method.reread`.
+    Raises ValueError, nothing changed, as `check_readings`.
     """
-    chosen = {method.reread for method in methods.values()} - {None}
-    if len(chosen) > 1:
-        raise ValueError(
-            "a second reading ranks the tokens of all layers together: wanted one setting of Reread, or one keep and "
-            f"window of Recall, got {', '.join(sorted(map(str, methods.values())))}"
-        )
+    check_readings(methods)
     for module in model.modules():
         if (hook := vars(module).pop(_HOOK, None)) is not None:
             hook.remove()
-    if chosen:
+    if any(method.reread is not None for method in methods.values()):
         layers = set(attentions.values())
         # the innermost model that holds all layers: it has no head, whose logits of the pieces nobody needs
         holders = [m for m in model.modules() if isinstance(m, PreTrainedModel) and layers <= {*m.modules()}]
