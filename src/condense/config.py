@@ -39,7 +39,12 @@ def method_from_dict(settings: dict[str, Any]) -> Any:
     known = [f.name for f in dataclasses.fields(cls)]
     if unknown := set(fields) - set(known):
         raise ValueError(f"{cls.name}: unknown settings {sorted(unknown)}; known are {known}")
-    return cls(**fields)
+    return cls(**{name: _as_tuples(value) for name, value in fields.items()})
+
+
+def _as_tuples(value: Any) -> Any:
+    """Tuples for the lists that JSON makes of them, as settings must be hashable; anything else as it is."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 def method_from_text(text: str) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import tiny
 from oracles import oracle
-from transformers import StaticCache
+from transformers import AutoModelForCausalLM, StaticCache
 
 import condense
 from condense import config
@@ -80,6 +80,22 @@ def test_attention(backend, method):
         for h in range(2):
             want = by_hand(method, q[b, 2 * h : 2 * h + 2, pads:], k[b, h, pads:], v[b, h, pads:], 3**-0.5)
             torch.testing.assert_close(got[b, 2 * h : 2 * h + 2, pads:], want, rtol=1e-12, atol=1e-12)
+
+
+def test_tuples_of_settings_survive_saving(tmp_path):
+    @dataclass(frozen=True, kw_only=True)
+    class Weighted(condense.Method):
+        name: ClassVar[str] = "weighted"
+        weights: tuple[tuple[float, ...], ...] = ()
+        layout = Layout(RULE)
+
+        def represent(self, chunks, summary, *, scale, backend):
+            return _mean(chunks)
+
+    model = condense.apply(tiny.model("llama"), Weighted(weights=((0.5, 1.0), ())))
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert condense.models.condensed_layers(again) == condense.models.condensed_layers(model)
 
 
 @pytest.fixture(params=["llama", "deepseek_v3"])
