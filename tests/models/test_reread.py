@@ -32,7 +32,9 @@ ROWS = [tiny.tokens(1, n, seed=n)[0] for n in (39, 26, 33, 3)]
 
 
 @pytest.fixture(autouse=True)
-def no_gradients():
+def as_on_a_gpu(monkeypatch):
+    """Without gradients, and with several pieces at once."""
+    monkeypatch.setitem(reread._MOST_TOKENS, "cpu", 16_384)
     with torch.no_grad():
         yield
 
@@ -42,10 +44,10 @@ def name(request):
     return request.param
 
 
-@pytest.mark.parametrize("at_once", [16_384, 32])
+@pytest.mark.parametrize("at_once", [16_384, 32, 1])
 def test_scores_and_choice_are_those_of_the_definition(name, at_once, monkeypatch):
     """at_once: tokens that are read again at once, in pieces of 16."""
-    monkeypatch.setattr(reread, "_MOST_TOKENS", at_once)
+    monkeypatch.setitem(reread._MOST_TOKENS, "cpu", at_once)
     model, ids, calls, stock = tiny.model(name), tiny.tokens(1, 43), [], Reread.chosen
     expected = oracle_reread.scores(model, ids[0], METHOD, NAMES[name])
 
@@ -109,7 +111,7 @@ def test_caches_grow_and_static_ones_agree_and_hold_what_arithmetic_says(name):
 
 def test_rows_share_the_tokens_that_are_read_again_at_once(monkeypatch):
     """Kernels have a limit of rows times heads, which many rows in small pieces would meet."""
-    monkeypatch.setattr(reread, "_MOST_TOKENS", 64)
+    monkeypatch.setitem(reread._MOST_TOKENS, "cpu", 64)
     model, shapes = tiny.model("llama"), []
     model.model.norm.register_forward_hook(lambda module, args, out: shapes.append(tuple(out.shape[:2])))
     for rows in (1, 2, 5):

@@ -30,8 +30,10 @@ _HOOK = "condense_rereading"
 _INPUTS = ("input_ids", "inputs_embeds", "per_layer_inputs", "token_type_ids")
 # further tensors that every forward may be given: the pieces have positions, masks and caches of their own
 _OWN = {"attention_mask", "position_ids", "cache_position", "position_embeddings"}
-# tokens of all rows that are read again at once: fewer leave a GPU waiting for the host; kernels have a limit of rows
-_MOST_TOKENS = 16_384
+# tokens of all rows that are read again at once, or a piece of each: fewer leave a GPU waiting for the host, but
+# kernels take only so many rows; on a CPU more take memory and no less time
+_MOST_TOKENS = {"cpu": 1}
+_MOST_ELSEWHERE = 16_384
 _CAUSAL = UniformRule(chunk=1, window=None, max_chunks=0)
 
 
@@ -177,7 +179,8 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
         rows = torch.arange(len(order), device=order.device)[:, None, None]
         with _rotations_stay(decoder):
             # PEFT's adapters by row are for as many rows as the prompts have
-            most = 1 if "adapter_names" in added else max(1, _MOST_TOKENS // (c * len(order)))
+            most = _MOST_TOKENS.get(order.device.type, _MOST_ELSEWHERE) // (c * len(order))
+            most = 1 if "adapter_names" in added else max(1, most)
             for start in range(0, length, most * c):
                 P = min(-(-(length - start) // c), most)
                 columns = torch.arange(start, start + P * c, device=order.device).clamp(max=order.shape[1] - 1)
