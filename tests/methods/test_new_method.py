@@ -148,6 +148,8 @@ LAYOUTS = [
     (Layout(RULE, bias=(1.0, 2.0)), r"each entry of a chunk, 1, or empty, got \(1\.0, 2\.0\)", _mean),
     (Layout(RULE, pooling=ChunkPooling("mean", "max"), choice=CHOICE), "a choice, .* must be means .*'max'", _mean),
     (Layout(RULE, pooling=ChunkPooling("mean", "mean"), choice=CHOICE, matched=True), "and matched=True", _mean),
+    (Layout(RULE, pooling=ChunkPooling("mean", "avg")), "layout: pooling must be one of 'weighted', .*'avg'", _mean),
+    (Layout(RULE, pooling=ChunkPooling("select", "max")), "'mean' or 'max' where no summary .*, got 'select'", _mean),
     (Layout(RULE, entry_bits=5), "entry_bits must be one of 16, 8, 4, got 5", _mean),
     (Layout(RULE, coarse=Coarse(1, 20)), r"coarse.chunks must be an integer >= 2, got 1", _mean),
     (Layout(RULE, coarse=Coarse(4, 13)), r"two chunks more than the window of tokens, 14 or more, got .*13", _mean),

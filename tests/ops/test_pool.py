@@ -70,3 +70,17 @@ def test_pool_groups_past_the_end_are_finite_and_values_may_be_missing(backend):
         key, value = pool_groups(chunks, draw(2, 2, 4, 4), scale=1.0, **options)
         assert bool(key.isfinite().all())
         assert value.shape == (2, 2, 4, 0)
+
+
+def test_poolings_that_there_are_not_are_refused():
+    x = draw(1, 2, 12, 4)
+    chunks, summary = Chunks(x, x, 0, 4, 3, 0), draw(1, 2, 4, 4)
+    with pytest.raises(ValueError, match="how must be one of 'weighted', 'mean', 'max', 'select', got 'average'"):
+        pool(x.unflatten(2, (4, 3)), draw(1, 2, 4, 3), how="average")
+    for given, key, value, said in (
+        (summary, "average", "mean", "key_pooling, value_pooling must be one of .*'average'"),
+        (summary, "mean", "average", "key_pooling, value_pooling must be one of .*'average'"),
+        (None, "mean", "weighted", "must be 'mean' or 'max' where no summary query scores tokens, got 'weighted'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            pool_groups(chunks, given, scale=1.0, key_pooling=key, value_pooling=value)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from condense.config import Bits, check_choice, check_int
 from condense.ops import ChoiceSettings, Coarse, CoarseRule, Pooling, UniformRule
+from condense.ops.checks import check_poolings
 from condense.ops.tensors.per_row import PerRow, int_if_equal
 
 
@@ -114,6 +115,8 @@ def check_layout(layout: Layout) -> None:
     check_int("layout: num_summary", layout.num_summary, 0)
     check_int("layout: summary_delay", layout.summary_delay, 0)
     check_choice("layout: entry_bits", layout.entry_bits, get_args(Bits))
+    if layout.pooling is not None:
+        check_poolings("layout: pooling", *layout.pooling[:2], scored=layout.num_summary > 0)
     if layout.choice is not None and layout.pooling is not None and (layout.pooling != MEANS or layout.matched):
         raise ValueError(
             "layout: with a choice, pooling must be means without biases of their own, or None for an own represent, "

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from condense.ops.backends import BACKENDS, Operations, check_backend, resolve_backend, resolve_pooling, resolve_recall
+from condense.ops.checks import check_poolings
 from condense.ops.recall.choice import IndexChoice, RecallSources
 from condense.ops.recall.index import GroupIndex
 from condense.ops.recall.rest import GroupMeans
@@ -144,7 +145,9 @@ def pool_groups(
     or wider: the query that scores the tokens of each group, as in `group_scores`; None if neither pooling uses scores
     ("mean" and "max" do not, see `pool`) and no log-sum-exp is wanted. The entry of a group that reaches past the
     window is finite but undefined.
+    Raises ValueError for another pooling, and for one that needs a summary without any.
     """
+    check_poolings("key_pooling, value_pooling", key_pooling, value_pooling, scored=summary is not None)
     k, v = groups.window_k, groups.window_v
     operations = BACKENDS[resolve_pooling(backend, k.device, k.dtype, (k.shape[3], v.shape[3]))].load()
     if operations.pool_groups is not None:
@@ -247,8 +250,9 @@ def pool(x: Tensor, scores: Tensor, *, how: Pooling, backend: str = "auto") -> T
     x ``[B, K, G, c, D]``, scores ``[B, K, G, c]`` float32 or wider. ``how``: "weighted" by the softmax of the
     scores, "mean", "max" per channel, or "select" the vector with the highest score (ties to the lowest
     position). Computed in the dtype of the scores, returned ``[B, K, G, D]`` in the dtype of x.
-    Gradients flow through the weights, not through the choice of the anchor.
+    Gradients flow through the weights, not through the choice of the anchor. Raises ValueError for another ``how``.
     """
+    check_poolings("how", how, scored=True)
     return _plain(backend).pool(x, scores, how=how)
 
 

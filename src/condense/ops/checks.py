@@ -6,6 +6,8 @@ import math
 import torch
 from torch import Tensor
 
+from condense.ops.types import POOLINGS
+
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -40,6 +42,15 @@ def check_alike(**tensors: Tensor) -> None:
             raise ValueError(f"{name} must have the dtype of {first}, {like.dtype}, got {x.dtype}")
         if x.device != like.device:
             raise ValueError(f"{name} must be on the device of {first}, {like.device}, got {x.device}")
+
+
+def check_poolings(argument: str, *names: object, scored: bool) -> None:
+    """Raise ValueError for a pooling with another name than those of `POOLINGS`, and for one by scores without any."""
+    for name in names:
+        if name not in POOLINGS:
+            raise ValueError(f"{argument} must be one of {', '.join(map(repr, POOLINGS))}, got {name!r}")
+        if name in ("weighted", "select") and not scored:
+            raise ValueError(f"{argument} must be 'mean' or 'max' where no summary query scores tokens, got {name!r}")
 
 
 def check_scale(scale: object, q: Tensor) -> float:
