@@ -170,6 +170,19 @@ def test_a_failure_leaves_nothing_on_disk(text_file, tokenizer, tmp_path, monkey
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("size", [0, 10, 200, None])
+def test_a_cache_that_lost_the_end_of_a_file_is_named(text_file, tokenizer, tmp_path, size):
+    load_corpus([text_file], tokenizer, tmp_path)
+    (folder,) = tmp_path.iterdir()
+    file = folder / "tokens.npy"
+    content = file.read_bytes()
+    file.unlink()
+    if size is not None:
+        file.write_bytes(content[:size])
+    with pytest.raises(ValueError, match=f"cache: wanted whole files in {folder}, got others: delete that folder"):
+        load_corpus([text_file], tokenizer, tmp_path)
+
+
 class Rows:
     def __init__(self, columns):
         self._columns, self.column_names = columns, list(columns)

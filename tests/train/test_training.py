@@ -194,6 +194,11 @@ def test_another_run_is_not_resumed(config, text, tmp_path):
         (dataclasses.replace(config, data_weights=()), "data_weights"),
     ):
         refused(f"got another {what}", changed, resume=True)
+    record = config.work / "run.json"
+    written = record.read_text()
+    record.write_text(written[:40])
+    refused(f"wanted the record of a run, got {record} without its end .*: delete", config, resume=True)
+    record.write_text(written)
     run_training(dataclasses.replace(config, data=(same,)), resume=True)
 
 

@@ -94,7 +94,8 @@ def load_corpus(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase,
     hold no text are left out, counted and reported on stderr, with file (or dataset) and line.
 
     paths: see ``read_documents``. tokenizer: a fast tokenizer. cache: folder for the encoded arrays.
-    Raises ValueError as ``read_documents`` and ``encode_corpus``, and for a tokenizer that is not a fast one.
+    Raises ValueError as ``read_documents`` and ``encode_corpus``, for a tokenizer that is not a fast one, and for files
+    in the cache that lost their end.
     """
     folder = Path(cache) / f"tokens-{_fingerprint(paths, tokenizer)}"
     if not folder.is_dir():
@@ -119,7 +120,11 @@ def load_corpus(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase,
         except OSError:
             if not folder.is_dir():  # it exists if another run has encoded the same documents in the meantime
                 raise
-    return Corpus(**{name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in Corpus.__dataclass_fields__})
+    names = Corpus.__dataclass_fields__
+    try:
+        return Corpus(**{name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in names})
+    except (ValueError, EOFError, FileNotFoundError) as error:  # of a file that lost its end, or is lost
+        raise ValueError(f"cache: wanted whole files in {folder}, got others: delete that folder ({error})") from error
 
 
 def sha256(path: Path) -> str:

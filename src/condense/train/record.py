@@ -13,13 +13,22 @@ _RUN = "run.json"
 
 
 def check_same_run(config: TrainConfig) -> None:
-    """Write the run's record to its work folder. Raises ValueError if it has another run's, or if data are missing."""
+    """Write the run's record to its work folder.
+
+    Raises ValueError if it has another run's, or one that lost its end, and if data are missing.
+    """
     note = config.work / _RUN
     content = plain({**summary(config), **_contents(config), "seed": config.seed, "phases": config.phases})
     if not note.exists():
         write_results(note, content, seed=config.seed)
         return
-    before = json.loads(note.read_text(encoding="utf-8"))["results"]
+    try:
+        before = json.loads(note.read_text(encoding="utf-8"))["results"]
+    except ValueError as error:
+        raise ValueError(
+            f"resume: wanted the record of a run, got {note} without its end ({error}): delete {config.work}, or this "
+            "file if it is the same run"
+        ) from error
     changed = sorted(_changed(before, content))
     if changed:
         raise ValueError(
