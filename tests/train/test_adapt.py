@@ -241,7 +241,7 @@ def test_the_text_part_of_a_model_of_several_parts_is_adapted(base):
 def test_the_plan_counts_bytes():
     model = tiny_llama(vocab_size=100, num_hidden_layers=1).to(torch.bfloat16)
     count = sum(weight.numel() for weight in model.parameters())
-    phase = PhaseConfig("p", 10, 128, 8, distill=1.0, gradient_accumulation_steps=2)
+    phase = PhaseConfig("p", 10, 128, 8, distill=0.5, gradient_accumulation_steps=2)
     sizes = {"weights": 2 * count, "gradients": 2 * count, "optimizer": 12 * count, "teacher": 2 * count}
     sizes["logits"] = 2 * 4 * 128 * 100 * 2
     assert forecast(model, phase) == sizes

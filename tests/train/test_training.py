@@ -52,6 +52,7 @@ BAD_PHASES = [
     ({"mix": "both"}, "mix"),
     ({"mix": "condensed"}, "method: wanted a method for mix 'condensed', got None"),
     (CONDENSED | {"method": condense.Dense(), "distill": 1.0}, "dense attention has nothing to learn of itself"),
+    ({"distill": 1.0}, "distill: wanted below 1 with mix 'dense', as a model learns nothing of itself"),
     ({"task_share": 1.5}, "task_share must be a finite number from 0 to 1, got 1.5"),
     ({"keys": (4, 2)}, "keys: wanted the fewest and the most, got"),
     ({"keys": (1, 2.5)}, "keys must be an integer >= 1, got 2.5"),

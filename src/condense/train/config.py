@@ -43,8 +43,8 @@ class PhaseConfig:
     gradient_accumulation_steps: parts that a batch is computed in, for devices with little memory.
     gradient_checkpointing: recompute activations in the backward pass, for devices with little memory.
     checkpoint_steps: steps between checkpoints to resume from. logging_steps: steps between entries of the log.
-    Raises ValueError for a number out of its range, for a mix without the method that it needs, and for a method that
-    gives no gradients or reads sequences of this length with dense attention.
+    Raises ValueError for a number out of its range, for a mix without the method that it needs or that learns nothing
+    by ``distill``, and for a method that gives no gradients or reads sequences of this length with dense attention.
     """
 
     name: str
@@ -89,6 +89,8 @@ class PhaseConfig:
             raise ValueError(f"keys: wanted the fewest and the most, got {self.keys}")
         check_positive("learning_rate", self.learning_rate)
         check_positive("max_grad_norm", self.max_grad_norm)
+        if self.mix == "dense" and self.distill == 1:
+            raise ValueError("distill: wanted below 1 with mix 'dense', as a model learns nothing of itself, got 1")
         if self.mix != "dense" and self.method is not None:
             if isinstance(self.method, Dense) and self.distill > 0:
                 raise ValueError("method: dense attention has nothing to learn of itself (distill), got Dense()")
