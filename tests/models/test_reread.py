@@ -118,6 +118,10 @@ def test_rows_share_the_tokens_that_are_read_again_at_once(monkeypatch):
         with condense.use(model, METHOD):
             tiny.filled(model, tiny.tokens(rows, 60))
     assert shapes == [(1, 60), (4, 16), (2, 60), (4, 16), (4, 16), (5, 60), *[(5, 16)] * 4]
+    monkeypatch.setitem(reread._MOST_TOKENS, "cpu", 16_384)
+    with condense.use(model, METHOD.replace(piece=2)):
+        tiny.filled(model, tiny.tokens(1, 300))
+    assert shapes[-3:] == [(1, 300), (128, 2), (22, 2)]
 
 
 def test_recall_with_all_groups_of_kept_tokens_open_is_reread(name, monkeypatch):

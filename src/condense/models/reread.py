@@ -30,10 +30,12 @@ _HOOK = "condense_rereading"
 _INPUTS = ("input_ids", "inputs_embeds", "per_layer_inputs", "token_type_ids")
 # further tensors that every forward may be given: the pieces have positions, masks and caches of their own
 _OWN = {"attention_mask", "position_ids", "cache_position", "position_embeddings"}
-# tokens of all rows that are read again at once, or a piece of each: fewer leave a GPU waiting for the host, but
-# kernels take only so many rows; on a CPU more take memory and no less time
+# tokens of all rows that are read again at once, or a piece of each: fewer leave a GPU waiting for the host; on a CPU
+# more take memory and no less time
 _MOST_TOKENS = {"cpu": 1}
 _MOST_ELSEWHERE = 16_384
+# rows that pieces make of a batch: kernels have a limit of 65,535 rows times KV heads, of which latents have 128
+_MOST_ROWS = 128
 _CAUSAL = UniformRule(chunk=1, window=None, max_chunks=0)
 
 
@@ -159,8 +161,8 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
     }
     if any(method.num_kept(n) < n for n in tokens.tolist()):
         tensors = {name for name, x in given.items() if any(isinstance(leaf, Tensor) for leaf in tree_leaves(x))}
-        others, added = tensors - inputs.keys() - _OWN - {CACHE, "past_key_values", "kwargs"}, hook_arguments(decoder)
-        if others := others | (added & {"alora_offsets"}):  # where adapters of PEFT begin in the prompt
+        tensors |= hook_arguments(decoder) & {"alora_offsets"}  # where adapters of PEFT begin in the prompt
+        if others := tensors - inputs.keys() - _OWN - {CACHE, "past_key_values", "kwargs"}:
             raise ValueError(
                 f"{method} reads a prompt again in pieces, for which {type(decoder).__name__} cannot be given parts of "
                 f"{', '.join(sorted(others))}: use inputs_embeds that hold them, or a method that keeps all tokens"
@@ -178,9 +180,7 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
         argument = CACHE if CACHE in inspect.signature(decoder.forward).parameters else "past_key_values"
         rows = torch.arange(len(order), device=order.device)[:, None, None]
         with _rotations_stay(decoder):
-            # PEFT's adapters by row are for as many rows as the prompts have
-            most = _MOST_TOKENS.get(order.device.type, _MOST_ELSEWHERE) // (c * len(order))
-            most = 1 if "adapter_names" in added else max(1, most)
+            most = _pieces_at_once(decoder, order, c)
             for start in range(0, length, most * c):
                 P = min(-(-(length - start) // c), most)
                 columns = torch.arange(start, start + P * c, device=order.device).clamp(max=order.shape[1] - 1)
@@ -196,6 +196,14 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
     del held
     for layer, of_layer, count in zip(layers.values(), kept, counts, strict=True):
         layer.keep(of_layer, count)
+
+
+def _pieces_at_once(decoder: nn.Module, prompts: Tensor, c: int) -> int:
+    """Pieces of c tokens of each of the prompts ``[B, L]`` that are read again at once."""
+    if "adapter_names" in hook_arguments(decoder):  # PEFT's adapters by row are for as many rows as there are prompts
+        return 1
+    most = _MOST_TOKENS.get(prompts.device.type, _MOST_ELSEWHERE)
+    return max(1, min(most // c, _MOST_ROWS) // len(prompts))
 
 
 def _behind(positions: Tensor | None, real: Tensor, *, counts: bool) -> Tensor:
