@@ -88,6 +88,18 @@ def test_scores_with_soft_caps_sinks_and_scaled_queries(name, adding, monkeypatc
         torch.testing.assert_close(got[0, :, METHOD.sink :], want[:, METHOD.sink :], **tiny.EXACT)
 
 
+def test_queries_are_scaled_by_slots_whatever_other_rows_hold(monkeypatch):
+    """Llama 4 counts padding, in rows that are shorter than another and in a batch that is padded throughout."""
+    model, calls, stock = small.model("llama4_text", **ADDING["llama4_text"][2]), [], Reread.chosen
+    ids, mask = tiny.left_padded(ROWS[:2])
+    monkeypatch.setattr(Reread, "chosen", lambda self, *given: calls.append(given) or stock(self, *given))
+    with condense.use(model, METHOD):
+        for row in (slice(0, 2), slice(1, 2)):
+            model(ids[row], attention_mask=mask[row], use_cache=True)
+    together, alone = (scores[0] for scores, _ in calls)
+    torch.testing.assert_close(alone[0], together[1, :, : alone.shape[2]], **tiny.EXACT)
+
+
 def test_caches_grow_and_static_ones_agree_and_hold_what_arithmetic_says(name):
     model, ids = tiny.model(name), tiny.tokens(1, 43)
     dense = tiny.generate(model, ids)

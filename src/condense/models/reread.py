@@ -70,16 +70,15 @@ class Pieces(DynamicCache):
     held: what the layers under ``method`` hold of the prompt, by layer, keys and values ``[B, K, L, D]``, left-aligned.
     scores: of the tokens of these layers ``[B, K, L]``, set to the weights that the queries of their own piece give
     them; so sinks, which stay whatever they get, are scored by the first piece alone. tokens: real ones per row, int64
-    CPU ``[B]``. start: the first token of the first piece. behind: the slot behind the prompt.
+    CPU ``[B]``. start: the first token of the first piece. behind: the slot behind the prompt, padding counted.
     """
 
     def __init__(
         self, config: Any, method: Reread, held: Mapping[int, tuple[Tensor, ...]], scores: Mapping[int, Tensor],
-        tokens: Tensor, start: int, size: tuple[int, int],
+        tokens: Tensor, start: int, size: tuple[int, int], behind: int,
     ) -> None:  # fmt: skip
         super().__init__(config=config)
-        self.held, self._scores, self._start, (self._P, self._c) = held, scores, start, size
-        self.behind = int(tokens.max())
+        self.held, self._scores, self._start, (self._P, self._c), self.behind = held, scores, start, size, behind
         begins = start + self._c * torch.arange(self._P, device="cpu")
         sinks = begins.clamp(max=method.sink)
         real = (tokens[:, None] - begins).clamp(0, self._c)  # [B, P]
@@ -189,7 +188,7 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
                 repeated = {
                     name: x.expand(len(order), *x.shape[1:])[rows, slots].flatten(0, 1) for name, x in inputs.items()
                 }
-                pieces = Pieces(config, method, held, scores, tokens, start, (P, c))
+                pieces = Pieces(config, method, held, scores, tokens, start, (P, c), order.shape[1])
                 places = positions.repeat_interleave(P, 0)
                 decoder.forward(**repeated, position_ids=places, **{argument: pieces}, use_cache=True)
     kept, counts = method.chosen([*scores.values()], tokens)
