@@ -49,6 +49,14 @@ def test_largest_weights(softcap):
         assert definition[b, h, i] == pytest.approx(max(weights), rel=1e-12)
 
 
+def test_largest_weights_of_heads_and_queries_that_do_not_fit_are_refused():
+    q, k, lse = torch.zeros(1, 3, 5, 8), torch.zeros(1, 2, 7, 8), torch.zeros(1, 3, 5)
+    with pytest.raises(ValueError, match="k must have heads that divide those of q, 3, got 2"):
+        largest_weights(q, k, lse, scale=1.0)
+    with pytest.raises(ValueError, match=r"lse must have one number for each query, \[1, 3, 5\], got \[1, 3, 4\]"):
+        largest_weights(q, k[:, :1], lse[..., 1:], scale=1.0)
+
+
 def test_numbers_by_arithmetic():
     method = Reread(share=0.55, sink=2, window=3, piece=4)
     assert [method.num_kept(n) for n in (0, 1, 5, 6, 100)] == [0, 1, 5, 5, 55]

@@ -273,9 +273,15 @@ def largest_weights(
 ) -> Tensor:
     """The largest weight that any query gives each key of a KV head, float32 or wider ``[B, K, N]``. No gradients.
 
-    q ``[B, H, L, D]``, k ``[B, K, N, D]``: every query sees every key. lse ``[B, H, L]``: the log-sum-exp of all that a
-    query sees, which may be more than these keys; infinite for a query that does not count. softcap: as in `Extras`.
+    q ``[B, H, L, D]``, k ``[B, K, N, D]``, one dtype, K divides H: every query sees every key. lse ``[B, H, L]``: the
+    log-sum-exp of all that a query sees, which may be more than these keys; infinite for a query that does not count.
+    softcap: as in `Extras`.
+    Raises ValueError also for heads that K does not divide, and for another number of log-sum-exps.
     """
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"k must have heads that divide those of q, {q.shape[1]}, got {k.shape[1]}")
+    if lse.shape != q.shape[:3]:
+        raise ValueError(f"lse must have one number for each query, {[*q.shape[:3]]}, got {[*lse.shape]}")
     problem = Problem(q.device, q.dtype, (q.shape[3],) * 2, q.shape[2], 0.0, q.shape[0], q.shape[1], k.shape[1])
     run = BACKENDS[resolve_backend(backend, problem)].load().largest_weights
     return run(q, k, lse, scale=scale, softcap=softcap)
