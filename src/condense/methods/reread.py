@@ -21,7 +21,7 @@ from condense.ops.tensors.per_row import PerRow, map_rows
 class Reread(PromptMethod):
     """The ``share`` of a prompt's tokens that the model needs to repeat it, exact; what follows the prompt all stays.
 
-    The prompt is read with dense attention. Then the model reads it again, ``piece`` tokens at a time, as if each piece
+    The prompt is read with dense attention. Then the model reads it again, in pieces of ``piece`` tokens, as if each
     were repeated behind the prompt: a repeated token sees the first ``sink`` tokens of the prompt, the piece where it
     stands in the prompt, and the repeated tokens up to itself. A token scores by the largest weight that any of these
     queries gives it, for each KV head. The first ``sink`` and the last ``window`` tokens stay, and those with the
