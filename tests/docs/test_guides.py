@@ -24,6 +24,7 @@ from condense.models import choice_from_text
 from condense.models.fit import cache_fits
 from condense.models.shapes import shape_config
 from condense.named import NAMED_SETTINGS
+from condense.ops.backends import Backend, Operations
 
 ROOT = Path(__file__).parents[2]
 FILES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -199,3 +200,12 @@ def test_it_runs_and_fits_on_a_page(capsys):
     runpy.run_path(str(RECALL_PAGE), run_name="__main__")
     assert float(capsys.readouterr().out.rpartition(" ")[2]) <= TOLERANCE
     assert len(RECALL_PAGE.read_text(encoding="utf-8").splitlines()) <= 100
+
+
+def test_the_tables_of_a_backend_name_what_it_has():
+    record, operations = PAGES["docs/guides/add-a-backend.md"].split("| operation | from | to |")
+    for text, cls in ((record, Backend), (operations.partition("\n\n")[0], Operations)):
+        named = [
+            name for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
+        ]
+        assert {*named} == {name for name in cls.__annotations__ if name[0] != "_"}
