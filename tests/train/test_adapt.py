@@ -25,6 +25,7 @@ from transformers import (
 )
 
 import condense
+from condense.files import whole_file
 from condense.methods import methods_in
 from condense.models import condensed_layers
 from condense.tasks.corpus import check_vocabulary
@@ -32,6 +33,7 @@ from condense.train import PRESETS, RECIPES, PhaseConfig, read_recipe, run_train
 from condense.train import loss as loss_module
 from condense.train import phase as phase_module
 from condense.train import run as run_module
+from condense.train import trainer as trainer_module
 from condense.train.loss import token_loss
 from condense.train.optimizer import projections, set_trained
 from condense.train.phase import forecast, newest_checkpoint, plan_of
@@ -304,9 +306,16 @@ def _full(self, folder, stock=Trainer._save_optimizer_and_scheduler, step=4):
     stock(self, folder)
 
 
+def _full_at_the_end(target, *, overwrite):
+    if target.parent.name == "checkpoint-4":
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return whole_file(target, overwrite=overwrite)
+
+
 STOPS = {
     "not finite": (MixedTrainer, "compute_loss", _not_finite, "wanted finite weights, got others; the last"),
     "full disk": (Trainer, "_save_optimizer_and_scheduler", _full, "could not write .*No space left on device.*$"),
+    "full disk at the end": (trainer_module, "whole_file", _full_at_the_end, "could not write .*No space left"),
 }
 
 

@@ -154,17 +154,18 @@ class MixedTrainer(Trainer):
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
         try:
             super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if self.accelerator.is_main_process:
+                files = [file for file in folder.rglob("*") if file.is_file()]
+                sizes = {str(file.relative_to(folder)): file.stat().st_size for file in files}
+                with whole_file(folder / COMPLETE, overwrite=True) as complete:
+                    complete.write(json.dumps(sizes).encode())
         except Exception as error:  # each writer has its own class of error for a full disk
             if self.accelerator.is_main_process:
                 shutil.rmtree(folder, ignore_errors=True)
             free = shutil.disk_usage(self.args.output_dir).free / 2**20
             reason = f"could not write {folder}, where {free:,.0f} MiB are free: {error}"
             raise ValueError(self._stopped(reason)) from error
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            sizes = {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
-            with whole_file(folder / COMPLETE, overwrite=True) as complete:
-                complete.write(json.dumps(sizes).encode())
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights in the dtype that they were trained in; PEFT loads adapters as float32."""
