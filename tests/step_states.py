@@ -52,8 +52,8 @@ def own_by(settings):
     return condense.Recall(**kept, **sizes).represent
 
 
-def token_at(qkv, t):
-    return NewToken(*(x[:, :, t : t + 1] for x in qkv))
+def token_at(qkv, t, real=None):
+    return NewToken(*(x[:, :, t : t + 1] for x in qkv), None if real is None else real[:, t].to(qkv[0].device))
 
 
 def given_away(held, groups):

@@ -7,7 +7,8 @@ import torch
 from oracles import oracle_reread
 
 from condense import Reread
-from condense.ops import largest_weights
+from condense.ops import Problem, largest_weights
+from condense.ops.triton.limits import weights_obstacle
 
 
 @pytest.mark.parametrize("settings", [{}, {"share": 0.5, "window": 0}, {"sink": 0, "window": 0}, {"share": 1}])
@@ -63,3 +64,10 @@ def test_numbers_by_arithmetic():
     # pieces of 4, 4 and 2 tokens: sinks, the piece where it stands, and the piece so far
     assert method.num_pairs(10) == (4 * 4 + 10) + (4 * 6 + 10) + (2 * 4 + 3)
     assert method.replace(share=1).num_pairs(10) == 0
+
+
+def test_kernels_weigh_tokens_in_16_bits_alone():
+    problems = [Problem(torch.device("cuda"), dtype, (128,)) for dtype in (torch.bfloat16, torch.float32)]
+    assert [weights_obstacle(problem) for problem in problems] == [
+        None, "takes torch.bfloat16, torch.float16, got torch.float32"
+    ]  # fmt: skip

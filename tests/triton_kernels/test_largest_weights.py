@@ -9,8 +9,9 @@ from condense.ops import largest_weights
 from condense.ops.types import soft_cap
 
 # heads, KV heads, queries, keys, width, soft cap
-CASES = [(4, 2, 21, 7, 16, 0.0), (3, 1, 17, 33, 24, 1.5), (2, 2, 1, 40, 80, 0.0)]
+CASES = [(4, 2, 21, 7, 64, 0.0), (3, 1, 17, 33, 96, 1.5), (2, 2, 1, 40, 80, 0.0)]
 if DEVICE == "cuda":
+    DTYPES = DTYPES[:2]
     CASES += [(32, 8, 1024, 1024, 128, 0.0), (16, 16, 1000, 1000, 192, 0.0), (8, 4, 300, 513, 256, 30.0)]
 
 

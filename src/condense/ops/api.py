@@ -11,7 +11,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from condense.ops.backends import BACKENDS, Operations, check_backend, resolve_backend, resolve_pooling, resolve_recall
+from condense.ops.backends import (
+    BACKENDS,
+    Operations,
+    check_backend,
+    resolve_backend,
+    resolve_pooling,
+    resolve_recall,
+    resolve_weights,
+)
 from condense.ops.checks import check_poolings
 from condense.ops.recall.choice import IndexChoice, RecallSources
 from condense.ops.recall.index import GroupIndex
@@ -282,8 +290,7 @@ def largest_weights(
         raise ValueError(f"k must have heads that divide those of q, {q.shape[1]}, got {k.shape[1]}")
     if lse.shape != q.shape[:3]:
         raise ValueError(f"lse must have one number for each query, {[*q.shape[:3]]}, got {[*lse.shape]}")
-    problem = Problem(q.device, q.dtype, (q.shape[3],) * 2, q.shape[2], 0.0, q.shape[0], q.shape[1], k.shape[1])
-    run = BACKENDS[resolve_backend(backend, problem)].load().largest_weights
+    run = BACKENDS[resolve_weights(backend, Problem(q.device, q.dtype, (q.shape[3],)))].load().largest_weights
     return run(q, k, lse, scale=scale, softcap=softcap)
 
 

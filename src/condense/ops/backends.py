@@ -45,16 +45,18 @@ class Operations(NamedTuple):
 class Backend:
     """A backend's operations and limits.
 
-    imports: imports the modules of its operations and returns these. attend_obstacle, pool_obstacle: all reasons why it
-    cannot run for a `Problem`, as clauses that follow the backend's name, joined by "; "; None if it can.
-    recall_obstacle: the same for `condense.ops.attend_recall`, from its arguments. instead: the backend that such an
-    error recommends. is_fast: whether "auto" takes it for attention on a GPU, where it can run.
+    imports: imports the modules of its operations and returns these. attend_obstacle, pool_obstacle, weights_obstacle:
+    all reasons why its attention, its pooling and stores, and its `condense.ops.largest_weights` cannot run for a
+    `Problem`, as clauses that follow the backend's name, joined by "; "; None if it can. recall_obstacle: the same for
+    `condense.ops.attend_recall`, from its arguments. instead: the backend that such an error recommends. is_fast:
+    whether "auto" takes it for attention on a GPU, where it can run.
     """
 
     imports: Callable[[], Operations]
     attend_obstacle: Callable[[Problem], str | None] = lambda problem: None
-    pool_obstacle: Callable[[Problem], str | None] = lambda problem: None
     recall_obstacle: Callable[..., str | None] = lambda *args, **kwargs: None
+    pool_obstacle: Callable[[Problem], str | None] = lambda problem: None
+    weights_obstacle: Callable[[Problem], str | None] = lambda problem: None
     instead: str = "torch"
     is_fast: Callable[[Problem], bool] = lambda problem: True
 
@@ -88,8 +90,9 @@ def _hopper() -> Operations:
     return _triton()._replace(**_operations_in(attend))
 
 
-_TRITON_LIMITS = triton_limits.attend_obstacle, triton_limits.pool_obstacle, triton_limits.recall_obstacle
-_HOPPER_LIMITS = hopper_limits.attend_obstacle, triton_limits.pool_obstacle, hopper_limits.recall_obstacle
+_POOL_LIMITS = triton_limits.pool_obstacle, triton_limits.weights_obstacle
+_TRITON_LIMITS = triton_limits.attend_obstacle, triton_limits.recall_obstacle, *_POOL_LIMITS
+_HOPPER_LIMITS = hopper_limits.attend_obstacle, hopper_limits.recall_obstacle, *_POOL_LIMITS
 BACKENDS = {
     "reference": Backend(lambda: _REFERENCE),
     "torch": Backend(lambda: _TORCH),
@@ -131,6 +134,11 @@ def resolve_pooling(backend: str, device: torch.device, dtype: torch.dtype, widt
     """The backend that makes entries and unpacks stores: as `resolve_backend`, but by the limits of pooling."""
     problem = Problem(device, dtype, widths)
     return _resolve(backend, device, ("triton",), lambda each: each.pool_obstacle(problem))
+
+
+def resolve_weights(backend: str, problem: Problem) -> str:
+    """The backend of `condense.ops.largest_weights`: as `resolve_backend`, but "auto" tries "triton" alone."""
+    return _resolve(backend, problem.device, ("triton",), lambda each: each.weights_obstacle(problem))
 
 
 def _resolve(

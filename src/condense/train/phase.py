@@ -199,8 +199,8 @@ def newest_checkpoint(folder: Path) -> Path | None:
 def _changed_file(checkpoint: Path) -> str | None:
     """The name of a file that has not the size that it had when the checkpoint was complete; None if all have."""
     try:
-        sizes = json.loads((checkpoint / COMPLETE).read_bytes())
-    except ValueError:
+        sizes = dict(json.loads((checkpoint / COMPLETE).read_bytes()))
+    except (TypeError, ValueError):
         return COMPLETE
     files = ((name, checkpoint / name, size) for name, size in sizes.items())
     return next((name for name, file, size in files if not file.is_file() or file.stat().st_size != size), None)

@@ -71,6 +71,16 @@ def attend_obstacle(problem: Problem) -> str | None:
     return clauses(found)
 
 
+def weights_obstacle(problem: Problem) -> str | None:
+    """All reasons why the kernel of `condense.ops.largest_weights` cannot take a problem, None if it can."""
+    found = [*absence(problem.device)]
+    if problem.device.type == "cuda":
+        # in float32 products by bfloat16 missed the error budget, and others are no faster than PyTorch's
+        found += among("takes", DTYPES[:2], problem.dtype)
+        found += among("has kernels for head widths", WIDTHS, *problem.widths)
+    return clauses(found)
+
+
 def call_obstacles(problem: Problem) -> list[str]:
     """The obstacles in a problem that are neither its device nor its dtype and widths."""
     found = []
