@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -119,6 +120,20 @@ def test_caches_grow_and_static_ones_agree_and_hold_what_arithmetic_says(name):
     held = [layer.buffers for layer in static.layers]
     sizes = [(x.entries_k.shape[2], x.ring_k.shape[2]) for x in held]
     assert sizes == [(count, 64 - 43) for count in counts]
+
+
+def test_each_layer_frees_its_prompt_before_the_next_keeps_its_own(monkeypatch):
+    model, stock, prompts = tiny.model("llama"), functional.keep_tokens, []
+
+    def keep(method, prompt, *given):
+        assert all(k() is None for k in prompts)
+        prompts.append(weakref.ref(prompt.entries[0]))
+        return stock(method, prompt, *given)
+
+    monkeypatch.setattr(base, "keep_tokens", keep)
+    with condense.use(model, METHOD):
+        tiny.filled(model, tiny.tokens(1, 40))
+    assert len(prompts) == tiny.NUM_LAYERS
 
 
 def test_rows_share_the_tokens_that_are_read_again_at_once(monkeypatch):

@@ -149,52 +149,63 @@ def _evict(decoder: PreTrainedModel, given: Mapping[str, Any], cache: Any, waiti
     """
     layers: dict[int, CondensedCacheLayer] = {i: cache.layers[i] for i in waiting}
     method: Any = layers[waiting[0]].method.reread
-    held = {i: layer.prompt.entries for i, layer in layers.items() if layer.prompt is not None}
     inputs: dict[str, Tensor] = {name: given[name] for name in _INPUTS if given.get(name) is not None}
     real = _real(given.get("attention_mask"), next(iter(inputs.values())))
     tokens = real.sum(1).cpu()
-    length = int(tokens.max())
+    prompts = {i: layer.prompt.entries for i, layer in layers.items() if layer.prompt is not None}
     scores = {
-        i: k.new_zeros(*k.shape[:2], length, dtype=torch.promote_types(k.dtype, torch.float32))
-        for i, (k, _) in held.items()
+        i: k.new_zeros(*k.shape[:2], int(tokens.max()), dtype=torch.promote_types(k.dtype, torch.float32))
+        for i, (k, _) in prompts.items()
     }
     if any(method.num_kept(n) < n for n in tokens.tolist()):
-        tensors = {name for name, x in given.items() if any(isinstance(leaf, Tensor) for leaf in tree_leaves(x))}
-        tensors |= hook_arguments(decoder) & {"alora_offsets"}  # where adapters of PEFT begin in the prompt
-        if others := tensors - inputs.keys() - _OWN - {CACHE, "past_key_values", "kwargs"}:
-            raise ValueError(
-                f"{method} reads a prompt again in pieces, for which {type(decoder).__name__} cannot be given parts of "
-                f"{', '.join(sorted(others))}: use inputs_embeds that hold them, or a method that keeps all tokens"
-            )
-        # a row's real slots, in order, then its padding
-        order = (~real).to(torch.int8).argsort(dim=1, stable=True)
-        config = decoder.config.get_text_config(decoder=True)
-        behind = _behind(given.get("position_ids"), real, counts=counts_tokens(config))
-        c = min(length, method.piece)
-        for end in last_positions(config):
-            if behind.max() <= end:  # keys of the prompt were rotated as positions before this end are
-                behind = behind.clamp(max=end - c)
-        positions = (behind[:, None] + torch.arange(c, device="cpu")).to(order.device)
-        # a decoder of another repository may have the older name
-        argument = CACHE if CACHE in inspect.signature(decoder.forward).parameters else "past_key_values"
-        rows = torch.arange(len(order), device=order.device)[:, None, None]
-        with _rotations_stay(decoder):
-            most = _pieces_at_once(decoder, order, c)
-            for start in range(0, length, most * c):
-                P = min(-(-(length - start) // c), most)
-                columns = torch.arange(start, start + P * c, device=order.device).clamp(max=order.shape[1] - 1)
-                slots = order[:, columns].unflatten(1, (P, c))
-                # some may be one row for all
-                repeated = {
-                    name: x.expand(len(order), *x.shape[1:])[rows, slots].flatten(0, 1) for name, x in inputs.items()
-                }
-                pieces = Pieces(config, method, held, scores, tokens, start, (P, c), order.shape[1])
-                places = positions.repeat_interleave(P, 0)
-                decoder.forward(**repeated, position_ids=places, **{argument: pieces}, use_cache=True)
+        _check_given(decoder, given, method)
+        _score(decoder, given, inputs, real, prompts, scores, method)
     kept, counts = method.chosen([*scores.values()], tokens)
-    del held
+    del prompts  # each layer frees its own
     for layer, of_layer, count in zip(layers.values(), kept, counts, strict=True):
         layer.keep(of_layer, count)
+
+
+def _check_given(decoder: nn.Module, given: Mapping[str, Any], method: Reread) -> None:
+    """Raise ValueError for tensors among the arguments of a forward of which a piece cannot be given its part."""
+    tensors = {name for name, x in given.items() if any(isinstance(leaf, Tensor) for leaf in tree_leaves(x))}
+    tensors |= hook_arguments(decoder) & {"alora_offsets"}  # where adapters of PEFT begin in the prompt
+    if others := tensors - {*_INPUTS} - _OWN - {CACHE, "past_key_values", "kwargs"}:
+        raise ValueError(
+            f"{method} reads a prompt again in pieces, for which {type(decoder).__name__} cannot be given parts of "
+            f"{', '.join(sorted(others))}: use inputs_embeds that hold them, or a method that keeps all tokens"
+        )
+
+
+def _score(
+    decoder: PreTrainedModel, given: Mapping[str, Any], inputs: Mapping[str, Tensor], real: Tensor,
+    prompts: Mapping[int, tuple[Tensor, ...]], scores: Mapping[int, Tensor], method: Reread,
+) -> None:  # fmt: skip
+    """Read a prompt's pieces again, which sets ``scores`` (see `Pieces`). real: as of `_real`; prompts: by layer."""
+    tokens = real.sum(1).cpu()
+    length, B = int(tokens.max()), len(tokens)
+    # a row's real slots, in order, then its padding
+    order = (~real).to(torch.int8).argsort(dim=1, stable=True)
+    config = decoder.config.get_text_config(decoder=True)
+    behind = _behind(given.get("position_ids"), real, counts=counts_tokens(config))
+    c = min(length, method.piece)
+    for end in last_positions(config):
+        if behind.max() <= end:  # keys of the prompt were rotated as positions before this end are
+            behind = behind.clamp(max=end - c)
+    positions = (behind[:, None] + torch.arange(c, device="cpu")).to(order.device)
+    # a decoder of another repository may have the older name
+    argument = CACHE if CACHE in inspect.signature(decoder.forward).parameters else "past_key_values"
+    rows, most = torch.arange(B, device=order.device)[:, None, None], _pieces_at_once(decoder, order, c)
+    with _rotations_stay(decoder):
+        for start in range(0, length, most * c):
+            P = min(-(-(length - start) // c), most)
+            columns = torch.arange(start, start + P * c, device=order.device).clamp(max=order.shape[1] - 1)
+            slots = order[:, columns].unflatten(1, (P, c))
+            # some may be one row for all
+            repeated = {name: x.expand(B, *x.shape[1:])[rows, slots].flatten(0, 1) for name, x in inputs.items()}
+            pieces = Pieces(config, method, prompts, scores, tokens, start, (P, c), order.shape[1])
+            places = positions.repeat_interleave(P, 0)
+            decoder.forward(**repeated, position_ids=places, **{argument: pieces}, use_cache=True)
 
 
 def _pieces_at_once(decoder: nn.Module, prompts: Tensor, c: int) -> int:
