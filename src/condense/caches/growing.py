@@ -124,7 +124,7 @@ class CondensedLayer(CondensedCacheLayer):
     ) -> Tensor:
         """Read one token per row and return its attention ``[B, H, 1, Dv]``, without gradients; only if `can_step`.
 
-        token: its ``real`` on the CPU. extras: as in `condense.ops.Extras`. latent_width says nothing new here.
+        token: its ``real`` on the CPU. extras: as in `condense.ops.Extras`. latent_width: that of earlier tokens.
         """
         if self._ring is None:
             assert self._state is not None

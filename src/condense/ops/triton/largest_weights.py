@@ -32,7 +32,7 @@ def largest_weights(q: Tensor, k: Tensor, lse: Tensor, *, scale: float, softcap:
             (cdiv(N, BN), B * K, 1),
             (q, k, lse, out),
             (*q.stride()[:3], *k.stride()[:3], K, H // K, L, N, scale),
-            (*split_width(D), "ieee", softcap, BM, BN),
+            (*split_width(D), softcap, BM, BN),
             options,
         )
     # the exponential function of kernels is an approximation

@@ -14,7 +14,7 @@ from condense.ops.triton.device.softmax import soft_cap
 @triton.jit(do_not_specialize=["L", "N"])
 def largest_weights_kernel(
     q_ptr, k_ptr, lse_ptr, out_ptr, s_qb, s_qh, s_ql, s_kb, s_kh, s_kn, K, R, L, N, scale,
-    D0: tl.constexpr, D1: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    D0: tl.constexpr, D1: tl.constexpr, CAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """out float32 ``[B, K, N]``: the logarithm of the weights; lse float32 ``[B, K * R, L]``; both contiguous."""
     b, kvh = (tl.program_id(1) // K).to(tl.int64), (tl.program_id(1) % K).to(tl.int64)
@@ -27,6 +27,6 @@ def largest_weights_kernel(
         i = (row % L).to(tl.int64)
         q = load_rows(q_ptr, b * s_qb + head * s_qh + i * s_ql, inside, D0, D1)  # [BM, D]
         lse = tl.load(lse_ptr + (b * K * R + head) * L + i, mask=inside, other=float("inf"))
-        s = soft_cap(products(q, k, PRECISION) * scale, CAP)[0]  # [BM, BN]
+        s = soft_cap(products(q, k, "ieee") * scale, CAP)[0]  # [BM, BN]
         best = tl.maximum(best, tl.max(s - lse[:, None], 0))
     tl.store(out_ptr + (b * K + kvh) * N + n, best, mask=n < N)
