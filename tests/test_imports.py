@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib
 import re
 import sys
 from collections import Counter
@@ -133,6 +134,12 @@ def test_triton_stays_in_its_folders_and_the_reference_needs_torch_alone():
     for path in (SOURCE / "ops" / "reference").glob("*.py"):
         others = {name.split(".")[0] for name in imported(path)}
         assert others <= {*sys.stdlib_module_names, "torch", "condense"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests" / "gpu").glob("*.py")), ids=lambda path: path.stem)
+def test_what_only_a_gpu_runs_imports(path):
+    """Elsewhere nothing collects these files, so a test that was renamed in another would go unseen."""
+    importlib.import_module(f"gpu.{path.stem}")
 
 
 def test_no_machine_paths():

@@ -5,10 +5,8 @@ import torch
 from oracles import oracle
 from triton_kernels import test_attend as plain
 from triton_kernels.test_attend import (  # noqa: F401  (collected here too, with the fixture below)
-    test_a_later_token_leaves_earlier_outputs_bit_equal,
     test_any_number_of_sources_within_budget,
-    test_inputs_of_any_layout_and_poisoned_padding,
-    test_repeats_are_bit_equal,
+    test_layouts_poisoned_padding_later_tokens_and_repeats_change_no_bit,
 )
 
 import condense
