@@ -88,6 +88,7 @@ if CUDA:
             "minicpm": (288, (40, 40), 16, 333, 1024, 64, 9, (0,), "mean", (96, 64)),
             "groups-of-32": (576, (5, 5), 32, 901, 0, 64, 9, (0,), "drop", (192, 128)),
         }.items()
+        if dtype == DTYPES[0] or name != "many-heads"  # 64 heads in float32 take four minutes to compile
     }
 
 
