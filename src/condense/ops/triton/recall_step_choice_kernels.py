@@ -9,6 +9,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from condense.ops.triton.device import lanes
 from condense.ops.triton.device.address import form_place, head_rows, part_at, place_row
 from condense.ops.triton.recall_choice_kernels import wanted_groups
 from condense.ops.triton.recall_close_kernels import after_the_last, row_of_step
@@ -66,22 +67,30 @@ def _log_sums(scores, r, RANKING: tl.constexpr):
 
 
 @triton.jit
-def _keys_of(scores, group, closed, RANKING: tl.constexpr):
-    """Keys of groups ``[n]``, uint32 above 0: numbers in the order of the largest share of any query head; 0 where a
-    group is not closed.
+def _shares(scores, group, there, RANKING: tl.constexpr):
+    """The largest share that any query head has of each of the groups ``[n]``, as its base 2 logarithm; -inf for those
+    that are not there.
     """
-    for first in range(0, scores.heads, RANKING.heads_tile):
-        r = first + tl.arange(0, RANKING.heads_tile)
-        lse = _log_sums(scores, r, RANKING)  # [heads_tile]
-        # passed on in place of what all threads of the program have read
-        tl.debug_barrier()
-        tl.store(scores.top + r * scores.splits, lse, mask=r < scores.heads)
-    tl.debug_barrier()
-    share = tl.full(group.shape, float("-inf"), tl.float32)
-    for r in range(scores.heads):
-        # a mask that changes every four groups lets a thread read four at a time
-        score = tl.load(scores.score + r * scores.stride + group, mask=group < tl.cdiv(closed, 4) * 4, other=0.0)
-        share = tl.maximum(share, score - tl.load(scores.top + r * scores.splits))
+    BR: tl.constexpr = RANKING.heads_tile
+    share, at = tl.full(group.shape, float("-inf"), tl.float32), scores.score + group
+    for first in range(0, scores.heads, BR):
+        # on their way while sums are joined
+        kept = ()
+        for r in tl.static_range(BR):
+            score = tl.load(at + r * scores.stride, mask=there & (first + r < scores.heads), other=float("-inf"))
+            kept = kept + (score,)  # noqa: RUF005
+        lse = lanes.columns(_log_sums(scores, first + tl.arange(0, BR), RANKING)[None, :])  # BR times [1]
+        for r in tl.static_range(BR):
+            share = tl.maximum(share, kept[r] - lse[r])
+        at += BR * scores.stride
+    return share
+
+
+@triton.jit
+def _keys_of(scores, group, closed, RANKING: tl.constexpr):
+    """Keys of groups ``[n]``, uint32 above 0: numbers in the order of their shares; 0 where a group is not closed."""
+    # a mask that changes every four groups lets a thread read four at a time
+    share = _shares(scores, group, group < tl.cdiv(closed, 4) * 4, RANKING)
     bits = share.to(tl.uint32, bitcast=True)  # [n]
     return tl.where(group < closed, tl.where(bits >> 31 != 0, bits ^ (2**32 - 1), bits | (1 << 31)), 0)
 
@@ -218,13 +227,7 @@ def recall_share_kernel(
     is_closed, is_chosen = group < this.closed, wanted_groups(this.closed, most_opened, least, part, of) < this.closed
     if is_chosen & (tl.program_id(0) * BG < this.closed):
         scores = _HeadScores(score_ptr + this.start, G, top_ptr + b * R * S, total_ptr + b * R * S, R, S)
-        share = tl.full([BG], float("-inf"), tl.float32)
-        for first in range(0, R, RANKING.heads_tile):
-            r = first + tl.arange(0, RANKING.heads_tile)
-            there = (r < R)[:, None] & is_closed[None, :]
-            at = scores.score + r.to(tl.int64)[:, None] * scores.stride + group[None, :]
-            score = tl.load(at, mask=there, other=float("-inf"))  # [heads_tile, BG]
-            share = tl.maximum(share, tl.max(score - _log_sums(scores, r, RANKING)[:, None], 0))
+        share = _shares(scores, group, is_closed, RANKING)
         tl.store(share_ptr + this.start + group, share, mask=is_closed)
 
 
