@@ -124,10 +124,10 @@ def _put_bases(
     """Write the products of queries with the centres of open groups ``[first, last)`` to ``base_ptr`` ``[BR]``, where
     queries are ``inside``, for all threads of the program.
     """
-    for start in range(first, last, 32):
-        n = start + tl.arange(0, 32)
-        x, unit = _load_centres(opened, n, q[0].dtype, FORM, EARLY, FAR)  # [32, P], [32]
-        s = _scores(q, x, PRECISION) * unit[:, None]  # [32, BR]
+    for start in range(first, last, 16):
+        n = start + tl.arange(0, 16)
+        x, unit = _load_centres(opened, n, q[0].dtype, FORM, EARLY, FAR)  # [16, P], [16]
+        s = _scores(q, x, PRECISION) * unit[:, None]  # [16, BR]
         tl.store(base_ptr[None, :] + n[:, None], s, mask=inside[None, :] & (n < last)[:, None])
     tl.debug_barrier()
 
@@ -142,31 +142,30 @@ def _lane_bases(base_ptr, n, last, inside):
 
 
 @triton.jit
+def _load_lanes(opened, row, store_ptr, e, FORM: tl.constexpr, FAR: tl.constexpr):
+    """One of the groups that `_open_groups` gives, by lanes."""
+    columns: tl.constexpr = index_widths(FORM.g, FORM.D)
+    piece, signs = _of_group(store_ptr, row, FORM.piece, FAR, True), _of_group(opened.signs, row, columns[0], FAR)
+    return lane_tokens.load_group(piece, signs, e, opened.steps.dtype.element_ty, FORM)
+
+
+@triton.jit
 def _lane_groups(
-    sums, opened, lo, hi, store_ptr, queries, base_ptr, inside, scale, FORM: tl.constexpr, CAP: tl.constexpr,
+    sums, opened, lo, kept, store_ptr, queries, base_ptr, inside, scale, FORM: tl.constexpr, CAP: tl.constexpr,
     FAR: tl.constexpr,
 ):  # fmt: skip
-    """Add open groups ``[lo, hi)`` to sums by lanes. queries: turned, float32 ``[BR, D]``; base ``[BR]``: as
-    `_put_bases` writes it.
+    """Add open groups from ``lo`` on, of which `_load_lanes` loaded the first, to sums by lanes. queries: turned, as
+    `lane_tokens.lane_queries` returns them; base ``[BR]``: as `_put_bases` writes it.
     """
-    e = tl.arange(0, 32)
+    e, hi = tl.arange(0, 32), opened.count
     lanes.check_lanes(e)
-    queries = lane_tokens.lane_queries(queries)
     base_ptr, inside = lane_tokens.of_threads(base_ptr), lane_tokens.of_threads(inside)
-    dtype: tl.constexpr = opened.steps.dtype.element_ty
-    columns: tl.constexpr = index_widths(FORM.g, FORM.D)
-    # behind the last group its own again, which lies in a cache: another split's may lie in host memory
-    opened = _Opened(opened.groups, hi, opened.table, opened.signs, opened.steps)
-    row = _open_groups(opened, lo, FAR)
-    piece, signs = _of_group(store_ptr, row, FORM.piece, FAR, True), _of_group(opened.signs, row, columns[0], FAR)
-    kept = lane_tokens.load_group(piece, signs, e, dtype, FORM)
     base = _lane_bases(base_ptr, lo, hi, inside)
     row = _open_groups(opened, lo + 1, FAR)
     for n in range(lo, hi):
         # found two groups ahead, and loaded one
         next_row = _open_groups(opened, n + 2, FAR)
-        piece, signs = _of_group(store_ptr, row, FORM.piece, FAR, True), _of_group(opened.signs, row, columns[0], FAR)
-        ahead = lane_tokens.load_group(piece, signs, e, dtype, FORM)
+        ahead = _load_lanes(opened, row, store_ptr, e, FORM, FAR)
         next_base = _lane_bases(base_ptr, n + 1, hi, inside)
         sums = lane_tokens.add_group(sums, queries, kept, base, scale, e, CAP)
         kept, base, row = ahead, next_base, next_row
@@ -192,19 +191,23 @@ def _turned(softmax, rotation_ptr, FORM: tl.constexpr):
     return Softmax((acc * (1 / block_width(FORM.D)),), softmax.m, softmax.total)
 
 
-class Centres(namedtuple("Centres", "score top total")):
+class Centres(namedtuple("Centres", "score top total splits")):
     """Scores of centres as `condense.ops.triton.recall_step_score_kernels` writes them, of one KV head.
 
     score: pointers ``[BR]`` to the scores of each query head. top, total: pointers to the largest scores and sums of
-    all splits of the first query head.
+    all ``splits`` of the first query head.
     """
 
 
 @triton.jit
-def _log_rest(centres, splits, groups_ptr, count, r, R, BM: tl.constexpr):
+def _log_rest(centres, groups_ptr, count, closed, r, R, BM: tl.constexpr, EARLY: tl.constexpr):
     """Base 2 logarithm ``[BR]`` of the sum of ``2 ** score`` of the centres of all groups but the ``count`` open ones;
-    -inf where nothing is left. Query heads are r, of R; BM of the splits, or open groups, are read at once.
+    -inf where nothing is left. Query heads are r, of R; BM of the splits, or open groups, are read at once. EARLY: the
+    kernel before this one chooses groups, and what is read of scores was written by one that had ended before.
     """
+    # nothing is written of the scores where all closed groups are open
+    some = count < closed
+    splits, count = tl.where(some, centres.splits, 0), tl.where(some, count, 0)
     inside, n = (r < R)[None, :], tl.arange(0, BM)
     top = tl.full([BM, r.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([BM, r.shape[0]], tl.float32)
@@ -221,6 +224,7 @@ def _log_rest(centres, splits, groups_ptr, count, r, R, BM: tl.constexpr):
     largest = tl.where(largest == float("-inf"), 0.0, largest)
     rest = tl.sum(total * tl.exp2(top - largest[None, :]), 0)  # [BR]
     total = tl.zeros([BM, r.shape[0]], tl.float32)
+    after_the_last(EARLY)
     # read one tile ahead, so that scores need not wait for lists
     group = tl.load(groups_ptr + n, mask=n < count, other=0)  # [BM]
     for start in range(0, count, BM):
@@ -247,19 +251,18 @@ def _load_mean(sums, j, there, FORM: tl.constexpr, LO: tl.constexpr, N: tl.const
 
 @triton.jit
 def rest_of(
-    centres, splits, sums, groups_ptr, count, closed, j, r, R,
-    BM: tl.constexpr, FORM: tl.constexpr, NEAR: tl.constexpr,
+    centres, sums, groups_ptr, count, closed, j, r, R,
+    BM: tl.constexpr, FORM: tl.constexpr, EARLY: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
     """The `Softmax` of BR query heads over the one token, which has no weight where all closed groups are open.
 
     groups: the ``count`` open groups. sums: `condense.ops.triton.device.address.HeadSums`, of which that of the first j
     groups is read. Others as of `_log_rest`.
     """
-    # nothing is written of the scores where all closed groups are open
-    some, one = count < closed, tl.full([r.shape[0]], 1.0, tl.float32)
-    weight = _log_rest(centres, tl.where(some, splits, 0), groups_ptr, tl.where(some, count, 0), r, R, BM)
+    one, some = tl.full([r.shape[0]], 1.0, tl.float32), count < closed
     mean = one[:, None] * _load_mean(sums, j, some, FORM, 0, FORM.V0, NEAR)  # [BR, P]
     mean = parts(mean, one[:, None] * _load_mean(sums, j, some, FORM, FORM.V0, FORM.V1, NEAR) if FORM.V1 > 0 else None)
+    weight = _log_rest(centres, groups_ptr, count, closed, r, R, BM, EARLY)
     return Softmax(mean, weight + tl.log2(one * FORM.g), one)
 
 
@@ -315,13 +318,12 @@ def recall_attend_kernel(
     if BM > 0:
         S -= 1
         if split == S:
-            # apart, the kernel before this one was the first that waited for those whose results are read here
-            if not APART:
-                after_the_last(EARLY)
             scores, of_head = ((head if FAR is None else kvh) * R + r) * s_centre + this.start, head * R * splits
-            centres = Centres(centre_ptr + scores, centre_top_ptr + of_head, centre_total_ptr + of_head)
+            centres = Centres(centre_ptr + scores, centre_top_ptr + of_head, centre_total_ptr + of_head, splits)
             sums = address.head_sums(sums_ptr, head, kvh, num_sums, near_ptr, DV if DV > 0 else D, NEAR)
-            rest = rest_of(centres, splits, sums, groups_ptr, count, closed, (t + 1) // g, r, R, BM, FORM, NEAR)
+            # apart, the kernel before this one was the first that waited for the one that chooses
+            waits: tl.constexpr = EARLY and not APART
+            rest = rest_of(centres, sums, groups_ptr, count, closed, (t + 1) // g, r, R, BM, FORM, waits, NEAR)
             if APART:
                 rest = _turned(rest, rotation_ptr, FORM)
             store_part(part_ptr, lse_ptr, rest, part_row, r < R, FORM.V0, FORM.V1)
@@ -371,13 +373,6 @@ def recall_attend_kernel(
         # the next kernel joins the splits of both, and turns back
         after_the_last(EARLY)
         return
-    # the kernel before this one chooses groups; the ring was written by one that had ended before that one began
-    after_the_last(EARLY)
-    place_ptr += head * most_opened
-    store_ptr += address.head_rows(store_ptr, head, kvh, N // g, FORM.piece, FAR, True)
-    columns: tl.constexpr = index_widths(g, D)
-    signs_ptr += address.head_rows(signs_ptr, head, kvh, G, columns[0], FAR)
-    steps_ptr += address.head_rows(steps_ptr, head, kvh, G, columns[1], FAR)
     # three products of tf32 are as exact as one of float32
     EXACT: tl.constexpr = "ieee" if PRECISION == "ieee" else "tf32x3"
     # sums of codes would be too large or too small for float16
@@ -392,6 +387,11 @@ def recall_attend_kernel(
         if DV == 0:
             acc = turned_part(tl.trans(softmax.acc[0]), rotation_ptr, 0, FORM.V0, D, False, EXACT)
             softmax = Softmax((tl.trans(acc * (1 / block_width(D))),), softmax.m, softmax.total)
+    place_ptr += head * most_opened
+    store_ptr += address.head_rows(store_ptr, head, kvh, N // g, FORM.piece, FAR, True)
+    columns: tl.constexpr = index_widths(g, D)
+    signs_ptr += address.head_rows(signs_ptr, head, kvh, G, columns[0], FAR)
+    steps_ptr += address.head_rows(steps_ptr, head, kvh, G, columns[1], FAR)
     slots_ptr += head * SLOTS * FORM.piece
     # a tile has T tokens of each of BG groups
     T: tl.constexpr = stores.tokens_of_tile(g, BN)
@@ -409,10 +409,19 @@ def recall_attend_kernel(
         base_ptr += r * room
         q = to_words(q[0], D)  # [BR, D // 4]
         behind = tl.minimum(tl.cdiv(hi, PARTS) * BG, count)
+    if LANES:
+        queries, sums = lane_tokens.lane_queries(turned[0] * (1 / block_width(D))), lane_tokens.no_sums(BR // 4)
+    # the kernel before this one chooses groups; those that wrote the ring and turned queries had ended before it began
+    after_the_last(EARLY)
+    if LANES:
+        # on its way while bases are made. Behind the last group is its own again, which lies in a cache: another
+        # split's may lie in host memory
+        opened = _Opened(groups_ptr, hi, opened.table, signs_ptr, steps_ptr)
+        kept = _load_lanes(opened, _open_groups(opened, lo, FAR), store_ptr, tl.arange(0, 32), FORM, FAR)
+    if WORDS:
         _put_bases(base_ptr, q, opened, lo // PARTS * BG, behind, r < R, FORM, PRECISION, EARLY, FAR)
     if LANES:
-        x, sums = turned[0] * (1 / block_width(D)), lane_tokens.no_sums(BR // 4)
-        sums = _lane_groups(sums, opened, lo, hi, store_ptr, x, base_ptr, r < R, scale, FORM, CAP, FAR)
+        sums = _lane_groups(sums, opened, lo, kept, store_ptr, queries, base_ptr, r < R, scale, FORM, CAP, FAR)
     else:
         if WORDS:
             softmax = _split(softmax, DV)

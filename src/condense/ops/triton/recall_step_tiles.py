@@ -28,7 +28,8 @@ _RING_TILES = 3
 
 class GroupTiles(NamedTuple):
     """rows: tokens per tile. num_warps, num_stages: Triton's. waves: programs wanted per multiprocessor.
-    registers: the most of a thread; 0: as many as the compiler likes.
+    registers: the most of a thread; 0: as many as the compiler likes. least: tiles of open groups from which on a
+    program is worth its own work, so that for fewer there are fewer programs, but half of the waves.
     """
 
     rows: int
@@ -36,6 +37,7 @@ class GroupTiles(NamedTuple):
     num_stages: int
     waves: int
     registers: int = 0
+    least: int = 0
 
     @property
     def options(self) -> dict[str, int]:
@@ -143,7 +145,7 @@ def tiles_of(shape: StepShape, form: Form) -> StepTiles:
     in_lanes = lane_tokens.fits(form.bits, g, D, form.DV, attend.rows, shape.slots)
     if early and dtype == torch.bfloat16 and few_heads and in_lanes:
         # these load the next tile themselves
-        attend_heads, attend = cdiv(R, lane_heads) * lane_heads, attend._replace(num_stages=1)
+        attend_heads, attend = cdiv(R, lane_heads) * lane_heads, attend._replace(num_stages=1, least=4)
     # later matrix units do not count bits: there each such instruction is some sixty others. Every four heads read the
     # index anew
     if is_hopper and few_heads and lane_signs.fits(g, D):
@@ -160,8 +162,12 @@ def splits_of(shape: StepShape, tiles: StepTiles, opened: int, has_mean: bool) -
         programs = B * cdiv(H, latent_groups.HEADS.value)
         ahead, *_ = num_splits(device, programs, cdiv(opened, tiles.opened.rows), tiles.opened.waves)
         return Splits(ahead, cdiv(cdiv(tokens, tiles.attend.rows), _RING_TILES) + has_mean, 0)
-    keys = sum(cdiv(n, tiles.attend.rows) for n in (opened, tokens))
-    most, *_ = num_splits(device, B * K * cdiv(H // K, tiles.heads), keys, tiles.attend.waves)
+    attend, programs = tiles.attend, B * K * cdiv(H // K, tiles.heads)
+    of_groups, of_ring = (cdiv(n, attend.rows) for n in (opened, tokens))
+    most, *_ = num_splits(device, programs, of_groups + of_ring, attend.waves)
+    if attend.least > 0:
+        half, *_ = num_splits(device, programs, of_groups + of_ring, attend.waves // 2)
+        most = max(half, min(most, cdiv(of_groups, attend.least)))
     # one of the programs reads what is not open, if anything can be
     most = max(1, most - has_mean)
     # at least one reads open groups alone, by their share of the work, or none does
