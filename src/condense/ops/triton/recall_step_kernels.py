@@ -3,8 +3,9 @@ that stands for all others (`condense.ops.recall.rest`).
 
 A step is five kernels: close a group (`condense.ops.triton.recall_close_kernels`), score the index
 (`recall_step_score_kernels`), choose the groups to open (`recall_step_choice_kernels`), attend, and join the splits
-(`step_join_kernel`). Each waits for the one before it and reads its results. The only atomic operation counts programs.
-On Hopper one kernel more reads the open groups of some latents (`condense.ops.triton.latent_groups_kernels`).
+(`step_join_kernel`). Each waits for the one before it and reads its results. No atomics. Of some latents one more turns
+the queries before they are scored, and on Hopper another reads the open groups
+(`condense.ops.triton.latent_groups_kernels`).
 
 Shapes: B rows, K KV heads, R query heads per KV head, G groups of capacity, g tokens per group, W slots of the rings, S
 splits, D and Dv widths, P and PV the same as powers of two for tiles, V columns of the output. BR rows (query heads)

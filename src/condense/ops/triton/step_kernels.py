@@ -3,7 +3,8 @@
 Programs run in any order, so none reads what another writes in this step: split 0 takes the new token from the inputs,
 the new entry from its registers and focal tokens from the ring, attends to these and stores them; the other splits
 share the entries and tokens that the buffers held before. The last program of a KV head to finish joins the outputs of
-all splits, in their order, and the last one of a row adds 1 to ``seen``; with many splits, a second kernel does both.
+all splits, in their order, and the last one of a row adds 1 to ``seen``. With many splits or few KV heads a second
+kernel does both.
 
 In pages a row may see what another row stores in the same step: requests share pages, and one begins with the prefix
 that another completes. So the kernel is launched twice, once to store what is new, once to attend to all there is.
