@@ -1,6 +1,8 @@
 """Adapters (PEFT) trained on a condensed model: their folder names the methods, and loading them condenses the base.
 
-Importing PEFT takes long, so its classes are wrapped only once somebody else imports it.
+Wrapped are what saves and loads an adapter or swaps it in, in PEFT and in transformers (`load_adapter`), and PEFT's
+check of a module that it has copied to train the copy, which condensed attention must not be. Importing PEFT takes
+long, so it is wrapped only once somebody else imports it.
 """
 
 import functools
