@@ -40,8 +40,8 @@ class Call(NamedTuple):
     queries: number of each query among all new tokens, int64 ``[B, L]``, padding is any; of one request, a slice.
     real: row and column of each query that is none of padding, and its number, int64; None for one request. window:
     slots ``[B, N]`` of the newest tokens; None if all tokens of the requests are new, so that those of the queries are
-    the window. entries: slots ``[B, G]``. Both repeat one where a row has fewer. exact: the stored tokens of groups are
-    seen, all of them, and not their entries. summary, sums: None if none are needed.
+    the window. entries: slots ``[B, G]``. Both repeat one where a row has fewer. exact: all stored tokens of groups are
+    seen. summary, sums: None if none are needed.
     """
 
     queries: Tensor | slice

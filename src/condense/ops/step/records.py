@@ -5,7 +5,7 @@ values of the entry, its bias, the index, the exact tokens. So pages need one ki
 part is another line of that table. Each part begins at a multiple of 16 bytes, so that kernels load whole words.
 
 A page has N records of each KV head side by side, in three planes: first the index of all, then the entries of all,
-then the stored tokens. A step reads index and entries of all groups in long stretches, but tokens of few. A store in
+then the stored tokens. A step reads index or entries of all groups in long stretches, but tokens of few. A store in
 host memory has its plane there, in pages with the same numbers (`condense.ops.step.pages.PagedState.store`). If copies
 of its groups may stand in slots, the index also has a *stamp*, by which a slot knows whether its copy is still that of
 the record (`condense.ops.step.pages.PagedSlots`).
