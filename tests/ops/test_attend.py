@@ -6,7 +6,7 @@ from grids import CPU_BACKENDS, grid
 from oracles import oracle
 from two_sources import array_spans, two_sources
 
-from condense.ops import Problem, RuleSpans, UniformRule, api, attend, resolve_backend
+from condense.ops import Problem, RuleSpans, Source, UniformRule, api, attend, resolve_backend
 from condense.ops.backends import BACKENDS, Backend
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -91,6 +91,31 @@ def test_a_bias_for_all_may_be_any_number_and_heads_must_divide(backend):
     assert torch.equal(outs[0], outs[2])
     with pytest.raises(ValueError, match=r"heads that divide those of q, 3, got 2"):
         attend(q[:, :3], two_sources(*rest), spans, scale=0.6, backend=backend)
+
+
+SPANS = array_spans(*(torch.full((1, 1, 6), n) for n in (5, 0, 7)))
+ROWS = RuleSpans(UniformRule(chunk=4, window=None), torch.tensor([1, 0, 1]), 0)
+# of queries q, entries e and window w
+MISFITS = {
+    "none": (lambda q, e, w: (q, (), SPANS), "sources must hold the window at least, got none"),
+    "rows": (lambda q, e, w: (q[:1], (e, w), SPANS), r"0\] must have k \(1, 2, 5, 4\) .* got \(2, 2, 5, 4\)"),
+    "tokens": (lambda q, e, w: (q, (e, Source(w.k, w.v[:, :, :3])), SPANS), r"sources\[1\] must .* \(2, 2, 3, 3\)"),
+    "dtype": (lambda q, e, w: (q, (e, Source(w.k.half(), w.v)), SPANS), r"sources\[1\].k must have the dtype of q"),
+    "device": (lambda q, e, w: (q, (Source(e.k, e.v.to("meta")), w), SPANS), r"sources\[0\].v must be on the device"),
+    "bias": (lambda q, e, w: (q, (e._replace(bias=torch.ones(1, 1, 4)), w), SPANS), r"bias must have .* \(2, 2, 5\)"),
+    "one span": (lambda q, e, w: (q, (w,), SPANS), "spans must be one for each source, 1, got 2"),
+    "rows of a rule": (lambda q, e, w: (q, (e, w), ROWS), "spans must be of the rows of q, 2, got those of 3"),
+    "queries": (lambda q, e, w: (q[:, :, :5], (e, w), SPANS), r"spans\[0\] must have .* \(2, 2, 5\).* got \(1, 1, 6\)"),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_sources_and_spans_that_do_not_fit_are_refused_by_name(case):
+    change, message = MISFITS[case]
+    q, *rest = sources(2, 4, 2, 6, 5, 7)
+    attend(q, two_sources(*rest), SPANS, scale=0.6)
+    with pytest.raises(ValueError, match=message):
+        attend(*change(q, *two_sources(*rest)), scale=0.6)
 
 
 @pytest.mark.parametrize(("device", "changes", "message"), REFUSED, ids=["CPU", "dropout", "dtype", "width", "all"])

@@ -20,7 +20,7 @@ from condense.ops.backends import (
     resolve_recall,
     resolve_weights,
 )
-from condense.ops.checks import check_poolings
+from condense.ops.checks import check_poolings, check_sources
 from condense.ops.recall.choice import IndexChoice, RecallSources
 from condense.ops.recall.index import GroupIndex
 from condense.ops.recall.rest import GroupMeans
@@ -54,8 +54,10 @@ def attend(
     Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp (natural, biases included,
     sink logits not) ``[B, H, L]`` in float32 or wider, else None. A query that sees nothing gives 0 and -inf, even if
     it holds NaN; keys and values must be finite, also those that no query sees.
-    Raises ValueError for an unknown backend, for one that cannot run here, and for heads that K does not divide.
+    Raises ValueError for an unknown backend, for one that cannot run here, for heads that K does not divide, and for
+    no source and sources, biases or spans of other sizes, dtypes or devices.
     """
+    check_sources(q, sources, spans)
     window = sources[-1]
     if q.shape[1] % window.k.shape[1]:
         raise ValueError(f"sources must have heads that divide those of q, {q.shape[1]}, got {window.k.shape[1]}")

@@ -2,10 +2,12 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from condense.ops.spans import ArraySpans, Source, Spans
 from condense.ops.types import POOLINGS
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -42,6 +44,42 @@ def check_alike(**tensors: Tensor) -> None:
             raise ValueError(f"{name} must have the dtype of {first}, {like.dtype}, got {x.dtype}")
         if x.device != like.device:
             raise ValueError(f"{name} must be on the device of {first}, {like.device}, got {x.device}")
+
+
+def check_sources(q: Tensor, sources: Sequence[Source], spans: Spans) -> None:
+    """Raise ValueError unless queries, sources and spans fit together, as `condense.ops.attend` says."""
+    if not sources:
+        raise ValueError("sources must hold the window at least, got none")
+    (B, _, L, D), (_, K, _, Dv) = q.shape, sources[-1].v.shape
+    for i, (k, v, bias) in enumerate(sources):
+        N = k.shape[2]
+        if k.shape != (B, K, N, D) or v.shape != (B, K, N, Dv):
+            got = f"{tuple(k.shape)} and {tuple(v.shape)}"
+            raise ValueError(f"sources[{i}] must have k {(B, K, N, D)} and v {(B, K, N, Dv)}, got {got}")
+        check_alike(**{"q": q, f"sources[{i}].k": k, f"sources[{i}].v": v})
+        if isinstance(bias, Tensor):
+            _check_broadcast(f"sources[{i}].bias", bias, (B, K, N))
+    count = len(spans.spans if isinstance(spans, ArraySpans) else spans.rule.spans(1))
+    if count != len(sources):
+        raise ValueError(f"spans must be one for each source, {len(sources)}, got {count}")
+    if isinstance(spans, ArraySpans):
+        for i, span in enumerate(spans.spans):
+            for x in span:
+                _check_broadcast(f"lo and hi of spans[{i}]", x, (B, K, L))
+    elif spans.same_in_all_rows() is None and (rows := len(spans.starts())) != B:
+        raise ValueError(f"spans must be of the rows of q, {B}, got those of {rows}")
+
+
+def _check_broadcast(name: str, x: Tensor, sizes: tuple[int, int, int]) -> None:
+    """Raise ValueError unless x is ``[B|1, K|1, n]``, for sizes B, K and n."""
+    if (
+        x.ndim != 3
+        or x.shape[2] != sizes[2]
+        or any(n != 1 and n != size for n, size in zip(x.shape, sizes, strict=True))
+    ):
+        raise ValueError(
+            f"{name} must have shape {sizes}, or 1 for rows and KV heads that are alike, got {tuple(x.shape)}"
+        )
 
 
 def check_poolings(argument: str, *names: object, scored: bool) -> None:
