@@ -82,7 +82,7 @@ def test_attention(backend, method):
             torch.testing.assert_close(got[b, 2 * h : 2 * h + 2, pads:], want, rtol=1e-12, atol=1e-12)
 
 
-def test_tuples_of_settings_survive_saving(tmp_path):
+def test_tuples_of_settings_survive_saving_and_lists_are_refused(tmp_path):
     @dataclass(frozen=True, kw_only=True)
     class Weighted(condense.Method):
         name: ClassVar[str] = "weighted"
@@ -96,6 +96,8 @@ def test_tuples_of_settings_survive_saving(tmp_path):
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert condense.models.condensed_layers(again) == condense.models.condensed_layers(model)
+    listed = Weighted(weights=([1.0],))
+    tiny.refused(r"must have hashable settings, tuples .*, got Weighted\(weights=\(\[1", condense.apply, again, listed)
 
 
 @pytest.fixture(params=["llama", "deepseek_v3"])

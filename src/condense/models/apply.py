@@ -50,7 +50,8 @@ def apply(model: ModelT, method: MethodChoice | str, layers: Layers = None) -> M
     torch.compile wrap the model.
     Raises ValueError for an unsupported model, for ``config.output_attentions``, for a configuration shared with
     another condensed model, for a layer that is named twice or cannot be condensed by its method, for a method of one's
-    own without a ``name``, for a ``method`` of another form, and for a model that another thread has in a `use` block.
+    own without a ``name`` or with a list for a setting, for a ``method`` of another form, and for a model that another
+    thread has in a `use` block.
     """
     base, attentions = _attentions(model)
     _check_own(attentions)
@@ -84,6 +85,10 @@ def _chosen(
         raise ValueError("layers must be left out where method names them, got both")
     else:
         chosen = dict.fromkeys(chosen_layers(layers, attentions, count), choice)
+    try:
+        set(chosen.values())
+    except TypeError as error:
+        raise ValueError(f"method must have hashable settings, tuples in place of lists, got {method}") from error
     check_config(attentions)
     check_latents(chosen, attentions)
     check_readings(chosen)
