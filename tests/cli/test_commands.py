@@ -93,6 +93,8 @@ BAD = [
     (("calibrate", "--output", "a.json", "--measured", "."), "measured: wanted a file, got the folder"),
     (("calibrate", "--output", "a.json", "--plot", "a.txt"), "plot must end in one of"),
     (("calibrate", "--output", "a.json", "--measured", "a.png", "--plot", "a.png"), "another file than plot, got"),
+    (("calibrate", "--output", "a.json", "--length", "1K"), "4 texts of 1024 to measure"),
+    (("calibrate", "--output", "a.json", "--cache-length", "1G"), "cache_length: wanted a number of tokens >= 1, such"),
     (("compare", "--json", "a.png", "--plot", "./a.png"), "plot: wanted another file than that of --json, got a.png"),
     (("verify", "--json", "a.md", "--page", "a.md"), "page: wanted another file than that of --json, got a.md for"),
     (("verify", "a", "b"), "wanted one model, or result files"),

@@ -32,7 +32,9 @@ def calibrate_command(
     cache: Annotated[
         float | None, typer.Option(help="The share of the dense cache on the device that is small enough, as in 0.09.")
     ] = None,
-    cache_length: Annotated[int | None, typer.Option(help="Tokens to count the cache at. Default: --length.")] = None,
+    cache_length: Annotated[
+        str | None, typer.Option(help="Tokens to count the cache at, as 131072 or 128K. Default: --length.")
+    ] = None,
     candidate: Annotated[
         list[str] | None,
         typer.Option(
@@ -41,7 +43,7 @@ def calibrate_command(
             "and a window."
         ),
     ] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens of each text. Default: 4096.")] = None,
+    length: Annotated[str | None, typer.Option(help="Tokens of each text, as 16384 or 16K. Default: 4K.")] = None,
     texts: Annotated[int | None, typer.Option(help="Texts to measure, and as many to verify. Default: 8.")] = None,
     hidden_numbers: Annotated[int, typer.Option(help="Numbers to hide in as many further texts and to ask for.")] = 0,
     min_found: Annotated[float, typer.Option(help="The share to find of numbers that dense attention finds.")] = 0.99,
@@ -75,10 +77,10 @@ def calibrate_command(
         cache=cache,
         min_found=min_found,
         candidates=tuple(map(Method.parse, candidate or ())),
-        length=length if length is not None else DEMO_LENGTH if is_demo else 4096,
+        length=options.parse_tokens("length", length) if length is not None else DEMO_LENGTH if is_demo else 4096,
         texts=texts if texts is not None else DEMO_TEXTS if is_demo else 8,
         hidden_numbers=hidden_numbers,
-        cache_length=cache_length,
+        cache_length=None if cache_length is None else options.parse_tokens("cache_length", cache_length),
         seed=seed,
     )
     # a text counts once, also if two files hold it: of copies, one could be measured and the other held out
