@@ -1,6 +1,7 @@
 """Recall, and DGA with a prompt's selection, in models, beside the laws of `test_laws`."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -70,6 +71,21 @@ def test_a_call_is_refused_before_a_token_is_stored(cause):
     with torch.set_grad_enabled(bits < 16), pytest.raises(ValueError, match=cause):
         model.train(bits == 16)(ids[:, :5], past_key_values=cache, use_cache=True)
     assert [layer.get_seq_length() for layer in cache.layers] == [40] * tiny.NUM_LAYERS
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_errors_do_not_name_the_settings_of_the_first_layer_alone(dropout):
+    model = tiny.model("llama", attention_dropout=dropout).train()
+    condense.apply(model, "recall-device:window=8,min_recall=2,group_size=4")
+    calls = {
+        "has no attention dropout" if dropout else "with store_bits=16, got 4; .*, got prompt='exact', or run": model,
+        "use prompt='recall', or generate without": partial(tiny.generate, model, prompt_lookup_num_tokens=3),
+        "leave use_cache on, or use prompt='recall'$": partial(tiny.generate, model, use_cache=False),
+        "reads as a token of an answer: use": partial(tiny.generate, model, prefill_chunk_size=3),
+    }
+    for said, call in calls.items():
+        with pytest.raises(ValueError, match=f"^[^(]*Recall [^(]*{said}"):
+            call(tiny.tokens(1, 40))
 
 
 @pytest.fixture

@@ -147,7 +147,8 @@ class Recall(Method):
     def check_attention(self, *, scale: float, dropout_p: float, extras: Extras = NO_EXTRAS) -> None:
         """Raise ValueError for attention dropout and for a scale that is not positive."""
         if dropout_p > 0:
-            raise ValueError(f"{self} has no attention dropout (set the model's to 0), got {dropout_p}")
+            # errors leave out settings, of which the first layer, where they are raised, has others than were given
+            raise ValueError(f"{type(self).__name__} has no attention dropout (set the model's to 0), got {dropout_p}")
         if scale <= 0:
             raise ValueError(f"scale must be > 0 for Recall, whose index ranks groups by their scores, got {scale}")
 
@@ -158,11 +159,13 @@ class Recall(Method):
 
     def check_gradients(self) -> None:
         """Raise ValueError for ``store_bits`` below 16 and any ``prompt`` but "recall"."""
-        wrong = ["keeps no gradients of stored tokens: train with store_bits=16"] if self.store_bits < 16 else []
+        bits = self.store_bits
+        wrong = [f"keeps no gradients of stored tokens: train with store_bits=16, got {bits}"] if bits < 16 else []
         instead = "prompt='recall'" + (" and keep=1" if self.keep < 1 else "")
-        wrong += [f"reads prompts as its steps do not: train with {instead}"] if self.prompt != "recall" else []
+        if self.prompt != "recall":
+            wrong.append(f"reads prompts as its steps do not: train with {instead}, got prompt={self.prompt!r}")
         if wrong:
-            raise ValueError(f"{self} {'; '.join(wrong)}, or run it under torch.no_grad()")
+            raise ValueError(f"{type(self).__name__} {'; '.join(wrong)}, or run it under torch.no_grad()")
 
     def attend(
         self, q: Tensor, context: Context, *, scale: float, dropout_p: float = 0.0, backend: str = "auto", **others: Any
