@@ -102,11 +102,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one_and_logs_its_rate(config, tmp
     assert expected.keys() == resumed.keys()
     assert {weight.dtype for weight in expected.values()} == {getattr(torch, dtype)}
     assert all(torch.equal(weight, resumed[name]) for name, weight in expected.items())
-    # resumed from the third step: the fourth, which was logged before, is logged once
-    assert [entry["step"] for entry in log] == [2, 4, 6]
-    # the clock goes one second from entry to entry; the resumed run has one step, the fourth, before its first entry
+    # resumed from the third step: the fourth, which was logged before, is logged once; each is of the steps before it
+    assert [entry["step"] for entry in log] == [2, 3, 4, 6]
+    losses = [[entry["loss"] for entry in each] for each in (logged(whole)[1], log)]
+    assert losses[0] == losses[1]
+    # the clock goes one second from entry to entry
     tokens = broken.phases[0].batch_size * broken.phases[0].sequence_length
-    assert [entry["tokens_per_second"] for entry in log] == [2 * tokens, tokens, 2 * tokens]
+    assert [entry["tokens_per_second"] for entry in log] == [2 * tokens, tokens, tokens, 2 * tokens]
     assert f"tokens_per_second {log[-1]['tokens_per_second']:.4g}" in capsys.readouterr().out
 
 

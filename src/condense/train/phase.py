@@ -90,7 +90,7 @@ def train_phase(
     model: a causal LM with stock attention, or PEFT around one; moved to the GPU if there is one. dataset: the phase's
     sequences, in order. folder: where checkpoints go. seed: of Trainer. workers: processes that build
     sequences. checkpoint: a checkpoint of the same phase to go on from. callbacks: Trainer's, called between steps.
-    Returns the trainer: ``state.log_history`` has one entry per ``phase.logging_steps`` steps.
+    Returns the trainer: ``state.log_history`` has the entries of `MixedTrainer`.
     Raises ValueError if several GPUs are visible to one process, a batch has no sequence for each process and part, or
     FSDP is asked for where it cannot be or would fail; and if training must stop (see `MixedTrainer`).
     """

@@ -47,7 +47,8 @@ class MixedTrainer(Trainer):
     the teacher and the share of answer tokens whose most likely prediction is right; tokens per second, and the most
     memory that was allocated. The loss is a mean over all tokens of a step, of all parts and processes.
 
-    Entries are printed, without a bar as lines. There is one after ten steps, too, and one after the last.
+    Entries are printed, without a bar as lines. There is one after ten steps, too, one before each checkpoint, whose
+    steps a resumed run would not count, and one after the last.
     """
 
     def __init__(self, phase: PhaseConfig, **arguments: Any) -> None:
@@ -80,7 +81,8 @@ class MixedTrainer(Trainer):
         """One forward and backward pass, with the attention that the phase has in this optimizer step."""
         if self._since is None:  # not before: a resumed run begins at a later step
             self._since = time.monotonic(), self.state.global_step
-        if self.state.global_step + 1 in (_EARLY, self.state.max_steps):
+        step = self.state.global_step + 1
+        if step in (_EARLY, self.state.max_steps) or step % self._phase.checkpoint_steps == 0:
             self.control.should_log = True
         inputs = self._prepare_inputs(inputs)
         stock: nn.Module = self.accelerator.unwrap_model(model)
