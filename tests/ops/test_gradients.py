@@ -185,3 +185,13 @@ def test_forward_mode_gives_the_gradients_of_the_backward_pass(method):
     _, pull = torch.func.vjp(attention, *inputs)
     back = sum((x * y).sum() for x, y in zip(pull(out), tangents, strict=True))
     torch.testing.assert_close((tangent * out).sum(), back)
+
+
+@pytest.mark.parametrize("method", [METHOD.replace(rep_bias="matched"), FORWARD["mean"]], ids=["matched", "recall"])
+def test_transforms_of_torch_func_take_methods_whose_blocks_are_computed_again(method):
+    inputs = leaves(1, 2, 1, 140, 4, 4)
+
+    def loss(q, k, v):
+        return condense.attention(q, k, v, method=method).square().sum()
+
+    assert torch.equal(torch.func.grad(loss)(*inputs), torch.autograd.grad(loss(*inputs), inputs[0])[0])

@@ -6,7 +6,7 @@ reads all closed groups under a mask, which takes as long as dense attention.
 Shapes: B rows, H query heads, K KV heads, R = H / K, L queries, N window tokens, G groups of g tokens, S keys.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -74,9 +74,18 @@ def attend(q: Tensor, sources: Sequence[Source], spans: Spans, options: AttendOp
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         num_keys = sum(hi - lo for hulls_of_block in hulls for lo, hi in hulls_of_block)
         if num_keys > _MAX_KEPT * L or softcap or own:
-            block = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=dropout_p > 0)
+            block = _computed_again(block, preserve_rng_state=dropout_p > 0)
     outs, lses = zip(*(block(q_block, start, of_block) for q_block, (start, _), of_block in work), strict=True)
     return _joined(outs), _joined(lses) if return_lse else None
+
+
+def _computed_again(
+    block: Callable[..., tuple[Tensor, Tensor]], *, preserve_rng_state: bool
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """``block``, computed again in the backward pass. Under `torch.func`, which does not allow that, it is kept."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        return block
+    return partial(checkpoint, block, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -211,7 +220,7 @@ def attend_recall(
     tensors = (q, store.k, store.v, window.k, window.v, *(() if means is None else (means.means,)))
     if len(blocks) > 1 and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         # compute each block again in the backward pass: its masks and copied keys would take memory of order L * L
-        block = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
+        block = _computed_again(block, preserve_rng_state=False)
     work = zip(q.split(_RECALL_BLOCK, dim=2), blocks, spans.hulls(blocks), strict=True)
     outs, lses = zip(*(block(q_block, start, hulls) for q_block, (start, _), hulls in work), strict=True)
     return _joined(outs), _joined(lses) if options.return_lse else None
