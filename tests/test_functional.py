@@ -8,6 +8,8 @@ from grids import CPU_BACKENDS, grid
 from layers import columns, extend
 from models import tiny
 from oracles import cases, latent_oracle, oracle
+from step_states import empty, step_settings
+from torch._subclasses import FakeTensorMode
 
 import condense
 from condense.plan import ForwardPlan
@@ -199,6 +201,15 @@ def test_attention_on_the_meta_device():
     for method in (condense.LCA(group_size=4, window=8), condense.DGA(), random):
         out, lse = condense.attention(q, k, v, method=method, return_lse=True)
         assert (out.device.type, out.shape, lse.shape) == ("meta", (2, 4, 700, 6), (2, 4, 700))
+
+
+@pytest.mark.parametrize("method", [condense.Recall(), condense.CCA(), condense.DGA(selection="prompt")], ids=str)
+def test_a_device_without_float64_is_refused(method):
+    said = "device must have float64.*got mps: use a CPU or CUDA"
+    with FakeTensorMode():  # which needs no such device
+        q = torch.empty(1, 2, 40, 8, device="mps")
+        tiny.refused(said, condense.attention, q, q, q, method=method)
+        tiny.refused(said, empty, step_settings(method), 40, 2, (8, 8), dtype=torch.float32, device="mps")
 
 
 @pytest.mark.parametrize("R", [1, 2, 3, 7])

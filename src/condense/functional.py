@@ -40,7 +40,7 @@ def extend(
     earlier tokens, None before the first ones. plan: which of the tokens are real (default: all), or where packed
     documents begin, of which no state is kept; one plan serves all layers of a forward. The state is detached.
     Raises ValueError if an input requires a gradient and the method looks ahead without ``allow_future``, and as
-    `condense.Method.check_context`.
+    `condense.Method.check_context` and `empty_state`.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         check_trainable(method)
@@ -48,7 +48,7 @@ def extend(
     k, v = plan.without_padding(k), plan.without_padding(v)
     if state is None and method.reads_prompt:  # all tokens of a prompt are read at once
         assert method.layout.entry_bits == 16, "entries of a prompt that is read at once are not rounded"
-        prompt, fresh = method.read(q, k, v, plan, scale=scale, backend=backend), empty_state(k, v)
+        fresh, prompt = empty_state(k, v), method.read(q, k, v, plan, scale=scale, backend=backend)
         return prompt.context, lambda: fresh._replace(entries=prompt.kept(), first=prompt.first)
     reading = plan.reading(method, state, k.device)
     before = empty_state(k, v) if state is None else state
@@ -259,7 +259,7 @@ def attention(
     padding: left pads per row, int ``[B]``.
     Returns out ``[B, H, L, Dv]`` and, with return_lse, the log-sum-exp ``[B, H, L]`` in float32 or wider;
     padded queries give 0 and -inf. Differentiable in q, k and v.
-    Raises ValueError for arguments that do not fit together.
+    Raises ValueError for arguments that do not fit together, and for a device without float64 (MPS).
     """
     check_shapes(
         q=(q, "batch heads tokens width"), k=(k, "batch KV-heads tokens width"), v=(v, "batch KV-heads tokens Dv")

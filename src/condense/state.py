@@ -12,6 +12,7 @@ from torch import Tensor
 
 from condense.methods import NO_FIRST, FirstEntries, Method
 from condense.methods.prompt import kept_tokens
+from condense.ops.checks import check_float64
 from condense.ops.tensors.per_row import PerRow, at_least, max_row
 
 # Exact tokens and mean queries kept beyond those that the next token needs, so that as many tokens can be taken back
@@ -56,7 +57,11 @@ class LayerState(NamedTuple):
 
 
 def empty_state(k: Tensor, v: Tensor) -> LayerState:
-    """The state before the first token; k ``[B, K, L, D]`` and v ``[B, K, L, Dv]`` give shapes, dtype and device."""
+    """The state before the first token; k ``[B, K, L, D]`` and v ``[B, K, L, Dv]`` give shapes, dtype and device.
+
+    Raises ValueError for a device without float64.
+    """
+    check_float64(k.device)
     no_k, no_v = (x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (k, v))
     sums = k.new_empty((*k.shape[:2], 0, v.shape[3] or k.shape[3]), dtype=torch.float64)
     return LayerState((no_k, no_v), no_k, no_v, no_k, sums, 0, NO_FIRST)

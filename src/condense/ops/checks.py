@@ -46,6 +46,15 @@ def check_alike(**tensors: Tensor) -> None:
             raise ValueError(f"{name} must be on the device of {first}, {like.device}, got {x.device}")
 
 
+def check_float64(device: torch.device) -> None:
+    """Raise ValueError for MPS, which has no float64: sums of values and biases are added in it."""
+    if device.type == "mps":
+        raise ValueError(
+            "device must have float64, in which condensed attention adds sums and biases, got mps: use a CPU or CUDA, "
+            "as by model.to('cpu')"
+        )
+
+
 def check_sources(q: Tensor, sources: Sequence[Source], spans: Spans) -> None:
     """Raise ValueError unless queries, sources and spans fit together, as `condense.ops.attend` says."""
     if not sources:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from condense.ops.checks import check_float64
 from condense.ops.recall.index import GroupIndex, index_widths
 from condense.ops.step.settings import StepSettings
 from condense.ops.tensors.pinned import pinned_zeros
@@ -205,8 +206,10 @@ def empty_state(k: Tensor, settings: StepSettings, sizes: StateSizes) -> StepSta
     """New buffers in the dtype and on the device of the keys k, full of zeros.
 
     Raises ValueError, no memory taken, as `fields_of`, and for a choice without room for a group, because kernels load
-    one before they know how many there are; RuntimeError where the host cannot pin what a store needs.
+    one before they know how many there are, and for a device without float64; RuntimeError where the host cannot pin
+    what a store needs.
     """
+    check_float64(k.device)
     if settings.choice is not None and sizes.entries < 1:
         raise ValueError(f"sizes.entries must be at least 1 where groups are chosen, got {sizes.entries}")
     # unpacked, as PyTorch 2.11 cannot compile a named tuple that is made of a generator
