@@ -263,6 +263,10 @@ def test_rotations_that_grow_with_the_text_are_those_of_the_prompt():
     with reread._rotations_stay(model):
         rotary.first_growth = 1  # as those of layers of several kinds note it
     assert not hasattr(rotary, "first_growth")
+    # those that do not grow are left alone, as another thread may rotate by them
+    with reread._rotations_stay(other := tiny.model("llama")):
+        other.model.rotary_emb.noted = 1
+    assert other.model.rotary_emb.noted == 1
     for method in (condense.Dense(), METHOD):
         with condense.use(model, method):
             cache = tiny.filled(model, ROWS[0][None])
@@ -272,12 +276,15 @@ def test_rotations_that_grow_with_the_text_are_those_of_the_prompt():
     assert not torch.equal(found[0], tiny.model("llama", rope_parameters=rope).model.rotary_emb.inv_freq)
 
 
-@pytest.mark.parametrize("length", [32, 33])
-def test_a_prompt_is_repeated_with_the_factors_that_rotated_it(length):
-    """Those of longrope change after 32 positions."""
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
-    rope |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 1.5, 2.0, 4.0]}
-    model, found = tiny.model("llama", rope_parameters=rope), []
+LONGROPE = {"original_max_position_embeddings": 32, "short_factor": [1.0] * 4, "long_factor": [1.0, 1.5, 2.0, 4.0]}
+ROPES = [({"rope_type": "longrope", **LONGROPE}, {}), ({"rope_type": "dynamic"}, {"max_position_embeddings": 32})]
+
+
+@pytest.mark.parametrize(("rope", "fields"), ROPES, ids=["longrope", "dynamic"])
+@pytest.mark.parametrize("length", [20, 32, 33])
+def test_a_prompt_is_repeated_with_the_factors_that_rotated_it(rope, fields, length):
+    """They change after 32 positions, dynamic ones with each."""
+    model, found = tiny.model("llama", rope_parameters=rope | {"rope_theta": 1e4, "factor": 4.0}, **fields), []
     model.model.rotary_emb.register_forward_hook(lambda module, *_: found.append(module.inv_freq.clone()))
     with condense.use(model, METHOD):
         tiny.filled(model, tiny.tokens(1, length))

@@ -9,6 +9,7 @@ Shapes: B rows, L slots of the prompt, P pieces of c tokens read at once, S keys
 """
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -231,8 +232,17 @@ def _behind(positions: Tensor | None, real: Tensor, *, counts: bool) -> Tensor:
 
 @contextmanager
 def _rotations_stay(decoder: nn.Module) -> Iterator[None]:
-    """For the length of a ``with`` block, let rotary embeddings grow with the text, and then be as before."""
-    grown = [(m, {**vars(m)}, {**m._buffers}) for m in decoder.modules() if hasattr(m, "max_seq_len_cached")]
+    """For the length of a ``with`` block, keep rotary embeddings from growing with the text, by which those of the type
+    "dynamic" would rotate pieces by other factors than the prompt; then let them be as before.
+    """
+    grown = [
+        (m, {**vars(m)}, {**m._buffers})
+        for m in decoder.modules()
+        if hasattr(m, "max_seq_len_cached") and "dynamic" in str(getattr(m, "rope_type", "dynamic"))
+    ]
+    for module, attributes, _ in grown:
+        if hasattr(module, "rope_type"):  # else of another repository, and may keep rotations up to that length alone
+            vars(module).update({name: math.inf for name in attributes if name.endswith("max_seq_len_cached")})
     try:
         yield
     finally:
