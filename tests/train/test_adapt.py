@@ -293,6 +293,7 @@ def test_a_sharding_that_gathers_everything_or_nothing_is_refused(base, monkeypa
         monkeypatch.setenv(name, value)
     for resume in (False, True):
         refused(message, adaptation(base), resume=resume)
+        assert not adaptation(base).work.exists()
 
 
 def _not_finite(self, model, inputs, *args, stock=MixedTrainer.compute_loss, **kwargs):
