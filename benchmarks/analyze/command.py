@@ -21,7 +21,7 @@ from analyze.patterns import save_patterns, search_patterns
 from analyze.recall import measure_recall
 from analyze.report import Outputs, load, show, steps
 from condense.baselines import AShape
-from condense.cli import options
+from condense.cli import models, options
 from condense.cli.main import main as run_command
 from condense.methods import LCA, Method, Recall
 from condense.methods.grouped import GroupPooling
@@ -75,7 +75,7 @@ def recall_command(
         layers = measure_recall(
             loaded, chosen, ids, tokens, sequences=sequences, steps=last, slots=slots, on_step=on_step
         )
-    options.warn_of_length(loaded, tokens)
+    models.warn_of_length(loaded, tokens)
     headings = ("layer", "window", "opened", "pooled", "best", "lowest head", *(f"hits {n}" for n in layers[0].hits))
     shares = {x.layer: (x.window, x.opened, x.pooled, x.best, min(x.heads), *x.hits.values()) for x in layers}
     show(
@@ -114,7 +114,7 @@ def patterns_command(
     ids = ids[: length or (DEMO_LENGTH if is_demo else len(ids))]
     with steps(None) as on_step:
         heads = search_patterns(loaded, ids, budget, on_head=on_step)
-    options.warn_of_length(loaded, len(ids))
+    models.warn_of_length(loaded, len(ids))
     rows = []
     for layer in dict.fromkeys(each.layer for each in heads):
         of_layer = [each for each in heads if each.layer == layer]
@@ -166,7 +166,7 @@ def deviation_command(
     with steps(total) as on_step:
         layers = choice if isinstance(choice, Mapping) else None
         results = measure_deviation(loaded, chosen, ids, lengths, layers=layers, sequences=sequences, on_step=on_step)
-    options.warn_of_length(loaded, max(lengths))
+    models.warn_of_length(loaded, max(lengths))
     rows = []
     for r in results:
         parts = [(name, value) for part in (r.keys, r.values) for name, value in vars(part).items()]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from condense.cli import options
+from condense.cli import models, options
 from condense.demo import demo_text
 from condense.evaluate.compare import encode
 from condense.models import MethodChoice
@@ -29,7 +29,7 @@ def load(model: str | None, texts: list[str] | None, dtype: str | None, device: 
     """The model and the texts that the options name, by default the bundled ones. Raises ValueError as these do."""
     sources = list(dict.fromkeys(texts or ()))
     contents = {name: options.read_text(source) for name, source in zip(_names(sources), sources, strict=True)}
-    loaded, tokenizer, saved = options.load_model(model, dtype, device, device_map=None, trust_remote_code=False)
+    loaded, tokenizer, saved = models.load_model(model, dtype, device, device_map=None, trust_remote_code=False)
     contents = contents or {"bundled": demo_text().text}
     return Loaded(loaded, saved, {name: encode(tokenizer, text, loaded)[0] for name, text in contents.items()})
 

@@ -19,7 +19,7 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from condense.cli import options
+from condense.cli import models, options
 from condense.cli.main import main as run_command
 from condense.config import check_int
 from condense.methods import Method
@@ -155,7 +155,7 @@ def model_command(
     torch_dtype = options.parse_dtype(dtype, where)
     prompts = _lengths(lengths, where, quick)
     methods = {text: choice_from_text(text) for text in method or (MODEL_METHOD,)}
-    saved = None if model is None else options.saved_choice(options.read_skeleton(model))
+    saved = None if model is None else models.saved_choice(models.read_skeleton(model))
     plan = ModelPlan(
         prompts,
         methods if saved is None or method else {described(saved): saved},
@@ -216,7 +216,7 @@ def _software() -> dict[str, str | None]:
 
 
 def _load(model: str, dtype: torch.dtype) -> PreTrainedModel:
-    return restore(options.read_saved(model, lambda name: AutoModelForCausalLM.from_pretrained(name, dtype=dtype)))
+    return restore(models.read_saved(model, lambda name: AutoModelForCausalLM.from_pretrained(name, dtype=dtype)))
 
 
 def _names(text: str) -> list[str]:

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from condense.methods import Chunks, Context, Method, check_trainable, split_bias
 from condense.ops import EntryFormat, Source, SummarySpans, summarize
-from condense.ops.checks import check_alike, check_cu_seqlens, check_padding, check_scale, check_shapes
+from condense.ops.checks import check_alike, check_scale, check_shapes
 from condense.ops.coarse import merged
 from condense.ops.recall.rest import GroupMeans, running_sums
 from condense.ops.tensors.autocast import outside_autocast
 from condense.ops.tensors.per_row import PerRow, as_rows, at_least, broadcast_rows, int_if_equal, max_row
 from condense.ops.tensors.right_aligned import append_entries, append_window, detach_compact, newest
 from condense.ops.tensors.ring import newest_columns, store_newest
-from condense.plan import ChunkRange, ForwardPlan
+from condense.plan import ChunkRange, ForwardPlan, run_planned
 from condense.state import SLACK, LayerState, empty_state, fine_slots, first_needed, kept_sums, with_kept
 
 
@@ -277,30 +277,3 @@ def attention(
 
         out, lse = run_planned(method, run, (q, k, v), cu_seqlens, padding)
     return out if lse is None else (out, lse)
-
-
-def run_planned(
-    method: Method,
-    run: Callable[..., tuple[Tensor, Tensor | None]],
-    tensors: tuple[Tensor, ...],
-    cu_seqlens: Tensor | None,
-    padding: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Call ``run(*tensors, plan)`` for padded rows or packed documents.
-
-    tensors: queries first, ``[B, heads, L, width]`` each. run returns out ``[B, H, L, Dv]`` and lse or None; it is
-    called once per document if the method does not read them together.
-    Raises ValueError for cu_seqlens or padding that do not fit the queries, and if both are given.
-    """
-    q, L = tensors[0], tensors[0].shape[2]
-    if cu_seqlens is None:
-        return run(*tensors, ForwardPlan(L, None if padding is None else L - check_padding(padding, q)))
-    if padding is not None:
-        raise ValueError("cu_seqlens and padding exclude each other, got both")
-    lengths = check_cu_seqlens(cu_seqlens, q.shape[0], L)
-    if method.reads_packed:
-        return run(*tensors, ForwardPlan(L, documents=lengths))
-    documents = zip(*(x.split(lengths, dim=2) for x in tensors), strict=True)
-    results = [run(*document, ForwardPlan(document[0].shape[2])) for document in documents if document[0].shape[2]]
-    lses = [lse for _, lse in results if lse is not None]
-    return torch.cat([out for out, _ in results], dim=2), torch.cat(lses, dim=2) if lses else None

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from condense.functional import extend, run_planned
+from condense.functional import extend
 from condense.methods import Context, Method
 from condense.ops import Source
 from condense.ops.checks import check_alike, check_scale, check_shapes
 from condense.ops.latents import Ranks, UpProjection
 from condense.ops.tensors.autocast import outside_autocast
-from condense.plan import ForwardPlan
+from condense.plan import ForwardPlan, run_planned
 
 
 def latent_attention(

@@ -3,7 +3,7 @@
 Shapes: B rows, L new tokens, n packed documents, G chunks of c tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from condense.methods import Layout, Method
 from condense.ops import ArraySpans, RuleSpans, SummaryColumns, SummarySpans, document_spans
+from condense.ops.checks import check_cu_seqlens, check_padding
 from condense.ops.coarse import CoarseSpans
 from condense.ops.spans import SharedByLayers
 from condense.ops.tensors.per_row import PerRow, as_rows, comparable, int_if_equal, max_row
@@ -163,3 +164,30 @@ def _read_documents(layout: Layout, lengths: Tensor, device: torch.device) -> Re
     summaries = SummaryColumns(begins, ends, S) if S > 0 and num > 0 else None
     spans = document_spans(rule, lengths, device)
     return Reading(num_tokens, ChunkRange(0, num, num, columns[None], numbers[None]), summaries, spans)
+
+
+def run_planned(
+    method: Method,
+    run: Callable[..., tuple[Tensor, Tensor | None]],
+    tensors: tuple[Tensor, ...],
+    cu_seqlens: Tensor | None,
+    padding: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Call ``run(*tensors, plan)`` for padded rows or packed documents.
+
+    tensors: queries first, ``[B, heads, L, width]`` each. run returns out ``[B, H, L, Dv]`` and lse or None; it is
+    called once per document if the method does not read them together.
+    Raises ValueError for cu_seqlens or padding that do not fit the queries, and if both are given.
+    """
+    q, L = tensors[0], tensors[0].shape[2]
+    if cu_seqlens is None:
+        return run(*tensors, ForwardPlan(L, None if padding is None else L - check_padding(padding, q)))
+    if padding is not None:
+        raise ValueError("cu_seqlens and padding exclude each other, got both")
+    lengths = check_cu_seqlens(cu_seqlens, q.shape[0], L)
+    if method.reads_packed:
+        return run(*tensors, ForwardPlan(L, documents=lengths))
+    documents = zip(*(x.split(lengths, dim=2) for x in tensors), strict=True)
+    results = [run(*document, ForwardPlan(document[0].shape[2])) for document in documents if document[0].shape[2]]
+    lses = [lse for _, lse in results if lse is not None]
+    return torch.cat([out for out, _ in results], dim=2), torch.cat(lses, dim=2) if lses else None

@@ -15,8 +15,8 @@ import condense
 from condense import Recall
 from condense.caches import StaticCondensedLayer
 from condense.models import condensed_layers
-from condense.models.apply import all_methods
 from condense.models.inspect import inspect
+from condense.models.modules import all_methods
 
 L = tiny.LENGTH
 # steps past several ends of windows and groups, from the first token on and from a prompt on, and a chunk behind them

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from condense.cli import options
+from condense.cli import models, options
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -86,8 +86,8 @@ def calibrate_command(
     # a text counts once, also if two files hold it: of copies, one could be measured and the other held out
     contents = list(dict.fromkeys(map(options.read_text, dict.fromkeys(text or ())))) or [demo_text().text]
     with sole_writer(output):
-        loaded, tokenizer, _ = options.load_model(model, dtype, device, device_map, trust_remote_code)
-        options.warn_of_length(loaded, config.length)
+        loaded, tokenizer, _ = models.load_model(model, dtype, device, device_map, trust_remote_code)
+        models.warn_of_length(loaded, config.length)
         with options.progress() as bar:
             task = bar.add_task("measuring", total=None)
 

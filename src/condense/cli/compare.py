@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from condense.cli import options
+from condense.cli import models, options
 
 if TYPE_CHECKING:
     from condense.evaluate.compare import Outcome, Prompt
@@ -51,15 +51,15 @@ def compare_command(
         raise ValueError("question needs a text of its own: add --text FILE")
     prompt = demo_prompt() if text is None else Prompt(options.read_text(text), question or [], chat=chat)
     given = [choice_from_text(text) for text in method or []]
-    loaded, tokenizer, saved = options.load_model(model, dtype, device, device_map, trust_remote_code)
+    loaded, tokenizer, saved = models.load_model(model, dtype, device, device_map, trust_remote_code)
     shown = [choice_from_text(each) for each in (DEMO_METHODS if model is None else METHODS)]
     methods = given or (shown if saved is None else [Dense(), saved])
     steps = len(methods) * (1 + max(1, len(prompt.questions)))
     with options.progress() as bar:
         on_step = partial(bar.advance, bar.add_task("comparing", total=steps))
         outcomes = compare(loaded, tokenizer, methods, prompt, max_new_tokens=max_new_tokens, on_step=on_step)
-    options.warn_of_defaults(loaded, methods, saved)
-    options.warn_of_length(loaded, outcomes[0].text_tokens)
+    models.warn_of_defaults(loaded, methods, saved)
+    models.warn_of_length(loaded, outcomes[0].text_tokens)
     dtype_name = str(loaded.dtype).removeprefix("torch.")
     content = {
         "model": model or "bundled",

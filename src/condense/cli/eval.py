@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from condense.cli import options
+from condense.cli import models, options
 
 
 def eval_command(
@@ -58,7 +58,7 @@ def eval_command(
     methods: dict[str, MethodChoice] = {text: choice_from_text(text) for text in method or ()}
     if run_generated_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
-    loaded, tokenizer, saved = options.load_model(model, dtype, device, device_map, trust_remote_code)
+    loaded, tokenizer, saved = models.load_model(model, dtype, device, device_map, trust_remote_code)
     if not methods:
         methods = {described(saved): saved} if saved is not None else {"dense": Dense()}
         methods |= {options.DEMO_METHOD: Method.parse(options.DEMO_METHOD)} if model is None else {}

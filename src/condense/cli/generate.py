@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from condense.cli import options
+from condense.cli import models, options
 
 
 def generate_command(
@@ -47,17 +47,17 @@ def generate_command(
     if not method and model is None:
         method = [options.DEMO_METHOD]
     chosen = choice_from_text(*method) if method else None
-    loaded, tokenizer, saved = options.load_model(model, dtype, device, device_map, trust_remote_code)
+    loaded, tokenizer, saved = models.load_model(model, dtype, device, device_map, trust_remote_code)
     if chosen is None:
         chosen = saved or Dense()
     content = "".join(chat_message(tokenizer, content)) if chat else content
     ids = encode(tokenizer, content, loaded, special=not chat)
     check_learned_positions(loaded.config, "prompt and new tokens", ids.shape[1] + max_new_tokens)
-    options.warn_of_length(loaded, ids.shape[1] + max_new_tokens)
+    models.warn_of_length(loaded, ids.shape[1] + max_new_tokens)
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     with attention_of(loaded, chosen), options.progress() as bar:
-        options.warn_of_defaults(loaded, [chosen], saved)
+        models.warn_of_defaults(loaded, [chosen], saved)
         bar.add_task(f"reading {ids.shape[1]} tokens", total=None)
         loaded.generate(
             ids,

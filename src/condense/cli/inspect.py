@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from condense.cli import options
+from condense.cli import models, options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,8 +64,8 @@ def inspect_command(
     torch_dtype = options.parse_dtype(dtype, where)
     options.check_targets(json=to_json, overwrite=overwrite)
     given = choice_from_text(*method) if method else None
-    skeleton = options.read_skeleton(model, shape)
-    saved = options.saved_choice(skeleton)
+    skeleton = models.read_skeleton(model, shape)
+    saved = models.saved_choice(skeleton)
     chosen = given or saved or choice_from_text(DEFAULT)
     reports = inspect(restore(skeleton), chosen, tokens, torch_dtype.itemsize)
     choices = {name: choice_from_text(name) for name in NAMED_SETTINGS}

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from condense.cli import options
+from condense.cli import models, options
 from condense.named import NAMED_SETTINGS
 
 DEFAULT = "recall-device"
@@ -34,7 +34,7 @@ def serve_command(
         raise ValueError(f"the model must come first, as in condense serve DIR --port 8000, got {model}")
     if importlib.util.find_spec("vllm") is None:
         raise ValueError(f"serve needs vLLM, which is not installed: pip install '{REQUIREMENT}'")
-    skeleton = options.read_skeleton(model)
+    skeleton = models.read_skeleton(model)
     config: Any = skeleton.config
     config.architectures = config.architectures or [type(skeleton).__name__]  # some files name none
     is_default = getattr(config, "condense", None) is None and not method

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from condense.cli.methods import paragraphs, shown
-from condense.cli.options import METHODS_HELP, plain_console, plain_table, read_saved, read_tokenizer
+from condense.cli.models import read_saved, read_tokenizer
+from condense.cli.options import METHODS_HELP, plain_console, plain_table
 
 
 def train_command(

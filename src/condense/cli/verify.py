@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from condense.cli import options
+from condense.cli import models, options
 
 LENGTHS, DEMO_LENGTHS = ("4K", "16K"), ("3K",)
 HEADINGS = ("far", "other", "copy", "plain", "names")
@@ -63,7 +63,7 @@ def verify_command(
     else:
         name = sources[0] if sources else None
         chosen = {each: choice_from_text(each) for each in method or NAMED_SETTINGS}
-        loaded, tokenizer, saved = options.load_model(name, dtype, device, device_map, trust_remote_code)
+        loaded, tokenizer, saved = models.load_model(name, dtype, device, device_map, trust_remote_code)
         if saved is not None:
             chosen = {f"as saved: {described(saved)}": saved} | chosen
         sizes = length or (DEMO_LENGTHS if name is None and not text else LENGTHS)
@@ -93,7 +93,7 @@ def _measured(
 
     config = VerifyConfig(**numbers)
     documents = list(dict.fromkeys(map(options.read_text, dict.fromkeys(text)))) or [demo_text().text]
-    options.warn_of_length(loaded, max(config.lengths))
+    models.warn_of_length(loaded, max(config.lengths))
     with options.progress() as bar:
         task = bar.add_task("verifying", total=None)
         results = verify(

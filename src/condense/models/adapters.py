@@ -24,9 +24,10 @@ from transformers.utils import cached_file
 
 from condense.methods import check_names, methods_in, settings_of
 from condense.models.adapted import ADAPTED
-from condense.models.apply import apply, condensed_layers, restore
+from condense.models.apply import apply, restore
 from condense.models.attention import CondensedAttention, is_condensed
 from condense.models.choice import described
+from condense.models.modules import condensed_layers
 from condense.version import __version__
 
 logger = logging.getLogger(__name__)

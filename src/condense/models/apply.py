@@ -1,10 +1,9 @@
 """Condense a model in place, undo it, or condense it in a ``with`` block; the choice is kept in its configuration."""
 
-import difflib
 import logging
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -15,9 +14,10 @@ from condense.methods import Method, check_names, layers_as_text, methods_in, se
 from condense.models.adapted import warn_of_pooling
 from condense.models.attention import IMPLEMENTATION, KEY, CondensedAttention, condensed_class
 from condense.models.choice import Layers, MethodChoice, assign, chosen_layers, parse_choice
-from condense.models.families import FAMILIES, is_supported, obstacle, sliding_window, transformers_model
+from condense.models.families import is_supported, sliding_window
 from condense.models.forward import ForwardBoard
 from condense.models.mla import check_latents
+from condense.models.modules import attentions_of, by_layer, condensed_layers
 from condense.models.reread import check_readings, watch
 from condense.models.stock import method_of, stock_method
 
@@ -53,7 +53,7 @@ def apply(model: ModelT, method: MethodChoice | str, layers: Layers = None) -> M
     own without a ``name`` or with a list for a setting, for a ``method`` of another form, and for a model that another
     thread has in a `use` block.
     """
-    base, attentions = _attentions(model)
+    base, attentions = attentions_of(model)
     _check_own(attentions)
     chosen = _chosen(base, attentions, method, layers)
     check_names(chosen.values())
@@ -71,7 +71,7 @@ def apply(model: ModelT, method: MethodChoice | str, layers: Layers = None) -> M
 
 def chosen_methods(model: nn.Module, method: MethodChoice | str) -> dict[int, Method]:
     """Layer index to method for the layers that `apply` would change; raises ValueError as `apply`."""
-    return _chosen(*_attentions(model), method, None)
+    return _chosen(*attentions_of(model), method, None)
 
 
 def _chosen(
@@ -100,7 +100,7 @@ def restore(model: ModelT) -> ModelT:
 
     Raises ValueError as `apply` for the model, and for attention modules that ``fully_shard`` wrapped after `apply`.
     """
-    base, attentions = _attentions(model)
+    base, attentions = attentions_of(model)
     _check_own(attentions)
     _assign(base, attentions, {}, _owner(attentions))
     return model
@@ -115,7 +115,7 @@ def use(model: ModelT, method: MethodChoice | str, layers: Layers = None) -> Ite
     `restore` and `use` raise ValueError meanwhile; graphs that were compiled do not check. To stream tokens, enter the
     block in the thread that generates.
     """
-    base, attentions = _attentions(model)
+    base, attentions = attentions_of(model)
     _check_own(attentions)
     with _ENTERING:
         owner, before = _owner(attentions), condensed_layers(base)
@@ -129,40 +129,13 @@ def use(model: ModelT, method: MethodChoice | str, layers: Layers = None) -> Ite
         _config(attentions)._attn_implementation_internal = implementation
 
 
-def condensed_layers(model: nn.Module) -> dict[int, Method]:
-    """Layer index to method for the layers that `apply` condensed, also while another implementation is set."""
-    methods = {i: m.condense_method for i, m in condensed_modules(model).items()}
-    return {i: method for i, method in methods.items() if method is not None}
-
-
-def check_stock(model: nn.Module) -> None:
-    """Raise ValueError if a layer of the model is condensed."""
-    if condensed_layers(model):
-        raise ValueError("model must have stock attention: call condense.restore(model) first")
-
-
-def all_methods(model: nn.Module) -> dict[int, Method]:
-    """Layer index to method in a cache: `condensed_layers`, and for the others what computes the same as they do."""
-    return {i: method_of(m) for i, m in condensed_modules(model).items()}
-
-
-def condensed_modules(model: nn.Module) -> dict[int, CondensedAttention]:
-    """The attention modules of a model in which layers are condensed, stock layers too; none of a stock model."""
-    return _by_layer(m for m in model.modules() if isinstance(m, CondensedAttention))
-
-
-def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
-    """The attention modules that condense knows, by layer index. Raises ValueError if the model has none."""
-    return _attentions(model)[1]
-
-
 def condense_from_config(model: PreTrainedModel) -> None:
     """Condense a model under construction if its configuration says so (``config.condense``)."""
     config = model.config.get_text_config(decoder=True)
     settings = getattr(config, KEY, None)
     if settings is None:
         return
-    attentions = _by_layer(m for m in model.modules() if is_supported(m))
+    attentions = by_layer(m for m in model.modules() if is_supported(m))
     stock = config._attn_implementation
     if stock == IMPLEMENTATION:  # as written in the configuration
         stock = model.get_correct_attn_implementation(None)
@@ -261,69 +234,6 @@ def _rebind_hooks(module: nn.Module) -> None:
     """Make accelerate's hooks call the forward of the module's new class; they hold that of the old one."""
     if "_old_forward" in vars(module):
         module._old_forward = type(module).forward.__get__(module)
-
-
-def _attentions(model: nn.Module) -> tuple[PreTrainedModel, dict[int, nn.Module]]:
-    """The transformers model inside ``model`` and its attention modules by layer."""
-    base = transformers_model(model)
-    if base is None:
-        raise ValueError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
-    name, wrong = type(base).__name__, []
-    found = [m for m in base.modules() if is_supported(m) or isinstance(m, CondensedAttention)]
-    if getattr(base.config, "is_encoder_decoder", False) or getattr(base.config, "add_cross_attention", False):
-        wrong.append(f"{name} has cross-attention: only decoder-only models can be condensed")
-    if (reason := obstacle(base)) is not None:
-        wrong.append(f"{name} cannot be condensed: {reason}")
-    if any(getattr(module, "is_causal", True) is False for module in found):
-        wrong.append(f"{name} has bidirectional attention: only causal models can be condensed")
-    # accelerate's hooks keep the forward that they call
-    patched = [m.layer_idx for m in found if "forward" in vars(m) and "_old_forward" not in vars(m)]
-    if patched:
-        wrong.append(
-            f"attention in layers {layers_as_text(patched)} has a forward of its own, put there from outside, which "
-            "would not be condensed: remove it first (del module.forward)"
-        )
-    if wrong:
-        raise ValueError("; ".join(wrong))
-    if not found:
-        raise ValueError(f"{name} has no attention that condense knows{_closest(base)}")
-    if unknown := {type(m).__name__ for m in base.modules() if m not in found and _resembles_known(m)}:
-        raise ValueError(
-            f"{name} has layers of {', '.join(sorted(unknown))} beside those that condense knows: "
-            "condense.register(cls, model) takes a class that proves right"
-        )
-    return base, _by_layer(found)
-
-
-def _resembles_known(module: nn.Module) -> bool:
-    """True for an attention of a class of its own that derives from a known one."""
-    return hasattr(module, "layer_idx") and any(parent.__name__ in FAMILIES for parent in type(module).__mro__[1:])
-
-
-def _closest(base: PreTrainedModel) -> str:
-    """The end of an error about unknown classes: the model's, and known ones that are their bases or named alike."""
-    classes = {type(m).__name__: type(m) for m in base.modules() if hasattr(m, "layer_idx") and hasattr(m, "config")}
-    if not classes:
-        return ""
-    if any(parent.__name__ == "FSDPModule" for cls in classes.values() for parent in cls.__mro__):
-        return f", but {', '.join(sorted(classes))}: call condense.apply before fully_shard"
-    known = [parent.__name__ for cls in classes.values() for parent in cls.__mro__[1:] if parent.__name__ in FAMILIES]
-    known += [name for cls in classes for name in difflib.get_close_matches(cls, FAMILIES, 2, 0.8)]
-    like = f"; it knows {', '.join(dict.fromkeys(known))}" if known else ""
-    return f", but {', '.join(sorted(classes))}{like}. condense.register(cls, model) takes a class that proves right"
-
-
-def _by_layer(modules: Iterable[ModelT]) -> dict[int, ModelT]:
-    """Attention modules by their layer's index. Raises ValueError if two have the same, as in two stacks of layers."""
-    by_layer: dict[int, ModelT] = {}
-    for module in modules:
-        index = int(module.layer_idx)  # type: ignore[arg-type]
-        if by_layer.setdefault(index, module) is not module:
-            raise ValueError(
-                f"model must have one stack of decoder layers, got two attentions of layer {index}: pass the part that "
-                "is to be condensed; if PEFT made copies of them, name projections in modules_to_save, or use LoRA"
-            )
-    return by_layer
 
 
 def check_config(attentions: dict[int, nn.Module]) -> None:

@@ -9,7 +9,6 @@ Shapes: B rows, H query heads, K KV heads, L new tokens, S keys in the cache, D 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,7 +19,13 @@ from condense.caches import CACHE, CondensedLayer, Expected, StaticCondensedLaye
 from condense.caches.store import join_writes
 from condense.methods import Method
 from condense.models.families import FAMILIES, REGISTERED, is_latent, stock_class
-from condense.models.forward import AttentionCall, ForwardBoard, assert_one_document, refuse_context_parallel
+from condense.models.forward import (
+    AttentionCall,
+    ForwardBoard,
+    assert_one_document,
+    refuse_context_parallel,
+    refuse_options,
+)
 from condense.models.layers import condensed_layer, ensure_layers, read_tokens
 from condense.models.masks import ALL_REAL, is_real
 from condense.models.mla import condensed_latents, head_mesh, up_projection
@@ -69,37 +74,13 @@ def condense_attention(
             "attn_implementation='condense' works through condense.apply(model, method): call that instead. If this "
             "model was built from the configuration of a condensed one, give it a copy: copy.deepcopy(config)"
         )
-    _refuse_options(module, kwargs)
+    refuse_options(module, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     with outside_autocast(query, key, value) as (q, k, v):
         extras, where = Extras(softcap or 0.0, s_aux), (condense_state.cache, condense_state.layer_idx)
         call = AttentionCall(module, q, k, v, attention_mask, scale, dropout, kwargs, extras, *where)
         out = condense_state.attend(call)
     return out.transpose(1, 2).contiguous(), None  # contiguous as from stock functions, because some forwards view it
-
-
-def _refuse_options(module: nn.Module, options: Mapping[str, Any]) -> None:
-    """Raise ValueError for keywords of a call that condensed attention cannot honour."""
-    if options.get("position_bias") is not None:
-        raise ValueError("condensed attention has no bias by position (position_bias): call condense.restore(model)")
-    if options.get("sliding_window") is not None and module.condense_method is not None:
-        raise ValueError(
-            f"layer {module.layer_idx} has a sliding window and cannot be condensed: call condense.restore(model), and "
-            "name the other layers"
-        )
-    if options.get("output_attentions"):
-        raise ValueError(
-            "output_attentions must be False, got True: condensed attention has no weights to return. Stock attention "
-            "has: model.set_attn_implementation('eager'), and 'condense' afterwards"
-        )
-    if options.get("return_shared_kv_states"):
-        raise ValueError(
-            "return_shared_kv_states must be False, got True: a condensed cache does not keep the keys of all tokens, "
-            "which Gemma 4's assistants read. Generate without assistant_model, with another causal model as the "
-            "assistant, or call condense.restore(model)"
-        )
-    if options.get("is_causal") is False:
-        raise ValueError("condensed attention is causal: call condense.restore(model) for is_causal=False")
 
 
 class CacheProxy:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache
 
 from condense.methods import Method
@@ -263,3 +263,27 @@ def refuse_context_parallel() -> None:
             "context parallelism cannot be condensed: it gives each process a part of every text, and groups are made "
             "of whole ones. Leave context_parallel out; FSDP2 and tp_plan='auto' leave texts whole"
         )
+
+
+def refuse_options(module: nn.Module, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for keywords of a call that condensed attention cannot honour."""
+    if options.get("position_bias") is not None:
+        raise ValueError("condensed attention has no bias by position (position_bias): call condense.restore(model)")
+    if options.get("sliding_window") is not None and module.condense_method is not None:
+        raise ValueError(
+            f"layer {module.layer_idx} has a sliding window and cannot be condensed: call condense.restore(model), and "
+            "name the other layers"
+        )
+    if options.get("output_attentions"):
+        raise ValueError(
+            "output_attentions must be False, got True: condensed attention has no weights to return. Stock attention "
+            "has: model.set_attn_implementation('eager'), and 'condense' afterwards"
+        )
+    if options.get("return_shared_kv_states"):
+        raise ValueError(
+            "return_shared_kv_states must be False, got True: a condensed cache does not keep the keys of all tokens, "
+            "which Gemma 4's assistants read. Generate without assistant_model, with another causal model as the "
+            "assistant, or call condense.restore(model)"
+        )
+    if options.get("is_causal") is False:
+        raise ValueError("condensed attention is causal: call condense.restore(model) for is_causal=False")

@@ -13,11 +13,11 @@ from transformers import PreTrainedModel, StaticCache
 
 from condense.caches import CACHE, StaticCondensedLayer
 from condense.config import check_int
-from condense.models.apply import all_methods, condensed_layers
 from condense.models.families import check_learned_positions, has_eager_experts, rope_that_changes, transformers_model
 from condense.models.fused import capture, fused_steps
 from condense.models.layers import ensure_layers
 from condense.models.masks import ALL_REAL
+from condense.models.modules import all_methods, condensed_layers
 from condense.models.stock import reads_otherwise
 
 # calls before the capture: the first ones compile kernels and allocate workspaces, which a graph must not record

@@ -31,12 +31,13 @@ from condense.caches import CACHE, CondensedCacheLayer, StaticCondensedLayer
 from condense.methods import Method, check_names, methods_in
 from condense.models import adapters
 from condense.models.adapters import wrap
-from condense.models.apply import all_methods, condense_from_config, condensed_layers, condensed_modules
+from condense.models.apply import condense_from_config
 from condense.models.attention import IMPLEMENTATION, KEY, condense_attention, is_condensed
 from condense.models.choice import described
 from condense.models.families import check_learned_positions
 from condense.models.layers import ensure_layers
 from condense.models.masks import condense_mask
+from condense.models.modules import all_methods, condensed_layers, condensed_modules
 from condense.models.replay import CacheOfOneCall, ReplayedForward, can_replay, is_compiled, replayable_cache
 from condense.models.stock import reads_otherwise
 from condense.version import __version__

@@ -8,7 +8,7 @@ from torch import nn
 
 from condense.config import check_int
 from condense.methods import DGA, Dense, Method, step_settings
-from condense.models.apply import attention_layers, chosen_methods
+from condense.models.apply import chosen_methods
 from condense.models.choice import MethodChoice
 from condense.models.counts import (
     DTYPES,
@@ -20,6 +20,7 @@ from condense.models.counts import (
     tokens_left,
 )
 from condense.models.families import is_latent, sliding_window
+from condense.models.modules import attention_layers
 from condense.models.stock import stock_method
 from condense.ops import ChoiceSettings
 from condense.ops.triton.limits import settings_obstacle

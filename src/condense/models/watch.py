@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from condense.caches import CondensedCacheLayer
 from condense.methods import Recall
-from condense.models.apply import condensed_modules
+from condense.models.modules import condensed_modules
 from condense.ops import StepSettings, StepState
 from condense.ops.recall.choice import choose_groups, index_scores, token_scores
 from condense.ops.tensors.ring import newest_numbers
