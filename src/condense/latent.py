@@ -47,7 +47,8 @@ def latent_attention(
     keeps and weighs whole entries ``[c ; k_rope]``, with ``selection="streaming"`` only.
     scale: softmax scale, default ``(d_n + d_r) ** -0.5``; models with YaRN have their own.
     backend, cu_seqlens, padding and what is returned: as in `condense.attention`; out is ``[B, H, L, d_v]``.
-    Differentiable in all six tensors. Raises ValueError for arguments that do not fit together.
+    Differentiable in all six tensors. Raises ValueError for arguments that do not fit together, and
+    for a device without float64 (MPS).
     """
     tensors = q_nope, q_rope, c, k_rope, w_uk, w_uv
     check_shapes(

@@ -1,4 +1,5 @@
-"""The numbers that all layers of one forward share: the first layer computes them, the others reuse them.
+"""The numbers that all layers of one forward share: the first layer computes them, the others reuse them. Also
+`run_planned`, which makes them for padded rows or packed documents without a model.
 
 Shapes: B rows, L new tokens, n packed documents, G chunks of c tokens.
 """

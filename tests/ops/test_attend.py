@@ -103,6 +103,11 @@ MISFITS = {
     "dtype": (lambda q, e, w: (q, (e, Source(w.k.half(), w.v)), SPANS), r"sources\[1\].k must have the dtype of q"),
     "device": (lambda q, e, w: (q, (Source(e.k, e.v.to("meta")), w), SPANS), r"sources\[0\].v must be on the device"),
     "bias": (lambda q, e, w: (q, (e._replace(bias=torch.ones(1, 1, 4)), w), SPANS), r"bias must have .* \(2, 2, 5\)"),
+    "width": (lambda q, e, w: (q, (Source(e.k[0], e.v), w), SPANS), r"sources\[0\].k must have four dimensions, got"),
+    "bias device": (
+        lambda q, e, w: (q, (e._replace(bias=torch.ones(1, 1, 5, device="meta")), w), SPANS),
+        "bias must be on the device",
+    ),
     "one span": (lambda q, e, w: (q, (w,), SPANS), "spans must be one for each source, 1, got 2"),
     "rows of a rule": (lambda q, e, w: (q, (e, w), ROWS), "spans must be of the rows of q, 2, got those of 3"),
     "queries": (lambda q, e, w: (q[:, :, :5], (e, w), SPANS), r"spans\[0\] must have .* \(2, 2, 5\).* got \(1, 1, 6\)"),

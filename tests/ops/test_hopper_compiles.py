@@ -26,6 +26,7 @@ from condense.ops.step import StateSizes
 from condense.ops.triton import host, limits, paged_step, recall_step_plan, recall_step_tiles, recall_store, step_plan
 from condense.ops.triton import step as triton_step
 from condense.ops.triton.attend_call import call_of
+from condense.ops.triton.recall_store_kernels import Form
 from condense.ops.types import AttendOptions
 
 WIDTHS = [widths for widths in hopper_limits.WIDTHS if len(set(widths)) > 1]
@@ -245,6 +246,21 @@ def test_numbers_of_kernels_are_plain(rows):
     plan = recall_step_plan.plan_of(shape)
     given = [x for grid, numbers, *_ in filter(None, plan[1:]) for x in (*grid, *numbers)]
     assert {type(x) for x in (*sum(plan.scratch, ()), *given)} == {int, float}
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("rows", range(1, 241, 7))
+def test_few_groups_are_read_by_fewer_programs(rows):
+    """Never by more, though another number of waves is divided otherwise; one row has half as many."""
+    settings = step_settings(condense.Method.parse("recall-device"))
+    sizes = StateSizes(rows, 8, (128, 128), 8192, 272, stored=131072)
+    shape = step_plan.StepShape(torch.device("cuda"), torch.bfloat16, 32, sizes, 0, (0.1, 0.0), settings.number)
+    tiles = recall_step_tiles.tiles_of(shape, Form.of(settings.store_format, torch.bfloat16, (128, 128)))
+    assert tiles.attend.least > 0
+    anyhow = tiles._replace(attend=tiles.attend._replace(least=0))
+    fewer, most = (recall_step_tiles.splits_of(shape, x, 512 * 16, True).attend for x in (tiles, anyhow))
+    assert fewer <= most
+    assert rows > 1 or 2 * fewer == most
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])

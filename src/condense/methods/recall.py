@@ -147,7 +147,7 @@ class Recall(Method):
     def check_attention(self, *, scale: float, dropout_p: float, extras: Extras = NO_EXTRAS) -> None:
         """Raise ValueError for attention dropout and for a scale that is not positive."""
         if dropout_p > 0:
-            # errors leave out settings, of which the first layer, where they are raised, has others than were given
+            # errors name the class alone: the first layer, where they are raised, has other settings than the user gave
             raise ValueError(f"{type(self).__name__} has no attention dropout (set the model's to 0), got {dropout_p}")
         if scale <= 0:
             raise ValueError(f"scale must be > 0 for Recall, whose index ranks groups by their scores, got {scale}")

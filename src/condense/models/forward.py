@@ -1,4 +1,4 @@
-"""Padding, packed documents and the plan of one forward, which all its attention layers share.
+"""Padding, packed documents and the plan of one forward, which all its attention layers share; calls that are refused.
 
 Transformers gives every layer of a forward the same mask, position and document objects. The first layer reads them and
 stores the result in the model's `ForwardBoard`; the others look it up there by the identity of these objects. A layer

@@ -91,7 +91,9 @@ class GraphDecoder:
             raise ValueError(f"{ahead} needs the whole prompt in one forward: leave chunk out")
         other = reads_otherwise(self.methods.values())
         if other is not None and chunk == 1 < L:
-            raise ValueError(f"chunk must be at least 2, as {other} reads single tokens as those of an answer, got 1")
+            raise ValueError(
+                f"chunk must be at least 2, as {type(other).__name__} reads single tokens as those of an answer, got 1"
+            )
         if not self._is_prepared:
             self._rewind()
             self._decode()  # which allocates the buffers

@@ -194,8 +194,8 @@ def _prefill(
         tokens = (ids if mask is None else mask).shape[1] - (0 if cache is None else int(cache.get_seq_length()))
         if tokens > size and (size == 1 or tokens % size == 1):
             raise ValueError(
-                f"prefill_chunk_size={size} leaves a piece of one token of {tokens}, which {other} reads as a token of "
-                "an answer: use another size, or prompt='recall'"
+                f"prefill_chunk_size={size} leaves a piece of one token of {tokens}, which {type(other).__name__} "
+                "reads as a token of an answer: use another size, or prompt='recall'"
             )
     return stock(self, ids, config, inputs, *args, **kwargs)
 
@@ -262,12 +262,13 @@ def _check_generation(
     other = reads_otherwise(methods.values())
     if other is not None and mode == GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
-            f"{other} reads several tokens in another way than single ones, so tokens that are proposed would not be "
-            "judged by its own answers: use prompt='recall', or generate without assistant or prompt lookup"
+            f"{type(other).__name__} reads several tokens in another way than single ones, so tokens that are proposed "
+            "would not be judged by its own answers: use prompt='recall', or "
+            "generate without assistant or prompt lookup"
         )
     if other is not None and not generation_config.use_cache:
         raise ValueError(
-            f"{other} chooses groups for single tokens, and without a cache none is read alone: leave use_cache on, or "
-            "use prompt='recall'"
+            f"{type(other).__name__} chooses groups for single tokens, and without a cache none is read alone: leave "
+            "use_cache on, or use prompt='recall'"
         )
     check_learned_positions(model.config, "prompt and new tokens", generation_config.max_length or 0)

@@ -39,11 +39,9 @@ def stock_method(module: nn.Module) -> Method:
     return LocalChunks(size=size) if is_chunked(module) else StreamingLLM(sink=0, window=size)
 
 
-def reads_otherwise(methods: Iterable[Method]) -> str | None:
-    """The class of the first method that reads several tokens at once in another way than single ones, by its name, as
-    a first layer has other settings than were given; None if there is none.
-    """
-    return next((type(method).__name__ for method in methods if method.as_steps is not method), None)
+def reads_otherwise(methods: Iterable[Method]) -> Method | None:
+    """The first method that reads several tokens at once in another way than single ones; None if there is none."""
+    return next((method for method in methods if method.as_steps is not method), None)
 
 
 def method_of(module: Any) -> Method:

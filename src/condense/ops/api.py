@@ -54,8 +54,7 @@ def attend(
     Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp (natural, biases included,
     sink logits not) ``[B, H, L]`` in float32 or wider, else None. A query that sees nothing gives 0 and -inf, even if
     it holds NaN; keys and values must be finite, also those that no query sees.
-    Raises ValueError for an unknown backend, for one that cannot run here, for heads that K does not divide, and for
-    no source and sources, biases or spans of other sizes, dtypes or devices.
+    Raises ValueError also for heads that K does not divide, and for sources, biases or spans that do not fit.
     """
     check_sources(q, sources, spans)
     window = sources[-1]

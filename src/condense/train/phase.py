@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,8 @@ def train_phase(
     use_cache = getattr(config, "use_cache", None)
     trainer = MixedTrainer(phase, model=model, args=arguments, train_dataset=dataset, callbacks=[*callbacks])
     if sharded and not trainer.is_fsdp_enabled:
+        with suppress(OSError):
+            Path(arguments.output_dir).rmdir()  # which Trainer has made, so that the next run is none to be resumed
         raise ValueError(
             "ACCELERATE_USE_FSDP: wanted processes on GPUs, got none: start them with torchrun or accelerate launch, "
             "or unset it"

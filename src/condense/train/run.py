@@ -150,11 +150,9 @@ def _run(config: TrainConfig, processes: PartialState, resume: bool, until: str 
             reports.append(folder / REPORT)
             if phase.name == until and phase is not config.phases[-1]:
                 return start
-    except BaseException as error:
-        # before the first step there is no folder of a phase, or after a refusal an empty one: leave none to be resumed
-        # or deleted
-        kept = "0-*/*" if isinstance(error, ValueError) else "0-*"
-        if not begun and processes.is_main_process and not any(config.work.glob(kept)):
+    except BaseException:
+        # before the first step there is no folder of a phase: leave none to be resumed or deleted
+        if not begun and processes.is_main_process and not any(config.work.glob("0-*")):
             shutil.rmtree(config.work, ignore_errors=True)
         raise
     assert start is not None

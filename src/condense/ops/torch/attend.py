@@ -82,7 +82,7 @@ def attend(q: Tensor, sources: Sequence[Source], spans: Spans, options: AttendOp
 def _computed_again(
     block: Callable[..., tuple[Tensor, Tensor]], *, preserve_rng_state: bool
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``block``, computed again in the backward pass. Under `torch.func`, which does not allow that, it is kept."""
+    """``block``, computed again in the backward pass; but kept if it is not compiled and `torch.func` runs it."""
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         return block
     return partial(checkpoint, block, use_reentrant=False, preserve_rng_state=preserve_rng_state)

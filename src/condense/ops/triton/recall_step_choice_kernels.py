@@ -246,6 +246,7 @@ def recall_choose_kernel(
     lists of groups are ``[K, G]``, with those of a row from its ``start`` on; None for buffers. Slots of pages: of the
     first ``slot_rows`` rows; stamps, tags, clock as `condense.ops.step.pages.PagedSlots` says, None without slots.
     """
+    # first of all: the kernel that attends is launched then, and reads scores and turned queries before it waits itself
     after_the_last(EARLY)
     head = tl.program_id(0).to(tl.int64)
     b, kvh = head // K, head % K

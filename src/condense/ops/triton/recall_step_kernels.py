@@ -201,13 +201,11 @@ class Centres(namedtuple("Centres", "score top total splits")):
 
 
 @triton.jit
-def _log_rest(centres, groups_ptr, count, closed, r, R, BM: tl.constexpr, EARLY: tl.constexpr):
+def _log_rest(centres, groups_ptr, count, some, r, R, BM: tl.constexpr, EARLY: tl.constexpr):
     """Base 2 logarithm ``[BR]`` of the sum of ``2 ** score`` of the centres of all groups but the ``count`` open ones;
-    -inf where nothing is left. Query heads are r, of R; BM of the splits, or open groups, are read at once. EARLY: the
-    kernel before this one chooses groups, and what is read of scores was written by one that had ended before.
+    -inf where nothing is left. Query heads are r, of R; BM of the splits, or open groups, are read at once. some:
+    whether any is left; else no scores are written. EARLY: wait for the kernel that chooses, but not for scores.
     """
-    # nothing is written of the scores where all closed groups are open
-    some = count < closed
     splits, count = tl.where(some, centres.splits, 0), tl.where(some, count, 0)
     inside, n = (r < R)[None, :], tl.arange(0, BM)
     top = tl.full([BM, r.shape[0]], float("-inf"), tl.float32)
@@ -263,7 +261,7 @@ def rest_of(
     one, some = tl.full([r.shape[0]], 1.0, tl.float32), count < closed
     mean = one[:, None] * _load_mean(sums, j, some, FORM, 0, FORM.V0, NEAR)  # [BR, P]
     mean = parts(mean, one[:, None] * _load_mean(sums, j, some, FORM, FORM.V0, FORM.V1, NEAR) if FORM.V1 > 0 else None)
-    weight = _log_rest(centres, groups_ptr, count, closed, r, R, BM, EARLY)
+    weight = _log_rest(centres, groups_ptr, count, some, r, R, BM, EARLY)
     return Softmax(mean, weight + tl.log2(one * FORM.g), one)
 
 
@@ -322,7 +320,7 @@ def recall_attend_kernel(
             scores, of_head = ((head if FAR is None else kvh) * R + r) * s_centre + this.start, head * R * splits
             centres = Centres(centre_ptr + scores, centre_top_ptr + of_head, centre_total_ptr + of_head, splits)
             sums = address.head_sums(sums_ptr, head, kvh, num_sums, near_ptr, DV if DV > 0 else D, NEAR)
-            # apart, the kernel before this one was the first that waited for the one that chooses
+            # apart, the kernel before this one waited for the choice before it let this one be launched
             waits: tl.constexpr = EARLY and not APART
             rest = rest_of(centres, sums, groups_ptr, count, closed, (t + 1) // g, r, R, BM, FORM, waits, NEAR)
             if APART:
@@ -412,7 +410,8 @@ def recall_attend_kernel(
         behind = tl.minimum(tl.cdiv(hi, PARTS) * BG, count)
     if LANES:
         queries, sums = lane_tokens.lane_queries(turned[0] * (1 / block_width(D))), lane_tokens.no_sums(BR // 4)
-    # the kernel before this one chooses groups; those that wrote the ring and turned queries had ended before it began
+    # the kernel before this one chooses groups. It lets this one be launched once those that wrote the ring and turned
+    # queries have ended
     after_the_last(EARLY)
     if LANES:
         # on its way while bases are made. Behind the last group is its own again, which lies in a cache: another

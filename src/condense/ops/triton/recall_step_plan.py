@@ -158,7 +158,7 @@ def _ranking_of(shape: StepShape, groups: int, r: int, splits: int) -> tuple[Ran
     ranking = Ranking(
         groups, max(0, (groups // _FEW_RANKED).bit_length() - 1), slots, power_of_2(max(slots, 1)),
         power_of_2(max(r, 1)) if slots else 1, power_of_2(max(splits, _LEAST_SPLITS)),
-        max(1, min(power_of_2(H // K), _SCORES_OF_THREAD * 32 * warps // groups)),
+        max(1, min(16, power_of_2(H // K), _SCORES_OF_THREAD * 32 * warps // groups)),
     )  # fmt: skip
     most = {"maxnreg": 128} if device.type == "cuda" else {}  # the most that 16 warps can have
     return ranking, {"num_warps": warps, **most}

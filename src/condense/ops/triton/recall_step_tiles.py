@@ -28,8 +28,8 @@ _RING_TILES = 3
 
 class GroupTiles(NamedTuple):
     """rows: tokens per tile. num_warps, num_stages: Triton's. waves: programs wanted per multiprocessor.
-    registers: the most of a thread; 0: as many as the compiler likes. least: tiles of open groups from which on a
-    program is worth its own work, so that for fewer there are fewer programs, but half of the waves.
+    registers: the most of a thread; 0: as many as the compiler likes. least: tiles of open groups that make a
+    program worth its own work; with fewer to each there are fewer programs, but no fewer than fill half of the waves.
     """
 
     rows: int
@@ -167,7 +167,7 @@ def splits_of(shape: StepShape, tiles: StepTiles, opened: int, has_mean: bool) -
     most, *_ = num_splits(device, programs, of_groups + of_ring, attend.waves)
     if attend.least > 0:
         half, *_ = num_splits(device, programs, of_groups + of_ring, attend.waves // 2)
-        most = max(half, min(most, cdiv(of_groups, attend.least)))
+        most = min(most, max(half, cdiv(of_groups, attend.least)))
     # one of the programs reads what is not open, if anything can be
     most = max(1, most - has_mean)
     # at least one reads open groups alone, by their share of the work, or none does
