@@ -362,6 +362,12 @@ def test_what_it_refuses():
     tiny.refused(r"one setting", condense.apply, model, {0: METHOD, 1: METHOD.replace(share=0.5)})
     tiny.refused(r"one setting", condense.apply, model, {0: KEPT, 1: KEPT.replace(window=7)})
     tiny.refused(r"got Recall[^R]*, Reread[^R]*$", inspect, model, {0: METHOD, "rest": KEPT}, 43)
+    own, said = small.model("minimax"), "minimax takes no cache but its own, .*: use Recall with keep=1"
+    for method in (METHOD, {0: KEPT}):
+        for refuse in (condense.apply, lambda model, method: inspect(model, method, 43)):
+            tiny.refused(said, refuse, own, method)
+    condense.apply(own, METHOD.replace(share=1.0))  # nothing is read again
+    assert tiny.generate(own, tiny.tokens(1, 43)).shape[1] > 43
     tiny.refused(r"use prompt='exact', or keep=1", KEPT.replace, prompt="shared")
     tiny.refused(r"prompt='recall' and keep=1", KEPT.check_gradients)
     assert not any(module._forward_hooks for module in model.modules())

@@ -91,7 +91,7 @@ def _chosen(
         raise ValueError(f"method must have hashable settings, tuples in place of lists, got {method}") from error
     check_config(attentions)
     check_latents(chosen, attentions)
-    check_readings(chosen)
+    check_readings(attentions, chosen)
     return chosen
 
 

@@ -27,6 +27,8 @@ REGISTERED: set[type[nn.Module]] = set()
 _LEARNED_POSITIONS = ("biogpt", "ctrl", "gpt2", "gpt_bigcode", "opt")
 # models that, given no positions, count the real tokens of a row
 _COUNT_TOKENS = ("opt",)
+# models that take no cache but the one that they make themselves
+_OWN_CACHE = ("minimax",)
 # experts that run all at once, on every token; transformers calls them "eager" too, their only implementation
 _EXPERTS_AT_ONCE = ("Llama4TextExperts",)
 
@@ -105,6 +107,11 @@ def max_learned_positions(config: Any) -> int | None:
 def counts_tokens(config: Any) -> bool:
     """True for a model that, given no positions, counts the real tokens of a row; others count slots."""
     return config.model_type in _COUNT_TOKENS
+
+
+def has_own_cache(config: Any) -> bool:
+    """True for a model that takes no cache but the one that it makes itself."""
+    return config.model_type in _OWN_CACHE
 
 
 def check_learned_positions(config: Any, what: str, length: int) -> None:

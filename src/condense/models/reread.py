@@ -21,7 +21,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from condense.caches import CACHE, CondensedCacheLayer
 from condense.methods import Method, Reread
-from condense.models.families import counts_tokens, is_latent, last_positions
+from condense.models.families import counts_tokens, has_own_cache, is_latent, last_positions
 from condense.models.forward import AttentionCall
 from condense.models.mla import hook_arguments, up_projection
 from condense.ops import RuleSpans, Source, UniformRule, attend, largest_weights
@@ -40,8 +40,17 @@ _MOST_ROWS = 128
 _CAUSAL = UniformRule(chunk=1, window=None, max_chunks=0)
 
 
-def check_readings(methods: Mapping[int, Method]) -> None:
-    """Raise ValueError if methods of a model's layers have two settings of `condense.Method.reread`."""
+def check_readings(attentions: Mapping[int, nn.Module], methods: Mapping[int, Method]) -> None:
+    """Raise ValueError if methods of a model's layers have two settings of `condense.Method.reread`, or one that drops
+    tokens where the pieces cannot have a cache of their own.
+    """
+    config: Any = next(iter(attentions.values())).config
+    for method in methods.values():
+        if has_own_cache(config) and method.reread is not None and method.reread.share < 1:
+            raise ValueError(
+                f"method: {config.model_type} takes no cache but its own, so it cannot read pieces of a prompt again, "
+                f"got {type(method).__name__}: use Recall with keep=1, which keeps all tokens"
+            )
     if len({method.reread for method in methods.values()} - {None}) > 1:
         raise ValueError(
             "a second reading ranks the tokens of all layers together: wanted one setting of Reread, or one keep and "
@@ -54,7 +63,7 @@ def watch(model: nn.Module, attentions: Mapping[int, nn.Module], methods: Mappin
 
     Raises ValueError, nothing changed, as `check_readings`.
     """
-    check_readings(methods)
+    check_readings(attentions, methods)
     for module in model.modules():
         if (hook := vars(module).pop(_HOOK, None)) is not None:
             hook.remove()
