@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import tomllib
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -107,6 +108,21 @@ def test_a_folder_without_a_tokenizer_and_an_environment_without_the_harness(dem
     refused(wanted, "train", "adapt", "--pretrained", str(tmp_path), "--method", "cca", "--data", "a", "--output", "b")
     demo[1].save_pretrained(tmp_path)
     ran("generate", "hello", "--model", str(tmp_path), "--max-new-tokens", "1")
+
+
+def test_lengths_in_k_for_eval_and_train(demo, tmp_path, monkeypatch):
+    scored, trained = Mock(return_value=[]), Mock()
+    monkeypatch.setattr("condense.evaluate.harness.check_names", Mock())  # which needs the harness
+    monkeypatch.setattr("condense.evaluate.harness.evaluate", scored)
+    monkeypatch.setattr("condense.train.run_training", trained)
+    lengths = "--length", "1K", "--length", "1024", "--length", "512", "--max-length", "2k"
+    ran("eval", "--task", "text_loss", *lengths, "--output", str(tmp_path / "run"))
+    assert (scored.call_args.args[3].lengths, scored.call_args.args[3].max_length) == ((1024, 512), 2048)
+    for part in demo:
+        part.save_pretrained(tmp_path)
+    arguments = "--pretrained", str(tmp_path), "--method", "cca", "--data", "a", "--output", "b"
+    ran("train", "adapt", *arguments, "--sequence-length", "2K")
+    assert trained.call_args.args[0].phases[0].sequence_length == 2048
 
 
 def test_progress_without_a_terminal_is_a_line_now_and_then():

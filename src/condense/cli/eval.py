@@ -22,13 +22,15 @@ def eval_command(
     ] = None,
     data: Annotated[Path | None, typer.Option(help="Folder of data files; docs/guides/evaluate.md says which.")] = None,
     length: Annotated[
-        list[int] | None,
-        typer.Option(help="Tokens, for tasks that come in several lengths; repeatable. Default: the task's."),
+        list[str] | None,
+        typer.Option(help="Tokens, as 16384 or 16K, for tasks of several lengths; repeatable. Default: the task's."),
     ] = None,
     limit: Annotated[int | None, typer.Option(help="First documents of each task only.", min=1)] = None,
     num_fewshot: Annotated[int | None, typer.Option(help="Examples in the prompt. Default: the task's.", min=0)] = None,
     batch_size: Annotated[int, typer.Option(help="Prompts at a time.", min=1)] = 1,
-    max_length: Annotated[int | None, typer.Option(help="Tokens the model may read. Default: its own.", min=2)] = None,
+    max_length: Annotated[
+        str | None, typer.Option(help="Tokens the model may read, as 32768 or 32K. Default: its own.")
+    ] = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
     device_map: options.DeviceMap = None,
@@ -48,6 +50,8 @@ def eval_command(
     from condense.models import MethodChoice, choice_from_text, described
     from condense.results import refuse_existing
 
+    lengths = tuple(dict.fromkeys(options.parse_tokens("length", each) for each in length or ()))
+    most = None if max_length is None else options.parse_tokens("max_length", max_length, 2)
     check_names(task)
     if not resume:
         if output.exists():
@@ -64,10 +68,10 @@ def eval_command(
         methods |= {options.DEMO_METHOD: Method.parse(options.DEMO_METHOD)} if model is None else {}
     settings = Settings(
         tasks=tuple(dict.fromkeys(task)),
-        lengths=tuple(dict.fromkeys(length or ())),
+        lengths=lengths,
         limit=limit,
         num_fewshot=num_fewshot,
-        max_length=max_length,
+        max_length=most,
         chat=chat,
         data=data,
         run_generated_code=run_generated_code,

@@ -92,12 +92,12 @@ def parse_dtype(name: str | None, device: torch.device) -> torch.dtype:
     return getattr(torch, name or ("float32" if device.type == "cpu" else "bfloat16"))
 
 
-def parse_tokens(name: str, text: str) -> int:
-    """A number of tokens such as 4096, 32K or 1M. Raises ValueError for anything else, and below 1."""
+def parse_tokens(name: str, text: str, least: int = 1) -> int:
+    """A number of tokens such as 4096, 32K or 1M. Raises ValueError for anything else, and below ``least``."""
     digits, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in ("K", "M") else (text, "")
     number = int(digits) * {"": 1, "K": 2**10, "M": 2**20}[unit] if digits.isdecimal() else 0
-    if number < 1:
-        raise ValueError(f"{name}: wanted a number of tokens >= 1, such as 4096, 32K or 1M, got {text!r}")
+    if number < least:
+        raise ValueError(f"{name}: wanted a number of tokens >= {least}, such as 4096, 32K or 1M, got {text!r}")
     return number
 
 

@@ -12,7 +12,7 @@ import typer
 
 from condense.cli.methods import paragraphs, shown
 from condense.cli.models import read_saved, read_tokenizer
-from condense.cli.options import METHODS_HELP, plain_console, plain_table
+from condense.cli.options import METHODS_HELP, parse_tokens, plain_console, plain_table
 
 
 def train_command(
@@ -49,7 +49,7 @@ def train_command(
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of every phase. Default: the recipe's.")] = None,
     sequence_length: Annotated[
-        int | None, typer.Option(help="adapt: tokens of a sequence. Default: the recipe's.")
+        str | None, typer.Option(help="adapt: tokens of a sequence, as 4096 or 4K. Default: the recipe's.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Decides first weights and sequences. Default: 0.")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes that build sequences. Default: the recipe's.")] = None,
@@ -77,7 +77,8 @@ def train_command(
         options = read_recipe(PRESETS.get(recipe, Path(recipe)))
     given = {
         "data": data, "pretrained": pretrained, "method": method, "train": train, "seed": seed, "workers": workers,
-        "cache": cache, "sequence_length": sequence_length,
+        "cache": cache,
+        "sequence_length": None if sequence_length is None else parse_tokens("sequence_length", sequence_length),
     }  # fmt: skip
     options |= {name: value for name, value in given.items() if value is not None}
     files = options.pop("data", None)
