@@ -375,15 +375,17 @@ def test_what_it_refuses():
 
 @pytest.mark.parametrize(("method", "instead"), [(METHOD, "recall"), (KEPT, "keep=1")], ids=["reread", "recall"])
 def test_what_models_refuse(method, instead):
+    """Errors name no settings, of which the first layer has others than were given."""
     model, ids = condense.apply(tiny.model("llama"), method), tiny.tokens(1, 40)
+    name = type(method).__name__
     tiny.refused(r"use model\.generate", condense.GraphDecoder, model, batch_size=1, max_length=64)
-    tiny.refused(r"needs the whole prompt", tiny.generate, model, ids, prefill_chunk_size=16)
+    tiny.refused(f"^{name} needs the whole prompt", tiny.generate, model, ids, prefill_chunk_size=16)
     with torch.enable_grad():
         for use_cache in (True, False):
-            tiny.refused(f"inference.*train with {instead}", model, ids, use_cache=use_cache)
+            tiny.refused(f"^{name} lets .*inference.*train with {instead}", model, ids, use_cache=use_cache)
     cache = DynamicCache(config=model.config)
     model(ids, **{CACHE: cache})
-    tiny.refused(r"reach into the prompt", cache.crop, -1)
+    tiny.refused(f"reach into the prompt .* whose end {name} chose", cache.crop, -1)
 
 
 @pytest.mark.parametrize("method", [METHOD, KEPT], ids=type)
@@ -402,6 +404,7 @@ def test_a_prompt_that_was_not_read_again_is_not_gone_on_with(kind, method, monk
         patched.setattr(base, "keep_tokens", failing)
         with pytest.raises(MemoryError):
             model(ids[:, :30], **{CACHE: cache})
-    tiny.refused(r"Start from a new cache", model, ids[:, 30:], **{CACHE: cache})
+    said = "in all layers" if kind is StaticCache else f"again for {type(method).__name__}"
+    tiny.refused(f"{said}.*Start from a new cache", model, ids[:, 30:], **{CACHE: cache})
     cache.reset()
     torch.testing.assert_close(tiny.in_chunks(model, ids, (30, 10), cache), expected, **tiny.EXACT)

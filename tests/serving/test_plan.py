@@ -58,7 +58,7 @@ REFUSED = [
     (condense.Recall(group_size=1), "group_size must be at least 2 to be served, got 1: use unchosen='drop'"),
     (condense.Recall(window=15, store="host"), "store_bits=4; window must .* 16, .* got 15: .*'drop' or window=16$"),
     (condense.CCA(summary="prompt"), "summary='streaming'"),
-    (condense.Recall(prompt="exact", keep=0.5), "use keep=1"),
+    (condense.Recall(prompt="exact", keep=0.5), "^Recall needs .*use keep=1"),
     (condense.LCA(window=1000, group_size=16), "window=1008 or summary='last'"),
     (condense.LCA(num_summary_queries=17), "at most group_size, 16"),
     (STREAMING.replace(num_summary_queries=17, window=1000), "use window=1008 or .*; num_summary_queries must be"),

@@ -81,8 +81,8 @@ class CondensedCacheLayer(CacheLayerMixin):
             check_trainable(self.method)
         if self.prompt is not None:
             raise ValueError(
-                f"the prompt in this cache was not read again for {self.method}: its forward failed, or layers were "
-                "called without their model. Start from a new cache"
+                f"the prompt in this cache was not read again for {type(self.method).__name__}: its forward failed, or "
+                "layers were called without their model. Start from a new cache"
             )
         self.latent_width = request.latent_width or 0
         before = self._before(k, v)

@@ -211,7 +211,7 @@ class CondensedLayer(CondensedCacheLayer):
         if self._num_slots - count < self._num_fixed_slots:
             raise ValueError(
                 f"crop: {count} tokens reach into the prompt of {self._num_fixed_slots} tokens, by whose end "
-                f"{self.method} chose what it keeps; start from a new cache instead"
+                f"{type(self.method).__name__} chose what it keeps; start from a new cache instead"
             )
         if ring is not None:
             seen, N, Q = ring.seen - count, ring.num_window, ring.num_queries

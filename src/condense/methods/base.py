@@ -166,7 +166,7 @@ class Method:
 
     def of_layer(self, *, is_first: bool, has_latents: bool) -> Method:
         """The method of a layer, where this one is given for all: of the first one that has far attention, and of those
-        that cache latents (MLA).
+        that cache latents (MLA). So errors that a layer raises name the class, and no settings that nobody gave.
         """
         return self
 
@@ -257,8 +257,9 @@ def check_trainable(method: Method) -> None:
     lookahead = method.layout.lookahead
     if lookahead is not None and not lookahead.permitted:
         instead = lookahead.causal_setting + ("" if lookahead.permitted is None else " or pass allow_future=True")
+        name = str(method).partition("(")[0]  # on latents that of the method which was given, as it writes itself so
         raise ValueError(
-            f"{method} lets tokens depend on later ones, so it is for inference under torch.no_grad(); train with "
+            f"{name} lets tokens depend on later ones, so it is for inference under torch.no_grad(); train with "
             f"{instead}"
         )
 

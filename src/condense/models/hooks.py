@@ -256,7 +256,7 @@ def _check_generation(
     way_out = next((way for way, is_needed in ways_out.items() if is_needed), None)
     if ahead is not None and ahead.layout.lookahead is not None and way_out is not None:
         raise ValueError(
-            f"{ahead} needs the whole prompt, alone, in one forward: {way_out}, or use "
+            f"{type(ahead).__name__} needs the whole prompt, alone, in one forward: {way_out}, or use "
             f"{ahead.layout.lookahead.causal_setting}"
         )
     other = reads_otherwise(methods.values())

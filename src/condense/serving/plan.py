@@ -106,7 +106,7 @@ def serving_plan(method: Method) -> ServingPlan:
         wrong.append(f"tokens in host memory are served in 8 or 4 bits, got {method}: use store_bits=4")
     if method.layout.lookahead is not None:
         wrong.append(
-            f"{method} needs the end of a prompt, which an engine reads in pieces: use "
+            f"{type(method).__name__} needs the end of a prompt, which an engine reads in pieces: use "
             f"{method.layout.lookahead.causal_setting}"
         )
     if g < 2 and isinstance(method, GroupPooling):
