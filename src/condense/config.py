@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, get_args, get_origin
 
 from condense.named import NAMED_SETTINGS, full_settings
@@ -94,7 +94,8 @@ def close_names(name: str, known: Sequence[str]) -> str:
 
 
 def check_fields(settings: Any) -> None:
-    """Raise ValueError for a field of a dataclass that is not what its type says: a choice, a bool, a number in range.
+    """Raise ValueError for a field of a dataclass that is not what its type says: a choice, a bool, a number in range,
+    or a list or tuple, of whatever.
 
     A number without a range must be finite. Fields of other types, and those of postponed annotations, which are text,
     are not checked.
@@ -113,12 +114,20 @@ def check_fields(settings: Any) -> None:
         elif kind in (int, float):
             if not _is_finite(value) or not isinstance(value, int | kind):
                 raise ValueError(f"{name} must be {'an integer' if kind is int else 'a finite number'}, got {value!r}")
+        elif get_origin(kind) is tuple:
+            check_list(name, value)
         elif get_origin(kind) is Annotated:
             number, (least, most) = get_args(kind)
             if number is int:
                 check_int(name, value, least)
             elif not _is_finite(value) or not least <= value <= most:
                 raise ValueError(f"{name} must be a finite number from {least} to {most}, got {value!r}")
+
+
+def check_list(name: str, value: object) -> None:
+    """Raise ValueError for a single value, and for text, which would be read letter by letter."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ValueError(f"{name} must be a list or a tuple, got {value!r}")
 
 
 def check_int(name: str, value: object, minimum: int) -> None:

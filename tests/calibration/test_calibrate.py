@@ -31,6 +31,8 @@ BAD = {
     "texts": ({"texts": 1}, "texts must be an integer >= 2"),
     "twice": ({"candidates": (Dense(), "dense")}, "candidates must differ"),
     "dense": ({"candidates": (Dense(),)}, "candidates must hold one besides dense attention"),
+    "letters": ({"candidates": "recall-device"}, "candidates must be a list or a tuple, got 'recall-device'"),
+    "one": ({"candidates": Dense()}, r"candidates must be a list or a tuple, got Dense\(\)"),
     "ahead": ({"candidates": (CCA(summary="prompt"),)}, "sees later tokens of a whole text: use summary="),
     "kept": ({"candidates": ("recall-device", "recall-device:keep=0.5")}, "use keep=1"),
 }

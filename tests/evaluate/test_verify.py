@@ -150,6 +150,11 @@ def test_texts_and_greedy_tokens_fit_learned_positions(demo):
     tiny.refused("must fit the model's 320 learned positions, got 321", verify, *learned, many)
 
 
+def test_bad_lengths():
+    for lengths, said in ((512, "lengths must be a list or a tuple, got 512"), ((), "one length at least")):
+        tiny.refused(said, VerifyConfig, lengths)
+
+
 def test_copies_repeat_the_first_half(demo):
     corpus = encode_corpus([demo_text().text], demo[1])
     drawn, again = (verify_texts(demo[1], corpus, 512, 2, questions=1, seed=3) for _ in range(2))

@@ -37,6 +37,7 @@ UNTRAINED = [
 ]
 BAD_RUNS = [
     ({"data": ()}, "data: wanted at least one"), ({"phases": ()}, "phases: wanted at least one"),
+    ({"data": "a.txt"}, "data must be a list or a tuple, got 'a.txt'"), ({"phases": None}, "phases must be a list"),
     ({"pretrained": "somewhere"}, "pretrained: wanted either"), ({"dtype": "int8"}, "dtype"), ({"seed": -1}, "seed"),
     ({"seed": 2**32}, "seed: wanted an integer below .*, got 4294967296"),
     ({"data_weights": (1.0, 2.0)}, "data_weights: wanted one for each of 1 data files, got 2"),
@@ -55,6 +56,10 @@ BAD_PHASES = [
     ({"distill": 1.0}, "distill: wanted below 1 with mix 'dense', as a model learns nothing of itself"),
     ({"task_share": 1.5}, "task_share must be a finite number from 0 to 1, got 1.5"),
     ({"keys": (4, 2)}, "keys: wanted the fewest and the most, got"),
+    ({"keys": 3}, "keys must be a list or a tuple, got 3"),
+    (CONDENSED | {"group_sizes": 4}, "group_sizes must be a list or a tuple"),
+    (CONDENSED | {"method": "ccca"}, "method must be one of .*close: cca"),
+    (CONDENSED | {"method": 3}, "method must be a condense method"),
     ({"keys": (1, 2.5)}, "keys must be an integer >= 1, got 2.5"),
     ({"learning_rate": 0.0}, "learning_rate must be a finite number > 0, got 0.0"),
     (CONDENSED | {"group_sizes": (8, 4)}, "group_sizes: wanted ascending sizes below the method's 16"),
@@ -339,6 +344,11 @@ def test_a_half_written_checkpoint_is_passed_over(tmp_path):
 def test_bad_phases(changes, message):
     good = PhaseConfig("p", steps=1, sequence_length=128, batch_size=2)
     tiny.refused(message, dataclasses.replace, good, **changes)
+
+
+def test_the_method_of_a_phase_as_text():
+    phase = PhaseConfig("p", steps=1, sequence_length=128, batch_size=2, mix="condensed", method="cca:window=64")
+    assert phase.method == condense.CCA(window=64)
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD_RUNS)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from condense.config import Natural, Positive, Range, Share, check_fields, check_positive
+from condense.config import Natural, Positive, Range, Share, check_fields, check_list, check_positive
 from condense.methods import CCA, LCA, Dense, Method, Recall, StreamingLLM
 
 
@@ -20,7 +20,8 @@ class CalibrationConfig:
     length: tokens of each text, >= 128. texts: how many are measured, and as many others verify the result, >= 2.
     hidden_numbers: so many numbers are hidden in each of as many further texts and asked for at its end, 0 for none.
     seed: decides which stretches of text are taken, and which numbers.
-    Raises ValueError for a field out of range, for candidates that look ahead, and for two with the same steps.
+    Raises ValueError for a field out of range or of another type, for candidates that look ahead, and for two with the
+    same steps.
     """
 
     budget_nats: float | None = None
@@ -39,6 +40,7 @@ class CalibrationConfig:
         return self.length if self.cache_length is None else self.cache_length
 
     def __post_init__(self) -> None:
+        check_list("candidates", self.candidates)
         object.__setattr__(self, "candidates", tuple(map(Method.parse, self.candidates)))
         check_fields(self)
         if self.budget_nats is None and self.cache is None:

@@ -27,7 +27,7 @@ class VerifyConfig:
 
     lengths: tokens of a text, one or more, each >= 256. texts: of each kind and length. questions: per text and task,
     fewer where they do not fit. greedy: tokens that dense attention writes after the first text.
-    Raises ValueError for a number out of range.
+    Raises ValueError for a field out of range or of another type.
     """
 
     lengths: tuple[int, ...]

@@ -23,7 +23,7 @@ class PhaseConfig:
     name: names the folder of the phase's checkpoints. steps: optimizer steps. sequence_length: tokens per sequence.
     batch_size: sequences per optimizer step.
     mix: ``"dense"``: stock attention; ``"condensed"``: ``method`` in every step; ``"alternate"``: stock attention in
-    even steps, ``method`` in odd ones, on the same weights. method: the condensed attention, for these.
+    even steps, ``method`` in odd ones, on the same weights. method: the condensed attention, for these, also as text.
     group_sizes: the method's group sizes at the start, ascending, all below its own: the first two thirds of the steps
     are divided evenly among these and its own, which the last third has too. Empty: its own throughout.
     distill: share of the KL to the model's dense self in the loss of every step, 0 to 1; the rest is cross entropy. The
@@ -43,8 +43,9 @@ class PhaseConfig:
     gradient_accumulation_steps: parts that a batch is computed in, for devices with little memory.
     gradient_checkpointing: recompute activations in the backward pass, for devices with little memory.
     checkpoint_steps: steps between checkpoints to resume from. logging_steps: steps between entries of the log.
-    Raises ValueError for a number out of its range, for a mix without the method that it needs or that learns nothing
-    by ``distill``, and for a method that gives no gradients or reads sequences of this length with dense attention.
+    Raises ValueError for a field out of its range or of another type, for a mix without the method that it needs or
+    that learns nothing by ``distill``, and for a method that gives no gradients or reads sequences of this length with
+    dense attention.
     """
 
     name: str
@@ -74,6 +75,8 @@ class PhaseConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.method is not None:
+            object.__setattr__(self, "method", Method.parse(self.method))
         if self.warmup_steps is None:
             object.__setattr__(self, "warmup_steps", _warmup(self.steps, None))
         elif self.warmup_steps > self.steps:

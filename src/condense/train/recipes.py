@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from condense.config import check_int, close_names
+from condense.config import check_int, check_list, close_names
 from condense.methods import Method
 from condense.train.config import PhaseConfig, TrainConfig
 
@@ -44,9 +44,10 @@ def adapt(
 
     method: also as text, such as ``"cca:window=512"``. fields: any of `PhaseConfig` but its name, and ``data_weights``,
     ``dtype``, ``train``, ``lora_rank``, ``lora_targets``, ``shard_size``, ``report_to`` of `TrainConfig`.
-    Raises ValueError for another field, and where `PhaseConfig` and `TrainConfig` do.
+    Raises ValueError for another field, for data in no list, and where `PhaseConfig` and `TrainConfig` do.
     """
     _check_names(fields, ADAPT_FIELDS)
+    check_list("data", data)
     method = Method.parse(method)
     steps, size = fields.get("steps", 1000), getattr(method, "group_size", 0)
     check_int("steps", steps, 1)
@@ -94,6 +95,7 @@ def _from_scratch(name: str, about: Sequence[str], workers: int, **fields: Any) 
     def recipe(
         data: Sequence[Path], output: Path, *, seed: int = 0, cache: Path | None = None, workers: int = workers
     ) -> TrainConfig:
+        check_list("data", data)
         phases = tuple(PhaseConfig(**_with_tuples(phase)) for phase in fields["phases"])
         options = {"seed": seed, "cache": cache, "workers": workers, "phases": phases}
         return TrainConfig(recipe=name, data=tuple(data), output=output, **fields | options)
@@ -103,10 +105,9 @@ def _from_scratch(name: str, about: Sequence[str], workers: int, **fields: Any) 
 
 
 def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields as JSON and TOML have them, as the configuration takes them: tuples for lists, a method for its text."""
-    parsed = {"method": Method.parse(fields["method"])} if "method" in fields else {}
+    """Fields as JSON and TOML have them, as the configuration takes them: tuples for lists."""
     lists = {name: tuple(value) for name, value in fields.items() if name in _LIST_FIELDS and isinstance(value, list)}
-    return {**fields, **lists, **parsed}
+    return {**fields, **lists}
 
 
 def _check_names(fields: Iterable[str], known: Sequence[str], where: str = "") -> None:
