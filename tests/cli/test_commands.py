@@ -57,7 +57,7 @@ BAD = [
     (("inspect", "--method", "cca:window=5,window=6"), "must name each setting once, got 'window' again"),
     (("compare", "--model", "./missing"), "model: no such folder"),
     (("compare", "--dtype", "int4"), "dtype must be one of"),
-    (("compare", "--device", "abacus"), "device must be one that PyTorch can use here (cpu"),
+    (("compare", "--device", "abacus"), "device must be one that can be used here (cpu"),
     (("inspect", "--method", "recall@2", "--method", "cca@2"), "layers 2 are named twice"),
     (("generate", "a", "--method", "@a.json", "--method", "cca@rest"), "stands alone, got @a.json cca@rest"),
     (("compare", "--json", "."), "json"),

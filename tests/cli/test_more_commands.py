@@ -110,6 +110,12 @@ def test_a_folder_without_a_tokenizer_and_an_environment_without_the_harness(dem
     ran("generate", "hello", "--model", str(tmp_path), "--max-new-tokens", "1")
 
 
+def test_devices_without_float64_are_not_proposed(monkeypatch):
+    monkeypatch.setattr("torch.mps.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    refused("device must be one that can be used here (cpu, cuda), got 'abacus'", "compare", "--device", "abacus")
+
+
 def test_lengths_in_k_for_eval_and_train(demo, tmp_path, monkeypatch):
     scored, trained = Mock(return_value=[]), Mock()
     monkeypatch.setattr("condense.evaluate.harness.check_names", Mock())  # which needs the harness
