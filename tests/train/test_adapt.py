@@ -299,9 +299,9 @@ def test_a_sharding_that_gathers_everything_or_nothing_is_refused(base, monkeypa
         assert not adaptation(base).work.exists()
 
 
-def _not_finite(self, model, inputs, *args, stock=MixedTrainer.compute_loss, **kwargs):
+def _not_finite(self, model, inputs, *args, stock=MixedTrainer.compute_loss, step=3, **kwargs):
     loss = stock(self, model, inputs, *args, **kwargs)
-    return loss * math.nan if self.state.global_step == 3 else loss
+    return loss * math.nan if self.state.global_step == step else loss
 
 
 def _full(self, folder, stock=Trainer._save_optimizer_and_scheduler, step=4):
@@ -332,6 +332,13 @@ def test_what_stops_a_run_is_one_line_and_leaves_the_last_checkpoint(base, monke
     monkeypatch.undo()
     run_training(run, resume=True)
     assert len(logged(run.output)[1]) == 6
+
+
+def test_what_stops_a_run_before_its_first_checkpoint_leaves_the_encoded_text(base, monkeypatch):
+    monkeypatch.setattr(MixedTrainer, "compute_loss", partialmethod(_not_finite, step=0))
+    run = adaptation(base)
+    refused("^training: stopped at step 2: .*no checkpoint was written yet", run)
+    assert any(file.is_file() for file in (run.work / "cache").rglob("*"))
 
 
 def test_a_checkpoint_of_which_a_file_or_its_end_was_lost_is_refused(base):
