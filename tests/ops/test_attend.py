@@ -98,12 +98,18 @@ ROWS = RuleSpans(UniformRule(chunk=4, window=None), torch.tensor([1, 0, 1]), 0)
 # of queries q, entries e and window w
 MISFITS = {
     "none": (lambda q, e, w: (q, (), SPANS), "sources must hold the window at least, got none"),
-    "rows": (lambda q, e, w: (q[:1], (e, w), SPANS), r"0\] must have k \(1, 2, 5, 4\) .* got \(2, 2, 5, 4\)"),
-    "tokens": (lambda q, e, w: (q, (e, Source(w.k, w.v[:, :, :3])), SPANS), r"sources\[1\] must .* \(2, 2, 3, 3\)"),
+    "rows": (lambda q, e, w: (q[:1], (e, w), SPANS), r"sources\[0\].k must have the rows of q, 1, got shape \(2, "),
+    "tokens": (
+        lambda q, e, w: (q, (e, Source(w.k, w.v[:, :, :3])), SPANS),
+        r"\[1\].v must have the tokens-1\? of .*\(2, 2, 3, 3\)",
+    ),
     "dtype": (lambda q, e, w: (q, (e, Source(w.k.half(), w.v)), SPANS), r"sources\[1\].k must have the dtype of q"),
     "device": (lambda q, e, w: (q, (Source(e.k, e.v.to("meta")), w), SPANS), r"sources\[0\].v must be on the device"),
     "bias": (lambda q, e, w: (q, (e._replace(bias=torch.ones(1, 1, 4)), w), SPANS), r"bias must have .* \(2, 2, 5\)"),
-    "width": (lambda q, e, w: (q, (Source(e.k[0], e.v), w), SPANS), r"sources\[0\].k must have four dimensions, got"),
+    "width": (
+        lambda q, e, w: (q, (Source(e.k[0], e.v), w), SPANS),
+        r"sources\[0\].k must have 4 dimensions .* got shape",
+    ),
     "bias device": (
         lambda q, e, w: (q, (e._replace(bias=torch.ones(1, 1, 5, device="meta")), w), SPANS),
         "bias must be on the device",

@@ -59,21 +59,16 @@ def check_sources(q: Tensor, sources: Sequence[Source], spans: Spans) -> None:
     """Raise ValueError unless queries, sources and spans fit together, as `condense.ops.attend` says."""
     if not sources:
         raise ValueError("sources must hold the window at least, got none")
-    named = {"q": q} | {
-        f"sources[{i}].{name}": x for i, (k, v, _) in enumerate(sources) for name, x in (("k", k), ("v", v))
-    }
-    for name, x in named.items():
-        if x.ndim != 4:
-            raise ValueError(f"{name} must have four dimensions, got {tuple(x.shape)}")
-    check_alike(**named)
-    (B, _, L, D), (_, K, _, Dv) = q.shape, sources[-1].v.shape
-    for i, (k, v, bias) in enumerate(sources):
-        N = k.shape[2]
-        if k.shape != (B, K, N, D) or v.shape != (B, K, N, Dv):
-            got = f"{tuple(k.shape)} and {tuple(v.shape)}"
-            raise ValueError(f"sources[{i}] must have k {(B, K, N, D)} and v {(B, K, N, Dv)}, got {got}")
+    shapes = {"q": (q, "rows heads queries? width")}
+    for i, (k, v, _) in enumerate(sources):
+        shapes[f"sources[{i}].k"] = k, f"rows KV-heads tokens-{i}? width"
+        shapes[f"sources[{i}].v"] = v, f"rows KV-heads tokens-{i}? value-width"
+    check_shapes(**shapes)
+    check_alike(**{name: x for name, (x, _) in shapes.items()})
+    (B, _, L, _), K = q.shape, sources[-1].k.shape[1]
+    for i, (k, _, bias) in enumerate(sources):
         if isinstance(bias, Tensor):
-            _check_broadcast(f"sources[{i}].bias", bias, (B, K, N))
+            _check_broadcast(f"sources[{i}].bias", bias, (B, K, k.shape[2]))
             if bias.device != q.device:
                 raise ValueError(f"sources[{i}].bias must be on the device of q, {q.device}, got {bias.device}")
     count = len(spans.spans if isinstance(spans, ArraySpans) else spans.rule.spans(1))
