@@ -67,7 +67,7 @@ def close_of(shape: StepShape) -> tuple[Any, ...]:
         (B * K, 4 if settings.sees_rest else 3, 1),
         (K, G, W, N, T, settings.summary_delay),
         (form, shape.has_real, is_early(shape.device), shape.near, shape.far),
-        close_options(form.D),
+        close_options(form.D, in_step=True),
     )
 
 

@@ -43,7 +43,7 @@ def _store(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
                     rotation(D, k.device, k.dtype),
                 ),
                 (*strides, 1, 1, g, g, 0, 0),
-                (form, False, False, None, None), close_options(D),
+                (form, False, False, None, None), close_options(D, in_step=False),
             )  # fmt: skip
     return made
 
