@@ -66,11 +66,11 @@ def test_two_part_keys_fit_into_shared_memory(D, Dv, compiled):
     assert "wgmma.mma_async" in compiled[0].asm["ptx"]
 
 
-def take_a_step(settings, rows, heads, widths, latent=0, **options):
+def take_a_step(settings, rows, heads, widths, latent=0, dtype=torch.bfloat16, **options):
     """Read one token per row. heads: of queries, and of keys and values."""
-    state = empty(settings, 1024, heads[1], widths, rows=rows, dtype=torch.bfloat16, **options)
+    state = empty(settings, 1024, heads[1], widths, rows=rows, dtype=dtype, **options)
     sizes = (heads[0], widths[0]), (heads[1], widths[0]), (heads[1], widths[1])
-    token = NewToken(*(torch.zeros(rows, n, 1, width, dtype=torch.bfloat16) for n, width in sizes))
+    token = NewToken(*(torch.zeros(rows, n, 1, width, dtype=dtype) for n, width in sizes))
     triton_step.step(StepCall(token, state, settings, scale=0.1, latent=latent))
 
 
@@ -158,6 +158,15 @@ def test_steps_by_lanes(rows, heads, compiled):
     for name, instructions in BY_LANES.items():
         asm = lane_assembly(kernels[name])
         assert all(instruction in asm for instruction in instructions)
+
+
+def test_scores_by_lanes_in_float32(compiled):
+    """Steps of an index of 32 bits do not fit two into a word."""
+    take_a_step(
+        step_settings(condense.Method.parse("recall-device")), 1, (32, 8), (128, 128), dtype=torch.float32, entries=64
+    )
+    asm = lane_assembly({kernel.metadata.name: kernel for kernel in compiled}["recall_score_kernel"])
+    assert all(instruction in asm for instruction in BY_LANES["recall_score_kernel"])
 
 
 def check_side_by_side(kernel, instruction, number):
@@ -251,7 +260,7 @@ def test_numbers_of_kernels_are_plain(rows):
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("rows", range(1, 241, 7))
 def test_few_groups_are_read_by_fewer_programs(rows):
-    """Never by more, though another number of waves is divided otherwise; one row has half as many."""
+    """Never by more, though another number of waves is divided otherwise; one row has two thirds as many at most."""
     settings = step_settings(condense.Method.parse("recall-device"))
     sizes = StateSizes(rows, 8, (128, 128), 8192, 272, stored=131072)
     shape = step_plan.StepShape(torch.device("cuda"), torch.bfloat16, 32, sizes, 0, (0.1, 0.0), settings.number)
@@ -260,7 +269,7 @@ def test_few_groups_are_read_by_fewer_programs(rows):
     anyhow = tiles._replace(attend=tiles.attend._replace(least=0))
     fewer, most = (recall_step_tiles.splits_of(shape, x, 512 * 16, True).attend for x in (tiles, anyhow))
     assert fewer <= most
-    assert rows > 1 or 2 * fewer == most
+    assert rows > 1 or 3 * fewer <= 2 * most
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])

@@ -166,7 +166,10 @@ def _lane_groups(
     for n in range(lo, hi):
         # found two groups ahead, and loaded one
         next_row = _open_groups(opened, n + 2, FAR)
-        ahead = _load_lanes(opened, row, store_ptr, e, FORM, FAR)
+        ahead = kept
+        if n + 1 < hi:
+            # in a branch, out of which the compiler cannot move loads behind all that need not wait for them
+            ahead = _load_lanes(opened, row, store_ptr, e, FORM, FAR)
         next_base = _lane_bases(base_ptr, n + 1, hi, inside)
         sums = lane_tokens.add_group(sums, queries, kept, base, scale, e, CAP)
         kept, base, row = ahead, next_base, next_row

@@ -69,20 +69,34 @@ def _found_by_lanes(far_ptr, first, closed, e, FAR: tl.constexpr):
 
 @triton.jit
 def _load_lanes(signs_ptr, steps_ptr, row, e, g: tl.constexpr, D: tl.constexpr, FAR: tl.constexpr):
-    """The index of the 8 groups of a warp, which `_found_by_lanes` finds: words of signs and steps of their tokens,
-    for `lane_signs.sign_products`; words and step of the centre of a thread's group, for `lane_signs.centre_product`.
+    """The index of the 8 groups of a warp, which `_found_by_lanes` finds: for each group words of signs of its tokens,
+    for `lane_signs.sign_products`; for each two groups a step, for `_steps_of_tokens`; words and step of the centre of
+    a thread's group, for `lane_signs.centre_product`.
     """
-    tokens = ()
-    for i in tl.static_range(8):
+    signs, steps = (), ()
+    for i in tl.static_range(0, 8, 2):
         # each group is found by four lanes, which tell the others
-        of_group = lanes.from_lane(row, 4 * i)
-        signs = signs_ptr + e % 32 * 4 + _signs_at(signs_ptr, of_group, 0, g, D, FAR)
-        steps = steps_ptr + e // 4 % 8 + _of_index(steps_ptr, of_group, g + 1, FAR)
-        words = signs.to(tl.pointer_type(tl.int32))
-        tokens = tokens + (lanes.load_pair(words, 32) + lanes.load_pair(steps, 8),)  # noqa: RUF005
-    words = (signs_ptr + e % 4 * 4 + _signs_at(signs_ptr, row, g, g, D, FAR)).to(tl.pointer_type(tl.int32))
-    steps = steps_ptr + _of_index(steps_ptr, row, g + 1, FAR)
-    return tokens, (tl.load(words), tl.load(words + 4), tl.load(words + 8), tl.load(words + 12)), tl.load(steps + g)
+        first, second = lanes.from_lane(row, 4 * i), lanes.from_lane(row, 4 * i + 4)
+        for of_group in tl.static_range(2):
+            at = signs_ptr + e % 32 * 4 + _signs_at(signs_ptr, second if of_group else first, 0, g, D, FAR)
+            signs = signs + (lanes.load_pair(at.to(tl.pointer_type(tl.int32)), 32),)  # noqa: RUF005
+        at = _of_index(steps_ptr, tl.where(e % 4 < 2, first, second), g + 1, FAR) + e // 4 % 8 + e % 2 * 8
+        steps = steps + (tl.load(steps_ptr + at),)  # noqa: RUF005
+    words = lanes.load_four(signs_ptr + e % 4 * 16 + _signs_at(signs_ptr, row, g, g, D, FAR))
+    return signs, steps, words, tl.load(steps_ptr + _of_index(steps_ptr, row, g + 1, FAR) + g)
+
+
+@triton.jit
+def _steps_of_tokens(steps):
+    """Steps of tokens ``e // 4 % 8`` of the 8 groups of a warp, and of those 8 further on, from steps as `_load_lanes`
+    loads them: lane ``2 i + j`` of four has, of the i-th of two groups, that of the token 8 j further on.
+    """
+    result = ()
+    for pair in tl.static_range(0, 4, 2):
+        found = lanes.of_quads(steps[pair], steps[pair + 1])
+        for i in tl.static_range(4):
+            result = result + ((found[i % 2 * 2][i // 2], found[i % 2 * 2 + 1][i // 2]),)  # noqa: RUF005
+    return result
 
 
 @triton.jit
@@ -90,14 +104,14 @@ def _lane_scores(kept, planes, numbers, total, e):
     """Scores of 8 groups in whole numbers of the query, ``[E]``: group ``e // 4 % 8`` of the warp, head ``e % 4``. They
     are sums of what is returned: of the best of a group's tokens, and of its centre.
     """
-    best = ()
+    signs, steps, words, unit = kept
+    best, steps = (), _steps_of_tokens(steps)
     for i in tl.static_range(8):
-        first, second, step, second_step = kept[0][i]
-        first, second = lane_signs.sign_products(first, second, total * -COUNT, planes)
-        best = best + (tl.maximum(first * step.to(tl.float32), second * second_step.to(tl.float32)),)  # noqa: RUF005
+        first, second = lane_signs.sign_products(signs[i][0], signs[i][1], total * -COUNT, planes)
+        best = best + (tl.maximum(first * steps[i][0], second * steps[i][1]),)  # noqa: RUF005
     # a number is twice its code, less a constant
-    centre = lane_signs.centre_product(kept[1], numbers) * 2.0**21 - total * _CENTRE
-    return lanes.largest_of_rows(best, e) * (1 / COUNT), centre * kept[2].to(tl.float32)
+    centre = lane_signs.centre_product(words, numbers) * 2.0**21 - total * _CENTRE
+    return lanes.largest_of_rows(best, e) * (1 / COUNT), centre * unit.to(tl.float32)
 
 
 @triton.jit

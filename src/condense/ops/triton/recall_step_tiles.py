@@ -98,7 +98,7 @@ def _table(device: torch.device, dtype: torch.dtype, width: int, heads: int, bit
         return StepTiles(GroupTiles(256, 4, 3, 2), 64, GroupTiles(32, 4, 2, 2), 64, None, early, 0)
     if bits == 4 and dtype == torch.bfloat16:
         # a warp that has a tile of its own does not wait for others
-        attend = GroupTiles(16, 1, 2, 16, 128)
+        attend = GroupTiles(16, 1, 2, 12, 168)
     else:
         # with many heads, shorter programs share a multiprocessor evenly; few are done sooner by programs of more warps
         attend = GroupTiles(32, 2, 2, 8) if many else GroupTiles(64, 4, 3, 3)

@@ -71,8 +71,8 @@ def query_numbers(queries, E: tl.constexpr):
     for i in tl.static_range(4):
         low, high = queries[i] * 2.0 ** (i - 3), queries[i + 4] * 2.0 ** (i - 3)
         x = x + (tl.join(_two_words(low.to(tl.float16)), _two_words(high.to(tl.float16))),)  # noqa: RUF005
-    # [4, 4, odd, high, i % 2, i // 2]
-    x = tl.permute(tl.join(tl.join(x[0], x[1]), tl.join(x[2], x[3])), (0, 1, 5, 4, 2, 3))
+    # [4, i // 2, i % 2, 4, odd, high]
+    x = tl.permute(tl.join(tl.join(x[0], x[1]), tl.join(x[2], x[3])), (0, 5, 4, 1, 2, 3))
     x = tl.reshape(x, (x.shape[0], 1, 4, 16))
     return lanes.columns(lanes.for_lanes(tl.broadcast_to(x, (x.shape[0], 2, 4, 16)), E))
 
@@ -97,7 +97,7 @@ def _centre_asm():
 def centre_product(words, numbers):
     """Products of a query with the codes of a centre, times ``2 ** -20``, float32 ``[E]``, of head ``e % 4``.
 
-    words: four tensors ``[E]``, words ``4 i + e % 4`` of the centre of group ``e // 4 % 8`` of the warp. numbers: of
+    words: four tensors ``[E]``, words ``4 (e % 4) + i`` of the centre of group ``e // 4 % 8`` of the warp. numbers: of
     `query_numbers`.
     """
     asm: tl.constexpr = _centre_asm()

@@ -59,15 +59,14 @@ class LaneSums(NamedTuple):
 
 
 class LaneGroup(NamedTuple):
-    """A group as `load_group` reads it. key_codes: words of codes, two for each of two tokens, then words of signs of
-    each. value_codes: words of codes of four tokens. key_steps, steps, zeros: of two tokens, the last two of values.
+    """A group as `load_group` reads it. keys: eight words of codes, four of each of two tokens, then eight of their
+    signs. value_codes: words of codes of four tokens. numbers: two for `lanes.of_quads`. Of the first, two of four
+    threads have the steps of the values of their two tokens, and two the zeros; the second is a key's step.
     """
 
-    key_codes: Any
+    keys: Any
     value_codes: Any
-    key_steps: Any
-    steps: Any
-    zeros: Any
+    numbers: Any
 
 
 @triton.jit
@@ -86,8 +85,8 @@ def _query_words(number):
     bytes, or in high ones: 8 tensors ``[E]``.
     """
     words = tl.sum(tl.reshape(number & 255, (8, 32, 4)) << (8 * tl.arange(0, 4))[None, None, :], 2)  # [8, 32]
-    # half, then first or second 32 bytes, then thread, then word of two
-    words = tl.permute(tl.reshape(words, (8, 2, 2, 4, 2)), (0, 3, 1, 2, 4))  # [8, 4, 2, 2, 2]
+    # half, then thread, then word of four
+    words = tl.permute(tl.reshape(words, (8, 2, 4, 4)), (0, 2, 1, 3))  # [8, 4, 2, 4]
     return lanes.columns(lanes.for_lanes(tl.reshape(words, (4, 2, 4, 8)), 32))
 
 
@@ -108,17 +107,16 @@ def lane_queries(x):
 @triton.jit
 def load_group(store_ptr, signs_ptr, e, dtype: tl.constexpr, FORM: tl.constexpr):
     """The `LaneGroup` of the group whose piece, and whose signs, begin at these pointers."""
-    codes = (store_ptr + FORM.keys_at + e // 4 * 64 + e % 4 * 8).to(tl.pointer_type(tl.int64))  # [E]
-    signs = (signs_ptr + e // 4 * 16 + e % 2 * 8).to(tl.pointer_type(tl.int64))
+    codes, signs = store_ptr + FORM.keys_at + e // 4 * 64 + e % 4 * 16, signs_ptr + e // 4 * 16  # [E]
     values = (store_ptr + FORM.values_at + e % 4 * 128 + e // 4 * 8).to(tl.pointer_type(tl.int64))
-    numbers = store_ptr.to(tl.pointer_type(dtype)) + e // 4
-    near, far = (tl.load(codes), tl.load(codes + 4)), (tl.load(codes + 64), tl.load(codes + 68))
+    # wide loads, and each number by one thread: a multiprocessor has only so many loads under way, of whichever size
+    numbers = store_ptr.to(tl.pointer_type(dtype)) + e // 4 + e % 2 * 8
+    keys = lanes.load_four(codes) + lanes.load_four(codes + 512)
+    keys += lanes.load_four(signs) + lanes.load_four(signs + 128)
     return LaneGroup(
-        near + far + (tl.load(signs), tl.load(signs + 16)),
+        keys,
         (tl.load(values), tl.load(values + 8), tl.load(values + 64), tl.load(values + 72)),
-        (tl.load(numbers + 2 * FORM.g), tl.load(numbers + 2 * FORM.g + 8)),
-        (tl.load(numbers), tl.load(numbers + 8)),
-        (tl.load(numbers + FORM.g), tl.load(numbers + FORM.g + 8)),
+        (tl.load(numbers + e % 4 // 2 * FORM.g), tl.load(numbers + 2 * FORM.g)),
     )
 
 
@@ -129,20 +127,20 @@ def _keys_asm(PER):
     A code and its sign make a number from 0 to 31: the code after 16, or 15 less it.
     """
     outs, n = 2 * PER, 4 * PER
-    lines = [f".reg .b32 w<8>, s<4>, t, x, a<4>, c<{n}>;"]
-    lines += [f"mov.b64 {{w{2 * i}, w{2 * i + 1}}}, ${outs + i};" for i in range(4)]
-    lines += [f"mov.b64 {{s{2 * i}, s{2 * i + 1}}}, ${outs + 4 + i};" for i in range(2)]
+    lines = [f".reg .b32 s, t, x, a<4>, c<{n}>;"]
     lines += [f"mov.b32 c{i}, 0;" for i in range(n)]
     for j in range(4):
         for row in range(2):
-            w, s = f"w{4 * row + j}", f"s{2 * row + j % 2}"
+            # of each byte of signs one bit is of a thread's columns in low halves, and one in high ones
+            lines.append(f"shr.u32 s, ${outs + 8 + 4 * row + j}, ${outs + 16};")
             for high in range(2):
+                a, code = f"a{2 * high + row}", f"${outs + 4 * row + j}"
                 lines += [
-                    f"shr.u32 t, {s}, {2 * (j // 2) + 4 * high}; and.b32 t, t, 0x01010101; add.u32 t, t, 0x0F0F0F0F;",
-                    f"shr.u32 x, {w}, {4 * high}; lop3.b32 a{2 * high + row}, x, 0x0F0F0F0F, t, 0x6A;",
+                    f"shr.u32 t, s, {4 * high}; and.b32 t, t, 0x01010101; add.u32 t, t, 0x0F0F0F0F;",
+                    f"shr.u32 x, {code}, {4 * high}; lop3.b32 {a}, x, 0x0F0F0F0F, t, 0x6A;",
                 ]
         for number in range(PER):
-            c, q = ", ".join(f"c{4 * number + i}" for i in range(4)), outs + 6 + 8 * number + j
+            c, q = ", ".join(f"c{4 * number + i}" for i in range(4)), outs + 17 + 8 * number + j
             lines.append(
                 "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
                 f"{{{c}}}, {{a0, a1, a2, a3}}, {{${q}, ${q + 4}}}, {{{c}}};"
@@ -150,9 +148,9 @@ def _keys_asm(PER):
     for i in range(outs):
         # one head has its two numbers side by side, of two heads each number has a product
         first, second = (2 * i, 2 * i + 1) if PER == 1 else (i, 4 + i)
-        less = outs + 6 + 8 * PER + i % PER
+        less = outs + 17 + 8 * PER + i % PER
         lines.append(f"mad.lo.s32 x, c{first}, 256, ${less}; mad.lo.s32 x, c{second}, 2, x; cvt.rn.f32.s32 ${i}, x;")
-    constraints = "=&f" + ",=&f" * (outs - 1) + ",l" * 6 + ",r" * (9 * PER)
+    constraints = "=&f" + ",=&f" * (outs - 1) + ",r" * (17 + 9 * PER)
     return "{ " + "\n".join(lines) + " }", constraints, (tl.float32,) * outs
 
 
@@ -163,10 +161,7 @@ def _key_products(keys, queries, e):
     """
     PER: tl.constexpr = len(queries.unit)
     asm: tl.constexpr = _keys_asm(PER)
-    # words of threads 2 and 3 have the signs of the next columns
-    shift = (e % 4 // 2).to(tl.int64)
-    codes = (keys[0], keys[1], keys[2], keys[3], keys[4] >> shift, keys[5] >> shift)
-    given = codes + queries.words + queries.less
+    given = keys + (e % 4,) + queries.words + queries.less  # noqa: RUF005
     return tl.inline_asm_elementwise(asm[0], asm[1], given, asm[2], False, 1)
 
 
@@ -260,10 +255,10 @@ def _add_values(acc, alpha, codes, w0, w1):
 def add_group(sums, queries, group, base, scale, e, CAP: tl.constexpr):
     """Add a `LaneGroup`. base: product of each of a thread's query heads with the group's centre, ``[E]`` for each."""
     PER: tl.constexpr = len(base)
-    x, s0, s1 = _key_products(group.key_codes, queries, e), (), ()
-    key_step0, key_step1 = group.key_steps[0].to(tl.float32), group.key_steps[1].to(tl.float32)
-    step0, step1 = group.steps[0].to(tl.float32), group.steps[1].to(tl.float32)
-    middle0, middle1 = group.zeros[0].to(tl.float32) + MIDDLE * step0, group.zeros[1].to(tl.float32) + MIDDLE * step1
+    x, s0, s1 = _key_products(group.keys, queries, e), (), ()
+    numbers = lanes.of_quads(group.numbers[0], group.numbers[1])
+    step0, step1, key_step0, key_step1 = numbers[0][0], numbers[1][0], numbers[0][1], numbers[1][1]
+    middle0, middle1 = numbers[2][0] + MIDDLE * step0, numbers[3][0] + MIDDLE * step1
     for s in tl.static_range(PER):
         first = (x[s] * (queries.unit[s] * key_step0) + base[s]) * scale  # [E]
         second = (x[PER + s] * (queries.unit[s] * key_step1) + base[s]) * scale

@@ -50,6 +50,42 @@ def load_pair(ptr, APART: tl.constexpr):
 
 
 @triton.jit
+def load_four(ptr):
+    """Four words of 32 bits that lie side by side, from pointers ``[E]`` to the first, a multiple of 16 bytes."""
+    asm: tl.constexpr = "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
+    return tl.inline_asm_elementwise(asm, "=r,=r,=r,=r,l", [ptr.to(tl.int64)], (tl.int32,) * 4, False, 1)
+
+
+@triton.jit
+def from_quad(x, LANE: tl.constexpr):
+    """The numbers x ``[E]``, int32, of lane LANE of each four, for all of these."""
+    asm: tl.constexpr = f"shfl.sync.idx.b32 $0, $1, {LANE}, 0x1C1F, -1;"
+    return tl.inline_asm_elementwise(asm, "=r,r", [x], tl.int32, False, 1)
+
+
+@triton.jit
+def _bits_of(x):
+    """Numbers of 16 bits in int32."""
+    return x.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def of_quads(low, high):
+    """Two numbers ``[E]``, of 16 or 32 bits, of each lane of four, for all of these: four pairs of float32 ``[E]``."""
+    dtype: tl.constexpr = low.dtype
+    result = ()
+    for lane in tl.static_range(4):
+        if dtype.primitive_bitwidth == 16:  # both in one word
+            x = from_quad(_bits_of(low) | (_bits_of(high) << 16), lane)
+            first, second = x.to(tl.int16).to(dtype, bitcast=True), (x >> 16).to(tl.int16).to(dtype, bitcast=True)
+        else:
+            first = from_quad(low.to(tl.int32, bitcast=True), lane).to(dtype, bitcast=True)
+            second = from_quad(high.to(tl.int32, bitcast=True), lane).to(dtype, bitcast=True)
+        result = result + ((first.to(tl.float32), second.to(tl.float32)),)  # noqa: RUF005
+    return result
+
+
+@triton.jit
 def _crossed(x, MASK: tl.constexpr):
     """float32 x ``[E]`` of the lane whose number differs in the bits of MASK."""
     asm: tl.constexpr = f"shfl.sync.bfly.b32 $0, $1, {MASK}, 31, -1;"
