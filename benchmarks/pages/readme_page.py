@@ -34,10 +34,9 @@ _WORDS = {3: "three", 4: "four", 5: "five", 6: "six", 7: "seven"}
 _TEXT = ("key", "other")  # tokens that need far text, and the others
 # the arm of the study of adaptation, its settings and its length
 _ARM, _ADAPTED, _ADAPTED_LENGTH = "both", "lca:window=512,rep_bias=log_size", 8192
-# dense vLLM beside Recall's; the makes of the study trained once more, and the Llama again; a model adapted to `CCA`
+# dense vLLM beside Recall's; a model adapted to `CCA`
 _DENSE, _DEVICE = "rounds-dense-h200-", "rounds-recall-device-"
-_AGAIN, _POOLED = "prompts-20261127T211958Z", "adapted-20261124T041642Z"
-_SHARES = ("reread-", "evicted-")  # runs in which the Llama was trained again
+_POOLED = "adapted-20261124T041642Z"
 _BLOCK = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 
@@ -84,15 +83,13 @@ def claims(documents: Documents) -> list[str]:
     served = {name: _untouched(documents, start) for name, start in (("dense", _DENSE), ("condensed", _DEVICE))}
     one, most = ({name: of[i] for name, of in served.items()} for i in range(2))
     (far, copies, missed), cache = lost(documents, "recall-device"), lost(documents)
-    host, whole = lost(documents, "recall-host"), transfer_page.models_of(documents)
-    elsewhere = transfer_page.worst({x: whole[x] for x in whole if x != "mla-28m"}, "recall-device", ["copy"])[0]
-    # the makes once more, some of them with prompts read densely; and one adapted to pooling, in the tests of Recall
-    more = {model["make"]: model for model in documents[_AGAIN]["results"]["models"]}
-    again, _, make = transfer_page.worst({x: more[x] for x in more if x != "mla-28m"}, "recall-device", ["copy"])
-    assert make == "cohere2-44m"
-    of_shares = [run["results"]["models"] for name, run in documents.items() if name.startswith(_SHARES)]
-    llamas = {str(i): model for i, models in enumerate(of_shares) for model in models if model["make"] == "llama-77m"}
+    host, trained = lost(documents, "recall-host"), transfer_page.trainings_of(documents)
+    others = {key: model for key, model in trained.items() if model["make"] != "mla-28m"}
+    elsewhere = transfer_page.worst(others, "recall-device", ["copy"])[0]
+    # the make that lost the most on text, with more groups open; and one adapted to pooling, in the tests of Recall
+    more = transfer_page.row_of(documents[transfer_page.OPENED]["results"]["models"][0], "1024 at least", 32768)
     ours = transfer_page.row_of(documents[_POOLED]["results"]["models"][0], "pooled, adapted", 16384)
+    shared = [row for row in _only(documents, "generate-shared-")["rows"] if row["attention"].endswith("=shared")]
     of_four, _ = _untouched(documents, "rounds-dense-int4-")
     return [
         f"form groups of {recall['group_size']},",
@@ -106,15 +103,15 @@ def claims(documents: Documents) -> list[str]:
         f"texts of up to {max(row['length'] for model in models for row in model['rows']):,} tokens",
         f"loses up to {far} nats a token of text, {copies} on copies, and {missed} of a task's answers",
         f"loses {host[0]}, {host[1]} and {host[2]}",
-        f"only with latents, elsewhere {elsewhere:.3f};",
-        f"trained again, Cohere 2 lost {again:.3f} on them",
-        f"Llama {transfer_page.worst(llamas, 'recall-device', transfer_page.TASKS)[0]:.1%} of a task",
+        f"only with latents, elsewhere {elsewhere:.3f}.",
+        f"lost {more['key'][0]:.3f} on its text",
         f"loses {cache[0]}, {cache[1]} and {cache[2]}",
         f"lost {ours['key'][0]:.3f} nats on far text and {max(ours[x][0] for x in transfer_page.TASKS):.1%} of a task",
         f"vLLM's took {text(of_four, 'ms')} a token",
         f"up to {shorter:,} tokens shorter",
         f"ran {running['condensed']} requests of {LENGTH:,} tokens at once, dense {running['dense']}.",
-        f"its first token came after {min(_only(documents, 'recall-shared-speed-')['first']):.2f} s",
+        f"first token came after {min(_only(documents, 'recall-shared-speed-')['first']):.2f} s",
+        f"in {min(row['first_s'] for row in shared):.2f} s",
         f"one request took {text(one['condensed'], 'ms')} a token",
         f"dense attention {text(one['dense'], 'ms')};",
         f"the most was {most['condensed']:.0f} tokens a second, dense {most['dense']:.0f}",
@@ -123,9 +120,9 @@ def claims(documents: Documents) -> list[str]:
 
 def lost(documents: Documents, name: str | None = None) -> list[str]:
     """The most that a named setting, or a dense cache of 4 bits, loses on text, be it tokens that need far text or the
-    others, on copies and of a task, in any model at any length; "nothing" where it loses nothing in any.
+    others, on copies and of a task, in any training of any make at any length; "nothing" where it loses nothing in any.
     """
-    models, arm = transfer_page.models_of(documents), name or _CACHE
+    models, arm = transfer_page.trainings_of(documents), name or _CACHE
     forms = {_TEXT: "{:.3f}", ("copy",): "{:.3f}", tuple(transfer_page.TASKS): "{:.1%}"}
     cells = [(transfer_page.worst(models, arm, of)[0], form) for of, form in forms.items()]
     return [form.format(value) if value > 0 else "nothing" for value, form in cells]
@@ -238,9 +235,9 @@ def _quality(documents: Documents, name: str) -> Quality | None:
         return _adapted(documents)
     if name not in _MEASURED:
         return None
-    models, titles = transfer_page.models_of(documents), transfer_page.TITLES
+    models, title = transfer_page.trainings_of(documents), transfer_page.title
     missed, loss = (transfer_page.worst(models, name, of) for of in (transfer_page.TASKS, _TEXT))
-    return Quality(f"{1 - missed[0]:.1%} ({titles[missed[2]]})", f"{loss[0]:+.3f} ({titles[loss[2]]})")
+    return Quality(f"{1 - missed[0]:.1%} ({title(missed[2])})", f"{loss[0]:+.3f} ({title(loss[2])})")
 
 
 def _adapted(documents: Documents) -> Quality:

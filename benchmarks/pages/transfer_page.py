@@ -1,6 +1,6 @@
 """`docs/studies/transfer.md`, from its template, and the table of the same study in `docs/recall.md`.
 
-In the template stand ``{{WORST}}``, ``{{LENGTHS}}``, ``{{DEVICE}}`` and ``{{ADAPTED}}``; in the page of
+In the template stand ``{{WORST}}``, ``{{LENGTHS}}``, ``{{DEVICE}}``, ``{{OPENED}}`` and ``{{ADAPTED}}``; in the page of
 Recall the worst cells of the named settings between ``<!-- transfer -->`` and ``<!-- /transfer -->``.
 """
 
@@ -19,7 +19,11 @@ TOKENS = {"key": "far text needed", "copy": "copies", "identifier": "far identif
 TASKS = {"number": "numbers", "shared": "names that share words", "several": "several at once"}
 _DEVICE, _HOST = "recall-device", "recall-host"
 _NAMED = (_DEVICE, "dropped", "cache of 4 bits")
+# runs in which makes were trained and read under named settings; another name of `recall-host` where others decided
+_RUNS, _SAME = ("transfer-", "prompts-", "reread-", "evicted-", "opened-"), {_HOST: "256 at least"}
 _LOST = {"far text needed": "key", "other tokens": "other", "copies": "copy"}
+# the run that says how many open groups are enough after a longer training
+OPENED = "opened-20261130T013222Z"
 _BLOCK = re.compile(r"(<!-- transfer -->\n).*?(<!-- /transfer -->)", re.DOTALL)
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
@@ -29,6 +33,25 @@ def models_of(documents: Mapping[str, Any]) -> dict[str, Any]:
     newest = max(name for name in documents if name.startswith("transfer-"))
     found = {model["make"]: model for model in documents[newest]["results"]["models"]}
     return {make: found[make] for make in TITLES}
+
+
+def trainings_of(documents: Mapping[str, Any]) -> dict[str, Any]:
+    """The models of all runs, by run and make, and of each the rows of named settings, whatever a run calls these."""
+    found = {}
+    for name, document in documents.items():
+        for model in document["results"].get("models", ()) if name.startswith(_RUNS) else ():
+            rows = [row | {"arm": arm} for row in model["rows"] for arm in (*_NAMED, _HOST) if _is(row["arm"], arm)]
+            found[f"{name}/{model['make']}"] = model | {"rows": rows}
+    return found
+
+
+def _is(arm: str, named: str) -> bool:
+    return arm in (named, _SAME.get(named))
+
+
+def title(key: str) -> str:
+    """The title of a make, or of a model that `trainings_of` names."""
+    return TITLES[key.rpartition("/")[2]]
 
 
 def write_page(documents: Mapping[str, Any], page: Path) -> None:
@@ -41,6 +64,7 @@ def write_page(documents: Mapping[str, Any], page: Path) -> None:
         "WORST": _worst_cells(newest, [*_NAMED, *(arm for arm in arms if arm not in _NAMED)]),
         "LENGTHS": _lengths(newest),
         "DEVICE": _device(newest),
+        "OPENED": by_model(documents[OPENED]),
         "ADAPTED": _adapted(adapted),
     }
     template = Path(__file__).with_name("transfer.md").read_text(encoding="utf-8")
