@@ -140,6 +140,17 @@ def test_what_is_refused_of_latents(engine, tmp_path, layers, settings, words):
     cleanup_dist_env_and_memory()
 
 
+def test_a_configuration_that_makes_attention_bidirectional_is_refused(engine, tmp_path):
+    """As some embedding models' do: condensed layers would read it as causal, and so give other vectors."""
+    model = condense.apply(random_llama(), METHOD)
+    model.save_pretrained(tmp_path)
+    settings = condensed(model)
+    settings["hf_overrides"]["is_causal"] = False
+    tiny.refused("bidirectional attention .* cannot be condensed", engine, tmp_path, **settings)
+    # what vLLM had set up until then, for engines that follow
+    cleanup_dist_env_and_memory()
+
+
 def a_module(cls, rope):
     """A module of vLLM's with latents, without weights."""
     module = cls.__new__(cls)

@@ -11,6 +11,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionType
 
 from condense.architectures import condensed_architecture
 from condense.serving.blocks import ServedLayer, own_page, page_sizes
@@ -82,6 +83,8 @@ def _served(stock: Attention, plan: ServingPlan | None) -> ServedLayer:
         (getattr(stock.impl, "logits_soft_cap", None), "soft-capped scores"),
         (getattr(stock.impl, "alibi_slopes", None) is not None, "scores shifted by position (ALiBi)"),
         (stock.kv_sharing_target_layer_name is not None, "the cache of another layer"),
+        # that of a decoder in all other layers of the models served
+        (stock.attn_type == AttentionType.ENCODER_ONLY, "bidirectional attention (is_causal=False)"),
     )
     found = " and ".join(name for holds, name in properties if holds)
     if found and plan is not None:
