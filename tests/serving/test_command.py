@@ -151,10 +151,11 @@ def test_what_is_refused_of_latents(serve, tmp_path, flags, words):
     assert err.count(words) == 1
 
 
+@pytest.mark.parametrize("named", [lambda x: ["-sc", json.dumps({"method": x})], lambda x: ["--spec-method", x]])
 @pytest.mark.parametrize(("method", "drafts", "passed"), DRAFTS)
-def test_drafts_that_can_be_taken_back(serve, stock, method, drafts, passed):
+def test_drafts_that_can_be_taken_back(serve, stock, method, drafts, passed, named):
     """Whether it runs on a CPU, vLLM's process sees."""
-    command, err = serve(stock, "--method", method, "-sc", json.dumps({"method": drafts}))
+    command, err = serve(stock, "--method", method, *named(drafts))
     assert (command is not None) is passed
     assert ("--speculative-config is not served" in err) is not passed
 

@@ -126,6 +126,7 @@ def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
         ("--dtype",), ("--kv-cache-dtype",), ("--kv-transfer-config",), ("--kv-offloading-size",),
         ("--speculative-config", "-sc"), ("--tensor-parallel-size", "-tp"), ("--decode-context-parallel-size", "-dcp"),
         ("--prefill-context-parallel-size", "-pcp"), ("--pipeline-parallel-size", "-pp"),
+        ("--spec-method",), ("--spec-model",),
     )  # fmt: skip
     switches = ("--disable-hybrid-kv-cache-manager",), ("--enable-dbo",), ("--enable-lora",)
     # a missing value is for vLLM to refuse
@@ -159,7 +160,8 @@ def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
         kv_transfer=given["kv_transfer_config"] is not None,
         offloading=given["kv_offloading_size"] is not None,
         one_manager=given["disable_hybrid_kv_cache_manager"],
-        speculative=given["speculative_config"] is not None and not _takes_drafts(plans, given["speculative_config"]),
+        speculative=any(given[name] is not None for name in ("speculative_config", "spec_method", "spec_model"))
+        and not _takes_drafts(plans, given["speculative_config"] or "{}", given["spec_method"]),
         shared_context=max(number("decode_context_parallel_size"), number("prefill_context_parallel_size")) > 1,
         microbatches=given["enable_dbo"],
         dense_latents=sorted(dense) if has_latents else (),
@@ -170,10 +172,11 @@ def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
     )
 
 
-def _takes_drafts(plans: Collection[ServingPlan], speculative: str) -> bool:
-    """True if drafts of this kind may be served, as far as can be said without vLLM."""
+def _takes_drafts(plans: Collection[ServingPlan], speculative: str, method: str | None) -> bool:
+    """True if drafts of this kind may be served, as far as can be said without vLLM. method: of a flag of its own."""
     with suppress(ValueError, AttributeError):
-        return json.loads(speculative).get("method") == "ngram" and all(plan.takes_back for plan in plans)
+        named = json.loads(speculative).get("method")
+        return (method or named) == "ngram" and all(plan.takes_back for plan in plans)
     return False
 
 
