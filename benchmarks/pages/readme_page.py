@@ -28,7 +28,7 @@ from condense.models.shapes import shape_config
 LENGTH = 131072
 NAMES = ("recall-host", "recall-device", "pooled")
 UNKNOWN = "not measured"
-# arms of the newest run of the study of what transfers: named settings as they are, and beside them a dense cache
+# arms of the study of what transfers: named settings as they are, and beside them a dense cache
 _MEASURED, _CACHE = ("recall-host", "recall-device"), "cache of 4 bits"
 _WORDS = {3: "three", 4: "four", 5: "five", 6: "six", 7: "seven"}
 _TEXT = ("key", "other")  # tokens that need far text, and the others
@@ -111,7 +111,7 @@ def claims(documents: Documents) -> list[str]:
         f"up to {shorter:,} tokens shorter",
         f"ran {running['condensed']} requests of {LENGTH:,} tokens at once, dense {running['dense']}.",
         f"first token came after {min(_only(documents, 'recall-shared-speed-')['first']):.2f} s",
-        f"in {min(row['first_s'] for row in shared):.2f} s",
+        f"in vLLM and {min(row['first_s'] for row in shared):.2f} s in",
         f"one request took {text(one['condensed'], 'ms')} a token",
         f"dense attention {text(one['dense'], 'ms')};",
         f"the most was {most['condensed']:.0f} tokens a second, dense {most['dense']:.0f}",

@@ -19,7 +19,8 @@ TOKENS = {"key": "far text needed", "copy": "copies", "identifier": "far identif
 TASKS = {"number": "numbers", "shared": "names that share words", "several": "several at once"}
 _DEVICE, _HOST = "recall-device", "recall-host"
 _NAMED = (_DEVICE, "dropped", "cache of 4 bits")
-# runs in which makes were trained and read under named settings; another name of `recall-host` where others decided
+# runs in which makes were trained and read under named settings; and what a run calls `recall-host` whose arms differ
+# by the least number of groups
 _RUNS, _SAME = ("transfer-", "prompts-", "reread-", "evicted-", "opened-"), {_HOST: "256 at least"}
 _LOST = {"far text needed": "key", "other tokens": "other", "copies": "copy"}
 # the run that says how many open groups are enough after a longer training

@@ -34,6 +34,7 @@ REFUSED = [
     (["--method", "dense@0+dga@rest"], "layers 1-2: method must be one of Recall"),
     (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype must be the model's"),
     (["--kv_cache_dtype=fp8", "--speculative-config", "{}"], "; --speculative-config is not served"),
+    (["--spec-model", "small"], "--speculative-config is not served"),
     (["--method", "dga", "--block-size=16"], "; method must be"),
     (["--method", "cca", "--block_size", "16"], "--block-size must be left out"),
     (["--method", "dga", "-tp", "3"], "model.generate; --tensor-parallel-size must divide the model's 2 KV heads"),

@@ -36,9 +36,9 @@ class Context(NamedTuple):
 
     sources: the condensed entries first, the window last; spans: one per source. extra: the method's own tensors, which
     its `Method.represent` made for its `Method.attend`; empty until the first chunk has closed. means: the values of
-    what `condense.Recall` does not open, of latents whole keys; None in other methods. is_latent: the tokens are latents
-    (MLA), which ``extra`` holds. projection: their up-projections, if the sources are keys and values of heads, made
-    from them. Else None. ranks: the processes over which their heads are spread, None for one.
+    what `condense.Recall` does not open, of latents whole keys; None in other methods. is_latent: the tokens are
+    latents (MLA), which ``extra`` holds. projection: their up-projections, if the sources are keys and values of heads,
+    made from them. Else None. ranks: the processes over which their heads are spread, None for one.
     """
 
     sources: tuple[Source, ...]

@@ -47,8 +47,9 @@ _UNSERVED = {
     "kv_transfer": "--kv-transfer-config is not served with condensed models: leave it out",
     "one_manager": "--disable-hybrid-kv-cache-manager would keep every token of a condensed model: leave it out",
     "speculative": (
-        "--speculative-config is not served with condensed models, but for the method ngram with Recall that reads "
-        "prompts as steps (prompt='recall') and groups that one query weighs, or none (summary='last'): leave it out"
+        "--speculative-config is not served with condensed models, nor are --spec-method and --spec-model, but for the "
+        "method ngram with Recall that reads prompts as steps (prompt='recall') and groups that one query weighs, or "
+        "none (summary='last'): leave it out"
     ),
     "shared_context": "context parallelism is not served with condensed models: use tensor parallelism",
     "microbatches": "--enable-dbo is not served with condensed models: leave it out",

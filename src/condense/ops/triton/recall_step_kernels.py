@@ -168,7 +168,7 @@ def _lane_groups(
         next_row = _open_groups(opened, n + 2, FAR)
         ahead = kept
         if n + 1 < hi:
-            # in a branch, out of which the compiler cannot move loads behind all that need not wait for them
+            # in a branch, as the compiler would else move these loads to the end of the round, where nothing hides them
             ahead = _load_lanes(opened, row, store_ptr, e, FORM, FAR)
         next_base = _lane_bases(base_ptr, n + 1, hi, inside)
         sums = lane_tokens.add_group(sums, queries, kept, base, scale, e, CAP)
@@ -417,8 +417,7 @@ def recall_attend_kernel(
     # queries have ended
     after_the_last(EARLY)
     if LANES:
-        # on its way while bases are made. Behind the last group is its own again, which lies in a cache: another
-        # split's may lie in host memory
+        # on its way while bases are made. A split's groups end at hi
         opened = _Opened(groups_ptr, hi, opened.table, signs_ptr, steps_ptr)
         kept = _load_lanes(opened, _open_groups(opened, lo, FAR), store_ptr, tl.arange(0, 32), FORM, FAR)
     if WORDS:

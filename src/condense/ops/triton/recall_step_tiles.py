@@ -98,7 +98,7 @@ def _table(device: torch.device, dtype: torch.dtype, width: int, heads: int, bit
         return StepTiles(GroupTiles(256, 4, 3, 2), 64, GroupTiles(32, 4, 2, 2), 64, None, early, 0)
     if bits == 4 and dtype == torch.bfloat16:
         # a warp that has a tile of its own does not wait for others
-        attend = GroupTiles(16, 1, 2, 12, 168)
+        attend = GroupTiles(16, 1, 2, 16, 128)
     else:
         # with many heads, shorter programs share a multiprocessor evenly; few are done sooner by programs of more warps
         attend = GroupTiles(32, 2, 2, 8) if many else GroupTiles(64, 4, 3, 3)
@@ -144,8 +144,9 @@ def tiles_of(shape: StepShape, form: Form) -> StepTiles:
         opened = _OPENED[many] if D > 288 else _NARROW_OPENED
     in_lanes = lane_tokens.fits(form.bits, g, D, form.DV, attend.rows, shape.slots)
     if early and dtype == torch.bfloat16 and few_heads and in_lanes:
-        # these load the next tile themselves
-        attend_heads, attend = cdiv(R, lane_heads) * lane_heads, attend._replace(num_stages=1, least=4)
+        # these load the next tile themselves, for which they need more registers
+        attend_heads = cdiv(R, lane_heads) * lane_heads
+        attend = attend._replace(num_stages=1, waves=12, registers=168, least=4)
     # later matrix units do not count bits: there each such instruction is some sixty others. Every four heads read the
     # index anew
     if is_hopper and few_heads and lane_signs.fits(g, D):

@@ -83,7 +83,7 @@ def _served(stock: Attention, plan: ServingPlan | None) -> ServedLayer:
         (getattr(stock.impl, "logits_soft_cap", None), "soft-capped scores"),
         (getattr(stock.impl, "alibi_slopes", None) is not None, "scores shifted by position (ALiBi)"),
         (stock.kv_sharing_target_layer_name is not None, "the cache of another layer"),
-        # that of a decoder in all other layers of the models served
+        # the models served have decoders alone: their layers are else AttentionType.DECODER
         (stock.attn_type == AttentionType.ENCODER_ONLY, "bidirectional attention (is_causal=False)"),
     )
     found = " and ".join(name for holds, name in properties if holds)

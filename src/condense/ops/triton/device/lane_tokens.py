@@ -109,7 +109,8 @@ def load_group(store_ptr, signs_ptr, e, dtype: tl.constexpr, FORM: tl.constexpr)
     """The `LaneGroup` of the group whose piece, and whose signs, begin at these pointers."""
     codes, signs = store_ptr + FORM.keys_at + e // 4 * 64 + e % 4 * 16, signs_ptr + e // 4 * 16  # [E]
     values = (store_ptr + FORM.values_at + e % 4 * 128 + e // 4 * 8).to(tl.pointer_type(tl.int64))
-    # wide loads, and each number by one thread: a multiprocessor has only so many loads under way, of whichever size
+    # wide loads, and of steps and zeros of values one a thread: a multiprocessor has only so many loads under way, of
+    # whichever size
     numbers = store_ptr.to(tl.pointer_type(dtype)) + e // 4 + e % 2 * 8
     keys = lanes.load_four(codes) + lanes.load_four(codes + 512)
     keys += lanes.load_four(signs) + lanes.load_four(signs + 128)

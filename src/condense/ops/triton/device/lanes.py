@@ -30,23 +30,14 @@ def from_lane(x, LANE: tl.constexpr):
     return tl.inline_asm_elementwise(asm, "=r,r", [x], tl.int32, False, 1)
 
 
-@triton.constexpr_function
-def _pair_asm(bits, apart):
-    """Assembly, constraints and types of `load_pair`."""
-    asm = f"ld.global.b{bits} $0, [$2]; ld.global.b{bits} $1, [$2+{int(apart) * bits // 8}];"
-    return (asm, "=&h,=&h,l", (tl.int16, tl.int16)) if bits == 16 else (asm, "=&r,=&r,l", (tl.int32, tl.int32))
-
-
 @triton.jit
 def load_pair(ptr, APART: tl.constexpr):
-    """Two numbers of 16 or 32 bits, so many numbers apart, from pointers ``[E]``, two tensors ``[E]``.
+    """Two words of 32 bits, so many bytes apart, from pointers ``[E]`` to the first.
 
     By assembly: Triton's compiler compares each load with all others, and would take more than twice as long.
     """
-    dtype: tl.constexpr = ptr.dtype.element_ty
-    asm: tl.constexpr = _pair_asm(dtype.primitive_bitwidth, APART)
-    first, second = tl.inline_asm_elementwise(asm[0], asm[1], [ptr.to(tl.int64)], asm[2], False, 1)
-    return first.to(dtype, bitcast=True), second.to(dtype, bitcast=True)
+    asm: tl.constexpr = f"ld.global.b32 $0, [$2]; ld.global.b32 $1, [$2+{APART}];"
+    return tl.inline_asm_elementwise(asm, "=&r,=&r,l", [ptr.to(tl.int64)], (tl.int32, tl.int32), False, 1)
 
 
 @triton.jit
@@ -57,7 +48,7 @@ def load_four(ptr):
 
 
 @triton.jit
-def from_quad(x, LANE: tl.constexpr):
+def _from_quad(x, LANE: tl.constexpr):
     """The numbers x ``[E]``, int32, of lane LANE of each four, for all of these."""
     asm: tl.constexpr = f"shfl.sync.idx.b32 $0, $1, {LANE}, 0x1C1F, -1;"
     return tl.inline_asm_elementwise(asm, "=r,r", [x], tl.int32, False, 1)
@@ -76,11 +67,11 @@ def of_quads(low, high):
     result = ()
     for lane in tl.static_range(4):
         if dtype.primitive_bitwidth == 16:  # both in one word
-            x = from_quad(_bits_of(low) | (_bits_of(high) << 16), lane)
+            x = _from_quad(_bits_of(low) | (_bits_of(high) << 16), lane)
             first, second = x.to(tl.int16).to(dtype, bitcast=True), (x >> 16).to(tl.int16).to(dtype, bitcast=True)
         else:
-            first = from_quad(low.to(tl.int32, bitcast=True), lane).to(dtype, bitcast=True)
-            second = from_quad(high.to(tl.int32, bitcast=True), lane).to(dtype, bitcast=True)
+            first = _from_quad(low.to(tl.int32, bitcast=True), lane).to(dtype, bitcast=True)
+            second = _from_quad(high.to(tl.int32, bitcast=True), lane).to(dtype, bitcast=True)
         result = result + ((first.to(tl.float32), second.to(tl.float32)),)  # noqa: RUF005
     return result
 
