@@ -138,8 +138,18 @@ def transposed(a):
     return [np.ascontiguousarray(matrix.reshape(-1, 32, 2)).view(np.uint32).reshape(-1)]
 
 
-def loaded(kind):
-    return lambda at: [np.array([kind.from_address(int(x)).value for x in at[0]], np.uint32)]
+def loaded(words):
+    """Words of 32 bits that lie side by side, from addresses."""
+    at_word = [4 * i for i in range(words)]
+    return lambda at: [
+        np.array([ctypes.c_uint32.from_address(int(x) + i).value for x in at[0]], np.uint32) for i in at_word
+    ]
+
+
+def from_lanes(a, lane, bounds, _):
+    """Numbers of a lane of each part of a warp: the bits of a lane's number that name its part are its own."""
+    part = int(bounds[0][0]) >> 8
+    return [warps(a[0])[:, LANE & part | int(lane[0][0]) & ~part].reshape(-1)]
 
 
 def same(a, b):
@@ -171,11 +181,11 @@ OPERATIONS = {
     "mma.sync.aligned.m16n8k32": product(bytes_of, 32),
     "mma.sync.aligned.m16n8k128": product(bits_of, 128),
     "movmatrix": transposed,
-    "shfl.sync.idx": lambda a, n, *_: [np.repeat(warps(a[0])[:, int(n[0][0])], 32)],
+    "shfl.sync.idx": from_lanes,
     "shfl.sync.bfly": lambda a, n, *_: [warps(a[0])[:, LANE ^ int(n[0][0])].reshape(-1)],
     "setp.ne": same,
-    "ld.global.b16": loaded(ctypes.c_uint16),
-    "ld.global.b32": loaded(ctypes.c_uint32),
+    "ld.global.b32": loaded(1),
+    "ld.global.v4.b32": loaded(4),
 }
 
 

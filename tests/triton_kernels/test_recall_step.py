@@ -145,6 +145,16 @@ def test_few_groups_where_there_is_room_for_many(name, scratch):
 @pytest.mark.parametrize(("heads", "D", "g"), INDICES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_index_is_the_definition_to_the_bit(heads, D, g, dtype, scratch):
+    check_index(heads, D, g, dtype, scratch)
+
+
+def test_an_index_in_float32_is_read_by_lanes(hopper, scratch):
+    """Of its steps two do not fit into a word."""
+    check_index((8, 2), 128, 16, torch.float32, scratch)
+    assert hopper is None or {"mma", "shfl"} <= hopper
+
+
+def check_index(heads, D, g, dtype, scratch):
     """Of tokens of small whole numbers, whose sums are exact in any order; steps differ from a rounded centre."""
     L, (H, K), settings = 3 * g + 2, heads, step_settings(Recall(group_size=g, window=1, num_recall=1e-9, min_recall=1))
     Dv, latent = (0, 512 if D > 512 else 256) if D > 256 else (16, 0)
