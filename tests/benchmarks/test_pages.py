@@ -11,6 +11,7 @@ import readme_page
 import recall_page
 import serving_page
 import stored
+import transfer_page
 import write_pages
 import zero_shot_page
 from models import tiny
@@ -69,6 +70,10 @@ def test_what_named_settings_lose_is_the_worst_that_was_measured():
     for name, (text, copies, task) in losses.items():
         said = NAMED_SETTINGS[name].loses if name else ""
         assert all(x in said for x in (f"{text} nats on text", f"{copies} on copies", f"{task} of a task")) or not name
+    trained = transfer_page.trainings_of(documents)
+    others = {key: model for key, model in trained.items() if model["make"] != "mla-28m"}
+    for name in ("recall-device", "recall-host"):
+        assert f"others {transfer_page.worst(others, name, ['copy'])[0]:.3f}" in NAMED_SETTINGS[name].loses
     # the arms are those of the settings: prompts read densely, the store's place aside
     arms, _ = contenders.arms_of("transfer", 16384)
     device, host = (condense.Method.parse(name) for name in ("recall-device", "recall-host"))

@@ -24,9 +24,9 @@ def check_lanes(e):
 
 
 @triton.jit
-def from_lane(x, LANE: tl.constexpr):
-    """The numbers x ``[E]`` of one lane of each warp, int32, for all of its lanes."""
-    asm: tl.constexpr = f"shfl.sync.idx.b32 $0, $1, {LANE}, 31, -1;"
+def from_lane(x, LANE: tl.constexpr, OF: tl.constexpr = 32):
+    """The numbers x ``[E]``, int32, of one lane of each OF lanes of a warp, for all of these."""
+    asm: tl.constexpr = f"shfl.sync.idx.b32 $0, $1, {LANE}, {32 - OF << 8 | 31}, -1;"
     return tl.inline_asm_elementwise(asm, "=r,r", [x], tl.int32, False, 1)
 
 
@@ -48,13 +48,6 @@ def load_four(ptr):
 
 
 @triton.jit
-def _from_quad(x, LANE: tl.constexpr):
-    """The numbers x ``[E]``, int32, of lane LANE of each four, for all of these."""
-    asm: tl.constexpr = f"shfl.sync.idx.b32 $0, $1, {LANE}, 0x1C1F, -1;"
-    return tl.inline_asm_elementwise(asm, "=r,r", [x], tl.int32, False, 1)
-
-
-@triton.jit
 def _bits_of(x):
     """Numbers of 16 bits in int32."""
     return x.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
@@ -67,11 +60,11 @@ def of_quads(low, high):
     result = ()
     for lane in tl.static_range(4):
         if dtype.primitive_bitwidth == 16:  # both in one word
-            x = _from_quad(_bits_of(low) | (_bits_of(high) << 16), lane)
+            x = from_lane(_bits_of(low) | (_bits_of(high) << 16), lane, 4)
             first, second = x.to(tl.int16).to(dtype, bitcast=True), (x >> 16).to(tl.int16).to(dtype, bitcast=True)
         else:
-            first = _from_quad(low.to(tl.int32, bitcast=True), lane).to(dtype, bitcast=True)
-            second = _from_quad(high.to(tl.int32, bitcast=True), lane).to(dtype, bitcast=True)
+            first = from_lane(low.to(tl.int32, bitcast=True), lane, 4).to(dtype, bitcast=True)
+            second = from_lane(high.to(tl.int32, bitcast=True), lane, 4).to(dtype, bitcast=True)
         result = result + ((first.to(tl.float32), second.to(tl.float32)),)  # noqa: RUF005
     return result
 
