@@ -19,8 +19,8 @@ class NamedSettings(NamedTuple):
 
 
 _RECALL = {
-    "method": "recall", "window": 256, "num_recall": 0.0625, "min_recall": 512, "store_bits": 4,
-    "prompt": "exact",
+    "method": "recall", "window": 256, "num_recall": 0.0625, "min_recall": 1024, "store_bits": 4,
+    "prompt": "shared",
 }  # fmt: skip
 _LOSES = (
     "{} nats on text and 0.038 on copies (latents; others {}), and {} of a task (the worst of several trainings of "
@@ -28,7 +28,7 @@ _LOSES = (
 )
 NAMED_SETTINGS = {
     "recall-host": NamedSettings(
-        _RECALL | {"store": "host", "num_recall": 256, "slots": 256},
+        _RECALL | {"store": "host", "num_recall": 512, "slots": 512},
         "Any model as it is; far tokens in host memory, so little is kept on the device.",
         _LOSES.format("0.033", "0.007", "1.3%"),
     ),

@@ -117,9 +117,11 @@ def test_chunks_are_dense_over_stored_tokens_and_steps_recall(layer, bits):
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_one_query_chooses_until_two_more_groups_have_closed(layer, monkeypatch):
-    """But for the last of a call. A call may begin in between. The first of the two is open once it has closed."""
+    """But for the last of a call. A call may begin in between. The first of the two is open once it has closed. At
+    least half as many are opened as by a query that chooses for itself, rounded up.
+    """
     monkeypatch.setattr(choice, "OWN_CHOICES", 3)
-    method = RECALLING.replace(prompt="shared", unchosen="drop")
+    method = RECALLING.replace(prompt="shared", unchosen="drop", num_recall=0.1, min_recall=5)
     q, k, v = oracle.random_qkv(1, 4, 2, 90, 8, 8)
     context, asker, newer = read_whole(method, q, k, v, scale=0.3), list(range(90)), [-1] * 90
     layer = layer(method)
@@ -130,10 +132,14 @@ def test_one_query_chooses_until_two_more_groups_have_closed(layer, monkeypatch)
     got = torch.cat([read(layer, columns((q, k, v), *ends), scale=0.3) for ends in CALLS], dim=2)
     *index, store = context.extra
     sources = RecallSources(Source(*store.split(8, dim=3)), context.window, context.spans)
-    chosen = IndexChoice(q[:, :, asker], GroupIndex(*index), 0.3, method.quota)
     G, newer = store.shape[2] // 4, torch.tensor(newer)
-    mask = chosen.at(0, 90, context.spans.at(0, 90, q.device)[0].hi - (newer >= 0).long(), G)
-    mask = mask | (torch.arange(G) == newer[:, None])
+    shares = torch.tensor([t < stop - 3 for start, stop in CALLS for t in range(start, stop)])
+    closed = context.spans.at(0, 90, q.device)[0].hi - (newer >= 0).long()
+    few, many = (
+        IndexChoice(q[:, :, asker], GroupIndex(*index), 0.3, method.quota._replace(least=n)).at(0, 90, closed, G)
+        for n in (3, 5)
+    )
+    mask = torch.where(shares[:, None], few, many) | (torch.arange(G) == newer[:, None])
     want, _ = attend_recall(q, sources, ArrayChoice(mask), scale=0.3, backend="torch")
     torch.testing.assert_close(got, want, **CLOSE)
 

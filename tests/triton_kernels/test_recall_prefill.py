@@ -220,14 +220,17 @@ SHARED += [f"bfloat16-{name}" for name in ("ratio-4", "a-twelfth", "later-querie
 @pytest.mark.parametrize("own", [1, 5])
 @pytest.mark.parametrize("name", SHARED)
 def test_choices_for_others(name, own, monkeypatch):
-    """Where the first of several queries chooses for them, kernels open what PyTorch opens; the last ``own`` choose."""
+    """Where the first of several queries chooses for them, kernels open what PyTorch opens; the last ``own`` choose,
+    and of a least number open all.
+    """
     monkeypatch.setattr(recall.choice, "OWN_CHOICES", own)
     problem = Problem(CASES[name])
     if len(CASES[name].pads) == 1:  # then tiles begin where those begin that share a choice
         start, window = (int(x) for x in (problem.spans.query_start, problem.spans.window_start))
         problem.spans = replace(problem.spans, query_start=start, window_start=window)
     sources = RecallSources(Source(*problem.inputs[1:3]), Source(*problem.inputs[3:5]), problem.spans)
-    choice = replace(problem.choice(), askers=recall.Askers.of_call(sources, CASES[name].L))
+    quota = problem.quota if isinstance(CASES[name].r, Quota) else Quota(least=CASES[name].r, part=1, of=99)
+    choice = replace(problem.choice(), quota=quota, askers=recall.Askers.of_call(sources, CASES[name].L))
     exact = [x.double() for x in problem.inputs]
     got = problem.attend(problem.inputs, choice, "triton")
     want, plain = (problem.attend(x, choice, "torch") for x in (exact, problem.inputs))

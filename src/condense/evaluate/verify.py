@@ -154,8 +154,10 @@ def verify(
 def _opens_all(methods: Iterable[Method], length: int) -> bool:
     """`Verified.opens_all` of the methods of all layers, after so many tokens."""
     layouts = [method.layout for method in methods]
-    chosen = [(x.choice.quota, x.rule.closed(length)) for x in layouts if x.choice is not None]
-    return len(chosen) > 0 and all(quota.at(closed) == closed for quota, closed in chosen)
+    chosen = [(x.choice, x.rule.closed(length)) for x in layouts if x.choice is not None]
+    return len(chosen) > 0 and all(
+        quota.at(closed) == closed for choice, closed in chosen for quota in (choice.quota, choice.prompt_quota)
+    )
 
 
 def _at_length(

@@ -47,8 +47,9 @@ class Recall(Method):
     prompt: "recall", or "exact": calls of several tokens (prompts, their pieces, later turns) are read with dense
     attention, single tokens with Recall. Then a prompt loses only what ``store_bits`` rounds and takes as long as with
     dense attention; prompt and decode are not the same function: not for training, nor for tokens that are proposed.
-    "shared": in such a call, one query chooses for all up to where two more groups have closed; the last 64 choose for
-    themselves. Not for training either.
+    "shared": in such a call, one query chooses for all up to where two more groups have closed, by half of
+    ``min_recall``; the last 64 choose for themselves. Not for training either. Given for all layers of a model, those
+    that cache latents are read as with "exact".
     `as_steps` is the method that reads several tokens as the steps do.
 
     store: where caches keep the exact tokens of closed groups: "device", or "host", in pinned host memory. slots: for
@@ -64,7 +65,7 @@ class Recall(Method):
     group_size: Positive = 16
     window: Natural = 1024
     num_recall: int | float = 0.125
-    min_recall: Natural = 512
+    min_recall: Natural = 1024
     unchosen: Literal["mean", "drop"] = "mean"
     prompt: Literal["recall", "exact", "shared"] = "recall"
     store: Literal["device", "host"] = "device"
@@ -125,12 +126,15 @@ class Recall(Method):
         """The same settings, with all groups open from the device in the first layer; in others that cache latents,
         with four times as many open (and slots), as all query heads of latents open the same ones.
 
+        Layers that cache latents read prompts with dense attention where others share choices: there it is faster.
         A first layer's attention is spread over many tokens; what both rules save: `docs/studies/transfer.md`.
         """
-        if not (is_first or has_latents):
-            return self
+        if has_latents and self.prompt == "shared":
+            return self.replace(prompt="exact").of_layer(is_first=is_first, has_latents=has_latents)
         if is_first:
             return self.replace(num_recall=1.0, store="device")
+        if not has_latents:
+            return self
         opened = self.num_recall * 4 if isinstance(self.num_recall, int) else min(1.0, self.num_recall * 4)
         slots = self.slots * 4 if self.store == "host" else self.slots
         return self.replace(num_recall=opened, min_recall=self.min_recall * 4, slots=slots)

@@ -23,6 +23,7 @@ from condense.models.families import is_latent, sliding_window
 from condense.models.modules import attention_layers
 from condense.models.stock import stock_method
 from condense.ops import ChoiceSettings
+from condense.ops.recall.choice import OWN_CHOICES, SHARED
 from condense.ops.triton.limits import settings_obstacle
 from condense.serving.blocks import ServedLayer
 from condense.serving.plan import serving_plan
@@ -219,14 +220,18 @@ class _Heads:
     def _recalled(self, method: Method, choice: ChoiceSettings, length: int) -> int:
         """FLOPs of a prompt that Recall reads: every query scores the index of all closed groups, then attends.
 
-        With ``prompt="exact"`` it attends to all tokens and scores nothing. With latents, absorbed queries score the
-        index, and stored tokens are expanded.
+        With ``prompt="shared"`` one of many scores it, and those that choose for themselves open no more than others;
+        with "exact" none does, and all attend to all tokens. With latents, absorbed queries score the index, and stored
+        tokens are expanded.
         """
         rule, groups = method.layout.rule, int(num_entries(method, tokens_left(method, length)))
-        closed, opened = sum_closed(rule, length, None), sum_opened(rule, choice.quota, length)
-        if choice.prompt == "exact":
-            closed = opened = 0
+        closed, opened = sum_closed(rule, length, None), sum_opened(rule, choice.prompt_quota, length)
         visible = length * (length + 1) // 2 - (closed - opened) * rule.chunk + _reread_pairs(method, length)
+        if choice.prompt == "shared":
+            own = min(OWN_CHOICES, length)
+            closed = closed // (SHARED * rule.chunk) + own * rule.closed(length)
+        elif choice.prompt == "exact":
+            closed = 0
         asked = self.num_q * 2 * closed * rule.chunk * self.cached.width
         asked += length * self.absorb_flops if closed else 0
         return visible * self._per_key + asked + groups * rule.chunk * self.entry_flops

@@ -64,6 +64,11 @@ class Quota(NamedTuple):
         part, of = max(nearest, Fraction(1, _MAX_DENOMINATOR)).as_integer_ratio()
         return cls(least=least, part=part, of=of)
 
+    @property
+    def shared(self) -> Self:
+        """The quota of a query that chooses for others too: half of ``least``, rounded up."""
+        return self._replace(least=(self.least + 1) // 2)
+
     def at(self, closed: IntT) -> IntT:
         """Groups to open of ``closed`` groups, an int or int64 of any shape."""
         share = (closed * self.part + (self.of - 1)) // self.of
@@ -83,13 +88,14 @@ class Askers(NamedTuple):
     columns int64 ``[B|1, A]``: the A queries that choose, of which the first ``num_shared`` choose for others too.
     queries int32 ``[3, B|1, L]``: for each query the number of the one whose groups it opens; the column of the next
     query that opens those of another; and the group that it opens besides, as it was not closed for the one that
-    chose, -1 for none. lead: queries before the first one that chooses for ``SHARED * g`` of them, if that is the same
-    in all rows, else 0.
+    chose, -1 for none. first_own: the column of the first query that chooses for itself alone. lead: queries before the
+    first one that chooses for ``SHARED * g`` of them, if that is the same in all rows, else 0.
     """
 
     columns: Tensor
     queries: Tensor
     num_shared: int
+    first_own: int
     lead: int
 
     @classmethod
@@ -119,7 +125,7 @@ class Askers(NamedTuple):
         until = torch.where(is_own, column + 1, ((block + number + 1) * n - ahead).clamp(max=L - num_own))
         is_newer = (closed > (block + number) * SHARED) & (closed > 0) & (column >= padding) & ~is_own
         queries = torch.stack(torch.broadcast_tensors(of, until, torch.where(is_newer, closed - 1, -1)))
-        return cls(columns.to(device), queries.int().to(device), num_shared, lead)
+        return cls(columns.to(device), queries.int().to(device), num_shared, L - num_own, lead)
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,7 @@ class IndexChoice:
     """The groups with the highest index scores for each query, as many as ``quota`` says.
 
     q ``[B, H, L, D]``: queries as wide as the keys of the index (for latents, absorbed ones). scale: attention's, > 0.
-    askers: which of these choose; None: each for itself. ranks: the processes whose heads choose together; None: one.
+    askers: which of these choose, by ``quota.shared`` if for others too; None: each for itself. ranks: the processes whose heads choose together; None: one.
     """
 
     q: Tensor
@@ -136,6 +142,11 @@ class IndexChoice:
     quota: Quota
     askers: Askers | None = None
     ranks: Ranks | None = None
+
+    @property
+    def fewest(self) -> Quota:
+        """The quota of the queries that open the fewest groups."""
+        return self.quota if self.askers is None or self.askers.first_own == 0 else self.quota.shared
 
     def at(self, start: int, stop: int, closed: Tensor, num_groups: int) -> Tensor:
         """Groups that queries ``[start, stop)`` open, bool ``[B, K|1, stop - start, num_groups]``.
@@ -148,8 +159,11 @@ class IndexChoice:
         number, _, newer = self.askers.queries[:, :, start:stop].long()
         q = self.q.take_along_dim(self.askers.columns.take_along_dim(number, 1)[:, None, :, None], 2)
         newer = newer[:, None]
-        closed = closed - (newer >= 0).long()
-        chosen = choose_groups(index_scores(q, index, self.scale), closed, self.quota, K, self.ranks)
+        scores, closed = index_scores(q, index, self.scale), closed - (newer >= 0).long()
+        num_own = min(max(stop - self.askers.first_own, 0), stop - start)
+        sizes = stop - start - num_own, num_own
+        parts = zip(scores.split(sizes, 2), closed.split(sizes, 2), (self.quota.shared, self.quota), strict=True)
+        chosen = torch.cat([choose_groups(*part, K, self.ranks) for part in parts], dim=2)
         return chosen | (torch.arange(num_groups, device=q.device) == newer[..., None])
 
 

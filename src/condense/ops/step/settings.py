@@ -43,6 +43,11 @@ class ChoiceSettings:
     mean: bool
     prompt: Literal["recall", "exact", "shared"]
 
+    @property
+    def prompt_quota(self) -> Quota:
+        """The number of groups that queries open of which a call has many; all for "exact"."""
+        return {"recall": self.quota, "exact": Quota(), "shared": self.quota.shared}[self.prompt]
+
 
 @dataclass(frozen=True)
 class StepSettings:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from condense.ops.recall.choice import SHARED, IndexChoice, RecallSources
 from condense.ops.recall.index import GroupIndex
@@ -119,7 +120,7 @@ def attend_recall(
     assert isinstance(spans.rule, UniformRule), "as of the sources"
     closed = min(spans.hulls([(0, L)])[0][0].hi, G)
     # if a share of `closed` groups rounds up to all of them, it does so for every smaller number too
-    if choice.quota.at(closed) == closed:
+    if choice.fewest.at(closed) == closed:
         all_open = replace(spans, rule=replace(spans.rule, entries=g))
         return attention.run(call_of(q, [store, window], all_open, options.scale, options.softcap))
     call = call_of(q, [store, window], spans, options.scale, options.softcap)
@@ -155,18 +156,20 @@ def _choose_shared(choice: IndexChoice, spans: RuleSpans, closed: int, choose_gr
     assert isinstance(rule, UniformRule)
     assert rule.window is not None
     shared = q.take_along_dim(askers.columns[:, None, : askers.num_shared, None], 2)
-    first = q.shape[2] - (askers.columns.shape[1] - askers.num_shared)
+    first, G = askers.first_own, choice.index.steps.shape[2]
     block = (spans.query_start + (1 - rule.window)) // (SHARED * rule.chunk)
     # All rows get as many askers as the one that needs most. In another row the last asker stands at the next choice,
     # for which more groups are closed than the scores have room for; no query takes its choice
     sees = UniformRule(1, 0, entries=SHARED, max_chunks=closed // SHARED)
     parts = (
-        (shared, RuleSpans(sees, block - 1, 0, 0)),
-        (q[:, :, first:], RuleSpans(rule, spans.query_start + first, 0, at_least(spans.padding - first, 0))),
+        (shared, RuleSpans(sees, block - 1, 0, 0), choice.quota.shared),
+        (
+            q[:, :, first:],
+            RuleSpans(rule, spans.query_start + first, 0, at_least(spans.padding - first, 0)), choice.quota,
+        ),
+    )  # fmt: skip
+    of_others, own = (
+        choose_groups(asked, *choice.index, *describe(seen, 2, asked.shape[2], q.device), choice.scale, quota, closed)
+        for asked, seen, quota in parts
     )
-    numbers = choice.scale, choice.quota, closed
-    chosen = [
-        choose_groups(asked, *choice.index, *describe(seen, 2, asked.shape[2], q.device), *numbers)
-        for asked, seen in parts
-    ]
-    return torch.cat(chosen, dim=2)
+    return torch.cat([F.pad(of_others, (0, own.shape[3] - of_others.shape[3]), value=G), own], dim=2)
