@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from condense.methods import Context, Method, step_settings
-from condense.ops import ChoiceSettings
 from condense.ops.recall import (
     Askers,
     GroupIndex,
     IndexChoice,
+    Quota,
     RecallSources,
     choose_groups,
     index_scores,
@@ -117,14 +117,20 @@ def seen(q: Tensor, context: Context, *, scale: float, method: Method) -> Seen:
     if choice is not None and context.extra:
         signs, steps, store = context.extra
         closed, asked = spans[0][1][..., 0], q[:, :, at]
-        newer = torch.full_like(closed, -1)
+        newer, shared = torch.full_like(closed, -1), 0
         if choice.prompt == "shared" and L > 1:
             assert isinstance(context.spans, RuleSpans)
             askers = Askers.of_call(RecallSources(window, window, context.spans), L)
             number, _, newer = askers.queries[:, :, at].long()
             column, newer = askers.columns.take_along_dim(number, 1), newer[:, None]
-            asked = q.take_along_dim(column[:, None, :, None], 2)
-        opened, is_clear = _opened(choice, asked, GroupIndex(signs, steps), closed - (newer >= 0).long(), scale)
+            asked, shared = q.take_along_dim(column[:, None, :, None], 2), int((at < askers.first_own).sum())
+        queries, seen_closed = (x.tensor_split([shared], dim=2) for x in (asked, closed - (newer >= 0).long()))
+        found = [
+            _opened(x, n, quota, GroupIndex(signs, steps), scale)
+            for x, n, quota in zip(queries, seen_closed, (choice.quota.shared, choice.quota), strict=True)
+            if x.shape[2] > 0
+        ]
+        opened, is_clear = (torch.cat(x, dim=2) for x in zip(*found, strict=True))
         opened |= torch.arange(opened.shape[3], device=q.device) == newer[..., None]
         if choice.prompt == "exact" and L > 1:
             opened, is_clear = masks[0].expand_as(opened), torch.ones_like(is_clear)
@@ -148,9 +154,7 @@ def seen(q: Tensor, context: Context, *, scale: float, method: Method) -> Seen:
     return Seen(at, q[:, :, at], (*tensors, *window[:2]), mask, bias[:, :, None], clear, rest)
 
 
-def _opened(
-    choice: ChoiceSettings, q: Tensor, index: GroupIndex, closed: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+def _opened(q: Tensor, closed: Tensor, quota: Quota, index: GroupIndex, scale: float) -> tuple[Tensor, Tensor]:
     """The groups that queries open, bool ``[B, K, S, G]``, and whose choice is clear, bool ``[B, K, S]``.
 
     q ``[B, H, S, D]``; closed int64 ``[B|1, 1, S]``: groups that each query may open. A choice is clear if the scores
@@ -159,7 +163,7 @@ def _opened(
     """
     (D, K, G), wide = (q.shape[3], *index.signs.shape[1:3]), q.double()
     scores = index_scores(wide, index, scale)
-    opened = choose_groups(scores, closed, choice.quota, K)
+    opened = choose_groups(scores, closed, quota, K)
     is_closed = torch.arange(G, device=q.device) < closed[..., None]
     eps = torch.finfo(torch.float32).eps
     error = 64 * eps * float(scores.masked_fill(~is_closed, 0.0).abs().max())

@@ -97,7 +97,7 @@ def visible_pairs(method: Method, context: Context, length: int) -> int:
     """
     entries, window = (span.hi - span.lo for span in context.spans.at(0, length, context.window.k.device))
     if (choice := method.layout.choice) is not None:
-        opened = choice.quota.at(entries)
+        opened = (choice.quota if length == 1 else choice.prompt_quota).at(entries)
         entries = opened * method.layout.rule.chunk + ((entries > opened) & choice.mean)
     return round(sum(float(seen.sum(-1).double().mean()) for seen in (entries, window)))
 

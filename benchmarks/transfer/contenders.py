@@ -32,11 +32,11 @@ def _of_prompts(length: int) -> tuple[dict[str, Arm], dict[str, Arm]]:
     SnapKV, which keep a tenth of the whole text's tokens.
     """
     first: dict[str, Arm] = {"dense": None, "recall-device": DEVICE}
-    first |= {f"keep {share:.0%}": DEVICE.replace(keep=share) for share in (0.75, 0.5)}
+    first |= {f"keep {share:.0%}": DEVICE.replace(prompt="exact", keep=share) for share in (0.75, 0.5)}
     second: dict[str, Arm] = {
         "cache of 4 bits": CACHE,
-        "prompts shared": DEVICE.replace(prompt="shared"),
-        "keep 25%": DEVICE.replace(keep=0.25),
+        "dense prompts": DEVICE.replace(prompt="exact"),
+        "keep 25%": DEVICE.replace(prompt="exact", keep=0.25),
         "reread 25%": Reread(share=0.25),
         "reread 10%": Reread(share=0.1),
         "window 10%": StreamingLLM(sink=4, window=length // 10 - 4),
@@ -51,9 +51,10 @@ def _of_settings(length: int) -> tuple[dict[str, Arm], dict[str, Arm]]:
     Where another setting would open all groups, as the named one for the device does in the shortest texts, it is left
     out.
     """
-    first: dict[str, Arm] = {"dense": None, "recall-device": DEVICE, "recall-host": HOST, "cache of 4 bits": CACHE}
+    first: dict[str, Arm] = {"dense": None, "recall-device": DEVICE, "recall-host": HOST}
     second: dict[str, Arm] = {
-        "prompts shared": DEVICE.replace(prompt="shared"),
+        "dense prompts": DEVICE.replace(prompt="exact"),
+        "cache of 4 bits": CACHE,
         "prompts by Recall": DEVICE.replace(prompt="recall"),
         "128 at least": DEVICE.replace(min_recall=128),
         "128, prompts too": DEVICE.replace(min_recall=128, prompt="recall"),

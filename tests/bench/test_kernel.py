@@ -66,7 +66,7 @@ def test_every_method_is_right_in_every_row(monkeypatch):
         "recall": condense.Recall(group_size=4, window=8, num_recall=3),
         "drop": condense.Recall(group_size=4, window=8, num_recall=3, unchosen="drop"),
         "exact": condense.Recall(group_size=4, window=8, num_recall=3, prompt="exact", store_bits=4),
-        "shared": condense.Recall(group_size=4, window=8, num_recall=3, prompt="shared", store_bits=4),
+        "shared": condense.Recall(group_size=4, window=8, num_recall=0.1, min_recall=5, prompt="shared", store_bits=4),
     }
     plan, content = run(methods=methods, lengths=(64,), baselines=())
     assert len(content["rows"]) == len([*plan.tasks()])

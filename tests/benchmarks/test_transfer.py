@@ -22,7 +22,7 @@ from torch.nn import functional as F
 import condense
 
 _SMALL = {"num_hidden_layers": 2, "hidden_size": 96, "intermediate_size": 64}
-SMALL = contenders.DEVICE.replace(group_size=8, window=16, store_bits=16, min_recall=0, num_recall=0.1)
+SMALL = contenders.DEVICE.replace(prompt="exact", group_size=8, window=16, store_bits=16, min_recall=0, num_recall=0.1)
 
 
 @pytest.fixture(scope="module")

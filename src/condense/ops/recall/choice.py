@@ -133,7 +133,8 @@ class IndexChoice:
     """The groups with the highest index scores for each query, as many as ``quota`` says.
 
     q ``[B, H, L, D]``: queries as wide as the keys of the index (for latents, absorbed ones). scale: attention's, > 0.
-    askers: which of these choose, by ``quota.shared`` if for others too; None: each for itself. ranks: the processes whose heads choose together; None: one.
+    askers: which of these choose, by ``quota.shared`` if for others too; None: each for itself. ranks: the processes
+    whose heads choose together; None: one.
     """
 
     q: Tensor
