@@ -12,8 +12,7 @@ Its head: title, lengths, and a picture if it has one. A row: its label, the nam
 where ``bench-`` may be left out, the figure (an operation of the kernel benchmark, or one of ``first``, ``step``,
 ``cache``, ``peak``), the runner, and the baseline whose ratio stands beside the time. Each cell is from the newest file
 that holds it, whose time and commit stand below the table; a ratio is always of one run. The block ``named`` has the
-times of `generate`. Its rows say one layer's step and prompt: as above, by a result with the steps that fetch groups,
-or in words.
+times of `generate`. Its rows say one layer's step and prompt: as above, or in words.
 """
 
 from __future__ import annotations
@@ -101,9 +100,6 @@ def _named(rows: str, documents: Documents) -> str:
 
 
 def _layer(said: str, documents: Documents) -> str:
-    if said in documents:  # from no open group fetched to all
-        rows = [x for x in documents[said]["results"]["rows"] if (x["store"], x["requests"]) == ("ring, by tiles", 1)]
-        return " to ".join(f"{us:.3g}" for us in sorted(x["us"]["median"] for x in rows)) + " us"
     if not _ROW.fullmatch(f"layer = {said}"):
         return said
     return re.sub(r", \d+%", "", _row(f"layer = {said}", documents)[1][readme_page.LENGTH].text)

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from condense import CCA, Method, Recall
 from condense.models.inspect import inspect
 from condense.models.shapes import shape_config
+from condense.ops.recall.choice import SHARED
 
 LENGTH = 131072
 NAMES = ("recall-host", "recall-device", "pooled")
@@ -35,7 +36,7 @@ _TEXT = ("key", "other")  # tokens that need far text, and the others
 # the arm of the study of adaptation, its settings and its length
 _ARM, _ADAPTED, _ADAPTED_LENGTH = "both", "lca:window=512,rep_bias=log_size", 8192
 # dense vLLM beside Recall's; a model adapted to `CCA`
-_DENSE, _DEVICE = "rounds-dense-h200-", "rounds-recall-device-"
+_DENSE, _DEVICE = "rounds-dense-h200-", "default-recall-device-"
 _POOLED = "adapted-20261124T041642Z"
 _BLOCK = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
@@ -78,40 +79,37 @@ def claims(documents: Documents) -> list[str]:
     recall, device = (Method.parse(f"recall-{where}").to_dict() for where in ("host", "device"))
     shorter = LENGTH - _longest(documents)
     running = {name: _running(documents, name) for name in ("dense", "condensed")}
-    models = [*transfer_page.models_of(documents).values()]
+    models = [*transfer_page.named_of(documents).values()]
     sizes = sorted({round(model["parameters"] / 1e6) for model in models})
     served = {name: _untouched(documents, start) for name, start in (("dense", _DENSE), ("condensed", _DEVICE))}
     one, most = ({name: of[i] for name, of in served.items()} for i in range(2))
     (far, copies, missed), cache = lost(documents, "recall-device"), lost(documents)
     host, trained = lost(documents, "recall-host"), transfer_page.trainings_of(documents)
     others = {key: model for key, model in trained.items() if model["make"] != "mla-28m"}
-    elsewhere = transfer_page.worst(others, "recall-device", ["copy"])[0]
-    # the make that lost the most on text, with more groups open; and one adapted to pooling, in the tests of Recall
-    more = transfer_page.row_of(documents[transfer_page.OPENED]["results"]["models"][0], "1024 at least", 32768)
+    elsewhere = [transfer_page.worst(others, name, ["copy"])[0] for name in ("recall-device", "recall-host")]
+    # one adapted to pooling, in the tests of Recall
     ours = transfer_page.row_of(documents[_POOLED]["results"]["models"][0], "pooled, adapted", 16384)
-    shared = [row for row in _only(documents, "generate-shared-")["rows"] if row["attention"].endswith("=shared")]
+    firsts = served_first(documents), generate(documents, "recall-device")[0]
     of_four, _ = _untouched(documents, "rounds-dense-int4-")
     return [
         f"form groups of {recall['group_size']},",
-        f"opens the {recall['num_recall']} groups that",
+        f"opens the {recall['num_recall']:,} groups that",
         f"most to it: a {({0.125: 'eighth', 0.0625: 'sixteenth'})[device['num_recall']]} of them",
-        f"and at least {device['min_recall']}",
+        f"and at least {device['min_recall']:,}",
         "sees all others as one token" if device["unchosen"] == "mean" else "does not see the others",
         f"old tokens stay on the GPU, in {device['store_bits']} bits",
-        "read prompts with dense attention" if device["prompt"] == "exact" else "read prompts like answers",
+        f"one of {SHARED * device['group_size']} tokens chooses" if device["prompt"] == "shared" else "each token chooses",
         f"{_WORDS[len(models)]} models of {sizes[0]} to {sizes[-1]} million parameters",
         f"texts of up to {max(row['length'] for model in models for row in model['rows']):,} tokens",
         f"loses up to {far} nats a token of text, {copies} on copies, and {missed} of a task's answers",
         f"loses {host[0]}, {host[1]} and {host[2]}",
-        f"only with latents, elsewhere {elsewhere:.3f}.",
-        f"lost {more['key'][0]:.3f} on its text",
+        f"only with latents, elsewhere {elsewhere[0]:.3f} and {elsewhere[1]:.3f}.",
         f"loses {cache[0]}, {cache[1]} and {cache[2]}",
         f"lost {ours['key'][0]:.3f} nats on far text and {max(ours[x][0] for x in transfer_page.TASKS):.1%} of a task",
         f"vLLM's took {text(of_four, 'ms')} a token",
         f"up to {shorter:,} tokens shorter",
         f"ran {running['condensed']} requests of {LENGTH:,} tokens at once, dense {running['dense']}.",
-        f"first token came after {min(_only(documents, 'recall-shared-speed-')['first']):.2f} s",
-        f"in vLLM and {min(row['first_s'] for row in shared):.2f} s in",
+        f"first token came after {text(firsts[0], 's')} in vLLM and {text(firsts[1], 's')} in",
         f"one request took {text(one['condensed'], 'ms')} a token",
         f"dense attention {text(one['dense'], 'ms')};",
         f"the most was {most['condensed']:.0f} tokens a second, dense {most['dense']:.0f}",
@@ -126,6 +124,11 @@ def lost(documents: Documents, name: str | None = None) -> list[str]:
     forms = {_TEXT: "{:.3f}", ("copy",): "{:.3f}", tuple(transfer_page.TASKS): "{:.1%}"}
     cells = [(transfer_page.worst(models, arm, of)[0], form) for of, form in forms.items()]
     return [form.format(value) if value > 0 else "nothing" for value, form in cells]
+
+
+def served_first(documents: Documents) -> float:
+    """Seconds to the first token of `recall-device` in the engine."""
+    return _served(documents)["recall-device", 0]
 
 
 def _only(documents: Documents, start: str) -> Any:

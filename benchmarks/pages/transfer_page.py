@@ -1,7 +1,7 @@
 """`docs/studies/transfer.md`, from its template, and the table of the same study in `docs/recall.md`.
 
-In the template stand ``{{WORST}}``, ``{{LENGTHS}}``, ``{{DEVICE}}``, ``{{OPENED}}`` and ``{{ADAPTED}}``; in the page of
-Recall the worst cells of the named settings between ``<!-- transfer -->`` and ``<!-- /transfer -->``.
+In the template stand ``{{NAMED}}``, ``{{LENGTHS}}``, ``{{DEVICE}}``, ``{{WORST}}``, ``{{OPENED}}`` and ``{{ADAPTED}}``;
+in the page of Recall the worst cells of the named settings between ``<!-- transfer -->`` and ``<!-- /transfer -->``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ TITLES = {
 }  # fmt: skip
 TOKENS = {"key": "far text needed", "copy": "copies", "identifier": "far identifiers", "other": "other tokens"}
 TASKS = {"number": "numbers", "shared": "names that share words", "several": "several at once"}
-_DEVICE, _HOST = "recall-device", "recall-host"
-_NAMED = (_DEVICE, "dropped", "cache of 4 bits")
-# runs in which makes were trained and read under named settings; and what a run calls `recall-host` whose arms differ
-# by the least number of groups
-_RUNS, _SAME = ("transfer-", "prompts-", "reread-", "evicted-", "opened-"), {_HOST: "256 at least"}
+_DEVICE, _HOST, _CACHE = "recall-device", "recall-host", "cache of 4 bits"
+_NAMED = (_DEVICE, _HOST)
+# runs in which makes were trained and read; the last has the named settings as they are. What the others call by these
+# names opened fewer groups, but as many of latents, and read prompts densely. That is the same with latents, and where
+# all groups are open, in short texts. And they call by its own name what reads prompts as `recall-host` does
+_RUNS, _NOW = ("transfer-", "prompts-", "reread-", "evicted-", "opened-", "named-"), "named-"
+_BEFORE, _SHARED = {_DEVICE: "512 open", _HOST: "256 open"}, "prompts shared"
+_WHOLE, _LATENTS = 8448, "mla-28m"
 _LOST = {"far text needed": "key", "other tokens": "other", "copies": "copy"}
 # the run that says how many open groups are enough after a longer training
 OPENED = "opened-20261130T013222Z"
@@ -30,24 +33,49 @@ _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
 def models_of(documents: Mapping[str, Any]) -> dict[str, Any]:
-    """The models of the newest run by make, as `TITLES` has them."""
+    """The models of the newest run that compares settings, by make as `TITLES` has them."""
     newest = max(name for name in documents if name.startswith("transfer-"))
     found = {model["make"]: model for model in documents[newest]["results"]["models"]}
-    return {make: found[make] for make in TITLES}
+    return {make: _renamed(found[make]) for make in TITLES}
 
 
-def trainings_of(documents: Mapping[str, Any]) -> dict[str, Any]:
-    """The models of all runs, by run and make, and of each the rows of named settings, whatever a run calls these."""
-    found = {}
-    for name, document in documents.items():
-        for model in document["results"].get("models", ()) if name.startswith(_RUNS) else ():
-            rows = [row | {"arm": arm} for row in model["rows"] for arm in (*_NAMED, _HOST) if _is(row["arm"], arm)]
-            found[f"{name}/{model['make']}"] = model | {"rows": rows}
+def named_of(documents: Mapping[str, Any]) -> dict[str, Any]:
+    """The makes under the named settings: rows of the newest run of these, and of `models_of` where all is open."""
+    trained, found = trainings_of(documents), {}
+    runs = [max(name for name in documents if name.startswith(begin)) for begin in ("transfer-", _NOW)]
+    for make in TITLES:
+        models = [trained[f"{run}/{make}"] for run in runs if f"{run}/{make}" in trained]
+        rows = [row for model in models for row in model["rows"] if row["arm"] in _NAMED]
+        found[make] = models[-1] | {"rows": rows}
     return found
 
 
-def _is(arm: str, named: str) -> bool:
-    return arm in (named, _SAME.get(named))
+def trainings_of(documents: Mapping[str, Any]) -> dict[str, Any]:
+    """The models of all runs, by run and make, with arms by the names that settings have now."""
+    found = {}
+    for name, document in documents.items():
+        for model in document["results"].get("models", ()) if name.startswith(_RUNS) else ():
+            now, make = name.startswith(_NOW), model["make"]
+            rows = [
+                row | {"arm": arm}
+                for row in model["rows"]
+                for arm in ((row["arm"],) if now else _names(row["arm"], make, row["length"]))
+            ]
+            found[f"{name}/{make}"] = model | {"rows": rows}
+    return found
+
+
+def _names(arm: str, make: str, length: int) -> tuple[str, ...]:
+    """The names that an arm of a run before the present settings has now."""
+    if arm == _DEVICE and length <= _WHOLE:
+        return _NAMED
+    if arm in _NAMED and make == _LATENTS:
+        return (arm,)
+    return (_HOST,) if arm == _SHARED and make != _LATENTS else (_BEFORE.get(arm, arm),)
+
+
+def _renamed(model: Mapping[str, Any]) -> Mapping[str, Any]:
+    return model | {"rows": [row | {"arm": _BEFORE.get(row["arm"], row["arm"])} for row in model["rows"]]}
 
 
 def title(key: str) -> str:
@@ -57,14 +85,15 @@ def title(key: str) -> str:
 
 def write_page(documents: Mapping[str, Any], page: Path) -> None:
     """Write the study's page."""
-    newest = models_of(documents)
+    newest, named = models_of(documents), named_of(documents)
     rows = [row for model in newest.values() for row in model["rows"]]
-    arms = dict.fromkeys(row["arm"] for row in rows if row["arm"] not in ("dense", _HOST))
+    arms = dict.fromkeys(row["arm"] for row in rows if row["arm"] != "dense")
     adapted = [of for name, of in sorted(documents.items()) if name.startswith("adapted-")]
     tables = {
-        "WORST": _worst_cells(newest, [*_NAMED, *(arm for arm in arms if arm not in _NAMED)]),
-        "LENGTHS": _lengths(newest),
-        "DEVICE": _device(newest),
+        "NAMED": _worst_cells(trainings_of(documents), (*_NAMED, _CACHE)),
+        "LENGTHS": _lengths(named),
+        "DEVICE": _device(named),
+        "WORST": _worst_cells(newest, arms),
         "OPENED": by_model(documents[OPENED]),
         "ADAPTED": _adapted(adapted),
     }
@@ -74,7 +103,7 @@ def write_page(documents: Mapping[str, Any], page: Path) -> None:
 
 def fill(page: Path, documents: Mapping[str, Any]) -> None:
     """Write the table of another page anew."""
-    table = _worst_cells(models_of(documents), _NAMED)
+    table = _worst_cells(trainings_of(documents), (*_NAMED, _CACHE))
     text = page.read_text(encoding="utf-8")
     page.write_text(_BLOCK.sub(lambda block: block[1] + table + block[2], text), encoding="utf-8")
 
@@ -101,9 +130,9 @@ def _worst_cells(models: Mapping[str, Any], arms: Iterable[str]) -> str:
         cells = []
         for names in (*([name] for name in _LOST.values()), TASKS):
             lost, length, make = worst(models, arm, names)
-            cells.append(f"{_percent(lost) if names is TASKS else f'{lost:+.3f}'} ({TITLES[make]}, {length:,})")
+            cells.append(f"{_percent(lost) if names is TASKS else f'{lost:+.3f}'} ({title(make)}, {length:,})")
         kl, length, make = max((row["kl"], row["length"], make) for row, make in measured)
-        rows.append([arm, *map(_between, sizes), *cells, f"{kl:.4f} ({TITLES[make]}, {length:,})"])
+        rows.append([arm, *map(_between, sizes), *cells, f"{kl:.4f} ({title(make)}, {length:,})"])
     return _table(rows)
 
 
@@ -130,7 +159,7 @@ def _device(models: Mapping[str, Any]) -> str:
     rows = [["", *names.values()], ["---"] * (1 + len(names))]
     for make, length in _places(models):
         row = row_of(models[make], _DEVICE, length)
-        rows.append([f"{TITLES[make]}, {length:,}", *(_cell(row, name) for name in names)])
+        rows.append([f"{TITLES[make]}, {length:,}", *(_cell(row, name) if name in row else "-" for name in names)])
     return _table(rows)
 
 
@@ -147,7 +176,7 @@ def _cell(row: Mapping[str, Any], name: str) -> str:
 
 def by_model(document: Mapping[str, Any]) -> str:
     """The arms of a run: bytes, and what each loses by model and length."""
-    models = {model["make"]: model for model in document["results"]["models"]}
+    models = {model["make"]: _renamed(model) for model in document["results"]["models"]}
     arms = dict.fromkeys(row["arm"] for model in models.values() for row in model["rows"] if row["arm"] != "dense")
     rows = [["", "device", "read", *(f"{TITLES[make]}, {length:,}" for make, length in _places(models))]]
     rows.append(["---"] * len(rows[0]))
@@ -167,7 +196,8 @@ def _nats(row: Mapping[str, Any]) -> str:
 
 
 def _worst(row: Mapping[str, Any]) -> str:
-    return _percent(max(row[name][0] for name in TASKS))
+    """The worst task; a dash for a model that did not learn them."""
+    return _percent(max(row[name][0] for name in TASKS)) if TASKS.keys() <= row.keys() else "-"
 
 
 def _kl(row: Mapping[str, Any]) -> str:

@@ -90,8 +90,8 @@ def costs(model: PreTrainedModel, arm: Arm, length: int) -> dict[str, Any]:
         latents = bool(getattr(config, "kv_lora_rank", None))
         other = arm.of_layer(is_first=False, has_latents=latents)
         opened = other.quota.at((tokens_left(arm, length) - arm.window) // arm.group_size)
-        # given for all layers, latents get four times the slots
-        hosted = arm.replace(store="host", slots=opened // 4 if latents else opened)
+        # given for all layers, latents get twice the slots
+        hosted = arm.replace(store="host", slots=opened // 2 if latents else opened)
         result["host_store"] = _bytes(model, hosted, length)["device"]
     return result
 

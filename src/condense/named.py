@@ -24,18 +24,18 @@ _RECALL = {
 }  # fmt: skip
 _LOSES = (
     "{} nats on text and 0.038 on copies (latents; others {}), and {} of a task (the worst of several trainings of "
-    "models of 25 to 83M, texts of up to 65,536 tokens)"
+    "models of 25 to 83M, texts of up to 32,768 tokens)"
 )
 NAMED_SETTINGS = {
     "recall-host": NamedSettings(
         _RECALL | {"store": "host", "num_recall": 512, "slots": 512},
         "Any model as it is; far tokens in host memory, so little is kept on the device.",
-        _LOSES.format("0.033", "0.007", "1.3%"),
+        _LOSES.format("0.015", "0.019", "1.0%"),
     ),
     "recall-device": NamedSettings(
         _RECALL,
         "Any model as it is; all on the device, far tokens in 4 bits.",
-        _LOSES.format("0.015", "0.019", "1.7%"),
+        _LOSES.format("0.008", "0.013", "1.0%"),
     ),
     "pooled": NamedSettings(
         {"method": "lca", "window": 512, "rep_bias": "log_size"},

@@ -74,12 +74,12 @@ def test_what_named_settings_lose_is_the_worst_that_was_measured():
     others = {key: model for key, model in trained.items() if model["make"] != "mla-28m"}
     for name in ("recall-device", "recall-host"):
         assert f"others {transfer_page.worst(others, name, ['copy'])[0]:.3f}" in NAMED_SETTINGS[name].loses
-    # the arms are those of the settings: prompts read densely, the store's place aside
+    # the arms are those of the settings, the store's place aside
     arms, _ = contenders.arms_of("transfer", 16384)
     device, host = (condense.Method.parse(name) for name in ("recall-device", "recall-host"))
     assert arms["recall-device"] == device
     assert arms["recall-host"] == host.replace(store="device")
-    assert host == device.replace(store="host", num_recall=256, slots=256)
+    assert host == device.replace(store="host", num_recall=512, slots=512)
     start = " ".join((write_pages.ROOT / "docs" / "start-here.md").read_text(encoding="utf-8").split())
     device, host, cache = (losses[name][0] for name in ("recall-device", "recall-host", None))
     assert f"lost at most {cache} nats a token of text, `recall-device` {device} and `recall-host` {host}" in start

@@ -16,8 +16,8 @@ BARS = (
     f"task lost, with the paired 95 % bound at most {MOST_BOUND:.0%}."
 )
 MORE = (
-    "No setting passes. More open groups lose less: --method recall-device:min_recall=1024, or "
-    "recall-host:num_recall=512,slots=512. Up to some 4,352 tokens both open all groups already, and more bits lose "
+    "No setting passes. More open groups lose less: --method recall-device:min_recall=2048, or "
+    "recall-host:num_recall=1024,slots=1024. Up to some 8,448 tokens both open all groups already, and more bits lose "
     "less: recall-device:store_bits=8. With keep, a larger share of the prompt loses less."
 )
 

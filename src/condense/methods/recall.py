@@ -34,7 +34,7 @@ class Recall(Method):
     opens: a number >= 2, or a share of the closed groups, above 0 and at most 1.0 (all), rounded up, which grows with
     the text; 1 is refused, because programs that write JSON make it of 1.0. min_recall: the least groups that a share
     opens, where as many are closed, >= 0. Query heads that share a KV head open the same groups. Where one method is
-    given for all layers of a model, its first layer opens all groups and those that cache latents four times as many
+    given for all layers of a model, its first layer opens all groups and those that cache latents twice as many
     (`of_layer`).
 
     A query's score of a group is the largest that an index estimates of its tokens' scores. The index holds a centre of
@@ -124,7 +124,7 @@ class Recall(Method):
 
     def of_layer(self, *, is_first: bool, has_latents: bool) -> Method:
         """The same settings, with all groups open from the device in the first layer; in others that cache latents,
-        with four times as many open (and slots), as all query heads of latents open the same ones.
+        with twice as many open (and slots), as all query heads of latents open the same ones.
 
         Layers that cache latents read prompts with dense attention where others share choices: there it is faster.
         A first layer's attention is spread over many tokens; what both rules save: `docs/studies/transfer.md`.
@@ -135,9 +135,9 @@ class Recall(Method):
             return self.replace(num_recall=1.0, store="device")
         if not has_latents:
             return self
-        opened = self.num_recall * 4 if isinstance(self.num_recall, int) else min(1.0, self.num_recall * 4)
-        slots = self.slots * 4 if self.store == "host" else self.slots
-        return self.replace(num_recall=opened, min_recall=self.min_recall * 4, slots=slots)
+        opened = self.num_recall * 2 if isinstance(self.num_recall, int) else min(1.0, self.num_recall * 2)
+        slots = self.slots * 2 if self.store == "host" else self.slots
+        return self.replace(num_recall=opened, min_recall=self.min_recall * 2, slots=slots)
 
     @property
     def has_step(self) -> bool:
