@@ -98,7 +98,9 @@ def claims(documents: Documents) -> list[str]:
         f"and at least {device['min_recall']:,}",
         "sees all others as one token" if device["unchosen"] == "mean" else "does not see the others",
         f"old tokens stay on the GPU, in {device['store_bits']} bits",
-        f"one of {SHARED * device['group_size']} tokens chooses" if device["prompt"] == "shared" else "each token chooses",
+        f"one of {SHARED * device['group_size']} tokens chooses"
+        if device["prompt"] == "shared"
+        else "each token chooses",
         f"{_WORDS[len(models)]} models of {sizes[0]} to {sizes[-1]} million parameters",
         f"texts of up to {max(row['length'] for model in models for row in model['rows']):,} tokens",
         f"loses up to {far} nats a token of text, {copies} on copies, and {missed} of a task's answers",

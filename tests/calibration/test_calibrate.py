@@ -34,7 +34,7 @@ BAD = {
     "letters": ({"candidates": "recall-device"}, "candidates must be a list or a tuple, got 'recall-device'"),
     "one": ({"candidates": Dense()}, r"candidates must be a list or a tuple, got Dense\(\)"),
     "ahead": ({"candidates": (CCA(summary="prompt"),)}, "sees later tokens of a whole text: use summary="),
-    "kept": ({"candidates": ("recall-device", "recall-device:keep=0.5")}, "use keep=1"),
+    "kept": ({"candidates": ("recall-device", "recall-device:prompt=exact,keep=0.5")}, "use keep=1"),
 }
 CONFIG = CalibrationConfig(budget_nats=0.2, candidates=CANDIDATES, length=128, texts=3)
 GOALS = [

@@ -46,9 +46,11 @@ def test_one_method_for_all_layers_opens_all_groups_in_the_first():
     first = some.replace(num_recall=1.0, store="device")
     assert condensed_layers(condense.apply(tiny.model("llama"), some)) == {0: first, 1: some, 2: some}
     assert condensed_layers(condense.apply(tiny.model("gemma2"), some)) == {1: first}
-    more = some.replace(num_recall=1.0, min_recall=4 * some.min_recall, slots=4 * some.slots)
+    more = some.replace(num_recall=1.0, min_recall=2 * some.min_recall, slots=2 * some.slots)
     assert condensed_layers(condense.apply(tiny.model("deepseek_v3"), some)) == {0: first, 1: more, 2: more}
-    assert condensed_layers(condense.apply(tiny.model("deepseek_v3"), RECALL))[2].num_recall == 4 * RECALL.num_recall
+    few = condensed_layers(condense.apply(tiny.model("deepseek_v3"), RECALL.replace(prompt="shared")))
+    assert few[2] == RECALL.replace(num_recall=2 * RECALL.num_recall, min_recall=more.min_recall, prompt="exact")
+    assert few[0].prompt == "exact"
     assert condensed_layers(condense.apply(tiny.model("llama"), {"rest": some})) == dict.fromkeys(range(3), some)
 
 

@@ -25,6 +25,7 @@ METHODS = tiny.METHODS | {
 }
 LENGTH = 8192
 RECALLS = cases.RECALLS | {"two-open": tiny.RECALL, "a-tenth": tiny.RECALL.replace(num_recall=0.1, min_recall=0)}
+RECALLS["shared"] = tiny.RECALL.replace(num_recall=0.1, min_recall=5, prompt="shared")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +79,15 @@ def recall_flops(name, method, length):
     H, D, Dv, asked, absorb, expand = 4, 8, 8, 8, 0, 0
     if name == "deepseek_v3":
         D, Dv, asked, absorb, expand = 12, 6, 16, 2 * 4 * 12 * 8, 2 * 4 * 12 * (8 + 6)
-    g, total = method.group_size, 0
+    g, total, scored = method.group_size, 0, 0
     for t in range(length):
         closed = max(0, t + 1 - method.window) // g
-        opened = method.quota.at(closed)
+        opened = (method.quota._replace(least=3) if method.prompt == "shared" else method.quota).at(closed)
         total += (opened * g + t + 1 - closed * g) * H * 2 * (D + Dv)
-        total += closed * g * H * 2 * asked
+        scored += closed * g
+    if method.prompt == "shared":  # by one query of 2g, and by the last 64
+        scored = scored // g // (2 * g) * g + min(64, length) * closed * g
+    total += scored * H * 2 * asked
     total += length * absorb if closed > 0 else 0
     return total + closed * g * expand
 

@@ -13,9 +13,10 @@ from condense.models import choice_from_text
 from condense.serving.plan import serving_plans
 
 SETTINGS = {
-    # in 16 bits: with 4 in three layers float32's noise decides. Weights that differ by 3e-7 of their size change
+    # In 16 bits: with 4 in three layers float32's noise decides. Weights that differ by 3e-7 of their size change
     # generate's own answers from the second token on. The first layer alone gets numbers free of noise
-    "recall-device": "recall-device:store_bits=16",
+    # Dense prompts, as what shared choices leave in the cache depends on the pieces in which a prompt is read
+    "recall-device": "recall-device:store_bits=16,prompt=exact",
     "calibrated": "recall-device@0+cca:key_pooling=mean,value_pooling=mean,entry_bits=4@1+"
     "streaming_llm:sink=4,window=1024@2",
     "pooled": "pooled",
