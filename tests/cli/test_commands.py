@@ -103,7 +103,7 @@ BAD = [
     (("verify", "a", "b"), "wanted one model, or result files"),
     (("verify", "none.json"), "no such file"),
     (("verify", "a.json", "--length", "256"), "length: result files are read here, and nothing is measured: leave out"),
-    (("verify", "--length", "64"), "at least 256 tokens, got 64"),
+    (("verify", "--length", "64"), "must be an integer >= 256, got 64"),
     *((("run", "-m", name, "--tasks", "gsm8k"), NO_MODULE.format(name)) for name in ("lm_evall", "a.b", ".scorer")),
     *((("run", *words), NO_OPTION.format(words[0])) for words in (("scorer", "--help"), ("-x",))),
 ]

@@ -151,7 +151,8 @@ def test_texts_and_greedy_tokens_fit_learned_positions(demo):
 
 
 def test_bad_lengths():
-    for lengths, said in ((512, "lengths must be a list or a tuple, got 512"), ((), "one length at least")):
+    wrong = {512: "a list or a tuple, got 512", (): "one length at least", (512, "1K"): "an integer >= 256, got '1K'"}
+    for lengths, said in wrong.items():
         tiny.refused(said, VerifyConfig, lengths)
 
 

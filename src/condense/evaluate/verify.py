@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from condense.config import Natural, Positive, check_fields
+from condense.config import Natural, Positive, check_fields, check_int
 from condense.evaluate.compare import attention_of
 from condense.evaluate.intervals import LEAST_FOUND, Cell, Proportion
 from condense.evaluate.verify_texts import TASKS, DenseReading, TextReading, VerifyText, read_text, verify_texts
@@ -40,6 +40,8 @@ class VerifyConfig:
         check_fields(self)
         if not self.lengths:
             raise ValueError("lengths must hold one length at least, got none")
+        for length in self.lengths:
+            check_int("lengths", length, 256)
         object.__setattr__(self, "lengths", tuple(sorted(set(self.lengths))))
 
 

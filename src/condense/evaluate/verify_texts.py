@@ -54,11 +54,9 @@ def verify_texts(
     """``count`` texts with a copy at the end, each with others for the tasks; the same for the same arguments.
 
     The two tasks ask for numbers on lines of their own, and for numbers anywhere in the text whose names share words;
-    as many of the ``questions`` as fit.
-    Raises ValueError for a length below 256, and as `SequenceBuilder`.
+    as many of the ``questions`` as fit. length: >= 256.
+    Raises ValueError as `SequenceBuilder`.
     """
-    if length < 256:
-        raise ValueError(f"length: wanted at least 256 tokens, got {length}")
     words = load_words().held_out
     builder, questions = SequenceBuilder(tokenizer, corpus, words, length), min(questions, len(words) // 2)
     numbers = passkey_sequences(builder, count, keys=questions, seed=seed)
