@@ -42,7 +42,7 @@ def arms(length: int) -> dict[str, condense.Method]:
         **{f"reread {share:.0%}": condense.Reread(share=share) for share in kept},
         **{f"window {share:.0%}": condense.StreamingLLM(sink=4, window=kept[share] - 4) for share in (0.1, 0.25)},
         "snapkv 10%": condense.SnapKV(budget=kept[0.1]),
-        **{f"keep {share:.0%}": recall.replace(keep=share) for share in (0.25, 0.5, 0.75)},
+        **{f"keep {share:.0%}": recall.replace(prompt="exact", keep=share) for share in (0.25, 0.5, 0.75)},
         "recall-device": recall,
     }
 

@@ -7,6 +7,7 @@ from functools import partial
 import generate
 import numpy as np
 import pytest
+import reread
 import torch
 from generate import Cell
 from models import tiny
@@ -145,3 +146,10 @@ def test_figures_are_of_the_named_method_and_what_does_not_agree_is_not_timed(mo
     assert not condense.models.condensed_layers(model)
     monkeypatch.setattr(generate.ModelGate, "check", lambda *args: Verdict(3.0))
     assert generate.wrong(model, cells[1]) == "wrong: logits 3 times the bound apart, not timed"
+
+
+def test_shares_of_a_prompt_are_compared_with_all_of_it():
+    arms, whole = reread.arms(4096), condense.Method.parse("recall-device")
+    kept = [arms[f"keep {share}%"] for share in (25, 50, 75)]
+    assert arms["recall-device"] == whole
+    assert kept == [whole.replace(prompt="exact", keep=share) for share in (0.25, 0.5, 0.75)]
