@@ -72,8 +72,9 @@ def _chooses(arm: Arm, length: int) -> bool:
     method = next(iter(arm.values())) if isinstance(arm, Mapping) else arm
     if not isinstance(method, Recall):
         return True
-    groups = (length - method.window) // method.group_size
-    return method.quota.at(groups) < groups
+    groups, choice = (length - method.window) // method.group_size, method.layout.choice
+    assert choice is not None
+    return any(quota.at(groups) < groups for quota in (choice.quota, choice.prompt_quota))
 
 
 def costs(model: PreTrainedModel, arm: Arm, length: int) -> dict[str, Any]:

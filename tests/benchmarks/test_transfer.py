@@ -192,6 +192,14 @@ def test_every_arm_is_measured(study, most, drawn):
     assert [record for record in records if {"error", "costs_error"} & set(record)] == []
 
 
+def test_arms_that_open_all_groups_are_left_out():
+    """Of 1,008 groups, 1,024 are all; but in prompts that share choices 512 are open."""
+    (_, short), (_, longer) = (contenders.arms_of("transfer", length) for length in (8192, 16384))
+    assert not {"dropped", "16 bits"} & short.keys()
+    assert {"dropped", "16 bits"} <= longer.keys()
+    assert not {"dense prompts", "prompts by Recall"} & longer.keys()
+
+
 def test_a_dense_cache_in_many_bits_is_dense_attention():
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, n, 400, 32, generator=generator) for n in (4, 2, 2))
