@@ -21,7 +21,7 @@ from speed.budget import Verdict
 class ModelGate:
     """Checks one model on a short text of random tokens per method.
 
-    Of a method that reads prompts densely its steps are checked, against a prompt that is read as they are.
+    If a method reads prompts otherwise than steps, its steps are checked, against a prompt that is read as they are.
     """
 
     def __init__(self, model: PreTrainedModel, method: MethodChoice, seed: int) -> None:
