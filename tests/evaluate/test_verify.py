@@ -77,6 +77,13 @@ def test_a_good_setting_passes_and_planted_faults_fail(results):
     assert results["few"].device < results["good"].device + results["good"].host
 
 
+def test_a_setting_whose_prompts_choose_does_not_open_all_groups():
+    """Of 1,008 groups a step of this setting opens all, and a token that chooses for others 512."""
+    device = condense.Method.parse("recall-device")
+    assert [verify_module._opens_all([device], length) for length in (8192, 16384)] == [True, False]
+    assert verify_module._opens_all([device.replace(prompt="exact")], 16384)
+
+
 def test_all_groups_open_is_dense_attention(results):
     (each,), (dense,) = results[ALL_OPEN].lengths, results[DENSE].lengths
     # a hundredth of the bar: rounding in float32 moves a loss by some 1e-6
