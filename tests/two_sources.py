@@ -30,6 +30,9 @@ class ArrayChoice:
     def __init__(self, mask):
         self.mask = mask
 
+    def opens_all(self, closed):
+        return closed == 0
+
     def at(self, start, stop, closed, num_groups):
         group = torch.arange(num_groups, device=closed.device)
         return self.mask[:, :, start:stop, :num_groups] & (group < closed[..., None])

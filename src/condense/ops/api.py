@@ -89,7 +89,7 @@ def attend_recall(
 
     q ``[B, H, L, D]`` in the dtype of the sources. choice: the groups that each query opens; its tensors get no
     gradient. means: the values of that one token (`condense.ops.recall.rest`); None to leave it out (Quest). backend,
-    extras: as of `attend`; groups are chosen without extras.
+    extras: as of `attend`; groups are chosen without extras. If every query opens all of its groups, this is `attend`.
 
     Returns out ``[B, H, L, Dv]`` in the dtype of q and, with ``return_lse``, the log-sum-exp ``[B, H, L]`` in float32
     or wider, else None. A query that sees nothing gives 0 and -inf.
@@ -97,9 +97,13 @@ def attend_recall(
     """
     if (tokens := sources.store.k.shape[2]) % sources.group_size:
         raise ValueError(f"store must hold whole groups of {sources.group_size} tokens, got {tokens} tokens")
-    run = BACKENDS[resolve_recall(backend, q, sources, choice, softcap=extras.softcap)].load().attend_recall
+    chosen = resolve_recall(backend, q, sources, choice, softcap=extras.softcap)
+    store, window, spans = sources
+    if choice.opens_all(spans.hulls([(0, q.shape[2])])[0][0].hi):
+        seen = spans.of_tokens(window_alone=False)
+        return attend(q, (store, window), seen, scale=scale, backend=backend, return_lse=return_lse, extras=extras)
     options = AttendOptions(scale, extras.softcap, return_lse=return_lse or extras.needs_lse or means is not None)
-    out, lse = run(q, sources, choice, options, means)
+    out, lse = BACKENDS[chosen].load().attend_recall(q, sources, choice, options, means)
     return extras.finish(out, lse), lse if return_lse else None
 
 

@@ -144,28 +144,45 @@ class IndexChoice:
     askers: Askers | None = None
     ranks: Ranks | None = None
 
-    @property
-    def fewest(self) -> Quota:
-        """The quota of the queries that open the fewest groups."""
-        return self.quota if self.askers is None or self.askers.first_own == 0 else self.quota.shared
+    def opens_all(self, closed: int) -> bool:
+        """True if every query opens all groups that are closed for it, of which there are at most ``closed``."""
+        is_shared = self.askers is not None and self.askers.first_own > 0
+        # a share that rounds up to all of `closed` groups does so for every smaller number too
+        return (self.quota.shared if is_shared else self.quota).at(closed) == closed
 
     def at(self, start: int, stop: int, closed: Tensor, num_groups: int) -> Tensor:
         """Groups that queries ``[start, stop)`` open, bool ``[B, K|1, stop - start, num_groups]``.
 
         closed int64 ``[B|1, 1, stop - start]``: the closed groups of each query, which alone may be open.
         """
-        index, q, K = self.index.narrow(0, num_groups), self.q[:, :, start:stop], self.index.signs.shape[1]
-        if self.askers is None:
-            return choose_groups(index_scores(q, index, self.scale), closed, self.quota, K, self.ranks)
+        index, split = self.index.narrow(0, num_groups), start
+        chosen = []
+        if self.askers is not None:
+            split = min(max(self.askers.first_own, start), stop)
+            if split > start:
+                chosen.append(self._of_others(index, start, split, closed[..., : split - start]))
+        if split < stop:
+            scores = index_scores(self.q[:, :, split:stop], index, self.scale)
+            chosen.append(self._choose(scores, closed[..., split - start :], self.quota))
+        return torch.cat(chosen, dim=2)
+
+    def _of_others(self, index: GroupIndex, start: int, stop: int, closed: Tensor) -> Tensor:
+        """`at` of queries that open what another chooses: each of these is asked once."""
+        assert self.askers is not None
         number, _, newer = self.askers.queries[:, :, start:stop].long()
-        q = self.q.take_along_dim(self.askers.columns.take_along_dim(number, 1)[:, None, :, None], 2)
-        newer = newer[:, None]
-        scores, closed = index_scores(q, index, self.scale), closed - (newer >= 0).long()
-        num_own = min(max(stop - self.askers.first_own, 0), stop - start)
-        sizes = stop - start - num_own, num_own
-        parts = zip(scores.split(sizes, 2), closed.split(sizes, 2), (self.quota.shared, self.quota), strict=True)
-        chosen = torch.cat([choose_groups(*part, K, self.ranks) for part in parts], dim=2)
-        return chosen | (torch.arange(num_groups, device=q.device) == newer[..., None])
+        # a query more may choose in a row that begins later
+        place, most = number - number[:, :1], (stop - start - 1) // (SHARED * index.group_size) + 2
+        first = (number[:, :1] + torch.arange(most, device=number.device)).clamp(max=self.askers.num_shared - 1)
+        q = self.q.take_along_dim(self.askers.columns.take_along_dim(first, 1)[:, None, :, None], 2)
+        # the same for all queries that open what one chooses
+        closed = closed[:, 0] - (newer >= 0).long()
+        closed = closed.new_zeros(len(closed), most).scatter(1, place.expand(closed.shape), closed)
+        chosen = self._choose(index_scores(q, index, self.scale), closed[:, None], self.quota.shared)
+        chosen = chosen.take_along_dim(place[:, None, :, None], 2)
+        return chosen | (torch.arange(chosen.shape[3], device=q.device) == newer[:, None, :, None])
+
+    def _choose(self, scores: Tensor, closed: Tensor, quota: Quota) -> Tensor:
+        return choose_groups(scores, closed, quota, self.index.signs.shape[1], self.ranks)
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ window tokens, D and Dv widths.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -111,18 +110,11 @@ def attend_recall(
     *,
     attention: Attention = ATTENTION,
 ) -> tuple[Tensor, Tensor]:
-    """See `condense.ops.attend_recall`.
-
-    If every query opens all of its groups, this is attention over store and window.
-    """
+    """See `condense.ops.attend_recall`."""
     store, window, spans = sources
     L, G, g = q.shape[2], sources.num_groups, sources.group_size
     assert isinstance(spans.rule, UniformRule), "as of the sources"
     closed = min(spans.hulls([(0, L)])[0][0].hi, G)
-    # if a share of `closed` groups rounds up to all of them, it does so for every smaller number too
-    if choice.fewest.at(closed) == closed:
-        all_open = replace(spans, rule=replace(spans.rule, entries=g))
-        return attention.run(call_of(q, [store, window], all_open, options.scale, options.softcap))
     call = call_of(q, [store, window], spans, options.scale, options.softcap)
     asked = choice.q.detach()
     as_operation, by, lead = needs_operation(asked), None, 0
