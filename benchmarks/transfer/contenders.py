@@ -58,12 +58,12 @@ def _of_settings(length: int) -> tuple[dict[str, Arm], dict[str, Arm]]:
         "prompts by Recall": DEVICE.replace(prompt="recall"),
         "128 at least": DEVICE.replace(min_recall=128),
         "128, prompts too": DEVICE.replace(min_recall=128, prompt="recall"),
-        "groups of 8": DEVICE.replace(group_size=8, min_recall=512),
+        "groups of 8": DEVICE.replace(group_size=8, min_recall=2048),
         "dropped": DEVICE.replace(unchosen="drop"),
         "the first layer too": {"rest": DEVICE},
         "16 bits": DEVICE.replace(store_bits=16),
         "window 1024": DEVICE.replace(window=1024),
-        "groups of 32": DEVICE.replace(group_size=32, min_recall=256),
+        "groups of 32": DEVICE.replace(group_size=32, min_recall=512),
     }
     return first, {name: arm for name, arm in second.items() if _chooses(arm, length)}
 

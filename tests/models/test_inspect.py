@@ -80,15 +80,18 @@ def recall_flops(name, method, length):
     if name == "deepseek_v3":
         D, Dv, asked, absorb, expand = 12, 6, 16, 2 * 4 * 12 * 8, 2 * 4 * 12 * (8 + 6)
     g, total, scored = method.group_size, 0, 0
+    quota = method.quota._replace(least=3) if method.prompt == "shared" else method.quota
     for t in range(length):
         closed = max(0, t + 1 - method.window) // g
-        opened = (method.quota._replace(least=3) if method.prompt == "shared" else method.quota).at(closed)
+        opened = quota.at(closed)
         total += (opened * g + t + 1 - closed * g) * H * 2 * (D + Dv)
         scored += closed * g
-    if method.prompt == "shared":  # by one query of 2g, and by the last 64
+    if opened == closed:  # nothing is chosen
+        scored = 0
+    elif method.prompt == "shared":  # by one query of 2g, and by the last 64
         scored = scored // g // (2 * g) * g + min(64, length) * closed * g
     total += scored * H * 2 * asked
-    total += length * absorb if closed > 0 else 0
+    total += length * absorb if scored > 0 else 0
     return total + closed * g * expand
 
 

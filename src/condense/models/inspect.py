@@ -220,18 +220,18 @@ class _Heads:
     def _recalled(self, method: Method, choice: ChoiceSettings, length: int) -> int:
         """FLOPs of a prompt that Recall reads: every query scores the index of all closed groups, then attends.
 
-        With ``prompt="shared"`` one of many scores it, and those that choose for themselves open no more than others;
-        with "exact" none does, and all attend to all tokens. With latents, absorbed queries score the index, and stored
-        tokens are expanded.
+        Where all groups are open, none scores it. With ``prompt="shared"`` one of many does, and those that choose for
+        themselves open no more than others. With latents, absorbed queries score the index, and stored tokens are
+        expanded.
         """
         rule, groups = method.layout.rule, int(num_entries(method, tokens_left(method, length)))
         closed, opened = sum_closed(rule, length, None), sum_opened(rule, choice.prompt_quota, length)
         visible = length * (length + 1) // 2 - (closed - opened) * rule.chunk + _reread_pairs(method, length)
-        if choice.prompt == "shared":
-            own = min(OWN_CHOICES, length)
-            closed = closed // (SHARED * rule.chunk) + own * rule.closed(length)
-        elif choice.prompt == "exact":
+        last = rule.closed(length)
+        if choice.prompt_quota.at(last) == last:
             closed = 0
+        elif choice.prompt == "shared":
+            closed = closed // (SHARED * rule.chunk) + min(OWN_CHOICES, length) * last
         asked = self.num_q * 2 * closed * rule.chunk * self.cached.width
         asked += length * self.absorb_flops if closed else 0
         return visible * self._per_key + asked + groups * rule.chunk * self.entry_flops
