@@ -110,7 +110,7 @@ def test_heads_on_two_ranks_weigh_and_choose_groups_together(name, backend):
 def test_choices_for_others_are_those_of_a_layer(bits, backend, monkeypatch):
     """Which queries choose depends on where calls begin and end. The two requests end alike, and begin apart."""
     monkeypatch.setattr(choice, "OWN_CHOICES", 3)
-    method = RECALL.replace(prompt="shared", store_bits=bits)
+    method = RECALL.replace(prompt="shared", num_recall=0.1, min_recall=5, store_bits=bits)
     pool = RecordPool(method, (K, D, 4))
     qkv, requests, layers = tokens_of(pool, 90), [pool.add(90), pool.add(90)], [CondensedLayer(method) for _ in "ab"]
     for calls in ([None, (0, 10)], [(0, 40), (10, 40)], [(40, 60), (40, 61)], [(60, 61), (61, 90)], [(61, 90), None]):
