@@ -35,6 +35,7 @@ REFUSED = [
     (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype must be the model's"),
     (["--kv_cache_dtype=fp8", "--speculative-config", "{}"], "; --speculative-config is not served"),
     (["--spec-model", "small"], "--speculative-config is not served"),
+    (["--ubatch-size", "2"], "--enable-dbo and --ubatch-size are not served"),
     (["--method", "dga", "--block-size=16"], "; method must be"),
     (["--method", "cca", "--block_size", "16"], "--block-size must be left out"),
     (["--method", "dga", "-tp", "3"], "model.generate; --tensor-parallel-size must divide the model's 2 KV heads"),
@@ -230,7 +231,7 @@ def test_flags_in_a_file(serve, stock, tmp_path):
     assert command[-2:] == ["--config", str(file)]
     assert "--max-num-batched-tokens" not in command
     file.write_text("kv_cache_dtype: fp8\nenable-dbo: true\n")
-    words = "--kv-cache-dtype must be the model's", "--enable-dbo is not served"
+    words = "--kv-cache-dtype must be the model's", "--enable-dbo and --ubatch-size"
     check_refused(serve(stock, "--config", file), *words)
     file.write_text("kv_cache_dtype: fp8\n")
     assert serve(stock, "--config", file, "--kv-cache-dtype", "auto")[0]  # a flag counts for more, as in vLLM

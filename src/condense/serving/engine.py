@@ -52,7 +52,7 @@ _UNSERVED = {
         "none (summary='last'): leave it out"
     ),
     "shared_context": "context parallelism is not served with condensed models: use tensor parallelism",
-    "microbatches": "--enable-dbo is not served with condensed models: leave it out",
+    "microbatches": "--enable-dbo and --ubatch-size are not served with condensed models: leave them out",
     "adapted_latents": (
         "--enable-lora is not served with latents (MLA), whose up-projections are read without their adapters: "
         "leave it out"

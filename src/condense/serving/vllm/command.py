@@ -126,7 +126,7 @@ def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
         ("--dtype",), ("--kv-cache-dtype",), ("--kv-transfer-config",), ("--kv-offloading-size",),
         ("--speculative-config", "-sc"), ("--tensor-parallel-size", "-tp"), ("--decode-context-parallel-size", "-dcp"),
         ("--prefill-context-parallel-size", "-pcp"), ("--pipeline-parallel-size", "-pp"),
-        ("--spec-method",), ("--spec-model",),
+        ("--spec-method",), ("--spec-model",), ("--ubatch-size",),
     )  # fmt: skip
     switches = ("--disable-hybrid-kv-cache-manager",), ("--enable-dbo",), ("--enable-lora",)
     # a missing value is for vLLM to refuse
@@ -163,7 +163,7 @@ def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
         speculative=any(given[name] is not None for name in ("speculative_config", "spec_method", "spec_model"))
         and not _takes_drafts(plans, given["speculative_config"] or "{}", given["spec_method"]),
         shared_context=max(number("decode_context_parallel_size"), number("prefill_context_parallel_size")) > 1,
-        microbatches=given["enable_dbo"],
+        microbatches=given["enable_dbo"] or number("ubatch_size") > 1,
         dense_latents=sorted(dense) if has_latents else (),
         choosing_latents=has_latents and any(isinstance(x, Recall) and x.prompt != "exact" for x in named.values()),
         adapted_latents=has_latents and given["enable_lora"],
