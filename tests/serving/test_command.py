@@ -216,6 +216,12 @@ def test_an_untouched_model_gets_the_named_setting(serve, stock):
     assert f"condense verify {stock} --text FILE" in err
 
 
+def test_a_model_whose_queries_have_several_rotations_is_refused(serve, stock, tmp_path):
+    config = json.loads((stock / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dual_chunk_attention_config": {"chunk_size": 8}}))
+    check_refused(serve(tmp_path, "--method", "recall"), "dual_chunk_attention_config", "remove it from config.json")
+
+
 def test_the_package_vllm_has_a_command(serve, saved, monkeypatch):
     monkeypatch.setattr(command_module, "_version", lambda: "0.32.0")
     command, _ = serve(saved)

@@ -16,7 +16,7 @@ class EngineSettings:
     shared_context: ranks share the tokens of a request. microbatches: a batch is run in halves. dense_latents: numbers
     of layers on latents that are not condensed. choosing_latents: tokens of prompts choose groups of latents.
     adapted_latents, adapted_gpt_oss: such a model gets LoRA adapters. uneven_stages: those of a pipeline have layers
-    whose pages differ.
+    whose pages differ. dual_chunks: queries get several rotations, by the chunk that a key is in.
     """
 
     version: str | None
@@ -35,6 +35,7 @@ class EngineSettings:
     adapted_latents: bool = False
     adapted_gpt_oss: bool = False
     uneven_stages: bool = False
+    dual_chunks: bool = False
 
 
 GPT_OSS = "gpt_oss"  # a `model_type`
@@ -64,6 +65,10 @@ _UNSERVED = {
     "uneven_stages": (
         "--pipeline-parallel-size is served only if all layers are condensed and have pages alike, as with "
         "recall-device or pooled, as vLLM gives all stages the same: use --tensor-parallel-size"
+    ),
+    "dual_chunks": (
+        "dual_chunk_attention_config in the model's configuration is not served with condensed models: remove it from "
+        "config.json"
     ),
 }
 

@@ -169,6 +169,7 @@ def _settings_in(config: Any, flags: list[str]) -> EngineSettings:
         adapted_latents=has_latents and given["enable_lora"],
         adapted_gpt_oss=text.model_type == GPT_OSS and given["enable_lora"],
         uneven_stages=number("pipeline_parallel_size") > 1 and len({p.pages for p in plans} | dense) > 1,
+        dual_chunks=hasattr(text, "dual_chunk_attention_config"),
     )
 
 
