@@ -174,9 +174,9 @@ class IndexChoice:
         place, most = number - number[:, :1], (stop - start - 1) // (SHARED * index.group_size) + 2
         first = (number[:, :1] + torch.arange(most, device=number.device)).clamp(max=self.askers.num_shared - 1)
         q = self.q.take_along_dim(self.askers.columns.take_along_dim(first, 1)[:, None, :, None], 2)
-        # the same for all queries that open what one chooses
+        # the same for all queries that open what one chooses, but for padding, for which none is closed
         closed = closed[:, 0] - (newer >= 0).long()
-        closed = closed.new_zeros(len(closed), most).scatter(1, place.expand(closed.shape), closed)
+        closed = closed.new_zeros(len(closed), most).scatter_reduce(1, place.expand(closed.shape), closed, "amax")
         chosen = self._choose(index_scores(q, index, self.scale), closed[:, None], self.quota.shared)
         chosen = chosen.take_along_dim(place[:, None, :, None], 2)
         return chosen | (torch.arange(chosen.shape[3], device=q.device) == newer[:, None, :, None])
