@@ -89,7 +89,7 @@ def claims(documents: Documents) -> list[str]:
     elsewhere = [transfer_page.worst(others, name, ["copy"])[0] for name in ("recall-device", "recall-host")]
     # one adapted to pooling, in the tests of Recall
     ours = transfer_page.row_of(documents[_POOLED]["results"]["models"][0], "pooled, adapted", 16384)
-    firsts = served_first(documents), generate(documents, "recall-device")[0]
+    firsts = _served(documents)["recall-device", 0], generate(documents, "recall-device")[0]
     of_four, _ = _untouched(documents, "rounds-dense-int4-")
     return [
         f"form groups of {recall['group_size']},",
@@ -126,11 +126,6 @@ def lost(documents: Documents, name: str | None = None) -> list[str]:
     forms = {_TEXT: "{:.3f}", ("copy",): "{:.3f}", tuple(transfer_page.TASKS): "{:.1%}"}
     cells = [(transfer_page.worst(models, arm, of)[0], form) for of, form in forms.items()]
     return [form.format(value) if value > 0 else "nothing" for value, form in cells]
-
-
-def served_first(documents: Documents) -> float:
-    """Seconds to the first token of `recall-device` in the engine."""
-    return _served(documents)["recall-device", 0]
 
 
 def _only(documents: Documents, start: str) -> Any:

@@ -19,9 +19,10 @@ TOKENS = {"key": "far text needed", "copy": "copies", "identifier": "far identif
 TASKS = {"number": "numbers", "shared": "names that share words", "several": "several at once"}
 _DEVICE, _HOST, _CACHE = "recall-device", "recall-host", "cache of 4 bits"
 _NAMED = (_DEVICE, _HOST)
-# runs in which makes were trained and read; the last has the named settings as they are. What the others call by these
-# names opened fewer groups, but as many of latents, and read prompts densely. That is the same with latents, and where
-# all groups are open, in short texts. And they call by its own name what reads prompts as `recall-host` does
+# Runs in which makes were trained and read. Those that begin with `_NOW` have the named settings as they are. In the
+# others the two names stood for 512 and 256 groups and dense prompts. That computes what the names stand for now in
+# texts of up to `_WHOLE` tokens, where all groups are open, and with latents, which are read as before. In the others
+# the arm `_SHARED` has the settings that `recall-host` has now
 _RUNS, _NOW = ("transfer-", "prompts-", "reread-", "evicted-", "opened-", "named-"), "named-"
 _BEFORE, _SHARED = {_DEVICE: "512 open", _HOST: "256 open"}, "prompts shared"
 _WHOLE, _LATENTS = 8448, "mla-28m"

@@ -144,6 +144,19 @@ def test_one_query_chooses_until_two_more_groups_have_closed(layer, monkeypatch)
     torch.testing.assert_close(got, want, **CLOSE)
 
 
+def test_prompts_that_open_all_groups_are_read_as_dense_prompts(monkeypatch):
+    """To the bit, and without a choice, while no more than half of the least number of groups have closed."""
+    monkeypatch.setattr(choice, "OWN_CHOICES", 3)
+    chosen, at = [], IndexChoice.at
+    monkeypatch.setattr(IndexChoice, "at", lambda *args: chosen.append(args) or at(*args))
+    shared = RECALLING.replace(prompt="shared", num_recall=0.1, min_recall=16, store_bits=4)
+    for closed in (8, 12):
+        qkv = oracle.random_qkv(1, 4, 2, 8 + 4 * closed, 8, 8)
+        got, dense = (condense.attention(*qkv, method=shared.replace(prompt=prompt)) for prompt in ("shared", "exact"))
+        assert torch.equal(got, dense) is (closed == 8)
+        assert (chosen == []) is (closed == 8)
+
+
 @pytest.mark.parametrize(("method", "options", "message"), REFUSED)
 def test_what_it_cannot_do_is_refused(method, options, message):
     for learned in range(3):

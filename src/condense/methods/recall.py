@@ -129,15 +129,14 @@ class Recall(Method):
         Layers that cache latents read prompts with dense attention where others share choices: there it is faster.
         A first layer's attention is spread over many tokens; what both rules save: `docs/studies/transfer.md`.
         """
-        if has_latents and self.prompt == "shared":
-            return self.replace(prompt="exact").of_layer(is_first=is_first, has_latents=has_latents)
+        method = self.replace(prompt="exact") if has_latents and self.prompt == "shared" else self
         if is_first:
-            return self.replace(num_recall=1.0, store="device")
+            return method.replace(num_recall=1.0, store="device")
         if not has_latents:
-            return self
+            return method
         opened = self.num_recall * 2 if isinstance(self.num_recall, int) else min(1.0, self.num_recall * 2)
         slots = self.slots * 2 if self.store == "host" else self.slots
-        return self.replace(num_recall=opened, min_recall=self.min_recall * 2, slots=slots)
+        return method.replace(num_recall=opened, min_recall=self.min_recall * 2, slots=slots)
 
     @property
     def has_step(self) -> bool:

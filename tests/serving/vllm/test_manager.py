@@ -55,6 +55,7 @@ FLAGS = [
     ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager"),
     ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "--speculative-config"),
     ({"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "--pipeline-parallel-size"),
+    ({"hf_overrides": {"dual_chunk_attention_config": {"sparse_attention_config": {}}}}, "dual_chunk_attention_config"),
 ]
 
 

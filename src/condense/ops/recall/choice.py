@@ -66,7 +66,10 @@ class Quota(NamedTuple):
 
     @property
     def shared(self) -> Self:
-        """The quota of a query that chooses for others too: half of ``least``, rounded up."""
+        """The quota of a query that chooses for others too: half of ``least``, rounded up.
+
+        Prompts lose as little by it, and take less time: `docs/recall.md`.
+        """
         return self._replace(least=(self.least + 1) // 2)
 
     def at(self, closed: IntT) -> IntT:

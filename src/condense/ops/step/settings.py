@@ -45,7 +45,7 @@ class ChoiceSettings:
 
     @property
     def prompt_quota(self) -> Quota:
-        """The number of groups that queries open of which a call has many; all for "exact"."""
+        """The number of groups that a prompt's queries open, but for the last ones with "shared"; all with "exact"."""
         return {"recall": self.quota, "exact": Quota(), "shared": self.quota.shared}[self.prompt]
 
 
