@@ -195,6 +195,15 @@ def _turned(softmax, rotation_ptr, FORM: tl.constexpr):
     return Softmax((acc * (1 / block_width(FORM.D)),), softmax.m, softmax.total)
 
 
+@triton.jit
+def _share(tiles, more, share, shares):
+    """The first tile of a share of all tiles and of so many more at their end, which are not there, and the one behind
+    the last.
+    """
+    whole = tiles + more
+    return tl.minimum(whole * share // shares, tiles), tl.minimum(whole * (share + 1) // shares, tiles)
+
+
 class Centres(namedtuple("Centres", "score top total splits")):
     """Scores of centres as `condense.ops.triton.recall_step_score_kernels` writes them, of one KV head.
 
@@ -273,21 +282,23 @@ def recall_attend_kernel(
     q_ptr, signs_ptr, steps_ptr, store_ptr, ring_k_ptr, ring_v_ptr, sums_ptr, slots_ptr, turned_ptr, rotation_ptr,
     base_ptr, groups_ptr, place_ptr, centre_ptr, centre_top_ptr, centre_total_ptr, seen_ptr, real_ptr, part_ptr,
     lse_ptr, near_ptr, far_ptr, before_ptr,
-    s_qb, s_qh, K, R, G, W, N, num_sums, window, most_opened, least, part, of, own, ahead, s_centre, splits, scale,
+    s_qb, s_qh, K, R, G, W, N, num_sums, window, most_opened, least, part, of, own, ahead, mean_tiles, s_centre, splits,
+    scale,
     SLOTS: tl.constexpr, FORM: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
     APART: tl.constexpr, HAS_REAL: tl.constexpr, PRECISION: tl.constexpr, CAP: tl.constexpr, EARLY: tl.constexpr,
     NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """part float32 ``[B, H, S, V]`` and base 2 log-sum-exp ``[B, H, S]`` of every split.
 
-    Grid (S, B * K, tiles of BR query heads); one more if there is a mean. APART: the kernel before this one reads open
-    groups, in splits that are ``ahead`` of these (`condense.ops.triton.latent_groups_kernels`).
+    Grid (S, B * K, tiles of BR query heads). APART: the kernel before this one reads open groups, in splits that are
+    ``ahead`` of these (`condense.ops.triton.latent_groups_kernels`).
 
     A split reads its share of two lists. First tiles of the ring's tokens of groups that are not closed; then the open
     groups, BN tokens at a time, of one group or of several. own: splits that read open groups alone; 0 if all read of
-    both lists. BM: above 0, the last program has no share: its part is the one token that stands for the closed groups
-    that are not open. It reads so many at once of the scores of centres, whose rows are ``s_centre`` long, and of the
-    ``splits`` that `recall_score_kernel` wrote of them; and one of the sums, of which a ring has ``num_sums``.
+    both lists. BM: above 0, the last split begins with the mean: the one token that stands for the closed groups that
+    are not open. For this it reads BM at once of the scores of centres, whose rows are ``s_centre`` long, and of the
+    ``splits`` that `recall_score_kernel` wrote of them; and one of the sums, of which a ring has ``num_sums``. So its
+    share is smaller by ``mean_tiles``.
 
     most_opened: stride of ``groups`` and ``place``; with part and of the numbers of
     `condense.ops.recall.choice.Quota`. near, far: tables of the pages of tokens and of records, for which scores and
@@ -317,32 +328,29 @@ def recall_attend_kernel(
         far_ptr += b * FAR.s_table
         ring_k_ptr += kvh * NEAR.s_head
         ring_v_ptr += kvh * NEAR.s_head
+    tiles, lane = tl.cdiv(tokens, BN), tl.arange(0, BN)
+    q = load_rows(q_ptr + b * s_qb + kvh * R * s_qh, r.to(tl.int64) * s_qh, r < R, FORM.D0, FORM.D1)  # [BR, D]
+    # matrix units take rows by 16 and columns by 8, and few query heads share a KV head: keys are the rows
+    acc = [tl.trans(x) for x in zeros(BR, FORM.V0, FORM.V1)]  # [V, BR]
+    softmax = Softmax(acc, tl.full([BR], float("-inf"), tl.float32), tl.zeros([BN, BR], tl.float32))
     if BM > 0:
-        S -= 1
-        if split == S:
+        if split == S - 1:
             scores, of_head = ((head if FAR is None else kvh) * R + r) * s_centre + this.start, head * R * splits
             centres = Centres(centre_ptr + scores, centre_top_ptr + of_head, centre_total_ptr + of_head, splits)
             sums = address.head_sums(sums_ptr, head, kvh, num_sums, near_ptr, DV if DV > 0 else D, NEAR)
             # apart, the kernel before this one waited for the choice before it let this one be launched
             waits: tl.constexpr = EARLY and not APART
             rest = rest_of(centres, sums, groups_ptr, count, closed, (t + 1) // g, r, R, BM, FORM, waits, NEAR)
-            if APART:
-                rest = _turned(rest, rotation_ptr, FORM)
-            store_part(part_ptr, lse_ptr, rest, part_row, r < R, FORM.V0, FORM.V1)
-            if APART:
-                after_the_last(EARLY)
-            return
-    tiles = tl.cdiv(tokens, BN)
-    q = load_rows(q_ptr + b * s_qb + kvh * R * s_qh, r.to(tl.int64) * s_qh, r < R, FORM.D0, FORM.D1)  # [BR, D]
-    # matrix units take rows by 16 and columns by 8, and few query heads share a KV head: keys are the rows
-    acc = [tl.trans(x) for x in zeros(BR, FORM.V0, FORM.V1)]  # [V, BR]
-    softmax = Softmax(acc, tl.full([BR], float("-inf"), tl.float32), tl.zeros([BN, BR], tl.float32))
-    share = tl.maximum(split - own, 0)
-    lo, hi = tiles * share // (S - own), tiles * (share + 1) // (S - own)
+            total = tl.where((lane == 0)[:, None], rest.total[None, :], 0.0)
+            softmax = Softmax([tl.trans(x) for x in rest.acc], rest.m, total)
+    # as many tiles as the mean takes time for are added to a list of which the last split has a share, at its end
+    mean_tiles = tl.where(count < closed, mean_tiles, 0)
+    in_ring = tl.where(APART | (own > 0), mean_tiles, 0)
+    lo, hi = _share(tiles, in_ring, tl.maximum(split - own, 0), S - own)
     hi = tl.where(split < own, lo, hi)
     BY_LANES: tl.constexpr = EARLY and q_ptr.dtype.element_ty.is_bf16() and BR <= 8
     LANES: tl.constexpr = BY_LANES and lane_tokens.fits(FORM.bits, g, D, DV, BN, SLOTS)
-    lane, oldest = tl.arange(0, BN), first % W
+    oldest = first % W
     if NEAR is not None:
         # found one tile ahead, so that keys need not wait for tables
         place = address.tile_in_pages(near_ptr, first, tokens, lo, BN, NEAR)
@@ -402,8 +410,7 @@ def recall_attend_kernel(
     opened = _Opened(groups_ptr, count, groups_ptr if FAR is None else far_ptr, signs_ptr, steps_ptr)
     tiles = tl.cdiv(count, BG) * PARTS
     shares = tl.where(own > 0, own, S)
-    share = tl.minimum(split, shares)
-    lo, hi = tiles * share // shares, tl.minimum(tiles * (share + 1) // shares, tiles)
+    lo, hi = _share(tiles, mean_tiles - in_ring, tl.minimum(split, shares), shares)
     n, token = tl.arange(0, BG), tl.arange(0, T)
     if WORDS:
         room = most_opened if FAR is None else G

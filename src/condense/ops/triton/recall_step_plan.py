@@ -132,8 +132,8 @@ def plan_of(shape: StepShape) -> Plan:
         (
             (splits.attend, B * K, cdiv(R, tiles.heads)),
             (
-                K, R, row, W, N, T, window, *of_quota, splits.own, splits.ahead, GROUPS if far is None else row, S0,
-                scale,
+                K, R, row, W, N, T, window, *of_quota, splits.own, splits.ahead, splits.mean_tiles,
+                GROUPS if far is None else row, S0, scale,
             ),
             (
                 S, form, tiles.heads, tiles.attend.rows, BM, is_apart, has_real, precision, softcap * LOG2E, early,

@@ -24,6 +24,8 @@ _TILES_OF_SPLIT = 16
 _MANY_OF_LATENTS = 4
 # tiles of the ring that a program reads where open groups are read apart
 _RING_TILES = 3
+# the mean takes as long as so many tokens of open groups, and one more for each so many that are open
+_MEAN_TOKENS, _OPENED_OF_MEAN = 64, 128
 
 
 class GroupTiles(NamedTuple):
@@ -76,12 +78,13 @@ class StepTiles(NamedTuple):
 
 class Splits(NamedTuple):
     """The splits of a KV head's work. ahead: those whose open groups another kernel reads; attend: those of the kernel
-    that attends, one of them the mean's, if there is one; own: how many of these read open groups alone.
+    that attends; own: how many of these read open groups alone; mean_tiles: how many tiles take as long as the mean.
     """
 
     ahead: int
     attend: int
     own: int
+    mean_tiles: int
 
 
 def _table(device: torch.device, dtype: torch.dtype, width: int, heads: int, bits: int) -> StepTiles:
@@ -162,17 +165,16 @@ def splits_of(shape: StepShape, tiles: StepTiles, opened: int, has_mean: bool) -
     if tiles.opened is not None:
         programs = B * cdiv(H, latent_groups.HEADS.value)
         ahead, *_ = num_splits(device, programs, cdiv(opened, tiles.opened.rows), tiles.opened.waves)
-        return Splits(ahead, cdiv(cdiv(tokens, tiles.attend.rows), _RING_TILES) + has_mean, 0)
+        return Splits(ahead, cdiv(cdiv(tokens, tiles.attend.rows), _RING_TILES) + has_mean, 0, _RING_TILES)
     attend, programs = tiles.attend, B * K * cdiv(H // K, tiles.heads)
     of_groups, of_ring = (cdiv(n, attend.rows) for n in (opened, tokens))
     most, *_ = num_splits(device, programs, of_groups + of_ring, attend.waves)
     if attend.least > 0:
         half, *_ = num_splits(device, programs, of_groups + of_ring, attend.waves // 2)
         most = min(most, max(half, cdiv(of_groups, attend.least)))
-    # one of the programs reads what is not open, if anything can be
-    most = max(1, most - has_mean)
     # at least one reads open groups alone, by their share of the work, or none does
     weight, own = tiles.weight * opened, 0
     if weight > 0 and most > 1:
         own = max(1, min(most - 1, round(most * weight / (weight + tokens))))
-    return Splits(0, most + has_mean, own)
+    mean_tiles = cdiv(_MEAN_TOKENS + opened // _OPENED_OF_MEAN, attend.rows) if has_mean else 0
+    return Splits(0, most, own, mean_tiles)
