@@ -1,5 +1,5 @@
-"""The `hopper` backend: attention's forward by kernels for Hopper, its gradients by Triton's kernels, which also choose
-the groups of Recall.
+"""The `hopper` backend: the forward pass in kernels for Hopper. Triton kernels compute gradients and choose the groups
+that Recall opens.
 """
 
 from functools import partial

@@ -3,9 +3,9 @@
 Blocks have 128 keys, or 64 in two cases: with a bias, where 128 do not fit into registers, and below 64K keys, where 64
 are faster (H200, 8K tokens: 0.36 ms, not 0.41; 32K in 16 documents: 1.05, not 1.20).
 
-The loading warp and both groups compute the same order of key blocks from the same integers: first, source by source,
-the blocks that some row sees only in part (where spans begin and end), which need a mask; then those that every row
-sees whole.
+The loading warp and both multiplying warp groups compute the same order of key blocks from the same integers: first,
+source by source, the blocks that some row sees only in part (where spans begin and end), which need a mask; then the
+blocks that every row sees whole.
 
 Queries and keys may be wider than values: their first D0 columns, as many as a value has, and the other D1, both powers
 of two, are separate buffers in shared memory, and the scores are the sum of two products.
@@ -32,27 +32,27 @@ from condense.ops.triton.host import LOG2E, cdiv, on_device_of
 from condense.ops.triton.launch import Launcher, described, descriptor
 from condense.ops.triton.limits import MAX_SOURCES
 
-# keys of a source from which blocks of 128 are faster than blocks of 64
+# blocks of 128 keys are faster than blocks of 64 if a source has at least this many keys
 _LONG = 1 << 16
 
 
 class Stream(namedtuple("Stream", "lo left inner all edges blocks")):
     """The blocks of keys that a tile reads.
 
-    Per source: lo, its first key; left, number of blocks on the left that need a mask; inner, of blocks that need none;
-    all, of all blocks. Of all sources together: edges, number of blocks that need a mask; blocks, of all blocks.
+    Per source: lo, first key; left, number of masked blocks before the unmasked ones; inner, number of unmasked blocks;
+    all, number of blocks. Over all sources: edges, number of masked blocks; blocks, number of blocks.
     """
 
 
 class Scores(namedtuple("Scores", "scale levels biases s_bias sizes")):
-    """scale: of scores, base 2. Per source: its level, pointer to its biases, their strides, and its size."""
+    """Scale of scores, base 2. Per source: level (added to all scores, base 2), biases, their strides, and its size."""
 
 
 class View(namedtuple("View", "stream firsts lasts bias_at q piece")):
     """A tile of queries.
 
     stream: the `Stream` that it reads. firsts, lasts: per source, the span ``[first, last)`` of each row. bias_at: per
-    source, offset of the biases. q: the queries. piece: tiles that the program has done before.
+    source, offset of the biases. q: the queries. piece: tiles that the program has finished.
     """
 
 
@@ -135,7 +135,7 @@ def _produce(k, k_rest, v, problem, memory, BN: gl.constexpr, STAGES: gl.constex
 
 @gluon.jit
 def _softmax(s, m, total, t, view, scores, BN: gl.constexpr, MASKED: gl.constexpr, BIASED: gl.constexpr):
-    """One step of the online softmax, base 2: weights, new maximum and sum, factor for earlier values."""
+    """Online softmax of block t with scores s: its weights, new maximum and sum, factor for earlier values; base 2."""
     source, at = _block(t, view.stream, BN)
     n = at + gl.arange(0, BN, layout=gl.SliceLayout(0, s.type.layout))
     scale, level = scores.scale, _of_source(source, scores.levels)
@@ -237,7 +237,7 @@ def attend_fwd_hopper_kernel(
     N: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, KIND: gl.constexpr, BIASED: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """See `condense.ops.triton.attend_forward.attend_fwd_kernel`.
+    """Write the results of `condense.ops.triton.attend_forward.attend_fwd_kernel`, which describes the arguments.
 
     N: number of sources. BIASED: bit n is set if source n has a bias. tiles: tiles of queries. works: tiles times B
     times K. k0_rest to k3_rest: the last D1 columns of the keys, None if D1 is 0.
@@ -279,14 +279,14 @@ def _shared_layout(width: int) -> gl.NVMMASharedLayout:
 
 
 def of_block(x: Tensor, block: list[int]) -> TensorDescriptor:
-    """The descriptor of tiles of 16-bit rows."""
+    """TMA descriptor of tiles of shape ``block`` of x, whose numbers have 16 bits."""
     return descriptor(TensorDescriptor, x, block, layout=_shared_layout(block[3]))
 
 
 def launch(call: AttendCall, programs: int) -> tuple[Tensor, Tensor]:
     """Return output and log-sum-exp of 16-bit tensors with at most 128 query heads per KV head.
 
-    Values are 64 or 128 wide, queries and keys as wide or half as wide again. programs: most programs to start, one per
+    Values are 64 or 128 wide, queries and keys as wide or 1.5 times as wide. programs: most programs to start, one per
     multiprocessor.
     """
     shared, (out, lse) = AttendShared(call), results(call.q, call.v)
@@ -294,7 +294,7 @@ def launch(call: AttendCall, programs: int) -> tuple[Tensor, Tensor]:
     (B, _, L, D), D0, K, R = q.shape, out.shape[3], shared.K, shared.R
     tiles = cdiv(L, 2 * ROWS.value // R)
     works = tiles * B * K
-    # bit n is set if source n has a bias; the pointers of the others are not read
+    # bit n is set if source n has a bias; other sources get some pointer, which is not read
     biased = sum(1 << n for n, x in enumerate(shared.biases) if x is not None)
     biases = tuple([lse if x is None else x for x in shared.biases])
     BN, stages = (64, 3) if biased or max(x.shape[2] for x in k) < _LONG else (128, 2)

@@ -2,11 +2,11 @@
 
 A persistent program loops over tiles of ``2 * 64`` rows (see `condense.ops.triton.device.rule`). Each of the two warp
 groups owns 64 rows: their queries in shared memory, their softmax and their accumulators in registers. Both read the
-same keys and values, which one more warp loads into rings in shared memory without a stop between tiles. The groups
-take turns to start their products, so that one multiplies while the other computes its softmax; within a group, the
-product for the next scores runs beside the product with the last block's values.
+same keys and values, which one more warp loads into ring buffers in shared memory, without a pause between tiles. The
+two groups take turns to start their products, so that one multiplies while the other computes its softmax; within a
+group, ``q @ k`` of the next block runs at the same time as ``p @ v`` of the last block.
 
-Rings, queries and accumulators are cut into parts of columns.
+Ring buffers, queries and accumulators are cut into parts of columns.
 
 Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries. BN keys per block.
 """
@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from condense.ops.triton.device.rule import Row, RowSpans, start_of_row, tile_rows
 
 ROWS = gl.constexpr(64)
-# 12 warps start with 168 registers each; the loading warps then give most of theirs to the others
+# 12 warps start with 168 registers per thread; the loading warps then give most of theirs to the others
 OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
 
@@ -30,29 +30,29 @@ class Work(namedtuple("Work", "K R L tiles works spans first room")):
     """The numbers that are the same for all tiles.
 
     K: KV heads. R: query heads per KV head. L: end of the queries. tiles: tiles of queries. works: tiles times B times
-    K. spans: `RowSpans` without the start of a row. Where queries open groups, else 0: first, the first query; room:
-    length of a list of groups.
+    K. spans: `RowSpans` without the start of a row. first: first query, and room: length of a tile's list of open
+    groups; both 0 if queries open no groups.
     """
 
 
 class Memory(namedtuple("Memory", "k v k_full k_empty v_full v_empty turns")):
     """Shared memory. k, v: rings of keys and of values, both in parts.
 
-    k_full, k_empty, v_full, v_empty: barriers that mark a slot of a ring as full or empty. turns: barriers by which the
-    two groups take turns.
+    k_full, k_empty, v_full, v_empty: barriers that mark a slot of a ring as full or empty. turns: one barrier for each
+    of the two multiplying warp groups, which the other one arrives at when it has started its products.
     """
 
 
 class Online(namedtuple("Online", "acc p m total")):
     """An online softmax.
 
-    acc: weighted values, in parts. p: weights of the newest block. m, total: largest score, sum of weights.
+    acc: weighted values, in parts. p: weights of the newest block. m, total: largest score and sum of weights per row.
     """
 
 
 @gluon.jit
 def memory_of(k_rings, v_rings, STAGES: gl.constexpr):
-    """The `Memory` of these rings, with barriers that nobody has passed yet."""
+    """Return the `Memory` of these rings, with newly initialised barriers."""
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -85,7 +85,7 @@ def spans_of_row(spans, row, KIND: gl.constexpr):
 
 @gluon.jit
 def start_scores(q, memory, count, BN: gl.constexpr, STAGES: gl.constexpr):
-    """Start the product of queries and one block of keys, both in parts; ``[ROWS, BN]``."""
+    """Wait for block ``count`` of keys and start its product with the queries, ``[ROWS, BN]``."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     stage, phase = count % STAGES, count // STAGES & 1
     mbarrier.wait(memory.k_full.index(stage), phase)
@@ -98,7 +98,7 @@ def start_scores(q, memory, count, BN: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def add_values(p, acc, memory, count, STAGES: gl.constexpr):
-    """Start adding one block's weighted values, which have arrived, to the accumulators."""
+    """Start to add ``p @ v`` of block ``count`` to the accumulators. Its values must have arrived in shared memory."""
     operand: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
     p = gl.convert_layout(p.to(memory.v[0].dtype), operand)  # [ROWS, BN]
     found = ()
@@ -112,7 +112,7 @@ def add_values(p, acc, memory, count, STAGES: gl.constexpr):
 def softmax_step(s, m, total, level, scale, MASKED: gl.constexpr, SCALED: gl.constexpr):
     """One step of the online softmax, base 2: weights, new maximum and sum, factor for earlier values.
 
-    level: base-2 number added to all scores. MASKED: a row may have seen no key. SCALED: s is scaled, with its level.
+    level: base-2 number added to all scores. MASKED: a row may have seen no key. SCALED: s has scale and level already.
     """
     # scale > 0, so the maximum can be taken before scaling: one fused multiply-add per score remains
     m_new = gl.maximum(m, gl.max(s, 1) if SCALED else gl.max(s, 1) * scale + level)  # [ROWS]
@@ -124,7 +124,7 @@ def softmax_step(s, m, total, level, scale, MASKED: gl.constexpr, SCALED: gl.con
 
 @gluon.jit
 def first_scores(q, memory, count, BN: gl.constexpr, STAGES: gl.constexpr):
-    """Scores of the first block of a tile, beside which no values are added."""
+    """Scores ``[ROWS, BN]`` of the first block of a tile, number ``count`` of the program; no values are added yet."""
     s = hopper.warpgroup_mma_wait(0, deps=[start_scores(q, memory, count, BN, STAGES)])  # [ROWS, BN]
     mbarrier.arrive(memory.k_empty.index(count % STAGES))
     return s
@@ -132,9 +132,9 @@ def first_scores(q, memory, count, BN: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def start_turn(q, p, acc, memory, count, piece, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr):
-    """Start, in the group's turn, the scores of block ``count`` and the adding of the last block's values.
+    """Wait for the warp group's turn, then start the scores of block ``count`` and the last block's ``p @ v``.
 
-    piece: tiles that the program has done before.
+    piece: tiles that the program has finished.
     """
     mbarrier.wait(memory.turns.index(GROUP), ((count - 1 - piece) & 1) ^ (1 - GROUP))
     s = start_scores(q, memory, count, BN, STAGES)  # [ROWS, BN]
@@ -147,8 +147,8 @@ def start_turn(q, p, acc, memory, count, piece, BN: gl.constexpr, STAGES: gl.con
 def end_turn(added, p, alpha, memory, count, STAGES: gl.constexpr):
     """Accumulators with the last block's values, scaled by ``alpha``, and the weights of block ``count``.
 
-    The softmax must stand before this wait. The assembler moves instructions only within a basic block, and the wait's
-    loop ends one, so p is computed before it.
+    The wait for the values is a loop, across which the assembler moves no instructions: the softmax that computes p
+    must come before it, to run at the same time as the products.
     """
     mbarrier.wait(memory.v_full.index(count % STAGES), count // STAGES & 1)
     if len(added) == 1:
@@ -176,7 +176,7 @@ def last_values(online, memory, count, STAGES: gl.constexpr):
 
 @gluon.jit
 def _by_rows(x, acc):
-    """x ``[ROWS]`` as a column beside an accumulator."""
+    """x ``[ROWS]`` as a column ``[ROWS, 1]`` in the layout of ``acc``."""
     return gl.convert_layout(x, gl.SliceLayout(1, acc.type.layout))[:, None]
 
 
@@ -188,7 +188,7 @@ def packed_layout(width):
 
 @gluon.jit
 def fetch_queries(place, q_ptr, s_q, first, row, R, L, COLUMN: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr):
-    """Copy columns ``[COLUMN, COLUMN + WIDTH)`` of a group's queries to shared memory."""
+    """Copy columns ``[COLUMN, COLUMN + WIDTH)`` of a warp group's 64 rows of queries to shared memory at ``place``."""
     packed: gl.constexpr = packed_layout(WIDTH)
     i, r, real = tile_rows(first, GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, packed)), L, R, 2 * ROWS)
     at = row.b.to(gl.int64) * s_q[0] + (row.head.to(gl.int64) * R + r) * s_q[1] + i.to(gl.int64) * s_q[2] + COLUMN
@@ -198,9 +198,9 @@ def fetch_queries(place, q_ptr, s_q, first, row, R, L, COLUMN: gl.constexpr, WID
 
 @gluon.jit
 def load_block(sources, row, start, rings, full, empty, count, STAGES: gl.constexpr):
-    """Load rows from ``start`` on into a slot of the rings, once both groups have finished with what stands there.
+    """Load rows from ``start`` on into a slot of the rings, once both warp groups have released the slot.
 
-    sources: a descriptor for each ring, or one of which each ring gets as many columns as the descriptor's block has.
+    sources: a descriptor for each ring, or a single one, whose blocks of columns go to the rings in order.
     """
     stage = count % STAGES
     mbarrier.wait(empty.index(stage), count // STAGES & 1 ^ 1)
@@ -217,11 +217,11 @@ def load_block(sources, row, start, rings, full, empty, count, STAGES: gl.conste
 
 @gluon.jit
 def store_tile(q, acc, online, pointers, places, packed_j, first, head, R, L):
-    """Store the rows of a group: outputs, and natural log-sum-exps; 0 and -inf for rows that saw no key.
+    """Store the rows of a warp group: outputs, and natural log-sum-exps; 0 and -inf for rows that saw no key.
 
-    acc: the accumulators with all values. pointers: to outputs and log-sum-exps, and the queries of both. places: of
-    each row, its query, query head, and whether it counts. packed_j: the rows in `packed_layout`. Outputs go through
-    the shared memory of the queries q, so that whole rows are stored.
+    acc: the accumulators with all values. pointers: to outputs and log-sum-exps, and their length in queries. places:
+    query and query head of each row, and whether the row counts. packed_j: row numbers in `packed_layout`. Outputs go
+    through the shared memory of the queries q, so that whole rows are stored.
     """
     out_ptr, lse_ptr, length = pointers
     i, r, real = places
@@ -231,7 +231,7 @@ def store_tile(q, acc, online, pointers, places, packed_j, first, head, R, L):
     lse = gl.where(online.total > 0, (online.m + gl.log2(safe)) * 0.6931471805599453, float("-inf"))
     gl.store(lse_ptr + (head + r) * length + i, lse, mask=real)
     safe = _by_rows(safe, acc[0])  # [ROWS, 1]
-    if len(acc) == 1:  # before the places are known, for which registers are then free
+    if len(acc) == 1:  # frees the accumulator's registers for the addresses that are computed next
         q[0].store((acc[0] / safe).to(out_ptr.dtype.element_ty))
     i, r, real = tile_rows(first, packed_j, L, R, 2 * ROWS)
     at = ((head + r) * length + i) * (len(acc) * WIDTH)

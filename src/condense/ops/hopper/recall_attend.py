@@ -2,11 +2,11 @@
 
 Computes what `condense.ops.triton.attend_forward.attend_fwd_kernel` does where queries open groups, and is arranged as
 `condense.ops.hopper.attend_forward`: a persistent program loops over tiles of ``2 * 64`` rows. A tile reads blocks of
-BN keys: those of the window, and of the tokens of groups that any of its queries opens, which the loading warp fetches
-group by group from their places in the store.
+BN keys: first the window, then the tokens of the groups that any of its queries opens, which the loading warp gathers
+group by group from the store.
 
-Keys and values are cut into parts of 64 columns, each with a buffer of its own: then the part of a group is one stretch
-of shared memory, which one TMA transfer fills.
+Keys and values are cut into parts of 64 columns, each with a buffer of its own: so one part of one group is contiguous
+in shared memory, and one TMA transfer fills it.
 
 Shapes: B rows of the batch, K KV heads, R query heads per KV head, L queries, G groups of g tokens, T tiles of Q
 queries.
@@ -38,7 +38,7 @@ PART = gl.constexpr(64)
 class RecallForm(NamedTuple):
     """The constants that the kernel is compiled for.
 
-    g: tokens per group. BN: keys per block. stages: blocks that are loaded ahead. kind: of positions.
+    g: tokens per group. BN: keys per block. stages: slots of the rings. kind: see `condense.ops.triton.device.rule`.
     """
 
     g: int
@@ -50,23 +50,23 @@ class RecallForm(NamedTuple):
 class RecallStream(namedtuple("RecallStream", "window near blocks")):
     """The blocks that a tile reads, in this order.
 
-    window: first key of the window. near: number of blocks of the window. blocks: of these and of the tokens of opened
-    groups.
+    window: first key of the window that is read. near: number of blocks of the window. blocks: number of all blocks,
+    with those of opened groups.
     """
 
 
 class RecallView(namedtuple("RecallView", "q lo hi bit words count piece scale")):
     """A tile of queries.
 
-    q: queries in shared memory. Per row: lo, hi, its span in the window; bit, its bit mask within a word, in the layout
-    of `_of_tokens`. words: pointer to the words of the ``count`` groups in the list of the tile. piece: tiles that the
-    program has done before. scale: of scores.
+    q: queries in shared memory. Per row: lo, hi, its span in the window; bit, the bit of its query in a word, in the
+    layout of `_of_tokens`. words: pointer to one word for each of the ``count`` groups that the tile opens, with a bit
+    per query that opens the group. piece: tiles that the program has finished. scale: of scores, base 2.
     """
 
 
 @triton.constexpr_function
 def _of_tokens(BN, g):
-    """Layout of the product ``[ROWS, BN]`` if its columns are split into groups: ``[ROWS, BN // g, g]``."""
+    """Layout of ``[ROWS, BN // g, g]``: that of the product ``[ROWS, BN]``, with its columns split into groups."""
 
     def column(n):
         return [0, n // g, 0] if n >= g else [0, 0, n]
@@ -99,7 +99,7 @@ def _stream(first, row, count, problem, FORM: gl.constexpr):
 
 @gluon.jit
 def _load_groups(source, row, groups, rings, full, empty, count, FORM: gl.constexpr):
-    """Load the tokens of ``BN // g`` groups into a slot of the rings."""
+    """Load the tokens of ``BN // g`` groups, by their numbers, into the slot of block ``count`` once it is empty."""
     g: gl.constexpr = FORM.g
     stage = count % FORM.stages
     mbarrier.wait(empty.index(stage), count // FORM.stages & 1 ^ 1)
@@ -113,7 +113,7 @@ def _load_groups(source, row, groups, rings, full, empty, count, FORM: gl.conste
 
 @gluon.jit
 def _produce(sources, lists, problem, memory, FORM: gl.constexpr):
-    """Run the loading warp. sources: descriptors of keys and values of store and window."""
+    """Run the loading warp. sources: descriptors of keys and values of store and window. lists: `OpenedGroups`."""
     store_k, store_v, window_k, window_v = sources
     at = 0
     for work in range(gl.program_id(0), problem.works, gl.num_programs(0)):
@@ -139,7 +139,10 @@ def _produce(sources, lists, problem, memory, FORM: gl.constexpr):
 
 @gluon.jit
 def _first(view, stream, memory, at, rows, FORM: gl.constexpr):
-    """Read the first block of a tile, which is one of the window's; its values are not added yet."""
+    """Weights, largest scores and sums of weights after a tile's first block, which is in the window.
+
+    rows: largest scores and sums before it. Its values have arrived, but are not added yet.
+    """
     s = pipeline.first_scores(view.q, memory, at, FORM.BN, FORM.stages)  # [ROWS, BN]
     n = stream.window + gl.arange(0, FORM.BN, layout=gl.SliceLayout(0, s.type.layout))
     seen = (n[None, :] >= view.lo[:, None]) & (n[None, :] < view.hi[:, None])  # [ROWS, BN]
@@ -152,7 +155,7 @@ def _first(view, stream, memory, at, rows, FORM: gl.constexpr):
 
 @gluon.jit
 def _words(view, start, FORM: gl.constexpr, OPENED: gl.constexpr):
-    """Words of the groups whose tokens are the block at key ``start``; 0 for the window."""
+    """Words ``[BN // g]`` of the groups in the block that begins at opened token ``start``; 0 for the window."""
     g: gl.constexpr = FORM.g
     BN: gl.constexpr = FORM.BN
     if OPENED:
@@ -253,10 +256,10 @@ def recall_fwd_hopper_kernel(
     chunk, window, entries, max_chunks, query_start, window_start, padding, first_entries, scale, tiles, works,
     R: gl.constexpr, PARTS: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
-    """See `condense.ops.triton.attend_forward.attend_fwd_kernel`.
+    """Write what `condense.ops.triton.attend_forward.attend_fwd_kernel` does for queries ``[first, stop)``.
 
-    Keys and values are ``PARTS * 64`` wide, and a block of keys holds whole groups. tiles: tiles of queries in the
-    block. works: tiles times B times K.
+    Keys and values are ``PARTS * 64`` wide, and a block of keys holds whole groups. tiles: tiles of these queries.
+    works: tiles times B times K.
     """
     BN: gl.constexpr = FORM.BN
     STAGES: gl.constexpr = FORM.stages
@@ -280,12 +283,12 @@ def recall_fwd_hopper_kernel(
 
 
 _FORWARD = Launcher(recall_fwd_hopper_kernel)
-# keys per block, and blocks of these loaded ahead
+# keys per block, and blocks that the rings hold
 _KEYS, _STAGES = 64, 6
 
 
 def launch_opened(call: AttendCall, programs: int) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp of a call in which queries open groups; programs: most to start."""
+    """Return output and log-sum-exp of a call in which queries open groups. programs: most programs to start."""
     assert call.groups is not None, "queries open groups"
     q, (out, lse) = whole_rows(call.q), results(call.q, call.v)
     (B, H, L, D), K, g = q.shape, call.k[0].shape[1], call.group_size
